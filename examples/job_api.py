@@ -10,7 +10,8 @@ import os
 import sys
 import time
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+# The wheel installs the module; this is for a checkout.
+sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "../python"))
 import rekindle
 
 

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Checks the deployment templates in examples/deploy: the schemas of Kubernetes, and what must agree with rekindle.
+"""Checks the deployment templates in examples/deploy: the schemas of Kubernetes, and that they agree with rekindle.
 
     deploy.py        (with .deps/k8s/bin/python: scripts/deps.sh k8s)
 """
 
+import json
 import pathlib
 import re
 import sys
@@ -36,7 +37,29 @@ def essential_capabilities():
     return set(re.findall(r'"CAP_(\w+)"', "".join(lists)))
 
 
+def exported_metrics():
+    """The names that rekindle exports, from its source: a counter gets the suffix _total, a histogram three others."""
+    names = set()
+    for file in (ROOT / "src/telemetry").rglob("*.rs"):
+        names.update(re.findall(r'"(rekindle_\w+)"', file.read_text()))
+    return names
+
+
+def check_dashboard():
+    dashboard = json.loads((DEPLOY / "grafana/rekindle.json").read_text())
+    exported = exported_metrics()
+    assert len(exported) > 20, exported
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    expressions += [variable["definition"] for variable in dashboard["templating"]["list"] if "definition" in variable]
+    assert len(expressions) > 10
+    for name in {name for expression in expressions for name in re.findall(r"rekindle_\w+", expression)}:
+        assert name in exported or re.sub(r"_(total|bucket|sum|count)$", "", name) in exported, f"no metric is named {name}"
+    places = [tuple(panel["gridPos"].values()) for panel in dashboard["panels"]]
+    assert len(set(places)) == len(places) == len({panel["id"] for panel in dashboard["panels"]})
+
+
 def main():
+    check_dashboard()
     documents = list(yaml.safe_load_all((DEPLOY / "kubernetes/job.yaml").read_text()))
     for document in documents:
         for version in VERSIONS:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# package.sh [--binary FILE]: makes the packages of an executable (target/debug/rekindle without an argument), looks at what
-# is in them, installs and removes the Debian one in a root of its own, and uses what it brought.
+# package.sh [--binary FILE]: makes the packages of an executable (target/debug/rekindle without an argument) and a release of
+# them, looks at what is in them, installs and removes the Debian one in a root of its own, and uses what each brought.
 #
 # That root is this machine's with a layer over it: dpkg sees the packages that are here, and nothing stays. Needs root,
 # Debian or Ubuntu, and what `scripts/deps.sh package` installs.
@@ -21,16 +21,85 @@ if [ -z "$work" ]; then
 fi
 mount -t tmpfs -o mode=755 tmpfs "$work"
 
-# ---- the same bytes, wherever and by whomever it is made ----
-scripts/package.sh --fast --binary "$binary" --out "$work/dist" >/dev/null
-(umask 077; TZ=Asia/Tokyo scripts/package.sh --fast --binary "$binary" --out "$work/again" deb >/dev/null)
-deb=$(echo "$work"/dist/*.deb) tarball=$(echo "$work"/dist/*.tar.xz)
+bundle=$PWD/.deps/bundle python=$PWD/.deps/package/bin/python
+if [ ! -d "$bundle" ] || [ ! -x "$python" ]; then fail 'run scripts/deps.sh package first'; fi
+
+# ---- a release, which makes the packages; the same bytes, wherever and by whomever it is made ----
+# Of a copy, as this tree has no dated section in its CHANGELOG.
+mkdir "$work/tree"
+git ls-files -z --cached --others --exclude-standard >"$work/files"
+tar --null --ignore-failed-read -T "$work/files" -cf - 2>/dev/null | tar -xf - -C "$work/tree"
+export SOURCE_DATE_EPOCH=1790000000
+# The sources are many and large: a file stands for them.
+cp -r "$bundle" "$work/bundle"
+bundle=$work/bundle
+release() { "$work/tree/scripts/release.sh" --fast --binary "$(realpath -- "$binary")" --criu "$bundle" "$@"; }
+# refused WHY COMMAND...: it fails and says why.
+refused() {
+  local why=$1 said
+  shift
+  said=$("$@" 2>&1) && fail "not refused, though: $why"
+  [[ $said == *"$why"* ]] || fail "refused, and did not say '$why': $said"
+}
+version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
+refused "name that section '## $version - " release --out "$work/refused"
+sed -i "s/^## Unreleased$/## $version - 2026-01-02/" "$work/tree/CHANGELOG.md"
+export DEBFULLNAME='A Tester' DEBEMAIL=tester@rekindle.example
+refused 'has no sources' release --out "$work/refused"
+mkdir "$bundle/criu.source"
+echo 'of this version' >"$bundle/criu.source/criu.dsc"
+cp "$bundle/criu.doc/packages.txt" "$bundle/criu.source/"
+refused 'set DEBFULLNAME and DEBEMAIL' env -u DEBEMAIL "$work/tree/scripts/release.sh" --criu "$bundle" --out "$work/refused"
+release --out "$work/dist" 2>"$work/log" || fail "release: $(cat "$work/log")"
+refused 'is not empty' release --out "$work/dist"
+mv "$work/tree" "$work/elsewhere"
+(umask 077; TZ=Asia/Tokyo "$work/elsewhere/scripts/package.sh" --fast --binary "$binary" --criu "$bundle" --out "$work/again" deb wheel >/dev/null)
+deb=$(echo "$work"/dist/*.deb) tarball=$(echo "$work"/dist/*.tar.gz) wheel=$(echo "$work"/dist/*.whl)
 cmp "$deb" "$work/again/${deb##*/}" || fail 'the same source gave two packages'
+cmp "$wheel" "$work/again/${wheel##*/}" || fail 'the same source gave two wheels'
+(cd "$work/dist" && sha256sum --quiet --check SHA256SUMS) || fail 'SHA256SUMS'
+[ "$(wc -l <"$work/dist/SHA256SUMS")" = 5 ] || fail "SHA256SUMS names not five files: $(cat "$work/dist/SHA256SUMS")"
+tar -xOf "$work/dist/rekindle-$version-criu-source.tar" "rekindle-$version-criu-source/criu.dsc" | grep -q 'of this version' || fail 'sources'
+# What cargo lists for the executable, and what the bundle holds, is in the list of the release.
+"$python" - "$work"/dist/*.cdx.json "$bundle/criu.doc/packages.txt" <(cargo tree --quiet --offline --locked --edges normal \
+  --target x86_64-unknown-linux-gnu --prefix none --format '{p}' --no-dedupe | cut -d ' ' -f 1,2 | sort -u) <<'END' || fail 'the list of contents'
+import json, sys
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+text, packages, tree = (open(name).read() for name in sys.argv[1:])
+assert not (wrong := JsonStrictValidator(SchemaVersion.V1_5).validate_str(text)), wrong
+document = json.loads(text)
+listed = [document["metadata"]["component"], *document["components"]]
+names = {(entry["name"], entry["version"]) for entry in listed}
+wanted = {(line.split()[0], line.split()[1].removeprefix("v")) for line in tree.splitlines()}
+wanted |= {tuple(line.split()[1:3]) for line in packages.splitlines() if not line.startswith("#")}
+assert len(wanted) > 100, wanted
+assert not wanted - names, f"not listed: {wanted - names}"
+extra = names - wanted
+assert {name for name, _ in extra} == {"rust-std"}, f"listed, and not there: {extra}"
+END
 lintian --allow-root --fail-on error "$deb" || fail 'lintian'
+
+# A program for a newer C library than the packages promise: CRIU as Debian unstable has it.
+refused 'packages promise to run with GLIBC_2.34' \
+  scripts/package.sh --fast --binary "$bundle/criu.bin" --criu "$bundle" --out "$work/refused" tar
+
+# ---- the Python module ----
+# Its types hold, and they find a mistake of those who use it.
+printf 'import rekindle\nnumber: int = rekindle.snapshot()\n' >"$work/mistaken.py"
+checked() { MYPYPATH=python "$python" -m mypy --strict --cache-dir=/dev/null "$@" 2>&1; }
+said=$(checked python/rekindle) || fail "types: $said"
+said=$(checked "$work/mistaken.py") && fail 'a mistake in the use of the module was not found'
+[[ $said == *'mistaken.py:2: error: Incompatible types'* ]] || fail "types: $said"
+# The oldest Python that it is for.
+"$python" -c 'import ast, sys
+for name in sys.argv[1:]: ast.parse(open(name).read(), name, feature_version=(3, 8))' python/rekindle/*.py || fail 'the module is not for Python 3.8'
+said=$("$python" -m zipfile -l "$wheel")
+[[ $said == *$'\n''rekindle/py.typed '* ]] || fail 'the wheel does not say that it has types'
 
 # ---- man pages ----
 mkdir "$work/tar"
-tar -xJf "$tarball" -C "$work/tar" --strip-components=1
+tar -xzf "$tarball" -C "$work/tar" --strip-components=1
 gunzip -r "$work/tar/share/man"
 lint=$(mandoc -Tlint -W warning "$work"/tar/share/man/man?/* | grep -v 'skipping paragraph macro: br' | head -n 20 || true)
 [ -z "$lint" ] || fail "mandoc: $lint"
@@ -40,6 +109,12 @@ shown "$work/tar/share/man/man5/rekindle.toml.5" | grep -q '^ *interval = "10m"'
 needed=$(objdump -p "$work/tar/bin/rekindle" | sed -n 's/^ *NEEDED *//p' | grep -vE '^(lib(c|m|gcc_s)|ld-linux-x86-64)\.so' || true)
 [ -z "$needed" ] || fail "the executable needs more than the C library: $needed"
 "$work/tar/bin/rekindle" --version >/dev/null || fail 'the executable of the tarball does not run'
+# Wherever it is unpacked, and by a link. A CRIU of the machine that is new enough comes first.
+ln -s "$work/tar/bin/rekindle" "$work/link"
+if [ ! -x /usr/sbin/criu ] && [ ! -x /usr/local/sbin/criu ]; then
+  said=$(env -u REKINDLE_CRIU PATH=/usr/bin:/bin COLUMNS=200 "$work/link" doctor 2>&1 || true)
+  [[ $said == *" $work/tar/lib/rekindle/criu/criu"* ]] || fail "the CRIU of the tarball is not found: $said"
+fi
 
 # ---- installed, used, removed ----
 mkdir "$work/upper" "$work/work" "$work/root"
@@ -72,19 +147,11 @@ inside bash -c 'complete() { [ "${!#}" != rekindle ] || echo has; builtin comple
 said=$(inside systemd-analyze verify --man=no rekindle@train.service 2>&1) || fail "the unit: $said"
 [ -z "$said" ] || fail "the unit: $said"
 
-if [ -n "${REKINDLE_CRIU:-}" ]; then
-  # By its file alone, as the unit does. A job that ends is enough: how it comes back is tested elsewhere.
-  printf 'version = 1\n[job]\ncommand = ["/bin/echo", "it runs"]\n' >"$work/root/etc/rekindle/jobs/train.toml"
-  # What lies on another file system is not in the layer below.
-  criu=$REKINDLE_CRIU
-  [ -x "$work/root$criu" ] || { cp -rL -- "$(dirname -- "$criu")" "$work/root/opt/criu-tested"; criu=/opt/criu-tested/${criu##*/}; }
-  read -ra command <<<"$(sed -n 's/^ExecStart=//; T; s/%i/train/gp' "$work/root/lib/systemd/system/rekindle@.service")"
-  said=$(inside REKINDLE_CRIU="$criu" "${command[@]}" 2>&1) || fail "${command[*]}: $said"
-  [[ $said == *'it runs'* ]] || fail "${command[*]}: $said"
-else
-  echo 'SKIP: a job of the installed package: REKINDLE_CRIU names no CRIU'
-  mkdir -p "$work/root/var/lib/rekindle/train"
-fi
+# By its file alone, as the unit does, and with the package's own CRIU.
+printf 'version = 1\n[job]\ncommand = ["/bin/echo", "it runs"]\n' >"$work/root/etc/rekindle/jobs/train.toml"
+read -ra command <<<"$(sed -n 's/^ExecStart=//; T; s/%i/train/gp' "$work/root/lib/systemd/system/rekindle@.service")"
+said=$(inside "${command[@]}" 2>&1) || fail "${command[*]}: $said"
+[[ $said == *'it runs'* ]] || fail "${command[*]}: $said"
 echo '# mine' >>"$work/root/etc/rekindle/rekindle.toml"
 inside dpkg -r rekindle >"$work/log" 2>&1 || fail "dpkg -r: $(cat "$work/log")"
 [ ! -e "$work/root/usr/bin/rekindle" ] || fail 'removed, and still there'
@@ -92,5 +159,17 @@ grep -q '# mine' "$work/root/etc/rekindle/rekindle.toml" || fail 'removing took 
 inside dpkg -P rekindle >"$work/log" 2>&1 || fail "dpkg -P: $(cat "$work/log")"
 [ ! -e "$work/root/etc/rekindle/rekindle.toml" ] || fail 'purged, and the configuration is still there'
 [ -d "$work/root/var/lib/rekindle/train" ] || fail 'purging took the store'
-[ -z "${REKINDLE_CRIU:-}" ] || [ -f "$work/root/etc/rekindle/jobs/train.toml" ] || fail "purging took a job's file"
+[ -f "$work/root/etc/rekindle/jobs/train.toml" ] || fail "purging took a job's file"
+
+# ---- from nothing to a job that was restored, with each of them ----
+# At the same time: most of it is waiting for images.
+declare -A trials
+for package in "$deb" "$tarball" "$wheel"; do
+  integration/install.sh "$package" >"$work/${package##*/}.log" 2>&1 &
+  trials[$package]=$!
+done
+for package in "${!trials[@]}"; do
+  wait "${trials[$package]}" || fail "from nothing: $(cat "$work/${package##*/}.log")"
+  tail -n 1 "$work/${package##*/}.log"
+done
 echo 'package: ok'

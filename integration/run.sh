@@ -3,7 +3,7 @@
 #
 #   integration/run.sh
 #
-# REKINDLE_TEST_REQUIRE=root,criu,devices,s3,slurm,package,k8s,systemd,chromium,prometheus,uplink,databases,disks,stacks,lint  what must be there: a test that lacks it then fails, where it would else say SKIP
+# REKINDLE_TEST_REQUIRE=root,criu,devices,s3,slurm,package,k8s,systemd,chromium,prometheus,uplink,databases,disks,stacks,lint,book  what must be there: a test that lacks it then fails, where it would else say SKIP
 # REKINDLE_CRIU=FILE               the CRIU to test with, instead of .deps/criu/criu
 #
 # Ends at the first failure, with a non-zero code. integration/gpu.sh is its counterpart for a machine with an NVIDIA GPU.
@@ -109,6 +109,15 @@ elif scripts/deps.sh lint; then
 else
   skip 'checks of licences and scripts' 'what they need could not be had, the reason is above'
 fi
+book=''
+if required book; then
+  step 'dependencies: mdBook' scripts/deps.sh book
+  book=yes
+elif scripts/deps.sh book; then
+  book=yes
+else
+  skip 'the site of the documents' 'mdBook could not be had, the reason is above'
+fi
 packages=''
 if required package; then
   step 'dependencies: packages' scripts/deps.sh package
@@ -155,6 +164,14 @@ if have systemd-analyze; then
   done
 else
   skip 'systemd units' 'there is no systemd-analyze'
+fi
+if [ "$(id -u)" -eq 0 ] && [ -n "${REKINDLE_CRIU:-}" ]; then
+  step 'documents, and the tutorial' python3 -B integration/docs.py --tutorial --rekindle "$rekindle"
+else
+  step 'documents' python3 -B integration/docs.py --rekindle "$rekindle"
+fi
+if [ -n "$book" ]; then
+  step 'the site of the documents' python3 -B scripts/site.py --out "$work/site"
 fi
 if [ -n "$packages" ]; then
   step 'packages' integration/package.sh --binary "$rekindle"

@@ -144,6 +144,8 @@ command = ["/usr/bin/python3", "-S", "/opt/tested/job.py"]
 directory = "/opt/tested"
 [snapshot]
 interval = "off"
+[log]
+level = "info"
 [store]
 min-free = "1MiB"
 compression = "none"

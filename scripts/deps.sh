@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# deps.sh [build] [python] [criu] [s3] [slurm] [package] [k8s] [browser] [prometheus] [uplink] [databases] [disks] [stacks] [lint]: gets what the demo and the tests need on Debian or Ubuntu;
+# deps.sh [build] [python] [criu] [s3] [slurm] [package] [k8s] [browser] [prometheus] [uplink] [databases] [disks] [stacks] [lint] [book]: gets what the demo and the tests need on Debian or Ubuntu;
 # without arguments the first three.
 #   build   a C compiler as linker for cargo (and a look whether cargo is there)
 #   python  .deps/venv with numpy and scikit-learn as pinned in scripts/requirements.txt
 #   criu    .deps/criu/criu, at least 4.2 (scripts/install-criu.sh)
 #   s3      .deps/s3, a Python environment with an S3 server for the tests of replication
 #   slurm   Slurm's daemons and commands, for tests that start a cluster of their own
-#   package what makes the Debian package, and what looks at it and at the manual pages
+#   package what makes the packages, .deps/bundle with the CRIU that goes into them, and what looks at them (.deps/package, a
+#           Python environment) and at the manual pages
 #   k8s     .deps/k8s, a Python environment with the schemas of Kubernetes
 #   browser Chromium, for tests that look at the page of a report
 #   prometheus  .deps/prometheus, a Python environment with parsers of metrics
@@ -15,6 +16,7 @@
 #   disks   what makes file systems of XFS and btrfs
 #   stacks  Open MPI with mpi4py, and .deps/stacks, a Python environment with LMDB and TensorBoard
 #   lint    shellcheck, and .deps/cargo/bin/cargo-deny, which takes some minutes to build
+#   book    .deps/cargo/bin/mdbook, for the site of the documents; takes a minute or two to build
 # Installs only what is missing, and says nothing and takes no time when nothing is. Delete .deps to start anew.
 set -euo pipefail
 
@@ -69,7 +71,11 @@ s3() { environment s3 requirements-s3.txt 'an S3 server'; }
 
 slurm() { packages slurmctld slurmd slurm-client munge; }
 
-package() { packages binutils dpkg-dev lintian mandoc man-db xz-utils; }
+package() {
+  packages binutils dpkg-dev lintian mandoc man-db xz-utils
+  environment package requirements-package.txt 'what checks types and lists of contents'
+  "$root/scripts/install-criu.sh" --bundle "$deps/bundle"
+}
 
 browser() { packages chromium; }
 
@@ -92,17 +98,27 @@ stacks() {
 }
 
 cargo_deny=0.20.2
+mdbook=0.5.4
+
+# tool NAME VERSION SAID OPTION...: builds a tool with cargo, unless it says that it is there.
+tool() {
+  local name=$1 version=$2 said=$3
+  shift 3
+  build
+  [ "$("$deps/cargo/bin/$name" --version 2>/dev/null || true)" != "$said" ] || return 0
+  say "building $name $version"
+  # Without optimisation: it builds in half the time, and works in seconds.
+  CARGO_TARGET_DIR=$deps/cargo/target cargo install --quiet --locked --debug --root "$deps/cargo" "$@" "$name@$version" \
+    || die "cargo could not install $name: see the lines above, check the network"
+  rm -rf -- "$deps/cargo/target"
+}
 
 lint() {
   packages shellcheck
-  build
-  case $("$deps/cargo/bin/cargo-deny" --version 2>/dev/null || true) in "cargo-deny $cargo_deny") return 0 ;; esac
-  say "building cargo-deny $cargo_deny"
-  # Without optimisation: it builds in half the time, and checks in a second.
-  CARGO_TARGET_DIR=$deps/cargo/target cargo install --quiet --locked --debug --root "$deps/cargo" "cargo-deny@$cargo_deny" \
-    || die "cargo could not install cargo-deny: see the lines above, check the network"
-  rm -rf -- "$deps/cargo/target"
+  tool cargo-deny "$cargo_deny" "cargo-deny $cargo_deny"
 }
+
+book() { tool mdbook "$mdbook" "mdbook v$mdbook" --no-default-features --features search; }
 
 k8s() { environment k8s requirements-k8s.txt 'the schemas of Kubernetes'; }
 
@@ -113,8 +129,8 @@ criu() { "$root/scripts/install-criu.sh" "$deps/criu"; }
 [ $# -gt 0 ] || set -- build python criu
 for what; do
   case $what in
-    build | python | criu | s3 | slurm | package | k8s | browser | prometheus | uplink | databases | disks | stacks | lint) "$what" ;;
-    -h | --help) sed -n '2,18s/^# //p' "${BASH_SOURCE[0]}" ;;
-    *) say "unknown part '$what': use build, python, criu, s3, slurm, package, k8s, browser, prometheus, uplink, databases, disks, stacks or lint"; exit 2 ;;
+    build | python | criu | s3 | slurm | package | k8s | browser | prometheus | uplink | databases | disks | stacks | lint | book) "$what" ;;
+    -h | --help) sed -n '2,19s/^# //p' "${BASH_SOURCE[0]}" ;;
+    *) say "unknown part '$what': use build, python, criu, s3, slurm, package, k8s, browser, prometheus, uplink, databases, disks, stacks, lint or book"; exit 2 ;;
   esac
 done

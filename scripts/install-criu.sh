@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
-# install-criu.sh DIR: puts a CRIU of at least 4.2 at DIR/criu, for machines whose distribution has an older one.
+# install-criu.sh [--bundle [--sources]] DIR: puts a CRIU of at least 4.2 at DIR/criu, for machines whose distribution has
+# an older one.
 #   1. DIR/criu is there, runs and is new enough: nothing to do.
 #   2. The system has one that is new enough: DIR/criu becomes a link to it.
 #   3. The distribution's own package is new enough: it is installed, then as 2 (needs root).
 #   4. On Debian: the package and its libraries are taken from unstable, through the mirror and the keyring that this
 #      machine's apt already uses, and unpacked into DIR (about 20 MB). No package of the system is touched, and DIR
-#      may be copied to another machine of the same architecture, Ubuntu too.
+#      may be copied to another machine of the same architecture: the C library and its loader are in it.
 # Then: REKINDLE_CRIU=DIR/criu rekindle run ..., or `path` under [criu] in the configuration.
+#
+#   --bundle   for scripts/package.sh: always as 4, with DIR/criu.doc, which says what DIR holds and under which licences
+#   --sources  with --bundle: also downloads the source packages of what DIR holds, into DIR/criu.source
 set -euo pipefail
 
 # Kernels from 6.16 on answer socket queries in a way that older ones of CRIU do not understand.
@@ -20,8 +24,16 @@ version_of() { timeout 20 "$1" --version 2>/dev/null | sed -n 's/^Version: *//p'
 # new_enough VERSION: an empty version is none.
 new_enough() { [ -n "$1" ] && [ "$(printf '%s\n%s\n' "$need" "$1" | sort -V | head -n 1)" = "$need" ]; }
 
-if [ $# -ne 1 ] || [ -z "$1" ]; then
-  say 'usage: install-criu.sh DIR'
+bundle='' sources=''
+while :; do
+  case ${1:-} in
+    --bundle) bundle=yes; shift ;;
+    --sources) sources=yes; shift ;;
+    *) break ;;
+  esac
+done
+if [ $# -ne 1 ] || [ -z "$1" ] || [[ $1 == -* ]] || [ "${sources:+$bundle}" != "$sources" ]; then
+  say 'usage: install-criu.sh [--bundle [--sources]] DIR'
   exit 2
 fi
 mkdir -p -- "$1" || die "cannot create $1: choose a folder that you may write to"
@@ -38,8 +50,15 @@ link_to_system() {
   say "$out/criu is the system's CRIU $version"
 }
 
-[ ! -x "$out/criu" ] || ! new_enough "$(version_of "$out/criu" || true)" || exit 0
-! link_to_system || exit 0
+is_complete() {
+  [ -x "$out/criu" ] && new_enough "$(version_of "$out/criu" || true)" || return 1
+  [ -z "$bundle" ] || { [ -s "$out/criu.doc/packages.txt" ] && [ ! -L "$out/criu" ]; }
+}
+has_sources() { [ -z "$sources" ] || cmp -s "$out/criu.doc/packages.txt" "$out/criu.source/packages.txt"; }
+complete=''
+! is_complete || complete=yes
+if [ -n "$complete" ] && has_sources; then exit 0; fi
+[ -n "$bundle" ] || ! link_to_system || exit 0
 
 manual="copy the folder that this script makes on a Debian machine of the same architecture to $out, or install CRIU $need \
 from the CRIU project (criu.org names its packages and its source), then run this again"
@@ -55,7 +74,7 @@ if [ -z "$own" ] && [ "$(id -u)" -eq 0 ] && [ -z "$(find /var/lib/apt/lists -nam
   own=$(candidate)
 fi
 # A Debian version may have an epoch in front: 1:4.2-1.
-if new_enough "${own#*:}"; then
+if [ -z "$bundle" ] && new_enough "${own#*:}"; then
   [ "$(id -u)" -eq 0 ] || die "the package criu $own of this system is new enough: install it (sudo apt-get install criu), then run this again"
   say "installing the system's own package criu $own"
   DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends criu >/dev/null \
@@ -63,6 +82,7 @@ if new_enough "${own#*:}"; then
   link_to_system || die "criu is installed but does not run or is older than $need: try 'criu --version'"
   exit 0
 fi
+[ "${ID:-}" = debian ] || [ -z "$bundle" ] || die "a bundle is made of Debian's packages, and this is ${PRETTY_NAME:-another system}: make it on Debian"
 [ "${ID:-}" = debian ] || die "the newest criu that ${PRETTY_NAME:-this system} has is '${own:-none}', at least $need is needed: $manual"
 
 # The mirror and key of this machine's main archive: what it already trusts, for another suite.
@@ -77,8 +97,8 @@ for keyring in /usr/share/keyrings/debian-archive-keyring.pgp /usr/share/keyring
   [ "${signed_by#/}" = "$signed_by" ] || break
   [ ! -r "$keyring" ] || signed_by=$keyring
 done
-source_line="deb $mirror $suite main"
-[ ! -r "$signed_by" ] || source_line="deb [signed-by=$signed_by] $mirror $suite main"
+signed=''
+[ ! -r "$signed_by" ] || signed="[signed-by=$signed_by] "
 
 work=$(mktemp -d)
 new=$out/.new.$$
@@ -89,44 +109,97 @@ mkdir -p "$work/lists/partial" "$work/debs/partial" "$work/root"
 ! { [ "$(id -u)" -eq 0 ] && getent passwd _apt >/dev/null; } || chown _apt "$work/lists/partial" "$work/debs/partial"
 # An empty status file: every library comes along, whatever this system has installed.
 : >"$work/status"
-echo "$source_line" >"$work/sources.list"
+echo "deb $signed$mirror $suite main" >"$work/sources.list"
+[ -z "$sources" ] || echo "deb-src $signed$mirror $suite main" >>"$work/sources.list"
 apt=(timeout 300 apt-get -qq
   -oDir::Etc::SourceList="$work/sources.list" -oDir::Etc::SourceParts=/dev/null -oDir::State::Lists="$work/lists"
   -oDir::State::status="$work/status" -oDir::Cache::Archives="$work/debs" -oDir::Cache::pkgcache= -oDir::Cache::srcpkgcache=
   -oAPT::Default-Release= -oAPT::Get::AllowUnauthenticated=false -oAcquire::AllowInsecureRepositories=false
   -oAcquire::AllowDowngradeToInsecureRepositories=false -oAPT::Update::Error-Mode=any -oAcquire::Retries=2)
 
-say "fetching CRIU from Debian $suite (the system's own packages stay as they are)"
+say "fetching from Debian $suite (the system's own packages stay as they are)"
 "${apt[@]}" update || die "cannot get a signed list of Debian $suite's packages. \
 NO_PUBKEY above: update the package debian-archive-keyring; else check the network and the mirror in /etc/apt"
-"${apt[@]}" install -y --download-only --no-install-recommends criu >/dev/null \
-  || die 'cannot download criu and its libraries: see the lines above, check the network and the space in /tmp'
-for deb in "$work"/debs/*.deb; do dpkg -x "$deb" "$work/root"; done
+unpack() {
+  "${apt[@]}" install -y --download-only --no-install-recommends criu >/dev/null \
+    || die 'cannot download criu and its libraries: see the lines above, check the network and the space in /tmp'
+  local deb binary loader library path owner
+  for deb in "$work"/debs/*.deb; do
+    dpkg -x "$deb" "$work/root"
+    # A package whose source has its own name and version names no Source.
+    # shellcheck disable=SC2016 # dpkg-deb replaces them
+    owner=$(dpkg-deb -W --showformat='${Package} ${Version} ${source:Package} ${source:Version}' "$deb")
+    dpkg-deb --fsys-tarfile "$deb" | tar -t | sed "s|^\.||; s|\$| $owner|" >>"$work/owners"
+  done
 
-binary=$(find "$work/root" -path '*bin/criu' -type f -print -quit)
-loader=$(find "$work/root" -name 'ld-linux-*.so.*' -type f -print -quit)
-if [ -z "$binary" ] || [ -z "$loader" ]; then die "Debian's package of criu has changed its layout: $manual"; fi
-mkdir -p "$new/criu.lib"
-cp -- "$binary" "$new/criu.bin"
-cp -- "$loader" "$new/criu.lib/"
-"$loader" --library-path "$(dirname "$loader")" --list "$binary" >"$work/needed"
-awk '/=> \//{print $3}' "$work/needed" | while read -r library; do
-  # A library of this system would tie the folder to it.
-  [ "${library#"$work/root"}" != "$library" ] || die "$library is not part of the download: please report this"
-  cp -L -- "$library" "$new/criu.lib/"
-done
-cat >"$new/criu" <<WRAPPER
+  binary=$(find "$work/root" -path '*bin/criu' -type f -print -quit)
+  loader=$(find "$work/root" -name 'ld-linux-*.so.*' -type f -print -quit)
+  if [ -z "$binary" ] || [ -z "$loader" ]; then die "Debian's package of criu has changed its layout: $manual"; fi
+  mkdir -p "$new/criu.lib" "$new/criu.doc/copyright" "$new/criu.doc/licenses"
+  cp -- "$binary" "$new/criu.bin"
+  cp -- "$loader" "$new/criu.lib/"
+  "$loader" --library-path "$(dirname "$loader")" --list "$binary" >"$work/needed"
+  awk '/=> \//{print $3}' "$work/needed" >"$work/libraries"
+  while read -r library; do
+    # A library of this system would tie the folder to it.
+    [ "${library#"$work/root"}" != "$library" ] || die "$library is not part of the download: please report this"
+    cp -L -- "$library" "$new/criu.lib/"
+  done <"$work/libraries"
+  cat >"$new/criu" <<WRAPPER
 #!/bin/sh
 # Runs the CRIU beside this file with the C library it was built for.
 d=\$(dirname "\$(readlink -f "\$0")")
 exec "\$d/criu.lib/$(basename "$loader")" --library-path "\$d/criu.lib" "\$d/criu.bin" "\$@"
 WRAPPER
-chmod 755 "$new/criu" "$new/criu.bin"
+  chmod 755 "$new/criu" "$new/criu.bin"
 
-version=$(version_of "$new/criu" || true)
-new_enough "$version" || die "the CRIU just unpacked says it is version '${version:-nothing, it does not run}', at least $need is needed: $manual"
-rm -rf -- "$out/criu" "$out/criu.bin" "$out/criu.lib"
-# The wrapper last: DIR/criu exists only when all it needs does.
-mv -- "$new/criu.lib" "$new/criu.bin" "$out/"
-mv -- "$new/criu" "$out/criu"
-say "CRIU $version is at $out/criu"
+  # The files that were copied, their packages, and what the authors of these ask for.
+  {
+    echo "criu.bin ${binary#"$work/root"}"
+    for path in "$loader" $(cat "$work/libraries"); do echo "criu.lib/${path##*/} ${path#"$work/root"}"; done
+  } | sort -u | while read -r path library; do
+    owner=$(awk -v path="$library" '$1 == path { print $2, $3, $4, $5; exit }' "$work/owners")
+    [ -n "$owner" ] || die "no package of the download has $library: please report this"
+    echo "$path $owner"
+    local copyright=$work/root/usr/share/doc/${owner%% *}/copyright
+    [ -r "$copyright" ] || die "the package ${owner%% *} names no licence: please report this"
+    cp -L -- "$copyright" "$new/criu.doc/copyright/${owner%% *}"
+  done >"$work/packages"
+  { echo '# file package version source source-version'; cat "$work/packages"; } >"$new/criu.doc/packages.txt"
+  # Debian's files name the common licences by their path and do not repeat them.
+  local name
+  grep -ohE '/usr/share/common-licenses/[A-Za-z0-9.+-]*[A-Za-z0-9]' "$new"/criu.doc/copyright/* | sort -u | while read -r path; do
+    # Without a number it is a link to the newest.
+    name=$(basename -- "$(readlink -f "$path")")
+    [ -r "$path" ] || die "the licence $path is not on this machine: install base-files"
+    [ -e "$new/criu.doc/licenses/$name" ] || cp -L -- "$path" "$new/criu.doc/licenses/$name"
+  done
+  [ -s "$new/criu.doc/licenses/GPL-2" ] || die "the text of CRIU's licence was not found: please report this"
+
+  local version
+  version=$(version_of "$new/criu" || true)
+  new_enough "$version" || die "the CRIU just unpacked says it is version '${version:-nothing, it does not run}', at least $need is needed: $manual"
+  rm -rf -- "$out/criu" "$out/criu.bin" "$out/criu.lib" "$out/criu.doc"
+  # The wrapper last: DIR/criu exists only when all it needs does.
+  mv -- "$new/criu.lib" "$new/criu.bin" "$new/criu.doc" "$out/"
+  mv -- "$new/criu" "$out/criu"
+  say "CRIU $version is at $out/criu"
+}
+
+# The sources of exactly what DIR holds, also where DIR was made earlier.
+download_sources() {
+  local wanted
+  rm -rf -- "$out/criu.source"
+  mkdir -p "$new/criu.source"
+  mapfile -t wanted < <(sed '/^#/d' "$out/criu.doc/packages.txt" | awk '{ print $4 "=" $5 }' | sort -u)
+  say "downloading the sources of ${#wanted[@]} packages"
+  (cd "$new/criu.source" && "${apt[@]}" -oAPT::Sandbox::User=root source --download-only "${wanted[@]}" >/dev/null) \
+    || die "cannot download the sources of ${wanted[*]}: see the lines above. Debian $suite moves on: if it has newer versions by now, delete $out and run this again"
+  # Last: it says that the others are whole.
+  cp -- "$out/criu.doc/packages.txt" "$new/criu.source/"
+  mv -- "$new/criu.source" "$out/"
+  say "the sources are in $out/criu.source"
+}
+
+[ -n "$complete" ] || unpack
+has_sources || download_sources

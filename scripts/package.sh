@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# package.sh [--binary FILE] [--out DIR] [--fast] [deb] [tar]: makes a Debian package and a tarball (without arguments
-# both) in dist/.
+# package.sh [--binary FILE] [--criu DIR] [--out DIR] [--fast] [deb] [tar] [wheel]: makes a Debian package, a tarball and a
+# Python wheel (without arguments all three) in dist/.
 #   --binary FILE  of this executable, instead of building one for release
+#   --criu DIR     with the CRIU in DIR, which `scripts/install-criu.sh --bundle DIR` made, instead of .deps/bundle
 #   --out DIR      there, instead of dist/
 #   --fast         compress little, for a test
 #
-# The executable needs the C library, with libgcc, and nothing else: TLS, compression and hashing are in it, and so are
-# the job's init and the interposer. The C library cannot be: libcuda.so.1 and NVML are opened while rekindle runs, and
-# need the one of the machine, from 2.34 on (Debian 12, Ubuntu 22.04, RHEL 9) where it is made on Debian 12. The same
-# source and toolchain give the same bytes: times are those of the last commit (SOURCE_DATE_EPOCH, where it is set), and
-# paths of this machine stay out. DEBFULLNAME and DEBEMAIL name who made it.
+# Each of them works on any Linux with the C library 2.34 or newer, and needs nothing else. CRIU comes with a C library of
+# its own. The executable needs that of the machine, with libgcc: libcuda.so.1 and NVML are opened while rekindle runs,
+# and need the C library of the machine. TLS, compression, hashing, the job's init and the interposer are inside it.
+# The same source, toolchain and bundle give the same bytes: times are those of the last commit (SOURCE_DATE_EPOCH, where
+# it is set), and paths of this machine stay out. DEBFULLNAME and DEBEMAIL name who made the packages.
 set -euo pipefail
 export LC_ALL=C TZ=UTC
 umask 022
@@ -18,25 +19,37 @@ root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 say() { printf 'package: %s\n' "$*" >&2; }
 die() { say "$@"; exit 1; }
 
-binary='' out=$root/dist level=6 kinds=()
+# Debian 12, Ubuntu 22.04 and RHEL 9 have this or a newer one.
+oldest_glibc=2.34
+
+binary='' bundle='' out=$root/dist level=6 kinds=()
 while [ $# -gt 0 ]; do
   case $1 in
-    --binary | --out) [ $# -gt 1 ] || { say "$1 needs a value"; exit 2; } ;;&
+    --binary | --criu | --out) [ $# -gt 1 ] || { say "$1 needs a value"; exit 2; } ;;&
     --binary) binary=$2; shift 2 ;;
+    --criu) bundle=$2; shift 2 ;;
     --out) out=$2; shift 2 ;;
     --fast) level=0; shift ;;
-    deb | tar) kinds+=("$1"); shift ;;
-    -h | --help) sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    deb | tar | wheel) kinds+=("$1"); shift ;;
+    -h | --help) sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
     *) say "unknown argument '$1': --help has those there are"; exit 2 ;;
   esac
 done
-[ ${#kinds[@]} -gt 0 ] || kinds=(deb tar)
+[ ${#kinds[@]} -gt 0 ] || kinds=(deb tar wheel)
 
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$root/Cargo.toml" | head -n 1)
 if [ -z "${SOURCE_DATE_EPOCH:-}" ]; then
   SOURCE_DATE_EPOCH=$(git -C "$root" log -1 --format=%ct 2>/dev/null || stat -c %Y "$root/Cargo.toml")
 fi
 export SOURCE_DATE_EPOCH
+
+if [ -z "$bundle" ]; then
+  bundle=$root/.deps/bundle
+  "$root/scripts/install-criu.sh" --bundle "$bundle"
+fi
+if [ ! -x "$bundle/criu" ] || [ ! -s "$bundle/criu.doc/packages.txt" ]; then
+  die "$bundle is not a bundle of CRIU: make one with scripts/install-criu.sh --bundle $bundle"
+fi
 
 # Where the tests' package is made from an executable that is there, nothing is built.
 if [ -z "$binary" ]; then
@@ -48,15 +61,27 @@ if [ -z "$binary" ]; then
   binary=${CARGO_TARGET_DIR:-$root/target}/$target/release/rekindle
 fi
 [ -x "$binary" ] || die "$binary is not an executable"
+command -v objdump >/dev/null || die 'packages need binutils (apt-get install binutils)'
+# The loader refuses a program if one version that it names is missing, whatever the program would call.
+needs=$(objdump -p "$binary" | awk '$4 ~ /^GLIBC_/ { print $4 }' | sort -uV | tail -n 1)
+[ -n "$needs" ] || die "$binary names no version of the C library: it is not a dynamic executable for Linux"
+[ "$(printf '%s\nGLIBC_%s\n' "$needs" "$oldest_glibc" | sort -V | tail -n 1)" = "GLIBC_$oldest_glibc" ] \
+  || die "$binary needs $needs, and packages promise to run with GLIBC_$oldest_glibc: build it on Debian 12, or on another system with an older C library"
 
 work=$(mktemp -d)
 trap 'rm -rf -- "$work"' EXIT
 chmod 755 "$work"
+who="${DEBFULLNAME:-Rekindle maintainers} <${DEBEMAIL:-maintainers@rekindle.example}>"
 
-# tree DIR PREFIX: what both have, below DIR/PREFIX.
+# tree BASE: what all have, below BASE. Made once.
 tree() {
-  local dir=$1 prefix=$2 base
-  base=$dir$prefix
+  [ -d "$work/common" ] || common "$work/common"
+  mkdir -p "$1"
+  cp -a "$work/common/." "$1/"
+}
+
+common() {
+  local base=$1
   install -D -m 755 "$binary" "$base/bin/rekindle"
   strip --strip-unneeded "$base/bin/rekindle"
   "$binary" man "$base/share/man"
@@ -70,10 +95,14 @@ tree() {
     mkdir -p "$(dirname -- "$base/share/${entry#*:}")"
     "$binary" completions "${entry%%:*}" >"$base/share/${entry#*:}"
   done
-  # The newest CRIU is in no release of Debian and Ubuntu yet.
-  install -D -m 755 "$root/scripts/install-criu.sh" "$base/share/rekindle/install-criu.sh"
-  local doc=$base/share/doc/rekindle
-  mkdir -p "$doc/docs" "$doc/examples"
+  # Rekindle looks there: crates/criu. Its CRIU, and no other file of the bundle's folder.
+  local lib=$base/lib/rekindle/criu doc=$base/share/doc/rekindle
+  mkdir -p "$lib" "$doc/docs" "$doc/examples"
+  cp -r --no-preserve=all "$bundle/criu.lib" "$lib/"
+  install -m 755 "$bundle/criu" "$bundle/criu.bin" "$lib/"
+  chmod 755 "$lib"/criu.lib/ld-linux-*
+  cp -r --no-preserve=all "$bundle/criu.doc" "$doc/criu"
+  offer >"$doc/criu/README"
   install -m 644 "$root"/{README,SECURITY,CHANGELOG}.md "$root/NOTICE" "$doc/"
   install -m 644 "$root"/docs/*.md "$doc/docs/"
   install -m 644 "$root/config/rekindle.service" "$doc/examples/"
@@ -83,19 +112,43 @@ tree() {
       | sed 's/ (\/[^)]*)//; s/ (proc-macro)//' | sort -u | grep -v '^rekindle '; } >"$doc/third-party.txt"
 }
 
+# offer: what GPL and LGPL ask for, beside their texts.
+offer() {
+  cat <<END
+CRIU and its libraries, from Debian, unchanged
+
+The folder lib/rekindle/criu holds the program CRIU, the libraries that it needs, and their C library. rekindle starts CRIU
+as a separate program. Each file is under the licence of its package:
+
+  packages.txt   each file, its Debian package and version, and the source package and version that it was built from
+  copyright/     who wrote each package, and its licences
+  licenses/      the full texts of the licences that those files name; CRIU's is GPL-2
+
+The sources
+
+CRIU and several of the libraries are under the GNU General Public License or the GNU Lesser General Public License. The
+complete source of exactly these versions is published together with this release, as the file
+rekindle-$version-criu-source.tar. If you did not get that file: for three years after you got this package, $who sends
+it to anyone who asks, for no more than the cost of sending it. Debian publishes the same sources: apt-get source
+PACKAGE=VERSION, with the names in the last two columns of packages.txt; Debian's snapshot archive keeps all versions.
+
+You may replace any of these files, or all of them: rekindle uses the CRIU that criu.path or REKINDLE_CRIU names.
+END
+}
+
 # Times and owners of files are not those of whoever makes the package.
 settle() { find "$1" -exec touch --no-dereference --date="@$SOURCE_DATE_EPOCH" {} +; }
 
 deb() {
   local dir=$work/deb name=rekindle_${version}_amd64.deb
   command -v dpkg-shlibdeps >/dev/null || die 'a Debian package needs dpkg-dev (apt-get install dpkg-dev)'
-  tree "$dir" /usr
+  tree "$dir/usr"
   install -D -m 644 "$root/config/rekindle@.service" "$dir/lib/systemd/system/rekindle@.service"
   sed -i 's#/usr/local/bin/rekindle#/usr/bin/rekindle#' "$dir/lib/systemd/system/rekindle@.service" \
     "$dir/usr/share/doc/rekindle/examples/rekindle.service"
   install -D -m 644 "$root/config/rekindle.toml" "$dir/etc/rekindle/rekindle.toml"
   install -d -m 755 "$dir/etc/rekindle/jobs"
-  local doc=$dir/usr/share/doc/rekindle who="${DEBFULLNAME:-Rekindle maintainers} <${DEBEMAIL:-maintainers@rekindle.example}>"
+  local doc=$dir/usr/share/doc/rekindle
   cat >"$doc/copyright" <<END
 Format: https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/
 Upstream-Name: rekindle
@@ -105,6 +158,20 @@ Copyright: 2026 the rekindle authors
 License: Apache-2.0
  On Debian systems the text is in /usr/share/common-licenses/Apache-2.0. What the executable contains of others is in
  /usr/share/doc/rekindle/third-party.txt, with the licences of each.
+
+Files: usr/lib/rekindle/criu/*
+Copyright: the authors that /usr/share/doc/rekindle/criu/copyright/ names, package by package
+License: GPL-2.0-only and others
+ CRIU and its libraries, as Debian built them. /usr/share/doc/rekindle/criu/README says where their source is,
+ packages.txt beside it lists files and packages. On Debian systems the text of the GNU General Public License, version 2,
+ is in /usr/share/common-licenses/GPL-2; all licences are in /usr/share/doc/rekindle/criu/licenses/.
+END
+  mkdir -p "$dir/usr/share/lintian/overrides"
+  cat >"$dir/usr/share/lintian/overrides/rekindle" <<'END'
+# CRIU with its own libraries and loader: no release of Debian and Ubuntu has one that is new enough for newer kernels.
+rekindle: embedded-library * [usr/lib/rekindle/criu/criu.lib/*]
+rekindle: shared-library-is-executable 0755 [usr/lib/rekindle/criu/criu.lib/*]
+rekindle: shared-library-lacks-prerequisites [usr/lib/rekindle/criu/criu.lib/*]
 END
   printf 'rekindle (%s) unstable; urgency=medium\n\n  * See README.md.\n\n -- %s  %s\n' "$version" "$who" \
     "$(date --date="@$SOURCE_DATE_EPOCH" --rfc-email)" | gzip -9n >"$doc/changelog.gz"
@@ -121,7 +188,6 @@ Version: $version
 Architecture: amd64
 Maintainer: $who
 Depends: $depends
-Recommends: criu (>= 4.0)
 Suggests: slirp4netns
 Section: admin
 Priority: optional
@@ -157,16 +223,25 @@ END
 tar_() {
   local top=rekindle-$version dir
   dir=$work/tar
-  # `tar -xJf FILE -C /usr/local --strip-components=1` installs it.
-  tree "$dir" "/$top"
+  # `tar -xzf FILE -C /usr/local --strip-components=1` installs it. Not xz: small installations cannot unpack that.
+  tree "$dir/$top"
   install -D -m 644 "$root/config/rekindle@.service" "$dir/$top/lib/systemd/system/rekindle@.service"
   install -m 644 "$root/config/rekindle.toml" "$dir/$top/share/doc/rekindle/examples/"
   # In a Debian package the file `copyright` names the licence.
   install -m 644 "$root/LICENSE" "$dir/$top/share/doc/rekindle/"
   settle "$dir"
-  tar --sort=name --owner=0 --group=0 --numeric-owner --format=gnu -C "$dir" -c "$top" | xz -T1 "-$level" >"$work/$top.tar.xz"
-  mv -- "$work/$top.tar.xz" "$out/$top-x86_64-linux-gnu.tar.xz"
-  echo "$out/$top-x86_64-linux-gnu.tar.xz"
+  tar --sort=name --owner=0 --group=0 --numeric-owner --format=gnu -C "$dir" -c "$top" | gzip -n "-$((level > 0 ? 9 : 1))" >"$work/$top.tar.gz"
+  mv -- "$work/$top.tar.gz" "$out/$top-x86_64-linux-gnu.tar.gz"
+  echo "$out/$top-x86_64-linux-gnu.tar.gz"
+}
+
+wheel() {
+  local dir=$work/wheel
+  tree "$dir/tree"
+  install -m 644 "$root/LICENSE" "$dir/tree/share/doc/rekindle/"
+  # The system's Python: version managers put a script of one user first in PATH.
+  PATH=/usr/bin:$PATH python3 "$root/scripts/wheel.py" --version "$version" --glibc "$oldest_glibc" --level "$level" \
+    --tree "$dir/tree" --module "$root/python/rekindle" --readme "$root/README.md" --out "$out"
 }
 
 mkdir -p -- "$out"
@@ -174,5 +249,6 @@ for kind in "${kinds[@]}"; do
   case $kind in
     deb) deb ;;
     tar) tar_ ;;
+    wheel) wheel ;;
   esac
 done

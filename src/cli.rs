@@ -1,4 +1,4 @@
-//! What was typed, turned into calls of the library; tables, JSON and exit codes.
+//! The command line, turned into calls of the library; tables, JSON and exit codes.
 
 pub mod config;
 mod control;
@@ -6,6 +6,7 @@ mod cuda;
 mod doctor;
 mod environment;
 pub mod exit;
+mod find;
 mod job_args;
 mod list;
 mod logs;
@@ -17,6 +18,7 @@ mod rehearse;
 mod repair;
 mod replica;
 mod report;
+mod rm;
 mod run;
 mod show;
 mod status;
@@ -25,11 +27,13 @@ mod tag;
 mod top;
 mod trust;
 mod unmark;
+mod usage;
 mod verify;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Once;
 
 use clap::{CommandFactory, Parser};
 
@@ -53,15 +57,19 @@ struct Cli {
 /// What every command takes.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Global {
-    /// Read this configuration file instead of /etc/rekindle/rekindle.toml
+    /// Read only this configuration file, instead of /etc/rekindle/rekindle.toml, ~/.config/rekindle/rekindle.toml and
+    /// ./rekindle.toml
     #[arg(long, global = true, value_name = "FILE")]
     config: Option<PathBuf>,
     /// Use this folder for the images of all jobs (store.directory)
     #[arg(long, global = true, value_name = "DIR")]
     store: Option<PathBuf>,
-    /// Print JSON instead of text
+    /// Print JSON instead of text, errors too; `run` prints its events instead of the job's output
     #[arg(long, global = true)]
     json: bool,
+    /// Log each snapshot too (log.level = "info"); twice: details (log.level = "debug")
+    #[arg(long, short, global = true, action = clap::ArgAction::Count)]
+    verbose: u8,
 }
 
 impl Global {
@@ -73,20 +81,41 @@ impl Global {
         Overrides { store: self.store.clone(), ..Overrides::default() }
     }
 
-    /// The configuration, with `more` over it.
+    /// The configuration, overridden by `more`.
     fn settings(&self, more: Overrides) -> Result<settings::Config, settings::Error> {
-        settings::load(self.config.as_deref(), settings::environment(), &more)
+        let read = self.read(more)?;
+        name_strangers(&read);
+        Ok(read.config)
     }
 
-    /// The store, to look at its images.
+    /// The configuration with the source of each value.
+    fn effective(&self) -> Result<settings::Effective, settings::Error> {
+        self.read(self.overrides()).inspect(name_strangers)
+    }
+
+    /// The same for a command that logs: starts the log, and warns there.
+    fn settings_and_log(&self, more: Overrides) -> Result<settings::Config, settings::Error> {
+        let read = self.read(more)?;
+        start_log(&read.config);
+        read.strangers.iter().for_each(|stranger| tracing::warn!("{stranger}"));
+        Ok(read.config)
+    }
+
+    fn read(&self, more: Overrides) -> Result<settings::Effective, settings::Error> {
+        let mut read = settings::effective(self.config.as_deref(), settings::environment(), &more)?;
+        let wanted = match self.verbose {
+            0 => read.config.log.level,
+            1 => settings::Level::Info,
+            _ => settings::Level::Debug,
+        };
+        read.config.log.level = read.config.log.level.max(wanted);
+        Ok(read)
+    }
+
+    /// The store that is configured, for reading its images.
     fn open_store(&self) -> anyhow::Result<Store> {
         let config = self.settings(self.overrides())?.store;
         Ok(Store::open(&config.directory, Access::Read)?.with_trust(config.trust()?))
-    }
-
-    /// The store, to find a supervisor and its state: that needs no key, and must work if the key cannot be used.
-    fn find_supervisor(&self) -> anyhow::Result<Store> {
-        Ok(Store::open(&self.settings(self.overrides())?.store.directory, Access::Read)?)
     }
 }
 
@@ -116,10 +145,10 @@ enum Command {
     List(list::ListArgs),
     /// Show the details of an image
     Show {
-        /// JOB (its newest good image), JOB/ID, JOB/TAG or ID
+        /// JOB (its newest good image), JOB/ID, JOB/TAG, JOB/-N or ID
         image: String,
     },
-    /// Watch all jobs of the store in the terminal: q quits, arrows select, Enter shows recent events of a job
+    /// Watch all jobs in the terminal: q quits, ? helps, arrows select, Enter shows recent events of a job
     Top,
     /// Write an HTML page about a job's time: goodput, freezes, failures, the store
     Report(report::ReportArgs),
@@ -130,6 +159,8 @@ enum Command {
     /// Remove images from the store that no rule keeps (store.keep-last and others) or that exceed a size limit; images
     /// in memory are removed automatically
     Prune(prune::PruneArgs),
+    /// Remove jobs that are not running, with their images, output and memory
+    Rm(rm::RmArgs),
     /// Pin an image: no rule removes it
     Pin(tag::PinArgs),
     /// Remove the pin of an image
@@ -187,25 +218,35 @@ pub fn main() -> ExitCode {
 }
 
 fn main_with(args: impl IntoIterator<Item = OsString>) -> ExitCode {
-    let cli = match Cli::try_parse_from(args) {
+    let args: Vec<OsString> = args.into_iter().collect();
+    let cli = match Cli::try_parse_from(&args) {
         Ok(cli) => cli,
         Err(error) => {
-            // Help and version are errors for clap, with their own stream and code.
-            let _ = error.print();
+            match usage::words(&error, &Cli::command(), &args) {
+                Some(text) if usage::wants_json(&args) => output::complain_json(&text, Exit::Usage.code()),
+                Some(text) => output::complain(&text),
+                // clap treats help and version as errors, with their own stream and code.
+                None => drop(error.print()),
+            }
             return if error.use_stderr() { Exit::Usage.into() } else { Exit::Success.into() };
         }
     };
+    if cli.global.json {
+        output::speak_json();
+    }
     match dispatch(&cli) {
         Ok(exit) => exit.into(),
         Err(error) => {
-            let text = chain(error.as_ref());
-            // With a JSON log, the last line is a line of the log, too.
-            if telemetry::log::is_json() {
+            let (text, exit) = (chain(error.as_ref()), exit::of_error(&error, cli.global.store.is_some()));
+            if cli.global.json {
+                output::complain_json(&text, exit.code())
+            } else if telemetry::log::is_json() {
+                // With a JSON log, the error is written as a line of the log.
                 tracing::error!("{text}")
             } else {
                 output::complain(&text)
             }
-            exit::of_error(&error).into()
+            exit.into()
         }
     }
 }
@@ -229,6 +270,7 @@ fn dispatch(cli: &Cli) -> anyhow::Result<Exit> {
         Command::Verify(args) => verify::verify(global, args),
         Command::Repair(args) => repair::repair(global, args),
         Command::Prune(args) => prune::prune(global, args),
+        Command::Rm(args) => rm::rm(global, args),
         Command::Pin(args) => tag::pin(global, args),
         Command::Unpin(args) => tag::unpin(global, args),
         Command::Tag(args) => tag::tag(global, args),
@@ -258,7 +300,7 @@ fn dispatch(cli: &Cli) -> anyhow::Result<Exit> {
     }
 }
 
-/// A request that makes no sense; the message says what to do instead.
+/// An invalid request; the message says what to do instead.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub(crate) struct Misuse(String);
@@ -266,6 +308,13 @@ pub(crate) struct Misuse(String);
 /// The CRIU that the user names, in the configuration or with REKINDLE_CRIU.
 fn named_criu(config: &settings::Config) -> Option<PathBuf> {
     config.criu.path.clone().or_else(|| std::env::var_os("REKINDLE_CRIU").map(PathBuf::from))
+}
+
+/// Names the variables that are ignored although they look like ours. Once: a command may read its configuration several
+/// times.
+fn name_strangers(read: &settings::Effective) {
+    static TOLD: Once = Once::new();
+    TOLD.call_once(|| read.strangers.iter().for_each(|stranger| output::complain(stranger)));
 }
 
 /// Starts logging as configured; commands that only print do not log.

@@ -1,14 +1,14 @@
 //! The configuration: TOML, typed and then validated; touches nothing but the file it reads.
 //!
-//! Four layers, each stronger than the one before: the built-in defaults, the file, the environment
-//! (`REKINDLE_SECTION_KEY`, `REKINDLE_STORE_KEEP_LAST=5`), the command line. What they set becomes one list of
-//! settings; each is checked against the type of its key, the strongest of each key make up the [`Config`], and the
-//! rules are checked on that. Everything found wrong on the way is reported together.
+//! There are four layers; each overrides the one before: the built-in defaults, the files, the environment
+//! (`REKINDLE_SECTION_KEY`, `REKINDLE_STORE_KEEP_LAST=5`), the command line. They become one list of settings. Each
+//! setting is checked against the type of its key, the last setting of each key goes into the [`Config`], and the rules
+//! are checked with that. All problems are reported together.
 //!
-//! - A [`Config`] that came from [`load`] holds all rules.
-//! - Unknown keys, tables and variables are errors, never ignored: a misspelt `keep-last` must not cost an image.
-//! - As root, a file that others can write is not obeyed.
-//! - Values of `job.environment` are in no message, table or JSON.
+//! - A [`Config`] from [`effective`] obeys all rules.
+//! - Unknown keys, tables and variables are errors, never ignored: a misspelt `keep-last` must not lose an image.
+//! - As root, a file that others can write is refused.
+//! - Values of `job.environment` never appear in messages, tables or JSON.
 
 mod auto;
 mod control;
@@ -40,21 +40,33 @@ use serde::{Deserialize, Serialize};
 pub(crate) use auto::MeanTime;
 pub(crate) use error::{Error, Fault, Problem};
 pub(crate) use model::{
-    ColdStart, Config, EnvironmentMode, Interposer, Level, OnSuccess, PidNamespace, Restart, Snapshot, Staging, Store,
+    ColdStart, Config, EnvironmentMode, Interposer, Level, OnProcessDeath, OnSuccess, PidNamespace, Restart, Snapshot,
+    Staging, Store,
 };
 pub(crate) use network::{NetworkMode, UplinkMode};
 pub(crate) use notifications::{Hooks, LogFormat, OnError, WebhookUrl};
 pub(crate) use scheduler::{Deadline, Profile, Requeue};
 pub(crate) use storage::{SizeLimit, Threads, VerifyRate};
 pub(crate) use value::{Interval, Limit, Rate, Stdin};
-pub(crate) use watch::{CauseName, GpuFaults, HangAction, Match, Pattern, Rule, RuleAction, Watch};
+pub(crate) use watch::{CauseName, GpuFaults, HangAction, Interruption, Match, Pattern, Rule, RuleAction, Watch};
 
 use layers::{Layers, Setting};
 
-/// The file that is read when none is named and this one exists.
+/// The first of the files that are read if none is named.
 pub(crate) const DEFAULT_FILE: &str = "/etc/rekindle/rekindle.toml";
 
-/// What was typed on the command line, the strongest layer.
+/// The files that are read if none is named, as far as they exist; each overrides the ones before: the machine's, the
+/// user's (XDG Base Directory Specification), and that of the working directory.
+pub(crate) fn default_files() -> Vec<PathBuf> {
+    let folder = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let home = folder("XDG_CONFIG_HOME").or_else(|| folder("HOME").map(|home| home.join(".config")));
+    let users = home.map(|home| home.join("rekindle").join(FILE_NAME));
+    [Some(PathBuf::from(DEFAULT_FILE)), users, Some(PathBuf::from(FILE_NAME))].into_iter().flatten().collect()
+}
+
+const FILE_NAME: &str = "rekindle.toml";
+
+/// Settings from the command line, which override all others.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Overrides {
     /// `--name`, for `job.name`.
@@ -69,7 +81,7 @@ pub struct Overrides {
     pub store: Option<PathBuf>,
 }
 
-/// Where a value comes from. The order is that of reports: the file from its top, then the environment, then flags.
+/// The source of a value. The order is that of reports: the file from its top, then the environment, then flags.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case", tag = "from")]
 pub enum Origin {
@@ -90,7 +102,7 @@ pub enum Origin {
         /// The flag with its dashes.
         flag: &'static str,
     },
-    /// Built in.
+    /// The built-in default.
     Default,
 }
 
@@ -110,9 +122,12 @@ impl fmt::Display for Origin {
 pub(crate) struct Effective {
     /// The configuration.
     pub config: Config,
-    /// The file that was read.
-    pub file: Option<PathBuf>,
-    /// By key ("store.keep-last", "job.limits.nofile"); what is not in it is built in.
+    /// The files that were read.
+    pub files: Vec<PathBuf>,
+    /// Sentences about files in a place where we look, and about variables that look like rekindle's, that were not
+    /// taken.
+    pub strangers: Vec<String>,
+    /// By key ("store.keep-last", "job.limits.nofile"); other keys have the built-in value.
     origins: BTreeMap<String, Origin>,
 }
 
@@ -123,7 +138,7 @@ pub(crate) struct Entry {
     pub key: String,
     /// The value; none if the key is not set. Values of `job.environment` are [`HIDDEN`].
     pub value: Option<toml::Value>,
-    /// Where it comes from.
+    /// The source of the value.
     pub origin: Origin,
 }
 
@@ -150,6 +165,12 @@ impl Effective {
         entries
     }
 
+    /// The source of a key's value.
+    #[must_use]
+    pub(crate) fn origin(&self, key: &str) -> &Origin {
+        self.origins.get(key).unwrap_or(&Origin::Default)
+    }
+
     fn entry(&self, key: String, value: Option<&toml::Value>) -> Entry {
         let origin = self.origins.get(&key).cloned().unwrap_or(Origin::Default);
         Entry { value: value.cloned(), origin, key }
@@ -169,8 +190,8 @@ fn value_at<'a>(table: &'a toml::Table, path: &str) -> Option<&'a toml::Value> {
     }
 }
 
-/// The variables of this process that may be configuration, for [`load`]. Unlike `std::env::vars` it does not panic
-/// where a variable is not UTF-8.
+/// The variables of this process that may be configuration, for [`effective`]. Unlike `std::env::vars` it does not panic if
+/// a variable is not UTF-8.
 pub(crate) fn environment() -> impl Iterator<Item = (String, String)> {
     let text = |text: std::ffi::OsString| text.to_string_lossy().into_owned();
     std::env::vars_os()
@@ -178,68 +199,66 @@ pub(crate) fn environment() -> impl Iterator<Item = (String, String)> {
         .filter(|(name, _)| name.starts_with("REKINDLE_"))
 }
 
-/// Whether a variable is a part of the configuration that may hold a secret of ours, such as an address or a token for hooks.
+/// Whether a variable is a part of the configuration that may contain a secret, such as an address or a token for
+/// hooks.
 #[must_use]
 pub(crate) fn may_hold_secret(variable: &str) -> bool {
     let named = |key: &keys::Key| key.variable().is_some_and(|name| name == variable);
     keys::KEYS.iter().any(|key| key.may_hold_ours() && named(key))
 }
 
-/// Reads, merges and validates the configuration.
+/// Reads, merges and validates the configuration, and says where each value comes from.
 ///
-/// Without `file`, [`DEFAULT_FILE`] is read if it exists; otherwise the defaults apply. `env` is [`environment`]
-/// outside of tests.
-///
-/// # Errors
-///
-/// The file cannot be read or may not be obeyed, or [`Error::Invalid`] with everything that is wrong.
-pub(crate) fn load(
-    file: Option<&Path>,
-    env: impl Iterator<Item = (String, String)>,
-    overrides: &Overrides,
-) -> Result<Config, Error> {
-    effective(file, env, overrides).map(|effective| effective.config)
-}
-
-/// Like [`load`], and keeps where each value comes from.
+/// Without a named file, the [`default_files`] that exist are read. `env` is [`environment`] outside of tests.
 ///
 /// # Errors
 ///
-/// Those of [`load`].
+/// A file cannot be read or is refused, or [`Error::Invalid`] with all problems.
 pub(crate) fn effective(
     file: Option<&Path>,
     env: impl Iterator<Item = (String, String)>,
     overrides: &Overrides,
 ) -> Result<Effective, Error> {
-    let file = match file {
-        Some(file) => Some(file.to_owned()),
-        None => file::when_present(Path::new(DEFAULT_FILE))?,
+    let (named, defaults) = match file {
+        Some(file) => (true, vec![file.to_owned()]),
+        None => (false, default_files()),
     };
-    let mut layers = Layers::default();
-    if let Some(path) = &file {
-        layers.file(path, &file::read(path)?);
+    let (mut layers, mut files) = (Layers::default(), Vec::new());
+    for path in defaults {
+        match file::read(&path) {
+            Ok(text) => layers.file(&path, &text),
+            Err(error) if !named && error.is_absent() => continue,
+            // Somebody may have put it there for root to find: that must neither be followed nor stop root's commands.
+            Err(error) if !named && path != Path::new(DEFAULT_FILE) && error.is_distrust() => {
+                layers.strangers.push(format!("{} is ignored: {}", path.display(), rekindle_base::chain(&error)));
+                continue;
+            }
+            Err(error) => return Err(error),
+        }
+        files.push(path);
     }
     layers.environment(env);
     layers.flags(overrides);
+    let strangers = std::mem::take(&mut layers.strangers);
     let (config, settings) = merge(layers)?;
     let origins = settings.into_iter().map(|(key, setting)| (key, setting.origin)).collect();
-    Ok(Effective { config, file, origins })
+    Ok(Effective { config, files, strangers, origins })
 }
 
-/// The strongest setting of each key over the defaults, checked by type and by rule.
+/// Merges the settings over the defaults, and checks types and rules.
 fn merge(layers: Layers) -> Result<(Config, BTreeMap<String, Setting>), Error> {
-    let Layers { settings, mut problems } = layers;
+    let Layers { settings, mut problems, .. } = layers;
     let mut strongest = BTreeMap::new();
     for setting in settings {
         match setting.check() {
             Ok(()) => drop(strongest.insert(setting.path(), setting)),
-            // Reported even if a stronger layer sets the key again: the mistake would show up on the day it does not.
+            // Reported even if another layer overrides the key: otherwise the mistake would appear later.
             Err(problem) => problems.push(problem),
         }
     }
     let mut table = toml::Table::new();
     let mut whole: Vec<&Setting> = strongest.values().collect();
-    // The tables of a list in their order.
+    // Tables of a list are put in in their order.
     whole.sort_by_key(|setting| setting.number());
     whole.into_iter().for_each(|setting| setting.put(&mut table));
     match Config::deserialize(table) {

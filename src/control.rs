@@ -1,12 +1,11 @@
-//! A job's control socket: what others may ask its supervisor, and how (docs/control.md).
+//! A job's control socket, for requests to its supervisor (docs/control.md).
 //!
 //! - [`protocol`]: requests and answers, one line of JSON each.
-//! - [`address`]: where the socket is, made and reached safely.
-//! - [`server`]: one thread for all clients; it never waits for one of them, nor for the supervisor.
-//! - [`client`]: the other end, for the commands.
+//! - [`address`]: the path of the socket, created and connected to safely.
+//! - [`server`]: one thread for all clients; it never waits for a client or for the supervisor.
+//! - [`client`]: the client side, for the commands.
 //!
-//! Invariant: the thread that owns the job's state is only ever sent a [`Call`]. What a client does, or does not, cannot
-//! hold it up.
+//! Invariant: the thread that owns the job's state only receives a [`Call`]. No client can delay it.
 
 pub mod address;
 pub mod client;
@@ -16,14 +15,14 @@ mod trust;
 
 use protocol::{Answer, Fault, Request};
 
-/// Takes what a request came to. Dropped, it says that the supervisor ended first.
+/// Takes the result of a request. If it is dropped, the answer is that the supervisor ended first.
 pub type Reply = Box<dyn FnOnce(Result<Answer, Fault>) + Send>;
 
-/// A request, and who waits for its answer.
+/// A request, and the receiver of its answer.
 pub struct Call {
-    /// What is asked.
+    /// The request.
     pub request: Request,
-    /// Where the answer goes.
+    /// The receiver of the answer.
     pub reply: Reply,
 }
 

@@ -1,4 +1,4 @@
-//! What `run` needs of this machine: is it there, and if not, what helps?
+//! Checks what `run` needs on this machine, and suggests fixes.
 //!
 //! ```text
 //!   gather (I/O, a few tries with the kernel, CRIU, NVML) ---> facts ---> judge (pure) ---> checks, each with a fix
@@ -8,8 +8,8 @@
 //! fact, too; `judge` only decides. The most important check dumps and restores a real job (`trial.rs`): if that works,
 //! rights, filters and kernel options that look wrong are accepted.
 //!
-//! Nothing is changed: the store is not made, what the trial writes is in a temporary folder that it removes, and a tmpfs is
-//! mounted for a moment only.
+//! Nothing is changed: the store is not created, files of the trial are in a temporary folder that it removes, and a
+//! tmpfs is only mounted for a moment.
 
 mod boundaries;
 mod cgroup;
@@ -29,22 +29,22 @@ use serde::Serialize;
 
 use crate::config::Config;
 
-/// What was found out about one thing.
+/// The result of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum State {
-    /// As it should be.
+    /// No problem.
     Ok,
-    /// It does not apply to this machine, or nothing needs it here.
+    /// It does not apply to this machine, or is not needed.
     NotHere,
-    /// Some jobs will not work, or something will be slow or short.
+    /// Some jobs will not work, or something will be slow or scarce.
     Warn,
     /// `run` cannot work.
     Missing,
 }
 
 impl State {
-    /// As it is printed.
+    /// Its name in the output.
     #[must_use]
     pub(crate) fn as_str(self) -> &'static str {
         match self {
@@ -56,17 +56,16 @@ impl State {
     }
 }
 
-/// One thing that was looked at.
+/// One check.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
 pub(crate) struct Check {
     /// Group and name, for example `criu.version`; stable, for scripts.
     pub check: &'static str,
     /// The result.
     pub state: State,
-    /// What was found.
+    /// The finding.
     pub found: String,
-    /// What to type or to ask an administrator for; there is one whenever the state is warn or missing.
+    /// What to type or to ask an administrator for; always set if the state is warn or missing.
     pub fix: Option<String>,
 }
 
@@ -87,7 +86,7 @@ impl Check {
         Check { check, state: State::Missing, found: found.into(), fix: Some(fix.into()) }
     }
 
-    /// What a dump and a restore cannot do without, unless they have just been seen to work.
+    /// A check for something that a dump and a restore need; accepted if the trial has worked.
     fn needed(check: &'static str, trial: &trial::Outcome, found: impl Into<String>, fix: impl Into<String>) -> Check {
         match trial {
             trial::Outcome::Worked { .. } => Check::warn(check, found, fix),
@@ -96,25 +95,24 @@ impl Check {
     }
 }
 
-/// All that was looked at.
+/// The results of all checks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
 pub(crate) struct Report {
     /// Whether `run` can work here.
     pub run_works: bool,
-    /// What was looked at, group by group.
+    /// The checks, group by group.
     pub checks: Vec<Check>,
 }
 
 impl Report {
-    /// How many checks are in this state.
+    /// Number of checks with this result.
     #[must_use]
     pub(crate) fn count(&self, state: State) -> usize {
         self.checks.iter().filter(|check| check.state == state).count()
     }
 }
 
-/// All facts, as one moment shows them.
+/// All facts.
 #[derive(Debug)]
 struct Facts {
     boundaries: boundaries::Facts,
@@ -138,7 +136,8 @@ pub(crate) fn examine(config: &Config, criu: Option<PathBuf>) -> Report {
 }
 
 fn gather(config: &Config, named: Option<PathBuf>) -> Facts {
-    // The trial must have no other children beside it: in the host's namespaces a failing one ends all it did not start.
+    // The trial must not have other children beside it: in the host's namespaces, a failing trial ends all children it
+    // did not start.
     let kernel = kernel::gather();
     let criu = criu::gather(named.as_deref());
     // NVML takes a second if no persistence daemon keeps the GPUs awake.

@@ -2,11 +2,11 @@
 //! that it was restored.
 //!
 //! - [`protocol`]: requests and answers, one datagram with one JSON object each.
-//! - [`server`]: one thread that reads them; what changes the job's state goes to its owner as a [`Call`].
+//! - [`server`]: one thread that reads them; requests that change the job's state go to its owner as a [`Call`].
 //!
-//! Datagrams, because CRIU refuses a job with a stream connection to the outside; one with a datagram socket, connected to
-//! ours or not, with an answer unread in it or not, it dumps (sk-unix.c, `ext_unix_sk`). Answers go to abstract names only:
-//! what root would send to a path is led elsewhere by whoever can put a link there.
+//! Datagrams are used because CRIU refuses a job with a stream connection to the outside. It can dump a datagram
+//! socket, whether or not it is connected to ours or has an unread answer (sk-unix.c, `ext_unix_sk`). Answers are sent
+//! only to abstract names: a path could be redirected by anybody who can create a link there.
 //!
 //! Invariants: nothing here waits for the job, and the work that it can cause in a second is bounded. After a restore
 //! the job has its old environment, so the socket has the same path and exists before the job runs.
@@ -17,18 +17,18 @@ pub mod server;
 use crate::control::protocol::Fault;
 use protocol::{Answer, Request};
 
-/// Takes what a request came to.
+/// Takes the result of a request.
 pub type Reply = Box<dyn FnOnce(Result<Answer, Fault>) + Send>;
 
 /// A request for the owner of the job's state.
 pub struct Call {
-    /// What is asked.
+    /// The request.
     pub request: Request,
-    /// The life of the job that asks.
+    /// The life of the job that sent it.
     pub life: String,
-    /// The process that asks, as the host sees it.
+    /// The process that sent it, as the host sees it.
     pub pid: i32,
-    /// Where the answer goes.
+    /// The receiver of the answer.
     pub reply: Reply,
 }
 

@@ -1,14 +1,14 @@
-//! What imports what, read off the sources and off Cargo, so that a circle fails a test.
+//! What imports what, read off the sources and off Cargo, so that a circle fails a test. And how large a struct may be.
 //!
-//! Crates lie in layers, which Cargo holds: a crate can use only what it names. Modules within a crate could form circles, so
-//! those of the product and of the engine lie in layers too: each imports only what lies before it.
+//! Crates are in layers, which Cargo enforces: a crate can only use its dependencies. Modules within a crate could form
+//! cycles, so those of the product and of the engine are in layers too: each may import only earlier ones.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The crates, the lowest first. One may name those before it.
+/// The crates, lowest first. Each may use only those before it.
 const CRATES: [&str; 8] = [
     "rekindle-abi",
     "rekindle-base",
@@ -45,7 +45,7 @@ fn sources(folder: &Path) -> Vec<PathBuf> {
     entries.flat_map(|path| if path.is_dir() { sources(&path) } else { vec![path] }).collect()
 }
 
-/// The code without comments and without tests, which may use what they like.
+/// The code without comments and without tests, which may import anything.
 fn code(text: &str) -> String {
     let text = text.split("#[cfg(test)]\nmod tests").next().unwrap_or_default();
     text.lines().filter(|line| !line.trim_start().starts_with("//")).map(|line| format!("{line}\n")).collect()
@@ -77,7 +77,7 @@ fn named(code: &str) -> BTreeSet<String> {
     found
 }
 
-/// What is wrong with the imports below `root`, and the modules that were seen.
+/// The wrong imports below `root`, and the modules that were found.
 fn misplaced(root: &Path, layers: &[&str]) -> (Vec<String>, BTreeSet<String>) {
     let (mut wrong, mut seen) = (Vec::new(), BTreeSet::new());
     for path in sources(root) {
@@ -113,7 +113,7 @@ fn each_module_imports_only_what_lies_below_it() {
     }
 }
 
-/// The crates of ours that each crate of ours uses outside of its tests, as Cargo says.
+/// For each crate of ours, the crates of ours that it uses outside of tests, from Cargo.
 fn dependencies() -> BTreeMap<String, BTreeSet<String>> {
     let output = Command::new(env!("CARGO"))
         .args(["metadata", "--format-version", "1", "--no-deps", "--offline", "--manifest-path"])
@@ -138,7 +138,10 @@ fn each_crate_uses_only_those_below_it() {
     let layer = |name: &str| CRATES.iter().position(|it| *it == name);
     for (name, used) in &found {
         let Some(of) = layer(name) else {
-            assert!(["rekindle-testing", "standin-cuda"].contains(&name.as_str()), "{name} is in no layer");
+            assert!(
+                ["rekindle-testing", "standin-cuda", "standin-nccl"].contains(&name.as_str()),
+                "{name} is in no layer"
+            );
             continue;
         };
         for other in used {
@@ -146,6 +149,64 @@ fn each_crate_uses_only_those_below_it() {
         }
     }
     assert!(CRATES.iter().all(|name| found.contains_key(*name)), "a crate that is gone: {:?}", found.keys());
+}
+
+/// Fields that a struct may have. One with more is made of parts that have no name yet.
+const MOST_FIELDS: usize = 14;
+
+/// Marks of structs whose fields are given by a document: a file, a command line, a protocol, memory that others lay out.
+const DOCUMENTS: [&str; 6] = ["Serialize", "Deserialize", "Args", "Parser", "Message", "repr(C)"];
+
+/// The structs that are no documents, with the number of their fields. Relies on the layout of rustfmt.
+fn structs(text: &str) -> Vec<(String, usize)> {
+    let lines: Vec<&str> = text.lines().collect();
+    let mut found = Vec::new();
+    for (n, line) in lines.iter().enumerate() {
+        let code = line.trim_start();
+        let indent = &line[..line.len() - code.len()];
+        let Some((seen, rest)) = code.split_once("struct ") else { continue };
+        if !code.ends_with('{') || !(seen.is_empty() || seen.starts_with("pub")) {
+            continue;
+        }
+        let above = lines[..n].iter().rev().take_while(|line| !line.trim().is_empty() && line.trim() != "}");
+        if above.filter(|line| !line.contains("//")).any(|line| DOCUMENTS.iter().any(|mark| line.contains(mark))) {
+            continue;
+        }
+        let end = format!("{indent}}}");
+        let within = lines[n + 1..].iter().take_while(|line| **line != end);
+        let field = |line: &&&str| {
+            let inside = line.strip_prefix(indent).and_then(|line| line.strip_prefix("    ")).unwrap_or_default();
+            // What is indented more belongs to the type of a field.
+            !inside.starts_with([' ', '#', '/', ')', '}', '>']) && inside.contains(": ")
+        };
+        found.push((rest.chars().take_while(|c| c.is_alphanumeric()).collect(), within.filter(field).count()));
+    }
+    found
+}
+
+#[test]
+fn no_struct_is_a_bag_of_fields() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let folders = ["src", "crates", "native", "integration"];
+    let all = folders.iter().flat_map(|folder| sources(&root.join(folder)));
+    let mut seen = 0;
+    let mut wrong = Vec::new();
+    for path in all.filter(|path| path.extension().is_some_and(|extension| extension == "rs")) {
+        let structs = structs(&fs::read_to_string(&path).unwrap());
+        seen += structs.len();
+        let large = structs.iter().filter(|(_, fields)| *fields > MOST_FIELDS);
+        wrong.extend(large.map(|(name, fields)| format!("{}: {name} has {fields} fields", path.display())));
+    }
+    assert_eq!(wrong, [""; 0], "\n{}", wrong.join("\n"));
+    assert!(seen > 300, "only {seen} structs were seen");
+}
+
+#[test]
+fn fields_are_counted_and_documents_are_left_out() {
+    let text = "/// A.\n#[derive(Debug)]\npub(crate) struct A<'a> {\n    /// One: it.\n    a: &'a str,\n    #[x(y: z)]\n    \
+        pub b: Vec<\n        (u8, c: u8),\n    >,\n}\n\n/// Not Serialize.\n#[derive(Serialize)]\nstruct B {\n    a: u8,\n}\n\n    \
+        struct C {\n        a: u8,\n    }\nstruct D;\n";
+    assert_eq!(structs(text), [("A".to_owned(), 2), ("C".to_owned(), 1)]);
 }
 
 #[test]

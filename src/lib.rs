@@ -11,9 +11,9 @@
 //! - [`published`]: what others see of a running job.
 //! - [`control`]: the socket on which others ask the supervisor for something; its protocol, both ends.
 //! - `scheduler`: the batch system that started us: what it calls the job, when its time is over, how it is queued again.
-//! - `watch`: what is wrong with a job that has not ended, and who ended one that has.
+//! - `watch`: what is wrong with a running job, who ended one that is over, and whether a cloud interrupts the machine.
 //! - [`job_api`]: the job's own socket, on which it asks for something, or learns that it was restored.
-//! - `hooks`: commands and a webhook that are told what happens.
+//! - `notifications`: the hooks and the webhook that are told what happens.
 //! - `doctor`: what `run` needs of the machine: found, judged, each with a fix.
 //! - [`telemetry`]: logs for people, the journal of a job's events, metrics.
 //! - [`report`]: what a job's time went to, from that journal: a page, a document.

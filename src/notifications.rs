@@ -1,14 +1,15 @@
 //! Commands and a webhook that are called when something happens to a job.
 //!
-//! - [`Runner`]: the commands, in the order of what happened, one at a time, on one thread that is not there until it is needed.
-//! - [`Gate`]: a command that something waits for, before a snapshot or a restore. It is waited for on the thread of that,
-//!   never on the one that owns the job's state, and never while the job stands still.
-//! - [`Webhook`]: failures, sent by a thread of its own.
-//! - [`Failures`]: which events are one.
+//! - [`Runner`]: runs the commands in the order of the events, one at a time, on one thread that is started when it is
+//!   needed.
+//! - [`Gate`]: a command that a snapshot or a restore waits for, on its own thread: never on the thread that owns the
+//!   job's state, and never while the job is frozen.
+//! - [`Webhook`]: sends failures, on a separate thread.
+//! - [`Failures`]: decides which events are failures.
 //!
-//! Nothing here can harm the job: a hook is killed when its time is over, what it writes is read and bounded, and what does not
-//! fit in a queue is left out and reported. Hooks run as we do, outside the job's namespaces, with a small environment of their
-//! own; they die with us.
+//! Nothing here can harm the job: a hook is killed after its time limit, its output is read and limited, and events
+//! that do not fit in a queue are dropped and reported. Hooks run as our user, outside the job's namespaces, with a
+//! small environment; they are killed when we end.
 
 mod command;
 mod document;
@@ -31,7 +32,7 @@ use crate::config::Hooks;
 pub(crate) enum Point {
     /// Before the job is frozen.
     BeforeSnapshot,
-    /// After it was, or was not.
+    /// After the freeze, or after a snapshot that failed.
     AfterSnapshot,
     /// Before an image is restored.
     BeforeRestore,
@@ -44,7 +45,7 @@ pub(crate) enum Point {
 }
 
 impl Point {
-    /// As in the configuration.
+    /// Its name in the configuration.
     #[must_use]
     pub(crate) fn name(self) -> &'static str {
         match self {
@@ -71,23 +72,23 @@ impl Point {
     }
 }
 
-/// A hook, or the webhook, that did not do what it should.
+/// A hook, or the webhook, failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Report {
-    /// Which: the name of a [`Point`], or "webhook".
+    /// The name of a [`Point`], or "webhook".
     pub hook: &'static str,
     /// The reason, as text.
     pub why: String,
 }
 
-/// Where reports go.
+/// The receiver of reports.
 pub(crate) type Reporter = std::sync::Arc<dyn Fn(Report) + Send + Sync>;
 
-/// A hook did not let something happen (`hooks.on-error = "refuse"`).
+/// A hook prevented a snapshot or a restore (`hooks.on-error = "refuse"`).
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("the hook {hook} has failed, and hooks.on-error is \"refuse\": {why}")]
 pub(crate) struct Refused {
-    /// Which.
+    /// The hook.
     pub hook: &'static str,
     /// The reason, as text.
     pub why: String,

@@ -4,6 +4,9 @@
 //! pause; then the job is started from the beginning, if that is allowed (by default only if there is no image at all);
 //! then it is given up, with the reason.
 //!
+//! The first restart of a job that ran well comes at once; the pauses begin with the second. They begin anew once the job
+//! has had a new image in a life of `restart.min-uptime`: then it makes progress between its failures.
+//!
 //! An image is skipped for this run if the job died soon after a restore from it, or if it could not be restored
 //! several times. It is marked, so that later runs skip it, too, only on evidence: the same failure twice, and nothing
 //! but the image explains it. The death of the job is no evidence against a proven image: the job has lived on from it
@@ -12,6 +15,8 @@
 //! If several lives in a row end soon and in the same way, and each one takes an image before it ends, the state was
 //! damaged earlier: then the newest proven image is used.
 
+pub(crate) mod deaths;
+pub(crate) mod notices;
 pub(crate) mod rules;
 mod suspects;
 
@@ -23,7 +28,7 @@ use rekindle_os::spawn::Ended;
 use rekindle_store::{BadWhy, ImageId};
 use suspects::{Evidence, Finding, Suspects};
 
-/// What a life of the job began with.
+/// What a life of the job starts from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StartPoint {
     /// The command, from the beginning.
@@ -41,47 +46,47 @@ impl std::fmt::Display for StartPoint {
     }
 }
 
-/// Why a life of the job is over.
+/// How a life of the job ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Death {
     /// It ended by itself.
     Ended(Ended),
-    /// The same, and what is known of the reason is no fault of an image: want of memory, a GPU that failed.
+    /// It ended by itself, for a reason that is not the image's fault: lack of memory, a GPU that failed.
     Excused(Ended),
-    /// A snapshot could not set it going again, so it was killed.
+    /// It could not be resumed after a snapshot, and was killed.
     Lost,
-    /// It must be restarted, however it ended: it hung, or a rule says so.
+    /// It must be restarted, however it ended: it hung, or a rule matched.
     Judged,
 }
 
 /// Why an image was not restored.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Failure {
-    /// Its bytes are not what was written. It is marked already.
+    /// Its bytes differ from what was written. It is marked already.
     Damaged,
     /// It was refused with this message, and only the image explains it.
     Refused(String),
     /// It was not restored, with this message; the reason is unknown, or is not the image.
     Unexplained(String),
-    /// Another one has to do: a further try would take too long, or there is one to go back to.
+    /// Another image is needed now: a further try would take too long, or there is one to go back to.
     NotNow(String),
-    /// It needs files that are not here any more. Another one may not.
+    /// It needs files that do not exist any more. Another image may not need them.
     FilesGone(String),
 }
 
 /// The images that a job could continue from.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Images {
-    /// The good ones of its line, newest first.
+    /// The good images of its line, newest first.
     pub good: Vec<ImageId>,
-    /// Those that the job has lived on from.
+    /// The images that the job has lived on from.
     pub proven: BTreeSet<ImageId>,
     /// Whether there are others: marked as bad, or with a manifest that cannot be read.
     pub others: bool,
 }
 
 impl Failure {
-    /// What is known of the reason, where nobody was told of it yet.
+    /// The reason, if it has not been logged yet.
     #[must_use]
     pub fn why(&self) -> Option<&str> {
         match self {
@@ -94,7 +99,7 @@ impl Failure {
 }
 
 impl Images {
-    /// None but these good ones, not proven.
+    /// Only these good images, none of them proven.
     #[must_use]
     pub fn good(ids: impl IntoIterator<Item = ImageId>) -> Images {
         Images { good: ids.into_iter().collect(), ..Images::default() }
@@ -106,28 +111,30 @@ impl Images {
 pub(crate) struct History {
     /// Restarts that count against the limit.
     restarts: VecDeque<Instant>,
-    /// In a row, without healthy uptime between: the exponent of the back-off.
+    /// Restarts in a row, without progress in between: 0 for no pause, then the exponent of the back-off.
     in_a_row: u32,
-    /// What speaks against images.
+    /// The newest image at the last death.
+    newest: Option<ImageId>,
+    /// Failures of images.
     suspects: Suspects,
-    /// Deaths soon after a start from nothing, in a row.
+    /// Deaths soon after a start from the beginning, in a row.
     early_cold: u32,
-    /// Failures in a row that are no image's fault.
+    /// Failures in a row that are not the fault of an image.
     machine: u32,
 }
 
-/// An image that no run shall take, and why.
+/// An image that no run should use, and why.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mark {
-    /// Which.
+    /// The image.
     pub image: ImageId,
-    /// What was seen.
+    /// The kind of problem.
     pub why: BadWhy,
-    /// The same as text.
+    /// The problem as text.
     pub detail: String,
 }
 
-/// What comes next.
+/// What to do next.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Decision {
     /// The job is complete.
@@ -141,14 +148,14 @@ pub(crate) enum Decision {
         /// An image to be marked first.
         mark: Option<Mark>,
     },
-    /// No more.
+    /// Give up.
     GiveUp {
         /// The reason, as text.
         why: String,
         /// An image to be marked first.
         mark: Option<Mark>,
     },
-    /// There are images and none can be used, and the job must not be started from nothing over them.
+    /// There are images, but none can be used, and the job must not be started from the beginning.
     NoUsableImage {
         /// An image to be marked first.
         mark: Option<Mark>,
@@ -168,13 +175,13 @@ impl Decision {
     }
 }
 
-/// So often may a job die soon after a start from nothing.
+/// How often a job may die soon after a start from the beginning.
 const EARLY_DEATHS: u32 = 2;
-/// So often is a restore tried again when the machine, not the image, was the reason.
+/// How often a restore is tried again if the machine, not the image, was the cause.
 const MACHINE_FAILURES: u32 = 5;
 
 impl History {
-    /// A life ended.
+    /// Decides after a life has ended.
     #[must_use]
     pub(crate) fn after_death(
         &mut self,
@@ -193,10 +200,18 @@ impl History {
                 Verdict::Retry => {}
             }
         }
+        let newest = images.good.first().copied();
+        let before = self.newest;
         if uptime >= policy.healthy_uptime {
             *self = History::default();
         }
+        self.newest = before.max(newest);
         let early = uptime < policy.min_uptime;
+        if early {
+            self.in_a_row = self.in_a_row.max(1);
+        } else if newest > before {
+            self.in_a_row = 0;
+        }
         match from {
             StartPoint::Image(id) if early => {
                 self.suspects.was_restored(id);
@@ -204,7 +219,7 @@ impl History {
                 if self.suspects.is_row(evidence.as_ref()) {
                     self.suspects.pass_over_newer_than(images.good.iter().copied(), &images.proven);
                 }
-                // A life that took an image has lived on from this one: the cause of its end may be later than this
+                // A life that took an image has lived on from this one: the cause of its end may have come after this
                 // image.
                 let newest = images.good.iter().find(|id| !self.suspects.is_passed_over(**id));
                 if newest.is_some_and(|newest| *newest > id) {
@@ -225,7 +240,7 @@ impl History {
         }
     }
 
-    /// An image was not restored. `images` are those that are left.
+    /// Decides after an image was not restored. `images` are the remaining ones.
     #[must_use]
     pub(crate) fn after_image_failure(
         &mut self,
@@ -235,6 +250,7 @@ impl History {
         policy: &Restart,
         now: Instant,
     ) -> Decision {
+        self.in_a_row = self.in_a_row.max(1);
         let finding = match failure {
             // Another copy may be intact.
             Failure::Damaged => Finding::PassOver,
@@ -246,7 +262,7 @@ impl History {
         self.go_on(id, finding, images, policy, now)
     }
 
-    /// A start failed for a reason that another image would not change.
+    /// Decides after a start failed for a reason that another image would not change.
     #[must_use]
     pub(crate) fn after_machine_failure(&mut self, from: StartPoint, why: &str, policy: &Restart) -> Decision {
         self.machine += 1;
@@ -257,7 +273,7 @@ impl History {
         Decision::Again { from, after: back_off(self.machine, policy), mark: None }
     }
 
-    /// Goes on after a failure of this image.
+    /// Continues after a failure of this image.
     fn go_on(&mut self, id: ImageId, finding: Finding, images: &Images, policy: &Restart, now: Instant) -> Decision {
         match finding {
             Finding::TryAgain => self.choose(images, policy, now, None),
@@ -270,7 +286,8 @@ impl History {
         }
     }
 
-    /// The next older image, at once: no wait would make it better. Where there is none, from the top.
+    /// Uses the next older image, at once, because waiting would not help. If there is none, starts again with the
+    /// newest.
     fn next(&mut self, images: &Images, policy: &Restart, now: Instant, mark: Option<Mark>) -> Decision {
         match images.good.iter().find(|id| !self.suspects.is_passed_over(**id)) {
             Some(id) => Decision::Again { from: StartPoint::Image(*id), after: Duration::ZERO, mark },
@@ -288,7 +305,7 @@ impl History {
             return Decision::GiveUp { why, mark };
         }
         if images.good.iter().all(|id| self.suspects.is_passed_over(*id)) {
-            // The end of the ladder: what was passed over without evidence has its turn again.
+            // The end of the ladder: images that were skipped without evidence are tried again.
             self.suspects.forget_passed_over();
         }
         let image = images.good.iter().find(|id| !self.suspects.is_passed_over(**id));
@@ -311,14 +328,15 @@ impl History {
             (None, ColdStart::NoImages | ColdStart::Allow) => StartPoint::Cold,
         };
         self.restarts.push_back(now);
+        let after = back_off(self.in_a_row, policy);
         self.in_a_row += 1;
-        Decision::Again { from, after: back_off(self.in_a_row, policy), mark }
+        Decision::Again { from, after, mark }
     }
 }
 
-/// What a death soon after a restore says about the image.
+/// The evidence against the image from a death soon after a restore.
 fn evidence(death: Death, uptime: Duration) -> Option<Evidence> {
-    // Somebody outside sends these; what goes wrong inside a program sends others.
+    // Signals that are usually sent from outside; faults inside a program cause others.
     const FROM_OUTSIDE: [i32; 4] = [libc::SIGKILL, libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
     match death {
         Death::Ended(Ended::Signal(signal)) if FROM_OUTSIDE.contains(&signal) => None,
@@ -349,7 +367,11 @@ fn judge(ended: Ended, policy: &Restart) -> Verdict {
     Verdict::Retry
 }
 
+/// The pause before the try that follows so many.
 fn back_off(times: u32, policy: &Restart) -> Duration {
+    if times == 0 {
+        return Duration::ZERO;
+    }
     let factor = 1u32.checked_shl(times.saturating_sub(1)).unwrap_or(u32::MAX);
     policy.backoff.saturating_mul(factor).min(policy.backoff_max)
 }

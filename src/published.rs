@@ -1,7 +1,7 @@
-//! What others see of a running job: `state.json` in its folder, and the same on the control socket.
+//! The published state of a running job: `state.json` in its folder, and the same on the control socket.
 //!
-//! It is for `rekindle status` and scripts, and not a part of the state: it may be old if the supervisor was killed,
-//! which the job's lock shows. Only the supervisor writes it.
+//! It is for `rekindle status` and scripts, and is not used by the supervisor. It may be outdated if the supervisor was
+//! killed, which the job's lock shows. Only the supervisor writes it.
 
 use std::fmt;
 use std::io;
@@ -16,26 +16,32 @@ use rekindle_base::cause::Cause;
 use rekindle_base::interval::Choice;
 use rekindle_base::{Ended, micros};
 use rekindle_store::persist::Progress;
-use rekindle_store::{self as store, ImageId, JobFolder, Writer};
+use rekindle_store::{self as store, ImageId, JobFolder, JobName, Writer};
 
 /// The content of `state.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Published {
     /// Version of this format.
     pub version: u32,
+    /// The job.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub job: Option<JobName>,
+    /// The store with the job's folder.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub store: Option<PathBuf>,
     /// What the supervisor does with the job.
     pub state: JobState,
-    /// Since when.
+    /// When this state began.
     pub since: DateTime<Utc>,
-    /// When this supervisor began.
+    /// When this supervisor started.
     pub begun: DateTime<Utc>,
     /// The supervisor's pid.
     pub supervisor: u32,
-    /// The run that began from nothing.
+    /// The id of the run that started from the beginning.
     pub lineage: String,
     /// The pid of the command's process, as the host sees it.
     pub pid: Option<i32>,
-    /// Restarts since the supervisor began.
+    /// Restarts since this supervisor started.
     pub restarts: u32,
     /// The newest image.
     pub last_image: Option<ImageId>,
@@ -50,13 +56,13 @@ pub struct Published {
     /// The GPUs that the job used at its last snapshot, by name.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub gpus: Vec<String>,
-    /// The socket on which the supervisor can be asked.
+    /// The supervisor's control socket.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub control: Option<PathBuf>,
     /// The current interval, if it is chosen automatically (`snapshot.interval = "auto"`) and something was measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub interval: Option<Choice>,
-    /// The latest time until which the job blocks a waiting snapshot.
+    /// Until when at most the job blocks a waiting snapshot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub held: Option<DateTime<Utc>>,
     /// Why the last snapshot failed, if it did.
@@ -67,7 +73,7 @@ pub struct Published {
     /// The image that is being restored, if it is in packs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub restoring: Option<Persisting>,
-    /// Why the last image did not get from memory to the store, if it did not.
+    /// Why the last image could not be stored, if it could not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub persist_failure: Option<String>,
     /// The image that is being replicated.
@@ -76,13 +82,13 @@ pub struct Published {
     /// The newest image that this supervisor replicated.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_replicated: Option<ImageId>,
-    /// Why the last image did not get to the replica, if it did not.
+    /// Why the last image could not be replicated, if it could not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replica_failure: Option<String>,
-    /// Why an image could not be restored in a rehearsal, until one can.
+    /// Why an image could not be restored in a rehearsal, until a rehearsal succeeds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rehearsal_failure: Option<String>,
-    /// When the job must be gone.
+    /// When the job must have ended.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub deadline: Option<DateTime<Utc>>,
     /// How long the final snapshot would take.
@@ -91,16 +97,19 @@ pub struct Published {
     /// How the last life of the job ended.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_end: Option<LastEnd>,
-    /// Where its metrics are served.
+    /// The address where its metrics are served.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub metrics: Option<SocketAddr>,
-    /// How the job hangs, while it does.
+    /// How the job hangs, if it does.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hang: Option<String>,
     /// The last fault of a GPU that this life of the job uses.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gpu_fault: Option<String>,
-    /// Of the machine's boot that the supervisor runs in.
+    /// What a cloud announces about this machine, while the job is stopped or has a deadline for it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub notice: Option<String>,
+    /// The id of the boot in which the supervisor runs.
     #[serde(default)]
     pub boot_id: String,
 }
@@ -109,33 +118,33 @@ pub struct Published {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum JobState {
-    /// It is launched from nothing.
+    /// It is being started from the beginning.
     Starting,
-    /// It is restored from an image.
+    /// It is being restored from an image.
     Restoring,
     /// It runs.
     Running,
-    /// A snapshot is taken.
+    /// A snapshot is being taken.
     Snapshotting,
-    /// It is ended after a snapshot, until it is resumed.
+    /// It is being ended after a snapshot, until it is resumed.
     Suspending,
-    /// It is ended, and restored from an older image next.
+    /// It is being ended, and will be restored from an older image.
     Rewinding,
-    /// It is ended.
+    /// It is being ended.
     Stopping,
-    /// The next start or restore comes after a pause.
+    /// It waits for the next start or restore.
     Waiting,
     /// It was ended, and waits to be resumed.
     Suspended,
     /// The run is over.
     Done,
-    /// A word of a newer version.
+    /// A state of a newer version.
     #[serde(other)]
     Unknown,
 }
 
 impl JobState {
-    /// All that a supervisor of this version publishes.
+    /// All states that a supervisor of this version publishes.
     pub const ALL: [JobState; 10] = [
         JobState::Starting,
         JobState::Restoring,
@@ -149,7 +158,7 @@ impl JobState {
         JobState::Done,
     ];
 
-    /// The word in `state.json`, in metrics and on the screen.
+    /// The name in `state.json`, in metrics and on the screen.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -177,29 +186,29 @@ impl fmt::Display for JobState {
 /// Progress of storing or replicating an image.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Persisting {
-    /// Which.
+    /// The image.
     pub image: ImageId,
     /// Bytes that were copied.
     pub done: u64,
-    /// Bytes in all.
+    /// Total bytes.
     pub total: u64,
-    /// Bytes that are new and went to the disk or the replica.
+    /// New bytes written to the disk or sent to the replica.
     #[serde(default)]
     pub written: u64,
-    /// Bytes that were copied each second, so far.
+    /// Bytes copied per second, so far.
     #[serde(default)]
     pub rate: u64,
 }
 
 impl Persisting {
-    /// How far it is now.
+    /// The present progress.
     #[must_use]
     pub fn of(image: ImageId, progress: &Progress) -> Persisting {
         let (done, total) = progress.bytes();
         Persisting { image, done, total, written: progress.written(), rate: progress.rate() }
     }
 
-    /// How much of it is done, in hundredths. What is copied still has to be synced: it is never 100.
+    /// The completed percentage. It is never 100, because copied data must still be synced.
     #[must_use]
     pub fn percent(&self) -> u64 {
         (self.done.saturating_mul(100) / self.total.max(1)).min(99)
@@ -207,10 +216,10 @@ impl Persisting {
 }
 
 impl Published {
-    /// What the job's supervisor published; none if there is none.
+    /// The state that the job's supervisor published; `None` without a supervisor.
     ///
     /// # Errors
-    /// When it cannot be told whether there is one.
+    /// When it is unknown whether there is one.
     pub fn live(folder: &JobFolder) -> Result<Option<Published>, store::Error> {
         Ok(match folder.writer()? {
             Writer::Nobody => None,
@@ -227,7 +236,7 @@ impl Published {
     /// Reads what a supervisor published.
     ///
     /// # Errors
-    /// When there is nothing, or it cannot be understood.
+    /// When the file does not exist, or cannot be parsed.
     pub fn read(path: &Path) -> io::Result<Published> {
         Ok(serde_json::from_slice(&std::fs::read(path)?)?)
     }
@@ -236,15 +245,15 @@ impl Published {
 /// How the last life of a job ended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LastEnd {
-    /// When it was seen.
+    /// When the end was noticed.
     pub time: DateTime<Utc>,
     /// Its exit code.
     pub exit_code: Option<i32>,
-    /// Or the signal that ended it.
+    /// The signal that ended it, if any.
     pub signal: Option<i32>,
-    /// Why.
+    /// The cause.
     pub cause: Cause,
-    /// The same for people.
+    /// The cause as text, for people.
     pub words: String,
 }
 
@@ -259,38 +268,38 @@ impl LastEnd {
     }
 }
 
-/// Beside the forecast: for the end of the job, and ours.
+/// Additional time for the end of the job, and of the supervisor.
 const END: Duration = Duration::from_secs(2);
 
-/// How long the final snapshot is expected to take, without the safety margin ([`Forecast::lead`]).
+/// The expected time for the final snapshot, without the safety margin ([`Forecast::lead`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Forecast {
-    /// From its start until the image is complete; the freeze is a part of it.
+    /// From its start until the image is complete, including the freeze.
     #[serde(rename = "snapshot_us", with = "micros")]
     pub snapshot: Duration,
-    /// Storing it; zero if it is written directly to the store.
+    /// Time to store it; zero if it is written directly to the store.
     #[serde(rename = "store_us", with = "micros")]
     pub store: Duration,
-    /// Replicating it; zero without a replica.
+    /// Time to replicate it; zero without a replica.
     #[serde(rename = "replica_us", with = "micros")]
     pub replica: Duration,
 }
 
 impl Forecast {
-    /// All of it.
+    /// The total time.
     #[must_use]
     pub fn total(&self) -> Duration {
         self.snapshot.saturating_add(self.store).saturating_add(self.replica)
     }
 
-    /// How long before a deadline it starts.
+    /// How long before a deadline it must start.
     #[must_use]
     pub fn lead(&self) -> Duration {
         with_margin(self.total())
     }
 }
 
-/// A quarter more, and some seconds.
+/// Adds the safety margin: a quarter, and some seconds.
 pub(crate) fn with_margin(time: Duration) -> Duration {
     time.saturating_add(time / 4).saturating_add(END)
 }

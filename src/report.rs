@@ -1,11 +1,11 @@
-//! What became of a job's time: one page for people, one document for programs.
+//! How a job's time was spent: one page for people, one document for programs.
 //!
 //! Made from the journal of its events and the manifests of its images, and from nothing else; it can be made while the
 //! job runs and after it, with or without a supervisor. `docs/report.md` defines each figure.
 //!
-//! - [`history`]: events in, stretches of time out; what a live view needs too.
+//! - [`history`]: turns events into stretches of time; also used by the live view.
 //! - [`model`]: figures from those.
-//! - [`html`]: the page. Everything that is foreign on it (command lines, messages) is escaped.
+//! - [`html`]: the page. All external text on it (command lines, messages) is escaped.
 
 pub mod history;
 pub mod html;
@@ -26,13 +26,13 @@ use rekindle_store::{self as store, JobFolder, Known, Outcome, Place};
 /// Why there is no report.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The store.
+    /// The store cannot be read.
     #[error(transparent)]
     Store(#[from] store::Error),
-    /// The journal.
+    /// The journal cannot be read.
     #[error("cannot read the events of {job}")]
     Journal {
-        /// Of which job.
+        /// The job.
         job: store::JobName,
         /// The kernel's answer.
         #[source]
@@ -40,7 +40,7 @@ pub enum Error {
     },
 }
 
-/// What can be said of a job now.
+/// The present report on a job.
 ///
 /// # Errors
 /// When the store or the journal cannot be read.
@@ -59,7 +59,7 @@ pub fn of(folder: &JobFolder, since: Option<DateTime<Utc>>) -> Result<Report, Er
     Ok(Report::new(&events, facts, Utc::now()))
 }
 
-/// What the job's supervisor does, or how its last run ended, in a word.
+/// The state of the job's supervisor, or how its last run ended, in one word.
 ///
 /// # Errors
 /// When the record cannot be read.
@@ -79,7 +79,7 @@ pub fn state(folder: &JobFolder, live: Option<&Published>) -> Result<String, sto
 
 fn image_size(known: &Known) -> ImageSize {
     let manifest = known.best().manifest();
-    // A plain image lies in the store as it is.
+    // A loose image takes its full size in the store.
     let stored = known.copy(Place::Stored).and_then(|copy| copy.manifest());
     ImageSize {
         id: known.id(),
@@ -90,14 +90,14 @@ fn image_size(known: &Known) -> ImageSize {
     }
 }
 
-/// Bytes that a folder takes on the disk. What cannot be looked at takes none.
+/// Bytes that a folder occupies on the disk. What cannot be examined counts as zero.
 #[must_use]
 pub fn allocated(dir: &Path) -> u64 {
     let Ok(entries) = fs::read_dir(dir) else { return 0 };
     let of = |entry: fs::DirEntry| {
         let Ok(meta) = entry.metadata() else { return 0 };
         let below = if meta.is_dir() { allocated(&entry.path()) } else { 0 };
-        // In units of 512 bytes, whatever the file system's are (stat(2)).
+        // In units of 512 bytes, whatever the block size of the file system is (stat(2)).
         meta.blocks().saturating_mul(512).saturating_add(below)
     };
     entries.flatten().map(of).sum()

@@ -1,8 +1,8 @@
-//! The scheduler that started this process: which one, what it calls the job, when the job's time is over, and how the job
-//! gets into the queue again. docs/schedulers.md says where each fact is from.
+//! The scheduler that started this process: its kind, its name for the job, the job's deadline, and how the job is
+//! queued again. docs/schedulers.md has the source of each fact.
 //!
-//! Only the environment is looked at; [`Scheduler::ask_end`] and [`Scheduler::requeue`] run Slurm's own commands and wait
-//! for them, so they are for a thread that may.
+//! Only the environment is read; [`Scheduler::ask_end`] and [`Scheduler::requeue`] run Slurm's commands and wait for
+//! them, so they must be called on a thread that may block.
 
 use std::io::Read;
 use std::process::{Command, Stdio};
@@ -12,7 +12,8 @@ use chrono::{DateTime, Utc};
 
 use crate::config::Profile;
 
-/// A controller that does not answer is given up by Slurm's commands after MessageTimeout, 10 s by default, and some tries.
+/// Time limit for Slurm's commands. They give up on a controller that does not answer after MessageTimeout, 10 s by
+/// default, and some tries.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Why a request to Slurm failed.
@@ -21,7 +22,7 @@ pub enum Error {
     /// The command cannot be run.
     #[error("cannot run {command}")]
     Run {
-        /// Its line.
+        /// Its command line.
         command: String,
         /// The kernel's answer.
         #[source]
@@ -30,15 +31,15 @@ pub enum Error {
     /// It failed.
     #[error("{command} failed: {said}")]
     Failed {
-        /// Its line.
+        /// Its command line.
         command: String,
-        /// What it said.
+        /// Its output.
         said: String,
     },
-    /// It did not end.
+    /// It did not end in time.
     #[error("{command} did not answer within {}", humantime::format_duration(PATIENCE))]
     Silent {
-        /// Its line.
+        /// Its command line.
         command: String,
     },
     /// There is no job to queue again.
@@ -52,18 +53,18 @@ pub enum Error {
 /// The scheduler.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Scheduler {
-    /// Which; never [`Profile::Auto`].
+    /// Its kind; never [`Profile::Auto`].
     profile: Profile,
-    /// What it calls the job, with the task of an array.
+    /// Its name for the job, including the task of an array.
     job: Option<String>,
-    /// What Slurm's commands call it.
+    /// The job's name for Slurm's commands.
     slurm_job: Option<String>,
     /// The job's deadline, if the environment has it.
     end: Option<DateTime<Utc>>,
 }
 
 impl Scheduler {
-    /// Finds out. `variable` reads the environment.
+    /// Detects the scheduler. `variable` reads the environment.
     #[must_use]
     pub fn find(wanted: Profile, variable: impl Fn(&str) -> Option<String>) -> Scheduler {
         let variable = |name: &str| variable(name).filter(|value| !value.is_empty());
@@ -81,7 +82,7 @@ impl Scheduler {
                 let slurm_job = variable("SLURM_JOB_ID");
                 let array = variable("SLURM_ARRAY_JOB_ID").zip(variable("SLURM_ARRAY_TASK_ID"));
                 let job = array.map(|(job, task)| format!("{job}_{task}")).or_else(|| slurm_job.clone());
-                // The tasks of one `srun` are jobs of their own here.
+                // The tasks of one `srun` are separate jobs here.
                 let rank = variable("SLURM_PROCID").filter(|rank| rank != "0");
                 let job = job.map(|job| rank.map_or_else(|| job.clone(), |rank| format!("{job}.{rank}")));
                 let end = variable("SLURM_JOB_END_TIME").and_then(|end| end.parse().ok());
@@ -99,13 +100,13 @@ impl Scheduler {
         }
     }
 
-    /// Whether somebody ends us by signal, and kills us some time after.
+    /// Whether somebody ends us by a signal, and kills us some time later.
     #[must_use]
     pub fn is_there(&self) -> bool {
         self.profile != Profile::None
     }
 
-    /// The exit code that says: stopped, queue me again.
+    /// The exit code that means: stopped, queue the job again.
     #[must_use]
     pub fn requeue_code(&self) -> u8 {
         match self.profile {
@@ -117,7 +118,7 @@ impl Scheduler {
         }
     }
 
-    /// A name for the job that it keeps when it is queued again.
+    /// A name for the job that stays the same when the job is queued again.
     #[must_use]
     pub fn job_name(&self) -> Option<String> {
         let name = match self.profile {
@@ -134,14 +135,14 @@ impl Scheduler {
         self.end
     }
 
-    /// Whether there is somebody to ask when the job's time is over.
+    /// Whether the deadline can be asked for.
     #[must_use]
     pub fn can_be_asked(&self) -> bool {
         self.slurm_job.is_some()
     }
 
-    /// Asks for it. A time limit can be changed while the job runs, and Slurm 22.05 has no variable for it. None if
-    /// there is no limit.
+    /// Asks for the deadline. A time limit can be changed while the job runs, and Slurm 22.05 has no variable for it.
+    /// `None` if there is no limit.
     ///
     /// # Errors
     /// When Slurm does not answer.
@@ -151,7 +152,8 @@ impl Scheduler {
         Ok(time_left(left.trim()).map(|left| Utc::now() + left))
     }
 
-    /// Has Slurm queue the job again, which ends it: the last thing to do. Any other scheduler goes by the exit code.
+    /// Makes Slurm queue the job again, which ends it, so this must be the last action. Other schedulers use the exit
+    /// code.
     ///
     /// # Errors
     /// When Slurm does not do it.
@@ -164,7 +166,7 @@ impl Scheduler {
     }
 }
 
-/// Slurm's time left: [days-][hours:]minutes:seconds, or a word where there is no limit.
+/// Slurm's time left: [days-][hours:]minutes:seconds, or a word if there is no limit.
 fn time_left(text: &str) -> Option<Duration> {
     let (days, rest) = text.split_once('-').unwrap_or(("0", text));
     let mut seconds = days.parse::<u64>().ok()?;
@@ -180,7 +182,7 @@ fn time_left(text: &str) -> Option<Duration> {
     Some(Duration::from_secs(seconds))
 }
 
-/// Runs a command of Slurm's and answers what it printed.
+/// Runs a command of Slurm and returns its output.
 fn run(line: &[&str]) -> Result<String, Error> {
     let command = line.join(" ");
     let (program, args) = line.split_first().unwrap_or((&"true", &[]));
@@ -193,7 +195,7 @@ fn run(line: &[&str]) -> Result<String, Error> {
         .spawn()
         .map_err(failed)?;
     let deadline = Instant::now() + PATIENCE;
-    // What it prints is a line, which a pipe holds.
+    // Its output is one line, which fits in a pipe.
     let status = loop {
         match child.try_wait().map_err(failed)? {
             Some(status) => break status,

@@ -1,4 +1,4 @@
-//! Logs for people, events for programs, and what is known of the machine.
+//! Logs for people, events for programs, and metrics.
 
 pub mod clean;
 pub mod events;

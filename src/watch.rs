@@ -1,18 +1,24 @@
-//! What is wrong with a job that has not ended, and who ended one that has.
+//! Finds out whether a running job hangs, and why a job ended.
 //!
-//! - [`detector`]: the thread that notices a hang, by [`clock`]s that stand still in snapshots; [`beats`] is the job's own sign of
-//!   life, [`stacks`] what its processes are at then;
-//! - [`lines`]: the output as it comes, held against the rules;
+//! - [`detector`]: the thread that notices a hang, with [`clock`]s that are stopped during snapshots; [`beats`] are the
+//!   job's watchdog messages, [`stacks`] records the stacks of its processes;
+//! - [`deaths`]: the thread that notices when a process of the job dies;
+//! - [`lines`]: compares new output with the rules;
 //! - [`gpu`]: whether GPUs work for the job, and their faults while it runs;
-//! - [`witness`]: who killed it: the kernel for want of memory, or a GPU that failed;
-//! - [`kmsg`] and [`xid`](rekindle_base::xid): how the kernel and the driver say so.
+//! - [`interruption`]: what clouds announce about the machine;
+//! - [`witness`]: finds out what killed it: the kernel for lack of memory, or a GPU that failed;
+//! - [`kin`]: whether a process that the kernel names is the job's;
+//! - [`kmsg`] and [`xid`](rekindle_base::xid): messages of the kernel and the driver about this.
 //!
 //! Nothing here changes the job or decides anything; the supervisor does.
 
 pub(crate) mod beats;
 pub(crate) mod clock;
+pub(crate) mod deaths;
 pub(crate) mod gpu;
 pub(crate) mod hang_detector;
+pub(crate) mod interruption;
+pub(crate) mod kin;
 pub(crate) mod kmsg;
 pub(crate) mod lines;
 pub(crate) mod stacks;

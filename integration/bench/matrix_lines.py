@@ -61,7 +61,7 @@ class Line:
         return [*run, *mode, *(["--port", port] if self.ranks > 1 else [])]
 
 
-TORCH, JAX, KERNELS = "matrix_torch.py", "matrix_jax.py", "matrix_kernels.py"
+TORCH, JAX, KERNELS, STACKS = "matrix_torch.py", "matrix_jax.py", "matrix_kernels.py", "matrix_stacks.py"
 
 
 def numbered(lines):
@@ -90,6 +90,12 @@ LINES = numbered([
     Line("triton", "Triton", ("matrix_triton.py",), ("torch", "triton")),
     Line("numba", "numba-cuda", (KERNELS, "numba"), ("numba",)),
     Line("trainer", "Hugging Face Trainer, 2 DataLoader workers", ("matrix_trainer.py",), ("torch", "transformers")),
+    Line("lightning", "PyTorch Lightning; imports mpi4py", (STACKS, "lightning"), ("lightning", "mpi")),
+    Line("accelerate", "Hugging Face Accelerate", (STACKS, "accelerate"), ("transformers",)),
+    Line("checkpoint", "torch.distributed.checkpoint beside each step", (STACKS, "checkpoint"), ("torch",)),
+    Line("tensorboard", "TensorBoard in each step", (STACKS, "tensorboard"), ("torch", "tensorboard")),
+    Line("mpi", "mpi4py in one process (Open MPI starts orted)", (STACKS, "mpi"), ("torch", "mpi")),
+    Line("mpirun", "mpirun, two ranks, sums through MPI", ("matrix_mpirun.sh", "mpirun"), ("torch", "mpi"), ranks=2),
     Line("managed", "CuPy, managed memory", (KERNELS, "managed"), ("cupy",), expected="refused", words="managed memory"),
     Line("two-jobs", "two jobs on two GPUs at the same time", (TORCH, "eager"), ("torch",), 2, how="two"),
     Line("migrate", "PyTorch, from GPU 0 to GPU 1", (TORCH, "eager"), ("torch",), 2, how="migrate"),
@@ -109,6 +115,9 @@ SELF_TEST = numbered([
 WARM_UP = {
     "torch": "import torch; x = torch.ones(64, 64, device='cuda'); (x @ x).sum().item(); print(torch.__version__)",
     "transformers": "import accelerate, transformers; from transformers import GPT2LMHeadModel, Trainer; print(transformers.__version__)",
+    "lightning": "import lightning; print(lightning.__version__)",
+    "tensorboard": "import tensorboard; print(tensorboard.__version__)",
+    "mpi": "import mpi4py.MPI as MPI; print(MPI.Get_library_version().split(',')[0])",
     "triton": "import triton; print(triton.__version__)",
     "jax": "import os; os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'] = 'false'; import jax; jax.numpy.ones(8).sum().item(); print(jax.__version__)",
     "cupy": "import cupy; cupy.arange(8).sum().get(); print(cupy.__version__)",

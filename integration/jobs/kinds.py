@@ -706,6 +706,7 @@ KINDS = {
     "memory": memory,
     "fresh-2": lambda: fresh(2),
     "fresh-8": lambda: fresh(8),
+    "fresh-32": lambda: fresh(32),
     "large": large,
     "daemon": daemon,
     "mixed": mixed,

@@ -515,6 +515,38 @@ def ways_to_the_driver():
     assert is_in("libc.so", libc.dlsym(None, b"getpid")) and is_in("libc.so", libc.dlsym(None, b"cuserid"))
 
 
+def is_marked(process="self"):
+    return "/memfd:rekindle-cuinit (deleted)" in open(f"/proc/{process}/maps").read()
+
+
+def init_is_marked():
+    """By every way to it, while it lasts, and not in a child."""
+    with open(os.environ["STANDIN_CUDA_DIR"] + "/fail-init", "w") as file:
+        file.write("0 delay=400")
+    libc.dlsym.restype = ctypes.c_void_p
+    libc.dlsym.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+    found = [libc.dlsym(library, b"cuInit") for library in [cuda._handle, None]]
+    address = ctypes.c_void_p()
+    assert cuda.cuGetProcAddress_v2(b"cuInit", ctypes.byref(address), 12000, ctypes.c_uint64(0), None) == 0
+    for address in [*found, address.value]:
+        assert is_in("interposer-", address)
+        assert not is_marked()
+        answers = []
+        call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint)(address)
+        thread = threading.Thread(target=lambda: answers.append(call(0)))
+        thread.start()
+        deadline = time.monotonic() + 5
+        while not is_marked():
+            assert time.monotonic() < deadline
+        child = os.fork()
+        if child == 0:
+            os._exit(is_marked())
+        assert os.waitpid(child, 0)[1] == 0
+        assert is_marked() and not answers
+        thread.join()
+        assert answers == [0] and not is_marked()
+
+
 def no_threads():
     forbid(56)
     arm()

@@ -3,6 +3,7 @@
 
     standin_job.py OUT [--mib N] [--until N] [--busy-ms N] [--sleep-ms N] [--fork]
                        [--times] [--pause FILE] [--devices CONTROL MEMORY SEEN] [--keep DEVICE]
+                       [--library FILE] [--init child|thread FILE]
                        [--occupy-ms N]
 
 Each round adds one to the counter in device memory, checks the counter and the pattern, and appends the counter to the
@@ -10,7 +11,9 @@ file OUT. Ends with 0 at --until, with 3 when the pattern differs, with 4 when t
 keeps in host memory, with 5 when a CUDA call fails. --busy-ms runs a "kernel" of that length each round, so that a
 shorter lock times out. --fork leaves a child behind that holds the device descriptor but does not use CUDA. --devices
 leaves one behind that has these two as a child of a real CUDA process has NVIDIA's, CONTROL open and MEMORY open and mapped,
-and writes to the file SEEN what it finds of them; --keep has the job itself hold one beside CUDA. --occupy-ms has a
+and writes to the file SEEN what it finds of them; --keep has the job itself hold one beside CUDA, and
+--library map this file as the code of a library is. --init
+has a child without CUDA or a thread call cuInit when FILE is there, and write the answer to FILE.done. --occupy-ms has a
 thread compute nearly all the time with a lock that the driver's thread wants, N milliseconds at a time. --times
 writes the lines that bench_torch.py writes, with the counter and the checksum of the pattern in the place of the loss
 and the sum; --pause is that job's, too.
@@ -63,12 +66,25 @@ def main():
     parser.add_argument("--fork", action="store_true")
     parser.add_argument("--devices", nargs=3)
     parser.add_argument("--keep")
+    parser.add_argument("--library")
+    parser.add_argument("--init", nargs=2)
     parser.add_argument("--occupy-ms", type=int)
     parser.add_argument("--times", action="store_true")
     parser.add_argument("--pause")
     args = parser.parse_args()
 
     cuda = ctypes.CDLL("libcuda.so.1")
+
+    def initialize(file):
+        while not os.path.exists(file):
+            time.sleep(0.005)
+        with open(file + ".done", "w") as done:
+            print(cuda.cuInit(0), file=done)
+
+    if args.init and args.init[0] == "child" and os.fork() == 0:
+        initialize(args.init[1])
+        while True:
+            time.sleep(1)
 
     def check(code, what):
         if code != 0:
@@ -101,6 +117,9 @@ def main():
         hold(*args.devices)
     if args.keep:
         os.open(args.keep, os.O_RDWR)
+    if args.library:
+        with open(args.library, "rb") as library:
+            loaded = mmap.mmap(library.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ)  # noqa: F841
 
     def occupy():
         while True:
@@ -112,6 +131,8 @@ def main():
         while True:
             zlib.crc32(bytes(1 << 22))
 
+    if args.init and args.init[0] == "thread":
+        threading.Thread(target=initialize, args=args.init[1:], daemon=True).start()
     if args.occupy_ms:
         threading.Thread(target=compute, daemon=True).start()
         threading.Thread(target=occupy, daemon=True).start()

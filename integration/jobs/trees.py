@@ -398,13 +398,23 @@ def waiting_to_be_accepted():
     count(last=last)
 
 
-def devices(mapped, other):
+def devices(mapped=False, other=False, libraries=()):
     """Has devices open that stand for NVIDIA's, and a child by fork: tells what they are, and that no call works in the end."""
     control, memory, unknown = sys.argv[3:6]
     file = os.open(control, os.O_RDWR)
-    if mapped:
+    loaded = []
+    for name in libraries:
+        # The memory's device too, as OpenCL opens it.
+        path = os.path.join(sys.argv[2], name)
+        with open(path, "wb+") as library:
+            library.write(bytes(4096))
+            library.flush()
+            loaded.append(mmap.mmap(library.fileno(), 4096, mmap.MAP_PRIVATE, mmap.PROT_READ))
         block = os.open(memory, os.O_RDONLY)
         held = mmap.mmap(block, 8192, mmap.MAP_SHARED, mmap.PROT_READ)
+    if mapped:
+        block = os.open(memory, os.O_RDWR)
+        held = mmap.mmap(block, 8192, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
     if other:
         os.open(unknown, os.O_RDONLY)
     child = os.fork()
@@ -426,14 +436,17 @@ def devices(mapped, other):
             except OSError as error:
                 need(error.errno == errno.ENOTTY, "a call of it says", error)
         need(not mapped or len(held) == 8192)
+        need(all(not any(library[:]) for library in loaded))
 
     count(check, last)
 
 
 KINDS = {
-    "devices-asked": lambda: devices(False, False),
-    "devices-mapped": lambda: devices(True, False),
-    "devices-other": lambda: devices(False, True),
+    "devices-asked": devices,
+    "devices-opencl": lambda: devices(libraries=["libnvidia-opencl.so.1"]),
+    "devices-hwloc": lambda: devices(mapped=True, libraries=["hwloc_opencl.so", "libnvidia-opencl.so.1"]),
+    "devices-mapped": lambda: devices(mapped=True),
+    "devices-other": lambda: devices(other=True),
     "uring": falls_back,
     "uring-open": has_a_ring,
     "deep": lambda: chain(60),

@@ -11,7 +11,7 @@ to ask for is the name of a file in FOLDER, which it removes:
 
 KIND says what it has open all the time:
 
-    module      nothing: examples/rekindle.py, as a program would use it
+    module      nothing: the module rekindle, as a program would use it
     connected, unconnected    a datagram socket, by which it asks for the state at each count
     unread      one with an answer in it that it did not read, for as long as FOLDER/wait is there
     in-flight   threads that ask without a pause, more than is answered; some are blocked in the middle of it
@@ -27,7 +27,7 @@ import threading
 import time
 
 sys.dont_write_bytecode = True
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../examples"))
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../python"))
 import rekindle
 
 KIND, FOLDER = sys.argv[1], sys.argv[2]

@@ -19,7 +19,7 @@ struct Bench {
     folder: tempfile::TempDir,
 }
 
-/// Answers None where something is missing; fails where it must be there.
+/// Returns None if a prerequisite is missing; fails if it is required.
 fn bench() -> Option<Bench> {
     let python = Path::new("/usr/bin/python3").exists();
     if !rekindle_testing::root() || !rekindle_testing::require("python", python, "there is no /usr/bin/python3") {

@@ -106,7 +106,7 @@ fn without_criu_it_exits_69_and_says_the_fix() {
     let output = bench.command(Path::new("/nowhere"), &["--json"]).output().unwrap();
     assert_eq!(output.status.code(), Some(69));
     let report = parse(&output);
-    assert_eq!(report["run-works"], false);
+    assert_eq!(report["run_works"], false);
     for check in ROWS {
         let row = row(&report, check);
         let complains = ["warn", "missing"].contains(&row.state.as_str());
@@ -142,7 +142,7 @@ fn a_machine_that_can_run_is_told_so_by_a_job_that_came_back() {
     let output = bench.command(&criu, &["--json"]).output().unwrap();
     let report = parse(&output);
     assert_eq!(output.status.code(), Some(0), "{report:#}");
-    assert_eq!(report["run-works"], true);
+    assert_eq!(report["run_works"], true);
     for check in ["criu.version", "criu.trial", "rights.user", "store.permissions", "store.space"] {
         let row = row(&report, check);
         assert_eq!(row.state, "ok", "{check}: {row:?}");
@@ -180,7 +180,7 @@ fn a_tmpfs_is_tried_and_unmounted_again() {
     assert_eq!(tmpfs.state, "warn", "{tmpfs:?}");
     assert!(tmpfs.fix.unwrap().contains("--cap-add=SYS_ADMIN"));
 
-    // What others can write to could be theirs.
+    // A folder that other users can write to may contain files of theirs.
     fs::create_dir(bench.path("run")).unwrap();
     fs::set_permissions(bench.path("run"), fs::Permissions::from_mode(0o777)).unwrap();
     assert_eq!(row(&parse(&doctor().output().unwrap()), "staging.tmpfs").state, "warn");
@@ -203,7 +203,7 @@ fn the_hosts_pid_namespace_is_tried_where_it_is_configured() {
     assert_eq!(trial.state, "ok", "{trial:?}");
 }
 
-/// Where NVIDIA's devices are, for which another stands, the trial is with CRIU's plugin.
+/// On a machine with NVIDIA devices (replaced by another device here) the trial uses CRIU's plugin.
 #[test]
 fn a_criu_that_loads_no_plugin_is_found_by_the_trial() {
     let (true, Some(criu), true) = (root(), criu(), cfg!(debug_assertions)) else { return };

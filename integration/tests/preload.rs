@@ -7,6 +7,7 @@
 mod standin;
 
 use std::fs;
+use std::io::{BufRead, BufReader};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -15,9 +16,10 @@ use std::time::Duration;
 
 use nix::mount::{MntFlags, MsFlags};
 use rekindle_cuda::Process;
+use rekindle_cuda::nccl::{Kind, Ranks};
 use rekindle_engine::launch::{interposer, reaper};
 use rekindle_os::{process, ptrace};
-use standin::{Standin, wait_for};
+use standin::{Standin, compile, wait_for};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -96,16 +98,7 @@ scenarios! {
     a_table_that_stays_read_only_leaves_the_copies_to_the_driver: "no_mprotect",
     ends_that_nobody_tells_of_do_no_harm: "missed_ends",
     a_second_libcuda_has_a_table_of_its_own: "two_libcudas",
-}
-
-/// Compiles a source of integration/jobs as an object without start files.
-fn compile(source: &str, to: &Path, options: &[&str]) {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("integration/jobs").join(source);
-    let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
-    let mut compile = Command::new(rustc);
-    compile.args(["--edition=2024", "--crate-type=cdylib", "-Cpanic=abort", "-Anon_upper_case_globals"]);
-    compile.args(["-Clink-arg=-nostartfiles", "-Copt-level=1"]).args(options).arg("-o");
-    assert!(compile.arg(to).arg(source).status().unwrap().success());
+    every_way_to_cuinit_marks_it_while_it_lasts: "init_is_marked",
 }
 
 #[test]
@@ -122,7 +115,7 @@ fn a_libcuda_that_binds_functions_late_is_redirected_and_left_as_it_was() {
 /// Mounted until it is dropped.
 struct Tmpfs(tempfile::TempDir);
 
-/// None where this is not root.
+/// None if the test does not run as root.
 fn tmpfs(options: &str) -> Option<Tmpfs> {
     if !rekindle_testing::root() {
         return None;
@@ -203,6 +196,54 @@ fn without_a_driver_there_are_none_of_its_functions() {
     passes(rig.install(&mut Command::new("python3")).args(["-c", script]));
 }
 
+/// Runs nccl_ways.py; what it has started when it says that it is ready, and why that is not all.
+fn counts_of(way: &str, library: &Path, rig: &Rig) -> (Vec<(Kind, u64)>, Option<&'static str>) {
+    let job = Path::new(env!("CARGO_MANIFEST_DIR")).join("integration/jobs/nccl_ways.py");
+    let mut command = Command::new("python3");
+    command.arg(job).arg(way).arg(library).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut child = rig.install(&mut command).spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    assert_eq!(line, "ok\n", "{way}");
+    let ranks = Ranks::of(i32::try_from(child.id()).unwrap()).unwrap().unwrap();
+    let counts = ranks.counts();
+    drop(child.stdin.take());
+    assert!(child.wait().unwrap().success());
+    let mut counters: Vec<_> = counts.counters.iter().map(|counter| (counter.kind, counter.started)).collect();
+    counters.sort_unstable();
+    assert_eq!((counts.inside, counts.communicators.len()), (0, 1), "{way}");
+    (counters, ranks.untracked())
+}
+
+#[test]
+fn every_way_to_a_function_of_nccl_leads_there() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let rig = rig();
+    let linked = rig.standin.add_nccl();
+    let nccl = rig.standin.path().join("libnccl.so.2");
+    for (way, library) in [("name", &nccl), ("global", &nccl), ("symbol", &linked)] {
+        let counts = counts_of(way, library, &rig);
+        // A broadcast in place is one: NCCL calls its broadcast by symbol.
+        let expected = vec![(Kind::Collective, 5), (Kind::Send, 1), (Kind::Receive, 1)];
+        assert_eq!(counts, (expected, None), "{way}");
+    }
+}
+
+#[test]
+fn without_nccl_there_are_none_of_its_functions() {
+    let rig = rig();
+    let script = "import ctypes\n\
+                  program = ctypes.CDLL(None)\n\
+                  program.dlsym.restype = ctypes.c_void_p\n\
+                  names = ['ncclAllReduce', 'ncclCommInitRank', 'ncclCommShrink', 'ncclGetVersion']\n\
+                  assert not any(hasattr(program, name) for name in names)\n\
+                  assert not any(program.dlsym(None, name.encode()) for name in names)\n\
+                  print('ok')";
+    passes(rig.install(&mut Command::new("python3")).args(["-c", script]));
+}
+
 #[test]
 fn a_static_binary_runs_without_it() {
     let rig = rig();
@@ -271,7 +312,7 @@ fn redirections(pid: i32) -> usize {
     parts("libcuda.so", false).into_iter().map(read).sum()
 }
 
-/// None where root or CRIU is missing.
+/// None without root or without CRIU.
 fn criu() -> Option<std::ffi::OsString> {
     if rekindle_testing::root() { rekindle_testing::criu().map(Into::into) } else { None }
 }

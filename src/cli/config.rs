@@ -4,7 +4,7 @@ use std::io;
 use std::path::Path;
 
 use super::Exit;
-use super::output::{Format, print_table, print_text};
+use super::output::{Column, Format, print_table, print_text};
 use crate::config::{self, Overrides, Threads};
 
 /// Why a `config` command failed.
@@ -19,10 +19,11 @@ pub enum Error {
 }
 
 impl Error {
-    /// What the process exits with.
+    /// The exit code for the error.
     #[must_use]
     pub fn exit(&self) -> Exit {
         match self {
+            Error::Config(error) if error.is_usage() => Exit::Usage,
             Error::Config(_) => Exit::Config,
             Error::Print(_) => Exit::Internal,
         }
@@ -36,9 +37,12 @@ impl Error {
 /// All errors, together.
 pub fn check(file: Option<&Path>) -> Result<(), Error> {
     let effective = config::effective(file, config::environment(), &Overrides::default())?;
-    let line = match &effective.file {
-        Some(path) => format!("{} is valid", path.display()),
-        None => format!("there is no {}: the built-in defaults apply and are valid", config::DEFAULT_FILE),
+    super::name_strangers(&effective);
+    let files: Vec<String> = effective.files.iter().map(|path| path.display().to_string()).collect();
+    let line = match files.as_slice() {
+        [] => format!("there is no {}: the built-in defaults apply and are valid", config::DEFAULT_FILE),
+        [file] => format!("{file} is valid"),
+        files => format!("{} are valid together; each overrides the ones before", files.join(", ")),
     };
     Ok(print_text(&line)?)
 }
@@ -50,6 +54,7 @@ pub fn check(file: Option<&Path>) -> Result<(), Error> {
 /// All errors of the configuration, together.
 pub fn show(file: Option<&Path>, overrides: &Overrides, format: Format) -> Result<(), Error> {
     let effective = config::effective(file, config::environment(), overrides)?;
+    super::name_strangers(&effective);
     let entries = effective.entries();
     let store = &effective.config.store;
     let rows = entries.iter().map(|entry| {
@@ -59,7 +64,7 @@ pub fn show(file: Option<&Path>, overrides: &Overrides, format: Format) -> Resul
         }
         vec![entry.key.clone(), value, entry.origin.to_string()]
     });
-    Ok(print_table(format, &["KEY", "VALUE", "ORIGIN"], rows, &entries)?)
+    Ok(print_table(format, &[Column::whole("KEY"), Column::short("VALUE"), Column::short("ORIGIN")], rows, &entries)?)
 }
 
 #[cfg(test)]

@@ -1,7 +1,8 @@
-//! `rekindle snapshot`, `suspend`, `resume` and `rewind`: one request to a job's supervisor, and its answer in words.
+//! `rekindle snapshot`, `suspend`, `resume` and `rewind`: one request to a job's supervisor, and the answer as text.
 
 use std::path::PathBuf;
 
+use super::find::Finder;
 use super::output::{Format, print_json, print_text};
 use super::{Exit, Global, Misuse, progress};
 use crate::control::client;
@@ -32,11 +33,11 @@ pub(crate) struct SnapshotArgs {
 /// Which job, and which image.
 #[derive(Debug, clap::Args)]
 pub(crate) struct RewindArgs {
-    /// The job
+    /// The job; or JOB/ID, JOB/TAG or JOB/-N
     job: String,
-    /// The image: ID, TAG, or -N for the Nth newest image (-1 is the newest)
+    /// The image: ID (or its number or beginning), TAG, or -N for the Nth newest image (-1 is the newest)
     #[arg(allow_hyphen_values = true, value_name = "ID|TAG|-N")]
-    to: String,
+    to: Option<String>,
 }
 
 pub(super) fn snapshot(global: &Global, args: &SnapshotArgs) -> anyhow::Result<Exit> {
@@ -53,11 +54,32 @@ pub(super) fn resume(global: &Global, args: &JobArg) -> anyhow::Result<Exit> {
 }
 
 pub(super) fn rewind(global: &Global, args: &RewindArgs) -> anyhow::Result<Exit> {
-    ask(global, &args.job, &Request::Rewind(Rewind { to: args.to.clone() }), "rewinding")
+    // JOB/IMAGE names an image in all other commands.
+    let (job, to) = match (args.job.split_once('/'), &args.to) {
+        (None, Some(to)) => (args.job.as_str(), to.as_str()),
+        (Some((job, to)), None) => (job, to),
+        (None, None) => {
+            return Err(Misuse(format!(
+                "to which image? `rekindle rewind {} -2` goes back to the second newest one; `rekindle list {}` lists \
+                them",
+                args.job, args.job
+            ))
+            .into());
+        }
+        (Some(_), Some(_)) => {
+            return Err(Misuse(format!(
+                "{} names an image already: leave out {}",
+                args.job,
+                args.to.as_deref().unwrap_or_default()
+            ))
+            .into());
+        }
+    };
+    ask(global, job, &Request::Rewind(Rewind { to: to.to_owned() }), "rewinding")
 }
 
 fn ask(global: &Global, job: &str, request: &Request, doing: &str) -> anyhow::Result<Exit> {
-    let folder = global.find_supervisor()?.job(&job.parse()?)?;
+    let folder = Finder::new(global)?.job(job)?;
     let path = socket(&folder)?;
     let answer = progress::waited(doing, || client::ask(&path, request, None))?;
     match global.format() {

@@ -57,7 +57,7 @@ pub(crate) struct Target {
 #[derive(Debug, clap::Args)]
 pub(crate) struct LockTimeout {
     /// Give up the lock after this many milliseconds; the process then continues
-    // 0 would wait for ever.
+    // 0 would mean no limit.
     #[arg(long = "timeout", value_name = "MS", default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..))]
     ms: u32,
 }
@@ -76,7 +76,7 @@ pub(crate) struct DeviceMap {
     pairs: Vec<GpuMapping>,
 }
 
-/// What was done, for people line by line, for programs as one document.
+/// The result: lines for people, one document for programs.
 #[derive(Debug, Default, Serialize)]
 struct Report {
     pid: i32,
@@ -245,7 +245,7 @@ impl Session<'_> {
                 self.step("lock", || process.lock(timeout))?;
                 let done = self.step("checkpoint", || process.checkpoint());
                 match done {
-                    // A checkpoint that fails leaves it locked; it was running when we came.
+                    // A failed checkpoint leaves the process locked; it was running before.
                     Err(Failure::Cuda(source)) => match self.step("unlock", || process.unlock()) {
                         Err(Failure::Cuda(undo)) => {
                             let (source, undo) = (Box::new(source), Box::new(undo));

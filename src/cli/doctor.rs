@@ -1,8 +1,9 @@
-//! `rekindle doctor`: what `run` needs of this machine.
+//! `rekindle doctor`: checks what `run` needs on this machine.
 
-use super::output::{Format, print_json, print_table, print_text};
+use super::output::{Column, Format, print_json, print_note, print_table, print_text, terminal_width};
 use super::{Exit, Global, named_criu};
 use crate::doctor::{self, Report, State};
+use crate::telemetry::clean;
 
 pub(super) fn doctor(global: &Global) -> anyhow::Result<Exit> {
     let config = global.settings(global.overrides())?;
@@ -15,11 +16,22 @@ pub(super) fn doctor(global: &Global) -> anyhow::Result<Exit> {
 }
 
 fn print(report: &Report) -> anyhow::Result<()> {
+    // On a terminal there is no room for a fix in the table, and it must not be cut.
+    let is_wide = terminal_width().is_none();
     let rows = report.checks.iter().map(|check| {
         let fix = check.fix.clone().unwrap_or_else(|| "-".into());
-        vec![check.check.into(), check.state.as_str().into(), check.found.clone(), fix]
+        let cells = [check.check.into(), check.state.as_str().into(), check.found.clone(), fix];
+        cells.into_iter().take(if is_wide { 4 } else { 3 }).collect()
     });
-    print_table(Format::Text, &["CHECK", "STATE", "FOUND", "FIX"], rows, report)?;
+    let columns = [Column::whole("CHECK"), Column::whole("STATE"), Column::short("FOUND"), Column::whole("FIX")];
+    let (table, _) = columns.split_at(if is_wide { 4 } else { 3 });
+    print_table(Format::Text, table, rows, report)?;
+    for check in report.checks.iter().filter(|_| !is_wide) {
+        let Some(fix) = &check.fix else { continue };
+        print_note(check.check, &check.found)?;
+        // In one line: it is there to be copied.
+        print_text(&format!("   fix: {}", clean::line(fix)))?;
+    }
     Ok(print_text(&format!("\n{}", verdict(report)))?)
 }
 

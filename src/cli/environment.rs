@@ -1,4 +1,4 @@
-//! The job's environment: what of ours it gets, and what it does not.
+//! The job's environment: which of our variables it gets.
 //!
 //! Some variables configure rekindle's replica and hooks, with credentials. They are not for the job, which may belong
 //! to another user: the job gets them only if its own configuration names them (`job.pass-environment`). The job's
@@ -12,21 +12,25 @@ use crate::supervisor::notify;
 use rekindle_engine::launch::identity::Identity;
 use rekindle_store::replica;
 
-/// What a job gets of the caller's environment that begins with nothing. The last two say which GPUs are its own, which a
-/// scheduler or an administrator decided.
+/// Variables of the caller that a job gets even with a clean environment. The last two name its GPUs, which a scheduler
+/// or an administrator assigned.
 const ALWAYS: [&str; 8] =
     ["PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"];
+
+/// The job's output is a file, where Python would hold back up to 8 KiB: `rekindle logs -f` would show nothing for
+/// minutes, and a job that is killed would lose its last lines. An empty value leaves it off (cmdline.html of Python).
+const UNBUFFERED: &str = "PYTHONUNBUFFERED";
 
 /// The whole environment, and the variables that the job did not get.
 pub(super) struct Environment {
     pub(super) variables: BTreeMap<OsString, OsString>,
-    /// Variables that are ours only, by name.
+    /// Variables that are only for rekindle, by name.
     withheld: BTreeSet<String>,
-    /// How many others the job does not get because it is another user's.
+    /// Number of other variables that the job does not get because it runs as another user.
     left_out: usize,
 }
 
-/// From the caller's variables.
+/// Makes the environment from the caller's variables.
 pub(super) fn of(
     config: &Config,
     user: Option<&Identity>,
@@ -65,11 +69,12 @@ pub(super) fn of(
         add(name, value.as_ref());
         environment.withheld.remove(name);
     }
+    environment.variables.entry(UNBUFFERED.into()).or_insert_with(|| "1".into());
     environment
 }
 
 impl Environment {
-    /// Says what the job does not get, and how it would: names only.
+    /// Logs which variables the job does not get, and how to pass them: names only.
     pub(super) fn tell(&self, config: &Config) {
         if !self.withheld.is_empty() {
             let names: Vec<&str> = self.withheld.iter().map(String::as_str).collect();
@@ -100,7 +105,8 @@ mod tests {
     fn given(config: &Config, callers: &[&str]) -> (Vec<String>, Vec<String>) {
         let callers = callers.iter().map(|name| (OsString::from(name), OsString::from("value")));
         let made = of(config, None, callers);
-        let names = made.variables.into_keys().map(|name| name.into_string().unwrap()).collect();
+        let names = made.variables.into_keys().map(|name| name.into_string().unwrap());
+        let names = names.filter(|name| name != UNBUFFERED).collect();
         (names, made.withheld.into_iter().collect())
     }
 
@@ -140,6 +146,17 @@ mod tests {
         let (given, withheld) = given(&set, &CALLERS);
         assert!(given.contains(&"AWS_SECRET_ACCESS_KEY".into()));
         assert_eq!(withheld, ["REKINDLE_HOOKS_WEBHOOK"]);
+    }
+
+    #[test]
+    fn python_writes_lines_as_they_come_unless_the_user_says_otherwise() {
+        let made = |keys: &str, callers: &[(&str, &str)]| {
+            let callers = callers.iter().map(|(name, value)| (OsString::from(name), OsString::from(value)));
+            of(&config(keys), None, callers).variables.remove(std::ffi::OsStr::new(UNBUFFERED)).unwrap()
+        };
+        assert_eq!(made("", &[]), "1");
+        assert_eq!(made("", &[(UNBUFFERED, "")]), "");
+        assert_eq!(made("job.environment = { PYTHONUNBUFFERED = \"\" }", &[]), "");
     }
 
     #[test]

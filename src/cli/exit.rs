@@ -2,10 +2,10 @@
 
 use std::process::ExitCode;
 
-/// How `rekindle` itself ends. Values follow sysexits.h and the shell if they have one.
+/// How `rekindle` itself ends. Values follow sysexits.h and the shell where these define one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Exit {
-    /// All went well.
+    /// Success.
     Success,
     /// A command that checks something found an error (`verify`, `repair`, `cuda`).
     Unsound,
@@ -32,7 +32,7 @@ pub enum Exit {
 }
 
 impl Exit {
-    /// The number the process exits with.
+    /// The number of the exit code.
     #[must_use]
     pub fn code(self) -> u8 {
         match self {
@@ -57,8 +57,9 @@ impl From<Exit> for ExitCode {
     }
 }
 
-/// What the process exits with for an error.
-pub(crate) fn of_error(error: &anyhow::Error) -> Exit {
+/// The exit code for an error. A store that cannot be one is the mistake of who named it: `--store`, or the
+/// configuration.
+pub(crate) fn of_error(error: &anyhow::Error, is_store_typed: bool) -> Exit {
     use crate::{config, control};
     use rekindle_engine::{launch, restore};
     use rekindle_store as store;
@@ -66,14 +67,17 @@ pub(crate) fn of_error(error: &anyhow::Error) -> Exit {
         if let Some(error) = cause.downcast_ref::<super::config::Error>() {
             return error.exit();
         }
-        if cause.is::<config::Error>()
-            || cause.is::<launch::identity::Error>()
+        if let Some(error) = cause.downcast_ref::<config::Error>() {
+            return if error.is_usage() { Exit::Usage } else { Exit::Config };
+        }
+        if cause.is::<launch::identity::Error>()
             || cause.is::<store::chunk::KeyError>()
             || cause.is::<restore::OtherUser>()
             || cause.is::<super::trust::Refused>()
             || cause.is::<super::trust::WrongKey>()
             || cause.is::<super::trust::KeyLeftOut>()
             || cause.is::<super::replica::Refused>()
+            || cause.is::<super::run::DeadlineTooEarly>()
         {
             return Exit::Config;
         }
@@ -113,10 +117,14 @@ pub(crate) fn of_error(error: &anyhow::Error) -> Exit {
                 | E::UnknownImage { .. }
                 | E::AmbiguousImage { .. }
                 | E::NoGoodImage { .. }
+                | E::NoNthImage { .. }
                 | E::NotStored(_)
                 | E::TooManyTags(_)
                 | E::NoStore(_) => Exit::Usage,
-                E::UntrustedRecord { .. } => Exit::Config,
+                E::NotAFolder(_) if is_store_typed => Exit::Usage,
+                E::UntrustedRecord { .. } | E::NotAFolder(_) | E::OthersCanWrite(_) | E::OtherOwner { .. } => {
+                    Exit::Config
+                }
                 _ => Exit::Internal,
             };
         }

@@ -1,9 +1,9 @@
-//! `JOB`, `JOB/ID`, `JOB/TAG` and `ID`, as typed, turned into folders and images.
+//! Resolves `JOB`, `JOB/ID`, `JOB/TAG` and `ID` to folders and images.
 
 use super::Misuse;
 use rekindle_store::{Image, JobFolder, JobName, LATEST, Store};
 
-/// Finds the image that `text` names: the newest good one of a job, one of a job, or one by its id alone.
+/// Finds the image that `text` names: the newest good one of a job, a certain one of a job, or one by its id alone.
 pub(super) fn image(store: &Store, text: &str) -> anyhow::Result<(JobFolder, Image)> {
     if let Some((job, id)) = text.split_once('/') {
         let folder = store.job(&job.parse()?)?;
@@ -17,7 +17,7 @@ pub(super) fn image(store: &Store, text: &str) -> anyhow::Result<(JobFolder, Ima
     let mut found = Vec::new();
     for name in store.jobs()? {
         let folder = store.job(&name)?;
-        // Only whole ids and their beginnings: a bare number means a job's own count.
+        // Only complete ids and their beginnings: a bare number counts within one job only.
         let known = folder.known()?;
         let matching = known.iter().filter(|known| known.id().to_string().starts_with(text));
         found.extend(matching.map(|known| (folder.clone(), known.best().clone())));
@@ -26,7 +26,7 @@ pub(super) fn image(store: &Store, text: &str) -> anyhow::Result<(JobFolder, Ima
         (Some(one), true) => Ok(one),
         (Some(_), false) => Err(Misuse(format!("{text:?} matches several images: use JOB/ID")).into()),
         (None, _) => {
-            // The name is not a job's either: that error names the jobs there are.
+            // It is not the name of a job either; that error lists the existing jobs.
             let name: JobName = text.parse()?;
             store.job(&name)?;
             Err(Misuse(format!("there is no job or image {text:?}")).into())
@@ -34,7 +34,7 @@ pub(super) fn image(store: &Store, text: &str) -> anyhow::Result<(JobFolder, Ima
     }
 }
 
-/// Whether the text means the newest good image of that job, and no other.
+/// Whether the text means the newest good image of that job.
 pub(super) fn means_newest(folder: &JobFolder, text: &str) -> bool {
     text == folder.name().as_str() || text.strip_prefix(folder.name().as_str()) == Some("/latest")
 }

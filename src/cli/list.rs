@@ -1,18 +1,22 @@
 //! `rekindle list`: jobs, and the images of a job.
 
-use rekindle_base::units::size;
 use std::collections::BTreeSet;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 
 use chrono::{DateTime, Local, Utc};
 use serde::Serialize;
 
-use super::output::{Format, print_table};
+use super::find::{self, Finder};
+use super::output::{Column, Format, print_table, print_text};
 use super::{Exit, Global, Misuse};
 use crate::published::{Persisting, Published};
 use rekindle_base::interval::Choice;
+use rekindle_base::units::size;
 use rekindle_store::manifest::Reason;
 use rekindle_store::replica::{Patience, Replica};
-use rekindle_store::{Access, Error, ImageId, JobFolder, JobName, Known, Outcome, Place, State, Store, Tag};
+use rekindle_store::retention::survey::Survey;
+use rekindle_store::{Access, Error, ImageId, JobFolder, JobName, Known, Outcome, Place, State, Store, Tag, Tags};
 
 /// What to list.
 #[derive(Debug, clap::Args)]
@@ -27,73 +31,142 @@ pub(crate) struct ListArgs {
 pub(super) fn list(global: &Global, args: &ListArgs) -> anyhow::Result<Exit> {
     match (&args.job, args.replica) {
         (Some(job), true) => images_with_replica(global, &job.parse()?)?,
-        (Some(job), false) => print(&images(&global.open_store()?.job(&job.parse()?)?)?, global.format())?,
-        (None, _) => jobs(&global.open_store()?, global.format())?,
+        (Some(job), false) => {
+            let folder = Finder::with_key(global)?.job(job)?;
+            print(folder.name(), &images(&folder)?, global.format())?;
+        }
+        (None, _) => jobs(&Finder::with_key(global)?, global.format())?,
     }
     Ok(Exit::Success)
 }
 
+const JOBS: [Column; 7] = [
+    Column::whole("JOB"),
+    Column::short("STATE"),
+    Column::optional("IMAGES", 3),
+    Column::optional("NEWEST", 2),
+    Column::optional("STORE", 1),
+    Column::optional("MEMORY", 4),
+    Column::short("COMMAND"),
+];
+
+const IMAGES: [Column; 10] = [
+    Column::whole("IMAGE"),
+    Column::whole("N"),
+    // Its name has the time, in UTC.
+    Column::optional("TAKEN", 3),
+    Column::optional("SIZE", 4),
+    Column::optional("FREES", 1),
+    Column::optional("FREEZE", 5),
+    Column::optional("REASON", 6),
+    Column::optional("WHERE", 2),
+    Column::short("TAGS"),
+    Column::short("STATE"),
+];
+
 /// One job.
 #[derive(Debug, Serialize)]
-#[serde(rename_all = "kebab-case")]
 struct JobRow {
     job: JobName,
-    /// What its supervisor does, or how its last run ended.
+    /// The store that it is in.
+    store: PathBuf,
+    /// The state of its supervisor, or how its last run ended.
     state: String,
     pid: Option<i32>,
     restarts: Option<u32>,
     images: usize,
     newest: Option<ImageId>,
-    /// Of the images in the store.
+    /// Bytes of the images in the store, each counted in full.
     bytes: u64,
-    /// Of those in memory.
+    /// Bytes that the images take in the store: what becomes free without them.
+    frees: u64,
+    /// Bytes of the images in memory.
     memory_bytes: u64,
-    /// The image that is being stored.
-    persisting: Option<Persisting>,
-    /// Why the last image is not there.
-    persist_failure: Option<String>,
-    /// The image that is being replicated.
-    replicating: Option<Persisting>,
-    /// The newest image that this supervisor replicated.
-    last_replicated: Option<ImageId>,
-    /// Why the last image is not there.
-    replica_failure: Option<String>,
+    #[serde(flatten)]
+    storing: Storing,
+    #[serde(flatten)]
+    replica: Replicating,
     /// The current interval, if it is chosen automatically.
     interval: Option<Choice>,
     last_failure: Option<String>,
     command: Vec<String>,
 }
 
-fn jobs(store: &Store, format: Format) -> anyhow::Result<()> {
-    let mut rows = Vec::new();
-    for name in store.jobs()? {
-        rows.push(job_row(&store.job(&name)?)?);
+/// The way of the images into the store.
+#[derive(Debug, Default, Serialize)]
+struct Storing {
+    /// The image that is being stored.
+    persisting: Option<Persisting>,
+    /// Why the last image was not stored.
+    persist_failure: Option<String>,
+}
+
+impl Storing {
+    fn of(live: &Published) -> Storing {
+        Storing { persisting: live.persisting.clone(), persist_failure: live.persist_failure.clone() }
     }
+
+    /// The state of the job, and how far the image is.
+    fn after(&self, state: &str) -> String {
+        match &self.persisting {
+            Some(persisting) => {
+                let rate = bytesize::ByteSize::b(persisting.rate);
+                format!("{state}, storing {} % at {rate}/s", persisting.percent())
+            }
+            None => state.to_owned(),
+        }
+    }
+}
+
+/// The way of the images into the replica.
+#[derive(Debug, Default, Serialize)]
+struct Replicating {
+    /// The image that is being replicated.
+    replicating: Option<Persisting>,
+    /// The newest image that this supervisor replicated.
+    last_replicated: Option<ImageId>,
+    /// Why the last image was not replicated.
+    replica_failure: Option<String>,
+}
+
+impl Replicating {
+    fn of(live: &Published) -> Replicating {
+        Replicating {
+            replicating: live.replicating.clone(),
+            last_replicated: live.last_replicated,
+            replica_failure: live.replica_failure.clone(),
+        }
+    }
+}
+
+fn jobs(finder: &Finder, format: Format) -> anyhow::Result<()> {
+    let rows = finder.jobs()?.all()?.iter().map(job_row).collect::<anyhow::Result<Vec<_>>>()?;
+    if rows.is_empty() && format == Format::Text {
+        return Ok(print_text(&find::no_jobs(finder))?);
+    }
+    let stores = finder.names_stores(rows.iter().map(|row| row.store.as_path()));
     let cells = rows.iter().map(|row| {
-        vec![
+        let mut cells = vec![
             row.job.to_string(),
-            match &row.persisting {
-                Some(persisting) => {
-                    let rate = bytesize::ByteSize::b(persisting.rate);
-                    format!("{}, storing {} % at {rate}/s", row.state, persisting.percent())
-                }
-                None => row.state.clone(),
-            },
+            row.storing.after(&row.state),
             row.images.to_string(),
             row.newest.map_or_else(|| "-".into(), |id| id.to_string()),
-            size(row.bytes),
+            size(row.frees),
             if row.memory_bytes > 0 { size(row.memory_bytes) } else { "-".into() },
             row.command.join(" "),
-        ]
+        ];
+        cells.extend(stores.then(|| row.store.display().to_string()));
+        cells
     });
-    let header = ["JOB", "STATE", "IMAGES", "NEWEST", "STORE", "MEMORY", "COMMAND"];
-    Ok(print_table(format, &header, cells, &rows)?)
+    let mut columns = JOBS.to_vec();
+    columns.extend(stores.then_some(Column::short("IN STORE")));
+    Ok(print_table(format, &columns, cells, &rows)?)
 }
 
 fn job_row(folder: &JobFolder) -> anyhow::Result<JobRow> {
     let images = folder.known()?;
     let record = folder.record()?;
-    // What a supervisor published counts only while there is one.
+    // Published values count only while there is a supervisor.
     let live = Published::live(folder)?;
     let state = match (&live, record.as_ref().map(|r| &r.outcome)) {
         (Some(live), _) => live.state.to_string(),
@@ -109,18 +182,17 @@ fn job_row(folder: &JobFolder) -> anyhow::Result<JobRow> {
     };
     Ok(JobRow {
         job: folder.name().clone(),
+        store: folder.store().to_owned(),
         state,
         pid: live.as_ref().and_then(|l| l.pid),
         restarts: live.as_ref().map(|l| l.restarts),
         images: images.len(),
         newest: images.iter().find(|known| known.best().is_good()).map(Known::id),
         bytes: bytes(Place::Stored),
+        frees: allocated(&folder.images_dir()) + allocated(&folder.packs_dir()),
         memory_bytes: bytes(Place::Staged),
-        persisting: live.as_ref().and_then(|l| l.persisting.clone()),
-        persist_failure: live.as_ref().and_then(|l| l.persist_failure.clone()),
-        replicating: live.as_ref().and_then(|l| l.replicating.clone()),
-        last_replicated: live.as_ref().and_then(|l| l.last_replicated),
-        replica_failure: live.as_ref().and_then(|l| l.replica_failure.clone()),
+        storing: live.as_ref().map(Storing::of).unwrap_or_default(),
+        replica: live.as_ref().map(Replicating::of).unwrap_or_default(),
         interval: live.as_ref().and_then(|l| l.interval.clone()),
         last_failure: live.and_then(|l| l.last_failure),
         command: record.map(|r| r.command).unwrap_or_default(),
@@ -129,19 +201,22 @@ fn job_row(folder: &JobFolder) -> anyhow::Result<JobRow> {
 
 /// One image.
 #[derive(Debug, Serialize)]
-#[serde(rename_all = "kebab-case")]
 struct ImageRow {
     id: ImageId,
     taken: DateTime<Utc>,
-    /// In memory, in the store, and in the replica if that was asked for.
+    /// In memory, in the store, and in the replica if requested.
     places: Vec<String>,
-    /// How much of it is stored.
+    /// The progress of storing it.
     persisting: Option<Persisting>,
     /// good, bad or damaged.
     state: &'static str,
     /// Why it is not good.
     detail: Option<String>,
+    /// N of `-N`, which names the image if the job can continue from it.
+    nth_newest: Option<usize>,
     bytes: Option<u64>,
+    /// Bytes that become free if only this image is removed; none if that is unknown, or it is not in the store.
+    frees: Option<u64>,
     freeze_us: Option<u64>,
     /// The interval at that time, if it was chosen automatically.
     interval: Option<Choice>,
@@ -149,24 +224,34 @@ struct ImageRow {
     lineage: Option<String>,
     /// Whether the job has lived for restart.min-uptime after it was taken or restored.
     proven: bool,
+    #[serde(flatten)]
+    tags: Tagged,
+}
+
+/// The tags of an image.
+#[derive(Debug, Default, Serialize)]
+struct Tagged {
     /// Whether it is pinned: no rule removes it.
     pinned: bool,
     tags: Vec<Tag>,
-    /// Both, for people.
+    /// Pin and tags, for people.
     #[serde(skip)]
     said: String,
+}
+
+impl Tagged {
+    fn of(tags: &Tags) -> Tagged {
+        Tagged { pinned: tags.is_pinned(), tags: tags.iter().cloned().collect(), said: tags.to_string() }
+    }
 }
 
 impl ImageRow {
     fn new(known: &Known, live: Option<&Published>, proven: &BTreeSet<ImageId>) -> ImageRow {
         let image = known.best();
-        let tags = known.tags();
         ImageRow {
             persisting: live.and_then(|live| live.persisting_image(image.id)).cloned(),
             proven: proven.contains(&image.id),
-            pinned: tags.is_pinned(),
-            tags: tags.iter().cloned().collect(),
-            said: tags.to_string(),
+            tags: Tagged::of(&known.tags()),
             ..ImageRow::of(image.id, &image.state, known.places().iter().map(ToString::to_string).collect())
         }
     }
@@ -188,25 +273,47 @@ impl ImageRow {
             persisting: None,
             state,
             detail,
+            nth_newest: None,
             bytes: manifest.map(|m| m.bytes),
+            frees: None,
             freeze_us: manifest.map(|m| m.freeze_us),
             interval: manifest.and_then(|m| m.interval.clone()),
             reason: manifest.map(|m| m.reason),
             lineage: manifest.map(|m| m.lineage.clone()),
             proven: false,
-            pinned: false,
-            tags: Vec::new(),
-            said: String::new(),
+            tags: Tagged::default(),
         }
     }
 }
 
 fn images(folder: &JobFolder) -> anyhow::Result<Vec<ImageRow>> {
-    let (live, proven) = (Published::live(folder)?, folder.proven()?);
-    Ok(folder.known()?.iter().map(|known| ImageRow::new(known, live.as_ref(), &proven)).collect())
+    let (live, proven, known) = (Published::live(folder)?, folder.proven()?, folder.known()?);
+    let line = folder.to_continue_from(&known);
+    // A store that is damaged is listed, too.
+    let survey = Survey::of(folder, 0).ok();
+    let row = |known: &Known| ImageRow {
+        nth_newest: line.iter().position(|id| *id == known.id()).map(|n| n + 1),
+        frees: survey
+            .as_ref()
+            .filter(|_| known.copy(Place::Stored).is_some())
+            .map(|it| it.sizes().freed(&[known.id()])),
+        ..ImageRow::new(known, live.as_ref(), &proven)
+    };
+    Ok(known.iter().map(row).collect())
 }
 
-/// On a new machine there is neither the job nor even a store.
+/// Bytes on the disk of all files below a folder.
+fn allocated(folder: &Path) -> u64 {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let size = |entry: std::fs::DirEntry| match entry.metadata() {
+        Ok(metadata) if metadata.is_dir() => allocated(&entry.path()),
+        Ok(metadata) => metadata.blocks() * 512,
+        Err(_) => 0,
+    };
+    entries.map(size).sum()
+}
+
+/// On a new machine neither the job nor the store exists.
 fn images_with_replica(global: &Global, job: &JobName) -> anyhow::Result<()> {
     let config = global.settings(global.overrides())?;
     let url =
@@ -226,25 +333,29 @@ fn images_with_replica(global: &Global, job: &JobName) -> anyhow::Result<()> {
         }
     }
     rows.sort_by_key(|row| std::cmp::Reverse(row.id));
-    print(&rows, global.format())
+    print(job, &rows, global.format())
 }
 
-fn print(rows: &[ImageRow], format: Format) -> anyhow::Result<()> {
+fn print(job: &JobName, rows: &[ImageRow], format: Format) -> anyhow::Result<()> {
+    if rows.is_empty() && format == Format::Text {
+        return Ok(print_text(&format!("job {job} has no images"))?);
+    }
     let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".into());
     let cells = rows.iter().map(|row| {
         vec![
             row.id.to_string(),
-            row.taken.with_timezone(&Local).format("%Y-%m-%d %H:%M:%S").to_string(),
+            row.nth_newest.map_or_else(|| "-".into(), |nth| format!("-{nth}")),
+            row.taken.with_timezone(&Local).format("%Y-%m-%d %H:%M:%S%:z").to_string(),
             or_dash(row.bytes.map(size)),
+            or_dash(row.frees.map(size)),
             or_dash(row.freeze_us.map(milliseconds)),
             or_dash(row.reason.map(|r| reason(r).into())),
             whereabouts(&row.places, row.persisting.as_ref()),
-            if row.said.is_empty() { "-".into() } else { row.said.clone() },
+            if row.tags.said.is_empty() { "-".into() } else { row.tags.said.clone() },
             state(row),
         ]
     });
-    let header = ["IMAGE", "TAKEN", "SIZE", "FREEZE", "REASON", "WHERE", "TAGS", "STATE"];
-    Ok(print_table(format, &header, cells, &rows)?)
+    Ok(print_table(format, &IMAGES, cells, &rows)?)
 }
 
 fn state(row: &ImageRow) -> String {
@@ -253,14 +364,14 @@ fn state(row: &ImageRow) -> String {
     format!("{}{proven}{detail}", row.state)
 }
 
-/// Where an image is, for people.
+/// The places of an image, for people.
 pub(super) fn whereabouts(places: &[impl ToString], persisting: Option<&Persisting>) -> String {
     let mut words: Vec<String> = places.iter().map(ToString::to_string).collect();
     words.extend(persisting.map(|persisting| format!("{} % stored", persisting.percent())));
     words.join(", ")
 }
 
-/// Microseconds for people.
+/// Microseconds as milliseconds, for people.
 pub(super) fn milliseconds(us: u64) -> String {
     format!("{}.{} ms", us / 1000, us % 1000 / 100)
 }

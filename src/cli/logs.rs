@@ -1,7 +1,7 @@
-//! `rekindle logs`: a job's output, as it is in the store.
+//! `rekindle logs`: a job's output, as it is stored.
 //!
-//! Colours and progress bars are part of the output, so it is printed unchanged. Only on a terminal of a user other
-//! than the job's, who did not choose to run it, control sequences are escaped ([`clean`]).
+//! Colours and progress bars are part of the output, so it is printed unchanged. Control sequences are escaped
+//! ([`clean`]) only on a terminal of a user other than the job's, who did not choose to run it.
 
 use std::io::{self, IsTerminal, Write, stdout};
 use std::os::fd::AsFd;
@@ -11,6 +11,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 use nix::unistd::Uid;
 
+use super::find::Finder;
 use super::{Exit, Global, Misuse};
 use crate::telemetry::clean;
 use rekindle_engine::launch::identity;
@@ -43,9 +44,9 @@ pub(super) fn logs(global: &Global, args: &LogsArgs) -> anyhow::Result<Exit> {
     if global.json {
         return Err(Misuse("`rekindle logs` has no JSON output: remove --json".into()).into());
     }
-    let folder = global.find_supervisor()?.job(&args.job.parse()?)?;
+    let folder = Finder::new(global)?.job(&args.job)?;
     match copy(global, &folder, args) {
-        // A reader that went away (`| head`).
+        // The reader is gone, as in `rekindle logs job | head`.
         Err(error) if error.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe) => {}
         other => other?,
     }
@@ -65,7 +66,7 @@ fn copy(global: &Global, folder: &JobFolder, args: &LogsArgs) -> anyhow::Result<
         None => tail.copy_older(&mut out)?,
     }
     loop {
-        // Before the last look: what is written until then is seen.
+        // Checked before the last read, so that everything written until then is printed.
         let over = !args.follow || is_over(folder)?;
         tail.copy(&mut out)?;
         if over {
@@ -77,7 +78,7 @@ fn copy(global: &Global, folder: &JobFolder, args: &LogsArgs) -> anyhow::Result<
     }
 }
 
-/// Whether the job is known to run as another user than the one who reads.
+/// Whether the job is known to run as another user than the reader.
 fn is_anothers(global: &Global, folder: &JobFolder) -> anyhow::Result<bool> {
     let configured = global.settings(global.overrides())?.job.user;
     let known = folder.known()?;
@@ -86,11 +87,11 @@ fn is_anothers(global: &Global, folder: &JobFolder) -> anyhow::Result<bool> {
     Ok(configured.iter().chain(&recorded).any(is_other))
 }
 
-/// Where the output goes.
+/// The destination of the output.
 struct Out<W> {
     to: W,
     is_foreign: bool,
-    /// The beginning of a character.
+    /// The beginning of an incomplete character.
     rest: Vec<u8>,
 }
 
@@ -102,7 +103,7 @@ impl<W: Write> Write for Out<W> {
         self.rest.extend_from_slice(bytes);
         let whole = match std::str::from_utf8(&self.rest) {
             Err(error) if error.error_len().is_none() => error.valid_up_to(),
-            // What is no text is replaced below.
+            // Bytes that are not text are replaced below.
             _ => self.rest.len(),
         };
         let text: Vec<u8> = self.rest.drain(..whole).collect();
@@ -115,7 +116,7 @@ impl<W: Write> Write for Out<W> {
     }
 }
 
-/// An interrupted one will continue some time.
+/// Whether the job is over. An interrupted job is not, because it can continue.
 fn is_over(folder: &JobFolder) -> anyhow::Result<bool> {
     if folder.writer()? != Writer::Nobody {
         return Ok(false);

@@ -1,5 +1,5 @@
-//! `rekindle man DIR`, for who makes a package: a page for each command, and rekindle.toml(5) from the commented file of
-//! the defaults, which a test holds to what is built in.
+//! `rekindle man DIR`, for packagers: a page for each command, and rekindle.toml(5) made from the commented file of the
+//! defaults, which a test compares with the built-in ones.
 
 use std::fs;
 use std::io;
@@ -47,7 +47,7 @@ fn add(command: &Command, pages: &mut Vec<(String, String)>) {
     }
     let man = Man::new(command.clone()).date(date()).source(source()).manual("User Commands");
     let mut text = Vec::new();
-    // A Vec takes all that is written.
+    // Writing to a Vec does not fail.
     let _ = man.render(&mut text);
     let mut text = String::from_utf8_lossy(&text).into_owned();
     if command.get_name() == "rekindle" {
@@ -68,7 +68,7 @@ fn date() -> String {
     epoch.unwrap_or_else(Utc::now).format("%Y-%m-%d").to_string()
 }
 
-/// The parts that belong to no single command.
+/// The sections that belong to no single command.
 fn more() -> Roff {
     let mut roff = Roff::new();
     roff.control("SH", ["SIGNALS"]);
@@ -94,7 +94,7 @@ fn more() -> Roff {
         ("that of the job".into(), "The job ended with this code and was given up."),
         ("128 + n".into(), "The job was ended by signal n, or rekindle was stopped by it."),
         (code(Exit::Unsound), "verify, repair, cuda: something is wrong."),
-        (code(Exit::Usage), "Wrong usage, unknown job or image."),
+        (code(Exit::Usage), "Wrong usage, a wrong value of an option, unknown job or image."),
         (
             code(Exit::NoUsableImage),
             "There are images and none can be used. The job was not started from the beginning (restart.cold-start).",
@@ -110,7 +110,7 @@ fn more() -> Roff {
             from the newest image.",
         ),
         (code(Exit::OnlyInMemory), "Stopped. The last image could not be stored: it is only in memory."),
-        (code(Exit::Config), "The configuration is wrong."),
+        (code(Exit::Config), "The configuration or a variable is wrong, or the store cannot be trusted."),
         (code(Exit::Internal), "rekindle itself failed, or another supervisor has the job."),
         (code(Exit::NotExecutable), "The command cannot be executed."),
         (code(Exit::NotFound), "The command was not found."),
@@ -144,7 +144,7 @@ fn terms(roff: &mut Roff, terms: &[(&str, &str)]) {
     }
 }
 
-/// The page of the configuration from its commented file: a comment belongs to the key or section after it.
+/// The page of the configuration, made from its commented file: a comment belongs to the key or section after it.
 fn configuration(sample: &str) -> Roff {
     let mut roff = Roff::new();
     let (date, source) = (date(), source());
@@ -162,7 +162,7 @@ fn configuration(sample: &str) -> Roff {
             comment.clear();
         } else if let Some((key, value)) = line.split_once(" = ") {
             roff.control("TP", []);
-            // A # without a space is before a key without a default.
+            // A # that is not followed by a space marks a key without a default.
             match key.strip_prefix('#') {
                 Some(key) => roff.text([bold(key), roman(" (unset; such as "), italic(value), roman(")")]),
                 None => roff.text([bold(key), roman(" = "), italic(value)]),
@@ -185,12 +185,12 @@ fn configuration(sample: &str) -> Roff {
     roff
 }
 
-/// Text is filled; what is indented stays as it is, and an empty line begins a paragraph.
+/// Text is filled; indented lines stay unchanged, and an empty line begins a paragraph.
 fn paragraphs(roff: &mut Roff, begin: &str, lines: &[&str]) {
     for part in lines.chunk_by(|a, b| a.starts_with("  ") == b.starts_with("  ") && !b.is_empty()) {
         match part.first() {
             Some(first) if first.starts_with("  ") => example(roff, part),
-            // What follows makes a paragraph of its own.
+            // The next lines make a paragraph of their own.
             Some(&"") if part.len() == 1 => {}
             Some(&"") => {
                 roff.control(begin, []);

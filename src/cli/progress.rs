@@ -17,7 +17,8 @@ const PLAIN: &str = "{msg} [{bar:30}] {binary_bytes}/{binary_total_bytes} {binar
 const COLOURED: &str =
     "{msg} [{bar:30.cyan/blue}] {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec}, {eta} remaining";
 
-/// Does `work`, which counts in the progress that it is given, under a bar. The bar is gone when this returns.
+/// Does `work` and shows a progress bar for it; `work` updates the progress that it is given. The bar is removed when
+/// this returns.
 pub(crate) fn shown<R>(what: &str, work: impl FnOnce(&Progress) -> R) -> R {
     let progress = Progress::default();
     if !stderr().is_terminal() {
@@ -28,7 +29,7 @@ pub(crate) fn shown<R>(what: &str, work: impl FnOnce(&Progress) -> R) -> R {
         let draw = || {
             let is_done = is_done;
             let bar = bar(what);
-            // Nothing is ever sent: the other end goes when the work is done, or has panicked.
+            // Nothing is sent: the sender is dropped when the work is done or has panicked.
             while is_done.recv_timeout(TICK) == Err(RecvTimeoutError::Timeout) {
                 let (bytes, total) = progress.bytes();
                 bar.set_length(total);

@@ -5,15 +5,16 @@ use std::time::Duration;
 use chrono::Utc;
 use serde::Serialize;
 
-use super::output::{complain, print_table};
+use super::output::{Column, Format, complain, print_table, print_text};
 use super::{Exit, Global, Misuse, job_args};
-use crate::config::{self, SizeLimit};
+use crate::config::{self, Config, SizeLimit};
 use rekindle_base::chain;
 use rekindle_base::units::size;
 use rekindle_store::gc;
 use rekindle_store::retention::survey::{self, Survey};
 use rekindle_store::retention::{Plan, Policy, Verdict};
-use rekindle_store::{ImageId, JobFolder, JobName, Known, Place};
+use rekindle_store::staging::leftovers::{self, Leftover, OnlyCopies};
+use rekindle_store::{Access, Error, ImageId, JobFolder, JobName, Known, Place, Store, Trust};
 
 /// What to prune, and by which rules.
 #[derive(Debug, clap::Args)]
@@ -23,6 +24,9 @@ pub(crate) struct PruneArgs {
     /// Print what would be removed and why; remove nothing
     #[arg(long)]
     dry_run: bool,
+    /// Also free memory of dead supervisors that has the only copy of an image: the image is lost
+    #[arg(long)]
+    discard_memory: bool,
     #[command(flatten)]
     rules: Rules,
 }
@@ -44,7 +48,7 @@ struct Rules {
     #[arg(long, value_name = "TIME")]
     keep_within: Option<humantime::Duration>,
     /// Keep the images of a job below this size, such as 500GB, or unlimited (store.max-total-size)
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", value_parser = limit)]
     max_total_size: Option<SizeLimit>,
 }
 
@@ -60,33 +64,54 @@ impl Rules {
     }
 }
 
-/// One image and what becomes of it.
+fn limit(text: &str) -> Result<SizeLimit, String> {
+    text.parse().map_err(|_| "must be unlimited, or a size such as 64MiB or 500GB".to_owned())
+}
+
+const COLUMNS: [Column; 6] = [
+    Column::whole("JOB"),
+    Column::whole("IMAGE"),
+    Column::whole("ACTION"),
+    Column::optional("SIZE", 2),
+    Column::optional("FREES", 1),
+    Column::short("REASON"),
+];
+
+/// One image and the decision about it.
 #[derive(Debug, Serialize)]
 struct Row {
     job: JobName,
-    image: ImageId,
+    /// None for memory that a dead supervisor left.
+    image: Option<ImageId>,
     action: &'static str,
-    /// Of the image by itself.
+    /// The size of the image by itself.
     bytes: Option<u64>,
-    /// What the disk gets back when it goes alone.
+    /// Bytes that become free if only this image is removed.
     frees: Option<u64>,
     reason: String,
 }
 
 pub(super) fn prune(global: &Global, args: &PruneArgs) -> anyhow::Result<Exit> {
-    let store = global.open_store()?;
-    let config = global.settings(global.overrides())?.store;
+    let Config { store: config, snapshot, .. } = global.settings(global.overrides())?;
+    let trust = config.trust()?;
+    let store = match Store::open(&config.directory, Access::Read) {
+        Ok(store) => Some(store.with_trust(trust.clone())),
+        // There may be memory of another store's jobs.
+        Err(Error::NoStore(_)) if args.job.is_none() && global.store.is_none() => None,
+        Err(error) => return Err(error.into()),
+    };
     let policy = args.rules.over(config.policy());
-    let folders: Vec<JobFolder> = match &args.job {
-        Some(job) => {
-            let folder = job_args::job(&store, job)?;
+    let folders: Vec<JobFolder> = match (&store, &args.job) {
+        (Some(store), Some(job)) => {
+            let folder = job_args::job(store, job)?;
             vec![folder.map_or_else(|| Ok(store.job(&job.parse()?)?), Ok::<_, anyhow::Error>)?]
         }
-        None => store.jobs()?.iter().map(|name| store.job(name)).collect::<Result<_, _>>()?,
+        (Some(store), None) => store.jobs()?.iter().map(|name| store.job(name)).collect::<Result<_, _>>()?,
+        (None, _) => Vec::new(),
     };
     let mut rows = Vec::new();
     for folder in &folders {
-        // Looked at before any of them goes.
+        // Collected before anything is removed.
         let survey = Survey::of(folder, config.min_free.bytes())?;
         let known = folder.known()?;
         let (plan, gone) = match args.dry_run {
@@ -95,7 +120,7 @@ pub(super) fn prune(global: &Global, args: &PruneArgs) -> anyhow::Result<Exit> {
         };
         rows.extend(known.iter().filter(|known| known.copy(Place::Stored).is_none()).map(|known| Row {
             job: folder.name().clone(),
-            image: known.id(),
+            image: Some(known.id()),
             action: "keep",
             bytes: bytes(known),
             frees: None,
@@ -110,7 +135,7 @@ pub(super) fn prune(global: &Global, args: &PruneArgs) -> anyhow::Result<Exit> {
             };
             Row {
                 job: folder.name().clone(),
-                image: decision.id,
+                image: Some(decision.id),
                 action,
                 bytes: known.iter().find(|known| known.id() == decision.id).and_then(bytes),
                 frees: Some(survey.sizes().freed(&[decision.id])),
@@ -119,26 +144,62 @@ pub(super) fn prune(global: &Global, args: &PruneArgs) -> anyhow::Result<Exit> {
         }));
         plan.notes.iter().for_each(|note| complain(&format!("job {}: {note}", folder.name())));
     }
+    let mut left = Vec::new();
+    for folder in &folders {
+        left.extend(Leftover::of(folder)?);
+    }
+    if args.job.is_none() {
+        left.extend(leftovers::elsewhere(&snapshot.staging_directory, &config.directory, &trust));
+    }
+    if let Some(store) = store.as_ref().filter(|_| args.job.is_none()) {
+        for job in store.half_removed()? {
+            let action = match args.dry_run {
+                true => "would remove",
+                false => store.finish_removal(&job).map(|_| "removed")?,
+            };
+            let reason = "the rest of a removal that was interrupted".to_owned();
+            rows.push(Row { job, image: None, action, bytes: None, frees: None, reason });
+        }
+    }
+    rows.extend(left.iter().map(|left| memory(left, args, &trust)));
+    if rows.is_empty() && global.format() == Format::Text {
+        print_text("there is nothing to prune")?;
+        return Ok(Exit::Success);
+    }
     let or_dash = |bytes: Option<u64>| bytes.map_or_else(|| "-".to_owned(), size);
     let cells = rows.iter().map(|row| {
         vec![
             row.job.to_string(),
-            row.image.to_string(),
+            row.image.map_or_else(|| "-".into(), |image| image.to_string()),
             row.action.into(),
             or_dash(row.bytes),
             or_dash(row.frees),
             row.reason.clone(),
         ]
     });
-    print_table(global.format(), &["JOB", "IMAGE", "ACTION", "SIZE", "FREES", "REASON"], cells, &rows)?;
+    print_table(global.format(), &COLUMNS, cells, &rows)?;
     Ok(Exit::Success)
+}
+
+/// Frees what a dead supervisor left, if it may go.
+fn memory(left: &Leftover, args: &PruneArgs, trust: &Trust) -> Row {
+    let only = if args.discard_memory { OnlyCopies::Discard } else { OnlyCopies::Keep };
+    let may_go = left.needed.is_none() || args.discard_memory;
+    let action = match (may_go, args.dry_run) {
+        (true, true) => "would remove",
+        (true, false) if left.free(trust, only) => "removed",
+        _ => "keep",
+    };
+    let advice = if action == "keep" { format!(": {}", left.advice()) } else { String::new() };
+    let reason = format!("{left} (store {}){advice}", left.store.display());
+    Row { job: left.job.clone(), image: None, action, bytes: None, frees: Some(left.bytes), reason }
 }
 
 fn bytes(known: &Known) -> Option<u64> {
     known.best().manifest().map(|manifest| manifest.bytes)
 }
 
-/// The supervisor of a running job prunes by itself, and is the only one that may.
+/// Removes the images, unless the job has a supervisor, which prunes by itself.
 fn carry_out(folder: &JobFolder, policy: &Policy, config: &config::Store) -> anyhow::Result<(Plan, Vec<ImageId>)> {
     let lock = folder.lock().map_err(|error| match error {
         rekindle_store::Error::Supervised { .. } | rekindle_store::Error::PerhapsSupervised { .. } => {
@@ -149,7 +210,7 @@ fn carry_out(folder: &JobFolder, policy: &Policy, config: &config::Store) -> any
         other => other.into(),
     })?;
     let done = survey::rotate(folder, &lock, policy, config.min_free.bytes())?;
-    // Repacking takes long and needs the key: the supervisor does that in the background.
+    // Repacking takes long and needs the key: the supervisor does it in the background.
     let bounds = gc::Bounds { repack: None, ..config.garbage(None) };
     let swept =
         gc::collect(folder, &lock, &bounds, Utc::now(), &|| false).and_then(|first| match first.marked.is_empty() {

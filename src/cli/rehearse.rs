@@ -1,5 +1,5 @@
-//! `rekindle rehearse`: what a supervisor starts to try a restore beside its job. Reads what to try from standard input and
-//! writes what came of it to standard output, both as JSON.
+//! `rekindle rehearse`: started by a supervisor to rehearse a restore beside its job. Reads the request from standard
+//! input and writes the result to standard output, both as JSON.
 
 use std::io::Read;
 

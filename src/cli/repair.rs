@@ -1,8 +1,8 @@
-//! `rekindle repair`: mends the packs of a job and names the images that have lost something.
+//! `rekindle repair`: repairs the packs of a job, and names the images that have lost content.
 
 use serde::Serialize;
 
-use super::output::{Format, complain, print_json, print_table};
+use super::output::{Column, Format, complain, print_json, print_table};
 use super::{Exit, Global, Misuse, job_args, progress};
 use rekindle_store::repair::{self, Loss, Mode, Repaired, Sources};
 use rekindle_store::replica::{self, Patience, Replica};
@@ -18,7 +18,10 @@ pub(crate) struct RepairArgs {
     dry_run: bool,
 }
 
-/// What was found of a job.
+const COLUMNS: [Column; 4] =
+    [Column::whole("JOB"), Column::whole("WHAT"), Column::whole("STATE"), Column::whole("DETAIL")];
+
+/// The findings for a job.
 #[derive(Debug, Serialize)]
 struct Row {
     job: JobName,
@@ -42,7 +45,8 @@ pub(super) fn repair(global: &Global, args: &RepairArgs) -> anyhow::Result<Exit>
         None => store.jobs()?.iter().map(|name| store.job(name)).collect::<Result<_, _>>()?,
     };
     if !args.dry_run {
-        // A refusal should not come after hours. The locks are not kept: one that nobody renews counts as that of the dead.
+        // Check at the beginning, because a refusal must not come after hours. The locks are not kept: a lock without
+        // heartbeats would count as that of a dead process.
         folders.iter().try_for_each(|folder| lock(folder).map(drop))?;
     }
     let mut rows = Vec::new();
@@ -62,9 +66,7 @@ pub(super) fn repair(global: &Global, args: &RepairArgs) -> anyhow::Result<Exit>
     }
     match global.format() {
         Format::Json => print_json(&rows)?,
-        Format::Text => {
-            print_table(Format::Text, &["JOB", "WHAT", "STATE", "DETAIL"], rows.iter().flat_map(cells), &())?
-        }
+        Format::Text => print_table(Format::Text, &COLUMNS, rows.iter().flat_map(cells), &())?,
     }
     if args.dry_run && all.replica.url.is_some() && rows.iter().any(|row| !row.whole) {
         complain("the replica was not asked: without --dry-run, lost content is fetched from it if possible");
@@ -72,7 +74,7 @@ pub(super) fn repair(global: &Global, args: &RepairArgs) -> anyhow::Result<Exit>
     Ok(if rows.iter().all(|row| row.whole) { Exit::Success } else { Exit::Unsound })
 }
 
-/// The supervisor of a running job writes to the packs, and is the only one that may.
+/// Takes the lock. If the job has a supervisor, only that may write to the packs.
 fn lock(folder: &JobFolder) -> anyhow::Result<rekindle_store::WriterLock> {
     folder.lock().map_err(|error| match error {
         StoreError::Supervised { .. } | StoreError::PerhapsSupervised { .. } => {

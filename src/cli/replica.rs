@@ -1,4 +1,4 @@
-//! Before a job continues: is there a newer image in its replica? Then it is fetched first.
+//! Before a job continues, a newer image in its replica is fetched.
 //!
 //! A start from the beginning because the network is down would lose the work in the replica, so it is refused without
 //! a local image. With a local image the job continues from that, and the log says that there may be a newer one.
@@ -33,17 +33,17 @@ pub(crate) struct Unknown {
     why: String,
 }
 
-/// The replica has a newer image, and it cannot be fetched now. To continue from an older one would lose work.
+/// The replica has a newer image that cannot be fetched now. Continuing from an older one would lose work.
 #[derive(Debug, thiserror::Error)]
 #[error("the replica has an image that is not here, and it cannot be fetched. Fix that and run the same command again")]
 pub(crate) struct NotBrought(#[source] Error);
 
-/// The images of the replica are not trusted, or cannot be decrypted: the configuration decides about that.
+/// The images of the replica are not trusted, or cannot be decrypted: the configuration must be corrected.
 #[derive(Debug, thiserror::Error)]
 #[error("nothing was fetched and nothing was written; `rekindle run --fresh` starts the job from the beginning")]
 pub(crate) struct Refused(#[source] Error);
 
-/// The error of a command that cannot do without the replica.
+/// The error of a command that needs the replica.
 fn refused(error: Error) -> anyhow::Error {
     match error {
         error @ (Error::Untrusted { .. } | Error::Key { .. }) => Refused(error).into(),
@@ -101,7 +101,7 @@ pub(super) fn bring_newest(config: &Config, folder: &JobFolder, lock: &WriterLoc
 pub(super) fn bring_named(config: &Config, text: &str) -> anyhow::Result<()> {
     let Some(url) = &config.replica.url else { return Ok(()) };
     let (job, wanted) = text.split_once('/').unwrap_or((text, LATEST));
-    // An id alone is looked for in the store only.
+    // An id alone is searched only in the store.
     let Ok(name) = job.parse::<JobName>() else { return Ok(()) };
     let trust = config.store.trust()?;
     let here = Store::open(&config.store.directory, Access::Read).map(|store| store.with_trust(trust.clone()));
@@ -145,7 +145,7 @@ pub(super) fn bring_named(config: &Config, text: &str) -> anyhow::Result<()> {
     if let Some(image) = image {
         replica.check_trusted(image).map_err(refused)?;
     }
-    // If it is not there either, the store reports it.
+    // If it is not in the replica either, the store reports it.
     let Some((image, manifest)) = image.and_then(|image| Some((image, image.manifest()?))) else { return Ok(()) };
     let store = Store::open(&config.store.directory, Access::Write)?.with_trust(trust);
     let folder = store.create_job(&name)?;
@@ -187,7 +187,7 @@ fn look(
             tracing::error!("image {} of the replica is skipped: {why}", image.id);
         }
         let Some(manifest) = image.manifest().filter(|_| image.is_good()) else { continue };
-        // A run that started from the beginning here, after the image was taken, abandoned it on purpose.
+        // A run that was started from the beginning after the image was taken has abandoned the image on purpose.
         let left_behind = |record: &JobRecord| record.lineage != manifest.lineage && record.created > manifest.taken;
         if record.is_some_and(left_behind) {
             continue;
@@ -210,7 +210,7 @@ fn look(
     last.map_or(Ok(None), Err)
 }
 
-/// What an image tells of the run that it is from.
+/// The record of the run that an image belongs to.
 fn record_of(manifest: &Manifest) -> JobRecord {
     JobRecord {
         command: manifest.command.clone(),
@@ -248,7 +248,7 @@ fn fetch(
                 tracing::info!("image {id}: {} of {} fetched, {}/s", size(bytes), size(total), size(rate));
             }
         };
-        // Without the lines it works as well.
+        // If the thread cannot be started, only the progress is missing.
         let _ = thread::Builder::new().name("progress".into()).spawn_scoped(scope, say);
         let fetched = replica.fetch(id, folder, lock, key, progress, &|| false);
         drop(done);

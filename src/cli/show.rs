@@ -1,4 +1,4 @@
-//! `rekindle show`: all that is known of an image.
+//! `rekindle show`: the details of an image.
 
 use std::path::PathBuf;
 
@@ -26,7 +26,7 @@ struct Copy {
     folder: PathBuf,
 }
 
-/// The manifest, and what is not in it.
+/// The manifest, and facts that are not in it.
 #[derive(Debug, Serialize)]
 struct Shown<'a> {
     #[serde(flatten)]
@@ -37,7 +37,7 @@ struct Shown<'a> {
     /// Whether it is pinned: no rule removes it.
     pinned: bool,
     tags: Vec<Tag>,
-    /// How much of it is stored.
+    /// The progress of storing it.
     persisting: Option<&'a Persisting>,
     /// How this machine differs; with a fatal difference it cannot be restored here.
     differences: Vec<Difference>,
@@ -45,7 +45,7 @@ struct Shown<'a> {
     devices: Option<Devices>,
 }
 
-/// What a restore here would do about GPUs.
+/// How a restore here would use the GPUs.
 #[derive(Debug, Serialize)]
 struct Devices {
     /// stay, move, wait or refuse.
@@ -68,7 +68,7 @@ impl Devices {
         })
     }
 
-    /// Lines for people; that there is no place is among the differences.
+    /// Lines for people. A missing place is reported among the differences.
     fn lines(&self) -> Vec<String> {
         match (self.plan, &self.why) {
             ("stay", _) => vec!["the same GPUs".into()],
@@ -80,7 +80,7 @@ impl Devices {
 
 pub(super) fn show(global: &Global, text: &str) -> anyhow::Result<Exit> {
     let (folder, image) = job_args::image(&global.open_store()?, text)?;
-    // Its place in memory may have been taken by the next one just now.
+    // Its place in memory may have been reused by the next image just now.
     let gone = || Misuse(format!("image {} no longer exists", image.id));
     let known = folder.known()?.into_iter().find(|known| known.id() == image.id).ok_or_else(gone)?;
     let live = Published::live(&folder)?;
@@ -116,16 +116,16 @@ pub(super) fn show(global: &Global, text: &str) -> anyhow::Result<Exit> {
     Ok(Exit::Success)
 }
 
-/// Without a CRIU its version is not compared: `doctor` says that there is none.
+/// Compares the image with this machine. Without CRIU its version is not compared: `doctor` reports that.
 fn look(global: &Global, manifest: &Manifest, live: Option<&Published>) -> anyhow::Result<Here> {
     let config = global.settings(global.overrides())?;
     let criu = Criu::find(named_criu(&config).as_deref()).ok().map(|criu| criu.version);
-    // What the job has now it gives back before it is restored.
+    // GPU memory of the running job is freed before it is restored.
     let leaving = live.map(|live| process::tree(live.supervisor.cast_signed())).unwrap_or_default();
     Ok(Here::look(manifest, criu, &Wishes { leaving, ..Wishes::default() }))
 }
 
-/// GPU memory that the job used; none if unknown.
+/// GPU memory that the job used; `None` if unknown.
 fn used(m: &Manifest, uuid: &str) -> String {
     let by = m.tree.cuda_memory.iter().filter_map(|(pid, gpus)| Some((pid, gpus.get(uuid)?)));
     let each: Vec<String> = by.map(|(pid, bytes)| format!("{} by process {pid}", size(*bytes))).collect();
@@ -183,7 +183,7 @@ fn describe(known: &Known, m: &Manifest, proven: bool, live: Option<&Published>,
         let percent = persisting.percent();
         lines.push(("storing", format!("{done} of {total}, {percent} %, {rate}/s; {written} written")));
     } else if known.copy(Place::Stored).is_none() {
-        // Of the last image that was to be stored.
+        // The failure is that of the last image to be stored.
         let why = live.filter(|live| live.last_image == Some(known.id())).and_then(|live| live.persist_failure.clone());
         lines.extend(why.map(|why| ("not stored", why)));
     }
@@ -203,7 +203,7 @@ fn describe(known: &Known, m: &Manifest, proven: bool, live: Option<&Published>,
         ("process", format!("{} {}{cuda}", p.pid, p.name))
     }));
     lines.extend(m.open_files.iter().map(|f| ("open file", format!("{} ({} bytes)", f.path.display(), f.size))));
-    // A line break in a name would begin a line that looks like one of ours.
+    // A line break in a name could imitate a line of ours.
     let text: Vec<String> = lines.iter().map(|(key, value)| format!("{key:<10} {}", clean::line(value))).collect();
     text.join("\n")
 }

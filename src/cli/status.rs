@@ -1,20 +1,21 @@
-//! `rekindle status`: what jobs do now, as their supervisors say, or how their last run ended.
+//! `rekindle status`: the state of jobs, from their supervisors, or how their last run ended.
 
 use std::io::{IsTerminal, Write, stdout};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use chrono::{DateTime, TimeDelta, Utc};
 use serde::Serialize;
 
-use super::output::{Format, print_json, print_table, print_text};
+use super::find::{self, Finder, PATIENCE};
+use super::output::{Column, Format, print_json, print_note, print_table, print_text};
 use super::{Exit, Global};
 use crate::control::client;
 use crate::control::protocol::{Answer, Request};
 use crate::published::Published;
-use crate::telemetry::clean;
 use rekindle_base::units::size;
 use rekindle_store::staging::leftovers::Leftover;
-use rekindle_store::{JobFolder, JobName, JobRecord, Outcome, Store};
+use rekindle_store::{JobFolder, JobName, JobRecord, Outcome};
 
 /// Which job's status, and how often.
 #[derive(Debug, clap::Args)]
@@ -29,34 +30,45 @@ pub(crate) struct StatusArgs {
     every: Duration,
 }
 
-/// A supervisor answers within a millisecond, or it is stuck. All are asked at once.
-const PATIENCE: Duration = Duration::from_millis(250);
+const COLUMNS: [Column; 10] = [
+    Column::whole("JOB"),
+    Column::short("STATE"),
+    Column::optional("PID", 6),
+    Column::short("GPU"),
+    Column::optional("UPTIME", 5),
+    Column::optional("RESTARTS", 4),
+    Column::optional("LAST", 1),
+    Column::optional("FREEZE", 7),
+    Column::optional("SIZE", 8),
+    Column::optional("NEXT", 2),
+];
 
 /// A job.
 #[derive(Debug, Serialize)]
-#[serde(rename_all = "kebab-case")]
 struct Row {
     job: JobName,
-    /// What its supervisor does, or how its last run ended: interrupted, completed, failed, stopped, new.
+    /// The store that it is in.
+    store: PathBuf,
+    /// The state of its supervisor, or how its last run ended: interrupted, completed, failed, stopped, new.
     state: String,
-    /// Who says so: supervisor, state-file (its supervisor does not answer), record (it has none).
+    /// The source of the state: supervisor, state-file (its supervisor does not answer), record (it has none).
     source: &'static str,
     /// Why it was given up.
     why: Option<String>,
-    /// How long this supervisor has been there, in seconds.
+    /// How long this supervisor has been running, in seconds.
     uptime_s: Option<i64>,
-    /// Since the last snapshot, in seconds.
+    /// Time since the last snapshot, in seconds.
     last_age_s: Option<i64>,
-    /// All that the supervisor publishes.
+    /// The published state.
     #[serde(flatten)]
     published: Option<Shown>,
     command: Vec<String>,
-    /// Memory that its supervisor has left, which is gone.
+    /// Memory that a dead supervisor left.
     #[serde(skip_serializing_if = "Option::is_none")]
     left_in_memory: Option<Leftover>,
 }
 
-/// What is published, without what a row says itself.
+/// The published state without what the row has itself.
 #[derive(Debug, Serialize)]
 struct Shown {
     #[serde(flatten)]
@@ -71,22 +83,37 @@ impl Shown {
             Ok(serde_json::Value::Object(all)) => all,
             _ => serde_json::Map::new(),
         };
-        ["version", "state"].iter().for_each(|key| drop(all.remove(*key)));
+        ["version", "job", "store", "state"].iter().for_each(|key| drop(all.remove(*key)));
         Shown { all, typed }
     }
 }
 
 pub(super) fn status(global: &Global, args: &StatusArgs) -> anyhow::Result<Exit> {
-    let store = global.find_supervisor()?;
-    let job: Option<JobName> = args.job.as_deref().map(str::parse).transpose()?;
+    let finder = Finder::new(global)?;
     loop {
-        let rows = rows(&store, job.as_ref())?;
+        let folders = match &args.job {
+            Some(job) => vec![finder.job(job)?],
+            None => finder.jobs()?.all()?,
+        };
+        let rows = rows(&folders)?;
         if args.watch && global.format() == Format::Text && stdout().is_terminal() {
-            // The cursor to the top left, and all that was there gone (ECMA-48 CUP, ED).
+            // Moves the cursor to the top left and clears the screen (ECMA-48 CUP, ED).
             let mut out = stdout().lock();
             let _ = out.write_all(b"\x1b[H\x1b[2J").and_then(|()| out.flush());
         }
-        print(&rows, job.is_some(), global.format())?;
+        match (rows.is_empty(), global.format()) {
+            (true, Format::Text) => print_text(&find::no_jobs(&finder))?,
+            (_, format) => {
+                let stores = finder.names_stores(rows.iter().map(|row| row.store.as_path()));
+                print(&rows, args.job.is_some(), stores, format)?;
+            }
+        }
+        if args.job.is_none() && global.format() == Format::Text {
+            for left in finder.left_elsewhere() {
+                let name = format!("job {} in {}", left.job, left.store.display());
+                print_note(&name, &format!("{left}: {}", left.advice()))?;
+            }
+        }
         if !args.watch {
             return Ok(Exit::Success);
         }
@@ -94,12 +121,7 @@ pub(super) fn status(global: &Global, args: &StatusArgs) -> anyhow::Result<Exit>
     }
 }
 
-fn rows(store: &Store, job: Option<&JobName>) -> anyhow::Result<Vec<Row>> {
-    let names = match job {
-        Some(job) => vec![job.clone()],
-        None => store.jobs()?,
-    };
-    let folders = names.iter().map(|name| store.job(name)).collect::<Result<Vec<_>, _>>()?;
+fn rows(folders: &[JobFolder]) -> anyhow::Result<Vec<Row>> {
     let live = folders.iter().map(Published::live).collect::<Result<Vec<_>, _>>()?;
     let sockets: Vec<_> = live.iter().map(|live| live.as_ref().and_then(|live| live.control.clone())).collect();
     let answers = client::ask_all(&sockets, &Request::Status, PATIENCE);
@@ -129,7 +151,7 @@ fn row(folder: &JobFolder, live: Option<Published>, source: &'static str, now: D
     let is_live = live.is_some();
     let mut published = live.or_else(|| Published::read(&folder.state_file()).ok());
     if let Some(published) = published.as_mut().filter(|_| !is_live) {
-        // What it was about to do is not done by anybody.
+        // Planned actions of a dead supervisor will not happen.
         (published.pid, published.next, published.control) = (None, None, None);
         (published.persisting, published.replicating) = (None, None);
         published.restoring = None;
@@ -137,6 +159,7 @@ fn row(folder: &JobFolder, live: Option<Published>, source: &'static str, now: D
     let seconds = |time: TimeDelta| time.num_seconds().max(0);
     Ok(Row {
         job: folder.name().clone(),
+        store: folder.store().to_owned(),
         state,
         source,
         why,
@@ -148,13 +171,14 @@ fn row(folder: &JobFolder, live: Option<Published>, source: &'static str, now: D
     })
 }
 
-fn print(rows: &[Row], one: bool, format: Format) -> anyhow::Result<()> {
+fn print(rows: &[Row], one: bool, stores: bool, format: Format) -> anyhow::Result<()> {
     let now = Utc::now();
-    let header = ["JOB", "STATE", "PID", "GPU", "UPTIME", "RESTARTS", "LAST", "FREEZE", "SIZE", "NEXT"];
+    let mut columns = COLUMNS.to_vec();
+    columns.extend(stores.then_some(Column::short("STORE")));
     let dash = |text: Option<String>| text.unwrap_or_else(|| "-".into());
     let cells = rows.iter().map(|row| {
         let known = row.published.as_ref().map(|shown| &shown.typed);
-        vec![
+        let mut cells = vec![
             row.job.to_string(),
             state(row),
             dash(known.and_then(|it| it.pid).map(|pid| pid.to_string())),
@@ -165,15 +189,17 @@ fn print(rows: &[Row], one: bool, format: Format) -> anyhow::Result<()> {
             dash(known.and_then(|it| it.last_freeze_us).map(super::list::milliseconds)),
             dash(known.and_then(|it| it.last_bytes).map(size)),
             dash(known.and_then(|it| it.next).map(|at| format!("in {}", time((at - now).num_seconds().max(0))))),
-        ]
+        ];
+        cells.extend(stores.then(|| row.store.display().to_string()));
+        cells
     });
     match (format, rows) {
         (Format::Json, [row]) if one => print_json(row)?,
-        _ => print_table(format, &header, cells, &rows)?,
+        _ => print_table(format, &columns, cells, &rows)?,
     }
     if format == Format::Text {
         for row in rows {
-            notes(row).into_iter().try_for_each(|note| print_text(&format!("{}: {}", row.job, clean::line(&note))))?;
+            notes(row).into_iter().try_for_each(|note| print_note(row.job.as_str(), &note))?;
         }
     }
     Ok(())
@@ -199,7 +225,7 @@ fn end(published: &Published, now: DateTime<Utc>) -> Option<String> {
     Some(format!("the deadline is in {left}{last}"))
 }
 
-/// What has failed, and has not worked since, and what is near.
+/// Failures since the last success, and what is due soon.
 fn notes(row: &Row) -> Vec<String> {
     let known = row.published.as_ref().map(|shown| &shown.typed);
     let failure = |text: Option<&String>, what: &str| text.map(|why| format!("{what}: {why}"));
@@ -207,6 +233,7 @@ fn notes(row: &Row) -> Vec<String> {
     if let Some(it) = known.filter(|_| row.uptime_s.is_some()) {
         notes.push(failure(it.hang.as_ref(), "hangs"));
         notes.push(failure(it.gpu_fault.as_ref(), "a GPU has failed"));
+        notes.push(it.notice.clone());
         notes.push(it.last_end.as_ref().filter(|_| it.restarts > 0).map(|end| format!("last end: {}", end.words)));
         notes.push(end(it, Utc::now()));
         notes.push(failure(it.last_failure.as_ref(), "the newest snapshot failed"));
@@ -218,7 +245,7 @@ fn notes(row: &Row) -> Vec<String> {
     notes.into_iter().flatten().collect()
 }
 
-/// "2x NVIDIA H100" rather than the same name twice.
+/// "2x NVIDIA H100" instead of repeating the name.
 fn gpus(names: &[String]) -> String {
     let mut counted: Vec<(&str, usize)> = Vec::new();
     for name in names {

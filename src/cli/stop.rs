@@ -1,9 +1,10 @@
-//! `rekindle stop`: ask for the end, and wait for it.
+//! `rekindle stop`: requests a stop, and waits for it.
 
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
+use super::find::Finder;
 use super::output::{Format, print_json, print_text};
 use super::{Exit, Global, control, progress};
 use crate::control::client;
@@ -31,23 +32,22 @@ const PATIENCE: Duration = Duration::from_secs(10);
 
 /// How it ended.
 #[derive(Debug, Serialize)]
-#[serde(rename_all = "kebab-case")]
 struct Stopped<'a> {
     job: &'a JobName,
     /// completed, stopped, failed; nothing if the command did not wait.
     outcome: Option<&'static str>,
     /// The newest good image.
     image: Option<ImageId>,
-    /// Whether that is in the store.
+    /// Whether that image is stored.
     stored: bool,
 }
 
 pub(super) fn stop(global: &Global, args: &StopArgs) -> anyhow::Result<Exit> {
-    let folder = global.find_supervisor()?.job(&args.job.parse()?)?;
+    let folder = Finder::new(global)?.job(&args.job)?;
     let path = control::socket(&folder)?;
     let request = Request::Stop(protocol::Stop { now: args.now });
     match client::ask(&path, &request, Some(Instant::now() + PATIENCE)) {
-        // It ended just now, of itself or because somebody else was faster.
+        // It ended just now, by itself or because of another request.
         Ok(_) | Err(client::Error::Ended | client::Error::Gone(_)) => {}
         Err(error) => return Err(error.into()),
     }
@@ -64,7 +64,7 @@ pub(super) fn stop(global: &Global, args: &StopArgs) -> anyhow::Result<Exit> {
     };
     let stored = newest.is_some_and(|image| folder.is_stored(image));
     let name = folder.name();
-    // Who wants it at once does not wait for the store.
+    // An immediate stop does not wait for the store.
     let is_short_of_one = outcome == Some("stopped") && newest.is_some() && !stored && !args.now;
     match (global.format(), outcome) {
         (Format::Json, _) => print_json(&Stopped { job: name, outcome, image: newest, stored })?,
@@ -84,7 +84,7 @@ pub(super) fn stop(global: &Global, args: &StopArgs) -> anyhow::Result<Exit> {
     Ok(if is_short_of_one { Exit::OnlyInMemory } else { Exit::Success })
 }
 
-/// Until nobody supervises the job.
+/// Waits until the job has no supervisor.
 fn wait(folder: &JobFolder, tell: &dyn Fn(String)) -> anyhow::Result<()> {
     while folder.writer()? != Writer::Nobody {
         if let Ok(published) = Published::read(&folder.state_file()) {

@@ -1,4 +1,4 @@
-//! `rekindle pin`, `unpin`, `tag` and `untag`: what a user says of an image.
+//! `rekindle pin`, `unpin`, `tag` and `untag`: change the user's pins and tags of images.
 
 use serde::Serialize;
 
@@ -9,14 +9,14 @@ use rekindle_store::{Change, ImageId, JobName, Place, Tag, Tags};
 /// Which image.
 #[derive(Debug, clap::Args)]
 pub(crate) struct PinArgs {
-    /// JOB (its newest good image), JOB/ID, JOB/TAG or ID
+    /// JOB (its newest good image), JOB/ID, JOB/TAG, JOB/-N or ID
     image: String,
 }
 
 /// Which image, and its tags.
 #[derive(Debug, clap::Args)]
 pub(crate) struct TagArgs {
-    /// JOB (its newest good image), JOB/ID, JOB/TAG or ID
+    /// JOB (its newest good image), JOB/ID, JOB/TAG, JOB/-N or ID
     image: String,
     /// Tags: 1 to 64 characters from A-Z a-z 0-9 . _ -; not a number, and not "latest"
     #[arg(required = true, value_name = "TAG")]
@@ -50,7 +50,7 @@ pub(super) fn untag(global: &Global, args: &TagArgs) -> anyhow::Result<Exit> {
 
 fn change(global: &Global, text: &str, change: Change) -> anyhow::Result<Exit> {
     let (folder, best) = job_args::image(&global.open_store()?, text)?;
-    // Of two copies the one in the store has the tags, whichever is the better one.
+    // If there are two copies, the one in the store has the tags.
     let known = folder.known()?.into_iter().find(|known| known.id() == best.id);
     let image = known.as_ref().and_then(|known| known.copy(Place::Stored)).unwrap_or(&best);
     let tags = image.change_tags(change)?;

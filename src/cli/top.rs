@@ -1,7 +1,7 @@
-//! `rekindle top`: all jobs of the store, live in the terminal.
+//! `rekindle top`: all jobs of the store, and those that run with another one, live in the terminal.
 //!
-//! One thread looks at the jobs and sends rows; this one draws them and waits for keys. However it ends, with a key, a
-//! signal, an error or a panic, the terminal is what it was before.
+//! One thread reads the jobs and sends rows; this one draws them and waits for keys. In all cases (a key, a signal, an
+//! error, a panic) the terminal is restored at the end.
 
 mod view;
 mod watch;
@@ -18,6 +18,7 @@ use crossterm::style::{Attribute, Color, Print, ResetColor, SetAttribute, SetFor
 use crossterm::{cursor, execute, queue, terminal};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
+use super::find::Finder;
 use super::output::Format;
 use super::{Exit, Global, Misuse};
 use view::{Line, Tone, View};
@@ -25,7 +26,7 @@ use watch::{Row, Watch};
 
 /// How often the jobs are read.
 const LOOK: Duration = Duration::from_secs(1);
-/// How soon a signal or a new look is seen.
+/// How soon a signal or new rows are noticed.
 const TICK: Duration = Duration::from_millis(100);
 
 pub(super) fn top(global: &Global) -> anyhow::Result<Exit> {
@@ -33,15 +34,15 @@ pub(super) fn top(global: &Global) -> anyhow::Result<Exit> {
         let why = "`rekindle top` needs a terminal: use `rekindle status --watch`, or `status --json`";
         return Err(Misuse(why.into()).into());
     }
-    let store = global.find_supervisor()?;
-    let title = store.path().display().to_string();
+    let finder = Finder::new(global)?;
+    let title = finder.store().display().to_string();
     let caught = Arc::new(AtomicUsize::new(0));
     for signal in [SIGHUP, SIGINT, SIGTERM] {
         let number = usize::try_from(signal).unwrap_or(0);
         signal_hook::flag::register_usize(signal, Arc::clone(&caught), number)?;
     }
     let (sender, looks) = mpsc::sync_channel(1);
-    let mut watch = Watch::of(store);
+    let mut watch = Watch::of(finder);
     thread::Builder::new().name("look".into()).spawn(move || {
         while sender.send(watch.look()).is_ok() {
             thread::sleep(LOOK);
@@ -71,12 +72,12 @@ fn show(store: &str, looks: &mpsc::Receiver<anyhow::Result<Vec<Row>>>, caught: &
         if std::mem::take(&mut changed) {
             let running = rows.iter().filter(|row: &&Row| row.state == "running").count();
             let jobs = if rows.len() == 1 { "job" } else { "jobs" };
-            let now = Local::now().format("%H:%M:%S");
+            let now = Local::now().format("%H:%M:%S%:z");
             let title = match &problem {
                 Some(problem) => format!("rekindle top  {now}  {problem}"),
                 None => format!("rekindle top  {now}  {store}  {} {jobs}, {running} running", rows.len()),
             };
-            // A serial console does not say how large it is.
+            // A serial console does not report its size.
             let (width, height) = Some(terminal::size()?).filter(|size| size.0 > 0 && size.1 > 0).unwrap_or((80, 24));
             paint(&view::draw(&title, &rows, &view, width.into(), height.into()), coloured)?;
         }
@@ -92,6 +93,8 @@ fn show(store: &str, looks: &mpsc::Receiver<anyhow::Result<Vec<Row>>>, caught: &
         match key.code {
             KeyCode::Char('c') if control => return Ok(Exit::Job(130)),
             KeyCode::Char('q') => return Ok(Exit::Success),
+            KeyCode::Char('?' | 'h') | KeyCode::F(1) => view.help = !view.help,
+            _ if view.help => view.help = false,
             KeyCode::Up | KeyCode::Char('k') => view.step(&rows, -1),
             KeyCode::Down | KeyCode::Char('j') => view.step(&rows, 1),
             KeyCode::PageUp => view.step(&rows, -10),
@@ -103,7 +106,7 @@ fn show(store: &str, looks: &mpsc::Receiver<anyhow::Result<Vec<Row>>>, caught: &
     }
 }
 
-/// Draws over the old content: a screen that is cleared first flickers.
+/// Draws over the old content: clearing the screen first would flicker.
 fn paint(lines: &[Line], coloured: bool) -> io::Result<()> {
     let mut out = stdout().lock();
     queue!(out, terminal::BeginSynchronizedUpdate, cursor::MoveTo(0, 0))?;
@@ -142,7 +145,7 @@ impl Screen {
     fn take() -> io::Result<Screen> {
         let before = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |panic| {
-            // First, so that the message is seen.
+            // First, so that the message is visible.
             give_back();
             before(panic);
         }));
@@ -160,7 +163,7 @@ impl Drop for Screen {
 }
 
 fn give_back() {
-    // Nobody is left to tell when the terminal has gone.
+    // If the terminal is gone, there is nobody to tell.
     let _ = execute!(stdout(), cursor::Show, terminal::EnableLineWrap, terminal::LeaveAlternateScreen);
     let _ = terminal::disable_raw_mode();
 }

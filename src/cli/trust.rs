@@ -1,8 +1,8 @@
-//! Before anything is started or written: are the images that a run would continue from ours?
+//! Checks, before anything is started or written, whether the images that a run would continue from are trusted.
 //!
-//! An image without a signature may be from before there was a key, and with another key the fault is mostly the
-//! configuration's. To pass over it would lose work silently, and to take it would run what anybody can have put there. So
-//! who runs the job is asked, and nothing is touched by then.
+//! An image without a signature may be from before there was a key, and another key is usually an error in the
+//! configuration. Skipping the image would lose work silently; using it could run an image made by an attacker. So the
+//! user has to decide, and nothing is changed before.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ use rekindle_base::chain;
 use rekindle_store::image::is_untrusted;
 use rekindle_store::{Access, Error, ImageId, JobFolder, JobName, Outcome, Seen, Store};
 
-/// An image is not trusted, and it is newer than all that are.
+/// The newest image is not trusted, and it is newer than all trusted ones.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "image {image} of job {job} is refused: {why}. It is kept unchanged, and nothing was started. `rekindle run \
@@ -34,7 +34,7 @@ pub(crate) struct WrongKey {
     job: JobName,
 }
 
-/// The job was run with a key and would continue without one.
+/// The job was run with a key, and would now continue without one.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "job {job} was run with an encryption key, and store.encryption-key is not set: set it to the key that was used \
@@ -44,7 +44,7 @@ pub(crate) struct KeyLeftOut {
     job: JobName,
 }
 
-/// Refuses before the store is locked, or even made.
+/// Refuses before the store is locked or created.
 pub(super) fn check(config: &Config, job: &JobName) -> anyhow::Result<()> {
     let trust = config.store.trust()?;
     // Errors of the store are reported when it is opened for writing.
@@ -70,7 +70,7 @@ pub(super) fn check_here(folder: &JobFolder) -> anyhow::Result<()> {
     }
     match folder.record() {
         Ok(Some(record)) if record.outcome == Outcome::Completed => Ok(()),
-        // The image's id is more useful than the fact that the record is not trusted either.
+        // The image's id is more useful than the fact that the record is not trusted.
         record => {
             check_newest(folder)?;
             Ok(record.map(drop)?)
@@ -81,7 +81,7 @@ pub(super) fn check_here(folder: &JobFolder) -> anyhow::Result<()> {
 /// Refuses if an untrusted image is newer than all good ones.
 pub(super) fn check_newest(folder: &JobFolder) -> anyhow::Result<()> {
     let copies = folder.copies()?;
-    // The same may be here twice: one copy that is good is enough.
+    // There may be two copies: one good copy is enough.
     let best = copies.iter().filter(|image| image.is_good()).map(|image| image.id).max();
     let newer = copies.iter().filter(|image| best.is_none_or(|best| image.id > best));
     match newer.filter_map(|image| Some((image.id, is_untrusted(&image.state)?))).next() {
@@ -98,12 +98,12 @@ pub(super) fn refuse(folder: &JobFolder, image: &rekindle_store::Image) -> anyho
     }
 }
 
-/// The notes of what this machine has seen of the job.
+/// This machine's notes about the job's images.
 pub(super) fn seen(config: &Config, folder: &JobFolder) -> Option<Seen> {
     Seen::of(&config.store.seen_directory, folder.name(), folder.trust())
 }
 
-/// Warns if the images here are older than ones that were here before.
+/// Warns if the images here are older than ones that this machine has seen.
 pub(super) fn look_for_rollback(seen: &Seen, folder: &JobFolder, lineage: Option<&str>) {
     let tell = || -> anyhow::Result<()> {
         let job = folder.name();
@@ -148,7 +148,7 @@ pub(super) fn look_for_rollback(seen: &Seen, folder: &JobFolder, lineage: Option
     }
 }
 
-/// A note that cannot be changed is no reason not to run.
+/// A note that cannot be changed does not prevent the run.
 pub(super) fn forget(seen: &Seen, lineage: &str) {
     if let Err(error) = seen.forget(lineage) {
         tracing::warn!("{}", chain(&error));

@@ -1,4 +1,4 @@
-//! `rekindle unmark`: take marks back from images, so that a restart uses them again.
+//! `rekindle unmark`: removes marks from images, so that restarts use them again.
 //!
 //! A mark is the supervisor's guess about the cause of a failure. Needs no lock: the mark is a file that exists or not,
 //! and a running supervisor reads it again whenever it chooses an image.
@@ -12,7 +12,7 @@ use rekindle_store::{BadMark, ImageId, JobName, State};
 /// Which images.
 #[derive(Debug, clap::Args)]
 pub(crate) struct UnmarkArgs {
-    /// JOB/ID, JOB/TAG or ID
+    /// JOB/ID, JOB/TAG, JOB/-N or ID
     #[arg(required = true, value_name = "IMAGE")]
     images: Vec<String>,
 }
@@ -22,7 +22,7 @@ pub(crate) struct UnmarkArgs {
 struct Row {
     job: JobName,
     image: ImageId,
-    /// None if it had none.
+    /// `None` if it had none.
     mark: Option<BadMark>,
 }
 

@@ -1,11 +1,11 @@
-//! `rekindle verify`: is all of it there, and is every byte what was written? Without a flag the structure of packed images:
-//! the manifest, the chunk map, a place for every chunk, the indexes and the lengths of the packs. Images share packs: of a
-//! whole job each pack is read once. An image in memory has no checksums before it is stored: of one that is only there, the
-//! sizes.
+//! `rekindle verify`: checks that images are complete, and on request that every byte is intact. Without a flag it
+//! checks the structure of packed images: the manifest, the chunk map, a place for every chunk, the indexes, and the
+//! lengths of the packs. Images share packs, so for a whole job each pack is read once. An image in memory has no
+//! checksums before it is stored, so only its sizes are checked.
 
 use serde::Serialize;
 
-use super::output::{Format, complain, print_json, print_table};
+use super::output::{Column, Format, complain, print_json, print_table};
 use super::{Exit, Global, Misuse, job_args, progress};
 use crate::config::{self, Config};
 use rekindle_store::chunk::Key;
@@ -16,7 +16,7 @@ use rekindle_store::{
 /// What to check, and how much of it to read.
 #[derive(Debug, clap::Args)]
 pub(crate) struct VerifyArgs {
-    /// JOB, JOB/ID, JOB/TAG or ID; by default everything
+    /// JOB, JOB/ID, JOB/TAG, JOB/-N or ID; by default everything
     image: Option<String>,
     /// Also read all content and compare every byte with its checksum
     #[arg(long)]
@@ -28,7 +28,7 @@ pub(crate) struct VerifyArgs {
 
 fn share(text: &str) -> Result<Share, String> {
     let percent = text.strip_suffix('%').unwrap_or(text).trim_end().parse().ok().filter(|percent| *percent > 0);
-    percent.and_then(Share::percent).ok_or_else(|| "a share is a whole number from 1% to 100%".to_owned())
+    percent.and_then(Share::percent).ok_or_else(|| "must be a whole number from 1% to 100%".to_owned())
 }
 
 /// The result for an image.
@@ -36,7 +36,7 @@ fn share(text: &str) -> Result<Share, String> {
 struct ImageRow {
     job: JobName,
     sound: bool,
-    /// Whether its content was read, and not only looked up.
+    /// Whether its content was read, or only its structure checked.
     read: bool,
     #[serde(flatten)]
     report: Report,
@@ -97,7 +97,7 @@ pub(super) fn verify(global: &Global, args: &VerifyArgs) -> anyhow::Result<Exit>
     Ok(if unsound.is_empty() { Exit::Success } else { Exit::Unsound })
 }
 
-/// The key that packs may be encrypted with. It is not wanted where nothing is read.
+/// The key of encrypted packs. Not needed if no content is read.
 fn key(config: &config::Store, share: Share) -> anyhow::Result<Option<Key>> {
     match &config.encryption_key {
         Some(_) if share != Share::NONE => Ok(config.trust()?.key().cloned()),
@@ -139,7 +139,7 @@ impl Reading {
         let report = progress::shown(&what, |progress| {
             check_packs(folder, self.key.as_ref(), self.share, self.threads, progress, &|| false)
         })?;
-        // A job without packs has nothing to be told of.
+        // Nothing is reported for a job without packs.
         if report.packs > 0 || !report.is_sound() {
             found.packs.push(PacksRow { job: job.clone(), sound: report.is_sound(), report });
         }
@@ -147,7 +147,7 @@ impl Reading {
     }
 
     fn image(&self, folder: &JobFolder, best: &Image) -> anyhow::Result<Option<ImageRow>> {
-        // Of two copies the one that lasts.
+        // If there are two copies, the one in the store.
         let known = folder.known()?.into_iter().find(|known| known.id() == best.id);
         let image = known.as_ref().and_then(|known| known.copy(Place::Stored)).unwrap_or(best);
         if self.share == Share::NONE || image.form() == Form::Loose {
@@ -161,7 +161,7 @@ impl Reading {
     }
 }
 
-/// None if another image replaced it in the meantime, or it was removed: that is no damage.
+/// `None` if the image was replaced or removed in the meantime: that is no damage.
 fn row(folder: &JobFolder, image: &Image, report: Report, read: bool) -> Option<ImageRow> {
     let is_there = || match image.place {
         Place::Staged | Place::Slot => folder.staged().iter().any(|other| other.id == image.id),
@@ -184,7 +184,12 @@ fn print(format: Format, found: &Found) -> anyhow::Result<()> {
             cells(name, of_pack(pack))
         }))
     });
-    Ok(print_table(format, &["JOB", "IMAGE", "FINDING"], images.chain(packs), &())?)
+    Ok(print_table(
+        format,
+        &[Column::whole("JOB"), Column::whole("IMAGE"), Column::whole("FINDING")],
+        images.chain(packs),
+        &(),
+    )?)
 }
 
 fn of_image(ImageRow { report, read, .. }: &ImageRow) -> String {

@@ -1,4 +1,4 @@
-//! The values that the interval "auto" goes by: a share of the time, and a mean time between failures.
+//! The values for the interval "auto": a share of the time, and a mean time between failures.
 
 use std::time::Duration;
 
@@ -6,14 +6,14 @@ use serde::{Deserialize, Serialize};
 
 use super::value::Malformed;
 
-/// How long a job runs between two failures, on average.
+/// The mean time between two failures of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum MeanTime {
-    /// What the job's own history says ([`rekindle_base::interval::Failures`]).
+    /// Taken from the job's own history ([`rekindle_base::interval::Failures`]).
     #[default]
     Observed,
-    /// This.
+    /// This time.
     Known(Duration),
 }
 

@@ -1,10 +1,10 @@
-//! `[control]`: where others reach the supervisor.
+//! `[control]`: the socket of the supervisor.
 
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-/// `[control]`: where others reach the supervisor.
+/// `[control]`: the socket of the supervisor.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
 pub struct Control {

@@ -1,4 +1,4 @@
-//! What can be wrong with a configuration.
+//! Errors of a configuration.
 
 use std::fmt;
 use std::io;
@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use super::Origin;
 
-/// Why there is no configuration to work with. All of it is exit code 78.
+/// Why there is no valid configuration. All of these have exit code 78, except wrong flags ([`Error::is_usage`]).
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The file cannot be opened or read.
@@ -14,25 +14,25 @@ pub enum Error {
     Read {
         /// The file, or the folder that holds it.
         path: PathBuf,
-        /// What the system said.
+        /// The kernel's answer.
         #[source]
         source: io::Error,
     },
     /// It is a folder, a pipe or a device.
     #[error("the configuration {} is not a regular file; name a TOML file", path.display())]
     NotAFile {
-        /// What was named.
+        /// The path.
         path: PathBuf,
     },
     /// It is larger than a configuration can be.
     #[error("the configuration {} is larger than {limit} bytes; name a TOML file", path.display())]
     TooLarge {
-        /// What was named.
+        /// The path.
         path: PathBuf,
         /// The largest size, in bytes.
         limit: u64,
     },
-    /// We are root, and somebody else could have written what we would obey.
+    /// We are root, and other users could have written the file.
     #[error(
         "refusing the configuration as root, because others can write {} (mode {mode:04o}). Fix it with: chmod go-w \
         {}",
@@ -44,7 +44,7 @@ pub enum Error {
         /// Its permission bits.
         mode: u32,
     },
-    /// We are root, and it belongs to somebody else.
+    /// We are root, and the file belongs to another user.
     #[error(
         "refusing the configuration as root, because {} belongs to user {owner}. Fix it with: chown -h root {}",
         path.display(), path.display()
@@ -55,24 +55,41 @@ pub enum Error {
         /// The user number it belongs to.
         owner: u32,
     },
-    /// It can be read, and this is wrong with it.
+    /// The file can be read, and has these problems.
     #[error("{}", list(.0))]
     Invalid(Vec<Problem>),
 }
 
-/// One thing that is wrong, with the place it comes from.
+impl Error {
+    /// Whether there is no such file.
+    pub(super) fn is_absent(&self) -> bool {
+        let absent = [io::ErrorKind::NotFound, io::ErrorKind::NotADirectory];
+        matches!(self, Error::Read { source, .. } if absent.contains(&source.kind()))
+    }
+
+    /// Whether the file is not for us: root may not follow it whatever it says, or we may not read it.
+    pub(super) fn is_distrust(&self) -> bool {
+        match self {
+            Error::Read { source, .. } => source.kind() == io::ErrorKind::PermissionDenied,
+            Error::Invalid(_) => false,
+            _ => true,
+        }
+    }
+}
+
+/// A problem, with its place.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Problem {
-    /// The file and line, variable or flag; [`Origin::Default`] where a built-in default no longer fits.
+    /// The file and line, variable or flag; [`Origin::Default`] if a built-in default does not fit any more.
     pub origin: Origin,
-    /// What is wrong there.
+    /// The problem.
     pub fault: Fault,
 }
 
-/// What is wrong.
+/// The kind of problem.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
 pub enum Fault {
-    /// It is no TOML.
+    /// It is not TOML.
     #[error("not valid TOML: {0}")]
     Syntax(String),
     /// The file does not name its format.
@@ -85,7 +102,7 @@ pub enum Fault {
         what: &'static str,
         /// As it was typed.
         name: String,
-        /// What it may mean.
+        /// A similar name that may have been meant.
         nearest: Option<String>,
     },
     /// A key that earlier versions had.
@@ -93,7 +110,7 @@ pub enum Fault {
     Removed {
         /// As it was typed.
         name: String,
-        /// What is done instead, and what to do about it.
+        /// What replaces it, and what to do.
         why: &'static str,
     },
     /// A value that breaks a rule.
@@ -101,16 +118,36 @@ pub enum Fault {
     Value {
         /// The key with its section.
         key: String,
-        /// The value as TOML; hidden where it may be a secret.
+        /// The value as TOML; hidden if it may be a secret.
         value: String,
         /// The rule, beginning with "must".
         rule: String,
     },
 }
 
+impl Error {
+    /// Whether all that is wrong was typed on the command line: then the configuration is not at fault.
+    #[must_use]
+    pub fn is_usage(&self) -> bool {
+        matches!(self, Error::Invalid(problems) if problems.iter().all(Problem::is_flag))
+    }
+}
+
+impl Problem {
+    fn is_flag(&self) -> bool {
+        matches!(self.origin, Origin::Flag { .. })
+    }
+}
+
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}", self.origin, self.fault)
+        match (&self.origin, &self.fault) {
+            // As it was typed: whoever uses a flag need not know the key.
+            (Origin::Flag { flag }, Fault::Value { value, rule, .. }) => write!(f, "{flag} {value}: {rule}"),
+            // The fault names the variable.
+            (Origin::Environment { .. }, fault @ (Fault::Unknown { .. } | Fault::Removed { .. })) => fault.fmt(f),
+            (origin, fault) => write!(f, "{origin}: {fault}"),
+        }
     }
 }
 
@@ -120,7 +157,11 @@ fn hint(nearest: Option<&str>) -> String {
 
 fn list(problems: &[Problem]) -> String {
     match problems {
+        [one] if one.is_flag() => one.to_string(),
         [one] => format!("the configuration is wrong: {one}"),
+        flags if flags.iter().all(Problem::is_flag) => {
+            flags.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n")
+        }
         many => many.iter().fold("the configuration is wrong:".to_owned(), |text, one| format!("{text}\n  {one}")),
     }
 }

@@ -1,18 +1,18 @@
-//! Reading the file, and whether it may be obeyed.
+//! Reads the file, and checks whether it may be trusted.
 //!
 //! Root runs the commands in the configuration. So root refuses a file that anybody else can write, or replace because
 //! of the permissions of its folder.
 
 use std::fs::{self, File, Metadata};
-use std::io::{self, Read};
+use std::io::Read;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use nix::unistd::Uid;
 
 use super::Error;
 
-/// More than any configuration has: without a bound, a wrong path could fill the memory.
+/// Larger than any configuration: without a limit, a wrong path could fill the memory.
 const LARGEST: u64 = 1 << 20;
 
 /// The text of the configuration, refused when running as root and others could have written it.
@@ -31,7 +31,7 @@ pub(super) fn read(path: &Path) -> Result<String, Error> {
     }
     let mut text = String::new();
     let read = file.by_ref().take(LARGEST + 1).read_to_string(&mut text);
-    // The bound may cut a character in two, which reads as text that is not UTF-8.
+    // The limit may cut a character in two, which then looks like text that is not UTF-8.
     if metadata.len() > LARGEST || text.len() as u64 > LARGEST {
         return Err(Error::TooLarge { path: path.to_owned(), limit: LARGEST });
     }
@@ -39,16 +39,7 @@ pub(super) fn read(path: &Path) -> Result<String, Error> {
     Ok(text)
 }
 
-/// The file at the default place, where there is one.
-pub(super) fn when_present(path: &Path) -> Result<Option<PathBuf>, Error> {
-    match fs::metadata(path) {
-        Ok(_) => Ok(Some(path.to_owned())),
-        Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Ok(None),
-        Err(source) => Err(Error::Read { path: path.to_owned(), source }),
-    }
-}
-
-/// Checks the folder of the file and, where the path is a link, the link and the folder it leads to.
+/// Checks the folder of the file and, if the path is a link, the link and the folder that it leads to.
 fn surroundings(path: &Path) -> Result<(), Error> {
     let failed = |source| Error::Read { path: path.to_owned(), source };
     let named = std::path::absolute(path).map_err(failed)?;

@@ -1,4 +1,4 @@
-//! `[job-api]`: what a job may ask of its supervisor.
+//! `[job-api]`: requests of a job to its supervisor.
 
 use std::time::Duration;
 
@@ -6,11 +6,11 @@ use serde::{Deserialize, Serialize};
 
 use super::value::duration;
 
-/// `[job-api]`: what a job may ask of its supervisor.
+/// `[job-api]`: requests of a job to its supervisor.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
 pub struct JobApi {
-    /// How long a job may have snapshots wait at a time.
+    /// Time limit for a hold on snapshots.
     #[serde(with = "duration")]
     pub max_hold: Duration,
 }

@@ -1,4 +1,5 @@
-//! The list of keys: what each expects, which environment variable sets it, and which one a misspelt key may mean.
+//! The list of keys: the expected value of each, the environment variable that sets it, and suggestions for misspelt
+//! keys.
 
 use rekindle_store::replica::ReplicaUrl;
 
@@ -85,6 +86,7 @@ pub(super) const KEYS: &[Key] = &[
     key("network.uplink", Shape::Text, "\"off\" or \"user\""),
     key("files.track", Shape::Words, "a list of strings with absolute paths, such as [\"/data/db\"]"),
     key("gpu.nccl", Shape::Text, "\"auto\", \"no-peer\" or \"off\""),
+    key("gpu.hwloc", Shape::Text, "\"auto\" or \"off\""),
     key("snapshot.interval", Shape::Text, "\"auto\", \"off\" or a duration with a unit, such as \"90s\" or \"10m\""),
     key("snapshot.max-overhead", Shape::Text, "a percentage of the time, such as \"1%\" or \"0.5%\""),
     key(
@@ -150,6 +152,7 @@ pub(super) const KEYS: &[Key] = &[
     key("restart.never-retry-exit-codes", Shape::Codes, CODES),
     key("restart.cold-start", Shape::Text, "\"no-images\", \"allow\" or \"never\""),
     key("restart.changed-files", Shape::Text, "\"refuse\" or \"warn\""),
+    key("restart.on-process-death", Shape::Text, "\"cuda\", \"any\" or \"root\""),
     key("restart.restore-timeout", Shape::Text, DURATION),
     key("watch.no-output-for", Shape::Text, PATIENCE),
     key("watch.no-cpu-for", Shape::Text, PATIENCE),
@@ -157,6 +160,7 @@ pub(super) const KEYS: &[Key] = &[
     key("watch.action", Shape::Text, "\"notify\", \"restart\" or \"snapshot-and-stop\""),
     key("watch.log-silence-after", Shape::Text, PATIENCE),
     key("watch.gpu-faults", Shape::Text, "\"auto\" or \"off\""),
+    key("watch.interruption", Shape::Text, "\"auto\", \"off\", or a list of \"aws\", \"google\" and \"azure\""),
     key("scheduler.profile", Shape::Text, "\"auto\", \"slurm\", \"sge\", \"htcondor\" or \"none\""),
     key("scheduler.requeue", Shape::Text, "\"exit-code\" or \"scontrol\""),
     key(
@@ -177,7 +181,7 @@ pub(super) const KEYS: &[Key] = &[
     key("hooks.webhook", Shape::Text, "a string with an address, https://HOST/PATH, without user and password"),
     key("metrics.textfile", Shape::Text, "a string with an absolute path"),
     key("metrics.listen", Shape::Text, "a string with an address and a port, such as \"127.0.0.1:9464\""),
-    key("log.level", Shape::Text, "\"error\", \"warn\", \"info\", \"debug\" or \"trace\""),
+    key("log.level", Shape::Text, "\"error\", \"warn\", \"notice\", \"info\", \"debug\" or \"trace\""),
     key("log.format", Shape::Text, "\"text\" or \"json\""),
     key("log.max-size", Shape::Text, SIZE),
     key("log.keep", Shape::Count, COUNT),
@@ -187,8 +191,8 @@ pub(super) const KEYS: &[Key] = &[
 ];
 
 impl Key {
-    /// Whether this value of it must never be shown. A correct address of a replica may be; one with a password in it is a
-    /// mistake that must not end in a log.
+    /// Whether this value must never be shown. A correct address of a replica may be shown; an address with a password
+    /// in it is a mistake that must not end in a log.
     pub(super) fn is_secret(&self, value: &str) -> bool {
         match self.path {
             "job.environment" | "hooks.webhook" => true,
@@ -197,7 +201,7 @@ impl Key {
         }
     }
 
-    /// Whether a value of it may hold a secret that is not the job's: a webhook's address, or an argument of a hook.
+    /// Whether a value may contain a secret that is not the job's: a webhook's address, or an argument of a hook.
     pub(super) fn may_hold_ours(&self) -> bool {
         self.path.starts_with("hooks.")
     }
@@ -209,7 +213,7 @@ impl Key {
     }
 }
 
-/// The key of that path.
+/// The key with that path.
 pub(super) fn find(path: &str) -> Option<&'static Key> {
     KEYS.iter().find(|key| key.path == path)
 }
@@ -217,8 +221,8 @@ pub(super) fn find(path: &str) -> Option<&'static Key> {
 /// The similarity, from 0 to 1, from which one word is suggested for another.
 const ALIKE: f64 = 0.8;
 
-/// Of two likely keys, one of the section that was typed is the better guess: `store.keep` is `store.keep-last` (0.89
-/// alike) before it is `log.keep` (1.0).
+/// If two keys are likely, one in the typed section is the better suggestion: for `store.keep`, `store.keep-last`
+/// (similarity 0.89) is suggested before `log.keep` (1.0).
 const SAME_SECTION: f64 = 0.15;
 
 /// Keys that earlier versions had, each with what to do.
@@ -228,7 +232,7 @@ const REMOVED: [(&str, &str); 3] = [
     ("[word]", "use [job-api]"),
 ];
 
-/// Why there is no such key or variable any more.
+/// Why this key or variable does not exist any more.
 pub(super) fn removed(name: &str) -> Option<&'static str> {
     let variable = |path: &str| format!("REKINDLE_{}", path.to_uppercase().replace(['.', '-'], "_"));
     REMOVED.iter().find(|(path, _)| *path == name || variable(path) == name).map(|(_, why)| *why)
@@ -249,13 +253,70 @@ pub(super) fn nearest_word<'a>(word: &str, words: impl IntoIterator<Item = &'a s
     best(words.into_iter().map(|candidate| (candidate, strsim::jaro_winkler(word, candidate), 0.0)))
 }
 
-/// Section and name; keys that stand in no section have the empty one.
+/// Variables of rekindle that are no configuration. The supervisor sets some of them for the job, for hooks or for
+/// CRIU, and each of these may run `rekindle` itself.
+const NO_KEYS: [&str; 9] = [
+    "REKINDLE_JOB",
+    "REKINDLE_RUN_ID",
+    "REKINDLE_SOCKET",
+    "REKINDLE_HOOK",
+    "REKINDLE_FOLDER",
+    "REKINDLE_LANDING",
+    "REKINDLE_COPY_THREADS",
+    "REKINDLE_FILES_AS",
+    "REKINDLE_CRIU",
+];
+
+/// How the names of variables begin that only tests and scripts of this repository read.
+const OF_TESTS: [&str; 9] = ["TEST_", "SIMULATE_", "SWEEP", "CUT_", "DEMO_", "PACKAGE_", "SYSTEMD_", "LAB", "DEVICES"];
+
+/// Whether this variable is known, or none of our business, although it sets no key.
+pub(super) fn is_no_key(variable: &str) -> bool {
+    let Some(name) = variable.strip_prefix(PREFIX) else { return true };
+    NO_KEYS.contains(&variable) || OF_TESTS.iter().any(|begin| name.starts_with(begin)) || is_service_link(name)
+}
+
+/// Kubernetes sets such variables in each container for a service of the name "rekindle" or "rekindle-metrics":
+/// REKINDLE_METRICS_SERVICE_HOST, REKINDLE_METRICS_PORT_9464_TCP_ADDR.
+fn is_service_link(name: &str) -> bool {
+    let mut words = name.split('_').peekable();
+    while let Some(word) = words.next() {
+        match (word, words.peek()) {
+            ("SERVICE", Some(&("HOST" | "PORT"))) | ("PORT", None) => return true,
+            ("PORT", Some(number)) if number.bytes().all(|b| b.is_ascii_digit()) => return true,
+            _ => {}
+        }
+    }
+    false
+}
+
+/// How all our variables begin.
+pub(super) const PREFIX: &str = "REKINDLE_";
+
+/// The similarity from which a variable is taken for a misspelt one of ours, and refused.
+const MISSPELT: f64 = 0.9;
+
+/// The variable that an unknown one may mean, and whether that is nearly certain.
+pub(super) fn nearest_variable(name: &str, known: &[String]) -> (Option<String>, bool) {
+    let bare = |name: &str| name.strip_prefix(PREFIX).unwrap_or(name).to_owned();
+    let typed = bare(name);
+    // The common beginning would make all of them alike.
+    let alike = known.iter().map(|known| (known, strsim::jaro_winkler(&typed, &bare(known))));
+    let best = alike.reduce(|best, next| if next.1 > best.1 { next } else { best });
+    match best.filter(|(_, alike)| *alike >= ALIKE) {
+        Some((known, alike)) => (Some(known.clone()), alike >= MISSPELT),
+        // The section may be missing: REKINDLE_INTERVAL.
+        None => (nearest(&typed).and_then(|path| find(path)?.variable()), false),
+    }
+}
+
+/// Section and name; keys without a section have an empty one.
 fn split(path: &str) -> (&str, &str) {
     path.rsplit_once('.').unwrap_or(("", path))
 }
 
-/// Of (word, how alike, favour), the best of those alike enough; of two alike the first: what stands first in the file is
-/// what more people set.
+/// The best of (word, similarity, bonus) that is similar enough. If two are equal, the first: more common keys come
+/// first in the file.
 fn best<'a>(scored: impl Iterator<Item = (&'a str, f64, f64)>) -> Option<&'a str> {
     let likely = scored.filter(|(_, alike, _)| *alike >= ALIKE).map(|(word, alike, favour)| (word, alike + favour));
     likely.reduce(|best, next| if next.1 > best.1 { next } else { best }).map(|(word, _)| word)

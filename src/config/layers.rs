@@ -1,4 +1,4 @@
-//! The layers that settings come from, each turned into the same list: which key, what value, from where.
+//! The layers of settings, each converted to the same list: key, value, source.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -12,7 +12,7 @@ use super::keys::{self, Key, SECTIONS, Shape};
 use super::value::HIDDEN;
 use super::{Config, Origin, Overrides};
 
-/// One value that somebody set.
+/// One value that was set.
 #[derive(Clone)]
 pub(super) struct Setting {
     pub(super) key: &'static Key,
@@ -31,18 +31,18 @@ impl Setting {
         }
     }
 
-    /// The value as TOML, hidden where it may be a secret.
+    /// The value as TOML, hidden if it may be a secret.
     pub(super) fn shown(&self) -> String {
         let text = self.value.to_string();
         if self.key.is_secret(&text) { HIDDEN.to_owned() } else { text }
     }
 
-    /// Of a table in a list: its number.
+    /// The number of a table in a list.
     pub(super) fn number(&self) -> Option<usize> {
         self.entry.as_ref().filter(|_| self.key.shape == Shape::Tables)?.parse().ok()
     }
 
-    /// Puts the value into a table with the shape of the file. Tables of a list come in their order.
+    /// Puts the value into a table with the structure of the file. Tables of a list must be put in in order.
     pub(super) fn put(&self, into: &mut toml::Table) {
         if self.number().is_some() {
             let list = into.entry(self.key.path).or_insert_with(|| Value::Array(Vec::new()));
@@ -53,7 +53,7 @@ impl Setting {
         }
         let mut table = into;
         let path = self.path();
-        // An entry's name may have dots of its own: at most section, key and entry.
+        // An entry's name may contain dots: at most section, key and entry.
         let mut parts = path.splitn(3, '.').peekable();
         while let Some(part) = parts.next() {
             if parts.peek().is_none() {
@@ -66,34 +66,48 @@ impl Setting {
         }
     }
 
-    /// Whether the value is of its key's type, found by the one parser there is: the configuration's own.
+    /// Checks that the value has its key's type, with the configuration's own parser.
     pub(super) fn check(&self) -> Result<(), Problem> {
         let mut alone = toml::Table::new();
         self.put(&mut alone);
         Config::deserialize(alone).map(|_| ()).map_err(|error| match self.key.shape {
-            // There is much in it that can be wrong.
+            // A table has many fields, so the parser's message is included.
             Shape::Tables => self.problem(&format!("must be {}: {}", self.key.expects, error.message())),
             _ => self.problem(&format!("must be {}", self.key.expects)),
         })
     }
 
-    /// That this value breaks a rule.
+    /// The problem that this value breaks a rule.
     pub(super) fn problem(&self, rule: &str) -> Problem {
         let fault = Fault::Value { key: self.path(), value: self.shown(), rule: rule.to_owned() };
         Problem { origin: self.origin.clone(), fault }
     }
 }
 
-/// What the layers hold together: settings from the weakest to the strongest, and what is wrong with them.
+/// The result of all layers: settings, later ones overriding earlier ones, and problems.
 #[derive(Default)]
 pub(super) struct Layers {
     pub(super) settings: Vec<Setting>,
     pub(super) problems: Vec<Problem>,
+    /// Sentences about variables that look like ours and are not.
+    pub(super) strangers: Vec<String>,
 }
 
 impl Layers {
-    /// Adds the text of the file.
+    /// Adds the text of a file. A list of tables replaces that of earlier files.
     pub(super) fn file(&mut self, path: &Path, text: &str) {
+        let before = self.settings.len();
+        self.add_file(path, text);
+        let of_list = |setting: &Setting| setting.number().map(|_| setting.key.path);
+        let added: Vec<&str> = self.settings.iter().skip(before).filter_map(of_list).collect();
+        let mut at = 0;
+        self.settings.retain(|setting| {
+            at += 1;
+            at > before || of_list(setting).is_none_or(|list| !added.contains(&list))
+        });
+    }
+
+    fn add_file(&mut self, path: &Path, text: &str) {
         let at = |offset: usize| {
             let line = text.bytes().take(offset).filter(|byte| *byte == b'\n').count() + 1;
             Origin::File { path: path.to_owned(), line }
@@ -101,7 +115,7 @@ impl Layers {
         let table = match DeTable::parse(text) {
             Ok(table) => table.into_inner(),
             Err(e) => {
-                // The message only: the whole text of the error quotes the line, which may hold a secret.
+                // Only the message: the full text of the error quotes the line, which may contain a secret.
                 let fault = Fault::Syntax(e.message().replace('\n', ", "));
                 return self.problems.push(Problem { origin: at(e.span().map_or(0, |span| span.start)), fault });
             }
@@ -124,7 +138,7 @@ impl Layers {
                 }
                 value if SECTIONS.contains(&name.get_ref().as_ref()) => {
                     let rule = format!("must be a table, written [{}]", name.get_ref());
-                    // Its type only: it may hold job.environment.
+                    // Only its type: it may contain job.environment.
                     let value = value.type_str().to_owned();
                     let fault = Fault::Value { key: name.get_ref().to_string(), value, rule };
                     self.problems.push(Problem { origin, fault });
@@ -132,11 +146,11 @@ impl Layers {
                 value => self.set(name.get_ref(), value, origin, &at),
             }
         }
-        // The parser's tables are sorted by name, people read from the top.
+        // The parser's tables are sorted by name, but people read from the top.
         self.settings.sort_by(|a, b| a.origin.cmp(&b.origin));
     }
 
-    /// Adds one key of the file; `at` is the origin of what begins at that byte.
+    /// Adds one key of the file; `at` returns the origin of what begins at that byte.
     fn set(&mut self, path: &str, value: DeValue<'_>, origin: Origin, at: &impl Fn(usize) -> Origin) {
         let Some(key) = keys::find(path) else {
             return self.unknown(origin, "key", path, keys::nearest(path).map(str::to_owned));
@@ -172,25 +186,36 @@ impl Layers {
         self.problems.push(Problem { origin, fault });
     }
 
-    /// Adds the variables REKINDLE_SECTION_KEY; all others are somebody else's.
+    /// Adds the variables REKINDLE_SECTION_KEY. An unknown one is a problem if it is of a section or misspelt;
+    /// otherwise it may be somebody else's, and is only named.
     pub(super) fn environment(&mut self, variables: impl Iterator<Item = (String, String)>) {
         let known: BTreeMap<String, &'static Key> =
             keys::KEYS.iter().filter_map(|key| key.variable().map(|name| (name, key))).collect();
+        let names: Vec<String> = known.keys().cloned().collect();
         let of_a_section = |name: &str| {
             SECTIONS
                 .iter()
                 .any(|section| name.starts_with(&format!("REKINDLE_{}_", section.to_uppercase().replace('-', "_"))))
         };
-        // Sorted, because the order of the environment is chance.
+        // Sorted, because the order of the environment is random.
         for (name, text) in variables.collect::<BTreeMap<_, _>>() {
             let origin = Origin::Environment { variable: name.clone() };
             match known.get(&name) {
                 Some(key) => self.variable(key, &text, &origin),
-                None if of_a_section(&name) || keys::removed(&name).is_some() => {
-                    let nearest = keys::nearest_word(&name, known.keys().map(String::as_str));
-                    self.unknown(origin, "variable", &name, nearest.map(str::to_owned));
-                }
-                None => {}
+                None if keys::is_no_key(&name) => {}
+                None => match keys::nearest_variable(&name, &names) {
+                    (nearest, is_misspelt) if is_misspelt || of_a_section(&name) || keys::removed(&name).is_some() => {
+                        self.unknown(origin, "variable", &name, nearest);
+                    }
+                    (nearest, _) => {
+                        let hint = match nearest {
+                            _ if name == "REKINDLE_CONFIG" => "; name the file with --config".to_owned(),
+                            Some(nearest) => format!("; did you mean {nearest}?"),
+                            None => String::new(),
+                        };
+                        self.strangers.push(format!("the variable {name} is ignored: rekindle does not know it{hint}"));
+                    }
+                },
             }
         }
     }
@@ -206,7 +231,7 @@ impl Layers {
                 let flag = text.parse().map_or_else(|_| Value::from(text), Value::Boolean);
                 self.settings.push(whole(flag));
             }
-            // They are in no section and have no variable.
+            // These keys have no variable.
             Shape::Tables => {}
             Shape::Codes => self.settings.push(whole(Value::Array(items().map(integer).collect()))),
             Shape::Words => {
@@ -233,7 +258,7 @@ impl Layers {
         }
     }
 
-    /// Adds what was typed on the command line.
+    /// Adds the settings from the command line.
     pub(super) fn flags(&mut self, overrides: &Overrides) {
         let typed = [
             ("job.name", "--name", overrides.name.clone()),
@@ -251,12 +276,12 @@ impl Layers {
     }
 }
 
-/// A path on the command line is relative to the current folder. What is not UTF-8 is refused later, by its rule.
+/// Makes a path on the command line absolute. A path that is not UTF-8 is refused later, by its rule.
 fn absolute(path: &Path) -> String {
     std::path::absolute(path).unwrap_or_else(|_| path.to_owned()).to_string_lossy().into_owned()
 }
 
-/// The value without its places in the text.
+/// The value without its positions in the text.
 fn plain(value: DeValue<'_>) -> Result<Value, String> {
     let spanned = toml::Spanned::new(0..0, value);
     Value::deserialize(ValueDeserializer::from(spanned)).map_err(|e| e.message().to_owned())

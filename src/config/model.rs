@@ -25,59 +25,59 @@ use rekindle_store::chunk::Compression;
 use rekindle_store::options::Copies;
 use rekindle_store::replica::ReplicaUrl;
 
-/// The only configuration format there is so far.
+/// The only version of the configuration format so far.
 pub(crate) const VERSION: u32 = 1;
 
-/// Everything that can be configured. Deserialized on its own it is typed, not validated: use [`super::load`].
+/// The complete configuration. A deserialized value has the right types, but is not validated: use [`super::load`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
 pub struct Config {
     /// Format of the file, [`VERSION`].
     pub version: u32,
-    /// What is done about which end of the job, or line of its output; the first that fits.
+    /// What to do about an end of the job, or a line of its output; the first matching rule applies.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub rules: Vec<Rule>,
-    /// The job's world.
+    /// The job.
     pub job: Job,
-    /// What the job sees of the network.
+    /// The network of the job.
     pub network: Network,
-    /// Which files are a part of its state.
+    /// Which files are part of the job's state.
     pub files: Files,
     /// How the job uses its GPUs.
     pub gpu: Gpu,
-    /// When and how to snapshot.
+    /// When and how to take snapshots.
     pub snapshot: Snapshot,
-    /// Where the images are kept and for how long.
+    /// Where the images are stored, and for how long.
     pub store: Store,
-    /// Where copies of the images go, off this machine.
+    /// Copies of the images on another machine.
     pub replica: Replica,
     /// What to do when the job dies.
     pub restart: Restart,
-    /// When a job that has not ended is taken for hung.
+    /// When a job that has not ended counts as hung.
     pub watch: Watch,
-    /// What is around: a scheduler, and the time it leaves.
+    /// The scheduler, and its time limit.
     pub scheduler: Scheduler,
     /// Commands and an address that are notified of events.
     pub hooks: Hooks,
-    /// Numbers for Prometheus.
+    /// Metrics for Prometheus.
     pub metrics: Metrics,
     /// The job's output and our own messages.
     pub log: Log,
-    /// Where others reach the supervisor.
+    /// The socket of the supervisor.
     pub control: Control,
-    /// What the job may ask of its supervisor.
+    /// Requests of the job to its supervisor.
     pub job_api: JobApi,
     /// Which CRIU to use.
     pub criu: Criu,
 }
 
-/// `[job]`: the job's world.
+/// `[job]`: the job.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
 pub struct Job {
     /// Name of the job and of its folder in the store; unset means that `run` derives one.
     pub name: Option<String>,
-    /// What to run, where `run` is given no command.
+    /// The command to run if `run` is given none.
     pub command: Vec<String>,
     /// Absolute working directory; unset means the caller's.
     pub directory: Option<PathBuf>,
@@ -87,32 +87,32 @@ pub struct Job {
     pub umask: Option<Umask>,
     /// What the job reads as standard input.
     pub stdin: Stdin,
-    /// Added to the environment that [`Job::environment_mode`] starts from. Values are never shown.
+    /// Variables added to the environment that [`Job::environment_mode`] starts from. Values are never shown.
     pub environment: Environment,
-    /// Where the job's environment starts from; unset means [`Job::starts_from`].
+    /// What the job's environment starts from; unset means [`Job::starts_from`].
     pub environment_mode: Option<EnvironmentMode>,
-    /// Variables of the caller that the job gets in any case: names, or the beginning of names and a `*`.
+    /// Variables of the caller that the job always gets: names, or prefixes followed by `*`.
     pub pass_environment: Vec<String>,
     /// Resource limits by their name in [`LIMITS`], soft and hard at once; limits not named stay the caller's.
     pub limits: BTreeMap<String, Limit>,
-    /// Whether the job gets a PID namespace of its own.
+    /// Whether the job gets its own PID namespace.
     pub pid_namespace: PidNamespace,
-    /// Whether the job and all it starts lose setuid programs and file capabilities (prctl PR_SET_NO_NEW_PRIVS); unset means
-    /// [`Job::keeps_its_rights`].
+    /// Whether the job and its children cannot use setuid programs and file capabilities (prctl PR_SET_NO_NEW_PRIVS);
+    /// unset means [`Job::keeps_its_rights`].
     pub no_new_privileges: Option<bool>,
     /// Whether io_uring_setup(2) works in the job.
     pub allow_io_uring: bool,
 }
 
 impl Job {
-    /// The environment of whoever calls is not the business of another user.
+    /// The default of [`Job::environment_mode`]: another user does not get the caller's environment.
     #[must_use]
     pub fn starts_from(&self) -> EnvironmentMode {
         let default = if self.user.is_some() { EnvironmentMode::Clean } else { EnvironmentMode::Inherit };
         self.environment_mode.unwrap_or(default)
     }
 
-    /// Whether the job's rights cannot grow. A job of another user has no reason to become more than that user.
+    /// The default of [`Job::no_new_privileges`]: a job of another user has no reason to get more rights.
     #[must_use]
     pub fn keeps_its_rights(&self) -> bool {
         self.no_new_privileges.unwrap_or_else(|| self.user.is_some())
@@ -155,7 +155,7 @@ pub enum EnvironmentMode {
     /// The caller's environment.
     #[default]
     Inherit,
-    /// Nothing of the caller's.
+    /// An empty environment.
     Clean,
 }
 
@@ -163,34 +163,34 @@ pub enum EnvironmentMode {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PidNamespace {
-    /// One of its own: the pids that a restore needs are free.
+    /// Its own namespace: the pids that a restore needs are free.
     #[default]
     Private,
-    /// The host's: a restore fails if another process has one of the job's pids.
+    /// The host's namespace: a restore fails if another process has one of the job's pids.
     Host,
 }
 
-/// `[snapshot]`: when and how to snapshot.
+/// `[snapshot]`: when and how to take snapshots.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
 pub struct Snapshot {
     /// Time between the end of one snapshot and the start of the next.
     pub interval: Interval,
-    /// The largest share of the time that snapshots may freeze the job, with [`Interval::Auto`].
+    /// The maximum share of the time for which snapshots may freeze the job, with [`Interval::Auto`].
     pub max_overhead: Percentage,
     /// Mean time between failures, with [`Interval::Auto`].
     pub mean_time_between_failures: MeanTime,
-    /// Time limit for the final snapshot when the job is stopped. Storing its image comes after and is not limited by
-    /// it.
+    /// Time limit for the final snapshot when the job is stopped. Storing its image comes afterwards and is not limited
+    /// by this.
     #[serde(with = "duration")]
     pub grace: Duration,
-    /// How long the CUDA driver may wait for running kernels; at least 1 ms, because the driver takes 0 for ever.
+    /// Time limit for running kernels when CUDA is locked; at least 1 ms, because the driver takes 0 as no limit.
     #[serde(with = "duration")]
     pub lock_timeout: Duration,
-    /// How long CRIU may try to stop all tasks; whole seconds (CRIU's RPC option `timeout`).
+    /// Time limit for CRIU to stop all tasks; whole seconds (CRIU's RPC option `timeout`).
     #[serde(with = "duration")]
     pub freeze_timeout: Duration,
-    /// How long a whole CRIU dump may take.
+    /// Time limit for a complete CRIU dump.
     #[serde(with = "duration")]
     pub dump_timeout: Duration,
     /// First wait after a failed snapshot; doubles with each further failure.
@@ -201,19 +201,20 @@ pub struct Snapshot {
     pub retry_max: Duration,
     /// Largest deleted but open file that is copied into the image; fits in 32 bits (CRIU's `ghost_limit`).
     pub ghost_limit: ByteSize,
-    /// Most that an image takes of files on disk that the job changes in place. Files in memory do not count.
+    /// Maximum bytes of files on disk in an image, for files that the job changes in place. Files in memory do not
+    /// count.
     pub file_limit: ByteSize,
     /// What happens to established TCP connections.
     pub tcp: TcpChoice,
     /// Host memory that must stay free while an image is written to memory, or GPU memory is copied into it.
     pub memory_reserve: ByteSize,
-    /// How often a restore is tried beside the job.
+    /// Interval of rehearsals beside the job.
     pub rehearse: Patience,
-    /// Where an image is complete first, which ends the freeze.
+    /// Where an image is first written; the freeze ends when it is complete there.
     pub staging: Staging,
     /// Absolute folder with one folder for each job that is staged in memory.
     pub staging_directory: PathBuf,
-    /// Whether the job is run with the library that shortens the CUDA driver's copies.
+    /// Whether the job loads the library that makes the CUDA driver's copies faster.
     pub interposer: Interposer,
 }
 
@@ -232,74 +233,74 @@ pub enum Staging {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Interposer {
-    /// Where the machine has an NVIDIA driver.
+    /// If the machine has an NVIDIA driver.
     #[default]
     Auto,
     /// Never.
     Off,
 }
 
-/// `[store]`: where the images are kept and for how long.
+/// `[store]`: where the images are stored, and for how long.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
 pub struct Store {
     /// Absolute folder with one folder for each job.
     pub directory: PathBuf,
-    /// Good images kept for a job, at least 1.
+    /// Number of good images kept of a job, at least 1.
     pub keep_last: u32,
-    /// For how many hours with images to keep the newest good image.
+    /// Number of hours with images for which the newest good image is kept.
     pub keep_hourly: u32,
-    /// For how many days with images to keep the newest good image.
+    /// Number of days with images for which the newest good image is kept.
     pub keep_daily: u32,
-    /// Good images are kept that were taken within this time before now.
+    /// Good images younger than this are kept.
     #[serde(with = "duration")]
     pub keep_within: Duration,
-    /// Most that the images of a job may take.
+    /// Maximum total size of a job's images.
     pub max_total_size: SizeLimit,
     /// Space of the file system that an image must leave free.
     pub min_free: ByteSize,
-    /// How the content of images is made smaller.
+    /// How the content of images is compressed.
     pub compression: Compression,
-    /// Absolute path of the file with the key that the content of images is encrypted with; unset means that it is not.
+    /// Absolute path of the key file for encrypting the content of images; unset means no encryption.
     pub encryption_key: Option<PathBuf>,
-    /// Whether unsigned images are accepted although there is a key: for images from before there was one.
+    /// Whether unsigned images are accepted although there is a key: for images from before there was a key.
     pub accept_unsigned: bool,
-    /// Where this machine keeps what it has seen of the images of jobs, to notice when an older state is put in their place.
+    /// Folder for this machine's notes about the images that it has seen, to notice if they are replaced by older ones.
     pub seen_directory: PathBuf,
-    /// Most that is written each second of an image that was staged in memory.
+    /// Maximum bytes per second written when an image is stored.
     pub persist_rate: Rate,
-    /// Threads that copy and hash it.
+    /// Number of threads that store an image.
     pub persist_threads: Threads,
-    /// How long content is kept that no image needs any more.
+    /// How long unneeded content is kept.
     #[serde(with = "duration")]
     pub sweep_after: Duration,
-    /// The most bytes that one repack writes.
+    /// Maximum bytes that one repack writes.
     pub repack: Repack,
-    /// In how many packs content is kept that several images refer to.
+    /// In how many packs content is kept that several images use.
     pub copies: Copies,
-    /// How much is read each second, while there is nothing else to do, to find damage.
+    /// Bytes read per second, while there is nothing else to do, to find damage.
     pub verify_rate: VerifyRate,
     /// What happens to the images when the job ends with exit code 0.
     pub on_success: OnSuccess,
 }
 
 impl Store {
-    /// How many [`Store::persist_threads`] are on this machine.
+    /// The number of [`Store::persist_threads`] on this machine.
     #[must_use]
     pub fn threads(&self) -> usize {
         self.persist_threads.among(parallel::cores())
     }
 }
 
-/// `[replica]`: where copies of the images go, off this machine.
+/// `[replica]`: copies of the images on another machine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
 pub struct Replica {
-    /// The object store or folder; unset means that there is none.
+    /// The object store or folder; unset means no replica.
     pub url: Option<ReplicaUrl>,
-    /// Good images kept there for a job, at least 1.
+    /// Number of good images kept there of a job, at least 1.
     pub keep_last: u32,
-    /// Most that is sent each second.
+    /// Maximum bytes sent per second.
     pub rate: Rate,
 }
 
@@ -318,9 +319,9 @@ pub enum OnSuccess {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
 pub struct Restart {
-    /// Restarts allowed within [`Restart::window`]; 0 means never to restart.
+    /// Maximum number of restarts within [`Restart::window`]; 0 means no restarts.
     pub max_restarts: u32,
-    /// The window that restarts are counted in.
+    /// The time in which restarts are counted.
     #[serde(with = "duration")]
     pub window: Duration,
     /// First wait before a restart; doubles with each further one.
@@ -329,7 +330,7 @@ pub struct Restart {
     /// Longest wait before a restart.
     #[serde(with = "duration")]
     pub backoff_max: Duration,
-    /// A job that dies sooner than this after a restore speaks against the image.
+    /// A death sooner than this after a restore counts against the image.
     #[serde(with = "duration")]
     pub min_uptime: Duration,
     /// A job that lives this long resets the counters.
@@ -337,15 +338,30 @@ pub struct Restart {
     pub healthy_uptime: Duration,
     /// Exit codes that are worth a restart; empty means every code but 0.
     pub retry_exit_codes: Vec<u8>,
-    /// Exit codes that never are.
+    /// Exit codes that are never worth a restart.
     pub never_retry_exit_codes: Vec<u8>,
-    /// Whether the job may be started from its beginning when no image can be used.
+    /// Whether the job may be started from the beginning if no image can be used.
     pub cold_start: ColdStart,
-    /// What happens over a file that changed since the snapshot and whose content the image does not have.
+    /// What to do if a file changed since the snapshot and its content is not in the image.
     pub changed_files: ChangedFiles,
-    /// How long a restore may take; CRIU hangs for ever on some broken images.
+    /// Which processes take the job back when they die.
+    pub on_process_death: OnProcessDeath,
+    /// Time limit for a restore; CRIU hangs for ever on some broken images.
     #[serde(with = "duration")]
     pub restore_timeout: Duration,
+}
+
+/// `restart.on-process-death`: which processes of a job take it back to its newest image when a signal kills them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum OnProcessDeath {
+    /// Those that used CUDA when the image was taken.
+    #[default]
+    Cuda,
+    /// Every one.
+    Any,
+    /// The one of the command, with which the job ends.
+    Root,
 }
 
 /// `restart.cold-start`.
@@ -365,9 +381,9 @@ pub enum ColdStart {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
 pub struct Log {
-    /// How much rekindle says.
+    /// How much rekindle logs.
     pub level: Level,
-    /// In which form.
+    /// The format of the log.
     pub format: LogFormat,
     /// Size at which a file of the job's output is rotated.
     pub max_size: ByteSize,
@@ -376,19 +392,21 @@ pub struct Log {
 }
 
 /// `log.level`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Level {
-    /// What failed.
+    /// Errors only.
     Error,
-    /// And what may fail soon.
+    /// Also warnings.
     Warn,
-    /// And what was done.
+    /// Also the start, restores and the end of the job.
     #[default]
+    Notice,
+    /// Also each snapshot, and what is done with its image.
     Info,
-    /// And how.
+    /// Also details.
     Debug,
-    /// And every step of it.
+    /// Everything.
     Trace,
 }
 
@@ -441,10 +459,11 @@ impl Default for Snapshot {
             dump_timeout: seconds(1800),
             retry_after: seconds(30),
             retry_max: seconds(1800),
-            // Shared memory is deleted files, of tens of MB each with NCCL, of a batch with DataLoader: a job is better off
-            // with a longer freeze than without images. It is the most that CRIU can be told.
+            // Shared memory is in deleted files, of tens of MB each with NCCL, or the size of a batch with DataLoader:
+            // a longer freeze is better than no image. This is the largest value that CRIU accepts.
             ghost_limit: ByteSize::mib(4095),
-            // A database beside the training; what is larger is mostly written once, and would cost every freeze.
+            // Enough for a database beside the training. Larger files are mostly written once, and would lengthen every
+            // freeze.
             file_limit: ByteSize::gib(16),
             tcp: TcpChoice::default(),
             memory_reserve: ByteSize::mib(512),
@@ -472,7 +491,7 @@ impl Default for Store {
             seen_directory: PathBuf::from("/var/lib/rekindle-seen"),
             persist_rate: Rate::default(),
             persist_threads: Threads::default(),
-            // A reader that began before an image went has its content for so long.
+            // A reader that began before an image was removed can read its content for this time.
             sweep_after: seconds(600),
             repack: Repack::UpTo(ByteSize::new(10_000_000_000)),
             copies: Copies::default(),
@@ -499,10 +518,11 @@ impl Default for Restart {
             min_uptime: seconds(30),
             healthy_uptime: seconds(600),
             retry_exit_codes: Vec::new(),
-            // Wrong usage, not executable, not found: another try ends the same way.
+            // Wrong usage, not executable, not found: another try would end in the same way.
             never_retry_exit_codes: vec![2, 126, 127],
             cold_start: ColdStart::default(),
             changed_files: ChangedFiles::default(),
+            on_process_death: OnProcessDeath::default(),
             restore_timeout: seconds(600),
         }
     }

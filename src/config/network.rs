@@ -1,14 +1,14 @@
-//! `[network]`: what the job sees of the network.
+//! `[network]`: the network of the job.
 
 use serde::{Deserialize, Serialize};
 
-/// `[network]`: what the job sees of the network.
+/// `[network]`: the network of the job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
 pub struct Network {
-    /// Whose it is.
+    /// Which network the job uses.
     pub mode: NetworkMode,
-    /// The way out of one of its own.
+    /// The connection of a private network to the outside.
     pub uplink: UplinkMode,
 }
 
@@ -16,7 +16,7 @@ pub struct Network {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum NetworkMode {
-    /// That of the caller.
+    /// The caller's network.
     #[default]
     Host,
     /// Its own network namespace with a loopback device, and an uplink if configured.
@@ -27,9 +27,9 @@ pub enum NetworkMode {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum UplinkMode {
-    /// There is none.
+    /// No connection.
     #[default]
     Off,
-    /// slirp4netns, a program that makes the job's packets its own connections.
+    /// slirp4netns, a program that forwards the job's packets through its own connections.
     User,
 }

@@ -10,14 +10,14 @@ use serde::{Deserialize, Serialize};
 
 use super::value::{HIDDEN, Malformed, duration};
 
-/// `[hooks]`: commands and an address that are told. Each command is a program and its arguments, without a shell; none where
-/// the list is empty.
+/// `[hooks]`: commands and an address that are notified. Each command is a program and its arguments, without a shell;
+/// an empty list means none.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
 pub struct Hooks {
     /// Before the job is frozen.
     pub before_snapshot: Vec<String>,
-    /// After the job was frozen, or was not.
+    /// After the freeze, or after a snapshot that failed.
     pub after_snapshot: Vec<String>,
     /// Before an image is restored.
     pub before_restore: Vec<String>,
@@ -27,14 +27,14 @@ pub struct Hooks {
     pub on_failure: Vec<String>,
     /// When the job has completed.
     pub on_completion: Vec<String>,
-    /// How long a command may take.
+    /// Time limit for a command.
     #[serde(with = "duration")]
     pub timeout: Duration,
     /// What happens if a command before a snapshot or restore fails.
     pub on_error: OnError,
-    /// So many snapshots that fail in a row are a failure; 0 means never.
+    /// Number of failed snapshots in a row that count as a failure; 0 means never.
     pub failed_snapshots: u32,
-    /// Where failures are sent to.
+    /// The address to which failures are sent.
     pub webhook: Option<WebhookUrl>,
 }
 
@@ -59,34 +59,34 @@ impl Default for Hooks {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OnError {
-    /// It is reported, and what was to follow follows.
+    /// It is reported, and the snapshot or restore is done.
     #[default]
     Ignore,
-    /// It is reported, and the snapshot or restore is not tried.
+    /// It is reported, and the snapshot or restore is not done.
     Refuse,
 }
 
-/// `[metrics]`: numbers for Prometheus.
+/// `[metrics]`: metrics for Prometheus.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
 pub struct Metrics {
-    /// Absolute path of a file that is replaced when they change.
+    /// Absolute path of a file that is replaced when the metrics change.
     pub textfile: Option<PathBuf>,
     /// Address and port that answers `GET /metrics`.
     pub listen: Option<SocketAddr>,
 }
 
-/// The address of a webhook. What comes after the host is often a secret: it is shown nowhere.
+/// The address of a webhook. The part after the host is often a secret, so it is never shown.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct WebhookUrl {
     text: String,
-    /// Bytes of the text up to the end of the host and port.
+    /// Length of the text up to the end of host and port.
     shown: usize,
 }
 
 impl WebhookUrl {
-    /// The whole address. Not for messages.
+    /// The complete address. Not for messages.
     #[must_use]
     pub fn secret(&self) -> &str {
         &self.text
@@ -107,7 +107,7 @@ impl FromStr for WebhookUrl {
         let (scheme, rest) = text.split_once("://").ok_or(Malformed)?;
         let host = rest.split(['/', '?', '#']).next().unwrap_or_default();
         let strange = |c: char| c.is_whitespace() || c.is_control() || matches!(c, '\\' | '\u{fffd}');
-        // A password in front of the host would be shown with it.
+        // A password before the host would be shown with it.
         let plain = !host.is_empty() && !host.contains('@') && !text.contains(strange);
         if !matches!(scheme, "http" | "https") || !plain || reqwest::Url::parse(text).is_err() {
             return Err(Malformed);
@@ -153,7 +153,7 @@ pub enum LogFormat {
     /// Lines for people.
     #[default]
     Text,
-    /// A JSON object each.
+    /// JSON objects, one per line.
     Json,
 }
 

@@ -1,4 +1,4 @@
-//! What the configuration means for the parts that do the work: each has options of its own.
+//! Converts the configuration to the options of each part of the program.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use rekindle_store::retention::survey::Limits;
 use rekindle_store::{Trust, Unsigned, gc};
 
 impl Store {
-    /// Which images are kept.
+    /// The rules for keeping images.
     #[must_use]
     pub fn policy(&self) -> Policy {
         Policy {
@@ -26,7 +26,7 @@ impl Store {
         }
     }
 
-    /// What decides whether there is room for an image.
+    /// The limits that decide whether there is space for an image.
     #[must_use]
     pub fn limits(&self) -> Limits {
         Limits { policy: self.policy(), min_free: self.min_free.bytes(), copies: self.copies }
@@ -44,7 +44,7 @@ impl Store {
         }
     }
 
-    /// How content that no image needs is removed.
+    /// How unneeded content is removed.
     #[must_use]
     pub fn garbage<'k>(&self, key: Option<&'k Key>) -> gc::Bounds<'k> {
         let repack = match self.repack {
@@ -54,10 +54,10 @@ impl Store {
         gc::Bounds { sweep_after: self.sweep_after, repack, key, copies: self.copies }
     }
 
-    /// What decides whether files of the store are trusted. Reads the key.
+    /// The rules for trusting files of the store. Reads the key.
     ///
     /// # Errors
-    /// When there is to be a key and it cannot be used.
+    /// When a key is configured and cannot be used.
     pub fn trust(&self) -> Result<Trust, KeyError> {
         let Some(path) = &self.encryption_key else { return Ok(Trust::default()) };
         let unsigned = if self.accept_unsigned { Unsigned::Accepted } else { Unsigned::Refused };

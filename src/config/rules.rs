@@ -1,4 +1,4 @@
-//! The rules that go beyond a value's type. They look at nothing but the configuration.
+//! Rules beyond the type of a value. They depend only on the configuration.
 
 use std::path::Path;
 use std::time::Duration;
@@ -13,10 +13,10 @@ use super::value::{ByteSize, Interval, Rate, Stdin};
 use super::watch::RuleAction;
 use rekindle_base::Percentage;
 
-/// A key, an entry in it included, and the rule that its value breaks.
+/// A key (or an entry of it), and the rule that its value breaks.
 pub(super) type Broken = (String, String);
 
-/// Every broken rule, in the order of the file.
+/// All broken rules, in the order of the file.
 pub(super) fn broken(config: &Config) -> Vec<Broken> {
     let mut rules = Rules(Vec::new());
     rules.that(config.version == VERSION, "version", || {
@@ -52,26 +52,25 @@ pub(super) fn broken(config: &Config) -> Vec<Broken> {
 
 struct Rules(Vec<Broken>);
 
-/// Longer is a slip ("10M" is ten months, "10m" ten minutes), and the clock's arithmetic must not overflow.
+/// Longer times are mistakes ("10M" is ten months, "10m" ten minutes), and the clock's arithmetic must not overflow.
 const LONGEST: Duration = Duration::from_secs(30 * 24 * 3600);
 
-/// Less than this is a slip: of ten thousand seconds, one.
+/// Smaller values are mistakes: this is one second of ten thousand.
 const LEAST_OVERHEAD: Percentage = Percentage::millionths(100);
 
-/// With more, and with freezes that are long against the mean time between failures, Daly's formula is no longer
-/// monotone in it.
+/// Larger values make Daly's formula non-monotone if freezes are long compared with the mean time between failures.
 const MOST_OVERHEAD: Percentage = Percentage::millionths(500_000);
 
-/// Of 365.25 days, as humantime counts years.
+/// Ten years of 365.25 days, as humantime counts them.
 const LONGEST_MEAN_TIME: Duration = Duration::from_secs(10 * 31_557_600);
 
-/// The same, so that the time that long ago is one that the calendar has.
+/// The same limit, so that the calendar contains the time that long ago.
 const LONGEST_AGE: Duration = LONGEST_MEAN_TIME;
 
-/// 64 GiB, which is little for a training job, then take 18 hours.
+/// At this rate, 64 GiB (little for a training job) take 18 hours.
 const SLOWEST: ByteSize = ByteSize::mib(1);
 
-/// Less is a slip: no image is that small.
+/// Smaller values are mistakes: no image is that small.
 const SMALLEST: ByteSize = ByteSize::mib(1);
 
 /// A repack writes at least a pack.
@@ -113,13 +112,13 @@ impl Rules {
     }
 }
 
-/// Whether a name can be a folder of the store and a word in a message.
+/// Whether a name can be a folder in the store and a word in a message.
 fn is_name(name: &str) -> bool {
     let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
     (1..=64).contains(&name.len()) && !name.starts_with(['.', '-']) && name.chars().all(allowed)
 }
 
-/// What the supervisor tells the job about itself.
+/// Variables that the supervisor sets for the job.
 const OURS: [&str; 3] = ["REKINDLE_JOB", "REKINDLE_RUN_ID", "REKINDLE_SOCKET"];
 
 fn job(config: &Config, rules: &mut Rules) {
@@ -325,7 +324,7 @@ fn watch(config: &Config, rules: &mut Rules) {
     }
 }
 
-/// More is a program, not a table; and each line of the output is held against all of them.
+/// More rules would be a program, and each line of output is compared with all of them.
 const MOST_RULES: usize = 99;
 
 fn endings(config: &Config, rules: &mut Rules) {

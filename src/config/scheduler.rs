@@ -13,11 +13,11 @@ use super::value::Malformed;
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
 pub struct Scheduler {
-    /// Which one it is.
+    /// Which scheduler it is.
     pub profile: Profile,
-    /// How a job that was stopped gets into the queue again.
+    /// How a stopped job is queued again.
     pub requeue: Requeue,
-    /// When the job must be gone; unset means what the scheduler says.
+    /// When the job must have ended; unset means the scheduler's time limit.
     pub deadline: Option<Deadline>,
 }
 
@@ -25,17 +25,17 @@ pub struct Scheduler {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Profile {
-    /// The one that the environment tells of.
+    /// The scheduler that the environment indicates.
     #[default]
     Auto,
     /// Slurm.
     Slurm,
-    /// Grid Engine, by whichever name.
+    /// Grid Engine and its variants.
     Sge,
     /// HTCondor.
     #[serde(rename = "htcondor")]
     HtCondor,
-    /// None.
+    /// No scheduler.
     None,
 }
 
@@ -43,24 +43,24 @@ pub enum Profile {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Requeue {
-    /// The scheduler does it when it sees the exit code.
+    /// The scheduler does it, because of the exit code.
     #[default]
     ExitCode,
-    /// `scontrol requeue` does it, for a Slurm that has no RequeueExit.
+    /// `scontrol requeue` does it, for a Slurm without RequeueExit.
     Scontrol,
 }
 
-/// When a job must be gone.
+/// When a job must have ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Deadline {
     /// At this time.
     At(DateTime<Utc>),
-    /// So long after rekindle began.
+    /// This long after rekindle was started.
     After(Duration),
 }
 
-/// Times without an offset are those of the clock on the wall.
+/// Times without an offset are local times.
 const LOCAL: [&str; 4] = ["%Y-%m-%dT%H:%M:%S", "%Y-%m-%dT%H:%M", "%Y-%m-%d %H:%M:%S", "%Y-%m-%d %H:%M"];
 
 impl FromStr for Deadline {
@@ -79,7 +79,7 @@ impl FromStr for Deadline {
             return Ok(Deadline::At(time.to_utc()));
         }
         let local = LOCAL.iter().find_map(|format| NaiveDateTime::parse_from_str(text, format).ok());
-        // Where the clock is put back a time comes twice: the first is the safe one.
+        // When the clock is set back, a time occurs twice: the first one is the safe choice.
         let time = local.and_then(|time| time.and_local_timezone(Local).earliest()).ok_or(Malformed)?;
         Ok(Deadline::At(time.to_utc()))
     }

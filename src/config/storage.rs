@@ -1,4 +1,4 @@
-//! The leaf values of the store and its replica: compression, bounds of size, and the address of an object store.
+//! Values of the store and its replica: compression, size limits, and the address of an object store.
 
 use std::str::FromStr;
 
@@ -8,22 +8,22 @@ use rekindle_store::persist;
 
 use super::value::{ByteSize, Malformed, NumberOrText};
 
-/// How many threads store an image.
+/// Number of threads that store an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(try_from = "NumberOrText", into = "NumberOrText")]
 pub enum Threads {
-    /// By how many processors there are.
+    /// Depends on the number of processors.
     #[default]
     Auto,
-    /// So many, 1 to [`Threads::MOST`].
+    /// This number, 1 to [`Threads::MOST`].
     Count(u8),
 }
 
 impl Threads {
-    /// More do not make any disk faster.
+    /// More threads are not faster on any disk.
     pub const MOST: u8 = 64;
 
-    /// How many they are among so many processors.
+    /// The number of threads for this number of processors.
     #[must_use]
     pub fn among(self, processors: usize) -> usize {
         match self {
@@ -55,14 +55,14 @@ impl From<Threads> for NumberOrText {
     }
 }
 
-/// How large something may become.
+/// A limit of a size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(try_from = "NumberOrText", into = "String")]
 pub enum SizeLimit {
-    /// As large as it likes.
+    /// No limit.
     #[default]
     Unlimited,
-    /// So many bytes.
+    /// This many bytes.
     AtMost(ByteSize),
 }
 
@@ -105,13 +105,13 @@ impl From<SizeLimit> for String {
     }
 }
 
-/// The most bytes that one repack writes, to free the space of unneeded content.
+/// Maximum bytes that one repack writes to free the space of unneeded content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "NumberOrText", into = "String")]
 pub enum Repack {
-    /// Nothing.
+    /// No repacking.
     Off,
-    /// So many bytes.
+    /// This many bytes.
     UpTo(ByteSize),
 }
 
@@ -135,13 +135,13 @@ impl From<Repack> for String {
     }
 }
 
-/// How much of the store is read each second to find damage, while there is nothing else to do.
+/// Bytes of the store read per second to find damage, while there is nothing else to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "NumberOrText", into = "String")]
 pub enum VerifyRate {
-    /// Nothing.
+    /// Off.
     Off,
-    /// So many bytes.
+    /// This many bytes.
     PerSecond(ByteSize),
 }
 

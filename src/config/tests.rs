@@ -1,4 +1,4 @@
-//! The configuration as a user meets it: text in, values or messages out.
+//! The configuration as users see it: text in, values or messages out.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -16,16 +16,17 @@ use rekindle_store::options::Copies;
 use rekindle_store::replica::ReplicaUrl;
 
 mod layering;
+mod pages;
 mod refusals;
 mod sample;
 mod trust;
 
-/// Loads text as the file, without the environment's or any flag's help.
+/// Loads text as the file, without environment and flags.
 fn load_text(text: &str) -> Result<Config, Error> {
     load_layers(text, &[], &Overrides::default()).map(|effective| effective.config)
 }
 
-/// Loads text as a file of a folder that only we can write.
+/// Loads text as a file in a folder that only we can write to.
 fn load_layers(text: &str, env: &[(&str, &str)], overrides: &Overrides) -> Result<Effective, Error> {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("rekindle.toml");
@@ -35,7 +36,7 @@ fn load_layers(text: &str, env: &[(&str, &str)], overrides: &Overrides) -> Resul
     effective(Some(&path), env, overrides)
 }
 
-/// The problems of `text`, each as it is printed, without the folder.
+/// The problems of `text` as they are printed, without the folder.
 fn problems(text: &str) -> Vec<String> {
     told(load_layers(text, &[], &Overrides::default()))
 }
@@ -54,7 +55,7 @@ fn told(result: Result<Effective, Error>) -> Vec<String> {
     }
 }
 
-/// Every key set to something that is not its default.
+/// Every key is set to a value other than its default.
 const FULL: &str = r#"
 version = 1
 [job]
@@ -72,6 +73,7 @@ allow-io-uring = true
 limits = { nofile = 65536, memlock = "unlimited", stack = "64MiB" }
 [gpu]
 nccl = "off"
+hwloc = "off"
 [files]
 track = ["/data/db"]
 [network]
@@ -121,6 +123,7 @@ keep-last = 9
 rate = "1MiB"
 [restart]
 max-restarts = 0
+on-process-death = "any"
 window = "2days"
 backoff = "0s"
 backoff-max = "0s"
@@ -138,6 +141,7 @@ no-notify-for = "1m"
 action = "snapshot-and-stop"
 log-silence-after = "off"
 gpu-faults = "off"
+interruption = ["aws", "google"]
 [scheduler]
 profile = "sge"
 requeue = "scontrol"
@@ -211,7 +215,7 @@ fn every_key_can_be_set() {
     assert_eq!(config.log.max_size.bytes(), 3 << 19);
     assert_eq!(config.files.track, [Path::new("/data/db")]);
     assert_eq!(config.restart.changed_files, ChangedFiles::Warn);
-    // Nothing was left at its default, so no key of the list is read into nowhere.
+    // No key has its default value, so every key of the list is read.
     let (set, built_in) = (table(&config), table(&Config::default()));
     let excepted = ["version", "job.environment", "network.mode", "network.uplink"];
     for key in keys::KEYS.iter().filter(|key| !excepted.contains(&key.path)) {
@@ -254,7 +258,7 @@ fn values_of_the_environment_are_never_shown() {
     for shown in &shown {
         assert!(shown.contains("TOKEN") && shown.contains(HIDDEN) && !shown.contains("hunter2"), "{shown}");
     }
-    // Nor in what is said about a mistake with them.
+    // They are not shown in messages about mistakes either.
     for broken in [
         "environment = \"TOKEN=hunter2\"",
         "environment = { TOKEN = [\"hunter2\"] }",
@@ -312,8 +316,7 @@ fn without_a_file_the_defaults_hold_and_are_valid() {
     assert_eq!(defaults, Config::default());
     assert_eq!(rules::broken(&defaults), []);
     let missing = Path::new("/nonexistent/rekindle.toml");
-    assert!(matches!(file::when_present(missing), Ok(None)));
-    let error = load(Some(missing), std::iter::empty(), &Overrides::default()).unwrap_err();
+    let error = effective(Some(missing), std::iter::empty(), &Overrides::default()).unwrap_err();
     assert_eq!(error.to_string(), "cannot read the configuration /nonexistent/rekindle.toml");
 }
 

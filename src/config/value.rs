@@ -1,4 +1,4 @@
-//! The leaf values: how each is written in TOML and in an environment variable, both ways.
+//! Simple values: how each is written in TOML and in environment variables, and parsed.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -36,7 +36,7 @@ pub(super) mod duration {
 pub enum Limit {
     /// RLIM_INFINITY.
     Unlimited,
-    /// Bytes, seconds, microseconds or a count, as the limit wants it.
+    /// Bytes, seconds, microseconds or a count, depending on the limit.
     Value(u64),
 }
 
@@ -62,19 +62,19 @@ impl From<Limit> for NumberOrText {
     }
 }
 
-/// How much may be written each second.
+/// Maximum bytes written per second.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(try_from = "NumberOrText", into = "String")]
 pub enum Rate {
-    /// As fast as it goes.
+    /// No limit.
     #[default]
     Unlimited,
-    /// So many bytes.
+    /// This many bytes.
     PerSecond(ByteSize),
 }
 
 impl Rate {
-    /// Bytes a second, if there is a limit.
+    /// Bytes per second, if there is a limit.
     #[must_use]
     pub fn bytes(self) -> Option<u64> {
         match self {
@@ -108,11 +108,11 @@ impl From<Rate> for String {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Interval {
-    /// With this much time between the end of one and the start of the next.
+    /// With this time between the end of one snapshot and the start of the next.
     Every(Duration),
     /// Chosen from what a snapshot costs and how often the job fails ([`rekindle_base::interval`]).
     Auto,
-    /// Only when asked to.
+    /// Only on request.
     Off,
 }
 
@@ -158,7 +158,7 @@ impl From<Interval> for String {
 pub struct Umask(u32);
 
 impl Umask {
-    /// The bits that new files do not get, 0 to 0o777.
+    /// The bits that are cleared in the mode of new files, 0 to 0o777.
     #[must_use]
     pub const fn bits(self) -> u32 {
         self.0
@@ -169,7 +169,7 @@ impl TryFrom<String> for Umask {
     type Error = Malformed;
 
     fn try_from(text: String) -> Result<Umask, Malformed> {
-        // from_str_radix takes a sign.
+        // from_str_radix accepts a sign.
         if !text.bytes().all(|b| b.is_ascii_digit()) {
             return Err(Malformed);
         }
@@ -219,8 +219,8 @@ impl From<Stdin> for String {
     }
 }
 
-/// Environment variables. `Debug` and `Serialize` write [`HIDDEN`] in place of the values: they are often secrets, and
-/// what is printed ends in logs and manifests.
+/// Environment variables. `Debug` and `Serialize` write [`HIDDEN`] instead of the values: they are often secrets, and
+/// printed text ends in logs and manifests.
 #[derive(Clone, PartialEq, Eq, Default, Deserialize)]
 #[serde(transparent)]
 pub struct Environment(BTreeMap<String, String>);

@@ -1,30 +1,35 @@
-//! The values of `[watch]` and `[[rules]]`: when a job hangs, and what is done about which end or line of output.
+//! The values of `[watch]` and `[[rules]]`: when a job counts as hung, and what to do about an end or a line of output.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
 use nix::sys::signal::Signal;
+use rekindle_base::notice::Cloud;
+use serde::de::IntoDeserializer;
 use serde::{Deserialize, Serialize};
 
 use super::value::Malformed;
 
-/// `[watch]`: when a job that has not ended is taken for hung.
+/// `[watch]`: when a job that has not ended counts as hung.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
 pub struct Watch {
-    /// How long it may print nothing.
+    /// How long it may write no output.
     pub no_output_for: Patience,
     /// How long it may use neither a processor nor a GPU.
     pub no_cpu_for: Patience,
     /// How long it may send no `WATCHDOG=1`.
     pub no_notify_for: Patience,
-    /// What is done then.
+    /// What to do if it hangs.
     pub action: HangAction,
-    /// After how long without output the log says so; nothing is done.
+    /// Time without output after which this is logged, without further action.
     pub log_silence_after: Patience,
     /// Whether faults of GPUs are watched while the job runs.
     pub gpu_faults: GpuFaults,
+    /// Which cloud is asked whether it interrupts this machine.
+    pub interruption: Interruption,
 }
 
 impl Default for Watch {
@@ -36,17 +41,18 @@ impl Default for Watch {
             action: HangAction::default(),
             log_silence_after: Patience::For(Duration::from_secs(1800)),
             gpu_faults: GpuFaults::default(),
+            interruption: Interruption::default(),
         }
     }
 }
 
-/// How long something may last.
+/// A time limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Patience {
-    /// For ever.
+    /// No limit.
     Off,
-    /// So long.
+    /// This time.
     For(Duration),
 }
 
@@ -85,7 +91,7 @@ impl From<Patience> for String {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum HangAction {
-    /// It is reported, and nothing else.
+    /// It is only reported.
     #[default]
     Notify,
     /// The job is ended and restored from its newest image.
@@ -98,45 +104,98 @@ pub enum HangAction {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum GpuFaults {
-    /// Where there is an NVIDIA driver, and the job uses a GPU.
+    /// If there is an NVIDIA driver, and the job uses a GPU.
     #[default]
     Auto,
     /// Only at the end of the job.
     Off,
 }
 
+/// `watch.interruption`: which cloud is asked whether it interrupts this machine.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(try_from = "WordOrClouds", into = "WordOrClouds")]
+pub enum Interruption {
+    /// The cloud that this machine is in, by its firmware; none elsewhere.
+    #[default]
+    Auto,
+    /// None.
+    Off,
+    /// These.
+    Clouds(Vec<Cloud>),
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(untagged)]
+enum WordOrClouds {
+    Word(String),
+    Clouds(Vec<Cloud>),
+}
+
+fn cloud(name: &str) -> Result<Cloud, Malformed> {
+    Cloud::deserialize(name.into_deserializer()).map_err(|_: serde::de::value::Error| Malformed)
+}
+
+impl TryFrom<WordOrClouds> for Interruption {
+    type Error = Malformed;
+
+    fn try_from(from: WordOrClouds) -> Result<Interruption, Malformed> {
+        let clouds = match from {
+            WordOrClouds::Word(word) if word == "auto" => return Ok(Interruption::Auto),
+            WordOrClouds::Word(word) if word == "off" => return Ok(Interruption::Off),
+            // The environment has no lists.
+            WordOrClouds::Word(words) => words.split([',', ' ']).map(cloud).collect::<Result<_, _>>()?,
+            WordOrClouds::Clouds(clouds) => clouds,
+        };
+        if clouds.is_empty() {
+            return Err(Malformed);
+        }
+        let unique: BTreeSet<Cloud> = clouds.into_iter().collect();
+        Ok(Interruption::Clouds(unique.into_iter().collect()))
+    }
+}
+
+impl From<Interruption> for WordOrClouds {
+    fn from(from: Interruption) -> WordOrClouds {
+        match from {
+            Interruption::Auto => WordOrClouds::Word("auto".into()),
+            Interruption::Off => WordOrClouds::Word("off".into()),
+            Interruption::Clouds(clouds) => WordOrClouds::Clouds(clouds),
+        }
+    }
+}
+
 /// One of `[[rules]]`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Rule {
-    /// What it is for: all that is named has to hold.
+    /// The conditions. All must match.
     #[serde(rename = "match")]
     pub matches: Match,
-    /// What is done.
+    /// The action.
     pub action: RuleAction,
-    /// For a rewind: to the newest image (1), the one before it (2), and so on.
+    /// For a rewind: the newest image (1), the one before it (2), and so on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub images: Option<u32>,
-    /// For a rewind: how often, in one run, before the job is given up.
+    /// For a rewind: how often it is done in one run before the job is given up.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_rewinds: Option<u32>,
 }
 
 impl Rule {
-    /// `images`, or the newest.
+    /// `images`, by default 1.
     #[must_use]
     pub fn images(&self) -> usize {
         self.images.and_then(|n| usize::try_from(n).ok()).unwrap_or(1)
     }
 
-    /// `max-rewinds`, or 3.
+    /// `max-rewinds`, by default 3.
     #[must_use]
     pub fn max_rewinds(&self) -> u32 {
         self.max_rewinds.unwrap_or(3)
     }
 }
 
-/// What a rule does.
+/// The action of a rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RuleAction {
@@ -146,7 +205,7 @@ pub enum RuleAction {
     GiveUp,
     /// A final snapshot is taken if the job still runs, and rekindle exits with 75.
     SnapshotAndStop,
-    /// The job goes back to an older image.
+    /// The job is rewound to an older image.
     Rewind,
 }
 
@@ -186,21 +245,21 @@ pub struct Match {
 }
 
 impl Match {
-    /// Whether it names nothing.
+    /// Whether there are no conditions.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         *self == Match::default()
     }
 
-    /// Whether it is for the output of a job that runs: it names nothing that an end has.
+    /// Whether it applies to the output of a running job: no condition is about an end.
     #[must_use]
     pub fn is_of_output(&self) -> bool {
         let Match { exit_code, signal, cause, xid, log, above: _ } = self;
         log.is_some() && exit_code.is_empty() && signal.is_empty() && cause.is_empty() && xid.is_empty()
     }
 
-    /// Whether a line of output fits. A number that is none (nan, inf, text) is above every value: that is what a training
-    /// that went wrong prints.
+    /// Whether a line of output matches. A value that is not a number (nan, inf, text) counts as above every limit: a
+    /// training that went wrong prints such values.
     #[must_use]
     pub fn line(&self, line: &[u8]) -> bool {
         let Some(pattern) = &self.log else { return false };
@@ -296,7 +355,7 @@ impl From<SignalName> for String {
     }
 }
 
-/// The name of a [`Cause`](rekindle_base::cause::Cause) that a rule can be for.
+/// The name of a [`Cause`](rekindle_base::cause::Cause) for rules.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum CauseName {
@@ -304,15 +363,17 @@ pub enum CauseName {
     Exit,
     /// A signal.
     Signal,
-    /// The kernel killed it for want of memory.
+    /// A signal killed one of its processes (`restart.on-process-death`).
+    ProcessDied,
+    /// The kernel killed it for lack of memory.
     OutOfMemory,
     /// A GPU failed.
     GpuFault,
     /// It hung.
     Hang,
-    /// A snapshot could not set it going again.
+    /// The job could not be resumed after a snapshot.
     SnapshotLost,
-    /// The rest of its memory did not come.
+    /// The rest of its memory could not be restored.
     MemoryLost,
 }
 
@@ -322,7 +383,7 @@ pub enum CauseName {
 pub struct Pattern(regex::bytes::Regex);
 
 impl Pattern {
-    /// How many groups it has, the whole (group 0) among them.
+    /// Number of groups, including the whole match (group 0).
     #[must_use]
     pub fn groups(&self) -> usize {
         self.0.captures_len()
@@ -347,7 +408,7 @@ impl TryFrom<String> for Pattern {
     type Error = String;
 
     fn try_from(text: String) -> Result<Pattern, String> {
-        /// Of the compiled program; a slip such as (a{1000}){1000} needs more.
+        /// Maximum size of the compiled program; a mistake such as (a{1000}){1000} needs more.
         const LARGEST: usize = 1 << 20;
         let built = regex::bytes::RegexBuilder::new(&text).size_limit(LARGEST).build();
         built
@@ -362,7 +423,7 @@ impl From<Pattern> for String {
     }
 }
 
-/// A number in a line, and the value from which on the rule fits.
+/// A number in a line, and the value from which on the rule matches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Above {
@@ -434,6 +495,18 @@ mod tests {
             assert_eq!(above.line(line.as_bytes()), fits, "{line}");
         }
         assert!(above.line(b"\xff\xfe loss nan \xff"), "output need not be text");
+    }
+
+    #[test]
+    fn clouds_are_a_word_or_a_list() {
+        let read = |value: &str| toml::from_str::<Watch>(&format!("interruption = {value}")).map(|it| it.interruption);
+        let clouds = |clouds: &[Cloud]| Ok(Interruption::Clouds(clouds.to_vec()));
+        assert_eq!((read("\"auto\""), read("\"off\"")), (Ok(Interruption::Auto), Ok(Interruption::Off)));
+        assert_eq!(read("[\"azure\", \"aws\", \"azure\"]"), clouds(&[Cloud::Aws, Cloud::Azure]), "each once");
+        assert_eq!(read("\"aws,google\""), clouds(&[Cloud::Aws, Cloud::Google]), "as in the environment");
+        for wrong in ["\"\"", "\"on\"", "[]", "[\"auto\"]", "true", "[\"AWS\"]", "\"aws,\""] {
+            assert!(read(wrong).is_err(), "{wrong}");
+        }
     }
 
     #[test]

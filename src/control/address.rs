@@ -1,15 +1,17 @@
-//! Where a control socket is: `DIRECTORY/JOB-HASH.sock`, named as the job's place in memory is.
+//! The path of a control socket: `DIRECTORY/JOB-HASH.sock`, with the same name as the job's place in memory.
 //!
-//! A name appears with a socket that answers, and replaces the one that a dead supervisor left: it is bound under a
-//! temporary name and renamed. Files of other dead supervisors are removed by the next one that begins; `.control.lock`
-//! keeps two of them from doing it at a time, because between the look at a file and its removal a living one could get the
-//! name.
+//! A socket is bound under a temporary name and renamed, so a name always leads to a socket that answers, and replaces
+//! that of a dead supervisor. The next supervisor that starts removes files of other dead supervisors. `.control.lock`
+//! allows only one at a time to do this, because a live supervisor could get the name between the check of a file and
+//! its removal.
 //!
-//! Beside it is `JOB-HASH.word`, the job's own ([`crate::job_api`]). It is bound to its name at once, because CRIU leads a job's
-//! socket back to the name that the other end was bound to, and it must answer before the job is there.
+//! Beside it is `JOB-HASH.word`, the socket for the job ([`crate::job_api`]). It is bound directly to its name, because
+//! CRIU reconnects a job's socket to the name that the other end was bound to, and it must answer before the job
+//! exists.
 //!
-//! A path for a socket has at most 107 bytes (sun_path, unix(7)), and a folder may have more: the folder is opened and the
-//! socket named below `/proc/self/fd/N`. A folder that others can write, or that is below one, is not used (`trust`).
+//! The path of a socket has at most 107 bytes (sun_path, unix(7)), but the path of a folder may be longer: so the
+//! folder is opened, and the socket is named below `/proc/self/fd/N`. A folder that others can write to, or that is
+//! below such a folder, is refused (`trust`).
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
@@ -23,16 +25,16 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, soc
 
 use super::trust;
 
-/// How the name of a socket ends.
+/// Suffix of the control socket.
 const SUFFIX: &str = ".sock";
-/// How the name of the job's own ends.
+/// Suffix of the job's socket.
 const WORD_SUFFIX: &str = ".word";
-/// How it starts before it has its name.
+/// Prefix of temporary names.
 const TEMPORARY: &str = ".tmp-";
-/// Between its making and its rename a temporary one does not answer either.
+/// Age from which a temporary socket is removed: between its creation and its rename it does not answer either.
 const SETTLES: Duration = Duration::from_secs(60);
 
-/// A socket that others find.
+/// A control socket with its final name.
 #[derive(Debug)]
 pub struct Bound {
     listener: UnixListener,
@@ -51,7 +53,7 @@ impl Bound {
         let (new, path) = (directory.join(&temporary), directory.join(format!("{name}{SUFFIX}")));
         remove(&new)?;
         let listener = UnixListener::bind(below(&folder, &temporary))?;
-        // Whoever could connect before this is asked who it is all the same.
+        // A client that connects before this is checked too.
         let made = fs::set_permissions(&new, fs::Permissions::from_mode(0o600))
             .and_then(|()| listener.set_nonblocking(true))
             .and_then(|()| fs::symlink_metadata(&new))
@@ -60,13 +62,13 @@ impl Bound {
         Ok(Bound { listener, path, inode })
     }
 
-    /// Where it is.
+    /// Its path.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// What is bound.
+    /// The bound socket.
     #[must_use]
     pub fn listener(&self) -> &UnixListener {
         &self.listener
@@ -79,7 +81,7 @@ impl Drop for Bound {
     }
 }
 
-/// A socket that the job finds.
+/// A socket for the job.
 #[derive(Debug)]
 pub struct SocketPath {
     socket: UnixDatagram,
@@ -96,7 +98,7 @@ impl SocketPath {
         let (_folder, _lock) = enter(directory)?;
         let path = directory.join(format!("{name}{WORD_SUFFIX}"));
         remove(&path)?;
-        // Under its whole name, or CRIU would not know it by that.
+        // Bound to its complete path, by which CRIU must find it.
         let socket = UnixDatagram::bind(&path)?;
         let made = fs::set_permissions(&path, fs::Permissions::from_mode(0o600))
             .and_then(|()| std::os::unix::fs::lchown(&path, user, None))
@@ -106,13 +108,13 @@ impl SocketPath {
         Ok(SocketPath { socket, path, inode })
     }
 
-    /// Where it is.
+    /// Its path.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// What is bound.
+    /// The bound socket.
     #[must_use]
     pub fn socket(&self) -> &UnixDatagram {
         &self.socket
@@ -133,7 +135,7 @@ fn enter(directory: &Path) -> io::Result<(OwnedFd, File)> {
         trust::check_above(above)?;
     }
     DirBuilder::new().recursive(true).mode(0o755).create(directory)?;
-    // The job's user must get to it, whatever the umask.
+    // The job's user must be able to reach it, whatever the umask is.
     missing.iter().try_for_each(|folder| fs::set_permissions(folder, fs::Permissions::from_mode(0o755)))?;
     trust::check(directory)?;
     let folder = open(directory)?;
@@ -142,7 +144,7 @@ fn enter(directory: &Path) -> io::Result<(OwnedFd, File)> {
     Ok((folder, lock))
 }
 
-/// Removes the name, unless it is another's by now.
+/// Removes the name, unless another socket has it now.
 fn forget(path: &Path, inode: u64) {
     let _lock = path.parent().map(lock);
     if fs::symlink_metadata(path).is_ok_and(|meta| meta.ino() == inode) {
@@ -153,8 +155,8 @@ fn forget(path: &Path, inode: u64) {
 /// Connects without waiting: the queue of a stuck supervisor may be full.
 ///
 /// # Errors
-/// `NotFound` and `ConnectionRefused` where there is no supervisor, `WouldBlock` where it takes nobody in,
-/// `PermissionDenied` where others could have put the socket there.
+/// `NotFound` and `ConnectionRefused` if there is no supervisor, `WouldBlock` if its queue is full, `PermissionDenied`
+/// if others could have created the socket.
 pub fn reach(path: &Path) -> io::Result<UnixStream> {
     let (directory, name) = match (path.parent(), path.file_name().and_then(|name| name.to_str())) {
         (Some(directory), Some(name)) => (directory, name),
@@ -162,6 +164,28 @@ pub fn reach(path: &Path) -> io::Result<UnixStream> {
     };
     trust::check(directory)?;
     reach_in(&open(directory)?, name, SockType::Stream).map(UnixStream::from)
+}
+
+/// The control sockets in a folder, of live and of dead supervisors, sorted. Empty if there is no such folder.
+///
+/// # Errors
+/// `PermissionDenied` if others could have created the sockets; the kernel's error if the folder cannot be read.
+pub fn sockets(directory: &Path) -> io::Result<Vec<PathBuf>> {
+    if fs::symlink_metadata(directory).is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
+        return Ok(Vec::new());
+    }
+    trust::check(directory)?;
+    let mut found = Vec::new();
+    for entry in fs::read_dir(directory)? {
+        let entry = entry?;
+        let name = entry.file_name();
+        let is_ours = name.to_str().is_some_and(|name| name.ends_with(SUFFIX) && !name.starts_with(TEMPORARY));
+        if is_ours && entry.file_type().is_ok_and(|kind| kind.is_socket()) {
+            found.push(entry.path());
+        }
+    }
+    found.sort();
+    Ok(found)
 }
 
 fn reach_in(folder: &OwnedFd, name: &str, kind: SockType) -> io::Result<OwnedFd> {
@@ -176,12 +200,21 @@ fn open(directory: &Path) -> io::Result<OwnedFd> {
     Ok(OpenOptions::new().read(true).custom_flags(flags).open(directory)?.into())
 }
 
-/// At most 16 and 78 bytes: a job's name has 64.
+/// How many supervisors have a control socket in the folder that answers.
+///
+/// # Errors
+/// Those of [`sockets`].
+pub fn living(directory: &Path) -> io::Result<usize> {
+    let is_living = |path: &PathBuf| reach(path).map_or_else(|error| !is_gone(&error), |_| true);
+    Ok(sockets(directory)?.iter().filter(|path| is_living(path)).count())
+}
+
+/// A path of at most 16 and 78 bytes: a job's name has at most 64.
 fn below(folder: &impl AsFd, name: &str) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}/{name}", folder.as_fd().as_raw_fd()))
 }
 
-/// A file of its own, for root only: whoever could open the folder could hold a lock on it for ever.
+/// Locks a separate file that only root can open: anybody who could open the folder could hold a lock on it for ever.
 fn lock(directory: &Path) -> io::Result<File> {
     let path = directory.join(".control.lock");
     let options = || OpenOptions::new().write(true).create(true).mode(0o600).custom_flags(libc::O_NOFOLLOW).open(&path);
@@ -190,7 +223,7 @@ fn lock(directory: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-/// What cannot be removed does no harm.
+/// Removes files of dead supervisors. A file that cannot be removed does no harm.
 fn sweep(directory: &Path, folder: &OwnedFd) {
     for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
         let name = entry.file_name();
@@ -220,7 +253,7 @@ fn remove(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Whether an error of [`reach`] says that nobody is there.
+/// Whether an error of [`reach`] means that there is no supervisor.
 #[must_use]
 pub fn is_gone(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused)
@@ -235,7 +268,7 @@ mod tests {
     fn a_socket_replaces_a_dead_one_and_sweeps_the_others() {
         let dir = tempfile::tempdir().unwrap();
         for name in ["a", "b"] {
-            // Its file remains, as after a kill -9.
+            // Its file remains, as after SIGKILL.
             drop(UnixListener::bind(dir.path().join(format!("{name}.sock"))).unwrap());
             drop(UnixDatagram::bind(dir.path().join(format!("{name}.word"))).unwrap());
         }
@@ -248,14 +281,25 @@ mod tests {
         assert_eq!(names, [".control.lock", "a.sock", "a.word", "c.sock", "x.sock"]);
         reach(a.path()).unwrap();
         reach(living.path()).unwrap();
+        assert_eq!(super::living(dir.path()).unwrap(), 2, "a file that is no socket is not one");
+        assert_eq!(sockets(dir.path()).unwrap(), [a.path(), living.path()]);
+        assert!(sockets(&dir.path().join("none")).unwrap().is_empty());
         assert_eq!(fs::symlink_metadata(a.path()).unwrap().mode() & 0o777, 0o600);
         let path = a.path().to_owned();
-        // One that has the name by now keeps it.
+        // A socket that has the name now keeps it.
         let next = Bound::new(dir.path(), "a").unwrap();
         drop(a);
         reach(&path).unwrap();
         drop(next);
         assert!(is_gone(&reach(&path).unwrap_err()));
+    }
+
+    #[test]
+    fn sockets_that_others_could_have_made_are_not_listed() {
+        let dir = tempfile::tempdir().unwrap();
+        let _bound = Bound::new(dir.path(), "a").unwrap();
+        fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o777)).unwrap();
+        assert_eq!(sockets(dir.path()).unwrap_err().kind(), io::ErrorKind::PermissionDenied);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The other end of a control socket.
+//! The client side of a control socket.
 
 use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
@@ -12,7 +12,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use super::address;
 use super::protocol::{self, Answer, Fault, Request};
 
-/// An answer is a `state.json` at most, which is some KiB.
+/// Maximum size of an answer; the largest is a `state.json` of some KiB.
 const MAX_ANSWER: usize = 4 << 20;
 
 /// Why there is no answer, or a wrong one.
@@ -21,10 +21,10 @@ pub enum Error {
     /// There is no supervisor.
     #[error("no supervisor listens at {}", .0.display())]
     Gone(PathBuf),
-    /// It could not be asked.
+    /// The request could not be sent.
     #[error("cannot reach the supervisor at {}", path.display())]
     Io {
-        /// Where.
+        /// The socket.
         path: PathBuf,
         /// The kernel's answer.
         #[source]
@@ -36,10 +36,10 @@ pub enum Error {
     /// It ended in the meantime.
     #[error("the supervisor ended before it answered")]
     Ended,
-    /// What it said cannot be understood: it is of another version.
+    /// The answer cannot be parsed: the supervisor has another version.
     #[error("cannot read the supervisor's answer")]
     Odd(#[source] serde_json::Error),
-    /// It says no.
+    /// The supervisor refused.
     #[error(transparent)]
     Fault(#[from] Fault),
 }
@@ -53,7 +53,7 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects; waits for nothing.
+    /// Connects without waiting.
     ///
     /// # Errors
     /// [`Error::Gone`], [`Error::Silent`], [`Error::Io`].
@@ -71,7 +71,7 @@ impl Client {
     /// # Errors
     /// [`Error::Ended`], [`Error::Io`].
     pub fn send(&mut self, request: &Request) -> Result<(), Error> {
-        // A request is shorter than any socket's buffer, which is empty: it is written at once or not at all.
+        // A request is shorter than a socket's empty buffer: it is written at once or not at all.
         let written = self.stream.write_all(&request.to_line());
         written.map_err(|source| self.failed(source))
     }
@@ -124,21 +124,21 @@ impl Client {
     }
 }
 
-/// Asks one supervisor, and waits until `until`, or for as long as it takes.
+/// Asks one supervisor, and waits until `until`, or without a limit.
 ///
 /// # Errors
 /// Any other error.
 pub fn ask(path: &Path, request: &Request, until: Option<Instant>) -> Result<Answer, Error> {
     let mut client = Client::connect(path)?;
     match client.send(request) {
-        // It may have said why before it hung up.
+        // It may have sent the reason before it closed the connection.
         Err(Error::Ended) => client.answer(until),
         Err(error) => Err(error),
         Ok(()) => client.answer(until),
     }
 }
 
-/// Asks all of them the same at once. All have the same time, however many there are.
+/// Asks all of them the same at once. The time limit is for all together.
 pub fn ask_all(paths: &[Option<PathBuf>], request: &Request, patience: Duration) -> Vec<Option<Result<Answer, Error>>> {
     let until = Instant::now() + patience;
     let connect = |path: &PathBuf| {

@@ -6,8 +6,8 @@
 //! {"version":1,"error":{"code":"refused","message":"the job is suspended: resume it first"}}
 //! ```
 //!
-//! A field that a request does not have is an error: an older supervisor must not do half of what was asked. Answers only
-//! ever gain fields, and who reads them ignores those it does not know.
+//! An unknown field in a request is an error: an older supervisor must not do half of a request. Later versions may add
+//! fields to answers; clients ignore unknown ones.
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -16,38 +16,38 @@ use serde_json::{Map, Value};
 use crate::published::Published;
 use rekindle_store::{ImageId, Tag};
 
-/// Of requests and answers.
+/// Version of requests and answers.
 pub const VERSION: u32 = 1;
-/// Of a request, its end included. The longest that makes sense, a snapshot with 64 tags, has 5 KiB.
+/// Maximum bytes of a request, with its line end. The longest sensible one, a snapshot with 64 tags, has 5 KiB.
 pub const MAX_LINE: usize = 64 << 10;
 
-/// What can be asked.
+/// A request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Request {
-    /// What the supervisor publishes.
+    /// The published state.
     Status,
-    /// A snapshot now; answered when there is an image, or none.
+    /// A snapshot now; answered when there is an image or the snapshot failed.
     Snapshot(Snapshot),
     /// A snapshot, then the end of the job until it is resumed; answered when memory and GPUs are free.
     Suspend,
-    /// The end of that; answered when the job runs.
+    /// Resumes the job; answered when the job runs.
     Resume,
-    /// A final snapshot and the end; answered at once.
+    /// A final snapshot and then the end; answered at once.
     Stop(Stop),
-    /// Back to an image; answered when the job runs again.
+    /// Goes back to an image; answered when the job runs again.
     Rewind(Rewind),
 }
 
-/// The names of the requests, as they are on the line.
+/// The names of the requests in the protocol.
 pub const REQUESTS: [&str; 6] = ["status", "snapshot", "suspend", "resume", "stop", "rewind"];
 
 /// `snapshot`.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Snapshot {
-    /// Tags for the image. It gets them in the store, so the answer comes when it is stored.
+    /// Tags for the image. It gets them in the store, so the answer is sent when the image is stored.
     pub tags: Vec<Tag>,
-    /// Whether the answer comes when the image is in the store, not when it is in memory.
+    /// Whether the answer is sent when the image is stored, not when it is in memory.
     pub stored: bool,
 }
 
@@ -55,7 +55,7 @@ pub struct Snapshot {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Stop {
-    /// Without a snapshot, and without waiting for the store.
+    /// Stop without a snapshot, and without waiting until the last image is stored.
     pub now: bool,
 }
 
@@ -63,48 +63,48 @@ pub struct Stop {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Rewind {
-    /// An id or the begin of one, a number, a tag, `latest`; or `-N`, the newest but N - 1.
+    /// An id or its beginning, a number, a tag, `latest`; or `-N` for the Nth newest image.
     pub to: String,
 }
 
-/// What a request came to.
+/// The result of a request.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Answer {
-    /// What `state.json` says, or will say in a moment.
+    /// The content of `state.json`, which is perhaps not written yet.
     Status(Box<Published>),
     /// There is a new image.
     Snapshot(Snapped),
     /// The job has ended and can be resumed.
     Suspended {
-        /// From this image; without one from its beginning.
+        /// It will continue from this image; `None` means from the beginning.
         image: Option<ImageId>,
-        /// Why the image is not in the store, if it is not: it is lost with the machine's memory then.
+        /// Why the image is not stored, if it is not: then it is lost when the machine restarts.
         only_in_memory: Option<String>,
     },
     /// The job runs.
     Running {
-        /// It came from this image; without one from its beginning.
+        /// It was restored from this image; `None` means from the beginning.
         image: Option<ImageId>,
     },
     /// The job will be stopped.
     Stopping {},
 }
 
-/// An image that was asked for.
+/// A requested image.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Snapped {
-    /// Which.
+    /// The image.
     pub image: ImageId,
     /// The length of the freeze, in microseconds.
     pub freeze_us: u64,
-    /// Of the image.
+    /// Size of the image.
     pub bytes: u64,
     /// Whether it is stored. Otherwise it is being stored.
     pub stored: bool,
 }
 
-/// Why a request came to nothing.
+/// Why a request failed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{message}")]
 pub struct Fault {
@@ -114,43 +114,43 @@ pub struct Fault {
     pub message: String,
 }
 
-/// The kinds of [`Fault`].
+/// The kinds of [`Fault`]s.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Code {
     /// Not a JSON object.
     Malformed,
-    /// A version that is not spoken here.
+    /// An unsupported version.
     Version,
-    /// No request of that name.
+    /// An unknown request.
     UnknownRequest,
-    /// A request with a field that it does not have, or one that is wrong.
+    /// A request with an unknown field, or a wrong value.
     BadRequest,
     /// Longer than [`MAX_LINE`].
     TooLong,
-    /// Too late: half a line, and then nothing.
+    /// The request was not complete in time.
     Timeout,
     /// Too many clients.
     Busy,
-    /// Another user's.
+    /// The client is another user.
     Forbidden,
-    /// Not in the state that the job is in.
+    /// Impossible in the present state of the job.
     Refused,
-    /// It was tried.
+    /// It was tried and failed.
     Failed,
-    /// The supervisor is about to end.
+    /// The supervisor is ending.
     Ending,
-    /// To the job only: not just now, but soon.
+    /// Only for the job: impossible now, but possible soon.
     Later,
-    /// To the job only: it has been restored since.
+    /// Only for the job: it was restored since.
     Restored,
-    /// One that a newer version knows.
+    /// A code of a newer version.
     #[serde(other)]
     Other,
 }
 
 impl Fault {
-    /// One of this kind.
+    /// A fault of this kind.
     #[must_use]
     pub fn new(code: Code, message: impl Into<String>) -> Fault {
         Fault { code, message: message.into() }
@@ -172,7 +172,7 @@ enum Outcome {
 }
 
 impl Request {
-    /// Its name on the line.
+    /// Its name in the protocol.
     #[must_use]
     pub fn name(&self) -> &'static str {
         let [status, snapshot, suspend, resume, stop, rewind] = REQUESTS;
@@ -186,7 +186,7 @@ impl Request {
         }
     }
 
-    /// The line for it, its end included.
+    /// The line for this request, with its line end.
     #[must_use]
     pub fn to_line(&self) -> Vec<u8> {
         let fields = match self {
@@ -205,7 +205,7 @@ impl Request {
     /// Reads a line, with or without its end.
     ///
     /// # Errors
-    /// What is wrong with it, by name.
+    /// The problem, which names the field.
     pub fn parse(line: &[u8]) -> Result<Request, Fault> {
         let mut fields = fields(line)?;
         let name = name(&mut fields)?;
@@ -229,12 +229,12 @@ fn malformed(why: &dyn std::fmt::Display) -> Fault {
     Fault::new(Code::Malformed, format!("not a request: {why}"))
 }
 
-/// What a request consists of.
+/// The fields of a request.
 pub(crate) fn fields(text: &[u8]) -> Result<Map<String, Value>, Fault> {
     serde_json::from_slice(text).map_err(|error| malformed(&error))
 }
 
-/// Takes out its name, if it is of a version that is spoken here.
+/// Removes and returns its name, if its version is supported.
 pub(crate) fn name(fields: &mut Map<String, Value>) -> Result<String, Fault> {
     match fields.remove("version") {
         Some(Value::Number(version)) if version.as_u64() == Some(VERSION.into()) => {}
@@ -256,12 +256,12 @@ pub(crate) fn name(fields: &mut Map<String, Value>) -> Result<String, Fault> {
 #[serde(deny_unknown_fields)]
 pub(crate) struct Nothing {}
 
-/// The rest of it.
+/// Parses the remaining fields.
 pub(crate) fn read<T: DeserializeOwned, R>(fields: Value, make: impl FnOnce(T) -> R) -> Result<R, Fault> {
     serde_json::from_value(fields).map(make).map_err(|error| Fault::new(Code::BadRequest, error.to_string()))
 }
 
-/// The line for an answer, its end included.
+/// The line for an answer, with its line end.
 #[must_use]
 pub fn answer_line(result: Result<Answer, Fault>) -> Vec<u8> {
     let rest = result.map_or_else(Outcome::Error, Outcome::Ok);
@@ -271,7 +271,7 @@ pub fn answer_line(result: Result<Answer, Fault>) -> Vec<u8> {
 /// Reads the line of an answer.
 ///
 /// # Errors
-/// When it is none.
+/// When it is not an answer.
 pub fn parse_answer(line: &[u8]) -> serde_json::Result<Result<Answer, Fault>> {
     let line: Line<Outcome> = serde_json::from_slice(line)?;
     Ok(match line.rest {

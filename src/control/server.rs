@@ -1,7 +1,7 @@
 //! The one thread that serves all clients of a job's socket.
 //!
-//! A client sends a line and gets a line, any number of times, one at a time: nothing is read from it before it has its
-//! answer. The server waits for nobody: sockets do not block, a request goes to the owner of the state as a [`Call`]
+//! A client sends a line and gets a line, any number of times. Nothing more is read from it before it has its answer.
+//! The server never waits for anybody: sockets do not block, a request goes to the owner of the state as a [`Call`]
 //! whose answer comes through a channel, and `status` is answered here, from the state published last. Bounds:
 //! [`MAX_LINE`] bytes of a request, [`CLIENTS`] clients, [`PATIENCE`] until a line is complete and until an answer is
 //! read, [`IDLE`] without a request.
@@ -25,16 +25,16 @@ use super::address::Bound;
 use super::protocol::{self, Answer, Code, Fault, MAX_LINE, Request};
 use crate::published::Published;
 
-/// At a time.
+/// Maximum number of clients at a time.
 pub const CLIENTS: usize = 128;
-/// How long the rest of a line may take, and how long an answer may lie unread.
+/// Time limit for the rest of a line, and for reading an answer.
 pub const PATIENCE: Duration = Duration::from_secs(10);
-/// How long a client may say nothing.
+/// How long a client may be idle.
 pub const IDLE: Duration = Duration::from_secs(60);
-/// After the kernel refused to take in a client (no descriptors are left).
+/// Pause after the kernel could not accept a client (no descriptors are left).
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// Delivers a request; answers whether anybody receives it.
+/// Delivers a request; returns false if nobody receives it.
 type Deliver = Box<dyn Fn(Call) -> bool + Send>;
 
 /// A socket that is served until this is dropped.
@@ -77,13 +77,13 @@ impl Server {
         Ok(Server { bound, status, wake, ended, thread: Some(thread) })
     }
 
-    /// Where it is.
+    /// Its path.
     #[must_use]
     pub fn path(&self) -> &Path {
         self.bound.path()
     }
 
-    /// What `status` answers from now on.
+    /// Sets the answer to `status`.
     pub fn show(&self, published: &Published) {
         *lock(&self.status) = protocol::answer_line(Ok(Answer::Status(Box::new(published.clone()))));
     }
@@ -103,14 +103,14 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Where answers of other threads arrive.
+/// Receives answers of other threads.
 #[derive(Clone)]
 struct Desk {
     sender: mpsc::Sender<(u64, Result<Answer, Fault>)>,
     wake: Arc<EventFd>,
 }
 
-/// An answer that is owed to a client. Whoever drops it without one is about to end.
+/// An answer that a client waits for. If it is dropped without one, the supervisor is ending.
 struct Owed {
     desk: Desk,
     client: u64,
@@ -141,7 +141,7 @@ struct Clients {
     answers: mpsc::Receiver<(u64, Result<Answer, Fault>)>,
     clients: BTreeMap<u64, Client>,
     next: u64,
-    /// Nobody is let in until then.
+    /// No client is accepted until then.
     closed_until: Option<Instant>,
 }
 
@@ -151,19 +151,19 @@ struct Client {
     input: Vec<u8>,
     output: Vec<u8>,
     stage: Stage,
-    /// When the stage, or the line, began.
+    /// When the stage or the line began.
     since: Instant,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
-    /// A line is read.
+    /// A line is being read.
     Reads,
     /// The owner has the request.
     Waits,
-    /// An answer is taken.
+    /// The answer is being written.
     Writes,
-    /// The last one.
+    /// The last answer is being written; then the client is dropped.
     Leaves,
 }
 
@@ -189,7 +189,7 @@ impl Clients {
         fds.extend(self.clients.values().map(|client| PollFd::new(client.stream.as_fd(), client.stage.events())));
         let deadlines = self.clients.values().filter_map(Client::deadline).chain(self.closed_until);
         let timeout = deadlines.min().map_or(PollTimeout::NONE, |at| {
-            // Rounded up, so that the time is over then.
+            // Rounded up, so that the time is over after the wait.
             let left = at.saturating_duration_since(now) + Duration::from_millis(1);
             PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX)
         });
@@ -227,7 +227,7 @@ impl Clients {
         }
     }
 
-    /// `full`: nobody else could be let in before this turn either, so that those who have gone are not among them.
+    /// Accepts clients. `full`: no place was free before this turn, so accepted clients are told that.
     fn let_in(&mut self, full: bool) {
         let mut room = CLIENTS.saturating_sub(self.clients.len());
         while room > 0 || full {
@@ -247,7 +247,7 @@ impl Clients {
             };
             if let Err(fault) = client.may_ask() {
                 tracing::warn!("refused a connection of {} to the control socket: {fault}", client.who);
-                // One that is not ours gets no place to wait in.
+                // A client of another user does not take a place.
                 client.answer(protocol::answer_line(Err(fault)), Stage::Leaves);
                 let _ = client.write();
                 continue;
@@ -271,7 +271,7 @@ impl Clients {
         }
         let stays = match client.stage {
             Stage::Reads => client.read(),
-            // It has gone: a client that only has nothing more to say still waits for its answer.
+            // The client is gone. One that has only closed its sending side still waits for its answer.
             Stage::Waits if seen.intersects(PollFlags::POLLHUP | PollFlags::POLLERR) => Stays::No,
             _ => Stays::Yes,
         };
@@ -282,7 +282,7 @@ impl Clients {
         self.go_on(id);
     }
 
-    /// All that can be done for a client without waiting.
+    /// Does everything for a client that is possible without waiting.
     fn go_on(&mut self, id: u64) {
         loop {
             let Some(client) = self.clients.get_mut(&id) else { return };
@@ -314,11 +314,11 @@ impl Clients {
                 client.answer(status, Stage::Writes);
             }
             Ok(request) => {
-                tracing::info!("{} requests: {}", client.who, request.name());
+                crate::routine!("{} requests: {}", client.who, request.name());
                 client.enter(Stage::Waits);
                 let mut owed = Owed { desk: self.desk.clone(), client: id, given: false };
                 let reply = Box::new(move |result| owed.give(result));
-                // Where nobody hears it, dropping the reply answers.
+                // If nobody receives it, dropping the reply sends an answer.
                 let _ = (self.deliver)(Call { request, reply });
             }
         }
@@ -354,7 +354,7 @@ impl Client {
         Ok(Client { stream, who, input, output, stage: Stage::Reads, since: Instant::now() })
     }
 
-    /// By whom it was connected; the kernel knows.
+    /// Checks the user who connected, as the kernel reports it.
     fn may_ask(&self) -> Result<(), Fault> {
         let we = nix::unistd::geteuid().as_raw();
         match getsockopt(&self.stream, PeerCredentials).map(|peer| peer.uid()) {
@@ -423,7 +423,7 @@ impl Client {
         }
     }
 
-    /// Answers whether all of it is written.
+    /// Returns whether everything is written.
     fn write(&mut self) -> io::Result<bool> {
         while !self.output.is_empty() {
             match self.stream.write(&self.output) {

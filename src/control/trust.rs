@@ -1,4 +1,4 @@
-//! Whether only root, or whoever runs this, decides what is in a folder.
+//! Checks that only root, or the user who runs this, can change the content of a folder.
 //!
 //! Whoever can write to the folder of the sockets can put another socket there under the name of a job: root's
 //! `rekindle stop` would talk to it and trust its answers. Whoever can write to a folder above can replace all of it.
@@ -11,17 +11,17 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
 
-/// Why a folder is not used.
+/// Why a folder is refused.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 enum Distrust {
-    /// By its mode.
+    /// Because of its mode.
     #[error(
         "{} has mode {mode:o}, so others can write there and could replace a job's socket. Run `chmod go-w {}`, or \
         set control.directory to another folder",
         path.display(), path.display()
     )]
     Writable { path: PathBuf, mode: u32 },
-    /// By its owner.
+    /// Because of its owner.
     #[error(
         "{} belongs to user {owner}, who could replace a job's socket. Run `chown root {}`, or set control.directory \
         to another folder",
@@ -30,26 +30,26 @@ enum Distrust {
     Owner { path: PathBuf, owner: u32 },
 }
 
-/// Where something is on the way.
+/// The position of a folder in the path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Place {
     Above,
     Last,
 }
 
-/// How many symbolic links may follow each other, as for the kernel (path_resolution(7)).
+/// Maximum number of symbolic links in a path, as in the kernel (path_resolution(7)).
 const MOST_LINKS: u32 = 40;
 
 /// Checks an existing folder and all above it.
 ///
 /// # Errors
-/// `PermissionDenied` with what to do where somebody else decides what is there; that of the kernel where it cannot be looked
-/// at.
+/// `PermissionDenied` with advice if somebody else can change the content; the kernel's error if a folder cannot be
+/// examined.
 pub(super) fn check(directory: &Path) -> io::Result<()> {
     walk(directory, Place::Last)
 }
 
-/// Checks a folder as one above that which is used.
+/// Checks a folder as a parent of the used one.
 ///
 /// # Errors
 /// As [`check`].
@@ -85,7 +85,7 @@ fn walk(directory: &Path, last: Place) -> io::Result<()> {
     Ok(())
 }
 
-/// The names of a path, the last first.
+/// The names in a path, in reverse order.
 fn components(path: &Path) -> Vec<OsString> {
     let names = path.components().filter_map(|component| match component {
         Component::Normal(name) => Some(name.to_owned()),
@@ -97,7 +97,7 @@ fn components(path: &Path) -> Vec<OsString> {
     names
 }
 
-/// Where a link leads; None for a folder.
+/// The target of a link; `None` for a folder.
 fn look(path: &Path, place: Place, we: u32) -> io::Result<Option<PathBuf>> {
     let metadata = fs::symlink_metadata(path)?;
     let refused = |why: Distrust| io::Error::new(io::ErrorKind::PermissionDenied, why);

@@ -5,11 +5,11 @@ use crate::config::Config;
 
 #[derive(Debug, Clone)]
 pub(super) struct Facts {
-    /// `fs.protected_hardlinks`; None where the kernel does not tell.
+    /// `fs.protected_hardlinks`; `None` if it cannot be read.
     protected_hardlinks: Option<bool>,
     /// `fs.protected_symlinks`.
     protected_symlinks: Option<bool>,
-    /// Swap that is not encrypted may keep pages of images: whether there is any.
+    /// Whether there is swap that is not encrypted, which may contain pages of images.
     swap: bool,
     /// Core dumps of setuid programs are readable by their user (`fs.suid_dumpable` = 1).
     readable_dumps: bool,

@@ -1,13 +1,14 @@
-//! Control groups: rekindle makes none, but a memory limit ends a checkpoint of GPU memory.
+//! Control groups: rekindle creates none, but a memory limit can make a checkpoint of GPU memory fail.
 
 use super::Check;
 use rekindle_base::units::size;
 use rekindle_os::cgroup;
+use rekindle_os::mounts::{self, Mount};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Facts {
     pub(super) version: Version,
-    /// Bytes below the tightest memory limit; none without a limit.
+    /// Bytes below the tightest memory limit; `None` without a limit.
     pub(super) headroom: Option<u64>,
 }
 
@@ -22,12 +23,12 @@ pub(super) enum Version {
 }
 
 pub(super) fn gather() -> Facts {
-    let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+    let mounts = mounts::of("self").unwrap_or_default();
     Facts { version: version(&mounts), headroom: cgroup::memory_headroom(std::process::id().cast_signed()) }
 }
 
-fn version(mounts: &str) -> Version {
-    let mounted = |kind: &str| mounts.lines().any(|line| line.split(' ').nth(2) == Some(kind));
+fn version(mounts: &[Mount]) -> Version {
+    let mounted = |kind: &str| mounts.iter().any(|mount| mount.kind == kind);
     match (mounted("cgroup"), mounted("cgroup2")) {
         (false, false) => Version::None,
         (true, false) => Version::One,
@@ -67,11 +68,13 @@ mod tests {
 
     #[test]
     fn the_mounts_tell_the_version() {
-        let (one, two) = ("cgroup /sys/fs/cgroup/cpu cgroup rw,cpu 0 0\n", "none /sys/fs/cgroup cgroup2 rw 0 0\n");
+        let version = |table: &str| version(&mounts::parse(table.as_bytes()));
+        let one = "30 1 0:1 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n";
+        let two = "31 1 0:2 / /sys/fs/cgroup rw - cgroup2 none rw\n";
         assert_eq!(version(one), Version::One);
         assert_eq!(version(two), Version::Two);
         assert_eq!(version(&format!("{one}{two}")), Version::Both);
-        assert_eq!(version("tmpfs /sys/fs/cgroup tmpfs rw 0 0\n"), Version::None);
+        assert_eq!(version("29 1 0:3 / /sys/fs/cgroup rw - tmpfs tmpfs rw\n"), Version::None);
     }
 
     #[test]

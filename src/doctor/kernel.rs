@@ -12,7 +12,7 @@ use super::{Check, trial};
 use crate::config::PidNamespace;
 use rekindle_criu::kernel_release;
 
-/// Whether the kernel has something.
+/// Whether the kernel supports something.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Has {
     Yes,
@@ -26,7 +26,7 @@ impl Has {
         if worked { Has::Yes } else { Has::No }
     }
 
-    /// The result of trying, otherwise the configuration: a container may hide the file of an option that exists.
+    /// The result of trying, otherwise that of the configuration: a container may hide the file of an existing option.
     fn or(self, other: Has) -> Has {
         match (self, other) {
             (Has::Yes, _) | (_, Has::Yes) => Has::Yes,
@@ -44,17 +44,17 @@ pub(super) struct Facts {
     pub(super) mount_namespace: Has,
     pub(super) children: Has,
     pub(super) map_files: Has,
-    /// Of eventfd, epoll, inotify and file handles, those that are not there.
+    /// Which of eventfd, epoll, inotify and file handles are missing.
     pub(super) events_absent: Vec<&'static str>,
-    /// `NETLINK_SOCK_DIAG` as such.
+    /// `NETLINK_SOCK_DIAG` itself.
     pub(super) sock_diag: Has,
-    /// Its parts that are not configured; none without a configuration.
+    /// Its parts that are not configured; `None` without a configuration.
     pub(super) diag_absent: Option<Vec<&'static str>>,
     pub(super) time_namespace: Has,
     pub(super) soft_dirty: Has,
 }
 
-/// What CRIU asks about sockets: UNIX, TCP, UDP, packet and netlink ones.
+/// The kinds of sockets that CRIU queries: UNIX, TCP, UDP, packet and netlink.
 const DIAG: [&str; 5] = ["UNIX_DIAG", "INET_DIAG", "INET_UDP_DIAG", "PACKET_DIAG", "NETLINK_DIAG"];
 
 pub(super) fn gather() -> Facts {
@@ -72,7 +72,7 @@ pub(super) fn gather() -> Facts {
     let diag = socket(AddressFamily::Netlink, SockType::Datagram, flags, SockProtocol::NetlinkSockDiag);
     Facts {
         release,
-        // The file exists only with the option (kernel/pid_namespace.c).
+        // The file exists only if the option is set (kernel/pid_namespace.c).
         checkpoint_restore: there("/proc/sys/kernel/ns_last_pid").or(config.has("CHECKPOINT_RESTORE")),
         pid_namespace: there("/proc/self/ns/pid"),
         mount_namespace: there("/proc/self/ns/mnt"),
@@ -86,7 +86,7 @@ pub(super) fn gather() -> Facts {
     }
 }
 
-/// The configuration that the running kernel was built with, as far as somebody kept it.
+/// The build configuration of the running kernel, if it is available.
 struct Config(Option<String>);
 
 impl Config {
@@ -97,11 +97,11 @@ impl Config {
             gzip.status.success().then(|| String::from_utf8_lossy(&gzip.stdout).into_owned())
         };
         let text = plain.iter().find_map(|path| std::fs::read_to_string(path).ok()).or_else(unpacked);
-        // Whatever it is, a configuration without this line is not one.
+        // A text without this line is not a kernel configuration.
         Config(text.filter(|text| text.lines().any(|line| line.starts_with("CONFIG_"))))
     }
 
-    /// Built in or as a module, which the kernel loads when it is asked for.
+    /// Whether the option is built in, or a module, which the kernel loads on demand.
     fn has(&self, option: &str) -> Has {
         let Some(text) = &self.0 else { return Has::Unknown };
         let set = |line: &str| {

@@ -1,4 +1,4 @@
-//! Host memory: room for what the GPUs hold, and the pages it is made of.
+//! Host memory: room for the memory of the GPUs, and huge pages.
 
 use super::Check;
 use rekindle_base::units::size;

@@ -1,4 +1,4 @@
-//! What the job's network needs, if it is not the machine's own.
+//! Requirements of the job's network, if it is not the machine's.
 
 use std::path::PathBuf;
 
@@ -6,7 +6,7 @@ use super::Check;
 use crate::config::{Config, UplinkMode};
 use rekindle_engine::launch::uplink::{self, Missing};
 
-/// The program of the uplink; none without an uplink.
+/// The program of the uplink; `None` without an uplink.
 #[derive(Debug)]
 pub(super) struct Facts {
     pub(super) uplink: Option<Result<PathBuf, Missing>>,

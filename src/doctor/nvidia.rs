@@ -1,5 +1,5 @@
-//! NVIDIA: the driver, its checkpoint functions, the GPUs and what keeps them from being checkpointed. A machine
-//! without a GPU lacks nothing: `run` keeps CPU jobs alive there.
+//! NVIDIA: the driver, its checkpoint functions, the GPUs, and what prevents checkpoints of them. On a machine without
+//! a GPU nothing is missing: `run` supervises CPU jobs there.
 
 use std::path::Path;
 
@@ -12,10 +12,10 @@ use rekindle_os::process;
 
 #[derive(Debug)]
 pub(super) struct Facts {
-    /// Display controllers of NVIDIA on the PCI bus, driver or not.
+    /// Number of NVIDIA's display controllers on the PCI bus, with or without a driver.
     pub(super) on_bus: usize,
     pub(super) installed: Option<DriverVersion>,
-    /// Which functions libcuda.so.1 has, or why it cannot be loaded.
+    /// The functions of libcuda.so.1, or why it cannot be loaded.
     pub(super) library: Result<Vec<Function>, String>,
     pub(super) gpus: GpuInventory,
     /// Pids of NVIDIA's multi-process service.
@@ -46,7 +46,7 @@ fn on_bus(devices: &Path) -> usize {
     std::fs::read_dir(devices).into_iter().flatten().flatten().filter(|entry| is_gpu(&entry.path())).count()
 }
 
-/// nvidia-cuda-mps-control and nvidia-cuda-mps-server, as far as the kernel keeps a name (TASK_COMM_LEN, 15 bytes).
+/// nvidia-cuda-mps-control and nvidia-cuda-mps-server, as far as the kernel stores a name (TASK_COMM_LEN, 15 bytes).
 const MPS: &str = "nvidia-cuda-mps";
 
 fn mps() -> Vec<i32> {
@@ -63,7 +63,7 @@ pub(super) fn judge(facts: &Facts) -> Vec<Check> {
     vec![driver, functions(facts), inventory(facts), mps_runs(facts)]
 }
 
-/// None where there is nothing of NVIDIA's.
+/// `None` if there is nothing of NVIDIA.
 fn driver(facts: &Facts) -> Option<Check> {
     let name = "nvidia.driver";
     let install = "install NVIDIA driver 580 or newer (in a container: the NVIDIA container toolkit, --gpus all)";
@@ -72,7 +72,7 @@ fn driver(facts: &Facts) -> Option<Check> {
         (None, Err(_)) => {
             Check::warn(name, format!("{} NVIDIA GPU(s) and no driver: CPU jobs only", facts.on_bus), install)
         }
-        // WSL has a library and no kernel module of its own.
+        // WSL has a library, and no kernel module of its own.
         (None, Ok(_)) => Check::warn(
             name,
             "libcuda.so.1 is installed, but the kernel module is not loaded: snapshots of CUDA jobs fail",
@@ -115,7 +115,7 @@ fn functions(facts: &Facts) -> Check {
     let absent: Vec<Function> = Function::ALL.into_iter().filter(|function| !has.contains(function)).collect();
     let words = |function: &Function| format!("{} (driver {})", function.symbol(), function.since());
     let list = absent.iter().map(words).collect::<Vec<_>>().join(", ");
-    // What came with 615 is for custom storage, which `run` does without.
+    // Functions since driver 615 are for custom storage, which `run` does not use.
     match absent.iter().filter(|function| function.since() <= 570).count() {
         0 if absent.is_empty() => Check::ok(name, format!("all {}", has.len())),
         0 => Check::ok(name, format!("{} of {}; not needed: {list}", has.len(), Function::ALL.len())),
@@ -191,7 +191,7 @@ pub(super) mod tests {
     use rekindle_cuda::GpuUuid;
     use rekindle_cuda::nvml::Gpu;
 
-    /// A GPU with that many bytes.
+    /// A GPU with this many bytes.
     pub(in crate::doctor) fn gpu(bytes: u64) -> Gpu {
         Gpu {
             uuid: GpuUuid::from_bytes([7; 16]),

@@ -1,12 +1,12 @@
-//! Rights of this process, as `run` would have them.
+//! The rights of this process, which `run` would have too.
 
 use super::{Check, trial};
-use rekindle_os::rights;
+use rekindle_os::{process, rights};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Facts {
     pub(super) euid: u32,
-    /// Effective capabilities, bit by bit (capabilities(7)); none where /proc does not tell.
+    /// Effective capabilities as a bit set (capabilities(7)); `None` if /proc does not show them.
     pub(super) capabilities: Option<u64>,
     pub(super) seccomp: Seccomp,
     /// Whether user 0 here is user 0 of the machine.
@@ -15,7 +15,7 @@ pub(super) struct Facts {
     pub(super) ptrace_scope: Option<u32>,
 }
 
-/// A filter of system calls on this process, which everything it starts inherits.
+/// A seccomp filter on this process, which all its children inherit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Seccomp {
     None,
@@ -24,12 +24,11 @@ pub(super) enum Seccomp {
 
 pub(super) fn gather() -> Facts {
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
-    let status = read("/proc/self/status");
     let scope = read("/proc/sys/kernel/yama/ptrace_scope").trim().parse().ok();
     Facts {
         euid: nix::unistd::geteuid().as_raw(),
         capabilities: rights::effective(),
-        seccomp: match field(&status, "Seccomp") {
+        seccomp: match process::status("self", "Seccomp").as_deref() {
             None | Some("0") => Seccomp::None,
             Some(_) => Seccomp::Filtered,
         },
@@ -38,20 +37,16 @@ pub(super) fn gather() -> Facts {
     }
 }
 
-fn field<'a>(status: &'a str, name: &str) -> Option<&'a str> {
-    status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim)
-}
-
 /// Name and bit (linux/capability.h).
 type Capability = (&'static str, u32);
 
-/// Tried one by one with CRIU 4.2.1: without any of these no job is restored in namespaces of its own. CRIU takes the
-/// third back from tasks that have fewer rights than itself, the fourth is what entering a mount namespace takes, and the
-/// last is for the offsets of the clocks in a time namespace, which no container has by itself (CRIU 4.2.1: "Unable to set a
-/// monotonic clock offset").
+/// Tried one by one with CRIU 4.2.1: without any of these no job is restored in its own namespaces. CRIU drops the
+/// third in tasks that have fewer rights than itself, entering a mount namespace needs the fourth, and the last is for
+/// the clock offsets in a time namespace, which no container has by default (CRIU 4.2.1: "Unable to set a monotonic
+/// clock offset").
 const ESSENTIAL: [Capability; 5] =
     [("CAP_SYS_ADMIN", 21), ("CAP_NET_ADMIN", 12), ("CAP_SETPCAP", 8), ("CAP_SYS_CHROOT", 18), ("CAP_SYS_TIME", 25)];
-/// Without these jobs of other users fail: their files, their ids, their memory.
+/// Without these, jobs of other users fail: their files, their ids, their memory.
 const USEFUL: [Capability; 7] = [
     ("CAP_SYS_PTRACE", 19),
     ("CAP_CHOWN", 0),
@@ -61,7 +56,8 @@ const USEFUL: [Capability; 7] = [
     ("CAP_SETGID", 6),
     ("CAP_SETUID", 7),
 ];
-/// Nothing fails without these: CAP_SYS_ADMIN includes the first, and pipes are smaller without the second (`memory.pipes`).
+/// Nothing fails without these: CAP_SYS_ADMIN includes the first, and without the second pipes are smaller
+/// (`memory.pipes`).
 const INFORMATIONAL: [Capability; 2] = [("CAP_CHECKPOINT_RESTORE", 40), ("CAP_SYS_RESOURCE", 24)];
 
 pub(super) fn judge(facts: &Facts, trial: &trial::Outcome) -> Vec<Check> {
@@ -132,7 +128,8 @@ fn seccomp(facts: &Facts, trial: &trial::Outcome) -> Check {
     }
 }
 
-/// 3 lets nobody trace anything, root included, until the next boot (Documentation/admin-guide/LSM/Yama.rst).
+/// The value 3 forbids tracing for everybody, including root, until the next boot
+/// (Documentation/admin-guide/LSM/Yama.rst).
 fn ptrace(facts: &Facts, trial: &trial::Outcome) -> Option<Check> {
     let fix = "remove kernel.yama.ptrace_scope=3 from /etc/sysctl.d and reboot: it cannot be changed back at run time";
     (facts.ptrace_scope == Some(3))
@@ -208,12 +205,5 @@ mod tests {
             assert_eq!(find(&facts, &untried(), name).state, State::Missing);
             assert_eq!(find(&facts, &trial::worked(), name).state, State::Warn);
         }
-    }
-
-    #[test]
-    fn the_kernels_files_are_read() {
-        let status = "Name:\tx\nCapEff:\t000001fffeffffff\nSeccomp:\t2\nSeccomp_filters:\t1\n";
-        assert_eq!(field(status, "CapEff"), Some("000001fffeffffff"));
-        assert_eq!(field(status, "Seccomp"), Some("2"));
     }
 }

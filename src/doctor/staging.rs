@@ -1,4 +1,4 @@
-//! What makes a freeze short: images in memory, and the interposer. `run` works without them, slower.
+//! Requirements for short freezes: images in memory, and the interposer. Without them `run` works, but is slower.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -11,30 +11,30 @@ use rekindle_engine::launch::interposer;
 use rekindle_engine::snapshot::pages;
 use rekindle_store::staging::leftovers::{self, Leftover};
 use rekindle_store::staging::{self, HugePages};
-use rekindle_store::{Access, Store};
+use rekindle_store::{Access, Store, Trust};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Facts {
     /// snapshot.staging-directory.
     pub(super) base: PathBuf,
     pub(super) tmpfs: Tmpfs,
-    /// Bytes that a FIFO may hold.
+    /// Capacity of a FIFO in bytes.
     pub(super) pipe: Option<u64>,
     pub(super) preload: Result<(), String>,
-    /// What supervisors of the store's jobs have left.
+    /// Leftovers of dead supervisors.
     pub(super) left: Vec<Leftover>,
-    /// Places in memory that no job of the store knows of.
+    /// Staging areas in memory that belong to no job of the store.
     pub(super) strangers: Vec<PathBuf>,
 }
 
-/// What came of mounting one.
+/// The result of mounting a tmpfs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Tmpfs {
     Mounted(HugePages),
     Refused(String),
-    /// snapshot.staging is "store".
+    /// snapshot.staging is "store", so none is needed.
     NotWanted,
-    /// Only root can.
+    /// Only root can mount one.
     NotRoot,
 }
 
@@ -48,15 +48,15 @@ pub(super) fn gather(config: &Config) -> Facts {
             Err(error) => Tmpfs::Refused(chain(&error)),
         },
     };
-    // As `run` chooses it: for a job of another user it lies in memory, else in the job's folder in the store.
+    // The same choice as in `run`: in memory for a job of another user, else in the job's folder in the store.
     let folder = match config.job.user {
         Some(_) => &base,
         None => &config.store.directory,
     };
-    // Signatures do not count for what takes memory.
+    // Signatures do not matter for memory usage.
     let jobs = Store::open(&config.store.directory, Access::Read).ok();
     Facts {
-        left: jobs.as_ref().map(leftovers::find).unwrap_or_default(),
+        left: left_by_the_dead(&base, config, jobs.as_ref()),
         strangers: jobs.as_ref().map(|store| leftovers::strangers(&base, store)).unwrap_or_default(),
         base: base.clone(),
         tmpfs,
@@ -65,7 +65,14 @@ pub(super) fn gather(config: &Config) -> Facts {
     }
 }
 
-/// Whether the interposer can be named at its place, and the system's loader takes it.
+/// Leftovers of this store's jobs, and those in memory of other stores' jobs.
+fn left_by_the_dead(base: &Path, config: &Config, jobs: Option<&Store>) -> Vec<Leftover> {
+    let mut left = jobs.map(leftovers::find).unwrap_or_default();
+    left.extend(leftovers::elsewhere(base, &config.store.directory, &Trust::default()));
+    left
+}
+
+/// Checks that LD_PRELOAD can name the interposer at its place, and that the system's loader accepts it.
 fn try_preload(folder: &Path, store: &Path) -> Result<(), String> {
     interposer::preload_value(&folder.join("interposer.so"), None).map_err(|error| error.to_string())?;
     let dir = trial::temporary_folder(store).ok_or("no temporary folder allows running programs")?;
@@ -73,7 +80,7 @@ fn try_preload(folder: &Path, store: &Path) -> Result<(), String> {
     let mut program = Command::new("true");
     program.env("LD_PRELOAD", path).stdin(Stdio::null());
     let output = program.output().map_err(|error| format!("cannot run `true`: {error}"))?;
-    // The loader continues without an object that it does not accept, and prints a warning.
+    // The loader only warns about an object that it does not accept, and continues.
     let said = String::from_utf8_lossy(&output.stderr);
     match said.lines().next() {
         None if output.status.success() => Ok(()),
@@ -133,7 +140,8 @@ fn tmpfs(facts: &Facts) -> Check {
 }
 
 fn left_behind(facts: &Facts) -> Check {
-    let left = facts.left.iter().map(|left| (format!("job {}: {left}", left.job), left.advice()));
+    let left =
+        facts.left.iter().map(|left| (format!("job {} in {}: {left}", left.job, left.store.display()), left.advice()));
     let strangers = facts.strangers.iter().map(|path| {
         let found = format!("{} is mounted, and no job of this store uses it", path.display());
         (found, format!("if no supervisor of another store uses it: umount {}", path.display()))
@@ -146,7 +154,7 @@ fn left_behind(facts: &Facts) -> Check {
     Check::warn(LEFT, found.join("; "), fixes.join("; "))
 }
 
-/// "deny" counts for all mounts, whatever their options (Documentation/admin-guide/mm/transhuge.rst).
+/// "deny" applies to all mounts, whatever their options are (Documentation/admin-guide/mm/transhuge.rst).
 fn huge_pages(tmpfs: &Tmpfs, setting: Option<&str>) -> Check {
     let name = HUGE_PAGES;
     match (tmpfs, setting) {
@@ -164,7 +172,8 @@ fn huge_pages(tmpfs: &Tmpfs, setting: Option<&str>) -> Check {
     }
 }
 
-/// Two slots: the newest image is kept while the next is written. The admission of each snapshot uses the same numbers.
+/// Room for two slots, because the newest image is kept while the next is written. The admission of each snapshot uses
+/// the same numbers.
 fn room(available: Option<u64>, headroom: Option<u64>, reserve: u64) -> Check {
     let name = ROOM;
     let free = available.map(|bytes| bytes.saturating_sub(reserve)).into_iter().chain(headroom).min();
@@ -184,7 +193,7 @@ fn room(available: Option<u64>, headroom: Option<u64>, reserve: u64) -> Check {
     }
 }
 
-/// Measured on two cores with a job of 1.5 GiB: the freeze takes 0.53 s with 1 MiB, and for 0.36 s with 32 MiB.
+/// Measured on two cores with a job of 1.5 GiB: the freeze takes 0.53 s with 1 MiB, and 0.36 s with 32 MiB.
 fn pipes(facts: &Facts) -> Check {
     let name = PIPES;
     match (&facts.tmpfs, facts.pipe) {
@@ -272,7 +281,7 @@ mod tests {
         let check = room(Some(21 * GIB), None, GIB);
         assert_eq!(check.state, State::Ok);
         assert_eq!(check.found, "memory has room for two images of up to 10.0 GiB, or one of up to 20.0 GiB");
-        // The reserve is of the machine's memory, not of the group's.
+        // The reserve applies to the machine's memory, not to the group's limit.
         assert!(room(Some(21 * GIB), Some(4 * GIB), GIB).found.contains("two images of up to 2.0 GiB"));
         assert_eq!(room(Some(GIB), None, GIB).state, State::Warn);
         assert_eq!(room(None, None, GIB).state, State::NotHere);
@@ -304,6 +313,7 @@ mod tests {
         let image = rekindle_store::ImageId::new(7, chrono::DateTime::UNIX_EPOCH);
         let left = |needed| Leftover {
             job: "j".parse().unwrap(),
+            store: "/store".into(),
             path: "/run/rekindle/j-1".into(),
             medium: Medium::Memory,
             bytes: 5 << 20,
@@ -315,7 +325,7 @@ mod tests {
         let fix = check.fix.unwrap();
         assert_eq!(check.state, super::super::State::Warn);
         assert!(check.found.contains("nobody needs") && check.found.contains("image 000007"), "{}", check.found);
-        assert!(fix.contains("rekindle run") && fix.contains("umount /run/rekindle/k-2"), "{fix}");
+        assert!(fix.contains("rekindle prune --discard-memory") && fix.contains("umount /run/rekindle/k-2"), "{fix}");
     }
 
     #[test]

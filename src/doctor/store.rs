@@ -1,4 +1,4 @@
-//! The store: whose it is, what file system it is on, and how much room there is.
+//! The store: its owner, its file system, and the available space.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -10,6 +10,7 @@ use nix::unistd::{AccessFlags, faccessat};
 use super::Check;
 use rekindle_base::chain;
 use rekindle_base::units::size;
+use rekindle_os::mounts::{self, Mount};
 use rekindle_store::{self as store, Access, Store};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -19,7 +20,7 @@ pub(super) struct Facts {
     pub(super) folder: Folder,
     /// Whether this process may create files in it, or in the nearest existing folder above.
     pub(super) writable: bool,
-    /// None where the kernel does not tell.
+    /// `None` if it cannot be determined.
     pub(super) file_system: Option<FileSystem>,
 }
 
@@ -27,7 +28,7 @@ pub(super) struct Facts {
 pub(super) enum Folder {
     /// It exists, with these permissions.
     There { mode: u32 },
-    /// `run` makes it.
+    /// `run` creates it.
     NotYet,
     /// `run` would refuse it, with the store's message.
     Refused(String),
@@ -35,7 +36,7 @@ pub(super) enum Folder {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct FileSystem {
-    /// As mount(8) calls it: ext4, nfs4, fuse.sshfs.
+    /// Its name as in mount(8): ext4, nfs4, fuse.sshfs.
     pub(super) kind: String,
     pub(super) mount: PathBuf,
     pub(super) free: u64,
@@ -64,8 +65,7 @@ pub(super) fn gather(path: &Path) -> Facts {
 
 fn file_system(path: &Path) -> Option<FileSystem> {
     let stat = statvfs(path).ok()?;
-    let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-    let (mount, kind) = mount_of(path, &mounts)?;
+    let Mount { point: mount, kind, .. } = mount_of(path, mounts::of("self").ok()?)?;
     Some(FileSystem {
         kind,
         mount,
@@ -75,19 +75,10 @@ fn file_system(path: &Path) -> Option<FileSystem> {
     })
 }
 
-/// The longest mount point above `path`, the last of equals as that one covers the others, and its type (proc(5)).
-fn mount_of(path: &Path, mountinfo: &str) -> Option<(PathBuf, String)> {
-    let mounts = mountinfo.lines().filter_map(|line| {
-        let (before, after) = line.split_once(" - ")?;
-        Some((unescape(before.split(' ').nth(4)?), after.split(' ').next()?.to_string()))
-    });
-    mounts.filter(|(at, _)| path.starts_with(at)).max_by_key(|(at, _)| at.components().count())
-}
-
-/// The kernel writes space, tab, line end and backslash as three octal digits.
-fn unescape(text: &str) -> PathBuf {
-    let codes = [("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")];
-    PathBuf::from(codes.iter().fold(text.to_string(), |text, (code, plain)| text.replace(code, plain)))
+/// The longest mount point above `path`, the last of equals as that one covers the others.
+fn mount_of(path: &Path, mounts: Vec<Mount>) -> Option<Mount> {
+    let above = mounts.into_iter().filter(|mount| path.starts_with(&mount.point));
+    above.max_by_key(|mount| mount.point.components().count())
 }
 
 /// Types of file systems that are on other machines.
@@ -111,7 +102,7 @@ const NETWORK: [&str; 18] = [
     "gfs2",
     "virtiofs",
 ];
-/// Types that are gone after a reboot.
+/// Types of file systems that are lost at a reboot.
 const VOLATILE: [&str; 2] = ["tmpfs", "ramfs"];
 
 pub(super) fn judge(facts: &Facts, min_free: u64) -> Vec<Check> {
@@ -122,7 +113,7 @@ fn permissions(facts: &Facts) -> Check {
     let name = "store.permissions";
     let path = facts.path.display();
     match &facts.folder {
-        // The store's message says what to do after its first part.
+        // The first part of the store's message is followed by advice.
         Folder::Refused(why) => Check::missing(
             name,
             why.clone(),
@@ -251,12 +242,12 @@ mod tests {
 
     #[test]
     fn the_longest_and_last_mount_counts() {
-        let info = "1 0 8:1 / / rw - ext4 /dev/a rw\n2 1 0:9 / /var/my\\040lib rw shared:1 - nfs4 h:/x rw\n\
+        let info = b"1 0 8:1 / / rw - ext4 /dev/a rw\n2 1 0:9 / /var/my\\040lib rw shared:1 - nfs4 h:/x rw\n\
                     3 1 0:10 / /var/my\\040lib rw - tmpfs none rw\n4 1 0:11 / /var/my rw - xfs /dev/b rw\n";
-        let kind = |path: &str| mount_of(Path::new(path), info).unwrap().1;
+        let kind = |path: &str| mount_of(Path::new(path), mounts::parse(info)).unwrap().kind;
         assert_eq!(kind("/var/my lib/store"), "tmpfs");
         assert_eq!(kind("/var/my/store"), "xfs");
         assert_eq!(kind("/var/mylib"), "ext4");
-        assert_eq!(mount_of(Path::new("/x"), "garbage"), None);
+        assert_eq!(mount_of(Path::new("/x"), mounts::parse(b"garbage")), None);
     }
 }

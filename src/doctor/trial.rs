@@ -1,7 +1,7 @@
 //! A test of CRIU on this machine: a small job is dumped and restored, as `run` does it.
 //!
-//! It is `sleep` in a world of its own, and lives a few hundredths of a second before and after. Every step has a time
-//! limit, and nothing of it is left: not a process, not a file.
+//! The job is `sleep` in its own namespaces, and lives a few hundredths of a second before and after. Every step has a
+//! time limit, and no process or file of it remains.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -18,17 +18,17 @@ use rekindle_engine::launch::{self, IoUring, Job, JobSpec, Privileges, output, p
 use rekindle_engine::parts::devices::Devices;
 use rekindle_os::process;
 
-/// On one CRIU request. A good one takes less than a tenth of a second, on a busy machine less than one.
+/// Time limit for a CRIU request. A normal one takes less than a tenth of a second, on a busy machine less than one.
 const LIMIT: Duration = Duration::from_secs(5);
 
-/// How the trial went.
+/// The result of the trial.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Outcome {
-    /// The job came back.
+    /// The job was restored.
     Worked { took: Duration },
     /// A step failed.
     Failed { step: &'static str, why: String, hint: Option<&'static str> },
-    /// Something that it needs is missing; the reason.
+    /// A requirement is missing; the reason.
     NotTried(String),
 }
 
@@ -47,7 +47,7 @@ pub(super) fn run(criu: Option<&Criu>, namespace: PidNamespace, store: &Path) ->
     }
 }
 
-/// The reaper is run from it, so a file system mounted noexec will not do.
+/// A folder for the trial. The reaper is run from it, so its file system must not be mounted noexec.
 pub(super) fn temporary_folder(store: &Path) -> Option<tempfile::TempDir> {
     let places = [std::env::temp_dir(), "/var/tmp".into(), "/run".into(), store.to_path_buf()];
     let executable = |dir: &&PathBuf| statvfs(dir.as_path()).is_ok_and(|fs| !fs.flags().contains(FsFlags::ST_NOEXEC));
@@ -67,7 +67,7 @@ fn failed<E: std::error::Error>(step: &'static str) -> impl Fn(E) -> Failure {
 
 fn refused(step: &'static str) -> impl Fn(criu::RunError) -> Failure {
     move |error| match error.log().map(|log| (log.errors().join("; "), log.hint())) {
-        // Who reads this need not be told to call it.
+        // The hint to run this command is left out.
         Some((why, hint)) if !why.is_empty() => {
             Failure { step, why, hint: hint.filter(|hint| !hint.contains("rekindle doctor")) }
         }
@@ -141,7 +141,7 @@ impl Trial<'_> {
         }
     }
 
-    /// Starts the job, dumps it and ends it; answers its pids.
+    /// Starts the job, dumps it and ends it; returns its pids.
     fn dump(&self) -> Result<Vec<i32>, Failure> {
         let world = self.world(FIRST_PID - 1)?;
         let root = match launch::start(&world, &self.reaper, &self.spec, &self.files) {
@@ -162,7 +162,7 @@ impl Trial<'_> {
         wait_for_program(job, &self.spec.program).ok_or_else(|| failure("`sleep` did not start within a second"))?;
         let ids: Vec<i32> = process::tree(job.root.pid()).into_iter().filter_map(process::inner_pid).collect();
         let root = process::inner_pid(job.root.pid()).ok_or_else(|| failure("`sleep` ended at once"))?;
-        // As for a snapshot here: a CRIU that cannot load the plugin takes none.
+        // As for a snapshot: if CRIU cannot load the plugin, it is used without.
         let devices = Devices::find();
         let folder = plugin::unpack(&self.work).map_err(failed("preparing"))?;
         let plugin =
@@ -187,7 +187,7 @@ impl Trial<'_> {
     }
 }
 
-/// Until the reaper's child has become the program: a dump in the middle of exec would try something else.
+/// Waits until the reaper's child has executed the program: a dump during exec would test something else.
 fn wait_for_program(job: &Job, program: &Path) -> Option<()> {
     let program = std::fs::canonicalize(program).ok()?;
     let deadline = Instant::now() + Duration::from_secs(1);
@@ -204,7 +204,7 @@ pub(super) fn judge(outcome: &Outcome) -> Check {
     let name = "criu.trial";
     match outcome {
         Outcome::Worked { took } => Check::ok(name, format!("a job was dumped and restored, {} ms", took.as_millis())),
-        // What keeps it from being tried is missing under its own name.
+        // The missing requirement is reported by its own check.
         Outcome::NotTried(why) => Check::not_here(name, format!("not tried: {why}")),
         Outcome::Failed { step, why, hint } => {
             let fix = hint.unwrap_or(
@@ -216,7 +216,7 @@ pub(super) fn judge(outcome: &Outcome) -> Check {
     }
 }
 
-/// For tests of what is judged by it.
+/// For tests of checks that depend on it.
 #[cfg(test)]
 pub(super) fn worked() -> Outcome {
     Outcome::Worked { took: Duration::from_millis(80) }

@@ -18,43 +18,43 @@ use serde_json::{Map, Value, json};
 use crate::control::protocol::{Code, Fault, Nothing, VERSION, fields, name, read};
 use rekindle_store::ImageId;
 
-/// Of a request, in bytes. The longest that makes sense has some 300.
+/// Maximum size of a request in bytes. The longest sensible one has some 300.
 pub const MAX_REQUEST: usize = 4096;
-/// Of what a request is called by, in bytes.
+/// Maximum length of a holder's name in bytes.
 const MAX_NAME: usize = 64;
 
-/// What a job can ask.
+/// A request of a job.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Request {
     /// The current state: [`Facts`].
     State,
-    /// A snapshot now. Answered at once; how it fared is in [`Facts`].
+    /// A snapshot now. Answered at once; the result is in [`Facts`].
     Snapshot,
-    /// Blocks snapshots for so long.
+    /// Blocks snapshots for some time.
     Hold {
-        /// Who holds, of several in a process.
+        /// Name of the holder, because a process may have several.
         holder: String,
-        /// At most.
+        /// Time limit.
         time: Duration,
     },
-    /// The end of that.
+    /// Ends a hold.
     Release {
-        /// Who held.
+        /// Name of the holder.
         holder: String,
     },
 }
 
-/// The names of the requests.
+/// The names of the requests in the protocol.
 pub const REQUESTS: [&str; 4] = ["state", "snapshot", "hold", "release"];
 
-/// A datagram, read.
+/// A parsed datagram.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Letter {
-    /// What its answer is to have, too.
+    /// The id to repeat in the answer.
     pub id: Option<String>,
-    /// The life of the job that it is meant for.
+    /// The life of the job that it is for.
     pub life: Option<String>,
-    /// What is asked.
+    /// The request.
     pub request: Result<Request, Fault>,
 }
 
@@ -73,30 +73,30 @@ struct Release {
     holder: String,
 }
 
-/// What changes with a snapshot or a restore.
+/// Facts that change with a snapshot or a restore.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Facts {
     /// The job's name.
     pub job: String,
-    /// The run that began from nothing.
+    /// The id of the run that started from the beginning.
     pub run: String,
-    /// Another with each start and each restore of the job.
+    /// An id that changes with each start and each restore of the job.
     pub life: String,
-    /// When that was.
+    /// When this life began.
     pub since: DateTime<Utc>,
     /// The image that the job was restored from; null if it started from the beginning.
     pub from: Option<ImageId>,
     /// How often the job was restored in this run.
     pub restores: u32,
-    /// The snapshots of this supervisor that are over, whether there is an image or not.
+    /// Number of snapshots of this supervisor that are over, successful or not.
     pub snapshots: u64,
     /// Why the last of them failed, if it did.
     pub failed: Option<String>,
     /// The newest image of the job.
     pub image: Option<ImageId>,
-    /// Of this machine.
+    /// The host name of this machine.
     pub host: String,
-    /// Of its boot.
+    /// Its boot id.
     pub boot_id: String,
     /// The pid of the command's process, as the host sees it.
     pub pid: Option<i32>,
@@ -109,33 +109,33 @@ pub struct Facts {
 pub struct Gpu {
     /// Its UUID.
     pub uuid: String,
-    /// The product.
+    /// The product name.
     pub name: Option<String>,
 }
 
-/// What a request came to.
+/// The result of a request.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Answer {
     /// The current state.
     State(Box<Facts>),
-    /// There will be one.
+    /// A snapshot will be taken.
     Snapshot {
-        /// It is over when [`Facts::snapshots`] is at least this, or the life is another.
+        /// The snapshot is over when [`Facts::snapshots`] is at least this, or the life has changed.
         number: u64,
-        /// The life of the job that the request is for.
+        /// The life of the job that sent the request.
         life: String,
     },
     /// No snapshot starts.
     Held {
-        /// For so long.
+        /// For this time.
         seconds: f64,
         /// The life of the job that holds.
         life: String,
     },
-    /// It does not hold any more.
+    /// The hold has ended.
     Released {
-        /// Whether it did.
+        /// Whether there was a hold.
         held: bool,
     },
 }

@@ -1,9 +1,9 @@
-//! The one thread that reads what the job writes to its socket.
+//! The thread that reads the job's requests from its socket.
 //!
-//! It answers `state` itself, from what was published last, and hands the rest to the owner of the state. Bounds:
-//! [`PER_SECOND`] requests are read a second and the others wait in the socket, which is short, so that it is the job that
-//! waits; [`PENDING`] of them lie with the owner; [`MAX_REQUEST`] bytes each. Answers are sent without waiting: whoever does
-//! not take one goes without.
+//! It answers `state` itself, with the state published last, and passes other requests to the owner of the state.
+//! Limits: [`PER_SECOND`] requests are read per second, and the others wait in the socket's short queue, so that the
+//! job has to wait; at most [`PENDING`] requests are with the owner; each has at most [`MAX_REQUEST`] bytes. Answers
+//! are sent without waiting: a client that does not read loses them.
 
 use std::io::{self, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd};
@@ -26,41 +26,41 @@ use super::{Call, Reply};
 use crate::control::address::SocketPath;
 use crate::control::protocol::{Code, Fault};
 
-/// A training loop asks once a step, or less. What waits in the socket (net.unix.max_dgram_qlen, 512 where systemd runs) is
-/// read in about a second.
+/// A training loop sends at most one request per step. A full queue of the socket (net.unix.max_dgram_qlen, 512 with
+/// systemd) is read in about a second.
 pub const PER_SECOND: u32 = 500;
-/// Beyond, the owner of the state is busy with something else.
+/// If more requests are pending, the owner of the state is busy.
 pub const PENDING: usize = 64;
-/// Answers that lie unread count against our socket, not the one that does not read: with the usual 208 KiB a single one
-/// (net.unix.max_dgram_qlen is 512 where systemd runs) would leave none for the others.
+/// Buffer size for answers. Unread answers count against our socket, not the receiver's: with the usual 208 KiB a
+/// single client that does not read (net.unix.max_dgram_qlen is 512 with systemd) would leave no room for others.
 const UNREAD: usize = 8 << 20;
-/// Requests are counted in windows of this length, short against what a client waits.
+/// Requests are counted in windows of this length, which is short compared with a client's wait.
 const WINDOW: Duration = Duration::from_millis(100);
-/// In a window.
+/// Maximum number of requests in a window.
 const PER_WINDOW: u32 = PER_SECOND / 10;
-/// After the kernel refused to give one out.
+/// Pause after the kernel could not deliver a request.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// The length of an address that is a family only.
+/// Length of an address that has only a family.
 const NO_NAME: libc::socklen_t = 2;
 
-/// Delivers a request; answers whether anybody receives it.
+/// Delivers a request; returns false if nobody receives it.
 type Deliver = Box<dyn Fn(Call) -> bool + Send>;
 
-/// The job's socket, from before the job exists until it is over.
+/// The job's socket. It exists from before the job starts until it is over.
 #[derive(Debug)]
 pub struct Socket {
     directory: PathBuf,
     name: String,
-    /// Who may ask, beside root.
+    /// The user who may send requests, besides root.
     user: Option<u32>,
     path: PathBuf,
-    /// Its name in the file system; none once it is closed.
+    /// Its name in the file system; `None` once it is closed.
     bound: Mutex<Option<SocketPath>>,
     listener: Arc<Listener>,
 }
 
-/// What the thread that reads waits at.
+/// What the reading thread waits for.
 #[derive(Debug)]
 struct Listener {
     socket: Mutex<Arc<UnixDatagram>>,
@@ -80,8 +80,8 @@ impl Socket {
         Ok(Socket { directory, name, user, path, bound: Mutex::new(Some(bound)), listener })
     }
 
-    /// Binds it again in the network namespace of this process, for a job that will be in that one: abstract names are
-    /// looked up in the sender's network, and CRIU finds the other end of a connected socket only in the job's.
+    /// Binds it again in the network namespace of this process, for a job in that namespace: abstract names are looked
+    /// up in the sender's network namespace, and CRIU finds the other end of a connected socket only in the job's.
     ///
     /// # Errors
     /// The step that failed; the socket remains where it was.
@@ -91,7 +91,7 @@ impl Socket {
             setns(&network, CloneFlags::CLONE_NEWNET)?;
             open(&self.directory, &self.name, self.user)
         };
-        // A thread that has left our network does nothing else.
+        // A separate thread, because it leaves our network namespace.
         let bound = std::thread::scope(|scope| {
             let thread = std::thread::Builder::new().name("word-bind".into()).spawn_scoped(scope, bind)?;
             thread.join().unwrap_or_else(|_| Err(io::Error::other("the thread that binds the socket has died")))
@@ -103,12 +103,12 @@ impl Socket {
         Ok(())
     }
 
-    /// Takes its name away: whoever still has this value, the job is over.
+    /// Removes its name, because the job is over, even if this value still exists.
     pub fn close(&self) {
         *lock(&self.bound) = None;
     }
 
-    /// Where it is.
+    /// Its path.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
@@ -118,7 +118,7 @@ impl Socket {
 fn open(directory: &Path, name: &str, user: Option<u32>) -> io::Result<(SocketPath, Arc<UnixDatagram>)> {
     let path = SocketPath::new(directory, name, user)?;
     setsockopt(path.socket(), sockopt::PassCred, &true)?;
-    // Where that is not allowed the kernel gives what it does.
+    // If this is not allowed, the kernel uses the default size.
     setsockopt(path.socket(), sockopt::SndBufForce, &UNREAD)
         .or_else(|_| setsockopt(path.socket(), sockopt::SndBuf, &UNREAD))?;
     let socket = Arc::new(path.socket().try_clone()?);
@@ -135,7 +135,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// Serves it.
+    /// Serves the socket.
     ///
     /// # Errors
     /// When there are no descriptors or threads left.
@@ -160,7 +160,7 @@ impl Server {
         Ok(Server { facts, listener: Arc::clone(&socket.listener), ended, thread: Some(thread) })
     }
 
-    /// What `state` answers from now on; nothing while there is no job.
+    /// Sets the answer to `state`; `None` while there is no job.
     pub fn show(&self, facts: Option<Facts>) {
         *lock(&self.facts) = facts;
     }
@@ -180,14 +180,14 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// How much was read of late.
+/// Counts the requests read recently.
 struct Rate {
     since: Instant,
     read: u32,
 }
 
 impl Rate {
-    /// When the next may be read, if not now.
+    /// How long to wait before the next request may be read.
     fn pause(&mut self, now: Instant) -> Option<Duration> {
         let passed = now.saturating_duration_since(self.since);
         if passed >= WINDOW {
@@ -197,7 +197,7 @@ impl Rate {
     }
 }
 
-/// A request that lies with the owner.
+/// A request that the owner has not answered yet.
 struct Pending(Arc<AtomicUsize>);
 
 impl Drop for Pending {
@@ -213,13 +213,13 @@ struct Reader {
     deliver: Deliver,
     pending: Arc<AtomicUsize>,
     rate: Rate,
-    /// Whether it was said that the job asks too much.
+    /// Whether it was logged that the job sends too many requests.
     complained: bool,
 }
 
-/// What came.
+/// A received datagram.
 struct Received {
-    /// The abstract name of the socket that it came from.
+    /// The abstract name of the sender's socket.
     from: Option<Vec<u8>>,
     uid: Option<u32>,
     pid: i32,
@@ -236,7 +236,7 @@ impl Reader {
         let socket = Arc::clone(&lock(&self.listener.socket));
         let wanted = if pause.is_some() { PollFlags::empty() } else { PollFlags::POLLIN };
         let mut fds = [PollFd::new(self.listener.wake.as_fd(), PollFlags::POLLIN), PollFd::new(socket.as_fd(), wanted)];
-        // Rounded up, so that the window is over then.
+        // Rounded up, so that the window is over after the wait.
         let timeout = pause.map_or(PollTimeout::NONE, |pause| {
             PollTimeout::try_from(pause + Duration::from_millis(1)).unwrap_or(PollTimeout::MAX)
         });
@@ -244,7 +244,7 @@ impl Reader {
             Ok(_) | Err(Errno::EINTR) => {}
             Err(_) => return std::thread::sleep(PAUSE),
         }
-        // It is over, or there is another socket.
+        // The server is ending, or there is another socket.
         let _ = self.listener.wake.read();
         let readable = fds.get(1).and_then(PollFd::any).unwrap_or(false);
         if !readable || pause.is_some() {
@@ -275,7 +275,7 @@ impl Reader {
             Ok(request) => request,
             Err(fault) => return reply(Err(fault)),
         };
-        // Not held while something is sent.
+        // The lock is not held while sending.
         let facts = lock(&self.facts).clone();
         let Some(facts) = facts else {
             return reply(Err(Fault::new(Code::Later, "the job is being restored: try again")));
@@ -289,7 +289,7 @@ impl Reader {
         if self.pending.load(Ordering::SeqCst) > PENDING {
             return reply(Err(Fault::new(Code::Later, "the supervisor is busy: try again")));
         }
-        // Dropped without an answer where nobody takes it: the job is over.
+        // If nobody receives it, it is dropped without an answer: the job is over.
         (self.deliver)(Call { request, life: facts.life, pid: received.pid, reply });
     }
 
@@ -300,7 +300,7 @@ impl Reader {
         Box::new(move |result| {
             drop(pending);
             let Some(address) = name.and_then(|name| UnixAddr::new_abstract(&name).ok()) else { return };
-            // Whoever is gone, or takes nothing, goes without.
+            // A client that is gone or does not read loses the answer.
             let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
             let _ = sendto(socket.as_raw_fd(), &protocol::answer(id.as_deref(), &result), &address, flags);
         })
@@ -309,14 +309,14 @@ impl Reader {
 
 /// Takes the next datagram, without waiting.
 fn receive(socket: &UnixDatagram, text: &mut [u8]) -> nix::Result<Received> {
-    // Room for nothing else: descriptors that come along never become ours (`scm_detach_fds`).
+    // No room for anything else: descriptors in the message are not received (`scm_detach_fds`).
     let mut space = nix::cmsg_space!(libc::ucred);
     let mut into = [IoSliceMut::new(text)];
     let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_CMSG_CLOEXEC;
     let received = recvmsg::<UnixAddr>(socket.as_raw_fd(), &mut into, Some(&mut space), flags)?;
-    // An address without a name has a length of 0 here, for which `as_abstract` panics (nix 0.31).
+    // An address without a name has length 0 here, for which `as_abstract` panics (nix 0.31).
     let named = received.address.filter(|address| address.len() > NO_NAME);
-    // What comes with descriptors is cut, and `cmsgs` an error then: nobody sent it.
+    // A message with descriptors is truncated, and `cmsgs` returns an error: it has no sender then.
     let who = received.cmsgs().into_iter().flatten().find_map(|message| match message {
         ControlMessageOwned::ScmCredentials(who) => Some(who),
         _ => None,

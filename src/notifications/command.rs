@@ -1,4 +1,4 @@
-//! One run of a hook: bounded in time, and in what is kept of its output.
+//! Runs one hook, with limits for its time and for its output.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -17,16 +17,16 @@ use super::{Context, Point};
 use rekindle_engine::launch;
 use rekindle_os::spawn::{self, Child, Ended, Spawn};
 
-/// The end of what a hook wrote, for the message about it.
+/// Bytes kept of the end of a hook's output, for the message about it.
 const KEPT: usize = 400;
-/// How often it is asked whether it shall still run.
+/// How often to check whether it was cancelled.
 const LOOK: Duration = Duration::from_millis(50);
-/// How long one that was killed may take to be gone, on a machine that is busy.
+/// How long a killed hook may take to end, on a busy machine.
 pub(super) const GRACE: Duration = Duration::from_secs(1);
-/// Variables of ours that a hook has too.
+/// Our variables that a hook gets too.
 const PASSED_ON: [&str; 6] = ["PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ"];
 
-/// What became of it.
+/// Why a hook failed.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Error {
     #[error("{0}")]
@@ -47,7 +47,7 @@ fn behind(output: &str) -> String {
     if output.is_empty() { String::new() } else { format!(": {output}") }
 }
 
-/// Runs a hook until it ends, at most for `limit`, and as long as `wanted`.
+/// Runs a hook until it ends, at most for `limit`, and only while `wanted`.
 pub(super) fn run(
     point: Point,
     words: &[String],
@@ -75,7 +75,7 @@ pub(super) fn run(
     let mut tail = Tail { from: File::from(output), kept: Vec::new(), open: true };
     let result = follow(&child, &mut tail, began + limit, wanted);
     if result.is_err() {
-        // Not reaped yet, so the number is still its group's.
+        // It is not reaped yet, so the number still belongs to its group.
         let _ = killpg(Pid::from_raw(child.pid()), Signal::SIGKILL);
     }
     let ended = child.wait()?;
@@ -94,7 +94,7 @@ pub(super) fn run(
     }
 }
 
-/// A file in memory: whoever does not read it, or reads it twice, blocks nobody.
+/// A file in memory: a hook may read it once, twice or not at all.
 fn input(document: &[u8]) -> Result<OwnedFd, Error> {
     let fd = memfd_create("hook", MFdFlags::MFD_CLOEXEC).map_err(io::Error::from)?;
     let mut file = File::from(fd);
@@ -113,7 +113,7 @@ fn environment(point: Point, context: &Context) -> Vec<(OsString, OsString)> {
     passed_on.chain(ours).collect()
 }
 
-/// Until it has ended; it is not reaped.
+/// Waits until the hook has ended; does not reap it.
 fn follow(child: &Child, tail: &mut Tail, until: Instant, wanted: &dyn Fn() -> bool) -> Result<(), Error> {
     let pidfd = child.pidfd()?;
     loop {
@@ -141,7 +141,7 @@ fn follow(child: &Child, tail: &mut Tail, until: Instant, wanted: &dyn Fn() -> b
     }
 }
 
-/// What is kept of an output.
+/// The kept end of an output.
 struct Tail {
     from: File,
     kept: Vec<u8>,
@@ -166,7 +166,7 @@ impl Tail {
         }
     }
 
-    /// On one line; control characters would act on the terminal of whoever reads it.
+    /// On one line, without control characters, which could act on a terminal.
     fn text(&self) -> String {
         let text = String::from_utf8_lossy(&self.kept);
         let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
@@ -220,7 +220,7 @@ mod tests {
         let error = sh("yes flood", SHORT).unwrap_err();
         assert!(matches!(&error, Error::TooLong { output, .. } if output.len() <= 2 * KEPT), "{error}");
         assert!(began.elapsed() < LIMIT / 2);
-        // The last of it counts.
+        // The end of the output counts.
         let error = sh("yes flood | head -c 3000000; echo the end; exit 1", LIMIT).unwrap_err();
         assert!(error.to_string().ends_with("flood; the end"), "{error}");
     }
@@ -241,7 +241,7 @@ mod tests {
 
     #[test]
     fn one_that_leaves_something_behind_has_ended_all_the_same() {
-        // What it leaves holds the output open.
+        // A child that it leaves holds the output open.
         let began = Instant::now();
         sh("sleep 60 & exit 0", LIMIT).unwrap();
         assert!(began.elapsed() < LIMIT / 2);

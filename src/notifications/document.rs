@@ -1,4 +1,4 @@
-//! What a hook reads and a webhook gets: one JSON document, described in docs/hooks.md. Fields may be added.
+//! The JSON document that a hook reads and a webhook gets, described in docs/hooks.md. Later versions may add fields.
 
 use std::path::{Path, PathBuf};
 
@@ -7,7 +7,7 @@ use serde::Serialize;
 use super::Failure;
 use crate::telemetry::events::Event;
 
-/// What is the same in all documents of a supervisor.
+/// Fields that are the same in all documents of a supervisor.
 #[derive(Debug, Clone)]
 pub(crate) struct Context {
     /// The job's name.
@@ -31,13 +31,13 @@ pub(crate) struct Document<'a> {
 }
 
 impl<'a> Document<'a> {
-    /// Of an event.
+    /// The document of an event.
     #[must_use]
     pub(crate) fn new(hook: &'a str, context: &'a Context, event: &'a Event) -> Document<'a> {
         Document { hook, job: &context.job, folder: &context.folder, failure: None, text: None, event }
     }
 
-    /// Of one that is a failure.
+    /// The document of a failure.
     #[must_use]
     pub(crate) fn of_failure(self, failure: Failure) -> Document<'a> {
         let text = format!("job {}: {}", self.job, failure.in_words(&self.event.what));
@@ -47,7 +47,7 @@ impl<'a> Document<'a> {
     /// Its bytes, with a line end.
     #[must_use]
     pub(crate) fn bytes(&self) -> Vec<u8> {
-        // Plain data with text for keys: there is nothing that JSON does not have.
+        // Plain data with text keys can always be written as JSON.
         let mut bytes = serde_json::to_vec(self).unwrap_or_default();
         bytes.push(b'\n');
         bytes

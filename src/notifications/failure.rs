@@ -1,4 +1,4 @@
-//! Which events are failures that somebody wants to hear of.
+//! Decides which events are failures to be reported.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use serde::Serialize;
 use crate::telemetry::events::What;
 use rekindle_base::cause::Cause;
 
-/// What failed.
+/// The kind of failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Failure {
@@ -57,7 +57,7 @@ impl Failure {
     }
 }
 
-/// Listens to the events of a job.
+/// Watches the events of a job.
 #[derive(Debug)]
 pub(crate) struct Failures {
     limit: u32,
@@ -65,7 +65,7 @@ pub(crate) struct Failures {
 }
 
 impl Failures {
-    /// So many snapshots that fail in a row are a failure; with 0 none are.
+    /// `limit` failed snapshots in a row are a failure; 0 means never.
     #[must_use]
     pub(crate) fn new(limit: u32) -> Failures {
         Failures { limit, in_a_row: 0 }
@@ -78,12 +78,12 @@ impl Failures {
             What::SnapshotFailed { job_lost: true, .. } => return Some(Failure::JobLost),
             What::SnapshotFailed { .. } => {
                 self.in_a_row = self.in_a_row.saturating_add(1);
-                // Once, until one succeeds.
+                // Reported once, until a snapshot succeeds.
                 return (self.in_a_row == self.limit).then_some(Failure::SnapshotsFail);
             }
             What::Ended { cause, .. } => return (!is_wanted(cause.as_ref())).then_some(Failure::JobEnded),
             What::Hung { .. } => return Some(Failure::Hung),
-            What::GpuFault { .. } => return Some(Failure::GpuFault),
+            What::GpuFault { follows: None, .. } => return Some(Failure::GpuFault),
             What::ImageBad { .. } => return Some(Failure::ImageBad),
             What::RehearsalFailed { .. } => return Some(Failure::RehearsalFailed),
             What::StoreDamaged { .. } => return Some(Failure::StoreDamaged),
@@ -94,14 +94,15 @@ impl Failures {
     }
 }
 
-/// Whether a life ended as it was to.
+/// Whether a life ended as intended.
 fn is_wanted(cause: Option<&Cause>) -> bool {
-    matches!(cause, Some(Cause::Completed | Cause::Requested | Cause::Suspended | Cause::Rewound))
+    cause.is_some_and(Cause::is_wanted)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rekindle_base::notice::{Cloud, Kind};
     use rekindle_store::manifest::Reason;
 
     fn failed(job_lost: bool) -> What {
@@ -131,7 +132,8 @@ mod tests {
     #[test]
     fn an_end_that_was_asked_for_or_went_well_is_no_failure() {
         let mut failures = Failures::new(1);
-        for cause in [Cause::Completed, Cause::Requested, Cause::Suspended, Cause::Rewound] {
+        let noticed = Cause::Interruption { cloud: Cloud::Google, notice: Kind::Preempt };
+        for cause in [Cause::Completed, Cause::Requested, noticed, Cause::Suspended, Cause::Rewound] {
             assert_eq!(failures.hear(&ended(cause)), None);
         }
         let killed = ended(Cause::Signal { signal: 9 });

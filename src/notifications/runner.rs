@@ -1,4 +1,4 @@
-//! The thread that runs hooks: in order, one at a time, and what is waiting for it is bounded.
+//! The thread that runs hooks: in order, one at a time, with a bounded queue.
 //!
 //! At the end of a run all remaining hooks together have one `hooks.timeout`. The hooks before the last one have half
 //! of it: one that hangs does not prevent the last one.
@@ -12,9 +12,9 @@ use super::command;
 use super::{Context, Point, Refused, Report, Reporter};
 use crate::config::{Hooks, OnError};
 
-/// Of hooks that nothing waits for. More come only where each takes longer than what it is told of.
+/// Maximum queue of hooks that nothing waits for. It fills only if hooks take longer than the time between events.
 const MOST: usize = 64;
-/// How often what waits for a hook looks whether it still wants to.
+/// How often a waiter checks whether it was cancelled.
 const LOOK: Duration = Duration::from_millis(20);
 
 /// Runs hooks.
@@ -41,11 +41,11 @@ struct Queue {
     has_thread: bool,
     busy: bool,
     left_out: bool,
-    /// Once the end is near.
+    /// Set when the run is ending.
     closing: Option<Closing>,
 }
 
-/// Until when hooks may run.
+/// Time limits for hooks at the end of a run.
 #[derive(Clone, Copy)]
 struct Closing {
     others: Instant,
@@ -58,7 +58,7 @@ struct Task {
     gate: Option<GateOf>,
 }
 
-/// Of a task that something waits for.
+/// State of a hook that something waits for.
 struct GateOf {
     until: Instant,
     called_off: Arc<AtomicBool>,
@@ -66,7 +66,7 @@ struct GateOf {
 }
 
 impl Runner {
-    /// Nothing runs yet.
+    /// No thread is started yet.
     #[must_use]
     pub(crate) fn new(hooks: &Hooks, context: Context, reporter: Reporter) -> Runner {
         let (queue, changed) = (Mutex::default(), Condvar::new());
@@ -79,7 +79,7 @@ impl Runner {
         !point.command(&self.0.hooks).is_empty()
     }
 
-    /// Has a hook run when its turn comes.
+    /// Queues a hook.
     pub(crate) fn tell(&self, point: Point, document: Vec<u8>) {
         let mut queue = self.0.queue();
         if queue.waiting.len() >= MOST {
@@ -93,21 +93,21 @@ impl Runner {
         self.0.push(queue, Task { point, document, gate: None });
     }
 
-    /// A hook that something waits for. None if there is no such hook.
+    /// A hook that something waits for. `None` if there is no such hook.
     #[must_use]
     pub(crate) fn gate(&self, point: Point, document: Vec<u8>, limit: Duration) -> Option<Gate> {
         self.has(point).then(|| Gate { shared: Arc::clone(&self.0), point, document, limit })
     }
 
-    /// Waits for what is left, at most `hooks.timeout`; then nothing runs any more.
+    /// Waits for the remaining hooks, at most `hooks.timeout`; after that nothing runs any more.
     pub(crate) fn close(&self) {
         let began = Instant::now();
         let last = began + self.0.hooks.timeout;
         let mut queue = self.0.queue();
         queue.closing = Some(Closing { others: began + self.0.hooks.timeout / 2, last });
-        // A thread that cannot be started takes nothing out of the queue.
+        // A thread that could not be started does not empty the queue.
         while queue.has_thread && (queue.busy || !queue.waiting.is_empty()) {
-            // One that is killed now is gone soon.
+            // A hook that is killed now ends soon.
             let left = (last + command::GRACE).saturating_duration_since(Instant::now());
             if left.is_zero() {
                 break;
@@ -180,12 +180,12 @@ impl Shared {
             self.report(point, why.clone());
         }
         if let Some(gate) = gate {
-            // If it was cancelled, nobody waits any more.
+            // If it was cancelled, nobody waits for the result.
             let _ = gate.answer.send(result);
         }
     }
 
-    /// Whether the end of the run leaves time for the hook that runs now.
+    /// Whether the end of the run leaves time for the present hook.
     fn may_run(&self) -> bool {
         let queue = self.queue();
         let Some(closing) = queue.closing else { return true };
@@ -203,19 +203,19 @@ pub(crate) struct Gate {
     limit: Duration,
 }
 
-/// What is to become of what waited.
+/// The result for the waiting operation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Passed {
     /// Continue.
     Yes,
-    /// The hook does not want it.
+    /// The hook refused.
     Refused(Refused),
-    /// It is not wanted any more.
+    /// It was cancelled.
     CalledOff,
 }
 
 impl Gate {
-    /// Runs the hook, after those that were to run before it, and waits for its end. Takes at most its limit.
+    /// Runs the hook, after those queued before it, and waits for its end, at most its time limit.
     #[must_use]
     pub(crate) fn pass(self, cancelled: &dyn Fn() -> bool) -> Passed {
         let Gate { shared, point, document, limit } = self;
@@ -232,7 +232,7 @@ impl Gate {
                     called_off.store(true, Ordering::Relaxed);
                     return Passed::CalledOff;
                 }
-                // Its turn has not come, or it is being killed.
+                // It was not started yet, or is being killed.
                 Err(mpsc::RecvTimeoutError::Timeout) if Instant::now() > until + command::GRACE => {
                     called_off.store(true, Ordering::Relaxed);
                     let why = "the hooks before it took too long".to_owned();

@@ -15,7 +15,7 @@ use rekindle_base::chain;
 
 /// How long one attempt may take.
 const REQUEST: Duration = Duration::from_secs(10);
-/// Before each further attempt: it is given up after some eight minutes.
+/// Pauses between attempts: it is given up after some eight minutes.
 const PAUSES: [Duration; 5] = [
     Duration::from_secs(1),
     Duration::from_secs(5),
@@ -23,9 +23,9 @@ const PAUSES: [Duration; 5] = [
     Duration::from_secs(120),
     Duration::from_secs(300),
 ];
-/// When the run is over.
+/// The pause when the run is over.
 const LAST_PAUSE: Duration = Duration::from_millis(500);
-/// How many wait at most: a job that dies again and again is one piece of news.
+/// Maximum queue: a job that dies again and again is one piece of news.
 const MOST: usize = 16;
 
 /// Sends failures.
@@ -50,22 +50,22 @@ struct Queue {
     waiting: VecDeque<Vec<u8>>,
     has_thread: bool,
     busy: bool,
-    /// Once the end is near: until when.
+    /// Set when the run is ending: the time limit.
     closing: Option<Instant>,
 }
 
 impl Webhook {
-    /// Nothing is sent yet.
+    /// No thread is started yet.
     #[must_use]
     pub(crate) fn new(url: WebhookUrl, reporter: Reporter) -> Webhook {
         Webhook(Arc::new(Shared { url, reporter, queue: Mutex::default(), changed: Condvar::new() }))
     }
 
-    /// Sends a document when its turn comes.
+    /// Queues a document.
     pub(crate) fn send(&self, document: Vec<u8>) {
         let mut queue = self.0.queue();
         if queue.waiting.len() >= MOST {
-            // The newest say more.
+            // The newest documents are more useful.
             queue.waiting.pop_front();
             drop(queue);
             self.0.report(format!("dropped a failure: {MOST} others are waiting"));
@@ -84,7 +84,7 @@ impl Webhook {
         self.0.changed.notify_all();
     }
 
-    /// Waits for what is not sent yet, at most so long.
+    /// Waits for the queued documents, at most until then.
     pub(crate) fn close(&self, until: Instant) {
         let mut queue = self.0.queue();
         queue.closing = Some(until);
@@ -106,7 +106,7 @@ impl Webhook {
 /// Why an attempt failed.
 struct Refusal {
     why: String,
-    /// Whether another one may fare better.
+    /// Whether another attempt may succeed.
     passes: bool,
 }
 
@@ -150,7 +150,7 @@ impl Shared {
         }
     }
 
-    /// Waits; answers whether there is time for another attempt.
+    /// Waits; returns whether there is time for another attempt.
     fn pause(&self, pause: Duration) -> bool {
         let began = Instant::now();
         let mut queue = self.queue();
@@ -178,10 +178,10 @@ impl Shared {
             .redirect(reqwest::redirect::Policy::none())
             .user_agent(concat!("rekindle/", env!("CARGO_PKG_VERSION")))
             .build();
-        // The address is not to be in a message.
+        // The address must not appear in a message.
         let client = client.map_err(|error| unusable(chain(&error.without_url())))?;
         let request = client.post(self.url.secret()).header("content-type", "application/json").body(document.to_vec());
-        // Made inside: it sets its timer as soon as it is.
+        // Created inside the runtime, because its timer starts at once.
         let answered = runtime.block_on(async { request.send().await });
         let status = answered.map_err(|error| Refusal { why: chain(&error.without_url()), passes: true })?.status();
         if status.is_success() {
@@ -201,7 +201,8 @@ mod tests {
 
     use super::*;
 
-    /// Answers the requests one after the other with these lines, an empty one by hanging up; hands on what was asked.
+    /// Answers requests with these lines, one after the other; an empty one closes the connection. Passes on the
+    /// requests.
     fn server(answers: Vec<&'static str>) -> (u16, mpsc::Receiver<String>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
@@ -267,7 +268,7 @@ mod tests {
             let why = reports.recv_timeout(LIMIT).unwrap().why;
             assert!(why.starts_with(&format!("127.0.0.1:{port}: it answered {said}")), "{why}");
         }
-        // Nobody listens there any more.
+        // Nobody listens at this port any more.
         let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let (webhook, reports) = webhook(port);
         webhook.send(b"{}".to_vec());

@@ -1,21 +1,21 @@
-//! Which rule (`[[rules]]`) is for an end, a hang or a fault: a pure function. The first that fits.
+//! Finds the rule (`[[rules]]`) for an end, a hang or a fault: the first that matches. A pure function.
 
 use crate::config::{CauseName, Match, Rule};
 use rekindle_base::cause::Cause;
 use rekindle_os::spawn::Ended;
 
-/// What a rule is held against.
+/// The facts that rules are compared with.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Case<'a> {
-    /// Why it ended, or will be ended.
+    /// Why the job ended, or will be ended.
     pub cause: &'a Cause,
-    /// How it ended; None while it runs.
+    /// How it ended; `None` while it runs.
     pub ended: Option<Ended>,
     /// The last lines of its output.
     pub lines: &'a [Vec<u8>],
 }
 
-/// The first rule that fits, counted from 0.
+/// The first matching rule, counted from 0.
 #[must_use]
 pub(crate) fn first<'a>(rules: &'a [Rule], case: &Case<'_>) -> Option<(usize, &'a Rule)> {
     rules.iter().enumerate().find(|(_, rule)| fits(&rule.matches, case))
@@ -29,6 +29,10 @@ fn fits(matches: &Match, case: &Case<'_>) -> bool {
     let signal = match case.ended {
         Some(Ended::Signal(signal)) => Some(signal),
         _ => None,
+    };
+    let signal = match case.cause {
+        Cause::ProcessDied { signal, .. } => Some(*signal),
+        _ => signal,
     };
     let xid = match case.cause {
         Cause::GpuFault { xid } => Some(*xid),
@@ -46,6 +50,7 @@ fn is(name: CauseName, cause: &Cause) -> bool {
     match name {
         CauseName::Exit => matches!(cause, Cause::Exit { .. }),
         CauseName::Signal => matches!(cause, Cause::Signal { .. }),
+        CauseName::ProcessDied => matches!(cause, Cause::ProcessDied { .. }),
         CauseName::OutOfMemory => *cause == Cause::OutOfMemory,
         CauseName::GpuFault => matches!(cause, Cause::GpuFault { .. }),
         CauseName::Hang => matches!(cause, Cause::Hang { .. }),

@@ -1,4 +1,4 @@
-//! What speaks against images, in this run.
+//! Failures of images in this run, and the evidence against them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -6,22 +6,22 @@ use std::time::Duration;
 use rekindle_os::spawn::Ended;
 use rekindle_store::{BadWhy, ImageId};
 
-/// A failure that nothing but the image explains.
+/// A failure that only the image explains.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Evidence {
     /// The job died soon after a restore.
     Died {
-        /// How; None if it was ended for what it did, or did not do.
+        /// How it ended; `None` if it was killed for a hang or a rule.
         ended: Option<Ended>,
-        /// After so long.
+        /// After this time.
         uptime: Duration,
     },
     /// It was not restored, for this reason.
     Refused(String),
 }
 
-/// What is wrong in an image shows at one moment after each restore. What comes from outside, such as a child of the job that
-/// is killed, has the same end and comes at any time.
+/// A fault in an image causes a death at the same moment after each restore. An external cause, such as a child of the
+/// job that is killed, has the same result at different times.
 const AT_ONE_MOMENT: Duration = Duration::from_millis(250);
 
 impl Evidence {
@@ -48,30 +48,30 @@ impl Evidence {
     }
 }
 
-/// What a failure of an image leads to.
+/// The reaction to a failure of an image.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Finding {
-    /// Another try with it.
+    /// Try it again.
     TryAgain,
-    /// Another image has its turn.
+    /// Use another image.
     PassOver,
-    /// The same, and it is marked.
+    /// Use another image, and mark this one.
     Mark {
-        /// What was seen.
+        /// The kind of problem.
         why: BadWhy,
-        /// The same as text.
+        /// The problem as text.
         detail: String,
     },
 }
 
-/// An image may fail so often without the same failure twice in a row: most of what comes from outside is over soon, and an
-/// older image costs work.
+/// Number of failures in a row that an image may have without the same failure twice: external causes mostly pass soon,
+/// and an older image costs work.
 const TRIES: u32 = 4;
 
 #[derive(Debug, Clone, Default)]
 struct Suspect {
     failures: u32,
-    /// Of the last failure.
+    /// Evidence of the last failure.
     evidence: Option<Evidence>,
     passed: Passed,
 }
@@ -80,25 +80,25 @@ struct Suspect {
 enum Passed {
     #[default]
     No,
-    /// Until all have had their turn.
+    /// Until all others were tried.
     ForNow,
     /// For this run.
     ForGood,
 }
 
-/// So many deaths that are alike, in a row, from whichever images.
+/// Number of similar deaths in a row, from any images, after which the newest proven image is used.
 const ROW: u32 = 4;
 
-/// What speaks against images.
+/// Failures of images.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Suspects {
     images: BTreeMap<ImageId, Suspect>,
-    /// The last death soon after a restore, and how many before it were alike.
+    /// The last death soon after a restore, and the number of similar ones before it.
     row: Option<(Evidence, u32)>,
 }
 
 impl Suspects {
-    /// A failure more.
+    /// Adds a failure.
     pub(super) fn add(&mut self, id: ImageId, evidence: Option<Evidence>) -> Finding {
         let suspect = self.images.entry(id).or_default();
         suspect.failures += 1;
@@ -116,14 +116,14 @@ impl Suspects {
         }
     }
 
-    /// Another one has its turn.
+    /// Skips the image for now.
     pub(super) fn pass_over(&mut self, id: ImageId) -> Finding {
         self.images.entry(id).or_default().passed = Passed::ForNow;
         Finding::PassOver
     }
 
-    /// A death soon after a restore, from any image. Answers whether there were enough in a row; then the count starts
-    /// again.
+    /// Records a death soon after a restore, from any image. Returns whether there were enough in a row; then the count
+    /// starts again.
     pub(super) fn is_row(&mut self, evidence: Option<&Evidence>) -> bool {
         let Some(now) = evidence else {
             self.row = None;
@@ -137,12 +137,12 @@ impl Suspects {
         false
     }
 
-    /// A life was long enough.
+    /// A life was long enough, which ends the row.
     pub(super) fn end_row(&mut self) {
         self.row = None;
     }
 
-    /// The newest proven image has its turn, if there is one.
+    /// Skips all images newer than the newest proven one, if there is one.
     pub(super) fn pass_over_newer_than(&mut self, good: impl Iterator<Item = ImageId>, proven: &BTreeSet<ImageId>) {
         let good: Vec<ImageId> = good.collect();
         let Some(newest_proven) = good.iter().copied().filter(|id| proven.contains(id)).max() else { return };
@@ -151,7 +151,7 @@ impl Suspects {
         }
     }
 
-    /// It is of no use in this run.
+    /// Skips the image for this run.
     pub(super) fn leave(&mut self, id: ImageId) -> Finding {
         self.images.entry(id).or_default().passed = Passed::ForGood;
         Finding::PassOver
@@ -173,7 +173,7 @@ impl Suspects {
         self.images.get(&id).is_some_and(|suspect| suspect.passed != Passed::No)
     }
 
-    /// Starts again with those that are not skipped for good.
+    /// Starts again with all images that are not skipped for the whole run.
     pub(super) fn forget_passed_over(&mut self) {
         self.images.retain(|_, suspect| suspect.passed == Passed::ForGood);
     }

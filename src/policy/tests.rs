@@ -42,7 +42,7 @@ fn down_the_ladder() {
     let (mut history, mut p, now) = (History::default(), policy(), Instant::now());
     p.cold_start = ColdStart::Allow;
     let (new, old) = (id(2), id(1));
-    // The newest image gets two chances.
+    // The newest image is tried twice.
     assert_eq!(
         from(&history.after_death(CRASH, StartPoint::Cold, LATER, &Images::good([new, old]), &p, now)),
         StartPoint::Image(new)
@@ -53,7 +53,7 @@ fn down_the_ladder() {
     let Decision::Again { from: then, after, mark: Some(mark) } = third else { panic!("{third:?}") };
     assert_eq!((then, after, mark.image, mark.why), (StartPoint::Image(old), Duration::ZERO, new, BadWhy::DiesAgain));
     assert!(mark.detail.contains("signal SIGSEGV"), "{}", mark.detail);
-    // The older one is damaged; then from nothing, twice; then no more.
+    // The older image is damaged; then two starts from the beginning; then it is given up.
     let damaged = history.after_image_failure(old, &Failure::Damaged, &Images::good([]), &p, now);
     assert_eq!(from(&damaged), StartPoint::Cold);
     assert_eq!(from(&history.after_death(CRASH, StartPoint::Cold, SOON, &Images::good([]), &p, now)), StartPoint::Cold);
@@ -70,13 +70,13 @@ fn a_job_is_not_started_from_nothing_over_its_images() {
     let stranded = |decision: &Decision| matches!(decision, Decision::NoUsableImage { .. });
     assert!(stranded(&damaged(&others, &p)));
     assert!(stranded(&History::default().after_death(CRASH, StartPoint::Cold, LATER, &others, &p, now)));
-    // The last good one is marked just now.
+    // The last good image is marked now.
     let mut history = History::default();
     let (last, images) = (StartPoint::Image(id(1)), Images::good([id(1)]));
     assert_eq!(from(&history.after_death(CRASH, last, SOON, &images, &p, now)), last);
     let second = history.after_death(CRASH, last, SOON, &images, &p, now);
     assert!(stranded(&second) && second.mark().is_some_and(|mark| mark.image == id(1)), "{second:?}");
-    // Without any image there is nothing to lose, and with a usable one nothing to decide.
+    // Without any image there is nothing to lose, and with a usable one there is nothing to decide.
     let cold = History::default().after_death(CRASH, StartPoint::Cold, LATER, &Images::default(), &p, now);
     assert_eq!(from(&cold), StartPoint::Cold);
     let some = Images { others: true, ..Images::good([id(1)]) };
@@ -108,7 +108,7 @@ fn the_limit_holds_within_its_window_and_backs_off() {
             other => panic!("{other:?}"),
         }
     }
-    assert_eq!(waits, [p.backoff, p.backoff * 2, p.backoff * 4]);
+    assert_eq!(waits, [Duration::ZERO, p.backoff, p.backoff * 2]);
     let fourth = history.after_death(CRASH, StartPoint::Cold, LATER, &Images::good([id(1)]), &p, now);
     assert!(matches!(fourth, Decision::GiveUp { ref why, .. } if why.contains("max-restarts")));
     let after_window = now + p.window + SOON;
@@ -125,8 +125,44 @@ fn healthy_uptime_forgives() {
     let healthy = p.healthy_uptime;
     for _ in 0..5 {
         let decision = history.after_death(CRASH, StartPoint::Image(id(1)), healthy, &Images::good([id(1)]), &p, now);
-        assert!(matches!(decision, Decision::Again { after, mark: None, .. } if after == p.backoff));
+        assert!(matches!(decision, Decision::Again { after, mark: None, .. } if after.is_zero()));
     }
+}
+
+fn wait(decision: &Decision) -> Duration {
+    match decision {
+        Decision::Again { after, .. } => *after,
+        other => panic!("not again: {other:?}"),
+    }
+}
+
+#[test]
+fn a_job_that_makes_progress_is_restarted_at_once() {
+    let (p, now) = (policy(), Instant::now());
+    let mut history = History::default();
+    let mut dies = |from, uptime, images: &[u32]| {
+        let images = Images::good(images.iter().map(|n| id(*n)));
+        wait(&history.after_death(KILLED, from, uptime, &images, &p, now))
+    };
+    let image = |n| StartPoint::Image(id(n));
+    assert_eq!(dies(StartPoint::Cold, LATER, &[1]), Duration::ZERO);
+    assert_eq!(dies(image(1), LATER, &[1]), p.backoff, "it took no image");
+    assert_eq!(dies(StartPoint::Cold, LATER, &[1]), p.backoff * 2, "that one is of an earlier life");
+    assert_eq!(dies(image(1), LATER, &[2, 1]), Duration::ZERO, "it took one");
+    assert_eq!(dies(image(2), SOON, &[3, 2, 1]), p.backoff, "it took one, and died soon");
+    assert_eq!(dies(image(3), LATER, &[3, 2, 1]), p.backoff * 2);
+    assert_eq!(dies(image(3), p.healthy_uptime, &[3, 2, 1]), Duration::ZERO);
+}
+
+#[test]
+fn a_job_that_never_ran_well_waits_from_the_beginning() {
+    let (mut history, p, now) = (History::default(), policy(), Instant::now());
+    let early = history.after_death(CRASH, StartPoint::Cold, SOON, &Images::default(), &p, now);
+    assert_eq!(wait(&early), p.backoff);
+    let mut history = History::default();
+    let failure = Failure::Unexplained("CRIU gave no reason".into());
+    let failed = history.after_image_failure(id(1), &failure, &Images::good([id(1)]), &p, now);
+    assert_eq!(wait(&failed), p.backoff);
 }
 
 #[test]
@@ -155,7 +191,7 @@ fn the_machine_is_not_the_images_fault() {
     assert!(matches!(last, Decision::GiveUp { ref why, mark: None } if why.contains("no driver")));
 }
 
-/// Feeds one history; answers what is taken each time, how long it waits, and what is marked.
+/// Plays one history; returns the image used each time, the wait, and the mark.
 struct Walk {
     history: History,
     images: Images,
@@ -234,7 +270,7 @@ fn nothing_from_outside_is_evidence() {
             assert_eq!(walk.dies(2, death), (2, WAITS, None), "{death:?}");
         }
         assert_eq!(walk.dies(2, death), (1, AT_ONCE, None), "{death:?}");
-        // Each has its turn, for ever, and none is marked.
+        // Each image is tried again and again, and none is marked.
         for _ in 0..3 {
             assert_eq!(walk.dies(1, death), (1, WAITS, None));
         }
@@ -260,14 +296,14 @@ fn one_that_is_proven_is_not_marked_for_a_death() {
     walk.images = Images { others: true, ..walk.images };
     walk.images.good.retain(|other| *other != id(1));
     assert_eq!(walk.fails(1, Failure::Damaged), (2, WAITS, None));
-    // That it is refused, for one reason, is another thing.
+    // Being refused for one reason is a different failure.
     assert_eq!(walk.fails(2, Failure::Refused("bad size".into())), (2, WAITS, None));
     let last = Failure::Refused("bad size".into());
     let last = walk.history.after_image_failure(id(2), &last, &walk.images, &walk.policy, Instant::now());
     assert!(matches!(last, Decision::NoUsableImage { mark: Some(_) }), "{last:?}");
 }
 
-/// Somebody rewound the job to it.
+/// A user has rewound the job to it.
 #[test]
 fn one_that_was_passed_over_and_is_restored_all_the_same_has_its_turn_again() {
     let mut walk = Walk::new(&[2, 1]);
@@ -295,7 +331,7 @@ fn the_walk_down_is_not_counted_and_files_that_are_gone_stay_gone() {
     }
     let last = walk.history.after_image_failure(id(1), &gone(), &walk.images, &walk.policy, Instant::now());
     assert_eq!(last, Decision::NoUsableImage { mark: None }, "no second walk");
-    // What is passed over for other reasons has another turn; each of them counts.
+    // Images skipped for other reasons are tried again; each of their failures counts.
     let mut walk = Walk::new(&[2, 1]);
     walk.policy.max_restarts = 1;
     let slow = || Failure::NotNow("slow".into());
@@ -310,7 +346,7 @@ fn the_walk_down_is_not_counted_and_files_that_are_gone_stay_gone() {
 fn a_life_that_took_an_image_says_nothing_about_the_one_before() {
     let mut walk = Walk::new(&[1]);
     for newest in 2..9 {
-        // Restored from the one before, it takes another and dies; at another time each time.
+        // Restored from the previous image, it takes another one and dies, at a different time each time.
         walk.images.good.insert(0, id(newest));
         let (now, uptime) = (Instant::now(), Duration::from_secs(u64::from(newest % 2) * 9 + 1));
         let death =
@@ -330,7 +366,7 @@ fn lives_that_end_alike_after_an_image_each_go_back_to_the_proven_one() {
     }
     walk.images.good.insert(0, id(6));
     assert_eq!(walk.dies(5, CRASH).0, 1, "none of those since is taken, and none is marked");
-    // From there it lives: what it takes then is the newest.
+    // From there it lives; the image that it takes then is the newest.
     walk.images.good.insert(0, id(7));
     let lived =
         walk.history.after_death(CRASH, StartPoint::Image(id(1)), LATER, &walk.images, &walk.policy, Instant::now());

@@ -1,4 +1,5 @@
-//! The page: one file, no scripts, nothing from elsewhere. Light and dark as the reader has it, from 360 pixels on.
+//! The page: one file without scripts or external resources. It follows the reader's light or dark theme, and works
+//! from a width of 360 pixels.
 //!
 //! Text from a job or a message is escaped, without control characters, shortened if it is long, and never wider than
 //! the page. The policy in the page's head forbids a browser to fetch or run anything.
@@ -13,12 +14,21 @@ use super::history::{Kind, Trouble, between};
 use super::model::Report;
 use super::words::{moment, share, time};
 use charts::Axis;
-use parts::{dot, foreign};
-use rekindle_base::units::size;
+use parts::{Extent, dot, foreign, number};
+use rekindle_base::units::{counted, size};
 
 const STYLE: &str = include_str!("html/style.css");
-/// The newest snapshots that have a row of their own.
+/// The end of a page's title: only pages that have it are overwritten.
+const TITLE: &str = " · rekindle report";
+/// Number of newest snapshots with a row each.
 const ROWS: usize = 50;
+
+/// Whether this text begins as a page of a report does.
+#[must_use]
+pub fn is_page(text: &[u8]) -> bool {
+    let head = text.get(..4096).unwrap_or(text);
+    String::from_utf8_lossy(head).contains(&format!("{TITLE}</title>"))
+}
 
 /// The page of a report.
 #[must_use]
@@ -31,7 +41,7 @@ pub fn page(report: &Report) -> String {
                 meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'";
                 meta name="viewport" content="width=device-width, initial-scale=1";
                 meta name="color-scheme" content="light dark";
-                title { (report.job) " · rekindle report" }
+                title { (report.job) (TITLE) }
                 style { (PreEscaped(STYLE)) }
             }
             body {
@@ -75,7 +85,7 @@ fn header(report: &Report) -> Markup {
             @if !report.command.is_empty() { code.command { (foreign(&report.command.join(" "))) } }
             @if report.clock_set_back > 0 {
                 p.small.soft {
-                    "The clock was set back " (report.clock_set_back) " times, by "
+                    "The clock was set back " (counted(report.clock_set_back.into(), "time")) ", by "
                     (time(u64::try_from(report.clock_set_back_us).unwrap_or(0)))
                     " in total. Later events are shown that much later."
                 }
@@ -84,7 +94,7 @@ fn header(report: &Report) -> Markup {
     }
 }
 
-/// A kind in words, and what they mean.
+/// The name of a kind and its meaning.
 fn named(kind: Kind) -> (&'static str, &'static str) {
     match kind {
         Kind::Useful => ("useful", "useful work"),
@@ -122,8 +132,8 @@ fn headline(report: &Report) -> Markup {
                     (fact("Lost work", &time(times.lost_us), times.share(times.lost_us).map(share).as_deref()))
                     (fact("Restarts", &report.restarts.to_string(), Some(&match (report.failures, first) {
                         (0, _) => "no failures".into(),
-                        (n, Some(last)) => format!("{n} failures, last {}", moment(last.at)),
-                        (n, None) => format!("{n} failures"),
+                        (n, Some(last)) => format!("{}, last {}", counted(number(n), "failure"), moment(last.at)),
+                        (n, None) => counted(number(n), "failure"),
                     })))
                     (fact("Snapshots", &snapshots.to_string(), Some(&match report.snapshots_failed {
                         0 => format!("interval {}", report.interval),
@@ -133,7 +143,7 @@ fn headline(report: &Report) -> Markup {
                         (fact("Freeze, median", &time(freeze.median_us), Some(&format!(
                             "95 of 100 within {}, longest {}", time(freeze.p95_us), time(freeze.max_us)))))
                     }
-                    (fact("Store", &size(report.disk), Some(&format!("{} images", report.images.len()))))
+                    (fact("Store", &size(report.disk), Some(&counted(number(report.images.len()), "image"))))
                 }
             }
         }
@@ -147,12 +157,13 @@ fn fact(name: &str, value: &str, more: Option<&str>) -> Markup {
 fn timeline(report: &Report, axis: Axis) -> Markup {
     let kinds = axis.kinds(&report.timeline);
     let freezes = axis.strokes(report.snapshots.iter().map(|it| (it.at, it.freeze_us)), 25);
-    let at = |what: &[Trouble]| {
+    let at = |what: &[Trouble], height: u64| {
         let chosen = report.troubles.iter().filter(|trouble| what.contains(&trouble.what));
-        axis.strokes(chosen.map(|trouble| (trouble.at, 1)), 100)
+        axis.strokes_of(chosen.map(|trouble| trouble.at), height)
     };
-    let deaths = at(&[Trouble::Crash, Trouble::Supervisor, Trouble::GivenUp]);
-    let other = at(&[Trouble::Snapshot, Trouble::Image, Trouble::Store, Trouble::Replica]);
+    let deaths = at(&[Trouble::Crash, Trouble::Supervisor, Trouble::GivenUp], 100);
+    // Half as high, so that the colour is not the only difference.
+    let other = at(&[Trouble::Snapshot, Trouble::Image, Trouble::Store, Trouble::Replica], 50);
     let shown = Kind::ALL.into_iter().filter(|kind| report.times.of(*kind) > 0);
     let kinds = Kind::ALL.map(|kind| named(kind).0).into_iter().zip(kinds);
     html! {
@@ -168,7 +179,7 @@ fn timeline(report: &Report, axis: Axis) -> Markup {
             }
             ul.key { @for kind in shown { li { (dot(named(kind).0)) (named(kind).1) } } }
             p.small.soft {
-                "Snapshots: a higher bar is a longer freeze. Failures: red if the job died, amber if a "
+                "Snapshots: a higher bar is a longer freeze. Failures: a full bar if the job died, half a bar if a "
                 "snapshot or storing an image failed, or an image is bad."
             }
         }
@@ -179,7 +190,7 @@ fn lane(name: &str, class: &str, paths: impl IntoIterator<Item = (&'static str, 
     html! {
         div class=(class) {
             span { (name) }
-            (parts::picture(charts::COLUMNS, 100, name, paths))
+            (parts::picture(Extent { width: charts::COLUMNS, height: charts::HEIGHT, pixels: 30 }, name, paths))
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What a report says, from events and facts about images; touches nothing.
+//! Computes the content of a report from events and facts about images. Reads and writes nothing.
 
 use std::time::Duration;
 
@@ -12,101 +12,101 @@ use rekindle_base::Percentage;
 use rekindle_base::interval::{self, Choice, Failures, MtbfSource};
 use rekindle_store::ImageId;
 
-/// So many events are listed.
+/// Number of events listed.
 const EVENTS: usize = 200;
 
-/// What is known beside the events.
+/// Facts besides the events.
 #[derive(Debug, Clone, Default)]
 pub struct Facts {
     /// The job.
     pub job: String,
-    /// What its supervisor does, or how its last run ended.
+    /// The state of its supervisor, or how its last run ended.
     pub state: String,
-    /// Whether it has a supervisor: what goes on now is then not over.
+    /// Whether it has a supervisor: then the present stretch is not over.
     pub supervised: bool,
-    /// What the job's folder takes on the disk, in bytes.
+    /// Bytes that the job's folder occupies on the disk.
     pub disk: u64,
     /// The images, newest first.
     pub images: Vec<ImageSize>,
-    /// What is before this is left out.
+    /// Earlier times are left out.
     pub since: Option<DateTime<Utc>>,
 }
 
-/// What an image takes.
+/// The size of an image.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct ImageSize {
-    /// Which.
+    /// The image.
     pub id: ImageId,
-    /// Whether it can be restored from.
+    /// Whether it can be restored.
     pub good: bool,
-    /// Where it is.
+    /// The places of its copies.
     pub places: String,
     /// Bytes of its content.
     pub bytes: u64,
-    /// Bytes that it added to the store: what no older image had, compressed. None while it is in memory only.
+    /// Bytes that it added to the store: new content, compressed. `None` while it is only in memory.
     pub stored: Option<u64>,
 }
 
-/// All that a report says. Times are microseconds of UNIX time, lengths of time in microseconds, sizes in bytes, shares
-/// in millionths.
+/// The content of a report. Times are microseconds of UNIX time, durations in microseconds, sizes in bytes, shares in
+/// millionths.
 #[derive(Debug, Clone, Serialize)]
 pub struct Report {
-    /// 1.
+    /// Version of the format: 1.
     pub version: u32,
     /// The job.
     pub job: String,
-    /// What its supervisor does, or how its last run ended.
+    /// The state of its supervisor, or how its last run ended.
     pub state: String,
-    /// When this was made.
+    /// When the report was made.
     pub made: i64,
-    /// The command line, as the last supervisor had it.
+    /// The command line of the last supervisor.
     pub command: Vec<String>,
     /// The interval, as configured.
     pub interval: String,
-    /// Since when the job runs, if it does.
+    /// Since when the job has been running, if it is.
     pub up_since: Option<i64>,
-    /// When what is reported begins; none where there is nothing.
+    /// The beginning of the reported time; `None` if there is none.
     pub from: Option<i64>,
-    /// And ends.
+    /// The end of the reported time.
     pub to: Option<i64>,
-    /// What the time went to.
+    /// How the time was spent.
     pub times: Times,
     /// How often the job had to be restarted.
     pub restarts: usize,
-    /// How often the job or its supervisor died or was given up.
+    /// How often the job or its supervisor died, or the job was given up.
     pub failures: usize,
     /// How often a snapshot failed.
     pub snapshots_failed: usize,
-    /// How long the job was frozen for snapshots.
+    /// The freezes of snapshots.
     pub freeze: Option<Freezes>,
-    /// What the interval costs; none before there are two snapshots in a row.
+    /// The cost of the interval; `None` before there are two snapshots in a row.
     pub cost: Option<Cost>,
-    /// What the job's folder takes on the disk.
+    /// Bytes that the job's folder occupies on the disk.
     pub disk: u64,
-    /// The images that there are, newest first.
+    /// The existing images, newest first.
     pub images: Vec<ImageSize>,
-    /// What the time went to, moment by moment.
+    /// How the time was spent, moment by moment.
     pub timeline: Vec<Span>,
-    /// When an image was being stored: from, to.
+    /// The times in which an image was being stored: from, to.
     pub persists: Vec<(i64, i64)>,
     /// The snapshots, oldest first.
     pub snapshots: Vec<Snapshot>,
-    /// What went wrong, oldest first.
+    /// The failures, oldest first.
     pub troubles: Vec<Failure>,
     /// The newest events, oldest first.
     pub events: Vec<Told>,
-    /// How many there are in all.
+    /// Total number of events.
     pub events_in_all: usize,
     /// How often the clock was set back.
     pub clock_set_back: u32,
-    /// By how much in all: later times are later by so much.
+    /// By how much in total: later times are corrected by this.
     pub clock_set_back_us: i64,
 }
 
-/// What the time went to.
+/// How the time was spent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct Times {
-    /// All but `idle`: the time in which the job was meant to run.
+    /// All but `idle`: the time in which the job was supposed to run.
     pub wall_us: u64,
     /// See [`Kind::Useful`].
     pub useful_us: u64,
@@ -120,7 +120,7 @@ pub struct Times {
     pub away_us: u64,
     /// See [`Kind::Idle`].
     pub idle_us: u64,
-    /// `useful` of `wall`; none where that is nothing.
+    /// `useful` as a share of `wall`; `None` if that is zero.
     pub goodput_ppm: Option<u64>,
 }
 
@@ -135,7 +135,7 @@ impl Times {
         times
     }
 
-    /// What went to a kind.
+    /// The time of a kind.
     #[must_use]
     pub fn of(&self, kind: Kind) -> u64 {
         match kind {
@@ -148,7 +148,7 @@ impl Times {
         }
     }
 
-    /// So much of `wall`, in millionths.
+    /// This time as a share of `wall`, in millionths.
     #[must_use]
     pub fn share(&self, us: u64) -> Option<u64> {
         let ppm = u128::from(us).checked_mul(1_000_000)?.checked_div(u128::from(self.wall_us))?;
@@ -156,23 +156,23 @@ impl Times {
     }
 }
 
-/// How long the job was frozen for a snapshot. A freeze of zero was not measured and is not among them.
+/// The freezes of snapshots. A freeze of zero was not measured and does not count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Freezes {
-    /// How many.
+    /// Their number.
     pub count: usize,
-    /// Half of them took no longer.
+    /// The median.
     pub median_us: u64,
-    /// 95 of 100 took no longer.
+    /// The 95th percentile.
     pub p95_us: u64,
-    /// The longest.
+    /// The maximum.
     pub max_us: u64,
-    /// All together.
+    /// The sum.
     pub sum_us: u64,
 }
 
 impl Freezes {
-    /// Of these; none where there are none.
+    /// Statistics of these freezes; `None` if there are none.
     #[must_use]
     pub fn of(freezes: impl Iterator<Item = u64>) -> Option<Freezes> {
         let mut sorted: Vec<u64> = freezes.filter(|freeze| *freeze > 0).collect();
@@ -187,39 +187,39 @@ impl Freezes {
     }
 }
 
-/// The smallest that so many of a hundred do not exceed.
+/// The smallest value that this percentage does not exceed.
 fn quantile(sorted: &[u64], hundredths: usize) -> Option<u64> {
     let rank = sorted.len().saturating_mul(hundredths).div_ceil(100);
     sorted.get(rank.checked_sub(1)?).copied()
 }
 
-/// What the interval costs, and what the best one would.
+/// The cost of the interval, and of the best one.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Cost {
-    /// How long the job ran between two snapshots: the median, without the first of each life.
+    /// The median time that the job ran between two snapshots, without the first of each life.
     pub interval_us: u64,
-    /// The share of the time that freezes take with it.
+    /// The share of the time that freezes take with this interval.
     pub overhead_ppm: u32,
-    /// The share of the work that failures cost with it, on average.
+    /// The average share of the work that failures cost with this interval.
     pub loss_ppm: u32,
-    /// The best, by Young and Daly, and its arithmetic as text.
+    /// The best interval according to Young and Daly.
     pub best: Choice,
-    /// The same as text.
+    /// Its arithmetic as text.
     pub arithmetic: String,
 }
 
 impl Cost {
-    /// Both shares.
+    /// The sum of both shares, each rounded as it is shown.
     #[must_use]
     pub fn sum_ppm(&self) -> u64 {
-        u64::from(self.overhead_ppm) + u64::from(self.loss_ppm)
+        sum_as_shown([self.overhead_ppm, self.loss_ppm])
     }
 
-    /// Both of the best.
+    /// The sum of both shares with the best interval, each rounded as it is shown.
     #[must_use]
     pub fn best_sum_ppm(&self) -> u64 {
         let Choice { expected_overhead, expected_loss, .. } = &self.best;
-        u64::from(expected_overhead.as_millionths()) + u64::from(expected_loss.as_millionths())
+        sum_as_shown([expected_overhead, expected_loss].map(|share| share.as_millionths()))
     }
 
     fn of(snapshots: &[Snapshot], freezes: &Freezes, ran: u64, failures: usize) -> Option<Cost> {
@@ -233,7 +233,7 @@ impl Cost {
             freeze,
             mtbf,
             mtbf_source: MtbfSource::Observed { uptime: observed.uptime, failures: observed.failures },
-            // Of nothing that the user bounds: what it would cost is said beside it.
+            // The user's limit is not applied: the cost is shown beside it.
             max_overhead: Percentage::millionths(0),
             persist: None,
         });
@@ -247,6 +247,11 @@ impl Cost {
     }
 }
 
+/// A table with these shares and their sum must add up: a hundredth of a percent is the last digit.
+fn sum_as_shown(shares: [u32; 2]) -> u64 {
+    shares.into_iter().map(|ppm| (u64::from(ppm) + 50) / 100 * 100).sum()
+}
+
 fn us(us: u64) -> Duration {
     Duration::from_micros(us)
 }
@@ -258,12 +263,12 @@ pub struct Told {
     pub at: DateTime<Utc>,
     /// Its name.
     pub event: String,
-    /// A sentence.
+    /// A sentence about it.
     pub text: String,
 }
 
 impl Told {
-    /// As text.
+    /// Converts an event to text.
     #[must_use]
     pub fn of(event: &Event) -> Told {
         let (name, text) = words::event(&event.what);
@@ -272,12 +277,12 @@ impl Told {
 }
 
 impl Report {
-    /// Adds up.
+    /// Computes a report.
     #[must_use]
     pub fn new(events: &[Event], facts: Facts, now: DateTime<Utc>) -> Report {
         let history = History::of(events);
         let (clock_set_back, clock_set_back_us) = history.set_back();
-        // Of all events: work is lost by what comes later, not by where one begins to look.
+        // Of all events, because later events decide whether work was lost, not the start of the report.
         let mut timeline = history.until(facts.supervised.then_some(now));
         let mut snapshots = history.snapshots().to_vec();
         let mut troubles = history.failures().to_vec();

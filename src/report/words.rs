@@ -21,24 +21,25 @@ pub fn end(exit_code: Option<i32>, signal: Option<i32>) -> String {
     }
 }
 
-/// Microseconds, to two or three digits.
+/// Microseconds, to two or three digits. Below a minute they are rounded, so that sums add up as well as they can.
 #[must_use]
 pub fn time(us: u64) -> String {
+    let rounded = |unit: u64| us.saturating_add(unit / 2) / unit;
     let seconds = us / 1_000_000;
     match us {
         0 => "0 s".into(),
         1..1_000 => format!("{us} µs"),
-        1_000..10_000 => format!("{}.{} ms", us / 1_000, us / 100 % 10),
-        10_000..1_000_000 => format!("{} ms", us / 1_000),
-        1_000_000..10_000_000 => format!("{seconds}.{:02} s", us / 10_000 % 100),
-        10_000_000..60_000_000 => format!("{seconds}.{} s", us / 100_000 % 10),
+        1_000..9_950 => format!("{}.{} ms", rounded(100) / 10, rounded(100) % 10),
+        9_950..999_500 => format!("{} ms", rounded(1_000)),
+        999_500..9_995_000 => format!("{}.{:02} s", rounded(10_000) / 100, rounded(10_000) % 100),
+        9_995_000..60_000_000 => format!("{}.{} s", rounded(100_000) / 10, rounded(100_000) % 10),
         _ if seconds < 3_600 => format!("{} min {} s", seconds / 60, seconds % 60),
         _ if seconds < 86_400 => format!("{} h {} min", seconds / 3_600, seconds / 60 % 60),
         _ => format!("{} d {} h", seconds / 86_400, seconds / 3_600 % 24),
     }
 }
 
-/// The same in whole seconds, for what changes all the time.
+/// The same in whole seconds, for values that change all the time.
 #[must_use]
 pub fn whole(us: u64) -> String {
     match us / 1_000_000 {
@@ -50,16 +51,17 @@ pub fn whole(us: u64) -> String {
 /// A share in millionths.
 #[must_use]
 pub fn share(ppm: u64) -> String {
-    format!("{}.{:02} %", ppm / 10_000, ppm / 100 % 100)
+    let hundredths = (ppm + 50) / 100;
+    format!("{}.{:02} %", hundredths / 100, hundredths % 100)
 }
 
-/// A moment in microseconds of UNIX time, by the clock of here.
+/// A moment in microseconds of UNIX time, in local time.
 #[must_use]
 pub fn moment(us: i64) -> String {
     local(us).map_or_else(|| "?".into(), |time| time.format("%Y-%m-%d %H:%M:%S").to_string())
 }
 
-/// The same for the end of an axis: shorter where all that is shown is so long.
+/// The same for the end of an axis: shorter for a longer axis.
 #[must_use]
 pub fn tick(us: i64, length: u64) -> String {
     let format = match length / 1_000_000 {
@@ -75,7 +77,7 @@ fn local(us: i64) -> Option<DateTime<Local>> {
     Some(DateTime::from_timestamp_micros(us)?.with_timezone(&Local))
 }
 
-/// A word that serde writes for it.
+/// The name that serde writes for a value.
 #[must_use]
 pub fn word(what: &impl Serialize) -> String {
     match serde_json::to_value(what) {
@@ -84,7 +86,7 @@ pub fn word(what: &impl Serialize) -> String {
     }
 }
 
-/// An event: its name, and a sentence.
+/// The name of an event, and a sentence about it.
 #[must_use]
 pub fn event(what: &What) -> (String, String) {
     let from = |image: &Option<ImageId>| image.map_or_else(|| "the beginning".into(), |id| format!("image {id}"));
@@ -120,6 +122,16 @@ pub fn event(what: &What) -> (String, String) {
             let why = why.as_ref().map(|why| format!(": {why}")).unwrap_or_default();
             format!("{outcome}{code}{why}")
         }
+        What::ProcessDied { pid, name, signal, action, why } => {
+            let why = why.as_ref().map(|why| format!(": {why}")).unwrap_or_default();
+            format!("process {pid} ({name}) was {} ({action}{why})", end(None, Some(*signal)))
+        }
+        What::Interruption { cloud, notice, at, action, why } => {
+            let at = at.map(|at| format!(" at {}", moment(at.timestamp_micros()))).unwrap_or_default();
+            let why = why.as_ref().map(|why| format!(": {why}")).unwrap_or_default();
+            format!("{cloud} {notice}{at} ({action}{why})")
+        }
+        What::InterruptionOver { cloud, notice } => format!("{cloud} no longer says that it {notice}"),
         What::Ended { exit_code, signal, cause } => {
             let cause = cause.as_ref().map(|cause| format!(": {cause}")).unwrap_or_default();
             format!("the job {}{cause}", end(*exit_code, *signal))
@@ -130,7 +142,7 @@ pub fn event(what: &What) -> (String, String) {
     (name.map_or_else(|| "?".into(), |name| name.replace('-', " ")), sentence)
 }
 
-/// Any other event, as its fields.
+/// Any other event, shown by its fields.
 fn fields(what: &What) -> String {
     let Ok(Value::Object(fields)) = serde_json::to_value(what) else { return String::new() };
     let said = fields.iter().filter(|(key, value)| *key != "event" && !value.is_null());
@@ -144,14 +156,28 @@ fn fields(what: &What) -> String {
 
 #[cfg(test)]
 mod tests {
+    use rekindle_base::notice::{Cloud, Kind};
+
     use super::*;
 
     #[test]
     fn times_have_two_or_three_digits() {
         let said = [0, 7, 1_250, 84_999, 1_239_999, 12_345_678, 754_000_000, 7_500_000_000, 200_000_000_000].map(time);
-        let want = ["0 s", "7 µs", "1.2 ms", "84 ms", "1.23 s", "12.3 s", "12 min 34 s", "2 h 5 min", "2 d 7 h"];
+        let want = ["0 s", "7 µs", "1.3 ms", "85 ms", "1.24 s", "12.3 s", "12 min 34 s", "2 h 5 min", "2 d 7 h"];
         assert_eq!(said, want);
         assert_eq!(share(12_345), "1.23 %");
+    }
+
+    #[test]
+    fn a_notice_is_a_sentence() {
+        let (cloud, notice) = (Cloud::Azure, Kind::Freeze);
+        let why = Some("the job does not run".into());
+        let told = What::Interruption { cloud, notice, at: None, action: "none".into(), why };
+        let sentence = "Azure pauses this machine for some seconds (none: the job does not run)";
+        assert_eq!(event(&told), ("interruption".into(), sentence.into()));
+        let over = event(&What::InterruptionOver { cloud, notice });
+        let sentence = "Azure no longer says that it pauses this machine for some seconds";
+        assert_eq!(over, ("interruption over".into(), sentence.into()));
     }
 
     #[test]

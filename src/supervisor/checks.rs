@@ -1,5 +1,5 @@
-//! What is known of whether images can be restored: proofs by the life of the job, rehearsals beside it, and a search of the
-//! store for damage. None of it touches the job.
+//! Checks whether images can be restored: proofs by the life of the job, rehearsals beside it, and a search of the
+//! store for damage. None of it affects the job.
 
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ use super::verify::Verifier;
 use super::{Message, Setup};
 use rekindle_os::spawn::Ended;
 
-/// The three.
+/// Proofs, rehearsals and the search of the store.
 pub(super) struct Checks {
     pub(super) proofs: Proofs,
     pub(super) rehearsals: Rehearsals,
@@ -29,25 +29,25 @@ impl Checks {
         self.verifier = Verifier::start(setup, sender);
     }
 
-    /// Writes down what is proven by now.
+    /// Records which images are proven by now.
     pub(super) fn note_proofs(&mut self, setup: &Setup, state: &State, ended: Option<Ended>, now: Instant) {
         if counts(state, ended) {
             self.proofs.note(setup, now);
         }
     }
 
-    /// Lets the store be searched, or not.
+    /// Allows or forbids the search of the store.
     pub(super) fn allow_verifier(&self, state: &State, is_idle: bool) {
         self.verifier.iter().for_each(|verifier| verifier.allow(state, is_idle));
     }
 
-    /// The run ends: what is under way is called off.
+    /// The run ends: cancels what is in progress.
     pub(super) fn close(&mut self) {
         self.verifier.take().into_iter().for_each(Verifier::close);
         self.rehearsals.close();
     }
 
-    /// A proof is noted only while the job lives: one that falls due while it ends must not be waited for.
+    /// A proof is recorded only while the job lives: the end of a job does not wait for one.
     pub(super) fn next_wake(&self, min_uptime: Duration, state: &State, ended: Option<Ended>) -> Option<Instant> {
         let proofs = self.proofs.next_wake(min_uptime).filter(|_| counts(state, ended));
         proofs.into_iter().chain(self.rehearsals.next_wake()).min()

@@ -1,4 +1,4 @@
-//! Those who ask something of the supervisor: commands on the control socket, and the job itself on its own.
+//! Clients of the supervisor: commands on the control socket, and the job itself on its own socket.
 
 use std::time::Instant;
 
@@ -9,11 +9,11 @@ use super::line::Line;
 use super::state::Machine;
 use crate::published::Published;
 
-/// Both.
+/// Both kinds of clients.
 pub(super) struct Clients {
-    /// What others ask for.
+    /// Requests from commands.
     pub(super) control: Control,
-    /// What the job asks for.
+    /// Requests from the job.
     pub(super) job_api: JobApi,
 }
 
@@ -22,7 +22,7 @@ impl Clients {
         Clients { control: Control::default(), job_api: JobApi::new(setup) }
     }
 
-    /// What they are answered when they ask how things are.
+    /// Updates the answers to questions about the state.
     pub(super) fn show(&self, setup: &Setup, machine: &Machine<'_>, line: &Line, published: &Published) {
         self.control.show(published);
         self.job_api.show(setup, machine, line, published);

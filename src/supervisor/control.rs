@@ -1,4 +1,4 @@
-//! What others ask of the supervisor, and who still waits for an answer.
+//! Requests to the supervisor, and the clients that still wait for an answer.
 //!
 //! A request becomes an event if [`Machine::admits`](super::state::Machine::admits) it, otherwise a refusal with a
 //! reason. Its answer comes when the state shows the result ([`Owner::settle`], after every step), or with the snapshot
@@ -23,45 +23,45 @@ use rekindle_base::chain;
 use rekindle_store::manifest::Reason;
 use rekindle_store::{Change, Image, ImageId};
 
-/// What comes from other threads.
+/// Messages from other threads.
 pub(super) enum Incoming {
     /// A request.
     Call(Call),
-    /// A rewind whose image was looked at.
+    /// A rewind whose image was checked.
     Rewind(Target, Reply),
 }
 
-/// A snapshot that somebody waits for.
+/// A snapshot that a client waits for.
 struct Asked {
     how: Snapshot,
     reply: Reply,
 }
 
-/// Who waits, and where they ask.
+/// The socket, and the clients that wait.
 #[derive(Default)]
 pub(super) struct Control {
     server: Option<Server>,
-    /// For a snapshot to begin.
+    /// Waiting for a snapshot to begin.
     waiting: Vec<Asked>,
-    /// For the snapshot under way.
+    /// Waiting for the snapshot in progress.
     attached: Vec<Asked>,
-    /// For an image to be in the store.
+    /// Waiting for an image to be stored.
     storing: Vec<(Snapped, Asked)>,
-    /// For the job to be suspended.
+    /// Waiting for the job to be suspended.
     suspending: Vec<Reply>,
-    /// Whether its memory was given back.
+    /// Whether the memory of the suspended job was freed.
     emptied: bool,
-    /// For the job to run, from this image if one was named.
+    /// Waiting for the job to run, from this image if one was named.
     starting: Vec<(Option<ImageId>, Reply)>,
 }
 
-/// What a request comes to.
+/// What to do about a request.
 pub(super) enum Todo {
-    /// It is answered, or its answer comes with something else.
+    /// Nothing: it is answered, or something else will answer it.
     Nothing,
-    /// Tells the state machine.
+    /// Tell the state machine.
     Step(Event),
-    /// The image to go back to is looked for.
+    /// Find the image to go back to.
     Find { to: String, reply: Reply },
 }
 
@@ -78,12 +78,12 @@ fn status(published: &Published) -> Answer {
 }
 
 impl Control {
-    /// What `status` answers from now on.
+    /// Sets the answer to `status`.
     pub(super) fn show(&self, published: &Published) {
         self.server.iter().for_each(|server| server.show(published));
     }
 
-    /// The answer comes by the call's reply, now or later.
+    /// Handles a request. The answer is sent with the call's reply, now or later.
     fn called(
         &mut self,
         call: Call,
@@ -142,12 +142,12 @@ impl Control {
 
     // ---- snapshots ----
 
-    /// A snapshot begins: whoever waits for one gets this one.
+    /// A snapshot begins: it serves all clients that wait for one.
     pub(super) fn snapshot_begins(&mut self) {
         self.attached.append(&mut self.waiting);
     }
 
-    /// There is an image.
+    /// The snapshot succeeded.
     pub(super) fn snapshot_taken(&mut self, snapped: &Snapped) {
         for asked in std::mem::take(&mut self.attached) {
             match asked.how.stored || !asked.how.tags.is_empty() {
@@ -157,12 +157,12 @@ impl Control {
         }
     }
 
-    /// There is none.
+    /// The snapshot failed.
     pub(super) fn snapshot_failed(&mut self, why: &str) {
         self.attached.drain(..).for_each(|asked| fail(asked.reply, why));
     }
 
-    /// The image is not in the store, and will not be.
+    /// The image was not stored, and will not be.
     pub(super) fn not_stored(&mut self, image: ImageId, why: &str) {
         self.take_storing(image).into_iter().for_each(|(_, asked)| fail(asked.reply, why));
     }
@@ -220,7 +220,7 @@ impl Control {
         }
     }
 
-    /// The job is suspended. Answers whether to free its memory, which is done once.
+    /// The job is suspended. Returns whether to free its memory, which is done once.
     fn empties(&mut self) -> bool {
         !std::mem::replace(&mut self.emptied, true)
     }
@@ -267,7 +267,7 @@ impl Owner<'_> {
         }
     }
 
-    /// The job is over, and only its image is still being stored.
+    /// Handles a request after the job has ended, while its last image is being stored.
     pub(super) fn heard_late(&mut self, incoming: Incoming) {
         match incoming {
             Incoming::Call(Call { request: Request::Stop(stop), reply }) => {
@@ -292,7 +292,7 @@ impl Owner<'_> {
 
     /// Rewinds to an image, on request.
     fn rewind(&mut self, target: Target, reply: Reply) {
-        // It may have changed while the image was looked at.
+        // The state may have changed while the image was checked.
         if let Err(why) = self.machine.admits(Wish::Rewind) {
             return refuse(reply, why);
         }
@@ -304,12 +304,12 @@ impl Owner<'_> {
         self.step(Event::Rewind { image });
     }
 
-    /// An image is stored and can be tagged.
+    /// An image was stored and can be tagged.
     pub(super) fn answer_stored(&mut self, image: &Image) {
         for (snapped, asked) in self.clients.control.take_storing(image.id) {
             let image = image.clone();
             let Asked { how, reply } = asked;
-            // It waits for the disk.
+            // In a thread, because it waits for the disk.
             self.spawn("tag", move || {
                 let tagged = (!how.tags.is_empty()).then(|| image.change_tags(Change::Tag(how.tags)));
                 match tagged {

@@ -5,7 +5,7 @@
 //! and again before the final snapshot, because a time limit can be changed. A [`forecast`] says how early the snapshot
 //! must start. It is computed each time the owner wakes, from the events of this and earlier runs.
 //!
-//! Where the power goes nothing is lost: all of it is learnt again.
+//! A power cut loses nothing: all of this is determined again.
 
 mod forecast;
 
@@ -13,8 +13,10 @@ use std::time::{Duration, Instant};
 
 use chrono::{DateTime, SecondsFormat, Utc};
 
+use crate::policy::notices::Needs;
 use crate::published::{Forecast, Persisting, with_margin};
-use forecast::{Attended, Measured, Room, Route, in_seconds, left_of, plan, too_short};
+pub(super) use forecast::in_seconds;
+use forecast::{Attended, Measured, Plan, Room, Route, left_of, plan, too_short};
 
 use super::events::micros;
 use super::state::{Event, Stop};
@@ -25,33 +27,35 @@ use rekindle_base::chain;
 
 /// How long before the final snapshot the scheduler is asked again: longer than the timeout of its commands.
 const ASK_AGAIN: Duration = Duration::from_secs(40);
-/// How much of the journal is read: some hundred events.
+/// How many bytes of the journal are read: some hundred events.
 const LOOK_BACK: u64 = 128 << 10;
 
-/// What a scheduler said of the job's end.
+/// The scheduler's answer about the end of the job.
 pub(super) type Answer = Result<Option<DateTime<Utc>>, scheduler::Error>;
 
 /// How often the scheduler was asked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Asked {
-    /// Not since the final snapshot was planned for a time that is far away.
+    /// Not again for the present end: that is done shortly before the final snapshot.
     Once,
     Again,
 }
 
-/// What is known of the end.
+/// The deadline of the run, and the final snapshot before it.
 #[derive(Debug)]
 pub(super) struct Deadline {
     measured: Measured,
     route: Route,
     attended: Attended,
     begun: DateTime<Utc>,
-    /// When the time is over.
+    /// The deadline by configuration or by the scheduler, if known.
     end: Option<DateTime<Utc>>,
+    /// When a cloud ends the machine, if it announces that.
+    notice: Option<DateTime<Utc>>,
     asked: Asked,
     /// When the final snapshot starts.
     begin: Option<DateTime<Utc>>,
-    /// It was.
+    /// It was started.
     done: bool,
     /// The forecast that the user was last warned about.
     warned: Option<Duration>,
@@ -70,7 +74,7 @@ impl Deadline {
             }
             Err(error) => tracing::debug!("measurements of earlier runs are not used: {error}"),
         }
-        // Not systemd, which is asked for more time ([`super::notify`]).
+        // systemd does not count here, because it is asked for more time ([`super::notify`]).
         let attended = if setup.time.scheduler.is_there() || std::env::var_os("KUBERNETES_SERVICE_HOST").is_some() {
             Attended::Yes
         } else {
@@ -83,6 +87,7 @@ impl Deadline {
             attended,
             begun: Utc::now(),
             end: setup.time.deadline.or_else(|| setup.time.scheduler.end()),
+            notice: None,
             asked: Asked::Once,
             begin: None,
             done: false,
@@ -91,7 +96,7 @@ impl Deadline {
         }
     }
 
-    /// Learns from what happened.
+    /// Updates the measurements with an event.
     pub(super) fn observe(&mut self, event: &events::Event) {
         self.measured.observe(event);
     }
@@ -101,16 +106,38 @@ impl Deadline {
         self.measured.forecast(self.route)
     }
 
-    /// The scheduler has answered.
+    /// The expected times of a final snapshot that starts now; none before the first snapshot.
+    pub(super) fn needs(&self, storing: Option<&Persisting>) -> Option<Needs> {
+        let Forecast { snapshot, store, replica } = self.forecast()?;
+        let waits = storing.map_or(Duration::ZERO, |storing| left_of(storing, store));
+        Some(Needs { snapshot, store: store.saturating_add(waits), replica })
+    }
+
+    /// A cloud ends the machine at this time; `None` if it does not any more.
+    pub(super) fn is_noticed(&mut self, end: Option<DateTime<Utc>>) {
+        self.notice = end;
+    }
+
+    /// Whether the deadline is that of a notice.
+    pub(super) fn is_by_notice(&self) -> bool {
+        self.notice.is_some_and(|notice| self.end.is_none_or(|end| notice <= end))
+    }
+
+    /// The deadline: the earlier of both.
+    fn end(&self) -> Option<DateTime<Utc>> {
+        self.end.into_iter().chain(self.notice).min()
+    }
+
+    /// Records the scheduler's answer.
     fn is_known(&mut self, answer: Answer) {
         match answer {
             Ok(Some(end)) => {
-                // What it says is in whole seconds of time left.
+                // The scheduler reports the time left in whole seconds.
                 let same = self.end.is_some_and(|known| (known - end).num_seconds().abs() <= 2);
                 if !same {
                     tracing::info!("the scheduler will end the job at {}", in_full(end));
                     self.end = Some(end);
-                    // One that is later now may be changed again.
+                    // An end that was changed may be changed again.
                     self.asked = Asked::Once;
                 }
             }
@@ -124,7 +151,7 @@ impl Deadline {
 
     /// Plans the final snapshot at `now`, which is `time` on the wall clock.
     fn plan(&mut self, facts: &Facts, now: Instant, time: DateTime<Utc>) -> Planned {
-        let Some(end) = self.end.filter(|_| !self.done) else {
+        let Some(end) = self.end().filter(|_| !self.done) else {
             self.begin = None;
             return Planned::default();
         };
@@ -135,10 +162,14 @@ impl Deadline {
             _ => Duration::ZERO,
         };
         let lead = forecast.map_or(facts.grace, |forecast| with_margin(forecast.total().saturating_add(waits)));
-        // A snapshot that the job blocks may have to wait so long.
+        // A snapshot that the job blocks may have to wait for this long.
         let held = facts.held.map_or(Duration::ZERO, |until| until.saturating_duration_since(now));
         let lead = lead.saturating_add(held);
-        let plan = plan(self.begun, end, lead);
+        let plan = match self.is_by_notice() {
+            // The machine ends, however short the run was.
+            true => Plan::until(end, lead),
+            false => plan(self.begun, end, lead),
+        };
         if let Some(forecast) = forecast.filter(|forecast| self.is_short_for(forecast, end)) {
             tracing::warn!(
                 "the deadline is in {}, and the final snapshot is expected to take {}: it may not be complete in \
@@ -149,7 +180,7 @@ impl Deadline {
         }
         self.begin = Some(plan.at);
         let left = (plan.at - time).to_std().unwrap_or_default();
-        // What would not be in the store before.
+        // A snapshot that starts later would not be stored before the final one.
         let busy = forecast.map_or(Duration::ZERO, |forecast| forecast.snapshot.saturating_add(forecast.store));
         let asks = left <= ASK_AGAIN && self.asked == Asked::Once;
         if asks {
@@ -170,7 +201,7 @@ impl Deadline {
     /// Whether there is no time for a final snapshot and the user must be told.
     fn is_short_for(&mut self, forecast: &Forecast, end: DateTime<Utc>) -> bool {
         let short = plan(self.begun, end, forecast.lead()).room == Room::Short;
-        short && !std::mem::replace(&mut self.told_short, true)
+        short && !self.is_by_notice() && !std::mem::replace(&mut self.told_short, true)
     }
 
     /// The warning if a stop would not get a final snapshot; repeated if that gets worse.
@@ -194,23 +225,23 @@ impl Deadline {
     }
 }
 
-/// What a plan rests on, beside what is known here.
+/// Facts for a plan that the deadline itself does not have.
 #[derive(Debug)]
 struct Facts {
     forecast: Option<Forecast>,
     /// Progress of the image that is being stored.
     storing: Option<Persisting>,
     grace: Duration,
-    /// Until when the job holds snapshots off.
+    /// When the job's holds on snapshots end.
     held: Option<Instant>,
 }
 
 /// What to do for the final snapshot.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Planned {
-    /// From then on the interval begins no snapshot.
+    /// From this time on the interval starts no snapshot.
     no_interval_from: Option<Instant>,
-    /// Whether the scheduler is to be asked once more.
+    /// Whether to ask the scheduler once more.
     asks: bool,
     /// The final snapshot starts now.
     last_call: Option<LastCall>,
@@ -218,19 +249,19 @@ struct Planned {
 
 #[derive(Debug, PartialEq, Eq)]
 struct LastCall {
-    /// When the job must be gone, by either clock.
+    /// When the job must have ended, by either clock.
     end: DateTime<Utc>,
     until: Instant,
-    /// What the snapshot is expected to take, and what it may have to wait for.
+    /// The expected time for the snapshot and for what it may have to wait for.
     lead: Duration,
 }
 
-fn in_full(time: DateTime<Utc>) -> String {
+pub(super) fn in_full(time: DateTime<Utc>) -> String {
     time.to_rfc3339_opts(SecondsFormat::Secs, true)
 }
 
 impl Owner<'_> {
-    /// Asks the scheduler for the end, where nobody gave one.
+    /// Asks the scheduler for the end, if none is configured.
     pub(super) fn ask_for_the_end(&mut self) {
         let time = &self.setup.time;
         if time.deadline.is_some() || !time.scheduler.can_be_asked() {
@@ -248,8 +279,8 @@ impl Owner<'_> {
     pub(super) fn check_deadline(&mut self) {
         let (forecast, grace) = (self.deadline.forecast(), self.setup.config.snapshot.grace);
         let published = &mut self.reporting.published;
-        if (published.deadline, published.predicted) != (self.deadline.end, forecast) {
-            (published.deadline, published.predicted) = (self.deadline.end, forecast);
+        if (published.deadline, published.predicted) != (self.deadline.end(), forecast) {
+            (published.deadline, published.predicted) = (self.deadline.end(), forecast);
             self.publish();
         }
         if let Some(text) = forecast.and_then(|forecast| self.deadline.warning(&forecast, grace)) {
@@ -268,6 +299,7 @@ impl Owner<'_> {
                 "deadline {}: taking a final snapshot, then stopping the job to be queued again",
                 in_full(end)
             );
+            self.deadline_comes(until);
             self.step(Event::StopBy(Stop::Requeue, until));
         }
     }
@@ -279,7 +311,7 @@ mod tests {
 
     const MINUTE: Duration = Duration::from_secs(60);
 
-    /// A run that begins now and must be gone in an hour.
+    /// A run that begins at `now` and must end within an hour.
     fn deadline(now: DateTime<Utc>) -> Deadline {
         Deadline {
             measured: Measured::default(),
@@ -287,6 +319,7 @@ mod tests {
             attended: Attended::No,
             begun: now,
             end: Some(now + 60 * MINUTE),
+            notice: None,
             asked: Asked::Once,
             begin: None,
             done: false,
@@ -331,6 +364,26 @@ mod tests {
         let storing = Persisting { image, done: 0, total: 100, written: 0, rate: 0 };
         deadline.plan(&Facts { storing: Some(storing), ..facts() }, now, time);
         assert_eq!(deadline.next_wake(now, time), Some(now + 60 * MINUTE - with_margin(7 * MINUTE)));
+    }
+
+    #[test]
+    fn a_notice_is_an_earlier_deadline_until_it_is_withdrawn() {
+        let (now, time) = (Instant::now(), Utc::now());
+        let mut deadline = deadline(time);
+        let lead = with_margin(4 * MINUTE);
+        deadline.is_noticed(Some(time + 7 * MINUTE));
+        deadline.plan(&facts(), now, time);
+        assert!(deadline.is_by_notice() && !deadline.told_short);
+        // More than half of the time, which a scheduler's deadline would leave to the job.
+        assert_eq!(deadline.next_wake(now, time), Some(now + 7 * MINUTE - lead));
+        deadline.is_noticed(None);
+        deadline.plan(&facts(), now, time);
+        assert_eq!(deadline.next_wake(now, time), Some(now + 60 * MINUTE - lead));
+        deadline.is_noticed(Some(time + 61 * MINUTE));
+        assert!(!deadline.is_by_notice());
+        deadline.is_known(Ok(None));
+        deadline.plan(&facts(), now, time);
+        assert_eq!(deadline.next_wake(now, time), Some(now + 61 * MINUTE - lead));
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::io;
 use super::state::Finish;
 use super::stops::Stops;
 
-/// What is known of the end.
+/// The end of the run, if it has come.
 #[derive(Debug, Default)]
 pub(super) struct RunEnd {
     pub(super) stops: Stops,
@@ -13,12 +13,12 @@ pub(super) struct RunEnd {
 }
 
 impl RunEnd {
-    /// The run is over.
+    /// Sets the result of the run.
     pub(super) fn comes(&mut self, finish: Finish) {
         self.finish = Some(finish);
     }
 
-    /// A thread that cannot be started is the end: nothing can be done without.
+    /// Ends the run, because a thread cannot be started.
     pub(super) fn comes_without_thread(&mut self, error: &io::Error) {
         self.comes(Finish::Failed { why: format!("cannot start a thread: {error}"), last: None });
     }
@@ -27,7 +27,7 @@ impl RunEnd {
         self.finish.is_some()
     }
 
-    /// What it came to.
+    /// Takes the result.
     pub(super) fn take(&mut self) -> Finish {
         let lost = || Finish::Failed { why: "all threads of the supervisor have ended".into(), last: None };
         self.finish.take().unwrap_or_else(lost)

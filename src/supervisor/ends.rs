@@ -1,4 +1,4 @@
-//! What is done when a life of the job ends, and when the run does.
+//! What is done when a life of the job ends, and when the run ends.
 
 use std::time::Instant;
 
@@ -16,14 +16,22 @@ use rekindle_store::{self as store, Outcome, gc};
 impl Owner<'_> {
     pub(super) fn job_ended(&mut self) {
         let Some(job) = self.life.job().cloned() else { return };
-        // Daemons end with the job; a CRIU at work in the same namespace too.
+        // Also ends daemons of the job, and a CRIU that works in the same namespace.
         let ended = job.end().unwrap_or(Ended::Signal(SIGKILL));
         self.checks.proofs.life_ends(self.setup, Instant::now());
         self.life.ends(ended);
+        self.deaths_end_of_life();
+        let earlier = self.watch.gpus.first_death().map(ToOwned::to_owned);
+        if let Ended::Signal(_) = ended {
+            self.watch.gpus.died(format!("the job ended: {ended}"));
+        }
         if matches!(self.machine.state(), State::Running(_) | State::Snapshotting { .. }) {
             match ended {
-                Ended::Exit(0) => tracing::info!("the job completed"),
+                Ended::Exit(0) => crate::routine!("the job completed"),
                 ended => tracing::warn!("the job ended: {ended}"),
+            }
+            if let (Some(death), true) = (earlier, ended != Ended::Exit(0)) {
+                tracing::warn!("shortly before that, {death}");
             }
         }
         self.tell_end(ended);
@@ -45,13 +53,13 @@ impl Owner<'_> {
                 Waits::Still => return,
                 Waits::No => {
                     tracing::error!("cannot read the images: {}", chain(&error));
-                    // What cannot be read may be there.
+                    // Images that cannot be read may exist.
                     Images { others: true, ..Images::default() }
                 }
             },
         };
         let at = self.life.reported(now);
-        // Before the next life is begun, which may be at once. A snapshot has its own hold on the job.
+        // Before the next life begins, which may be at once. A running snapshot has its own reference to the job.
         if !matches!(self.machine.state(), State::Snapshotting { .. }) {
             drop(self.life.take_job());
         }
@@ -73,7 +81,7 @@ impl Owner<'_> {
         }
     }
 
-    /// Records how it ended; removes the images of a completed job where that is wanted.
+    /// Records how the run ended; removes the images of a completed job if configured.
     pub(super) fn wrap_up(&mut self, finish: &Finish) -> Result<(), Error> {
         let (outcome, code) = match finish {
             Finish::Completed => (Outcome::Completed, Some(0)),
@@ -95,7 +103,7 @@ impl Owner<'_> {
                     other => other?,
                 }
             }
-            // Nobody comes back to sweep when the grace period is over.
+            // Nothing would remove the content after the grace period.
             if let Err(error) = gc::sweep_now(&self.setup.folder, &self.setup.lock, self.setup.config.store.copies) {
                 tracing::warn!("unneeded content was not swept: {}", chain(&error));
             }

@@ -1,7 +1,8 @@
-//! What the supervisor tells of a job, for the journal of its events.
+//! Events about the job for its journal.
 
 use std::time::{Duration, Instant};
 
+use super::images::shown;
 use super::result::RunResult;
 use super::state::{Finish, State};
 use super::watch::interrupted;
@@ -16,7 +17,7 @@ use rekindle_os::spawn::Ended;
 use rekindle_store::ImageId;
 
 impl Owner<'_> {
-    /// The one listener for what happened.
+    /// Passes an event to all recipients.
     pub(super) fn tell(&mut self, what: What) -> Event {
         let event = Event::now(&self.line.lineage, what);
         self.deadline.observe(&event);
@@ -38,7 +39,7 @@ impl Owner<'_> {
 
     pub(super) fn tell_start(&mut self, job: &Job, moved: Vec<Moved>) {
         self.watch_life(job);
-        // Before the machine hears of it.
+        // Determined before the machine gets the event.
         let image = match self.machine.state() {
             State::Starting { from, .. } => image_of(*from),
             _ => None,
@@ -72,7 +73,8 @@ impl Owner<'_> {
     }
 
     pub(super) fn hook_failed(&mut self, report: Report) {
-        self.tell(hooks::failed(report));
+        let what = hooks::failed(report, &self.reporting.remarks.repeats);
+        self.tell(what);
     }
 
     pub(super) fn tell_finish(&mut self, finish: &Finish, exit_code: Option<i32>) {
@@ -80,9 +82,25 @@ impl Owner<'_> {
         let images = folder.images().unwrap_or_default();
         let images = images.iter().filter(|image| self.is_usable(image)).map(|image| image.id).collect();
         let (published, work) = (&self.reporting.published, &self.watch.work);
-        result::write(folder, &RunResult::now(self.setup, published, work, finish, exit_code, images));
+        let result = RunResult::now(self.setup, published, work, finish, exit_code, images);
+        result::write(folder, &result);
         let (outcome, why) = result::in_words(finish);
+        self.summarize(&result);
         self.tell(What::Finished { outcome: outcome.into(), exit_code, why });
+    }
+
+    /// The run in one line.
+    fn summarize(&self, result: &RunResult) {
+        if result.runs == 0 {
+            return;
+        }
+        let ran = shown((result.ended - result.begun).to_std().unwrap_or_default());
+        let (job, outcome) = (&result.job, &result.outcome);
+        let more = match result.images.first() {
+            Some(image) if outcome == "stopped" => format!("; `rekindle run` continues from image {image}"),
+            _ => String::new(),
+        };
+        tracing::info!("job {job} {outcome} after {ran}: {}{more}", self.reporting.tally.in_words(result.restarts));
     }
 }
 

@@ -1,23 +1,23 @@
-//! What a restore that failed comes to: pure functions.
+//! How to treat a failed restore: pure functions.
 
 use crate::policy::{Failure, Images};
 use rekindle_engine::restore::{self, Blame};
 use rekindle_store::ImageId;
 
-/// What a restore that failed comes to.
+/// How to treat a failed restore.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Failed {
-    /// It was cancelled. It is tried again.
+    /// It was cancelled, and is tried again.
     CalledOff,
-    /// The machine is to blame. It is tried again.
+    /// The machine is the cause. It is tried again.
     Machine,
     /// The image does not fit this machine, and that ends the run.
     Misfit,
     /// The image does not fit the configuration, and that ends the run.
     Configuration,
-    /// Files of the job are not here, and no older image does without: that ends the run.
+    /// Files of the job are missing here, and no older image works without them: that ends the run.
     NoFiles,
-    /// This copy of the image is damaged, and is to be marked.
+    /// This copy of the image is damaged, and must be marked.
     Damaged,
     /// The policy decides.
     Image(Failure),
@@ -26,14 +26,14 @@ pub(super) enum Failed {
 /// Whether the job has run under this supervisor before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Lives {
-    /// It has not.
+    /// The job has not run yet.
     None,
-    /// It has: the machine is one that the job ran on just now.
+    /// The job has run: this machine is one that it ran on just now.
     Some,
 }
 
 impl Failed {
-    /// Judges an error, which is `why` in words. `can_fall_back` tells whether an older image has all its files here.
+    /// Judges an error; `why` is its text. `can_fall_back` tells whether an older image has all its files here.
     pub(super) fn of(
         error: &restore::Error,
         why: String,
@@ -42,7 +42,7 @@ impl Failed {
     ) -> Failed {
         match error.blame() {
             Blame::Nobody => Failed::CalledOff,
-            // What differs are files that the job has removed since.
+            // The files that differ were removed by the job since.
             Blame::Here if lives == Lives::Some && error.is_about_files() => Failed::Image(Failure::FilesGone(why)),
             Blame::Here => Failed::Misfit,
             Blame::Configuration => Failed::Configuration,

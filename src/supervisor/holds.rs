@@ -1,4 +1,4 @@
-//! Who in the job holds snapshots off, and which snapshot waits for that.
+//! Holds by which the job blocks snapshots, and the snapshot that waits for them.
 //!
 //! Each hold has a name and a time limit. The state machine knows only when the last of them ends. It is reported when
 //! a snapshot begins to wait and when it no longer waits.
@@ -9,28 +9,29 @@ use super::state::{Machine, State};
 use rekindle_os::process;
 use rekindle_store::manifest::Reason;
 
-/// Of a job. One that wants more has lost count.
+/// Maximum number of holders in a job; a job that wants more has a bug.
 pub(super) const HOLDERS: usize = 64;
 /// How often to check whether the processes that block a snapshot are still alive.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// Somebody in the job who holds snapshots off.
+/// A process of the job that blocks snapshots.
 #[derive(Debug)]
 pub(super) struct Holder {
     pid: i32,
-    /// Against a pid that is another's by now.
+    /// Start time of the process, to recognise a pid that was reused.
     begun: Option<u64>,
     name: String,
     until: Instant,
 }
 
 impl Holder {
-    /// `until` is its bound.
+    /// `until` is the time limit of the hold.
     pub(super) fn new(pid: i32, name: String, until: Instant) -> Holder {
         Holder { pid, begun: process::start_time(pid), name, until }
     }
 
-    /// One that is in a PID namespace which we do not see has no pid, and holds until its bound.
+    /// Whether the holder is alive. A holder in a PID namespace that we do not see has no pid, and counts as alive
+    /// until its time limit.
     pub(super) fn lives(&self) -> bool {
         self.pid == 0
             || self.begun.is_some()
@@ -39,7 +40,7 @@ impl Holder {
     }
 }
 
-/// A snapshot that is held off.
+/// A snapshot that is blocked.
 #[derive(Debug, Clone, Copy)]
 struct Wait {
     since: Instant,
@@ -57,7 +58,7 @@ pub(super) enum How {
 }
 
 impl How {
-    /// The word in the log and in events.
+    /// Its name in the log and in events.
     pub(super) fn as_str(self) -> &'static str {
         match self {
             How::HolderDied => "holder-died",
@@ -68,25 +69,25 @@ impl How {
     }
 }
 
-/// What is new about holds.
+/// A change of the holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Change {
-    /// A holder has died: the machine is to be told the bound of the others.
+    /// A holder has died: the machine must be told the time limit of the others.
     Died,
-    /// A snapshot waits from now on, for so long at most.
+    /// A snapshot starts to wait, for at most `bound`.
     Waits { reason: Reason, pids: Vec<i32>, bound: Duration },
-    /// It does not wait any more.
+    /// It no longer waits.
     Over { reason: Reason, how: How, waited: Duration },
 }
 
-/// What the machine says of holds.
+/// What the machine knows about holds.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Facts {
-    /// The snapshot that is held off, and its bound.
+    /// The blocked snapshot, and its time limit.
     waits: Option<(Reason, Instant)>,
-    /// Whether snapshots are held off at all.
+    /// Whether snapshots are blocked at all.
     held: bool,
-    /// Whether the job runs, or its snapshot is taken.
+    /// Whether the job runs, or its snapshot is being taken.
     runs: bool,
 }
 
@@ -100,19 +101,19 @@ impl Facts {
     }
 }
 
-/// All holds of a life.
+/// All holds of the present life.
 #[derive(Debug, Default)]
 pub(super) struct Holds {
     holders: Vec<Holder>,
     wait: Option<Wait>,
-    /// Whether one who holds has died since.
+    /// Whether a holder has died since the last check.
     died: bool,
-    /// When it was last looked whether those who hold are still there.
+    /// When the holders were last checked.
     looked: Option<Instant>,
 }
 
 impl Holds {
-    /// Adds a holder, in place of the same one. Answers whether there was room.
+    /// Adds a holder, or replaces the same one. Returns false if there are too many.
     pub(super) fn add(&mut self, new: Holder, now: Instant) -> bool {
         self.holders.retain(|other| other.until > now && (other.pid, &other.name) != (new.pid, &new.name));
         let has_room = self.holders.len() < HOLDERS;
@@ -122,26 +123,26 @@ impl Holds {
         has_room
     }
 
-    /// Removes a holder. Answers whether there was one.
+    /// Removes a holder. Returns whether it existed.
     pub(super) fn remove(&mut self, pid: i32, name: &str) -> bool {
         let before = self.holders.len();
         self.holders.retain(|other| (other.pid, other.name.as_str()) != (pid, name));
         self.holders.len() < before
     }
 
-    /// A life begins: holds are of the life before.
+    /// A life begins: the holds of the previous one end.
     pub(super) fn clear(&mut self) {
         self.holders.clear();
     }
 
-    /// Until when the last of the holders holds.
+    /// When the last hold ends.
     pub(super) fn bound(&self) -> Option<Instant> {
         self.holders.iter().map(|holder| holder.until).max()
     }
 
-    /// Forgets who does not hold any more. Answers what is new.
+    /// Forgets holders that have died or whose time is over. Returns the changes.
     pub(super) fn check(&mut self, facts: Facts, lives: impl Fn(&Holder) -> bool, now: Instant) -> Option<Change> {
-        // However many requests the job sends in the meantime.
+        // At most once per interval, however many requests the job sends.
         if facts.waits.is_some() && self.looked.is_none_or(|at| now.saturating_duration_since(at) >= LOOK) {
             self.looked = Some(now);
             let before = self.holders.len();
@@ -163,7 +164,7 @@ impl Holds {
                 pids.dedup();
                 Some(Change::Waits { reason, pids, bound: until.saturating_duration_since(now) })
             }
-            // A stop may have put its own reason and time in place of those.
+            // A stop may have replaced reason and time limit.
             (Some((reason, until)), Some(wait)) => {
                 self.wait = Some(Wait { reason, until, ..wait });
                 None
@@ -182,7 +183,7 @@ impl Holds {
         }
     }
 
-    /// When to look again whether the holders that a snapshot waits for are there.
+    /// When to check the holders again that a snapshot waits for.
     pub(super) fn next_wake(&self, now: Instant) -> Option<Instant> {
         self.wait.map(|_| now + LOOK)
     }
@@ -202,7 +203,7 @@ mod tests {
 
     const BOUND: Duration = Duration::from_secs(10);
 
-    /// Holds of the pids 7 and 8 that a snapshot waits for.
+    /// Holds of the pids 7 and 8, and a snapshot that waits for them.
     fn waiting(now: Instant) -> Holds {
         let mut holds = Holds::default();
         assert!(holds.add(holder(8, now + BOUND), now) && holds.add(holder(7, now + BOUND), now));

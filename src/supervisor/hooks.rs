@@ -4,16 +4,17 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 use super::metrics::Metrics;
+use super::remarks::Repeats;
 use super::{Message, Setup};
 use crate::config::Config;
 use crate::notifications::{Context, Document, Failures, Gate, Point, Report, Reporter, Runner, Webhook};
 use crate::telemetry::events::{Event, What};
 use rekindle_store::manifest::Reason;
 
-/// A snapshot that a stop waits for: the hook before it has this part of `snapshot.grace`, and the snapshot the rest.
+/// If a stop waits for a snapshot, the hook before it gets `snapshot.grace` divided by this, and the snapshot the rest.
 const PART_OF_GRACE: u32 = 4;
 
-/// Those who listen.
+/// All recipients.
 pub(super) struct Listeners {
     context: Context,
     failures: Failures,
@@ -66,7 +67,7 @@ impl Listeners {
 }
 
 impl Listeners {
-    /// The hook that a snapshot is to wait for.
+    /// The hook that a snapshot must wait for.
     pub(super) fn before_snapshot(&self, config: &Config, event: &Event, reason: Reason) -> Option<Gate> {
         let limit = match reason {
             Reason::Final => config.hooks.timeout.min(config.snapshot.grace / PART_OF_GRACE),
@@ -75,7 +76,7 @@ impl Listeners {
         self.before(Point::BeforeSnapshot, event, limit)
     }
 
-    /// The hook that a restore is to wait for.
+    /// The hook that a restore must wait for.
     pub(super) fn before_restore(&self, config: &Config, event: &Event) -> Option<Gate> {
         self.before(Point::BeforeRestore, event, config.hooks.timeout)
     }
@@ -85,7 +86,7 @@ impl Listeners {
         self.runner.gate(point, document.bytes(), limit)
     }
 
-    /// Waits for hooks that are left, until then.
+    /// Waits for the remaining hooks, at most until then.
     pub(super) fn close(&mut self, until: Instant) {
         self.runner.close();
         if let Some(webhook) = &self.webhook {
@@ -93,17 +94,18 @@ impl Listeners {
         }
     }
 
-    /// Has the metrics say how the run ended.
+    /// Makes the metrics report how the run ended.
     pub(super) fn close_metrics(&self) {
         self.metrics.iter().for_each(Metrics::close);
     }
 }
 
-/// Logs that a hook failed. Answers the event for the journal.
-pub(super) fn failed(Report { hook, why }: Report) -> What {
-    match hook {
-        "webhook" => tracing::warn!("the webhook was not called: {why}"),
-        _ => tracing::warn!("the hook {hook} has failed: {why}"),
-    }
+/// Logs that a hook failed. Returns the event for the journal.
+pub(super) fn failed(Report { hook, why }: Report, repeats: &Repeats) -> What {
+    let text = match hook {
+        "webhook" => format!("the webhook was not called: {why}"),
+        _ => format!("the hook {hook} has failed: {why}"),
+    };
+    repeats.warn(hook, &text);
     What::HookFailed { hook: hook.into(), why }
 }

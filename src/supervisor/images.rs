@@ -9,9 +9,11 @@ use chrono::Utc;
 
 use super::events::micros;
 use super::memory;
+use super::remarks::Repeats;
 use super::signals::STOPS;
-use super::state::{Event, Finish, State};
+use super::state::{Event, Finish, Harm, State};
 use super::transfers::{self, Destination, PROGRESS, Source};
+use super::watch::Finding;
 use super::{Message, Owner, Setup};
 use crate::control::protocol::Snapped;
 use crate::notifications::Passed;
@@ -21,6 +23,7 @@ use rekindle_criu::Log;
 use rekindle_engine::snapshot::{self, Launch, Subject, Taken};
 use rekindle_os::{cgroup, process};
 use rekindle_store::gc;
+use rekindle_store::manifest::Reason;
 use rekindle_store::persist::{self, Progress};
 use rekindle_store::retention::survey::{self, NoRoom, Written};
 use rekindle_store::staging::{Area, Medium, Slot};
@@ -32,11 +35,11 @@ pub(super) const LOOK: Duration = Duration::from_secs(2);
 /// The result of storing an image.
 pub(super) struct Outcome {
     image: ImageId,
-    /// Where it was.
+    /// The place of the image before.
     place: Place,
     source: Source,
     result: Result<Image, PersistError>,
-    /// Without the removal of older ones.
+    /// Without the removal of older images.
     took: Duration,
     /// Bytes.
     written: u64,
@@ -56,13 +59,17 @@ enum PersistError {
 }
 
 impl Owner<'_> {
-    pub(super) fn snapshot(&mut self, reason: rekindle_store::manifest::Reason) {
+    pub(super) fn snapshot(&mut self, reason: Reason) {
         let Some((job, cancel)) = self.life.snapshot_begins() else { return };
         let (setup, files, sender) = (Arc::clone(self.setup), self.files.clone(), self.sender.clone());
+        if self.watch.deaths.is_going_back(self.machine.state()) {
+            self.life.call_off();
+        }
         let (interval, deaths) = (self.machine.choice().cloned(), Arc::clone(self.life.deaths()));
         self.clients.control.snapshot_begins();
         self.check_holds();
         self.clients.job_api.snapshot_begins();
+        self.reporting.remarks.is_asked_for = reason != Reason::Interval;
         let event = self.tell(What::SnapshotBegan { reason });
         let gate = self.reporting.listeners.before_snapshot(&self.setup.config, &event, reason);
         let launch = Launch { lineage: self.line.lineage.clone(), ..self.setup.program.launch.clone() };
@@ -100,8 +107,12 @@ impl Owner<'_> {
                 let bytes = taken.image.manifest().map_or(0, |m| m.bytes);
                 let freeze = shown(taken.freeze);
                 let size = ByteSize::b(bytes);
-                tracing::info!("image {}: {size}, the job was frozen for {freeze}", taken.image.id);
+                let again = self.reporting.remarks.repeats.succeeded("snapshot");
+                let again = again.map(|again| format!("; {again}")).unwrap_or_default();
+                crate::routine!("image {}: {size}, the job was frozen for {freeze}{again}", taken.image.id);
                 self.reporting.published.taken(&taken);
+                self.reporting.tally.snapshot_taken(taken.freeze);
+                self.deaths_image(&taken);
                 self.checks.proofs.expect(taken.image.id, self.setup, Instant::now());
                 self.tell_snapshot(&taken);
                 self.answer_taken(&taken);
@@ -112,7 +123,14 @@ impl Owner<'_> {
             }
             Err(error) => {
                 let stops = self.machine.is_stopping();
-                let (lost, event) = (error.job_is_lost(), Event::not_taken(&error));
+                let lost = error.job_is_lost();
+                let event = match Event::not_taken(&error) {
+                    // Another attempt would be in the way.
+                    Event::SnapshotMissed if self.watch.deaths.is_going_back(self.machine.state()) => {
+                        Event::SnapshotFailed(Harm::None)
+                    }
+                    event => event,
+                };
                 self.clients.control.snapshot_failed(&chain(&error));
                 self.clients.job_api.snapshot_ends(Some(chain(&error)));
                 if self.life.ended().is_none() {
@@ -124,11 +142,12 @@ impl Owner<'_> {
                         snapshot::Error::Cancelled => tracing::info!("the snapshot was cancelled; the job continues"),
                         _ if stops => tracing::error!("the final snapshot failed: {why}"),
                         snapshot::Error::JobEnded => tracing::info!("no snapshot was taken: {why}"),
-                        _ => tracing::error!("the snapshot failed, the job continues: {why}"),
+                        _ => self.log_failure(&why),
                     }
+                    self.reporting.tally.snapshot_failed();
                     self.tell(What::SnapshotFailed { why: why.clone(), job_lost: lost });
                     self.reporting.published.snapshot_failed(why);
-                    // It may be that memory has room for the one image only that did not get to the store.
+                    // Memory may have room for one image only, the one that is not stored yet.
                     self.persist_newest();
                 }
                 event
@@ -136,9 +155,20 @@ impl Owner<'_> {
         };
         self.step(event);
         self.remember();
-        // An end that came during the snapshot was put aside; the images of now count.
+        // An end that came during the snapshot was postponed; it is reported with the present images.
         if let Some(ended) = self.life.unreported() {
             self.report_end(ended);
+        }
+    }
+
+    /// Logs that a snapshot failed. With an interval it may fail for the same reason each time.
+    fn log_failure(&self, why: &str) {
+        let text = format!("the snapshot failed, the job continues: {why}");
+        let remarks = &self.reporting.remarks;
+        let line = remarks.repeats.failed("snapshot", &text, Instant::now());
+        match line.or_else(|| remarks.is_asked_for.then(|| text.clone())) {
+            Some(line) => tracing::error!("{line}"),
+            None => tracing::debug!("{text}"),
         }
     }
 
@@ -152,7 +182,7 @@ impl Owner<'_> {
         self.clients.control.snapshot_taken(&snapped);
     }
 
-    /// Notes on this machine that the store has the image, so that it is noticed when it has not any more.
+    /// Records on this machine that the store has the image, to notice later if it is missing.
     fn note_seen(&self, image: &Image) {
         let folder = &self.setup.folder;
         let seen = Seen::of(&self.setup.config.store.seen_directory, folder.name(), folder.trust());
@@ -208,6 +238,7 @@ impl Owner<'_> {
     fn persist(&mut self, image: Image) {
         let (setup, sender) = (Arc::clone(self.setup), self.sender.clone());
         let source = if image.is_staged() { Source::Memory } else { Source::PlainFiles };
+        let repeats = self.reporting.remarks.repeats.clone();
         let transfers::Store { progress, cancel, files_go } = self.transfers.store_begins(image.id, source);
         self.step(Event::PersistBegan);
         self.spawn("persist", move || {
@@ -222,10 +253,10 @@ impl Owner<'_> {
             if result.is_ok() {
                 empty_slots_on_disk(&setup, &files_go);
             }
-            // Not before it is packed: plain files take more space for a while, and no other image must be removed for
-            // that. No image is removed while a restore reads memory from one: that is done afterwards.
+            // Not before it is packed: plain files need extra space only temporarily, and no other image may be removed
+            // for that. Also not while a restore reads memory from an image: that is done afterwards.
             if result.is_ok() || source == Source::PlainFiles {
-                rotate(&setup);
+                rotate(&setup, &repeats);
             }
             let _ = sender.send(Message::Persisted(Box::new(Outcome {
                 image: image.id,
@@ -245,7 +276,9 @@ impl Owner<'_> {
         let called_off = matches!(outcome.result, Err(PersistError::Persist(persist::Error::Cancelled)));
         match outcome.result {
             Ok(image) => {
-                tracing::info!("image {} was stored in {}", image.id, shown(took));
+                let again = self.reporting.remarks.repeats.succeeded("store");
+                let again = again.map(|again| format!("; {again}")).unwrap_or_default();
+                crate::routine!("image {} was stored in {}{again}", image.id, shown(took));
                 self.note_seen(&image);
                 let written = outcome.written;
                 self.tell(What::Stored { image: image.id, took_us: micros(took), written });
@@ -253,10 +286,11 @@ impl Owner<'_> {
                 self.answer_stored(&image);
                 self.replicate(image);
                 if self.machine.is_postponed() && self.machine.held_off().is_none() {
-                    tracing::warn!(
+                    let text = format!(
                         "a snapshot had to wait: storing the image before it took {}, longer than the interval",
                         shown(took)
                     );
+                    self.reporting.remarks.repeats.warn("interval", &text);
                 }
             }
             Err(PersistError::Persist(persist::Error::Cancelled)) if outcome.source == Source::PlainFiles => {
@@ -276,14 +310,17 @@ impl Owner<'_> {
                     false => format!("is lost, it was only in {place}"),
                 };
                 let why = format!("image {} {what}: {}", outcome.image, chain(&error));
-                tracing::error!("{why}");
+                match self.reporting.remarks.repeats.failed("store", &why, Instant::now()) {
+                    Some(line) => tracing::error!("{line}"),
+                    None => tracing::debug!("{why}"),
+                }
                 self.tell(What::NotStored { image: outcome.image, why: why.clone() });
                 self.clients.control.not_stored(outcome.image, &why);
                 self.reporting.published.persist_failure = Some(why);
             }
         }
         self.step(Event::PersistEnded(stored.then_some(took)));
-        // The restart that it made way for may be over.
+        // The restart that packing was cancelled for may be over.
         if outcome.source == Source::PlainFiles && called_off && self.life.job().is_some() {
             self.pack_newest();
         }
@@ -298,7 +335,7 @@ impl Owner<'_> {
             let limit = self.life.job().and_then(|job| cgroup::memory_headroom(job.root.pid()));
             cgroup::memory_available().into_iter().chain(limit).min().is_some_and(|left| left < reserve)
         };
-        // At any other time somebody reads or writes there.
+        // In other states an image may be being read or written.
         if !matches!(self.machine.state(), State::Running(_)) || !is_short() || self.checks.rehearsals.call_off() {
             return;
         }
@@ -325,16 +362,17 @@ impl Owner<'_> {
                     )
                 ),
                 Err(error) => {
-                    tracing::warn!("memory is short, and memory of images cannot be freed: {}", chain(&error))
+                    let text = format!("memory is short, and memory of images cannot be freed: {}", chain(&error));
+                    self.reporting.remarks.repeats.warn("memory", &text);
                 }
             }
         }
     }
 
-    /// The job is over: what is only in memory goes to the store, and memory is given back. A second signal to stop ends
-    /// the wait. Answers the image that did not get to the store, though it was waited for.
+    /// The job is over: stores the image that is only in memory, and frees memory. A second signal to stop ends the
+    /// wait. Returns the image that could not be stored.
     pub(super) fn leave_memory(&mut self, finish: &Finish, messages: &mpsc::Receiver<Message>) -> Option<ImageId> {
-        // One that an earlier run left is given back too, though this one makes its images elsewhere.
+        // Memory of an earlier run is freed too, even if this run makes its images elsewhere.
         let ours = self.setup.images.staging.as_ref();
         let mut others = Area::all_of(&self.setup.folder);
         others.retain(|area| Some(area.path()) != ours.map(Area::path));
@@ -388,6 +426,10 @@ impl Owner<'_> {
             if self.end.stops.is_at_once() || !self.holds_the_lock() {
                 self.transfers.call_off(destination);
             }
+            if destination == Destination::Replica && self.machine_ends() {
+                tracing::warn!("the machine ends now: the last image is not in the replica");
+                self.transfers.call_off(destination);
+            }
             match messages.recv_timeout(PROGRESS) {
                 Ok(Message::Persisted(outcome)) if destination == Destination::Store => self.persisted(*outcome),
                 Ok(Message::Replicated(report)) => self.replicated(*report),
@@ -396,6 +438,7 @@ impl Owner<'_> {
                 }
                 Ok(Message::Control(incoming)) => self.heard_late(*incoming),
                 Ok(Message::Hook(report)) => self.hook_failed(report),
+                Ok(Message::Watched(Finding::Notice(change))) => self.announced(change),
                 Ok(_) => {}
                 Err(mpsc::RecvTimeoutError::Timeout) => self.publish(),
                 Err(mpsc::RecvTimeoutError::Disconnected) => break,
@@ -403,7 +446,7 @@ impl Owner<'_> {
         }
     }
 
-    /// CRIU's log of a failure, for who has to find out; one for each kind, the last.
+    /// Saves CRIU's log of a failure for diagnosis: the last one of each kind.
     pub(super) fn keep_criu_log(&self, kind: &str, log: Option<&Log>) {
         let Some(log) = log else { return };
         let path = self.setup.folder.log_dir().join(format!("criu-{kind}.log"));
@@ -425,7 +468,7 @@ fn bring_to_store(
     if image.is_staged() {
         survey::make_room(&setup.folder, &setup.lock, &store.limits(), whole, Written::Packed)?;
     } else {
-        // It is safe as it is: no other has to go for it.
+        // It is stored already; no other image must be removed to pack it.
         let (free, keep) = (survey::free_space(setup.folder.path())?, store.min_free.bytes());
         if free < whole.saturating_add(keep) {
             return Err(PersistError::NotPacked { need: whole, free, keep });
@@ -439,8 +482,8 @@ fn slot_in(place: Place) -> &'static str {
     if place == Place::Slot { "a slot on the disk" } else { "memory" }
 }
 
-/// Slots on the disk whose image is in the store are given back: the packs take less, and a restart reads those. Not while
-/// a restart may read a slot.
+/// Empties slots on the disk whose image is stored: the packs take less space, and a restart reads those. Not while a
+/// restart may read a slot.
 fn empty_slots_on_disk(setup: &Setup, files_go: &Mutex<()>) {
     let _nobody_reads = match files_go.try_lock() {
         Ok(lock) => lock,
@@ -457,22 +500,24 @@ fn empty_slots_on_disk(setup: &Setup, files_go: &Mutex<()>) {
     }
 }
 
-/// In whole milliseconds.
+/// Rounded to whole milliseconds, for messages.
 pub(super) fn shown(time: Duration) -> humantime::FormattedDuration {
     humantime::format_duration(Duration::from_millis(u64::try_from(time.as_millis()).unwrap_or(u64::MAX)))
 }
 
-/// Removes what the plan says; unreadable images are kept. It may take seconds: never on the thread that owns the
-/// state.
-pub(super) fn rotate(setup: &Setup) {
+/// Removes the images that retention does not keep; unreadable images are kept. This can take seconds, so it must not
+/// run on the thread that owns the state.
+pub(super) fn rotate(setup: &Setup, repeats: &Repeats) {
     let store = &setup.config.store;
     match survey::rotate(&setup.folder, &setup.lock, &store.policy(), store.min_free.bytes()) {
-        Ok((plan, _)) => plan.notes.iter().for_each(|note| tracing::warn!("{note}")),
-        Err(error) => tracing::warn!("old images were not removed: {}", chain(&error)),
+        Ok((plan, _)) => {
+            (0..).zip(&plan.notes).for_each(|(n, note)| repeats.warn(&format!("rotate {n}"), &note.to_string()));
+        }
+        Err(error) => repeats.warn("rotate", &format!("old images were not removed: {}", chain(&error))),
     }
     let bounds = store.garbage(setup.images.packing.key.as_deref());
     match gc::collect(&setup.folder, &setup.lock, &bounds, Utc::now(), &|| false) {
         Ok(done) => tracing::debug!(?done, "packs"),
-        Err(error) => tracing::warn!("unneeded content was not swept: {}", chain(&error)),
+        Err(error) => repeats.warn("sweep", &format!("unneeded content was not swept: {}", chain(&error))),
     }
 }

@@ -1,7 +1,7 @@
 //! The job's requests to its supervisor, and the answers (docs/job-api.md).
 //!
-//! A snapshot that the job asks for is the next one that begins: it has a number, and the job looks whether that one is over.
-//! A life that ends takes its holds ([`super::holds`]) with it.
+//! A snapshot that the job requests is the next one that begins. It has a number, by which the job asks whether it is
+//! over. When a life ends, its holds ([`super::holds`]) end too.
 
 use std::time::{Duration, Instant};
 
@@ -33,7 +33,7 @@ struct Life {
     gpus: Vec<Gpu>,
 }
 
-/// How many snapshots there were, for the job.
+/// Snapshots as the job counts them.
 #[derive(Debug, Default)]
 struct Count {
     begun: u64,
@@ -47,21 +47,21 @@ struct Count {
 pub(super) struct JobApi {
     server: Option<Server>,
     life: Life,
-    /// How often the run was restored, under every supervisor.
+    /// How often the run was restored, under all supervisors.
     restores: u32,
     snapshots: Count,
     holds: Holds,
 }
 
-/// What a request of the job comes to.
+/// What to do about a request of the job.
 pub(super) enum Todo {
-    /// It is answered.
+    /// Nothing: it is answered.
     Nothing,
-    /// A snapshot is taken.
+    /// Take a snapshot.
     Snapshot,
-    /// Tells the state machine the time limit of the holds.
+    /// Tell the state machine the new time limit of the holds.
     Released,
-    /// The same, and then the job: it counts on it.
+    /// The same, and answer the job only then, because it relies on the hold.
     Held(Reply, Answer),
 }
 
@@ -76,7 +76,7 @@ impl JobApi {
         self.restores
     }
 
-    /// A life of this name begins. Answers whether it is a restore.
+    /// A life with this name begins. Returns whether it is a restore.
     fn life_begins(&mut self, name: String, from: Option<ImageId>, gpus: Vec<Gpu>, now: DateTime<Utc>) -> bool {
         self.life = Life { name, since: now, from, gpus };
         self.holds.clear();
@@ -88,13 +88,13 @@ impl JobApi {
         self.snapshots.begun += 1;
     }
 
-    /// It is over; `failed` says why it failed, where it did.
+    /// A snapshot is over; `failed` is why it failed, if it did.
     pub(super) fn snapshot_ends(&mut self, failed: Option<String>) {
         self.snapshots.over = self.snapshots.begun;
         self.snapshots.failed = failed;
     }
 
-    /// What `state` answers from now on.
+    /// Updates the answer to `state`.
     pub(super) fn show(&self, setup: &Setup, machine: &Machine<'_>, line: &Line, published: &Published) {
         let Some(server) = &self.server else { return };
         let (life, snapshots) = (&self.life, &self.snapshots);
@@ -116,7 +116,7 @@ impl JobApi {
         server.show(facts);
     }
 
-    /// The job asks for something. `max_hold` is how long a hold may last.
+    /// Handles a request of the job. `max_hold` is the time limit of a hold.
     fn asked(&mut self, call: Call, machine: &Machine<'_>, max_hold: Duration, now: Instant) -> Todo {
         let Call { request, life, pid, reply } = call;
         if machine.state().life().is_none() || life != self.life.name {
@@ -124,11 +124,11 @@ impl JobApi {
             return Todo::Nothing;
         }
         match request {
-            // The thread that reads has answered it.
+            // Answered by the thread that reads requests.
             Request::State => Todo::Nothing,
             Request::Snapshot => match machine.admits(Wish::Snapshot) {
                 Ok(()) => {
-                    // Before the job is frozen for it.
+                    // Answered before the job is frozen for it.
                     reply(Ok(Answer::Snapshot { number: self.snapshots.begun + 1, life }));
                     Todo::Snapshot
                 }
@@ -165,7 +165,7 @@ impl JobApi {
     }
 }
 
-/// Whether it is worth asking again.
+/// The error for a refused request; it says whether a later one can succeed.
 fn not_admitted(machine: &Machine<'_>, why: &str) -> Fault {
     Fault::new(if machine.is_stopping() { Code::Refused } else { Code::Later }, why)
 }
@@ -189,7 +189,7 @@ impl Owner<'_> {
         }
     }
 
-    /// A life begins. Before the machine hears of it.
+    /// A life begins. Called before the machine gets the event.
     pub(super) fn word_of_life(&mut self, from: Option<ImageId>) {
         let now = Utc::now();
         let name = format!("{}-{}-{}", now.format("%Y%m%dT%H%M%S%6fZ"), std::process::id(), self.life.number());
@@ -216,8 +216,8 @@ impl Owner<'_> {
         self.step_quietly(self.clients.job_api.holds.bound().map_or(Event::Release, Event::Hold));
     }
 
-    /// Tells the state machine, and carries out what follows. Nothing is published for this alone: a job may do this at
-    /// every training step.
+    /// Passes an event to the state machine, and carries out its actions. Nothing is published for this alone: a job
+    /// may do this at every training step.
     fn step_quietly(&mut self, event: Event) {
         let actions = self.machine.step(event, Instant::now());
         if !actions.is_empty() {
@@ -233,7 +233,7 @@ impl Owner<'_> {
             None => {}
             Some(Change::Died) => self.holders_changed(),
             Some(Change::Waits { reason, pids, bound }) => {
-                tracing::info!("{} waits: the job blocks it, for at most {}", named(reason), shown(bound));
+                crate::routine!("{} waits: the job blocks it, for at most {}", named(reason), shown(bound));
                 self.tell(What::SnapshotHeld { reason, pids, bound_us: micros(bound) });
                 self.reporting.published.held =
                     Utc::now().checked_add_signed(TimeDelta::from_std(bound).unwrap_or_default());
@@ -245,7 +245,7 @@ impl Owner<'_> {
                     How::Expired => tracing::warn!(
                         "the job blocked a snapshot longer than job-api.max-hold: the snapshot is taken now"
                     ),
-                    how => tracing::info!("the blocked snapshot no longer waits: {}", how.as_str()),
+                    how => crate::routine!("the blocked snapshot no longer waits: {}", how.as_str()),
                 }
                 self.tell(What::HoldOver { reason, how: how.as_str().into(), waited_us: micros(waited) });
             }
@@ -261,7 +261,7 @@ fn named(reason: Reason) -> &'static str {
     }
 }
 
-/// Those that the kernel module tells of, which takes no time.
+/// The GPUs that the kernel module lists, which takes no time.
 fn gpus() -> Vec<Gpu> {
     let gpus = GpuInventory::of_kernel_module().gpus;
     gpus.into_iter().map(|gpu| Gpu { uuid: gpu.uuid.to_string(), name: gpu.name }).collect()
@@ -283,7 +283,7 @@ mod tests {
         (Call { request, life: life.into(), pid: 0, reply }, said)
     }
 
-    /// Asks a job's supervisor in the life "l". Answers what was said at once, if anything.
+    /// Sends a request to a job's supervisor in the life "l". Returns the immediate answer, if any.
     fn ask(word: &mut JobApi, machine: &Machine<'_>, request: Request, life: &str) -> (Todo, Option<Said>) {
         let (call, said) = call(request, life);
         let todo = word.asked(call, machine, Duration::from_secs(60), Instant::now());

@@ -1,4 +1,4 @@
-//! Whether the job's folder is still ours: the heartbeat of the store's lock, and what a look at the lock found.
+//! Whether the job's folder is still ours: the heartbeat of the store's lock, and the results of checking it.
 //!
 //! A lost lock remains lost. Another supervisor may have the job then, so the owner starts nothing more, writes nothing
 //! more, and ends.
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use rekindle_store::{Error, HEARTBEAT, Result};
 
-/// What is known of the lock.
+/// State of the lock.
 #[derive(Debug)]
 pub(super) struct Lease {
     /// The last heartbeat.
@@ -25,8 +25,8 @@ impl Lease {
         self.lost.is_none()
     }
 
-    /// Whether the heartbeat is due. `unconfirmed` is how long ago the lock was seen to be ours, by a clock that counts
-    /// sleep: others count it too.
+    /// Whether the heartbeat is due. `unconfirmed` is the time since the lock was last seen to be ours, including sleep
+    /// of the machine, which others count too.
     pub(super) fn is_due(&self, unconfirmed: Duration, now: Instant) -> bool {
         self.next_wake() <= now || unconfirmed >= HEARTBEAT
     }
@@ -35,7 +35,7 @@ impl Lease {
         self.renewed + HEARTBEAT
     }
 
-    /// The heartbeat was given, with this result.
+    /// Records the result of a heartbeat.
     ///
     /// # Errors
     /// A failure that may pass.
@@ -47,7 +47,7 @@ impl Lease {
     /// Records that a check found the lock lost.
     ///
     /// # Errors
-    /// Any other failure of the look.
+    /// Any other failure of the check.
     pub(super) fn looked(&mut self, look: Result<()>) -> Result<()> {
         match look {
             Err(error @ (Error::TakenOver { .. } | Error::LockReplaced { .. })) => {

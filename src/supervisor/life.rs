@@ -1,4 +1,4 @@
-//! The job that the supervisor has: the start under way, the job that runs, and its end until that is reported.
+//! The supervised job: a start in progress, the running job, and its end until that is reported.
 //!
 //! Lives are counted, so that a report about an earlier one is not taken for this one's. An end is kept until it is
 //! reported: a snapshot may be under way, or the images may be unreadable for a moment ([`Unread`]).
@@ -13,14 +13,14 @@ use rekindle_engine::launch::Job;
 use rekindle_engine::snapshot::Deaths;
 use rekindle_os::spawn::Ended;
 
-/// How an end whose images cannot be read waits.
+/// How an end waits while the images cannot be read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Waits {
-    /// It begins to.
+    /// It begins to wait.
     Begins,
     /// It continues to wait.
     Still,
-    /// Not any more: it is reported without images.
+    /// It no longer waits, and is reported without images.
     No,
 }
 
@@ -28,19 +28,19 @@ pub(super) enum Waits {
 #[derive(Debug)]
 pub(super) struct JobLife<J = Job> {
     job: Option<Arc<J>>,
-    /// Signals for the job that came while there was none: it was being started, and may have run already.
+    /// Signals for the job that arrived while it was being started.
     unsent: Vec<i32>,
-    /// 0 before the first.
+    /// Number of this life; 0 before the first.
     number: u32,
-    /// How this life ended, once it did.
+    /// How this life ended, if it has.
     ended: Option<Ended>,
     /// Whether its end waits until the images can be read.
     unread: Unread,
-    /// Set to cancel the start or the snapshot under way. Each has its own.
+    /// Set to cancel the start or the snapshot in progress; each has its own flag.
     cancel: Arc<AtomicBool>,
-    /// When the start under way was begun.
+    /// When the start in progress began.
     started: Instant,
-    /// Processes of the job that were killed and not waited for, as snapshots have seen them.
+    /// Processes of the job that were killed and not waited for, as seen by snapshots.
     deaths: Arc<Deaths>,
 }
 
@@ -60,13 +60,13 @@ impl<J> JobLife<J> {
 
     // ---- a start, a snapshot ----
 
-    /// A start begins. The answer is set to call it off.
+    /// A start begins. Setting the returned flag cancels it.
     pub(super) fn start_begins(&mut self, now: Instant) -> Arc<AtomicBool> {
         self.started = now;
         self.new_cancel()
     }
 
-    /// A snapshot begins, of this job. The flag is set to call it off.
+    /// A snapshot of this job begins. Setting the returned flag cancels it.
     pub(super) fn snapshot_begins(&mut self) -> Option<(Arc<J>, Arc<AtomicBool>)> {
         let job = self.job.clone()?;
         Some((job, self.new_cancel()))
@@ -77,14 +77,14 @@ impl<J> JobLife<J> {
         Arc::clone(&self.cancel)
     }
 
-    /// Calls off the start or the snapshot under way.
+    /// Cancels the start or the snapshot in progress.
     pub(super) fn call_off(&self) {
         self.cancel.store(true, Ordering::Relaxed);
     }
 
     // ---- the job that runs ----
 
-    /// A start has worked. Answers the job for who waits for its end.
+    /// A start succeeded. Returns the job for the thread that waits for its end.
     pub(super) fn begins(&mut self, job: J) -> Arc<J> {
         let job = Arc::new(job);
         self.number += 1;
@@ -101,7 +101,7 @@ impl<J> JobLife<J> {
         self.number
     }
 
-    /// When the start of this life was begun.
+    /// When the start of this life began.
     pub(super) fn started(&self) -> Instant {
         self.started
     }
@@ -110,12 +110,13 @@ impl<J> JobLife<J> {
         &self.deaths
     }
 
-    /// Whether a report about the life of this number is about the present one.
+    /// Whether this is the number of the present life.
     pub(super) fn is_present(&self, number: u32) -> bool {
         self.number == number
     }
 
-    /// A signal for the job came: answers the job that gets it now. Without one it is kept for the next.
+    /// A signal for the job arrived: returns the job that gets it now. Without a job, the signal is kept for the next
+    /// one.
     pub(super) fn receiver(&mut self, signal: i32) -> Option<&Arc<J>> {
         if self.job.is_none() {
             self.unsent.push(signal);
@@ -123,7 +124,7 @@ impl<J> JobLife<J> {
         self.job.as_ref()
     }
 
-    /// Signals that were kept, in their order.
+    /// The signals that were kept, in their order.
     pub(super) fn take_unsent(&mut self) -> Vec<i32> {
         std::mem::take(&mut self.unsent)
     }
@@ -138,12 +139,12 @@ impl<J> JobLife<J> {
         self.ended
     }
 
-    /// The end that was put aside for a snapshot and is reported now that it is over.
+    /// The end that was postponed for a snapshot and is reported after it.
     pub(super) fn unreported(&self) -> Option<Ended> {
         self.ended.filter(|_| self.job.is_some())
     }
 
-    /// The images cannot be read: whether the end is reported later.
+    /// The images cannot be read: returns whether the end is reported later.
     pub(super) fn images_unread(&mut self, state: &State, stopping: bool, now: Instant) -> Waits {
         match self.unread.waits(state, stopping, now) {
             true if self.unread.begins(now) => Waits::Begins,
@@ -157,17 +158,17 @@ impl<J> JobLife<J> {
         self.unread.is_waiting()
     }
 
-    /// The end for which it is time to try to read the images again.
+    /// The end to report, if it is time to try again to read the images.
     pub(super) fn due_again(&self, now: Instant) -> Option<Ended> {
         self.ended.filter(|_| self.unread.is_due(now))
     }
 
-    /// The end is reported now. Answers when the life ended: it was no longer for the wait.
+    /// The end is reported now. Returns when the life ended: the wait does not count.
     pub(super) fn reported(&mut self, now: Instant) -> Instant {
         self.unread.over().unwrap_or(now)
     }
 
-    /// Gives up the job, which is no more or is to be ended.
+    /// Gives up the job, which has ended or is to be ended.
     pub(super) fn take_job(&mut self) -> Option<Arc<J>> {
         self.job.take()
     }

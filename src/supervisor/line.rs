@@ -11,15 +11,15 @@ use crate::config::ColdStart;
 use crate::policy::{Failure, Images, StartPoint};
 use rekindle_store::{BadWhy, Image, ImageId, State};
 
-/// What has to be known of a copy of an image.
+/// Facts about a copy of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Candidate<'a> {
     pub(crate) id: ImageId,
-    /// None where its manifest cannot be read.
+    /// `None` if its manifest cannot be read.
     pub(crate) lineage: Option<&'a str>,
     /// Whether a restart may use it.
     pub(crate) good: bool,
-    /// Why not, if it is marked.
+    /// Why it is marked, if it is.
     pub(crate) mark: Option<BadWhy>,
 }
 
@@ -31,22 +31,22 @@ impl<'a> Candidate<'a> {
     }
 }
 
-/// Which images are the job's to go back to.
+/// Which images the job can go back to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Line {
-    /// Those of this lineage,
+    /// Images of this lineage,
     pub(super) lineage: String,
-    /// and the one that it began from.
+    /// and the image that it started from.
     pub(super) base: Option<ImageId>,
     /// The target of the rewind under way.
     target: Option<Target>,
 }
 
-/// An image to go back to.
+/// An image to rewind to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Target {
     image: ImageId,
-    /// Whether it is not the one that a crash would go back to anyway.
+    /// Whether it differs from the image that a restart would use anyway.
     older: bool,
 }
 
@@ -64,11 +64,12 @@ impl Target {
 /// What a run starts with if it continues another one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Begin {
-    /// With this.
+    /// From this.
     With(StartPoint),
-    /// From nothing, over images that cannot be used.
+    /// From the beginning, although there are images, because none can be used.
     OverImages,
-    /// Not at all: there are images, none can be used, and nothing is started over them.
+    /// It does not start: there are images, none can be used, and the configuration does not allow a start from the
+    /// beginning.
     NoUsableImage,
 }
 
@@ -77,12 +78,12 @@ impl Line {
         Line { lineage, base, target: None }
     }
 
-    /// Whether a copy is good, and of an image to go back to.
+    /// Whether a copy is good, and of this line.
     pub(crate) fn has(&self, copy: &Candidate<'_>) -> bool {
         copy.good && self.is_ours(copy)
     }
 
-    /// Whether a copy is of this line, as far as can be told: one whose manifest cannot be read may be.
+    /// Whether a copy may be of this line: one whose manifest cannot be read may be.
     pub(super) fn may_have(&self, copy: &Candidate<'_>) -> bool {
         copy.lineage.is_none() || self.is_ours(copy)
     }
@@ -108,8 +109,8 @@ impl Line {
         Images { good: self.good(copies), proven, others }
     }
 
-    /// Whether a new run takes the mark of this copy back. The world may have changed since: another CRIU, another driver, a
-    /// port that is free again. An image whose bytes are wrong, or that the job dies from, stays marked.
+    /// Whether a new run removes the mark of this copy. The cause may be gone: another CRIU, another driver, a port
+    /// that is free again. An image with wrong bytes, or from which the job dies, stays marked.
     pub(crate) fn gives_another_chance(&self, copy: &Candidate<'_>) -> bool {
         self.is_ours(copy) && copy.mark == Some(BadWhy::DoesNotRestore)
     }
@@ -130,7 +131,7 @@ impl Line {
         self.target = Some(target);
     }
 
-    /// A start has worked. If it was the one of a rewind to an older image, its line is the job's now; answers that image.
+    /// A start succeeded. If it was a rewind to an older image, a new line starts there; returns that image.
     pub(super) fn arrived(&mut self, from: StartPoint, lineage: impl FnOnce() -> String) -> Option<ImageId> {
         let target = self.target.take()?;
         if from != StartPoint::Image(target.image) || !target.older {
@@ -141,7 +142,7 @@ impl Line {
         self.base
     }
 
-    /// A start failed. If it was the start of a rewind, the job continues from where it was: answers that image, and
+    /// A start failed. If it was the start of a rewind, the job continues from where it was: returns that image, and
     /// the event that replaces this one.
     pub(super) fn did_not_arrive(
         &mut self,
@@ -158,7 +159,7 @@ impl Line {
         self.target = None;
         let event = match (event, images()) {
             (event @ Event::ImageFailed { failure: Failure::Damaged, .. }, _) => event,
-            // A second try would be one too many for a job that ran well.
+            // The image is not tried again: the job ran well without it.
             (_, Ok(images)) => Event::ImageFailed { image: target.image, failure: Failure::NotNow(why), images },
             (_, Err(why)) => Event::StartFailed { why },
         };

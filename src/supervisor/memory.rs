@@ -3,21 +3,21 @@
 use super::state::Finish;
 use rekindle_store::ImageId;
 
-/// Whether the newest image of those in memory, which is this one, is nowhere else. An older one that did not get to the
-/// store is of no use there once a newer one did. `stored` is the newest good image in the store, `is_stored` tells whether
-/// the store has an image, good or not.
+/// Whether `newest`, the newest image in memory, exists nowhere else. An older image that was not stored is of no use
+/// once a newer one is stored. `stored` is the newest good image in the store; `is_stored` tells whether the store has
+/// an image, good or not.
 pub(super) fn only_there(newest: ImageId, stored: Option<ImageId>, is_stored: impl FnOnce(ImageId) -> bool) -> bool {
     stored.is_none_or(|stored| stored < newest) && !is_stored(newest)
 }
 
-/// Images in memory that are kept however short memory is.
+/// Images in memory that are kept even if memory is short.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Needed {
-    /// The newest, if it is nowhere else.
+    /// The newest, if it is not stored.
     pub(super) only_here: Option<ImageId>,
-    /// The newest proven one, if the store has none that is as new.
+    /// The newest proven image, if the store has none as new.
     pub(super) proven: Option<ImageId>,
-    /// The one that is being stored.
+    /// The image that is being stored.
     pub(super) persisting: Option<ImageId>,
 }
 
@@ -28,23 +28,23 @@ impl Needed {
     }
 }
 
-/// Slots are given back in this order where memory is short: the one with the newest image comes last.
+/// Sort key for freeing slots if memory is short: the slot with the newest image comes last.
 pub(super) fn turn(image: Option<ImageId>, newest: Option<ImageId>) -> bool {
     image == newest
 }
 
-/// What becomes of an image that is in memory only when the run ends.
+/// What to do with an image that is only in memory when the run ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum AtTheEnd {
     /// Nothing continues from it.
     NotNeeded,
-    /// It remains there: there is nothing to wait for.
+    /// It stays in memory, without waiting.
     LeftThere,
     /// It is stored.
     Stored,
 }
 
-/// Decides that.
+/// Decides what to do with an image that is only in memory when the run ends.
 pub(super) fn at_the_end(finish: &Finish, at_once: bool) -> AtTheEnd {
     match (finish, at_once) {
         (Finish::Completed, _) => AtTheEnd::NotNeeded,

@@ -12,7 +12,7 @@ use crate::telemetry::events::Event;
 use crate::telemetry::metrics::textfile::Textfile;
 use crate::telemetry::metrics::{Facts, Replicated, serve};
 
-/// What is exported, and where. If it cannot be exported, the job is still supervised.
+/// The exported metrics and their destinations. If they cannot be exported, the job is still supervised.
 pub(super) struct Metrics {
     facts: Arc<Mutex<Facts>>,
     textfile: Option<Textfile>,
@@ -20,7 +20,7 @@ pub(super) struct Metrics {
 }
 
 impl Metrics {
-    /// None where nobody wants any.
+    /// `None` if no metrics are configured.
     pub(super) fn new(setup: &Setup) -> Option<Metrics> {
         let config = &setup.config.metrics;
         if config.textfile.is_none() && config.listen.is_none() {
@@ -49,7 +49,7 @@ impl Metrics {
         Some(Metrics { facts, textfile, address })
     }
 
-    /// Where they are served.
+    /// The address where they are served.
     pub(super) fn address(&self) -> Option<SocketAddr> {
         self.address
     }
@@ -59,7 +59,7 @@ impl Metrics {
         self.textfile.iter().for_each(Textfile::news);
     }
 
-    /// Learns what others see, and the interval in force.
+    /// Updates the metrics from the published state and the present interval.
     pub(super) fn see(&self, published: &Published, interval: Option<Duration>) {
         self.learn(|facts| facts.see(published, interval));
     }
@@ -68,7 +68,7 @@ impl Metrics {
         self.learn(|facts| facts.hear(event, Instant::now()));
     }
 
-    /// Has the file say how it ended.
+    /// Records in the file how the run ended.
     pub(super) fn close(&self) {
         self.textfile.iter().for_each(Textfile::close);
     }

@@ -14,10 +14,13 @@ mod checks;
 mod clients;
 mod control;
 mod deadline;
+mod deaths;
 mod end;
 mod ends;
+mod event_lines;
 mod events;
 mod failed;
+mod gpus;
 mod holds;
 mod hooks;
 mod images;
@@ -27,6 +30,7 @@ mod life;
 pub(crate) mod line;
 mod memory;
 mod metrics;
+mod notices;
 pub mod notify;
 mod pace;
 mod proof;
@@ -45,6 +49,7 @@ mod simulator;
 mod start;
 pub mod state;
 mod stops;
+mod tally;
 mod transfers;
 mod unread;
 mod verify;
@@ -52,7 +57,7 @@ mod watch;
 
 pub use result::RunResult;
 pub(crate) use rewind::new_lineage;
-pub use setup::{Origin, Places, Program, Setup, Sockets, TimeLimit};
+pub use setup::{Origin, Places, Program, Setup, Shown, Sockets, TimeLimit};
 
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
@@ -66,6 +71,7 @@ use checks::Checks;
 use clients::Clients;
 use deadline::Deadline;
 use end::RunEnd;
+use event_lines::EventLines;
 use lease::Lease;
 use life::JobLife;
 use line::Line;
@@ -83,7 +89,7 @@ use state::{Action, Event, Finish, Machine};
 use transfers::Transfers;
 use watch::Watch;
 
-/// Why the supervisor itself failed. The job is not left behind.
+/// Why the supervisor itself failed. The job is ended too.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The store failed.
@@ -103,7 +109,7 @@ pub enum Error {
     },
 }
 
-/// What the threads report.
+/// Reports from the threads.
 enum Message {
     Signal(i32),
     /// The reaper of this life has ended.
@@ -115,7 +121,7 @@ enum Message {
     Watched(watch::Finding),
     Control(Box<control::Incoming>),
     JobApi(Box<crate::job_api::Call>),
-    /// What the scheduler says of the job's end.
+    /// The scheduler's answer about the end of the job.
     End(deadline::Answer),
     Hook(crate::notifications::Report),
     Verified(Box<verify::Report>),
@@ -123,7 +129,7 @@ enum Message {
 }
 
 impl Message {
-    /// Whether it is about work that needs the lock, and may have found out that it is lost.
+    /// Whether it is about work that needs the lock, and may have found the lock lost.
     fn is_of_the_store(&self) -> bool {
         matches!(self, Message::Started(_) | Message::Snapshot(_) | Message::Persisted(_) | Message::Replicated(_))
     }
@@ -132,14 +138,17 @@ impl Message {
 /// Supervises the job until it is over.
 ///
 /// # Errors
-/// When the supervisor itself cannot work; how the job fared is in [`Finish`].
+/// When the supervisor itself fails; the result of the job is in [`Finish`].
 pub fn run(setup: Setup) -> Result<Finish, Error> {
     let setup = Arc::new(setup);
     let files = output::Files::create(&setup.folder.log_dir(), setup.config.log.bounds())?;
     let _rotation =
         output::Rotation::start(&files).map_err(|source| Error::Io { what: "rotating the output", source })?;
-    let follower =
-        output::Follower::start(&files).map_err(|source| Error::Io { what: "following the output", source })?;
+    let follower = match setup.shown {
+        Shown::Output => output::Follower::start(&files),
+        Shown::Events | Shown::Nothing => output::Follower::silent(&files),
+    };
+    let follower = follower.map_err(|source| Error::Io { what: "following the output", source })?;
     let (sender, messages) = mpsc::channel();
     let signals = signals::listen(sender.clone()).map_err(|source| Error::Io { what: "handling signals", source })?;
     let (machine, actions) = Machine::new(&setup.config, setup.origin.from);
@@ -162,11 +171,15 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         end: RunEnd::default(),
     };
     owner.record(Outcome::Running, None)?;
+    if setup.shown == Shown::Events {
+        let lines = EventLines::start().map_err(|source| Error::Io { what: "writing events", source })?;
+        owner.reporting.lines = Some(lines);
+    }
     owner.tell_begin();
     owner.open_control();
     owner.open_word();
     owner.carry_out(actions);
-    // What an interrupted run left in memory.
+    // An image that an interrupted run left in memory.
     owner.persist_newest();
     owner.replicate_newest();
     owner.ask_for_the_end();
@@ -200,12 +213,12 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     owner.close_word();
     signals.close();
     if !owner.lease.is_held() {
-        // Nothing more is written; what is under way ends with this process.
+        // Nothing more is written; work in progress ends with this process.
         return owner.lease.into_lost().map_or(Ok(finish), |error| Err(error.into()));
     }
     // Before the remaining output is shown: a stuck reader must not prevent the end from being recorded.
     let recorded = owner.wrap_up(&finish);
-    // All is done but for that reader: whoever does not want to wait for it can end us.
+    // Only showing output remains: a user who does not want to wait for it can end us with a signal.
     inherited::let_end_us(&signals::OURS);
     owner.record_in_replica(&finish);
     owner.reporting.listeners.close(Instant::now() + setup.config.hooks.timeout);
@@ -215,24 +228,26 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         }
     }
     owner.reporting.listeners.close_metrics();
+    owner.acknowledge(&finish);
     drop(follower);
+    owner.reporting.lines = None;
     recorded.map(|()| finish)
 }
 
-/// The components of a run, and what is needed to carry out what they decide.
+/// The components of a run, and what their decisions are carried out with.
 struct Owner<'a> {
     setup: &'a Arc<Setup>,
-    /// For threads, which report there.
+    /// For threads, which send their reports here.
     sender: mpsc::Sender<Message>,
     /// The job's output.
     files: output::Files,
-    /// Decides what is done with the job.
+    /// Decides what to do with the job.
     machine: Machine<'a>,
-    /// The job that there is, and its end.
+    /// The job, and its end.
     life: JobLife,
-    /// The images that the job may go back to.
+    /// The images that the job can go back to.
     line: Line,
-    /// Images that are on their way.
+    /// Images being copied.
     transfers: Transfers,
     /// Whether images can be restored.
     checks: Checks,
@@ -240,7 +255,7 @@ struct Owner<'a> {
     watch: Watch,
     /// The final snapshot before the job's deadline.
     deadline: Deadline,
-    /// Who asks for something.
+    /// The clients that send requests.
     clients: Clients,
     /// Recipients of the run's events.
     reporting: Reporting,
@@ -253,7 +268,7 @@ struct Owner<'a> {
 /// If a wait took so much longer than planned, this process or the machine was stopped.
 const SLEPT: Duration = Duration::from_secs(2);
 
-/// Without anything to wait for; any bound will do.
+/// Wait time if there is nothing to wait for; any value works.
 const LONG: Duration = Duration::from_secs(3600);
 
 impl Owner<'_> {
@@ -264,13 +279,14 @@ impl Owner<'_> {
 
     // ---- time ----
 
-    /// Does what is due.
+    /// Does everything that is due.
     fn tick(&mut self) {
         self.check_deadline();
         self.check_holds();
         self.checks.note_proofs(self.setup, self.machine.state(), self.life.ended(), Instant::now());
         self.checks.allow_verifier(self.machine.state(), self.transfers.is_idle());
         self.check_rehearsals();
+        self.check_deaths();
         self.report_late_end();
         self.beat();
     }
@@ -281,6 +297,7 @@ impl Owner<'_> {
         let wakes = [
             self.next_tick(),
             self.life.next_wake(),
+            self.watch.deaths.next_wake(self.machine.state()),
             Some(self.lease.next_wake()),
             self.deadline.next_wake(now, Utc::now()),
             self.clients.next_wake(now),
@@ -292,7 +309,7 @@ impl Owner<'_> {
         wakes.into_iter().flatten().min().map_or(LONG, |at| at.saturating_duration_since(now).min(LONG))
     }
 
-    /// When the machine wants to hear of the time. Of a job whose end is still to be reported no snapshot is due.
+    /// When the machine wants the next tick. While an end waits to be reported, no snapshot is due.
     fn next_tick(&self) -> Option<Instant> {
         self.machine.deadline().filter(|_| !self.life.is_unread() || self.machine.is_stopping())
     }
@@ -308,23 +325,24 @@ impl Owner<'_> {
 
     // ---- the lock ----
 
-    /// Renews the lock's heartbeat when that is due. Answers whether the job's folder is still ours.
+    /// Renews the lock's heartbeat if it is due. Returns whether the job's folder is still ours.
     fn holds_the_lock(&mut self) -> bool {
         let (lock, now) = (&self.setup.lock, Instant::now());
         if self.lease.is_due(lock.unconfirmed(), now)
             && let Err(error) = self.lease.renewed(lock.refresh(), now)
         {
-            // The next one may work; who waits for us to fall silent waits for ten of them.
-            tracing::warn!("cannot renew the store lock's heartbeat: {}", chain(&error));
+            // The next heartbeat may succeed; other supervisors wait for ten missing ones.
+            let text = format!("cannot renew the store lock's heartbeat: {}", chain(&error));
+            self.reporting.remarks.repeats.warn("heartbeat", &text);
         }
         self.lease.is_held()
     }
 
-    /// A look at the lock before something that another supervisor would have to suffer from. Answers whether it is held, as
-    /// far as can be told; what writes to the store is told more strictly, by the store.
+    /// Checks the lock before an action that could harm another supervisor's job. Returns whether it is held, as far as
+    /// can be told; the store itself checks more strictly before it writes.
     fn still_holds_the_lock(&mut self) -> bool {
         if self.lease.is_held() {
-            // A look that fails says nothing of the lock.
+            // A check that fails says nothing about the lock.
             let _ = self.lease.looked(self.setup.lock.still_held());
         }
         self.lease.is_held()
@@ -342,7 +360,8 @@ impl Owner<'_> {
     }
 
     fn act(&mut self, action: Action) {
-        // Another supervisor's job may run already, on the same files; it is ended as soon as this returns.
+        // If the lock is lost, another supervisor's job may already run on the same files; ours is ended as soon as
+        // this returns.
         if matches!(action, Action::Start(_) | Action::Snapshot(_)) && !self.still_holds_the_lock() {
             return;
         }
@@ -353,7 +372,7 @@ impl Owner<'_> {
             Action::Terminate => self.signal(sig::SIGTERM),
             Action::Kill => {
                 if let Some(job) = self.life.job().cloned() {
-                    // Takes a while if GPUs are released first.
+                    // In a thread, because it takes a while if GPUs are released first.
                     self.spawn("kill", move || job.kill());
                 }
             }
@@ -406,7 +425,12 @@ impl Owner<'_> {
             other if self.life.receiver(other).is_none() => return,
             other => return self.signal(other),
         };
-        tracing::info!("received {}", Ended::Signal(signal).to_string().trim_start_matches("signal "));
+        let name = Ended::Signal(signal).to_string();
+        let name = name.trim_start_matches("signal ");
+        match signal {
+            sig::SIGUSR1 => crate::routine!("received {name}"),
+            _ => tracing::info!("received {name}"),
+        }
         self.step(event);
     }
 
@@ -418,7 +442,7 @@ impl Owner<'_> {
         }
     }
 
-    /// Without a thread that cannot be started the run is over.
+    /// Starts a thread. If that fails, the run is over.
     fn spawn(&mut self, name: &str, work: impl FnOnce() + Send + 'static) {
         if let Err(error) = std::thread::Builder::new().name(name.into()).spawn(work) {
             self.end.comes_without_thread(&error);

@@ -1,4 +1,4 @@
-//! What the service manager is told: READY=1, STATUS=, WATCHDOG=1, EXTEND_TIMEOUT_USEC= and STOPPING=1 (sd_notify(3)).
+//! Messages to the service manager: READY=1, STATUS=, WATCHDOG=1, EXTEND_TIMEOUT_USEC= and STOPPING=1 (sd_notify(3)).
 //!
 //! All messages come from the thread that owns the state, so that a watchdog notices when it is stuck. They must not
 //! block it: `sd_notify::notify` waits while the manager's queue is full, so messages are sent without waiting, and
@@ -19,41 +19,43 @@ use super::Setup;
 use super::state::Machine;
 use crate::published::{JobState, Published};
 use crate::telemetry::clean::is_harmful;
+use rekindle_base::units::counted;
 use rekindle_store::persist::Progress;
 
-/// What the manager puts into our environment for us alone. A job that has them would talk to it in our name
-/// (NotifyAccess=all), or wait for a watchdog that is ours.
+/// Environment variables that the manager sets for us only. A job that has them would send messages in our name
+/// (NotifyAccess=all), or wait for our watchdog.
 pub const VARIABLES: [&str; 3] = ["NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"];
 
-/// By how much a time-out is extended at once. Long enough that a machine under load is not late with the next.
+/// By how much a time-out is extended each time. Long enough that a machine under load is not late with the next
+/// request.
 const EXTENSION: Duration = Duration::from_secs(60);
-/// How often.
+/// How often a time-out is extended.
 const EXTEND_EVERY: Duration = Duration::from_secs(15);
-/// The pause after something was not heard.
+/// The pause after a message could not be sent.
 const RETRY: Duration = Duration::from_secs(1);
 /// Without progress for this long, plus the time that a single step may take, no more time is requested: the manager
 /// then ends what hangs for ever (a file server that is gone).
 const STALLED: Duration = Duration::from_secs(300);
-/// A reason for a failure is told in the journal in full.
+/// Maximum length of a reason in the status; the journal has the full text.
 const LONGEST_REASON: usize = 200;
 
-/// The manager's socket, and what was said there.
+/// The manager's socket, and the last message.
 #[derive(Debug)]
 pub struct Notify {
     socket: Option<(UnixDatagram, SocketAddr)>,
     said: Said,
-    /// Whether it was heard.
+    /// Whether the last message was sent.
     heard: bool,
 }
 
-/// How far the service is, as the manager sees it.
+/// The phase of the service, as the manager sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Phase {
-    /// The job does not run for the first time yet.
+    /// The job has not run yet.
     Starting,
     /// It runs or is being restored.
     Up,
-    /// It is over, or will be.
+    /// It is over, or is ending.
     Stopping,
 }
 
@@ -69,23 +71,23 @@ impl Phase {
     }
 }
 
-/// What was said, and when something is due again.
+/// The last message, and when the next is due.
 #[derive(Debug, Clone)]
 struct Said {
     phase: Phase,
     status: String,
-    /// Half of what the manager waits for.
+    /// Half of the watchdog's time.
     watchdog: Option<Duration>,
     alive: Option<Instant>,
     extended: Option<Instant>,
-    /// How far things were, and since when they are there.
+    /// The last progress, and when it was seen.
     mark: Option<(JobState, u64)>,
     moved: Instant,
     stalled: Duration,
 }
 
 impl Notify {
-    /// The manager that the environment names, if one does.
+    /// The manager that the environment names, if any.
     #[must_use]
     pub fn from_environment() -> Notify {
         let socket = std::env::var_os("NOTIFY_SOCKET").and_then(|name| match open(&name) {
@@ -106,7 +108,7 @@ impl Notify {
         notify
     }
 
-    /// Says that an image is being fetched before the job can start, and how far that is. Asks for more time.
+    /// Reports that an image is being fetched before the job can start, with its progress, and asks for more time.
     pub fn fetching(&self, image: u32, progress: &Progress) {
         let (done, total) = progress.bytes();
         let percent = (done.saturating_mul(100) / total.max(1)).min(99);
@@ -120,7 +122,7 @@ impl Notify {
         Some(now + if self.heard { wanted } else { wanted.max(RETRY) })
     }
 
-    /// Says what is new, and that the caller's thread lives.
+    /// Reports changes, and that the caller's thread is alive.
     pub(super) fn beat(&mut self, phase: Phase, published: &Published, now: Instant) {
         if self.socket.is_none() {
             return;
@@ -133,7 +135,7 @@ impl Notify {
         }
     }
 
-    /// Answers whether it was said.
+    /// Returns whether the message was sent.
     fn send(&self, states: &[NotifyState<'_>]) -> bool {
         let Some((socket, address)) = self.socket.as_ref().filter(|_| !states.is_empty()) else { return true };
         let text: String = states.iter().map(|state| format!("{state}\n")).collect();
@@ -147,7 +149,7 @@ impl Notify {
     }
 }
 
-/// A socket that never waits, and where to send. A name that begins with @ is one without a file (unix(7), abstract).
+/// A non-blocking socket, and the address to send to. A name that begins with @ has no file (unix(7), abstract).
 fn open(name: &OsStr) -> io::Result<(UnixDatagram, SocketAddr)> {
     let address = match name.as_bytes() {
         [b'@', rest @ ..] => SocketAddr::from_abstract_name(rest)?,
@@ -194,7 +196,7 @@ impl Said {
         next
     }
 
-    /// What has to be said to get from here to `next`, of `now`.
+    /// The messages that lead from the present state to `next`.
     fn news<'a>(&self, next: &'a Said, now: Instant) -> Vec<NotifyState<'a>> {
         let mut news = Vec::new();
         if self.phase < Phase::Up && next.phase == Phase::Up {
@@ -225,7 +227,7 @@ impl Said {
     }
 }
 
-/// What changes when there is progress.
+/// A value that changes with each progress.
 fn mark(published: &Published) -> (JobState, u64) {
     let moving = [&published.restoring, &published.persisting, &published.replicating];
     (published.state, moving.into_iter().flatten().map(|moving| moving.done.saturating_add(moving.written)).sum())
@@ -262,23 +264,21 @@ fn status(published: &Published, now: DateTime<Utc>) -> String {
             add(format!("{what}: {why}"));
         }
     }
-    match published.restarts {
-        0 => {}
-        1 => add("1 restart".into()),
-        more => add(format!("{more} restarts")),
+    if published.restarts > 0 {
+        add(counted(published.restarts.into(), "restart"));
     }
     line
 }
 
-/// As coarse as is useful: the line is sent again whenever it changes.
+/// Rounded as far as is useful, because the line is sent again whenever it changes.
 fn age(time: TimeDelta) -> String {
-    let (amount, unit) = match time.num_minutes() {
-        ..1 => return "just now".into(),
+    let (amount, unit) = match u64::try_from(time.num_minutes()).unwrap_or(0) {
+        0 => return "just now".into(),
         minutes @ 1..60 => (minutes, "minute"),
         minutes @ 60..1440 => (minutes / 60, "hour"),
         minutes => (minutes / 1440, "day"),
     };
-    format!("{amount} {unit}{} ago", if amount == 1 { "" } else { "s" })
+    format!("{} ago", counted(amount, unit))
 }
 
 #[cfg(test)]

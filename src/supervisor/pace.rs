@@ -1,4 +1,4 @@
-//! What the supervisor remembers in order to choose: freezes, the last copy to the store, failures.
+//! Observations for the choice of the interval: freezes, the last copy to the store, failures.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -6,10 +6,10 @@ use std::time::Duration;
 use crate::config::{Interval, MeanTime, Snapshot};
 use rekindle_base::interval::{Choice, FIRST, FREEZES, Facts, Failures, MtbfSource, SHORTEST, choose, whole_micros};
 
-/// What the supervisor remembers in order to choose.
+/// Observations for the choice of the interval.
 #[derive(Debug, Clone, Default)]
 pub struct Pace {
-    /// The last ones, oldest first.
+    /// The last freezes, oldest first.
     freezes: VecDeque<Duration>,
     persist: Option<Duration>,
     failures: Failures,
@@ -17,7 +17,7 @@ pub struct Pace {
 }
 
 impl Pace {
-    /// Goes on from what earlier runs left: their failures, and the freezes of this lineage, oldest first.
+    /// Starts with the observations of earlier runs: their failures, and the freezes of this lineage, oldest first.
     #[must_use]
     pub fn recalled(failures: Failures, freezes: impl IntoIterator<Item = Duration>) -> Pace {
         let mut pace = Pace { failures, ..Pace::default() };
@@ -25,7 +25,7 @@ impl Pace {
         pace
     }
 
-    /// A snapshot was taken that froze the job for so long.
+    /// A snapshot froze the job for this long.
     pub fn frozen(&mut self, freeze: Duration) {
         if freeze.is_zero() {
             return;
@@ -36,12 +36,12 @@ impl Pace {
         self.freezes.push_back(freeze);
     }
 
-    /// An image was copied to the store in so much time, while the job ran.
+    /// An image was copied to the store in this time, while the job ran.
     pub fn persisted(&mut self, took: Duration) {
         self.persist = Some(took);
     }
 
-    /// A life of the job is over, after so much time.
+    /// A life of the job ended after this time.
     pub fn lived(&mut self, uptime: Duration) {
         self.failures.uptime = self.failures.uptime.saturating_add(uptime);
     }
@@ -51,19 +51,20 @@ impl Pace {
         self.failures.failures = self.failures.failures.saturating_add(1);
     }
 
-    /// The observations until now; the current life is so old.
+    /// The observations so far; `age` is the time since the present life began.
     #[must_use]
     pub fn failures(&self, age: Duration) -> Failures {
         Failures { uptime: self.failures.uptime.saturating_add(age), ..self.failures }
     }
 
-    /// The current choice; none if the interval is not chosen here, or nothing is known yet.
+    /// The current choice; `None` if the interval is not chosen automatically, or nothing is known yet.
     #[must_use]
     pub fn choice(&self) -> Option<&Choice> {
         self.choice.as_ref()
     }
 
-    /// The time until the next snapshot; the current life is so old. Never if snapshots are taken only on request.
+    /// The time until the next snapshot; `age` is the time since the present life began. `None` if snapshots are taken
+    /// only on request.
     pub fn next(&mut self, config: &Snapshot, age: Duration) -> Option<Duration> {
         match config.interval {
             Interval::Every(interval) => return Some(interval),
@@ -75,7 +76,7 @@ impl Pace {
             MeanTime::Known(time) => (time, MtbfSource::Configured),
             MeanTime::Observed => {
                 let Failures { uptime, failures } = observed;
-                // As it is written.
+                // In whole microseconds, as it is written to a manifest.
                 (observed.mean_time_between(), MtbfSource::Observed { uptime: whole_micros(uptime), failures })
             }
         };
@@ -114,7 +115,7 @@ mod tests {
         let known = |time| Snapshot { mean_time_between_failures: MeanTime::Known(time), ..auto() };
         assert_eq!(pace.next(&known(Duration::from_secs(100)), Duration::ZERO), Some(Duration::from_secs(10)));
         assert_eq!(pace.next(&known(Duration::from_secs(2)), Duration::ZERO), Some(SHORTEST));
-        // It was not measured.
+        // A freeze that was not measured.
         pace.frozen(Duration::ZERO);
         assert_eq!((pace.next(&observed, Duration::ZERO), pace.choice()), (Some(FIRST), None));
         pace.frozen(millis(2200));
@@ -156,10 +157,10 @@ mod tests {
         assert_eq!(mean(Duration::ZERO, 0), DAY);
         assert_eq!(mean(6 * DAY, 0), 7 * DAY);
         assert_eq!(mean(6 * DAY, 6), DAY);
-        // In the long run it is what was seen.
+        // After a long time only the observations count.
         let long = mean(1000 * DAY, 100);
         assert!(long > 9 * DAY && long < 10 * DAY, "{long:?}");
-        // It is learnt while the job runs, and from every failure.
+        // The value changes while the job runs, and with every failure.
         let mut pace = Pace::recalled(Failures { uptime: DAY, failures: 1 }, [millis(2200)]);
         let mtbf = |pace: &mut Pace, age| {
             pace.next(&auto(), age);

@@ -1,4 +1,5 @@
-//! Which images the job has lived on from for long enough: those are proven ([`rekindle_store::JobFolder::proven`]).
+//! Images that are proven, because the job has lived long enough after they were taken or restored
+//! ([`rekindle_store::JobFolder::proven`]).
 
 use std::time::{Duration, Instant};
 
@@ -8,47 +9,47 @@ use rekindle_base::chain;
 use rekindle_os::spawn::Ended;
 use rekindle_store::ImageId;
 
-/// A proof that could not be written down is tried again after this time.
+/// A proof that could not be written is tried again after this time.
 const AGAIN: Duration = Duration::from_secs(10);
 
-/// Images that are not proven yet, and what could not be written down of those that are.
+/// Images that are not proven yet, and proofs that could not be written.
 #[derive(Debug, Default)]
 pub(super) struct Proofs {
-    /// Images of this life, and from when on each has to be lived on.
+    /// Images of this life, and since when the job has lived on from each.
     waiting: Vec<(ImageId, Instant)>,
-    /// Those that were lived on, and when to try again to write that down.
+    /// Proven images that are not written yet, and when to try again.
     unwritten: Option<(Vec<ImageId>, Instant)>,
 }
 
 impl Proofs {
-    /// The job continues from this image from now on.
+    /// The job has continued from this image since `now`.
     pub(super) fn wait_for(&mut self, image: ImageId, now: Instant) {
         self.waiting.push((image, now));
     }
 
-    /// Those that this life may prove, the oldest first, and before them what is proven and not written down.
+    /// Images that this life may prove, oldest first; before them proven images that are not written yet.
     pub(super) fn waiting(&self) -> Vec<ImageId> {
         let unwritten = self.unwritten.iter().flat_map(|(images, _)| images);
         unwritten.chain(self.waiting.iter().map(|(id, _)| id)).copied().collect()
     }
 
-    /// The life is over. What came too late to be proven by it is not.
+    /// The life is over. Images that were too late are not proven by it.
     pub(super) fn end_of_life(&mut self) {
         self.waiting.clear();
     }
 
-    /// These could not be written down.
+    /// Writing these failed.
     pub(super) fn not_written(&mut self, images: Vec<ImageId>, now: Instant) {
         self.unwritten = Some((images, now + AGAIN));
     }
 
-    /// When something is due, if the job lives until then.
+    /// When the next proof is due, if the job lives until then.
     pub(super) fn next_wake(&self, min_uptime: Duration) -> Option<Instant> {
         let waiting = self.waiting.iter().map(|(_, since)| *since + min_uptime);
         waiting.chain(self.unwritten.as_ref().map(|(_, again)| *again)).min()
     }
 
-    /// Takes those that were lived on for so long.
+    /// Takes the images that are proven now.
     pub(super) fn due(&mut self, min_uptime: Duration, now: Instant) -> Vec<ImageId> {
         let (due, rest): (Vec<_>, Vec<_>) =
             self.waiting.iter().partition(|(_, since)| now.saturating_duration_since(*since) >= min_uptime);
@@ -59,7 +60,7 @@ impl Proofs {
     }
 }
 
-/// Whether the job lives on for reasons of its own in this state. One that is being killed does not.
+/// Whether time in this state counts for a proof. It does not while the job is being killed.
 pub(super) fn counts(state: &State, ended: Option<Ended>) -> bool {
     matches!(state, State::Running(_) | State::Snapshotting { .. }) && ended.is_none()
 }
@@ -67,13 +68,13 @@ pub(super) fn counts(state: &State, ended: Option<Ended>) -> bool {
 // ---- with the store ----
 
 impl Proofs {
-    /// The job continues from this image from now on: it was taken, or restored.
+    /// The job continues from this image, which was taken or restored just now.
     pub(super) fn expect(&mut self, image: ImageId, setup: &Setup, now: Instant) {
         self.wait_for(image, now);
         setup.lock.wait_for_proof(self.waiting());
     }
 
-    /// The job has lived until now: writes down which images are proven by that.
+    /// The job is alive: records the images that are proven by that.
     pub(super) fn note(&mut self, setup: &Setup, now: Instant) {
         let due = self.due(setup.config.restart.min_uptime, now);
         if due.is_empty() {
@@ -125,14 +126,14 @@ mod tests {
         proofs.wait_for(id(1), at(0));
         let due = proofs.due(min, at(30));
         proofs.not_written(due, at(30));
-        // Whether the life continues or not.
+        // Independent of whether the life continues.
         proofs.end_of_life();
         assert_eq!(proofs.waiting(), [id(1)], "rotation keeps it for so long");
         assert_eq!(proofs.due(min, at(39)), [], "not all the time");
         assert_eq!(proofs.next_wake(min), Some(at(40)));
         assert_eq!(proofs.due(min, at(40)), [id(1)]);
         assert_eq!(proofs.next_wake(min), None);
-        // With the next one that is due.
+        // Together with the next one that is due.
         proofs.not_written(vec![id(1)], at(50));
         proofs.wait_for(id(2), at(22));
         assert_eq!(proofs.due(min, at(52)), [id(1), id(2)]);

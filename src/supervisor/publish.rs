@@ -12,12 +12,15 @@ use rekindle_base::interval::Choice;
 use rekindle_engine::launch::Job;
 use rekindle_engine::snapshot::Taken;
 use rekindle_os::{durable, process};
+use rekindle_store::JobFolder;
 
 impl Published {
     pub(super) fn new(lineage: &str) -> Published {
         let now = Utc::now();
         Published {
             version: 1,
+            job: None,
+            store: None,
             state: JobState::Starting,
             since: now,
             begun: now,
@@ -47,8 +50,14 @@ impl Published {
             metrics: None,
             hang: None,
             gpu_fault: None,
+            notice: None,
             boot_id: process::boot_id().unwrap_or_default(),
         }
+    }
+
+    /// The same, with the job's name and its store, by which a command finds the job through the socket alone.
+    pub(super) fn of(self, folder: &JobFolder) -> Published {
+        Published { job: Some(folder.name().clone()), store: Some(folder.store().to_owned()), ..self }
     }
 
     pub(super) fn update(&mut self, state: &State, job: Option<&Job>) {
@@ -79,7 +88,7 @@ impl Published {
         if let Some(choice) = choice
             && self.interval.as_ref().is_none_or(|before| choice.is_news_after(before))
         {
-            tracing::info!("interval {choice}");
+            crate::routine!("interval {choice}");
         }
         if self.interval.as_ref() != choice {
             self.interval = choice.cloned();

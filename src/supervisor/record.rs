@@ -1,8 +1,8 @@
-//! What a run leaves for those that come after it: the job's record in the store, and what they learn from it and from the
-//! images for the choice of the interval.
+//! What a run leaves for later runs: the job's record in the store. Later runs use it and the images to choose the
+//! interval.
 //!
-//! The record is written when the run begins, with each snapshot and each end of a life, and when the run ends: one that was
-//! ended by force leaves the last of them.
+//! The record is written when the run begins, with each snapshot, at each end of a life, and when the run ends. If a
+//! run is killed, its last record remains.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ use super::{Owner, Setup};
 use rekindle_base::chain;
 use rekindle_store::{Image, JobRecord, Outcome};
 
-/// Observations of earlier runs, to choose the interval. Unreadable ones are learnt again.
+/// Observations of earlier runs, to choose the interval. Unreadable ones are collected anew.
 pub(super) fn recall(setup: &Setup) -> Pace {
     let read = setup.folder.record().and_then(|record| Ok((record, setup.folder.images()?)));
     let (record, images) = read.unwrap_or_else(|error| {
@@ -25,7 +25,7 @@ pub(super) fn recall(setup: &Setup) -> Pace {
 }
 
 impl Owner<'_> {
-    /// Leaves this outcome, and what was observed so far.
+    /// Records this outcome, and the observations so far.
     pub(super) fn record(&self, outcome: Outcome, exit_code: Option<i32>) -> Result<(), rekindle_store::Error> {
         let observed = self.machine.failures(Instant::now());
         let record = JobRecord {
@@ -43,7 +43,8 @@ impl Owner<'_> {
         self.setup.folder.write_record(&self.setup.lock, &record)
     }
 
-    /// The same for a run that continues after this one was killed. A run that is about to end records it at its end.
+    /// Records the present state for the case that this run is killed. A run that is about to end records it at its
+    /// end.
     pub(super) fn remember(&self) {
         if matches!(self.machine.state(), State::Running(_) | State::Waiting { .. } | State::Suspended { .. })
             && let Err(error) = self.record(Outcome::Running, None)

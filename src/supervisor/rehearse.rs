@@ -1,4 +1,4 @@
-//! Restores are tried beside the running job, so that an image that cannot be restored is known of before it is needed.
+//! Rehearses restores beside the running job, so that an image that cannot be restored is noticed before it is needed.
 //!
 //! The first soon after the job's first image, then every `snapshot.rehearse`. Only images in memory are tried: those
 //! in the store are the same, with hashes. A rehearsal is a separate process ([`rekindle_engine::restore::rehearsal`]),
@@ -22,47 +22,47 @@ use rekindle_engine::restore::rehearsal::{Outcome, Script};
 use rekindle_os::spawn::Spawn;
 use rekindle_store::{ImageId, Place};
 
-/// The first one comes so long after the first image: by then what a start takes is over.
+/// Time from the first image to the first rehearsal: the job's start is over by then.
 const FIRST: Duration = Duration::from_secs(60);
-/// One that could not be tried is tried again so soon.
+/// Pause before another try if a rehearsal was impossible.
 const AGAIN: Duration = Duration::from_secs(600);
-/// A second look at an image that was refused comes so long after the first: what it was may be over by then.
+/// Pause before an image that was refused is tried again: the cause may be gone by then.
 const SECOND_LOOK: Duration = Duration::from_secs(60);
-/// Beside what CRIU may take.
+/// Time limit beyond that of CRIU.
 const BESIDES: Duration = Duration::from_secs(60);
-/// How often to check whether it is over.
+/// How often to check whether the rehearsal is over.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// When which rehearsal comes.
+/// The schedule of rehearsals.
 #[derive(Debug)]
 pub(super) struct Rehearsals {
-    /// How often, where it is wanted.
+    /// The configured interval; `None` if rehearsals are off.
     every: Option<Duration>,
-    /// When the next is due; none before the first image.
+    /// When the next is due; `None` before the first image.
     due: Option<Instant>,
-    /// Set to call the present one off.
+    /// Set to cancel the present one.
     under_way: Option<Arc<AtomicBool>>,
-    /// The last one was refused, and it is tried again.
+    /// The last image was refused, and will be tried again.
     refused: bool,
 }
 
-/// What a rehearsal that is over has found.
+/// The result of a rehearsal.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Finding {
     /// Nothing: it was cancelled, or the image was replaced in the meantime.
     Nothing,
-    /// The image can be restored. It took so many milliseconds.
+    /// The image can be restored. It took this many milliseconds.
     Restored { took: u64 },
-    /// The image was refused. It is tried again: once may be chance.
+    /// The image was refused. It is tried again, because one refusal can be chance.
     RefusedOnce { why: String },
     /// It was refused twice.
     Refused { why: String },
-    /// It could not be tried.
+    /// The rehearsal was impossible.
     NotTried { why: String },
 }
 
 impl Rehearsals {
-    /// With `snapshot.rehearse`; None where no rehearsals are wanted.
+    /// `every` is `snapshot.rehearse`; `None` turns rehearsals off.
     pub(super) fn new(every: Option<Duration>) -> Rehearsals {
         Rehearsals { every, due: None, under_way: None, refused: false }
     }
@@ -74,11 +74,11 @@ impl Rehearsals {
         }
     }
 
-    /// Cancels a rehearsal that is in the way. Answers whether to start one.
+    /// Cancels a rehearsal that is in the way. Returns whether to start one.
     pub(super) fn check(&mut self, state: &State, is_restoring: bool, now: Instant) -> bool {
         let quiet = matches!(state, State::Running(_)) && !is_restoring;
         if self.under_way.is_some() {
-            // A snapshot under way does not mind it.
+            // A snapshot is not disturbed by it.
             if !quiet && !matches!(state, State::Snapshotting { .. }) {
                 self.call_off();
             }
@@ -88,7 +88,7 @@ impl Rehearsals {
             return false;
         }
         if !quiet {
-            // One that is past would have the owner look again and again.
+            // A time in the past would wake the owner again and again.
             self.due = Some(now + self.every.unwrap_or(FIRST).min(FIRST));
             return false;
         }
@@ -96,12 +96,12 @@ impl Rehearsals {
         true
     }
 
-    /// One begins. The answer is set to call it off.
+    /// A rehearsal begins. Setting the returned flag cancels it.
     pub(super) fn begins(&mut self) -> Arc<AtomicBool> {
         Arc::clone(self.under_way.insert(Arc::default()))
     }
 
-    /// One is over. `is_there` tells whether its image is still in memory.
+    /// A rehearsal is over. `is_there` tells whether its image is still in memory.
     pub(super) fn ends(&mut self, outcome: Outcome, is_there: impl FnOnce() -> bool, now: Instant) -> Finding {
         let called_off = self.under_way.take().is_some_and(|cancel| cancel.load(Ordering::Relaxed));
         let every = self.every.unwrap_or(AGAIN);
@@ -111,7 +111,7 @@ impl Rehearsals {
                 self.refused = false;
                 (every, Finding::Restored { took })
             }
-            // A later image has its place, and was there in part.
+            // A later image was being written to its place.
             Outcome::Refused { .. } if !is_there() => (AGAIN.min(every), Finding::Nothing),
             Outcome::Refused { why } if !self.refused => {
                 self.refused = true;
@@ -127,8 +127,8 @@ impl Rehearsals {
         finding
     }
 
-    /// Calls off the one under way, if there is one: where memory is short, it has as much of it as the job. Answers
-    /// whether there was one.
+    /// Cancels the rehearsal in progress, if any: if memory is short, it uses as much as the job. Returns whether there
+    /// was one.
     pub(super) fn call_off(&self) -> bool {
         self.under_way.iter().for_each(|cancel| cancel.store(true, Ordering::Relaxed));
         self.under_way.is_some()
@@ -145,7 +145,7 @@ impl Rehearsals {
     }
 }
 
-/// One that is over.
+/// The report of a rehearsal that is over.
 pub(super) struct Rehearsed {
     image: ImageId,
     outcome: Outcome,
@@ -176,7 +176,7 @@ impl Owner<'_> {
             Finding::Nothing => {}
             Finding::Restored { took } => {
                 self.reporting.published.rehearsal_failure = None;
-                tracing::info!(
+                crate::routine!(
                     "image {image} was restored in a rehearsal, in {}; no instruction of the job ran",
                     shown(Duration::from_millis(took))
                 );
@@ -200,7 +200,7 @@ impl Owner<'_> {
     }
 }
 
-/// Has a process of its own try it.
+/// Runs the rehearsal in a separate process.
 fn rehearse(setup: &Setup, image: ImageId, cancel: &AtomicBool) -> io::Result<Outcome> {
     let version = setup.criu.version;
     let script = Script {
@@ -220,7 +220,7 @@ fn rehearse(setup: &Setup, image: ImageId, cancel: &AtomicBool) -> io::Result<Ou
     input.rewind()?;
     let quiet = File::options().write(true).open("/dev/null")?;
     let fds = (OwnedFd::from(input), OwnedFd::from(output.try_clone()?), OwnedFd::from(quiet));
-    // This program, whatever lies at its path by now.
+    // This program, even if its file was replaced meanwhile.
     let child = Spawn::new(Path::new("/proc/self/exe"), ["rehearse"])
         .and_then(|spawn| spawn.directory(Path::new("/")))
         .map_err(io::Error::other)?

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use super::events::micros;
 use super::images::shown;
+use super::remarks::Repeats;
 use super::state::Finish;
 use super::transfers::Destination;
 use super::{Message, Owner, Setup};
@@ -25,7 +26,7 @@ use rekindle_store::{Form, Image, ImageId, State};
 /// The first pause after an outage.
 const PAUSE: Duration = Duration::from_secs(30);
 const LONGEST_PAUSE: Duration = Duration::from_secs(600);
-/// How often a pause looks whether it is over.
+/// How often a pause checks whether it is over.
 const NAP: Duration = Duration::from_millis(100);
 
 /// The image that is being replicated, and the next one. `I` is another type in tests only.
@@ -48,16 +49,16 @@ struct Running {
     flags: Arc<Flags>,
 }
 
-/// Messages to the thread while it works.
+/// Flags for the thread while it works.
 #[derive(Debug, Default)]
 pub(super) struct Flags {
-    /// It is not wanted any more.
+    /// It is cancelled.
     cancel: AtomicBool,
-    /// It is not worth a pause: there is a newer image, or the job is over.
+    /// No more pauses: there is a newer image, or the job is over.
     hurry: AtomicBool,
 }
 
-/// An upload that is to be begun.
+/// An upload to start.
 #[derive(Debug)]
 pub(super) struct Upload<I = Image> {
     image: I,
@@ -80,13 +81,13 @@ impl<I> Replication<I> {
         Some(Upload { image, progress, flags })
     }
 
-    /// One is over. Answers the next.
+    /// An upload is over. Returns the next image.
     pub(super) fn ends(&mut self) -> Option<I> {
         self.running = None;
         self.next.take()
     }
 
-    /// What others see of it.
+    /// Its progress, as published.
     pub(super) fn seen(&self) -> Option<Persisting> {
         let running = self.running.as_ref()?;
         Some(Persisting::of(running.image, &running.progress))
@@ -96,12 +97,12 @@ impl<I> Replication<I> {
         self.running.is_some()
     }
 
-    /// No pause is worth its time any more.
+    /// Pauses are not worthwhile any more.
     fn hurry(&self) {
         self.tell(|flags| &flags.hurry);
     }
 
-    /// Nothing of it is wanted any more.
+    /// Cancels everything.
     pub(super) fn call_off(&mut self) {
         self.next = None;
         self.tell(|flags| &flags.cancel);
@@ -119,11 +120,11 @@ pub(super) struct Report {
 }
 
 enum What {
-    /// It is there.
+    /// The image is in the replica.
     Done { uploaded: Uploaded, took: Duration },
-    /// It did not work, and is tried again.
+    /// A try failed; there will be another one.
     Trouble { why: String, pause: Duration },
-    /// It did not work.
+    /// It failed.
     GivenUp(String),
     /// It was cancelled.
     Cancelled,
@@ -138,21 +139,22 @@ impl Owner<'_> {
         let upload = self.transfers.replication.begin(image.id, image, self.end.is_there());
         let Some(Upload { image, progress, flags }) = upload else { return };
         let (setup, sender) = (Arc::clone(self.setup), self.sender.clone());
-        // However long it takes, and whatever is rotated away meanwhile.
+        let repeats = self.reporting.remarks.repeats.clone();
+        // The image is kept until then, even if retention would remove it.
         let hold = self.setup.lock.hold(image.id);
         self.spawn("replicate", move || {
             process::be_nice();
             let send = |what| drop(sender.send(Message::Replicated(Box::new(Report { image: image.id, what }))));
-            let what = bring(&setup, &image, &progress, &flags, &send);
+            let what = bring(&setup, &image, &progress, &flags, &repeats, &send);
             drop(hold);
             send(what);
         });
     }
 
-    /// Sends the newest image of the store, unless that was done.
+    /// Sends the newest image of the store, unless it was sent already.
     pub(super) fn replicate_newest(&mut self) {
         let images = self.setup.folder.images().unwrap_or_default();
-        // A loose one comes by itself, once it is packed.
+        // A loose image is sent once it is packed.
         let newest = images.into_iter().find(|image| self.is_usable(image) && image.form() == Form::Packed);
         if let Some(image) = newest.filter(|image| self.reporting.published.last_replicated != Some(image.id)) {
             self.replicate(image);
@@ -164,19 +166,28 @@ impl Owner<'_> {
         match what {
             What::Trouble { why, pause } => {
                 let pause = humantime::format_duration(pause);
-                tracing::warn!("image {image} is not in the replica yet: {why}. Trying again in {pause}");
+                let text = format!("image {image} is not in the replica yet: {why}. Trying again in {pause}");
+                self.reporting.remarks.repeats.warn("replica", &text);
                 self.reporting.published.replica_failure = Some(why);
                 return;
             }
             What::Done { uploaded, took } => {
                 let size = bytesize::ByteSize::b(uploaded.bytes);
-                tracing::info!("image {image} was replicated in {}, {size} sent", shown(took));
+                let repeats = &self.reporting.remarks.repeats;
+                let again =
+                    [repeats.succeeded("replica given up"), repeats.succeeded("replica")].into_iter().flatten().next();
+                let again = again.map(|again| format!("; {again}")).unwrap_or_default();
+                crate::routine!("image {image} was replicated in {}, {size} sent{again}", shown(took));
                 self.tell(Told::Replicated { image, took_us: micros(took), sent: uploaded.bytes });
                 self.reporting.published.last_replicated = Some(image);
                 self.reporting.published.replica_failure = None;
             }
             What::GivenUp(why) => {
-                tracing::error!("image {image} is not in the replica: {why}");
+                let text = format!("image {image} is not in the replica: {why}");
+                match self.reporting.remarks.repeats.failed("replica given up", &text, Instant::now()) {
+                    Some(line) => tracing::error!("{line}"),
+                    None => tracing::debug!("{text}"),
+                }
                 self.tell(Told::NotReplicated { image, why: why.clone() });
                 self.reporting.published.replica_failure = Some(why);
             }
@@ -226,7 +237,7 @@ impl Owner<'_> {
     }
 }
 
-/// The replica, for who needs something from there.
+/// The replica, for callers that cannot do without.
 pub(super) fn needed(setup: &Setup) -> replica::Result<Replica> {
     open(setup, Patience::Little)?.ok_or(replica::Error::Cancelled)
 }
@@ -240,14 +251,21 @@ fn open(setup: &Setup, patience: Patience) -> replica::Result<Option<Replica>> {
     Ok(Some(Replica::open(url, setup.folder.name(), patience)?.with_trust(setup.folder.trust()).with_rate(rate)))
 }
 
-/// Until it is there, or not worth it any more.
-fn bring(setup: &Setup, image: &Image, progress: &Progress, flags: &Flags, send: &dyn Fn(What)) -> What {
+/// Sends the image, until that succeeds or is not worthwhile any more.
+fn bring(
+    setup: &Setup,
+    image: &Image,
+    progress: &Progress,
+    flags: &Flags,
+    repeats: &Repeats,
+    send: &dyn Fn(What),
+) -> What {
     let began = Instant::now();
     let cancelled = || flags.cancel.load(Ordering::Relaxed);
     let mut pause = PAUSE;
     loop {
         let sent = open(setup, Patience::Much).and_then(|replica| match replica {
-            Some(replica) => once(&replica, setup, image, progress, &cancelled),
+            Some(replica) => once(&replica, setup, image, progress, repeats, &cancelled),
             None => Err(replica::Error::Cancelled),
         });
         let error = match sent {
@@ -279,6 +297,7 @@ fn once(
     setup: &Setup,
     image: &Image,
     progress: &Progress,
+    repeats: &Repeats,
     cancelled: &(dyn Fn() -> bool + Sync),
 ) -> replica::Result<Uploaded> {
     let folder = &setup.folder;
@@ -286,17 +305,20 @@ fn once(
     if let Some(record) = folder.record()? {
         replica.put_record(&record, cancelled)?;
     }
-    // It is there; what follows is housekeeping, and comes again with the next one.
+    // The image is in the replica; the rest is housekeeping, which is repeated with the next one.
     let bad: Vec<Image> =
         folder.images()?.into_iter().filter(|image| matches!(image.state, State::Bad { .. })).collect();
     let kept = replica.upload_marks(&bad, cancelled);
     match kept.and_then(|()| replica.retain(setup.config.replica.keep_last, folder, cancelled)) {
         Ok(removed) => {
             removed.images.iter().for_each(|id| tracing::debug!("removed image {id} from the replica"));
-            removed.blocked.iter().for_each(|why| tracing::warn!("no packs were removed from the replica: {why}"));
+            let blocked = removed.blocked.iter().map(|why| format!("no packs were removed from the replica: {why}"));
+            (0..).zip(blocked).for_each(|(n, text)| repeats.warn(&format!("replica packs {n}"), &text));
         }
         Err(replica::Error::Cancelled) => {}
-        Err(error) => tracing::warn!("old images were not removed from the replica: {}", chain(&error)),
+        Err(error) => {
+            repeats.warn("replica rotate", &format!("old images were not removed from the replica: {}", chain(&error)));
+        }
     }
     Ok(uploaded)
 }

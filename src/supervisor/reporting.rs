@@ -1,25 +1,30 @@
-//! What others learn of the run: the journal of events, hooks, the webhook and metrics, `state.json`, the service manager and
-//! the log.
+//! Publishes the run's events and state: the journal of events, hooks, the webhook and metrics, `state.json`, the
+//! service manager and the log.
 
 use std::sync::mpsc;
 use std::time::Instant;
 
+use super::event_lines::EventLines;
 use super::hooks::Listeners;
 use super::notify::{Notify, Phase};
 use super::remarks::Remarks;
 use super::state::Machine;
+use super::tally::Tally;
 use super::{Message, Setup};
 use crate::config::Interval;
 use crate::published::Published;
 use crate::telemetry::events::{Event, Journal};
 
-/// All of them.
+/// All recipients.
 pub(super) struct Reporting {
-    /// What others see; written by [`Reporting::write`].
+    /// The published state; written by [`Reporting::write`].
     pub(super) published: Published,
     pub(super) listeners: Listeners,
     pub(super) remarks: Remarks,
+    pub(super) tally: Tally,
     journal: Journal,
+    /// The same for standard output, if it is wanted there.
+    pub(super) lines: Option<EventLines>,
     notify: Notify,
 }
 
@@ -27,22 +32,25 @@ impl Reporting {
     pub(super) fn new(setup: &Setup, sender: &mpsc::Sender<Message>) -> Reporting {
         Reporting {
             listeners: Listeners::new(setup, sender),
-            published: Published::new(&setup.program.launch.lineage),
+            published: Published::new(&setup.program.launch.lineage).of(&setup.folder),
             remarks: Remarks::default(),
+            tally: Tally::default(),
             journal: Journal::in_folder(&setup.folder.log_dir()),
+            lines: None,
             notify: Notify::of(setup),
         }
     }
 
-    /// Tells what happened. The journal is written only while the job's folder `is_ours`.
+    /// Reports an event. The journal is written only while the job's folder `is_ours`.
     pub(super) fn tell(&mut self, event: &Event, is_ours: bool) {
         if is_ours {
             self.journal.append(event);
         }
+        self.lines.iter().for_each(|lines| lines.write(event));
         self.listeners.hear(event);
     }
 
-    /// Shows the metrics what is published, and writes that to `state.json`.
+    /// Updates the metrics and `state.json`.
     pub(super) fn write(&mut self, setup: &Setup, machine: &Machine<'_>) {
         let interval = match setup.config.snapshot.interval {
             Interval::Every(interval) => Some(interval),
@@ -58,7 +66,7 @@ impl Reporting {
         }
     }
 
-    /// Tells the service manager what is new, and that the owner's thread lives.
+    /// Reports changes to the service manager, and that the owner's thread is alive.
     pub(super) fn beat(&mut self, machine: &Machine<'_>, is_over: bool, now: Instant) {
         self.notify.beat(Phase::of(machine, is_over), &self.published, now);
     }

@@ -1,5 +1,5 @@
-//! `result.json` in the job's folder: how it ended, for whoever started it. Written durably when a run is over, and removed
-//! when one begins: what is there speaks of the last run, and is whole.
+//! `result.json` in the job's folder: how a run ended, for whoever started it. It is written durably when a run is
+//! over, and removed when one begins. So an existing file is complete and describes the last run.
 
 use std::path::PathBuf;
 
@@ -17,26 +17,26 @@ use rekindle_store::{ImageId, JobFolder};
 const FILE_NAME: &str = "result.json";
 const VERSION: u32 = 1;
 
-/// How a run ended. Fields are only ever added.
+/// How a run ended. Later versions may add fields, and never remove any.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RunResult {
-    /// 1.
+    /// Version of the format: 1.
     pub version: u32,
     /// The job's name.
     pub job: String,
-    /// The run that began from nothing; an image has the same.
+    /// Id of the run that started the job from the beginning; its images have the same.
     pub run: String,
     /// The command line.
     pub command: Vec<String>,
     /// completed, stopped, failed.
     pub outcome: String,
-    /// Why, in words, where it failed.
+    /// Why it failed, if it did, in words.
     pub why: Option<String>,
-    /// The exit code of the job, where it ended with one.
+    /// The exit code of the job, if it exited.
     pub exit_code: Option<i32>,
-    /// How the last life ended; none if there was none.
+    /// How the last life ended; `None` if there was none.
     pub last_end: Option<LastEnd>,
-    /// When this supervisor began.
+    /// When this supervisor started.
     pub begun: DateTime<Utc>,
     /// When it was over.
     pub ended: DateTime<Utc>,
@@ -44,7 +44,7 @@ pub struct RunResult {
     pub runs: u32,
     /// How often it restored the job after a death.
     pub restarts: u32,
-    /// Work that no image had when a life ended, of all lives, in microseconds.
+    /// Work that was lost when lives ended, because it was in no image, in microseconds.
     pub lost_us: u64,
     /// The good images of the run, newest first.
     pub images: Vec<ImageId>,
@@ -62,7 +62,7 @@ pub(super) fn in_words(finish: &Finish) -> (&'static str, Option<String>) {
 }
 
 impl RunResult {
-    /// Of a run that ends now. `images` are the good ones, newest first.
+    /// The result of a run that ends now. `images` are the good ones, newest first.
     pub(super) fn now(
         setup: &Setup,
         published: &Published,
@@ -90,7 +90,7 @@ impl RunResult {
         }
     }
 
-    /// Where it is.
+    /// The path of the file.
     #[must_use]
     pub fn file(folder: &JobFolder) -> PathBuf {
         folder.path().join(FILE_NAME)
@@ -99,13 +99,13 @@ impl RunResult {
     /// Reads it.
     ///
     /// # Errors
-    /// When there is none, or it cannot be understood.
+    /// When there is none, or it cannot be parsed.
     pub fn read(folder: &JobFolder) -> std::io::Result<RunResult> {
         Ok(serde_json::from_slice(&std::fs::read(RunResult::file(folder))?)?)
     }
 }
 
-/// Removes what speaks of an earlier run.
+/// Removes the file of an earlier run.
 pub(super) fn forget(folder: &JobFolder) {
     match durable::remove_file(&RunResult::file(folder)) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
@@ -115,7 +115,7 @@ pub(super) fn forget(folder: &JobFolder) {
     }
 }
 
-/// Writes it, and logs a failure.
+/// Writes the file, and logs a failure.
 pub(super) fn write(folder: &JobFolder, result: &RunResult) {
     let path = RunResult::file(folder);
     let written = serde_json::to_vec_pretty(result)

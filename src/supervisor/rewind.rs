@@ -12,9 +12,9 @@ use crate::policy::{Images, StartPoint};
 use rekindle_base::chain;
 use rekindle_engine::restore;
 use rekindle_engine::restore::compat::{self, Difference, Here};
-use rekindle_store::{Image, ImageId, LATEST, State};
+use rekindle_store::{Image, ImageId, LATEST, State, nth_newest};
 
-/// A name for a run that begins from nothing, or from an image that is not the newest.
+/// An id for a run that starts from the beginning, or from an image that is not the newest.
 pub(crate) fn new_lineage() -> String {
     format!("{}-{}", Utc::now().format("%Y%m%dT%H%M%S%3fZ"), std::process::id())
 }
@@ -31,13 +31,13 @@ impl Owner<'_> {
         Ok(self.line.images(copies.iter().map(Candidate::of), self.setup.folder.proven()?))
     }
 
-    /// Whether it is good, and of this lineage or what that began from.
+    /// Whether it is good, and of this line.
     pub(super) fn is_usable(&self, image: &Image) -> bool {
         self.line.has(&Candidate::of(image))
     }
 
-    /// Finds the image and looks whether it can be restored, on a thread of its own, and then rewinds: what does not fit
-    /// must not cost the job its life.
+    /// Finds the image and checks, on a separate thread, whether it can be restored; then rewinds. An image that does
+    /// not fit must not cost the job its life.
     pub(super) fn look_at_target(&mut self, to: String, reply: Reply) {
         let (setup, sender, line) = (self.setup.clone(), self.sender.clone(), self.line.clone());
         self.spawn("rewind", move || match target(&setup, &line, &to) {
@@ -46,7 +46,7 @@ impl Owner<'_> {
         });
     }
 
-    /// A start has worked: if it was the one of a rewind, its line is the job's now.
+    /// A start succeeded: if it was a rewind, the job is on the image's line now.
     pub(super) fn arrived(&mut self, from: StartPoint) {
         let Some(image) = self.line.arrived(from, new_lineage) else { return };
         self.reporting.published.lineage.clone_from(&self.line.lineage);
@@ -68,19 +68,18 @@ impl Owner<'_> {
     }
 }
 
-/// What `to` means, if it can be restored here.
+/// The image that `to` names, if it can be restored here.
 fn target(setup: &Setup, line: &Line, to: &str) -> Result<Target, String> {
     let copies = setup.folder.copies().map_err(|error| chain(&error))?;
-    let image = match to.strip_prefix('-').map(str::parse::<usize>) {
-        Some(Ok(back)) => {
+    let image = match nth_newest(to) {
+        Some(nth) => {
             let mut good: Vec<&Image> = copies.iter().filter(|image| line.has(&Candidate::of(image))).collect();
             good.dedup_by_key(|image| image.id);
-            let found = back.checked_sub(1).and_then(|n| good.get(n));
-            let image =
-                found.ok_or_else(|| format!("there are {} images to rewind to; -1 is the newest", good.len()))?;
-            (*image).clone()
+            let found = nth.checked_sub(1).and_then(|n| good.get(n));
+            let (job, wanted, count) = (setup.folder.name().clone(), to.to_owned(), good.len());
+            let none = || rekindle_store::Error::NoNthImage { job, wanted, count }.to_string();
+            (*found.ok_or_else(none)?).clone()
         }
-        Some(Err(_)) => return Err(format!("{to:?} is neither -N nor an image")),
         None if to == LATEST => copies
             .iter()
             .find(|image| line.has(&Candidate::of(image)))
@@ -93,7 +92,7 @@ fn target(setup: &Setup, line: &Line, to: &str) -> Result<Target, String> {
     if (&manifest.command, &manifest.user) != (&setup.program.launch.command, &setup.program.launch.user) {
         return Err(format!("image {id} is of another command or user: use `rekindle restore` to continue from it"));
     }
-    // Only what can never work is looked at, which what is in use now is no part of.
+    // Only permanent obstacles are checked; resources that are in use now do not count.
     let here = Here::look(manifest, Some(setup.criu.version), &setup.origin.wishes);
     let fatal: Vec<String> = compat::compare(manifest, &here)
         .iter()
@@ -113,7 +112,7 @@ fn target(setup: &Setup, line: &Line, to: &str) -> Result<Target, String> {
     }
     let newest = copies.iter().find(|image| line.has(&Candidate::of(image))).map(|image| image.id);
     for mut copy in copies.into_iter().filter(|copy| copy.id == id) {
-        // Whoever names an image wants it tried.
+        // A user who names an image wants it tried.
         if matches!(copy.state, State::Bad { .. }) {
             tracing::warn!("image {id} was marked as bad; the mark is removed");
             copy.clear_bad().map_err(|error| chain(&error))?;

@@ -1,4 +1,4 @@
-//! What a run of the supervisor is given: all of it is checked before, and none of it changes.
+//! The input of a run: checked before it starts, and never changed.
 
 use std::path::PathBuf;
 
@@ -23,22 +23,35 @@ use rekindle_store::{ImageId, JobFolder, WriterLock};
 pub struct Setup {
     /// The configuration.
     pub config: Config,
-    /// The job's folder.
+    /// The job's folder in the store.
     pub folder: JobFolder,
     /// Proof that nobody else writes there.
     pub lock: WriterLock,
-    /// CRIU.
+    /// The installed CRIU.
     pub criu: Criu,
-    /// What is started.
+    /// The program of the job.
     pub program: Program,
-    /// What the job can talk to.
+    /// The sockets for the job.
     pub sockets: Sockets,
     /// Where images are made and how they are stored.
     pub images: Places,
-    /// What the run begins from.
+    /// What the run starts from.
     pub origin: Origin,
     /// How long the job may run.
     pub time: TimeLimit,
+    /// What goes to standard output.
+    pub shown: Shown,
+}
+
+/// What a run writes to standard output.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Shown {
+    /// What the job prints there; its standard error goes to ours.
+    Output,
+    /// The events of the run, one JSON object a line. The job's output is only in its files.
+    Events,
+    /// Nothing: the supervisor is in the background. The job's output is only in its files.
+    Nothing,
 }
 
 impl Setup {
@@ -55,10 +68,10 @@ impl Setup {
     }
 }
 
-/// What is started, and what is put beside it.
+/// The program of the job, and the files that rekindle provides for it.
 #[derive(Debug)]
 pub struct Program {
-    /// What to run.
+    /// How to run it.
     pub spec: JobSpec,
     /// The same for manifests.
     pub launch: Launch,
@@ -77,7 +90,7 @@ impl Program {
     }
 }
 
-/// The job's sockets, each where it is configured.
+/// The job's sockets, if they are configured.
 #[derive(Debug)]
 pub struct Sockets {
     /// Where the job sends `WATCHDOG=1`.
@@ -89,20 +102,20 @@ pub struct Sockets {
 /// Where images are made and how they are stored.
 #[derive(Debug)]
 pub struct Places {
-    /// Where images land in memory.
+    /// Where images are stored in memory.
     pub staging: Option<Area>,
     /// How they are packed.
     pub packing: Packing,
 }
 
-/// What a run begins from.
+/// What a run starts from.
 #[derive(Debug)]
 pub struct Origin {
-    /// What to begin with.
+    /// The image or the beginning.
     pub from: StartPoint,
-    /// Whether the user named that image: no other is used instead.
+    /// Whether the user named that image: then no other is used instead.
     pub named: bool,
-    /// An image of another lineage that this one began from, and may go back to.
+    /// The image of another lineage that this one started from, and may go back to.
     pub base: Option<ImageId>,
     /// The GPUs that the user wants the job to be restored on.
     pub wishes: Wishes,
@@ -111,7 +124,7 @@ pub struct Origin {
 /// How long the job may run.
 #[derive(Debug)]
 pub struct TimeLimit {
-    /// Who started us.
+    /// The scheduler that started us.
     pub scheduler: Scheduler,
     /// The deadline, if the user gave one.
     pub deadline: Option<DateTime<Utc>>,

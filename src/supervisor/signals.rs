@@ -1,4 +1,4 @@
-//! The signals that the supervisor gets, and what they are for.
+//! The signals that the supervisor receives, and their meaning.
 
 use std::io;
 use std::sync::mpsc;
@@ -11,7 +11,7 @@ use rekindle_os::inherited;
 
 /// Signals that are for us.
 pub(super) const OURS: [i32; 5] = [sig::SIGTERM, sig::SIGINT, sig::SIGHUP, sig::SIGUSR1, sig::SIGUSR2];
-/// Those that ask for an end.
+/// Signals that request a stop.
 pub(super) const STOPS: [i32; 4] = [sig::SIGTERM, sig::SIGINT, sig::SIGHUP, sig::SIGUSR2];
 /// Signals that are passed on to the job.
 const FORWARDED: [i32; 3] = [sig::SIGQUIT, sig::SIGCONT, sig::SIGWINCH];
@@ -19,7 +19,7 @@ const FORWARDED: [i32; 3] = [sig::SIGQUIT, sig::SIGCONT, sig::SIGWINCH];
 /// Signals that stay ignored if the caller ignored them: with `nohup`, closing the terminal ends nothing.
 const MAY_BE_IGNORED: [i32; 3] = [sig::SIGHUP, sig::SIGINT, sig::SIGQUIT];
 
-/// Turns signals into messages, on a thread of its own.
+/// Turns signals into messages, on a separate thread.
 pub(super) fn listen(sender: mpsc::Sender<Message>) -> io::Result<Handle> {
     let wanted = OURS.iter().chain(&FORWARDED).filter(|s| !(MAY_BE_IGNORED.contains(s) && inherited::is_ignored(**s)));
     let mut signals = Signals::new(wanted)?;

@@ -1,4 +1,4 @@
-//! Launching and restoring, on a thread of its own, and what becomes of it.
+//! Launching and restoring, on a separate thread, and how the result is handled.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError};
@@ -29,6 +29,8 @@ use rekindle_store::{BadMark, BadWhy, Image, ImageId, JobName};
 
 pub(super) struct StartedJob {
     job: Job,
+    /// What was put back, for the log at the level `info`.
+    details: Vec<String>,
     notes: Vec<String>,
     moved: Vec<Moved>,
 }
@@ -38,7 +40,7 @@ pub(super) enum StartFailure {
     World(launch::world::Error),
     Restore(Box<Image>, Box<restore::Error>),
     Store(rekindle_store::Error),
-    /// A hook did not let it be tried, or a stop came while that ran.
+    /// A hook prevented it, or a stop came while the hook ran.
     NotTried(Option<Refused>),
 }
 
@@ -67,7 +69,8 @@ impl Owner<'_> {
                 _ if passed == Passed::CalledOff => Err(StartFailure::NotTried(None)),
                 StartPoint::Cold => launch_job(&setup, &files),
                 StartPoint::Image(id) => {
-                    // What is packed by now is looked up after this, and no plain files go before the job is back.
+                    // The restore looks up packed images after taking this lock, and no plain files are removed until
+                    // it is over.
                     let _stay = files_go.lock().unwrap_or_else(PoisonError::into_inner);
                     restore_job(&setup, &files, id, &wishes, &said, &progress, &cancel)
                 }
@@ -77,19 +80,21 @@ impl Owner<'_> {
         self.spawn("start", work);
     }
 
-    /// What is known and wanted of the GPUs.
+    /// Facts and wishes about the GPUs.
     pub(super) fn wishes(&self) -> Wishes {
         Wishes { faults: self.watch.gpus.unfit(), ..self.setup.origin.wishes.clone() }
     }
 
     pub(super) fn started(&mut self, started: StartedJob) {
         self.transfers.start_ends();
+        started.details.iter().for_each(|detail| crate::routine!("{detail}"));
         started.notes.iter().for_each(|note| tracing::info!("{note}"));
         let job = self.life.begins(started.job);
         let (life, sender, waiting) = (self.life.number(), self.sender.clone(), Arc::clone(&job));
         if let State::Starting { from, .. } = self.machine.state() {
             let from = *from;
             self.arrived(from);
+            self.deaths_life(from);
             self.word_of_life(image_of(from));
         }
         self.checks.proofs.end_of_life();
@@ -102,7 +107,7 @@ impl Owner<'_> {
         }
         self.spawn("wait", move || {
             let _ = waiting.root.wait_for_end();
-            // At once, whatever the supervisor is doing: remaining processes of the job must not clean up after it.
+            // At once, whatever the supervisor is doing: remaining processes of the job must not clean up its files.
             waiting.kill();
             drop(waiting);
             let _ = sender.send(Message::Ended(life));
@@ -202,7 +207,7 @@ impl Owner<'_> {
     fn advise_misfit(&self, image: &Image, error: &restore::Error) -> String {
         let job = self.setup.folder.name();
         let older = self.setup.folder.copies().unwrap_or_default().into_iter().filter(|other| other.id < image.id);
-        // If this one cannot be read, the others cannot either.
+        // If this image cannot be unpacked, the others cannot either.
         let older = older.filter(|_| !matches!(error, restore::Error::Unpack(_)));
         let fits = older.filter(|other| self.is_usable(other)).find_map(|other| {
             let manifest = other.manifest()?;
@@ -219,7 +224,7 @@ impl Owner<'_> {
         )
     }
 
-    /// Marks the image in memory and in the store: one is as good as the other.
+    /// Marks the image in memory and in the store, because the copies are equal.
     pub(super) fn mark_copies(&mut self, id: ImageId, why: BadWhy, detail: &str) {
         self.tell(What::ImageBad { image: id, why: format!("{why}: {detail}") });
         let copies = match self.setup.folder.copies() {
@@ -240,7 +245,7 @@ fn impossible(why: String) -> Event {
     Event::Impossible { why, obstacle: Obstacle::Machine }
 }
 
-/// Answers whether it is marked now.
+/// Returns whether it is marked now.
 fn mark(job: &JobName, mut image: Image, why: BadWhy, detail: &str) -> bool {
     let marked = image.mark_bad(BadMark { why, detail: detail.into(), when: Utc::now() });
     match &marked {
@@ -266,7 +271,7 @@ fn network(setup: &Setup) -> Network<'_> {
     }
 }
 
-/// Lets the job of this world reach its socket. It also runs without it.
+/// Makes the job's socket accessible in this world. The job also runs without it.
 fn reach_socket(setup: &Setup, world: &World) {
     let Some(word) = &setup.sockets.job_api else { return };
     if let (Network::Private | Network::Uplink(_), Some(init)) = (network(setup), world.init())
@@ -288,7 +293,7 @@ fn launch_job(setup: &Setup, files: &output::Files) -> Result<StartedJob, StartF
         Ok(root) => {
             let job = Job::new(world, root);
             job.wait_for_main();
-            Ok(StartedJob { job, notes: Vec::new(), moved: Vec::new() })
+            Ok(StartedJob { job, details: Vec::new(), notes: Vec::new(), moved: Vec::new() })
         }
         Err(error) => {
             world.end(None);
@@ -337,7 +342,7 @@ fn restore_job(
         },
     };
     let cancelled = || cancel.load(Ordering::Relaxed);
-    // Once, not at every restart.
+    // Logged once, not at every restart.
     let warn = |difference: &Difference| {
         let text = difference.to_string();
         if said.is_new(text.clone()) {
@@ -346,9 +351,9 @@ fn restore_job(
     };
     match restore::restore(&request, &warn, &cancelled) {
         Ok(restored) => {
-            let mut notes: Vec<String> = restored.put_back.iter().map(ToString::to_string).collect();
+            let details = restored.put_back.iter().map(ToString::to_string).collect();
             let took: Duration = restored.timings.iter().map(|(_, took)| *took).sum();
-            notes.push(format!("the job was restored from image {id} after {}", shown(took)));
+            let mut notes = vec![format!("the job was restored from image {id} after {}", shown(took))];
             let moved = restored.moved;
             notes.extend(moved.iter().map(|m| format!("moved the job's data from {} to {}: {}", m.old, m.new, m.why)));
             notes.extend(restored.visible.map(|value| {
@@ -357,7 +362,7 @@ fn restore_job(
                     the job starts from now on will use it"
                 )
             }));
-            Ok(StartedJob { job: restored.job, notes, moved })
+            Ok(StartedJob { job: restored.job, details, notes, moved })
         }
         Err(error) => Err(StartFailure::Restore(Box::new(image), Box::new(error))),
     }

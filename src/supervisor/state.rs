@@ -1,4 +1,4 @@
-//! The life of a job as a pure function: `step(state, event, now)` gives the next state and what is to be done.
+//! The life of a job as a pure function: `step(state, event, now)` returns the next state and the actions.
 //!
 //! ```text
 //!            +--> Starting --(started)--> Running <--(done)--> Snapshotting
@@ -44,11 +44,11 @@ use crate::policy::{History, StartPoint};
 use rekindle_base::interval::{Choice, Failures};
 use rekindle_store::manifest::Reason;
 
-/// A snapshot that waits until the one before it is over, its image is in the store, and the memory of the job is back.
+/// A snapshot that waits until the previous one is over, its image is stored, and the memory of the job is restored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Postponed {
     reason: Reason,
-    /// What is to be done after it; never a rewind, which needs no snapshot.
+    /// What to do after it; never a rewind, which needs no snapshot.
     then: Option<Then>,
 }
 
@@ -61,16 +61,16 @@ impl Postponed {
     }
 }
 
-/// Why the job is to start from an image that the ladder has not chosen.
+/// Why the job starts from an image that the policy has not chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Asked {
-    /// The run began with it (`rekindle restore`).
+    /// The run started with it (`rekindle restore`).
     Restore,
-    /// The job was told to go back to it.
+    /// A rewind to it was requested.
     Rewind,
 }
 
-/// The state with what it needs to decide.
+/// The state, and everything needed to decide.
 #[derive(Debug)]
 pub struct Machine<'a> {
     config: &'a Config,
@@ -78,17 +78,17 @@ pub struct Machine<'a> {
     history: History,
     /// Whether an image is being stored.
     persisting: bool,
-    /// Only while the job runs, or its snapshot is taken.
+    /// The postponed snapshot; only while the job runs or is being snapshotted.
     postponed: Option<Postponed>,
-    /// What follows the end of this life, if that is decided.
+    /// What to do after the end of this life, if that is decided.
     verdict: Option<Verdict>,
-    /// Whether the end of this life has a reason that is no fault of an image.
+    /// Whether the end of this life has a cause that is not the image's fault.
     excused: bool,
-    /// Whether the image that the job starts from was requested.
+    /// Whether and why the image that the job starts from was requested.
     asked: Option<Asked>,
     /// See [`Machine::no_interval_from`].
     quiet: Option<Instant>,
-    /// Until when the job holds snapshots off at most. Only while it runs.
+    /// Until when at most the job blocks snapshots. Only while it runs.
     held: Option<Instant>,
     /// See [`Machine::last_takes`].
     last_takes: Option<Duration>,
@@ -96,7 +96,7 @@ pub struct Machine<'a> {
 }
 
 impl<'a> Machine<'a> {
-    /// Begins with `from`; carry out the actions.
+    /// Starts with `from`; carry out the actions.
     #[must_use]
     pub fn new(config: &'a Config, from: StartPoint) -> (Machine<'a>, Vec<Action>) {
         let machine = Machine {
@@ -116,17 +116,17 @@ impl<'a> Machine<'a> {
         (machine, vec![Action::Start(from)])
     }
 
-    /// The user named the image: no other is used instead.
+    /// Records that the user named the image: no other is used instead.
     #[must_use]
     pub fn asked_for(self) -> Machine<'a> {
         Machine { asked: Some(Asked::Restore), ..self }
     }
 
-    /// When [`Event::Tick`] is wanted.
+    /// When [`Event::Tick`] is needed.
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         match (&self.state, self.postponed) {
-            // Its turn comes with the end of the other one, or of a hold.
+            // It starts when the other snapshot or the hold ends.
             (State::Running(_), Some(postponed)) => {
                 postponed.stop().map(|(_, until)| until).into_iter().chain(self.held).min()
             }
@@ -144,31 +144,31 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// Whether a snapshot waits for the image before it to be in the store, or for the job's memory.
+    /// Whether a snapshot waits until the previous image is stored or the job's memory is restored.
     #[must_use]
     pub fn is_postponed(&self) -> bool {
         self.postponed.is_some()
     }
 
-    /// The snapshot that waits because the job holds it off, and until when at most.
+    /// The snapshot that waits because the job blocks it, and its time limit.
     #[must_use]
     pub fn held_off(&self) -> Option<(Reason, Instant)> {
         self.postponed.map(|postponed| postponed.reason).zip(self.held)
     }
 
-    /// Until when the job holds snapshots off at most.
+    /// Until when at most the job blocks snapshots.
     #[must_use]
     pub fn held(&self) -> Option<Instant> {
         self.held
     }
 
-    /// Whether it was asked to stop, or is at its end.
+    /// Whether a stop was requested, or the run is ending.
     #[must_use]
     pub fn is_stopping(&self) -> bool {
         self.postponed.and_then(Postponed::stop).is_some() || self.state.is_stopping()
     }
 
-    /// Goes on from what earlier runs left.
+    /// Starts with the observations of earlier runs.
     #[must_use]
     pub fn recalling(self, pace: Pace) -> Machine<'a> {
         Machine { pace, ..self }
@@ -180,7 +180,7 @@ impl<'a> Machine<'a> {
         self.pace.choice()
     }
 
-    /// How long the job has run in all, and how often it failed.
+    /// How long the job has run in total, and how often it failed.
     #[must_use]
     pub fn failures(&self, now: Instant) -> Failures {
         self.pace.failures(self.state.life().map_or(Duration::ZERO, |life| now.saturating_duration_since(life.since)))
@@ -202,10 +202,10 @@ impl<'a> Machine<'a> {
         self.last_takes = time;
     }
 
-    /// Takes an event; answers what is to be done, in this order. Events that make no sense in a state change nothing.
+    /// Handles an event and returns the actions, in order. Events that make no sense in a state change nothing.
     pub fn step(&mut self, event: Event, now: Instant) -> Vec<Action> {
-        // An event after the limit of a hold finds it over. The event itself comes first: no snapshot starts of a job
-        // that has ended, or beside something that has started.
+        // After its time limit a hold is over. The event itself comes first, so that no snapshot starts of a job that
+        // has ended, or beside another operation.
         let over = |machine: &Machine<'_>| machine.held.is_some_and(|until| until <= now);
         let happened = matches!(event, Event::Ended { .. } | Event::PersistBegan);
         let mut actions = if over(self) && !happened { self.take(Event::Release, now) } else { Vec::new() };
@@ -266,7 +266,7 @@ impl<'a> Machine<'a> {
         actions
     }
 
-    /// Whether a snapshot cannot be begun yet.
+    /// Whether a snapshot cannot start yet.
     fn is_busy(&self) -> bool {
         self.persisting || self.held.is_some()
     }
@@ -287,12 +287,12 @@ impl<'a> Machine<'a> {
         now + self.last_takes.map_or(left / 2, |takes| left.saturating_sub(takes))
     }
 
-    /// When this life is due for its next snapshot, if that is to be taken.
+    /// When the next snapshot of this life is due, unless the interval is suspended.
     fn next(&self, life: &Life) -> Option<Instant> {
         life.next.filter(|at| self.quiet.is_none_or(|quiet| *at < quiet))
     }
 
-    /// When a life that began at `since` is due for its next snapshot.
+    /// When the next snapshot is due of a life that started at `since`.
     fn due(&mut self, since: Instant, now: Instant) -> Option<Instant> {
         Some(now + self.pace.next(&self.config.snapshot, now.saturating_duration_since(since))?)
     }

@@ -1,4 +1,4 @@
-//! Requests to stop: what counts as one, and what as a second one, which stops at once.
+//! Requests to stop: which count as the same request, and which as a second one, which stops at once.
 
 use std::time::{Duration, Instant};
 
@@ -18,19 +18,19 @@ pub(super) struct Stops {
     at_once: bool,
 }
 
-/// What a request is.
+/// How a request counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Request {
-    /// The first: there is time for a last image.
+    /// The first: there is time for a final image.
     First,
     /// The same again.
     Repeated,
-    /// Another one: nothing more is waited for.
+    /// A second request: nothing more is waited for.
     AtOnce,
 }
 
 impl Stops {
-    /// A signal that asks for the end.
+    /// Counts a signal that requests a stop.
     pub(super) fn signal(&mut self, now: Instant) -> Request {
         match self.first {
             None => {
@@ -45,7 +45,7 @@ impl Stops {
         }
     }
 
-    /// What a signal that asks for the end comes to.
+    /// The event for a signal that requests a stop.
     pub(super) fn event(&mut self, signal: i32, now: Instant) -> Event {
         let stop = if signal == SIGUSR2 { Stop::Requeue } else { Stop::Signal(signal) };
         match self.signal(now) {
@@ -54,7 +54,7 @@ impl Stops {
         }
     }
 
-    /// A command that asks for the end, by a program that says which of the two it wants.
+    /// Counts a command that requests a stop; the program says which of the two it wants.
     pub(super) fn command(&mut self, at_once: bool, now: Instant) -> Request {
         let request = if self.first.is_none() { Request::First } else { Request::Repeated };
         self.first.get_or_insert(now);

@@ -1,7 +1,8 @@
-//! Images on their way: from memory to the store, from there to the replica, and into a job that is being restored.
+//! Images being copied: from memory to the store, from there to the replica, and into a job that is being restored.
 //!
-//! One image at a time goes to the store and one to the replica. Plain files of an image go when it is packed, so packing
-//! and restoring exclude each other: a restore calls packing off, and waits for the lock that packing has.
+//! One image at a time is copied to the store, and one to the replica. When an image is packed, its plain files are
+//! removed, so packing and restoring exclude each other: a restore cancels packing, and waits for the lock that packing
+//! holds.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -16,18 +17,18 @@ use rekindle_store::{Image, ImageId};
 /// How often the progress of a transfer is published.
 pub(super) const PROGRESS: Duration = Duration::from_secs(1);
 
-/// Where an image goes.
+/// Where an image is copied to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Destination {
     Store,
     Replica,
 }
 
-/// Where an image that goes to the store is before.
+/// Where an image is copied from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Source {
     Memory,
-    /// In the store as plain files: it is only packed, and they go.
+    /// The store, where it is in plain files: it is only packed, and the files are removed.
     PlainFiles,
 }
 
@@ -52,23 +53,23 @@ struct Persist {
     source: Source,
 }
 
-/// What the thread that stores an image shares with the owner.
+/// Shared between the thread that stores an image and the owner.
 #[derive(Debug)]
 pub(super) struct Store {
     pub(super) progress: Arc<Progress>,
-    /// Set to call it off.
+    /// Set to cancel it.
     pub(super) cancel: Arc<AtomicBool>,
     /// Held while plain files are removed: loose ones when they are packed, or those of a slot on the disk.
     pub(super) files_go: Arc<Mutex<()>>,
 }
 
-/// All transfers under way. `I` is another type in tests only.
+/// All transfers in progress. `I` is another type in tests only.
 #[derive(Debug)]
 pub(super) struct Transfers<I = Image> {
     persist: Option<Persist>,
-    /// The image that a start under way reads.
+    /// The image that the start in progress reads.
     restoring: Option<Moving>,
-    /// Held while plain files may go, and by who reads them.
+    /// Held while plain files may be removed, and while they are read.
     files_go: Arc<Mutex<()>>,
     pub(super) replication: Replication<I>,
 }
@@ -82,7 +83,7 @@ impl<I> Default for Transfers<I> {
 impl<I> Transfers<I> {
     // ---- to the store ----
 
-    /// This image goes to the store from now on.
+    /// Storing this image begins.
     pub(super) fn store_begins(&mut self, image: ImageId, source: Source) -> Store {
         let (progress, cancel) = (Arc::<Progress>::default(), Arc::<AtomicBool>::default());
         let moving = Moving { image, progress: Arc::clone(&progress) };
@@ -98,24 +99,24 @@ impl<I> Transfers<I> {
         self.persist.is_some()
     }
 
-    /// The image that goes to the store.
+    /// The image that is being stored.
     pub(super) fn storing(&self) -> Option<ImageId> {
         self.persist.as_ref().map(|persist| persist.moving.image)
     }
 
-    /// How far it is.
+    /// The progress of storing.
     pub(super) fn stored_so_far(&self) -> Option<Persisting> {
         self.persist.as_ref().map(|persist| persist.moving.seen())
     }
 
-    /// Whether plain files may be packed now: a restart may read them.
+    /// Whether plain files may be packed now, which a restart may be reading.
     pub(super) fn may_pack(&self) -> bool {
         self.persist.is_none() && self.restoring.is_none()
     }
 
     // ---- into a job ----
 
-    /// A start begins. It cancels the packing of plain files, which it may read.
+    /// A start begins. It cancels the packing of plain files that it may read.
     pub(super) fn start_begins(&mut self, from: StartPoint) -> Arc<Progress> {
         let progress = Arc::<Progress>::default();
         self.restoring = match from {
@@ -136,7 +137,7 @@ impl<I> Transfers<I> {
         self.restoring.is_some()
     }
 
-    /// The lock that who reads plain files holds.
+    /// The lock to hold while reading plain files.
     pub(super) fn files_go(&self) -> Arc<Mutex<()>> {
         Arc::clone(&self.files_go)
     }
@@ -161,7 +162,7 @@ impl<I> Transfers<I> {
         self.persist.is_none() && self.restoring.is_none() && !self.replication.is_running()
     }
 
-    /// When to publish how far they are.
+    /// When to publish the progress.
     pub(super) fn next_wake(&self, now: Instant) -> Option<Instant> {
         (!self.is_idle()).then(|| now + PROGRESS)
     }
@@ -169,7 +170,7 @@ impl<I> Transfers<I> {
     pub(super) fn show(&self, published: &mut Published) {
         published.persisting = self.stored_so_far();
         published.replicating = self.replication.seen();
-        // Not before it is known how much there is to read.
+        // Not before the amount to read is known.
         published.restoring = self.restoring.as_ref().map(Moving::seen).filter(|seen| seen.total > 0);
     }
 }

@@ -1,16 +1,16 @@
-//! An end that waits until the images can be read. A file server that is away for a moment must not look like a job without
-//! images: that ends the run, and a suspended job would begin from nothing.
+//! An end that waits until the images can be read. If a file server is temporarily unavailable, that must not look like
+//! a job without images: it would end the run, and a suspended job would start from the beginning.
 
 use std::time::{Duration, Instant};
 
 use super::state::State;
 
-/// After this time the run ends.
+/// After this time the end is reported without images.
 pub(super) const PATIENCE: Duration = Duration::from_secs(300);
-/// How often it is tried.
+/// Interval of the tries.
 pub(super) const AGAIN: Duration = Duration::from_secs(1);
 
-/// Whether an end waits.
+/// Whether an end is waiting.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Unread {
     /// When the life ended, and when to try again.
@@ -24,14 +24,14 @@ impl Unread {
         state.needs_images() && !stopping && patient
     }
 
-    /// It waits. Answers whether it did not before.
+    /// It waits. Returns whether it only starts to wait now.
     pub(super) fn begins(&mut self, now: Instant) -> bool {
         let before = self.since;
         self.since = Some((before.map_or(now, |(since, _)| since), now + AGAIN));
         before.is_none()
     }
 
-    /// It is reported. Answers when the life ended, if it had to wait.
+    /// It is reported. Returns when the life ended, if it had to wait.
     pub(super) fn over(&mut self) -> Option<Instant> {
         self.since.take().map(|(since, _)| since)
     }

@@ -18,12 +18,12 @@ use rekindle_store::heal::{self, Healed};
 use rekindle_store::scrub::{AGAIN, Scrub, Step};
 use rekindle_store::{ImageId, JobName};
 
-/// What is owed to the rate is slept for when it is as much: fewer pauses wake the processor less often.
+/// Pauses for the rate are made when they add up to this time: fewer pauses wake the processor less often.
 const PAUSE: Duration = Duration::from_millis(100);
-/// After a failure that is not the packs'.
+/// Pause after a failure that is not caused by the packs.
 const AFTER_FAILURE: Duration = Duration::from_secs(60);
 
-/// Whether it may read.
+/// Whether the thread may read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
     /// There is nothing else to do.
@@ -50,14 +50,14 @@ impl Gate {
         }
     }
 
-    /// Waits for so long, or until it is over. Answers whether it continues.
+    /// Waits for this time, or until the run ends. Returns whether to continue.
     fn pause(&self, time: Duration) -> bool {
         let now = self.phase.lock().unwrap_or_else(PoisonError::into_inner);
         let waited = self.changed.wait_timeout_while(now, time, |phase| *phase != Phase::Over);
         *waited.unwrap_or_else(PoisonError::into_inner).0 != Phase::Over
     }
 
-    /// Waits until there is nothing else to do. Answers whether it continues.
+    /// Waits until there is nothing else to do. Returns whether to continue.
     fn enter(&self) -> bool {
         let now = self.phase.lock().unwrap_or_else(PoisonError::into_inner);
         let waited = self.changed.wait_while(now, |phase| *phase == Phase::Busy);
@@ -71,22 +71,22 @@ pub(super) struct Verifier {
     thread: JoinHandle<()>,
 }
 
-/// What was found.
+/// A report of the thread.
 pub(super) enum Report {
     /// Chunks that were damaged or unreadable.
     Chunks {
         healed: Healed,
-        /// Images that refer to content that is intact nowhere.
+        /// Images with content that is intact nowhere.
         images: Vec<ImageId>,
     },
     /// A pack that cannot be used, and why.
     Pack(String),
-    /// It could not be looked, or not be healed.
+    /// Reading or healing failed.
     Failed(String),
 }
 
 impl Verifier {
-    /// Starts the thread, if configured. It begins to read when it is allowed to.
+    /// Starts the thread, if configured. It reads only while it is allowed to.
     pub(super) fn start(setup: &Arc<Setup>, sender: &mpsc::Sender<Message>) -> Option<Verifier> {
         let VerifyRate::PerSecond(rate) = setup.config.store.verify_rate else { return None };
         let gate = Arc::new(Gate { phase: Mutex::new(Phase::Busy), changed: Condvar::new() });
@@ -112,7 +112,7 @@ impl Verifier {
         self.gate.set(if rests && is_idle { Phase::Idle } else { Phase::Busy });
     }
 
-    /// Calls off what it has under way, and waits for its end.
+    /// Cancels the work in progress, and waits for the thread to end.
     pub(super) fn close(self) {
         self.gate.set(Phase::Over);
         let _ = self.thread.join();
@@ -120,7 +120,7 @@ impl Verifier {
 }
 
 impl Report {
-    /// Logs what was found. Answers the event for the journal.
+    /// Logs the report. Returns the event for the journal.
     pub(super) fn judged(self, job: &JobName) -> Option<What> {
         let (healed, images) = match self {
             Report::Chunks { healed, images } => (healed, images),
@@ -180,7 +180,7 @@ fn look(setup: &Setup, rate: u64, gate: &Gate, tell: &dyn Fn(Report)) {
         };
         let done = ids.map_err(heal::Error::from).and_then(|ids| heal(setup, &ids, gate, tell));
         if let Err(error) = done {
-            // Once, until it is another.
+            // Logged once, until it changes.
             let why = chain(&error);
             if told.as_ref() != Some(&why) {
                 tell(Report::Failed(why.clone()));
@@ -193,7 +193,7 @@ fn look(setup: &Setup, rate: u64, gate: &Gate, tell: &dyn Fn(Report)) {
     }
 }
 
-/// Until it is done, or over.
+/// Heals the chunks, until it is done or cancelled.
 fn heal(
     setup: &Setup,
     ids: &std::collections::BTreeSet<rekindle_store::chunk::ChunkId>,
@@ -207,7 +207,7 @@ fn heal(
     let healing = setup.healing(&open);
     while gate.enter() {
         match healing.heal(ids, &|| gate.now() != Phase::Idle) {
-            // Something else came between.
+            // Something else had priority.
             Err(heal::Error::Cancelled) => {}
             Err(error) => return Err(error),
             Ok(healed) => {

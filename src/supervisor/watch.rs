@@ -1,23 +1,28 @@
-//! What is wrong with the job while it runs, why a life ended, and what rules make of both.
+//! The health of the running job, the causes of ends, and what the rules decide about both.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use super::deaths::ProcessDeaths;
 use super::events::micros;
+use super::gpus::{Gpus, Said};
 use super::images::shown;
 use super::line::Target;
+use super::notices::Notices;
 use super::state::{Ending, Event, State, Stop, Verdict};
 use super::{Message, Owner, Setup};
 use crate::config::{GpuFaults, HangAction, Rule, RuleAction};
 use crate::policy::rules::{self, Case};
 use crate::published::{JobState, LastEnd, Published};
 use crate::telemetry::events::What;
+use crate::watch::deaths::Death;
 use crate::watch::gpu::{self, Fault};
 use crate::watch::hang_detector::{self, HangDetector, Order};
+use crate::watch::interruption::Change;
 use crate::watch::lines::{self, Hit, Turn};
 use crate::watch::witness::Witness;
 use rekindle_base::cause::{Cause, Facts, Missing, judge};
@@ -27,79 +32,54 @@ use rekindle_engine::launch::Job;
 use rekindle_os::process;
 use rekindle_os::spawn::Ended;
 
-/// What the threads that watch the job report.
+/// Reports of the threads that watch the job.
 pub(super) enum Finding {
-    /// Of this life.
+    /// The number of the life, and the finding.
     HangDetector(u32, hang_detector::Finding),
     Line(Hit),
     Fault(Fault),
+    Death(Death),
+    Notice(Change),
 }
 
-/// What the owner knows of the job's health.
+/// What is known about the job's health.
 #[derive(Debug, Default)]
 pub(super) struct Watch {
-    /// Of this life.
+    /// The witness of this life.
     witness: Option<Witness>,
-    /// Why we end it, if the reason is a rule or a hang.
+    /// Why we end the job, if the reason is a rule or a hang.
     blame: Option<Cause>,
-    /// What is to be done once the job runs again: nothing else is done while a snapshot is taken.
+    /// What to do once the job runs again: nothing is done while a snapshot is taken.
     pending: Option<Verdict>,
     /// The thread that watches for hangs, and whether its clocks count.
     detector: Option<mpsc::Sender<Order>>,
     going: bool,
     output: Output,
+    /// Deaths of single processes of the job.
+    pub(super) deaths: ProcessDeaths,
     pub(super) gpus: Gpus,
+    /// What clouds announce about the machine.
+    pub(super) notices: Notices,
     pub(super) work: Work,
-    /// How often each rule has sent the job back, by its number from 0.
+    /// How often each rule has rewound the job, by its number from 0.
     rewinds: BTreeMap<usize, u32>,
 }
 
-/// What of the output files is of the present life.
+/// Which part of the output files belongs to the present life.
 #[derive(Debug, Default)]
 struct Output {
-    /// What the thread that reads the output goes by.
+    /// Tells the reading thread which life it is.
     turn: Turn,
-    /// How long the files were when no life wrote to them last.
+    /// Length of the files when the previous life had ended.
     from: [u64; 2],
 }
 
-/// Faults of GPUs.
-#[derive(Debug, Default)]
-pub(super) struct Gpus {
-    /// What the thread that asks for faults goes by: the pid of the job's root.
-    root: Arc<AtomicI32>,
-    /// Those of this life.
-    faults: Vec<(Instant, u32)>,
-    /// GPUs on which nothing should be started before somebody has seen to them, by UUID or PCI address, with the fault.
-    unfit: Vec<(String, u32)>,
-}
-
-impl Gpus {
-    /// Remembers a GPU that should be left after this fault.
-    fn mark_unfit(&mut self, gpu: &str, xid: u32) {
-        if xid::meaning(xid).1.needs_drain() && !self.unfit.iter().any(|(known, _)| known == gpu) {
-            self.unfit.push((gpu.to_owned(), xid));
-        }
-    }
-
-    /// The GPUs that should be left, with the fault of each.
-    pub(super) fn unfit(&self) -> Vec<(String, u32)> {
-        self.unfit.clone()
-    }
-
-    /// The faults that may have ended the job.
-    fn recent(&self, now: Instant) -> impl Iterator<Item = u32> {
-        let is_recent = move |at: Instant| now.saturating_duration_since(at) < RECENT;
-        self.faults.iter().filter(move |(at, _)| is_recent(*at)).map(|(_, xid)| *xid)
-    }
-}
-
-/// What the job did, and what of that is lost.
+/// The job's work, and how much of it was lost.
 #[derive(Debug, Default)]
 pub(super) struct Work {
-    /// From when on work would be lost: the begin of the life, or the newest image.
+    /// Since when work would be lost: the start of the life, or the newest image.
     unsaved_since: Option<Instant>,
-    /// Work that was lost with lives that ended, since the supervisor began.
+    /// Work that was lost when lives ended, since the supervisor started.
     lost: Duration,
     /// How often the job was started or restored.
     lives: u32,
@@ -111,12 +91,12 @@ impl Work {
         self.lives += 1;
     }
 
-    /// There is an image of now.
+    /// An image was taken now.
     fn is_saved(&mut self, now: Instant) {
         self.unsaved_since = Some(now);
     }
 
-    /// The life is over, with its work or without.
+    /// The life is over. Unless the job completed, its work since the last image is lost.
     fn life_ends(&mut self, completed: bool, now: Instant) {
         if let (Some(since), false) = (self.unsaved_since.take(), completed) {
             self.lost += now.saturating_duration_since(since);
@@ -132,23 +112,25 @@ impl Work {
     }
 }
 
-/// What a rule leads to.
+/// The result of a rule.
 #[derive(Debug, PartialEq, Eq)]
 enum Ruled {
     Verdict(Verdict),
-    /// The job goes back to the image that is so many back.
+    /// Rewind by this many images.
     Back(usize),
 }
 
 impl Watch {
-    /// A life of this number begins. `lengths` are those of the output files.
+    /// A life with this number begins. `lengths` are those of the output files.
     fn life_begins(&mut self, number: u32, root: i32, lengths: [u64; 2], now: Instant) {
         self.witness = Some(Witness::begin(root));
         self.blame = None;
         self.pending = None;
         self.gpus.faults.clear();
+        self.gpus.kin.life_begins(root);
+        self.gpus.earlier = self.gpus.deaths.len();
         self.work.life_begins(now);
-        // A restore has put the files back to what they were at the image.
+        // A restore has cut the files to their length at the snapshot.
         self.output.from = [0, 1].map(|n| lengths[n].min(self.output.from[n]));
         self.output.turn.set(number, self.output.from);
         self.gpus.root.store(root, Ordering::Relaxed);
@@ -168,8 +150,8 @@ impl Watch {
         }
     }
 
-    /// Lets the clocks count while the job `goes`: it runs with all of its memory, and no snapshot is taken. Answers what is
-    /// to be done now that it does.
+    /// Starts the clocks while the job `goes`: it runs with all of its memory, and no snapshot is taken. Returns what
+    /// to do now, if something was pending.
     fn follow(&mut self, goes: bool) -> Option<Verdict> {
         if goes != self.going {
             self.going = goes;
@@ -178,15 +160,16 @@ impl Watch {
         self.pending.take_if(|_| goes)
     }
 
-    /// There is an image of now.
+    /// An image was taken now.
     pub(super) fn is_saved(&mut self, now: Instant) {
         self.work.is_saved(now);
         if let Some(witness) = &mut self.witness {
             witness.look();
+            self.gpus.kin.look();
         }
     }
 
-    /// What this rule, counted from 0, leads to now. It counts as carried out.
+    /// What this rule, counted from 0, decides now. It counts as carried out.
     fn ruled(&mut self, n: usize, rule: &Rule, why: &str) -> Ruled {
         let number = n + 1;
         match rule.action {
@@ -208,7 +191,12 @@ impl Watch {
         }
     }
 
-    /// The job is ended for this cause: answers the event for that, unless it has to wait for a snapshot under way.
+    /// If we end this life, it is for this cause.
+    pub(super) fn is_to_end(&mut self, cause: Cause) {
+        self.blame = Some(cause);
+    }
+
+    /// The job is ended for this cause. Returns the event, unless it has to wait for a snapshot in progress.
     fn condemn(&mut self, cause: Cause, verdict: Verdict, state: &State) -> Option<Event> {
         self.blame = Some(cause);
         match verdict {
@@ -222,10 +210,25 @@ impl Watch {
         }
     }
 
-    /// Judges the end of a life; once for each.
+    /// Why the job, or one of its processes, ended so by itself; once for each life.
+    pub(super) fn cause_of(&mut self, ended: Ended, now: Instant) -> Cause {
+        let mut facts = Facts::default();
+        if ended != Ended::Exit(0)
+            && let Some(mut witness) = self.witness.take()
+        {
+            let evidence = witness.testify(&self.gpus.kin);
+            facts.memory = evidence.memory;
+            let ours = evidence.faults.iter().filter(|fault| self.gpus.hears(fault) == Said::Fault);
+            let logged: Vec<u32> = ours.map(|fault| fault.xid).collect();
+            facts.xids = self.gpus.recent(now).chain(logged).collect();
+        }
+        judge(ended, &facts)
+    }
+
+    /// Determines the cause of an end; called once for each life.
     fn why_ended(&mut self, ended: Ended, state: &State, now: Instant) -> Cause {
         let by_us = match state {
-            // Killed when it was at its end already.
+            // It was killed when it had ended already.
             State::Ending { deadline: None, stop: Ending::Stop(_) | Ending::Lost | Ending::Condemned, .. }
                 if ended == Ended::Exit(0) =>
             {
@@ -237,32 +240,20 @@ impl Watch {
             State::Ending { .. } => self.blame.clone().or(Some(Cause::Requested)),
             _ => None,
         };
-        let mut facts = Facts { by_us, ..Facts::default() };
-        if facts.by_us.is_none()
-            && ended != Ended::Exit(0)
-            && let Some(mut witness) = self.witness.take()
-        {
-            let evidence = witness.testify();
-            facts.memory = evidence.memory;
-            facts.xids = self.gpus.recent(now).chain(evidence.faults.iter().map(|(_, xid)| *xid)).collect();
-            evidence.faults.iter().for_each(|(gpu, xid)| self.gpus.mark_unfit(gpu, *xid));
-        }
-        let cause = judge(ended, &facts);
+        let cause = match by_us {
+            None => self.cause_of(ended, now),
+            by_us => judge(ended, &Facts { by_us, ..Facts::default() }),
+        };
         self.work.life_ends(cause == Cause::Completed, now);
-        if !matches!(cause, Cause::Completed | Cause::Exit { .. } | Cause::Signal { .. })
-            && !matches!(cause, Cause::Requested | Cause::Suspended | Cause::Rewound)
-        {
+        if !matches!(cause, Cause::Completed | Cause::Exit { .. } | Cause::Signal { .. }) && !cause.is_wanted() {
             tracing::warn!("cause of the end: {cause}");
         }
         cause
     }
 }
 
-/// What was longer ago did not end the job.
-const RECENT: Duration = Duration::from_secs(120);
-
 impl Owner<'_> {
-    /// Starts the threads that are needed for what is configured.
+    /// Starts the threads that the configuration needs.
     pub(super) fn watch_begin(&mut self) {
         self.watch.output.from = self.output_lengths();
         let setup = Arc::clone(self.setup);
@@ -290,10 +281,13 @@ impl Owner<'_> {
             });
         }
         if setup.config.watch.gpu_faults == GpuFaults::Auto && Path::new("/dev/nvidiactl").exists() {
-            let (root, sender) = (Arc::clone(&self.watch.gpus.root), self.sender.clone());
+            let (root, kin, sender) =
+                (Arc::clone(&self.watch.gpus.root), self.watch.gpus.kin.clone(), self.sender.clone());
             let report = move |fault| sender.send(Message::Watched(Finding::Fault(fault))).is_ok();
-            self.spawn("gpu-faults", move || gpu::watch_faults(&root, report));
+            self.spawn("gpu-faults", move || gpu::watch_faults(&root, &kin, report));
         }
+        self.watch_deaths();
+        self.watch_notices();
     }
 
     fn output_lengths(&self) -> [u64; 2] {
@@ -307,7 +301,7 @@ impl Owner<'_> {
         self.reporting.published.gpu_fault = None;
     }
 
-    /// After every step: what was found while a snapshot was taken has its turn when the job runs.
+    /// Called after every step: findings during a snapshot are handled when the job runs.
     pub(super) fn watch_follows(&mut self) {
         let goes = matches!(self.machine.state(), State::Running(_)) && self.life.ended().is_none();
         if let Some(verdict) = self.watch.follow(goes) {
@@ -320,6 +314,8 @@ impl Owner<'_> {
             Finding::HangDetector(life, finding) if self.life.is_present(life) => self.noticed(finding),
             Finding::Line(hit) if self.life.is_present(hit.life) && self.life.ended().is_none() => self.matched(&hit),
             Finding::Fault(fault) => self.faulted(&fault),
+            Finding::Death(death) => self.process_died(death),
+            Finding::Notice(change) => self.announced(change),
             Finding::HangDetector(..) | Finding::Line(_) => {}
         }
     }
@@ -333,7 +329,7 @@ impl Owner<'_> {
                 self.tell(What::GoesOn { what });
                 self.publish();
             }
-            // A snapshot, or the end, came in between.
+            // A snapshot or the end came meanwhile.
             hang_detector::Finding::Hung { .. } if !matches!(self.machine.state(), State::Running(_)) => {}
             hang_detector::Finding::Hung { what, idle, stacks } => {
                 let name = stacks.as_deref().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
@@ -346,9 +342,8 @@ impl Owner<'_> {
         let cause = Cause::Hang { what };
         let words = format!("{what} for {}", shown(idle));
         let setup = Arc::clone(self.setup);
-        let rule = rules::first(&setup.config.rules, &Case { cause: &cause, ended: None, lines: &[] });
-        let (action, verdict) = match (rule, setup.config.watch.action) {
-            (Some((n, rule)), _) => (rule.action.to_string(), Some(self.by_rule(n, &words))),
+        let (action, verdict) = match (self.ruled_for(&cause, &words), setup.config.watch.action) {
+            (Some((action, verdict)), _) => (action, Some(verdict)),
             (None, HangAction::Notify) => ("notify".into(), None),
             (None, HangAction::Restart) => ("restart".into(), Some(Verdict::Restart)),
             (None, HangAction::SnapshotAndStop) => ("snapshot-and-stop".into(), Some(Verdict::Stop)),
@@ -363,7 +358,14 @@ impl Owner<'_> {
         }
     }
 
-    /// A line of the output fits a rule.
+    /// What the first rule for this cause leads to, in a job that runs.
+    pub(super) fn ruled_for(&mut self, cause: &Cause, why: &str) -> Option<(String, Verdict)> {
+        let setup = Arc::clone(self.setup);
+        let (n, rule) = rules::first(&setup.config.rules, &Case { cause, ended: None, lines: &[] })?;
+        Some((rule.action.to_string(), self.by_rule(n, why)))
+    }
+
+    /// A line of the output matched a rule.
     fn matched(&mut self, hit: &Hit) {
         let Some(rule) = self.setup.config.rules.get(hit.rule) else { return };
         let number = hit.rule + 1;
@@ -378,6 +380,22 @@ impl Owner<'_> {
     fn faulted(&mut self, fault: &Fault) {
         let words = xid::in_words(fault.xid);
         let (_, remedy) = xid::meaning(fault.xid);
+        let follows = match self.watch.gpus.hears(fault) {
+            Said::Fault => None,
+            Said::Follows(death) => Some(death),
+            Said::Others(named) if remedy.needs_drain() && !xid::may_follow_a_death(fault.xid) => {
+                return tracing::error!("GPU {}: {words}. It struck {named}, which is not of the job", fault.gpu);
+            }
+            Said::Others(named) => {
+                return tracing::info!("GPU {}: {words}. It is of {named}, which is not of the job", fault.gpu);
+            }
+        };
+        if let Some(death) = follows {
+            tracing::info!("GPU {}: Xid {}, which follows from a death: {death}", fault.gpu, fault.xid);
+            let gpu = fault.gpu.clone();
+            self.tell(What::GpuFault { gpu, xid: fault.xid, words, follows: Some(death) });
+            return;
+        }
         match remedy {
             xid::Remedy::Nothing => tracing::info!("GPU {}: {words}", fault.gpu),
             _ if remedy.needs_drain() => {
@@ -385,12 +403,11 @@ impl Owner<'_> {
             }
             _ => tracing::error!("GPU {}: {words}", fault.gpu),
         }
-        self.tell(What::GpuFault { gpu: fault.gpu.clone(), xid: fault.xid, words: words.clone() });
+        self.tell(What::GpuFault { gpu: fault.gpu.clone(), xid: fault.xid, words: words.clone(), follows: None });
         if remedy == xid::Remedy::Nothing || self.life.ended().is_some() {
             return;
         }
         self.watch.gpus.faults.push((Instant::now(), fault.xid));
-        self.watch.gpus.mark_unfit(&fault.gpu, fault.xid);
         self.reporting.published.gpu_fault = Some(words.clone());
         let cause = Cause::GpuFault { xid: fault.xid };
         let rule = rules::first(&self.setup.config.rules, &Case { cause: &cause, ended: None, lines: &[] });
@@ -403,7 +420,7 @@ impl Owner<'_> {
         }
     }
 
-    /// What this rule, counted from 0, leads to now. It counts as carried out.
+    /// What this rule, counted from 0, decides now. It counts as carried out.
     fn by_rule(&mut self, n: usize, why: &str) -> Verdict {
         let setup = Arc::clone(self.setup);
         let Some(rule) = setup.config.rules.get(n) else { return Verdict::Restart };
@@ -431,14 +448,14 @@ impl Owner<'_> {
         Verdict::Rewind(image)
     }
 
-    /// Ends the job that runs, for this cause.
-    fn carry(&mut self, cause: Cause, verdict: Verdict) {
+    /// Ends the running job, for this cause.
+    pub(super) fn carry(&mut self, cause: Cause, verdict: Verdict) {
         if let Some(event) = self.watch.condemn(cause, verdict, self.machine.state()) {
             self.step(event);
         }
     }
 
-    /// Lets the rules decide what an end of its own leads to.
+    /// Lets the rules decide about an end that we did not cause.
     pub(super) fn judge_end(&mut self, ended: Ended, cause: &Cause) {
         let setup = Arc::clone(self.setup);
         let rules = &setup.config.rules;
@@ -462,7 +479,7 @@ impl Owner<'_> {
         }
     }
 
-    /// Judges the end of a life; once for each.
+    /// Determines the cause of an end; called once for each life.
     pub(super) fn why_ended(&mut self, ended: Ended) -> Cause {
         let cause = self.watch.why_ended(ended, self.machine.state(), Instant::now());
         self.reporting.published.last_end = Some(LastEnd::now(Some(ended), cause.clone()));
@@ -470,7 +487,7 @@ impl Owner<'_> {
     }
 }
 
-/// Why the previous supervisor left a job that had not ended; none if it exited normally.
+/// Why the previous supervisor left a job that had not ended; `None` if it ended normally.
 pub(super) fn interrupted(setup: &Setup) -> Option<LastEnd> {
     let before = Published::read(&setup.folder.state_file()).ok()?;
     let was_at_its_end = matches!(before.state, JobState::Done | JobState::Waiting | JobState::Suspended);
@@ -556,16 +573,5 @@ mod tests {
         assert_eq!(watch.ruled(0, &back, "nan"), Ruled::Back(3));
         assert!(matches!(watch.ruled(0, &back, "nan"), Ruled::Verdict(Verdict::GiveUp { .. })));
         assert_eq!(watch.ruled(1, &back, "nan"), Ruled::Back(3), "another rule has its own count");
-    }
-
-    #[test]
-    fn a_fault_counts_for_a_while_and_its_gpu_is_left() {
-        let now = Instant::now();
-        let mut gpus = Gpus::default();
-        gpus.faults.extend([(now, 79), (now + RECENT, 31)]);
-        assert_eq!(gpus.recent(now + RECENT).collect::<Vec<_>>(), [31]);
-        gpus.mark_unfit("GPU-1", 79);
-        gpus.mark_unfit("GPU-1", 79);
-        assert_eq!(gpus.unfit(), [("GPU-1".to_owned(), 79)]);
     }
 }

@@ -1,17 +1,17 @@
-//! Text that a job may have chosen, made fit for a terminal and for a log that is read on one.
+//! Makes text that a job may have chosen safe for a terminal, and for a log that is read on one.
 //!
 //! Names of processes, command lines, paths, tags and output contain bytes that the job chose. A terminal executes some
 //! of them (ECMA-48: move the cursor, set the title, answer as if it were typed), and some change the order of a line
 //! so that it reads as another one (Unicode's directional marks). They are shown as escapes: `\x1b`, `\u{202e}`. A
 //! backslash is not changed.
 //!
-//! It is done where text leaves us: in [`crate::cli::output`], in the log and in what `top`, `report` and the service
-//! manager get. Cleaning what is clean changes nothing.
+//! This is done where text is output: in [`crate::cli::output`], in the log, and in the output of `top`, `report` and
+//! to the service manager. Clean text is not changed.
 
 use std::borrow::Cow;
 use std::fmt::Write;
 
-/// Whether a terminal may obey it, or show the rest of the line in another order.
+/// Whether a terminal may execute it, or show the rest of the line in another order.
 #[must_use]
 pub fn is_harmful(c: char) -> bool {
     // C0, DEL and C1; marks of direction; separators of lines and paragraphs, then more marks; isolates.
@@ -19,7 +19,7 @@ pub fn is_harmful(c: char) -> bool {
         || matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
-/// One line of text: what could end it is harmful too.
+/// One line of text: line breaks count as harmful too.
 #[must_use]
 pub fn line(text: &str) -> Cow<'_, str> {
     escaped(text, |_| false)
@@ -31,7 +31,7 @@ pub fn lines(text: &str) -> Cow<'_, str> {
     escaped(text, |c| matches!(c, '\n' | '\t'))
 }
 
-/// The same document in JSON: what is harmful can only be within its strings, which have escapes of their own.
+/// The same for a JSON document: harmful characters can only be in its strings, which have their own escapes.
 #[must_use]
 pub fn json(text: &str) -> Cow<'_, str> {
     replaced(

@@ -1,10 +1,10 @@
-//! What happens to a job, in the order it happens: one line of JSON each, in `STORE/JOB/log/events.jsonl`.
+//! The events of a job in their order: one line of JSON each, in `STORE/JOB/log/events.jsonl`.
 //!
 //! For reports, hooks and later analysis. Only the supervisor writes it, and continues it after a restart. A line is
-//! written at once and not synced: when the power goes, the last lines may be missing, or half of one, which [`read`]
-//! leaves out. If it cannot be written, the job is still supervised, and the log says so once.
+//! written at once and not synced: after a power cut the last lines may be missing, or one may be incomplete, which
+//! [`read`] skips. If it cannot be written, the job is still supervised, and the log says so once.
 //!
-//! Fields may be added to an event, and events to the list: readers ignore what they do not know ([`What::Unknown`]).
+//! Fields may be added to an event, and events to the list: readers ignore unknown ones ([`What::Unknown`]).
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Seek, SeekFrom, Write};
@@ -17,43 +17,52 @@ use serde::{Deserialize, Serialize};
 use super::clean;
 use rekindle_base::Moved;
 use rekindle_base::cause::{Cause, Missing};
+use rekindle_base::notice::{Cloud, Kind};
 use rekindle_store::ImageId;
 use rekindle_store::manifest::{Phase, Reason};
 
 /// The name of the file in a job's log folder.
 pub const FILE_NAME: &str = "events.jsonl";
-/// Beyond this it is moved to `events.jsonl.1`, and what was there is gone: some 100,000 snapshots.
+/// At this size the file is moved to `events.jsonl.1`, replacing the old one: some 100,000 snapshots.
 const MAX_SIZE: u64 = 64 << 20;
-/// Of the lines, not of the events in them, which only ever gain fields.
+/// Version of the lines. Events only gain fields, which does not change it.
 const VERSION: u32 = 1;
 
-/// Something that happened.
+/// An event.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Event {
-    /// 1.
+    /// Version of the format: 1.
     pub version: u32,
-    /// When, by the clock on the wall.
+    /// Its time by the wall clock.
     pub time: DateTime<Utc>,
-    /// The run that began from nothing: an image has the same.
+    /// The id of the run that started from the beginning, as in its images.
     pub run: String,
-    /// What.
+    /// What happened.
     #[serde(flatten)]
     pub what: What,
 }
 
 impl Event {
-    /// Of now.
+    /// Its line in the journal, without the line end.
+    ///
+    /// # Errors
+    /// Never for the events of this version.
+    pub fn to_line(&self) -> serde_json::Result<String> {
+        Ok(clean::json(&serde_json::to_string(self)?).into_owned())
+    }
+
+    /// An event with the present time.
     #[must_use]
     pub fn now(run: &str, what: What) -> Event {
         Event { version: VERSION, time: Utc::now(), run: run.into(), what }
     }
 }
 
-/// What can happen. Times are in microseconds, sizes in bytes.
+/// The kinds of events. Times are in microseconds, sizes in bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
 pub enum What {
-    /// A supervisor begins.
+    /// A supervisor starts.
     Supervised {
         /// Its pid.
         supervisor: u32,
@@ -61,7 +70,7 @@ pub enum What {
         command: Vec<String>,
         /// The interval, as configured.
         interval: String,
-        /// The last sign of life of the previous supervisor, if it was killed.
+        /// The last heartbeat of the previous supervisor, if it was killed.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         last_seen: Option<DateTime<Utc>>,
         /// Why the previous run was interrupted, if it was.
@@ -70,92 +79,92 @@ pub enum What {
     },
     /// An image is about to be restored.
     RestoreBegan {
-        /// Which.
+        /// The image.
         image: ImageId,
     },
     /// The job runs.
     Started {
         /// The pid of the command's process, as the host sees it.
         pid: Option<i32>,
-        /// The image that it was restored from; without one it started from the beginning.
+        /// The image that it was restored from; `None` if it started from the beginning.
         image: Option<ImageId>,
         /// From the decision until it ran.
         took_us: u64,
-        /// The GPUs that it is not on any more, and those in their place.
+        /// GPUs that were replaced, each with its replacement.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         moved: Vec<Moved>,
     },
     /// The job is about to be frozen.
     SnapshotBegan {
-        /// Why.
+        /// The reason.
         reason: Reason,
     },
-    /// There is a new image, and the job runs on.
+    /// There is a new image, and the job continues.
     SnapshotTaken {
-        /// Which.
+        /// The image.
         image: ImageId,
-        /// Why.
+        /// The reason.
         reason: Reason,
         /// The length of the freeze.
         freeze_us: u64,
-        /// How long each phase of that took.
+        /// How long each phase took.
         phases: Vec<Phase>,
-        /// Of the image.
+        /// Size of the image.
         bytes: u64,
     },
-    /// A snapshot waits, because the job holds it off.
+    /// A snapshot waits because the job blocks it.
     SnapshotHeld {
-        /// Why there is to be one.
+        /// Why the snapshot is wanted.
         reason: Reason,
-        /// The processes that hold it off, as the host sees them.
+        /// The processes that block it, as the host sees them.
         pids: Vec<i32>,
-        /// For so long at most.
+        /// Time limit of the wait.
         bound_us: u64,
     },
-    /// It waits no longer.
+    /// It no longer waits.
     HoldOver {
-        /// Why there is to be one.
+        /// Why the snapshot is wanted.
         reason: Reason,
         /// released, expired, holder-died or job-ended.
         how: String,
-        /// For so long it did.
+        /// How long it waited.
         waited_us: u64,
     },
-    /// There is none.
+    /// A snapshot failed.
     SnapshotFailed {
         /// The reason, as text.
         why: String,
         /// Whether the job cannot continue.
         job_lost: bool,
     },
-    /// An image is in the store.
+    /// An image is stored.
     Stored {
-        /// Which.
+        /// The image.
         image: ImageId,
         /// How long it took.
         took_us: u64,
-        /// Bytes that no older image had, as they lie on the disk.
+        /// New bytes that were written to the disk.
         written: u64,
     },
-    /// An image is not in the store.
+    /// An image could not be stored.
     NotStored {
-        /// Which.
+        /// The image.
         image: ImageId,
         /// The reason, as text.
         why: String,
     },
-    /// An image is in the replica.
+    /// An image is replicated.
     Replicated {
-        /// Which.
+        /// The image.
         image: ImageId,
         /// How long it took.
         took_us: u64,
         /// Bytes that were sent.
         sent: u64,
     },
-    /// An image is not in the replica, and will not be.
+    /// An image could not be replicated, and will not be.
     NotReplicated {
-        /// Which.
+        /// The image.
         image: ImageId,
         /// The reason, as text.
         why: String,
@@ -164,119 +173,157 @@ pub enum What {
     Ended {
         /// Its exit code.
         exit_code: Option<i32>,
-        /// Or the signal that ended it.
+        /// The signal that ended it, if any.
         signal: Option<i32>,
-        /// Why.
+        /// The cause.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         cause: Option<Cause>,
     },
+    /// A signal killed a process of the job, and the job runs on.
+    ProcessDied {
+        /// The process, as the job sees it.
+        pid: i32,
+        /// Its name, at most 15 bytes.
+        name: String,
+        /// The signal.
+        signal: i32,
+        /// What is done: restart or none, or what a rule says.
+        action: String,
+        /// Why nothing is done.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        why: Option<String>,
+    },
     /// The job makes no progress.
     Hung {
-        /// What is missing.
+        /// The missing activity.
         what: Missing,
-        /// For so long.
+        /// How long it has been missing.
         idle_us: u64,
         /// The file with the stacks of its processes, in the job's log folder.
         stacks: Option<String>,
-        /// What is done: notify, restart, snapshot-and-stop, give-up or rewind.
+        /// The action: notify, restart, snapshot-and-stop, give-up or rewind.
         action: String,
     },
-    /// A job that was told of as hung makes progress again.
+    /// A job that was reported as hung makes progress again.
     GoesOn {
-        /// What is there again.
+        /// The activity that has returned.
         what: Missing,
     },
     /// A GPU that the job uses has a fault.
     GpuFault {
-        /// Which: its UUID or PCI address.
+        /// The GPU's UUID or PCI address.
         gpu: String,
         /// The driver's number for the fault.
         xid: u32,
-        /// What that is, and what NVIDIA advises.
+        /// Its meaning, and what NVIDIA advises.
         words: String,
+        /// The death that it follows from; then the GPU is not to blame.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        follows: Option<String>,
+    },
+    /// A cloud announces that it interrupts this machine.
+    Interruption {
+        /// The cloud.
+        cloud: Cloud,
+        /// What it announces.
+        notice: Kind,
+        /// When that happens, if the cloud says so.
+        at: Option<DateTime<Utc>>,
+        /// What is done: stop, deadline, snapshot or none.
+        action: String,
+        /// Why nothing is done.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        why: Option<String>,
+    },
+    /// A cloud no longer announces it: it was withdrawn, or is over.
+    InterruptionOver {
+        /// The cloud.
+        cloud: Cloud,
+        /// What it announced.
+        notice: Kind,
     },
     /// A rule is carried out.
     RuleMatched {
-        /// Which, counted from 1.
+        /// The rule, counted from 1.
         rule: usize,
-        /// What it does.
+        /// Its action.
         action: String,
-        /// Why: the cause of an end, or the line of output.
+        /// The cause of an end, or the line of output.
         why: String,
     },
     /// An image cannot be used any more.
     ImageBad {
-        /// Which.
+        /// The image.
         image: ImageId,
         /// The reason, as text.
         why: String,
     },
-    /// Content of the store is not what was written, or the disk does not give it.
+    /// Content of the store is damaged, or the disk cannot read it.
     StoreDamaged {
-        /// What is wrong, and what was done, as text.
+        /// The problem, and what was done, as text.
         why: String,
-        /// How many chunks; 0 where it is a whole pack.
+        /// Number of chunks; 0 if a whole pack is affected.
         chunks: u64,
-        /// How many of them another pack or the replica had.
+        /// How many of them were replaced from another pack or the replica.
         replaced: u64,
-        /// The images that cannot be restored for it.
+        /// The images that cannot be restored because of this.
         images: Vec<ImageId>,
     },
-    /// An image was restored beside the job, up to the point where it would have run.
+    /// A rehearsal restored an image up to the point where it would have run.
     Rehearsed {
-        /// Which.
+        /// The image.
         image: ImageId,
-        /// How long that took.
+        /// How long it took.
         took_us: u64,
     },
-    /// It could not be restored beside the job.
+    /// A rehearsal could not restore an image.
     RehearsalFailed {
-        /// Which.
+        /// The image.
         image: ImageId,
         /// CRIU's reason.
         why: String,
     },
     /// The job will be restarted.
     Restarting {
-        /// From this image; without one from the beginning.
+        /// From this image; `None` means from the beginning.
         image: Option<ImageId>,
         /// After this pause.
         after_us: u64,
     },
     /// The job is rewound to an image, on request.
     Rewinding {
-        /// Which.
+        /// The image.
         image: ImageId,
     },
-    /// The job has given back what it used, until it is called back.
+    /// The job has released its resources, until it is resumed.
     Suspended {
-        /// It will continue from this image; without one from its beginning.
+        /// It will continue from this image; `None` means from the beginning.
         image: Option<ImageId>,
     },
     /// The job's deadline is near: a final snapshot, then it is stopped.
     LastCall {
-        /// When it is over.
+        /// The deadline.
         deadline: DateTime<Utc>,
         /// How long the final snapshot is expected to take, with a safety margin.
         predicted_us: u64,
     },
-    /// The supervisor is done.
+    /// The run is over.
     Finished {
         /// completed, stopped, failed.
         outcome: String,
-        /// The exit code of the job, where it had one.
+        /// The exit code of the job, if it exited.
         exit_code: Option<i32>,
-        /// Why, in words, where it failed.
+        /// Why it failed, if it did, in words.
         why: Option<String>,
     },
-    /// A hook, or the webhook, did not do what it should.
+    /// A hook, or the webhook, failed.
     HookFailed {
-        /// Which: before-snapshot, on-failure and so on, or webhook.
+        /// Its name: before-snapshot, on-failure and so on, or webhook.
         hook: String,
         /// The reason, as text.
         why: String,
     },
-    /// One that a newer version wrote.
+    /// An event of a newer version.
     #[serde(other)]
     Unknown,
 }
@@ -299,7 +346,7 @@ impl Journal {
     /// Writes an event.
     pub fn append(&mut self, event: &Event) {
         if let Err(error) = self.write(event) {
-            // What is wrong with this descriptor need not be with the next.
+            // A problem of this descriptor need not affect the next one.
             self.file = None;
             if !std::mem::replace(&mut self.complained, true) {
                 tracing::warn!("cannot write events to {}: {error}", self.path.display());
@@ -308,13 +355,13 @@ impl Journal {
     }
 
     fn write(&mut self, event: &Event) -> io::Result<()> {
-        let mut line = clean::json(&serde_json::to_string(event)?).into_owned().into_bytes();
+        let mut line = event.to_line()?.into_bytes();
         line.push(b'\n');
         let file = match &mut self.file {
             Some(file) => file,
             none => none.insert(open(&self.path)?),
         };
-        // With one call: a concurrent reader sees all of it, or nothing.
+        // With one call, so that a concurrent reader sees all of it or nothing.
         file.write_all(&line)
     }
 }
@@ -330,7 +377,7 @@ fn open(path: &Path) -> io::Result<File> {
         return options();
     }
     if length > 0 {
-        // Half a line, left by a power cut: the next one must not be lost with it.
+        // An incomplete line, left by a power cut: the next line must not be lost with it.
         let mut last = [0];
         std::os::unix::fs::FileExt::read_exact_at(&file, &mut last, length - 1)?;
         if last != *b"\n" {
@@ -340,7 +387,7 @@ fn open(path: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-/// The events of a job, the oldest first; none where there is no file. Lines that cannot be understood are left out.
+/// The events of a job, oldest first; empty if there is no file. Lines that cannot be parsed are skipped.
 ///
 /// # Errors
 /// When the file cannot be read.
@@ -358,7 +405,7 @@ pub fn read(logs: &Path) -> io::Result<Vec<Event>> {
     Ok(events)
 }
 
-/// The newest events, so many bytes of them; none where there is no file.
+/// The newest events, from the last `bytes` bytes; empty if there is no file.
 ///
 /// # Errors
 /// When the file cannot be read.
@@ -369,7 +416,7 @@ pub fn newest(logs: &Path, bytes: u64) -> io::Result<Vec<Event>> {
     };
     let begin = file.metadata()?.size().saturating_sub(bytes);
     file.seek(SeekFrom::Start(begin))?;
-    // The first may be the rest of a line, which is no event.
+    // The first one may be the rest of a line, which is no event.
     let lines = BufReader::new(file).split(b'\n');
     lines.map(|line| Ok(serde_json::from_slice(&line?).ok())).filter_map(Result::transpose).collect()
 }
@@ -389,7 +436,7 @@ mod tests {
         let (first, second) = (began(Reason::Interval), began(Reason::Final));
         Journal::in_folder(dir.path()).append(&first);
         let path = dir.path().join(FILE_NAME);
-        // A supervisor, or the machine, that ended in the middle of a line.
+        // A supervisor, or the machine, ended in the middle of a line.
         OpenOptions::new().append(true).open(&path).unwrap().write_all(b"{\"version\":1,\"ti").unwrap();
         Journal::in_folder(dir.path()).append(&second);
         assert_eq!(read(dir.path()).unwrap(), [first, second]);

@@ -15,10 +15,17 @@ use tracing_subscriber::fmt::time::ChronoLocal;
 
 use super::clean;
 use crate::config::{Level, LogFormat};
+use rekindle_base::without_numbers;
 
 /// The job that lines in JSON are about, once it is known.
 static JOB: OnceLock<String> = OnceLock::new();
 static FORMAT: OnceLock<LogFormat> = OnceLock::new();
+static PLAIN: OnceLock<()> = OnceLock::new();
+
+/// The log goes to a file, even if standard error is a terminal now. Call it before [`start`].
+pub fn without_colours() {
+    let _ = PLAIN.set(());
+}
 
 /// From now on the log is about this job.
 pub fn is_about(job: &str) {
@@ -35,31 +42,39 @@ pub fn is_json() -> bool {
 /// Crates whose messages are never shown.
 const SILENT: [&str; 6] = ["object_store", "reqwest", "hyper", "hyper_util", "h2", "rustls"];
 
+/// Logs what is done at each snapshot, or whenever all is well: shown from the level `info` on, and not with `notice`.
+#[macro_export]
+macro_rules! routine {
+    ($($message:tt)*) => { ::tracing::info!(target: "rekindle::routine", $($message)*) };
+}
+
 /// Starts logging. RUST_LOG overrides the configuration, if set.
 pub fn start(level: Level, format: LogFormat) {
     let default = match level {
         Level::Error => "error",
         Level::Warn => "warn",
+        Level::Notice => "info,rekindle::routine=warn",
         Level::Info => "info",
         Level::Debug => "rekindle=debug,info",
         Level::Trace => "rekindle=trace,info",
     };
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(default));
-    // What the clients of object stores say quotes requests, and those hold signatures and tokens.
+    // Messages of the clients of object stores quote requests, which contain signatures and tokens.
     let quiet = SILENT.iter().filter_map(|target| format!("{target}=off").parse().ok());
     let filter = quiet.fold(filter, EnvFilter::add_directive);
-    let colours = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
+    let may_colour = PLAIN.get().is_none() && std::env::var_os("NO_COLOR").is_none();
+    let colours = may_colour && std::io::stderr().is_terminal();
     let logger = tracing_subscriber::fmt()
         .fmt_fields(fields())
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .with_ansi(colours)
         .with_target(false)
-        // It would tell of a line that cannot be written by eprintln, which panics when standard error is what failed
-        // (a closed pipe, a full disk), and the job would die of it.
+        // Otherwise a line that cannot be written would be reported with eprintln, which panics if standard error has
+        // failed (a closed pipe, a full disk), and the job would die of it.
         .log_internal_errors(false)
-        .with_timer(ChronoLocal::new("%Y-%m-%d %H:%M:%S%.3f".into()));
-    // A second start in one process (tests) keeps the first.
+        .with_timer(ChronoLocal::new("%Y-%m-%d %H:%M:%S%.3f%:z".into()));
+    // A second start in the same process (in tests) keeps the first.
     let started = match format {
         LogFormat::Text => logger.try_init(),
         LogFormat::Json => logger.with_ansi(false).event_format(json::Lines).try_init(),
@@ -69,12 +84,12 @@ pub fn start(level: Level, format: LogFormat) {
     }
 }
 
-/// Fields for people: a message may quote what a job has chosen, and a line of ours stays one.
+/// Fields for people: a message may quote text that a job has chosen, and must stay one line.
 fn fields() -> impl for<'a> FormatFields<'a> {
     let write = |writer: &mut Writer<'_>, field: &Field, value: &dyn fmt::Debug| {
         let text = format!("{value:?}");
         match field.name() {
-            "message" => writer.write_str(&clean::line(&text)),
+            "message" => writer.write_str(&clean::line(&without_numbers(&text))),
             name => write!(writer, "{name}={}", clean::line(&text)),
         }
     };

@@ -1,8 +1,8 @@
-//! Numbers about a job for Prometheus: what each is, is in docs/metrics.md.
+//! Metrics of a job for Prometheus; docs/metrics.md describes each of them.
 //!
-//! [`Facts`] are learnt from the events that the supervisor tells and from what it publishes; they become text only when
-//! somebody asks ([`serve`]) or when they changed ([`textfile`]). Nothing runs in between. All counters begin with the supervisor,
-//! as Prometheus expects of a process.
+//! [`Facts`] are collected from the supervisor's events and its published state. They are converted to text only when
+//! requested ([`serve`]) or changed ([`textfile`]). All counters start at zero with the supervisor, as Prometheus
+//! expects of a process.
 
 mod render;
 pub mod serve;
@@ -19,40 +19,71 @@ use super::events::{Event, What};
 use crate::published::Published;
 use rekindle_base::cause::Cause;
 use rekindle_store::ImageId;
+use rekindle_store::manifest::Phase;
 use work::Work;
 
 /// Upper bounds of the buckets of freezes, in seconds.
 const BUCKETS: [f64; 14] = [0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, f64::INFINITY];
 
-/// Of images that wait for the replica.
+/// Maximum number of images that wait for the replica.
 const MOST_WAITING: usize = 1000;
 
-/// What is known.
+/// The collected facts.
 #[derive(Debug, Clone)]
 pub struct Facts {
     job: String,
     work: Work,
+    lives: Lives,
     published: Option<Published>,
     interval: Option<Duration>,
-    /// Since when the job runs.
+    snapshots: Snapshots,
+    storing: Storing,
+    damage: Damage,
+    replica: Option<Replica>,
+    hooks_failed: u64,
+}
+
+/// When the job ran, and how it ended.
+#[derive(Debug, Clone, Default)]
+struct Lives {
+    /// Since when it runs.
     started: Option<DateTime<Utc>>,
+    failures: u64,
     /// How the supervisor ended.
     outcome: Option<String>,
-    failures: u64,
+}
+
+impl Lives {
+    fn ended(&mut self, cause: Option<&Cause>) {
+        self.started = None;
+        if !cause.is_some_and(Cause::is_wanted) {
+            self.failures += 1;
+        }
+    }
+}
+
+/// The snapshots, and the images that were made of them.
+#[derive(Debug, Clone, Default)]
+struct Snapshots {
     taken: u64,
     failed: u64,
-    hooks_failed: u64,
+    /// Images that were marked.
     bad: u64,
-    damaged: u64,
-    replaced: u64,
     last: Option<Last>,
+    /// How long each phase of the last one took, in seconds.
     phases: BTreeMap<String, f64>,
     freezes: Freezes,
-    stored: u64,
-    written: u64,
-    not_stored: u64,
-    store_seconds: f64,
-    replica: Option<Replica>,
+}
+
+impl Snapshots {
+    fn taken(&mut self, last: Last, phases: &[Phase]) {
+        self.taken += 1;
+        self.freezes.observe(last.freeze);
+        self.last = Some(last);
+        // One that did not take part this time took none.
+        self.phases.values_mut().for_each(|time| *time = 0.0);
+        self.phases.extend(phases.iter().map(|phase| (phase.phase.clone(), seconds(phase.took_us))));
+    }
 }
 
 /// The newest image.
@@ -70,13 +101,67 @@ struct Freezes {
     counts: [u64; BUCKETS.len()],
 }
 
+impl Freezes {
+    fn observe(&mut self, freeze: f64) {
+        self.sum += freeze;
+        if let Some((_, count)) = BUCKETS.iter().zip(&mut self.counts).find(|(bound, _)| freeze <= **bound) {
+            *count += 1;
+        }
+    }
+}
+
+/// What it took to store images.
+#[derive(Debug, Clone, Default)]
+struct Storing {
+    stored: u64,
+    failed: u64,
+    written: u64,
+    seconds: f64,
+}
+
+impl Storing {
+    fn stored(&mut self, took_us: u64, written: u64) {
+        self.stored += 1;
+        self.written = self.written.saturating_add(written);
+        self.seconds += seconds(took_us);
+    }
+}
+
+/// Chunks that verification found damaged.
+#[derive(Debug, Clone, Default)]
+struct Damage {
+    found: u64,
+    replaced: u64,
+}
+
+impl Damage {
+    fn found(&mut self, chunks: u64, replaced: u64) {
+        self.found = self.found.saturating_add(chunks);
+        self.replaced = self.replaced.saturating_add(replaced);
+    }
+}
+
 #[derive(Debug, Clone, Default)]
 struct Replica {
     sent: u64,
     replicated: u64,
     failed: u64,
-    /// Images in the store that are not there, and since when; the oldest first.
+    /// Images in the store that are not replicated, and since when; oldest first.
     waiting: VecDeque<(ImageId, DateTime<Utc>)>,
+}
+
+impl Replica {
+    fn waits(&mut self, image: ImageId, since: DateTime<Utc>) {
+        self.waiting.push_back((image, since));
+        self.waiting.truncate(MOST_WAITING);
+    }
+
+    fn replicated(&mut self, image: ImageId, sent: u64) {
+        self.replicated += 1;
+        self.sent = self.sent.saturating_add(sent);
+        // Those between are skipped.
+        self.waiting.retain(|(waiting, _)| *waiting > image);
+    }
 }
 
 /// Whether images are copied to a replica.
@@ -84,7 +169,7 @@ struct Replica {
 pub enum Replicated {
     /// They are.
     Yes,
-    /// There is none.
+    /// There is no replica.
     No,
 }
 
@@ -93,112 +178,70 @@ fn seconds(micros: u64) -> f64 {
 }
 
 impl Facts {
-    /// Of a supervisor that begins now.
+    /// Facts of a supervisor that starts now.
     #[must_use]
     pub fn new(job: &str, replicated: Replicated, now: Instant) -> Facts {
         Facts {
             job: job.into(),
             work: Work::new(now),
+            lives: Lives::default(),
             published: None,
             interval: None,
-            started: None,
-            outcome: None,
-            failures: 0,
-            taken: 0,
-            failed: 0,
-            hooks_failed: 0,
-            bad: 0,
-            damaged: 0,
-            replaced: 0,
-            last: None,
-            phases: BTreeMap::new(),
-            freezes: Freezes::default(),
-            stored: 0,
-            written: 0,
-            not_stored: 0,
-            store_seconds: 0.0,
+            snapshots: Snapshots::default(),
+            storing: Storing::default(),
+            damage: Damage::default(),
             replica: (replicated == Replicated::Yes).then(Replica::default),
+            hooks_failed: 0,
         }
     }
 
-    /// Learns from an event.
+    /// Updates the facts with an event.
     pub fn hear(&mut self, event: &Event, now: Instant) {
         match &event.what {
             What::Supervised { .. } => self.work = Work::new(now),
             What::Started { image, .. } => {
-                self.started = Some(event.time);
+                self.lives.started = Some(event.time);
                 self.work.started(*image, now);
             }
             What::SnapshotTaken { image, freeze_us, phases, bytes, .. } => {
-                self.taken += 1;
-                let freeze = seconds(*freeze_us);
-                self.freezes.observe(freeze);
-                self.last = Some(Last { time: event.time, freeze, bytes: *bytes });
-                // One that did not take part this time took none.
-                self.phases.values_mut().for_each(|time| *time = 0.0);
-                self.phases.extend(phases.iter().map(|phase| (phase.phase.clone(), seconds(phase.took_us))));
+                let last = Last { time: event.time, freeze: seconds(*freeze_us), bytes: *bytes };
+                self.snapshots.taken(last, phases);
                 self.work.taken(*image, Duration::from_micros(*freeze_us), now);
             }
-            What::SnapshotFailed { .. } => self.failed += 1,
+            What::SnapshotFailed { .. } => self.snapshots.failed += 1,
             What::Stored { image, took_us, written } => {
-                self.stored += 1;
-                self.written = self.written.saturating_add(*written);
-                self.store_seconds += seconds(*took_us);
-                if let Some(replica) = &mut self.replica {
-                    replica.waiting.push_back((*image, event.time));
-                    replica.waiting.truncate(MOST_WAITING);
-                }
+                self.storing.stored(*took_us, *written);
+                self.replica.iter_mut().for_each(|replica| replica.waits(*image, event.time));
             }
-            What::NotStored { .. } => self.not_stored += 1,
+            What::NotStored { .. } => self.storing.failed += 1,
             What::Replicated { image, sent, .. } => {
-                if let Some(replica) = &mut self.replica {
-                    replica.replicated += 1;
-                    replica.sent = replica.sent.saturating_add(*sent);
-                    // Those between are skipped.
-                    replica.waiting.retain(|(waiting, _)| waiting > image);
-                }
+                self.replica.iter_mut().for_each(|replica| replica.replicated(*image, *sent));
             }
             What::NotReplicated { .. } => self.replica.iter_mut().for_each(|replica| replica.failed += 1),
             What::Ended { cause, .. } => {
-                self.started = None;
+                self.lives.ended(cause.as_ref());
                 if *cause == Some(Cause::Suspended) {
                     self.work.suspended(now);
                 } else {
                     self.work.ended(now);
                 }
-                let wanted = [Cause::Completed, Cause::Requested, Cause::Suspended, Cause::Rewound];
-                if cause.as_ref().is_none_or(|cause| !wanted.contains(cause)) {
-                    self.failures += 1;
-                }
             }
-            What::ImageBad { .. } => self.bad += 1,
-            What::StoreDamaged { chunks, replaced, .. } => {
-                self.damaged = self.damaged.saturating_add(*chunks);
-                self.replaced = self.replaced.saturating_add(*replaced);
-            }
+            What::ImageBad { .. } => self.snapshots.bad += 1,
+            What::StoreDamaged { chunks, replaced, .. } => self.damage.found(*chunks, *replaced),
             What::Restarting { .. } => self.work.waits(now),
             What::Suspended { .. } => self.work.suspended(now),
             What::HookFailed { .. } => self.hooks_failed += 1,
             What::Finished { outcome, .. } => {
-                self.outcome = Some(outcome.clone());
+                self.lives.outcome = Some(outcome.clone());
                 self.work.finished(now);
             }
             _ => {}
         }
     }
 
-    /// Learns what the supervisor shows of itself, and the interval in force.
+    /// Updates the facts with the published state, and the present interval.
     pub fn see(&mut self, published: &Published, interval: Option<Duration>) {
         (self.published, self.interval) = (Some(published.clone()), interval);
-    }
-}
-
-impl Freezes {
-    fn observe(&mut self, freeze: f64) {
-        self.sum += freeze;
-        if let Some((_, count)) = BUCKETS.iter().zip(&mut self.counts).find(|(bound, _)| freeze <= **bound) {
-            *count += 1;
-        }
     }
 }
 

@@ -1,4 +1,4 @@
-//! A journal of events that is read while it grows.
+//! Reads a journal of events while it grows.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -7,24 +7,24 @@ use std::path::{Path, PathBuf};
 
 use super::events::{Event, FILE_NAME};
 
-/// Where in a job's journal one has got to.
+/// The position in a job's journal.
 #[derive(Debug)]
 pub struct Tail {
     logs: PathBuf,
     file: Option<File>,
-    /// The begin of a line that is not written to its end.
+    /// The beginning of an incomplete line.
     partial: Vec<u8>,
     began: bool,
 }
 
 impl Tail {
-    /// Of the journal in a job's log folder, from its begin.
+    /// Starts at the beginning of the journal in a job's log folder.
     #[must_use]
     pub fn of(logs: &Path) -> Tail {
         Tail { logs: logs.to_owned(), file: None, partial: Vec::new(), began: false }
     }
 
-    /// The events since the last call, the oldest first. Lines that cannot be understood are left out.
+    /// The events since the last call, oldest first. Lines that cannot be parsed are skipped.
     ///
     /// # Errors
     /// When the journal cannot be read.
@@ -39,7 +39,7 @@ impl Tail {
         if let Some(newest) = newest
             && !self.file.as_ref().map(|file| same(file, &newest)).transpose()?.unwrap_or(false)
         {
-            // It was moved, and may have grown before: what was read above is all of the old one by now.
+            // The journal was moved, and may have grown before: the rest of the old one is read first.
             self.read(&mut events)?;
             self.partial.clear();
             self.file = Some(newest);

@@ -1,4 +1,4 @@
-//! A NOTIFY_SOCKET for the job: it says `WATCHDOG=1` there as it would to a service manager (sd_notify(3)).
+//! A NOTIFY_SOCKET for the job, to which it sends `WATCHDOG=1` as to a service manager (sd_notify(3)).
 //!
 //! A datagram socket, because CRIU refuses a job with a stream connection to the outside; a file, because its owner and
 //! mode decide who may send. A job that opens a socket for each message, as sd_notify does, finds it again after every
@@ -18,7 +18,7 @@ use std::time::Duration;
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, SockaddrStorage, recvmsg, setsockopt, sockopt};
 use nix::unistd::Uid;
 
-/// The socket, and the thread that reads from it; the file goes with this.
+/// The socket, and the thread that reads from it; its file is removed when this is dropped.
 #[derive(Debug)]
 pub struct Beats {
     path: PathBuf,
@@ -26,10 +26,10 @@ pub struct Beats {
 }
 
 impl Beats {
-    /// Listens at `path`, in a folder that must be there. Only root and `user` may send.
+    /// Listens at `path`, in an existing folder. Only root and `user` may send.
     ///
     /// # Errors
-    /// When it cannot be made.
+    /// When it cannot be created.
     pub fn listen(path: &Path, user: Option<u32>) -> io::Result<Beats> {
         match std::fs::remove_file(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -37,7 +37,7 @@ impl Beats {
         }
         let socket = UnixDatagram::bind(path)?;
         let count = Arc::new(AtomicU64::new(0));
-        // Dropped, and the file removed, when a step fails.
+        // If a step fails, this is dropped, which removes the file.
         let beats = Beats { path: path.to_owned(), count: Arc::clone(&count) };
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
         std::os::unix::fs::chown(path, user, None)?;
@@ -51,7 +51,7 @@ impl Beats {
         Ok(beats)
     }
 
-    /// What the job needs in its environment: where, and how often.
+    /// The variables for the job's environment: the socket, and how often to send.
     #[must_use]
     pub fn variables(&self, limit: Duration) -> [(OsString, OsString); 2] {
         [
@@ -60,7 +60,7 @@ impl Beats {
         ]
     }
 
-    /// Counts the messages.
+    /// The counter of messages.
     #[must_use]
     pub fn count(&self) -> Arc<AtomicU64> {
         Arc::clone(&self.count)
@@ -77,12 +77,12 @@ fn close(fd: std::os::fd::RawFd) {
     let _ = nix::unistd::close(fd);
 }
 
-/// Waits for a message; answers whether it is a sign of life of the job.
+/// Waits for a message; returns whether it is a watchdog message of the job.
 fn receive(socket: &UnixDatagram, user: Option<u32>) -> io::Result<bool> {
     let mut text = [0; 4096];
     let mut space = nix::cmsg_space!(libc::ucred, [i32; 4]);
     let mut into = [IoSliceMut::new(&mut text)];
-    // Descriptors that come along are closed on exec, and here at once.
+    // Descriptors in the message are closed on exec, and here at once.
     let flags = MsgFlags::MSG_CMSG_CLOEXEC;
     let received = match recvmsg::<SockaddrStorage>(socket.as_raw_fd(), &mut into, Some(&mut space), flags) {
         Err(nix::errno::Errno::EINTR) => return Ok(false),
@@ -109,7 +109,7 @@ mod tests {
     fn only_signs_of_life_count() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("notify");
-        // What a supervisor that was killed left.
+        // The leftover of a supervisor that was killed.
         drop(UnixDatagram::bind(&path).unwrap());
         let beats = Beats::listen(&path, None).unwrap();
         let sender = UnixDatagram::unbound().unwrap();

@@ -1,62 +1,62 @@
-//! How long something has been missing, in the time that counts: a clock that can be held.
+//! A clock that measures how long something has been missing, and that can be stopped.
 
 use std::time::{Duration, Instant};
 
-/// Counts the time since there was progress, and not the time in which it is held.
+/// Measures the time without progress; time in which it is stopped does not count.
 #[derive(Debug, Clone)]
 pub(crate) struct Clock {
     limit: Duration,
-    /// Counted before it was held last.
+    /// Time counted before it was last stopped.
     idle: Duration,
-    /// Since when it counts; none while it is held.
+    /// Since when it counts; `None` while it is stopped.
     since: Option<Instant>,
-    /// Whether it has been said that the limit is over.
+    /// Whether it was reported that the limit is over.
     said: bool,
 }
 
 impl Clock {
-    /// A clock that is held, with nothing counted.
+    /// A stopped clock with nothing counted.
     #[must_use]
     pub(crate) fn new(limit: Duration) -> Clock {
         Clock { limit, idle: Duration::ZERO, since: None, said: false }
     }
 
-    /// After this long it is due.
+    /// The time limit.
     #[must_use]
     pub(crate) fn limit(&self) -> Duration {
         self.limit
     }
 
-    /// Begins anew, as it was made.
+    /// Resets it to its initial state.
     pub(crate) fn reset(&mut self) {
         *self = Clock::new(self.limit);
     }
 
-    /// Counts from now on.
+    /// Starts counting.
     pub(crate) fn go(&mut self, now: Instant) {
         self.since.get_or_insert(now);
     }
 
-    /// Counts no more.
+    /// Stops counting.
     pub(crate) fn hold(&mut self, now: Instant) {
         self.idle = self.idle(now);
         self.since = None;
     }
 
-    /// There was progress. Answers whether it had been due before.
+    /// There was progress. Returns whether the limit had been over before.
     pub(crate) fn progress(&mut self, now: Instant) -> bool {
         self.idle = Duration::ZERO;
         self.since = self.since.map(|_| now);
         std::mem::take(&mut self.said)
     }
 
-    /// How long there was none.
+    /// How long there was no progress.
     #[must_use]
     pub(crate) fn idle(&self, now: Instant) -> Duration {
         self.idle + self.since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
     }
 
-    /// How long there was none, once when the limit is over; again only after there was progress.
+    /// Returns the time without progress, once when the limit is over; again only after progress.
     pub(crate) fn due(&mut self, now: Instant) -> Option<Duration> {
         let idle = self.idle(now);
         let due = self.since.is_some() && !self.said && idle >= self.limit;
@@ -99,7 +99,7 @@ mod tests {
     }
 
     proptest! {
-        /// Against a model that adds up every millisecond.
+        /// Compared with a model that adds up every millisecond.
         #[test]
         fn it_is_due_when_the_counted_time_is_over_and_once(
             steps in proptest::collection::vec((0u64..40, prop_oneof![Just(Step::Go), Just(Step::Hold), Just(Step::Progress)]), 0..60),

@@ -1,7 +1,7 @@
-//! The GPUs that a job uses: whether they work for it, and what the driver reports of them (Xid).
+//! The GPUs that a job uses: whether they work for it, and faults that the driver reports (Xid).
 //!
-//! Asked of NVML, and only once the job has a GPU's device open. Without NVML faults come from the kernel's log, and work of a
-//! GPU is taken for granted: a job must not be ended because nobody could tell.
+//! NVML is asked only once the job has a GPU's device open. Without NVML, faults are read from the kernel's log, and
+//! GPUs count as working: a job must not be ended because their state is unknown.
 
 use std::fmt;
 use std::sync::atomic::{AtomicI32, Ordering};
@@ -12,31 +12,32 @@ use nvml_wrapper::enums::event::XidError;
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::{Device, Nvml};
 
+use super::kin::{Kin, Named, Whose};
 use super::kmsg::{KernelLog, Notice};
-use rekindle_os::process;
+use rekindle_os::{clock, process};
 
 /// A fault of a GPU that the job uses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Fault {
     /// Its UUID, or its PCI address if it is from the kernel's log.
     pub gpu: String,
-    /// The driver's number.
+    /// The number of the fault (Xid).
     pub xid: u32,
+    /// Whose process it struck.
+    pub whose: Whose,
+    /// When, since the boot.
+    pub at: Duration,
 }
 
 /// How often to check whether a job has started to use a GPU.
 const LOOK: Duration = Duration::from_secs(5);
-/// How long NVML waits for an event at a time, milliseconds; the end of the job shows in between.
+/// How long NVML waits for an event at a time, in milliseconds; in between, the end of the job is noticed.
 const WAIT_MS: u32 = 2000;
 
 /// Whether one of the processes has a device of the driver open.
 fn uses_gpu(pids: &[i32]) -> bool {
-    pids.iter().any(|pid| {
-        let fds = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
-        fds.into_iter().any(|fd| {
-            std::fs::read_link(fd.path()).is_ok_and(|to| to.as_os_str().as_encoded_bytes().starts_with(b"/dev/nvidia"))
-        })
-    })
+    let mut targets = pids.iter().flat_map(|pid| process::descriptors(*pid));
+    targets.any(|(_, target)| target.as_os_str().as_encoded_bytes().starts_with(b"/dev/nvidia"))
 }
 
 fn load() -> Option<Nvml> {
@@ -47,14 +48,15 @@ fn devices(nvml: &Nvml) -> Vec<Device<'_>> {
     (0..nvml.device_count().unwrap_or(0)).filter_map(|index| nvml.device_by_index(index).ok()).collect()
 }
 
-/// Whether it runs one of the processes; None if unknown. In a container the driver's pids may be different.
+/// Whether one of the processes runs on the device; `None` if unknown. In a container the driver's pids may be
+/// different.
 fn runs(device: &Device<'_>, pids: &[i32]) -> Option<bool> {
     let on_it = device.running_compute_processes().ok()?;
     let ours = |pid: u32| i32::try_from(pid).is_ok_and(|pid| pids.contains(&pid));
     if on_it.iter().any(|process| ours(process.pid)) {
         return Some(true);
     }
-    // Those that are not there for us may be ours under another number.
+    // Pids that do not exist here may be ours under another number.
     let strangers = on_it.iter().any(|process| !std::path::Path::new(&format!("/proc/{}", process.pid)).exists());
     if strangers { None } else { Some(false) }
 }
@@ -63,7 +65,7 @@ fn runs(device: &Device<'_>, pids: &[i32]) -> Option<bool> {
 #[derive(Default)]
 pub(crate) struct GpuWork {
     nvml: Option<Nvml>,
-    /// The driver's time of the newest sample that was looked at, microseconds.
+    /// The driver's time stamp of the newest sample seen, microseconds.
     until: u64,
 }
 
@@ -74,9 +76,9 @@ impl fmt::Debug for GpuWork {
 }
 
 impl GpuWork {
-    /// Another life.
+    /// A new life begins.
     pub(crate) fn forget(&mut self) {
-        // The driver's samples go back for some seconds: those of the life before are not this one's.
+        // The driver keeps samples for some seconds: those of the previous life do not count.
         self.until = 0;
     }
 
@@ -100,7 +102,7 @@ impl GpuWork {
                     newest = fresh.clone().map(|sample| sample.timestamp).fold(newest, u64::max);
                     working |= fresh.clone().any(|sample| sample.sm_util > 0 && ours(sample.pid));
                 }
-                // No samples since; or a driver, a mode (MIG) or a GPU that has none.
+                // No new samples; or a driver, a mode (MIG) or a GPU without samples.
                 Err(NvmlError::NotFound) => {}
                 Err(_) => {
                     let busy = device.utilization_rates().map_or(true, |rates| rates.gpu > 0);
@@ -113,9 +115,9 @@ impl GpuWork {
     }
 }
 
-/// Reports faults of the GPUs that the job uses, for as long as `report` answers that somebody listens. `root` is the pid of
-/// the job's root, 0 while there is none.
-pub(crate) fn watch_faults(root: &AtomicI32, report: impl Fn(Fault) -> bool) {
+/// Reports faults of the GPUs that the job uses, as long as `report` returns true. `root` is the pid of the job's root,
+/// 0 while there is none.
+pub(crate) fn watch_faults(root: &AtomicI32, kin: &Kin, report: impl Fn(Fault) -> bool) {
     let pids = || match root.load(Ordering::Relaxed) {
         0 => Vec::new(),
         root => process::tree(root),
@@ -124,12 +126,62 @@ pub(crate) fn watch_faults(root: &AtomicI32, report: impl Fn(Fault) -> bool) {
         std::thread::sleep(LOOK);
     }
     match load() {
-        Some(nvml) if events_of(&nvml, &pids, &report).is_ok() => {}
-        _ => log_of(&pids, &report),
+        Some(nvml) if events_of(&nvml, &pids, kin, &report).is_ok() => {}
+        _ => log_of(kin, &report),
     }
 }
 
-fn events_of(nvml: &Nvml, pids: &impl Fn() -> Vec<i32>, report: &impl Fn(Fault) -> bool) -> Result<(), NvmlError> {
+/// The lines of the log that no event has come for yet.
+#[derive(Debug, Default)]
+struct Lines {
+    log: Option<KernelLog>,
+    waiting: Vec<(String, u32, Option<Named>)>,
+}
+
+/// How much later than the event its line may be there.
+const LATE: Duration = Duration::from_millis(50);
+
+impl Lines {
+    /// The process that the log names for this fault. NVML does not say.
+    fn take(&mut self, gpu: Option<&str>, xid: u32) -> Option<Named> {
+        for attempt in 0..2 {
+            if attempt > 0 {
+                std::thread::sleep(LATE);
+            }
+            let read = self.log.as_mut().map(KernelLog::read).unwrap_or_default();
+            self.waiting.extend(read.into_iter().filter_map(|(_, notice)| match notice {
+                Notice::Xid { gpu, xid, process } => Some((gpu, xid, process)),
+                Notice::OutOfMemory { .. } => None,
+            }));
+            let is_it = |(at, number, _): &(String, u32, Option<Named>)| {
+                *number == xid && gpu.is_none_or(|gpu| is_same_gpu(gpu, at))
+            };
+            if let Some(at) = self.waiting.iter().position(is_it) {
+                return self.waiting.drain(..=at).next_back()?.2;
+            }
+        }
+        None
+    }
+}
+
+/// NVML writes `00000000:3B:00.0`, the log `0000:3b:00`.
+fn is_same_gpu(nvml: &str, log: &str) -> bool {
+    let device = nvml.to_lowercase();
+    let device = device.split('.').next().unwrap_or_default();
+    let (Some((domain, place)), Some((other, there))) = (device.split_once(':'), log.split_once(':')) else {
+        return false;
+    };
+    let number = |text: &str| u32::from_str_radix(text, 16).ok();
+    place == there && number(domain) == number(other)
+}
+
+fn events_of(
+    nvml: &Nvml,
+    pids: &impl Fn() -> Vec<i32>,
+    kin: &Kin,
+    report: &impl Fn(Fault) -> bool,
+) -> Result<(), NvmlError> {
+    let mut lines = Lines { log: KernelLog::from_now().ok(), waiting: Vec::new() };
     let mut set = nvml.create_event_set()?;
     let mut registered = false;
     for device in devices(nvml) {
@@ -148,12 +200,15 @@ fn events_of(nvml: &Nvml, pids: &impl Fn() -> Vec<i32>, report: &impl Fn(Fault) 
                     Some(XidError::Value(xid)) => u32::try_from(xid).unwrap_or(u32::MAX),
                     _ => continue,
                 };
-                // One that is lost cannot be asked who uses it.
-                if runs(&event.device, &pids()) == Some(false) {
+                let at = clock::since_boot();
+                let place = event.device.pci_info().ok().map(|pci| pci.bus_id);
+                let whose = kin.whose(lines.take(place.as_deref(), xid));
+                // A lost GPU cannot be asked for its processes.
+                if whose != Whose::Job && runs(&event.device, &pids()) == Some(false) {
                     continue;
                 }
                 let gpu = event.device.uuid().unwrap_or_else(|_| "a GPU".into());
-                if !report(Fault { gpu, xid }) {
+                if !report(Fault { gpu, xid, whose, at }) {
                     return Ok(());
                 }
             }
@@ -163,14 +218,15 @@ fn events_of(nvml: &Nvml, pids: &impl Fn() -> Vec<i32>, report: &impl Fn(Fault) 
     }
 }
 
-fn log_of(pids: &impl Fn() -> Vec<i32>, report: &impl Fn(Fault) -> bool) {
+fn log_of(kin: &Kin, report: &impl Fn(Fault) -> bool) {
     let Ok(mut log) = KernelLog::from_now() else { return };
     loop {
-        std::thread::sleep(Duration::from_millis(u64::from(WAIT_MS)));
+        log.wait(Duration::from_millis(u64::from(WAIT_MS)));
+        // The log has a clock of its own.
+        let at = clock::since_boot();
         for (_, notice) in log.read() {
-            if let Notice::Xid { gpu, xid, pid } = notice
-                && pid.is_none_or(|pid| pids().contains(&pid))
-                && !report(Fault { gpu, xid })
+            if let Notice::Xid { gpu, xid, process } = notice
+                && !report(Fault { gpu, xid, whose: kin.whose(process), at })
             {
                 return;
             }
@@ -181,6 +237,19 @@ fn log_of(pids: &impl Fn() -> Vec<i32>, report: &impl Fn(Fault) -> bool) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_event_and_its_line_are_of_the_same_gpu() {
+        assert!(is_same_gpu("00000000:3B:00.0", "0000:3b:00"));
+        assert!(is_same_gpu("00000001:EA:00.0", "0001:ea:00"));
+        assert!(!is_same_gpu("00000000:3B:00.0", "0000:3c:00") && !is_same_gpu("00000000:3B:00.0", "0001:3b:00"));
+        let named = |pid| Some(Named { pid, name: None });
+        let line = |gpu: &str, xid, pid| (gpu.to_owned(), xid, named(pid));
+        let waiting = vec![line("0000:3b:00", 45, 7), line("0000:3c:00", 109, 8), line("0000:3b:00", 109, 9)];
+        let mut lines = Lines { log: None, waiting };
+        assert_eq!(lines.take(Some("00000000:3B:00.0"), 109), named(9));
+        assert_eq!(lines.take(Some("00000000:3B:00.0"), 109), None);
+    }
 
     #[test]
     fn a_process_without_the_driver_uses_no_gpu() {

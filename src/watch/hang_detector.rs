@@ -1,4 +1,5 @@
-//! The thread that notices when a job makes no progress: it looks at what the job prints, uses and says, on its own time.
+//! The thread that notices when a job makes no progress. It checks the job's output, processor and GPU time, and
+//! watchdog messages.
 //!
 //! It learns which life runs, and when its clocks must stop: while a snapshot is taken, while the job is suspended,
 //! being restored or without all of its memory. Activity in that time does not count: CRIU's own work in the job (its
@@ -21,33 +22,33 @@ use rekindle_os::process;
 /// Messages to it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Order {
-    /// Another life, with this number and this pid of its root. Its clocks are stopped until they are started.
+    /// A new life, with this number and this pid of its root. Its clocks are stopped until they are started.
     Life(u32, i32),
-    /// The clocks count.
+    /// Start the clocks.
     Go,
-    /// The clocks are stopped.
+    /// Stop the clocks.
     Hold,
 }
 
-/// What it reports.
+/// A report.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Finding {
-    /// No output for so long; it is worth a line in the log.
+    /// No output for this time, which is logged.
     Silent(Duration),
     /// Something has been missing for longer than allowed.
     Hung {
-        /// What.
+        /// The missing activity.
         what: Missing,
-        /// For so long.
+        /// For how long.
         idle: Duration,
-        /// Where the stacks are.
+        /// The file with the stacks.
         stacks: Option<PathBuf>,
     },
     /// The missing activity has returned.
     GoesOn(Missing),
 }
 
-/// What is looked at.
+/// The detector and what it watches.
 #[derive(Debug)]
 pub(crate) struct HangDetector {
     clocks: Vec<(Missing, Clock)>,
@@ -64,7 +65,7 @@ pub(crate) struct HangDetector {
     gpu: GpuWork,
 }
 
-/// What was there when it was looked last.
+/// The values at the last check.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Seen {
     lengths: [u64; 2],
@@ -74,7 +75,7 @@ struct Seen {
 }
 
 impl HangDetector {
-    /// The configured clocks; none without any.
+    /// A detector with the configured clocks; `None` without any.
     #[must_use]
     pub(crate) fn new(
         watch: &Watch,
@@ -91,7 +92,7 @@ impl HangDetector {
             wanted.into_iter().filter_map(|(what, patience)| Some((what, Clock::new(patience.limit()?)))).collect();
         let silence = watch.log_silence_after.limit().map(Clock::new);
         let shortest = clocks.iter().map(|(_, clock)| clock).chain(&silence).map(Clock::limit).min()?;
-        // A tenth of a limit more or less is nothing to somebody who waits for it; a silence alone is no hurry.
+        // A tenth of a limit is precise enough; a silence alone is not urgent.
         let longest = Duration::from_secs(if clocks.is_empty() { 60 } else { 10 });
         let pause = (shortest / 10).clamp(Duration::from_millis(20), longest);
         let files = [files.stdout.clone(), files.stderr.clone()];
@@ -99,11 +100,11 @@ impl HangDetector {
         Some(HangDetector { clocks, silence, files, beats, logs, pause, life: 0, root: None, seen, gpu })
     }
 
-    /// Watches until nobody gives orders any more.
+    /// Runs until the sender of orders is gone.
     pub(crate) fn keep(mut self, orders: &Receiver<Order>, report: impl Fn(u32, Finding)) {
         let mut going = false;
         loop {
-            // Nothing to look at: no time limit, an idle job costs nothing.
+            // While the clocks are stopped there is nothing to check: an idle job costs nothing.
             let order = if going { orders.recv_timeout(self.pause) } else { orders.recv().map_err(Into::into) };
             let now = Instant::now();
             match order {
@@ -133,7 +134,7 @@ impl HangDetector {
         self.clocks.iter_mut().map(|(_, clock)| clock).chain(&mut self.silence)
     }
 
-    /// Takes the current values as seen.
+    /// Takes the current values as the last seen ones.
     fn rebase(&mut self, now: Instant) {
         let lengths = self.lengths();
         self.seen = Seen { lengths, ticks: self.ticks(), at: Some(now), beats: self.beats.load(Ordering::Relaxed) };
@@ -147,7 +148,7 @@ impl HangDetector {
         self.clocks.iter().any(|(what, _)| *what == wanted)
     }
 
-    /// Of all processes of the job, with those that have ended and were waited for.
+    /// Processor time of all processes of the job, including those that have ended and were waited for.
     fn ticks(&self) -> u64 {
         let Some(root) = self.root.filter(|_| self.watches(Missing::Work)) else { return 0 };
         process::tree(root).into_iter().filter_map(process::cpu_ticks).sum()
@@ -169,7 +170,7 @@ impl HangDetector {
 
     fn look_at_output(&mut self, now: Instant, report: &impl Fn(u32, Finding)) {
         let lengths = self.lengths();
-        // A file that is shorter was rotated, which only one that has grown is.
+        // A shorter file was rotated, which happens only to one that has grown.
         if lengths != self.seen.lengths {
             self.seen.lengths = lengths;
             self.progress(Missing::Output, now, report);
@@ -196,7 +197,7 @@ impl HangDetector {
         }
         let due: Vec<(Missing, Duration)> =
             self.clocks.iter_mut().filter_map(|(what, clock)| Some((*what, clock.due(now)?))).collect();
-        // One is enough to act upon; the stacks are the same.
+        // One is enough to act on; the stacks are the same.
         if let Some((what, idle)) = due.into_iter().next() {
             let stacks = self.root.and_then(|root| stacks::keep(root, &self.logs, what, idle));
             report(self.life, Finding::Hung { what, idle, stacks });
@@ -204,10 +205,10 @@ impl HangDetector {
     }
 }
 
-/// Whether that much processor time in so long is work: 1 % of a processor. Less is what threads use that only wait and look
-/// at the clock. A tick is 10 ms (`USER_HZ` is 100 on every Linux).
+/// Whether this much processor time counts as work: 1 % of a processor. Threads that only wait and check the clock use
+/// less. A tick is 10 ms (`USER_HZ` is 100 on every Linux).
 fn worked(before: u64, now: u64, over: Duration) -> bool {
-    // Less than before: a process has ended and its parent has not waited for it yet.
+    // Less than before: a process has ended, and its parent has not waited for it yet.
     let Some(used) = now.checked_sub(before) else { return true };
     u128::from(used) * 10 * 100 >= over.as_millis() && used > 0
 }

@@ -1,19 +1,23 @@
-//! The kernel's log: what it says of processes that it killed for want of memory, and of GPU faults.
+//! The kernel's log: messages about processes killed for lack of memory, and about GPU faults.
 //!
 //! It is a second source, read through a descriptor positioned at the start of the life. In a container it is often
-//! missing or not readable; then it tells nothing.
+//! missing or not readable; then there are no messages.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom};
+use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::time::Duration;
 
-/// What a line says that concerns a job.
+use super::kin::Named;
+use rekindle_os::exits;
+
+/// A message that concerns a job.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Notice {
-    /// The kernel killed this process for want of memory; the pid is that of the first PID namespace.
+    /// The kernel killed this process for lack of memory; the pid is that of the initial PID namespace.
     OutOfMemory {
-        /// Which.
+        /// The process.
         pid: i32,
         /// Its name, at most 15 bytes.
         name: String,
@@ -25,7 +29,7 @@ pub(crate) enum Notice {
         /// The number.
         xid: u32,
         /// The process, if the driver knows it.
-        pid: Option<i32>,
+        process: Option<Named>,
     },
 }
 
@@ -36,19 +40,27 @@ pub(crate) struct KernelLog {
 }
 
 impl KernelLog {
-    /// What is logged from now on.
+    /// Reads messages from now on.
     ///
     /// # Errors
-    /// When there is none for us.
+    /// When we cannot read it.
     pub(crate) fn from_now() -> io::Result<KernelLog> {
         let mut file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open("/dev/kmsg")?;
         file.seek(SeekFrom::End(0))?;
         Ok(KernelLog { file })
     }
 
-    /// What it has said since, or since the last call, with the time since the machine's start.
+    /// Waits until there is something to read, at most so long.
+    pub(crate) fn wait(&self, limit: Duration) {
+        // Where the kernel refuses, it is as if nothing had come.
+        if exits::wait(&[self.file.as_fd()], Some(limit)).is_err() {
+            std::thread::sleep(limit);
+        }
+    }
+
+    /// The messages since then, or since the last call, with the time since the machine's boot.
     pub(crate) fn read(&mut self) -> Vec<(Duration, Notice)> {
-        /// One record (`CONSOLE_EXT_LOG_MAX`, kernel/printk).
+        /// Maximum size of a record (`CONSOLE_EXT_LOG_MAX`, kernel/printk).
         const RECORD: usize = 8192;
         let (mut found, mut buffer) = (Vec::new(), [0; RECORD]);
         loop {
@@ -56,13 +68,13 @@ impl KernelLog {
                 Ok(0) => return found,
                 Ok(length) => {
                     let record = String::from_utf8_lossy(buffer.get(..length).unwrap_or_default()).into_owned();
-                    // "priority,number,time,flags;text", then lines that begin with a blank.
+                    // "priority,number,time,flags;text", then lines that begin with a space.
                     let Some((head, text)) = record.split_once(';') else { continue };
                     let at = head.split(',').nth(2).and_then(|micros| micros.parse().ok()).unwrap_or_default();
                     let notice = text.lines().next().and_then(parse);
                     found.extend(notice.map(|notice| (Duration::from_micros(at), notice)));
                 }
-                // What was not read in time is overwritten; the next read goes on behind it (EPIPE).
+                // Messages that were not read in time are overwritten; the next read continues after them (EPIPE).
                 Err(error) if error.raw_os_error() == Some(libc::EPIPE) => {}
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(_) => return found,
@@ -71,7 +83,7 @@ impl KernelLog {
     }
 }
 
-/// What this line says, if it concerns us.
+/// Parses a line, if it concerns us.
 #[must_use]
 pub(crate) fn parse(line: &str) -> Option<Notice> {
     killed(line).or_else(|| xid(line))
@@ -82,7 +94,7 @@ fn killed(line: &str) -> Option<Notice> {
     let (before, rest) = line.split_once("ut of memory: Killed process ")?;
     before.ends_with(['O', 'o']).then_some(())?;
     let (pid, rest) = rest.split_once(" (")?;
-    // The name may hold any byte but its end.
+    // The name may contain any byte.
     let (name, _) = rest.split_once(") total-vm:").or_else(|| rest.split_once(')'))?;
     Some(Notice::OutOfMemory { pid: pid.parse().ok()?, name: name.to_owned() })
 }
@@ -96,7 +108,11 @@ fn xid(line: &str) -> Option<Notice> {
     let pid = rest.trim_start().strip_prefix("pid=");
     let digits = |text: &str| text.chars().take_while(char::is_ascii_digit).collect::<String>();
     let pid = pid.and_then(|text| digits(text).parse().ok());
-    Some(Notice::Xid { gpu: gpu.trim_start_matches("PCI:").to_owned(), xid, pid })
+    let name = rest.split_once(" name=").map(|(_, text)| text.split(", ").next().unwrap_or(text));
+    // Some drivers write the number alone.
+    let name = name.map(|name| name.trim_end_matches(',')).filter(|name| !name.is_empty() && *name != "<unknown>");
+    let process = pid.map(|pid| Named { pid, name: name.map(ToOwned::to_owned) });
+    Some(Notice::Xid { gpu: gpu.trim_start_matches("PCI:").to_owned(), xid, process })
 }
 
 #[cfg(test)]
@@ -117,16 +133,28 @@ mod tests {
 
     #[test]
     fn xid_lines_of_several_drivers_are_understood() {
-        let fault = |gpu: &str, xid, pid| Some(Notice::Xid { gpu: gpu.into(), xid, pid });
+        let fault = |gpu: &str, xid, process: Option<(i32, Option<&str>)>| {
+            let process = process.map(|(pid, name)| Named { pid, name: name.map(Into::into) });
+            Some(Notice::Xid { gpu: gpu.into(), xid, process })
+        };
         for (line, expected) in [
             (
                 "NVRM: Xid (PCI:0000:3b:00): 79, pid=4711, name=python3, GPU has fallen off the bus.",
-                fault("0000:3b:00", 79, Some(4711)),
+                fault("0000:3b:00", 79, Some((4711, Some("python3")))),
             ),
             (
                 "NVRM: Xid (PCI:0000:10:1c): 63, pid=1896, Row Remapper: New row marked for remapping, reset gpu to activate.",
-                fault("0000:10:1c", 63, Some(1896)),
+                fault("0000:10:1c", 63, Some((1896, None))),
             ),
+            (
+                "NVRM: Xid (PCI:0000:e4:00): 43, pid=30217, name=pt_main_thread, channel 0x00000008",
+                fault("0000:e4:00", 43, Some((30217, Some("pt_main_thread")))),
+            ),
+            (
+                "NVRM: Xid (PCI:0000:e4:00): 109, pid=30218, name=pt_main_thread, channel 0x00000008, errorString CTX SWITCH TIMEOUT, Info 0x4c00a",
+                fault("0000:e4:00", 109, Some((30218, Some("pt_main_thread")))),
+            ),
+            ("NVRM: Xid (PCI:0000:5d:00): 45, pid=99, name=a b", fault("0000:5d:00", 45, Some((99, Some("a b"))))),
             (
                 "NVRM: Xid (PCI:0000:cb:00): 13, pid='<unknown>', name=<unknown>, Graphics SM Warp Exception on (GPC 7, TPC 0, SM 0)",
                 fault("0000:cb:00", 13, None),
@@ -141,7 +169,7 @@ mod tests {
         }
     }
 
-    /// What is written into the log is read back with what came before it left out.
+    /// A message written to the log is read back; earlier messages are not.
     #[test]
     fn the_log_is_read_from_where_it_was_opened() {
         if !rekindle_testing::root() {

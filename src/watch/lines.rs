@@ -1,8 +1,8 @@
-//! The job's output, line by line as it comes, held against the rules.
+//! Compares each new line of the job's output with the rules.
 //!
-//! A thread of its own reads the output files, like the follower but without its terminal. It costs little whatever the job
-//! prints: it looks at most every `REST`, at no more than `AT_ONCE` of each file, and skips the rest. Of a line it sees the
-//! first `LINE` bytes. A rule is reported once for each life.
+//! A separate thread reads the output files, like the follower but without a terminal. Its cost is limited: it reads at
+//! most every `REST`, at most `AT_ONCE` of each file, and skips the rest. Only the first `LINE` bytes of a line are
+//! compared. Each rule is reported once per life.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -18,25 +18,25 @@ use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 
 use crate::config::{Match, Rule};
 
-/// Between two looks.
+/// Pause between two reads.
 const REST: Duration = Duration::from_millis(50);
-/// How soon it is seen that another life began, which may have written before that was said, in milliseconds.
+/// How soon a new life is noticed, which may have written output before, in milliseconds.
 const TURN: u16 = 1000;
-/// Of each file at one look: 5 MB a second.
+/// Maximum bytes of each file per read: 5 MB per second.
 const AT_ONCE: u64 = 256 << 10;
-/// Of a line.
+/// Maximum bytes of a line.
 const LINE: usize = 16 << 10;
-/// Lines that an end is held against.
+/// Number of last lines that are compared at an end.
 pub(crate) const LAST: usize = 200;
-/// Of each file, for those.
+/// Bytes of each file that are read for those lines.
 const LAST_BYTES: u64 = 256 << 10;
 
-/// Which life writes, and from where in the files on.
+/// The present life, and the offsets where its output begins.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Turn(Arc<Mutex<(u32, [u64; 2])>>);
 
 impl Turn {
-    /// A life begins, at these lengths of the files; 0 is none.
+    /// A life begins, with these lengths of the files; 0 means none.
     pub(crate) fn set(&self, life: u32, from: [u64; 2]) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = (life, from);
     }
@@ -46,7 +46,7 @@ impl Turn {
     }
 }
 
-/// A line that fits a rule.
+/// A line that matches a rule.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Hit {
     /// The life that wrote it.
@@ -57,7 +57,7 @@ pub(crate) struct Hit {
     pub line: String,
 }
 
-/// Compares output with the rules; ends when `report` answers that nobody listens. Returns at once without such a rule.
+/// Compares output with the rules; ends when `report` returns false. Returns at once without such a rule.
 ///
 /// # Errors
 /// When the files cannot be watched.
@@ -101,25 +101,25 @@ pub(crate) fn watch(files: [PathBuf; 2], rules: &[Rule], turn: &Turn, report: im
     }
 }
 
-/// For people.
+/// A line shortened for people.
 #[must_use]
 pub(crate) fn shown(line: &[u8]) -> String {
     const SHOWN: usize = 300;
     String::from_utf8_lossy(line).chars().map(|c| if c.is_control() { ' ' } else { c }).take(SHOWN).collect()
 }
 
-/// The last lines that a life wrote, of both files; it began at these lengths.
+/// The last lines that a life wrote to both files; it began at these lengths.
 #[must_use]
 pub(crate) fn last(files: [&Path; 2], from: [u64; 2]) -> Vec<Vec<u8>> {
     let mut all = Vec::new();
     for (file, from) in files.into_iter().zip(from) {
         let Ok(mut tail) = Tail::open(file) else { continue };
-        // One that is shorter was rotated in this life.
+        // A shorter file was rotated in this life.
         let length = tail.length();
         let from = if from <= length { from } else { 0 };
         tail.begin(from.max(length.saturating_sub(LAST_BYTES)));
         let mut lines = tail.lines();
-        // Text without an end of line counts, too.
+        // Text without a line end counts, too.
         lines.extend(Some(std::mem::take(&mut tail.rest)).filter(|rest| !rest.is_empty()));
         let beyond = lines.len().saturating_sub(LAST);
         all.extend(lines.into_iter().skip(beyond));
@@ -131,7 +131,7 @@ pub(crate) fn last(files: [&Path; 2], from: [u64; 2]) -> Vec<Vec<u8>> {
 struct Tail {
     file: File,
     at: u64,
-    /// The begin of a line whose end has not come.
+    /// The beginning of an incomplete line.
     rest: Vec<u8>,
 }
 
@@ -149,11 +149,11 @@ impl Tail {
         self.rest.clear();
     }
 
-    /// The lines that have come to their end since, as far as they are looked at.
+    /// The lines completed since the last call, within the limits.
     fn lines(&mut self) -> Vec<Vec<u8>> {
         let length = self.length();
         if length < self.at {
-            // Rotated, or put back.
+            // The file was rotated or cut.
             self.begin(0);
         }
         if length - self.at > AT_ONCE {
@@ -215,7 +215,7 @@ mod tests {
         writer.set_len(0).unwrap();
         writeln!(writer, "anew").unwrap();
         assert_eq!(texts(tail.lines()), ["anew"]);
-        // A flood: only its end is looked at.
+        // After a flood, only the end is read.
         for _ in 0..100 {
             writeln!(writer, "{}", "y".repeat(9999)).unwrap();
         }
@@ -251,7 +251,7 @@ mod tests {
         let (paths, thread_turn) = (files.clone(), turn.clone());
         std::thread::spawn(move || watch(paths, &rules, &thread_turn, |hit| sender.send(hit).is_ok()).unwrap());
         let mut writer = OpenOptions::new().append(true).open(&files[0]).unwrap();
-        // Until the thread watches.
+        // Wait until the thread watches.
         let first = loop {
             writeln!(writer, "loss nan").unwrap();
             if let Ok(hit) = hits.recv_timeout(Duration::from_millis(20)) {

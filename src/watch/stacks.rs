@@ -1,13 +1,13 @@
-//! What the processes of a job that hangs are at: `log/stacks-N.txt` in the job's folder.
+//! Records the stacks of a hung job's processes: `log/stacks-N.txt` in the job's folder.
 //!
 //! For each task its state and what it waits for in the kernel (wchan, stack); for each process the stacks of its own
 //! code, if a tool is installed: py-spy for Python, else eu-stack, else gdb. Time, size and the number of files are
 //! bounded.
 //!
-//! Such a tool parses what the process has in its memory and its files, which may be made to break it. So it runs as the user of
-//! the process it looks at, with that user's group only, without a capability, and with nothing of our environment: a tool
-//! that was taken over can do what the job can. Where that user may not look (kernel.yama.ptrace_scope), there are no stacks
-//! but the kernel's.
+//! Such a tool parses the memory and files of the process, which may be crafted to exploit it. So it runs as the user
+//! of that process, with that user's group only, without capabilities, and without our environment: an exploited tool
+//! can do no more than the job. If that user may not trace the process (kernel.yama.ptrace_scope), only the kernel's
+//! stacks are recorded.
 
 use std::fmt::Write as _;
 use std::io::Read;
@@ -20,22 +20,22 @@ use rekindle_engine::launch::find_program;
 use rekindle_os::process;
 use rekindle_os::spawn::Spawn;
 
-/// So many files are kept, the newest.
+/// Number of files kept, the newest ones.
 const KEPT: usize = 5;
-/// Of a file. What is written first is the kernel's side of every task, which is short.
+/// Maximum size of a file. The kernel's part, which is short, is written first.
 const LARGEST: usize = 2 << 20;
-/// Of what a tool says of one process.
+/// Maximum bytes of a tool's output for one process.
 const TOOL_LARGEST: usize = 256 << 10;
-/// How long a tool may take for one process, which is stopped in that time.
+/// Time limit for a tool per process, which is stopped during that time.
 const TOOL_TIME: Duration = Duration::from_secs(5);
-/// Memory of its own that a tool may have: symbols of PyTorch take gdb some 2 GiB.
+/// Memory limit of a tool: for symbols of PyTorch, gdb needs some 2 GiB.
 const TOOL_MEMORY: u64 = 4 << 30;
-/// How long all tools may take: the restart of the job waits for them.
+/// Time limit for all tools: the restart of the job waits for them.
 const TOOLS_TIME: Duration = Duration::from_secs(20);
-/// Tasks that are looked at.
+/// Maximum number of tasks that are recorded.
 const TASKS: usize = 512;
 
-/// Writes the stacks of the processes of the tree. Answers the file; none if it cannot be written.
+/// Writes the stacks of the processes of the tree. Returns the file; `None` if it cannot be written.
 pub(crate) fn keep(root: i32, logs: &Path, what: Missing, idle: Duration) -> Option<PathBuf> {
     let path = logs.join(format!("stacks-{}.txt", newest(logs).map_or(1, |n| n.saturating_add(1))));
     let mut text = capture(root, what, idle);
@@ -83,11 +83,11 @@ fn capture(root: i32, what: Missing, idle: Duration) -> String {
         task(&mut text, pid, tid);
     }
     for pid in &pids {
-        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+        let status = process::text(*pid, "status").unwrap_or_default();
         let _ = writeln!(text, "\n== status of process {pid}\n{status}");
     }
     let until = Instant::now() + TOOLS_TIME;
-    // The reaper has no stack worth seeing.
+    // The stack of the reaper is of no interest.
     for pid in pids.iter().filter(|pid| **pid != root) {
         let _ = writeln!(text, "\n== stacks of process {pid}");
         match tool(*pid) {
@@ -114,9 +114,9 @@ fn capture(root: i32, what: Missing, idle: Duration) -> String {
     text
 }
 
-/// What the kernel tells of a task.
+/// Writes the kernel's information about a task.
 fn task(text: &mut String, pid: i32, tid: i32) {
-    let read = |name: &str| std::fs::read_to_string(format!("/proc/{pid}/task/{tid}/{name}")).unwrap_or_default();
+    let read = |name: &str| process::text(pid, &format!("task/{tid}/{name}")).unwrap_or_default();
     let line = |name: &str| read(name).trim().to_owned();
     let state = process::state(tid).unwrap_or('?');
     let inner = process::inner_pid(tid).unwrap_or(tid);
@@ -130,12 +130,12 @@ fn task(text: &mut String, pid: i32, tid: i32) {
     text.push_str(&read("stack"));
 }
 
-/// Where the kernel says who may look at a process, and the name of that setting.
+/// The kernel setting that restricts tracing, as a file and as a name.
 const YAMA: (&str, &str) = ("/proc/sys/kernel/yama/ptrace_scope", "kernel.yama.ptrace_scope is");
 const NOT_ALLOWED: &str =
     "another process of the same user may not look at this one. Stacks need 0; nothing is run as root for them";
 
-/// The value, if it forbids this.
+/// Its value, if it forbids this.
 fn yama() -> Option<u32> {
     let scope = std::fs::read_to_string(YAMA.0).ok()?.trim().parse().ok()?;
     (scope > 0).then_some(scope)
@@ -143,19 +143,13 @@ fn yama() -> Option<u32> {
 
 /// User and group of a process that has only one of each.
 fn user_of(pid: i32) -> Option<(u32, u32)> {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    let only = |field: &str| -> Option<u32> {
-        let line = status.lines().find_map(|line| line.strip_prefix(field))?;
-        let ids: Vec<u32> = line.split_whitespace().map(str::parse).collect::<Result<_, _>>().ok()?;
-        let first = ids.first().copied()?;
-        ids.iter().all(|id| *id == first).then_some(first)
-    };
-    Some((only("Uid:")?, only("Gid:")?))
+    let only = |ids: Vec<u32>| ids.first().copied().filter(|first| ids.iter().all(|id| id == first));
+    Some((only(process::user_ids(pid)?)?, only(process::group_ids(pid)?)?))
 }
 
 type Call = (&'static str, PathBuf, Vec<String>);
 
-/// What can tell the stacks of this process here.
+/// The installed tool for this process.
 fn tool(pid: i32) -> Option<Call> {
     let path = std::env::var_os("PATH");
     let find = |name: &str| find_program(name.as_ref(), Path::new("/"), path.as_deref()).ok();
@@ -173,7 +167,7 @@ fn tool(pid: i32) -> Option<Call> {
     is_python.then(py_spy).flatten().or_else(eu_stack).or_else(gdb)
 }
 
-/// What it prints, and a line on what went wrong.
+/// Its output, and a line about what failed.
 fn run(program: &Path, args: &[String], user: (u32, u32), limit: Duration) -> String {
     match output(program, args, user, limit) {
         Ok(text) => text,
@@ -186,9 +180,9 @@ fn output(program: &Path, args: &[String], user: (u32, u32), limit: Duration) ->
     let fds = (OwnedFd::from(file.try_clone()?), OwnedFd::from(file.try_clone()?));
     let bytes = TOOL_LARGEST as u64;
     let most = |value| libc::rlimit { rlim_cur: value, rlim_max: value };
-    // gdb looks for a shell there, and starts none.
+    // gdb looks for a shell there, but starts none.
     let environment = [("PATH", "/usr/bin:/bin")];
-    // A child that the supervisor knows: the others it takes for what a failed restore left, and reaps them.
+    // Started as a known child: the supervisor takes unknown children for those of a failed restore, and reaps them.
     let spawn = Spawn::new(program, args).map_err(std::io::Error::other)?;
     let child = spawn
         .environment(environment)
@@ -234,7 +228,7 @@ mod tests {
         std::fs::write(dir.path().join("stacks-x.txt"), "another's").unwrap();
         let own = i32::try_from(std::process::id()).unwrap();
         for n in 1..=7 {
-            // Its own root: no tool is run on it.
+            // This process is its own root, so no tool is run on it.
             let path = keep(own, dir.path(), Missing::Output, Duration::from_millis(2500)).unwrap();
             assert_eq!(path, dir.path().join(format!("stacks-{n}.txt")));
         }

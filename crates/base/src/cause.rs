@@ -8,6 +8,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::Ended;
+use super::notice::{Cloud, Kind};
 use super::xid::{self, Remedy};
 
 /// Why a life ended.
@@ -26,48 +27,64 @@ pub enum Cause {
         /// The signal number.
         signal: i32,
     },
+    /// One of its processes was killed by a signal, and it was ended for that.
+    ProcessDied {
+        /// The process, as the job sees it.
+        pid: i32,
+        /// Its name, at most 15 bytes.
+        name: String,
+        /// The signal number.
+        signal: i32,
+    },
     /// The kernel killed it, or one of its processes, because memory ran out.
     OutOfMemory,
     /// A GPU that it used failed.
     GpuFault {
-        /// The driver's number for the fault.
+        /// The driver's number of the fault (Xid).
         xid: u32,
     },
-    /// It made no progress, and was ended for that.
+    /// It made no progress, and was killed for that.
     Hang {
         /// What was missing.
         what: Missing,
     },
-    /// A snapshot could not set it going again.
+    /// It could not be resumed after a snapshot.
     SnapshotLost,
     /// The rest of its memory could not be loaded: only in events of earlier versions, and in rules.
     MemoryLost,
     /// Its output showed that the training went wrong.
     BadTraining {
-        /// The rule that saw it, counted from 1.
+        /// The matching rule, counted from 1.
         rule: usize,
     },
     /// Its output matched a rule.
     Rule {
-        /// Which, counted from 1.
+        /// The rule, counted from 1.
         rule: usize,
     },
-    /// It was asked for: a signal to the supervisor, or a command.
+    /// A stop was requested: a signal to the supervisor, or a command.
     Requested,
-    /// It made room for others, and waits to be called back.
+    /// It was stopped because a cloud announced the end of the machine.
+    Interruption {
+        /// The cloud.
+        cloud: Cloud,
+        /// What it announced.
+        notice: Kind,
+    },
+    /// It was suspended, and waits to be resumed.
     Suspended,
-    /// It was asked to go back to an older image.
+    /// A rewind to an older image was requested.
     Rewound,
-    /// The supervisor was killed, and it with it.
+    /// The supervisor was killed, and the job with it.
     SupervisorKilled,
-    /// The machine went down with it.
+    /// The machine went down.
     MachineRestart,
-    /// One that a newer version knows.
+    /// A cause of a newer version.
     #[serde(other)]
     Unknown,
 }
 
-/// What a job that hangs no longer does.
+/// The missing activity of a job that hangs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Missing {
@@ -95,6 +112,9 @@ impl fmt::Display for Cause {
             Cause::Completed => f.write_str("it completed"),
             Cause::Exit { code } => write!(f, "it exited with code {code}"),
             Cause::Signal { signal } => write!(f, "{} ended it", Ended::Signal(*signal)),
+            Cause::ProcessDied { pid, name, signal } => {
+                write!(f, "its process {pid} ({name}) was killed by {}", Ended::Signal(*signal))
+            }
             Cause::OutOfMemory => f.write_str("out of memory: the kernel killed it, or one of its processes"),
             Cause::GpuFault { xid } => write!(f, "a GPU failed: {}", xid::in_words(*xid)),
             Cause::Hang { what } => write!(f, "it hung: {what}"),
@@ -103,6 +123,7 @@ impl fmt::Display for Cause {
             Cause::BadTraining { rule } => write!(f, "its training went wrong, by rule {rule}"),
             Cause::Rule { rule } => write!(f, "its output matched rule {rule}"),
             Cause::Requested => f.write_str("it was asked to stop"),
+            Cause::Interruption { cloud, notice } => write!(f, "it was stopped, because {cloud} {notice}"),
             Cause::Suspended => f.write_str("it was suspended"),
             Cause::Rewound => f.write_str("it was rewound to an image"),
             Cause::SupervisorKilled => f.write_str("rekindle was killed"),
@@ -113,36 +134,45 @@ impl fmt::Display for Cause {
 }
 
 impl Cause {
-    /// Whether it explains an end so that an image is not to blame for it.
+    /// Whether the job ended as intended: it completed, or rekindle ended it on request or because of a notice.
+    #[must_use]
+    pub fn is_wanted(&self) -> bool {
+        matches!(
+            self,
+            Cause::Completed | Cause::Requested | Cause::Interruption { .. } | Cause::Suspended | Cause::Rewound
+        )
+    }
+
+    /// Whether it explains an end in such a way that an image is not to blame.
     #[must_use]
     pub fn excuses(&self) -> bool {
         matches!(self, Cause::OutOfMemory | Cause::GpuFault { .. })
     }
 }
 
-/// What is known of an end.
+/// Facts about an end.
 #[derive(Debug, Clone, Default)]
 pub struct Facts {
     /// Why rekindle ended it, if it did.
     pub by_us: Option<Cause>,
-    /// What was seen of the kernel's want of memory.
+    /// Evidence for lack of memory.
     pub memory: MemoryFacts,
-    /// Faults of the GPUs that it used, shortly before its end; the oldest first.
+    /// Faults of the GPUs that it used, shortly before its end; oldest first.
     pub xids: Vec<u32>,
 }
 
-/// What was seen of the kernel's want of memory in this life.
+/// Evidence for lack of memory in this life.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct MemoryFacts {
     /// The job's control group counts more kills than at the beginning of the life.
     pub counted: bool,
-    /// The kernel's log names a process of the job, or one of its control group. None if it cannot be read.
+    /// The kernel's log names a process of the job, or one in its control group. `None` if it cannot be read.
     pub logged: Option<bool>,
 }
 
 impl MemoryFacts {
-    /// Whether it is why a job ended that way. The count may be that of a neighbour in the same control group: for an
-    /// end of its own accord the log has to say so too, if there is one.
+    /// Whether it explains such an end. The counter may include a neighbour in the same control group: if the job
+    /// exited by itself, the log must confirm it, if there is one.
     fn explains(self, ended: Ended) -> bool {
         match ended {
             Ended::Signal(libc::SIGKILL) => self.counted || self.logged == Some(true),
@@ -151,17 +181,17 @@ impl MemoryFacts {
     }
 }
 
-/// Why it ended.
+/// Determines why it ended.
 #[must_use]
 pub fn judge(ended: Ended, facts: &Facts) -> Cause {
-    // Whatever else was true, its work is done.
+    // In all cases its work is done.
     if ended == Ended::Exit(0) && facts.by_us.is_none() {
         return Cause::Completed;
     }
     if let Some(cause) = &facts.by_us {
         return cause.clone();
     }
-    // A kill leaves an Xid 45 behind, which is no reason; the worst one speaks.
+    // A kill causes an Xid 45, which is not the reason; the worst fault counts.
     let worst = facts.xids.iter().copied().max_by_key(|xid| xid::meaning(*xid).1);
     match worst.filter(|xid| xid::meaning(*xid).1 != Remedy::Nothing) {
         _ if facts.memory.explains(ended) => Cause::OutOfMemory,
@@ -206,7 +236,7 @@ mod tests {
         assert_eq!(judge(KILL, &seen(true, Some(false))), Cause::OutOfMemory, "its pids may be others in a container");
         assert_eq!(judge(KILL, &seen(false, Some(true))), Cause::OutOfMemory, "it is in a group of its own making");
         assert_eq!(judge(KILL, &seen(false, None)), Cause::Signal { signal: 9 });
-        // A loader was killed, and the job says so with its exit code.
+        // A data loader was killed, and the job reports that with its exit code.
         assert_eq!(judge(Ended::Exit(1), &seen(true, Some(true))), Cause::OutOfMemory);
         assert_eq!(judge(Ended::Exit(1), &seen(true, Some(false))), Cause::Exit { code: 1 });
         assert_eq!(judge(Ended::Exit(1), &seen(true, None)), Cause::OutOfMemory);
@@ -215,6 +245,7 @@ mod tests {
     fn cause() -> impl Strategy<Value = Cause> {
         prop_oneof![
             Just(Cause::Requested),
+            Just(Cause::Interruption { cloud: Cloud::Aws, notice: Kind::Terminate }),
             Just(Cause::SnapshotLost),
             Just(Cause::Hang { what: Missing::Work }),
             (1usize..9).prop_map(|rule| Cause::BadTraining { rule }),

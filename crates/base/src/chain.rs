@@ -2,7 +2,7 @@
 
 use std::error::Error;
 
-/// An error with all its causes on one line; a cause that its parent quotes already is left out.
+/// An error with all its causes on one line; causes that are already quoted are left out.
 #[must_use]
 pub fn chain(error: &dyn Error) -> String {
     let mut text = error.to_string();
@@ -15,7 +15,22 @@ pub fn chain(error: &dyn Error) -> String {
         }
         next = cause.source();
     }
-    text
+    without_numbers(&text)
+}
+
+/// The text without " (os error 2)", which Rust appends to the kernel's words: the words say it.
+#[must_use]
+pub fn without_numbers(text: &str) -> String {
+    const BEGIN: &str = " (os error ";
+    let mut parts = text.split(BEGIN);
+    let mut clean = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        match part.split_once(')') {
+            Some((number, rest)) if number.bytes().all(|b| b.is_ascii_digit()) => clean.push_str(rest),
+            _ => clean.extend([BEGIN, part]),
+        }
+    }
+    clean
 }
 
 #[cfg(test)]
@@ -27,6 +42,15 @@ mod tests {
     #[derive(Debug, thiserror::Error)]
     #[error("cannot read x{0}")]
     struct Outer(&'static str, #[source] io::Error);
+
+    #[test]
+    fn numbers_of_errors_are_left_out() {
+        let error = Outer("", io::Error::from_raw_os_error(2));
+        assert_eq!(chain(&error), "cannot read x: No such file or directory");
+        for (text, clean) in [("a (os error 2); b (os error 13)", "a; b"), ("a (os error x) b", "a (os error x) b")] {
+            assert_eq!(without_numbers(text), clean);
+        }
+    }
 
     #[test]
     fn a_cause_is_not_said_twice() {

@@ -35,15 +35,14 @@ use serde::{Deserialize, Serialize};
 use crate::Percentage;
 use crate::micros;
 
-/// Below this, the costs of a snapshot besides its freeze (finding the processes, hashing, syncing) are not small any
-/// more.
+/// Below this, the other costs of a snapshot (finding the processes, hashing, syncing) are not negligible any more.
 pub const SHORTEST: Duration = Duration::from_secs(1);
-/// Nobody wants to lose more work than this at once, however rare failures are.
+/// Losing more work than this at once is not acceptable, however rare failures are.
 pub const LONGEST: Duration = Duration::from_secs(24 * 3600);
-/// Keeps sums with the clock's time within its range: a hundred years.
+/// A hundred years: sums with the clock's time stay within its range.
 const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 
-/// An interval, and all that it was chosen from.
+/// An interval, and the values that it was chosen from.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Choice {
     /// From the end of one snapshot to the beginning of the next.
@@ -55,7 +54,7 @@ pub struct Choice {
     /// Mean time between failures.
     #[serde(rename = "mtbf_us", with = "micros")]
     pub mtbf: Duration,
-    /// Where that is from.
+    /// The source of that.
     pub mtbf_source: MtbfSource,
     /// How long the last copy of an image to the store took.
     #[serde(rename = "persist_us", default, with = "micros::optional", skip_serializing_if = "Option::is_none")]
@@ -69,11 +68,11 @@ pub struct Choice {
     /// The share of the work that failures cost, T / 2M, at most all of it.
     #[serde(rename = "expected_loss_ppm", with = "ppm")]
     pub expected_loss: Percentage,
-    /// What decided.
+    /// What determined the interval.
     pub bound: Bound,
 }
 
-/// Where a mean time between failures is from.
+/// The source of a mean time between failures.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MtbfSource {
@@ -81,7 +80,7 @@ pub enum MtbfSource {
     Configured,
     /// The job's own history, with [`PRIOR`].
     Observed {
-        /// How long the job has run in all.
+        /// How long the job has run in total.
         #[serde(rename = "uptime_us", with = "micros")]
         uptime: Duration,
         /// How often it failed.
@@ -89,7 +88,7 @@ pub enum MtbfSource {
     },
 }
 
-/// What decided an interval.
+/// What determined an interval.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Bound {
@@ -120,54 +119,55 @@ mod ppm {
     }
 }
 
-/// The first wait, while no freeze is known: a job has loaded its libraries and its data by then, and has not done much
-/// that could be lost.
+/// The first interval, while no freeze is known: by then a job has loaded its libraries and its data, and has not done
+/// much work that could be lost.
 pub const FIRST: Duration = Duration::from_secs(60);
-/// So many freezes are remembered. One that was slow by chance does not move their median.
+/// Number of freezes remembered. A single slow one does not change their median.
 pub const FREEZES: usize = 5;
-/// The time in which one failure is assumed before anything was observed. Llama 3 was interrupted every 3 hours on 16,384
-/// GPUs (arXiv 2407.21783, section 3.3.4), which is months for a machine of eight; but preemptions, full memory and the
-/// job's own faults come on top. The square root makes little of being wrong.
+/// The time in which one failure is assumed before anything was observed. Llama 3 was interrupted every 3 hours on
+/// 16,384 GPUs (arXiv 2407.21783, section 3.3.4), which means months for a machine with eight; but preemptions, full
+/// memory and the job's own faults come on top. Because of the square root, an error here has little effect.
 pub const PRIOR: Duration = Duration::from_secs(24 * 3600);
 
-/// How often the job failed in how much time. A failure is a death that costs work: the job's own end but with exit code
-/// 0, a snapshot that it did not survive, the end of the supervisor or the machine under a running job. A death within
-/// `restart.min-uptime` is none, it is the image's or the command's fault; nor is a stop that was asked for.
+/// How often the job failed in how much time. A failure is a death that costs work: an end by itself with another exit
+/// code than 0, a snapshot that it did not survive, the end of the supervisor or the machine while the job ran. A death
+/// within `restart.min-uptime` does not count, because it is the fault of the image or the command; neither does a
+/// requested stop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Failures {
-    /// How long the job has run in all.
+    /// How long the job has run in total.
     pub uptime: Duration,
     /// How often it failed.
     pub failures: u32,
 }
 
 impl Failures {
-    /// The mean time between two, with [`PRIOR`] for what is not known yet.
+    /// The mean time between two failures, with [`PRIOR`] as the initial assumption.
     #[must_use]
     pub fn mean_time_between(&self) -> Duration {
         PRIOR.saturating_add(self.uptime).min(FOREVER) / self.failures.saturating_add(1)
     }
 }
 
-/// What an interval is chosen from.
+/// The values that an interval is chosen from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Facts {
     /// How long a snapshot freezes the job.
     pub freeze: Duration,
     /// Mean time between failures.
     pub mtbf: Duration,
-    /// Where that is from.
+    /// The source of that.
     pub mtbf_source: MtbfSource,
-    /// The most of the time that freezes may take. Nothing is bounded by zero.
+    /// The maximum share of the time that freezes may take. Zero means no limit.
     pub max_overhead: Percentage,
     /// How long the last copy of an image to the store took.
     pub persist: Option<Duration>,
 }
 
-/// Chooses.
+/// Chooses an interval.
 #[must_use]
 pub fn choose(facts: &Facts) -> Choice {
-    // Rounded as they are displayed: a reader of a choice gets the same result.
+    // Rounded as displayed, so that a reader of a choice gets the same result.
     let freeze = whole_micros(facts.freeze);
     let mtbf = whole_micros(facts.mtbf);
     let persist = facts.persist.map(whole_micros);
@@ -223,7 +223,7 @@ fn daly(freeze: Duration, mtbf: Duration) -> Duration {
     seconds(longer - freeze.as_secs_f64())
 }
 
-/// The shortest T with d / (T + d) <= share.
+/// The shortest T with d / (T + d) <= share, if there is one.
 fn least_for(freeze: Duration, share: Percentage) -> Option<Duration> {
     let share = u128::from(share.as_millionths());
     let rest = u128::from(ALL).saturating_sub(share);
@@ -234,7 +234,7 @@ fn least_for(freeze: Duration, share: Percentage) -> Option<Duration> {
 /// The whole, in millionths.
 const ALL: u32 = 1_000_000;
 
-/// `part` of `whole`, at most all of it.
+/// `part` as a share of `whole`, at most 100 %.
 fn share(part: Duration, whole: Duration) -> Percentage {
     let millionths = part.as_micros().checked_mul(u128::from(ALL)).and_then(|n| n.checked_div(whole.as_micros()));
     Percentage::millionths(millionths.and_then(|n| u32::try_from(n).ok()).unwrap_or(ALL).min(ALL))

@@ -7,11 +7,12 @@ mod ended;
 pub mod interval;
 pub mod micros;
 mod moved;
+pub mod notice;
 mod percentage;
 pub mod units;
 pub mod xid;
 
-pub use chain::chain;
+pub use chain::{chain, without_numbers};
 pub use ended::Ended;
 pub use moved::Moved;
 pub use percentage::Percentage;

@@ -21,7 +21,7 @@ pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Duratio
     u64::deserialize(deserializer).map(Duration::from_micros)
 }
 
-/// The same for one that may not be there; such a field needs `#[serde(default)]` too.
+/// The same for an optional duration; such a field needs `#[serde(default)]` too.
 pub mod optional {
     use std::time::Duration;
 

@@ -2,13 +2,13 @@
 
 use serde::{Deserialize, Serialize};
 
-/// A GPU that the job used, and the one in its place.
+/// A GPU that the job used, and its replacement.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Moved {
     /// Its UUID.
     pub old: String,
-    /// That of the other.
+    /// The UUID of the replacement.
     pub new: String,
-    /// Why, in words.
+    /// The reason in words.
     pub why: String,
 }

@@ -5,12 +5,12 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// It is not a number with a percent sign.
+/// The text is not a number with a percent sign.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("not a percentage such as \"0.5%\"")]
 pub struct Malformed;
 
-/// A share, written with its sign ("0.5%") because 0.5 and 50 could both be meant by a bare number. Exact to a millionth.
+/// A percentage, written with its sign ("0.5%") because a bare number would be ambiguous. Exact to a millionth.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Percentage(u32);
@@ -18,11 +18,11 @@ pub struct Percentage(u32);
 /// 1 % in millionths.
 const ONE_PERCENT: u32 = 10_000;
 
-/// Digits after the point of a percentage that a millionth can hold.
+/// Digits after the point of a percentage that is exact to a millionth.
 const DECIMALS: usize = 4;
 
 impl Percentage {
-    /// So many millionths; 10,000 are 1 %.
+    /// This many millionths; 10,000 are 1 %.
     #[must_use]
     pub const fn millionths(n: u32) -> Percentage {
         Percentage(n)

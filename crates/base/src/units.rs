@@ -11,6 +11,12 @@ pub fn size(bytes: u64) -> String {
     bytesize::ByteSize::b(bytes).to_string()
 }
 
+/// A number and what it counts: "1 restart", "2 restarts".
+#[must_use]
+pub fn counted(n: u64, noun: &str) -> String {
+    format!("{n} {noun}{}", if n == 1 { "" } else { "s" })
+}
+
 /// A number of bytes. Read from an integer or from text such as "64MiB" or "200GB"; written in the shortest exact unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "NumberOrText", into = "String")]
@@ -42,7 +48,7 @@ impl ByteSize {
     }
 }
 
-/// Text that is none of what the type accepts. Carries nothing: the message names the key and what it expects.
+/// Text that the type does not accept. It has no details: the message names the key and the expected value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("not one of the accepted forms")]
 pub struct Malformed;
@@ -52,7 +58,7 @@ impl FromStr for ByteSize {
 
     fn from_str(text: &str) -> Result<ByteSize, Malformed> {
         let size = text.trim().parse::<bytesize::ByteSize>().map_err(|_| Malformed)?.as_u64();
-        // bytesize stops at the largest number instead of refusing what does not fit.
+        // bytesize returns the largest number for values that do not fit.
         if size == u64::MAX { Err(Malformed) } else { Ok(ByteSize(size)) }
     }
 }

@@ -7,23 +7,23 @@
 
 use std::fmt;
 
-/// What is to be done about a fault.
+/// What to do about a fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Remedy {
-    /// Nothing: it is a note, or follows another fault. It ends no job.
+    /// Nothing: it is informational, or follows another fault. It ends no job.
     Nothing,
-    /// The job ends, the GPU is well.
+    /// The job ends, but the GPU is good.
     RestartJob,
-    /// The GPU works again after a reset, for which nothing may use it.
+    /// The GPU works again after a reset, during which nothing may use it.
     ResetGpu,
-    /// The GPU is back after a restart of the machine.
+    /// The GPU works again after a restart of the machine.
     RestartMachine,
-    /// NVIDIA advises to have it looked at, or says nothing of it.
+    /// NVIDIA advises to contact support, or gives no advice.
     Support,
 }
 
 impl Remedy {
-    /// Whether no job should be started on that GPU before somebody has seen to it.
+    /// Whether no job should be started on that GPU before somebody has checked it.
     #[must_use]
     pub fn needs_drain(self) -> bool {
         matches!(self, Remedy::ResetGpu | Remedy::RestartMachine)
@@ -42,10 +42,20 @@ impl fmt::Display for Remedy {
     }
 }
 
-/// A number, its name in words, and the remedy.
+/// Faults that a program causes by an error or by its end, of its own or of another one that shares memory with it: after a death
+/// they say nothing of the GPU. When one rank of several is killed, its peers on NVLink get 109 or 137 (two H200, driver 580).
+const OF_PROGRAMS: [u32; 8] = [13, 31, 43, 45, 68, 69, 109, 137];
+
+/// Whether the end of a program explains this fault.
+#[must_use]
+pub fn may_follow_a_death(xid: u32) -> bool {
+    OF_PROGRAMS.contains(&xid)
+}
+
+/// A number, its meaning in words, and the remedy.
 type Entry = (u32, &'static str, Remedy);
 
-/// By number.
+/// Sorted by number.
 const CATALOGUE: &[Entry] = &[
     (8, "the GPU stopped processing", Remedy::RestartJob),
     (11, "a stream of commands was invalid or corrupted", Remedy::RestartJob),
@@ -59,7 +69,7 @@ const CATALOGUE: &[Entry] = &[
     (39, COPY, Remedy::RestartJob),
     (40, COPY, Remedy::RestartJob),
     (41, COPY, Remedy::RestartJob),
-    // The catalogue's "ignore" speaks of the GPU, which is well; the program's work on it is over.
+    // The catalogue's "ignore" applies to the GPU, which is good; the program's work on it is lost.
     (43, "the GPU stopped the program's work after an error of the program", Remedy::RestartJob),
     (44, "a fault at a context switch", Remedy::Nothing),
     (45, "the driver cleaned up after a program that ended", Remedy::Nothing),
@@ -130,12 +140,12 @@ const COPY: &str = "an exception of a copy engine";
 const MEDIA: &str = "an exception of a video or image engine";
 const NVLINK: &str = "an error of an NVLink";
 
-/// What a number means, and what to do about it.
+/// The meaning of a number, and what to do.
 #[must_use]
 pub fn meaning(xid: u32) -> (&'static str, Remedy) {
     match CATALOGUE.iter().find(|(number, ..)| *number == xid) {
         Some((_, name, remedy)) => (name, *remedy),
-        // Encoders, decoders and copy engines that newer GPUs have more of.
+        // Further encoders, decoders and copy engines of newer GPUs.
         None if (96..=105).contains(&xid) || xid == 139 => (MEDIA, Remedy::RestartJob),
         None if (126..=135).contains(&xid) => (COPY, Remedy::RestartJob),
         None => ("a fault unknown to this version of rekindle", Remedy::Support),
@@ -159,6 +169,7 @@ mod tests {
         assert_eq!(meaning(79).1, Remedy::RestartMachine);
         assert_eq!(meaning(45).1, Remedy::Nothing, "a killed job leaves it, it is no reason");
         assert_eq!((meaning(130).0, meaning(9999).1), (COPY, Remedy::Support));
+        assert!(may_follow_a_death(109) && !may_follow_a_death(79) && !may_follow_a_death(48));
         assert!(meaning(48).1.needs_drain() && meaning(79).1.needs_drain() && !meaning(31).1.needs_drain());
         let words = in_words(79);
         assert!(words.starts_with("Xid 79: the GPU has fallen off the bus; NVIDIA advises: stop"), "{words}");

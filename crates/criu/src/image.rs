@@ -6,6 +6,7 @@ mod checked;
 mod devices;
 mod locks;
 mod mappings;
+mod memfds;
 mod peers;
 mod queues;
 mod rewrite;
@@ -23,6 +24,7 @@ pub use checked::{CheckedFile, checked_files};
 pub use devices::{Replaced, without_devices};
 pub use locks::{LostLocks, lost_locks};
 pub use mappings::{correct_access, scarce, written_by_mappings};
+pub use memfds::memfd_names;
 pub use peers::{Dangling, dangling_sockets};
 pub use queues::{Queues, Stuck, keep_in_flight};
 pub use sockets::{TcpSocket, close_connections_outwards, tcp_sockets};
@@ -40,7 +42,7 @@ const PAGEMAP: u32 = 0x5608_4025;
 const REMAP: u32 = 0x5913_3954;
 const STATS: u32 = 0x5709_3306;
 
-/// CRIU on x86-64 maps pages of this size.
+/// Size of a page in CRIU's images on x86-64.
 pub const PAGE: u64 = 4096;
 /// `PE_PRESENT`: the page is in the pages file.
 const PRESENT: u32 = 4;
@@ -67,12 +69,12 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
-    /// The file is not what its name says, or cut.
+    /// The file is not what its name says, or is incomplete.
     #[error("{path} is damaged: {what}")]
     Damaged {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The problem.
         what: String,
     },
 }
@@ -119,7 +121,7 @@ impl Records {
         Ok(Some(message))
     }
 
-    /// Skips what follows a record.
+    /// Skips the data that follows a record.
     fn skip(&mut self, bytes: u32) -> Result<(), Error> {
         let end = usize::try_from(bytes).ok().and_then(|bytes| self.at.checked_add(bytes));
         let Some(end) = end.filter(|end| *end <= self.bytes.len()) else {
@@ -138,7 +140,7 @@ impl Records {
     }
 }
 
-/// The process ids an image will ask for at restore.
+/// The process ids that a restore of the image needs.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Ids {
     /// The processes, parents first.
@@ -147,7 +149,7 @@ pub struct Ids {
     pub all: Vec<i32>,
 }
 
-/// Lets every process that is a child of the root without leading its session lead one of its own in the image.
+/// Changes the image so that every child of the root that does not lead its session gets a session of its own.
 ///
 /// The parent of such a process is gone, and the root adopted it: a daemon that forked twice. CRIU can give it a parent
 /// and a foreign session only through a helper process that ends. Then it belongs to pid 1, because the root becomes a
@@ -192,7 +194,7 @@ fn lead_sessions(entries: &mut [PstreeEntry]) {
         let moved: Vec<u32> = entries.iter().filter(|e| moves(e)).map(|e| e.pid).collect();
         for entry in entries.iter_mut().filter(|e| moved.contains(&e.pid)) {
             entry.sid = daemon;
-            // A process group is within one session, and the leader of a session leads its group.
+            // A process group is within one session, and a session leader also leads its group.
             if entry.pid == daemon || !moved.contains(&entry.pgid) {
                 entry.pgid = daemon;
             }
@@ -211,9 +213,9 @@ pub fn ids(dir: &Path) -> Result<Ids, Error> {
     let mut ids = Ids::default();
     for entry in entries {
         ids.processes.push(signed(entry.pid)?);
-        // The first thread is the process itself. CRIU (seen in 4.2.1, seize.c, collect_threads) does not fill in its number
-        // for a process that is dead and not reaped yet, and writes what happened to be in its memory; a restore does not
-        // read it (pstree.c, read_one_pstree_item).
+        // The first thread is the process itself. For a process that is dead and not reaped yet, CRIU does not set its
+        // id (seen in 4.2.1, seize.c, collect_threads), and writes whatever was in its memory; a restore does not read
+        // it (pstree.c, read_one_pstree_item).
         let threads = entry.threads.iter().skip(1);
         for id in threads.chain([&entry.pid, &entry.pgid, &entry.sid]) {
             ids.all.push(signed(*id)?);
@@ -235,7 +237,7 @@ pub struct OpenFile {
     pub position: u64,
 }
 
-/// The regular files of files.img that have a name: their own, or the one that CRIU gave them (`link_remap.N`).
+/// The regular files of files.img with a name: their own, or one that CRIU gave them (`link_remap.N`).
 ///
 /// # Errors
 /// When an image file is damaged.
@@ -250,7 +252,7 @@ pub fn open_files(dir: &Path) -> Result<Vec<OpenFile>, Error> {
     Ok(named.collect())
 }
 
-/// The paths of the regular files of files.img that have a name, by their number: their own, or the one that CRIU gave them.
+/// The paths of the regular files of files.img with a name, by their id: their own name, or one that CRIU gave them.
 fn names(dir: &Path) -> Result<BTreeMap<u32, PathBuf>, Error> {
     let remaps = remaps(dir)?;
     let entries: Vec<FileEntry> = Records::open(dir.join("files.img"), FILES)?.all()?;
@@ -267,7 +269,7 @@ fn names(dir: &Path) -> Result<BTreeMap<u32, PathBuf>, Error> {
     Ok(named.collect())
 }
 
-/// The paths that UNIX sockets of the image are bound to, where they are absolute.
+/// The absolute paths that UNIX sockets of the image are bound to.
 ///
 /// # Errors
 /// When files.img is missing or damaged.
@@ -288,8 +290,8 @@ fn remaps(dir: &Path) -> Result<Vec<RemapEntry>, Error> {
     Records::open(path, REMAP)?.all()
 }
 
-/// The names CRIU gave to files that lost theirs but have another hard link (`link_remap.N`). CRIU removes them again
-/// after a dump that leaves the tasks running, and wants them back at restore.
+/// The names that CRIU gave to deleted files with another hard link (`link_remap.N`). CRIU removes them after a dump
+/// that leaves the tasks running, and needs them for a restore.
 ///
 /// # Errors
 /// When an image file is damaged.
@@ -307,7 +309,7 @@ pub fn link_remaps(dir: &Path) -> Result<Vec<PathBuf>, Error> {
 /// ever, so this comes before each restore. Returns the bytes of all pages files.
 ///
 /// # Errors
-/// When a file is missing, damaged, or of another size than its map says.
+/// When a file is missing, damaged, or has another size than in its map.
 pub fn check_pages(dir: &Path) -> Result<u64, Error> {
     let read = |source| Error::Read { path: dir.into(), source };
     let mut total = 0;
@@ -317,7 +319,7 @@ pub fn check_pages(dir: &Path) -> Result<u64, Error> {
         if name.starts_with("pagemap-") && name.ends_with(".img") {
             total += check_pagemap(dir, path)?;
         } else if let Some(pid) = name.strip_prefix("mm-") {
-            // A process with memory has a page map, be it empty.
+            // A process with memory has a page map, even if it is empty.
             let pagemap = dir.join(format!("pagemap-{pid}"));
             std::fs::metadata(&pagemap).map_err(|source| Error::Read { path: pagemap, source })?;
         }
@@ -340,21 +342,21 @@ fn check_pagemap(dir: &Path, path: PathBuf) -> Result<u64, Error> {
     Ok(have)
 }
 
-/// Pages that follow each other in memory and in the pages file.
+/// Pages that are consecutive in memory and in the pages file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageRun {
-    /// The address of the first.
+    /// The address of the first page.
     pub address: u64,
-    /// How many.
+    /// Number of pages.
     pub pages: u64,
 }
 
-/// What a page map says of its pages file.
+/// A page map's description of its pages file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PageRuns {
     /// The file is `pages-ID.img`.
     pub pages_id: u32,
-    /// What is in it, in its order: only pages that have content there.
+    /// The present pages, in the order of the file.
     pub runs: Vec<PageRun>,
 }
 
@@ -386,16 +388,16 @@ pub fn page_runs(path: &Path) -> Result<PageRuns, Error> {
     let mut records = Records::open(path.to_owned(), PAGEMAP)?;
     let head: PagemapHead = records.next()?.ok_or_else(|| damaged(path, "no head"))?;
     let entries: Vec<PagemapEntry> = records.all()?;
-    // Before flags there was only in_parent.
+    // Before there were flags, only in_parent existed.
     let present = |e: &PagemapEntry| e.flags.map_or_else(|| e.in_parent != Some(true), |flags| flags & PRESENT != 0);
     let pages = |e: &PagemapEntry| e.nr_pages.unwrap_or_else(|| u64::from(e.compat_nr_pages.unwrap_or(0)));
     let runs = entries.iter().filter(|e| present(e)).map(|e| PageRun { address: e.vaddr, pages: pages(e) });
     Ok(PageRuns { pages_id: head.pages_id, runs: runs.collect() })
 }
 
-/// The page maps of an image that CRIU is writing: what stands between `pagemap-` and `.img` (a pid, or `shmem-` and the
-/// inode of the shared memory) with the number of the pages file. Without a number it is the one that CRIU has just begun:
-/// it writes a page map in blocks, and one after the other.
+/// The page maps of an image that CRIU is writing: for each the part of its name between `pagemap-` and `.img` (a pid,
+/// or `shmem-` and the inode of the shared memory), and the number of its pages file. A map without a number was just
+/// begun: CRIU writes page maps in blocks, one map after the other.
 ///
 /// # Errors
 /// When the folder cannot be read.

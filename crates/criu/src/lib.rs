@@ -18,7 +18,7 @@ pub use plugin::{FileRights, PLUGIN_NAME, Plugin};
 pub use rpc::{DumpOptions, Hooks, Instead, Notify, Place, RestoreOptions, Restored, RunError, Tcp};
 pub use rpc::{dump, find_restored, restore};
 
-/// The oldest CRIU that reads and writes the images we make (page counts moved in the 4.2 page map).
+/// The oldest CRIU that can read and write our images (the page counts moved in the 4.2 page map).
 pub const MINIMUM: Version = Version(4, 0, 0);
 
 /// A CRIU that can be run.
@@ -26,7 +26,7 @@ pub const MINIMUM: Version = Version(4, 0, 0);
 pub struct Criu {
     /// The executable.
     pub path: PathBuf,
-    /// What it says it is.
+    /// The version that it reports.
     pub version: Version,
 }
 
@@ -52,17 +52,17 @@ impl Version {
     }
 }
 
-/// Why there is no usable CRIU.
+/// Why no CRIU can be used.
 #[derive(Debug, thiserror::Error)]
 pub enum FindError {
     /// None was found.
     #[error("criu not found (searched {looked}): install CRIU 4.2 or newer, or set criu.path or REKINDLE_CRIU")]
     None {
-        /// Where it was looked for.
+        /// The places that were searched.
         looked: String,
     },
-    /// The one that was named cannot be run.
-    #[error("cannot run {path}: install CRIU 4.2 or newer, or set criu.path or REKINDLE_CRIU")]
+    /// The named one cannot be run.
+    #[error("cannot run {path}: {source}; install CRIU 4.2 or newer, or set criu.path or REKINDLE_CRIU")]
     Run {
         /// The executable.
         path: PathBuf,
@@ -70,12 +70,14 @@ pub enum FindError {
         #[source]
         source: io::Error,
     },
-    /// It does not say its version.
-    #[error("{path} --version printed {said:?}, which is not a version: is it CRIU?")]
+    /// It does not report its version.
+    #[error(
+        "{path} --version printed {said:?}, which is not a version: name CRIU 4.2 or newer with criu.path or REKINDLE_CRIU"
+    )]
     Answer {
         /// The executable.
         path: PathBuf,
-        /// What it said.
+        /// Its output.
         said: String,
     },
     /// It is too old for us or for the kernel.
@@ -85,7 +87,7 @@ pub enum FindError {
         path: PathBuf,
         /// Its version.
         found: Version,
-        /// The one that is needed.
+        /// The required version.
         wanted: Version,
         /// The reason.
         reason: String,
@@ -93,18 +95,35 @@ pub enum FindError {
 }
 
 impl Criu {
-    /// Finds CRIU: the one that is named, else `criu` in PATH, else the bundle beside our own executable.
+    /// Finds CRIU: the named one, else the first usable one of: `criu` in PATH, the sbin folders, the bundle beside our own
+    /// executable.
     ///
     /// # Errors
     /// When there is none, or it is too old for us or for this kernel.
     pub fn find(named: Option<&Path>) -> Result<Criu, FindError> {
-        let candidates = match named {
-            Some(path) => vec![path.to_path_buf()],
-            None => candidates(),
-        };
-        let path = candidates.iter().find(|p| p.is_file()).ok_or_else(|| FindError::None {
-            looked: candidates.iter().map(|p| p.display().to_string()).collect::<Vec<_>>().join(", "),
-        })?;
+        match named {
+            // Whoever names one means that one.
+            Some(path) => Criu::first(vec![path.to_path_buf()], &path.display().to_string()),
+            // The folders of PATH can be many.
+            None => Criu::first(candidates(), "PATH, /usr/local/sbin, /usr/sbin and beside rekindle"),
+        }
+    }
+
+    /// The first one that can be used. If none can: why not the first one that exists.
+    fn first(candidates: Vec<PathBuf>, looked: &str) -> Result<Criu, FindError> {
+        let mut refused = None;
+        for path in candidates.iter().filter(|path| path.is_file()) {
+            // Distributions have a CRIU that is too old, and the one of our package comes after it.
+            match Criu::usable(path) {
+                Ok(criu) => return Ok(criu),
+                Err(error) => refused = refused.or(Some(error)),
+            }
+        }
+        Err(refused.unwrap_or_else(|| FindError::None { looked: looked.to_owned() }))
+    }
+
+    /// Asks for its version, and whether that is new enough.
+    fn usable(path: &Path) -> Result<Criu, FindError> {
         let criu = Criu::ask(path)?;
         let kernel = kernel_release();
         match required(&kernel) {
@@ -133,13 +152,14 @@ impl Criu {
 fn candidates() -> Vec<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let mut all: Vec<PathBuf> = std::env::split_paths(&path).map(|dir| dir.join("criu")).collect();
-    // A daemon's or a user's PATH often has no sbin, where distributions put it.
+    // The PATH of daemons and users often lacks sbin, where distributions install it.
     all.extend(["/usr/local/sbin/criu", "/usr/sbin/criu"].map(PathBuf::from));
+    // A package, a tarball and a wheel have it in the lib folder beside the bin folder of our executable.
     if let Some(home) = std::env::current_exe().ok().as_deref().and_then(Path::parent) {
-        all.extend(["criu/criu", "../lib/rekindle/criu/criu"].map(|p| home.join(p)));
+        all.push(home.join("criu/criu"));
+        all.extend(home.parent().map(|prefix| prefix.join("lib/rekindle/criu/criu")));
     }
     all.dedup();
-    // The first existing one is used.
     all
 }
 
@@ -179,5 +199,47 @@ mod tests {
     fn a_missing_one_is_named() {
         let error = Criu::find(Some(Path::new("/nowhere/criu"))).unwrap_err().to_string();
         assert!(error.contains("/nowhere/criu") && error.contains("criu.path"), "{error}");
+    }
+
+    /// A program that says it is CRIU of that version.
+    fn stand_in(folder: &Path, name: &str, version: &str) -> PathBuf {
+        let path = folder.join(name);
+        // By a shell: a file that we had open for writing could not be executed while another test's fork has it, too.
+        let script = format!("printf '#!/bin/sh\\necho Version: {version}\\n' >{0} && chmod +x {0}", path.display());
+        assert!(Command::new("sh").args(["-c", &script]).status().unwrap().success());
+        path
+    }
+
+    #[test]
+    fn one_that_is_too_old_does_not_hide_the_next() {
+        let folder = tempfile::tempdir().unwrap();
+        let missing = folder.path().join("missing");
+        let old = stand_in(folder.path(), "old", "3.17.1");
+        let broken = stand_in(folder.path(), "broken", "");
+        let new = stand_in(folder.path(), "new", "99.1");
+
+        let found = Criu::first(vec![missing.clone(), old.clone(), broken.clone(), new.clone()], "here").unwrap();
+        assert_eq!((found.path, found.version), (new, Version(99, 1, 0)));
+
+        let error = Criu::first(vec![missing.clone(), old.clone(), broken], "here").unwrap_err().to_string();
+        assert!(error.contains(&old.display().to_string()) && error.contains("3.17.1"), "{error}");
+        assert!(matches!(Criu::first(vec![missing], "here"), Err(FindError::None { .. })));
+    }
+
+    #[test]
+    fn a_named_one_is_meant() {
+        let folder = tempfile::tempdir().unwrap();
+        let old = stand_in(folder.path(), "old", "3.17.1");
+        assert!(matches!(Criu::find(Some(&old)), Err(FindError::Old { .. })));
+    }
+
+    #[test]
+    fn the_bundle_is_looked_for_after_the_machines_own() {
+        let home = std::env::current_exe().unwrap().parent().unwrap().to_path_buf();
+        let all = candidates();
+        let bundle =
+            all.iter().position(|path| *path == home.parent().unwrap().join("lib/rekindle/criu/criu")).unwrap();
+        let system = all.iter().position(|path| *path == Path::new("/usr/sbin/criu")).unwrap();
+        assert!(system < bundle && bundle == all.len() - 1, "{all:?}");
     }
 }

@@ -14,7 +14,7 @@ const HEAD: usize = 200;
 const TAIL: usize = 2000;
 /// Logged by every run without CAP_SYS_RESOURCE, whether it succeeds or not.
 const HARMLESS: &str = "Can't setup RLIMIT_NOFILE";
-/// Bytes of a line that are looked at.
+/// Bytes of a line that are read.
 const LINE: u64 = 4096;
 
 /// The log of one CRIU run.
@@ -25,7 +25,7 @@ pub struct Log {
     dropped: usize,
 }
 
-/// Reads a log until its writers are gone.
+/// Reads a log until all its writers have closed it.
 #[derive(Debug)]
 pub(crate) struct Reader {
     log: Arc<Mutex<Log>>,
@@ -51,14 +51,14 @@ impl Reader {
                     }
                 }
             }
-            // Nobody may wait any more.
+            // Nobody may be waiting any more.
             let _ = finished.send(());
         };
         std::thread::Builder::new().name("criu-log".into()).spawn(read)?;
         Ok(Reader { log, done })
     }
 
-    /// What was logged; waits for the end, but no longer than `limit`, because a remaining task could have the pipe
+    /// Returns the log. Waits for its end, but no longer than `limit`, because a remaining task could have the pipe
     /// open.
     pub(crate) fn finish(self, limit: Duration) -> Log {
         let _ = self.done.recv_timeout(limit);
@@ -87,7 +87,7 @@ impl Log {
         self.tail.push_back(line);
     }
 
-    /// The log as text, with a note where lines were left out.
+    /// The log as text, with a note where lines are omitted.
     #[must_use]
     pub fn text(&self) -> String {
         let gap = (self.dropped > 0).then(|| format!("[{} lines left out]", self.dropped));
@@ -99,7 +99,7 @@ impl Log {
     #[must_use]
     pub fn errors(&self) -> Vec<String> {
         let all: Vec<&String> = self.head.iter().chain(&self.tail).collect();
-        // What comes after "FAILED" is cleaning up.
+        // Messages after "FAILED" are from cleaning up.
         let end = all.iter().rposition(|l| l.contains("Dumping FAILED") || l.contains("Restoring FAILED"));
         let before = &all[..end.unwrap_or(all.len())];
         let mut errors: Vec<String> = before.iter().filter_map(|line| error_text(line)).collect();
@@ -122,9 +122,9 @@ impl Log {
             .any(|line| line.contains("Can't bind inet socket") && line.contains("Address already in use"))
     }
 
-    /// Whether a task was killed with SIGKILL meanwhile (`sigchld_handler` and `compel_stop_on_syscall` of CRIU say so): by
-    /// the kernel, short of memory, or by somebody. After an error of its own CRIU kills the others itself: that does not
-    /// count.
+    /// Whether a task was killed with SIGKILL meanwhile (reported by CRIU's `sigchld_handler` and
+    /// `compel_stop_on_syscall`): by the kernel for lack of memory, or by somebody. After an error of its own CRIU
+    /// kills the other tasks itself, which does not count.
     #[must_use]
     pub fn says_killed(&self) -> bool {
         let says = |line: &str| line.contains("killed by signal 9:") || line.contains("signaled with 9:");
@@ -133,13 +133,13 @@ impl Log {
         first.is_some_and(|line| says(line))
     }
 
-    /// Whether a dump failed for what the job was doing just then, and is likely to do no more a moment later.
+    /// Whether a dump failed because of something that the job was just doing, and that will probably be over soon.
     #[must_use]
     pub fn says_moment(&self) -> bool {
         self.says_killed() || self.errors().iter().any(|line| MOMENTS.iter().any(|mark| line.contains(mark)))
     }
 
-    /// What to do about it, where the failure is a known one.
+    /// What to do about it, if the failure is a known one.
     #[must_use]
     pub fn hint(&self) -> Option<&'static str> {
         let errors = self.errors();
@@ -154,25 +154,25 @@ fn error_text(line: &str) -> Option<String> {
     Some(text.trim().to_string())
 }
 
-/// Texts of CRIU 4.2 for what passes by itself.
+/// Messages of CRIU 4.2 for temporary problems.
 const MOMENTS: &[&str] = &[
-    // A process whose first thread has ended, and whose others are about to (compel/src/lib/infect.c).
+    // A process whose first thread has ended, and whose other threads will end soon (compel/src/lib/infect.c).
     "Zombies with threads",
-    // Not accepted yet, and not asked to be left out (criu/sk-inet.c).
+    // A connection that is not accepted yet, and that was not to be left out (criu/sk-inet.c).
     "In-flight connection (l)",
-    // The same of UNIX sockets: something was sent before it was accepted, or it was closed (criu/sk-unix.c).
+    // The same for UNIX sockets: data was sent before the connection was accepted, or it was closed (criu/sk-unix.c).
     "Non-empty write queue on an in-flight socket",
     "Found a closed in-flight socket",
-    // It was connected or closed between two looks (criu/sk-inet.c).
+    // It was connected or closed between two checks (criu/sk-inet.c).
     "obtained but expected",
-    // In the middle of a message of several sends, with MSG_MORE (criu/sk-inet.c).
+    // In the middle of a message of several sends with MSG_MORE (criu/sk-inet.c).
     "corked dgram",
-    // A helper of CRIU, or a process that it looked at (criu/util.c).
+    // A helper of CRIU, or a process that it examined (criu/util.c).
     "unexpectedly",
     "No such process",
 ];
 
-/// Texts of CRIU 4.2 and what helps, the more specific first.
+/// Messages of CRIU 4.2 with advice, the more specific first.
 const HINTS: &[(&str, &str)] = &[
     (
         "Can't get rlimit",

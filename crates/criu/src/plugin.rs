@@ -2,14 +2,14 @@
 
 use std::path::Path;
 
-/// What CRIU does not know by itself and accepts for us.
+/// What our plugin does for CRIU.
 #[derive(Debug, Clone, Copy)]
 pub struct Plugin<'a> {
-    /// A folder with our plugin in it, and no other.
+    /// A folder that contains only our plugin.
     pub folder: &'a Path,
     /// The devices that it accepts, as `native/plugin/src/accept.rs` reads them.
     pub devices: Option<&'a str>,
-    /// Whose rights over files CRIU gets instead of root's, where it works on the files of a user.
+    /// The user whose file access rights CRIU gets instead of root's, if it works on files of a user.
     pub files: Option<FileRights<'a>>,
 }
 
@@ -28,7 +28,7 @@ pub struct FileRights<'a> {
 }
 
 impl std::fmt::Display for FileRights<'_> {
-    /// As `native/plugin/src/rights.rs` reads them.
+    /// In the format that `native/plugin/src/rights.rs` parses.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{}:{}:", self.uid, self.gid)?;
         let groups: Vec<String> = self.groups.iter().map(ToString::to_string).collect();

@@ -23,7 +23,7 @@ pub(crate) struct Request {
     pub options: Option<Options>,
     #[prost(bool, optional, tag = "3")]
     pub notify_success: Option<bool>,
-    /// CRIU takes another request after this one; it does so for few kinds.
+    /// CRIU accepts another request after this one; supported for few kinds of requests.
     #[prost(bool, optional, tag = "4")]
     pub keep_open: Option<bool>,
     #[prost(message, optional, tag = "5")]
@@ -36,7 +36,7 @@ pub(crate) struct InheritFd {
     /// The path in the image, without the leading slash.
     #[prost(string, required, tag = "1")]
     pub key: String,
-    /// CRIU's own number of it.
+    /// The descriptor number in CRIU.
     #[prost(int32, required, tag = "2")]
     pub fd: i32,
 }
@@ -44,8 +44,8 @@ pub(crate) struct InheritFd {
 /// `criu_opts`.
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct Options {
-    /// -1: `images_dir` names it instead. CRIU would look the descriptor up in our /proc, which a CRIU in another PID
-    /// namespace cannot.
+    /// -1: `images_dir` names the folder instead. CRIU would look the descriptor up in our /proc, which is impossible
+    /// from another PID namespace.
     #[prost(int32, required, tag = "1", default = "-1")]
     pub images_dir_fd: i32,
     #[prost(int32, optional, tag = "2")]
@@ -80,7 +80,7 @@ pub(crate) struct Options {
     pub tcp_skip_in_flight: Option<bool>,
     #[prost(bool, optional, tag = "52")]
     pub tcp_close: Option<bool>,
-    /// 3 is SKIP: the tasks are frozen anyway, and the other ways need iptables or nftables.
+    /// 3 is SKIP: the tasks are frozen anyway, and the alternatives need iptables or nftables.
     #[prost(int32, optional, tag = "64")]
     pub network_lock: Option<i32>,
     /// Permission bits of files are not compared with the image's.
@@ -118,7 +118,7 @@ pub(crate) struct Response {
 
 #[derive(Clone, Copy, PartialEq, Message)]
 pub(crate) struct RestoreResponse {
-    /// The root, as CRIU's PID namespace sees it.
+    /// The root's pid in CRIU's PID namespace.
     #[prost(int32, required, tag = "1")]
     pub pid: i32,
 }
@@ -131,7 +131,7 @@ pub(crate) struct Notify {
     pub pid: Option<i32>,
 }
 
-/// `pstree_entry`, one for each process.
+/// `pstree_entry`, one per process.
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct PstreeEntry {
     #[prost(uint32, required, tag = "1")]
@@ -185,29 +185,29 @@ pub(crate) struct FileEntry {
     pub unix: Option<UnixSocketEntry>,
 }
 
-/// `unix_sk_entry`, what is read of it.
+/// The used fields of `unix_sk_entry`.
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct UnixSocketEntry {
-    /// What it is bound to: a path, perhaps with zeros behind it, or zero and a name; or nothing.
+    /// The address it is bound to: a path, perhaps followed by zeros; or zero and a name; or nothing.
     #[prost(bytes = "vec", required, tag = "11")]
     pub name: Vec<u8>,
 }
 
-/// `inet_sk_entry`, what is read of it.
+/// The used fields of `inet_sk_entry`.
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct InetSocketEntry {
     /// `IPPROTO_TCP`, `IPPROTO_UDP`.
     #[prost(uint32, required, tag = "5")]
     pub protocol: u32,
-    /// Of TCP, as in the kernel's `tcp_states.h`.
+    /// TCP state, as in the kernel's `tcp_states.h`.
     #[prost(uint32, required, tag = "6")]
     pub state: u32,
     #[prost(uint32, required, tag = "7")]
     pub source_port: u32,
-    /// 0 of one that is not connected.
+    /// 0 if it is not connected.
     #[prost(uint32, required, tag = "8")]
     pub destination_port: u32,
-    /// One word or four, in the order of the network.
+    /// One word or four, in network byte order.
     #[prost(uint32, repeated, packed = "false", tag = "11")]
     pub source: Vec<u32>,
     #[prost(uint32, repeated, packed = "false", tag = "12")]
@@ -224,10 +224,10 @@ pub(crate) struct RegFileEntry {
     pub flags: u32,
     #[prost(uint64, required, tag = "3")]
     pub pos: u64,
-    /// Without the leading slash where it is in the task's root.
+    /// Without the leading slash if it is in the task's root.
     #[prost(string, required, tag = "6")]
     pub name: String,
-    /// Of a regular file, unless it was opened to be appended to only: a restore compares it.
+    /// Size of a regular file, unless it was opened only for appending: a restore compares it.
     #[prost(uint64, optional, tag = "8")]
     pub size: Option<u64>,
     /// Another component restores it.
@@ -241,7 +241,7 @@ pub(crate) struct RegFileEntry {
     pub build_id: Vec<u32>,
 }
 
-/// `file_entry` of a file that a plugin took, and of one in its place.
+/// `file_entry` of a file that a plugin accepted, and of its replacement.
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct PluginFileEntry {
     /// `fd_types`.
@@ -255,7 +255,7 @@ pub(crate) struct PluginFileEntry {
     pub ext: Option<ExtFileEntry>,
 }
 
-/// `reg_file_entry` of a device that no restore compares with anything.
+/// `reg_file_entry` of a device, with which a restore compares nothing.
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct NullFileEntry {
     #[prost(uint32, required, tag = "1")]
@@ -264,7 +264,7 @@ pub(crate) struct NullFileEntry {
     pub flags: u32,
     #[prost(uint64, required, tag = "3")]
     pub pos: u64,
-    /// `fown_entry`, as it is.
+    /// `fown_entry`, unchanged.
     #[prost(bytes = "vec", required, tag = "5")]
     pub owner: Vec<u8>,
     #[prost(string, required, tag = "6")]
@@ -274,12 +274,12 @@ pub(crate) struct NullFileEntry {
 /// `ext_file_entry`.
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct ExtFileEntry {
-    /// `fown_entry`, as it is.
+    /// `fown_entry`, unchanged.
     #[prost(bytes = "vec", required, tag = "5")]
     pub owner: Vec<u8>,
 }
 
-/// `file_entry`, what is read of it where a file is in the queue of a socket.
+/// The fields of `file_entry` used for files in the queue of a socket.
 #[derive(Clone, Copy, PartialEq, Message)]
 pub(crate) struct QueuedFileEntry {
     /// `fd_types`.
@@ -291,7 +291,7 @@ pub(crate) struct QueuedFileEntry {
     pub unix: Option<ConnectedEntry>,
 }
 
-/// `unix_sk_entry`, what is read of it.
+/// The used fields of `unix_sk_entry`.
 #[derive(Clone, Copy, PartialEq, Message)]
 pub(crate) struct ConnectedEntry {
     /// Its inode.
@@ -303,15 +303,15 @@ pub(crate) struct ConnectedEntry {
     /// `USK_CALLBACK` and others of criu/sk-unix.c.
     #[prost(uint32, required, tag = "6")]
     pub marks: u32,
-    /// The inode of what it is connected to; 0 of one that is not.
+    /// The inode of the socket that it is connected to; 0 if it is not connected.
     #[prost(uint32, required, tag = "8")]
     pub peer: u32,
 }
 
-/// `sk_packet_entry`: what waits in a socket, with the data behind the record.
+/// `sk_packet_entry`: a packet in the queue of a socket; its data follows the record.
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct PacketEntry {
-    /// The socket that it waits in, as a file.
+    /// The file id of the socket.
     #[prost(uint32, required, tag = "1")]
     pub id_for: u32,
     /// Bytes of data.
@@ -324,10 +324,10 @@ pub(crate) struct PacketEntry {
 /// `scm_entry`.
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct ScmEntry {
-    /// `SCM_RIGHTS`: CRIU writes no other.
+    /// `SCM_RIGHTS`: the only kind that CRIU writes.
     #[prost(uint32, required, tag = "1")]
     pub kind: u32,
-    /// Files.
+    /// File ids.
     #[prost(uint32, repeated, packed = "false", tag = "2")]
     pub rights: Vec<u32>,
 }
@@ -335,21 +335,21 @@ pub(crate) struct ScmEntry {
 /// `fdinfo_entry`: a descriptor.
 #[derive(Clone, Copy, PartialEq, Message)]
 pub(crate) struct FdinfoEntry {
-    /// The file.
+    /// The file id.
     #[prost(uint32, required, tag = "1")]
     pub id: u32,
     /// `fd_types`.
     #[prost(uint32, required, tag = "3")]
     pub kind: u32,
-    /// The number.
+    /// The descriptor number.
     #[prost(uint32, required, tag = "4")]
     pub fd: u32,
 }
 
-/// `task_kobj_ids_entry`, what is read of it.
+/// The used fields of `task_kobj_ids_entry`.
 #[derive(Clone, Copy, PartialEq, Message)]
 pub(crate) struct KobjIds {
-    /// The table of descriptors.
+    /// The id of the descriptor table.
     #[prost(uint32, required, tag = "2")]
     pub files: u32,
 }
@@ -357,10 +357,10 @@ pub(crate) struct KobjIds {
 /// `file_lock_entry`.
 #[derive(Clone, Copy, PartialEq, Message)]
 pub(crate) struct FileLockEntry {
-    /// What kind.
+    /// The kind of lock.
     #[prost(uint32, required, tag = "1")]
     pub flag: u32,
-    /// For reading or writing.
+    /// Read or write.
     #[prost(uint32, required, tag = "2")]
     pub kind: u32,
     #[prost(int32, required, tag = "3")]
@@ -373,7 +373,7 @@ pub(crate) struct FileLockEntry {
     pub length: i64,
 }
 
-/// `mm_entry`, what is read of it.
+/// The used fields of `mm_entry`.
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct MmEntry {
     #[prost(message, repeated, tag = "14")]
@@ -389,12 +389,12 @@ pub(crate) struct VmaEntry {
     pub end: u64,
     #[prost(uint64, required, tag = "3")]
     pub pgoff: u64,
-    /// A file or shared memory.
+    /// The id of a file or of shared memory.
     #[prost(uint64, required, tag = "4")]
     pub shmid: u64,
     #[prost(uint32, required, tag = "5")]
     pub prot: u32,
-    /// Of mmap(2).
+    /// Flags of mmap(2).
     #[prost(uint32, required, tag = "6")]
     pub flags: u32,
     #[prost(uint32, required, tag = "7")]
@@ -408,7 +408,14 @@ pub(crate) struct VmaEntry {
     pub fdflags: Option<u32>,
 }
 
-/// `remap_file_path_entry`: a file whose name was gone at the dump.
+/// `memfd_inode_entry`, what is read of it.
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct MemfdEntry {
+    #[prost(string, required, tag = "1")]
+    pub name: String,
+}
+
+/// `remap_file_path_entry`: a file that was deleted at the time of the dump.
 #[derive(Clone, Copy, PartialEq, Message)]
 pub(crate) struct RemapEntry {
     #[prost(uint32, required, tag = "1")]
@@ -421,7 +428,7 @@ pub(crate) struct RemapEntry {
 }
 
 impl RemapEntry {
-    /// Whether the file has another name, and CRIU made one more beside it.
+    /// Whether the file has another name, and CRIU made a temporary one.
     pub(crate) fn is_link(&self) -> bool {
         self.remap_type.unwrap_or(0) == 0
     }

@@ -2,7 +2,7 @@
 //! it.
 //!
 //! Invariants:
-//! - Whatever happens, no CRIU of ours remains: every path out of here kills and reaps it.
+//! - In all cases no CRIU of ours remains: every exit path kills and reaps it.
 //! - If a restore fails, the half-restored tasks are killed (the caller's `abandon` kills their world) before this
 //!   module waits for the end of the log, because the tasks have its pipe open.
 
@@ -25,16 +25,16 @@ use super::{Criu, image};
 use rekindle_os::process;
 use rekindle_os::spawn::{self, Child, Ended, Open, Spawn, World};
 
-/// Where a CRIU process runs and what it works on.
+/// Where a CRIU process runs, and its folders.
 #[derive(Debug)]
 pub struct Place<'a> {
     /// The executable.
     pub criu: &'a Criu,
-    /// pid 1 of the namespaces to run in; `None` for the host's.
+    /// The process with pid 1 in the namespaces to run in; `None` for the host's.
     pub init: Option<&'a Child>,
     /// The folder of CRIU's images.
     pub images: &'a Path,
-    /// A folder for what CRIU writes beside its images; a restore must not touch those.
+    /// A folder for files that CRIU writes besides its images; a restore must not change those.
     pub work: &'a Path,
     /// The time limit for the whole request.
     pub timeout: Duration,
@@ -44,29 +44,29 @@ pub struct Place<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Tcp {
-    /// They are in the image and live again after a restore.
+    /// They are in the image and continue after a restore.
     Keep,
     /// They stay open in the running job and are reset in a restored one.
     Close,
 }
 
-/// A file that was open under another path at the dump, for appending.
+/// A file for appending that was open under another path at the dump.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Instead {
-    /// Its path then.
+    /// Its path at the dump.
     pub then: PathBuf,
-    /// Its path now, as the restored tree sees it.
+    /// Its present path, as the restored tree sees it.
     pub now: PathBuf,
 }
 
-/// What a restore needs to know.
+/// Options of a restore.
 #[derive(Debug, Clone, Copy)]
 pub struct RestoreOptions<'a> {
     /// TCP connections.
     pub tcp: Tcp,
-    /// Files that it gets for those that it had.
+    /// Files that the job gets instead of the original ones.
     pub instead: &'a [Instead],
-    /// Where CRIU works on the files of a user.
+    /// Our plugin, if CRIU works on files of a user.
     pub plugin: Option<Plugin<'a>>,
 }
 
@@ -76,18 +76,19 @@ impl Default for RestoreOptions<'_> {
     }
 }
 
-/// What a dump needs to know.
+/// Options of a dump.
 #[derive(Debug, Clone, Copy)]
 pub struct DumpOptions<'a> {
     /// The root of the tree, as its innermost PID namespace sees it. It must lead its session.
     pub root: i32,
     /// TCP connections.
     pub tcp: Tcp,
-    /// The largest deleted file that is put into the image, in bytes.
+    /// The largest deleted file that is copied into the image, in bytes.
     pub ghost_limit: u32,
-    /// The bound on stopping all tasks; CRIU counts in seconds.
+    /// Time limit for stopping all tasks; CRIU counts in seconds.
     pub freeze_timeout: Duration,
-    /// If there are devices to accept. [`image::without_devices`] must then come before the tasks run on.
+    /// Our plugin, if there are devices to accept. Then [`image::without_devices`] must be called before the tasks are
+    /// resumed.
     pub plugin: Option<Plugin<'a>>,
 }
 
@@ -98,22 +99,22 @@ pub enum Notify {
     PreDump,
     /// All images are written; the tasks are frozen.
     PostDump,
-    /// The tasks exist, none runs yet; the root's pid in its namespace.
+    /// The tasks exist, and none runs yet; with the root's pid in its namespace.
     PostRestore(i32),
-    /// The tasks have their memory and files, none runs yet. CRIU does not heed a refusal here: we kill them first.
+    /// The tasks have their memory and files, and none runs yet. CRIU ignores a refusal here, so we kill them first.
     PreResume,
 }
 
-/// Called when CRIU waits; an error makes it give up, and is the error of the request. `stop` is asked while waiting.
+/// Called while CRIU waits. An error cancels the request, and becomes its error.
 pub struct Hooks<'a> {
-    /// Returns a moment.
+    /// Called at each of these moments.
     pub notify: &'a mut dyn FnMut(Notify) -> Result<(), String>,
-    /// Whether the request is not wanted any more.
+    /// Whether the request is cancelled.
     pub cancelled: &'a dyn Fn() -> bool,
-    /// Looks for a task that died under CRIU's hands (its pid in the namespace, and how). CRIU may then wait for ever: in
-    /// a dump for the dead to answer, in a restore for one that is not its own child to get ready.
+    /// Looks for a task that died while CRIU was working on it (its pid in the namespace, and how it ended). CRIU may
+    /// then wait for ever: in a dump for an answer of the dead task, in a restore for a task that is not its own child.
     pub died: &'a dyn Fn() -> Option<(i32, Ended)>,
-    /// Ends everything that a failed restore may have left.
+    /// Kills everything that a failed restore may have left.
     pub abandon: &'a dyn Fn(),
 }
 
@@ -138,13 +139,13 @@ pub enum RunError {
         #[source]
         source: io::Error,
     },
-    /// CRIU said no.
+    /// CRIU refused.
     #[error("CRIU refused: {}", reason(log))]
     Refused {
         /// Its log.
         log: Log,
     },
-    /// CRIU went away without an answer.
+    /// CRIU ended without an answer.
     #[error("CRIU ended without an answer ({ended}): {}", reason(log))]
     Gone {
         /// How the process ended.
@@ -170,21 +171,21 @@ pub enum RunError {
         /// CRIU's log.
         log: Log,
     },
-    /// One of our own steps in the middle failed.
+    /// One of our own steps during the request failed.
     #[error("{what}")]
     Hook {
         /// What failed.
         what: String,
     },
-    /// It would work on a user's files with root's rights.
+    /// CRIU would work on a user's files with root's rights.
     #[error("{} would open the job's files with root's rights, not with those of the job's user: {why}. CRIU must be able to load shared objects and plugins: use a dynamically linked CRIU, such as your distribution's", path.display())]
     Unrestricted {
         /// The executable.
         path: PathBuf,
-        /// What was seen.
+        /// What was observed.
         why: &'static str,
     },
-    /// It was not wanted any more.
+    /// It was cancelled.
     #[error("cancelled")]
     Cancelled,
     /// The restored process cannot be found among our children.
@@ -209,7 +210,7 @@ fn reason(log: &Log) -> String {
 }
 
 impl RunError {
-    /// CRIU's log, where it got as far as writing one.
+    /// CRIU's log, if it wrote one.
     #[must_use]
     pub fn log(&self) -> Option<&Log> {
         match self {
@@ -246,16 +247,17 @@ fn common(place: &Place<'_>, tcp: Tcp) -> Options {
         network_lock: Some(3),
         tcp_established: Some(tcp == Tcp::Keep),
         tcp_close: Some(tcp == Tcp::Close),
-        // Those that wait to be accepted: the other end is closed in a restored job, and may ask again.
+        // Connections that wait to be accepted are left out: the other end is closed in a restored job, and may connect
+        // again.
         tcp_skip_in_flight: Some(true),
         ..Options::default()
     }
 }
 
-/// Dumps the tree below `options.root` and lets it run on.
+/// Dumps the tree below `options.root`, which continues to run.
 ///
 /// # Errors
-/// When CRIU does not start, refuses, is cancelled or takes too long. The job runs on in each case.
+/// When CRIU does not start, refuses, is cancelled or takes too long. The job continues to run in all cases.
 pub fn dump(place: &Place<'_>, options: DumpOptions<'_>, hooks: &mut Hooks<'_>) -> Result<Log, RunError> {
     let seconds = u32::try_from(options.freeze_timeout.as_secs()).unwrap_or(u32::MAX);
     let wanted = Options {
@@ -270,20 +272,21 @@ pub fn dump(place: &Place<'_>, options: DumpOptions<'_>, hooks: &mut Hooks<'_>) 
     run.end(outcome, place.timeout).map(|(_, log)| log)
 }
 
-/// CRIU is in the network namespace of the job, which is then in no image, and not in its IPC namespace, which is: CRIU
-/// takes what is System V's only from a namespace other than its own ("doesn't live in IPC ns").
+/// The namespaces for CRIU. It runs in the job's network namespace, which is in no image, but not in its IPC namespace,
+/// which is in the image: CRIU dumps System V objects only from a namespace other than its own ("doesn't live in IPC
+/// ns").
 pub(super) fn world_of(init: &Child) -> Result<World, spawn::Error> {
     let failed = |source| spawn::Error::Fork { program: "criu".into(), source };
     init.entrance(CloneFlags::CLONE_NEWNET).map_err(failed)
 }
 
-/// The first descriptor of CRIU that is a file of the job; below are its own.
+/// The first descriptor in CRIU that is a file of the job; lower ones are its own.
 const FIRST_FILE: i32 = 4;
 
 /// Restores an image; its root becomes a child of this process.
 ///
 /// # Errors
-/// When CRIU does not start, refuses, is cancelled or takes too long. Nothing of the tree is left then.
+/// When CRIU does not start, refuses, is cancelled or takes too long. Then no process of the tree is left.
 pub fn restore(place: &Place<'_>, options: RestoreOptions<'_>, hooks: &mut Hooks<'_>) -> Result<Restored, RunError> {
     let RestoreOptions { tcp, instead, plugin } = options;
     image::check_pages(place.images)?;
@@ -292,7 +295,8 @@ pub fn restore(place: &Place<'_>, options: RestoreOptions<'_>, hooks: &mut Hooks
     let wanted = Options {
         rst_sibling: Some(true),
         inherit_fd,
-        // Ours are compared before; in images of earlier versions the reaper's are others than it needs.
+        // We have compared them already; in images of earlier versions the reaper has other permission bits than it
+        // needs.
         skip_file_rwx_check: Some(true),
         ..common(place, tcp)
     };
@@ -316,7 +320,8 @@ pub fn restore(place: &Place<'_>, options: RestoreOptions<'_>, hooks: &mut Hooks
     result
 }
 
-/// The child of ours that is `pid` in its own namespace and that we did not start: the root of a restore under way.
+/// The pid of our child that has `pid` in its own namespace and that we did not start: the root of a restore in
+/// progress.
 #[must_use]
 pub fn find_restored(pid: i32) -> Option<i32> {
     let children = rekindle_os::process::children(std::process::id().cast_signed());
@@ -324,12 +329,12 @@ pub fn find_restored(pid: i32) -> Option<i32> {
     found.find(|c| rekindle_os::process::inner_pid(*c) == Some(pid))
 }
 
-/// What tells our plugin, in CRIU's environment, which devices to accept.
+/// The variable that tells our plugin which devices to accept.
 const DEVICES: &str = "REKINDLE_DEVICES";
-/// And with whose rights over files CRIU works.
+/// The variable that names the user whose file access rights CRIU gets.
 const FILES_AS: &str = "REKINDLE_FILES_AS";
 
-/// How a conversation can end short of an answer.
+/// Why a conversation ended without an answer.
 enum Stop {
     Closed,
     TimedOut,
@@ -340,12 +345,12 @@ enum Stop {
     Failed(&'static str, io::Error),
 }
 
-/// What becomes of a CRIU in the host's namespaces when we die. In the job's own it goes with them.
+/// What happens to a CRIU in the host's namespaces if we die. In the job's namespaces it is killed with them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Orphan {
-    /// The kernel kills it. The tasks that it held run on, and their reaper ends them.
+    /// The kernel kills it. The tasks that it had stopped continue, and their reaper ends them.
     Dies,
-    /// It continues until a notification fails, and kills what it has restored: only CRIU knows those tasks.
+    /// It continues until a notification fails, and kills the processes that it has restored: only CRIU knows them.
     CleansUp,
 }
 
@@ -354,7 +359,7 @@ struct Run<'a> {
     child: Child,
     socket: OwnedFd,
     log: Reader,
-    /// With whose rights over files a restore has to work.
+    /// The user whose file access rights a restore must use.
     restricted: Option<FileRights<'a>>,
 }
 
@@ -372,7 +377,7 @@ impl<'a> Run<'a> {
         let log = Reader::start(log).map_err(|source| RunError::Talk { what: "log thread", source })?;
         let null = |fd, flags| Open { fd, path: CString::from(c"/dev/null"), flags };
         let work: PathBuf = place.work.into();
-        // Without `-L` CRIU loads the plugins of its distribution. One of them checkpoints CUDA processes by itself.
+        // Without `-L` CRIU loads the plugins of its distribution. One of them checkpoints CUDA processes itself.
         let plugins = plugin.map_or(place.work, |plugin| plugin.folder);
         let first = [OsStr::new("--no-default-config"), OsStr::new("-W"), work.as_os_str()];
         let args = first.into_iter().chain(["-L".as_ref(), plugins.as_os_str(), "swrk".as_ref(), "3".as_ref()]);
@@ -384,7 +389,7 @@ impl<'a> Run<'a> {
         let path = ("PATH", std::env::var_os("PATH").unwrap_or_default());
         let variables = [path].into_iter().chain(devices).chain(files_as.into_iter().flatten());
         let child = Spawn::new(&place.criu.path, args)
-            // CRIU takes options from its environment too: it gets none.
+            // CRIU also takes options from its environment, so it gets none.
             .and_then(|s| s.environment(variables))
             .and_then(|spawn| {
                 let spawn = spawn.open(null(0, libc::O_RDONLY)).open(null(1, libc::O_WRONLY));
@@ -394,7 +399,7 @@ impl<'a> Run<'a> {
                     spawn = spawn.open(Open { fd, path: spawn::c_string(&file.now)?, flags });
                 }
                 match place.init {
-                    // Job pids begin far above.
+                    // Pids of the job begin far above.
                     Some(init) => {
                         let world = world_of(init)?;
                         spawn.world(world).pid(CRIU_PID).start()
@@ -407,8 +412,8 @@ impl<'a> Run<'a> {
         Ok(Run { criu: &place.criu.path, child, socket, log, restricted: None })
     }
 
-    /// Before CRIU reads the image: check that our plugin is loaded. From then on each restore continues with these
-    /// rights over files.
+    /// Before CRIU reads the image: checks that our plugin is loaded. From then on the restore uses these file access
+    /// rights.
     fn check_plugin(
         &mut self,
         rights: Option<FileRights<'a>>,
@@ -419,8 +424,8 @@ impl<'a> Run<'a> {
             return Ok(());
         }
         self.restricted = rights;
-        // It takes another request only after one of these. Its answer shows that CRIU itself runs, not yet the shell of a
-        // wrapper or the loader.
+        // CRIU accepts another request only after one of this kind. Its answer shows that CRIU itself is running, not
+        // the shell of a wrapper or the loader.
         self.send(&Request { kind: Kind::Version.into(), keep_open: Some(true), ..Request::default() })?;
         self.receive(Instant::now() + timeout, hooks.cancelled, hooks.died)?;
         match process::has_mapped(self.child.pid(), PLUGIN_NAME) {
@@ -429,7 +434,8 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Before CRIU makes the first task: it has begun with the image, and so with the rights that our plugin left it.
+    /// Before CRIU creates the first task: it has started to read the image, so it must have only the rights that our
+    /// plugin left.
     fn check_rights(&self) -> Result<(), Stop> {
         /// CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER and CAP_FSETID.
         const OVER_FILES: u64 = 0b1_1111;
@@ -477,7 +483,7 @@ impl<'a> Run<'a> {
             let reply = Request { kind: Kind::Notify.into(), notify_success: Some(success), ..Request::default() };
             self.send(&reply)?;
             if let Err(what) = answer {
-                // CRIU undoes its work and says so; what counts is why.
+                // CRIU undoes its work and reports that; the original reason is what counts.
                 let _ = self.receive(deadline, &|| false, &|| None);
                 return Err(Stop::Hook(what));
             }
@@ -501,7 +507,7 @@ impl<'a> Run<'a> {
     ) -> Result<Response, Stop> {
         // Returns are small; the largest seen is under 200 bytes.
         let mut buffer = vec![0u8; 64 << 10];
-        // A task that died, and since when that is known.
+        // A task that died, and since when that has been known.
         let mut dead: Option<(i32, Instant)> = None;
         let mut look = Instant::now() + LOOK;
         loop {
@@ -522,7 +528,7 @@ impl<'a> Run<'a> {
                 };
                 look = Instant::now() + LOOK;
             }
-            // Short, so that a cancellation is seen soon.
+            // Short, so that a cancellation is noticed soon.
             let wait = PollTimeout::try_from(left.min(Duration::from_millis(50))).unwrap_or(PollTimeout::ZERO);
             let mut fds = [PollFd::new(std::os::fd::AsFd::as_fd(&self.socket), PollFlags::POLLIN)];
             match poll(&mut fds, wait) {
@@ -540,10 +546,10 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Makes sure that CRIU is gone, and joins its answer with its log.
+    /// Makes sure that CRIU has ended, and combines its answer with its log.
     fn end(self, outcome: Result<Response, Stop>, limit: Duration) -> Result<(Response, Log), RunError> {
         let talk = |what| move |source| RunError::Talk { what, source };
-        // It waits for its peer to go, then exits; a CRIU that hangs is killed.
+        // CRIU waits until the socket is closed, then exits; a CRIU that hangs is killed.
         drop(self.socket);
         if outcome.is_err() && !matches!(outcome, Err(Stop::Closed | Stop::Hook(_))) {
             self.child.signal(libc::SIGKILL).map_err(talk("kill"))?;
@@ -564,15 +570,16 @@ impl<'a> Run<'a> {
     }
 }
 
-/// How often the tasks are looked at while CRIU is at work: it takes a walk through /proc.
+/// How often the tasks are checked while CRIU works: each check reads /proc.
 const LOOK: Duration = Duration::from_millis(200);
-/// A CRIU that notices the death of a task gives up within milliseconds; so long it may take on a busy machine.
+/// How long CRIU may take to give up on a busy machine; if it notices the death of a task, it does so within
+/// milliseconds.
 const NOTICES_WITHIN: Duration = Duration::from_secs(2);
 
 /// The pid CRIU gets in the job's namespace, below every pid that a job can have.
 const CRIU_PID: i32 = 2;
 
-/// Waits, then kills.
+/// Waits for the child to end, and kills it after `limit`.
 fn wait_bounded(child: &Child, limit: Duration) -> io::Result<Ended> {
     let deadline = Instant::now() + limit;
     while Instant::now() < deadline {

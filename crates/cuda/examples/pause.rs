@@ -1,4 +1,4 @@
-//! Takes a process off its GPUs and puts it back, and prints what each call took.
+//! Checkpoints a process and restores it, and prints the duration of each call.
 //!
 //!     cargo run --package rekindle-cuda --example pause -- PID
 
@@ -12,7 +12,7 @@ fn pause(pid: i32) -> Result<()> {
     let process = Process::new(pid)?;
     timed("lock", || process.lock(Duration::from_secs(10)))?;
     let done = timed("checkpoint", || process.checkpoint()).and_then(|()| timed("restore", || process.restore(&[])));
-    // Also where the checkpoint failed: it is still locked then.
+    // Also after a failed checkpoint: the process is still locked then.
     timed("unlock", || process.unlock())?;
     done
 }

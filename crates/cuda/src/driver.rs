@@ -60,7 +60,7 @@ impl Function {
         }
     }
 
-    /// The first driver that has it, as the major number of its version.
+    /// The first driver with this function, by major version.
     #[must_use]
     pub fn since(self) -> u32 {
         match self {
@@ -70,7 +70,7 @@ impl Function {
     }
 }
 
-/// The loaded driver library. A clone is the same library.
+/// The loaded driver library. A clone refers to the same library.
 #[derive(Clone)]
 pub struct Driver {
     // Never closed: libcuda starts threads and registers exit handlers once it is in use.
@@ -92,7 +92,7 @@ impl Driver {
         Ok(LOADED.get_or_init(|| driver).clone())
     }
 
-    /// A driver library at an unusual place.
+    /// Loads a driver library from this path.
     ///
     /// # Errors
     /// [`Error::NoDriver`] or [`Error::NoLibrary`].
@@ -108,8 +108,8 @@ impl Driver {
         Ok(Self { library: Arc::new(ManuallyDrop::new(library)) })
     }
 
-    /// The version of the installed driver, for example `580.159.04`; its major number decides what it can do. None
-    /// where no kernel module tells.
+    /// The version of the installed driver, for example `580.159.04`; its major version decides which functions exist.
+    /// `None` if no kernel module reports it.
     #[must_use]
     pub fn version(&self) -> Option<DriverVersion> {
         version::installed()
@@ -131,8 +131,8 @@ impl Driver {
         self.symbol::<*const c_void>(function.symbol()).is_some()
     }
 
-    /// Refuses GPU pairs on a driver before 580, where the bytes that hold them are reserved: such a driver would put
-    /// the process back on its old GPU, or fail half way.
+    /// Refuses GPU pairs on a driver before 580, which ignores the bytes with the pairs: it would restore the process
+    /// to its old GPU, or fail half way.
     pub(super) fn check_mapping(&self) -> Result<()> {
         let installed = version::installed();
         let old_module = installed.as_ref().is_some_and(|version| version.major() < 580);
@@ -140,7 +140,7 @@ impl Driver {
         if old_module || old_library { Err(Error::NoMapping { installed }) } else { Ok(()) }
     }
 
-    /// Calls `function` with `pid` and the argument that cuda.h declares for it.
+    /// Calls `function` with `pid` and an argument of the type that cuda.h declares for it.
     ///
     /// `cuInit` is not called, here or anywhere: of the checkpoint functions only those with custom storage need it in
     /// the caller (cuda.h of CUDA 13.5, `cuCheckpointProcessCheckpoint`), and it would open the devices in this process.
@@ -202,7 +202,7 @@ mod tests {
 
     #[test]
     fn a_library_without_the_function_is_too_old() {
-        // Any library will do that has none of the symbols.
+        // Any library without these symbols.
         let driver = Driver::open("libc.so.6").unwrap();
         assert!(Function::ALL.iter().all(|function| !driver.supports(*function)));
         // SAFETY: the function is not there, so nothing is called.

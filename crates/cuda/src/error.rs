@@ -1,4 +1,4 @@
-//! Errors of the driver, with what to do next.
+//! Errors of the driver, with advice.
 
 use std::io;
 use std::path::Path;
@@ -11,11 +11,11 @@ use super::version::DriverVersion;
 /// Result of the calls of this module.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Why a call on the CUDA driver did not work.
+/// Why a call of the CUDA driver failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// libcuda.so.1 cannot be loaded, and no NVIDIA kernel module is loaded either.
-    #[error("needs NVIDIA driver 570 or newer, no NVIDIA driver found")]
+    #[error("needs NVIDIA driver 570 or newer, and no NVIDIA driver is installed")]
     NoDriver(#[source] libloading::Error),
     /// The kernel module is loaded but libcuda.so.1 cannot be.
     #[error(
@@ -25,41 +25,41 @@ pub enum Error {
     NoLibrary {
         /// The version of the kernel module.
         installed: DriverVersion,
-        /// What the loader says.
+        /// The loader's message.
         source: libloading::Error,
     },
     /// The installed driver does not have the function.
     #[error("needs NVIDIA driver {} or newer, found {}", function.since(), found(installed.as_ref()))]
     TooOld {
-        /// What the driver lacks.
+        /// The missing function.
         function: Function,
-        /// The version of the kernel module, where it tells.
+        /// The version of the kernel module, if known.
         installed: Option<DriverVersion>,
     },
     /// GPU pairs were given to a driver that ignores them.
     #[error("restoring to another GPU needs NVIDIA driver 580 or newer, found {}", found(installed.as_ref()))]
     NoMapping {
-        /// The version of the kernel module, where it tells.
+        /// The version of the kernel module, if known.
         installed: Option<DriverVersion>,
     },
-    /// More pairs than the driver can count.
+    /// There are more pairs than the driver can count.
     #[error("{0} GPU pairs are more than the driver accepts")]
     TooManyPairs(usize),
-    /// Zero and negative numbers name process groups or nothing.
+    /// Zero and negative numbers are not pids of processes.
     #[error("{0} is not a process: a pid is greater than 0")]
     InvalidPid(i32),
     /// There is no such process.
-    #[error("no process {0}")]
+    #[error("there is no process {0}")]
     NoProcess(i32),
-    /// The number of a thread. The driver half accepts it, which misleads.
+    /// The number is the id of a thread. Some functions of the driver accept it, which is misleading.
     #[error("{tid} is a thread of process {pid}: use the pid {pid}")]
     ThreadId {
-        /// The number given.
+        /// The thread id.
         tid: i32,
         /// The process that the thread belongs to.
         pid: i32,
     },
-    /// `/proc` did not tell about the process.
+    /// `/proc` of the process could not be read.
     #[error("read /proc/{pid}/status")]
     ReadStatus {
         /// The process.
@@ -78,7 +78,7 @@ pub enum Error {
         /// `CUprocessState`.
         value: i32,
     },
-    /// The thread that does the driver's work cannot be let run while the others are stopped.
+    /// The driver's thread cannot run while the others are stopped.
     #[error("cannot run only thread {tid} of process {pid} (is a debugger attached?)")]
     Thread {
         /// The process.
@@ -88,7 +88,7 @@ pub enum Error {
         /// The cause.
         source: io::Error,
     },
-    /// Somebody else's lock or checkpoint is on it.
+    /// The process was locked or checkpointed by somebody else.
     #[error(
         "process {pid} is {state}, not running; if no other tool is using it, resume it with `rekindle cuda restore` and `rekindle cuda unlock --pid {pid}`"
     )]
@@ -122,14 +122,14 @@ impl Error {
         }
     }
 
-    /// A lock timed out: the process runs on, and the lock may be tried again.
+    /// A lock timed out: the process continues, and the lock may be tried again.
     #[must_use]
     pub fn is_not_ready(&self) -> bool {
         self.code() == Some(code::NOT_READY)
     }
 
-    /// The process is alive but has no CUDA state. Some drivers answer a question about such a process with
-    /// `INVALID_VALUE`; a question has no other argument that could be wrong.
+    /// The process is alive but has no CUDA state. Some drivers return `INVALID_VALUE` for a query of such a process; a
+    /// query has no other argument that could be wrong.
     #[must_use]
     pub fn is_not_cuda(&self) -> bool {
         match self {
@@ -174,13 +174,10 @@ fn exists(pid: i32) -> bool {
 
 /// Whether this process holds `CAP_SYS_PTRACE` (bit 19), which root has unless it was taken away.
 fn can_trace() -> bool {
-    std::fs::read_to_string("/proc/self/status").is_ok_and(|status| {
-        let set = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
-        set.and_then(|set| u64::from_str_radix(set.trim(), 16).ok()).is_some_and(|set| set >> 19 & 1 == 1)
-    })
+    rekindle_os::rights::has(19)
 }
 
-/// What a code means for these functions, measured on driver 580 unless the documentation says it.
+/// The meaning of a code for these functions, measured on driver 580 unless it is documented.
 fn hint(function: Function, pid: i32, code: i32) -> &'static str {
     match (code, function) {
         (code::INVALID_VALUE, Function::Restore) => ": the GPU pairs must name every GPU that the process used",
@@ -212,7 +209,7 @@ fn hint(function: Function, pid: i32, code: i32) -> &'static str {
     }
 }
 
-/// Names of the codes that are hinted at above, for a driver that cannot be asked.
+/// Names of the codes with hints above, for a driver that cannot be asked.
 pub(super) fn name(code: i32) -> &'static str {
     match code {
         code::INVALID_VALUE => "CUDA_ERROR_INVALID_VALUE",

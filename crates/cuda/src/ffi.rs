@@ -1,5 +1,5 @@
-//! The C structures of cuda.h, as CUDA 13.0 lays them out. Bytes that CUDA 12 calls reserved stay zero unless used, and
-//! where 13.5 has a pointer to custom storage they are null: drivers from 570 on read them alike.
+//! The C structures of cuda.h, as CUDA 13.0 lays them out. Bytes that are reserved in CUDA 12 stay zero unless used,
+//! and pointers to custom storage (13.5) are null: drivers from 570 on read them in the same way.
 #![allow(unsafe_code, reason = "calls of the CUDA driver; each block says why it is sound")]
 
 use std::ffi::{c_int, c_uint, c_void};
@@ -7,7 +7,7 @@ use std::ptr;
 
 use super::uuid::GpuMapping;
 
-/// All checkpoint functions that take a process: `CUresult f(int pid, T *)`, with a T of each function's own.
+/// The type of all checkpoint functions for a process: `CUresult f(int pid, T *)`, each with its own T.
 pub(super) type ProcessFn = unsafe extern "C" fn(c_int, *mut c_void) -> c_int;
 /// `CUresult cuDriverGetVersion(int *version)`.
 pub(super) type GetVersionFn = unsafe extern "C" fn(*mut c_int) -> c_int;
@@ -41,7 +41,7 @@ impl From<&GpuMapping> for GpuPair {
     }
 }
 
-/// `CUcheckpointRestoreArgs`. It points into pairs that the caller keeps alive for the call.
+/// `CUcheckpointRestoreArgs`. It points to pairs that must live until the call returns.
 #[repr(C)]
 pub(super) struct RestoreArgs {
     pairs: *const GpuPair,
@@ -51,7 +51,7 @@ pub(super) struct RestoreArgs {
 }
 
 impl RestoreArgs {
-    /// `count` is the length of `pairs`; no pairs give 64 zero bytes, as drivers before 580 want them.
+    /// `count` is the length of `pairs`; without pairs all 64 bytes are zero, as drivers before 580 require.
     pub(super) fn new(pairs: &[GpuPair], count: u32) -> Self {
         let pairs = if pairs.is_empty() { ptr::null() } else { pairs.as_ptr() };
         Self { pairs, count, reserved: [0; 44], reserved1: 0 }

@@ -13,7 +13,8 @@
 //! - [`Driver`]: libcuda.so.1, loaded at the first use and never unloaded. Each function is looked up when it is
 //!   called: an old driver fails only the calls that need a newer one.
 //! - [`Process`]: one CUDA process and the calls on it, like `cuda.core.checkpoint.Process` of NVIDIA's Python library.
-//! - [`is_candidate`]: may this process use CUDA at all? Cheap, and without a driver.
+//! - [`is_candidate`]: whether a process may use CUDA at all. Cheap, and needs no driver.
+//! - [`is_initializing`]: whether a process is in the middle of cuInit, which the driver does not tell.
 //! - [`GpuUuid`], [`GpuMapping`]: the GPU on which a process is restored.
 //!
 //! All of it may be called from several threads at once. Locking the ranks of one job needs that: locking two NCCL
@@ -25,40 +26,42 @@ mod candidate;
 mod driver;
 mod error;
 mod ffi;
+mod job_table;
+pub mod nccl;
 pub mod nvml;
 mod process;
 pub mod sharing;
 mod uuid;
 mod version;
 
-pub use candidate::is_candidate;
+pub use candidate::{is_candidate, is_init_mark, is_initializing};
 pub use driver::{Driver, Function};
 pub use error::{Error, Result};
 pub use process::{Process, State};
 pub use uuid::{GpuMapping, GpuUuid, ParseMappingError, ParseUuidError};
 pub use version::{DriverVersion, installed};
 
-/// `CUresult` values that callers act on; cuda.h names them `CUDA_ERROR_*`.
+/// `CUresult` values that callers react to; cuda.h names them `CUDA_ERROR_*`.
 pub mod code {
     /// Success.
     pub const SUCCESS: i32 = 0;
-    /// A wrong argument; from a restore: the GPU pairs do not name every GPU of the process.
+    /// A wrong argument; for a restore: the GPU pairs do not name every GPU of the process.
     pub const INVALID_VALUE: i32 = 1;
-    /// Not enough memory, on the GPU restored to or on the host checkpointed to.
+    /// Not enough memory, on the GPU for a restore or on the host for a checkpoint.
     pub const OUT_OF_MEMORY: i32 = 2;
     /// The process has no CUDA state.
     pub const NOT_INITIALIZED: i32 = 3;
     /// libcuda.so.1 is the toolkit's stub for linking, not a driver.
     pub const STUB_LIBRARY: i32 = 34;
-    /// There is no GPU, or not the one that was named.
+    /// There is no GPU, or the named one does not exist.
     pub const NO_DEVICE: i32 = 100;
-    /// The GPU that was named is none, or cannot be used.
+    /// The named GPU is invalid, or cannot be used.
     pub const INVALID_DEVICE: i32 = 101;
-    /// No right to trace the process, or it is gone.
+    /// No right to trace the process, or it has ended.
     pub const OPERATING_SYSTEM: i32 = 304;
     /// The process is in the wrong state for this call.
     pub const ILLEGAL_STATE: i32 = 401;
-    /// The lock timed out; the process runs on.
+    /// The lock timed out; the process continues.
     pub const NOT_READY: i32 = 600;
     /// The process uses something that cannot be checkpointed.
     pub const NOT_SUPPORTED: i32 = 801;

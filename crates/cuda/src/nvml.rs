@@ -29,19 +29,20 @@ pub struct Gpu {
     pub uuid: GpuUuid,
     /// The product, for example `NVIDIA H200`.
     pub name: Option<String>,
-    /// Its number, as nvidia-smi counts. None without NVML.
+    /// Its number, as nvidia-smi counts. `None` without NVML.
     pub index: Option<u32>,
     /// Its PCI address, for example `0000:3b:00.0`.
     pub pci: Option<String>,
-    /// Memory in all, bytes.
+    /// Total memory in bytes.
     pub memory_total: Option<u64>,
-    /// Memory in use by any process, bytes.
+    /// Memory in use by all processes, in bytes.
     pub memory_used: Option<u64>,
     /// Available memory in bytes: neither in use nor reserved by the driver.
     pub memory_free: Option<u64>,
-    /// Divided or not.
+    /// Whether it is divided.
     pub mig: Mig,
-    /// Whether it is a part of one that the host shares out to virtual machines (vGPU), which cannot be checkpointed.
+    /// Whether it is a virtual GPU, a part that the host gives to a virtual machine (vGPU), which cannot be
+    /// checkpointed.
     pub is_virtual: bool,
 }
 
@@ -50,7 +51,7 @@ pub struct Gpu {
 pub struct GpuInventory {
     /// The version of the driver.
     pub driver: Option<String>,
-    /// The GPUs that can be seen from here.
+    /// The visible GPUs.
     pub gpus: Vec<Gpu>,
     /// Device memory of each compute process on each GPU, bytes. None without NVML. The pids are those of the host as
     /// the kernel module sees it; in a container they may be missing.
@@ -58,18 +59,18 @@ pub struct GpuInventory {
 }
 
 impl GpuInventory {
-    /// Asks NVML, and without it the kernel module, which tells names and UUIDs only. Empty without a driver.
+    /// Reads from NVML, or without it from the kernel module, which has only names and UUIDs. Empty without a driver.
     #[must_use]
     pub fn read() -> Self {
-        // Not kept: an initialised NVML holds /dev/nvidiactl open. The crate's default is libnvidia-ml.so, which only
-        // development packages install.
+        // Not kept open: an initialised NVML has /dev/nvidiactl open. The crate's default is libnvidia-ml.so, which
+        // only development packages install.
         match Nvml::builder().lib_path("libnvidia-ml.so.1".as_ref()).init() {
             Ok(nvml) => from_nvml(&nvml),
             Err(_) => GpuInventory::of_kernel_module(),
         }
     }
 
-    /// What the kernel module tells: names and UUIDs. A GPU that nothing has used yet may be missing.
+    /// Names and UUIDs from the kernel module. A GPU that nothing has used yet may be missing.
     #[must_use]
     pub fn of_kernel_module() -> Self {
         from_proc(Path::new("/proc/driver/nvidia/gpus"))
@@ -127,9 +128,9 @@ fn gpu(device: &Device<'_>) -> Option<Gpu> {
         memory_total: memory.as_ref().map(|memory| memory.total),
         memory_used: memory.as_ref().map(|memory| memory.used),
         memory_free: memory.as_ref().map(|memory| memory.free),
-        // A GPU that cannot be divided answers NotSupported.
+        // A GPU that cannot be divided returns NotSupported.
         mig: if device.mig_mode().is_ok_and(|mode| mode.current == 1) { Mig::On } else { Mig::Off },
-        // A GPU that is passed through as a whole is not a virtual one.
+        // A GPU that is passed through completely is not a virtual one.
         is_virtual: matches!(device.virtualization_mode(), Ok(GpuVirtualizationMode::Vgpu)),
     })
 }
@@ -138,7 +139,7 @@ fn installed() -> Option<String> {
     crate::installed().map(|version| version.to_string())
 }
 
-/// One folder a GPU, named after its PCI address, each with a file `information`.
+/// One folder per GPU, named after its PCI address, with a file `information`.
 fn from_proc(gpus: &Path) -> GpuInventory {
     let mut folders: Vec<_> = fs::read_dir(gpus).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
     folders.sort();

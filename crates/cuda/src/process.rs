@@ -4,13 +4,13 @@
 use std::ffi::{c_int, c_void};
 use std::sync::mpsc;
 use std::time::Duration;
-use std::{fmt, fs, io, ptr};
+use std::{fmt, io, ptr};
 
 use super::driver::{Driver, Function};
 use super::error::{Error, Result};
 use super::ffi::{GpuPair, LockArgs, RestoreArgs};
 use super::uuid::GpuMapping;
-use rekindle_os::process::find_thread;
+use rekindle_os::process::{find_thread, text};
 use rekindle_os::ptrace;
 
 /// How long the threads of a process may take to stop.
@@ -27,9 +27,9 @@ pub enum State {
     Checkpointed,
     /// A restore failed; the process cannot continue.
     Failed,
-    /// A checkpoint is under way (from driver 615 on).
+    /// A checkpoint is in progress (driver 615 and newer).
     Checkpointing,
-    /// A restore is under way (from driver 615 on).
+    /// A restore is in progress (driver 615 and newer).
     Restoring,
 }
 
@@ -46,7 +46,7 @@ impl State {
         })
     }
 
-    /// The word for it: that of NVIDIA's cuda-checkpoint and Python library.
+    /// Its name, as in NVIDIA's cuda-checkpoint and Python library.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -74,11 +74,11 @@ pub struct Process {
 }
 
 impl Process {
-    /// The process `pid`, as this process's PID namespace numbers it, whether in the same one or below.
+    /// The process `pid`, in the PID namespace of this process; it may itself be in a nested one.
     ///
     /// # Errors
-    /// A number that is no process or a thread of one; no driver. Whether the process uses CUDA is told by
-    /// [`Process::state`].
+    /// When the number is not a process, or is a thread of one; when there is no driver. [`Process::state`] tells
+    /// whether the process uses CUDA.
     pub fn new(pid: i32) -> Result<Self> {
         check(pid)?;
         Ok(Self { pid, driver: Driver::load()? })
@@ -87,13 +87,13 @@ impl Process {
     /// Like [`Process::new`], with a driver loaded from elsewhere.
     ///
     /// # Errors
-    /// A number that is no process or a thread of one.
+    /// When the number is not a process, or is a thread of one.
     pub fn with_driver(pid: i32, driver: Driver) -> Result<Self> {
         check(pid)?;
         Ok(Self { pid, driver })
     }
 
-    /// Its number.
+    /// Its pid.
     #[must_use]
     pub fn pid(&self) -> i32 {
         self.pid
@@ -109,7 +109,7 @@ impl Process {
         State::from_raw(value).ok_or(Error::UnknownState { pid: self.pid, value })
     }
 
-    /// The thread of it that must run for a restore to work, while the others may be stopped.
+    /// The id of the thread that must run during a restore, while the others may be stopped.
     ///
     /// # Errors
     /// [`Error::is_not_cuda`] for a process that does not use CUDA.
@@ -119,18 +119,18 @@ impl Process {
         Ok(tid)
     }
 
-    /// Blocks its CUDA calls: running to locked. Waits for work that was submitted, at most `timeout`, rounded up to
+    /// Blocks its CUDA calls: running to locked. Waits for submitted work, at most `timeout`, rounded up to
     /// milliseconds.
     ///
     /// # Errors
-    /// [`Error::is_not_ready`] when the time is over; the process then runs on. [`Error::Timeout`] for 0, which would
+    /// [`Error::is_not_ready`] when the time is over; the process then continues. [`Error::Timeout`] for 0, which would
     /// wait for ever, and for more than a `u32` of milliseconds.
     pub fn lock(&self, timeout: Duration) -> Result<()> {
         let mut args = LockArgs::new(milliseconds(timeout)?);
         self.call(Function::Lock, (&raw mut args).cast())
     }
 
-    /// Copies device memory to its host memory and lets the GPU go: locked to checkpointed. Needs as much free host
+    /// Copies device memory to its host memory and releases the GPU: locked to checkpointed. Needs as much free host
     /// memory as it has device memory.
     ///
     /// # Errors
@@ -139,12 +139,12 @@ impl Process {
         self.call(Function::Checkpoint, ptr::null_mut())
     }
 
-    /// Takes a GPU again and copies device memory back: checkpointed to locked. With `mapping` onto other GPUs of the
-    /// same kind; it must then name every GPU of the process.
+    /// Acquires a GPU and copies device memory back: checkpointed to locked. `mapping` selects other GPUs of the same
+    /// kind; it must then name every GPU of the process.
     ///
     /// # Errors
-    /// After a failure the process cannot be restored again: kill it and restore its image. [`Error::NoMapping`]
-    /// before driver 580, [`Error::TooManyPairs`] for more than a `u32` of them; both leave it as it was.
+    /// After a failure the process cannot be restored again: kill it and restore its image. [`Error::NoMapping`] before
+    /// driver 580, [`Error::TooManyPairs`] for more than a `u32` of them; both do not change the process.
     pub fn restore(&self, mapping: &[GpuMapping]) -> Result<()> {
         if !mapping.is_empty() {
             self.driver.check_mapping()?;
@@ -166,18 +166,18 @@ impl Process {
     /// Runs `work` on a process whose threads are stopped. Only `thread` runs in that time, the one that the driver
     /// uses ([`Process::restore_thread_id`], asked while it ran). A process that is not stopped is not changed.
     ///
-    /// A thread that was stopped may hold a lock that the work waits for. It is let run for a moment then
-    /// ([`ptrace::lend`]), and after `patience` all are: what they can break by then is a process that would have to be
-    /// killed.
+    /// A stopped thread may have a lock that the work waits for. Then it runs for a moment ([`ptrace::lend`]), and
+    /// after `patience` all threads run: at that point they can only break a process that would have to be killed
+    /// anyway.
     ///
     /// # Errors
-    /// Those of `work`, and [`Error::Thread`] when the thread cannot be let run.
+    /// Those of `work`, and [`Error::Thread`] when the thread cannot run.
     pub fn alone<T>(&self, thread: i32, patience: Duration, work: impl FnOnce() -> Result<T>) -> Result<T> {
         if !ptrace::stands(self.pid, STOP_TIMEOUT) {
             return work();
         }
         let failed = |source| Error::Thread { pid: self.pid, tid: thread, source };
-        // Which namespace the number belongs to is not documented.
+        // It is not documented to which namespace the number belongs.
         let tid = find_thread(self.pid, thread).ok_or_else(|| failed(io::Error::from_raw_os_error(libc::ESRCH)))?;
         let alone = ptrace::Alone::run(tid).map_err(failed)?;
         let result = std::thread::scope(|scope| {
@@ -210,7 +210,7 @@ fn check(pid: i32) -> Result<()> {
     if pid <= 0 {
         return Err(Error::InvalidPid(pid));
     }
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).map_err(|source| match source.kind() {
+    let status = text(pid, "status").map_err(|source| match source.kind() {
         io::ErrorKind::NotFound => Error::NoProcess(pid),
         // A process that ends between open and read.
         _ if source.raw_os_error() == Some(libc::ESRCH) => Error::NoProcess(pid),

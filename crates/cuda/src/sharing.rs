@@ -15,9 +15,9 @@
 //! CUDA is locked twice. In between, threads of the job that wait for the driver's lock must not get it: [`announce`]
 //! ensures that.
 //!
-//! Invariants: nothing is released before it is known where all of it comes from and that every keeper can work; all
-//! that was released is mapped again before a thread of the job runs. The table of a process is in the job's memory:
-//! its content is compared and counted, and not trusted for anything else.
+//! Invariants: nothing is released unless the origin of all of it is known and every keeper can work; everything that
+//! was released is mapped again before a thread of the job runs. The table of a process is in the job's memory: its
+//! content is compared and counted, and not trusted for anything else.
 
 mod session;
 mod table;
@@ -36,20 +36,20 @@ use table::{Import, Tag};
 /// Why shared memory could not be released, or mapped again.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// It has memory of another process that cannot be released.
+    /// The process has memory of another process that cannot be released.
     #[error("process {pid} has GPU memory of another process mapped, which cannot be restored: {why}")]
     Unmanaged {
         /// The process, as the job sees it.
         pid: i32,
-        /// What is known, and what helps.
+        /// The reason and advice.
         why: Obstacle,
     },
-    /// A keeper gave no answer in time.
+    /// A keeper did not answer in time.
     #[error("process {pid}: cannot release other processes' GPU memory now: {source}")]
     Busy {
         /// The process, as the job sees it.
         pid: i32,
-        /// What happened.
+        /// The cause.
         source: std::io::Error,
     },
     /// The driver refused.
@@ -57,15 +57,15 @@ pub enum Error {
     Driver {
         /// The process, as the job sees it.
         pid: i32,
-        /// What it was to do with the memory of others.
+        /// The requested action.
         what: &'static str,
-        /// CUresult.
+        /// The CUresult.
         code: i32,
     },
 }
 
 impl Error {
-    /// Whether another moment may be a better one.
+    /// Whether another try may succeed.
     #[must_use]
     pub fn is_busy(&self) -> bool {
         matches!(self, Error::Busy { .. })
@@ -77,9 +77,9 @@ impl Error {
 pub enum Obstacle {
     /// It was shared by CUDA IPC, or in a manner that the interposer did not see.
     Unseen(u32),
-    /// Its exporter is not in the job, is gone, or has given the memory up.
+    /// Its exporter is not in the job, has ended, or has released the memory.
     NoExporter,
-    /// It could not be noted down.
+    /// It could not be recorded.
     Untracked,
     /// NVLink multicast.
     Multicast,
@@ -105,7 +105,7 @@ impl fmt::Display for Obstacle {
     }
 }
 
-/// The tables of those processes that have one; `pids` as we see them.
+/// The tables of the processes that have one; `pids` as we see them.
 ///
 /// # Errors
 /// If one exists and cannot be read.
@@ -114,7 +114,7 @@ pub fn of(pids: &[i32]) -> std::io::Result<Vec<Sharing>> {
 }
 
 /// Whether the memory that these processes share can be released, and mapped again afterwards. While they run, the
-/// answer is valid for this moment only.
+/// result is valid only for this moment.
 ///
 /// # Errors
 /// [`Error::Unmanaged`]
@@ -156,7 +156,7 @@ fn obstacle(one: &Sharing, all: &[Sharing]) -> Option<Obstacle> {
     None
 }
 
-/// Whether any of them has memory of another.
+/// Whether any of them has memory of another process.
 #[must_use]
 pub fn is_any(all: &[Sharing]) -> bool {
     all.iter().any(|one| one.imports().next().is_some())
@@ -180,8 +180,8 @@ pub fn announce(pids: &[i32], is_locked: bool) {
     }
 }
 
-/// Whether all know that CUDA is locked, asked when it is: one that began to share after [`announce`] does not, and its
-/// threads may wait for the lock itself.
+/// Checks, while CUDA is locked, that all processes know it. A process that started to share after [`announce`] does
+/// not, and its threads may wait for the lock itself.
 ///
 /// # Errors
 /// [`Error::Busy`]
@@ -195,8 +195,8 @@ pub fn check_announced(all: &[Sharing]) -> Result<(), Error> {
     }
 }
 
-/// Makes all release the memory that they have of others. Their threads are stopped, except the driver's if it needs
-/// one, and CUDA is not locked.
+/// Makes all processes release memory of other processes. Their threads must be stopped, except the driver's if it
+/// needs one, and CUDA must not be locked.
 ///
 /// # Errors
 /// Some of it may have been released then: call [`take_again`].
@@ -207,11 +207,13 @@ pub fn let_go(all: &[Sharing]) -> Result<(), Error> {
         return Err(Error::Busy { pid: one.inner(), source });
     }
     let sessions = open(all)?;
-    // A thread that stopped with a lock of the driver's would keep a keeper from its work. Then nothing has happened yet.
+    // A thread that was stopped with a lock of the driver would block the keeper. This is found out before anything is
+    // changed.
     each(&sessions, |session| session.ask(table::PROBE, "use other processes' memory"))?;
     each(&sessions, |session| session.ask(table::RELEASE, "release other processes' memory"))?;
     drop(sessions);
-    // What the driver itself knows of: a call of the program's may have been between the driver and our note of it.
+    // Imports that the driver itself knows of: a call of the program may have been between the driver and our record of
+    // it.
     match all.iter().find(|one| one.table().foreign.load(Relaxed) != 0) {
         Some(one) => {
             let source = std::io::Error::other("what it shares is changing");
@@ -221,17 +223,17 @@ pub fn let_go(all: &[Sharing]) -> Result<(), Error> {
     }
 }
 
-/// Maps again what was released. Their threads are stopped, and CUDA is not locked.
+/// Maps the released memory again. The threads must be stopped, and CUDA must not be locked.
 ///
 /// # Errors
-/// Then the processes must not run again.
+/// Then the processes must not be resumed.
 pub fn take_again(all: &[Sharing]) -> Result<(), Error> {
     let sessions = open(all)?;
     let mut exporters = BTreeMap::new();
     for (at, one) in all.iter().enumerate() {
         exporters.extend(one.exports().map(|(index, tag)| (tag, (at, index))));
     }
-    // By exporter: its entries, each with the process and the import that it is for.
+    // For each exporter: its entries, each with the importing process and its import.
     let mut wanted: Vec<Vec<Wanted>> = all.iter().map(|_| Vec::new()).collect();
     for (importer, one) in all.iter().enumerate() {
         for (import, entry) in one.imports().filter(|(_, import)| import.is_gone.load(Relaxed) != 0) {
@@ -248,17 +250,17 @@ pub fn take_again(all: &[Sharing]) -> Result<(), Error> {
     each(&sessions, |session| session.ask(table::MAP, "map other processes' memory again"))
 }
 
-/// An export that is wanted, and where.
+/// A requested export and its importer.
 struct Wanted {
     export: u32,
     importer: usize,
     import: u32,
 }
 
-/// How many descriptors a process has open at once for this; many jobs may have 1024 in all.
+/// Number of descriptors that a process has open at once for this; many jobs may have only 1024 in total.
 const AT_ONCE: usize = 64;
 
-/// Makes each exporter export as many as possible at once, and the importers import them.
+/// Makes each exporter export as many entries as possible at once, and the importers import them.
 fn hand_over(sessions: &[Mutex<Session<'_>>], wanted: &mut [Vec<Wanted>]) -> Result<(), Error> {
     let round: Vec<Vec<Wanted>> =
         wanted.iter_mut().map(|queue| queue.split_off(queue.len().saturating_sub(AT_ONCE))).collect();

@@ -3,11 +3,11 @@
 use std::fmt;
 use std::str::FromStr;
 
-/// The UUID of a GPU. Text may have the prefix `GPU-` and hyphens or not, in any case.
+/// The UUID of a GPU. In text, the prefix `GPU-` and hyphens are optional, in any case.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct GpuUuid([u8; 16]);
 
-/// Text that is no GPU UUID.
+/// Text that is not a GPU UUID.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{text:?} is not the UUID of a GPU: it must be GPU- and 32 hexadecimal digits, as `nvidia-smi -L` prints it")]
 pub struct ParseUuidError {
@@ -39,14 +39,14 @@ impl FromStr for GpuUuid {
 fn parse(text: &str) -> Option<[u8; 16]> {
     let digits = match text.get(..4) {
         Some(prefix) if prefix.eq_ignore_ascii_case("gpu-") => text.get(4..)?,
-        // The hyphens were taken out, the one behind the prefix as well.
+        // All hyphens were removed, including the one after the prefix.
         Some(prefix) if prefix.to_ascii_lowercase().starts_with("gpu") => text.get(3..)?,
         _ => text,
     };
     let digits = digits.as_bytes();
     let digits: Vec<u8> = match digits.len() {
         32 => digits.to_vec(),
-        // Hyphens count only where they belong: a shifted one is more likely a digit that got lost.
+        // Hyphens are accepted only at their positions: a shifted one probably means a missing digit.
         36 if [8, 13, 18, 23].iter().all(|&at| digits[at] == b'-') => {
             digits.iter().copied().filter(|&b| b != b'-').collect()
         }
@@ -90,8 +90,8 @@ impl fmt::Debug for GpuUuid {
     }
 }
 
-/// One GPU of a checkpointed process and the GPU that takes its place. Both must be of the same kind, and a restore
-/// with pairs must name every GPU that the process uses (also one that stays: `A=A`).
+/// A GPU of a checkpointed process and its replacement. Both must be of the same kind, and a restore with pairs must
+/// name every GPU that the process uses (including unchanged ones: `A=A`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct GpuMapping {
     /// The GPU at the checkpoint.
@@ -100,7 +100,7 @@ pub struct GpuMapping {
     pub new: GpuUuid,
 }
 
-/// Text that is no `OLD=NEW` pair.
+/// Text that is not an `OLD=NEW` pair.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ParseMappingError {
     /// There is not exactly one `=`.

@@ -1,4 +1,4 @@
-//! The version of the installed NVIDIA driver, as its kernel module reports it: no library needed.
+//! The version of the installed NVIDIA driver, as its kernel module reports it; needs no library.
 
 use std::fmt;
 use std::fs;
@@ -11,7 +11,7 @@ pub struct DriverVersion {
 }
 
 impl DriverVersion {
-    /// The version in `text`, for example `580.159.04`. None if it is not digits and dots.
+    /// The version in `text`, for example `580.159.04`. `None` if it contains anything but digits and dots.
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
         let text = text.trim();
@@ -25,7 +25,7 @@ impl DriverVersion {
         (minors > 0).then(|| Self { text: text.to_owned(), major })
     }
 
-    /// The number before the first dot: 570 brought the checkpoint functions, 580 the GPU pairs of a restore.
+    /// The major version: 570 introduced the checkpoint functions, 580 the GPU pairs of a restore.
     #[must_use]
     pub fn major(&self) -> u32 {
         self.major
@@ -38,7 +38,7 @@ impl fmt::Display for DriverVersion {
     }
 }
 
-/// The driver whose kernel module is loaded. None without one, and under WSL, which has none of its own.
+/// The driver whose kernel module is loaded. `None` without one, and under WSL, which has no module of its own.
 #[must_use]
 pub fn installed() -> Option<DriverVersion> {
     if let Some(version) = stand_in() {
@@ -50,7 +50,7 @@ pub fn installed() -> Option<DriverVersion> {
         .or_else(|| loaded("/proc/driver/nvidia/version").and_then(|text| from_proc(&text)))
 }
 
-/// The version that a test of a debug build names. A build for use has no way to name another.
+/// The version that a test of a debug build sets. A release build ignores it.
 fn stand_in() -> Option<DriverVersion> {
     let named = cfg!(debug_assertions).then(|| std::env::var("REKINDLE_TEST_DRIVER").ok()).flatten();
     DriverVersion::parse(&named?)

@@ -7,6 +7,7 @@
 pub mod embedded;
 pub mod gpus;
 pub mod host;
+pub mod hwloc;
 pub mod identity;
 pub mod interposer;
 pub mod nccl;
@@ -40,7 +41,7 @@ pub struct JobSpec {
     pub directory: PathBuf,
     /// The whole environment.
     pub environment: BTreeMap<OsString, OsString>,
-    /// Who it runs as; `None` to stay who the supervisor is.
+    /// The user it runs as; `None` for the supervisor's user.
     pub identity: Option<Identity>,
     /// The file mode mask; `None` keeps the supervisor's (077 under `rekindle run`).
     pub umask: Option<u32>,
@@ -68,7 +69,7 @@ pub enum Privileges {
 pub enum IoUring {
     /// As on this machine.
     AsItIs,
-    /// It answers ENOSYS, by a seccomp filter that is part of the image.
+    /// It fails with ENOSYS, by a seccomp filter that is part of the image.
     Refused,
 }
 
@@ -107,15 +108,18 @@ pub enum ProgramError {
 pub fn find_program(name: &OsStr, directory: &Path, path: Option<&OsStr>) -> Result<PathBuf, ProgramError> {
     let shown = || name.to_string_lossy().into_owned();
     if name.as_encoded_bytes().contains(&b'/') {
-        let file = directory.join(name);
+        // Without the dots of "./x".
+        let file: PathBuf = directory.join(name).components().collect();
         return match executable(&file) {
             Ok(()) => Ok(file),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => Err(ProgramError::NotFound(shown())),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                Err(ProgramError::NotFound(format!("{}; there is no such file", shown())))
+            }
             Err(e) => Err(ProgramError::NotExecutable { path: file, why: e.to_string() }),
         };
     }
     if name.is_empty() {
-        return Err(ProgramError::NotFound(shown()));
+        return Err(ProgramError::NotFound("its name is empty".to_owned()));
     }
     let mut refused = None;
     for dir in std::env::split_paths(path.unwrap_or_else(|| OsStr::new("/usr/local/bin:/usr/bin:/bin"))) {
@@ -128,16 +132,34 @@ pub fn find_program(name: &OsStr, directory: &Path, path: Option<&OsStr>) -> Res
             _ => {}
         }
     }
-    Err(refused.unwrap_or_else(|| ProgramError::NotFound(shown())))
+    Err(refused.unwrap_or_else(|| {
+        ProgramError::NotFound(match directory.join(name).is_file() {
+            true => format!(
+                "{}; it is in the working directory, so write ./{}, or its interpreter before it",
+                shown(),
+                shown()
+            ),
+            false => format!("{}; it is in no folder of PATH", shown()),
+        })
+    }))
 }
 
 fn executable(file: &Path) -> io::Result<()> {
     let metadata = std::fs::metadata(file)?;
+    if metadata.is_dir() {
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, "it is a directory, not a program"));
+    }
     if !metadata.is_file() {
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, "not a regular file"));
     }
     if metadata.permissions().mode() & 0o111 == 0 {
-        return Err(io::Error::new(io::ErrorKind::PermissionDenied, "it has no execute permission"));
+        return Err(io::Error::new(
+            io::ErrorKind::PermissionDenied,
+            &*format!(
+                "it has no execute permission; run `chmod +x {}`, or write its interpreter before it",
+                file.display()
+            ),
+        ));
     }
     Ok(())
 }
@@ -149,7 +171,7 @@ pub struct Job {
     pub world: World,
     /// The reaper; it ends as the job ends.
     pub root: Child,
-    /// The process that runs the command, as it sees itself, where an image tells.
+    /// Pid of the command's process in the job's PID namespace, if the image names it.
     main: Option<i32>,
 }
 
@@ -160,14 +182,14 @@ impl Job {
         Job { world, root, main: None }
     }
 
-    /// A job that was restored; `main` is the process that runs the command, as it sees itself.
+    /// A job that was restored; `main` is the pid of the command's process in the job's PID namespace.
     #[must_use]
     pub fn restored(world: World, root: Child, main: i32) -> Job {
         Job { world, root, main: Some(main) }
     }
 
-    /// The process that runs the command, as we see it: the reaper's oldest child, because daemons come later. CRIU starts
-    /// them in any order; then it is the one that the image names.
+    /// Pid of the command's process as we see it. After a start it is the reaper's oldest child, because daemons come
+    /// later. CRIU restores children in any order; then it is the process that the image names.
     #[must_use]
     pub fn main_pid(&self) -> Option<i32> {
         let children = process::children(self.root.pid());
@@ -177,8 +199,8 @@ impl Job {
         children.into_iter().min_by_key(|pid| process::start_time(*pid).unwrap_or(u64::MAX))
     }
 
-    /// Waits until the reaper has forked the command's process, or is over already. It takes well under a millisecond;
-    /// others want to know the pid from the beginning.
+    /// Waits until the reaper has forked the command's process or has ended, so that the pid is known from the
+    /// beginning. This takes well under a millisecond.
     pub fn wait_for_main(&self) {
         let deadline = Instant::now() + Duration::from_secs(1);
         while self.main_pid().is_none() && Instant::now() < deadline && !self.root.has_ended().unwrap_or(true) {
@@ -194,15 +216,15 @@ impl Job {
         self.root.signal(signal)
     }
 
-    /// Kills everything in its world. Where the driver needs it, what uses CUDA lets its GPU go first ([`gpus`]).
+    /// Kills everything in its world. If the driver needs it, CUDA processes release their GPUs first ([`gpus`]).
     pub fn kill(&self) {
-        // Daemons that outlive the reaper are init's.
+        // Daemons that outlive the reaper become children of init.
         let roots = [Some(&self.root), self.world.init()];
         gpus::let_go(roots.into_iter().flatten().flat_map(|root| process::tree(root.pid())).collect::<BTreeSet<i32>>());
         self.world.kill(Some(&self.root));
     }
 
-    /// Kills whatever is left of it, and reaps. Returns how the reaper ended, and so the job.
+    /// Kills and reaps all processes that remain. Returns how the reaper ended, which is how the job ended.
     pub fn end(&self) -> Option<spawn::Ended> {
         self.kill();
         self.world.end(Some(&self.root))
@@ -223,7 +245,7 @@ pub enum Error {
 /// Starts the job in its world. The child returned is the reaper, which ends as the job ends.
 ///
 /// # Errors
-/// When the reaper cannot be started; that the program itself cannot be executed shows as exit code 126 or 127.
+/// When the reaper cannot be started. If the program itself cannot be executed, the job ends with exit code 126 or 127.
 pub fn start(world: &World, reaper: &Path, spec: &JobSpec, log: &output::Files) -> Result<Child, Error> {
     let parent = match world {
         World::Private { .. } => 0,
@@ -253,7 +275,7 @@ pub fn start(world: &World, reaper: &Path, spec: &JobSpec, log: &output::Files) 
         .environment(&spec.environment)?
         .world(world.entrance().map_err(Error::World)?)
         .session()
-        // The reaper takes them one by one, and gives the job an empty mask.
+        // The reaper receives signals one by one, and gives the job an empty mask.
         .signals_blocked()
         .directory(&spec.directory)?
         .open(file(0, &spec.stdin, libc::O_RDONLY)?)

@@ -48,33 +48,33 @@ pub use user::{OtherUser, check_user};
 pub struct Request<'a> {
     /// The image.
     pub image: &'a Image,
-    /// The job's folder.
+    /// The job's folder in the store.
     pub folder: &'a JobFolder,
-    /// CRIU.
+    /// The installed CRIU.
     pub criu: &'a Criu,
     /// This version's reaper, for the init of the new world.
     pub reaper: &'a std::path::Path,
     /// The job's output, which is put back with its other files.
     pub output: &'a output::Files,
-    /// Who the job runs as.
+    /// The user that the job runs as.
     pub identity: Option<&'a Identity>,
-    /// Whether it is to have the no-new-privileges flag.
+    /// Whether the job must have the no-new-privileges flag.
     pub privileges: Privileges,
-    /// The bound on CRIU's part.
+    /// Time limit for CRIU.
     pub timeout: Duration,
-    /// The network that it shall see, where it gets namespaces of its own.
+    /// The network that the job sees, if it has its own namespaces.
     pub network: Network<'a>,
-    /// What happens over a file that changed and whose content the image does not have.
+    /// What to do if a file changed whose content is not in the image.
     pub changed_files: ChangedFiles,
     /// The GPUs that the user asked for, if any.
     pub wishes: &'a Wishes,
-    /// What has to be there before CRIU connects what was connected to it.
+    /// Creates what must exist before CRIU connects to it.
     pub prepare: Prepare<'a>,
-    /// How an image that is in packs gets out of them.
+    /// How a packed image is unpacked.
     pub unpacking: Unpacking<'a>,
 }
 
-/// What is done in the new world of a job before CRIU works there.
+/// Work in the job's new world before CRIU runs there.
 #[derive(Clone, Copy)]
 pub struct Prepare<'a>(pub &'a (dyn Fn(&World) + Sync));
 
@@ -84,42 +84,42 @@ impl std::fmt::Debug for Prepare<'_> {
     }
 }
 
-/// How an image that is in packs gets out of them.
+/// How a packed image is unpacked.
 #[derive(Debug, Clone, Copy)]
 pub struct Unpacking<'a> {
-    /// Where it goes, if memory has room.
+    /// The place in memory to unpack to, if there is room.
     pub staging: Option<&'a Area>,
     /// Bytes of memory that must stay free.
     pub memory_reserve: u64,
-    /// What the packs are encrypted with.
+    /// The key of encrypted packs.
     pub key: Option<&'a Key>,
-    /// Threads that read.
+    /// Number of threads that read.
     pub threads: usize,
-    /// How far it is.
+    /// Reports the progress.
     pub progress: &'a Progress,
     /// What damaged content is replaced with; None if it is an error.
     pub healing: Option<&'a Healing<'a>>,
 }
 
-/// A job that is back.
+/// A restored job.
 #[derive(Debug)]
 pub struct Restored {
     /// The running job.
     pub job: Job,
     /// Files that were put back to their size or content at the snapshot.
     pub put_back: Vec<PutBack>,
-    /// The GPUs that it is not on any more, and those in their place.
+    /// GPUs that were replaced, each with its replacement.
     pub moved: Vec<Moved>,
-    /// CUDA_VISIBLE_DEVICES of a process that has moved, which speaks of the GPUs of before.
+    /// CUDA_VISIBLE_DEVICES of a process that was moved: it still names the old GPUs.
     pub visible: Option<String>,
     /// How long each part took, in order.
     pub timings: Vec<(&'static str, Duration)>,
 }
 
-/// Restores a job from an image. `warn` gets possible problems, before anything is done.
+/// Restores a job from an image. `warn` is called with possible problems before anything is done.
 ///
 /// # Errors
-/// When the image is damaged or cannot be restored here. Nothing of the job is left running then.
+/// When the image is damaged or cannot be restored here. Then no process of the job is left.
 pub fn restore(
     request: &Request<'_>,
     warn: &dyn Fn(&Difference),
@@ -139,7 +139,7 @@ pub fn restore(
     let plain::Plain { image, folder: _until_it_is_back } = timed.run("verify", || plain::make(request, cancelled))?;
     let (image, request) = (&image, &Request { image: &image, ..*request });
     let put_back = timed.run("files", || put_files_back(request, manifest))?;
-    // Until the driver has read it back, which is before this function ends.
+    // Needed until the driver has read it back, which is before this function returns.
     let _landing = timed.run("landing", || landing::put_back::put(image, manifest, request.identity))?;
     if cancelled() {
         return Err(Error::Cancelled);
@@ -187,8 +187,8 @@ pub fn restore(
         job.end();
         return Err(error.into());
     }
-    // A job that ends from here on was restored, and has ended: whether its image is to blame is what the policy counts
-    // early deaths for. One kill at this moment must not cost a good image.
+    // If the job ends from here on, it was restored and ended afterwards: the policy counts early deaths to decide
+    // whether the image is to blame. One kill at this moment must not cost a good image.
     let pairs = relocation.as_ref().map_or(&[][..], |relocation| &relocation.pairs);
     match timed
         .run("cuda", || gpu::watched(&job, request.timeout, cancelled, || gpu::bring_back(&job, manifest, pairs)))
@@ -205,7 +205,7 @@ pub fn restore(
         }
         Err(error) => {
             job.kill();
-            // A CUDA restore that failed has no second try on the same process.
+            // A failed CUDA restore cannot be repeated on the same process.
             job.end();
             Err(match (error, &relocation) {
                 (gpu::Error::Cuda { source, .. }, Some(relocation)) if relocation.unproven && source.names_no_gpu() => {
@@ -218,18 +218,18 @@ pub fn restore(
     }
 }
 
-/// Whether it asks for nothing that is not its job's. Touches nothing.
+/// Checks that the image asks only for what belongs to its job. Changes nothing.
 fn check_image(request: &Request<'_>, manifest: &Manifest) -> Result<(), Error> {
     own::check(manifest, request)?;
     Ok(check_user(manifest, request.identity)?)
 }
 
-/// Whether the files of the image's job are here, or can be put back. Touches nothing.
+/// Checks that the files of the image's job exist, or can be put back. Changes nothing.
 fn check_files(request: &Request<'_>, manifest: &Manifest) -> Result<(), Error> {
     Ok(rollback::check(manifest, request.folder, request.identity, request.changed_files)?)
 }
 
-/// Puts the files of the image that is in plain files back, its own and the job's.
+/// Puts back the files of the unpacked image, its own and the job's.
 fn put_files_back(request: &Request<'_>, manifest: &Manifest) -> Result<Vec<PutBack>, Error> {
     recreate(request.image, manifest)?;
     let made = rollback::make_folders(manifest, request.identity)?;
@@ -239,7 +239,7 @@ fn put_files_back(request: &Request<'_>, manifest: &Manifest) -> Result<Vec<PutB
     Ok(rollback::put_back(request.image, manifest, request.folder, request.identity, request.output)?)
 }
 
-/// A process that was alive in the image (it has memory there) and is dead, below the root that CRIU makes as our child.
+/// A process below the restored root that was alive in the image (it has memory there) and is dead.
 fn died_while_restored(images: &std::path::Path) -> Option<(i32, Ended)> {
     let children = process::children(std::process::id().cast_signed());
     let restored = children.into_iter().filter(|pid| !rekindle_os::spawn::is_known(*pid));
@@ -250,7 +250,7 @@ fn died_while_restored(images: &std::path::Path) -> Option<(i32, Ended)> {
     })
 }
 
-/// Whether the files that the image's job wrote to are here, or can be put back.
+/// Whether the files that the image's job wrote to exist, or can be put back.
 #[must_use]
 pub fn has_its_files(manifest: &Manifest, folder: &JobFolder, user: Option<&Identity>, changed: ChangedFiles) -> bool {
     rollback::check(manifest, folder, user, changed).is_ok()
@@ -276,7 +276,7 @@ const SETTLE: Duration = Duration::from_secs(2);
 /// How often a GPU is checked in that time.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// Whether it can work on this machine, and on which GPUs.
+/// Checks whether the image can be restored on this machine, and on which GPUs.
 fn fits(
     request: &Request<'_>,
     manifest: &Manifest,
@@ -308,7 +308,7 @@ fn fits(
     }
 }
 
-/// Puts back the files of ours that the job has mapped, whatever version of rekindle is installed by now.
+/// Puts back rekindle's own files that the job has mapped, of whatever version they are.
 fn recreate(image: &Image, manifest: &Manifest) -> Result<(), Error> {
     for file in &manifest.recreate {
         let put = || -> std::io::Result<()> {
@@ -323,15 +323,15 @@ fn recreate(image: &Image, manifest: &Manifest) -> Result<(), Error> {
     Ok(())
 }
 
-/// How far CRIU goes.
+/// How far a restore goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Until {
     ItRuns,
-    /// Every process is created, and none has run: then the restore is cancelled, and all are removed.
+    /// Every process is created and none has run; then the restore is cancelled, and all are removed.
     BeforeItRuns,
 }
 
-/// Returns the root of what runs now, if anything does.
+/// Runs CRIU. Returns the root of the restored tree, if it runs.
 fn run_criu(
     request: &Request<'_>,
     manifest: &Manifest,
@@ -350,8 +350,8 @@ fn run_criu(
     let wanted = access::Wanted { user: request.identity, privileges: request.privileges, manifest, log_dir: &log_dir };
     let (mut refused, mut rehearsed) = (None, false);
     let mut before_it_runs = |moment| {
-        // Every process is made, and still has our rights: its user cannot reach it, nor what it sees (CRIU gives the
-        // rights after this, `CR_STATE_RESTORE_CREDS`).
+        // All processes exist and still have our rights, so the user cannot reach them or what they see (CRIU changes
+        // the rights after this, `CR_STATE_RESTORE_CREDS`).
         if let (Notify::PostRestore(_), Until::BeforeItRuns) = (moment, until) {
             rehearsed = true;
             return Err("this was a rehearsal".into());
@@ -376,7 +376,8 @@ fn run_criu(
         Ok(())
     };
     let mut hooks = Hooks { notify: &mut before_it_runs, cancelled, died: &died, abandon: &abandon };
-    // CRIU works on the files of the job's user with that user's rights. What it does not have, we open for it.
+    // CRIU works on the files of the job's user with that user's rights. Files that these rights do not reach are
+    // opened by us.
     let files = request.identity.and_then(Identity::file_rights);
     let folder = files.map(|_| plugin::unpack(&scratch)).transpose()?;
     let plugin = folder.as_deref().map(|folder| Plugin { folder, devices: None, files });

@@ -4,17 +4,17 @@ use std::path::PathBuf;
 
 use rekindle_store::{JobPath, Manifest, PartPath};
 
-/// A manifest that says little.
+/// A minimal manifest.
 pub(crate) fn manifest() -> Manifest {
     serde_json::from_str(rekindle_testing::MANIFEST).unwrap()
 }
 
-/// A path that is good for a job.
+/// A valid path of a job.
 pub(crate) fn job_path(path: impl Into<PathBuf>) -> JobPath {
     JobPath::new(path).unwrap()
 }
 
-/// A path that is good for a part of an image.
+/// A valid path of a part of an image.
 pub(crate) fn part_path(path: &str) -> PartPath {
     path.parse().unwrap()
 }

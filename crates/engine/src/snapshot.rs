@@ -14,8 +14,8 @@
 //! ```
 //!
 //! The snapshot is taken again if the image has descriptors in flight between processes that could not be restored
-//! correctly (`in_flight`), or a process that was killed and whose exit status was not collected (`dead`). The job
-//! continues, and a moment later this has passed.
+//! correctly (`in_flight`), a process that was killed and whose exit status was not collected (`dead`), or one in the
+//! middle of cuInit. The job continues, and a moment later this has passed.
 //!
 //! Invariants:
 //! - A phase that fails undoes all phases before it, in reverse order, and the job continues. If that is impossible
@@ -68,26 +68,26 @@ pub struct Subject<'a> {
     pub options: &'a Options,
     /// CRIU.
     pub criu: &'a Criu,
-    /// How the job was launched.
+    /// How the job was launched, for the manifest.
     pub launch: &'a Launch,
     /// Files of ours that the job has mapped, to be kept in the image.
     pub ours: Vec<PathBuf>,
-    /// Where images land in memory; without it they land in a slot on the disk.
+    /// Where images are stored in memory; `None`: in a slot on the disk.
     pub staging: Option<&'a Area>,
     /// The job's output, rotated while the job is frozen.
     pub output: &'a launch::output::Files,
-    /// The interval in force, where it was chosen.
+    /// The present snapshot interval, if it was chosen automatically.
     pub interval: Option<&'a Choice>,
-    /// What snapshots before have seen of the job's dead.
+    /// What earlier snapshots recorded about dead processes of the job.
     pub deaths: &'a Deaths,
 }
 
-/// How snapshots are taken.
+/// Settings for snapshots.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// Absolute folders whose files are all captured, also those that the job has closed.
     pub track: Vec<PathBuf>,
-    /// Most bytes that an image takes of files on disk that the job changes in place.
+    /// Maximum bytes of files on disk in an image, for files that the job changes in place.
     pub file_limit: u64,
     /// Largest deleted but open file that CRIU copies into the image, in bytes.
     pub ghost_limit: u32,
@@ -95,13 +95,13 @@ pub struct Options {
     pub tcp: TcpChoice,
     /// How long the CUDA driver may wait for running kernels; at least 1 ms, because 0 means for ever to the driver.
     pub lock_timeout: Duration,
-    /// How long CRIU may try to stop all tasks; CRIU counts whole seconds.
+    /// How long CRIU may take to stop all tasks; CRIU counts whole seconds.
     pub freeze_timeout: Duration,
     /// Time limit for the whole dump.
     pub dump_timeout: Duration,
     /// Bytes of host memory that must stay free.
     pub memory_reserve: u64,
-    /// What decides whether the store has room.
+    /// Limits that decide whether the store has room.
     pub limits: Limits,
     /// Threads that copy and hash.
     pub threads: usize,
@@ -109,18 +109,18 @@ pub struct Options {
     pub privileges: Privileges,
 }
 
-/// What a manifest says of the launch.
+/// The launch as it is recorded in a manifest.
 #[derive(Debug, Clone)]
 pub struct Launch {
     /// The command line.
     pub command: Vec<String>,
     /// The working directory.
     pub directory: JobPath,
-    /// The user, where it is not the supervisor's.
+    /// The job's user, if it is not the supervisor's.
     pub user: Option<String>,
-    /// Who it runs as, where that is not the supervisor.
+    /// The user that the job runs as, if it is not the supervisor's.
     pub identity: Option<launch::identity::Identity>,
-    /// The run that began from nothing.
+    /// Id of the run that started the job from the beginning.
     pub lineage: String,
 }
 
@@ -131,7 +131,7 @@ pub struct Taken {
     pub image: Image,
     /// How long the job was frozen.
     pub freeze: Duration,
-    /// What could not be done and does not matter for the image, in words.
+    /// What could not be done, in words; none of it makes the image unusable.
     pub notes: Vec<String>,
 }
 
@@ -141,16 +141,16 @@ pub enum Error {
     /// It was not tried; the job never stopped.
     #[error("not tried: {0}")]
     Refused(#[from] Refusal),
-    /// The job is or has what a restore would refuse.
+    /// The job has rights or files that a restore would refuse.
     #[error("not tried, because the image could not be restored: {0}")]
     Guard(String),
-    /// A hook did not let it be tried.
+    /// A hook prevented the snapshot.
     #[error("not tried: {0}")]
     Hook(Box<dyn std::error::Error + Send + Sync>),
     /// The GPUs could not be frozen.
     #[error(transparent)]
     Gpu(gpu::Error),
-    /// What CRIU needs of ours is not in its place.
+    /// CRIU's plugin could not be put in its place.
     #[error(transparent)]
     Plugin(#[from] crate::launch::plugin::Error),
     /// CRIU could not dump the tree.
@@ -195,15 +195,15 @@ pub enum Error {
     /// The job ended meanwhile.
     #[error("the job ended during the snapshot")]
     JobEnded,
-    /// It was not wanted any more.
+    /// It was cancelled.
     #[error("cancelled")]
     Cancelled,
     /// A phase failed and so did its undo: the job does not run on.
     #[error("{cause}; and the job could not be resumed: {undo}")]
     Lost {
-        /// What failed first.
+        /// The first failure.
         cause: Box<Error>,
-        /// What failed then.
+        /// The failure of the undo.
         undo: String,
     },
 }
@@ -248,22 +248,21 @@ impl Error {
         matches!(self, Error::Lost { .. })
     }
 
-    /// Whether the reason may be gone in a moment, so that another try soon is worth it.
+    /// Whether the cause may disappear soon, so that another try is worthwhile.
     #[must_use]
     pub fn may_pass(&self) -> bool {
         match self {
-            Error::InFlight(_) | Error::Gpu(gpu::Error::Restless { .. }) | Error::Unnoticed(_) | Error::Dangling(_) => {
-                true
-            }
+            Error::InFlight(_) | Error::Unnoticed(_) | Error::Dangling(_) => true,
+            Error::Gpu(gpu::Error::Restless { .. } | gpu::Error::Initializing { .. }) => true,
             Error::Dump(criu::RunError::TaskDied { .. }) => true,
-            // Neither CRIU nor a helper of it ends this way by itself.
+            // Neither CRIU nor its helpers end this way by themselves.
             Error::Dump(criu::RunError::Gone { ended, .. }) => *ended == Ended::Signal(libc::SIGKILL),
             Error::Dump(criu::RunError::Refused { log }) => log.says_moment(),
             _ => false,
         }
     }
 
-    /// CRIU's log, where CRIU was what failed.
+    /// CRIU's log, if CRIU failed.
     #[must_use]
     pub fn criu_log(&self) -> Option<&criu::Log> {
         match self {
@@ -277,7 +276,7 @@ impl Error {
 /// Takes a snapshot. `cancelled` is asked while CRIU works; a snapshot that is cancelled is undone.
 ///
 /// # Errors
-/// When a phase fails. Unless [`Error::job_is_lost`], the job runs on as if nothing had been.
+/// When a phase fails. Unless [`Error::job_is_lost`], the job continues unaffected.
 pub fn take(subject: &Subject<'_>, reason: Reason, cancelled: &(dyn Fn() -> bool + Sync)) -> Result<Taken, Error> {
     let mut frozen = frozen(subject, cancelled)?;
     let freeze = frozen.time();
@@ -301,14 +300,14 @@ fn manifest(frozen: &mut phases::Frozen<'_>, reason: Reason) -> Result<Manifest,
     Ok(manifest)
 }
 
-/// Whether an image may have a process that was killed and not waited for.
+/// Whether an image may contain a process that was killed and not waited for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Dead {
     Refused,
     Taken,
 }
 
-/// What all phases need to know.
+/// Inputs of all phases.
 #[derive(Clone, Copy)]
 struct Env<'a> {
     subject: &'a Subject<'a>,
@@ -316,10 +315,16 @@ struct Env<'a> {
     dead: Dead,
 }
 
-/// Everything that is done while the job is frozen; more than once if descriptors were in flight.
+/// How often, and after which pause, a snapshot is tried again while a process is in cuInit: that takes 100 to 190 ms (one
+/// H200, driver 580), and more with more GPUs.
+const INITIALIZING: (u32, Duration) = (30, Duration::from_millis(100));
+
+/// Everything that is done while the job is frozen; more than once if a moment was not one to take an image of.
 fn frozen<'a>(subject: &'a Subject<'a>, cancelled: &'a (dyn Fn() -> bool + Sync)) -> Result<phases::Frozen<'a>, Error> {
     let root = subject.job.root.pid();
+    let over = || cancelled() || subject.job.root.has_ended().unwrap_or(true);
     let mut attempt = 1;
+    let mut initializing = 0;
     let mut until = None;
     loop {
         let late = until.is_some_and(|until| until <= Instant::now());
@@ -327,11 +332,17 @@ fn frozen<'a>(subject: &'a Subject<'a>, cancelled: &'a (dyn Fn() -> bool + Sync)
         match phases::freeze(Env { subject, cancelled, dead }) {
             Err(Error::Unnoticed(found)) => {
                 tracing::info!("trying the snapshot again: {found}");
-                let over = || cancelled() || subject.job.root.has_ended().unwrap_or(true);
                 let until = *until.get_or_insert_with(dead::limit);
                 if !subject.deaths.wait(root, until, &over) && over() {
                     return Err(Error::Unnoticed(found));
                 }
+            }
+            Err(Error::Gpu(error @ gpu::Error::Initializing { .. })) if initializing < INITIALIZING.0 && !over() => {
+                if initializing == 0 {
+                    tracing::info!("trying the snapshot again: {error}");
+                }
+                initializing += 1;
+                std::thread::sleep(INITIALIZING.1);
             }
             Err(Error::InFlight(found)) if attempt < fds::ATTEMPTS && found.moves(root, attempt, cancelled) => {
                 tracing::info!("trying the snapshot again: {found}");
@@ -343,7 +354,7 @@ fn frozen<'a>(subject: &'a Subject<'a>, cancelled: &'a (dyn Fn() -> bool + Sync)
     }
 }
 
-/// Everything about the image but its parts, which publishing adds.
+/// The manifest without the image's parts, which publishing adds.
 fn describe(frozen: &phases::Frozen<'_>, reason: Reason) -> Result<Manifest, Error> {
     let (subject, gpus, moment) = (frozen.env.subject, &frozen.gpus, &frozen.dumped.moment);
     let target = &frozen.ready.target;

@@ -12,7 +12,7 @@ use nix::sys::statfs::{
     SYSFS_MAGIC, TMPFS_MAGIC, TRACEFS_MAGIC, fstatfs,
 };
 
-/// Not in nix: include/uapi/linux/magic.h.
+/// Missing in nix: include/uapi/linux/magic.h.
 const RAMFS_MAGIC: FsType = FsType(0x8584_58f6);
 
 /// File systems whose files the kernel generates when they are read.
@@ -27,7 +27,7 @@ const MADE_UP: [FsType; 8] = [
     TRACEFS_MAGIC,
 ];
 
-/// What keeps the content of a file.
+/// Where the content of a file is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Medium {
     /// Memory (tmpfs): the content is gone when the machine goes down.
@@ -39,7 +39,7 @@ pub enum Medium {
 }
 
 impl Medium {
-    /// That of an open file.
+    /// The medium of an open file.
     ///
     /// # Errors
     /// That of fstatfs(2).

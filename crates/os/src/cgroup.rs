@@ -5,11 +5,15 @@ mod folder;
 mod hierarchy;
 mod setting;
 
+use std::io;
 use std::path::{Path, PathBuf};
 
 pub use folder::{Folder, NotSet, PROCS};
 pub use hierarchy::{Hierarchy, hierarchies, memberships};
 pub use setting::settings;
+
+use crate::mounts::{self, Mount};
+use crate::process;
 
 /// A limit at or above this is none: cgroup v1 writes "unlimited" as the largest page-aligned number.
 const UNLIMITED: u64 = 1 << 60;
@@ -17,20 +21,16 @@ const UNLIMITED: u64 = 1 << 60;
 /// Bytes left below the tightest memory limit of the process's control groups; `None` without a limit.
 #[must_use]
 pub fn memory_headroom(pid: i32) -> Option<u64> {
-    let membership = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
-    let mounts = std::fs::read_to_string("/proc/self/mounts").ok()?;
-    groups(&membership, &mounts, &MEMORY).iter().filter_map(Group::headroom).min()
+    groups_of(pid, &MEMORY).ok()?.iter().filter_map(Group::headroom).min()
 }
 
 /// Tasks left below the tightest limit of the process's control groups; `None` without a limit.
 #[must_use]
 pub fn tasks_headroom(pid: i32) -> Option<u64> {
-    let membership = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
-    let mounts = std::fs::read_to_string("/proc/self/mounts").ok()?;
-    groups(&membership, &mounts, &TASKS).iter().filter_map(Group::headroom).min()
+    groups_of(pid, &TASKS).ok()?.iter().filter_map(Group::headroom).min()
 }
 
-/// What a controller bounds: its name, and the files with limit and use in version 2 and in version 1.
+/// A resource that a controller limits: its name, and the files with limit and usage in version 2 and in version 1.
 struct Bounded {
     controller: &'static str,
     v2: (&'static str, &'static str),
@@ -46,7 +46,7 @@ const MEMORY: Bounded = Bounded {
 const TASKS: Bounded =
     Bounded { controller: "pids", v2: ("pids.max", "pids.current"), v1: ("pids.max", "pids.current") };
 
-/// A control group with the names that its version gives to limit and use.
+/// A control group, with the names of its limit and usage files.
 #[derive(Debug, PartialEq, Eq)]
 struct Group {
     mount: PathBuf,
@@ -56,7 +56,7 @@ struct Group {
 }
 
 impl Group {
-    /// The tightest of this group and all above it.
+    /// The least headroom of this group and all above it.
     fn headroom(&self) -> Option<u64> {
         let mut tightest = None;
         let mut path = self.path.as_path();
@@ -75,50 +75,36 @@ impl Group {
     }
 }
 
-fn groups(membership: &str, mounts: &str, bounded: &Bounded) -> Vec<Group> {
-    let mount = |wanted: &dyn Fn(&str, &str) -> bool| {
-        mounts.lines().find_map(|line| {
-            let mut fields = line.split(' ').skip(1);
-            let (at, kind, options) = (fields.next()?, fields.next()?, fields.next()?);
-            wanted(kind, options).then(|| PathBuf::from(at))
-        })
-    };
-    let relative = |path: &str| Path::new(path).strip_prefix("/").map(Path::to_path_buf).unwrap_or_default();
-    let mut found = Vec::new();
-    for line in membership.lines() {
-        let mut fields = line.splitn(3, ':').skip(1);
-        let (Some(controllers), Some(path)) = (fields.next(), fields.next()) else { continue };
-        if controllers.is_empty() {
-            if let Some(mount) = mount(&|kind, _| kind == "cgroup2") {
-                let (limit, used) = bounded.v2;
-                found.push(Group { mount, path: relative(path), limit, used });
-            }
-        } else if controllers.split(',').any(|c| c == bounded.controller)
-            && let Some(mount) =
-                mount(&|kind, options| kind == "cgroup" && options.split(',').any(|o| o == bounded.controller))
-        {
-            let (limit, used) = bounded.v1;
-            found.push(Group { mount, path: relative(path), limit, used });
-        }
-    }
-    found
+fn groups_of(pid: i32, bounded: &Bounded) -> io::Result<Vec<Group>> {
+    Ok(groups(&process::text(pid, "cgroup")?, &mounts::of("self")?, bounded))
 }
 
-/// Where the kernel counts the processes of a control group that it killed because memory ran out (`oom_kill`): for
-/// cgroup v2 including all groups below, for v1 (from kernel 4.13 on) the group only.
+fn groups(membership: &str, mounts: &[Mount], bounded: &Bounded) -> Vec<Group> {
+    let group = |(controllers, path): (&str, &str)| {
+        let (controller, (limit, used)) = match controllers {
+            "" => ("", bounded.v2),
+            several => (several.split(',').find(|one| *one == bounded.controller)?, bounded.v1),
+        };
+        let mount = mounts.iter().find(|mount| hierarchy::has(mount, controller))?.point.clone();
+        let path = Path::new(path).strip_prefix("/").map(Path::to_path_buf).unwrap_or_default();
+        Some(Group { mount, path, limit, used })
+    };
+    memberships(membership).filter_map(group).collect()
+}
+
+/// The files in which the kernel counts processes that it killed because a control group ran out of memory
+/// (`oom_kill`). With cgroup v2 this includes all groups below; with v1 (kernel 4.13 and newer) only the group itself.
 #[must_use]
 pub fn kill_counters(pid: i32) -> Vec<PathBuf> {
-    let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
-    let (membership, mounts) = (read(&format!("/proc/{pid}/cgroup")), read("/proc/self/mounts"));
     let file = |group: Group| {
         let name = if group.limit == "memory.max" { "memory.events" } else { "memory.oom_control" };
-        // In a container the mount may begin at the group itself, whatever its path is outside.
+        // In a container the mount may begin at the group itself, whatever its path outside is.
         [group.mount.join(&group.path).join(name), group.mount.join(name)].into_iter().find(|file| file.is_file())
     };
-    groups(&membership, &mounts, &MEMORY).into_iter().filter_map(file).collect()
+    groups_of(pid, &MEMORY).unwrap_or_default().into_iter().filter_map(file).collect()
 }
 
-/// The sum of the counters; what cannot be read counts as nothing.
+/// The sum of the counters; unreadable ones count as zero.
 #[must_use]
 pub fn kills(counters: &[PathBuf]) -> u64 {
     let count = |text: String| text.lines().find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse::<u64>().ok());
@@ -159,7 +145,7 @@ mod tests {
         write("a/memory.current", "400\n");
         write("a/b/memory.max", "max\n");
         write("a/b/memory.current", "300\n");
-        let mounts = format!("cgroup2 {} cgroup2 rw 0 0\n", dir.path().display());
+        let mounts = mounts::parse(format!("1 1 0:1 / {} rw - cgroup2 cgroup2 rw\n", dir.path().display()).as_bytes());
         let found = groups("0::/a/b\n", &mounts, &MEMORY);
         assert_eq!(found[0].headroom(), Some(600));
         assert_eq!(groups("0::/\n", &mounts, &MEMORY)[0].headroom(), None);
@@ -180,8 +166,9 @@ mod tests {
 
     #[test]
     fn version_one_is_found_by_its_controller() {
-        let mounts = "cgroup /sys/fs/cgroup/cpu cgroup rw,cpu 0 0\ncgroup /sys/fs/cgroup/memory cgroup rw,memory 0 0\n";
-        let found = groups("5:memory:/job\n4:cpu:/\n", mounts, &MEMORY);
+        let mounts = b"1 1 0:1 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n\
+                       2 1 0:2 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n";
+        let found = groups("5:memory:/job\n4:cpu:/\n", &mounts::parse(mounts), &MEMORY);
         assert_eq!(found.len(), 1);
         assert_eq!(found[0].mount, Path::new("/sys/fs/cgroup/memory"));
         assert_eq!(found[0].path, Path::new("job"));

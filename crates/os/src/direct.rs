@@ -24,7 +24,7 @@ use nix::fcntl::{FcntlArg, OFlag, PosixFadviseAdvice, fcntl, posix_fadvise};
 use super::durable;
 use super::point::{Step, point};
 
-/// What memory, offsets and lengths are multiples of. No device in use has larger blocks, and a page is as much.
+/// Alignment of memory, offsets and lengths. No device in use has larger blocks, and a page has this size.
 pub const ALIGN: usize = 4096;
 const ALIGN_U64: u64 = 4096;
 
@@ -37,14 +37,14 @@ pub const fn padded(len: usize) -> usize {
 /// Zeroed memory that begins at a multiple of [`ALIGN`].
 #[derive(Debug)]
 pub struct Aligned {
-    /// Never made longer, so it stays where it is.
+    /// Never extended, so it does not move in memory.
     bytes: Vec<u8>,
     start: usize,
     len: usize,
 }
 
 impl Aligned {
-    /// At least `len` bytes; the length is a multiple of [`ALIGN`].
+    /// Allocates at least `len` bytes; the length is a multiple of [`ALIGN`].
     #[must_use]
     pub fn new(len: usize) -> Aligned {
         let len = padded(len);
@@ -71,9 +71,9 @@ impl DerefMut for Aligned {
 /// How a file is read and written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Way {
-    /// Past the page cache where the file system can.
+    /// Bypasses the page cache if the file system can.
     Direct,
-    /// Through it, and out of it again.
+    /// Uses the page cache, and drops the data from it afterwards.
     Plain,
 }
 
@@ -82,12 +82,12 @@ pub enum Way {
 pub struct DirectFile {
     file: File,
     direct: AtomicBool,
-    /// Where the piece begins that was written last; what is before it need not be in the cache any more.
+    /// Start of the last written piece; the data before it need not be in the cache any more.
     behind: AtomicU64,
 }
 
 impl DirectFile {
-    /// Makes a file, 0600, for writing.
+    /// Creates a file with mode 0600 for writing.
     ///
     /// # Errors
     /// Those of open(2); `AlreadyExists` if there is one.
@@ -111,7 +111,7 @@ impl DirectFile {
         DirectFile { file, direct: AtomicBool::new(direct), behind: AtomicU64::new(0) }
     }
 
-    /// How it is read and written now.
+    /// How the file is read and written at present.
     #[must_use]
     pub fn way(&self) -> Way {
         if self.direct.load(Ordering::Relaxed) { Way::Direct } else { Way::Plain }
@@ -133,7 +133,7 @@ impl DirectFile {
         Ok(self.len()? == 0)
     }
 
-    /// Writes `bytes`, which begin at a multiple of [`ALIGN`] in memory and in the file and are a multiple of it long.
+    /// Writes `bytes`. Their address, their length and `offset` must be multiples of [`ALIGN`].
     ///
     /// # Errors
     /// Those of pwrite(2); `WriteZero` if the kernel takes nothing.
@@ -150,7 +150,7 @@ impl DirectFile {
         Ok(())
     }
 
-    /// Makes the file `len` bytes long: what was written to fill the last block goes.
+    /// Makes the file `len` bytes long: this removes the padding of the last block.
     ///
     /// # Errors
     /// Those of ftruncate(2).
@@ -171,8 +171,8 @@ impl DirectFile {
         Ok(())
     }
 
-    /// Reads what the file has in `len` bytes from `offset`. The answer lies in `into`, which is large enough for
-    /// [`span`] of them, and is shorter at the end of the file only.
+    /// Reads `len` bytes from `offset`. The result is a part of `into`, which must have room for the [`span`] of them.
+    /// It is shorter only at the end of the file.
     ///
     /// # Errors
     /// Those of pread(2).
@@ -198,7 +198,7 @@ impl DirectFile {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error),
             }
-            // Only the end of the file cuts a direct read off within a block, and none may begin there.
+            // A direct read ends within a block only at the end of the file, and the next read could not begin there.
             if got % ALIGN != 0 && self.way() == Way::Direct {
                 break;
             }
@@ -206,11 +206,11 @@ impl DirectFile {
         Ok(got)
     }
 
-    /// Whether it was `O_DIRECT` that the kernel refused. It is not used any more then.
+    /// Whether the kernel refused `O_DIRECT`. If so, it is switched off for this file.
     fn refused(&self, error: &io::Error) -> bool {
         let refused = error.raw_os_error() == Some(libc::EINVAL) && self.way() == Way::Direct;
         if refused {
-            // If the flag cannot be cleared, the second try fails as the first did.
+            // If the flag cannot be cleared, the second try fails in the same way.
             let _ = set_direct(&self.file, false);
             self.direct.store(false, Ordering::Relaxed);
         }
@@ -229,7 +229,7 @@ impl DirectFile {
         }
     }
 
-    /// Advice: if the kernel ignores it, it costs memory that the kernel can reclaim.
+    /// Drops a range from the cache. If the kernel ignores this, it only uses memory that can be reclaimed.
     fn forget(&self, offset: u64, len: u64) {
         if let (Ok(offset), Ok(len)) = (i64::try_from(offset), i64::try_from(len)) {
             let _ = posix_fadvise(&self.file, offset, len, PosixFadviseAdvice::POSIX_FADV_DONTNEED);
@@ -237,7 +237,8 @@ impl DirectFile {
     }
 }
 
-/// What is read for `len` bytes from `offset`: from where, how many bytes come before what is wanted, and how many in all.
+/// The aligned range to read for `len` bytes from `offset`: its start, how many bytes precede the wanted ones, and its
+/// length.
 #[must_use]
 pub fn span(offset: u64, len: usize) -> (u64, usize, usize) {
     let over = offset % ALIGN_U64;
@@ -253,7 +254,7 @@ fn set_direct(file: &File, on: bool) -> nix::Result<()> {
 
 fn sync_range(file: &File, offset: u64, len: u64, flags: libc::c_uint) {
     let (Ok(offset), Ok(len)) = (i64::try_from(offset), i64::try_from(len)) else { return };
-    // SAFETY: no memory is involved. What fails here is told by fdatasync.
+    // SAFETY: no memory is involved. Errors are reported by fdatasync.
     unsafe { libc::sync_file_range(file.as_raw_fd(), offset, len, flags) };
 }
 
@@ -297,7 +298,7 @@ mod tests {
                 let read = file.read_at(&mut into, offset as u64, len).unwrap();
                 assert_eq!(read, &bytes[offset..offset + len], "{way:?} {offset} {len}");
             }
-            // Over the end.
+            // Beyond the end.
             assert_eq!(file.read_at(&mut into, 3 * ALIGN_U64 + 10, 100).unwrap(), &bytes[3 * ALIGN + 10..]);
             assert_eq!(file.read_at(&mut into, 3 * ALIGN_U64 + 17, 100).unwrap(), b"");
             assert_eq!(file.read_at(&mut into, 9 * ALIGN_U64, 100).unwrap(), b"");
@@ -313,7 +314,7 @@ mod tests {
         if !rekindle_testing::require("root", file.way() == Way::Direct, "/var/tmp takes no O_DIRECT") {
             return;
         }
-        // Memory that is not aligned is refused as a file system without O_DIRECT would.
+        // Unaligned memory is refused, as `O_DIRECT` is on a file system without it.
         let memory = Aligned::new(2 * ALIGN);
         file.write_at(&memory[1..=ALIGN], 0).unwrap();
         assert_eq!((file.way(), file.len().unwrap()), (Way::Plain, ALIGN_U64));

@@ -20,41 +20,41 @@ use super::point::{Step, point};
 /// Prefix of the name of a file or folder while it is incomplete.
 pub const TEMP_PREFIX: &str = ".tmp-";
 
-/// Makes two writers of one process, and two processes, use different temporary names.
+/// Ensures that two writers of one process, and two processes, use different temporary names.
 static COUNTER: AtomicU64 = AtomicU64::new(0);
 
 /// Replaces `path` by a file with the content `bytes` and exactly the permission bits `mode` (the umask does not
 /// count).
 ///
 /// # Errors
-/// The first step that failed. The old file is then still there, unless it was the last step (fsync of the directory):
-/// then the new one is, but a power cut may bring the old one back.
+/// The first step that failed. The old file then still exists, unless the last step (fsync of the directory) failed:
+/// then the new one exists, but after a power cut the old one may be there again.
 pub fn write_file(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
     let temp = temp_name(path)?;
     let written =
         write_new(&temp, bytes, mode).and_then(|()| point(Step::Write)).and_then(|()| fs::rename(&temp, path));
     if let Err(error) = written {
-        // The caller needs the cause, not that the leftover file still exists.
+        // The caller needs the cause of the failure, not the error of this removal.
         let _ = fs::remove_file(&temp);
         return Err(error);
     }
     sync_dir(parent(path))
 }
 
-/// Writes `bytes` over those of the file from `offset` on, and syncs. Only for a range that is worthless before: after
-/// a power cut, each byte is the old or the new one.
+/// Overwrites the file with `bytes` at `offset`, and syncs. Only for a range whose content may be lost: after a power
+/// cut, each byte is the old or the new one.
 ///
 /// # Errors
 /// The step that failed.
 pub fn overwrite(path: &Path, offset: u64, bytes: &[u8]) -> io::Result<()> {
     point(Step::Write)?;
-    let file = OpenOptions::new().write(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)?;
+    let file = OpenOptions::new().write(true).custom_flags(NO_SURPRISE).open(path)?;
     file.write_all_at(bytes, offset)?;
     file.sync_all()
 }
 
 /// Replaces `path` as [`write_file`] does, so that a reader finds the old or the new file complete, but does not sync:
-/// for files that are worthless after a power cut. The umask does not count here either.
+/// for files that are worthless after a power cut. The umask is ignored here too.
 ///
 /// # Errors
 /// The step that failed; the old file is then still there.
@@ -88,18 +88,18 @@ pub fn sync_dir(path: &Path) -> io::Result<()> {
     OpenOptions::new().read(true).custom_flags(libc::O_DIRECTORY).open(path)?.sync_all()
 }
 
-/// Gives the folder `tmp` its lasting name `to`, in one step and without replacing anything, and makes that durable.
-/// What is in the folder must have been synced before.
+/// Gives the folder `tmp` its final name `to`, in one step and without replacing anything, and makes that durable. The
+/// content of the folder must have been synced before.
 ///
 /// # Errors
-/// `AlreadyExists` if `to` exists; else the step that failed. When fsync of the parent failed, the folder has its
-/// new name already.
+/// `AlreadyExists` if `to` exists; else the step that failed. If fsync of the parent failed, the folder has its new
+/// name already.
 pub fn publish_dir(tmp: &Path, to: &Path) -> io::Result<()> {
     point(Step::Write)?;
     match renameat2(AT_FDCWD, tmp, AT_FDCWD, to, RenameFlags::RENAME_NOREPLACE) {
         Ok(()) => {}
-        // NFS and some FUSE file systems know no flags (EINVAL). A folder cannot replace a file or a folder with
-        // something in it (rename(2): ENOTDIR, ENOTEMPTY), so the plain call destroys nothing either.
+        // NFS and some FUSE file systems support no flags (EINVAL). A folder cannot replace a file or a non-empty
+        // folder (rename(2): ENOTDIR, ENOTEMPTY), so the plain call destroys nothing either.
         Err(Errno::EINVAL | Errno::ENOSYS) if fs::symlink_metadata(to).is_err() => fs::rename(tmp, to)?,
         Err(Errno::EINVAL | Errno::ENOSYS) => return Err(io::ErrorKind::AlreadyExists.into()),
         Err(error) => return Err(error.into()),
@@ -107,7 +107,8 @@ pub fn publish_dir(tmp: &Path, to: &Path) -> io::Result<()> {
     sync_dir(parent(to))
 }
 
-/// Exchanges the names of two folders in one step, and makes that durable. What is in both must have been synced before.
+/// Exchanges the names of two folders in one step, and makes that durable. The content of both must have been synced
+/// before.
 ///
 /// # Errors
 /// `Unsupported` if the file system cannot (NFS, some FUSE); else the step that failed.
@@ -132,7 +133,7 @@ pub fn remove_file(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Gives a file that was synced its lasting name, which nothing has, and makes that durable.
+/// Gives a synced file its final name, which must be unused, and makes that durable.
 ///
 /// # Errors
 /// `AlreadyExists` if `to` exists; else the step that failed.
@@ -140,7 +141,8 @@ pub fn publish_file(tmp: &Path, to: &Path) -> io::Result<()> {
     publish_dir(tmp, to)
 }
 
-/// A file that is being written under a temporary name; gone when this is dropped before it has its own.
+/// A file that is being written under a temporary name. It is removed if this is dropped before the file has its final
+/// name.
 #[derive(Debug)]
 pub struct Unfinished {
     file: File,
@@ -148,7 +150,7 @@ pub struct Unfinished {
 }
 
 impl Unfinished {
-    /// Creates it beside `path`, for its owner alone.
+    /// Creates it beside `path`, accessible to its owner only.
     ///
     /// # Errors
     /// Those of open(2).
@@ -156,8 +158,7 @@ impl Unfinished {
         Unfinished::create(temp_name(path)?)
     }
 
-    /// Creates it under a fixed name, for places where nobody would remove what a crash leaves: the next call removes
-    /// it.
+    /// Creates it under a fixed name, for places where nobody removes leftovers of a crash: the next call removes them.
     ///
     /// # Errors
     /// Those of unlink(2) and open(2).
@@ -175,14 +176,13 @@ impl Unfinished {
         Ok(Unfinished { file, temp: Some(temp) })
     }
 
-    /// To write to.
+    /// The file to write to.
     #[must_use]
     pub fn file(&self) -> &File {
         &self.file
     }
 
-    /// Gives it the name `to`, which nothing has, once it is on the disk, and makes that durable. It can be tried again
-    /// with another name.
+    /// Syncs the file, gives it the unused name `to`, and makes that durable. It can be tried again with another name.
     ///
     /// # Errors
     /// `AlreadyExists` if `to` exists; else the step that failed.
@@ -194,7 +194,7 @@ impl Unfinished {
         Ok(())
     }
 
-    /// Gives it the name `to` in place of what has that, without waiting for the disk.
+    /// Gives it the name `to` and replaces an existing file, without waiting for the disk.
     ///
     /// # Errors
     /// That of rename(2).
@@ -215,12 +215,16 @@ impl Drop for Unfinished {
     }
 }
 
+/// Flags for a path at which another user may have put anything: not through a link, without waiting for the other end
+/// of a FIFO. A terminal does not become that of our session: when it hung up, SIGHUP would stop the supervisor.
+pub const NO_SURPRISE: i32 = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
+
 /// Opens a regular file for reading. Refuses a symbolic link, and does not hang on a FIFO in place of a file.
 ///
 /// # Errors
 /// That of open(2); `InvalidInput` if it is no regular file.
 pub fn open_for_reading(path: &Path) -> io::Result<File> {
-    let file = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)?;
+    let file = OpenOptions::new().read(true).custom_flags(NO_SURPRISE).open(path)?;
     if !file.metadata()?.is_file() {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
     }

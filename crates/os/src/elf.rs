@@ -9,9 +9,9 @@ const PROGRAM_HEADER: usize = 56;
 const NOTE_SEGMENT: u32 = 4;
 /// `NT_GNU_BUILD_ID`.
 const BUILD_ID: u32 = 3;
-/// CRIU looks no further.
+/// CRIU reads no more of a file than this.
 const LIMIT: u64 = 1 << 20;
-/// A build-id has 20 bytes; CRIU takes none that is longer than this.
+/// A build-id usually has 20 bytes; CRIU ignores longer ones than this.
 const LONGEST: usize = 512;
 
 /// The build-id, padded with zeros to a multiple of four bytes. None if the file is no 64-bit little-endian ELF file,

@@ -10,11 +10,16 @@ use std::path::Path;
 use nix::fcntl::{OFlag, open};
 use nix::sched::{CloneFlags, setns, unshare};
 use nix::sys::stat::{FileStat, Mode, fstat};
-use nix::unistd::{Gid, User, getgrouplist};
+use nix::unistd::{User, getgrouplist, setfsgid, setfsuid};
+use rustix::process::{Gid, Uid};
+use rustix::thread::{
+    CapabilitySet, CapabilitySets, capabilities, set_capabilities, set_thread_groups, set_thread_res_gid,
+    set_thread_res_uid,
+};
 
-/// Runs `work` in a thread whose file access is that of the user: its ids and groups, and none of root's rights to pass
-/// over permissions (the kernel drops those with the file-system user id). Other threads are not touched, as these are
-/// properties of a thread for the kernel; the C library's functions would change all threads.
+/// Runs `work` in a thread with the user's file access: its ids and groups, and none of root's rights to override
+/// permissions (the kernel drops those with the file-system user id). Other threads are not changed: for the kernel
+/// these are properties of a thread, while the C library's functions would change all threads.
 ///
 /// # Errors
 /// When the kernel does not let us switch; `work` was not run then.
@@ -40,7 +45,7 @@ pub fn with_file_rights_of<T: Send>(user: &str, work: impl FnOnce() -> T + Send)
     };
     let found = found.ok_or_else(|| io::Error::new(io::ErrorKind::NotFound, "no such user"))?;
     let name = std::ffi::CString::new(found.name.as_str())?;
-    let groups: Vec<u32> = getgrouplist(&name, found.gid)?.into_iter().map(Gid::as_raw).collect();
+    let groups: Vec<u32> = getgrouplist(&name, found.gid)?.into_iter().map(nix::unistd::Gid::as_raw).collect();
     with_file_rights(found.uid.as_raw(), found.gid.as_raw(), &groups, work)
 }
 
@@ -57,12 +62,12 @@ pub fn with_file_rights_in<T: Send>(
 ) -> io::Result<T> {
     let here = std::fs::metadata("/proc/self/ns/mnt")?;
     let there = world.metadata()?;
-    // To enter the namespace that we are in would lose a root folder that we were given (chroot).
+    // Entering the namespace that we are in would lose our root folder if it was changed (chroot).
     let elsewhere = (here.dev(), here.ino()) != (there.dev(), there.ino());
     std::thread::scope(|scope| {
         let thread = scope.spawn(move || {
             if elsewhere {
-                // The kernel does not let a thread in that has its working directory in common with others.
+                // The kernel refuses a thread that shares its working directory with others.
                 unshare(CloneFlags::CLONE_FS)?;
                 setns(world, CloneFlags::CLONE_NEWNS)?;
             }
@@ -73,18 +78,18 @@ pub fn with_file_rights_in<T: Send>(
     })
 }
 
-/// What is at this path, if this thread may open it so; `access` are bits of a permission triple. Nothing is opened for
-/// that: to open a device or a FIFO can do or wait for something.
+/// Metadata of the file at this path, if this thread may open it with `access` (bits of a permission triple). Nothing
+/// is opened, because opening a device or a FIFO can have effects or block.
 ///
 /// # Errors
-/// When nothing is there, when the way is closed, or when the access is not allowed.
+/// When nothing exists there, the path cannot be followed, or the access is not allowed.
 pub fn reach(path: &Path, access: u32) -> io::Result<FileStat> {
     let found: OwnedFd = open(path, OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC, Mode::empty())?;
     if access != 0 {
         // R_OK, W_OK and X_OK are the bits of a permission triple.
         let flags = libc::AT_EMPTY_PATH | libc::AT_EACCESS;
-        // SAFETY: a descriptor that is open, an empty C string, and numbers. The C library's function may go by the real
-        // user id; the system call (Linux 5.8) with AT_EACCESS goes by what a file access goes by.
+        // SAFETY: an open descriptor, an empty C string, and numbers. The C library's function may check with the real
+        // user id; the system call (Linux 5.8) with AT_EACCESS checks as a file access does.
         let answer = unsafe { libc::syscall(libc::SYS_faccessat2, found.as_raw_fd(), c"".as_ptr(), access, flags) };
         if answer != 0 {
             return Err(io::Error::last_os_error());
@@ -93,43 +98,34 @@ pub fn reach(path: &Path, access: u32) -> io::Result<FileStat> {
     Ok(fstat(&found)?)
 }
 
+/// Makes this thread that user, with this group and no other one. With raw system calls: the C library's functions would
+/// signal other threads of the process (nptl(7)), which a forked copy does not have.
+pub(super) fn become_user(user: u32, group: u32) -> rustix::io::Result<()> {
+    let (user, group) = (Uid::from_raw_unchecked(user), Gid::from_raw_unchecked(group));
+    set_thread_groups(&[])?;
+    set_thread_res_gid(group, group, group)?;
+    set_thread_res_uid(user, user, user)
+}
+
 fn switch(uid: u32, gid: u32, groups: &[u32]) -> io::Result<()> {
-    // SAFETY: the list is valid for its length. The raw call changes this thread only.
-    if unsafe { libc::syscall(libc::SYS_setgroups, groups.len(), groups.as_ptr()) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // These two answer the id before and have no error: a second call tells whether the first was obeyed.
-    // SAFETY: a system call on a number.
-    unsafe { libc::syscall(libc::SYS_setfsgid, gid) };
-    // SAFETY: as above.
-    let group = unsafe { libc::syscall(libc::SYS_setfsgid, gid) };
-    // SAFETY: as above.
-    unsafe { libc::syscall(libc::SYS_setfsuid, uid) };
-    // SAFETY: as above.
-    let user = unsafe { libc::syscall(libc::SYS_setfsuid, uid) };
-    if group != i64::from(gid) || user != i64::from(uid) {
+    let groups: Vec<_> = groups.iter().map(|group| Gid::from_raw_unchecked(*group)).collect();
+    set_thread_groups(&groups)?;
+    // These two calls return the previous id and never an error: a second call shows whether the first took effect.
+    let (gid, uid) = (nix::unistd::Gid::from_raw(gid), nix::unistd::Uid::from_raw(uid));
+    setfsgid(gid);
+    let group = setfsgid(gid);
+    setfsuid(uid);
+    if group != gid || setfsuid(uid) != uid {
         return Err(io::Error::from(io::ErrorKind::PermissionDenied));
     }
-    // The kernel drops root's rights over files with the id only where the securebits do not say otherwise
-    // (SECBIT_NO_SETUID_FIXUP, as container runtimes may set it).
+    // The kernel drops root's rights over files with the id, unless the securebits say otherwise
+    // (SECBIT_NO_SETUID_FIXUP, which container runtimes may set).
     give_up_capabilities()
 }
 
-/// Empties this thread's effective set; the permitted one does nothing by itself.
+/// Empties this thread's effective set; the permitted set has no effect by itself.
 fn give_up_capabilities() -> io::Result<()> {
-    // struct __user_cap_header_struct: version 3, this thread. Data: effective, permitted, inheritable; two words each.
-    let mut header: [u32; 2] = [0x2008_0522, 0];
-    let mut data = [0u32; 6];
-    // SAFETY: header and data are what version 3 wants; the kernel fills the data.
-    if unsafe { libc::syscall(libc::SYS_capget, header.as_mut_ptr(), data.as_mut_ptr()) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    (data[0], data[3]) = (0, 0);
-    // SAFETY: as above; the kernel reads the data.
-    if unsafe { libc::syscall(libc::SYS_capset, header.as_mut_ptr(), data.as_ptr()) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(())
+    Ok(set_capabilities(None, CapabilitySets { effective: CapabilitySet::empty(), ..capabilities(None)? })?)
 }
 
 #[cfg(test)]
@@ -141,9 +137,8 @@ mod tests {
         if !rekindle_testing::root() {
             return;
         }
-        // SAFETY: these two calls touch no memory.
-        let own = || unsafe { libc::syscall(libc::SYS_setfsuid, u32::MAX) };
-        let nobody = i64::from(User::from_name("nobody").unwrap().unwrap().uid.as_raw());
+        let own = || setfsuid(nix::unistd::Uid::from_raw(u32::MAX)).as_raw();
+        let nobody = User::from_name("nobody").unwrap().unwrap().uid.as_raw();
         assert_eq!(with_file_rights_of("nobody", own).unwrap(), nobody);
         assert_eq!(with_file_rights_of(&nobody.to_string(), own).unwrap(), nobody);
         assert!(with_file_rights_of("no such user", own).is_err());

@@ -6,11 +6,11 @@
 
 use std::io;
 
-/// Puts back what a supervisor cannot work with: SIGCHLD gets its default action, no signal stays blocked. Call it
-/// before other threads are started, which get the mask of the one that starts them.
+/// Resets inherited state that a supervisor cannot work with: SIGCHLD gets its default action, and no signal stays
+/// blocked. Call it before other threads are started, because they inherit the mask.
 ///
 /// # Errors
-/// When the kernel refuses, which it has no reason to.
+/// When the kernel refuses, which is not expected.
 pub fn put_right() -> io::Result<()> {
     // SAFETY: sets the default action.
     if unsafe { libc::signal(libc::SIGCHLD, libc::SIG_DFL) } == libc::SIG_ERR {
@@ -20,7 +20,7 @@ pub fn put_right() -> io::Result<()> {
     Ok(())
 }
 
-/// Whether a signal is ignored. What a caller set to be ignored (`nohup`, a shell for what it runs in the background) is
+/// Whether a signal is ignored. If the caller set it to be ignored (`nohup`, or a shell for background commands), it is
 /// not meant to end us.
 #[must_use]
 pub fn is_ignored(signal: i32) -> bool {
@@ -31,16 +31,16 @@ pub fn is_ignored(signal: i32) -> bool {
     asked == 0 && now.sa_sigaction == libc::SIG_IGN
 }
 
-/// Lets signals do again what the kernel has them do by default.
+/// Gives these signals their default action again.
 pub fn let_end_us(signals: &[i32]) {
     for signal in signals.iter().filter(|signal| !is_ignored(**signal)) {
-        // SAFETY: sets the default action. A number that is no signal is refused, which leaves all as it is.
+        // SAFETY: sets the default action. A number that is no signal is refused, and nothing changes.
         unsafe { libc::signal(*signal, libc::SIG_DFL) };
     }
 }
 
-/// Files that this process makes from now on are its owner's alone, CRIU's images too (CRIU asks for 0644). Returns the
-/// mask it had.
+/// Files that this process creates from now on are accessible to their owner only, including CRIU's images (CRIU asks
+/// for 0644). Returns the previous mask.
 pub fn own_files_only() -> u32 {
     nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o077)).bits()
 }

@@ -4,31 +4,31 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 
-/// A write lease: it is broken by any open(2) of its file, and the holder is sent a signal, SIGIO, that ends most programs.
+/// A write lease. Any open(2) of its file breaks it, and the holder gets a signal, SIGIO, that ends most programs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WriteLease {
-    /// The process that has it.
+    /// The holder.
     pub pid: i32,
     inode: u64,
 }
 
 impl WriteLease {
-    /// Those that are held now, by /proc/locks.
+    /// All present write leases, from /proc/locks.
     #[must_use]
     pub fn all() -> Vec<WriteLease> {
         parse(&fs::read_to_string("/proc/locks").unwrap_or_default())
     }
 
-    /// Whether it may be on the file with this inode number, on any device.
+    /// Whether it can be on the file with this inode number; the device is not compared.
     #[must_use]
     pub fn is_on(&self, inode: u64) -> bool {
         self.inode == inode
     }
 
-    /// The file. None if the holder has closed it since.
+    /// The leased file; `None` if the holder has closed it since.
     #[must_use]
     pub fn path(&self) -> Option<PathBuf> {
-        // The device of /proc/locks is not that of stat(2) on btrfs.
+        // On btrfs, the device in /proc/locks differs from that of stat(2).
         let is_it = |metadata: &fs::Metadata| metadata.ino() == self.inode && metadata.is_file();
         let mut entries = fs::read_dir(format!("/proc/{}/fd", self.pid)).ok()?.flatten();
         let entry = entries.find(|entry| fs::metadata(entry.path()).is_ok_and(|metadata| is_it(&metadata)))?;

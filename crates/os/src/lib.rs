@@ -5,12 +5,16 @@
 pub mod blocks;
 pub mod cgroup;
 pub mod clock;
+pub mod detach;
 pub mod direct;
 pub mod durable;
 pub mod elf;
+pub mod exits;
 pub mod identity;
 pub mod inherited;
 pub mod leases;
+pub mod maps;
+pub mod mounts;
 pub mod netns;
 pub mod pages;
 pub mod parallel;

@@ -13,15 +13,16 @@ use std::io::{self, Read};
 use std::os::fd::{AsRawFd, OwnedFd};
 
 use nix::fcntl::OFlag;
+use nix::sched::{CloneFlags, unshare};
 use nix::sys::signal::Signal;
 use nix::sys::wait::waitpid;
 use nix::unistd::{ForkResult, Pid};
+use rustix::thread::{CapabilitiesSecureBits, set_capabilities_secure_bits};
 
-/// `SECBIT_NO_SETUID_FIXUP` of linux/securebits.h: to become another user takes no capability away. One is needed to make a
-/// user namespace where the machine does not let everybody.
-const NO_SETUID_FIXUP: libc::c_ulong = 1 << 2;
+use super::identity::become_user;
 
-/// A network namespace, and the user namespace that it belongs to. Both last as long as somebody has them open or is in them.
+/// A network namespace, and the user namespace that it belongs to. Both exist as long as a descriptor for them is open
+/// or a process is in them.
 #[derive(Debug)]
 pub struct Owned {
     /// The user namespace.
@@ -30,7 +31,7 @@ pub struct Owned {
     pub network: OwnedFd,
 }
 
-/// Makes both, for that user and group. Needs root.
+/// Creates both, for that user and group. Needs root.
 ///
 /// # Errors
 /// When the kernel refuses a step: user namespaces may be switched off (`user.max_user_namespaces`).
@@ -38,11 +39,11 @@ pub fn owned_by(user: u32, group: u32) -> io::Result<Owned> {
     let (report, report_end) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
     // SAFETY: the child makes system calls on its own memory only, and never returns.
     match unsafe { nix::unistd::fork() }? {
-        ForkResult::Child => child(user, group, report_end.as_raw_fd()),
+        ForkResult::Child => child(user, group, &report_end),
         ForkResult::Parent { child } => {
             drop(report_end);
             let made = open(child, user, group, File::from(report));
-            // It only waits for this. Not found: somebody else has reaped it.
+            // The child only waits for this. ESRCH: somebody else has reaped it.
             let _ = nix::sys::signal::kill(child, Signal::SIGKILL);
             let _ = waitpid(child, None);
             made
@@ -57,7 +58,7 @@ fn open(child: Pid, user: u32, group: u32, mut report: File) -> io::Result<Owned
         0 => {}
         errno => return Err(io::Error::from_raw_os_error(errno)),
     }
-    // Root in there is that user.
+    // Root in the namespace is that user.
     fs::write(format!("/proc/{child}/uid_map"), format!("0 {user} 1\n"))?;
     fs::write(format!("/proc/{child}/gid_map"), format!("0 {group} 1\n"))?;
     let namespace = |name: &str| File::open(format!("/proc/{child}/ns/{name}")).map(OwnedFd::from);
@@ -65,36 +66,24 @@ fn open(child: Pid, user: u32, group: u32, mut report: File) -> io::Result<Owned
 }
 
 /// Reports the error of the first step that failed, or 0, and waits to be killed.
-fn child(user: u32, group: u32, report: libc::c_int) -> ! {
+fn child(user: u32, group: u32, report: &OwnedFd) -> ! {
     let errno = enter(user, group).err().map_or(0, |error| error.raw_os_error().unwrap_or(libc::EINVAL));
-    let bytes = errno.to_ne_bytes();
-    // SAFETY: `bytes` is valid for its length.
-    unsafe { libc::write(report, bytes.as_ptr().cast(), bytes.len()) };
+    let _ = nix::unistd::write(report, &errno.to_ne_bytes());
     loop {
-        // SAFETY: no memory is involved.
-        unsafe { libc::pause() };
+        nix::unistd::pause();
     }
 }
 
 fn enter(user: u32, group: u32) -> io::Result<()> {
-    let check = |result: libc::c_long| if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) };
-    // SAFETY: a system call on numbers.
-    check(unsafe { libc::syscall(libc::SYS_prctl, libc::PR_SET_SECUREBITS, NO_SETUID_FIXUP, 0, 0, 0) })?;
-    // The kernel's own calls: those of the C library want to tell threads that this copy does not have.
-    // SAFETY: no groups are read.
-    check(unsafe { libc::syscall(libc::SYS_setgroups, 0, std::ptr::null::<libc::gid_t>()) })?;
-    // SAFETY: a system call on numbers.
-    check(unsafe { libc::syscall(libc::SYS_setresgid, group, group, group) })?;
-    // SAFETY: a system call on numbers.
-    check(unsafe { libc::syscall(libc::SYS_setresuid, user, user, user) })?;
-    // Its creator is its owner; the next namespace belongs to it.
-    // SAFETY: a system call on numbers.
-    check(unsafe { libc::syscall(libc::SYS_unshare, libc::CLONE_NEWUSER) })?;
-    // SAFETY: a system call on numbers.
-    check(unsafe { libc::syscall(libc::SYS_unshare, libc::CLONE_NEWNET) })?;
-    // After the change of user, which takes it back: no such process outlives the thread that made it.
-    // SAFETY: a system call on numbers.
-    check(unsafe { libc::syscall(libc::SYS_prctl, libc::PR_SET_PDEATHSIG, libc::SIGKILL, 0, 0, 0) })
+    // A change of user keeps the capabilities then. One of them is needed to create a user namespace on machines that do
+    // not let everybody do so.
+    set_capabilities_secure_bits(CapabilitiesSecureBits::NO_SETUID_FIXUP)?;
+    become_user(user, group)?;
+    // The creator owns the user namespace, and the next namespace belongs to it.
+    unshare(CloneFlags::CLONE_NEWUSER)?;
+    unshare(CloneFlags::CLONE_NEWNET)?;
+    // After the change of user, which would reset this: the child must not outlive the thread that created it.
+    Ok(nix::sys::prctl::set_pdeathsig(Signal::SIGKILL)?)
 }
 
 /// Makes a network namespace of a process accept every address as its own: sockets of any address can be bound and
@@ -104,11 +93,11 @@ fn enter(user: u32, group: u32) -> io::Result<()> {
 /// When it cannot be entered, or the kernel takes no route.
 pub fn own_all_addresses(pid: i32) -> io::Result<()> {
     let namespace = File::open(format!("/proc/{pid}/ns/net"))?;
-    // A thread of its own, which is in it to its end.
+    // A separate thread, which stays in that namespace until it ends.
     let work = move || {
-        nix::sched::setns(&namespace, nix::sched::CloneFlags::CLONE_NEWNET)?;
+        nix::sched::setns(&namespace, CloneFlags::CLONE_NEWNET)?;
         route_all_to_loopback(libc::AF_INET)?;
-        // If there is no IPv6, no socket of the job's is of that kind.
+        // Without IPv6, no socket of the job uses it.
         let _ = route_all_to_loopback(libc::AF_INET6);
         Ok(())
     };
@@ -128,7 +117,7 @@ fn route_all_to_loopback(family: i32) -> io::Result<()> {
     let family = u8::try_from(family).unwrap_or_default();
     let scope = if family == 2 { libc::RT_SCOPE_HOST } else { libc::RT_SCOPE_UNIVERSE };
     let mut body = vec![family, 0, 0, 0, libc::RT_TABLE_LOCAL, libc::RTPROT_BOOT, scope, libc::RTN_LOCAL, 0, 0, 0, 0];
-    // struct rtattr: length, RTA_OIF; the loopback device is the first of each namespace.
+    // struct rtattr: length, RTA_OIF; the loopback device is the first in each namespace.
     body.extend(8u16.to_ne_bytes());
     body.extend(libc::RTA_OIF.to_ne_bytes());
     body.extend(1i32.to_ne_bytes());

@@ -24,28 +24,29 @@ use nix::fcntl::{FallocateFlags, fallocate};
 use nix::sys::statfs::{TMPFS_MAGIC, fstatfs};
 use nix::sys::uio::{RemoteIoVec, process_vm_writev};
 use nix::unistd::Pid;
+use rustix::pipe::SpliceFlags;
 
 use super::parallel::{cores, in_parallel};
 
-/// Mapped and populated at once. A multiple of every huge page size in use.
+/// Bytes mapped and populated in one step. A multiple of every huge page size in use.
 const STRETCH: u64 = 1 << 30;
 
-/// More threads clear pages no faster on the machines measured, and the job runs meanwhile.
+/// More threads did not clear pages faster on the machines measured, and the job runs at the same time.
 const MAX_THREADS: usize = 4;
 
-/// Threads that may work on pages while the job runs: fewer than there are cores.
+/// Number of threads that may work on pages while the job runs: fewer than the cores.
 #[must_use]
 pub fn spare_threads() -> usize {
     (cores() / 2).clamp(1, MAX_THREADS)
 }
 
-/// Makes the file at least `len` bytes long, and all its pages present. What is in it stays.
+/// Makes the file at least `len` bytes long, and all its pages present. Existing content is kept.
 ///
 /// # Errors
 /// `StorageFull` or `OutOfMemory` if the tmpfs or the memory of the machine is not enough; the file may have grown then.
 pub fn make_present(file: &File, len: u64) -> io::Result<()> {
     if file.metadata()?.size() < len {
-        // Before the pages: a tmpfs with huge=within_size gives huge pages only below the size.
+        // First, because a tmpfs with huge=within_size uses huge pages only below the size.
         file.set_len(len)?;
     }
     let file = Arc::new(file.try_clone()?);
@@ -57,28 +58,28 @@ pub fn make_present(file: &File, len: u64) -> io::Result<()> {
     in_parallel(stretches, spare_threads(), populate).map(drop)
 }
 
-/// Mapped at once by a [`Writer`], and what its pages add to our memory at most: those of a mapping are counted.
+/// Bytes mapped at a time by a [`Writer`]. Its pages add at most this much to our memory, because mapped pages are
+/// counted.
 const WINDOW: u64 = 16 << 20;
 
 /// One of several threads that write to the same file.
 ///
 /// write(2) on a tmpfs holds the file's lock while it looks for pages and copies (Linux 6.18: `shmem_file_write_iter`).
-/// Threads that write to one file take turns, and those that wait burn their processors. It is worse in a virtual
-/// machine whose host reclaims free memory (free page reporting of the balloon): the first touch of a page waits for
-/// the host, measured at 11 us for each 4 KiB, and no other thread makes progress in that time. Through a mapping the
-/// pages are found and filled without that lock. On other file systems pwrite(2) is used, because there each page would
-/// be read first.
+/// Threads that write to one file take turns, and the waiting ones spin. It is worse in a virtual machine whose host
+/// reclaims free memory (free page reporting of the balloon): the first touch of a page waits for the host, measured at
+/// 11 us for each 4 KiB, and no other thread makes progress in that time. Through a mapping the pages are found and
+/// filled without that lock. On other file systems pwrite(2) is used, because there each page would be read first.
 #[derive(Debug)]
 pub struct Writer {
     file: Arc<File>,
-    /// What can be written through a mapping: nothing beyond the end, which a mapping does not move.
+    /// The end of what can be written through a mapping: the file's length, which a mapping cannot extend.
     mappable: u64,
-    /// Where in the file it begins.
+    /// The mapped part of the file, and its offset.
     window: Option<(u64, Mapping)>,
 }
 
 impl Writer {
-    /// Opens a file that has its size already.
+    /// Opens a file that already has its final size.
     ///
     /// # Errors
     /// Those of open(2) and fstat(2).
@@ -98,7 +99,7 @@ impl Writer {
         if end.is_some_and(|end| end <= self.mappable) && self.write_mapped(bytes, offset).is_ok() {
             return Ok(());
         }
-        // A mapping does not say why no page is available.
+        // The error of a mapping does not say why no page is available, so write normally.
         self.file.write_all_at(bytes, offset)
     }
 
@@ -128,13 +129,9 @@ impl Writer {
 /// writing.
 ///
 /// # Errors
-/// EAGAIN when there is nothing to move now but somebody can still write, or no room.
+/// EAGAIN if there is nothing to move now but a writer still exists, or if there is no room.
 pub fn splice(from: BorrowedFd<'_>, to: BorrowedFd<'_>, length: usize) -> io::Result<usize> {
-    let (from, to) = (from.as_raw_fd(), to.as_raw_fd());
-    let flags = libc::SPLICE_F_NONBLOCK | libc::SPLICE_F_MOVE;
-    // SAFETY: no memory of ours is involved; without offsets the kernel uses the positions of the files.
-    let moved = unsafe { libc::splice(from, ptr::null_mut(), to, ptr::null_mut(), length, flags) };
-    usize::try_from(moved).map_err(|_| io::Error::last_os_error())
+    Ok(rustix::pipe::splice(from, None, to, None, length, SpliceFlags::NONBLOCK | SpliceFlags::MOVE)?)
 }
 
 /// A range of a file, mapped shared and for writing.
@@ -143,7 +140,7 @@ pub struct Mapping {
     start: NonNull<libc::c_void>,
     length: usize,
     file: Arc<File>,
-    /// In the file.
+    /// Offset in the file.
     offset: i64,
 }
 
@@ -162,7 +159,7 @@ impl Mapping {
         let offset = i64::try_from(offset).map_err(io::Error::other)?;
         let access = libc::PROT_READ | libc::PROT_WRITE;
         let fd = file.as_raw_fd();
-        // SAFETY: a new mapping at an address that the kernel chooses touches nothing of ours.
+        // SAFETY: a new mapping at an address that the kernel chooses overlaps nothing of ours.
         let start = unsafe { libc::mmap(ptr::null_mut(), length, access, libc::MAP_SHARED, fd, offset) };
         if start == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
@@ -177,7 +174,7 @@ impl Mapping {
         self.length
     }
 
-    /// The address of `at`, from which on there are `length` bytes.
+    /// The address of `at`; fails unless `length` bytes follow it in the mapping.
     fn range(&self, at: usize, length: usize) -> io::Result<*mut libc::c_void> {
         if at.checked_add(length).is_none_or(|end| end > self.length) {
             return Err(io::Error::other(format!("{length} bytes at {at} of a mapping of {}", self.length)));
@@ -185,20 +182,20 @@ impl Mapping {
         Ok(self.start.as_ptr().wrapping_byte_add(at))
     }
 
-    /// Makes sure that the pages of a range are there and mapped, so that writing needs no page fault. New ones are
+    /// Makes sure that the pages of a range exist and are mapped, so that writing needs no page fault. New pages are
     /// zeroed.
     ///
     /// # Errors
-    /// `StorageFull` or `OutOfMemory` if there is no page to be had, or the file is shorter.
+    /// `StorageFull` or `OutOfMemory` if no page is available, or the file is shorter.
     pub fn populate(&self, at: usize, length: usize) -> io::Result<()> {
         let start = self.range(at, length)?;
         loop {
-            // SAFETY: the range lies in our mapping; only pages are added.
+            // SAFETY: the range is in our mapping; only pages are added.
             let answer = unsafe { libc::madvise(start, length, libc::MADV_POPULATE_WRITE) };
             match Errno::result(answer) {
                 Err(Errno::EINTR | Errno::EAGAIN) => {}
                 Ok(_) => return Ok(()),
-                // What tmpfs has no page for (madvise(2)).
+                // tmpfs has no page for it (madvise(2)).
                 Err(Errno::EFAULT) => return Err(io::ErrorKind::StorageFull.into()),
                 // A kernel before 5.14.
                 Err(Errno::EINVAL) => return self.reserve(at, length),
@@ -221,8 +218,8 @@ impl Mapping {
     /// Writes all of `bytes` to `at`.
     ///
     /// # Errors
-    /// EFAULT where the file has no page and gets none; some of it may have been written. EPERM or ENOSYS where a filter of
-    /// system calls has no process_vm_writev(2).
+    /// EFAULT if a page is missing and cannot be allocated; a part may have been written. EPERM or ENOSYS if a seccomp
+    /// filter does not allow process_vm_writev(2).
     pub fn write(&self, at: usize, mut bytes: &[u8]) -> io::Result<()> {
         let mut base = self.range(at, bytes.len())?.addr();
         while !bytes.is_empty() {
@@ -240,11 +237,11 @@ impl Mapping {
     /// Reads up to `length` bytes to `at`.
     ///
     /// # Errors
-    /// Those of read(2); EFAULT where the file has no page and gets none.
+    /// Those of read(2); EFAULT if a page is missing and cannot be allocated.
     pub fn read_from(&self, from: impl AsFd, at: usize, length: usize) -> io::Result<usize> {
         let to = self.range(at, length)?;
         let fd = from.as_fd().as_raw_fd();
-        // SAFETY: the range lies in our mapping, to which there are no references.
+        // SAFETY: the range is in our mapping, to which there are no references.
         let got = unsafe { libc::read(fd, to, length) };
         usize::try_from(got).map_err(|_| io::Error::last_os_error())
     }
@@ -252,7 +249,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: ours, and nobody uses it any more. It can only fail for a range that is none.
+        // SAFETY: the mapping is ours and not used any more. The call fails only for an invalid range.
         unsafe { libc::munmap(self.start.as_ptr(), self.length) };
     }
 }
@@ -275,7 +272,7 @@ mod tests {
         let mut found = [0; 100];
         std::os::unix::fs::FileExt::read_exact_at(&*file, &mut found, 4096 + 96).unwrap();
         assert_eq!(found, [7; 100]);
-        // Past the end of the file: an error, no signal.
+        // Beyond the end of the file: an error, no signal.
         assert_eq!(mapping.read_from(&read, 4096, 100).unwrap_err().raw_os_error(), Some(libc::EFAULT));
         assert!(mapping.populate(4096, 4096).is_err());
         assert!(mapping.read_from(&read, 8192, 1).is_err() && mapping.populate(usize::MAX, 2).is_err());
@@ -310,7 +307,7 @@ mod tests {
     #[test]
     fn several_threads_write_one_file() {
         const PIECE: usize = 300_001;
-        // Two windows and a part of a third. What follows in the file is not written.
+        // Two windows and a part of a third. The rest of the file is not changed.
         let content: Vec<u8> = (0..9_000_000_u32).flat_map(u32::to_le_bytes).collect();
         for place in ["/dev/shm", "/var/tmp"] {
             let dir = tempfile::tempdir_in(place).unwrap();
@@ -339,7 +336,7 @@ mod tests {
         std::fs::write(&path, b"begin").unwrap();
         let mut writer = Writer::open(&path).unwrap();
         writer.write_at(b"n and end", 4).unwrap();
-        // The file was cut behind our back: the mapping has no page there.
+        // The file was cut by somebody else: the mapping has no page there.
         File::options().write(true).open(&path).unwrap().set_len(0).unwrap();
         writer.write_at(b"anew", 0).unwrap();
         assert_eq!(std::fs::read(&path).unwrap(), b"anew");

@@ -4,7 +4,8 @@ use std::num::NonZeroUsize;
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 
-/// Runs `work` with all, each on a thread of its own, and returns the results in their order: for work that waits for others.
+/// Runs `work` for all items at once, each on its own thread, and returns the results in their order. For work that
+/// mostly waits.
 pub fn at_once<T: Send, R: Send>(items: impl IntoIterator<Item = T>, work: impl Fn(T) -> R + Sync) -> Vec<R> {
     let mut items: Vec<T> = items.into_iter().collect();
     if items.len() == 1 {
@@ -16,11 +17,11 @@ pub fn at_once<T: Send, R: Send>(items: impl IntoIterator<Item = T>, work: impl 
     })
 }
 
-/// Runs `work` for each item, the last first, on at most `threads` threads and as many as there are cores, until one fails.
-/// The results are in no order.
+/// Runs `work` for each item, the last first, until one fails. Uses at most `threads` threads, and no more than there
+/// are cores. The results are unordered.
 ///
 /// # Errors
-/// A failure of `work`; what others had begun then is finished.
+/// A failure of `work`; other threads finish the items that they have begun.
 pub fn in_parallel<T, R, E>(items: Vec<T>, threads: usize, work: impl Fn(T) -> Result<R, E> + Sync) -> Result<Vec<R>, E>
 where
     T: Send,
@@ -36,7 +37,7 @@ where
         done.inspect_err(|_| queue().clear())
     };
     thread::scope(|scope| {
-        // A helper that cannot be started is not needed: the running ones share the work.
+        // A helper that cannot be started is not necessary: the running threads share the work.
         let helpers = (1..threads).filter_map(|_| thread::Builder::new().spawn_scoped(scope, run).ok());
         let helpers: Vec<_> = helpers.collect();
         let mut done = run();
@@ -75,7 +76,7 @@ mod tests {
         let looked_at = std::sync::atomic::AtomicUsize::new(0);
         let work = |i: u32| {
             looked_at.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-            // The last comes at once. The others wait, so that the queue is cleared before it is empty.
+            // The last item fails at once. The others wait, so that the failure comes before the queue is empty.
             thread::sleep(std::time::Duration::from_millis(u64::from(i != 0)));
             if i == 0 { Err("no") } else { Ok(()) }
         };

@@ -1,4 +1,4 @@
-//! Numbered points of the protocols that write, publish and remove: before each step that changes the disk.
+//! Numbered points in the protocols that write, publish and remove, one before each step that changes the disk.
 //!
 //! A test injects a fault here: its process is killed at one of the points, or the disk is full from there on. This
 //! finds every state that a crash can leave. Otherwise nothing happens at a point.
@@ -20,7 +20,7 @@ static FAULT: OnceLock<fn(Step) -> io::Result<()>> = OnceLock::new();
 /// A step of a protocol begins.
 ///
 /// # Errors
-/// What an injected fault says.
+/// The error of an injected fault.
 #[inline]
 pub fn point(step: Step) -> io::Result<()> {
     FAULT.get().map_or(Ok(()), |fault| fault(step))

@@ -3,10 +3,16 @@
 //! A process may end between two reads; functions that list skip processes that have ended.
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
+use std::fmt::Display;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
 
+use procfs_core::FromRead;
+use procfs_core::process::Stat;
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open, setpriority_process};
+
+use super::maps;
 use super::spawn::Ended;
 
 /// Opens a pidfd.
@@ -14,29 +20,20 @@ use super::spawn::Ended;
 /// # Errors
 /// When there is no such process.
 pub fn open_pidfd(pid: i32) -> io::Result<OwnedFd> {
-    // SAFETY: a system call on numbers.
-    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    let fd = i32::try_from(fd).map_err(io::Error::other)?;
-    // SAFETY: the kernel returned a new descriptor, which nobody else owns.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    let pid = Some(pid).filter(|pid| *pid > 0).and_then(Pid::from_raw).ok_or(rustix::io::Errno::INVAL)?;
+    Ok(pidfd_open(pid, PidfdFlags::empty())?)
 }
 
 /// A descriptor of another process, as one of ours (Linux 5.6).
 ///
 /// # Errors
-/// When it has none of this number, or is gone, or the right to trace it is missing.
+/// When there is no such descriptor or process, or we may not trace it.
 pub fn fetch_descriptor(pidfd: &OwnedFd, number: RawFd) -> io::Result<OwnedFd> {
-    // SAFETY: a system call on numbers.
-    let fd = unsafe { libc::syscall(libc::SYS_pidfd_getfd, pidfd.as_raw_fd(), number, 0) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
+    // The number may be a job's, and rustix asserts that it can be one.
+    if number < 0 {
+        return Err(rustix::io::Errno::BADF.into());
     }
-    let fd = i32::try_from(fd).map_err(io::Error::other)?;
-    // SAFETY: the kernel returned a new descriptor, which nobody else owns.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    Ok(pidfd_getfd(pidfd, number, PidfdGetfdFlags::empty())?)
 }
 
 /// The children of a process, of all its threads (kernel option CONFIG_PROC_CHILDREN, which CRIU needs too).
@@ -71,13 +68,28 @@ pub fn tree(root: i32) -> Vec<i32> {
     all
 }
 
+/// A file of /proc/PID as text. What is not UTF-8 is replaced: the kernel shows names as they are, and a process may give
+/// itself and its files any.
+///
+/// # Errors
+/// When the process is gone (ENOENT, or ESRCH from one that ends while it is read), or belongs to somebody else.
+pub fn text(pid: impl Display, file: &str) -> io::Result<String> {
+    let bytes = std::fs::read(format!("/proc/{pid}/{file}"))?;
+    Ok(String::from_utf8(bytes).unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned()))
+}
+
+fn stat(pid: i32) -> Option<Stat> {
+    Stat::from_file(format!("/proc/{pid}/stat")).ok()
+}
+
 /// A field of /proc/PID/status.
-fn status(pid: i32, field: &str) -> Option<String> {
-    let text = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+#[must_use]
+pub fn status(pid: impl Display, field: &str) -> Option<String> {
+    let text = text(pid, "status").ok()?;
     text.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':')).map(|value| value.trim().to_string())
 }
 
-/// The thread of `pid` that is meant by `tid`, which may be numbered as we see it or as the process does.
+/// The thread of `pid` with the id `tid`, which may be the id as we see it or as the process sees it.
 #[must_use]
 pub fn find_thread(pid: i32, tid: i32) -> Option<i32> {
     let threads = threads(pid);
@@ -96,7 +108,7 @@ pub fn inner_pid(pid: i32) -> Option<i32> {
 /// The command name, at most 15 bytes.
 #[must_use]
 pub fn name(pid: i32) -> Option<String> {
-    Some(std::fs::read_to_string(format!("/proc/{pid}/comm")).ok()?.trim_end().to_string())
+    Some(text(pid, "comm").ok()?.trim_end().to_string())
 }
 
 /// The single-letter state ('R', 'S', 't' for stopped by a tracer, 'Z' for dead and not reaped).
@@ -105,15 +117,11 @@ pub fn state(pid: i32) -> Option<char> {
     status(pid, "State")?.chars().next()
 }
 
-/// How a process ended that is dead and not reaped yet (field 52 of /proc/PID/stat, which only root may read).
+/// How a process ended that is dead and not reaped yet, which only root may read.
 #[must_use]
 pub fn ended(pid: i32) -> Option<Ended> {
-    let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    let mut fields = text.get(text.rfind(')')? + 1..)?.split_whitespace();
-    if !matches!(fields.next()?, "Z" | "X") {
-        return None;
-    }
-    let status: i32 = fields.nth(48)?.parse().ok()?;
+    let stat = stat(pid).filter(|stat| matches!(stat.state, 'Z' | 'X'))?;
+    let status = stat.exit_code?;
     Some(match status & 0x7f {
         0 => Ended::Exit(status >> 8 & 0xff),
         signal => Ended::Signal(signal),
@@ -123,10 +131,8 @@ pub fn ended(pid: i32) -> Option<Ended> {
 /// Processor time of a process and of the children that it has waited for, in clock ticks.
 #[must_use]
 pub fn cpu_ticks(pid: i32) -> Option<u64> {
-    let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // utime, stime, cutime and cstime are the fields 14 to 17; the third is the first after the name.
-    let fields = text.get(text.rfind(')')? + 1..)?.split_whitespace().skip(11).take(4);
-    fields.map(|field| field.parse::<u64>().ok()).sum()
+    let stat = stat(pid)?;
+    Some(stat.utime + stat.stime + stat.cutime.cast_unsigned() + stat.cstime.cast_unsigned())
 }
 
 /// The pid of the tracer, 0 without one.
@@ -137,12 +143,11 @@ pub fn tracer(pid: i32) -> Option<i32> {
 
 /// Lowers the priority for the processor; applies to this thread and those that it starts (setpriority(2), NPTL).
 pub fn be_nice() {
-    // SAFETY: a system call on numbers; 0 is the calling thread.
-    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 10) };
+    let _ = setpriority_process(None, 10);
 }
 
-/// Makes the calling thread read and write only while nobody else uses the disk, if the kernel's scheduler for that
-/// disk knows priorities; others ignore it.
+/// Gives the calling thread the idle I/O priority: it reads and writes only while nobody else uses the disk. Only some
+/// of the kernel's I/O schedulers support this; others ignore it.
 pub fn be_last_at_the_disk() {
     const WHO_PROCESS: libc::c_int = 1;
     const IDLE: libc::c_int = 3 << 13;
@@ -150,8 +155,8 @@ pub fn be_last_at_the_disk() {
     unsafe { libc::syscall(libc::SYS_ioprio_set, WHO_PROCESS, 0, IDLE) };
 }
 
-/// Makes the calling thread run immediately, before all normal threads: only for a thread that does little at a time
-/// and that others wait for. Needs CAP_SYS_NICE or RLIMIT_RTPRIO; without them it is scheduled normally.
+/// Gives the calling thread real-time priority, before all normal threads: only for a thread that does little at a time
+/// and that others wait for. Needs CAP_SYS_NICE or RLIMIT_RTPRIO; without them nothing changes.
 pub fn be_prompt() {
     let first = libc::sched_param { sched_priority: 1 };
     // SAFETY: a number, a policy and a struct that lives until the call is over; 0 is the calling thread.
@@ -174,17 +179,43 @@ fn ids(pid: i32, field: &str) -> Option<Vec<u32>> {
     status(pid, field)?.split_whitespace().map(|id| id.parse().ok()).collect()
 }
 
-/// The effective capabilities, a bit each.
+/// The effective capabilities as a bit set.
 #[must_use]
-pub fn effective_capabilities(pid: i32) -> Option<u64> {
+pub fn effective_capabilities(pid: impl Display) -> Option<u64> {
     u64::from_str_radix(&status(pid, "CapEff")?, 16).ok()
 }
 
 /// Whether the process has mapped a file of this name.
 #[must_use]
 pub fn has_mapped(pid: i32, name: &str) -> bool {
-    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
-    maps.lines().any(|line| line.rsplit('/').next() == Some(name))
+    let maps = maps::read(pid).unwrap_or_default();
+    maps::mappings(&maps).any(|mapping| mapping.file_name() == name.as_bytes())
+}
+
+/// The descriptors of a process: their numbers, and what they lead to, as the kernel calls it. None of a process that has
+/// ended.
+pub fn descriptors(pid: i32) -> impl Iterator<Item = (RawFd, PathBuf)> {
+    let entries = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+    entries.filter_map(|entry| {
+        let number = entry.file_name().to_str()?.parse().ok()?;
+        Some((number, std::fs::read_link(entry.path()).ok()?))
+    })
+}
+
+/// The inode of a socket, if this is what a descriptor leads to.
+#[must_use]
+pub fn socket(target: &Path) -> Option<u64> {
+    target.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.parse().ok()
+}
+
+/// The flags with which a descriptor was opened (open(2)).
+///
+/// # Errors
+/// When the process is gone or has closed it, or it is of somebody else.
+pub fn open_flags(pid: i32, descriptor: RawFd) -> io::Result<i32> {
+    let info = text(pid, &format!("fdinfo/{descriptor}"))?;
+    let flags = info.lines().find_map(|line| i32::from_str_radix(line.strip_prefix("flags:")?.trim(), 8).ok());
+    flags.ok_or_else(|| io::Error::other("/proc/PID/fdinfo has an unexpected form"))
 }
 
 /// Memory of a process, bytes.
@@ -196,7 +227,7 @@ pub struct Memory {
     pub shared: u64,
 }
 
-/// The memory that an image of this process must contain; nothing for one that has ended.
+/// The memory that an image of this process must contain; zero for a process that has ended.
 #[must_use]
 pub fn memory(pid: i32) -> Memory {
     let bytes = |field| {
@@ -206,7 +237,7 @@ pub fn memory(pid: i32) -> Memory {
     Memory { anonymous: bytes("RssAnon") + bytes("VmSwap"), shared: bytes("RssShmem") }
 }
 
-/// A variable of the environment that the process was started with; what it changed there itself is not seen.
+/// A variable of the environment that the process was started with; its own later changes are not seen.
 #[must_use]
 pub fn environment(pid: i32, name: &str) -> Option<String> {
     let all = std::fs::read(format!("/proc/{pid}/environ")).ok()?;
@@ -221,25 +252,22 @@ pub fn executable(pid: i32) -> Option<PathBuf> {
     std::fs::read_link(format!("/proc/{pid}/exe")).ok()
 }
 
-/// Start time in clock ticks since boot: with the pid it names a process for the life of the machine.
+/// Start time in clock ticks since boot: together with the pid it identifies a process until the next boot.
 #[must_use]
 pub fn start_time(pid: i32) -> Option<u64> {
-    let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name in parentheses may contain spaces; field 22 is the 20th after it.
-    text.get(text.rfind(')')? + 1..)?.split_whitespace().nth(19)?.parse().ok()
+    Some(stat(pid)?.starttime)
 }
 
-/// Where the stack was made at the last exec, which forks keep (field 28 of /proc/PID/stat); 0 for who may not know it.
+/// Where the stack was made at the last exec, which forks keep; 0 for who may not know it.
 #[must_use]
 pub fn stack_start(pid: i32) -> Option<u64> {
-    let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    text.get(text.rfind(')')? + 1..)?.split_whitespace().nth(25)?.parse().ok()
+    Some(stat(pid)?.startstack)
 }
 
-/// Changes of this id tell reboots.
+/// An id that changes with each boot.
 ///
 /// # Errors
-/// When /proc is not there.
+/// When /proc cannot be read.
 pub fn boot_id() -> io::Result<String> {
     Ok(std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?.trim().to_string())
 }
@@ -250,4 +278,72 @@ pub fn path_in(pid: i32, path: &Path) -> PathBuf {
     let mut full = PathBuf::from(format!("/proc/{pid}/root"));
     full.push(path.strip_prefix("/").unwrap_or(path));
     full
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt;
+    use std::process::{Command, Stdio};
+
+    use super::*;
+
+    #[test]
+    fn a_descriptor_that_cannot_be_one_is_an_error() {
+        let own = open_pidfd(std::process::id().cast_signed()).unwrap();
+        for number in [-1, i32::MIN, i32::MAX] {
+            let error = fetch_descriptor(&own, number).unwrap_err();
+            assert_eq!(error.raw_os_error(), Some(libc::EBADF), "{number}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_process_may_have_any_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let program = dir.path().join(OsStr::from_bytes(b"a) Z 7 (\xff\n:b"));
+        std::fs::copy("/bin/sh", &program).unwrap();
+        let mut child = Command::new(&program).args(["-c", "read line; exit 3"]).stdin(Stdio::piped()).spawn().unwrap();
+        let pid = i32::try_from(child.id()).unwrap();
+        // The exec may still be under way.
+        let is_there = || name(pid).as_deref() == Some("a) Z 7 (\u{fffd}\n:b") && state(pid) == Some('S');
+        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(10);
+        while !is_there() && std::time::Instant::now() < deadline {
+            std::thread::yield_now();
+        }
+        assert!(is_there(), "{:?} {:?}", name(pid), state(pid));
+        assert_eq!((ended(pid), tracer(pid), inner_pid(pid).is_some()), (None, Some(0), true));
+        assert_eq!(status(pid, "Tgid"), Some(pid.to_string()));
+        assert!(start_time(pid) >= start_time(std::process::id().cast_signed()));
+        assert!(cpu_ticks(pid).is_some_and(|ticks| ticks < 1000) && stack_start(pid).is_some());
+        let (_, input) = descriptors(pid).find(|(number, _)| *number == 0).unwrap();
+        assert!(input.to_str().unwrap().starts_with("pipe:["), "{}", input.display());
+        assert_eq!(open_flags(pid, 0).unwrap() & libc::O_ACCMODE, libc::O_RDONLY);
+        assert_eq!(open_flags(pid, 999).unwrap_err().kind(), io::ErrorKind::NotFound);
+
+        drop(child.stdin.take());
+        child_is_dead(pid);
+        assert_eq!((state(pid), ended(pid)), (Some('Z'), Some(Ended::Exit(3))));
+        child.wait().unwrap();
+    }
+
+    fn child_is_dead(pid: i32) {
+        let pid = nix::unistd::Pid::from_raw(pid);
+        let flags = nix::sys::wait::WaitPidFlag::WEXITED | nix::sys::wait::WaitPidFlag::WNOWAIT;
+        nix::sys::wait::waitid(nix::sys::wait::Id::Pid(pid), flags).unwrap();
+    }
+
+    #[test]
+    fn of_a_process_that_is_gone_nothing_is_known() {
+        assert_eq!(text(i32::MAX, "status").unwrap_err().kind(), io::ErrorKind::NotFound);
+        assert_eq!(open_pidfd(i32::MAX).unwrap_err().raw_os_error(), Some(libc::ESRCH));
+        assert_eq!(open_pidfd(0).unwrap_err().raw_os_error(), Some(libc::EINVAL));
+        assert_eq!((start_time(i32::MAX), ended(i32::MAX), state(i32::MAX)), (None, None, None));
+        assert_eq!(descriptors(i32::MAX).count(), 0);
+    }
+
+    #[test]
+    fn sockets_are_known_by_what_the_kernel_calls_them() {
+        assert_eq!(socket(Path::new("socket:[12]")), Some(12));
+        assert_eq!(["pipe:[12]", "socket:[x]", "/tmp/socket:[12]"].map(|name| socket(Path::new(name))), [None; 3]);
+    }
 }

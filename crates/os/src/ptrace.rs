@@ -26,7 +26,7 @@ use super::process;
 pub use lock::{PosixLock, take_lock};
 pub use turns::lend;
 
-/// The thread, running. Dropped, it stops with the others again.
+/// The running thread. If this is dropped, it stops again with the others.
 #[derive(Debug)]
 pub struct Alone {
     over: Arc<AtomicBool>,
@@ -37,13 +37,13 @@ impl Alone {
     /// Lets thread `tid` of a stopped process run.
     ///
     /// # Errors
-    /// When it cannot be traced: another tracer has it, or a right is missing.
+    /// When it cannot be traced: it has another tracer, or a right is missing.
     pub fn run(tid: i32) -> io::Result<Alone> {
         Alone::with(tid, Signals::Wait)
     }
 
-    /// Lets it run for a moment, with signals delivered as usual: it may be in code that has blocked some, or is about
-    /// to block some, and our mask would then stay for ever.
+    /// Lets it run for a moment, with signals delivered as usual: the thread may be about to change its signal mask,
+    /// and would then save and restore ours.
     ///
     /// # Errors
     /// As [`Alone::run`].
@@ -55,7 +55,7 @@ impl Alone {
         let over = Arc::new(AtomicBool::new(false));
         let (begun, result) = mpsc::sync_channel(1);
         let until = Arc::clone(&over);
-        // Only the thread that seized may make requests, and it must look after its tracee all the time.
+        // Only the thread that seized may make requests, and it must watch its tracee all the time.
         let trace = move || match Tracee::seize(tid, signals) {
             Ok(mut tracee) => {
                 let _ = begun.send(Ok(()));
@@ -79,22 +79,22 @@ impl Drop for Alone {
 }
 
 fn ptrace(request: u32, tid: i32, address: usize, data: usize) -> io::Result<()> {
-    // SAFETY: addresses that are passed as data belong to live locals of the callers below, of the size the request
-    // wants; the kernel checks everything else.
+    // SAFETY: addresses passed as data belong to live locals of the callers below, and have the size that the request
+    // needs; the kernel checks everything else.
     match unsafe { libc::ptrace(request, tid, address, data) } {
         -1 => Err(io::Error::last_os_error()),
         _ => Ok(()),
     }
 }
 
-/// What a thread gets for what it does itself.
+/// Signals for faults of the thread itself.
 const FAULTS: [i32; 5] = [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP];
 
-/// What stops a process: it is stopped already, and stays so when the thread is detached.
+/// Signals that stop a process. It is stopped already, and stays stopped when the thread is detached.
 const STOPS: [i32; 4] = [libc::SIGSTOP, libc::SIGTSTP, libc::SIGTTIN, libc::SIGTTOU];
 
-/// How often the tracer polls. A thread that creates a helper is stopped until it has polled; so it polls without a
-/// pause for a while after each.
+/// Polling interval of the tracer. A thread that creates a helper is stopped until the tracer has polled, so for a
+/// while after each it polls without a pause.
 const PAUSE: Duration = Duration::from_micros(50);
 const ATTENTION: Duration = Duration::from_millis(1);
 
@@ -104,10 +104,10 @@ const HELPERS_END: Duration = Duration::from_millis(100);
 /// The name that the interposer gives to its threads.
 const HELPER: &str = "rekindle-copy";
 
-/// What becomes of signals meanwhile.
+/// What happens to signals while the thread runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Signals {
-    /// They wait until it is detached.
+    /// They stay pending until it is detached.
     Wait,
     Come,
 }
@@ -116,15 +116,15 @@ struct Tracee {
     tid: i32,
     signals: Signals,
     mask: u64,
-    /// Threads that it has made, and so on; they are traced too.
+    /// Threads that it created, directly or indirectly; they are traced too.
     made: Vec<i32>,
 }
 
-/// What a look at tracees found.
+/// What a check of the tracees found.
 #[derive(Clone, Copy)]
 enum Seen {
     Nothing,
-    /// With the signal that is to be delivered, or 0.
+    /// The thread, and the signal to be delivered or 0.
     Stopped(i32, i32),
     Gone(i32),
 }
@@ -134,15 +134,15 @@ impl Tracee {
         let options = usize::try_from(libc::PTRACE_O_TRACECLONE).unwrap_or_default();
         ptrace(libc::PTRACE_SEIZE, tid, 0, options)?;
         let mut tracee = Tracee { tid, signals, mask: 0, made: Vec::new() };
-        // It is stopped with its process, unless somebody has just resumed that.
+        // It is stopped with its process, unless somebody has just resumed the process.
         ptrace(libc::PTRACE_INTERRUPT, tid, 0, 0)?;
         wait_for_stop(tid)?;
         if signals == Signals::Come {
             ptrace(libc::PTRACE_CONT, tid, 0, 0)?;
             return Ok(tracee);
         }
-        // A signal handler must not run in the middle of the driver's work, so signals wait until the thread is
-        // detached. Not fault signals: if one is blocked, the kernel resets its handler (`force_sig_info_to_task`).
+        // A signal handler must not run during the driver's work, so signals stay pending until the thread is detached.
+        // Fault signals are not blocked: the kernel resets the handler of a blocked one (`force_sig_info_to_task`).
         ptrace(libc::PTRACE_GETSIGMASK, tid, size_of::<u64>(), (&raw mut tracee.mask).addr())?;
         let all = FAULTS.iter().fold(u64::MAX, |mask, signal| mask & !(1 << (signal - 1)));
         ptrace(libc::PTRACE_SETSIGMASK, tid, size_of::<u64>(), (&raw const all).addr())?;
@@ -150,12 +150,11 @@ impl Tracee {
         Ok(tracee)
     }
 
-    /// CRIU leaves a SIGSTOP in the queue of a stopped task, which no mask blocks: it, and whatever else stops a
-    /// thread, is ignored.
+    /// Keeps the thread running. CRIU leaves a SIGSTOP pending for a stopped task, and no mask blocks it: this and all
+    /// other stop signals are ignored.
     fn keep_running(&mut self, over: &AtomicBool) {
-        // The default slack, 50 us, would double the pause. It is this thread's own.
-        // SAFETY: a system call on numbers.
-        unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1) };
+        // The default timer slack, 50 us, would double the pause. The slack belongs to this thread.
+        let _ = rustix::thread::set_current_timer_slack(Some(std::num::NonZeroU64::MIN));
         let mut attention = Instant::now();
         while !over.load(Ordering::Relaxed) {
             match self.look() {
@@ -172,7 +171,7 @@ impl Tracee {
                 std::thread::sleep(PAUSE);
             }
         }
-        // A thread that is gone needs nothing; one that cannot be detached is released when this thread ends.
+        // A thread that has ended needs nothing; one that cannot be detached is released when this thread ends.
         for tid in std::mem::take(&mut self.made) {
             let _ = self.let_go(tid);
         }
@@ -180,8 +179,8 @@ impl Tracee {
     }
 
     fn has_helper(&self) -> bool {
-        // A thread that has not run yet has the name of its creator. After the detach it is stopped with the others,
-        // before its first instruction, and ends when they are resumed.
+        // A new thread has its creator's name until it has run. After the detach it is stopped with the others before
+        // its first instruction, and ends when they are resumed.
         self.made.iter().any(|tid| process::name(*tid).is_some_and(|name| name == HELPER))
     }
 
@@ -194,10 +193,10 @@ impl Tracee {
                 if tid != self.tid && !self.made.contains(&tid) {
                     self.made.push(tid);
                 }
-                // One for a fault is held back: the instruction meets it again.
+                // A fault signal is suppressed: the instruction will fault again.
                 let comes = self.signals == Signals::Come && !FAULTS.contains(&signal) && !STOPS.contains(&signal);
                 let signal = if comes { usize::try_from(signal).unwrap_or_default() } else { 0 };
-                // It may have been killed since.
+                // The thread may have been killed since.
                 let _ = ptrace(libc::PTRACE_CONT, tid, 0, signal);
             }
             Seen::Gone(tid) => self.made.retain(|made| *made != tid),
@@ -206,7 +205,8 @@ impl Tracee {
         Ok(seen)
     }
 
-    /// With the mask that the maker had: the threads it made have inherited the one that it was given here.
+    /// Detaches a thread, with the signal mask of its creator: threads created meanwhile have inherited the blocking
+    /// mask.
     fn let_go(&self, tid: i32) -> io::Result<()> {
         ptrace(libc::PTRACE_INTERRUPT, tid, 0, 0)?;
         let signal = wait_for_stop(tid)?;
@@ -227,17 +227,18 @@ fn wait(tid: i32, options: i32) -> io::Result<Seen> {
         0 => Ok(Seen::Nothing),
         -1 => Err(io::Error::last_os_error()),
         tid if libc::WIFSTOPPED(status) => {
-            // Of an event, which is in the upper half, there is no signal.
+            // A ptrace event, which is in the upper half, is not a signal.
             Ok(Seen::Stopped(tid, if status >> 16 == 0 { libc::WSTOPSIG(status) } else { 0 }))
         }
         tid => Ok(Seen::Gone(tid)),
     }
 }
 
-/// How long a thread may take to stop: one that waits in the kernel, for a driver or a child of vfork(2), does not.
+/// How long a thread may take to stop: one that waits in the kernel, for a driver or a child of vfork(2), does not
+/// stop.
 const STOPS_WITHIN: Duration = Duration::from_secs(10);
 
-/// The signal that it was about to get, or 0.
+/// Waits until the thread is stopped; returns the signal that it was about to get, or 0.
 fn wait_for_stop(tid: i32) -> io::Result<i32> {
     let deadline = Instant::now() + STOPS_WITHIN;
     loop {
@@ -299,8 +300,8 @@ pub fn is_stopped(pid: i32) -> bool {
     !threads.is_empty() && threads.iter().all(|tid| process::state(*tid) == Some('T'))
 }
 
-/// Whether every thread of the process is stopped. If some are, the others will stop soon, as a thread does that a
-/// tracer has just detached: wait for them, at most for `limit`.
+/// Whether every thread of the process is stopped. If only some are, the others are expected to stop soon, as a thread
+/// does that was just detached: waits for them, at most for `limit`.
 #[must_use]
 pub fn stands(pid: i32, limit: Duration) -> bool {
     let deadline = Instant::now() + limit;
@@ -388,7 +389,7 @@ mod tests {
         assert_eq!(blocked(), before);
     }
 
-    /// What the interposer does: a thread of a stopped process makes another one, which must run.
+    /// As the interposer does: a thread of a stopped process creates another one, which must run.
     #[test]
     fn a_thread_that_it_makes_runs_and_its_signals_are_not_blocked_afterwards() {
         let script = "import sys, threading, time\n\

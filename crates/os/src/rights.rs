@@ -3,49 +3,50 @@
 
 use std::io;
 
-/// Its bit (linux/capability.h).
+use super::process;
+
+/// Number of the capability (linux/capability.h).
 pub const CAP_SYS_ADMIN: u32 = 21;
 
-/// The effective capabilities, bit by bit (capabilities(7)); none where /proc does not tell.
+/// The effective capabilities as a bit set (capabilities(7)); `None` if /proc does not show them.
 #[must_use]
 pub fn effective() -> Option<u64> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    let bits = status.lines().find_map(|line| line.strip_prefix("CapEff:"))?;
-    u64::from_str_radix(bits.trim(), 16).ok()
+    process::effective_capabilities("self")
 }
 
-/// Whether it has this capability, over its own user namespace.
+/// Whether this process has the capability over its own user namespace.
 #[must_use]
 pub fn has(capability: u32) -> bool {
     effective().is_some_and(|bits| bits >> capability & 1 == 1)
 }
 
-/// Whether user 0 here is user 0 of the machine.
+/// Whether user 0 of this process is user 0 of the machine.
 #[must_use]
 pub fn over_the_machine() -> bool {
     is_whole(&std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default())
 }
 
-/// The initial user namespace maps every id to itself; no line at all means a kernel without user namespaces.
+/// Whether this is the map of the initial user namespace, which maps every id to itself. An empty map means a kernel
+/// without user namespaces.
 #[must_use]
 pub fn is_whole(map: &str) -> bool {
     let fields: Vec<&str> = map.split_whitespace().collect();
     fields.is_empty() || fields == ["0", "0", "4294967295"]
 }
 
-/// Whether io_uring_setup(2) would do something for us: it is in the kernel, and neither `kernel.io_uring_disabled` nor a
-/// filter keeps it from us.
+/// Whether io_uring_setup(2) works: the kernel has it, and neither `kernel.io_uring_disabled` nor a seccomp filter
+/// forbids it.
 #[must_use]
 pub fn io_uring_works() -> bool {
     let nowhere: *const libc::c_void = std::ptr::null();
-    // SAFETY: the kernel refuses parameters at address 0 before it makes anything.
+    // SAFETY: the kernel refuses parameters at address 0 before it creates anything.
     let result = unsafe { libc::syscall(libc::SYS_io_uring_setup, 1, nowhere) };
     let refused = io::Error::last_os_error().raw_os_error();
     !(result < 0 && matches!(refused, Some(libc::ENOSYS | libc::EPERM)))
 }
 
-/// Whether a seccomp filter that answers for a system call can be set: in the kernel (CONFIG_SECCOMP_FILTER), and not kept
-/// from us.
+/// Whether a seccomp filter that returns an error for a system call can be set: the kernel supports it
+/// (CONFIG_SECCOMP_FILTER), and nothing forbids it.
 #[must_use]
 pub fn filters_work() -> bool {
     let action = libc::SECCOMP_RET_ERRNO;

@@ -1,4 +1,4 @@
-//! TCP sockets of our network namespace that belong to no process any more, found with the kernel's sock_diag(7).
+//! TCP sockets of our network namespace that no longer belong to a process, found with the kernel's sock_diag(7).
 //!
 //! A connection that was closed on this side exists for a while and uses its port: a minute in TIME_WAIT, longer if the
 //! other side does not answer. `SOCK_DESTROY` ends it at once (CONFIG_INET_DIAG_DESTROY, CAP_NET_ADMIN).
@@ -12,26 +12,27 @@ use nix::sys::socket::{
 };
 use nix::sys::time::{TimeVal, TimeValLike};
 
-/// How far a connection that was closed here has come to its end.
+/// How far the shutdown of a connection that was closed on this side has come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ending {
-    /// The other side has not confirmed all that was sent (FIN_WAIT1, CLOSING, LAST_ACK).
+    /// The other side has not confirmed everything that was sent (FIN_WAIT1, CLOSING, LAST_ACK).
     Unconfirmed,
-    /// It has (FIN_WAIT2, TIME_WAIT).
+    /// The other side has confirmed everything (FIN_WAIT2, TIME_WAIT).
     Confirmed,
 }
 
-/// A TCP connection that no process has. Those that wait in a queue to be accepted are none: they were not closed here.
+/// A TCP connection that belongs to no process. Connections that wait to be accepted are not included: they were not
+/// closed on this side.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ownerless {
-    /// This end.
+    /// The address of this end.
     pub local: SocketAddr,
     /// The address of the other end.
     pub remote: SocketAddr,
-    /// How far it is.
+    /// The state of its shutdown.
     pub ending: Ending,
     family: u8,
-    /// `struct inet_diag_sockid`, with the kernel's cookie: another socket at the same addresses is not meant.
+    /// `struct inet_diag_sockid` with the kernel's cookie, which tells it from a later socket with the same addresses.
     id: [u8; ID],
 }
 
@@ -54,13 +55,13 @@ const FIN_WAIT2: u8 = 5;
 const TIME_WAIT: u8 = 6;
 const LAST_ACK: u8 = 9;
 const CLOSING: u8 = 11;
-/// The states that only a connection gets to that was closed on this side.
+/// The states that only a connection closed on this side can have.
 const CLOSED_HERE: u32 = 1 << FIN_WAIT1 | 1 << FIN_WAIT2 | 1 << TIME_WAIT | 1 << LAST_ACK | 1 << CLOSING;
 
-/// All connections that no process has.
+/// All connections that belong to no process.
 ///
 /// # Errors
-/// When the kernel has no TCP diagnosis, or does not let us.
+/// When the kernel does not support TCP diagnosis, or we may not use it.
 pub fn ownerless() -> io::Result<Vec<Ownerless>> {
     let socket = open()?;
     let mut found = Vec::new();
@@ -82,10 +83,10 @@ pub fn ownerless() -> io::Result<Vec<Ownerless>> {
     Ok(found)
 }
 
-/// Ends it now.
+/// Ends the connection now.
 ///
 /// # Errors
-/// When the kernel cannot (EOPNOTSUPP), or does not let us. One that has ended by itself is none.
+/// When the kernel cannot do it (EOPNOTSUPP), or we may not. A connection that has ended by itself is no error.
 pub fn destroy(connection: &Ownerless) -> io::Result<()> {
     let socket = open()?;
     ask(&socket, SOCK_DESTROY, NLM_F_REQUEST | NLM_F_ACK, connection.family, &connection.id)?;
@@ -103,7 +104,7 @@ pub fn destroy(connection: &Ownerless) -> io::Result<()> {
 fn open() -> io::Result<OwnedFd> {
     let flags = SockFlag::SOCK_CLOEXEC;
     let socket = socket(AddressFamily::Netlink, SockType::Datagram, flags, SockProtocol::NetlinkSockDiag)?;
-    // The kernel answers while it is asked.
+    // The kernel answers at once, so this time limit is never reached.
     setsockopt(&socket, sockopt::ReceiveTimeout, &TimeVal::seconds(2))?;
     Ok(socket)
 }
@@ -115,7 +116,7 @@ fn ask(socket: &OwnedFd, kind: u16, flags: u16, family: u8, id: &[u8; ID]) -> io
     request.extend(length.to_ne_bytes());
     request.extend(kind.to_ne_bytes());
     request.extend(flags.to_ne_bytes());
-    // Sequence number and port: there is one request a socket at a time.
+    // Sequence number and port, both 0: each socket has one request at a time.
     request.extend([0; 8]);
     request.extend([family, tcp, 0, 0]);
     request.extend(CLOSED_HERE.to_ne_bytes());
@@ -157,7 +158,7 @@ fn error(message: &[u8]) -> io::Result<()> {
     }
 }
 
-/// `struct inet_diag_msg`; none for one that a process has.
+/// Parses `struct inet_diag_msg`; `None` for a connection that belongs to a process.
 fn read(message: &[u8]) -> Option<Ownerless> {
     let body = message.get(HEADER..MESSAGE)?;
     let (family, state) = (*body.first()?, *body.get(1)?);
@@ -200,7 +201,7 @@ mod tests {
         let (kept, mut other) = pair();
         kept.shutdown(Shutdown::Write).unwrap();
         assert_eq!(other.read(&mut [0]).unwrap(), 0);
-        // FIN_WAIT2, and a descriptor for it.
+        // FIN_WAIT2, but a process has a descriptor for it.
         assert_eq!(of(kept.local_addr().unwrap()), None);
         let waiting = TcpStream::connect(at).unwrap();
         assert_eq!(of(waiting.local_addr().unwrap()), None, "it waits to be accepted");

@@ -15,10 +15,10 @@ use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
 use nix::unistd::{Whence, lseek};
 
-/// How much is copied at a time.
+/// Bytes copied at a time.
 const CHUNK: usize = 256 << 10;
 
-/// The first data at `at` or behind it, up to the next hole or `end`; None if there is none before `end`.
+/// The first data at or behind `at`, up to the next hole or `end`; `None` if there is none before `end`.
 ///
 /// # Errors
 /// Those of lseek(2).
@@ -33,12 +33,12 @@ pub fn next_data(file: &File, at: u64, end: u64) -> io::Result<Option<Range<u64>
         return Ok(None);
     }
     let Some(start) = seek(at, Whence::SeekData)?.filter(|start| *start < end) else { return Ok(None) };
-    // The file was cut in between: nothing more can be read.
+    // The file was cut meanwhile: nothing more can be read.
     let hole = seek(start, Whence::SeekHole)?.unwrap_or(start);
     Ok((hole > start).then(|| start..hole.min(end)))
 }
 
-/// The data in `range`, the first first.
+/// The data in `range`, in order.
 pub fn data(file: &File, range: Range<u64>) -> impl Iterator<Item = io::Result<Range<u64>>> {
     let mut at = Some(range.start);
     std::iter::from_fn(move || {
@@ -51,7 +51,7 @@ pub fn data(file: &File, range: Range<u64>) -> impl Iterator<Item = io::Result<R
     })
 }
 
-/// The offset from which `range` has its last `most` bytes of data, and how much data it has in all.
+/// The offset where the last `most` bytes of data in `range` begin, and the amount of data in the whole range.
 ///
 /// # Errors
 /// Those of lseek(2).
@@ -62,7 +62,7 @@ pub fn last_data(file: &File, range: Range<u64>, most: u64) -> io::Result<(u64, 
         let length = extent.end - extent.start;
         (held, total) = (held + length, total + length);
         extents.push_back(extent);
-        // No more than are needed: a job may make millions of them.
+        // Only as many as are needed: a job may create millions of extents.
         while let Some(first) = extents.front().filter(|first| held - (first.end - first.start) >= most) {
             held -= first.end - first.start;
             extents.pop_front();
@@ -72,8 +72,8 @@ pub fn last_data(file: &File, range: Range<u64>, most: u64) -> io::Result<(u64, 
     Ok((if total <= most { range.start } else { start.min(range.end) }, total))
 }
 
-/// Writes what is in `range` of one file to `to` of another one, whose holes stay holes if there is no data. Returns how
-/// much data that was.
+/// Copies the data in `range` of one file to offset `to` of another one, without filling holes. Returns how much data
+/// was copied.
 ///
 /// # Errors
 /// Those of lseek(2), pread(2) and pwrite(2).
@@ -86,7 +86,7 @@ pub fn copy(from: &File, range: Range<u64>, into: &File, to: u64) -> io::Result<
     Ok(copied)
 }
 
-/// Copies the same without the holes, until there are `most` bytes of data. Returns how much that was and where it ended.
+/// Copies the data without the holes, at most `most` bytes. Returns how much was copied, and where in `range` it ended.
 ///
 /// # Errors
 /// Those of lseek(2), pread(2) and pwrite(2).
@@ -101,7 +101,7 @@ pub fn gather(from: &File, range: Range<u64>, most: u64, into: &File, to: u64) -
             return Ok((copied, at));
         }
     }
-    // What follows is a hole.
+    // The rest is a hole.
     Ok((copied, at.max(range.end)))
 }
 
@@ -141,8 +141,8 @@ pub fn punch(file: &File, range: Range<u64>) -> io::Result<()> {
     }
 }
 
-/// Where the data of a file that was punched from its beginning begins: behind the hole, and behind what a block begins
-/// with. 0 for a file that was not.
+/// Where the data of a file begins that was punched from its beginning: behind the hole, and behind the zeros at the
+/// start of the first block. 0 for a file that was not punched.
 ///
 /// # Errors
 /// Those of lseek(2) and pread(2).
@@ -174,7 +174,7 @@ pub fn begin(file: &File) -> io::Result<u64> {
     Ok(length)
 }
 
-/// Of a tmpfs with huge pages.
+/// The block size of a tmpfs with huge pages.
 const LARGEST_BLOCK: u64 = 2 << 20;
 
 #[cfg(test)]
@@ -238,7 +238,7 @@ mod tests {
         assert_eq!(begin(&file).unwrap(), 0);
         file.write_all_at(&vec![b'x'; 3 << 20], 0).unwrap();
         assert_eq!(begin(&file).unwrap(), 0);
-        // Blocks that no punch had to itself stay, and are zeros.
+        // A block that was not punched completely stays, and the punched part of it is zero.
         punch(&file, 0..100).unwrap();
         punch(&file, 100..MIB + 50).unwrap();
         punch(&file, MIB + 50..2 * MIB + 50).unwrap();

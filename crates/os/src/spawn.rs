@@ -42,37 +42,63 @@ pub struct Open {
 /// What to start, and where.
 #[derive(Debug)]
 pub struct Spawn {
-    program: CString,
-    args: Vec<CString>,
-    env: Vec<CString>,
-    world: World,
-    chosen_pid: Option<i32>,
-    opens: Vec<Open>,
-    fds: Vec<(OwnedFd, RawFd)>,
-    directory: Option<CString>,
+    program: Program,
+    place: Place,
+    descriptors: Descriptors,
+    rights: Rights,
     umask: Option<libc::mode_t>,
     limits: Vec<(u32, libc::rlimit)>,
     session: bool,
     signals_blocked: bool,
-    /// A network namespace to be born into.
-    network: Option<OwnedFd>,
-    /// Mounts to leave out, where the child gets a device for tunnels that it may open.
-    own_tun: Option<Vec<CString>>,
-    /// User and group.
-    identity: Option<(u32, u32)>,
-    no_new_privileges: bool,
     /// Our pid, where the child shall not outlive us.
     dies_with: Option<i32>,
 }
 
-/// The namespaces a child is born into.
+/// What execve(2) gets.
+#[derive(Debug)]
+struct Program {
+    path: CString,
+    args: Vec<CString>,
+    env: Vec<CString>,
+}
+
+/// Where the child finds itself when its program begins.
+#[derive(Debug)]
+struct Place {
+    world: World,
+    /// The pid in the innermost namespace.
+    pid: Option<i32>,
+    /// A network namespace to be born into.
+    network: Option<OwnedFd>,
+    /// If the child gets a tunnel device that it may open: the mounts to leave out.
+    own_tun: Option<Vec<CString>>,
+    directory: Option<CString>,
+}
+
+/// The child's descriptors, by their numbers there. It has no others.
+#[derive(Debug, Default)]
+struct Descriptors {
+    opened: Vec<Open>,
+    given: Vec<(OwnedFd, RawFd)>,
+}
+
+/// What the child may do.
+#[derive(Debug, Default)]
+struct Rights {
+    /// User and group.
+    identity: Option<(u32, u32)>,
+    no_new_privileges: bool,
+}
+
+/// The namespaces of a child.
 #[derive(Debug)]
 pub enum World {
-    /// The ones of this process.
+    /// The namespaces of this process.
     Host,
-    /// A PID and a mount namespace of its own, and these; the child is pid 1.
+    /// New PID and mount namespaces, and new ones of these kinds; the child is pid 1.
     New(CloneFlags),
-    /// The PID and the mount namespace of the process behind this pidfd, which is pid 1 there, and these of it.
+    /// The PID and mount namespaces of the process with this pidfd, which is pid 1 there, and its namespaces of these
+    /// kinds.
     Join(OwnedFd, CloneFlags),
 }
 
@@ -85,7 +111,7 @@ pub enum Error {
     /// The fork itself failed.
     #[error("cannot fork {program}")]
     Fork {
-        /// What was to be started.
+        /// The program.
         program: String,
         /// The kernel's answer.
         #[source]
@@ -94,7 +120,7 @@ pub enum Error {
     /// The child could not set itself up.
     #[error("cannot start {program}: {step} failed")]
     Child {
-        /// What was to be started.
+        /// The program.
         program: String,
         /// The call that failed.
         step: &'static str,
@@ -109,7 +135,7 @@ fn register() -> std::sync::MutexGuard<'static, BTreeSet<i32>> {
     CHILDREN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A path or text for execve(2).
+/// Converts a path or text for execve(2).
 ///
 /// # Errors
 /// If it contains a NUL byte.
@@ -123,28 +149,20 @@ impl Spawn {
     /// # Errors
     /// If a text contains a NUL byte.
     pub fn new<A: AsRef<OsStr>>(program: &Path, args: impl IntoIterator<Item = A>) -> Result<Spawn, Error> {
-        let program = c_string(program)?;
-        let mut all = vec![program.clone()];
+        let path = c_string(program)?;
+        let mut all = vec![path.clone()];
         for arg in args {
             all.push(c_string(arg)?);
         }
         Ok(Spawn {
-            program,
-            args: all,
-            env: Vec::new(),
-            world: World::Host,
-            chosen_pid: None,
-            opens: Vec::new(),
-            fds: Vec::new(),
-            directory: None,
+            program: Program { path, args: all, env: Vec::new() },
+            place: Place { world: World::Host, pid: None, network: None, own_tun: None, directory: None },
+            descriptors: Descriptors::default(),
+            rights: Rights::default(),
             umask: None,
             limits: Vec::new(),
             session: false,
             signals_blocked: false,
-            network: None,
-            own_tun: None,
-            identity: None,
-            no_new_privileges: false,
             dies_with: None,
         }
         .inherit_environment())
@@ -152,7 +170,7 @@ impl Spawn {
 
     fn inherit_environment(mut self) -> Spawn {
         // A variable of this process cannot contain a NUL.
-        self.env = std::env::vars_os().filter_map(|(k, v)| c_string(join(&k, &v)).ok()).collect();
+        self.program.env = std::env::vars_os().filter_map(|(k, v)| c_string(join(&k, &v)).ok()).collect();
         self
     }
 
@@ -164,103 +182,104 @@ impl Spawn {
         mut self,
         variables: impl IntoIterator<Item = (K, V)>,
     ) -> Result<Spawn, Error> {
-        self.env.clear();
+        self.program.env.clear();
         for (key, value) in variables {
-            self.env.push(c_string(join(key.as_ref(), value.as_ref()))?);
+            self.program.env.push(c_string(join(key.as_ref(), value.as_ref()))?);
         }
         Ok(self)
     }
 
-    /// The namespaces to be born into.
+    /// Sets the namespaces of the child.
     #[must_use]
     pub fn world(mut self, world: World) -> Spawn {
-        self.world = world;
+        self.place.world = world;
         self
     }
 
-    /// The pid the child gets in its innermost namespace (clone3's `set_tid`); it must be free there.
+    /// Sets the child's pid in its innermost namespace (clone3's `set_tid`); it must be free there.
     #[must_use]
     pub fn pid(mut self, pid: i32) -> Spawn {
-        self.chosen_pid = Some(pid);
+        self.place.pid = Some(pid);
         self
     }
 
     /// Opens a file in the child.
     #[must_use]
     pub fn open(mut self, open: Open) -> Spawn {
-        self.opens.push(open);
+        self.descriptors.opened.push(open);
         self
     }
 
     /// Gives a descriptor to the child under the number `fd`. Descriptors that are not given are closed.
     #[must_use]
     pub fn fd(mut self, from: OwnedFd, fd: RawFd) -> Spawn {
-        self.fds.push((from, fd));
+        self.descriptors.given.push((from, fd));
         self
     }
 
-    /// The working directory, looked up in the child's mount namespace.
+    /// Sets the working directory, which is looked up in the child's mount namespace.
     ///
     /// # Errors
     /// If the path contains a NUL byte.
     pub fn directory(mut self, directory: &Path) -> Result<Spawn, Error> {
-        self.directory = Some(c_string(directory)?);
+        self.place.directory = Some(c_string(directory)?);
         Ok(self)
     }
 
-    /// The file mode mask.
+    /// Sets the file mode mask.
     #[must_use]
     pub fn umask(mut self, mask: libc::mode_t) -> Spawn {
         self.umask = Some(mask);
         self
     }
 
-    /// A resource limit, soft and hard.
+    /// Sets a resource limit, soft and hard.
     #[must_use]
     pub fn limit(mut self, resource: u32, limit: libc::rlimit) -> Spawn {
         self.limits.push((resource, limit));
         self
     }
 
-    /// Born with all signals blocked: none can end the child before it is ready for them.
+    /// Starts the child with all signals blocked: none can end it before it is ready for them.
     #[must_use]
     pub fn signals_blocked(mut self) -> Spawn {
         self.signals_blocked = true;
         self
     }
 
-    /// The network namespace to be born into.
+    /// Sets the network namespace of the child.
     #[must_use]
     pub fn network(mut self, network: OwnedFd) -> Spawn {
-        self.network = Some(network);
+        self.place.network = Some(network);
         self
     }
 
-    /// Gets a /dev/net/tun that every user may open, in a mount namespace of its own. `without` are mounts that this namespace
-    /// must not keep: unmounted elsewhere, they would stay in it as long as the child lives.
+    /// Gives the child its own mount namespace with a /dev/net/tun that every user may open. `without` are mounts to
+    /// remove there: otherwise they would exist in it as long as the child lives, even if they are unmounted elsewhere.
     ///
     /// # Errors
     /// If a path contains a NUL byte.
     pub fn own_tun(mut self, without: &[PathBuf]) -> Result<Spawn, Error> {
-        self.own_tun = Some(without.iter().map(c_string).collect::<Result<_, _>>()?);
+        self.place.own_tun = Some(without.iter().map(c_string).collect::<Result<_, _>>()?);
         Ok(self)
     }
 
-    /// Becomes this user, with this group and no other one. Who was root has no capability afterwards (capabilities(7)).
+    /// Runs the child as this user, with this group and no other one. If it was root, it has no capability afterwards
+    /// (capabilities(7)).
     #[must_use]
     pub fn identity(mut self, user: u32, group: u32) -> Spawn {
-        self.identity = Some((user, group));
+        self.rights.identity = Some((user, group));
         self
     }
 
-    /// What it executes can gain no rights.
+    /// Sets no-new-privileges: programs that the child executes gain no rights.
     #[must_use]
     pub fn no_new_privileges(mut self) -> Spawn {
-        self.no_new_privileges = true;
+        self.rights.no_new_privileges = true;
         self
     }
 
-    /// A session of its own.
+    /// Gives the child a new session.
     #[must_use]
     pub fn session(mut self) -> Spawn {
         self.session = true;
@@ -280,7 +299,7 @@ impl Spawn {
     /// # Errors
     /// When the fork fails, or a step of the child before its program runs; the error names the step.
     pub fn start(self) -> Result<Child, Error> {
-        match self.world {
+        match self.place.world {
             // pid_for_children is a property of the thread and cannot be left again: a thread of its own enters.
             World::Join(..) => std::thread::scope(|scope| {
                 let spawn = &self;
@@ -303,17 +322,17 @@ impl Spawn {
     }
 
     fn fork_error(&self, source: io::Error) -> Error {
-        Error::Fork { program: self.program.to_string_lossy().into_owned(), source }
+        Error::Fork { program: self.program.name(), source }
     }
 
     fn start_here(&self) -> Result<Child, Error> {
-        if let World::Join(pidfd, _) = &self.world {
+        if let World::Join(pidfd, _) = &self.place.world {
             nix::sched::setns(pidfd, CloneFlags::CLONE_NEWPID).map_err(|e| self.fork_error(e.into()))?;
         }
         let (report, report_end) =
             nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).map_err(|e| self.fork_error(e.into()))?;
         let mut plan = child::Plan::new(self, report_end.as_raw_fd()).map_err(|e| self.fork_error(e))?;
-        // The register is held over the fork, so that a stray cannot be one we are just starting.
+        // The register is locked during the fork, so that a child being started is not taken for a stray.
         let mut children = register();
         let (pid, pidfd) = self.clone_process(&mut plan).map_err(|e| self.fork_error(e))?;
         children.insert(pid);
@@ -322,35 +341,31 @@ impl Spawn {
         let child = Child { pid, pidfd };
         let mut failure = child::Failure::default();
         match io::Read::read_exact(&mut std::fs::File::from(report), &mut failure) {
-            // The pipe was closed by exec: the program runs.
+            // exec closed the pipe: the program runs.
             Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => Ok(child),
             Err(e) => Err(self.fork_error(e)),
             Ok(()) => {
                 let _ = child.wait();
                 let (step, source) = child::explain(failure);
-                Err(Error::Child { program: self.program.to_string_lossy().into_owned(), step, source })
+                Err(Error::Child { program: self.program.name(), step, source })
             }
         }
     }
 
     fn clone_process(&self, plan: &mut child::Plan<'_>) -> io::Result<(i32, OwnedFd)> {
         let mut pidfd: RawFd = -1;
-        let set_tid = self.chosen_pid.map(|pid| [pid]);
-        let mut flags = u64::from(libc::CLONE_PIDFD.cast_unsigned());
-        if let World::New(also) = self.world {
-            flags |= u64::from((libc::CLONE_NEWPID | libc::CLONE_NEWNS | also.bits()).cast_unsigned());
-        }
+        let set_tid = self.place.pid.map(|pid| [pid]);
         // SAFETY: clone_args is plain numbers, for which all zeroes is valid.
         let mut args: libc::clone_args = unsafe { std::mem::zeroed() };
-        args.flags = flags;
+        args.flags = u64::from((libc::CLONE_PIDFD | self.place.new_namespaces().bits()).cast_unsigned());
         args.pidfd = (&raw mut pidfd).addr() as u64;
         args.exit_signal = u64::from(libc::SIGCHLD.cast_unsigned());
         if let Some(pids) = &set_tid {
             args.set_tid = pids.as_ptr().addr() as u64;
             args.set_tid_size = 1;
         }
-        // SAFETY: the arguments live over the call. Without CLONE_VM this is a fork; the child runs only `Plan::run`,
-        // which makes system calls on memory prepared before and never returns.
+        // SAFETY: the arguments live longer than the call. Without CLONE_VM this is a fork; the child only runs
+        // `Plan::run`, which makes system calls on memory prepared before and never returns.
         let pid = unsafe { libc::syscall(libc::SYS_clone3, &raw mut args, size_of::<libc::clone_args>()) };
         match pid {
             -1 => Err(io::Error::last_os_error()),
@@ -361,6 +376,45 @@ impl Spawn {
                 Ok((i32::try_from(pid).map_err(io::Error::other)?, pidfd))
             }
         }
+    }
+}
+
+impl Program {
+    /// For errors.
+    fn name(&self) -> String {
+        self.path.to_string_lossy().into_owned()
+    }
+
+    /// The texts of execve(2) as it wants them. They are valid as long as the program.
+    fn pointers(&self) -> [Vec<*const libc::c_char>; 2] {
+        [&self.args, &self.env].map(|texts| texts.iter().map(|text| text.as_ptr()).chain([std::ptr::null()]).collect())
+    }
+}
+
+impl Place {
+    /// The namespaces that are made for the child.
+    fn new_namespaces(&self) -> CloneFlags {
+        match self.world {
+            World::New(also) => CloneFlags::CLONE_NEWPID | CloneFlags::CLONE_NEWNS | also,
+            World::Host | World::Join(..) => CloneFlags::empty(),
+        }
+    }
+}
+
+impl Descriptors {
+    /// Each given descriptor and its number in the child.
+    ///
+    /// # Errors
+    /// When more are given than can be placed, or under numbers where others wait to be placed.
+    fn moves(&self) -> io::Result<Vec<(RawFd, RawFd)>> {
+        let moves: Vec<_> = self.given.iter().map(|(from, to)| (from.as_raw_fd(), *to)).collect();
+        let numbers = moves.iter().map(|(_, to)| *to).chain(self.opened.iter().map(|open| open.fd));
+        if moves.len() > child::MOST || numbers.into_iter().any(|fd| !(0..child::LIFTED).contains(&fd)) {
+            let (most, lifted) = (child::MOST, child::LIFTED);
+            let text = format!("at most {most} descriptors can be given, below number {lifted}");
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+        }
+        Ok(moves)
     }
 }
 
@@ -378,14 +432,14 @@ fn forker() -> &'static mpsc::Sender<Task> {
     static FORKER: OnceLock<mpsc::Sender<Task>> = OnceLock::new();
     FORKER.get_or_init(|| {
         let (sender, tasks) = mpsc::channel::<Task>();
-        // A thread that does not start leaves a closed channel, which the caller reports.
+        // If the thread does not start, the channel is closed, and the caller reports that.
         let _ = std::thread::Builder::new().name("fork".into()).spawn(move || tasks.iter().for_each(|task| task()));
         sender
     })
 }
 
-/// Children that are there before anything was started here belong to a shell that exec'ed us: they are never taken for
-/// CRIU's, and so neither killed nor reaped. Not reaped, their pids are not given away again either.
+/// Records the children that exist before anything is started here: they belong to a shell that exec'ed us. They are
+/// never taken for CRIU's, and so neither killed nor reaped. Because they are not reaped, their pids are not reused.
 pub fn spare_present_children() {
     register().extend(super::process::children(std::process::id().cast_signed()));
 }

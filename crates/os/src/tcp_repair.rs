@@ -1,24 +1,20 @@
 //! TCP connections that CRIU left in the kernel's repair mode (`TCP_REPAIR`), in which they send nothing.
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
-use std::fs;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 
 use super::process;
 
-/// Resumes those of these processes, and returns how many there were. Connections that cannot be reached are left out.
+/// Ends the repair mode of these processes' connections, and returns how many there were. Connections that cannot be
+/// reached are skipped.
 #[must_use]
 pub fn leave(tree: &[i32]) -> usize {
     let mut found = 0;
     for pid in tree {
         let Ok(pidfd) = process::open_pidfd(*pid) else { continue };
-        let Ok(descriptors) = fs::read_dir(format!("/proc/{pid}/fd")) else { continue };
-        for entry in descriptors.flatten() {
-            let is_socket = fs::read_link(entry.path())
-                .is_ok_and(|target| target.as_os_str().as_encoded_bytes().starts_with(b"socket:["));
-            let number = entry.file_name().to_str().and_then(|name| name.parse().ok()).filter(|_| is_socket);
-            if let Some(socket) = number.and_then(|number| process::fetch_descriptor(&pidfd, number).ok())
+        for (number, _) in process::descriptors(*pid).filter(|(_, target)| process::socket(target).is_some()) {
+            if let Ok(socket) = process::fetch_descriptor(&pidfd, number)
                 && is_on(&socket)
                 && switch_off(&socket).is_ok()
             {
@@ -29,7 +25,7 @@ pub fn leave(tree: &[i32]) -> usize {
     found
 }
 
-/// An error for every socket but one of TCP.
+/// Whether repair mode is on; getsockopt fails for every socket that is not TCP.
 fn is_on(socket: &OwnedFd) -> bool {
     let mut value: libc::c_int = 0;
     let mut length: libc::socklen_t = 4;

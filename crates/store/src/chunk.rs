@@ -17,8 +17,8 @@ pub use cut::{Cuts, Cutter};
 pub use id::ChunkId;
 pub use map::{ChunkMap, Extent};
 
-/// Raw bytes of a chunk at most, when written. Large enough that 1 TiB has 4 million chunks, small enough that a few
+/// Maximum raw bytes of a chunk when written. Large enough that 1 TiB has 4 million chunks, small enough that a few
 /// changed pages cost little.
 pub const CHUNK: usize = 256 << 10;
-/// Raw bytes of a chunk at most, when read: room for a later writer that cuts more coarsely.
+/// Maximum raw bytes of a chunk when read: allows a later version to use larger chunks.
 pub const CHUNK_MAX: u32 = 16 << 20;

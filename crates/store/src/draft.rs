@@ -1,10 +1,11 @@
-//! An image while it is made, and how it becomes one.
+//! An image that is being made, and its publication.
 //!
-//! Publishing is steps 5 to 8 of `persist.rs`. When the power goes before the draft has its lasting name, there is a `.tmp-ID`,
-//! which is no image; after that the file system decides, and both are whole.
+//! Publishing is steps 5 to 8 of `persist.rs`. After a power cut before the draft has its final name, there is a
+//! `.tmp-ID`, which is not an image. After that step the file system decides which name exists; the content is complete
+//! in both cases.
 //!
-//! Images of earlier releases may be loose: their parts are plain files in their folder. None is made any more. They are read as
-//! before, and packed.
+//! Images of earlier releases may be loose: their parts are plain files in their folder. They are not written any more,
+//! but can be read, and are packed.
 //!
 //! On every open do: sweep `.tmp-*` and `.del-*` ([`super::JobFolder::sweep_leftovers`]).
 
@@ -24,39 +25,39 @@ use super::tags;
 use super::trust::Trust;
 use rekindle_os::durable;
 
-/// Why a draft did not become an image. Unless it says otherwise there is no image, and the job's older ones are as
-/// they were.
+/// Why a draft did not become an image. Unless noted otherwise there is no image, and the job's older images are
+/// unchanged.
 #[derive(Debug, Error)]
 pub enum PublishError {
-    /// The manifest contradicts the files.
+    /// The manifest does not match the files.
     #[error("image {id} cannot be described")]
     Describe {
-        /// Which.
+        /// The image.
         id: ImageId,
-        /// Why.
+        /// The cause.
         source: ManifestError,
     },
     /// The manifest cannot be written.
     #[error("cannot write {}", .path.display())]
     Write {
-        /// What.
+        /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// The draft cannot get its name, or `images/` cannot be synced: then the image is there, but a power cut may
-    /// take it away.
+    /// The draft cannot get its name; or `images/` cannot be synced: then the image exists, but may be lost in a power
+    /// cut.
     #[error("cannot publish {}", .path.display())]
     Publish {
-        /// The lasting name.
+        /// The final name.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
 }
 
 impl PublishError {
-    /// Whether room is what was missing.
+    /// Whether the cause is a lack of space.
     #[must_use]
     pub fn is_full(&self) -> bool {
         let (PublishError::Write { source, .. } | PublishError::Publish { source, .. }) = self else {
@@ -66,7 +67,7 @@ impl PublishError {
     }
 }
 
-/// An image while it is made. Dropped unpublished, it removes what it has.
+/// An image that is being made. If it is dropped before it is published, its files are removed.
 #[derive(Debug)]
 pub struct Draft {
     id: ImageId,
@@ -94,11 +95,11 @@ impl Draft {
         &self.dir
     }
 
-    /// Makes it an image whose content is in packs: steps 5 to 8 of `persist.rs`. `from` is the image that was packed: a loose
-    /// one is taken the place of, and a mark on it stays, as one on an image in memory does. Sets `id` and `job` of the manifest.
+    /// Makes it an image whose content is in packs: steps 5 to 8 of `persist.rs`. `from` is the image that was packed.
+    /// A loose one is replaced; marks on it, or on an image in memory, are kept. Sets `id` and `job` of the manifest.
     ///
     /// # Errors
-    /// One for each step; the draft is gone then.
+    /// One for each step; the draft is removed then.
     pub(super) fn publish_packed(
         self,
         mut manifest: Manifest,
@@ -121,17 +122,17 @@ impl Draft {
             true => durable::exchange_dirs(&self.dir, &self.lasting),
         };
         named.map_err(|source| PublishError::Publish { path: self.lasting.clone(), source })?;
-        // Once more: somebody may have tagged or marked it just before it changed names.
+        // Repeated, because somebody may have tagged or marked it just before the names were exchanged.
         carry_over(if loose { &self.dir } else { &from.dir }, &self.lasting)?;
         if loose {
-            // What cannot be removed, the next sweep takes.
+            // If it cannot be removed now, the next sweep removes it.
             let _ = remove::remove_all(&self.dir);
         }
         Ok(Image::load(&self.lasting, self.id, &self.trust))
     }
 }
 
-/// What is said of an image beside its manifest: a mark, tags. Only where it is not the same already.
+/// Copies what is stored beside the manifest of an image, a mark and tags, unless it is the same already.
 fn carry_over(from: &Path, to: &Path) -> Result<(), PublishError> {
     for name in [mark::FILE_NAME, tags::FILE_NAME] {
         let path = to.join(name);
@@ -145,7 +146,7 @@ fn carry_over(from: &Path, to: &Path) -> Result<(), PublishError> {
 
 impl Drop for Draft {
     fn drop(&mut self) {
-        // After publishing there is no folder of this name any more. What cannot be removed, the next sweep takes.
+        // After publishing no folder has this name. If it cannot be removed, the next sweep removes it.
         let _ = fs::remove_dir_all(&self.dir);
     }
 }

@@ -12,21 +12,21 @@ use super::trust::Untrusted;
 /// The result of most calls on the store.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// A file or folder could not be made, read, written or removed.
+/// A file or folder could not be created, read, written or removed.
 #[derive(Debug, Error)]
 #[error("cannot {what} {}{}", path.display(), Failing(source))]
 pub struct FileError {
-    /// What was tried.
+    /// The action.
     pub what: &'static str,
-    /// On what.
+    /// The file or folder.
     pub path: PathBuf,
     /// The kernel's answer.
     #[source]
     pub source: io::Error,
 }
 
-/// What an error of the disk itself means, and what to do about it: to be said before the kernel's words. Nothing for other
-/// errors.
+/// A hint for errors of the disk itself: what the error means and what to do. It is shown before the kernel's message.
+/// Empty for other errors.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Failing<'a>(pub(crate) &'a io::Error);
 
@@ -41,27 +41,27 @@ impl std::fmt::Display for Failing<'_> {
     }
 }
 
-/// Whether the disk itself has failed: what it did not deliver may be intact all the same.
+/// Whether the disk itself has failed. Content that it did not deliver may be intact.
 pub(crate) fn is_failing(error: &io::Error) -> bool {
     error.raw_os_error() == Some(libc::EIO)
 }
 
-/// This was tried, and has failed.
+/// Makes an error of a failed action.
 pub fn failed(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> FileError + use<> {
     let path = path.to_owned();
     move |source| FileError { what, path, source }
 }
 
-/// Why a call on the store failed. Nothing was deleted then, unless it was [`Error::Remove`].
+/// Why a call on the store failed. Nothing was deleted, except with [`Error::Remove`].
 #[derive(Debug, Error)]
 pub enum Error {
-    /// Opened for reading, and it does not exist.
+    /// The store was opened for reading and does not exist.
     #[error("there is no store at {}; `rekindle run` creates one, --store chooses another", .0.display())]
     NoStore(PathBuf),
-    /// A file in place of the store or of one of its folders.
+    /// There is a file in place of the store or of one of its folders.
     #[error("{} is not a folder; move it away, or choose another store with --store", .0.display())]
     NotAFolder(PathBuf),
-    /// We are root and others can write the folder: they could make us restore what they like.
+    /// We are root and others can write to the folder: they could make us restore any image.
     #[error("{} can be written by others, and its content is run as root; check its content, then run `chmod 0700 '{}'`", .0.display(), .0.display())]
     OthersCanWrite(PathBuf),
     /// We are root and the folder belongs to somebody else.
@@ -72,42 +72,52 @@ pub enum Error {
         /// Its owner.
         owner: u32,
     },
-    /// No job of that name.
-    #[error("there is no job \"{name}\" in {}; {}", .store.display(), naming("jobs", .known))]
+    /// There is no job of that name.
+    #[error("there is no job \"{name}\" in {}; {}{}", .store.display(), meant(.name, .known), naming("jobs", .known))]
     UnknownJob {
-        /// The name that was asked for.
+        /// The requested name.
         name: JobName,
         /// The store.
         store: PathBuf,
-        /// Those that are there.
+        /// The existing jobs.
         known: Vec<JobName>,
     },
-    /// No image of that name.
-    #[error("job \"{job}\" has no image \"{wanted}\"; {}", naming("images", .known))]
+    /// There is no image of that name.
+    #[error("job \"{job}\" has no image \"{wanted}\"{}; {}", counted(.wanted, .known), naming("images", .known))]
     UnknownImage {
         /// The job.
         job: JobName,
-        /// The text that was asked for.
+        /// The requested text.
         wanted: String,
-        /// Those that are there, newest first.
+        /// The existing images, newest first.
         known: Vec<ImageId>,
     },
-    /// A prefix of several.
+    /// The job has fewer images to continue from than `-N` counts.
+    #[error("job \"{job}\" has no image {wanted}: {}", to_continue_from(*.count))]
+    NoNthImage {
+        /// The job.
+        job: JobName,
+        /// The requested text.
+        wanted: String,
+        /// How many there are.
+        count: usize,
+    },
+    /// The text is the beginning of several names.
     #[error("\"{wanted}\" matches several images of job \"{job}\"; {}", naming("they", .matching))]
     AmbiguousImage {
         /// The job.
         job: JobName,
-        /// The text that was asked for.
+        /// The requested text.
         wanted: String,
-        /// Those that it could be, newest first.
+        /// The possible images, newest first.
         matching: Vec<ImageId>,
     },
-    /// `latest` of a job without a good image.
-    #[error("job \"{job}\" has no good image; {}", naming("images", .known))]
+    /// `latest` was requested of a job without a good image.
+    #[error("{}", no_good(job, known))]
     NoGoodImage {
         /// The job.
         job: JobName,
-        /// Those that are there, newest first.
+        /// The existing images, newest first.
         known: Vec<ImageId>,
     },
     /// Another process is the job's supervisor.
@@ -115,10 +125,10 @@ pub enum Error {
     Supervised {
         /// The job.
         job: JobName,
-        /// Who it is, if it said so.
+        /// The holder, if it is known.
         holder: Option<Box<Holder>>,
     },
-    /// The lock was free, and the file names one who may be alive, on a machine to which our locks do not reach.
+    /// The lock was free, but the file names a holder that may be alive, on a machine that our locks do not reach.
     #[error(
         "job \"{job}\" may be supervised by {holder}, whose last heartbeat was {} ago; stop that supervisor first. If it is dead, try again when its heartbeat is {} old, or empty {} to continue at once",
         humantime::format_duration(std::time::Duration::from_secs(silent.as_secs())), humantime::format_duration(super::lock::STALE), .file.display()
@@ -126,22 +136,22 @@ pub enum Error {
     PerhapsSupervised {
         /// The job.
         job: JobName,
-        /// Who it may be.
+        /// The possible holder.
         holder: Box<Holder>,
-        /// How long that one has said nothing.
+        /// The time since its last heartbeat.
         silent: std::time::Duration,
         /// The lock file.
         file: PathBuf,
     },
-    /// The lock is another process's, who took us for dead.
+    /// Another process took over the lock, because we seemed to be dead.
     #[error("job \"{job}\" was taken over by {holder} because this process stalled; it stops here")]
     TakenOver {
         /// The job.
         job: JobName,
-        /// Who has it now.
+        /// The present holder.
         holder: Box<Holder>,
     },
-    /// The name of the lock leads to another file than the one that is locked.
+    /// The lock file was replaced by another file than the one that is locked.
     #[error(
         "{} was replaced by another file, so job \"{job}\" may have another supervisor; this process stops here. If `rekindle status` shows no supervisor, run the same command again", .file.display()
     )]
@@ -151,18 +161,18 @@ pub enum Error {
         /// The lock file.
         file: PathBuf,
     },
-    /// A writer's call with the lock of another job.
+    /// A writing call used the lock of another job.
     #[error("the lock does not belong to job \"{0}\"")]
     WrongLock(JobName),
-    /// 4,294,967,295 images.
+    /// The job has had 4,294,967,295 images.
     #[error("job \"{0}\" has used all image numbers; continue under another --name")]
     NumbersUsedUp(JobName),
-    /// A tag or a pin for an image in memory.
+    /// A tag or a pin was requested for an image in memory.
     #[error(
         "image {0} is only in memory, and only a stored image can be pinned or tagged: try again when `rekindle list` shows it as stored"
     )]
     NotStored(ImageId),
-    /// The tags of an image cannot be read, and would be lost.
+    /// The tags of an image cannot be read, and a change would lose them.
     #[error("{} cannot be read ({why}), so the image counts as pinned; remove the file to remove all tags", .path.display())]
     UnreadableTags {
         /// The file.
@@ -170,19 +180,30 @@ pub enum Error {
         /// The reason.
         why: String,
     },
-    /// More tags than an image may have.
+    /// The image would have too many tags.
     #[error("image {0} would have more than {most} tags: remove some with `rekindle untag`", most = super::Tags::MOST)]
     TooManyTags(ImageId),
-    /// The image went while it was pinned or tagged.
+    /// The image was removed while it was being pinned or tagged.
     #[error("image {0} is being removed now: check with `rekindle list` whether it still exists, and try again")]
     RemovedMeanwhile(ImageId),
-    /// Somebody has pinned the image that was to go.
+    /// The image that was to be removed is pinned.
     #[error("image {0} is pinned; `rekindle unpin` removes the pin")]
     Pinned(ImageId),
+    /// Another process is removing the job of that name.
+    #[error("job \"{0}\" is being removed by another process: try again when that has ended")]
+    BeingRemoved(JobName),
     /// Reading failed.
     #[error("cannot read {}{}", .path.display(), Failing(.source))]
     Read {
         /// The path.
+        path: PathBuf,
+        /// The cause.
+        source: io::Error,
+    },
+    /// The store cannot be created.
+    #[error("cannot create the store {}: {source}; choose another folder with --store", .path.display())]
+    CreateStore {
+        /// The folder.
         path: PathBuf,
         /// The cause.
         source: io::Error,
@@ -204,7 +225,7 @@ pub enum Error {
         source: io::Error,
     },
     /// Locking failed, not because of another holder.
-    #[error("cannot lock {}; the file system must support flock", .path.display())]
+    #[error("cannot lock {}: {source}; the file system must support flock", .path.display())]
     Lock {
         /// The path.
         path: PathBuf,
@@ -220,14 +241,14 @@ pub enum Error {
         source: io::Error,
     },
     /// The record of a job is damaged.
-    #[error("{} is damaged; the images are not affected: remove the file to continue without it", .path.display())]
+    #[error("{} is damaged: {source}; the images are not affected: remove the file to continue without it", .path.display())]
     ParseRecord {
         /// The file.
         path: PathBuf,
-        /// Where and how.
+        /// The position and the cause.
         source: serde_json::Error,
     },
-    /// With the key only we could have written it, and it has no valid signature.
+    /// There is a key, but the record has no valid signature of it.
     #[error("{} {source}", .path.display())]
     UntrustedRecord {
         /// The file.
@@ -245,8 +266,53 @@ pub enum Error {
     },
 }
 
-/// Enough to recognise one, not so many that the message is lost.
+/// The similarity, from 0 to 1, from which one name is suggested for another.
+const ALIKE: f64 = 0.8;
+
+/// Number of names in a message: enough to recognise one, few enough to keep the message readable.
 const LISTED: usize = 12;
+
+/// A typing error has a similar name.
+fn meant(name: &JobName, known: &[JobName]) -> String {
+    let alike = known.iter().map(|known| (known, strsim::jaro_winkler(name.as_str(), known.as_str())));
+    let best = alike.filter(|(_, alike)| *alike >= ALIKE).max_by(|a, b| a.1.total_cmp(&b.1));
+    best.map_or_else(String::new, |(known, _)| format!("did you mean {known}? "))
+}
+
+/// A number is that of an image, which may have been removed; the user may have meant to count back.
+fn counted(wanted: &str, known: &[ImageId]) -> String {
+    match wanted.parse::<usize>() {
+        Ok(n) if !wanted.starts_with('0') && n <= known.len() => {
+            let end = match (n % 10, n % 100) {
+                (1, 11) | (2, 12) | (3, 13) => "th",
+                (1, _) => "st",
+                (2, _) => "nd",
+                (3, _) => "rd",
+                _ => "th",
+            };
+            format!(" (-{n} is the {n}{end} newest)")
+        }
+        _ => String::new(),
+    }
+}
+
+fn no_good(job: &JobName, known: &[ImageId]) -> String {
+    match known {
+        [] => format!("job \"{job}\" has no image"),
+        known => format!(
+            "job \"{job}\" has no good image; {}; `rekindle list {job}` shows what is wrong with each",
+            naming("images", known)
+        ),
+    }
+}
+
+fn to_continue_from(count: usize) -> String {
+    match count {
+        0 => "it has no image to continue from".to_owned(),
+        1 => "it has 1 image to continue from, -1".to_owned(),
+        n => format!("it has {n} images to continue from, -1 (the newest) to -{n}"),
+    }
+}
 
 fn naming<T: ToString>(what: &str, all: &[T]) -> String {
     if all.is_empty() {
@@ -281,7 +347,7 @@ mod tests {
         ];
         for text in told {
             assert!(text.contains("/s/j/packs/x.pack, because the disk is failing (see the kernel log"), "{text}");
-            assert!(text.ends_with("Input/output error (os error 5)"), "{text}");
+            assert!(text.ends_with("Input/output error"), "{text}");
         }
         let other = chain(&failed("write", path)(io::ErrorKind::PermissionDenied.into()));
         assert!(!other.contains("disk"), "{other}");

@@ -6,20 +6,20 @@ use std::path::{Path, PathBuf};
 
 use rekindle_os::parallel;
 
-/// Large enough that the system call costs nothing, small enough for the cache of a core.
+/// Large enough to make the cost of system calls negligible, small enough for the cache of a core.
 const BUFFER: usize = 1 << 20;
-/// More threads than this read a disk no faster, and the job runs on the other cores.
+/// More threads do not read a disk faster, and the job runs on the other cores.
 pub(super) const MAX_THREADS: usize = 8;
 
 /// What was found in a folder.
 #[derive(Debug)]
 pub(super) struct Entry {
-    /// Relative to where the walk began.
+    /// Relative to the root of the walk.
     pub(super) relative: PathBuf,
     pub(super) kind: Kind,
 }
 
-/// What an entry is, without following symbolic links.
+/// The kind of an entry; symbolic links are not followed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     File { size: u64 },
@@ -27,7 +27,7 @@ pub(super) enum Kind {
     Other,
 }
 
-/// Lists all below `root`, at any depth; or the path that cannot be read.
+/// Lists everything below `root`, at any depth; or returns the path that cannot be read.
 pub(super) fn walk(root: &Path) -> Result<Vec<Entry>, (PathBuf, io::Error)> {
     let mut found = Vec::new();
     let mut open = vec![PathBuf::new()];
@@ -52,7 +52,7 @@ pub(super) fn walk(root: &Path) -> Result<Vec<Entry>, (PathBuf, io::Error)> {
     Ok(found)
 }
 
-/// Size and BLAKE3 of the file from its present position.
+/// Size and BLAKE3 hash of the file from its present position.
 pub(super) fn hash(mut file: &File) -> io::Result<(u64, blake3::Hash)> {
     let mut buffer = vec![0; BUFFER];
     let mut hasher = blake3::Hasher::new();
@@ -78,7 +78,7 @@ where
     R: Send,
     E: Send,
 {
-    // Taken from the end.
+    // Items are taken from the end.
     items.sort_by_key(|(_, size)| *size);
     parallel::in_parallel(items, threads, |(item, _)| work(item))
 }

@@ -16,11 +16,12 @@ use super::links;
 use super::lock::{self, Writer, WriterLock};
 use super::pack::Packs;
 use super::record::{self, JobRecord};
+use super::tags::Tag;
 use super::trust::Trust;
 use super::{DELETED_PREFIX, remove, rights, select, staging};
 use rekindle_os::durable::{self, TEMP_PREFIX};
 
-/// The folder of one job. Reading needs no lock; what changes `images/` takes the [`WriterLock`] as a witness.
+/// The folder of one job. Reading needs no lock; functions that change `images/` require the [`WriterLock`].
 #[derive(Debug, Clone)]
 pub struct JobFolder {
     name: JobName,
@@ -29,14 +30,19 @@ pub struct JobFolder {
 }
 
 impl JobFolder {
-    /// An existing folder.
+    /// Opens an existing folder.
     pub(super) fn existing(name: JobName, path: PathBuf, trust: &Trust) -> Result<JobFolder> {
         rights::check(&path)?;
         let trust = trust.for_job(&name);
         Ok(JobFolder { name, path, trust })
     }
 
-    /// Makes what is missing of the folder.
+    /// The same folder after it was renamed.
+    pub(super) fn renamed(&self, path: PathBuf) -> JobFolder {
+        JobFolder { path, ..self.clone() }
+    }
+
+    /// Creates the missing parts of the folder.
     pub(super) fn create(name: JobName, path: PathBuf, trust: &Trust) -> Result<JobFolder> {
         make_folder(&path)?;
         let folder = JobFolder::existing(name, path, trust)?;
@@ -58,33 +64,39 @@ impl JobFolder {
         &self.path
     }
 
-    /// A name for what is the job's outside the store: its own for people, and a hash of where its folder is, because two
-    /// stores may have jobs of one name.
+    /// The store that it is in.
+    #[must_use]
+    pub fn store(&self) -> &Path {
+        self.path.parent().unwrap_or(&self.path)
+    }
+
+    /// A name for the job's resources outside the store: the job's name for people, and a hash of the folder's path,
+    /// because two stores may have jobs of the same name.
     #[must_use]
     pub fn place_name(&self) -> String {
         let hash = blake3::hash(self.path.as_os_str().as_encoded_bytes()).to_hex();
         format!("{}-{}", self.name, hash.get(..8).unwrap_or_default())
     }
 
-    /// What is asked of files before they are believed.
+    /// The rules for trusting files.
     #[must_use]
     pub fn trust(&self) -> &Trust {
         &self.trust
     }
 
-    /// Where the output of the job goes.
+    /// The folder for the output of the job.
     #[must_use]
     pub fn log_dir(&self) -> PathBuf {
         self.path.join("log")
     }
 
-    /// Where files of ours that the job runs or maps are unpacked.
+    /// The folder for rekindle's files that the job runs or maps.
     #[must_use]
     pub fn bin_dir(&self) -> PathBuf {
         self.path.join("bin")
     }
 
-    /// A folder for what a run of CRIU leaves besides its images; nothing in it is needed later.
+    /// A folder for files that CRIU writes besides its images; none of them is needed later.
     ///
     /// # Errors
     /// [`Error::Create`], [`Error::NotAFolder`].
@@ -94,34 +106,40 @@ impl JobFolder {
         Ok(path)
     }
 
-    /// Where the images are.
+    /// The folder of the images.
     #[must_use]
     pub fn images_dir(&self) -> PathBuf {
         self.path.join("images")
     }
 
+    /// The folder of the packs.
+    #[must_use]
+    pub fn packs_dir(&self) -> PathBuf {
+        self.path.join("packs")
+    }
+
     /// The packs with the content of packed images.
     #[must_use]
     pub fn packs(&self) -> Packs {
-        Packs::new(self.path.join("packs"))
+        Packs::new(self.packs_dir())
     }
 
-    /// Where the supervisor publishes what it is doing.
+    /// The file in which the supervisor publishes its state.
     #[must_use]
     pub fn state_file(&self) -> PathBuf {
         self.path.join("state.json")
     }
 
-    /// Becomes the one writer.
+    /// Takes the lock for writing.
     ///
     /// # Errors
-    /// [`Error::Supervised`] where another process is; [`Error::PerhapsSupervised`] where one on another machine may be;
-    /// [`Error::TakenOver`] where one was faster; [`Error::Lock`] where the file system cannot lock.
+    /// [`Error::Supervised`] if another process has it; [`Error::PerhapsSupervised`] if one on another machine may have
+    /// it; [`Error::TakenOver`] if another process was faster; [`Error::Lock`] if the file system cannot lock.
     pub fn lock(&self) -> Result<WriterLock> {
         lock::acquire(&self.path, &self.name)
     }
 
-    /// Who is the one writer just now.
+    /// The present holder of the lock.
     ///
     /// # Errors
     /// [`Error::Read`], [`Error::Lock`].
@@ -129,7 +147,7 @@ impl JobFolder {
         lock::writer(&self.path)
     }
 
-    /// What is known of the last run; None before the first.
+    /// The record of the last run; `None` before the first.
     ///
     /// # Errors
     /// [`Error::Read`], [`Error::ParseRecord`], [`Error::NewerRecord`], [`Error::UntrustedRecord`].
@@ -137,13 +155,13 @@ impl JobFolder {
         record::read(&self.path.join(record::FILE_NAME), &self.name, &self.trust)
     }
 
-    /// Whether what is known of the last run was signed, by whomever.
+    /// Whether the record of the last run has a signature, of any key.
     #[must_use]
     pub fn has_signed_record(&self) -> bool {
         record::is_signed(&self.path.join(record::FILE_NAME))
     }
 
-    /// Replaces what is known of the last run, durably.
+    /// Replaces the record of the last run, durably.
     ///
     /// # Errors
     /// [`Error::WrongLock`], [`Error::Write`].
@@ -152,47 +170,56 @@ impl JobFolder {
         record::write(&self.path.join(record::FILE_NAME), record, &self.name, &self.trust)
     }
 
-    /// All images, newest first. An image that is damaged is among them and says so.
+    /// All images, newest first. Damaged images are included, and are reported as such.
     ///
     /// # Errors
-    /// [`Error::Read`]: a folder that cannot be listed is never an empty one.
+    /// [`Error::Read`]: a folder that cannot be listed is never treated as empty.
     pub fn images(&self) -> Result<Vec<Image>> {
         let dir = self.images_dir();
         let mut ids: Vec<ImageId> = list(&dir)?.iter().filter_map(|name| name.parse().ok()).collect();
         ids.sort_by(|a, b| b.cmp(a));
         let mut images: Vec<_> =
             ids.into_iter().map(|id| Image::load(&dir.join(id.to_string()), id, &self.trust)).collect();
-        // A writer may have removed one since it was listed: that is no damage.
+        // A writer may have removed an image since the folder was listed: that is no damage.
         images.retain(|image| !matches!(image.state, State::Damaged { .. }) || is_there(&image.dir));
         Ok(images)
     }
 
-    /// The image that a user means: `latest` (the newest good one), an id, the beginning of one, a number, or a tag.
+    /// The image that a user means: `latest` (the newest good one), an id, the beginning of one, a number, a tag, or
+    /// `-N`, which counts [`JobFolder::to_continue_from`].
     ///
     /// # Errors
-    /// [`Error::UnknownImage`], [`Error::AmbiguousImage`], [`Error::NoGoodImage`], [`Error::Read`].
+    /// [`Error::UnknownImage`], [`Error::AmbiguousImage`], [`Error::NoGoodImage`], [`Error::NoNthImage`],
+    /// [`Error::Read`].
     pub fn find(&self, selector: &str) -> Result<Image> {
         let known = self.known()?;
         let best = known.iter().map(|known| known.best().clone()).collect();
-        select::select(&self.name, best, selector, |tag| {
-            known.iter().filter(|known| known.tags().has(tag)).map(Known::id).collect()
-        })
+        let tagged = |tag: &Tag| known.iter().filter(|known| known.tags().has(tag)).map(Known::id).collect();
+        select::select(&self.name, best, selector, tagged, || self.to_continue_from(&known))
     }
 
-    /// Whether the store has the image, good or not. If unknown, it is a no: then the one in memory is kept.
+    /// The good images on the job's current line, newest first: -1 means the first of them, as for a rewind.
+    #[must_use]
+    pub fn to_continue_from(&self, known: &[Known]) -> Vec<ImageId> {
+        let ours = self.line();
+        known.iter().filter(|known| known.best().is_good() && ours(known.best())).map(Known::id).collect()
+    }
+
+    /// Whether the store has the image, good or not. If this is unknown, the answer is no: then the image in memory is
+    /// kept.
     #[must_use]
     pub fn is_stored(&self, id: ImageId) -> bool {
         self.images_dir().join(id.to_string()).is_dir()
     }
 
-    /// Whole images in the job's staging areas, newest first. Some of them may be in the store as well.
+    /// Complete images in the job's staging areas, newest first. Some of them may also be in the store.
     #[must_use]
     pub fn staged(&self) -> Vec<Image> {
         staging::staged(&self.path, &self.trust)
     }
 
-    /// Whether an image is of the line that the job is on, as far as is known: after a rewind those that it left are not. Where
-    /// that cannot be read all are.
+    /// Whether an image is on the job's current line. After a rewind the newer images of the old line are not. If the
+    /// line cannot be read, all images count as on it.
     pub(super) fn line(&self) -> impl Fn(&Image) -> bool {
         let record = self.record().ok().flatten();
         move |image| match (&record, image.manifest()) {
@@ -212,7 +239,7 @@ impl JobFolder {
         };
         let (staged, stored) = (self.staged(), self.images().unwrap_or_default());
         let (staged, stored) = (good(staged), good(stored));
-        // Any of them may be, where that cannot be read. The newest is kept for being that.
+        // If the proofs cannot be read, any image may be proven. The newest is kept anyway.
         let proven = self.proven().unwrap_or_else(|_| staged.last().copied().into_iter().collect());
         staging::admission::proven_only_here(staged, &proven, stored.first().copied())
     }
@@ -223,12 +250,12 @@ impl JobFolder {
     /// [`Error::Read`].
     pub fn copies(&self) -> Result<Vec<Image>> {
         let mut copies: Vec<Image> = self.staged().into_iter().chain(self.images()?).collect();
-        // Stable: of two with one name the first stays first.
+        // A stable sort: of two with the same name the first stays first.
         copies.sort_by_key(|image| std::cmp::Reverse(image.id));
         Ok(copies)
     }
 
-    /// All images, newest first, each with where it is.
+    /// All images with their places, newest first.
     ///
     /// # Errors
     /// [`Error::Read`].
@@ -236,8 +263,8 @@ impl JobFolder {
         Ok(Known::gather(self.copies()?))
     }
 
-    /// Removes the hard links that the image in a slot has beside the user's files, unless the store has that image and
-    /// still needs them. Call it before the slot is emptied or overwritten.
+    /// Removes the hard links beside the user's files that belong to the image in a slot, unless the store has that
+    /// image and still needs them. Call it before the slot is emptied or overwritten.
     pub fn drop_links(&self, slot: &staging::Slot) {
         let image = slot.image().filter(|image| !self.is_stored(image.id));
         if let Some(manifest) = image.as_ref().and_then(Image::manifest) {
@@ -245,7 +272,7 @@ impl JobFolder {
         }
     }
 
-    /// A name for the next image, with a number higher than any that can be seen in the folder or in memory.
+    /// A name for the next image, with a number higher than all numbers in the folder and in memory.
     ///
     /// # Errors
     /// [`Error::Read`], [`Error::NumbersUsedUp`].
@@ -261,7 +288,7 @@ impl JobFolder {
         Ok(ImageId::new(next, now))
     }
 
-    /// Begins an image that has its name already: makes `.tmp-ID`.
+    /// Begins an image with a given name: creates `.tmp-ID`.
     ///
     /// # Errors
     /// [`Error::WrongLock`], [`Error::Create`].
@@ -274,8 +301,8 @@ impl JobFolder {
         Ok(Draft::new(id, self.name.clone(), path, dir.join(id.to_string()), self.trust.clone()))
     }
 
-    /// Removes what crashes have left: `.tmp-ID` and `.del-ID` in `images/`, and files `.tmp-*` beside `job.json`, in
-    /// `bin/` and in images. Never anything else. Returns what it removed.
+    /// Removes leftovers of crashes: `.tmp-ID` and `.del-ID` in `images/`, and files `.tmp-*` beside `job.json`, in
+    /// `bin/` and in images. Nothing else is removed. Returns the removed paths.
     ///
     /// # Errors
     /// [`Error::WrongLock`], [`Error::Read`] (then nothing was removed), [`Error::Remove`].
@@ -284,8 +311,8 @@ impl JobFolder {
         remove::sweep(self)
     }
 
-    /// Removes an image, and the hard links that it kept beside the user's files; never one that is pinned. When the power
-    /// goes in the middle, it is either still there or a `.del-ID`.
+    /// Removes an image, and its hard links beside the user's files; never a pinned image. After a power cut during
+    /// this, the image either still exists or is a `.del-ID`.
     ///
     /// # Errors
     /// [`Error::WrongLock`], [`Error::UnknownImage`], [`Error::Pinned`], [`Error::Read`], [`Error::Remove`].
@@ -299,14 +326,14 @@ impl JobFolder {
     }
 }
 
-/// The names in a folder. Those that are not UTF-8 are none of ours.
+/// The names in a folder. Names that are not UTF-8 are not ours and are skipped.
 pub(super) fn list(dir: &Path) -> Result<Vec<String>> {
     let failed = |source| Error::Read { path: dir.to_owned(), source };
     let entries = fs::read_dir(dir).map_err(failed)?.collect::<io::Result<Vec<_>>>().map_err(failed)?;
     Ok(entries.into_iter().filter_map(|entry| entry.file_name().into_string().ok()).collect())
 }
 
-/// Only a clear no counts as one.
+/// Whether the path exists; an unclear answer counts as yes.
 fn is_there(path: &Path) -> bool {
     !fs::symlink_metadata(path).is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
 }

@@ -10,7 +10,7 @@ use thiserror::Error;
 
 use super::error::Failing;
 
-/// What was read.
+/// The kind of data that was read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum What {
     /// The beginning of a pack.
@@ -40,7 +40,7 @@ impl std::fmt::Display for What {
 /// Why bytes are not what they should be.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum FormatError {
-    /// It does not begin as it must.
+    /// The beginning is wrong.
     #[error("not a rekindle {0}: wrong magic number")]
     NotOurs(What),
     /// Written by a newer rekindle.
@@ -55,16 +55,16 @@ pub enum FormatError {
         /// The newest that can be read.
         known: u32,
     },
-    /// A size that no writer makes.
+    /// A size that no writer produces.
     #[error("this {what} is damaged: its {field} is {found}, and the maximum is {bound}")]
     OutOfBounds {
         /// The kind of file or part.
         what: What,
-        /// Which size.
+        /// The field.
         field: &'static str,
-        /// What it is.
+        /// Its value.
         found: u64,
-        /// The most it can be.
+        /// The maximum.
         bound: u64,
     },
     /// The end is missing.
@@ -72,54 +72,54 @@ pub enum FormatError {
     Truncated {
         /// The kind of file or part.
         what: What,
-        /// The bytes that are there.
+        /// The existing bytes.
         found: u64,
-        /// The bytes that it should have.
+        /// The expected bytes.
         expected: u64,
     },
-    /// More than there should be.
+    /// There are superfluous bytes.
     #[error("this {what} is damaged: {extra} bytes follow its end")]
     TooLong {
         /// The kind of file or part.
         what: What,
-        /// The bytes too many.
+        /// Number of superfluous bytes.
         extra: u64,
     },
-    /// The content is not what was written.
+    /// The content differs from what was written.
     #[error("this {0} is damaged: the checksum does not match")]
     Checksum(What),
-    /// The checksum is right, and the content cannot be.
+    /// The checksum is right, but a field is impossible.
     #[error("this {what} is damaged: its {field} is invalid")]
     Field {
         /// The kind of file or part.
         what: What,
-        /// Which field.
+        /// The field.
         field: &'static str,
     },
-    /// Another chunk than the one that was looked for.
+    /// It is another chunk than the requested one.
     #[error("this record contains another chunk than its index says")]
     OtherChunk,
-    /// Compressed bytes that do not decompress to what they should.
+    /// Compressed bytes that cannot be decompressed correctly.
     #[error("this chunk is damaged: it cannot be decompressed: {0}")]
     Undecodable(String),
-    /// Sealed bytes that the key does not open.
+    /// Encrypted bytes that the key does not open.
     #[error("this chunk is damaged: it is not what was encrypted with this key")]
     Unsealed,
-    /// Encrypted, and there is no key.
+    /// It is encrypted, and there is no key.
     #[error("this pack is encrypted; set store.encryption-key to the key file")]
     NoKey,
-    /// Not encrypted, though there is a key.
+    /// It is not encrypted, although there is a key.
     #[error(
         "this pack is not encrypted, but store.encryption-key is set: anyone who can write the store or the replica could have made it; set store.accept-unsigned = true if it is older than the key"
     )]
     Plain,
-    /// Encrypted with another key.
+    /// It is encrypted with another key.
     #[error("this pack is encrypted with another key (its id is {}); set store.encryption-key to the right key file", blake3_hex(.0))]
     OtherKey([u8; 16]),
 }
 
 impl FormatError {
-    /// Whether it is fine, but not for us: nothing is wrong with the file.
+    /// Whether the file is intact, but cannot be used here (newer version, wrong key).
     #[must_use]
     pub fn is_not_for_us(&self) -> bool {
         matches!(self, FormatError::Newer { .. } | FormatError::NoKey | FormatError::OtherKey(_) | FormatError::Plain)
@@ -129,7 +129,7 @@ impl FormatError {
 /// Why a file cannot be used.
 #[derive(Debug, Error)]
 pub enum ReadError {
-    /// It cannot be opened or read; nothing is known of it.
+    /// It cannot be opened or read, so its content is unknown.
     #[error("cannot read {}{}", .path.display(), Failing(.source))]
     Read {
         /// The file.
@@ -137,7 +137,7 @@ pub enum ReadError {
         /// The kernel's answer.
         source: io::Error,
     },
-    /// It was read, and is not what it should be.
+    /// It was read, and its content is wrong.
     #[error("cannot use {}", .path.display())]
     Format {
         /// The file.
@@ -155,14 +155,14 @@ pub(super) fn blake3_hex(bytes: &[u8]) -> String {
     })
 }
 
-/// The bytes of a check over the header that it ends.
+/// Bytes of the check at the end of a header.
 pub(super) const CHECK: usize = 8;
 /// The size of the header of every file and record.
 pub(super) const HEADER: usize = 64;
 /// The size of the hash that ends an index and a map.
 pub(super) const FOOTER: usize = 32;
 
-/// Ends a header with the check over what is before it.
+/// Ends a header with the check over the bytes before.
 pub(super) fn put_check(header: &mut [u8; HEADER]) {
     let (body, check) = header.split_at_mut(HEADER - CHECK);
     let hash = blake3::hash(body);
@@ -175,12 +175,13 @@ pub(super) fn is_check_right(header: &[u8; HEADER]) -> bool {
     blake3::hash(body).as_bytes().get(..CHECK) == Some(check)
 }
 
-/// The header at the beginning of `bytes`.
+/// Parses the header at the beginning of `bytes`.
 pub(super) fn header(what: What, bytes: &[u8]) -> Result<&[u8; HEADER], FormatError> {
     bytes.first_chunk().ok_or_else(|| FormatError::Truncated { what, found: size(bytes), expected: size_of(HEADER) })
 }
 
-/// A file that ends with the hash of all before: the bytes between header and hash, when the hash is right.
+/// For a file that ends with the hash of everything before: returns the bytes between header and hash, if the hash is
+/// right.
 pub(super) fn hashed(what: What, bytes: &[u8]) -> Result<&[u8], FormatError> {
     let (body, footer) = bytes
         .split_last_chunk::<FOOTER>()
@@ -205,7 +206,7 @@ pub(super) fn size(bytes: &[u8]) -> u64 {
     size_of(bytes.len())
 }
 
-/// A length of ours as a number in a file. No address space of ours is larger than 64 bits.
+/// A length as a number in a file. Address spaces have at most 64 bits.
 pub(super) fn size_of(length: usize) -> u64 {
     u64::try_from(length).unwrap_or(u64::MAX)
 }
@@ -242,7 +243,7 @@ impl<'a> Fields<'a> {
         self.bytes().map(u64::from_le_bytes)
     }
 
-    /// Bytes that must be zero.
+    /// Skips bytes that must be zero.
     pub(super) fn reserved<const N: usize>(&mut self) -> Result<(), FormatError> {
         match self.bytes::<N>()? == [0; N] {
             true => Ok(()),
@@ -250,7 +251,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// The magic and the version, which every version has in the same place.
+    /// Reads the magic and the version, which are in the same place in every version.
     pub(super) fn begin<const N: usize>(&mut self, magic: &[u8; N], known: u32) -> Result<(), FormatError> {
         let what = self.what;
         if self.bytes::<N>()? != *magic {

@@ -47,11 +47,11 @@ use rekindle_os::durable;
 pub struct Bounds<'k> {
     /// How long a pack stays after it was marked.
     pub sweep_after: Duration,
-    /// Bytes that are copied to new packs at most; None: none are.
+    /// Maximum bytes that are copied to new packs; `None`: nothing is copied.
     pub repack: Option<u64>,
-    /// What packs are encrypted with.
+    /// The key of the packs.
     pub key: Option<&'k Key>,
-    /// In how many packs a chunk may stay. One that is in more packs is needed in those only that a reader prefers.
+    /// In how many packs a chunk is kept. If more packs have it, only the places that a reader prefers count as needed.
     pub copies: Copies,
 }
 
@@ -64,9 +64,9 @@ pub struct Collected {
     pub marked: Vec<PackName>,
     /// Packs whose mark was removed.
     pub revived: Vec<PackName>,
-    /// Packs that are gone.
+    /// Packs that were removed.
     pub swept: Vec<PackName>,
-    /// Bytes that they had.
+    /// Bytes of the removed packs.
     pub freed: u64,
     /// Packs whose needed content was copied.
     pub repacked: Vec<PackName>,
@@ -74,7 +74,7 @@ pub struct Collected {
     pub copied: u64,
 }
 
-/// Why a round was not done, or not to its end.
+/// Why a round was not started, or not completed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The store cannot be read, or the lock is another job's.
@@ -100,10 +100,10 @@ pub enum Error {
         /// The reason.
         why: String,
     },
-    /// A file cannot be written or removed, an old or a new one.
+    /// A file cannot be written or removed.
     #[error(transparent)]
     File(#[from] FileError),
-    /// What is needed of a pack cannot be copied; the pack stays.
+    /// The needed content of a pack cannot be copied; the pack stays.
     #[error("cannot copy the needed content of pack {pack}")]
     Copy {
         /// The pack.
@@ -116,7 +116,7 @@ pub enum Error {
 
 pub use super::pack::CopyError;
 
-/// One round. `now` is the time by which the grace period is counted.
+/// Does one round. The grace period is computed with `now`.
 ///
 /// # Errors
 /// If something cannot be read (then only indexes were rebuilt), written or removed.
@@ -162,8 +162,8 @@ pub fn collect(
     Ok(done)
 }
 
-/// Sweeps what no image needs at once, without a grace period: for when space is short. A reader that is in the middle of
-/// an image that was just removed finds it damaged.
+/// Removes unneeded content at once, without a grace period, for when space is short. A reader of an image that was
+/// just removed finds it damaged.
 ///
 /// # Errors
 /// As [`collect`].
@@ -174,7 +174,7 @@ pub fn sweep_now(folder: &JobFolder, lock: &WriterLock, copies: Copies) -> Resul
     Ok(round()?.freed + round()?.freed)
 }
 
-/// Step 2. Whatever else is wrong with a pack ends the round.
+/// Step 2. Any other problem of a pack ends the round.
 fn reindex(packs: &Packs, index: &Index, key: Option<&Key>, done: &mut Collected) -> Result<(), Error> {
     for problem in index.problems() {
         let why = match &problem.lost {
@@ -195,8 +195,8 @@ fn reindex(packs: &Packs, index: &Index, key: Option<&Key>, done: &mut Collected
     Ok(())
 }
 
-/// Rebuilds the index of a pack from its records. A damaged record was perhaps removed from the index that was there
-/// ([`super::heal`]), and must not replace an intact copy: it is left out.
+/// Rebuilds the index of a pack from its records. Damaged records are left out: they may have been removed from the old
+/// index ([`super::heal`]), and must not replace an intact copy.
 fn write_index(packs: &Packs, pack: PackName, key: Option<&Key>) -> Result<(), Error> {
     let why = |error: &dyn std::error::Error| Error::Pack { pack, why: rekindle_base::chain(error) };
     let scan = packs.scan(pack).map_err(|error| why(&error))?;
@@ -221,7 +221,7 @@ fn sweep(packs: &Packs, pack: PackName) -> Result<(), Error> {
     Ok(())
 }
 
-/// Marks of packs whose removal was interrupted.
+/// Removes marks of packs whose removal was interrupted.
 fn sweep_remains(packs: &Packs, index: &Index) -> Result<(), Error> {
     for name in packs.names()? {
         let path = packs.gone_path(name);
@@ -232,13 +232,13 @@ fn sweep_remains(packs: &Packs, index: &Index) -> Result<(), Error> {
     Ok(())
 }
 
-/// What is needed of each image is known; of what use is each pack?
+/// How much of a pack the images need.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct PackUse {
     pub(super) name: PackName,
-    /// Its bytes.
+    /// Size of the pack.
     pub(super) bytes: u64,
-    /// Bytes of records that an image needs, and that no other pack is to give.
+    /// Bytes of records that an image needs and that are read from this pack.
     pub(super) needed: u64,
 }
 

@@ -34,23 +34,23 @@ use super::replica::{self, Replica};
 use crate::options::Copies;
 use rekindle_base::chain;
 
-/// How a replica is opened, when it is needed.
+/// Opens the replica when it is needed.
 pub type OpenReplica<'a> = &'a (dyn Fn() -> replica::Result<Replica> + Sync);
 
-/// What chunks are healed with.
+/// What is needed to heal chunks.
 #[derive(Clone, Copy)]
 pub struct Healing<'a> {
     /// The job.
     pub folder: &'a JobFolder,
     /// Proof that nobody else writes to the store.
     pub lock: &'a WriterLock,
-    /// What packs are encrypted with.
+    /// The key of the packs.
     pub key: Option<&'a Key>,
-    /// In how many packs chunks are kept that images share.
+    /// In how many packs shared chunks are kept.
     pub copies: Copies,
-    /// Where places are noted that the disk does not give.
+    /// Records the places that the disk cannot read.
     pub unread: &'a Unread,
-    /// Where chunks without an intact copy here can be fetched.
+    /// The replica, for chunks without an intact copy here.
     pub replica: Option<OpenReplica<'a>>,
 }
 
@@ -60,7 +60,7 @@ impl fmt::Debug for Healing<'_> {
     }
 }
 
-/// Why chunks could not be healed. What was done by then stays.
+/// Why chunks could not be healed. What was healed until then stays.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The store cannot be read or written, or the lock is not ours.
@@ -69,29 +69,29 @@ pub enum Error {
     /// A pack cannot be written.
     #[error(transparent)]
     File(#[from] FileError),
-    /// It was not wanted any more.
+    /// It was cancelled.
     #[error("cancelled")]
     Cancelled,
 }
 
-/// What was found, and done about it.
+/// The result of healing.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Healed {
-    /// Chunks with a place that is damaged.
+    /// Chunks with a damaged place.
     pub damaged: u64,
-    /// Chunks with a place that the disk does not give.
+    /// Chunks with a place that the disk cannot read.
     pub unreadable: u64,
     /// Chunks that no pack had.
     pub missing: u64,
     /// The packs with such places.
     pub packs: Vec<PathBuf>,
-    /// What is wrong with the first.
+    /// The first problem found.
     pub why: String,
-    /// Chunks that another pack had.
+    /// Chunks replaced from another pack.
     pub from_copies: u64,
-    /// Chunks that were fetched from the replica.
+    /// Chunks replaced from the replica.
     pub from_replica: u64,
-    /// Why the replica could not be asked, or not for all.
+    /// Why the replica could not be asked for some or all chunks.
     pub replica_failure: Option<String>,
     /// Chunks without any intact copy.
     #[serde(skip)]
@@ -99,14 +99,14 @@ pub struct Healed {
 }
 
 impl Healed {
-    /// Whether anything was wrong.
+    /// Whether there was any problem.
     #[must_use]
     pub fn found_any(&self) -> bool {
         self.damaged + self.unreadable + self.missing > 0
     }
 }
 
-/// What is wrong, and where the content came from.
+/// The problems, and where the content was taken from.
 impl fmt::Display for Healed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let found = [(self.damaged, "damaged"), (self.unreadable, "unreadable"), (self.missing, "missing")];
@@ -147,7 +147,7 @@ impl fmt::Display for Healed {
     }
 }
 
-/// What was found of a chunk.
+/// The places of a chunk.
 struct Found {
     whole: Vec<Location>,
     bad: Vec<(Location, Harm)>,
@@ -163,7 +163,7 @@ impl Healing<'_> {
     /// Inspects these chunks, and replaces what is damaged as far as possible.
     ///
     /// # Errors
-    /// When the store cannot be listed or written. A replica that fails is part of the answer.
+    /// When the store cannot be listed or written. A failure of the replica is part of the result.
     pub fn heal(&self, ids: &BTreeSet<ChunkId>, cancelled: &(dyn Fn() -> bool + Sync)) -> Result<Healed, Error> {
         self.folder.check_lock(self.lock)?;
         let _alone = self.lock.packs();
@@ -215,7 +215,7 @@ impl<'a> Work<'a> {
         let Some(Found { whole, bad }) = self.found(id, &mut stored) else { return Ok(()) };
         let has = |harm| bad.iter().any(|(_, other)| *other == harm);
         let is_nowhere = whole.is_empty() && bad.is_empty();
-        // It may be in an unreadable pack.
+        // The chunk may be in an unreadable pack.
         let unread = self.index.unreadable().filter(|_| is_nowhere);
         self.healed.damaged += u64::from(has(Harm::Damaged));
         self.healed.unreadable += u64::from(has(Harm::Unreadable) || unread.is_some());
@@ -242,7 +242,7 @@ impl<'a> Work<'a> {
         Ok(())
     }
 
-    /// None if a place is not for us: nothing is known of it then.
+    /// `None` if a place cannot be judged (newer version, wrong key): then nothing is known about the chunk.
     fn found(&mut self, id: &ChunkId, stored: &mut Stored) -> Option<Found> {
         let mut found = Found { whole: Vec::new(), bad: Vec::new() };
         for at in self.index.all(id) {
@@ -277,7 +277,7 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// What the pack is opened with; None if it is not for us.
+    /// The key of the pack; `None` if we cannot open it.
     fn key_of(&self, at: &Location) -> Option<Option<&'a Key>> {
         let key: Result<_, FormatError> = self.index.pack(at.pack)?.key_for(self.healing.key);
         key.ok()
@@ -330,7 +330,7 @@ impl<'a> Work<'a> {
     }
 }
 
-/// New packs: a store may have encrypted ones beside others.
+/// New packs: a store may have both encrypted and other packs.
 struct Writers<'a> {
     packs: &'a Packs,
     key: Option<&'a Key>,
@@ -339,7 +339,7 @@ struct Writers<'a> {
 }
 
 impl<'a> Writers<'a> {
-    /// Adds a record that is sealed with our key, or with none.
+    /// Appends a record that is encrypted with our key, or not at all.
     fn append(&mut self, key: Option<&Key>, header: &RecordHeader, stored: &[u8]) -> Result<(), FileError> {
         let key = self.key.filter(|_| key.is_some());
         let writer = if key.is_some() { &mut self.keyed } else { &mut self.plain };

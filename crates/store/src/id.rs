@@ -10,7 +10,7 @@ use thiserror::Error;
 /// The time in an image's name.
 const TIME: &str = "%Y%m%dT%H%M%SZ";
 
-/// A text that is no name.
+/// A text that is not a valid name.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum NameError {
     /// Not the text form of an [`ImageId`].
@@ -23,7 +23,7 @@ pub enum NameError {
 
 /// Which image: `000042-20261120T132105Z`.
 ///
-/// The order is that of the sequence numbers: a clock may go backwards.
+/// Images are ordered by their sequence numbers, because a clock may go backwards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ImageId {
     sequence: u32,
@@ -31,7 +31,8 @@ pub struct ImageId {
 }
 
 impl ImageId {
-    /// Fractions of a second, and leap ones, are cut off; a time outside of 1970 to 9999 (a broken clock) becomes 1970.
+    /// Fractions of a second, and leap seconds, are cut off; a time outside of 1970 to 9999 (a broken clock) becomes
+    /// 1970.
     #[must_use]
     pub fn new(sequence: u32, taken: DateTime<Utc>) -> ImageId {
         let whole = DateTime::from_timestamp(taken.timestamp(), 0);
@@ -39,13 +40,13 @@ impl ImageId {
         ImageId { sequence, taken }
     }
 
-    /// Counts the images of a job, from 1.
+    /// The sequence number of the image within the job, from 1.
     #[must_use]
     pub fn sequence(&self) -> u32 {
         self.sequence
     }
 
-    /// What the clock said, to the second.
+    /// The time when it was taken, in whole seconds.
     #[must_use]
     pub fn taken(&self) -> DateTime<Utc> {
         self.taken
@@ -67,7 +68,7 @@ impl FromStr for ImageId {
         let sequence = sequence.parse().map_err(|_| bad())?;
         let taken = NaiveDateTime::parse_from_str(taken, TIME).map_err(|_| bad())?;
         let id = ImageId::new(sequence, taken.and_utc());
-        // One image has one name: no plus sign, no missing zeros, no leap second.
+        // Each image has exactly one name: no plus sign, no missing zeros, no leap second.
         if id.to_string() == text { Ok(id) } else { Err(bad()) }
     }
 }

@@ -15,7 +15,7 @@ use super::mark::{self, BadMark};
 use super::trust::{Trust, Untrusted};
 use rekindle_os::durable;
 
-/// An image in the store.
+/// An image.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Image {
     /// Its name.
@@ -24,19 +24,19 @@ pub struct Image {
     pub dir: PathBuf,
     /// Whether it can be used.
     pub state: State,
-    /// Where it is.
+    /// The place of the image.
     pub place: Place,
-    /// What was asked of its manifest before that was believed.
+    /// The rules by which its manifest was trusted.
     pub trust: Trust,
 }
 
-/// Where an image is.
+/// The place of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub enum Place {
-    /// In memory: as long as the machine runs.
+    /// In memory: exists as long as the machine runs.
     #[serde(rename = "memory")]
     Staged,
-    /// In a slot on the disk, not in the store yet: as long as the machine runs.
+    /// In a slot on the disk, not in the store yet: exists as long as the machine runs.
     #[serde(rename = "slot")]
     Slot,
     /// On the disk.
@@ -54,60 +54,60 @@ impl std::fmt::Display for Place {
     }
 }
 
-/// How the content of an image is kept.
+/// How the content of an image is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Form {
     /// Every part is a file in the folder of the image.
     Loose,
-    /// The parts are cut into chunks, which lie in packs; the folder has the chunk map.
+    /// The parts are cut into chunks in packs; the folder has the chunk map.
     Packed,
 }
 
 /// Whether an image can be used, as far as its manifest tells; [`Image::verify`] reads the rest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum State {
-    /// It was published whole and nothing was found against it.
+    /// It was published completely, and no problem is known.
     Good(Box<Manifest>),
-    /// Something was found against it.
+    /// It is marked as bad.
     Bad {
         /// Its manifest.
         manifest: Box<Manifest>,
-        /// What was found.
+        /// The mark.
         mark: BadMark,
     },
     /// Its manifest cannot be used.
     Damaged {
-        /// Why.
+        /// The reason.
         why: Damage,
     },
 }
 
-/// Why a manifest cannot be used, without the cause as a value: this is kept and compared.
+/// Why a manifest cannot be used. The cause is a text, so that the value can be kept and compared.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Damage {
-    /// What that means for the image.
+    /// What this means for the image.
     pub kind: DamageKind,
     /// In words.
     pub detail: String,
 }
 
-/// What is known of an image whose manifest cannot be used.
+/// What is known about an image whose manifest cannot be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DamageKind {
-    /// The manifest was read and is not what was written.
+    /// The manifest was read, and differs from what was written.
     Broken,
-    /// A newer rekindle wrote it: fine, but not for us.
+    /// A newer rekindle wrote it: intact, but not readable here.
     Newer,
-    /// The manifest could not be read: nothing is known.
+    /// The manifest could not be read, so its content is unknown.
     Unreadable,
-    /// It is not known who wrote it: it has no signature, or one of another key. The fault may be the configuration's.
+    /// Its origin is unknown: it has no signature, or one of another key. The configuration may be wrong.
     Untrusted,
 }
 
 impl DamageKind {
-    /// What it is called.
+    /// Its name in messages.
     #[must_use]
     pub fn word(self) -> &'static str {
         match self {
@@ -135,7 +135,7 @@ impl From<ManifestError> for Damage {
     }
 }
 
-/// Why an image is not believed, where that is why it cannot be used.
+/// Why an image is not trusted, if that is the reason why it cannot be used.
 #[must_use]
 pub fn is_untrusted(state: &State) -> Option<&Damage> {
     match state {
@@ -145,7 +145,7 @@ pub fn is_untrusted(state: &State) -> Option<&Damage> {
 }
 
 impl Image {
-    /// Looks at the image in `dir`. Damage is part of the answer, never an error.
+    /// Loads the image in `dir`. Damage is part of the result, never an error.
     #[must_use]
     pub fn load(dir: &Path, id: ImageId, trust: &Trust) -> Image {
         let found = Manifest::read(dir, trust).and_then(|manifest| {
@@ -162,17 +162,17 @@ impl Image {
         Image::judge(dir, id, found, Place::Stored, trust)
     }
 
-    /// One whose parts were brought out of the packs into `dir`, with a manifest beside them. Like one in memory it has no
-    /// hashes: they were compared on the way.
+    /// An image that was unpacked to `dir`, with a manifest beside its parts. Like an image in memory it has no hashes:
+    /// they were checked while unpacking.
     pub fn unpacked(dir: &Path, manifest: Manifest, trust: &Trust) -> Image {
         let (state, trust) = (State::Good(Box::new(manifest.clone())), trust.clone());
         Image { id: manifest.id, dir: dir.to_owned(), state, place: Place::Staged, trust }
     }
 
-    /// Looks at the slot in `dir`; None where there is no whole image.
+    /// Loads the image in the slot `dir`; `None` if there is no complete image.
     pub(super) fn load_staged(dir: &Path, place: Place, trust: &Trust) -> Option<Image> {
         let found = Manifest::read(dir, trust);
-        // It is not used, but told of: it may be from before there was a key.
+        // It is not used, but reported: it may be from before there was a key.
         let id = match &found {
             Ok(manifest) => manifest.id,
             Err(ManifestError::Untrusted(_)) => Manifest::read(dir, &Trust::default()).ok()?.id,
@@ -198,7 +198,7 @@ impl Image {
         Image { id, dir: dir.to_owned(), state, place, trust: trust.clone() }
     }
 
-    /// The same image as it is now. One in a slot that was replaced meanwhile is damaged.
+    /// The same image in its present state. An image in a slot that was replaced meanwhile is damaged.
     pub(super) fn look_again(&self) -> Image {
         match self.place {
             Place::Stored => Image::load(&self.dir, self.id, &self.trust),
@@ -218,7 +218,7 @@ impl Image {
         self.place != Place::Stored
     }
 
-    /// How its content is kept, as far as its manifest tells: without one it is taken for loose.
+    /// How its content is stored, according to its manifest; loose if there is none.
     #[must_use]
     pub fn form(&self) -> Form {
         match self.manifest().and_then(|manifest| manifest.chunks.as_ref()) {
@@ -227,10 +227,11 @@ impl Image {
         }
     }
 
-    /// Reads its chunk map, checked against the manifest; None where it is loose or its manifest cannot be used.
+    /// Reads its chunk map, and checks it against the manifest; `None` if the image is loose or its manifest cannot be
+    /// used.
     ///
     /// # Errors
-    /// When the map cannot be read, or is not the one that the manifest tells of.
+    /// When the map cannot be read, or does not match the manifest.
     pub fn chunk_map(&self) -> Result<Option<ChunkMap>, ReadError> {
         let Some((manifest, chunks)) = self.manifest().and_then(|it| Some((it, it.chunks.as_ref()?))) else {
             return Ok(None);
@@ -247,7 +248,7 @@ impl Image {
         matches!(self.state, State::Good(_))
     }
 
-    /// Its manifest, if that can be read.
+    /// Its manifest, if it can be used.
     #[must_use]
     pub fn manifest(&self) -> Option<&Manifest> {
         match &self.state {
@@ -256,7 +257,7 @@ impl Image {
         }
     }
 
-    /// Notes durably that restarts must pass it over. An earlier mark is replaced.
+    /// Marks it as bad, durably, so that restarts skip it. An earlier mark is replaced.
     ///
     /// # Errors
     /// [`Error::Write`].
@@ -269,7 +270,7 @@ impl Image {
         Ok(())
     }
 
-    /// Takes the mark back, durably. Nothing happens where there is none.
+    /// Removes the mark, durably. Does nothing if there is none.
     ///
     /// # Errors
     /// [`Error::Remove`], [`Error::Write`].

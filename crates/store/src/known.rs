@@ -6,23 +6,23 @@ use super::id::ImageId;
 use super::image::{Image, Place};
 use super::tags::Tags;
 
-/// An image, and where it is.
+/// An image with all its copies.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Known {
-    /// The one to use: a good one if there is one, and of two the one that lasts.
+    /// The copy to use: a good one if there is one; if there are two, the one in the store.
     best: Image,
     other: Option<Image>,
 }
 
 impl Known {
-    /// Brings the copies of each image together, newest image first.
+    /// Groups the copies by image, newest image first.
     pub(super) fn gather(mut copies: Vec<Image>) -> Vec<Known> {
         let worth = |image: &Image| (image.id, image.is_good(), image.place);
         copies.sort_by_key(|image| std::cmp::Reverse(worth(image)));
         let mut all: Vec<Known> = Vec::new();
         for image in copies {
             match all.last_mut().filter(|last| last.id() == image.id) {
-                // Two slots never have the same image: the first of each place counts.
+                // Two slots never contain the same image: the first copy of each place counts.
                 Some(last) if last.best.place != image.place => last.other = last.other.take().or(Some(image)),
                 Some(_) => {}
                 None => all.push(Known { best: image, other: None }),
@@ -37,7 +37,7 @@ impl Known {
         self.best.id
     }
 
-    /// The copy to use: a good one if there is one, and of two the one in the store, which lasts.
+    /// The copy to use: a good one if there is one; if there are two, the one in the store.
     #[must_use]
     pub fn best(&self) -> &Image {
         &self.best
@@ -54,13 +54,13 @@ impl Known {
         self.copies().find(|image| image.place == place)
     }
 
-    /// Where it is, memory first.
+    /// The places of the copies, memory first.
     #[must_use]
     pub fn places(&self) -> Vec<Place> {
         [Place::Staged, Place::Slot, Place::Stored].into_iter().filter(|place| self.copy(*place).is_some()).collect()
     }
 
-    /// What a user says of it: the copy in the store has the tags.
+    /// The user's tags and pin; only the copy in the store has them.
     #[must_use]
     pub fn tags(&self) -> Tags {
         self.copy(Place::Stored).map(Image::tags).unwrap_or_default()

@@ -1,4 +1,4 @@
-//! The images of all jobs: one folder a job, one image a snapshot.
+//! The images of all jobs: one folder per job, one image per snapshot.
 //!
 //! ```text
 //! STORE/  0700
@@ -11,18 +11,21 @@
 //!       .tmp-000043-20261120T132205Z/  a draft
 //!       .del-000039-20261120T131805Z/  on its way out
 //!     packs/                           the chunks of packed images (see [`pack`])
+//!   .del-JOB/                          a job on its way out
 //! ```
 //!
-//! docs/format.md has every byte of it. It owns all below `STORE` but the content of `log/`, `bin/` and `state.json`.
-//! Invariants:
+//! docs/format.md describes every byte. This crate owns everything below `STORE`, except the content of `log/`, `bin/`
+//! and `state.json`. Invariants:
 //!
-//! - A folder with the name of an image was published whole (persist.rs has the protocol); its files never change after
-//!   that, only `bad.json` and `tags.json` come and go.
-//! - One writer a job, by lock; readers at any time, without one.
-//! - What cannot be read is an error or says so. It is never taken for empty, and nothing is deleted because of it.
-//! - The newest good image is never removed by a plan ([`retention`]), and a pinned one by nobody.
+//! - A folder with the name of an image was published completely (persist.rs has the protocol). Its files never change
+//!   after that; only `bad.json` and `tags.json` are added and removed.
+//! - Each job has one writer, ensured by a lock; readers need no lock.
+//! - Anything unreadable is an error, or is reported as unreadable. It is never treated as empty, and nothing is
+//!   deleted because of it.
+//! - Retention ([`retention`]) never removes the newest good image, and nothing removes a pinned image.
 //!
-//! When the power goes there are whole images and, perhaps, leftovers with a dot in front, which the next start sweeps.
+//! After a power cut there are complete images and possibly leftovers, whose names begin with a dot. The next start
+//! removes them.
 
 pub mod chunk;
 mod draft;
@@ -76,18 +79,19 @@ pub use manifest::Manifest;
 pub use mark::{BadMark, BadWhy};
 pub use paths::{GroupPath, JobPath, PartPath, PathError};
 pub use record::{JobRecord, Outcome};
+pub use remove::Pinned;
 pub use seen::{Newest, Seen};
-pub use select::LATEST;
+pub use select::{LATEST, nth_newest};
 pub use tags::{Change, NoTag, Tag, Tags};
 pub use trust::{Trust, Unsigned, Untrusted};
 pub use verify::{Finding, PackReport, PacksReport, PartReport, Report, Share, check_packs};
 
 use rekindle_os::durable;
 
-/// How the name of an image starts while it is removed.
+/// Prefix of the name of an image that is being removed.
 const DELETED_PREFIX: &str = ".del-";
 
-/// What a store is opened for.
+/// The purpose for which a store is opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
     /// For reading: a missing store is an error.
@@ -96,7 +100,7 @@ pub enum Access {
     Write,
 }
 
-/// A folder with jobs in it.
+/// A folder with the folders of jobs.
 #[derive(Debug, Clone)]
 pub struct Store {
     path: PathBuf,
@@ -112,19 +116,19 @@ impl Store {
     pub fn open(path: &Path, access: Access) -> Result<Store> {
         match fs::metadata(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound && access == Access::Write => {
-                make_all(path).map_err(|source| Error::Create { path: path.to_owned(), source })?;
+                make_all(path).map_err(|source| Error::CreateStore { path: path.to_owned(), source })?;
             }
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(Error::NoStore(path.to_owned())),
             Err(source) => return Err(Error::Read { path: path.to_owned(), source }),
             Ok(_) => {}
         }
         rights::check(path)?;
-        // A job changes its directory; the store's paths must mean the same afterwards.
+        // A job can change its working directory; the store's paths must stay valid.
         let path = fs::canonicalize(path).map_err(|source| Error::Read { path: path.to_owned(), source })?;
         Ok(Store { path, trust: Trust::default() })
     }
 
-    /// The same store, which trusts only that. [`Store::open`] alone trusts all content.
+    /// The same store with these rules of trust. [`Store::open`] alone trusts all content.
     #[must_use]
     pub fn with_trust(self, trust: Trust) -> Store {
         Store { trust, ..self }
@@ -136,7 +140,7 @@ impl Store {
         &self.path
     }
 
-    /// The jobs, by name.
+    /// The jobs, sorted by name.
     ///
     /// # Errors
     /// [`Error::Read`].
@@ -161,7 +165,7 @@ impl Store {
         }
     }
 
-    /// The folder of a job, made where it is missing.
+    /// The folder of a job, created if it does not exist.
     ///
     /// # Errors
     /// [`Error::Create`], [`Error::NotAFolder`]; as root also [`Error::OthersCanWrite`] and [`Error::OtherOwner`].
@@ -174,7 +178,7 @@ impl Store {
     }
 }
 
-/// Makes a folder and its missing parents, durably.
+/// Creates a folder and its missing parents, durably.
 fn make_all(path: &Path) -> io::Result<()> {
     let path = std::path::absolute(path)?;
     let missing: Vec<_> = path.ancestors().take_while(|it| !it.exists()).filter_map(Path::parent).collect();

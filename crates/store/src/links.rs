@@ -6,7 +6,7 @@
 use super::manifest::{Manifest, SavedLink};
 use rekindle_os::identity;
 
-/// Removes this one.
+/// Removes one link.
 pub(super) fn remove(manifest: &Manifest, link: &SavedLink) {
     let name = link.saved.file_name().and_then(|name| name.to_str());
     if !link.saved.is_absolute() || !name.is_some_and(|name| name.starts_with(SavedLink::PREFIX)) {

@@ -44,63 +44,63 @@ use super::id::{ImageId, JobName};
 use rekindle_os::clock;
 
 pub(super) const FILE_NAME: &str = "lock";
-/// How often a holder says that it is alive.
+/// How often a holder renews the time stamp of the lock file.
 pub const HEARTBEAT: Duration = Duration::from_secs(30);
 /// A holder on another machine whose last heartbeat is this old is dead. Ten heartbeats, because a file server may
 /// stall for a while, and then all of its clients do.
 pub(super) const STALE: Duration = Duration::from_secs(300);
-/// How long a look at the file is relied upon by who asks often.
+/// How long the result of a check is reused by frequent checks.
 const CERTAIN: Duration = Duration::from_secs(1);
-/// [`writer`] takes the lock for some microseconds; a writer that comes just then must not be turned away.
+/// How often to try to take the lock: [`writer`] holds it for some microseconds, which must not turn a writer away.
 const TRIES: u32 = 5;
 const PAUSE: Duration = Duration::from_millis(20);
-/// A process that was killed loses its locks some moments before it counts as dead.
+/// How long to wait for a holder to die: a killed process loses its locks some moments before it counts as dead.
 const DYING: Duration = Duration::from_secs(2);
-/// If two processes take over from the same dead holder, where locks do not work, both write their name; the last one
-/// stays.
+/// If locks do not work and two processes take over from the same dead holder, both write their name; after this time
+/// the last name counts.
 const SETTLE: Duration = Duration::from_secs(1);
-/// A holder is some hundred bytes.
+/// Maximum size of the file; a holder has some hundred bytes.
 const MAX_BYTES: u64 = 4 << 10;
 
-/// The right to change a job's folder. Dropping it gives the right back.
+/// The right to change a job's folder. Dropping it releases the lock.
 #[derive(Debug)]
 pub struct WriterLock {
     folder: PathBuf,
     job: JobName,
     file: File,
     me: Holder,
-    /// Who held it before on another machine, and how long that has been silent.
+    /// The previous holder on another machine, and the time since its last heartbeat.
     silent: Option<(Holder, Duration)>,
-    /// The last heartbeat of a holder before that did not empty the file.
+    /// The last heartbeat of a previous holder that did not empty the file.
     last_seen: Option<SystemTime>,
     held: held::Held,
-    /// Images that the present life may prove, the oldest first.
+    /// Images that the present life may prove, oldest first.
     waiting: Mutex<Vec<ImageId>>,
     /// Held by the one thread that changes the packs.
     packs: Mutex<()>,
-    /// When it was last known to be ours, in milliseconds since the boot.
+    /// When the lock was last confirmed, in milliseconds since the boot.
     confirmed: AtomicU64,
 }
 
-/// Who may change a job's folder.
+/// The supervisor of a job.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Writer {
     /// The job has no supervisor.
     Nobody,
-    /// It has one.
+    /// It has this one.
     Known(Holder),
     /// It has one that has not written its name yet, or could not.
     Unnamed,
 }
 
 impl WriterLock {
-    /// Keeps retention from the image for as long as that is held: it is being read.
+    /// Prevents retention from removing the image while the returned value exists: the image is being read.
     #[must_use]
     pub fn hold(&self, id: ImageId) -> Hold {
         self.held.hold(id)
     }
 
-    /// The images that are held.
+    /// The images that are protected in this way.
     pub(super) fn held(&self) -> Vec<ImageId> {
         self.held.ids()
     }
@@ -111,23 +111,23 @@ impl WriterLock {
         *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = images;
     }
 
-    /// The last report.
+    /// The images that the present life may prove.
     pub(super) fn waiting(&self) -> Vec<ImageId> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Waits until no other thread of this process changes the job's packs: what one thread finds in a pack and relies
-    /// on, another must not remove.
+    /// Waits until no other thread of this process changes the job's packs: a thread must not remove what another one
+    /// has found in a pack and relies on.
     pub(super) fn packs(&self) -> MutexGuard<'_, ()> {
-        // It protects files, which a panic does not change.
+        // It protects files, whose state does not depend on a panic.
         self.packs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether it is still ours, by a look at the file: to be asked before something is published, replaced or removed.
+    /// Checks with the file whether the lock is still ours. Call it before something is published, replaced or removed.
     ///
     /// # Errors
-    /// [`Error::TakenOver`], [`Error::LockReplaced`]: another process may have the folder now, and nothing may be written any
-    /// more. [`Error::Read`]: it cannot be told, and nothing may be written until it can.
+    /// [`Error::TakenOver`], [`Error::LockReplaced`]: another process may have the folder now, and nothing may be
+    /// written any more. [`Error::Read`]: this is unknown, and nothing may be written until it is known.
     pub fn confirm(&self) -> Result<()> {
         self.look().map(drop)
     }
@@ -141,18 +141,18 @@ impl WriterLock {
         if self.unconfirmed() < CERTAIN { Ok(()) } else { self.confirm() }
     }
 
-    /// How long ago it was last known to be ours, sleep of the machine included.
+    /// The time since the lock was last confirmed, including sleep of the machine.
     #[must_use]
     pub fn unconfirmed(&self) -> Duration {
         clock::since_boot().saturating_sub(Duration::from_millis(self.confirmed.load(Ordering::Relaxed)))
     }
 
-    /// The holder that the file names, if it is ours: this process or, if it was emptied by hand, nobody.
+    /// The holder in the file, if that is us, or `None` if the file was emptied by hand; an error if it is another one.
     fn look(&self) -> Result<Option<Holder>> {
         let path = self.folder.join(FILE_NAME);
         let failed = |source| Error::Read { path: path.clone(), source };
         let asked = clock::since_boot();
-        // Opened by name again, because then a network file system asks its server.
+        // The file is opened by name again, so that a network file system asks its server.
         let file = open(&path, Create::No).map_err(failed)?;
         let holder = read_holder(&file).map_err(failed)?;
         if let Some(holder) = holder.as_ref().filter(|holder| **holder != self.me) {
@@ -167,18 +167,18 @@ impl WriterLock {
         Ok(holder)
     }
 
-    /// Whether this is the lock of the job whose folder that is.
+    /// Whether this is the lock of the job with this folder.
     pub(super) fn guards(&self, folder: &Path) -> bool {
         self.folder == folder
     }
 
-    /// The holder on another machine that this took over from because it was silent, and for how long it has been.
+    /// The holder on another machine from which this lock was taken over, and the time since its last heartbeat.
     #[must_use]
     pub fn silent_holder(&self) -> Option<(&Holder, Duration)> {
         self.silent.as_ref().map(|(holder, silent)| (holder, *silent))
     }
 
-    /// When a holder before that ended without a word gave its last sign of life.
+    /// The last heartbeat of a previous holder that ended without emptying the file.
     #[must_use]
     pub fn last_seen(&self) -> Option<SystemTime> {
         self.last_seen
@@ -187,11 +187,11 @@ impl WriterLock {
     /// The heartbeat: call it every [`HEARTBEAT`] while the lock is held.
     ///
     /// # Errors
-    /// Those of [`WriterLock::confirm`]; [`Error::Write`]: it could not be done this time.
+    /// Those of [`WriterLock::confirm`]; [`Error::Write`]: this heartbeat failed.
     pub fn refresh(&self) -> Result<()> {
         let failed = |source| Error::Write { path: self.folder.join(FILE_NAME), source };
         if self.look()?.is_none() {
-            // Emptied by a hand that took us for dead.
+            // Somebody emptied the file by hand, because we seemed to be dead.
             write_holder(&self.file, &self.me).map_err(failed)?;
         }
         beat(&self.file).map_err(failed)
@@ -201,7 +201,7 @@ impl WriterLock {
 impl Drop for WriterLock {
     fn drop(&mut self) {
         if self.look().is_ok() {
-            // A name that stays is found to be that of a dead process.
+            // If the name stays, it is recognised as that of a dead process.
             let _ = self.file.set_len(0);
         }
     }
@@ -246,10 +246,11 @@ pub(super) fn acquire(folder: &Path, job: &JobName) -> Result<WriterLock> {
     Ok(lock)
 }
 
-/// A holder that is taken for dead only because it was silent, and the last heartbeat of one that ended without a word.
+/// A holder that counts as dead only because of missing heartbeats, and the last heartbeat of one that ended without
+/// emptying the file.
 type Earlier = (Option<(Holder, Duration)>, Option<SystemTime>);
 
-/// Judges the name in the file.
+/// Judges whether the holder named in the file is alive.
 fn earlier_holder(file: &File, folder: &Path, me: &Holder, job: &JobName) -> Result<Earlier> {
     let path = folder.join(FILE_NAME);
     let begun = Instant::now();
@@ -269,7 +270,7 @@ fn earlier_holder(file: &File, folder: &Path, me: &Holder, job: &JobName) -> Res
     }
 }
 
-/// The time by the clock that stamps files in this folder, which on a shared file system is the server's.
+/// The time of the clock that stamps files in this folder; on a shared file system this is the server's.
 fn clock_of(folder: &Path) -> Option<SystemTime> {
     let mut file = tempfile::tempfile_in(folder).ok()?;
     file.write_all(b"now").ok()?;
@@ -290,14 +291,14 @@ pub(super) fn writer(folder: &Path) -> Result<Writer> {
         Err(TryLockError::WouldBlock) => Ok(named.map_or(Writer::Unnamed, Writer::Known)),
         Err(TryLockError::Error(source)) => Err(Error::Lock { path, source }),
         Ok(()) => {
-            // Another machine may have it all the same, if locks are local to a machine.
+            // Another machine may hold it nevertheless, if locks are local to a machine.
             let (Some(holder), Ok(heartbeat)) = (named, file.metadata().and_then(|metadata| metadata.modified()))
             else {
                 return Ok(Writer::Nobody);
             };
             let me = Holder::this_process();
             match judge::judge(&holder, &Facts::now(&me, heartbeat, SystemTime::now())) {
-                // Of this machine the kernel knows best.
+                // For a holder on this machine the kernel's answer is correct.
                 Verdict::Alive { .. } if holder.boot_id != me.boot_id => Ok(Writer::Known(holder)),
                 _ => Ok(Writer::Nobody),
             }
@@ -325,11 +326,11 @@ fn write_holder(mut file: &File, holder: &Holder) -> io::Result<()> {
     file.set_len(0)?;
     io::Seek::rewind(&mut file)?;
     file.write_all(&serde_json::to_vec(holder)?)?;
-    // So that others see it, not for the power: a name that gets lost then was that of a dead process.
+    // Makes it visible to others. Durability is not needed: after a power cut the name would be that of a dead process.
     file.sync_data()
 }
 
-/// None if there is no name yet, or nothing that can be understood.
+/// `None` if there is no name yet, or it cannot be parsed.
 fn read_holder(mut file: &File) -> io::Result<Option<Holder>> {
     let mut bytes = Vec::new();
     io::Seek::rewind(&mut file)?;
@@ -337,7 +338,7 @@ fn read_holder(mut file: &File) -> io::Result<Option<Holder>> {
     Ok(serde_json::from_slice(&bytes).ok())
 }
 
-/// By the clock of the file system, if it has one of its own.
+/// Sets the time stamp, by the clock of the file system if it has its own.
 fn beat(file: &File) -> io::Result<()> {
     Ok(futimens(file, &TimeSpec::UTIME_OMIT, &TimeSpec::UTIME_NOW)?)
 }

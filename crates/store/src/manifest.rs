@@ -31,14 +31,14 @@ use super::trust::{Signature, Trust, Untrusted};
 pub use rekindle_criu::Tcp;
 use rekindle_os::durable;
 
-/// What `format` says: the magic of the file.
+/// The value of `format`: the magic of the file.
 pub const FORMAT: &str = "rekindle-image";
-/// The newest version that this code reads. It writes the oldest that can say what is to be said: 3 for one with files that
-/// are put back together, 2 for a packed image, else 1.
+/// The newest version that this code reads. It writes the lowest possible one: 3 for an image with files that are put
+/// back together, 2 for a packed image, else 1.
 pub const VERSION: u32 = 3;
 /// The first version with [`Manifest::chunks`].
 const PACKED: u32 = 2;
-/// The first version whose readers put back files together: an earlier one would put back some of them.
+/// The first version whose readers put back files together: an earlier one would put back only some of them.
 const TOGETHER: u32 = 3;
 /// A larger manifest is not parsed. 64 MiB are some 300,000 parts or open files.
 pub const MAX_BYTES: u64 = 64 << 20;
@@ -51,7 +51,7 @@ pub enum ManifestError {
     /// It does not exist: the image was not published completely.
     #[error("it has no {FILE_NAME}")]
     Missing,
-    /// It cannot be opened or read; nothing is known of the image.
+    /// It cannot be opened or read, so nothing is known about the image.
     #[error("its {FILE_NAME} cannot be read{why}: {0}", why = super::error::Failing(.0))]
     Read(#[source] io::Error),
     /// Larger than [`MAX_BYTES`].
@@ -60,7 +60,7 @@ pub enum ManifestError {
     /// Not JSON, or fields that are missing or of the wrong type.
     #[error("its {FILE_NAME} is damaged: {0}")]
     Parse(#[source] serde_json::Error),
-    /// Another program's file.
+    /// It is the file of another program.
     #[error("its {FILE_NAME} has the format \"{0}\", not \"{FORMAT}\"")]
     Format(String),
     /// Written by a newer rekindle.
@@ -71,33 +71,33 @@ pub enum ManifestError {
     /// Version 0 was never written.
     #[error("its manifest has version 0, which is invalid")]
     VersionZero,
-    /// The version is outside of what the hash covers.
+    /// The version differs from the one that the hash covers.
     #[error("its {FILE_NAME} is damaged: version {0} does not match its content")]
     WrongVersion(u32),
-    /// The content is not what was written.
+    /// The content differs from what was written.
     #[error("its {FILE_NAME} is damaged: the checksum does not match")]
     Checksum,
-    /// The folder was renamed or copied over.
+    /// It is the manifest of another image: the folder was renamed or copied over.
     #[error("its manifest belongs to image {0}")]
     OtherImage(ImageId),
-    /// A part that was never hashed: an image of the store has none.
+    /// A part has no hash, although the image is in the store.
     #[error("its manifest has no checksum for the part \"{0}\"")]
     NoChecksum(String),
-    /// With the key only we could have written it, and it has no valid signature.
+    /// There is a key, but the manifest has no valid signature of it.
     #[error("its manifest {0}")]
     Untrusted(#[source] Untrusted),
-    /// One of another job, which was copied here.
+    /// The image belongs to another job, and was copied here.
     #[error("its manifest belongs to job \"{0}\"")]
     OtherJob(JobName),
-    /// Two parts with one path.
+    /// Two parts have the same path.
     #[error("its manifest names the part \"{0}\" twice")]
     PartTwice(String),
-    /// A file that a restore has to put somewhere has no part.
+    /// A file that a restore must create has no part.
     #[error("its manifest restores a file from the part \"{0}\", which it does not list")]
     NoSuchPart(String),
 }
 
-/// The outer object; the inner one stays text until its hash was checked.
+/// The outer object; the inner one stays text until its hash is checked.
 #[derive(Serialize, Deserialize)]
 struct Envelope<'a> {
     format: String,
@@ -110,7 +110,7 @@ struct Envelope<'a> {
     manifest: &'a RawValue,
 }
 
-/// The part of the outer object that every version has.
+/// The fields of the outer object that every version has.
 #[derive(Deserialize)]
 struct Header {
     format: String,
@@ -118,10 +118,10 @@ struct Header {
 }
 
 impl Manifest {
-    /// The bytes of `manifest.json`, signed where there is a key.
+    /// The bytes of `manifest.json`, signed if there is a key.
     ///
     /// # Errors
-    /// What [`Manifest::parse`] would refuse.
+    /// When [`Manifest::parse`] would refuse the result.
     pub fn to_bytes(&self, trust: &Trust) -> Result<Vec<u8>, ManifestError> {
         self.validate()?;
         let body = serde_json::to_string_pretty(self).map_err(ManifestError::Parse)?;
@@ -132,7 +132,7 @@ impl Manifest {
             signature: trust.sign(&signed(&self.version().to_le_bytes(), &body)),
             manifest: &RawValue::from_string(body).map_err(ManifestError::Parse)?,
         };
-        // No line end after the last brace: a file that lost its last byte is incomplete.
+        // No line end after the last brace, so that a file without its last byte is incomplete.
         let bytes = serde_json::to_vec_pretty(&envelope).map_err(ManifestError::Parse)?;
         if u64::try_from(bytes.len()).is_ok_and(|len| len <= MAX_BYTES) {
             Ok(bytes)
@@ -141,11 +141,10 @@ impl Manifest {
         }
     }
 
-    /// Reads what [`Manifest::to_bytes`] wrote. Nothing of what is in it is looked at before the hash and the signature
-    /// were.
+    /// Reads what [`Manifest::to_bytes`] wrote. Hash and signature are checked before the content is parsed.
     ///
     /// # Errors
-    /// Every kind of damage has its own; a newer version is refused by name.
+    /// Each kind of damage has its own error; so has a newer version.
     pub fn parse(bytes: &[u8], trust: &Trust) -> Result<Manifest, ManifestError> {
         if u64::try_from(bytes.len()).is_ok_and(|len| len > MAX_BYTES) {
             return Err(ManifestError::TooLarge);
@@ -219,8 +218,8 @@ impl Manifest {
     }
 }
 
-/// What a signature covers: that it is a manifest, its version, and its exact text, which has the job, the id, the parts
-/// and the hash of the chunk map.
+/// The bytes that a signature covers: a constant for manifests, the version, and the exact text, which contains the
+/// job, the id, the parts and the hash of the chunk map.
 fn signed<'a>(version: &'a [u8; 4], body: &'a str) -> [&'a [u8]; 3] {
     [b"manifest", version, body.as_bytes()]
 }

@@ -9,29 +9,29 @@ use serde::{Deserialize, Serialize};
 use rekindle_os::durable;
 
 pub(super) const FILE_NAME: &str = "bad.json";
-/// A mark is some hundred bytes.
+/// Maximum size of the file; a mark has some hundred bytes.
 const MAX_BYTES: u64 = 64 << 10;
 
-/// Why an image is passed over.
+/// Why an image is skipped.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BadMark {
-    /// What was seen.
+    /// The kind of problem.
     pub why: BadWhy,
-    /// The same in words, such as the last lines of CRIU's log.
+    /// The problem in words, such as the last lines of CRIU's log.
     pub detail: String,
-    /// When it was seen.
+    /// When it was found.
     pub when: DateTime<Utc>,
 }
 
-/// What was seen of a bad image.
+/// The kind of problem of a bad image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum BadWhy {
-    /// Its files are not what was written.
+    /// Its files differ from what was written.
     Damaged,
     /// CRIU or the driver refused it.
     DoesNotRestore,
-    /// The job died again at once, more than once.
+    /// The job died again soon after a restore, more than once.
     DiesAgain,
 }
 
@@ -45,7 +45,7 @@ impl std::fmt::Display for BadWhy {
     }
 }
 
-/// Whether the image in `dir` is marked. A mark that cannot be read is still a mark: somebody had a reason.
+/// The mark of the image in `dir`, if any. A mark that cannot be read is still a mark, because it was set for a reason.
 pub(super) fn read(dir: &Path, fallback_when: DateTime<Utc>) -> Option<BadMark> {
     let illegible = |why: String| BadMark {
         why: BadWhy::Damaged,

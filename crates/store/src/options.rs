@@ -4,19 +4,19 @@ use serde::{Deserialize, Serialize};
 
 use rekindle_base::units::{Malformed, NumberOrText};
 
-/// In how many packs content is kept that several images of a job refer to.
+/// In how many packs content is kept that several images of a job use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(try_from = "NumberOrText", into = "NumberOrText")]
 pub enum Copies {
-    /// In one.
+    /// In one pack.
     #[default]
     One,
-    /// In two, so that damage to one of them costs nothing.
+    /// In two packs, so that damage to one of them loses nothing.
     Two,
 }
 
 impl Copies {
-    /// How many packs that are.
+    /// The number of packs.
     #[must_use]
     pub fn count(self) -> usize {
         match self {

@@ -29,10 +29,10 @@ pub use stored::CopyError;
 pub use strike::Unread;
 pub use writer::{Making, PackWriter};
 
-/// A pack is closed when it is about this large: large enough that a disk reads it in one go, small enough to be
-/// rewritten when half of it is needed no more.
+/// A pack is closed at about this size: large enough to be read sequentially, small enough to be rewritten when half of
+/// it is not needed any more.
 pub const PACK: u64 = 256 << 20;
-/// Records of a pack at most; it is closed then, however small they are.
+/// Maximum number of records in a pack; it is closed then, however small they are.
 pub const PACK_RECORDS: u64 = 1 << 20;
-/// A larger pack is refused: offsets are kept in 32 bits.
+/// Larger packs are refused, because offsets have 32 bits.
 pub const PACK_MAX: u64 = u32::MAX as u64;

@@ -26,10 +26,10 @@ pub use group::GroupPath;
 
 use super::{chunk, manifest, mark, tags};
 
-/// A path that no file of ours may name.
+/// A path that no file of ours may contain.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum PathError {
-    /// Not one that a job can have.
+    /// Not a valid path of a job.
     #[error("{path:?} is not a valid path of a job's file: {why}")]
     Job {
         /// The text.
@@ -37,7 +37,7 @@ pub enum PathError {
         /// The rule that it breaks.
         why: &'static str,
     },
-    /// Not one of a control group.
+    /// Not a valid path of a control group.
     #[error("{path:?} is not a valid path of a control group: {why}")]
     Group {
         /// The text.
@@ -45,7 +45,7 @@ pub enum PathError {
         /// The rule that it breaks.
         why: &'static str,
     },
-    /// Not one inside of an image.
+    /// Not a valid path inside an image.
     #[error("{path:?} is not a valid path inside an image: {why}")]
     Part {
         /// The text.
@@ -61,10 +61,10 @@ pub enum PathError {
 pub struct JobPath(PathBuf);
 
 impl JobPath {
-    /// Checks a path. One slash too many, and a `.`, are left out.
+    /// Checks a path. Superfluous slashes and `.` are removed.
     ///
     /// # Errors
-    /// [`PathError::Job`] for one that is relative, or has a `..` or a zero byte.
+    /// [`PathError::Job`] if it is relative, or contains `..` or a zero byte.
     pub fn new(path: impl Into<PathBuf>) -> Result<JobPath, PathError> {
         let path = path.into();
         let refuse = |path, why| Err(PathError::Job { path, why });
@@ -154,7 +154,7 @@ impl<'de> Deserialize<'de> for JobPath {
     }
 }
 
-/// Checks a path as [`JobPath`] does where it is kept as another type.
+/// Checks a path as [`JobPath`] does, for fields of another type.
 pub(super) mod of_job {
     use super::*;
 
@@ -167,8 +167,8 @@ pub(super) mod of_job {
     }
 }
 
-/// A file inside of an image: a relative path of normal parts in its one way to write it, and none of the files that the
-/// store itself has there.
+/// The path of a file inside an image: relative, with normal parts in a single spelling, and not one of the store's own
+/// files there.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PartPath(String);
 
@@ -184,7 +184,7 @@ impl PartPath {
         PartPath(format!("gpu/{pid}"))
     }
 
-    /// Opens the part of the image in `dir`, to read it. A link on the path is an error: the store creates none, and it
+    /// Opens the part of the image in `dir` for reading. A link on the path is an error: the store creates none, and it
     /// could lead anywhere.
     ///
     /// # Errors
@@ -194,7 +194,7 @@ impl PartPath {
         let flags = OFlag::O_RDONLY | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
         let within = ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS;
         let file = match openat2(&folder, self.as_str(), OpenHow::new().flags(flags).resolve(within)) {
-            // Some sandboxes know no openat2(2).
+            // Some sandboxes do not allow openat2(2).
             Err(nix::Error::ENOSYS | nix::Error::EPERM) => self.open_step_by_step(dir, flags)?,
             opened => opened?,
         };
@@ -215,7 +215,7 @@ impl PartPath {
         nix::fcntl::openat(&folder, name, flags, Mode::empty())
     }
 
-    /// All of the part of the image in `dir`.
+    /// Reads the part of the image in `dir` completely.
     ///
     /// # Errors
     /// As [`PartPath::open`].
@@ -288,7 +288,7 @@ impl<'de> Deserialize<'de> for PartPath {
     }
 }
 
-/// In tests a bad path is the test's own fault.
+/// Conversions for tests, which panic for a bad path.
 #[cfg(test)]
 mod in_tests {
     use super::*;

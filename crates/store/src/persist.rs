@@ -1,20 +1,20 @@
 //! From memory to the packs of the store, while the job runs.
 //!
-//! The parts of an image are cut into chunks; those that are in no pack yet are added to new ones, within bounds that keep
-//! the job's disk and processors free. The steps; each begins when the one before is done:
+//! The parts of an image are cut into chunks. Chunks that are in no pack yet are added to new packs, within limits that
+//! leave disk and processors to the job. The steps, in this order:
 //!
-//! 1. to 4. new packs are written, synced, named and indexed (`pack/disk.rs`), several at a time; a mark on a pack that
-//!    is on its way out, and of which something is needed again, is taken back durably before that counts;
+//! 1. to 4. new packs are written, synced, named and indexed (`pack/disk.rs`), several at a time; if content of a pack
+//!    that is marked for removal is needed again, the mark is removed durably before that content is used;
 //! 5. the chunk map is written into `images/.tmp-ID` and synced;
 //! 6. the manifest is written there durably;
-//! 7. the draft gets its lasting name, or changes names with the loose image that it takes the place of;
+//! 7. the draft gets its final name, or exchanges names with the loose image that it replaces;
 //! 8. `images/` is synced; the loose image, which is the `.tmp-ID` now, is removed.
 //!
-//! In 8 the files of a loose image go: who packs one sees to it that nobody restores from it meanwhile.
+//! Step 8 removes the files of a loose image: the caller must make sure that nobody restores from it meanwhile.
 //!
-//! The image in memory is only read. When the power goes before 7 there are a draft, which the next start sweeps, and packs
-//! that no image needs, which are found again by the next try or go as such packs go. When only we go, the next supervisor begins
-//! anew from the staged image.
+//! The image in memory is only read. After a power cut before step 7 there are a draft, which the next start removes,
+//! and packs that no image needs, which the next try uses or garbage collection removes. If only this process ends, the
+//! next supervisor starts again from the staged image.
 
 mod known;
 mod pace;
@@ -45,18 +45,18 @@ use rekindle_os::parallel;
 
 pub use self::pace::Progress;
 
-/// Bounds on the work beside the job.
+/// Limits of the work beside the job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Bounds {
-    /// Bytes a second that are written to the disk at most.
+    /// Maximum bytes per second written to the disk.
     pub rate: Option<u64>,
-    /// Threads that read, hash and compress. Each has one beside it that writes.
+    /// Threads that read, hash and compress. Each has a second thread that writes.
     pub threads: usize,
 }
 
-/// How many threads pack beside a job, for a number of processors. The job needs most processors, so it is one thread for four of
-/// them. At least two: one hashes while the other waits for the disk. At most eight: one thread hashes some 2.5 GB/s, and no disk
-/// is faster than eight.
+/// How many threads pack beside a job, for this number of processors. The job needs most processors, so it is one
+/// thread for four of them. At least two: one hashes while the other waits for the disk. At most eight: one thread
+/// hashes some 2.5 GB/s, and no disk is faster than eight.
 #[must_use]
 pub fn threads_beside(processors: usize) -> usize {
     (processors / 4).clamp(2, 8).min(processors)
@@ -67,20 +67,20 @@ pub fn threads_beside(processors: usize) -> usize {
 pub struct Packing {
     /// How chunks are compressed.
     pub compression: Compression,
-    /// What they are encrypted with.
+    /// The key to encrypt with.
     pub key: Option<Arc<Key>>,
-    /// How much of the machine may be used.
+    /// Limits of the work.
     pub bounds: Bounds,
-    /// In how many packs chunks are kept that more than one image refers to.
+    /// In how many packs chunks are kept that several images use.
     pub copies: Copies,
-    /// Places that the disk does not give: what is in them is written again.
+    /// Places that the disk cannot read: their content is written again.
     pub unread: Unread,
 }
 
-/// Why an image is not in the packs of the store. It still is where it was.
+/// Why an image could not be packed. It is still in its old place.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// It has no manifest any more.
+    /// Its manifest does not exist any more.
     #[error("image {0} is not there any more, or another one took its place")]
     Gone(super::ImageId),
     /// A part could not be read.
@@ -92,38 +92,38 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
-    /// A loose image is not what was published: packed, it would look sound.
+    /// A loose image differs from what was published: packed, the damage would be hidden.
     #[error("image {id} is damaged and stays as it is: {what}")]
     Damaged {
-        /// Which.
+        /// The image.
         id: super::ImageId,
-        /// What is wrong with it.
+        /// The damage.
         what: String,
     },
-    /// The disk does not give a loose image.
+    /// A loose image cannot be read from the disk.
     #[error("image {id} cannot be read and stays as it is: {what}")]
     Unread {
-        /// Which.
+        /// The image.
         id: super::ImageId,
-        /// What cannot be read.
+        /// The unreadable parts.
         what: String,
     },
     /// A pack could not be written.
     #[error(transparent)]
     Pack(#[from] FileError),
-    /// The store could not be read, or a mark not be taken back.
+    /// The store could not be read, or a mark could not be removed.
     #[error(transparent)]
     Store(#[from] super::Error),
     /// The image could not be published.
     #[error(transparent)]
     Publish(#[from] PublishError),
-    /// It was not wanted any more.
+    /// It was cancelled.
     #[error("cancelled")]
     Cancelled,
 }
 
 impl Error {
-    /// Whether room is what was missing.
+    /// Whether the cause is a lack of space.
     #[must_use]
     pub fn is_full(&self) -> bool {
         match self {
@@ -138,17 +138,17 @@ impl Error {
     }
 }
 
-/// Less than this is not worth a thread, and a pack, of its own.
+/// Less than this is not worth a separate thread and pack.
 const WORTH_A_THREAD: u64 = 64 << 20;
 
-/// Each has some 15 MiB of buffers, and no disk is faster than so many hash.
+/// Each has some 15 MiB of buffers, and no disk is faster than this many threads hash.
 const MAX_WORKERS: usize = 16;
 
-/// Brings a staged or loose image into the packs of the job. One that is packed is answered as it is.
+/// Packs a staged or loose image. A packed image is returned unchanged.
 ///
 /// # Errors
-/// When a part cannot be read, a pack not be written, or the image not be published. There is no draft then, and what was
-/// there before is as it was; packs that were closed stay, and are found by the next try.
+/// When a part cannot be read, a pack not be written, or the image not be published. Then there is no draft, and
+/// everything else is unchanged; packs that were closed stay, and are used by the next try.
 pub fn persist(
     image: &Image,
     folder: &JobFolder,
@@ -168,8 +168,8 @@ pub fn persist(
     let draft = folder.begin_image_as(lock, image.id)?;
     let packs = folder.packs();
     let index = packs.index()?;
-    // Which chunks have no image, though they are in a pack, is told by the maps. Where one of those cannot be read, no
-    // second copies are made this time.
+    // The chunk maps tell which chunks in packs belong to an image. If a map cannot be read, no second copies are made
+    // this time.
     let shared = match packing.copies {
         Copies::One => None,
         Copies::Two => Needed::of(folder).ok(),
@@ -192,10 +192,10 @@ pub fn persist(
     drop(work);
     drop(index);
     drop(shared);
-    // From here on the new place counts, and not the one that the disk does not give.
+    // From here on the new place counts, and not the unreadable one.
     strike::strike(&packs, lock, &again)?;
     packing.unread.forget(&again);
-    // A slot that was begun anew in the meantime would have given parts of two images.
+    // If the slot was reused in the meantime, the parts would be of two images.
     if image.look_again().manifest() != Some(&manifest) {
         return Err(Error::Gone(image.id));
     }
@@ -212,7 +212,7 @@ pub fn persist(
     Ok(draft.publish_packed(manifest, &bytes, image)?)
 }
 
-/// What is on a disk has hashes, and they are right.
+/// Checks the hashes of an image on a disk.
 fn check_loose(image: &Image) -> Result<(), Error> {
     if image.place == Place::Staged {
         return Ok(());
@@ -229,10 +229,10 @@ fn check_loose(image: &Image) -> Result<(), Error> {
     }
 }
 
-/// The extents of the parts, from those of the stretches.
+/// Joins the extents of the stretches to those of the parts.
 fn in_order(mut packed: Vec<Packed>, parts: usize) -> ChunkMap {
     packed.sort_unstable_by_key(|stretch| stretch.number);
-    // Exactly as much as it takes: an image of a terabyte has four million.
+    // Allocated exactly: an image of a terabyte has four million.
     let mut counts = vec![0; parts];
     for stretch in &packed {
         if let Some(count) = counts.get_mut(stretch.part) {

@@ -23,7 +23,7 @@ use rekindle_os::durable;
 
 const FILE_NAME: &str = "proven.json";
 const VERSION: u32 = 1;
-/// An entry takes some 30 bytes, and the file names images that are there.
+/// Maximum size: an entry has some 30 bytes, and only existing images are in the file.
 const MAX_BYTES: u64 = 16 << 20;
 
 #[derive(Serialize, Deserialize)]
@@ -33,7 +33,7 @@ struct OnDisk {
 }
 
 impl JobFolder {
-    /// The images that are proven. Some of them may be gone.
+    /// The images that are proven. Some of them may not exist any more.
     ///
     /// # Errors
     /// [`Error::Read`].
@@ -52,7 +52,7 @@ impl JobFolder {
         })
     }
 
-    /// Notes, durably, that these are proven. What is gone by now is forgotten.
+    /// Records durably that these are proven. Images that do not exist any more are removed from the file.
     ///
     /// # Errors
     /// [`Error::WrongLock`], [`Error::Read`], [`Error::Write`].

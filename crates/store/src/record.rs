@@ -1,4 +1,4 @@
-//! `job.json`: what a later `run` of the same name must know of the last one.
+//! `job.json`: what a later `run` of the same name needs to know about the last one.
 
 use std::io::{self, Read};
 use std::path::Path;
@@ -17,13 +17,13 @@ use rekindle_base::micros;
 use rekindle_os::durable;
 
 pub(super) const FILE_NAME: &str = "job.json";
-/// The newest version that this code reads. It writes the oldest that can say what is to be said: 2 where it is signed.
+/// The newest version that this code reads. It writes the lowest possible one: 2 if it is signed.
 const VERSION: u32 = 2;
-/// execve(2) takes at most 6 MiB of arguments (three quarters of `_STK_LIM`, fs/exec.c); JSON makes at most six bytes
-/// of one.
+/// Maximum size of the file: execve(2) takes at most 6 MiB of arguments (three quarters of `_STK_LIM`, fs/exec.c), and
+/// JSON uses at most six bytes for one.
 pub(super) const MAX_BYTES: u64 = 64 << 20;
 
-/// The last run of a job.
+/// The record of the last run of a job.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JobRecord {
     /// The command line; bytes that are not UTF-8 are replaced.
@@ -32,17 +32,17 @@ pub struct JobRecord {
     pub directory: JobPath,
     /// See [`super::Manifest::lineage`].
     pub lineage: String,
-    /// The image of another lineage that this one began from (`rekindle restore`).
+    /// The image of another lineage that this one started from (`rekindle restore`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub base: Option<ImageId>,
     /// When the run began.
     pub created: DateTime<Utc>,
     /// How it ended, if it did.
     pub outcome: Outcome,
-    /// What the job exited with, if it did.
+    /// The exit code of the job, if it exited.
     pub exit_code: Option<i32>,
-    /// How long the job has run in all, under every supervisor, up to the last change of this record: written at the
-    /// beginning and the end of a run, at a death and at each snapshot.
+    /// How long the job has run in total, under all supervisors, up to the last change of this record: it is written at
+    /// the beginning and the end of a run, at a death and at each snapshot.
     #[serde(rename = "uptime_us", default, with = "micros")]
     pub uptime: Duration,
     /// How often it failed in that time; see [`rekindle_base::interval::Failures`].
@@ -57,13 +57,13 @@ pub struct JobRecord {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Outcome {
-    /// It did not, or the supervisor was killed before it could say so.
+    /// It has not ended, or the supervisor was killed before it could record the end.
     Running,
     /// The job exited with 0.
     Completed,
     /// Given up.
     Failed {
-        /// In words.
+        /// The reason in words.
         why: String,
     },
     /// Stopped by a signal or a command, to be continued.
@@ -78,7 +78,7 @@ struct OnDisk<R> {
     record: R,
 }
 
-/// Version 2. The record stays text until its signature was checked.
+/// Version 2. The record stays text until its signature is checked.
 #[derive(Serialize, Deserialize)]
 struct Signed<'a> {
     version: u32,
@@ -92,7 +92,7 @@ struct Header {
     version: u32,
 }
 
-/// What the signature covers: that it is a record, whose, and its exact text.
+/// The bytes that the signature covers: a constant for records, the job, and the exact text.
 fn signed<'a>(job: &'a JobName, body: &'a RawValue) -> [&'a [u8]; 3] {
     [b"job.json", job.as_str().as_bytes(), body.get().as_bytes()]
 }
@@ -108,14 +108,14 @@ pub(super) fn read(path: &Path, job: &JobName, trust: &Trust) -> Result<Option<J
     parse(&bytes, path, job, trust).map(Some)
 }
 
-/// Whether there is one with a signature.
+/// Whether there is a record with a signature.
 pub(super) fn is_signed(path: &Path) -> bool {
     let mut bytes = Vec::new();
     let read = durable::open_for_reading(path).and_then(|file| file.take(MAX_BYTES).read_to_end(&mut bytes));
     read.is_ok() && serde_json::from_slice(&bytes).is_ok_and(|Header { version }| version == VERSION)
 }
 
-/// Reads what [`to_bytes`] wrote; the path is for messages.
+/// Reads the result of [`to_bytes`]; the path is for messages.
 pub(super) fn parse(bytes: &[u8], path: &Path, job: &JobName, trust: &Trust) -> Result<JobRecord> {
     let parse = |source| Error::ParseRecord { path: path.to_owned(), source };
     let untrusted = |source| Error::UntrustedRecord { path: path.to_owned(), source };
@@ -148,7 +148,8 @@ pub(super) fn write(path: &Path, record: &JobRecord, job: &JobName, trust: &Trus
 }
 
 impl JobRecord {
-    /// How often the job failed by the end of this run. One whose end is not recorded was ended by force, with the job.
+    /// How often the job failed until the end of this run. A run without a recorded end was killed, together with the
+    /// job.
     #[must_use]
     pub fn seen_so_far(&self) -> Failures {
         let by_force = u32::from(self.outcome == Outcome::Running);

@@ -8,6 +8,8 @@
 //! After a crash the next start continues there, beginning with the check for a pin. Nothing is removed while
 //! `images/`, or a manifest that may need a link, cannot be read.
 
+mod job;
+
 use std::collections::HashSet;
 use std::fs;
 use std::io;
@@ -23,6 +25,7 @@ use super::links;
 use super::manifest::Manifest;
 use super::trust::Trust;
 use super::{DELETED_PREFIX, tags};
+pub use job::Pinned;
 use rekindle_os::durable::{self, TEMP_PREFIX};
 use rekindle_os::point::{Step, point};
 
@@ -47,9 +50,9 @@ pub(super) fn image(folder: &JobFolder, id: ImageId) -> Result<()> {
 }
 
 pub(super) fn sweep(folder: &JobFolder) -> Result<Vec<PathBuf>> {
-    // First, so that it counts among those that need a link.
+    // First, so that it is among the images that may need a link.
     bring_pinned_back(folder)?;
-    // All that must be read is read before the first thing goes.
+    // Everything is read before the first thing is removed.
     let images = folder.images()?;
     let leftover = |name: &String, prefix| name.strip_prefix(prefix).is_some_and(|id| id.parse::<ImageId>().is_ok());
     let in_images = |name: String| folder.images_dir().join(name);
@@ -61,7 +64,7 @@ pub(super) fn sweep(folder: &JobFolder) -> Result<Vec<PathBuf>> {
     if folder.packs().dir().is_dir() {
         files.extend(temporary_files(folder.packs().dir())?);
     }
-    // An image whose folder cannot be listed says so itself; it must not keep a job from starting.
+    // An image whose folder cannot be listed is reported elsewhere; it must not prevent a job from starting.
     files.extend(images.iter().filter_map(|image| temporary_files(&image.dir).ok()).flatten());
     let mut removed = Vec::new();
     for path in doomed.into_iter().map(in_images) {
@@ -79,8 +82,8 @@ pub(super) fn sweep(folder: &JobFolder) -> Result<Vec<PathBuf>> {
     Ok(removed)
 }
 
-/// Nothing of an image that is pinned was removed: step 1 was interrupted. A pin that cannot be read is none here: then
-/// step 1 had read that there is none, and what is left is half an image.
+/// Restores the name of a pinned image: step 1 was interrupted, and nothing was removed yet. A pin that cannot be read
+/// does not count here: step 1 had read that there is none, and the rest may be half an image.
 fn bring_pinned_back(folder: &JobFolder) -> Result<()> {
     for name in list(&folder.images_dir())? {
         let Some(id) = name.strip_prefix(DELETED_PREFIX).filter(|id| id.parse::<ImageId>().is_ok()) else { continue };
@@ -102,7 +105,8 @@ fn finish(doomed: &Path, others: &[Image], trust: &Trust) -> Result<()> {
     remove_all(doomed)
 }
 
-/// Best effort: a link that stays costs space beside the user's files, and the image must go all the same.
+/// Removes the hard links. Best effort: a remaining link takes space beside the user's files, and the image must be
+/// removed anyway.
 fn remove_links(manifest: &Manifest, others: &[Image]) {
     let unknown = |image: &Image| matches!(&image.state, State::Damaged { why } if why.kind != DamageKind::Broken);
     if manifest.saved_links.is_empty() || others.iter().any(unknown) {
@@ -119,10 +123,10 @@ fn temporary_files(dir: &Path) -> Result<Vec<PathBuf>> {
     Ok(paths.filter(|path| fs::symlink_metadata(path).is_ok_and(|meta| meta.is_file())).collect())
 }
 
-/// A file is shortened by this much at a time. Removing a large file at once stops every writer of the file system for
-/// seconds (seen with 18 GB on ext4: a job that logged was blocked for 5 s).
+/// Bytes by which a file is shortened at a time. Removing a large file at once blocks every writer of the file system
+/// for seconds (seen with 18 GB on ext4: a job that logged was blocked for 5 s).
 const STEP: u64 = 128 << 20;
-/// Others write in between.
+/// Pause in which others can write.
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// Frees the space of large files in steps. A file that cannot be shortened is removed at once.

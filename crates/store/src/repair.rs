@@ -37,19 +37,19 @@ use crate::options::Copies;
 use images::Known;
 use rekindle_os::parallel;
 
-/// What was found, and done about it.
+/// The result of a repair.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Repaired {
-    /// Packs that there is something to say of, by name.
+    /// Packs with a finding, sorted by name.
     pub packs: Vec<PackRepair>,
-    /// What was taken from other packs or the replica, if anything.
+    /// Content that was taken from other packs or the replica, if any.
     pub healed: Option<Healed>,
-    /// Images that miss content, or may; newest first.
+    /// Images that have lost content, or may have; newest first.
     pub images: Vec<Suffering>,
 }
 
 impl Repaired {
-    /// Whether every image is intact, and everything could be judged.
+    /// Whether every image is intact, and everything could be checked.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         let known = |pack: &PackRepair| matches!(pack.outcome, Outcome::Mended | Outcome::Lost | Outcome::Unreadable);
@@ -57,33 +57,33 @@ impl Repaired {
     }
 }
 
-/// What became of a pack, or would.
+/// The result for a pack; in a dry run, the expected result.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct PackRepair {
     /// The pack.
     #[serde(serialize_with = "as_text")]
     pub pack: PackName,
-    /// In a word.
+    /// The kind of result.
     pub outcome: Outcome,
     /// Records that are intact, as far as they could be checked.
     pub whole: usize,
-    /// In words.
+    /// Details in words.
     pub what: String,
 }
 
-/// What became of a pack, or would.
+/// The kind of result for a pack; in a dry run, the expected one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Outcome {
-    /// Everything that was written is intact again.
+    /// All its content is intact again.
     Mended,
     /// The remaining records can be used again; the others are lost. Whether an image needs those is reported with the
     /// images.
     Lost,
-    /// The disk does not deliver some records, which stay in its index: they may be intact. Whether an image needs
-    /// them, and cannot have them from elsewhere, is reported with the images.
+    /// The disk cannot read some records. They stay in its index, because they may be intact. Whether an image needs
+    /// them, and cannot get them from elsewhere, is reported with the images.
     Unreadable,
-    /// Its records cannot be read without another key, only that they are there.
+    /// Its records exist, but cannot be checked without another key.
     NotChecked,
     /// It could not be judged, and nothing was changed.
     LeftAlone,
@@ -101,24 +101,24 @@ impl std::fmt::Display for Outcome {
     }
 }
 
-/// An image that cannot be put together any more, or perhaps not.
+/// An image that cannot be restored any more, or perhaps not.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Suffering {
     /// The image.
     pub image: ImageId,
-    /// Whether that is certain.
+    /// Whether the loss is certain.
     pub loss: Loss,
-    /// What it has lost, in words.
+    /// The lost content, in words.
     pub what: String,
 }
 
-/// Whether an image has lost something.
+/// Whether an image has lost content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Loss {
-    /// It has: it is marked as bad.
+    /// Yes: it is marked as bad.
     Certain,
-    /// Unknown, because something cannot be read or is not for us. It is not marked.
+    /// Unknown, because something cannot be read or checked. It is not marked.
     NotKnown,
 }
 
@@ -129,9 +129,9 @@ fn as_text<S: serde::Serializer>(name: &PackName, to: S) -> Result<S::Ok, S::Err
 /// Whether anything is changed.
 #[derive(Debug, Clone, Copy)]
 pub enum Mode<'l> {
-    /// It is only said what would be done. Nobody has to be kept away for that.
+    /// Only reports what would be done. This needs no lock.
     DryRun,
-    /// It is done.
+    /// Repairs.
     Repair(&'l WriterLock),
 }
 
@@ -144,15 +144,15 @@ pub enum Error {
     /// A file cannot be written or removed.
     #[error(transparent)]
     File(#[from] FileError),
-    /// What is damaged cannot be taken from elsewhere.
+    /// Damaged content could not be replaced.
     #[error(transparent)]
     Heal(#[from] heal::Error),
 }
 
-/// Where content may come from that is damaged.
+/// Sources of intact content.
 #[derive(Clone, Copy, Default)]
 pub struct Sources<'a> {
-    /// In how many packs chunks are kept that images share.
+    /// In how many packs shared chunks are kept.
     pub copies: Copies,
     /// The replica, if there is one.
     pub replica: Option<OpenReplica<'a>>,
@@ -164,7 +164,7 @@ impl std::fmt::Debug for Sources<'_> {
     }
 }
 
-/// Reads everything on so many threads, and repairs what can be. `progress` counts the bytes of the packs.
+/// Reads everything with this many threads, and repairs what it can. `progress` counts the bytes of the packs.
 ///
 /// # Errors
 /// When the store cannot be listed, something not be written, or the lock was taken over.
@@ -212,10 +212,10 @@ pub fn repair(
     Ok(done)
 }
 
-/// How often the lock is looked at while nothing is written: a repair takes hours, and others may take us for dead.
+/// How often the lock is checked while nothing is written: a repair takes hours, and others may think that we are dead.
 const LOOK: Duration = Duration::from_secs(10);
 
-/// What may be changed, as long as the lock is ours.
+/// The permission to change the store, as long as the lock is ours.
 struct Hold<'l> {
     lock: Option<&'l WriterLock>,
     last: Mutex<Instant>,
@@ -230,7 +230,7 @@ impl<'l> Hold<'l> {
         Hold { lock, last: Mutex::new(Instant::now()) }
     }
 
-    /// To be called now and then.
+    /// Renews the lock; called regularly.
     fn keep(&self) -> Result<(), Error> {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         if last.elapsed() < LOOK {
@@ -240,12 +240,12 @@ impl<'l> Hold<'l> {
         drop(last);
         match self.lock.map(WriterLock::refresh) {
             Some(Err(error @ (StoreError::TakenOver { .. } | StoreError::LockReplaced { .. }))) => Err(error.into()),
-            // A heartbeat that fails is tried again long before others take us for dead.
+            // A heartbeat that fails is repeated long before others think that we are dead.
             _ => Ok(()),
         }
     }
 
-    /// Whether something may be written now; no in a dry run.
+    /// Whether something may be written now; false in a dry run.
     fn may_write(&self) -> Result<bool, Error> {
         self.lock.map_or(Ok(false), |lock| Ok(lock.refresh().map(|()| true)?))
     }

@@ -68,14 +68,14 @@ pub struct Replica {
 /// An image in the replica.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RemoteImage {
-    /// Its name.
+    /// Its id.
     pub id: ImageId,
     /// Whether it can be used, as far as its manifest tells.
     pub state: State,
 }
 
 impl RemoteImage {
-    /// Its manifest, if that can be used.
+    /// Its manifest, if it can be used.
     #[must_use]
     pub fn manifest(&self) -> Option<&Manifest> {
         match &self.state {
@@ -100,7 +100,7 @@ impl Replica {
         Replica::open_with(url, job, patience, std::env::vars_os())
     }
 
-    /// The same with these variables in place of the environment.
+    /// The same with these variables instead of the environment.
     ///
     /// # Errors
     /// [`Error::Open`].
@@ -119,25 +119,25 @@ impl Replica {
         })
     }
 
-    /// Trusts only that content of the replica. By default it trusts all.
+    /// Applies these rules of trust to content of the replica. By default all is trusted.
     #[must_use]
     pub fn with_trust(self, trust: &Trust) -> Replica {
         Replica { trust: trust.for_job(&self.job), ..self }
     }
 
-    /// Sends at most so many bytes a second.
+    /// Limits the bytes sent per second.
     #[must_use]
     pub fn with_rate(self, rate: Option<u64>) -> Replica {
         Replica { rate, ..self }
     }
 
-    /// Fetches only what leaves so many bytes free here.
+    /// Fetches only if this many bytes stay free here.
     #[must_use]
     pub fn with_min_free(self, min_free: u64) -> Replica {
         Replica { min_free, ..self }
     }
 
-    /// The images that are there, newest first.
+    /// The images in the replica, newest first.
     ///
     /// # Errors
     /// [`Error::Remote`], [`Error::Cancelled`].
@@ -146,7 +146,7 @@ impl Replica {
         there.published().map(|(id, files)| self.look(id, files, cancelled)).collect()
     }
 
-    /// The newest image in the replica, whatever is known of it.
+    /// The newest image in the replica, in whatever state.
     ///
     /// # Errors
     /// [`Error::Remote`], [`Error::Cancelled`].
@@ -155,7 +155,7 @@ impl Replica {
         there.published().next().map(|(id, files)| self.look(id, files, cancelled)).transpose()
     }
 
-    /// Why nothing of an image is believed, where that is why it cannot be used.
+    /// Fails if the image cannot be used because it is not trusted.
     ///
     /// # Errors
     /// [`Error::Untrusted`].
@@ -186,7 +186,7 @@ impl Replica {
         }
     }
 
-    /// Records in the replica how the last run ended: another machine must know that a job is completed.
+    /// Records in the replica how the last run ended: another machine must not continue a completed job.
     ///
     /// # Errors
     /// [`Error::Remote`], [`Error::Cancelled`].
@@ -206,7 +206,7 @@ impl Replica {
         let found = match self.client.get(&layout::of_image(id, Of::Manifest), manifest::MAX_BYTES, cancelled) {
             Ok(Some(bytes)) => Manifest::parse(&bytes, &self.trust),
             Ok(None) => Err(ManifestError::Missing),
-            // Too large to be one.
+            // Too large for a manifest.
             Err(Error::Damaged { why, .. }) => {
                 let why = Damage { kind: DamageKind::Broken, detail: why };
                 return Ok(RemoteImage { id, state: State::Damaged { why } });

@@ -40,28 +40,28 @@ pub use facts::{FactKind, Facts, Line, Pin, Policy, Proof, Room, Use, await_proo
 pub use reason::{KeepReason, Note, RemoveReason, Verdict};
 pub use sizes::{Gathering, Sizes};
 
-/// What happens to each image, newest first.
+/// The decision for each image, newest first.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
-    /// One for each image.
+    /// The decisions, one for each image.
     pub decisions: Vec<Decision>,
-    /// What is wanted and cannot be reached.
+    /// Goals that cannot be reached.
     pub notes: Vec<Note>,
 }
 
 impl Plan {
-    /// Those that go, oldest first: the order to remove them in.
+    /// The images to be removed, oldest first, which is the order to remove them in.
     pub fn removals(&self) -> impl Iterator<Item = ImageId> {
         self.decisions.iter().rev().filter(|it| it.verdict.is_removal()).map(|it| it.id)
     }
 }
 
-/// What happens to an image.
+/// The decision for an image.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Decision {
     /// The image.
     pub id: ImageId,
-    /// What happens, and why.
+    /// The decision and its reason.
     pub verdict: Verdict,
 }
 
@@ -74,7 +74,7 @@ pub fn plan(facts: &[Facts], policy: &Policy, now: DateTime<Utc>, sizes: &Sizes,
     order.retain(|id| !facts.iter().any(|it| it.id == *id && is_needed_now(it)));
     if let Some(max) = policy.max_total {
         let more = first_that(&gone, &order, |gone| sizes.left(gone) <= max);
-        // As near as it gets: a bound of the images alone is for them to keep.
+        // As near as possible: removing images always helps against a limit on their total size.
         gone.extend(more.as_deref().unwrap_or(&order));
         plan.remove(&gone, RemoveReason::MaxTotal(max));
         if more.is_none() {
@@ -86,7 +86,7 @@ pub fn plan(facts: &[Facts], policy: &Policy, now: DateTime<Utc>, sizes: &Sizes,
         let order: Vec<ImageId> = order.iter().copied().filter(|id| !gone.contains(id)).collect();
         match first_that(&gone, &order, |gone| sizes.freed(gone) >= short) {
             Some(more) => plan.remove(&more, RemoveReason::MinFree(room.min_free)),
-            // Others may fill the file system. What does not help them is not given up for them.
+            // Other files may fill the file system. Images are not removed if that does not help.
             None => plan.notes.push(Note::MinFree {
                 free: room.free,
                 min_free: room.min_free,
@@ -98,7 +98,7 @@ pub fn plan(facts: &[Facts], policy: &Policy, now: DateTime<Utc>, sizes: &Sizes,
 }
 
 impl Plan {
-    /// Turns the verdict of these from keep to remove.
+    /// Changes the verdict of these from keep to remove.
     fn remove(&mut self, gone: &[ImageId], reason: RemoveReason) {
         for decision in self.decisions.iter_mut().filter(|it| gone.contains(&it.id) && !it.verdict.is_removal()) {
             decision.verdict = Verdict::Remove(reason);
@@ -106,7 +106,7 @@ impl Plan {
     }
 }
 
-/// So many of `order`, from its begin, that `enough` holds of them and `gone`; None if all are not enough.
+/// The shortest beginning of `order` with which `enough` holds, together with `gone`; `None` if all are not enough.
 fn first_that(gone: &[ImageId], order: &[ImageId], enough: impl Fn(&[ImageId]) -> bool) -> Option<Vec<ImageId>> {
     let mut all = gone.to_vec();
     if enough(&all) {
@@ -121,8 +121,8 @@ fn first_that(gone: &[ImageId], order: &[ImageId], enough: impl Fn(&[ImageId]) -
     None
 }
 
-/// What bounds of size may take of what the rules keep, in the order to take it: bad ones before good ones, the oldest
-/// first; at the very end what is just being read.
+/// The images kept by rules that size limits may remove, in this order: bad ones before good ones, the oldest first;
+/// last of all those being read.
 fn expendable(facts: &[Facts], plan: &Plan) -> Vec<ImageId> {
     let firm = |reason: &KeepReason| match reason {
         KeepReason::NewestGood
@@ -150,12 +150,12 @@ fn expendable(facts: &[Facts], plan: &Plan) -> Vec<ImageId> {
     order.into_iter().map(|it| it.id).collect()
 }
 
-/// Whether it is expendable soon, and not now.
+/// Whether it becomes expendable soon, but is not yet.
 fn is_needed_now(it: &Facts) -> bool {
     it.in_use == Use::Replicating || it.proof == Proof::Awaited
 }
 
-/// What the rules keep, without bounds of size.
+/// Applies the rules, without size limits.
 fn by_rules(facts: &[Facts], policy: &Policy, now: DateTime<Utc>) -> Plan {
     let mut facts = facts.to_vec();
     facts.sort_by_key(|it| Reverse(it.id));
@@ -203,7 +203,7 @@ fn by_rules(facts: &[Facts], policy: &Policy, now: DateTime<Utc>) -> Plan {
     Plan { decisions, notes: Vec::new() }
 }
 
-/// The rules for good images, which are shown to them newest first.
+/// The rules for good images, which must be given newest first.
 struct Rules<'p> {
     policy: &'p Policy,
     now: DateTime<Utc>,
@@ -217,7 +217,7 @@ impl<'p> Rules<'p> {
         Rules { policy, now, good: 0, hours: HashSet::new(), days: HashSet::new() }
     }
 
-    /// Why the next one stays; empty if it does not.
+    /// Why the next image stays; empty if it does not.
     fn keep(&mut self, taken: DateTime<Utc>) -> Vec<KeepReason> {
         let Policy { keep_last, keep_hourly, keep_daily, keep_within, .. } = *self.policy;
         let keep_last = keep_last.max(1);
@@ -235,7 +235,7 @@ impl<'p> Rules<'p> {
             reasons.push(KeepReason::NewestOfDay);
         }
         if keep_within > Duration::ZERO {
-            // Negative where the clock was put back.
+            // Negative if the clock was set back.
             match self.now.signed_duration_since(taken).to_std() {
                 Ok(age) if age <= keep_within => reasons.push(KeepReason::Within(keep_within)),
                 Ok(_) => {}

@@ -9,7 +9,7 @@ use super::error::{Error, Result};
 /// Write permission of group and others.
 const OTHERS_WRITE: u32 = 0o022;
 
-/// Refuses what is no folder, and, as root, one that somebody else could write.
+/// Refuses anything but a folder, and, as root, a folder that others can write to.
 pub(super) fn check(path: &Path) -> Result<()> {
     let meta = fs::metadata(path).map_err(|source| Error::Read { path: path.to_owned(), source })?;
     if !meta.is_dir() {

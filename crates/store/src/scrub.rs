@@ -21,7 +21,7 @@ use rekindle_os::direct::{Aligned, DirectFile, Way, span};
 
 /// A pack is read again after this time. Disks lose sectors in months, not in hours.
 pub const AGAIN: Duration = Duration::from_secs(24 * 3600);
-/// How often it is looked for new packs while there is none to be read.
+/// How often to look for new packs while none is due.
 const LOOK: Duration = Duration::from_secs(60);
 /// If more chunks of a pack than this are damaged, they are replaced before the rest is read.
 const MANY: usize = 256;
@@ -29,24 +29,24 @@ const MANY: usize = 256;
 /// What one step did.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Step {
-    /// It read so many bytes, and all was well.
+    /// This many bytes were read, without a problem.
     Read(u64),
-    /// These chunks are not what was written in a pack that it read, or the disk does not give them.
+    /// These chunks of a pack are damaged, or the disk cannot read them.
     Found(BTreeSet<ChunkId>),
-    /// Nothing of this pack can be used. Told once a day.
+    /// Nothing of this pack can be used. Reported once a day.
     Unusable {
         /// The pack.
         pack: PackName,
         /// The reason.
         why: String,
     },
-    /// All packs were read; it is time to look whether chunks are in no pack. Told once a day.
+    /// All packs were read; time to check whether chunks are in no pack. Reported once a day.
     Round,
-    /// There is nothing to be read for so long.
+    /// Nothing is due for this time.
     Nothing(Duration),
 }
 
-/// Where it is.
+/// The state of the search.
 pub struct Scrub {
     packs: Packs,
     key: Option<Arc<Key>>,
@@ -69,7 +69,7 @@ struct Open {
     pack: PackName,
     file: DirectFile,
     header: PackHeader,
-    /// What is to be read, the last first.
+    /// The remaining records, in reverse order.
     left: Vec<Entry>,
     bad: BTreeSet<ChunkId>,
     memory: Aligned,
@@ -77,7 +77,7 @@ struct Open {
 }
 
 impl Scrub {
-    /// Of these packs; each is read again after `again`.
+    /// A search of these packs; each is read again after `again`.
     #[must_use]
     pub fn new(packs: Packs, key: Option<Arc<Key>>, again: Duration) -> Scrub {
         Scrub { packs, key, again, read: BTreeMap::new(), round: None, order: RandomState::new(), open: None }
@@ -111,7 +111,7 @@ impl Scrub {
         let due = |read: &Instant| now.saturating_duration_since(*read) >= self.again;
         let is_due = |name: &PackName| self.read.get(name).is_none_or(due);
         let next = names.iter().copied().filter(is_due);
-        // None before all times.
+        // Packs that were never read come first.
         let next = next.min_by_key(|name| (self.read.get(name).copied(), self.order.hash_one(name)));
         let Some(pack) = next else {
             if !names.is_empty() && self.round.as_ref().is_none_or(due) {
@@ -132,7 +132,7 @@ impl Scrub {
         }
     }
 
-    /// None if it is not for us, or went just now.
+    /// `None` if we cannot read its format or key, or if it was just removed.
     fn look(&self, pack: PackName) -> std::result::Result<Option<Open>, String> {
         let path = self.packs.pack_path(pack);
         let contents = match self.packs.pack_index(pack) {
@@ -184,7 +184,7 @@ mod tests {
     use crate::chunk::CHUNK;
     use crate::persist::tests::{Ground, noise};
 
-    /// All steps until there is nothing to be done: bytes that were read, and what was found.
+    /// Does all steps until nothing is due: returns the bytes read, and the findings.
     fn all(scrub: &mut Scrub, now: Instant) -> (u64, BTreeSet<ChunkId>, usize, Duration) {
         let (mut bytes, mut found, mut told) = (0, BTreeSet::new(), 0);
         loop {

@@ -20,9 +20,9 @@ use super::trust::Trust;
 use rekindle_os::durable;
 
 const VERSION: u32 = 1;
-/// Runs of a job that are remembered.
+/// Number of runs of a job that are remembered.
 const RUNS: usize = 32;
-/// A note is some hundred bytes.
+/// Maximum size; a note has some hundred bytes.
 const MAX_BYTES: u64 = 64 << 10;
 
 /// The newest image of a run that this machine has seen.
@@ -32,35 +32,36 @@ pub struct Newest {
     pub lineage: String,
     /// The image.
     pub image: ImageId,
-    /// When it was noted.
+    /// When it was recorded.
     pub when: DateTime<Utc>,
 }
 
 #[derive(Serialize, Deserialize)]
 struct OnDisk {
     version: u32,
-    /// The last one noted comes first.
+    /// The last recorded run comes first.
     runs: Vec<Newest>,
 }
 
-/// The notes of one job.
+/// The records of one job.
 #[derive(Debug, Clone)]
 pub struct Seen {
     path: PathBuf,
 }
 
 impl Seen {
-    /// Those of the job in `dir`, which need not be there; None without a key, as anybody could make a newer image then.
+    /// The records of the job in `dir`, which may not exist; `None` without a key, because anybody could make a newer
+    /// image then.
     #[must_use]
     pub fn of(dir: &Path, job: &JobName, trust: &Trust) -> Option<Seen> {
         let id = blake3_hex(trust.key()?.id().get(..4).unwrap_or_default());
         Some(Seen { path: dir.join(format!("{job}-{id}.json")) })
     }
 
-    /// The runs that were noted, the last one first.
+    /// The recorded runs, the last one first.
     ///
     /// # Errors
-    /// When the file is there and cannot be read or understood.
+    /// When the file exists and cannot be read or parsed.
     pub fn runs(&self) -> Result<Vec<Newest>, FileError> {
         let failed = |source| failed("read", &self.path)(source);
         let file = match durable::open_for_reading(&self.path) {
@@ -83,10 +84,10 @@ impl Seen {
         Ok(self.runs()?.into_iter().find(|run| run.lineage == lineage))
     }
 
-    /// Notes an image, durably, unless a newer one of that run is noted.
+    /// Records an image, durably, unless a newer one of that run is recorded.
     ///
     /// # Errors
-    /// When the note cannot be read or written.
+    /// When the record cannot be read or written.
     pub fn note(&self, lineage: &str, image: ImageId) -> Result<(), FileError> {
         let mut runs = self.runs()?;
         let image = runs.iter().filter(|run| run.lineage == lineage).map(|run| run.image).fold(image, ImageId::max);

@@ -1,4 +1,5 @@
-//! Finds the image that a text means: `latest`, `42`, `000042-20261120T132105Z` or the beginning of that, or a tag.
+//! Finds the image that a text names: `latest`, `42`, `000042-20261120T132105Z` or the beginning of that, a tag, or `-2`
+//! for the second newest image that the job can continue from.
 
 use super::error::{Error, Result};
 use super::id::{ImageId, JobName};
@@ -8,13 +9,20 @@ use super::tags::Tag;
 /// The text for the newest good image.
 pub const LATEST: &str = "latest";
 
-/// Chooses among `images`, which are sorted newest first. `tagged` names those that have a tag; it is asked only where no
-/// id fits.
+/// N of a text `-N`, which means the Nth newest image. No tag begins like that.
+#[must_use]
+pub fn nth_newest(text: &str) -> Option<usize> {
+    text.strip_prefix('-').filter(|number| number.bytes().all(|b| b.is_ascii_digit()))?.parse().ok()
+}
+
+/// Chooses among `images`, which are sorted newest first. `tagged` returns those with a tag; it is called only if no id
+/// matches. `line` are those that `-N` counts, newest first.
 pub(super) fn select(
     job: &JobName,
     images: Vec<Image>,
     wanted: &str,
     tagged: impl FnOnce(&Tag) -> Vec<ImageId>,
+    line: impl FnOnce() -> Vec<ImageId>,
 ) -> Result<Image> {
     let known = |images: &[Image]| images.iter().map(|image| image.id).collect::<Vec<_>>();
     if wanted == LATEST {
@@ -23,7 +31,18 @@ pub(super) fn select(
         return good.ok_or_else(|| Error::NoGoodImage { job: job.clone(), known: all });
     }
     let ids = known(&images);
-    let mut matching = matches(&ids, wanted);
+    let mut matching = match nth_newest(wanted) {
+        Some(nth) => {
+            let line = line();
+            let found = nth.checked_sub(1).and_then(|n| line.get(n));
+            vec![*found.ok_or_else(|| Error::NoNthImage {
+                job: job.clone(),
+                wanted: wanted.to_owned(),
+                count: line.len(),
+            })?]
+        }
+        None => matches(&ids, wanted),
+    };
     if let (true, Ok(tag)) = (matching.is_empty(), wanted.parse()) {
         matching = tagged(&tag);
     }
@@ -84,7 +103,9 @@ mod tests {
             "x" => ids(&[1, 3]),
             _ => Vec::new(),
         };
-        select(&"train".parse().unwrap(), images(&IDS), wanted, tagged).map(|image| image.id.to_string())
+        // The newest one is of a line that the job has left.
+        let line = || ids(&[1, 2, 3]);
+        select(&"train".parse().unwrap(), images(&IDS), wanted, tagged, line).map(|image| image.id.to_string())
     }
 
     #[test]
@@ -107,6 +128,18 @@ mod tests {
         );
         assert_eq!(found("000042").unwrap(), IDS[2]);
         assert_eq!(found(IDS[3]).unwrap(), IDS[3]);
+    }
+
+    #[test]
+    fn minus_counts_back_from_the_newest() {
+        assert_eq!((found("-1").unwrap().as_str(), found("-3").unwrap().as_str()), (IDS[1], IDS[3]));
+        for wanted in ["-0", "-4", "-99999999999999999999"] {
+            assert!(found(wanted).is_err(), "{wanted}");
+        }
+        let said = found("-4").unwrap_err().to_string();
+        assert_eq!(said, "job \"train\" has no image -4: it has 3 images to continue from, -1 (the newest) to -3");
+        let said = found("3").unwrap_err().to_string();
+        assert!(said.starts_with("job \"train\" has no image \"3\" (-3 is the 3rd newest); images are "), "{said}");
     }
 
     #[test]

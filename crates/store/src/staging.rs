@@ -1,7 +1,8 @@
-//! Where a snapshot lands before it is in the store: a tmpfs of the job's own, or a folder of the job in the store.
+//! Staging areas for images that are not in the store yet: a tmpfs for each job, or a folder of the job in the store.
 //!
 //! ```text
 //! /run/rekindle/JOB-HASH/   the tmpfs; 0711, because the job may run as another user
+//!   owner.json              whose area it is, for those who do not find the job's folder
 //!   landing/                PID: a hard link to a slot's gpu/PID, while that process is checkpointed or restored
 //!   slots/                  0700
 //!     0/  1/                manifest.json: a whole image is here; criu/ files/ dump.log as in the store
@@ -14,13 +15,15 @@
 //! ```
 //!
 //! Invariants:
-//! - A slot with a manifest holds a whole image. The manifest is written last and goes first.
+//! - A slot with a manifest contains a complete image. The manifest is written last and removed first.
 //! - The slot with the newest good image is not written to, unless memory has room for one slot only and that image is
 //!   in the store ([`admission`]).
-//! - Files of pages (`gpu/`, `spool/`) outlive their image: pages that exist are three times as fast to write.
+//! - Files of pages (`gpu/`, `spool/`) are kept when their image is removed: writing to existing pages is three times
+//!   as fast.
 //!
-//! When the power goes all of this is gone, and the newest image of the store counts: what was on the disk is of another boot
-//! then, and is removed. When only the supervisor goes, the next one finds the slots and goes on from what is in them.
+//! After a power cut all of this is lost, and the newest image of the store counts: slots on the disk are of another
+//! boot then, and are removed. If only the supervisor ends, the next one finds the slots and continues from their
+//! images.
 
 pub mod admission;
 pub mod disk;
@@ -53,31 +56,31 @@ const LINK: &str = "staging";
 /// Why there is no staging area.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A folder or a file could not be made, read or removed.
+    /// A folder or a file could not be created, read or removed.
     #[error(transparent)]
     File(#[from] FileError),
-    /// Somebody else could write there.
+    /// Other users could write there.
     #[error(transparent)]
     Rights(#[from] super::Error),
     /// Another file system is mounted there.
     #[error("{} is a mount point of another file system: unmount it, or set snapshot.staging-directory", .0.display())]
     Foreign(PathBuf),
-    /// Something that is neither file nor folder.
+    /// There is something that is neither a file nor a folder.
     #[error("{} does not belong into an image: only files and folders do", .0.display())]
     Stray(PathBuf),
 }
 
-/// Whether a tmpfs takes the mount option for huge pages.
+/// Whether tmpfs supports the mount option for huge pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HugePages {
     /// It does.
     Taken,
-    /// The kernel has none for it.
+    /// The kernel does not support it.
     Absent,
 }
 
-/// Whether [`Area::open`] would find what it needs in `base`: mounts a small tmpfs in a temporary folder there, or in the
-/// nearest folder above that is there, and unmounts it.
+/// Checks whether [`Area::open`] would work in `base`: mounts a small tmpfs in a temporary folder there, or in the
+/// nearest existing folder above, and unmounts it.
 ///
 /// # Errors
 /// When it cannot be mounted, or others could write there.
@@ -93,7 +96,7 @@ pub fn try_mount(base: &Path) -> Result<HugePages, Error> {
     Ok(huge)
 }
 
-/// What a staging area lies on.
+/// The medium of a staging area.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Medium {
@@ -104,7 +107,7 @@ pub enum Medium {
 }
 
 impl Medium {
-    /// Where images in it are.
+    /// The place of images in it.
     pub(super) fn place(self) -> Place {
         match self {
             Medium::Memory => Place::Staged,
@@ -124,8 +127,8 @@ pub struct Area {
 }
 
 impl Area {
-    /// Mounts the job's tmpfs below `base`, or takes over the one that an earlier run left, there or elsewhere: images may
-    /// be in it. `size` bounds a new one, in bytes; what is really used is decided for each snapshot.
+    /// Mounts the job's tmpfs below `base`, or takes over the one of an earlier run, there or elsewhere, which may
+    /// contain images. `size` is the maximum size of a new one in bytes; how much is used is decided for each snapshot.
     ///
     /// # Errors
     /// When it cannot be mounted, or others could write there.
@@ -152,6 +155,8 @@ impl Area {
         for slot in slots(&path, Medium::Memory, folder.trust()) {
             make(slot.dir(), 0o700)?;
         }
+        // Without it the area is only found through the job's folder.
+        let _ = leftovers::Owner::of(folder).write(&path);
         let device = fs::metadata(&path).map_err(failed("look at", &path))?.dev();
         let link = folder.path().join(LINK);
         durable::replace_link(&path, &link).map_err(failed("make the link", &link))?;
@@ -160,7 +165,7 @@ impl Area {
         Ok(area)
     }
 
-    /// All that there are, also those that an earlier run left and this one does not use.
+    /// All staging areas of the job, including those that an earlier run left and this one does not use.
     #[must_use]
     pub fn all_of(folder: &JobFolder) -> Vec<Area> {
         let area = |(path, medium): (PathBuf, Medium)| {
@@ -170,25 +175,25 @@ impl Area {
         left(folder.path()).into_iter().filter_map(area).collect()
     }
 
-    /// What it lies on.
+    /// Its medium.
     #[must_use]
     pub fn medium(&self) -> Medium {
         self.medium
     }
 
-    /// Where it is.
+    /// Its path.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Where landing files get the name under which a process looks for its own.
+    /// The folder in which processes look for their landing files.
     #[must_use]
     pub fn landing_dir(&self) -> PathBuf {
         self.path.join("landing")
     }
 
-    /// Whether a tmpfs is still mounted where it was, with the folders that were made in it.
+    /// Whether a tmpfs is still mounted there, with the folders that were created in it.
     #[must_use]
     pub fn is_there(&self) -> bool {
         let folders = [self.path.join("slots"), self.landing_dir()];
@@ -201,7 +206,7 @@ impl Area {
         slots(&self.path, self.medium, &self.trust)
     }
 
-    /// Whole images in it, newest first.
+    /// Complete images in it, newest first.
     #[must_use]
     pub fn images(&self) -> Vec<Image> {
         let mut images: Vec<Image> = self.slots().iter().filter_map(Slot::image).collect();
@@ -209,14 +214,14 @@ impl Area {
         images
     }
 
-    /// Nothing is armed after this: a process that maps memory now gets what it asks for.
+    /// Removes all landing files, so that memory that a process maps now is not in a file.
     pub fn clear_landing(&self) {
         for entry in fs::read_dir(self.landing_dir()).into_iter().flatten().flatten() {
             let _ = fs::remove_file(entry.path());
         }
     }
 
-    /// Unmounts it, or removes it from the disk; images that are only here are lost.
+    /// Unmounts it, or removes it from the disk; images that exist only here are lost.
     ///
     /// # Errors
     /// When it cannot be unmounted or removed.
@@ -226,20 +231,20 @@ impl Area {
         }
         let _ = fs::remove_file(&self.link);
         if !is_mounted(&self.path).unwrap_or(false) {
-            // Somebody else has unmounted it. A restart that came after that may have put device memory below.
+            // Somebody else has unmounted it. A later restart may have written device memory to the folder below.
             let _ = fs::remove_dir(self.landing_dir());
             let _ = fs::remove_dir(&self.path);
             return Ok(());
         }
-        // A process that has a file of it open must not keep the memory for ever: it goes with the last of them.
+        // A process with an open file must not prevent the unmount: the memory is freed when the last file is closed.
         let unmounted = umount2(&self.path, MntFlags::empty()).or_else(|_| umount2(&self.path, MntFlags::MNT_DETACH));
         unmounted.map_err(|e| failed("unmount", &self.path)(e.into()))?;
         Ok(fs::remove_dir(&self.path).map_err(failed("remove", &self.path))?)
     }
 }
 
-/// Whole images in the staging areas of the job's folder, newest first. None where there is no area, or where it is not as
-/// safe as it was made.
+/// Complete images in the staging areas of the job's folder, newest first. Empty if there is no area, or if its
+/// permissions were changed.
 pub(super) fn staged(folder: &Path, trust: &Trust) -> Vec<Image> {
     let slots = left(folder).into_iter().flat_map(|(path, medium)| slots(&path, medium, trust));
     let mut images: Vec<Image> = slots.filter_map(|slot| slot.image()).collect();
@@ -255,7 +260,7 @@ fn left(folder: &Path) -> Vec<(PathBuf, Medium)> {
     memory.into_iter().chain(disk).collect()
 }
 
-/// The staging area that the job's folder names, where it is mounted and as safe as it was made.
+/// The staging area that the job's folder names, if it is mounted and its permissions are unchanged.
 fn mounted(folder: &Path) -> Option<PathBuf> {
     let path = fs::read_link(folder.join(LINK)).ok()?;
     (rights::check(&path).is_ok() && is_mounted(&path).unwrap_or(false)).then_some(path)
@@ -274,10 +279,10 @@ fn is_mounted(path: &Path) -> io::Result<bool> {
     Ok(fs::metadata(path)?.dev() != fs::metadata(above)?.dev())
 }
 
-/// What a mount table names as mounted there.
+/// The source of our mounts in a mount table.
 pub const SOURCE: &str = "rekindle";
 
-/// With huge pages for files that are large enough, if the kernel has them.
+/// Mounts a tmpfs, with huge pages for large files if the kernel supports them.
 fn mount_tmpfs(path: &Path, size: u64) -> io::Result<HugePages> {
     let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
     let plain = format!("mode=0711,size={size}");
@@ -289,7 +294,8 @@ fn mount_tmpfs(path: &Path, size: u64) -> io::Result<HugePages> {
     }
 }
 
-/// The umask does not count: a job of another user must be able to pass through all but the slots.
+/// Creates a folder with this mode, whatever the umask is: a job of another user must be able to enter all folders
+/// except the slots.
 fn make(path: &Path, mode: u32) -> Result<(), FileError> {
     match DirBuilder::new().mode(mode).create(path) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(failed("make", path)(error)),

@@ -25,14 +25,14 @@ use rekindle_os::durable;
 
 pub(super) const FILE_NAME: &str = "tags.json";
 const VERSION: u32 = 1;
-/// [`Tags::MOST`] tags are some 5 KiB.
+/// Maximum size; [`Tags::MOST`] tags have some 5 KiB.
 const MAX_BYTES: u64 = 64 << 10;
 
-/// A name for an image: 1 to 64 of A-Z a-z 0-9 . _ -, and nothing that selects an image otherwise.
+/// A name for an image: 1 to 64 of A-Z a-z 0-9 . _ -, and nothing that selects an image in another way.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Tag(String);
 
-/// A text that is no tag.
+/// A text that is not a valid tag.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "\"{0}\" is not a tag: a tag has 1 to 64 characters of A-Z a-z 0-9 . _ -, does not start with -, and is not a number, an image id or \"latest\""
@@ -40,7 +40,7 @@ pub struct Tag(String);
 pub struct NoTag(String);
 
 impl Tag {
-    /// The longest one, in bytes.
+    /// Maximum length in bytes.
     pub const MAX: usize = 64;
 
     /// The tag as text.
@@ -80,7 +80,7 @@ impl<'de> Deserialize<'de> for Tag {
     }
 }
 
-/// What a user says of an image.
+/// The user's tags of an image, and its pin.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Tags {
     pinned: bool,
@@ -91,38 +91,38 @@ pub struct Tags {
 /// A change of [`Tags`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
-    /// No retention removes the image.
+    /// Pin: retention does not remove the image.
     Pin,
-    /// It goes when its time comes.
+    /// Unpin: retention may remove the image.
     Unpin,
-    /// It gets these names as well.
+    /// Add these tags.
     Tag(Vec<Tag>),
-    /// It loses them.
+    /// Remove these tags.
     Untag(Vec<Tag>),
 }
 
 impl Tags {
-    /// An image has no more.
+    /// Maximum number of tags of an image.
     pub const MOST: usize = 64;
 
-    /// Whether retention must leave the image alone. So it must where the file cannot be read.
+    /// Whether retention must keep the image, which is also so if the file cannot be read.
     #[must_use]
     pub fn is_pinned(&self) -> bool {
         self.pinned || self.unreadable.is_some()
     }
 
-    /// Why the file cannot be read, where it cannot.
+    /// Why the file cannot be read, if it cannot.
     #[must_use]
     pub fn unreadable(&self) -> Option<&str> {
         self.unreadable.as_deref()
     }
 
-    /// The names, sorted.
+    /// The tags, sorted.
     pub fn iter(&self) -> impl Iterator<Item = &Tag> {
         self.tags.iter()
     }
 
-    /// Whether the image has that name.
+    /// Whether the image has this tag.
     #[must_use]
     pub fn has(&self, tag: &Tag) -> bool {
         self.tags.contains(tag)
@@ -178,7 +178,7 @@ pub(super) fn read(dir: &Path) -> Tags {
 }
 
 impl Image {
-    /// What a user says of it, as the disk has it now. One that is in memory has no tags: its folder is used again.
+    /// Its tags and pin, read from the disk. An image in memory has none, because its folder is reused.
     #[must_use]
     pub fn tags(&self) -> Tags {
         match self.place {
@@ -187,7 +187,7 @@ impl Image {
         }
     }
 
-    /// Changes what is said of it, durably, and returns what holds then. Needs no lock, see above.
+    /// Changes its tags or pin, durably, and returns the result. Needs no lock, see above.
     ///
     /// # Errors
     /// [`Error::NotStored`] for an image in memory, [`Error::UnreadableTags`], [`Error::TooManyTags`], [`Error::Write`],
@@ -197,7 +197,8 @@ impl Image {
             return Err(Error::NotStored(self.id));
         }
         let path = self.dir.join(FILE_NAME);
-        // Of two that change it at one time the second reads what the first wrote. Best effort: NFS locks no folder.
+        // Of two concurrent changes, the second one reads the result of the first. Best effort: NFS cannot lock a
+        // folder.
         let folder = File::open(&self.dir).and_then(|folder| folder.lock().map(|()| folder));
         let found = read(&self.dir);
         if let Some(why) = found.unreadable {
@@ -217,7 +218,7 @@ impl Image {
         drop(folder);
         match fs::symlink_metadata(&path) {
             Ok(_) => Ok(tags),
-            // Whoever removes it just now looks once more for a pin.
+            // A concurrent removal will check again for a pin.
             Err(_) => Err(Error::RemovedMeanwhile(self.id)),
         }
     }

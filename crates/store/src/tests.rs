@@ -7,6 +7,7 @@ mod leftovers;
 mod packed;
 mod proven;
 mod publish;
+mod removal;
 mod tags;
 mod unreadable;
 
@@ -41,7 +42,7 @@ impl Home {
         Home { dir, store, folder, lock }
     }
 
-    /// Publishes an image with files at two depths, taken at that many seconds.
+    /// Publishes an image with files at two depths, taken at this second.
     fn publish(&self, seconds: i64) -> Image {
         let draft = self.folder.begin_image(&self.lock, at(seconds)).unwrap();
         fill(draft.dir());
@@ -66,7 +67,7 @@ impl JobFolder {
 }
 
 impl Draft {
-    /// Makes it a loose image, as releases up to 0.1 wrote them: plain files in its folder, with their hashes in the manifest.
+    /// Makes it a loose image, as releases up to 0.1 did: plain files in its folder, with their hashes in the manifest.
     pub(crate) fn publish_loose(self, mut manifest: Manifest) -> Image {
         let part = |entry: files::Entry| {
             let file = fs::File::open(self.dir().join(&entry.relative)).unwrap();
@@ -104,12 +105,12 @@ fn fill(dir: &Path) {
     fs::write(dir.join("empty"), b"").unwrap();
 }
 
-/// A manifest as the snapshot hands it over: without parts.
+/// A manifest as a snapshot provides it: without parts.
 pub(crate) fn manifest() -> Manifest {
     serde_json::from_str(rekindle_testing::MANIFEST).unwrap()
 }
 
-/// All below a folder, with content, to compare before and after. A symbolic link is its target.
+/// Everything below a folder with its content, to compare before and after. A symbolic link is its target.
 fn snapshot(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     let content = |path: &Path| match fs::symlink_metadata(path).unwrap() {
         meta if meta.is_file() => fs::read(path).unwrap(),
@@ -120,7 +121,7 @@ fn snapshot(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     all.map(|relative| (relative.clone(), content(&dir.join(relative)))).collect()
 }
 
-/// Asks again until there is an answer, for half a minute.
+/// Repeats until there is a result, for half a minute.
 fn eventually<T>(mut ask: impl FnMut() -> Option<T>) -> T {
     for _ in 0..3000 {
         if let Some(answer) = ask() {

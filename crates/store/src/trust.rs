@@ -18,10 +18,10 @@ use super::format::blake3_hex;
 use super::id::JobName;
 use super::manifest::hex;
 
-/// Why something is not believed.
+/// Why something is not trusted.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum Untrusted {
-    /// It may be from before there was a key, or somebody without the key has made it.
+    /// It has no signature: it may be from before there was a key, or made by somebody without the key.
     #[error(
         "has no signature, but store.encryption-key is {}: anyone who can write the store or the replica could have made it. If it is older than this key, or than signatures in rekindle, set store.accept-unsigned = true until newer images replace it; otherwise remove it",
         key.display()
@@ -30,7 +30,7 @@ pub enum Untrusted {
         /// The key file.
         key: PathBuf,
     },
-    /// Signed with a key that is not ours.
+    /// It was signed with another key.
     #[error(
         "was signed with another key (its id is {id}) than the one in {}: set store.encryption-key to that key, or remove the image",
         key.display()
@@ -38,10 +38,10 @@ pub enum Untrusted {
     OtherKey {
         /// The key file.
         key: PathBuf,
-        /// The id of the key that it names.
+        /// The id of that key.
         id: String,
     },
-    /// Signed, it says, with our key, and it is not.
+    /// It claims a signature with our key, and the signature is wrong.
     #[error("has a signature that does not match the key in {}: it is damaged, or was changed by someone without the key", key.display())]
     Forged {
         /// The key file.
@@ -52,23 +52,23 @@ pub enum Untrusted {
 /// A signature, as in a file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Signature {
-    /// The id of the key, hexadecimal. It tells nothing of the key.
+    /// The id of the key, hexadecimal. It reveals nothing about the key.
     key: String,
     #[serde(with = "hex")]
     mac: blake3::Hash,
 }
 
-/// What becomes of what has no signature.
+/// How files without a signature are treated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Unsigned {
     /// It is refused.
     #[default]
     Refused,
-    /// It is believed (`store.accept-unsigned`).
+    /// They are trusted (`store.accept-unsigned`).
     Accepted,
 }
 
-/// What is asked of files before they are believed; and what signs those that we write.
+/// The rules for trusting files, and the key that signs the files that we write.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct Trust {
     secret: Option<Arc<Secret>>,
@@ -90,7 +90,7 @@ impl fmt::Debug for Trust {
 }
 
 impl Trust {
-    /// With this key, which is in that file.
+    /// Rules with this key from that file.
     #[must_use]
     pub fn new(key: Key, path: &Path, unsigned: Unsigned) -> Trust {
         let plain = match unsigned {
@@ -101,7 +101,7 @@ impl Trust {
         Trust { secret: Some(Arc::new(secret)), job: None }
     }
 
-    /// The same for files of one job: those of another are not taken for its.
+    /// The same for files of one job: files of other jobs are refused.
     #[must_use]
     pub fn for_job(&self, job: &JobName) -> Trust {
         Trust { secret: self.secret.clone(), job: Some(job.clone()) }
@@ -113,13 +113,13 @@ impl Trust {
         self.secret.as_ref().map(|secret| &secret.key)
     }
 
-    /// Where the key is.
+    /// The path of the key file.
     #[must_use]
     pub fn key_path(&self) -> Option<&Path> {
         self.secret.as_ref().map(|secret| secret.path.as_path())
     }
 
-    /// The job whose files are read, where another's would be refused.
+    /// The job whose files are read, if those of other jobs are refused.
     pub(super) fn job(&self) -> Option<&JobName> {
         self.secret.as_ref().and(self.job.as_ref())
     }
@@ -130,7 +130,7 @@ impl Trust {
         Some(Signature { key: blake3_hex(&key.id()), mac: key.sign(parts) })
     }
 
-    /// Whether these bytes are what somebody with the key has signed. Without a key nothing is asked.
+    /// Checks that somebody with the key has signed these bytes. Without a key nothing is checked.
     pub(super) fn check(&self, signature: Option<&Signature>, parts: &[&[u8]]) -> Result<(), Untrusted> {
         let Some(secret) = &self.secret else { return Ok(()) };
         let path = || secret.path.clone();
@@ -138,7 +138,7 @@ impl Trust {
             None if secret.unsigned == Unsigned::Accepted => Ok(()),
             None => Err(Untrusted::Unsigned { key: path() }),
             Some(Signature { key, .. }) if *key != blake3_hex(&secret.key.id()) => {
-                // It is shown: no more than an id has.
+                // It is shown in a message, so it is limited to the length of an id.
                 let id = key.chars().filter(char::is_ascii_hexdigit).take(32).collect();
                 Err(Untrusted::OtherKey { key: path(), id })
             }

@@ -28,7 +28,8 @@ use rekindle_base::chain;
 use rekindle_os::direct::Way;
 use rekindle_os::pages::Writer;
 
-/// Threads for a restart, when the job needs no processor: more than there are, because each waits for the disk as well.
+/// Number of threads for a restart, when the job needs no processor: more than processors, because each thread also
+/// waits for the disk.
 #[must_use]
 pub fn threads() -> usize {
     std::thread::available_parallelism().map_or(4, |cores| (2 * cores.get()).clamp(4, 16))
@@ -56,11 +57,11 @@ pub enum Error {
     Chunk {
         /// The image.
         id: ImageId,
-        /// Which part.
+        /// The part.
         part: String,
-        /// Where in the part.
+        /// The offset in the part.
         offset: u64,
-        /// The pack, the place and what differs.
+        /// The pack, the place and the problem.
         source: Box<ReadChunkError>,
     },
     /// A chunk has no intact copy here, and may be in the replica, or could not be stored again.
@@ -70,7 +71,7 @@ pub enum Error {
         id: ImageId,
         /// Why it was not replaced.
         why: String,
-        /// What is wrong with the first chunk.
+        /// The problem of the first chunk.
         source: Box<Error>,
     },
     /// A file cannot be written.
@@ -81,13 +82,13 @@ pub enum Error {
         /// The kernel's answer.
         source: io::Error,
     },
-    /// It was not wanted any more.
+    /// It was cancelled.
     #[error("cancelled")]
     Cancelled,
 }
 
 impl Error {
-    /// Whether it is the image that is damaged, for good: not a wrong key, a full disk or a call-off.
+    /// Whether the image is damaged permanently: not a wrong key, a full disk or a cancellation.
     #[must_use]
     pub fn is_damage(&self) -> bool {
         match self {
@@ -98,7 +99,7 @@ impl Error {
         }
     }
 
-    /// Whether the disk has failed: the image may be intact all the same, and must not be marked for it.
+    /// Whether the disk has failed: the image may be intact, and must not be marked for it.
     #[must_use]
     pub fn is_failing_disk(&self) -> bool {
         match self {
@@ -114,7 +115,8 @@ impl Error {
         matches!(self, Error::NotHealed { .. }) || self.is_failing_disk()
     }
 
-    /// Whether nothing is wrong with the image, and we cannot read it: it is encrypted with another key, or newer than us.
+    /// Whether the image is intact, but cannot be read here: it is encrypted with another key, or newer than this
+    /// version.
     #[must_use]
     pub fn is_not_for_us(&self) -> bool {
         match self {
@@ -131,13 +133,13 @@ impl From<ReadChunkError> for Error {
     fn from(error: ReadChunkError) -> Error {
         match error {
             ReadChunkError::Store(error) => Error::Store(error),
-            // Those of a chunk come with their part.
+            // Errors of a chunk are reported with their part.
             _ => Error::Cancelled,
         }
     }
 }
 
-/// Where a chunk belongs.
+/// The place of a chunk in the image.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Place {
     pub(super) part: u32,
@@ -148,15 +150,15 @@ pub(super) struct Place {
 /// How an image is unpacked.
 #[derive(Clone, Copy)]
 pub struct Unpacking<'a> {
-    /// What packs are encrypted with.
+    /// The key of the packs.
     pub key: Option<&'a Key>,
     /// Threads that read.
     pub threads: usize,
-    /// How far it is.
+    /// Reports the progress.
     pub progress: &'a Progress,
-    /// Whether it is not wanted any more.
+    /// Tells whether it is cancelled.
     pub cancelled: &'a (dyn Fn() -> bool + Sync),
-    /// What damaged chunks are healed with; without it they are an error.
+    /// What is needed to heal damaged chunks; without it they are an error.
     pub healing: Option<&'a Healing<'a>>,
 }
 
@@ -166,10 +168,11 @@ impl std::fmt::Debug for Unpacking<'_> {
     }
 }
 
-/// Writes every part of a packed image as a plain file below `into`, which exists and has none of them. Nothing is healed.
+/// Writes every part of a packed image as a plain file below `into`, which must exist and contain none of them. Nothing
+/// is healed.
 ///
 /// # Errors
-/// Damage names the part and the pack. What was written by then stays, for the caller to remove.
+/// Errors name the part and the pack. Files written until then stay, and must be removed by the caller.
 pub fn unpack(
     image: &Image,
     folder: &JobFolder,
@@ -183,10 +186,10 @@ pub fn unpack(
 }
 
 impl Unpacking<'_> {
-    /// As [`unpack`]. Returns what was healed, where something had to be.
+    /// As [`unpack`]. Returns what was healed, if anything.
     ///
     /// # Errors
-    /// As [`unpack`]; where healing was tried in vain, what was wrong with the first chunk.
+    /// As [`unpack`]; if healing failed, the problem of the first chunk.
     pub fn unpack(&self, image: &Image, folder: &JobFolder, into: &Path) -> Result<Option<Healed>, Error> {
         let wrong = |source| Error::Map { id: image.id, source };
         let map = image.chunk_map().map_err(wrong)?.ok_or(Error::NotPacked(image.id))?;
@@ -239,7 +242,7 @@ impl Unpacking<'_> {
                 None => first,
             });
         }
-        // What was brought here lies in new packs.
+        // Fetched content is in new packs.
         let index = packs.index()?;
         let writing = Writing { harmed: None, id: image.id, manifest, into, progress: self.progress };
         let mut wants = Vec::with_capacity(places.len());
@@ -261,18 +264,18 @@ impl Unpacking<'_> {
 /// Chunks that could not be read from their first place.
 #[derive(Default)]
 struct Harmed {
-    /// Chunks that another pack had.
+    /// Chunks that were read from another pack.
     ids: BTreeSet<ChunkId>,
-    /// Where chunks belong that no pack had.
+    /// Places of chunks that no pack had.
     places: Vec<(ChunkId, Place)>,
-    /// What is wrong with the first of those.
+    /// The problem of the first of those.
     first: Option<Error>,
 }
 
-/// What an extent of a map means.
+/// The content of an extent of a map.
 pub(super) enum Planned {
     Want(Want<Place>),
-    /// So many bytes.
+    /// This many zeros.
     Zeros(usize),
     Missing(ChunkId, Place),
 }
@@ -312,7 +315,7 @@ fn chunk_error(id: ImageId, manifest: &Manifest, place: Place, source: ReadChunk
     }
 }
 
-/// The files in their sizes, and the folders that they lie in.
+/// Creates the files with their sizes, and their folders.
 fn make_files(manifest: &Manifest, into: &Path) -> Result<(), Error> {
     for part in &manifest.parts {
         let path = into.join(&part.path);
@@ -332,12 +335,12 @@ struct Writing<'a> {
     manifest: &'a Manifest,
     into: &'a Path,
     progress: &'a Progress,
-    /// What is to be replaced; None if an unreadable chunk ends the work.
+    /// Chunks to be replaced; `None` if an unreadable chunk ends the work.
     harmed: Option<Mutex<Harmed>>,
 }
 
 impl Writing<'_> {
-    /// A chunk has no intact copy: an error, or something to be replaced.
+    /// Handles a chunk without an intact copy: an error, or a chunk to be replaced.
     fn not_had(&self, places: &[(ChunkId, Place)], source: ReadChunkError) -> Result<(), Error> {
         let Some((_, place)) = places.first() else { return Ok(()) };
         let may_be_healed = source.may_be_healed();
@@ -355,7 +358,7 @@ impl Writing<'_> {
 }
 
 impl Visit<Place> for Writing<'_> {
-    /// The file that was written last: what lies together in a pack mostly belongs to one part.
+    /// The file that was written last: neighbours in a pack mostly belong to the same part.
     type Own = Option<(u32, Writer)>;
     type Error = Error;
 

@@ -26,11 +26,11 @@ pub use content::{PackReport, PacksReport, Share, check_packs};
 pub struct Report {
     /// The image.
     pub image: ImageId,
-    /// Which copy of it. One in memory has no hashes yet: only the sizes of its parts can be checked.
+    /// The copy that was checked. An image in memory has no hashes yet: only the sizes of its parts can be checked.
     pub place: Place,
-    /// What is wrong with the manifest; the parts are unknown then.
+    /// The problem of the manifest; the parts are unknown then.
     pub manifest: Option<Damage>,
-    /// Every part, and every file that is none, by path.
+    /// Every part, and every unexpected file, by path.
     pub parts: Vec<PartReport>,
 }
 
@@ -41,7 +41,7 @@ impl Report {
         self.manifest.is_none() && self.problems().next().is_none()
     }
 
-    /// Whether something differs from what was published, and is not only unreadable: what the disk does not deliver
+    /// Whether something differs from what was published, and is not only unreadable: content that the disk cannot read
     /// may be intact.
     #[must_use]
     pub fn is_damage(&self) -> bool {
@@ -49,57 +49,57 @@ impl Report {
         manifest || self.problems().any(|part| !matches!(part.finding, Finding::Unreadable { .. }))
     }
 
-    /// The parts that are not as they should be.
+    /// The parts with a problem.
     pub fn problems(&self) -> impl Iterator<Item = &PartReport> {
         self.parts.iter().filter(|part| part.finding != Finding::Ok)
     }
 }
 
-/// What was found of one file.
+/// The result for one file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct PartReport {
-    /// Relative to the folder of the image.
+    /// Path relative to the folder of the image.
     pub path: PathBuf,
     /// What was found.
     pub finding: Finding,
 }
 
-/// What was found of one file.
+/// The finding on a file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Finding {
-    /// Size and hash are those of the manifest.
+    /// Size and hash match the manifest.
     Ok,
     /// It does not exist.
     Missing,
     /// It was cut or has grown.
     WrongSize {
-        /// In the manifest, in bytes.
+        /// Size in the manifest, in bytes.
         expected: u64,
-        /// On the disk, in bytes.
+        /// Size on the disk, in bytes.
         found: u64,
     },
-    /// Its content is not what was written.
+    /// Its content differs from what was written.
     WrongHash,
-    /// It cannot be read; nothing is known of its content.
+    /// It cannot be read, so its content is unknown.
     Unreadable {
-        /// In words.
+        /// The reason in words.
         why: String,
     },
     /// It is not in the manifest.
     Extra,
-    /// Some of it is in no pack, or is not what was written.
+    /// Some of it is in no pack, or is damaged.
     Chunks {
-        /// How many chunks of it.
+        /// Number of such chunks.
         count: u64,
-        /// Where in it the first of them is, in bytes.
+        /// Offset of the first of them in the part, in bytes.
         offset: u64,
-        /// What is wrong with that one.
+        /// The problem of that one.
         why: String,
     },
     /// It was read, and cannot be used.
     Broken {
-        /// In words.
+        /// The reason in words.
         why: String,
     },
 }
@@ -128,13 +128,14 @@ impl std::fmt::Display for Finding {
 }
 
 impl Image {
-    /// Reads the manifest again and every file, on several threads; of an image in memory, whose parts have no hash
-    /// yet, the sizes; of a packed one whether the packs have all of it. Damage is part of the result, never an error.
+    /// Reads the manifest again and every file, on several threads. For an image in memory, whose parts have no hash
+    /// yet, only the sizes are checked; for a packed one, whether the packs have all of it. Damage is part of the
+    /// result, never an error.
     #[must_use]
     pub fn verify(&self) -> Report {
         let before = self.look_again();
         let report = before.verify_once();
-        // Its plain files went because it was packed meanwhile: that is no damage.
+        // Its plain files were removed because it was packed meanwhile: that is no damage.
         let packed = || before.form() == Form::Loose && before.look_again().form() == Form::Packed;
         if report.is_sound() || !packed() { report } else { self.look_again().verify_once() }
     }
@@ -150,7 +151,7 @@ impl Image {
         let (mut there, mut parts) = match files::walk(&self.dir) {
             Ok(entries) => (entries.into_iter().map(|e| (e.relative, e.kind)).collect::<HashMap<_, _>>(), Vec::new()),
             Err((path, source)) => {
-                // The parts are still looked at, one by one; what is below that folder is unreadable or missing.
+                // The parts are still checked, one by one; those below that folder are unreadable or missing.
                 let path = path.strip_prefix(&self.dir).unwrap_or(&path).to_owned();
                 (HashMap::new(), vec![PartReport { path, finding: Finding::Unreadable { why: source.to_string() } }])
             }
@@ -182,7 +183,8 @@ fn check_all(dir: &Path, manifest: &Manifest) -> Vec<PartReport> {
     checked
 }
 
-/// The manifest, the chunk map, a mark, tags, and what a crash left of writing one of the last two.
+/// Whether the file is ours: the manifest, the chunk map, a mark, tags, or a leftover of a crash while writing one of
+/// the last two.
 fn is_ours(path: &Path) -> bool {
     let Some(text) = path.to_str() else { return false };
     let in_work = |name: &str| text.starts_with(&format!("{}{name}-", durable::TEMP_PREFIX));

@@ -1,15 +1,16 @@
-//! Helpers for the tests of all crates: gates that say what a machine lacks, and faults at each point of a protocol.
+//! Helpers for the tests of all crates: gates that report what a machine lacks, and faults at each point of a protocol.
 
+pub mod metadata;
 pub mod points;
 
 /// The manifest of an image, for tests that change one thing in it.
 pub const MANIFEST: &str = include_str!("manifest.json");
 
-/// Whether a gate is met. If it is not, the test says SKIP and why, and fails where the environment says that it must be
-/// met (`REKINDLE_TEST_REQUIRE=root,criu`).
+/// Whether a gate is met. If it is not, the test prints SKIP and the reason, and fails if the environment requires the
+/// gate (`REKINDLE_TEST_REQUIRE=root,criu`).
 ///
 /// # Panics
-/// Where it is required and not met.
+/// If it is required and not met.
 #[must_use]
 pub fn require(what: &str, met: bool, why: &str) -> bool {
     let required = std::env::var("REKINDLE_TEST_REQUIRE").is_ok_and(|all| all.split(',').any(|it| it == what));
@@ -20,23 +21,23 @@ pub fn require(what: &str, met: bool, why: &str) -> bool {
     met
 }
 
-/// What a test needs, where it was found; `why` says what is missing and how to get it.
+/// A requirement of a test, if it was found; `why` says what is missing and how to get it.
 ///
 /// # Panics
-/// Where it is required and was not found.
+/// If it is required and was not found.
 #[must_use]
 pub fn needs<T>(what: &str, found: Option<T>, why: &str) -> Option<T> {
     let _ = require(what, found.is_some(), why);
     found
 }
 
-/// Whether this is root.
+/// Whether this process is root.
 #[must_use]
 pub fn root() -> bool {
     require("root", nix::unistd::geteuid().is_root(), "this needs root")
 }
 
-/// The CRIU to test with.
+/// The CRIU to test with, if there is one.
 #[must_use]
 pub fn criu() -> Option<std::path::PathBuf> {
     needs("criu", std::env::var_os("REKINDLE_CRIU").map(Into::into), "REKINDLE_CRIU names no CRIU")

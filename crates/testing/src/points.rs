@@ -9,12 +9,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 const VARIABLE: &str = "REKINDLE_TEST_POINT";
 static PASSED: AtomicU64 = AtomicU64::new(0);
 
-/// What happens, and at which point; the first has the number 1.
+/// The fault and its point; the first point has number 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
     /// The process is killed.
     Kill(u64),
-    /// From this one on, no space is left on the device: what needs some fails.
+    /// From this point on the device is full: steps that need space fail.
     Full(u64),
 }
 
@@ -31,7 +31,7 @@ fn fault() -> Option<Fault> {
 /// A point is reached, in the process that [`run`] started.
 ///
 /// # Errors
-/// No space left, where that is the fault.
+/// No space left, if that is the fault.
 pub fn reached(needs_space: bool) -> io::Result<()> {
     let Some(fault) = fault() else { return Ok(()) };
     let number = PASSED.fetch_add(1, Ordering::SeqCst) + 1;
@@ -45,7 +45,7 @@ pub fn reached(needs_space: bool) -> io::Result<()> {
     }
 }
 
-/// Runs an ignored test of this binary in a process of its own, with the fault, and with `variables`.
+/// Runs an ignored test of this binary in a separate process, with the fault and with `variables`.
 ///
 /// # Panics
 /// When it cannot be run.

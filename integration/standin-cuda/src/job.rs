@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::control::{Control, MAGIC, Mapping, Op, Pair, SIZE, code};
-use crate::{fault, gate, gpus, memory};
+use crate::{fault, gate, gpus, kernels, memory};
 
 /// `CUprocessState`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -74,6 +74,20 @@ pub(crate) fn start() -> Result<(), i32> {
     Ok(())
 }
 
+/// `cuInit`: takes as long as the fault of this name says.
+pub(crate) fn initialize() -> Result<(), i32> {
+    let Some(folder) = std::env::var_os("STANDIN_CUDA_DIR") else { return Ok(()) };
+    let began = life();
+    fault::inject(Path::new(&folder), "init", own_pid())?;
+    if life() == began { Ok(()) } else { Err(code::OPERATING_SYSTEM) }
+}
+
+/// Differs once CRIU has restored this process: when it began, in ticks since the machine did.
+fn life() -> Option<u64> {
+    let stat = fs::read_to_string("/proc/self/stat").ok()?;
+    stat.get(stat.rfind(')')? + 1..)?.split_whitespace().nth(19)?.parse().ok()
+}
+
 /// A CUDA call of the job: waits while the process is locked.
 pub(crate) fn call(work: impl FnOnce() -> Result<(), i32>) -> Result<(), i32> {
     if STARTED.load(Ordering::Relaxed) != own_pid() {
@@ -116,6 +130,7 @@ fn serve(control: &Control, folder: &Path, path: &Path) {
     let tid = unsafe { libc::gettid() };
     let mut last = 0;
     loop {
+        kernels::advance();
         {
             let job = job();
             let held = matches!(job.state, State::Running | State::Locked);
@@ -180,7 +195,12 @@ fn handle(control: &Control, folder: &Path, tid: i32) -> Result<i32, i32> {
 
 fn lock(timeout_ms: u32) -> Result<(), i32> {
     let timeout = (timeout_ms > 0).then(|| Duration::from_millis(timeout_ms.into()));
+    let began = Instant::now();
     if !gate::close(timeout) {
+        return Err(code::NOT_READY);
+    }
+    if !kernels::drain(timeout.map(|timeout| timeout.saturating_sub(began.elapsed()))) {
+        gate::open();
         return Err(code::NOT_READY);
     }
     job().state = State::Locked;

@@ -13,14 +13,16 @@
 //! - The truth about the state is in the job's private memory: a process that CRIU restored is in the state of its
 //!   image, whatever the control file said when the last life of it ended. The file holds requests and replies only,
 //!   and a request whose caller is gone (it no longer holds the lock) is not carried out.
-//! - `cuInit` does nothing, and so a caller never becomes a CUDA process of its own. `cuCtxCreate_v2` and
+//! - `cuInit` does nothing but take its time, and so a caller never becomes a CUDA process of its own. One that CRIU restored
+//!   in the middle of it fails, as the driver's does (580: 304). `cuCtxCreate_v2` and
 //!   `cuDevicePrimaryCtxRetain` make one, and fail with `NO_DEVICE` where `STANDIN_CUDA_DIR` is not set.
 //! - "Device memory" is memory that only the functions here may touch. A checkpoint takes the shape that the real
 //!   driver's has: one `mmap(NULL, total, RW, PRIVATE|ANONYMOUS|POPULATE)` through libc's symbol, then one `memcpy` of
 //!   libc for each 2 MiB out of a staging buffer, on the driver's thread, while the device side goes away.
 //! - Memory that processes share (`cuMemCreate` and its kin, CUDA IPC) makes the driver's calls of the resource manager
 //!   by the process's first `ioctl`, and has an `ioctl` that answers them: for a job that preloads this object last.
-//! - A lock makes CUDA calls of the job block; it waits for those under way and gives up with `NOT_READY`.
+//! - A lock makes CUDA calls of the job block; it waits for those under way, and for kernels that other libraries have
+//!   started (`standin_launch`), and gives up with `NOT_READY`.
 //! - One folder serves one job: two PID namespaces number their processes alike.
 //!
 //! # Faults
@@ -31,6 +33,7 @@
 //! - `die-at-OP`: `[delay=MS] [pid=P]`. Waits, removes the file and kills itself with SIGKILL.
 //! - OP may also be `keeper-CALL`: `unmap`, `release`, `export`, `import`, `map`, `access` or `retain`, where a keeper of the
 //!   interposer calls it.
+//! - OP may also be `init`, for `cuInit`. The supervisor calls it too: `pid` tells them apart.
 //!
 //! A failed restore leaves the process FAILED; other failures leave the state as it was.
 //!
@@ -53,6 +56,7 @@ mod fault;
 mod gate;
 mod gpus;
 mod job;
+mod kernels;
 mod memory;
 pub mod nvml;
 mod rm;
@@ -68,10 +72,10 @@ fn answer(result: Result<(), i32>) -> c_int {
     result.err().unwrap_or(code::SUCCESS)
 }
 
-/// Does nothing: the caller of checkpoint functions is no CUDA process.
+/// Makes nothing of the caller: one of checkpoint functions is no CUDA process.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuInit(flags: c_uint) -> c_int {
-    if flags == 0 { code::SUCCESS } else { code::INVALID_VALUE }
+    if flags == 0 { answer(job::initialize()) } else { code::INVALID_VALUE }
 }
 
 /// `STANDIN_CUDA_VERSION`, or 13000.
@@ -204,6 +208,52 @@ pub unsafe extern "C" fn standin_collective(begun: *const AtomicU64, ranks: u64)
         }
         Ok(())
     }))
+}
+
+/// Starts a "kernel" of another library: `advance` is called with `argument`, on the driver's thread, until it returns
+/// another number than 0. Kernels of one stream run one after the other. A lock waits for all.
+///
+/// `advance` may call `standin_load` and `standin_store`, and nothing else of the driver.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn standin_launch(
+    stream: usize,
+    advance: Option<unsafe extern "C" fn(*mut c_void) -> c_int>,
+    argument: *mut c_void,
+) -> c_int {
+    let Some(advance) = advance else { return code::INVALID_VALUE };
+    answer(job::call(|| {
+        kernels::launch(stream, advance, argument);
+        Ok(())
+    }))
+}
+
+/// Waits for the kernels of a stream.
+#[unsafe(no_mangle)]
+pub extern "C" fn cuStreamSynchronize(stream: usize) -> c_int {
+    loop {
+        let mut is_idle = false;
+        let asked = job::call(|| {
+            kernels::advance();
+            is_idle = kernels::is_idle(Some(stream));
+            Ok(())
+        });
+        if is_idle || asked.is_err() {
+            return answer(asked);
+        }
+        std::thread::sleep(std::time::Duration::from_micros(200));
+    }
+}
+
+/// A kernel's look at device memory: the number at this address, which its library has checked.
+#[unsafe(no_mangle)]
+pub extern "C" fn standin_load(device: usize) -> u64 {
+    memory::load(device).unwrap_or(u64::MAX)
+}
+
+/// A kernel's write to it.
+#[unsafe(no_mangle)]
+pub extern "C" fn standin_store(device: usize, number: u64) -> c_int {
+    answer(memory::store(device, number))
 }
 
 /// Memory that can be shared: whole pieces of 2 MiB.
@@ -347,6 +397,7 @@ pub unsafe extern "C" fn cuGetProcAddress_v2(
     // SAFETY: the caller passes a string that ends with NUL.
     let name = unsafe { CStr::from_ptr(name) };
     let found: *const c_void = match name.to_bytes() {
+        b"cuInit" => cuInit as *const c_void,
         b"cuMemCreate" => cuMemCreate as *const c_void,
         b"cuMemExportToShareableHandle" => cuMemExportToShareableHandle as *const c_void,
         b"cuMemImportFromShareableHandle" => cuMemImportFromShareableHandle as *const c_void,

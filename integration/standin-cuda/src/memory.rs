@@ -138,12 +138,19 @@ pub(crate) unsafe fn read(host: *mut u8, device: usize, bytes: usize) -> Result<
 }
 
 pub(crate) fn increment(device: usize) -> Result<(), i32> {
+    store(device, load(device)?.wrapping_add(1))
+}
+
+pub(crate) fn load(device: usize) -> Result<u64, i32> {
     let _memory = check(device, 8)?;
-    let number: *mut u64 = ptr::with_exposed_provenance_mut(device);
     // SAFETY: eight bytes of device memory, held; alignment is not asked of the caller.
-    let value = unsafe { number.read_unaligned() };
+    Ok(unsafe { ptr::with_exposed_provenance::<u64>(device).read_unaligned() })
+}
+
+pub(crate) fn store(device: usize, number: u64) -> Result<(), i32> {
+    let _memory = check(device, 8)?;
     // SAFETY: as above.
-    unsafe { number.write_unaligned(value.wrapping_add(1)) };
+    unsafe { ptr::with_exposed_provenance_mut::<u64>(device).write_unaligned(number) };
     Ok(())
 }
 

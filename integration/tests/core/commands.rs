@@ -24,8 +24,9 @@ fn json(lab: &Lab, args: &[&str]) -> Value {
 #[test]
 fn what_is_there_can_be_looked_at() {
     let Some(lab) = Lab::new() else { return };
-    let (code, _, said) = text(&lab.rekindle(&["list"]));
-    assert!(code == 2 && said.contains("there is no store"), "{code} {said}");
+    let store = lab.file("none");
+    let (code, _, said) = text(&lab.rekindle(&["list", "--store", store.to_str().unwrap()]));
+    assert!(code == 2 && said.contains("there is no store"), "a typing error: {code} {said}");
     let mut run = until_after_snapshot(&lab, "plain");
     run.snapshot(&lab);
     let jobs = json(&lab, &["list"]);
@@ -34,9 +35,14 @@ fn what_is_there_can_be_looked_at() {
     let images = json(&lab, &["list", "j"]);
     assert_eq!((&images[0]["state"], &images[0]["reason"]), (&"good".into(), &"signal".into()));
     let newest = images[0]["id"].as_str().unwrap().to_string();
-    for name in ["j", "j/latest", "j/2", &format!("j/{newest}"), &newest] {
+    for name in ["j", "j/latest", "j/2", "j/-1", &format!("j/{newest}"), &newest] {
         assert_eq!(json(&lab, &["show", name])["id"], newest.as_str(), "{name}");
     }
+    assert_eq!((&images[0]["nth_newest"], &images[1]["nth_newest"]), (&1.into(), &2.into()));
+    assert_eq!(json(&lab, &["show", "j/-2"])["id"], images[1]["id"]);
+    // What the images share is in none of these sums.
+    let (frees, bytes) = (images[1]["frees"].as_u64().unwrap(), images[1]["bytes"].as_u64().unwrap());
+    assert!(frees > 0 && frees < bytes && jobs[0]["frees"].as_u64() > Some(frees), "{images:#} {jobs:#}");
     let shown = json(&lab, &["show", "j"]);
     assert_eq!(shown["tree"]["job"], 1001);
     assert!(shown["freeze_us"].as_u64().unwrap() > 0 && !shown["phases"].as_array().unwrap().is_empty());
@@ -53,6 +59,87 @@ fn what_is_there_can_be_looked_at() {
     assert_eq!(json(&lab, &["list"])[0]["state"], "completed");
 }
 
+/// The keys of all objects in a document.
+fn keys(value: &Value, into: &mut Vec<String>) {
+    match value {
+        Value::Object(all) => all.iter().for_each(|(key, value)| {
+            into.push(key.clone());
+            keys(value, into);
+        }),
+        Value::Array(all) => all.iter().for_each(|value| keys(value, into)),
+        _ => {}
+    }
+}
+
+#[test]
+fn keys_in_json_have_one_style() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = until_after_snapshot(&lab, "plain");
+    let mut found = Vec::new();
+    let commands: [&[&str]; 11] = [
+        &["list"],
+        &["list", "j"],
+        &["show", "j"],
+        &["status"],
+        &["status", "j"],
+        &["verify"],
+        &["prune", "--dry-run"],
+        &["repair", "--dry-run"],
+        &["config", "show"],
+        &["report", "j", "--out", "-"],
+        &["snapshot", "j"],
+    ];
+    for args in commands {
+        keys(&json(&lab, args), &mut found);
+    }
+    count_on(&lab, &mut run, 2);
+    finish(&lab, run);
+    // Names of devices, pids and words of the kernel are keys, too.
+    let is_ours = |key: &&String| key.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || "-_".contains(c));
+    let odd: Vec<&String> = found.iter().filter(is_ours).filter(|key| key.contains('-')).collect();
+    assert!(found.len() > 100 && odd.is_empty(), "{odd:?}");
+}
+
+/// A terminal of this width is standard output.
+#[test]
+fn tables_fit_a_terminal_and_a_pipe_gets_all() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = until_after_snapshot(&lab, "plain");
+    run.snapshot(&lab);
+    let command = lab.command(["list"]).get_program().to_owned();
+    for args in [&["list"][..], &["list", "j"], &["status"], &["prune", "--dry-run"], &["config", "show"]] {
+        let piped = text(&lab.rekindle(args)).1;
+        let script = "import fcntl, os, pty, struct, sys, termios
+def spawn():
+    pid, fd = pty.fork()
+    if pid == 0:
+        fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack('HHHH', 24, 80, 0, 0))
+        os.execvp(sys.argv[1], sys.argv[1:])
+    out = b''
+    try:
+        while part := os.read(fd, 4096):
+            out += part
+    except OSError:
+        pass
+    os.waitpid(pid, 0)
+    return out
+sys.stdout.buffer.write(spawn())";
+        let mut python = std::process::Command::new(crate::supervisor::python().unwrap());
+        python.args(["-c", script]).arg(&command).args(args).envs(lab.variables());
+        let shown = String::from_utf8(python.output().unwrap().stdout).unwrap();
+        let widest = shown.lines().map(|line| line.trim_end().chars().count()).max();
+        assert!(
+            widest > Some(20) && widest <= Some(80),
+            "{args:?}: {widest:?}
+{shown}"
+        );
+        if args.contains(&"j") {
+            assert!(shown.contains("000002-") && !shown.contains("REASON") && piped.contains("REASON"), "{shown}");
+        }
+    }
+    finish(&lab, run);
+}
+
 #[test]
 fn a_job_that_its_file_knows_needs_no_command() {
     let Some(lab) = Lab::new() else { return };
@@ -61,8 +148,8 @@ fn a_job_that_its_file_knows_needs_no_command() {
     let lab = lab.set("job.command", "[\"/bin/echo\", \"two words\", \"\", \"x\"]");
     assert_eq!(text(&lab.rekindle(&["run", "--name", "j"])).0, 0);
     assert_eq!(lab.output(), "two words  x\n");
-    // What is typed is stronger.
-    lab.run(["/bin/echo", "typed"]).ends_with(0);
+    // A command on the command line overrides the configuration.
+    lab.run_with(&["run", "--fresh", "--name", "j", "--"], ["/bin/echo", "typed"]).ends_with(0);
     assert!(lab.output().ends_with("typed\n"), "{}", lab.output());
 }
 
@@ -86,7 +173,7 @@ fn an_image_in_memory_is_one_like_the_others() {
     assert!(done > 1 << 20 && done < total && row["bytes"] == total, "{row:#}");
     let job = &json(&lab, &["list"])[0];
     assert_eq!((&job["images"], &job["newest"]), (&1.into(), &row["id"]));
-    assert_eq!((&job["bytes"], &job["memory-bytes"]), (&0.into(), &total.into()));
+    assert_eq!((&job["bytes"], &job["memory_bytes"]), (&0.into(), &total.into()));
     let table = text(&lab.rekindle(&["list", "j"])).1;
     assert!(table.contains("memory, ") && table.contains(" % stored"), "{table}");
     assert!(text(&lab.rekindle(&["list"])).1.contains("running, storing "));
@@ -128,7 +215,7 @@ fn what_does_not_fit_into_the_store_stays_in_memory() {
     run.signal(Signal::SIGUSR1);
     run.wait_for("the store refuses it", || lab.published().is_some_and(|p| p.persist_failure.is_some()));
     let job = &json(&lab, &["list"])[0];
-    assert!(job["persist-failure"].as_str().unwrap().contains("store.min-free"), "{job:#}");
+    assert!(job["persist_failure"].as_str().unwrap().contains("store.min-free"), "{job:#}");
     assert_eq!(json(&lab, &["list", "j"])[0]["places"], serde_json::json!(["memory"]));
     let shown = text(&lab.rekindle(&["show", "j"])).1;
     assert!(
@@ -164,10 +251,10 @@ fn pruning_follows_the_plan() {
     assert_eq!((words(1), words(2)), (("keep", "one of the last 2"), ("removed", "older than the last 2")));
 }
 
-/// What each image of the job `fresh-8` has for itself, at least.
+/// Minimum of data that each image of the job `fresh-8` shares with no other image.
 const FRESH: u64 = 8 << 20;
 
-/// What the images of the job take together, what they share counted once.
+/// Total size of the images of the job; shared data is counted once.
 fn total(lab: &Lab) -> u64 {
     Survey::of(&lab.job(), 0).unwrap().sizes().total()
 }
@@ -260,7 +347,7 @@ fn a_bound_of_all_images_holds_while_the_job_runs() {
         }
         assert_eq!(lab.good(), [5, 4, 1], "{staging}");
         run.wait_said("to free space for the next image (store.max-total-size)");
-        // Where none may go the next one is not stored, and it is said what helps.
+        // If no image may be removed, the next one is not stored, and the message names a remedy.
         assert_eq!(text(&lab.rekindle(&["pin", "j/4"])).0, 0);
         run.signal(Signal::SIGUSR1);
         run.wait_said("rekindle unpin");
@@ -329,7 +416,7 @@ fn what_is_missing_is_said() {
     let (code, _, said) = text(&command.env("REKINDLE_CRIU", script).output().unwrap());
     assert!(code == 69 && said.contains("hello"), "{code} {said}");
     assert!(!lab.store().exists(), "nothing was touched");
-    // As somebody else. The program lies where nobody may not look.
+    // As another user. The original program is in a folder that user nobody cannot read.
     lab.install(env!("CARGO_BIN_EXE_rekindle").as_ref(), &lab.file("rekindle"));
     let mut command = std::process::Command::new(lab.file("rekindle"));
     command.args(["run", "--name", "j", "--store"]).arg(lab.store()).args(["--", "true"]).current_dir("/");

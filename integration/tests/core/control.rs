@@ -171,11 +171,16 @@ fn a_rewind_goes_back_and_stays_there() {
     for to in ["77", "nothing", "-2", "-0", "-x"] {
         refused(&lab, &["rewind", "j", to], 2);
     }
+    // Other commands count like the rewind: the newer images of the line that was left have no number.
+    assert_eq!(ask(&lab, &["show", "j/-1"])["id"], at_first().to_string());
+    let listed = ask(&lab, &["list", "j"]);
+    let numbered: Vec<_> = listed.as_array().unwrap().iter().map(|row| row["nth_newest"].as_u64()).collect();
+    assert_eq!(numbered, [None, None, Some(1)]);
     // By count from the newest of its line, and by tag: on to where it has not been in this line.
     run.wait_for("it is as far as it was", || numbers(&lab.output()).len() >= far);
     assert!(ask(&lab, &["rewind", "j", "-1"])["running"]["image"].as_str().unwrap().starts_with("000001"));
     run.wait_for("it is as far as it was", || numbers(&lab.output()).len() >= far);
-    assert!(ask(&lab, &["rewind", "j", "good"])["running"]["image"].as_str().unwrap().starts_with("000002"));
+    assert!(ask(&lab, &["rewind", "j/good"])["running"]["image"].as_str().unwrap().starts_with("000002"));
     count_on(&lab, &mut run, 2);
     finish(&lab, run);
 }

@@ -86,6 +86,49 @@ fn what_outlives_the_job_does_nothing_any_more() {
     finish(&lab, run);
 }
 
+/// Starts a child whose first thread ends before the other: for that time it is a zombie with threads. Its parent waits for it.
+const HALF_DEAD: &str = r#"
+import ctypes, os, sys, threading, time
+folder, n = sys.argv[1], 0
+def other():
+    time.sleep(0.5)
+    os._exit(0)
+while not os.path.exists(folder + "/finish"):
+    n += 1
+    os.write(1, b"n %d\n" % n)
+    if os.path.exists(folder + "/start"):
+        os.remove(folder + "/start")
+        if os.fork() == 0:
+            threading.Thread(target=other).start()
+            ctypes.CDLL(None).syscall(60, 0)
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        pass
+    time.sleep(0.02)
+"#;
+
+#[test]
+fn a_process_whose_first_thread_has_ended_delays_a_snapshot_for_a_moment_only() {
+    let lab = Lab::new().map(|lab| lab.set("snapshot.retry-after", "\"1h\"").set("snapshot.retry-max", "\"1h\""));
+    let Some(lab) = lab else { return };
+    let mut run = lab.run(["python3", "-c", HALF_DEAD, lab.path().to_str().unwrap()]);
+    count_on(&lab, &mut run, 5);
+    let job = run.job_pid(&lab);
+    std::fs::write(lab.file("start"), "").unwrap();
+    let is_half_dead = || {
+        let mut children = process::children(job).into_iter();
+        children.any(|pid| process::state(pid) == Some('Z') && process::threads(pid).len() > 1)
+    };
+    assert!(comes(Duration::from_secs(5), is_half_dead));
+    run.signal(Signal::SIGUSR1);
+    run.wait_said("Zombies with threads");
+    run.wait_for("a snapshot", || !lab.good().is_empty());
+    run.crash(&lab);
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+}
+
 #[test]
 fn a_parent_that_never_waits_has_its_images() {
     let Some(lab) = Lab::new() else { return };

@@ -26,7 +26,7 @@ fn last_calls(lab: &Lab) -> Vec<Duration> {
 
 #[test]
 fn a_deadline_is_kept_and_the_next_run_knows_what_a_snapshot_takes() {
-    let Some(lab) = Lab::new() else { return };
+    let Some(lab) = Lab::new().map(|lab| lab.set("snapshot.grace", "\"7s\"")) else { return };
     // Nothing was measured: it is begun snapshot.grace before, and after half of the time at the earliest.
     let begun = Instant::now();
     let mut run = until(&lab, "8s");
@@ -36,7 +36,7 @@ fn a_deadline_is_kept_and_the_next_run_knows_what_a_snapshot_takes() {
     assert!(begun.elapsed() >= Duration::from_secs(4));
     run.ends_with(75);
     assert_eq!(lab.good(), [1]);
-    assert_eq!(last_calls(&lab), [Duration::from_secs(20)]);
+    assert_eq!(last_calls(&lab), [Duration::from_secs(7)]);
 
     // Now something is.
     let deadline = Utc::now() + chrono::TimeDelta::seconds(12);
@@ -45,7 +45,7 @@ fn a_deadline_is_kept_and_the_next_run_knows_what_a_snapshot_takes() {
     run.wait_said("continues from image 000001");
     run.wait_said("taking a final snapshot, then stopping the job");
     let expected = last_calls(&lab)[1];
-    assert_ne!(expected, Duration::from_secs(20));
+    assert_ne!(expected, Duration::from_secs(7));
     let early = (deadline - Utc::now()).to_std().unwrap_or_default();
     assert!(early <= expected.max(Duration::from_secs(6)), "{early:?}, where {expected:?} were expected");
     assert!(!run.err().contains("may not be complete") || expected > Duration::from_secs(5), "{}", run.err());
@@ -67,6 +67,13 @@ fn a_deadline_that_has_passed_is_a_mistake() {
     let Some(lab) = Lab::new() else { return };
     let (_, said) = until(&lab, "2020-01-01T00:00:00Z").ends_with(2);
     assert!(said.contains("the deadline 2020-01-01T00:00:00Z") && said.contains("has passed"), "{said}");
+    let (_, said) = until(&lab, "20s").ends_with(2);
+    assert!(said.contains("--deadline \"20s\"") && said.contains("(snapshot.grace)"), "{said}");
+    assert!(!lab.store().exists(), "nothing was touched");
+    let command = lab.python_command("kinds.py", &["plain", lab.path().to_str().unwrap()]);
+    let lab = lab.set("scheduler.deadline", "\"2020-01-01T00:00:00Z\"");
+    let (_, said) = lab.run(command).ends_with(78);
+    assert!(said.contains("scheduler.deadline = \"2020-01-01T00:00:00Z\""), "{said}");
 }
 
 /// While the next try waits there is nothing to save.
@@ -75,7 +82,8 @@ fn each_scheduler_gets_the_exit_code_that_it_queues_again_by() {
     for (profile, code) in [("sge", 99), ("htcondor", 85), ("none", 75)] {
         let Some(lab) = Lab::new() else { return };
         let lab = lab.set("scheduler.profile", &format!("\"{profile}\"")).set("restart.backoff", "\"60s\"");
-        let lab = lab.set("restart.backoff-max", "\"60s\"");
+        // A job that dies soon is not restarted at once.
+        let lab = lab.set("restart.backoff-max", "\"60s\"").set("restart.min-uptime", "\"60s\"");
         let mut run = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]);
         count_on(&lab, &mut run, 2);
         let pid = run.job_pid(&lab);

@@ -41,11 +41,30 @@ fn one_that_only_asks_has_dev_null_in_their_place() {
     run.crash(&lab);
     count_on(&lab, &mut run, 3);
     assert_eq!(found(&lab), ["/dev/null", "/dev/null"]);
-    // As any descriptor of /dev/null, of which nothing need be said.
+    // They are treated like any descriptor of /dev/null: no message.
     run.snapshot(&lab);
     run.crash(&lab);
     count_on(&lab, &mut run, 3);
     assert_eq!(run.err().matches("NVML is used").count(), 1, "{}", run.err());
+    finish(&lab, run);
+}
+
+#[test]
+fn one_whose_opencl_is_not_used_has_dev_null_in_their_place() {
+    let (Some(lab), Some(devices)) = (Lab::new(), StandIns::find()) else { return };
+    let control = devices.control.to_str().unwrap();
+    let mut run = start(&lab, &devices, "devices-opencl");
+    for _ in 0..2 {
+        run.snapshot(&lab);
+        count_on(&lab, &mut run, 3);
+        assert_eq!(found(&lab), [control, control], "the running job keeps them");
+    }
+    let said = run.err();
+    assert_eq!(said.matches("OpenCL is initialised and not used in process 1001 (").count(), 1, "{said}");
+    run.crash(&lab);
+    count_on(&lab, &mut run, 3);
+    assert_eq!(found(&lab), ["/dev/null", "/dev/null"]);
+    run.snapshot(&lab);
     finish(&lab, run);
 }
 
@@ -63,6 +82,12 @@ fn is_refused(kind: &str, why: &str) {
 #[test]
 fn one_that_uses_them_is_refused() {
     is_refused("devices-mapped", "process 1001 (python3) has NVIDIA devices open: either it is just starting CUDA");
+}
+
+#[test]
+fn one_that_uses_opencl_is_refused_with_the_library_and_what_helps() {
+    is_refused("devices-hwloc", "it uses the GPU without CUDA, by OpenCL (libnvidia-opencl.so.1)");
+    is_refused("devices-hwloc", "set HWLOC_COMPONENTS=-opencl in the job's environment");
 }
 
 #[test]

@@ -137,3 +137,18 @@ fn top_draws_on_a_terminal_and_leaves_it_as_it_was() {
     assert!(at("Esc back") < at("\u{1b}[?25h") && at("Esc back") < at("\u{1b}[?7h"));
     finish(&lab, run);
 }
+
+/// A program that asked for JSON gets nothing else on standard output.
+#[test]
+fn run_in_json_prints_its_events_and_not_what_the_job_prints() {
+    let Some(lab) = Lab::new() else { return };
+    let run = lab.run_with(&["run", "--json", "--name", "j", "--"], ["sh", "-c", "echo words; echo more >&2; exit 0"]);
+    let (out, said) = run.ends_with(0);
+    let lines: Vec<serde_json::Value> = out.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let names: Vec<&str> = lines.iter().map(|line| line["event"].as_str().unwrap()).collect();
+    assert_eq!(names, ["supervised", "started", "ended", "finished"], "{out}");
+    let journal = std::fs::read_to_string(lab.job().log_dir().join("events.jsonl")).unwrap();
+    assert_eq!(out, journal, "the same lines as in the journal");
+    assert_eq!(lab.output(), "words\n", "the output is in its file");
+    assert!(!said.contains("more"), "{said}");
+}

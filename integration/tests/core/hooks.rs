@@ -1,7 +1,9 @@
 //! Hooks and the webhook of a real run: what they are told and in which order, and that none of them can harm the job.
 
+use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpListener;
+use std::path::Path;
 use std::sync::mpsc;
 use std::time::Instant;
 
@@ -22,7 +24,7 @@ fn hook(lab: Lab, point: &str, script: &str) -> Lab {
     lab.set(&format!("hooks.{point}"), &value)
 }
 
-/// With all hooks, each of which writes what it is told to one file.
+/// Configures all hooks; each appends its standard input to the same file.
 fn with_all(mut lab: Lab) -> Lab {
     let out = lab.file("told");
     for point in POINTS {
@@ -123,7 +125,7 @@ fn a_hook_can_refuse_a_snapshot_and_the_job_runs_on() {
     assert_eq!(told(&lab)[0]["failure"], "snapshots-fail");
     assert!(lab.images().is_empty());
     count_on(&lab, &mut run, 2);
-    std::fs::write(lab.file("allowed"), "").unwrap();
+    fs::write(lab.file("allowed"), "").unwrap();
     run.wait_for("it is tried again, and taken", || !lab.images().is_empty());
     finish(&lab, run);
 }
@@ -186,12 +188,35 @@ fn server() -> (u16, mpsc::Receiver<Value>) {
             reader.read_exact(&mut body).unwrap();
             let text = "HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n";
             (&stream).write_all(text.as_bytes()).unwrap();
-            if sender.send(serde_json::from_slice(&body).unwrap()).is_err() {
+            let text = || Value::String(String::from_utf8(body.clone()).unwrap());
+            if sender.send(serde_json::from_slice(&body).unwrap_or_else(|_| text())).is_err() {
                 return;
             }
         }
     });
     (port, bodies)
+}
+
+#[test]
+fn the_example_tells_other_services_of_a_failure() {
+    for service in ["discord", "teams", "ntfy"] {
+        let Some(lab) = Lab::new().map(|lab| lab.set("restart.max-restarts", "0")) else { return };
+        let (port, bodies) = server();
+        fs::write(lab.file("address"), format!("http://127.0.0.1:{port}/secret\n")).unwrap();
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/notify.py");
+        let hook = ["/usr/bin/python3", "-B", script.to_str().unwrap(), service, lab.file("address").to_str().unwrap()]
+            .map(str::to_owned);
+        let lab = lab.set("hooks.on-failure", &format!("{hook:?}"));
+        let (_, said) = lab.run(["sh", "-c", "exit 3"]).ends_with(3);
+        let body = bodies.recv_timeout(LIMIT).unwrap();
+        let text = match service {
+            "discord" => &body["content"],
+            "teams" => &body["attachments"][0]["content"]["body"][0]["text"],
+            _ => &body,
+        };
+        assert!(text.as_str().is_some_and(|text| text == "job j: it exited with code 3"), "{body}");
+        assert!(!said.contains("hook"), "{said}");
+    }
 }
 
 #[test]

@@ -35,18 +35,22 @@ fn exit_codes_that_are_worth_a_restart_and_those_that_are_not() {
 }
 
 #[test]
-fn the_wait_between_restarts_doubles() {
+fn the_first_restart_comes_at_once_and_the_wait_before_further_ones_doubles() {
     let Some(lab) = Lab::new() else { return };
     let lab = lab
         .set("restart.max-restarts", "4")
+        // No life is too short.
+        .set("restart.min-uptime", "\"0s\"")
         .set("restart.backoff", "\"200ms\"")
         .set("restart.backoff-max", "\"500ms\"");
     let begun = Instant::now();
     let (_, said) = lab.run(["sh", "-c", "exit 1"]).ends_with(1);
-    let waits =
-        said.matches(" in 200ms").count() + said.matches(" in 400ms").count() + said.matches(" in 500ms").count();
-    assert_eq!(waits, 4, "{said}");
-    assert!(begun.elapsed() >= Duration::from_millis(200 + 400 + 500 + 500));
+    let waits: Vec<&str> = said
+        .lines()
+        .filter_map(|line| line.split_once("continuing from the beginning in ").map(|parts| parts.1))
+        .collect();
+    assert_eq!(waits, ["0s", "200ms", "400ms", "500ms"], "{said}");
+    assert!(begun.elapsed() >= Duration::from_millis(200 + 400 + 500));
 }
 
 #[test]
@@ -136,9 +140,11 @@ fn commands_and_their_images() {
     let command = lab.python_command("kinds.py", &["plain", lab.path().to_str().unwrap()]);
     let (out, _) = lab.run_with(&["run", "--fresh", "--name", "j", "--"], &command).ends_with(0);
     assert_eq!(out, "n 1\ndone\n");
-    // A job that completed starts anew.
-    let (out, said) = lab.run(&command).ends_with(0);
-    assert!(out == "n 1\ndone\n" && said.contains("job j starts"), "{said}");
+    // A job that completed does not begin anew in silence.
+    let before = lab.output();
+    let (out, said) = lab.run(&command).ends_with(2);
+    assert!(out.is_empty() && said.contains("job j completed at 20") && said.contains("use --fresh"), "{out} {said}");
+    assert_eq!(lab.output(), before, "its output is untouched");
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::os::fd::AsRawFd;
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-use crate::supervisor::{Lab, Running, criu, kill};
+use crate::supervisor::{Lab, Running, criu, kill, python};
 
 /// Starts a job that says what it sees.
 pub(crate) fn look(lab: &Lab) -> (Running, Value) {
@@ -86,6 +86,7 @@ fn a_clean_environment() {
         "REKINDLE_RUN_ID",
         "REKINDLE_SOCKET",
         "LC_CTYPE",
+        "PYTHONUNBUFFERED",
     ];
     assert!(environment.keys().all(|name| known.contains(&name.as_str())), "{environment:?}");
     assert_eq!(environment["COLOUR"], "blue");
@@ -101,7 +102,7 @@ fn standard_input_from_a_file_and_inherited() {
     assert_eq!(out, "from the file\n");
     let lab = lab.set("job.stdin", "\"inherit\"");
     // Here it is /dev/null, which can be inherited; a pipe cannot come back and is refused.
-    assert_eq!(lab.run(["cat"]).ends_with(0).0, "");
+    assert_eq!(lab.run_with(&["run", "--fresh", "--name", "j", "--"], ["cat"]).ends_with(0).0, "");
     let inherit = lab.file("rekindle.toml");
     let mut command = lab.command(["--config".as_ref(), inherit.as_os_str()]);
     command.args(["run", "--name", "piped", "--", "cat"]).stdin(std::process::Stdio::piped());
@@ -209,4 +210,60 @@ fn a_signal_that_comes_while_the_job_is_started_reaches_it() {
     run.wait_printed("winch");
     run.signal(Signal::SIGTERM);
     run.ends_with(143);
+}
+
+/// A session leader without a terminal that opens one gets it as its own, and SIGHUP when it hangs up. mpirun gives each
+/// rank a terminal for its output.
+#[test]
+fn a_terminal_of_the_job_does_not_become_the_supervisors() {
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab.leading_a_session();
+    let job = "import os, time\nends = os.openpty()\nprint('ready', flush=True)\nwhile True: time.sleep(0.1)";
+    let mut run = lab.run([python().unwrap().to_str().unwrap(), "-S", "-c", job]);
+    run.wait_printed("ready");
+    run.snapshot(&lab);
+    let stat = fs::read_to_string(format!("/proc/{}/stat", run.pid())).unwrap();
+    let fields: Vec<&str> = stat.rsplit(") ").next().unwrap().split(' ').collect();
+    assert_eq!(fields[3], run.pid().to_string(), "it leads a session: {stat}");
+    assert_eq!(fields[4], "0", "it has a terminal: {stat}");
+    run.crash(&lab);
+    run.snapshot(&lab);
+    run.signal(Signal::SIGTERM);
+    run.second_stop(Signal::SIGTERM);
+    run.ends_with(128 + 15);
+}
+
+/// What a user sees who does not ask for more.
+#[test]
+fn the_log_is_a_line_for_the_start_each_restore_and_the_end() {
+    let Some(lab) = Lab::new().map(|lab| lab.without("log.level")) else { return };
+    let mut run =
+        lab.run([python().unwrap().to_str().unwrap(), "-Sc", "import time\nprint('begun')\ntime.sleep(1000)"]);
+    // Python would hold it back until its buffer is full.
+    run.wait_printed("begun\n");
+    run.snapshot(&lab);
+    run.snapshot(&lab);
+    run.crash(&lab);
+    run.wait_said("the job was restored from image");
+    run.signal(Signal::SIGTERM);
+    let (_, said) = run.ends_with(143);
+    let lines: Vec<&str> = said.lines().filter(|line| line.contains(" INFO ") || line.contains(" WARN ")).collect();
+    let wanted = [
+        "starts",
+        "its store is",
+        "the job ended: signal SIGKILL",
+        "continuing from",
+        "was restored",
+        "received SIGTERM",
+        "job j stopped",
+    ];
+    assert!(lines.len() == wanted.len() && lines.iter().zip(wanted).all(|(line, part)| line.contains(part)), "{said}");
+    assert!(lines[6].contains("3 snapshots (frozen for ") && lines[6].contains("1 restart; `rekindle run`"), "{said}");
+
+    let Some(lab) = Lab::new().map(|lab| lab.without("log.level")) else { return };
+    let mut run = lab.run_with(&["run", "-v", "--fresh", "--name", "j", "--"], ["sleep", "1000"]);
+    run.job_pid(&lab);
+    run.snapshot(&lab);
+    run.wait_said("was stored in");
+    lab.kill_9(run);
 }

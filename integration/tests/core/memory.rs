@@ -3,7 +3,7 @@
 use std::fs;
 use std::io::{self, Write};
 use std::os::unix::fs::PermissionsExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
@@ -18,13 +18,17 @@ use crate::supervisor::{LIMIT, Lab, Running, assert_counts_up, comes, tail};
 const LOSSES: [fn(&Lab); 3] = [
     |lab| lab.mounted().iter().for_each(|point| umount2(point, MntFlags::MNT_DETACH).unwrap()),
     // All of it, the folders too.
-    |lab| lab.mounted().iter().flat_map(entries).for_each(|path| fs::remove_dir_all(path).unwrap()),
+    |lab| lab.mounted().iter().flat_map(entries).for_each(|path| remove(&path)),
     // What is in the slots.
     |lab| lab.mounted().iter().flat_map(|p| entries(&p.join("slots"))).for_each(|p| fs::remove_dir_all(p).unwrap()),
 ];
 
 fn entries(folder: &PathBuf) -> Vec<PathBuf> {
     fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect()
+}
+
+fn remove(path: &Path) {
+    if path.is_dir() { fs::remove_dir_all(path).unwrap() } else { fs::remove_file(path).unwrap() }
 }
 
 /// A job with a few MiB of memory.
@@ -38,7 +42,7 @@ fn again(lab: &Lab) -> Running {
     lab.python("kinds.py", &["mixed", lab.path().to_str().unwrap()])
 }
 
-/// A job of which 8 MiB of each image are in no other one.
+/// A job with 8 MiB in each image that no other image contains.
 fn fresh(lab: &Lab) -> Running {
     let mut run = lab.python("kinds.py", &["fresh-8", lab.path().to_str().unwrap()]);
     count_on(lab, &mut run, 5);
@@ -139,7 +143,7 @@ fn a_store_that_is_slower_than_the_interval_stretches_it() {
     });
     assert_eq!(most, 1, "one at a time");
     let said = run.err();
-    assert!(said.matches("a snapshot had to wait").count() >= 2, "{said}");
+    assert!(said.matches("a snapshot had to wait").count() == 1, "{said}");
     let took = began.elapsed();
     let added: Vec<u64> = lab.images().iter().filter_map(|i| Some(i.manifest()?.chunks.as_ref()?.stored)).collect();
     assert!(added.len() >= 3 && added.iter().all(|bytes| *bytes > 8 << 20), "{added:?}");
@@ -276,13 +280,13 @@ fn kill_9_before_the_image_is_in_the_store() {
 fn left_in_memory(lab: &Lab) -> serde_json::Value {
     let status = lab.rekindle(&["status", "j", "--json"]);
     let row: serde_json::Value = serde_json::from_slice(&status.stdout).unwrap();
-    row["left-in-memory"].clone()
+    row["left_in_memory"].clone()
 }
 
 #[test]
 fn memory_that_a_dead_supervisor_left_is_found_and_given_back_where_nobody_needs_it() {
     let Some(lab) = Lab::new() else { return };
-    let other = |lab: &Lab| lab.run_with(&["run", "--name", "k", "--"], ["true"]).ends_with(0).1;
+    let other = |lab: &Lab| lab.run_with(&["run", "--fresh", "--name", "k", "--"], ["true"]).ends_with(0).1;
     let mut run = start(&lab);
     count_on(&lab, &mut run, 5);
     run.snapshot(&lab);
@@ -292,7 +296,10 @@ fn memory_that_a_dead_supervisor_left_is_found_and_given_back_where_nobody_needs
     let left = left_in_memory(&lab);
     assert!(left["bytes"].as_u64().unwrap() > 1 << 20 && left["needed"].is_null(), "{left}");
     let status = String::from_utf8(lab.rekindle(&["status"]).stdout).unwrap();
-    assert!(status.contains("a supervisor that is gone left") && status.contains("gives it back"), "{status}");
+    assert!(
+        status.contains("a supervisor that is gone left") && status.contains("`rekindle prune` frees it"),
+        "{status}"
+    );
     let said = other(&lab);
     assert!(said.contains("job j: a supervisor that is gone left") && said.contains(": freed"), "{said}");
     assert_eq!(lab.mounted(), Vec::<PathBuf>::new());
@@ -305,7 +312,7 @@ fn memory_that_a_dead_supervisor_left_is_found_and_given_back_where_nobody_needs
     lab.kill_9(run);
     assert_eq!(left_in_memory(&lab)["needed"], staged.to_string());
     let said = other(&lab);
-    assert!(said.contains(&format!("and image {staged} is only there")) && said.contains("umount"), "{said}");
+    assert!(said.contains(&format!("and image {staged} is only there")) && said.contains("--discard-memory"), "{said}");
     assert_eq!(lab.mounted().len(), 1);
     let lab = lab.without("store.persist-rate");
     let mut run = again(&lab);
@@ -509,7 +516,8 @@ fn an_image_on_the_disk_of_another_boot_is_not_restored() {
     run.wait_said("removed slots on the disk that were written before the machine was restarted");
     run.wait_said("the job was restored from image 000001");
     count_on(&lab, &mut run, 5);
-    assert!(!run.err().contains(&image.to_string()), "{}", tail(&run.err()));
+    // What was begun of it in the store may be named when it is removed: `.tmp-IMAGE`.
+    assert!(!run.err().contains(&format!("image {image}")), "{}", tail(&run.err()));
     assert_eq!(run.snapshot(&lab), 2);
     assert_sound(&lab);
     finish(&lab, run);

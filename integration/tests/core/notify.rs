@@ -15,7 +15,7 @@ use crate::supervisor::{Lab, Running, python, wait_for};
 struct Manager(Arc<Mutex<Vec<(Instant, String)>>>);
 
 impl Manager {
-    /// Listens at `notify` in the ground for as long as the test lasts.
+    /// Listens at the socket `notify` in the folder of the lab until the test ends.
     fn listen(lab: &Lab) -> Manager {
         let manager = Manager::default();
         let (heard, socket) = (manager.clone(), UnixDatagram::bind(lab.file("notify")).unwrap());
@@ -55,7 +55,7 @@ fn service(lab: &Lab, command: &[String]) -> Running {
         ("NOTIFY_SOCKET".to_string(), lab.file("notify").to_str().unwrap().to_string()),
         ("WATCHDOG_USEC".to_string(), "1000000".to_string()),
     ];
-    lab.run_with_environment(&["run", "--name", "j", "--"], command, &variables)
+    lab.run_with_environment(&["run", "--fresh", "--name", "j", "--"], command, &variables)
 }
 
 #[test]

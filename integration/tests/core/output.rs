@@ -15,7 +15,7 @@ fn both_streams_are_followed_apart_and_to_the_end() {
     assert_counts_up(&out);
     assert_counts_up(&err);
     assert_eq!((numbers(&out).len(), numbers(&err).len()), (5000, 5000));
-    let mut run = lab.run(["sh", "-c", "echo first; sleep 1000"]);
+    let mut run = lab.run_with(&["run", "--fresh", "--name", "j", "--"], ["sh", "-c", "echo first; sleep 1000"]);
     run.wait_printed("first\n");
     assert!(run.runs() && !run.out().contains("n 1"), "earlier runs are not repeated: {}", run.out());
 }
@@ -37,7 +37,7 @@ fn rotation_loses_no_line() {
             let name = entry.file_name().to_str()?.strip_prefix("stdout.log")?.to_string();
             let number = if name.is_empty() { 0 } else { name.strip_prefix('.')?.parse().ok()? };
             let text = fs::read_to_string(entry.path()).unwrap();
-            // What was rotated away while the job ran is a hole.
+            // The part that was rotated away while the job ran is a hole.
             Some((number, text.trim_start_matches('\0').to_owned()))
         })
         .collect();
@@ -57,7 +57,7 @@ fn a_restored_job_writes_on_in_the_same_file() {
     let mut run = lab.run(["sh", "-c", text]);
     run.wait_printed("n 20\n");
     run.snapshot(&lab);
-    // What is printed may lag behind the file.
+    // The printed output may lag behind the file.
     let at = numbers(&lab.output()).len();
     run.wait_printed(&format!("n {}\n", at + 20));
     run.crash(&lab);
@@ -144,10 +144,10 @@ fn output_is_bounded_between_snapshots() {
     wait_for("little is left on the disk", || log_blocks(&bounded) < 512 << 10);
     bounded.kill_9(run);
 
-    // 200 MiB as fast as they can be written, with nobody who reads them: it is moved away while they are written, not only at the end.
+    // 200 MiB at some 300 MB/s, with nobody who reads them: it is moved away while they are written, not only at the end.
     let Some(lab) = Lab::new() else { return };
     let fast = lab.set("log.max-size", "\"4MiB\"").set("log.keep", "2");
-    let text = "import os, time\nfor n in range(200): os.write(1, b'x' * 99 * 10592 + b'\\n')\nos.write(2, b'all\\n')\ntime.sleep(1000)";
+    let text = "import os, time\nfor n in range(200):\n os.write(1, b'x' * 99 * 10592 + b'\\n')\n time.sleep(0.003)\nos.write(2, b'all\\n')\ntime.sleep(1000)";
     let mut run = fast.run([python().unwrap().to_str().unwrap(), "-Sc", text]);
     let mut most = 0;
     run.wait_closely("all is written", || {

@@ -148,7 +148,7 @@ fn harm_small(job: &JobFolder, id: &ChunkId) {
     file.write_all_at(b"!", at.offset + 64 + u64::from(at.stored_len) - 1).unwrap();
 }
 
-/// A file on a disk of its own: a loop device whose backing file ends early gives EIO for what lies behind its end.
+/// A file on its own disk: a loop device returns EIO for reads behind the end of a backing file that was cut short.
 struct FailingDisk {
     device: String,
     mount: PathBuf,
@@ -187,7 +187,7 @@ impl FailingDisk {
         disk
     }
 
-    /// What lies behind that byte of the file cannot be read any more.
+    /// Makes the file unreadable from that byte on.
     fn fails_from(&self, byte: u64) {
         let back = self.back.to_str().unwrap();
         let blocks = command("debugfs", &["-R", "blocks /pack", back]);
@@ -262,7 +262,7 @@ fn a_disk_that_fails_is_told_as_that_and_costs_no_image_its_good_name() {
     assert!(said.contains("not known") && !said.contains("marked bad"), "{said}");
     assert_eq!(lab.good(), [2, 1]);
 
-    // An older image lies elsewhere, and will do.
+    // An older image is stored elsewhere, and is used.
     let (run, said) = back_from(&lab, "000001");
     assert!(said.contains("image 000002") && said.contains("Input/output error"), "{said}");
     assert!(said.contains("the disk is failing") && !said.contains("is damaged"), "{said}");

@@ -17,7 +17,7 @@ use nix::unistd::User;
 
 use crate::supervisor::{Lab, comes, job_file, python, tail};
 
-/// What may not change: by path, with what is to be seen of it.
+/// The files that may not change, by path, with the attributes and the hash that are compared.
 type Seen = BTreeMap<PathBuf, (u32, u32, u32, u64, blake3::Hash)>;
 
 fn look(path: &Path, seen: &mut Seen) {

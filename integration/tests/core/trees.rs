@@ -5,6 +5,7 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 
 use nix::sys::signal::Signal;
+use rekindle::telemetry::events::What;
 
 use crate::kinds::{count_on, finish, port};
 use crate::launch::{end, look};
@@ -107,6 +108,24 @@ fn a_job_that_may_have_an_io_uring_is_not_dumped_while_it_has_one() {
     finish(&lab, run);
 }
 
+/// With an interval it would fail for the same reason each time, all night.
+#[test]
+fn a_snapshot_that_fails_each_time_is_logged_once() {
+    let Some(lab) = Lab::new().map(|lab| lab.set("snapshot.ghost-limit", "\"63MiB\"")) else { return };
+    let lab = lab.set("snapshot.interval", "\"100ms\"").set("snapshot.retry-max", "\"200ms\"");
+    let mut run = start(&lab, "ghost-64");
+    let failures = || {
+        let events = rekindle::telemetry::events::read(&lab.job().log_dir()).unwrap();
+        events.iter().filter(|event| matches!(event.what, What::SnapshotFailed { .. })).count()
+    };
+    run.wait_for("snapshots have failed", || failures() >= 4);
+    assert_eq!(run.err().matches("the snapshot failed").count(), 1, "{}", run.err());
+    // Whoever asks for one is told.
+    run.signal(Signal::SIGUSR1);
+    run.wait_said_times("the snapshot failed", 2);
+    lab.kill_9(run);
+}
+
 #[test]
 fn a_deleted_file_up_to_the_limit() {
     let Some(lab) = Lab::new().map(|lab| lab.set("snapshot.ghost-limit", "\"65MiB\"")) else { return };
@@ -183,6 +202,8 @@ fn connections_that_wait_to_be_accepted_are_not_in_the_way() {
 fn a_port_that_another_program_has_costs_no_image() {
     let Some(lab) = Lab::new() else { return };
     let lab = lab.set("restart.backoff", "\"1s\"").set("restart.backoff-max", "\"1s\"");
+    // There is a pause, in which the port is taken.
+    let lab = lab.set("restart.min-uptime", "\"1m\"");
     let mut run = start(&lab, "ranks");
     run.snapshot(&lab);
     let pid = run.job_pid(&lab);

@@ -60,7 +60,7 @@ fn start_with(lab: &Lab, port: u16) -> Running {
     lab.python("trees.py", &["uplink", folder, &address().to_string(), &port.to_string()])
 }
 
-/// The job's uplink, of which there is one: a child of the supervisor.
+/// The only uplink of the job, a child of the supervisor.
 fn uplink(run: &Running) -> i32 {
     let mut found = Vec::new();
     wait_for("there is one uplink", || {

@@ -62,7 +62,9 @@ fn the_result_tells_how_a_run_ended() {
 
     // The next one begins without it, and ends otherwise.
     let _ = fs::remove_file(lab.file("finish"));
-    let run = start(&lab, "leave", "2");
+    let command = lab.python_command("watch_job.py", &["leave", lab.path().to_str().unwrap(), "2"]);
+    let mut run = lab.run_with(&["run", "--fresh", "--name", "j", "--"], command);
+    crate::kinds::count_on(&lab, &mut run, 3);
     assert!(!RunResult::file(&lab.job()).exists());
     go_wrong(&lab);
     run.ends_with(2);

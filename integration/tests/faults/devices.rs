@@ -52,7 +52,7 @@ fn a_child_by_fork_that_has_them_is_in_the_image_without_them() {
         supervisor.said("the job was restored from image");
         supervisor.until("the child has something else", finds("/dev/null /dev/null r--p zeros"));
         supervisor.assert_unharmed(1);
-        // Of what was restored.
+        // A snapshot of the restored job.
         supervisor.snapshot();
     }
     assert!(!rig.log().contains("NVML"), "{}", rig.log());
@@ -74,5 +74,43 @@ fn a_cuda_process_that_keeps_one_after_its_checkpoint_is_refused() {
         );
         supervisor.assert_unharmed(1);
     }
+    assert!(rig.images().is_empty());
+}
+
+/// A job that has a device open beside CUDA, and a library of this name mapped.
+fn with_library(rig: &mut Rig, devices: &StandIns, name: &str) {
+    let library = rig.path().join(name);
+    fs::write(&library, [0; 4096]).unwrap();
+    rig.job(&["--keep", devices.control.to_str().unwrap(), "--library", library.to_str().unwrap()]);
+}
+
+#[test]
+fn a_cuda_process_whose_opencl_is_not_used_is_in_the_image_without_its_devices() {
+    let Some((mut rig, devices)) = rig() else { return };
+    with_library(&mut rig, &devices, "libnvidia-opencl.so.580.159.04");
+    let mut supervisor = rig.start();
+    let set = format!("/proc/{}/environ", supervisor.main_pid());
+    let set = fs::read_to_string(set).unwrap();
+    assert!(set.split('\0').any(|variable| variable == "HWLOC_COMPONENTS=-opencl"), "gpu.hwloc: {set}");
+    supervisor.snapshot();
+    assert!(rig.log().contains("OpenCL is initialised and not used in process 1001 (python3)"), "{}", rig.log());
+    supervisor.assert_unharmed(1);
+    supervisor.kill_job();
+    supervisor.said("the job was restored from image");
+    supervisor.assert_unharmed(1);
+    supervisor.snapshot();
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+#[test]
+fn a_cuda_process_that_keeps_one_is_refused_by_the_name_of_the_library() {
+    let Some((mut rig, devices)) = rig() else { return };
+    with_library(&mut rig, &devices, "libnvidia-encode.so.1");
+    let mut supervisor = rig.start();
+    let said = supervisor.failing_snapshot();
+    let words = "it also uses the GPU without CUDA, by NVENC (libnvidia-encode.so.1), which cannot be restored: let it";
+    assert!(said.contains(words), "{said}");
+    supervisor.assert_unharmed(1);
     assert!(rig.images().is_empty());
 }

@@ -53,7 +53,7 @@ fn a_job_whose_gpu_is_full_comes_back_on_another_and_stays_there() {
     let seen: Vec<&str> = manifest.gpus.iter().map(|gpu| gpu.uuid.as_str()).collect();
     assert_eq!((seen, used(&image)), (vec![A, B], vec![A.to_string()]));
     assert_eq!(manifest.driver.as_deref(), Some("580.159.04"));
-    // What it has itself is no obstacle.
+    // The memory that the job itself uses is no obstacle.
     rig.standin.gpus(&two(1018, 0));
     let (_, shown) = rig.ask(&["show", "j"]);
     assert!(shown.contains("restore on the same GPUs"), "{shown}");
@@ -127,7 +127,7 @@ fn a_job_whose_gpu_had_a_fault_comes_back_on_another() {
     supervisor.kill_job();
     supervisor.said(&format!("moved the job's data from {own} to {B}: it had Xid 95"));
     supervisor.counts();
-    // Where there is no other it is tried all the same.
+    // Without another GPU, the same GPU is used nevertheless.
     rig.standin.gpus("ea 1024 0\nb0 1024 1023\n");
     supervisor.kill_job();
     supervisor.said("no other GPU is available, so it is used");

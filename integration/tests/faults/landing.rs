@@ -8,7 +8,7 @@ use rekindle_store::{Image, Place};
 
 use crate::rig::Rig;
 
-/// Device memory of the job, which has as much host memory besides.
+/// Device memory of the job. It has the same amount of host memory.
 const MIB: u64 = 32;
 
 fn rig() -> Option<Rig> {
@@ -137,7 +137,7 @@ fn without_the_interposer_gpu_memory_is_in_the_pages() {
     rig.assert_sequence();
 }
 
-/// Where the interposer lies.
+/// The copies of the interposer in the job's folder.
 fn interposers(rig: &Rig) -> Vec<PathBuf> {
     let bin = rig.path().join("store/j/bin");
     let files = fs::read_dir(bin).unwrap().map(|entry| entry.unwrap().path());
@@ -179,7 +179,7 @@ fn another_users_process_lands_in_a_file_that_it_may_open() {
     rig.for_another_user();
     let mut supervisor = rig.start();
     supervisor.ask();
-    // What is in memory is mounted in that namespace, not seen from here and gone with it.
+    // Images in memory are mounted in that namespace: they are not visible here and disappear with it.
     supervisor.said("was stored in");
     let image = rig.images().remove(0);
     assert_landed(&image);

@@ -1,4 +1,4 @@
-//! What cannot be undone: the life is over, and the job comes back from the newest image by itself.
+//! Failures that cannot be undone: the life ends, and the supervisor restores the job from the newest image.
 
 use crate::rig::{Rig, Supervisor};
 

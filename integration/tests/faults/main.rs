@@ -5,10 +5,13 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests: a panic is the report")]
 
+mod cut;
+mod deaths;
 mod devices;
 #[path = "../support/devices.rs"]
 mod devices_here;
 mod gpus;
+mod init;
 mod landing;
 mod losses;
 mod phases;
@@ -20,3 +23,5 @@ mod snapshots;
 mod standin;
 mod stops;
 mod storms;
+#[path = "../support/supervisor.rs"]
+mod supervisor;

@@ -17,12 +17,12 @@ fn fails(rig: &Rig, supervisor: &mut Supervisor<'_>, ranks: usize, words: &[&str
     }
     assert!(why.contains("the job continues"), "{why}");
     assert_eq!(newest(rig), before, "{why}");
-    // What may be gone in a moment is tried again at once: it may be under way by now.
+    // A failure that may be temporary is retried at once, so the next attempt may already be running.
     let soon = why.contains("signal SIGKILL");
     if !soon {
         supervisor.assert_unharmed(ranks);
     }
-    // The state file lies in the store too, and is worth less than the job.
+    // The state file is in the store too; a failure to write it does not stop the job.
     if !why.contains("No space left") {
         // It is written after the line of the log.
         supervisor.until("the state says so", |rig| {
@@ -94,7 +94,7 @@ fn the_driver_can_not_be_asked_after_the_unlock() {
 #[test]
 fn criu_fails_in_every_way() {
     for (staging, slots) in [("ram", "\"$memory\"/j-*/slots"), ("store", "\"$store\"/j/slots")] {
-        // Where the image is made, for a shell: the slot that has no whole image.
+        // A shell expression for the folder where the image is made: the slot without a complete image.
         let none = "[ -e \"$s\"/manifest.json ] || [ ! -d \"$s\"/criu ] || echo \"$s\"";
         criu_fails_with(staging, &format!("$(for s in {slots}/*; do {none}; done)"));
     }
@@ -141,6 +141,7 @@ fn a_full_store_fails_the_snapshot_only() {
     let Some(mut rig) = Rig::new() else { return };
     rig.set("SNAPSHOT_STAGING", "store");
     let store = rig.path().join("store");
+    std::fs::create_dir(&store).unwrap();
     nix::mount::mount(Some("none"), &store, Some("tmpfs"), nix::mount::MsFlags::empty(), Some("size=96m,mode=700"))
         .unwrap();
     let _tmpfs = Tmpfs(store.clone());
@@ -154,7 +155,7 @@ fn a_full_store_fails_the_snapshot_only() {
     fails(&rig, &mut supervisor, 1, &["dump: CRIU refused", "the file system is full"], clear);
     rig.criu_fault(&format!("\"$real\" \"$@\"; {fill}; exit 0"));
     fails(&rig, &mut supervisor, 1, &["No space left on device"], clear);
-    // What is left is too little for another, though that would add little once it is packed.
+    // The free space is too small for another image, although that image would add little once it is packed.
     let packed = |rig: &Rig| rig.folder().images().unwrap().iter().all(|image| image.form() == Form::Packed);
     supervisor.until("all images are packed, and their files gone", |rig| packed(rig) && rig.drafts().is_empty());
     let free = nix::sys::statvfs::statvfs(&store).unwrap();
@@ -225,7 +226,7 @@ pub(crate) fn locked_soon(rig: &Rig, ranks: usize) {
         let image = supervisor.snapshot();
         let manifest = image.manifest().unwrap();
         let lock = manifest.phases.iter().find(|phase| phase.phase == "lock").unwrap();
-        // Of the 10 s that an attempt may take.
+        // An attempt may take 10 s.
         assert!(lock.took_us < 4_000_000, "{lock:?}\n{}", rig.log());
         supervisor.assert_unharmed(ranks);
     }

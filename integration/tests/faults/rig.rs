@@ -1,112 +1,120 @@
-//! One job under `rekindle run`, with a stand-in driver, a store and a CRIU of its own.
+//! One job in a [`Lab`], with a stand-in driver and a CRIU of its own.
 
 use std::fs;
 use std::io::Write;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use nix::sys::signal::Signal;
 use rekindle::published::Published;
 use rekindle_cuda::{self as cuda, Driver, Process};
-use rekindle_store::{Access, Image, ImageId, JobFolder, Store};
+use rekindle_store::{Image, ImageId, JobFolder};
 
 use crate::standin::Standin;
+use crate::supervisor::{LIMIT, Lab, Running, criu, job_file, kill, python};
 
-/// Longer than anything here takes, on a machine that does something else besides.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// For jobs that are meant to fail often. The rest is the lab's.
+const CONFIG: [(&str, &str); 8] = [
+    ("snapshot.retry-after", "\"300ms\""),
+    ("snapshot.retry-max", "\"2s\""),
+    ("store.min-free", "0"),
+    ("restart.backoff", "\"20ms\""),
+    ("restart.backoff-max", "\"200ms\""),
+    ("restart.max-restarts", "1000"),
+    ("restart.min-uptime", "\"0s\""),
+    ("log.level", "\"debug\""),
+];
+
+/// How a job finds the functions of NCCL.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Calls {
+    /// By dlsym, as JAX does.
+    ByName,
+    /// By its symbols, as PyTorch does.
+    BySymbol,
+}
 
 /// A job, and what it is run with.
 pub(crate) struct Rig {
+    lab: Lab,
     pub(crate) standin: Standin,
-    dir: tempfile::TempDir,
     command: Vec<String>,
-    settings: Vec<(String, String)>,
-    /// The command of rekindle, where it is not `run`.
+    /// The command of rekindle, if it is not `run`.
     instead: Option<String>,
-    /// What it gets besides.
+    /// Additional arguments of the command.
     flags: Vec<String>,
-    /// The environment, besides.
-    environment: Vec<(String, String)>,
-    /// The program that is run with rekindle's arguments, and what comes before them.
-    wrapper: Vec<PathBuf>,
     /// One test at a time may hold back the machine; each has an end.
     deadline: Instant,
 }
 
 impl Rig {
-    /// A job of one process. None, with a word, where there is no root or no CRIU.
+    /// A job of one process. None, with a word, where a lab cannot be.
     pub(crate) fn new() -> Option<Rig> {
-        if !rekindle_testing::root() {
-            return None;
-        }
-        let criu = rekindle_testing::criu()?;
-        let dir = tempfile::Builder::new().prefix("rekindle-faults-").tempdir().unwrap();
-        fs::create_dir(dir.path().join("store")).unwrap();
-        fs::set_permissions(dir.path().join("store"), fs::Permissions::from_mode(0o700)).unwrap();
+        let lab = Lab::new()?;
         let standin = Standin::new();
-        let fault = dir.path().join("criu-fault");
-        let wrapper = dir.path().join("criu");
         // A fault is a piece of shell that runs in CRIU's place; what it does not end goes on to the real one.
         let text = format!(
-            "#!/bin/sh\nreal='{}'; store='{}'; memory='{}'\n\
-             if [ \"$1\" != --version ] && [ -f '{fault}' ]; then . '{fault}'; fi\nexec \"$real\" \"$@\"\n",
-            Path::new(&criu).display(),
-            dir.path().join("store").display(),
-            dir.path().join("memory").display(),
-            fault = fault.display()
+            "real='{}'; store='{}'; memory='{}'\n\
+             if [ \"$1\" != --version ] && [ -f '{fault}' ]; then . '{fault}'; fi\nexec \"$real\" \"$@\"",
+            criu().display(),
+            lab.store().display(),
+            lab.memory().display(),
+            fault = lab.file("criu-fault").display()
         );
-        let draft = dir.path().join("criu.draft");
-        fs::write(&draft, text).unwrap();
-        // By another process: a child that another test forks meanwhile would hold our descriptor for a moment, and a file
-        // that is open for writing cannot be executed (ETXTBSY).
-        assert!(Command::new("install").args(["-m", "755"]).args([&draft, &wrapper]).status().unwrap().success());
-        let settings = [
-            ("SNAPSHOT_INTERVAL", "off"),
-            ("SNAPSHOT_RETRY_AFTER", "300ms"),
-            ("SNAPSHOT_RETRY_MAX", "2s"),
-            ("SNAPSHOT_GRACE", "20s"),
-            ("STORE_MIN_FREE", "0"),
-            ("STORE_DIRECTORY", &dir.path().join("store").display().to_string()),
-            ("SNAPSHOT_STAGING_DIRECTORY", &dir.path().join("memory").display().to_string()),
-            ("RESTART_BACKOFF", "20ms"),
-            ("RESTART_BACKOFF_MAX", "200ms"),
-            ("RESTART_MAX_RESTARTS", "1000"),
-            ("RESTART_MIN_UPTIME", "0s"),
-            ("RESTART_RESTORE_TIMEOUT", "20s"),
-            ("CRIU_PATH", &wrapper.display().to_string()),
-            ("LOG_LEVEL", "debug"),
-        ];
-        let settings = settings.map(|(key, value)| (key.to_owned(), value.to_owned())).to_vec();
+        lab.script("criu", &text);
+        let lab = CONFIG.iter().fold(lab, |lab, (key, value)| lab.set(key, value));
+        let mut lab = lab.set_file("criu.path", "criu").without("snapshot.dump-timeout").marked_by(standin.path());
+        for (name, value) in standin.variables() {
+            lab.set_variable(name, value);
+        }
         let deadline = Instant::now() + Duration::from_secs(150);
-        let wrapper = vec![env!("CARGO_BIN_EXE_rekindle").into()];
-        let (flags, environment) = (Vec::new(), Vec::new());
-        let (command, instead) = (Vec::new(), None);
-        let mut rig = Rig { standin, dir, command, settings, instead, flags, environment, wrapper, deadline };
+        let (command, flags, instead) = (Vec::new(), Vec::new(), None);
+        let mut rig = Rig { lab, standin, command, instead, flags, deadline };
         rig.job(&[]);
         Some(rig)
     }
 
     /// A job of one process, with arguments of standin_job.py.
     pub(crate) fn job(&mut self, args: &[&str]) {
-        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("integration/jobs/standin_job.py");
-        self.set_command(&script, args);
+        self.set_command("standin_job.py", args);
     }
 
     /// A job of several processes, with arguments of standin_ranks.py after the number.
     pub(crate) fn ranks(&mut self, ranks: usize, args: &[&str]) {
-        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("integration/jobs/standin_ranks.py");
         let ranks = ranks.to_string();
         let args: Vec<&str> = std::iter::once(ranks.as_str()).chain(args.iter().copied()).collect();
-        self.set_command(&script, &args);
+        self.set_command("standin_ranks.py", &args);
     }
 
     /// A job of several processes that share memory, with arguments of standin_share.py after the number.
     pub(crate) fn share(&mut self, ranks: usize, args: &[&str]) {
-        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("integration/jobs/standin_share.py");
         let (ranks, todo) = (ranks.to_string(), self.todo().display().to_string());
         let args: Vec<&str> = [&*ranks, "--do", &*todo].into_iter().chain(args.iter().copied()).collect();
-        self.set_command(&script, &args);
+        self.set_command("standin_share.py", &args);
+    }
+
+    /// A launcher and its children, with arguments of launcher_job.py after the number.
+    pub(crate) fn launcher(&mut self, children: usize, args: &[&str]) {
+        let children = children.to_string();
+        let args: Vec<&str> = std::iter::once(children.as_str()).chain(args.iter().copied()).collect();
+        self.set_command("launcher_job.py", &args);
+    }
+
+    /// A job of several processes that use NCCL, with the mode and further arguments of standin_nccl.py.
+    pub(crate) fn nccl(&mut self, ranks: usize, mode: &str, how: Calls, more: &[&str]) {
+        let linked = self.standin.add_nccl().display().to_string();
+        let (ranks, never) = (ranks.to_string(), self.never().display().to_string());
+        let mut args = vec![&*ranks, mode, "--never", &*never];
+        args.extend(more);
+        if how == Calls::BySymbol {
+            args.extend(["--linked", &*linked]);
+        }
+        self.set_command("standin_nccl.py", &args);
+    }
+
+    /// While this file is there, the last rank of such a job starts nothing.
+    pub(crate) fn never(&self) -> PathBuf {
+        self.standin.path().join("never")
     }
 
     fn todo(&self) -> PathBuf {
@@ -115,8 +123,7 @@ impl Rig {
 
     /// A job of one process that does not use CUDA, with arguments of plain_job.py.
     pub(crate) fn plain(&mut self, args: &[&str]) {
-        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("integration/jobs/plain_job.py");
-        self.set_command(&script, args);
+        self.set_command("plain_job.py", args);
     }
 
     /// For a test that takes longer than others.
@@ -124,55 +131,46 @@ impl Rig {
         self.deadline = Instant::now() + limit;
     }
 
-    fn set_command(&mut self, script: &Path, args: &[&str]) {
-        let first = ["python3".to_owned(), script.display().to_string(), self.standin.output().display().to_string()];
-        self.command = first.into_iter().chain(args.iter().map(|arg| (*arg).to_owned())).collect();
+    fn set_command(&mut self, script: &str, args: &[&str]) {
+        let paths = [job_file(script), self.standin.output()];
+        let first = ["python3".to_owned()].into_iter().chain(paths.map(|path| path.display().to_string()));
+        self.command = first.chain(args.iter().map(|arg| (*arg).to_owned())).collect();
     }
 
-    /// For a job of another user, whose folders have to let it pass.
+    /// For a job of another user: a Python below a home directory is not for others.
     pub(crate) fn for_another_user(&mut self) {
-        fs::set_permissions(self.dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
-        // One below a home directory is not for others.
-        if Path::new("/usr/bin/python3").exists() {
-            self.command[0] = "/usr/bin/python3".into();
-        }
+        self.command[0] = python().unwrap().display().to_string();
     }
 
     /// A setting by its environment name without REKINDLE_.
     pub(crate) fn set(&mut self, key: &str, value: &str) {
-        self.settings.retain(|(known, _)| known != key);
-        self.settings.push((key.to_owned(), value.to_owned()));
+        self.variable(&format!("REKINDLE_{key}"), value);
     }
 
-    /// From now on `rekindle VERB j` instead of `run`.
+    /// Uses `rekindle VERB j` instead of `run` from now on.
     pub(crate) fn instead(&mut self, verb: &str) {
         self.instead = Some(verb.to_owned());
     }
 
-    /// Its flags from now on.
+    /// Sets the additional arguments from now on.
     pub(crate) fn flags(&mut self, flags: &[&str]) {
         self.flags = flags.iter().map(|flag| (*flag).to_owned()).collect();
     }
 
     /// A variable of the environment.
     pub(crate) fn variable(&mut self, name: &str, value: &str) {
-        self.environment.push((name.to_owned(), value.to_owned()));
+        self.lab.set_variable(name, value);
     }
 
     /// Another command about the job; exit code and standard output.
     pub(crate) fn ask(&self, args: &[&str]) -> (Option<i32>, String) {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_rekindle"));
-        command.args(args).current_dir(self.dir.path()).stdin(Stdio::null());
-        for (key, value) in &self.settings {
-            command.env(format!("REKINDLE_{key}"), value);
-        }
-        let output = self.standin.install(&mut command).output().unwrap();
+        let output = self.lab.rekindle(args);
         (output.status.code(), String::from_utf8(output.stdout).unwrap())
     }
 
-    /// What is to happen in CRIU's place, or nothing.
+    /// Sets the shell commands that run instead of CRIU; an empty string restores CRIU.
     pub(crate) fn criu_fault(&self, shell: &str) {
-        let path = self.dir.path().join("criu-fault");
+        let path = self.lab.file("criu-fault");
         if shell.is_empty() {
             let _ = fs::remove_file(path);
         } else {
@@ -187,29 +185,21 @@ impl Rig {
     }
 
     pub(crate) fn path(&self) -> &Path {
-        self.dir.path()
+        self.lab.path()
     }
 
     /// Starts the supervisor; waits for nothing.
     pub(crate) fn run(&self) -> Supervisor<'_> {
-        let log = self.dir.path().join("log");
-        let err = fs::OpenOptions::new().append(true).create(true).open(&log).unwrap();
-        let from = err.metadata().unwrap().len();
-        let (program, first) = self.wrapper.split_first().unwrap();
-        let mut command = Command::new(program);
-        command.args(first);
-        match &self.instead {
-            Some(verb) => command.arg(verb).arg("j").args(&self.flags),
-            None => command.args(["run", "--name", "j"]).args(&self.flags).arg("--").args(&self.command),
+        let mark = self.log().len();
+        let flags = self.flags.iter().map(String::as_str);
+        let running = match &self.instead {
+            Some(verb) => self.lab.run_with(&[verb, "j"], flags),
+            None => {
+                let head: Vec<&str> = ["run", "--name", "j"].into_iter().chain(flags).chain(["--"]).collect();
+                self.lab.run_with(&head, &self.command)
+            }
         };
-        command.stdin(Stdio::null()).stdout(Stdio::null());
-        command.stderr(err).env_remove("RUST_LOG").current_dir(self.dir.path());
-        for (key, value) in &self.settings {
-            command.env(format!("REKINDLE_{key}"), value);
-        }
-        command.envs(self.environment.iter().map(|(name, value)| (name, value)));
-        let child = self.standin.install(&mut command).spawn().unwrap();
-        Supervisor { rig: self, child, mark: usize::try_from(from).unwrap() }
+        Supervisor { rig: self, running, mark }
     }
 
     /// Starts it and waits until the job counts.
@@ -221,11 +211,11 @@ impl Rig {
     }
 
     pub(crate) fn log(&self) -> String {
-        fs::read_to_string(self.dir.path().join("log")).unwrap_or_default()
+        self.lab.log()
     }
 
     pub(crate) fn folder(&self) -> JobFolder {
-        Store::open(&self.dir.path().join("store"), Access::Read).unwrap().job(&"j".parse().unwrap()).unwrap()
+        self.lab.job()
     }
 
     /// Every copy of every image, newest first: in memory and in the store.
@@ -242,20 +232,16 @@ impl Rig {
 
     /// The places in memory that are mounted.
     pub(crate) fn mounted(&self) -> Vec<PathBuf> {
-        let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-        let points = mounts.lines().filter_map(|line| line.split(' ').nth(4)).map(PathBuf::from);
-        points.filter(|point| point.starts_with(self.dir.path().join("memory"))).collect()
+        self.lab.mounted()
     }
 
-    /// What a restart of the machine does to images in memory.
+    /// Removes the images in memory, as a restart of the machine does.
     pub(crate) fn forget_memory(&self) {
-        for point in self.mounted() {
-            nix::mount::umount2(&point, nix::mount::MntFlags::MNT_DETACH).unwrap();
-        }
+        self.lab.forget_memory();
     }
 
     pub(crate) fn state(&self) -> Option<Published> {
-        Published::read(&self.folder().state_file()).ok()
+        self.lab.published()
     }
 
     /// Every image that is listed is whole, be it in memory or in the store, and nothing else is there.
@@ -294,38 +280,16 @@ impl Rig {
         }
     }
 
-    /// Processes of the job, of its world and of its supervisor, by what they carry of our folders.
-    pub(crate) fn processes(&self) -> Vec<(i32, String)> {
-        let marks = [self.dir.path(), self.standin.path()].map(|path| path.as_os_str().as_encoded_bytes().to_vec());
-        let mut found = Vec::new();
-        for pid in pids() {
-            let read = |file: &str| fs::read(format!("/proc/{pid}/{file}")).unwrap_or_default();
-            let text = [read("cmdline"), read("environ"), read("maps")].concat();
-            if marks.iter().any(|mark| text.windows(mark.len()).any(|window| window == mark)) {
-                found.push((pid, String::from_utf8_lossy(&read("cmdline")).replace('\0', " ")));
-            }
-        }
-        found
-    }
-
     /// The processes of the command, as numbered here, whatever state the job is in.
     pub(crate) fn job_pids(&self) -> Vec<i32> {
         let line = self.command[1..].join(" ");
         let is_job = |(_, text): &(i32, String)| !text.contains("--name") && text.contains(&line);
-        self.processes().into_iter().filter(is_job).map(|(pid, _)| pid).collect()
+        self.lab.processes().into_iter().filter(is_job).map(|(pid, _)| pid).collect()
     }
 
     /// Fails unless all that was started is gone soon: at once, on a machine that does nothing else.
     pub(crate) fn assert_nothing_left(&self) {
-        let deadline = Instant::now() + PATIENCE;
-        loop {
-            let left = self.processes();
-            if left.is_empty() {
-                return;
-            }
-            assert!(Instant::now() < deadline, "still there: {left:?}\n{}", self.log());
-            std::thread::sleep(Duration::from_millis(10));
-        }
+        self.lab.assert_all_gone();
     }
 
     /// The CUDA processes, as numbered here.
@@ -347,13 +311,6 @@ impl Rig {
 
 impl Drop for Rig {
     fn drop(&mut self) {
-        // A test that failed in the middle leaves nothing either.
-        for (pid, _) in self.processes() {
-            let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL);
-        }
-        for point in self.mounted() {
-            let _ = nix::mount::umount2(&point, nix::mount::MntFlags::MNT_DETACH);
-        }
         if std::thread::panicking() {
             let _ = writeln!(std::io::stderr(), "---- log of the supervisor\n{}----", self.log());
         }
@@ -371,17 +328,16 @@ fn pids() -> impl Iterator<Item = i32> {
 /// A running `rekindle run`; killed when dropped.
 pub(crate) struct Supervisor<'a> {
     rig: &'a Rig,
-    child: Child,
+    running: Running,
     /// The log was read up to here.
     mark: usize,
 }
 
 impl Supervisor<'_> {
     pub(crate) fn until(&mut self, what: &str, mut done: impl FnMut(&Rig) -> bool) {
-        let deadline = (Instant::now() + PATIENCE).min(self.rig.deadline);
+        let deadline = (Instant::now() + LIMIT).min(self.rig.deadline);
         while !done(self.rig) {
-            let ended = self.child.try_wait().unwrap();
-            assert_eq!(ended, None, "the supervisor ended before {what}");
+            assert_eq!(self.running.status(), None, "the supervisor ended before {what}");
             assert!(Instant::now() < deadline, "waited in vain until {what}");
             std::thread::sleep(Duration::from_millis(5));
         }
@@ -407,17 +363,16 @@ impl Supervisor<'_> {
     }
 
     pub(crate) fn pid(&self) -> u32 {
-        self.child.id()
+        self.running.pid().unsigned_abs()
     }
 
-    pub(crate) fn signal(&self, signal: nix::sys::signal::Signal) {
-        let pid = nix::unistd::Pid::from_raw(self.child.id().cast_signed());
-        nix::sys::signal::kill(pid, signal).unwrap();
+    pub(crate) fn signal(&self, signal: Signal) {
+        self.running.signal(signal);
     }
 
     /// Asks for a snapshot.
     pub(crate) fn ask(&self) {
-        self.signal(nix::sys::signal::Signal::SIGUSR1);
+        self.signal(Signal::SIGUSR1);
     }
 
     /// Waits for the next image.
@@ -512,8 +467,7 @@ impl Supervisor<'_> {
 
     /// Kills the process of the command.
     pub(crate) fn kill_job(&mut self) {
-        let pid = nix::unistd::Pid::from_raw(self.main_pid());
-        nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).unwrap();
+        kill(self.main_pid(), Signal::SIGKILL);
     }
 
     /// Waits until there is no draft. An image that is on its way to the store has one; what nobody works on stays.
@@ -523,9 +477,9 @@ impl Supervisor<'_> {
 
     /// Waits until it ends; its exit code, and None when a signal ended it.
     pub(crate) fn wait(&mut self) -> Option<i32> {
-        let deadline = (Instant::now() + PATIENCE).min(self.rig.deadline);
+        let deadline = (Instant::now() + LIMIT).min(self.rig.deadline);
         loop {
-            if let Some(status) = self.child.try_wait().unwrap() {
+            if let Some(status) = self.running.status() {
                 return status.code();
             }
             assert!(Instant::now() < deadline, "waited in vain for the supervisor's end");
@@ -535,26 +489,18 @@ impl Supervisor<'_> {
 
     /// Stops it as a service manager does: a last snapshot, nothing left.
     pub(crate) fn stop(&mut self) {
-        self.signal(nix::sys::signal::Signal::SIGTERM);
+        self.signal(Signal::SIGTERM);
         assert_eq!(self.wait(), Some(143), "exit code");
         self.rig.assert_nothing_left();
     }
 
     /// kill -9.
     pub(crate) fn kill(&mut self) {
-        self.child.kill().unwrap();
-        self.child.wait().unwrap();
+        self.running.kill();
     }
 
     pub(crate) fn has_ended(&mut self) -> bool {
-        self.child.try_wait().unwrap().is_some()
-    }
-}
-
-impl Drop for Supervisor<'_> {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        !self.running.runs()
     }
 }
 

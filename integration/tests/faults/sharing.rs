@@ -1,4 +1,4 @@
-//! Memory that processes share: let go for a snapshot, taken again, and refused where that cannot be.
+//! Memory that processes share: released for a snapshot and mapped again, or the snapshot is refused.
 
 use crate::rig::{Rig, Supervisor};
 
@@ -145,7 +145,7 @@ fn a_thread_that_stands_with_a_lock_of_the_driver_is_waited_for() {
     supervisor.ranks_count(2);
     supervisor.snapshot();
     supervisor.has_rank(1, "hold");
-    // The first attempt ends after 5 s, and nothing was let go by then.
+    // The first attempt ends after 5 s, before any memory was released.
     let image = supervisor.snapshot();
     assert!(image.manifest().unwrap().tree.cuda.len() == 2);
     let log = rig.log();
@@ -181,7 +181,7 @@ fn letting_go_fails_in_each_rank_and_the_job_runs_on() {
         assert!(why.contains("the job continues"), "{call}: {why}");
         supervisor.assert_unharmed(2);
     };
-    // The first two are of the probe: then nothing was let go yet.
+    // The first two calls belong to the probe: no memory has been released at that time.
     for call in ["access", "export", "unmap"] {
         for pid in both(&rig) {
             fails(&mut supervisor, call, pid);

@@ -1,4 +1,4 @@
-//! What goes right: snapshots on an interval, kills, trees of processes.
+//! Cases without a fault: snapshots on an interval, kills, trees of processes.
 
 use std::fs;
 use std::path::Path;

@@ -6,7 +6,7 @@ use nix::sys::signal::Signal;
 
 use crate::rig::Rig;
 
-/// What makes a phase long: a file of the stand-in, or shell in CRIU's place.
+/// How each phase is made long: by a fault file of the stand-in, or by a shell command that replaces CRIU.
 const PHASES: [(&str, Hold); 8] = [
     ("find", Hold::Driver("fail-state")),
     ("lock", Hold::Driver("fail-lock")),
@@ -95,7 +95,7 @@ fn the_supervisor_is_killed_in_each_phase() {
         in_phase(&rig, &mut supervisor, hold);
         supervisor.kill();
         rig.assert_nothing_left();
-        // What is listed is whole, at any moment.
+        // All listed images are complete at any time.
         rig.assert_store_is_whole();
     }
     let mut supervisor = rig.start();

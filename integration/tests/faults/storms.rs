@@ -39,27 +39,27 @@ fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{name} is no number: {text}")))
 }
 
-/// What is killed.
+/// The processes that are killed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Victim {
     Job,
     Supervisor,
     JobThenSupervisor,
     SupervisorThenJob,
-    /// Both, and what is in memory is gone.
+    /// Both, and the images in memory are lost.
     Machine,
 }
 
-/// When.
+/// The time of a kill.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Moment {
-    /// At any.
+    /// Any time.
     Any,
-    /// After a snapshot was asked for, for as long as one takes.
+    /// After a snapshot was requested, within the time that one takes.
     Snapshot,
-    /// After the job runs on and its image is in memory, for as long as the way to the store takes.
+    /// While the job runs and its image is copied from memory to the store.
     Persist,
-    /// While the job comes back from the kill before this one.
+    /// While the job is restored after the previous kill.
     Restart,
 }
 
@@ -77,7 +77,7 @@ const VICTIMS: [Victim; 8] = [
     Victim::Machine,
 ];
 
-/// What came of a storm.
+/// The counts of a storm.
 #[derive(Debug, Default)]
 struct Tally {
     kills: u64,
@@ -176,7 +176,7 @@ fn storm(mut rig: Rig) {
     supervisor.said("was stored in");
     let mut tally = Tally::default();
     let mut killed = Vec::new();
-    // What the supervisor under way says begins here.
+    // The log of the current supervisor begins here.
     let mut mark = rig.log().len();
     while tally.kills < kills {
         let moment = MOMENTS[usize::try_from(random.below(6)).unwrap()];

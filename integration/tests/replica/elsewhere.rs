@@ -4,7 +4,7 @@ use std::fs;
 
 use crate::supervisor::{Lab, Running, assert_counts_up, numbers};
 
-/// Where the replica is, as a value of the configuration.
+/// The location of the replica, as a value of the configuration.
 fn url(dir: &tempfile::TempDir) -> String {
     format!("\"file://{}\"", dir.path().display())
 }

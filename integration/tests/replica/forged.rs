@@ -1,4 +1,4 @@
-//! Who can write the replica, and has not the key, gets nothing run on a machine that has it.
+//! Someone who can write to the replica but does not have the key cannot run anything on a machine with the key.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -266,7 +266,7 @@ fn images_from_before_the_key_need_a_word_and_no_more() {
     let signed = replicated(&mut run, &lab);
     lab.kill_9(run);
     lab.forget_memory();
-    // What is written now is signed, and needs no word any more.
+    // New images are signed, so the setting is no longer needed.
     let lab = lab.set("store.accept-unsigned", "false");
     let mut run = lab.run(&command);
     run.wait_said(&format!("the job was restored from image {signed}"));
@@ -274,8 +274,8 @@ fn images_from_before_the_key_need_a_word_and_no_more() {
     run.ends_with(0);
 }
 
-/// Without a key whoever writes the bucket says what is run. What rekindle itself does with an image stays within its own
-/// folders all the same.
+/// Without a key, anyone who can write to the bucket decides what is executed. rekindle itself nevertheless stays
+/// within its own folders when it handles an image.
 #[test]
 fn paths_of_a_manifest_lead_nowhere_else_without_a_key_too() {
     let replica = tempfile::tempdir().unwrap();

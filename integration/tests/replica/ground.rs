@@ -107,7 +107,7 @@ impl Machine {
         Ok((image, progress.bytes().0))
     }
 
-    /// How many whole packs there are.
+    /// The number of complete packs.
     pub(crate) fn packs(&self) -> usize {
         self.folder.packs().names().unwrap().len()
     }
@@ -125,7 +125,7 @@ pub(crate) fn chunks(seeds: impl IntoIterator<Item = u32>) -> Vec<Vec<u8>> {
     seeds.into_iter().map(|seed| noise(seed, 100_000)).collect()
 }
 
-/// What a record of such a chunk takes.
+/// Size of the record of such a chunk.
 pub(crate) const RECORD: u64 = 100_000 + HEADER_BYTES;
 
 /// The replica in this folder.
@@ -161,7 +161,7 @@ fn taken(number: u32) -> DateTime<Utc> {
     DateTime::from_timestamp(1_800_000_000, 0).unwrap() + TimeDelta::seconds(number.into())
 }
 
-/// As text, so that a field that a later manifest has besides is no matter here.
+/// Made from JSON, so that an optional field added to manifests later needs no change here.
 fn manifest(number: u32) -> Manifest {
     let value = serde_json::json!({
         "id": id(number),

@@ -1,4 +1,4 @@
-//! What networks and servers do at times.
+//! Faults of networks and servers.
 
 use std::time::{Duration, Instant};
 

@@ -24,7 +24,7 @@ pub(crate) enum Fault {
     Slow(usize),
 }
 
-/// Which requests, and what of them. The number is how often, at most.
+/// Selects requests, the fault that they get, and the maximum number of times.
 type Rule = (Box<dyn Fn(&str) -> bool + Send>, Fault, usize);
 
 #[derive(Default)]
@@ -53,7 +53,7 @@ impl Proxy {
                     return;
                 }
                 let shared = Arc::clone(&accepting);
-                // What fails here is a connection that ended, which is what some tests want.
+                // An error here means that the connection ended, which some tests cause on purpose.
                 thread::spawn(move || drop(serve(&client, server, &shared)));
             }
         });

@@ -1,4 +1,4 @@
-//! How many images stay there, and that nothing goes that one of them needs.
+//! How many images a replica keeps, and that nothing is removed that one of them needs.
 
 use std::fs::{self, File};
 use std::path::Path;

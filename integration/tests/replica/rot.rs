@@ -1,4 +1,4 @@
-//! What is damaged here and whole in the replica.
+//! Data that is damaged in the store and intact in the replica.
 
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -64,7 +64,7 @@ fn three_images_outlive_sixteen_damaged_bytes_of_what_they_share() {
     assert!(lab.rekindle(&["verify", "--read-data"]).status.success());
     assert_eq!(lab.good(), [3, 2, 1]);
 
-    // While the job runs, what only older images have as well.
+    // While the job runs, data that only older images use is repaired too.
     harm(&lab);
     let lab = lab.set("store.verify-rate", "\"200MB\"");
     let mut run = lab.python("kinds.py", &["fresh-2", &folder]);
@@ -72,7 +72,7 @@ fn three_images_outlive_sixteen_damaged_bytes_of_what_they_share() {
     lab.kill_9(run);
     assert!(lab.rekindle(&["verify", "--read-data"]).status.success());
 
-    // What is there is as it was.
+    // The replica is unchanged.
     let replica = folder_replica_of(dir.path(), "j");
     assert_eq!(replica.images(&|| false).unwrap().len(), 3);
 }

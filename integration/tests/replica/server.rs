@@ -8,7 +8,7 @@ use std::process::{Child, Command, Stdio};
 /// The bucket that is there.
 pub(crate) const BUCKET: &str = "rekindle-test";
 
-/// Says SKIP and answers None where the server is not installed; fails where it must be.
+/// Prints SKIP and returns None if the server is not installed; fails if it is required.
 fn python() -> Option<PathBuf> {
     let installed = || PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(".deps/s3/bin/python");
     let python = std::env::var_os("REKINDLE_S3_PYTHON").map_or_else(installed, PathBuf::from);

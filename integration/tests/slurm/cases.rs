@@ -27,9 +27,9 @@ pub(crate) struct Case<'a> {
 struct Job<'a> {
     case: &'a Case<'a>,
     lab: &'a Lab,
-    /// What Slurm calls it, `JOB` or `JOB_TASK`.
+    /// The id that Slurm uses, `JOB` or `JOB_TASK`.
     id: String,
-    /// What rekindle and Slurm say of it.
+    /// The file with the output of rekindle and Slurm.
     out: String,
 }
 
@@ -81,7 +81,7 @@ impl Job<'_> {
         std::fs::read_to_string(self.path().join("log/stdout.log")).unwrap_or_default()
     }
 
-    /// What rekindle and Slurm said.
+    /// The output of rekindle and Slurm so far.
     fn said(&self) -> String {
         self.lab.read(&self.out)
     }
@@ -205,7 +205,12 @@ pub(crate) fn an_administrator_who_queues_it_again(case: &Case<'_>) {
 
 /// `scheduler.requeue = "scontrol"`, with a deadline of the user's own.
 pub(crate) fn rekindle_queues_it_again(case: &Case<'_>) {
-    let settings = [("REKINDLE_SCHEDULER_REQUEUE", "scontrol"), ("REKINDLE_SCHEDULER_DEADLINE", "12s")];
+    let settings = [
+        ("REKINDLE_SCHEDULER_REQUEUE", "scontrol"),
+        ("REKINDLE_SCHEDULER_DEADLINE", "12s"),
+        // The deadline must leave more time than a final snapshot may take.
+        ("REKINDLE_SNAPSHOT_GRACE", "7s"),
+    ];
     let begun = Instant::now();
     let job = case.submit(&[], &settings);
     job.counts();

@@ -136,7 +136,7 @@ impl Cluster {
         ours.wait().unwrap();
     }
 
-    /// What a command of Slurm's prints; nothing where it fails.
+    /// The standard output of a Slurm command; its exit status is ignored.
     pub(crate) fn ask<A: AsRef<OsStr>>(&self, command: &str, args: impl IntoIterator<Item = A>) -> String {
         let out = Command::new(command).args(args).env("SLURM_CONF", self.config()).output().unwrap();
         String::from_utf8_lossy(&out.stdout).trim().to_owned()

@@ -16,22 +16,42 @@ fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// The built stand-in, `libstandin_cuda.so`. Cargo builds no cdylib for a test of another package, so this asks it.
+/// The built stand-in, `libstandin_cuda.so`.
 pub(crate) fn library() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    BUILT.get_or_init(|| {
-        // target/debug/deps/cuda-0123456789abcdef
-        let test = std::env::current_exe().unwrap();
-        let target = test.ancestors().nth(3).unwrap();
-        let built = Command::new(env!("CARGO"))
-            .args(["build", "--quiet", "--package", "standin-cuda", "--target-dir"])
-            .arg(target)
-            .current_dir(root())
-            .status()
-            .unwrap();
-        assert!(built.success(), "the stand-in libcuda does not build");
-        target.join("debug/libstandin_cuda.so")
-    })
+    BUILT.get_or_init(|| build("standin-cuda").join("libstandin_cuda.so"))
+}
+
+/// The built stand-in for NCCL.
+fn nccl_library() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| build("standin-nccl").join("libstandin_nccl.so"))
+}
+
+/// Cargo builds no cdylib for a test of another package, so this asks it. The folder of what was built.
+fn build(package: &str) -> PathBuf {
+    // target/debug/deps/cuda-0123456789abcdef
+    let test = std::env::current_exe().unwrap();
+    let target = test.ancestors().nth(3).unwrap();
+    let built = Command::new(env!("CARGO"))
+        .args(["build", "--quiet", "--package", package, "--target-dir"])
+        .arg(target)
+        .current_dir(root())
+        .status()
+        .unwrap();
+    assert!(built.success(), "{package} does not build");
+    target.join("debug")
+}
+
+/// Compiles a source of integration/jobs as an object without start files.
+#[allow(dead_code, reason = "each test binary uses a part")]
+pub(crate) fn compile(source: &str, to: &Path, options: &[&str]) {
+    let source = root().join("integration/jobs").join(source);
+    let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
+    let mut compile = Command::new(rustc);
+    compile.args(["--edition=2024", "--crate-type=cdylib", "-Cpanic=abort", "-Anon_upper_case_globals"]);
+    compile.args(["-Anon_snake_case", "-Clink-arg=-nostartfiles", "-Copt-level=1"]).args(options).arg("-o");
+    assert!(compile.arg(to).arg(source).status().unwrap().success());
 }
 
 /// A folder with a `libcuda.so.1` and the control files and faults of one job.
@@ -69,6 +89,16 @@ impl Standin {
         fs::copy(library(), self.path().join("libnvidia-ml.so.1")).unwrap();
     }
 
+    /// Has NCCL there too; the library that is linked to it, for jobs that call it by symbol.
+    #[allow(dead_code, reason = "each test binary uses a part")]
+    pub(crate) fn add_nccl(&self) -> PathBuf {
+        let (nccl, linked) = (self.path().join("libnccl.so.2"), self.path().join("linked.so"));
+        fs::copy(nccl_library(), &nccl).unwrap();
+        let link = format!("-Clink-arg={}", nccl.display());
+        compile("linked_to_libnccl.rs", &linked, &["-Clink-arg=-nostdlib", &link]);
+        linked
+    }
+
     /// The GPUs from now on, one a line; the stand-in's documentation has the words.
     #[allow(dead_code, reason = "each test binary uses a part")]
     pub(crate) fn gpus(&self, lines: &str) {
@@ -84,7 +114,12 @@ impl Standin {
 
     /// Lets `command` find the stand-in as its libcuda.
     pub(crate) fn install<'a>(&self, command: &'a mut Command) -> &'a mut Command {
-        command.env("LD_LIBRARY_PATH", self.path()).env("STANDIN_CUDA_DIR", self.path())
+        command.envs(self.variables())
+    }
+
+    /// The variables by which a program finds it.
+    pub(crate) fn variables(&self) -> [(&str, &str); 2] {
+        ["LD_LIBRARY_PATH", "STANDIN_CUDA_DIR"].map(|name| (name, self.path().to_str().unwrap()))
     }
 
     /// The command line of the job.

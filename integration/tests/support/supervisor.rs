@@ -7,21 +7,23 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests: a panic is the report")]
 #![allow(dead_code, reason = "each test binary uses a part")]
 
+mod running;
+
 use std::ffi::{OsStr, OsString};
 use std::fs;
-use std::io::Read;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::process::{Command, Output, Stdio};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use chrono::{DateTime, Utc};
 use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 use rekindle::published::Published;
 use rekindle_store::{Access, Image, JobFolder, Store};
+pub(crate) use running::Running;
+use running::{Text, text_of};
 
 /// How long anything here may take. Far above what it takes on an idle machine.
 pub(crate) const LIMIT: Duration = Duration::from_secs(30);
@@ -29,6 +31,7 @@ pub(crate) const LIMIT: Duration = Duration::from_secs(30);
 /// Times short enough for a test; a test's own configuration comes after, in sections that TOML lets appear once, so
 /// it is given as whole lines `section.key = value`.
 const CONFIG: &[(&str, &str)] = &[
+    ("log.level", "\"info\""),
     ("snapshot.interval", "\"off\""),
     ("snapshot.grace", "\"20s\""),
     ("snapshot.dump-timeout", "\"20s\""),
@@ -72,7 +75,7 @@ pub(crate) fn wait_for(what: &str, done: impl FnMut() -> bool) {
     assert!(comes(LIMIT, done), "waited {LIMIT:?} in vain until {what}");
 }
 
-/// Whether `done` comes true in time.
+/// Waits until `done` returns true; false if that takes longer than `limit`.
 pub(crate) fn comes(limit: Duration, mut done: impl FnMut() -> bool) -> bool {
     let deadline = Instant::now() + limit;
     while !done() {
@@ -99,8 +102,14 @@ pub(crate) fn alive(pid: i32) -> bool {
 pub(crate) struct Lab {
     folder: tempfile::TempDir,
     config: Vec<(String, String)>,
+    /// Variables of the environment, besides.
+    environment: Vec<(String, String)>,
     /// The program that is run with rekindle's arguments, and what comes before them.
     wrapper: Vec<OsString>,
+    /// Other folders by which its processes are known.
+    marks: Vec<PathBuf>,
+    /// What all supervisors said.
+    log: Text,
 }
 
 impl Lab {
@@ -113,7 +122,14 @@ impl Lab {
         // A job may run as another user.
         fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
         let config = CONFIG.iter().map(|(key, value)| ((*key).to_string(), (*value).to_string())).collect();
-        Some(Lab { folder, config, wrapper: vec![env!("CARGO_BIN_EXE_rekindle").into()] })
+        let wrapper = vec![env!("CARGO_BIN_EXE_rekindle").into()];
+        Some(Lab { folder, config, environment: Vec::new(), wrapper, marks: Vec::new(), log: Text::default() })
+    }
+
+    /// A process that carries the name of this folder belongs to the lab, too.
+    pub(crate) fn marked_by(mut self, folder: &Path) -> Lab {
+        self.marks.push(folder.to_owned());
+        self
     }
 
     /// Has everything run within a control group.
@@ -124,11 +140,23 @@ impl Lab {
         self
     }
 
+    /// The supervisor leads a session of its own, without a terminal.
+    pub(crate) fn leading_a_session(mut self) -> Lab {
+        self.wrapper.insert(0, "setsid".into());
+        self
+    }
+
     /// Sets a key of the configuration, `section.key`, to a TOML value.
     pub(crate) fn set(mut self, key: &str, value: &str) -> Lab {
         self.config.retain(|(known, _)| known != key);
         self.config.push((key.into(), value.into()));
         self
+    }
+
+    /// Sets a variable of the environment. One of rekindle's is stronger than the key that it names.
+    pub(crate) fn set_variable(&mut self, name: &str, value: &str) {
+        self.environment.retain(|(known, _)| known != name);
+        self.environment.push((name.into(), value.into()));
     }
 
     /// Leaves a key at what it is by itself.
@@ -196,7 +224,7 @@ impl Lab {
         self.images().iter().filter(|image| image.is_good()).map(|image| image.id.sequence()).collect()
     }
 
-    /// What the job wrote to its standard output, as far as it is not rotated away: that is a hole.
+    /// The standard output of the job, without the part that was rotated away, which is a hole in the file.
     pub(crate) fn output(&self) -> String {
         let text = fs::read_to_string(self.store().join("j/log/stdout.log")).unwrap_or_default();
         text.trim_start_matches('\0').to_owned()
@@ -228,7 +256,8 @@ impl Lab {
         command.env("REKINDLE_SNAPSHOT_STAGING_DIRECTORY", self.memory());
         command.env("REKINDLE_CONTROL_DIRECTORY", self.file("control"));
         command.env("REKINDLE_STORE_SEEN_DIRECTORY", self.file("seen"));
-        command.env_remove("REKINDLE_CONFIG");
+        command.env_remove("REKINDLE_CONFIG").env_remove("RUST_LOG");
+        command.envs(self.environment.iter().map(|(name, value)| (name, value)));
         command
     }
 
@@ -236,7 +265,7 @@ impl Lab {
     pub(crate) fn rekindle(&self, args: &[&str]) -> Output {
         let config = self.write_config();
         let mut command = self.command(args);
-        let running = Running::start(command.arg("--config").arg(config));
+        let running = Running::start(command.arg("--config").arg(config), None);
         let (code, out, err) = running.finish(LIMIT);
         Output { status: ExitStatusExt::from_raw(code << 8), stdout: out.into(), stderr: err.into() }
     }
@@ -248,10 +277,7 @@ impl Lab {
 
     /// `rekindle --config ... HEAD... COMMAND...`.
     pub(crate) fn run_with<A: AsRef<OsStr>>(&self, head: &[&str], command: impl IntoIterator<Item = A>) -> Running {
-        let config = self.write_config();
-        let mut all = self.command(["--config".as_ref(), config.as_os_str()]);
-        all.args(head).args(command);
-        Running::start(&mut all)
+        self.run_with_environment(head, command, &[])
     }
 
     /// The same with more variables in its environment.
@@ -264,7 +290,7 @@ impl Lab {
         let config = self.write_config();
         let mut all = self.command(["--config".as_ref(), config.as_os_str()]);
         all.args(head).args(command).envs(variables.iter().cloned());
-        Running::start(&mut all)
+        Running::start(&mut all, Some(&self.log))
     }
 
     /// Supervises a Python job of `integration/jobs`.
@@ -279,15 +305,20 @@ impl Lab {
         command
     }
 
-    /// What its supervisor says of the job.
+    /// What all supervisors said, one after the other.
+    pub(crate) fn log(&self) -> String {
+        text_of(&self.log)
+    }
+
+    /// The state that the supervisor published.
     pub(crate) fn published(&self) -> Option<Published> {
         Published::read(&self.store().join("j/state.json")).ok()
     }
 
     /// Every process that belongs to this lab, but the ones that wait to be reaped.
     pub(crate) fn processes(&self) -> Vec<(i32, String)> {
-        let mark = self.path().as_os_str().as_encoded_bytes();
-        let holds = |bytes: &[u8]| bytes.windows(mark.len()).any(|part| part == mark);
+        let marks: Vec<&[u8]> = self.marks.iter().map(PathBuf::as_path).chain([self.path()]).map(bytes_of).collect();
+        let holds = |bytes: &[u8]| marks.iter().any(|mark| bytes.windows(mark.len()).any(|part| part == *mark));
         let all = fs::read_dir("/proc").unwrap().flatten().filter_map(|e| e.file_name().to_str()?.parse::<i32>().ok());
         let ours = all.filter(|pid| {
             let read = |name: &str| fs::read(format!("/proc/{pid}/{name}")).unwrap_or_default();
@@ -321,7 +352,7 @@ impl Lab {
         points.filter(|point| point.starts_with(self.memory())).collect()
     }
 
-    /// What a restart of the machine does to images in memory.
+    /// Removes the images in memory, as a restart of the machine does.
     pub(crate) fn forget_memory(&self) {
         for point in self.mounted() {
             nix::mount::umount2(&point, nix::mount::MntFlags::MNT_DETACH).unwrap();
@@ -353,203 +384,8 @@ impl Drop for Lab {
     }
 }
 
-/// A `rekindle` that was started; killed when it goes out of scope.
-#[derive(Debug)]
-pub(crate) struct Running {
-    begun: DateTime<Utc>,
-    child: Child,
-    out: Stream,
-    err: Stream,
-}
-
-#[derive(Debug)]
-struct Stream {
-    text: Arc<Mutex<Vec<u8>>>,
-    reader: Option<std::thread::JoinHandle<()>>,
-}
-
-impl Stream {
-    fn new(mut from: impl Read + Send + 'static) -> Stream {
-        let text = Arc::new(Mutex::new(Vec::new()));
-        let into = Arc::clone(&text);
-        let read = move || {
-            let mut buffer = [0; 16384];
-            while let Ok(count @ 1..) = from.read(&mut buffer) {
-                into.lock().unwrap().extend_from_slice(&buffer[..count]);
-            }
-        };
-        Stream { text, reader: Some(std::thread::spawn(read)) }
-    }
-
-    fn text(&self) -> String {
-        String::from_utf8_lossy(&self.text.lock().unwrap()).into_owned()
-    }
-}
-
-impl Running {
-    fn start(command: &mut Command) -> Running {
-        let begun = Utc::now();
-        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-        let (out, err) = (Stream::new(child.stdout.take().unwrap()), Stream::new(child.stderr.take().unwrap()));
-        Running { begun, child, out, err }
-    }
-
-    pub(crate) fn pid(&self) -> i32 {
-        i32::try_from(self.child.id()).unwrap()
-    }
-
-    /// What was printed so far: the job's output.
-    pub(crate) fn out(&self) -> String {
-        self.out.text()
-    }
-
-    /// What was printed so far to standard error: the job's and rekindle's own messages.
-    pub(crate) fn err(&self) -> String {
-        self.err.text()
-    }
-
-    /// What it published: not what a supervisor before it, killed with -9, left behind.
-    pub(crate) fn published(&self, lab: &Lab) -> Option<Published> {
-        lab.published().filter(|published| published.begun >= self.begun)
-    }
-
-    /// Reads standard error as it is then, for a closure that is handed to one of the waits here.
-    pub(crate) fn said_so_far(&self) -> impl Fn() -> String + use<> {
-        let text = Arc::clone(&self.err.text);
-        move || String::from_utf8_lossy(&text.lock().unwrap()).into_owned()
-    }
-
-    pub(crate) fn signal(&self, signal: Signal) {
-        kill(self.pid(), signal);
-    }
-
-    /// A second request to stop: signals that come together are one.
-    pub(crate) fn second_stop(&self, signal: Signal) {
-        std::thread::sleep(Duration::from_millis(2100));
-        self.signal(signal);
-    }
-
-    /// Whether it still runs.
-    pub(crate) fn runs(&mut self) -> bool {
-        self.child.try_wait().unwrap().is_none()
-    }
-
-    /// Waits until `done`; fails with what was said when the supervisor ends before or the time is over.
-    pub(crate) fn wait_for(&mut self, what: &str, done: impl FnMut() -> bool) {
-        self.wait_every(Duration::from_millis(10), what, done);
-    }
-
-    /// The same for what is there for a moment only.
-    pub(crate) fn wait_closely(&mut self, what: &str, done: impl FnMut() -> bool) {
-        self.wait_every(Duration::from_micros(200), what, done);
-    }
-
-    fn wait_every(&mut self, pause: Duration, what: &str, mut done: impl FnMut() -> bool) {
-        let deadline = Instant::now() + LIMIT;
-        while !done() {
-            let said = || format!("--- output\n{}\n--- messages\n{}", tail(&self.out.text()), tail(&self.err.text()));
-            if let Some(status) = self.child.try_wait().unwrap() {
-                assert!(done(), "rekindle ended ({status}) before {what}\n{}", said());
-                return;
-            }
-            assert!(Instant::now() < deadline, "waited {LIMIT:?} in vain until {what}\n{}", said());
-            std::thread::sleep(pause);
-        }
-    }
-
-    /// Waits until standard error holds the words.
-    pub(crate) fn wait_said(&mut self, words: &str) {
-        let text = Arc::clone(&self.err.text);
-        let said = || String::from_utf8_lossy(&text.lock().unwrap()).contains(words);
-        self.wait_for(&format!("it says {words:?}"), said);
-    }
-
-    /// Waits until standard error holds the words so many times. What is published can be read before what is said.
-    pub(crate) fn wait_said_times(&mut self, words: &str, times: usize) {
-        let text = Arc::clone(&self.err.text);
-        let count = || String::from_utf8_lossy(&text.lock().unwrap()).matches(words).count();
-        self.wait_for(&format!("it says {words:?} {times} times"), || count() == times);
-    }
-
-    /// Waits until the job printed the words.
-    pub(crate) fn wait_printed(&mut self, words: &str) {
-        let text = Arc::clone(&self.out.text);
-        let said = || String::from_utf8_lossy(&text.lock().unwrap()).contains(words);
-        self.wait_for(&format!("the job prints {words:?}"), said);
-    }
-
-    /// Takes a snapshot by signal, and waits until it is in the store. Answers its number.
-    pub(crate) fn snapshot(&mut self, lab: &Lab) -> u32 {
-        let newest = || lab.images().first().map_or(0, |image| image.id.sequence());
-        let (before, failed) = (newest(), self.err().matches("snapshot failed").count());
-        self.signal(Signal::SIGUSR1);
-        let text = Arc::clone(&self.err.text);
-        self.wait_for("a new image is there", || {
-            let said = String::from_utf8_lossy(&text.lock().unwrap()).into_owned();
-            assert!(said.matches("snapshot failed").count() == failed, "{}", tail(&said));
-            newest() > before
-                && lab.published().is_some_and(|p| p.state.as_str() == "running" && p.persisting.is_none())
-        });
-        newest()
-    }
-
-    /// Waits until the job runs, and answers the pid of its first process.
-    pub(crate) fn job_pid(&mut self, lab: &Lab) -> i32 {
-        let begun = self.begun;
-        let own = || lab.published().filter(|published| published.begun >= begun);
-        // Kept as it was seen: a snapshot that begins a moment later changes the state again.
-        let mut pid = None;
-        self.wait_for("the job runs", || {
-            pid = own().filter(|p| p.state.as_str() == "running" && p.pid.is_some_and(alive)).and_then(|p| p.pid);
-            pid.is_some()
-        });
-        pid.unwrap()
-    }
-
-    /// Kills the job's first process, and waits until the job is back.
-    pub(crate) fn crash(&mut self, lab: &Lab) {
-        let pid = self.job_pid(lab);
-        let restarts = lab.published().unwrap().restarts;
-        kill(pid, Signal::SIGKILL);
-        self.wait_for("the job is back", || {
-            lab.published()
-                .is_some_and(|p| p.restarts > restarts && p.state.as_str() == "running" && p.pid.is_some_and(alive))
-        });
-        let said = self.err();
-        assert!(!said.contains("continuing from the beginning"), "it is not back, it began anew:\n{}", tail(&said));
-    }
-
-    /// Waits for the end: exit code (128 + n for a signal), output, messages.
-    pub(crate) fn finish(mut self, limit: Duration) -> (i32, String, String) {
-        let ended = comes(limit, || !self.runs());
-        assert!(ended, "rekindle did not end within {limit:?}\n{}\n{}", tail(&self.out()), tail(&self.err()));
-        let status = self.child.wait().unwrap();
-        for stream in [&mut self.out, &mut self.err] {
-            let reader = stream.reader.take().unwrap();
-            assert!(comes(LIMIT, || reader.is_finished()), "something holds rekindle's output open");
-        }
-        (status.code().unwrap_or_else(|| 128 + status.signal().unwrap()), self.out(), self.err())
-    }
-
-    /// Waits for the end with this exit code; answers output and messages.
-    pub(crate) fn ends_with(self, code: i32) -> (String, String) {
-        let (found, out, err) = self.finish(LIMIT);
-        assert_eq!(found, code, "exit code\n--- output\n{}\n--- messages\n{}", tail(&out), tail(&err));
-        (out, err)
-    }
-
-    /// kill -9 of the supervisor, reaped.
-    pub(crate) fn kill_9(mut self) {
-        self.child.kill().unwrap();
-        self.child.wait().unwrap();
-    }
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
+fn bytes_of(path: &Path) -> &[u8] {
+    path.as_os_str().as_encoded_bytes()
 }
 
 /// The last lines of a text, for a message.

@@ -2,5 +2,7 @@
 //! no code.
 #![no_std]
 
+pub mod init;
+pub mod nccl;
 pub mod sharing;
 pub mod variables;

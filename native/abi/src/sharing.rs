@@ -15,26 +15,27 @@ pub const NAME: &CStr = c"rekindle-sharing-3";
 /// Entries of each kind. NCCL (2.28) takes 112 imports for two ranks; pages that are not used take no memory.
 pub const MOST: usize = 16384;
 
-/// Places that may use one mapping: GPUs, and the host.
+/// Maximum number of locations that may use a mapping: GPUs, and the host.
 pub const MOST_ACCESS: usize = 20;
 
 /// [`Table::state`]: the imports are mapped, or released.
 pub const HELD: u32 = 0;
 pub const LET_GO: u32 = 1;
 
-/// Memory of others that could not be noted down.
+/// Memory of other processes that could not be recorded.
 pub const UNTRACKED: u32 = 1;
 /// NVLink multicast (NCCL's NVLS).
 pub const MULTICAST: u32 = 2;
 
-/// Marks where an import comes from; at the end of the metadata that the driver hands on with an exported object.
+/// Identifies the origin of an import. It is at the end of the metadata that the driver passes on with an exported
+/// object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Tag {
-    /// The exporter, as it sees itself.
+    /// Pid of the exporter, as it sees itself.
     pub pid: u32,
-    /// Which of its exports; from 1.
+    /// Id of the export, from 1.
     pub id: u32,
-    /// Of its table: a pid is somebody else's one day.
+    /// Nonce of the exporter's table, because pids are reused.
     pub nonce: u32,
 }
 
@@ -42,12 +43,12 @@ pub struct Tag {
 #[derive(Debug)]
 #[repr(C)]
 pub struct Export {
-    /// CUmemGenericAllocationHandle; 0 where the entry is free.
+    /// CUmemGenericAllocationHandle; 0 if the entry is free.
     pub handle: AtomicU64,
     pub id: AtomicU32,
     /// CUmemAllocationHandleType.
     pub kind: AtomicU32,
-    /// References that the program has, as far as they were seen.
+    /// References of the program, as far as they were observed.
     pub references: AtomicU32,
     pub unused: AtomicU32,
 }
@@ -56,30 +57,30 @@ pub struct Export {
 #[derive(Debug)]
 #[repr(C)]
 pub struct Import {
-    /// What the program has for it: the driver's handle at the time of its import.
+    /// The program's number for it: the driver's handle at the time of its import.
     pub name: AtomicU64,
-    /// The driver's handle now.
+    /// The driver's present handle.
     pub handle: AtomicU64,
     pub kind: AtomicU32,
-    /// References that the program has.
+    /// References of the program.
     pub references: AtomicU32,
-    /// Mappings of it.
+    /// Number of its mappings.
     pub mappings: AtomicU32,
-    /// 1 where the entry is taken.
+    /// 1 if the entry is in use.
     pub is_live: AtomicU32,
     /// 1 while it is released.
     pub is_gone: AtomicU32,
     pub pid: AtomicU32,
-    /// 0 where it is not known whose it is.
+    /// 0 if its origin is unknown.
     pub id: AtomicU32,
     pub nonce: AtomicU32,
 }
 
-/// Where an import is mapped.
+/// A mapping of an import.
 #[derive(Debug)]
 #[repr(C)]
 pub struct Mapping {
-    /// 0 where the entry is free.
+    /// 0 if the entry is free.
     pub address: AtomicU64,
     pub size: AtomicU64,
     pub offset: AtomicU64,
@@ -101,31 +102,32 @@ pub struct Access {
     pub flags: AtomicU32,
 }
 
-/// All of it.
+/// The complete table.
 #[derive(Debug)]
 #[repr(C)]
 pub struct Table {
-    /// The process, as it sees itself; 0 until the table may be read.
+    /// Pid of the process, as it sees itself; 0 until the table may be read.
     pub pid: AtomicI32,
     pub nonce: AtomicU32,
-    /// The keeper's thread, as the process sees it; 0 if there is none.
+    /// Thread id of the keeper, as the process sees it; 0 if there is none.
     pub keeper: AtomicI32,
-    /// Objects of other processes that the driver has here, whoever asked for them.
+    /// Number of objects of other processes that the driver has in this process.
     pub foreign: AtomicU32,
-    /// What cannot be released, as far as it was seen since the beginning: [`UNTRACKED`], [`MULTICAST`].
+    /// Obstacles to a release, as far as they were observed: [`UNTRACKED`], [`MULTICAST`].
     pub obstacles: AtomicU32,
     pub state: AtomicU32,
-    /// Calls of the program in progress that name what can be released: they have the driver's handle for it already.
+    /// Number of calls of the program in progress that use memory which can be released: they already have the driver's
+    /// handle for it.
     pub under_way: AtomicU32,
-    /// Set by the supervisor from before CUDA's lock until it is over.
+    /// Set by the supervisor while CUDA is locked, and shortly before.
     pub is_locked: AtomicU32,
     pub unused: AtomicU32,
-    /// Raised by one, and woken (futex), to have the keeper make a socket.
+    /// Incremented and woken (futex) to make the keeper create a socket.
     pub calls: AtomicU32,
-    /// The supervisor's end of it, once `answered` has the number of the call; -1 if there is none.
+    /// The supervisor's end of the socket, once `answered` has the number of the call; -1 if there is none.
     pub socket: AtomicI32,
     pub answered: AtomicU32,
-    /// Entries that were ever used: none lies behind them.
+    /// Number of entries that were ever used; the rest is empty.
     pub exports_used: AtomicU32,
     pub imports_used: AtomicU32,
     pub mappings_used: AtomicU32,
@@ -134,33 +136,33 @@ pub struct Table {
     pub mappings: [Mapping; MOST],
 }
 
-/// The requests to the keeper, one packet each; it answers each with one, a [`Reply`].
+/// A request to the keeper, one packet each; it answers each with a [`Reply`].
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Request {
     pub what: u32,
-    /// Of the entry, where it is about one.
+    /// Index of the entry, if the request is about one.
     pub index: u32,
 }
 
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Reply {
-    /// CUresult; -1 where the request made no sense.
+    /// CUresult; -1 for an invalid request.
     pub code: i32,
-    /// How many entries it was about.
+    /// Number of entries processed.
     pub count: u32,
 }
 
-/// [`Request::what`]: the first one. The supervisor has its end of the socket, and the keeper need not keep it open.
+/// [`Request::what`]: the first request. The supervisor has its end of the socket, so the keeper closes its copy.
 pub const BEGIN: u32 = 0;
-/// Uses the driver without changing anything. Returns if nothing blocks the driver.
+/// Uses the driver without changing anything; returns unless the driver is blocked.
 pub const PROBE: u32 = 1;
 /// Unmaps and releases all imports.
 pub const RELEASE: u32 = 2;
-/// Exports an entry again; the answer has the descriptor.
+/// Exports an entry again; the answer includes the descriptor.
 pub const EXPORT: u32 = 3;
-/// Imports an entry again, from the descriptor that comes with the request.
+/// Imports an entry again, from the descriptor sent with the request.
 pub const IMPORT: u32 = 4;
-/// Maps all that are imported.
+/// Maps all imported entries.
 pub const MAP: u32 = 5;

@@ -1,5 +1,5 @@
-//! Which devices are accepted: `c195 c507 c10:229 b7:0` means all character devices of the majors 195 and 507, the one
-//! of major 10 and minor 229, and the block device of major 7 and minor 0. Anything that cannot be parsed names
+//! The list of accepted devices: `c195 c507 c10:229 b7:0` means all character devices of the majors 195 and 507, the
+//! one of major 10 and minor 229, and the block device of major 7 and minor 0. Anything that cannot be parsed names
 //! nothing.
 
 /// A device file.

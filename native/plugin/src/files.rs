@@ -27,7 +27,7 @@ use crate::rights::{READ, Rights, WRITE, raised};
 use crate::sys::{self, AT_FDCWD, EACCES, ENOSYS, EPERM, answer, argument, number};
 use crate::trusted;
 
-/// What CRIU is doing.
+/// The stage that CRIU is in.
 static STAGE: AtomicU8 = AtomicU8::new(BEFORE);
 const BEFORE: u8 = 0;
 const DUMP: u8 = 1;
@@ -42,12 +42,12 @@ const O_CLOEXEC: i32 = 0o2_000_000;
 const O_PATH: i32 = 0o10_000_000;
 const AT_SYMLINK_NOFOLLOW: i32 = 0x100;
 
-/// Whose rights over files CRIU is to have; none where it stays root.
+/// The user whose file access rights CRIU must have; `None` if it stays root.
 pub(crate) fn rights() -> Option<Rights> {
     Rights::parse(sys::variable(c"REKINDLE_FILES_AS")?)
 }
 
-/// CRIU begins a dump or a restore. Returns whether it may continue: not if the required [`rights`] are not available.
+/// CRIU begins a dump or a restore. Returns whether it may continue, which needs the required [`rights`].
 pub(crate) fn begin(stage: i32) -> bool {
     /// `CR_PLUGIN_STAGE__RESTORE`.
     const CRIU_RESTORES: i32 = 2;
@@ -113,8 +113,8 @@ unsafe fn open_in(from: c_int, path: *const c_char, flags: c_int, mode: c_uint) 
     more.unwrap_or(result)
 }
 
-/// A FIFO that the user has put there would have CRIU wait for its other end, and somebody's lease for its holder. Where CRIU
-/// opens a FIFO of the job, it has opened the other end before.
+/// Opens without blocking: a FIFO created by the user would make CRIU wait for its other end, and a lease for its
+/// holder. When CRIU opens a FIFO of the job, it has opened the other end before.
 fn open_at_once(from: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> isize {
     if flags & (O_NONBLOCK | O_PATH) != 0 {
         return raw_open(from, path, flags, mode);
@@ -124,7 +124,7 @@ fn open_at_once(from: c_int, path: *const c_char, flags: c_int, mode: c_uint) ->
     opened
 }
 
-/// Takes O_NONBLOCK back.
+/// Clears O_NONBLOCK.
 fn wait_again(opened: isize, flags: c_int) {
     const F_SETFL: usize = 4;
     if opened >= 0 {
@@ -141,7 +141,7 @@ fn open_in_proc(from: c_int, path: *const c_char, flags: c_int, mode: c_uint) ->
     // SAFETY: a path that the caller gave, which ends with NUL, and a struct of the size that is told.
     let mut entry = raised(WRITE, || unsafe { sys::call(number::OPENAT2, arguments) });
     if entry == ENOSYS {
-        // Before Linux 5.6. CRIU's entries of this kind have no link on the path except its own /proc/self.
+        // Before Linux 5.6. Such entries of CRIU have no link on their path except its own /proc/self.
         entry = raised(WRITE, || raw_open(from, path, flags | O_NOFOLLOW, mode));
     }
     if entry >= 0 {
@@ -150,7 +150,7 @@ fn open_in_proc(from: c_int, path: *const c_char, flags: c_int, mode: c_uint) ->
     open_what_is_there(from, path, flags)
 }
 
-/// Opens a regular file or a folder to which the user may not have access to all parent folders.
+/// Opens a regular file or a folder even if the user may not enter all of its parent folders.
 fn open_what_is_there(from: c_int, path: *const c_char, flags: c_int) -> Option<isize> {
     let found = raised(READ, || raw_open(from, path, O_PATH | O_CLOEXEC | (flags & O_NOFOLLOW), 0));
     if found < 0 {
@@ -176,7 +176,7 @@ fn open_what_is_there(from: c_int, path: *const c_char, flags: c_int) -> Option<
 
 /// `/proc/self/fd/N`.
 fn own_link(fd: i32) -> [u8; 32] {
-    // The digits, the last one first.
+    // The digits in reverse order.
     let mut digits = [0u8; 10];
     let mut rest = fd.unsigned_abs();
     let mut count = 0;
@@ -200,7 +200,7 @@ fn as_root_in(from: c_int, path: &[u8], work: impl FnOnce(&trusted::Place) -> is
     rights.lay_down(|| trusted::place(from, path).map(|place| work(&place)))
 }
 
-/// A call with a folder and a name, two numbers and flags.
+/// Makes a system call with a folder and a name, two numbers and flags.
 ///
 /// # Safety
 /// `path` ends with NUL, and the call of this number takes arguments of this kind.
@@ -219,7 +219,7 @@ unsafe fn change(number: isize, from: c_int, path: *const c_char, [a, b]: [usize
     more.filter(|more| *more >= 0).unwrap_or(result)
 }
 
-/// Whether the path is one that CRIU gives to a file without a name in a dump.
+/// Whether CRIU gives this path temporarily to a deleted file during a dump.
 fn is_for_a_moment(path: &[u8]) -> bool {
     path.rsplit(|byte| *byte == b'/').next().is_some_and(|name| name.starts_with(b"link_remap."))
 }
@@ -254,7 +254,7 @@ unsafe fn unlink_in(from: c_int, path: *const c_char, flags: c_int) -> isize {
     }
 }
 
-/// In a dump: with the user's rights, or as root where no user can exchange anything.
+/// For a dump: runs `work` with the user's rights, or as root if only root can change the folder.
 fn as_user(
     from: c_int,
     name: &[u8],
@@ -285,7 +285,7 @@ unsafe fn link_in(from: c_int, old: *const c_char, to: c_int, new: *const c_char
     }
 }
 
-/// A call that opens and changes nothing.
+/// Makes a call that opens and changes nothing.
 fn ask(number: isize, arguments: [usize; 6]) -> isize {
     // SAFETY: the callers' arguments are those of the call.
     let call = || unsafe { sys::call(number, arguments) };
@@ -313,7 +313,7 @@ macro_rules! opens_at {
     )* };
 }
 
-// Those with two underscores are what the C library's checked headers make of the others.
+// The names with two underscores are used by the C library's checked headers.
 opens! { open open64 __open_2 __open64_2 }
 opens_at! { openat openat64 __openat_2 __openat64_2 }
 

@@ -4,12 +4,12 @@ use core::ffi::{c_char, c_void};
 
 use crate::{accept, files, sys};
 
-/// `cr_plugin_desc_t`, of version 0.2.0. CRIU takes every version up to its own, and as many hooks as it says there are:
-/// 4.0 to 4.2 are of this one.
+/// `cr_plugin_desc_t` of version 0.2.0. CRIU accepts every version up to its own, and reads as many hooks as the
+/// descriptor says: 4.0 to 4.2 use this version.
 #[repr(C)]
 pub struct Descriptor {
     name: *const c_char,
-    /// `init` and `exit`, which need not be there.
+    /// `init` and `exit`, both optional.
     life: [*const c_void; 2],
     version: u32,
     max_hooks: u32,
@@ -19,16 +19,16 @@ pub struct Descriptor {
 // SAFETY: it points to constants and functions only.
 unsafe impl Sync for Descriptor {}
 
-/// A hook of two that get the descriptor of what CRIU does not know as their first argument.
+/// The two hooks that get a descriptor of something unknown to CRIU as their first argument.
 type Hook = extern "C" fn(i32) -> i32;
 
-/// `init` gets what CRIU is about to do, and returns 0 if it may.
+/// `init` gets the stage that CRIU is in, and returns 0 to continue.
 type Begin = extern "C" fn(i32) -> i32;
 
 const BEGIN: *const c_void = begin as Begin as *const c_void;
 const NONE: *const c_void = core::ptr::null();
 const ACCEPT: *const c_void = accept as Hook as *const c_void;
-/// Up to `CR_PLUGIN_HOOK__HANDLE_DEVICE_VMA`, which is 7.
+/// All hooks up to `CR_PLUGIN_HOOK__HANDLE_DEVICE_VMA`, which is 7.
 const HOOKS: usize = 8;
 
 /// `DUMP_EXT_FILE` is 2.
@@ -41,9 +41,9 @@ pub static CR_PLUGIN_DESC: Descriptor = Descriptor {
     hooks: [NONE, NONE, ACCEPT, NONE, NONE, NONE, NONE, ACCEPT],
 };
 
-/// 0: it is ours. CRIU then asks no other plugin.
+/// Returns 0 to accept it. Then CRIU asks no other plugin.
 extern "C" fn accept(fd: i32) -> i32 {
-    /// The answer of a plugin that something is not for.
+    /// The result if a plugin does not handle something.
     const ENOTSUP: i32 = 95;
     let is_named = sys::device(fd)
         .is_some_and(|device| sys::variable(c"REKINDLE_DEVICES").is_some_and(|list| accept::names(list, device)));

@@ -13,10 +13,10 @@
 //! # What CRIU can rely on
 //! - There is no link to libc: no symbol version can be missing if CRIU brings its own loader and libraries. `getenv`
 //!   and `__errno_location` are weak; without the first nothing is accepted.
-//! - Nothing is allocated, and nothing here panics. Without these variables each function does what the C library's
-//!   does.
+//! - Nothing is allocated, and nothing here panics. Without these variables each function behaves like that of the C
+//!   library.
 #![cfg_attr(not(test), no_std)]
-// Nothing here may become a call of a libc that is not linked.
+// The compiler must not generate calls of a libc that is not linked.
 #![no_builtins]
 #![cfg_attr(test, allow(dead_code, reason = "the hooks are not part of a test program"))]
 #![warn(unsafe_op_in_unsafe_fn, missing_debug_implementations, clippy::undocumented_unsafe_blocks)]
@@ -33,7 +33,8 @@ mod rights;
 mod sys;
 mod trusted;
 
-/// Nothing here can panic; a test of the product looks for this text in the object, where it is only if something can.
+/// Nothing here can panic: a test of the product searches the object for this text, which is only there if something
+/// can.
 #[cfg(not(test))]
 #[panic_handler]
 fn panic(_: &core::panic::PanicInfo<'_>) -> ! {

@@ -5,7 +5,7 @@
 //! over everything else: the kernel judges file access by the file-system ids (credentials(7)), and takes root's rights
 //! over files from a thread whose file-system user id is not 0 (capabilities(7), "Effect of user ID changes").
 //!
-//! [`Rights`] come from CRIU's environment, `REKINDLE_FILES_AS=UID:GID:GROUP,GROUP...`, and are in force
+//! [`Rights`] come from CRIU's environment, `REKINDLE_FILES_AS=UID:GID:GROUP,GROUP...`, and apply
 //! - in a restore, from CRIU's first access to the job's files on, for CRIU and the tasks that it creates, until each
 //!   task takes its own ids ([`Rights::take`]);
 //! - in a dump, for the two calls that change something in folders of the job ([`Rights::borrow`]). CRIU needs root's
@@ -15,7 +15,7 @@ use core::mem::MaybeUninit;
 
 use crate::sys::{self, argument, number};
 
-/// As many groups as a user can have with us.
+/// Maximum number of groups of a user.
 const GROUPS: usize = 4096;
 
 /// The ids of a user.
@@ -23,21 +23,21 @@ const GROUPS: usize = 4096;
 pub(crate) struct Rights {
     uid: u32,
     gid: u32,
-    /// Further groups, a list of numbers.
+    /// Supplementary groups, a list of numbers.
     groups: &'static [u8],
 }
 
-/// Over files, for a moment.
+/// File capabilities that are raised temporarily.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Capabilities(u32);
 
-/// CAP_DAC_READ_SEARCH: to pass every folder and to read every file.
+/// CAP_DAC_READ_SEARCH: enter every folder and read every file.
 pub(crate) const READ: Capabilities = Capabilities(1 << 2);
-/// CAP_DAC_OVERRIDE and the same.
+/// CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH.
 pub(crate) const WRITE: Capabilities = Capabilities(1 << 1 | 1 << 2);
 
 impl Rights {
-    /// Reads `UID:GID:GROUP,GROUP`. Root's are none.
+    /// Parses `UID:GID:GROUP,GROUP`. `None` for root.
     pub(crate) fn parse(text: &'static [u8]) -> Option<Rights> {
         let mut parts = text.splitn(3, |byte| *byte == b':');
         let uid = crate::accept::number(parts.next()?)?;
@@ -61,12 +61,12 @@ impl Rights {
         unsafe { sys::call(number::SETGROUPS, [count, list.as_ptr().addr(), 0, 0, 0, 0]) == 0 }
     }
 
-    /// Takes them for good. False if the kernel did not obey.
+    /// Takes these rights permanently. Returns false if the kernel did not comply.
     pub(crate) fn take(&self) -> bool {
         self.set_groups() && set_ids(self.uid, self.gid)
     }
 
-    /// Runs `work` with them. None if the kernel did not let us: then it was not done.
+    /// Runs `work` with these rights. `None` if the kernel did not comply; then `work` was not run.
     pub(crate) fn borrow<T>(&self, work: impl FnOnce() -> T) -> Option<T> {
         let mut groups = [0u32; GROUPS];
         // SAFETY: the list is valid for its length.
@@ -81,7 +81,7 @@ impl Rights {
         result
     }
 
-    /// Runs `work` as root where these were [taken](Rights::take).
+    /// Runs `work` as root after these rights were [taken](Rights::take).
     pub(crate) fn lay_down<T>(&self, work: impl FnOnce() -> T) -> T {
         set_ids(0, 0);
         let result = work();
@@ -91,8 +91,8 @@ impl Rights {
 }
 
 impl Rights {
-    /// Runs `work` with these as the real ids: so a process may ask for the limits of another (prlimit(2)), where it lacks
-    /// CAP_SYS_RESOURCE. Root's rights stay, they go by the effective id.
+    /// Runs `work` with these as the real ids, so that the process may read the limits of another one (prlimit(2))
+    /// without CAP_SYS_RESOURCE. Root's rights are kept, because they depend on the effective id.
     pub(crate) fn be_called<T>(&self, work: impl FnOnce() -> T) -> T {
         const SAME: usize = usize::MAX;
         let set = |uid: u32, gid: u32| {
@@ -114,13 +114,13 @@ fn set_ids(uid: u32, gid: u32) -> bool {
     let mut signal = 0i32;
     // SAFETY: the kernel writes a number of this size.
     unsafe { sys::call(number::PRCTL, [GET_PDEATHSIG, (&raw mut signal).addr(), 0, 0, 0, 0]) };
-    // These calls answer the id before and have no error: a second one tells whether the first was obeyed.
+    // These calls return the previous id and never an error: a second call shows whether the first took effect.
     let set = |number, id: u32| {
         sys::numbers(number, [id as usize, 0, 0]);
         sys::numbers(number, [id as usize, 0, 0]) == id as isize
     };
     let is_set = set(number::SETFSGID, gid) & set(number::SETFSUID, uid);
-    // The kernel takes both away with a change of ids (`commit_creds`).
+    // The kernel clears both when ids change (`commit_creds`).
     sys::numbers(number::PRCTL, [SET_DUMPABLE, 1, 0]);
     if signal != 0 {
         sys::numbers(number::PRCTL, [SET_PDEATHSIG, argument(signal), 0]);
@@ -128,7 +128,7 @@ fn set_ids(uid: u32, gid: u32) -> bool {
     is_set
 }
 
-/// Runs `work` with these capabilities too.
+/// Runs `work` with these additional capabilities.
 pub(crate) fn raised<T>(more: Capabilities, work: impl FnOnce() -> T) -> T {
     // `struct __user_cap_header_struct`, version 3, this thread; effective, permitted and inheritable, two words each.
     let header: [u32; 2] = [0x2008_0522, 0];

@@ -40,10 +40,10 @@ pub(crate) const EPERM: isize = -1;
 pub(crate) const EACCES: isize = -13;
 pub(crate) const ENOSYS: isize = -38;
 
-/// A system call. A negative result is an error's number.
+/// A system call. A negative result is a negated error number.
 ///
 /// # Safety
-/// The arguments are what the system call wants: memory that they point to lives until it is over.
+/// The arguments must fit the system call, and memory that they point to must live until it returns.
 pub(crate) unsafe fn call(number: isize, arguments: [usize; 6]) -> isize {
     let result: isize;
     let [a, b, c, d, e, f] = arguments;
@@ -55,12 +55,12 @@ pub(crate) unsafe fn call(number: isize, arguments: [usize; 6]) -> isize {
     result
 }
 
-/// A descriptor or another number, as an argument.
+/// Converts a descriptor or another number to an argument.
 pub(crate) fn argument(value: i32) -> usize {
     value as isize as usize
 }
 
-/// A system call on numbers.
+/// A system call with numbers only.
 pub(crate) fn numbers(number: isize, [a, b, c]: [usize; 3]) -> isize {
     // SAFETY: callers pass it the numbers of calls that touch no memory.
     unsafe { call(number, [a, b, c, 0, 0, 0]) }
@@ -117,7 +117,7 @@ pub(crate) fn is_proc(fd: i32) -> bool {
     result == 0 && statfs[0] == PROC
 }
 
-/// The device that a descriptor is of, be it open or a mere path (O_PATH); nothing for what is no device.
+/// The device of a descriptor, open or path-only (O_PATH); `None` if it is no device.
 pub(crate) fn device(fd: i32) -> Option<Device> {
     let stat = stat(fd)?;
     let kind = match stat.kind() {
@@ -144,8 +144,8 @@ global_asm!(
     ".popsection",
 );
 
-// Functions that the compiler calls by name. Hidden: no other object finds these, and no libc is needed for them.
-// Nothing here unwinds; only tables of the core library name the personality.
+// Functions that the compiler calls by name. They are hidden from other objects, and replace those of libc. Nothing
+// here unwinds; only tables of the core library refer to the personality function.
 #[cfg(not(test))]
 global_asm!(
     ".pushsection .text.rekindle_memory, \"ax\", @progbits",
@@ -176,7 +176,7 @@ unsafe extern "C" {
     static ERRNO: AtomicPtr<c_void>;
 }
 
-/// A variable of the environment.
+/// The value of an environment variable.
 pub(crate) fn variable(name: &core::ffi::CStr) -> Option<&'static [u8]> {
     // SAFETY: a static of this object, at all times.
     let getenv = unsafe { GETENV.load(Ordering::Relaxed) };
@@ -209,7 +209,7 @@ pub(crate) unsafe fn length(text: *const c_char) -> usize {
     length
 }
 
-/// As the C library answers: -1 and errno for an error.
+/// Converts a result to the convention of the C library: -1 and errno for an error.
 pub(crate) fn answer(result: isize) -> isize {
     if !(-4095..0).contains(&result) {
         return result;

@@ -9,10 +9,10 @@ const O_NOFOLLOW: usize = 0o400_000;
 const O_CLOEXEC: usize = 0o2_000_000;
 const O_PATH: usize = 0o10_000_000;
 
-/// A longer name is none (`NAME_MAX`).
+/// Maximum length of a name (`NAME_MAX`).
 const NAME: usize = 255;
 
-/// A folder, open for its path only, and the name of something in it.
+/// A folder, opened as a path only, and the name of an entry in it.
 pub(crate) struct Place {
     pub(crate) folder: i32,
     name: [u8; NAME + 1],

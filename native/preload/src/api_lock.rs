@@ -17,10 +17,10 @@ use crate::{got, libc, sharing, sys};
 
 const EBUSY: i32 = 16;
 
-/// How long until the next look, while a snapshot has the lock.
+/// Time between two tries while a snapshot has the lock.
 const PAUSE_NS: u64 = 100_000;
 
-/// Leads libcuda's calls of pthread_rwlock_rdlock to us, in a process that shares memory.
+/// Redirects libcuda's calls of pthread_rwlock_rdlock to us, in a process that shares memory.
 pub(crate) fn watch() {
     if libc::find_read_locks() {
         got::redirect_for_good(b"pthread_rwlock_rdlock\0", (read_lock as *const ()).addr());
@@ -53,8 +53,9 @@ unsafe extern "C" fn read_lock(lock: *mut c_void) -> i32 {
     unsafe { libc::read_lock(lock) }
 }
 
-/// Whether the calling thread does, by `__cur_writer` of glibc's `struct __pthread_rwlock_arch_t` (x86-64, since 2.25). Not by
-/// pthread_rwlock_timedrdlock, which is one more that waits until it sees that its time is over.
+/// Whether the calling thread has the lock for writing, from `__cur_writer` of glibc's `struct __pthread_rwlock_arch_t`
+/// (x86-64, since 2.25). pthread_rwlock_timedrdlock cannot be used: it counts as a waiter until it notices that its
+/// time is over.
 fn has_it_for_writing(lock: *mut c_void) -> bool {
     const CUR_WRITER: usize = 24;
     // SAFETY: within the lock, which has 56 bytes, and aligned.
@@ -79,7 +80,8 @@ mod tests {
         fn pthread_rwlock_unlock(lock: *mut c_void) -> c_int;
     }
 
-    /// A pthread_rwlock_t of glibc for x86-64, initialised: its first word has 8 for each reader that has it or waits in it.
+    /// An initialised pthread_rwlock_t of glibc for x86-64: its first word has 8 for each reader that has it or waits
+    /// for it.
     struct Lock(UnsafeCell<[c_long; 7]>);
 
     // SAFETY: only the functions of libc change it, which are made for several threads.
@@ -131,7 +133,7 @@ mod tests {
             assert_eq!(reader.join().unwrap(), [0, 0]);
             assert_eq!([try_write(), unlock()], [0, 0]);
 
-            // The same, and it is over while it is announced.
+            // The same, and the lock is released while CUDA is announced as locked.
             announce(true);
             assert_eq!(write(), 0);
             let reader = scope.spawn(|| [read(), unlock()]);

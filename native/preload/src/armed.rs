@@ -5,26 +5,27 @@ use core::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 
 use crate::sys::{self, Errno, File};
 
-/// The folder of landing files. Threads that copy: as many, for whoever knows better than half of the CPUs.
+/// Variables: the folder of landing files, and the number of threads that copy, for users who know better than half of
+/// the CPUs.
 const FOLDER: &[u8] = b"REKINDLE_LANDING=";
 const THREADS: &[u8] = b"REKINDLE_COPY_THREADS=";
 
-/// Room for the folder; a longer one leaves the interposer inert.
+/// Maximum length of the folder's path; with a longer one the interposer does nothing.
 const ROOM: usize = 1024;
 
 static PATH: [AtomicU8; ROOM] = [const { AtomicU8::new(0) }; ROOM];
-/// Bytes of PATH; 0 when there is none.
+/// Length of PATH; 0 if there is none.
 static LENGTH: AtomicUsize = AtomicUsize::new(0);
-/// As the environment says; 0 when it does not.
+/// The number from the environment; 0 if it is not set.
 static WANTED_THREADS: AtomicUsize = AtomicUsize::new(0);
 
-/// How many threads the environment wants to copy.
+/// The number of copying threads in the environment.
 pub(crate) fn wanted_threads() -> usize {
     WANTED_THREADS.load(Ordering::Relaxed)
 }
 
-/// Finds our variables. From /proc and not from the libc: its `environ` is set by a constructor that may come after ours.
-/// Where /proc is not mounted the interposer stays inert.
+/// Reads our variables. From /proc and not from libc, because `environ` is set by a constructor that may run after
+/// ours. If /proc is not mounted, the interposer does nothing.
 pub(crate) fn read_environment() {
     let Ok(file) = File::read_only(c"/proc/self/environ") else { return };
     let mut buffer = [const { MaybeUninit::<u8>::uninit() }; 4096];
@@ -43,14 +44,14 @@ pub(crate) fn read_environment() {
     LENGTH.store(folder, Ordering::Relaxed);
 }
 
-/// Reads `NAME=value` texts that end with NUL, byte by byte: nothing here can hold an environment, which may have
-/// megabytes.
+/// Parses `NAME=value` texts that end with NUL, byte by byte, because there is no room for an environment, which can
+/// have megabytes.
 struct Parser {
-    /// Bytes of the current text so far.
+    /// Number of bytes of the current text so far.
     at: usize,
     is_folder: bool,
     is_threads: bool,
-    /// Length of the folder that is being read; None when it is too long.
+    /// Length of the folder being read; `None` if it is too long.
     folder: Option<usize>,
     found_folder: usize,
     threads: usize,
@@ -117,7 +118,7 @@ impl Parser {
     }
 }
 
-/// Opens this process's landing file; None when there is none, and so nothing is to be done.
+/// Opens this process's landing file; `None` if there is none, and so nothing to do.
 pub(crate) fn open() -> Option<File> {
     let length = LENGTH.load(Ordering::Relaxed);
     if length == 0 {
@@ -135,7 +136,7 @@ pub(crate) fn open() -> Option<File> {
         push(byte.load(Ordering::Relaxed));
     }
     push(b'/');
-    // Asked each time: a forked child is another process, and not armed.
+    // Determined each time: a forked child is another process, without a landing file.
     let pid = sys::pid().unsigned_abs();
     let mut divisor = 1_000_000_000;
     while divisor > 0 {
@@ -153,7 +154,7 @@ pub(crate) fn open() -> Option<File> {
 mod tests {
     use super::*;
 
-    /// One test: the folder is a static.
+    /// One test, because the folder is in a static.
     #[test]
     fn the_variables_are_found_among_others() {
         let parse = |environment: &[u8]| {

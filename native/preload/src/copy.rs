@@ -8,21 +8,21 @@ use crate::lock::Lock;
 use crate::stream::Way;
 use crate::{armed, cpu, landing, libc, sys};
 
-/// The least copy that is split. The driver's pieces are 2 MiB, a few of them 0.8 to 6; below this the handing out costs
-/// more than it brings.
+/// Minimum size of a copy that is split. The driver's pieces are 2 MiB, a few of them 0.8 to 6; for smaller ones,
+/// splitting costs more than it gains.
 const LARGE: usize = 256 << 10;
 
-/// Copies further apart than this are not of one burst: then the machine's features are read again.
+/// Copies further apart than this are not in one burst: then the machine's features are determined again.
 const BURST_NS: u64 = 100_000_000;
 
-/// Held during a copy: there is one job at a time.
+/// Held during a copy, because there is only one job at a time.
 static COPYING: Lock = Lock::new();
 static LAST: AtomicU64 = AtomicU64::new(0);
 static THREADS: AtomicUsize = AtomicUsize::new(1);
-/// The copy out of the staging buffers, by name; the copy into them is the same without the flush.
+/// How to copy out of the staging buffers; copying into them is the same without the flush.
 static WAY_OUT: AtomicUsize = AtomicUsize::new(0);
 
-/// The memcpy of libcuda while there is a region: of that region, and all others.
+/// Replaces libcuda's memcpy while there is a region, for that region and for all other copies.
 ///
 /// # Safety
 /// As for memcpy(3).
@@ -36,7 +36,7 @@ pub(crate) unsafe extern "C" fn memcpy(to: *mut u8, from: *const u8, length: usi
     to
 }
 
-/// Copies on several threads, where this is a copy for it. Returns whether it did.
+/// Copies on several threads, if the copy is suitable. Returns whether it did.
 ///
 /// # Safety
 /// As for memcpy(3).
@@ -49,7 +49,7 @@ unsafe fn split(to: *mut u8, from: *const u8, length: usize) -> bool {
     if holds(to) == holds(from) || !apart {
         return false;
     }
-    // Two threads of a driver that copy at once: the second does it alone.
+    // If two threads of a driver copy at the same time, the second one copies alone.
     let Some(_copying) = COPYING.take(pid) else { return false };
     let now = sys::now();
     if now.wrapping_sub(LAST.swap(now, Ordering::Relaxed)) > BURST_NS {
@@ -65,7 +65,7 @@ unsafe fn split(to: *mut u8, from: *const u8, length: usize) -> bool {
     true
 }
 
-/// Half of the CPUs, as the other half are their hyperthreads on most machines, which add nothing to a copy.
+/// Uses half of the CPUs: the other half are mostly hyperthreads of the same cores, which do not make a copy faster.
 fn look_at_machine() {
     let threads = match armed::wanted_threads() {
         0 => sys::cpus() / 2,

@@ -6,13 +6,13 @@ use core::arch::x86_64::__cpuid_count;
 /// The widest non-temporal stores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd)]
 pub(crate) enum Level {
-    /// Every x86-64 has it.
+    /// Supported by every x86-64 CPU.
     Sse2,
     Avx2,
     Avx512,
 }
 
-/// The widest that the CPU has and the kernel saves.
+/// The widest that the CPU supports and whose registers the kernel saves.
 pub(crate) fn level() -> Level {
     const OSXSAVE: u32 = 1 << 27;
     const AVX2: u32 = 1 << 5;

@@ -10,7 +10,7 @@ use core::slice;
 use crate::maps::{self, Mapping};
 use crate::sys::{PROT_EXEC, PROT_READ};
 
-/// Mappings of one object: four or five, and a few more where protections were changed.
+/// Maximum number of mappings of an object: usually four or five, and a few more if protections were changed.
 const MOST_PARTS: usize = 32;
 /// An object has about 30 dynamic tags and a dozen program headers.
 const MOST_TAGS: usize = 256;
@@ -30,7 +30,7 @@ pub(crate) enum Kind {
     Pointer,
 }
 
-/// What is mapped of an object's file, by address, and where its address 0 is.
+/// The mappings of an object's file, sorted by address, and its load address.
 #[derive(Debug)]
 pub(crate) struct Object {
     parts: [MaybeUninit<Mapping>; MOST_PARTS],
@@ -38,7 +38,7 @@ pub(crate) struct Object {
     base: usize,
 }
 
-/// The address of the function of this name, which ends with NUL, in a loaded object with such a mapping.
+/// The address of the function of this name (ending with NUL), in a loaded object with such a mapping.
 pub(crate) fn function(name: &[u8], is_wanted: impl Fn(&Mapping) -> bool) -> Option<usize> {
     let mut found = None;
     objects(is_wanted, |object| {
@@ -48,20 +48,20 @@ pub(crate) fn function(name: &[u8], is_wanted: impl Fn(&Mapping) -> bool) -> Opt
     found
 }
 
-/// Shows the loaded objects that have such a mapping of their code, as long as `visit` wants more.
+/// Calls `visit` for the loaded objects with such a mapping of their code, until it returns false.
 pub(crate) fn objects(is_wanted: impl Fn(&Mapping) -> bool, mut visit: impl FnMut(&Object) -> bool) {
     maps::scan(|mapping| {
         if mapping.inode == 0 || mapping.prot & PROT_EXEC == 0 || !is_wanted(mapping) {
             return true;
         }
         let mut object = Object::new();
-        // The code begins somewhere in its first page: lld does not align it.
+        // The code may begin anywhere in its first page, because lld does not align it.
         let places = [mapping.start, mapping.start | 0xfff];
         places.into_iter().find_map(|place| object.find(mapping, place)).is_none_or(|()| visit(&object))
     });
 }
 
-/// What the dynamic section says.
+/// The content of the dynamic section.
 #[derive(Debug, Default)]
 struct Dynamic {
     symbols: usize,
@@ -79,8 +79,8 @@ impl Object {
         Object { parts: [const { MaybeUninit::uninit() }; MOST_PARTS], count: 0, base: 0 }
     }
 
-    /// Finds the object that holds `address`, which is in the mapping `code`. A file can be mapped more than once: it is
-    /// the one whose program headers put that mapping where it is.
+    /// Finds the object with `address`, which is in the mapping `code`. A file can be mapped more than once: the object
+    /// is the one whose program headers explain that mapping.
     pub(crate) fn find(&mut self, code: &Mapping, address: usize) -> Option<()> {
         self.count = 0;
         let mut fits = true;
@@ -96,12 +96,17 @@ impl Object {
         Some(())
     }
 
+    /// Of its file.
+    pub(crate) fn inode(&self) -> usize {
+        self.parts().first().map_or(0, |part| part.inode)
+    }
+
     fn parts(&self) -> &[Mapping] {
         // SAFETY: as many were written, and `count` is at most the length of the array.
         unsafe { slice::from_raw_parts(self.parts.as_ptr().cast(), self.count) }
     }
 
-    /// The readable mapping of the object with these bytes.
+    /// The readable mapping of the object that contains these bytes.
     pub(crate) fn part(&self, address: usize, length: usize) -> Option<&Mapping> {
         let end = address.checked_add(length)?;
         let mut readable = self.parts().iter().filter(|part| part.prot & PROT_READ != 0);
@@ -154,7 +159,7 @@ impl Object {
         read.is_some() && found
     }
 
-    /// What a dynamic tag points to. glibc has put the load address into some, other loaders into none.
+    /// The target of a dynamic tag. glibc adds the load address to some of them, other loaders to none.
     fn pointer(&self, value: usize) -> usize {
         if self.part(value, 1).is_some() { value } else { self.base.wrapping_add(value) }
     }
@@ -190,14 +195,14 @@ impl Object {
         None
     }
 
-    /// Calls `visit` with each place in memory that the loader fills with the address of the function `name`, which ends
-    /// with NUL. A place can be named twice.
+    /// Calls `visit` for each place in memory that the loader fills with the address of the function `name`, which ends
+    /// with NUL. A place can occur twice.
     pub(crate) fn slots(&self, name: &[u8], mut visit: impl FnMut(usize, Kind)) -> Option<()> {
         let dynamic = self.dynamic()?;
         let skipped = dynamic.relative.checked_mul(RELA_SIZE)?;
         let rest = (dynamic.rela.checked_add(skipped)?, dynamic.rela_size.saturating_sub(skipped));
         for (table, size) in [(dynamic.plt, dynamic.plt_size), rest] {
-            // One mapping holds it all, which bounds the loop.
+            // The table is in one mapping, which bounds the loop.
             if size == 0 || self.part(table, size).is_none() {
                 continue;
             }
@@ -217,8 +222,8 @@ impl Object {
         Some(())
     }
 
-    /// The address of the function `name` that the object defines. Its symbols are looked through one after the other: the
-    /// table ends where the strings begin, as all linkers put them.
+    /// The address of the function `name` that the object defines. Its symbols are searched linearly: the table ends
+    /// where the strings begin, with all linkers.
     fn defined(&self, name: &[u8]) -> Option<usize> {
         const STT_FUNC: usize = 2;
         let dynamic = self.dynamic()?;
@@ -280,7 +285,7 @@ mod tests {
         let own = maps::find(found_around as *const () as usize).unwrap().inode;
         let found = |name: &[u8]| function(name, |mapping| mapping.inode != own);
         assert_eq!(found(b"getpid\0"), Some(getpid as *const () as usize));
-        // Data, and names that are another's beginning or end.
+        // Data, and names that are the beginning or end of another one.
         assert_eq!([found(b"environ\0"), found(b"getpi\0"), found(b"etpid\0")], [None; 3]);
         // Here the symbol is undefined, not defined.
         assert_eq!(function(b"getpid\0", |mapping| mapping.inode == own), None);
@@ -301,7 +306,7 @@ mod tests {
 
     const IMAGE: usize = 512;
 
-    /// A small object: its headers, its dynamic section, one relocation of a symbol, and its tables.
+    /// A small object: headers, dynamic section, one relocation with a symbol, and tables.
     fn image(relocated_by: usize) -> Vec<u8> {
         let mut bytes = vec![0_u8; IMAGE];
         let mut put = |at: usize, words: &[usize]| {
@@ -321,7 +326,7 @@ mod tests {
         bytes
     }
 
-    /// Before a page that cannot be read: a read that leaves the mapping ends the test.
+    /// The object is placed before an unreadable page: a read beyond the mapping ends the test.
     #[test]
     fn a_damaged_object_is_read_within_its_bounds() {
         let around = sys::MAP_PRIVATE | sys::MAP_ANONYMOUS;
@@ -329,7 +334,16 @@ mod tests {
         sys::protect(pages + 4096, 4096, sys::PROT_NONE).unwrap();
         let start = pages + 4096 - IMAGE;
         let end = pages + 4096;
-        let part = Mapping { start, end, offset: 0, inode: 1, prot: PROT_READ, is_private: true, is_libcuda: true };
+        let part = Mapping {
+            start,
+            end,
+            offset: 0,
+            inode: 1,
+            prot: PROT_READ,
+            is_private: true,
+            is_libcuda: true,
+            is_libnccl: false,
+        };
         let mut object = Object::new();
         object.parts[0].write(part);
         (object.count, object.base) = (1, start);
@@ -341,7 +355,7 @@ mod tests {
             (object.is_base(start, &part, start + 100), whole.is_some(), slots)
         };
         let expected = (true, true, vec![(480, Kind::Slot), (488, Kind::Pointer)]);
-        // As glibc leaves it, and as others do.
+        // With addresses as glibc leaves them, and as other loaders do.
         assert_eq!((found(&image(0)), found(&image(start))), (expected.clone(), expected));
         let mut refused = 0;
         for relocated_by in [0, start] {

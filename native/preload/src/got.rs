@@ -1,12 +1,13 @@
 //! The slots of libcuda's global offset table, through which it calls libc. While there is a region, those of `memcpy`
-//! lead to [`crate::copy`], and nobody else's calls do. Those of [`crate::api_lock`] are redirected for good.
+//! are redirected to [`crate::copy`]; calls of other objects are not changed. Those of [`crate::api_lock`] are
+//! redirected for good.
 //!
 //! The old value of a slot is preserved: if functions are bound at their first call, it is the address of the stub that
 //! binds them. The tables are usually read-only once they are filled (RELRO), so a page becomes writable for a moment.
 //! Anything unexpected is left alone: then the driver copies alone, which is slower and as correct.
 //!
-//! Slots and old values are in this object's memory, so a forked child has them too, and hands its calls on; and so has
-//! an image.
+//! Slots and old values are in this object's memory, so a forked child and an image have them too; a child passes its
+//! calls on.
 
 use core::ptr::with_exposed_provenance_mut;
 use core::sync::atomic::{AtomicUsize, Ordering};
@@ -17,14 +18,14 @@ use crate::lock::Lock;
 use crate::maps::{self, Mapping};
 use crate::{copy, sys};
 
-/// A slot that leads to us; address 0 if there is none.
+/// A redirected slot; address 0 if unused.
 #[derive(Debug)]
 struct Slot {
     address: AtomicUsize,
     old: AtomicUsize,
 }
 
-/// Linkers make one slot for calls and one for other uses of a function.
+/// Linkers create one slot for calls and one for other uses of a function.
 static SLOTS: [Slot; 8] = [const { Slot { address: AtomicUsize::new(0), old: AtomicUsize::new(0) } }; 8];
 /// Held while slots are changed.
 static CHANGING: Lock = Lock::new();
@@ -33,10 +34,10 @@ fn ours() -> usize {
     (copy::memcpy as *const ()).addr()
 }
 
-/// Leads the calls of the libcuda that has `caller` in its mapping `code` to us.
+/// Redirects the calls of the libcuda that contains `caller` in its mapping `code`.
 pub(crate) fn redirect(code: &Mapping, caller: usize) {
     let Some(_changing) = CHANGING.take(sys::pid()) else { return };
-    // Those of a region whose end was missed.
+    // Slots of a region whose end was not noticed.
     put_all_back();
     let mut object = Object::new();
     if object.find(code, caller).is_none() {
@@ -53,7 +54,7 @@ pub(crate) fn redirect(code: &Mapping, caller: usize) {
     });
 }
 
-/// Leads libcuda's own calls of `name`, which ends with NUL, to `ours` for good.
+/// Redirects libcuda's own calls of `name`, which ends with NUL, to `ours` permanently.
 pub(crate) fn redirect_for_good(name: &[u8], ours: usize) {
     let Some(_changing) = CHANGING.take(sys::pid()) else { return };
     elf::objects(
@@ -67,11 +68,12 @@ pub(crate) fn redirect_for_good(name: &[u8], ours: usize) {
     );
 }
 
-/// Calls `visit` with each slot of this name that does not lead to `ours`: its mapping, its address and its value.
+/// Calls `visit` for each slot of this name that is not redirected to `ours`: with its mapping, its address and its
+/// value.
 fn slots(object: &Object, name: &[u8], ours: usize, mut visit: impl FnMut(&Mapping, usize, usize)) {
     object.slots(name, |address, kind| {
         let (Some(part), Some(old)) = (object.part(address, size_of::<usize>()), object.word(address)) else { return };
-        // A pointer that libcuda can change may be another function's by now.
+        // A pointer that libcuda can change may belong to another function by now.
         let is_fixed = kind == Kind::Slot || part.prot & sys::PROT_WRITE == 0;
         if is_fixed && old != 0 && old != ours {
             visit(part, address, old);
@@ -79,7 +81,7 @@ fn slots(object: &Object, name: &[u8], ours: usize, mut visit: impl FnMut(&Mappi
     });
 }
 
-/// Ends what [`redirect`] began.
+/// Undoes [`redirect`].
 pub(crate) fn put_back() {
     if let Some(_changing) = CHANGING.take(sys::pid()) {
         put_all_back();
@@ -95,7 +97,7 @@ fn put_all_back() {
         for slot in SLOTS.iter().filter(taken) {
             let address = slot.address.load(Ordering::Relaxed);
             if mapping.start <= address && address < mapping.end {
-                // A libcuda may have been closed since, and the address be anything's.
+                // libcuda may have been closed since, and the address may be used for something else.
                 let is_there = mapping.is_libcuda && mapping.prot & sys::PROT_READ != 0;
                 if !is_there || load(address) != ours() || store(mapping, address, slot.old.load(Ordering::Relaxed)) {
                     slot.address.store(0, Ordering::Relaxed);
@@ -106,15 +108,15 @@ fn put_all_back() {
     });
 }
 
-/// Of an aligned address in a readable mapping.
+/// Reads an aligned address in a readable mapping.
 fn load(address: usize) -> usize {
     // SAFETY: the caller's promise.
     unsafe { with_exposed_provenance_mut::<usize>(address).read_volatile() }
 }
 
-/// Stores in `mapping`, which holds the address. Returns whether it did.
+/// Writes to an address in `mapping`. Returns whether it did.
 fn store(mapping: &Mapping, address: usize, value: usize) -> bool {
-    // A table is data, of this process alone.
+    // A table is in private, readable data.
     if !address.is_multiple_of(align_of::<usize>()) || mapping.prot & sys::PROT_EXEC != 0 || !mapping.is_private {
         return false;
     }

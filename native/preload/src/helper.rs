@@ -14,13 +14,14 @@ use core::sync::atomic::{AtomicI32, AtomicU32, Ordering};
 use crate::job::Job;
 use crate::sys;
 
-/// Helpers and the driver's own thread: more than eight are no faster (measured with 12 and 15 on 16 cores).
+/// Maximum number of threads: helpers and the driver's own. More than eight are no faster (measured with 12 and 15 on
+/// 16 cores).
 pub(crate) const MOST_THREADS: usize = 8;
 
 /// How long a helper looks for work. The copies of a snapshot are less than 100 us apart.
 const PATIENCE_NS: u64 = 2_000_000;
 
-/// The loop of a helper needs a few hundred bytes, and a signal never comes to it.
+/// Size of a stack: the loop of a helper needs a few hundred bytes, and it gets no signals.
 const STACK: usize = 16 << 10;
 
 #[derive(Debug)]
@@ -32,15 +33,15 @@ unsafe impl Sync for Stack {}
 
 static STACKS: [Stack; MOST_THREADS - 1] =
     [const { Stack(UnsafeCell::new([MaybeUninit::uninit(); STACK])) }; MOST_THREADS - 1];
-/// Not zero while a thread is on the stack of this number. The kernel zeroes it when the thread is gone.
+/// Nonzero while a thread uses the stack of this number. The kernel sets it to zero when the thread has ended.
 static TAKEN: [AtomicU32; MOST_THREADS - 1] = [const { AtomicU32::new(0) }; MOST_THREADS - 1];
 /// The process that the helpers belong to: a forked child has none.
 static OWNER: AtomicI32 = AtomicI32::new(0);
 
-/// What they work on.
+/// The job of the helpers.
 pub(crate) static JOB: Job = Job::new();
 
-/// Makes sure of `count` helpers, as far as it goes. Only the thread that holds the lock of copies calls it.
+/// Starts helpers until there are `count`, as far as possible. Only the thread that holds the copy lock calls it.
 pub(crate) fn muster(count: usize, pid: i32) {
     if OWNER.swap(pid, Ordering::Relaxed) != pid {
         TAKEN.iter().for_each(|taken| taken.store(0, Ordering::Relaxed));
@@ -49,7 +50,7 @@ pub(crate) fn muster(count: usize, pid: i32) {
     if !TAKEN.iter().take(count).any(missing) {
         return;
     }
-    // A helper inherits the mask: no signal of the job may choose it.
+    // A helper inherits the mask, so no signal of the job can be delivered to it.
     let mask = sys::set_signal_mask(u64::MAX);
     for (taken, stack) in TAKEN.iter().zip(&STACKS).take(count) {
         if !missing(taken) {
@@ -59,7 +60,7 @@ pub(crate) fn muster(count: usize, pid: i32) {
         let end = stack.0.get().expose_provenance() + STACK;
         // SAFETY: the slot says that the stack is free; `main` keeps to what it promises.
         if unsafe { sys::start_thread(end, taken.as_ptr().expose_provenance(), main) }.is_err() {
-            // Too many threads, or a filter: fewer will do.
+            // There are too many threads, or a filter: fewer helpers are enough.
             taken.store(0, Ordering::Relaxed);
             break;
         }
@@ -77,11 +78,11 @@ extern "C" fn main() -> ! {
         for _ in 0..64 {
             spin_loop();
         }
-        // A helper that was stopped for long ends here too, whichever way the clock of its machine jumped.
+        // A helper that was stopped for long ends here too, even if the clock has jumped.
         if sys::now().wrapping_sub(idle_since) > PATIENCE_NS {
             sys::end_thread();
         }
-        // If there are fewer CPUs than threads, another one needs this.
+        // If there are fewer CPUs than threads, let another one run.
         sys::yield_now();
     }
 }

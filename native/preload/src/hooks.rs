@@ -55,7 +55,7 @@ unsafe extern "C" fn munmap() {
     )
 }
 
-/// ioctl(2). What is not of the type `F` is not the driver's.
+/// ioctl(2). Only requests of type `F` are the driver's.
 #[unsafe(naked)]
 #[unsafe(no_mangle)]
 unsafe extern "C" fn ioctl() {
@@ -71,17 +71,25 @@ unsafe extern "C" fn ioctl() {
     )
 }
 
-/// dlsym(3). The loader may call it before anything was prepared: then there is no other yet.
+/// dlsym(3). The loader may call it before preparation, when the next one is not known yet.
 #[unsafe(naked)]
 #[unsafe(no_mangle)]
 unsafe extern "C" fn dlsym() {
     naked_asm!(
         "test rsi, rsi",
         "jz 3f",
+        // Names that begin with `cu` or `nc`.
         "cmp byte ptr [rsi], {c}",
+        "je 5f",
+        "cmp byte ptr [rsi], {n}",
         "jne 3f",
+        "cmp byte ptr [rsi + 1], {c}",
+        "je 6f",
+        "jmp 3f",
+        "5:",
         "cmp byte ptr [rsi + 1], {u}",
         "jne 3f",
+        "6:",
         // With RTLD_NEXT (-1) and RTLD_DEFAULT (0) the address of the caller must stay.
         "cmp rdi, -1",
         "je 3f",
@@ -114,6 +122,7 @@ unsafe extern "C" fn dlsym() {
         "jmp qword ptr [rip + {next}]",
         c = const b'c',
         u = const b'u',
+        n = const b'n',
         next = sym libc::NEXT_DLSYM,
         slow = sym lookup::dlsym,
         is_absent = sym lookup::is_absent,

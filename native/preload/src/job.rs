@@ -12,11 +12,11 @@ use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use crate::stream::{self, Way};
 use crate::sys;
 
-/// 32 KiB: 64 chunks to a piece of the driver, so that eight threads end within a chunk's 6 us of each other; a multiple
-/// of the page, so that the prefetchers of two cores do not meet.
+/// 32 KiB: 64 chunks per piece of the driver, so that eight threads finish within 6 us (one chunk) of each other; and a
+/// multiple of the page size, so that the prefetchers of two cores do not overlap.
 const CHUNK: usize = 32 << 10;
 
-/// What a copy is about.
+/// Parameters of a copy.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Copy {
     pub(crate) to: usize,
@@ -25,16 +25,16 @@ pub(crate) struct Copy {
     pub(crate) way: Way,
 }
 
-/// A word on a cache line of its own: each is written by one side and watched by others.
+/// A word on its own cache line, because each is written by one side and polled by others.
 #[derive(Debug)]
 #[repr(align(64))]
 struct Line<T>(T);
 
-/// The copy under way.
+/// The copy in progress.
 #[derive(Debug)]
 pub(crate) struct Job {
     ticket: Line<AtomicU64>,
-    /// Chunks that are done, with their stores visible.
+    /// Number of finished chunks, whose stores are visible.
     done: Line<AtomicUsize>,
     to: Line<AtomicUsize>,
     from: AtomicUsize,
@@ -54,7 +54,7 @@ impl Job {
         }
     }
 
-    /// Begins a copy. The one before is over; there is one caller at a time.
+    /// Begins a copy. The previous one must be finished; there is one caller at a time.
     ///
     /// # Safety
     /// Memory as for memcpy(3), untouched by others until [`Job::finish`] has returned.
@@ -68,7 +68,7 @@ impl Job {
         self.ticket.0.store(number << 32, Ordering::Release);
     }
 
-    /// Copies chunks until none is left to take. Returns whether there was one.
+    /// Copies chunks until none is left. Returns whether there was one.
     pub(crate) fn work(&self) -> bool {
         let mut count = 0;
         while self.take_one() {
@@ -101,15 +101,15 @@ impl Job {
         }
     }
 
-    /// Waits until all chunks are done that others took. Each of them runs: the only thread of a stopped process that
-    /// does not is one that has not begun, or one that stands with this one.
+    /// Waits until all chunks taken by others are done. Each of these threads runs: in a stopped process, the only
+    /// threads that do not are those that have not started, or that were stopped together with this one.
     pub(crate) fn finish(&self) {
         let chunks = self.length.load(Ordering::Relaxed).div_ceil(CHUNK);
         while self.done.0.load(Ordering::Acquire) < chunks {
             for _ in 0..64 {
                 spin_loop();
             }
-            // If there are more threads than CPUs, one of them waits for ours.
+            // If there are more threads than CPUs, let another one run.
             sys::yield_now();
         }
     }

@@ -12,18 +12,17 @@ use crate::sharing::{self, SUCCESS, driver};
 use crate::{api_lock, libc, sys};
 use rekindle_abi::sharing::{self as table, Import, Mapping, Reply, Request, Table, Tag};
 
-/// The process that has one.
+/// The process with a keeper.
 static STARTED: AtomicI32 = AtomicI32::new(0);
 
-/// How long the supervisor may be silent: at first, when nothing has been released, and later.
+/// How long the keeper waits for the supervisor: before anything has been released, and afterwards.
 const FIRST_SECONDS: usize = 5;
 const PATIENCE_SECONDS: usize = 120;
 
-/// How many entries a probe touches.
+/// Number of entries that a probe uses.
 const PROBED: usize = 16;
 
-/// Starts it if it does not exist. A process that cannot have one shares memory all the same, but no snapshot is
-/// possible.
+/// Starts the keeper if it does not exist. A process without one can still share memory, but no snapshot is possible.
 pub(crate) fn start(table: &'static Table) {
     let pid = sys::pid();
     if STARTED.swap(pid, Ordering::Relaxed) == pid {
@@ -66,11 +65,11 @@ unsafe extern "C" fn main(table: *mut c_void) -> *mut c_void {
     null_mut()
 }
 
-/// Answers until the supervisor has closed its end, or is silent for too long.
+/// Handles requests until the supervisor has closed its end, or is silent for too long.
 fn serve(table: &'static Table, ours: sys::File, theirs: sys::File) {
     let mut theirs = Some(theirs);
     while let Ok(Some((Request { what, index }, descriptor))) = ours.receive::<Request>() {
-        // The supervisor has its end: when it closes that, this one must not keep the socket open.
+        // The supervisor has its end: this copy must be closed, so that closing the other one is noticed.
         if let Some(theirs) = theirs.take() {
             drop(theirs);
             let _ = ours.set_receive_timeout(PATIENCE_SECONDS);
@@ -113,7 +112,7 @@ fn set_access(mapping: &Mapping, access: &[i32; 3]) -> i32 {
     driver::set_access(address, size, access)
 }
 
-/// Counts what went well up to the first error.
+/// Counts successes up to the first error.
 fn until_error(codes: impl Iterator<Item = i32>) -> (i32, u32) {
     let mut count = 0;
     for code in codes {
@@ -126,7 +125,7 @@ fn until_error(codes: impl Iterator<Item = i32>) -> (i32, u32) {
 }
 
 fn probe(table: &'static Table) -> (i32, u32) {
-    // What is set is what is there already.
+    // Sets access rights that are already set.
     let mapped = sharing::mappings(table).filter(|mapping| !is_gone(&mapping.is_gone)).take(PROBED);
     let set = mapped.flat_map(|mapping| accesses(mapping).map(move |access| set_access(mapping, &access)));
     let (code, count) = until_error(set);
@@ -149,7 +148,7 @@ fn release(table: &'static Table) -> (i32, u32) {
         return (code, 0);
     }
     until_error(live_imports(table).filter(|import| !is_gone(&import.is_gone)).map(|import| {
-        // From now on it is gone: a reference that is left is worse than one too few.
+        // From now on it counts as released: a leftover reference is worse than one too few.
         import.is_gone.store(1, Ordering::Relaxed);
         let handle = import.handle.load(Ordering::Relaxed);
         let references = import.references.load(Ordering::Relaxed);
@@ -204,12 +203,13 @@ fn map(table: &'static Table) -> (i32, u32) {
     if code != SUCCESS {
         return (code, count);
     }
-    // With the references that the program had. An import has one; where it had given that up, the mapping keeps it.
+    // With the references that the program had. An import has one; if the program had released that, the mapping keeps
+    // it.
     let again = sharing::mappings(table).filter(|mapping| mapping.is_gone.load(Ordering::Relaxed) == 2);
     let (code, _) = until_error(again.map(|mapping| {
         mapping.is_gone.store(0, Ordering::Relaxed);
         let Some(import) = sharing::import_of(table, mapping) else { return -1 };
-        // Once for each import: by its first mapping.
+        // Once for each import, at its first mapping.
         let address = load(&mapping.address);
         let at = mapping.import.load(Ordering::Relaxed);
         let is_first = |other: &Mapping| other.import.load(Ordering::Relaxed) == at;

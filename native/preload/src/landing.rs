@@ -9,7 +9,7 @@ use crate::lock::Lock;
 use crate::sys::{self, File};
 use crate::{armed, got, libc, maps};
 
-/// The least mapping that is answered. A process with less device memory is no burden to CRIU (4 MiB take it 10 ms).
+/// Minimum size of a mapping that is redirected. Less device memory does not slow CRIU down (4 MiB take 10 ms).
 pub(crate) const LARGE: usize = 4 << 20;
 
 /// Huge pages need an address that is a multiple of their size. With them the copy runs 1.2 times as fast, and the
@@ -17,14 +17,14 @@ pub(crate) const LARGE: usize = 4 << 20;
 const HUGE_PAGE: usize = 2 << 20;
 pub(crate) const PAGE: usize = 4096;
 
-/// Where the region is; 0 when there is none. Read by the hooks.
+/// Start of the region; 0 if there is none. Read by the hooks.
 pub(crate) static START: AtomicUsize = AtomicUsize::new(0);
 static END: AtomicUsize = AtomicUsize::new(0);
-/// Which process it belongs to: a forked child inherits these variables.
+/// The process that it belongs to: a forked child inherits these variables.
 static OWNER: AtomicI32 = AtomicI32::new(0);
-/// Of the file that is mapped there.
+/// Inode of the mapped file.
 static INODE: AtomicUsize = AtomicUsize::new(0);
-/// Held while a region is made.
+/// Held while a region is created.
 static MAKING: Lock = Lock::new();
 
 /// The region of process `pid`.
@@ -44,7 +44,7 @@ pub(crate) unsafe extern "C" fn large(
     offset: isize,
     caller: usize,
 ) -> usize {
-    // Exactly what the driver asks for: other large mappings of libcuda are the job's, and must not land.
+    // Exactly the driver's arguments: other large mappings of libcuda belong to the job, and must not be redirected.
     let wanted = sys::MAP_PRIVATE | sys::MAP_ANONYMOUS | sys::MAP_POPULATE;
     if address == 0
         && flags & !sys::MAP_NORESERVE == wanted
@@ -77,19 +77,20 @@ fn land(length: usize, prot: i32, caller: usize) -> Option<usize> {
     Some(start)
 }
 
-/// Whether the region that was made last is still there. Its end is seen by the hook of munmap; where that was missed,
-/// the region must not keep out all that come after.
+/// Whether the last region still exists. Its end is noticed by the hook of munmap; if that was missed, the region must
+/// not prevent later ones.
 fn is_in_use(pid: i32) -> bool {
     let Some(region) = region(pid) else { return false };
     let inode = INODE.load(Ordering::Relaxed);
     maps::find(region.start).is_some_and(|mapping| mapping.start == region.start && mapping.inode == inode)
 }
 
-/// Makes the file as long as the mapping and maps it with all its pages.
+/// Makes the file as long as the mapping, and maps it with all its pages.
 fn map_file(file: &File, size: usize, length: usize, prot: i32) -> Option<usize> {
     let length = length.checked_next_multiple_of(PAGE)?;
     let reserved = length.checked_add(HUGE_PAGE)?;
-    // Elsewhere than in memory the freeze would wait for a disk, and a page could fail after it was handed out.
+    // If the file were not in memory, the freeze would wait for a disk, and a page could fail after the mapping was
+    // returned.
     if !file.is_in_tmpfs() || (length > size && length > sys::file_size_limit()) {
         return None;
     }
@@ -107,8 +108,8 @@ fn map_file(file: &File, size: usize, length: usize, prot: i32) -> Option<usize>
         let _ = sys::unmap(start + length, after);
     }
     let mapped = file.map(start, length, prot, sys::MAP_SHARED | sys::MAP_FIXED).and_then(|_| {
-        // For reading, which maps pages that are there 16 at a time, and makes those that are missing. MAP_POPULATE would
-        // not say when there is no space.
+        // For reading: this maps existing pages 16 at a time, and allocates missing ones. MAP_POPULATE would not report
+        // a lack of space.
         match sys::populate(start, length) {
             Err(sys::EINVAL) => populate_before_5_14(file, start, length, prot),
             result => result,
@@ -121,7 +122,8 @@ fn map_file(file: &File, size: usize, length: usize, prot: i32) -> Option<usize>
     Some(start)
 }
 
-/// The same in two steps. The first is left out for a file that has all its pages: it takes 1.7 s for each GiB of them.
+/// The same in two steps. The first is skipped for a file with all its pages, because it takes 1.7 s for each GiB of
+/// them.
 fn populate_before_5_14(file: &File, start: usize, length: usize, prot: i32) -> Result<(), sys::Errno> {
     // A huge page may extend beyond the end and so hide a missing page.
     if file.status()?.allocated < length.next_multiple_of(HUGE_PAGE) {
@@ -130,11 +132,11 @@ fn populate_before_5_14(file: &File, start: usize, length: usize, prot: i32) -> 
     file.map(start, length, prot, sys::MAP_SHARED | sys::MAP_FIXED | sys::MAP_POPULATE).map(drop)
 }
 
-/// A munmap that begins where the region does, or at 0.
+/// A munmap that begins at the start of the region, or at 0.
 pub(crate) unsafe extern "C" fn unmap(address: usize, length: usize) -> i32 {
     if address != 0 {
         got::put_back();
-        // Before the memory can be somebody else's.
+        // Before the memory can be reused.
         let _ = START.compare_exchange(address, 0, Ordering::AcqRel, Ordering::Relaxed);
     }
     libc::unmap(address, length)

@@ -13,6 +13,8 @@
 //!  memcpy  >= 256 KiB, one side in that mapping                --> split over threads, streamed           (copy)
 //!  munmap  of that mapping                                     --> the end of it, and of memcpy's redirection
 //!  ioctl of the driver, dlsym of its functions, cuMem*         --> recorded, and done    (rm, lookup, sharing)
+//!  calls of NCCL                                              --> counted, and held for a snapshot       (nccl)
+//!  cuInit                                                     --> marked while it lasts  (init)
 //!  pthread_rwlock_rdlock by libcuda, in a process that shares  --> polls while CUDA is locked             (api_lock)
 //!  anything else                                               --> libc
 //! ```
@@ -34,8 +36,8 @@
 //!   gets its own mapping, and libc's copy.
 //! - There is no link to libc: no symbol version can be missing in an old one (a missing version ends the process, a
 //!   missing weak symbol is null). [`libc`] has the functions that are needed.
-//! - A call of ioctl costs one compare, one of dlsym one or two; calls of the driver's, and names that begin with `cu`,
-//!   cost more.
+//! - A call of ioctl costs one compare, one of dlsym two or three; calls of the driver's, and names that begin with `cu`
+//!   or `nc`, cost more.
 //! - Between snapshots no thread of ours exists, except one that sleeps in a process that shares GPU memory
 //!   ([`keeper`]). Helpers end by themselves 2 ms after the last copy (a snapshot's copies are less than 0.1 ms apart),
 //!   and a new one costs 30 us. So CRIU dumps none, and nobody has to wake or count them.
@@ -52,7 +54,7 @@
 //!   be by libc's symbol. Their memcpy is not touched, except for libcuda's calls while there is a landing mapping:
 //!   those end here.
 #![cfg_attr(not(test), no_std)]
-// The loops below are what memcpy is made of; the compiler must not turn them into calls of it.
+// The loops below implement memcpy, so the compiler must not turn them into calls of it.
 #![no_builtins]
 #![cfg_attr(test, allow(dead_code, reason = "the hooks are not part of a test program"))]
 #![warn(unsafe_op_in_unsafe_fn, missing_debug_implementations, clippy::undocumented_unsafe_blocks)]
@@ -69,6 +71,7 @@ mod got;
 mod helper;
 #[cfg(not(test))]
 mod hooks;
+mod init;
 mod job;
 mod keeper;
 mod landing;
@@ -76,13 +79,14 @@ mod libc;
 mod lock;
 mod lookup;
 mod maps;
+mod nccl;
 mod rm;
 mod sharing;
 mod stream;
 mod sys;
 
-/// Reads the environment and finds the functions that come after ours. Runs when the object is loaded, before the
-/// program; until then the hooks use what needs no preparation.
+/// Reads the environment and finds the next functions after ours. Runs when the object is loaded, before the program;
+/// until then the hooks use functions that need no preparation.
 extern "C" fn prepare() {
     armed::read_environment();
     libc::find_next();
@@ -93,7 +97,8 @@ extern "C" fn prepare() {
 #[unsafe(link_section = ".init_array")]
 static PREPARE: extern "C" fn() = prepare;
 
-/// Nothing here can panic; a test of the product looks for this text in the object, where it is only if something can.
+/// Nothing here can panic: a test of the product searches the object for this text, which is only there if something
+/// can.
 #[cfg(not(test))]
 #[panic_handler]
 fn panic(_: &core::panic::PanicInfo<'_>) -> ! {

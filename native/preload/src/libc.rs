@@ -55,18 +55,18 @@ type Dlvsym = unsafe extern "C" fn(*mut c_void, *const c_char, *const c_char) ->
 type ReadLock = unsafe extern "C" fn(*mut c_void) -> i32;
 type ErrnoLocation = unsafe extern "C" fn() -> *mut i32;
 
-/// The mmap after ours: the system call, until the constructor has run.
+/// The next mmap after ours; the system call until the constructor has run.
 pub(crate) static NEXT_MMAP: AtomicPtr<c_void> = AtomicPtr::new(raw_mmap as Map as *mut c_void);
-/// The munmap after ours.
+/// The next munmap after ours.
 pub(crate) static NEXT_MUNMAP: AtomicPtr<c_void> = AtomicPtr::new(raw_munmap as Unmap as *mut c_void);
-/// The ioctl after ours.
+/// The next ioctl after ours.
 pub(crate) static NEXT_IOCTL: AtomicPtr<c_void> = AtomicPtr::new(raw_ioctl as Ioctl as *mut c_void);
-/// The dlsym after ours; null until it was looked for.
+/// The next dlsym after ours; null until it was searched.
 pub(crate) static NEXT_DLSYM: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
 
-/// Finds what other objects, and then libc, have for our hooks. Only the libc's own dlsym is looked for by its version, the
-/// oldest, which every glibc for x86-64 has: a look by version passes over objects that have none of their own but use
-/// versions of others (`do_lookup_x`, as dlvsym asks for a hidden one), and so over most that a job preloads.
+/// Finds the next functions of other objects, and then of libc, for our hooks. Only dlsym is found by version, the
+/// oldest, which every glibc for x86-64 has. A search by version skips objects that define no versions but use those of
+/// others (`do_lookup_x`, because dlvsym asks for a hidden one), which are most objects that a job preloads.
 pub(crate) fn find_next() {
     // SAFETY: a static of this object, at all times.
     let dlvsym = unsafe { DLVSYM.load(Ordering::Relaxed) };
@@ -96,7 +96,7 @@ fn rtld_next() -> *mut c_void {
     null_mut::<c_void>().wrapping_byte_sub(1)
 }
 
-/// Finds the dlsym after ours, at the latest when it is called.
+/// Finds the next dlsym after ours, at the latest when it is called.
 pub(crate) extern "C" fn find_dlsym() {
     if NEXT_DLSYM.load(Ordering::Relaxed).is_null() {
         find_next();
@@ -104,7 +104,7 @@ pub(crate) extern "C" fn find_dlsym() {
     if NEXT_DLSYM.load(Ordering::Relaxed).is_null() {
         let own = maps::find((crate::prepare as *const ()).addr()).map_or(0, |mapping| mapping.inode);
         let found = elf::function(b"dlsym\0", |mapping| mapping.inode != own);
-        // Without any, nobody could have called it; it finds nothing then.
+        // Without any dlsym, nobody could have called ours; then it finds nothing.
         let found = found.map_or(nothing as Dlsym as *mut c_void, with_exposed_provenance_mut);
         NEXT_DLSYM.store(found, Ordering::Relaxed);
     }
@@ -123,12 +123,46 @@ pub(crate) fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void {
     unsafe { next(library, name) }
 }
 
+/// What the libraries have for `symbol` to which the object is linked that `address` is in; null if it has none, or
+/// cannot be asked.
+pub(crate) fn in_libraries_of(address: usize, symbol: &CStr) -> *mut c_void {
+    type Dladdr = unsafe extern "C" fn(usize, *mut [usize; 4]) -> i32;
+    type Dlopen = unsafe extern "C" fn(*const c_char, i32) -> *mut c_void;
+    type Dlclose = unsafe extern "C" fn(*mut c_void) -> i32;
+    const NOW_AND_ONLY_IF_LOADED: i32 = 2 | 4; // RTLD_NOW | RTLD_NOLOAD
+    let [dladdr, dlopen, dlclose] = [c"dladdr", c"dlopen", c"dlclose"].map(next);
+    if dladdr.is_null() || dlopen.is_null() || dlclose.is_null() {
+        return null_mut();
+    }
+    // SAFETY: the libc's function of this name, here and below.
+    let dladdr: Dladdr = unsafe { transmute(dladdr) };
+    // SAFETY: as above.
+    let dlopen: Dlopen = unsafe { transmute(dlopen) };
+    // SAFETY: as above.
+    let dlclose: Dlclose = unsafe { transmute(dlclose) };
+    // Dl_info: the object's path is the first word.
+    let mut information = [0; 4];
+    // SAFETY: a live local takes the answer.
+    if unsafe { dladdr(address, &raw mut information) } == 0 || information[0] == 0 {
+        return null_mut();
+    }
+    // SAFETY: the loader's own string. Nothing is loaded.
+    let object = unsafe { dlopen(with_exposed_provenance_mut(information[0]), NOW_AND_ONLY_IF_LOADED) };
+    if object.is_null() {
+        return null_mut();
+    }
+    let found = dlsym(object, symbol.as_ptr());
+    // SAFETY: opened above; it stays loaded, as its code is running.
+    unsafe { dlclose(object) };
+    found
+}
+
 /// What comes after ours of a symbol of this object.
 pub(crate) fn next(symbol: &CStr) -> *mut c_void {
     dlsym(rtld_next(), symbol.as_ptr())
 }
 
-/// ioctl(2), with errno.
+/// ioctl(2) that sets errno.
 pub(crate) fn ioctl(fd: i32, request: usize, argument: usize) -> i32 {
     // SAFETY: it holds the address of an ioctl at all times.
     let next: Ioctl = unsafe { transmute(NEXT_IOCTL.load(Ordering::Relaxed)) };
@@ -146,11 +180,11 @@ unsafe extern "C" fn raw_ioctl(fd: i32, request: usize, argument: usize) -> i32 
     }
 }
 
-/// The libc's functions for a reader of a pthread_rwlock_t; null until [`find_read_locks`].
+/// libc's functions for read-locking a pthread_rwlock_t; null until [`find_read_locks`].
 static READ_LOCK: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
 static TRY_READ_LOCK: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
 
-/// Returns whether both are there: then those below may be called.
+/// Returns whether both exist, so that the functions below may be called.
 pub(crate) fn find_read_locks() -> bool {
     let all = [(&TRY_READ_LOCK, c"pthread_rwlock_tryrdlock"), (&READ_LOCK, c"pthread_rwlock_rdlock")];
     all.into_iter().all(|(slot, name)| {
@@ -163,7 +197,7 @@ pub(crate) fn find_read_locks() -> bool {
 /// pthread_rwlock_rdlock(3).
 ///
 /// # Safety
-/// As for that; after [`find_read_locks`].
+/// As for pthread_rwlock_rdlock; only after [`find_read_locks`].
 pub(crate) unsafe fn read_lock(lock: *mut c_void) -> i32 {
     // SAFETY: the libc's function of this name.
     let function: ReadLock = unsafe { transmute(READ_LOCK.load(Ordering::Relaxed)) };
@@ -182,7 +216,7 @@ pub(crate) unsafe fn try_read_lock(lock: *mut c_void) -> i32 {
     unsafe { function(lock) }
 }
 
-/// A thread of the libc's. Returns whether there is one.
+/// Starts a thread of libc. Returns whether it was started.
 pub(crate) fn start_thread(main: ThreadMain, argument: *mut c_void) -> bool {
     let create = next(c"pthread_create");
     if create.is_null() {
@@ -211,7 +245,7 @@ pub(crate) unsafe fn copy(to: *mut u8, from: *const u8, length: usize) {
     unsafe { memmove(to, from, length) };
 }
 
-/// mmap(2), with the address or all ones, and errno.
+/// mmap(2) that returns the address or all ones, and sets errno.
 pub(crate) fn map(address: usize, length: usize, prot: i32, flags: i32, fd: i32, offset: isize) -> usize {
     // SAFETY: it holds the address of an mmap at all times.
     let next: Map = unsafe { transmute(NEXT_MMAP.load(Ordering::Relaxed)) };
@@ -219,7 +253,7 @@ pub(crate) fn map(address: usize, length: usize, prot: i32, flags: i32, fd: i32,
     unsafe { next(address, length, prot, flags, fd, offset) }
 }
 
-/// munmap(2), with errno.
+/// munmap(2) that sets errno.
 pub(crate) fn unmap(address: usize, length: usize) -> i32 {
     // SAFETY: it holds the address of a munmap at all times.
     let next: Unmap = unsafe { transmute(NEXT_MUNMAP.load(Ordering::Relaxed)) };

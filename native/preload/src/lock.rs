@@ -1,8 +1,10 @@
-//! A lock that nobody waits for.
+//! A lock that nobody waits for, or only for a moment.
 
 use core::sync::atomic::{AtomicI32, Ordering};
 
-/// Holds the pid of the process that took it: what a fork copied in the taken state is free for the child.
+use crate::sys;
+
+/// Contains the pid of the process that took it: a lock copied by a fork while it was taken is free for the child.
 #[derive(Debug)]
 pub(crate) struct Lock(AtomicI32);
 
@@ -15,11 +17,25 @@ impl Lock {
         Lock(AtomicI32::new(0))
     }
 
-    /// None if it is taken: by another thread, or by this one, which a signal handler interrupted.
+    /// `None` if it is taken: by another thread, or by this one, which a signal handler interrupted.
     pub(crate) fn take(&self, pid: i32) -> Option<Held<'_>> {
         let now = self.0.load(Ordering::Relaxed);
         let taken = now != pid && self.0.compare_exchange(now, pid, Ordering::Acquire, Ordering::Relaxed).is_ok();
         taken.then_some(Held(self))
+    }
+
+    /// Waits for a holder that needs it for a moment only. None after a second: a signal handler has interrupted it.
+    pub(crate) fn wait(&self) -> Option<Held<'_>> {
+        let (pid, deadline) = (sys::pid(), sys::now() + 1_000_000_000);
+        loop {
+            if let Some(held) = self.take(pid) {
+                return Some(held);
+            }
+            if sys::now() > deadline {
+                return None;
+            }
+            sys::yield_now();
+        }
     }
 }
 

@@ -1,4 +1,4 @@
-//! How programs find the driver's functions, and how they find ours instead of some of them.
+//! Makes programs find our functions instead of some of the driver's.
 //!
 //! The CUDA runtime, NCCL and others open libcuda themselves and ask dlsym(3) for `cuGetProcAddress`, and that for
 //! everything else; dlsym with a library ignores preloaded objects. So dlsym is one of our hooks. It acts only on names
@@ -10,9 +10,9 @@ use core::mem::transmute;
 use core::ptr::{null_mut, with_exposed_provenance_mut};
 use core::sync::atomic::{AtomicPtr, Ordering};
 
-use crate::{elf, libc, sharing};
+use crate::{elf, init, libc, nccl, sharing};
 
-/// The functions of the driver that have one of ours before them.
+/// The functions of the driver that we replace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Function {
     Import,
@@ -25,6 +25,8 @@ pub(crate) enum Function {
     SetAccess,
     Properties,
     Multicast,
+    CreateUserObject,
+    Init,
     /// Since CUDA 12.0, with a status.
     GetProcAddress,
     /// Before that.
@@ -33,10 +35,10 @@ pub(crate) enum Function {
 
 struct Entry {
     function: Function,
-    /// What dlsym knows it by, and `cuGetProcAddress`.
+    /// Its name for dlsym and `cuGetProcAddress`.
     symbol: &'static CStr,
     ours: *const (),
-    /// The same as a symbol of this object, which is what a libcuda finds for itself that does not bind its own.
+    /// The same as a symbol of this object, which a libcuda finds that does not bind its own symbols.
     exported: *const (),
     real: AtomicPtr<c_void>,
 }
@@ -64,7 +66,7 @@ macro_rules! entry {
     }};
 }
 
-static FUNCTIONS: [Entry; 12] = [
+static FUNCTIONS: [Entry; 14] = [
     entry!(Function::Import, cuMemImportFromShareableHandle, sharing::import),
     entry!(Function::Export, cuMemExportToShareableHandle, sharing::export),
     entry!(Function::Create, cuMemCreate, sharing::create),
@@ -75,6 +77,8 @@ static FUNCTIONS: [Entry; 12] = [
     entry!(Function::SetAccess, cuMemSetAccess, sharing::set_access),
     entry!(Function::Properties, cuMemGetAllocationPropertiesFromHandle, sharing::properties),
     entry!(Function::Multicast, cuMulticastAddDevice, sharing::multicast),
+    entry!(Function::CreateUserObject, cuUserObjectCreate, create_user_object),
+    entry!(Function::Init, cuInit, init::init),
     entry!(Function::GetProcAddress, cuGetProcAddress_v2, get_proc_address),
     entry!(Function::OldGetProcAddress, cuGetProcAddress, old_get_proc_address),
 ];
@@ -84,15 +88,15 @@ impl Function {
         FUNCTIONS.iter().find(|entry| entry.function == self)
     }
 
-    /// The driver's own; null if there is none.
+    /// The driver's function; null if there is none.
     pub(crate) fn real(self) -> *mut c_void {
         let Some(entry) = self.entry() else { return null_mut() };
         let known = entry.real.load(Ordering::Relaxed);
         if !known.is_null() {
             return known;
         }
-        // Called by its name, by a program that is linked to libcuda. Or by a library that is, and that was opened for
-        // itself (RTLD_LOCAL): then libcuda is no object that RTLD_NEXT comes to.
+        // Called by its name, by a program that is linked to libcuda; or by such a library that was opened with
+        // RTLD_LOCAL, and then RTLD_NEXT does not find libcuda.
         let mut next = libc::next(entry.symbol);
         if next.is_null() || entry.is_ours(next) {
             let found = elf::function(entry.symbol.to_bytes_with_nul(), |mapping| mapping.is_libcuda);
@@ -111,7 +115,7 @@ impl Entry {
 }
 
 /// Whether the string at `name` is this one. Without the libc's strcmp.
-fn is_named(name: *const c_char, symbol: &CStr) -> bool {
+pub(crate) fn is_named(name: *const c_char, symbol: &CStr) -> bool {
     let mut at = name.cast::<u8>();
     for byte in symbol.to_bytes_with_nul() {
         // SAFETY: up to here the string has not ended.
@@ -127,30 +131,44 @@ fn of(symbol: *const c_char) -> Option<&'static Entry> {
     FUNCTIONS.iter().find(|entry| is_named(symbol, entry.symbol))
 }
 
-/// In the place of `found`, which the driver has for `symbol`: ours, if there is one.
+/// Our function for `symbol` if there is one, else `found`, the driver's.
 pub(crate) fn instead(symbol: *const c_char, found: *mut c_void) -> *mut c_void {
     let Some(entry) = of(symbol) else { return found };
     if !entry.is_ours(found) {
         entry.real.store(found, Ordering::Relaxed);
     } else if entry.function.real().is_null() {
-        // Only this object has it: nothing, without us.
+        // Only this object defines it: without us, nothing would be found.
         return null_mut();
     }
     entry.ours.cast_mut().cast()
 }
 
-/// dlsym(3) of a name that begins with `cu`, in one library.
+/// dlsym(3) of a name that begins with `cu` or `nc`, in one library.
 pub(crate) unsafe extern "C" fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void {
     let found = libc::dlsym(library, name);
     if found.is_null() {
         return found;
     }
-    instead(name, found)
+    nccl::instead(name, instead(name, found))
 }
 
-/// Whether a look in all libraries would find our function of this name, and no driver.
+/// Whether a look in all libraries would find our function of this name, and no driver or NCCL.
 pub(crate) extern "C" fn is_absent(name: *const c_char) -> bool {
-    of(name).is_some_and(|entry| entry.function.real().is_null())
+    of(name).is_some_and(|entry| entry.function.real().is_null()) || nccl::is_absent(name)
+}
+
+/// cuUserObjectCreate.
+unsafe extern "C" fn create_user_object(new: usize, pointer: usize, destroy: usize, count: u32, flags: u32) -> i32 {
+    type Real = unsafe extern "C" fn(usize, usize, usize, u32, u32) -> i32;
+    let real = Function::CreateUserObject.real();
+    if real.is_null() {
+        return 3; // CUDA_ERROR_NOT_INITIALIZED
+    }
+    nccl::note_user_object();
+    // SAFETY: libcuda's function of this name.
+    let real: Real = unsafe { transmute(real) };
+    // SAFETY: the caller's arguments.
+    unsafe { real(new, pointer, destroy, count, flags) }
 }
 
 /// cuGetProcAddress_v2.
@@ -203,12 +221,12 @@ fn lead(code: i32, name: *const c_char, found: *mut *mut c_void, version: i32) {
     if found.is_null() {
         return;
     }
-    // By this name the driver has two functions, and the version that is asked for decides.
+    // The driver has two functions of this name; the requested version selects one.
     let is_newer = version >= 12_000 && is_named(name, c"cuGetProcAddress");
     *found = instead(if is_newer { c"cuGetProcAddress_v2".as_ptr() } else { name }, *found);
 }
 
-/// Those names as symbols of this object, for programs that are linked to libcuda.
+/// These names as symbols of this object, for programs that are linked to libcuda.
 #[cfg(not(test))]
 mod symbols {
     use core::arch::naked_asm;
@@ -244,6 +262,8 @@ mod symbols {
         cuMemSetAccess = s::set_access;
         cuMemGetAllocationPropertiesFromHandle = s::properties;
         cuMulticastAddDevice = s::multicast;
+        cuUserObjectCreate = super::create_user_object;
+        cuInit = crate::init::init;
         cuGetProcAddress_v2 = super::get_proc_address;
         cuGetProcAddress = super::old_get_proc_address;
     }

@@ -10,18 +10,20 @@ use crate::sys::{File, PROT_EXEC, PROT_READ, PROT_WRITE};
 pub(crate) struct Mapping {
     pub(crate) start: usize,
     pub(crate) end: usize,
-    /// Where in the file it begins.
+    /// Its offset in the file.
     pub(crate) offset: usize,
     pub(crate) inode: usize,
     /// PROT_READ, PROT_WRITE and PROT_EXEC.
     pub(crate) prot: i32,
-    /// Whether what is written stays in this process.
+    /// Whether it is private.
     pub(crate) is_private: bool,
-    /// Whether the file's name begins with `libcuda.so`: it is `libcuda.so.1`, or what that link leads to.
+    /// Whether the file's name begins with `libcuda.so`: `libcuda.so.1`, or the target of that link.
     pub(crate) is_libcuda: bool,
+    /// The same for `libnccl.so`.
+    pub(crate) is_libnccl: bool,
 }
 
-/// The mapping that holds `address`.
+/// The mapping that contains `address`.
 pub(crate) fn find(address: usize) -> Option<Mapping> {
     let mut found = None;
     scan(|mapping| {
@@ -33,7 +35,7 @@ pub(crate) fn find(address: usize) -> Option<Mapping> {
     found
 }
 
-/// Shows all mappings by address, as long as `visit` wants more.
+/// Calls `visit` for all mappings in the order of their addresses, until it returns false.
 pub(crate) fn scan(mut visit: impl FnMut(&Mapping) -> bool) {
     let Ok(file) = File::read_only(c"/proc/self/maps") else { return };
     let mut buffer = [const { MaybeUninit::<u8>::uninit() }; 4096];
@@ -53,40 +55,58 @@ pub(crate) fn scan(mut visit: impl FnMut(&Mapping) -> bool) {
     }
 }
 
-const LIBCUDA: &[u8] = b"libcuda.so";
+const LIBRARIES: [&[u8]; 2] = [b"libcuda.so", b"libnccl.so"];
 
-/// One line as it comes: `start-end perms offset device inode path`.
+/// Parses one line: `start-end perms offset device inode path`.
 struct Line {
     field: u8,
     mapping: Mapping,
-    /// Bytes of LIBCUDA that the name has had so far; None when it is another name.
-    name: Option<usize>,
+    /// Bytes of each of LIBRARIES that the name has had so far; None when it is another name.
+    names: [Option<usize>; LIBRARIES.len()],
     in_blank: bool,
 }
 
 impl Line {
     fn new() -> Line {
-        let mapping = Mapping { start: 0, end: 0, offset: 0, inode: 0, prot: 0, is_private: false, is_libcuda: false };
-        Line { field: 0, mapping, name: Some(0), in_blank: false }
+        let mapping = Mapping {
+            start: 0,
+            end: 0,
+            offset: 0,
+            inode: 0,
+            prot: 0,
+            is_private: false,
+            is_libcuda: false,
+            is_libnccl: false,
+        };
+        Line { field: 0, mapping, names: [Some(0); 2], in_blank: false }
     }
 
-    /// A mapping, when its line is complete.
+    /// Returns a mapping when its line is complete.
     fn feed(&mut self, byte: u8) -> Option<Mapping> {
         match (byte, self.field) {
             (b'\n', _) => {
                 let mut mapping = self.mapping;
-                mapping.is_libcuda = self.name == Some(LIBCUDA.len());
+                let [is_libcuda, is_libnccl] = [0, 1].map(|at: usize| {
+                    self.names
+                        .get(at)
+                        .copied()
+                        .flatten()
+                        .is_some_and(|had| LIBRARIES.get(at).map(|l| l.len()) == Some(had))
+                });
+                (mapping.is_libcuda, mapping.is_libnccl) = (is_libcuda, is_libnccl);
                 *self = Line::new();
                 return Some(mapping);
             }
             // The path, to the end of the line; its last part is the name.
-            (b'/', 5) => self.name = Some(0),
+            (b'/', 5) => self.names = [Some(0); 2],
             (_, 5) => {
-                self.name = match self.name {
-                    Some(at) if at == LIBCUDA.len() => Some(at),
-                    Some(at) if LIBCUDA.get(at) == Some(&byte) => Some(at + 1),
-                    _ => None,
-                };
+                for (had, library) in self.names.iter_mut().zip(LIBRARIES) {
+                    *had = match *had {
+                        Some(at) if at == library.len() => Some(at),
+                        Some(at) if library.get(at) == Some(&byte) => Some(at + 1),
+                        _ => None,
+                    };
+                }
             }
             (b' ', _) => self.in_blank = true,
             _ => {
@@ -133,7 +153,8 @@ mod tests {
                     7fffffffe000-7ffffffff000 rw-p 00000000 00:00 0                          [stack]\n\
                     a000-b000 r-xp 00000000 00:21 7    /tmp/a b/libcuda.so.1 (deleted)\n\
                     c000-d000 r-xp 00000000 00:21 8    /libcuda.so/libcudart.so.12\n\
-                    e000-f000 r--s 00000000 00:21 9    /x/my-libcuda.so.1\n";
+                    e000-f000 r--s 00000000 00:21 9    /x/my-libcuda.so.1\n\
+                    f000-f100 r-xp 00000000 00:21 10   /x/nccl/lib/libnccl.so.2\n";
         let mappings = parse(text);
         let found: Vec<_> = mappings.iter().map(|m| (m.start, m.end, m.inode, m.is_libcuda)).collect();
         let expected = [
@@ -143,10 +164,13 @@ mod tests {
             (0xa000, 0xb000, 7, true),
             (0xc000, 0xd000, 8, false),
             (0xe000, 0xf000, 9, false),
+            (0xf000, 0xf100, 10, false),
         ];
         assert_eq!(found, expected);
+        assert_eq!(mappings.iter().filter(|m| m.is_libnccl).map(|m| m.inode).collect::<Vec<_>>(), [10]);
         let rights: Vec<_> = mappings.iter().map(|m| (m.offset, m.prot, m.is_private)).collect();
-        let expected = [(0x1000, 5, true), (0, 3, true), (0, 3, true), (0, 5, true), (0, 5, true), (0, 1, false)];
+        let expected =
+            [(0x1000, 5, true), (0, 3, true), (0, 3, true), (0, 5, true), (0, 5, true), (0, 1, false), (0, 5, true)];
         assert_eq!(rights, expected);
     }
 

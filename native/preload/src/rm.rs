@@ -1,4 +1,4 @@
-//! The driver's calls of its resource manager: which of its objects come from other processes.
+//! Observes the driver's calls of its resource manager, to count objects that come from other processes.
 //!
 //! libcuda talks to the kernel module by ioctl(2) on /dev/nvidiactl, through libc's symbol (driver 580, measured). A
 //! process gets an object of another process in two ways only: it is duplicated from another client (CUDA IPC), or
@@ -18,7 +18,7 @@ use core::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
 use crate::{libc, sharing, sys};
 use rekindle_abi::sharing::{self as table, Tag};
 
-/// Of an ioctl number: direction both ways, and the type `F`.
+/// Part of an ioctl number: both directions, and type `F`.
 const KIND: usize = 3 << 30 | (b'F' as usize) << 8;
 const KIND_MASK: usize = 3 << 30 | 0xff << 8;
 
@@ -35,24 +35,25 @@ const EXPORT_INFO_SIZE: u32 = 80;
 const EXPORT_OBJECTS: u32 = 0x3d0b;
 const EXPORT_OBJECTS_AT: usize = 10;
 const EXPORT_OBJECTS_SIZE: u32 = 2128;
-/// _IMPORT_OBJECT_FROM_FD, which libcuda has not used since it exports several at once, and _IMPORT_OBJECTS_FROM_FD.
+/// _IMPORT_OBJECT_FROM_FD, which libcuda has not used since it can export several objects at once, and
+/// _IMPORT_OBJECTS_FROM_FD.
 const IMPORT_ONE: u32 = 0x3d06;
 const IMPORT_OBJECTS: u32 = 0x3d0c;
 
-/// The tag within the metadata, and what it begins with.
+/// Offset of the tag within the metadata, and its magic.
 const TAG_AT: usize = 48;
 const TAG_MAGIC: u32 = u32::from_le_bytes(*b"rkdl");
 
-/// Clients of this process: libcuda has three, and a few more for a moment.
+/// Clients of this process: libcuda has three, and temporarily a few more.
 static CLIENTS: [AtomicU32; 256] = [const { AtomicU32::new(0) }; 256];
 static NEXT_CLIENT: AtomicU32 = AtomicU32::new(0);
 
-/// Objects of others: client in the upper half, handle in the lower.
+/// Objects of other processes: client in the upper half, handle in the lower.
 static FOREIGN: [AtomicU64; 32768] = [const { AtomicU64::new(0) }; 32768];
 /// Entries that were ever used.
 static FOREIGN_USED: AtomicU32 = AtomicU32::new(0);
 
-/// What a thread is exporting or importing just now.
+/// The export or import that a thread is doing.
 #[derive(Debug)]
 struct Pending {
     thread: AtomicI32,
@@ -62,12 +63,12 @@ struct Pending {
 static PENDING: [Pending; 16] =
     [const { Pending { thread: AtomicI32::new(0), tag: [const { AtomicU32::new(0) }; 3] } }; 16];
 
-/// The note that this thread is at an export or an import; over when dropped.
+/// Records that this thread is exporting or importing, until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Noted(&'static Pending);
 
 impl Noted {
-    /// None if too many threads do so at once.
+    /// `None` if too many threads do this at once.
     pub(crate) fn begin(tag: Option<Tag>) -> Option<Noted> {
         let thread = sys::thread();
         let free = |p: &&Pending| p.thread.compare_exchange(0, -1, Ordering::Acquire, Ordering::Relaxed).is_ok();
@@ -80,7 +81,7 @@ impl Noted {
         Some(Noted(pending))
     }
 
-    /// What was found in the metadata of an import.
+    /// The tag found in the metadata of an import.
     pub(crate) fn tag(&self) -> Option<Tag> {
         self.0.tag()
     }
@@ -110,7 +111,7 @@ impl Pending {
     }
 }
 
-/// ioctl(2) with a number of the kind that the resource manager has.
+/// ioctl(2) with a request number of the resource manager.
 pub(crate) unsafe extern "C" fn call(fd: i32, request: usize, argument: usize) -> i32 {
     let size = request >> 16 & 0x3fff;
     let is_ours = |least: usize| argument != 0 && size >= least && request & KIND_MASK == KIND;
@@ -187,8 +188,8 @@ impl Words {
     }
 }
 
-/// Into metadata that has space. If libcuda uses those bytes, they are not changed: then nobody knows where an import
-/// of it comes from, and a snapshot is refused.
+/// Writes the tag to metadata if there is space. If libcuda uses those bytes, they are not changed: then the origin of
+/// an import is unknown, and a snapshot is refused.
 fn put_tag(metadata: usize, tag: Tag) {
     let words = Words(metadata + TAG_AT);
     if (0..4).all(|at| words.get(at) == 0) {
@@ -212,7 +213,8 @@ fn add_client(client: u32) {
     let free =
         CLIENTS.iter().find(|slot| slot.compare_exchange(0, client, Ordering::Relaxed, Ordering::Relaxed).is_ok());
     if free.is_none() {
-        // The oldest makes room: what is duplicated from it is then taken for another's, and a snapshot refused.
+        // The oldest one is replaced: objects duplicated from it count as another process's then, and a snapshot is
+        // refused.
         let at = NEXT_CLIENT.fetch_add(1, Ordering::Relaxed) as usize % CLIENTS.len();
         if let Some(slot) = CLIENTS.get(at) {
             slot.store(client, Ordering::Relaxed);
@@ -237,7 +239,7 @@ fn add_foreign(client: u32, handle: u32) {
     }
 }
 
-/// The end of an object, or of a client with all that it had.
+/// Removes an object, or a client with all its objects.
 fn free(client: u32, handle: u32) {
     if client == handle {
         for slot in &CLIENTS {

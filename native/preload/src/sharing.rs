@@ -31,21 +31,22 @@ use rekindle_abi::sharing::{self as table, Export, Import, Mapping, Table, Tag};
 
 /// CUresult: success; not initialised.
 pub(crate) const SUCCESS: i32 = 0;
-const NOT_INITIALIZED: i32 = 3;
+pub(crate) const NOT_INITIALIZED: i32 = 3;
 
-/// CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR: what can be taken again. Fabric handles lead to other machines.
+/// CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR: the kind that can be exported again. Fabric handles are for other
+/// machines.
 const DESCRIPTOR: u32 = 1;
 
-/// How many new handles are asked for until one is no name.
+/// How many new handles are requested until one is not in use as a name.
 const TRIES: usize = 8;
 
 static TABLE: AtomicPtr<Table> = AtomicPtr::new(null_mut());
-/// Whose it is: a forked child has the pointer and not the memory.
+/// The process that it belongs to: a forked child has the pointer, but not the memory.
 static OWNER: AtomicI32 = AtomicI32::new(0);
-/// Held while the table is changed.
+/// Held while the table is being changed.
 static CHANGING: Lock = Lock::new();
 static NEXT_ID: AtomicU32 = AtomicU32::new(1);
-/// Whether an import has another handle than its name.
+/// Whether an import's handle differs from its name.
 pub(crate) static RENAMED: AtomicBool = AtomicBool::new(false);
 
 /// The table of this process, if it has one.
@@ -60,7 +61,7 @@ pub(crate) fn is_locked() -> bool {
     table().is_some_and(|table| table.is_locked.load(Ordering::Relaxed) != 0)
 }
 
-/// The table, made if there is none yet. Without memory for it this process is as one without the interposer.
+/// The table, created if it does not exist. Without memory for it, this process behaves as without the interposer.
 fn table_or_new() -> Option<&'static Table> {
     if let Some(table) = table() {
         return Some(table);
@@ -82,18 +83,10 @@ fn table_or_new() -> Option<&'static Table> {
     Some(table)
 }
 
-/// The right to change the table. Whoever has it needs a moment only; None if a signal handler has interrupted it.
+/// The right to change the table, which is only needed for a moment; `None` if a signal handler has interrupted its
+/// holder.
 fn wait() -> Option<Held<'static>> {
-    let (pid, deadline) = (sys::pid(), sys::now() + 1_000_000_000);
-    loop {
-        if let Some(held) = CHANGING.take(pid) {
-            return Some(held);
-        }
-        if sys::now() > deadline {
-            return None;
-        }
-        sys::yield_now();
-    }
+    CHANGING.wait()
 }
 
 /// Records that this process cannot be restored, whatever is released.
@@ -103,7 +96,7 @@ pub(crate) fn obstacle(what: u32) {
     }
 }
 
-/// One object of another process more or less.
+/// Counts an object of another process.
 pub(crate) fn count_foreign(change: i32) {
     if let Some(table) = table_or_new() {
         let count = |foreign: u32| Some(foreign.saturating_add_signed(change));
@@ -111,7 +104,7 @@ pub(crate) fn count_foreign(change: i32) {
     }
 }
 
-/// The entries in use, or that were.
+/// The entries that are or were in use.
 pub(crate) fn imports(table: &Table) -> impl Iterator<Item = &Import> {
     table.imports.iter().take(table.imports_used.load(Ordering::Relaxed) as usize)
 }
@@ -138,13 +131,13 @@ fn named(table: &Table, name: u64) -> Option<(usize, &Import)> {
     imports(table).enumerate().find(|(_, import)| is_it(import))
 }
 
-/// The driver's handle for what the program names so.
+/// The driver's handle for a name of the program.
 fn handle(name: u64) -> u64 {
     let found = table().and_then(|table| named(table, name)).map(|(_, import)| import.handle.load(Ordering::Relaxed));
     found.unwrap_or(name)
 }
 
-/// Whether a new handle cannot be told from a name.
+/// Whether a new handle equals a name in use.
 fn is_taken(handle: u64) -> bool {
     RENAMED.load(Ordering::Relaxed) && table().is_some_and(|table| named(table, handle).is_some())
 }
@@ -155,9 +148,8 @@ fn forget_if_over(import: &Import) {
     }
 }
 
-/// A call of the program that names memory which can be released; it ends when this is dropped. CUDA's lock blocks such
-/// a call inside the driver, with a handle that is invalid when it continues: so nothing is released while there is
-/// one.
+/// A call of the program with memory that can be released, until this is dropped. CUDA's lock blocks such a call inside
+/// the driver, with a handle that would be invalid when it continues. So nothing is released while there is one.
 struct UnderWay(Option<&'static Table>);
 
 impl UnderWay {
@@ -290,7 +282,7 @@ fn note_import(name: u64, kind: u32, tag: Option<Tag>) {
     keeper::start(table);
 }
 
-/// cuMemCreate: only so that a new handle is not taken for an import.
+/// cuMemCreate: hooked only so that a new handle is not confused with an import.
 pub(crate) unsafe extern "C" fn create(new: *mut u64, size: usize, properties: usize, flags: u64) -> i32 {
     let real = real!(Create, fn(*mut u64, usize, usize, u64));
     // SAFETY: the caller's arguments.
@@ -309,7 +301,7 @@ pub(crate) unsafe extern "C" fn export(shared: usize, name: u64, kind: u32, flag
 
 fn note_export(handle: u64, kind: u32) -> Option<Tag> {
     let table = table_or_new()?;
-    // What is another's cannot be found again as ours.
+    // Memory of another process cannot be exported again as ours.
     if named(table, handle).is_some() {
         return None;
     }
@@ -344,7 +336,7 @@ pub(crate) unsafe extern "C" fn map(address: u64, size: u64, offset: u64, name: 
         && let Some((at, import)) = named(table, name)
         && note_mapping(table, at, import, [address, size, offset, flags]).is_none()
     {
-        // It could not be unmapped.
+        // Otherwise it could not be unmapped later.
         obstacle(table::UNTRACKED);
     }
     code
@@ -367,7 +359,7 @@ fn note_mapping(table: &Table, at: usize, import: &Import, numbers: [u64; 4]) ->
     Some(())
 }
 
-/// cuMemUnmap. Noted before it is done: what is unmapped twice is somebody else's by then.
+/// cuMemUnmap. Recorded before it is done: afterwards the addresses may be reused.
 pub(crate) unsafe extern "C" fn unmap(address: u64, size: u64) -> i32 {
     let real = real!(Unmap, fn(u64, u64));
     let _under_way = UnderWay::begin();
@@ -413,7 +405,7 @@ pub(crate) unsafe extern "C" fn release(name: u64) -> i32 {
     code
 }
 
-/// Takes one off, and returns what is left.
+/// Decrements the count, and returns the rest.
 fn lower(count: &AtomicU32) -> u32 {
     let left = count.load(Ordering::Relaxed).saturating_sub(1);
     count.store(left, Ordering::Relaxed);
@@ -493,7 +485,7 @@ pub(crate) unsafe extern "C" fn properties(properties: usize, name: u64) -> i32 
     unsafe { real(properties, handle(name)) }
 }
 
-/// cuMulticastAddDevice, which every user of multicast calls. What is bound to it cannot be taken again.
+/// cuMulticastAddDevice, which every user of multicast calls. Memory bound to it cannot be mapped again.
 pub(crate) unsafe extern "C" fn multicast(name: u64, device: i32) -> i32 {
     let real = real!(Multicast, fn(u64, i32));
     let _under_way = UnderWay::begin();

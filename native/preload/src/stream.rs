@@ -18,7 +18,7 @@ use crate::sys::copy_bytes;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Way {
     pub(crate) level: Level,
-    /// Puts the lines of the source out of the caches.
+    /// Flushes the lines of the source from the caches.
     pub(crate) flush_source: bool,
 }
 
@@ -37,16 +37,16 @@ impl Way {
     }
 }
 
-/// What is read, written and flushed at a time: four lines, enough loads in flight.
+/// Bytes that are read, written and flushed at a time: four lines, which keeps enough loads in flight.
 const STEP: usize = 256;
 const LINE: usize = 64;
 
 /// Copies; [`settle`] makes it visible to others.
 ///
 /// # Safety
-/// As for memcpy(3); the CPU has what `way` says.
+/// As for memcpy(3); the CPU must have the features of `way`.
 pub(crate) unsafe fn copy(way: Way, to: *mut u8, from: *const u8, length: usize) {
-    // Wide non-temporal stores want an aligned target. The driver's are; anybody else's pay for the rest here.
+    // Wide non-temporal stores need an aligned target. The driver's targets are aligned; others are aligned here.
     let head = to.align_offset(LINE).min(length);
     let body = (length - head) / STEP * STEP;
     let tail = length - head - body;
@@ -80,7 +80,7 @@ pub(crate) fn settle() {
     unsafe { _mm_sfence() };
 }
 
-/// Flushes the lines that a step read. A source that is not aligned has one more, which the next step flushes.
+/// Flushes the lines that a step has read. An unaligned source has one more, which the next step flushes.
 ///
 /// # Safety
 /// The CPU has CLFLUSHOPT; `from` is readable for [`STEP`] bytes.

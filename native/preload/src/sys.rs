@@ -38,7 +38,7 @@ fn call(number: usize, args: [usize; 6]) -> Result<usize, Errno> {
     if (-4095..0).contains(&result) { Err(Errno(-(result as i32))) } else { Ok(result as usize) }
 }
 
-/// Sign-extends as the kernel's ABI wants it.
+/// Sign-extends a number as the kernel's ABI requires.
 fn arg(value: i32) -> usize {
     value as isize as usize
 }
@@ -48,13 +48,13 @@ pub(crate) fn ioctl(fd: i32, request: usize, argument: usize) -> Result<i32, Err
     call(16, [arg(fd), request, argument, 0, 0, 0]).map(|result| result as i32)
 }
 
-/// The calling thread, as the process sees it.
+/// The id of the calling thread, as the process sees it.
 pub(crate) fn thread() -> i32 {
     call(186, [0; 6]).map_or(0, |tid| tid as i32)
 }
 
-/// Zero bytes in a memfd of this name, shared with whoever maps it, but not with forked children. Its address. The size is
-/// sealed: whoever reads it must not be ended by somebody who cuts it.
+/// Creates a memfd of zeros with this name, mapped shared, but not in forked children; returns its address. The size is
+/// sealed, because a reader must not be killed by a process that cuts the file.
 pub(crate) fn shared_memory(name: &CStr, length: usize) -> Result<usize, Errno> {
     if length > file_size_limit() {
         return Err(EINVAL);
@@ -71,12 +71,22 @@ pub(crate) fn shared_memory(name: &CStr, length: usize) -> Result<usize, Errno> 
     Ok(address)
 }
 
+/// A page of zero bytes, which is zero again in a forked child.
+pub(crate) fn unforked_page(length: usize) -> Result<usize, Errno> {
+    let address = map(0, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)?;
+    if let Err(errno) = call(28, [address, length, 18, 0, 0, 0]) {
+        let _ = unmap(address, length); // MADV_WIPEONFORK
+        return Err(errno);
+    }
+    Ok(address)
+}
+
 /// Sleeps as long as `word` is `value`, or a little less.
 pub(crate) fn futex_wait(word: &AtomicU32, value: u32) {
     let _ = call(202, [word.as_ptr().addr(), 0, value as usize, 0, 0, 0]); // FUTEX_WAIT, between processes
 }
 
-/// Two ends of a socket for packets.
+/// Creates a pair of sockets for packets.
 pub(crate) fn socket_pair() -> Result<[File; 2], Errno> {
     let mut pair = [-1_i32; 2];
     // AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC.
@@ -106,7 +116,7 @@ struct Control {
     unused: i32,
 }
 
-/// Bytes of a [`Control`] that count.
+/// Length of a [`Control`] without padding.
 const CONTROL_LENGTH: usize = 20;
 
 pub(crate) fn pid() -> i32 {
@@ -123,13 +133,13 @@ impl Drop for File {
     }
 }
 
-/// What is known of a file.
+/// Metadata of a file.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Status {
     pub(crate) is_regular: bool,
     pub(crate) inode: usize,
     pub(crate) size: usize,
-    /// Bytes that have memory or disk behind them.
+    /// Bytes that have memory or disk space allocated.
     pub(crate) allocated: usize,
 }
 
@@ -138,13 +148,13 @@ impl File {
         File::open(path.as_ptr().addr(), 0)
     }
 
-    /// For reading and writing; not through a symbolic link. `path` ends with NUL.
+    /// Opens for reading and writing, without following a symbolic link. `path` ends with NUL.
     pub(crate) fn open_no_follow(path: *const u8) -> Result<File, Errno> {
         File::open(path.addr(), 2 | 0o400_000) // O_RDWR | O_NOFOLLOW
     }
 
     fn open(path: usize, flags: usize) -> Result<File, Errno> {
-        // openat, as filters know it better than open; from AT_FDCWD, with O_CLOEXEC.
+        // openat, because seccomp filters allow it more often than open; relative to AT_FDCWD, with O_CLOEXEC.
         call(257, [arg(-100), path, flags | 0o2_000_000, 0, 0, 0]).map(|fd| File(fd as i32))
     }
 
@@ -160,7 +170,7 @@ impl File {
         Ok(Status { is_regular, inode: stat[1], size: stat[6], allocated: stat[8].wrapping_mul(512) })
     }
 
-    /// Whether it lies in memory.
+    /// Whether it is in memory.
     pub(crate) fn is_in_tmpfs(&self) -> bool {
         // struct statfs is 120 bytes; f_type is the first word.
         let mut statfs = [0_usize; 15];
@@ -184,13 +194,14 @@ impl File {
         self.0
     }
 
-    /// Bounds every wait for a packet.
+    /// Sets a time limit for receiving packets.
     pub(crate) fn set_receive_timeout(&self, seconds: usize) -> Result<(), Errno> {
         let time = [seconds, 0];
         call(54, [arg(self.0), 1, 20, time.as_ptr().addr(), size_of_val(&time), 0]).map(drop) // SOL_SOCKET, SO_RCVTIMEO
     }
 
-    /// A packet, with the descriptor that came with it; None at the end. One of another length is an error.
+    /// Receives a packet, with its descriptor if there is one; `None` at the end. A packet of another length is an
+    /// error.
     pub(crate) fn receive<T: Copy>(&self) -> Result<Option<(T, Option<File>)>, Errno> {
         let mut value = MaybeUninit::<T>::uninit();
         let part = [value.as_mut_ptr().addr(), size_of::<T>()];
@@ -223,7 +234,7 @@ impl File {
         }
     }
 
-    /// Sends a packet, with a descriptor.
+    /// Sends a packet, with a descriptor if there is one.
     pub(crate) fn send<T: Copy>(&self, value: &T, descriptor: Option<&File>) -> Result<(), Errno> {
         let part = [core::ptr::from_ref(value).addr(), size_of::<T>()];
         let number = descriptor.map_or(-1, |file| file.0);
@@ -242,7 +253,7 @@ impl File {
         call(46, [arg(self.0), (&raw const message).addr(), 0x4000, 0, 0, 0]).map(drop)
     }
 
-    /// Maps it from its beginning.
+    /// Maps the file from its beginning.
     pub(crate) fn map(&self, address: usize, length: usize, prot: i32, flags: i32) -> Result<usize, Errno> {
         map(address, length, prot, flags, self.0, 0)
     }
@@ -260,12 +271,13 @@ pub(crate) fn protect(address: usize, length: usize, prot: i32) -> Result<(), Er
     call(10, [address, length, arg(prot), 0, 0, 0]).map(drop)
 }
 
-/// Gives every page of a mapping its memory now (MADV_POPULATE_READ, Linux 5.14): an error where a touch would be SIGBUS.
+/// Allocates every page of a mapping now (MADV_POPULATE_READ, Linux 5.14): a lack of memory is an error here instead of
+/// a SIGBUS later.
 pub(crate) fn populate(address: usize, length: usize) -> Result<(), Errno> {
     call(28, [address, length, 22, 0, 0, 0]).map(drop)
 }
 
-/// How large a file this process may make. A longer one would be answered with SIGXFSZ, which ends it.
+/// The maximum size of files that this process may create. A larger one would cause SIGXFSZ, which ends it.
 pub(crate) fn file_size_limit() -> usize {
     let mut limit = [0_usize; 2];
     match call(302, [0, 1, 0, limit.as_mut_ptr().addr(), 0, 0]) {
@@ -283,7 +295,7 @@ pub(crate) fn now() -> u64 {
 
 /// How many CPUs the calling thread may use.
 pub(crate) fn cpus() -> usize {
-    // 8192 CPUs, the most that a kernel is built for. Only what it answers is looked at.
+    // Room for 8192 CPUs, the maximum of a kernel. Only the returned bytes are read.
     let mut set = [const { MaybeUninit::<usize>::uninit() }; 128];
     let Ok(bytes) = call(204, [0, 1024, set.as_mut_ptr().addr(), 0, 0, 0]) else { return 1 };
     let words = set.iter().take(bytes / 8);
@@ -291,7 +303,7 @@ pub(crate) fn cpus() -> usize {
     words.map(|word| unsafe { word.assume_init() }.count_ones() as usize).sum()
 }
 
-/// Sleeps so many nanoseconds, less than a second, or until a signal.
+/// Sleeps this many nanoseconds (less than a second), or until a signal.
 pub(crate) fn sleep(nanoseconds: u64) {
     let time = [0, nanoseconds];
     let _ = call(35, [time.as_ptr().addr(), 0, 0, 0, 0, 0]);
@@ -324,7 +336,7 @@ pub(crate) fn end_thread() -> ! {
     }
 }
 
-/// A thread of this process with its own stack. The kernel zeroes `ended` when it has ended, and wakes nobody.
+/// Starts a thread of this process on this stack. The kernel sets `ended` to zero when it has ended, and wakes nobody.
 ///
 /// It has no thread pointer: a stray use of thread-local storage must not reach another thread's variables.
 ///
@@ -356,7 +368,7 @@ pub(crate) unsafe fn start_thread(stack: usize, ended: usize, main: extern "C" f
             main = in(reg) main,
             inlateout("rax") 56_usize => result,
             in("rdi") flags, in("rsi") stack, in("rdx") 0, in("r10") ended, in("r8") 0,
-            // Not late: the address of `main` is still needed after the instruction has overwritten them.
+            // Not lateout: the address of `main` is still needed after the instruction has overwritten them.
             out("rcx") _, out("r11") _);
     }
     if result < 0 { Err(Errno(-(result as i32))) } else { Ok(()) }

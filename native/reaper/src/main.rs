@@ -20,8 +20,8 @@ use core::ffi::{CStr, c_char};
 
 use sys::{Errno, Process, exit};
 
-/// Sent by the supervisor, or by the kernel when the supervisor dies, where no PID namespace takes the tree down.
-/// The last but one real-time signal: hardly a program uses it, and the reaper never forwards it.
+/// Sent by the supervisor, or by the kernel when the supervisor dies, if there is no PID namespace whose end would kill
+/// the tree. It is the last but one real-time signal: hardly any program uses it, and the reaper never forwards it.
 const SIG_TEARDOWN: i32 = 63;
 
 #[panic_handler]
@@ -29,7 +29,7 @@ fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
     exit(125)
 }
 
-/// The command line as the kernel laid it on the stack.
+/// The command line as the kernel puts it on the stack.
 struct Args(*const *const c_char);
 
 impl Args {
@@ -82,21 +82,21 @@ extern "C" fn begin(stack: *const usize) -> ! {
     }
 }
 
-/// `init LAST_PID READY_FD FLAGS [NAMES]`: prepares the namespaces, writes `ok` to the descriptor, then reaps until it is killed.
-/// FLAGS: `l` brings the loopback device of a network namespace of its own up. NAMES is a file that is put over /etc/resolv.conf,
-/// if there is one.
+/// `init LAST_PID READY_FD FLAGS [NAMES]`: prepares the namespaces, writes `ok` to the descriptor, then reaps until it
+/// is killed. FLAGS: `l` enables the loopback device of a new network namespace. NAMES is a file that is mounted over
+/// /etc/resolv.conf, if that exists.
 fn init(last_pid: i32, ready: i32, loopback: bool, names: Option<&CStr>) -> ! {
     let mut mask = sys::block_all();
     let prepared = sys::die_with_parent(sys::SIGKILL)
         .map_err(|e| (b'd', e))
-        // Slave: mounts made on the host later (automounts, a volume) show up here, ours never show up there.
+        // Slave: later mounts on the host (automounts, volumes) appear here, but ours do not appear there.
         .and_then(|()| sys::mount(c"none", c"/", c"", sys::MS_REC | sys::MS_SLAVE).map_err(|e| (b's', e)))
         .and_then(|()| {
             sys::mount(c"proc", c"/proc", c"proc", sys::MS_NOSUID | sys::MS_NODEV | sys::MS_NOEXEC)
                 .map_err(|e| (b'p', e))
         })
         .map(|()| own_terminals())
-        // The job's pids begin above this one, so that CRIU, run in this namespace, finds low ones free.
+        // The job's pids begin above this one, so that low ones are free for CRIU in this namespace.
         .and_then(|()| sys::write_number(c"/proc/sys/kernel/ns_last_pid", last_pid).map_err(|e| (b'l', e)))
         .and_then(|()| if loopback { sys::bring_up_loopback().map_err(|e| (b'n', e)) } else { Ok(()) })
         .and_then(|()| match names.map(|names| sys::mount(names, c"/etc/resolv.conf", c"", sys::MS_BIND)) {
@@ -107,7 +107,7 @@ fn init(last_pid: i32, ready: i32, loopback: bool, names: Option<&CStr>) -> ! {
         Ok(()) => *b"ok",
         Err((step, errno)) => [step, u8::try_from(errno.0).unwrap_or(u8::MAX)],
     };
-    // The supervisor reads this; if it has already died, nobody would ever end us.
+    // The supervisor reads this; if it has died already, nobody would ever end this process.
     if sys::write(ready, &report).is_err() || prepared.is_err() {
         exit(125);
     }
@@ -118,9 +118,9 @@ fn init(last_pid: i32, ready: i32, loopback: bool, names: Option<&CStr>) -> ! {
     }
 }
 
-/// The job's terminals have numbers of their own, so that a restore finds the same ones free: on the machine's own devpts
-/// somebody else's may have taken them since. Group 5 is `tty`, where it is not known there is none. A machine without
-/// /dev/pts has no terminals either.
+/// Mounts a separate devpts: the job's terminals have their own numbers, so that a restore finds the same ones free,
+/// which others could have on the machine's devpts. Group 5 is `tty`; where it is unknown there is no group. A machine
+/// without /dev/pts has no terminals.
 fn own_terminals() {
     let mount = |options| sys::mount_with(c"devpts", c"/dev/pts", c"devpts", sys::MS_NOSUID | sys::MS_NOEXEC, options);
     if mount(c"newinstance,ptmxmode=0666,mode=0620,gid=5").is_err() {
@@ -130,8 +130,9 @@ fn own_terminals() {
 
 /// `reap PARENT UID GID GROUPS FLAGS PROGRAM -- ARGV...`
 ///
-/// PARENT is the supervisor's pid where its death must be watched (no PID namespace), else 0. UID is `-` to stay who we
-/// are. GROUPS is a comma list. FLAGS: `n` sets no-new-privileges, `u` keeps io_uring from the job.
+/// PARENT is the supervisor's pid if its death must be watched (without a PID namespace), else 0. UID is `-` to keep
+/// the present user. GROUPS is a comma-separated list. FLAGS: `n` sets no-new-privileges, `u` disables io_uring for the
+/// job.
 fn reap(args: &Args, envp: *const *const c_char) -> ! {
     let parent = args.number(2);
     let mut all = sys::block_all();
@@ -147,7 +148,7 @@ fn reap(args: &Args, envp: *const *const c_char) -> ! {
         Err(_) => exit(125),
     };
     let _ = sys::close_all();
-    // What is left of our rights is what forwarding needs; the job could not use us for more.
+    // Only the right that forwarding needs is kept, so that the job cannot misuse this process.
     let _ = sys::keep_only_kill_capability();
     loop {
         match sys::next_signal(&mut all) {
@@ -173,7 +174,7 @@ fn reap(args: &Args, envp: *const *const c_char) -> ! {
     }
 }
 
-/// The forked child: takes its own group and identity, and becomes the job's program.
+/// In the forked child: sets its group and identity, and executes the job's program.
 fn become_job(args: &Args, envp: *const *const c_char) -> ! {
     let program = args.get(7);
     let failed = |what: &[u8], errno: Errno, code: i32| -> ! {
@@ -196,12 +197,12 @@ fn become_job(args: &Args, envp: *const *const c_char) -> ! {
         let _ = sys::write(2, b"\n");
         exit(code)
     };
-    // A separate process group within the session that the reaper leads. What the job leaves behind in this session
-    // becomes the reaper's child, which CRIU can restore.
+    // A separate process group within the reaper's session. Processes that the job leaves behind in this session become
+    // children of the reaper, which CRIU can restore.
     if let Err(e) = sys::new_group() {
         failed(b"start a process group for", e, 125);
     }
-    // Before the identity goes: only CAP_SYS_ADMIN sets a filter that leaves setuid programs what they are.
+    // Before the identity is changed: only with CAP_SYS_ADMIN can a filter be set without disabling setuid programs.
     if args.get(6).to_bytes().contains(&b'u')
         && let Err(e) = sys::refuse_io_uring()
     {
@@ -212,7 +213,7 @@ fn become_job(args: &Args, envp: *const *const c_char) -> ! {
         let mut count = 0;
         for group in args.get(5).to_bytes().split(|b| *b == b',').filter(|g| !g.is_empty()) {
             if count == groups.len() {
-                // Fewer groups could be more rights: a group can be what is kept out.
+                // Dropping groups could add rights, because a file can exclude a group.
                 failed(b"set more than 4096 groups for", Errno(0), 125);
             }
             groups[count] = parse(group).cast_unsigned();
@@ -237,18 +238,18 @@ fn become_job(args: &Args, envp: *const *const c_char) -> ! {
     failed(b"execute", errno, if errno == sys::ENOENT { 127 } else { 126 })
 }
 
-/// Stops all that remains in the job's PID namespace, in one step of the kernel. Processes that outlive the job would
-/// clean up: remove files that an image needs. The supervisor ends the namespace a moment later; it may have to resume
-/// processes before, so they are not killed here. A job that ended well is not restored, and its helpers may still
-/// write what they have.
+/// Stops all remaining processes in the job's PID namespace, in one step of the kernel. Processes that outlive the job
+/// would clean up, for example remove files that an image needs. The supervisor ends the namespace a moment later; it
+/// may have to resume processes before, so they are not killed here. A job that completed is not restored, and its
+/// helpers may still write their data.
 fn freeze_the_others() {
-    // Nobody's parent is outside of the initial namespace: there this would stop the machine.
+    // A parent pid of 0 means that the parent is outside of the namespace. Otherwise this could stop the whole machine.
     if sys::parent() == 0 {
         let _ = sys::kill(-1, sys::SIGSTOP);
     }
 }
 
-/// Ends as the job did: the same exit code, or the same signal.
+/// Ends as the job did: with the same exit code or signal.
 fn end_like(status: i32, alone: bool) -> ! {
     if alone {
         kill_descendants();
@@ -257,13 +258,13 @@ fn end_like(status: i32, alone: bool) -> ! {
     if signal == 0 {
         exit((status >> 8) & 0xff);
     }
-    // The job's core, if there is one, was written by the job.
+    // The job's core dump, if any, was written by the job.
     sys::forbid_core();
     sys::raise(signal);
     exit(128 + signal)
 }
 
-/// Kills children until none is left; the children of a killed child become ours, as we are the subreaper.
+/// Kills children until none is left. The children of a killed child become ours, because this is the subreaper.
 fn kill_descendants() {
     loop {
         sys::for_each_child(|pid| {

@@ -1,4 +1,4 @@
-//! The system calls of the reaper, x86-64, without a libc. Each wrapper is as thin as its call.
+//! The system calls of the reaper, x86-64, without a libc. Each wrapper only makes its call.
 
 use core::arch::{asm, global_asm};
 use core::ffi::{CStr, c_char};
@@ -30,7 +30,7 @@ pub(crate) const MS_BIND: usize = 0x1000;
 pub(crate) const MS_REC: usize = 0x4000;
 pub(crate) const MS_SLAVE: usize = 1 << 19;
 
-/// Which side of a fork this is.
+/// The side of a fork that this process is on.
 pub(crate) enum Process {
     Child,
     Parent(i32),
@@ -55,7 +55,7 @@ fn as_pid(value: usize) -> i32 {
     i32::try_from(value).unwrap_or(0)
 }
 
-/// Sign-extends as the kernel's ABI wants it.
+/// Sign-extends a number as the kernel's ABI requires.
 fn arg(value: i32) -> usize {
     isize::try_from(value).unwrap_or(0).cast_unsigned()
 }
@@ -78,7 +78,8 @@ fn close(fd: i32) {
     let _ = call(3, [arg(fd), 0, 0, 0, 0]);
 }
 
-/// Closes every descriptor, the standard ones too: the reaper needs none, and would hold up whoever waits for their end.
+/// Closes every descriptor, including the standard ones: the reaper needs none, and would delay readers that wait for
+/// the end of a pipe.
 pub(crate) fn close_all() -> Result<(), Errno> {
     call(436, [0, u32::MAX as usize, 0, 0, 0]).map(drop) // close_range
 }
@@ -112,7 +113,7 @@ pub(crate) fn mount_with(source: &CStr, target: &CStr, kind: &CStr, flags: usize
     call(165, [strings[0], strings[1], strings[2], flags, options.as_ptr().addr()]).map(drop)
 }
 
-/// Sets IFF_UP on `lo`, which gets its addresses with that (the kernel's `inetdev_event`, `addrconf_notify`).
+/// Sets IFF_UP on `lo`, which then gets its addresses (the kernel's `inetdev_event`, `addrconf_notify`).
 pub(crate) fn bring_up_loopback() -> Result<(), Errno> {
     /// `struct ifreq` with flags in its union.
     #[repr(C)]
@@ -142,7 +143,7 @@ pub(crate) fn exec(path: &CStr, argv: *const *const c_char, envp: *const *const 
     }
 }
 
-/// The pid and wait status of a child that ended, or `None` when none has (WNOHANG). An error when there is no child.
+/// The pid and wait status of a child that has ended, or `None` if none has (WNOHANG). An error if there is no child.
 pub(crate) fn wait_any(options: usize) -> Result<Option<(i32, i32)>, Errno> {
     let mut status: i32 = 0;
     loop {
@@ -213,11 +214,12 @@ const fn instruction(code: u16, jump_true: u8, jump_false: u8, operand: u32) -> 
     Instruction { code, jump_true, jump_false, operand }
 }
 
-/// Lets every system call through but io_uring_setup(2), which answers ENOSYS as on a kernel without it.
+/// Allows every system call except io_uring_setup(2), which fails with ENOSYS as on a kernel without it.
 ///
 /// Its number is the same in every table of system calls that a process of x86-64 or aarch64 can reach, the 32-bit ones
-/// included (one table for all since Linux 5.1), and with the bit of x32: so it does not look at the architecture. Nothing
-/// but the number counts, and so the kernel (5.11 and newer) runs it once for each number and keeps the answer.
+/// included (one table for all since Linux 5.1), and with the bit of x32: so the filter does not check the
+/// architecture. Because it depends only on the number, the kernel (5.11 and newer) runs it once for each number and
+/// caches the result.
 static NO_IO_URING: [Instruction; 5] = [
     instruction(0x20, 0, 0, 0),                 // BPF_LD | BPF_W | BPF_ABS: seccomp_data.nr
     instruction(0x15, 1, 0, 425),               // BPF_JMP | BPF_JEQ | BPF_K: io_uring_setup
@@ -226,7 +228,7 @@ static NO_IO_URING: [Instruction; 5] = [
     instruction(0x06, 0, 0, 0x7fff_0000),       // SECCOMP_RET_ALLOW
 ];
 
-/// Prevents this process and all it starts from using io_uring, which CRIU cannot dump. Takes CAP_SYS_ADMIN.
+/// Prevents this process and its children from using io_uring, which CRIU cannot dump. Needs CAP_SYS_ADMIN.
 pub(crate) fn refuse_io_uring() -> Result<(), Errno> {
     /// `struct sock_fprog`.
     #[repr(C)]
@@ -235,12 +237,12 @@ pub(crate) fn refuse_io_uring() -> Result<(), Errno> {
         filter: *const Instruction,
     }
     let program = Program { length: NO_IO_URING.len() as u16, filter: NO_IO_URING.as_ptr() };
-    // SECCOMP_SET_MODE_FILTER with SECCOMP_FILTER_FLAG_SPEC_ALLOW: kernels before 5.16 would else switch off speculative
-    // store bypass for all of the job, which costs far more than the filter.
+    // SECCOMP_SET_MODE_FILTER with SECCOMP_FILTER_FLAG_SPEC_ALLOW: otherwise kernels before 5.16 would disable
+    // speculative store bypass for the whole job, which costs far more than the filter.
     call(317, [1, 4, (&raw const program).addr(), 0, 0]).map(drop)
 }
 
-/// Gives up every capability but CAP_KILL, which forwards signals to a job of another user.
+/// Drops every capability except CAP_KILL, which is needed to forward signals to a job of another user.
 pub(crate) fn keep_only_kill_capability() -> Result<(), Errno> {
     let header: [u32; 2] = [0x2008_0522, 0]; // _LINUX_CAPABILITY_VERSION_3, this thread
     let kill = 1 << 5;
@@ -283,7 +285,7 @@ pub(crate) fn raise(signal: i32) {
 
 /// Calls `act` with the pid of each child, from /proc/self/task/PID/children.
 pub(crate) fn for_each_child(mut act: impl FnMut(i32)) {
-    // The reaper has one thread, so thread-self is all of it.
+    // The reaper has only one thread, so thread-self lists all children.
     let Ok(fd) = open(c"/proc/thread-self/children", 0) else { return };
     let mut buffer = [0u8; 256];
     let mut pid: i32 = 0;
@@ -303,7 +305,7 @@ pub(crate) fn for_each_child(mut act: impl FnMut(i32)) {
     close(fd);
 }
 
-/// The compiler may call these for arrays; there is no libc to have them.
+/// The compiler may call these for arrays, and there is no libc that has them.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn memset(to: *mut u8, byte: i32, count: usize) -> *mut u8 {
     let value = byte as u8;
@@ -333,6 +335,6 @@ unsafe extern "C" fn strlen(text: *const u8) -> usize {
     length
 }
 
-/// Named by the unwind tables of the precompiled core library; nothing here unwinds.
+/// Referred to by the unwind tables of the precompiled core library; nothing here unwinds.
 #[unsafe(no_mangle)]
 extern "C" fn rust_eh_personality() {}

@@ -1,13 +1,14 @@
-//! What `top` draws: rows in, lines of text with a tone out. Pure, so that every size of a terminal can be tried.
+//! Draws `top`: turns rows into lines of text with tones. A pure function, so that every size of a terminal can be
+//! tested.
 
 use chrono::Local;
 
-use super::watch::{Row, moving};
+use super::watch::Row;
 use crate::report::words::{share, time, whole};
 use crate::telemetry::clean;
 use rekindle_base::units::size;
 
-/// How a piece of text looks. Without colour only `Strong` and `Chosen` do.
+/// The style of a piece of text. Without colour only `Strong` and `Chosen` are visible.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Tone {
     Plain,
@@ -22,19 +23,42 @@ pub(super) enum Tone {
 /// A line: pieces from left to right.
 pub(super) type Line = Vec<(Tone, String)>;
 
-/// What the user looks at.
+/// What the user is viewing.
 #[derive(Debug, Clone, Default)]
 pub(super) struct View {
-    /// The job that is selected, by name: rows come and go.
+    /// The name of the selected job, because rows appear and disappear.
     pub(super) chosen: Option<String>,
     /// Whether its events are shown.
     pub(super) open: bool,
-    /// How many events are scrolled up.
+    /// How many events the view is scrolled up.
     pub(super) scrolled: usize,
+    /// Whether the help is shown instead.
+    pub(super) help: bool,
 }
 
+/// The help: keys, then columns.
+const HELP: [(&str, &str); 17] = [
+    ("q", "quit"),
+    ("up, down, k, j", "select a job, or scroll its events"),
+    ("Page Up, Page Down", "ten lines at a time"),
+    ("Enter", "show the recent events of the selected job"),
+    ("Esc", "back to all jobs"),
+    ("?", "show or hide this help"),
+    ("", ""),
+    ("UP", "how long the job has been running without a restart"),
+    ("GOODPUT", "useful work as a share of the time"),
+    ("FREEZE", "how long the last snapshot froze the job"),
+    ("FREEZES", "the last freezes; a higher bar is a longer freeze"),
+    ("NEXT", "when the next snapshot is due"),
+    ("STORING", "the image that is being stored or restored, and how far"),
+    ("STORE", "what the job's images occupy on the disk"),
+    ("RESTARTS", "how often this supervisor has restarted the job"),
+    ("", ""),
+    ("", "`rekindle report JOB` explains where a job's time went"),
+];
+
 impl View {
-    /// The row that is selected; the first if that one has gone.
+    /// The index of the selected row; the first if it has disappeared.
     pub(super) fn at(&self, rows: &[Row]) -> usize {
         rows.iter().position(|row| Some(&row.job) == self.chosen.as_ref()).unwrap_or(0)
     }
@@ -58,11 +82,20 @@ impl View {
     }
 }
 
-/// At most `height` lines of at most `width` characters.
+/// Returns at most `height` lines of at most `width` characters.
 pub(super) fn draw(title: &str, rows: &[Row], view: &View, width: usize, height: usize) -> Vec<Line> {
     let at = view.at(rows);
-    let keys = if view.open { "q quit  ↑↓ scroll  Esc back" } else { "q quit  ↑↓ select  Enter events" };
+    let keys = match view {
+        View { help: true, .. } => "q quit  ? back",
+        View { open: true, .. } => "q quit  ↑↓ scroll  Esc back  ? help",
+        _ => "q quit  ↑↓ select  Enter events  ? help",
+    };
     let mut lines = match rows.get(at).filter(|_| view.open) {
+        _ if view.help => {
+            let line =
+                |(key, text): &(&str, &str)| vec![(Tone::Strong, format!("{key:<20}")), (Tone::Plain, (*text).into())];
+            HELP.iter().map(line).collect()
+        }
         Some(row) => events(row, view.scrolled, height.saturating_sub(1)),
         None => {
             let mut lines = vec![vec![(Tone::Strong, title.to_owned())]];
@@ -98,17 +131,12 @@ fn dash(text: Option<String>) -> (Tone, String) {
 const COLUMNS: [Column; 10] = [
     Column { name: "JOB", right: false, keep: 9, cell: |row| (Tone::Strong, row.job.clone()) },
     Column { name: "STATE", right: false, keep: 8, cell: |row| (tone(&row.state), row.state.clone()) },
-    Column { name: "UP", right: true, keep: 5, cell: |row| dash(row.up_us.map(whole)) },
-    Column { name: "GOODPUT", right: true, keep: 7, cell: |row| dash(row.goodput_ppm.map(share)) },
-    Column { name: "FREEZE", right: true, keep: 6, cell: |row| dash(row.freezes.last().copied().map(time)) },
-    Column { name: "FREEZES", right: false, keep: 1, cell: |row| (Tone::Good, spark(&row.freezes)) },
-    Column { name: "NEXT", right: true, keep: 4, cell: |row| dash(row.next_us.map(whole)) },
-    Column {
-        name: "STORING",
-        right: true,
-        keep: 2,
-        cell: |row| dash(row.restoring.as_ref().or(row.persisting.as_ref()).map(moving)),
-    },
+    Column { name: "UP", right: true, keep: 5, cell: |row| dash(row.work.up_us.map(whole)) },
+    Column { name: "GOODPUT", right: true, keep: 7, cell: |row| dash(row.work.goodput_ppm.map(share)) },
+    Column { name: "FREEZE", right: true, keep: 6, cell: |row| dash(row.snapshots.freezes.last().copied().map(time)) },
+    Column { name: "FREEZES", right: false, keep: 1, cell: |row| (Tone::Good, spark(&row.snapshots.freezes)) },
+    Column { name: "NEXT", right: true, keep: 4, cell: |row| dash(row.snapshots.next_us.map(whole)) },
+    Column { name: "STORING", right: true, keep: 2, cell: |row| dash(row.moving.text()) },
     Column { name: "STORE", right: true, keep: 3, cell: |row| (Tone::Plain, size(row.disk)) },
     Column {
         name: "RESTARTS",
@@ -127,7 +155,7 @@ fn tone(state: &str) -> Tone {
     }
 }
 
-/// The header, and as many rows as fit: those around the selected one.
+/// The header, and as many rows as fit around the selected one.
 fn table(rows: &[Row], at: usize, width: usize, height: usize) -> Vec<Line> {
     if rows.is_empty() {
         return vec![vec![(Tone::Soft, "no jobs".into())]];
@@ -167,7 +195,7 @@ fn table(rows: &[Row], at: usize, width: usize, height: usize) -> Vec<Line> {
     lines
 }
 
-/// Freezes as bars, the highest of them as high as a line.
+/// Freezes as bars; the longest one has the full height.
 fn spark(freezes: &[u64]) -> String {
     const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
     let highest = freezes.iter().max().copied().unwrap_or(0).max(1);
@@ -177,8 +205,9 @@ fn spark(freezes: &[u64]) -> String {
 
 /// The selected job in three lines.
 fn summary(row: &Row) -> Vec<Line> {
-    let age = row.age_us.map_or_else(|| "no snapshot yet".into(), |us| format!("last snapshot {} ago", whole(us)));
-    let counts = format!("{age}, {} failures, {} of work lost", row.failures, time(row.lost_us));
+    let age =
+        row.snapshots.age_us.map_or_else(|| "no snapshot yet".into(), |us| format!("last snapshot {} ago", whole(us)));
+    let counts = format!("{age}, {} failures, {} of work lost", row.failures, time(row.work.lost_us));
     let last = match (&row.trouble, row.events.last()) {
         (Some(trouble), _) => (Tone::Bad, trouble.clone()),
         (None, Some(event)) => (Tone::Soft, format!("{}: {}", event.event, event.text)),
@@ -187,7 +216,7 @@ fn summary(row: &Row) -> Vec<Line> {
     vec![vec![(Tone::Soft, "$ ".into()), (Tone::Plain, row.command.clone())], vec![(Tone::Plain, counts)], vec![last]]
 }
 
-/// One job: what there is to say of it, and its newest events, the newest at the bottom.
+/// The details of one job, and its newest events with the newest at the bottom.
 fn events(row: &Row, scrolled: usize, height: usize) -> Vec<Line> {
     let mut lines = vec![vec![(Tone::Strong, format!("{}  ", row.job)), (tone(&row.state), row.state.clone())]];
     if height >= 8 {
@@ -213,7 +242,7 @@ fn events(row: &Row, scrolled: usize, height: usize) -> Vec<Line> {
     lines
 }
 
-/// No wider, and without what would move the cursor.
+/// Cuts a line to this width, and removes characters that would move the cursor.
 fn cut(line: Line, width: usize) -> Line {
     let mut left = width;
     let cut = line.into_iter().map(|(tone, text)| {

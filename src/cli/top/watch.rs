@@ -1,56 +1,95 @@
-//! What `top` shows of the jobs of a store: read again each second, journals only from the position reached.
+//! The data of `top`: all jobs are read again each second, and their journals from the last position.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use chrono::{DateTime, Utc};
 
+use super::super::find::{Finder, Jobs};
 use crate::published::{Persisting, Published};
 use crate::report::history::{History, Kind, between};
 use crate::report::model::{Times, Told};
 use crate::report::{self};
 use crate::telemetry::tail::Tail;
-use rekindle_store::{JobFolder, JobName, Store};
+use rekindle_store::JobFolder;
 
-/// So many events of a job are kept.
+/// Number of events kept for a job.
 const EVENTS: usize = 500;
-/// So many freezes are shown.
+/// Number of freezes shown.
 const FREEZES: usize = 32;
-/// What a job takes on the disk is looked up so often: it means a look at each of its files.
+/// How often the disk usage of a job is determined, because this examines each of its files.
 const DISK: Duration = Duration::from_secs(10);
 
-/// A job, as it is shown.
+/// The row of a job.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Row {
     pub(super) job: String,
-    /// What its supervisor does, or how its last run ended.
+    /// The state of its supervisor, or how its last run ended.
     pub(super) state: String,
-    /// How long this life of it is.
-    pub(super) up_us: Option<u64>,
-    pub(super) goodput_ppm: Option<u64>,
-    pub(super) lost_us: u64,
-    /// The last ones, oldest first.
-    pub(super) freezes: Vec<u64>,
-    /// How long ago the last snapshot was.
-    pub(super) age_us: Option<u64>,
-    /// In how long the next is due.
-    pub(super) next_us: Option<u64>,
-    pub(super) persisting: Option<Persisting>,
-    pub(super) restoring: Option<Persisting>,
+    pub(super) work: Work,
+    pub(super) snapshots: Snapshots,
+    pub(super) moving: Moving,
     pub(super) disk: u64,
     pub(super) restarts: usize,
     pub(super) failures: usize,
-    /// What is wrong just now.
+    /// The present problem.
     pub(super) trouble: Option<String>,
     pub(super) command: String,
     pub(super) events: Vec<Told>,
 }
 
-/// The jobs of a store.
+/// What the job got done.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Work {
+    /// How long this life of it is.
+    pub(super) up_us: Option<u64>,
+    pub(super) goodput_ppm: Option<u64>,
+    pub(super) lost_us: u64,
+}
+
+/// Those that were taken, and the next.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Snapshots {
+    /// The last freezes, oldest first.
+    pub(super) freezes: Vec<u64>,
+    /// How long ago the last was.
+    pub(super) age_us: Option<u64>,
+    /// In how long the next is due.
+    pub(super) next_us: Option<u64>,
+}
+
+impl Snapshots {
+    fn of(history: &History, next: Option<DateTime<Utc>>, now: i64) -> Snapshots {
+        let taken = history.snapshots();
+        Snapshots {
+            freezes: taken.iter().skip(taken.len().saturating_sub(FREEZES)).map(|it| it.freeze_us).collect(),
+            age_us: taken.last().map(|last| between(last.at, now)),
+            next_us: next.map(|at| between(now, at.timestamp_micros())),
+        }
+    }
+}
+
+/// The images on their way.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Moving {
+    persisting: Option<Persisting>,
+    restoring: Option<Persisting>,
+}
+
+impl Moving {
+    /// For people. The job waits for the one that is restored, so that one is shown.
+    pub(super) fn text(&self) -> Option<String> {
+        let moving = self.restoring.as_ref().or(self.persisting.as_ref())?;
+        Some(format!("{} % {}/s", moving.percent(), rekindle_base::units::size(moving.rate)))
+    }
+}
+
+/// The jobs that are shown, by the paths of their folders: two stores may have jobs of the same name.
 #[derive(Debug)]
 pub(super) struct Watch {
-    store: Store,
-    jobs: BTreeMap<JobName, Followed>,
+    finder: Finder,
+    jobs: BTreeMap<PathBuf, Followed>,
 }
 
 #[derive(Debug)]
@@ -63,33 +102,27 @@ struct Followed {
 }
 
 impl Watch {
-    pub(super) fn of(store: Store) -> Watch {
-        Watch { store, jobs: BTreeMap::new() }
+    pub(super) fn of(finder: Finder) -> Watch {
+        Watch { finder, jobs: BTreeMap::new() }
     }
 
-    /// All jobs as they are now, by name. An error for one job is shown in its row.
+    /// Reads all jobs, sorted by name. An error of one job is shown in its row.
     pub(super) fn look(&mut self) -> anyhow::Result<Vec<Row>> {
-        let names = self.store.jobs()?;
-        self.jobs.retain(|name, _| names.contains(name));
-        let mut rows = Vec::new();
-        for name in names {
-            let followed = match self.jobs.remove(&name) {
-                Some(followed) => Ok(followed),
-                None => self.store.job(&name).map(Followed::new),
-            };
-            match followed {
-                Ok(mut followed) => {
-                    rows.push(followed.look(Utc::now()));
-                    self.jobs.insert(name, followed);
-                }
-                Err(error) => rows.push(Row {
-                    job: name.to_string(),
-                    state: "?".into(),
-                    trouble: Some(error.to_string()),
-                    ..Row::default()
-                }),
-            }
-        }
+        let Jobs { folders, refused, .. } = self.finder.jobs()?;
+        self.jobs.retain(|path, _| folders.iter().any(|folder| folder.path() == path));
+        let now = Utc::now();
+        let rows = folders.into_iter().map(|folder| {
+            let path = folder.path().to_owned();
+            self.jobs.entry(path).or_insert_with(|| Followed::new(folder)).look(now)
+        });
+        let mut rows: Vec<Row> = rows.collect();
+        rows.extend(refused.into_iter().map(|(job, error)| Row {
+            job: job.to_string(),
+            state: "?".into(),
+            trouble: Some(error.to_string()),
+            ..Row::default()
+        }));
+        rows.sort_by(|a, b| a.job.cmp(&b.job));
         Ok(rows)
     }
 }
@@ -126,9 +159,6 @@ impl Followed {
         let history = &self.history;
         let times = Times::new(history.sums(live.as_ref().map(|_| now)));
         let micros = now.timestamp_micros();
-        let until = |at: DateTime<Utc>| between(micros, at.timestamp_micros());
-        let snapshots = history.snapshots();
-        let freezes = snapshots.iter().skip(snapshots.len().saturating_sub(FREEZES)).map(|it| it.freeze_us).collect();
         let wrong = live.as_ref().and_then(|live| {
             let all = [&live.last_failure, &live.persist_failure, &live.replica_failure, &live.rehearsal_failure];
             all.into_iter().flatten().next().cloned()
@@ -136,25 +166,20 @@ impl Followed {
         Row {
             job: self.folder.name().to_string(),
             state,
-            up_us: history.up_since().filter(|_| live.is_some()).map(|since| between(since, micros)),
-            goodput_ppm: times.goodput_ppm,
-            lost_us: times.of(Kind::Lost),
-            freezes,
-            age_us: snapshots.last().map(|last| between(last.at, micros)),
-            next_us: live.as_ref().and_then(|live| live.next).map(until),
+            work: Work {
+                up_us: history.up_since().filter(|_| live.is_some()).map(|since| between(since, micros)),
+                goodput_ppm: times.goodput_ppm,
+                lost_us: times.of(Kind::Lost),
+            },
+            snapshots: Snapshots::of(history, live.as_ref().and_then(|live| live.next), micros),
+            moving: live
+                .map_or_else(Moving::default, |live| Moving { persisting: live.persisting, restoring: live.restoring }),
             disk: self.disk.map_or(0, |(_, bytes)| bytes),
             restarts: history.restarts().len(),
             failures: history.failures().iter().filter(|failure| failure.what.is_death()).count(),
             trouble: trouble.or(wrong),
             command: history.setting().0.join(" "),
             events: self.events.iter().cloned().collect(),
-            persisting: live.as_ref().and_then(|live| live.persisting.clone()),
-            restoring: live.and_then(|live| live.restoring),
         }
     }
-}
-
-/// The way of an image, for people.
-pub(super) fn moving(moving: &Persisting) -> String {
-    format!("{} % {}/s", moving.percent(), rekindle_base::units::size(moving.rate))
 }

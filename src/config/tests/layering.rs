@@ -118,9 +118,9 @@ fn a_wrong_variable_or_flag_is_named() {
             "REKINDLE_SNAPSHOT_INTERVAL: snapshot.interval = \"soon\": must be \"auto\", \"off\" or a duration with a \
              unit, such as \"90s\" or \"10m\"",
             "REKINDLE_STORE_DIRECTORY: store.directory = \"/x\u{fffd}\": must be valid UTF-8",
-            "REKINDLE_STORE_KEEPLAST: unknown variable REKINDLE_STORE_KEEPLAST: did you mean REKINDLE_STORE_KEEP_LAST?",
+            "unknown variable REKINDLE_STORE_KEEPLAST: did you mean REKINDLE_STORE_KEEP_LAST?",
             "REKINDLE_STORE_KEEP_LAST: store.keep-last = \"few\": must be a whole number from 0 to 4294967295",
-            "--interval: snapshot.interval = \"0s\": must be at least 100ms, or \"off\", because each snapshot freezes the job",
+            "--interval \"0s\": must be at least 100ms, or \"off\", because each snapshot freezes the job",
         ]
     );
 }
@@ -133,9 +133,65 @@ fn other_variables_are_left_alone() {
         ("REKINDLE_SOCKET", "x"),
         ("REKINDLE_CRIU", "/x"),
         ("REKINDLE_TEST_REQUIRE", "root"),
-        ("REKINDLE_VERSION", "2"),
+        ("REKINDLE_HOOK", "on-failure"),
+        // Kubernetes describes services to containers like this.
+        ("REKINDLE_SERVICE_HOST", "10.0.0.1"),
+        ("REKINDLE_METRICS_SERVICE_PORT_HTTP", "9464"),
+        ("REKINDLE_METRICS_PORT", "tcp://10.0.0.1:9464"),
+        ("REKINDLE_METRICS_PORT_9464_TCP_ADDR", "10.0.0.1"),
         ("STORE_KEEP_LAST", "x"),
     ];
     let with = load_layers(FILE, &env, &Overrides::default()).unwrap();
     assert_eq!(with.config, load_text(FILE).unwrap());
+    assert_eq!(with.strangers, [""; 0]);
+}
+
+#[test]
+fn a_variable_that_looks_like_ours_is_named() {
+    let none = Overrides::default();
+    for (name, expected) in [
+        ("REKINDLE_STORE_PTH", "unknown variable REKINDLE_STORE_PTH"),
+        (
+            "REKINDLE_STROE_DIRECTORY",
+            "unknown variable REKINDLE_STROE_DIRECTORY: did you mean REKINDLE_STORE_DIRECTORY?",
+        ),
+    ] {
+        let told = told(load_layers(FILE, &[(name, "x")], &none));
+        assert!(told.len() == 1 && told[0].starts_with(expected), "{name}: {told:?}");
+    }
+    let ignored = "is ignored: rekindle does not know it";
+    for (name, expected) in [
+        ("REKINDLE_VERSION", String::new()),
+        ("REKINDLE_INTERVAL", "; did you mean REKINDLE_SNAPSHOT_INTERVAL?".to_owned()),
+        ("REKINDLE_KEEP_LAST", "; did you mean REKINDLE_STORE_KEEP_LAST?".to_owned()),
+        ("REKINDLE_CONFIG", "; name the file with --config".to_owned()),
+    ] {
+        let with = load_layers(FILE, &[(name, "x")], &none).unwrap();
+        assert_eq!(with.strangers, [format!("the variable {name} {ignored}{expected}")]);
+    }
+}
+
+#[test]
+fn wrong_flags_are_told_from_a_wrong_configuration() {
+    let flag = Overrides { grace: Some("x".to_owned()), ..Overrides::default() };
+    let error = load_layers("version = 1\n", &[], &flag).unwrap_err();
+    assert!(error.is_usage());
+    assert_eq!(error.to_string(), "--grace \"x\": must be a duration with a unit, such as \"90s\" or \"10m\"");
+    let both = load_layers("version = 2\n", &[], &flag).unwrap_err();
+    assert!(!both.is_usage() && both.to_string().starts_with("the configuration is wrong:\n"), "{both}");
+}
+
+#[test]
+fn a_later_file_overrides_an_earlier_one_key_by_key_and_its_rules_replace_the_earlier_ones() {
+    let mut layers = Layers::default();
+    let rule = |cause: &str| format!("[[rules]]\nmatch = {{ cause = {cause:?} }}\naction = \"restart\"\n");
+    let machine =
+        format!("version = 1\n[store]\nkeep-last = 7\nmin-free = \"2GiB\"\n{}{}", rule("signal"), rule("hang"));
+    layers.file(Path::new("machine"), &machine);
+    layers.file(Path::new("project"), &format!("version = 1\n[store]\nkeep-last = 3\n{}", rule("exit")));
+    let (config, settings) = merge(layers).unwrap();
+    assert_eq!((config.store.keep_last, config.store.min_free.bytes(), config.rules.len()), (3, 2 << 30, 1));
+    let origin = |key: &str| settings[key].origin.to_string();
+    assert_eq!((origin("store.keep-last"), origin("store.min-free")), ("project:3".into(), "machine:4".into()));
+    assert!(origin("rules.1").starts_with("project:"));
 }

@@ -1,8 +1,8 @@
-//! What is refused, with which words, and what just passes.
+//! Refused values with their messages, and borderline values that are accepted.
 
 use super::*;
 
-/// Lines of a file with the section's line and the value's line; a fault of the value is on line 3.
+/// A file with the section on line 2 and the value on line 3.
 fn in_section(section: &str, line: &str) -> String {
     format!("version = 1\n[{section}]\n{line}\n")
 }
@@ -118,6 +118,7 @@ fn each_rule_refuses_with_key_value_and_rule() {
         ("network", "mode", "\"none\"", "must be \"host\" or \"private\""),
         ("network", "uplink", "\"tap\"", "must be \"off\" or \"user\""),
         ("gpu", "nccl", "\"none\"", "must be \"auto\", \"no-peer\" or \"off\""),
+        ("gpu", "hwloc", "\"on\"", "must be \"auto\" or \"off\""),
         ("snapshot", "tcp", "\"drop\"", "must be \"auto\", \"keep\" or \"close\""),
         ("snapshot", "memory-reserve", "-1", size),
         ("snapshot", "memory-reserve", "\"1 parsec\"", size),
@@ -205,7 +206,7 @@ fn each_rule_refuses_with_key_value_and_rule() {
         ("restart", "restore-timeout", "\"0s\"", "must be at least 1s"),
         ("scheduler", "requeue", "\"qsub\"", "must be \"exit-code\" or \"scontrol\""),
         ("scheduler", "deadline", "\"10ms\"", "must be at least 1s"),
-        ("log", "level", "\"loud\"", "must be \"error\", \"warn\", \"info\", \"debug\" or \"trace\""),
+        ("log", "level", "\"loud\"", "must be \"error\", \"warn\", \"notice\", \"info\", \"debug\" or \"trace\""),
         ("log", "max-size", "4095", "must be at least 4KiB, because each rotation creates a file"),
         ("log", "keep", "\"5\"", whole),
         ("criu", "path", "\"criu\"", path),

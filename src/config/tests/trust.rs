@@ -1,4 +1,4 @@
-//! Which files root obeys.
+//! Which files root trusts.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, chown, symlink};
@@ -20,7 +20,7 @@ fn mode(path: &Path, mode: u32) {
 }
 
 fn try_load(path: &Path) -> Result<Config, Error> {
-    load(Some(path), std::iter::empty(), &Overrides::default())
+    effective(Some(path), std::iter::empty(), &Overrides::default()).map(|read| read.config)
 }
 
 #[test]
@@ -46,7 +46,7 @@ fn a_file_in_a_folder_that_others_can_write_is_refused() {
     let (folder, path) = place();
     mode(folder.path(), 0o777);
     assert!(matches!(try_load(&path), Err(Error::Writable { path, .. }) if path == folder.path()));
-    // As /tmp: others can add files, but not replace this one.
+    // Like /tmp: others can add files, but not replace this one.
     mode(folder.path(), 0o1777);
     try_load(&path).unwrap();
 }

@@ -8,7 +8,7 @@ use super::*;
 use crate::published::JobState;
 use rekindle_store::ImageId;
 
-/// A server beside somebody who answers each snapshot after `pause`.
+/// A server, and an owner that answers each snapshot after `pause`.
 struct Stand {
     dir: tempfile::TempDir,
     server: Server,
@@ -53,9 +53,9 @@ impl Stand {
 const STATE: &str = r#"{"version":1,"state":"running","since":"2026-11-21T20:00:00Z","begun":"2026-11-21T20:00:00Z",
     "supervisor":1,"lineage":"l","pid":null,"restarts":0,"last_image":null,"last_freeze_us":null,"last_failure":null}"#;
 
-/// What comes back for these bytes, until the server hangs up or has said so many lines.
+/// The answers to these bytes, until the server closes the connection or has sent this many lines.
 fn lines(mut stream: &UnixStream, bytes: &[u8], count: usize) -> Vec<String> {
-    // It may hang up before it has read all.
+    // The server may close the connection before it has read everything.
     let _ = stream.write_all(bytes);
     io::BufReader::new(stream).lines().take(count).map_while(Result::ok).collect()
 }
@@ -82,21 +82,21 @@ fn a_line_that_is_too_long_is_the_last() {
     stand.status_works();
 }
 
-/// Who sends half a line, or does not read, is dropped after a time, and nobody waits for that.
+/// A client that sends half a line or does not read is dropped after a time, and nobody waits for it.
 #[test]
 fn half_lines_and_deaf_clients_are_dropped_and_harm_nobody() {
     let stand = Stand::new(Duration::ZERO);
     let (half, drop_by_drop, deaf) = (stand.connect(), stand.connect(), stand.connect());
     (&half).write_all(b"{\"version\":1,").unwrap();
     deaf.set_nonblocking(true).unwrap();
-    // It asks until nothing more is taken from it: its answers fill the buffers, then its questions do.
+    // Sends requests until nothing more is accepted: its answers fill the buffers, then its requests.
     let status = Request::Status.to_line();
     while (&deaf).write(&status).is_ok() {}
     let began = Instant::now();
     let mut slow = 0;
     while began.elapsed() < PATIENCE + Duration::from_secs(1) {
         stand.status_works();
-        // A byte at a time is no excuse.
+        // Sending a byte at a time does not extend the limit.
         slow += usize::from((&drop_by_drop).write_all(b"x").is_ok());
         std::thread::sleep(Duration::from_millis(50));
     }
@@ -104,7 +104,7 @@ fn half_lines_and_deaf_clients_are_dropped_and_harm_nobody() {
     assert!(lines(&half, b"", 1)[0].contains("timeout"));
     let mut rest = Vec::new();
     deaf.set_nonblocking(false).unwrap();
-    // Reset, because it had asked for more than it was answered.
+    // The connection is reset, because requests were not answered.
     let _ = (&deaf).read_to_end(&mut rest);
     assert!((&deaf).write_all(&status).is_err(), "it was dropped");
     stand.status_works();
@@ -122,7 +122,7 @@ fn a_hundred_clients_at_once_are_all_answered() {
     for caller in &mut callers {
         assert_eq!(caller.answer(until).unwrap(), snapped());
     }
-    // With 28 more the house is full, and says so; when they have gone there is room again.
+    // With 28 more clients all places are taken, and this is reported; when they are gone, there are places again.
     let more: Vec<UnixStream> = (callers.len()..CLIENTS).map(|_| stand.connect()).collect();
     let turned_away = || lines(&stand.connect(), b"", 1).first().is_some_and(|line| line.contains("busy"));
     assert!(turned_away());
@@ -143,7 +143,7 @@ fn a_client_that_goes_before_its_answer_is_forgotten() {
     while client::ask(stand.server.path(), &Request::Status, None).is_err() {
         assert!(began.elapsed() < Duration::from_secs(30), "they still have their places");
     }
-    // One that has only closed its own end waits for its answer.
+    // A client that has only closed its own side waits for its answer.
     let stream = stand.connect();
     (&stream).write_all(&Request::Snapshot(Snapshot::default()).to_line()).unwrap();
     stream.shutdown(std::net::Shutdown::Write).unwrap();
@@ -178,7 +178,7 @@ fn other_users_are_turned_away_with_a_line() {
     };
     set(stand.dir.path(), 0o755).unwrap();
     assert_eq!(ask(), (false, String::new()), "the mode of the socket keeps them out");
-    // Were it not for that, the kernel would say who they are.
+    // Even if the file allows it, the kernel reports the user.
     set(stand.server.path(), 0o666).unwrap();
     let (worked, said) = ask();
     assert!(worked && said.contains("forbidden") && said.contains("user 65534"), "{said}");

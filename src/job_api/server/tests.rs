@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::*;
 
-/// A socket that is served, and what its owner gets.
+/// A served socket, and the requests that its owner gets.
 struct Hall {
     _dir: tempfile::TempDir,
     socket: Socket,
@@ -50,7 +50,7 @@ fn facts() -> Facts {
     }
 }
 
-/// As docs/job-api.md has it.
+/// A client as in docs/job-api.md.
 fn client() -> UnixDatagram {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     let name = format!("rekindle-test-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::SeqCst));
@@ -80,7 +80,7 @@ fn the_state_is_answered_here_and_the_rest_by_the_owner() {
     assert_eq!(code(r#"{"version":1,"request":"snapshot","life":"k"}"#), "restored");
     hall.server.show(None);
     assert_eq!(code(r#"{"version":1,"request":"state"}"#), "later");
-    // Who cannot be answered is heard all the same.
+    // A request without a possible answer is still handled.
     hall.server.show(Some(facts()));
     let nameless = UnixDatagram::unbound().unwrap();
     nameless.send_to(br#"{"version":1,"request":"release"}"#, hall.socket.path()).unwrap();
@@ -95,7 +95,7 @@ fn garbage_is_answered_and_harms_nothing() {
     assert_eq!(code(""), "malformed");
     assert_eq!(code(&"[".repeat(MAX_REQUEST)), "malformed");
     assert_eq!(code(&" ".repeat(100_000)), "too-long");
-    // Descriptors are not taken.
+    // Descriptors are not received.
     let (path, file) = (hall.socket.path().to_owned(), std::fs::File::open("/dev/null").unwrap());
     let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
     let client = client();
@@ -108,7 +108,7 @@ fn garbage_is_answered_and_harms_nothing() {
     }
     let before = open();
     assert_eq!(code("[]"), "malformed");
-    // Other tests open some of their own.
+    // Other tests open descriptors too.
     assert!(open() < before + 100);
     assert!(hall.calls.try_recv().is_err(), "they come with a request that is not heard");
 }
@@ -126,12 +126,12 @@ fn a_flood_is_read_slowly_and_a_deaf_client_stops_nothing() {
             Err(_) => std::thread::sleep(Duration::from_millis(1)),
         }
     }
-    // What is read in two seconds, and what waits in the socket.
+    // The requests read in two seconds, plus those waiting in the socket.
     let queue = std::fs::read_to_string("/proc/sys/net/unix/max_dgram_qlen").unwrap();
     let most = 2 * PER_SECOND + queue.trim().parse::<u32>().unwrap() + 2;
     assert!(sent >= PER_WINDOW && sent <= most, "{sent} of {most}");
     assert_eq!(hall.ask(r#"{"version":1,"request":"state"}"#)["ok"]["state"]["life"], "l");
-    // It ends at once, whatever still waits.
+    // It ends at once, even if requests are waiting.
     for _ in 0..5 {
         let _ = deaf.send_to(b"x", hall.socket.path());
     }
@@ -162,7 +162,7 @@ fn another_user_is_not_heard() {
         return eprintln!("SKIP: not root");
     }
     let hall = Hall::new();
-    // Even where the file lets it.
+    // Even if the file allows it.
     let open = std::os::unix::fs::PermissionsExt::from_mode;
     std::fs::set_permissions(hall.socket.path(), open(0o666)).unwrap();
     std::fs::set_permissions(hall.socket.path().parent().unwrap(), open(0o755)).unwrap();

@@ -7,7 +7,7 @@ fn image(n: u32) -> ImageId {
     ImageId::new(n, moment(0))
 }
 
-/// An event after so many milliseconds.
+/// An event at this time in milliseconds.
 fn event(ms: i64, what: What) -> Event {
     Event { time: moment(0) + TimeDelta::milliseconds(ms), ..Event::now("run", what) }
 }
@@ -29,7 +29,7 @@ fn started(ms: i64, from: Option<u32>) -> Event {
     event(ms, What::Started { pid: None, image: from.map(image), took_us: 1_000_000, moved: Vec::new() })
 }
 
-/// One that froze the job for a second.
+/// A snapshot that froze the job for a second.
 fn taken(ms: i64, n: u32) -> Event {
     let reason = Reason::Interval;
     event(ms, What::SnapshotTaken { image: image(n), reason, freeze_us: 1_000_000, phases: Vec::new(), bytes: 9 })
@@ -72,7 +72,7 @@ fn what_was_done_since_the_image_is_lost_by_going_back() {
         ended(60_000),
         finished(62_000, "completed"),
     ];
-    // 2 s to start, 3 and 2 s to come back. Of 11 - 1 s each before the images the first one's stay; and the last 8 s.
+    // 2 s to start, 3 and 2 s to restart. Useful are the 10 s before the first image and the last 8 s.
     assert_eq!(seconds(&events[..6]), [27, 2, 0, 2, 0, 0]);
     assert_eq!(seconds(&events[..7]), [20, 2, 7, 5, 0, 0]);
     assert_eq!(seconds(&events), [18, 3, 32, 7, 0, 2]);
@@ -84,7 +84,7 @@ fn what_was_done_since_the_image_is_lost_by_going_back() {
     assert_eq!(lost, [crash(7, 3, 2), crash(25, 2, 1)]);
     assert_eq!(history.failures()[0].why, "ended by signal 9 (SIGKILL)");
     assert_eq!(history.restarts().len(), 2);
-    // How long it ran between two snapshots; the first of a life says nothing of the interval.
+    // The run time between two snapshots; the first of a life says nothing about the interval.
     let ran: Vec<_> = history.snapshots().iter().map(|it| (it.ran_us / 1_000_000, it.first)).collect();
     assert_eq!(ran, [(10, true), (10, false), (10, true)]);
     let spans = history.until(None);
@@ -119,7 +119,7 @@ fn a_new_run_from_an_image_goes_back_to_it_but_undoes_nothing_that_was_completed
         event.run = "another".into();
         event
     };
-    // A rewind: from there on the job is of another run.
+    // A rewind: from there on the job belongs to another run.
     let mut events = vec![supervised(0), started(1_000, None), taken(12_000, 1), taken(23_000, 2), ended(30_000)];
     events.push(event(30_000, What::Rewinding { image: image(1) }));
     events.push(other(started(31_000, Some(1))));
@@ -153,7 +153,7 @@ fn what_was_asked_for_is_no_failure() {
         end(105_000, Cause::BadTraining { rule: 1 }),
         started(107_000, Some(1)),
     ];
-    // While it was suspended it was not meant to run.
+    // While it was suspended it was not supposed to run.
     assert_eq!(seconds(&events), [10, 2, 3 + 3 + 5, 1 + 1 + 1 + 1, 0, 80]);
     let history = History::of(&events);
     let [failure] = history.failures() else { panic!("{:?}", history.failures()) };
@@ -168,7 +168,7 @@ fn what_a_supervisor_without_a_word_did_last_is_not_known() {
         started(1_000, None),
         taken(12_000, 1),
         event(15_000, What::Stored { image: image(1), took_us: 1_000_000, written: 5 }),
-        // Killed at some time.
+        // Killed at an unknown time.
         supervised(100_000),
         started(103_000, Some(1)),
     ];
@@ -181,17 +181,17 @@ fn what_a_supervisor_without_a_word_did_last_is_not_known() {
     );
     assert_eq!(history.snapshots()[0].written, Some(5));
     assert_eq!(history.up_since(), Some((moment(0) + TimeDelta::milliseconds(103_000)).timestamp_micros()));
-    // Of what goes on now the supervisor's presence tells.
+    // Whether the present stretch continues depends on whether there is a supervisor.
     let later = Some(moment(110));
     assert_eq!(history.sums(later)[0], 17_000_000);
     assert_eq!(history.until(later).last().map(|span| (span.kind, span.length())), Some((Kind::Useful, 7_000_000)));
-    // The heartbeat of its lock tells a little more: 70 s of running, of which what came after the image is lost.
+    // The heartbeat of its lock gives more information: it ran for 70 s, and the work after the image is lost.
     let mut seen = events;
     if let What::Supervised { last_seen, .. } = &mut seen[4].what {
         *last_seen = Some(moment(82));
     }
     assert_eq!(seconds(&seen), [10, 1, 70, 4, 18, 0]);
-    // A stop leaves nothing behind that would be one.
+    // A stop leaves no open failure.
     let stopped = [supervised(0), started(1_000, None), ended(2_000), finished(3_000, "stopped"), supervised(9_000)];
     assert_eq!(seconds(&stopped), [1, 0, 0, 1, 0, 7]);
     assert!(History::of(&stopped).failures().is_empty());
@@ -203,13 +203,13 @@ fn a_clock_that_is_set_back_makes_no_time_negative() {
         supervised(0),
         started(1_000, None),
         taken(12_000, 1),
-        // An hour back, and 10 s later.
+        // The clock is set back an hour, and the event comes 10 s later.
         event(-3_588_000 + 10_000, What::SnapshotBegan { reason: Reason::Interval }),
         event(-3_588_000 + 11_000, What::SnapshotFailed { why: "no".into(), job_lost: false }),
         ended(-3_588_000 + 12_000),
         finished(-3_588_000 + 12_000, "completed"),
     ];
-    // The step itself is lost: nobody knows how long it was.
+    // The step itself is lost, because its length is unknown.
     assert_eq!(seconds(&events), [12, 1, 0, 1, 0, 0]);
     let history = History::of(&events);
     assert_eq!(history.set_back(), (1, 3_590_000_000));
@@ -239,7 +239,7 @@ fn lines_that_are_missing_do_no_harm() {
         let first = kept.first().map_or(60_000, |event| (event.time - moment(0)).num_milliseconds());
         assert_eq!(all / 1000, 60_000 - u64::try_from(first).unwrap());
     }
-    // An image from before what is left of the journal: its name says when.
+    // An image from before the beginning of the journal: its name contains the time.
     let early = ImageId::new(7, moment(5));
     let mut events = vec![supervised(0), started(1_000, None), ended(11_000), restarting(11_000, None)];
     events.push(event(12_000, What::Started { pid: None, image: Some(early), took_us: 0, moved: Vec::new() }));

@@ -1,7 +1,7 @@
-//! Pictures, as the `d` of SVG paths: whole numbers, so the same report is the same page.
+//! Pictures as the `d` attributes of SVG paths. All numbers are whole, so that the same report gives the same page.
 //!
-//! However much happened, a picture has [`COLUMNS`] columns: what shares one is drawn by its share of it. A browser stretches
-//! it to the width there is (`preserveAspectRatio="none"`), so nothing in it is text or has a border.
+//! A picture always has [`COLUMNS`] columns; things in the same column are drawn with their shares of it. A browser
+//! stretches it to the available width (`preserveAspectRatio="none"`), so it contains no text or borders.
 
 use std::fmt::Write;
 use std::time::Duration;
@@ -10,15 +10,15 @@ use crate::report::history::{Kind, Snapshot, Span, between};
 use crate::report::model::Cost;
 use rekindle_base::interval;
 
-/// Of a picture over time.
+/// Width of a picture over time.
 pub(super) const COLUMNS: usize = 1000;
 /// Its height.
 pub(super) const HEIGHT: u64 = 100;
-/// Of a column, for shares of it.
+/// Units of a column, for shares of it.
 const PARTS: u64 = 1000;
-/// So many bars at most; more snapshots share one.
+/// Maximum number of bars; more snapshots share bars.
 const BARS: usize = 160;
-/// Fewer bars are no wider than this many would be.
+/// Bars are never wider than with this many bars.
 const FEWEST: usize = 32;
 
 /// A stretch of time that a picture shows.
@@ -37,12 +37,12 @@ impl Axis {
         self.length
     }
 
-    /// So many quarters along it.
+    /// The moment after this many quarters of the axis.
     pub(super) fn quarter(&self, quarters: u64) -> i64 {
         self.from.saturating_add_unsigned(self.length / 4 * quarters)
     }
 
-    /// A moment, in parts of columns.
+    /// The position of a moment, in units of columns.
     fn place(&self, at: i64) -> u64 {
         let whole = u128::from(PARTS) * to_wide(COLUMNS);
         let place = u128::from(between(self.from, at)) * whole / u128::from(self.length);
@@ -53,7 +53,7 @@ impl Axis {
         usize::try_from(self.place(at) / PARTS).unwrap_or(0).min(COLUMNS - 1)
     }
 
-    /// How much of each column each lane takes, in parts of it.
+    /// The share of each column that each lane takes.
     fn shares<const N: usize>(&self, stretches: impl Iterator<Item = (usize, i64, i64)>) -> Vec<[u64; N]> {
         let mut columns = vec![[0; N]; COLUMNS];
         for (lane, from, to) in stretches {
@@ -70,13 +70,13 @@ impl Axis {
         columns
     }
 
-    /// What the time went to: a path for each kind, on top of each other.
+    /// How the time was spent: a path for each kind, stacked.
     pub(super) fn kinds(&self, spans: &[Span]) -> [String; 6] {
         let lane = |kind| Kind::ALL.iter().position(|it| *it == kind).unwrap_or(0);
         stacked(&self.shares(spans.iter().map(|span| (lane(span.kind), span.from, span.to))))
     }
 
-    /// Where something was going on: what takes a little of a column is seen as well.
+    /// Stretches of time; one that takes only a little of a column is still visible.
     pub(super) fn stretches(&self, stretches: &[(i64, i64)]) -> String {
         let mut columns = self.shares::<1>(stretches.iter().map(|(from, to)| (0, *from, *to)));
         for share in columns.iter_mut().flatten().filter(|share| **share > 0) {
@@ -86,8 +86,17 @@ impl Axis {
         path
     }
 
-    /// A stroke for each moment, as high as `height` of the highest; the highest of a column counts.
+    /// A stroke for each moment, with a height relative to the highest; in a column the highest counts.
     pub(super) fn strokes(&self, moments: impl Iterator<Item = (i64, u64)>, least: u64) -> String {
+        self.strokes_within(moments, least, HEIGHT)
+    }
+
+    /// A stroke of this height for each moment.
+    pub(super) fn strokes_of(&self, moments: impl Iterator<Item = i64>, height: u64) -> String {
+        self.strokes_within(moments.map(|at| (at, 1)), height, height)
+    }
+
+    fn strokes_within(&self, moments: impl Iterator<Item = (i64, u64)>, least: u64, most: u64) -> String {
         let mut columns = vec![None; COLUMNS];
         for (at, height) in moments {
             if let Some(column) = columns.get_mut(self.column(at)) {
@@ -96,11 +105,11 @@ impl Axis {
         }
         let highest = columns.iter().flatten().max().copied().unwrap_or(0).max(1);
         let count = columns.iter().flatten().count().max(1);
-        // Few are wide enough to be seen on a telephone.
+        // A few strokes are wide enough to be visible on a telephone.
         let width = (COLUMNS / count / 4).clamp(1, 4);
         let mut path = String::new();
         for (at, height) in columns.iter().enumerate().filter_map(|(at, height)| Some((at, (*height)?))) {
-            let height = least + (HEIGHT - least) * height / highest;
+            let height = least + (most - least) * height / highest;
             rect(&mut path, at.min(COLUMNS - width), width, HEIGHT - height, height);
         }
         path
@@ -112,7 +121,7 @@ fn rect(path: &mut String, x: usize, width: usize, y: u64, height: u64) {
     let _ = write!(path, "M{x} {y}h{width}v{height}h-{width}z");
 }
 
-/// A path for each lane, from shares of columns. Neighbours that are alike become one rectangle.
+/// A path for each lane, from shares of columns. Equal neighbours become one rectangle.
 fn stacked<const N: usize>(columns: &[[u64; N]]) -> [String; N] {
     let mut lane = 0;
     [(); N].map(|()| {
@@ -148,15 +157,16 @@ fn to_wide(n: usize) -> u128 {
     u128::try_from(n).unwrap_or(u128::MAX)
 }
 
-/// The phases of a freeze, and what is left of it.
+/// The phases of a freeze, and the rest of it.
 pub(super) const PHASES: [&str; 6] = ["lock", "checkpoint", "dump", "restore", "unlock", "other"];
 
-/// What a freeze went to. Without CUDA only a part of the phase `dump` is one: the job runs while CRIU prepares.
+/// How a freeze was spent. Without CUDA only a part of the phase `dump` is freeze, because the job runs while CRIU
+/// prepares.
 pub(super) fn by_phase(snapshot: &Snapshot) -> [u64; 6] {
     let took = |name: &str| snapshot.phases.iter().filter(|it| it.phase == name).map(|it| it.took_us).sum::<u64>();
     let mut phases = PHASES.map(took);
     let mut left = snapshot.freeze_us;
-    // In the order in which they say more: the driver's are measured as such.
+    // The more reliable values first: those of the driver are measured separately.
     for at in [0, 1, 3, 4, 2] {
         if let Some(phase) = phases.get_mut(at) {
             *phase = (*phase).min(left);
@@ -169,16 +179,16 @@ pub(super) fn by_phase(snapshot: &Snapshot) -> [u64; 6] {
     phases
 }
 
-/// Bars of snapshots: how long each phase took, and the longest of those that share a bar.
+/// Bars of snapshots: the time of each phase, and the longest freeze of those that share a bar.
 #[derive(Debug, Default)]
 pub(super) struct Bars {
     /// A path for each of [`PHASES`].
     pub(super) phases: [String; 6],
-    /// A line for the longest freeze in each bar, where several share one.
+    /// A line for the longest freeze in each bar, if several share one.
     pub(super) longest: String,
-    /// What the height is, in microseconds.
+    /// The value at the full height, in microseconds.
     pub(super) top_us: u64,
-    /// What the width is.
+    /// The width.
     pub(super) width: usize,
     /// How many snapshots share a bar.
     pub(super) each: usize,
@@ -189,7 +199,7 @@ impl Bars {
         const STEP: usize = 10;
         let each = snapshots.len().div_ceil(BARS).max(1);
         let count = snapshots.len().div_ceil(each);
-        // On a telephone gaps between many would be narrower than its dots.
+        // On a telephone, gaps between many bars would be narrower than a pixel.
         let bar = if count > 60 { STEP } else { STEP - 2 };
         let top_us = snapshots.iter().map(|it| it.freeze_us).max().unwrap_or(0).max(1);
         let width = count.max(FEWEST) * STEP;
@@ -203,7 +213,7 @@ impl Bars {
             });
             let mut below = 0;
             for (path, sum) in bars.phases.iter_mut().zip(sums) {
-                // From sum to sum, so that no rounding adds up.
+                // From sum to sum, so that rounding errors do not add up.
                 let (bottom, top) = (below * 1000 / share, (below + sum) * 1000 / share);
                 if top > bottom {
                     rect(path, x, bar, 1000 - top, top - bottom);
@@ -219,16 +229,16 @@ impl Bars {
     }
 }
 
-/// What intervals cost, from a part of the shorter one of the two to some times the longer.
+/// The cost of intervals, from a fraction of the shorter of two intervals to a multiple of the longer.
 #[derive(Debug)]
 pub(super) struct Curve {
-    /// Of freezes, of lost work, of both: lines.
+    /// Lines for freezes, lost work, and both.
     pub(super) lines: [String; 3],
-    /// Where the measured interval and the best one are, in thousandths of the width.
+    /// Positions of the measured and the best interval, in thousandths of the width.
     pub(super) marks: [u32; 2],
-    /// What the height is, in millionths.
+    /// The value at the full height, in millionths.
     pub(super) top_ppm: u64,
-    /// What the width is.
+    /// The range of the width.
     pub(super) range: [Duration; 2],
 }
 
@@ -246,7 +256,7 @@ impl Curve {
             let lost = interval::loss(interval, cost.best.mtbf).as_millionths();
             [u64::from(freezes), u64::from(lost), u64::from(freezes) + u64::from(lost)]
         };
-        // The valley is what there is to see, not how high the slopes go.
+        // The minimum should be visible, not the height of the slopes.
         let top_ppm = (cost.sum_ppm().max(cost.best_sum_ppm()) * 2).max(1);
         let mut lines = [const { String::new() }; 3];
         for point in 0..=POINTS {

@@ -1,7 +1,7 @@
-//! Sections of the page, and what they are made of.
+//! Sections of the page, and their elements.
 
 use maud::{Markup, html};
-use rekindle_base::units::size;
+use rekindle_base::units::{counted, size};
 
 use super::charts::{Bars, Curve, HEIGHT, PHASES, by_phase};
 use crate::report::history::{Kind, Snapshot};
@@ -9,55 +9,104 @@ use crate::report::model::{Cost, Report, Times};
 use crate::report::words::{moment, share, time, word};
 use crate::telemetry::clean::is_harmful;
 
-/// Longer texts are cut.
+/// Longer texts are cut to this length.
 const LONGEST: usize = 2000;
-/// So many images have a bar.
+/// Number of images with a bar.
 const IMAGES: usize = 40;
-/// So many failures have a row.
+/// Number of failures with a row.
 const TROUBLES: usize = 100;
 
-/// Text from elsewhere.
+/// External text, escaped.
 pub(super) fn foreign(text: &str) -> Markup {
     let clean = text.chars().take(LONGEST).map(|c| if is_harmful(c) && c != '\n' { '\u{fffd}' } else { c });
     let cut = text.chars().nth(LONGEST).is_some();
     html! { span.foreign { (clean.collect::<String>()) @if cut { "…" } } }
 }
 
-/// The colour of something.
+/// A coloured dot for the legend, with the texture of what it explains.
 pub(super) fn dot(name: &str) -> Markup {
-    html! { i style=(format!("--c:var(--{name})")) {} }
+    html! { i.(texture(name).map_or("plain", |texture| texture.class)) style=(format!("--c:var(--{name})")) {} }
 }
 
-/// Paths in a picture that is stretched.
-pub(super) fn picture(
-    width: usize,
-    height: u64,
-    label: &str,
-    paths: impl IntoIterator<Item = (&'static str, String)>,
-) -> Markup {
+/// A sample of a line for the legend.
+pub(super) fn dash(name: &str) -> Markup {
+    html! { i.line.(name) style=(format!("--c:var(--{name})")) {} }
+}
+
+/// Lines over a colour, for readers who cannot tell the colours apart. What is beside each other in a picture differs.
+struct Texture {
+    class: &'static str,
+    /// In a square of 8 by 8.
+    lines: &'static str,
+}
+
+fn texture(name: &str) -> Option<Texture> {
+    let (class, lines) = match name {
+        "lost" | "checkpoint" => ("rising", "M-2 2L2-2M-2 10L10-2M6 10L10 6"),
+        "down" | "restore" => ("falling", "M-2 6L2 10M-2-2L10 10M6-2L10 2"),
+        "away" | "lock" => ("flat", "M0 4H8"),
+        "unlock" => ("upright", "M4 0V8"),
+        "other" => ("crossed", "M0 4H8M4 0V8"),
+        _ => return None,
+    };
+    Some(Texture { class, lines })
+}
+
+/// The size of a picture in units of its paths, and its usual height on the screen in pixels.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Extent {
+    pub(super) width: usize,
+    pub(super) height: u64,
+    pub(super) pixels: u64,
+}
+
+/// The paths of a picture, which is stretched.
+pub(super) fn picture(extent: Extent, label: &str, paths: impl IntoIterator<Item = (&'static str, String)>) -> Markup {
+    let Extent { width, height, pixels } = extent;
+    let id = |colour: &str| format!("{}-{colour}", label.to_lowercase().replace(' ', "-"));
+    // About 8 pixels on a page of the usual width, whatever the picture is stretched to.
+    let (across, down) = (width * 8, height * 64);
+    let scale = format!(
+        "scale({}.{:03} {}.{:03})",
+        across / 7200,
+        across % 7200 * 1000 / 7200,
+        down / (pixels * 64),
+        down % (pixels * 64) * 1000 / (pixels * 64)
+    );
     html! {
         svg viewBox=(format!("0 0 {width} {height}")) preserveAspectRatio="none" shape-rendering="crispEdges" role="img"
             aria-label=(label) {
-            @for (colour, path) in paths {
-                @if !path.is_empty() { path fill=(format!("var(--{colour})")) d=(path) {} }
+            @for (colour, path) in paths.into_iter().filter(|(_, path)| !path.is_empty()) {
+                path fill=(format!("var(--{colour})")) d=(path) {}
+                @if let Some(texture) = texture(colour) {
+                    pattern id=(id(colour)) width="8" height="8" patternUnits="userSpaceOnUse" patternTransform=(scale) {
+                        path.texture d=(texture.lines) {}
+                    }
+                    path fill=(format!("url(#{})", id(colour))) d=(path) {}
+                }
             }
         }
     }
 }
 
-/// What all the time went to, in one bar.
+/// How the total time was spent, in one bar.
 pub(super) fn whole_bar(times: &Times, kinds: impl Iterator<Item = Kind>) -> Markup {
     let mut at = 0;
     let paths = kinds.map(|kind| {
         let ppm = times.share(times.of(kind)).unwrap_or(0);
-        // What is there is seen.
+        // Every existing kind is visible.
         let width = (ppm / 1000).max(3).min(1000_u64.saturating_sub(at));
         let path = format!("M{at} 0h{width}v{HEIGHT}h-{width}z");
         at += width;
         (super::named(kind).0, path)
     });
-    let bar = picture(1000, HEIGHT, "share of the time by kind", paths);
+    let bar = picture(Extent { width: 1000, height: HEIGHT, pixels: 14 }, "share of the time by kind", paths);
     html! { div.bar style="overflow:hidden" { div style="height:100%" { (bar) } } }
+}
+
+/// A count, as [`counted`] takes it.
+pub(super) fn number(count: usize) -> u64 {
+    u64::try_from(count).unwrap_or(u64::MAX)
 }
 
 pub(super) fn freezes(report: &Report, rows: usize) -> Markup {
@@ -77,7 +126,7 @@ pub(super) fn freezes(report: &Report, rows: usize) -> Markup {
             h2 { "Freezes by phase" }
             div.chart {
                 div.y { span { (time(top_us)) } span { (time(top_us / 2)) } span { "0" } }
-                div.plot { (picture(width, 1000, "how long each snapshot froze the job", paths)) }
+                div.plot { (picture(Extent { width, height: 1000, pixels: 180 }, "how long each snapshot froze the job", paths)) }
                 div.axis {
                     span { (measured.first().map(|it| moment(it.at)).unwrap_or_default()) }
                     @if width == measured.len().div_ceil(each) * 10 {
@@ -91,11 +140,11 @@ pub(super) fn freezes(report: &Report, rows: usize) -> Markup {
                 }
             }
             p.small.soft {
-                "Means of each phase. "
+                "Upwards: how long the job was frozen, by phase; the legend has the mean of each. "
                 @if each > 1 {
                     "Each bar is the mean of " (each) " consecutive snapshots, the line is their longest freeze. "
                 }
-                "The oldest is on the left."
+                "The oldest snapshot is on the left."
             }
             details open[report.snapshots.len() <= 12] {
                 summary {
@@ -104,9 +153,9 @@ pub(super) fn freezes(report: &Report, rows: usize) -> Markup {
                 }
                 div.scroll { table {
                     thead { tr {
-                        th { "Image" } th { "Taken" } th { "Reason" } th.n { "Freeze" } th.n { "lock" } th.n { "checkpoint" }
-                        th.n { "dump" } th.n { "restore" } th.n { "unlock" } th.n { "Size" } th.n { "Written" }
-                        th.n { "Stored in" }
+                        th { "Image" } th { "Taken" } th.wide { "Reason" } th.n { "Freeze" }
+                        @for phase in &PHASES[..5] { th.n.wide { (phase) } }
+                        th.n { "Size" } th.n.wide { "Written" } th.n.wide { "Stored in" }
                     } }
                     tbody { @for snapshot in newest { (row(snapshot)) } }
                 } }
@@ -122,12 +171,12 @@ fn row(snapshot: &Snapshot) -> Markup {
         tr {
             td.t { code { (format!("{:06}", snapshot.image.sequence())) } }
             td.t { (moment(snapshot.at)) }
-            td.t { (word(&snapshot.reason)) }
+            td.t.wide { (word(&snapshot.reason)) }
             td.n { b { (time(snapshot.freeze_us)) } }
-            @for us in phases { td.n { @if us > 0 { (time(us)) } @else { "–" } } }
+            @for us in phases { td.n.wide { @if us > 0 { (time(us)) } @else { "–" } } }
             td.n { (size(snapshot.bytes)) }
-            td.n { (or_dash(snapshot.written.map(size))) }
-            td.n { (or_dash(snapshot.stored_us.map(time))) }
+            td.n.wide { (or_dash(snapshot.written.map(size))) }
+            td.n.wide { (or_dash(snapshot.stored_us.map(time))) }
         }
     }
 }
@@ -156,19 +205,26 @@ pub(super) fn interval(cost: &Cost) -> Markup {
                 div.plot {
                     svg.curve viewBox="0 0 1000 1000" preserveAspectRatio="none" role="img" aria-label="cost by interval" {
                         @for (colour, line) in ["frozen", "lost", "ink"].into_iter().zip(&curve.lines) {
-                            path stroke=(format!("var(--{colour})")) d=(line) {}
+                            path.(colour) stroke=(format!("var(--{colour})")) d=(line) {}
                         }
                         @for (colour, x) in [("useful", best), ("down", actual)] {
                             line stroke=(format!("var(--{colour})")) x1=(x) x2=(x) y1="0" y2="1000" {}
                         }
                     }
+                    @for (name, x) in [("best", best), ("actual", actual)] {
+                        // On the side of its line where there is room.
+                        @let (side, at) = if x > 500 { ("right", 1000 - x) } else { ("left", x) };
+                        span.mark style=(format!("{side}:{}.{}%", at / 10, at % 10)) { (name) }
+                    }
                 }
-                div.axis { @for end in curve.range { span { (time(millis(end))) } } }
+                div.axis {
+                    span { (time(millis(curve.range[0]))) }
+                    span { "interval between snapshots" }
+                    span { (time(millis(curve.range[1]))) }
+                }
             }
-            ul.key {
-                li { (dot("frozen")) "freezes" } li { (dot("lost")) "lost work" } li { (dot("ink")) "both" }
-                li { (dot("down")) "actual" } li { (dot("useful")) "best" }
-            }
+            p.small.soft { "Upwards: the share of the time that it costs." }
+            ul.key { li { (dash("frozen")) "freezes" } li { (dash("lost")) "lost work" } li { (dash("ink")) "both" } }
             div.scroll { table {
                 thead { tr { th {} th.n { "Interval" } th.n { "Freezes" } th.n { "Lost work" } th.n { "Both" } } }
                 tbody {
@@ -197,7 +253,7 @@ pub(super) fn store(report: &Report) -> Markup {
         section {
             h2 { "Store" }
             p {
-                b { (size(report.disk)) } " on disk in total. Storing the " (report.images.len()) " existing images added "
+                b { (size(report.disk)) } " on disk in total. Storing the " (counted(number(report.images.len()), "existing image")) " added "
                 b { (size(stored)) } "."
             }
             @for image in report.images.iter().take(IMAGES) {
@@ -218,7 +274,7 @@ pub(super) fn store(report: &Report) -> Markup {
             }
             @if !rest.is_empty() {
                 p.small.soft {
-                    "Also " (rest.len()) " older images, which added "
+                    "Also " (counted(number(rest.len()), "older image")) ", which added "
                     (size(rest.iter().filter_map(|image| image.stored).sum())) "."
                 }
             }
@@ -240,15 +296,15 @@ pub(super) fn troubles(report: &Report) -> Markup {
                 p.small.soft { "The newest " (TROUBLES) " of " (report.troubles.len()) "." }
             }
             div.scroll { table {
-                thead { tr { th { "When" } th { "What" } th { "Why" } th.n { "Restored after" }
-                    th.n { "Lost work" } th { "From" } } }
+                thead { tr { th { "When" } th { "What" } th { "Why" } th.n.wide { "Restored after" }
+                    th.n.wide { "Lost work" } th.wide { "From" } } }
                 tbody { @for trouble in newest { tr {
                     td.t { (moment(trouble.at)) }
                     td.t { (dot(if trouble.what.is_death() { "lost" } else { "down" })) (word(&trouble.what)) }
                     td.why { (foreign(&trouble.why)) }
-                    td.n { (or_dash(trouble.back_us)) }
-                    td.n { (or_dash(trouble.lost_us)) }
-                    td.t {
+                    td.n.wide { (or_dash(trouble.back_us)) }
+                    td.n.wide { (or_dash(trouble.lost_us)) }
+                    td.t.wide {
                         @match (trouble.image, trouble.back_us) {
                             (Some(image), _) => code { (format!("{:06}", image.sequence())) },
                             (None, Some(_)) => "the beginning",

@@ -9,7 +9,7 @@ use crate::telemetry::events::{self, Event, Journal, What};
 use rekindle_store::ImageId;
 use rekindle_store::manifest::{Phase, Reason};
 
-/// So many snapshots, 10 minutes apart, with a crash every 100.
+/// This many snapshots, 10 minutes apart, with a crash every 100.
 fn journal(snapshots: u32) -> Vec<Event> {
     let mut time = at(0);
     let mut events = Vec::new();
@@ -63,7 +63,7 @@ fn ten_thousand_snapshots_make_a_page_of_some_hundred_kilobytes_in_no_time() {
     assert_eq!((report.snapshots.len(), report.restarts), (10_000, 100));
     assert!(page.len() < 3 << 20, "{} bytes", page.len());
     println!("a report of 10,000 snapshots: {took:?}, {} bytes", page.len());
-    // Without optimisation, and beside other tests on two processors, it may take many times as long.
+    // Without optimisation, and beside other tests on two processors, it can take many times as long.
     let limit = if cfg!(debug_assertions) { 30 } else { 1 };
     assert!(took < Duration::from_secs(limit), "{took:?}");
 }
@@ -74,6 +74,9 @@ fn what_is_foreign_stays_text_and_nothing_is_fetched() {
     let why = format!("<img src=x onerror=alert(1)>{}\0", "x".repeat(100_000));
     events.push(Event { time: at(200_000), ..Event::now("run", What::SnapshotFailed { why, job_lost: false }) });
     let page = page(&Report::new(&events, facts(), at(200_100)));
+    assert!(is_page(page.as_bytes()) && !is_page(b"<!DOCTYPE html><html>"));
+    // Patterns within the page.
+    let page = page.replace("url(#", "");
     assert!(page.contains("&lt;script&gt;") && page.contains("&lt;img src=x"));
     for wrong in ["<script", "<img", "<link", "http:", "https:", "url(", "@import", "\u{1b}", "\0", "onerror=\""] {
         assert!(!page.contains(wrong), "{wrong}");

@@ -5,7 +5,7 @@ use crate::report::at;
 use crate::telemetry::events::What;
 use rekindle_store::manifest::Reason;
 
-/// A life with three snapshots of a second, ten minutes apart, a crash, and one more.
+/// A life with three snapshots of a second each, ten minutes apart, a crash, and one more snapshot.
 fn events() -> Vec<Event> {
     let event = |s: i64, what| Event { time: at(s), ..Event::now("run", what) };
     let taken = |s: i64, n: u32| {

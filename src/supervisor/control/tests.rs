@@ -16,7 +16,7 @@ fn snapped(n: u32) -> Snapped {
     Snapped { image: id(n), freeze_us: 1, bytes: 2, stored: false }
 }
 
-/// Somebody who asks, beside the machine of a job that runs.
+/// A client of the control socket, and the state machine of a running job.
 struct Asker<'a> {
     control: Control,
     machine: Machine<'a>,
@@ -30,7 +30,7 @@ impl<'a> Asker<'a> {
         Asker { control: Control::default(), machine, stops: Stops::default() }
     }
 
-    /// Asks; what that comes to is done with the machine.
+    /// Sends a request, and carries out the result with the machine.
     fn ask(&mut self, request: Request) -> Said {
         let (sender, said) = mpsc::channel();
         let call = Call { request, reply: Box::new(move |answer| drop(sender.send(answer))) };

@@ -9,21 +9,22 @@ use crate::published::{Forecast, Persisting};
 use crate::telemetry::events::{Event, What};
 use rekindle_store::ImageId;
 
-/// So many are remembered of each, and the slowest of them counts: being early costs seconds, being late the work since the
-/// image before.
+/// Number of measurements that are remembered of each kind. The slowest counts: being early costs seconds, being late
+/// costs the work since the previous image.
 const REMEMBERED: usize = 5;
 
-/// Bytes in a microsecond for a way that was never measured: 100 MB/s, a slow disk or a network file system.
+/// Assumed bytes per microsecond for a transfer that was never measured: 100 MB/s, a slow disk or a network file
+/// system.
 const UNKNOWN_RATE: u64 = 100;
 
-/// Where an image goes that is to outlive this machine.
+/// Where a final image is copied to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Route {
-    /// A replica is kept.
+    /// Whether there is a replica.
     pub(super) replica: bool,
 }
 
-/// An image that went from one place to another.
+/// The transfer of an image from one place to another.
 #[derive(Debug, Clone, Copy)]
 struct Trip {
     bytes: u64,
@@ -33,7 +34,7 @@ struct Trip {
 /// What was measured so far.
 #[derive(Debug, Default)]
 pub(super) struct Measured {
-    /// When the snapshot under way was begun.
+    /// When the snapshot in progress began.
     began: Option<DateTime<Utc>>,
     /// The newest image, and its size.
     newest: Option<(ImageId, u64)>,
@@ -43,13 +44,13 @@ pub(super) struct Measured {
 }
 
 impl Measured {
-    /// Learns from what happened.
+    /// Updates the measurements with an event.
     pub(super) fn observe(&mut self, event: &Event) {
         match &event.what {
             What::SnapshotBegan { .. } => self.began = Some(event.time),
             What::SnapshotTaken { image, bytes, freeze_us, .. } => {
                 let took = self.began.take().and_then(|began| (event.time - began).to_std().ok());
-                // Not less than the freeze: the clock on the wall may be put back.
+                // At least the freeze, because the wall clock may have been set back.
                 remember(&mut self.snapshots, took.unwrap_or_default().max(Duration::from_micros(*freeze_us)));
                 self.newest = Some((*image, *bytes));
             }
@@ -87,11 +88,11 @@ fn remember<T>(known: &mut VecDeque<T>, new: T) {
     known.push_back(new);
 }
 
-/// How long so many bytes take at the rate of the slowest transfer.
+/// The time to transfer this many bytes at the slowest measured rate.
 fn slowest(trips: &VecDeque<Trip>, bytes: u64) -> Duration {
     let scaled = |trip: &Trip| {
         let micros = trip.took.as_micros().saturating_mul(u128::from(bytes)) / u128::from(trip.bytes.max(1));
-        // A transfer has costs that do not shrink with the image.
+        // A transfer has fixed costs too.
         Duration::from_micros(u64::try_from(micros).unwrap_or(u64::MAX)).max(trip.took)
     };
     trips.iter().map(scaled).max().unwrap_or_else(|| Duration::from_micros(bytes / UNKNOWN_RATE))
@@ -102,14 +103,14 @@ pub(super) fn left_of(seen: &Persisting, whole: Duration) -> Duration {
     let left = seen.total.saturating_sub(seen.done);
     let micros = whole.as_micros().saturating_mul(u128::from(left)) / u128::from(seen.total.max(1));
     let expected = Duration::from_micros(u64::try_from(micros).unwrap_or(u64::MAX));
-    // Its own rate means nothing at the start.
+    // Its own rate means little at the beginning.
     let is_telling = seen.done.saturating_mul(4) >= seen.total;
     let at_its_rate = left.checked_div(seen.rate).filter(|_| is_telling).map(Duration::from_secs);
     expected.max(at_its_rate.unwrap_or_default())
 }
 
 /// For people: whole seconds, rounded up.
-pub(super) fn in_seconds(time: Duration) -> humantime::FormattedDuration {
+pub(in crate::supervisor) fn in_seconds(time: Duration) -> humantime::FormattedDuration {
     humantime::format_duration(Duration::from_secs(time.as_millis().div_ceil(1000).try_into().unwrap_or(u64::MAX)))
 }
 
@@ -120,6 +121,14 @@ pub(super) struct Plan {
     pub(super) at: DateTime<Utc>,
     /// Whether there is enough time for it.
     pub(super) room: Room,
+}
+
+impl Plan {
+    /// Early enough before this time, however long the run was.
+    pub(super) fn until(end: DateTime<Utc>, lead: Duration) -> Plan {
+        let lead = chrono::TimeDelta::from_std(lead).unwrap_or(chrono::TimeDelta::MAX);
+        Plan { at: end.checked_sub_signed(lead).unwrap_or(DateTime::<Utc>::MIN_UTC), room: Room::Enough }
+    }
 }
 
 /// Whether the time until a deadline is enough for the final snapshot.
@@ -142,16 +151,16 @@ pub(super) fn plan(begun: DateTime<Utc>, deadline: DateTime<Utc>, lead: Duration
     }
 }
 
-/// Who limits the time of a stop.
+/// Whether somebody limits the time of a stop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Attended {
-    /// A scheduler or an orchestrator, which kills us when the grace is over.
+    /// A scheduler or an orchestrator, which kills us when the grace period is over.
     Yes,
     /// Nobody: after the final snapshot there is no time limit.
     No,
 }
 
-/// What is wrong with a grace that is too short for the final snapshot, and what to do.
+/// The message for a grace period that is too short for the final snapshot: the problem, and what to do.
 pub(super) fn too_short(forecast: &Forecast, grace: Duration, attended: Attended) -> Option<String> {
     let advice = format!(
         "Raise --grace, and allow {} or more for both: terminationGracePeriodSeconds, TimeoutStopSec, or N in Slurm's \

@@ -14,7 +14,7 @@ fn words(news: &[NotifyState<'_>]) -> Vec<String> {
     news.iter().map(ToString::to_string).collect()
 }
 
-/// What is said at `now`; it is taken as heard.
+/// The messages at `now`; they count as sent.
 fn say(said: &mut Said, phase: Phase, status: &str, done: u64, now: Instant) -> Vec<String> {
     let next = said.after(phase, status.into(), (state(status), done), now);
     let news = words(&said.news(&next, now));
@@ -33,7 +33,7 @@ fn a_service_gets_up_once_and_stops_once() {
     assert_eq!(say(&mut said, Phase::Starting, "starting", 0, start + SECOND), [""; 0]);
     assert_eq!(say(&mut said, Phase::Starting, "starting", 0, start + EXTEND_EVERY), [extend]);
     assert_eq!(say(&mut said, Phase::Up, "running", 0, start + 20 * SECOND), ["READY=1", "STATUS=running"]);
-    // A restart: nothing that the manager has to wait for.
+    // A restart is not announced to the manager.
     assert_eq!(say(&mut said, Phase::Starting, "restoring", 0, start + 100 * SECOND), ["STATUS=restoring"]);
     assert_eq!(said.patience(start + 100 * SECOND), None);
     let stop = start + 101 * SECOND;
@@ -93,7 +93,7 @@ fn the_line_says_what_people_want_to_know() {
     assert!(status(&running, at(60)).contains("taken 1 minute ago,"));
     assert!(status(&running, at(7300)).contains("taken 2 hours ago,"));
     assert!(status(&running, at(90_000)).contains("taken 1 day ago,"));
-    // A clock that went back.
+    // The clock was set back.
     assert!(status(&running, at(-500)).contains("taken just now,"));
     let moving = Persisting { image, done: 45, total: 100, written: 0, rate: 0 };
     let storing = Published { persisting: Some(moving.clone()), restarts: 2, ..published("running") };
@@ -134,7 +134,7 @@ fn both_kinds_of_sockets_are_understood() {
         let mut buffer = [0; 100];
         let count = manager.recv(&mut buffer).unwrap();
         assert_eq!(&buffer[..count], b"READY=1\nSTATUS=x\n");
-        // A manager that does not read: its queue is full at some time, and we do not wait.
+        // The manager does not read: its queue fills up, and we do not wait.
         assert!((0..10_000).any(|_| !notify.send(&[NotifyState::Watchdog])));
     }
     assert!(open(OsStr::new("vsock:2:1234")).is_err());

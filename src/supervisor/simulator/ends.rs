@@ -1,4 +1,4 @@
-//! What has to hold at the end of a run, and after the power went.
+//! Conditions at the end of a run, and after a power cut.
 
 use super::model::candidate;
 use super::oracle::Stopping;
@@ -36,7 +36,7 @@ impl World {
         }
     }
 
-    /// What the user is told at the end.
+    /// Checks the result that the user is told at the end.
     pub(super) fn check_told(&mut self, told: &Finish, at_once: bool) {
         let copies = self.ground.copies();
         let line = self.line();
@@ -64,7 +64,7 @@ impl World {
         }
     }
 
-    /// After the power went: what was said to be in the store is there.
+    /// After a power cut: images that were reported as stored are in the store.
     pub(super) fn check_stored(&mut self) {
         if let Some(id) = self.oracle.stored.iter().find(|id| !self.ground.is_stored(**id)).copied() {
             self.oracle.violate(format!("image {id} was told to be in the store, and is lost"));

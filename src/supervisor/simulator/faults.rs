@@ -1,4 +1,4 @@
-//! What may happen to a job and its supervisor, and what people ask of them. All of it comes at any time.
+//! Faults of a job and its supervisor, and requests of users. All of them can come at any time.
 
 use std::time::{Duration, Instant};
 
@@ -20,7 +20,9 @@ pub(super) enum Fault {
     WantOfMemory,
     GpuFails,
     ChildKilled,
-    /// The state of the job goes wrong, and it dies of that later, after each restore.
+    RankKilled,
+    RankAskedToEnd,
+    /// The state of the job becomes bad, and the job dies of that later, again after each restore.
     GoesWrong,
     Hangs,
     RemovesFiles,
@@ -40,8 +42,10 @@ pub(super) enum Fault {
     SupervisorKilled,
     PowerCut,
     MachineLost,
+    /// A cloud announces the end of the machine, and ends it then.
+    MachineTaken,
     ClockBack,
-    // What is asked for.
+    // Requests.
     StopSignal,
     StopSignals,
     RequeueSignal,
@@ -57,8 +61,8 @@ pub(super) enum Fault {
     Release,
 }
 
-/// All of them. What comes more than once comes more often.
-pub(super) const ALL: [Fault; 50] = [
+/// All faults. Those that are listed several times are more frequent.
+pub(super) const ALL: [Fault; 55] = [
     Fault::RootKilled,
     Fault::RootKilled,
     Fault::RootCrashes,
@@ -68,6 +72,10 @@ pub(super) const ALL: [Fault; 50] = [
     Fault::GpuFails,
     Fault::ChildKilled,
     Fault::ChildKilled,
+    Fault::RankKilled,
+    Fault::RankKilled,
+    Fault::RankKilled,
+    Fault::RankAskedToEnd,
     Fault::GoesWrong,
     Fault::GoesWrong,
     Fault::Hangs,
@@ -95,6 +103,7 @@ pub(super) const ALL: [Fault; 50] = [
     Fault::PowerCut,
     Fault::PowerCut,
     Fault::MachineLost,
+    Fault::MachineTaken,
     Fault::ClockBack,
     Fault::StopSignal,
     Fault::StopSignals,
@@ -112,7 +121,7 @@ pub(super) const ALL: [Fault; 50] = [
 ];
 
 impl World {
-    /// It happens, where it can.
+    /// Applies a fault, if it is possible now.
     pub(super) fn fault(&mut self, fault: Fault) {
         tell!(self, "{fault:?}");
         match fault {
@@ -122,6 +131,8 @@ impl World {
             Fault::WantOfMemory => self.end_job(End { want_of_memory: true, ..End::signal(libc::SIGKILL) }),
             Fault::GpuFails => self.end_job(End { xid: Some(79), ..End::by_itself(Ended::Exit(1)) }),
             Fault::ChildKilled => self.kill_child(),
+            Fault::RankKilled => self.kill_rank(libc::SIGKILL),
+            Fault::RankAskedToEnd => self.kill_rank(libc::SIGTERM),
             Fault::GoesWrong => self.go_wrong(),
             Fault::Hangs => self.hang(),
             Fault::RemovesFiles => self.remove_files(),
@@ -148,6 +159,7 @@ impl World {
             Fault::SupervisorKilled => self.supervisor_killed(),
             Fault::PowerCut => self.cut_power(),
             Fault::MachineLost => self.lose_machine(),
+            Fault::MachineTaken => self.take_machine(),
             Fault::ClockBack => self.skew -= i64::try_from(self.random.below(7200)).unwrap_or(0),
             Fault::StopSignal => self.stop_signal(libc::SIGTERM),
             Fault::StopSignals => {
@@ -226,7 +238,7 @@ impl World {
         }
     }
 
-    /// The watch counts while the job runs and no snapshot is taken, and sees it then.
+    /// The watch counts only while the job runs without a snapshot, and notices the hang then.
     pub(super) fn hang_seen(&mut self, life: u32) {
         if self.job.as_ref().is_none_or(|job| job.life != life || job.ended.is_some()) {
             return;
@@ -248,7 +260,7 @@ impl World {
         }
     }
 
-    /// It hits what is under way, or what comes next.
+    /// Affects the operation in progress, or the next one.
     fn trouble(&mut self, trouble: Trouble) {
         let dump_only = matches!(trouble, Trouble::Lost | Trouble::Moment);
         let Some(run) = &mut self.run else { return };
@@ -341,6 +353,16 @@ impl World {
         self.begin_later();
     }
 
+    fn take_machine(&mut self) {
+        let left = self.random.millis(10_000, 150_000);
+        let until = self.now + left;
+        self.oracle_sees_stop_by(until);
+        self.step_where_it_runs(Event::StopBy(Stop::Requeue, until));
+        // Without a replica it comes back with its disk.
+        let end = if self.ground.has_replica { Fault::MachineLost } else { Fault::PowerCut };
+        self.at(until, Happening::Fault(end));
+    }
+
     fn begin_later(&mut self) {
         let wait = self.random.millis(5000, 60_000);
         self.after(wait, Happening::Begin);
@@ -353,7 +375,7 @@ impl World {
         let now = self.now;
         let Some(run) = &mut self.run else { return };
         if run.finish.is_some() {
-            // The job is over, and its image is waited for.
+            // The job is over, and its image is being stored.
             let _ = run.stops.signal(now);
             if run.stops.is_at_once() {
                 run.work.persist.iter_mut().for_each(|persist| persist.cancelled = true);
@@ -401,7 +423,7 @@ impl World {
         }
     }
 
-    /// The supervisor is killed, and somebody goes on from an image by name.
+    /// The supervisor is killed, and a user continues from an image by name.
     fn restore_named(&mut self) {
         self.supervisor_dies();
         let good: Vec<_> =
@@ -415,7 +437,7 @@ impl World {
 
     // ---- the end of all faults ----
 
-    /// From now on nothing goes wrong that has not gone wrong.
+    /// From now on there are no new faults.
     pub(super) fn calm_down(&mut self) {
         tell!(self, "faults are over");
         for fault in [
@@ -444,7 +466,7 @@ impl World {
         (since > self.now).then_some(since)
     }
 
-    /// Whether the history is where it has to be: the job runs, and has done so for a while; or a stop has ended it.
+    /// Whether the history has reached its goal: the job has run for a while, or a stop has ended it.
     pub(super) fn has_arrived(&mut self) -> bool {
         let Some(calm) = self.fate.calm else { return false };
         let Some(run) = &self.run else { return false };
@@ -470,7 +492,7 @@ impl World {
     }
 }
 
-/// A machine's memory: enough for two images beside the job, or for one.
+/// Memory of a machine: enough for two images beside the job, or for one.
 pub(super) const MEMORY: [u64; 3] = [100 * GIB, 100 * GIB, 16 * GIB];
 
 /// When the next fault comes.

@@ -1,9 +1,9 @@
 //! The supervisor in a simulator: whole histories of a job, made up from a seed, with faults at any point.
 //!
-//! The state machine, the restart policy, the retention of images, the choice of what to restore, of what may be removed and
-//! of what may be overwritten in memory, the rules for stops, proofs and marks are the product's own. The job, CRIU, the
-//! driver, disk, memory, replica and clock are models. After every event it is checked what has to hold ([`oracle`]);
-//! docs/simulator.md says what that is, what is not modelled, and how to repeat a history.
+//! The state machine, the restart policy, the retention of images, the choice of what to restore, to remove and to
+//! overwrite in memory, and the rules for stops, proofs and marks are the product's own. The job, CRIU, the driver,
+//! disk, memory, replica and clock are models. After every event the invariants are checked ([`oracle`]);
+//! docs/simulator.md describes them, what is not modelled, and how to repeat a history.
 //!
 //! ```text
 //!   random -> faults -> world (the queue, the clock)
@@ -13,7 +13,8 @@
 //!                       model (what is true)  <- oracle (what has to hold)
 //! ```
 //!
-//! A seed gives the same history on every machine. In a history whose faults are over the job has to run within a bound.
+//! A seed gives the same history on every machine. Once the faults of a history are over, the job must run within a
+//! time limit.
 
 mod ends;
 mod faults;
@@ -21,6 +22,7 @@ mod model;
 mod oracle;
 mod plants;
 mod random;
+mod ranks;
 mod replica;
 mod restores;
 mod run;
@@ -40,7 +42,7 @@ use world::{Happening, World};
 
 use crate::config::{ColdStart, Config, Interval, SizeLimit, Staging};
 
-/// A history in which something did not hold.
+/// A history that broke an invariant.
 #[derive(Debug)]
 struct Broken {
     seed: u64,
@@ -56,7 +58,7 @@ impl std::fmt::Display for Broken {
     }
 }
 
-/// A configuration of each kind.
+/// One configuration of each kind.
 static CONFIGS: LazyLock<Vec<Config>> = LazyLock::new(|| {
     let with = |change: &dyn Fn(&mut Config)| {
         let mut config = Config::default();
@@ -65,7 +67,7 @@ static CONFIGS: LazyLock<Vec<Config>> = LazyLock::new(|| {
     };
     let every = |seconds| Interval::Every(Duration::from_secs(seconds));
     vec![
-        // As it comes, for a long job.
+        // The defaults, for a long job.
         Config::default(),
         with(&|it| it.snapshot.interval = every(60)),
         // More snapshots than proofs.
@@ -96,11 +98,11 @@ static CONFIGS: LazyLock<Vec<Config>> = LazyLock::new(|| {
     ]
 });
 
-/// Lives through one history; answers how many events it had.
+/// Plays one history; returns how many events it had.
 fn history(seed: u64, plant: Option<Plant>) -> Result<u64, Broken> {
     let broken = |what, trace| Broken { seed, what, trace };
     play(seed, plant, false).map_err(|(what, _)| {
-        // Once more, to tell of it.
+        // Played again with a trace.
         let again = play(seed, plant, true);
         let (again, trace) = again.err().unwrap_or_else(|| ("nothing: it does not repeat".into(), Vec::new()));
         if again == what { broken(what, trace) } else { broken(format!("{what}; when repeated: {again}"), trace) }
@@ -120,7 +122,7 @@ fn play(seed: u64, plant: Option<Plant>, traced: bool) -> Result<u64, (String, V
     world.run(faults_until).map_err(|what| (what, world.trace.take().unwrap_or_default()))
 }
 
-/// Makes up the machine, and when which fault comes. Answers when they are over.
+/// Creates the machine, and chooses the faults and their times. Returns when the faults end.
 fn prepare(world: &mut World, interval: Duration) -> std::time::Instant {
     let random = &mut world.random;
     world.ground.memory = random.pick(&faults::MEMORY);
@@ -130,7 +132,7 @@ fn prepare(world: &mut World, interval: Duration) -> std::time::Instant {
     world.oracle.unrestorable = if random.chance(25) { 30 } else { 0 };
     let length = interval * u32::try_from(2 + random.below(10)).unwrap_or(2);
     world.fate.total = random.chance(10).then(|| random.time(interval, length * 2));
-    // Few kinds in one history: what keeps others from their turn is not always among them.
+    // Few kinds in one history, so that faults that prevent others are not always among them.
     let kinds: Vec<Fault> = (0..1 + random.below(7)).map(|_| random.pick(&faults::ALL)).collect();
     let count = random.below(10) + 1;
     let begin = faults::begin_of_faults(world.now);
@@ -138,7 +140,7 @@ fn prepare(world: &mut World, interval: Duration) -> std::time::Instant {
     let mut at = begin;
     for _ in 0..count {
         let fault = world.random.pick(&kinds);
-        // Some come together.
+        // Some faults come together.
         at = match world.random.chance(35) {
             true => at + world.random.millis(0, 3000),
             false => begin + world.random.time(Duration::ZERO, length),

@@ -1,5 +1,5 @@
-//! The model of what a supervisor works with: the job, images and where they are, memory, disk and replica. It is what is
-//! true, whatever the supervisor believes of it.
+//! The model of what a supervisor works with: the job, images and their places, memory, disk and replica. It is the
+//! truth, whatever the supervisor believes.
 
 use std::collections::BTreeSet;
 use std::rc::Rc;
@@ -11,18 +11,18 @@ use rekindle_os::spawn::Ended;
 use rekindle_store::{BadWhy, ImageId};
 
 pub(super) const GIB: u64 = 1 << 30;
-/// Bytes of an image. All are alike and share nothing: what images share is for the tests of the store.
+/// Bytes of an image. All images have the same size and share nothing: sharing is tested with the store.
 pub(super) const IMAGE: u64 = 10 * GIB;
 
-/// An end that the state of the job leads to, after each restore at the same point of its work.
+/// An end that is caused by the state of the job: after each restore it comes at the same point of the work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Doom {
-    /// At this much work.
+    /// The amount of work.
     pub(super) at: Duration,
     pub(super) ended: Ended,
 }
 
-/// What an image has, by which it restores or not, and what becomes of the job then.
+/// Properties of an image, which decide whether it restores and what happens to the job then.
 #[derive(Debug, Clone)]
 pub(super) struct Image {
     pub(super) id: ImageId,
@@ -34,8 +34,10 @@ pub(super) struct Image {
     pub(super) hung: bool,
     /// CRIU refuses it, for this reason each time.
     pub(super) refused: Option<&'static str>,
-    /// The job has removed files that it needs.
+    /// The job has removed files that the image needs.
     pub(super) no_files: bool,
+    /// Ranks that had died.
+    pub(super) gone: BTreeSet<i32>,
     pub(super) stored: Option<Copy>,
     pub(super) replicated: bool,
 }
@@ -43,10 +45,10 @@ pub(super) struct Image {
 /// A copy of an image.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Copy {
-    /// Its bytes are not what was written.
+    /// Its bytes differ from what was written.
     pub(super) damaged: bool,
     pub(super) mark: Option<BadWhy>,
-    /// It is in the page cache and not on the disk.
+    /// It is only in the page cache, not on the disk.
     pub(super) unsynced: bool,
 }
 
@@ -65,10 +67,10 @@ pub(super) struct Record {
     pub(super) completed: bool,
 }
 
-/// All that outlives a supervisor.
+/// Everything that outlives a supervisor.
 #[derive(Debug, Default)]
 pub(super) struct Ground {
-    /// Every image that ever was, oldest first, wherever it is or is not.
+    /// Every image that was ever taken, oldest first, even if no copy exists.
     pub(super) images: Vec<Image>,
     pub(super) slots: [Slot; 2],
     /// Whether there are slots.
@@ -81,7 +83,7 @@ pub(super) struct Ground {
     pub(super) disk: Disk,
     /// Bytes of memory that are available while both slots are empty.
     pub(super) memory: u64,
-    /// Somebody else takes the memory.
+    /// Another program uses the memory.
     pub(super) memory_short: bool,
     pub(super) driver_silent: bool,
     pub(super) port_taken: bool,
@@ -92,7 +94,7 @@ pub(super) struct Ground {
 #[derive(Debug, Default)]
 pub(super) struct Disk {
     pub(super) total: u64,
-    /// Bytes of others.
+    /// Bytes of other users.
     pub(super) foreign: u64,
     pub(super) reads_fail: bool,
     pub(super) writes_fail: bool,
@@ -120,7 +122,7 @@ impl Ground {
         staged
     }
 
-    /// As `JobFolder::copies`: newest first, one in memory before the same in the store.
+    /// As `JobFolder::copies`: newest first, an image in memory before the same image in the store.
     pub(super) fn copies(&self) -> Vec<(&Image, Copy)> {
         let mut copies: Vec<(&Image, Copy)> = self.staged();
         copies.extend(self.stored());
@@ -128,12 +130,12 @@ impl Ground {
         copies
     }
 
-    /// Whether a copy of it is somewhere, and good as far as anybody knows.
+    /// Whether a copy exists that is good as far as anybody knows.
     pub(super) fn has_good(&self, id: ImageId) -> bool {
         self.copies_of(id).any(|copy| copy.mark.is_none())
     }
 
-    /// Whether it is somewhere, and none of its copies is damaged: which one is kept nobody can know then.
+    /// Whether a copy exists and none is damaged: with a damaged one, nobody can know which copy is kept.
     pub(super) fn is_untouched(&self, id: ImageId) -> bool {
         self.has_good(id) && self.copies_of(id).all(|copy| !copy.damaged)
     }
@@ -179,24 +181,26 @@ pub(super) fn candidate<'a>((image, copy): &(&'a Image, Copy)) -> Candidate<'a> 
 /// The job's processes.
 #[derive(Debug)]
 pub(super) struct Job {
-    /// Counts lives, of all runs.
+    /// Number of the life, counted over all runs.
     pub(super) life: u32,
     pub(super) from: StartPoint,
     pub(super) since: Instant,
-    /// The work that it began with.
+    /// The work at the start of this life.
     pub(super) work: Duration,
     pub(super) doom: Option<Doom>,
-    /// Since when it does no work.
+    /// Since when it has done no work.
     pub(super) hung: Option<Instant>,
-    /// Children that were killed and that nobody has waited for: their pids.
+    /// Pids of killed children that nobody has waited for.
     pub(super) dead: Vec<DeadChild>,
+    /// Ranks that have died.
+    pub(super) gone: BTreeSet<i32>,
     pub(super) ended: Option<End>,
 }
 
 #[derive(Debug, Clone, Copy)]
 pub(super) struct DeadChild {
     pub(super) pid: i32,
-    /// When the parent hears of it, and whether that is the end of the job. It may never wait.
+    /// When the parent waits for it, and whether the job ends then. It may never wait.
     pub(super) noticed: Option<(Instant, Option<Ended>)>,
 }
 
@@ -207,7 +211,7 @@ impl Job {
     }
 }
 
-/// How a life ends, and what the kernel and the driver say of it.
+/// How a life ends, and what the kernel and the driver report about it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct End {
     pub(super) ended: Ended,

@@ -1,10 +1,11 @@
-//! What has to hold, whatever happens. It keeps its own account of what a supervisor can know, and goes by that and by what is
-//! true; it asks the product for no decision.
+//! The invariants. The oracle keeps its own account of what a supervisor can know, and judges by that and by the truth;
+//! it uses no decision of the product.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use super::model::{End, candidate};
+use super::ranks::Account;
 use super::restores::Trouble;
 use super::world::World;
 use crate::config::ColdStart;
@@ -14,14 +15,14 @@ use crate::supervisor::state::{Ending, Event, State};
 use rekindle_os::spawn::Ended;
 use rekindle_store::{BadWhy, ImageId};
 
-/// What was seen of an image in this run.
+/// Observations about an image in this run.
 #[derive(Debug, Clone, Default)]
 struct Against {
     /// Failures since the job lived on from it.
     failures: u32,
-    /// What each of them was, where it may be the image's own making.
+    /// The failures that may be the image's fault.
     seen: Vec<Seen>,
-    /// There is a reason not to take it now: it was slow, its files are gone, it is damaged.
+    /// There is a reason not to use it now: it was slow, its files are missing, it is damaged.
     passed: bool,
     /// It was marked.
     marked: bool,
@@ -34,7 +35,7 @@ enum Seen {
 }
 
 impl Seen {
-    /// More generous than the policy: what it takes for alike is alike here too.
+    /// More generous than the policy: failures that the policy treats as alike are alike here too.
     fn is_like(&self, other: &Seen) -> bool {
         match (self, other) {
             (Seen::Died { ended, uptime }, Seen::Died { ended: other, uptime: before }) => {
@@ -47,67 +48,71 @@ impl Seen {
     }
 }
 
-/// A stop that was asked for.
+/// A requested stop.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Stopping {
     first: Instant,
-    /// Another request came later than those that are one with it.
+    /// Its time limit.
+    until: Instant,
+    /// There was a second request, too late to count as the same.
     pub(super) again: bool,
-    /// The work of the job then, where it ran, and nothing happened since that keeps an image from being taken.
+    /// The job's work at that time, if it ran and nothing happened since that prevents an image.
     pub(super) work: Option<Duration>,
 }
 
-/// What failed, and how often.
+/// The failures, and how often they occurred.
 #[derive(Debug, Default)]
 pub(super) struct Failures {
     against: BTreeMap<ImageId, Against>,
-    /// The last early death, and how many before it were alike, from whichever images.
+    /// The last early death, and the number of similar ones before it, from any image.
     row: Option<(Option<Ended>, u32)>,
-    /// By when a snapshot that failed for a moment has to be tried again, and how many did so in a row.
+    /// When a snapshot that failed temporarily must have been tried again, and how many failed so in a row.
     retry: Option<Instant>,
     missed: u32,
     /// The image that failed last, and when.
     failed: Option<(ImageId, Instant)>,
-    /// What the machine fails at is the machine's.
+    /// Whether the machine caused a failure.
     pub(super) machine_failed: bool,
+    /// Deaths of ranks.
+    pub(super) ranks: Account,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct Oracle {
     pub(super) violation: Option<String>,
-    /// A trouble that waits for the next restore or dump.
+    /// A trouble that will hit the next restore or dump.
     pub(super) armed: Option<Trouble>,
-    /// So many of a hundred images are such that CRIU refuses them.
+    /// Percentage of images that CRIU refuses.
     pub(super) unrestorable: u64,
-    /// An image that has a death which the job has yet to hear of.
+    /// An image with a death that the job has not noticed yet.
     pub(super) poisoned: Option<ImageId>,
-    /// The image that somebody named, until the job runs.
+    /// The image that a user named, until the job runs.
     pub(super) asked: Option<ImageId>,
-    /// Since when the store can be written to.
+    /// Since when the store has been writable.
     pub(super) writable_since: Option<Instant>,
-    /// Images that this life goes on from, and since when.
+    /// Images that this life continues from, and since when.
     alive: Vec<(ImageId, Instant)>,
-    /// The newest proven image of the line that has to be there.
+    /// The newest proven image of the line, which must exist.
     expected: Option<ImageId>,
     /// Whether it is in the store.
     expected_stored: bool,
-    /// Images that were told to be in the store.
+    /// Images that were reported as stored.
     pub(super) stored: BTreeSet<ImageId>,
-    /// The same, with those that were removed in this life.
+    /// The same, including those removed in this life.
     ever_stored: BTreeSet<ImageId>,
-    /// An image had to go for want of room.
+    /// An image was removed for lack of space.
     pub(super) short_of_room: bool,
     pub(super) failures: Failures,
     pub(super) stopping: Option<Stopping>,
 }
 
-/// Requests to stop within this time are one.
+/// Requests to stop within this time count as one.
 const TOGETHER: Duration = Duration::from_secs(2);
-/// What an image may fail without two failures being alike.
+/// How many different failures an image may have.
 const TRIES: u32 = 4;
-/// What a stop takes at most beside its grace: a start that is called off, a kill.
+/// Time of a stop beyond its time limit: cancelling a start, a kill.
 const MARGIN: Duration = Duration::from_secs(5);
-/// What a proof takes at most to be written down, from when the store can be written to.
+/// Time to record a proof, from when the store is writable.
 const NOTED: Duration = Duration::from_secs(11);
 
 impl Oracle {
@@ -120,15 +125,16 @@ impl Oracle {
         self.asked = named.and_then(|from| if let StartPoint::Image(id) = from { Some(id) } else { None });
     }
 
-    /// What it knew is gone with it.
+    /// What the run knew is lost with it.
     pub(super) fn run_ends(&mut self) {
         self.alive.clear();
         self.failures.against.clear();
         (self.failures.row, self.failures.retry, self.failures.missed, self.failures.failed) = (None, None, 0, None);
         (self.stopping, self.asked, self.poisoned) = (None, None, None);
+        self.failures.ranks = Account::default();
     }
 
-    /// Something was taken that no supervisor can keep.
+    /// Something was removed that no supervisor could have kept.
     pub(super) fn excuse(&mut self) {
         self.expected = None;
     }
@@ -154,7 +160,7 @@ impl Oracle {
         self.stored.remove(&id);
     }
 
-    /// Whether there is a reason not to take it now.
+    /// Whether there is a reason not to use it now.
     pub(super) fn is_passed(&self, id: ImageId) -> bool {
         self.failures.against.get(&id).is_some_and(|against| against.passed)
     }
@@ -163,7 +169,7 @@ impl Oracle {
         self.failures.failed.map(|(_, at)| at)
     }
 
-    /// Something came in between that a last image cannot be asked for.
+    /// Something happened after which no final image can be required.
     pub(super) fn disturb(&mut self) {
         self.stopping.iter_mut().for_each(|stop| stop.work = None);
     }
@@ -196,6 +202,7 @@ impl World {
     pub(super) fn oracle_sees_end(&mut self, end: End, excused: bool) {
         self.oracle.alive.clear();
         self.oracle.failures.retry = None;
+        let by_rank = std::mem::take(&mut self.oracle.failures.ranks.by_rank);
         let stopped = self
             .run
             .as_ref()
@@ -209,7 +216,7 @@ impl World {
             State::Ending { stop, .. } => Some(*stop),
             _ => None,
         };
-        // These are nobody's failure, and no policy is asked.
+        // These ends are no failures, and the policy is not asked.
         if matches!(ending, Some(Ending::Stop(_) | Ending::Suspend | Ending::Rewind(_))) {
             return;
         }
@@ -222,6 +229,7 @@ impl World {
         let from_outside =
             matches!(end.ended, Ended::Signal(libc::SIGKILL | libc::SIGTERM | libc::SIGINT | libc::SIGHUP));
         let seen = match ending {
+            Some(Ending::Condemned) if by_rank => None,
             Some(Ending::Condemned) => Some(Seen::Died { ended: None, uptime }),
             Some(_) => None,
             None if from_outside || excused => None,
@@ -244,12 +252,12 @@ impl World {
         self.oracle.add(id, seen.filter(|_| !proven), self.now);
     }
 
-    /// The end of a life is reported, with the images of then.
+    /// The end of a life is reported, with the present images.
     pub(super) fn oracle_sees_report(&mut self) {
         let now = self.now;
         self.oracle.failures.failed.iter_mut().for_each(|(_, at)| *at = now);
         if self.oracle.failures.row.is_some_and(|(_, count)| count >= TRIES) {
-            // All that is newer may be of a state that has gone wrong earlier.
+            // All newer images may contain a state that was already bad.
             let newest = self.newest_proven();
             let ids: Vec<ImageId> = self.ground.copies().iter().map(|(image, _)| image.id).collect();
             ids.into_iter().filter(|id| Some(*id) > newest).for_each(|id| self.oracle.pass(id));
@@ -274,7 +282,7 @@ impl World {
     }
 
     pub(super) fn oracle_sees_no_snapshot(&mut self, event: &Event, ended: bool, called_off: bool) {
-        // What was called off is the supervisor's own doing.
+        // A cancellation is the supervisor's own doing.
         if !called_off {
             self.oracle.disturb();
         }
@@ -283,7 +291,7 @@ impl World {
             return;
         }
         self.oracle.failures.missed += 1;
-        // What it has to be tried again for: nothing else keeps the job from it.
+        // A retry is required only if nothing else prevents it.
         let state = self.run.as_ref().map(|run| run.machine.state());
         if ended || !matches!(state, Some(State::Snapshotting { then: None, .. })) {
             return;
@@ -296,6 +304,10 @@ impl World {
     }
 
     pub(super) fn oracle_sees_stop(&mut self) {
+        self.oracle_sees_stop_by(self.now + self.config.snapshot.grace);
+    }
+
+    pub(super) fn oracle_sees_stop_by(&mut self, until: Instant) {
         if self.run.is_none() {
             return;
         }
@@ -304,11 +316,11 @@ impl World {
         let work = self.job.as_ref().filter(|job| running && job.ended.is_none()).map(|job| job.work(now));
         match &mut self.oracle.stopping {
             Some(stop) => stop.again |= now.saturating_duration_since(stop.first) >= TOGETHER,
-            None => self.oracle.stopping = Some(Stopping { first: now, again: false, work }),
+            None => self.oracle.stopping = Some(Stopping { first: now, until, again: false, work }),
         }
     }
 
-    /// A stop at once was asked for by a command, which says so.
+    /// A command requested an immediate stop.
     pub(super) fn oracle_sees_stop_at_once(&mut self) {
         self.oracle_sees_stop();
         self.oracle.stopping.iter_mut().for_each(|stop| stop.again = true);
@@ -316,9 +328,10 @@ impl World {
 
     // ---- what has to hold ----
 
-    /// After every event.
+    /// Checks the invariants after every event.
     pub(super) fn check(&mut self) {
         self.check_proven();
+        self.check_ranks();
         let Some(run) = self.run.as_ref().filter(|run| run.finish.is_none()) else { return };
         let state = run.machine.state();
         let waits = matches!(state, State::Running(_))
@@ -332,11 +345,11 @@ impl World {
             self.oracle
                 .violate("a snapshot that failed for a moment was not tried again at once, then after 1 s".into());
         }
-        let late = |stop: &Stopping| self.now > stop.first + self.config.snapshot.grace + MARGIN;
+        let late = |stop: &Stopping| self.now > stop.until + MARGIN;
         if self.oracle.stopping.as_ref().is_some_and(late) {
             self.oracle.violate("a stop does not come to its end".into());
         }
-        // What was lived on from is noted.
+        // A proven image is recorded.
         let alive = matches!(state, State::Running(_) | State::Snapshotting { .. }) && run.ended.is_none();
         let min = self.config.restart.min_uptime;
         let lost = self.oracle.alive.iter().find(|(id, since)| {
@@ -367,13 +380,13 @@ impl World {
         }
     }
 
-    /// Of the line, as far as is known: of damage nobody knows before it is read.
+    /// The newest proven image of the line, as far as is known: damage is unknown until it is read.
     fn newest_proven(&self) -> Option<ImageId> {
         let line = self.line()?;
         let ours = self.ground.copies();
         let ours = ours.iter().map(candidate).filter(|copy| line.has(copy) && self.ground.proven.contains(&copy.id));
         let mut ids = ours.map(|copy| copy.id);
-        // Memory is on the way to the store: what is only there and older than what the store has goes with the next image.
+        // An image that is only in memory and older than the newest stored one is replaced by the next.
         let stored = self.newest_stored(&line);
         ids.find(|id| self.ground.is_stored(*id) || Some(*id) > stored)
     }
@@ -391,7 +404,7 @@ impl World {
             let of_the_line = self.ground.image(expected).zip(self.line()).is_some_and(|(image, line)| {
                 line.has(&Candidate { id: expected, lineage: Some(&image.lineage), good: true, mark: None })
             });
-            // Memory is on the way to the store: what never got there is no more than what did.
+            // An image that was never stored need not exist once a newer one is stored.
             let stored = self.line().and_then(|line| self.newest_stored(&line));
             let outdated = !self.oracle.expected_stored && stored > Some(expected);
             if of_the_line && !outdated {
@@ -432,7 +445,7 @@ impl World {
         if let Some(id) = chosen.filter(|id| marked(*id)) {
             return self.oracle.violate(format!("the job begins from image {id}, which was marked in this run"));
         }
-        // One that had its turn before is at the end of the ladder, from where it begins again after a pause.
+        // The image that failed last is at the end of the ladder, from where the ladder starts again after a pause.
         if let (Some(id), Some((failed, at))) = (chosen, self.oracle.failures.failed)
             && id < failed
             && !justified(&id)
@@ -451,7 +464,7 @@ impl World {
         let against = self.oracle.failures.against.entry(mark.image).or_default();
         against.passed = true;
         against.marked = !self.ground.disk.writes_fail;
-        // Whether it may be is looked at here.
+        // Whether the mark is justified is checked here.
         self.oracle.expected = self.oracle.expected.filter(|expected| *expected != mark.image);
         let wanted = |seen: &Seen| match mark.why {
             BadWhy::DiesAgain => matches!(seen, Seen::Died { .. }),

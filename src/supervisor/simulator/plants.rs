@@ -1,47 +1,51 @@
-//! Bugs that are planted between the simulator and the product, to see that the simulator finds them. Each is one that this
-//! product had, or one that somebody could write.
+//! Bugs that are planted between the simulator and the product, to test that the simulator finds them. Each is one that
+//! this product had, or that is easy to make.
 
 /// A bug.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Plant {
-    /// Rotation knows nothing of what is proven, and three images of a job that is about to die push out the last good one.
+    /// Retention ignores proofs: three images of a job that is about to die replace the last good one.
     RotationIgnoresProof,
-    /// Rotation knows nothing of the line that the job is on since a rewind.
+    /// Retention ignores the line that the job is on since a rewind.
     RotationIgnoresTheLine,
-    /// Rotation knows nothing of the image that is to be proven next, and where images come fast none is ever proven.
+    /// Retention ignores the image that is to be proven next: if images are taken quickly, none is ever proven.
     RotationIgnoresWhatIsNext,
-    /// A slot in memory is taken for the next image though it has the newest proven one, which is nowhere else.
+    /// The next image overwrites a slot in memory with the newest proven image, which exists nowhere else.
     MemoryIgnoresProof,
-    /// One failure is enough for a mark.
+    /// One failure is enough to mark an image.
     MarkAfterOneFailure,
-    /// Where no image can be used the job is started from nothing.
+    /// If no image can be used, the job is started from the beginning.
     ColdOverImages,
-    /// A snapshot does not look for children that were killed.
+    /// A snapshot ignores children that were killed.
     PoisonedImages,
-    /// Two signals within 20 ms are two requests.
+    /// Two signals within 20 ms count as two requests.
     TwoStops,
-    /// A last image that is in memory only is told as success.
+    /// A final image that is only in memory is reported as success.
     MemoryIsSuccess,
-    /// A snapshot that failed for a moment is tried again as late as any other.
+    /// A snapshot that failed temporarily is retried as late as any other.
     LateRetry,
-    /// The way down to an older image waits as any other restart.
+    /// The fall back to an older image waits like any other restart.
     BackOffOnTheWayDown,
-    /// An image is told to be in the store before it is synced.
+    /// An image is reported as stored before it is synced.
     StoredBeforeSync,
-    /// The newest image is left out.
+    /// The newest image is not considered.
     SecondNewest,
-    /// A proof that could not be written down is forgotten.
+    /// A proof that could not be written is forgotten.
     ProofForgotten,
-    /// An image that is gone since it was chosen is waited for.
+    /// The restart waits for a chosen image that does not exist any more.
     WaitsForWhatIsGone,
-    /// Images that cannot be read for a moment are none.
+    /// Images that cannot be read temporarily are treated as missing.
     UnreadIsNone,
-    /// A mark on an image in memory does not go with it to the store.
+    /// A mark on an image in memory is not copied to the store.
     MarkLeftBehind,
+    /// A job goes back for the death of a rank however often it did before.
+    GoesBackForEver,
+    /// A snapshot under way goes on when a rank dies.
+    ImageWithoutTheRank,
 }
 
 /// All of them.
-pub(super) const ALL: [Plant; 17] = [
+pub(super) const ALL: [Plant; 19] = [
     Plant::RotationIgnoresProof,
     Plant::RotationIgnoresTheLine,
     Plant::RotationIgnoresWhatIsNext,
@@ -59,4 +63,6 @@ pub(super) const ALL: [Plant; 17] = [
     Plant::WaitsForWhatIsGone,
     Plant::UnreadIsNone,
     Plant::MarkLeftBehind,
+    Plant::GoesBackForEver,
+    Plant::ImageWithoutTheRank,
 ];

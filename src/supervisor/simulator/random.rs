@@ -1,4 +1,5 @@
-//! Numbers that follow from a seed and from nothing else, on every machine: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+//! Random numbers that depend only on a seed, and are the same on every machine: SplitMix64 (Steele, Lea and Flood,
+//! OOPSLA 2014).
 
 use std::time::Duration;
 
@@ -18,17 +19,17 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// Less than `bound`, which is not 0.
+    /// A number less than `bound`, which is not 0.
     pub(super) fn below(&mut self, bound: u64) -> u64 {
         self.next() % bound
     }
 
-    /// Whether something happens that does so `percent` times in a hundred.
+    /// True with this probability in percent.
     pub(super) fn chance(&mut self, percent: u64) -> bool {
         self.below(100) < percent
     }
 
-    /// In whole milliseconds.
+    /// A random time in whole milliseconds.
     pub(super) fn time(&mut self, from: Duration, to: Duration) -> Duration {
         let span = u64::try_from(to.saturating_sub(from).as_millis()).unwrap_or(u64::MAX);
         from + Duration::from_millis(self.below(span.max(1)))

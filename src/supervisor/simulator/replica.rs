@@ -1,4 +1,4 @@
-//! The replica in the model: images are sent to it, and brought back from it before a run.
+//! The replica in the model: images are sent to it, and fetched from it before a run.
 
 use std::rc::Rc;
 use std::time::Duration;
@@ -50,7 +50,8 @@ impl World {
         }
     }
 
-    /// Before a run: an image of the replica that is newer than all that are here. As `cli::replica`, without its bytes.
+    /// Before a run: fetches the newest image of the replica if it is newer than all here. As `cli::replica`, without
+    /// bytes.
     pub(super) fn bring_newest(&mut self) -> Result<(), &'static str> {
         if !self.ground.has_replica || self.ground.record.as_ref().is_some_and(|record| record.completed) {
             return Ok(());

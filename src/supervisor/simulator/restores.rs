@@ -1,4 +1,4 @@
-//! Launches and restores in the model: how they go by what is true, and what the product makes of a failure.
+//! Launches and restores in the model: whether they succeed, and how the product treats a failure.
 
 use std::time::Duration;
 
@@ -25,22 +25,22 @@ pub(super) struct Restore {
     pub(super) trouble: Option<Trouble>,
 }
 
-/// What goes wrong in a restore, or in a dump.
+/// Trouble in a restore or a dump.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Trouble {
     /// Somebody kills CRIU.
     CriuKilled,
-    /// Somebody kills a process of the job that CRIU is at work on.
+    /// Somebody kills a process of the job that CRIU works on.
     TaskKilled,
-    /// CRIU says no, and not why.
+    /// CRIU refuses without a reason.
     NoReason,
-    /// CRIU hangs until its time is over.
+    /// CRIU hangs until its time limit.
     Slow,
     /// A step of ours fails.
     OurStep,
-    /// The job cannot be set going again. Only in a dump.
+    /// The job cannot be resumed. Only in a dump.
     Lost,
-    /// A reason of CRIU's own that is gone a moment later. Only in a dump.
+    /// CRIU fails for a temporary reason. Only in a dump.
     Moment,
 }
 
@@ -80,7 +80,7 @@ impl World {
         self.after(takes, Happening::Restored { op });
     }
 
-    /// What is under way is called off.
+    /// Cancels the operation in progress.
     pub(super) fn call_off(&mut self) {
         let wait = self.random.millis(5, 200);
         let Some(run) = &mut self.run else { return };
@@ -116,7 +116,7 @@ impl World {
         }
     }
 
-    /// Whether it works, by what is true, and the event that it comes to where not.
+    /// Whether the restore succeeds; otherwise the resulting event.
     fn restore(&mut self, id: ImageId, start: &Restore) -> Result<(), Event> {
         if start.cancelled {
             return Err(self.failed(id, &restore::Error::Cancelled));
@@ -152,7 +152,7 @@ impl World {
         Err(self.failed(id, &error))
     }
 
-    /// An image that was chosen is not there any more.
+    /// A chosen image does not exist any more.
     fn gone(&self, id: ImageId) -> Event {
         if self.plant == Some(Plant::WaitsForWhatIsGone) {
             return Event::StartFailed { why: format!("there is no image {id}") };
@@ -163,7 +163,7 @@ impl World {
         }
     }
 
-    /// What the product makes of it.
+    /// The event that the product derives from the error.
     fn failed(&mut self, id: ImageId, error: &restore::Error) -> Event {
         let why = error.to_string();
         let lives = if self.run.as_ref().is_some_and(|run| run.lives > 0) { Lives::Some } else { Lives::None };
@@ -201,7 +201,7 @@ impl World {
         let slots = self.ground.slots.iter_mut().filter_map(|slot| slot.image.as_mut()).filter(|(it, _)| *it == id);
         let stored = self.ground.images.iter_mut().filter(|image| image.id == id).filter_map(|it| it.stored.as_mut());
         let copy = slots.map(|(_, copy)| copy).chain(stored).find(|copy| copy.mark.is_none());
-        // Where all are marked the one that was read is.
+        // If all are marked, the copy that was read is.
         let damaged = copy.as_ref().is_none_or(|copy| copy.damaged);
         if !damaged {
             self.oracle.violate(format!("image {id} is marked as damaged, and is not"));
@@ -223,6 +223,8 @@ impl World {
             run.lineage = lineage;
         }
         run.proofs.end_of_life();
+        self.ranks_of_life();
+        let Some(run) = &mut self.run else { return };
         if let StartPoint::Image(id) = from {
             run.proofs.wait_for(id, now);
         }
@@ -254,7 +256,7 @@ impl World {
 }
 
 impl Run {
-    /// Whether its job lives, as it knows.
+    /// Whether its job is alive, as far as it knows.
     pub(super) fn is_running(&self) -> bool {
         matches!(self.machine.state(), State::Running(_))
     }

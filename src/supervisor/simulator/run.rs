@@ -1,5 +1,5 @@
-//! The supervisor in the model: what its owner does around the state machine, with the decisions of the product, and with a
-//! world that is made up.
+//! The supervisor in the model: what its owner does around the state machine, with the decisions of the product and a
+//! simulated world.
 
 use std::collections::BTreeSet;
 use std::rc::Rc;
@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::model::{End, Image, Job, Record, candidate};
 use super::plants::Plant;
+use super::ranks::Ranks;
 use super::restores::Restore;
 use super::snapshots::{Persist, Shot};
 use super::world::{Happening, World, tell};
@@ -27,31 +28,33 @@ use rekindle_store::{BadWhy, ImageId};
 pub(super) struct Run {
     pub(super) machine: Machine<'static>,
     pub(super) line: Line,
-    /// That of the line, for the images that it takes.
+    /// The lineage of the images that it takes.
     pub(super) lineage: Rc<str>,
     pub(super) proofs: Proofs,
     pub(super) stops: Stops,
     pub(super) deaths: Deaths,
+    /// Deaths of ranks, and the ranks that are watched.
+    pub(super) ranks: Ranks,
     /// How often the job was started.
     pub(super) lives: u32,
-    /// Whether it has hold of a job.
+    /// Whether it has a job.
     pub(super) has_job: bool,
     pub(super) ended: Option<Ended>,
-    /// Whether its end waits for the images to be read.
+    /// Whether the end of the job waits until the images can be read.
     pub(super) unread: Unread,
     pub(super) work: Work,
-    /// Whether the memory of a suspended job was given back.
+    /// Whether the memory of a suspended job was freed.
     pub(super) emptied: bool,
     pub(super) finish: Option<Finish>,
 }
 
-/// What is under way.
+/// Operations in progress.
 #[derive(Default)]
 pub(super) struct Work {
     pub(super) start: Option<Restore>,
     pub(super) shot: Option<Shot>,
     pub(super) persist: Option<Persist>,
-    /// The number and the image of what is sent to the replica.
+    /// The number and the image of the upload to the replica.
     pub(super) replicating: Option<(u32, ImageId)>,
     pub(super) next_replicated: Option<ImageId>,
 }
@@ -59,7 +62,7 @@ pub(super) struct Work {
 impl World {
     // ---- a run begins ----
 
-    /// As `rekindle run` does it.
+    /// Starts as `rekindle run` does.
     pub(super) fn begin(&mut self) {
         if self.run.is_some() || self.fate.over {
             return;
@@ -102,7 +105,7 @@ impl World {
         }
     }
 
-    /// As `rekindle restore JOB/ID` does it.
+    /// Starts as `rekindle restore JOB/ID` does.
     pub(super) fn begin_from(&mut self, id: ImageId) {
         let newest = self.ground.copies().iter().map(candidate).find(|it| it.good).map(|it| it.id);
         let Some(lineage) = self.ground.image(id).map(|image| Rc::clone(&image.lineage)) else { return };
@@ -128,6 +131,7 @@ impl World {
             proofs: Proofs::default(),
             stops: Stops::default(),
             deaths: Deaths::default(),
+            ranks: Ranks::default(),
             lives: 0,
             has_job: false,
             ended: None,
@@ -148,7 +152,7 @@ impl World {
         self.ground.record = Some(Record { lineage: Rc::clone(&run.lineage), base: run.line.base, completed });
     }
 
-    /// Somebody starts it again, as a service manager does.
+    /// Starts it again, as a service manager does.
     fn come_back(&mut self) {
         match &mut self.fate.calm {
             None => {
@@ -203,7 +207,7 @@ impl World {
                     self.mark(&mark);
                 }
             }
-            Action::Announce { .. } => {}
+            Action::Announce { after, .. } => self.check_wait(after),
             Action::Finish(finish) => self.finish(finish),
         }
     }
@@ -267,6 +271,7 @@ impl World {
         self.note_proofs();
         let Some(run) = &mut self.run else { return };
         run.proofs.end_of_life();
+        run.ranks.deaths.life_ends();
         run.ended = Some(end.ended);
         let ours = matches!(run.machine.state(), State::Ending { .. });
         let facts = Facts {
@@ -301,18 +306,20 @@ impl World {
         if !matches!(run.machine.state(), State::Snapshotting { .. }) {
             run.has_job = false;
         }
+        let newest = images.good.first().copied();
         self.oracle_sees_report();
+        self.oracle_sees_progress(newest, at);
         self.step_at(Event::Ended { ended, images }, at);
     }
 
-    /// An end whose images could not be read.
+    /// Reports an end whose images could not be read before.
     pub(super) fn report_again(&mut self) {
         if self.run.as_ref().is_some_and(|run| run.unread.is_due(self.now) && run.ended.is_some()) {
             self.report_end();
         }
     }
 
-    /// What the job can go on from.
+    /// The images that the job can continue from.
     pub(super) fn images(&self) -> Result<Images, String> {
         let Some(run) = &self.run else { return Err("there is no run".into()) };
         if self.ground.disk.reads_fail {
@@ -355,7 +362,7 @@ impl World {
         }
     }
 
-    /// On every copy.
+    /// Sets the mark on every copy.
     pub(super) fn set_mark(&mut self, id: ImageId, mark: Option<BadWhy>) {
         for slot in &mut self.ground.slots {
             slot.image.iter_mut().filter(|(other, _)| *other == id).for_each(|(_, copy)| copy.mark = mark);
@@ -383,7 +390,7 @@ impl World {
         self.conclude();
     }
 
-    /// Once nothing is on its way to the store any more.
+    /// Ends the run once nothing is being stored.
     pub(super) fn conclude(&mut self) {
         let Some(run) = self.run.as_ref().filter(|run| run.finish.is_some() && run.work.persist.is_none()) else {
             return;
@@ -397,7 +404,7 @@ impl World {
         self.check_told(&told, at_once);
         if only_here.is_none() {
             if completed {
-                // Nobody goes on from them.
+                // Nobody continues from these images.
                 self.oracle.excuse();
             }
             self.ground.lose_memory();
@@ -430,7 +437,8 @@ impl World {
         let work = image.as_ref().map_or(Duration::ZERO, |image| image.work);
         let doom = image.as_ref().and_then(|image| image.doom);
         let hung = image.as_ref().filter(|image| image.hung).map(|_| self.now);
-        self.job = Some(Job { life, from, since: self.now, work, doom, hung, dead: Vec::new(), ended: None });
+        let gone = image.map(|image| image.gone).unwrap_or_default();
+        self.job = Some(Job { life, from, since: self.now, work, doom, hung, dead: Vec::new(), gone, ended: None });
         if let Some(doom) = doom {
             let end = End::by_itself(doom.ended);
             self.after(doom.at.saturating_sub(work), Happening::Ends { life, end, own: true });
@@ -445,7 +453,7 @@ impl World {
     }
 }
 
-/// Moments as what is left until then: those of the clock are others in each process.
+/// An event for the trace. Times are shown as the time left until then, because the clock differs in each process.
 fn in_a_trace(event: &Event, now: Instant) -> String {
     let left = |until: &Instant| until.saturating_duration_since(now);
     match event {

@@ -1,4 +1,4 @@
-//! Snapshots in the model, and the way of their images from memory to the store and to the replica.
+//! Snapshots in the model, and the transfer of their images from memory to the store and to the replica.
 
 use std::time::{Duration, Instant};
 
@@ -7,33 +7,33 @@ use super::plants::Plant;
 use super::restores::Trouble;
 use super::world::{Happening, World, tell};
 use crate::supervisor::memory::only_there;
-use crate::supervisor::state::Event;
+use crate::supervisor::state::{Event, Harm};
 use rekindle_engine::snapshot::{self, dead};
 use rekindle_store::ImageId;
 use rekindle_store::manifest::Reason;
 use rekindle_store::retention::admission::Need;
 use rekindle_store::staging::admission::{self, Choice, Memory, SlotFacts, Worth};
 
-/// A snapshot under way.
+/// A snapshot in progress.
 #[derive(Debug)]
 pub(super) struct Shot {
     pub(super) op: u32,
-    /// The slot that it is made in, where there is one.
+    /// The slot that it is made in, if there is one.
     slot: Option<usize>,
     id: Option<ImageId>,
-    /// When the wait for children that were killed has to be over.
+    /// When the wait for killed children must be over.
     late: Option<Instant>,
-    /// A moment more for what a parent does that has just heard of a death.
+    /// Additional time for a parent that has just learned of a death.
     aftermath: Option<Instant>,
     image: Option<Image>,
-    /// Why there is none.
+    /// Why it failed.
     failed: Option<snapshot::Error>,
     pub(super) cancelled: bool,
     pub(super) trouble: Option<Trouble>,
     freeze: Duration,
 }
 
-/// An image on its way to the store.
+/// An image that is being stored.
 #[derive(Debug)]
 pub(super) struct Persist {
     pub(super) op: u32,
@@ -51,6 +51,7 @@ impl World {
         let op = self.number();
         let id = self.next_id();
         let trouble = self.oracle.armed.take();
+        let goes_back = self.run.as_ref().is_some_and(|run| run.ranks.deaths.is_going_back(run.machine.state()));
         let target = self.target();
         let Some(run) = &mut self.run else { return };
         let (slot, failed) = match target {
@@ -72,6 +73,9 @@ impl World {
             freeze,
         });
         tell!(self, "a snapshot ({reason:?}){}", trouble.map(|it| format!(", with {it:?}")).unwrap_or_default());
+        if goes_back && self.plant != Some(Plant::ImageWithoutTheRank) {
+            self.call_off();
+        }
         if refused {
             return self.after(Duration::from_millis(20), Happening::Taken { op });
         }
@@ -85,7 +89,7 @@ impl World {
         ImageId::new(last + 1, self.clock())
     }
 
-    /// A slot, in memory or on the disk.
+    /// Chooses a slot, in memory or on the disk.
     fn target(&mut self) -> Result<usize, snapshot::Error> {
         if self.ground.disk.reads_fail {
             return Err(snapshot::Error::Guard("EIO".into()));
@@ -113,7 +117,7 @@ impl World {
                 at
             }
         };
-        // Nothing that is there counts any more.
+        // The old content of the slot is lost.
         self.ground.slots[at] = Slot { image: None, allocated: IMAGE };
         Ok(at)
     }
@@ -149,12 +153,12 @@ impl World {
         }
     }
 
-    /// The good ones of the line.
+    /// The good images of the line.
     fn ours(&self, copies: &[(&Image, Copy)]) -> Vec<ImageId> {
         self.line().map(|line| line.good(copies.iter().map(candidate))).unwrap_or_default()
     }
 
-    /// The job stands still.
+    /// The job is frozen.
     pub(super) fn dump(&mut self, op: u32) {
         let now = self.now;
         let Some(job) = &self.job else { return };
@@ -211,6 +215,7 @@ impl World {
             hung: job.hung.is_some(),
             refused,
             no_files: false,
+            gone: job.gone.clone(),
             stored: None,
             replicated: false,
         });
@@ -222,7 +227,7 @@ impl World {
         let Some(mut shot) = self.run.as_mut().and_then(|run| run.work.shot.take_if(|shot| shot.op == op)) else {
             return;
         };
-        // What is frozen is let go; what is whole is published.
+        // A frozen job is resumed; a complete image is published.
         let called_off = shot.cancelled && (shot.image.is_none() || self.random.chance(50));
         let result = match (shot.failed.take(), shot.image.take()) {
             (Some(error), _) => Err(error),
@@ -239,7 +244,13 @@ impl World {
                 if !ended {
                     self.persist_newest();
                 }
-                let event = Event::not_taken(&error);
+                let Some(run) = &self.run else { return };
+                let event = match Event::not_taken(&error) {
+                    Event::SnapshotMissed if run.ranks.deaths.is_going_back(run.machine.state()) => {
+                        Event::SnapshotFailed(Harm::None)
+                    }
+                    event => event,
+                };
                 let called_off = matches!(error, snapshot::Error::Cancelled);
                 self.oracle_sees_no_snapshot(&event, ended, called_off);
                 event
@@ -251,7 +262,7 @@ impl World {
         }
     }
 
-    /// It is whole, in a slot.
+    /// The image is complete, in a slot.
     fn publish(&mut self, image: Image, slot: Option<usize>) -> Result<ImageId, snapshot::Error> {
         let id = image.id;
         match slot {
@@ -273,6 +284,7 @@ impl World {
         self.oracle.taken(id, now);
         let Some(run) = &mut self.run else { return Event::Tick };
         run.proofs.wait_for(id, now);
+        self.ranks_in_image();
         self.persist(id);
         Event::SnapshotTaken { freeze: shot.freeze }
     }
@@ -290,7 +302,7 @@ impl World {
         }
     }
 
-    /// As the product does it: not while a restart may read a slot.
+    /// As the product does: not while a restart may read a slot.
     fn empty_slots_on_disk(&mut self) {
         let restoring = self.run.as_ref().is_some_and(|run| run.work.start.is_some());
         if !self.ground.on_disk || restoring {
@@ -334,7 +346,7 @@ impl World {
         let fails = persist.cancelled || persist.refused || self.ground.disk.writes_fail;
         let staged = self.ground.slots.iter().filter(|_| self.ground.area).filter_map(|slot| slot.image);
         let copy = staged.into_iter().find(|(other, _)| *other == id).map(|(_, copy)| copy);
-        // What is on a disk is compared with its hashes.
+        // An image on a disk is compared with its hashes.
         let copy = copy.filter(|copy| !(copy.damaged && self.ground.on_disk));
         let room = self.ground.free() >= IMAGE;
         let stored = copy.filter(|_| !fails && room);

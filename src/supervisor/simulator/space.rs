@@ -1,4 +1,4 @@
-//! What goes in the model: from the store, for the next image, and from memory. The product decides.
+//! Removals in the model: from the store, for the next image, and from memory. The product decides.
 
 use std::path::Path;
 
@@ -104,7 +104,7 @@ impl World {
         }
     }
 
-    /// A suspended job gives back its memory, once its image is in the store.
+    /// The memory of a suspended job is freed once its image is stored.
     pub(super) fn settle_suspension(&mut self) {
         let Some(run) = &mut self.run else { return };
         if !matches!(run.machine.state(), State::Suspended { .. }) {

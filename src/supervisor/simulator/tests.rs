@@ -1,4 +1,4 @@
-//! Histories from fresh seeds, and the bugs that they have to find.
+//! Histories from fresh seeds, and the bugs that they must find.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -7,7 +7,7 @@ use super::plants::{self, Plant};
 use super::random::Random;
 use super::{Broken, history};
 
-/// So many in every run of the tests; REKINDLE_SIMULATE_HISTORIES for more or less.
+/// Number of histories in every run of the tests; REKINDLE_SIMULATE_HISTORIES overrides it.
 const HISTORIES: u64 = 100_000;
 
 fn number(name: &str) -> Option<u64> {
@@ -15,12 +15,12 @@ fn number(name: &str) -> Option<u64> {
     Some(text.parse().unwrap_or_else(|_| panic!("{name}={text} is not a number")))
 }
 
-/// Fresh in each run, and said where a history is broken.
+/// A new seed in each run; it is printed if a history fails.
 fn fresh_seed() -> u64 {
     u64::try_from(chrono::Utc::now().timestamp_micros()).unwrap_or_default()
 }
 
-/// Lives through so many, on two threads; answers how many events there were, or one that is broken.
+/// Plays this many histories, on two threads; returns the number of events, or a failed history.
 fn live(first: u64, count: u64) -> Result<u64, Box<Broken>> {
     let enough = AtomicBool::new(false);
     let half = |part: u64| -> Result<u64, Box<Broken>> {
@@ -69,7 +69,7 @@ fn a_seed_gives_the_same_history_again() {
     }
 }
 
-/// So many histories find each bug that is planted. The seeds are the same each time.
+/// This many histories are enough to find each planted bug. The seeds are the same each time.
 const ENOUGH: u64 = 200_000;
 
 #[test]
@@ -79,7 +79,7 @@ fn each_planted_bug_is_found() {
         let found = (1..=ENOUGH).find_map(|n| Some((n, history(seeds.below(u64::MAX), Some(plant)).err()?)));
         let Some((count, broken)) = found else { panic!("{plant:?} is not found in {ENOUGH} histories") };
         println!("{plant:?}: in history {count}: {}", broken.what);
-        // It is the bug that is found, and nothing else.
+        // The planted bug was found, and no other one.
         assert!(history(broken.seed, None).is_ok(), "{plant:?}: {broken}");
     }
 }

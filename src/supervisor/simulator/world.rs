@@ -1,4 +1,4 @@
-//! What happens and when: the clock, the queue, and the loop that hands each event to whom it is for.
+//! The clock, the queue of events, and the loop that delivers each event.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -16,7 +16,7 @@ use super::run::Run;
 use crate::config::Config;
 use rekindle_store::ImageId;
 
-/// What is due at some time. Numbers say what it is about: a thing that is over by then is not there to hear of it.
+/// An event that is due at some time. Numbers name what it belongs to: if that is over by then, the event is dropped.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Happening {
     Fault(Fault),
@@ -24,7 +24,7 @@ pub(super) enum Happening {
     Ends {
         life: u32,
         end: End,
-        /// It comes from the job's own work, which one that hangs does not do.
+        /// It is caused by the job's own work, which a hanging job does not do.
         own: bool,
     },
     /// A parent waits for its child.
@@ -32,7 +32,9 @@ pub(super) enum Happening {
         life: u32,
         pid: i32,
     },
-    /// The watch of the job sees that it hangs.
+    /// The death of a rank is decided on.
+    Decide,
+    /// The job's watch notices that it hangs.
     Hangs {
         life: u32,
     },
@@ -40,7 +42,7 @@ pub(super) enum Happening {
     Restored {
         op: u32,
     },
-    /// The job stands still, and the dump is made.
+    /// The job is frozen, and the dump is made.
     Dump {
         op: u32,
     },
@@ -48,24 +50,24 @@ pub(super) enum Happening {
     Taken {
         op: u32,
     },
-    /// An image is in the store.
+    /// An image is written to the store.
     Written {
         op: u32,
     },
-    /// So is what the page cache had of it.
+    /// The image is synced to the disk.
     Synced {
         image: ImageId,
     },
     Replicated {
         op: u32,
     },
-    /// It is tried again to read the images that an end waits for.
+    /// Tries again to read the images that an end waits for.
     Report,
-    /// Looks at how much memory is left.
+    /// Checks how much memory is left.
     Look,
-    /// Somebody starts a supervisor.
+    /// A user starts a supervisor.
     Begin,
-    /// A time of trouble is over.
+    /// A temporary fault is over.
     Heal(Fault),
 }
 
@@ -91,12 +93,12 @@ impl Ord for Entry {
     }
 }
 
-/// One history: what is true, the supervisor in it, and what has to hold.
+/// One history: the truth, the supervisor in it, and the invariants.
 pub(super) struct World {
     pub(super) random: Random,
     pub(super) began: Instant,
     pub(super) now: Instant,
-    /// By how many seconds the wall clock is wrong.
+    /// Error of the wall clock in seconds.
     pub(super) skew: i64,
     pub(super) config: &'static Config,
     pub(super) plant: Option<Plant>,
@@ -109,45 +111,45 @@ pub(super) struct World {
     pub(super) trace: Option<Vec<String>>,
 }
 
-/// What is made up of the history as a whole.
+/// Properties of the whole history.
 #[derive(Default)]
 pub(super) struct Fate {
     /// The job is complete at this much work.
     pub(super) total: Option<Duration>,
-    /// The watch of the job sees a hang after so long.
+    /// The watch of the job notices a hang after this time.
     pub(super) watch: Option<Duration>,
     /// Whether faults are over.
     pub(super) calm: Option<Calm>,
     pub(super) over: bool,
 }
 
-/// What happens next.
+/// The queue of events.
 #[derive(Default)]
 struct Agenda {
     queue: BinaryHeap<Entry>,
-    /// Entries so far, which puts those of one time in order.
+    /// Number of entries so far, which orders those of the same time.
     numbers: u32,
-    /// Those that have happened.
+    /// Number of events that have happened.
     events: u64,
 }
 
-/// Faults are over.
+/// The state after the faults are over.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Calm {
     pub(super) since: Instant,
-    /// Whether somebody has begun another run since.
+    /// Whether another run was started since.
     pub(super) begun: bool,
-    /// A stop is asked for once the job runs.
+    /// A stop is requested once the job runs.
     pub(super) stop: bool,
 }
 
-/// Once no fault comes any more the job runs within this time: ten restarts (`restart.max-restarts`) with five minutes
-/// between them (`restart.backoff-max`), and five attempts of a machine that failed before.
+/// Time limit, once there are no more faults, until the job runs: ten restarts (`restart.max-restarts`) with five
+/// minutes between them (`restart.backoff-max`), and five attempts on a machine that failed before.
 const BOUND: Duration = Duration::from_secs(3 * 3600);
 /// More than any history needs.
 const MOST_EVENTS: u64 = 20_000;
 
-/// Notes a line of the trace, where one is wanted.
+/// Writes a line of the trace, if one is wanted.
 macro_rules! tell {
     ($world:expr, $($text:tt)*) => {
         if $world.trace.is_some() {
@@ -209,12 +211,12 @@ impl World {
         self.at(self.now + wait, what);
     }
 
-    /// Whether that is due some time.
+    /// Whether such an event is in the queue.
     pub(super) fn is_due(&self, which: impl Fn(&Happening) -> bool) -> bool {
         self.agenda.queue.iter().any(|Entry(_, what)| which(what))
     }
 
-    /// Lives until the end of the history. Answers how many events there were, or what does not hold.
+    /// Plays the history to its end. Returns the number of events, or the broken invariant.
     pub(super) fn run(&mut self, faults_until: Instant) -> Result<u64, String> {
         loop {
             self.check_proofs();
@@ -261,6 +263,7 @@ impl World {
             Happening::Fault(_) => {}
             Happening::Ends { life, end, own } => self.life_ends(life, end, own),
             Happening::Noticed { life, pid } => self.death_noticed(life, pid),
+            Happening::Decide => self.decide_on_ranks(),
             Happening::Hangs { life } => self.hang_seen(life),
             Happening::Restored { op } => self.start_over(op),
             Happening::Dump { op } => self.dump(op),

@@ -2,16 +2,16 @@
 
 use super::{Ending, Machine, Postponed, State, Then};
 
-/// What somebody asks for and waits for.
+/// A request that a client waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wish {
     /// A snapshot.
     Snapshot,
-    /// A snapshot, and then the end of the job until it is called back.
+    /// A snapshot, and then the end of the job until it is resumed.
     Suspend,
-    /// To be called back.
+    /// Resume the job.
     Resume,
-    /// To go back to an image.
+    /// Go back to an image.
     Rewind,
     /// Blocks snapshots for some time.
     Hold,
@@ -24,7 +24,7 @@ const UNDER_WAY: &str = "a snapshot is being taken: try again after it";
 const SUSPENDED: &str = "the job is suspended: resume it first";
 
 impl Machine<'_> {
-    /// Whether the event for this wish would do something now, or what is wished for is the case already.
+    /// Whether the event for this request would have an effect now, or the requested state is reached already.
     ///
     /// # Errors
     /// The reason, as text.
@@ -36,7 +36,7 @@ impl Machine<'_> {
             (State::Suspended { .. }, Wish::Suspend | Wish::Resume) => Ok(()),
             (State::Suspended { .. }, Wish::Snapshot) => Err(SUSPENDED),
             (State::Running(_), Wish::Hold) if self.held_off().is_some() => Err(HELD_OFF),
-            // It could freeze the job at any moment.
+            // The snapshot could freeze the job at any moment.
             (State::Snapshotting { .. }, Wish::Hold) => Err(UNDER_WAY),
             _ if wish == Wish::Suspend && self.is_suspending() => Ok(()),
             (State::Waiting { .. }, Wish::Suspend) => Ok(()),

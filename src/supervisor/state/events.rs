@@ -1,4 +1,4 @@
-//! What goes into a step and what comes out of it.
+//! Inputs and outputs of a step.
 
 use std::time::{Duration, Instant};
 
@@ -8,46 +8,46 @@ use rekindle_os::spawn::Ended;
 use rekindle_store::ImageId;
 use rekindle_store::manifest::Reason;
 
-/// Who asked for the end, which decides the exit code.
+/// Who requested the stop, which decides the exit code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stop {
-    /// A signal: 128 plus its number.
+    /// A signal: exit code 128 plus its number.
     Signal(i32),
-    /// To be queued again: 75.
+    /// A scheduler, to queue the job again: exit code 75.
     Requeue,
 }
 
-/// How it all ended.
+/// How the run ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Finish {
     /// The job exited with 0.
     Completed,
-    /// Stopped as asked; it can be continued.
+    /// Stopped on request; it can be continued.
     Stopped(Stop),
-    /// The same, and its last image is lost if the machine restarts: it could not be stored.
+    /// Stopped on request, but the last image could not be stored: it is lost if the machine restarts.
     StoppedInMemory {
-        /// Who asked for it.
+        /// Who requested it.
         stop: Stop,
         /// The image.
         image: ImageId,
     },
-    /// It cannot be started here at all.
+    /// The job cannot be started here at all.
     Impossible {
         /// The reason, as text.
         why: String,
         /// What has to change.
         obstacle: Obstacle,
     },
-    /// Given up.
+    /// The job was given up.
     Failed {
         /// The reason, as text.
         why: String,
-        /// How the job ended last, if it was the job that ended.
+        /// How the job ended last, if it ended.
         last: Option<Ended>,
     },
-    /// There are images and none can be used; the job is not started from nothing over them.
+    /// There are images, but none can be used; the job is not started from the beginning over them.
     NoUsableImage {
-        /// The same as text.
+        /// The reason, as text.
         why: String,
     },
 }
@@ -67,42 +67,44 @@ impl Finish {
 pub const NO_USABLE_IMAGE: &str = "the run has images and none can be used, and restart.cold-start does not allow a \
     start from the beginning";
 
-/// What a rule or the watch of a job decides in place of the policy.
+/// A decision by a rule or the watch of a job, which replaces that of the policy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Verdict {
-    /// It is restarted, whatever its exit code; it counts as a failure.
+    /// Restart the job, whatever its exit code; it counts as a failure.
     Restart,
-    /// It is given up.
+    /// One of its processes was killed by this signal: it goes back to its newest image.
+    Died(i32),
+    /// Give up.
     GiveUp {
         /// The reason, as text.
         why: String,
     },
-    /// It is left as it is, to be queued again.
+    /// Stop the run, to be queued again.
     Stop,
-    /// It goes back to this image.
+    /// Go back to this image.
     Rewind(ImageId),
 }
 
-/// What happens.
+/// An input of the state machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
     /// The job runs.
     Started,
     /// An image was not restored.
     ImageFailed {
-        /// Which.
+        /// The image.
         image: ImageId,
         /// Why.
         failure: Failure,
         /// The images to continue from.
         images: Images,
     },
-    /// It could not be started, by no fault of an image.
+    /// The start failed, and no image is to blame.
     StartFailed {
         /// The reason, as text.
         why: String,
     },
-    /// It could not be started and never will: the command is wrong.
+    /// The start failed and always will: the command is wrong.
     Impossible {
         /// The reason, as text.
         why: String,
@@ -111,48 +113,49 @@ pub enum Event {
     },
     /// The job ended.
     Ended {
-        /// How.
+        /// How it ended.
         ended: Ended,
         /// The images to continue from.
         images: Images,
     },
-    /// A snapshot is in a slot.
+    /// A snapshot was taken.
     SnapshotTaken {
         /// How long the job was frozen for it.
         freeze: Duration,
     },
     /// An image is being stored.
     PersistBegan,
-    /// It is stored, after so long, or it failed.
+    /// It is stored, after this time; `None` if that failed.
     PersistEnded(Option<Duration>),
-    /// A snapshot failed; the job runs on, unless it is lost.
+    /// A snapshot failed; the job continues, unless it is lost.
     SnapshotFailed(Harm),
-    /// A snapshot failed for a reason that may be gone in a moment; the job runs on.
+    /// A snapshot failed for a temporary reason; the job continues.
     SnapshotMissed,
-    /// Take one now.
+    /// Take a snapshot now.
     SnapshotNow(Reason),
-    /// Take one, then end the job until it is called back.
+    /// Take a snapshot, then end the job until it is resumed.
     Suspend,
-    /// Call a suspended job back.
+    /// Resume a suspended job.
     Resume,
-    /// The job holds snapshots off until then. Admitted by [`Wish::Hold`](super::Wish::Hold), or an earlier time than before.
+    /// The job blocks snapshots until then. Admitted by [`Wish::Hold`](super::Wish::Hold), or an earlier time than
+    /// before.
     Hold(Instant),
-    /// It does not any more.
+    /// The job no longer blocks snapshots.
     Release,
-    /// End the job and start it from this image. It was requested, so it is no failure.
+    /// End the job and start it from this image. This was requested, so it is no failure.
     Rewind {
         /// Which.
         image: ImageId,
     },
-    /// End the running job, for this. It is no request: a requested stop or rewind comes first.
+    /// End the running job, for this decision. It is no request: a requested stop or rewind has priority.
     Condemn(Verdict),
-    /// What the end that is reported next leads to.
+    /// The decision about the end that is reported next.
     Judged(Verdict),
-    /// The end that is reported next has a reason that is no fault of an image: want of memory, a GPU that failed.
+    /// The end that is reported next is not the image's fault: lack of memory, a GPU that failed.
     Excused,
-    /// Take a last one within `snapshot.grace`, then stop.
+    /// Take a final snapshot within `snapshot.grace`, then stop.
     Stop(Stop),
-    /// Take a last one until then, then stop.
+    /// Take a final snapshot until then, then stop.
     StopBy(Stop, Instant),
     /// Stop at once.
     StopNow(Stop),
@@ -161,13 +164,14 @@ pub enum Event {
 }
 
 impl Event {
-    /// The image of a start went while it waited for its turn: with the memory that it was in, or another came in its place.
+    /// The image of a start was lost while the start waited: with the memory that it was in, or because it was
+    /// replaced.
     #[must_use]
     pub fn gone(image: ImageId, images: Images) -> Event {
         Event::ImageFailed { image, failure: Failure::NotNow("it no longer exists".into()), images }
     }
 
-    /// What a snapshot that failed comes to.
+    /// The event for a failed snapshot.
     #[must_use]
     pub fn not_taken(error: &snapshot::Error) -> Event {
         match (error.job_is_lost(), error.may_pass()) {
@@ -178,38 +182,38 @@ impl Event {
     }
 }
 
-/// What something that ended did to the job.
+/// What an operation that ended did to the job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Harm {
-    /// None.
+    /// Nothing.
     None,
     /// It cannot continue.
     Lost,
 }
 
-/// What is to be done.
+/// An output of the state machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Action {
     /// Launch or restore.
     Start(StartPoint),
     /// Take a snapshot.
     Snapshot(Reason),
-    /// Give up the snapshot or the start that is under way.
+    /// Cancel the snapshot or the start in progress.
     Cancel,
     /// Ask the job to end (SIGTERM).
     Terminate,
-    /// End it.
+    /// Kill it.
     Kill,
-    /// Note that this image is of no use, and say so.
+    /// Mark this image as bad, and report it.
     Mark(Mark),
-    /// Say that this image was not restored, and is not marked.
+    /// Report that this image was not restored, and is not marked.
     NotRestored {
-        /// Which.
+        /// The image.
         image: ImageId,
         /// The reason, as text.
         why: String,
     },
-    /// Say why it is tried again, and when.
+    /// Report why it is tried again, and when.
     Announce {
         /// From what.
         from: StartPoint,

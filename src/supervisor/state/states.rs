@@ -24,79 +24,79 @@ pub enum State {
     Snapshotting {
         /// The life.
         life: Life,
-        /// What is to be done afterwards.
+        /// What to do afterwards.
         then: Option<Then>,
         /// It ended in the meantime.
         ended: Option<Ended>,
     },
     /// It was told to end.
     Ending {
-        /// Why.
+        /// The reason.
         stop: Ending,
-        /// When it is killed.
+        /// When to kill it.
         deadline: Option<Instant>,
         /// The life.
         life: Life,
     },
-    /// The next try comes later.
+    /// It waits for the next try.
     Waiting {
         /// From what.
         from: StartPoint,
-        /// When.
+        /// Until this time.
         until: Instant,
     },
-    /// It has given back what it used, and waits to be called back.
+    /// It has released its resources, and waits to be resumed.
     Suspended {
         /// From what.
         from: StartPoint,
     },
-    /// All is over.
+    /// The run is over.
     Done,
 }
 
-/// What has to wait for the end of what is under way.
+/// A request that waits for the end of the operation in progress.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Then {
-    /// A stop, and until when it may take.
+    /// A stop, with its time limit.
     Stop(Stop, Instant),
-    /// The job makes room until it is called back.
+    /// Suspend the job.
     Suspend,
-    /// The job goes back to this image.
+    /// Go back to this image.
     Rewind(ImageId),
 }
 
 /// Why a job was told to end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ending {
-    /// It was requested.
+    /// A stop was requested.
     Stop(Stop),
     /// It cannot continue after a snapshot.
     Lost,
-    /// It makes room, and its image is taken.
+    /// It is being suspended, and its image was taken.
     Suspend,
-    /// It goes back to this image.
+    /// It is rewound to this image.
     Rewind(ImageId),
-    /// It hangs, or a rule is against it.
+    /// It hangs, or a rule matched.
     Condemned,
 }
 
 /// One life of the job.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Life {
-    /// What it began with.
+    /// What it started from.
     pub from: StartPoint,
-    /// When it began.
+    /// When it started.
     pub since: Instant,
     /// When the next snapshot is due.
     pub next: Option<Instant>,
-    /// Snapshots that failed in a row.
+    /// Number of snapshots that failed in a row.
     pub failures: u32,
-    /// Those that did so for a reason of a moment, since the last that was taken.
+    /// Number of snapshots that failed temporarily since the last successful one.
     pub missed: u32,
 }
 
 impl State {
-    /// When [`Event::Tick`](super::Event::Tick) is wanted.
+    /// When [`Event::Tick`](super::Event::Tick) is needed.
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         match self {
@@ -108,12 +108,12 @@ impl State {
         }
     }
 
-    /// Whether what comes after an end that is reported now depends on the images that there are.
+    /// Whether the reaction to an end depends on the existing images.
     pub(in crate::supervisor) fn needs_images(&self) -> bool {
         match self {
             State::Running(_) => true,
             State::Ending { stop, .. } => !matches!(stop, Ending::Stop(_) | Ending::Rewind(_)),
-            // An end is put aside while a snapshot is taken.
+            // An end is postponed while a snapshot is taken.
             State::Starting { .. } | State::Snapshotting { .. } | State::Waiting { .. } => false,
             State::Suspended { .. } | State::Done => false,
         }
@@ -127,7 +127,7 @@ impl State {
         }
     }
 
-    /// Whether a stop was requested, or all is over.
+    /// Whether a stop was requested, or the run is over.
     #[must_use]
     pub(super) fn is_stopping(&self) -> bool {
         match self {
@@ -138,7 +138,7 @@ impl State {
         }
     }
 
-    /// What others see of it.
+    /// The state as it is published.
     #[must_use]
     pub fn published(&self) -> JobState {
         match self {

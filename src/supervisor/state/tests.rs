@@ -12,7 +12,7 @@ fn id(n: u32) -> ImageId {
     ImageId::new(n, chrono::DateTime::<Utc>::UNIX_EPOCH)
 }
 
-/// Carries events into a machine and keeps the time.
+/// Passes events to a machine and keeps the time.
 struct Bench {
     config: Config,
 }
@@ -68,7 +68,7 @@ fn the_next_snapshot_is_an_interval_after_the_last() {
     assert_eq!(machine.state().deadline(), Some(done + Duration::from_secs(600)));
 }
 
-/// A machine that chooses its interval, with a job that runs.
+/// A machine that chooses its interval, with a running job.
 fn choosing(config: &Config, failures: Failures, now: Instant) -> Machine<'_> {
     let (machine, _) = Machine::new(config, StartPoint::Cold);
     let mut machine = machine.recalling(Pace::recalled(failures, []));
@@ -92,7 +92,7 @@ fn a_chosen_interval_follows_what_was_measured() {
     let done = first + Duration::from_secs(7);
     machine.step(Event::PersistEnded(Some(Duration::from_secs(5))), done);
     machine.step(TAKEN, done);
-    // sqrt(2 * 2s * 24h) is 588 s. The job ran for 67 s more than the day that is assumed.
+    // sqrt(2 * 2s * 24h) is 588 s. The job ran for 67 s more than the assumed day.
     let choice = machine.choice().unwrap().clone();
     assert_eq!((choice.freeze, choice.persist), (Duration::from_secs(2), Some(Duration::from_secs(5))));
     assert_eq!(choice.mtbf, Duration::from_secs(24 * 3600 + 67));
@@ -111,7 +111,7 @@ fn what_counts_as_a_failure() {
             now += Duration::from_secs(*seconds);
             machine.step(event.clone(), now);
         }
-        // Time in which no job runs is not counted.
+        // Time without a running job is not counted.
         let later = if machine.state().life().is_some() { now } else { now + hours(5) };
         machine.failures(later)
     };
@@ -164,7 +164,7 @@ fn a_snapshot_that_failed_for_a_moment_is_tried_again_soon() {
     }
     let again = config.snapshot.retry_after;
     assert_eq!(waits, [Duration::ZERO, Duration::from_secs(1), again, again * 2]);
-    // One that was taken puts an end to that.
+    // A successful snapshot ends that.
     machine.step(NOW, now);
     machine.step(TAKEN, now);
     machine.step(NOW, now);
@@ -183,7 +183,7 @@ fn the_last_snapshot_of_a_stop_that_failed_for_a_moment_is_tried_again() {
     assert_eq!(then(2, &[(1, TAKEN), (0, killed(&[1]))]), [vec![last.clone(); 3], ends.to_vec()].concat());
     assert_eq!(then(3, &[]), [vec![last.clone(); 3], vec![Action::Terminate]].concat(), "not for ever");
     assert_eq!(then(0, &[(31, Event::SnapshotMissed)]), [last.clone(), Action::Terminate], "nor after its time");
-    // An image that is on its way to the store comes first.
+    // The image that is being stored comes first.
     let busy = [(0, Event::PersistBegan), (0, Event::SnapshotMissed)];
     assert_eq!(then(0, &busy), std::slice::from_ref(&last));
     let stored = (1, Event::PersistEnded(None));
@@ -253,7 +253,7 @@ fn a_snapshot_waits_until_the_image_before_it_is_in_the_store() {
     assert_eq!((state.name(), actions.len()), ("running", 2), "the interval stretches");
     let (state, actions) = bench.run(&[busy.as_slice(), &[(40, PERSISTED)]].concat());
     assert_eq!((state.name(), actions.last()), ("snapshotting", Some(&Action::Snapshot(Reason::Interval))));
-    // One that was asked for waits as well.
+    // A requested snapshot waits as well.
     let asked = [busy[..4].to_vec(), vec![(1, NOW), (1, Event::PersistEnded(None))]].concat();
     assert_eq!(bench.run(&asked).1.last(), Some(&Action::Snapshot(Reason::Signal)));
 }
@@ -281,7 +281,7 @@ fn a_verdict_takes_the_place_of_the_decision_for_one_end() {
         Bench::new().run(&events)
     };
     let judged = |verdict| Event::Judged(verdict);
-    // 2 is never worth another try by itself.
+    // Exit code 2 alone is not worth another try.
     let (state, _) = last(&[judged(Verdict::Restart), exit(2)]);
     assert!(matches!(state, State::Waiting { from: StartPoint::Image(i), .. } if i == id(3)), "{state:?}");
     let (_, actions) = last(&[judged(Verdict::Rewind(id(2))), exit(1)]);
@@ -292,11 +292,11 @@ fn a_verdict_takes_the_place_of_the_decision_for_one_end() {
     let (_, actions) = last(&[judged(Verdict::GiveUp { why: why() }), exit(1)]);
     let failed = |ended| Some(Action::Finish(Finish::Failed { why: why(), last: Some(ended) }));
     assert_eq!(actions.last(), failed(Ended::Exit(1)).as_ref());
-    // A job that completes has no need of it.
+    // A job that completes does not need it.
     let (_, actions) = last(&[judged(Verdict::GiveUp { why: why() }), exit(0)]);
     assert_eq!(actions.last(), Some(&Action::Finish(Finish::Completed)));
 
-    // One that runs is killed first.
+    // A running job is killed first.
     let (state, actions) = last(&[Event::Condemn(Verdict::Restart), killed(&[3])]);
     assert_eq!(actions[1], Action::Kill);
     assert!(matches!(state, State::Waiting { from: StartPoint::Image(i), .. } if i == id(3)), "{state:?}");
@@ -304,14 +304,14 @@ fn a_verdict_takes_the_place_of_the_decision_for_one_end() {
     assert_eq!(actions.last(), failed(Ended::Signal(9)).as_ref());
     let (_, actions) = last(&[Event::Condemn(Verdict::Restart), Event::Stop(TERM), killed(&[3])]);
     assert_eq!(actions.last(), Some(&Action::Finish(Finish::Stopped(TERM))), "who asks for a stop gets one");
-    // It holds for one life only.
+    // It applies to one life only.
     let again = [judged(Verdict::Stop), exit(0)];
     assert_eq!(last(&again).1.last(), Some(&Action::Finish(Finish::Completed)));
 }
 
 #[test]
 fn an_image_that_went_while_its_restart_waited_is_not_waited_for() {
-    // It was in memory only, and the memory is gone.
+    // The image was only in memory, and the memory is gone.
     let gone = || Event::gone(id(2), Images::good([id(1)]));
     let died = [(0, Event::Started), (60, killed(&[2, 1])), (60, Event::Tick), (0, gone())];
     let (state, actions) = Bench::new().run(&died);
@@ -333,7 +333,7 @@ fn a_rewind_ends_the_life_that_there_is_and_starts_the_next_at_once() {
     let then = |events: &[(u64, Event)]| bench.run(events).1[1..].to_vec();
     let running = [(0, Event::Started), (5, rewind(1)), (0, killed(&[3, 2, 1]))];
     assert_eq!(then(&running), [Action::Kill, start(1)]);
-    // One that is at its end just then goes back too: that is what was asked for.
+    // A job that ends just then is rewound too, as requested.
     let exit = Event::Ended { ended: Ended::Exit(0), images: Images::good([id(3)]) };
     assert_eq!(then(&[(0, Event::Started), (5, rewind(1)), (0, exit)]), [Action::Kill, start(1)]);
     let starting = [(0, rewind(1)), (1, rewind(2)), (0, Event::StartFailed { why: "cancelled".into() })];
@@ -342,12 +342,12 @@ fn a_rewind_ends_the_life_that_there_is_and_starts_the_next_at_once() {
     assert_eq!(then(&started), [Action::Cancel, Action::Kill, start(1)]);
     let waiting = [(0, Event::Started), (5, killed(&[3])), (0, rewind(1))];
     assert_eq!(then(&waiting).last(), Some(&start(1)));
-    // The snapshot lets go of the job first.
+    // The snapshot releases the job first.
     let failed = Event::SnapshotFailed(Harm::None);
     let snapshotting = [(0, Event::Started), (5, NOW), (0, rewind(1)), (1, failed), (0, killed(&[3]))];
     let interval = Action::Snapshot(Reason::Signal);
     assert_eq!(then(&snapshotting), [interval, Action::Cancel, Action::Kill, start(1)]);
-    // A stop is stronger, before it and after.
+    // A stop has priority, before it and after.
     let stopped = Action::Finish(Finish::Stopped(TERM));
     let stop = [(0, Event::Started), (5, rewind(1)), (0, Event::Stop(TERM)), (0, killed(&[3]))];
     assert_eq!(then(&stop), [Action::Kill, Action::Kill, stopped.clone()]);
@@ -370,7 +370,7 @@ fn what_is_asked_for_by_name_is_not_replaced_by_something_else() {
     let refused = || Failure::Refused("bad size".into());
     let (machine, _) = Machine::new(&config, StartPoint::Image(id(1)));
     let mut machine = machine.asked_for();
-    // A second try is another thing.
+    // A second try is different.
     let first = machine.step(failed(1, refused(), &[1]), now);
     assert!(
         matches!(first[..], [Action::NotRestored { .. }, Action::Announce { from: StartPoint::Image(i), .. }] if i == id(1)),
@@ -381,7 +381,7 @@ fn what_is_asked_for_by_name_is_not_replaced_by_something_else() {
     let [Action::Mark(mark), Action::Finish(Finish::NoUsableImage { why })] = &second[..] else { panic!("{second:?}") };
     assert!(mark.image == id(1) && why.contains("the requested image") && why.contains("bad size"), "{why}");
     assert_eq!(machine.state(), &State::Done);
-    // Once it ran, an end is one as any other.
+    // Once the job ran, its end is treated as any other.
     let (machine, _) = Machine::new(&config, StartPoint::Image(id(1)));
     let mut machine = machine.asked_for();
     machine.step(Event::Started, now);
@@ -389,7 +389,7 @@ fn what_is_asked_for_by_name_is_not_replaced_by_something_else() {
     machine.step(Event::Tick, now + Duration::from_secs(120));
     let actions = machine.step(failed(1, Failure::Damaged, &[]), now);
     assert!(matches!(actions[..], [Action::Announce { from: StartPoint::Cold, .. }]), "{actions:?}");
-    // A rewind goes back to where the job was, and never to its beginning.
+    // A rewind returns to where the job was, and never to its beginning.
     for (good, ends) in [(&[2][..], false), (&[], true)] {
         let (mut machine, _) = Machine::new(&config, StartPoint::Cold);
         machine.step(Event::Started, now);
@@ -412,7 +412,7 @@ fn a_rewind_is_no_failure() {
         machine.step(Event::Started, later);
     }
     assert_eq!(machine.failures(now + Duration::from_secs(3000)).failures, 0);
-    // Not one of them is counted against restart.max-restarts, and the image is as good as it was.
+    // None of them counts for restart.max-restarts, and the image stays good.
     let actions = machine.step(killed(&[1]), now + Duration::from_secs(3000));
     assert!(matches!(actions[..], [Action::Announce { from: StartPoint::Image(i), .. }] if i == id(1)), "{actions:?}");
 }
@@ -440,7 +440,7 @@ fn a_suspension_whose_snapshot_fails_leaves_the_job_alone() {
     assert_eq!((failed.0.name(), failed.1.len()), ("running", 2));
     let lost = bench.run(&[&asked[..], &[(1, Event::SnapshotFailed(Harm::Lost)), (0, killed(&[1]))]].concat());
     assert_eq!(lost.0.name(), "waiting");
-    // It waits for the image before it as any other; one that was completed is not called back.
+    // It waits for the previous image; a completed job is not resumed.
     let busy = [(0, Event::Started), (0, Event::PersistBegan), (5, Event::Suspend), (1, ASKED)];
     assert_eq!(bench.run(&busy).1.len(), 1);
     let exit = Event::Ended { ended: Ended::Exit(0), images: Images::good([id(1)]) };
@@ -458,7 +458,7 @@ fn a_snapshot_that_is_asked_for_during_another_comes_after_it() {
     assert_eq!(then(&[(1, Event::SnapshotFailed(Harm::None))]), std::slice::from_ref(&again));
     assert_eq!(then(&[(1, Event::PersistBegan), (0, TAKEN)]), []);
     assert_eq!(then(&[(1, Event::PersistBegan), (0, TAKEN), (1, PERSISTED)]), [again]);
-    // A signal says only that one is wanted soon.
+    // A signal only says that a snapshot is wanted soon.
     let (_, actions) = bench.run(&[(0, Event::Started), (600, Event::Tick), (0, NOW), (1, TAKEN)]);
     assert_eq!(actions.len(), 2);
 }
@@ -493,12 +493,12 @@ fn a_stop_with_a_time_of_its_own_is_bound_by_that() {
     machine.step(Event::Started, now);
     assert_eq!(machine.step(Event::StopBy(Stop::Requeue, until), now), [Action::Snapshot(Reason::Final)]);
     assert_eq!(machine.deadline(), Some(until));
-    // A first signal changes nothing: the stop is under way.
+    // A first signal changes nothing: the stop is in progress.
     assert_eq!(machine.step(Event::Stop(TERM), now), []);
     assert_eq!(machine.step(Event::Tick, until - Duration::from_secs(1)), []);
     assert_eq!(machine.step(Event::Tick, until), [Action::Cancel, Action::Kill]);
     assert_eq!(machine.step(killed(&[]), until), [Action::Finish(Finish::Stopped(Stop::Requeue))]);
-    // It waits for the image before it as any other does.
+    // It waits for the previous image.
     let (mut machine, _) = Machine::new(&config, StartPoint::Cold);
     machine.step(Event::Started, now);
     machine.step(Event::PersistBegan, now);
@@ -522,7 +522,7 @@ fn near_the_last_snapshot_none_is_begun_by_the_interval() {
     machine.step(PERSISTED, due);
     assert_eq!(machine.step(NOW, due), [Action::Snapshot(Reason::Signal)], "who asks gets one");
     machine.step(TAKEN, due);
-    // It was put off: there is time again.
+    // The deadline was postponed: there is time again.
     let (mut machine, _) = Machine::new(&config, StartPoint::Cold);
     machine.step(Event::Started, now);
     machine.no_interval_from(Some(due));
@@ -557,7 +557,7 @@ fn every_stop_ends_every_state() {
                 assert_eq!(machine.state().name(), name, "{before:?}");
                 actions.extend(machine.step(stop.clone(), now));
                 twice.iter().for_each(|event| actions.extend(machine.step(event.clone(), now)));
-                // All that can still be reported, and then the time is over.
+                // Everything that can still be reported, and then the time limit.
                 for event in [PERSISTED, TAKEN, killed(&[1])] {
                     actions.extend(machine.step(event, now));
                 }

@@ -1,4 +1,4 @@
-//! What each state makes of an event.
+//! How each state handles an event.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use rekindle_os::spawn::Ended;
 use rekindle_store::ImageId;
 use rekindle_store::manifest::Reason;
 
-/// A snapshot that failed for a reason that may pass is tried again this often: at once, then after [`MISSED`].
+/// How often a snapshot that failed temporarily is tried again: at once, then after [`MISSED`].
 const SOON: u32 = 2;
 const MISSED: Duration = Duration::from_secs(1);
 
@@ -27,7 +27,7 @@ impl Machine<'_> {
                 let life = Life { from, since: now, next: self.due(now, now), failures: 0, missed: 0 };
                 (State::Running(life), vec![])
             }
-            // Asked to stop while it was coming up: nothing was done since the image, so there is nothing to save.
+            // A stop was requested during the start: nothing was done since the image, so there is nothing to save.
             (Event::Started, Some(Then::Stop(stop, _))) => {
                 let life = Life { from, since: now, next: None, failures: 0, missed: 0 };
                 kill(Ending::Stop(stop), life)
@@ -50,7 +50,7 @@ impl Machine<'_> {
                 decided(decision, None, now)
             }
             (Event::Impossible { why, obstacle }, _) => finish(Finish::Impossible { why, obstacle }),
-            // Nothing is to be saved: both are the same.
+            // There is nothing to save, so both are the same.
             (Event::StopBy(stop, _) | Event::StopNow(stop), _) => {
                 (State::Starting { from, then: Some(Then::Stop(stop, now)) }, vec![Action::Cancel])
             }
@@ -75,7 +75,7 @@ impl Machine<'_> {
         };
         let other = |wanted: fn(&StartPoint, ImageId) -> bool| matches!(&decision, Decision::Again { from, .. } if wanted(from, image));
         let stops = match self.asked {
-            // What somebody names is not replaced by something else.
+            // An image that a user named is not replaced by another one.
             Some(Asked::Restore) => other(|from, image| *from != StartPoint::Image(image)),
             Some(Asked::Rewind) => other(|from, _| *from == StartPoint::Cold),
             None => false,
@@ -124,12 +124,12 @@ impl Machine<'_> {
         }
     }
 
-    /// A snapshot waits: memory that is not restored yet cannot be dumped; there is one slot beside the image that is
-    /// being stored, and a snapshot that used it would leave none for the next; or the job blocks it.
+    /// A snapshot waits: memory that is not restored yet cannot be dumped; there is only one slot beside the image
+    /// being stored, and using it would leave none for the next; or the job blocks snapshots.
     fn postpone(&mut self, life: Life, event: Event, now: Instant) -> (State, Vec<Action>) {
         let then = self.postponed.and_then(|postponed| postponed.then);
         match (event, then) {
-            // No time is left for a snapshot; the image that is being stored is the last.
+            // There is no time left for a snapshot; the image that is being stored is the last.
             (_, Some(Then::Stop(stop, until))) if until <= now => return kill(Ending::Stop(stop), life),
             (_, Some(Then::Stop(..))) => {}
             (Event::StopBy(stop, until), _) => {
@@ -158,7 +158,7 @@ impl Machine<'_> {
         now: Instant,
     ) -> (State, Vec<Action>) {
         match event {
-            // It is as good as under way still.
+            // It is tried again, so the snapshot counts as still in progress.
             Event::SnapshotMissed
                 if ended.is_none()
                     && life.missed < SOON
@@ -199,12 +199,12 @@ impl Machine<'_> {
                 match (then, ended) {
                     (Some(Then::Rewind(image)), _) => kill(Ending::Rewind(image), life),
                     (Some(Then::Suspend), _) if taken => kill(Ending::Suspend, life),
-                    // Its end will be reported, with the images at that time.
+                    // The end will be reported, with the images at that time.
                     (None | Some(Then::Suspend), Some(_)) if !lost => {
                         (State::Running(Life { next: None, ..life }), vec![])
                     }
                     (None | Some(Then::Suspend), None) if !lost => match self.postponed {
-                        // Requested after this one had started.
+                        // Requested after this snapshot had started.
                         Some(Postponed { reason, then }) if !self.is_busy() => {
                             self.postponed = None;
                             (State::Snapshotting { life, then, ended: None }, vec![Action::Snapshot(reason)])
@@ -212,7 +212,7 @@ impl Machine<'_> {
                         _ => (State::Running(life), vec![]),
                     },
                     (None | Some(Then::Suspend), _) => kill(Ending::Lost, life),
-                    // All is saved: whatever the job would still do would be done twice.
+                    // Everything is saved: further work of the job would be done twice.
                     (Some(Then::Stop(stop, _)), _) if taken || lost => kill(Ending::Stop(stop), life),
                     (Some(Then::Stop(..)), Some(Ended::Exit(0))) => finish(Finish::Completed),
                     (Some(Then::Stop(stop, until)), _) => {
@@ -221,8 +221,8 @@ impl Machine<'_> {
                     }
                 }
             }
-            // One that is under way does not have what the asker has done since it began. A signal says no more than that
-            // there is to be one soon.
+            // The snapshot in progress does not contain what the client has done since it started. A signal only asks
+            // for a snapshot soon.
             Event::SnapshotNow(Reason::Request) if then.is_none() => {
                 self.postponed = Some(Postponed { reason: Reason::Request, then: None });
                 (State::Snapshotting { life, then, ended }, vec![])
@@ -241,11 +241,11 @@ impl Machine<'_> {
             Event::Suspend if then.is_none() => {
                 (State::Snapshotting { life, then: Some(Then::Suspend), ended }, vec![])
             }
-            // Once the snapshot has let the job go: two must not work on it at a time.
+            // After the snapshot has released the job: two operations must not work on it at the same time.
             Event::Rewind { image } if !matches!(then, Some(Then::Stop(..))) => {
                 (State::Snapshotting { life, then: Some(Then::Rewind(image)), ended }, vec![Action::Cancel])
             }
-            // Out of time: frozen processes are released or killed with the others.
+            // The time is over: frozen processes are released or killed with the others.
             Event::Tick => match then {
                 Some(Then::Stop(stop, until)) if until <= now => {
                     let (ending, kill) = kill(Ending::Stop(stop), life);
@@ -270,8 +270,8 @@ impl Machine<'_> {
     ) -> (State, Vec<Action>) {
         match (event, stop) {
             (Event::Ended { .. }, Ending::Rewind(image)) => start(StartPoint::Image(image)),
-            // It ended by itself just before it would have been killed. After a SIGTERM, an exit with 0 does not mean
-            // that: many programs end so on request, before their work is done.
+            // It ended by itself just before it would have been killed. After a SIGTERM, exit code 0 does not mean
+            // completion: many programs exit so on request, before their work is done.
             (Event::Ended { ended: Ended::Exit(0), .. }, _) if deadline.is_none() => finish(Finish::Completed),
             (Event::Ended { .. }, Ending::Stop(stop)) => finish(Finish::Stopped(stop)),
             (Event::Ended { images, .. }, Ending::Lost) => self.died(Death::Lost, &life, &images, now),
@@ -294,9 +294,14 @@ impl Machine<'_> {
     }
 
     fn died(&mut self, mut death: Death, life: &Life, images: &Images, now: Instant) -> (State, Vec<Action>) {
+        let died = match self.verdict {
+            Some(Verdict::Died(signal)) => Some(Ended::Signal(signal)),
+            _ => None,
+        };
         let last = match death {
+            _ if died.is_some() => died,
             Death::Ended(ended) | Death::Excused(ended) => Some(ended),
-            // It was killed for that.
+            // It was killed for the verdict.
             Death::Judged => Some(Ended::Signal(libc::SIGKILL)),
             Death::Lost => None,
         };
@@ -306,6 +311,8 @@ impl Machine<'_> {
                 Some(Verdict::Stop) => return finish(Finish::Stopped(Stop::Requeue)),
                 Some(Verdict::Rewind(image)) => return start(StartPoint::Image(image)),
                 Some(Verdict::Restart) => death = Death::Judged,
+                // As if the whole job had died of it.
+                Some(Verdict::Died(signal)) => death = Death::Ended(Ended::Signal(signal)),
                 None => {}
             }
         }
@@ -315,14 +322,14 @@ impl Machine<'_> {
         let uptime = now.saturating_duration_since(life.since);
         let policy = &self.config.restart;
         let decision = self.history.after_death(death, life.from, uptime, images, policy, now);
-        // One that dies sooner has a bad image or a wrong command, against which more snapshots help nothing.
+        // A job that dies sooner has a bad image or a wrong command, against which more snapshots do not help.
         if decision != Decision::Complete && uptime >= policy.min_uptime {
             self.pace.failed();
         }
         decided(decision, last, now)
     }
 
-    /// The pause after so many failures in a row.
+    /// The pause after this many failures in a row.
     fn retry(&self, failures: u32) -> Duration {
         let factor = 1u32.checked_shl(failures.saturating_sub(1)).unwrap_or(u32::MAX);
         let snapshot = &self.config.snapshot;

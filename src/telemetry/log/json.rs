@@ -1,4 +1,4 @@
-//! One JSON object a line: `time`, `level`, `message`, `job` where there is one, and what else the event has.
+//! One JSON object per line: `time`, `level`, `message`, `job` if known, and the other fields of the event.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,8 +13,9 @@ use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
 
 use crate::telemetry::clean;
+use rekindle_base::without_numbers;
 
-/// Formats events so.
+/// Formats events in this way.
 pub(super) struct Lines;
 
 #[derive(Debug, Serialize)]
@@ -36,7 +37,7 @@ struct Fields {
 
 impl Fields {
     fn put(&mut self, field: &Field, value: Value) {
-        // A name of ours would be there twice.
+        // A field with one of our names would be there twice.
         if !matches!(field.name(), "time" | "level" | "job") {
             self.others.insert(field.name(), value);
         }
@@ -72,7 +73,7 @@ fn line<'a>(event: &Event<'_>, time: DateTime<Utc>, job: Option<&'a str>) -> Lin
     Line {
         time: time.to_rfc3339_opts(SecondsFormat::Millis, true),
         level: event.metadata().level().as_str().to_lowercase(),
-        message: fields.message,
+        message: without_numbers(&fields.message),
         job,
         others: fields.others,
     }

@@ -17,7 +17,7 @@ use crate::published::JobState;
 const OUTCOMES: [&str; 3] = ["completed", "stopped", "failed"];
 
 impl Facts {
-    /// All of them, as of now.
+    /// All metrics, as of now.
     #[must_use]
     pub fn text(&self, now: Instant, time: DateTime<Utc>) -> String {
         let labels = [("job".into(), self.job.clone().into())];
@@ -37,7 +37,7 @@ struct Seen {
     time: DateTime<Utc>,
 }
 
-/// One number without labels of its own.
+/// A metric without labels of its own.
 #[derive(Clone, Copy)]
 enum Number {
     Gauge(f64),
@@ -58,7 +58,7 @@ impl Sink<'_> {
         }
     }
 
-    /// Nothing where it is not known.
+    /// Writes nothing if the value is unknown.
     fn gauge(&mut self, name: &str, help: &str, value: Option<f64>) -> fmt::Result {
         value.map_or(Ok(()), |value| self.one(name, help, Number::Gauge(value)))
     }
@@ -81,7 +81,7 @@ fn stamp(time: DateTime<Utc>) -> f64 {
     std::time::Duration::from_millis(u64::try_from(time.timestamp_millis()).unwrap_or(0)).as_secs_f64()
 }
 
-/// A number that is not exact beyond 2^53, which no size reaches.
+/// Exact up to 2^53, which no size reaches.
 fn real(number: u64) -> f64 {
     let (high, low) = (u32::try_from(number >> 32).unwrap_or(u32::MAX), number & u64::from(u32::MAX));
     f64::from(high) * 4_294_967_296.0 + f64::from(u32::try_from(low).unwrap_or(u32::MAX))
@@ -136,14 +136,14 @@ impl Seen {
             let restarts = u64::from(published.restarts);
             sink.one("rekindle_restarts", "Restarts of the job", Number::Count(restarts))?;
         }
-        let started = facts.started.map(stamp);
+        let started = facts.lives.started.map(stamp);
         sink.gauge(
             "rekindle_job_start_time_seconds",
             "When the job started to run; absent while it is not running",
             started,
         )?;
-        sink.one("rekindle_failures", "Unexpected ends of the job", Number::Count(facts.failures))?;
-        if let Some(outcome) = &facts.outcome {
+        sink.one("rekindle_failures", "Unexpected ends of the job", Number::Count(facts.lives.failures))?;
+        if let Some(outcome) = &facts.lives.outcome {
             let outcomes = OUTCOMES.iter().map(|name| ([("outcome", *name)], bit(outcome == name)));
             sink.family("rekindle_finished", "1 for the outcome of the run; absent before its end", outcomes)?;
         }
@@ -151,53 +151,62 @@ impl Seen {
     }
 
     fn snapshots(&self, sink: &mut Sink<'_>) -> fmt::Result {
-        let facts = &self.facts;
-        sink.one("rekindle_snapshots_taken", "Snapshots that were taken", Number::Count(facts.taken))?;
-        sink.one("rekindle_snapshots_failed", "Snapshots that failed", Number::Count(facts.failed))?;
-        sink.one("rekindle_images_bad", "Images that were marked as bad", Number::Count(facts.bad))?;
+        let Facts { snapshots, damage, published, interval, .. } = &self.facts;
+        sink.one("rekindle_snapshots_taken", "Snapshots that were taken", Number::Count(snapshots.taken))?;
+        sink.one("rekindle_snapshots_failed", "Snapshots that failed", Number::Count(snapshots.failed))?;
+        sink.one("rekindle_images_bad", "Images that were marked as bad", Number::Count(snapshots.bad))?;
         let damaged = "Chunks of the store that verification found damaged or unreadable";
-        sink.one("rekindle_store_damaged_chunks", damaged, Number::Count(facts.damaged))?;
+        sink.one("rekindle_store_damaged_chunks", damaged, Number::Count(damage.found))?;
         let replaced = "Of those, chunks that were replaced from an intact copy";
-        sink.one("rekindle_store_replaced_chunks", replaced, Number::Count(facts.replaced))?;
+        sink.one("rekindle_store_replaced_chunks", replaced, Number::Count(damage.replaced))?;
         sink.gauge(
             "rekindle_last_snapshot_timestamp_seconds",
             "When the newest image was complete",
-            facts.last.map(|last| stamp(last.time)),
+            snapshots.last.map(|last| stamp(last.time)),
         )?;
         sink.gauge(
             "rekindle_last_freeze_seconds",
             "How long the job was frozen for the newest image",
-            facts.last.map(|last| last.freeze),
+            snapshots.last.map(|last| last.freeze),
         )?;
-        sink.gauge("rekindle_last_image_bytes", "Size of the newest image", facts.last.map(|last| real(last.bytes)))?;
-        if !facts.phases.is_empty() {
-            let phases = facts.phases.iter().map(|(name, time)| ([("phase", name.clone())], *time));
+        sink.gauge(
+            "rekindle_last_image_bytes",
+            "Size of the newest image",
+            snapshots.last.map(|last| real(last.bytes)),
+        )?;
+        if !snapshots.phases.is_empty() {
+            let phases = snapshots.phases.iter().map(|(name, time)| ([("phase", name.clone())], *time));
             sink.family("rekindle_last_freeze_phase_seconds", "Duration of the phases of that freeze", phases)?;
         }
         let help = "How long the job was frozen for snapshots";
         let mut encoder = sink.0.encode_descriptor("rekindle_freeze_seconds", help, None, MetricType::Histogram)?;
-        let buckets: Vec<(f64, u64)> = BUCKETS.into_iter().zip(facts.freezes.counts).collect();
-        encoder.encode_histogram::<NoLabelSet>(facts.freezes.sum, facts.freezes.counts.iter().sum(), &buckets, None)?;
-        let next = facts.published.as_ref().and_then(|published| published.next);
+        let buckets: Vec<(f64, u64)> = BUCKETS.into_iter().zip(snapshots.freezes.counts).collect();
+        encoder.encode_histogram::<NoLabelSet>(
+            snapshots.freezes.sum,
+            snapshots.freezes.counts.iter().sum(),
+            &buckets,
+            None,
+        )?;
+        let next = published.as_ref().and_then(|published| published.next);
         sink.gauge("rekindle_next_snapshot_timestamp_seconds", "When the next snapshot is due", next.map(stamp))?;
-        let interval = facts.interval.map(|interval| interval.as_secs_f64());
+        let interval = interval.map(|interval| interval.as_secs_f64());
         sink.gauge("rekindle_interval_seconds", "The current interval between two snapshots", interval)
     }
 
     fn store(&self, sink: &mut Sink<'_>) -> fmt::Result {
-        let facts = &self.facts;
-        sink.one("rekindle_stored_images", "Images that were stored", Number::Count(facts.stored))?;
-        sink.one("rekindle_store_written_bytes", "Bytes written to store them", Number::Count(facts.written))?;
-        sink.one("rekindle_store_seconds", "How long storing them took", Number::Counter(facts.store_seconds))?;
-        sink.one("rekindle_store_failed_images", "Images that could not be stored", Number::Count(facts.not_stored))?;
-        let persisting = facts.published.as_ref().and_then(|published| published.persisting.as_ref());
+        let Facts { storing, published, .. } = &self.facts;
+        sink.one("rekindle_stored_images", "Images that were stored", Number::Count(storing.stored))?;
+        sink.one("rekindle_store_written_bytes", "Bytes written to store them", Number::Count(storing.written))?;
+        sink.one("rekindle_store_seconds", "How long storing them took", Number::Counter(storing.seconds))?;
+        sink.one("rekindle_store_failed_images", "Images that could not be stored", Number::Count(storing.failed))?;
+        let persisting = published.as_ref().and_then(|published| published.persisting.as_ref());
         let progress = persisting.map(|persisting| share(persisting.done, persisting.total));
         sink.gauge(
             "rekindle_persist_progress_ratio",
             "Progress of storing an image; absent while none is being stored",
             progress,
         )?;
-        let restoring = facts.published.as_ref().and_then(|published| published.restoring.as_ref());
+        let restoring = published.as_ref().and_then(|published| published.restoring.as_ref());
         let progress = restoring.map(|restoring| share(restoring.done, restoring.total));
         sink.gauge("rekindle_restore_progress_ratio", "Progress of reading an image for a restart", progress)
     }

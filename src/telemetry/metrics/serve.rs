@@ -1,9 +1,8 @@
 //! `GET /metrics` over HTTP/1.1, for Prometheus.
 //!
-//! Whoever can reach the address may be slow or hostile: so many clients at a time, so long for each and so many bytes of a
-//! request, and nothing of a request is looked at but its first line. That is little enough to have here; tiny_http 0.12 sets no
-//! limit to the time or the length of a head. A client costs a thread for the time it is served; without one there is a thread
-//! that waits for it.
+//! Clients may be slow or hostile, so the number of clients, the time for each and the bytes of a request are limited,
+//! and only the first line of a request is parsed. This is little code; tiny_http 0.12 does not limit the time or the
+//! length of a head. Each client takes a thread while it is served; one more thread waits for clients.
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -11,24 +10,24 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// What the text is made by.
+/// Makes the text.
 pub type Render = Arc<dyn Fn() -> String + Send + Sync>;
 
-/// Clients at a time. Prometheus is one.
+/// Maximum number of clients at a time. Prometheus is one.
 const MOST: usize = 8;
-/// From connecting to the end of the head; and for the answer.
+/// Time limit from connecting to the end of the head, and for the answer.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Of a head. Prometheus sends some 300 bytes.
+/// Maximum bytes of a head. Prometheus sends some 300.
 const HEAD: usize = 8 << 10;
-/// Where descriptors ran out: they may be back soon.
+/// Pause when no descriptors are left: some may be free soon.
 const PAUSE: Duration = Duration::from_secs(1);
-/// The text's type, <https://prometheus.io/docs/specs/om/open_metrics_spec/>.
+/// The content type, <https://prometheus.io/docs/specs/om/open_metrics_spec/>.
 const TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// Serves from now on, until the process ends. Answers where: with port 0 the kernel chose one.
+/// Serves until the process ends. Returns the address, because with port 0 the kernel chooses one.
 ///
 /// # Errors
-/// When the address cannot be had.
+/// When the address cannot be used.
 pub fn start(address: SocketAddr, render: Render) -> io::Result<SocketAddr> {
     let listener = TcpListener::bind(address)?;
     let address = listener.local_addr()?;
@@ -43,7 +42,7 @@ fn accept(listener: &TcpListener, render: &Render) {
             std::thread::sleep(PAUSE);
             continue;
         };
-        // One too many is hung up on.
+        // If there are too many clients, the connection is closed.
         if served.fetch_add(1, Ordering::Relaxed) >= MOST {
             served.fetch_sub(1, Ordering::Relaxed);
             continue;
@@ -51,15 +50,15 @@ fn accept(listener: &TcpListener, render: &Render) {
         let (render, place) = (Arc::clone(render), Place(Arc::clone(&served)));
         let serve = move || {
             let _place = place;
-            // Nobody is interested in why a client went away.
+            // It does not matter why a client is gone.
             let _ = answer(&stream, &render);
         };
-        // Where it does not start, the client is hung up on.
+        // If the thread cannot be started, the connection is closed.
         let _ = std::thread::Builder::new().name("scrape".into()).spawn(serve);
     }
 }
 
-/// Given back when it goes.
+/// A client's place, which is freed when this is dropped.
 struct Place(Arc<AtomicUsize>);
 
 impl Drop for Place {
@@ -89,7 +88,7 @@ fn answer(mut stream: &TcpStream, render: &Render) -> io::Result<()> {
     stream.shutdown(std::net::Shutdown::Write)
 }
 
-/// Up to the empty line, or as much as is looked at.
+/// Reads up to the empty line, or to the limit.
 fn head(mut stream: &TcpStream) -> io::Result<Vec<u8>> {
     let until = Instant::now() + PATIENCE;
     let mut head = Vec::new();
@@ -110,7 +109,7 @@ fn head(mut stream: &TcpStream) -> io::Result<Vec<u8>> {
     Ok(head)
 }
 
-/// Method and path, without what is behind a question mark.
+/// Method and path, without the query.
 fn first_line(head: &[u8]) -> Option<(&str, &str)> {
     let line = std::str::from_utf8(head.split(|byte| *byte == b'\r').next()?).ok()?;
     let mut words = line.split(' ');
@@ -130,7 +129,7 @@ mod tests {
     fn ask(address: SocketAddr, request: &str) -> String {
         let mut stream = TcpStream::connect(address).unwrap();
         stream.set_read_timeout(Some(PATIENCE * 4)).unwrap();
-        // It may have hung up.
+        // The server may have closed the connection.
         let _ = stream.write_all(request.as_bytes());
         let mut text = Vec::new();
         let _ = stream.read_to_end(&mut text);
@@ -162,7 +161,7 @@ mod tests {
         let address = server();
         let silent: Vec<TcpStream> = (0..100).map(|_| TcpStream::connect(address).unwrap()).collect();
         let began = Instant::now();
-        // They have all places, until their time is over.
+        // They take all places, until their time is over.
         while !ask(address, "GET /metrics HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 200") {
             assert!(began.elapsed() < PATIENCE * 4);
             std::thread::sleep(Duration::from_millis(50));

@@ -1,4 +1,4 @@
-//! Facts from made-up events, and their text.
+//! Facts from invented events, and their text.
 
 use proptest::prelude::*;
 
@@ -68,13 +68,13 @@ fn events_become_numbers() {
 fn names_of_jobs_and_phases_can_not_break_the_text() {
     let now = Instant::now();
     let mut facts = Facts::new("a\"b\\c\nd", Replicated::No, now);
-    facts.phases.insert("x\"\n} 1".into(), 1.0);
+    facts.snapshots.phases.insert("x\"\n} 1".into(), 1.0);
     let text = facts.text(now, Utc::now());
     assert!(text.contains("job=\"a\\\"b\\\\c\\nd\"") && !text.contains("replica"), "{text}");
     assert!(text.lines().all(|line| line.starts_with("# ") || line.starts_with("rekindle_")), "{text}");
 }
 
-/// What may happen next to a job, if it can.
+/// The next event of a job, if it is possible.
 #[derive(Debug, Clone, Copy)]
 enum Step {
     Snapshot { freeze: u64, heard: u64 },
@@ -112,7 +112,7 @@ fn journal(steps: Vec<(u64, Step)>) -> Vec<(u64, What)> {
                 images += 1;
                 events.push((at, What::SnapshotBegan { reason: Reason::Interval }));
                 at += freeze;
-                // Something else is told while it stands still.
+                // Another event comes while the job is frozen.
                 if heard < freeze {
                     events.push((at - heard, What::HookFailed { hook: "webhook".into(), why: "away".into() }));
                 }
@@ -146,13 +146,13 @@ fn journal(steps: Vec<(u64, Step)>) -> Vec<(u64, What)> {
     events
 }
 
-/// One that is so far back from the newest of so many; none before the first.
+/// The image that is `back` before the newest of this many; `None` before the first.
 fn images_from(images: u32, back: usize) -> Option<ImageId> {
     images.checked_sub(u32::try_from(back).unwrap()).filter(|n| *n > 0).map(image)
 }
 
 proptest! {
-    /// Metrics and report know the same of one supervisor, at each of its moments.
+    /// Metrics and report agree about a supervisor at each moment.
     #[test]
     fn goodput_is_what_the_report_says(steps in prop::collection::vec((0..50_000_u64, step()), 0..60), after in 0..50_000_u64) {
         let begun = Instant::now();

@@ -1,7 +1,7 @@
-//! The numbers as a file, for node_exporter's textfile collector.
+//! The metrics as a file, for node_exporter's textfile collector.
 //!
-//! A separate thread replaces it, because its file system may hang; at most so often, and not while nothing changes.
-//! After the end it remains and says how the job ended.
+//! A separate thread replaces the file, because its file system may hang: at most once per `PAUSE`, and only after
+//! changes. After the run the file remains and contains how the job ended.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 use super::serve::Render;
 use rekindle_os::durable;
 
-/// Between two of them.
+/// Pause between two writes.
 const PAUSE: Duration = Duration::from_secs(5);
-/// For the last one.
+/// Time limit for the last write.
 const LAST: Duration = Duration::from_secs(2);
 
 /// A file that is kept up to date.
@@ -27,17 +27,17 @@ struct Shared {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Not written yet.
+    /// There are changes that are not written yet.
     news: bool,
     closing: bool,
     writing: bool,
 }
 
 impl Textfile {
-    /// Writes it for the first time with the first news.
+    /// Writes the file for the first time after the first change.
     ///
     /// # Errors
-    /// When there can be no thread.
+    /// When the thread cannot be started.
     pub fn start(path: PathBuf, render: Render) -> std::io::Result<Textfile> {
         let textfile = Textfile(Arc::default());
         let shared = Arc::clone(&textfile.0);
@@ -45,13 +45,13 @@ impl Textfile {
         Ok(textfile)
     }
 
-    /// Something changed.
+    /// The metrics have changed.
     pub fn news(&self) {
         self.0.state().news = true;
         self.0.changed.notify_all();
     }
 
-    /// Has the last news written now, and waits a little for it.
+    /// Writes the last changes now, and waits a little for that.
     pub fn close(&self) {
         let until = Instant::now() + LAST;
         let mut state = self.0.state();
@@ -89,7 +89,7 @@ impl Shared {
             }
             (state.news, state.writing) = (false, true);
             drop(state);
-            // Others read it: node_exporter is not root.
+            // Readable by others: node_exporter does not run as root.
             let written = durable::replace_file(path, render().as_bytes(), 0o644);
             if let Err(error) = written
                 && !std::mem::replace(&mut complained, true)

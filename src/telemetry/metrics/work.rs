@@ -4,15 +4,15 @@
 //! restore: the job is then where it was at that image. An image from before this supervisor counts as zero, because
 //! earlier work is not counted. Time in which the job should not run (suspended, or over) is not counted at all.
 //!
-//! [`History`](crate::report::history::History) says the same of a whole journal, moment by moment; a supervisor of weeks keeps
-//! sums instead. A test compares the two.
+//! [`History`](crate::report::history::History) computes the same from a whole journal, moment by moment; a supervisor
+//! that runs for weeks keeps only sums. A test compares the two.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use rekindle_store::ImageId;
 
-/// Of images whose place is known.
+/// Maximum number of images whose position is known.
 const MOST: usize = 4096;
 
 #[derive(Debug, Clone)]
@@ -21,11 +21,11 @@ pub(super) struct Work {
     /// Useful time until this life began, or until it ended if none runs.
     done: Duration,
     now: Now,
-    /// When the job ended, while it is unknown what follows.
+    /// When the job ended, while the consequence is unknown.
     ended: Option<Instant>,
-    /// How long it was not meant to run, before now.
+    /// How long it was not supposed to run, before now.
     idle: Duration,
-    /// How much was done at each image.
+    /// The useful time at each image.
     images: BTreeMap<ImageId, Duration>,
     lost: Duration,
 }
@@ -37,7 +37,7 @@ enum Now {
         frozen: Duration,
     },
     Down,
-    /// It is not meant to run.
+    /// It is not supposed to run.
     Idle {
         since: Instant,
     },
@@ -61,7 +61,7 @@ impl Work {
         let place = image.and_then(|image| self.images.get(&image).copied()).unwrap_or_default();
         self.lost += self.done.saturating_sub(place);
         self.done = place;
-        // What was done between that image and later ones is undone for these too.
+        // Work between that image and later ones is lost for these too.
         self.images.values_mut().for_each(|later| *later = place.min(*later));
     }
 
@@ -100,13 +100,13 @@ impl Work {
         (self.now, self.ended) = (next, None);
     }
 
-    /// Useful so far.
+    /// Useful time so far.
     pub(super) fn useful(&self, now: Instant) -> Duration {
         let Now::Up { since, frozen } = self.now else { return self.done };
         self.done + now.saturating_duration_since(since).saturating_sub(frozen)
     }
 
-    /// Done and done again.
+    /// Repeated work.
     pub(super) fn lost(&self) -> Duration {
         self.lost
     }
@@ -116,7 +116,7 @@ impl Work {
         self.idle + now.saturating_duration_since(since)
     }
 
-    /// The time in which the job was meant to run.
+    /// The time in which the job was supposed to run.
     pub(super) fn wall(&self, now: Instant) -> Duration {
         now.saturating_duration_since(self.begun).saturating_sub(self.idle(now))
     }
@@ -152,7 +152,7 @@ mod tests {
         assert_eq!((work.useful(at(70)), work.lost()), (seconds(40), seconds(10)));
         work.ended(at(70));
         work.started(Some(image(2)), at(70));
-        // A second time from the same image costs nothing more than what was done since.
+        // Restoring the same image again loses only the work since.
         assert_eq!(work.lost(), seconds(10));
         work.ended(at(80));
         work.started(Some(image(1)), at(100));

@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::{Bound, Choice, LONGEST, MtbfSource, PRIOR, SHORTEST, daly, young};
 
 impl Choice {
-    /// Whether it is worth telling a person who saw `before`: another reason, or a tenth more or less.
+    /// Whether the change from `before` should be reported: another reason, or a difference of a tenth or more.
     #[must_use]
     pub fn is_news_after(&self, before: &Choice) -> bool {
         self.bound != before.bound || self.interval.abs_diff(before.interval) > before.interval / 10

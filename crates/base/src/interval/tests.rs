@@ -13,7 +13,7 @@ fn facts(freeze: Duration, mtbf: Duration) -> Facts {
     Facts { freeze, mtbf, mtbf_source: MtbfSource::Configured, max_overhead: one_percent, persist: None }
 }
 
-/// The interval in seconds, what decided, and what it costs.
+/// The interval in seconds, what determined it, and its costs.
 fn chosen(facts: &Facts) -> (u64, Bound, String, String) {
     let choice = choose(facts);
     let costs = [choice.expected_overhead, choice.expected_loss].map(|share| share.rounded().to_string());
@@ -36,7 +36,7 @@ fn examples_by_hand() {
     assert_eq!(chosen(&facts(millis(5), Duration::from_secs(10))), with(1, Bound::Minimum, text("0.5%", "5%")));
     assert_eq!(chosen(&facts(HOUR / 4, 3650 * DAY)), with(90_000 - 900, Bound::MaxOverhead, text("1%", "0.01%")));
     assert_eq!(chosen(&facts(HOUR / 10, 3650 * DAY)), with(86_400, Bound::Maximum, text("0.41%", "0.01%")));
-    // A freeze of twice the mean time: T = M, which half of the time in freezes forbids.
+    // A freeze of twice the mean time: T = M would exceed half of the time in freezes.
     let hopeless = Facts { max_overhead: Percentage::millionths(500_000), ..facts(2 * HOUR, HOUR) };
     assert_eq!(chosen(&hopeless), with(7200, Bound::MaxOverhead, text("50%", "100%")));
 }
@@ -106,7 +106,7 @@ fn a_choice_is_json_with_units_in_its_names() {
     assert_eq!(serde_json::from_value::<Choice>(json).unwrap(), plain);
 }
 
-/// Durations of every size, the clock's whole range among them.
+/// Durations of every size, including the clock's whole range.
 fn any_time() -> impl Strategy<Value = Duration> {
     prop_oneof![
         (0..u64::MAX, 0..1_000_000_000_u32).prop_map(|(s, n)| Duration::new(s, n)),
@@ -117,7 +117,7 @@ fn any_time() -> impl Strategy<Value = Duration> {
     ]
 }
 
-/// What the configuration allows, and freezes up to a day.
+/// Values that the configuration allows, and freezes up to a day.
 fn sane() -> impl Strategy<Value = Facts> {
     let time = |most: Duration| {
         (0..most.as_micros().ilog2()).prop_flat_map(|bit| (1_u64 << bit..2_u64 << bit).prop_map(Duration::from_micros))
@@ -176,11 +176,11 @@ proptest! {
         prop_assert!(rarer + jitter >= before, "{:?} {:?}", rarer, before);
     }
 
-    /// Near the optimum a step to either side costs more, by the model that the formula comes from.
+    /// Near the optimum, a step to either side costs more, by the model behind the formula.
     #[test]
     fn the_formula_finds_the_cheapest_interval(freeze in 0.01..30.0_f64, hours in 1.0..1000.0_f64) {
         let m = hours * 3600.0;
-        // Daly's: the time that an hour of work takes, with exponential times between failures.
+        // Daly's model: the time that an hour of work takes, with exponential times between failures.
         let cost = |t: f64| ((t + freeze) / m).exp_m1() / t;
         let t = daly(Duration::from_secs_f64(freeze), Duration::from_secs_f64(m)).as_secs_f64();
         for factor in [0.8, 0.9, 1.1, 1.25] {

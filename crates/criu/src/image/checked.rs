@@ -12,7 +12,7 @@ use crate::proto::{FileEntry, RegFileEntry};
 pub struct CheckedFile {
     /// Absolute path in the job's mount namespace.
     pub path: PathBuf,
-    /// In bytes.
+    /// Size in bytes.
     pub size: u64,
     /// `st_mode`.
     pub mode: Option<u32>,
@@ -20,12 +20,12 @@ pub struct CheckedFile {
     pub build_id: Option<Vec<u8>>,
 }
 
-/// The regular files of files.img that are found by their own name and that no task has open for writing, by path.
+/// The regular files of files.img that have their own name and that no task has open for writing, sorted by path.
 ///
 /// # Errors
 /// When an image file is damaged.
 pub fn checked_files(dir: &Path) -> Result<Vec<CheckedFile>, Error> {
-    // A deleted file, and the temporary name that CRIU gave it: CRIU restores both.
+    // A deleted file and its temporary name: CRIU restores both.
     let remapped: Vec<u32> = remaps(dir)?.iter().flat_map(|remap| [remap.orig_id, remap.remap_id]).collect();
     let entries: Vec<FileEntry> = Records::open(dir.join("files.img"), FILES)?.all()?;
     let mut found: BTreeMap<PathBuf, Option<CheckedFile>> = BTreeMap::new();

@@ -1,4 +1,4 @@
-//! Replaces the devices that a plugin accepted by files and memory that every machine has.
+//! Replaces the devices that a plugin accepted by files and memory that exist on every machine.
 //!
 //! CRIU (4.2) writes a descriptor that a plugin accepted as a file of type EXT without further data, and a mapping with
 //! `VMA_EXT_PLUGIN` without pages; a restore would ask the plugin for both. This module changes them to what CRIU
@@ -18,24 +18,27 @@ pub(super) const MM: u32 = 0x5749_2820;
 const REG: u32 = 1;
 const EXT: u32 = 16;
 
-/// Status of a mapping (`include/image.h`): `VMA_AREA_REGULAR`, `VMA_ANON_PRIVATE`, and that a plugin took it.
+/// Status of a mapping (`include/image.h`): `VMA_AREA_REGULAR`, `VMA_ANON_PRIVATE`, and `VMA_EXT_PLUGIN` for a mapping
+/// that a plugin accepted.
 const REGULAR: u32 = 1;
 const ANON_PRIVATE: u32 = 1 << 9;
 const EXT_PLUGIN: u32 = 1 << 27;
 
-/// What replaces a process's devices.
+/// The replaced devices of a process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Replaced {
-    /// The process, as it sees itself.
+    /// The pid of the process, as it sees itself.
     pub pid: i32,
-    /// Its descriptors of them.
+    /// Its descriptors of devices.
     pub descriptors: Vec<i32>,
-    /// How many mappings of them it has.
+    /// Number of its mappings of devices.
     pub mappings: usize,
+    /// Number of those that it can both read and write.
+    pub writable: usize,
 }
 
 /// Replaces the descriptors that a plugin accepted by /dev/null, and the mappings by private memory of zeros. Returns
-/// which processes have them, by pid.
+/// the affected processes, sorted by pid.
 ///
 /// # Errors
 /// When an image file is missing or damaged, or cannot be written.
@@ -57,10 +60,10 @@ pub fn without_devices(dir: &Path) -> Result<Vec<Replaced>, Error> {
         left.retain(|id| descriptors.iter().all(|(known, _)| known != id));
         let mm = dir.join(format!("mm-{pid}.img"));
         // A dead process has no memory.
-        let mappings = if mm.exists() { own_memory(&mm)? } else { 0 };
+        let Mappings { all: mappings, writable } = if mm.exists() { own_memory(&mm)? } else { Mappings::default() };
         if !descriptors.is_empty() || mappings > 0 {
             let descriptors = descriptors.into_iter().map(|(_, fd)| fd).collect();
-            all.push(Replaced { pid, descriptors, mappings });
+            all.push(Replaced { pid, descriptors, mappings, writable });
         }
     }
     if let Some(id) = left.first() {
@@ -89,7 +92,7 @@ pub(super) fn images(dir: &Path, kind: &str) -> Result<Vec<(String, PathBuf)>, E
     Ok(all)
 }
 
-/// Makes /dev/null of the files that a plugin took; returns their ids.
+/// Changes the files that a plugin accepted to /dev/null; returns their ids.
 fn null_files(path: &Path) -> Result<Vec<u32>, Error> {
     let mut ids = Vec::new();
     rewrite(path, FILES, |entry: PluginFileEntry, _| {
@@ -98,7 +101,7 @@ fn null_files(path: &Path) -> Result<Vec<u32>, Error> {
         }
         let ext = entry.ext.ok_or_else(|| damaged(path, format!("no entry of file {}", entry.id)))?;
         ids.push(entry.id);
-        // Without a mode: nothing is compared at a restore.
+        // Without a mode, a restore compares nothing.
         let null =
             NullFileEntry { id: entry.id, flags: NULL_FLAGS, pos: 0, owner: ext.owner, name: "/dev/null".into() };
         Ok(Some(PluginFileEntry { kind: REG, id: entry.id, reg: Some(null), ext: None }.encode_to_vec()))
@@ -106,12 +109,13 @@ fn null_files(path: &Path) -> Result<Vec<u32>, Error> {
     Ok(ids)
 }
 
-/// `O_RDWR | O_LARGEFILE`: CRIU does not write how the file was open, and NVIDIA's devices are open like this.
+/// `O_RDWR
+///  O_LARGEFILE`: CRIU does not record the flags of these files, and NVIDIA's devices are opened with these.
 const NULL_FLAGS: u32 = 0o100_002;
 
-/// The descriptors of a table that are of these files: (file, number).
+/// The descriptors of a table that refer to these files: (file, number).
 fn descriptors(path: &Path, files: &[u32]) -> Result<Vec<(u32, i32)>, Error> {
-    // Of a process without any, such as the reaper, there is none.
+    // A process without descriptors, such as the reaper, has no table.
     if !path.exists() {
         return Ok(Vec::new());
     }
@@ -120,41 +124,53 @@ fn descriptors(path: &Path, files: &[u32]) -> Result<Vec<(u32, i32)>, Error> {
     Ok(wanted.map(|entry| (entry.id, entry.fd.cast_signed())).collect())
 }
 
-/// Makes descriptors of a plugin's files those of regular ones, as /dev/null is for CRIU. What we do not know of the record
-/// stays in it.
+/// Changes descriptors of a plugin's files to those of regular files, which is what /dev/null is for CRIU. Unknown
+/// fields of the record are preserved.
 fn regular_descriptors(path: &Path) -> Result<(), Error> {
     rewrite(path, FDINFO, |entry: FdinfoEntry, record| {
-        // If a field is there twice, the last one counts.
+        // If a field occurs twice, the last one counts.
         Ok((entry.kind == EXT).then(|| [record, &[3 << 3, 1]].concat()))
     })
 }
 
-/// Makes memory of the process's own of the mappings that a plugin took; returns how many.
-fn own_memory(path: &Path) -> Result<usize, Error> {
-    let mut mappings = 0;
+/// How many mappings of devices a process has.
+#[derive(Debug, Clone, Copy, Default)]
+struct Mappings {
+    all: usize,
+    /// Those that can be both read and written.
+    writable: usize,
+}
+
+/// Changes the mappings that a plugin accepted to private memory; returns how many.
+fn own_memory(path: &Path) -> Result<Mappings, Error> {
+    let mut mappings = Mappings::default();
     rewrite(path, MM, |(), record| {
-        let before = mappings;
+        let before = mappings.all;
         let new = with_own_memory(record, &mut mappings).ok_or_else(|| damaged(path, "a record cannot be read"))?;
-        Ok((mappings > before).then_some(new))
+        Ok((mappings.all > before).then_some(new))
     })?;
     Ok(mappings)
 }
 
-/// An `mm_entry` with other mappings and what else it has.
-fn with_own_memory(record: &[u8], mappings: &mut usize) -> Option<Vec<u8>> {
-    /// Field 14 with a length.
+/// An `mm_entry` with changed mappings; other fields are preserved.
+fn with_own_memory(record: &[u8], mappings: &mut Mappings) -> Option<Vec<u8>> {
+    /// Field 14, length-delimited.
     const VMA: u64 = 14 << 3 | 2;
     with_fields(record, |key, content| {
         if key != VMA {
             return Some(None);
         }
         let own = Some(VmaEntry::decode(content).ok()?).filter(|vma| vma.status & EXT_PLUGIN != 0).map(own);
-        *mappings += usize::from(own.is_some());
+        if let Some(vma) = &own {
+            const BOTH: u32 = (libc::PROT_READ | libc::PROT_WRITE).cast_unsigned();
+            mappings.all += 1;
+            mappings.writable += usize::from(vma.prot & BOTH == BOTH);
+        }
         Some(own.map(|own| own.encode_to_vec()))
     })
 }
 
-/// Memory of the same place and protection, which counts only where it is touched.
+/// A private mapping with the same addresses and protection, which uses memory only when it is touched.
 fn own(vma: VmaEntry) -> VmaEntry {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     VmaEntry {

@@ -15,7 +15,7 @@ use crate::proto::{FdinfoEntry, FileLockEntry, KobjIds, MmEntry};
 use rekindle_os::ptrace::PosixLock;
 
 const FILE_LOCKS: u32 = 0x5432_3616;
-/// `FL_POSIX` of criu/include/file-lock.h. The other kinds belong to the open file, and stay.
+/// `FL_POSIX` of criu/include/file-lock.h. Other kinds of locks belong to the open file, and are not lost.
 const POSIX: u32 = 1;
 /// `VMA_FILE_PRIVATE` and `VMA_FILE_SHARED`.
 const OF_A_FILE: u32 = 1 << 6 | 1 << 7;
@@ -23,7 +23,7 @@ const OF_A_FILE: u32 = 1 << 6 | 1 << 7;
 /// A lock that a restore would lose.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LostLock {
-    /// The process that has the lock, as it sees itself.
+    /// The pid of the process that has the lock, as it sees itself.
     pub pid: i32,
     /// Its descriptor of the file.
     pub fd: i32,
@@ -33,12 +33,13 @@ pub struct LostLock {
     pub lock: PosixLock,
 }
 
-/// The locks that a restore loses, and whom that concerns.
+/// The locks that a restore loses, and the affected processes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LostLocks {
     /// The locks.
     pub locks: Vec<LostLock>,
-    /// The processes that use one of their files, as they see themselves. While a lock is lost, any of these could take it.
+    /// The pids of the processes that use one of these files, as they see themselves. While a lock is lost, any of them
+    /// could take it.
     pub users: BTreeSet<i32>,
 }
 

@@ -10,13 +10,14 @@ use super::rewrite::{rewrite, with_fields};
 use super::{Error, Records, damaged, names};
 use crate::proto::{MmEntry, VmaEntry};
 
-/// Status of a mapping (`include/image.h`): `VMA_FILE_SHARED`, `VMA_AREA_MEMFD`, and that a plugin took it.
+/// Status of a mapping (`include/image.h`): `VMA_FILE_SHARED`, `VMA_AREA_MEMFD`, and `VMA_EXT_PLUGIN` for a mapping
+/// that a plugin accepted.
 const FILE_SHARED: u32 = 1 << 7;
 const MEMFD: u32 = 1 << 14;
 const EXT_PLUGIN: u32 = 1 << 27;
 
-/// The regular files that a process has mapped shared and can write to by that mapping, or can be given the right to by
-/// mprotect(2). Whether it also has a descriptor does not matter.
+/// The regular files that a process has mapped shared and writable, or could make writable with mprotect(2). Whether it
+/// also has a descriptor does not matter.
 ///
 /// # Errors
 /// When an image file is missing or damaged.
@@ -60,7 +61,7 @@ pub fn scarce(dir: &Path) -> Result<Option<&'static str>, Error> {
 /// # Errors
 /// When an image file is missing or damaged, or cannot be written.
 pub fn correct_access(dir: &Path) -> Result<usize, Error> {
-    /// Field 14 with a length.
+    /// Field 14, length-delimited.
     const VMA: u64 = 14 << 3 | 2;
     let mut corrected = 0;
     for (_, path) in images(dir, "mm-")? {
@@ -93,7 +94,7 @@ fn writes(prot: u32) -> bool {
     prot & libc::PROT_WRITE.cast_unsigned() != 0
 }
 
-/// A shared mapping can only be made writable if its file was opened for both.
+/// Whether the file is opened for writing: only then can a shared mapping be made writable.
 fn opens_for_writing(vma: &VmaEntry) -> bool {
     vma.fdflags.is_some_and(|flags| flags & ACCESS == libc::O_RDWR.cast_unsigned())
 }

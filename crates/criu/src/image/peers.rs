@@ -18,7 +18,7 @@ const NOT_BY_CRIU: u32 = 1 << 2 | 1 << 3;
 pub struct Dangling {
     /// Its inode.
     pub inode: u32,
-    /// The first process that has it, as it sees itself. None if the socket is in flight between processes.
+    /// The first process that has it, by pid as it sees itself. `None` if the socket is in flight between processes.
     pub process: Option<i32>,
 }
 

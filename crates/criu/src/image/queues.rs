@@ -32,29 +32,29 @@ const STREAM: u32 = 1;
 /// `fd_types` that CRIU opens at its first attempt: REG, EVENTFD, TIMERFD, MEMFD.
 const AT_ONCE: [u32; 4] = [1, 6, 17, 18];
 
-/// Descriptors in the queue of a socket that a restore would lose, or exchange for others.
+/// Descriptors in the queue of a socket that a restore would lose, or replace by others.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stuck {
     /// The inode of the socket that they wait in.
     pub inode: u32,
-    /// The first process that has that socket, as it sees itself. None if the socket is in flight, too.
+    /// The first process that has that socket, by pid as it sees itself. `None` if the socket is in flight, too.
     pub receiver: Option<i32>,
-    /// The first that has the other end, if it is known.
+    /// The first process that has the other end, if known.
     pub sender: Option<i32>,
-    /// How many.
+    /// Number of descriptors.
     pub descriptors: usize,
 }
 
 /// The descriptors in the queues of an image.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Queues {
-    /// How many are in each socket, by its inode.
+    /// Number of descriptors in each socket, by its inode.
     pub descriptors: BTreeMap<u32, usize>,
-    /// What cannot be restored in any order.
+    /// Queues that cannot be restored in any order.
     pub stuck: Vec<Stuck>,
 }
 
-/// Puts sockets of files.img into the order in which CRIU restores the descriptors that are in their queues.
+/// Reorders sockets of files.img so that CRIU restores the descriptors in their queues correctly.
 ///
 /// # Errors
 /// When an image file is missing or damaged, or cannot be written.
@@ -84,16 +84,16 @@ pub fn keep_in_flight(dir: &Path) -> Result<Queues, Error> {
     Ok(found)
 }
 
-/// What is in the queue of a socket.
+/// The content of a socket's queue.
 #[derive(Debug, Default)]
 struct Queue {
     /// The files, as ids of files.img.
     files: Vec<u32>,
-    /// Bytes of the longest packet that has any.
+    /// Bytes of the longest packet with descriptors.
     longest: u32,
 }
 
-/// The queues that have descriptors, by their sockets as ids of files.img.
+/// The queues with descriptors, by the file ids of their sockets.
 fn queues(path: &Path) -> Result<BTreeMap<u32, Queue>, Error> {
     let mut all: BTreeMap<u32, Queue> = BTreeMap::new();
     if !path.exists() {
@@ -114,14 +114,14 @@ fn queues(path: &Path) -> Result<BTreeMap<u32, Queue>, Error> {
     Ok(all)
 }
 
-/// The processes that have each file open. Of several with one table of descriptors it is the first, the one for which
-/// CRIU opens them (`shared_fdt_prepare`).
+/// The processes that have each file open. If several share a descriptor table, only the first, for which CRIU opens
+/// the files (`shared_fdt_prepare`).
 pub(super) fn holders(dir: &Path) -> Result<BTreeMap<u32, BTreeSet<i32>>, Error> {
     let mut all: BTreeMap<u32, BTreeSet<i32>> = BTreeMap::new();
     let mut tables = HashSet::new();
     for pid in ids(dir)?.processes {
         let path = dir.join(format!("ids-{pid}.img"));
-        // A dead one has none.
+        // A dead process has no descriptors.
         if !path.exists() {
             continue;
         }
@@ -139,7 +139,7 @@ pub(super) fn holders(dir: &Path) -> Result<BTreeMap<u32, BTreeSet<i32>>, Error>
     Ok(all)
 }
 
-/// Each of the two where the other one was.
+/// Exchanges the positions of the two files in each pair.
 fn exchange(path: &Path, pairs: &[(u32, u32)]) -> Result<(), Error> {
     let other = |id: u32| {
         let of = |(one, two): &(u32, u32)| if *one == id { Some(*two) } else { (*two == id).then_some(*one) };
@@ -157,22 +157,22 @@ fn exchange(path: &Path, pairs: &[(u32, u32)]) -> Result<(), Error> {
 
 enum Verdict {
     Right,
-    /// Where this one, the sending end, is behind the other.
+    /// The sending end must be moved behind this one.
     Behind(u32),
     Wrong,
 }
 
-/// What a socket is to others, for CRIU.
+/// How a socket is connected, from CRIU's point of view.
 enum Link {
-    /// To none, or in one direction: its queue waits for the files that it needs.
+    /// Not connected, or in one direction only: its queue waits for the files that it needs.
     Loose,
-    /// With this one, and that with it.
+    /// Connected with this socket in both directions.
     Pair(u32),
-    /// With one of several that send to it.
+    /// Connected with one of several that send to it.
     Unclear,
 }
 
-/// What an image has of queues with descriptors.
+/// The parts of an image that matter for queues with descriptors.
 struct Scene {
     queues: BTreeMap<u32, Queue>,
     files: Vec<QueuedFileEntry>,
@@ -190,14 +190,14 @@ impl Scene {
         let Some((sender, _)) = other.filter(|(other, it)| *other != id && it.peer == socket.ino) else {
             return Link::Loose;
         };
-        // Only one of those that are connected to it fills its queue (`queuer`).
+        // CRIU fills its queue from only one of the sockets connected to it (`queuer`).
         match sockets().filter(|(_, other)| other.peer == socket.ino).count() {
             1 => Link::Pair(sender),
             _ => Link::Unclear,
         }
     }
 
-    /// The first process that has the file; for CRIU that is the one with the lowest pid.
+    /// The first process that has the file; for CRIU this is the one with the lowest pid.
     fn first(&self, id: u32) -> Option<i32> {
         self.holders.get(&id)?.first().copied()
     }
@@ -228,22 +228,22 @@ impl Scene {
         if to == from {
             return Verdict::Right;
         }
-        // With both ends in the sender and the receiver's first process before it, CRIU ends with a BUG when it shall
-        // make them in the sender.
+        // If the sender has both ends, and the receiver's first process comes before it, CRIU fails with a BUG when it
+        // creates them in the sender.
         let has_both = self.holders.get(&receiver).is_some_and(|pids| pids.contains(&from));
         if self.queues.contains_key(&sender) || has_both { Verdict::Wrong } else { Verdict::Behind(sender) }
     }
 
-    /// Whether this process opens the file, and no other, and need not wait for anything.
+    /// Whether only this process opens the file, and need not wait for anything.
     fn is_opened_at_once_by(&self, process: i32, id: u32) -> bool {
         let is_of_kind = self.files.iter().any(|file| file.id == id && AT_ONCE.contains(&file.kind));
-        // Whoever fills a queue with it is one of those that have it.
+        // A process that fills a queue with the file has it too.
         let mut queues = self.queues.iter().filter(|(_, queue)| queue.files.contains(&id));
         let is_only_filler = queues.all(|(receiver, _)| self.filler(*receiver) == Some(process));
         is_of_kind && is_only_filler && self.first(id).is_none_or(|first| first >= process)
     }
 
-    /// Where the numbers of the descriptors in a queue are chosen, of a pair.
+    /// The process for which the numbers of the descriptors in the queue of a pair are chosen.
     fn filler(&self, receiver: u32) -> Option<i32> {
         match self.link(receiver, self.socket(receiver)?) {
             Link::Pair(sender) => self.first(sender),

@@ -33,8 +33,8 @@ pub(super) fn rewrite<M: Message + Default>(
     Ok(())
 }
 
-/// A message with other fields: `change` gets the key and the content of each field that has a length, and returns the new
-/// content where it has one. None if the message, or what `change` reads of it, cannot be read.
+/// A message with changed fields: `change` gets the key and the content of each length-delimited field, and returns new
+/// content to replace it. `None` if the message cannot be parsed.
 pub(super) fn with_fields(
     record: &[u8],
     mut change: impl FnMut(u64, &[u8]) -> Option<Option<Vec<u8>>>,

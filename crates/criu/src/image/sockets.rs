@@ -13,14 +13,14 @@ const TCP: u32 = 6;
 /// `TCP_LISTEN` of the kernel's `tcp_states.h`.
 const LISTEN: u32 = 10;
 
-/// A TCP socket that a restore makes again.
+/// A TCP socket that a restore creates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TcpSocket {
-    /// It waits for connections.
+    /// It listens for connections.
     Listening(SocketAddr),
-    /// It has one.
+    /// It is connected.
     Connected {
-        /// This end.
+        /// The address of this end.
         local: SocketAddr,
         /// The address of the other end.
         remote: SocketAddr,
@@ -42,7 +42,8 @@ impl TcpSocket {
     }
 }
 
-/// Words in the order of the network, as the kernel has them. An IPv4 address in IPv6 clothes is the same address.
+/// An address from words in network byte order, as the kernel stores them. An IPv4-mapped IPv6 address becomes the IPv4
+/// address.
 fn address(words: &[u32]) -> Option<IpAddr> {
     let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
     if let Ok(bytes) = <[u8; 16]>::try_from(bytes.as_slice()) {
@@ -60,8 +61,8 @@ pub fn tcp_sockets(dir: &Path) -> Result<Vec<TcpSocket>, Error> {
     Ok(entries.iter().filter_map(TcpSocket::of).collect())
 }
 
-/// Makes sockets without a connection of those whose other end is not in the image, as CRIU's `tcp_close` does with all of
-/// them, and returns how many. The job finds such a socket as one that was reset: it reads and writes errors.
+/// Disconnects the sockets whose other end is not in the image, as CRIU's `tcp_close` does with all sockets, and
+/// returns how many. For the job such a connection was reset: reads and writes fail.
 ///
 /// CRIU (4.2) can only keep all connections or close all.
 ///
@@ -93,10 +94,10 @@ fn ends(socket: &TcpSocket) -> Option<(SocketAddr, SocketAddr)> {
     }
 }
 
-/// A `file_entry` with an `inet_sk_entry`, to which fields are appended that say it is closed and has no ports: if a
-/// field is there twice, the last one counts.
+/// A `file_entry` with an `inet_sk_entry`, with appended fields that mark it as closed and without ports: if a field
+/// occurs twice, the last one counts.
 fn without_connection(record: &[u8]) -> Option<Vec<u8>> {
-    /// Field 4 with a length.
+    /// Field 4, length-delimited.
     const INET: u64 = 4 << 3 | 2;
     /// state = `TCP_CLOSE`, src_port = 0, dst_port = 0: numbers of fields 6, 7 and 8.
     const CLOSED: [u8; 6] = [6 << 3, 7, 7 << 3, 0, 8 << 3, 0];
@@ -109,7 +110,7 @@ mod tests {
 
     use super::*;
 
-    /// An entry with a field that we do not read: 13, as a message.
+    /// An entry with an unknown field: 13, as a message.
     fn socket(id: u32, state: u32, source: (&[u32], u32), destination: (&[u32], u32)) -> Vec<u8> {
         let inet = InetSocketEntry {
             protocol: TCP,
@@ -136,7 +137,7 @@ mod tests {
         let far = [word([192, 0, 2, 1])];
         let records = [
             socket(1, LISTEN, (&lo, 8000), (&[0], 0)),
-            // The ends of one connection, of which one has clothes on.
+            // The ends of one connection, one of them as an IPv4-mapped address.
             socket(2, 1, (&mapped, 8000), (&mapped, 40000)),
             socket(3, 1, (&lo, 40000), (&lo, 8000)),
             socket(4, 1, (&lo, 40001), (&far, 443)),

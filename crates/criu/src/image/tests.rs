@@ -23,7 +23,7 @@ fn daemons_of_a_foreign_session_lead_their_own() {
         entry(1000, 0, 1000, 1000),
         entry(1001, 1000, 1001, 1000),
         entry(1005, 1001, 1005, 1005),
-        // Forked twice; its leader 1003 is gone. It has a child, one that leads a group, and one in its own session.
+        // Forked twice; its leader 1003 has ended. It has a child, one that leads a group, and one in its own session.
         entry(1004, 1000, 1003, 1003),
         entry(1006, 1004, 1003, 1003),
         entry(1007, 1004, 1007, 1003),
@@ -31,7 +31,7 @@ fn daemons_of_a_foreign_session_lead_their_own() {
         entry(1009, 1004, 1009, 1009),
         // Another of that session.
         entry(1010, 1000, 1003, 1003),
-        // Its session's leader lives elsewhere.
+        // The leader of its session is alive elsewhere.
         entry(1011, 1000, 1005, 1005),
         // Left by a shell of the job: in the root's session.
         entry(1012, 1000, 1001, 1000),
@@ -61,14 +61,14 @@ fn daemons_of_a_foreign_session_lead_their_own() {
 fn the_number_criu_gives_the_thread_of_a_dead_process_is_not_read() {
     let dir = tempfile::tempdir().unwrap();
     let entry = |pid, ppid, threads| PstreeEntry { pid, ppid, pgid: 1001, sid: 1000, threads }.encode_to_vec();
-    // As CRIU 4.2.1 wrote them: addresses of its own, some of them above what a pid can be.
+    // As written by CRIU 4.2.1: addresses in its memory, some of them larger than any pid.
     let dead = [entry(1002, 1001, vec![2_006_489_984]), entry(1003, 1001, vec![2_458_744_752])];
     let alive = [entry(1000, 0, vec![1000]), entry(1001, 1000, vec![1001, 1007])];
     write(&dir.path().join("pstree.img"), PSTREE, &[alive, dead].concat());
     let found = ids(dir.path()).unwrap();
     assert_eq!(found.processes, [1000, 1001, 1002, 1003]);
     assert_eq!(found.all, [1000, 1001, 1002, 1003, 1007]);
-    // Any other number that no process can have is damage.
+    // Any other impossible number is damage.
     for entry in [entry(1001, 1000, vec![1001, u32::MAX]), entry(u32::MAX, 1000, vec![1001])] {
         write(&dir.path().join("pstree.img"), PSTREE, &[entry]);
         assert!(ids(dir.path()).unwrap_err().to_string().contains("out of range"));

@@ -1,13 +1,13 @@
 use super::*;
 use crate::Version;
 
-/// Asks a program that stands in for CRIU for a dump.
+/// Runs a program in place of CRIU and requests a dump.
 fn ask(script: &str, timeout: Duration, cancelled: &dyn Fn() -> bool) -> Result<Log, RunError> {
     let dir = tempfile::tempdir().unwrap();
     let [path, draft] = ["criu", "draft"].map(|name| dir.path().join(name));
     std::fs::write(&draft, format!("#!/bin/sh\n{script}")).unwrap();
-    // By another process: a child that another test forks meanwhile would hold our descriptor for a moment, and a file that
-    // is open for writing cannot be executed (ETXTBSY).
+    // Copied by another process: a child that another test forks meanwhile would have our descriptor for a moment, and
+    // a file that is open for writing cannot be executed (ETXTBSY).
     let install = std::process::Command::new("install").args([&draft, &path]).status().unwrap();
     assert!(install.success());
     let criu = Criu { path, version: Version(4, 2, 0) };

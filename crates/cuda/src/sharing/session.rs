@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use nix::sys::socket::sockopt::{ReceiveTimeout, SendTimeout};
 use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, UnixAddr, recvmsg, sendmsg, setsockopt};
 use nix::sys::time::{TimeVal, TimeValLike};
+use rustix::thread::futex;
 
 use super::Error;
 use super::table::{self, Reply, Request, Sharing};
@@ -18,10 +19,10 @@ use rekindle_os::ptrace::{self, Alone};
 /// Time limit for one answer of the keeper. The driver needs 0.1 ms for a piece; releasing 112 of them takes 7 ms.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// How often it is looked for the keeper's socket.
+/// How often to check for the keeper's socket.
 const PAUSE: Duration = Duration::from_micros(100);
 
-/// The keeper, awake, of a process whose other threads are stopped. Dropped, it sleeps again.
+/// An awake keeper of a process whose other threads are stopped. If this is dropped, the keeper sleeps again.
 #[derive(Debug)]
 pub(super) struct Session<'a> {
     sharing: &'a Sharing,
@@ -32,7 +33,7 @@ pub(super) struct Session<'a> {
 impl Drop for Session<'_> {
     fn drop(&mut self) {
         drop(self.socket.take());
-        // An image must not contain its descriptor: only when it is closed may the keeper stop with the others.
+        // An image must not contain its descriptor, so the keeper may stop with the others only after closing it.
         let deadline = Instant::now() + PATIENCE;
         while self.sharing.table().socket.load(Acquire) != -1 && Instant::now() < deadline {
             if has_ended(self.sharing.pid()) {
@@ -51,7 +52,7 @@ impl<'a> Session<'a> {
         let is_it = |tid: &i32| process::inner_pid(*tid) == Some(keeper);
         let thread = process::threads(pid).into_iter().find(is_it);
         let thread = thread.ok_or_else(|| io::Error::other("the interposer has no thread in the process"))?;
-        // The thread that the driver uses may not have stopped with the others yet.
+        // The driver's thread may not have stopped with the others yet.
         ptrace::stop(pid, PATIENCE)?;
         let alone = Alone::run(thread)?;
         let call = table.calls.fetch_add(1, SeqCst).wrapping_add(1);
@@ -66,23 +67,25 @@ impl<'a> Session<'a> {
         let socket = process::fetch_descriptor(&process::open_pidfd(pid)?, table.socket.load(Relaxed))?;
         let seconds = i64::try_from(PATIENCE.as_secs()).unwrap_or(i64::MAX);
         setsockopt(&socket, ReceiveTimeout, &TimeVal::seconds(seconds))?;
-        // The job names the socket: it may be one that nobody reads from.
+        // The job provides the socket: it may be one that nobody reads from.
         setsockopt(&socket, SendTimeout, &TimeVal::seconds(seconds))?;
         let session = Session { sharing, socket: Some(socket), _alone: alone };
-        // From here on the keeper sees when our end is closed; till then it has that open too. What it answers is no matter.
+        // After this request the keeper has closed its copy of our end, and notices when we close it. The answer does
+        // not matter.
         let began = session.send(Request { what: table::BEGIN, index: 0 }, None);
         began.map_err(io::Error::other)?;
         receive(session.socket())?;
         Ok(session)
     }
 
-    /// Makes the keeper do something; `doing` describes what the driver was asked.
+    /// Makes the keeper do something; `doing` describes it for errors.
     pub(super) fn ask(&self, what: u32, doing: &'static str) -> Result<(), Error> {
         self.send(Request { what, index: 0 }, None)?;
         self.receive(doing).map(drop)
     }
 
-    /// Exports these entries again. All are asked for before the first answer is read, so that the keeper need not sleep.
+    /// Exports these entries again. All requests are sent before the first answer is read, so that the keeper need not
+    /// sleep.
     pub(super) fn export(&self, entries: &[u32]) -> Result<Vec<OwnedFd>, Error> {
         let doing = "export its memory to other processes again";
         entries.iter().try_for_each(|index| self.send(Request { what: table::EXPORT, index: *index }, None))?;
@@ -90,10 +93,10 @@ impl<'a> Session<'a> {
         entries.iter().map(|_| self.receive(doing)?.ok_or_else(missing)).collect()
     }
 
-    /// Imports these entries again, each from its memory.
+    /// Imports these entries again, each from its descriptor.
     pub(super) fn import(&self, entries: &[(u32, OwnedFd)]) -> Result<(), Error> {
         let request = |index| Request { what: table::IMPORT, index };
-        // No more at once than fit into the socket: otherwise each side would wait for the other.
+        // No more at once than fit into the socket: otherwise both sides would wait for each other.
         for some in entries.chunks(super::AT_ONCE) {
             some.iter().try_for_each(|(index, memory)| self.send(request(*index), Some(memory)))?;
             some.iter().try_for_each(|_| self.receive("import other processes' memory again").map(drop))?;
@@ -129,7 +132,7 @@ impl<'a> Session<'a> {
     }
 }
 
-/// Dead, though perhaps not reaped yet.
+/// Dead, even if not reaped yet.
 fn has_ended(pid: i32) -> bool {
     process::state(pid).is_none_or(|state| matches!(state, 'Z' | 'X'))
 }
@@ -158,6 +161,6 @@ fn receive(socket: RawFd) -> io::Result<(Reply, Option<OwnedFd>)> {
 }
 
 fn wake(table: &table::Table) {
-    // SAFETY: the futex is mapped for as long as the reference lives. Not private: the waiter is another process.
-    unsafe { libc::syscall(libc::SYS_futex, table.calls.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
+    // Not private: the waiter is another process.
+    let _ = futex::wake(&table.calls, futex::Flags::empty(), i32::MAX.cast_unsigned());
 }

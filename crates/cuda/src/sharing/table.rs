@@ -1,14 +1,9 @@
 //! The table in which a process records the memory that it shares, mapped here.
-#![allow(unsafe_code, reason = "memory that is shared with the job; each block says why it is sound")]
 
-use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::fd::AsRawFd;
-use std::os::unix::fs::OpenOptionsExt;
-use std::ptr::{self, NonNull};
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
-use nix::sys::statfs::{TMPFS_MAGIC, fstatfs};
+use crate::job_table::JobTable;
 
 pub(super) use rekindle_abi::sharing::{
     BEGIN, EXPORT, HELD, IMPORT, Import, MAP, MULTICAST, PROBE, RELEASE, Reply, Request, Table, Tag, UNTRACKED,
@@ -16,23 +11,11 @@ pub(super) use rekindle_abi::sharing::{
 #[cfg(test)]
 pub(super) use rekindle_abi::sharing::{MOST, NAME};
 
-/// What one process shares.
+/// The shared memory of one process.
 #[derive(Debug)]
 pub struct Sharing {
     pid: i32,
-    table: NonNull<Table>,
-}
-
-// SAFETY: the mapping is this value's alone, and all of it atomics.
-unsafe impl Send for Sharing {}
-// SAFETY: as above.
-unsafe impl Sync for Sharing {}
-
-impl Drop for Sharing {
-    fn drop(&mut self) {
-        // SAFETY: mapped by `map`, and borrowed by nobody any more.
-        unsafe { libc::munmap(self.table.as_ptr().cast(), size_of::<Table>()) };
-    }
+    table: JobTable<Table>,
 }
 
 impl Sharing {
@@ -41,26 +24,16 @@ impl Sharing {
     /// # Errors
     /// When it has one that cannot be read, or of another version of the interposer.
     pub fn of(pid: i32) -> io::Result<Option<Sharing>> {
-        let Ok(maps) = std::fs::read_to_string(format!("/proc/{pid}/maps")) else { return Ok(None) };
-        let prefix = "/memfd:rekindle-sharing-";
-        let Some(line) = maps.lines().find(|line| line.contains(prefix)) else { return Ok(None) };
-        let name = format!("/memfd:{} (deleted)", rekindle_abi::sharing::NAME.to_string_lossy());
-        if !line.ends_with(&name) {
-            return Err(io::Error::other(format!("process {pid} has the interposer of another version of rekindle")));
-        }
-        let range = line.split(' ').next().unwrap_or_default();
-        // A lease of the job's on it would have us wait (fcntl(2), F_SETLEASE).
-        let mut options = OpenOptions::new();
-        let options = options.read(true).write(true).custom_flags(libc::O_NONBLOCK);
-        let file = options.open(format!("/proc/{pid}/map_files/{range}"))?;
-        let sharing = Sharing::mapped(pid, &file)?;
+        let table = JobTable::of(pid, "rekindle-sharing-", rekindle_abi::sharing::NAME)?;
         // Made, and not filled in yet: then nothing was shared before this moment.
-        Ok((sharing.table().pid.load(Acquire) != 0).then_some(sharing))
+        let table = table.filter(|table: &JobTable<Table>| table.get().pid.load(Acquire) != 0);
+        Ok(table.map(|table| Sharing { pid, table }))
     }
 
     /// The table of `pid` that is in this file.
-    pub(super) fn mapped(pid: i32, file: &File) -> io::Result<Sharing> {
-        Ok(Sharing { pid, table: map(file)? })
+    #[cfg(test)]
+    pub(super) fn mapped(pid: i32, file: &std::fs::File) -> io::Result<Sharing> {
+        Ok(Sharing { pid, table: JobTable::mapped(file)? })
     }
 
     pub(super) fn pid(&self) -> i32 {
@@ -68,24 +41,23 @@ impl Sharing {
     }
 
     pub(super) fn table(&self) -> &Table {
-        // SAFETY: mapped for as long as this value lives.
-        unsafe { self.table.as_ref() }
+        self.table.get()
     }
 
-    /// The process as it sees itself.
+    /// The pid of the process as it sees itself.
     #[must_use]
     pub fn inner(&self) -> i32 {
         self.table().pid.load(Relaxed)
     }
 
-    /// What it has of others.
+    /// Memory that it has of other processes.
     pub(super) fn imports(&self) -> impl Iterator<Item = (u32, &Import)> {
         let used = usize::try_from(self.table().imports_used.load(Relaxed)).unwrap_or(usize::MAX);
         let live = |(_, import): &(u32, &Import)| import.is_live.load(Acquire) != 0;
         (0..).zip(&self.table().imports).take(used).filter(live)
     }
 
-    /// What others can have of it.
+    /// Memory that other processes can have of it.
     pub(super) fn exports(&self) -> impl Iterator<Item = (u32, Tag)> {
         let table = self.table();
         let used = usize::try_from(table.exports_used.load(Relaxed)).unwrap_or(usize::MAX);
@@ -98,33 +70,7 @@ impl Sharing {
     }
 }
 
-/// Where an import comes from.
+/// The origin of an import.
 pub(super) fn origin(import: &Import) -> Tag {
     Tag { pid: import.pid.load(Relaxed), id: import.id.load(Relaxed), nonce: import.nonce.load(Relaxed) }
-}
-
-fn map(file: &File) -> io::Result<NonNull<Table>> {
-    // The seals first: a job could cut its table and then seal it, and it would be found sealed and long enough. An
-    // access beyond its end would kill us.
-    // SAFETY: a system call on numbers.
-    let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) };
-    if seals < 0 || seals & libc::F_SEAL_SHRINK == 0 {
-        return Err(io::Error::other("its table of shared memory is not sealed"));
-    }
-    // A page of hugetlbfs may be missing however long the file is: that is a SIGBUS too.
-    if fstatfs(file)?.filesystem_type() != TMPFS_MAGIC {
-        return Err(io::Error::other("its table of shared memory is no ordinary memory"));
-    }
-    let size = size_of::<Table>();
-    if usize::try_from(file.metadata()?.len()).unwrap_or(0) != size {
-        return Err(io::Error::other("its table of shared memory has another size"));
-    }
-    // SAFETY: a new mapping, of a file that is as long and stays so.
-    let address = unsafe {
-        libc::mmap(ptr::null_mut(), size, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED, file.as_raw_fd(), 0)
-    };
-    match NonNull::new(address.cast()) {
-        Some(table) if address != libc::MAP_FAILED => Ok(table),
-        _ => Err(io::Error::last_os_error()),
-    }
 }

@@ -1,4 +1,4 @@
-//! What a job can do to its table, which it can write to.
+//! Attacks of a job on its table, which it can write to.
 #![allow(unsafe_code, reason = "memory that is shared with the job; each block says why it is sound")]
 
 use std::ffi::CString;
@@ -38,7 +38,7 @@ fn mapped(name: &str, size: usize, seals: i32) -> Mapped {
 
 const SEALS: i32 = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW;
 
-/// One test, as a process has one table.
+/// One test, because a process has only one table.
 #[test]
 fn a_table_is_believed_in_nothing() {
     if !nix::unistd::geteuid().is_root() {
@@ -61,7 +61,7 @@ fn a_table_is_believed_in_nothing() {
 
     let mut file = mapped(name, size, SEALS);
     assert!(Sharing::of(pid).unwrap().is_none(), "not filled in yet");
-    // Every word the same, and no number that a thread can have.
+    // All words have the same value, which is no valid thread id.
     for word in [0x100_0000_u32, 0x7fff_ffff, 0x8000_0000, u32::MAX] {
         std::io::Seek::rewind(&mut file.0).unwrap();
         file.0.write_all(&word.to_ne_bytes().repeat(size / 4)).unwrap();
@@ -73,11 +73,11 @@ fn a_table_is_believed_in_nothing() {
         let _ = check(&all);
         all[0].table().foreign.store(0, Relaxed);
         let _ = check(&all);
-        // The keeper that it names is no thread of this process.
+        // The keeper that it names is not a thread of this process.
         assert!(take_again(&all).is_err() && let_go(&all).is_err());
     }
 
-    // Counts that are too large, of a table that is right otherwise.
+    // Counts that are too large in an otherwise correct table.
     std::io::Seek::rewind(&mut file.0).unwrap();
     file.0.write_all(&vec![0; size]).unwrap();
     let all = {
@@ -96,13 +96,13 @@ fn a_table_is_believed_in_nothing() {
     table.foreign.store(1, Relaxed);
     table.under_way.store(0, Relaxed);
     assert!(matches!(check(&all), Err(Error::Unmanaged { pid: 7, why: Obstacle::Unseen(1) })));
-    // An import of its own export, and no keeper.
+    // An import of its own export, without a keeper.
     table.imports[0].is_live.store(1, Relaxed);
     assert!(matches!(check(&all), Err(Error::Unmanaged { why: Obstacle::NoExporter, .. })));
     table.imports[0].pid.store(7, Relaxed);
     table.exports[0].handle.store(1, Relaxed);
     assert!(matches!(check(&all), Err(Error::Unmanaged { why: Obstacle::NoKeeper, .. })));
-    // It is told of a lock, whoever else cannot be.
+    // It learns of a lock, even if another process cannot.
     assert!(matches!(check_announced(&all), Err(Error::Busy { pid: 7, .. })));
     announce(&[i32::MAX, pid], true);
     check_announced(&all).unwrap();
@@ -110,11 +110,11 @@ fn a_table_is_believed_in_nothing() {
     assert!(check_announced(&all).unwrap_err().is_busy());
 }
 
-/// Says to a process of this test that it is the one that may die.
+/// Marks the process of this test that may die.
 const RACES: &str = "REKINDLE_TEST_TABLE_RACE";
 
-/// A job cuts its table and seals it then, while we look at its size and its seals: what is mapped would be shorter than it
-/// was found to be, and an access a SIGBUS. That ends a process, so another one tries it.
+/// A job cuts its table and then seals it while we check its size and its seals: the mapping would be longer than the
+/// file, and an access a SIGBUS. This ends a process, so another one tries it.
 #[test]
 fn a_table_that_is_cut_while_it_is_looked_at_ends_nobody() {
     if std::env::var_os(RACES).is_some() {

@@ -25,7 +25,7 @@ pub struct Error {
 pub(super) struct Embedded {
     /// What it is, and how its file's name begins.
     pub(super) name: &'static str,
-    /// What comes behind the hash.
+    /// What follows the hash in the name.
     pub(super) suffix: &'static str,
     pub(super) content: &'static [u8],
     pub(super) mode: u32,
@@ -67,8 +67,8 @@ pub(crate) fn is_named(path: &Path) -> bool {
     MAPPED.iter().any(|kind| kind.hash_in(name).is_some())
 }
 
-/// Puts back a file that an earlier version has unpacked, or one elsewhere. Its name must be that of its content; its mode
-/// is that of its kind.
+/// Creates a file again that an earlier version unpacked, or that was unpacked elsewhere. The hash in its name must
+/// match its content; its mode is that of its kind.
 ///
 /// # Errors
 /// `InvalidData` if the name is not that of the content; when the file cannot be read or written.
@@ -94,7 +94,7 @@ pub fn put(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
     durable::write_file(path, content, mode).map_err(io::Error::other)
 }
 
-/// A file of an earlier version may have another.
+/// A file of an earlier version may have another mode.
 fn set_mode(path: &Path, mode: u32) -> io::Result<()> {
     let permissions = std::fs::metadata(path)?.permissions();
     if permissions.mode() & 0o7777 == mode {
@@ -156,7 +156,7 @@ pub(crate) mod tests {
         let start = section(dynsym, 24, 8);
         let name = |at: usize| file[names + number(at, 4)..].split(|b| *b == 0).next().unwrap().to_vec();
         [true, false].map(|is_defined| {
-            // The first symbol is none.
+            // The first entry of the table is reserved.
             let symbols = (start + 24..start + section(dynsym, 32, 8)).step_by(24);
             let wanted = symbols.filter(|at| (number(at + 6, 2) != 0) == is_defined);
             let mut names: Vec<String> = wanted.map(|at| String::from_utf8(name(at)).unwrap()).collect();

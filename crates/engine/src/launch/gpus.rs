@@ -14,13 +14,13 @@ use std::time::{Duration, Instant};
 use rekindle_base::chain;
 use rekindle_cuda::{self as cuda, DriverVersion, Process, State};
 
-/// The drivers, by their first number. No report is known of 580, which most was measured with, nor of 610.
+/// The affected drivers, by major version. No such report is known for 580, with which most was measured, or for 610.
 const HANG_THE_HOST: RangeInclusive<u32> = 595..=595;
 
-/// How long a kernel that runs may keep a process from being locked.
+/// How long a running kernel may delay the lock of a process.
 const LOCK: Duration = Duration::from_secs(5);
 
-/// For all of it: 80 GiB of device memory go to host memory in less, at 5 GB/s.
+/// Time limit for all processes together: 80 GiB of device memory are copied to host memory in less, at 5 GB/s.
 const LIMIT: Duration = Duration::from_secs(30);
 
 /// Whether killing a restored process that uses a GPU may hang the machine.
@@ -29,7 +29,7 @@ pub fn hangs_the_host(driver: &DriverVersion) -> bool {
     HANG_THE_HOST.contains(&driver.major())
 }
 
-/// Makes processes that use CUDA release their GPUs, if the driver needs that. Waits for half a minute at most.
+/// Makes processes that use CUDA release their GPUs, if the driver needs that. Waits at most [`LIMIT`].
 pub(super) fn let_go(pids: impl IntoIterator<Item = i32>) {
     if !cuda::installed().is_some_and(|driver| hangs_the_host(&driver)) {
         return;
@@ -37,7 +37,7 @@ pub(super) fn let_go(pids: impl IntoIterator<Item = i32>) {
     let deadline = Instant::now() + LIMIT;
     let (done, results) = mpsc::channel();
     for pid in pids.into_iter().filter(|pid| cuda::is_candidate(*pid).unwrap_or(false)) {
-        // The reaper stops all when the job has ended, and the driver works with a thread of the process.
+        // The reaper stops all processes when the job has ended, but the driver needs a running thread of the process.
         let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGCONT);
         let done = done.clone();
         // A driver call cannot be cancelled: a thread that waits in one for ever ends when its process is killed.
@@ -74,7 +74,7 @@ fn checkpoint(pid: i32) -> cuda::Result<()> {
     }
     match state {
         State::Running | State::Locked => process.checkpoint(),
-        // It has none, or somebody is at it.
+        // It uses no GPU, or somebody else is checkpointing or restoring it.
         State::Checkpointed | State::Failed | State::Checkpointing | State::Restoring => Ok(()),
     }
 }

@@ -3,7 +3,7 @@
 use rekindle_os::process;
 use rekindle_store::manifest::Host;
 
-/// Describes this machine. What cannot be found out is empty: it is for comparing, not for deciding.
+/// Describes this machine. Unknown facts are empty: the result is for comparing, not for deciding.
 #[must_use]
 pub fn describe() -> Host {
     let uname = nix::sys::utsname::uname().ok();

@@ -18,6 +18,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use super::embedded::{Embedded, Error};
+use rekindle_os::maps;
 
 /// The environment variable that tells the interposer the folder of landing files: an absolute path of at most 1024
 /// bytes. It is read when the process begins.
@@ -54,15 +55,17 @@ pub fn unpack(dir: &Path) -> Result<PathBuf, Error> {
 /// Whether the process has loaded an interposer of any version.
 #[must_use]
 pub fn is_in(pid: i32) -> bool {
-    let Ok(maps) = std::fs::read_to_string(format!("/proc/{pid}/maps")) else { return false };
-    maps.lines().any(|line| line.rsplit('/').next().is_some_and(|name| name.starts_with("interposer-")))
+    let Ok(maps) = maps::read(pid) else { return false };
+    maps::mappings(&maps).any(|mapping| mapping.file_name().starts_with(b"interposer-"))
 }
 
-/// The job's LD_PRELOAD: the interposer at `path`, then what was there. It comes first, as it knows the driver by the
-/// address that a call comes from; another object's hook, called after ours, sees the same calls as without it.
+/// The job's LD_PRELOAD: the interposer at `path`, then the existing value. The interposer must be first, because it
+/// recognises the driver by the address that a call comes from. Another object's hook is called after ours, and sees
+/// the same calls as without the interposer.
 ///
 /// # Errors
-/// When LD_PRELOAD cannot name the path: spaces and colons part its entries, a dollar sign begins a token (ld.so(8)).
+/// When LD_PRELOAD cannot name the path: spaces and colons separate its entries, a dollar sign begins a token
+/// (ld.so(8)).
 pub fn preload_value(path: &Path, existing: Option<&OsStr>) -> Result<OsString, UnusablePath> {
     if path.as_os_str().as_bytes().iter().any(|byte| b" :$\t\n".contains(byte)) {
         return Err(UnusablePath { path: path.to_path_buf() });
@@ -95,14 +98,16 @@ mod tests {
     fn it_exports_the_hooks_and_nothing_else_and_can_not_panic() {
         let [defined, needed] = symbols(INTERPOSER.content);
         let (driver, own): (Vec<String>, Vec<String>) = defined.into_iter().partition(|name| name.starts_with("cu"));
+        let (nccl, own): (Vec<String>, Vec<String>) = own.into_iter().partition(|name| name.starts_with("nccl"));
         assert_eq!(own, ["dlsym", "ioctl", "mmap", "mmap64", "munmap"]);
-        // Of the driver: how it hands out its functions, and those that share memory.
-        assert_eq!(driver[..2], ["cuGetProcAddress", "cuGetProcAddress_v2"]);
-        assert!(
-            driver[2..].iter().all(|name| name.starts_with("cuMem") || name.starts_with("cuMulticast")),
-            "{driver:?}"
-        );
-        // Weak ones; a copy that the compiler has made a call of would be bound to the job's memcpy.
+        assert_eq!(nccl.len(), 34, "{nccl:?}");
+        // Symbols of the driver: those that return its functions, the one that initialises it, those that share memory, and the
+        // one by which NCCL shows that it is captured in a graph.
+        let is_of_memory = |name: &String| name.starts_with("cuMem") || name.starts_with("cuMulticast");
+        let others: Vec<&String> = driver.iter().filter(|name| !is_of_memory(name)).collect();
+        assert_eq!(others, ["cuGetProcAddress", "cuGetProcAddress_v2", "cuInit", "cuUserObjectCreate"]);
+        // Weak symbols. If the compiler replaced a loop by a call of memcpy, the call would be bound to the job's
+        // memcpy.
         assert_eq!(needed, ["__errno_location", "dlvsym", "memmove"]);
         let mark = b"rekindle preload can panic";
         assert!(!INTERPOSER.content.windows(mark.len()).any(|window| window == mark));

@@ -11,28 +11,28 @@ use std::ffi::{OsStr, OsString};
 
 use serde::{Deserialize, Serialize};
 
-/// `gpu.nccl`.
+/// The setting `gpu.nccl`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Nccl {
-    /// As little as possible.
+    /// Disables as little as possible.
     #[default]
     Auto,
-    /// Without direct ways between the GPUs of different processes.
+    /// Disables direct access between the GPUs of different processes.
     NoPeer,
-    /// Nothing.
+    /// Sets nothing.
     Off,
 }
 
-/// What lets a process share memory in ways that the interposer can suspend.
+/// With these, NCCL shares memory only in ways that the interposer can suspend.
 const MANAGED: &[(&str, &str)] =
     &[("NCCL_CUMEM_ENABLE", "1"), ("NCCL_CUMEM_HOST_ENABLE", "0"), ("NCCL_NVLS_ENABLE", "0")];
 
-/// What keeps a process from sharing memory.
+/// With these, a process shares no memory.
 const ALONE: &[(&str, &str)] = &[("NCCL_P2P_DISABLE", "1"), ("NCCL_CUMEM_HOST_ENABLE", "0"), ("NCCL_NVLS_ENABLE", "0")];
 
-/// Adds to `environment` what is not decided there already. Returns what was added, and what is set in a way that keeps
-/// snapshots from being possible.
+/// Adds the variables that `environment` does not set already. Returns what was added, and the settings that prevent
+/// snapshots.
 pub fn prepare(
     nccl: Nccl,
     has_interposer: bool,
@@ -69,7 +69,7 @@ pub fn tell(added: &[String], contrary: &[String]) {
             }
             false => "NCCL multicast is disabled; GPUs access each other directly",
         };
-        tracing::info!("gpu.nccl: {} in the job's environment: {cost}", added.join(" "));
+        tracing::info!(target: "rekindle::routine", "gpu.nccl: {} in the job's environment: {cost}", added.join(" "));
     }
     if !contrary.is_empty() {
         tracing::warn!(

@@ -32,6 +32,7 @@ pub use follow::Follower;
 use rekindle_os::durable;
 use rekindle_os::sparse;
 pub use rotate::Rotation;
+pub(super) use rotate::is_being_rotated;
 
 /// The two files of a job.
 #[derive(Debug, Clone)]
@@ -41,17 +42,17 @@ pub struct Files {
     /// Standard error.
     pub stderr: PathBuf,
     bounds: Bounds,
-    /// Of standard output and standard error. Held over a change and over each read of the follower, never while it
-    /// writes: a terminal that is slow must not lengthen a freeze.
+    /// State of standard output and standard error. Locked during a change and during each read of the follower, never
+    /// while the follower writes: a slow terminal must not lengthen a freeze.
     states: Arc<Mutex<States>>,
 }
 
 /// How much output is kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Bounds {
-    /// Bytes at which a file is rotated, and the most that is kept of what a restart cuts.
+    /// Bytes at which a file is rotated, and the most bytes that are saved of a file that a restart cuts.
     pub size: u64,
-    /// Rotated files of each, and files of what was cut (at least one).
+    /// Rotated files to keep of each output, and saved files of cut content to keep (at least one).
     pub keep: u32,
 }
 
@@ -67,7 +68,7 @@ type States = [State; 2];
 struct State {
     /// Everything before this offset was rotated away.
     gone: u64,
-    /// Counts what happens to the file, for who looked at it without the lock.
+    /// Incremented with each change of the file, for readers that looked at it without the lock.
     epoch: u64,
     /// What the follower has not shown yet, the oldest first.
     changes: VecDeque<Change>,
@@ -78,11 +79,11 @@ struct State {
 enum Change {
     /// This range was moved to NAME.1.
     Moved { from: u64, to: u64 },
-    /// What was before this offset is not kept.
+    /// Content before this offset is not kept.
     Lost { to: u64 },
     /// All of it was moved, and the file started empty again.
     Emptied,
-    /// It was put back to this length; what was cut is in the other file, from this offset on.
+    /// The file was cut to `to` bytes. The cut content, from offset `from` on, is in the file `kept`.
     Cut { to: u64, from: u64, kept: Option<PathBuf> },
 }
 
@@ -102,7 +103,7 @@ fn error(verb: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
 }
 
 impl State {
-    /// Whether somebody else has cut the file, or put something where nothing is left.
+    /// Notices that somebody else has cut the file, or has written where its content was rotated away.
     fn look_again(&mut self, file: &File) -> io::Result<()> {
         let begin = sparse::begin(file)?;
         if begin < self.gone {
@@ -114,7 +115,8 @@ impl State {
 }
 
 impl Files {
-    /// The files in a job's log folder, created if they do not exist. What a crash has left of a rotation is removed.
+    /// The files in a job's log folder, created if they do not exist. Leftovers of a rotation that a crash interrupted
+    /// are removed.
     ///
     /// # Errors
     /// When they cannot be created.
@@ -152,22 +154,22 @@ impl Files {
         Ok(())
     }
 
-    /// Moves what is longer than the bound as [`Files::rotate`] does, while the job writes on. Nothing happens to a file that
-    /// is not.
+    /// Rotates a file that is longer than the bound, as [`Files::rotate`] does, while the job continues to write. Other
+    /// files are not changed.
     fn relieve(&self, which: usize) -> Result<(), Error> {
         let path = if which == 0 { &self.stdout } else { &self.stderr };
         while rotate::relieve(path, &self.states, which, self.bounds).map_err(error("rotate", path))? {}
         Ok(())
     }
 
-    /// Keeps the follower from reading while files are put back to what they were.
+    /// Prevents the follower from reading while files are put back.
     #[must_use]
     pub fn hold(&self) -> Held<'_> {
         Held { files: self, states: lock(&self.states) }
     }
 }
 
-/// Output files that nobody reads.
+/// Output files that the follower cannot read meanwhile.
 #[derive(Debug)]
 pub struct Held<'a> {
     files: &'a Files,
@@ -202,7 +204,8 @@ fn numbered(path: &Path, n: u32) -> PathBuf {
     name.into()
 }
 
-/// Its name is of no file: what a file in writing is called begins with that ([`durable::Unfinished::beside`]).
+/// Removes unfinished files beside `path`: their names begin with a prefix that no other file has
+/// ([`durable::Unfinished::beside`]).
 fn remove_leftovers(path: &Path) -> io::Result<()> {
     let (Some(dir), Some(name)) = (path.parent(), path.file_name()) else { return Ok(()) };
     let prefix = format!("{}{}", durable::TEMP_PREFIX, name.to_string_lossy());

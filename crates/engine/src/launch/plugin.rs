@@ -34,7 +34,8 @@ pub fn unpack(scratch: &Path) -> Result<PathBuf, Error> {
     Ok(folder)
 }
 
-/// Where it is if LD_PRELOAD cannot name the store, whose path has a space in it. Only root can make anything in /run.
+/// The folder to use if LD_PRELOAD cannot name the store because its path contains a space. Only root can create
+/// anything in /run.
 const ELSEWHERE: &str = "/run/rekindle-plugins";
 
 #[cfg(test)]
@@ -50,7 +51,7 @@ mod tests {
         let more = ["open", "open64", "openat", "openat64", "stat", "stat64", "syscall", "unlink", "unlinkat"];
         let expected: Vec<&str> = ["CR_PLUGIN_DESC"].into_iter().chain(opens).chain(calls).chain(more).collect();
         assert_eq!(defined, expected);
-        // Weak ones, without a version.
+        // Weak symbols, without a version.
         assert_eq!(needed, ["__errno_location", "getenv"]);
         let mark = b"rekindle plugin can panic";
         assert!(!PLUGIN.windows(mark.len()).any(|window| window == mark));

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use super::embedded::{Embedded, Error};
 use rekindle_os::process;
 
-/// No reaper is larger: they have some 10 KiB.
+/// Upper limit for the size of a reaper's file; they have about 10 KiB.
 const MAX_BYTES: u64 = 1 << 20;
 
 /// Permission bits of a reaper, of any version.

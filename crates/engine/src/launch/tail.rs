@@ -16,46 +16,51 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use super::output::is_being_rotated;
 use rekindle_os::sparse;
 
 /// The bytes shown last, which are remembered. After a cut to before them, everything from the cut on is shown.
 const REMEMBERED: usize = 1 << 20;
-/// So much of it tells whether a file is still the one that it was.
+/// Bytes that are compared to recognise a file.
 const COMPARED: usize = 4096;
 /// How much is read at a time.
 const CHUNK: usize = 64 << 10;
 
-/// A file that grows, and is rotated, and cut.
+/// A file that grows, is rotated and is cut.
 #[derive(Debug)]
 pub struct Tail {
     path: PathBuf,
     at: u64,
-    /// What is before `at`, the end of it.
+    /// The last bytes before `at`.
     shown: Vec<u8>,
     /// The rotated files whose content is before `at`, the newest first.
     older: Vec<Signature>,
-    /// Where the data of the file began then.
+    /// Where the data of the file began at the last check.
     begin: u64,
 }
 
-/// What tells a rotated file from others: inode, time of change in seconds and nanoseconds. It keeps that when it is renamed,
-/// and also when a restart cuts it.
+/// Identifies a rotated file: inode, and modification time in seconds and nanoseconds. A rename does not change it, and
+/// neither does the cut of a restart.
 type Signature = (u64, i64, i64);
 
 impl Tail {
-    /// From the beginning of what is kept: older files first.
+    /// Starts at the beginning of what is kept: older files first.
     #[must_use]
     pub fn new(path: &Path) -> Tail {
         Tail { path: path.into(), at: 0, shown: Vec::new(), older: rotated(path), begin: 0 }
     }
 
-    /// Writes what rotations have kept of the time before the file itself.
+    /// Writes the content of the rotated files, which is older than the file itself.
     ///
     /// # Errors
     /// When it cannot be read or written.
     pub fn copy_older(&mut self, to: &mut dyn Write) -> io::Result<()> {
-        for _ in 0..TRIES {
-            self.older = rotated(&self.path);
+        for _ in 0..LONGEST_ROTATION {
+            let Some(older) = settled(&self.path)? else {
+                std::thread::sleep(MOMENT);
+                continue;
+            };
+            self.older = older;
             let Some(all) = open_rotated(&self.path, &self.older)? else { continue };
             for (file, _) in all {
                 copy(&file, 0, &mut |bytes| to.write_all(bytes))?;
@@ -65,7 +70,7 @@ impl Tail {
         Err(io::Error::other("it is rotated faster than it can be read"))
     }
 
-    /// Leaves out all but the last lines.
+    /// Skips all but the last `lines` lines.
     ///
     /// # Errors
     /// When the file cannot be read.
@@ -88,32 +93,43 @@ impl Tail {
         Ok(())
     }
 
-    /// Writes what is new.
+    /// Writes what is new, after a rotation that is in progress.
     ///
     /// # Errors
     /// When it cannot be read or written.
     pub fn copy(&mut self, to: &mut dyn Write) -> io::Result<()> {
-        let Some(file) = open(&self.path)? else { return Ok(()) };
-        let older = rotated(&self.path);
+        for _ in 0..LONGEST_ROTATION {
+            if self.copy_settled(to)? {
+                return to.flush();
+            }
+            std::thread::sleep(MOMENT);
+        }
+        to.flush()
+    }
+
+    /// Returns whether all was written. Otherwise the file is being rotated.
+    fn copy_settled(&mut self, to: &mut dyn Write) -> io::Result<bool> {
+        let Some(file) = open(&self.path)? else { return Ok(true) };
+        let Some(older) = settled(&self.path)? else { return Ok(false) };
         let begin = sparse::begin(&file)?;
         if older != rotated(&self.path) {
-            // It is being rotated.
-            return Ok(());
+            return Ok(false);
         }
         let begun_anew = self.shown.is_empty() && older.first() != self.older.first();
         let is_elsewhere =
             begun_anew || !self.shown.is_empty() && (self.at < begin || !self.is_in(&file, begin..self.at)?);
         if is_elsewhere && !self.find_again(&file, &older, begin, to)? {
-            return Ok(());
+            return Ok(false);
         }
         self.at = self.at.max(begin);
-        if self.copy_from(&file, to)? {
+        let is_all = self.copy_from(&file, to)?;
+        if is_all {
             (self.older, self.begin) = (older, begin);
         }
-        to.flush()
+        Ok(is_all)
     }
 
-    /// Returns whether all of it was there: it may become a hole meanwhile.
+    /// Returns whether all of it was still there: data can become a hole meanwhile.
     fn copy_from(&mut self, file: &File, to: &mut dyn Write) -> io::Result<bool> {
         let mut buffer = vec![0; CHUNK];
         let length = file.metadata()?.len();
@@ -135,7 +151,7 @@ impl Tail {
         Ok(true)
     }
 
-    /// Whether what was shown last is at the end of this range, as much of it as fits.
+    /// Whether the bytes shown last are at the end of this range, as many of them as fit.
     fn is_in(&self, file: &File, range: Range<u64>) -> io::Result<bool> {
         let most = usize::try_from(range.end - range.start).unwrap_or(COMPARED).min(COMPARED);
         let last = self.shown.get(self.shown.len().saturating_sub(most)..).unwrap_or_default();
@@ -147,18 +163,17 @@ impl Tail {
         }
     }
 
-    /// What follows `at` was rotated, or cut. The data of the file begins at `begin` now. Returns false if it is just
-    /// being done.
+    /// The content at `at` was rotated or cut: finds the position to continue at. The data of the file begins at
+    /// `begin` now. Returns false while a rotation is in progress.
     fn find_again(&mut self, file: &File, older: &[Signature], begin: u64, to: &mut dyn Write) -> io::Result<bool> {
         let new = older.iter().position(|one| self.older.contains(one)).unwrap_or(older.len());
         let Some(pieces) = open_rotated(&self.path, older.get(..new).unwrap_or_default())? else { return Ok(false) };
-        let Some((oldest, _)) = pieces.first() else { return self.go_back(file, begin, to).map(|()| true) };
-        // Where each was in the file: the first where its data began, or the last before where that begins now.
-        let all: u64 = pieces.iter().map(|(_, length)| length).sum();
-        if begin == self.begin && begins_with(file, begin, oldest)? {
-            // It is copied already, and not taken away.
-            return Ok(false);
+        if pieces.is_empty() {
+            return self.go_back(file, begin, to).map(|()| true);
         }
+        // Two candidates for where the pieces were in the file: the first began where the data began, or the last ended
+        // where the data begins now.
+        let all: u64 = pieces.iter().map(|(_, length)| length).sum();
         let (mut found, mut goes_on) = (None, false);
         for first in [Some(self.begin), begin.checked_sub(all)].into_iter().flatten() {
             let mut start = first;
@@ -185,16 +200,16 @@ impl Tail {
         Ok(true)
     }
 
-    /// The file was cut, and perhaps written on: goes to the line that differs from what was shown, once there is one.
+    /// The file was cut, and perhaps written again: once a line differs from what was shown, continues there.
     fn go_back(&mut self, file: &File, data: u64, to: &mut dyn Write) -> io::Result<()> {
         let begin = self.at.saturating_sub(self.shown.len() as u64);
         let length = file.metadata()?.len();
         if length < begin {
-            // Further back than is remembered.
+            // Cut to before what is remembered.
             (self.at, self.shown) = (length, Vec::new());
             return Ok(());
         }
-        // What is before the data was rotated away, and is what it was.
+        // The part before the data was rotated away, so it is unchanged.
         let kept = usize::try_from(data.saturating_sub(begin)).unwrap_or(usize::MAX).min(self.shown.len());
         let shown = self.shown.get(kept..).unwrap_or_default();
         let mut there = Vec::new();
@@ -217,7 +232,7 @@ impl Tail {
     }
 }
 
-/// What rotations have left, the newest first. Empty, or a part, in the middle of one: the next look differs then.
+/// The rotated files, newest first. During a rotation the list can be empty or incomplete; the next call then differs.
 fn rotated(path: &Path) -> Vec<Signature> {
     let look = || -> Vec<Signature> {
         (1..)
@@ -226,7 +241,7 @@ fn rotated(path: &Path) -> Vec<Signature> {
     };
     for _ in 0..TRIES {
         let found = look();
-        // Files are renamed one after the other, the oldest first: one name is missing meanwhile.
+        // Files are renamed one by one, oldest first: one name is missing meanwhile.
         let is_whole = !numbered(path, found.len() + 2).exists();
         if is_whole && found == look() {
             return found;
@@ -236,15 +251,17 @@ fn rotated(path: &Path) -> Vec<Signature> {
     look()
 }
 
-/// How often, and with what pause, it is looked again in the middle of a rotation.
+/// Number of tries while names change, and the pause between them.
 const TRIES: usize = 100;
 const MOMENT: Duration = Duration::from_millis(1);
+/// Number of pauses after which a rotation is not waited for any longer.
+const LONGEST_ROTATION: usize = 1000;
 
 fn signature(meta: &Metadata) -> Signature {
     (meta.ino(), meta.mtime(), meta.mtime_nsec())
 }
 
-/// These, with their lengths, the oldest first; None if they have other names by now.
+/// Opens these files, oldest first, with their lengths; `None` if they were renamed meanwhile.
 fn open_rotated(path: &Path, these: &[Signature]) -> io::Result<Option<Vec<(File, u64)>>> {
     let mut opened = Vec::new();
     for (n, wanted) in these.iter().enumerate().rev() {
@@ -258,11 +275,15 @@ fn open_rotated(path: &Path, these: &[Signature]) -> io::Result<Option<Vec<(File
     Ok(Some(opened))
 }
 
-/// Whether what is at `at` of one is at the beginning of the other.
-fn begins_with(file: &File, at: u64, other: &File) -> io::Result<bool> {
-    let (mut one, mut two) = (vec![0; COMPARED], vec![0; COMPARED]);
-    let (there, wanted) = (file.read_at(&mut one, at)?, other.read_at(&mut two, 0)?);
-    Ok(wanted > 0 && there >= wanted && one.get(..wanted) == two.get(..wanted))
+/// The rotated files, newest first; `None` while a rotation is in progress. Between the two steps of a rotation the
+/// newest content is in two places, and a reader that wakes up at the first step would show it twice, or take the
+/// second step for a cut.
+fn settled(path: &Path) -> io::Result<Option<Vec<Signature>>> {
+    let older = rotated(path);
+    let Some(newest) = older.first() else { return Ok(Some(older)) };
+    let Some(opened) = open_rotated(path, std::slice::from_ref(newest))? else { return Ok(None) };
+    let is_in_progress = opened.iter().any(|(file, _)| is_being_rotated(file));
+    Ok((!is_in_progress).then_some(older))
 }
 
 fn open(path: &Path) -> io::Result<Option<File>> {
@@ -278,7 +299,7 @@ fn numbered(path: &Path, n: usize) -> PathBuf {
     name.into()
 }
 
-/// All data from there on.
+/// Copies all data from `at` on, without holes.
 fn copy(file: &File, at: u64, to: &mut dyn FnMut(&[u8]) -> io::Result<()>) -> io::Result<()> {
     let length = file.metadata()?.len();
     let mut buffer = vec![0; CHUNK];
@@ -298,7 +319,7 @@ fn copy(file: &File, at: u64, to: &mut dyn FnMut(&[u8]) -> io::Result<()>) -> io
     Ok(())
 }
 
-/// At most so many bytes from there on, holes with them.
+/// Copies at most `most` bytes from `at` on, including holes.
 fn copy_some(file: &File, at: u64, most: u64, to: &mut dyn FnMut(&[u8]) -> io::Result<()>) -> io::Result<()> {
     let mut bytes = vec![0; usize::try_from(most).map_err(io::Error::other)?];
     let mut count = 0;
@@ -336,6 +357,16 @@ mod tests {
 
         fn write(&self, text: &str) {
             OpenOptions::new().append(true).create(true).open(self.file()).unwrap().write_all(text.as_bytes()).unwrap();
+        }
+
+        /// The first step of a rotation.
+        fn move_away(&self) -> File {
+            let _ = std::fs::rename(self.dir.path().join("log.1"), self.dir.path().join("log.2"));
+            let piece = File::create_new(self.dir.path().join("new")).unwrap();
+            piece.lock().unwrap();
+            std::fs::copy(self.file(), self.dir.path().join("new")).unwrap();
+            std::fs::rename(self.dir.path().join("new"), self.dir.path().join("log.1")).unwrap();
+            piece
         }
 
         fn cut(&self, to: u64) {
@@ -386,10 +417,42 @@ mod tests {
         log.cut(4);
         log.write("n 2\nother\nn 4\n");
         log.sees("other\nn 4\n");
-        // Exactly the same again.
+        // The same output again.
         log.cut(0);
         log.write("n 1\nn 2\nother\nn 4\n");
         log.sees("");
+    }
+
+    /// inotify wakes a reader between the two steps of a rotation.
+    #[test]
+    fn between_the_steps_of_a_rotation_nothing_is_shown_twice_or_left_out() {
+        let mut log = Log::new();
+        log.write("one\ntwo\n");
+        log.sees("one\ntwo\n");
+        log.write("three\n");
+        for (written, seen) in [("four, which is longer\n", "three\n"), ("five\n", "four, which is longer\n")] {
+            let (piece, file) = (log.move_away(), log.file());
+            let second = std::thread::spawn(move || {
+                std::thread::sleep(Duration::from_millis(50));
+                OpenOptions::new().write(true).open(&file).unwrap().set_len(0).unwrap();
+                drop(piece);
+            });
+            log.sees(seen);
+            second.join().unwrap();
+            log.write(written);
+        }
+        log.sees("five\n");
+        let (piece, file) = (log.move_away(), log.file());
+        let second = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(50));
+            OpenOptions::new().write(true).open(&file).unwrap().set_len(0).unwrap();
+            drop(piece);
+        });
+        let mut new = Tail::new(&log.file());
+        new.copy_older(&mut log.seen).unwrap();
+        new.copy(&mut log.seen).unwrap();
+        second.join().unwrap();
+        assert_eq!(String::from_utf8(std::mem::take(&mut log.seen)).unwrap(), "four, which is longer\nfive\n");
     }
 
     #[test]

@@ -13,8 +13,8 @@
 //! needs rights in the job's network to open its device there. Therefore that network belongs to a user namespace of
 //! this user ([`netns`]), with all rights over the job's network and none over anything else.
 //!
-//! slirp4netns (1.2.0) is told not to enter its sandbox, for two reasons. The sandbox copies all mounts below /run for
-//! as long as it lives, images in memory among them, whose memory would then not be freed when they are unmounted. And
+//! slirp4netns (1.2.0) is told not to enter its sandbox, for two reasons. While it runs, the sandbox has copies of all
+//! mounts below /run. These include images in memory, whose memory would then not be freed when they are unmounted. And
 //! slirp4netns becomes root in it.
 
 use std::ffi::OsStr;
@@ -32,6 +32,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::embedded;
 use rekindle_base::chain;
+use rekindle_os::mounts::{self, Mount};
 use rekindle_os::netns::{self, Owned};
 use rekindle_os::spawn::{self, Child, Ended, Open, Spawn};
 use rekindle_store::staging;
@@ -39,24 +40,24 @@ use rekindle_store::staging;
 /// The program, and the name of its package in Debian, Ubuntu and Fedora.
 pub const PROGRAM: &str = "slirp4netns";
 
-/// Where the job's names are asked for: slirp4netns passes them on to the machine's name servers, whatever they are by then.
+/// The job's name server: slirp4netns passes queries on to the machine's current name servers.
 const NAME_SERVER: &str = "10.0.2.3";
 
 /// The kernel's tap devices.
 const DEVICE: &str = "/dev/net/tun";
 
-/// nobody and nogroup, to which the kernel maps ids without a mapping (`overflowuid`), and the number below for a job
-/// that runs as nobody: the owner of the job's network has all rights there, which a job must not have.
+/// nobody and nogroup, to which the kernel maps ids without a mapping (`overflowuid`). If the job itself runs as
+/// nobody, the number below is used: the owner of the job's network has all rights there, which a job must not have.
 const NOBODY: u32 = 65534;
 const NOBODY_ELSE: u32 = 65533;
 
 /// Time limit until the device exists. It usually takes some ten milliseconds.
 const READY: Duration = Duration::from_secs(10);
 
-/// One that lived as long is started again at once.
+/// An uplink that ran this long is started again at once.
 const STEADY: Duration = Duration::from_secs(10);
 
-/// The waits before further tries.
+/// The pause before further tries.
 const PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
@@ -92,7 +93,7 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
-    /// What the job's /etc/resolv.conf is to be cannot be written.
+    /// The file for the job's /etc/resolv.conf cannot be written.
     #[error("cannot write {}", path.display())]
     Names {
         /// The file.
@@ -109,13 +110,13 @@ pub enum Error {
     Ended {
         /// How it ended.
         how: String,
-        /// Its last words.
+        /// The last line it wrote.
         said: String,
     },
     /// It did not get ready.
     #[error("{PROGRAM} was not ready after {}{}", humantime::format_duration(READY), quoted(said))]
     Late {
-        /// Its last words.
+        /// The last line it wrote.
         said: String,
     },
 }
@@ -144,7 +145,8 @@ pub fn find() -> Result<PathBuf, Missing> {
 }
 
 impl Plan {
-    /// With this program, for a job of that user; `directory` is where the file lies that the job finds at /etc/resolv.conf.
+    /// `program` is slirp4netns, `job` is the job's user, and `directory` is the folder for the file that the job sees
+    /// as /etc/resolv.conf.
     #[must_use]
     pub fn new(program: PathBuf, directory: PathBuf, job: Option<u32>) -> Plan {
         let user = if job == Some(NOBODY) { NOBODY_ELSE } else { NOBODY };
@@ -200,7 +202,7 @@ struct State {
     over: bool,
 }
 
-/// One that is ready, and the pipe with its words, which closes when it ends.
+/// An uplink that is ready, and the pipe with its messages, which closes when it ends.
 struct Ready {
     child: Arc<Child>,
     words: File,
@@ -261,7 +263,7 @@ impl Shared {
         self.over.notify_all();
     }
 
-    /// Starts it. None is started once it is over.
+    /// Starts it, unless the uplink was stopped.
     fn begin(&self) -> Result<Ready, Error> {
         let pipe = || nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(|e| Error::Reach(e.into()));
         let (ready, ready_end) = pipe()?;
@@ -274,7 +276,7 @@ impl Shared {
             // Otherwise the job could reach services on the machine's loopback device that trust every local client.
             "--disable-host-loopback",
             "--enable-seccomp",
-            // The most that it takes: fewer, larger packets are what makes it faster.
+            // The largest possible value: fewer, larger packets are faster.
             "--mtu=65520",
             "--ready-fd=3",
             "--userns-path=/proc/self/fd/5",
@@ -286,7 +288,7 @@ impl Shared {
         let spawn = Spawn::new(&self.program, args)?.session().directory(Path::new("/"))?;
         let spawn = spawn.open(null).fd(copy, 1).fd(words_end, 2).fd(ready_end, 3).fd(network, 4).fd(owner, 5);
         let spawn = spawn.environment::<&str, &str>([])?.identity(self.user, self.user).no_new_privileges();
-        // On most machines everybody may open it, which grants no right by itself.
+        // On most machines /dev/net/tun is open to everybody; it grants no right by itself.
         let spawn = if is_open_to_all(Path::new(DEVICE)) { spawn } else { spawn.own_tun(&staging_mounts())? };
         let spawn = spawn.dies_with_us();
         let mut state = self.state();
@@ -298,7 +300,7 @@ impl Shared {
         drop(state);
         let words = File::from(words);
         let in_time = wait_readable(&ready, READY).unwrap_or(false);
-        // Without a byte in it, it was closed.
+        // No byte means that the pipe was closed.
         if in_time && File::from(ready).read(&mut [0]).is_ok_and(|count| count > 0) {
             return Ok(Ready { child, words, since: Instant::now() });
         }
@@ -309,10 +311,10 @@ impl Shared {
         Err(if in_time { Error::Ended { how, said } } else { Error::Late { said } })
     }
 
-    /// Waits for its end: how it ended, and its last words.
+    /// Waits for its end; returns how it ended, and the last line it wrote.
     fn bury(&self, child: &Child, mut words: File) -> (String, String) {
         let said = last_words(&mut words);
-        // Over the reaping, so that no signal goes to its number afterwards.
+        // Reaped with the lock held, so that no signal goes to its pid afterwards.
         let ended = child.wait_for_end().and_then(|()| {
             let mut state = self.state();
             state.running = None;
@@ -321,7 +323,7 @@ impl Shared {
         (ended.map_or_else(|error| error.to_string(), |ended: Ended| ended.to_string()), said)
     }
 
-    /// Starts it again whenever it ends, until it is over.
+    /// Starts it again whenever it ends, until the uplink is stopped.
     fn keep(&self, first: Ready) {
         let mut current = Some(first);
         let mut pause = Duration::ZERO;
@@ -366,22 +368,14 @@ fn is_open_to_all(device: &Path) -> bool {
     std::fs::metadata(device).is_ok_and(|metadata| metadata.permissions().mode() & 0o006 == 0o006)
 }
 
-/// Where images in memory are mounted now, of this job and of others.
+/// Mount points of images in memory, of this job and of others.
 fn staging_mounts() -> Vec<PathBuf> {
-    let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-    staging_mounts_of(&table)
+    staging_mounts_of(mounts::of("self").unwrap_or_default())
 }
 
-/// By the name of what is mounted there, which is after the type of the file system (proc_pid_mountinfo(5)).
-fn staging_mounts_of(table: &str) -> Vec<PathBuf> {
-    let place = |line: &str| {
-        let (mount, kind) = line.split_once(" - ")?;
-        let is_ours = kind.starts_with(&format!("tmpfs {} ", staging::SOURCE));
-        let point = mount.split(' ').nth(4).filter(|_| is_ours)?;
-        // The kernel writes a blank, and some others, as a backslash and three octal digits.
-        Some(PathBuf::from(point.replace("\\040", " ")))
-    };
-    table.lines().filter_map(place).collect()
+fn staging_mounts_of(mounts: Vec<Mount>) -> Vec<PathBuf> {
+    let is_ours = |mount: &Mount| mount.kind == "tmpfs" && mount.source == staging::SOURCE;
+    mounts.into_iter().filter(is_ours).map(|mount| mount.point).collect()
 }
 
 fn wait_readable(fd: &OwnedFd, limit: Duration) -> io::Result<bool> {
@@ -397,7 +391,7 @@ fn wait_readable(fd: &OwnedFd, limit: Duration) -> io::Result<bool> {
     }
 }
 
-/// Reads until it closes, and keeps the last line that says something.
+/// Reads until the pipe closes, and returns the last line that is not a usual message.
 fn last_words(words: &mut File) -> String {
     /// No line of slirp4netns is longer.
     const KEPT: usize = 1024;
@@ -414,7 +408,7 @@ fn last_words(words: &mut File) -> String {
         }
     }
     let text = String::from_utf8_lossy(&kept);
-    // What it says in a good life.
+    // Messages of normal operation.
     let usual = ["sent tapfd", "received tapfd", "WARNING: Support for seccomp"];
     let line = text.lines().rfind(|line| !line.trim().is_empty() && !usual.iter().any(|start| line.starts_with(start)));
     line.unwrap_or_default().trim().to_owned()
@@ -449,10 +443,10 @@ mod tests {
 
     #[test]
     fn images_in_memory_are_found_by_their_name() {
-        let table = "30 25 0:27 / /dev/shm rw,relatime - tmpfs tmpfs rw,size=24684096k\n\
+        let table = b"30 25 0:27 / /dev/shm rw,relatime - tmpfs tmpfs rw,size=24684096k\n\
                      50 25 0:40 / /run/rekindle/a\\040b-1 rw,nosuid shared:7 - tmpfs rekindle rw,size=4k\n\
                      51 25 0:41 / /home/rekindle rw - ext4 rekindle rw\n";
-        assert_eq!(staging_mounts_of(table), [Path::new("/run/rekindle/a b-1")]);
+        assert_eq!(staging_mounts_of(mounts::parse(table)), [Path::new("/run/rekindle/a b-1")]);
     }
 
     #[test]

@@ -33,17 +33,17 @@ use rekindle_os::spawn::{self, Child, Ended, Spawn};
 /// The reaper's pid in a new world. CRIU and its helpers need numbers of their own at a restore; the kernel never goes
 /// below 300 again once it has counted past that (`RESERVED_PIDS`), so what lies below stays free.
 pub const FIRST_PID: i32 = 1000;
-/// Takes the tree down where no namespace does; the reaper knows it by the same name.
+/// Tells the reaper to kill the tree if there is no namespace; the reaper uses the same number.
 const SIG_TEARDOWN: i32 = 63;
 
 /// The network that a job in a [`World::Private`] sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Network<'a> {
-    /// That of the supervisor.
+    /// The supervisor's network.
     Host,
-    /// A loopback device of its own.
+    /// Only a loopback device of its own.
     Private,
-    /// The same, and a way out.
+    /// A loopback device of its own, and a connection to the outside.
     Uplink(&'a uplink::Plan),
 }
 
@@ -78,7 +78,7 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
-    /// There is no way out of the network.
+    /// There is no connection to the outside.
     #[error("cannot connect the job's network to the outside")]
     Uplink(#[from] uplink::Error),
     /// The pipe to init failed.
@@ -90,7 +90,7 @@ impl World {
     /// Makes new namespaces in which the next pid is above `last_pid`.
     ///
     /// # Errors
-    /// When the kernel does not allow namespaces, /proc cannot be mounted, or there is no uplink where one is wanted.
+    /// When the kernel does not allow namespaces, /proc cannot be mounted, or a configured uplink cannot be started.
     pub fn private(reaper: &Path, last_pid: i32, network: Network<'_>) -> Result<World, Error> {
         let (flags, loopback) = match network {
             Network::Host => (CloneFlags::empty(), "-"),
@@ -146,7 +146,7 @@ impl World {
         }
     }
 
-    /// How a child is born into this world.
+    /// What is needed to create a child process in this world.
     ///
     /// # Errors
     /// When descriptors run out.
@@ -162,7 +162,8 @@ impl World {
         match (self, root) {
             (World::Private { init, .. }, _) => drop(init.signal(libc::SIGKILL)),
             (World::Host, Some(root)) => drop(root.signal(SIG_TEARDOWN)),
-            // A restore in the host's namespaces that failed: its dead and half-restored are children we do not know.
+            // A restore in the host's namespaces failed: its processes, dead or half restored, are children that we do
+            // not know.
             (World::Host, None) => {
                 for child in process::children(std::process::id().cast_signed()) {
                     if !spawn::is_known(child) {
@@ -179,8 +180,8 @@ impl World {
         self.kill(root);
         let mut ended = None;
         if let Some(root) = root {
-            // What was frozen by a tracer that died is left stopped; SIGKILL ends it in any state. In the host's
-            // namespaces the reaper may take a moment to end the others first.
+            // A process that a tracer had stopped when it died stays stopped; SIGKILL ends it in any state. In the
+            // host's namespaces the reaper may take a moment to end the others first.
             if matches!(self, World::Host) && !ends_within(root, Duration::from_secs(5)) {
                 kill_tree(root.pid());
             }
@@ -191,19 +192,19 @@ impl World {
             if let Some(uplink) = uplink {
                 uplink.stop();
             }
-            // What a restore that failed has made are children of ours too, and some are still dying: each has to be
-            // reaped, or init waits for it, and this for init, for ever.
+            // Processes of a failed restore are our children too, and some are still dying. Each has to be reaped:
+            // otherwise init waits for it for ever, and we wait for init.
             while !ends_within(init, Duration::from_millis(10)) {
                 spawn::reap_strays();
             }
-            // The namespace is empty once this returns.
+            // The namespace is empty when this returns.
             let _ = init.wait();
         }
         ended
     }
 }
 
-/// Where init finds its end of the ready pipe.
+/// The descriptor number of the ready pipe in init.
 const READY_FD: i32 = 3;
 
 fn kill_tree(root: i32) {
@@ -212,11 +213,11 @@ fn kill_tree(root: i32) {
     }
 }
 
-/// How long what a failed restore left may take to end.
+/// How long the processes of a failed restore may take to end.
 const LEFTOVERS_END: Duration = Duration::from_secs(5);
 
-/// Ends what a failed restore left of the process that is `root`, in the host's namespaces. It is a child of ours, and
-/// until it is reaped the next restore finds its pid in use.
+/// Ends the process `root` that a failed restore left in the host's namespaces. It is a child of ours, and until it is
+/// reaped the next restore finds its pid in use.
 pub(crate) fn end_leftovers(root: i32) {
     let deadline = std::time::Instant::now() + LEFTOVERS_END;
     while let Some(left) = rekindle_criu::find_restored(root) {
@@ -240,15 +241,15 @@ fn ends_within(child: &Child, limit: Duration) -> bool {
     false
 }
 
-/// The number after which the kernel counts pids in a world that restores these: the start of the largest gap, so that
-/// neither CRIU's helpers nor the job's next children get a pid of the image.
+/// The `last_pid` of a world in which these pids are restored: the start of the largest gap, so that neither CRIU's
+/// helpers nor the job's next children get a pid of the image.
 #[must_use]
 pub fn last_pid_for(taken: &[i32]) -> i32 {
     largest_gap(taken, limit_for(taken, pid_max()))
 }
 
-/// From kernel 6.14 on each PID namespace has a limit of its own, which is the highest possible one at first
-/// (`create_pid_namespace`); before, it is the machine's in all of them.
+/// Since kernel 6.14 each PID namespace has its own limit, initially the highest possible one (`create_pid_namespace`).
+/// Before, the machine's limit applies to all.
 fn limit_for(taken: &[i32], machine: i32) -> i32 {
     /// `PID_MAX_LIMIT`.
     const HIGHEST: i32 = 4 << 20;
@@ -273,8 +274,7 @@ mod tests {
     use super::*;
 
     fn outer_parent(pid: i32) -> Option<i32> {
-        let text = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-        text.lines().find_map(|line| line.strip_prefix("PPid:")?.trim().parse().ok())
+        process::status(pid, "PPid")?.parse().ok()
     }
 
     #[test]
@@ -287,7 +287,7 @@ mod tests {
         let world = World::private(&reaper, FIRST_PID - 1, Network::Host).unwrap();
         let init = world.init().unwrap().pid();
         assert_eq!(process::inner_pid(init), Some(1));
-        // It closes the pipe on which it has said that it is ready a moment later.
+        // Init reports that it is ready, and closes the pipe a moment later.
         let descriptors = || std::fs::read_dir(format!("/proc/{init}/fd")).unwrap().count();
         let deadline = std::time::Instant::now() + Duration::from_secs(5);
         while descriptors() > 0 {
@@ -295,7 +295,7 @@ mod tests {
             std::thread::sleep(Duration::from_millis(1));
         }
 
-        // One that leaves a grandchild behind, which becomes init's.
+        // A shell that leaves a grandchild behind, which becomes a child of init.
         let script = "sleep 60 & exit 7";
         let spawn = Spawn::new(Path::new("/bin/sh"), ["-c", script]).unwrap().world(world.entrance().unwrap());
         let child = spawn.start().unwrap();

@@ -31,18 +31,18 @@ use rekindle_os::{identity, process};
 use rekindle_store::Manifest;
 use rekindle_store::manifest::{GivenFile, JobRights};
 
-/// Who is to blame for a refusal.
+/// The cause of a refusal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
     /// The image, or files that were replaced since.
     Image,
-    /// The image is as good as it was, and does not fit what is configured.
+    /// The image is intact, but does not match the configuration.
     Configuration,
     /// This machine or this program.
     Ours,
 }
 
-/// Why a restored job does not run, or no image is taken of one.
+/// Why a restored job is not run, or no image of a job is taken.
 #[derive(Debug, thiserror::Error)]
 pub enum Refused {
     /// A process has other rights than a launch gives.
@@ -52,10 +52,10 @@ pub enum Refused {
         process: String,
         /// What it has.
         what: String,
-        /// Who is to blame.
+        /// The cause.
         fault: Fault,
     },
-    /// A process has a file that it could not open.
+    /// A process has a file that its user could not open.
     #[error(
         "{} is {how} in the restored job, but user {user} may not open it: it was replaced since the snapshot. Put the original back, or restore another image",
         path.display()
@@ -63,12 +63,12 @@ pub enum Refused {
     File {
         /// The file.
         path: PathBuf,
-        /// How the job has it.
+        /// How the job uses it.
         how: &'static str,
-        /// Who the job is.
+        /// The job's user.
         user: String,
     },
-    /// A process has a file of the kernel's own that can show more to one who restores than to the job.
+    /// A process has a kernel file open whose content depends on who opens it.
     #[error(
         "the job has {} open, whose content depends on who opens it: CRIU would open it with more rights than user {user} has. Close it before a snapshot",
         path.display()
@@ -76,7 +76,7 @@ pub enum Refused {
     KernelFile {
         /// The file.
         path: PathBuf,
-        /// Who the job is.
+        /// The job's user.
         user: String,
     },
     /// A process is in other namespaces than the rest of the job.
@@ -85,7 +85,7 @@ pub enum Refused {
         /// The process.
         process: String,
     },
-    /// It is not known what a process is or has.
+    /// The rights or files of a process could not be read.
     #[error("cannot inspect the rights and files of process {pid}")]
     Unread {
         /// The process.
@@ -94,10 +94,10 @@ pub enum Refused {
         #[source]
         source: io::Error,
     },
-    /// The look with the user's rights failed.
+    /// The check with the user's rights failed.
     #[error("cannot inspect files with the rights of user {user}")]
     Switch {
-        /// Who the job is.
+        /// The job's user.
         user: String,
         /// The kernel's answer.
         #[source]
@@ -109,7 +109,7 @@ pub enum Refused {
 }
 
 impl Refused {
-    /// Who is to blame.
+    /// The cause of the refusal.
     #[must_use]
     pub fn fault(&self) -> Fault {
         match self {
@@ -120,10 +120,10 @@ impl Refused {
     }
 }
 
-/// What the processes of a job are and have that the image must note.
+/// Rights and files of a job's processes that the image must record.
 #[derive(Debug)]
 pub(crate) struct Noted {
-    /// Files that they have open or mapped without a right of the user's own.
+    /// Files that they have open or mapped although the user has no right to them.
     pub(crate) given: Vec<GivenFile>,
     /// Their rights.
     pub(crate) rights: JobRights,
@@ -132,7 +132,7 @@ pub(crate) struct Noted {
 /// Checks a stopped job whose reaper is `root`.
 ///
 /// # Errors
-/// Names what a restore would refuse.
+/// The first thing that a restore would refuse.
 pub(crate) fn note(root: i32, user: Option<&Identity>, privileges: Privileges) -> Result<Noted, Refused> {
     let tree = below(root);
     rights::check(&tree, &rights::Wanted { user, privileges, then: None })?;
@@ -149,10 +149,10 @@ pub(crate) fn note(root: i32, user: Option<&Identity>, privileges: Privileges) -
     Ok(Noted { given, rights })
 }
 
-/// Looks at a job that runs: what can be seen of what [`note`] would refuse, before the job is frozen for it.
+/// Checks a running job, before it is frozen, for what [`note`] would refuse, as far as it can be seen then.
 ///
 /// # Errors
-/// Names what a restore would refuse.
+/// The first thing that a restore would refuse.
 pub(crate) fn foresee(root: i32, user: Option<&Identity>, privileges: Privileges) -> Result<(), Refused> {
     let tree = below(root);
     rights::check(&tree, &rights::Wanted { user, privileges, then: None })?;
@@ -214,13 +214,14 @@ fn said(how: How) -> &'static str {
     }
 }
 
-/// The very file that root gave, for no more than it was given for. An image of an earlier version does not say for what.
+/// Whether it is a file that root gave, with no more access than it was given for. An image of an earlier version does
+/// not record the access.
 fn is_given(held: &Held, given: &[GivenFile]) -> bool {
     let same = |given: &&GivenFile| given.device == held.device && given.inode == held.inode;
     given.iter().filter(same).any(|given| given.access.is_none_or(|access| held.access & !access == 0))
 }
 
-/// On another machine the output has other inodes, but only we can write to its folder.
+/// On another machine the output files have other inodes, but only we can write to their folder.
 fn is_output(held: &Held, log_dir: &Path) -> bool {
     let name = files::name_of(&held.path);
     held.path.parent() == Some(log_dir)
@@ -236,7 +237,7 @@ fn put_there(root: i32, manifest: &Manifest) -> Vec<(u64, u64)> {
     found.map(|metadata| (metadata.dev(), metadata.ino())).collect()
 }
 
-/// What these processes have and the user could not open so.
+/// The files that the user could not open in the way these processes have them.
 fn strange(root: i32, tree: &[i32], user: &Identity, put_there: &[(u64, u64)]) -> Result<Vec<Held>, Refused> {
     let unread = |pid: i32| move |source: io::Error| Refused::Unread { pid, source };
     let kernels = Kernels::of(root).map_err(unread(root))?;
@@ -274,7 +275,7 @@ fn judge_kernels(kernels: &Kernels, held: &Held, tree: &[i32], user: &Identity) 
     }
 }
 
-/// Whether each of the files is what the user finds at its path, and may open so.
+/// For each file: whether the user finds the same file at its path, and may open it in the same way.
 fn open_anew(root: i32, user: &Identity, files: &[Held]) -> Result<Vec<bool>, Refused> {
     let failed = |source| Refused::Switch { user: user.name.clone(), source };
     let world = std::fs::File::open(format!("/proc/{root}/ns/mnt")).map_err(failed)?;

@@ -3,7 +3,8 @@
 //! A fork of a CUDA process (a worker of a DataLoader, of a compiler) has its parent's descriptors and most of its
 //! mappings of the devices. The driver checkpoints the parent and leaves them in the child. The child cannot use them:
 //! CUDA does not work there (driver 580: NOT_INITIALIZED). A process that only uses NVML has descriptors, no mappings,
-//! and not /dev/nvidia-uvm. CRIU refuses both unless a plugin accepts them (`native/plugin/`).
+//! and not /dev/nvidia-uvm. One whose libraries have only asked OpenCL for its devices has descriptors of all of them, and
+//! no mappings. CRIU refuses each unless a plugin accepts them (`native/plugin/`).
 //!
 //! ```text
 //!  prepare   find NVIDIA's devices on this machine; put the plugin where CRIU looks for it     job runs
@@ -15,25 +16,29 @@
 //! The running job is not changed, and the image contains nothing of a device: it can be restored on a machine without
 //! one. In the restored process each descriptor number is in use, calls on it fail, and the addresses are valid.
 
+mod libraries;
+
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
 use rekindle_criu::image::{self, Replaced};
 use rekindle_os::process;
 
-/// Devices by which a process uses a GPU or asks for its state.
+use libraries::Libraries;
+
+/// A device through which a process uses a GPU or queries its state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Device {
     /// `c` or `b`, as ls(1) shows it.
     kind: char,
     major: u64,
-    /// All of them, where it is not given.
+    /// `None`: all minor numbers.
     minor: Option<u64>,
     /// /dev/nvidia-uvm: a process that has it uses the GPU's memory, or inherited it.
     memory: bool,
 }
 
-/// NVIDIA's name for its device of memory, in /proc/devices.
+/// NVIDIA's name for its memory device, in /proc/devices.
 const MEMORY: &str = "nvidia-uvm";
 
 impl Device {
@@ -49,7 +54,7 @@ impl std::fmt::Display for Device {
     }
 }
 
-/// NVIDIA's devices, which CRIU's plugin has it accept.
+/// NVIDIA's devices, which CRIU's plugin makes CRIU accept.
 #[derive(Debug)]
 pub struct Devices {
     all: Vec<Device>,
@@ -57,7 +62,7 @@ pub struct Devices {
 }
 
 impl Devices {
-    /// Those of this machine, if it has any.
+    /// The devices of this machine, if it has any.
     pub fn find() -> Option<Devices> {
         let mut all = nvidia(&std::fs::read_to_string("/proc/devices").unwrap_or_default());
         all.extend(stand_ins());
@@ -65,23 +70,23 @@ impl Devices {
         (!all.is_empty()).then_some(Devices { all, list })
     }
 
-    /// For CRIU's plugin.
+    /// The list for CRIU's plugin.
     pub fn list(&self) -> &str {
         &self.list
     }
 
     /// Removes the devices from the image in `criu_dir`, while all tasks are frozen. `root` is the root of the tree and
-    /// `cuda` are the CUDA processes in it, as we see them. Returns a note for the user; or an error, in words, if the
+    /// `cuda` are the CUDA processes in it, as we see them. Returns notes for the user; or an error, in words, if the
     /// job could not run without the devices.
-    pub(crate) fn settle(&self, criu_dir: &Path, root: i32, cuda: &[i32]) -> Result<Option<String>, String> {
+    pub(crate) fn settle(&self, criu_dir: &Path, root: i32, cuda: &[i32]) -> Result<Vec<String>, String> {
         let replaced = image::without_devices(criu_dir).map_err(|e| rekindle_base::chain(&e))?;
         if replaced.is_empty() {
-            return Ok(None);
+            return Ok(Vec::new());
         }
         let tree: Vec<(i32, i32)> =
             process::tree(root).into_iter().filter_map(|pid| Some((process::inner_pid(pid)?, pid))).collect();
-        let mut asking = Vec::new();
-        for Replaced { pid, descriptors, mappings } in replaced {
+        let (mut asking, mut idle) = (Vec::new(), Vec::new());
+        for Replaced { pid, descriptors, mappings, writable } in replaced {
             let outer = tree.iter().find(|(inner, _)| *inner == pid).map(|(_, outer)| *outer);
             let outer = outer.ok_or_else(|| format!("process {pid} has NVIDIA devices open and cannot be found"))?;
             let shown = || format!("process {pid} ({})", process::name(outer).unwrap_or_default());
@@ -90,30 +95,36 @@ impl Devices {
                 is_fork: cuda.iter().any(|cuda| is_fork(outer, *cuda)),
                 has_memory: mappings > 0 || descriptors.iter().any(|fd| self.is_memory(outer, *fd)),
             };
-            tracing::debug!(pid, descriptors = descriptors.len(), mappings, ?facts, "NVIDIA devices left out");
-            match judge(facts) {
+            tracing::debug!(
+                pid,
+                descriptors = descriptors.len(),
+                mappings,
+                writable,
+                ?facts,
+                "NVIDIA devices left out"
+            );
+            let verdict = judge(facts);
+            match verdict {
                 Verdict::Inherited => {}
                 Verdict::Asks => asking.push(shown()),
-                Verdict::Left => {
-                    return Err(format!(
-                        "{} still has NVIDIA devices open after its CUDA checkpoint: it also uses the GPU without CUDA (OpenGL, NVENC), which cannot be restored",
-                        shown()
-                    ));
-                }
-                Verdict::Uses => {
-                    return Err(format!(
-                        "{} has NVIDIA devices open: either it is just starting CUDA, and the next attempt will work, or it uses the GPU without CUDA (OpenGL, NVENC), which cannot be restored",
-                        shown()
-                    ));
+                Verdict::Left | Verdict::Uses => {
+                    let libraries = Libraries::of(outer);
+                    if !is_idle_opencl(writable, &libraries) {
+                        return Err(refusal(verdict, &shown(), &libraries));
+                    }
+                    idle.push(shown());
                 }
             }
         }
-        Ok((!asking.is_empty()).then(|| {
-            format!(
-                "NVML is used without CUDA by {}: NVML calls fail after a restore until it initialises NVML again",
-                asking.join(", ")
-            )
-        }))
+        let note = |all: &[String], before: &str, after: &str| {
+            (!all.is_empty()).then(|| format!("{before} {}: {after}", all.join(", ")))
+        };
+        let asks = "NVML calls fail after a restore until it initialises NVML again";
+        let notes = [
+            note(&asking, "NVML is used without CUDA by", asks),
+            note(&idle, "OpenCL is initialised and not used in", "OpenCL calls fail after a restore"),
+        ];
+        Ok(notes.into_iter().flatten().collect())
     }
 
     fn is_memory(&self, pid: i32, fd: i32) -> bool {
@@ -127,7 +138,7 @@ impl Devices {
 /// What is known of a process with devices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Facts {
-    /// The driver has just checkpointed it.
+    /// It was just checkpointed by the driver.
     is_cuda: bool,
     /// It is a fork of a CUDA process.
     is_fork: bool,
@@ -139,11 +150,11 @@ struct Facts {
 enum Verdict {
     /// A CUDA process whose devices are not only CUDA's.
     Left,
-    /// It has them from its parent, and can do nothing with them.
+    /// It inherited them from its parent, and cannot use them.
     Inherited,
-    /// It asks NVML.
+    /// It only uses NVML.
     Asks,
-    /// It uses them, and no checkpoint has taken that away.
+    /// It uses them, and no checkpoint has released them.
     Uses,
 }
 
@@ -154,6 +165,28 @@ fn judge(facts: Facts) -> Verdict {
         Facts { is_fork: true, .. } => Verdict::Inherited,
         Facts { .. } => Verdict::Uses,
     }
+}
+
+fn refusal(verdict: Verdict, process: &str, libraries: &Libraries) -> String {
+    let (how, advice) = libraries.words();
+    let what = match verdict {
+        Verdict::Left => "still has NVIDIA devices open after its CUDA checkpoint: it also uses the GPU",
+        _ => {
+            "has NVIDIA devices open: either it is just starting CUDA, and the next attempt will work, or it uses the GPU"
+        }
+    };
+    format!("{process} {what} {how}, which cannot be restored{advice}")
+}
+
+/// Whether what a process has of the devices, after the checkpoint of its CUDA if it has that, is from OpenCL that was asked
+/// for its devices and is not used.
+///
+/// clGetPlatformIDs opens the devices and maps some of them, either to be read or to be written (two H200, driver
+/// 580.159.04, 2026-11-23: 11 descriptors; two mappings of each GPU for writing, two of /dev/nvidiactl for reading). A
+/// context adds 28 mappings that can be both read and written, of the GPU, of /dev/nvidiactl and of /dev/nvidia-uvm, and
+/// takes them away when it is released. With another library of NVIDIA there, the descriptors could be of that one.
+fn is_idle_opencl(writable: usize, libraries: &Libraries) -> bool {
+    writable == 0 && libraries.is_opencl_alone()
 }
 
 /// Whether `pid` came from `parent` by forks without an exec: both have the stack that their last exec made, at an address
@@ -175,7 +208,7 @@ fn nvidia(text: &str) -> Vec<Device> {
     };
     let mut all: Vec<Device> = Vec::new();
     for device in characters.filter_map(device) {
-        // The driver has several names for one major.
+        // The driver lists one major number under several names.
         if !all.contains(&device) {
             all.push(device);
         }
@@ -247,6 +280,17 @@ Block devices:
         assert_eq!(judge(facts(false, false, true)), Verdict::Uses);
         assert_eq!(judge(facts(false, false, false)), Verdict::Asks);
         assert_eq!(judge(facts(false, true, false)), Verdict::Asks);
+    }
+
+    #[test]
+    fn opencl_without_a_writable_mapping_of_a_device_is_not_used() {
+        let opencl = Libraries::find("7f00-7f01 r-xp 0 fe:00 7 /lib/libnvidia-opencl.so.1");
+        let both = Libraries::find(
+            "7f00-7f01 r-xp 0 fe:00 7 /libnvidia-opencl.so.1\n7f02-7f03 r-xp 0 fe:00 7 /libnvcuvid.so.1",
+        );
+        assert!(is_idle_opencl(0, &opencl) && !is_idle_opencl(1, &opencl));
+        assert!(!is_idle_opencl(0, &both) && !is_idle_opencl(0, &Libraries::default()));
+        assert!(refusal(Verdict::Left, "process 7 (a)", &opencl).contains("by OpenCL (libnvidia-opencl.so.1), which"));
     }
 
     #[test]

@@ -20,9 +20,9 @@ use rekindle_os::process;
 
 /// Number of attempts for a snapshot; each freezes a CUDA job for a checkpoint and a restore.
 pub(crate) const ATTEMPTS: u32 = 5;
-/// How long descriptors are waited for before a freeze, in which they may do no harm.
+/// How long to wait, before a freeze, for descriptors in flight to be received. They may be harmless.
 const PATIENCE: Duration = Duration::from_millis(100);
-/// How long those are waited for that have done harm.
+/// How long to wait for descriptors that made an attempt fail.
 const MORE_PATIENCE: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(2);
 
@@ -59,7 +59,7 @@ impl std::fmt::Display for InFlight {
 
 impl InFlight {
     /// Inspects the image in `criu_dir`, while all tasks of the tree below `root` are frozen, and repairs the order
-    /// where possible. `names` are those of the processes, as they see themselves.
+    /// where possible. `names` are the processes' names by the pid that they see themselves.
     pub(crate) fn find(
         criu_dir: &Path,
         root: i32,
@@ -70,8 +70,8 @@ impl InFlight {
         Ok((!queues.stuck.is_empty()).then(|| InFlight { all: queues.stuck, names: names.clone() }))
     }
 
-    /// Waits until any of them was received, and a random moment more: a job that sends in step with our attempts would
-    /// otherwise delay all of them. False if nothing moves: then nobody receives them.
+    /// Waits until any of them was received, and then a random moment: otherwise a job that sends in step with our
+    /// attempts would delay all of them. Returns false if none was received, because then nobody receives them.
     pub(crate) fn moves(&self, root: i32, attempt: u32, cancelled: &dyn Fn() -> bool) -> bool {
         let tree = process::tree(root);
         let was = |stuck: &Stuck| u64::try_from(stuck.descriptors).ok();
@@ -109,7 +109,7 @@ fn until(limit: Duration, mut done: impl FnMut() -> bool) -> bool {
     }
 }
 
-/// What waits in a socket.
+/// Descriptors that wait in a socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Waiting {
     /// How many descriptors.
@@ -118,7 +118,7 @@ struct Waiting {
     pid: i32,
 }
 
-/// What CRIU has not written of what waits in sockets.
+/// Waiting descriptors that CRIU has not written.
 fn missing(waiting: &BTreeMap<u32, Waiting>, queues: &Queues) -> Vec<Stuck> {
     let stuck = |(inode, Waiting { count, pid }): (&u32, &Waiting)| {
         let written = queues.descriptors.get(inode).copied().unwrap_or(0);
@@ -135,11 +135,9 @@ fn waiting(tree: &[i32]) -> BTreeMap<u32, Waiting> {
 }
 
 fn waiting_in(pid: i32) -> Vec<(u32, Waiting)> {
-    let Ok(descriptors) = std::fs::read_dir(format!("/proc/{pid}/fd")) else { return Vec::new() };
-    let found = descriptors.flatten().filter_map(|fd| {
-        let link = std::fs::read_link(fd.path()).ok()?;
-        let inode = link.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.parse().ok()?;
-        let text = std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{}", fd.file_name().to_str()?)).ok()?;
+    let found = process::descriptors(pid).filter_map(|(number, target)| {
+        let inode = u32::try_from(process::socket(&target)?).ok()?;
+        let text = process::text(pid, &format!("fdinfo/{number}")).ok()?;
         let count = scm_fds(&text).filter(|count| *count > 0)?;
         Some((inode, Waiting { count, pid }))
     });

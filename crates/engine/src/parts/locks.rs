@@ -38,7 +38,7 @@ pub(crate) fn take_again(root: i32, lost: &LostLocks, held: &[i32]) -> Result<()
         let Some(inner) = process::inner_pid(pid) else { continue };
         let failed = |path: &Path, source| Error { pid: inner, path: path.into(), source };
         for own in lost.locks.iter().filter(|lock| lock.pid == inner) {
-            // It runs until the SIGSTOP has come that waits for it.
+            // The process runs until the pending SIGSTOP arrives.
             ptrace::stop(pid, STOP_TIMEOUT).map_err(|error| failed(&own.path, error))?;
             ptrace::take_lock(pid, own.fd, own.lock).map_err(|error| failed(&own.path, error))?;
         }
@@ -46,7 +46,7 @@ pub(crate) fn take_again(root: i32, lost: &LostLocks, held: &[i32]) -> Result<()
             waiting.push(pid);
         }
     }
-    // Only when all have their locks: otherwise one of them could find a lock free that belongs to another.
+    // Only when all locks are taken: otherwise a process could find a lock free that belongs to another.
     for pid in waiting {
         let _ = ptrace::go_on(pid);
     }

@@ -59,7 +59,7 @@ impl Difference {
         self.what.starts_with(files::WHAT)
     }
 
-    /// Whether a restore cannot work.
+    /// Whether it makes a restore impossible.
     #[must_use]
     pub fn is_fatal(&self) -> bool {
         self.severity == Severity::Fatal
@@ -80,12 +80,12 @@ pub fn compare(manifest: &Manifest, here: &Here) -> Vec<Difference> {
     all.extend(versions::compare(manifest, here));
     all.extend(gpu::compare(manifest, here));
     all.extend(files::compare(manifest, here));
-    // Stable: within a severity in the order of above.
+    // A stable sort: within a severity the order above is kept.
     all.sort_by_key(|difference| difference.severity);
     all
 }
 
-/// That the driver did not take pairs that name a GPU that cannot be used.
+/// The difference reported when the driver refused pairs that name a GPU that cannot be used.
 pub(super) fn too_few_gpus(manifest: &Manifest, here: &Here) -> Difference {
     let (image, here) =
         (format!("{} GPUs that the job could see", manifest.gpus.len()), here.devices.all.len().to_string());
@@ -93,10 +93,10 @@ pub(super) fn too_few_gpus(manifest: &Manifest, here: &Here) -> Difference {
         .advise("the driver needs as many GPUs to restore on others: make more visible, or use another machine")
 }
 
-/// So many differences are named in one message: after an upgrade of the system hundreds of files differ.
+/// How many differences one message names: after an upgrade of the system hundreds of files differ.
 const NAMED: usize = 10;
 
-/// The fatal ones in words, for one message.
+/// The fatal differences in words, for one message.
 pub(super) fn summary(differences: &[Difference]) -> String {
     let fatal: Vec<String> = differences.iter().filter(|d| d.is_fatal()).map(ToString::to_string).collect();
     let named = fatal.iter().take(NAMED).cloned().collect::<Vec<_>>().join(" | ");

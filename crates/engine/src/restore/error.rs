@@ -16,7 +16,7 @@ pub enum Error {
     /// The image has no readable manifest.
     #[error("image {0} cannot be used: its manifest is damaged")]
     NoManifest(rekindle_store::ImageId),
-    /// Files of the image are not what was written.
+    /// Files of the image differ from what was written.
     #[error("image {id} is damaged: {what}")]
     Damaged {
         /// The image.
@@ -24,7 +24,7 @@ pub enum Error {
         /// The parts.
         what: String,
     },
-    /// The disk does not give files of the image.
+    /// Files of the image cannot be read from the disk.
     #[error("image {id} cannot be read: {what}")]
     Unread {
         /// The image.
@@ -40,10 +40,10 @@ pub enum Error {
         /// What differs, the worst first.
         differences: Vec<Difference>,
     },
-    /// It is of another user than the job is to run as; nothing was started.
+    /// The image was taken of another user than the job is to run as; nothing was started.
     #[error(transparent)]
     OtherUser(#[from] super::OtherUser),
-    /// What was restored is or has what the job may not; it did not run.
+    /// A restored process has rights or files that the job must not have; it did not run.
     #[error("image {id} is refused, and none of it has run: {why}")]
     Refused {
         /// The image.
@@ -57,17 +57,17 @@ pub enum Error {
     Busy {
         /// The image.
         id: rekindle_store::ImageId,
-        /// What it needs and what is here.
+        /// What the image needs and what is available.
         #[source]
         why: crate::parts::gpu::placement::NoPlace,
     },
-    /// It could not be unpacked from the store, through no fault of its own.
+    /// It could not be unpacked from the store, for a reason that is not the image's fault.
     #[error(transparent)]
     Unpack(rekindle_store::unpack::Error),
     /// Writing the unpacked image to memory failed.
     #[error(transparent)]
     Staging(rekindle_store::staging::Error),
-    /// The image wants a file put where rekindle puts none; nothing was done.
+    /// The image asks for a file at a path where rekindle creates none; nothing was done.
     #[error("the image would create {}, which {why}", path.display())]
     NotOurs {
         /// The path.
@@ -93,7 +93,7 @@ pub enum Error {
     /// A file of the job could not be put back.
     #[error(transparent)]
     Rollback(#[from] RollbackError),
-    /// What CRIU needs of ours is not in its place.
+    /// CRIU's plugin could not be put in its place.
     #[error(transparent)]
     Plugin(#[from] crate::launch::plugin::Error),
     /// The world could not be made.
@@ -111,7 +111,7 @@ pub enum Error {
     /// The GPUs were not restored.
     #[error(transparent)]
     Gpu(gpu::Error),
-    /// It was not wanted any more.
+    /// It was cancelled.
     #[error("cancelled")]
     Cancelled,
 }
@@ -127,35 +127,35 @@ impl From<gpu::Error> for Error {
 
 const KILLED: Ended = Ended::Signal(libc::SIGKILL);
 
-/// Who is to blame, which decides whether the image is passed over from now on.
+/// The cause of a failed restore, which decides whether the image is skipped from now on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Blame {
-    /// Its files are not what was written.
+    /// Files of the image differ from what was written.
     Damaged,
-    /// It was refused for a reason in the image, as far as is known.
+    /// The image, as far as is known: it was refused for a reason in it.
     Image,
-    /// It is not known, or was somebody outside: that is no evidence against the image.
+    /// Unknown, or somebody outside: this is no evidence against the image.
     Unknown,
-    /// It took too long, which says nothing about the image either; another try would take as long.
+    /// It took too long, which says nothing about the image; another try would take as long.
     Slow,
-    /// The disk, or the replica that has what is damaged here: it does not give what the image needs. Another image may need
-    /// none of that. Nothing is wrong with this one for good, as far as is known.
+    /// The disk, or the replica of the damaged content, does not deliver what the image needs. Another image may not
+    /// need it. As far as is known, this image is not damaged permanently.
     Unread,
-    /// The machine: another image would not do better, and this one is as good as it was.
+    /// The machine: another image would fail too, and this one is still good.
     Machine,
-    /// Files that the job wrote to and that are missing or changed: an older image may not need them.
+    /// Files that the job wrote to are missing or changed: an older image may not need them.
     Files,
-    /// This machine, which the image does not fit: another try would not help, and another image would lose work that
-    /// nobody agreed to lose.
+    /// The image does not fit this machine: another try would not help, and another image would lose work without the
+    /// user's consent.
     Here,
-    /// What is configured, which the image does not fit: as with [`Blame::Here`], it is as good as it was.
+    /// The image does not fit the configuration; like [`Blame::Here`], it is still good.
     Configuration,
     /// No fault: it was cancelled.
     Nobody,
 }
 
 impl Error {
-    /// Who is to blame.
+    /// The cause of this error.
     #[must_use]
     pub fn blame(&self) -> Blame {
         match self {
@@ -170,15 +170,15 @@ impl Error {
                 Fault::Configuration => Blame::Configuration,
                 Fault::Ours => Blame::Machine,
             },
-            // Our own steps in the middle: that the tree is found, that its memory is held back.
+            // Steps of ours during the restore failed, such as finding the tree or receiving its memory.
             Error::Criu(criu::RunError::Hook { .. }) => Blame::Machine,
             Error::Unread { .. } => Blame::Unread,
             Error::Unpack(error) if error.may_pass() => Blame::Unread,
-            // A wrong key stays one.
+            // A wrong key stays wrong.
             Error::Unpack(error) if error.is_not_for_us() => Blame::Here,
-            // Who has them may end.
+            // The processes that use the GPUs may end.
             Error::Busy { .. } => Blame::Machine,
-            // Another image would fare no better with this CRIU.
+            // Another image would fail too with this CRIU.
             Error::Criu(criu::RunError::Unrestricted { .. }) => Blame::Here,
             Error::World(_)
             | Error::Store(_)
@@ -190,10 +190,10 @@ impl Error {
             | Error::Landing(_) => Blame::Machine,
             // It may be a zombie of the previous life, which pid 1 has not reaped yet.
             Error::PidTaken(_) => Blame::Machine,
-            // No driver, no right, a GPU that is full or gone, a process killed meanwhile: nothing in the image can
-            // change that.
+            // No driver, no permission, a GPU that is full or missing, a process killed meanwhile: the image cannot
+            // cause any of these.
             Error::Gpu(_) => Blame::Machine,
-            // The kernel, short of memory, or somebody with a kill -9: neither CRIU nor a task ends this way by itself.
+            // Killed by the kernel for lack of memory, or by a user: neither CRIU nor a task ends this way by itself.
             Error::Criu(
                 criu::RunError::Gone { ended: KILLED, .. } | criu::RunError::TaskDied { ended: KILLED, .. },
             ) => Blame::Unknown,
@@ -202,27 +202,27 @@ impl Error {
             }
             Error::Criu(criu::RunError::Lost { .. }) => Blame::Unknown,
             Error::Criu(criu::RunError::Timeout { .. }) => Blame::Slow,
-            // Another program has it, which may go; the job's own dead connections were ended before.
+            // Another program uses the port and may release it; the job's own dead connections were closed before.
             Error::Criu(criu::RunError::Refused { log }) if log.says_port_taken() => Blame::Machine,
             Error::Rollback(error) if error.is_the_machines() => Blame::Machine,
             Error::Rollback(RollbackError::Io { .. }) => Blame::Unknown,
-            // Somebody can make room.
+            // A user can free space.
             Error::Rollback(RollbackError::NoRoom { .. } | RollbackError::TooMany(_)) => Blame::Machine,
-            // An older image has not its content either, and would lose work on top.
+            // An older image does not have its content either, and would lose work.
             Error::Rollback(RollbackError::Changed(_)) => Blame::Here,
             Error::Rollback(_) => Blame::Files,
             Error::Criu(_) => Blame::Image,
         }
     }
 
-    /// Whether files that the job had mapped or open are all that keeps it from being restored here.
+    /// Whether the only obstacle to a restore here are files that the job had mapped or open.
     #[must_use]
     pub fn is_about_files(&self) -> bool {
         let Error::Misfit { differences, .. } = self else { return false };
         differences.iter().filter(|difference| difference.is_fatal()).all(Difference::is_a_file)
     }
 
-    /// CRIU's log, where CRIU was what failed.
+    /// CRIU's log, if CRIU failed.
     #[must_use]
     pub fn criu_log(&self) -> Option<&criu::Log> {
         match self {

@@ -69,7 +69,7 @@ fn is_area(folder: &Path, job: &str) -> bool {
     hash.is_some_and(|hash| hash.len() == 8 && hash.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b)))
 }
 
-/// Whether only root can change what is in the folder, or replace the folder. Missing parts of the path are created by
+/// Checks that only root can change the content of the folder, or replace it. Missing parts of the path are created by
 /// root.
 fn is_roots(folder: &Path) -> Result<(), String> {
     let there = folder.ancestors().find(|path| fs::symlink_metadata(path).is_ok());
@@ -152,7 +152,7 @@ mod tests {
         mode(&bin, 0o1777);
         assert!(is_roots(&bin).is_err(), "anybody may add a file there");
         mode(&bin, 0o755);
-        // A way through a link counts by where it leads.
+        // A path through a link is judged by its target.
         fs::create_dir(path.join("users")).unwrap();
         fs::rename(path.join("store/train"), path.join("users/train")).unwrap();
         std::os::unix::fs::symlink(path.join("users/train"), path.join("store/train")).unwrap();

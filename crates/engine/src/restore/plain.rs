@@ -24,11 +24,11 @@ const FOLDER: &str = "unpacked";
 #[derive(Debug)]
 pub(super) struct Plain {
     pub(super) image: Image,
-    /// Where they are for this restore only.
+    /// A folder used for this restore only.
     pub(super) folder: Option<Unpacked>,
 }
 
-/// A folder with an unpacked image; it goes when this is dropped.
+/// A folder with an unpacked image; it is removed when this is dropped.
 #[derive(Debug)]
 pub struct Unpacked(PathBuf);
 
@@ -38,7 +38,7 @@ impl Drop for Unpacked {
     }
 }
 
-/// Makes the parts of the image plain files, and checks them.
+/// Provides the image's parts as plain files, and checks them.
 pub(super) fn make(request: &Request<'_>, cancelled: &(dyn Fn() -> bool + Sync)) -> Result<Plain, Error> {
     let image = request.image;
     if image.form() == Form::Loose {
@@ -52,8 +52,8 @@ pub(super) fn make(request: &Request<'_>, cancelled: &(dyn Fn() -> bool + Sync))
     into_folder(request, manifest, cancelled)
 }
 
-/// Every byte is read before anything is started: nothing wrong may be restored silently. Of an image in memory, which has
-/// no hashes, the sizes.
+/// Reads every byte before anything is started: damaged content must not be restored silently. An image in memory has
+/// no hashes, so only the sizes are checked.
 fn check(image: &Image) -> Result<(), Error> {
     let report = image.verify();
     if report.is_sound() {
@@ -66,7 +66,7 @@ fn check(image: &Image) -> Result<(), Error> {
     }
 }
 
-/// None if memory has no room.
+/// `None` if there is not enough memory.
 fn into_memory(
     request: &Request<'_>,
     manifest: &Manifest,

@@ -38,7 +38,7 @@ use rekindle_store::persist::Progress;
 use rekindle_store::staging::{Area, Medium};
 use rekindle_store::{Access, Image, ImageId, JobFolder, JobName, Manifest, Store};
 
-/// What is to be tried, and with what.
+/// What is rehearsed, and with what.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Script {
@@ -52,13 +52,13 @@ pub struct Script {
     pub criu: (PathBuf, (u32, u32, u32)),
     /// This version's reaper.
     pub reaper: PathBuf,
-    /// What the job has at /etc/resolv.conf, where that is not the machine's.
+    /// The job's /etc/resolv.conf, if it is not the machine's.
     pub names: Option<PathBuf>,
-    /// Who the job runs as.
+    /// The user that the job runs as.
     pub user: Option<Identity>,
     /// Whether it has the no-new-privileges flag.
     pub no_new_privileges: bool,
-    /// Seconds that CRIU may take.
+    /// Time limit for CRIU, in seconds.
     pub timeout: u64,
     /// Bytes of host memory that must stay free.
     pub reserve: u64,
@@ -68,28 +68,28 @@ pub struct Script {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "outcome")]
 pub enum Outcome {
-    /// Every process was made.
+    /// Every process was created.
     Restored {
-        /// Milliseconds.
+        /// Duration in milliseconds.
         took: u64,
     },
-    /// CRIU refuses the image.
+    /// CRIU refused the image.
     Refused {
         /// Its reason.
         why: String,
     },
-    /// It could not be tried, which says nothing about the image.
+    /// The rehearsal was impossible, which says nothing about the image.
     NotTried {
         /// What prevented it.
         why: String,
     },
 }
 
-/// Tries it. For a process that was made for this: it enters namespaces, and ends after it.
+/// Runs the rehearsal. For a process started for this purpose: it enters namespaces, and must end afterwards.
 #[must_use]
 pub fn play(script: &Script) -> Outcome {
     let not_tried = |why: String| Outcome::NotTried { why };
-    // Before the supervisor's end is noticed by anything else.
+    // Set first, so that this process ends with the supervisor.
     if let Err(error) = nix::sys::prctl::set_pdeathsig(Signal::SIGKILL) {
         return not_tried(format!("cannot tie it to the life of the supervisor: {error}"));
     }
@@ -104,12 +104,12 @@ pub fn play(script: &Script) -> Outcome {
     }
 }
 
-/// What CRIU says where a UNIX socket cannot be connected (`open_unixsk_standalone`, `post_open_interconnected`): one of the
-/// job's can be, one of another program is not in the view.
+/// CRIU's message if a UNIX socket cannot be connected (`open_unixsk_standalone`, `post_open_interconnected`). A socket
+/// of the job can be connected; one of another program is not in the view.
 const OUTSIDE: &str = "Can't connect";
 
-/// What CRIU says where the reason is the rehearsal, which shares the machine's limits with the job and has neither its network
-/// devices nor its moment: none of it is a fault of the image.
+/// Messages of CRIU that are caused by the rehearsal itself: it shares the machine's limits with the job, has no access
+/// to its network devices, and runs at a later time. None of them is a fault of the image.
 const NOT_OF_THE_IMAGE: [&str; 12] = [
     "Resource temporarily unavailable",
     "failed with -11",
@@ -122,7 +122,7 @@ const NOT_OF_THE_IMAGE: [&str; 12] = [
     "No such device",
     "ifindex",
     "packet socket",
-    // A file that is open for reading, and was written to by somebody since.
+    // A file that is open for reading was written to by another program since.
     "bad size",
 ];
 
@@ -136,7 +136,7 @@ impl Failure {
         Failure::NotTried(chain(error))
     }
 
-    /// What CRIU said of the image, and nothing that has another reason.
+    /// The failure that counts against the image; errors with any other cause are `NotTried`.
     fn of_restore(error: &Error) -> Failure {
         let log = error.criu_log();
         let says = |mark: &str| log.is_some_and(|log| log.errors().iter().any(|line| line.contains(mark)));
@@ -149,7 +149,7 @@ impl Failure {
         }
         match error {
             Error::Criu(criu::RunError::Refused { log }) if !log.errors().is_empty() => Failure::Refused(chain(error)),
-            // It found a fault in the image. If it was killed, that may have been anybody.
+            // CRIU found a fault in the image. A CRIU that was killed proves nothing.
             Error::Criu(criu::RunError::Gone {
                 ended: Ended::Signal(libc::SIGABRT | libc::SIGSEGV | libc::SIGBUS),
                 ..
@@ -178,7 +178,7 @@ fn try_it(script: &Script) -> Result<Duration, Failure> {
     let began = Instant::now();
     let result = restore(script, &folder, &image, manifest);
     let took = began.elapsed();
-    // Its files are gone or replaced once the slot has a later image.
+    // When the slot has a later image, this image's files are gone or replaced.
     match result {
         Err(Failure::Refused(_)) if find(&folder, script.image).is_err() => {
             Err(Failure::NotTried("a newer image replaced it".into()))
@@ -193,7 +193,7 @@ fn find(folder: &JobFolder, id: ImageId) -> Result<Image, Failure> {
     staged.ok_or_else(|| Failure::NotTried("the image is no longer in memory".into()))
 }
 
-/// Whether a second copy of the job takes nothing from the first but memory and time.
+/// Checks that a second copy of the job takes only memory and time from the first.
 fn harmless(image: &Image, manifest: &Manifest) -> Result<(), Failure> {
     let not_tried = |why: String| Err(Failure::NotTried(why));
     match criu::image::scarce(&image.dir.join(CRIU_DIR)) {
@@ -203,12 +203,12 @@ fn harmless(image: &Image, manifest: &Manifest) -> Result<(), Failure> {
         }
         Err(error) => return Err(Failure::of_restore(&criu::RunError::Image(error).into())),
     }
-    // Processes, threads, groups and sessions: more than it has tasks.
+    // Processes, threads, groups and sessions: an upper bound for its tasks.
     let tasks = u64::try_from(manifest.tree.ids.len()).unwrap_or(u64::MAX);
     if let Some(left) = cgroup::tasks_headroom(std::process::id().cast_signed()).filter(|left| left / 4 < tasks) {
         return not_tried(format!("it has up to {tasks} tasks, and its control group allows only {left} more"));
     }
-    // A file that is copied to the view is opened, which breaks a write lease of the job's.
+    // Copying a file to the view opens it, which breaks a write lease of the job.
     let leases = WriteLease::all();
     let leased = manifest.open_files.iter().map(|file| &file.path).find(|path| {
         let inode = fs::metadata(path.as_path()).map(|metadata| metadata.ino());
@@ -220,12 +220,12 @@ fn harmless(image: &Image, manifest: &Manifest) -> Result<(), Failure> {
     }
 }
 
-/// Whether the job has no files in the places that the view shows unchanged.
+/// Checks that the job has no files in the places that the view shows unchanged.
 fn out_of_reach(image: &Image, as_they_are: &[PathBuf]) -> Result<(), Failure> {
     let tables = ["files.img", "ghost-file.img", "remap-fpath.img"].map(|name| image.dir.join("criu").join(name));
     let tables: Vec<Vec<u8>> = tables.iter().filter_map(|path| fs::read(path).ok()).collect();
     let names = |path: &&PathBuf| {
-        // CRIU writes paths with and without the first slash.
+        // CRIU writes paths with and without the leading slash.
         let bytes = path.as_os_str().as_bytes();
         let bytes = bytes.strip_prefix(b"/").unwrap_or(bytes);
         tables.iter().any(|table| table.windows(bytes.len().max(1)).any(|window| window == bytes))
@@ -238,13 +238,13 @@ fn out_of_reach(image: &Image, as_they_are: &[PathBuf]) -> Result<(), Failure> {
     }
 }
 
-/// How many bytes may be written in the view; an error where there is too little memory.
+/// How many bytes may be written in the view; an error if there is too little memory.
 fn room(manifest: &Manifest, reserve: u64) -> Result<u64, Failure> {
-    /// Kernel memory of the processes, and what files grew by since.
+    /// Kernel memory of the processes, and the growth of files since the snapshot.
     const BESIDES: u64 = 64 << 20;
     let pages = manifest.parts.iter().filter(|part| part.path.starts_with("criu/pages-")).map(|part| part.size);
     let pages = pages.sum::<u64>().saturating_add(BESIDES);
-    // A file that is written to is copied to the view when it is opened, and what the image has of it is put over that.
+    // A file that is opened for writing is copied to the view, and then overwritten with the content in the image.
     let files = manifest.open_files.iter().map(|file| {
         let metadata = fs::metadata(file.path.as_path());
         let allocated = metadata.map_or(file.size, |metadata| metadata.blocks().saturating_mul(512));
@@ -283,7 +283,7 @@ fn restore(script: &Script, folder: &JobFolder, image: &Image, manifest: &Manife
         privileges: if script.no_new_privileges { Privileges::Fixed } else { Privileges::MayGrow },
         timeout: Duration::from_secs(script.timeout),
         network: Network::Private,
-        // The job has gone on since.
+        // The job has continued since the snapshot.
         changed_files: ChangedFiles::Warn,
         wishes: &wishes,
         prepare: Prepare(&|_| ()),

@@ -3,7 +3,7 @@
 use crate::launch::identity::{self, Identity};
 use rekindle_store::{ImageId, Manifest};
 
-/// An image was taken of the job as another user than it is to run as.
+/// An image was taken of the job as another user than it is to run as now.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "image {id} was taken while the job ran as user {then}, and {now}. Set job.user to {then}, or pass --accept-user {then} to restore it as user {then}. `rekindle run --fresh` starts the job from the beginning. The image is kept"
@@ -11,21 +11,21 @@ use rekindle_store::{ImageId, Manifest};
 pub struct OtherUser {
     /// The image.
     pub id: ImageId,
-    /// Who the job was.
+    /// The user at the snapshot.
     pub then: String,
-    /// Who it is to be, in words.
+    /// The user now, in words.
     now: String,
 }
 
-/// Whether the image is of the user that the job is to run as; `None` is the supervisor's own. By number: a name may mean
-/// another account on another machine.
+/// Checks that the image belongs to the user that the job is to run as; `None` is the supervisor's user. Users are
+/// compared by number: a name may mean another account on another machine.
 ///
 /// # Errors
-/// Names both users, and what to do.
+/// If the users differ; the error names both and says what to do.
 pub fn check_user(manifest: &Manifest, user: Option<&Identity>) -> Result<(), OtherUser> {
     let own = nix::unistd::geteuid().as_raw();
     let wanted = user.map_or(own, |user| user.uid);
-    // An image of an earlier version has the name only, and one of the supervisor's own user not even that.
+    // An image of an earlier version has only the user's name, and not even that for the supervisor's user.
     let then = match (&manifest.rights, &manifest.user) {
         (Some(rights), _) => Some(rights.uid),
         (None, Some(name)) => identity::lookup(name).ok().map(|user| user.uid),
@@ -38,7 +38,7 @@ pub fn check_user(manifest: &Manifest, user: Option<&Identity>) -> Result<(), Ot
         let user = nix::unistd::User::from_uid(uid.into()).ok().flatten();
         user.map_or_else(|| uid.to_string(), |user| user.name)
     };
-    // The name that the image has for it may be another account here.
+    // The image's user name may be another account on this machine.
     let known =
         manifest.user.clone().filter(|name| then.is_none() || identity::lookup(name).ok().map(|u| u.uid) == then);
     let then = known.unwrap_or_else(|| then.map_or_else(|| "unknown".to_owned(), name_of));

@@ -25,28 +25,28 @@ use std::time::{Duration, Instant};
 use rekindle_os::process;
 use rekindle_os::spawn::Ended;
 
-/// After so long without a wait the parent is one that does not.
+/// After this time without a wait, the parent counts as one that never waits.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// How long deaths may delay one snapshot: a job that kills its children all the time always has one.
+/// How long dead processes may delay one snapshot: a job that kills its children all the time always has one.
 pub const LIMIT: Duration = Duration::from_secs(15);
-/// What a parent that has just heard of a death gets to end the job for that.
+/// Time for a parent that has just learned of a death to end the job.
 pub const AFTERMATH: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// A process by its pid, as we see it, and when it began: pids are used again.
+/// Identifies a process: its pid as we see it, and its start time, because pids are reused.
 pub type Key = (i32, u64);
 
-/// What earlier attempts have seen, so that a process that stays dead delays only one snapshot.
+/// Deaths seen by earlier attempts, so that a process that stays dead delays only one snapshot.
 #[derive(Debug, Default)]
 pub struct Deaths(Mutex<BTreeMap<Key, Instant>>);
 
-/// Processes that a signal killed, and that nobody has waited for.
+/// Processes that a signal killed and that nobody has waited for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unnoticed(Vec<Dead>);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Dead {
-    /// As it sees itself.
+    /// Its pid as it sees itself.
     pid: i32,
     name: String,
     signal: i32,
@@ -61,19 +61,19 @@ impl std::fmt::Display for Unnoticed {
     }
 }
 
-/// A look at the dead of a tree.
+/// The dead processes of a tree.
 #[derive(Debug, Default)]
 pub(super) struct Look {
-    /// Those that delay a snapshot.
+    /// Dead processes that delay a snapshot.
     pub(super) fresh: Option<Unnoticed>,
-    /// Those that do not any more.
+    /// Dead processes that no longer delay a snapshot.
     pub(super) old: Option<Unnoticed>,
-    /// All processes of the tree; in a frozen tree nobody needs to list them again.
+    /// All processes of the tree, so that a frozen tree need not be listed again.
     pub(super) tree: Vec<i32>,
 }
 
 impl Deaths {
-    /// Looks at the tree below `root`.
+    /// Examines the tree below `root`.
     pub(super) fn look(&self, root: i32) -> Look {
         let tree = process::tree(root);
         let dead: Vec<(Key, Dead)> = tree.iter().copied().filter_map(dead).collect();
@@ -92,7 +92,7 @@ impl Deaths {
         since.into_iter().map(|since| now.saturating_duration_since(since) >= PATIENCE).collect()
     }
 
-    /// Since when each of these is known to be dead. Forgets all others.
+    /// The time at which each was first seen dead. Forgets all others.
     fn since(&self, keys: impl Iterator<Item = Key>, now: Instant) -> Vec<Instant> {
         let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let keys: Vec<Key> = keys.collect();
@@ -100,8 +100,8 @@ impl Deaths {
         keys.into_iter().map(|key| *seen.entry(key).or_insert(now)).collect()
     }
 
-    /// Waits until no dead process delays a snapshot any more. False if it ends before: cancelled, the job has ended,
-    /// or `until` has passed.
+    /// Waits until no dead process delays a snapshot any more. Returns false if it was cancelled, the job has ended, or
+    /// `until` has passed.
     pub(super) fn wait(&self, root: i32, until: Instant, over: &dyn Fn() -> bool) -> bool {
         while !over() && Instant::now() < until {
             let look = self.look(root);
@@ -109,7 +109,7 @@ impl Deaths {
                 std::thread::sleep(PAUSE);
                 continue;
             }
-            // Whoever was not waited for in all this time will not be: nothing comes of that.
+            // The parent of a process that was not waited for in all this time will not react to it.
             let aftermath = if look.old.is_some() { Instant::now() } else { Instant::now() + AFTERMATH };
             while !over() && Instant::now() < aftermath {
                 std::thread::sleep(PAUSE);
@@ -120,7 +120,7 @@ impl Deaths {
     }
 }
 
-/// Until when deaths may delay a snapshot that begins now.
+/// Latest time to which deaths may delay a snapshot that begins now.
 pub(super) fn limit() -> Instant {
     Instant::now() + LIMIT
 }
@@ -157,7 +157,7 @@ mod tests {
         child.wait().unwrap();
         let look = deaths.look(me);
         assert!(!sees(&look.fresh) && !sees(&look.old));
-        // One that ended by itself is no such death.
+        // A process that exited by itself does not count.
         let mut child = Command::new("sh").args(["-c", "exit 3"]).spawn().unwrap();
         std::thread::sleep(Duration::from_millis(100));
         let pid = child.id().cast_signed();

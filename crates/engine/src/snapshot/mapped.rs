@@ -12,7 +12,7 @@ use rekindle_criu::image::{self, CheckedFile};
 use rekindle_store::JobPath;
 use rekindle_store::manifest::{KeptCopy, Landing, MappedFile, OpenFile, Recreate};
 
-/// What a restore puts back itself.
+/// Files that a restore puts back by other means.
 #[derive(Clone, Copy)]
 pub(super) struct PutBack<'a> {
     pub(super) open: &'a [OpenFile],
@@ -28,14 +28,14 @@ impl PutBack<'_> {
     }
 }
 
-/// The files of the dump in `criu_dir` that nothing puts back. `kept` are those that the image has a copy of.
+/// The files of the dump in `criu_dir` that nothing puts back. `kept` are the files that the image contains.
 pub(super) fn files(
     criu_dir: &Path,
     put_back: PutBack<'_>,
     kept: &BTreeMap<PathBuf, KeptCopy>,
 ) -> Result<Vec<MappedFile>, Error> {
     let found = image::checked_files(criu_dir)?.into_iter();
-    // One that is kept may be gone already.
+    // A file that the image contains may be gone already.
     let is_gone = |file: &CheckedFile| kept.contains_key(&file.path) && std::fs::symlink_metadata(&file.path).is_err();
     let is_known = |file: &CheckedFile| is_gone(file) || is_seen_from_here(file);
     let described = |file: CheckedFile| {
@@ -45,8 +45,8 @@ pub(super) fn files(
     Ok(found.filter(|file| !put_back.has(&file.path) && is_known(file)).filter_map(described).collect())
 }
 
-/// Whether we see it under that name as CRIU did: in a mount of the job's own there may be another file, and at a restore
-/// we look from here.
+/// Whether we see the same file under that name as CRIU did: the job may have another file mounted there, and a restore
+/// uses our view.
 fn is_seen_from_here(file: &CheckedFile) -> bool {
     std::fs::metadata(&file.path)
         .is_ok_and(|now| now.is_file() && now.len() == file.size && file.mode.is_none_or(|mode| mode == now.mode()))

@@ -11,6 +11,7 @@ use super::seen::{Gpus, Seen};
 use super::{Dead, Env};
 use crate::parts::files::capture::Captured;
 use crate::parts::files::record;
+use crate::parts::gpu::capture as gpu;
 use crate::parts::{access, devices::Devices, fds::InFlight, groups, tcp};
 use rekindle_base::chain;
 use rekindle_criu as criu;
@@ -27,17 +28,19 @@ pub(super) struct Moment {
     pub(super) rights: JobRights,
     pub(super) folders: Vec<Folder>,
     pub(super) control_groups: Vec<ControlGroup>,
-    /// What could not be done and does not matter for the image, in words.
+    /// What could not be done, in words; none of it makes the image unusable.
     pub(super) notes: Vec<String>,
 }
 
-/// Why the moment is not one to take an image of: it is looked at after CRIU has ended.
+/// Why no image may be taken at this moment. Examined after CRIU has ended.
 #[derive(Debug)]
 pub(super) enum Wrong {
     /// Descriptors in flight could not be restored.
     InFlight(InFlight),
     /// A process was killed, and its parent has not waited for it yet.
     Unnoticed(Unnoticed),
+    /// A process is in the middle of cuInit.
+    Initializing(gpu::Error),
 }
 
 /// Records it, from CRIU's `post-dump` notification.
@@ -50,7 +53,7 @@ pub(super) struct Still<'a, 'w> {
     pub(super) seen: &'w mut Seen,
     pub(super) gpus: &'w Gpus,
     pub(super) devices: Option<&'w Devices>,
-    /// When CRIU must be done.
+    /// When CRIU must have finished.
     pub(super) deadline: Instant,
     pub(super) receivers: Option<Receivers>,
     pub(super) drained: Option<Drained>,
@@ -61,8 +64,8 @@ pub(super) struct Still<'a, 'w> {
 }
 
 impl Still<'_, '_> {
-    /// The order matters: pages before anything runs again, refusals before anything is copied, and what changes CRIU's
-    /// image after what reads it.
+    /// The order matters: pages are taken before anything runs again, checks that can refuse come before anything is
+    /// copied, and CRIU's image is changed after everything that reads it.
     pub(super) fn record(&mut self) -> Result<(), String> {
         self.take_pages()?;
         self.keep_cuda_processes_stopped();
@@ -91,7 +94,7 @@ impl Still<'_, '_> {
         Ok(())
     }
 
-    /// What is still in the FIFOs are the job's pages themselves, not copies.
+    /// The FIFOs contain the job's pages themselves, not copies.
     fn take_pages(&mut self) -> Result<(), String> {
         if let Some(receivers) = self.receivers.take() {
             self.drained = Some(receivers.drain(self.deadline).map_err(|e| chain(&e))?);
@@ -99,7 +102,7 @@ impl Still<'_, '_> {
         Ok(())
     }
 
-    /// CRIU would send the signal only after it has resumed the tasks.
+    /// CRIU itself would send the signal only after it has resumed the tasks.
     fn keep_cuda_processes_stopped(&self) {
         for pid in self.gpus.group.stopped_pids() {
             let _ = ptrace::stop_when_let_go(pid);
@@ -117,6 +120,15 @@ impl Still<'_, '_> {
         if let Some(found) = dead.fresh.clone().filter(|_| self.env.dead == Dead::Refused) {
             let why = found.to_string();
             self.wrong = Some(Wrong::Unnoticed(found));
+            return Err(why);
+        }
+        // The processes that are not stopped for their CUDA; CRIU has looked at their memory already.
+        let names = criu::image::memfd_names(self.dir).map_err(|e| chain(&e))?;
+        if names.iter().any(|name| rekindle_cuda::is_init_mark(name.as_bytes()))
+            && let Err(error) = gpu::check_initialized(&dead.tree)
+        {
+            let why = error.to_string();
+            self.wrong = Some(Wrong::Initializing(error));
             return Err(why);
         }
         let notes = dead.fresh.iter().chain(&dead.old).map(|dead| format!("the image has dead processes: {dead}"));
@@ -149,7 +161,7 @@ impl Still<'_, '_> {
         access::note(self.env.root(), self.env.user(), privileges).map_err(|error| chain(&error))
     }
 
-    /// Gives names to open files that have none any more, and returns the folders that a restore needs.
+    /// Gives names to deleted open files, and returns the folders that a restore needs.
     fn name_files(&mut self, open_files: &mut [OpenFile], captured: &Captured) -> Result<Vec<Folder>, String> {
         let (root, ours) = (self.env.root(), self.env.folders());
         let ours: Vec<&Path> = ours.iter().map(PathBuf::as_path).collect();

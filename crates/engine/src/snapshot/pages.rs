@@ -52,18 +52,18 @@ use rekindle_os::parallel::cores;
 use supply::Supply;
 use workers::{Fifo, Name, Shared, Until};
 
-/// FIFOs beyond what is expected, for processes and shared memory that come up in the meantime. What comes through one of
-/// these finds no pages ready.
+/// FIFOs beyond the expected number, for processes and shared memory that appear meanwhile. No pages are prepared for
+/// what comes through these.
 pub const EXTRA: usize = 16;
 
-/// The room of a FIFO, in bytes, or as much of it as we may have: beyond fs.pipe-max-size (1 MiB) it takes
-/// CAP_SYS_RESOURCE. CRIU takes up to 26 MiB (8 pipes of 819 pages) from a task, then hands them on, and takes no more until
-/// that is done: with room for all of it the threads copy while it takes the next. On two cores, 1.5 GiB: 0.36 s, 0.53 s with
-/// 1 MiB.
+/// Capacity of a FIFO in bytes; beyond fs.pipe-max-size (1 MiB) it needs CAP_SYS_RESOURCE, and without that we take
+/// what we get. CRIU takes up to 26 MiB (8 pipes of 819 pages) from a task, then writes them out, and takes no more
+/// until that is done. With room for all of it the threads copy while CRIU takes the next. On two cores, 1.5 GiB: 0.36
+/// s, with 1 MiB 0.53 s.
 pub const FIFO_ROOM: u64 = 32 << 20;
 
-/// CRIU takes references at 6 to 10 GB/s, for which two or three threads are enough; some more, as their cores have other
-/// work too.
+/// CRIU takes references at 6 to 10 GB/s, for which two or three threads are enough. More are allowed because the cores
+/// have other work too.
 const MAX_THREADS: usize = 8;
 
 /// Why the job's memory was not received.
@@ -78,26 +78,26 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
-    /// The tmpfs has no room, or the machine no memory for it.
+    /// The tmpfs is full, or the machine has not enough memory.
     #[error(
         "no memory left for the image: {} needs {wanted} more; free memory, or set snapshot.staging = \"store\"", .path.display()
     )]
     Full {
         /// The file.
         path: PathBuf,
-        /// What was asked for in vain.
+        /// The size that could not be allocated.
         wanted: ByteSize,
     },
-    /// A FIFO cannot be made.
+    /// A FIFO cannot be created.
     #[error("cannot make the FIFO {}", .path.display())]
     Fifo {
-        /// Its place.
+        /// Its path.
         path: PathBuf,
         /// The kernel's answer.
         #[source]
         source: io::Error,
     },
-    /// No thread.
+    /// A thread cannot be started.
     #[error("cannot start the threads that receive the job's memory")]
     Threads(#[source] io::Error),
     /// Taking from a FIFO, or copying, failed.
@@ -115,7 +115,7 @@ pub enum Error {
         /// The FIFO.
         path: PathBuf,
     },
-    /// A file cannot be given its place in the image.
+    /// A file cannot be put into the image.
     #[error("cannot put {} into the image", .path.display())]
     Place {
         /// The file.
@@ -136,11 +136,11 @@ pub struct Received {
 }
 
 /// Makes `spool` contain a file for each of `expected`, with all its pages present, so that [`Receivers::start`] has
-/// little to do. As there, an image that uses files of this spool becomes invalid. Takes about 0.3 s for each GiB and
-/// thread if pages are missing.
+/// little to do. As with `start`, an image that uses files of this spool becomes invalid. Takes about 0.3 s for each
+/// GiB and thread if pages are missing.
 ///
 /// # Errors
-/// [`Error::Full`] when there is no room; what was made until then stays.
+/// [`Error::Full`] if there is no room; files made until then stay.
 pub fn make_ready(spool: &Path, expected: &[Expected]) -> Result<(), Error> {
     spool::make_ready(spool, expected, threads()).map(drop)
 }
@@ -151,7 +151,7 @@ pub fn make_ready(spool: &Path, expected: &[Expected]) -> Result<(), Error> {
 pub struct Receivers {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
-    /// Nothing is ever sent: it ends with the last thread.
+    /// Nothing is sent: the channel closes when the last thread ends.
     ended: mpsc::Receiver<()>,
     spool: PathBuf,
 }
@@ -194,7 +194,7 @@ impl Receivers {
     /// its pages files; it then takes about as long as copying what is still in a FIFO, a millisecond.
     ///
     /// # Errors
-    /// What went wrong since the start, or that `deadline` has passed. FIFOs and threads are gone then.
+    /// The first failure since the start, or that `deadline` has passed. FIFOs and threads are gone then.
     pub fn drain(mut self, deadline: Instant) -> Result<Drained, Error> {
         self.shared.go_on(Until::Drained);
         let left = deadline.saturating_duration_since(Instant::now());
@@ -207,7 +207,7 @@ impl Receivers {
         let fifos = std::mem::take(&mut state.fifos);
         match fifos.iter().find(|f| f.spool.is_some() && !f.ended) {
             Some(fifo) => Err(Error::Undrained { path: fifo.name.path().into() }),
-            // A thread may have been kept from looking at all.
+            // A thread may not have had the chance to look at all.
             None if !in_time => Err(Error::Undrained { path: self.spool.clone() }),
             None => Ok(Drained { fifos, spool: self.spool.clone() }),
         }
@@ -231,7 +231,7 @@ impl Drop for Receivers {
     }
 }
 
-/// All pages of the job, copied; the tasks may run. Dropped, it takes the FIFOs away and keeps the spool.
+/// All pages of the job, copied; the tasks may run. If dropped, it removes the FIFOs and keeps the spool.
 #[derive(Debug)]
 pub struct Drained {
     fifos: Vec<Fifo>,
@@ -262,21 +262,21 @@ impl Drained {
     }
 }
 
-/// Whether there is no page for the file: EFAULT is what a read into a mapping says then.
+/// Whether no page could be allocated for the file: a read into the mapping then fails with EFAULT.
 fn is_full(error: &io::Error) -> bool {
     use io::ErrorKind::{OutOfMemory, QuotaExceeded, StorageFull};
     matches!(error.kind(), StorageFull | QuotaExceeded | OutOfMemory) || error.raw_os_error() == Some(libc::EFAULT)
 }
 
-/// A thread copies 3 to 7 GB/s and CRIU needs a core for itself, if there are some.
+/// A thread copies 3 to 7 GB/s. CRIU needs a core for itself, if there are several.
 fn threads() -> usize {
     cores().min(MAX_THREADS)
 }
 
-/// The room that a FIFO of ours gets here, in bytes; [`FIFO_ROOM`] where we have the right to it.
+/// The capacity of a FIFO of ours on this machine, in bytes; [`FIFO_ROOM`] if we have the right to it.
 ///
 /// # Errors
-/// When there is no pipe to try it with.
+/// When no pipe can be created for the test.
 pub fn fifo_room() -> io::Result<u64> {
     let (pipe, _) = io::pipe()?;
     workers::enlarge(&pipe, FIFO_ROOM);

@@ -27,10 +27,10 @@ pub(crate) const CRIU_DIR: &str = "criu";
 /// A phase of the freeze: what it does, and how it is undone if it or a later one fails.
 struct Step {
     name: &'static str,
-    /// Whether a cancellation is checked before it. Later the job is resumed in any case.
+    /// Whether a cancellation is checked before it. After the last such phase the job is resumed in any case.
     cancellable: bool,
     run: fn(&mut Freeze<'_>) -> Result<(), Error>,
-    /// Tries everything; returns what could not be undone.
+    /// Undoes everything that it can; returns what could not be undone.
     undo: fn(&mut Freeze<'_>) -> Result<(), String>,
 }
 
@@ -80,10 +80,10 @@ impl Timings {
     }
 }
 
-/// What the dump left.
+/// The results of the dump.
 pub(super) struct Dumped {
     pub(super) moment: Moment,
-    /// All of the job's pages, where they were taken from CRIU.
+    /// All of the job's pages, if they were received through FIFOs.
     drained: Option<Drained>,
     frozen: Duration,
     pub(super) recreate: Vec<Recreate>,
@@ -135,7 +135,7 @@ pub(super) fn freeze<'a>(env: Env<'a>) -> Result<Frozen<'a>, Error> {
     }
     let Freeze { env, seen, gpus, mut ready, landing, saved_links, dumped } = freeze;
     let dumped = dumped.ok_or_else(silent)?;
-    // The driver has read its memory back.
+    // The driver has read its memory back, so the names are not needed any more.
     ready.armed = landing::capture::Armed::default();
     Ok(Frozen { env, seen, gpus, ready, landing, saved_links, dumped, timings })
 }
@@ -144,7 +144,7 @@ impl Freeze<'_> {
     fn undo(&mut self, failed: usize, cause: Error) -> Error {
         let done = STEPS.iter().take(failed + 1).rev();
         let failures: Vec<String> = done.filter_map(|step| (step.undo)(self).err()).collect();
-        // A CUDA process that cannot run, or a GPU that was not restored: only an image helps.
+        // A CUDA process that cannot run, or whose GPU memory was not restored, can only be restored from an image.
         let stuck = self.gpus.group.stuck();
         if failures.is_empty() && stuck.is_none() {
             return cause;
@@ -219,6 +219,7 @@ impl Freeze<'_> {
             (Err(criu::RunError::Cancelled), _) => return Err(Error::Cancelled),
             (Err(_), Some(Wrong::InFlight(lost))) => return Err(Error::InFlight(lost)),
             (Err(_), Some(Wrong::Unnoticed(found))) => return Err(Error::Unnoticed(found)),
+            (Err(_), Some(Wrong::Initializing(error))) => return Err(error.into()),
             (Err(error), None) => return Err(error.into()),
         };
         let silent =
@@ -235,7 +236,7 @@ impl Freeze<'_> {
     fn undo_dump(&mut self) -> Result<(), String> {
         record::drop_links(&self.saved_links, self.env.root(), self.env.user());
         self.saved_links.clear();
-        // A CRIU that was killed in the middle has left them as they were then.
+        // A CRIU that was killed during the dump has left connections in repair mode.
         let repaired = tcp_repair::leave(&process::tree(self.env.root()));
         if repaired > 0 {
             tracing::debug!("restarted {repaired} TCP connections of the job that CRIU had stopped");
@@ -258,7 +259,7 @@ impl Frozen<'_> {
         if self.gpus.group.is_empty() { self.dumped.frozen } else { self.timings.locked() }
     }
 
-    /// The parts of the image for which the job need not be frozen.
+    /// Completes the parts of the image for which the job need not be frozen.
     pub(super) fn complete(&mut self) -> Result<(), Error> {
         if let Some(drained) = self.dumped.drained.take() {
             drained.place()?;
@@ -271,7 +272,7 @@ impl Frozen<'_> {
         if dangling.is_empty() { Ok(()) } else { Err(Error::Dangling(dangling)) }
     }
 
-    /// The files that a restore needs as they were.
+    /// The files that a restore needs unchanged.
     pub(super) fn mapped_files(&self) -> Result<Vec<MappedFile>, Error> {
         let put_back = mapped::PutBack {
             open: &self.dumped.moment.open_files,
@@ -287,13 +288,14 @@ impl Frozen<'_> {
     }
 }
 
-/// CRIU said that the dump succeeded and never that it was made: nothing is known of the moment of the image.
+/// CRIU reported success, but never the end of the dump (post-dump): the state at the moment of the image was not
+/// recorded.
 fn silent() -> Error {
     let source = std::io::ErrorKind::UnexpectedEof.into();
     Error::Io { what: "dump: CRIU did not report the end of its dump (post-dump)".into(), source }
 }
 
-/// A process of the tree that died in the hands of a tracer, which CRIU is: one that was dead before has none.
+/// A process of the tree that died while it was traced, by CRIU: a process that was dead before the dump has no tracer.
 fn died_traced(root: i32) -> Option<(i32, Ended)> {
     process::tree(root).into_iter().find_map(|pid| {
         let ended = process::ended(pid)?;

@@ -49,12 +49,12 @@ pub enum Refusal {
         pid: i32,
         /// Its name.
         name: String,
-        /// What it is.
+        /// What to do about it.
         what: &'static str,
         /// What helps.
         hint: &'static str,
     },
-    /// Somebody has to know of every open of a file.
+    /// The holder of a write lease must react to every open of the file.
     #[error(
         "process {pid} ({name}) has a write lease on {path} (fcntl F_SETLEASE): a snapshot would break the lease, which kills \
          most programs. Snapshots continue when the lease is released"
@@ -67,7 +67,7 @@ pub enum Refusal {
         /// The file.
         path: String,
     },
-    /// What a process shares with others cannot be seen.
+    /// Memory that a process shares with others cannot be seen.
     #[error(
         "process {pid} ({name}) uses NCCL without the interposer, so rekindle cannot see which GPU memory it shares with other processes, and its restore would fail: set gpu.nccl = \"auto\" and leave snapshot.interposer at \"auto\", or put NCCL_P2P_DISABLE=1 and NCCL_CUMEM_HOST_ENABLE=0 in the job's environment"
     )]
@@ -100,16 +100,16 @@ pub enum Refusal {
         name: String,
         /// What it is on.
         part: String,
-        /// What helps.
+        /// What to do about it.
         hint: String,
     },
 }
 
-/// What is asked before every snapshot: whether CRIU can dump what the processes have.
+/// Checks made before every snapshot: whether CRIU can dump what the processes have.
 pub(super) fn check(tree: &[i32], subject: &Subject<'_>) -> Result<(), Refusal> {
     let root = subject.job.root.pid();
     tree.iter().try_for_each(|pid| check_process(*pid, root))?;
-    // CRIU opens files to look for a build-id, and the lease holder is stopped and does not answer.
+    // CRIU opens files to read a build-id; the lease holder is stopped and does not answer.
     match WriteLease::all().into_iter().find(|lease| tree.contains(&lease.pid)) {
         None => Ok(()),
         Some(lease) => {
@@ -120,8 +120,8 @@ pub(super) fn check(tree: &[i32], subject: &Subject<'_>) -> Result<(), Refusal> 
     }
 }
 
-/// Whether the CUDA processes use whole GPUs: the driver (580) checkpoints neither instances of a divided one (MIG) nor
-/// virtual ones (vGPU).
+/// Checks that the CUDA processes use whole GPUs: the driver (580) can checkpoint neither instances of a divided GPU
+/// (MIG) nor virtual GPUs (vGPU).
 pub(super) fn check_gpus(inventory: &GpuInventory, pids: &[i32]) -> Result<(), Refusal> {
     for pid in pids {
         let refusal = |part: String, hint: String| {
@@ -137,7 +137,7 @@ pub(super) fn check_gpus(inventory: &GpuInventory, pids: &[i32]) -> Result<(), R
         }
         let on = |gpu: &&Gpu| match inventory.used_on(*pid) {
             Some(used) => used.contains_key(&gpu.uuid),
-            // If this is unknown, only if there is no other GPU that it could use.
+            // If the GPU is unknown, refuse only if there is no other GPU that it could use.
             None => inventory.gpus.iter().all(|other| other.mig == Mig::On || other.is_virtual),
         };
         if let Some(gpu) = inventory.gpus.iter().filter(|gpu| gpu.mig == Mig::On || gpu.is_virtual).find(on) {
@@ -154,8 +154,8 @@ pub(super) fn check_gpus(inventory: &GpuInventory, pids: &[i32]) -> Result<(), R
     Ok(())
 }
 
-/// The GPUs that each process has memory on, and how much, by its pid as it sees itself. Empty where NVML knows none of them,
-/// as in a container with pids of its own.
+/// The GPUs on which each process has memory, and how much; pids as the processes see themselves. Empty if NVML knows
+/// none of the pids, as in a container with a PID namespace.
 pub(super) fn memory_by_gpu(
     inventory: &GpuInventory,
     inner: &[i32],
@@ -172,22 +172,19 @@ pub(super) fn memory_by_gpu(
 pub(super) fn device_memory(inventory: &GpuInventory, pids: &[i32]) -> Vec<u64> {
     let each: Option<Vec<u64>> = pids.iter().map(|pid| inventory.used_by(*pid)).collect();
     each.unwrap_or_else(|| {
-        // In a container NVML may not know our pids; then all that is in use is the upper bound, if it knows that much.
+        // In a container NVML may not know our pids; then all memory in use is the upper bound, if NVML knows that.
         let all: u64 = inventory.gpus.iter().filter_map(|gpu| gpu.memory_used).sum();
         let one = all.div_ceil(u64::try_from(pids.len()).unwrap_or(1));
         vec![one; pids.len()]
     })
 }
 
-/// Whether processes may share memory that rekindle cannot see: several with NCCL, whose sharing was not disabled, and
-/// no interposer.
+/// Checks that processes share no memory that rekindle cannot see: several with NCCL, sharing enabled, and no
+/// interposer.
 pub(super) fn check_nccl(pids: &[i32]) -> Result<(), Refusal> {
     let unseen = |pid: &&i32| {
-        let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
-        let is_told = || {
-            let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-            environment.split(|byte| *byte == 0).any(|variable| variable == b"NCCL_P2P_DISABLE=1")
-        };
+        let maps = process::text(**pid, "maps").unwrap_or_default();
+        let is_told = || process::environment(**pid, "NCCL_P2P_DISABLE").is_some_and(|value| value == "1");
         maps.contains("/libnccl") && !interposer::is_in(**pid) && !is_told()
     };
     match pids.iter().find(unseen) {
@@ -199,7 +196,7 @@ pub(super) fn check_nccl(pids: &[i32]) -> Result<(), Refusal> {
     }
 }
 
-/// Whether host memory can contain this much device memory for the duration of the snapshot.
+/// Checks that host memory has room for this much device memory during the snapshot.
 pub(super) fn check_memory(device: u64, subject: &Subject<'_>) -> Result<(), Refusal> {
     let left = cgroup::memory_headroom(subject.job.root.pid());
     admit_memory(device, cgroup::memory_available(), left, subject.options.memory_reserve)
@@ -215,11 +212,12 @@ fn admit_memory(need: u64, available: Option<u64>, left: Option<u64>, keep: u64)
     }
 }
 
-/// Kinds of namespaces a tree must share; nested mount and network namespaces even dump, and only fail at the restore.
+/// Kinds of namespaces that a tree must share; nested mount and network namespaces can be dumped, and fail only at the
+/// restore.
 const NAMESPACES: [(&str, &str); 6] =
     [("mnt", "mount"), ("net", "network"), ("pid", "PID"), ("user", "user"), ("ipc", "IPC"), ("uts", "host name")];
 
-/// A process as the job sees it, which is what a user can look up in a log of the job.
+/// The pid as the job sees it, which a user can find in the job's own logs, and the name.
 fn shown(pid: i32) -> (i32, String) {
     (process::inner_pid(pid).unwrap_or(pid), process::name(pid).unwrap_or_default())
 }
@@ -238,9 +236,7 @@ fn check_process(pid: i32, root: i32) -> Result<(), Refusal> {
             return Err(Refusal::Namespace { pid, name, kind });
         }
     }
-    let Ok(descriptors) = std::fs::read_dir(format!("/proc/{pid}/fd")) else { return Ok(()) };
-    let mut targets = descriptors.flatten().filter_map(|fd| std::fs::read_link(fd.path()).ok());
-    if targets.any(|target| target.as_os_str() == "anon_inode:[io_uring]") {
+    if process::descriptors(pid).any(|(_, target)| target.as_os_str() == "anon_inode:[io_uring]") {
         let (pid, name) = shown(pid);
         let hint = ": set job.allow-io-uring = false, and programs do not use it (for PyTorch's TCPStore, USE_LIBUV=0 is enough)";
         return Err(Refusal::Unsupported { pid, name, what: "an io_uring", hint });

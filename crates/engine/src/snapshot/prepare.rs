@@ -12,14 +12,14 @@ use crate::parts::landing::capture::{self as landing, Armed, Lander};
 use rekindle_os::process;
 use rekindle_store::staging::{Area, Filling, Need};
 
-/// A place that is ready. Dropped, it leaves nothing.
+/// A place that is ready. If dropped, it leaves nothing.
 pub(super) struct Ready {
     pub(super) target: Filling,
-    /// NVIDIA's devices, where this machine has any.
+    /// NVIDIA's devices, if this machine has any.
     pub(super) devices: Option<Devices>,
-    /// What takes CRIU's page files from it, where the image is made in memory.
+    /// Receives CRIU's page files, if the image is made in memory.
     pub(super) receivers: Option<Receivers>,
-    /// Landing files that processes find when they look for one.
+    /// Landing files under the names that processes look for.
     pub(super) armed: Armed,
 }
 
@@ -41,7 +41,7 @@ impl Ready {
     }
 }
 
-/// The job's place in memory, where it is still there.
+/// The job's place in memory, if it still exists.
 fn memory<'a>(env: &Env<'a>) -> Option<&'a Area> {
     let area = env.subject.staging?;
     if !area.is_there() {
@@ -54,7 +54,7 @@ fn memory<'a>(env: &Env<'a>) -> Option<&'a Area> {
     Some(area)
 }
 
-/// Checks that there is room in memory or on the disk, and begins.
+/// Checks that memory or disk has room, and begins the image.
 fn target(env: &Env<'_>, memory: Option<&Area>, seen: &mut Seen, gpus: &Gpus) -> Result<Filling, Error> {
     let subject = env.subject;
     let pids = gpus.group.outer_pids();
@@ -63,7 +63,7 @@ fn target(env: &Env<'_>, memory: Option<&Area>, seen: &mut Seen, gpus: &Gpus) ->
     let own = host.saturating_add(device);
     let Some(area) = memory else {
         preflight::check_memory(device, subject)?;
-        // No snapshot is begun while memory is brought back from an image.
+        // No snapshot is begun while an image is being unpacked into memory.
         let area = Area::on_disk(subject.folder, subject.lock)?;
         let id = subject.folder.next_id(Utc::now())?;
         let whole = own.saturating_add(seen.rewritten);
@@ -71,7 +71,7 @@ fn target(env: &Env<'_>, memory: Option<&Area>, seen: &mut Seen, gpus: &Gpus) ->
     };
     let besides = if pids.iter().all(|pid| interposer::is_in(*pid)) { 0 } else { device };
     match slot(env, area, own.saturating_add(seen.rewritten), besides) {
-        // An image without them is better than none: a restore is refused if one of them was changed.
+        // An image without these files is better than none: a restore is refused if one of them was changed.
         Err(Error::NoRoom(_)) if seen.keep_no_files() => slot(env, area, own, besides),
         slot => slot,
     }
@@ -88,7 +88,7 @@ fn slot(env: &Env<'_>, area: &Area, image: u64, besides: u64) -> Result<Filling,
     })?)
 }
 
-/// The CUDA processes that can take a landing file, with what is expected to land.
+/// The CUDA processes that can use a landing file, with the expected bytes of device memory.
 fn landers(area: &Area, gpus: &Gpus) -> Vec<Lander> {
     let pids = gpus.group.inner_pids().into_iter().zip(gpus.group.outer_pids());
     let all = pids.zip(gpus.memory.iter().copied());
@@ -97,7 +97,8 @@ fn landers(area: &Area, gpus: &Gpus) -> Vec<Lander> {
         .collect()
 }
 
-/// What CRIU's page files will hold: the host memory, and the device memory of those that do not land.
+/// The expected content of CRIU's page files: the host memory, and the device memory of processes without a landing
+/// file.
 fn pages(seen: &Seen, gpus: &Gpus, landers: &[Lander]) -> Vec<Expected> {
     let mut all = seen.expected.clone();
     let inner = gpus.group.inner_pids();
@@ -107,8 +108,8 @@ fn pages(seen: &Seen, gpus: &Gpus, landers: &[Lander]) -> Vec<Expected> {
     all
 }
 
-/// The driver asks for somewhat less than NVML says is in use. What it asked for last time is the better guess: a job that
-/// has grown since has the rest added while it stands still.
+/// The driver asks for somewhat less than NVML reports as in use. The size of its last request is the better estimate;
+/// if the job has grown since, the rest is added during the freeze.
 fn last_time(area: &Area, inner: i32) -> Option<u64> {
     let images = area.images();
     let landings = images.iter().filter_map(|image| image.manifest()).flat_map(|manifest| &manifest.landing);

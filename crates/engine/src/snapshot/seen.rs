@@ -1,4 +1,4 @@
-//! What is known of the job before anything of it is stopped: the phases `preflight` and `find`.
+//! Facts about the job before any process is stopped: the phases `preflight` and `find`.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -14,24 +14,24 @@ use rekindle_criu::Tcp;
 use rekindle_cuda::nvml::GpuInventory;
 use rekindle_os::process;
 
-/// What the processes of the tree are and have.
+/// Facts about the processes of the tree.
 pub(super) struct Seen {
-    /// The job's own process, as it sees itself.
+    /// Pid of the command's process as it sees itself.
     pub(super) job_pid: i32,
-    /// The names of all, by their pid as they see themselves.
+    /// The processes' names, by pid as they see themselves.
     pub(super) names: BTreeMap<i32, String>,
-    /// What CRIU would write of the host memory.
+    /// The host memory that CRIU would write.
     pub(super) expected: Vec<Expected>,
-    /// Bytes of the files without a name that CRIU would copy.
+    /// Bytes of deleted files that CRIU would copy.
     pub(super) nameless: u64,
-    /// The content of files that the job changes in place, and the bytes that it takes.
+    /// The files that the job changes in place, and the bytes that their content takes.
     pub(super) contents: Contents,
     pub(super) rewritten: u64,
     pub(super) tcp: Tcp,
 }
 
 impl Seen {
-    /// Looks at the tree, and refuses what a dump or a restore would refuse.
+    /// Examines the tree, and refuses what a dump or a restore would refuse.
     pub(super) fn look(env: &Env<'_>) -> Result<Seen, Error> {
         let (subject, root) = (env.subject, env.root());
         let tree = process::tree(root);
@@ -50,7 +50,7 @@ impl Seen {
         Ok(Seen { job_pid, names, expected, nameless, contents, rewritten, tcp })
     }
 
-    /// Leaves files on disk out, where memory has no room for them beside the job's memory. Returns whether that helps.
+    /// Leaves out files on disk if memory has no room for them beside the job's memory. Returns whether that helps.
     pub(super) fn keep_no_files(&mut self) -> bool {
         self.contents.keep_none_of_the_disk();
         std::mem::replace(&mut self.rewritten, 0) > 0
@@ -60,7 +60,7 @@ impl Seen {
 /// The CUDA processes of the tree and the GPUs of this machine.
 pub(super) struct Gpus {
     pub(super) group: Group,
-    /// Empty where the job does not use CUDA.
+    /// Empty if the job does not use CUDA.
     pub(super) inventory: GpuInventory,
     /// Bytes of device memory of each CUDA process, in the order of the group.
     pub(super) memory: Vec<u64>,
@@ -69,6 +69,7 @@ pub(super) struct Gpus {
 impl Gpus {
     /// Finds them, and refuses what cannot be checkpointed.
     pub(super) fn find(root: i32) -> Result<Gpus, Error> {
+        gpu::check_initialized(&process::tree(root))?;
         let group = Group::find(root).map_err(|source| gpu::Error::Cuda { phase: "find", source })?;
         let pids = group.outer_pids();
         let (mut inventory, mut memory) = (GpuInventory::default(), Vec::new());
@@ -82,7 +83,7 @@ impl Gpus {
         Ok(Gpus { group, inventory, memory })
     }
 
-    /// Locks all. A process that began with CUDA only now has its GPUs looked at too.
+    /// Locks all. Checks the GPUs also of processes that started to use CUDA only now.
     pub(super) fn lock(&mut self, env: &Env<'_>) -> Result<(), Error> {
         let known = self.group.outer_pids();
         self.group.lock(env.root(), env.subject.options.lock_timeout, env.cancelled)?;
@@ -116,13 +117,13 @@ impl<'a> Env<'a> {
         View { root: self.root(), user: self.user() }
     }
 
-    /// Folders of ours, in which the job has its output and its device memory.
+    /// Rekindle's own folders with the job's output and its device memory.
     pub(super) fn folders(&self) -> Vec<PathBuf> {
         let staging = self.subject.staging.map(|area| area.path().to_path_buf());
         staging.into_iter().chain([self.subject.folder.path().to_path_buf()]).collect()
     }
 
-    /// Refuses processes that were killed and that their parents have yet to hear of.
+    /// Refuses if a process was killed and its parent has not learned of it yet.
     fn check_dead(&self) -> Result<(), Error> {
         match self.subject.deaths.look(self.root()).fresh {
             Some(found) if self.dead == super::Dead::Refused => Err(Error::Unnoticed(found)),

@@ -22,7 +22,7 @@ pub const PROCS: &str = "cgroup.procs";
 /// The files that are delegated with a group, besides its folder (cgroups(7), "Delegation").
 const HANDED_OVER: [&str; 4] = [PROCS, "cgroup.threads", setting::SUBTREE, "tasks"];
 
-/// Below a group with more groups than this, some process is taken to be.
+/// If there are more groups than this below a group, it counts as populated without looking at all of them.
 const LOOKED_AT: u32 = 1000;
 
 /// The folder of a control group.
@@ -32,21 +32,21 @@ pub struct Folder {
     is_two: bool,
 }
 
-/// A setting that could not be put back.
+/// A setting that could not be restored.
 #[derive(Debug)]
 pub struct NotSet {
     /// The setting.
     pub name: &'static str,
-    /// What it should be.
+    /// The wanted value.
     pub value: String,
-    /// Why it is not.
+    /// Why it could not be set.
     pub source: io::Error,
 }
 
 const AS_FOLDER: OFlag = OFlag::O_RDONLY.union(OFlag::O_DIRECTORY).union(OFlag::O_CLOEXEC).union(OFlag::O_NOFOLLOW);
 
 impl Folder {
-    /// The group whose folder is at this path, of cgroup v2 or v1.
+    /// Opens the group at this path; `is_two` tells cgroup v2 from v1.
     ///
     /// # Errors
     /// The kernel's answer.
@@ -54,7 +54,7 @@ impl Folder {
         Ok(Folder { dir: File::from(open(path, AS_FOLDER, Mode::empty())?), is_two })
     }
 
-    /// A group right below it. A link is none.
+    /// Opens a group directly below it. Symbolic links are not followed.
     ///
     /// # Errors
     /// The kernel's answer.
@@ -62,7 +62,7 @@ impl Folder {
         Ok(Folder { dir: File::from(self.at(name, AS_FOLDER)?), is_two: self.is_two })
     }
 
-    /// The same, made if there is none. Returns whether it was.
+    /// Opens a group directly below it, and creates it if it does not exist. Returns whether it was created.
     ///
     /// # Errors
     /// The kernel's answer.
@@ -79,7 +79,7 @@ impl Folder {
         Ok((self.child(name)?, made))
     }
 
-    /// What is known of its folder.
+    /// Metadata of its folder.
     ///
     /// # Errors
     /// The kernel's answer.
@@ -87,7 +87,7 @@ impl Folder {
         self.dir.metadata()
     }
 
-    /// What is known of its list of processes.
+    /// Metadata of its file [`PROCS`].
     ///
     /// # Errors
     /// The kernel's answer.
@@ -95,14 +95,14 @@ impl Folder {
         File::from(self.at(PROCS, OFlag::O_PATH | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW)?).metadata()
     }
 
-    /// Whether whole processes can be in it: not in a threaded group.
+    /// Whether whole processes can be in it, which is not so in a threaded group.
     #[must_use]
     pub fn is_of_processes(&self) -> bool {
         // Version 1 has no such file.
         !self.is_two || self.read("cgroup.type").is_ok_and(|kind| kind.starts_with("domain"))
     }
 
-    /// Whether a process is in it or in one below it.
+    /// Whether a process is in it or in a group below it.
     ///
     /// # Errors
     /// The kernel's answer.
@@ -130,7 +130,7 @@ impl Folder {
         Ok(false)
     }
 
-    /// Its settings that are not what a new group has.
+    /// The settings that differ from those of a new group.
     #[must_use]
     pub fn settings(&self) -> BTreeMap<String, String> {
         let all = settings(self.is_two).iter().filter_map(|it| Some((it, self.read(it.name).ok()?)));
@@ -143,7 +143,7 @@ impl Folder {
     pub fn put_settings(&self, wanted: &BTreeMap<String, String>) -> Vec<NotSet> {
         let put = |it: &Setting| -> Option<NotSet> {
             let recorded = wanted.get(it.name).map(String::as_str);
-            // Where a new group's value says nothing, it is not known how to get back to it.
+            // If the value of a new group is unknown, the setting cannot be reset.
             let value = recorded.or_else(|| Some(it.fresh).filter(|fresh| !fresh.is_empty()))?;
             match self.read(it.name) {
                 Ok(now) if now == value => return None,
@@ -166,7 +166,7 @@ impl Folder {
         self.write(PROCS, &pid.to_string())
     }
 
-    /// Gives its folder this mode and owner, and the files that a group is handed over with this one.
+    /// Gives its folder this mode and owner, and its delegated files the other owner.
     ///
     /// # Errors
     /// The kernel's answer.
@@ -204,7 +204,7 @@ impl Folder {
 
     fn write(&self, name: &'static str, text: &str) -> io::Result<()> {
         let flags = OFlag::O_WRONLY | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
-        // One write(2): the kernel takes each write for a complete value.
+        // One write(2): the kernel takes each write as a complete value.
         match File::from(self.at(name, flags)?).write(text.as_bytes())? {
             all if all == text.len() => Ok(()),
             _ => Err(io::ErrorKind::WriteZero.into()),
@@ -216,7 +216,7 @@ impl Folder {
     }
 }
 
-/// One name and no way: the folder above, or another one, is not reached with it.
+/// A single name, not a path: no other folder can be reached with it.
 fn single(name: &str) -> io::Result<&str> {
     match name {
         "" | "." | ".." => Err(io::ErrorKind::InvalidInput.into()),

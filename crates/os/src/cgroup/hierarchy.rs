@@ -3,14 +3,17 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use crate::mounts::{self, Mount};
+use crate::process;
+
 /// A hierarchy, as this process sees it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Hierarchy {
     /// Its controllers, as /proc/PID/cgroup lists them; empty for cgroup v2.
     pub controllers: String,
-    /// The group of this process, as /proc/self/cgroup has it.
+    /// The path of this process's group, from /proc/self/cgroup.
     pub own: String,
-    /// The folder of that group; None if this hierarchy is mounted nowhere.
+    /// The folder of that group; `None` if this hierarchy is not mounted.
     pub folder: Option<PathBuf>,
 }
 
@@ -21,7 +24,7 @@ impl Hierarchy {
         self.controllers.is_empty()
     }
 
-    /// What a path of this hierarchy is below the group of this process; None for one that is not below it.
+    /// The part of `path` below the group of this process; `None` for a path that is not below it.
     #[must_use]
     pub fn below<'a>(&self, path: &'a str) -> Option<&'a str> {
         let own = self.own.strip_suffix('/').unwrap_or(&self.own);
@@ -34,8 +37,7 @@ impl Hierarchy {
 /// # Errors
 /// When /proc cannot be read.
 pub fn hierarchies() -> io::Result<Vec<Hierarchy>> {
-    let read = |name: &str| std::fs::read_to_string(format!("/proc/self/{name}"));
-    Ok(parse(&read("cgroup")?, &read("mountinfo")?))
+    Ok(parse(&process::text("self", "cgroup")?, &mounts::of("self")?))
 }
 
 /// The group of a process in each hierarchy, from its /proc/PID/cgroup: controllers and path.
@@ -46,36 +48,35 @@ pub fn memberships(text: &str) -> impl Iterator<Item = (&str, &str)> {
     })
 }
 
-fn parse(membership: &str, mountinfo: &str) -> Vec<Hierarchy> {
+fn parse(membership: &str, mounts: &[Mount]) -> Vec<Hierarchy> {
     let one = |(controllers, own): (&str, &str)| {
-        let folder = mountinfo.lines().find_map(|line| folder_in(line, controllers, own));
+        let folder = mounts.iter().find_map(|mount| folder_in(mount, controllers, own));
         Hierarchy { controllers: controllers.to_owned(), own: own.to_owned(), folder }
     };
     memberships(membership).map(one).collect()
 }
 
-/// The folder of a group, if this mount is of its hierarchy and shows it. In a container the mount may begin at the group.
-fn folder_in(line: &str, controllers: &str, group: &str) -> Option<PathBuf> {
-    // ID PARENT DEVICE ROOT POINT OPTIONS... - TYPE SOURCE OPTIONS (proc_pid_mountinfo(5)); a space in a name is \040.
-    let (head, tail) = line.split_once(" - ")?;
-    let mut head = head.split(' ').skip(3);
-    let (root, point) = (head.next()?.replace("\\040", " "), head.next()?.replace("\\040", " "));
-    let mut tail = tail.split(' ');
-    let (kind, options) = (tail.next()?, tail.nth(1)?);
-    let has = |wanted: &str| options.split(',').any(|option| option == wanted);
-    let is_it = match controllers {
-        "" => kind == "cgroup2",
-        several => kind == "cgroup" && several.split(',').all(has),
-    };
-    let inside = Path::new(group).strip_prefix(&root).ok().filter(|_| is_it)?;
-    Some(if inside == Path::new("") { PathBuf::from(point) } else { Path::new(&point).join(inside) })
+/// The folder of a group, if this is a mount of its hierarchy that contains the group. In a container the mount may
+/// begin at the group.
+fn folder_in(mount: &Mount, controllers: &str, group: &str) -> Option<PathBuf> {
+    let inside = Path::new(group).strip_prefix(&mount.root).ok().filter(|_| has(mount, controllers))?;
+    Some(if inside == Path::new("") { mount.point.clone() } else { mount.point.join(inside) })
+}
+
+/// Whether this mount is of the hierarchy with these controllers; of version 2, if there are none.
+pub(super) fn has(mount: &Mount, controllers: &str) -> bool {
+    let has = |wanted: &str| mount.super_options.split(',').any(|option| option == wanted);
+    match controllers {
+        "" => mount.kind == "cgroup2",
+        several => mount.kind == "cgroup" && several.split(',').all(has),
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const MOUNTS: &str = "\
+    const MOUNTS: &[u8] = b"\
 30 23 0:26 / /sys/fs/cgroup ro,nosuid - tmpfs tmpfs ro,mode=755
 31 30 0:27 / /sys/fs/cgroup/unified rw,nosuid shared:5 - cgroup2 cgroup2 rw,nsdelegate
 32 30 0:28 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct
@@ -86,7 +87,8 @@ mod tests {
     #[test]
     fn groups_are_found_where_their_hierarchy_is_mounted() {
         let own = "5:name=systemd:/a:b\n4:pids:/docker/abc/job\n3:cpu,cpuacct:/\n2:memory:/x\n0::/user.slice/job\n";
-        let found = parse(own, MOUNTS);
+        let mounts = mounts::parse(MOUNTS);
+        let found = parse(own, &mounts);
         let folders: Vec<_> = found.iter().map(|it| it.folder.as_deref().map(|it| it.to_str().unwrap())).collect();
         let expected = [
             Some("/sys/fs/cgroup/systemd/a:b"),
@@ -98,7 +100,7 @@ mod tests {
         assert_eq!(folders, expected);
         assert!(found[4].is_two() && !found[1].is_two());
         // Another container's group is not in this mount.
-        assert_eq!(parse("4:pids:/docker/other\n", MOUNTS)[0].folder, None);
+        assert_eq!(parse("4:pids:/docker/other\n", &mounts)[0].folder, None);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The settings of a control group that a restore sets again.
+//! The settings of a control group that a restore sets.
 //!
 //! This is a fixed list, because a group also has files that do more than set a limit: `release_agent` names a program
 //! that root runs, `cgroup.kill` kills, `devices.allow` opens devices.
@@ -8,7 +8,7 @@
 pub struct Setting {
     /// The file in the group's folder.
     pub name: &'static str,
-    /// What a new group has there; empty if that says nothing.
+    /// The value in a new group; empty if it is not known.
     pub fresh: &'static str,
 }
 
@@ -16,10 +16,10 @@ const fn setting(name: &'static str, fresh: &'static str) -> Setting {
     Setting { name, fresh }
 }
 
-/// The controllers that groups below a group have.
+/// The file that enables controllers for the groups below.
 pub(super) const SUBTREE: &str = "cgroup.subtree_control";
 
-/// Those of cgroup v2, in the order in which they are written.
+/// The settings of cgroup v2, in the order in which they are written.
 const TWO: &[Setting] = &[
     setting("cpuset.cpus", ""),
     setting("cpuset.mems", ""),
@@ -37,14 +37,14 @@ const TWO: &[Setting] = &[
     setting("io.max", ""),
     setting("cgroup.max.depth", "max"),
     setting("cgroup.max.descendants", "max"),
-    // After the group's own, before any group below is made.
+    // After the group's own settings, before any group below is created.
     setting(SUBTREE, ""),
 ];
 
-/// The largest page-aligned number, by which cgroup v1 says that there is no limit.
+/// The largest page-aligned number, which means "no limit" in cgroup v1.
 const NO_LIMIT: &str = "9223372036854771712";
 
-/// Those of cgroup v1.
+/// The settings of cgroup v1.
 const ONE: &[Setting] = &[
     setting("cpuset.cpus", ""),
     setting("cpuset.mems", ""),
@@ -53,7 +53,7 @@ const ONE: &[Setting] = &[
     setting("cpu.cfs_quota_us", "-1"),
     setting("cpu.cfs_burst_us", "0"),
     setting("memory.limit_in_bytes", NO_LIMIT),
-    // After the limit, which it may not be below.
+    // After the other limit, because it must not be lower.
     setting("memory.memsw.limit_in_bytes", NO_LIMIT),
     setting("memory.soft_limit_in_bytes", NO_LIMIT),
     setting("pids.max", "max"),
@@ -71,7 +71,7 @@ pub fn settings(is_two: bool) -> &'static [Setting] {
     if is_two { TWO } else { ONE }
 }
 
-/// What is to be written to a setting for it to be `value`: the kernel takes one device, or one controller, at a time.
+/// The writes that set a setting to `value`: the kernel takes one device or one controller at a time.
 pub(super) fn writes(name: &str, value: &str) -> Vec<String> {
     match name {
         SUBTREE => value.split_whitespace().map(|controller| format!("+{controller}")).collect(),

@@ -11,9 +11,9 @@ use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
 use super::{PAUSE, ptrace, wait_for_stop};
-use crate::process;
+use crate::{maps, process};
 
-/// A lock as fcntl(2) has it: `F_RDLCK` or `F_WRLCK`, the first byte, and how many; 0 is up to the end.
+/// A lock as fcntl(2) describes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PosixLock {
     /// `F_RDLCK` or `F_WRLCK`.
@@ -27,8 +27,8 @@ pub struct PosixLock {
 /// Makes a stopped process take a lock through its descriptor `fd`. It is stopped afterwards as before.
 ///
 /// # Errors
-/// `EAGAIN` or `EACCES` if another process has a lock that stands against it; else what the kernel says of the tracing,
-/// or of a descriptor that is none of a file.
+/// `EAGAIN` or `EACCES` if another process has a conflicting lock; else the kernel's error for the tracing or the
+/// descriptor.
 pub fn take_lock(pid: i32, fd: i32, lock: PosixLock) -> io::Result<()> {
     let is_stopped = |tid: &i32| process::state(*tid) == Some('T');
     let thread = process::threads(pid).into_iter().find(is_stopped);
@@ -38,14 +38,14 @@ pub fn take_lock(pid: i32, fd: i32, lock: PosixLock) -> io::Result<()> {
 
 /// The instruction `syscall` on x86-64.
 const SYSCALL: [u8; 2] = [0x0f, 0x05];
-/// Read at once of a program.
+/// Bytes of a program that are read at a time.
 const CHUNK: usize = 1 << 20;
-/// How long the thread may take to stop again, on a machine without a processor for it.
+/// How long the thread may take to stop again, on an overloaded machine.
 const STOPS_AGAIN: Duration = Duration::from_secs(10);
-/// More steps are not needed: one, and one for each stop that was in the queue.
+/// Upper limit of steps: one for the call, and one for each pending stop.
 const STEPS: usize = 100;
 
-/// A stopped thread of another process, with the registers that it gets back.
+/// A stopped thread of another process, with the registers to restore.
 struct Guest {
     tid: i32,
     mask: u64,
@@ -60,7 +60,7 @@ impl Guest {
         let instruction = find_syscall(pid, &memory)?;
         ptrace(libc::PTRACE_SEIZE, tid, 0, 0)?;
         let prepared = wait_for_stop(tid).and_then(|_| {
-            // A signal handler must not run in the middle.
+            // A signal handler must not run during the call.
             let mut mask = 0_u64;
             ptrace(libc::PTRACE_GETSIGMASK, tid, size_of::<u64>(), (&raw mut mask).addr())?;
             let registers = registers(tid)?;
@@ -87,8 +87,8 @@ impl Guest {
         for (at, field) in fields {
             bytes.get_mut(at..at + field.len()).unwrap_or_default().copy_from_slice(field);
         }
-        // The present end of its stack, which certainly exists. No thread of the process runs, and it gets its own
-        // bytes back.
+        // The present end of its stack, which certainly exists. No thread of the process runs, and the bytes there are
+        // restored afterwards.
         let place = self.registers.rsp & !15;
         let mut own = [0; size_of::<libc::flock>()];
         self.memory.read_exact_at(&mut own, place)?;
@@ -106,7 +106,7 @@ impl Guest {
         let wanted = libc::user_regs_struct {
             rip: self.instruction,
             rax: number,
-            // It is in no system call that the kernel would begin again.
+            // Not in a system call, so the kernel restarts none.
             orig_rax: u64::MAX,
             rdi: first,
             rsi: second,
@@ -118,7 +118,7 @@ impl Guest {
             ptrace(libc::PTRACE_SINGLESTEP, self.tid, 0, 0)?;
             wait_for_stop(self.tid)?;
             let now = registers(self.tid)?;
-            // Else it stopped for a signal before it did anything.
+            // Otherwise it stopped for a signal before it did anything.
             if now.rip != self.instruction {
                 let result = now.rax.cast_signed();
                 return match i32::try_from(-result) {
@@ -136,7 +136,7 @@ impl Drop for Guest {
         let _ = ptrace(libc::PTRACE_SETREGS, self.tid, 0, (&raw const self.registers).addr());
         let _ = ptrace(libc::PTRACE_SETSIGMASK, self.tid, size_of::<u64>(), (&raw const self.mask).addr());
         let _ = ptrace(libc::PTRACE_DETACH, self.tid, 0, 0);
-        // It stops again with the others before it executes an instruction, but not before this call returns.
+        // It stops again with the others before it executes an instruction, but perhaps after this call returns.
         let deadline = Instant::now() + STOPS_AGAIN;
         while !matches!(process::state(self.tid), None | Some('T' | 'Z' | 'X')) && Instant::now() < deadline {
             std::thread::sleep(PAUSE);
@@ -151,19 +151,15 @@ fn registers(tid: i32) -> io::Result<libc::user_regs_struct> {
     Ok(registers)
 }
 
-/// Where the program of the process, or one of its libraries, has the instruction.
+/// Address of a `syscall` instruction in the program of the process or in one of its libraries.
 fn find_syscall(pid: i32, memory: &File) -> io::Result<u64> {
-    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps"))?;
+    let maps = maps::read(pid)?;
     let mut chunk = vec![0; CHUNK];
-    for line in maps.lines() {
-        let mut fields = line.split_whitespace();
-        let (Some(range), Some(access)) = (fields.next(), fields.next()) else { continue };
-        let is_program = access.starts_with("r-x") && fields.nth(3).is_some_and(|name| name.starts_with('/'));
-        let Some((start, end)) = range.split_once('-').filter(|_| is_program) else { continue };
-        let address = |text| u64::from_str_radix(text, 16).map_err(io::Error::other);
-        let (mut at, end) = (address(start)?, address(end)?);
-        while at < end {
-            let most = usize::try_from(end - at).unwrap_or(CHUNK).min(CHUNK);
+    let programs = maps::mappings(&maps).filter(|it| it.access.starts_with("r-x") && it.name.starts_with(b"/"));
+    for program in programs {
+        let mut at = program.start;
+        while at < program.end {
+            let most = usize::try_from(program.end - at).unwrap_or(CHUNK).min(CHUNK);
             let Ok(count) = memory.read_at(chunk.get_mut(..most).unwrap_or_default(), at) else { break };
             let read = chunk.get(..count).unwrap_or_default();
             if let Some(found) = read.windows(SYSCALL.len()).position(|bytes| bytes == SYSCALL) {
@@ -187,7 +183,7 @@ mod tests {
 
     fn is_locked(file: &File) -> bool {
         let mut lock = libc::flock { l_type: 1, l_whence: 0, l_start: 7, l_len: 1, l_pid: 0 };
-        // SAFETY: a descriptor that is open, and a live local.
+        // SAFETY: an open descriptor, and a live local.
         let answer = unsafe { libc::fcntl(std::os::fd::AsRawFd::as_raw_fd(file), libc::F_GETLK, &raw mut lock) };
         assert_eq!(answer, 0);
         lock.l_type != 2

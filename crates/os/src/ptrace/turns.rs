@@ -1,4 +1,4 @@
-//! Lets stopped threads run in turns, if the running thread of their process waits for something that they have.
+//! Lets stopped threads run in turns, if the running thread of their process waits for a lock that one of them has.
 //!
 //! A thread can be stopped while it has a lock that is unrelated to CUDA, most often glibc's heap lock. The driver's
 //! thread, which then runs alone, waits for it for ever (seen on driver 580 with processes that were freeing memory at
@@ -9,20 +9,22 @@
 //! release a lock; later all. They run one at a time and for a millisecond, because a thread that reads memory which
 //! the driver has unmapped would die: a fault during its turn is held back, and delivered once the memory is restored.
 
-use std::fs;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
+use procfs_core::FromRead;
+use procfs_core::process::Schedstat;
+
 use super::{Alone, go_on, process};
 
-/// How often the running thread is looked at. It must be met twice in the same wait.
+/// How often the running thread is checked. It must be found twice in the same wait.
 const LOOK: Duration = Duration::from_millis(10);
 
-/// The first turns; they double with each round.
+/// Duration of the first turns; it doubles with each round.
 const TURN: Duration = Duration::from_millis(1);
 const LONGEST_TURN: Duration = Duration::from_millis(64);
 
-/// So many rounds are for those that are not in a call that waits.
+/// Number of rounds for threads that are not in a waiting call, before all get turns.
 const ROUNDS_OF_THE_BUSY: u32 = 4;
 
 /// Watches the running thread `tid` of a stopped process until `over` is closed. After `patience` all threads are
@@ -55,7 +57,7 @@ pub fn lend(pid: i32, tid: i32, patience: Duration, over: &Receiver<()>) {
                 if done {
                     return;
                 }
-                // It has got what it waited for.
+                // The running thread got what it waited for.
                 if call_of(pid, tid) != waiting {
                     break;
                 }
@@ -66,7 +68,7 @@ pub fn lend(pid: i32, tid: i32, patience: Duration, over: &Receiver<()>) {
     }
 }
 
-/// A wait for a futex, with the time that all threads of the process have computed by then.
+/// A futex wait, with the processor time of all threads of the process at its start.
 #[derive(Debug, PartialEq, Eq)]
 struct Wait {
     call: String,
@@ -74,7 +76,7 @@ struct Wait {
 }
 
 impl Wait {
-    /// None if the thread does not wait for a futex.
+    /// `None` if the thread does not wait for a futex.
     fn of(pid: i32, tid: i32) -> Option<Wait> {
         let call = call_of(pid, tid).filter(|call| number(call) == Some(libc::SYS_futex))?;
         let computed = process::threads(pid).into_iter().filter_map(|tid| computed(pid, tid)).sum();
@@ -82,23 +84,22 @@ impl Wait {
     }
 }
 
-/// `/proc/PID/task/TID/syscall`: the number of the call that it waits in with its arguments, "running", or -1 outside of
-/// one (proc(5)).
+/// `/proc/PID/task/TID/syscall`: the number and arguments of the system call that the thread waits in, "running", or -1
+/// outside of a call (proc(5)).
 fn call_of(pid: i32, tid: i32) -> Option<String> {
-    fs::read_to_string(format!("/proc/{pid}/task/{tid}/syscall")).ok()
+    process::text(pid, &format!("task/{tid}/syscall")).ok()
 }
 
 fn number(call: &str) -> Option<i64> {
     call.split_whitespace().next()?.parse().ok()
 }
 
-/// Nanoseconds on a processor: the first number of `schedstat`. Without it nothing computes, as far as we know.
+/// Processor time in nanoseconds. If `schedstat` cannot be read, nothing counts as computing.
 fn computed(pid: i32, tid: i32) -> Option<u64> {
-    let text = fs::read_to_string(format!("/proc/{pid}/task/{tid}/schedstat")).ok()?;
-    text.split_whitespace().next()?.parse().ok()
+    Some(Schedstat::from_file(format!("/proc/{pid}/task/{tid}/schedstat")).ok()?.sum_exec_runtime)
 }
 
-/// Whether it was not met in a call that waits for somebody else.
+/// Whether the thread was not found in a call that waits for somebody else.
 fn is_busy(pid: i32, tid: i32) -> bool {
     const WAITING: [i64; 16] = [
         libc::SYS_futex,

@@ -1,14 +1,25 @@
 //! The child's side of a spawn, between clone and exec.
 //!
 //! Nothing here may allocate or lock: the process was forked from one with other threads, whose locks stay locked in
-//! the copy. [`Plan::new`] prepares everything before the fork.
+//! the copy. [`Plan::new`] prepares everything before the fork. The functions of nix and rustix that are used here do nothing
+//! but their system call, on C strings without a copy of them.
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 use std::io;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::RawFd;
+
+use nix::errno::Errno;
+use nix::fcntl::AT_FDCWD;
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sched::{CloneFlags, setns, unshare};
+use nix::sys::prctl::{set_no_new_privs, set_pdeathsig};
+use nix::sys::signal::{SigHandler, SigSet, SigmaskHow, Signal, signal, sigprocmask};
+use nix::sys::stat::{FchmodatFlags, Mode, SFlag, fchmodat, makedev, mknod, umask};
+use rustix::thread::{Timespec, nanosleep};
 
 use super::{Open, Spawn, World};
+use crate::identity::become_user;
 
 /// The steps of the child, by the number it reports when one fails.
 const STEPS: [&str; 13] = [
@@ -27,7 +38,7 @@ const STEPS: [&str; 13] = [
     "creating the tunnel device",
 ];
 
-/// What the child writes to the report pipe when a step fails: its number, then errno.
+/// The child's report on a failed step: the step's number, then errno.
 pub(super) type Failure = [u8; 5];
 
 /// The step in words, and the kernel's answer.
@@ -39,14 +50,14 @@ pub(super) fn explain(failure: Failure) -> (&'static str, io::Error) {
 
 /// Descriptors are first lifted to this number or above, so that placing one never covers another that is still to be
 /// placed. Low, because the caller's limit on open files may be (`ulimit -n 64`).
-const LIFTED: RawFd = 16;
+pub(super) const LIFTED: RawFd = 16;
 /// Maximum number of descriptors: their lifted numbers must be in memory that exists before the fork.
-const MOST: usize = 8;
+pub(super) const MOST: usize = 8;
 
-/// So long a program may be open for writing: two seconds, where a fork that is not slowed down is at its exec within a
-/// millisecond.
+/// How often to try again while the program is open for writing: for two seconds. A fork usually reaches its exec
+/// within a millisecond.
 const BUSY_TRIES: u32 = 400;
-static BUSY_PAUSE: libc::timespec = libc::timespec { tv_sec: 0, tv_nsec: 5_000_000 };
+const BUSY_PAUSE: Timespec = Timespec { tv_sec: 0, tv_nsec: 5_000_000 };
 
 /// Everything the child needs.
 pub(super) struct Plan<'a> {
@@ -58,24 +69,17 @@ pub(super) struct Plan<'a> {
 }
 
 impl<'a> Plan<'a> {
-    /// Lays everything out. `report` is where a failure is written; it must close with exec.
+    /// Prepares everything. Failures are written to `report`, which must close with exec.
     ///
     /// # Errors
-    /// When more descriptors are given than can be placed, or under numbers where others wait to be placed.
+    /// When there are too many descriptors, or a number is in the range used for moving them.
     pub(super) fn new(spawn: &'a Spawn, report: RawFd) -> io::Result<Plan<'a>> {
-        let pointers =
-            |texts: &[CString]| texts.iter().map(|t| t.as_ptr()).chain([std::ptr::null()]).collect::<Vec<_>>();
-        let moves: Vec<_> = spawn.fds.iter().map(|(from, to)| (from.as_raw_fd(), *to)).collect();
-        let numbers = moves.iter().map(|(_, to)| *to).chain(spawn.opens.iter().map(|open| open.fd));
-        if moves.len() > MOST || numbers.into_iter().any(|fd| !(0..LIFTED).contains(&fd)) {
-            let text = format!("at most {MOST} descriptors can be given, below number {LIFTED}");
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
-        }
-        Ok(Plan { spawn, argv: pointers(&spawn.args), envp: pointers(&spawn.env), moves, report })
+        let [argv, envp] = spawn.program.pointers();
+        Ok(Plan { spawn, argv, envp, moves: spawn.descriptors.moves()?, report })
     }
 
-    fn fail(&self, step: u8) -> ! {
-        let [a, b, c, d] = io::Error::last_os_error().raw_os_error().unwrap_or(0).to_ne_bytes();
+    fn fail(&self, step: u8, error: &io::Error) -> ! {
+        let [a, b, c, d] = error.raw_os_error().unwrap_or(0).to_ne_bytes();
         let message: Failure = [step, a, b, c, d];
         // SAFETY: `message` is valid for its length.
         unsafe { libc::write(self.report, message.as_ptr().cast(), message.len()) };
@@ -83,121 +87,90 @@ impl<'a> Plan<'a> {
         unsafe { libc::_exit(125) }
     }
 
-    fn check(&self, step: u8, result: libc::c_int) -> libc::c_int {
-        if result < 0 {
-            self.fail(step);
-        }
-        result
+    fn check<T>(&self, step: u8, result: Result<T, impl Into<io::Error>>) -> T {
+        result.unwrap_or_else(|error| self.fail(step, &error.into()))
     }
 
-    /// The child: becomes the program, or reports why not.
+    /// Runs in the child: executes the program, or reports why it cannot.
     pub(super) fn run(&mut self) -> ! {
         let spawn = self.spawn;
-        if let World::Join(pidfd, also) = &spawn.world {
-            // SAFETY: a system call on an open descriptor.
-            self.check(0, unsafe { libc::setns(pidfd.as_raw_fd(), libc::CLONE_NEWNS | also.bits()) });
+        if let World::Join(pidfd, also) = &spawn.place.world {
+            self.check(0, setns(pidfd, CloneFlags::CLONE_NEWNS | *also));
         }
-        if let Some(network) = &spawn.network {
-            // SAFETY: a system call on an open descriptor.
-            self.check(0, unsafe { libc::setns(network.as_raw_fd(), libc::CLONE_NEWNET) });
+        if let Some(network) = &spawn.place.network {
+            self.check(0, setns(network, CloneFlags::CLONE_NEWNET));
         }
         if spawn.session {
-            // SAFETY: no memory is involved.
-            self.check(1, unsafe { libc::setsid() });
+            self.check(1, nix::unistd::setsid());
         }
-        if let Some(directory) = &spawn.directory {
-            // SAFETY: the text is NUL-terminated.
-            self.check(2, unsafe { libc::chdir(directory.as_ptr()) });
+        if let Some(directory) = &spawn.place.directory {
+            self.check(2, nix::unistd::chdir(directory.as_c_str()));
         }
         let top = self.place_descriptors();
         if let Some(mask) = spawn.umask {
-            // SAFETY: a system call on a number.
-            unsafe { libc::umask(mask) };
+            umask(Mode::from_bits_truncate(mask));
         }
         for (resource, limit) in &spawn.limits {
             // SAFETY: `limit` is valid.
-            self.check(5, unsafe { libc::setrlimit(*resource, limit) });
+            self.check(5, Errno::result(unsafe { libc::setrlimit(*resource, limit) }));
         }
         self.close_above(top);
-        if let Some(without) = &spawn.own_tun {
+        if let Some(without) = &spawn.place.own_tun {
             self.make_tun(without);
         }
-        if let Some((user, group)) = spawn.identity {
-            self.become_user(user, group);
+        if let Some((user, group)) = spawn.rights.identity {
+            self.check(10, become_user(user, group));
         }
-        if spawn.no_new_privileges {
-            // SAFETY: a system call on numbers.
-            self.check(11, unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) });
+        if spawn.rights.no_new_privileges {
+            self.check(11, set_no_new_privs());
         }
-        // After that: who becomes another user loses the signal (prctl(2)).
+        // After the change of user, which resets the signal (prctl(2)).
         if let Some(parent) = spawn.dies_with {
-            // SAFETY: a system call on numbers.
-            self.check(9, unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) });
-            // SAFETY: a system call without arguments. A parent that is gone already sends no signal.
-            if unsafe { libc::getppid() } != parent {
-                self.fail(9);
+            self.check(9, set_pdeathsig(Signal::SIGKILL));
+            // If the parent is gone already, no signal will come.
+            if nix::unistd::getppid().as_raw() != parent {
+                self.fail(9, &Errno::ESRCH.into());
             }
         }
         self.reset_signals();
         self.execute()
     }
 
-    /// What is mounted and unmounted from here on stays in a namespace of the child's own; unmounting elsewhere comes here too,
-    /// where the machine's mounts are shared (systemd has them so).
+    /// Creates the tunnel device in a new mount namespace, so that mounts made here are not seen elsewhere. Unmounts
+    /// elsewhere still take effect here if the machine's mounts are shared (as systemd sets them up).
     fn make_tun(&self, without: &[CString]) {
         const STEP: u8 = 12;
-        let none = std::ptr::null();
-        // SAFETY: a system call on numbers.
-        self.check(STEP, unsafe { libc::unshare(libc::CLONE_NEWNS) });
-        let flags = libc::MS_REC | libc::MS_SLAVE;
-        // SAFETY: the texts are NUL-terminated, and the others not wanted.
-        self.check(STEP, unsafe { libc::mount(c"none".as_ptr(), c"/".as_ptr(), none, flags, none.cast()) });
+        let (none, all) = (None::<&CStr>, Mode::from_bits_truncate(0o666));
+        self.check(STEP, unshare(CloneFlags::CLONE_NEWNS));
+        self.check(STEP, mount(none, c"/", none, MsFlags::MS_REC | MsFlags::MS_SLAVE, none));
         for mounted in without {
-            // One that is gone by now is no matter.
-            // SAFETY: the text is NUL-terminated.
-            unsafe { libc::umount2(mounted.as_ptr(), libc::MNT_DETACH) };
+            // A mount that is gone already is no error.
+            let _ = umount2(mounted.as_c_str(), MntFlags::MNT_DETACH);
         }
-        let (folder, kind, options) = (c"/dev/net".as_ptr(), c"tmpfs".as_ptr(), c"mode=0755,size=4k".as_ptr().cast());
-        let flags = libc::MS_NOSUID | libc::MS_NOEXEC;
-        // SAFETY: the texts are NUL-terminated.
-        self.check(STEP, unsafe { libc::mount(c"tun".as_ptr(), folder, kind, flags, options) });
-        // Numbers of Documentation/admin-guide/devices.txt.
-        let (path, device) = (c"/dev/net/tun".as_ptr(), libc::makedev(10, 200));
-        // SAFETY: the text is NUL-terminated.
-        self.check(STEP, unsafe { libc::mknod(path, libc::S_IFCHR | 0o666, device) });
+        let (flags, options) = (MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC, Some(c"mode=0755,size=4k"));
+        self.check(STEP, mount(Some(c"tun"), c"/dev/net", Some(c"tmpfs"), flags, options));
+        let path = c"/dev/net/tun";
+        // Device numbers from Documentation/admin-guide/devices.txt.
+        self.check(STEP, mknod(path, SFlag::S_IFCHR, all, makedev(10, 200)));
         // By name, because of the umask.
-        // SAFETY: the text is NUL-terminated.
-        self.check(STEP, unsafe { libc::chmod(path, 0o666) });
+        self.check(STEP, fchmodat(AT_FDCWD, path, all, FchmodatFlags::FollowSymlink));
     }
 
-    /// By the kernel's own calls: those of the C library want to tell the other threads of a process (nptl(7)), which this
-    /// copy does not have.
-    fn become_user(&self, user: u32, group: u32) {
-        let check = |result: libc::c_long| self.check(10, if result < 0 { -1 } else { 0 });
-        // SAFETY: no groups are read.
-        check(unsafe { libc::syscall(libc::SYS_setgroups, 0, std::ptr::null::<libc::gid_t>()) });
-        // SAFETY: a system call on numbers.
-        check(unsafe { libc::syscall(libc::SYS_setresgid, group, group, group) });
-        // SAFETY: a system call on numbers.
-        check(unsafe { libc::syscall(libc::SYS_setresuid, user, user, user) });
-    }
-
-    /// A program that was written a moment ago may be open for writing yet: not by who wrote it, but in a child that
-    /// another thread forked at that moment, until that one gets to its own exec. The kernel refuses it as long.
+    /// Executes the program. A program that was just written can still be open for writing: in a child that another
+    /// thread forked at that moment and that has not reached its exec. The kernel refuses the program until then.
     fn execute(&self) -> ! {
         for tries_left in (0..BUSY_TRIES).rev() {
             // SAFETY: argv and envp are null-terminated arrays of NUL-terminated texts that live in the copied memory.
-            unsafe { libc::execve(self.spawn.program.as_ptr(), self.argv.as_ptr(), self.envp.as_ptr()) };
-            if tries_left == 0 || io::Error::last_os_error().raw_os_error() != Some(libc::ETXTBSY) {
+            unsafe { libc::execve(self.spawn.program.path.as_ptr(), self.argv.as_ptr(), self.envp.as_ptr()) };
+            if tries_left == 0 || Errno::last() != Errno::ETXTBSY {
                 break;
             }
-            // SAFETY: the time is valid, what would be left of it is not wanted.
-            unsafe { libc::nanosleep(&raw const BUSY_PAUSE, std::ptr::null_mut()) };
+            let _ = nanosleep(&BUSY_PAUSE);
         }
-        self.fail(8)
+        self.fail(8, &io::Error::last_os_error())
     }
 
-    /// Opens and moves; returns the highest number in use.
+    /// Opens files and moves descriptors to their numbers; returns the highest number in use.
     fn place_descriptors(&mut self) -> RawFd {
         let mut top: RawFd = 2;
         // The report pipe and all given descriptors are moved to high numbers first, so that the final numbers are
@@ -207,13 +180,13 @@ impl<'a> Plan<'a> {
             *slot = (self.check(4, lift(*from)), *to);
         }
         self.report = self.check(4, lift(self.report));
-        for open in &self.spawn.opens {
+        for open in &self.spawn.descriptors.opened {
             self.open(open);
             top = top.max(open.fd);
         }
         for (from, to) in lifted.iter().take(self.moves.len()) {
             // SAFETY: a system call on numbers.
-            self.check(4, unsafe { libc::dup2(*from, *to) });
+            self.check(4, Errno::result(unsafe { libc::dup2(*from, *to) }));
             top = top.max(*to);
         }
         top
@@ -221,46 +194,39 @@ impl<'a> Plan<'a> {
 
     fn open(&self, open: &Open) {
         // SAFETY: the text is NUL-terminated.
-        let fd = self.check(3, unsafe { libc::open(open.path.as_ptr(), open.flags | libc::O_CLOEXEC, 0o600) });
+        let fd = unsafe { libc::open(open.path.as_ptr(), open.flags | libc::O_CLOEXEC, 0o600) };
+        let fd = self.check(3, Errno::result(fd));
         if fd == open.fd {
             // SAFETY: a system call on numbers: takes back close-on-exec.
-            self.check(4, unsafe { libc::fcntl(fd, libc::F_SETFD, 0) });
+            self.check(4, Errno::result(unsafe { libc::fcntl(fd, libc::F_SETFD, 0) }));
         } else {
             // SAFETY: a system call on numbers.
-            self.check(4, unsafe { libc::dup2(fd, open.fd) });
+            self.check(4, Errno::result(unsafe { libc::dup2(fd, open.fd) }));
         }
     }
 
-    /// Closes all but the report pipe, which closes with exec.
+    /// Closes all descriptors above `top` but the report pipe, which closes with exec.
     fn close_above(&self, top: RawFd) {
         let (first, report) = ((top + 1).cast_unsigned(), self.report.cast_unsigned());
         if report > first {
             // SAFETY: a system call on numbers.
-            self.check(6, unsafe { libc::close_range(first, report - 1, 0) });
+            self.check(6, Errno::result(unsafe { libc::close_range(first, report - 1, 0) }));
         }
         // SAFETY: a system call on numbers.
-        self.check(6, unsafe { libc::close_range(report + 1, u32::MAX, 0) });
+        self.check(6, Errno::result(unsafe { libc::close_range(report + 1, u32::MAX, 0) }));
     }
 
-    /// As std::process does: the mask empty (or full, where that is wanted), SIGPIPE (which Rust's runtime ignores) back to its
-    /// default. What the caller of rekindle ignored (nohup) stays ignored.
+    /// As std::process does: the mask is emptied (or filled, if requested), and SIGPIPE, which Rust's runtime ignores,
+    /// gets its default action. Signals that rekindle's caller ignored (nohup) stay ignored.
     fn reset_signals(&self) {
-        // SAFETY: an all-zero sigset_t is the empty set on Linux.
-        let mut mask: libc::sigset_t = unsafe { std::mem::zeroed() };
-        if self.spawn.signals_blocked {
-            // SAFETY: the set is valid.
-            unsafe { libc::sigfillset(&raw mut mask) };
-        }
-        // SAFETY: the set is valid, the old one is not wanted.
-        self.check(7, unsafe { libc::sigprocmask(libc::SIG_SETMASK, &raw const mask, std::ptr::null_mut()) });
+        let mask = if self.spawn.signals_blocked { SigSet::all() } else { SigSet::empty() };
+        self.check(7, sigprocmask(SigmaskHow::SIG_SETMASK, Some(&mask), None));
         // SAFETY: sets the default action.
-        if unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) } == libc::SIG_ERR {
-            self.fail(7);
-        }
+        self.check(7, unsafe { signal(Signal::SIGPIPE, SigHandler::SigDfl) });
     }
 }
 
-fn lift(fd: RawFd) -> libc::c_int {
+fn lift(fd: RawFd) -> nix::Result<RawFd> {
     // SAFETY: a system call on numbers.
-    unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, LIFTED) }
+    Errno::result(unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, LIFTED) })
 }

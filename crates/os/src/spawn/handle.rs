@@ -3,15 +3,15 @@
 
 use rekindle_base::Ended;
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
 use nix::sched::CloneFlags;
-use nix::sys::wait::WaitPidFlag;
+use rustix::process::{WaitId, WaitIdOptions, waitid};
 
 use super::{World, register};
 use crate::process;
 
-/// A child of this process, by pidfd, so that its pid cannot be mistaken for another's.
+/// A child of this process, by pidfd, so that its pid cannot be confused with a later process.
 #[derive(Debug)]
 pub struct Child {
     pub(super) pid: i32,
@@ -19,7 +19,7 @@ pub struct Child {
 }
 
 impl Child {
-    /// Takes charge of a child that CRIU restored as ours.
+    /// Adopts a process that CRIU restored as our child.
     ///
     /// # Errors
     /// When there is no such process.
@@ -35,8 +35,9 @@ impl Child {
         self.pid
     }
 
-    /// How another is born into the PID and the mount namespace of this one, and into those of `also` that are not ours
-    /// already: to enter one takes rights over it, which a container may not have over the host's network.
+    /// What is needed to start a child in the PID and mount namespaces of this one, and in its namespaces of the kinds
+    /// `also` that differ from ours. Entering a namespace needs rights over it, which a container may lack for the
+    /// host's network.
     ///
     /// # Errors
     /// When descriptors run out.
@@ -64,6 +65,7 @@ impl Child {
     /// # Errors
     /// When the kernel refuses.
     pub fn signal(&self, signal: i32) -> io::Result<()> {
+        // rustix's own takes no real-time signal.
         // SAFETY: a system call on an open descriptor; a null siginfo means the default one.
         let result = unsafe {
             libc::syscall(
@@ -87,7 +89,7 @@ impl Child {
     /// When it was reaped before.
     pub fn wait(&self) -> io::Result<Ended> {
         loop {
-            match self.wait_with(WaitPidFlag::WEXITED) {
+            match self.wait_with(WaitIdOptions::EXITED) {
                 Ok(Some(ended)) => return Ok(ended),
                 Ok(None) => {}
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
@@ -96,12 +98,12 @@ impl Child {
         }
     }
 
-    /// Waits for the end; leaves it to be reaped.
+    /// Waits for the end; does not reap.
     ///
     /// # Errors
     /// When it was reaped before.
     pub fn wait_for_end(&self) -> io::Result<()> {
-        let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT;
+        let flags = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
         loop {
             match self.wait_id(flags) {
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
@@ -110,24 +112,24 @@ impl Child {
         }
     }
 
-    /// Reaps if it has ended.
+    /// Reaps the child if it has ended.
     ///
     /// # Errors
     /// When it was reaped before.
     pub fn try_wait(&self) -> io::Result<Option<Ended>> {
-        self.wait_with(WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG)
+        self.wait_with(WaitIdOptions::EXITED | WaitIdOptions::NOHANG)
     }
 
-    /// Whether it has ended; leaves it to be reaped.
+    /// Whether it has ended; does not reap.
     ///
     /// # Errors
     /// When it was reaped before.
     pub fn has_ended(&self) -> io::Result<bool> {
-        let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
+        let flags = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
         Ok(self.wait_id(flags)?.is_some())
     }
 
-    fn wait_with(&self, flags: WaitPidFlag) -> io::Result<Option<Ended>> {
+    fn wait_with(&self, flags: WaitIdOptions) -> io::Result<Option<Ended>> {
         let ended = self.wait_id(flags)?;
         if ended.is_some() {
             register().remove(&self.pid);
@@ -135,22 +137,10 @@ impl Child {
         Ok(ended)
     }
 
-    /// waitid(2). Not nix's: that one has no value for a child that a real-time signal ended, and answers EINVAL after the
+    /// waitid(2). nix's version has no value for a child that a real-time signal ended, and returns EINVAL after the
     /// kernel has reaped it.
-    fn wait_id(&self, flags: WaitPidFlag) -> io::Result<Option<Ended>> {
-        // SAFETY: siginfo_t is plain numbers, for which all zeroes is valid.
-        let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
-        let fd = self.pidfd.as_raw_fd().cast_unsigned();
-        // SAFETY: a system call on an open descriptor; `info` is valid for writes.
-        if unsafe { libc::waitid(libc::P_PIDFD, fd, &raw mut info, flags.bits()) } < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: waitid fills the fields of a SIGCHLD, or leaves zeroes.
-        let status = unsafe { info.si_status() };
-        Ok(match info.si_code {
-            libc::CLD_EXITED => Some(Ended::Exit(status)),
-            libc::CLD_KILLED | libc::CLD_DUMPED => Some(Ended::Signal(status)),
-            _ => None,
-        })
+    fn wait_id(&self, flags: WaitIdOptions) -> io::Result<Option<Ended>> {
+        let Some(status) = waitid(WaitId::PidFd(self.pidfd.as_fd()), flags)? else { return Ok(None) };
+        Ok(status.exit_status().map(Ended::Exit).or_else(|| status.terminating_signal().map(Ended::Signal)))
     }
 }

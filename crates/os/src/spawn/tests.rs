@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::*;
 
-/// What a shell in the child prints, by a pipe as its standard output, and how it ended.
+/// The output of a shell script in the child, through a pipe, and how the child ended.
 fn output(script: &str, set_up: impl FnOnce(Spawn) -> Spawn) -> (String, Ended) {
     let (read, write) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).unwrap();
     let spawn = Spawn::new(Path::new("/bin/sh"), ["-c", script]).unwrap().fd(write, 1);
@@ -33,12 +33,12 @@ fn blocked_signals_wait_for_the_child() {
 #[test]
 fn a_child_has_its_standard_descriptors_and_no_other() {
     let null = |fd| Open { fd, path: c"/dev/null".into(), flags: libc::O_RDWR };
-    // One that does not close by itself, with a number of its own.
+    // A descriptor without close-on-exec, with a free number.
     let file = std::fs::File::open("/etc/passwd").unwrap();
     let leak = nix::fcntl::fcntl(&file, nix::fcntl::FcntlArg::F_DUPFD(50)).unwrap();
     let (text, ended) = output("for fd in /proc/$$/fd/*; do echo ${fd##*/}; done", |s| s.open(null(0)).open(null(2)));
     let fds: Vec<u32> = text.lines().map(|l| l.parse().unwrap()).collect();
-    // The shell has the folder open that it lists.
+    // The fourth is the folder that the shell lists.
     assert_eq!((fds.as_slice(), ended), ([0, 1, 2, 3].as_slice(), Ended::Exit(0)));
     nix::unistd::close(leak).unwrap();
 }
@@ -56,7 +56,7 @@ fn descriptors_that_trade_places_do_not_cover_each_other() {
     assert_eq!(text, "threefour");
 }
 
-/// A program of our own, and what holds it open for writing.
+/// A program, and a descriptor that has it open for writing.
 fn busy_program(dir: &Path) -> (std::path::PathBuf, std::fs::File) {
     let program = dir.join("true");
     std::fs::copy("/bin/true", &program).unwrap();
@@ -70,7 +70,7 @@ fn a_program_that_is_still_open_for_writing_is_waited_for() {
     let (program, writer) = busy_program(dir.path());
     let before = register().clone();
     let starting = std::thread::spawn(move || Spawn::new(&program, [""; 0]).unwrap().start());
-    // Other tests start children too: only ours stays before its exec, with our executable as its own.
+    // Other tests start children too, but only ours waits before its exec, with our executable as its own.
     let waits = |pid: &i32| super::super::process::executable(*pid) == std::env::current_exe().ok();
     let deadline = Instant::now() + Duration::from_secs(10);
     while !register().difference(&before).any(waits) && !starting.is_finished() {
@@ -146,7 +146,7 @@ fn a_child_in_a_new_world_is_its_first_and_another_can_join() {
 
 #[test]
 fn strays_are_reaped_and_our_own_children_are_left_to_their_owner() {
-    // In a process of its own: in this one, other tests' children are strays.
+    // In a separate process: in this one, other tests' children are strays.
     const MARK: &str = "REKINDLE_TEST_STRAYS";
     if std::env::var_os(MARK).is_none() {
         let name = "spawn::tests::strays_are_reaped_and_our_own_children_are_left_to_their_owner";
@@ -158,7 +158,7 @@ fn strays_are_reaped_and_our_own_children_are_left_to_their_owner() {
     }
     let ours = Spawn::new(Path::new("/bin/true"), [""; 0]).unwrap().start().unwrap();
     ours.wait_for_end().unwrap();
-    // A fork that nobody has in the register, as a failed CRIU leaves them.
+    // A child that is not in the register, as a failed CRIU leaves them.
     let stray = std::process::Command::new("/bin/true").spawn().unwrap();
     let pid = stray.id().cast_signed();
     let deadline = Instant::now() + Duration::from_secs(10);
@@ -168,6 +168,6 @@ fn strays_are_reaped_and_our_own_children_are_left_to_their_owner() {
         std::thread::sleep(Duration::from_millis(1));
     }
     assert_eq!(ours.wait().unwrap(), Ended::Exit(0), "it was not taken from its owner");
-    // Reaped already: what remains is to let the handle go.
+    // Reaped already: only the handle is left to drop.
     drop(stray);
 }

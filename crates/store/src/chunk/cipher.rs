@@ -24,14 +24,14 @@ use rekindle_os::durable;
 
 const NONCE: usize = 24;
 const TAG: usize = 16;
-/// What sealing adds.
+/// Bytes that sealing adds.
 pub const SEAL: usize = NONCE + TAG;
-/// The bytes of a key.
+/// Bytes of a key.
 const KEY: usize = 32;
-/// 64 digits and a line end, with some room for a reader to see that there is more.
+/// Maximum size of a key file: 64 digits and a line end, with some room to detect a longer file.
 const MAX_FILE: u64 = 128;
 
-/// Contexts of `blake3::derive_key`: fixed for ever, since they are part of the format.
+/// Contexts of `blake3::derive_key`. They are part of the format and never change.
 const NAMES: &str = "rekindle 2026 store: names of chunks";
 const SEALS: &str = "rekindle 2026 store: sealing of chunks";
 const ID: &str = "rekindle 2026 store: id of the key";
@@ -40,15 +40,15 @@ const SIGNS: &str = "rekindle 2026 store: signatures of manifests and records";
 /// Why a key file cannot be used.
 #[derive(Debug, Error)]
 pub enum KeyError {
-    /// It cannot be opened or read.
-    #[error("cannot read the key file {}; make one with `head -c 32 /dev/urandom > KEY && chmod 600 KEY`", .path.display())]
+    /// The file cannot be opened or read.
+    #[error("cannot read the key file {}: {source}; make one with `head -c 32 /dev/urandom > KEY && chmod 600 KEY`", .path.display())]
     Read {
         /// The file.
         path: PathBuf,
         /// The kernel's answer.
         source: io::Error,
     },
-    /// Others can read or write it.
+    /// Other users can read or write the file.
     #[error("the key file {} has mode {mode:04o}: others can use it; run `chmod 600 '{}'`", .path.display(), .path.display())]
     OthersCanRead {
         /// The file.
@@ -56,17 +56,17 @@ pub enum KeyError {
         /// Its permission bits.
         mode: u32,
     },
-    /// It belongs to somebody else.
+    /// The file belongs to another user.
     #[error("the key file {} belongs to user {owner}; run `chown {we} '{}'`", .path.display(), .path.display())]
     OtherOwner {
         /// The file.
         path: PathBuf,
         /// Its owner.
         owner: u32,
-        /// The user that we are.
+        /// The present user.
         we: u32,
     },
-    /// Neither 32 bytes nor 64 digits. What is in it is not shown.
+    /// The content is neither 32 bytes nor 64 digits. It is not shown.
     #[error("{} is not a key file: it needs 32 raw bytes or 64 hex digits", .path.display())]
     NoKey {
         /// The file.
@@ -74,7 +74,7 @@ pub enum KeyError {
     },
 }
 
-/// What encrypts a store.
+/// The key that a store is encrypted with.
 #[derive(Clone)]
 pub struct Key {
     names: Zeroizing<[u8; KEY]>,
@@ -84,7 +84,7 @@ pub struct Key {
     plain: PlainPacks,
 }
 
-/// What a reader that has a key does with packs that are not encrypted.
+/// How a reader with a key treats packs that are not encrypted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum PlainPacks {
     /// It refuses them: anybody who can write the store could have made them.
@@ -94,7 +94,7 @@ pub enum PlainPacks {
     Accepted,
 }
 
-/// By their ids, which come from the same secret.
+/// Compares the ids, which are derived from the same secret.
 impl PartialEq for Key {
     fn eq(&self, other: &Key) -> bool {
         (self.id, self.plain) == (other.id, other.plain)
@@ -132,7 +132,7 @@ impl Key {
         Ok(Key::new(&secret))
     }
 
-    /// From the secret itself.
+    /// A key with this secret.
     #[must_use]
     pub fn new(secret: &[u8; 32]) -> Key {
         let mut whole = blake3::derive_key(ID, secret);
@@ -143,19 +143,19 @@ impl Key {
         Key { names: derive(NAMES), seals: derive(SEALS), signs: derive(SIGNS), id, plain }
     }
 
-    /// The same key for a reader that deals with packs that are not encrypted in this way.
+    /// The same key, with this treatment of packs that are not encrypted.
     #[must_use]
     pub fn with_plain_packs(self, plain: PlainPacks) -> Key {
         Key { plain, ..self }
     }
 
-    /// What a reader does with packs that are not encrypted.
+    /// How a reader treats packs that are not encrypted.
     #[must_use]
     pub fn plain_packs(&self) -> PlainPacks {
         self.plain
     }
 
-    /// The keyed hash of all parts, each with its length before it, so that no byte can move from one to the next.
+    /// The keyed hash of all parts, each preceded by its length, so that no byte can move from one part to the next.
     pub(crate) fn sign(&self, parts: &[&[u8]]) -> blake3::Hash {
         let mut hasher = blake3::Hasher::new_keyed(&self.signs);
         for part in parts {
@@ -164,7 +164,7 @@ impl Key {
         hasher.finalize()
     }
 
-    /// What a pack says of the key that it wants. It tells nothing of the key.
+    /// The id by which a pack names its key. It reveals nothing about the key.
     #[must_use]
     pub fn id(&self) -> [u8; 16] {
         self.id
@@ -176,8 +176,8 @@ impl Key {
         blake3::keyed_hash(&self.names, raw).into()
     }
 
-    /// Replaces what is in `bytes` from `start` on by nonce, sealed bytes and tag. `bound` is not encrypted, but what is
-    /// sealed here opens only with the same.
+    /// Replaces the content of `bytes` from `start` on by nonce, sealed bytes and tag. `bound` is not encrypted, but
+    /// must be the same to open the result.
     ///
     /// # Errors
     /// When the kernel gives no random bytes.
@@ -196,7 +196,7 @@ impl Key {
     /// Opens what [`Key::seal`] made, in place.
     ///
     /// # Errors
-    /// [`FormatError::Unsealed`] where a bit of it, or of `bound`, is another. Then nothing of it is to be used.
+    /// [`FormatError::Unsealed`] if any bit of it, or of `bound`, differs. Then nothing of it may be used.
     pub fn open<'a>(&self, bound: &[u8], sealed: &'a mut [u8]) -> Result<&'a mut [u8], FormatError> {
         let (nonce, rest) = sealed.split_first_chunk_mut::<NONCE>().ok_or(FormatError::Unsealed)?;
         let (bytes, tag) = rest.split_last_chunk_mut::<TAG>().ok_or(FormatError::Unsealed)?;

@@ -22,7 +22,7 @@ use rekindle_base::units::Malformed;
 /// How a chunk is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Codec {
-    /// As it is.
+    /// Uncompressed.
     Raw,
     /// An LZ4 block.
     Lz4,
@@ -31,7 +31,7 @@ pub enum Codec {
 }
 
 impl Codec {
-    /// Its number in a file.
+    /// Its number in files.
     #[must_use]
     pub const fn number(self) -> u8 {
         match self {
@@ -41,7 +41,7 @@ impl Codec {
         }
     }
 
-    /// From its number in a file.
+    /// The codec with this number in files.
     #[must_use]
     pub const fn from_number(number: u8) -> Option<Codec> {
         match number {
@@ -53,7 +53,7 @@ impl Codec {
     }
 }
 
-/// How the content of images is made smaller.
+/// How the content of images is compressed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Compression {
@@ -62,16 +62,16 @@ pub enum Compression {
     Auto,
     /// Store everything uncompressed.
     None,
-    /// LZ4: half the gain, several times as fast.
+    /// LZ4: half of the savings, several times as fast.
     Lz4,
     /// Zstandard with this level, one of [`Compression::LEVELS`].
     Zstd(i32),
 }
 
 impl Compression {
-    /// The levels of Zstandard that can be set. Below, it is no faster than LZ4; above, it needs hundreds of MiB a thread.
+    /// The allowed levels of Zstandard. Lower ones are no faster than LZ4; higher ones need hundreds of MiB per thread.
     pub const LEVELS: std::ops::RangeInclusive<i32> = -7..=19;
-    /// The level of "zstd" alone, as that of the command `zstd`.
+    /// The level of "zstd" without a number, as in the command `zstd`.
     const LEVEL: i32 = 3;
 }
 
@@ -87,7 +87,7 @@ impl FromStr for Compression {
                 "zstd" => Ok(Compression::Zstd(Compression::LEVEL)),
                 _ => Err(Malformed),
             },
-            // parse takes a plus sign.
+            // parse accepts a plus sign.
             Some(("zstd", level)) if !level.starts_with('+') => {
                 let level = level.parse().ok().filter(|level| Compression::LEVELS.contains(level));
                 level.map(Compression::Zstd).ok_or(Malformed)
@@ -125,18 +125,18 @@ impl From<Compression> for String {
 /// The level of "auto".
 pub const AUTO_LEVEL: i32 = 1;
 
-/// Where `auto` looks, in each third of a chunk.
+/// Bytes of the sample that `auto` takes from each third of a chunk.
 const SAMPLE: usize = 4 << 10;
-/// `auto` compresses what saves this share of the samples, in per cent, with LZ4.
+/// `auto` compresses a chunk if LZ4 saves this share of the samples, in per cent.
 const SAMPLE_SAVES: usize = 8;
-/// Or if each byte of the sample has at most this many bits of information. Weights contain no repetitions, which is
-/// all that LZ4 finds, but the exponent byte has few values: 7.36 bits for float32, less for bfloat16. Noise has 7.95
-/// in a sample.
+/// It also compresses a chunk if each byte of the sample has at most this many bits of information. Weights contain no
+/// repetitions, which is all that LZ4 finds, but the exponent byte has few values: 7.36 bits for float32, less for
+/// bfloat16. Noise has 7.95 in a sample.
 const SAMPLE_BITS: f64 = 7.5;
-/// What is compressed must save this share, in per cent, or the raw bytes are stored: reading them costs nothing.
+/// Compression must save this share, in per cent; otherwise the raw bytes are stored, which are faster to read.
 const SAVES: usize = 6;
 
-/// What a thread keeps between chunks: a context of Zstandard is megabytes to set up.
+/// Data that a thread reuses for all chunks: the context of Zstandard takes megabytes to set up.
 #[derive(Default)]
 struct Tools {
     zstd: Option<(i32, zstd::bulk::Compressor<'static>)>,
@@ -149,10 +149,11 @@ thread_local! {
     static TOOLS: RefCell<Tools> = RefCell::default();
 }
 
-/// Compresses a chunk as is wanted; the raw bytes where that does not pay. What is in `scratch` before does not matter.
+/// Compresses a chunk with the wanted method; returns the raw bytes if that does not pay. The content of `scratch` does
+/// not matter.
 pub fn encode<'a>(wanted: Compression, raw: &'a [u8], scratch: &'a mut Vec<u8>) -> (Codec, &'a [u8]) {
     let room = raw.len() - raw.len() * SAVES / 100;
-    // Zstandard stops where the room ends; LZ4 does not begin without enough for the worst.
+    // Zstandard stops at the end of the buffer; LZ4 needs room for the worst case.
     scratch.resize(lz4::get_maximum_output_size(raw.len()), 0);
     let done = TOOLS.with_borrow_mut(|tools| match wanted {
         Compression::None => None,
@@ -194,7 +195,7 @@ impl Tools {
     }
 }
 
-/// Bits of information in each byte, where nothing is known of its neighbours.
+/// Bits of information in each byte, looked at without its neighbours.
 fn entropy(bytes: &[u8]) -> f64 {
     let mut counts = [0_u32; 256];
     bytes.iter().for_each(|byte| counts[usize::from(*byte)] += 1);
@@ -203,11 +204,11 @@ fn entropy(bytes: &[u8]) -> f64 {
     seen.map(|count| count / total * (total / count).log2()).sum()
 }
 
-/// Turns what is stored into the raw bytes, which are then all of `into`. Never allocates more than `raw_len`, which is
-/// at most [`CHUNK_MAX`].
+/// Decodes stored bytes to raw bytes, which replace the content of `into`. Never allocates more than `raw_len`, which
+/// is at most [`CHUNK_MAX`].
 ///
 /// # Errors
-/// When the bytes are not what [`encode`] makes of a chunk of that size.
+/// When the bytes are not the result of [`encode`] for a chunk of that size.
 pub fn decode(codec: Codec, stored: &[u8], raw_len: usize, into: &mut Vec<u8>) -> Result<(), FormatError> {
     let (found, bound) = (size_of(raw_len), u64::from(CHUNK_MAX));
     if found > bound || raw_len == 0 {

@@ -19,7 +19,7 @@ use rekindle_criu::image::{self, PAGE, PageRun};
 /// The folder of CRIU's files in an image.
 const CRIU: &str = "criu/";
 
-/// Knows the page maps of an image, so that they are looked for once.
+/// The page maps of an image, so that they are read once.
 #[derive(Debug)]
 pub struct Cutter {
     /// By the id of the pages file.
@@ -27,7 +27,7 @@ pub struct Cutter {
 }
 
 impl Cutter {
-    /// Looks at the page maps of the image in `dir`.
+    /// Reads the page maps of the image in `dir`.
     #[must_use]
     pub fn new(dir: &Path) -> Cutter {
         let entries = fs::read_dir(dir.join(CRIU)).into_iter().flatten().flatten();
@@ -70,14 +70,14 @@ enum How {
     },
     Addresses {
         runs: std::vec::IntoIter<PageRun>,
-        /// What is left of the run that the next piece begins in: address and bytes.
+        /// The rest of the run in which the next piece begins: address and bytes.
         current: Option<(u64, u64)>,
     },
 }
 
 impl Cuts {
-    /// The cuts of the part `part` of the image in `dir`, where it is the only one: [`Cutter`] reads the names of the
-    /// page maps once for all parts.
+    /// The cuts of the part `part` of the image in `dir`, if only this part is needed: [`Cutter`] reads the names of
+    /// the page maps once for all parts.
     #[must_use]
     pub fn of(dir: &Path, part: &str, size: u64) -> Cuts {
         Cutter::new(dir).cuts(part, size)

@@ -1,13 +1,13 @@
-//! The name of a chunk: the BLAKE3 of its raw bytes, keyed where the store is encrypted.
+//! The name of a chunk: the BLAKE3 hash of its raw bytes, keyed if the store is encrypted.
 
 use std::fmt;
 
-/// Two chunks with one name have the same content.
+/// The name of a chunk. Chunks with the same name have the same content.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ChunkId([u8; 32]);
 
 impl ChunkId {
-    /// From the bytes of the hash.
+    /// An id with these bytes of the hash.
     #[must_use]
     pub const fn new(bytes: [u8; 32]) -> ChunkId {
         ChunkId(bytes)

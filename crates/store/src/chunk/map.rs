@@ -25,7 +25,7 @@ use rekindle_os::durable;
 
 /// Its name in the folder of the image.
 pub const FILE_NAME: &str = "chunks";
-/// A larger map is not read: 4 GiB are 100 million chunks, 25 TiB of full ones.
+/// Larger maps are not read: 4 GiB are 100 million chunks, 25 TiB if all are full.
 pub const MAX_BYTES: u64 = 4 << 30;
 
 const MAGIC: &[u8; 16] = b"REKINDLE CHUNKS\0";
@@ -33,13 +33,13 @@ const VERSION: u32 = 1;
 const EXTENT: usize = 40;
 const ZERO: u32 = 0;
 const CHUNK: u32 = 1;
-/// Zeros of one extent at most.
+/// Maximum number of zeros in one extent.
 const MAX_ZEROS: u64 = 1 << 30;
 
 /// A piece of a part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Extent {
-    /// Nothing but zeros. At least one.
+    /// At least one byte of zeros.
     Zero {
         /// How many bytes.
         len: u64,
@@ -54,7 +54,7 @@ pub enum Extent {
 }
 
 impl Extent {
-    /// How many bytes of the part it is.
+    /// Its length in bytes.
     #[must_use]
     pub fn len(&self) -> u64 {
         match self {
@@ -63,13 +63,13 @@ impl Extent {
         }
     }
 
-    /// Whether it is none at all, which is in no map.
+    /// Whether its length is 0, which occurs in no map.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// How many extents of the file it is: a long run of zeros is more than one.
+    /// How many extents it takes in the file: a long run of zeros takes several.
     fn written(&self) -> u64 {
         match self {
             Extent::Zero { len } => len.div_ceil(MAX_ZEROS),
@@ -78,7 +78,7 @@ impl Extent {
     }
 }
 
-/// Of what the parts of an image consist.
+/// The content of the parts of an image.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ChunkMap {
     /// The extents of each part, in the order of [`Manifest::parts`]; zeros never follow zeros (see [`push`]).
@@ -100,7 +100,7 @@ impl ChunkMap {
         self.parts.iter().flatten().map(Extent::written).sum()
     }
 
-    /// The chunks that it names, as often as it does.
+    /// The chunks in the map, with repetitions.
     pub fn chunks(&self) -> impl Iterator<Item = (ChunkId, u32)> {
         self.parts.iter().flatten().filter_map(|extent| match extent {
             Extent::Chunk { id, len } => Some((*id, *len)),
@@ -133,7 +133,7 @@ impl ChunkMap {
     /// Reads what [`ChunkMap::to_bytes`] wrote.
     ///
     /// # Errors
-    /// Every kind of damage has its own.
+    /// Each kind of damage has its own error.
     pub fn parse(bytes: &[u8]) -> Result<ChunkMap, FormatError> {
         let what = What::Map;
         let mut fields = Fields::new(what, format::header(what, bytes)?);
@@ -164,7 +164,8 @@ impl ChunkMap {
         let bytes = read_bytes(path)?;
         let is_same = blake3::hash(&bytes) == *expected;
         let checksum = FormatError::Checksum(What::Map);
-        // First what is wrong with it, and only then that it is another one. A bit of the version does not make it newer.
+        // Damage is reported before a mismatch with the manifest. A flipped bit in the version does not make the map a
+        // newer one.
         let map = match ChunkMap::parse(&bytes) {
             Err(error) if error.is_not_for_us() && !is_same => Err(checksum),
             Ok(_) if !is_same => Err(checksum),
@@ -183,10 +184,10 @@ impl ChunkMap {
         Ok((map, blake3::hash(&bytes)))
     }
 
-    /// Compares it with what the manifest says: the parts, their sizes, the number of extents.
+    /// Compares it with the manifest: the parts, their sizes, the number of extents.
     ///
     /// # Errors
-    /// [`FormatError::Field`] names what does not fit.
+    /// [`FormatError::Field`] names what differs.
     pub fn check(&self, manifest: &Manifest, chunks: &Chunks) -> Result<(), FormatError> {
         let wrong = |field| Err(FormatError::Field { what: What::Map, field });
         if self.parts.len() != manifest.parts.len() {
@@ -216,7 +217,7 @@ fn read_bytes(path: &Path) -> Result<Vec<u8>, ReadError> {
     Ok(bytes)
 }
 
-/// The size of the file; None if it is beyond all numbers.
+/// The size of the file; `None` if it overflows.
 fn file_size(parts: u64, extents: u64) -> Option<u64> {
     let content = extents.checked_mul(size_of(EXTENT))?.checked_add(parts.checked_mul(8)?)?;
     content.checked_add(size_of(HEADER + format::FOOTER))
@@ -258,7 +259,7 @@ fn part(fields: &mut Fields<'_>) -> Result<Vec<Extent>, FormatError> {
         if extent.is_empty() {
             return Err(FormatError::Field { what, field: "length of an extent" });
         }
-        // One content has one form: only a full run of zeros is followed by zeros.
+        // The same content is always written in the same form: only a full run of zeros is followed by zeros.
         let full = |last: &Extent| !matches!(last, Extent::Zero { len } if len % MAX_ZEROS != 0);
         if matches!(extent, Extent::Zero { .. }) && !extents.last().is_none_or(full) {
             return Err(FormatError::Field { what, field: "run of zeros" });

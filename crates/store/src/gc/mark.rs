@@ -12,7 +12,7 @@ use crate::pack::set::Packs;
 use crate::{FileError, failed};
 use rekindle_os::durable;
 
-/// A mark is some fifty bytes.
+/// Maximum size of the file; a mark has some fifty bytes.
 const MAX_BYTES: u64 = 4 << 10;
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -26,14 +26,14 @@ pub(super) fn set(packs: &Packs, pack: PackName, now: DateTime<Utc>) -> Result<(
     bytes.and_then(|bytes| durable::write_file(&path, &bytes, 0o600)).map_err(failed("write", &path))
 }
 
-/// Takes the mark back, durably: from then on the pack counts again.
+/// Removes the mark durably: from then on the pack counts again.
 pub(super) fn take_back(packs: &Packs, pack: PackName) -> Result<(), FileError> {
     let path = packs.gone_path(pack);
     durable::remove_file(&path).map_err(failed("remove", &path))
 }
 
-/// Whether the mark is old enough. One that cannot be read or is from the future, because the clock was set back, is
-/// renewed: the grace period begins again.
+/// Whether the mark is old enough. A mark that cannot be read, or that is from the future because the clock was set
+/// back, is renewed: the grace period begins again.
 pub(super) fn is_due(packs: &Packs, pack: PackName, grace: Duration, now: DateTime<Utc>) -> Result<bool, FileError> {
     let since = read(packs, pack).and_then(|mark| now.signed_duration_since(mark.when).to_std().ok());
     match since {

@@ -12,15 +12,15 @@ use crate::options::Copies;
 use crate::pack::set::{Index, Packs};
 use rekindle_base::chain;
 
-/// The names of chunks. Half of each is enough, as in the index.
+/// The first half of a chunk's name, which is enough, as in the index.
 type Prefix = [u8; 16];
 
-/// All chunks that an image needs.
+/// All chunks that a set of images needs.
 #[derive(Debug, Default)]
 pub(crate) struct Needed(HashSet<Prefix>);
 
 impl Needed {
-    /// Those of all images of the job, bad ones included: a mark may be wrong.
+    /// The chunks of all images of the job, including bad ones: a mark may be wrong.
     pub(crate) fn of(folder: &JobFolder) -> Result<Needed, Error> {
         let mut needed = Needed::default();
         for image in folder.images()? {
@@ -29,14 +29,15 @@ impl Needed {
         Ok(needed)
     }
 
-    /// Those of one image more.
+    /// Adds the chunks of one image.
     fn add(&mut self, image: &Image) -> Result<(), Error> {
         let unknown = |why: String| Error::Image { image: image.id, why };
         let map = match &image.state {
             State::Damaged { why } if !matches!(why.kind, DamageKind::Broken | DamageKind::Untrusted) => {
                 return Err(unknown(why.to_string()));
             }
-            // Unusable as it is, or perhaps not readable by us; but as long as it is kept, so is what its map names.
+            // The image is unusable, or perhaps only not readable by us. As long as it is kept, so are the chunks in
+            // its map.
             State::Damaged { .. } => ChunkMap::read_any(&image.dir.join(map::FILE_NAME)).map(|(map, _)| Some(map)),
             State::Good(_) | State::Bad { .. } => image.chunk_map(),
         };
@@ -45,7 +46,7 @@ impl Needed {
                 self.0.extend(map.iter().flat_map(ChunkMap::chunks).filter_map(|(id, _)| prefix(id.as_bytes())));
                 Ok(())
             }
-            // It was read and is damaged, or is missing: what it named cannot be restored any more.
+            // The map was read and is damaged, or is missing: the image cannot be restored any more.
             Err(ReadError::Format { source, .. }) if !source.is_not_for_us() => Ok(()),
             Err(ReadError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(()),
             Err(error) => Err(unknown(chain(&error))),
@@ -56,7 +57,8 @@ impl Needed {
         prefix(id.as_bytes()).is_some_and(|prefix| self.0.contains(&prefix))
     }
 
-    /// Of what use each pack is. Of a chunk that is in more packs than it is to be kept in, those count that a reader would take.
+    /// How much of each pack is needed. If a chunk is in more packs than necessary, only the places that a reader
+    /// prefers count.
     pub(super) fn of_packs(&self, packs: &Packs, index: &Index, copies: Copies) -> Result<Vec<PackUse>, Error> {
         let mut uses = Vec::new();
         for info in index.packs() {

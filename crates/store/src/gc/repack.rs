@@ -26,17 +26,17 @@ use super::needed::Needed;
 
 /// A pack is copied if less than one part in this many is needed.
 const WORTH: u64 = 2;
-/// Smaller ones are merged, as soon as there are [`MANY`]: each costs a file or two, and a seek.
+/// Smaller packs are merged, as soon as there are [`MANY`]: each costs a file or two, and a seek.
 const SMALL: u64 = PACK / 8;
 const MANY: usize = 32;
 
-/// Which packs are worth it, those first that give back most for what is copied. `bound` is for the bytes copied.
+/// The packs worth copying, those first that free most for the bytes copied. `bound` limits the bytes copied.
 fn choose(uses: &[PackUse], usable: impl Fn(PackName) -> bool, bound: u64) -> Vec<PackUse> {
     let alive = |pack: &&PackUse| pack.needed > 0 && usable(pack.name);
     let small = uses.iter().filter(alive).filter(|pack| pack.bytes < SMALL).count();
     let worth = |pack: &&PackUse| pack.needed * WORTH < pack.bytes || (pack.bytes < SMALL && small >= MANY);
     let mut chosen: Vec<PackUse> = uses.iter().filter(alive).filter(worth).copied().collect();
-    // Parts of a million: no pack has so many bytes that this would overflow.
+    // In parts per million: no pack is large enough to make this overflow.
     chosen.sort_by_key(|pack| pack.needed * 1_000_000 / pack.bytes.max(1));
     let mut sum = 0_u64;
     chosen.retain(|pack| {
@@ -60,7 +60,7 @@ pub(super) fn run(
     done: &mut Collected,
 ) -> Result<(), Error> {
     let key = bounds.key;
-    // One under another key could be copied but not checked.
+    // A pack with another key could be copied, but not checked.
     let usable = |name| index.pack(name).is_some_and(|info| !info.gone && info.key == key.map(Key::id));
     let chosen = choose(uses, usable, bound);
     if chosen.is_empty() || cancelled() {
@@ -97,13 +97,13 @@ struct Copying<'a> {
     copies: Copies,
     making: Making<'a>,
     first: PackWriter<'a>,
-    /// For chunks that `first` has already.
+    /// For chunks that `first` already has.
     second: Option<PackWriter<'a>>,
     written: HashSet<ChunkId>,
 }
 
 impl Copying<'_> {
-    /// Copies what is needed of one pack, in its order.
+    /// Copies the needed records of one pack, in their order.
     fn pack(&mut self, pack: PackName, lock: &WriterLock) -> Result<u64, Error> {
         let unreadable = |source: io::Error| Error::Copy { pack, source: source.into() };
         let file: File = durable::open_for_reading(&self.packs.pack_path(pack)).map_err(unreadable)?;
@@ -128,14 +128,14 @@ impl Copying<'_> {
         Ok(bytes)
     }
 
-    /// The same chunk from another pack that is encrypted as this one.
+    /// Reads the same chunk from another pack with the same encryption.
     fn elsewhere(&self, id: &ChunkId, not: &Location, record: &mut Stored) -> Option<RecordHeader> {
         let same_key = |at: &Location| self.index.pack(at.pack).map(|info| info.key) == Some(self.key.map(Key::id));
         let mut others = self.index.all(id).filter(|at| at != not && same_key(at));
         others.find_map(|at| record.read_from_disk(self.packs, id, &at, self.key).ok())
     }
 
-    /// To another pack than the one that has the chunk already.
+    /// Writes a record to another pack than the one that already has the chunk.
     fn write(&mut self, header: &RecordHeader, record: &Stored) -> Result<u64, Error> {
         let body = record.body(header);
         if self.written.insert(header.id) {

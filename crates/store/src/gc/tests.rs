@@ -1,4 +1,4 @@
-//! Marks, sweeps and copies on real files.
+//! Marking, removing and copying packs, on real files.
 
 use std::fs;
 
@@ -70,7 +70,7 @@ fn what_is_needed_again_is_not_swept() {
     assert!(ground.packs(".gone").is_empty(), "it was taken back when the content was found");
     assert_eq!(ground.packs(".pack").len(), 1, "and nothing was stored twice");
     assert_eq!(ground.collect(1000).unwrap(), Collected::default());
-    // A mark that was set though an image needs the pack, however that came about.
+    // A pack that an image needs, but that is marked, for whatever reason.
     let name: PackName = ground.packs(".pack")[0].strip_suffix(".pack").unwrap().parse().unwrap();
     mark::set(&ground.folder.packs(), name, at(0)).unwrap();
     assert_eq!(ground.collect(5000).unwrap().revived, [name]);
@@ -86,7 +86,7 @@ fn a_clock_that_was_set_back_begins_the_grace_period_again() {
     assert!(ground.collect(-100_000 + 599).unwrap().swept.is_empty());
     assert_eq!(ground.collect(-100_000 + 600).unwrap().swept.len(), 1);
 
-    // A mark that cannot be read says nothing about when.
+    // A mark that cannot be read has no time.
     ground.drop_image(&ground.add(2, &four(2)));
     ground.collect(0).unwrap();
     let mark = ground.folder.packs().dir().join(&ground.packs(".gone")[0]);
@@ -100,7 +100,7 @@ fn nothing_goes_while_something_can_not_be_read() {
     let ground = Ground::new();
     let (old, other) = (ground.add(1, &four(1)), ground.add(2, &four(2)));
     ground.drop_image(&old);
-    // A newer rekindle wrote it: what it needs is not known.
+    // A manifest of a newer rekindle: what the image needs is unknown.
     let manifest = other.dir.join("manifest.json");
     let text = fs::read_to_string(&manifest).unwrap();
     fs::write(&manifest, text.replacen("\"version\": 2", "\"version\": 9", 1)).unwrap();
@@ -109,7 +109,7 @@ fn nothing_goes_while_something_can_not_be_read() {
     assert!(matches!(error, Error::Image { image, .. } if image == other.id), "{error}");
     fs::write(&manifest, text).unwrap();
 
-    // A pack that is damaged in the middle, and whose index is lost, may have had what an image needs.
+    // A pack that is damaged in the middle, with a lost index, may have content that an image needs.
     let packs = ground.folder.packs();
     let place = packs.index().unwrap().get(&chunk_of(&other)).unwrap();
     let (pack, index) = (packs.pack_path(place.pack), packs.index_path(place.pack));
@@ -122,7 +122,7 @@ fn nothing_goes_while_something_can_not_be_read() {
     assert!(matches!(error, Error::Pack { pack, .. } if pack == place.pack), "{error}");
     assert!(ground.packs(".gone").is_empty());
 
-    // With its records whole, the index is written anew, and all goes its way.
+    // With intact records the index is rebuilt, and the round continues.
     fs::write(&pack, bytes).unwrap();
     let done = ground.collect(0).unwrap();
     assert_eq!((done.reindexed, done.marked.len()), (vec![place.pack], 1));

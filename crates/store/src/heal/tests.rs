@@ -21,7 +21,7 @@ fn packed(copies: Copies, key: Option<&Key>) -> Packing {
     Packing { copies, ..packing(Compression::None, key) }
 }
 
-/// Three images that share most, in the store and in a replica.
+/// Three images that share most of their content, in the store and in a replica.
 struct Three {
     ground: Ground,
     images: Vec<Image>,
@@ -45,7 +45,7 @@ impl Three {
         Three { ground, images, key, copies, unread: Unread::default(), replica }
     }
 
-    /// Unpacks an image, with what may be healed.
+    /// Unpacks an image, with healing.
     fn restore(&self, n: u8, replica: Option<&Path>) -> Result<Option<Healed>, crate::unpack::Error> {
         let into = tempfile::tempdir().unwrap();
         let open = replica.map(|path| move || open(path));
@@ -82,7 +82,7 @@ impl Three {
         Some(self.replica.path())
     }
 
-    /// All packs are sound, and all images are whole with what is here.
+    /// All packs are intact, and all images are complete without the replica.
     fn assert_whole(&self) {
         let report =
             check_packs(&self.ground.folder, self.key.as_ref(), Share::ALL, 2, &Progress::default(), &|| false);
@@ -131,7 +131,7 @@ fn the_second_copy_serves_and_is_two_again_afterwards() {
         assert_eq!(places.len(), 2);
         three.ground.harm(&places[which]);
         let mut healed = None;
-        // A reader that takes the whole copy first does not notice.
+        // A reader that finds the intact copy first does not notice.
         for n in 1..=3 {
             let this_time = three.restore(n, None).unwrap();
             healed = healed.or(this_time);
@@ -154,7 +154,7 @@ fn what_is_whole_nowhere_is_stored_again_by_the_next_image() {
     let three = Three::new(Copies::One, None);
     let (id, places) = three.ground.first(&three.images[0]);
     three.ground.harm(&places[0]);
-    // A replica that is away is told of, and costs nothing else.
+    // An unavailable replica is reported, and has no other effect.
     let error = three.restore(3, Some(Path::new("/nowhere"))).unwrap_err();
     assert!(error.may_pass() && !error.is_damage(), "{error:?}");
     let said = chain(&error);
@@ -162,7 +162,7 @@ fn what_is_whole_nowhere_is_stored_again_by_the_next_image() {
     assert!(three.ground.first(&three.images[0]).1.is_empty(), "no image relies on it any more");
     assert_eq!(affected(&three.ground.folder, &BTreeSet::from([id])).unwrap().len(), 3);
     assert_eq!(missing(&three.ground.folder).unwrap(), BTreeSet::from([id]));
-    // Later it is there: that the record was struck out here does not hide it there.
+    // Later it is available: although the record was removed from the index here, it is found there.
     let healed = three.restore(2, three.there()).unwrap().unwrap();
     assert_eq!((healed.missing, healed.from_replica), (1, 1), "{healed:?}");
     three.assert_whole();
@@ -207,7 +207,7 @@ fn what_is_not_for_us_is_left_alone_and_what_is_forged_is_not_used() {
     assert!(!healed.found_any(), "{healed:?}");
     assert_eq!(three.ground.first(&three.images[0]).1, places);
 
-    // The other side answers with other bytes.
+    // The replica returns other bytes.
     three.key = Some(key);
     let forged = three.replica.path().join(format!("j/packs/{}.pack", places[0].pack));
     fs::copy(three.ground.folder.packs().pack_path(places[0].pack), forged).unwrap();

@@ -5,11 +5,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::id::ImageId;
 
-/// Which ones.
+/// The images.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Held(Arc<Mutex<Vec<ImageId>>>);
 
-/// One of them, until this is dropped.
+/// Protects one image until this is dropped.
 #[derive(Debug)]
 pub struct Hold {
     all: Held,

@@ -7,19 +7,19 @@ use serde::{Deserialize, Serialize};
 
 use rekindle_os::process;
 
-/// Who supervises a job.
+/// The supervisor of a job.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Holder {
-    /// As the supervisor's own PID namespace counts.
+    /// Its pid in its own PID namespace.
     pub pid: u32,
-    /// The name of its machine.
+    /// The host name of its machine.
     pub host: String,
-    /// The boot of that machine.
+    /// The boot id of that machine.
     pub boot_id: String,
     /// When it took the lock.
     pub since: DateTime<Utc>,
-    /// When the process began, in clock ticks since the boot: pids are used again. An earlier version wrote none, and
-    /// had no heartbeat.
+    /// When the process began, in clock ticks since the boot, because pids are reused. An earlier version wrote none,
+    /// and had no heartbeat.
     #[serde(default)]
     pub started: Option<u64>,
     /// Its PID namespace.
@@ -38,15 +38,15 @@ impl Holder {
             pid,
             host: host.unwrap_or_else(|_| "unknown".to_owned()),
             boot_id: process::boot_id().unwrap_or_else(|_| "unknown".to_owned()),
-            // As the file has it, so that what is read compares with what was written.
+            // With the precision of the file, so that the value that is read equals the value written.
             since: DateTime::from_timestamp_millis(Utc::now().timestamp_millis()).unwrap_or_default(),
             started: process::start_time(pid.cast_signed()),
             pid_namespace: namespace.map(|path| path.to_string_lossy().into_owned()),
         }
     }
 
-    /// Whether its process lives, where that is one of this PID namespace. A zombie does not.
-    pub(super) fn lives(&self) -> bool {
+    /// Whether its process is alive, if it is in this PID namespace. A zombie is not.
+    pub(crate) fn lives(&self) -> bool {
         let pid = self.pid.cast_signed();
         process::state(pid).is_some_and(|state| !"ZX".contains(state)) && process::start_time(pid) == self.started
     }

@@ -4,12 +4,12 @@ use std::time::{Duration, SystemTime};
 
 use super::{Holder, STALE};
 
-/// What is known beside the name.
+/// Facts besides the name.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Facts<'a> {
-    /// Who asks.
+    /// The present process.
     pub(super) me: &'a Holder,
-    /// Whether a process of our PID namespace lives.
+    /// Tells whether a process of our PID namespace is alive.
     pub(super) lives: fn(&Holder) -> bool,
     /// When this machine was booted, by its own clock.
     pub(super) booted: Option<SystemTime>,
@@ -25,37 +25,37 @@ impl<'a> Facts<'a> {
     }
 }
 
-/// What became of a holder.
+/// The judgement on a holder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verdict {
-    /// For certain.
+    /// Certainly dead.
     Dead,
-    /// It has said nothing for so long that it counts as dead.
+    /// It counts as dead, because the last heartbeat is this old.
     Silent(Duration),
-    /// It may be at work.
+    /// It may be alive.
     Alive {
-        /// How long it has said nothing.
+        /// The time since its last heartbeat.
         silent: Duration,
     },
 }
 
 pub(super) fn judge(holder: &Holder, facts: &Facts<'_>) -> Verdict {
     let me = facts.me;
-    // An earlier version has no heartbeat to judge by; the kernel's word is all there is.
+    // An earlier version has no heartbeat, so the kernel's answer must do.
     if holder.started.is_none() {
         return Verdict::Dead;
     }
-    // A clock that was set back makes a heartbeat in the future: nothing says that it is old.
+    // If the clock was set back, the heartbeat is in the future, and counts as new.
     let silent = facts.now.duration_since(facts.heartbeat).unwrap_or_default();
     if holder.boot_id == me.boot_id {
-        // A lock that this process had before was released. For a process in another PID namespace (a container that was
-        // started again) only the kernel knows; it is the same kernel, and says that the process is gone.
+        // If this process held the lock before, it has released it. For a process in another PID namespace (a restarted
+        // container) only the kernel knows; it is the same kernel, and says that the process is gone.
         let is_me = (holder.pid, holder.started) == (me.pid, me.started);
         let lives = holder.pid_namespace == me.pid_namespace && !is_me && (facts.lives)(holder);
         return if lives { Verdict::Alive { silent } } else { Verdict::Dead };
     }
-    // A machine of our name: ours before its last boot, unless the heartbeat came after that (containers of one name on two
-    // machines).
+    // A machine with our name: it is ours before its last boot, unless the heartbeat came after that (containers with
+    // the same name on two machines).
     let before_boot = facts.booted.is_some_and(|booted| facts.heartbeat < booted);
     if holder.host == me.host && before_boot {
         return Verdict::Dead;
@@ -64,7 +64,5 @@ pub(super) fn judge(holder: &Holder, facts: &Facts<'_>) -> Verdict {
 }
 
 fn booted() -> Option<SystemTime> {
-    let uptime = std::fs::read_to_string("/proc/uptime").ok()?;
-    let seconds: f64 = uptime.split_whitespace().next()?.parse().ok()?;
-    SystemTime::now().checked_sub(Duration::try_from_secs_f64(seconds).ok()?)
+    SystemTime::now().checked_sub(rekindle_os::clock::uptime()?)
 }

@@ -17,7 +17,7 @@ fn named(folder: &Path) -> Option<Holder> {
     read_holder(&open(&folder.join(FILE_NAME), Create::No).unwrap()).unwrap()
 }
 
-/// A lock file that nobody has locked.
+/// Writes a lock file that nobody has locked.
 fn leave(folder: &Path, holder: &Holder, heartbeat: SystemTime) {
     let path = folder.join(FILE_NAME);
     fs::write(&path, serde_json::to_vec(holder).unwrap()).unwrap();
@@ -32,7 +32,7 @@ fn elsewhere() -> Holder {
     Holder { pid: 77, host: "elsewhere".into(), boot_id: "another".into(), ..Holder::this_process() }
 }
 
-/// The holder: keeps the lock until it is killed.
+/// The holder: holds the lock until it is killed.
 #[test]
 #[ignore = "runs for ever; the tests below start and kill it"]
 fn holder() {
@@ -81,7 +81,7 @@ fn two_processes_do_not_hold_it_at_once() {
 fn where_locks_do_not_hold_the_name_of_a_live_process_does() {
     let dir = tempfile::tempdir().unwrap();
     let mut child = another(dir.path());
-    // As on a file system that gives one lock twice: a file with that name which nobody has locked.
+    // As on a file system that grants a lock twice: a file with that name that nobody has locked.
     let name = named(dir.path()).unwrap();
     fs::remove_file(dir.path().join(FILE_NAME)).unwrap();
     leave(dir.path(), &name, ago(HEARTBEAT));
@@ -104,11 +104,11 @@ fn another_machine_is_believed_while_it_gives_signs_of_life() {
         "{error}"
     );
     assert_eq!(writer(dir.path()).unwrap(), Writer::Known(named(dir.path()).unwrap()));
-    // A clock that was put back.
+    // A clock that was set back.
     leave(dir.path(), &elsewhere(), SystemTime::now() + Duration::from_secs(7200));
     assert!(matches!(lock(dir.path()), Err(Error::PerhapsSupervised { .. })));
     assert_eq!(named(dir.path()).unwrap().host, "elsewhere", "it is left as it was");
-    // By hand, as the message says.
+    // Emptied by hand, as the message says.
     fs::write(dir.path().join(FILE_NAME), "").unwrap();
     assert_eq!(lock(dir.path()).unwrap().silent_holder(), None);
 }
@@ -131,7 +131,7 @@ fn of_two_that_take_over_at_once_the_last_one_stays() {
     let third = Holder { host: "third".into(), ..elsewhere() };
     let result = thread::scope(|scope| {
         let ours = scope.spawn(|| lock(dir.path()));
-        // Its lock does not reach ours, and it writes its name after we wrote ours.
+        // Its lock does not affect ours, and it writes its name after ours.
         let deadline = Instant::now() + Duration::from_secs(10);
         while named(dir.path()).is_none_or(|holder| holder.pid != std::process::id()) && Instant::now() < deadline {
             thread::sleep(Duration::from_millis(1));
@@ -152,7 +152,7 @@ fn a_heartbeat_is_a_new_time_stamp() {
     lock.refresh().unwrap();
     let stamp = || lock.file.metadata().unwrap().modified().unwrap();
     assert!(stamp() > old + STALE / 2, "{:?}", stamp());
-    // Emptied by somebody who took us for dead.
+    // Emptied by somebody who thought that we were dead.
     fs::write(dir.path().join(FILE_NAME), "").unwrap();
     lock.refresh().unwrap();
     assert_eq!(named(dir.path()), Some(lock.me.clone()));
@@ -178,12 +178,12 @@ fn every_look_tells_a_lock_that_is_lost() {
     first.confirm().unwrap();
     leave(dir.path(), &elsewhere(), SystemTime::now());
     assert!(matches!(lost(&first), (Error::TakenOver { .. }, Error::TakenOver { .. })));
-    // A look that is a moment old will do for who asks often; one that is older does not.
+    // A recent check is reused; an older one is not.
     first.still_held().unwrap();
     first.confirmed.fetch_sub(1000, Ordering::Relaxed);
     assert!(matches!(first.still_held(), Err(Error::TakenOver { .. })));
     assert!(first.unconfirmed() >= CERTAIN);
-    // Another file of that name is another lock, be it that it names us.
+    // Another file of that name is another lock, even if it names us.
     leave(dir.path(), &first.me, SystemTime::now());
     first.still_held().unwrap();
     fs::remove_file(&path).unwrap();
@@ -222,7 +222,7 @@ const TEN: Duration = Duration::from_secs(10);
 fn of_this_boot_the_process_table_knows() {
     assert_eq!(verdict(|_, _| {}), Verdict::Alive { silent: TEN });
     assert_eq!(verdict(|_, facts| facts.lives = |_| false), Verdict::Dead);
-    // However long it stood still.
+    // However long it was stopped.
     let long = 2 * STALE;
     assert_eq!(verdict(|_, facts| facts.heartbeat = facts.now - long), Verdict::Alive { silent: long });
     assert_eq!(verdict(|holder, _| holder.pid_namespace = Some("pid:[1]".into())), Verdict::Dead);
@@ -235,7 +235,7 @@ fn of_another_boot_of_this_machine_nothing_is_left() {
     let other = |holder: &mut Holder| holder.boot_id = "last".into();
     let before = |facts: &mut Facts<'_>| facts.heartbeat = facts.booted.unwrap() - Duration::from_secs(1);
     assert_eq!(verdict(|holder, facts| (other(holder), before(facts)).0), Verdict::Dead);
-    // Another machine of our name.
+    // Another machine with our name.
     assert_eq!(verdict(|holder, _| other(holder)), Verdict::Alive { silent: TEN });
     assert_eq!(
         verdict(|holder, facts| {

@@ -7,12 +7,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::paths::JobPath;
 
-/// What tells one state of a file from another without reading it.
+/// Identifies the state of a file without reading it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stamp {
     /// `st_ino`.
     pub inode: u64,
-    /// In bytes.
+    /// Size in bytes.
     pub size: u64,
     /// `st_mtim`, in nanoseconds since 1970.
     pub modified_ns: i64,
@@ -21,7 +21,7 @@ pub struct Stamp {
 }
 
 impl Stamp {
-    /// That of a file.
+    /// The stamp of a file with this metadata.
     #[must_use]
     pub fn of(metadata: &Metadata) -> Stamp {
         let nanoseconds = |seconds: i64, rest: i64| seconds.saturating_mul(1_000_000_000).saturating_add(rest);
@@ -33,15 +33,15 @@ impl Stamp {
         }
     }
 
-    /// Whether the content may be another one. A new name, mode or owner changes `changed_ns` too, so that says nothing by
-    /// itself; programs that set the time of modification are rare where files are written in place.
+    /// Whether the content may have changed. A new name, mode or owner changes `changed_ns` too, so that alone does not
+    /// count; programs that set the modification time are rare where files are written in place.
     #[must_use]
     pub fn differs(&self, other: &Stamp) -> bool {
         (self.inode, self.size, self.modified_ns) != (other.inode, other.size, other.modified_ns)
     }
 }
 
-/// Who owns a file.
+/// The owner of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Owner {
     /// `st_uid`.
@@ -50,26 +50,26 @@ pub struct Owner {
     pub gid: u32,
 }
 
-/// A folder all of whose files are in the image.
+/// A folder whose files are all in the image.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TrackedFolder {
-    /// As the job sees it.
+    /// Its path as the job sees it.
     pub path: JobPath,
-    /// What is below it, each folder before what is in it. The files among them are in `open_files` too.
+    /// Everything below it, each folder before its content. Its files are in `open_files` too.
     pub entries: Vec<TrackedEntry>,
 }
 
-/// Something below a tracked folder.
+/// An entry below a tracked folder.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TrackedEntry {
-    /// As the job sees it.
+    /// Its path as the job sees it.
     pub path: JobPath,
-    /// What it is.
+    /// The kind of entry.
     #[serde(flatten)]
     pub kind: TrackedKind,
 }
 
-/// What an entry of a tracked folder is.
+/// The kind of an entry in a tracked folder.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
 pub enum TrackedKind {

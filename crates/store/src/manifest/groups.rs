@@ -12,18 +12,18 @@ use crate::paths::GroupPath;
 pub struct ControlGroup {
     /// The controllers of its hierarchy, as /proc/PID/cgroup lists them; empty for cgroup v2.
     pub hierarchy: String,
-    /// Where it was below the group of the supervisor.
+    /// Its path below the group of the supervisor.
     pub path: GroupPath,
     /// `st_mode` of its folder.
     pub mode: u32,
-    /// Who owned its folder.
+    /// The owner of its folder.
     pub owner: Owner,
-    /// Who owned its `cgroup.procs`: who it was handed to.
+    /// The owner of its `cgroup.procs`: the user that it was delegated to.
     pub procs: Owner,
-    /// Its settings that are not what a new group has, by the names of their files.
+    /// Its settings that differ from those of a new group, by the names of their files.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub settings: BTreeMap<String, String>,
-    /// The processes in it, as they see themselves.
+    /// The pids of the processes in it, as they see themselves.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub processes: Vec<i32>,
 }

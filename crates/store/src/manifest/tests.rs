@@ -64,7 +64,7 @@ fn unknown_fields_are_additions() {
     assert_eq!(Manifest::parse(text.as_bytes(), &Trust::default()).unwrap(), manifest());
 }
 
-/// The manifest, changed as text is, with the hash that it should have.
+/// The manifest, changed as text, with a correct hash.
 fn changed(manifest: &Manifest, change: impl FnOnce(&mut serde_json::Value)) -> Vec<u8> {
     let mut body = serde_json::to_value(manifest).unwrap();
     change(&mut body);
@@ -74,7 +74,7 @@ fn changed(manifest: &Manifest, change: impl FnOnce(&mut serde_json::Value)) -> 
     format!(r#"{{"format":"rekindle-image","version":{version},"blake3":"{hash}","manifest":{body}}}"#).into_bytes()
 }
 
-/// One with a path in each place that has one.
+/// A manifest with a path in each field that has one.
 fn full() -> Manifest {
     Manifest {
         open_files: vec![OpenFile {
@@ -197,7 +197,7 @@ fn with_a_key_only_what_is_signed_with_it_is_taken() {
 fn a_signature_goes_with_one_text_one_image_and_one_job() {
     let ours = trust(7, Unsigned::Refused);
     let text = String::from_utf8(full().to_bytes(&ours).unwrap()).unwrap();
-    // The hash without a key is made right, as anybody can.
+    // The hash has no key, so anybody can correct it.
     let forged = |from: &str, to: &str| {
         let envelope: serde_json::Value = serde_json::from_str(&text).unwrap();
         let at = text.find("\"manifest\": ").unwrap() + "\"manifest\": ".len();
@@ -228,7 +228,7 @@ fn other_formats_and_versions_are_named() {
     let text = String::from_utf8(manifest().to_bytes(&Trust::default()).unwrap()).unwrap();
     assert!(matches!(parse(&text.replacen("rekindle-image", "other", 1)), ManifestError::Format(_)));
     assert!(matches!(parse(&text.replacen("\"version\": 1", "\"version\": 0", 1)), ManifestError::VersionZero));
-    // A newer one is recognised by its header alone.
+    // A newer version is recognised by the header alone.
     assert!(matches!(parse(r#"{"format":"rekindle-image","version":9}"#), ManifestError::Newer(9)));
     assert!(matches!(parse("[]"), ManifestError::Parse(_)));
 }
@@ -244,7 +244,7 @@ proptest! {
         let whole = manifest().to_bytes(&Trust::default()).unwrap();
         let mut bytes = whole.clone();
         bytes[place.index(whole.len())] = byte;
-        // White space between the outer fields may become other white space; that changes nothing.
+        // White space between the outer fields may be replaced by other white space; that changes nothing.
         if let Ok(parsed) = Manifest::parse(&bytes, &Trust::default()) {
             prop_assert_eq!(parsed, manifest());
         }

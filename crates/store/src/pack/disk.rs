@@ -1,6 +1,6 @@
 //! The thread that writes packs to the disk while hashing continues.
 //!
-//! A pack is created in these steps, each after the one before:
+//! A pack is created in these steps, in this order:
 //!
 //! 1. it is written as `.tmp-NAME.pack`
 //! 2. that file is synced
@@ -25,15 +25,15 @@ use rekindle_os::point::{Step, point};
 
 /// Messages to the thread.
 pub(super) enum Job {
-    /// A pack begins.
+    /// Begin a pack.
     Begin(PackName),
-    /// This many bytes of it are in this memory, to be written to this offset.
+    /// Write the first `len` bytes of `memory` at this offset.
     Write { memory: Aligned, len: usize, offset: u64 },
-    /// It is so long, and this is in it.
+    /// Close the pack, which has this length and these entries.
     Close { len: u64, entries: Vec<Entry> },
 }
 
-/// The thread, and the memory that goes to and fro.
+/// The thread, and the buffers that circulate.
 pub(super) struct Disk {
     packs: Packs,
     jobs: Option<SyncSender<Job>>,
@@ -42,12 +42,12 @@ pub(super) struct Disk {
 }
 
 impl Disk {
-    /// Starts the thread, with so many pieces of memory of that size.
+    /// Starts the thread, with this number of buffers of this size.
     pub(super) fn start(packs: &Packs, pieces: usize, size: usize, way: Way) -> Result<Disk, FileError> {
         let (jobs, inbox) = sync_channel(pieces + 2);
         let (give_back, free) = sync_channel(pieces);
         for _ in 0..pieces {
-            // There is room for all of them.
+            // The channel has room for all of them.
             let _ = give_back.try_send(Aligned::new(size));
         }
         let mine = packs.clone();
@@ -72,13 +72,13 @@ impl Disk {
         }
     }
 
-    /// Waits until all is done.
+    /// Waits until everything is written.
     pub(super) fn finish(mut self) -> Result<(), FileError> {
         self.jobs = None;
         self.join().unwrap_or(Ok(()))
     }
 
-    /// Why the thread has ended, while there was work for it.
+    /// Why the thread ended although there was work.
     fn why(&mut self) -> FileError {
         self.jobs = None;
         match self.join() {
@@ -101,13 +101,13 @@ impl Drop for Disk {
     fn drop(&mut self) {
         self.jobs = None;
         if let Some(thread) = self.thread.take() {
-            // The pack that is not closed goes with the thread; who comes after must not meet it.
+            // The thread removes the pack that is not closed; nobody must find it after this.
             let _ = thread.join();
         }
     }
 }
 
-/// A pack before step 3. Dropped, it is removed.
+/// A pack before step 3. It is removed if this is dropped.
 struct Temporary {
     name: PackName,
     path: PathBuf,
@@ -154,7 +154,7 @@ fn run(packs: &Packs, way: Way, jobs: &Receiver<Job>, free: &SyncSender<Aligned>
                 point(Step::Write)
                     .and_then(|()| pack.file.write_at(bytes, offset))
                     .map_err(failed("write", &pack.path))?;
-                // Nobody waits for memory any more when this fails.
+                // If this fails, nobody waits for a buffer any more.
                 let _ = free.send(memory);
             }
             (Job::Close { len, entries }, _) => {

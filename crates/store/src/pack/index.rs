@@ -27,23 +27,23 @@ const ENTRY: usize = 56;
 /// A larger index is not read.
 pub const MAX_BYTES: u64 = 64 + PACK_RECORDS * 56 + 32;
 
-/// Where a chunk is in a pack.
+/// The place of a chunk in a pack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Entry {
     /// The name of the chunk.
     pub id: ChunkId,
     /// The offset of its record in the pack, in bytes.
     pub offset: u64,
-    /// Bytes of the chunk.
+    /// Raw bytes of the chunk.
     pub raw_len: u32,
-    /// Bytes of the record behind its header.
+    /// Bytes of the record after its header.
     pub stored_len: u32,
-    /// What was done to the raw bytes.
+    /// The codec of the stored bytes.
     pub codec: Codec,
 }
 
 impl Entry {
-    /// Of a record at that offset.
+    /// The entry of a record at that offset.
     #[must_use]
     pub fn of(header: &RecordHeader, offset: u64) -> Entry {
         let RecordHeader { codec, raw_len, stored_len, id } = *header;
@@ -57,7 +57,7 @@ impl Entry {
     }
 }
 
-/// What is in a pack.
+/// The content of a pack.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PackIndex {
     pack_len: u64,
@@ -65,7 +65,8 @@ pub struct PackIndex {
 }
 
 impl PackIndex {
-    /// Of a pack of that many bytes, in any order; of two records of one chunk the first one counts.
+    /// The index of a pack of this size. The entries can be in any order; of two records of the same chunk the first
+    /// one counts.
     #[must_use]
     pub fn new(pack_len: u64, mut entries: Vec<Entry>) -> PackIndex {
         entries.sort_unstable_by_key(|entry| (entry.id, entry.offset));
@@ -79,7 +80,7 @@ impl PackIndex {
         self.pack_len
     }
 
-    /// The chunks, by name.
+    /// The chunks, sorted by name.
     #[must_use]
     pub fn entries(&self) -> &[Entry] {
         &self.entries
@@ -108,7 +109,7 @@ impl PackIndex {
     /// Reads what [`PackIndex::to_bytes`] wrote.
     ///
     /// # Errors
-    /// Every kind of damage has its own.
+    /// Each kind of damage has its own error.
     pub fn parse(bytes: &[u8]) -> Result<PackIndex, FormatError> {
         let what = What::Index;
         let mut fields = Fields::new(what, format::header(what, bytes)?);
@@ -152,7 +153,7 @@ fn entry(fields: &mut Fields<'_>, pack_len: u64) -> Result<Entry, FormatError> {
     }
 }
 
-/// A pack within its bounds?
+/// Checks the size of a pack.
 pub(super) fn check_pack_size(what: What, found: u64) -> Result<(), FormatError> {
     match found > PACK_MAX {
         true => Err(FormatError::OutOfBounds { what, field: "pack size", found, bound: PACK_MAX }),
@@ -160,14 +161,14 @@ pub(super) fn check_pack_size(what: What, found: u64) -> Result<(), FormatError>
     }
 }
 
-/// What the records of a pack say.
+/// The content of a pack according to its records.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Scan {
     /// The header of the pack.
     pub header: PackHeader,
-    /// The records up to the first damaged one. Its `pack_len` is where they end.
+    /// The records before the first damaged one. Its `pack_len` is where they end.
     pub index: PackIndex,
-    /// What is wrong with the first damaged record; None if the pack ends with its last record.
+    /// The first damage; `None` if the pack ends with its last record.
     pub lost: Option<FormatError>,
 }
 
@@ -177,16 +178,16 @@ pub enum ScanError {
     /// It cannot be read.
     #[error(transparent)]
     Read(#[from] io::Error),
-    /// Its begin is not that of a pack.
+    /// It does not begin like a pack.
     #[error(transparent)]
     Format(#[from] FormatError),
 }
 
-/// Reads the headers of all records of a pack of `pack_len` bytes by `read_at` (offset, bytes to fill). The bodies are
-/// passed over; a record whose body is damaged shows that when it is read.
+/// Reads the headers of all records of a pack of `pack_len` bytes with `read_at` (offset, bytes to fill). Bodies are
+/// skipped: a damaged body is noticed when the record is read.
 ///
 /// # Errors
-/// When it cannot be read, or is no pack of ours. What is wrong behind the header of the pack is part of the answer.
+/// When it cannot be read, or is not a pack of ours. Damage after the header of the pack is part of the result.
 pub fn scan(
     pack_len: u64,
     mut read_at: impl FnMut(u64, &mut [u8; HEADER]) -> io::Result<()>,

@@ -18,7 +18,7 @@ use crate::error::{Error, Failing, is_failing};
 use crate::format::{FormatError, What, size};
 use rekindle_os::direct::{Aligned, DirectFile, Way, span};
 
-/// Read at once, unless one record is larger.
+/// Bytes read in one request, unless one record is larger.
 const SPAN: u64 = 4 << 20;
 /// Gaps up to this size are read and discarded: a new request costs the disk more.
 const GAP: u64 = 128 << 10;
@@ -28,7 +28,7 @@ const READERS: usize = 4;
 /// Why a chunk cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum ReadChunkError {
-    /// The kernel does not give it.
+    /// The kernel cannot read it.
     #[error("cannot read {} at byte {offset}{}", path.display(), Failing(source))]
     Read {
         /// The pack.
@@ -38,7 +38,7 @@ pub enum ReadChunkError {
         /// The kernel's answer.
         source: io::Error,
     },
-    /// It is damaged, or not readable by us.
+    /// It is damaged, or we cannot decode it.
     #[error("cannot use chunk {id} at byte {offset} of {}", path.display())]
     Format {
         /// The chunk.
@@ -53,7 +53,7 @@ pub enum ReadChunkError {
     /// No pack has it.
     #[error("chunk {0} is in no pack")]
     Missing(ChunkId),
-    /// No pack that can be read has it, and one cannot be read.
+    /// No readable pack has it, and one pack cannot be read.
     #[error("chunk {id} may be in {}, which cannot be read{}", path.display(), Failing(source))]
     Unread {
         /// The chunk.
@@ -66,13 +66,13 @@ pub enum ReadChunkError {
     /// The packs cannot be listed again.
     #[error(transparent)]
     Store(#[from] Error),
-    /// It was not wanted any more.
+    /// It was cancelled.
     #[error("cancelled")]
     Cancelled,
 }
 
 impl ReadChunkError {
-    /// That no place of the chunk is known, which is damage only where all packs could be read.
+    /// The error for a chunk without a known place. It is damage only if all packs could be read.
     #[must_use]
     pub fn missing(id: ChunkId, index: &Index) -> ReadChunkError {
         match index.unreadable() {
@@ -81,7 +81,7 @@ impl ReadChunkError {
         }
     }
 
-    /// Whether the disk has failed. The chunk may be intact all the same.
+    /// Whether the disk has failed. The chunk may be intact.
     #[must_use]
     pub fn is_failing_disk(&self) -> bool {
         match self {
@@ -90,7 +90,7 @@ impl ReadChunkError {
         }
     }
 
-    /// Whether another place may give the chunk: it is damaged, or cannot be read.
+    /// Whether another place may have the chunk: it is damaged, or cannot be read.
     #[must_use]
     pub fn may_be_healed(&self) -> bool {
         self.is_damage() || matches!(self, ReadChunkError::Read { .. } | ReadChunkError::Unread { .. })
@@ -107,14 +107,14 @@ impl ReadChunkError {
     }
 }
 
-/// A chunk that is wanted, and what for.
+/// A requested chunk, and its purpose.
 #[derive(Debug, Clone, Copy)]
 pub struct Want<T> {
     /// The chunk.
     pub id: ChunkId,
-    /// Where it is.
+    /// Its place.
     pub location: Location,
-    /// What for.
+    /// The purpose.
     pub target: T,
 }
 
@@ -123,13 +123,13 @@ pub struct Want<T> {
 pub struct Reading<'a> {
     /// The packs.
     pub packs: &'a Packs,
-    /// What those are encrypted with that are.
+    /// The key of encrypted packs.
     pub key: Option<&'a Key>,
     /// Threads that decode.
     pub threads: usize,
     /// How files are read.
     pub way: Way,
-    /// Whether it is not wanted any more.
+    /// Tells whether the work is cancelled.
     pub cancelled: &'a (dyn Fn() -> bool + Sync),
 }
 
@@ -139,14 +139,14 @@ impl std::fmt::Debug for Reading<'_> {
     }
 }
 
-/// What is done with each chunk: once, for all that want it.
+/// Receives each chunk once, with all requests for it.
 pub trait Visit<T>: Sync {
-    /// What each thread keeps for itself.
+    /// State of each thread.
     type Own: Default;
-    /// What ends the reading.
+    /// The error that ends the reading.
     type Error: Send + From<ReadChunkError>;
 
-    /// The chunk, for all that want it (at least one), or why it cannot be read.
+    /// Handles a chunk, with all requests for it (at least one), or the reason why it cannot be read.
     ///
     /// # Errors
     /// To end the reading.
@@ -157,12 +157,12 @@ pub trait Visit<T>: Sync {
         raw: Result<&[u8], ReadChunkError>,
     ) -> Result<(), Self::Error>;
 
-    /// The chunk could not be read from its first place, and another pack had it.
+    /// Called if a chunk could not be read from its first place, but from another pack.
     fn elsewhere(&self, _: &Want<T>, _: ReadChunkError) {}
 }
 
 impl Reading<'_> {
-    /// Reads all that is wanted from where it is said to be: what another pack may have does not count.
+    /// Reads all requested chunks from the given places only, even if other packs have them.
     ///
     /// # Errors
     /// As [`Reading::read`].
@@ -175,10 +175,10 @@ impl Reading<'_> {
         self.pass(index, wants, visit, Fallback::None).map(drop)
     }
 
-    /// Reads all that is wanted, in any order.
+    /// Reads all requested chunks, in any order.
     ///
     /// # Errors
-    /// What `visit` makes an error; [`ReadChunkError::Cancelled`]; [`ReadChunkError::Store`].
+    /// An error of `visit`; [`ReadChunkError::Cancelled`]; [`ReadChunkError::Store`].
     pub fn read<T: Copy + Send + Sync, V: Visit<T>>(
         &self,
         index: &Index,
@@ -212,7 +212,7 @@ impl Reading<'_> {
         let pass = Pass { reading: self, index, wants: &wants, queue: &queue, visit, fallback };
         let readers = self.threads.max(READERS).min(pass.queue().len());
         thread::scope(|scope| {
-            // A helper that cannot be started is not needed: the running ones share the work.
+            // A helper that cannot be started is not necessary: the running threads share the work.
             let start = |_| thread::Builder::new().name("reader".into()).spawn_scoped(scope, || pass.run()).ok();
             let helpers: Vec<_> = (1..readers).filter_map(start).collect();
             let mut all = pass.run();
@@ -227,7 +227,7 @@ impl Reading<'_> {
         })
     }
 
-    /// What a pack is opened with. What was written before there was a key stays readable.
+    /// The key of a pack. Packs from before there was a key stay readable.
     fn key_of(&self, index: &Index, pack: PackName) -> Result<Option<&Key>, FormatError> {
         let header = PackHeader { key: index.pack(pack).and_then(|info| info.key) };
         header.key_for(self.key)
@@ -238,7 +238,7 @@ impl Reading<'_> {
         DirectFile::open(&path, self.way).map_err(|source| ReadChunkError::Read { path, offset: at.offset, source })
     }
 
-    /// Reads one record by itself.
+    /// Reads one record separately.
     fn one(&self, index: &Index, id: &ChunkId, at: &Location, into: &mut Vec<u8>) -> Result<(), ReadChunkError> {
         let len = usize::try_from(at.record_len()).unwrap_or(usize::MAX);
         let mut memory = Aligned::new(span(at.offset, len).2);
@@ -254,7 +254,7 @@ impl Reading<'_> {
         Ok(())
     }
 
-    /// The raw bytes, which are in `record` or in `scratch`.
+    /// Decodes a record; the raw bytes are in `record` or in `scratch`.
     fn decode<'b>(
         &self,
         index: &Index,
@@ -278,15 +278,15 @@ impl Reading<'_> {
 /// What to do about a chunk that cannot be read from its place.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Fallback {
-    /// Another pack is tried; chunks of a missing pack are left for another pass.
+    /// Another pack is tried; chunks of a missing pack are read in a second pass.
     Later,
-    /// Another pack is asked.
+    /// Another pack is tried.
     Now,
     /// Nothing.
     None,
 }
 
-/// Runs of wants that are read in one go.
+/// Groups requests that are read together.
 fn spans<T>(wants: &[Want<T>]) -> VecDeque<Range<usize>> {
     let mut spans: VecDeque<Range<usize>> = VecDeque::new();
     let (mut start, mut end) = (None, 0);
@@ -316,12 +316,12 @@ struct Pass<'a, T, V> {
     fallback: Fallback,
 }
 
-/// What a thread works with.
+/// Buffers of a thread.
 struct Tools<O> {
     memory: Aligned,
     /// Buffer for records that are not stored raw.
     scratch: Vec<u8>,
-    /// A chunk that was read by itself.
+    /// A chunk that was read separately.
     raw: Vec<u8>,
     open: Option<(PackName, DirectFile)>,
     own: O,
@@ -332,7 +332,7 @@ impl<T: Copy, V: Visit<T>> Pass<'_, T, V> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Reads spans until there are no more, or one failed. Returns the chunks of missing packs.
+    /// Reads groups until there are no more, or one failed. Returns the chunks of missing packs.
     fn run(&self) -> Result<Vec<Want<T>>, V::Error> {
         let mut tools =
             Tools { memory: Aligned::new(0), scratch: Vec::new(), raw: Vec::new(), open: None, own: V::Own::default() };
@@ -394,7 +394,7 @@ impl<T: Copy, V: Visit<T>> Pass<'_, T, V> {
                     let record = bytes.get_mut(from..to).unwrap_or_default();
                     self.reading.decode(self.index, id, location, record, &mut tools.scratch)
                 }
-                // One record of the span may be what cannot be read; the others are tried by themselves.
+                // Only one record of the group may be unreadable; the others are tried separately.
                 false => self.reading.one(self.index, id, location, &mut tools.raw).map(|()| tools.raw.as_slice()),
             };
             let raw = match raw {
@@ -412,7 +412,7 @@ impl<T: Copy, V: Visit<T>> Pass<'_, T, V> {
         Ok(Found::Yes)
     }
 
-    /// The same chunk from another pack.
+    /// Reads the same chunk from another pack.
     fn elsewhere(&self, id: &ChunkId, not: &Location, into: &mut Vec<u8>) -> Option<()> {
         if self.fallback == Fallback::None {
             return None;

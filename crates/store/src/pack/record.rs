@@ -12,9 +12,9 @@
 //!                                                        64  stored length bytes
 //! ```
 //!
-//! A check is the first 8 bytes of BLAKE3 of the 56 before. What is stored is what the codec made of the raw bytes; in an
-//! encrypted pack it is then nonce (24), sealed bytes, tag (16), bound to the first 56 bytes of the record's header. The
-//! name of the chunk is the hash of the raw bytes, so that a record proves itself.
+//! A check is the first 8 bytes of the BLAKE3 hash of the 56 bytes before it. The stored bytes are the result of the
+//! codec; in an encrypted pack they are then sealed: nonce (24), sealed bytes, tag (16), bound to the first 56 bytes of
+//! the record's header. The name of the chunk is the hash of the raw bytes, so each record can be checked by itself.
 
 use std::io;
 
@@ -27,21 +27,21 @@ const MAGIC: &[u8; 16] = b"REKINDLE PACK\0\0\0";
 const VERSION: u32 = 1;
 const ENCRYPTED: u32 = 1;
 const RECORD_MAGIC: &[u8; 4] = b"RKCH";
-/// What a codec and a seal may add to the raw bytes at most.
+/// Maximum bytes that a codec and a seal add to the raw bytes.
 const OVERHEAD: u32 = 4096;
 
 /// Bytes of the header of a pack, and of the header of a record.
 pub const HEADER_BYTES: u64 = 64;
 
-/// How a pack begins.
+/// The header of a pack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PackHeader {
-    /// The id of the key that it is encrypted with; None if it is not.
+    /// The id of its key; `None` if it is not encrypted.
     pub key: Option<[u8; 16]>,
 }
 
 impl PackHeader {
-    /// Of a pack that is written with that key, or without one.
+    /// The header of a pack written with this key, or without one.
     #[must_use]
     pub fn of(key: Option<&Key>) -> PackHeader {
         PackHeader { key: key.map(Key::id) }
@@ -60,7 +60,7 @@ impl PackHeader {
     /// Parses the header of a pack.
     ///
     /// # Errors
-    /// Every kind of damage has its own.
+    /// Each kind of damage has its own error.
     pub fn parse(bytes: &[u8]) -> Result<PackHeader, FormatError> {
         let what = What::Pack;
         let header = format::header(what, bytes)?;
@@ -78,8 +78,8 @@ impl PackHeader {
         }
     }
 
-    /// The header that these bytes are with one bit the other way, which the check tells. A bit of the version, or of the
-    /// id of the key, makes a pack look like one that is not for us.
+    /// The header that results from flipping one bit back, if its check is right then. A flipped bit in the version or
+    /// in the id of the key makes a pack look as if it were not for us.
     #[must_use]
     pub fn with_one_bit_wrong(bytes: &[u8; HEADER]) -> Option<PackHeader> {
         let turned = (0..HEADER).flat_map(|byte| (0..8).map(move |bit| (byte, 1_u8 << bit)));
@@ -90,8 +90,8 @@ impl PackHeader {
         })
     }
 
-    /// The key for the records of this pack: none where it is not encrypted, and either there is no key or its owner takes
-    /// such packs all the same. A store may hold packs from before it was encrypted; their chunks have other names.
+    /// The key for the records of this pack: `None` if it is not encrypted, and if there is no key or such packs are
+    /// accepted. A store may contain packs from before it was encrypted; their chunks have other names.
     ///
     /// # Errors
     /// [`FormatError::NoKey`], [`FormatError::OtherKey`], [`FormatError::Plain`].
@@ -106,12 +106,12 @@ impl PackHeader {
     }
 }
 
-/// How a record begins.
+/// The header of a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RecordHeader {
-    /// What was done to the raw bytes.
+    /// The codec of the stored bytes.
     pub codec: Codec,
-    /// Bytes of the chunk.
+    /// Raw bytes of the chunk.
     pub raw_len: u32,
     /// Bytes that follow this header.
     pub stored_len: u32,
@@ -134,7 +134,7 @@ impl RecordHeader {
     /// Parses the header of a record.
     ///
     /// # Errors
-    /// Every kind of damage has its own.
+    /// Each kind of damage has its own error.
     pub fn parse(bytes: &[u8]) -> Result<RecordHeader, FormatError> {
         let what = What::Record;
         let header = format::header(what, bytes)?;
@@ -165,7 +165,7 @@ impl RecordHeader {
     }
 }
 
-/// The bounds of a record, before anything is read or allocated.
+/// Checks the sizes of a record, before anything is read or allocated.
 pub(super) fn check_lengths(what: What, raw_len: u32, stored_len: u32) -> Result<(), FormatError> {
     let wrong = |field, found: u32, bound: u32| FormatError::OutOfBounds {
         what,
@@ -185,8 +185,8 @@ pub(super) fn check_lengths(what: What, raw_len: u32, stored_len: u32) -> Result
     Ok(())
 }
 
-/// Appends a complete record to `into`: header, and `stored`, which `codec` made of `raw_len` bytes, sealed if there is
-/// a key.
+/// Appends a complete record to `into`: a header, and `stored`, the result of `codec` for `raw_len` bytes, sealed if
+/// there is a key.
 ///
 /// # Errors
 /// `InvalidInput` if the sizes are out of bounds; when the kernel gives no random bytes.
@@ -214,11 +214,11 @@ pub fn write(
     Ok(header)
 }
 
-/// Decodes a complete record into the raw bytes of the chunk `wanted`, which are then all of `into`; all of it is
-/// checked. `record` is decrypted in place and unusable afterwards.
+/// Decodes a complete record and checks it. The raw bytes of the chunk `wanted` replace the content of `into`. `record`
+/// is decrypted in place and unusable afterwards.
 ///
 /// # Errors
-/// Every kind of damage has its own.
+/// Each kind of damage has its own error.
 pub fn read(
     record: &mut [u8],
     wanted: &ChunkId,
@@ -230,7 +230,7 @@ pub fn read(
     prove(into, wanted, key).map(|_| header)
 }
 
-/// As [`read`], but raw bytes stay where they are in the record; decoded ones are all of `scratch`.
+/// As [`read`], but uncompressed bytes stay in the record, and decompressed ones replace the content of `scratch`.
 ///
 /// # Errors
 /// As [`read`].
@@ -250,7 +250,7 @@ pub fn raw<'a>(
     prove(raw, wanted, key)
 }
 
-/// The header of a record, and what is stored, which is not sealed any more.
+/// The header of a record, and the stored bytes after unsealing.
 fn open<'a>(
     record: &'a mut [u8],
     wanted: &ChunkId,
@@ -277,12 +277,12 @@ fn prove<'a>(raw: &'a [u8], wanted: &ChunkId, key: Option<&Key>) -> Result<&'a [
     }
 }
 
-/// What a sealed body is bound to: the header without its check.
+/// The bytes that a sealed body is bound to: the header without its check.
 fn bound(header: &[u8; HEADER]) -> &[u8] {
     header.get(..HEADER - CHECK).unwrap_or_default()
 }
 
-/// Writes the fields one after the other; what is behind them stays zero.
+/// Writes the fields one after the other; the rest stays zero.
 pub(super) fn fill(bytes: &mut [u8; HEADER], fields: &[&[u8]]) {
     for (to, from) in bytes.iter_mut().zip(fields.iter().copied().flatten()) {
         *to = *from;

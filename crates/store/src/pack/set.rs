@@ -22,9 +22,9 @@ use crate::error::{Error, Result};
 use crate::format::{FormatError, ReadError, What};
 use rekindle_os::durable;
 
-/// How the name of a pack ends.
+/// Suffix of the name of a pack.
 pub const PACK_SUFFIX: &str = ".pack";
-/// How the name of an index ends.
+/// Suffix of the name of an index.
 pub const INDEX_SUFFIX: &str = ".idx";
 /// Suffix of the mark of a pack that is to be removed.
 pub const GONE_SUFFIX: &str = ".gone";
@@ -35,36 +35,36 @@ pub struct Packs {
     dir: PathBuf,
 }
 
-/// What is not as it should be with a pack.
+/// A problem with a pack.
 #[derive(Debug)]
 pub struct Problem {
     /// The pack.
     pub pack: PackName,
     /// Why its index was not used; None if that is not the problem.
     pub index: Option<ReadError>,
-    /// Which part of the pack cannot be read.
+    /// Which part of the pack is unreadable.
     pub lost: Lost,
 }
 
-/// Which part of a pack cannot be read.
+/// Which part of a pack is unreadable.
 #[derive(Debug)]
 pub enum Lost {
-    /// Nothing: its records were read in place of the index.
+    /// Nothing: its records were read instead of the index.
     Nothing,
     /// Everything from that byte on.
     From {
         /// The first byte that is not part of a complete record.
         offset: u64,
-        /// How many bytes the pack has.
+        /// The size of the pack in bytes.
         pack_len: u64,
-        /// What is wrong there.
+        /// The damage there.
         why: FormatError,
     },
     /// All of it.
     All(ReadError),
 }
 
-/// The files of one pack.
+/// The existing files of one pack.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Files {
     pack: bool,
@@ -73,7 +73,7 @@ struct Files {
 }
 
 impl Packs {
-    /// The packs in that folder, which need not be there.
+    /// The packs in this folder, which may not exist.
     #[must_use]
     pub fn new(dir: PathBuf) -> Packs {
         Packs { dir }
@@ -85,36 +85,36 @@ impl Packs {
         &self.dir
     }
 
-    /// The pack itself.
+    /// The path of the pack.
     #[must_use]
     pub fn pack_path(&self, name: PackName) -> PathBuf {
         self.dir.join(format!("{name}{PACK_SUFFIX}"))
     }
 
-    /// Its index.
+    /// The path of its index.
     #[must_use]
     pub fn index_path(&self, name: PackName) -> PathBuf {
         self.dir.join(format!("{name}{INDEX_SUFFIX}"))
     }
 
-    /// The mark that it is to be removed.
+    /// The path of its mark for removal.
     #[must_use]
     pub fn gone_path(&self, name: PackName) -> PathBuf {
         self.dir.join(format!("{name}{GONE_SUFFIX}"))
     }
 
-    /// The packs, by name; also a pack that has only its index or its mark left.
+    /// The packs, sorted by name, including those with nothing left but an index or a mark.
     ///
     /// # Errors
-    /// [`Error::Read`]: a folder that cannot be listed is never an empty one.
+    /// [`Error::Read`]: a folder that cannot be listed is never treated as empty.
     pub fn names(&self) -> Result<Vec<PackName>> {
         Ok(self.list()?.into_keys().collect())
     }
 
-    /// The ids of the keys that packs here are encrypted with. A pack that cannot be read counts for nothing.
+    /// The ids of the keys that packs here are encrypted with. Unreadable packs are skipped.
     ///
     /// # Errors
-    /// [`Error::Read`] where the folder cannot be listed.
+    /// [`Error::Read`] if the folder cannot be listed.
     pub fn keys(&self) -> Result<BTreeSet<[u8; 16]>> {
         let key = |name: PackName| {
             let file = durable::open_for_reading(&self.pack_path(name)).ok()?;
@@ -127,11 +127,12 @@ impl Packs {
     /// Reads the indexes of all packs.
     ///
     /// # Errors
-    /// [`Error::Read`] where the folder cannot be listed. What is wrong with a pack is in [`Index::problems`].
+    /// [`Error::Read`] if the folder cannot be listed. Problems of packs are in [`Index::problems`].
     pub fn index(&self) -> Result<Index> {
         let mut index = Index::default();
         for (name, files) in self.list()? {
-            // A mark without pack and index: an interrupted removal. There is nothing to read, and nothing to lose.
+            // A mark without pack and index: an interrupted removal. There is nothing to read, and nothing that could
+            // be lost.
             if !files.pack && !files.index {
                 continue;
             }
@@ -147,18 +148,18 @@ impl Packs {
         Ok(index)
     }
 
-    /// What is in one pack, from its index or else from its records.
+    /// The content of one pack, from its index or else from its records.
     ///
     /// # Errors
-    /// If nothing of it can be had.
+    /// When neither can be read.
     pub fn pack_index(&self, name: PackName) -> std::result::Result<PackIndex, Box<Problem>> {
         self.load(name, Files { pack: true, index: true, gone: false }).map(|loaded| loaded.pack)
     }
 
-    /// Reads the records of a pack in place of its index.
+    /// Reads the records of a pack instead of its index.
     ///
     /// # Errors
-    /// When it cannot be read, or is no pack of ours.
+    /// When it cannot be read, or is not a pack of ours.
     pub fn scan(&self, name: PackName) -> std::result::Result<Scan, ReadError> {
         let path = self.pack_path(name);
         let failed = |source| ReadError::Read { path: path.clone(), source };
@@ -218,7 +219,7 @@ impl Packs {
     /// The index of a pack as stored in its file.
     ///
     /// # Errors
-    /// If it cannot be read, or is not what was written.
+    /// If it cannot be read, or differs from what was written.
     pub(crate) fn read_index(&self, name: PackName) -> std::result::Result<PackIndex, ReadError> {
         let path = self.index_path(name);
         let failed = |source| ReadError::Read { path: path.clone(), source };
@@ -233,7 +234,7 @@ impl Packs {
         PackIndex::parse(&bytes).map_err(wrong)
     }
 
-    /// An index belongs to this pack if the pack has the length that the index says.
+    /// Checks that an index belongs to this pack, which has the length in the index then.
     fn fits(&self, name: PackName, pack: PackIndex) -> std::result::Result<(PackHeader, PackIndex), ReadError> {
         let path = self.pack_path(name);
         let failed = |source| ReadError::Read { path: path.clone(), source };

@@ -14,18 +14,18 @@ pub enum CopyError {
     /// It cannot be read.
     #[error("cannot read it{}", crate::error::Failing(.0))]
     Read(#[from] io::Error),
-    /// It is not what was written.
+    /// It differs from what was written.
     #[error("the record at byte {offset} is damaged; `rekindle repair --dry-run` says which images it affects")]
     Damaged {
-        /// Where it begins.
+        /// Its offset.
         offset: u64,
-        /// What is wrong.
+        /// The damage.
         #[source]
         source: FormatError,
     },
 }
 
-/// A record, and the memory that it is read with.
+/// A record, and the buffers to read it.
 #[derive(Debug, Default)]
 pub(crate) struct Stored {
     bytes: Vec<u8>,
@@ -34,7 +34,7 @@ pub(crate) struct Stored {
 }
 
 impl Stored {
-    /// Reads a record by `read`, which fills the memory, and checks it.
+    /// Reads a record with `read`, which fills the buffer, and checks it.
     pub(crate) fn read(
         &mut self,
         read: impl FnOnce(&mut [u8]) -> io::Result<()>,
@@ -44,14 +44,14 @@ impl Stored {
     ) -> Result<RecordHeader, CopyError> {
         self.bytes.resize(usize::try_from(at.record_len()).unwrap_or(usize::MAX), 0);
         read(&mut self.bytes)?;
-        // Opened in place, an encrypted record is worth nothing afterwards.
+        // Opening decrypts in place, so an encrypted record is opened as a copy.
         self.opened.clear();
         self.opened.extend_from_slice(&self.bytes);
         let damaged = |source| CopyError::Damaged { offset: at.offset, source };
         record::read(&mut self.opened, id, key, &mut self.raw).map_err(damaged)
     }
 
-    /// The same from the disk itself, not from what is remembered of it.
+    /// The same, read from the disk and not from the page cache.
     pub(crate) fn read_from_disk(
         &mut self,
         packs: &Packs,
@@ -63,7 +63,7 @@ impl Stored {
             let mut memory = Aligned::new(span(at.offset, bytes.len()).2);
             let file = DirectFile::open(&packs.pack_path(at.pack), Way::Direct)?;
             let read = file.read_at(&mut memory, at.offset, bytes.len())?;
-            // What a pack that was cut does not have any more is no record.
+            // If the pack was cut, the missing bytes are no record.
             bytes.fill(0);
             bytes.iter_mut().zip(read.iter()).for_each(|(to, from)| *to = *from);
             Ok(())
@@ -71,7 +71,7 @@ impl Stored {
         self.read(fill, id, at, key)
     }
 
-    /// What follows its header.
+    /// The stored bytes after its header.
     pub(crate) fn body(&self, header: &RecordHeader) -> &[u8] {
         let len = usize::try_from(header.stored_len).unwrap_or(0);
         self.bytes.get(self.bytes.len().saturating_sub(len)..).unwrap_or_default()

@@ -17,10 +17,10 @@ use crate::error::Result;
 use crate::{Error, WriterLock};
 use rekindle_os::durable;
 
-/// A record, by the pack that has it.
+/// A record: its pack and its chunk.
 pub(crate) type Place = (PackName, ChunkId);
 
-/// Records that could not be read. Shared by who finds and who writes.
+/// Records that could not be read. Shared by readers and writers.
 #[derive(Debug, Clone, Default)]
 pub struct Unread(Arc<Mutex<BTreeSet<Place>>>);
 
@@ -36,7 +36,7 @@ impl Unread {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).contains(&(at.pack, *id))
     }
 
-    /// Takes notes back.
+    /// Removes records from the notes.
     pub(crate) fn forget(&self, places: &[Place]) {
         let mut noted = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         noted.retain(|place| !places.contains(place));

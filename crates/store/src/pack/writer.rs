@@ -15,9 +15,9 @@ use crate::chunk::{CHUNK, ChunkId, Key};
 use crate::format::{HEADER, size_of};
 use rekindle_os::direct::{ALIGN, Aligned, Way, padded};
 
-/// Written at once, and a little more. From here on a disk gets no faster.
+/// Bytes written at a time, approximately. Larger pieces are no faster.
 const PIECE: usize = 4 << 20;
-/// One is filled, one is written, one waits: neither side waits for the other.
+/// One buffer is being filled, one is being written, one waits: neither side waits for the other.
 const PIECES: usize = 3;
 
 /// How packs are made.
@@ -25,16 +25,16 @@ const PIECES: usize = 3;
 pub struct Making<'k> {
     /// How chunks are compressed.
     pub compression: Compression,
-    /// What they are encrypted with.
+    /// The key to encrypt with.
     pub key: Option<&'k Key>,
-    /// A pack is closed when it has so many bytes: [`PACK`].
+    /// A pack is closed at this size: [`PACK`].
     pub pack: u64,
     /// How they are written.
     pub way: Way,
 }
 
 impl<'k> Making<'k> {
-    /// As the store does it.
+    /// The settings that the store uses.
     #[must_use]
     pub fn new(compression: Compression, key: Option<&'k Key>) -> Making<'k> {
         Making { compression, key, pack: PACK, way: Way::Direct }
@@ -46,11 +46,11 @@ pub struct PackWriter<'k> {
     making: Making<'k>,
     disk: Disk,
     memory: Aligned,
-    /// Bytes of `memory` that are to be written.
+    /// Bytes of `memory` to be written.
     filled: usize,
-    /// Where in the pack `memory` begins.
+    /// Offset of `memory` in the pack.
     offset: u64,
-    /// What is in the pack. As long as there is nothing, it is not begun.
+    /// Entries of the open pack. Without any, the pack has not been begun.
     entries: Vec<Entry>,
     begun: bool,
     names: Vec<PackName>,
@@ -65,12 +65,12 @@ impl std::fmt::Debug for PackWriter<'_> {
 }
 
 impl<'k> PackWriter<'k> {
-    /// A writer that makes packs in the folder `packs`.
+    /// A writer that creates packs in the folder `packs`.
     ///
     /// # Errors
     /// When no thread can be started.
     pub fn new(packs: &Packs, making: Making<'k>) -> Result<PackWriter<'k>, FileError> {
-        // A piece, and the record that goes over its end.
+        // Room for a piece, and for the record that exceeds it.
         let mut disk = Disk::start(packs, PIECES, PIECE + HEADER + CHUNK + ALIGN, making.way)?;
         let memory = disk.memory()?;
         let mut writer = PackWriter {
@@ -89,15 +89,14 @@ impl<'k> PackWriter<'k> {
         Ok(writer)
     }
 
-    /// Where to put the raw bytes of the next chunk, at most [`CHUNK`].
+    /// The place for the raw bytes of the next chunk, at most [`CHUNK`].
     pub fn room(&mut self, raw_len: usize) -> &mut [u8] {
         let start = self.filled + HEADER;
-        // There is always room for one: a piece that is full is sent off.
+        // There is always room for one chunk, because a full piece is written.
         self.memory.get_mut(start..start + raw_len.min(CHUNK)).unwrap_or_default()
     }
 
-    /// Makes a record of the `raw_len` bytes that were put into [`PackWriter::room`]. Returns how many bytes it takes in
-    /// the pack.
+    /// Appends a record with the `raw_len` bytes in [`PackWriter::room`]. Returns its size in the pack.
     ///
     /// # Errors
     /// When this or an earlier one cannot be written.
@@ -127,7 +126,7 @@ impl<'k> PackWriter<'k> {
         Ok(header.record_len())
     }
 
-    /// Adds a record that is encoded already. Returns how many bytes it takes in the pack.
+    /// Appends a record that is already encoded. Returns its size in the pack.
     ///
     /// # Errors
     /// When this or an earlier one cannot be written.
@@ -139,7 +138,7 @@ impl<'k> PackWriter<'k> {
         Ok(header.record_len())
     }
 
-    /// Closes the last pack and waits until all are on the disk. Returns which.
+    /// Closes the last pack and waits until all packs are on the disk. Returns their names.
     ///
     /// # Errors
     /// When one cannot be written.
@@ -150,7 +149,7 @@ impl<'k> PackWriter<'k> {
         Ok(names)
     }
 
-    /// A new pack, which comes to be with its first record.
+    /// Begins a new pack, which is created with its first record.
     fn begin(&mut self) {
         let header = PackHeader::of(self.making.key).to_bytes();
         self.memory.get_mut(..HEADER).unwrap_or_default().copy_from_slice(&header);
@@ -175,7 +174,7 @@ impl<'k> PackWriter<'k> {
         Ok(())
     }
 
-    /// After a record: sends a piece that is full, closes a pack that is.
+    /// Called after a record: writes a full piece, and closes a full pack.
     fn go_on(&mut self) -> Result<(), FileError> {
         let is_full = self.offset + size_of(self.filled) >= self.making.pack;
         if is_full || size_of(self.entries.len()) >= PACK_RECORDS {
@@ -228,7 +227,7 @@ impl<'k> PackWriter<'k> {
     }
 }
 
-/// At most [`CHUNK`].
+/// Converts a length of at most [`CHUNK`].
 fn small(len: usize) -> u32 {
     u32::try_from(len).unwrap_or(u32::MAX)
 }

@@ -7,7 +7,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 use super::PathError;
 
-/// A control group below the one that the supervisor is in: a relative path of normal parts in its one way to write it.
+/// A control group below the supervisor's: a relative path with normal parts in a single spelling.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GroupPath(String);
 
@@ -18,12 +18,12 @@ impl GroupPath {
         &self.0
     }
 
-    /// The names of the path, the group's own last.
+    /// The names in the path, the group's own name last.
     pub fn parts(&self) -> impl Iterator<Item = &str> {
         self.0.split('/')
     }
 
-    /// This group and those that it is in, the outermost first.
+    /// This group and its parents, the outermost first.
     pub fn with_those_above(&self) -> impl Iterator<Item = GroupPath> {
         let ends = self.0.match_indices('/').map(|(at, _)| at).chain([self.0.len()]);
         ends.filter_map(|end| self.0.get(..end).map(|text| GroupPath(text.to_owned())))
@@ -35,7 +35,7 @@ impl FromStr for GroupPath {
 
     fn from_str(text: &str) -> Result<GroupPath, PathError> {
         let refuse = |why| Err(PathError::Group { path: text.to_owned(), why });
-        // A line of /proc/PID/cgroup ends at a line end, so the kernel takes no such name.
+        // A line of /proc/PID/cgroup ends at a line end, so the kernel allows no such name.
         if text.contains(['\0', '\n']) {
             return refuse("it contains a NUL byte or a line break");
         }

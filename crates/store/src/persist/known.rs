@@ -1,4 +1,4 @@
-//! Which chunks are in packs already, or are on their way there.
+//! Which chunks are in packs already, or are being written by this run.
 
 use std::collections::HashSet;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -10,36 +10,37 @@ use crate::pack::strike::Place;
 use crate::pack::{Index, PackName, Packs, Unread};
 use rekindle_os::durable;
 
-/// More threads than this are rarely at it at once.
+/// More threads rarely use it at once.
 const SHARDS: usize = 16;
 
-/// Enough of a name, as in the index: two chunks with the same 128 bits are not found, by chance or on purpose.
+/// The part of a name that is compared. It is enough, as in the index: two chunks with the same 128 bits do not occur
+/// by chance and cannot be made on purpose.
 type Short = [u8; 16];
 
-/// What is to be written of a chunk.
+/// What to write for a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Claim {
     /// Nothing.
     None,
-    /// It is new.
+    /// The first copy: it is new.
     First,
-    /// A copy of what another image refers to as well, into another pack.
+    /// A second copy, into another pack: another image uses the chunk too.
     Second,
 }
 
-/// What is there.
+/// The existing chunks.
 pub(super) struct Known<'a> {
     packs: &'a Packs,
     index: &'a Index,
-    /// The chunks that images refer to, where those are to be in two packs.
+    /// The chunks that images use, if shared ones are to be in two packs.
     shared: Option<&'a Needed>,
-    /// Places that do not count.
+    /// Unreadable places, which do not count.
     unread: &'a Unread,
-    /// Those of them whose chunk this run writes.
+    /// Unreadable places whose chunk this run writes again.
     again: Mutex<Vec<Place>>,
-    /// Those that this run writes.
+    /// Chunks that this run writes.
     claimed: [Mutex<HashSet<Short>>; SHARDS],
-    /// The packs whose mark was taken back.
+    /// Packs whose mark was removed.
     revived: Mutex<HashSet<PackName>>,
 }
 
@@ -49,9 +50,9 @@ impl<'a> Known<'a> {
         Known { packs, index, shared, unread, again, claimed, revived }
     }
 
-    /// What the caller has to do for the chunk: to write it where it is in no pack and nobody else writes it, or a second copy
-    /// where another image refers to it and there is one only. A pack that is on its way out is kept, durably, before what is
-    /// in it counts.
+    /// What the caller must write for the chunk: a first copy if it is in no pack and no other thread writes it; a
+    /// second copy if another image uses it and there is only one. If the only copy is in a pack that is marked for
+    /// removal, the mark is removed durably first.
     pub(super) fn claim(&self, id: &ChunkId) -> Result<Claim, Error> {
         let (mut stays, mut goes) = (0, None);
         for at in self.index.all(id).filter(|at| !self.unread.has(id, at)) {
@@ -76,7 +77,7 @@ impl<'a> Known<'a> {
         Ok(write)
     }
 
-    /// Places that could not be read, of chunks that were written since.
+    /// Unreadable places of chunks that were written again.
     pub(super) fn written_again(&self) -> Vec<Place> {
         lock(&self.again).clone()
     }
@@ -88,7 +89,7 @@ impl<'a> Known<'a> {
     }
 
     fn revive(&self, pack: PackName) -> Result<(), Error> {
-        // Held meanwhile: who comes second must not go on before the mark is gone.
+        // Held until the mark is removed: a second thread must not continue before.
         let mut revived = lock(&self.revived);
         if !revived.contains(&pack) {
             let path = self.packs.gone_path(pack);

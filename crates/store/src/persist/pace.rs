@@ -1,11 +1,11 @@
-//! How far persisting is, how fast it may go, and whether it still may.
+//! The progress of packing, its rate limit, and its cancellation.
 
 use std::io;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// How far it is; read by others while it goes on.
+/// The progress, which other threads read meanwhile.
 #[derive(Debug, Default)]
 pub struct Progress {
     done: AtomicU64,
@@ -15,19 +15,19 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Bytes of the image that are dealt with, and in all.
+    /// Bytes of the image that are processed, and the total.
     #[must_use]
     pub fn bytes(&self) -> (u64, u64) {
         (self.done.load(Ordering::Relaxed), self.total.load(Ordering::Relaxed))
     }
 
-    /// Bytes that went to the disk.
+    /// Bytes written to the disk.
     #[must_use]
     pub fn written(&self) -> u64 {
         self.written.load(Ordering::Relaxed)
     }
 
-    /// Bytes of the image that are dealt with each second, so far.
+    /// Bytes of the image processed per second, so far.
     #[must_use]
     pub fn rate(&self) -> u64 {
         let elapsed = self.begun.get().map_or(0, |begun| begun.elapsed().as_millis());
@@ -40,7 +40,7 @@ impl Progress {
         self.total.store(total, Ordering::Relaxed);
     }
 
-    /// So many more are to come.
+    /// Increases the total.
     pub(crate) fn expect(&self, more: u64) {
         self.total.fetch_add(more, Ordering::Relaxed);
     }
@@ -50,7 +50,7 @@ impl Progress {
     }
 }
 
-/// Keeps all threads together below the rate, which counts what is written.
+/// Keeps all threads together below the rate; only written bytes count.
 pub(super) struct Pace<'a> {
     pub(super) began: Instant,
     pub(super) rate: Option<u64>,
@@ -58,11 +58,11 @@ pub(super) struct Pace<'a> {
     pub(super) cancelled: &'a (dyn Fn() -> bool + Sync),
 }
 
-/// The longest sleep between two looks at whether it is still wanted.
+/// Maximum sleep between two checks for cancellation.
 const NAP: Duration = Duration::from_millis(50);
 
 impl Pace<'_> {
-    /// Waits where too much was written for the time that went by.
+    /// Waits if more was written than the rate allows.
     pub(super) fn wrote(&self, bytes: u64) -> io::Result<()> {
         let written = self.progress.written.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
         let due = self.rate.map_or(Duration::ZERO, |rate| time_for(written, rate));
@@ -75,7 +75,7 @@ impl Pace<'_> {
         }
     }
 
-    /// Fails when it is not wanted any more.
+    /// Fails if it was cancelled.
     pub(super) fn check(&self) -> io::Result<()> {
         if (self.cancelled)() { Err(io::ErrorKind::Interrupted.into()) } else { Ok(()) }
     }

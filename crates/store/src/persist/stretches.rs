@@ -1,5 +1,5 @@
-//! The parts of an image in stretches of some tens of MiB, each for one thread: what one thread packs lies together, and is
-//! read in one go by a restore.
+//! Divides the parts of an image into stretches of some tens of MiB, each for one thread: what one thread packs is
+//! contiguous, and a restore reads it sequentially.
 
 use std::path::Path;
 
@@ -7,13 +7,13 @@ use crate::chunk::Cutter;
 use crate::chunk::cut::Cuts;
 use crate::manifest::Part;
 
-/// Bytes of a stretch, about.
+/// Approximate bytes of a stretch.
 pub(super) const STRETCH: u64 = 32 << 20;
 
-/// What one thread packs in one go: a run of pieces of one part.
+/// The unit of work of a thread: consecutive pieces of one part.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Stretch {
-    /// Its place among all.
+    /// Its index among all stretches.
     pub(super) number: usize,
     /// The number of the part.
     pub(super) part: usize,
@@ -21,10 +21,10 @@ pub(super) struct Stretch {
     pub(super) pieces: Vec<(u64, usize)>,
 }
 
-/// Hands out one after the other. What it holds does not grow with the image.
+/// Returns one stretch after the other. Its memory does not grow with the image.
 pub(super) struct Stretches {
     cutter: Cutter,
-    /// The parts that are not begun, the last first.
+    /// The parts that were not begun, in reverse order.
     parts: Vec<(usize, Part)>,
     open: Option<(usize, std::iter::Peekable<Cuts>)>,
     number: usize,

@@ -1,4 +1,4 @@
-//! Into the packs and out again, on real files.
+//! Packing and unpacking, on real files.
 
 use std::fs;
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -16,7 +16,7 @@ mod damage;
 mod full;
 mod killed;
 
-/// A store, and a folder that stands for a slot.
+/// A store, and a folder used as a slot.
 pub(crate) struct Ground {
     pub(crate) dir: tempfile::TempDir,
     pub(crate) folder: JobFolder,
@@ -28,7 +28,7 @@ impl Ground {
         Ground::below(tempfile::tempdir().unwrap())
     }
 
-    /// In a folder that stays.
+    /// In a folder that is not removed.
     pub(crate) fn in_folder(path: &Path) -> Ground {
         let mut dir = tempfile::tempdir_in(path).unwrap();
         dir.disable_cleanup(true);
@@ -45,7 +45,7 @@ impl Ground {
         Ground { dir, folder, lock }
     }
 
-    /// An image "in memory" with that number.
+    /// Makes an image "in memory" with this number.
     pub(crate) fn stage(&self, number: u32, parts: &[(&str, Vec<u8>)]) -> Image {
         let slot = self.dir.path().join(format!("slot{number}"));
         let mut manifest = blank(number);
@@ -83,7 +83,7 @@ impl Ground {
         Ok(into)
     }
 
-    /// The image has these parts, byte by byte.
+    /// Asserts that the image has these parts, byte by byte.
     pub(crate) fn assert_holds(&self, image: &Image, parts: &[(&str, Vec<u8>)], key: Option<&Key>) {
         let into = self.unpack(image, key).unwrap();
         assert_eq!(image.manifest().unwrap().parts.len(), parts.len());
@@ -92,7 +92,7 @@ impl Ground {
         }
     }
 
-    /// Names in `packs/` that end so.
+    /// Names in `packs/` with this suffix.
     pub(crate) fn packs(&self, suffix: &str) -> Vec<String> {
         let names = fs::read_dir(self.folder.packs().dir()).unwrap();
         let names = names.map(|entry| entry.unwrap().file_name().into_string().unwrap());
@@ -116,7 +116,7 @@ fn plain() -> Packing {
     packing(Compression::None, None)
 }
 
-/// Bytes that nothing can make shorter, another sequence for each seed.
+/// Incompressible bytes, different for each seed.
 pub(crate) fn noise(seed: u8, len: usize) -> Vec<u8> {
     let mut bytes = vec![0; len];
     blake3::Hasher::new_keyed(&[seed; 32]).finalize_xof().fill(&mut bytes);
@@ -190,19 +190,19 @@ fn what_is_there_is_not_written_again() {
     let packed: u64 = ground.packs(".pack").iter().map(|p| size_of_pack(&ground, p)).sum();
     let packs = u64::try_from(ground.packs(".pack").len()).unwrap();
     let chunks = first.manifest().unwrap().chunks.clone().unwrap();
-    // The bytes of the records; the zeros and what is there twice are not among them.
+    // The bytes of the records; zeros and repeated chunks are not included.
     assert_eq!((chunks.stored, chunks.stored), (packed - 64 * packs, progress.written()));
     let once: usize = [9, 1, 4 * CHUNK, 10 * CHUNK - 5 * CHUNK, 3 * CHUNK + CHUNK / 2, (9 << 20) + 4097].iter().sum();
     let text = 5 * CHUNK + 77;
     let records = 1 + 1 + 4 + 5 + 4 + 37 + 6;
     assert!(chunks.stored <= (once + text + 64 * records) as u64, "{} {}", chunks.stored, once + text + 64 * records);
 
-    // The same once more costs nothing.
+    // Storing the same again takes no space.
     let again = ground.persist(&ground.stage(2, &parts)).unwrap();
     assert_eq!(again.manifest().unwrap().chunks.clone().unwrap().stored, 0);
     assert_eq!(ground.packs(".pack").len() as u64, packs);
 
-    // One byte costs one chunk.
+    // Changing one byte costs one chunk.
     parts[7].1[5 << 20] ^= 1;
     let third = ground.persist(&ground.stage(3, &parts)).unwrap();
     assert_eq!(third.manifest().unwrap().chunks.clone().unwrap().stored, 64 + CHUNK as u64);
@@ -223,7 +223,7 @@ fn a_pack_that_is_on_its_way_out_is_kept_when_it_is_needed() {
     for name in packs.names().unwrap() {
         fs::write(packs.gone_path(name), b"{}").unwrap();
     }
-    // Nothing of it is needed: the marks stay.
+    // Nothing of it is needed, so the marks stay.
     ground.persist(&ground.stage(2, &[("other", noise(99, 3))])).unwrap();
     assert!(!ground.packs(".gone").is_empty());
     let again = ground.persist(&ground.stage(3, &parts)).unwrap();
@@ -249,7 +249,7 @@ fn a_loose_image_is_packed_in_its_place() {
     ground.assert_holds(&packed, &parts, None);
     assert_eq!(ground.folder.images().unwrap(), std::slice::from_ref(&packed));
     assert_eq!(fs::read_dir(ground.folder.images_dir()).unwrap().count(), 1, "the loose one is gone");
-    // Once more: nothing to do.
+    // Again: there is nothing to do.
     assert_eq!(ground.persist(&packed).unwrap(), packed);
 }
 
@@ -257,7 +257,7 @@ fn a_loose_image_is_packed_in_its_place() {
 fn a_mark_that_comes_while_an_image_is_packed_goes_with_it() {
     let ground = Ground::new();
     let image = ground.stage(1, &parts());
-    // By the time that the restart policy has seen enough of it, it is on its way.
+    // The restart policy has marked it while it was being packed.
     let mark = BadMark { why: BadWhy::DiesAgain, detail: "twice".into(), when: chrono::DateTime::UNIX_EPOCH };
     image.clone().mark_bad(mark.clone()).unwrap();
     let stored = ground.persist(&image).unwrap();
@@ -287,7 +287,7 @@ fn it_keeps_to_its_rate() {
     ground.persist_as(&image, &slow).unwrap();
     let took = began.elapsed();
     assert!(took >= Duration::from_millis(250), "3 MiB at 10 MiB/s: {took:?}");
-    // 203 MiB at that rate would take 20 s: zeros are not written, and do not count.
+    // 203 MiB at that rate would take 20 s. Zeros are not written, and do not count.
     assert!(took < Duration::from_secs(15), "{took:?}");
 }
 
@@ -319,7 +319,7 @@ fn a_slot_that_was_taken_over_gives_no_image() {
     fs::remove_file(image.dir.join("manifest.json")).unwrap();
     let result = ground.persist(&image);
     assert!(matches!(result, Err(Error::Gone(_))), "{result:?}");
-    // A file that became shorter while it was read.
+    // A file that became shorter while it was being read.
     let image = ground.stage(2, &parts());
     fs::File::options().write(true).open(image.dir.join("gpu/1000")).unwrap().set_len(1 << 20).unwrap();
     let result = ground.persist(&image);
@@ -329,7 +329,7 @@ fn a_slot_that_was_taken_over_gives_no_image() {
 
 #[test]
 fn pages_that_come_between_others_cost_little() {
-    // What cuts at addresses is tested where it is; here that persist asks for it.
+    // Cuts at addresses have their own test; this checks that packing uses them.
     let ground = Ground::new();
     let image = ground.stage(1, &[("a", noise(1, 2 * CHUNK))]);
     let stored = ground.persist(&image).unwrap();

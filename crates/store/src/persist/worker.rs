@@ -1,4 +1,4 @@
-//! One of the threads that persist: takes a stretch, finds zeros and what is there already, packs the rest.
+//! A thread that packs: takes a stretch, skips zeros and existing chunks, and packs the rest.
 
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -19,7 +19,7 @@ use crate::manifest::Manifest;
 use crate::pack::{Making, PackWriter, Packs};
 use rekindle_os::{durable, sparse};
 
-/// What all workers share.
+/// Shared by all workers.
 pub(super) struct Work<'a> {
     pub(super) image: &'a Image,
     pub(super) manifest: &'a Manifest,
@@ -31,7 +31,7 @@ pub(super) struct Work<'a> {
     pub(super) lock: &'a WriterLock,
 }
 
-/// What became of a stretch.
+/// The result of a stretch.
 pub(super) struct Packed {
     pub(super) number: usize,
     pub(super) part: usize,
@@ -39,7 +39,7 @@ pub(super) struct Packed {
 }
 
 impl Work<'_> {
-    /// Packs stretches until there are no more, or somebody failed.
+    /// Packs stretches until there are no more, or a worker failed.
     pub(super) fn run(&self) -> Result<Vec<Packed>, Error> {
         let done = self.pack_all();
         if done.is_err() {
@@ -64,14 +64,14 @@ impl Work<'_> {
             let extents = self.pack(&stretch, &mut writer, &mut second)?;
             done.push(Packed { number: stretch.number, part: stretch.part, extents });
         }
-        // What one of them wrote counts only with what all wrote, but it is whole, and the next try finds it.
+        // The packs count only when all workers have succeeded, but they are complete, and the next try uses them.
         self.lock.still_held()?;
         writer.finish()?;
         second.map(PackWriter::finish).transpose()?;
         Ok(done)
     }
 
-    /// Second copies go to packs of their own, which the replica does without.
+    /// Packs a stretch. Second copies go to separate packs, which the replica does not need.
     fn pack<'w>(
         &'w self,
         stretch: &Stretch,
@@ -87,7 +87,7 @@ impl Work<'_> {
             self.pace.check().map_err(failed)?;
             self.lock.still_held()?;
             let zero = Extent::Zero { len: u64::try_from(*len).unwrap_or(0) };
-            // A file can be longer than all that it holds. One that became shorter is an error below.
+            // The last piece may end after the data. A file that became shorter is an error below.
             let end = offset.saturating_add(u64::try_from(*len).unwrap_or(u64::MAX));
             if end <= size && sparse::next_data(&file, *offset, end).map_err(failed)?.is_none() {
                 map::push(&mut extents, zero);
@@ -120,7 +120,7 @@ impl Work<'_> {
             self.pace.progress.add(*len);
         }
         if self.image.place != Place::Staged {
-            // It was read once, and nobody reads it again.
+            // It was read once, and is not read again.
             let _ = posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED);
         }
         Ok(extents)
@@ -139,7 +139,7 @@ impl Work<'_> {
     }
 }
 
-/// Whether there is nothing but zeros. What is not zero is mostly so in its first byte; the rest is memcmp(3).
+/// Whether all bytes are zero. Other data mostly differs in its first byte; the rest is compared with memcmp(3).
 fn is_zero(bytes: &[u8]) -> bool {
     let Some((first, rest)) = bytes.split_first() else { return true };
     *first == 0 && bytes.get(..rest.len()) == Some(rest)

@@ -17,21 +17,21 @@ use crate::pack::{PackIndex, PackName};
 use crate::verify::Finding;
 use rekindle_base::chain;
 
-/// What the packs have, and what they may have.
+/// The known content of the packs.
 #[derive(Debug, Default)]
 pub(super) struct Known {
-    /// What is intact.
+    /// Intact content.
     pub(super) index: Index,
-    /// Content that packs should have and that could not be checked.
+    /// Content that packs should have, but that could not be checked.
     perhaps: Index,
-    /// Of how many such packs there is not even an index.
+    /// Number of such packs without even an index.
     dark: usize,
     /// Chunks with a damaged or unreadable record.
     pub(super) harmed: BTreeSet<ChunkId>,
 }
 
 impl Known {
-    /// Notes a pack that could not be looked at, with its index.
+    /// Records a pack that could not be checked, with its index.
     pub(super) fn not_known(&mut self, name: PackName, index: Option<PackIndex>) {
         match index {
             Some(index) => {
@@ -52,7 +52,7 @@ impl Known {
     }
 }
 
-/// Looks at all images, newest first, and marks those that have lost something.
+/// Checks all images, newest first, and marks those that have lost content.
 pub(super) fn look(folder: &JobFolder, known: &Known, hold: &Hold<'_>) -> Result<Vec<Suffering>, Error> {
     let mut all = Vec::new();
     for image in folder.images()? {
@@ -67,7 +67,7 @@ pub(super) fn look(folder: &JobFolder, known: &Known, hold: &Hold<'_>) -> Result
     Ok(all)
 }
 
-/// What an image has lost; None if it is complete.
+/// The lost content of an image; `None` if it is complete.
 fn lost_of(image: &Image, known: &Known) -> Option<(Loss, String)> {
     match &image.state {
         State::Damaged { why } if why.kind == DamageKind::Broken => Some((Loss::Certain, why.to_string())),
@@ -87,7 +87,7 @@ fn of_files(image: &Image) -> Option<(Loss, String)> {
     (!what.is_empty()).then_some((if certain { Loss::Certain } else { Loss::NotKnown }, what))
 }
 
-/// Parts that are named.
+/// Number of parts in a message.
 const SHOWN: usize = 5;
 
 fn of_chunks(image: &Image, known: &Known) -> Option<(Loss, String)> {

@@ -17,7 +17,7 @@ use crate::pack::{Entry, PackHeader, PackIndex, PackName, Packs};
 use crate::persist::Progress;
 use rekindle_os::durable;
 
-/// What packs are repaired with.
+/// What is needed to repair packs.
 pub(super) struct Mending<'a> {
     pub(super) packs: &'a Packs,
     pub(super) key: Option<&'a Key>,
@@ -26,7 +26,7 @@ pub(super) struct Mending<'a> {
     pub(super) progress: &'a Progress,
 }
 
-/// What is to be written or removed.
+/// What to write or remove.
 #[derive(Debug, Default)]
 struct Plan {
     begin: Option<PackHeader>,
@@ -35,7 +35,7 @@ struct Plan {
 }
 
 impl Mending<'_> {
-    /// Mends a pack. None if there is nothing to say.
+    /// Repairs a pack. `None` if there is nothing to report.
     pub(super) fn pack(&self, name: PackName) -> Result<Option<PackRepair>, Error> {
         let left_alone = |why: String| {
             self.known(|known| known.not_known(name, self.packs.read_index(name).ok()));
@@ -67,7 +67,8 @@ impl Mending<'_> {
         self.with(name, &file, found)
     }
 
-    /// Only an index or a mark. A removal removes the index first, so an index without a pack belongs to a lost pack.
+    /// Handles an index or a mark without a pack. A removal removes the index first, so an index without a pack belongs
+    /// to a lost pack.
     fn without_pack(&self, name: PackName) -> Result<Option<PackRepair>, Error> {
         let lost = match self.packs.read_index(name) {
             Err(ReadError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -90,11 +91,11 @@ impl Mending<'_> {
             let lost = index.entries().iter().filter(|entry| !has(&contents, entry)).map(|entry| entry.id);
             self.known(|known| known.harmed.extend(lost));
         }
-        // Records that the disk does not deliver stay in the index: they may be intact.
+        // Records that the disk cannot read stay in the index, because they may be intact.
         let unread = PackIndex::new(pack_len, unread);
         let whole = contents.clone();
         let contents = PackIndex::new(pack_len, contents.entries().iter().chain(unread.entries()).copied().collect());
-        // What cannot be checked counts as before: an index that leaves something out had a reason.
+        // Without a check, the previous index is followed: it may leave out records for a reason.
         let contents = match &before {
             Before::Index(index) if unchecked.is_some() => {
                 let known = |entry: &&Entry| has(index, entry);
@@ -151,7 +152,7 @@ impl Mending<'_> {
         Ok((!said.is_empty()).then_some(report))
     }
 
-    /// The begin before the index: only a pack that has both is used.
+    /// The header is written before the index: only a pack with both is used.
     fn carry_out(&self, name: PackName, plan: &Plan, contents: Option<&PackIndex>) -> Result<(), Error> {
         let is_empty = plan.begin.is_none() && !plan.index && !plan.remove_index;
         if is_empty || !self.hold.may_write()? {
@@ -178,7 +179,7 @@ impl Mending<'_> {
 enum Before {
     None,
     Broken,
-    /// Of another pack.
+    /// It belongs to another pack.
     Other,
     Index(PackIndex),
 }
@@ -196,7 +197,7 @@ impl Before {
         }
     }
 
-    /// Records that it named and that are damaged.
+    /// Number of records in it that are damaged.
     fn lost(&self, contents: &PackIndex) -> usize {
         match self {
             Before::Index(index) => index.entries().iter().filter(|entry| !has(contents, entry)).count(),
@@ -213,7 +214,7 @@ fn unreadable(error: &io::Error) -> String {
     format!("it cannot be read{}: {error}", Failing(error))
 }
 
-/// Whether the disk does not give the record.
+/// Whether the disk cannot read the record.
 fn is_unreadable(file: &File, entry: &Entry) -> bool {
     let mut bytes = vec![0; usize::try_from(entry.end().saturating_sub(entry.offset)).unwrap_or(0)];
     file.read_exact_at(&mut bytes, entry.offset).is_err_and(|error| is_failing(&error))

@@ -11,41 +11,41 @@ use crate::format::{self, FormatError, HEADER, What};
 use crate::pack::record::{self, HEADER_BYTES};
 use crate::pack::{Entry, PACK_MAX, PackHeader, RecordHeader};
 
-/// What is intact of a pack.
+/// The intact content of a pack.
 pub(super) struct Salvage {
-    /// Its intact records, or those with a header if they cannot be checked, in the order of their offsets.
+    /// Its intact records by offset; if they cannot be checked, all records with a valid header.
     pub(super) entries: Vec<Entry>,
-    /// Records whose header is, and whose body the disk does not give.
+    /// Records with a valid header whose body the disk cannot read.
     pub(super) unread: Vec<Entry>,
-    /// Places at which something is not what was written.
+    /// Number of damaged places.
     pub(super) damaged: usize,
-    /// The bytes of the pack.
+    /// Size of the pack.
     pub(super) pack_len: u64,
-    /// The begin that it has or should have.
+    /// The header that it has or should have.
     pub(super) begin: Begin,
-    /// Why content was not compared with its name: it is encrypted, and we have not the key.
+    /// Why content was not compared with its name: it is encrypted, and we do not have the key.
     pub(super) unchecked: Option<FormatError>,
 }
 
-/// How a pack begins.
+/// The header of a pack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Begin {
-    /// As it should.
+    /// It is intact.
     Whole(PackHeader),
-    /// It is damaged, and this is what it was.
+    /// It is damaged, and this is the correct one.
     Mend(PackHeader),
     /// It is damaged, and its records cannot be judged.
     Lost,
 }
 
-/// Why nothing can be said of a pack.
+/// Why a pack cannot be judged.
 #[derive(Debug)]
 pub(super) enum Stop {
     /// It cannot be read.
     Read(io::Error),
-    /// It is fine, but not for us; or nothing that we would have written.
+    /// It is intact but not readable here, or nothing that we would have written.
     NotForUs(FormatError),
-    /// Somebody else has the store now.
+    /// Another process has the store now.
     Lock(Error),
 }
 
@@ -55,8 +55,8 @@ impl From<io::Error> for Stop {
     }
 }
 
-/// Reads every record. Behind damage it looks for the next header that proves itself by its check. `on` is told how many
-/// bytes were dealt with.
+/// Reads every record. After damage it searches for the next header with a valid check. `on` is called with the number
+/// of bytes processed.
 pub(super) fn salvage(file: &File, key: Option<&Key>, on: &dyn Fn(u64) -> Result<(), Error>) -> Result<Salvage, Stop> {
     let pack_len = file.metadata()?.len();
     if pack_len > PACK_MAX {
@@ -64,12 +64,12 @@ pub(super) fn salvage(file: &File, key: Option<&Key>, on: &dyn Fn(u64) -> Result
         return Err(Stop::NotForUs(FormatError::OutOfBounds { what, field, found: pack_len, bound }));
     }
     let begin = begin(file, pack_len)?;
-    // Whether it is believed is asked by who restores from it; here it is only looked at.
+    // Whether it is trusted is decided at a restore; here it is only read.
     let key_of = |header: PackHeader| if header.key.is_none() { Ok(None) } else { header.key_for(key) };
     let (candidates, unchecked) = match begin.map(|begin| key_of(begin.header())) {
         Some(Ok(key)) => (vec![key], None),
         Some(Err(why)) => (Vec::new(), Some(why)),
-        // It does not say whether it is encrypted. The first intact record does.
+        // The header does not tell whether the pack is encrypted. The first intact record does.
         None if key.is_some() => (vec![key, None], None),
         None => (vec![None], None),
     };
@@ -90,8 +90,8 @@ pub(super) fn salvage(file: &File, key: Option<&Key>, on: &dyn Fn(u64) -> Result
                     Body::Unread => {}
                     Body::Damaged => damaged += usize::from(on_track),
                 }
-                // A header that was searched for may be of content that looks like a pack: its length counts only when
-                // its content does.
+                // A header that was found by search may be part of content that looks like a pack: its length counts
+                // only if its content is intact.
                 if whole || on_track { Some(end) } else { search(file, at + 1, pack_len)? }
             }
             None => {
@@ -108,7 +108,7 @@ pub(super) fn salvage(file: &File, key: Option<&Key>, on: &dyn Fn(u64) -> Result
     let begin = match (begin, walk.candidates.as_slice()) {
         (Some(begin), _) => begin,
         (None, [key]) if !entries.is_empty() => Begin::Mend(PackHeader::of(*key)),
-        // There is nothing in it: any begin will do.
+        // The pack contains nothing, so any header will do.
         (None, _) if headers == 0 => Begin::Mend(PackHeader::of(key)),
         (None, _) => Begin::Lost,
     };
@@ -125,7 +125,7 @@ impl Begin {
     }
 }
 
-/// None if it is lost.
+/// `None` if it cannot be reconstructed.
 fn begin(file: &File, pack_len: u64) -> Result<Option<Begin>, Stop> {
     let mut bytes = [0; HEADER];
     if !read_at(file, 0, pack_len, &mut bytes)? {
@@ -141,7 +141,7 @@ fn begin(file: &File, pack_len: u64) -> Result<Option<Begin>, Stop> {
     }
 }
 
-/// The header of the record at that place, where one is whose record fits into the pack.
+/// The header of the record at that place, if there is one whose record fits into the pack.
 fn header_at(file: &File, at: u64, pack_len: u64) -> io::Result<Option<RecordHeader>> {
     let mut bytes = [0; HEADER];
     let parsed = read_at(file, at, pack_len, &mut bytes)?.then(|| RecordHeader::parse(&bytes).ok()).flatten();
@@ -150,21 +150,21 @@ fn header_at(file: &File, at: u64, pack_len: u64) -> io::Result<Option<RecordHea
 
 struct Walk<'a> {
     file: &'a File,
-    /// The keys that the pack may be encrypted with, none among them; empty if it cannot be checked.
+    /// The keys that the pack may be encrypted with, including none; empty if it cannot be checked.
     candidates: Vec<Option<&'a Key>>,
     record: Vec<u8>,
     raw: Vec<u8>,
 }
 
 impl Walk<'_> {
-    /// Whether the record is what was written, as far as that can be told.
+    /// Whether the record is intact, as far as that can be checked.
     fn state(&mut self, at: u64, header: &RecordHeader) -> io::Result<Body> {
         for n in 0..self.candidates.len() {
             let Some(key) = self.candidates.get(n).copied() else { break };
             self.record.resize(usize::try_from(header.record_len()).unwrap_or(usize::MAX), 0);
             match self.file.read_exact_at(&mut self.record, at) {
                 Ok(()) => {}
-                // A bad sector affects this record; the others may be intact.
+                // A bad sector affects only this record; the others may be intact.
                 Err(error) if is_failing(&error) => return Ok(Body::Unread),
                 Err(error) => return Err(error),
             }
@@ -177,7 +177,7 @@ impl Walk<'_> {
     }
 }
 
-/// What is known of the body of a record.
+/// The state of a record's body.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Body {
     Whole,
@@ -185,7 +185,7 @@ enum Body {
     Unread,
 }
 
-/// Whether there is a header's worth of bytes, which are then in `bytes`.
+/// Reads the bytes of a header; returns false if there are too few.
 fn read_at(file: &File, at: u64, pack_len: u64, bytes: &mut [u8; HEADER]) -> io::Result<bool> {
     if pack_len.saturating_sub(at) < HEADER_BYTES {
         return Ok(false);
@@ -197,16 +197,16 @@ fn read_at(file: &File, at: u64, pack_len: u64, bytes: &mut [u8; HEADER]) -> io:
     }
 }
 
-/// Searched at once.
+/// Bytes searched at a time.
 const WINDOW: usize = 1 << 20;
 const PAGE: u64 = 4096;
-/// Of the magic of a record.
+/// First byte of a record's magic.
 const FIRST: u8 = b'R';
 
-/// Where the next header begins whose check is right, at `from` or behind.
+/// The position of the next header with a valid check, at or after `from`.
 fn search(file: &File, mut from: u64, pack_len: u64) -> io::Result<Option<u64>> {
     let mut window = vec![0; WINDOW];
-    // What cannot be read in one go is read page by page.
+    // If a window cannot be read, it is read page by page.
     let mut step = WINDOW;
     while pack_len.saturating_sub(from) >= HEADER_BYTES {
         let len = usize::try_from(pack_len - from).unwrap_or(usize::MAX).min(step);
@@ -217,7 +217,7 @@ fn search(file: &File, mut from: u64, pack_len: u64) -> io::Result<Option<u64>> 
                 step = if step == WINDOW { usize::try_from(PAGE).unwrap_or(WINDOW) } else { HEADER };
                 continue;
             }
-            // What cannot be read holds no header. The next page may.
+            // An unreadable page is skipped; the next one may have a header.
             Err(error) if is_failing(&error) => {
                 (from, step) = ((from / PAGE + 1) * PAGE, WINDOW);
                 continue;

@@ -1,4 +1,4 @@
-//! Damage of every kind on real files: what each does to reading, checking, repairing and storing anew.
+//! Damage of every kind on real files, and its effect on reading, checking, repairing and storing again.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -25,12 +25,12 @@ mod search;
 
 type Parts = Vec<(&'static str, Vec<u8>)>;
 
-/// What the first image has, all of it in the first pack.
+/// The parts of the first image, all in the first pack.
 fn first() -> Parts {
     vec![("criu/a", noise(1, 1000)), ("criu/b", noise(2, 900)), ("gpu/1", noise(3, 1100)), ("zero", vec![0; 5000])]
 }
 
-/// What the second has: two chunks of the first pack and one of its own.
+/// The parts of the second image: two chunks of the first pack and one of its own.
 fn second() -> Parts {
     vec![("criu/a", noise(1, 1000)), ("criu/c", noise(4, 700)), ("gpu/1", noise(3, 1100))]
 }
@@ -39,11 +39,11 @@ fn second() -> Parts {
 struct Case {
     ground: Ground,
     key: Option<Key>,
-    /// With their parts.
+    /// The images with their parts.
     images: Vec<(Image, Parts)>,
     /// Their packs.
     packs: Vec<PackName>,
-    /// What was in the packs.
+    /// The original content of the packs.
     indexes: Vec<PackIndex>,
 }
 
@@ -102,7 +102,7 @@ impl Case {
         gc::collect(&self.ground.folder, &self.ground.lock, &bounds, DateTime::UNIX_EPOCH, &|| false)
     }
 
-    /// Every file of the job but the lock, byte by byte.
+    /// Every file of the job except the lock, byte by byte.
     fn bytes(&self) -> BTreeMap<PathBuf, Vec<u8>> {
         let mut all = BTreeMap::new();
         let mut folders = vec![self.ground.folder.path().to_owned()];
@@ -119,24 +119,24 @@ impl Case {
         all
     }
 
-    /// Whether the packs, and what they have, are all right.
+    /// Whether the packs and their content are intact.
     fn packs_are_sound(&self, share: Share) -> bool {
         let report = check_packs(&self.ground.folder, self.key.as_ref(), share, 2, &Progress::default(), &|| false);
         report.unwrap().is_sound()
     }
 
-    /// Whether a look at the structure finds nothing.
+    /// Whether a check of the structure finds no problem.
     fn looks_sound(&self) -> bool {
         self.images.iter().all(|(image, _)| image.verify().is_sound()) && self.packs_are_sound(Share::NONE)
     }
 
-    /// Whether reading everything finds nothing.
+    /// Whether a check of all content finds no problem.
     fn reads_sound(&self) -> bool {
         let read = |image: &Image| image.verify_content(self.key.as_ref(), 2, &Progress::default(), &|| false).unwrap();
         self.images.iter().all(|(image, _)| read(image).is_sound()) && self.packs_are_sound(Share::ALL)
     }
 
-    /// No image gives other bytes than it was made of. Answers the numbers of those that can be unpacked.
+    /// No image yields other bytes than it was made of. Returns the numbers of those that can be unpacked.
     fn that_unpack(&self) -> Vec<usize> {
         let mut whole = Vec::new();
         for (n, (image, parts)) in self.images.iter().enumerate() {
@@ -161,7 +161,7 @@ impl Case {
         whole
     }
 
-    /// The images that name a chunk which lies there.
+    /// The images with a chunk at such a place.
     fn needing(&self, lies: impl Fn(usize, u64, u64) -> bool) -> Vec<usize> {
         let mut gone = BTreeSet::new();
         for (n, index) in self.indexes.iter().enumerate() {
@@ -172,9 +172,9 @@ impl Case {
         (0..self.images.len()).filter(|n| needs(map(&self.images[*n].0))).collect()
     }
 
-    /// All that has to hold for damage after which exactly `suffering` cannot be restored.
+    /// Everything that must hold for damage after which exactly `suffering` cannot be restored.
     fn check(&self, what: &str, suffering: &[usize]) {
-        // What can be unpacked before the repair can be after it, and what cannot is told.
+        // Images that can be unpacked before the repair can be unpacked after it; all others are reported.
         let before = self.that_unpack();
         assert!(before.iter().all(|n| !suffering.contains(n)), "{what}: {before:?}");
         let bytes = self.bytes();
@@ -203,7 +203,7 @@ impl Case {
         self.store_anew(what);
     }
 
-    /// The same content once more: what was lost is stored again.
+    /// Stores the same content again: what was lost is added.
     fn store_anew(&self, what: &str) {
         for (n, (_, parts)) in (11..).zip(&self.images) {
             let with = packing(Compression::None, self.key.as_ref());
@@ -228,7 +228,7 @@ fn flip(path: &Path, offset: u64) {
     let file = fs::File::options().read(true).write(true).open(path).unwrap();
     let mut byte = [0];
     file.read_exact_at(&mut byte, offset).unwrap();
-    // The version is at 16: 3 says more than 0, as it may be a newer one.
+    // The version is at offset 16: 3 is a harder case than 0, because it may be a newer one.
     let bit = if offset == 16 { 2 } else { 1 };
     file.write_all_at(&[byte[0] ^ bit], offset).unwrap();
 }
@@ -278,13 +278,13 @@ fn a_damaged_image_goes_in_its_time_and_holds_up_nothing() {
     let marked = Image::load(&case.images[1].0.dir, case.id(1), &Default::default());
     let State::Bad { mark, .. } = &marked.state else { panic!("{marked:?}") };
     assert_eq!(mark.why, crate::BadWhy::Damaged);
-    // Its own pack is needed by nobody: its map does not tell what it was made of.
+    // Nobody needs its own pack: its map does not name the original chunks.
     assert_eq!(case.collect().unwrap().marked, [case.packs[1]]);
     assert_eq!(case.that_unpack(), [0]);
     let policy = crate::retention::Policy { keep_last: 1, ..Default::default() };
     let rotate = || crate::retention::survey::rotate(&case.ground.folder, &case.ground.lock, &policy, 0).unwrap();
     assert_eq!(rotate().1, [], "a bad one stays for a while");
-    // A younger bad one takes its place.
+    // A newer bad image replaces it.
     let third = case.ground.persist(&case.ground.stage(3, &second())).unwrap();
     flip(&third.dir.join("chunks"), 70);
     case.repair();

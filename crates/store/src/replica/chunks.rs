@@ -15,23 +15,23 @@ use crate::chunk::{ChunkId, Key};
 use crate::pack::record::HEADER_BYTES;
 use crate::pack::{Entry, PackHeader, PackName, Packs, RecordHeader};
 
-/// Which source is trusted for the content of a pack.
+/// Which index of a pack is used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Indexes {
-    /// The index here, if the pack is here too and has the same length: it need not be fetched.
+    /// The index here, if the pack is here too with the same length: it need not be fetched.
     Here,
-    /// The index in the replica: records may have been removed from the one here.
+    /// The index in the replica: records may have been removed from the index here.
     There,
 }
 
-/// What is done with a record: its header and what is stored, by the key of its pack.
+/// Receives a record: the key of its pack, its header and the stored bytes.
 type Put<'p> = &'p mut dyn FnMut(Option<&Key>, &RecordHeader, &[u8]) -> Result<()>;
 
 impl Replica {
     /// Fetches these chunks, if they exist, are intact, and match our key. Returns those that do not.
     ///
     /// # Errors
-    /// [`Error::Remote`], [`Error::Cancelled`]; what `put` makes an error.
+    /// [`Error::Remote`], [`Error::Cancelled`]; an error of `put`.
     pub(crate) fn chunks(
         &self,
         mut wanted: HashSet<ChunkId>,
@@ -74,7 +74,7 @@ impl Replica {
         Ok(wanted)
     }
 
-    /// What the pack is opened with; None if that is not for us.
+    /// The key of the pack; `None` if we cannot open it.
     fn key_of<'k>(
         &self,
         pack: PackName,
@@ -88,7 +88,7 @@ impl Replica {
         Ok(PackHeader::parse(&bytes).and_then(|header| header.key_for(key)).ok())
     }
 
-    /// Those of these records of a pack that are what they should be.
+    /// The records of a pack that are intact, among these.
     fn records(
         &self,
         pack: PackName,

@@ -1,7 +1,7 @@
 //! Calls to the object store, one after the other, for callers that know nothing of futures.
 //!
 //! The only async runtime of the program is here; it has no threads of its own except for blocking calls on a folder. A
-//! call returns within a moment of being cancelled, wherever it waits.
+//! cancelled call returns within a moment, wherever it waits.
 //!
 //! An object exists completely or not at all: object stores guarantee that for each upload, and the client for folders
 //! writes under a temporary name (`NAME#1`), syncs, and renames. After a power cut there is nothing, or a temporary
@@ -33,19 +33,19 @@ const NAP: Duration = Duration::from_millis(50);
 pub(super) struct Object {
     pub(super) name: String,
     pub(super) size: u64,
-    /// By the clock of the other side.
+    /// By the clock of the replica.
     pub(super) modified: DateTime<Utc>,
 }
 
-/// Whether it is still wanted.
+/// Tells whether a call is cancelled.
 pub type Cancelled<'a> = &'a (dyn Fn() -> bool + Sync);
 
-/// The other side, as far as one job goes.
+/// The connection to the replica of one job.
 #[derive(Debug)]
 pub(super) struct Client {
     url: ReplicaUrl,
     store: Arc<dyn ObjectStore>,
-    /// All of the job is below.
+    /// The path of the job.
     root: Path,
     runtime: Runtime,
     secrets: Secrets,
@@ -69,12 +69,12 @@ impl Client {
         Ok(Client { url: url.clone(), store, root: path.join(job.as_str()), runtime, secrets })
     }
 
-    /// The address, which holds no credentials.
+    /// The address, which contains no credentials.
     pub(super) fn shown(&self) -> String {
         self.url.to_string()
     }
 
-    /// Before something is written for the first time: a folder for the job that others cannot enter, as in the store.
+    /// Prepares the first write: a folder for the job that others cannot enter, as in the store.
     pub(super) fn prepare(&self) -> Result<()> {
         if self.url.scheme() != Scheme::File {
             return Ok(());
@@ -120,7 +120,7 @@ impl Client {
         }
     }
 
-    /// A piece of an object.
+    /// Reads a range of an object.
     pub(super) fn get_range(
         &self,
         name: &str,
@@ -160,7 +160,7 @@ impl Client {
         &self.store
     }
 
-    /// Waits for the answer, or until it is cancelled.
+    /// Waits for the result or the cancellation.
     pub(super) fn run<T>(
         &self,
         action: &str,
@@ -173,7 +173,7 @@ impl Client {
         }
     }
 
-    /// The same for work with errors of its own.
+    /// The same for work with other errors.
     pub(super) fn block_on<T>(&self, work: impl Future<Output = T>) -> T {
         self.runtime.block_on(work)
     }
@@ -187,7 +187,7 @@ impl Client {
     }
 }
 
-/// What the future gives, or None once it is not wanted any more.
+/// The result of the future, or `None` if it is cancelled.
 pub(super) async fn unless<T>(cancelled: Cancelled<'_>, work: impl Future<Output = T>) -> Option<T> {
     let mut work = pin!(work);
     loop {

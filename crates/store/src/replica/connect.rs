@@ -17,7 +17,7 @@ use object_store::{BackoffConfig, ClientOptions, ObjectStore, RetryConfig};
 use super::error::credentials_help;
 use super::url::{ReplicaUrl, Scheme};
 
-/// A request with a part of 8 MiB passes at 70 kB/s; one that takes longer has lost its way.
+/// Time limit for a request: a part of 8 MiB needs 70 kB/s. A request that takes longer is considered lost.
 const REQUEST: Duration = Duration::from_secs(120);
 const CONNECT: Duration = Duration::from_secs(5);
 
@@ -25,9 +25,9 @@ const CONNECT: Duration = Duration::from_secs(5);
 /// end the call; the caller tries again later, and continues from what exists then.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Patience {
-    /// Somebody waits.
+    /// Somebody is waiting.
     Little,
-    /// Nobody does.
+    /// Nobody is waiting.
     Much,
 }
 
@@ -53,7 +53,7 @@ pub(super) struct Environment(Vec<(String, String)>);
 
 impl Environment {
     pub(super) fn new(variables: impl IntoIterator<Item = (OsString, OsString)>) -> Environment {
-        // The clients know no names or values that are not text.
+        // The clients accept no names or values that are not text.
         let text = variables
             .into_iter()
             .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
@@ -64,7 +64,7 @@ impl Environment {
         self.0.iter().map(|(name, value)| (name.as_str(), value.as_str()))
     }
 
-    /// Those with the prefix, as the clients write the names of their settings.
+    /// The variables with the prefix, with names as the clients spell their settings.
     fn settings(&self, prefix: &str) -> impl Iterator<Item = (String, &str)> {
         let of = self.all().filter(move |(name, _)| name.starts_with(prefix));
         of.map(|(name, value)| (name.to_ascii_lowercase(), value))
@@ -75,7 +75,7 @@ impl Environment {
     }
 }
 
-/// Gives each variable with the prefix to the builder, if that knows it.
+/// Passes each variable with the prefix to the builder, if the builder knows it.
 macro_rules! with_settings {
     ($builder:expr, $environment:expr, $prefix:literal) => {
         $environment.settings($prefix).fold($builder, |builder, (name, value)| match name.parse() {
@@ -85,13 +85,13 @@ macro_rules! with_settings {
     };
 }
 
-/// The client, and the path below which all is.
+/// The client, and the path of all objects.
 pub(super) fn connect(
     url: &ReplicaUrl,
     environment: &Environment,
     patience: Patience,
 ) -> object_store::Result<(Arc<dyn ObjectStore>, Path)> {
-    // The TLS provider; a second call finds one installed, which is all that is needed.
+    // The TLS provider. A second call fails because one is installed, which is fine.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let path = Path::parse(url.path());
     Ok(match url.scheme() {
@@ -116,12 +116,12 @@ pub(super) fn connect(
             let builder = with_settings!(builder, environment, "AZURE_").with_container_name(url.bucket());
             (Arc::new(builder.build()?), path?)
         }
-        // It must be there: a folder that is not mounted just now must not look like an empty replica.
+        // The folder must exist: one that is not mounted must not look like an empty replica.
         Scheme::File => (Arc::new(LocalFileSystem::new_with_prefix(url.path())?.with_fsync(true)), Path::default()),
     })
 }
 
-/// Whether the client of that address reads the variable: credentials, and what leads to them.
+/// Whether the client for that address reads the variable: credentials and settings for them.
 pub fn reads_variable(url: &ReplicaUrl, name: &str) -> bool {
     let key = name.to_ascii_lowercase();
     match url.scheme() {
@@ -129,7 +129,7 @@ pub fn reads_variable(url: &ReplicaUrl, name: &str) -> bool {
         Scheme::Gs => {
             name == "SERVICE_ACCOUNT" || (name.starts_with("GOOGLE_") && key.parse::<GoogleConfigKey>().is_ok())
         }
-        // The client asks for the last one by itself, as the header of a machine's identity.
+        // The client uses the last one by itself, as a header for a machine's identity.
         Scheme::Az => {
             (name.starts_with("AZURE_") && key.parse::<AzureConfigKey>().is_ok()) || name == "IDENTITY_HEADER"
         }
@@ -137,7 +137,7 @@ pub fn reads_variable(url: &ReplicaUrl, name: &str) -> bool {
     }
 }
 
-/// What helps where that failed.
+/// A hint for a failure.
 pub(super) fn help(url: &ReplicaUrl) -> String {
     match url.scheme() {
         Scheme::File => format!("{}: create it, or mount what belongs there", credentials_help(Scheme::File)),

@@ -1,14 +1,15 @@
-//! Which packs are needed, if a chunk can be in several: a pure function.
+//! Chooses the needed packs if a chunk can be in several: a pure function.
 
 use std::collections::{BTreeSet, HashSet};
 
 use crate::chunk::ChunkId;
 use crate::pack::{PackIndex, PackName};
 
-/// Packs that together hold all needed chunks: those with most of it first, and none that adds nothing to the others.
+/// Packs that together contain all needed chunks: those with most of them first, and none that adds nothing to the
+/// others.
 ///
 /// # Errors
-/// A chunk that is in none.
+/// A chunk that is in no pack.
 pub(super) fn cover(
     mut needed: HashSet<ChunkId>,
     packs: &[(PackName, PackIndex)],

@@ -18,45 +18,45 @@ use crate::format::ReadError;
 /// The result of calls on a replica.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a call on a replica failed. What was replicated before is as it was.
+/// Why a call on a replica failed. What was replicated before is unchanged.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The address or what the environment says cannot be used.
+    /// The address, or the settings in the environment, cannot be used.
     #[error("the replica {url} cannot be used: {why}")]
     Open {
         /// The address.
         url: String,
-        /// In words.
+        /// The reason in words.
         why: String,
     },
-    /// The other side did not do what was asked.
+    /// The replica did not do what was requested.
     #[error("cannot {action} the replica {url}: {failure}")]
     Remote {
         /// The address.
         url: String,
-        /// What was tried; ends in a preposition.
+        /// The action; ends in a preposition.
         action: String,
-        /// What came back.
+        /// The result.
         failure: Failure,
     },
-    /// What came is not what was sent there.
+    /// An object differs from what was sent there.
     #[error("{what} in the replica {url} is damaged: {why}")]
     Damaged {
         /// The address.
         url: String,
         /// The object.
         what: String,
-        /// In words.
+        /// The reason in words.
         why: String,
     },
-    /// With the key only we could have written it, and it has no valid signature.
+    /// There is a key, but the object has no valid signature of it.
     #[error("{what} in the replica {url} is refused, and left as it is: {why}")]
     Untrusted {
         /// The address.
         url: String,
         /// The object.
         what: String,
-        /// In words.
+        /// The reason in words.
         why: String,
     },
     /// It does not exist, or is incomplete.
@@ -69,10 +69,10 @@ pub enum Error {
         /// What is missing.
         why: String,
     },
-    /// Only an image whose content is in packs can be sent.
+    /// The image is not packed; only packed images can be sent.
     #[error("image {0} is not packed and cannot be replicated; it is packed when it is stored again")]
     NotPacked(ImageId),
-    /// A file of ours.
+    /// A file here cannot be read.
     #[error("cannot read {}", path.display())]
     Read {
         /// The path.
@@ -81,13 +81,13 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
-    /// A file of ours is not what it should be.
+    /// A file here is damaged.
     #[error(transparent)]
     Local(#[from] ReadError),
     /// The image cannot be sent, because it is incomplete here.
     #[error("image {0} cannot be replicated: some of its content is in no pack; see `rekindle verify`")]
     NotWholeHere(ImageId),
-    /// It is encrypted, and the key is not the one.
+    /// The image is encrypted, and we do not have its key.
     #[error(
         "image {image} in the replica {url} cannot be used: {why}; set store.encryption-key to the key with which it was made"
     )]
@@ -96,7 +96,7 @@ pub enum Error {
         url: String,
         /// The image.
         image: ImageId,
-        /// In words.
+        /// The reason in words.
         why: String,
     },
     /// The disk is too full for it.
@@ -104,7 +104,7 @@ pub enum Error {
     NoRoom {
         /// The image.
         image: ImageId,
-        /// Bytes that are to be fetched.
+        /// Bytes to be fetched.
         need: u64,
         /// Bytes free.
         free: u64,
@@ -113,7 +113,7 @@ pub enum Error {
         /// The job's folder.
         path: PathBuf,
     },
-    /// A file of ours cannot be written.
+    /// A file here cannot be written.
     #[error("cannot write {}", path.display())]
     Write {
         /// The path.
@@ -122,28 +122,28 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
-    /// The store here.
+    /// The local store failed.
     #[error(transparent)]
     Store(#[from] crate::Error),
-    /// It was not wanted any more.
+    /// It was cancelled.
     #[error("cancelled")]
     Cancelled,
 }
 
-/// What came back from the other side.
+/// A failure reported by the replica or the connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Failure {
-    /// Nobody answers at the address.
+    /// The address cannot be reached.
     Unreachable(String),
-    /// No answer in time.
+    /// There was no answer in time.
     TimedOut,
-    /// No credentials.
+    /// There are no credentials.
     NoCredentials(&'static str),
-    /// The credentials are not enough.
+    /// The credentials are not sufficient.
     Refused {
         /// The short code of the answer, such as `AccessDenied`.
         code: Option<String>,
-        /// What helps.
+        /// What to do about it.
         help: &'static str,
     },
     /// The object or the bucket does not exist.
@@ -151,14 +151,14 @@ pub enum Failure {
         /// The short code of the answer, such as `NoSuchBucket`.
         code: Option<String>,
     },
-    /// An answer that says that it did not work.
+    /// Another answer with an error status.
     Status {
-        /// The number of the answer.
+        /// The HTTP status.
         status: u16,
         /// The short code of the answer.
         code: Option<String>,
     },
-    /// All else.
+    /// Any other failure.
     Other(String),
 }
 
@@ -184,7 +184,7 @@ impl fmt::Display for Failure {
 }
 
 impl Error {
-    /// Whether nothing is known of the replica: it could not be reached, or did not let us in.
+    /// Whether nothing is known about the replica: it could not be reached, or refused access.
     #[must_use]
     pub fn is_unreachable(&self) -> bool {
         matches!(self, Error::Open { .. } | Error::Remote { .. })
@@ -196,7 +196,7 @@ impl Error {
     }
 }
 
-/// What the clients read from the environment, for people.
+/// The variables with credentials that the clients read, for messages.
 pub(super) fn credentials_help(scheme: Scheme) -> &'static str {
     match scheme {
         Scheme::S3 => {
@@ -210,11 +210,11 @@ pub(super) fn credentials_help(scheme: Scheme) -> &'static str {
     }
 }
 
-/// Where a client asks for credentials when the environment has none: the machine's own, and nobody answers there on
-/// a machine that has none.
+/// Addresses where a client asks for a machine's own credentials if the environment has none. On a machine without
+/// them, nobody answers there.
 const METADATA: [&str; 4] = ["169.254.169.254", "169.254.170.2", "metadata.google.internal", "metadata/identity"];
 
-/// Makes our own words of an error of the clients.
+/// Turns an error of the clients into a message of our own.
 pub(super) fn translate(error: &object_store::Error, scheme: Scheme, secrets: &Secrets) -> Failure {
     use object_store::Error as E;
     let help = credentials_help(scheme);
@@ -241,12 +241,12 @@ fn causes<'a>(
     std::iter::successors(Some(error), |error| error.source())
 }
 
-/// For looking at only.
+/// The texts of the error and its sources, for analysis only.
 fn texts(error: &object_store::Error) -> String {
     causes(error).map(ToString::to_string).collect::<Vec<_>>().join("\n")
 }
 
-/// What the kernel or the parser said: it stands last and knows of no request.
+/// The innermost text, which is from the kernel or a parser: it contains nothing of a request.
 fn innermost(error: &object_store::Error) -> String {
     causes(error).last().map(ToString::to_string).unwrap_or_default()
 }
@@ -255,13 +255,13 @@ fn transport(error: &object_store::Error) -> Option<object_store::client::HttpEr
     causes(error).find_map(|cause| Some(cause.downcast_ref::<object_store::client::HttpError>()?.kind()))
 }
 
-/// The number of the answer: the clients have it in their text only.
+/// The HTTP status, which the clients have only in their text.
 fn status_in(text: &str) -> Option<u16> {
     let (_, rest) = text.split_once("status code: ")?;
     rest.get(..3)?.parse().ok()
 }
 
-/// The short code in an answer, and only if it is one: a letter first, then letters and digits.
+/// The short code in an answer, if it has the form of one: a letter, then letters and digits.
 fn code_in(text: &str) -> Option<String> {
     let (_, rest) = text.split_once("<Code>")?;
     let (code, _) = rest.split_once("</Code>")?;
@@ -269,7 +269,7 @@ fn code_in(text: &str) -> Option<String> {
     plain.then(|| code.to_owned())
 }
 
-/// An address may contain a signature; the important one is in the message anyway.
+/// Removes addresses, which may contain a signature; the important one is in the message anyway.
 fn without_addresses(text: &str) -> String {
     let is_address = |word: &&str| word.contains("://") || word.contains('?');
     let words: Vec<&str> = text.split_whitespace().map(|word| if is_address(&word) { "..." } else { word }).collect();
@@ -279,11 +279,11 @@ fn without_addresses(text: &str) -> String {
 /// Values that must not be shown.
 pub(super) struct Secrets(Vec<String>);
 
-/// Shorter ones are no secrets, and would match everywhere.
+/// Shorter values are no secrets, and would match everywhere.
 const SHORTEST: usize = 6;
 
 impl Secrets {
-    /// Values of variables that the clients may take credentials from, and of proxies, which may hold passwords.
+    /// Values of variables with credentials for the clients, and of proxies, which may contain passwords.
     pub(super) fn of(environment: &Environment) -> Secrets {
         let secret =
             |name: &str| ["KEY", "SECRET", "TOKEN", "SAS", "PASSWORD", "CREDENTIAL"].iter().any(|it| name.contains(it));
@@ -296,7 +296,7 @@ impl Secrets {
 
     fn new(values: impl Iterator<Item = String>) -> Secrets {
         let mut values: Vec<String> = values.filter(|value| value.len() >= SHORTEST).collect();
-        // If one is the beginning of another, replacing it first would leave the end of the other.
+        // Longest first: if one is the beginning of another, replacing it first would leave the end of the other.
         values.sort_by_key(|value| std::cmp::Reverse(value.len()));
         Secrets(values)
     }

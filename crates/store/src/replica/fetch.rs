@@ -34,22 +34,23 @@ use crate::{Image, ImageId, JobFolder, State, WriterLock, manifest, mark};
 use rekindle_os::direct::Way;
 use rekindle_os::durable;
 
-/// A new pack is closed when it has so many bytes.
+/// A new pack is closed at this size.
 const CLOSE: u64 = 64 << 20;
-/// Bytes of an extent in the map, and of its chunk in an index.
+/// Bytes of an extent in the map, plus those of its chunk in an index.
 const ENTRIES: u64 = 40 + 56;
-/// What the manifest and the folders take, at most.
+/// Maximum size of the manifest and the folders.
 const SMALL: u64 = 1 << 20;
 /// Bytes of the header of a record or a pack.
 const HEADER: usize = 64;
 
 impl Replica {
-    /// Brings an image from there into the store. With the key where the image is encrypted: nothing can be checked, or
-    /// restored, without.
+    /// Fetches an image into the store. An encrypted image needs its key: without it, nothing can be checked or
+    /// restored.
     ///
     /// # Errors
-    /// [`Error::NotWhole`] and [`Error::Damaged`] where it cannot be used, [`Error::Key`], [`Error::NoRoom`], [`Error::Remote`], [`Error::Write`],
-    /// [`Error::Store`], [`Error::Cancelled`]. What was fetched by then stays, and the next call goes on behind it.
+    /// [`Error::NotWhole`] and [`Error::Damaged`] if it cannot be used, [`Error::Key`], [`Error::NoRoom`],
+    /// [`Error::Remote`], [`Error::Write`], [`Error::Store`], [`Error::Cancelled`]. What was fetched until then stays,
+    /// and the next call continues there.
     pub fn fetch(
         &self,
         id: ImageId,
@@ -101,7 +102,7 @@ impl Replica {
     ) -> Result<Places> {
         let all = missing.clone();
         let mut places = Places::default();
-        // The youngest first: it is likely to have most, and the indexes of old ones are perhaps not needed at all.
+        // The newest pack first: it probably has most of the chunks, and the indexes of old packs may not be needed.
         let mut packs: Vec<(PackName, Found)> = Vec::new();
         for (name, pack) in &there.packs {
             if let RemotePack { pack: Some(pack), index: Some(_) } = pack {
@@ -109,7 +110,7 @@ impl Replica {
             }
         }
         packs.sort_by_key(|(name, found)| (std::cmp::Reverse(found.modified), *name));
-        // The indexes here first, which need not be fetched. Damaged records are not in them.
+        // Indexes that exist here first, because they need not be fetched. Damaged records are not in them.
         for (indexes, (name, found)) in
             [Indexes::Here, Indexes::There].into_iter().flat_map(|it| packs.iter().map(move |pack| (it, *pack)))
         {
@@ -118,7 +119,7 @@ impl Replica {
             }
             let index = match self.index_by(indexes, name, found, here, cancelled) {
                 Ok(index) => index,
-                // Another may have the same chunks.
+                // Another pack may have the same chunks.
                 Err(Error::Damaged { .. }) => continue,
                 Err(error) => return Err(error),
             };
@@ -135,7 +136,7 @@ impl Replica {
         }
     }
 
-    /// Whether the disk has room for so many bytes of records, their indexes and the image's own files.
+    /// Checks that the disk has room for this many bytes of records, their indexes and the image's own files.
     fn check_room(&self, image: ImageId, records: u64, map: &ChunkMap, folder: &JobFolder) -> Result<()> {
         let need = records.saturating_add(map.extents().saturating_mul(ENTRIES)).saturating_add(SMALL);
         let (free, keep) = (survey::free_space(folder.path())?, self.min_free);
@@ -145,8 +146,8 @@ impl Replica {
         }
     }
 
-    /// What the records are opened with, asked before they are fetched: nothing if the image is from before there was a
-    /// key. Its chunks are all of one kind, as the key is a part of their names.
+    /// The key of the records, checked before they are fetched; `None` if the image is from before there was a key. All
+    /// chunks of an image have the same key, because their names depend on it.
     fn key_for<'k>(
         &self,
         image: &RemoteImage,
@@ -166,7 +167,7 @@ impl Replica {
         Ok(found)
     }
 
-    /// The records of a stretch, each checked.
+    /// Reads the records of a stretch, and checks each.
     fn read_span(
         &self,
         pack: PackName,
@@ -187,7 +188,7 @@ impl Replica {
         Ok(records)
     }
 
-    /// One record that was not right.
+    /// Reads one record again that was wrong.
     fn read_again(
         &self,
         pack: PackName,
@@ -219,7 +220,7 @@ impl Replica {
         cancelled: Cancelled<'_>,
     ) -> Result<Image> {
         let lasting = folder.images_dir().join(image.id.to_string());
-        // The original text: a newer rekindle may have written more into it than is known here.
+        // The original text: a newer rekindle may have written fields that are unknown here.
         let name = layout::of_image(image.id, Of::Manifest);
         let text = self.client.get(&name, manifest::MAX_BYTES, cancelled)?;
         let text = text.ok_or_else(|| self.not_whole(image.id, "it was removed in the meantime"))?;
@@ -244,16 +245,16 @@ impl Replica {
     }
 }
 
-/// Where the missing chunks are.
+/// The places of the missing chunks.
 #[derive(Default)]
 struct Places {
-    /// Each once.
+    /// Each chunk once.
     first: BTreeMap<PackName, Vec<Entry>>,
-    /// Where they are besides.
+    /// Further places.
     other: HashMap<ChunkId, Vec<(PackName, Entry)>>,
 }
 
-/// The chunks that are missing here. Packs that have the others are needed from now on: marks on them are removed
+/// The chunks that are missing here. The packs of the other chunks are needed from now on: their marks are removed
 /// first, durably.
 fn missing(map: &ChunkMap, index: &Index, packs: &Packs) -> Result<HashSet<ChunkId>> {
     let (mut missing, mut marked) = (HashSet::new(), HashSet::new());
@@ -288,7 +289,7 @@ pub(super) fn checked(
     key: Option<&Key>,
 ) -> std::result::Result<(RecordHeader, Vec<u8>), String> {
     let stored = bytes.get(HEADER..).unwrap_or_default().to_vec();
-    // Opened in place: what is kept is the copy above.
+    // A copy is opened in place; the stored bytes above are kept.
     let (mut opened, mut raw) = (bytes.to_vec(), Vec::new());
     let header = record::read(&mut opened, &entry.id, key, &mut raw).map_err(|error| error.to_string())?;
     match (header.raw_len, header.stored_len) == (entry.raw_len, entry.stored_len) {

@@ -21,7 +21,7 @@ use crate::pack::PackName;
 
 pub(super) const RECORD: &str = "job.json";
 
-/// A file of an image.
+/// The kind of file of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Of {
     Manifest,
@@ -44,7 +44,7 @@ pub(super) fn of_image(id: ImageId, file: Of) -> String {
     format!("images/{id}/{}", file.file())
 }
 
-/// A file of a pack.
+/// The kind of file of a pack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum PackFile {
     Pack,
@@ -74,12 +74,12 @@ pub(super) struct RemotePack {
 }
 
 impl RemotePack {
-    /// Whether both are there.
+    /// Whether pack and index exist.
     pub(super) fn is_whole(&self) -> bool {
         self.pack.is_some() && self.index.is_some()
     }
 
-    /// When the younger of the two came.
+    /// When the newer of the two was written.
     pub(super) fn modified(&self) -> Option<DateTime<Utc>> {
         self.pack.iter().chain(&self.index).map(|found| found.modified).max()
     }
@@ -98,7 +98,7 @@ pub(super) struct RemoteFiles {
 pub(super) struct Inventory {
     pub(super) packs: BTreeMap<PackName, RemotePack>,
     pub(super) images: BTreeMap<ImageId, RemoteFiles>,
-    /// When the youngest object came, by the clock of the other side.
+    /// When the newest object was written, by the clock of the replica.
     pub(super) newest: Option<DateTime<Utc>>,
 }
 
@@ -137,7 +137,7 @@ impl Inventory {
         all
     }
 
-    /// Those that are images, newest first.
+    /// The images with a manifest, newest first.
     pub(super) fn published(&self) -> impl Iterator<Item = (ImageId, &RemoteFiles)> {
         self.images.iter().rev().filter(|(_, files)| files.manifest.is_some()).map(|(id, files)| (*id, files))
     }

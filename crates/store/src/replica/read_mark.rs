@@ -1,10 +1,10 @@
-//! Reads a mark in the replica. A mark that cannot be parsed is still a mark: somebody had a reason.
+//! Reads a mark in the replica. A mark that cannot be parsed is still a mark, because it was set for a reason.
 
 use chrono::{DateTime, Utc};
 
 use crate::{BadMark, BadWhy};
 
-/// A mark is some hundred bytes.
+/// Maximum size; a mark has some hundred bytes.
 pub(super) const MAX_BYTES: u64 = 64 << 10;
 
 pub(super) fn parse(bytes: &[u8], fallback_when: DateTime<Utc>) -> BadMark {

@@ -1,4 +1,4 @@
-//! How many images stay in the replica.
+//! Limits the number of images in the replica.
 //!
 //! By count only: images that the rules of the store keep longer are kept in the store. After the images, packs that no
 //! remaining image needs are removed. What cannot be read in the replica is never removed, and in that case no pack is
@@ -21,10 +21,10 @@ use crate::pack::index::MAX_BYTES as INDEX_MAX;
 use crate::pack::{PackIndex, PackName, Packs};
 use crate::{DamageKind, ImageId, JobFolder, State};
 
-/// Packs without an image may belong to one that is being sent. By the clock of the replica.
+/// Age, by the clock of the replica, below which a pack without an image may belong to one that is being sent.
 const GRACE: Duration = Duration::from_secs(3600);
 
-/// What went.
+/// The result: what was removed.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Removed {
     /// Images, oldest first.
@@ -33,12 +33,13 @@ pub struct Removed {
     pub packs: usize,
     /// Bytes of the packs.
     pub bytes: u64,
-    /// Why no packs were looked for, where that is worth a word.
+    /// Why no packs were removed, if that should be reported.
     pub blocked: Option<String>,
 }
 
 impl Replica {
-    /// Removes images until so many good ones are there, and what only they needed. `folder` is looked at only.
+    /// Removes images until only this many good ones are left, and the packs that only they needed. `folder` is only
+    /// read.
     ///
     /// # Errors
     /// [`Error::Remote`], [`Error::Cancelled`].
@@ -51,7 +52,7 @@ impl Replica {
             }
             removed.images.push(id);
         }
-        // From here on the present listing counts: another writer may have changed it.
+        // From here on the present listing is used, because another writer may have changed the replica.
         let there = self.inventory(cancelled)?;
         let old = Old::of(&there);
         for (id, files) in there.images.iter().filter(|(_, files)| files.manifest.is_none()) {
@@ -64,7 +65,8 @@ impl Replica {
         let candidates: Vec<(PackName, RemotePack)> = there.packs.iter().map(|(name, pack)| (*name, *pack)).collect();
         let is_old = |(_, pack): &&(PackName, RemotePack)| pack.modified().is_some_and(|at| old.is_old(at));
         if removed.images.is_empty() && !candidates.iter().any(|pack| is_old(&pack) && !pack.1.is_whole()) {
-            // Packs are needed by no image after one went, or after an upload that was given up; those wait for that.
+            // Packs become unneeded only when an image is removed or an upload is given up; the latter wait for the
+            // next removal.
             return Ok(removed);
         }
         let needed = match self.needed(&there, folder, cancelled)? {
@@ -73,7 +75,7 @@ impl Replica {
         };
         let mut keep = cover(needed.clone(), &self.whole(Indexes::Here, &there, folder, cancelled)?);
         if keep.is_err() {
-            // It is damaged here, but not in the replica.
+            // The pack is damaged here, but not in the replica.
             keep = cover(needed, &self.whole(Indexes::There, &there, folder, cancelled)?);
         }
         let keep = match keep {
@@ -84,7 +86,7 @@ impl Replica {
             }
         };
         for (name, pack) in candidates.iter().filter(is_old).filter(|(name, _)| !keep.contains(name)) {
-            // The index first: a pack without one counts as none.
+            // The index first: a pack without an index does not count.
             self.client.delete(&layout::of_pack(*name, PackFile::Index), cancelled)?;
             self.client.delete(&layout::of_pack(*name, PackFile::Pack), cancelled)?;
             removed.packs += 1;
@@ -93,7 +95,7 @@ impl Replica {
         Ok(removed)
     }
 
-    /// The chunks that the images need, or why that cannot be told.
+    /// The chunks that the images need, or why they are unknown.
     fn needed(
         &self,
         there: &Inventory,
@@ -127,7 +129,7 @@ impl Replica {
             let RemotePack { pack: Some(pack), index: Some(_) } = pack else { continue };
             match self.index_by(indexes, *name, *pack, &folder.packs(), cancelled) {
                 Ok(index) => whole.push((*name, index)),
-                // It counts as missing; content that it may have is then found missing, too.
+                // It counts as missing; its content is then found missing, too.
                 Err(Error::Damaged { .. } | Error::NotWhole { .. }) => {}
                 Err(error) => return Err(error),
             }
@@ -135,7 +137,7 @@ impl Replica {
         Ok(whole)
     }
 
-    /// The chunk map of an image there, from here where it is here too.
+    /// The chunk map of an image there; read here if it exists here too.
     pub(super) fn map_of(&self, image: &RemoteImage, folder: &JobFolder, cancelled: Cancelled<'_>) -> Result<ChunkMap> {
         let Some((manifest, chunks)) =
             image.manifest().and_then(|manifest| Some((manifest, manifest.chunks.as_ref()?)))
@@ -164,7 +166,7 @@ impl Replica {
         Ok(map)
     }
 
-    /// The index of a pack there, where it may be from here and is here too from here.
+    /// The index of a pack there; read here if `indexes` allows it and it exists here too.
     pub(super) fn index_by(
         &self,
         indexes: Indexes,
@@ -196,7 +198,7 @@ impl Replica {
     }
 }
 
-/// Tells what is old by the youngest object there: the clocks of the two sides need not agree.
+/// Decides what is old, relative to the newest object there: the clocks of the two sides need not agree.
 struct Old(Option<DateTime<Utc>>);
 
 impl Old {
@@ -250,7 +252,7 @@ mod tests {
     }
     use Kind::{Bad, Broken, Good, Newer};
 
-    /// Newest first, numbered down to 1.
+    /// Images of these kinds, newest first and numbered down to 1; returns those to be removed.
     fn gone(kinds: &[Kind], keep_last: u32) -> Vec<u32> {
         gone_but_proven(kinds, keep_last, &[])
     }

@@ -1,4 +1,4 @@
-//! Sends a pack in parts, a few at a time, so that memory is bounded and a lost part costs one part.
+//! Sends a pack in parts, a few at a time, so that memory is bounded and a failure loses only one part.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -13,18 +13,18 @@ use super::error::{Error, Result};
 use crate::persist::Progress;
 use rekindle_os::durable;
 
-/// Bytes of a part. S3 wants at least 5 MiB and at most 10,000 parts.
+/// Bytes of a part. S3 requires at least 5 MiB, and at most 10,000 parts.
 const PART: u64 = 8 << 20;
-/// Parts in progress at once: 24 MiB of memory.
+/// Number of parts in progress: 24 MiB of memory.
 const IN_FLIGHT: usize = 3;
-/// What a call that failed may spend on having its parts thrown away.
+/// Time limit for discarding the parts of a failed upload.
 const ABORT: Duration = Duration::from_secs(5);
 
-/// Bounds, and who watches, for all that one call sends.
+/// Limits and cancellation for everything that one call sends.
 pub(super) struct Flow<'a> {
     pub(super) progress: &'a Progress,
     pub(super) cancelled: Cancelled<'a>,
-    /// Bytes a second at most.
+    /// Maximum bytes per second.
     pub(super) rate: Option<u64>,
     pub(super) began: Instant,
     pub(super) sent: u64,
@@ -45,7 +45,7 @@ impl<'a> Flow<'a> {
 }
 
 impl Client {
-    /// Sends the file, which has this size. The object exists when this returns, and not before.
+    /// Sends a file of this size. The object exists only when this returns.
     pub(super) fn send(&self, name: &str, path: &Path, size: u64, flow: &mut Flow<'_>) -> Result<()> {
         let unreadable = |source| Error::Read { path: path.to_owned(), source };
         let file = durable::open_for_reading(path).map_err(unreadable)?;
@@ -68,7 +68,7 @@ impl Client {
             Err(trouble) => Err(trouble),
         };
         if result.is_err() {
-            // So that the parts cost nothing there; where it fails, the provider's own rule removes them.
+            // So that the parts cost nothing; if it fails, the provider's rule removes them.
             let _ = tokio::time::timeout(ABORT, upload.abort()).await;
         }
         result
@@ -87,7 +87,7 @@ async fn send_all(
     let mut offset = 0;
     loop {
         while parts.len() >= IN_FLIGHT || (offset >= total && !parts.is_empty()) {
-            // A part that panics is one that was not sent.
+            // A part that panicked was not sent.
             let done = unless(cancelled, parts.join_next()).await.ok_or(Trouble::Cancelled)?;
             let done = done.unwrap_or(Ok(Ok(0))).map_err(std::io::Error::other)??;
             flow.progress.add(done);
@@ -97,7 +97,7 @@ async fn send_all(
         }
         unless(cancelled, tokio::time::sleep(flow.due())).await.ok_or(Trouble::Cancelled)?;
         let len = PART.min(total - offset);
-        // Read right here: nothing else waits for this thread but the parts, which the kernel keeps on sending.
+        // Read on this thread: only the parts wait for it, and the kernel continues to send them.
         let size = usize::try_from(len).map_err(std::io::Error::other)?;
         let mut bytes = vec![0; size];
         file.read_exact_at(&mut bytes, offset)?;

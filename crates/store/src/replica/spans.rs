@@ -1,12 +1,12 @@
-//! Stretches of a pack that are read in one request: a pure function.
+//! Groups records of a pack that are read in one request: a pure function.
 
 use std::ops::Range;
 
 use crate::pack::Entry;
 
-/// A stretch is at most so long, but for a record that is longer: one that is lost costs that much.
+/// Maximum length of a stretch, except for a longer record: a lost request costs this much.
 const LONGEST: u64 = 8 << 20;
-/// So much that is not needed is read rather than asking again: a round trip at 100 MB/s.
+/// Unneeded bytes that are read to avoid another request: a round trip at 100 MB/s.
 const GAP: u64 = 256 << 10;
 
 /// A stretch of a pack.
@@ -14,7 +14,7 @@ const GAP: u64 = 256 << 10;
 pub(super) struct Span {
     start: u64,
     end: u64,
-    /// What is needed of it, by offset.
+    /// The needed records in it, by offset.
     pub(super) entries: Vec<Entry>,
 }
 
@@ -23,14 +23,14 @@ impl Span {
         self.start..self.end
     }
 
-    /// Where the record is in the stretch.
+    /// The position of the record in the stretch.
     pub(super) fn record(&self, entry: &Entry) -> Option<Range<usize>> {
         let at = |offset: u64| usize::try_from(offset.checked_sub(self.start)?).ok();
         Some(at(entry.offset)?..at(entry.end())?)
     }
 }
 
-/// The stretches that hold these records of one pack.
+/// The stretches with these records of one pack.
 pub(super) fn spans(entries: &[Entry]) -> Vec<Span> {
     let mut sorted = entries.to_vec();
     sorted.sort_by_key(|entry| entry.offset);

@@ -18,27 +18,27 @@ use crate::persist::Progress;
 use crate::{Image, JobFolder};
 use rekindle_os::durable;
 
-/// How often missing packs are looked for: the second time for what was removed or repacked here, or removed there,
-/// since.
+/// How often to look for missing packs: the second time for packs that were removed or repacked here, or removed there,
+/// in the meantime.
 const ROUNDS: u32 = 5;
 
-/// What it took.
+/// The result of an upload.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Uploaded {
     /// Packs that were sent.
     pub packs: usize,
     /// Bytes of them.
     pub bytes: u64,
-    /// Packs that were there.
+    /// Packs that existed there already.
     pub present: usize,
 }
 
 impl Replica {
-    /// Sends what is missing there of a packed image, so that it can be restored from there.
+    /// Sends the missing content of a packed image, so that it can be restored from the replica.
     ///
     /// # Errors
     /// [`Error::NotPacked`] for a loose one, [`Error::NotWholeHere`], [`Error::Remote`], [`Error::Read`],
-    /// [`Error::Cancelled`]. What was sent by then stays, and the next call goes on behind it.
+    /// [`Error::Cancelled`]. What was sent until then stays, and the next call continues there.
     pub fn upload(
         &self,
         image: &Image,
@@ -47,7 +47,7 @@ impl Replica {
         cancelled: Cancelled<'_>,
     ) -> Result<Uploaded> {
         let map = image.chunk_map()?.ok_or(Error::NotPacked(image.id))?;
-        // What was checked is what is sent: the map by its hash, the manifest by its own.
+        // Exactly what was checked is sent: the map is checked with its hash, the manifest with its own.
         let text = read(&image.dir.join(manifest::FILE_NAME), manifest::MAX_BYTES)?;
         if Manifest::parse(&text, folder.trust()).ok().as_ref() != image.manifest() {
             return Err(Error::NotWholeHere(image.id));
@@ -104,7 +104,7 @@ impl Replica {
         }
     }
 
-    /// Steps 1, 2 and 4. Returns what the replica has then.
+    /// Steps 1, 2 and 4. Returns the resulting content of the replica.
     fn send_packs(
         &self,
         image: &Image,
@@ -120,7 +120,7 @@ impl Replica {
             let needed = match needed {
                 Err(error) if round >= ROUNDS => return Err(error),
                 Err(_) => {
-                    // Packs were rewritten since the indexes were read.
+                    // Packs were rewritten after the indexes were read.
                     index = packs.index()?;
                     continue;
                 }
@@ -133,7 +133,7 @@ impl Replica {
                 return Ok((there, uploaded));
             }
             let size = |name: &PackName| index.pack(*name).map_or(0, |info| info.pack_len);
-            // The small ones first: more of them are there when it breaks off.
+            // Small ones first, so that more of them are complete if the connection fails.
             missing.sort_by_key(size);
             flow.progress.expect(missing.iter().map(size).sum());
             for name in missing {
@@ -142,7 +142,7 @@ impl Replica {
                         uploaded.packs += 1;
                         uploaded.bytes += bytes;
                     }
-                    // Swept since the indexes were read: what is needed of it is in another pack now.
+                    // Removed after the indexes were read: its needed content is in another pack now.
                     Err(Error::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound && round < ROUNDS => {
                         index = packs.index()?;
                         break;
@@ -167,12 +167,12 @@ impl Replica {
     }
 }
 
-/// The packs with all chunks of the map: if a chunk has several places, one that is already in the replica, or that is
-/// needed for another chunk. None if a chunk is in no pack.
+/// The packs with all chunks of the map. If a chunk has several places, one in a pack is used that is already in the
+/// replica, or needed for another chunk. `None` if a chunk is in no pack.
 fn needed(map: &ChunkMap, index: &Index, there: &Inventory) -> Option<BTreeSet<PackName>> {
     let mut needed = BTreeSet::new();
     let has_choice = |id: &ChunkId| index.all(id).nth(1).is_some();
-    // Chunks that are in one pack only come first.
+    // Chunks that are in only one pack come first.
     let ids = || map.chunks().map(|(id, _)| id);
     for id in ids().filter(|id| !has_choice(id)).chain(ids().filter(has_choice)) {
         let is_there = |name: PackName| needed.contains(&name) || is_whole(index, there, name);
@@ -182,7 +182,7 @@ fn needed(map: &ChunkMap, index: &Index, there: &Inventory) -> Option<BTreeSet<P
     Some(needed)
 }
 
-/// Whether the pack in the replica is the same as here.
+/// Whether the pack in the replica is complete and has the same size as here.
 fn is_whole(index: &Index, there: &Inventory, name: PackName) -> bool {
     let here = index.pack(name).map(|info| info.pack_len);
     match there.packs.get(&name) {

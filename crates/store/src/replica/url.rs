@@ -7,27 +7,27 @@ use serde::{Deserialize, Serialize};
 
 use rekindle_base::units::Malformed;
 
-/// What speaks at the address of a replica.
+/// The protocol of a replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scheme {
-    /// `s3://BUCKET/PATH`: what speaks S3.
+    /// `s3://BUCKET/PATH`: any S3-compatible service.
     S3,
     /// `gs://BUCKET/PATH`: Google Cloud Storage.
     Gs,
     /// `az://CONTAINER/PATH`: Azure Blob Storage.
     Az,
-    /// `file:///PATH`: a folder, such as one that is mounted from elsewhere.
+    /// `file:///PATH`: a folder, for example a mounted one.
     File,
 }
 
-/// The address of a replica. It never holds credentials: those come from the environment, as the tools of each provider
-/// read them.
+/// The address of a replica. It never contains credentials: those come from the environment, as with the tools of each
+/// provider.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct ReplicaUrl {
     text: String,
     scheme: Scheme,
-    /// Bytes of the text before the place, and before the path.
+    /// Length of the text before the bucket, and before the path.
     place: usize,
     path: usize,
 }
@@ -39,7 +39,7 @@ impl ReplicaUrl {
         &self.text
     }
 
-    /// What speaks there.
+    /// The protocol.
     #[must_use]
     pub fn scheme(&self) -> Scheme {
         self.scheme
@@ -51,14 +51,14 @@ impl ReplicaUrl {
         self.text.get(self.place..self.path).unwrap_or_default()
     }
 
-    /// What comes behind the bucket, without slashes around; the absolute path of a folder.
+    /// The part after the bucket, without surrounding slashes; the absolute path of a folder.
     #[must_use]
     pub fn path(&self) -> &str {
         let path = self.text.get(self.path..).unwrap_or_default().trim_end_matches('/');
         if self.scheme == Scheme::File { path } else { path.trim_start_matches('/') }
     }
 
-    /// Whether the text may hold what must not be shown: a password before an @, a token behind a question mark.
+    /// Whether the text may contain something secret: a password before an @, a token after a question mark.
     #[must_use]
     pub fn may_be_secret(text: &str) -> bool {
         text.contains(['@', '?', '#'])
@@ -92,7 +92,7 @@ impl FromStr for ReplicaUrl {
             _ => bucket.starts_with(|c: char| c.is_ascii_alphanumeric()) && bucket.chars().all(in_bucket),
         };
         let segments = path.trim_matches('/').split('/');
-        // A path of several readings (two slashes, dots) would be two places for two programs.
+        // A path with several interpretations (two slashes, dots) could be two places for two programs.
         let is_plain = |segment: &str| !matches!(segment, "" | "." | "..");
         let plain = path.trim_matches('/').is_empty() || segments.clone().all(is_plain);
         let strange = |c: char| c.is_whitespace() || c.is_control() || matches!(c, '@' | '?' | '#' | '\\' | '\u{fffd}');

@@ -12,10 +12,10 @@ use chrono::{DateTime, Utc};
 use super::{Facts, Policy, Room, Sizes, by_rules, expendable, first_that};
 use crate::id::ImageId;
 
-/// What an image needs.
+/// The space that an image needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Need {
-    /// Bytes that it adds to the total size, as long as it is kept.
+    /// Bytes that it adds to the total size while it is kept.
     pub lasting: u64,
     /// Bytes that must be free to write it. More, if its files are written first and packed afterwards.
     pub at_first: u64,
@@ -30,15 +30,15 @@ impl From<u64> for Need {
 /// The answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Admission {
-    /// There is room.
+    /// There is space.
     Admit,
-    /// There is space once these are removed (in this order), and what nobody needs any more.
+    /// There is space once these images (in this order) and unneeded content are removed.
     AfterRemoving(Vec<Removal>),
-    /// There is none.
+    /// There is not enough space.
     Refuse(Refusal),
 }
 
-/// An image that goes for the next one.
+/// An image to be removed for the next one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Removal {
     /// The image.
@@ -47,10 +47,10 @@ pub struct Removal {
     pub why: Why,
 }
 
-/// Why an image goes for the next one.
+/// Why an image is removed for the next one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Why {
-    /// All together would take more than they may.
+    /// The total size would exceed its limit.
     MaxTotal,
     /// The file system is too full.
     MinFree,
@@ -65,10 +65,10 @@ impl std::fmt::Display for Why {
     }
 }
 
-/// Why there is no room.
+/// Why there is no space.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// Not on the file system.
+    /// On the file system.
     #[error("the image needs about {need}, and {path} has {free} free, and {keep} must stay free (store.min-free){freed}: free space there, or choose another store.directory", need = ByteSize::b(*need), free = ByteSize::b(*free), keep = ByteSize::b(*keep), path = path.display(), freed = would_free(*freed))]
     Disk {
         /// Bytes the image is likely to need.
@@ -77,12 +77,12 @@ pub enum Refusal {
         free: u64,
         /// Bytes that must stay free.
         keep: u64,
-        /// Bytes that would come free if all images went that may.
+        /// Bytes that would become free if all removable images were removed.
         freed: u64,
         /// The store.
         path: PathBuf,
     },
-    /// Older images went for it, and the file system has not got their space back.
+    /// Older images were removed, and the file system has not freed their space yet.
     #[error("the image needs about {need}, and {path} has {free} free, and {keep} must stay free (store.min-free); the space of removed images is not free yet, or is used by others: rekindle tries again with the next image", need = ByteSize::b(*need), free = ByteSize::b(*free), keep = ByteSize::b(*keep), path = path.display())]
     NotYetFree {
         /// Bytes the image is likely to need.
@@ -94,14 +94,14 @@ pub enum Refusal {
         /// The store.
         path: PathBuf,
     },
-    /// Not below the bound of all images.
+    /// Below the limit for the total size.
     #[error("the image needs about {need}, and the images that cannot be removed take {stay} (the newest good one, the newest proven one, pinned and unreadable ones), more than store.max-total-size ({max}) together: raise it to {enough} or more, or remove pins with `rekindle unpin`", need = ByteSize::b(*need), stay = ByteSize::b(*stay), max = ByteSize::b(*max), enough = ByteSize::b(need.saturating_add(*stay)))]
     MaxTotal {
         /// Bytes the image is likely to need.
         need: u64,
         /// Bytes of the images that must stay.
         stay: u64,
-        /// Bytes that all may take.
+        /// The limit for all images.
         max: u64,
     },
 }
@@ -113,14 +113,14 @@ fn would_free(bytes: u64) -> String {
     }
 }
 
-/// What the next image is likely to add to the store: `whole` if images share nothing; else what the last one added,
-/// and a quarter more because no two are alike.
+/// The bytes that the next image will probably add to the store: `whole` if images share nothing; else what the last
+/// one added plus a quarter, because images differ.
 #[must_use]
 pub fn predict(whole: u64, last_added: Option<u64>) -> u64 {
     last_added.map_or(whole, |last| last.saturating_add(last / 4).min(whole))
 }
 
-/// Asks for room for one image more. `path` is the store, for the words of a refusal.
+/// Checks whether one more image fits. `path` is the store, for messages.
 #[must_use]
 pub fn admit(
     need: impl Into<Need>,
@@ -145,7 +145,7 @@ pub fn admit(
         let freed = sizes.freed(&order);
         return Admission::Refuse(Refusal::Disk { need: at_first, free, keep, freed, path: path.to_owned() });
     };
-    // Both are begins of one order.
+    // Both are beginnings of the same order.
     let removal = |(at, id): (usize, &ImageId)| Removal {
         id: *id,
         why: if at < for_total.len() { Why::MaxTotal } else { Why::MinFree },

@@ -8,18 +8,18 @@ use crate::id::ImageId;
 use crate::image::{DamageKind, Image, State};
 use crate::tags::Tags;
 
-/// What a plan has to know of an image. Its tags are not among it: a tag is a name, a pin keeps.
+/// Facts about an image for a plan. Tags are not included: a tag is only a name, but a pin keeps an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Facts {
     /// The image.
     pub id: ImageId,
-    /// When it was taken, as the clock said then.
+    /// When it was taken, by the clock at that time.
     pub taken: DateTime<Utc>,
-    /// What is known of it.
+    /// Its state.
     pub kind: FactKind,
-    /// Whether somebody pinned it.
+    /// Whether it is pinned.
     pub pin: Pin,
-    /// Whether it is just being read.
+    /// Whether it is being read.
     pub in_use: Use,
     /// Whether the job has shown that it can continue from it.
     pub proof: Proof,
@@ -27,8 +27,8 @@ pub struct Facts {
     pub line: Line,
 }
 
-/// Whether an image is of the line that the job is on. After a rewind the images that it left behind have higher numbers, and
-/// a crash does not go back to them.
+/// Whether an image is on the job's current line. After a rewind the images of the old line have higher numbers, but
+/// are not used after a crash.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Line {
     /// It is, as far as is known.
@@ -37,43 +37,43 @@ pub enum Line {
     Other,
 }
 
-/// Whether the job has lived on for `restart.min-uptime` after an image was taken or restored.
+/// Whether the job has lived for `restart.min-uptime` after an image was taken or restored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Proof {
-    /// As far as is known it has not.
+    /// It has not, as far as is known.
     None,
-    /// It is the next to be proven by the present life.
+    /// It is the next that the present life can prove.
     Awaited,
     /// It has.
     Proven,
 }
 
-/// Whether an image is just being read.
+/// Whether an image is being read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Use {
-    /// As far as is known it is not.
+    /// It is not, as far as is known.
     None,
     /// It is being replicated.
     Replicating,
 }
 
-/// What is known of an image.
+/// The state of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FactKind {
     /// It can be used.
     Good,
     /// It is marked as bad, or its manifest is broken.
     Bad,
-    /// Nothing is known: its manifest cannot be read, or a newer rekindle wrote it.
+    /// Unknown: its manifest cannot be read, or a newer rekindle wrote it.
     Unknown,
 }
 
-/// Whether somebody pinned an image.
+/// Whether an image is pinned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pin {
-    /// Nobody did.
+    /// It is not.
     None,
-    /// Somebody did.
+    /// It is.
     Pinned,
     /// Its tags cannot be read: it may be pinned.
     Unreadable,
@@ -89,9 +89,9 @@ impl From<&Tags> for Pin {
     }
 }
 
-/// Records which of these the present life is to prove first: `waiting` are the images of its line, the oldest first,
-/// and some of them may be gone. Without this, a job that takes images faster than they are proven would keep none for
-/// long enough.
+/// Records which of these the present life will prove first. `waiting` are the images of its line, oldest first; some
+/// may not exist any more. Without this, a job that takes images faster than they are proven would keep none
+/// for long enough.
 pub fn await_proof(facts: &mut [Facts], waiting: &[ImageId]) {
     let is_there = |id: &ImageId| facts.iter().position(|it| it.id == *id && it.kind == FactKind::Good);
     let first = waiting.iter().find_map(is_there).and_then(|at| facts.get_mut(at));
@@ -100,7 +100,7 @@ pub fn await_proof(facts: &mut [Facts], waiting: &[ImageId]) {
     }
 }
 
-/// Reads the tags again. An image does not know what is proven, and which line the job is on.
+/// Reads the tags again. Proofs and the job's line are not known from an image.
 impl From<&Image> for Facts {
     fn from(image: &Image) -> Facts {
         let kind = match &image.state {
@@ -123,34 +123,34 @@ impl From<&Image> for Facts {
     }
 }
 
-/// What stays. An image stays that one of these keeps.
+/// Rules for keeping images. An image is kept if any of them applies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Policy {
-    /// So many of the newest good images, and as many bad ones. 0 counts as 1.
+    /// Number of newest good images, and of newest bad ones. 0 counts as 1.
     pub keep_last: u32,
-    /// The newest good image of each of so many hours of UTC, of those with one.
+    /// Number of hours (UTC) with a good image for which the newest good image is kept.
     pub keep_hourly: u32,
-    /// The newest good image of each of so many days of UTC, of those with one.
+    /// Number of days (UTC) with a good image for which the newest good image is kept.
     pub keep_daily: u32,
-    /// Good images that were taken so shortly before now, or after it. Zero keeps none.
+    /// Good images younger than this are kept. Zero keeps none.
     pub keep_within: Duration,
-    /// Bytes that all may take, above what the others say.
+    /// Limit for the total size, which overrides the other rules.
     pub max_total: Option<u64>,
 }
 
-/// The room on the file system.
+/// Space on the file system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Room {
     /// Bytes free.
     pub free: u64,
-    /// Bytes that nobody needs any more and that are freed without removing another image.
+    /// Bytes of unneeded content, which are freed without removing another image.
     pub pending: u64,
     /// Bytes that must stay free.
     pub min_free: u64,
 }
 
 impl Room {
-    /// Bytes that are missing for `need` bytes more.
+    /// Bytes missing to write `need` more bytes.
     pub(super) fn short_of(&self, need: u64) -> u64 {
         need.saturating_add(self.min_free).saturating_sub(self.free.saturating_add(self.pending))
     }

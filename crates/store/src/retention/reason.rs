@@ -7,88 +7,88 @@ use bytesize::ByteSize;
 
 use super::facts::Policy;
 
-/// Stay or go. Displayed, it is the reason.
+/// Keep or remove. Displayed, it is the reason.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Verdict {
-    /// It stays, for at least one reason.
+    /// Kept, for at least one reason.
     Keep(Vec<KeepReason>),
-    /// It goes.
+    /// Removed.
     Remove(RemoveReason),
 }
 
 impl Verdict {
-    /// Whether the image goes.
+    /// Whether the image is removed.
     #[must_use]
     pub fn is_removal(&self) -> bool {
         matches!(self, Verdict::Remove(_))
     }
 }
 
-/// Why an image stays.
+/// Why an image is kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KeepReason {
-    /// The one that a restart would take.
+    /// The image that a restart would use.
     NewestGood,
-    /// The newest good one of the line that the job is on, which it left newer ones for.
+    /// The newest good image of the job's line, from which newer images were abandoned.
     NewestOfLine,
-    /// The newest that is proven.
+    /// The newest proven image.
     NewestProven,
-    /// The next that will be.
+    /// The image that will be proven next.
     Awaited,
-    /// One of so many good ones.
+    /// One of this many good images.
     OneOfTheLast(u32),
-    /// The newest good one of its hour, and the hour is one of those that count.
+    /// The newest good image of its hour, and the hour counts.
     NewestOfHour,
-    /// The newest good one of its day, and the day is one of those that count.
+    /// The newest good image of its day, and the day counts.
     NewestOfDay,
     /// Younger than this.
     Within(Duration),
-    /// Its time has not come yet: the clock was put back.
+    /// Its time is in the future: the clock was set back.
     FromTheFuture,
-    /// Somebody pinned it.
+    /// It is pinned.
     Pinned,
     /// Its tags cannot be read: it may be pinned.
     MaybePinned,
     /// It is being replicated.
     Replicating,
-    /// Bad, but one of so many; the mark may be wrong.
+    /// Bad, but one of this many; the mark may be wrong.
     RecentBad(u32),
-    /// There is no good one: this may be all that is left.
+    /// There is no good image: this may be the only usable one.
     NoGoodImage,
-    /// Nothing is known of it.
+    /// Nothing is known about it.
     Unknown,
 }
 
-/// Why an image goes.
+/// Why an image is removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RemoveReason {
     /// No rule keeps it.
     NotKept(Policy),
-    /// There are so many newer bad ones.
+    /// There are this many newer bad images.
     OlderBad(u32),
-    /// All together would take more than this.
+    /// The total size would exceed this.
     MaxTotal(u64),
     /// The file system has less than this free.
     MinFree(u64),
 }
 
-/// What a plan cannot reach.
+/// A goal that a plan cannot reach.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Note {
-    /// What must stay takes more than all may.
+    /// The images that must stay exceed the limit.
     MaxTotal {
-        /// Bytes that stay.
+        /// Bytes of the remaining images.
         left: u64,
-        /// Bytes that may.
+        /// The limit.
         max: u64,
     },
-    /// Removing all that may go would not give the file system what it should have free; so nothing goes for that.
+    /// Removing all removable images would not free enough space, so none is removed for that.
     MinFree {
         /// Bytes free.
         free: u64,
-        /// Bytes that must be.
+        /// Bytes that must be free.
         min_free: u64,
-        /// Bytes that would come free.
+        /// Bytes that would become free.
         freed: u64,
     },
 }

@@ -8,7 +8,7 @@ use std::hash::Hash;
 
 use crate::id::ImageId;
 
-/// What the images of a job take.
+/// The sizes of a job's images.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Sizes {
     groups: Vec<Group>,
@@ -23,27 +23,27 @@ struct Group {
 }
 
 impl Sizes {
-    /// Bytes that they take, all together.
+    /// Bytes of all images together.
     #[must_use]
     pub fn total(&self) -> u64 {
         sum(&self.groups, |_| true)
     }
 
-    /// Bytes that come free when all of these go. That is not the sum of what each would free alone, but never less.
+    /// Bytes that become free if all of these are removed. This is at least the sum of what each would free alone.
     #[must_use]
     pub fn freed(&self, gone: &[ImageId]) -> u64 {
         let gone: BTreeSet<ImageId> = gone.iter().copied().collect();
         sum(&self.groups, |group| group.owners.is_subset(&gone))
     }
 
-    /// Bytes that are left when all of these have gone.
+    /// Bytes that remain after all of these are removed.
     #[must_use]
     pub fn left(&self, gone: &[ImageId]) -> u64 {
         self.total().saturating_sub(self.freed(gone))
     }
 
-    /// Bytes that the newest image added, if images share content: about what the next one will add. None if each is
-    /// stored completely.
+    /// Bytes that the newest image added, if images share content: approximately what the next one will add. `None` if
+    /// each is stored completely.
     #[must_use]
     pub fn last_added(&self) -> Option<u64> {
         self.last_added
@@ -54,12 +54,12 @@ fn sum(groups: &[Group], which: impl Fn(&Group) -> bool) -> u64 {
     groups.iter().filter(|group| which(group)).fold(0, |sum, group| sum.saturating_add(group.bytes))
 }
 
-/// Collects [`Sizes`]. `K` names a piece of content.
+/// Collects [`Sizes`]. `K` is the name of a piece of content.
 #[derive(Debug)]
 pub struct Gathering<K> {
-    /// The group that a piece is in by now.
+    /// The present group of each piece.
     pieces: HashMap<K, usize>,
-    /// The group with one owner more.
+    /// The group that results from adding an owner to a group.
     with: HashMap<(usize, ImageId), usize>,
     alone: HashMap<ImageId, usize>,
     sizes: Sizes,
@@ -72,13 +72,13 @@ impl<K: Eq + Hash> Default for Gathering<K> {
 }
 
 impl<K: Eq + Hash> Gathering<K> {
-    /// The image has so many bytes that no other can have.
+    /// Adds bytes that only this image has.
     pub fn own(&mut self, id: ImageId, bytes: u64) {
         let group = self.group_of(id);
         self.add(group, bytes);
     }
 
-    /// The image has this piece, which others may have and which takes so much. Once more is no more.
+    /// Adds a piece of this size to an image; other images may have it too. Repetitions do not count.
     pub fn share(&mut self, id: ImageId, piece: K, bytes: u64) {
         let alone = self.group_of(id);
         let Some(before) = self.pieces.get(&piece).copied() else {
@@ -95,7 +95,7 @@ impl<K: Eq + Hash> Gathering<K> {
         }
     }
 
-    /// What was gathered. `last_added` is [`Sizes::last_added`].
+    /// The result. `last_added` is [`Sizes::last_added`].
     #[must_use]
     pub fn finish(self, last_added: Option<u64>) -> Sizes {
         Sizes { last_added, ..self.sizes }
@@ -118,7 +118,7 @@ impl<K: Eq + Hash> Gathering<K> {
         }
     }
 
-    /// The group of the same owners and this one.
+    /// The group with the same owners and this one.
     fn widened(&mut self, group: usize, id: ImageId) -> usize {
         if let Some(known) = self.with.get(&(group, id)) {
             return *known;

@@ -16,7 +16,7 @@ use crate::image::Image;
 use crate::lock::WriterLock;
 use crate::options::Copies;
 
-/// The images of a job in the store, what they take, and the room there is.
+/// The images of a job in the store, their sizes, and the available space.
 #[derive(Debug)]
 pub struct Survey {
     facts: Vec<Facts>,
@@ -24,31 +24,31 @@ pub struct Survey {
     room: Room,
 }
 
-/// Why there is no room for an image.
+/// Why there is no space for an image.
 #[derive(Debug, thiserror::Error)]
 pub enum NoRoom {
-    /// Nothing that may go gives enough; nothing was removed.
+    /// Removing all removable images would not be enough; nothing was removed.
     #[error(transparent)]
     Refused(#[from] Refusal),
-    /// It could not be found out, or an image not be removed.
+    /// The store could not be read, or an image could not be removed.
     #[error(transparent)]
     Store(#[from] Error),
-    /// Content that no image needs could not be removed.
+    /// Unneeded content could not be removed.
     #[error(transparent)]
     Sweep(#[from] Box<gc::Error>),
 }
 
-/// How an image gets to the store.
+/// How an image is written to the store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Written {
-    /// Into packs, where only what is new takes space.
+    /// Into packs, where only new content takes space.
     Packed,
-    /// As plain files in a slot on the same file system first, which go when it is packed.
+    /// As plain files in a slot on the same file system, which are removed when it is packed.
     Staged,
 }
 
 impl Survey {
-    /// Looks at a job's images.
+    /// Collects the facts about a job's images.
     ///
     /// # Errors
     /// [`Error::Read`].
@@ -65,11 +65,11 @@ impl Survey {
         let mut sizes = Gathering::<[u8; 16]>::default();
         for image in &images {
             sizes.own(image.id, allocated(&image.dir));
-            // What a map that cannot be read names is counted for the other images only: too little is promised then.
+            // Content of an unreadable map counts only for the other images. So the freed space is underestimated.
             let Ok(Some(map)) = image.chunk_map() else { continue };
             for (id, _) in map.chunks() {
                 let Some(prefix) = id.as_bytes().first_chunk() else { continue };
-                // With its second copy, if it has one: they go together.
+                // Including its second copy, if it has one, because both are removed together.
                 let places = index.kept(&id, Copies::Two.count()).map(|place| place.record_len()).sum();
                 sizes.share(image.id, *prefix, places);
             }
@@ -84,7 +84,7 @@ impl Survey {
         })
     }
 
-    /// Including what its writer is reading, and what the job continues from.
+    /// Adds the images that the writer is reading, and those that the job may prove.
     fn with_held(mut self, lock: &WriterLock) -> Survey {
         let held = lock.held();
         self.facts.iter_mut().filter(|it| held.contains(&it.id)).for_each(|it| it.in_use = Use::Replicating);
@@ -92,34 +92,34 @@ impl Survey {
         self
     }
 
-    /// What the images take.
+    /// The sizes of the images.
     #[must_use]
     pub fn sizes(&self) -> &Sizes {
         &self.sizes
     }
 
-    /// What is to happen to them.
+    /// The decisions for the images.
     #[must_use]
     pub fn plan(&self, policy: &Policy, now: DateTime<Utc>) -> Plan {
         plan(&self.facts, policy, now, &self.sizes, &self.room)
     }
 
-    /// What an image will need that is so large by itself.
+    /// The space that an image of this size will need.
     #[must_use]
     pub fn need(&self, whole: u64, written: Written) -> Need {
         let lasting = admission::predict(whole, self.sizes.last_added());
         Need { lasting, at_first: if written == Written::Packed { lasting } else { whole.saturating_add(lasting) } }
     }
 
-    /// Whether there is room for it.
+    /// Whether there is space for it.
     #[must_use]
     pub fn admit(&self, need: Need, policy: &Policy, now: DateTime<Utc>, path: &Path) -> Admission {
         admission::admit(need, &self.facts, policy, now, &self.sizes, &self.room, path)
     }
 }
 
-/// Removes what the policy does not keep, and returns the plan and what went of it. An image that was pinned since the
-/// facts were collected stays.
+/// Removes the images that the policy does not keep, and returns the plan and the removed images. An image that was
+/// pinned since the facts were collected stays.
 ///
 /// # Errors
 /// [`Error::Read`], [`Error::Remove`], [`Error::WrongLock`].
@@ -133,10 +133,10 @@ pub fn rotate(folder: &JobFolder, lock: &WriterLock, policy: &Policy, min_free: 
     Ok((plan, gone))
 }
 
-/// What decides whether there is room for an image, and what goes if there is none.
+/// The limits that decide whether there is space for an image, and what to remove if not.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// Which images stay.
+    /// The rules for keeping images.
     pub policy: Policy,
     /// Bytes of the file system that must stay free.
     pub min_free: u64,
@@ -144,7 +144,7 @@ pub struct Limits {
     pub copies: Copies,
 }
 
-/// Makes room for an image that is so large by itself, if there is none: older ones go. Returns those that went.
+/// Makes space for an image of this size, by removing older ones if necessary. Returns the removed images.
 ///
 /// # Errors
 /// [`NoRoom`].
@@ -170,9 +170,9 @@ pub fn make_room(
         tracing::info!("removing image {id}: {why}");
     }
     let gone = remove_all(folder, lock, removals.iter().map(|removal| removal.id))?;
-    // Space is short: what no image needs does not wait for the grace period.
+    // Space is short, so unneeded content is removed without a grace period.
     gc::sweep_now(folder, lock, limits.copies).map_err(Box::new)?;
-    // Once only: a file system may give space back late (btrfs does), and more images would go for nothing.
+    // Only once: a file system may free space late (btrfs does), and more images would be removed for nothing.
     match look()? {
         (_, Admission::Admit) => Ok(removals.into_iter().filter(|removal| gone.contains(&removal.id)).collect()),
         (_, Admission::Refuse(refusal)) => Err(refusal.into()),
@@ -187,7 +187,7 @@ pub fn make_room(
 fn remove_all(folder: &JobFolder, lock: &WriterLock, ids: impl IntoIterator<Item = ImageId>) -> Result<Vec<ImageId>> {
     let mut gone = Vec::new();
     for id in ids {
-        // Large images take a while to go.
+        // Removing large images takes a while.
         lock.refresh()?;
         match folder.remove(lock, &id) {
             Ok(()) => gone.push(id),
@@ -208,8 +208,8 @@ pub fn free_space(path: &Path) -> Result<u64> {
     Ok(stat.blocks_available().saturating_mul(stat.fragment_size()))
 }
 
-/// Bytes that a folder takes on the disk. What cannot be looked at takes none: too little is promised to come free then,
-/// never too much.
+/// Bytes that a folder occupies on the disk. What cannot be examined counts as zero, so the freed space is never
+/// overestimated.
 fn allocated(dir: &Path) -> u64 {
     let entries = |path: &Path| -> io::Result<Vec<fs::DirEntry>> { fs::read_dir(path)?.collect() };
     let mut open = vec![dir.to_owned()];
@@ -217,7 +217,7 @@ fn allocated(dir: &Path) -> u64 {
     while let Some(folder) = open.pop() {
         for entry in entries(&folder).unwrap_or_default() {
             let Ok(meta) = entry.metadata() else { continue };
-            // In units of 512 bytes, whatever the file system's are (stat(2)).
+            // In units of 512 bytes, whatever the block size of the file system is (stat(2)).
             sum = sum.saturating_add(meta.blocks().saturating_mul(512));
             if meta.is_dir() {
                 open.push(entry.path());

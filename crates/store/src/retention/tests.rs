@@ -6,11 +6,11 @@ use FactKind::{Bad, Good, Unknown};
 use chrono::TimeDelta;
 use proptest::prelude::*;
 
-/// Images with pieces that they share.
+/// The sizes of images with shared pieces.
 pub(super) fn shared(images: &Pieces) -> Sizes {
     let mut gathering = Gathering::default();
     for (id, pieces) in images {
-        // No two pieces are of one size.
+        // All pieces have different sizes.
         pieces.iter().for_each(|piece| gathering.share(*id, *piece, 1 + u64::from(*piece) * 7));
     }
     gathering.finish(None)
@@ -38,7 +38,7 @@ pub(super) fn last(keep_last: u32) -> Policy {
     Policy { keep_last, ..Policy::default() }
 }
 
-/// Each image takes so much, by itself.
+/// Each image has this size and shares nothing.
 pub(super) fn each(facts: &[Facts], bytes: u64) -> Sizes {
     let mut gathering = Gathering::<()>::default();
     facts.iter().for_each(|it| gathering.own(it.id, bytes));
@@ -124,7 +124,7 @@ fn the_young_are_kept_and_those_of_the_future_with_them() {
         reasons(&planned(&facts, &within)),
         ["older than the last 1, not younger than 2h", "younger than 2h", "taken later than now", "newest good"]
     );
-    // The clock went back, and what it says now still is the newest.
+    // The clock was set back; the newest image is still the newest.
     assert_eq!(removed(&planned(&facts, &last(1))), [1, 2, 3]);
 }
 
@@ -191,7 +191,7 @@ fn the_file_system_gets_what_it_must_have_or_nothing_goes_for_it() {
     assert_eq!(removed(&hopeless), [0_u32; 0]);
     assert_eq!(hopeless.notes, [Note::MinFree { free: 79, min_free: 100, freed: 20 }]);
     assert!(hopeless.notes[0].to_string().contains("would free only 20 B, so none is removed"));
-    // What the rules remove anyway counts, and is not given up with the rest.
+    // What the rules remove anyway counts.
     let freed_anyway = plan(&facts, &last(1), at(0), &each(&facts, 10), &Room { free: 0, pending: 0, min_free: 20 });
     assert_eq!((removed(&freed_anyway), freed_anyway.notes), (vec![1, 2], vec![]));
 }
@@ -202,7 +202,7 @@ fn shared_content_comes_free_with_the_last_image_that_has_it() {
     let pieces = [&[1_u8, 2][..], &[1, 2, 3], &[2, 3], &[3]];
     let sizes = shared(&facts.iter().zip(pieces).map(|(it, p)| (it.id, p.iter().copied().collect())).collect());
     assert_eq!((sizes.total(), sizes.freed(&[facts[0].id])), (8 + 15 + 22, 0));
-    // The first alone frees nothing; the second with it does.
+    // Removing the first alone frees nothing; removing the second too does.
     let plan = |max| plan(&facts, &Policy { max_total: Some(max), ..last(9) }, at(0), &sizes, &NO_NEED);
     assert_eq!(removed(&plan(44)), [1, 2]);
     assert_eq!(removed(&plan(36)), [1, 2, 3]);
@@ -220,10 +220,10 @@ fn the_oddest_clocks_do_no_harm() {
     }
 }
 
-/// What each image has.
+/// The pieces of each image.
 pub(super) type Pieces = BTreeMap<ImageId, BTreeSet<u8>>;
 
-/// Facts with a clock that jumps about, in an order that is none, and pieces of content.
+/// Facts with a clock that jumps, in random order, and pieces of content.
 pub(super) fn any_images() -> impl Strategy<Value = (Vec<Facts>, Pieces)> {
     let kind = prop_oneof![4 => Just(Good), 2 => Just(Bad), 1 => Just(Unknown)];
     let pin = prop_oneof![6 => Just(Pin::None), 1 => Just(Pin::Pinned), 1 => Just(Pin::Unreadable)];
@@ -259,14 +259,14 @@ fn any_room() -> impl Strategy<Value = Room> {
         .prop_map(|(free, pending, min_free)| Room { free, pending, min_free })
 }
 
-/// What neither a rule nor a bound may take.
+/// Whether no rule or limit may remove it.
 pub(super) fn is_firm(it: &Facts, facts: &[Facts]) -> bool {
     let newest = facts.iter().filter(|it| it.kind == Good).map(|it| it.id).max();
     let firm = it.pin != Pin::None || it.kind == Unknown || newest.is_none_or(|newest| newest == it.id);
     firm || is_newest_of_its_kind(it, facts)
 }
 
-/// The newest proven one, and of the line that the job is on the newest and the newest proven one.
+/// The newest proven image; and on the job's line, the newest and the newest proven image.
 fn is_newest_of_its_kind(it: &Facts, facts: &[Facts]) -> bool {
     let newest =
         |which: fn(&Facts) -> bool| facts.iter().filter(|it| it.kind == Good && which(it)).map(|it| it.id).max();
@@ -282,7 +282,7 @@ proptest! {
         let sizes = shared(&pieces);
         let plan = plan(&facts, &policy, at(now), &sizes, &room);
         let gone: Vec<ImageId> = plan.removals().collect();
-        // Each has one decision, newest first, and those that stay have a reason.
+        // Each image has one decision, newest first, and kept images have a reason.
         prop_assert_eq!(plan.decisions.len(), facts.len());
         prop_assert!(plan.decisions.is_sorted_by(|a, b| a.id > b.id));
         prop_assert!(plan.decisions.iter().all(|it| !it.verdict.to_string().is_empty()));
@@ -324,12 +324,12 @@ proptest! {
         let kind = |id: ImageId| facts.iter().find(|it| it.id == id).map(|it| it.kind);
         by_bounds.sort_by_key(|id| (kind(*id) == Some(Good), *id));
         let Some(last) = by_bounds.pop() else { return Ok(()) };
-        // Without the last of them a bound would not be met.
+        // Without the last removal a limit would be exceeded.
         let gone = [by_rules, by_bounds].concat();
         let (freed, left) = (sizes.freed(&gone), sizes.total() - sizes.freed(&gone));
         let short = room.min_free.saturating_sub(room.free + room.pending);
         prop_assert!(policy.max_total.is_some_and(|max| left > max) || freed < short);
-        // A good one goes only when all bad ones have gone that may, and the oldest goes first.
+        // A good image is only removed after all removable bad ones, and the oldest is removed first.
         for it in facts.iter().filter(|it| !is_firm(it, &facts) && !gone.contains(&it.id) && it.id != last) {
             let order = |id| (kind(id) == Some(Good), id);
             prop_assert!(order(it.id) > order(last), "{it:?} stays and {last} goes");
@@ -371,7 +371,7 @@ proptest! {
         let gone: Vec<ImageId> = plan(&facts, &policy, at(0), &sizes, &NO_NEED).removals().collect();
         let left: Vec<Facts> = facts.into_iter().filter(|it| !gone.contains(&it.id)).collect();
         let sizes = shared(&pieces.into_iter().filter(|(id, _)| !gone.contains(id)).collect());
-        // Hours that lost their image to a bound do not count any more, and what a bound took is gone already.
+        // Hours whose image was removed by a limit do not count any more.
         let again: Vec<ImageId> = plan(&left, &policy, at(0), &sizes, &NO_NEED).removals().collect();
         prop_assert_eq!(again, []);
     }
@@ -405,14 +405,14 @@ fn the_newest_proven_image_stays_whatever_the_rules_and_bounds_say() {
 #[test]
 fn what_the_job_went_back_to_stays_though_newer_ones_are_there() {
     let mut facts = facts(&[Good, Good, Good, Good, Good]);
-    // It went back from 4 to 1, and 5 was taken since.
+    // The job was rewound from 4 to 1, and 5 was taken since.
     facts.iter_mut().for_each(|it| it.proof = Proof::Proven);
     (facts[4].proof, facts[1].line, facts[2].line, facts[3].line) =
         (Proof::None, Line::Other, Line::Other, Line::Other);
     let plan = planned(&facts, &last(1));
     assert_eq!(removed(&plan), [2, 3]);
     assert_eq!(reasons(&plan)[0], "newest proven");
-    // Before there is another one no bound takes it.
+    // As long as it is the only one, no limit removes it.
     let before = &facts[..4];
     let tight = Policy { max_total: Some(0), ..last(1) };
     let plan = super::plan(before, &tight, at(0), &each(before, 10), &NO_NEED);
@@ -429,7 +429,7 @@ fn images_that_come_faster_than_they_are_proven_do_not_push_out_all_that_could_b
     let plan = planned(&all, &last(2));
     assert_eq!(removed(&plan), [2, 3], "the first is proven first");
     assert_eq!(reasons(&plan)[0], "next to become proven");
-    // It is proven: the next is the first that is there.
+    // It is proven: the next one is the first that exists.
     let mut left = vec![all[0], all[3], all[4], fact(6, 0, Good)];
     left[0].proof = Proof::Proven;
     await_proof(&mut left, &waiting[1..]);
@@ -437,7 +437,7 @@ fn images_that_come_faster_than_they_are_proven_do_not_push_out_all_that_could_b
         left.iter().map(|it| it.proof).collect::<Vec<_>>(),
         [Proof::Proven, Proof::Awaited, Proof::None, Proof::None]
     );
-    // Another image goes before it, and it goes before there is no room.
+    // Another image is removed before it, and it is removed before there is no space.
     let tight = Policy { max_total: Some(40), ..last(9) };
     let admit =
         |all: &[Facts]| admission::admit(10, all, &tight, at(0), &each(all, 10), &NO_NEED, std::path::Path::new("/"));
@@ -451,7 +451,7 @@ fn images_that_come_faster_than_they_are_proven_do_not_push_out_all_that_could_b
     let tight = Policy { max_total: Some(30), ..tight };
     let admission = admission::admit(10, &left, &tight, at(0), &each(&left, 10), &NO_NEED, std::path::Path::new("/"));
     assert_eq!(gone(admission), [4]);
-    // One that is bad is not waited for.
+    // A bad image is not waited for.
     let mut bad = facts(&[Bad, Good]);
     await_proof(&mut bad, &waiting);
     assert_eq!(bad[1].proof, Proof::Awaited);

@@ -1,4 +1,4 @@
-//! Which slot the next image goes to, and whether there is memory for it. Decides, does nothing.
+//! Chooses the slot for the next image, and checks whether there is enough memory. Changes nothing.
 
 use std::collections::BTreeSet;
 
@@ -6,29 +6,29 @@ use bytesize::ByteSize;
 
 use crate::id::ImageId;
 
-/// What is known of a slot.
+/// Facts about a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SlotFacts {
-    /// The good image in it, where it is of the line that the job is on.
+    /// The good image in it, if it is on the job's line.
     pub image: Option<ImageId>,
-    /// Bytes of memory that it takes, which the next image in it takes over.
+    /// Bytes of memory that it occupies, which the next image in it reuses.
     pub allocated: u64,
-    /// What the image in it is worth beside a newer one.
+    /// The value of its image if there is a newer one.
     pub worth: Worth,
 }
 
-/// What an image in memory is worth beside a newer one.
+/// The value of an image in memory if there is a newer one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Worth {
     /// Nothing.
     #[default]
     Older,
-    /// The job has lived on from it, and the store has none that is as new: all that is newer may be of a state that cannot go
-    /// on.
+    /// The job has lived on from it, and the store has none as new: all newer images may contain a state that cannot
+    /// continue.
     Proven,
 }
 
-/// Of these images in memory the one that is [`Worth::Proven`]. `stored` is the newest good image of the store.
+/// The image among these in memory that is [`Worth::Proven`]. `stored` is the newest good image in the store.
 #[must_use]
 pub fn proven_only_here(
     staged: impl IntoIterator<Item = ImageId>,
@@ -38,55 +38,55 @@ pub fn proven_only_here(
     staged.into_iter().filter(|id| proven.contains(id) && stored.is_none_or(|stored| stored < *id)).max()
 }
 
-/// What the next image needs and what there is.
+/// The needed and the available memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Memory {
     /// Bytes of the image.
     pub image: u64,
-    /// Bytes that are needed besides, for as long as the job stands still.
+    /// Bytes needed additionally while the job is frozen.
     pub besides: u64,
-    /// Bytes that the machine has available.
+    /// Available bytes of the machine.
     pub available: Option<u64>,
     /// Bytes left below the memory limit of the control group.
     pub below_limit: Option<u64>,
-    /// Bytes of what is available that must stay so.
+    /// Available bytes that must stay free.
     pub keep: u64,
-    /// Bytes that must stay so where a second image is kept beside the newest: what a job may come to need is worth more
-    /// than a second image.
+    /// Bytes that must stay free if a second image is kept beside the newest: memory that the job may need is more
+    /// important than a second image.
     pub keep_beside: u64,
 }
 
-/// Where the image goes.
+/// Which slot is used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Choice {
-    /// To this slot; the newest image stays where it is.
+    /// This slot; the newest image stays.
     Beside(usize),
-    /// To this slot, which holds the newest image, after the other was emptied: memory has room for one.
+    /// This slot, which contains the newest image, after the other one was emptied: memory has room for one image only.
     Instead(usize),
 }
 
-/// There is no room in memory.
+/// There is not enough memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// Not even for one.
+    /// Not even for one image.
     #[error("an image of {need} does not fit into memory: {free} are free, of which {keep} are to stay free (snapshot.memory-reserve); set snapshot.staging to \"store\", or give the job less memory", need = ByteSize::b(*need), free = ByteSize::b(*free), keep = ByteSize::b(*keep))]
     NoRoom {
         /// Bytes needed.
         need: u64,
-        /// Bytes free, with what the slots hold.
+        /// Bytes free, including those of the slots.
         free: u64,
         /// Bytes that must stay free.
         keep: u64,
     },
-    /// The place of the next one is taken.
+    /// The slot for the next image is taken.
     #[error(
         "image {proven} is the newest that the job has lived on from, and is not in the store yet: it is kept until the job has lived on from a newer one, or it is in the store"
     )]
     Proven {
-        /// By this image.
+        /// The image in it.
         proven: ImageId,
     },
-    /// For one only, and the newest is nowhere else.
+    /// There is memory for one image only, and the newest is not stored.
     #[error("memory has room for one image of {need}, and image {newest} is not in the store yet: it is kept", need = ByteSize::b(*need))]
     NotStored {
         /// Bytes needed.
@@ -96,10 +96,10 @@ pub enum Refusal {
     },
 }
 
-/// Chooses a slot. `stored` tells of an image whether the store has it.
+/// Chooses a slot. `stored` tells whether the store has an image.
 ///
 /// # Errors
-/// When there is no room, or only in place of an image that is nowhere else.
+/// When there is no room, or only by overwriting an image that exists nowhere else.
 pub fn choose(slots: &[SlotFacts; 2], memory: &Memory, stored: impl Fn(ImageId) -> bool) -> Result<Choice, Refusal> {
     let newest = usize::from(slots[1].image > slots[0].image);
     let other = 1 - newest;
@@ -119,7 +119,7 @@ pub fn choose(slots: &[SlotFacts; 2], memory: &Memory, stored: impl Fn(ImageId) 
         return Err(no_room(slots, memory));
     };
     let both = slots[0].allocated.saturating_add(slots[1].allocated);
-    // Emptying the other one gives its memory back.
+    // Emptying the other slot frees its memory.
     if !fits(both, memory.keep) {
         return Err(no_room(slots, memory));
     }
@@ -167,7 +167,7 @@ mod tests {
         assert_eq!(choose(slot(None, 0), slot(None, 0), memory(10, 20)), Ok(Choice::Beside(1)));
         assert_eq!(choose(slot(None, 0), slot(Some(1), 10), memory(10, 20)), Ok(Choice::Beside(0)));
         assert_eq!(choose(slot(Some(2), 10), slot(Some(1), 10), memory(10, 2)), Ok(Choice::Beside(1)));
-        // What is there is used again; only the growth must fit.
+        // Existing memory is reused; only the growth must fit.
         assert_eq!(choose(slot(Some(2), 10), slot(Some(1), 10), memory(11, 2)), Ok(Choice::Beside(1)));
     }
 

@@ -1,10 +1,10 @@
 //! Slots on the file system of the store, for a job whose images do not fit into memory.
 //!
-//! Images in them are packed as those in memory are. Until then nothing is synced: an image counts as long as the machine runs,
-//! and one of another boot does not. The file `boot` says in which boot the slots were written. It is written when all
-//! that was there before is gone, so a slot of this boot was written in this boot.
+//! Images in them are packed like those in memory. Until then nothing is synced: an image is valid as long as the
+//! machine runs, and an image of another boot is not. The file `boot` contains the boot in which the slots were
+//! written. It is written after all older content was removed, so all slots are of that boot.
 //!
-//! A page that was written may be read back from the disk, so parts get their hashes when the image is sealed. They are compared
+//! Pages may be read back from the disk, so the parts are hashed when the image is sealed. The hashes are compared
 //! before the image is packed or restored.
 
 use std::fs;
@@ -27,7 +27,7 @@ pub(super) fn path(folder: &Path) -> PathBuf {
     folder.join(FOLDER)
 }
 
-/// Whether it was written since the machine was started, and is as safe as it was made.
+/// Whether it was written since the machine was booted, and its permissions are unchanged.
 pub(super) fn is_of_this_boot(path: &Path) -> bool {
     let Ok(written) = fs::read_to_string(path.join(BOOT)) else { return false };
     rights::check(path).is_ok() && process::boot_id().is_ok_and(|boot| boot == written)
@@ -40,7 +40,7 @@ pub(super) fn remove(path: &Path) -> Result<(), FileError> {
     }
 }
 
-/// Removes slots that were written in another boot. Answers whether there were any.
+/// Removes slots of another boot. Returns whether there were any.
 ///
 /// # Errors
 /// When they cannot be removed.
@@ -56,10 +56,10 @@ pub fn sweep(folder: &JobFolder, lock: &WriterLock) -> Result<bool, Error> {
 }
 
 impl Area {
-    /// The job's slots on the disk, made where there are none.
+    /// The job's slots on the disk, created if they do not exist.
     ///
     /// # Errors
-    /// When they cannot be made, or others could write there.
+    /// When they cannot be created, or others could write there.
     pub fn on_disk(folder: &JobFolder, lock: &WriterLock) -> Result<Area, Error> {
         sweep(folder, lock)?;
         let path = path(folder.path());

@@ -1,18 +1,82 @@
-//! Memory and disk space that supervisors have left: a staging area stays when its supervisor is killed.
+//! Memory and disk space of dead supervisors: a staging area remains when its supervisor is killed.
 //!
-//! The next `run` of the same job takes its own area over. One of a job that is never run again would hold its memory until
-//! the machine restarts. Invariant: nothing is given back that a job could still go on from.
+//! The next `run` of the same job takes over its area. The area of a job that is never run again would occupy memory
+//! until the machine restarts. Areas of the jobs of a store are found through the jobs' folders ([`find`]); those of
+//! other stores, and of jobs whose folder is gone, through the mount table and the note that each area has about its
+//! owner ([`elsewhere`]). Invariant: nothing is freed that a job could still continue from, unless the user says so.
 
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 
-use serde::Serialize;
+use nix::mount::{MntFlags, umount2};
+use serde::{Deserialize, Serialize};
 
-use super::{Area, Medium, SOURCE, Slot};
+use super::{Area, Error, LINK, Medium, SOURCE, Slot, failed};
 use crate::error::Result;
 use crate::image::Image;
-use crate::lock::Writer;
-use crate::{ImageId, JobFolder, JobName, Outcome, Store};
+use crate::lock::{Holder, Writer};
+use crate::{Access, ImageId, JobFolder, JobName, Outcome, Store, Trust, links, rights};
+use rekindle_os::{durable, mounts};
+
+/// The note about its owner, in an area in memory.
+const OWNER: &str = "owner.json";
+/// Maximum size of that note.
+const MAX_BYTES: u64 = 64 << 10;
+
+/// Whose area it is.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) struct Owner {
+    job: JobName,
+    /// The job's folder.
+    folder: PathBuf,
+    /// The supervisor that opened the area last.
+    supervisor: Holder,
+}
+
+impl Owner {
+    /// This process, as the supervisor of the job.
+    pub(super) fn of(folder: &JobFolder) -> Owner {
+        let (job, path) = (folder.name().clone(), folder.path().to_owned());
+        Owner { job, folder: path, supervisor: Holder::this_process() }
+    }
+
+    /// Replaces the note in an area. It need not be durable: the area is not, either.
+    pub(super) fn write(&self, area: &Path) -> io::Result<()> {
+        durable::replace_file(&area.join(OWNER), &serde_json::to_vec_pretty(self)?, 0o600)
+    }
+
+    fn read(area: &Path) -> Option<Owner> {
+        let file = durable::open_for_reading(&area.join(OWNER)).ok()?;
+        serde_json::from_reader(io::Read::take(file, MAX_BYTES)).ok()
+    }
+
+    /// Whether the supervisor may be alive. One in another PID namespace cannot be seen from here.
+    fn may_live(&self) -> bool {
+        self.supervisor.pid_namespace != Holder::this_process().pid_namespace || self.supervisor.lives()
+    }
+
+    /// Whether nothing can be found out about it: its supervisor cannot be seen from here, nor can its job's folder.
+    fn is_out_of_sight(&self) -> bool {
+        let elsewhere = self.supervisor.pid_namespace != Holder::this_process().pid_namespace;
+        elsewhere && self.open(&Trust::default()).is_err()
+    }
+
+    fn open(&self, trust: &Trust) -> Result<JobFolder> {
+        let store = self.folder.parent().unwrap_or(&self.folder);
+        Store::open(store, Access::Read)?.with_trust(trust.clone()).job(&self.job)
+    }
+}
+
+/// What to do with memory that has the only copy of an image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OnlyCopies {
+    /// It stays.
+    Keep,
+    /// It is freed, and the image is lost.
+    Discard,
+}
 
 /// A staging area that no supervisor uses.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -20,13 +84,15 @@ use crate::{ImageId, JobFolder, JobName, Outcome, Store};
 pub struct Leftover {
     /// The job.
     pub job: JobName,
-    /// Where it is.
+    /// The job's store.
+    pub store: PathBuf,
+    /// The path of the area.
     pub path: PathBuf,
-    /// What it lies on.
+    /// Its medium.
     pub medium: Medium,
-    /// What it takes there, in bytes.
+    /// Bytes that it occupies there.
     pub bytes: u64,
-    /// The newest image that is nowhere else, and that the job could go on from.
+    /// The newest image in it that exists nowhere else and that the job could continue from.
     pub needed: Option<ImageId>,
 }
 
@@ -51,22 +117,18 @@ impl Leftover {
     pub fn advice(&self) -> String {
         match self.needed {
             Some(_) => format!(
-                "the same `rekindle run` of job {} again goes on from it, and brings it to the store; `{} {}` gives it up",
+                "run job {} with the store {} again to continue from it; `rekindle prune --discard-memory` gives it up",
                 self.job,
-                match self.medium {
-                    Medium::Memory => "umount",
-                    Medium::Disk => "rm -r",
-                },
-                self.path.display()
+                self.store.display()
             ),
-            None => "the next `rekindle run` with this store gives it back".to_owned(),
+            None => "`rekindle prune` frees it".to_owned(),
         }
     }
 
-    /// Those of this job, if it has no supervisor.
+    /// The leftovers of this job, if it has no supervisor.
     ///
     /// # Errors
-    /// When the job's folder cannot be read: then nothing is known.
+    /// When the job's folder cannot be read: then there may be leftovers.
     pub fn of(folder: &JobFolder) -> Result<Vec<Leftover>> {
         let areas = Area::all_of(folder);
         if areas.is_empty() || folder.writer()? != Writer::Nobody {
@@ -78,52 +140,121 @@ impl Leftover {
     fn judge(folder: &JobFolder, area: &Area) -> Result<Leftover> {
         let over = matches!(folder.record()?.map(|record| record.outcome), Some(Outcome::Completed));
         let stored = folder.images()?.into_iter().find(Image::is_good).map(|image| image.id);
-        // An older one than the store has is of no use, as for the supervisor that comes next. One that is marked, or cannot
-        // be read by us, may be of use to others.
+        // An image older than one in the store is of no use. An image that is marked, or that we cannot read, may be of
+        // use to others.
         let is_needed = |id: &ImageId| !folder.is_stored(*id) && stored.is_none_or(|stored| stored < *id);
         let needed = area.images().into_iter().map(|image| image.id).find(|id| !over && is_needed(id));
-        let bytes = area.slots().iter().map(Slot::allocated).sum();
-        Ok(Leftover { job: folder.name().clone(), path: area.path().to_owned(), medium: area.medium(), bytes, needed })
+        let store = folder.store();
+        Ok(Leftover::new(folder.name(), store, area, needed))
+    }
+
+    fn new(job: &JobName, store: &Path, area: &Area, needed: Option<ImageId>) -> Leftover {
+        Leftover {
+            job: job.clone(),
+            store: store.to_owned(),
+            path: area.path().to_owned(),
+            medium: area.medium(),
+            bytes: area.slots().iter().map(Slot::allocated).sum(),
+            needed,
+        }
+    }
+
+    /// The area that is mounted here, unless its supervisor may be alive.
+    fn mounted(point: &Path, trust: &Trust) -> Option<Leftover> {
+        rights::check(point).ok()?;
+        let owner = Owner::read(point)?;
+        let folder = owner.open(trust);
+        if let Ok(folder) = &folder
+            && fs::read_link(folder.path().join(LINK)).is_ok_and(|target| target == point)
+        {
+            return Leftover::of(folder).ok()?.into_iter().find(|left| left.path == point);
+        }
+        if owner.may_live() {
+            return None;
+        }
+        // The job was removed, or its store cannot be read. Any image may be the only copy.
+        let area = area_at(point, &owner.folder, trust)?;
+        let is_stored = |id: ImageId| folder.as_ref().is_ok_and(|folder| folder.is_stored(id));
+        let needed = area.images().into_iter().map(|image| image.id).find(|id| !is_stored(*id));
+        let store = owner.folder.parent().unwrap_or(&owner.folder);
+        Some(Leftover::new(&owner.job, store, &area, needed))
+    }
+
+    /// Frees it, unless it is in use again, or is needed and to be kept. Answers whether it is free now.
+    pub fn free(&self, trust: &Trust, only: OnlyCopies) -> bool {
+        let may_go = |left: &Leftover| left.needed.is_none() || only == OnlyCopies::Discard;
+        let folder = Store::open(&self.store, Access::Read).and_then(|it| it.with_trust(trust.clone()).job(&self.job));
+        let area = |folder| Area::all_of(folder).into_iter().find(|area| area.path() == self.path);
+        if let Ok(folder) = &folder
+            && let Some(area) = area(folder)
+        {
+            // A supervisor may have been started since.
+            let Ok(_lock) = folder.lock() else { return false };
+            if !Leftover::judge(folder, &area).is_ok_and(|left| may_go(&left)) {
+                return false;
+            }
+            area.slots().iter().for_each(|slot| folder.drop_links(slot));
+            return area.close().is_ok();
+        }
+        match Leftover::mounted(&self.path, trust) {
+            Some(left) if may_go(&left) => self.unmount(trust).is_ok(),
+            _ => false,
+        }
+    }
+
+    /// Unmounts an area without a job. Never by force: a file that is open there means that it is in use.
+    fn unmount(&self, trust: &Trust) -> Result<(), Error> {
+        let area = area_at(&self.path, &self.store.join(self.job.as_str()), trust);
+        let images: Vec<Image> = area.map(|area| area.images()).unwrap_or_default();
+        umount2(&self.path, MntFlags::empty()).map_err(|error| failed("unmount", &self.path)(error.into()))?;
+        for manifest in images.iter().filter_map(Image::manifest) {
+            manifest.saved_links.iter().for_each(|link| links::remove(manifest, link));
+        }
+        Ok(fs::remove_dir(&self.path).map_err(failed("remove", &self.path))?)
     }
 }
 
-/// What supervisors of the jobs of this store have left. A job whose folder cannot be looked at is left out.
+fn area_at(point: &Path, folder: &Path, trust: &Trust) -> Option<Area> {
+    let device = std::os::unix::fs::MetadataExt::dev(&fs::metadata(point).ok()?);
+    let (path, link) = (point.to_owned(), folder.join(LINK));
+    Some(Area { path, medium: Medium::Memory, device, link, trust: trust.clone() })
+}
+
+/// The mount points of areas in memory below `base`.
+fn mount_points(base: &Path) -> impl Iterator<Item = PathBuf> {
+    let ours = mounts::of("self").unwrap_or_default().into_iter().filter(|mount| mount.source == SOURCE);
+    ours.map(|mount| mount.point).filter(move |point| point.starts_with(base))
+}
+
+/// The leftovers of all jobs of this store. Jobs whose folder cannot be read are skipped.
 #[must_use]
 pub fn find(store: &Store) -> Vec<Leftover> {
     let jobs = store.jobs().unwrap_or_default().into_iter();
     jobs.filter_map(|job| Leftover::of(&store.job(&job).ok()?).ok()).flatten().collect()
 }
 
-/// Gives back what is not needed of it, but that of one job. Answers what went, and then what is left.
+/// Leftovers in memory below `base` that belong to other stores than this one, or to jobs that are gone.
+#[must_use]
+pub fn elsewhere(base: &Path, store: &Path, trust: &Trust) -> Vec<Leftover> {
+    // A store without links in its path, as areas note it.
+    let store = fs::canonicalize(store).unwrap_or_else(|_| store.to_owned());
+    let is_found = |left: &Leftover| left.store == store && store.join(left.job.as_str()).is_dir();
+    mount_points(base).filter_map(|point| Leftover::mounted(&point, trust)).filter(|left| !is_found(left)).collect()
+}
+
+/// Frees all leftovers that are not needed, except those of one job. Returns what was freed, and what remains.
 #[must_use]
 pub fn give_back(store: &Store, except: &JobName) -> (Vec<Leftover>, Vec<Leftover>) {
-    find(store).into_iter().filter(|left| left.job != *except).partition(|left| give_back_of(store, left).is_some())
+    let others = find(store).into_iter().filter(|left| left.job != *except);
+    others.partition(|left| left.needed.is_none() && left.free(&store.trust, OnlyCopies::Keep))
 }
 
-fn give_back_of(store: &Store, left: &Leftover) -> Option<()> {
-    if left.needed.is_some() {
-        return None;
-    }
-    let folder = store.job(&left.job).ok()?;
-    let _lock = folder.lock().ok()?;
-    // A supervisor may have been there since.
-    let area = Area::all_of(&folder).into_iter().find(|area| area.path() == left.path)?;
-    Leftover::judge(&folder, &area).ok().filter(|left| left.needed.is_none())?;
-    area.slots().iter().for_each(|slot| folder.drop_links(slot));
-    area.close().ok()
-}
-
-/// Where areas are mounted below `base` that no job of this store knows of: their jobs were removed, or are of another store.
+/// Areas mounted below `base` that belong to no job of this store, and whose owner cannot be judged: those of an earlier
+/// version, or of a container.
 #[must_use]
 pub fn strangers(base: &Path, store: &Store) -> Vec<PathBuf> {
     let jobs = store.jobs().unwrap_or_default().into_iter().filter_map(|job| store.job(&job).ok());
     let known: Vec<PathBuf> = jobs.flat_map(|folder| Area::all_of(&folder)).map(|area| area.path).collect();
-    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-    // ID PARENT DEVICE ROOT POINT OPTIONS... - TYPE SOURCE OPTIONS (proc_pid_mountinfo(5)); a space in a name is \040.
-    let ours = mounts.lines().filter_map(|line| {
-        let (mount, kind) = line.split_once(" - ")?;
-        (kind.split(' ').nth(1)? == SOURCE).then(|| mount.split(' ').nth(4)).flatten()
-    });
-    let ours = ours.map(|point| PathBuf::from(point.replace("\\040", " ")));
-    ours.filter(|point| point.starts_with(base) && !known.contains(point)).collect()
+    let is_strange = |point: &PathBuf| Owner::read(point).is_none_or(|owner| owner.is_out_of_sight());
+    mount_points(base).filter(|point| !known.contains(point) && is_strange(point)).collect()
 }

@@ -16,10 +16,10 @@ use crate::trust::Trust;
 use crate::{FileError, failed};
 use rekindle_os::{durable, pages};
 
-/// Files of pages, which are kept from one image to the next.
+/// Folders with files of pages, which are kept for the next image.
 const LASTING: [&str; 2] = ["gpu", "spool"];
 
-/// A place for an image.
+/// A place for one image.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Slot {
     dir: PathBuf,
@@ -38,13 +38,13 @@ impl Slot {
         &self.dir
     }
 
-    /// The image that is in it, if there is a whole one.
+    /// The image in it, if there is a complete one.
     #[must_use]
     pub fn image(&self) -> Option<Image> {
         Image::load_staged(&self.dir, self.medium.place(), &self.trust)
     }
 
-    /// Bytes that it takes.
+    /// Bytes that it occupies.
     #[must_use]
     pub fn allocated(&self) -> u64 {
         let mut seen = HashSet::new();
@@ -54,7 +54,7 @@ impl Slot {
         metadata.filter(|meta| seen.insert(meta.ino())).map(|meta| meta.blocks() * 512).sum()
     }
 
-    /// Gives all that it takes back.
+    /// Frees everything that it occupies.
     ///
     /// # Errors
     /// When something cannot be removed.
@@ -63,10 +63,10 @@ impl Slot {
         Ok(LASTING.iter().try_for_each(|name| remove_dir(&self.dir.join(name)))?)
     }
 
-    /// Takes the image out, the manifest first, and begins another one.
+    /// Removes the image, the manifest first, and begins another one.
     ///
     /// # Errors
-    /// When the old one cannot be removed, or the folders cannot be made.
+    /// When the old one cannot be removed, or the folders cannot be created.
     pub fn begin(&self, id: ImageId) -> Result<Filling, Error> {
         self.forget_image()?;
         make(&self.dir, 0o700)?;
@@ -76,7 +76,7 @@ impl Slot {
         Ok(Filling { slot: self.clone(), id, whole: false })
     }
 
-    /// Removes all but the files of pages: what is left of a snapshot that failed would be a part of the next image.
+    /// Removes everything except the files of pages: remains of a failed snapshot would become part of the next image.
     fn forget_image(&self) -> Result<(), FileError> {
         remove_file(&self.dir.join(manifest::FILE_NAME))?;
         let entries = match fs::read_dir(&self.dir) {
@@ -88,7 +88,7 @@ impl Slot {
             if LASTING.iter().any(|name| entry.file_name() == *name) {
                 continue;
             }
-            // Not followed: a link is removed itself.
+            // Not followed: a symbolic link itself is removed.
             match entry.file_type() {
                 Ok(kind) if kind.is_dir() => remove_dir(&entry.path())?,
                 _ => remove_file(&entry.path())?,
@@ -112,7 +112,7 @@ fn remove_dir(path: &Path) -> Result<(), FileError> {
     }
 }
 
-/// A slot while an image is put into it. Dropped before it is whole, it holds none.
+/// A slot while an image is written to it. If this is dropped before the image is complete, the slot contains none.
 #[derive(Debug)]
 pub struct Filling {
     slot: Slot,
@@ -133,13 +133,13 @@ impl Filling {
         &self.slot.dir
     }
 
-    /// Where the page files are that CRIU's are received into.
+    /// The folder of the files that receive CRIU's pages.
     #[must_use]
     pub fn spool(&self) -> PathBuf {
         self.slot.dir.join("spool")
     }
 
-    /// Removes what earlier images left for the pages of this one: files that are made anew.
+    /// Removes the files of pages that earlier images left, so that they are created again.
     ///
     /// # Errors
     /// When something cannot be removed.
@@ -152,16 +152,16 @@ impl Filling {
         Ok(())
     }
 
-    /// The part that holds the device memory of a process.
+    /// The part with the device memory of a process.
     #[must_use]
     pub fn landing_part(pid: i32) -> PartPath {
         PartPath::of_process(pid)
     }
 
-    /// The landing file of a process, with at least `len` bytes of memory behind it.
+    /// The landing file of a process, with memory for at least `len` bytes.
     ///
     /// # Errors
-    /// When it cannot be made, or memory is short.
+    /// When it cannot be created, or there is not enough memory.
     pub fn landing_file(&self, pid: i32, len: u64) -> Result<PathBuf, Error> {
         let path = self.slot.dir.join(Filling::landing_part(pid));
         let open = || File::options().read(true).write(true).create(true).truncate(false).mode(0o600).open(&path);
@@ -170,8 +170,8 @@ impl Filling {
         Ok(path)
     }
 
-    /// Makes it an image: sets `id`, `bytes` and `parts` of the manifest and writes that. Parts on the disk are hashed, with at
-    /// most so many threads. Those in memory are not, as what they came from was in memory too.
+    /// Completes the image: sets `id`, `bytes` and `parts` of the manifest and writes it. Parts on the disk are hashed,
+    /// with at most `threads` threads. Parts in memory are not hashed, because their source was in memory too.
     ///
     /// # Errors
     /// When the manifest cannot be written.
@@ -188,11 +188,11 @@ impl Filling {
             let size = match entry.kind {
                 Kind::File { size } => size,
                 Kind::Folder => continue,
-                // The store would not take it either.
+                // The store would refuse it too.
                 Kind::Other => return Err(Error::Stray(dir.join(&entry.relative))),
             };
             if spare(&entry.relative) {
-                // Of a process that is there no more.
+                // It belongs to a process that does not exist any more.
                 let _ = fs::remove_file(dir.join(&entry.relative));
             } else if !entry.relative.starts_with("spool") {
                 let path =
@@ -234,7 +234,7 @@ fn hashed(dir: &Path, parts: Vec<Part>, threads: usize) -> Result<Vec<Part>, Fil
 impl Drop for Filling {
     fn drop(&mut self) {
         if !self.whole {
-            // What stays has no manifest, and the next image takes it away.
+            // The rest has no manifest, and is removed by the next image.
             let _ = self.slot.forget_image();
         }
     }

@@ -1,4 +1,4 @@
-//! Takes a slot for an image: what [`super::admission`] decided is done.
+//! Takes a slot for an image: carries out the decision of [`super::admission`].
 
 use super::admission::{self, Choice, Memory, Refusal, SlotFacts, Worth};
 use super::{Area, Error, Filling};
@@ -8,7 +8,7 @@ use crate::lock::WriterLock;
 use crate::retention::survey::{self, Limits, NoRoom, Written};
 use rekindle_os::cgroup;
 
-/// With two images in memory, at least this part of the machine's memory stays free.
+/// With two images in memory, at least the machine's memory divided by this stays free.
 const KEPT_BESIDE: u64 = 16;
 
 /// Why there is no slot.
@@ -25,20 +25,21 @@ pub enum TakeError {
     Area(#[from] Error),
 }
 
-/// What an image will take.
+/// The memory that an image needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Need {
     /// Bytes of the image.
     pub image: u64,
-    /// Bytes that are needed besides, until the job runs.
+    /// Bytes needed additionally until the job runs.
     pub besides: u64,
     /// Bytes that must stay free.
     pub keep: u64,
 }
 
 impl Area {
-    /// Takes a slot for the image `id`, for a job in the control group of the process `member`. The newest good image stays,
-    /// unless memory has room for one only and the store has that image; then `instead` is told its name.
+    /// Takes a slot for the image `id`, for a job in the control group of the process `member`. The newest good image
+    /// stays, unless memory has room for one image only and the store has that one; then `instead` is called with its
+    /// id.
     ///
     /// # Errors
     /// When there is no room, or a slot cannot be emptied.
@@ -75,11 +76,11 @@ impl Area {
         Ok(slots[at].begin(id)?)
     }
 
-    /// Takes a slot on the disk for the image `id` of so many bytes: the one that the newest good image is not in. Where there is
-    /// no room for the image, and for what packing it adds, older ones go from the store.
+    /// Takes a slot on the disk for the image `id` of this size: the one without the newest good image. If there is no
+    /// space for the image and for packing it, older images are removed from the store.
     ///
     /// # Errors
-    /// When there is no room all the same, or a slot cannot be emptied.
+    /// When there is still no space, or a slot cannot be emptied.
     pub fn take_on_disk(
         &self,
         folder: &JobFolder,
@@ -102,7 +103,7 @@ impl Area {
     fn facts(&self, folder: &JobFolder) -> [SlotFacts; 2] {
         let (proven, ours) = (folder.proven_in_memory_only(), folder.line());
         self.slots().map(|slot| {
-            // One that the job went back from is worth nothing beside the one that it went back to.
+            // After a rewind, images that were abandoned have no value beside the image that was rewound to.
             let image = slot.image().filter(|image| image.is_good() && ours(image)).map(|image| image.id);
             let worth = if image.is_some() && image == proven { Worth::Proven } else { Worth::Older };
             SlotFacts { image, allocated: slot.allocated(), worth }

@@ -5,7 +5,7 @@ use crate::retention::Policy;
 use crate::retention::survey::Limits;
 use crate::{Access, ImageId, Store};
 
-/// A job's folder in a store of its own, and a staging area on a real tmpfs; `None` without root.
+/// A job's folder in its own store, and a staging area on a real tmpfs; `None` without root.
 struct Ground {
     _dir: tempfile::TempDir,
     base: PathBuf,
@@ -61,7 +61,7 @@ fn an_image_is_there_when_it_was_sealed_and_gone_when_the_slot_begins_again() {
     assert_eq!(image.manifest().unwrap().bytes, (5 << 20) + 100, "what nobody uses is not counted and goes");
     assert_eq!(ground.folder.staged(), vec![image.clone()], "others find it by the job's folder");
 
-    // A supervisor that died leaves the tmpfs; the next one goes on with it.
+    // A supervisor that died leaves the tmpfs; the next one uses it.
     drop(area);
     let area = ground.open();
     assert_eq!(area.images(), vec![image]);
@@ -114,21 +114,21 @@ fn an_image_on_the_disk_counts_in_this_boot_only() {
     assert_eq!((image.place, image.is_good(), image.is_staged()), (crate::Place::Slot, true, true));
     assert_eq!(ground.folder.staged(), std::slice::from_ref(&image));
     assert_eq!(fs::metadata(&slots).unwrap().permissions().mode() & 0o777, 0o700);
-    // The next one goes beside it, and one that failed leaves nothing.
+    // The next image goes to the other slot, and a failed one leaves nothing.
     let other = take(2);
     assert_ne!(other.dir(), image.dir);
     drop(other);
     assert_eq!(ground.folder.staged(), std::slice::from_ref(&image));
-    // What was read back from the disk wrongly is noticed.
+    // Wrong data read back from the disk is noticed.
     fs::write(image.dir.join("criu/x.img"), [2; 100]).unwrap();
     let report = image.verify();
     assert!(report.problems().any(|problem| problem.to_string().contains("wrong hash")), "{report:?}");
-    // The machine is started again.
+    // The machine is rebooted.
     fs::write(slots.join("boot"), "another").unwrap();
     assert!(ground.folder.staged().is_empty() && Area::all_of(&ground.folder).is_empty());
     assert!(disk::sweep(&ground.folder, &ground.lock).unwrap() && !slots.exists());
     assert!(!disk::sweep(&ground.folder, &ground.lock).unwrap());
-    // Or it went down before the boot was noted.
+    // The machine went down before the boot was recorded.
     let filling = take(3);
     fs::write(filling.dir().join("criu/x.img"), [1; 100]).unwrap();
     filling.seal(manifest(), 2).unwrap();
@@ -161,4 +161,51 @@ fn what_is_no_file_is_refused() {
         assert!(matches!(&error, Error::Stray(path) if path.ends_with("odd")), "{error}");
         assert!(ground.folder.staged().is_empty());
     }
+}
+
+/// Changes the note of an area about its owner.
+fn rewrite_owner(area: &Area, change: impl FnOnce(&mut serde_json::Value)) {
+    let path = area.path().join("owner.json");
+    let mut owner: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    change(&mut owner);
+    fs::write(path, owner.to_string()).unwrap();
+}
+
+#[test]
+fn an_area_of_another_store_is_left_over_once_its_supervisor_is_dead() {
+    use leftovers::{OnlyCopies, elsewhere, strangers};
+    let Some(ground) = Ground::new() else { return };
+    let area = ground.open();
+    let other = Store::open(&ground._dir.path().join("other"), Access::Write).unwrap();
+    let find = || elsewhere(&ground.base, other.path(), &Trust::default());
+    // It is supervised, as the lock shows.
+    assert!(find().is_empty() && strangers(&ground.base, &other).is_empty());
+    let filling = area.slots()[0].begin(id(1)).unwrap();
+    fs::write(filling.dir().join("criu/x.img"), [1; 100]).unwrap();
+    filling.seal(manifest(), 1).unwrap();
+    let Ground { _dir: dir, folder, lock, base } = ground;
+    let find = || elsewhere(&base, other.path(), &Trust::default());
+    drop(lock);
+    let left = find();
+    assert_eq!((left.len(), left[0].needed, left[0].store.as_path()), (1, Some(id(1)), folder.store()));
+    assert!(elsewhere(&base, folder.store(), &Trust::default()).is_empty(), "the job's folder shows it");
+    assert!(!left[0].free(&Trust::default(), OnlyCopies::Keep) && area.is_there());
+
+    // Without the folder only the supervisor counts: this process lives, and one in another namespace may.
+    fs::rename(folder.path(), dir.path().join("away")).unwrap();
+    assert!(find().is_empty() && strangers(&base, &other).is_empty());
+    rewrite_owner(&area, |owner| owner["supervisor"]["pid_namespace"] = "pid:[1]".into());
+    assert_eq!((find().len(), strangers(&base, &other)), (0, vec![area.path().to_owned()]));
+    rewrite_owner(&area, |owner| {
+        owner["supervisor"]["pid_namespace"] = fs::read_link("/proc/self/ns/pid").unwrap().to_str().unwrap().into();
+        owner["supervisor"]["started"] = 1.into();
+    });
+    let left = find();
+    assert_eq!((left.len(), left[0].needed), (1, Some(id(1))));
+    assert!(!left[0].free(&Trust::default(), OnlyCopies::Keep));
+    // Never by force: somebody has a file open there.
+    let open = fs::File::open(area.path().join("owner.json")).unwrap();
+    assert!(!left[0].free(&Trust::default(), OnlyCopies::Discard) && area.is_there());
+    drop(open);
+    assert!(left[0].free(&Trust::default(), OnlyCopies::Discard) && !area.path().exists());
 }

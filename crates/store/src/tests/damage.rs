@@ -1,4 +1,4 @@
-//! Every file damaged in turn.
+//! Every file is damaged in turn.
 
 use super::*;
 use std::fs::OpenOptions;
@@ -79,7 +79,7 @@ fn a_folder_that_became_a_link_is_found() {
     let report = image.verify();
     let found = |path: &str| &report.parts.iter().find(|part| part.path == std::path::Path::new(path)).unwrap().finding;
     assert_eq!(found("criu"), &Finding::Extra);
-    // What it leads to is not looked at.
+    // The target of a link is not examined.
     assert!(matches!(found("criu/pages-1.img"), Finding::Unreadable { .. }));
 }
 

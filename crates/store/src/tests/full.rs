@@ -1,4 +1,5 @@
-//! A disk that is full at different moments, or does not let go: the old images stay, and there is no half one.
+//! A disk that is full at different moments, or that frees no space: the old images stay, and there is no incomplete
+//! one.
 
 use super::*;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
@@ -15,7 +16,7 @@ impl SmallDisk {
         require("root", mounted.is_ok(), &why).then(|| SmallDisk(at.to_owned()))
     }
 
-    /// Leaves about this many bytes free.
+    /// Fills the disk until about this many bytes are free.
     fn fill(&self, free: u64) -> PathBuf {
         let filler = self.0.join("filler");
         // A child that another test has forked, and that has not yet called exec, may hold a removed file open.

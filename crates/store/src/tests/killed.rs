@@ -1,4 +1,4 @@
-//! A writer that is killed at any moment: whole images, and leftovers that the next start sweeps.
+//! A writer that is killed at any moment leaves complete images, and leftovers that the next start removes.
 
 use super::*;
 use retention::{Policy, survey};
@@ -24,7 +24,7 @@ fn writer() {
     }
 }
 
-/// Starts the writer, and kills it as soon as there is an image newer than `after`, and a while has gone by.
+/// Starts the writer, and kills it once there is an image newer than `after` and some time has passed.
 fn run_and_kill(store: &Path, after: u32, a_while: Duration) {
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "tests::killed::writer", "--ignored"])
@@ -54,13 +54,14 @@ fn a_killed_writer_leaves_whole_images() {
     let dir = tempfile::tempdir().unwrap();
     let (mut newest, mut swept, mut before) = (0, 0, 0);
     for round in 0..24 {
-        // Spread over the time of one turn of the writer, some 20 ms.
+        // Spread over the time of one cycle of the writer, some 20 ms.
         run_and_kill(dir.path(), newest, Duration::from_micros(round * 1700));
         let folder = Store::open(dir.path(), Access::Read).unwrap().job(&name("train")).unwrap();
-        // The lock went with the process.
+        // The lock ended with the process.
         let lock = folder.lock().unwrap();
         let images = folder.images().unwrap();
-        // A writer that is killed before it rotates leaves one more than it found; the next rotation takes them all.
+        // A writer that is killed before it rotates leaves one image more than it found; the next rotation removes all
+        // of them.
         let count = u32::try_from(images.len()).unwrap();
         assert!((1..=KEEP.max(before) + 1).contains(&count), "{count} after {before}");
         before = count;

@@ -1,9 +1,9 @@
-//! The power goes at every step: what the next start finds, built by hand, and what it makes of it.
+//! A power cut at every step: the state that the next start finds, built by hand, and its reaction.
 
 use super::*;
 use manifest::SavedLink;
 
-/// Sweeps, and answers the names of what was removed.
+/// Sweeps, and returns the names of what was removed.
 fn sweep(home: &Home) -> Vec<String> {
     let removed = home.folder.sweep_leftovers(&home.lock).unwrap();
     let mut names: Vec<_> = removed.iter().map(|p| p.file_name().unwrap().to_str().unwrap().to_owned()).collect();
@@ -11,7 +11,7 @@ fn sweep(home: &Home) -> Vec<String> {
     names
 }
 
-/// What a draft looks like after each step of the publish protocol, up to the rename.
+/// Creates the state of a draft after each step of publishing, up to the rename.
 const STEPS: [fn(&Path, &Image); 5] = [
     |_, _| {},
     |dir, _| fs::write(dir.join("half"), b"x").unwrap(),
@@ -49,7 +49,7 @@ fn a_crash_after_the_rename_leaves_an_image() {
     let id = draft.id();
     fill(draft.dir());
     let image = draft.publish_loose(manifest());
-    // Back before the rename, then the rename alone.
+    // Undo the rename, then do the rename alone.
     let (tmp, whole) = (home.image_path(&format!(".tmp-{id}")), image.dir.clone());
     fs::rename(&whole, &tmp).unwrap();
     assert!(home.ids().is_empty());
@@ -61,7 +61,7 @@ fn a_crash_after_the_rename_leaves_an_image() {
 
 #[test]
 fn a_crash_while_removing_is_gone_on_with() {
-    // Renamed only; links and some files gone; all but the folder gone.
+    // Renamed only; links and some files removed; everything but the folder removed.
     for cut in [&[][..], &["criu/pages-1.img"], &["criu/pages-1.img", "criu/deep/core-1.img", "empty", "manifest.json"]]
     {
         let home = Home::new();
@@ -128,7 +128,7 @@ fn a_symbolic_link_in_place_of_a_leftover_is_not_followed() {
     assert!(outside.join("file").exists());
 }
 
-/// Publishes an image that keeps these links.
+/// Publishes an image with these links.
 fn publish_with_links(home: &Home, saved: &[&Path]) -> Image {
     let draft = home.folder.begin_image(&home.lock, at(0)).unwrap();
     let link = |saved: &&Path| SavedLink { link: "/gone".into(), saved: saved.to_path_buf().into() };
@@ -149,7 +149,7 @@ fn saved_links_go_with_the_last_image_that_needs_them() {
     home.folder.remove(&home.lock, &first.id).unwrap();
     assert!(!own.exists() && shared.exists() && users.exists());
     assert_eq!(home.folder.images().unwrap(), std::slice::from_ref(&second));
-    // A crash in the middle of the removal: the sweep takes the link along.
+    // A crash during the removal: the sweep removes the link too.
     fs::rename(&second.dir, home.image_path(&format!(".del-{}", second.id))).unwrap();
     sweep(&home);
     assert!(!shared.exists() && users.exists());

@@ -1,4 +1,4 @@
-//! What an image says of how it is kept.
+//! What a manifest says about how an image is stored.
 
 use super::super::chunk::{ChunkId, ChunkMap, Extent};
 use super::super::format::ReadError;
@@ -6,7 +6,7 @@ use super::super::image::Form;
 use super::super::manifest::Chunks;
 use super::*;
 
-/// Puts a packed image of one part beside the others.
+/// Adds a packed image with one part.
 fn place(home: &Home, chunks: impl FnOnce(Chunks) -> Option<Chunks>) -> Image {
     let id = home.folder.next_id(at(5)).unwrap();
     let dir = home.image_path(&id.to_string());

@@ -16,12 +16,12 @@ fn proofs_last_and_what_is_gone_is_forgotten() {
     assert_eq!(home.folder.images().unwrap().iter().map(|image| image.id).collect::<Vec<_>>(), [third.id, second.id]);
     home.folder.note_proven(&home.lock, [third.id]).unwrap();
     assert_eq!(proven(), [2, 3]);
-    // What cannot be understood proves nothing, and is mended by the next proof.
+    // A file that cannot be parsed proves nothing, and is replaced by the next proof.
     fs::write(home.folder.path().join("proven.json"), b"{").unwrap();
     assert_eq!(proven(), [0_u32; 0]);
     home.folder.note_proven(&home.lock, [third.id]).unwrap();
     assert_eq!(proven(), [3]);
-    // What cannot be read is an error, and then nothing is removed.
+    // A file that cannot be read is an error, and then nothing is removed.
     fs::remove_file(home.folder.path().join("proven.json")).unwrap();
     fs::create_dir(home.folder.path().join("proven.json")).unwrap();
     assert!(home.folder.proven().is_err());

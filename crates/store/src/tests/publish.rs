@@ -79,7 +79,7 @@ fn one_writer_and_any_reader() {
     assert_eq!(other.images().unwrap().len(), 1);
     let Home { dir: _dir, lock, .. } = home;
     drop(lock);
-    // A child that another test has forked holds the lock until it calls exec.
+    // A child forked by another test has the lock until it calls exec.
     eventually(|| (other.writer().unwrap() == Writer::Nobody).then_some(()));
     other.lock().unwrap();
 }

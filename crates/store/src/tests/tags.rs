@@ -108,7 +108,7 @@ fn a_removal_that_was_interrupted_before_it_saw_the_pin_is_taken_back() {
         let deleted = home.image_path(&format!(".del-{}", image.id));
         fs::rename(&image.dir, deleted).unwrap();
     }
-    // From here on nobody can say anything of it.
+    // From here on nobody can tag or pin it.
     assert!(matches!(pinned.change_tags(Change::Unpin), Err(Error::RemovedMeanwhile(_))));
     let swept = home.folder.sweep_leftovers(&home.lock).unwrap();
     assert_eq!(swept, [home.image_path(&format!(".del-{}", other.id))]);
@@ -120,7 +120,7 @@ fn a_removal_that_was_interrupted_before_it_saw_the_pin_is_taken_back() {
     assert_eq!(kept(snapshot(&home.folder.images_dir())), kept(before));
 }
 
-/// Whoever pins while an image is removed is told that it is gone, or has kept it.
+/// A client that pins an image during its removal either learns that it is removed, or has saved it.
 #[test]
 fn a_pin_during_a_removal_is_seen_or_refused() {
     let (mut kept, mut refused) = (0, 0);
@@ -148,7 +148,7 @@ fn a_pin_during_a_removal_is_seen_or_refused() {
                 kept += 1;
                 assert!(is_there && image.tags().is_pinned() && image.verify().is_sound());
             }
-            // It looked while the name was away, and came too early or too late.
+            // It looked while the image was renamed: too early or too late.
             (Err(Error::RemovedMeanwhile(_)), Err(Error::Pinned(_))) => assert!(is_there),
             (Err(Error::RemovedMeanwhile(_)), Ok(())) => {
                 refused += 1;

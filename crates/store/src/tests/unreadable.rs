@@ -1,4 +1,4 @@
-//! What cannot be read is not deleted. Root reads through all permissions, so the obstacles are of another kind.
+//! Nothing unreadable is deleted. Root can read despite permissions, so other obstacles are used.
 
 use super::*;
 use retention::survey::{self, Survey};

@@ -20,23 +20,24 @@ use crate::unpack::Place;
 use rekindle_base::chain;
 use rekindle_os::direct::Way;
 
-/// Of how many packs the content is read, in per cent; which ones is left to chance, so that a little every day reads all.
+/// The percentage of packs whose content is read. They are chosen at random, so that reading a few every day covers
+/// all.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Share(u8);
 
 impl Share {
-    /// All of them.
+    /// All packs.
     pub const ALL: Share = Share(100);
-    /// None of them: only what can be told without that.
+    /// No packs: only the structure is checked.
     pub const NONE: Share = Share(0);
 
-    /// 0 to 100; None for more.
+    /// A percentage from 0 to 100; `None` for more.
     #[must_use]
     pub fn percent(percent: u8) -> Option<Share> {
         (percent <= 100).then_some(Share(percent))
     }
 
-    /// So many of `count`, rounded up.
+    /// This share of `count`, rounded up.
     fn of(self, count: usize) -> usize {
         (count * usize::from(self.0)).div_ceil(100)
     }
@@ -47,36 +48,36 @@ impl Share {
 pub struct PacksReport {
     /// The packs of the job.
     pub packs: usize,
-    /// Those whose content was read.
+    /// Packs whose content was read.
     pub read: usize,
     /// Chunks that were read.
     pub chunks: u64,
     /// Raw bytes of those.
     pub bytes: u64,
-    /// The packs with which something is wrong, by name.
+    /// Packs with problems, by name.
     pub problems: Vec<PackReport>,
 }
 
 impl PacksReport {
-    /// Whether nothing is wrong, as far as it was looked at.
+    /// Whether no problem was found.
     #[must_use]
     pub fn is_sound(&self) -> bool {
         self.problems.is_empty()
     }
 }
 
-/// What is wrong with a pack.
+/// The problems of a pack.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct PackReport {
-    /// Which, by its file.
+    /// Its file.
     pub path: std::path::PathBuf,
-    /// How many of its chunks are damaged, as far as it was read.
+    /// Number of damaged chunks, as far as it was read.
     pub chunks: u64,
-    /// How many of its chunks the disk does not give.
+    /// Number of chunks that the disk cannot read.
     pub unreadable: u64,
-    /// How many of all these have an intact copy in another pack that was read.
+    /// Number of these chunks with an intact copy in another pack that was read.
     pub elsewhere: u64,
-    /// What is wrong with it, or with the first of those.
+    /// The problem of the pack, or of the first such chunk.
     pub why: String,
 }
 
@@ -111,7 +112,7 @@ pub fn check_packs(
                 Lost::From { offset, why, .. } => Some(format!("nothing can be read from byte {offset} on: {why}")),
                 Lost::All(error) => Some(chain(error)),
             };
-            // What is wrong with the pack itself is why its index could not be used, too.
+            // If the problem is the pack itself, its index could not be used for the same reason.
             let index = index.filter(|index| lost.as_ref() != Some(index));
             let index = index.map(|index| format!("its index cannot be used: {index}"));
             let why = index.into_iter().chain(lost).collect::<Vec<_>>().join("; ");
@@ -141,7 +142,7 @@ pub fn check_packs(
             report.elsewhere += 1;
         }
     }
-    // A pack that was removed in the meantime, the index first, is no damage.
+    // A pack that was removed in the meantime, with its index first, is no problem.
     problems.retain(|problem| problem.path.exists() || problem.path.with_extension("idx").exists());
     problems.sort_by(|a, b| a.path.cmp(&b.path));
     let chunks = looking.chunks.into_inner();
@@ -191,10 +192,10 @@ impl Visit<()> for Looking<'_> {
 }
 
 impl Image {
-    /// As [`Image::verify`], and reads all that a packed image needs. Nothing is written.
+    /// As [`Image::verify`], and reads all content that a packed image needs. Nothing is written.
     ///
     /// # Errors
-    /// [`ReadChunkError::Cancelled`], [`ReadChunkError::Store`]. Damage is part of the answer.
+    /// [`ReadChunkError::Cancelled`], [`ReadChunkError::Store`]. Damage is part of the result.
     pub fn verify_content(
         &self,
         key: Option<&Key>,
@@ -238,7 +239,7 @@ impl Visit<Place> for Content<'_> {
         raw: Result<&[u8], ReadChunkError>,
     ) -> Result<(), ReadChunkError> {
         match raw {
-            // The lengths were compared when it was planned.
+            // The lengths were compared when the requests were made.
             Ok(_) => {}
             Err(error @ (ReadChunkError::Cancelled | ReadChunkError::Store(_))) => return Err(error),
             Err(error) => {

@@ -1,4 +1,4 @@
-//! A packed image: the map, and whether the packs have every chunk of it.
+//! Checks a packed image: its map, and whether the packs have every chunk of it.
 
 use std::path::PathBuf;
 
@@ -10,9 +10,9 @@ use crate::manifest::Manifest;
 use crate::pack::{Index, Packs, ReadChunkError, Want};
 use crate::unpack::{Place, Planned, plan};
 
-/// What is wrong with each part.
+/// The problems of each part.
 pub(super) struct Wrong {
-    /// How many chunks, where the first is and what is wrong with it.
+    /// Number of chunks, offset of the first, and its problem.
     parts: Vec<Option<(u64, u64, String)>>,
 }
 
@@ -44,7 +44,7 @@ impl Wrong {
     }
 }
 
-/// What is found without reading content.
+/// Checks everything that needs no content.
 pub(super) fn check(image: &Image, manifest: &Manifest) -> Vec<PartReport> {
     match look(image) {
         Ok((map, index)) => wants(manifest, &map, &index).0.report(manifest),
@@ -52,13 +52,13 @@ pub(super) fn check(image: &Image, manifest: &Manifest) -> Vec<PartReport> {
     }
 }
 
-/// The packs that an image in the store needs, by where its folder is.
+/// The packs that an image in the store needs, found from its folder.
 pub(super) fn packs_of(image: &Image) -> Packs {
     let job = image.dir.parent().and_then(|images| images.parent());
     Packs::new(job.unwrap_or(&image.dir).join("packs"))
 }
 
-/// The map of the image and the index of the packs, or what is wrong with them.
+/// The map of the image and the index of the packs, or the problem with them.
 pub(super) fn look(image: &Image) -> Result<(ChunkMap, Index), PartReport> {
     let broken = |error: &dyn std::error::Error| Finding::Broken { why: rekindle_base::chain(error) };
     let unreadable = |error: &dyn std::error::Error| Finding::Unreadable { why: rekindle_base::chain(error) };
@@ -76,7 +76,7 @@ pub(super) fn look(image: &Image) -> Result<(ChunkMap, Index), PartReport> {
     Ok((map.unwrap_or_default(), index))
 }
 
-/// What has to be read for all of the image, and what cannot be.
+/// The chunks to read for the complete image, and those that cannot be read.
 pub(super) fn wants(manifest: &Manifest, map: &ChunkMap, index: &Index) -> (Wrong, Vec<Want<Place>>) {
     let mut wrong = Wrong::none(manifest.parts.len());
     let mut wants = Vec::new();

@@ -1,4 +1,4 @@
-//! The bookkeeping, with a driver that is a list of handles to give and a list of calls.
+//! Tests of the records, with a fake driver: a list of handles to return, and a list of calls.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -7,7 +7,7 @@ use crate::{libc, lookup, rm};
 
 #[derive(Debug, Default)]
 struct Fake {
-    /// What the next calls that make a handle answer.
+    /// Handles that the next calls return.
     handles: Vec<u64>,
     calls: Vec<String>,
 }
@@ -61,7 +61,7 @@ unsafe extern "C" fn fake_properties(_: usize, handle: u64) -> i32 {
     one("properties", handle)
 }
 
-/// The fake in the driver's place, and an empty table.
+/// Installs the fake driver and an empty table.
 pub(crate) fn begin() -> (MutexGuard<'static, ()>, &'static Table) {
     let guard = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let functions = [
@@ -133,7 +133,7 @@ fn an_import_is_known_until_its_last_reference_and_mapping() {
         unmap(0x1000, 0x100);
         unmap(0x1100, 0x80);
     }
-    // As the driver's range is what counts, a mapping that begins in it is over.
+    // The driver's range counts, so a mapping that begins in it is over.
     assert_eq!(live(table), []);
     assert_eq!(mappings(table).count(), 0);
     let other = import_one();
@@ -161,7 +161,7 @@ fn names_lead_to_handles_and_new_handles_are_no_names() {
     let (_guard, table) = begin();
     gives(&[70]);
     let name = import_one();
-    // Taken again, as the keeper does it.
+    // Imported again, as the keeper does it.
     let (_, entry) = named(table, name).unwrap();
     entry.handle.store(90, Ordering::Relaxed);
     RENAMED.store(true, Ordering::Relaxed);
@@ -185,7 +185,7 @@ fn names_lead_to_handles_and_new_handles_are_no_names() {
     assert_eq!(calls[7..], ["properties 90", "release 90", "release 5"]);
     // It was retained once.
     assert_eq!(live(table), [(70, 1, 1)]);
-    // The name of one that is over is a number as any.
+    // The name of a released import is an ordinary number.
     // SAFETY: numbers, for the fake.
     unsafe {
         release(name);
@@ -219,9 +219,9 @@ fn an_export_has_one_number_as_long_as_it_has_references() {
     assert_eq!(export_one(40), first);
     // SAFETY: as above.
     unsafe { release(40) };
-    // The driver gives the number again: other memory.
+    // The driver reuses the number for other memory.
     assert!(export_one(40) > first);
-    // What is another's is not ours to export again.
+    // Memory of another process cannot be exported again by us.
     gives(&[42]);
     assert_eq!(import_one(), 42);
     assert_eq!(export_one(42), None);
@@ -263,7 +263,7 @@ fn what_the_table_has_no_room_for_is_seen_all_the_same() {
     table.exports.iter().for_each(|export| export.handle.store(1, Ordering::Relaxed));
     assert_eq!(note_export(40, DESCRIPTOR), None);
     table.exports.iter().for_each(|export| export.handle.store(0, Ordering::Relaxed));
-    // A mapping of a known import that finds no room could not be let go.
+    // A mapping of a known import without a free entry could not be released.
     gives(&[71]);
     let name = import_one();
     table.mappings.iter().for_each(|mapping| mapping.address.store(1, Ordering::Relaxed));
@@ -272,7 +272,7 @@ fn what_the_table_has_no_room_for_is_seen_all_the_same() {
     table.mappings.iter().for_each(|mapping| mapping.address.store(0, Ordering::Relaxed));
 }
 
-/// What the fake kernel module hands on with an export.
+/// The metadata that the fake kernel module passes on with an export.
 static METADATA: Mutex<[u8; 64]> = Mutex::new([0; 64]);
 
 unsafe extern "C" fn fake_ioctl(_: i32, _: usize, argument: usize) -> i32 {
@@ -307,7 +307,7 @@ fn objects_of_others_are_counted_and_their_exporter_is_told() {
     libc::NEXT_IOCTL.store(fake_ioctl as *const () as *mut c_void, Ordering::Relaxed);
     let before = table.foreign.load(Ordering::Relaxed);
     let foreign = || table.foreign.load(Ordering::Relaxed) - before;
-    // Two clients of this process; what goes from one to the other is not another's.
+    // Two clients of this process: objects passed between them do not count as another process's.
     ask(0x2b, &mut [0, 0, 0xc1, 0x41, 0, 0, 0, 0]);
     ask(0x2b, &mut [0, 0, 0xc2, 0, 0, 0, 0, 0]);
     ask(0x34, &mut [0xc1, 0xc1, 7, 0xc2, 8, 0, 0]);
@@ -334,18 +334,18 @@ fn objects_of_others_are_counted_and_their_exporter_is_told() {
         let noted = Noted::begin(None).unwrap();
         control(0x3d08, &mut info);
         assert_eq!(noted.tag(), Some(tag));
-        // libcuda sees what libcuda wrote.
+        // libcuda sees the metadata that libcuda wrote.
         assert!(info[14] == 1 && info[15..].iter().all(|byte| *byte == 0));
     }
     assert_eq!(METADATA.lock().unwrap()[48..52], *b"rkdl");
-    // Where libcuda uses the room itself, and where it has another layout, nothing is put there.
+    // If libcuda uses these bytes itself, or has another layout, nothing is written there.
     for (mut params, used) in [(vec![0; 2128], 1), (vec![0; 2132], 0)] {
         let _noted = Noted::begin(Some(tag));
         params[10 + 50] = used;
         control(0x3d0b, &mut params);
         assert_eq!(METADATA.lock().unwrap()[48..52], [0, 0, used, 0]);
     }
-    // Without anybody who exports, neither.
+    // Nothing is written if nobody is exporting.
     control(0x3d0b, &mut [0; 2128]);
     assert_eq!(METADATA.lock().unwrap()[48..52], [0; 4]);
 
@@ -356,7 +356,7 @@ fn objects_of_others_are_counted_and_their_exporter_is_told() {
     control(0x3d0c, &mut objects);
     control(0x1234, &mut objects);
     assert_eq!(foreign(), 2);
-    // The end of the client is that of all it had.
+    // The end of a client ends all its objects.
     ask(0x29, &mut [0xc1, 0, 0xc1, 0]);
     assert_eq!(foreign(), 0);
     ask(0x34, &mut [0xc2, 0xc2, 7, 0xc1, 8, 0, 0]);

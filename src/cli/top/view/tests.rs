@@ -1,3 +1,4 @@
+use super::super::watch::{Snapshots, Work};
 use super::*;
 use crate::report::model::Told;
 
@@ -6,10 +7,12 @@ fn row(job: &str, state: &str) -> Row {
     Row {
         job: job.into(),
         state: state.into(),
-        up_us: Some(3_725_000_000),
-        goodput_ppm: Some(987_654),
-        freezes: vec![100_000, 200_000, 800_000],
-        next_us: Some(61_900_000),
+        work: Work { up_us: Some(3_725_000_000), goodput_ppm: Some(987_654), lost_us: 0 },
+        snapshots: Snapshots {
+            freezes: vec![100_000, 200_000, 800_000],
+            next_us: Some(61_900_000),
+            ..Snapshots::default()
+        },
         disk: 5 << 30,
         restarts: 2,
         command: "train\u{1b}[2J\n".into(),
@@ -30,10 +33,22 @@ fn a_wide_terminal_shows_everything() {
     let columns: Vec<&str> = lines[1].split_whitespace().collect();
     let names = ["JOB", "STATE", "UP", "GOODPUT", "FREEZE", "FREEZES", "NEXT", "STORING", "STORE", "RESTARTS"];
     assert_eq!(columns, names);
-    assert!(lines[2].starts_with("a    running  1 h 2 min  98.76 %  800 ms  ▁▂█"), "{}", lines[2]);
+    assert!(lines[2].starts_with("a    running  1 h 2 min  98.77 %  800 ms  ▁▂█"), "{}", lines[2]);
     assert!(lines[2].contains("1 min 1 s") && lines[2].contains("5.0 GiB"), "{}", lines[2]);
     assert!(lines[8].starts_with("$ train\\x1b[2J\\x0a"), "what would move the cursor is gone: {:?}", lines[8]);
     assert!(lines[10].contains("event 39") && lines[11].starts_with("q quit"), "{lines:?}");
+}
+
+#[test]
+fn the_help_names_every_key_and_column() {
+    let view = View { help: true, ..View::default() };
+    let lines = text(&draw("title", &[row("a", "running")], &view, 80, 24));
+    for name in COLUMNS.iter().map(|column| column.name).filter(|name| !["JOB", "STATE"].contains(name)) {
+        assert!(lines.iter().any(|line| line.starts_with(&format!("{name} "))), "{name}: {lines:?}");
+    }
+    assert!(lines.iter().all(|line| line.chars().count() <= 80) && lines[23].contains("? back"), "{lines:?}");
+    let small = text(&draw("title", &[], &view, 20, 5));
+    assert!(small.len() == 5 && small[4] == "q quit  ? back", "{small:?}");
 }
 
 #[test]
@@ -41,7 +56,7 @@ fn no_size_is_too_small() {
     let rows: Vec<Row> = (0..30).map(|n| row(&format!("job-{n}"), "restoring")).collect();
     for open in [false, true] {
         for chosen in [None, Some("job-17".to_owned()), Some("gone".to_owned())] {
-            let view = View { chosen, open, scrolled: 7 };
+            let view = View { chosen, open, scrolled: 7, help: false };
             for (width, height) in (0..60).flat_map(|width| (0..15).map(move |height| (width * 3, height))) {
                 for rows in [&rows[..], &rows[..1], &[]] {
                     let lines = text(&draw("title", rows, &view, width, height));

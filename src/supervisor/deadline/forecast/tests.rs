@@ -22,7 +22,7 @@ fn event(second: i64, what: What) -> Event {
     Event { version: 1, time: at(second), run: "r".into(), what }
 }
 
-/// A snapshot of so many bytes that takes so long, half of it the freeze.
+/// A snapshot of this size and duration; half of the time is the freeze.
 fn snapshot(known: &mut Measured, n: u32, bytes: u64, took: i64) {
     let reason = Reason::Interval;
     known.observe(&event(0, What::SnapshotBegan { reason }));
@@ -55,15 +55,15 @@ fn the_slowest_of_the_last_counts_and_grows_with_the_image() {
     let all = known.forecast(BOTH).unwrap();
     assert_eq!(all, Forecast { snapshot: seconds(4), store: seconds(3), replica: seconds(20) });
     assert_eq!((all.total(), all.lead()), (seconds(27), seconds(27) + Duration::from_millis(8750)));
-    // Twice the size takes twice as long; faster ones do not count.
+    // Twice the size takes twice as long; faster measurements do not count.
     snapshot(&mut known, 2, 2_000_000_000, 1);
     stored(&mut known, 2, 1);
     let all = known.forecast(BOTH).unwrap();
     assert_eq!(all, Forecast { snapshot: seconds(4), store: seconds(6), replica: seconds(40) });
-    // No replica costs nothing.
+    // Without a replica its time is not counted.
     let only = known.forecast(Route { replica: false }).unwrap();
     assert_eq!(only.total(), seconds(10));
-    // In the end the slow ones are forgotten.
+    // Slow measurements are forgotten eventually.
     for n in 3..9 {
         snapshot(&mut known, n, 2_000_000_000, 1);
         stored(&mut known, n, 1);
@@ -85,7 +85,7 @@ fn a_clock_that_is_put_back_makes_no_snapshot_shorter_than_its_freeze() {
 #[test]
 fn the_last_snapshot_is_begun_so_long_before_the_deadline() {
     assert_eq!(plan(at(0), at(3600), seconds(60)), Plan { at: at(3540), room: Room::Enough });
-    // A run whose last snapshot takes longer than its time must get somewhere all the same.
+    // A run whose last snapshot takes longer than its time must still make progress.
     assert_eq!(plan(at(0), at(100), seconds(60)), Plan { at: at(50), room: Room::Short });
     assert_eq!(plan(at(100), at(50), seconds(60)), Plan { at: at(100), room: Room::Short }, "it is over");
     assert_eq!(plan(at(0), at(100), Duration::MAX).room, Room::Short);

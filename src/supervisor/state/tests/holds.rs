@@ -1,8 +1,8 @@
-//! What a hold does to snapshots.
+//! The effect of a hold on snapshots.
 
 use super::*;
 
-/// A job that runs, and holds snapshots off from now on for a minute.
+/// A running job that blocks snapshots for a minute from now on.
 fn holding(config: &Config, now: Instant) -> Machine<'_> {
     let (mut machine, _) = Machine::new(config, StartPoint::Cold);
     machine.step(Event::Started, now);
@@ -25,7 +25,7 @@ fn a_snapshot_waits_for_the_release_or_the_bound() {
         assert_eq!(machine.step(Event::Tick, after(59)), []);
         assert_eq!(machine.step(Event::Tick, after(60)), [Action::Snapshot(reason)]);
     }
-    // The same for the interval, and nothing is owed where nothing waited.
+    // The same for the interval; without a waiting snapshot, none is due afterwards.
     let mut machine = holding(&config, now);
     machine.step(Event::Hold(after(700)), now);
     assert_eq!(machine.step(Event::Tick, after(600)), []);
@@ -61,7 +61,7 @@ fn what_waits_is_not_put_off_further() {
     assert_eq!(machine.held(), Some(after(60)));
     machine.step(Event::Hold(after(30)), now);
     assert_eq!(machine.held(), Some(after(30)), "one of two let go");
-    // Where it waits for the store, a hold is no matter, and bounds the wait from its end on.
+    // While the snapshot waits for the store, a hold is accepted; it limits the wait once the image is stored.
     let (mut machine, _) = Machine::new(&config, StartPoint::Cold);
     machine.step(Event::Started, now);
     machine.step(Event::PersistBegan, now);
@@ -89,7 +89,7 @@ fn a_last_snapshot_waits_while_there_is_time_for_it() {
     assert_eq!(begins(Some(50), 30), now, "there is none to wait");
     assert_eq!(begins(None, 30), after(15), "nothing was measured");
     assert_eq!(begins(Some(5), 300), after(60));
-    // A release in time is better.
+    // A release before the time limit.
     let mut machine = holding(&config, now);
     machine.step(Event::Stop(TERM), now);
     assert!(machine.admits(Wish::Hold).is_err());

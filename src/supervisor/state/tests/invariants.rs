@@ -1,4 +1,4 @@
-//! What holds over any sequence of events.
+//! Invariants over any sequence of events.
 
 use proptest::prelude::*;
 
@@ -50,7 +50,7 @@ fn event() -> impl Strategy<Value = Event> {
         2 => (ended, images).prop_map(|(ended, images)| Event::Ended { ended, images }),
         1 => verdict().prop_map(Event::Condemn),
         1 => verdict().prop_map(Event::Judged),
-        // The time is set where it is sent.
+        // The time is set when it is sent.
         3 => Just(Event::Hold(Instant::now())),
         2 => Just(Event::Release),
         1 => stop.clone().prop_map(Event::Stop),
@@ -60,7 +60,7 @@ fn event() -> impl Strategy<Value = Event> {
 }
 
 proptest! {
-    /// Events arrive only where the loop could send them: a result only for what is under way.
+    /// Events are only sent when the loop could send them: a result only for an operation in progress.
     #[test]
     fn invariants_hold_over_any_sequence(
         events in proptest::collection::vec((0u64..700, event()), 0..60),
@@ -72,7 +72,7 @@ proptest! {
         machine.no_interval_from(quiet.map(|after| now + Duration::from_secs(after)));
         let (mut alive, mut starting, mut snapshot, mut finished) = (false, false, false, 0);
         let mut persisting = false;
-        // The longest that any hold may last.
+        // The latest end of any hold.
         let mut held: Option<Instant> = None;
         let mut check = |actions: Vec<Action>,
                          alive: &mut bool,
@@ -118,7 +118,7 @@ proptest! {
                 Event::Started => (starting, alive) = (false, true),
                 Event::StartFailed { .. } | Event::Impossible { .. } | Event::ImageFailed { .. } => starting = false,
                 Event::SnapshotTaken { .. } | Event::SnapshotFailed(_) | Event::SnapshotMissed => snapshot = false,
-                // The loop reports an end during a snapshot again afterwards.
+                // The loop reports an end again that came during a snapshot.
                 Event::Ended { .. } if !snapshot => alive = false,
                 Event::PersistBegan => persisting = true,
                 Event::PersistEnded(_) => persisting = false,
@@ -168,7 +168,7 @@ proptest! {
                 (Some(Wish::Resume | Wish::Rewind), Some(Ok(()))) => {
                     prop_assert!(!actions.is_empty(), "{before:?} admits it and does nothing");
                 }
-                // Where time is over, whatever comes shows that.
+                // If the time is over, every event shows that.
                 (Some(_), Some(Err(why))) if !due => {
                     prop_assert!(actions.is_empty() && *machine.state() == before, "{before:?} refuses and acts: {why}");
                 }
@@ -176,7 +176,7 @@ proptest! {
             }
             check(actions, &mut alive, &mut starting, &mut snapshot, persisting, holds)?;
         }
-        // Whatever came before: a stop ends it.
+        // Whatever came before, a stop ends it.
         for event in [Event::StopNow(TERM), Event::SnapshotFailed(Harm::None), Event::StartFailed { why: String::new() }] {
             now += Duration::from_secs(1);
             machine.step(event, now);

@@ -22,7 +22,7 @@ fn vma(start: u64, status: u32) -> VmaEntry {
     }
 }
 
-/// An `mm_entry` with its first field, these mappings, and what is not read.
+/// An `mm_entry` with its first field, these mappings, and unknown fields.
 fn mm(mappings: &[VmaEntry]) -> Vec<u8> {
     let mut record = vec![1 << 3, 3];
     for mapping in mappings {
@@ -90,8 +90,8 @@ fn devices_become_dev_null_and_memory() {
     let untouched = ["fdinfo-3.img", "mm-1003.img"].map(|name| std::fs::read(dir.path().join(name)).unwrap());
     let replaced = without_devices(dir.path()).unwrap();
     let expected = [
-        Replaced { pid: 1001, descriptors: vec![3, 17], mappings: 1 },
-        Replaced { pid: 1002, descriptors: vec![3], mappings: 0 },
+        Replaced { pid: 1001, descriptors: vec![3, 17], mappings: 1, writable: 1 },
+        Replaced { pid: 1002, descriptors: vec![3], mappings: 0, writable: 0 },
     ];
     assert_eq!(replaced, expected);
     let files: Vec<PluginFileEntry> = Records::open(dir.path().join("files.img"), FILES).unwrap().all().unwrap();
@@ -128,7 +128,7 @@ fn damage_is_told() {
         let error = cut(name, 1);
         assert!(error.contains(name) && error.contains("is damaged"), "{error}");
     }
-    // A descriptor that CRIU took and nobody has would be one that we know nothing of.
+    // A file accepted by the plugin, but without a descriptor, would be unknown to us.
     let dir = image();
     std::fs::remove_file(dir.path().join("ids-1001.img")).unwrap();
     let error = without_devices(dir.path()).unwrap_err().to_string();
@@ -137,10 +137,10 @@ fn damage_is_told() {
 
 #[test]
 fn a_mapping_that_can_not_be_read_is_damage() {
-    let mut count = 0;
-    // A length that the record does not have, a wire type that there is not.
+    let mut count = Mappings::default();
+    // A length beyond the record, and an invalid wire type.
     for record in [&[14 << 3 | 2, 9, 1][..], &[1 << 3 | 3], &[14 << 3 | 2, 1, 0xff]] {
         assert_eq!(with_own_memory(record, &mut count), None, "{record:?}");
     }
-    assert_eq!(count, 0);
+    assert_eq!(count.all, 0);
 }

@@ -10,7 +10,7 @@ const UNIX: u32 = 5;
 const PIPE: u32 = 2;
 const MEMFD: u32 = 18;
 
-/// What a socket has that is not read: field 11, its name.
+/// An unknown field of a socket: 11, its name.
 const UNKNOWN: [u8; 4] = [11 << 3 | 2, 2, b'a', b'b'];
 
 /// An image of processes 1001, 1002 and 1003.
@@ -93,7 +93,7 @@ fn order(dir: &TempDir) -> Vec<u32> {
     entries.iter().map(|entry| entry.id).collect()
 }
 
-/// Nothing is stuck; the files in their order afterwards.
+/// Nothing is stuck; returns the order of the files afterwards.
 fn kept(scenery: Scenery) -> Vec<u32> {
     let dir = scenery.written();
     assert_eq!(keep_in_flight(dir.path()).unwrap().stuck, []);
@@ -103,7 +103,7 @@ fn kept(scenery: Scenery) -> Vec<u32> {
     found
 }
 
-/// Which sockets have something stuck; nothing is changed then.
+/// The sockets with stuck descriptors; then nothing is changed.
 fn stuck(scenery: Scenery) -> Vec<Stuck> {
     let dir = scenery.written();
     let before = std::fs::read(dir.path().join("files.img")).unwrap();
@@ -116,7 +116,7 @@ fn of(inode: u32, receiver: i32, sender: i32) -> Stuck {
     Stuck { inode, receiver: Some(receiver), sender: Some(sender), descriptors: 1 }
 }
 
-/// Ends 10 in process 1001 and 11 in 1002, in this order or the other.
+/// Ends 10 in process 1001 and 11 in 1002; `first` comes first in files.img.
 fn pair(first: u32) -> Scenery {
     let all = [(10, 11, 1001), (11, 10, 1002)];
     let [one, other] = if first == 10 { all } else { [all[1], all[0]] };
@@ -152,7 +152,7 @@ fn without_descriptors_in_flight_nothing_is_changed() {
 fn in_both_directions_at_once_none_comes_back() {
     let both = pair(10).packet(10, b"x", &[2]).file(3, MEMFD, &[]).packet(11, b"x", &[3]);
     assert_eq!(stuck(both), [of(110, 1001, 1002), of(111, 1002, 1001)]);
-    // One process has both ends first: as if it sent to itself.
+    // One process has both ends first, as if it sent to itself.
     let kept_open =
         || Scenery::new().socket(10, 11, &[1001, 1002]).socket(11, 10, &[1001, 1002]).file(2, MEMFD, &[1001]);
     assert_eq!(kept(kept_open().packet(10, b"x", &[2]).packet(11, b"x", &[2])), [10, 11, 2]);
@@ -166,31 +166,31 @@ fn a_file_that_is_not_open_at_once_is_not_sent() {
     assert_eq!(kept(sent(MEMFD, &[])), [10, 11, 2]);
     assert_eq!(kept(sent(MEMFD, &[1002])), [10, 11, 2]);
     assert_eq!(kept(sent(1, &[1002, 1003])), [10, 11, 2]);
-    // Whoever fills the queue opens it, because its pid is the lower one.
+    // The process that fills the queue opens the file, because its pid is lower.
     assert_eq!(kept(sent(MEMFD, &[1003])), [10, 11, 2]);
     let lost = [of(110, 1001, 1002)];
     assert_eq!(stuck(sent(MEMFD, &[1001])), lost, "the receiver opens it");
     assert_eq!(stuck(sent(PIPE, &[1002])), lost, "it waits for its other end");
     assert_eq!(stuck(sent(UNIX, &[1002])), lost);
-    // Another one sends it too, and opens it.
+    // Another process sends it too, and opens it.
     let other = |pid| sent(MEMFD, &[1002]).socket(20, 21, &[1003]).socket(21, 20, &[pid]).packet(20, b"x", &[2]);
     assert_eq!(kept(other(1002)), [10, 11, 2, 20, 21]);
     assert_eq!(stuck(other(1001)), [of(110, 1001, 1002), of(120, 1003, 1001)]);
-    // In one process too.
+    // In a single process too.
     let alone = Scenery::new().socket(10, 11, &[1002]).socket(11, 10, &[1002]).file(2, MEMFD, &[1001]);
     assert_eq!(stuck(alone.packet(10, b"x", &[2])), [of(110, 1002, 1002)]);
 }
 
 #[test]
 fn ends_on_their_way_or_in_the_way_are_not_judged_right() {
-    // The sender has both ends, the receiver one, and comes first.
+    // The sender has both ends, the receiver has one, and comes first.
     let both = Scenery::new().socket(10, 11, &[1001, 1002]).socket(11, 10, &[1002]).file(2, MEMFD, &[]);
     assert_eq!(stuck(both.packet(10, b"x", &[2])), [of(110, 1001, 1002)]);
-    // An end that is itself in the queue of another socket.
+    // An end that is in the queue of another socket.
     let nested = pair(11).socket(20, 21, &[]).socket(21, 20, &[1002]).packet(20, b"x", &[2]).packet(10, b"x", &[20]);
     let nowhere = Stuck { inode: 120, receiver: None, sender: Some(1002), descriptors: 1 };
     assert_eq!(stuck(nested), [of(110, 1001, 1002), nowhere]);
-    // A third one is connected to the receiver.
+    // A third socket is connected to the receiver.
     let third = pair(11).socket(12, 10, &[1003]).packet(10, b"x", &[2]);
     assert_eq!(stuck(third), [of(110, 1001, 1002)]);
 }
@@ -211,7 +211,7 @@ fn descriptors_behind_data_of_a_stream_are_not_judged_right() {
 #[test]
 fn sockets_that_are_no_pair_wait_by_themselves() {
     let loose = |peer| Scenery::new().socket(10, peer, &[1001]).socket(11, 10, &[1002]).file(2, PIPE, &[1003]);
-    // Not connected; closed by the sender or outside of the image; to itself.
+    // Not connected; closed by the sender or outside the image; connected to itself.
     for peer in [0, 99, 10] {
         assert_eq!(kept(loose(peer).packet(10, b"x", &[2])), [10, 11, 2], "{peer}");
     }
@@ -221,7 +221,7 @@ fn sockets_that_are_no_pair_wait_by_themselves() {
 fn processes_with_one_table_are_one() {
     let sent = Scenery::new().socket(11, 10, &[1001]).socket(10, 11, &[1003]).file(2, MEMFD, &[1003]);
     let dir = sent.packet(10, b"x", &[2]).written();
-    // 1002 has the descriptors of 1003, and comes first.
+    // 1002 shares the descriptor table of 1003, and comes first.
     write(&dir.path().join("ids-1002.img"), IDS, &[KobjIds { files: 3 }.encode_to_vec()]);
     let scene = holders(dir.path()).unwrap();
     assert_eq!(scene[&10], BTreeSet::from([1002]));
@@ -240,7 +240,7 @@ fn damage_is_found() {
     let whole = std::fs::read(&path).unwrap();
     for length in 0..whole.len() {
         std::fs::write(&path, &whole[..length]).unwrap();
-        // Cut between two packets it cannot be told from a shorter one.
+        // Cut between two packets, the file looks like a shorter one.
         let left = keep_in_flight(dir.path());
         assert!(left.is_err() || length == 8 || whole.len() - length == 8, "{length}: {left:?}");
     }

@@ -12,22 +12,22 @@ use rekindle_os::sparse;
 /// What was cut from a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Kept {
-    /// Where it is now, if any of it is.
+    /// The file that it was saved to, if any of it was saved.
     pub file: Option<PathBuf>,
-    /// The offset in the output that its beginning had.
+    /// The offset that its beginning had in the output.
     pub(super) from: u64,
-    /// So much of it.
+    /// Bytes saved.
     pub bytes: u64,
-    /// So much was lost: it was longer than [`Bounds::size`], or there was no room.
+    /// Bytes lost, because there were more than [`Bounds::size`] or there was no space.
     pub lost: u64,
 }
 
-/// A rotated file that has what was before `gone`: its number, the range that it has.
+/// The rotated files with content from before `gone`: number of the file, and the range that it contains.
 fn pieces(path: &Path, gone: u64) -> Vec<(u32, Range<u64>)> {
     let mut end = gone;
     let piece = |n| {
         let length = std::fs::metadata(numbered(path, n)).ok()?.len();
-        // One that is longer is from before the file was emptied.
+        // A longer file is from before the output file was emptied.
         let start = end.checked_sub(length).filter(|_| end > 0)?;
         Some((n, start..std::mem::replace(&mut end, start)))
     };
@@ -37,7 +37,7 @@ fn pieces(path: &Path, gone: u64) -> Vec<(u32, Range<u64>)> {
 pub(super) fn cut(file: &File, path: &Path, to: u64, state: &mut State, bounds: Bounds) -> io::Result<Option<Kept>> {
     let length = file.metadata()?.len();
     if length <= to {
-        // Frees what is reserved behind the end.
+        // Frees blocks that are reserved behind the end.
         file.set_len(length)?;
         return Ok(None);
     }
@@ -45,7 +45,7 @@ pub(super) fn cut(file: &File, path: &Path, to: u64, state: &mut State, bounds: 
     let later: Vec<_> = pieces(path, gone).into_iter().filter(|(_, range)| range.end > to).collect();
     let kept = match keep(file, path, to, &later, state.gone, bounds) {
         Ok(kept) => kept,
-        // Output that cannot be kept is no reason for a job to stay down.
+        // A job must not stay down because output cannot be saved.
         Err(error) => {
             tracing::warn!("cannot save what is cut from {}: {error}", path.display());
             let bytes = later.iter().map(|(_, range)| range.end - range.start.max(to)).sum::<u64>();
@@ -64,7 +64,7 @@ pub(super) fn cut(file: &File, path: &Path, to: u64, state: &mut State, bounds: 
             let file = OpenOptions::new().write(true).open(&name)?;
             let changed = file.metadata()?.modified()?;
             file.set_len(to - range.start)?;
-            // By that `logs --follow` knows it.
+            // `logs --follow` recognises the file by this time.
             file.set_modified(changed)?;
         }
     }
@@ -74,7 +74,7 @@ pub(super) fn cut(file: &File, path: &Path, to: u64, state: &mut State, bounds: 
             other => other?,
         }
     }
-    // What the follower has not shown of those yet is in the file with the cut part.
+    // What the follower has not shown of the cut part yet is in the file that saves it.
     let begin = state.changes.iter().rposition(|change| matches!(change, Change::Emptied)).map_or(0, |n| n + 1);
     let mut n = 0;
     state.changes.retain_mut(|change| {
@@ -94,15 +94,15 @@ pub(super) fn cut(file: &File, path: &Path, to: u64, state: &mut State, bounds: 
     Ok(Some(kept))
 }
 
-/// Copies what follows `to`, in rotated files and in the file itself, to NAME.rolled-back.N: the last of it, as much as the
-/// bound allows. Its holes stay holes, and what is at `from` in the file is at its beginning.
+/// Copies what follows `to`, in rotated files and in the file itself, to NAME.rolled-back.N: the last part, as much as
+/// the bound allows. Holes stay holes. The copy begins with the content at offset `from`.
 fn keep(file: &File, path: &Path, to: u64, later: &[(u32, Range<u64>)], gone: u64, bounds: Bounds) -> io::Result<Kept> {
     let length = file.metadata()?.len();
     let mut parts = vec![(file.try_clone()?, to.max(gone)..length, 0)];
     for (n, range) in later {
         parts.push((File::open(numbered(path, *n))?, to.max(range.start)..range.end, range.start));
     }
-    // The newest first.
+    // Newest part first.
     let (mut room, mut total, mut from, mut chosen) = (bounds.size, 0, length, Vec::new());
     for (file, range, base) in parts {
         let inside = range.start - base..range.end - base;
@@ -131,7 +131,7 @@ fn rolled_back(path: &Path, n: u32) -> PathBuf {
     name.into()
 }
 
-/// Makes room for one more of what was cut. Returns the number of the newest, 0 if there is none.
+/// Makes room for one more saved file. Returns the number of the newest, 0 if there is none.
 fn trim_kept(path: &Path, keep: u32) -> io::Result<u32> {
     let (Some(dir), Some(name)) = (path.parent(), path.file_name()) else { return Ok(0) };
     let prefix = format!("{}.rolled-back.", name.to_string_lossy());

@@ -32,6 +32,14 @@ impl Follower {
         Follower::copy_to(files, Box::new(io::stdout()), Box::new(io::stderr()))
     }
 
+    /// The same where nobody looks: what happens to the files is noted for a follower, who must keep up with it.
+    ///
+    /// # Errors
+    /// When they cannot be watched.
+    pub fn silent(files: &Files) -> io::Result<Follower> {
+        Follower::copy_to(files, Box::new(io::sink()), Box::new(io::sink()))
+    }
+
     pub(super) fn copy_to(
         files: &Files,
         out: Box<dyn Write + Send>,
@@ -76,7 +84,7 @@ pub(super) struct Tail {
     at: u64,
     to: Box<dyn Write + Send>,
     states: Arc<Mutex<States>>,
-    /// Which of the two it is.
+    /// Index of the file: standard output or standard error.
     which: usize,
 }
 
@@ -86,7 +94,7 @@ impl Tail {
         let file = File::open(path)?;
         watch.add_watch(path, AddWatchFlags::IN_MODIFY)?;
         let mut states = lock(&files.states);
-        // Nobody else follows: what happened before is of no interest.
+        // There is no other follower, so earlier changes do not matter.
         states[which].changes.clear();
         let at = file.metadata()?.len();
         drop(states);
@@ -96,13 +104,13 @@ impl Tail {
     pub(super) fn copy(&mut self) {
         let mut buffer = [0u8; 16 << 10];
         while let Ok(count @ 1..) = self.read(&mut buffer) {
-            // A terminal that went away must not end the job: what cannot be shown is still in the file.
+            // A terminal that is gone must not end the job: the output is still in the file.
             let _ = self.to.write_all(buffer.get(..count).unwrap_or_default());
         }
         let _ = self.to.flush();
     }
 
-    /// What comes next: from the file itself, or from where it went meanwhile.
+    /// Reads the next output: from the file itself, or from where it was moved meanwhile.
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let mut states = lock(&self.states);
         let changes = &mut states[self.which].changes;
@@ -116,12 +124,12 @@ impl Tail {
             if !is_over && let Ok(count @ 1..) = read_before(&self.path, &self.file, changes, &mut self.at, buffer) {
                 return Ok(count);
             }
-            // All of it was shown, or it is not kept any more and cannot be.
+            // All of it was shown, or it is lost.
             self.at = next;
             changes.pop_front();
         }
         let length = self.file.metadata()?.len();
-        // Emptied by somebody else.
+        // Somebody else emptied the file.
         self.at = self.at.min(length);
         let mut end = self.at;
         let count = read_data(&self.file, &mut end, length, buffer)?;
@@ -130,7 +138,7 @@ impl Tail {
     }
 }
 
-/// Reads the data at `at` or behind it, not its holes, and moves `at` behind that.
+/// Reads the next data at or behind `at`, skipping holes, and moves `at` to its end.
 fn read_data(file: &File, at: &mut u64, end: u64, buffer: &mut [u8]) -> io::Result<usize> {
     let Some(data) = sparse::next_data(file, *at, end)? else {
         *at = end.max(*at);
@@ -142,7 +150,7 @@ fn read_data(file: &File, at: &mut u64, end: u64, buffer: &mut [u8]) -> io::Resu
     Ok(count)
 }
 
-/// Reads what was at `at` before these changes, from the file that has it now, and moves `at` behind it.
+/// Reads what was at `at` before these changes, from the file that has it now, and moves `at` to its end.
 fn read_before(
     path: &Path,
     file: &File,
@@ -167,14 +175,14 @@ fn read_before(
                 let Some(kept) = kept else { return Ok(0) };
                 return read_from(&File::open(kept)?, *from, at, end, buffer);
             }
-            // It stayed where it was, up to there.
+            // Content before `to` was not cut.
             Change::Cut { to, .. } => end = end.min(*to),
         }
     }
     read_from(file, 0, at, end, buffer)
 }
 
-/// From a file that begins with what was at `base`.
+/// Reads from a file whose beginning was at offset `base`.
 fn read_from(file: &File, base: u64, at: &mut u64, end: u64, buffer: &mut [u8]) -> io::Result<usize> {
     let end = file.metadata()?.len().min(end.saturating_sub(base));
     let mut inside = *at - base;

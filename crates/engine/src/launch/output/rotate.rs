@@ -1,6 +1,6 @@
 //! Rotation: in a snapshot the file is emptied; between snapshots the copied part becomes a hole.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{File, OpenOptions, TryLockError};
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -29,30 +29,47 @@ fn shift(path: &Path, keep: u32) -> io::Result<()> {
     Ok(())
 }
 
-/// A log is not worth an fsync within a freeze: the image does not need it.
+/// Makes a piece NAME.1. While the returned file is open, readers from outside know that the content of the piece may
+/// still be in the file too ([`is_being_rotated`]).
+fn publish(path: &Path, piece: Unfinished, keep: u32) -> io::Result<File> {
+    let locked = piece.file().try_clone()?;
+    // Nobody else knows the file yet. A file system without locks only lacks the protection of readers.
+    let _ = locked.try_lock();
+    shift(path, keep)?;
+    piece.replace(&numbered(path, 1))?;
+    Ok(locked)
+}
+
+/// Whether the content of the newest rotated file may still be in the file that it was moved from.
+pub(in crate::launch) fn is_being_rotated(newest: &File) -> bool {
+    matches!(newest.try_lock_shared(), Err(TryLockError::WouldBlock))
+}
+
+/// Without fsync, which would lengthen the freeze: the image does not need these files.
 pub(super) fn empty(path: &Path, state: &mut State, bounds: Bounds) -> io::Result<()> {
     let file = OpenOptions::new().read(true).write(true).open(path)?;
     let length = file.metadata()?.len();
-    // More than a bound of it is rare: between snapshots it is rotated too.
+    let mut published = Vec::new();
+    // More than one piece is rare, because the file is rotated between snapshots too.
     while bounds.keep > 0 && state.gone < length {
         let piece = Unfinished::beside(&numbered(path, 1))?;
         let (bytes, end) = sparse::gather(&file, state.gone..length, bounds.size * SLACK, piece.file(), 0)?;
         if bytes > 0 {
-            shift(path, bounds.keep)?;
-            piece.replace(&numbered(path, 1))?;
+            published.push(publish(path, piece, bounds.keep)?);
             state.changes.push_back(Change::Moved { from: state.gone, to: end });
         }
         state.gone = end;
         state.epoch += 1;
     }
     file.set_len(0)?;
+    drop(published);
     state.gone = 0;
     state.epoch += 1;
     state.changes.push_back(Change::Emptied);
     Ok(())
 }
 
-/// How far back it is looked for the end of a line, so that none is in two files.
+/// How far back to search for the end of a line, so that no line is split between two files.
 const LINE: u64 = 64 << 10;
 
 /// Moves one piece. Returns whether there may be another.
@@ -70,23 +87,24 @@ pub(super) fn relieve(path: &Path, states: &Mutex<States>, which: usize, bounds:
         let Some(state) = states.get_mut(which) else { return Ok(false) };
         state.look_again(&file)?;
         if is_full {
-            // What was a hole may have been given blocks since (fallocate(2)). Those behind the end cannot be taken while
-            // the job may write there: a snapshot or a restart does that.
+            // Holes can have been filled with blocks since (fallocate(2)). Blocks behind the end cannot be freed while
+            // the job may write there; a snapshot or a restart frees them.
             sparse::punch(&file, 0..state.gone)?;
         }
-        // Of this epoch: one from before the file was emptied would have what is appended now be taken for a hole.
+        // The length must be of this epoch. With a length from before the file was emptied, new output would be taken
+        // for a hole.
         (state.gone, state.epoch, file.metadata()?.len())
     };
     if length.saturating_sub(gone) <= bounds.size {
         return Ok(false);
     }
-    // A snapshot must not wait for this copy.
+    // The copy is made without the lock, because a snapshot must not wait for it.
     let piece = Unfinished::beside(&numbered(path, 1))?;
     let (mut bytes, mut end) = (0, length);
     if bounds.keep > 0 {
         (bytes, end) = sparse::gather(&file, gone..end, bounds.size, piece.file(), 0)?;
         let rest = end_of_line(piece.file(), bytes)?;
-        // Those of a line are one behind the other, but where the job made a hole in it.
+        // The bytes of a line are contiguous, unless the job made a hole in it.
         (bytes, end) = (bytes - rest, end - rest.min(end - gone));
         piece.file().set_len(bytes)?;
     }
@@ -94,29 +112,30 @@ pub(super) fn relieve(path: &Path, states: &Mutex<States>, which: usize, bounds:
     let Some(state) = states.get_mut(which).filter(|state| (state.gone, state.epoch) == (gone, epoch)) else {
         return Ok(true);
     };
+    let mut published = None;
     if bytes > 0 {
-        shift(path, bounds.keep)?;
-        piece.replace(&numbered(path, 1))?;
+        published = Some(publish(path, piece, bounds.keep)?);
         state.changes.push_back(Change::Moved { from: gone, to: end });
     } else {
         state.changes.push_back(Change::Lost { to: end });
     }
     state.gone = end;
     state.epoch += 1;
-    // From the beginning: of a block that two pieces share neither is all.
+    // From the beginning, because a block that is shared by two pieces was not freed with the first.
     sparse::punch(&file, 0..end)?;
+    drop(published);
     Ok(length.saturating_sub(end) > bounds.size)
 }
 
-/// Of a file, with what the file system reserves for it; its length says nothing.
+/// Most bytes that a file may occupy on the disk, including reserved blocks; its length says nothing.
 pub(super) fn most_on_disk(bounds: Bounds) -> u64 {
     bounds.size.max(1 << 20).saturating_mul(SLACK)
 }
 
-/// In units of the bound.
+/// Multiple of the bound.
 const SLACK: u64 = 4;
 
-/// How many of the last of `bytes` belong to a line that does not end there; 0 where no line ends near.
+/// Bytes at the end of `bytes` that belong to an incomplete line; 0 if no line ends near.
 fn end_of_line(file: &File, bytes: u64) -> io::Result<u64> {
     let near = LINE.min(bytes / 2);
     let mut last = vec![0; usize::try_from(near).unwrap_or(0)];
@@ -131,7 +150,7 @@ pub struct Rotation {
     stop: Arc<EventFd>,
 }
 
-/// Between two looks at files that grow. A job that writes 2 GB/s gets 40 MB further meanwhile.
+/// Time between two checks of files that grow. A job that writes 2 GB/s writes 40 MB meanwhile.
 const PAUSE: Duration = Duration::from_millis(20);
 
 impl Rotation {
@@ -158,7 +177,7 @@ impl Rotation {
                     }
                 }
                 let mut stopped = [PollFd::new(stopped.as_fd(), PollFlags::POLLIN)];
-                // However often the job writes, each look sees all of it.
+                // Each check sees everything written until then, however often the job writes.
                 if poll(&mut stopped, PollTimeout::try_from(PAUSE).unwrap_or(PollTimeout::MAX)) != Ok(0) {
                     return;
                 }

@@ -27,7 +27,7 @@ fn rotation_keeps_every_byte_up_to_the_number_kept() {
     assert!(!dir.path().join("stdout.log.3").exists());
 }
 
-/// Where a follower writes in a test.
+/// What a follower writes to in a test.
 #[derive(Clone, Default)]
 struct Screen(Arc<std::sync::Mutex<Vec<u8>>>);
 
@@ -66,12 +66,12 @@ fn a_follower_shows_what_is_new_through_cuts_and_to_the_end() {
     let mut writer = OpenOptions::new().append(true).open(&files.stdout).unwrap();
     writeln!(writer, "one").unwrap();
     out.shows("one\n");
-    // Rotated: the follower sees the cut before the job, which stands still in a rotation, writes on.
+    // Rotated: the follower sees the cut before the job writes again, because the job is frozen during a rotation.
     files.rotate().unwrap();
     std::thread::sleep(std::time::Duration::from_millis(50));
     writeln!(writer, "two").unwrap();
     out.shows("one\ntwo\n");
-    // Put back to what an image says, in the middle of what was shown.
+    // Cut to the length in an image, within what was shown.
     writer.set_len(2).unwrap();
     std::thread::sleep(std::time::Duration::from_millis(50));
     std::fs::write(&files.stderr, "last words").unwrap();
@@ -80,8 +80,8 @@ fn a_follower_shows_what_is_new_through_cuts_and_to_the_end() {
     assert_eq!((out.text().as_str(), err.text().as_str()), ("one\ntwo\nX\n", "last words"));
 }
 
-/// One that is far behind sees all of it: the last words of a life, and all lines of the next, though the file has
-/// grown past where it had read to.
+/// A follower that is far behind shows everything: the last output of one life and all lines of the next, although the
+/// file has grown beyond the follower's position.
 #[test]
 fn nothing_is_lost_on_a_slow_terminal() {
     let dir = tempfile::tempdir().unwrap();
@@ -100,13 +100,13 @@ fn nothing_is_lost_on_a_slow_terminal() {
     };
     write!(writer, "1 2 3 4 ").unwrap();
     tail.copy();
-    // Seen in part, then cut to before that, and grown past it.
+    // Shown in part, then cut to before that, and grown beyond it.
     write!(writer, "last ").unwrap();
     cut(4);
     write!(writer, "3 4 5 6 7 8 9 ").unwrap();
     tail.copy();
     assert_eq!(screen.text(), "1 2 3 4 last 3 4 5 6 7 8 9 ");
-    // Behind what was seen; twice, the second time to before that; rotated in between.
+    // Cut behind what was shown; then again, to before that; rotated in between.
     let length = || std::fs::metadata(&files.stdout).unwrap().len();
     let seen = length();
     write!(writer, "a b c ").unwrap();
@@ -122,7 +122,7 @@ fn nothing_is_lost_on_a_slow_terminal() {
     tail.copy();
     let all = "1 2 3 4 last 3 4 5 6 7 8 9 a b c C X D E F ";
     assert_eq!(screen.text(), all);
-    // What is not kept any more cannot be shown: the next is.
+    // What is lost cannot be shown; the follower continues with what comes next.
     write!(writer, "gone ").unwrap();
     std::fs::remove_file(cut(2).file.unwrap()).unwrap();
     write!(writer, "G ").unwrap();
@@ -140,7 +140,7 @@ fn a_file_that_can_not_be_copied_is_not_cut() {
     assert_eq!(std::fs::read_to_string(&files.stdout).unwrap(), "precious");
 }
 
-/// What a reader finds who puts the parts together.
+/// All output, from the rotated files and the file itself.
 fn whole(files: &Files) -> String {
     let mut text = Vec::new();
     for n in (1..100).rev() {
@@ -177,7 +177,7 @@ fn a_file_is_rotated_while_it_is_written() {
             outside.copy(&mut seen).unwrap();
         }
     }
-    // Frozen, it is emptied; what a reader has not seen is in rotated files then.
+    // The frozen job's file is emptied; what a reader has not seen is in rotated files then.
     writer.write_all(lines(100_000..110_000).as_bytes()).unwrap();
     files.rotate().unwrap();
     assert_eq!(std::fs::metadata(&files.stdout).unwrap().len(), 0);
@@ -193,7 +193,7 @@ fn a_file_is_rotated_while_it_is_written() {
     }
 }
 
-/// An image from before knows the length of the file of then, which the file still has.
+/// An image from before a rotation has a length that the file still has after it.
 #[test]
 fn what_was_rotated_since_a_snapshot_is_cut_too() {
     for (snapshot, restarts) in [(0, false), (5_003, false), (15_000, true), (29_000, false), (30_000, true)] {
@@ -210,7 +210,7 @@ fn what_was_rotated_since_a_snapshot_is_cut_too() {
             files.relieve(0).unwrap();
         }
         if restarts {
-            // Of another supervisor, which finds the files only.
+            // As another supervisor, which has only the files.
             files = self::files(&dir, 64 << 10, 90);
         }
         let to = u64::from(snapshot) * 12;
@@ -225,7 +225,7 @@ fn what_was_rotated_since_a_snapshot_is_cut_too() {
         assert_eq!(std::fs::metadata(&files.stdout).unwrap().len(), to);
         writer.write_all(lines(snapshot..snapshot + 3).as_bytes()).unwrap();
         assert!(whole(&files) == format!("from before\n{}", lines(0..snapshot + 3)), "{snapshot} {restarts}");
-        // And once more, to the same place.
+        // Cut again to the same length.
         files.hold().cut(&files.stdout.clone(), to).unwrap();
         writer.write_all(lines(snapshot..snapshot + 5).as_bytes()).unwrap();
         assert!(whole(&files) == format!("from before\n{}", lines(0..snapshot + 5)), "{snapshot} {restarts}");
@@ -237,7 +237,7 @@ fn what_was_rotated_since_a_snapshot_is_cut_too() {
     }
 }
 
-/// All that a job can do with its descriptor.
+/// Everything that a job can do with its descriptor.
 #[test]
 fn no_length_of_a_file_costs_more_than_its_data() {
     let dir = tempfile::tempdir().unwrap();
@@ -257,7 +257,7 @@ fn no_length_of_a_file_costs_more_than_its_data() {
         file.write_all_at(b"begin\n", 0).unwrap();
         file.set_len(long).unwrap();
         file.write_all_at(b"end\n", long).unwrap();
-        // Blocks for nothing: within the file, and behind its end.
+        // Reserves blocks without data: within the file, and behind its end.
         let flags = nix::fcntl::FallocateFlags::FALLOC_FL_KEEP_SIZE;
         nix::fcntl::fallocate(&file, flags, 1 << 30, 64 << 20).unwrap();
         if matches!(round, 1 | 2) {
@@ -270,7 +270,7 @@ fn no_length_of_a_file_costs_more_than_its_data() {
             2 => drop(files.hold().cut(&files.stdout.clone(), 6).unwrap()),
             _ => {
                 files.relieve(0).unwrap();
-                // Anew where everything was rotated already.
+                // Again, when everything was rotated already.
                 file.set_len(0).unwrap();
                 file.write_all_at(&vec![b'x'; 10 << 20], 0).unwrap();
                 file.set_len(2 << 40).unwrap();

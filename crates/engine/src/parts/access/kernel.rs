@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use std::path::{Component, Path, PathBuf};
 
 use super::files::WRITE;
+use rekindle_os::mounts::{self, Mount};
 use rekindle_os::process;
 
 /// Types of file systems, in /proc/PID/mountinfo, from which a job may have nothing open.
@@ -76,8 +77,8 @@ const OF_THE_MACHINE: [&str; 42] = [
     "asound",
 ];
 
-/// Entries of a process of the job: what they show is the job's own, or checked at each use. Not pagemap and stack, which
-/// show the kernel's addresses to those whom root opened them for.
+/// Allowed entries of a process of the job: what they show is the job's own, or is checked at each use. Not pagemap and
+/// stack, which show kernel addresses if root opened them.
 const OF_A_PROCESS: [&str; 44] = [
     "arch_status",
     "attr",
@@ -125,51 +126,42 @@ const OF_A_PROCESS: [&str; 44] = [
     "wchan",
 ];
 
-/// The file systems of the kernel in a mount namespace, by `st_dev`.
+/// The kernel's file systems in a mount namespace, by `st_dev`.
 #[derive(Debug, Default)]
 pub(crate) struct Kernels(BTreeMap<u64, Mounted>);
 
 #[derive(Debug, PartialEq, Eq)]
 struct Mounted {
     kind: String,
-    /// Where, and which folder of it is there.
+    /// Mount points, and which folder of the file system is mounted there.
     at: Vec<(PathBuf, PathBuf)>,
 }
 
-/// What is to be said of a file of the kernel's.
+/// The result of the check of a kernel file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    /// Everybody may have it.
+    /// Every job may have it.
     Fine,
-    /// Whoever may open it may have it.
+    /// A job may have it if its user may open it.
     IfItOpens,
-    /// A job has no business with it.
+    /// No job may have it.
     Refused,
 }
 
 impl Kernels {
-    /// Those in the mount namespace of a process.
+    /// The kernel's file systems in the mount namespace of a process.
     pub(crate) fn of(pid: i32) -> std::io::Result<Kernels> {
-        Ok(Kernels::parse(&std::fs::read_to_string(format!("/proc/{pid}/mountinfo"))?))
+        Ok(Kernels::among(mounts::of(pid)?))
     }
 
-    fn parse(mountinfo: &str) -> Kernels {
+    fn among(mounts: Vec<Mount>) -> Kernels {
+        let is_kernels = |kind: &str| CLOSED.contains(&kind) || ["proc", "sysfs", "cgroup", "cgroup2"].contains(&kind);
         let mut all = Kernels::default();
-        for line in mountinfo.lines() {
-            let Some((head, tail)) = line.split_once(" - ") else { continue };
-            let fields: Vec<&str> = head.split(' ').collect();
-            let (Some(device), Some(root), Some(point)) = (fields.get(2), fields.get(3), fields.get(4)) else {
-                continue;
-            };
-            let kind = tail.split(' ').next().unwrap_or_default();
-            if !(CLOSED.contains(&kind) || ["proc", "sysfs", "cgroup", "cgroup2"].contains(&kind)) {
-                continue;
+        for Mount { device, root, point, kind, .. } in mounts {
+            if is_kernels(&kind) {
+                let known = all.0.entry(device).or_insert_with(|| Mounted { kind, at: Vec::new() });
+                known.at.push((point, root));
             }
-            let numbers = device.split_once(':').and_then(|(a, b)| Some((a.parse().ok()?, b.parse().ok()?)));
-            let Some((major, minor)) = numbers else { continue };
-            let known = all.0.entry(libc::makedev(major, minor));
-            let known = known.or_insert_with(|| Mounted { kind: kind.into(), at: Vec::new() });
-            known.at.push((unescaped(point), unescaped(root)));
         }
         all
     }
@@ -184,7 +176,7 @@ impl Kernels {
         tree: &[i32],
     ) -> Option<Verdict> {
         let mounted = self.0.get(&device)?;
-        // Of the mounts that it can be below, the deepest is the one.
+        // The path can be below several mounts; the deepest counts.
         let places = mounted.at.iter().filter(|(point, _)| path.starts_with(point));
         let place = places.max_by_key(|(point, _)| point.components().count());
         let inside = place.and_then(|(point, root)| Some(root.join(path.strip_prefix(point).ok()?)));
@@ -196,10 +188,10 @@ impl Kernels {
         let writes = access & WRITE != 0;
         Some(match mounted.kind.as_str() {
             "proc" => in_proc(&parts, writes, is_folder, tree),
-            // The registers of a PCI device; root sees more of them.
+            // The registers of a PCI device; root can read more of them.
             "sysfs" if parts.last() == Some(&"config") || parts.contains(&"sections") => Verdict::Refused,
             "sysfs" => Verdict::IfItOpens,
-            // Processes are moved with the rights of who opened the file (Linux 5.16).
+            // The kernel checks the rights of the opener when a process is moved (Linux 5.16).
             "cgroup" | "cgroup2" if writes => Verdict::Refused,
             "cgroup" | "cgroup2" => Verdict::IfItOpens,
             _ => Verdict::Refused,
@@ -210,7 +202,7 @@ impl Kernels {
 fn in_proc(parts: &[&str], writes: bool, is_folder: bool, tree: &[i32]) -> Verdict {
     let Some(first) = parts.first() else { return Verdict::IfItOpens };
     if let Ok(number) = first.parse::<i32>() {
-        // Of a process that has ended: nothing is to be read there any more.
+        // Belongs to a process that has ended: nothing can be read any more.
         if parts.last().is_some_and(|name| name.ends_with(" (deleted)")) {
             return Verdict::Fine;
         }
@@ -244,32 +236,12 @@ fn in_proc(parts: &[&str], writes: bool, is_folder: bool, tree: &[i32]) -> Verdi
     }
 }
 
-/// A name in mountinfo: blanks, tabs, line ends and backslashes are there in octal.
-fn unescaped(name: &str) -> PathBuf {
-    let mut bytes = Vec::with_capacity(name.len());
-    let mut rest = name.as_bytes();
-    while let Some((first, after)) = rest.split_first() {
-        let octal = || u8::from_str_radix(std::str::from_utf8(after.get(..3)?).ok()?, 8).ok();
-        match (first, octal()) {
-            (b'\\', Some(byte)) => {
-                bytes.push(byte);
-                rest = after.get(3..).unwrap_or_default();
-            }
-            _ => {
-                bytes.push(*first);
-                rest = after;
-            }
-        }
-    }
-    PathBuf::from(<std::ffi::OsString as std::os::unix::ffi::OsStringExt>::from_vec(bytes))
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::files::READ;
     use super::*;
 
-    const MOUNTS: &str = "\
+    const MOUNTS: &[u8] = b"\
 21 1 254:0 / / rw,relatime - ext4 /dev/root rw
 22 21 0:20 / /proc rw,nosuid - proc proc rw
 23 21 0:21 / /sys rw,nosuid - sysfs sysfs rw
@@ -280,7 +252,7 @@ mod tests {
 
     #[test]
     fn only_what_shows_everybody_the_same_is_left_open() {
-        let kernels = Kernels::parse(MOUNTS);
+        let kernels = Kernels::among(mounts::parse(MOUNTS));
         let judge = |minor: u32, path: &str, access: u32| {
             kernels.judge(libc::makedev(0, minor), Path::new(path), access, false, &[])
         };

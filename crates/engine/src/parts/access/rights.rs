@@ -19,7 +19,7 @@ const CAP_KILL: u64 = 1 << 5;
 /// `SECCOMP_MODE_DISABLED` in /proc/PID/status.
 const NO_FILTER: u32 = 0;
 
-/// What /proc/PID/status says of a thread's rights.
+/// A thread's rights, from /proc/PID/status.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Rights {
     /// Real, effective, saved, of files.
@@ -56,10 +56,10 @@ impl Rights {
         })
     }
 
-    /// None for a thread that has ended: in a job that runs they come and go.
+    /// `None` for a thread that has ended: in a running job threads come and go.
     fn of(pid: i32, thread: i32) -> Result<Option<Rights>, Refused> {
         let unread = |source| Refused::Unread { pid, source };
-        let status = match std::fs::read_to_string(format!("/proc/{pid}/task/{thread}/status")) {
+        let status = match process::text(pid, &format!("task/{thread}/status")) {
             Err(error) if error.kind() == ErrorKind::NotFound || error.raw_os_error() == Some(libc::ESRCH) => {
                 return Ok(None);
             }
@@ -70,16 +70,16 @@ impl Rights {
     }
 }
 
-/// What a launch gives.
+/// The rights that a launch gives.
 pub(crate) struct Wanted<'a> {
     pub(crate) user: Option<&'a Identity>,
     pub(crate) privileges: Privileges,
-    /// What the processes had at the snapshot, where the image says it.
+    /// The rights of the processes at the snapshot, if the image records them.
     pub(crate) then: Option<&'a JobRights>,
 }
 
 impl Wanted<'_> {
-    /// The user, where the job is to have fewer rights than root.
+    /// The job's user, if the job must have fewer rights than root.
     fn other_user(&self) -> Option<&Identity> {
         self.user.filter(|user| user.uid != 0)
     }
@@ -90,7 +90,7 @@ pub(crate) fn check(tree: &[i32], wanted: &Wanted<'_>) -> Result<(), Refused> {
     let own = std::process::id().cast_signed();
     let own = Rights::of(own, own)?.ok_or(Refused::NoProcess)?;
     for pid in tree {
-        // One that has ended has no rights, and CRIU gives it none back.
+        // A process that has ended has no rights, and CRIU gives it none.
         if process::state(*pid).is_none_or(|state| matches!(state, 'Z' | 'X')) {
             continue;
         }
@@ -104,7 +104,7 @@ pub(crate) fn check(tree: &[i32], wanted: &Wanted<'_>) -> Result<(), Refused> {
     Ok(())
 }
 
-/// What all of these processes have, for the manifest.
+/// The rights of all these processes, for the manifest.
 pub(crate) fn of(tree: &[i32], user: Option<&Identity>) -> Result<JobRights, Refused> {
     let mut all: Option<JobRights> = None;
     for pid in tree.iter().filter(|pid| process::state(**pid).is_some_and(|state| !matches!(state, 'Z' | 'X'))) {
@@ -124,7 +124,7 @@ pub(crate) fn of(tree: &[i32], user: Option<&Identity>) -> Result<JobRights, Ref
     all.ok_or(Refused::NoProcess)
 }
 
-/// In words, what a thread has more than a launch gives, and who is to blame.
+/// What a thread has more than a launch gives, in words, and the cause.
 fn excess(rights: &Rights, wanted: &Wanted<'_>, own: &Rights) -> Option<(String, Fault)> {
     let then = wanted.then;
     if let Some(user) = wanted.other_user() {
@@ -138,7 +138,7 @@ fn excess(rights: &Rights, wanted: &Wanted<'_>, own: &Rights) -> Option<(String,
         if let Some(group) = held.difference(&theirs).next() {
             let was = then.is_some_and(|then| then.groups.contains(group));
             return Some(match was {
-                // The kernel said so at the snapshot: the list of groups has changed since.
+                // The kernel reported this group at the snapshot, so the user's groups have changed since.
                 true => (
                     format!(
                         "the group {group}, but user {name} is no longer a member: add {name} to the group to restore this image"
@@ -148,7 +148,7 @@ fn excess(rights: &Rights, wanted: &Wanted<'_>, own: &Rights) -> Option<(String,
                 false => (format!("the group {group}, but user {name} is not a member"), Fault::Image),
             });
         }
-        // A group can be what keeps others out.
+        // Being in a group can also take access away, so a missing group counts.
         let kept = then.map_or(&[][..], |then| &then.groups).iter().find(|group| !rights.more_groups.contains(group));
         if let Some(group) = kept {
             return Some((format!("lost the group {group}, which it had at the snapshot"), Fault::Image));
@@ -182,7 +182,7 @@ fn excess(rights: &Rights, wanted: &Wanted<'_>, own: &Rights) -> Option<(String,
         .then(|| ("no seccomp filter, but had one at the snapshot".into(), Fault::Image))
 }
 
-/// The reaper, which stays root and keeps CAP_KILL of all capabilities.
+/// Checks the reaper, which stays root and has no capability but CAP_KILL.
 pub(crate) fn check_reaper(root: i32, wanted: &Wanted<'_>) -> Result<(), Refused> {
     if wanted.other_user().is_none() {
         return Ok(());
@@ -195,7 +195,7 @@ pub(crate) fn check_reaper(root: i32, wanted: &Wanted<'_>) -> Result<(), Refused
             return refuse(format!("the capabilities {more:#x}, but the reaper has only CAP_KILL"));
         }
     }
-    // Its name has the hash of its content, which is what counts: another version's is as good.
+    // The name contains the hash of the content, and only the content counts: a reaper of another version is accepted.
     match crate::launch::reaper::is_genuine(root) {
         Ok(true) => Ok(()),
         Ok(false) => refuse("another executable than the reaper, and is the root of the job's process tree".into()),
@@ -203,7 +203,7 @@ pub(crate) fn check_reaper(root: i32, wanted: &Wanted<'_>) -> Result<(), Refused
     }
 }
 
-/// A process in a message: as the job sees it, and its name.
+/// A process in a message: its pid as the job sees it, and its name.
 pub(crate) fn shown(pid: i32) -> String {
     let number = process::inner_pid(pid).unwrap_or(pid);
     let name: String = process::name(pid).unwrap_or_default().chars().filter(|c| !c.is_control()).collect();
@@ -239,6 +239,17 @@ Seccomp_filters:\t1
 
     fn then() -> JobRights {
         JobRights { uid: 65534, groups: vec![100, 65534], no_new_privileges: true, filtered: true }
+    }
+
+    #[test]
+    fn a_thread_may_have_any_name() {
+        let named = std::thread::spawn(|| {
+            std::fs::write("/proc/thread-self/comm", b"\xe6\x97 \n:").unwrap();
+            let (own, thread) = (std::process::id().cast_signed(), nix::unistd::gettid().as_raw());
+            assert!(matches!(Rights::of(own, thread), Ok(Some(_))));
+            assert!(matches!(Rights::of(own, i32::MAX), Ok(None)), "one that has ended");
+        });
+        named.join().unwrap();
     }
 
     fn found(from: &str, to: &str, privileges: Privileges, then: Option<&JobRights>) -> Option<(String, Fault)> {
@@ -285,7 +296,7 @@ Seccomp_filters:\t1
         let (what, fault) = found("NoNewPrivs:\t1", "NoNewPrivs:\t0", Privileges::Fixed, Some(&then)).unwrap();
         assert!(what.contains("job.no-new-privileges = false") && fault == Fault::Configuration, "{what}");
         assert_eq!(found("NoNewPrivs:\t1", "NoNewPrivs:\t0", Privileges::MayGrow, Some(&then)), None);
-        // An image of an earlier version says nothing of it, nor of groups and filters.
+        // An image of an earlier version records neither this nor groups and filters.
         assert_eq!(found("Seccomp:\t2", "Seccomp:\t0", Privileges::Fixed, None), None);
         assert_eq!(found("Groups:\t100 65534", "Groups:\t65534", Privileges::Fixed, None), None);
     }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use super::*;
 use crate::launch::identity::lookup;
 
-/// A tree whose root does what `script` says and then starts `program` as user nobody. It ends with this.
+/// A tree whose root runs `script` and then starts `program` as user nobody. Dropping it ends the tree.
 struct Tree(Child);
 
 impl Tree {
@@ -48,7 +48,8 @@ fn mode(path: &Path, mode: u32) {
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
 }
 
-/// A folder that lets everybody through, with `closed/inner/data`, which all may read but for the way to it.
+/// A folder that everybody can enter, with `closed/inner/data`: everybody may read the file, but not everybody can
+/// reach it.
 fn ground() -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     std::fs::create_dir_all(dir.path().join("closed/inner")).unwrap();
@@ -67,7 +68,7 @@ fn a_closed_way_keeps_a_file_from_the_user() {
     }
     let dir = ground();
     let inner = dir.path().join("closed/inner");
-    // Not closed at an exec: what is started from here on has it.
+    // Not closed at an exec: processes started from here on inherit it.
     let way = nix::fcntl::open(&inner, nix::fcntl::OFlag::O_PATH, nix::sys::stat::Mode::empty()).unwrap();
     let only_a_way = Tree::start("true", "sleep");
     drop(way);
@@ -93,7 +94,7 @@ fn files_of_the_kernel_are_not_what_their_mode_says() {
     if !rekindle_testing::root() {
         return;
     }
-    // The last is about the shell, which is root's and at the root of the tree.
+    // The last case is about the shell, which runs as root and is the root of the tree.
     for (path, name) in [("/proc/kallsyms", "kallsyms"), ("/proc/$$/maps", "maps")] {
         let tree = Tree::start(&format!("exec 3<{path}"), "sleep");
         let said = refused(&tree, &[]).unwrap_or_else(|| panic!("{path} passed"));
@@ -127,7 +128,7 @@ fn what_is_the_users_own_or_given_passes() {
     let reads = Tree::start(&format!("exec 3<{shown}/given"), "sleep");
     assert!(refused(&reads, &[]).is_some());
     assert_eq!([None, Some(4), Some(6)].map(|access| refused(&reads, &given(access))), [const { None }; 3]);
-    // No more than it was given for.
+    // No more access than it was given for.
     assert!(refused(&reads, &given(Some(2))).is_some());
     assert!(refused(&Tree::start(&format!("exec 3<>{shown}/given"), "sleep"), &given(Some(4))).is_some());
 }

@@ -36,7 +36,7 @@ use rekindle_store::{JobPath, PartPath};
 pub(crate) struct View<'a> {
     /// The root of the tree, as we see it.
     pub(crate) root: i32,
-    /// The job's user, where that is not ours.
+    /// The job's user, if it is not the supervisor's.
     pub(crate) user: Option<&'a Identity>,
 }
 
@@ -44,7 +44,7 @@ impl View<'_> {
     /// Runs `work` with the rights of the job's user. Its argument translates a path of the job.
     fn with<T: Send>(self, work: impl FnOnce(&dyn Fn(&Path) -> PathBuf) -> T + Send) -> io::Result<T> {
         match self.user {
-            // The way through /proc takes rights over the reaper, which the user has not; the job's mounts are ours.
+            // The path through /proc needs rights over the reaper, which the user lacks; the job's mounts are ours.
             Some(user) => {
                 identity::with_file_rights(user.uid, user.gid, &user.groups, || work(&|path| path.to_path_buf()))
             }
@@ -53,13 +53,13 @@ impl View<'_> {
     }
 }
 
-/// A file smaller than this is copied in the freeze alone.
+/// Smaller files are copied in the freeze only.
 const AHEAD_FROM: u64 = 1 << 20;
-/// A file that was changed less than this before its copy began may have been changed after without another time: the clock
-/// that files are stamped with moves every few milliseconds.
+/// If a file was changed less than this before its copy began, a later change may have the same time stamp: the clock
+/// for time stamps advances every few milliseconds.
 const SETTLED: Duration = Duration::from_millis(100);
 
-/// A larger file that is only read is not copied, nor are more than so many bytes of all of them.
+/// Files that are only read are copied up to this size, and up to a total of [`ALL_READ_UP_TO`].
 const READ_UP_TO: u64 = 16 << 20;
 const ALL_READ_UP_TO: u64 = 128 << 20;
 
@@ -68,7 +68,7 @@ const ALL_READ_UP_TO: u64 = 128 << 20;
 struct Ahead {
     part: PartPath,
     stamp: Stamp,
-    /// Whether an unchanged stamp says that the content is unchanged.
+    /// Whether an unchanged time stamp proves that the content is unchanged.
     is_telling: bool,
 }
 
@@ -80,11 +80,11 @@ struct Shared {
     size: u64,
 }
 
-/// What is captured of the content of files.
+/// What is captured of the job's files.
 #[derive(Debug, Default)]
 pub(crate) struct Contents {
     tracked: Vec<PathBuf>,
-    /// Files of ours that the job has open or mapped are below these.
+    /// Folders of rekindle's own files that the job has open or mapped.
     ours: Vec<PathBuf>,
     limit: u64,
     ahead: BTreeMap<PathBuf, Ahead>,
@@ -92,18 +92,18 @@ pub(crate) struct Contents {
     parts: usize,
 }
 
-/// What the freeze found.
+/// The result of the capture in the freeze.
 #[derive(Debug, Default)]
 pub(crate) struct Captured {
     pub(crate) absent: Vec<JobPath>,
     pub(crate) tracked: Vec<TrackedFolder>,
     /// Notes on files that are not in the image.
     pub(crate) notes: Vec<String>,
-    /// Files that are only read, and that may be gone when the job is restored.
+    /// Files that are only read, and that may not exist when the job is restored.
     pub(crate) read: BTreeMap<PathBuf, KeptCopy>,
 }
 
-/// A file that was looked at.
+/// A file that was examined.
 struct Found {
     path: PathBuf,
     metadata: fs::Metadata,
@@ -111,7 +111,7 @@ struct Found {
     mapped: bool,
     /// Whether the job's user can read it.
     is_readable: bool,
-    /// What it is put back together with.
+    /// The group of files that are put back together with it.
     group: PathBuf,
 }
 
@@ -121,7 +121,7 @@ struct Opened {
     shared: Option<File>,
 }
 
-/// So many files are open at a time: a database has thousands.
+/// Files that are open at the same time: a database has thousands.
 const OPEN_AT_A_TIME: usize = 200;
 
 impl Contents {
@@ -129,12 +129,12 @@ impl Contents {
         Contents { tracked: tracked.to_vec(), ours, limit, ..Contents::default() }
     }
 
-    /// Bytes that the copies will take, as the job is now; tells the data folders of databases from the others.
+    /// Bytes that the copies would take now. Also finds the data folders of databases.
     pub(crate) fn foresee(&mut self, tree: &[i32], view: View<'_>) -> io::Result<u64> {
         self.tracked.extend(select::data_folders(tree));
         self.tracked.sort();
         self.tracked.dedup();
-        // One within another is a part of that.
+        // A folder within another one is part of that.
         let all = self.tracked.clone();
         self.tracked.retain(|folder| !all.iter().any(|other| other != folder && folder.starts_with(other)));
         let found = self.find(select::written_now(tree), view)?.0;
@@ -142,7 +142,7 @@ impl Contents {
         Ok(found.iter().filter(|file| kept.contains(&file.group)).map(Found::bytes).sum())
     }
 
-    /// Memory has no room for them: only those are kept that are in memory already.
+    /// Keeps no files from disk, because memory has no room for them; files in memory are still kept.
     pub(crate) fn keep_none_of_the_disk(&mut self) {
         self.limit = 0;
     }
@@ -162,10 +162,10 @@ impl Contents {
             if cancelled() {
                 break;
             }
-            // It may be gone by now.
+            // The file can be gone by now.
             let Some(Opened { file: open, shared }) = view.with(|way| file.open(way, true))?? else { continue };
             if shared.is_some() {
-                // Sharing writes what is dirty to the disk first: better now than in the freeze.
+                // A copy that shares blocks first writes dirty pages to the disk: better now than in the freeze.
                 let _ = open.sync_data();
                 continue;
             }
@@ -176,15 +176,15 @@ impl Contents {
                 Err(_) if cancelled() => break,
                 done => done?,
             }
-            // A mapping changes a file without a new time, and tmpfs gives none at all to what a mapping does.
+            // Writes through a mapping can leave the time stamp unchanged, and on tmpfs always do.
             let is_telling = !file.mapped && file.medium == Medium::Disk && is_settled(&stamp, began);
             self.ahead.insert(file.path, Ahead { part, stamp, is_telling });
         }
         Ok(())
     }
 
-    /// Captures all of them while the job is frozen. `files` are those that it has open for writing, `mapped` those
-    /// that it can write through a mapping.
+    /// Captures the files while the job is frozen. `files` are open for writing, `mapped` can be written through a
+    /// mapping.
     pub(crate) fn capture(
         &mut self,
         files: &mut Vec<OpenFile>,
@@ -200,7 +200,7 @@ impl Contents {
         }
         let (found, mut absent, mut tracked) = self.find(written, view)?;
         let kept = self.within_limit(&found);
-        // In a folder that is not put back, nothing is moved aside.
+        // If a folder is not put back, nothing in it is moved aside.
         tracked.retain(|folder| kept.contains(folder.path.as_path()));
         absent.retain(|path| select::beside(path).is_some_and(|database| kept.contains(&database)));
         let mut captured = Captured { tracked, ..Captured::default() };
@@ -209,7 +209,7 @@ impl Contents {
         for batch in found.chunks(OPEN_AT_A_TIME) {
             let copied: Vec<&Found> =
                 batch.iter().filter(|file| kept.contains(&file.group) && !self.is_copied(file)).collect();
-            // A switch of rights for all of them: each takes a thread.
+            // One switch to the user's rights for all files: each switch takes a thread.
             let opened = view.with(|way| {
                 let shares = self.shared.len() < OPEN_AT_A_TIME;
                 let open = |file: &&Found| file.open(way, shares && !self.ahead.contains_key(&file.path));
@@ -236,7 +236,7 @@ impl Contents {
         }
         tracing::debug!(files = found.len(), shared = self.shared.len(), "files of the job");
         captured.absent = absent.iter().map(|path| job_path(path)).collect::<io::Result<_>>()?;
-        // One that was closed since is in no image.
+        // A file that was closed since is not in the image.
         for (_, ahead) in std::mem::take(&mut self.ahead) {
             let _ = fs::remove_file(draft.join(&ahead.part));
         }
@@ -245,8 +245,8 @@ impl Contents {
         Ok(captured)
     }
 
-    /// Copies small files that the job only reads, where they may go when it dies: what survives the first process of a job
-    /// cleans up behind it.
+    /// Copies small files that the job only reads and that can be deleted when it dies, for example by a process that
+    /// survives the job's first one and cleans up.
     pub(crate) fn keep_read(
         &mut self,
         read: Vec<PathBuf>,
@@ -278,7 +278,7 @@ impl Contents {
         Ok(kept)
     }
 
-    /// Reads what shares blocks with files of the job, which runs again.
+    /// Reads the copies that share blocks with files of the job, which runs again.
     pub(crate) fn complete(&mut self, draft: &Path) -> io::Result<()> {
         for shared in std::mem::take(&mut self.shared) {
             copy::whole(&shared.copy, shared.size, &create(draft, &shared.part)?, &|| false)?;
@@ -286,7 +286,7 @@ impl Contents {
         Ok(())
     }
 
-    /// Whether the copy from before the freeze is right.
+    /// Whether the copy from before the freeze is still correct.
     fn is_copied(&self, file: &Found) -> bool {
         let same = |ahead: &Ahead| ahead.is_telling && ahead.stamp == Stamp::of(&file.metadata);
         !file.mapped && self.ahead.get(&file.path).is_some_and(same)
@@ -328,8 +328,8 @@ impl Contents {
         Ok(part)
     }
 
-    /// Looks at the files, at those that belong to them and those of tracked folders. Returns the names too that are missing beside
-    /// databases, and what is in tracked folders.
+    /// Examines the files, the files that belong to them, and those of tracked folders. Also returns the names that do
+    /// not exist beside databases, and the content of tracked folders.
     #[allow(clippy::type_complexity, reason = "three lists, used at two places in this file")]
     fn find(
         &self,
@@ -373,7 +373,7 @@ impl Contents {
         })?
     }
 
-    /// None if its content is not part of the job's state, or the file is gone: then only its size is known.
+    /// `None` if its content is not part of the job's state, or if the file is gone: then only its size is known.
     fn look(&self, path: PathBuf, usage: select::Use, way: &dyn Fn(&Path) -> PathBuf) -> io::Result<Option<Found>> {
         let (metadata, medium, is_readable) = match durable::open_for_reading(&way(&path)) {
             Ok(file) => (file.metadata()?, Medium::of(&file)?, true),
@@ -381,7 +381,7 @@ impl Contents {
                 Ok(metadata) if metadata.is_file() => (metadata, Medium::Disk, false),
                 _ => return Ok(None),
             },
-            // Nothing is left out because we are short of something.
+            // A shortage of resources on our side must not leave a file out of the image.
             Err(error) if is_ours(&error) => return Err(error),
             Err(_) => return Ok(None),
         };
@@ -401,7 +401,7 @@ impl Contents {
         self.tracked.iter().any(|folder| path.starts_with(folder))
     }
 
-    /// The groups whose files are kept: all that are in memory anyway, of the others the smallest first.
+    /// The groups whose files are kept: all that are in memory anyway, and of the others the smallest first.
     fn within_limit(&self, found: &[Found]) -> BTreeSet<PathBuf> {
         let mut groups: BTreeMap<&Path, (u64, bool)> = BTreeMap::new();
         for file in found {
@@ -437,7 +437,7 @@ impl Contents {
 impl Found {
     /// Bytes that a copy takes.
     fn bytes(&self) -> u64 {
-        // st_blocks counts 512 bytes (stat(2)). A compressing file system has fewer than the copy will have.
+        // st_blocks counts 512 bytes (stat(2)). On a compressing file system a file occupies less than its copy will.
         self.metadata.size().min((self.metadata.blocks() * 512).max(4096))
     }
 
@@ -445,8 +445,8 @@ impl Found {
         self.metadata.blocks() * 512 < self.metadata.size()
     }
 
-    /// None if it is gone. With a copy that shares its blocks if that is wanted, the file is large enough for it to matter,
-    /// and the file system can.
+    /// `None` if the file is gone. Also makes a copy that shares its blocks, if `shares` is set, the file is large
+    /// enough and the file system can do it.
     fn open(&self, way: &dyn Fn(&Path) -> PathBuf, shares: bool) -> io::Result<Option<Opened>> {
         let file = match durable::open_for_reading(&way(&self.path)) {
             Err(error) if is_ours(&error) => return Err(error),
@@ -459,7 +459,7 @@ impl Found {
         Ok(Some(Opened { file, shared }))
     }
 
-    /// Records its metadata, besides its descriptors.
+    /// Records its metadata with that of its descriptors.
     fn describe(&self, part: Option<PartPath>, known: &mut OpenFile) -> io::Result<()> {
         let stamp = Stamp::of(&self.metadata);
         known.size = stamp.size;
@@ -471,7 +471,7 @@ impl Found {
     }
 }
 
-/// Whether it says something of us, or of the machine, and nothing of the file.
+/// Whether the error is about us or the machine, and not about the file.
 fn is_ours(error: &io::Error) -> bool {
     let codes = [libc::EMFILE, libc::ENFILE, libc::ENOMEM, libc::EIO];
     error.raw_os_error().is_some_and(|code| codes.contains(&code))
@@ -493,7 +493,7 @@ fn create(draft: &Path, part: &PartPath) -> io::Result<File> {
     File::options().read(true).write(true).create_new(true).open(path)
 }
 
-/// How many files are named.
+/// How many files a message names.
 const NAMED: usize = 5;
 
 fn note<'a>(left_out: impl Iterator<Item = &'a OpenFile>, limit: u64) -> Option<String> {

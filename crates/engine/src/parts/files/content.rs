@@ -19,13 +19,14 @@ use rekindle_os::sparse;
 use rekindle_store::JobPath;
 use rekindle_store::manifest::{MappedFile, OpenFile, TrackedFolder, TrackedKind};
 
-/// A file up to this size is saved completely, each time under another name.
+/// A file up to this size is saved completely, each time under a new name.
 const COPIED_UP_TO: u64 = 4 << 20;
-/// Compared and overwritten at once.
+/// Unit of comparison and of overwriting.
 const BLOCK: usize = 64 << 10;
 
-/// Gives a file the content that it had. Returns what of the present one is kept, where that differs. Always in place: other
-/// names and open descriptors stay with the file, and SQLite compares the inode of a database with what it remembers.
+/// Gives a file the content that it had at the snapshot. Returns where the present content is saved, if it differs. The
+/// file is always overwritten in place: other names and open descriptors stay with it, and SQLite compares the inode of
+/// a database with the one it remembers.
 pub(crate) fn replace(
     present: &File,
     file: &OpenFile,
@@ -54,7 +55,7 @@ pub(crate) fn replace(
     Ok(Some(RolledBack { path: path.clone(), kept, bytes }))
 }
 
-/// The blocks below `end` that differ. What is behind the end of a file differs from data and not from a hole.
+/// The blocks below `end` that differ. Beyond the end of a file there are zeros: a hole is equal to them, data is not.
 fn differences(present: &File, content: &File, end: u64) -> io::Result<Vec<Range<u64>>> {
     let (mut here, mut there) = (vec![0; BLOCK], vec![0; BLOCK]);
     let mut found: Vec<Range<u64>> = Vec::new();
@@ -75,7 +76,7 @@ fn differences(present: &File, content: &File, end: u64) -> io::Result<Vec<Range
     }
 }
 
-/// Reads a block; what the file does not have of it is zero.
+/// Reads a block; the part beyond the end of the file is zero.
 fn read_block(file: &File, block: &Range<u64>, buffer: &mut [u8]) -> io::Result<()> {
     buffer.fill(0);
     let length = usize::try_from(block.end - block.start).map_err(io::Error::other)?;
@@ -104,8 +105,8 @@ fn overwrite(present: &File, content: &File, range: Range<u64>) -> io::Result<()
     Ok(())
 }
 
-/// Keeps the blocks that differ at their place in a file of holes, on the disk before any of them is overwritten. It costs
-/// as much as the job has changed since, and only the newest is kept.
+/// Saves the blocks that differ, each at its offset in a sparse file, on the disk before any of them is overwritten.
+/// This takes as much space as the job has changed since, and only the newest copy is kept.
 fn keep_blocks(
     present: &File,
     path: &Path,
@@ -126,7 +127,7 @@ fn keep_blocks(
         bytes += sparse::copy(present, range.clone(), copy.file(), range.start).map_err(no_room(path))?;
     }
     copy.file().set_len(metadata.size()).map_err(no_room(path))?;
-    // Only its owner's if we may not give it away: then it is the user's already.
+    // If we may not change the owner, the file belongs to the user already.
     let _ = std::os::unix::fs::fchown(copy.file(), Some(metadata.uid()), Some(metadata.gid()));
     let mode = Permissions::from_mode(metadata.mode() & 0o777);
     copy.file().set_permissions(mode).map_err(failed("chmod", path))?;
@@ -157,7 +158,7 @@ pub(crate) fn make(file: &OpenFile, content: &File, may_give: bool) -> Result<()
     unfinished.replace(path).map_err(failed("rename", path))
 }
 
-/// Makes a file again that the job only reads. Returns whether it was gone.
+/// Creates a missing file that the job only reads. Returns whether it was missing.
 pub(crate) fn make_read(file: &MappedFile, content: &File, may_give: bool) -> Result<bool, RollbackError> {
     let Some(copy) = &file.copy else { return Ok(false) };
     if fs::symlink_metadata(&*file.path).is_ok() {
@@ -177,7 +178,7 @@ fn fill(into: &File, path: &Path, content: &File, size: u64) -> Result<(), Rollb
     into.set_len(size).map_err(no_room(path))
 }
 
-/// Programs compare the time stamp with a stored one. If it cannot be set, they must cope.
+/// Programs compare the time stamp with a stored one. If it cannot be set, the job continues with another one.
 fn set_times(file: &File, wanted: &OpenFile) {
     let Some(stamp) = wanted.stamp else { return };
     let since = Duration::from_nanos(u64::try_from(stamp.modified_ns).unwrap_or_default());
@@ -190,14 +191,14 @@ fn rolled_back(path: &Path, n: u32) -> PathBuf {
     PathBuf::from(name)
 }
 
-/// The first name beside a file that nothing has.
+/// The first unused name beside a file.
 fn free_name(path: &Path) -> Result<PathBuf, RollbackError> {
     let mut names = (1..=MOST_KEPT).map(|n| rolled_back(path, n));
     let is_free = |name: &PathBuf| fs::symlink_metadata(name).is_err();
     names.find(is_free).ok_or_else(|| RollbackError::TooMany(path.into()))
 }
 
-/// Large ones would fill the disk: a job that is restored every hour has one each time.
+/// Removes older large copies. They would fill the disk: a job that is restored every hour makes one each time.
 fn forget_older(path: &Path, newest: &Path) {
     let older = (1..=MOST_KEPT).map(|n| rolled_back(path, n)).take_while(|name| fs::symlink_metadata(name).is_ok());
     for name in older.filter(|name| name != newest) {
@@ -207,7 +208,7 @@ fn forget_older(path: &Path, newest: &Path) {
     }
 }
 
-/// Moves a file aside that did not exist at the snapshot. Returns its new path, if it existed now.
+/// Moves a file aside that did not exist at the snapshot. Returns its new path, or `None` if there is no such file.
 pub(crate) fn move_aside(path: &Path) -> Result<Option<RolledBack>, RollbackError> {
     let Some(metadata) = fs::symlink_metadata(path).ok().filter(fs::Metadata::is_file) else { return Ok(None) };
     let kept = free_name(path)?;
@@ -223,17 +224,17 @@ pub(crate) struct Aside<'a> {
 }
 
 impl<'a> Aside<'a> {
-    /// It is made when something comes into it.
+    /// The folder is created when something is moved into it.
     pub(crate) fn of(folder: &'a TrackedFolder) -> Result<Aside<'a>, RollbackError> {
         Ok(Aside { folder, path: free_name(&folder.path)? })
     }
 
-    /// Whether this is where files of the group go.
+    /// Whether files of the group are moved here.
     pub(crate) fn is_for(&self, group: Option<&JobPath>) -> bool {
         group == Some(&self.folder.path)
     }
 
-    /// The place of something below the folder, which it can be moved to.
+    /// The path to which something below the folder is moved. Creates the folders above it.
     fn place(&self, path: &Path) -> Result<PathBuf, RollbackError> {
         let relative = path.strip_prefix(&**self.folder.path).map_err(|_| RollbackError::NotAFile(path.into()))?;
         let target = self.path.join(relative);
@@ -246,7 +247,7 @@ impl<'a> Aside<'a> {
         fs::rename(path, self.place(path)?).map_err(failed("rename", path))
     }
 
-    /// Removes those of earlier restores, where this one has something. Returns where that is.
+    /// Removes the folders of earlier restores, if this restore moved anything. Returns the path of this one's folder.
     pub(crate) fn finish(self) -> Option<PathBuf> {
         fs::symlink_metadata(&self.path).ok()?;
         let names = (1..=MOST_KEPT).map(|n| rolled_back(&self.folder.path, n));
@@ -256,13 +257,13 @@ impl<'a> Aside<'a> {
     }
 }
 
-/// Gives a folder the folders and links that it had, and moves aside what appeared in it since. Its files are put back after
-/// that, as others are.
+/// Gives a folder the folders and links that it had, and moves aside what is new in it. Its files are put back
+/// afterwards, as all others.
 pub(crate) fn put_folder_back(aside: &Aside<'_>, may_give: bool) -> Result<(), RollbackError> {
     let folder = aside.folder;
     for entry in &folder.entries {
         let path = &*entry.path;
-        // The folder itself may be reached by a link.
+        // The path of the folder itself may lead through a link.
         let present = if entry.path == folder.path { fs::metadata(path) } else { fs::symlink_metadata(path) }.ok();
         let is_same = present.as_ref().is_some_and(|present| match &entry.kind {
             TrackedKind::File => present.is_file(),
@@ -293,7 +294,7 @@ pub(crate) fn put_folder_back(aside: &Aside<'_>, may_give: bool) -> Result<(), R
     unknown(folder).map_err(failed("list", &folder.path))?.iter().try_for_each(|path| aside.take(path))
 }
 
-/// What is in a folder now and was not at the snapshot. Of a new folder, only the folder itself.
+/// What is in a folder now and was not at the snapshot. Of a new folder only the folder itself, without its content.
 fn unknown(folder: &TrackedFolder) -> io::Result<Vec<PathBuf>> {
     let known: std::collections::HashSet<&Path> = folder.entries.iter().map(|entry| entry.path.as_path()).collect();
     let (mut found, mut left) = (Vec::new(), vec![folder.path.to_path_buf()]);
@@ -304,7 +305,7 @@ fn unknown(folder: &TrackedFolder) -> io::Result<Vec<PathBuf>> {
             match known.contains(path.as_path()) {
                 true if kind.is_dir() => left.push(path),
                 true => {}
-                // What belongs to processes, not to the content.
+                // Sockets, FIFOs and devices belong to processes, not to the content.
                 false if !(kind.is_file() || kind.is_dir() || kind.is_symlink()) => {}
                 false => found.push(path),
             }

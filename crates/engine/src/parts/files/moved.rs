@@ -15,7 +15,7 @@ pub(crate) fn log_here(path: &Path, manifest: &Manifest, folder: &JobFolder) -> 
     let (parent, name) = (path.parent()?, path.file_name()?);
     let here = folder.log_dir();
     let was = |bin: &Path| bin.parent().is_some_and(|job| here.file_name().is_some_and(|log| parent == job.join(log)));
-    // Its reaper is in the job's folder, in that of its first store if it has moved before.
+    // The image's reaper is in the job's folder, or in the folder of its first store if it has moved before.
     let ours = manifest.recreate.iter().filter(|file| reaper::is_named(&file.path));
     let is_log = parent == here || ours.filter_map(|file| file.path.parent()).any(was);
     is_log.then(|| here.join(name))
@@ -30,7 +30,7 @@ pub(crate) enum Logs {
     All,
 }
 
-/// The files that the job gets for others.
+/// The files that the job gets instead of those in the image.
 pub(crate) fn instead(manifest: &Manifest, folder: &JobFolder, which: Logs) -> Vec<Instead> {
     let moved = |then: &PathBuf| {
         let now = log_here(then, manifest, folder)?;

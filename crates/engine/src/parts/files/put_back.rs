@@ -36,17 +36,17 @@ use rekindle_store::{Image, JobFolder, Manifest};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ChangedFiles {
-    /// A restore is refused over a file that changed and whose content the image does not have.
+    /// Refuses a restore if a file changed whose content is not in the image.
     #[default]
     Refuse,
-    /// It is reported.
+    /// Only reports the change.
     Warn,
 }
 
 /// A file that was put back.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PutBack {
-    /// The content beyond or different from the snapshot is saved beside it.
+    /// The present content that is not in the snapshot is saved beside it.
     Kept(RolledBack),
     /// Output of the job. Only a configured amount of it is saved.
     Cut(PathBuf, Kept),
@@ -60,19 +60,19 @@ pub enum PutBack {
     Folder {
         /// The folder.
         path: PathBuf,
-        /// Where what it had too much is now.
+        /// Where the content that was too much is now.
         kept: PathBuf,
     },
 }
 
-/// A file of which something was taken away.
+/// A file with content that was moved elsewhere.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RolledBack {
     /// The file.
     pub path: PathBuf,
-    /// Where what was taken away is now.
+    /// The file that has this content now.
     pub kept: PathBuf,
-    /// How many bytes that is.
+    /// Size of this content.
     pub bytes: u64,
 }
 
@@ -127,7 +127,7 @@ impl fmt::Display for PutBack {
 /// Why a file could not be put back.
 #[derive(Debug, thiserror::Error)]
 pub enum RollbackError {
-    /// What must be cut from it would be lost.
+    /// No space to save what must be cut from the file.
     #[error("cannot put {} back to its state at the snapshot: its file system has no space for a copy of the current content. Free space, or move the file's newest part away", path.display())]
     NoRoom {
         /// The file.
@@ -136,26 +136,26 @@ pub enum RollbackError {
         #[source]
         source: io::Error,
     },
-    /// The same, with copies that nobody removed.
+    /// Too many copies exist that nobody removed.
     #[error("cannot put {} back to its state at the snapshot: {MOST_KEPT} older copies exist (NAME.rolled-back.N). Remove those that you do not need", .0.display())]
     TooMany(PathBuf),
-    /// It is gone.
+    /// It does not exist any more.
     #[error("{} was open for writing at the snapshot and does not exist now, and its content is not in the image: put it back, or restore an older image", .0.display())]
     Gone(PathBuf),
-    /// CRIU would refuse it.
+    /// Its permission bits changed, which CRIU would refuse.
     #[error("{} had mode {then:o} at the snapshot and has {now:o} now: change it back", path.display())]
     Mode {
         /// The file.
         path: PathBuf,
-        /// Its permission bits then.
+        /// Its permission bits at the snapshot.
         then: u32,
-        /// And now.
+        /// Its permission bits now.
         now: u32,
     },
     /// It is no regular file any more.
     #[error("{} was a regular file at the snapshot and is not one now", .0.display())]
     NotAFile(PathBuf),
-    /// Its content is not in the image, and is another one now.
+    /// Its content changed, and is not in the image.
     #[error("{} changed after the snapshot and its earlier content is not in the image: the job would continue with a file that does not match its memory. Put the file back, restore an older image, or set restart.changed-files = \"warn\" if this is harmless for the job", .0.display())]
     Changed(PathBuf),
     /// It lost bytes that the image does not have.
@@ -163,7 +163,7 @@ pub enum RollbackError {
     Shorter {
         /// The file.
         path: PathBuf,
-        /// Bytes then.
+        /// Bytes at the snapshot.
         had: u64,
         /// Bytes now.
         has: u64,
@@ -182,7 +182,7 @@ pub enum RollbackError {
 }
 
 impl RollbackError {
-    /// Whether it is neither the image's nor the job's: no room, no rights of ours, a disk that fails.
+    /// Whether the cause is the machine, not the image or the job: no space, no rights, a failing disk.
     pub(crate) fn is_the_machines(&self) -> bool {
         let RollbackError::Io { verb, source, .. } = self else { return false };
         let codes = [libc::ENOSPC, libc::EDQUOT, libc::EIO, libc::EROFS, libc::ENOMEM, libc::EMFILE, libc::ENFILE];
@@ -208,7 +208,7 @@ pub(crate) fn check(
     theirs.try_for_each(|file| with_rights(&file.path, user, || check_one(file, changed)))
 }
 
-/// Names the files that an image of an older rekindle does not put back, if they were changed since.
+/// Warns of changed files that an image of an older rekindle does not put back.
 pub(crate) fn warn_of_unknown(manifest: &Manifest, folder: &JobFolder) {
     let taken = SystemTime::from(manifest.taken);
     let theirs = manifest.open_files.iter().filter(|file| moved::log_here(&file.path, manifest, folder).is_none());
@@ -225,11 +225,11 @@ pub(crate) fn warn_of_unknown(manifest: &Manifest, folder: &JobFolder) {
     }
 }
 
-/// So many files are named.
+/// How many files a message names.
 const NAMED: usize = 5;
 
-/// Whether the job rewrites it, the image is of a rekindle that noted neither its content nor its times, and it was changed
-/// after the snapshot.
+/// Whether the job rewrites it, an older rekindle recorded neither its content nor its times, and it was changed after
+/// the snapshot.
 fn is_unknown(file: &OpenFile, taken: SystemTime) -> bool {
     let has_changed = |metadata: Metadata| metadata.modified().is_ok_and(|modified| modified > taken);
     let is_of_the_kernel = ["/proc", "/sys"].iter().any(|folder| file.path.starts_with(folder));
@@ -271,12 +271,12 @@ fn check_one(file: &OpenFile, changed: ChangedFiles) -> Result<(), RollbackError
     Ok(())
 }
 
-/// With the mode at the snapshot, which CRIU compares.
+/// Whether the file can be created with the mode at the snapshot, which CRIU compares.
 fn can_be_made(file: &OpenFile) -> bool {
     file.part.is_some() && file.mode.is_some()
 }
 
-/// With the rights of the job's user on the user's files.
+/// Runs `work` with the rights of `user`, if there is one.
 fn with_rights<T: Send>(
     path: &Path,
     user: Option<&Identity>,
@@ -290,7 +290,7 @@ fn with_rights<T: Send>(
     }
 }
 
-/// Makes the folders that the image needs and that were removed since, and returns how many.
+/// Creates the folders that the image needs and that were removed since; returns how many.
 pub(crate) fn make_folders(manifest: &Manifest, user: Option<&Identity>) -> Result<usize, RollbackError> {
     let mut made = 0;
     for folder in &manifest.folders {
@@ -301,12 +301,12 @@ pub(crate) fn make_folders(manifest: &Manifest, user: Option<&Identity>) -> Resu
 
 fn make_folder(folder: &Folder, may_give: bool) -> Result<bool, RollbackError> {
     let path = &*folder.path;
-    // An existing file belongs to somebody.
+    // An existing file or folder is not ours to change.
     if std::fs::symlink_metadata(path).is_ok() {
         return Ok(false);
     }
     let Some(name) = path.file_name() else { return Ok(false) };
-    // Under its own name only when it is as it was: who finds it there asks no more.
+    // The folder gets its name only when mode and owner are set: a restore that finds the name does not check more.
     let mut unfinished = OsString::from(".");
     unfinished.push(name);
     unfinished.push(".rekindle");
@@ -363,7 +363,7 @@ pub(crate) fn put_back(
     }
     for file in &manifest.open_files {
         if let Some(path) = moved::log_here(&file.path, manifest, folder) {
-            // A terminal shows the output as it is written: first what is cut, then what replaces it.
+            // Locked, so that a terminal shows what is cut before it shows what replaces it.
             let mut held = output.hold();
             done.extend(put_log_back(file, &path, &mut held)?);
             continue;
@@ -387,7 +387,7 @@ pub(crate) fn put_back(
     Ok(done)
 }
 
-/// Logs that somebody tidied away, or that another machine has, must not keep a job from coming back.
+/// Missing output files, removed or on another machine, must not prevent a restore.
 fn put_log_back(file: &OpenFile, path: &Path, held: &mut Held<'_>) -> Result<Option<PutBack>, RollbackError> {
     let open = options().create(true).mode(0o600).open(path).map_err(failed("open", path))?;
     let size = open.metadata().map_err(failed("stat", path))?.size();
@@ -404,7 +404,7 @@ fn put_log_back(file: &OpenFile, path: &Path, held: &mut Held<'_>) -> Result<Opt
 
 fn options() -> OpenOptions {
     let mut options = OpenOptions::new();
-    options.read(true).write(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
+    options.read(true).write(true).custom_flags(rekindle_os::durable::NO_SURPRISE);
     options
 }
 
@@ -435,7 +435,7 @@ fn put_one_back(
     match content {
         Some(content) => Ok(content::replace(&open, file, content, aside)?.map(PutBack::Kept)),
         None if metadata.size() > file.size => cut(&open, path, file.size).map(PutBack::Kept).map(Some),
-        // Rotated or emptied by its owner; a program that appends is not affected.
+        // Its owner rotated or emptied it; a program that appends is not affected.
         None if metadata.size() < file.size && !file.append => {
             Err(RollbackError::Shorter { path: path.clone(), had: file.size, has: metadata.size() })
         }
@@ -449,11 +449,11 @@ fn cut(file: &File, path: &Path, size: u64) -> Result<RolledBack, RollbackError>
     Ok(RolledBack { path: path.into(), kept, bytes })
 }
 
-/// How many copies of one file are saved. The user's files are the user's to remove, so the next copy is refused.
-/// Nobody needs more than this.
+/// How many copies of one file are saved. Only the user removes these files, so the next copy is refused. Nobody needs
+/// more.
 pub(crate) const MOST_KEPT: u32 = 10_000;
 
-/// What a copy or a new file could not be written for.
+/// The error for a copy or a new file that could not be written.
 pub(crate) fn no_room(path: &Path) -> impl Fn(io::Error) -> RollbackError + '_ {
     move |source| match source.raw_os_error() {
         Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG) => RollbackError::NoRoom { path: path.into(), source },
@@ -461,8 +461,8 @@ pub(crate) fn no_room(path: &Path) -> impl Fn(io::Error) -> RollbackError + '_ {
     }
 }
 
-/// Copies what follows `from` to a new file beside `path`, on the disk before anything is cut. Its holes stay holes: a job
-/// can make a file longer than any disk. What a crash left of a copy is replaced by the next.
+/// Copies what follows `from` to a new file beside `path`, on the disk before anything is cut. Holes stay holes: a job
+/// can make a file longer than any disk. An unfinished copy of a crash is replaced by the next.
 pub(crate) fn keep_rest(file: &File, path: &Path, from: u64) -> Result<(PathBuf, u64), RollbackError> {
     let metadata = file.metadata().map_err(failed("stat", path))?;
     let mut temp = OsString::from(durable::TEMP_PREFIX);
@@ -472,7 +472,7 @@ pub(crate) fn keep_rest(file: &File, path: &Path, from: u64) -> Result<(PathBuf,
     let bytes = metadata.size().saturating_sub(from);
     sparse::copy(file, from..metadata.size(), copy.file(), 0).map_err(no_room(path))?;
     copy.file().set_len(bytes).map_err(no_room(path))?;
-    // Only its owner's if we may not give it away: then it is the user's already.
+    // If we may not change the owner, the file belongs to the user already.
     let _ = std::os::unix::fs::fchown(copy.file(), Some(metadata.uid()), Some(metadata.gid()));
     let mode = Permissions::from_mode(metadata.permissions().mode() & 0o777);
     copy.file().set_permissions(mode).map_err(failed("chmod", path))?;
@@ -492,7 +492,7 @@ pub(crate) fn keep_rest(file: &File, path: &Path, from: u64) -> Result<(PathBuf,
     Err(RollbackError::TooMany(path.into()))
 }
 
-/// Gives files that had lost their name the one CRIU wants to open them by.
+/// Gives deleted files the name by which CRIU will open them.
 pub(crate) fn put_links_back(manifest: &Manifest, user: Option<&Identity>) -> Result<(), RollbackError> {
     manifest.saved_links.iter().try_for_each(|link| {
         with_rights(&link.link, user, || match std::fs::hard_link(&link.saved, &link.link) {
@@ -506,7 +506,7 @@ pub(crate) fn put_links_back(manifest: &Manifest, user: Option<&Identity>) -> Re
 pub(crate) fn drop_links(manifest: &Manifest, user: Option<&Identity>) {
     for link in &manifest.saved_links {
         let remove = || std::fs::remove_file(&link.link).map_err(failed("remove", &link.link));
-        // CRIU has removed it, or it is not ours to remove.
+        // CRIU has removed it, or we may not remove it.
         let _ = with_rights(&link.link, user, remove);
     }
 }

@@ -10,12 +10,13 @@ use crate::launch::output::Files;
 use crate::launch::reaper;
 use rekindle_criu::image;
 use rekindle_os::identity;
+use rekindle_os::maps;
 use rekindle_os::process::{self, path_in};
 use rekindle_store::manifest::{Folder, OpenFile, Recreate, SavedLink};
 use rekindle_store::{ImageId, JobPath, PartPath, PathError};
 
-/// The regular files that the frozen job has open for writing, with their sizes of this moment. `root` is the root of
-/// the tree, as we see it: files are looked at through its mount namespace.
+/// The regular files that the frozen job has open for writing, with their present sizes. `root` is the root of the
+/// tree, as we see it: files are looked at through its mount namespace.
 pub(crate) fn open_for_writing(criu_dir: &Path, root: i32) -> Result<Vec<OpenFile>, image::Error> {
     let mut found: Vec<OpenFile> = Vec::new();
     for file in image::open_files(criu_dir)? {
@@ -24,15 +25,15 @@ pub(crate) fn open_for_writing(criu_dir: &Path, root: i32) -> Result<Vec<OpenFil
         }
         let append = file.flags & libc::O_APPEND != 0;
         if let Some(known) = found.iter_mut().find(|f| f.path == file.path) {
-            // Opened twice: it may be cut only if that fits both.
+            // With several descriptors, the file counts as appended only if all of them append.
             known.append &= append;
             continue;
         }
-        // A device, or a name that is gone: CRIU deals with those.
+        // A device, or a deleted name: CRIU handles those.
         let Some(metadata) = std::fs::metadata(path_in(root, &file.path)).ok().filter(|m| m.is_file()) else {
             continue;
         };
-        // The kernel names none that is not.
+        // The kernel reports absolute paths only.
         let Ok(path) = JobPath::new(file.path) else { continue };
         found.push(OpenFile {
             append,
@@ -45,8 +46,8 @@ pub(crate) fn open_for_writing(criu_dir: &Path, root: i32) -> Result<Vec<OpenFil
 }
 
 /// The folders that a restore needs: those of files that are written, or read and saved (`read`), and of bound sockets;
-/// working directories; and all folders above them, except `ours`. A job removes some while it runs (multiprocessing's
-/// temporary ones), and CRIU creates none.
+/// working directories; and all folders above them, except `ours`. A job removes some of them while it runs (for
+/// example the temporary ones of multiprocessing), and CRIU creates none.
 pub(crate) fn folders(criu_dir: &Path, root: i32, ours: &[&Path], read: &[&Path]) -> Result<Vec<Folder>, image::Error> {
     let mut wanted: BTreeSet<PathBuf> = BTreeSet::new();
     let mut add = |path: &Path| wanted.extend(path.ancestors().map(Path::to_path_buf));
@@ -73,18 +74,17 @@ pub(crate) fn folders(criu_dir: &Path, root: i32, ours: &[&Path], read: &[&Path]
     Ok(wanted.into_iter().filter(|path| !is_kernels(path)).filter_map(folder).collect())
 }
 
-/// Bytes of the files that lost their last name and that these processes have open or mapped: CRIU copies each of them
-/// (a ghost file, `dump_ghost_file`), with what is on the disk of it. pids are as we see them.
+/// Bytes on disk of the deleted files that these processes have open or mapped: CRIU copies each of them (a ghost file,
+/// `dump_ghost_file`). pids are as we see them.
 pub(crate) fn nameless_bytes(tree: &[i32]) -> u64 {
     let mut found: BTreeMap<(u64, u64), u64> = BTreeMap::new();
     for pid in tree {
-        let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
-        let opened = descriptors.map(|fd| fd.path()).filter(|path| {
-            std::fs::read_link(path).is_ok_and(|target| is_nameless(target.as_os_str().as_encoded_bytes()))
-        });
-        let maps = std::fs::read(format!("/proc/{pid}/maps")).unwrap_or_default();
-        let mapped = nameless_ranges(&maps).into_iter().map(|range| format!("/proc/{pid}/map_files/{range}").into());
-        for metadata in opened.chain(mapped).filter_map(|path: PathBuf| std::fs::metadata(path).ok()) {
+        let opened =
+            process::descriptors(*pid).filter(|(_, target)| is_nameless(target.as_os_str().as_encoded_bytes()));
+        let opened = opened.map(|(number, _)| format!("/proc/{pid}/fd/{number}"));
+        let maps = maps::read(*pid).unwrap_or_default();
+        let mapped = nameless_ranges(&maps).map(|range| format!("/proc/{pid}/map_files/{range}"));
+        for metadata in opened.chain(mapped).filter_map(|path| std::fs::metadata(path).ok()) {
             if metadata.is_file() && metadata.nlink() == 0 {
                 found.insert((metadata.dev(), metadata.ino()), metadata.blocks() * 512);
             }
@@ -93,29 +93,19 @@ pub(crate) fn nameless_bytes(tree: &[i32]) -> u64 {
     found.values().sum()
 }
 
-/// Whether /proc names a file so that has no name any more. The kernel gives names of this kind to memory that is in no
-/// file system, which is in page files.
+/// Whether a name in /proc is that of a deleted file. The kernel uses the same form for memory that is in no file
+/// system, which CRIU writes to page files.
 fn is_nameless(name: &[u8]) -> bool {
     let memory = [&b"/memfd:"[..], b"/dev/zero ", b"/SYSV", b"/[aio]"];
     name.starts_with(b"/") && name.ends_with(b" (deleted)") && !memory.iter().any(|start| name.starts_with(start))
 }
 
-/// The names in /proc/PID/map_files of the mappings of such files: as in /proc/PID/maps, without the zeros in front.
-fn nameless_ranges(maps: &[u8]) -> Vec<String> {
-    let lines = maps.split(|byte| *byte == b'\n');
-    let nameless = lines.filter(|line| {
-        let name = line.iter().position(|byte| *byte == b'/').and_then(|at| line.get(at..));
-        name.is_some_and(is_nameless)
-    });
-    let range = |line: &[u8]| -> Option<String> {
-        let text = String::from_utf8_lossy(line.split(|byte| *byte == b' ').next()?).into_owned();
-        let (from, to) = text.split_once('-')?;
-        Some(format!("{:x}-{:x}", u64::from_str_radix(from, 16).ok()?, u64::from_str_radix(to, 16).ok()?))
-    };
-    nameless.filter_map(range).collect()
+/// The names in /proc/PID/map_files of the mappings of such files.
+fn nameless_ranges(maps: &[u8]) -> impl Iterator<Item = String> {
+    maps::mappings(maps).filter(|mapping| is_nameless(mapping.name)).map(|mapping| mapping.range())
 }
 
-/// The job's output may have been rotated since its size was taken.
+/// Updates the sizes of the job's output, which may have been rotated since.
 pub(crate) fn record_sizes_again(files: &mut [OpenFile], root: i32, output: &Files) {
     for file in files.iter_mut().filter(|f| f.path == output.stdout || f.path == output.stderr) {
         if let Ok(metadata) = std::fs::metadata(path_in(root, &file.path)) {
@@ -124,7 +114,7 @@ pub(crate) fn record_sizes_again(files: &mut [OpenFile], root: i32, output: &Fil
     }
 }
 
-/// Keeps a hard link to each file that CRIU gave a name of its own (`link_remap.N`): CRIU removes that name when the
+/// Makes a hard link to each file that CRIU gave a temporary name (`link_remap.N`): CRIU removes that name when the
 /// dump is over, and needs it at a restore.
 pub(crate) fn save_links(
     criu_dir: &Path,
@@ -145,8 +135,8 @@ pub(crate) fn save_links(
     Ok(saved)
 }
 
-/// Works on names in a folder of the job. The user can put a link or another folder in its place at any time: so with the
-/// user's rights, where the job has a user.
+/// Works on names in a folder of the job. The user can replace the folder by a link at any time, so this is done with
+/// the user's rights if the job has a user.
 fn in_their_folder<const N: usize>(
     root: i32,
     paths: [&Path; N],
@@ -154,7 +144,7 @@ fn in_their_folder<const N: usize>(
     work: impl FnOnce([PathBuf; N]) -> io::Result<()> + Send,
 ) -> io::Result<()> {
     match user {
-        // The way through /proc takes rights over the reaper, which the user has not; the job's mounts are ours.
+        // The path through /proc needs rights over the reaper, which the user lacks; the job's mounts are ours.
         Some(user) => {
             let paths = paths.map(Path::to_path_buf);
             identity::with_file_rights(user.uid, user.gid, &user.groups, || work(paths))?
@@ -163,22 +153,22 @@ fn in_their_folder<const N: usize>(
     }
 }
 
-/// The names that CRIU gave are gone after the dump; ours stay, and those files are put back by them.
+/// CRIU removes its names after the dump. Our links stay, and a restore opens these files by them.
 pub(crate) fn name_by_saved(files: &mut [OpenFile], links: &[SavedLink]) {
     for link in links {
         files.iter_mut().filter(|file| file.path == link.link).for_each(|file| file.path.clone_from(&link.saved));
     }
 }
 
-/// Takes [`save_links`] back.
+/// Removes the links of [`save_links`].
 pub(crate) fn drop_links(links: &[SavedLink], root: i32, user: Option<&Identity>) {
     for link in links {
         let _ = in_their_folder(root, [&link.saved], user, |[saved]| std::fs::remove_file(saved));
     }
 }
 
-/// Rekindle's own files that the job has mapped. A restored job continues with the reaper that it had, which may be of
-/// another version or below another store.
+/// Rekindle's own files that the job has mapped. A restored job continues with its old reaper, which may be of another
+/// version or below another store.
 pub(crate) fn ours(given: &[PathBuf], root: i32) -> Vec<PathBuf> {
     let mut all = given.to_vec();
     let reaper = process::executable(root);
@@ -227,7 +217,7 @@ mod tests {
 7f86f5980000-7f86f5990000 rw-s 00000000 00:17 5                          /dev/shm/torch_1 2 (deleted)
 7f86f5990000-7f86f59a0000 rw-s 00000000 00:17 6                          /dev/shm/named
 ";
-        assert_eq!(nameless_ranges(maps), ["400000-401000", "7f86f5980000-7f86f5990000"]);
+        assert_eq!(nameless_ranges(maps).collect::<Vec<_>>(), ["400000-401000", "7f86f5980000-7f86f5990000"]);
     }
 
     #[test]

@@ -9,12 +9,14 @@
 //! longer be asked is `Lost` too, because it may be locked. A process that ended is `Gone` and does not stop the
 //! others: the job decides whether it continues without it.
 
+mod cut;
 mod lock;
 
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
 use std::time::{Duration, Instant};
 
+use cut::{Cut, Without};
 use lock::Resting;
 use rekindle_cuda::sharing::{self, Sharing};
 use rekindle_cuda::{self as cuda, Process, State};
@@ -38,6 +40,17 @@ pub enum Error {
         /// How often it was tried.
         attempts: u32,
     },
+    /// A process is in the middle of cuInit.
+    #[error(
+        "process {pid} ({name}) is initialising CUDA (cuInit), which would fail in a restored process: the snapshot has to \
+         wait until it is done"
+    )]
+    Initializing {
+        /// The process, as it sees itself.
+        pid: i32,
+        /// Its name.
+        name: String,
+    },
     /// CUDA processes have memory of each other that they cannot release.
     #[error("shared GPU memory: {0}")]
     Sharing(#[from] sharing::Error),
@@ -58,15 +71,23 @@ pub enum Error {
         #[source]
         source: std::io::Error,
     },
+    /// The ranks did not come to one point of their communicators.
+    #[error("lock: the ranks did not come to a common point of their NCCL communicators within {timeout:?}: {who}")]
+    Late {
+        /// How long was waited.
+        timeout: Duration,
+        /// Who was waited for.
+        who: String,
+    },
     /// It was not wanted any more.
     #[error("cancelled")]
     Cancelled,
     /// It failed, and so did its undo: the job cannot continue.
     #[error("{cause}; and the job could not be resumed: {undo}")]
     Lost {
-        /// What failed first.
+        /// The first failure.
         cause: Box<Error>,
-        /// What failed then.
+        /// The failure of the undo.
         undo: String,
     },
 }
@@ -85,7 +106,7 @@ enum GpuState {
 struct Member {
     process: Process,
     inner: i32,
-    /// The thread the driver works with, as we see it.
+    /// The driver's thread in the process, as we see it.
     thread: i32,
     state: GpuState,
     /// Stopped by us, and to be resumed.
@@ -99,8 +120,8 @@ const PATIENCE: Duration = Duration::from_secs(120);
 /// How long the threads of a process may take to stop.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long CUDA may take to be locked where all threads are stopped and the GPUs have nothing to do: some milliseconds, or
-/// one of the threads has a lock of the driver's.
+/// How long CUDA may take to be locked while all threads are stopped and the GPUs are idle. It takes some milliseconds,
+/// unless one of the threads has a lock of the driver.
 const AT_REST: Duration = Duration::from_secs(2);
 
 impl Member {
@@ -108,11 +129,11 @@ impl Member {
         has_ended(self.process.pid())
     }
 
-    /// Runs `work` with the driver's thread alone, where the process is stopped.
+    /// Runs `work` with only the driver's thread running, if the process is stopped.
     fn alone<T>(&self, work: impl FnOnce(&Process) -> Result<T, cuda::Error>) -> Result<T, cuda::Error> {
         if self.stopped {
-            // CRIU lets a stopped process go and sends it SIGSTOP again: until that has come, it runs. Where it does not
-            // come to state, the driver says what it can do.
+            // CRIU resumes a stopped process and sends it SIGSTOP again; until the signal arrives, the process runs. If
+            // it does not stop, the driver's answer decides.
             let _ = ptrace::stop(self.process.pid(), STOP_TIMEOUT);
         }
         self.process.alone(self.thread, PATIENCE, || work(&self.process))
@@ -123,7 +144,7 @@ impl Member {
     }
 }
 
-/// Dead, though perhaps not reaped yet.
+/// Dead, even if not reaped yet.
 fn has_ended(pid: i32) -> bool {
     process::state(pid).is_none_or(|state| matches!(state, 'Z' | 'X'))
 }
@@ -132,6 +153,8 @@ fn has_ended(pid: i32) -> bool {
 #[derive(Debug, Default)]
 pub(crate) struct Group {
     members: Vec<Member>,
+    /// From the lock until all threads are stopped: all ranks wait at one point.
+    cut: Option<Cut>,
 }
 
 /// How often the lock is tried if the set of processes changes, or ranks block each other.
@@ -142,7 +165,7 @@ impl Group {
     pub(crate) fn find(root: i32) -> Result<Group, cuda::Error> {
         let mut members = Vec::new();
         for pid in process::tree(root) {
-            // A process that is gone meanwhile is none.
+            // A process that has ended meanwhile is skipped.
             if !cuda::is_candidate(pid).unwrap_or(false) {
                 continue;
             }
@@ -156,7 +179,7 @@ impl Group {
                 Err(error) => return Err(error),
             }
         }
-        Ok(Group { members })
+        Ok(Group { members, cut: None })
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -167,13 +190,13 @@ impl Group {
         self.members.iter().map(|m| m.inner).collect()
     }
 
-    /// The threads the driver works with, by process, as the job numbers them.
+    /// The driver's thread of each process, with pids as the job sees them.
     pub(crate) fn inner_threads(&self) -> BTreeMap<i32, i32> {
         let inner = |member: &Member| Some((member.inner, process::inner_pid(member.thread)?));
         self.members.iter().filter_map(inner).collect()
     }
 
-    /// Those that we stopped, as we see them.
+    /// The processes that we stopped, as we see them.
     pub(crate) fn stopped_pids(&self) -> Vec<i32> {
         self.members.iter().filter(|m| m.stopped).map(|m| m.process.pid()).collect()
     }
@@ -182,7 +205,7 @@ impl Group {
         self.members.iter().map(|m| m.process.pid()).collect()
     }
 
-    /// Whether one has another process's memory that cannot be released. Asked before anything is stopped.
+    /// Refuses if a process has memory of another one that it cannot release. Checked before anything is stopped.
     pub(crate) fn check_sharing(&self) -> Result<(), Error> {
         Ok(sharing::check(&self.sharing()?)?)
     }
@@ -192,20 +215,24 @@ impl Group {
         sharing::of(&self.outer_pids()).map_err(io)
     }
 
-    /// Locks all ([`lock::together`]), within `timeout` for each attempt, and makes them release each other's memory.
+    /// Brings all ranks to one point ([`cut`]), locks all ([`lock::together`]), each within `timeout` for each attempt,
+    /// and makes them release each other's memory.
     /// If one cannot be locked, all are unlocked and the lock is tried again. The same if a process started or stopped
     /// using CUDA between the listing and the lock.
     pub(crate) fn lock(&mut self, root: i32, timeout: Duration, cancelled: &dyn Fn() -> bool) -> Result<(), Error> {
         let error = |source| Error::Cuda { phase: "lock", source };
         for attempt in 1..=ATTEMPTS {
-            // What none of the two ways can lock the other may.
+            // The two ways alternate, because each can lock processes that the other cannot.
             let resting = if attempt % 2 == 1 { Resting::LetGo } else { Resting::Held };
-            let mut outcome = self.lock_once(timeout, resting).map_err(error);
+            let mut outcome = self.bring_to_rest(timeout, cancelled);
+            if outcome.is_ok() {
+                outcome = self.lock_once(timeout, resting).map_err(error);
+            }
             if outcome.is_ok() && (self.is_empty() && attempt == 1 || !self.has_changed(root)) {
                 outcome = self.let_go(timeout);
                 if outcome.is_ok() {
-                    // With none at all nothing is locked: a process that begins with CUDA now is seen in the dump,
-                    // which is refused ([`super::devices`]).
+                    // Without CUDA processes nothing is locked. If a process starts to use CUDA now, the dump sees it
+                    // and is refused ([`super::devices`]).
                     return Ok(());
                 }
             }
@@ -218,17 +245,31 @@ impl Group {
                 return Err(Error::Lost { cause: Box::new(cause), undo });
             }
             match &cause {
-                // Not to be forgotten by a new look.
+                // A new search would lose this state.
                 _ if self.stuck().is_some() => return Err(cause),
+                Error::Cancelled => return Err(cause),
                 Error::Cuda { source, .. } if !source.is_not_ready() || self.members.len() < 2 => return Err(cause),
                 Error::Sharing(source) if !source.is_busy() => return Err(cause),
+                // Whoever has not come twice holds the others up for nothing.
+                Error::Late { .. } if attempt == 2 => return Err(cause),
                 _ if attempt == ATTEMPTS => return Err(cause),
                 _ if cancelled() => return Err(Error::Cancelled),
-                Error::Cuda { .. } | Error::Sharing(_) => std::thread::sleep(pause(attempt)),
+                Error::Cuda { .. } | Error::Sharing(_) | Error::Late { .. } => std::thread::sleep(pause(attempt)),
                 _ => *self = Group::find(root).map_err(error)?,
             }
         }
         Err(Error::Restless { attempts: ATTEMPTS })
+    }
+
+    /// Holds all ranks at one point, if what they start is counted.
+    fn bring_to_rest(&mut self, timeout: Duration, cancelled: &dyn Fn() -> bool) -> Result<(), Error> {
+        self.cut = match cut::reach(&self.outer_pids(), timeout, cancelled) {
+            Ok(cut) => Some(cut),
+            Err(Without::Counts) => None,
+            Err(Without::Late(who)) => return Err(Error::Late { timeout, who }),
+            Err(Without::Cancelled) => return Err(Error::Cancelled),
+        };
+        Ok(())
     }
 
     /// Makes locked processes release each other's memory. They are stopped, and unlocked for the moment that it takes.
@@ -252,7 +293,7 @@ impl Group {
         Ok(())
     }
 
-    /// Stops all threads of all.
+    /// Stops all threads of all. The gates are open then: an image must not have one that nobody opens.
     fn stop(&mut self) -> Result<(), Error> {
         for member in self.members.iter_mut().filter(|member| !member.stopped) {
             member.stopped = ptrace::stop(member.process.pid(), STOP_TIMEOUT).map_err(|source| Error::Io {
@@ -260,10 +301,11 @@ impl Group {
                 source,
             })?;
         }
+        self.cut = None;
         Ok(())
     }
 
-    /// Unlocks those that are locked; their threads stay stopped.
+    /// Unlocks the locked processes; their threads stay stopped.
     fn unlock_alone(&mut self) -> Result<(), Error> {
         let unlock = |member: &Member| match member.state {
             GpuState::Locked => member.alone(Process::unlock).map(|()| GpuState::Running),
@@ -279,7 +321,7 @@ impl Group {
         result
     }
 
-    /// Gives back to each what it had of others, before any of their threads runs.
+    /// Maps again, in each process, the memory of others that it released, before any of their threads runs.
     fn take_again(&mut self) -> Result<(), Error> {
         let sharing = self.sharing()?;
         if !sharing::is_let_go(&sharing) {
@@ -288,7 +330,7 @@ impl Group {
         let began = Instant::now();
         let taken = self.unlock_alone().and_then(|()| Ok(sharing::take_again(&sharing)?));
         if taken.is_err() {
-            // They would use memory that is not mapped.
+            // If they ran, they would use memory that is not mapped.
             self.members.iter_mut().filter(|m| m.state == GpuState::Running).for_each(|m| m.state = GpuState::Lost);
         }
         tracing::debug!(took = ?began.elapsed(), "mapped other processes' GPU memory again");
@@ -319,10 +361,12 @@ impl Group {
             .any(|pid| cuda::is_candidate(pid).unwrap_or(false) && Process::new(pid).and_then(|p| p.state()).is_ok())
     }
 
-    /// Stops all, then takes device memory to host memory. Driver 580 does it for several processes at once, on one GPU and
+    /// Stops all, then takes device memory to host memory. Not of a process in cuInit: the driver (580) would, and that call
+    /// fails once it is restored. Driver 580 does it for several processes at once, on one GPU and
     /// on several (measured: two with 8 GiB each in 4.6 s instead of 8.4 s, without the interposer).
     pub(crate) fn checkpoint(&mut self) -> Result<(), Error> {
         self.stop()?;
+        check_initialized(&self.outer_pids())?;
         let mut first = Ok(());
         let checkpoint = |member: &Member| {
             let began = Instant::now();
@@ -339,7 +383,7 @@ impl Group {
         first
     }
 
-    /// Sets the GPUs going again, all at once; one that fails keeps no other from it.
+    /// Restores the GPU memory of all processes at once; a failure of one does not stop the others.
     pub(crate) fn restore(&mut self) -> Result<(), Error> {
         let mut result = Ok(());
         let restore = |member: &Member| match member.state {
@@ -361,18 +405,19 @@ impl Group {
         result
     }
 
-    /// Runs `work` with all at once, and pairs each with its answer, in their order.
+    /// Runs `work` for all processes at once, and pairs each with its result, in their order.
     fn at_once<T: Send>(&mut self, work: impl Fn(&Member) -> T + Sync) -> impl Iterator<Item = (&mut Member, T)> {
         let answers = parallel::at_once(&self.members, work);
         self.members.iter_mut().zip(answers)
     }
 
-    /// Resumes all that have their GPU memory.
+    /// Unlocks and resumes all processes that have their GPU memory.
     pub(crate) fn unlock(&mut self) -> Result<(), Error> {
+        self.cut = None;
         let mut result = self.take_again();
         for member in self.members.iter_mut().filter(|m| matches!(m.state, GpuState::Locked | GpuState::Running)) {
             if std::mem::take(&mut member.stopped) {
-                // One that died needs nothing.
+                // A process that died needs nothing.
                 let _ = ptrace::go_on(member.process.pid());
             }
         }
@@ -405,13 +450,13 @@ impl Group {
                 Ok(State::Locked) => GpuState::Locked,
                 Ok(State::Checkpointed) => GpuState::Checkpointed,
                 _ if member.has_ended() => GpuState::Gone,
-                // Failed; or its state is unknown, and then it may be locked or in between.
+                // Failed, or its state is unknown and it may be locked or in transition.
                 _ => GpuState::Lost,
             };
         }
     }
 
-    /// Names the processes that are not running and cannot be helped.
+    /// Names the processes that are not running and cannot be recovered.
     pub(crate) fn stuck(&self) -> Option<String> {
         let stuck: Vec<String> =
             self.members.iter().filter(|m| !m.may_run_on()).map(|m| format!("process {}", m.inner)).collect();
@@ -432,12 +477,24 @@ impl Group {
     }
 }
 
+/// Whether none of these, as we see them, is in the middle of cuInit. While they run, the answer is valid for this moment only.
+pub(crate) fn check_initialized(pids: &[i32]) -> Result<(), Error> {
+    // A process that is gone meanwhile is none.
+    match pids.iter().find(|pid| cuda::is_initializing(**pid).unwrap_or(false)) {
+        None => Ok(()),
+        Some(pid) => {
+            let name = process::name(*pid).unwrap_or_default();
+            Err(Error::Initializing { pid: process::inner_pid(*pid).unwrap_or(*pid), name })
+        }
+    }
+}
+
 /// A CUDA process that is running, and the thread the driver works with.
 fn look_at(pid: i32) -> Result<(Process, i32), cuda::Error> {
     let process = Process::new(pid)?;
     match process.state()? {
         State::Running => {}
-        // Left by somebody else's checkpoint: it is not ours to undo, and cannot be dumped half done.
+        // Left by somebody else's checkpoint: we must not undo it, and cannot dump it.
         state => return Err(cuda::Error::Busy { pid, state }),
     }
     let told = process.restore_thread_id()?;
@@ -446,7 +503,7 @@ fn look_at(pid: i32) -> Result<(Process, i32), cuda::Error> {
     Ok((process, thread.ok_or_else(gone)?))
 }
 
-/// The state, asked for a few times over 100 ms: a question that fails once must not cost the job its life.
+/// Asks for the state several times over 100 ms: one failed call must not cost the job its life.
 fn ask_again(member: &Member) -> Result<State, cuda::Error> {
     let process = &member.process;
     let ask = || member.alone(Process::state);
@@ -466,7 +523,7 @@ fn ask_again(member: &Member) -> Result<State, cuda::Error> {
 /// them.
 fn pause(attempt: u32) -> Duration {
     let least = u64::from(attempt) * 40;
-    // Seeded by the kernel, and another for each hasher.
+    // Each hasher has another random seed.
     let chance = RandomState::new().hash_one(attempt);
     Duration::from_millis(least + chance % (2 * least + 1))
 }

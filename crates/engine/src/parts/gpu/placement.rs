@@ -46,11 +46,11 @@ pub struct Device {
 /// Whether a GPU can be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Health {
-    /// Nothing is known against it.
+    /// No fault is known.
     Fine,
     /// It had a fault after which NVIDIA advises to start nothing on it: taken only if there is no other.
     Faulted(u32),
-    /// NVML cannot ask it.
+    /// NVML cannot query it.
     Silent,
     /// It is divided or virtual, and the driver cannot checkpoint there.
     Part,
@@ -59,19 +59,19 @@ pub enum Health {
 /// The GPUs of this machine.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Devices {
-    /// Those that can be seen.
+    /// The GPUs that were found.
     pub all: Vec<Device>,
-    /// Whether NVML was asked: without it one may be missing, and neither memory nor health is known.
+    /// Whether NVML was asked: without it a GPU may be missing from the list, and neither memory nor health is known.
     pub asked: bool,
-    /// Whether the driver is too old for pairs.
+    /// Whether the driver is too old to move a job to other GPUs.
     pub too_old: bool,
 }
 
-/// The first driver that takes pairs of GPUs.
+/// The first driver that accepts pairs of GPUs.
 const FIRST_DRIVER: u32 = 580;
 
 impl Devices {
-    /// What the inventory says, with the faults that are known. What processes have that will be gone counts as free.
+    /// The GPUs of the inventory, with known faults. Memory of processes that will have ended counts as free.
     #[must_use]
     pub fn of(inventory: &GpuInventory, wishes: &Wishes) -> Devices {
         let (asked, faults) = (inventory.used_by_pid.is_some(), &wishes.faults);
@@ -109,43 +109,43 @@ fn is_same_address(one: &str, other: &str) -> bool {
     plain(one).is_some_and(|address| plain(other) == Some(address))
 }
 
-/// What is to be done about the GPUs.
+/// What to do about the GPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Plan {
     /// Nothing changes: the job is restored where it was.
     Stay {
-        /// GPUs that would be left if there were others: each with the reason.
+        /// GPUs that the job would not stay on if there were others: each with the reason.
         in_spite_of: Vec<String>,
     },
     /// The driver is given pairs with other GPUs.
     Move(Relocation),
-    /// What is needed is here, and busy. It may be free again.
+    /// The needed GPUs exist, but are busy. They may become free.
     Wait(NoPlace),
-    /// There is no place here.
+    /// The job cannot be placed here.
     Refuse(NoPlace),
 }
 
-/// Other GPUs.
+/// A move to other GPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Relocation {
     /// For the driver: all GPUs of the image.
     pub pairs: Vec<GpuMapping>,
-    /// Those that the job used and that change.
+    /// The GPUs that the job used and that change.
     pub moved: Vec<Moved>,
-    /// Whether it is only because one of them has too little free memory.
+    /// Whether the only reason is that a GPU has too little free memory.
     pub for_room: bool,
     /// Whether a divided or silent GPU replaces one that the job did not use, because there are too few. It is not
     /// known whether the driver accepts that.
     pub unproven: bool,
 }
 
-/// Why a job has no place on the GPUs of this machine.
+/// Why the GPUs of this machine cannot take a job.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("the job needs {image}; this machine has {here}; {advice}")]
 pub struct NoPlace {
-    /// What the image needs.
+    /// What the image needs, in words.
     pub image: String,
-    /// What is here.
+    /// What this machine has, in words.
     pub here: String,
     /// What to do.
     pub advice: String,
@@ -159,14 +159,14 @@ struct Old {
     need: Need,
 }
 
-/// What a job wants of a GPU.
+/// Memory that a job needs on a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Need {
     /// Nothing.
     Unused,
-    /// So many bytes.
+    /// This many bytes.
     Bytes(u64),
-    /// It may use it, with at most so many bytes.
+    /// The job may use the GPU, with at most this many bytes.
     Unknown(u64),
 }
 
@@ -184,7 +184,7 @@ fn olds(manifest: &Manifest) -> Vec<Old> {
     let used = &manifest.tree.cuda_memory;
     let landed = manifest.landing.iter().map(|landing| landing.bytes).sum();
     let need = |uuid: &str| match used.values().filter_map(|gpus| gpus.get(uuid)).sum() {
-        // An image of an earlier version, or taken where NVML did not know the pids.
+        // An image of an earlier version, or NVML did not know the pids when it was taken.
         _ if used.is_empty() => Need::Unknown(landed),
         0 => Need::Unused,
         bytes => Need::Bytes(bytes),
@@ -207,7 +207,7 @@ pub fn plan(manifest: &Manifest, here: &Devices, wishes: &Wishes) -> Plan {
         Ok(fixed) => fixed,
         Err(why) => return Plan::Refuse(no_place(format!("--device-map: {why}"))),
     };
-    // Without NVML one may be there that is not seen, and nothing is known of any.
+    // Without NVML, existing GPUs may not be listed, and their state is unknown.
     if !here.asked && asked.is_empty() {
         return Plan::Stay { in_spite_of: Vec::new() };
     }
@@ -228,7 +228,7 @@ pub fn plan(manifest: &Manifest, here: &Devices, wishes: &Wishes) -> Plan {
     let may_be_unused = olds.iter().any(|old| matches!(old.need, Need::Unknown(_)));
     if may_be_unused && asked.is_empty() && olds.iter().any(|old| here.all.iter().any(|device| device.uuid == old.uuid))
     {
-        // What it used may be what is here.
+        // The GPU that it used may be one of those that are here.
         return Plan::Stay { in_spite_of: Vec::new() };
     }
     Plan::Refuse(no_place(format!(
@@ -236,7 +236,7 @@ pub fn plan(manifest: &Manifest, here: &Devices, wishes: &Wishes) -> Plan {
     )))
 }
 
-/// The plan from the places that were found for the GPUs that the job used.
+/// Makes the plan from the places that were found for the GPUs that the job used.
 fn relocate(
     olds: &[Old],
     here: &Devices,

@@ -17,7 +17,7 @@ pub enum Error {
     /// The CUDA driver could not restore a process.
     #[error("the CUDA state of process {pid} was not restored: {source}")]
     Cuda {
-        /// As the job sees it.
+        /// Its pid as the job sees it.
         pid: i32,
         /// The driver's answer.
         #[source]
@@ -35,10 +35,10 @@ pub enum Error {
         humantime::format_duration(*limit)
     )]
     Timeout {
-        /// The bound.
+        /// The time limit.
         limit: Duration,
     },
-    /// It was not wanted any more.
+    /// It was cancelled.
     #[error("cancelled")]
     Cancelled,
 }
@@ -55,8 +55,8 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 /// How often a driver call in progress is checked.
 const WATCH: Duration = Duration::from_millis(20);
 
-/// Runs `work` on another thread. No driver call has a time limit, and none can be cancelled except by killing its
-/// process: that is done if it is cancelled, and if it takes too long.
+/// Runs `work` on another thread. A driver call has no time limit, and can only be cancelled by killing its process:
+/// this is done if the restore is cancelled or takes too long.
 pub(crate) fn watched(
     job: &Job,
     limit: Duration,
@@ -67,7 +67,7 @@ pub(crate) fn watched(
     std::thread::scope(|scope| {
         let (done, finished) = mpsc::channel::<()>();
         let worker = scope.spawn(move || {
-            // Closed when the work is over, in whatever way.
+            // Closed when the work ends, in whatever way.
             let _done = done;
             work()
         });
@@ -86,15 +86,15 @@ pub(crate) fn watched(
     })
 }
 
-/// What a CUDA process of the job was started with in CUDA_VISIBLE_DEVICES.
+/// CUDA_VISIBLE_DEVICES of a CUDA process of the job, as it was at its start.
 pub(crate) fn visible_devices(job: &Job, manifest: &Manifest) -> Option<String> {
     let is_cuda = |pid: &i32| process::inner_pid(*pid).is_some_and(|inner| manifest.tree.cuda.contains(&inner));
     let all = process::tree(job.root.pid()).into_iter().filter(is_cuda);
     all.filter_map(|pid| process::environment(pid, "CUDA_VISIBLE_DEVICES")).find(|value| !value.is_empty())
 }
 
-/// Gives GPUs to the processes that had some, all at once: the driver does it for several in parallel (580, measured).
-/// `pairs` name others, if there are any.
+/// Restores the GPU memory of all CUDA processes at once; the driver does several in parallel (580, measured). `pairs`
+/// name other GPUs, if there are any.
 pub(crate) fn bring_back(job: &Job, manifest: &Manifest, pairs: &[cuda::GpuMapping]) -> Result<(), Error> {
     if manifest.tree.cuda.is_empty() {
         return Ok(());
@@ -108,8 +108,8 @@ pub(crate) fn bring_back(job: &Job, manifest: &Manifest, pairs: &[cuda::GpuMappi
         processes.push((*inner, cuda::Process::new(outer).map_err(error)?));
     }
     let restore = |(pid, process): (i32, &cuda::Process)| {
-        // It was stopped in the image, and stays so until its GPU is back. CRIU sends it SIGSTOP as it lets it go: until that
-        // has come, it runs.
+        // The process was stopped in the image, and stays stopped until its GPU memory is restored. CRIU sends it
+        // SIGSTOP when it resumes it; until the signal arrives, the process runs.
         let _ = ptrace::stop(process.pid(), STOP_TIMEOUT);
         let thread = manifest.tree.cuda_threads.get(&pid).copied().unwrap_or(pid);
         process
@@ -120,7 +120,7 @@ pub(crate) fn bring_back(job: &Job, manifest: &Manifest, pairs: &[cuda::GpuMappi
     parallel::at_once(&processes, one).into_iter().collect::<Result<(), Error>>()?;
     take_again(manifest, &processes)?;
     for (_, process) in &processes {
-        // One that died is seen below.
+        // A process that died is noticed below.
         let _ = ptrace::go_on(process.pid());
     }
     for (pid, process) in &processes {
@@ -129,7 +129,7 @@ pub(crate) fn bring_back(job: &Job, manifest: &Manifest, pairs: &[cuda::GpuMappi
             _ => process.unlock().map_err(|source| Error::Cuda { pid: *pid, source }),
         }?;
     }
-    // In the image it is.
+    // In the image, CUDA is announced as locked.
     let pids: Vec<i32> = processes.iter().map(|(_, process)| process.pid()).collect();
     sharing::announce(&pids, false);
     for (pid, process) in &processes {

@@ -17,17 +17,17 @@ use rekindle_store::manifest::{ControlGroup, Owner};
 /// What the freeze found.
 #[derive(Debug, Default)]
 pub(crate) struct Found {
-    /// Each group is after the one that it is in.
+    /// Each group comes after its parent.
     pub(crate) groups: Vec<ControlGroup>,
     /// Notes on groups that are not in the image.
     pub(crate) notes: Vec<String>,
 }
 
-/// The groups that these processes are in, and those between them and the supervisor's. While no process was moved, this
-/// costs one read for each.
+/// The control groups of these processes, and those between them and the supervisor's group. If no process was moved,
+/// this takes one read for each.
 pub(crate) fn find(tree: &[i32]) -> Found {
-    let Ok(own) = fs::read_to_string("/proc/self/cgroup") else { return Found::default() };
-    let read = |pid: i32| Some((pid, fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?));
+    let Ok(own) = process::text("self", "cgroup") else { return Found::default() };
+    let read = |pid: i32| Some((pid, process::text(pid, "cgroup").ok()?));
     let elsewhere = tree.iter().copied().filter_map(read).filter(|(_, groups)| *groups != own);
     // A dead process cannot be moved.
     let elsewhere = elsewhere.filter(|(pid, _)| !matches!(process::state(*pid), Some('Z' | 'X') | None));
@@ -45,7 +45,7 @@ pub(crate) fn find(tree: &[i32]) -> Found {
         let Some(inner) = process::inner_pid(*pid) else { continue };
         for (hierarchy, path) in below(text, &hierarchies) {
             let key = (hierarchy.controllers.as_str(), path);
-            // A group is looked at once, whatever number of processes is in it.
+            // Each group is recorded once, however many processes are in it.
             let recorded = match is_seen_alike(*pid) {
                 true if groups.contains_key(&key) => Ok(Vec::new()),
                 true => record(hierarchy, &key.1),
@@ -74,9 +74,9 @@ fn note(what: &str, error: &io::Error) -> String {
     )
 }
 
-/// Whether its groups are named as ours are.
+/// Whether the process sees the same names of control groups as we do.
 fn is_seen_alike(pid: i32) -> bool {
-    // A kernel without such namespaces has no such link.
+    // A kernel without cgroup namespaces has no such link.
     let namespace = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/cgroup")).ok();
     namespace(&pid.to_string()) == namespace("self")
 }
@@ -90,7 +90,7 @@ fn below<'a>(groups: &str, hierarchies: &'a [Hierarchy]) -> Vec<(&'a Hierarchy, 
     cgroup::memberships(groups).filter_map(one).collect()
 }
 
-/// What there is to know of a group and of those that it is in.
+/// The settings of a group and of its parents.
 fn record(hierarchy: &Hierarchy, path: &GroupPath) -> io::Result<Vec<ControlGroup>> {
     let base = hierarchy.folder.as_deref().ok_or_else(|| io::Error::other("its hierarchy is not mounted here"))?;
     let mut folder = Folder::open(base, hierarchy.is_two())?;
@@ -128,7 +128,7 @@ mod tests {
         let found: Vec<_> = found.iter().map(|(it, path)| (it.controllers.as_str(), path.as_str())).collect();
         assert_eq!(found, [("pids", "job/inner"), ("", "job")]);
         assert!(below("8:pids:/\n2:cpu,cpuacct:/\n0::/slice/other\n", &hierarchies).is_empty());
-        // A group that is outside of what a container sees.
+        // A group outside of what a container sees.
         assert!(below("8:pids:/../x\n", &hierarchies).is_empty());
     }
 

@@ -14,8 +14,8 @@ use rekindle_os::{identity, process};
 use rekindle_store::manifest::{ControlGroup, Owner};
 use rekindle_store::{GroupPath, Manifest};
 
-/// Moves the stopped processes of the tree below `root` into the control groups that they were in. Warns of each group
-/// that could not be entered, and of each that lacks a setting.
+/// Moves the stopped processes of the tree below `root` into the control groups that they were in. Returns a warning
+/// for each group that could not be entered or lacks a setting.
 pub(crate) fn put_back(root: i32, manifest: &Manifest, user: Option<&Identity>) {
     let groups = &manifest.control_groups;
     if groups.is_empty() {
@@ -47,25 +47,25 @@ pub(crate) fn put_back(root: i32, manifest: &Manifest, user: Option<&Identity>) 
 
 /// The restored processes.
 struct Job<'a> {
-    /// As the job sees them, and as we do.
+    /// pids as the job sees them, and as we do.
     pids: BTreeMap<i32, i32>,
     names: BTreeMap<i32, &'a str>,
-    /// Whose rights count, in words.
+    /// The user whose rights are used, for messages.
     user: String,
 }
 
-/// A group that is here.
+/// A control group that exists now.
 struct Here<'a> {
     group: &'a ControlGroup,
     /// The folder of the supervisor's group.
     base: &'a Path,
-    /// Whether it was made now.
+    /// Whether it was created by this restore.
     is_new: bool,
 }
 
 fn all(groups: &[ControlGroup], hierarchies: &[Hierarchy], job: &Job<'_>) -> Vec<String> {
     let mut sorted: Vec<&ControlGroup> = groups.iter().collect();
-    // A group is before those in it.
+    // A parent comes before its children.
     sorted.sort_by_key(|group| (&group.hierarchy, &group.path));
     let (mut warnings, mut here) = (Vec::new(), Vec::new());
     for group in sorted {
@@ -83,14 +83,14 @@ fn all(groups: &[ControlGroup], hierarchies: &[Hierarchy], job: &Job<'_>) -> Vec
             Err(why) => warnings.extend(job.stays(group, Some(base), &format!("it cannot be created: {why}"))),
         }
     }
-    // Their limits are in force by now.
+    // The groups' limits are in force now.
     warnings.extend(here.iter().filter_map(|at| at.enter(job)));
-    // Last, since a mode can close a group to its owner; and those in it first.
+    // Last, because a mode can close a group to its owner; children first.
     warnings.extend(here.iter().rev().filter(|at| at.is_new).filter_map(Here::hand_over));
     warnings
 }
 
-/// The group's folder, and whether it had to be made.
+/// Opens the group's folder or creates it; also returns whether it was created.
 fn find_or_make(base: &Path, group: &ControlGroup) -> io::Result<(Folder, bool)> {
     let (mut folder, mut is_new) = (Folder::open(base, group.hierarchy.is_empty())?, false);
     for name in group.path.parts() {
@@ -100,7 +100,7 @@ fn find_or_make(base: &Path, group: &ControlGroup) -> io::Result<(Folder, bool)>
 }
 
 impl Here<'_> {
-    /// Sets its settings to those of the snapshot, unless somebody uses the group.
+    /// Restores the group's settings, unless processes use the group.
     fn put_settings(&self, folder: &Folder, job: &Job<'_>) -> Option<String> {
         // A group that we created has no process yet.
         if !self.is_new && folder.is_populated().unwrap_or(true) {
@@ -156,7 +156,7 @@ impl Here<'_> {
     }
 }
 
-/// How many processes are named.
+/// How many processes a message names.
 const NAMED: usize = 5;
 
 impl Job<'_> {

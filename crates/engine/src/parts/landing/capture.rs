@@ -10,33 +10,34 @@
 
 use std::fs;
 use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use rekindle_os::process;
+use rekindle_os::{maps, process};
 use rekindle_store::JobPath;
 use rekindle_store::failed;
 use rekindle_store::manifest::Landing;
 use rekindle_store::staging::{self, Area, Filling};
 
-/// A CUDA process that may land.
+/// A CUDA process that may use a landing file.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Lander {
-    /// As it sees itself.
+    /// Its pid as it sees itself.
     pub(crate) inner: i32,
-    /// As we see it.
+    /// Its pid as we see it.
     pub(crate) outer: i32,
-    /// Bytes of device memory that are expected.
+    /// Expected bytes of device memory.
     pub(crate) bytes: u64,
 }
 
-/// The names that are armed. Dropped, they are gone.
+/// The names under which interposers find their files. They are removed when this is dropped.
 #[derive(Debug, Default)]
 pub(crate) struct Armed {
     files: Vec<(Lander, PathBuf)>,
 }
 
-/// Makes the files ready and gives them their names.
+/// Prepares the files and gives them their names.
 pub(crate) fn arm(area: &Area, slot: &Filling, landers: &[Lander]) -> Result<Armed, staging::Error> {
     let mut armed = Armed::default();
     for lander in landers {
@@ -48,11 +49,11 @@ pub(crate) fn arm(area: &Area, slot: &Filling, landers: &[Lander]) -> Result<Arm
     Ok(armed)
 }
 
-/// The process opens the file itself, and may not be root.
+/// Gives a file the name that the process looks for. The process opens it itself, so it belongs to the process's user.
 fn name_it(file: &Path, name: &Path, pid: i32) -> io::Result<()> {
     let ids = (process::user_ids(pid), process::group_ids(pid));
     if let (Some(users), Some(groups)) = ids {
-        // Of the four the last counts for files (credentials(7)).
+        // The last of the four ids is the one for file access (credentials(7)).
         std::os::unix::fs::lchown(file, users.last().copied(), groups.last().copied())?;
     }
     match fs::remove_file(name) {
@@ -63,12 +64,12 @@ fn name_it(file: &Path, name: &Path, pid: i32) -> io::Result<()> {
 }
 
 impl Armed {
-    /// The files that were taken, once the device memory is in them.
+    /// The files that were used, once the device memory is in them.
     pub(crate) fn taken(&self) -> Vec<Landing> {
         self.files.iter().filter(|(lander, name)| maps(lander.outer, name)).filter_map(landing).collect()
     }
 
-    /// Those that were offered a file and did not take it, as they see themselves.
+    /// The processes that did not use their file, by pid as they see themselves.
     pub(crate) fn refused(&self) -> Vec<i32> {
         self.files.iter().filter(|(lander, name)| !maps(lander.outer, name)).map(|(lander, _)| lander.inner).collect()
     }
@@ -88,11 +89,10 @@ fn landing((lander, name): &(Lander, PathBuf)) -> Option<Landing> {
     Some(Landing { pid: lander.inner, path, part: Filling::landing_part(lander.inner), bytes })
 }
 
-/// By the file itself: another tmpfs may be mounted over the one that the process sees.
+/// Compares the file itself: another tmpfs may be mounted over the one that the process sees.
 fn maps(pid: i32, name: &Path) -> bool {
     let Ok(wanted) = fs::metadata(name) else { return false };
-    let Ok(maps) = fs::read_to_string(format!("/proc/{pid}/maps")) else { return false };
-    maps.lines()
-        .filter(|line| line.ends_with(&*name.to_string_lossy()))
-        .any(|line| line.split_whitespace().nth(4).and_then(|inode| inode.parse().ok()) == Some(wanted.ino()))
+    let Ok(maps) = maps::read(pid) else { return false };
+    let name = name.as_os_str().as_bytes();
+    maps::mappings(&maps).any(|mapping| mapping.inode == wanted.ino() && mapping.name.ends_with(name))
 }

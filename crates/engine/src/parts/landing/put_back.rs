@@ -37,7 +37,7 @@ pub struct Error {
     source: io::Error,
 }
 
-/// Puts all of them in place.
+/// Puts all landing files in place.
 pub(crate) fn put(image: &Image, manifest: &Manifest, user: Option<&Identity>) -> Result<InPlace, Error> {
     let mut put = InPlace::default();
     for landing in &manifest.landing {
@@ -51,7 +51,7 @@ pub(crate) fn put(image: &Image, manifest: &Manifest, user: Option<&Identity>) -
     Ok(put)
 }
 
-/// Puts files of their size in place that are empty: for CRIU, without the driver.
+/// Puts empty files of the right size in place: for CRIU, without the driver.
 pub(crate) fn put_empty(manifest: &Manifest, user: Option<&Identity>) -> Result<InPlace, Error> {
     let mut put = InPlace::default();
     for landing in &manifest.landing {
@@ -75,10 +75,10 @@ fn put_one(image: &Image, landing: &Landing, user: Option<&Identity>) -> io::Res
     give(&landing.path, user)
 }
 
-/// There is a folder for it, and no file in its place.
+/// Creates the folder for a file, and removes a file of that name.
 fn make_room(path: &Path) -> io::Result<()> {
     if let Some(folder) = path.parent() {
-        // There already, unless the job's store or its staging directory has moved since.
+        // The folder exists, unless the job's store or its staging directory was moved.
         fs::create_dir_all(folder)?;
     }
     match fs::remove_file(path) {
@@ -87,19 +87,20 @@ fn make_room(path: &Path) -> io::Result<()> {
     }
 }
 
-/// It is the user's memory, and has to be the user's file for the look at what a restored job has open.
+/// The file contains the user's memory. It must belong to the user to pass the check of the restored job's open files.
 fn give(path: &Path, user: Option<&Identity>) -> io::Result<()> {
     user.map_or(Ok(()), |user| std::os::unix::fs::chown(path, Some(user.uid), Some(user.gid)))
 }
 
-/// Copied at once by one thread.
+/// Bytes that one thread copies at a time.
 const STRETCH: u64 = 256 << 20;
 
 fn copy(from: &Path, to: &Path) -> io::Result<()> {
     let source = File::open(from)?;
     let target = File::options().read(true).write(true).create_new(true).mode(0o600).open(to)?;
     let len = source.metadata()?.size();
-    // On a tmpfs as large as the machine's memory it would not be an error but the end of some process.
+    // On a tmpfs as large as the machine's memory, a lack of memory would not be an error: the OOM killer would end a
+    // process.
     if cgroup::memory_available().is_some_and(|available| available < len) {
         return Err(io::Error::new(io::ErrorKind::StorageFull, "there is not enough free memory for it"));
     }

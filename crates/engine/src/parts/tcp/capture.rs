@@ -15,12 +15,13 @@ use serde::{Deserialize, Serialize};
 
 use rekindle_criu::Tcp;
 use rekindle_criu::image::{self, close_connections_outwards};
+use rekindle_os::process;
 
 /// `snapshot.tcp`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TcpChoice {
-    /// Rekindle decides by where the job's connections lead.
+    /// Keeps connections within the job, and closes connections to the outside.
     #[default]
     Auto,
     /// Established connections are part of the image (CRIU's `tcp_established`).
@@ -52,7 +53,7 @@ fn automatic(all: &[Connection]) -> Tcp {
     if all.is_empty() || all.iter().any(inside) { Tcp::Keep } else { Tcp::Close }
 }
 
-/// Closes connections in the image that must not be kept; called while all tasks are frozen.
+/// Closes the connections in the image that must not be kept; called while all tasks are frozen.
 pub(crate) fn close_in_image(wanted: TcpChoice, dumped: Tcp, criu_dir: &Path) -> Result<(), image::Error> {
     if (wanted, dumped) == (TcpChoice::Auto, Tcp::Keep) {
         let closed = close_connections_outwards(criu_dir)?;
@@ -63,30 +64,25 @@ pub(crate) fn close_in_image(wanted: TcpChoice, dumped: Tcp, criu_dir: &Path) ->
 
 /// The established connections that belong to processes of the tree.
 fn connections(tree: &[i32]) -> Vec<Connection> {
-    let sockets: HashSet<String> = tree.iter().flat_map(|pid| socket_inodes(*pid)).collect();
+    let sockets = tree.iter().flat_map(|pid| process::descriptors(*pid));
+    let sockets: HashSet<u64> = sockets.filter_map(|(_, target)| process::socket(&target)).collect();
     let Some(root) = tree.first().filter(|_| !sockets.is_empty()) else { return Vec::new() };
-    let tables = ["tcp", "tcp6"].map(|t| std::fs::read_to_string(format!("/proc/{root}/net/{t}")).unwrap_or_default());
+    let tables = ["net/tcp", "net/tcp6"].map(|table| process::text(*root, table).unwrap_or_default());
     tables.iter().flat_map(|table| parse(table, &sockets)).collect()
 }
 
-fn socket_inodes(pid: i32) -> Vec<String> {
-    let Ok(descriptors) = std::fs::read_dir(format!("/proc/{pid}/fd")) else { return Vec::new() };
-    let links = descriptors.flatten().filter_map(|fd| std::fs::read_link(fd.path()).ok());
-    links.filter_map(|l| Some(l.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.to_string())).collect()
-}
-
-fn parse(table: &str, sockets: &HashSet<String>) -> Vec<Connection> {
+fn parse(table: &str, sockets: &HashSet<u64>) -> Vec<Connection> {
     const LISTEN: &str = "0A";
     let connection = |line: &str| {
         let fields: Vec<&str> = line.split_whitespace().collect();
         let (local, remote, state, inode) = (fields.get(1)?, fields.get(2)?, fields.get(3)?, fields.get(9)?);
-        let wanted = *state != LISTEN && sockets.contains(*inode);
+        let wanted = *state != LISTEN && sockets.contains(&inode.parse().ok()?);
         wanted.then(|| Connection { local: plain(local), remote: plain(remote) })
     };
     table.lines().skip(1).filter_map(connection).collect()
 }
 
-/// An IPv4 address in IPv6 clothes is the same address.
+/// An IPv4-mapped IPv6 address as the IPv4 address.
 fn plain(address: &str) -> String {
     address.strip_prefix("0000000000000000FFFF0000").unwrap_or(address).to_string()
 }
@@ -104,7 +100,7 @@ mod tests {
 ";
 
     fn with(inodes: &[&str]) -> Tcp {
-        automatic(&parse(TABLE, &inodes.iter().map(ToString::to_string).collect()))
+        automatic(&parse(TABLE, &inodes.iter().map(|inode| inode.parse().unwrap()).collect()))
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Ports that dead processes of the job still use: their connections end a minute after them, and a restore needs the
+//! Ports still used by dead processes of the job: their connections end a minute after them, and a restore needs the
 //! same ports now.
 
 use std::io;
@@ -9,9 +9,9 @@ use rekindle_criu::image::{TcpSocket, tcp_sockets};
 use rekindle_os::sock_diag::{self, Ending};
 
 /// Closes the connections that would block this image, and returns how many. Only those that no process has:
-/// - those that are in the image, by both their ends: they can only be the job's;
-/// - at an address where the image listens, those of which the other side has all that was sent: what the job did there
-///   after the image. Others do not listen there while a restore can succeed.
+/// - connections that are in the image, with both ends: they can only be the job's;
+/// - connections at an address where the image listens, if the other side has received everything: the job made them
+///   after the image. Another program cannot listen there if a restore is to succeed.
 pub(crate) fn free(criu_dir: &Path) -> io::Result<usize> {
     let wanted = tcp_sockets(criu_dir).map_err(io::Error::other)?;
     if wanted.is_empty() {
@@ -22,7 +22,7 @@ pub(crate) fn free(criu_dir: &Path) -> io::Result<usize> {
         if is_in_the_way(found.local, found.remote, found.ending, &wanted) {
             match sock_diag::destroy(&found) {
                 Ok(()) => ended += 1,
-                // The others may be the ones; CRIU says so where this one was.
+                // The others may be the ones that block; if this one does, CRIU reports it.
                 Err(error) => {
                     tracing::debug!(local = %found.local, remote = %found.remote, "connection not closed: {error}")
                 }
@@ -39,8 +39,8 @@ fn is_in_the_way(local: SocketAddr, remote: SocketAddr, ending: Ending, wanted: 
     })
 }
 
-/// Whether who listens at `at` has this address too. 0.0.0.0 has those of IPv4 only, beside which another program may
-/// listen at those of IPv6.
+/// Whether a socket that listens at `at` also covers this address. 0.0.0.0 covers only IPv4 addresses; beside it
+/// another program may listen at the IPv6 ones.
 fn covers(at: SocketAddr, local: SocketAddr) -> bool {
     let any = at.ip().is_unspecified() && (at.is_ipv6() || local.is_ipv4());
     at.port() == local.port() && (any || at.ip() == local.ip())

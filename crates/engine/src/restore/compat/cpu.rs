@@ -8,12 +8,13 @@ use rekindle_store::Manifest;
 /// Flags of `/proc/cpuinfo` for instructions of user space, or for registers that a saved context may contain.
 ///
 /// Only these count. glibc, NumPy, PyTorch and MKL look at the processor once, at their start, and keep the choice in
-/// memory: after a restore on a processor without, the job dies of SIGILL at any later moment. Everything else in `flags`
-/// is about the kernel (`smep`, `nx`, `la57`), about timing and power (`tsc_reliable`, `hwp`), about the topology
-/// (`xtopology`, `ht`), about performance counters (`arch_perfmon`, `pebs`), about virtualisation (`vmx`, `ept`), about
-/// mitigations and words of the kernel itself (`ibrs`, `md_clear`, `nopl`, `rep_good`), or a hint that older processors
-/// run as something harmless (`hle`, `mpx`, `ibt`), or a promise of speed (`erms`, `fsrm`): without these the job runs on.
-/// A flag of a later time that is not named here does not count: CPUs that have it are compared by what is older.
+/// memory: after a restore on a processor without these instructions, the job dies of SIGILL at any later moment.
+/// Everything else in `flags` is about the kernel (`smep`, `nx`, `la57`), about timing and power (`tsc_reliable`,
+/// `hwp`), about the topology (`xtopology`, `ht`), about performance counters (`arch_perfmon`, `pebs`), about
+/// virtualisation (`vmx`, `ept`), about mitigations and flags of the kernel itself (`ibrs`, `md_clear`, `nopl`,
+/// `rep_good`), or a hint that older processors run as something harmless (`hle`, `mpx`, `ibt`), or a promise of speed
+/// (`erms`, `fsrm`): without these the job runs on. A newer flag that is not named here does not count: CPUs that have
+/// it are compared by their older flags.
 const INSTRUCTIONS: &[&str] = &[
     "3dnow",
     "3dnowext",
@@ -82,7 +83,7 @@ const INSTRUCTIONS: &[&str] = &[
     "xsaveopt",
 ];
 
-/// Families of them that grow with every generation.
+/// Prefixes of families of instructions that grow with every generation.
 const FAMILIES: &[&str] = &["avx", "amx_", "sse"];
 
 pub(super) fn is_instruction(flag: &str) -> bool {
@@ -95,7 +96,7 @@ pub(super) fn compare(manifest: &Manifest, here: &Here) -> Vec<Difference> {
     if then.arch != now.arch && !then.arch.is_empty() && !now.arch.is_empty() {
         let difference = Difference::new(Severity::Fatal, "CPU architecture", &then.arch, &now.arch);
         all.push(difference.advise(format!("restore it on a machine with {}", then.arch)));
-        // Their flags have nothing in common.
+        // Flags of different architectures cannot be compared.
         return all;
     }
     let known: BTreeSet<&str> = now.cpu_flags.iter().map(String::as_str).collect();

@@ -7,7 +7,7 @@ use super::{Difference, FileHere, Here, Severity};
 use rekindle_store::Manifest;
 use rekindle_store::manifest::MappedFile;
 
-/// What a difference of these begins with.
+/// Prefix of [`Difference::what`] for differences of files.
 pub(super) const WHAT: &str = "file ";
 
 pub(super) fn compare(manifest: &Manifest, here: &Here) -> Vec<Difference> {

@@ -39,7 +39,7 @@ fn driver(manifest: &Manifest, here: &Here) -> Option<Difference> {
 
 /// A process is restored on the GPUs that it was on (by UUID), or on others of their type (`parts::gpu::placement`).
 fn gpus(manifest: &Manifest, here: &Here) -> Option<Difference> {
-    // Without a driver, that is the difference that is reported.
+    // A missing driver is reported as a difference of its own.
     here.driver.as_ref()?;
     let what = "GPUs";
     match placement::plan(manifest, &here.devices, &here.wishes) {
@@ -55,7 +55,7 @@ fn gpus(manifest: &Manifest, here: &Here) -> Option<Difference> {
         Plan::Stay { .. } => {}
         Plan::Move(_) | Plan::Wait(_) => return None,
     }
-    // Where it is known which ones it used, those are here.
+    // If the image records which GPUs the job used, only those count.
     let is_here = |gpu: &&Gpu| here.devices.all.iter().any(|device| device.uuid.to_string() == gpu.uuid);
     let missing: Vec<&Gpu> = manifest.gpus.iter().filter(|gpu| !is_here(gpu)).collect();
     if missing.is_empty() || (here.devices.asked && !manifest.tree.cuda_memory.is_empty()) {

@@ -18,26 +18,26 @@ use rekindle_store::manifest::Host;
 pub struct Here {
     /// Processor and kernel.
     pub host: Host,
-    /// Where one is installed.
+    /// CRIU's version, if it is installed.
     pub criu: Option<Version>,
-    /// The version of the NVIDIA driver. None without one, and where no job asks for it.
+    /// The version of the NVIDIA driver; `None` without a driver, or if the job does not use CUDA.
     pub driver: Option<String>,
     /// The GPUs, for a job that used some.
     pub devices: Devices,
-    /// What is known or wanted of them besides.
+    /// Further facts and wishes about the GPUs.
     pub wishes: Wishes,
     /// The files that the image names.
     pub files: BTreeMap<PathBuf, FileHere>,
 }
 
-/// What has the name of a file that the image wants.
+/// What exists under the path of a file that the image needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum FileHere {
     /// Nothing.
     Missing,
-    /// A folder, a device.
+    /// Something else, such as a folder or a device.
     NotAFile,
-    /// It cannot be looked at.
+    /// It could not be examined.
     Unknown,
     /// A regular file.
     File {
@@ -45,13 +45,13 @@ pub enum FileHere {
         size: u64,
         /// `st_mode`.
         mode: u32,
-        /// As in a manifest; only looked for where the image has one.
+        /// Its build-id, as in a manifest; only read if the image has one.
         build_id: Option<String>,
     },
 }
 
 impl Here {
-    /// Looks at all that this image wants to be compared with.
+    /// Collects all facts that this image is compared with.
     #[must_use]
     pub fn look(manifest: &Manifest, criu: Option<Version>, wishes: &Wishes) -> Here {
         let (devices, driver) = look_at_gpus(manifest, wishes);
@@ -60,7 +60,7 @@ impl Here {
         Here { host: host::describe(), criu, driver, devices, wishes: wishes.clone(), files: files.collect() }
     }
 
-    /// Looks at the GPUs again: what is free of them changes.
+    /// Queries the GPUs again, because their free memory changes.
     pub fn look_again(&mut self, manifest: &Manifest) {
         (self.devices, self.driver) = look_at_gpus(manifest, &self.wishes);
     }
@@ -74,7 +74,7 @@ fn look_at_gpus(manifest: &Manifest, wishes: &Wishes) -> (Devices, Option<String
     (Devices::of(&inventory, wishes), inventory.driver)
 }
 
-/// The job's user may exchange the file for something else at any moment: a FIFO must not hang us.
+/// The job's user may replace the file at any moment: opening a FIFO must not block.
 fn look_at(path: &Path, has_build_id: bool) -> FileHere {
     let metadata = match std::fs::metadata(path) {
         Ok(metadata) => metadata,
@@ -87,7 +87,7 @@ fn look_at(path: &Path, has_build_id: bool) -> FileHere {
         return FileHere::NotAFile;
     }
     let build_id = || {
-        // CRIU follows a link that has come there since.
+        // CRIU follows a link that replaced the file since.
         let id = elf::build_id(&durable::open_for_reading(&path.canonicalize().ok()?).ok()?)?;
         Some(id.iter().map(|byte| format!("{byte:02x}")).collect())
     };
@@ -101,7 +101,7 @@ mod tests {
 
     use super::*;
 
-    /// The job's user can exchange a file and a FIFO at any moment.
+    /// The job's user can replace a file by a FIFO at any moment.
     #[test]
     fn a_fifo_put_in_place_of_a_file_does_not_hang_the_look() {
         let dir = tempfile::tempdir().unwrap();

@@ -16,7 +16,7 @@ fn gpu(name: &str, byte: u8) -> Gpu {
     Gpu { uuid: GpuUuid::from_bytes([byte; 16]).to_string(), name: name.into() }
 }
 
-/// Such GPUs with half of their memory free.
+/// These GPUs, with half of their memory free.
 fn devices<const N: usize>(all: [(&str, u8); N]) -> Devices {
     let device = |(name, byte): (&str, u8)| {
         let (uuid, name) = (GpuUuid::from_bytes([byte; 16]), name.to_owned());
@@ -55,7 +55,7 @@ fn image() -> (Manifest, Here) {
     (manifest, here)
 }
 
-/// What differs after a change of this machine, where that is one thing.
+/// The difference that a change of this machine makes, if it is exactly one.
 fn only(change: impl FnOnce(&mut Here)) -> Option<(Severity, String)> {
     let (manifest, mut here) = image();
     change(&mut here);
@@ -102,7 +102,7 @@ fn missing_instructions_are_fatal_and_named() {
     fatal(&["CPU features: the image has avx2 (cpu)"], lose("avx2"));
     assert_eq!(only(lose("tsc_reliable")), None);
     assert_eq!(only(lose("arch_perfmon")), None);
-    // What is not known is no difference.
+    // An unknown fact is no difference.
     assert_eq!(only(|here| here.host.cpu_flags.clear()), None);
 }
 
@@ -178,12 +178,12 @@ fn the_gpus_are_needed_or_others_of_their_type() {
     fatal(&words, |here| here.devices = devices([("NVIDIA H100", 0xc)]));
     fatal(&["restore the image on node"], |here| here.devices = devices([("NVIDIA H200", 0xc)]));
     assert_eq!(only(|here| here.devices = devices([("NVIDIA H200", 0xc), ("NVIDIA H200", 0xd)])), None);
-    // The one that is gone may not have been used.
+    // The missing GPU may not be one that the job used.
     let one = || devices([("NVIDIA H200", 0xa)]);
     let words = ["the image has NVIDIA H200 GPU-0b0b0b0b", "this machine has NVIDIA H200 GPU-0a0a0a0a"];
     warning(&words, |here| here.devices = one());
     fatal(&["this machine has none"], |here| here.devices = devices([]));
-    // Without NVML one may be there that is not seen.
+    // Without NVML, existing GPUs may not be listed.
     warning(&["this machine has none"], |here| here.devices = Devices::default());
     let (mut manifest, mut here) = image();
     manifest.tree.cuda_memory = [(2, [(gpu("", 0xa).uuid, 70 * GIB)].into())].into();
@@ -216,7 +216,7 @@ fn files_must_be_what_they_were() {
     fatal(&["1000 bytes", "one of 1001 bytes"], now(file(1001, 0o100_755, Some("0123abcd"))));
     fatal(&["mode 755, this machine has mode 644"], now(file(1000, 0o100_644, Some("0123abcd"))));
     fatal(&["build 0123abcd, this machine has build ffff0000"], now(file(1000, 0o100_755, Some("ffff0000"))));
-    // CRIU says nothing here either.
+    // CRIU does not complain in this case either.
     assert_eq!(only(now(file(1000, 0o100_755, None))), None);
     assert_eq!(only(now(FileHere::Unknown)), None);
     assert_eq!(only(|here| here.files.clear()), None);

@@ -8,15 +8,15 @@ pub(super) fn compare(manifest: &Manifest, here: &Here) -> Vec<Difference> {
     criu(manifest, here).into_iter().chain(kernel(manifest, here)).collect()
 }
 
-/// A newer CRIU writes what an older one cannot read, and does not always say so.
+/// A newer CRIU can write images that an older one cannot read, and the older one does not always report it.
 fn criu(manifest: &Manifest, here: &Here) -> Option<Difference> {
     let (made, here) = (Version::parse(&manifest.criu)?, here.criu?);
     let difference = || Difference::new(Severity::Fatal, "CRIU", made.to_string(), here.to_string());
     (made > here).then(|| difference().advise(format!("install CRIU {made} or newer")))
 }
 
-/// The job may use system calls that an older kernel does not have, and asks for them only once. Within a release,
-/// kernels add none.
+/// The job may use system calls that an older kernel does not have, and may have checked for them only once. Kernels
+/// add no system calls within a release.
 fn kernel(manifest: &Manifest, here: &Here) -> Option<Difference> {
     let release = |text: &str| Version::parse(text).map(|version| (version.0, version.1));
     let (then, now) = (&manifest.host.kernel, &here.host.kernel);

@@ -2,9 +2,9 @@
 
 use std::fmt;
 
-use rekindle_os::process;
+use rekindle_os::{maps, process};
 
-/// Whose pages are in a pages file.
+/// The owner of the pages in a pages file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Source {
     /// A process, by its pid in its innermost namespace.
@@ -13,7 +13,7 @@ pub enum Source {
     Shared(u64),
 }
 
-/// As CRIU names the page map, `pagemap-1000.img` or `pagemap-shmem-51973.img`, and we the file in the spool.
+/// The name of CRIU's page map, `pagemap-1000.img` or `pagemap-shmem-51973.img`, and of our file in the spool.
 impl fmt::Display for Source {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -23,16 +23,17 @@ impl fmt::Display for Source {
     }
 }
 
-/// A pages file to make memory ready for.
+/// A pages file for which memory is prepared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Expected {
-    /// Whose pages.
+    /// The owner of the pages.
     pub source: Source,
-    /// How many bytes are likely.
+    /// The likely size.
     pub bytes: u64,
 }
 
-/// What a dump of these processes would write, as far as /proc tells; pids as we see them. One that has ended is left out.
+/// What a dump of these processes would write, as far as /proc tells; pids as we see them. Processes that have ended
+/// are left out.
 #[must_use]
 pub fn expect(tree: &[i32]) -> Vec<Expected> {
     let mut all: Vec<Expected> = Vec::new();
@@ -40,9 +41,9 @@ pub fn expect(tree: &[i32]) -> Vec<Expected> {
         let Some(inner) = process::inner_pid(*pid) else { continue };
         let memory = process::memory(*pid);
         all.push(Expected { source: Source::Process(inner), bytes: memory.anonymous });
-        // CRIU writes only pages that are there, and a mapping can be far larger.
+        // CRIU writes only present pages, and a mapping can be far larger.
         let mut left = memory.shared;
-        for (inode, bytes) in shared(&std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default()) {
+        for (inode, bytes) in shared(&maps::read(*pid).unwrap_or_default()) {
             let source = Source::Shared(inode);
             let bytes = bytes.min(left);
             match all.iter_mut().find(|known| known.source == source) {
@@ -56,21 +57,15 @@ pub fn expect(tree: &[i32]) -> Vec<Expected> {
 }
 
 /// Inode and mapped bytes of shared memory that has no name in a file system.
-fn shared(maps: &str) -> Vec<(u64, u64)> {
+fn shared(maps: &[u8]) -> Vec<(u64, u64)> {
     let mut all: Vec<(u64, u64)> = Vec::new();
-    for line in maps.lines() {
-        let mut fields = line.split_whitespace();
-        let (range, access) = (fields.next().unwrap_or_default(), fields.next().unwrap_or_default());
-        let inode = fields.nth(2).and_then(|inode| inode.parse().ok());
-        let name = fields.next().unwrap_or_default();
-        let nameless = ["/dev/zero", "/memfd:", "/SYSV"].iter().any(|start| name.starts_with(start));
-        let bytes = range
-            .split_once('-')
-            .and_then(|(from, to)| u64::from_str_radix(to, 16).ok()?.checked_sub(u64::from_str_radix(from, 16).ok()?));
-        let (true, true, Some(inode), Some(bytes)) = (access.ends_with('s'), nameless, inode, bytes) else { continue };
-        match all.iter_mut().find(|(known, _)| *known == inode) {
+    let is_nameless =
+        |name: &[u8]| [&b"/dev/zero"[..], b"/memfd:", b"/SYSV"].iter().any(|start| name.starts_with(start));
+    for mapping in maps::mappings(maps).filter(|mapping| mapping.is_shared() && is_nameless(mapping.name)) {
+        let bytes = mapping.end.saturating_sub(mapping.start);
+        match all.iter_mut().find(|(known, _)| *known == mapping.inode) {
             Some((_, sum)) => *sum += bytes,
-            None => all.push((inode, bytes)),
+            None => all.push((mapping.inode, bytes)),
         }
     }
     all
@@ -82,7 +77,7 @@ mod tests {
 
     #[test]
     fn shared_memory_without_a_name_is_found() {
-        let maps = "\
+        let maps = b"\
 7f86f4000000-7f86f4400000 rw-p 00000000 00:00 0 
 7f86f5000000-7f86f5400000 rw-s 00000000 00:01 51973                      /dev/zero (deleted)
 7f86f5400000-7f86f5500000 rw-s 00400000 00:01 51973                      /dev/zero (deleted)
@@ -91,7 +86,7 @@ mod tests {
 7f86f5980000-7f86f5990000 rw-s 00000000 fe:00 1234                       /dev/shm/named
 ";
         assert_eq!(shared(maps), [(51973, 5 << 20), (51974, 1 << 20)]);
-        assert!(shared("nonsense\n7f-zz rw-s 0 0 1 /SYSV0").is_empty());
+        assert!(shared(b"nonsense\n7f-zz rw-s 0 0 1 /SYSV0").is_empty());
     }
 
     #[test]

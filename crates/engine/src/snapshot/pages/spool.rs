@@ -10,7 +10,7 @@ use super::{Error, Expected, is_full};
 use rekindle_os::pages::Mapping;
 use rekindle_os::parallel::in_parallel;
 
-/// What is made ready in one call: a full tmpfs is seen soon, and threads share the work evenly.
+/// Bytes prepared in one call: a full tmpfs is noticed soon, and threads share the work evenly.
 const STEP: u64 = 64 << 20;
 /// Room is added in multiples of a huge page.
 const HUGE_PAGE: u64 = 2 << 20;
@@ -59,7 +59,7 @@ impl Spool {
             .ok_or_else(|| Error::Prepare { path: self.path.clone(), source: io::ErrorKind::NotFound.into() })
     }
 
-    /// Makes the file long enough for `bytes`, and maps it. What it has beyond that is kept if it is little.
+    /// Makes the file long enough for `bytes`, and maps it. A longer file is only cut if that frees much.
     fn reserve(&mut self, bytes: u64) -> Result<(), Error> {
         let path = self.path.clone();
         let prepare = |source| Error::Prepare { path: path.clone(), source };
@@ -87,8 +87,8 @@ impl Spool {
         Ok(piece)
     }
 
-    /// The piece that holds the byte `at`, and how much of it is left from there. Adds one if none does; its pages are made
-    /// by whoever fills it, chunk by chunk, as CRIU's other images need room too.
+    /// The piece that contains byte `at`, and how many bytes it has from there. Adds a piece if there is none. Its
+    /// pages are allocated when it is filled, chunk by chunk, because CRIU's other images need room too.
     pub(super) fn piece_at(&mut self, at: u64) -> Result<(Arc<Piece>, u64), Error> {
         if let Some(piece) = self.pieces.iter().rev().find(|p| p.offset <= at && at < p.end()) {
             return Ok((Arc::clone(piece), piece.end() - at));
@@ -98,7 +98,7 @@ impl Spool {
         Ok((self.map(at, STEP, false)?, STEP))
     }
 
-    /// Gives back what is beyond `length` and ends the mapping.
+    /// Cuts the file to `length` and ends the mapping.
     pub(super) fn cut(&mut self, length: u64) -> Result<(), Error> {
         self.pieces.clear();
         let path = self.path.clone();
@@ -106,7 +106,7 @@ impl Spool {
     }
 }
 
-/// Removes the files of the spool that are not among these: their memory is needed for others.
+/// Removes the files of the spool that are not in `keep`: their memory is needed for others.
 pub(super) fn remove_others(dir: &Path, keep: &[String]) -> Result<(), Error> {
     let failed = |source| Error::Prepare { path: dir.into(), source };
     for entry in std::fs::read_dir(dir).map_err(failed)? {
@@ -118,8 +118,8 @@ pub(super) fn remove_others(dir: &Path, keep: &[String]) -> Result<(), Error> {
     Ok(())
 }
 
-/// Opens a file for each of `expected`, with all its pages present and mapped. Pages that are there from an earlier time
-/// only have to be mapped.
+/// Opens a file for each of `expected`, with all its pages present and mapped. Pages from an earlier snapshot only have
+/// to be mapped.
 pub(super) fn make_ready(dir: &Path, expected: &[Expected], threads: usize) -> Result<Vec<Spool>, Error> {
     let wanted: Vec<String> = expected.iter().map(|e| e.source.to_string()).collect();
     remove_others(dir, &wanted)?;

@@ -12,7 +12,7 @@ pub(super) struct Supply {
     criu_dir: PathBuf,
     spool: PathBuf,
     ready: Vec<Spool>,
-    /// Page maps that were found to belong to a pages file.
+    /// Page maps that were already assigned to a pages file.
     known: Vec<String>,
 }
 
@@ -21,8 +21,8 @@ impl Supply {
         Supply { criu_dir: criu_dir.into(), spool: spool.into(), ready, known: Vec::new() }
     }
 
-    /// The file for `pages-N.img`, which CRIU has opened. If it cannot be told whose pages those are, it is one that
-    /// nothing was made ready in: slower, still right.
+    /// The file for `pages-N.img`, which CRIU has opened. If the owner of the pages is unknown, it is an unprepared
+    /// file: slower, but correct.
     pub(super) fn take(&mut self, n: usize) -> Spool {
         let owner = self.owner(n);
         let found = owner.and_then(|owner| {
@@ -33,8 +33,8 @@ impl Supply {
         found.unwrap_or_else(|| Spool::new(self.spool.join(format!("other-{n}"))))
     }
 
-    /// CRIU opens the page map before the pages file, and the next pair when both are closed: the page map names this
-    /// file, or is the only one that does not name any yet.
+    /// CRIU opens the page map before the pages file, and the next pair when both are closed. So the page map of this
+    /// file is the one that names it, or the only one that does not name any file yet.
     fn owner(&self, n: usize) -> Option<String> {
         let mut maps = image::page_maps(&self.criu_dir).ok()?;
         maps.retain(|(owner, _)| !self.known.contains(owner));

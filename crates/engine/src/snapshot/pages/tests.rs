@@ -37,7 +37,7 @@ impl Area {
         self.criu().join(format!("pages-{n}.img"))
     }
 
-    /// For processes 1, 2, ... of these bytes.
+    /// Starts receivers for processes 1, 2, ... with these sizes.
     fn start(&self, bytes: &[u64], threads: usize) -> Receivers {
         Receivers::start_with(&self.criu(), &self.spool(), &processes(bytes), threads).unwrap()
     }
@@ -47,7 +47,7 @@ impl Area {
         fs::create_dir(self.criu()).unwrap();
     }
 
-    /// No FIFO is left.
+    /// Whether no FIFO is left.
     pub(super) fn is_clean(&self) -> bool {
         fs::read_dir(self.criu()).unwrap().all(|entry| !entry.unwrap().file_type().unwrap().is_fifo())
     }
@@ -61,13 +61,13 @@ fn soon() -> Instant {
     Instant::now() + Duration::from_secs(20)
 }
 
-/// Begins as CRIU does: with a page map that does not say yet what it belongs to.
+/// Begins as CRIU does: with a page map that does not name its pages file yet.
 fn begin(area: &Area, owner: impl fmt::Display, n: usize) -> fs::File {
     fs::write(area.criu().join(format!("pagemap-{owner}.img")), "").unwrap();
     open(&area.pages(n))
 }
 
-/// Ends as CRIU does, with the page map on the disk: magic numbers, and a record with the number of the pages file.
+/// Ends as CRIU does: the page map is on the disk, with magic numbers and a record with the number of the pages file.
 fn end(area: &Area, owner: impl fmt::Display, n: usize, pages: fs::File) {
     let mut map = [0x5456_4319u32, 0x5608_4025, 2].map(u32::to_le_bytes).concat();
     map.extend([8, u8::try_from(n).unwrap()]);
@@ -80,7 +80,7 @@ fn open(path: &Path) -> fs::File {
     OpenOptions::new().write(true).create(true).truncate(true).open(path).unwrap()
 }
 
-/// No two pages are alike, nor those of two files.
+/// Content in which all pages differ, within a file and between files.
 fn content(n: usize, length: usize) -> Vec<u8> {
     let words = (0..length.div_ceil(8)).map(|at| (at as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ n as u64);
     let mut bytes: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
@@ -115,7 +115,7 @@ fn all_sizes_arrive_whole_with_any_number_of_threads() {
         let area = Area::new();
         let expected = [MIB as u64, 0, 3 * MIB as u64, 4 * MIB as u64, 10 * MIB as u64];
         let receivers = area.start(&expected, threads);
-        // As expected, less, nothing at all, exactly what there is room for, and not expected.
+        // Sizes: as expected, less, nothing at all, exactly the available room, and a file that was not expected.
         receive(&area, receivers, &[MIB, PAGE, 2 * MIB + PAGE, 4 * MIB, 0, 7 * PAGE]);
     }
 }
@@ -136,7 +136,7 @@ fn the_spool_keeps_its_pages_for_the_next_time() {
     make_ready(&area.spool(), &processes(&[10 * MIB as u64])).unwrap();
     let after = fs::metadata(area.spool().join("1")).unwrap();
     assert_eq!((before.ino(), before.blocks()), (after.ino(), after.blocks()));
-    // Shorter than what was there: nothing of that shows.
+    // Shorter than the file of before: nothing of the old content may remain.
     receive(&area, area.start(&[10 * MIB as u64], 2), &[3 * MIB]);
     let names: Vec<_> = fs::read_dir(area.spool()).unwrap().map(|e| e.unwrap().file_name()).collect();
     assert_eq!(names, ["1"]);
@@ -151,7 +151,7 @@ fn a_file_goes_where_pages_were_made_ready_for_it() {
     let receivers = Receivers::start_with(&area.criu(), &area.spool(), &expected, 2).unwrap();
     let inode = |path: PathBuf| fs::metadata(path).unwrap().ino();
     let ready = sources.map(|source| inode(area.spool().join(source.to_string())));
-    // CRIU's order, with one that was not expected; and it may be further on than we have looked.
+    // CRIU's order, with one file that was not expected; CRIU may have continued since we looked.
     let order = ["shmem-77", "1000", "shmem-79", "1001", "shmem-78"];
     for (n, owner) in (1..).zip(order) {
         let mut pages = begin(&area, owner, n);
@@ -189,6 +189,22 @@ fn several_at_once_arrive_whole() {
     assert_eq!(all.len(), 4);
     for (n, received) in (1..).zip(all) {
         assert!(fs::read(received.path).unwrap() == content(n, 8 * MIB));
+    }
+}
+
+/// poll(2) may say of such a file that it is closed, and not that there is something in it.
+#[test]
+fn what_is_written_right_before_the_end_arrives() {
+    const FILES: usize = 64;
+    for _ in 0..10 {
+        let area = Area::new();
+        let receivers = area.start(&[PAGE as u64; FILES], 2);
+        for n in 1..=FILES {
+            open(&area.pages(n)).write_all(&content(n, PAGE)).unwrap();
+        }
+        let all = receivers.drain(soon()).unwrap().place().unwrap();
+        let lengths: Vec<u64> = all.iter().map(|received| received.bytes).collect();
+        assert_eq!(lengths, [PAGE as u64; FILES]);
     }
 }
 
@@ -268,13 +284,13 @@ fn a_full_tmpfs_is_an_error_before_and_one_meanwhile() {
     fs::remove_file(area.spool().join("2")).unwrap();
 
     let receivers = area.start(&[4 << 20], 2);
-    // More than there is: the writer gets rid of it all the same.
+    // More than there is room for: the writer must not block.
     open(&area.pages(1)).write_all(&content(1, 30 * MIB)).unwrap();
     open(&area.pages(2)).write_all(&content(2, MIB)).unwrap();
     let error = receivers.drain(soon()).unwrap_err();
     assert!(matches!(error, Error::Full { .. }), "{error:?}");
     assert!(area.is_clean());
 
-    // All of what there is, in small steps at the end; what that left in the spool is not in the way.
+    // All of the available room, in small steps at the end; leftovers in the spool must not matter.
     receive(area, area.start(&[4 << 20], 2), &[13 * MIB + PAGE]);
 }

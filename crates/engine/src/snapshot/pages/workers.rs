@@ -26,16 +26,16 @@ use super::{Error, is_full};
 use rekindle_os::pages::splice;
 use rekindle_os::process;
 
-/// What one thread copies at a time: large enough that handing it over costs nothing, small enough for several to have some.
-/// A pipe that a chunk fits into is within the limit for every user (pipe-max-size).
+/// Bytes that one thread copies at a time: large enough to make the hand-over cheap, small enough to keep several
+/// threads busy. A pipe for a chunk is within the limit for every user (pipe-max-size).
 const CHUNK: u64 = 1 << 20;
 /// Chunks being copied. CRIU takes at most 8 pipes of 3.2 MiB from a task before it writes them out (criu 4.2,
 /// page-pipe.c).
 const PIPES: usize = 32;
-/// What a thread copies in one call, bytes: the kernel lets others have the processor in between, CRIU and the thread that
-/// takes, for which everything waits.
+/// Bytes that a thread copies in one call. In between the kernel lets others use the processor: CRIU, and the thread
+/// that takes chunks, for which everything else waits.
 const AT_ONCE: usize = 64 << 10;
-/// How soon a waiting thread sees that it must stop, ms.
+/// How often a waiting thread checks whether it must stop, ms.
 const LOOK: u16 = 10;
 
 /// The name of a FIFO, removed when this is dropped.
@@ -54,7 +54,7 @@ impl Name {
 
 impl Drop for Name {
     fn drop(&mut self) {
-        // If it is gone, so much the better.
+        // It does not matter if it is gone already.
         let _ = std::fs::remove_file(&self.0);
     }
 }
@@ -64,9 +64,9 @@ impl Drop for Name {
 pub(super) struct Fifo {
     pub(super) name: Name,
     pub(super) read: OwnedFd,
-    /// Chosen when CRIU has written to it, or has closed it without.
+    /// Chosen when CRIU has written to the FIFO, or has closed it without.
     pub(super) spool: Option<Spool>,
-    /// All was taken out, and CRIU has closed it.
+    /// Everything was taken out, and CRIU has closed it.
     pub(super) ended: bool,
     /// Bytes taken out.
     pub(super) received: u64,
@@ -76,33 +76,33 @@ pub(super) struct Fifo {
 pub(super) struct State {
     pub(super) fifos: Vec<Fifo>,
     supply: Supply,
-    /// The one that was read last.
+    /// The FIFO that was read last.
     active: Option<usize>,
-    /// From then on all is thrown away, so that CRIU does not wait: it learns of the failure when it asks.
+    /// After a failure all data is discarded, so that CRIU does not block. CRIU learns of the failure when it asks.
     pub(super) failure: Option<Error>,
 }
 
-/// Until when the threads run.
+/// How long the threads run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Until {
     /// Until they are stopped.
     Told,
-    /// Until every FIFO that is in use is at its end.
+    /// Until CRIU has closed every FIFO in use and all data was taken.
     Drained,
-    /// Not any more.
+    /// They stop at once.
     Now,
 }
 
-/// A pipe that a chunk is in, or none.
+/// A pipe; it contains one chunk or nothing.
 type Pipe = (io::PipeReader, io::PipeWriter);
 
-/// Between the thread that takes and those that copy.
+/// The queues between the thread that takes chunks and those that copy them.
 #[derive(Debug, Default)]
 struct Lanes {
     free: Vec<Pipe>,
     full: VecDeque<(Pipe, Chunk)>,
-    /// Nothing more comes.
+    /// No more chunks will come.
     closed: bool,
 }
 
@@ -122,7 +122,7 @@ pub(super) struct Shared {
 struct Chunk {
     path: PathBuf,
     piece: Arc<Piece>,
-    /// From the start of the piece.
+    /// Offset in the piece.
     at: usize,
     length: usize,
 }
@@ -151,9 +151,9 @@ impl Shared {
 
     pub(super) fn go_on(&self, until: Until) {
         self.until.fetch_max(until as u8, Ordering::SeqCst);
-        // It stays readable: every thread sees it.
+        // The byte is never read, so every thread sees it.
         let _ = self.wake.write(1);
-        // With the lock, or one that is about to wait would miss it.
+        // The lock is taken, because a thread that is about to wait would miss the signal.
         drop(self.lanes());
         self.lanes_changed.notify_all();
     }
@@ -177,13 +177,13 @@ impl Shared {
         }
     }
 
-    /// The body of the thread that takes chunks out of FIFOs. CRIU waits until it has, and would otherwise wait for the
-    /// copying threads: with 1 MiB for each FIFO, on two processors, a freeze took 0.63 s, and 0.49 s with this thread
-    /// (1.5 GiB, kernel 6.18).
+    /// The body of the thread that takes chunks out of FIFOs. CRIU waits until a chunk is taken; without this thread it
+    /// would wait for the copies too. With 1 MiB for each FIFO, on two processors, a freeze took 0.63 s without it and
+    /// 0.49 s with it (1.5 GiB, kernel 6.18).
     pub(super) fn take_all(&self) {
         process::be_prompt();
         loop {
-            // Those who copy give each pipe back, whatever happens.
+            // The copying threads return each pipe, whatever happens.
             let free = |lanes: &mut Lanes| match self.is(Until::Now) {
                 true => Some(None),
                 false => lanes.free.pop().map(Some),
@@ -205,7 +205,7 @@ impl Shared {
         }) {
             if let Err(source) = copy(&pipe.0, &chunk) {
                 self.lock().failure.get_or_insert_with(|| receive_error(&chunk, source));
-                // What is left in it belongs nowhere; from here on all is thrown away, and one pipe is as good as many.
+                // What is left in it is lost. From here on everything is discarded, so one pipe is enough.
                 empty(&pipe.0, &self.null);
             }
             self.lanes().free.push(pipe);
@@ -213,7 +213,7 @@ impl Shared {
         }
     }
 
-    /// Takes the next chunk out of the FIFO whose turn it is; `None` when there is nothing more to do.
+    /// Takes the next chunk out of the FIFO whose turn it is; `None` when no more will come.
     fn next(&self, to: impl AsFd) -> Option<Chunk> {
         let mut state = self.lock();
         loop {
@@ -257,25 +257,22 @@ impl Shared {
                 return false;
             }
         }
-        let ready: Vec<PollFlags> = fds.iter().map(|fd| fd.revents().unwrap_or(PollFlags::empty())).collect();
-        let mut seen = false;
-        for (n, ready) in open.into_iter().zip(ready).filter(|(_, ready)| !ready.is_empty()) {
-            let Some(fifo) = state.fifos.get_mut(n) else { continue };
-            seen = true;
+        let is_ready = |fd: &PollFd<'_>| fd.revents().is_some_and(|events| !events.is_empty());
+        let ready = open.into_iter().zip(&fds).find(|(_, fd)| is_ready(fd)).map(|(n, _)| n);
+        if let Some(n) = ready
+            && let Some(fifo) = state.fifos.get_mut(n)
+        {
             fifo.spool.get_or_insert_with(|| state.supply.take(n + 1));
-            if ready.contains(PollFlags::POLLIN) {
-                state.active = Some(n);
-                break;
-            }
-            // Closed, and nothing is left in it.
-            fifo.ended = true;
+            // Also if it only says that it is closed: poll(2) looks at the content first and at the writers then, without
+            // the pipe's lock, so what was written in between is still in it. A read says that there is no more.
+            state.active = Some(n);
         }
-        seen || !draining || unfinished
+        ready.is_some() || !draining || unfinished
     }
 }
 
 impl State {
-    /// Moves a chunk out of the active FIFO. `None`: there is nothing in it, or it was thrown away.
+    /// Moves a chunk out of the active FIFO. `None` if the FIFO is empty, or the data was discarded.
     fn take(&mut self, to: impl AsFd, null: &File) -> Result<Option<Chunk>, Error> {
         let Some(n) = self.active else { return Ok(None) };
         let Some(fifo) = self.fifos.get_mut(n) else { return Ok(None) };
@@ -292,7 +289,8 @@ impl State {
             Ok(0) => {
                 fifo.ended = true;
                 self.active = None;
-                // A file that ends where its room does needs no more: this is no error even if there was none.
+                // A file that ends exactly at the end of its room needs no more: this is no error even if there is no
+                // more room.
                 return Ok(None);
             }
             Ok(length) => length,
@@ -350,8 +348,8 @@ fn empty(pipe: &io::PipeReader, null: &File) {
     while splice(pipe.as_fd(), null.as_fd(), some).is_ok_and(|moved| moved > 0) {}
 }
 
-/// Gives a pipe room for `bytes`, or as much as we may: beyond pipe-max-size it takes CAP_SYS_RESOURCE. With less it is
-/// only slower.
+/// Gives a pipe a capacity of `bytes`, or less without CAP_SYS_RESOURCE (beyond pipe-max-size). A smaller pipe is only
+/// slower.
 pub(super) fn enlarge(pipe: impl AsFd, bytes: u64) {
     let mut size = i32::try_from(bytes).unwrap_or(i32::MAX);
     while size > 64 << 10 && fcntl(&pipe, FcntlArg::F_SETPIPE_SZ(size)).is_err() {

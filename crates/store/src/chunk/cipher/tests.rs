@@ -71,7 +71,7 @@ fn keys_and_uses_have_nothing_in_common() {
     assert_ne!(one.names[..16], one.id());
 }
 
-/// What has once been written must be readable for ever: these are from the page on the format.
+/// Stores must be readable for ever: these values are from the documentation of the format.
 #[test]
 fn the_derivation_is_fixed() {
     let key = Key::new(&[0; 32]);

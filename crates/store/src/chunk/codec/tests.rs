@@ -1,7 +1,7 @@
 use super::*;
 use proptest::prelude::*;
 
-/// Numbers that hold nothing to be saved; the same ones for one seed.
+/// Incompressible bytes, always the same for the same seed.
 fn noise(bytes: usize, seed: u64) -> Vec<u8> {
     let mut output = vec![0; bytes];
     blake3::Hasher::new().update(&seed.to_le_bytes()).finalize_xof().fill(&mut output);
@@ -118,7 +118,7 @@ proptest! {
     }
 }
 
-/// Numbers for whoever chooses: `cargo test --release --lib measured -- --ignored --nocapture`.
+/// Measurements for choosing: `cargo test --release --lib measured -- --ignored --nocapture`.
 #[test]
 #[ignore = "a measurement"]
 fn measured() {
@@ -143,7 +143,7 @@ fn measured() {
             [Compression::None, Compression::Lz4, Compression::Zstd(1), Compression::Zstd(3), Compression::Auto]
         {
             let (mut stored, mut encoded, mut decoded) = (0, f64::MAX, f64::MAX);
-            // Others use the machine as well: the best of several.
+            // The machine has other users: take the best of several.
             for _ in 0..5 {
                 let (mut scratch, mut kept, mut into) = (Vec::new(), Vec::new(), Vec::new());
                 let mut took = std::time::Duration::ZERO;
@@ -174,7 +174,7 @@ fn measured() {
 
 #[test]
 fn auto_compresses_weights_although_nothing_in_them_is_there_twice() {
-    // A sum of twelve uniform numbers is as good as normal.
+    // A sum of twelve uniform numbers is nearly normal.
     let numbers = noise(12 * 2 * (64 << 10), 5);
     let weight = |bytes: &[u8]| {
         let sum: f64 = bytes.chunks(2).map(|two| f64::from(u16::from_le_bytes([two[0], two[1]])) / 65536.0).sum();

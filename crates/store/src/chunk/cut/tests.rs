@@ -5,14 +5,14 @@ use std::path::Path;
 
 const C: u64 = CHUNK as u64;
 
-/// `pagemap_head`, as far as it is written here.
+/// `pagemap_head`, as far as it is used here.
 #[derive(prost::Message)]
 struct Head {
     #[prost(uint32, required, tag = "1")]
     pages_id: u32,
 }
 
-/// `pagemap_entry` of pages that are there.
+/// `pagemap_entry` of present pages.
 #[derive(prost::Message)]
 struct Run {
     #[prost(uint64, required, tag = "1")]
@@ -34,7 +34,7 @@ fn write_pagemap(path: &Path, pages_id: u32, runs: &[(u64, u64)]) {
     std::fs::write(path, bytes).unwrap();
 }
 
-/// An image with `criu/pages-3.img` of those runs (address, pages), and its size.
+/// An image with `criu/pages-3.img` for these runs (address, pages), and its size.
 fn image(runs: &[(u64, u64)]) -> (tempfile::TempDir, u64) {
     let dir = tempfile::tempdir().unwrap();
     fs::create_dir(dir.path().join("criu")).unwrap();
@@ -65,10 +65,10 @@ fn pages_are_cut_by_their_addresses() {
     assert_eq!(base % C, 0);
     assert_eq!(lengths(&cuts(&[(base, 130)])), [64, 64, 2]);
     assert_eq!(lengths(&cuts(&[(base + 60 * PAGE, 70)])), [4, 64, 2]);
-    // Gaps within a piece are none of a chunk; the next piece begins a new one.
+    // Gaps within a piece are not part of a chunk; the next piece begins a new one.
     assert_eq!(lengths(&cuts(&[(base, 3), (base + 10 * PAGE, 5), (base + C, 1), (base + 9 * C, 2)])), [8, 1, 2]);
     assert_eq!(lengths(&cuts(&[(base, 0), (base, 1)])), [1]);
-    // What no kernel makes: the same addresses twice, and the end of all addresses.
+    // Cases that no kernel makes: the same addresses twice, and the end of the address space.
     assert_eq!(lengths(&cuts(&[(base, 64), (base, 64)])), [64, 64]);
     assert_eq!(cuts(&[(u64::MAX - 4095, 65)]).iter().map(|(_, n)| n).sum::<usize>(), 65 * 4096);
 }

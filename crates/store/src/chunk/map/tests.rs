@@ -17,7 +17,7 @@ fn sample() -> ChunkMap {
     ChunkMap { parts }
 }
 
-/// The same with a footer that is right for what is in it.
+/// The same bytes with a correct footer.
 fn rehash(mut bytes: Vec<u8>) -> Vec<u8> {
     let end = bytes.len() - 32;
     let hash = blake3::hash(&bytes[..end]);
@@ -80,7 +80,7 @@ fn each_kind_of_damage_has_its_name() {
     assert_eq!(extent(4, CHUNK_MAX + 1), Err(FormatError::Field { what, field: "extent" }));
     assert_eq!(extent(4, 0), Err(FormatError::Field { what, field: "length of an extent" }));
     assert_eq!(extent(44, (1 << 30) + 1), Err(FormatError::Field { what, field: "extent" }));
-    // The first of five runs of zeros, shorter than it could be.
+    // The first of five runs of zeros, shorter than allowed.
     assert_eq!(extent(44, 5), Err(FormatError::Field { what, field: "run of zeros" }));
     let mut bytes = sample().to_bytes();
     bytes[100] ^= 1;

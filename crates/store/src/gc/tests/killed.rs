@@ -13,12 +13,12 @@ const TEST: &str = "gc::tests::killed::lives";
 
 fn content(number: u32) -> Vec<(&'static str, Vec<u8>)> {
     let seed = u8::try_from(number).unwrap();
-    // The first part is the same in all, the second changes.
+    // The first part is the same in all images, the second differs.
     vec![("criu/a", noise(200, 2 * CHUNK)), ("criu/b", noise(seed, 6 * CHUNK + 10))]
 }
 
-/// What a supervisor does with its store, on the ground that the variable names. It notes in `done` what was said to be
-/// done: the images that were published.
+/// Does what a supervisor does with its store, in the folder that the variable names. Appends the images that were
+/// published to `done`.
 #[test]
 #[ignore = "the tests below start it, and kill it"]
 fn lives() {
@@ -30,7 +30,7 @@ fn lives() {
     let first = ground.folder.images().unwrap().first().map_or(0, |image| image.id.sequence());
     for number in first + 1..=first + 3 {
         let staged = ground.stage(number, &content(number));
-        // A disk that is full refuses; nothing else may go wrong.
+        // A full disk refuses; nothing else may fail.
         match ground.persist(&staged) {
             Ok(_) => note(number),
             Err(error) => assert!(error.is_full(), "{error:?}"),
@@ -48,7 +48,7 @@ fn lives() {
     }
 }
 
-/// Whatever happened: images are whole, the newest that was said to be there is there, and it goes on.
+/// In all cases images are complete, the newest published one exists, and work can continue.
 fn check(path: &Path) {
     let said = fs::read_to_string(path.join("done")).map_or(0, |text| text.parse::<u32>().unwrap());
     let store = Store::open(&path.join("store"), Access::Write).unwrap();
@@ -67,7 +67,7 @@ fn check(path: &Path) {
                 assert!(fs::read(into.path().join(part)).unwrap() == bytes, "{part} of {}", image.id);
             }
         }
-        // The next start, and what it finds then.
+        // The next start, and what it finds.
         folder.sweep_leftovers(&lock).unwrap();
         let bounds = Bounds { sweep_after: Duration::ZERO, repack: Some(u64::MAX), key: None, copies: Copies::One };
         collect(&folder, &lock, &bounds, at(1000), &|| false).unwrap();
@@ -83,8 +83,8 @@ fn check(path: &Path) {
     assert!(!names(folder.packs().dir()).iter().any(left), "{:?}", names(folder.packs().dir()));
 }
 
-/// Runs it with the fault at the first point, the second, and so on until it gets by without; on one ground, which so
-/// becomes what many crashes have left.
+/// Runs it with the fault at the first point, then the second, and so on until no point is left; always in the same
+/// folder, which accumulates leftovers of many crashes.
 fn at_every_point(fault: impl Fn(u64) -> Fault, is_over: impl Fn(&std::process::ExitStatus) -> bool) -> u64 {
     let dir = tempfile::tempdir().unwrap();
     for number in 1.. {
@@ -93,7 +93,7 @@ fn at_every_point(fault: impl Fn(u64) -> Fault, is_over: impl Fn(&std::process::
             return number;
         }
         check(dir.path());
-        // Numbers of images end at 255 here.
+        // Numbers of images end at 255 in this test.
         let store = dir.path().join("store/j");
         if number % 20 == 0 {
             fs::remove_dir_all(store).unwrap();

@@ -75,7 +75,7 @@ fn each_kind_of_damage_has_its_name() {
     assert_eq!(with(64 + 49, &[1]), field("reserved field"));
 }
 
-/// A pack of those chunks, and where its records begin.
+/// A pack with these chunks, and the offsets of its records.
 pub(in crate::pack) fn pack(chunks: &[&[u8]]) -> (Vec<u8>, Vec<u64>) {
     let (mut bytes, mut starts, mut scratch) = (PackHeader::of(None).to_bytes().to_vec(), Vec::new(), Vec::new());
     for raw in chunks {
@@ -86,7 +86,7 @@ pub(in crate::pack) fn pack(chunks: &[&[u8]]) -> (Vec<u8>, Vec<u64>) {
     (bytes, starts)
 }
 
-/// Scans bytes in place of a file.
+/// Scans bytes instead of a file.
 fn scan_bytes(bytes: &[u8]) -> Result<Scan, ScanError> {
     scan(size(bytes), |at, into| {
         let from = usize::try_from(at).unwrap();

@@ -45,7 +45,7 @@ fn every_bit_of_a_record_counts_and_every_length() {
                 let copied = read(&mut other.clone(), &id, key.as_ref(), &mut into).map(|_| into.clone());
                 assert_eq!(in_place, copied, "{wanted}, bit {bit}");
                 if read(&mut other, &id, key.as_ref(), &mut into).is_ok() {
-                    // Compressed forms have bits that nobody reads; what comes out is what went in.
+                    // Compressed data has bits without meaning; the result is still correct.
                     assert_eq!(into, raw, "{wanted}, bit {bit}");
                     assert!(bit / 8 >= 64 && key.is_none(), "{wanted}, bit {bit}");
                 }
@@ -61,7 +61,7 @@ fn every_bit_of_a_record_counts_and_every_length() {
     }
 }
 
-/// Changes a header and puts the right check behind it.
+/// Changes a header and corrects its check.
 fn with(header: [u8; HEADER], place: usize, new: &[u8]) -> [u8; HEADER] {
     let mut bytes = header;
     bytes[place..place + new.len()].copy_from_slice(new);
@@ -93,7 +93,7 @@ fn each_kind_of_damage_of_a_record_has_its_name() {
     let mut into = Vec::new();
     let other = ChunkId::new([1; 32]);
     assert_eq!(read(&mut bytes.clone(), &other, None, &mut into), Err(FormatError::OtherChunk));
-    // A record whose header was made to tell of other content.
+    // A record whose header was changed to describe other content.
     let lie = RecordHeader { id: other, ..header }.to_bytes();
     let mut lying = [&lie[..], &bytes[64..]].concat();
     assert_eq!(read(&mut lying, &other, None, &mut into), Err(FormatError::Checksum(What::Chunk)));

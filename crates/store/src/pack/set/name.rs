@@ -8,7 +8,7 @@ use chacha20poly1305::aead::Generate;
 
 use crate::format::blake3_hex;
 
-/// 32 hexadecimal digits in lower case.
+/// The name of a pack: 32 hexadecimal digits in lower case.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PackName([u8; 16]);
 

@@ -4,7 +4,7 @@
 //! takes 2^64 tries. (With 8 bytes a pair could be made within an hour, and the second chunk would then never be
 //! stored.) A reader of a record compares the whole name.
 //!
-//! What was read from files is one sorted list; what is added later, for one image, is in a map beside it.
+//! Entries read from files are in one sorted list; entries added later, for one image, are in a map beside it.
 
 use std::collections::HashMap;
 use std::io;
@@ -17,21 +17,21 @@ use crate::format::{FormatError, ReadError};
 use crate::pack::index::Entry;
 use crate::pack::record::{HEADER_BYTES, PackHeader};
 
-/// Where a record is.
+/// The place of a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Location {
-    /// In which pack.
+    /// The pack.
     pub pack: PackName,
     /// Its offset in the pack, in bytes.
     pub offset: u64,
-    /// Bytes of the chunk.
+    /// Raw bytes of the chunk.
     pub raw_len: u32,
-    /// Bytes of the record behind its header.
+    /// Bytes of the record after its header.
     pub stored_len: u32,
 }
 
 impl Location {
-    /// Of an entry of the index of that pack.
+    /// The place of an entry in the index of that pack.
     #[must_use]
     pub fn of(pack: PackName, entry: &Entry) -> Location {
         Location { pack, offset: entry.offset, raw_len: entry.raw_len, stored_len: entry.stored_len }
@@ -53,7 +53,7 @@ pub struct PackInfo {
     pub pack_len: u64,
     /// The id of the key that it is encrypted with.
     pub key: Option<[u8; 16]>,
-    /// Whether it is marked: no image needed it when that was looked at.
+    /// Whether it is marked, because no image needed it at the last round.
     pub gone: bool,
 }
 
@@ -72,19 +72,19 @@ type Prefix = [u8; 16];
 #[derive(Debug, Clone, Copy)]
 struct Slot {
     prefix: Prefix,
-    /// Its place among the packs.
+    /// Index of its pack among the packs.
     pack: u32,
     offset: u32,
     raw_len: u32,
     stored_len: u32,
 }
 
-/// Where every chunk is.
+/// The places of all chunks.
 #[derive(Debug, Default)]
 pub struct Index {
     packs: Vec<PackInfo>,
     places: HashMap<PackName, u32>,
-    /// By prefix.
+    /// Sorted by prefix.
     slots: Vec<Slot>,
     added: HashMap<Prefix, Slot>,
     pub(super) problems: Vec<Problem>,
@@ -95,7 +95,7 @@ fn prefix(id: &ChunkId) -> Prefix {
 }
 
 impl Index {
-    /// Where the chunk is; of several places one in a pack that is not marked.
+    /// The place of the chunk. Of several places, one in a pack that is not marked.
     #[must_use]
     pub fn get(&self, id: &ChunkId) -> Option<Location> {
         let mut all = self.all(id);
@@ -136,19 +136,19 @@ impl Index {
         }
     }
 
-    /// The packs that were read, and those that were added.
+    /// All packs: those read from files and those added later.
     #[must_use]
     pub fn packs(&self) -> &[PackInfo] {
         &self.packs
     }
 
-    /// What is known of a pack.
+    /// Facts about a pack.
     #[must_use]
     pub fn pack(&self, name: PackName) -> Option<&PackInfo> {
         self.packs.get(usize::try_from(*self.places.get(&name)?).ok()?)
     }
 
-    /// What could not be read as it should. While there is anything, nothing may be removed from the packs.
+    /// Problems with packs. As long as there are any, nothing may be removed from the packs.
     #[must_use]
     pub fn problems(&self) -> &[Problem] {
         &self.problems
@@ -178,8 +178,8 @@ impl Index {
         self.len() == 0
     }
 
-    /// Notes a chunk that was written since. Its pack is taken for one that is not marked, and not encrypted unless it
-    /// is known already ([`Index::add_pack`]).
+    /// Adds a chunk that was written since. Its pack counts as not marked, and as not encrypted unless it was added
+    /// before ([`Index::add_pack`]).
     pub fn insert(&mut self, id: &ChunkId, location: Location) {
         let pack = match self.places.get(&location.pack) {
             Some(place) => *place,
@@ -190,7 +190,7 @@ impl Index {
         }
     }
 
-    /// Notes a pack, or what is new of it.
+    /// Adds a pack, or updates it.
     pub fn add_pack(&mut self, info: PackInfo) -> u32 {
         let next = u32::try_from(self.packs.len()).unwrap_or(u32::MAX);
         let place = *self.places.entry(info.name).or_insert(next);
@@ -201,7 +201,7 @@ impl Index {
         place
     }
 
-    /// Adds what is in a pack; [`Index::sort`] has to follow.
+    /// Adds the content of a pack; call [`Index::sort`] afterwards.
     pub(crate) fn add(&mut self, info: PackInfo, index: &PackIndex) {
         let place = self.add_pack(info);
         let slots = index.entries().iter();
@@ -222,7 +222,7 @@ impl Index {
     }
 }
 
-/// None only for what no index that was parsed has: an offset beyond the largest pack.
+/// `None` only for an offset beyond the largest pack, which no parsed index has.
 fn slot(prefix: Prefix, pack: u32, offset: u64, raw_len: u32, stored_len: u32) -> Option<Slot> {
     Some(Slot { prefix, pack, offset: u32::try_from(offset).ok()?, raw_len, stored_len })
 }

@@ -26,7 +26,7 @@ impl Ground {
         Ground { dir, packs }
     }
 
-    /// A pack and its index.
+    /// Writes a pack and its index.
     fn pack(&self, text: &str, chunks: &[&[u8]]) -> PackName {
         let name = name(text);
         fs::write(self.packs.pack_path(name), pack(chunks).0).unwrap();
@@ -106,7 +106,7 @@ fn what_a_pack_lost_is_told() {
     let one = ground.pack(ONE, &[b"first", b"second"]);
     let path = ground.packs.pack_path(one);
     let whole = fs::read(&path).unwrap();
-    // Cut in the second record: the index tells of more than there is.
+    // Cut in the second record: the index names more than exists.
     fs::write(&path, &whole[..whole.len() - 1]).unwrap();
     let index = ground.index();
     assert!(index.get(&id(b"first")).is_some());
@@ -115,7 +115,7 @@ fn what_a_pack_lost_is_told() {
         panic!("{:?}", index.problems())
     };
     assert_eq!((*offset, *pack_len), (64 + 64 + 5, whole.len() as u64 - 1));
-    // Another file under the name of the pack, none at all, and one that has grown.
+    // Another file under the name of the pack, no file at all, and a file that has grown.
     let mut other = whole.clone();
     other[0] ^= 1;
     fs::write(&path, &other).unwrap();
@@ -147,7 +147,7 @@ fn a_chunk_in_two_packs_is_taken_from_the_one_that_stays() {
         assert_eq!(index.get(&id(b"both")).unwrap().pack, gone);
         fs::remove_file(ground.packs.gone_path(gone)).unwrap();
     }
-    // A sweep that was cut short leaves a mark alone.
+    // An interrupted removal leaves only a mark.
     fs::write(ground.packs.dir().join("000000000000000000000000000000c3.gone"), b"{}").unwrap();
     assert!(ground.index().problems().is_empty());
 }

@@ -1,4 +1,4 @@
-//! Two copies of what more than one image refers to.
+//! Two copies of chunks that several images use.
 
 use super::*;
 use crate::chunk::{ChunkId, Extent};
@@ -19,7 +19,7 @@ fn at(seconds: i64) -> DateTime<Utc> {
 
 type Parts = Vec<(&'static str, Vec<u8>)>;
 
-/// What all images share, and what only this one has.
+/// Parts that all images share, and a part of this one only.
 fn shared_and(own: u8) -> Parts {
     vec![("criu/shared", noise(100, 8 * CHUNK)), ("criu/own", noise(own, 2 * CHUNK))]
 }
@@ -29,7 +29,7 @@ impl Ground {
         self.persist_as(&self.stage(number, parts), packing).unwrap()
     }
 
-    /// In how many packs each chunk of the image is, in its order.
+    /// In how many packs each chunk of the image is.
     pub(crate) fn places(&self, image: &Image) -> Vec<usize> {
         let index = self.folder.packs().index().unwrap();
         assert!(index.problems().is_empty(), "{:?}", index.problems());
@@ -55,7 +55,7 @@ impl Ground {
         self.packs(".pack").iter().map(|name| size_of_pack(self, name)).sum()
     }
 
-    /// Damages 16 bytes of what is stored of a chunk, in one place.
+    /// Damages 16 bytes of one copy of a chunk.
     pub(crate) fn harm(&self, at: &Location) {
         let path = self.folder.packs().pack_path(at.pack);
         let file = fs::File::options().read(true).write(true).open(path).unwrap();
@@ -113,7 +113,7 @@ fn what_is_twice_in_one_image_is_not_shared_and_a_copy_that_no_image_came_to_is_
     let twice = vec![("a", noise(1, 4 * CHUNK)), ("b", noise(1, 4 * CHUNK))];
     let image = ground.add_as(1, &twice, &two());
     assert_eq!(ground.places(&image), [1; 8]);
-    // As a persist that was cut short leaves it: packs, and no image.
+    // As an interrupted packing leaves it: packs, and no image.
     ground.folder.remove(&ground.lock, &image.id).unwrap();
     let image = ground.add_as(2, &twice, &two());
     assert_eq!(ground.places(&image), [1; 8]);
@@ -150,8 +150,8 @@ fn a_store_goes_from_one_copy_to_two_and_back() {
     for seconds in [0, 600, 1200] {
         ground.gc(seconds, Copies::One);
     }
-    // Which pack keeps a chunk is chance, as their names are: two of the chunks can be left in a pack that is needed for eight,
-    // which is too little to copy it.
+    // Which pack keeps a chunk is random, as their names are: two of the chunks can remain in a pack with eight needed
+    // ones, which is not worth copying.
     let (bytes, places) = (ground.bytes_of_packs(), ground.places(&third));
     assert_eq!(places[..8], [1; 8]);
     assert!(bytes <= one + 2 * (CHUNK as u64 + 64) + 64, "{bytes} {one} {places:?}");
@@ -178,7 +178,7 @@ fn a_damaged_copy_is_not_what_a_repack_copies() {
 }
 
 impl Ground {
-    /// The packs that have a chunk that nothing else has.
+    /// The packs with chunks that only this image has.
     fn packs_of(&self, image: &Image) -> Vec<PackName> {
         let index = self.folder.packs().index().unwrap();
         let map = image.chunk_map().unwrap().unwrap();
@@ -195,11 +195,11 @@ impl Ground {
 
 #[derive(Debug, Clone)]
 enum Step {
-    /// An image with these chunks.
+    /// Add an image with these chunks.
     Add(Vec<u8>),
-    /// The oldest but so many goes.
+    /// Remove an image: the oldest but this many.
     Remove(usize),
-    /// A round of sweeping and copying, so much later.
+    /// A round of garbage collection, this much later.
     Collect(i64),
 }
 
@@ -215,8 +215,8 @@ fn steps() -> impl Strategy<Value = Vec<(Step, bool)>> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
 
-    /// Whatever is persisted, removed, swept and copied, with one copy or two in turn: every image is whole; with two copies
-    /// no round takes one of a chunk that an image needs; without images nothing stays.
+    /// Whatever is packed, removed, swept and copied, with one copy or two in turn: every image is complete; with two
+    /// copies no round removes one of a chunk that an image needs; without images nothing remains.
     #[test]
     fn copies_are_kept_as_long_as_they_are_needed(steps in steps(), constant in any::<bool>()) {
         let ground = Ground::new();

@@ -1,4 +1,4 @@
-//! Damage of packs, indexes and maps: found, and named.
+//! Damage of packs, indexes and maps is found and reported.
 
 use super::*;
 use crate::pack::Packs;
@@ -66,7 +66,7 @@ fn a_pack_that_is_cut_or_gone_is_named_and_its_index_is_not_missed() {
     ground.unpack(&image, None).unwrap();
     fs::write(packs.index_path(name), b"not an index").unwrap();
     ground.unpack(&image, None).unwrap();
-    // The second record is cut off: its chunk is in no pack.
+    // The second record is cut: its chunk is in no pack.
     fs::write(&path, &whole[..64 + 64 + CHUNK + 100]).unwrap();
     let error = ground.unpack(&image, None).unwrap_err();
     assert!(error.is_damage() && chain(&error).contains("in no pack"), "{}", chain(&error));

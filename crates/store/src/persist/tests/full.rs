@@ -27,7 +27,8 @@ impl Drop for SmallDisk {
 fn a_full_disk_leaves_what_was_there_and_says_so() {
     let source = Ground::new();
     let (mut full, mut done) = (0, 0);
-    // All of it takes 8 MiB and a little; the smallest has no room for a piece, others not for the index or the map.
+    // Everything takes a little more than 8 MiB. The smallest size has no room for a piece, others not for the index or
+    // the map.
     for kib in [2048, 6144, 8176, 8192, 8200, 8208, 8212, 8216, 8220, 8224, 8240, 9000, 12288] {
         let Some(disk) = SmallDisk::mount(kib << 10) else { return };
         let ground = Ground::below(tempfile::tempdir_in(disk.0.path()).unwrap());

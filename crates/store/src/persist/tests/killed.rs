@@ -7,7 +7,7 @@ use rekindle_testing::points::{self, Fault};
 
 const STORE: &str = "REKINDLE_TEST_STORE";
 const FORM: &str = "REKINDLE_TEST_FORM";
-/// More steps than there are.
+/// Larger than the number of steps.
 const MANY: u64 = 200;
 
 fn content() -> Vec<(&'static str, Vec<u8>)> {
@@ -18,11 +18,11 @@ fn older() -> Vec<(&'static str, Vec<u8>)> {
     vec![("criu/a", noise(1, CHUNK)), ("c", noise(3, 500))]
 }
 
-/// A store with an older image, and one that is to be packed.
+/// A store with an older image, and one to be packed.
 fn prepare(form: Form) -> (Ground, Image) {
     let ground = Ground::new();
     ground.persist(&ground.stage(1, &older())).unwrap();
-    // Its packs are on their way out, and one is needed again.
+    // Its packs are marked for removal, and one is needed again.
     let packs = ground.folder.packs();
     packs.names().unwrap().iter().for_each(|name| fs::write(packs.gone_path(*name), b"{}").unwrap());
     let image = match form {
@@ -46,7 +46,7 @@ fn image_of(dir: &Path, folder: &JobFolder, form: &str) -> Image {
     }
 }
 
-/// The one that is killed.
+/// The process that is killed.
 #[test]
 #[ignore = "dies at a step; the tests below start it"]
 fn packer() {
@@ -59,7 +59,7 @@ fn packer() {
     persist(&image, &folder, &lock, &packing, &Progress::default(), &|| false).unwrap();
 }
 
-/// Runs the packer with the fault at each step in turn, and looks at what is left each time. Answers how many times it failed.
+/// Runs the packer with the fault at each step in turn, and checks the result each time. Returns how often it failed.
 fn at_each_step(form: Form, fault: impl Fn(u64) -> Fault) -> u64 {
     let name = if form == Form::Loose { "loose" } else { "staged" };
     for at in 1..MANY {
@@ -69,7 +69,7 @@ fn at_each_step(form: Form, fault: impl Fn(u64) -> Fault) -> u64 {
         let variables = [(STORE, dir.path().as_os_str()), (FORM, OsStr::new(name))];
         let ended = points::run("persist::tests::killed::packer", fault(at), &variables);
         let ground = Ground { lock: folder.lock().unwrap(), dir, folder };
-        // Whatever happened, the older image is whole and the newer one is where it was, or in the store, or both.
+        // In all cases the older image is complete, and the newer one is in its old place, in the store, or both.
         let images = ground.folder.images().unwrap();
         ground.assert_holds(images.last().unwrap(), &older(), None);
         let stored = images.iter().find(|found| found.id == image.id);
@@ -86,7 +86,7 @@ fn at_each_step(form: Form, fault: impl Fn(u64) -> Fault) -> u64 {
             assert_eq!(stored.map(Image::form), Some(Form::Packed), "step {at}");
             return at - 1;
         }
-        // The next try succeeds, and nothing is left over.
+        // The next try succeeds, and there are no leftovers.
         ground.folder.sweep_leftovers(&ground.lock).unwrap();
         let again = match stored {
             Some(stored) => ground.persist(stored).unwrap(),

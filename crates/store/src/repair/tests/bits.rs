@@ -2,16 +2,16 @@
 
 use super::*;
 
-/// Where it is found.
+/// The check that finds it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Level {
-    /// By a look at the structure.
+    /// The check of the structure.
     Structure,
-    /// When the content is read.
+    /// The check of the content.
     Content,
 }
 
-/// Of a header of 64 bytes: a byte of each field.
+/// Flips a bit in each of these bytes: one for each field of a header of 64 bytes.
 fn check_flip(key: Option<&Key>, level: Level, file: impl Fn(&Case) -> PathBuf, at: impl Fn(u64) -> u64, hurt: Hurt) {
     let case = Case::new(key.cloned());
     let path = file(&case);
@@ -108,7 +108,7 @@ fn of_each_record_of_a_pack() {
     let records = Case::new(None).indexes[0].entries().len();
     assert_eq!(records, 3);
     for n in 0..records {
-        // Found by its place among them, as names come in any order.
+        // Found by its position, because names are in random order.
         let offset = |case: &Case| {
             let mut all: Vec<u64> = case.indexes[0].entries().iter().map(|entry| entry.offset).collect();
             all.sort_unstable();
@@ -139,7 +139,7 @@ fn a_header_that_is_lost_and_a_body_that_is_damaged() {
 
 #[test]
 fn what_a_newer_rekindle_wrote_is_left_alone() {
-    // A whole header of another version.
+    // A complete header of another version.
     let case = Case::new(None);
     let mut pack = fs::read(case.pack(0)).unwrap();
     pack[16] = 2;
@@ -155,7 +155,7 @@ fn what_a_newer_rekindle_wrote_is_left_alone() {
     assert!(!done.is_whole());
     assert!(case.collect().is_err(), "and nothing of it is swept");
 
-    // The same of a manifest.
+    // The same for a manifest.
     let case = Case::new(None);
     let path = case.images[0].0.dir.join("manifest.json");
     let text = fs::read_to_string(&path).unwrap();

@@ -10,7 +10,7 @@ fn a_pack_that_is_cut() {
         let mut ends: Vec<u64> = whole.indexes[0].entries().iter().map(|entry| entry.end()).collect();
         ends.sort_unstable();
         assert_eq!(ends.last(), Some(&length));
-        // Nothing, inside of the header, only the header, between records, inside of a header and a body, the last byte.
+        // Nothing, inside the header, only the header, between records, inside a header and a body, the last byte.
         for at in [0, 30, 63, 64, ends[0], ends[1], ends[0] + 20, ends[0] + 64, ends[0] + 300, 100, length - 1] {
             let case = Case::new(key.clone());
             let suffering = case.needing(|n, _, end| n == 0 && end > at);
@@ -47,7 +47,7 @@ fn an_index_that_is_missing_or_cut() {
     assert!(!case.looks_sound());
     case.check("no index", &[]);
 
-    // And the pack is damaged as well: what is behind the damage is found.
+    // The pack is damaged too: what follows the damage is found.
     let case = Case::new(None);
     fs::remove_file(case.index(0)).unwrap();
     flip(&case.pack(0), 64);
@@ -94,7 +94,7 @@ fn an_index_of_another_pack() {
     assert!(!case.looks_sound());
     case.check("of another length", &[]);
 
-    // Of a pack that is as long: only its content tells.
+    // The index of a pack of the same length: only its content differs.
     let other = vec![("x", noise(21, 1000)), ("y", noise(22, 900)), ("z", noise(23, 1100))];
     let case = Case::of(None, vec![first(), other]);
     assert_eq!(len(&case.pack(0)), len(&case.pack(1)));

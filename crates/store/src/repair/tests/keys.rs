@@ -1,4 +1,4 @@
-//! Encrypted packs: what can be told with the key, without it, and with another one.
+//! Encrypted packs: what can be checked with the key, without it, and with another one.
 
 use super::*;
 
@@ -9,7 +9,7 @@ fn key() -> Key {
 #[test]
 fn without_the_key_it_is_said_what_was_not_checked() {
     let case = Case::new(Some(key()));
-    // Inside of a body: only the key tells.
+    // Inside a body: only the key shows the damage.
     flip(&case.pack(0), 64 + 64 + 50);
     let before = case.bytes();
     for (key, words) in [(None, "to the key file"), (Some(Key::new(&[8; 32])), "another key")] {
@@ -71,7 +71,7 @@ fn a_pack_from_before_there_was_a_key_is_checked() {
     assert_eq!(done.images.len(), suffering.len(), "{done:?}");
     assert_eq!(done.packs.iter().map(|it| it.outcome).collect::<Vec<_>>(), [Outcome::Lost], "{done:?}");
 
-    // Its begin is damaged too.
+    // The header is damaged too.
     let case = Case::new(None);
     let bytes = fs::read(case.pack(0)).unwrap();
     fs::write(case.pack(0), [&[0; 64], &bytes[64..]].concat()).unwrap();

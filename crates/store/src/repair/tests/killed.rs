@@ -1,5 +1,5 @@
-//! The process is killed at every numbered step of a repair, or the disk is full there: the next one ends as if nothing had
-//! been.
+//! The process is killed at every numbered step of a repair, or the disk is full there: the next repair has the same
+//! result as an uninterrupted one.
 
 use std::ffi::OsStr;
 use std::os::unix::process::ExitStatusExt;
@@ -17,7 +17,7 @@ const TEST: &str = "repair::tests::killed::repairs";
 fn repairs() {
     rekindle_os::point::inject(|step| points::reached(step == rekindle_os::point::Step::Write));
     let root = PathBuf::from(std::env::var_os(GROUND).expect("the test below names it"));
-    // One thread, so that the steps come in one order.
+    // One thread, so that the order of the steps is fixed.
     drop(repair_in(&root));
 }
 
@@ -28,7 +28,7 @@ fn repair_in(root: &Path) -> Result<Repaired, Error> {
     repair(&folder, Mode::Repair(&lock), None, &Sources::default(), 1, &Progress::default())
 }
 
-/// Every kind of work for a repair: begins, indexes, an index to be removed, images to be marked.
+/// Every kind of work for a repair: headers, indexes, an index to be removed, images to be marked.
 fn damaged() -> Case {
     let case = Case::of(None, vec![first(), second(), vec![("x", noise(61, 500))]]);
     let mut pack = fs::read(case.pack(0)).unwrap();
@@ -44,12 +44,12 @@ fn copy(from: &Case) -> tempfile::TempDir {
     let to = tempfile::tempdir().unwrap();
     let done = Command::new("cp").arg("-a").args([from.ground.dir.path().join("store").as_path(), to.path()]).status();
     assert!(done.unwrap().success());
-    // The name of who holds it in this process.
+    // The lock file names the holder of this process.
     fs::write(to.path().join("store/j/lock"), "").unwrap();
     to
 }
 
-/// All files below, but the lock and what a mark says of when.
+/// All files below, without the lock and the times in marks.
 fn outcome(root: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     let mut all = BTreeMap::new();
     let mut folders = vec![root.join("store")];

@@ -1,10 +1,10 @@
-//! What the search behind damage finds, and what it must not believe.
+//! What the search after damage finds, and what it must not trust.
 
 use super::*;
 use crate::chunk::{Codec, chunk_id};
 use crate::pack::RecordHeader;
 
-/// Content that holds the header of a record which is not there, and which would reach far behind its own chunk.
+/// Content with the header of a record that does not exist, and that would extend far beyond its own chunk.
 fn treacherous() -> Vec<u8> {
     let id = chunk_id(None, b"somebody else's");
     let header = RecordHeader { codec: Codec::Raw, raw_len: 1500, stored_len: 1500, id };

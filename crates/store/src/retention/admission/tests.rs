@@ -34,7 +34,7 @@ fn an_image_must_leave_min_free() {
     assert!(said.contains("no image may be removed for it") && said.contains("store.min-free"), "{said}");
 }
 
-/// One that is written as plain files, and packed then.
+/// An image that is written as plain files, and packed afterwards.
 #[test]
 fn an_image_may_take_more_at_first() {
     let facts = facts(&[Good, Good]);
@@ -136,7 +136,7 @@ proptest! {
                 let gone: Vec<ImageId> = removals.iter().map(|it| it.id).collect();
                 prop_assert!(fits(&gone));
                 prop_assert!(gone.iter().all(|id| may_go.contains(id)));
-                // And no more than that.
+                // And no more than necessary.
                 if let Some((_, fewer)) = gone.split_last() {
                     prop_assert!(!fits(fewer));
                 }

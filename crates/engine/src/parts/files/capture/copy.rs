@@ -8,19 +8,19 @@ use std::sync::Arc;
 use rekindle_os::parallel::{cores, in_parallel};
 use rekindle_os::sparse;
 
-/// Copied at once by one thread.
+/// Bytes that one thread copies at a time.
 const STRETCH: u64 = 16 << 20;
 
-/// A stretch of a file that is to be copied to the same place of another one.
+/// A range of a file to be copied to the same place of another file.
 pub(super) struct Job {
     from: Arc<File>,
     into: Arc<File>,
     range: Range<u64>,
 }
 
-/// What makes `into` equal to the first `size` bytes of `from`.
+/// The work that makes `into` equal to the first `size` bytes of `from`.
 pub(super) fn jobs(from: File, size: u64, has_holes: bool, into: File) -> io::Result<Vec<Job>> {
-    // What was copied before may be data where there is a hole by now. Without holes its pages are used again.
+    // The earlier copy may have data where the file has a hole now. Without holes, the pages of the copy are reused.
     if has_holes {
         into.set_len(0)?;
     }
@@ -31,7 +31,7 @@ pub(super) fn jobs(from: File, size: u64, has_holes: bool, into: File) -> io::Re
     Ok((0..size.div_ceil(STRETCH)).map(stretch).map(job).collect())
 }
 
-/// Copies them all, or as many as time allows: then `Interrupted`.
+/// Copies all of them. Returns `Interrupted` if cancelled.
 pub(super) fn all(jobs: Vec<Job>, cancelled: &(dyn Fn() -> bool + Sync)) -> io::Result<()> {
     let one = |job: Job| match cancelled() {
         true => Err(io::ErrorKind::Interrupted.into()),

@@ -11,20 +11,21 @@ use std::time::SystemTime;
 
 use rekindle_os::blocks::Medium;
 use rekindle_os::durable;
-use rekindle_os::process::path_in;
+use rekindle_os::maps::{self, Mapping};
+use rekindle_os::process::{self, path_in};
 use rekindle_store::manifest::{Owner, TrackedKind};
 
 /// How a job writes to a file.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Use {
-    /// Only at its end, by all of its descriptors.
+    /// Only appends, through all of its descriptors.
     pub(super) append: bool,
-    /// By a mapping.
+    /// Writes through a mapping.
     pub(super) mapped: bool,
 }
 
-/// The files that these processes (as we see them) write to now, by /proc. What a process opens or closes meanwhile is
-/// missing or too much: the freeze looks again, at CRIU's image.
+/// The files that these processes (pids as we see them) write to now, from /proc. Files that a process opens or closes
+/// meanwhile can be missing or superfluous: the freeze checks again, with CRIU's image.
 pub(super) fn written_now(tree: &[i32]) -> BTreeMap<PathBuf, Use> {
     let mut found: BTreeMap<PathBuf, Use> = BTreeMap::new();
     for pid in tree {
@@ -32,8 +33,8 @@ pub(super) fn written_now(tree: &[i32]) -> BTreeMap<PathBuf, Use> {
             let append = flags & libc::O_APPEND != 0;
             found.entry(path).and_modify(|known| known.append &= append).or_insert(Use { append, mapped: false });
         }
-        let maps = fs::read(format!("/proc/{pid}/maps")).unwrap_or_default();
-        for path in maps.split(|byte| *byte == b'\n').filter_map(written_mapping) {
+        let maps = maps::read(*pid).unwrap_or_default();
+        for path in maps::mappings(&maps).filter_map(written_mapping) {
             found.entry(path).or_default().mapped = true;
         }
     }
@@ -42,44 +43,31 @@ pub(super) fn written_now(tree: &[i32]) -> BTreeMap<PathBuf, Use> {
 
 /// The files that a process has open for writing, with the flags.
 fn descriptors(pid: i32) -> Vec<(PathBuf, i32)> {
-    let Ok(entries) = fs::read_dir(format!("/proc/{pid}/fd")) else { return Vec::new() };
-    let described = entries.flatten().filter_map(|entry| {
-        let path = fs::read_link(entry.path()).ok()?;
-        if !path.is_absolute() {
-            return None;
-        }
-        let info = fs::read_to_string(format!("/proc/{pid}/fdinfo/{}", entry.file_name().to_str()?)).ok()?;
-        let flags = info.lines().find_map(|line| line.strip_prefix("flags:"))?;
-        let flags = i32::from_str_radix(flags.trim(), 8).ok()?;
-        (flags & libc::O_ACCMODE != libc::O_RDONLY).then_some((path, flags))
-    });
-    described.collect()
+    let files = process::descriptors(pid).filter(|(_, path)| path.is_absolute());
+    let described = files.filter_map(|(number, path)| Some((path, process::open_flags(pid, number).ok()?)));
+    described.filter(|(_, flags)| flags & libc::O_ACCMODE != libc::O_RDONLY).collect()
 }
 
-/// The file of a line of /proc/PID/maps, if it is mapped shared and writable and has a name. The kernel writes a line break
-/// in a name as \012.
-fn written_mapping(line: &[u8]) -> Option<PathBuf> {
-    let mut fields = line.splitn(6, |byte| *byte == b' ');
-    let access = fields.nth(1)?;
-    let is_written = access.get(1) == Some(&b'w') && access.get(3) == Some(&b's');
-    let name = fields.nth(3)?.trim_ascii_start();
-    let is_named = name.starts_with(b"/") && !name.ends_with(b" (deleted)");
-    (is_written && is_named).then(|| PathBuf::from(OsString::from_vec(name.to_vec())))
+/// The file of a mapping, if it is mapped shared and writable and has a name.
+fn written_mapping(mapping: Mapping<'_>) -> Option<PathBuf> {
+    let is_written = mapping.access.contains('w') && mapping.is_shared();
+    let is_named = mapping.name.starts_with(b"/") && !mapping.name.ends_with(b" (deleted)");
+    (is_written && is_named).then(|| PathBuf::from(OsString::from_vec(mapping.name.to_vec())))
 }
 
-/// Where programs put files that they remove themselves.
+/// Folders for files that programs remove themselves.
 const TEMPORARY: [&str; 4] = ["/tmp", "/var/tmp", "/run", "/dev/shm"];
 
-/// Whether a file may be gone when the job is restored: it is a temporary one, or younger than the job.
+/// Whether a file may not exist when the job is restored: it is temporary, or younger than the job.
 pub(super) fn may_go(path: &Path, metadata: &fs::Metadata, medium: Medium, began: SystemTime) -> bool {
     let is_temporary = TEMPORARY.iter().any(|folder| path.starts_with(folder));
     let is_young = metadata.modified().is_ok_and(|modified| modified > began);
     medium != Medium::Kernel && (medium == Medium::Memory || is_temporary || is_young)
 }
 
-/// What SQLite gives the files beside a database: the write-ahead log, its index, and the rollback journal.
+/// Suffixes of the files beside an SQLite database: the write-ahead log, its index, and the rollback journal.
 const BESIDE: [&str; 3] = ["-wal", "-shm", "-journal"];
-/// What a database of SQLite begins with.
+/// The first bytes of an SQLite database.
 const SQLITE: &[u8; 16] = b"SQLite format 3\0";
 
 /// The database that a file belongs to, by its name.
@@ -99,8 +87,8 @@ fn is_database(path: &Path) -> bool {
     durable::open_for_reading(path).and_then(|mut file| file.read_exact(&mut start)).is_ok() && start == *SQLITE
 }
 
-/// The files of the database that `path` is one of: those that are there, and those that are not. A journal that appears
-/// after the snapshot would be taken for that of the database that is put back.
+/// The files of the database that `path` belongs to: those that exist, and those that do not. SQLite would take a
+/// journal that appears after the snapshot for the journal of the restored database.
 pub(super) fn companions(path: &Path, way: &dyn Fn(&Path) -> PathBuf) -> (Vec<PathBuf>, Vec<PathBuf>) {
     let Some(database) = database_of(path, way) else { return (Vec::new(), Vec::new()) };
     let beside = BESIDE.iter().map(|ending| {
@@ -112,8 +100,8 @@ pub(super) fn companions(path: &Path, way: &dyn Fn(&Path) -> PathBuf) -> (Vec<Pa
     all.partition(|path| fs::symlink_metadata(way(path)).is_ok())
 }
 
-/// The data folders of PostgreSQL servers among these processes, whose working directory they are, with the folders outside
-/// that their tablespaces and their write-ahead log are in. A server writes to files that it has closed.
+/// The data folders of PostgreSQL servers among these processes (a server's working directory), and the folders outside
+/// of them with tablespaces and the write-ahead log. A server writes to files that it has closed.
 pub(super) fn data_folders(tree: &[i32]) -> Vec<PathBuf> {
     let mut found: Vec<PathBuf> = Vec::new();
     for pid in tree {
@@ -130,7 +118,7 @@ pub(super) fn data_folders(tree: &[i32]) -> Vec<PathBuf> {
     found
 }
 
-/// A folder and all that is below it, each folder before what is in it. What cannot be read is left out.
+/// A folder and everything below it, each folder before its content. What cannot be read is left out.
 pub(super) fn below(folder: &Path, way: &dyn Fn(&Path) -> PathBuf) -> Vec<(PathBuf, TrackedKind)> {
     let Some(metadata) = fs::metadata(way(folder)).ok().filter(fs::Metadata::is_dir) else { return Vec::new() };
     let owner = Owner { uid: metadata.uid(), gid: metadata.gid() };

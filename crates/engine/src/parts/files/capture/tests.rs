@@ -16,7 +16,7 @@ fn content(draft: &Path, file: &OpenFile) -> Vec<u8> {
     fs::read(draft.join(file.part.as_ref().unwrap())).unwrap()
 }
 
-/// A folder on a disk: that of temporary files may be in memory.
+/// A folder on a disk: the folder for temporary files may be in memory.
 fn on_disk() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap()
 }
@@ -74,7 +74,7 @@ fn what_is_beyond_the_limit_is_left_out_with_all_that_belongs_to_it_and_named() 
         captured.absent.iter().map(|path| path.to_path_buf()).collect::<Vec<_>>(),
         [dir.path().join("data.db-journal"), dir.path().join("data.db-shm")]
     );
-    // In memory it is kept whatever the limit is.
+    // A file in memory is kept whatever the limit is.
     let memory = tempfile::tempdir_in("/dev/shm").unwrap();
     let shared = memory.path().join("shared");
     fs::write(&shared, [3; 200 << 10]).unwrap();
@@ -107,7 +107,7 @@ fn a_tracked_folder_is_captured_with_the_files_that_nobody_has_open() {
     assert_eq!(names, ["", "base", "base/1", "base/1/table", "link"].map(PathBuf::from));
 }
 
-/// What the file was is known from a look before; the job's user may have put something else there since.
+/// The type of the file is known from an earlier look; the job's user may have replaced the file since.
 #[test]
 fn a_fifo_in_place_of_a_file_does_not_hang_the_copy() {
     if !rekindle_testing::root() {
@@ -132,7 +132,7 @@ fn a_fifo_in_place_of_a_file_does_not_hang_the_copy() {
     }
 }
 
-/// Others' files are not read with our rights, whatever name they have.
+/// Other users' files are not read with our rights, whatever their names are.
 #[test]
 fn a_file_that_the_jobs_user_may_not_read_is_not_copied() {
     if !rekindle_testing::root() {

@@ -40,7 +40,7 @@ fn a_tail_is_kept_and_numbered() {
     assert_eq!(put_one_back(&file(&path, 6, true), None).unwrap(), None);
 }
 
-/// A file that is longer than any disk costs as much as it has on it.
+/// A file that is longer than any disk takes only as much space as its data.
 #[test]
 fn a_copy_of_a_tail_has_its_holes() {
     let dir = tempfile::tempdir().unwrap();
@@ -60,7 +60,7 @@ fn a_copy_of_a_tail_has_its_holes() {
     assert!(names.into_iter().all(|name| !name.to_string_lossy().starts_with(".tmp-")));
 }
 
-/// What is cut is somebody's work: it is not thrown away because a disk is full, and the image is not to blame.
+/// What is cut is somebody's work: it is not discarded because a disk is full, and the image is not to blame.
 #[test]
 fn without_room_for_what_is_cut_nothing_is_cut() {
     if !rekindle_testing::root() {
@@ -133,7 +133,7 @@ fn what_can_not_be_put_back_is_named() {
     assert_eq!(std::fs::read_to_string(&path).unwrap(), "abc", "nothing was cut through the link");
     assert!(matches!(put_one_back(&file(dir.path(), 1, false), None), Err(RollbackError::NotAFile(_))));
 }
-/// Nobody needs a second copy of a database at each restart, and nobody wants to wait for it.
+/// A second copy of a database at each restart would waste space and time.
 #[test]
 fn of_a_large_file_only_what_differs_is_kept_and_only_the_newest() {
     let dir = tempfile::tempdir().unwrap();

@@ -15,12 +15,13 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long nothing may change before locked ranks are unlocked for a moment.
+/// In a short turn: time without any change before locked ranks are unlocked for a moment.
 const BRIEF: Duration = Duration::from_millis(25);
 
-/// The turns. The short ones together take as long as the long one after them, which waits twice as long each time, and
-/// for a third of the whole time until then. A process that does not lock may simply have much work, and unlocking
-/// others only gives them more: if none waits for another, but each has work for a second, only a long turn locks all.
+/// The sequence of turns: short ones, then a long one, which waits as long as the short ones together. Their number
+/// doubles each time. A long turn waits at least a third of the time that has passed. A process that is late may simply
+/// have much work, and unlocking the others only gives them more: if none waits for another, but each has work for a
+/// second, only a long turn locks all.
 #[derive(Debug)]
 struct Turns {
     brief_ones: u32,
@@ -34,7 +35,7 @@ impl Turns {
         self.left > 0
     }
 
-    /// How long nothing may change before locked ranks are unlocked.
+    /// Time without any change before locked ranks are unlocked.
     fn patience(&self, so_far: Duration) -> Duration {
         if self.is_brief() { BRIEF } else { (BRIEF * self.brief_ones).max(so_far / 3) }
     }
@@ -61,13 +62,13 @@ enum Stand {
 pub(super) enum Resting {
     /// They are unlocked again.
     LetGo,
-    /// They stay locked. For processes that do not wait for each other and have work for seconds: those would only get more
-    /// of it.
+    /// They stay locked. For processes that do not wait for each other and have work for seconds: unlocking would only
+    /// give them more work.
     Held,
 }
 
-/// Locks `count` processes within `timeout`; returns which are locked, and the first failure. `lock` gets the time that it
-/// may wait.
+/// Locks `count` processes within `timeout`; returns which are locked, and the first failure. `lock` gets its time
+/// limit.
 pub(super) fn together<E: Send>(
     count: usize,
     timeout: Duration,
@@ -81,7 +82,7 @@ pub(super) fn together<E: Send>(
     let mut result = Ok(());
     let (told, answers) = mpsc::channel();
     let ask_one = &|at| {
-        // The driver takes 0 for ever.
+        // The driver takes 0 as no limit.
         let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         let _ = told.send((at, lock(at, left)));
     };
@@ -90,7 +91,7 @@ pub(super) fn together<E: Send>(
             for (at, stand) in stands.iter_mut().enumerate().filter(|(_, stand)| **stand == Stand::Free) {
                 *stand = Stand::Asked;
                 let work = move || ask_one(at);
-                // If no more threads can be started, the others' answers wait.
+                // If no thread can be started, lock on this one: the other results wait meanwhile.
                 if thread::Builder::new().spawn_scoped(scope, work).is_err() {
                     work();
                 }
@@ -135,9 +136,10 @@ fn let_go<E>(stands: &mut [Stand], unlock: impl Fn(usize) -> Result<(), E>) -> R
     Ok(())
 }
 
-/// From 10 us to 2.5 ms: what passes between two collectives of one rank is not known, and differs from job to job.
+/// A random time from 10 us to 2.5 ms: the time between two collectives of a rank is not known, and differs from job to
+/// job.
 fn moment() -> Duration {
-    // Seeded by the kernel, and another for each hasher.
+    // Each hasher has another random seed.
     Duration::from_micros(10 << (RandomState::new().hash_one(0) % 9))
 }
 
@@ -148,7 +150,7 @@ mod tests {
 
     use super::*;
 
-    /// A rank: locked, it begins nothing; a collective it began ends once all have begun it.
+    /// A rank. While locked it starts nothing; a collective that it started ends once all have started it.
     #[derive(Debug, Default, Clone, Copy)]
     struct Rank {
         closed: bool,
@@ -172,7 +174,7 @@ mod tests {
             }
         }
 
-        /// Collective after collective, `late` before each, and what a launch takes.
+        /// One collective after the other. `late` is the delay before each, besides the time for a launch.
         fn work(&self, at: usize, late: Duration) {
             let done = |ranks: &Vec<Rank>| ranks.iter().map(|rank| rank.begun).min().unwrap();
             while !self.over.load(Ordering::Relaxed) {
@@ -244,7 +246,7 @@ mod tests {
     #[test]
     fn one_that_is_just_busy_does_not_have_the_others_asked_for_ever() {
         let world = World::new(2);
-        // It leaves a kernel behind that nobody ends for 400 ms.
+        // Rank 0 has started a kernel that does not end for 400 ms.
         world.ranks.lock().unwrap()[0].begun = 1;
         thread::scope(|scope| {
             scope.spawn(|| {
@@ -261,7 +263,7 @@ mod tests {
         assert!(world.locks()[1] <= 16, "{:?}", world.locks());
     }
 
-    /// Each has 400 ms of work after 400 ms of work, out of step, and begins the next as soon as it may.
+    /// Each has 400 ms of work after 400 ms of work, out of step, and starts the next as soon as it can.
     #[test]
     fn those_that_wait_for_nobody_are_held_until_all_rest() {
         const WORK: Duration = Duration::from_millis(400);

@@ -4,21 +4,21 @@
 use super::{Device, Health, Need, Old};
 use rekindle_cuda::GpuUuid;
 
-/// What is asked of a place.
+/// Requirements for a place.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Ask {
     pub(super) faults: Faults,
     pub(super) room: Room,
 }
 
-/// GPUs that had a fault.
+/// How to treat GPUs that had a fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Faults {
     Avoid,
     Take,
 }
 
-/// Whether it must have enough memory now, or would have if nobody else used it.
+/// Whether the GPU must have enough free memory now, or only enough in total.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Room {
     Now,
@@ -41,13 +41,14 @@ impl Ask {
             Health::Silent | Health::Part => false,
         };
         let stays = old.uuid == device.uuid;
-        // Where it was it had room; how much that is may not be known.
+        // The job had room on its own GPU, even if the amount is unknown.
         let room = (stays && matches!(old.need, Need::Unknown(_))) || self.has_room(old, device);
         healthy && room && (stays || (old.name == device.name && !old.name.is_empty()))
     }
 }
 
-/// The device for each GPU that the job used, by number; `fixed` are decided already (old, new). None if not all have one.
+/// The device for each GPU that the job used, by number; `fixed` are decided already (old, new). `None` if not all can
+/// be placed.
 pub(super) fn place(
     olds: &[Old],
     devices: &[Device],
@@ -56,7 +57,7 @@ pub(super) fn place(
 ) -> Option<Vec<Option<usize>>> {
     let mut holders = vec![None; devices.len()];
     for (old, new) in fixed {
-        // Whoever asks for one that had a fault gets it.
+        // A GPU that the user names is taken even if it had a fault.
         let ask = Ask { faults: Faults::Take, ..ask };
         if olds[*old].need != Need::Unused && !ask.has_room(&olds[*old], &devices[*new]) {
             return None;
@@ -76,7 +77,7 @@ pub(super) fn place(
             None => true,
         }
     });
-    // Where that is enough, those that can stay do.
+    // First try with all that can stay where they are.
     let search = |held: Vec<usize>| {
         let mut search = Search { olds, devices, holders: holders.clone(), ask, held, seen: Vec::new() };
         let all = rest.iter().all(|old| {
@@ -93,20 +94,20 @@ pub(super) fn place(
 struct Search<'a> {
     olds: &'a [Old],
     devices: &'a [Device],
-    /// By device: who has it.
+    /// For each device, the old GPU placed on it.
     holders: Vec<Option<usize>>,
     ask: Ask,
-    /// Devices whose holder cannot be sent elsewhere.
+    /// Devices whose old GPU must not be moved away.
     held: Vec<usize>,
     seen: Vec<bool>,
 }
 
 impl Search<'_> {
-    /// Finds one for `old`: an empty one, else one whose holder can go elsewhere.
+    /// Finds a device for `old`: an empty one, else one whose present holder can move to another.
     fn find(&mut self, old: usize) -> bool {
         let mut fitting: Vec<usize> =
             (0..self.devices.len()).filter(|at| self.ask.fits(&self.olds[old], &self.devices[*at])).collect();
-        // Stable: of those with as much the first.
+        // A stable sort: with equal free memory the first comes first.
         fitting.sort_by_key(|at| std::cmp::Reverse(self.devices[*at].free));
         if let Some(at) = fitting.iter().copied().find(|at| self.holders[*at].is_none()) {
             self.holders[at] = Some(old);

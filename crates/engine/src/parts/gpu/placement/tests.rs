@@ -87,7 +87,7 @@ fn one_that_is_gone_busy_faulty_or_silent_is_left_for_another_of_its_type() {
         moves(automatic(&job, &[second.clone(), third])),
         (vec![(1, 2), (2, 3)], vec!["it is not on this machine".into()])
     );
-    // Another type is no place.
+    // A GPU of another type does not fit.
     assert!(matches!(automatic(&job, &[device("NVIDIA H100", 3, 80), second.clone()]), Plan::Refuse(_)));
     let silent = Device { health: Health::Silent, ..first };
     let plan = automatic(&job, &[silent, second]);
@@ -248,14 +248,15 @@ fn faults_find_their_gpu_by_uuid_or_address() {
     assert!(!is_same_address("a GPU", "a GPU"));
 }
 
-/// Up to five GPUs of the image by what was used of them, and of those up to six that are here: byte, room, health.
+/// Up to five GPUs of the image, by memory used, and up to six GPUs of the machine: first byte of the UUID, memory,
+/// health.
 fn cases() -> impl Strategy<Value = (Vec<u64>, Vec<(u8, u64, u8)>)> {
     let needs = prop::collection::vec(prop_oneof![Just(0), 1..6u64], 1..5);
     let devices = prop::collection::hash_map(1..8u8, (0..6u64, 0..8u8), 0..6);
     (needs, devices.prop_map(|all| all.into_iter().map(|(byte, (room, health))| (byte, room, health)).collect()))
 }
 
-/// Whether there is a way to give each its own: by trying all.
+/// Whether each can get a GPU of its own, found by trying all.
 fn possible(needs: &[u64], fits: &dyn Fn(usize, usize) -> bool, devices: usize, taken: &mut Vec<usize>) -> bool {
     let at = taken.len();
     if at == needs.len() {
@@ -318,7 +319,7 @@ proptest! {
                         prop_assert!(usable(at, to, !solvable(false)));
                     }
                 }
-                // With those that can stay where they are, is there a way for the others? Then they do.
+                // If the others can be placed without moving those that can stay, none of those moves.
                 let fits = |at: usize, to: usize| {
                     let own = devices[to].uuid == uuid(gpus[at].1);
                     usable(at, to, false) && (own || !well(at))
@@ -330,7 +331,7 @@ proptest! {
                 }
             }
             Plan::Wait(_) | Plan::Refuse(_) => {
-                // All that is short may be a GPU for one that was not used.
+                // The plan may only fail for lack of a GPU for one that was not used.
                 let enough = devices.len() >= needs.len();
                 prop_assert!(!solvable(true) || !enough);
             }

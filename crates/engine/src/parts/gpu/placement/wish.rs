@@ -10,9 +10,9 @@ use rekindle_store::ImageId;
 /// What is known or wanted beyond the image and the machine.
 #[derive(Debug, Clone, Default)]
 pub struct Wishes {
-    /// Which GPU shall take which one's place.
+    /// Which GPU replaces which.
     pub map: Vec<Pair>,
-    /// The newest image that the map speaks of: those that are taken later have the new GPUs. None: all.
+    /// The newest image that the map applies to; later images have the new GPUs. `None`: all images.
     pub until: Option<ImageId>,
     /// GPUs, by UUID or PCI address, that had a fault after which nothing should be started there.
     pub faults: Vec<(String, u32)>,
@@ -21,7 +21,7 @@ pub struct Wishes {
 }
 
 impl Wishes {
-    /// The part of the map that is for this image.
+    /// The part of the map that applies to this image.
     pub(super) fn for_image(&self, id: ImageId) -> &[Pair] {
         match self.until {
             Some(until) if id > until => &[],
@@ -30,12 +30,12 @@ impl Wishes {
     }
 }
 
-/// A GPU as somebody names it.
+/// A GPU as a user names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GpuRef {
     /// By UUID.
     Uuid(GpuUuid),
-    /// By number: an old one among those of the image, a new one as nvidia-smi counts here.
+    /// By number: an old GPU among those of the image, a new one as nvidia-smi counts on this machine.
     Index(u32),
 }
 
@@ -62,12 +62,12 @@ impl FromStr for GpuRef {
     }
 }
 
-/// Which GPU shall take which one's place.
+/// Which GPU replaces which.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pair {
-    /// The one of the image.
+    /// The GPU in the image.
     pub old: GpuRef,
-    /// The one of here.
+    /// The GPU of this machine.
     pub new: GpuRef,
 }
 
@@ -77,10 +77,10 @@ pub enum ParsePairError {
     /// There is not exactly one `=`.
     #[error("{0:?} is not a pair of GPUs: it must be OLD=NEW")]
     NotAPair(String),
-    /// An instance of a divided GPU.
+    /// It names an instance of a divided GPU.
     #[error("{0:?} is an instance of a divided GPU (MIG), which the CUDA driver cannot checkpoint")]
     Instance(String),
-    /// Neither a number nor a UUID.
+    /// A GPU is neither a number nor a UUID.
     #[error("{0}, or a GPU number of nvidia-smi")]
     Uuid(#[from] ParseUuidError),
 }
@@ -94,8 +94,8 @@ impl FromStr for Pair {
     }
 }
 
-/// The pairs as numbers of `olds` and of the devices, or what is wrong with them. Whether there is room is looked at later:
-/// there may be in a while.
+/// The pairs as indices of `olds` and of the devices, or what is wrong with them. Free memory is checked later, because
+/// more can become free.
 pub(super) fn resolve(pairs: &[Pair], olds: &[Old], here: &Devices) -> Result<Vec<(usize, usize)>, String> {
     let mut all: Vec<(usize, usize)> = Vec::new();
     for Pair { old, new } in pairs {

@@ -1,4 +1,4 @@
-//! The real CRIU writes: nothing of an image is torn, it restores, and no CRIU that fails leaves anything behind.
+//! With the real CRIU as the writer: no image is torn, each can be restored, and a failing CRIU leaves nothing behind.
 
 use std::cell::{Cell, RefCell};
 use std::ffi::CString;
@@ -7,8 +7,9 @@ use super::*;
 use rekindle_criu::{self as criu, Criu, DumpOptions, Hooks, Notify, Place, RestoreOptions, RunError, Tcp, image};
 use rekindle_os::spawn::{Child, Open, Spawn};
 
-/// Rewrites its memory all the time, page by page in order: at each moment the first pages hold a number and all others the
-/// one before. It ends when it finds anything else. Twice: private memory, and shared memory (a pages file of its own).
+/// Rewrites its memory all the time, page by page in order: at each moment the first pages contain a number and all
+/// others the number before it. It exits when it finds anything else. It does so with private memory, and with shared
+/// memory (a pages file of its own).
 const JOB: &str = r#"
 import mmap, os, struct, sys
 count = int(sys.argv[1])
@@ -51,7 +52,7 @@ impl Job {
         job
     }
 
-    /// How many passes it has made.
+    /// How many passes the job has made.
     fn passes(&self) -> usize {
         let text = fs::read_to_string(&self.log).unwrap_or_default();
         assert!(!text.contains("torn"), "{text}");
@@ -87,14 +88,14 @@ fn place<'a>(criu: &'a Criu, images: &'a Path, work: &'a Path) -> Place<'a> {
     Place { criu, init: None, images, work, timeout: Duration::from_secs(60) }
 }
 
-/// What is answered when CRIU has written everything.
+/// Our answer when CRIU has written everything.
 #[derive(PartialEq)]
 enum Answer {
     Drain,
     Refuse,
 }
 
-/// Dumps through receivers; what they got.
+/// Dumps through receivers; returns what they received.
 fn dump(
     area: &Area,
     criu: &Criu,
@@ -154,11 +155,11 @@ fn no_page_is_torn_and_the_image_restores() {
         let bytes: Vec<u8> = received.iter().flat_map(|file| fs::read(&file.path).unwrap()).collect();
         let both = [numbers(&bytes, 0), numbers(&bytes, 1)];
         assert!(both.iter().all(|numbers| numbers.len() == PAGES), "round {round}");
-        // The job goes from one to the other within each page.
+        // The job writes the two memories alternately within each page.
         let all: Vec<u32> = both[0].iter().zip(&both[1]).flat_map(|(a, b)| [*a, *b]).collect();
         let (first, last) = (all[0], all[all.len() - 1]);
         let steps: Vec<_> = (0..all.len() - 1).filter(|n| all[*n] != all[n + 1]).map(|n| (n + 1, all[n + 1])).collect();
-        // One step down at the place where it was stopped, or none.
+        // There is at most one step down, at the place where it was stopped.
         let some: Vec<_> = steps.iter().take(8).collect();
         assert!(steps.len() <= 1 && first - last <= 1, "round {round}: torn, from {first} to {last} by {some:?}");
         job.goes_on();
@@ -193,7 +194,7 @@ fn a_criu_that_is_killed_while_it_writes_leaves_a_running_job_and_no_fifo() {
     let asked = Cell::new(0);
     let writing = || {
         asked.set(asked.get() + 1);
-        // First CRIU waits for the answer to pre-dump.
+        // CRIU first waits for the answer to pre-dump.
         if asked.get() == 1 {
             return false;
         }

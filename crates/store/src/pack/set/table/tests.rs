@@ -9,9 +9,9 @@ fn a_chunk_takes_32_bytes() {
 
 #[derive(Debug, Clone)]
 enum Step {
-    /// A pack that is read from the disk.
+    /// A pack is read from the disk.
     Read(Vec<u8>),
-    /// A chunk that is written.
+    /// A chunk is written.
     Insert(u8),
 }
 
@@ -28,7 +28,7 @@ fn id(n: u8) -> ChunkId {
     ChunkId::new(bytes)
 }
 
-/// An index in which packs are marked for a while.
+/// An index in which packs are marked temporarily.
 struct Marked<'a>(&'a mut Index, Vec<PackName>);
 
 impl<'a> Marked<'a> {
@@ -68,7 +68,7 @@ proptest! {
                 }
                 Step::Insert(chunk) => {
                     let location = Location { pack, offset: 64, raw_len: 5, stored_len: 6 };
-                    // As a writer does: only what is not there.
+                    // As a writer does: only if it does not exist.
                     index.sort();
                     if index.get(&id(*chunk)).is_none() {
                         index.insert(&id(*chunk), location);
@@ -89,7 +89,7 @@ proptest! {
             prop_assert_eq!(index.get(&id(n)).is_some(), !expected.is_empty());
             prop_assert!(index.get(&id(n)).is_none_or(|location| expected.contains(&location)));
             for copies in 1..=3 {
-                // Packs of which every third is marked: those count only where no other has it.
+                // Every third pack is marked: those count only if no other pack has the chunk.
                 let marked: Vec<PackName> = index.packs().iter().map(|info| info.name).step_by(3).collect();
                 let mut index = Marked::new(&mut index, &marked);
                 let kept: Vec<_> = index.get_mut().kept(&id(n), copies).collect();

@@ -1,0 +1,181 @@
+//! What the processes of a job have started on NCCL's communicators, and the gate in front of their next calls.
+//!
+//! The interposer in each process counts (`native/preload/src/nccl.rs`). This module reads the counts and sets how far a
+//! process may go; which numbers bring all ranks to one point is up to the caller.
+//!
+//! Invariant: the tables are in the job's memory. Their content is compared and counted, and not trusted for anything
+//! else.
+
+use std::io;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
+use std::time::Duration;
+
+use nix::time::{ClockId, clock_gettime};
+use rekindle_abi::nccl::{self as table, Table};
+
+use crate::job_table::JobTable;
+
+/// What is counted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Kind {
+    /// Collectives of a communicator.
+    Collective,
+    /// Sends to one peer.
+    Send,
+    /// Receives from one peer.
+    Receive,
+}
+
+/// A communicator of one process, as one of its ranks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Communicator {
+    /// The same number in all ranks.
+    pub id: [u64; 2],
+    /// Which of them this is.
+    pub rank: u32,
+    /// How many there are.
+    pub ranks: u32,
+    /// The program has destroyed or aborted it.
+    pub has_ended: bool,
+}
+
+/// What one rank has started of one kind.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Counter {
+    /// Where it is in the process's table.
+    pub place: usize,
+    /// Index in [`Counts::communicators`].
+    pub communicator: usize,
+    /// What is counted.
+    pub kind: Kind,
+    /// The other rank of a send or receive.
+    pub peer: u32,
+    /// How many were started.
+    pub started: u64,
+    /// How many there would be after the call that waits in front of the gate.
+    pub wanted: Option<u64>,
+}
+
+/// What one process has started.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Its communicators, with those that have ended.
+    pub communicators: Vec<Communicator>,
+    /// Its counters.
+    pub counters: Vec<Counter>,
+    /// Threads that are in a call of NCCL now.
+    pub inside: u32,
+}
+
+/// The counts of one process.
+#[derive(Debug)]
+pub struct Ranks {
+    pid: i32,
+    table: JobTable<Table>,
+}
+
+impl Ranks {
+    /// Those of process `pid`, as we see it; None if it has used no NCCL that the interposer has seen.
+    ///
+    /// # Errors
+    /// When it has a table that cannot be read, or of another version of the interposer.
+    pub fn of(pid: i32) -> io::Result<Option<Ranks>> {
+        let table = JobTable::of(pid, "rekindle-nccl-", table::NAME)?;
+        let table = table.filter(|table: &JobTable<Table>| table.get().pid.load(Acquire) != 0);
+        Ok(table.map(|table| Ranks { pid, table }))
+    }
+
+    /// The process, as we see it.
+    #[must_use]
+    pub fn pid(&self) -> i32 {
+        self.pid
+    }
+
+    /// The process, as it sees itself.
+    #[must_use]
+    pub fn inner(&self) -> i32 {
+        self.table.get().pid.load(Relaxed)
+    }
+
+    /// Why its counts are not all of what it starts, if they are not.
+    #[must_use]
+    pub fn untracked(&self) -> Option<&'static str> {
+        let why = self.table.get().untracked.load(Relaxed);
+        let reasons = [
+            (table::CAPTURED, "a CUDA graph contains NCCL operations"),
+            (table::UNKNOWN, "it uses NCCL in a way that is not counted"),
+            (table::FULL, "it has more communicators or peers than can be counted"),
+        ];
+        reasons.into_iter().find(|(bit, _)| why & bit != 0).map(|(_, reason)| reason)
+    }
+
+    /// What it has started up to now.
+    #[must_use]
+    pub fn counts(&self) -> Counts {
+        let table = self.table.get();
+        // Before the counters: a call that is seen to have ended has counted.
+        let inside = table.inside.load(SeqCst);
+        let mut indices = Vec::new();
+        let mut communicators = Vec::new();
+        for entry in &table.communicators {
+            let state = entry.state.load(Acquire);
+            indices.push(communicators.len());
+            if state != table::FREE {
+                let [a, b] = &entry.id;
+                communicators.push(Communicator {
+                    id: [a.load(Relaxed), b.load(Relaxed)],
+                    rank: entry.rank.load(Relaxed),
+                    ranks: entry.ranks.load(Relaxed),
+                    has_ended: state == table::ENDED,
+                });
+            }
+        }
+        let read = |(place, entry): (usize, &table::Counter)| {
+            let communicator = *indices.get(usize::try_from(entry.communicator.load(Relaxed)).ok()?)?;
+            let kind = match entry.kind.load(Relaxed) {
+                table::COLLECTIVE => Kind::Collective,
+                table::SEND => Kind::Send,
+                table::RECEIVE => Kind::Receive,
+                _ => return None,
+            };
+            let wanted = Some(entry.wanted.load(SeqCst)).filter(|wanted| *wanted != 0);
+            let (peer, started) = (entry.peer.load(Relaxed), entry.started.load(SeqCst));
+            (communicator < communicators.len()).then_some(Counter { place, communicator, kind, peer, started, wanted })
+        };
+        let used = usize::try_from(table.counters_used.load(Acquire)).unwrap_or(usize::MAX);
+        let counters = table.counters.iter().enumerate().take(used).filter_map(read).collect();
+        Counts { communicators, counters, inside }
+    }
+
+    /// Closes the gate for at most `time`: calls wait that would start more than their limits, which are those of last
+    /// time until [`Ranks::limit`] sets them.
+    pub fn close(&self, time: Duration) {
+        let table = self.table.get();
+        table.until.store(now().saturating_add(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)), SeqCst);
+        table.closed.store(1, SeqCst);
+    }
+
+    /// Lets the counter at `place` go up to `limit` while the gate is closed.
+    pub fn limit(&self, place: usize, limit: u64) {
+        if let Some(counter) = self.table.get().counters.get(place) {
+            counter.limit.store(limit, SeqCst);
+        }
+    }
+
+    /// Whether the gate was closed, and not opened since; its time may be over all the same.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        self.table.get().closed.load(SeqCst) != 0
+    }
+
+    /// Opens the gate.
+    pub fn open(&self) {
+        self.table.get().closed.store(0, SeqCst);
+    }
+}
+
+/// CLOCK_MONOTONIC in nanoseconds, as the interposer reads it.
+fn now() -> u64 {
+    let time = clock_gettime(ClockId::CLOCK_MONOTONIC).map(Duration::from).unwrap_or_default();
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,146 @@
+//! Brings the ranks of a job to one point of every NCCL communicator, so that all of them can be locked at once.
+//!
+//! A collective's kernel ends once all ranks have started it. Ranks that are locked at random points block each other
+//! ([`super::lock`]). Here the interposer holds each rank in front of its next call of NCCL, those that are behind are
+//! let go on to where the others are ([`plan`]), and what is on the GPUs then ends by itself.
+//!
+//! The gate is open again once all threads are stopped, so that no image has it closed. If this supervisor is gone, it
+//! opens by itself.
+
+mod plan;
+
+#[cfg(test)]
+mod hostile;
+#[cfg(test)]
+mod model;
+
+use std::time::{Duration, Instant};
+
+use plan::{Behind, Channel, Targets};
+use rekindle_cuda::nccl::{Counts, Ranks};
+
+use super::has_ended;
+
+/// How often the counts are read.
+const PAUSE: Duration = Duration::from_micros(300);
+
+/// How long nothing may change before every call that waits is let through: a rank that is behind may wait for another
+/// rank by other means than NCCL. Twice as long each time, as it may also just be computing.
+const PATIENCE: Duration = Duration::from_millis(250);
+
+/// How long nothing may change before it is looked whether a process has ended: nobody comes for it then, and the others
+/// must not be held.
+const SUSPICION: Duration = Duration::from_millis(10);
+
+/// How much longer than the cut may take the gate stays closed for the lock, if nobody opens it.
+const FOR_THE_LOCK: Duration = Duration::from_secs(30);
+
+/// Ranks that wait in front of their gates. Dropped, they go on.
+#[derive(Debug)]
+pub(super) struct Cut(Vec<Ranks>);
+
+impl Drop for Cut {
+    fn drop(&mut self) {
+        self.0.iter().for_each(Ranks::open);
+    }
+}
+
+/// Why there is no cut.
+#[derive(Debug)]
+pub(super) enum Without {
+    /// No process uses NCCL, or what they start is not counted.
+    Counts,
+    /// Not all ranks came in time, or one has ended; who was waited for.
+    Late(String),
+    /// It was not wanted any more.
+    Cancelled,
+}
+
+/// Brings all ranks of these processes to one point within `timeout`.
+pub(super) fn reach(pids: &[i32], timeout: Duration, cancelled: &dyn Fn() -> bool) -> Result<Cut, Without> {
+    let began = Instant::now();
+    let mut all = Vec::new();
+    for pid in pids {
+        match Ranks::of(*pid) {
+            Ok(None) => {}
+            Ok(Some(ranks)) => {
+                if let Some(why) = ranks.untracked() {
+                    tracing::debug!(pid = ranks.inner(), "ranks are locked without a common point: {why}");
+                    return Err(Without::Counts);
+                }
+                all.push(ranks);
+            }
+            Err(error) => {
+                tracing::debug!(pid, "ranks are locked without a common point: {error}");
+                return Err(Without::Counts);
+            }
+        }
+    }
+    if all.is_empty() {
+        return Err(Without::Counts);
+    }
+    let cut = Cut(all);
+    cut.0.iter().for_each(|ranks| ranks.close(timeout + FOR_THE_LOCK));
+    let mut targets = Targets::default();
+    let mut seen: Vec<Counts> = Vec::new();
+    let (mut changed, mut patience, mut raised) = (Instant::now(), PATIENCE, 0_u32);
+    loop {
+        let now: Vec<Counts> = cut.0.iter().map(Ranks::counts).collect();
+        if now != seen {
+            changed = Instant::now();
+            seen = now;
+        }
+        let is_stuck = changed.elapsed() > patience;
+        let step = targets.step(&seen, is_stuck);
+        for (process, place, limit) in step.limits {
+            if let Some(ranks) = cut.0.get(process) {
+                ranks.limit(place, limit);
+            }
+        }
+        if cut.0.iter().any(|ranks| ranks.untracked().is_some()) {
+            return Err(Without::Counts);
+        }
+        if step.is_reached {
+            tracing::debug!(took = ?began.elapsed(), raised, "all ranks wait at one point");
+            return Ok(cut);
+        }
+        if cancelled() {
+            return Err(Without::Cancelled);
+        }
+        if changed.elapsed() > SUSPICION
+            && let Some(dead) = cut.0.iter().find(|ranks| has_ended(ranks.pid()))
+        {
+            return Err(Without::Late(format!("process {} has ended", dead.inner())));
+        }
+        if began.elapsed() > timeout {
+            return Err(Without::Late(describe(&step.behind, &cut.0)));
+        }
+        if is_stuck && step.behind.iter().any(|behind| behind.process.is_none()) {
+            tracing::debug!("ranks are locked without a common point: {}", describe(&step.behind, &cut.0));
+            return Err(Without::Counts);
+        }
+        if is_stuck {
+            (changed, patience, raised) = (Instant::now(), patience * 2, raised + 1);
+        }
+        std::thread::sleep(PAUSE);
+    }
+}
+
+/// The first of those that others wait for.
+fn describe(behind: &[Behind], all: &[Ranks]) -> String {
+    let Some(first) = behind.first() else {
+        return "a call of NCCL has not returned (a communicator is being made, or a connection)".into();
+    };
+    let Behind { channel, process, rank, started, target } = first;
+    let what = match channel {
+        Channel::Collective(_) => "collective",
+        Channel::Pair { .. } => "send or receive",
+    };
+    let who = match process.and_then(|process| all.get(process)) {
+        Some(ranks) => format!("rank {rank} (process {})", ranks.inner()),
+        None => format!("rank {rank}, which no process of the job has,"),
+    };
+    let others = behind.len() - 1;
+    let others = if others > 0 { format!("; {others} more are behind") } else { String::new() };
+    format!("{who} has not started {what} {target} of a communicator; it has started {started}{others}")
+}

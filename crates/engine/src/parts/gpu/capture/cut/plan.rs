@@ -1,0 +1,182 @@
+//! How far each rank has to go, so that all stop at one point of every communicator. Pure: it neither reads a clock nor
+//! touches a process, and it does not assume that all ranks are on one machine.
+//!
+//! A channel is what ranks have to do the same number of times: the collectives of a communicator, or the sends from
+//! one rank to another and the receives there. Its target is the highest count that one of its members has started: the
+//! others have to follow, or the kernels of those that are ahead never end. A rank that is behind and waits in front of
+//! another channel's target has to pass that one first, so it is raised, and then all members of that channel have to
+//! follow. Only what is raised is needed by something that has already been started: so this ends wherever the program
+//! itself would get on.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use rekindle_cuda::nccl::{Counts, Kind};
+
+/// What has to be done the same number of times.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Channel {
+    /// All ranks of this communicator.
+    Collective([u64; 2]),
+    /// Sends of one rank, and receives of another.
+    Pair { id: [u64; 2], from: u32, to: u32 },
+}
+
+/// One side of a channel.
+#[derive(Debug, Clone)]
+struct Member {
+    /// None: no process has this rank.
+    process: Option<usize>,
+    rank: u32,
+    /// Its counter in the process's table, once it has one.
+    place: Option<usize>,
+    started: u64,
+    wanted: Option<u64>,
+    /// Its communicator was destroyed: it starts nothing more.
+    has_ended: bool,
+}
+
+/// How far all channels may go. What was once allowed stays allowed.
+#[derive(Debug, Default)]
+pub(super) struct Targets(BTreeMap<Channel, u64>);
+
+/// A rank that others wait for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Behind {
+    pub(super) channel: Channel,
+    /// Index of its process; None if no process has this rank.
+    pub(super) process: Option<usize>,
+    pub(super) rank: u32,
+    pub(super) started: u64,
+    pub(super) target: u64,
+}
+
+/// What is to be done next.
+#[derive(Debug, Default)]
+pub(super) struct Step {
+    /// Process, counter and how far it may go.
+    pub(super) limits: Vec<(usize, usize, u64)>,
+    /// All have started the same, and no call is in progress.
+    pub(super) is_reached: bool,
+    /// Who has not come yet.
+    pub(super) behind: Vec<Behind>,
+}
+
+impl Targets {
+    /// The next step, for these counts of all processes. If `raise_all`, every call that waits may be made: the ranks that
+    /// are behind may wait for something other than NCCL.
+    pub(super) fn step(&mut self, all: &[Counts], raise_all: bool) -> Step {
+        let channels = channels(all);
+        // Counters do not go away; a table that the job changes all the time must not be remembered.
+        self.0.retain(|channel, _| channels.contains_key(channel));
+        for (channel, members) in &channels {
+            let highest = members.iter().map(|member| member.started).max().unwrap_or(0);
+            let target = self.0.entry(*channel).or_default();
+            *target = (*target).max(highest);
+        }
+        let behind = loop {
+            let behind = self.behind(&channels);
+            let processes: BTreeSet<_> = behind.iter().filter_map(|behind| behind.process).collect();
+            // If no process has the rank that is waited for, any of them may yet become it.
+            let may_all = raise_all || behind.iter().any(|behind| behind.process.is_none());
+            let may_pass = |member: &&Member| may_all || member.process.is_some_and(|it| processes.contains(&it));
+            let mut is_raised = false;
+            for (channel, members) in &channels {
+                let target = self.0.entry(*channel).or_default();
+                for member in members.iter().filter(may_pass) {
+                    if member.wanted.is_some_and(|wanted| wanted > *target) {
+                        *target = member.wanted.unwrap_or(*target);
+                        is_raised = true;
+                    }
+                }
+            }
+            if !is_raised {
+                break behind;
+            }
+        };
+        let limit = |(channel, members): (&Channel, &Vec<Member>)| {
+            let target = self.0.get(channel).copied().unwrap_or(0);
+            members.iter().filter_map(move |member| Some((member.process?, member.place?, target))).collect::<Vec<_>>()
+        };
+        let limits = channels.iter().flat_map(limit).collect();
+        let is_reached = behind.is_empty() && all.iter().all(|counts| counts.inside == 0);
+        Step { limits, is_reached, behind }
+    }
+
+    #[cfg(test)]
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    fn behind(&self, channels: &BTreeMap<Channel, Vec<Member>>) -> Vec<Behind> {
+        let mut behind = Vec::new();
+        for (channel, members) in channels {
+            let target = self.0.get(channel).copied().unwrap_or(0);
+            for member in members.iter().filter(|member| member.started < target && !member.has_ended) {
+                let Member { process, rank, started, .. } = *member;
+                behind.push(Behind { channel: *channel, process, rank, started, target });
+            }
+        }
+        behind
+    }
+}
+
+/// The members of all channels that have been used.
+fn channels(all: &[Counts]) -> BTreeMap<Channel, Vec<Member>> {
+    // Who is which rank.
+    let mut ranks: BTreeMap<[u64; 2], BTreeMap<u32, (usize, bool)>> = BTreeMap::new();
+    let mut sizes: BTreeMap<[u64; 2], u32> = BTreeMap::new();
+    for (process, counts) in all.iter().enumerate() {
+        for communicator in &counts.communicators {
+            ranks.entry(communicator.id).or_default().insert(communicator.rank, (process, communicator.has_ended));
+            sizes.insert(communicator.id, communicator.ranks);
+        }
+    }
+    let mut channels: BTreeMap<Channel, Vec<Member>> = BTreeMap::new();
+    for (process, counts) in all.iter().enumerate() {
+        for counter in &counts.counters {
+            let Some(communicator) = counts.communicators.get(counter.communicator) else { continue };
+            let (id, rank) = (communicator.id, communicator.rank);
+            let channel = match counter.kind {
+                Kind::Collective => Channel::Collective(id),
+                Kind::Send => Channel::Pair { id, from: rank, to: counter.peer },
+                Kind::Receive => Channel::Pair { id, from: counter.peer, to: rank },
+            };
+            channels.entry(channel).or_default().push(Member {
+                process: Some(process),
+                // The two sides of what a rank sends to itself are two members.
+                rank: if counter.kind == Kind::Receive { rank | RECEIVER } else { rank },
+                place: Some(counter.place),
+                started: counter.started,
+                wanted: counter.wanted,
+                has_ended: communicator.has_ended,
+            });
+        }
+    }
+    // Those that have not used the channel yet.
+    for (channel, members) in &mut channels {
+        let (id, wanted) = match channel {
+            Channel::Collective(id) => (*id, ranks_of(ranks.get(id), sizes.get(id).copied().unwrap_or(0))),
+            Channel::Pair { id, from, to } => (*id, vec![*from, *to | RECEIVER]),
+        };
+        let have: BTreeSet<u32> = members.iter().map(|member| member.rank).collect();
+        for rank in wanted.into_iter().filter(|rank| !have.contains(rank)) {
+            let found = ranks.get(&id).and_then(|ranks| ranks.get(&(rank & !RECEIVER)));
+            let has_ended = found.is_some_and(|(_, has_ended)| *has_ended);
+            let process = found.map(|(process, _)| *process);
+            members.push(Member { process, rank, place: None, started: 0, wanted: None, has_ended });
+        }
+        members.iter_mut().for_each(|member| member.rank &= !RECEIVER);
+    }
+    channels
+}
+
+/// The ranks of a communicator of this size that processes have, and the first one that none has: it stands for all of
+/// them, because the size is the job's word.
+fn ranks_of(known: Option<&BTreeMap<u32, (usize, bool)>>, size: u32) -> Vec<u32> {
+    let Some(known) = known else { return Vec::new() };
+    let missing = (0..size).find(|rank| !known.contains_key(rank));
+    known.keys().copied().filter(|rank| *rank < size).chain(missing).collect()
+}
+
+/// Marks the receiving side of a pair.
+const RECEIVER: u32 = 1 << 31;

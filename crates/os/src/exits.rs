@@ -1,0 +1,321 @@
+//! How processes end that are not our children.
+//!
+//! Three sources, each where the one before tells nothing:
+//!
+//! | source | needs | tells |
+//! |---|---|---|
+//! | `PIDFD_GET_INFO` | Linux 6.14 | how a process ended that its parent has waited for |
+//! | /proc/PID/stat | root | how a process ended that its parent has not waited for |
+//! | the process events (`cn_proc`) | CAP_NET_ADMIN in the first namespaces | each fork, exec and end on the machine, when it happens |
+#![allow(unsafe_code, reason = "calls of the kernel; each block says why it is sound")]
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::time::Duration;
+
+use super::process;
+use super::spawn::Ended;
+
+/// `struct pidfd_info`, as of its first version (include/uapi/linux/pidfd.h). A newer kernel accepts it.
+#[repr(C)]
+#[derive(Default)]
+struct PidfdInfo {
+    mask: u64,
+    cgroup: u64,
+    /// pid, tgid, ppid, then eight user and group ids.
+    ids: [u32; 11],
+    exit_code: i32,
+}
+
+/// `PIDFD_INFO_EXIT`.
+const INFO_EXIT: u64 = 1 << 3;
+/// `_IOWR(PIDFS_IOCTL_MAGIC, 11, struct pidfd_info)`.
+const PIDFD_GET_INFO: libc::Ioctl = 0xC040_FF0B;
+
+fn of_status(status: i32) -> Ended {
+    match status & 0x7f {
+        0 => Ended::Exit(status >> 8 & 0xff),
+        signal => Ended::Signal(signal),
+    }
+}
+
+fn info(pidfd: BorrowedFd<'_>) -> Option<Ended> {
+    let mut info = PidfdInfo { mask: INFO_EXIT, ..PidfdInfo::default() };
+    // SAFETY: the request reads and writes a struct of this size, which lives over the call.
+    let done = unsafe { libc::ioctl(pidfd.as_raw_fd(), PIDFD_GET_INFO, &raw mut info) };
+    (done == 0 && info.mask & INFO_EXIT != 0).then(|| of_status(info.exit_code))
+}
+
+/// How the process behind this pidfd ended, once poll(2) says that it has. `pid` is its pid as we see it. None if nobody
+/// can tell any more: before Linux 6.14, once its parent has waited for it.
+#[must_use]
+pub fn ended(pidfd: BorrowedFd<'_>, pid: i32) -> Option<Ended> {
+    // The parent may wait for it between the first two.
+    info(pidfd).or_else(|| process::ended(pid)).or_else(|| info(pidfd))
+}
+
+/// Whether [`ended`] works for every process, by the version of the kernel.
+#[must_use]
+pub fn always_told() -> bool {
+    let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map_while(|text| text.parse::<u32>().ok());
+    (numbers.next(), numbers.next()) >= (Some(6), Some(14))
+}
+
+/// Waits until one of them can be read, or is over, at most `limit`. Answers which; none after the limit or a signal.
+///
+/// # Errors
+/// When the kernel refuses.
+pub fn wait(fds: &[BorrowedFd<'_>], limit: Option<Duration>) -> io::Result<Vec<bool>> {
+    let entry = |fd: &BorrowedFd<'_>| libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    let mut entries: Vec<libc::pollfd> = fds.iter().map(entry).collect();
+    let limit = limit.map_or(-1, |limit| i32::try_from(limit.as_millis()).unwrap_or(i32::MAX));
+    let count = libc::nfds_t::try_from(entries.len()).map_err(io::Error::other)?;
+    // SAFETY: the entries live over the call, and there are so many.
+    let ready = unsafe { libc::poll(entries.as_mut_ptr(), count, limit) };
+    if ready < 0 {
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+        return Ok(vec![false; fds.len()]);
+    }
+    Ok(entries.iter().map(|entry| entry.revents != 0).collect())
+}
+
+/// What happened to a process; pids are those of the first PID namespace.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Event {
+    /// It has a child that is a process.
+    Forked {
+        /// Its pid.
+        parent: i32,
+        /// That of the child.
+        child: i32,
+    },
+    /// It executes another program.
+    Executed {
+        /// Its pid.
+        pid: i32,
+    },
+    /// It ended.
+    Ended {
+        /// Its pid.
+        pid: i32,
+        /// How.
+        how: Ended,
+    },
+}
+
+/// The kernel's process events.
+#[derive(Debug)]
+pub struct Events {
+    socket: OwnedFd,
+}
+
+/// `CN_IDX_PROC` and `CN_VAL_PROC`.
+const PROC: u32 = 1;
+/// `PROC_CN_MCAST_LISTEN`.
+const LISTEN: u32 = 1;
+/// Of `struct nlmsghdr` and `struct cn_msg`.
+const NETLINK_HEADER: usize = 16;
+const HEADERS: usize = NETLINK_HEADER + 20;
+/// The data of an event: after `what`, `cpu` and `timestamp_ns`.
+const DATA: usize = 16;
+const NONE: u32 = 0;
+const FORK: u32 = 1;
+const EXEC: u32 = 2;
+const EXIT: u32 = 0x8000_0000;
+/// How long the kernel may take to answer. It does so while it takes the request.
+const ANSWER: Duration = Duration::from_millis(200);
+/// Bytes that may wait to be read: a burst of some ten thousand events.
+const WAITING: libc::c_int = 4 << 20;
+
+fn checked(result: libc::c_int) -> io::Result<libc::c_int> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+impl Events {
+    /// All events of the machine from now on.
+    ///
+    /// # Errors
+    /// Without the right (CAP_NET_ADMIN), in another than the first PID, user or network namespace, or if the kernel does not have
+    /// them (CONFIG_PROC_EVENTS).
+    pub fn listen() -> io::Result<Events> {
+        let kind = libc::SOCK_DGRAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+        // SAFETY: a system call on numbers.
+        let fd = checked(unsafe { libc::socket(libc::AF_NETLINK, kind, libc::NETLINK_CONNECTOR) })?;
+        // SAFETY: the kernel returned a new descriptor, which nobody else owns.
+        let socket = unsafe { OwnedFd::from_raw_fd(fd) };
+        let size = |of: usize| libc::socklen_t::try_from(of).map_err(io::Error::other);
+        let (room, room_size) = (WAITING, size(size_of::<libc::c_int>())?);
+        // It is no matter if that is too much.
+        // SAFETY: a number that lives over the call, with its size.
+        unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_RCVBUFFORCE, (&raw const room).cast(), room_size) };
+        // SAFETY: sockaddr_nl is plain numbers, for which all zeroes is valid.
+        let mut address: libc::sockaddr_nl = unsafe { std::mem::zeroed() };
+        address.nl_family = libc::sa_family_t::try_from(libc::AF_NETLINK).map_err(io::Error::other)?;
+        address.nl_groups = PROC;
+        let address_size = size(size_of::<libc::sockaddr_nl>())?;
+        // SAFETY: the address lives over the call, and has this size.
+        checked(unsafe { libc::bind(fd, (&raw const address).cast(), address_size) })?;
+        let events = Events { socket };
+        events.ask()?;
+        Ok(events)
+    }
+
+    /// Asks for the events. Outside of the first namespaces the kernel does not even answer.
+    fn ask(&self) -> io::Result<()> {
+        let mut message = Vec::with_capacity(HEADERS + 4);
+        let length = u32::try_from(HEADERS + 4).map_err(io::Error::other)?;
+        // nlmsghdr: length, type and flags, sequence, port.
+        for word in [length, libc::NLMSG_DONE.cast_unsigned(), 0, 0] {
+            message.extend(word.to_ne_bytes());
+        }
+        // cn_msg: idx, val, seq, ack, then the length of the data and flags.
+        for word in [PROC, PROC, 0, 0, 4, LISTEN] {
+            message.extend(word.to_ne_bytes());
+        }
+        // SAFETY: the message lives over the call, and has this length.
+        let sent = unsafe { libc::send(self.socket.as_raw_fd(), message.as_ptr().cast(), message.len(), 0) };
+        if sent < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let mut buffer = [0; 8192];
+        while wait(&[self.socket.as_fd()], Some(ANSWER))?.contains(&true) {
+            let received = self.receive(&mut buffer)?;
+            // Of a request it says the error; the events of others may come first.
+            match what(received) {
+                Some((NONE, data)) => {
+                    return match word(data, 0) {
+                        Some(0) => Ok(()),
+                        error => Err(io::Error::from_raw_os_error(error.unwrap_or_default().cast_signed())),
+                    };
+                }
+                Some(_) => return Ok(()),
+                None => {}
+            }
+        }
+        Err(io::ErrorKind::TimedOut.into())
+    }
+
+    fn receive<'a>(&self, buffer: &'a mut [u8]) -> io::Result<&'a [u8]> {
+        // SAFETY: the kernel writes no more than the buffer has, which lives over the call.
+        let got = unsafe { libc::recv(self.socket.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len(), 0) };
+        let got = usize::try_from(got).map_err(|_| io::Error::last_os_error())?;
+        Ok(buffer.get(..got).unwrap_or_default())
+    }
+
+    /// For [`wait`].
+    #[must_use]
+    pub fn descriptor(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    /// What has happened and was not read yet. Events are lost if too many wait.
+    pub fn read(&self) -> Vec<Event> {
+        let (mut events, mut buffer) = (Vec::new(), [0; 8192]);
+        loop {
+            match self.receive(&mut buffer) {
+                Ok(message) => events.extend(event(message)),
+                // Those that did not fit are gone; the next are there.
+                Err(error) if matches!(error.raw_os_error(), Some(libc::ENOBUFS | libc::EINTR)) => {}
+                Err(_) => return events,
+            }
+        }
+    }
+}
+
+fn word(data: &[u8], at: usize) -> Option<u32> {
+    let bytes = data.get(at * 4..at * 4 + 4)?;
+    Some(u32::from_ne_bytes(bytes.try_into().ok()?))
+}
+
+/// The kind of an event, and its data.
+fn what(message: &[u8]) -> Option<(u32, &[u8])> {
+    let event = message.get(HEADERS..)?;
+    Some((word(event, 0)?, event.get(DATA..)?))
+}
+
+/// The event in a message, if it is about a process and not about a thread.
+fn event(message: &[u8]) -> Option<Event> {
+    let (what, data) = what(message)?;
+    let pid = |at| Some(word(data, at)?.cast_signed());
+    match what {
+        // Thread and process of the parent, then of the child.
+        FORK if pid(2)? == pid(3)? => Some(Event::Forked { parent: pid(1)?, child: pid(3)? }),
+        EXEC => Some(Event::Executed { pid: pid(1)? }),
+        EXIT if pid(0)? == pid(1)? => Some(Event::Ended { pid: pid(1)?, how: of_status(pid(2)?) }),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::{Child, Command, Stdio};
+    use std::time::Instant;
+
+    fn sleeper() -> Child {
+        Command::new("sleep").arg("60").stdin(Stdio::null()).spawn().unwrap()
+    }
+
+    #[test]
+    fn a_death_shows_before_and_after_it_is_waited_for() {
+        if !rekindle_testing::root() {
+            return;
+        }
+        let mut child = sleeper();
+        let pid = child.id().cast_signed();
+        let pidfd = process::open_pidfd(pid).unwrap();
+        assert_eq!(wait(&[pidfd.as_fd()], Some(Duration::ZERO)).unwrap(), [false]);
+        assert_eq!(ended(pidfd.as_fd(), pid), None, "it lives");
+        child.kill().unwrap();
+        assert_eq!(wait(&[pidfd.as_fd()], Some(Duration::from_secs(5))).unwrap(), [true]);
+        assert_eq!(ended(pidfd.as_fd(), pid), Some(Ended::Signal(libc::SIGKILL)));
+        child.wait().unwrap();
+        if always_told() {
+            assert_eq!(ended(pidfd.as_fd(), pid), Some(Ended::Signal(libc::SIGKILL)), "it was waited for");
+        }
+    }
+
+    #[test]
+    fn the_kernel_tells_of_forks_and_ends() {
+        if !rekindle_testing::root() {
+            return;
+        }
+        let events = match Events::listen() {
+            Ok(events) => events,
+            Err(error) => return eprintln!("SKIP: there are no process events here: {error}"),
+        };
+        let mut child = sleeper();
+        let pid = child.id().cast_signed();
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let (mut seen, begun) = (Vec::new(), Instant::now());
+        let end = Event::Ended { pid, how: Ended::Signal(libc::SIGKILL) };
+        while !seen.contains(&end) {
+            assert!(begun.elapsed() < Duration::from_secs(5), "{seen:?}");
+            wait(&[events.descriptor()], Some(Duration::from_secs(1))).unwrap();
+            seen.extend(events.read());
+        }
+        let parent = std::process::id().cast_signed();
+        assert!(seen.contains(&Event::Forked { parent, child: pid }), "{seen:?}");
+    }
+
+    #[test]
+    fn threads_and_what_is_cut_off_are_no_processes() {
+        let message = |words: &[u32]| {
+            let bytes = words.iter().flat_map(|word| word.to_ne_bytes());
+            vec![0; HEADERS].into_iter().chain(bytes).collect::<Vec<u8>>()
+        };
+        let exit = |thread, process| message(&[EXIT, 0, 0, 0, thread, process, 9, 17]);
+        assert_eq!(event(&exit(7, 7)), Some(Event::Ended { pid: 7, how: Ended::Signal(9) }));
+        assert_eq!(event(&exit(8, 7)), None);
+        assert_eq!(event(&message(&[FORK, 0, 0, 0, 1, 1, 9, 9])), Some(Event::Forked { parent: 1, child: 9 }));
+        assert_eq!(event(&message(&[FORK, 0, 0, 0, 1, 1, 9, 1])), None);
+        let whole = exit(7, 7);
+        assert!((0..whole.len() - 8).all(|length| event(&whole[..length]).is_none()));
+        assert_eq!(of_status(0x300), Ended::Exit(3));
+    }
+}

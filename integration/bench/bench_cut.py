@@ -1,0 +1,122 @@
+"""How long ranks take to come to one point and be locked, by what they do, for one or more builds of rekindle in one run.
+
+    bench_cut.py --rekindle FILE [--rekindle FILE] [--ranks N] [--snapshots N] [--kinds A,B] [--gib N] [--kill]
+
+Only the standard library; the jobs (integration/jobs/cut_job.py) need PyTorch and a GPU a rank.
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from supervised import ROOT, Failed, Job, known_keys, seconds, wait_for
+
+KINDS = ["late", "ahead", "pipeline", "groups", "ddp", "fsdp", "graph"]
+PHASES = ["lock", "checkpoint", "dump", "restore", "unlock"]
+
+
+def last_step(path):
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return int(lines[-1].split()[0]) if lines else 0
+
+
+def goes_on(job, steps, more):
+    start = last_step(steps)
+    job.wait_for(f"step {start + more}", lambda: last_step(steps) >= start + more, 120)
+
+
+def kill_a_rank(job, steps):
+    """kill -9 of the last rank; answers the seconds until a step that had not been made."""
+    root = job.state()["pid"]
+    ranks = Path(f"/proc/{root}/task/{root}/children").read_text().split()
+    began = time.monotonic()
+    job.kill_job(120, victim=int(ranks[-1]))
+    # The file of the steps was put back with the job.
+    after = last_step(steps)
+    wait_for("a step after the restart", lambda: last_step(steps) > after, 60)
+    return time.monotonic() - began
+
+
+def trial(args, work, rekindle, which, kind, port):
+    steps = work / f"{which}-{kind}.steps"
+    command = [sys.executable, ROOT / "integration/jobs/cut_job.py", kind, "--out", steps, "--ranks", args.ranks]
+    settings = {"snapshot.lock-timeout": "20s", "snapshot.rehearse": "off", "log.level": "debug"}
+    settings = {key: value for key, value in settings.items() if key in known_keys(rekindle)}
+    environment = {"NCCL_NVLS_ENABLE": "0", **args.environment}
+    job = Job(
+        rekindle, work, f"cut{os.getpid()}-{which}-{kind}", [*command, "--port", port, "--gib", args.gib],
+        settings=settings, environment=environment,
+    )  # fmt: skip
+    found = {"kind": kind, "which": which, "snapshots": [], "why": "", "back": None}
+    try:
+        job.start()
+        job.wait_for("the first steps", lambda: last_step(steps) >= 5, 180)
+        for _ in range(args.snapshots):
+            # At any moment of a step.
+            time.sleep(0.2 + 0.013 * len(found["snapshots"]))
+            image, freeze = job.snapshot(90)
+            manifest = job.manifest(image)
+            found["snapshots"].append({**(seconds(manifest) if manifest else {}), "freeze": freeze})
+            goes_on(job, steps, 3)
+        if job.state()["restarts"]:
+            found["why"] = f"the job was restarted: {job.last_words()}"
+        if args.kill:
+            found["back"] = kill_a_rank(job, steps)
+    except Failed as error:
+        found["why"] = str(error)
+    finally:
+        job.end()
+        if args.logs:
+            shutil.copy(job.log, args.logs / f"{which}-{kind}.log")
+        shutil.rmtree(job.store, ignore_errors=True)
+    return found
+
+
+def row(found):
+    cells = [found["kind"], found["which"], str(len(found["snapshots"]))]
+    for phase in [*PHASES, "freeze"]:
+        values = [snapshot[phase] for snapshot in found["snapshots"] if phase in snapshot]
+        cells.append(f"{statistics.median(values):.2f} ({max(values):.2f})" if values else "")
+    cells.append(f"{found['back']:.1f}" if found["back"] else "")
+    return [*cells, found["why"][:200]]
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rekindle", action="append", required=True, type=Path)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--snapshots", type=int, default=10)
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--gib", type=float, default=0.5)
+    parser.add_argument("--minutes", type=float, default=9)
+    parser.add_argument("--kill", action="store_true")
+    parser.add_argument("--logs", type=Path)
+    args = parser.parse_args()
+    args.environment = {}
+    end = time.monotonic() + args.minutes * 60
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="rekindle-cut-") as work:
+        for at, kind in enumerate(args.kinds.split(",")):
+            for which, rekindle in enumerate(args.rekindle):
+                if time.monotonic() > end:
+                    rows.append([kind, str(which), "", *[""] * (len(PHASES) + 2), "no time left"])
+                    continue
+                found = trial(args, Path(work), rekindle, f"build{which}", kind, 10200 + 10 * at + which)
+                rows.append(row(found))
+                print(" | ".join(rows[-1]), flush=True)
+    head = ["kind", "build", "snapshots", *PHASES, "freeze", "kill to step", "note"]
+    print("\nSeconds, median and (largest):\n")
+    print(" | ".join(head))
+    for cells in rows:
+        print(" | ".join(cells))
+
+
+main()

@@ -1,0 +1,56 @@
+#!/usr/bin/env python3
+"""A launcher that does not use CUDA and hears late of the deaths of its children.
+
+    launcher_job.py OUT CHILDREN [--plain] [--reap] [--notice SECONDS] [--more FILE]
+
+Child 0 writes OUT, child N writes OUT.N. They use the stand-in libcuda (standin_job.py), or with --plain count without it. The
+launcher looks after its children every SECONDS, 30 by default, and ends with 6 if one has died. With --reap it waits for each as
+soon as it dies, and still ends no sooner. With --more it starts another child, the last, when FILE is there.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+
+JOB = os.path.join(os.path.dirname(os.path.abspath(__file__)), "standin_job.py")
+PLAIN = """
+import sys, time
+n = 0
+with open(sys.argv[1], "a", buffering=1) as out:
+    while True:
+        n += 1
+        out.write(f"{n}\\n")
+        time.sleep(0.01)
+"""
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out")
+    parser.add_argument("children", type=int)
+    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--reap", action="store_true")
+    parser.add_argument("--more")
+    parser.add_argument("--notice", type=float, default=30)
+    args = parser.parse_args()
+
+    program = [sys.executable, "-c", PLAIN] if args.plain else [sys.executable, JOB]
+    names = [args.out if n == 0 else f"{args.out}.{n}" for n in range(args.children)]
+    children = [subprocess.Popen([*program, name]) for name in names]
+    if args.reap:
+        signal.signal(signal.SIGCHLD, lambda *_: [child.poll() for child in children])
+    while True:
+        until = time.monotonic() + args.notice
+        while time.monotonic() < until:
+            time.sleep(0.05)
+            if args.more and os.path.exists(args.more):
+                children.append(subprocess.Popen([*program, f"{args.out}.{len(children)}"]))
+                args.more = None
+        if any(child.poll() is not None for child in children):
+            sys.exit(6)
+
+
+main()

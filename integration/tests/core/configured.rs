@@ -1,0 +1,54 @@
+//! Where the configuration is read from when no file is named.
+
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, chown};
+use std::path::Path;
+use std::process::Command;
+
+use rekindle_testing::root;
+
+fn write(path: &Path, interval: &str) {
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    fs::write(path, format!("version = 1\n[snapshot]\ninterval = \"{interval}\"\n")).unwrap();
+    fs::set_permissions(path, fs::Permissions::from_mode(0o644)).unwrap();
+}
+
+/// The interval and its source, and what was said.
+fn shown(home: &Path, directory: &Path) -> (String, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rekindle"));
+    let command =
+        command.args(["config", "show"]).current_dir(directory).env("HOME", home).env_remove("XDG_CONFIG_HOME");
+    let output = command.output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success(), "{said}");
+    let text = String::from_utf8(output.stdout).unwrap();
+    let line = text.lines().find(|line| line.trim_start().starts_with("snapshot.interval ")).unwrap();
+    (line.split_whitespace().collect::<Vec<_>>().join(" "), said)
+}
+
+#[test]
+fn the_users_file_and_that_of_the_working_directory_are_read_unless_others_could_have_written_them() {
+    if !root() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (home, project) = (folder.path().join("home"), folder.path().join("project"));
+    fs::create_dir_all(&project).unwrap();
+    assert_eq!(shown(&home, &project).0, "snapshot.interval \"10m\" default");
+    let users = home.join(".config/rekindle/rekindle.toml");
+    write(&users, "20m");
+    assert_eq!(shown(&home, &project).0, format!("snapshot.interval \"20m\" {}:3", users.display()));
+    let own = project.join("rekindle.toml");
+    write(&own, "30m");
+    assert_eq!(shown(&home, &project).0, "snapshot.interval \"30m\" rekindle.toml:3");
+
+    // Somebody else leaves a file where root will be: it is neither followed nor does it stop root.
+    chown(&own, Some(12345), None).unwrap();
+    let (line, said) = shown(&home, &project);
+    assert!(line.starts_with("snapshot.interval \"20m\" "), "{line}");
+    assert!(said.contains("rekindle.toml is ignored: ") && said.contains("belongs to user 12345"), "{said}");
+    chown(&own, Some(0), None).unwrap();
+    fs::set_permissions(&project, fs::Permissions::from_mode(0o777)).unwrap();
+    let (line, said) = shown(&home, &project);
+    assert!(line.starts_with("snapshot.interval \"20m\" ") && said.contains("others can write"), "{line} {said}");
+}

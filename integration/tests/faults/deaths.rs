@@ -1,0 +1,253 @@
+//! A process of the job dies, and its launcher would hear of it half a minute later.
+
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use rekindle::telemetry::events::{self, What};
+use rekindle_base::cause::Cause;
+
+use crate::rig::{Rig, Supervisor, inner};
+
+/// From the kill until the job was restored, on a machine that does something else besides.
+const AT_ONCE: Duration = Duration::from_secs(2);
+/// In this time nothing happens.
+const NOTHING: Duration = Duration::from_millis(1500);
+
+fn job(children: usize, args: &[&str]) -> Option<Rig> {
+    let mut rig = Rig::new()?;
+    rig.launcher(children, args);
+    Some(rig)
+}
+
+fn start(rig: &Rig, children: usize) -> Supervisor<'_> {
+    let mut supervisor = rig.start();
+    supervisor.ranks_count(children);
+    supervisor
+}
+
+/// The children of the launcher, by their number in the job: as we see each.
+fn children(rig: &Rig) -> Vec<i32> {
+    let launcher = rig.job_pids().into_iter().find(|pid| inner(*pid) == Some(1001)).unwrap();
+    let mut children = rekindle_os::process::children(launcher);
+    children.sort_by_key(|pid| inner(*pid));
+    children
+}
+
+fn ends(pid: i32, signal: Signal) {
+    kill(Pid::from_raw(pid), signal).unwrap();
+}
+
+fn restarts(rig: &Rig) -> u32 {
+    rig.state().unwrap().restarts
+}
+
+/// The deaths in the journal: pid, signal, action.
+fn told(rig: &Rig) -> Vec<(i32, i32, String)> {
+    let events = events::read(&rig.folder().log_dir()).unwrap();
+    let death = |what| match what {
+        What::ProcessDied { pid, signal, action, .. } => Some((pid, signal, action)),
+        _ => None,
+    };
+    events.into_iter().filter_map(|event| death(event.what)).collect()
+}
+
+fn causes(rig: &Rig) -> Vec<Cause> {
+    let events = events::read(&rig.folder().log_dir()).unwrap();
+    let cause = |what| match what {
+        What::Ended { cause, .. } => cause,
+        _ => None,
+    };
+    events.into_iter().filter_map(|event| cause(event.what)).collect()
+}
+
+/// Kills a child; the job is restored from its image at once, and unharmed.
+fn comes_back(rig: &Rig, supervisor: &mut Supervisor<'_>, child: usize, signal: Signal) -> i32 {
+    let pid = children(rig)[child];
+    let as_inside = inner(pid).unwrap();
+    ends(pid, signal);
+    let killed = Instant::now();
+    supervisor.said("the job was restored from image");
+    assert!(killed.elapsed() < AT_ONCE, "{:?}", killed.elapsed());
+    supervisor.counts();
+    rig.assert_sequence();
+    as_inside
+}
+
+#[test]
+fn a_rank_that_is_killed_takes_the_job_back_at_once() {
+    for args in [&[][..], &["--reap"]] {
+        let Some(rig) = job(2, args) else { return };
+        let mut supervisor = start(&rig, 2);
+        supervisor.snapshot();
+        let first = comes_back(&rig, &mut supervisor, 1, Signal::SIGKILL);
+        supervisor.assert_running(2);
+        // The restored processes are watched as well.
+        let second = comes_back(&rig, &mut supervisor, 0, Signal::SIGSEGV);
+        assert_eq!(restarts(&rig), 2);
+        let back = |pid, signal: Signal| (pid, signal as i32, "restart".to_owned());
+        assert_eq!(told(&rig), [back(first, Signal::SIGKILL), back(second, Signal::SIGSEGV)]);
+        let died = |pid, signal| Cause::ProcessDied { pid, name: "python3".into(), signal };
+        assert_eq!(causes(&rig), [died(first, 9), died(second, 11)]);
+        supervisor.stop();
+        rig.assert_store_is_whole();
+    }
+}
+
+#[test]
+fn a_rank_that_dies_in_a_snapshot_takes_the_job_back_too() {
+    let Some(rig) = job(2, &["--reap"]) else { return };
+    let mut supervisor = start(&rig, 2);
+    let good = supervisor.snapshot().id;
+    supervisor.said("was stored in");
+    rig.criu_fault("rm -f \"$0-fault\"; touch \"$0.held\"; sleep 0.4");
+    supervisor.ask();
+    let held = rig.path().join("criu.held");
+    supervisor.until("CRIU is slow", |_| held.exists());
+    ends(children(&rig)[1], Signal::SIGKILL);
+    let line = supervisor.said("the job was restored from image");
+    assert!(line.contains(&good.to_string()), "no image of a job without the rank: {line}");
+    supervisor.assert_unharmed(2);
+    supervisor.stop();
+}
+
+#[test]
+fn a_process_that_was_asked_to_end_is_the_jobs_own() {
+    let Some(rig) = job(3, &[]) else { return };
+    let mut supervisor = start(&rig, 3);
+    supervisor.snapshot();
+    for (child, signal) in [(1, Signal::SIGTERM), (2, Signal::SIGINT)] {
+        let pid = children(&rig)[child];
+        ends(pid, signal);
+    }
+    std::thread::sleep(NOTHING);
+    assert_eq!((restarts(&rig), told(&rig)), (0, vec![]));
+    supervisor.kill();
+}
+
+#[test]
+fn without_an_image_a_death_is_left_to_the_job() {
+    let Some(rig) = job(2, &[]) else { return };
+    let mut supervisor = start(&rig, 2);
+    ends(children(&rig)[1], Signal::SIGKILL);
+    std::thread::sleep(NOTHING);
+    assert_eq!(restarts(&rig), 0);
+    supervisor.kill();
+}
+
+#[test]
+fn the_death_of_a_process_without_cuda_is_left_to_the_job() {
+    let Some(rig) = job(2, &["--plain"]) else { return };
+    let mut supervisor = start(&rig, 2);
+    supervisor.snapshot();
+    ends(children(&rig)[1], Signal::SIGKILL);
+    std::thread::sleep(NOTHING);
+    assert_eq!((restarts(&rig), told(&rig)), (0, vec![]));
+    supervisor.kill();
+}
+
+#[test]
+fn with_root_the_launcher_decides() {
+    let Some(mut rig) = job(2, &["--notice", "3"]) else { return };
+    rig.set("RESTART_ON_PROCESS_DEATH", "root");
+    let mut supervisor = start(&rig, 2);
+    supervisor.snapshot();
+    ends(children(&rig)[1], Signal::SIGKILL);
+    let killed = Instant::now();
+    supervisor.said("the job ended: exit code 6");
+    assert!(killed.elapsed() < Duration::from_secs(10));
+    let first = supervisor.said("shortly before that, process ");
+    assert!(first.contains("was killed by signal SIGKILL"), "{first}");
+    supervisor.said("the job was restored from image");
+    assert_eq!(told(&rig), []);
+    supervisor.stop();
+}
+
+#[test]
+fn with_any_every_process_counts_also_one_that_is_new() {
+    let Some(mut rig) = Rig::new() else { return };
+    let more = rig.path().join("more");
+    rig.launcher(2, &["--plain", "--more", more.to_str().unwrap()]);
+    rig.set("RESTART_ON_PROCESS_DEATH", "any");
+    let mut supervisor = start(&rig, 2);
+    supervisor.snapshot();
+    comes_back(&rig, &mut supervisor, 1, Signal::SIGKILL);
+    comes_back(&rig, &mut supervisor, 0, Signal::SIGABRT);
+    assert_eq!(restarts(&rig), 2);
+    if rekindle_os::exits::Events::listen().is_ok() {
+        std::fs::write(&more, "").unwrap();
+        supervisor.until("there is another child", |rig| children(rig).len() == 3);
+        std::fs::remove_file(&more).unwrap();
+        let third = children(&rig)[2];
+        ends(third, Signal::SIGKILL);
+        supervisor.said("the job was restored from image");
+        assert_eq!(children(&rig).len(), 2);
+    }
+    supervisor.stop();
+}
+
+#[test]
+fn a_process_that_dies_again_is_left_to_the_job() {
+    let Some(rig) = job(2, &["--reap"]) else { return };
+    let mut supervisor = start(&rig, 2);
+    supervisor.snapshot();
+    let pid = comes_back(&rig, &mut supervisor, 1, Signal::SIGKILL);
+    ends(children(&rig)[1], Signal::SIGKILL);
+    let line = supervisor.said("which is left to the job");
+    assert!(line.contains(&format!("process {pid} ")) && line.contains("restart.on-process-death"), "{line}");
+    std::thread::sleep(NOTHING);
+    assert_eq!(restarts(&rig), 1);
+    // Another one does take it back.
+    comes_back(&rig, &mut supervisor, 0, Signal::SIGKILL);
+    supervisor.assert_running(2);
+    // And so does this one once there is a new image.
+    supervisor.snapshot();
+    comes_back(&rig, &mut supervisor, 1, Signal::SIGKILL);
+    assert_eq!(restarts(&rig), 3);
+    supervisor.stop();
+}
+
+/// A shell that waits for its child ends with it: its exit code is what counts.
+#[test]
+fn a_job_that_ends_with_its_process_ends_as_before() {
+    let Some(mut rig) = job(2, &["--notice", "0.05"]) else { return };
+    rig.set("RESTART_NEVER_RETRY_EXIT_CODES", "6");
+    let mut supervisor = start(&rig, 2);
+    supervisor.snapshot();
+    ends(children(&rig)[1], Signal::SIGKILL);
+    assert_eq!(supervisor.wait(), Some(6));
+    assert_eq!(told(&rig), []);
+}
+
+/// A line in the kernel's log, as the driver writes it. False where it cannot be written.
+fn driver_says(xid: u32, pid: i32, name: &str) -> bool {
+    let line =
+        format!("rekindle test: NVRM: Xid (PCI:0000:eb:00): {xid}, pid={pid}, name={name}, channel 0x00000008\n");
+    let log = std::fs::OpenOptions::new().write(true).open("/dev/kmsg");
+    log.and_then(|mut log| std::io::Write::write_all(&mut log, line.as_bytes())).is_ok()
+}
+
+#[test]
+fn faults_that_follow_a_death_and_those_of_others_are_no_cause() {
+    let Some(rig) = job(2, &["--reap"]) else { return };
+    let mut supervisor = start(&rig, 2);
+    supervisor.snapshot();
+    if !driver_says(31, std::process::id().cast_signed(), "faults") {
+        return eprintln!("SKIP: the kernel's log cannot be written");
+    }
+    let (victim, peer) = (children(&rig)[1], children(&rig)[0]);
+    let pid = inner(victim).unwrap();
+    ends(victim, Signal::SIGKILL);
+    std::thread::sleep(Duration::from_millis(50));
+    driver_says(109, peer, "rank");
+    supervisor.said("the job was restored from image");
+    assert_eq!(causes(&rig), [Cause::ProcessDied { pid, name: "python3".into(), signal: 9 }]);
+    // One that comes before the death is what the process died of.
+    supervisor.snapshot();
+    let victim = children(&rig)[0];
+    driver_says(31, victim, "rank");
+    ends(victim, Signal::SIGABRT);
+    supervisor.said("the job was restored from image");
+    assert_eq!(causes(&rig)[1], Cause::GpuFault { xid: 31 });
+    supervisor.stop();
+}

@@ -1,0 +1,91 @@
+//! Processes that are in the middle of cuInit: an image of that could not be restored.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use crate::rig::{Rig, Supervisor, inner};
+
+const AGAIN: &str = "trying the snapshot again: process";
+
+/// How long cuInit takes.
+const INIT: Duration = Duration::from_secs(1);
+
+/// The image is taken once cuInit is over, and the job lives on from it.
+fn is_waited_for(rig: &Rig, supervisor: &mut Supervisor<'_>, pid: i32) {
+    supervisor.image();
+    // Those of a restored job are over at once.
+    rig.clear("fail-init");
+    supervisor.counts();
+    supervisor.kill_job();
+    supervisor.said("the job was restored from image");
+    supervisor.counts();
+    supervisor.assert_running(1);
+    assert!(!rig.log().contains("exit code"), "{}", rig.log());
+    let words = format!("{AGAIN} {pid} (python3) is initialising CUDA (cuInit)");
+    assert_eq!(rig.log().matches(&words).count(), 1, "{}", rig.log());
+    assert!(!rig.log().contains("the snapshot failed"), "{}", rig.log());
+}
+
+#[test]
+fn a_job_that_begins_with_cuda_is_not_taken_in_the_middle_of_it() {
+    let Some(rig) = Rig::new() else { return };
+    rig.standin.fault("fail-init", "0 delay=1000 pid=1001");
+    let mut supervisor = rig.run();
+    supervisor.said("to=\"running\"");
+    supervisor.until("the job has libcuda", |rig| {
+        rig.job_pids()
+            .iter()
+            .any(|pid| fs::read_to_string(format!("/proc/{pid}/maps")).is_ok_and(|maps| maps.contains("libcuda.so.1")))
+    });
+    // From the load to the call.
+    std::thread::sleep(INIT / 5);
+    supervisor.ask();
+    is_waited_for(&rig, &mut supervisor, 1001);
+    supervisor.stop();
+}
+
+/// The job's FILE of `--init`.
+fn when(rig: &mut Rig, who: &str) -> PathBuf {
+    let file = rig.path().join("init");
+    rig.job(&["--init", who, file.to_str().unwrap()]);
+    file
+}
+
+/// No life of the job has heard from cuInit that it failed.
+fn is_well(rig: &Rig, mut supervisor: Supervisor<'_>, file: &Path) {
+    std::thread::sleep(INIT);
+    assert_eq!(fs::read_to_string(file.with_extension("done")).unwrap(), "0\n");
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+#[test]
+fn a_process_that_begins_with_it_when_criu_is_called_is_seen_in_the_image() {
+    let Some(mut rig) = Rig::new() else { return };
+    let file = when(&mut rig, "child");
+    let mut supervisor = rig.start();
+    // The newest process; how many came before it depends on what `python3` is.
+    let child = rig.job_pids().into_iter().filter_map(inner).max().unwrap();
+    rig.standin.fault("fail-init", &format!("0 delay=1000 pid={child}"));
+    rig.criu_fault(&format!("[ -e '{0}' ] || {{ : > '{0}'; sleep 0.2; }}", file.display()));
+    supervisor.ask();
+    is_waited_for(&rig, &mut supervisor, child);
+    is_well(&rig, supervisor, &file);
+}
+
+#[test]
+fn a_cuda_process_that_does_it_again_when_it_is_locked_is_not_checkpointed() {
+    let Some(mut rig) = Rig::new() else { return };
+    let file = when(&mut rig, "thread");
+    rig.standin.fault("fail-init", "0 delay=1000 pid=1001");
+    rig.standin.fault("fail-lock", "0 delay=300 times=1");
+    let mut supervisor = rig.start();
+    supervisor.ask();
+    supervisor.until("it is being locked", |rig| !rig.standin.path().join("fail-lock").exists());
+    fs::write(&file, "").unwrap();
+    supervisor.said(AGAIN);
+    assert!(!rig.log().contains("CUDA checkpoint"), "{}", rig.log());
+    is_waited_for(&rig, &mut supervisor, 1001);
+    is_well(&rig, supervisor, &file);
+}

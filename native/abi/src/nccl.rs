@@ -1,0 +1,92 @@
+//! The table in which a process counts what it starts on NCCL's communicators, and by which the supervisor stops it in
+//! front of its next call: the layout that the interposer and the supervisor agree on.
+//!
+//! A memfd like [`crate::sharing`]'s, with the same rules: the job can write to it, all zero is an empty table, and a
+//! change of the layout needs a change of [`NAME`].
+#![allow(missing_docs, reason = "fields have the names that NCCL gives them")]
+
+use core::ffi::CStr;
+use core::sync::atomic::{AtomicI32, AtomicU32, AtomicU64};
+
+/// The name of the memfd; in /proc/PID/maps behind `/memfd:`.
+pub const NAME: &CStr = c"rekindle-nccl-1";
+
+/// Communicators, with those that have ended. A power of two.
+pub const MOST_COMMUNICATORS: usize = 1024;
+
+/// Counters: one for each communicator, and two for each peer that it sends to or receives from.
+pub const MOST_COUNTERS: usize = 16384;
+
+/// Places to look for them, by hash: a power of two, and more than there are counters.
+pub const PLACES: usize = 32768;
+
+/// [`Counter::kind`].
+pub const COLLECTIVE: u32 = 0;
+pub const SEND: u32 = 1;
+pub const RECEIVE: u32 = 2;
+
+/// [`Table::untracked`]: there is no place for a communicator, a counter or a group call.
+pub const FULL: u32 = 1;
+/// A CUDA graph holds NCCL operations: its launches are not counted.
+pub const CAPTURED: u32 = 2;
+/// A communicator of a kind that is not known.
+pub const UNKNOWN: u32 = 4;
+
+/// [`Communicator::state`].
+pub const FREE: u32 = 0;
+pub const LIVE: u32 = 1;
+pub const ENDED: u32 = 2;
+
+/// One rank of a communicator.
+#[derive(Debug)]
+#[repr(C)]
+pub struct Communicator {
+    /// ncclComm_t.
+    pub handle: AtomicU64,
+    /// The same in all its ranks: of the unique id, or of the communicator that it was split from.
+    pub id: [AtomicU64; 2],
+    pub rank: AtomicU32,
+    pub ranks: AtomicU32,
+    pub state: AtomicU32,
+    /// How often it was split.
+    pub splits: AtomicU32,
+}
+
+/// What one rank has started of one kind on one communicator.
+#[derive(Debug)]
+#[repr(C)]
+pub struct Counter {
+    /// Index of the communicator.
+    pub communicator: AtomicU32,
+    pub kind: AtomicU32,
+    /// The other rank, for sends and receives.
+    pub peer: AtomicU32,
+    pub unused: AtomicU32,
+    /// How many were started.
+    pub started: AtomicU64,
+    /// How many there would be after the call that waits; 0 if none waits.
+    pub wanted: AtomicU64,
+    /// While the gate is closed: how many may be started.
+    pub limit: AtomicU64,
+}
+
+/// All of it.
+#[derive(Debug)]
+#[repr(C)]
+pub struct Table {
+    /// The process, as it sees itself; 0 until the table may be read.
+    pub pid: AtomicI32,
+    pub untracked: AtomicU32,
+    /// 0: open. Closed, a call waits that would start more than [`Counter::limit`].
+    pub closed: AtomicU32,
+    /// Threads that are inside a call of NCCL, and do not wait in front of it.
+    pub inside: AtomicU32,
+    /// CLOCK_MONOTONIC in nanoseconds, from when the gate counts as open: a supervisor that is gone opens none.
+    pub until: AtomicU64,
+    pub communicators: [Communicator; MOST_COMMUNICATORS],
+    /// Counters in use, without a gap.
+    pub counters_used: AtomicU32,
+    /// Index of the counter that belongs here, plus one; 0 where there is none.
+    pub places: [AtomicU32; PLACES],
+    pub counters: [Counter; MOST_COUNTERS],
+}

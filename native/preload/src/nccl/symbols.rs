@@ -1,0 +1,305 @@
+//! How programs find NCCL's functions, and find ours instead.
+//!
+//! PyTorch and CuPy are linked to libnccl: the loader gives them ours, because this object comes first. JAX opens the
+//! library and asks dlsym(3). A process can have two libraries that bring NCCL, of different versions, and a program
+//! must get the one that it was linked to. So the first call of a function by its symbol looks in the libraries of its
+//! caller; and where there is more than one NCCL, calls by symbol are passed on to the caller's own, uncounted. Whether
+//! there is more than one is looked at the first call of each function and whenever a communicator is made.
+
+use core::ffi::{CStr, c_char, c_void};
+use core::mem::transmute;
+use core::ptr::{null_mut, with_exposed_provenance_mut};
+use core::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
+
+use super::{self as n, untracked};
+use crate::{elf, libc};
+use rekindle_abi::nccl::UNKNOWN;
+
+/// NCCL's functions that have one of ours before them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+pub(super) enum Function {
+    InitRank,
+    InitRankConfig,
+    InitRankScalable,
+    InitAll,
+    Split,
+    Destroy,
+    Abort,
+    GroupStart,
+    GroupEnd,
+    Reduce,
+    Broadcast,
+    AllReduce,
+    ReduceScatter,
+    AllGather,
+    AllToAll,
+    Gather,
+    Scatter,
+    Send,
+    Receive,
+}
+
+struct Entry {
+    symbol: &'static CStr,
+    /// None: it starts what is not counted, and is passed on.
+    ours: Option<*const ()>,
+    exported: *const (),
+    real: AtomicPtr<c_void>,
+    /// Not 0 once it was called by its symbol.
+    was_called: AtomicU32,
+}
+
+// SAFETY: `ours` and `exported` are addresses of functions.
+unsafe impl Sync for Entry {}
+
+/// Not 0 once a process has more than one NCCL.
+static SEVERAL: AtomicU32 = AtomicU32::new(0);
+
+macro_rules! functions {
+    ($($index:literal $symbol:ident = $ours:expr;)*) => {
+        static FUNCTIONS: [Entry; [$($index),*].len()] = [$(Entry {
+            symbol: match CStr::from_bytes_with_nul(concat!(stringify!($symbol), "\0").as_bytes()) {
+                Ok(symbol) => symbol,
+                Err(_) => c"",
+            },
+            ours: $ours,
+            #[cfg(not(test))]
+            exported: exported::$symbol as *const (),
+            #[cfg(test)]
+            exported: core::ptr::null(),
+            real: AtomicPtr::new(null_mut()),
+            was_called: AtomicU32::new(0),
+        }),*];
+
+        /// The names as symbols of this object.
+        #[cfg(not(test))]
+        mod exported {
+            use core::arch::naked_asm;
+
+            $(
+                /// Leaves all registers as the caller set them, and goes on to ours or to NCCL's.
+                #[unsafe(naked)]
+                #[unsafe(no_mangle)]
+                pub(super) unsafe extern "C" fn $symbol() {
+                    naked_asm!(
+                        "push rdi", "push rsi", "push rdx", "push rcx", "push r8", "push r9",
+                        "mov rdi, [rsp + 48]",
+                        "mov esi, {index}",
+                        // Aligned: the return address and six registers.
+                        "sub rsp, 8",
+                        "call {choose}",
+                        "add rsp, 8",
+                        "pop r9", "pop r8", "pop rcx", "pop rdx", "pop rsi", "pop rdi",
+                        "jmp rax",
+                        index = const $index,
+                        choose = sym super::choose,
+                    )
+                }
+            )*
+        }
+    };
+}
+
+macro_rules! ours {
+    ($function:path) => {
+        Some($function as *const ())
+    };
+}
+
+// In the order of `Function`; then those that are only passed on.
+functions! {
+    0 ncclCommInitRank = ours!(n::init_rank);
+    1 ncclCommInitRankConfig = ours!(n::init_rank_config);
+    2 ncclCommInitRankScalable = ours!(n::init_rank_scalable);
+    3 ncclCommInitAll = ours!(n::init_all);
+    4 ncclCommSplit = ours!(n::split);
+    5 ncclCommDestroy = ours!(n::destroy);
+    6 ncclCommAbort = ours!(n::abort);
+    7 ncclGroupStart = ours!(n::group_start);
+    8 ncclGroupEnd = ours!(n::group_end);
+    9 ncclReduce = ours!(n::reduce);
+    10 ncclBroadcast = ours!(n::broadcast);
+    11 ncclAllReduce = ours!(n::all_reduce);
+    12 ncclReduceScatter = ours!(n::reduce_scatter);
+    13 ncclAllGather = ours!(n::all_gather);
+    14 ncclAlltoAll = ours!(n::all_to_all);
+    15 ncclGather = ours!(n::gather);
+    16 ncclScatter = ours!(n::scatter);
+    17 ncclSend = ours!(n::send);
+    18 ncclRecv = ours!(n::receive);
+    19 ncclAllReduceConfig = None;
+    20 ncclBroadcastConfig = None;
+    21 ncclReduceConfig = None;
+    22 ncclAllGatherConfig = None;
+    23 ncclReduceScatterConfig = None;
+    24 ncclAlltoAllConfig = None;
+    25 ncclGatherConfig = None;
+    26 ncclScatterConfig = None;
+    27 ncclPutSignal = None;
+    28 ncclSignal = None;
+    29 ncclWaitSignal = None;
+    30 ncclCommShrink = None;
+    31 ncclCommGrow = None;
+    32 ncclGroupSimulateEnd = None;
+    33 ncclDevCommCreate = None;
+}
+
+/// NCCL's function, of the type that nccl.h gives it.
+macro_rules! real {
+    ($function:ident, fn($($argument:ty),*)) => {{
+        let real = crate::nccl::symbols::Function::$function.real();
+        if real.is_null() {
+            return 3; // ncclInternalError
+        }
+        // SAFETY: libnccl's function of this name (nccl.h 2.28 to 2.32).
+        unsafe { core::mem::transmute::<*mut c_void, unsafe extern "C" fn($($argument),*) -> i32>(real) }
+    }};
+}
+pub(super) use real;
+
+impl Function {
+    pub(super) fn real(self) -> *mut c_void {
+        FUNCTIONS.get(self as usize).map_or(null_mut(), |entry| entry.real.load(Ordering::Relaxed))
+    }
+}
+
+impl Entry {
+    fn is_ours(&self, found: *mut c_void) -> bool {
+        let found = found.cast_const().cast();
+        self.ours == Some(found) || found == self.exported
+    }
+}
+
+/// Where a call by symbol goes on.
+extern "C" fn choose(caller: usize, index: usize) -> *mut c_void {
+    let Some(entry) = FUNCTIONS.get(index) else { return null_mut() };
+    // Before the first call, and before a communicator is made: what is known may be another NCCL's, which a program has
+    // found by dlsym, and its handles are nothing to that of this caller.
+    if index <= Function::InitAll as usize || entry.was_called.load(Ordering::Relaxed) == 0 {
+        look_for_others();
+        entry.was_called.store(1, Ordering::Relaxed);
+    }
+    let known = entry.real.load(Ordering::Relaxed);
+    let has_one = SEVERAL.load(Ordering::Relaxed) == 0;
+    let real = match known.is_null() || !has_one {
+        true => of_caller(entry, caller),
+        false => known,
+    };
+    if real.is_null() {
+        return absent as *const () as *mut c_void;
+    }
+    if known.is_null() {
+        entry.real.store(real, Ordering::Relaxed);
+    }
+    match entry.ours {
+        Some(ours) if has_one && (known.is_null() || known == real) => ours.cast_mut().cast(),
+        _ => {
+            untracked(UNKNOWN);
+            real
+        }
+    }
+}
+
+/// The program has no NCCL and was linked to it all the same: without us the loader would have said so.
+unsafe extern "C" fn absent() -> i32 {
+    2 // ncclSystemError
+}
+
+/// What the object that `caller` is in was linked to; else the next of this name, or that of any NCCL.
+fn of_caller(entry: &Entry, caller: usize) -> *mut c_void {
+    let found = libc::in_libraries_of(caller, entry.symbol);
+    if !found.is_null() && !entry.is_ours(found) {
+        return found;
+    }
+    let next = libc::next(entry.symbol);
+    if !next.is_null() && !entry.is_ours(next) {
+        return next;
+    }
+    let found = elf::function(entry.symbol.to_bytes_with_nul(), |mapping| mapping.is_libnccl);
+    found.map_or(null_mut(), with_exposed_provenance_mut)
+}
+
+fn of(symbol: *const c_char) -> Option<&'static Entry> {
+    FUNCTIONS.iter().find(|entry| crate::lookup::is_named(symbol, entry.symbol))
+}
+
+/// In the place of `found`, which a library has for `symbol`: ours, if it is of the one NCCL that is counted.
+pub(crate) fn instead(symbol: *const c_char, found: *mut c_void) -> *mut c_void {
+    let Some(entry) = of(symbol) else { return found };
+    if entry.is_ours(found) {
+        // Only this object defines it: without us, nothing would be found.
+        return if has_no_other(entry) { null_mut() } else { found };
+    }
+    let first = entry.real.compare_exchange(null_mut(), found, Ordering::Relaxed, Ordering::Relaxed);
+    if first.is_err_and(|known| known != found) {
+        untracked(UNKNOWN);
+        return found;
+    }
+    // A program may ask for all functions and call none of those that are not counted: they tell when they are called.
+    entry.ours.unwrap_or(entry.exported).cast_mut().cast()
+}
+
+/// Whether a look in all libraries would find our function of this name, and no NCCL.
+pub(crate) fn is_absent(name: *const c_char) -> bool {
+    of(name).is_some_and(has_no_other)
+}
+
+fn has_no_other(entry: &Entry) -> bool {
+    let next = libc::next(entry.symbol);
+    next.is_null() || entry.is_ours(next)
+}
+
+/// Looks whether the process has more than one NCCL by now.
+pub(super) fn look_for_others() {
+    if SEVERAL.load(Ordering::Relaxed) != 0 {
+        return;
+    }
+    let mut inode = 0;
+    elf::objects(
+        |mapping| mapping.is_libnccl,
+        |object| {
+            let own = object.inode();
+            let is_other = inode != 0 && own != inode;
+            inode = own;
+            if is_other {
+                SEVERAL.store(1, Ordering::Relaxed);
+            }
+            !is_other
+        },
+    );
+    if SEVERAL.load(Ordering::Relaxed) != 0 {
+        untracked(UNKNOWN);
+    }
+}
+
+#[cfg(test)]
+pub(super) fn has_one_again() {
+    SEVERAL.store(0, Ordering::Relaxed);
+}
+
+/// ncclCommUserRank.
+pub(super) fn rank_of(communicator: u64) -> Option<u32> {
+    number(c"ncclCommUserRank", communicator)
+}
+
+/// ncclCommCount.
+pub(super) fn ranks_of(communicator: u64) -> Option<u32> {
+    number(c"ncclCommCount", communicator)
+}
+
+/// Asks the NCCL that made the communicator.
+fn number(symbol: &CStr, communicator: u64) -> Option<u32> {
+    let neighbour = Function::Split.real();
+    let found = libc::in_libraries_of(neighbour.addr(), symbol);
+    let found = if found.is_null() { libc::next(symbol) } else { found };
+    if found.is_null() {
+        return None;
+    }
+    // SAFETY: libnccl's function of this name.
+    let ask = unsafe { transmute::<*mut c_void, unsafe extern "C" fn(u64, *mut i32) -> i32>(found) };
+    let mut answer = -1;
+    // SAFETY: a live local takes the answer.
+    let code = unsafe { ask(communicator, &raw mut answer) };
+    (code == 0).then(|| u32::try_from(answer).ok()).flatten()
+}

@@ -1,0 +1,526 @@
+//! Tests of the counts and of the gate, with a fake NCCL in the table of real functions.
+
+use core::sync::atomic::AtomicBool;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::*;
+use rekindle_abi::nccl::{CAPTURED, COLLECTIVE, ENDED, FULL, LIVE, RECEIVE, SEND, UNKNOWN};
+
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+
+/// The handle of the next communicator, what the next calls return, and how many came.
+static NEXT: AtomicU64 = AtomicU64::new(0);
+static CODE: AtomicU32 = AtomicU32::new(0);
+static CALLS: AtomicU32 = AtomicU32::new(0);
+/// A CUDA graph captures what is called.
+static CAPTURES: AtomicBool = AtomicBool::new(false);
+
+fn called() -> i32 {
+    CALLS.fetch_add(1, Ordering::SeqCst);
+    if CAPTURES.load(Ordering::SeqCst) {
+        note_user_object();
+    }
+    CODE.load(Ordering::SeqCst) as i32
+}
+
+unsafe extern "C" fn fake_init(new: *mut u64, _: i32, _: UniqueId, _: i32) -> i32 {
+    // SAFETY: the tests pass a live local.
+    unsafe { *new = NEXT.fetch_add(16, Ordering::SeqCst) };
+    called()
+}
+
+unsafe extern "C" fn fake_init_all(new: *mut u64, count: i32, _: *const i32) -> i32 {
+    for rank in 0..count as usize {
+        // SAFETY: the tests have room for as many.
+        unsafe { *new.add(rank) = NEXT.fetch_add(16, Ordering::SeqCst) };
+    }
+    called()
+}
+
+unsafe extern "C" fn fake_split(_: u64, _: i32, _: i32, new: *mut u64, _: usize) -> i32 {
+    // SAFETY: the tests pass a live local.
+    unsafe { *new = NEXT.fetch_add(16, Ordering::SeqCst) };
+    called()
+}
+
+unsafe extern "C" fn fake_end(_: u64) -> i32 {
+    called()
+}
+
+unsafe extern "C" fn fake_group() -> i32 {
+    called()
+}
+
+unsafe extern "C" fn fake_all_reduce(_: usize, _: usize, _: usize, _: i32, _: i32, _: u64, _: Stream) -> i32 {
+    called()
+}
+
+unsafe extern "C" fn fake_pair(_: usize, _: usize, _: i32, _: i32, _: u64, _: Stream) -> i32 {
+    called()
+}
+
+/// Installs the fake NCCL and an empty table.
+fn begin() -> (MutexGuard<'static, ()>, &'static Table) {
+    let guard = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    let functions = [
+        (c"ncclCommInitRank", fake_init as *const ()),
+        (c"ncclCommInitAll", fake_init_all as *const ()),
+        (c"ncclCommSplit", fake_split as *const ()),
+        (c"ncclCommDestroy", fake_end as *const ()),
+        (c"ncclCommAbort", fake_end as *const ()),
+        (c"ncclGroupStart", fake_group as *const ()),
+        (c"ncclGroupEnd", fake_group as *const ()),
+        (c"ncclAllReduce", fake_all_reduce as *const ()),
+        (c"ncclBroadcast", fake_all_reduce as *const ()),
+        (c"ncclSend", fake_pair as *const ()),
+        (c"ncclRecv", fake_pair as *const ()),
+    ];
+    for (name, function) in functions {
+        let ours = instead(name.as_ptr(), function.cast_mut().cast());
+        assert_ne!(ours.cast_const().cast(), function);
+    }
+    symbols::has_one_again();
+    let table = current_or_new().unwrap();
+    let bytes = (&raw const *table).cast_mut();
+    // SAFETY: all atomics, for which zero is a value; the tests use it one after the other.
+    unsafe { bytes.write_bytes(0, 1) };
+    table.pid.store(sys::pid(), Ordering::Release);
+    NEXT.store(0x1000, Ordering::SeqCst);
+    CODE.store(0, Ordering::SeqCst);
+    CALLS.store(0, Ordering::SeqCst);
+    CAPTURES.store(false, Ordering::SeqCst);
+    (guard, table)
+}
+
+/// Rank 0 of two.
+fn communicator_of(id: u8) -> u64 {
+    let mut handle = 0;
+    // SAFETY: a live local, for the fake.
+    assert_eq!(unsafe { init_rank(&raw mut handle, 2, UniqueId([id; 128]), 0) }, CODE.load(Ordering::SeqCst) as i32);
+    handle
+}
+
+fn reduces(handle: u64) -> i32 {
+    // SAFETY: numbers, for the fake.
+    unsafe { all_reduce(0, 0, 1, 0, 0, handle, null_mut()) }
+}
+
+fn sends(handle: u64, peer: i32) -> i32 {
+    // SAFETY: as above.
+    unsafe { send(0, 1, 0, peer, handle, null_mut()) }
+}
+
+fn receives(handle: u64, peer: i32) -> i32 {
+    // SAFETY: as above.
+    unsafe { receive(0, 1, 0, peer, handle, null_mut()) }
+}
+
+fn groups(work: impl FnOnce()) {
+    // SAFETY: no arguments.
+    assert_eq!(unsafe { group_start() }, SUCCESS);
+    work();
+    // SAFETY: as above.
+    assert_eq!(unsafe { group_end() }, SUCCESS);
+}
+
+/// Index of the communicator, kind, peer and count of each counter.
+fn counts(table: &Table) -> Vec<(u32, u32, u32, u64)> {
+    let used = table.counters_used.load(Ordering::SeqCst) as usize;
+    let read = |c: &Counter| {
+        let [owner, kind, peer] = [&c.communicator, &c.kind, &c.peer].map(|number| number.load(Ordering::SeqCst));
+        (owner, kind, peer, load(&c.started))
+    };
+    table.counters[..used].iter().map(read).collect()
+}
+
+fn index(table: &Table, handle: u64) -> u32 {
+    communicator(table, handle).unwrap().0 as u32
+}
+
+fn untracked_of(table: &Table) -> u32 {
+    table.untracked.load(Ordering::SeqCst)
+}
+
+fn close(table: &Table, time: Duration) {
+    table.until.store(sys::now() + time.as_nanos() as u64, Ordering::SeqCst);
+    table.closed.store(1, Ordering::SeqCst);
+}
+
+fn limit(table: &Table, counter: usize, limit: u64) {
+    table.counters[counter].limit.store(limit, Ordering::SeqCst);
+}
+
+fn comes(done: impl Fn() -> bool) -> bool {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while !done() {
+        if Instant::now() > deadline {
+            return false;
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+    true
+}
+
+/// Whether a call waits at the gate that would bring the counter to this number.
+fn waits_for(table: &Table, counter: usize, wanted: u64) -> bool {
+    comes(|| load(&table.counters[counter].wanted) == wanted) && table.inside.load(Ordering::SeqCst) == 0
+}
+
+#[test]
+fn each_communicator_kind_and_peer_has_a_count() {
+    let (_guard, table) = begin();
+    let [first, second] = [1, 2].map(communicator_of);
+    for _ in 0..3 {
+        assert_eq!(reduces(first), SUCCESS);
+    }
+    reduces(second);
+    sends(first, 1);
+    sends(first, 1);
+    receives(first, 1);
+    sends(first, 0);
+    let [a, b] = [first, second].map(|handle| index(table, handle));
+    let expected = [(a, COLLECTIVE, 0, 3), (b, COLLECTIVE, 0, 1), (a, SEND, 1, 2), (a, RECEIVE, 1, 1), (a, SEND, 0, 1)];
+    assert_eq!(counts(table), expected);
+    assert_eq!((untracked_of(table), table.inside.load(Ordering::SeqCst)), (0, 0));
+    assert_eq!(CALLS.load(Ordering::SeqCst), 10, "each was passed on");
+    let entry = communicator(table, first).unwrap().1;
+    let [rank, ranks, state] = [&entry.rank, &entry.ranks, &entry.state].map(|number| number.load(Ordering::SeqCst));
+    assert_eq!((rank, ranks, state), (0, 2, LIVE));
+}
+
+#[test]
+fn threads_at_once_lose_no_count() {
+    let (_guard, table) = begin();
+    let handle = communicator_of(1);
+    thread::scope(|scope| {
+        for peer in 0..4 {
+            scope.spawn(move || (0..1000).for_each(|_| assert_eq!(reduces(handle) + sends(handle, peer), SUCCESS)));
+        }
+    });
+    let mut started: Vec<u64> = counts(table).into_iter().map(|(_, _, _, started)| started).collect();
+    started.sort_unstable();
+    assert_eq!(started, [1000, 1000, 1000, 1000, 4000]);
+    assert_eq!((untracked_of(table), table.inside.load(Ordering::SeqCst)), (0, 0));
+}
+
+#[test]
+fn a_group_counts_at_its_outermost_end() {
+    let (_guard, table) = begin();
+    let handle = communicator_of(1);
+    let started = || counts(table).into_iter().map(|(_, _, _, started)| started).collect::<Vec<_>>();
+    groups(|| {
+        reduces(handle);
+        groups(|| {
+            sends(handle, 1);
+            groups(|| assert_eq!(reduces(handle), SUCCESS));
+            receives(handle, 1);
+        });
+        assert_eq!(started(), [0, 0, 0]);
+        reduces(handle);
+    });
+    assert_eq!(started(), [3, 1, 1]);
+    // Nothing of it is left for the next one, and one without operations is nothing.
+    groups(|| {});
+    groups(|| assert_eq!(sends(handle, 1), SUCCESS));
+    reduces(handle);
+    assert_eq!(started(), [4, 2, 1]);
+    assert_eq!((untracked_of(table), table.inside.load(Ordering::SeqCst)), (0, 0));
+}
+
+#[test]
+fn a_group_is_of_one_thread() {
+    let (_guard, table) = begin();
+    let handle = communicator_of(1);
+    groups(|| {
+        reduces(handle);
+        thread::scope(|scope| scope.spawn(|| reduces(handle)).join().unwrap());
+        assert_eq!(counts(table)[0].3, 1, "that of the other thread");
+    });
+    assert_eq!(counts(table)[0].3, 2);
+}
+
+#[test]
+fn a_group_that_does_not_fit_is_reported() {
+    let (_guard, table) = begin();
+    let handle = communicator_of(1);
+    groups(|| (0..4096).for_each(|_| assert_eq!(reduces(handle), SUCCESS)));
+    assert_eq!((counts(table)[0].3, untracked_of(table)), (4096, 0));
+    groups(|| (0..4097).for_each(|_| assert_eq!(reduces(handle), SUCCESS)));
+    assert_eq!((counts(table)[0].3, untracked_of(table)), (2 * 4096, FULL));
+    assert_eq!(CALLS.load(Ordering::SeqCst), 1 + 4 + 4096 + 4097, "all were passed on");
+}
+
+#[test]
+fn a_closed_gate_lets_pass_what_is_within_the_limit() {
+    let (_guard, table) = begin();
+    let handle = communicator_of(1);
+    (0..5).for_each(|_| assert_eq!(reduces(handle), SUCCESS));
+    close(table, Duration::from_secs(60));
+    limit(table, 0, 7);
+    thread::scope(|scope| {
+        let job = scope.spawn(|| (0..6).map(|_| reduces(handle)).sum::<i32>());
+        assert!(waits_for(table, 0, 8));
+        assert_eq!(counts(table)[0].3, 7);
+        thread::sleep(Duration::from_millis(20));
+        assert_eq!((counts(table)[0].3, CALLS.load(Ordering::SeqCst)), (7, 8));
+        limit(table, 0, 8);
+        assert!(waits_for(table, 0, 9));
+        assert_eq!(counts(table)[0].3, 8);
+        table.closed.store(0, Ordering::SeqCst);
+        assert_eq!(job.join().unwrap(), SUCCESS);
+    });
+    assert_eq!((counts(table)[0].3, load(&table.counters[0].wanted)), (11, 0));
+}
+
+#[test]
+fn a_group_passes_the_gate_as_a_whole() {
+    let (_guard, table) = begin();
+    let handle = communicator_of(1);
+    groups(|| assert_eq!(reduces(handle) + sends(handle, 1), SUCCESS));
+    close(table, Duration::from_secs(60));
+    limit(table, 0, 10);
+    limit(table, 1, 2);
+    thread::scope(|scope| {
+        let job = scope.spawn(|| {
+            groups(|| assert_eq!(reduces(handle) + sends(handle, 1) + sends(handle, 1) + reduces(handle), SUCCESS));
+        });
+        // There is room for the collectives, but not for both sends.
+        assert!(waits_for(table, 1, 3) && waits_for(table, 0, 3));
+        assert_eq!(counts(table).iter().map(|counter| counter.3).collect::<Vec<_>>(), [1, 1]);
+        limit(table, 1, 3);
+        job.join().unwrap();
+    });
+    assert_eq!(counts(table).iter().map(|counter| counter.3).collect::<Vec<_>>(), [3, 3]);
+    assert_eq!(load(&table.counters[0].wanted) + load(&table.counters[1].wanted), 0);
+}
+
+#[test]
+fn several_threads_at_the_gate_pass_one_after_the_other() {
+    let (_guard, table) = begin();
+    let handle = communicator_of(1);
+    reduces(handle);
+    close(table, Duration::from_secs(60));
+    limit(table, 0, 1);
+    thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| assert_eq!(reduces(handle), SUCCESS));
+        }
+        for next in 2..=4 {
+            thread::sleep(Duration::from_millis(5));
+            assert_eq!(CALLS.load(Ordering::SeqCst), next, "handed on");
+            limit(table, 0, next.into());
+            assert!(comes(|| CALLS.load(Ordering::SeqCst) == next + 1));
+        }
+    });
+    assert_eq!(counts(table)[0].3, 4);
+}
+
+#[test]
+fn a_gate_that_nobody_opens_is_open_when_its_time_is_over() {
+    let (_guard, table) = begin();
+    let handle = communicator_of(1);
+    reduces(handle);
+    close(table, Duration::from_millis(60));
+    limit(table, 0, 1);
+    let began = Instant::now();
+    assert_eq!(reduces(handle), SUCCESS);
+    assert!(began.elapsed() >= Duration::from_millis(55), "{:?}", began.elapsed());
+    assert_eq!((counts(table)[0].3, table.closed.load(Ordering::SeqCst)), (2, 1));
+    // It stays open.
+    assert_eq!(reduces(handle), SUCCESS);
+}
+
+#[test]
+fn a_new_counter_waits_at_a_closed_gate() {
+    let (_guard, table) = begin();
+    let handle = communicator_of(1);
+    close(table, Duration::from_secs(60));
+    thread::scope(|scope| {
+        let job = scope.spawn(|| sends(handle, 1));
+        assert!(waits_for(table, 0, 1));
+        limit(table, 0, 1);
+        assert_eq!(job.join().unwrap(), SUCCESS);
+    });
+}
+
+#[test]
+fn a_forked_child_has_no_table_and_is_not_held() {
+    unsafe extern "C" {
+        fn fork() -> i32;
+        fn waitpid(pid: i32, status: *mut i32, options: i32) -> i32;
+        fn _exit(code: i32) -> !;
+    }
+    let (_guard, table) = begin();
+    let handle = communicator_of(1);
+    reduces(handle);
+    close(table, Duration::from_secs(60));
+    limit(table, 0, 1);
+    // SAFETY: the child makes system calls only, and ends.
+    let child = unsafe { fork() };
+    if child == 0 {
+        let is_free = current().is_none() && reduces(handle) == SUCCESS && sends(handle, 1) == SUCCESS;
+        // SAFETY: no destructors are needed.
+        unsafe { _exit(if is_free { 0 } else { 1 }) };
+    }
+    let mut status = -1;
+    // SAFETY: our own child, and a live local.
+    assert_eq!(unsafe { waitpid(child, &raw mut status, 0) }, child);
+    assert_eq!(status, 0);
+    assert_eq!((counts(table).len(), counts(table)[0].3), (1, 1), "it is the parent's");
+}
+
+#[test]
+fn what_is_not_known_is_reported_and_passed_on() {
+    let (_guard, table) = begin();
+    communicator_of(1);
+    assert_eq!(untracked_of(table), 0);
+    assert_eq!(reduces(0xdead_0000), SUCCESS);
+    assert_eq!((untracked_of(table), counts(table).len(), CALLS.load(Ordering::SeqCst)), (UNKNOWN, 0, 2));
+}
+
+#[test]
+fn a_communicator_that_does_not_block_is_reported() {
+    let (_guard, table) = begin();
+    CODE.store(IN_PROGRESS as u32, Ordering::SeqCst);
+    let handle = communicator_of(1);
+    assert_eq!(untracked_of(table), UNKNOWN);
+    table.untracked.store(0, Ordering::SeqCst);
+    assert_eq!(reduces(handle), IN_PROGRESS);
+    assert_eq!((untracked_of(table), counts(table)[0].3), (UNKNOWN, 1));
+}
+
+#[test]
+fn a_communicator_that_was_not_made_is_none() {
+    let (_guard, table) = begin();
+    CODE.store(5, Ordering::SeqCst);
+    let handle = communicator_of(1);
+    assert!(communicator(table, handle).is_none());
+    assert_eq!(untracked_of(table), 0);
+}
+
+#[test]
+fn an_ended_communicator_is_another_one_than_that_which_gets_its_handle() {
+    let (_guard, table) = begin();
+    let first = communicator_of(1);
+    reduces(first);
+    let old = index(table, first);
+    // SAFETY: a number, for the fake.
+    assert_eq!(unsafe { destroy(first) }, SUCCESS);
+    assert_eq!(table.communicators[old as usize].state.load(Ordering::SeqCst), ENDED);
+    assert!(communicator(table, first).is_none());
+    NEXT.store(first, Ordering::SeqCst);
+    let second = communicator_of(2);
+    assert_eq!(second, first);
+    reduces(second);
+    let new = index(table, second);
+    assert_ne!(new, old);
+    assert_eq!(counts(table), [(old, COLLECTIVE, 0, 1), (new, COLLECTIVE, 0, 1)]);
+    // SAFETY: a number, for the fake.
+    assert_eq!(unsafe { abort(second) }, SUCCESS);
+    assert!(communicator(table, second).is_none());
+    assert_eq!(untracked_of(table), 0);
+}
+
+#[test]
+fn more_communicators_than_fit_are_reported() {
+    let (_guard, table) = begin();
+    let handles: Vec<u64> = (0..table::MOST_COMMUNICATORS).map(|_| communicator_of(1)).collect();
+    assert_eq!(untracked_of(table), 0);
+    assert!(handles.iter().all(|handle| communicator(table, *handle).is_some()));
+    let other = communicator_of(1);
+    assert_eq!(untracked_of(table), FULL);
+    assert_eq!(reduces(other), SUCCESS);
+}
+
+#[test]
+fn more_counters_than_fit_are_reported() {
+    let (_guard, table) = begin();
+    let handle = communicator_of(1);
+    (0..table::MOST_COUNTERS as i32).for_each(|peer| assert_eq!(sends(handle, peer), SUCCESS));
+    assert_eq!((untracked_of(table), counts(table).len()), (0, table::MOST_COUNTERS));
+    assert_eq!(receives(handle, 0), SUCCESS);
+    assert_eq!((untracked_of(table), counts(table).len()), (FULL, table::MOST_COUNTERS));
+    // Those that are there go on.
+    sends(handle, 77);
+    assert!(counts(table).contains(&(index(table, handle), SEND, 77, 2)));
+}
+
+#[test]
+fn what_a_graph_captures_is_reported() {
+    let (_guard, table) = begin();
+    let handle = communicator_of(1);
+    note_user_object();
+    assert_eq!(untracked_of(table), 0, "not NCCL's: no call is in progress");
+    CAPTURES.store(true, Ordering::SeqCst);
+    reduces(handle);
+    assert_eq!(untracked_of(table), CAPTURED);
+}
+
+#[test]
+fn a_second_nccl_is_left_alone_and_reported() {
+    unsafe extern "C" fn other() -> i32 {
+        called()
+    }
+    let (_guard, table) = begin();
+    communicator_of(1);
+    let found = other as *const () as *mut c_void;
+    assert_eq!(instead(c"ncclAllReduce".as_ptr(), found), found);
+    assert_eq!(untracked_of(table), UNKNOWN);
+    // The first one is what it was.
+    let first = fake_all_reduce as *const () as *mut c_void;
+    assert_ne!(instead(c"ncclAllReduce".as_ptr(), first), first);
+    assert_eq!(instead(c"ncclMemAlloc".as_ptr(), found), found, "none of ours");
+}
+
+#[test]
+fn all_ranks_of_one_process_have_one_identity() {
+    let (_guard, table) = begin();
+    let mut handles = [0; 3];
+    // SAFETY: room for three, for the fake.
+    assert_eq!(unsafe { init_all(handles.as_mut_ptr(), 3, core::ptr::null()) }, SUCCESS);
+    let read = |handle: u64| {
+        let entry = communicator(table, handle).unwrap().1;
+        let id = entry.id.each_ref().map(load);
+        (id, entry.rank.load(Ordering::SeqCst), entry.ranks.load(Ordering::SeqCst))
+    };
+    let [first, second, third] = handles.map(read);
+    assert_eq!([first, second, third].map(|it| (it.1, it.2)), [(0, 3), (1, 3), (2, 3)]);
+    assert!(first.0 == second.0 && second.0 == third.0 && first.0 != [0, 0]);
+}
+
+#[test]
+fn an_identity_is_that_of_all_ranks_of_one_colour() {
+    let (_guard, table) = begin();
+    let ids: Vec<[u64; 2]> = (0..2)
+        .map(|_| {
+            let handle = communicator_of(9);
+            communicator(table, handle).unwrap().1.id.each_ref().map(load)
+        })
+        .collect();
+    assert_eq!(ids[0], ids[1], "of the same unique id");
+    let mut all = vec![ids[0], UniqueId([8; 128]).identity()];
+    for number in 0..3 {
+        for color in [0, 1, 2, 70_000] {
+            let new = split_identity(ids[0], number, color);
+            assert_eq!(new, split_identity(ids[1], number, color));
+            all.extend([new, split_identity(new, number, color)]);
+        }
+    }
+    let many = all.len();
+    all.sort_unstable();
+    all.dedup();
+    assert_eq!(all.len(), many);
+}
+
+#[test]
+fn a_split_without_a_colour_makes_none() {
+    let (_guard, table) = begin();
+    let handle = communicator_of(1);
+    let mut new = 0;
+    // SAFETY: a live local, for the fake.
+    assert_eq!(unsafe { split(handle, NO_COLOR, 0, &raw mut new, 0) }, SUCCESS);
+    assert_eq!((untracked_of(table), communicator(table, handle).unwrap().1.splits.load(Ordering::SeqCst)), (0, 1));
+    assert!(communicator(table, new).is_none());
+}

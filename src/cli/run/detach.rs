@@ -1,0 +1,198 @@
+//! `rekindle run --detach`: the supervisor in the background, and a caller that waits until the job runs.
+//!
+//! The supervisor is a copy of the process that was called, in a session of its own ([`rekindle_os::detach`]), rather
+//! than a unit of `systemd-run`: it works in containers and on machines without systemd, has the environment, the limits
+//! and the control group of the caller, and ends with the same exit codes. Until it has the job's folder it writes to
+//! the caller's standard error; from then on to `log/supervisor.log` in that folder. If it ends before the job runs, the
+//! caller shows what it wrote there, and ends with its exit code.
+
+use std::fs::{self, File};
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::os::fd::AsFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use anyhow::Context;
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+use nix::unistd::Pid;
+use serde::{Deserialize, Serialize};
+
+use super::store_flag;
+use crate::cli::output::{Format, print_json, print_text};
+use crate::cli::{Exit, Global, progress};
+use crate::published::Published;
+use crate::telemetry::clean;
+use rekindle_os::detach;
+use rekindle_store::{JobFolder, JobName};
+
+/// The name of the supervisor's log.
+const LOG: &str = "supervisor.log";
+/// How often to check whether the job runs.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// The supervisor's end of the pipe to its caller.
+#[derive(Debug)]
+pub(super) struct Caller(pub(super) File);
+
+/// What the caller is told when the supervisor has the job's folder.
+#[derive(Debug, Serialize, Deserialize)]
+struct Settled {
+    job: JobName,
+    /// The job's folder.
+    folder: PathBuf,
+    /// The supervisor's log.
+    log: PathBuf,
+    /// Where in it this supervisor begins.
+    from: u64,
+}
+
+/// The job that was started, for programs.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Detached<'a> {
+    job: &'a JobName,
+    store: Option<&'a Path>,
+    supervisor: i32,
+    pid: i32,
+    log: &'a Path,
+}
+
+impl Caller {
+    /// From now on messages go to the log in the job's folder, which only its supervisor writes. A log of more than
+    /// `most` bytes makes room for a new one.
+    pub(super) fn leave(mut self, folder: &JobFolder, most: u64) -> anyhow::Result<()> {
+        let log = folder.log_dir().join(LOG);
+        let redirect = || -> io::Result<u64> {
+            if fs::metadata(&log).is_ok_and(|log| log.len() > most) {
+                fs::rename(&log, folder.log_dir().join(format!("{LOG}.1")))?;
+            }
+            let file = File::options().append(true).create(true).mode(0o600).open(&log)?;
+            let from = file.metadata()?.len();
+            detach::redirect(&file)?;
+            Ok(from)
+        };
+        let from = redirect().with_context(|| format!("cannot write the supervisor's log {}", log.display()))?;
+        let settled = Settled { job: folder.name().clone(), folder: folder.path().to_owned(), log, from };
+        // A caller that is gone needs no answer.
+        let _ = self.0.write_all(&serde_json::to_vec(&settled)?);
+        Ok(())
+    }
+}
+
+/// Waits until the job runs, or the supervisor has ended.
+pub(super) fn wait(global: &Global, supervisor: Pid, mut from: File) -> anyhow::Result<Exit> {
+    // Ctrl-C while the job starts is meant for it.
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [Signal::SIGINT, Signal::SIGTERM] {
+        signal_hook::flag::register(signal as i32, Arc::clone(&stop))?;
+    }
+    let pass_on = || {
+        if stop.swap(false, Ordering::Relaxed) {
+            let _ = kill(supervisor, Signal::SIGTERM);
+        }
+    };
+    // What it says before it has the job's folder goes to our standard error.
+    let told = told(&mut from, &pass_on).context("cannot read what the supervisor says")?;
+    let Ok(settled) = serde_json::from_slice::<Settled>(&told) else {
+        loop {
+            pass_on();
+            match waitpid(supervisor, Some(WaitPidFlag::WNOHANG))? {
+                WaitStatus::StillAlive => std::thread::sleep(LOOK),
+                ended => return Ok(code(ended)),
+            }
+        }
+    };
+    let outcome = progress::waited(&format!("starting {}", settled.job), || {
+        loop {
+            pass_on();
+            if let Some(pid) = runs(&settled, supervisor) {
+                return Ok(Outcome::Runs(pid));
+            }
+            match waitpid(supervisor, Some(WaitPidFlag::WNOHANG))? {
+                WaitStatus::StillAlive => std::thread::sleep(LOOK),
+                ended => return Ok::<_, Errno>(Outcome::Ended(ended)),
+            }
+        }
+    })?;
+    match outcome {
+        Outcome::Runs(pid) => said(global, &settled, supervisor, pid),
+        Outcome::Ended(ended) => {
+            show_log(&settled)?;
+            Ok(code(ended))
+        }
+    }
+}
+
+/// What the supervisor writes, until it closes its end. A signal does not interrupt a read, so it is not waited in one.
+fn told(from: &mut File, pass_on: &dyn Fn()) -> io::Result<Vec<u8>> {
+    let mut told = Vec::new();
+    let timeout = PollTimeout::try_from(LOOK).unwrap_or(PollTimeout::ZERO);
+    loop {
+        pass_on();
+        match poll(&mut [PollFd::new(from.as_fd(), PollFlags::POLLIN)], timeout) {
+            Ok(0) | Err(Errno::EINTR) => continue,
+            other => other?,
+        };
+        let mut buffer = [0; 4096];
+        match from.read(&mut buffer)? {
+            0 => return Ok(told),
+            count => told.extend(buffer.iter().take(count)),
+        }
+    }
+}
+
+/// How the start of the job went.
+enum Outcome {
+    /// It runs, with this pid.
+    Runs(i32),
+    /// The supervisor has ended.
+    Ended(WaitStatus),
+}
+
+/// The pid of the job's process, if it has one under this supervisor.
+fn runs(settled: &Settled, supervisor: Pid) -> Option<i32> {
+    let published = Published::read(&settled.folder.join("state.json")).ok()?;
+    published.pid.filter(|_| published.supervisor.cast_signed() == supervisor.as_raw())
+}
+
+fn said(global: &Global, settled: &Settled, supervisor: Pid, pid: i32) -> anyhow::Result<Exit> {
+    let Settled { job, folder, log, .. } = settled;
+    let supervisor = supervisor.as_raw();
+    match global.format() {
+        Format::Json => print_json(&Detached { job, store: folder.parent(), supervisor, pid, log })?,
+        Format::Text => {
+            let flag = store_flag(global);
+            print_text(&format!(
+                "job {job} runs in the background: `rekindle status {job}{flag}` and `rekindle logs -f {job}{flag}` \
+                show it, `rekindle stop {job}{flag}` stops it\nits supervisor has pid {supervisor}, and writes {}",
+                log.display()
+            ))?;
+        }
+    }
+    Ok(Exit::Success)
+}
+
+/// Shows what the supervisor wrote to its log.
+fn show_log(settled: &Settled) -> io::Result<()> {
+    let mut file = File::open(&settled.log)?;
+    file.seek(SeekFrom::Start(settled.from))?;
+    let mut bytes = Vec::new();
+    file.read_to_end(&mut bytes)?;
+    io::stderr().write_all(clean::lines(&String::from_utf8_lossy(&bytes)).as_bytes())
+}
+
+/// The exit code of a supervisor that ended.
+fn code(ended: WaitStatus) -> Exit {
+    let code = match ended {
+        WaitStatus::Exited(_, code) => u8::try_from(code).ok(),
+        WaitStatus::Signaled(_, signal, _) => u8::try_from(128 + signal as i32).ok(),
+        _ => None,
+    };
+    code.map_or(Exit::Internal, Exit::Job)
+}

@@ -1,0 +1,174 @@
+//! What a run needs before it touches the job's folder: rights, CRIU, the store, and the job's program, folder, input and
+//! limits.
+
+use std::ffi::{OsStr, OsString};
+use std::path::{Component, Path, PathBuf};
+use std::time::Duration;
+
+use crate::cli::{Misuse, environment, named_criu, start_log};
+use crate::config::{Config, Limit, Stdin, UplinkMode};
+use rekindle_criu::Criu;
+use rekindle_engine::launch::{self, IoUring, JobSpec, Privileges, identity, uplink};
+use rekindle_os::inherited;
+use rekindle_store::persist::Packing;
+use rekindle_store::staging::leftovers;
+use rekindle_store::{Access, JobFolder, JobName, Store, WriterLock};
+
+/// The supervisor lacks rights.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "this needs root, for namespaces, CRIU and the CUDA checkpoint. Run it with sudo, and set job.user to run the job \
+    as a user"
+)]
+pub(crate) struct NoRights;
+
+/// What is known before the job's folder is touched.
+pub(super) struct Prepared {
+    pub(super) config: Config,
+    pub(super) criu: Criu,
+    pub(super) spec: JobSpec,
+    /// The program that connects a private network to the outside.
+    pub(super) uplink: Option<PathBuf>,
+    pub(super) packing: Packing,
+    pub(super) store: Store,
+}
+
+impl Prepared {
+    pub(super) fn prepare(config: Config, directory: PathBuf, command: &[OsString]) -> anyhow::Result<Prepared> {
+        start_log(&config);
+        let user = config.job.user.as_deref().map(identity::lookup).transpose()?;
+        let environment = environment::of(&config, user.as_ref(), std::env::vars_os());
+        environment.tell(&config);
+        let environment = environment.variables;
+        let path = environment.get(OsStr::new("PATH")).map(OsString::as_os_str);
+        let program = command.first().map_or_else(
+            || Err(Misuse("there is no command to run".into()).into()),
+            |name| Ok::<_, anyhow::Error>(launch::find_program(name, &directory, path)?),
+        )?;
+        if !nix::unistd::geteuid().is_root() {
+            return Err(NoRights.into());
+        }
+        let umask = inherited::own_files_only();
+        let uplink = match config.network.uplink {
+            UplinkMode::Off => None,
+            UplinkMode::User => Some(uplink::find()?),
+        };
+        let criu = Criu::find(named_criu(&config).as_deref())?;
+        let spec = JobSpec {
+            command: command.to_vec(),
+            program,
+            directory,
+            environment,
+            identity: user,
+            umask: Some(config.job.umask.map_or(umask, |mask| mask.bits())),
+            limits: config.job.limits.iter().map(|(name, limit)| resource(name, limit)).collect::<Result<_, _>>()?,
+            stdin: standard_input(&config.job.stdin)?,
+            privileges: if config.job.keeps_its_rights() { Privileges::Fixed } else { Privileges::MayGrow },
+            io_uring: match config.job.allow_io_uring {
+                true => IoUring::AsItIs,
+                false => IoUring::refused_where_possible(),
+            },
+        };
+        let trust = config.store.trust()?;
+        let packing = config.store.packing(&trust);
+        let store = Store::open(&config.store.directory, Access::Write)?.with_trust(trust);
+        Ok(Prepared { config, criu, spec, uplink, packing, store })
+    }
+
+    /// Becomes the only writer of the job's folder, and removes remnants of crashes from it.
+    pub(super) fn open(&self, name: &JobName) -> anyhow::Result<(JobFolder, WriterLock)> {
+        let folder = self.store.create_job(name)?;
+        let lock = folder.lock()?;
+        if self.store.finish_removal(name)? {
+            tracing::info!("an earlier job of that name was half removed; the rest of it is removed now");
+        }
+        if let Some((holder, silent)) = lock.silent_holder() {
+            let silent = humantime::format_duration(Duration::from_secs(silent.as_secs()));
+            tracing::warn!(
+                "the job was supervised by {holder}, which has sent no heartbeat for {silent}: taking the job over"
+            );
+        }
+        let (gone, left) = leftovers::give_back(&self.store, name);
+        gone.iter().for_each(|gone| tracing::info!("job {}: {gone}: freed", gone.job));
+        left.iter().for_each(|left| tracing::info!("job {}: {left}: {}", left.job, left.advice()));
+        for path in folder.sweep_leftovers(&lock)? {
+            crate::routine!("removed {}, a remnant of an interrupted run", path.display());
+        }
+        Ok((folder, lock))
+    }
+}
+
+pub(super) fn working_directory(configured: Option<&Path>) -> anyhow::Result<PathBuf> {
+    match configured {
+        Some(directory) => match std::fs::metadata(directory) {
+            // An image knows a folder by one name only.
+            Ok(metadata) if metadata.is_dir() && directory.components().any(|it| it == Component::ParentDir) => {
+                Ok(std::fs::canonicalize(directory)?)
+            }
+            Ok(metadata) if metadata.is_dir() => Ok(directory.to_path_buf()),
+            Ok(_) => Err(Misuse(format!("job.directory = {directory:?}: not a folder")).into()),
+            Err(e) => Err(Misuse(format!("job.directory = {directory:?}: {e}")).into()),
+        },
+        None => std::env::current_dir().map_err(|e| {
+            Misuse(format!("cannot find the working directory: {e}. Change to an existing one, or set job.directory"))
+                .into()
+        }),
+    }
+}
+
+/// The file for the job's standard input. A terminal or a pipe cannot be restored.
+fn standard_input(wanted: &Stdin) -> anyhow::Result<PathBuf> {
+    match wanted {
+        Stdin::Null => Ok("/dev/null".into()),
+        Stdin::File(path) => {
+            let metadata = std::fs::metadata(path).map_err(|e| Misuse(format!("job.stdin = {path:?}: {e}")))?;
+            // To open a FIFO waits for a writer, perhaps for ever.
+            if !metadata.is_file() && path != Path::new("/dev/null") {
+                return Err(
+                    Misuse(format!("job.stdin = {path:?}: not a regular file, so it cannot be restored")).into()
+                );
+            }
+            Ok(path.clone())
+        }
+        Stdin::Inherit => {
+            let path = std::fs::read_link("/proc/self/fd/0")?;
+            let kind = std::fs::metadata(&path).map(|m| m.is_file()).unwrap_or(false);
+            if kind || path == Path::new("/dev/null") {
+                return Ok(path);
+            }
+            let shown = path.display();
+            Err(Misuse(format!(
+                "job.stdin = \"inherit\": standard input is {shown}, which cannot be restored. \
+                Redirect it from a file, or use \"null\""
+            ))
+            .into())
+        }
+    }
+}
+
+fn resource(name: &str, limit: &Limit) -> Result<(u32, u64), Misuse> {
+    let number = match name {
+        "as" => libc::RLIMIT_AS,
+        "core" => libc::RLIMIT_CORE,
+        "cpu" => libc::RLIMIT_CPU,
+        "data" => libc::RLIMIT_DATA,
+        "fsize" => libc::RLIMIT_FSIZE,
+        "locks" => libc::RLIMIT_LOCKS,
+        "memlock" => libc::RLIMIT_MEMLOCK,
+        "msgqueue" => libc::RLIMIT_MSGQUEUE,
+        "nice" => libc::RLIMIT_NICE,
+        "nofile" => libc::RLIMIT_NOFILE,
+        "nproc" => libc::RLIMIT_NPROC,
+        "rss" => libc::RLIMIT_RSS,
+        "rtprio" => libc::RLIMIT_RTPRIO,
+        "rttime" => libc::RLIMIT_RTTIME,
+        "sigpending" => libc::RLIMIT_SIGPENDING,
+        "stack" => libc::RLIMIT_STACK,
+        other => return Err(Misuse(format!("job.limits.{other} is not a limit of this system"))),
+    };
+    let value = match limit {
+        Limit::Unlimited => libc::RLIM_INFINITY,
+        Limit::Value(value) => *value,
+    };
+    Ok((number, value))
+}

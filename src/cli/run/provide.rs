@@ -1,0 +1,141 @@
+//! What the supervisor gives the job: room for its images, sockets, the interposer and limits for NCCL.
+//!
+//! Only the watchdog's socket is required where it is configured. Without the others the job still runs.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
+
+use crate::config::{Config, Interposer, Staging};
+use crate::job_api::server::Socket;
+use crate::watch::beats::Beats;
+use rekindle_base::chain;
+use rekindle_cuda as cuda;
+use rekindle_engine::launch::{JobSpec, hwloc, interposer, nccl};
+use rekindle_os::cgroup;
+use rekindle_store::staging::{self, Area};
+use rekindle_store::{JobFolder, WriterLock};
+
+/// The job's tmpfs for images. Without one, images are made in slots on the disk, which takes longer.
+pub(super) fn staging_area(config: &Config, folder: &JobFolder, lock: &WriterLock) -> Option<Area> {
+    match staging::disk::sweep(folder, lock) {
+        Ok(true) => tracing::warn!("removed slots on the disk that were written before the machine was restarted"),
+        Ok(false) => {}
+        Err(error) => {
+            tracing::warn!("cannot remove slots on the disk from before the machine was restarted: {}", chain(&error))
+        }
+    }
+    if config.snapshot.staging == Staging::Store {
+        return None;
+    }
+    // What is really used is decided for each snapshot; the bound only keeps a mistake from taking all there is.
+    let size = cgroup::memory_total()?;
+    match Area::open(&config.snapshot.staging_directory, folder, lock, size) {
+        Ok(area) => Some(area),
+        Err(error) => {
+            tracing::warn!("images are made on the disk, and the job is frozen longer: {}", chain(&error));
+            None
+        }
+    }
+}
+
+/// Gives the job a socket for its watchdog messages, if that is configured.
+pub(super) fn beats(config: &Config, spec: &mut JobSpec, folder: &JobFolder) -> anyhow::Result<Option<Beats>> {
+    let Some(limit) = config.watch.no_notify_for.limit() else { return Ok(None) };
+    let base = &config.snapshot.staging_directory;
+    let path = base.join(format!("{}.notify", folder.place_name()));
+    let listen = || {
+        if !base.exists() {
+            std::fs::create_dir_all(base)?;
+            // The job's user must get to it, whatever the umask.
+            std::fs::set_permissions(base, std::fs::Permissions::from_mode(0o755))?;
+        }
+        Beats::listen(&path, spec.identity.as_ref().map(|identity| identity.uid))
+    };
+    let beats = listen().with_context(|| {
+        format!("watch.no-notify-for needs a socket for the job, and {} cannot be created", path.display())
+    })?;
+    spec.environment.extend(beats.variables(limit));
+    Ok(Some(beats))
+}
+
+/// Gives the job a socket for its requests. It also runs without one.
+pub(super) fn job_api(config: &Config, spec: &mut JobSpec, folder: &JobFolder) -> Option<Socket> {
+    let name = OsStr::new("REKINDLE_SOCKET");
+    // One of a rekindle that we run in ourselves.
+    spec.environment.remove(name);
+    let directory = &config.control.directory;
+    match Socket::bind(directory, &folder.place_name(), spec.identity.as_ref().map(|identity| identity.uid)) {
+        Ok(socket) => {
+            spec.environment.insert(name.into(), socket.path().into());
+            Some(socket)
+        }
+        Err(error) => {
+            tracing::warn!("cannot create the job's REKINDLE_SOCKET in {}: {error}", directory.display());
+            None
+        }
+    }
+}
+
+fn has_driver() -> bool {
+    Path::new("/dev/nvidiactl").exists() || cuda::Driver::load().is_ok()
+}
+
+/// Limits NCCL to features that can be checkpointed, and logs what that costs.
+pub(super) fn nccl_limits(config: &Config, spec: &mut JobSpec, has_interposer: bool) {
+    if !has_driver() {
+        return;
+    }
+    let (added, contrary) = nccl::prepare(config.gpu.nccl, has_interposer, &mut spec.environment);
+    // With one GPU there is nothing between GPUs that could cost anything.
+    if Path::new("/dev/nvidia1").exists() {
+        nccl::tell(&added, &contrary);
+    }
+}
+
+/// Keeps hwloc from opening GPUs by OpenCL, because snapshots of processes with open GPUs can be refused.
+pub(super) fn hwloc_limits(config: &Config, spec: &mut JobSpec) {
+    if has_driver() {
+        hwloc::tell(hwloc::prepare(config.gpu.hwloc, &mut spec.environment).as_deref());
+    }
+}
+
+/// Loads the interposer into the job, if there is a driver that calls it. Without it snapshots take longer, and fail
+/// for processes that share GPU memory.
+pub(super) fn interposer(
+    config: &Config,
+    spec: &mut JobSpec,
+    folder: &JobFolder,
+    area: Option<&Area>,
+) -> Option<PathBuf> {
+    if config.snapshot.interposer == Interposer::Off || !has_driver() {
+        return None;
+    }
+    // The store is closed to other users, and a tmpfs of the job can be unmounted. So each file is where it has to be.
+    let dir = match (&spec.identity, area) {
+        (None, _) => folder.bin_dir(),
+        (Some(_), Some(area)) => area.path().to_path_buf(),
+        (Some(_), None) => return None,
+    };
+    let name = OsStr::new("LD_PRELOAD");
+    let set = || -> anyhow::Result<(PathBuf, OsString)> {
+        let path = interposer::unpack(&dir)?;
+        let value = interposer::preload_value(&path, spec.environment.get(name).map(OsString::as_os_str))?;
+        Ok((path, value))
+    };
+    match set() {
+        Ok((path, value)) => {
+            spec.environment.insert(name.into(), value);
+            if let Some(area) = area {
+                spec.environment.insert(interposer::LANDING_VARIABLE.into(), area.landing_dir().into());
+            }
+            Some(path)
+        }
+        Err(error) => {
+            tracing::warn!("the job runs without the interposer, so its snapshots take longer: {error:#}");
+            None
+        }
+    }
+}

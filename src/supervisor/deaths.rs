@@ -1,0 +1,258 @@
+//! Deaths of single processes of a job that runs on (`restart.on-process-death`).
+//!
+//! ```text
+//!  a process dies ---> a snapshot under way is called off: an image of now would be without it
+//!        |
+//!      MOMENT          the job may end with it; then its exit code and the rules decide, as for any end
+//!        |
+//!     the ledger       did a restore for such a death help before?
+//!        |
+//!   the job is ended for it, and restored from its newest image
+//! ```
+//!
+//! Nothing is done while the job is stopped, suspended, started or rewound, and before it has an image.
+
+use std::time::{Duration, Instant};
+
+use super::state::{State, Verdict};
+use super::watch::Finding;
+use super::{Message, Owner};
+use crate::config::{OnProcessDeath, Restart};
+use crate::policy::StartPoint;
+use crate::policy::deaths::{Answer, Ledger, Victim, Why};
+use crate::telemetry::events::What;
+use crate::watch::deaths::{Death, Watcher, Who};
+use rekindle_base::cause::Cause;
+use rekindle_base::chain;
+use rekindle_engine::snapshot::Taken;
+use rekindle_os::spawn::Ended;
+use rekindle_store::Manifest;
+
+/// What a job gets to end with a process of its own: a parent that waits for it and gives up needs some milliseconds. So does a
+/// driver that takes the other ranks of a group down, which are then told of as well.
+const MOMENT: Duration = Duration::from_millis(250);
+
+/// Deaths that were noticed, and what became of those before.
+#[derive(Debug, Default)]
+pub(super) struct ProcessDeaths {
+    watcher: Option<Watcher>,
+    ledger: Ledger,
+    /// In the order of their coming.
+    waiting: Vec<Death>,
+    /// When they are decided on.
+    due: Option<Instant>,
+}
+
+/// Whether a death may take a job in this state back.
+fn may_go_back(state: &State) -> bool {
+    matches!(state, State::Running(_) | State::Snapshotting { then: None, ended: None, .. })
+}
+
+fn victim(death: &Death) -> Victim {
+    Victim { pid: death.pid, name: death.name.clone(), signal: death.signal }
+}
+
+impl ProcessDeaths {
+    /// A process of a job in this state died. Answers whether a snapshot under way is of no use.
+    pub(super) fn comes(&mut self, death: Death, state: &State, now: Instant) -> bool {
+        if !may_go_back(state) {
+            tracing::debug!("{}, which is left to the job", victim(&death));
+            return false;
+        }
+        let answer = self.ledger.judge(&victim(&death));
+        if let Answer::Left(why @ (Why::Asked | Why::Usual)) = answer {
+            tracing::debug!("{}, which is left to the job: {why}", victim(&death));
+            return false;
+        }
+        self.due.get_or_insert(now + MOMENT);
+        self.waiting.push(death);
+        answer == Answer::Back
+    }
+
+    /// Whether a job in this state is about to go back for one that waits.
+    pub(super) fn is_going_back(&self, state: &State) -> bool {
+        may_go_back(state) && self.waiting.iter().any(|death| self.ledger.judge(&victim(death)) == Answer::Back)
+    }
+
+    pub(super) fn next_wake(&self, state: &State) -> Option<Instant> {
+        self.due.filter(|_| !matches!(state, State::Snapshotting { then: None, ended: None, .. }))
+    }
+
+    /// There is an image, with these processes. Those of the dead that it does not have died before it.
+    pub(super) fn image_taken(&mut self, has: &[i32]) {
+        self.ledger.image_taken();
+        self.waiting.retain(|death| {
+            let is_in_it = has.contains(&death.pid);
+            if !is_in_it {
+                tracing::warn!("{}: the new image is from after that, so it is left to the job", victim(death));
+            }
+            is_in_it
+        });
+    }
+
+    /// They are left to the job.
+    pub(super) fn forget(&mut self) {
+        self.waiting.clear();
+        self.due = None;
+    }
+
+    #[cfg(test)]
+    pub(super) fn is_waiting(&self) -> bool {
+        !self.waiting.is_empty()
+    }
+
+    /// As if nothing had been learnt.
+    #[cfg(test)]
+    pub(super) fn forget_ledger(&mut self) {
+        self.ledger = Ledger::default();
+    }
+
+    pub(super) fn life_ends(&mut self) {
+        self.forget();
+        self.ledger.life_ends();
+        if let Some(watcher) = &self.watcher {
+            watcher.rest();
+        }
+    }
+
+    /// Decides on those that wait. Answers the first that takes the job back.
+    pub(super) fn decide(&mut self, restart: &Restart, now: Instant) -> (Option<Victim>, Vec<(Victim, Option<Why>)>) {
+        self.due = None;
+        self.ledger.is_alive(restart.min_uptime, now);
+        let (mut first, mut others) = (None, Vec::new());
+        for death in self.waiting.drain(..) {
+            let victim = victim(&death);
+            if first.is_some() {
+                others.push((victim, None));
+                continue;
+            }
+            match self.ledger.died(victim.clone(), now) {
+                Answer::Back => first = Some(victim),
+                Answer::Left(why) => others.push((victim, Some(why))),
+            }
+        }
+        (first, others)
+    }
+}
+
+impl Owner<'_> {
+    /// Starts the thread that notices deaths.
+    pub(super) fn watch_deaths(&mut self) {
+        let mode = self.setup.config.restart.on_process_death;
+        let sender = self.sender.clone();
+        let report = move |death| sender.send(Message::Watched(Finding::Death(death))).is_ok();
+        let watcher = Watcher::new(|work| self.spawn("deaths", work), report, mode == OnProcessDeath::Any);
+        match watcher {
+            Ok(watcher) => self.watch.deaths.watcher = Some(watcher),
+            Err(error) => tracing::error!("deaths of single processes of the job are not noticed: {error}"),
+        }
+    }
+
+    /// The job goes on from this image, or has just been taken into it.
+    fn watch_those_of(&self, manifest: &Manifest) {
+        let (Some(watcher), Some(job)) = (&self.watch.deaths.watcher, self.life.job()) else { return };
+        let who = match self.setup.config.restart.on_process_death {
+            // Only to tell what a fault of a GPU follows from.
+            OnProcessDeath::Root | OnProcessDeath::Cuda => Who::These(manifest.tree.cuda.clone()),
+            OnProcessDeath::Any => Who::All,
+        };
+        watcher.watch(self.life.number(), job.root.pid(), who);
+    }
+
+    /// A life has begun.
+    pub(super) fn deaths_life(&self, from: StartPoint) {
+        let StartPoint::Image(id) = from else { return };
+        if self.watch.deaths.watcher.is_none() {
+            return;
+        }
+        let image = self.setup.folder.copies().unwrap_or_default().into_iter().find(|image| image.id == id);
+        if let Some(manifest) = image.as_ref().and_then(|image| image.manifest()) {
+            self.watch_those_of(manifest);
+        }
+    }
+
+    pub(super) fn deaths_image(&mut self, taken: &Taken) {
+        let Some(manifest) = taken.image.manifest() else { return };
+        self.watch.deaths.image_taken(&manifest.tree.ids);
+        self.watch_those_of(manifest);
+    }
+
+    pub(super) fn deaths_end_of_life(&mut self) {
+        self.watch.deaths.life_ends();
+    }
+
+    pub(super) fn process_died(&mut self, death: Death) {
+        self.watch.gpus.had(death.outer, &death.name);
+        if !self.life.is_present(death.life) || self.life.ended().is_some() {
+            return;
+        }
+        self.watch.gpus.died(victim(&death).to_string());
+        let restart = &self.setup.config.restart;
+        if restart.on_process_death == OnProcessDeath::Root || restart.max_restarts == 0 {
+            return;
+        }
+        let calls_off = self.watch.deaths.comes(death, self.machine.state(), Instant::now());
+        if calls_off && matches!(self.machine.state(), State::Snapshotting { .. }) {
+            self.life.call_off();
+        }
+    }
+
+    /// Decides on the deaths that are due.
+    pub(super) fn check_deaths(&mut self) {
+        if self.watch.deaths.next_wake(self.machine.state()).is_none_or(|due| due > Instant::now()) {
+            return;
+        }
+        let ends =
+            self.life.ended().is_some() || self.life.job().is_none_or(|job| job.root.has_ended().unwrap_or(true));
+        if ends || !matches!(self.machine.state(), State::Running(_)) || self.machine.is_stopping() {
+            return self.watch.deaths.forget();
+        }
+        let images = self.images_to_go_on_from().inspect_err(|error| {
+            tracing::error!("cannot read the images: {}. The death of a process is left to the job", chain(error));
+        });
+        if !images.is_ok_and(|images| !images.good.is_empty()) {
+            return self.watch.deaths.forget();
+        }
+        let (first, others) = self.watch.deaths.decide(&self.setup.config.restart, Instant::now());
+        let goes_back = first.is_some();
+        if let Some(victim) = &first {
+            self.goes_back_for(victim);
+        }
+        for (victim, why) in others {
+            self.tell_left(&victim, why, goes_back);
+        }
+    }
+
+    fn goes_back_for(&mut self, victim: &Victim) {
+        let Victim { pid, name, signal } = victim.clone();
+        let cause = self.watch.cause_of(Ended::Signal(signal), Instant::now());
+        let cause = match cause {
+            Cause::OutOfMemory | Cause::GpuFault { .. } => cause,
+            _ => Cause::ProcessDied { pid, name: name.clone(), signal },
+        };
+        let (action, verdict) = match self.ruled_for(&cause, &victim.to_string()) {
+            Some((action, verdict)) => (action, verdict),
+            None => ("restart".to_owned(), Verdict::Died(signal)),
+        };
+        tracing::error!("{victim} ({action})");
+        self.tell(What::ProcessDied { pid, name, signal, action, why: None });
+        self.carry(cause, verdict);
+    }
+
+    fn tell_left(&mut self, victim: &Victim, why: Option<Why>, goes_back: bool) {
+        let words = match why {
+            Some(why) => why.to_string(),
+            None if goes_back => "it died with the one before".to_owned(),
+            None => return,
+        };
+        match why {
+            Some(why) if why.is_news() => tracing::warn!(
+                "{victim}, which is left to the job: {words}. If the job kills this process itself, set \
+                restart.on-process-death = \"root\""
+            ),
+            _ => tracing::warn!("{victim} too"),
+        }
+        let Victim { pid, name, signal } = victim.clone();
+        self.tell(What::ProcessDied { pid, name, signal, action: "none".into(), why: Some(words) });
+    }
+}

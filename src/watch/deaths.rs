@@ -1,0 +1,397 @@
+//! Notices when a process of the job dies, on a thread of its own that sleeps until one does.
+//!
+//! A pidfd of each process says that it ended, and [`exits`] how. Processes are known from the image that the job would go back
+//! to. Of a job that is watched as a whole those that it starts later are known from the kernel's process events, where we may
+//! have them; without them, from the next image on. The events also tell how a process ended on a kernel whose pidfds do not.
+
+use std::collections::BTreeMap;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::mpsc;
+use std::time::Duration;
+
+use rekindle_os::exits::{self, Event, Events};
+use rekindle_os::process;
+use rekindle_os::spawn::Ended;
+
+/// A process of the job that a signal killed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Death {
+    /// The life of the job.
+    pub(crate) life: u32,
+    /// As the job sees it.
+    pub(crate) pid: i32,
+    /// As we see it.
+    pub(crate) outer: i32,
+    /// At most 15 bytes.
+    pub(crate) name: String,
+    /// The signal.
+    pub(crate) signal: i32,
+}
+
+/// Which processes are watched.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Who {
+    /// These, as the job sees them.
+    These(Vec<i32>),
+    /// Every one.
+    All,
+}
+
+/// What the thread is told.
+#[derive(Debug)]
+enum Order {
+    /// There is an image of this life of the job, which has this root; these are watched from now on, beside those before.
+    Watch { life: u32, root: i32, who: Who },
+    /// The life is over.
+    Rest,
+}
+
+/// The thread's other end. It ends when this is dropped.
+#[derive(Debug)]
+pub(crate) struct Watcher {
+    orders: mpsc::Sender<Order>,
+    wake: UnixStream,
+}
+
+impl Watcher {
+    /// Gives `spawn` what the thread has to do, which calls `report` until that answers false.
+    ///
+    /// # Errors
+    /// When there is no socket to wake it with.
+    pub(crate) fn new(
+        spawn: impl FnOnce(Box<dyn FnOnce() + Send>),
+        report: impl Fn(Death) -> bool + Send + 'static,
+        whole: bool,
+    ) -> io::Result<Watcher> {
+        let (orders, told) = mpsc::channel();
+        let (wake, woken) = UnixStream::pair()?;
+        wake.set_nonblocking(true)?;
+        woken.set_nonblocking(true)?;
+        spawn(Box::new(move || {
+            // Others have no use for the events of the whole machine.
+            let events = (whole || !exits::always_told()).then(Events::listen).and_then(|events| {
+                events.inspect_err(|error| tracing::debug!("there are no process events: {error}")).ok()
+            });
+            let watch = Watch { events, members: BTreeMap::new(), life: 0, root: 0, whole: false };
+            if let Err(error) = watch.run(&told, &woken, &report) {
+                tracing::error!("deaths of the job's processes are not noticed any more: {error}");
+            }
+        }));
+        Ok(Watcher { orders, wake })
+    }
+
+    /// There is an image that has these.
+    pub(crate) fn watch(&self, life: u32, root: i32, who: Who) {
+        self.order(Order::Watch { life, root, who });
+    }
+
+    /// The life is over.
+    pub(crate) fn rest(&self) {
+        self.order(Order::Rest);
+    }
+
+    fn order(&self, order: Order) {
+        // A byte that does not fit is one of many that wait.
+        if self.orders.send(order).is_ok() {
+            let _ = (&self.wake).write(&[0]);
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Member {
+    inner: i32,
+    name: String,
+    /// None where the events have to do.
+    pidfd: Option<OwnedFd>,
+    /// It ended, and nobody has said how.
+    unknown: bool,
+}
+
+/// So many pidfds at most: the supervisor may have 1024 descriptors, and needs others.
+const MOST_PIDFDS: usize = 256;
+
+#[derive(Debug)]
+struct Watch {
+    events: Option<Events>,
+    /// By pid as we see it.
+    members: BTreeMap<i32, Member>,
+    life: u32,
+    root: i32,
+    /// Whether children that they start are members too.
+    whole: bool,
+}
+
+/// For how long the events may be late.
+const LATE: Duration = Duration::from_millis(100);
+
+impl Watch {
+    /// Begins to watch this process, if it is wanted.
+    fn take(&mut self, pid: i32, wanted: impl Fn(i32) -> bool) {
+        let Some((inner, name)) = process::inner_pid(pid).zip(process::name(pid)) else { return };
+        if !wanted(inner) {
+            return;
+        }
+        let open = self.members.values().filter(|member| member.pidfd.is_some()).count();
+        let pidfd = (open < MOST_PIDFDS).then(|| process::open_pidfd(pid).ok()).flatten();
+        if pidfd.is_some() || self.events.is_some() {
+            self.members.insert(pid, Member { inner, name, pidfd, unknown: false });
+        } else {
+            tracing::debug!(pid = inner, name, "the death of this process would not be noticed");
+        }
+    }
+
+    fn run(
+        mut self,
+        told: &mpsc::Receiver<Order>,
+        woken: &UnixStream,
+        report: &impl Fn(Death) -> bool,
+    ) -> io::Result<()> {
+        loop {
+            let unknown = self.members.values().any(|member| member.unknown);
+            let (pids, ready) = {
+                let alive = self.members.iter().filter(|(_, member)| !member.unknown);
+                let (pids, pidfds): (Vec<i32>, Vec<BorrowedFd<'_>>) =
+                    alive.filter_map(|(pid, member)| Some((*pid, member.pidfd.as_ref()?.as_fd()))).unzip();
+                let first = [Some(woken.as_fd()), self.events.as_ref().map(Events::descriptor)];
+                let fds: Vec<BorrowedFd<'_>> = first.into_iter().flatten().chain(pidfds).collect();
+                (pids, exits::wait(&fds, unknown.then_some(LATE))?)
+            };
+            let quiet = !ready.contains(&true);
+            for death in self.happened().into_iter().chain(self.ended(&pids, &ready, quiet)) {
+                if !report(death) {
+                    return Ok(());
+                }
+            }
+            if matches!((&*woken).read(&mut [0; 64]), Ok(0)) {
+                return Ok(());
+            }
+            told.try_iter().for_each(|order| self.obey(order));
+        }
+    }
+
+    fn obey(&mut self, order: Order) {
+        match order {
+            Order::Rest => {
+                self.members.clear();
+                (self.root, self.whole) = (0, false);
+            }
+            Order::Watch { life, root, who } => {
+                if life != self.life {
+                    self.members.clear();
+                }
+                (self.life, self.root, self.whole) = (life, root, who == Who::All);
+                for pid in process::tree(root).into_iter().filter(|pid| *pid != root) {
+                    if self.members.contains_key(&pid) {
+                        continue;
+                    }
+                    self.take(pid, |inner| match &who {
+                        Who::These(these) => these.contains(&inner),
+                        Who::All => true,
+                    });
+                }
+            }
+        }
+    }
+
+    /// What the events tell.
+    fn happened(&mut self) -> Vec<Death> {
+        let events = self.events.as_ref().map(Events::read).unwrap_or_default();
+        let mut deaths = Vec::new();
+        for event in events {
+            match event {
+                Event::Forked { parent, child } if self.whole && self.members.contains_key(&parent) => {
+                    self.take(child, |_| true);
+                }
+                Event::Executed { pid } => {
+                    if let Some((member, name)) = self.members.get_mut(&pid).zip(process::name(pid)) {
+                        member.name = name;
+                    }
+                }
+                // The first thread of a process may end before the others; the pidfd then says when the process does.
+                Event::Ended { pid, how: Ended::Exit(_) }
+                    if self.members.get(&pid).is_some_and(|member| member.pidfd.is_some()) => {}
+                Event::Ended { pid, how } => deaths.extend(self.leaves(pid, how)),
+                Event::Forked { .. } => {}
+            }
+        }
+        deaths
+    }
+
+    /// What the pidfds tell.
+    fn ended(&mut self, pids: &[i32], ready: &[bool], quiet: bool) -> Vec<Death> {
+        let first = ready.len().saturating_sub(pids.len());
+        let over: Vec<i32> =
+            pids.iter().zip(ready.iter().skip(first)).filter(|(_, ready)| **ready).map(|(pid, _)| *pid).collect();
+        let mut deaths = Vec::new();
+        for pid in over {
+            let Some(member) = self.members.get_mut(&pid) else { continue };
+            // The name that it had last, where that is still to be seen.
+            if let Some(name) = process::name(pid).filter(|_| process::inner_pid(pid) == Some(member.inner)) {
+                member.name = name;
+            }
+            match member.pidfd.as_ref().and_then(|pidfd| exits::ended(pidfd.as_fd(), pid)) {
+                Some(how) => deaths.extend(self.leaves(pid, how)),
+                None => member.unknown = true,
+            }
+        }
+        if quiet {
+            self.members.retain(|_, member| {
+                if member.unknown {
+                    tracing::debug!(pid = member.inner, name = member.name, "a process ended, and nobody says how");
+                }
+                !member.unknown
+            });
+        }
+        deaths
+    }
+
+    fn leaves(&mut self, pid: i32, how: Ended) -> Option<Death> {
+        let member = self.members.remove(&pid)?;
+        let Ended::Signal(signal) = how else { return None };
+        Some(Death { life: self.life, pid: member.inner, outer: pid, name: member.name, signal })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::{Child, Command, Stdio};
+
+    fn watcher(whole: bool) -> (Watcher, mpsc::Receiver<Death>) {
+        let (sender, deaths) = mpsc::channel();
+        let spawn = |work: Box<dyn FnOnce() + Send>| drop(std::thread::spawn(work));
+        (Watcher::new(spawn, move |death| sender.send(death).is_ok(), whole).unwrap(), deaths)
+    }
+
+    fn shell(script: &str) -> Child {
+        Command::new("sh").args(["-c", script]).stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap()
+    }
+
+    fn line(child: &mut Child) -> String {
+        use std::io::BufRead;
+        let mut line = String::new();
+        let out = child.stdout.as_mut().unwrap();
+        std::io::BufReader::with_capacity(1, out).read_line(&mut line).unwrap();
+        line.trim().to_owned()
+    }
+
+    const SOON: Duration = Duration::from_secs(10);
+
+    fn kill(pid: i32, signal: nix::sys::signal::Signal) {
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), signal).unwrap();
+    }
+
+    #[test]
+    fn a_process_that_is_watched_is_told_of_and_no_other() {
+        if !rekindle_testing::root() {
+            return;
+        }
+        let script = "sleep 60 & a=$!; sleep 60 & b=$!; sleep 60 & echo $a $b $!; wait $a; sleep 60";
+        let mut root = shell(script);
+        let pids: Vec<i32> = line(&mut root).split(' ').map(|pid| pid.parse().unwrap()).collect();
+        // Each is the shell until it executes its own program.
+        while pids.iter().any(|pid| process::name(*pid).as_deref() != Some("sleep")) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let (watcher, deaths) = watcher(false);
+        let outer = root.id().cast_signed();
+        watcher.watch(3, outer, Who::These(vec![pids[0], pids[1]]));
+        // Until the thread has heard of it.
+        std::thread::sleep(Duration::from_millis(200));
+        kill(pids[2], nix::sys::signal::Signal::SIGKILL);
+        for (pid, signal) in
+            [(pids[0], nix::sys::signal::Signal::SIGKILL), (pids[1], nix::sys::signal::Signal::SIGSEGV)]
+        {
+            kill(pid, signal);
+            let death = deaths.recv_timeout(SOON).unwrap();
+            let expected = Death { life: 3, pid, outer: pid, name: "sleep".into(), signal: signal as i32 };
+            assert_eq!(death, expected);
+        }
+        drop(watcher);
+        assert!(deaths.recv_timeout(SOON).is_err(), "the thread is over");
+        root.kill().unwrap();
+        root.wait().unwrap();
+    }
+
+    #[test]
+    fn a_process_whose_first_thread_has_ended_is_still_watched() {
+        if !rekindle_testing::root() || Events::listen().is_err() {
+            return eprintln!("SKIP: there are no process events here");
+        }
+        let script = "import ctypes, sys, threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n\
+                      sys.stdin.readline()\nctypes.CDLL(None).pthread_exit(None)";
+        let mut root = shell(&format!(
+            "mkfifo /tmp/death-$$; python3 -c '{script}' </tmp/death-$$ & echo $!; \
+                      exec 3>/tmp/death-$$; rm /tmp/death-$$; sleep 0.6; echo >&3; wait; sleep 60"
+        ));
+        let pid: i32 = line(&mut root).parse().unwrap();
+        let (watcher, deaths) = watcher(true);
+        watcher.watch(1, root.id().cast_signed(), Who::All);
+        let begun = std::time::Instant::now();
+        while process::state(pid) != Some('Z') {
+            assert!(begun.elapsed() < SOON, "the first thread has not ended");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        assert!(deaths.recv_timeout(Duration::from_millis(200)).is_err(), "the others live");
+        kill(pid, nix::sys::signal::Signal::SIGKILL);
+        let death = deaths.recv_timeout(SOON).unwrap();
+        assert_eq!((death.pid, death.signal), (pid, libc::SIGKILL));
+        drop(watcher);
+        let children = process::tree(root.id().cast_signed());
+        children.into_iter().rev().for_each(|pid| kill(pid, nix::sys::signal::Signal::SIGKILL));
+        root.wait().unwrap();
+    }
+
+    /// As on a kernel whose pidfds do not say it, or where there are too many.
+    #[test]
+    fn without_a_pidfd_the_events_tell() {
+        if !rekindle_testing::root() {
+            return;
+        }
+        let Ok(events) = Events::listen() else { return eprintln!("SKIP: there are no process events here") };
+        let mut child = shell("kill -9 $$");
+        let pid = child.id().cast_signed();
+        let member = Member { inner: 1005, name: "trainer".into(), pidfd: None, unknown: true };
+        let members = BTreeMap::from([(pid, member)]);
+        let mut watch = Watch { events: Some(events), members, life: 2, root: 1, whole: false };
+        child.wait().unwrap();
+        let expected = Death { life: 2, pid: 1005, outer: pid, name: "trainer".into(), signal: libc::SIGKILL };
+        let begun = std::time::Instant::now();
+        let mut told = Vec::new();
+        while told.is_empty() {
+            assert!(begun.elapsed() < SOON);
+            told = watch.happened();
+        }
+        for death in &mut told {
+            // The shell may have been seen to execute.
+            death.name = "trainer".into();
+        }
+        assert_eq!((told, watch.members.len()), (vec![expected], 0));
+    }
+
+    #[test]
+    fn of_a_job_that_is_watched_as_a_whole_later_children_are_told_of() {
+        if !rekindle_testing::root() || Events::listen().is_err() {
+            return eprintln!("SKIP: there are no process events here");
+        }
+        let mut root = shell("sh -c 'echo $$; sleep 0.6; sleep 60 & echo $!; wait; sleep 60'");
+        line(&mut root);
+        let (watcher, deaths) = watcher(true);
+        watcher.watch(1, root.id().cast_signed(), Who::All);
+        let pid: i32 = line(&mut root).parse().unwrap();
+        while process::name(pid).as_deref() != Some("sleep") {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        std::thread::sleep(Duration::from_millis(200));
+        kill(pid, nix::sys::signal::Signal::SIGKILL);
+        let death = deaths.recv_timeout(SOON).unwrap();
+        assert_eq!((death.pid, death.signal, death.name.as_str()), (pid, libc::SIGKILL, "sleep"));
+        watcher.rest();
+        let children = process::tree(root.id().cast_signed());
+        children.into_iter().rev().for_each(|pid| kill(pid, nix::sys::signal::Signal::SIGKILL));
+        root.wait().unwrap();
+    }
+}

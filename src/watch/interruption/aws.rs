@@ -1,0 +1,110 @@
+//! Amazon EC2: the instance metadata service, version 2 (IMDSv2).
+//!
+//! A token is needed for every request; it is got by a PUT, which a proxy would not pass on. `spot/instance-action`
+//! exists from two minutes before a spot machine is stopped or terminated (for a hibernation, from its beginning);
+//! `events/recommendations/rebalance` exists as soon as that is likely. Both are 404 otherwise.
+
+use std::time::Duration;
+
+use chrono::{DateTime, Utc};
+use reqwest::{Method, StatusCode};
+use serde::Deserialize;
+
+use super::client::{Answer, Client, Error, Request};
+use super::{Source, client};
+use rekindle_base::notice::{Cloud, Kind, Notice};
+
+const TOKEN: &str = "/latest/api/token";
+const ACTION: &str = "/latest/meta-data/spot/instance-action";
+const REBALANCE: &str = "/latest/meta-data/events/recommendations/rebalance";
+/// How long a token is valid, in seconds: six hours, the most that is allowed.
+const TTL: &str = "21600";
+/// The longest token that is sent back; they have 56 characters.
+const LONGEST_TOKEN: usize = 1024;
+
+/// Reads the notices of a machine of EC2.
+#[derive(Debug, Default)]
+pub(crate) struct Aws {
+    token: Option<String>,
+}
+
+impl Aws {
+    fn token(&mut self, client: &Client) -> Result<String, Error> {
+        if let Some(token) = &self.token {
+            return Ok(token.clone());
+        }
+        let answer = client.send(Request {
+            method: Method::PUT,
+            path: TOKEN,
+            headers: &[("x-aws-ec2-metadata-token-ttl-seconds", TTL)],
+            body: None,
+            patience: client::PATIENCE,
+        })?;
+        let answer = answer.ok()?;
+        let token = answer.text()?;
+        if token.is_empty() || token.len() > LONGEST_TOKEN || !token.bytes().all(|byte| byte.is_ascii_graphic()) {
+            return Err(Error::Malformed("it is not a token"));
+        }
+        self.token = Some(token.to_owned());
+        Ok(token.to_owned())
+    }
+
+    /// The content at this path; `None` if there is none.
+    fn read(&mut self, client: &Client, path: &str) -> Result<Option<Answer>, Error> {
+        let once = |token: &str| client.send(Request::get(path, &[("x-aws-ec2-metadata-token", token)]));
+        let mut answer = once(&self.token(client)?)?;
+        if answer.status == StatusCode::UNAUTHORIZED {
+            // It has expired: the machine may have slept.
+            self.token = None;
+            answer = once(&self.token(client)?)?;
+        }
+        if answer.status == StatusCode::NOT_FOUND {
+            return Ok(None);
+        }
+        answer.ok().map(Some)
+    }
+}
+
+impl Source for Aws {
+    fn cloud(&self) -> Cloud {
+        Cloud::Aws
+    }
+
+    fn ask(&mut self, client: &Client) -> Result<Vec<Notice>, Error> {
+        let action = self.read(client, ACTION)?.map(|answer| action(&answer.body)).transpose()?;
+        let rebalance = self.read(client, REBALANCE)?.map(|answer| rebalance(&answer.body)).transpose()?;
+        Ok(action.into_iter().chain(rebalance).collect())
+    }
+
+    fn pause(&self) -> Duration {
+        super::EVERY
+    }
+}
+
+fn action(body: &[u8]) -> Result<Notice, Error> {
+    #[derive(Deserialize)]
+    struct Action {
+        action: Kind,
+        time: DateTime<Utc>,
+    }
+    let Action { action: kind, time } =
+        serde_json::from_slice(body).map_err(|_| Error::Malformed("it is not an instance action"))?;
+    if !matches!(kind, Kind::Terminate | Kind::Stop | Kind::Hibernate) {
+        return Err(Error::Malformed("it has an unknown action"));
+    }
+    // A hibernation begins at once.
+    let at = (kind != Kind::Hibernate).then_some(time);
+    Ok(Notice { cloud: Cloud::Aws, kind, id: "spot".into(), at })
+}
+
+fn rebalance(body: &[u8]) -> Result<Notice, Error> {
+    #[derive(Deserialize)]
+    #[serde(rename_all = "camelCase")]
+    struct Rebalance {
+        notice_time: DateTime<Utc>,
+    }
+    let Rebalance { notice_time } =
+        serde_json::from_slice(body).map_err(|_| Error::Malformed("it is not a recommendation"))?;
+    let id = format!("rebalance {}", notice_time.timestamp());
+    Ok(Notice { cloud: Cloud::Aws, kind: Kind::Rebalance, id, at: None })
+}
