@@ -9,9 +9,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The crates, lowest first. Each may use only those before it.
-const CRATES: [&str; 8] = [
+const CRATES: [&str; 9] = [
     "rekindle-abi",
     "rekindle-base",
+    "rekindle-group",
     "rekindle-os",
     "rekindle-criu",
     "rekindle-cuda",

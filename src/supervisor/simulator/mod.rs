@@ -21,7 +21,6 @@ mod faults;
 mod model;
 mod oracle;
 mod plants;
-mod random;
 mod ranks;
 mod replica;
 mod restores;
@@ -37,7 +36,7 @@ use std::time::Duration;
 use faults::Fault;
 use model::IMAGE;
 use plants::Plant;
-use random::Random;
+use rekindle_testing::random::Random;
 use world::{Happening, World};
 
 use crate::config::{ColdStart, Config, Interval, SizeLimit, Staging};

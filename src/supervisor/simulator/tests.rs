@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use super::plants::{self, Plant};
-use super::random::Random;
+use rekindle_testing::random::Random;
 use super::{Broken, history};
 
 /// Number of histories in every run of the tests; REKINDLE_SIMULATE_HISTORIES overrides it.

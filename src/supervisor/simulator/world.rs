@@ -11,7 +11,7 @@ use super::faults::Fault;
 use super::model::{End, Ground, Job};
 use super::oracle::Oracle;
 use super::plants::Plant;
-use super::random::Random;
+use rekindle_testing::random::Random;
 use super::run::Run;
 use crate::config::Config;
 use rekindle_store::ImageId;

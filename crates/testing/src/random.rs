@@ -3,11 +3,14 @@
 
 use std::time::Duration;
 
+/// A source of random numbers.
 #[derive(Debug, Clone)]
-pub(super) struct Random(u64);
+pub struct Random(u64);
 
 impl Random {
-    pub(super) fn new(seed: u64) -> Random {
+    /// The same seed gives the same numbers.
+    #[must_use]
+    pub fn new(seed: u64) -> Random {
         Random(seed)
     }
 
@@ -20,26 +23,31 @@ impl Random {
     }
 
     /// A number less than `bound`, which is not 0.
-    pub(super) fn below(&mut self, bound: u64) -> u64 {
+    pub fn below(&mut self, bound: u64) -> u64 {
         self.next() % bound
     }
 
     /// True with this probability in percent.
-    pub(super) fn chance(&mut self, percent: u64) -> bool {
+    pub fn chance(&mut self, percent: u64) -> bool {
         self.below(100) < percent
     }
 
     /// A random time in whole milliseconds.
-    pub(super) fn time(&mut self, from: Duration, to: Duration) -> Duration {
+    pub fn time(&mut self, from: Duration, to: Duration) -> Duration {
         let span = u64::try_from(to.saturating_sub(from).as_millis()).unwrap_or(u64::MAX);
         from + Duration::from_millis(self.below(span.max(1)))
     }
 
-    pub(super) fn millis(&mut self, from: u64, to: u64) -> Duration {
+    /// A random time between these numbers of milliseconds.
+    pub fn millis(&mut self, from: u64, to: u64) -> Duration {
         self.time(Duration::from_millis(from), Duration::from_millis(to))
     }
 
-    pub(super) fn pick<T: Copy>(&mut self, all: &[T]) -> T {
+    /// One of them.
+    ///
+    /// # Panics
+    /// If there is none.
+    pub fn pick<T: Copy>(&mut self, all: &[T]) -> T {
         let at = usize::try_from(self.below(all.len() as u64)).unwrap_or_default();
         all[at]
     }

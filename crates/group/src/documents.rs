@@ -1,0 +1,364 @@
+//! What is written in the coordinator. Small, and readable by people: JSON.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+/// The number of a member, from 0. It stays with a part of the job: whoever replaces a lost machine takes its rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Rank(pub u32);
+
+/// Increases with each start of the whole job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Epoch(pub u64);
+
+/// The number of a group snapshot and of the group image that it made. Never used twice in a group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Number(pub u64);
+
+/// One membership of one supervisor: another one after its lease was lost. Random.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Incarnation(pub u64);
+
+impl fmt::Display for Rank {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {}", self.0)
+    }
+}
+
+impl fmt::Display for Number {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "group image {}", self.0)
+    }
+}
+
+impl fmt::Display for Epoch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "epoch {}", self.0)
+    }
+}
+
+/// One member's part of a group image.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Part {
+    /// The image, as the member's store names it.
+    pub image: String,
+    /// The hash of its manifest: another image of the same name is not this part.
+    pub digest: String,
+}
+
+/// How safe a part is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Stored {
+    /// In memory or in a slot: lost with the machine.
+    Staged,
+    /// Where the group wants it: in the store, or in the replica.
+    Durable,
+}
+
+/// A part that a member can restore.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Progress {
+    /// The part.
+    pub part: Part,
+    /// Where it is.
+    pub stored: Stored,
+}
+
+/// What the job of a member starts from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum From {
+    /// From nothing.
+    Beginning,
+    /// From this group image.
+    Image(Number),
+}
+
+impl fmt::Display for From {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            From::Beginning => f.write_str("the beginning"),
+            From::Image(number) => number.fmt(f),
+        }
+    }
+}
+
+/// How a member's job ended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Ending {
+    /// Exit code 0.
+    Completed,
+    /// It crashed, hung, or a rank of it died.
+    Failed {
+        /// In words.
+        why: String,
+    },
+    /// It could not be started.
+    NotStarted {
+        /// In words.
+        why: String,
+    },
+}
+
+/// What a member's job does.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum State {
+    /// Nothing runs.
+    Idle,
+    /// It is being launched or restored.
+    Starting,
+    /// It was started and waits for the others; its cable is out.
+    Ready,
+    /// It runs.
+    Running,
+    /// It has reached the cut, and its cable is out.
+    Quiet(Number),
+    /// It was dumped; its cable is still out.
+    Dumped(Number, Part),
+    /// It cannot take part in this snapshot, and runs on.
+    Refused(Number, String),
+    /// It is being ended.
+    Ending,
+    /// It is over; nothing runs.
+    Over(Ending),
+}
+
+impl State {
+    /// Whether no process of the job exists.
+    #[must_use]
+    pub fn nothing_runs(&self) -> bool {
+        matches!(self, State::Idle | State::Over(_))
+    }
+}
+
+/// A request, from any member.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Ask {
+    /// Take a snapshot.
+    Snapshot,
+    /// Take a snapshot if there is time, and end the run.
+    Stop {
+        /// Whether the run is to be queued again.
+        requeue: bool,
+        /// Time limit.
+        within: Duration,
+    },
+    /// End the run at once.
+    StopNow {
+        /// Whether the run is to be queued again.
+        requeue: bool,
+    },
+    /// Take a snapshot, and end the job until it is resumed.
+    Suspend,
+    /// Start the suspended job.
+    Resume,
+    /// Go back to this group image.
+    Rewind(Number),
+}
+
+/// A request with its number, which increases with each request of a member.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Asked {
+    /// From 1.
+    pub number: u64,
+    /// What is wanted.
+    pub ask: Ask,
+}
+
+/// What a member says of itself. Only the member writes it; it is gone with its lease.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Report {
+    /// Which membership.
+    pub incarnation: Incarnation,
+    /// The plan that it has seen, by its serial number.
+    pub seen: u64,
+    /// The epoch of `state`.
+    pub epoch: Epoch,
+    /// What its job does.
+    pub state: State,
+    /// The parts that it can restore.
+    #[serde(default)]
+    pub parts: BTreeMap<Number, Progress>,
+    /// Whether a part is being stored: until then no other snapshot is taken.
+    #[serde(default)]
+    pub storing: bool,
+    /// Its latest request.
+    #[serde(default)]
+    pub asked: Option<Asked>,
+}
+
+/// How a run ended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum End {
+    /// Each member's job ended with exit code 0.
+    Completed,
+    /// A stop was requested.
+    Stopped {
+        /// Whether the run is to be queued again.
+        requeue: bool,
+    },
+    /// Something that the run waits for did not come; another run may have it.
+    Missing {
+        /// In words.
+        why: String,
+    },
+    /// The job fails again and again.
+    Failed {
+        /// In words.
+        why: String,
+    },
+}
+
+/// What follows a snapshot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Then {
+    /// The job runs on.
+    RunOn,
+    /// The run ends.
+    Stop {
+        /// Whether the run is to be queued again.
+        requeue: bool,
+    },
+    /// The job ends until it is resumed.
+    Suspend,
+}
+
+/// What all members are to do.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Goal {
+    /// End what runs. Then a new epoch begins, once all members are there.
+    Gather {
+        /// In words.
+        why: String,
+    },
+    /// End what runs, and wait for a request.
+    Suspended,
+    /// Start, with the cable out.
+    Start(From),
+    /// Plug the cable in and run.
+    Run,
+    /// Reach the cut, then pull the cable.
+    Prepare(Number),
+    /// Dump.
+    Dump(Number),
+    /// Keep the part, plug the cable in and run.
+    Resume(Number),
+    /// Forget the part, plug the cable in and run.
+    Abort {
+        /// Of this snapshot.
+        number: Number,
+        /// In words.
+        why: String,
+    },
+    /// End what runs, and leave.
+    End(End),
+}
+
+impl Goal {
+    /// Whether jobs may run.
+    #[must_use]
+    pub fn is_alive(&self) -> bool {
+        !matches!(self, Goal::Gather { .. } | Goal::Suspended | Goal::End(_))
+    }
+}
+
+/// What the leader wants. There is one; it outlives all leases.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Plan {
+    /// Who wrote the first plan. Another one: the coordinator has lost its data since.
+    pub origin: Incarnation,
+    /// Increases with each plan.
+    pub serial: u64,
+    /// The epoch.
+    pub epoch: Epoch,
+    /// The members of the epoch.
+    pub crew: BTreeMap<Rank, Incarnation>,
+    /// What to do.
+    pub goal: Goal,
+    /// What follows the snapshot in progress.
+    pub then: Then,
+    /// The number of the next snapshot.
+    pub next: Number,
+    /// What the epoch started from.
+    pub from: From,
+    /// Whether the epoch has run for long enough to count as healthy.
+    pub healthy: bool,
+    /// What speaks against group images: see `leader::FAILED_EARLY`.
+    #[serde(default)]
+    pub failures: BTreeMap<Number, u32>,
+    /// How often in a row epochs failed before they were healthy.
+    #[serde(default)]
+    pub in_a_row: u32,
+    /// Group images that are not used since a rewind.
+    #[serde(default)]
+    pub left: Vec<Left>,
+    /// The latest request of each membership that was served.
+    #[serde(default)]
+    pub served: BTreeMap<Incarnation, u64>,
+}
+
+/// Group images of a line that the job left by a rewind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Left {
+    /// The group image that the job went back to.
+    pub after: Number,
+    /// The first number of the new line.
+    pub before: Number,
+}
+
+impl Left {
+    /// Whether this group image is one of them.
+    #[must_use]
+    pub fn has(self, number: Number) -> bool {
+        self.after < number && number < self.before
+    }
+}
+
+/// A group image: one part for each rank.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GroupImage {
+    /// The epoch in which it was taken.
+    pub epoch: Epoch,
+    /// All parts.
+    pub parts: BTreeMap<Rank, Part>,
+    /// Whether each part is durable.
+    pub committed: bool,
+}
+
+/// A value of the coordinator, and the revision of its last change.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Versioned<T> {
+    /// The value.
+    pub value: T,
+    /// The revision.
+    pub revision: u64,
+}
+
+/// Everything in the coordinator, at one revision.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct View {
+    /// The revision.
+    pub revision: u64,
+    /// Who leads.
+    pub leader: Option<Incarnation>,
+    /// The plan.
+    pub plan: Option<Versioned<Plan>>,
+    /// The members.
+    pub members: BTreeMap<Rank, Report>,
+    /// The group images.
+    pub images: BTreeMap<Number, Versioned<GroupImage>>,
+}

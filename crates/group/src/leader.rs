@@ -1,0 +1,555 @@
+//! What the leader does: compares all reports with the plan, and writes the next one.
+//!
+//! Nothing but the plan is remembered, so that another member can take the lead at any time. Only times are not in it:
+//! a new leader counts them from the beginning, because clocks of machines cannot be compared.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+use crate::documents::{
+    Ask, End, Ending, Epoch, From, Goal, GroupImage, Incarnation, Left, Number, Part, Plan, Rank, Report, State,
+    Stored, Then, View,
+};
+use crate::machine::{Options, Write};
+use crate::retention;
+
+/// What speaks against a group image if an epoch that started from it fails, early or later, and no newer one was taken.
+const FAILED_EARLY: u32 = 2;
+const FAILED_LATE: u32 = 1;
+
+/// A group image with so much against it is passed over.
+const PASSED_OVER: u32 = 4;
+
+/// The leader's watch: since when something has been so, as far as this process has seen.
+#[derive(Debug, Default)]
+pub(crate) struct Leading {
+    /// The goal, and since when it is the goal.
+    goal: Option<(Epoch, Goal, Instant)>,
+    /// The epoch, and since when all of it run.
+    run: Option<(Epoch, Instant)>,
+    /// The end of the last snapshot of this epoch, if it was aborted.
+    aborted: Option<Instant>,
+    /// The end of the last snapshot, or the beginning of the epoch.
+    last: Option<Instant>,
+    /// A snapshot was requested.
+    wanted: bool,
+    /// Until when a requested stop has to be over.
+    stop_by: Option<Instant>,
+    /// When something is due.
+    wake: Option<Instant>,
+}
+
+/// A member of the present epoch.
+#[derive(Debug, Clone, Copy)]
+struct Hand<'a> {
+    rank: Rank,
+    /// None: it is lost.
+    report: Option<&'a Report>,
+}
+
+/// What happened to the epoch.
+enum Loss {
+    /// A machine, a supervisor or its connection.
+    Member(String),
+    /// The job.
+    Job(String),
+}
+
+impl Leading {
+    pub(crate) fn deadline(&self) -> Option<Instant> {
+        self.wake
+    }
+
+    pub(crate) fn decide(&mut self, view: &View, options: &Options, now: Instant) -> Option<Write> {
+        self.wake = None;
+        let Some(old) = &view.plan else {
+            let plan = Box::new(first_plan(view.leader?));
+            return Some(Write::Plan { plan, was: None, image: None });
+        };
+        let plan = &old.value;
+        self.watch(plan, now);
+        if let Some(write) = commit(view) {
+            return Some(write);
+        }
+        if matches!(plan.goal, Goal::Gather { .. })
+            && let Some(write) = rebuilt(view, plan, options)
+        {
+            return Some(write);
+        }
+        let mut next = plan.clone();
+        let image = self.plan(view, plan, &mut next, options, now);
+        if next != *plan {
+            next.serial += 1;
+            return Some(Write::Plan { plan: Box::new(next), was: Some(old.revision), image });
+        }
+        retention::unneeded(view, plan, options.keep)
+    }
+
+    fn watch(&mut self, plan: &Plan, now: Instant) {
+        let same = self.goal.as_ref().is_some_and(|(epoch, goal, _)| (*epoch, goal) == (plan.epoch, &plan.goal));
+        if !same {
+            self.goal = Some((plan.epoch, plan.goal.clone(), now));
+            match plan.goal {
+                Goal::Abort { .. } => self.aborted = Some(now),
+                Goal::Resume(_) => (self.aborted, self.last) = (None, Some(now)),
+                _ => {}
+            }
+        }
+        let runs = plan.goal.is_alive() && !matches!(plan.goal, Goal::Start(_));
+        if runs && self.run.is_none_or(|(epoch, _)| epoch != plan.epoch) {
+            (self.run, self.last, self.aborted) = (Some((plan.epoch, now)), Some(now), None);
+        }
+    }
+
+    /// Since when the goal is the goal.
+    fn since(&self, now: Instant) -> Instant {
+        self.goal.as_ref().map_or(now, |(_, _, since)| *since)
+    }
+
+    /// Whether this time has come; else it is when we are woken.
+    fn is_due(&mut self, at: Instant, now: Instant) -> bool {
+        if at <= now {
+            return true;
+        }
+        self.wake = Some(self.wake.map_or(at, |wake| wake.min(at)));
+        false
+    }
+
+    fn plan(
+        &mut self,
+        view: &View,
+        plan: &Plan,
+        next: &mut Plan,
+        options: &Options,
+        now: Instant,
+    ) -> Option<(Number, GroupImage)> {
+        let hands = hands(view, plan);
+        if plan.goal.is_alive()
+            && let Some(loss) = loss(&hands, plan)
+        {
+            gather(next, view, loss);
+            return None;
+        }
+        let since = self.since(now);
+        let seen = |report: &Report| report.seen >= plan.serial;
+        let all =
+            |is: &dyn Fn(&Report) -> bool| hands.iter().all(|hand| hand.report.is_some_and(|it| seen(it) && is(it)));
+        match &plan.goal {
+            Goal::Gather { .. } => self.gathering(view, plan, next, options, now),
+            Goal::Suspended => self.suspended(view, plan, next, options, now),
+            Goal::Start(_) => {
+                if all(&|it| {
+                    it.epoch == plan.epoch && matches!(it.state, State::Ready | State::Over(Ending::Completed))
+                }) {
+                    next.goal = Goal::Run;
+                } else if self.is_due(since + options.start_within, now) {
+                    gather(next, view, Loss::Job(format!("{} was not ready in time", late(&hands, plan))));
+                }
+                self.asked(view, plan, next, now);
+            }
+            Goal::Run => self.running(view, plan, next, &hands, options, now),
+            Goal::Prepare(number) => {
+                let number = *number;
+                if let Some(why) = refusal(&hands, number) {
+                    next.goal = Goal::Abort { number, why };
+                } else if all(&|it| it.state == State::Quiet(number)) {
+                    next.goal = Goal::Dump(number);
+                } else if self.is_due(since + options.prepare_within, now) {
+                    next.goal =
+                        Goal::Abort { number, why: format!("{} did not come to rest in time", late(&hands, plan)) };
+                }
+                self.asked(view, plan, next, now);
+            }
+            Goal::Dump(number) => {
+                let number = *number;
+                let parts: BTreeMap<Rank, Part> = hands.iter().filter_map(|hand| dumped(*hand, number)).collect();
+                if let Some(why) = refusal(&hands, number) {
+                    next.goal = Goal::Abort { number, why };
+                } else if parts.len() == hands.len() {
+                    next.goal = if plan.then == Then::RunOn { Goal::Resume(number) } else { Goal::Suspended };
+                    return Some((number, GroupImage { epoch: plan.epoch, parts, committed: false }));
+                } else if self.is_due(since + options.dump_within, now) {
+                    next.goal = Goal::Abort { number, why: format!("{} was not dumped in time", late(&hands, plan)) };
+                }
+                self.asked(view, plan, next, now);
+            }
+            Goal::Resume(_) | Goal::Abort { .. } => {
+                if all(&|it| matches!(it.state, State::Running | State::Refused(..) | State::Over(Ending::Completed))) {
+                    next.goal = match (plan.then, &plan.goal) {
+                        // Without its last image: what it has is kept.
+                        (Then::Stop { requeue }, Goal::Abort { .. }) => end(view, next, End::Stopped { requeue }),
+                        _ => Goal::Run,
+                    };
+                    if plan.then == Then::Suspend {
+                        next.then = Then::RunOn;
+                    }
+                } else if self.is_due(since + options.start_within, now) {
+                    gather(next, view, Loss::Job(format!("{} did not run on after a snapshot", late(&hands, plan))));
+                }
+            }
+            Goal::End(_) => {
+                // All who took part are gone: whoever is here wants to run it again.
+                if plan.goal != Goal::End(End::Completed) && hands.iter().all(|hand| hand.report.is_none()) {
+                    *next =
+                        Plan { goal: Goal::Gather { why: "a new run".into() }, crew: BTreeMap::new(), ..next.clone() };
+                    (next.then, next.in_a_row) = (Then::RunOn, 0);
+                }
+            }
+        }
+        None
+    }
+
+    fn running(
+        &mut self,
+        view: &View,
+        plan: &Plan,
+        next: &mut Plan,
+        hands: &[Hand<'_>],
+        options: &Options,
+        now: Instant,
+    ) {
+        if hands.iter().all(|hand| hand.report.is_some_and(|it| it.state == State::Over(Ending::Completed))) {
+            next.goal = end(view, next, End::Completed);
+            return;
+        }
+        let began = self.run.map_or(now, |(_, since)| since);
+        if !plan.healthy && self.is_due(began + options.min_uptime, now) {
+            (next.healthy, next.in_a_row) = (true, 0);
+        }
+        self.asked(view, plan, next, now);
+        if next.goal != Goal::Run {
+            return;
+        }
+        let can = |report: &Report| {
+            let runs = matches!(report.state, State::Running | State::Refused(..));
+            runs && report.epoch == plan.epoch && report.seen >= plan.serial && !report.storing
+        };
+        // After a snapshot that was aborted, the next one does not wait for an interval.
+        let due = match (self.aborted, self.last) {
+            (Some(aborted), _) => options.interval.map(|_| aborted + options.retry_after),
+            (None, last) => options.interval.map(|interval| last.unwrap_or(now) + interval),
+        };
+        let wanted = self.wanted || next.then != Then::RunOn || due.is_some_and(|at| self.is_due(at, now));
+        if wanted && hands.iter().all(|hand| hand.report.is_some_and(can)) {
+            self.wanted = false;
+            let number = unused(view, plan);
+            next.goal = Goal::Prepare(number);
+            next.next = Number(number.0 + 1);
+        } else if let (Then::Stop { requeue }, true) = (next.then, self.stop_is_due(now)) {
+            next.goal = end(view, next, End::Stopped { requeue });
+        }
+    }
+
+    fn stop_is_due(&mut self, now: Instant) -> bool {
+        // Another leader has accepted the stop; its time limit is not known any more.
+        let by = self.stop_by;
+        by.is_some_and(|by| self.is_due(by, now))
+    }
+
+    fn gathering(&mut self, view: &View, plan: &Plan, next: &mut Plan, options: &Options, now: Instant) {
+        self.asked(view, plan, next, now);
+        if let (Goal::Gather { .. }, Then::Stop { requeue }) = (&next.goal, next.then) {
+            next.goal = end(view, next, End::Stopped { requeue });
+        }
+        if !matches!(next.goal, Goal::Gather { .. }) || next.crew != plan.crew {
+            return;
+        }
+        let since = self.since(now);
+        if plan.in_a_row >= options.max_attempts {
+            let why = format!("the job failed {} times in a row; the last time: {}", plan.in_a_row, why(plan));
+            next.goal = end(view, next, End::Failed { why });
+            return;
+        }
+        if !nothing_runs(view, plan) {
+            return;
+        }
+        let missing: Vec<String> = (0..options.size)
+            .map(Rank)
+            .filter(|rank| !view.members.contains_key(rank))
+            .map(|rank| rank.to_string())
+            .collect();
+        if !missing.is_empty() {
+            if self.is_due(since + options.wait, now) {
+                let why = format!("{} did not come", missing.join(", "));
+                next.goal = end(view, next, End::Missing { why });
+            }
+            return;
+        }
+        // The coordinator has lost its data, also the leases: somebody who is not here may still have one of them.
+        let known = view.members.values().map(|report| report.epoch).max().unwrap_or_default();
+        let leases = if known > plan.epoch { options.lease } else { Duration::ZERO };
+        if !self.is_due(since + pause(plan.in_a_row, options).max(leases), now) {
+            return;
+        }
+        match choose(view, plan) {
+            Ok(from) => {
+                next.epoch = Epoch(known.max(plan.epoch).0 + 1);
+                next.crew = view.members.iter().map(|(rank, report)| (*rank, report.incarnation)).collect();
+                next.goal = Goal::Start(from);
+                (next.from, next.healthy) = (from, false);
+            }
+            Err(why) => next.goal = end(view, next, why),
+        }
+    }
+
+    fn suspended(&mut self, view: &View, plan: &Plan, next: &mut Plan, options: &Options, now: Instant) {
+        self.asked(view, plan, next, now);
+        if next.goal != Goal::Suspended {
+            return;
+        }
+        if let Then::Stop { requeue } = next.then {
+            let is_stored = view.members.values().all(|report| !report.storing) && nothing_runs(view, plan);
+            if is_stored || self.is_due(self.since(now) + options.store_within, now) {
+                next.goal = end(view, next, End::Stopped { requeue });
+            }
+        }
+    }
+
+    /// Serves the first request that was not served.
+    fn asked(&mut self, view: &View, plan: &Plan, next: &mut Plan, now: Instant) {
+        let new = view.members.values().filter_map(|report| Some((report.incarnation, report.asked.as_ref()?)));
+        let mut new = new.filter(|(who, asked)| plan.served.get(who).is_none_or(|served| *served < asked.number));
+        let Some((who, asked)) = new.next() else { return };
+        let stopping = matches!(plan.then, Then::Stop { .. });
+        match (&asked.ask, &plan.goal) {
+            (Ask::StopNow { requeue }, _) => next.goal = end(view, next, End::Stopped { requeue: *requeue }),
+            (Ask::Stop { requeue, within }, _) => {
+                next.then = Then::Stop { requeue: *requeue };
+                self.stop_by = Some(now + *within);
+            }
+            // Not yet: it is served when the job runs.
+            (Ask::Snapshot | Ask::Suspend, Goal::Start(_) | Goal::Resume(_) | Goal::Abort { .. }) if !stopping => {
+                return;
+            }
+            (Ask::Snapshot, Goal::Run) if !stopping => self.wanted = true,
+            (Ask::Suspend, Goal::Run | Goal::Prepare(_) | Goal::Dump(_)) if !stopping => next.then = Then::Suspend,
+            (Ask::Suspend, Goal::Gather { .. }) if !stopping => next.goal = Goal::Suspended,
+            (Ask::Resume, Goal::Suspended) if !stopping => next.goal = Goal::Gather { why: "resumed".into() },
+            (Ask::Rewind(to), _)
+                if !stopping && view.images.get(to).is_some_and(|image| is_there(view, &image.value)) =>
+            {
+                next.left.push(Left { after: *to, before: plan.next });
+                next.failures.remove(to);
+                next.goal = Goal::Gather { why: format!("rewound to {to}") };
+                next.then = Then::RunOn;
+            }
+            _ => {}
+        }
+        next.served.retain(|incarnation, _| view.members.values().any(|report| report.incarnation == *incarnation));
+        next.served.insert(who, asked.number);
+    }
+}
+
+/// A number for a snapshot. The coordinator may have lost its data, and members have parts with later numbers.
+fn unused(view: &View, plan: &Plan) -> Number {
+    let known = view.members.values().flat_map(|report| report.parts.keys()).chain(view.images.keys());
+    known.map(|number| Number(number.0 + 1)).max().map_or(plan.next, |unused| unused.max(plan.next))
+}
+
+/// The coordinator has no plan: the group is new, or the coordinator has lost its data.
+fn first_plan(origin: Incarnation) -> Plan {
+    Plan {
+        origin,
+        serial: 1,
+        epoch: Epoch::default(),
+        crew: BTreeMap::new(),
+        goal: Goal::Gather { why: "the group begins".into() },
+        then: Then::RunOn,
+        next: Number(1),
+        from: From::Beginning,
+        healthy: false,
+        failures: BTreeMap::new(),
+        in_a_row: 0,
+        left: Vec::new(),
+        served: BTreeMap::new(),
+    }
+}
+
+fn hands<'a>(view: &'a View, plan: &Plan) -> Vec<Hand<'a>> {
+    let of = |(rank, incarnation): (&Rank, &Incarnation)| {
+        let report = view.members.get(rank).filter(|report| report.incarnation == *incarnation);
+        Hand { rank: *rank, report }
+    };
+    plan.crew.iter().map(of).collect()
+}
+
+fn loss(hands: &[Hand<'_>], plan: &Plan) -> Option<Loss> {
+    let of = |hand: &Hand<'_>| {
+        let rank = hand.rank;
+        let Some(report) = hand.report else { return Some(Loss::Member(format!("{rank} is lost"))) };
+        if report.epoch != plan.epoch {
+            return None;
+        }
+        match &report.state {
+            State::Over(Ending::Failed { why } | Ending::NotStarted { why }) => {
+                Some(Loss::Job(format!("{rank}: {why}")))
+            }
+            // It could not renew its lease in time.
+            State::Idle | State::Ending => Some(Loss::Member(format!("{rank} ended its job: it lost the coordinator"))),
+            _ => None,
+        }
+    };
+    hands.iter().find_map(of)
+}
+
+/// Why a snapshot cannot go on.
+fn refusal(hands: &[Hand<'_>], number: Number) -> Option<String> {
+    let of = |hand: &Hand<'_>| match &hand.report?.state {
+        State::Refused(refused, why) if *refused == number => Some(format!("{}: {why}", hand.rank)),
+        State::Over(_) => Some(format!("{}: its job is over", hand.rank)),
+        _ => None,
+    };
+    hands.iter().find_map(of)
+}
+
+fn dumped(hand: Hand<'_>, number: Number) -> Option<(Rank, Part)> {
+    match &hand.report?.state {
+        State::Dumped(dumped, part) if *dumped == number => Some((hand.rank, part.clone())),
+        _ => None,
+    }
+}
+
+/// The members that have not done what the plan wants, for a message.
+fn late(hands: &[Hand<'_>], plan: &Plan) -> String {
+    let is_late = |hand: &&Hand<'_>| {
+        let done = |report: &Report| match (&plan.goal, &report.state) {
+            _ if report.seen < plan.serial => false,
+            (Goal::Start(_), State::Ready) | (Goal::Resume(_) | Goal::Abort { .. }, State::Running) => true,
+            (Goal::Prepare(number), State::Quiet(quiet)) => number == quiet,
+            (Goal::Dump(number), State::Dumped(dumped, _)) => number == dumped,
+            _ => false,
+        };
+        !hand.report.is_some_and(done)
+    };
+    let names: Vec<String> = hands.iter().filter(is_late).map(|hand| hand.rank.to_string()).collect();
+    if names.is_empty() { "the group".into() } else { names.join(", ") }
+}
+
+fn why(plan: &Plan) -> &str {
+    match &plan.goal {
+        Goal::Gather { why } => why,
+        _ => "",
+    }
+}
+
+/// Whether no process of the epoch exists any more, and nobody will start one for an older plan.
+fn nothing_runs(view: &View, plan: &Plan) -> bool {
+    let is_over = |report: &Report| report.state.nothing_runs() && report.seen >= plan.serial;
+    // Whoever is lost has ended its job before its lease ran out.
+    view.members.values().all(is_over)
+}
+
+/// Ends the epoch, and counts what speaks against what it started from.
+fn gather(next: &mut Plan, view: &View, loss: Loss) {
+    let why = match loss {
+        Loss::Member(why) => why,
+        Loss::Job(why) => {
+            let newer =
+                |from: Number| view.images.iter().any(|(number, it)| *number > from && it.value.epoch == next.epoch);
+            if let From::Image(number) = next.from
+                && !newer(number)
+            {
+                *next.failures.entry(number).or_default() += if next.healthy { FAILED_LATE } else { FAILED_EARLY };
+            }
+            next.in_a_row = if next.healthy { 0 } else { next.in_a_row + 1 };
+            why
+        }
+    };
+    next.goal = Goal::Gather { why };
+    if next.then == Then::Suspend {
+        next.then = Then::RunOn;
+    }
+}
+
+/// All who are there leave with this.
+fn end(view: &View, next: &mut Plan, end: End) -> Goal {
+    next.crew = view.members.iter().map(|(rank, report)| (*rank, report.incarnation)).collect();
+    Goal::End(end)
+}
+
+/// No pause before the first restart.
+fn pause(in_a_row: u32, options: &Options) -> Duration {
+    if in_a_row < 2 {
+        return Duration::ZERO;
+    }
+    let factor = 1u32.checked_shl(in_a_row - 2).unwrap_or(u32::MAX);
+    options.backoff.saturating_mul(factor).min(options.max_backoff)
+}
+
+/// Whether all parts can be restored by those who are there.
+fn is_there(view: &View, image: &GroupImage) -> bool {
+    let has = |(rank, part): (&Rank, &Part)| {
+        let parts = view.members.get(rank).map(|report| &report.parts);
+        parts.is_some_and(|parts| parts.values().any(|progress| progress.part == *part))
+    };
+    image.parts.iter().all(has)
+}
+
+/// The newest group image that all members can restore and that has little against it.
+fn choose(view: &View, plan: &Plan) -> Result<From, End> {
+    let on_the_line = |number: Number| !plan.left.iter().any(|left| left.has(number));
+    let usable = view.images.iter().rev().filter(|(number, _)| on_the_line(**number));
+    let (mut passed_over, mut missing) = (None, None);
+    for (number, image) in usable {
+        if !is_there(view, &image.value) {
+            // One that was not committed is lost with the machine that had a part of it.
+            missing = missing.or_else(|| image.value.committed.then_some(*number));
+        } else if plan.failures.get(number).is_some_and(|count| *count >= PASSED_OVER) {
+            passed_over = passed_over.or(Some(*number));
+        } else {
+            return Ok(From::Image(*number));
+        }
+    }
+    match (passed_over, missing) {
+        (None, None) => match without_record(view).first() {
+            // The coordinator has lost its data, and so has a machine.
+            Some(number) if view.images.is_empty() => Err(End::Missing {
+                why: format!("the coordinator has no record of {number}, and not all of its parts are there"),
+            }),
+            _ if view.images.values().any(|image| image.value.committed) => {
+                Err(End::Missing { why: "the group image that the job was rewound to is not there any more".into() })
+            }
+            _ => Ok(From::Beginning),
+        },
+        (Some(number), _) => {
+            let why = format!("the job failed again and again after each group image, the newest of them {number}");
+            Err(End::Failed { why })
+        }
+        (None, Some(number)) => {
+            Err(End::Missing { why: format!("not all parts of {number} or of an older one are there") })
+        }
+    }
+}
+
+/// A group image whose parts are all durable.
+fn commit(view: &View) -> Option<Write> {
+    let is_durable = |number: Number, (rank, part): (&Rank, &Part)| {
+        let progress = view.members.get(rank).and_then(|report| report.parts.get(&number));
+        progress.is_some_and(|progress| progress.part == *part && progress.stored == Stored::Durable)
+    };
+    let open = view.images.iter().filter(|(_, image)| !image.value.committed);
+    let mut done = open.filter(|(number, image)| image.value.parts.iter().all(|part| is_durable(**number, part)));
+    let (number, image) = done.next()?;
+    let committed = GroupImage { committed: true, ..image.value.clone() };
+    Some(Write::Record { number: *number, image: committed, was: Some(image.revision) })
+}
+
+/// The group images that members have parts of and that are not recorded, the newest first.
+fn without_record(view: &View) -> Vec<Number> {
+    let known = view.members.values().flat_map(|report| report.parts.keys());
+    let all: BTreeSet<Number> = known.copied().filter(|number| !view.images.contains_key(number)).collect();
+    all.into_iter().rev().collect()
+}
+
+/// The record of a group image whose parts are all there: the coordinator has lost its data. Members only have parts of
+/// group images that were recorded once. A part of one whose record was removed may be left on a machine that was away,
+/// but never on all: the leader that removed it has removed its own.
+fn rebuilt(view: &View, plan: &Plan, options: &Options) -> Option<Write> {
+    let part = |rank: Rank, number| Some((rank, view.members.get(&rank)?.parts.get(&number)?.part.clone()));
+    let whole = |number: Number| {
+        let parts = (0..options.size).map(|rank| part(Rank(rank), number));
+        Some((number, parts.collect::<Option<BTreeMap<_, _>>>()?))
+    };
+    let (number, parts) = without_record(view).into_iter().find_map(whole)?;
+    Some(Write::Record { number, image: GroupImage { epoch: plan.epoch, parts, committed: false }, was: None })
+}

@@ -1,0 +1,47 @@
+//! The protocol of a group: a job whose processes run on several machines, one supervisor each.
+//!
+//! The members of a group never talk to each other. Each writes one document, its [`Report`]; one of them, the leader,
+//! also writes the [`Plan`]. Both are in a coordinator (etcd), which keeps them consistent and removes what belongs to
+//! a member that is gone. A member compares the plan with its own state and does what is missing. The leader compares
+//! all reports with the plan and writes the next one.
+//!
+//! ```text
+//!   Gather ---(all there, nothing runs)---> Start ---(all ready)---> Run <------------------------+
+//!     ^                                       |                       |                           |
+//!     |                                   (one failed)        (a snapshot is due)            (all resumed)
+//!     |                                       v                       v                           |
+//!     +------(a job or a member is lost)------+------------------- Prepare --(all quiet)--> Dump --(all dumped)--> Resume
+//!     |                                                               |                      |
+//!     +--> End                                                        +---(one refused)------+--> Abort --> Run
+//! ```
+//!
+//! [`Machine::step`] is a pure function of the state, an event and the time. The simulator (in the tests) runs whole
+//! groups of it with lost messages, dead and paused machines, and a coordinator that is away.
+//!
+//! Why this is safe:
+//!
+//! - **One epoch at a time.** All jobs of an epoch start together, and a new epoch starts only when each member of the
+//!   one before has reported that nothing runs there, or its lease is gone. A member ends its job before its lease can
+//!   run out ([`Machine`], `Fence`).
+//! - **One leader's plan at a time.** A plan is written in a transaction that fails if somebody else leads by then, or if
+//!   the plan is not the one that the decision was made from.
+//! - **No mixture.** A plan names the group image, and the group image names each part with its digest. A member that
+//!   does not have exactly this part cannot start.
+//! - **A consistent cut.** All members pull the cable before anybody dumps, and nobody plugs it in before all have
+//!   dumped. So no packet and no acknowledgement crosses the cut.
+//! - **All or nothing.** A group image is recorded in the same transaction as the decision that all members have dumped,
+//!   and committed when each part is stored.
+
+mod documents;
+mod leader;
+mod machine;
+mod member;
+mod retention;
+#[cfg(test)]
+mod simulator;
+
+pub use documents::{
+    Ask, Asked, End, Ending, Epoch, From, Goal, GroupImage, Incarnation, Left, Number, Part, Plan, Progress, Rank,
+    Report, State, Stored, Then, Versioned, View,
+};
+pub use machine::{Action, Answer, Event, Local, Machine, Options, Order, Write};

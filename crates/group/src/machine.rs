@@ -1,0 +1,297 @@
+//! One supervisor's share of the protocol: what it knows, what it is told, and what it answers.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::documents::{
+    Ask, Asked, End, Ending, Epoch, From, GroupImage, Incarnation, Number, Part, Plan, Progress, Rank, Report, View,
+};
+use crate::leader::Leading;
+use crate::member::Member;
+
+/// The settings of a group. All members must have the same.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Options {
+    /// This member.
+    pub rank: Rank,
+    /// Number of members.
+    pub size: u32,
+    /// How long to wait for members that are missing.
+    pub wait: Duration,
+    /// Time limit for the start of all jobs.
+    pub start_within: Duration,
+    /// Time limit from the order to reach the cut until all cables are out.
+    pub prepare_within: Duration,
+    /// Time limit for all dumps.
+    pub dump_within: Duration,
+    /// Time limit for storing the last group image of a stop.
+    pub store_within: Duration,
+    /// Time between group snapshots.
+    pub interval: Option<Duration>,
+    /// The pause after a group snapshot that was aborted.
+    pub retry_after: Duration,
+    /// After this time an epoch counts as healthy.
+    pub min_uptime: Duration,
+    /// The pause before the second restart in a row; it doubles with each.
+    pub backoff: Duration,
+    /// The longest pause.
+    pub max_backoff: Duration,
+    /// After this many epochs in a row that failed before they were healthy, the run ends.
+    pub max_attempts: u32,
+    /// Number of committed group images that are kept.
+    pub keep: usize,
+    /// How long a lease lives without a renewal.
+    pub lease: Duration,
+    /// A member ends its job this long before its lease can run out: the time that ending it takes, and the error of its
+    /// clock.
+    pub fence: Duration,
+}
+
+/// What the machine is told.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Event {
+    /// A newer state of the coordinator.
+    View(Arc<View>),
+    /// There is a new lease, and a new membership with it.
+    Session(Incarnation),
+    /// The lease cannot run out before this time.
+    Sure(Instant),
+    /// The lease is lost.
+    SessionLost,
+    /// The answer to a [`Write`].
+    Wrote(Answer),
+    /// What the job of this member does.
+    Local(Local),
+    /// Somebody requests something here.
+    Asked(Ask),
+    /// Time has passed.
+    Tick,
+}
+
+/// The coordinator's answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Answer {
+    /// It is written, in this revision.
+    Done(u64),
+    /// It is not written: a condition does not hold any more.
+    Conflict,
+    /// Nobody knows whether it is written.
+    Unknown,
+}
+
+/// What the job of this member does.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Local {
+    /// It was started; its cable is out.
+    Started,
+    /// It reached the cut; its cable is out.
+    Quiet(Number),
+    /// It was dumped and runs on; its cable is still out.
+    Dumped(Number, Part),
+    /// It cannot take part in this snapshot; everything is undone and the cable is in.
+    Refused(Number, String),
+    /// The snapshot is undone, and the cable is in.
+    Aborted(Number),
+    /// It is over, or could not be started. Nothing runs.
+    Ended(Ending),
+    /// Its part of this group image is stored.
+    Stored(Number),
+    /// Its part of this group image could not be stored. It may still be in memory.
+    NotStored(Number),
+    /// Its part of this group image is gone.
+    Gone(Number),
+    /// The parts that it can restore: the answer to [`Order::List`].
+    Parts(BTreeMap<Number, Progress>),
+}
+
+/// What the machine answers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Action {
+    /// Something to be written in the coordinator. There is one at a time, until its [`Event::Wrote`].
+    Write(Write),
+    /// Something to be done on this machine.
+    Do(Order),
+}
+
+/// A transaction: written if its condition holds, else [`Answer::Conflict`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Write {
+    /// Creates the member's report, bound to its lease. Condition: there is none of this rank.
+    Join(Report),
+    /// Changes it. Condition: it is of this membership.
+    Report(Report),
+    /// Takes the lead, bound to the lease. Condition: nobody leads.
+    Lead,
+    /// Writes the plan. Condition: we lead, and the plan has not changed.
+    Plan {
+        /// The plan.
+        plan: Box<Plan>,
+        /// The revision of the one before.
+        was: Option<u64>,
+        /// A group image, recorded with it.
+        image: Option<(Number, GroupImage)>,
+    },
+    /// Commits a group image, or records it again. Condition: we lead, and its record has not changed.
+    Record {
+        /// Which.
+        number: Number,
+        /// Its record.
+        image: GroupImage,
+        /// The revision of the one before.
+        was: Option<u64>,
+    },
+    /// Removes the record of a group image that is not kept. Condition: we lead, and it has not changed.
+    Remove {
+        /// Which.
+        number: Number,
+        /// Its revision.
+        was: u64,
+    },
+}
+
+/// What is to be done on this machine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Order {
+    /// List the parts that can be restored here. Answer: [`Local::Parts`]. Asked for when nobody has the rank any more:
+    /// a list from before would lack what the supervisor before this has stored since.
+    List,
+    /// Start the job with the cable out. Answer: [`Local::Started`] or [`Local::Ended`].
+    Start {
+        /// The epoch.
+        epoch: Epoch,
+        /// What from.
+        from: From,
+        /// This member's part, if it starts from a group image.
+        part: Option<Part>,
+    },
+    /// Plug the cable in.
+    Plug,
+    /// Reach the cut and pull the cable. Answer: [`Local::Quiet`] or [`Local::Refused`].
+    Prepare(Number),
+    /// Dump. Answer: [`Local::Dumped`] or [`Local::Refused`].
+    Dump(Number),
+    /// Keep the part, store it in the background, and plug the cable in. Answer, later: [`Local::Stored`] or
+    /// [`Local::NotStored`].
+    Resume(Number),
+    /// Undo the snapshot, drop the part, and plug the cable in. Answer: [`Local::Aborted`].
+    Abort(Number),
+    /// End the job. Answer: [`Local::Ended`].
+    Kill,
+    /// Store the part in the background: the job is not there any more. Answer as for `Resume`.
+    Store(Number),
+    /// The part is not needed any more.
+    Forget(Number),
+    /// The run is over.
+    Finish(End),
+}
+
+/// The state of one supervisor.
+#[derive(Debug)]
+pub struct Machine {
+    options: Options,
+    view: Arc<View>,
+    member: Member,
+    leading: Leading,
+    /// The write without an answer.
+    pending: Option<Write>,
+    /// Nothing is decided from a view before this revision: it lacks what we have written.
+    since: u64,
+    /// Nothing is written before this time, unless the view changes from this revision.
+    pause: Option<(Instant, u64)>,
+}
+
+/// The pause after a write that was refused or not answered.
+const PAUSE: Duration = Duration::from_secs(1);
+
+impl Machine {
+    /// A supervisor that has not joined. `epoch` is the last that ran here.
+    #[must_use]
+    pub fn new(options: Options, epoch: Epoch) -> Machine {
+        Machine {
+            member: Member::new(options.rank, epoch),
+            options,
+            view: Arc::default(),
+            leading: Leading::default(),
+            pending: None,
+            since: 0,
+            pause: None,
+        }
+    }
+
+    /// When [`Event::Tick`] is needed.
+    #[must_use]
+    pub fn deadline(&self) -> Option<Instant> {
+        // While a write has no answer, nothing is decided: its answer wakes us.
+        let decides =
+            self.leads() && self.pending.is_none() && self.pause.is_none() && self.view.revision >= self.since;
+        let leading = if decides { self.leading.deadline() } else { None };
+        let pause = self.pause.map(|(until, _)| until);
+        [self.member.deadline(&self.options), leading, pause].into_iter().flatten().min()
+    }
+
+    /// The newest state of the coordinator.
+    #[must_use]
+    pub fn view(&self) -> &View {
+        &self.view
+    }
+
+    /// The report of this member, as it is or will be written.
+    #[must_use]
+    pub fn report(&self) -> Option<Report> {
+        self.member.report(&self.view)
+    }
+
+    /// Whether this member leads.
+    #[must_use]
+    pub fn leads(&self) -> bool {
+        self.view.leader.is_some() && self.view.leader == self.member.incarnation()
+    }
+
+    /// Handles an event and returns what to do, in order. Events that make no sense in a state change nothing.
+    pub fn step(&mut self, event: Event, now: Instant) -> Vec<Action> {
+        let mut orders = Vec::new();
+        match event {
+            Event::View(view) if view.revision >= self.view.revision => self.view = view,
+            Event::View(_) | Event::Tick => {}
+            Event::Session(incarnation) => orders.extend(self.member.joins(incarnation)),
+            Event::Sure(until) => self.member.sure(until),
+            Event::SessionLost => orders.extend(self.member.loses_session()),
+            Event::Wrote(answer) => {
+                self.pending = None;
+                match answer {
+                    Answer::Done(revision) => self.since = self.since.max(revision),
+                    Answer::Conflict | Answer::Unknown => self.pause = Some((now + PAUSE, self.view.revision)),
+                }
+            }
+            Event::Local(local) => self.member.happened(local),
+            Event::Asked(ask) => self.member.asks(ask),
+        }
+        orders.extend(self.member.follow(&self.view, &self.options, now));
+        let mut actions: Vec<Action> = orders.into_iter().map(Action::Do).collect();
+        self.pause = self.pause.filter(|(until, revision)| now < *until && self.view.revision == *revision);
+        if self.pending.is_none() && self.pause.is_none() && self.view.revision >= self.since {
+            self.pending = self.next_write(now);
+            actions.extend(self.pending.clone().map(Action::Write));
+        }
+        actions
+    }
+
+    /// Own report first: the leader's decisions are made from reports.
+    fn next_write(&mut self, now: Instant) -> Option<Write> {
+        let write = self.member.write(&self.view);
+        if write.is_some() || !self.member.has_joined(&self.view) {
+            return write;
+        }
+        if self.view.leader.is_none() {
+            return Some(Write::Lead);
+        }
+        if self.leads() { self.leading.decide(&self.view, &self.options, now) } else { None }
+    }
+}
+
+impl Asked {
+    pub(crate) fn after(last: Option<&Asked>, ask: Ask) -> Asked {
+        Asked { number: last.map_or(0, |last| last.number) + 1, ask }
+    }
+}

@@ -1,0 +1,147 @@
+//! A model of etcd: keys with revisions, leases, transactions.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::plants::Plant;
+use crate::documents::{Incarnation, Rank, Versioned, View};
+use crate::machine::{Answer, Write};
+
+/// How long a lease lives without a renewal.
+pub(super) const TTL: Duration = Duration::from_secs(10);
+
+#[derive(Debug)]
+pub(super) struct Coordinator {
+    pub(super) view: Arc<View>,
+    /// Until when each lease lives.
+    leases: BTreeMap<Incarnation, Instant>,
+    next: u64,
+    /// It answers nobody.
+    pub(super) away: bool,
+    plant: Option<Plant>,
+}
+
+impl Coordinator {
+    pub(super) fn new(plant: Option<Plant>) -> Coordinator {
+        Coordinator { view: Arc::default(), leases: BTreeMap::new(), next: 1, away: false, plant }
+    }
+
+    pub(super) fn grant(&mut self, now: Instant) -> Incarnation {
+        let incarnation = Incarnation(self.next);
+        self.next += 1;
+        self.leases.insert(incarnation, now + TTL);
+        incarnation
+    }
+
+    /// Returns whether the lease still exists.
+    pub(super) fn renew(&mut self, incarnation: Incarnation, now: Instant) -> bool {
+        self.leases.get_mut(&incarnation).map(|until| *until = now + TTL).is_some()
+    }
+
+    /// The leases get their whole time again when the coordinator is back: etcd does so with a new leader.
+    pub(super) fn is_back(&mut self, now: Instant) {
+        self.away = false;
+        self.leases.values_mut().for_each(|until| *until = now + TTL);
+    }
+
+    /// All is lost.
+    pub(super) fn forget(&mut self) {
+        let revision = self.view.revision + 1;
+        self.view = Arc::new(View { revision, ..View::default() });
+        self.leases.clear();
+    }
+
+    pub(super) fn next_expiry(&self) -> Option<Instant> {
+        self.leases.values().min().copied().filter(|_| !self.away)
+    }
+
+    /// Removes what belongs to leases that have run out. Returns whether something changed.
+    pub(super) fn expire(&mut self, now: Instant) -> bool {
+        if self.away {
+            return false;
+        }
+        let over: Vec<Incarnation> =
+            self.leases.iter().filter(|(_, until)| **until <= now).map(|(it, _)| *it).collect();
+        for incarnation in &over {
+            self.leases.remove(incarnation);
+            self.remove(*incarnation);
+        }
+        !over.is_empty()
+    }
+
+    /// A supervisor that leaves gives its lease back.
+    pub(super) fn revoke(&mut self, incarnation: Incarnation) {
+        self.leases.remove(&incarnation);
+        self.remove(incarnation);
+    }
+
+    fn remove(&mut self, incarnation: Incarnation) {
+        let view = Arc::make_mut(&mut self.view);
+        view.revision += 1;
+        view.members.retain(|_, report| report.incarnation != incarnation);
+        view.leader = view.leader.filter(|leader| *leader != incarnation);
+    }
+
+    pub(super) fn write(&mut self, rank: Rank, who: Incarnation, write: Write) -> Answer {
+        if !self.leases.contains_key(&who) {
+            return Answer::Conflict;
+        }
+        let unguarded = self.plant == Some(Plant::UnguardedPlan);
+        let view = Arc::make_mut(&mut self.view);
+        let revision = view.revision + 1;
+        let leads = view.leader == Some(who);
+        let done = match write {
+            Write::Join(report) => {
+                let free = !view.members.contains_key(&rank);
+                if free {
+                    view.members.insert(rank, report);
+                }
+                free
+            }
+            Write::Report(report) => match view.members.get_mut(&rank) {
+                Some(old) if old.incarnation == who => {
+                    *old = report;
+                    true
+                }
+                _ => false,
+            },
+            Write::Lead => {
+                let free = view.leader.is_none();
+                view.leader = view.leader.or(Some(who));
+                free
+            }
+            Write::Plan { plan, was, image } => {
+                let same = view.plan.as_ref().map(|plan| plan.revision) == was;
+                if (leads && same) || unguarded {
+                    view.plan = Some(Versioned { value: *plan, revision });
+                    if let Some((number, value)) = image {
+                        view.images.insert(number, Versioned { value, revision });
+                    }
+                    true
+                } else {
+                    false
+                }
+            }
+            Write::Record { number, image, was } => {
+                let same = view.images.get(&number).map(|image| image.revision) == was;
+                if leads && same {
+                    view.images.insert(number, Versioned { value: image, revision });
+                }
+                leads && same
+            }
+            Write::Remove { number, was } => {
+                let same = view.images.get(&number).is_some_and(|image| image.revision == was);
+                if leads && same {
+                    view.images.remove(&number);
+                }
+                leads && same
+            }
+        };
+        if !done {
+            return Answer::Conflict;
+        }
+        view.revision = revision;
+        Answer::Done(revision)
+    }
+}

@@ -1,0 +1,77 @@
+//! Whole groups in made-up histories, from a seed: machines that die, pause and come back, messages that are late or
+//! lost, a coordinator that is away, clocks that go wrong, snapshots and restores that fail.
+//!
+//! ```text
+//!  machines (node)  --writes-->  coordinator  --views, answers, leases-->  machines
+//!        |                            |
+//!        +---------> oracle <---------+        after every event: what must hold
+//! ```
+//!
+//! [`super::Machine`] is the product. The rest is a model: the coordinator, the machines, the job and its cable.
+
+mod coordinator;
+mod faults;
+mod node;
+mod oracle;
+mod plants;
+mod tests;
+mod world;
+
+use std::time::Duration;
+
+use plants::Plant;
+use rekindle_testing::random::Random;
+use world::World;
+
+/// A history that broke a rule.
+#[derive(Debug)]
+struct Broken {
+    seed: u64,
+    what: String,
+    trace: Vec<String>,
+}
+
+impl std::fmt::Display for Broken {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.trace.iter().try_for_each(|line| writeln!(f, "{line}"))?;
+        writeln!(f, "seed {}: {}", self.seed, self.what)?;
+        write!(f, "to repeat it: REKINDLE_SIMULATE_SEED={} cargo test -p rekindle-group simulator", self.seed)
+    }
+}
+
+/// What a history consisted of.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+struct Facts {
+    events: u64,
+    epochs: u64,
+    images: u64,
+    /// The group images that were committed.
+    committed: u64,
+    /// Snapshots that were aborted.
+    aborted: u64,
+}
+
+/// Plays one history.
+fn history(seed: u64, plant: Option<Plant>) -> Result<Facts, Broken> {
+    play(seed, plant, false).map_err(|(what, _)| {
+        // Played again with a trace.
+        let (again, trace) = play(seed, plant, true).err().unwrap_or_else(|| ("nothing".into(), Vec::new()));
+        let what = if again == what { what } else { format!("{what}; when repeated: {again}") };
+        Broken { seed, what, trace }
+    })
+}
+
+fn play(seed: u64, plant: Option<Plant>, traced: bool) -> Result<Facts, (String, Vec<String>)> {
+    let mut random = Random::new(seed ^ 0x6e0d);
+    // Mostly small groups: they go through more events of each kind in the same time.
+    let size = match random.below(100) {
+        0..60 => 2,
+        60..85 => 3,
+        85..97 => 4,
+        97..99 => 8,
+        _ => 16 + u32::try_from(random.below(49)).unwrap_or(0),
+    };
+    let mut world = World::new(random, size, plant, traced);
+    faults::plan(&mut world, Duration::from_secs(120));
+    world.run().map_err(|what| (what, world.take_trace()))
+}

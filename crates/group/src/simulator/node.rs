@@ -1,0 +1,149 @@
+//! A model of one machine: its clock, its supervisor, its job with the cable, its images.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use crate::documents::{End, Epoch, Incarnation, Number, Part, Progress, Rank, Stored};
+use crate::machine::{Machine, Options};
+
+/// One part, with what only the simulator knows.
+#[derive(Debug, Clone)]
+pub(super) struct Piece {
+    pub(super) part: Part,
+    /// The group image was recorded: a supervisor that starts anew takes it for a part.
+    pub(super) recorded: bool,
+}
+
+/// The job on one machine.
+#[derive(Debug)]
+pub(super) struct Job {
+    pub(super) id: u64,
+    pub(super) epoch: Epoch,
+    /// What it was restored from.
+    pub(super) from: Option<(Number, Part)>,
+    pub(super) cable: Cable,
+    /// The snapshot in progress: steps of an earlier one come to nothing.
+    pub(super) snapshot: Option<Number>,
+    pub(super) killed: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Cable {
+    In,
+    /// Since then.
+    Out(Instant),
+}
+
+#[derive(Debug)]
+pub(super) struct Node {
+    pub(super) rank: Rank,
+    /// Its clock runs at this speed.
+    rate: f64,
+    zero: Instant,
+    /// The supervisor; a number for each process.
+    pub(super) process: u64,
+    pub(super) machine: Option<Machine>,
+    pub(super) session: Option<Incarnation>,
+    pub(super) paused_until: Option<Instant>,
+    pub(super) cut_off: bool,
+    /// Another machine has taken its place, although this one still runs.
+    pub(super) replaced: bool,
+    pub(super) disk_full: bool,
+    pub(super) memory: BTreeMap<Number, Piece>,
+    pub(super) disk: BTreeMap<Number, Piece>,
+    pub(super) job: Option<Job>,
+    /// The last that ran here; on its disk.
+    pub(super) epoch: Epoch,
+    /// The next tick of this supervisor.
+    pub(super) tick: Option<(u64, Instant)>,
+    /// Views arrive in order.
+    pub(super) last_view: Instant,
+    /// How its last supervisor ended.
+    pub(super) finished: Option<End>,
+}
+
+impl Node {
+    pub(super) fn new(rank: Rank, rate: f64, zero: Instant) -> Node {
+        Node {
+            rank,
+            rate,
+            zero,
+            process: 0,
+            machine: None,
+            session: None,
+            paused_until: None,
+            cut_off: false,
+            replaced: false,
+            disk_full: false,
+            memory: BTreeMap::new(),
+            disk: BTreeMap::new(),
+            job: None,
+            epoch: Epoch::default(),
+            tick: None,
+            last_view: zero,
+            finished: None,
+        }
+    }
+
+    /// The time on its own clock.
+    pub(super) fn clock(&self, now: Instant) -> Instant {
+        self.zero + now.saturating_duration_since(self.zero).mul_f64(self.rate)
+    }
+
+    /// When its own clock shows this.
+    pub(super) fn when(&self, clock: Instant) -> Instant {
+        self.zero + clock.saturating_duration_since(self.zero).div_f64(self.rate) + Duration::from_micros(1)
+    }
+
+    /// Its supervisor starts.
+    pub(super) fn boot(&mut self, size: u32) {
+        self.process += 1;
+        self.finished = None;
+        self.session = None;
+        self.memory.retain(|_, piece| piece.recorded);
+        self.machine = Some(Machine::new(options(self.rank, size), self.epoch));
+    }
+
+    /// The parts that it can restore.
+    pub(super) fn parts(&self) -> BTreeMap<Number, Progress> {
+        let staged = self.memory.iter().filter(|(_, piece)| piece.recorded);
+        let staged = staged.map(|(number, piece)| (*number, progress(piece, Stored::Staged)));
+        let stored = self.disk.iter().map(|(number, piece)| (*number, progress(piece, Stored::Durable)));
+        staged.chain(stored).collect()
+    }
+
+    pub(super) fn piece(&self, number: Number) -> Option<&Piece> {
+        self.memory.get(&number).or_else(|| self.disk.get(&number))
+    }
+
+    pub(super) fn is_paused(&self, now: Instant) -> bool {
+        self.paused_until.is_some_and(|until| now < until)
+    }
+}
+
+fn progress(piece: &Piece, stored: Stored) -> Progress {
+    Progress { part: piece.part.clone(), stored }
+}
+
+/// The settings in all histories. The times of the model fit them.
+pub(super) fn options(rank: Rank, size: u32) -> Options {
+    let seconds = Duration::from_secs;
+    Options {
+        rank,
+        size,
+        wait: seconds(90),
+        start_within: seconds(20),
+        prepare_within: seconds(8),
+        dump_within: seconds(8),
+        store_within: seconds(30),
+        interval: Some(seconds(15)),
+        retry_after: seconds(3),
+        min_uptime: seconds(10),
+        backoff: seconds(1),
+        max_backoff: seconds(8),
+        max_attempts: 8,
+        keep: 2,
+        lease: super::coordinator::TTL,
+        fence: seconds(3),
+    }
+}

@@ -1,0 +1,318 @@
+//! What must hold after every event. It knows the whole world, and no history of the product's own thoughts.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::Facts;
+use super::coordinator::Coordinator;
+use super::node::{Cable, Node, Piece};
+use crate::documents::{End, Epoch, From, Goal, GroupImage, Number, Part, Plan, Rank, View};
+
+/// No job is without its cable for longer.
+const LONGEST_OUT: Duration = Duration::from_secs(75);
+
+/// Disturbances count for this long: steps that take too long may be their consequence.
+const ECHO: Duration = Duration::from_secs(40);
+
+/// One dump: its time, and since when the cable was out.
+#[derive(Debug, Clone, Copy)]
+struct Dump {
+    out: Option<Instant>,
+    at: Instant,
+}
+
+#[derive(Debug)]
+pub(super) struct Oracle {
+    seen: Option<Arc<View>>,
+    dumps: BTreeMap<Number, BTreeMap<Rank, Dump>>,
+    /// When each cable was plugged in.
+    plugs: BTreeMap<Rank, Vec<Instant>>,
+    durable: BTreeSet<(Rank, Number, String)>,
+    /// All that were committed and not removed by the leader.
+    committed: BTreeMap<Number, GroupImage>,
+    /// Parts that were removed; checked against the records.
+    forgotten: Vec<(Rank, Number)>,
+    completed: Option<Epoch>,
+    failures: u64,
+    /// A disk was lost, and the run ended because parts are missing.
+    missing: bool,
+    lost_disk: bool,
+    lost_memory: bool,
+    /// Of the coordinator.
+    lost_records: bool,
+    rewound: bool,
+    ends: Vec<End>,
+    disturbed_until: Instant,
+}
+
+impl Oracle {
+    pub(super) fn new(began: Instant) -> Oracle {
+        Oracle {
+            seen: None,
+            dumps: BTreeMap::new(),
+            plugs: BTreeMap::new(),
+            durable: BTreeSet::new(),
+            committed: BTreeMap::new(),
+            forgotten: Vec::new(),
+            completed: None,
+            failures: 0,
+            missing: false,
+            lost_disk: false,
+            lost_memory: false,
+            lost_records: false,
+            rewound: false,
+            ends: Vec::new(),
+            disturbed_until: began + Duration::from_secs(5),
+        }
+    }
+
+    // ---- what happens ----
+
+    pub(super) fn dumps(&mut self, rank: Rank, number: Number, node: &Node, at: Instant) {
+        let out = node.job.as_ref().and_then(|job| match job.cable {
+            Cable::Out(since) => Some(since),
+            Cable::In => None,
+        });
+        self.dumps.entry(number).or_default().insert(rank, Dump { out, at });
+    }
+
+    pub(super) fn plugs(&mut self, rank: Rank, at: Instant) {
+        self.plugs.entry(rank).or_default().push(at);
+    }
+
+    pub(super) fn stored(&mut self, rank: Rank, number: Number, part: &Part) {
+        self.durable.insert((rank, number, part.digest.clone()));
+    }
+
+    pub(super) fn forgets(&mut self, rank: Rank, number: Number) {
+        self.forgotten.push((rank, number));
+    }
+
+    pub(super) fn completes(&mut self, nodes: &[Node]) {
+        self.completed = nodes.iter().find_map(|node| node.job.as_ref()).map(|job| job.epoch);
+    }
+
+    pub(super) fn job_fails(&mut self) {
+        self.failures += 1;
+    }
+
+    pub(super) fn loses_disk(&mut self) {
+        self.lost_disk = true;
+    }
+
+    pub(super) fn loses_memory(&mut self) {
+        self.lost_memory = true;
+    }
+
+    pub(super) fn loses_records(&mut self) {
+        self.lost_records = true;
+    }
+
+    pub(super) fn rewinds(&mut self) {
+        self.rewound = true;
+    }
+
+    fn may_miss_parts(&self) -> bool {
+        self.lost_disk
+            || (self.rewound && self.lost_memory)
+            || (self.lost_records && (self.lost_memory || self.committed.is_empty()))
+    }
+
+    pub(super) fn is_right_that_parts_are_missing(&self) -> bool {
+        self.missing && self.may_miss_parts()
+    }
+
+    pub(super) fn finishes(&mut self, end: &End) {
+        self.missing |= matches!(end, End::Missing { why } if why.contains("parts") || why.contains("rewound"));
+        self.ends.push(end.clone());
+    }
+
+    pub(super) fn disturbed(&mut self, until: Instant) {
+        self.disturbed_until = self.disturbed_until.max(until);
+    }
+
+    // ---- what must hold ----
+
+    pub(super) fn look(
+        &mut self,
+        now: Instant,
+        nodes: &[Node],
+        coordinator: &Coordinator,
+        shared: Option<&BTreeMap<(Rank, Number), Piece>>,
+        facts: &mut Facts,
+    ) -> Result<(), String> {
+        one_epoch(now, nodes)?;
+        for (rank, number) in std::mem::take(&mut self.forgotten) {
+            if coordinator.view.images.contains_key(&number) {
+                return Err(format!("{rank} removed its part of {number}, which is recorded"));
+            }
+        }
+        for end in std::mem::take(&mut self.ends) {
+            match end {
+                End::Completed if self.completed.is_none() => return Err("it is said to be completed".into()),
+                End::Failed { why } if self.failures == 0 => return Err(format!("it is said to have failed: {why}")),
+                End::Missing { why }
+                    if now > self.disturbed_until + ECHO + Duration::from_secs(120) && !self.may_miss_parts() =>
+                {
+                    return Err(format!("nothing is missing, but: {why}"));
+                }
+                _ => {}
+            }
+        }
+        let same = self.seen.as_ref().is_some_and(|seen| seen.revision == coordinator.view.revision);
+        if !same {
+            let view = Arc::clone(&coordinator.view);
+            self.images(&view, nodes, facts)?;
+            self.plan(now, &view, nodes, shared, facts)?;
+            self.seen = Some(view);
+        }
+        one_origin(nodes, &coordinator.view)
+    }
+
+    fn images(&mut self, view: &View, nodes: &[Node], facts: &mut Facts) -> Result<(), String> {
+        let before = self.seen.clone().unwrap_or_default();
+        for (number, image) in &view.images {
+            let old = before.images.get(number);
+            if old.is_none() {
+                facts.images += 1;
+                self.is_consistent(*number, &image.value, nodes)?;
+            }
+            if image.value.committed && old.is_none_or(|old| !old.value.committed) {
+                facts.committed += 1;
+                for (rank, part) in &image.value.parts {
+                    if !self.durable.contains(&(*rank, *number, part.digest.clone())) {
+                        return Err(format!("{number} was committed before {rank} had stored its part"));
+                    }
+                }
+                self.committed.insert(*number, image.value.clone());
+            }
+        }
+        let newest = before.images.iter().rev().find(|(_, image)| image.value.committed);
+        if let (Some((number, _)), Some(_)) = (newest, &view.plan)
+            && !view.images.contains_key(number)
+            && before.plan.is_some()
+            && view.images.keys().all(|other| other < number)
+            && !self.rewound
+            && !view.images.is_empty()
+        {
+            return Err(format!("{number}, the newest committed one, was removed"));
+        }
+        if view.plan.is_some() {
+            let gone: Vec<Number> = before.images.keys().copied().filter(|it| !view.images.contains_key(it)).collect();
+            gone.iter().for_each(|number| drop(self.committed.remove(number)));
+        }
+        Ok(())
+    }
+
+    /// Nothing crossed the cut: at the time of each dump all cables were out, and had been so at all dumps before.
+    fn is_consistent(&self, number: Number, image: &GroupImage, nodes: &[Node]) -> Result<(), String> {
+        if nodes.iter().any(|node| !image.parts.contains_key(&node.rank)) {
+            return Err(format!("{number} has {} parts", image.parts.len()));
+        }
+        let Some(dumps) = self.dumps.get(&number) else { return Err(format!("{number} was never dumped")) };
+        for (rank, mine) in dumps {
+            for (other, theirs) in dumps {
+                let Some(out) = mine.out else { return Err(format!("{number}: {rank} was dumped with its cable in")) };
+                if out > theirs.at {
+                    return Err(format!("{number}: {rank} still had its cable in when {other} was dumped"));
+                }
+                let plugs = self.plugs.get(rank).map(Vec::as_slice).unwrap_or_default();
+                if plugs.iter().any(|plug| out < *plug && *plug < theirs.at) {
+                    return Err(format!("{number}: {rank} had its cable in again before {other} was dumped"));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn plan(
+        &mut self,
+        now: Instant,
+        view: &View,
+        nodes: &[Node],
+        shared: Option<&BTreeMap<(Rank, Number), Piece>>,
+        facts: &mut Facts,
+    ) -> Result<(), String> {
+        let old = self.seen.as_ref().and_then(|seen| seen.plan.as_ref());
+        let Some(plan) = view.plan.as_ref().filter(|plan| old.is_none_or(|old| old.revision != plan.revision)) else {
+            return Ok(());
+        };
+        let Plan { goal, .. } = &plan.value;
+        match goal {
+            Goal::Start(from) => {
+                facts.epochs += 1;
+                if let Some(old) = old
+                    && old.value.epoch > plan.value.epoch
+                {
+                    return Err(format!("{} after {}", plan.value.epoch, old.value.epoch));
+                }
+                let is_member = |node: &Node| {
+                    let member = view.members.get(&node.rank).map(|report| report.incarnation);
+                    member.is_some() && member == node.session
+                };
+                let exists = |number: &Number, image: &GroupImage| {
+                    let has = |(rank, part): (&Rank, &Part)| {
+                        let node = nodes.iter().find(|node| node.rank == *rank && is_member(node));
+                        let here = node.and_then(|node| node.piece(*number)).is_some_and(|piece| piece.part == *part);
+                        here || shared.is_some_and(|shared| shared.contains_key(&(*rank, *number)))
+                    };
+                    image.parts.iter().all(has)
+                };
+                if *from == From::Beginning
+                    && let Some((number, _)) = self.committed.iter().find(|(number, image)| exists(number, image))
+                {
+                    return Err(format!("the job starts from the beginning although there is {number}"));
+                }
+            }
+            Goal::Abort { .. } => facts.aborted += 1,
+            Goal::Gather { why }
+                if (why.contains("in time") || why.contains("did not run on")) && now > self.disturbed_until + ECHO =>
+            {
+                return Err(format!("the job was harmed without a reason: {why}"));
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+}
+
+/// No two epochs run at once, and no cable stays out.
+fn one_epoch(now: Instant, nodes: &[Node]) -> Result<(), String> {
+    let mut first: Option<(Rank, Epoch)> = None;
+    // A machine that stands still does nothing.
+    for node in nodes.iter().filter(|node| !node.is_paused(now)) {
+        let Some(job) = &node.job else { continue };
+        match first {
+            Some((rank, epoch)) if epoch != job.epoch => {
+                return Err(format!("{rank} runs {epoch}, and {} runs {}", node.rank, job.epoch));
+            }
+            _ => first = Some((node.rank, job.epoch)),
+        }
+        if let Cable::Out(since) = job.cable
+            && now.saturating_duration_since(since) > LONGEST_OUT
+        {
+            return Err(format!("{} has had its cable out for {:?}", node.rank, now - since));
+        }
+    }
+    Ok(())
+}
+
+/// All jobs of an epoch were restored from the parts of one group image.
+fn one_origin(nodes: &[Node], view: &View) -> Result<(), String> {
+    let mut first: BTreeMap<Epoch, Option<Number>> = BTreeMap::new();
+    for (node, job) in nodes.iter().filter_map(|node| Some((node, node.job.as_ref()?))) {
+        let number = job.from.as_ref().map(|(number, _)| *number);
+        let others = *first.entry(job.epoch).or_insert(number);
+        if others != number {
+            return Err(format!("{} was restored from {number:?}, and others from {others:?}", node.rank));
+        }
+        if let Some((number, part)) = &job.from
+            && let Some(image) = view.images.get(number)
+            && image.value.parts.get(&node.rank) != Some(part)
+        {
+            return Err(format!("{} was restored from another part than that of {number}", node.rank));
+        }
+    }
+    Ok(())
+}

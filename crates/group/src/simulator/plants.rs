@@ -1,0 +1,38 @@
+//! Bugs that are planted in the model of a machine or of the coordinator, to test that the simulator finds them. Each is
+//! one that is easy to make around the protocol.
+
+/// A bug.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Plant {
+    /// A machine does not end its job when it has lost the coordinator.
+    LostFence,
+    /// A lease is counted from the answer, not from the request.
+    LeaseFromTheAnswer,
+    /// A part is reported as durable while it is only in memory.
+    CommitBeforeStored,
+    /// A machine plugs its cable in as soon as its own dump is over.
+    CableInTooEarly,
+    /// A machine dumps before its cable is out.
+    CableOutTooLate,
+    /// A machine restores its newest part, not the one of the group image.
+    MixedParts,
+    /// An order to abort a snapshot is lost.
+    LostAbort,
+    /// The coordinator writes a plan although another one was written since.
+    UnguardedPlan,
+    /// A part is removed when its snapshot is not the newest any more.
+    EagerRemoval,
+}
+
+/// All of them.
+pub(super) const ALL: [Plant; 9] = [
+    Plant::LostFence,
+    Plant::LeaseFromTheAnswer,
+    Plant::CommitBeforeStored,
+    Plant::CableInTooEarly,
+    Plant::CableOutTooLate,
+    Plant::MixedParts,
+    Plant::LostAbort,
+    Plant::UnguardedPlan,
+    Plant::EagerRemoval,
+];

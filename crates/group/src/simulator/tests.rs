@@ -1,0 +1,111 @@
+//! Histories from fresh seeds, and the bugs that they must find.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use super::plants::{self, Plant};
+use super::{Broken, Facts, history};
+use rekindle_testing::random::Random;
+
+/// Number of histories in every run of the tests; REKINDLE_SIMULATE_HISTORIES overrides it.
+const HISTORIES: u64 = 100_000;
+
+fn number(name: &str) -> Option<u64> {
+    let text = std::env::var(name).ok()?;
+    Some(text.parse().unwrap_or_else(|_| panic!("{name}={text} is not a number")))
+}
+
+fn fresh_seed() -> u64 {
+    u64::try_from(chrono::Utc::now().timestamp_micros()).unwrap_or_default()
+}
+
+fn sum(all: Facts, one: Facts) -> Facts {
+    Facts {
+        events: all.events + one.events,
+        epochs: all.epochs + one.epochs,
+        images: all.images + one.images,
+        committed: all.committed + one.committed,
+        aborted: all.aborted + one.aborted,
+    }
+}
+
+/// Plays this many histories, on two threads.
+fn live(first: u64, count: u64) -> Result<Facts, Box<Broken>> {
+    let enough = AtomicBool::new(false);
+    let half = |part: u64| -> Result<Facts, Box<Broken>> {
+        let mut seeds = Random::new(first.wrapping_add(part << 32));
+        let mut facts = Facts::default();
+        for _ in 0..(count + part) / 2 {
+            if enough.load(Ordering::Relaxed) {
+                break;
+            }
+            let one = history(seeds.below(u64::MAX), None).map_err(|broken| {
+                enough.store(true, Ordering::Relaxed);
+                Box::new(broken)
+            })?;
+            facts = sum(facts, one);
+        }
+        Ok(facts)
+    };
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| half(1));
+        let facts = half(0)?;
+        Ok(sum(facts, other.join().unwrap()?))
+    })
+}
+
+#[test]
+fn what_has_to_hold_does_so_in_every_history() {
+    if let Some(seed) = number("REKINDLE_SIMULATE_SEED") {
+        return match history(seed, None) {
+            Ok(facts) => println!("seed {seed}: {facts:?}, all holds"),
+            Err(broken) => panic!("{broken}"),
+        };
+    }
+    let (count, began) = (number("REKINDLE_SIMULATE_HISTORIES").unwrap_or(HISTORIES), Instant::now());
+    match live(fresh_seed(), count) {
+        Ok(facts) => {
+            println!("{count} histories in {:?}: {facts:?}", began.elapsed());
+            // The histories are worth something: most have snapshots, and many have restores.
+            assert!(facts.committed > count && facts.epochs > count && facts.aborted > count / 50, "{facts:?}");
+        }
+        Err(broken) => panic!("{broken}"),
+    }
+}
+
+#[test]
+fn a_seed_gives_the_same_history_again() {
+    for seed in 0..50 {
+        for plant in [None, Some(Plant::LostFence)] {
+            let traced = || super::play(seed, plant, true);
+            assert_eq!(traced(), traced());
+        }
+    }
+}
+
+/// Seeds of histories that found a bug, each once.
+const KEPT: [u64; 0] = [];
+
+#[test]
+fn bugs_that_were_found_stay_away() {
+    for seed in KEPT {
+        if let Err(broken) = history(seed, None) {
+            panic!("{broken}");
+        }
+    }
+}
+
+/// This many histories are enough to find each planted bug. The seeds are the same each time.
+const ENOUGH: u64 = 20_000;
+
+#[test]
+fn each_planted_bug_is_found() {
+    for plant in plants::ALL {
+        let mut seeds = Random::new(18);
+        let found = (1..=ENOUGH).find_map(|n| Some((n, history(seeds.below(u64::MAX), Some(plant)).err()?)));
+        let Some((count, broken)) = found else { panic!("{plant:?} is not found in {ENOUGH} histories") };
+        println!("{plant:?}: in history {count}: {}", broken.what);
+        // The planted bug was found, and no other one.
+        assert!(history(broken.seed, None).is_ok(), "{plant:?}: {broken}");
+    }
+}

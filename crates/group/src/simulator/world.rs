@@ -1,0 +1,828 @@
+//! The events of a history, in the order of their time.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::Facts;
+use super::coordinator::{Coordinator, TTL};
+use super::faults::Fault;
+use super::node::{Cable, Job, Node, Piece};
+use super::oracle::Oracle;
+use super::plants::Plant;
+use crate::documents::{Ask, End, Ending, Epoch, From, Incarnation, Number, Part, Rank};
+use crate::machine::{Action, Answer, Event, Local, Order, Write};
+use rekindle_testing::random::Random;
+
+/// A supervisor hears nothing for this long: it takes the request for lost.
+const TIMEOUT: Duration = Duration::from_secs(3);
+const RENEW: Duration = Duration::from_secs(3);
+
+/// Once no more faults happen, the job runs or the run is over within this time.
+const SETTLED: Duration = Duration::from_secs(900);
+
+/// More events than any right history has: without a limit, a mistake would go on for ever.
+const MOST: u64 = 2_000_000;
+
+/// Number of lines of a trace: the last ones.
+const LINES: usize = 20000;
+
+#[derive(Debug, Clone)]
+pub(super) enum Happening {
+    Fault(Fault),
+    /// A fault is over.
+    Over(Fault, usize),
+    /// A supervisor is started.
+    Boot(usize),
+    /// Something reaches a supervisor.
+    Hears(usize, u64, Event),
+    /// The supervisor's deadline.
+    Tick(usize, u64),
+    Renew(usize, u64),
+    /// Something reaches the coordinator.
+    Asks(usize, u64, Request),
+    /// The coordinator's leases.
+    Expiry,
+    /// Something of the job is done.
+    Done(usize, u64, u64, Step),
+    /// Storing is done.
+    Stored(usize, u64, Number),
+    Resume,
+}
+
+#[derive(Debug, Clone)]
+pub(super) enum Request {
+    Grant { sent: Instant },
+    Renew { sent: Instant, session: Incarnation },
+    Write { session: Incarnation, write: Write, answered: bool },
+    Revoke(Incarnation),
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Step {
+    Start,
+    Quiet(Number),
+    CableOut,
+    Dump(Number),
+    Abort(Number),
+    Killed,
+    /// It dies of its state.
+    Dies,
+}
+
+pub(super) struct World {
+    pub(super) began: Instant,
+    pub(super) now: Instant,
+    pub(super) random: Random,
+    pub(super) faults_until: Instant,
+    size: u32,
+    /// One for each rank, then those that took the place of others.
+    pub(super) nodes: Vec<Node>,
+    pub(super) coordinator: Coordinator,
+    pub(super) shared: Option<BTreeMap<(Rank, Number), Piece>>,
+    queue: BTreeMap<(Instant, u64), Happening>,
+    sequence: u64,
+    next_job: u64,
+    slow: bool,
+    refusing: BTreeSet<usize>,
+    rotten: BTreeSet<(Rank, Number)>,
+    /// Images with numbers from this on are of a state that the job dies of, in the line from which they come.
+    doomed: BTreeSet<Number>,
+    dooms: bool,
+    oracle: Oracle,
+    facts: Facts,
+    plant: Option<Plant>,
+    trace: Option<Vec<String>>,
+}
+
+impl World {
+    pub(super) fn new(mut random: Random, size: u32, plant: Option<Plant>, traced: bool) -> World {
+        let began = Instant::now();
+        let mut rate = || 0.98 + 0.0004 * f64::from(u32::try_from(random.below(101)).unwrap_or(0));
+        let nodes: Vec<Node> = (0..size).map(|rank| Node::new(Rank(rank), rate(), began)).collect();
+        let shared = random.chance(50).then(BTreeMap::new);
+        let mut world = World {
+            began,
+            now: began,
+            size,
+            random,
+            faults_until: began,
+            coordinator: Coordinator::new(plant),
+            shared,
+            queue: BTreeMap::new(),
+            sequence: 0,
+            next_job: 0,
+            slow: false,
+            refusing: BTreeSet::new(),
+            rotten: BTreeSet::new(),
+            doomed: BTreeSet::new(),
+            dooms: false,
+            oracle: Oracle::new(began),
+            facts: Facts::default(),
+            plant,
+            trace: traced.then(Vec::new),
+            nodes,
+        };
+        for at in 0..world.nodes.len() {
+            let time = world.now + world.random.millis(0, 3000);
+            world.at(time, Happening::Boot(at));
+        }
+        world
+    }
+
+    pub(super) fn take_trace(&mut self) -> Vec<String> {
+        self.trace.take().unwrap_or_default()
+    }
+
+    pub(super) fn at(&mut self, time: Instant, what: Happening) {
+        self.sequence += 1;
+        self.queue.insert((time, self.sequence), what);
+    }
+
+    fn after(&mut self, from: u64, to: u64, what: Happening) {
+        let time = self.now + self.random.millis(from, to);
+        self.at(time, what);
+    }
+
+    fn note(&mut self, text: impl FnOnce() -> String) {
+        let since = self.now.saturating_duration_since(self.began);
+        if let Some(trace) = &mut self.trace {
+            if trace.len() > 2 * LINES {
+                trace.drain(..LINES);
+            }
+            trace.push(format!("{:9.3} {}", since.as_secs_f64(), text()));
+        }
+    }
+
+    /// Plays until the job runs after the faults, or the run is over.
+    pub(super) fn run(&mut self) -> Result<Facts, String> {
+        self.at(self.faults_until, Happening::Resume);
+        while let Some(((time, _), what)) = self.queue.pop_first() {
+            self.now = time;
+            self.facts.events += 1;
+            self.note(|| format!("{what:?}"));
+            self.happens(what);
+            self.oracle.look(self.now, &self.nodes, &self.coordinator, self.shared.as_ref(), &mut self.facts)?;
+            if self.facts.events > MOST {
+                return Err("there is no end of events".into());
+            }
+            if self.now > self.faults_until {
+                if self.is_settled() {
+                    return Ok(self.facts);
+                }
+                if self.now > self.faults_until + SETTLED {
+                    return Err("the job does not run again, and the run has not ended".into());
+                }
+            }
+        }
+        if self.is_over() { Ok(self.facts) } else { Err("nothing happens any more".into()) }
+    }
+
+    fn is_settled(&self) -> bool {
+        let runs = |node: &Node| node.job.as_ref().is_some_and(|job| job.cable == Cable::In && !job.killed);
+        self.is_over()
+            || (0..self.size).all(|rank| self.nodes.iter().any(|node| node.rank == Rank(rank) && runs(node)))
+            || self.oracle.is_right_that_parts_are_missing()
+    }
+
+    fn is_over(&self) -> bool {
+        self.is_over_for_good() && self.nodes.iter().all(|node| node.replaced || node.machine.is_none())
+    }
+
+    /// One supervisor has ended in such a way that the scheduler starts none again.
+    fn is_over_for_good(&self) -> bool {
+        self.nodes.iter().any(|node| node.finished.as_ref().is_some_and(|end| !again(end)))
+    }
+
+    fn happens(&mut self, what: Happening) {
+        let at = match &what {
+            Happening::Hears(at, ..) | Happening::Tick(at, _) | Happening::Renew(at, _) => Some(*at),
+            Happening::Done(at, ..) | Happening::Stored(at, ..) => Some(*at),
+            _ => None,
+        };
+        // A machine that stands still does this later, in the same order.
+        if let Some(until) = at.and_then(|at| self.nodes[at].paused_until.filter(|until| self.now < *until)) {
+            self.at(until, what);
+            return;
+        }
+        match what {
+            Happening::Fault(fault) => self.fault(fault),
+            Happening::Over(fault, at) => self.over(fault, at),
+            Happening::Boot(at) => self.boot(at),
+            Happening::Hears(at, process, event) if self.is(at, process) => self.hears(at, event),
+            Happening::Tick(at, process) if self.is(at, process) => self.hears(at, Event::Tick),
+            Happening::Renew(at, process) if self.is(at, process) => self.renew(at),
+            Happening::Asks(at, process, request) => self.asks(at, process, request),
+            Happening::Expiry => {
+                if self.coordinator.expire(self.now) {
+                    self.changed();
+                }
+                self.watch_leases();
+            }
+            Happening::Done(at, process, job, step) if self.is(at, process) => self.done(at, job, step),
+            Happening::Stored(at, process, number) if self.is(at, process) => self.stored(at, number),
+            Happening::Resume => self.everything_is_well_again(),
+            _ => {}
+        }
+    }
+
+    fn is(&self, at: usize, process: u64) -> bool {
+        self.nodes[at].machine.is_some() && self.nodes[at].process == process
+    }
+
+    // ---- supervisors ----
+
+    fn boot(&mut self, at: usize) {
+        if self.nodes[at].machine.is_some() || self.nodes[at].replaced || self.is_over_for_good() {
+            return;
+        }
+        let size = self.size;
+        self.nodes[at].boot(size);
+        self.grant(at);
+        self.show(at);
+    }
+
+    fn grant(&mut self, at: usize) {
+        let sent = self.nodes[at].clock(self.now);
+        self.send(at, Request::Grant { sent });
+    }
+
+    fn renew(&mut self, at: usize) {
+        let node = &self.nodes[at];
+        let (process, sent) = (node.process, node.clock(self.now));
+        match node.session {
+            Some(session) => self.send(at, Request::Renew { sent, session }),
+            None => self.send(at, Request::Grant { sent }),
+        }
+        let next = self.now + RENEW;
+        self.at(next, Happening::Renew(at, process));
+    }
+
+    fn send(&mut self, at: usize, request: Request) {
+        let process = self.nodes[at].process;
+        let late = self.slow && self.random.chance(30);
+        let (from, to) = if late { (500, 4000) } else { (1, 15) };
+        self.after(from, to, Happening::Asks(at, process, request));
+    }
+
+    fn answer(&mut self, at: usize, process: u64, event: Event) {
+        let late = self.slow && self.random.chance(30);
+        let (from, to) = if late { (500, 4000) } else { (1, 15) };
+        self.after(from, to, Happening::Hears(at, process, event));
+    }
+
+    fn hears(&mut self, at: usize, event: Event) {
+        if self.nodes[at].cut_off && matches!(event, Event::View(_)) {
+            return;
+        }
+        match &event {
+            Event::Session(session) => {
+                if self.nodes[at].session.is_some() {
+                    return;
+                }
+                self.nodes[at].session = Some(*session);
+                let process = self.nodes[at].process;
+                self.after(1000, 3000, Happening::Renew(at, process));
+            }
+            Event::SessionLost => self.nodes[at].session = None,
+            _ => {}
+        }
+        let event = match event {
+            Event::Sure(until) if self.plant == Some(Plant::LostFence) => {
+                Event::Sure(until + Duration::from_secs(3600))
+            }
+            Event::Sure(_) if self.plant == Some(Plant::LeaseFromTheAnswer) => {
+                Event::Sure(self.nodes[at].clock(self.now) + TTL + super::node::options(Rank(0), 2).fence)
+            }
+            event => event,
+        };
+        let is_new = matches!(event, Event::Session(_));
+        self.step(at, event);
+        if is_new {
+            self.show(at);
+        }
+    }
+
+    fn step(&mut self, at: usize, event: Event) {
+        let now = self.nodes[at].clock(self.now);
+        let process = self.nodes[at].process;
+        let Some(machine) = &mut self.nodes[at].machine else { return };
+        let actions = machine.step(event, now);
+        let deadline = machine.deadline();
+        for action in actions {
+            self.note(|| format!("    {at} {action:?}"));
+            match action {
+                Action::Write(write) => self.write(at, write),
+                Action::Do(order) => self.obey(at, order),
+            }
+        }
+        if let (Some(deadline), true) = (deadline, self.is(at, process)) {
+            let when = self.nodes[at].when(deadline).max(self.now);
+            let node = &mut self.nodes[at];
+            // An earlier tick comes anyway, and then asks again.
+            if node.tick.is_none_or(|(of, at)| of != process || at <= self.now || when < at) {
+                node.tick = Some((process, when));
+                self.at(when, Happening::Tick(at, process));
+            }
+        }
+    }
+
+    fn write(&mut self, at: usize, write: Write) {
+        let Some(session) = self.nodes[at].session else {
+            let process = self.nodes[at].process;
+            self.after(1, 5, Happening::Hears(at, process, Event::Wrote(Answer::Conflict)));
+            return;
+        };
+        // Sometimes it is carried out after the supervisor has given up waiting.
+        let lost = self.slow && self.random.chance(20);
+        if lost {
+            let process = self.nodes[at].process;
+            if self.random.chance(50) {
+                self.after(
+                    2000,
+                    8000,
+                    Happening::Asks(at, process, Request::Write { session, write, answered: false }),
+                );
+            }
+            self.at(self.now + TIMEOUT, Happening::Hears(at, process, Event::Wrote(Answer::Unknown)));
+        } else {
+            self.send(at, Request::Write { session, write, answered: true });
+        }
+    }
+
+    // ---- the coordinator ----
+
+    fn asks(&mut self, at: usize, process: u64, request: Request) {
+        if self.nodes[at].cut_off || self.coordinator.away {
+            match request {
+                Request::Write { answered: true, .. } => {
+                    self.at(self.now + TIMEOUT, Happening::Hears(at, process, Event::Wrote(Answer::Unknown)));
+                }
+                Request::Grant { .. } if self.is(at, process) && self.nodes[at].session.is_none() => {
+                    // Asked for again.
+                    let sent = self.nodes[at].clock(self.now);
+                    let again = self.now + TIMEOUT;
+                    self.at(again, Happening::Asks(at, process, Request::Grant { sent }));
+                }
+                _ => {}
+            }
+            return;
+        }
+        match request {
+            Request::Grant { sent } => {
+                if !self.is(at, process) || self.nodes[at].session.is_some() {
+                    return;
+                }
+                let session = self.coordinator.grant(self.now);
+                let time = self.now + self.random.millis(1, 15);
+                self.at(time, Happening::Hears(at, process, Event::Session(session)));
+                self.at(time, Happening::Hears(at, process, Event::Sure(sent + TTL)));
+                self.watch_leases();
+            }
+            Request::Renew { sent, session } => {
+                let lives = self.coordinator.renew(session, self.now);
+                if self.nodes[at].session == Some(session) {
+                    self.answer(at, process, if lives { Event::Sure(sent + TTL) } else { Event::SessionLost });
+                }
+                self.watch_leases();
+            }
+            Request::Write { session, write, answered } => {
+                let answer = self.coordinator.write(self.nodes[at].rank, session, write);
+                if answered {
+                    self.answer(at, process, Event::Wrote(answer));
+                }
+                if matches!(answer, Answer::Done(_)) {
+                    self.changed();
+                }
+            }
+            Request::Revoke(session) => {
+                self.coordinator.revoke(session);
+                self.changed();
+            }
+        }
+    }
+
+    fn watch_leases(&mut self) {
+        if let Some(at) = self.coordinator.next_expiry() {
+            // etcd is never early, and sometimes late.
+            let at = at.max(self.now) + self.random.millis(1, 800);
+            self.at(at, Happening::Expiry);
+        }
+    }
+
+    fn changed(&mut self) {
+        for at in 0..self.nodes.len() {
+            self.show(at);
+        }
+    }
+
+    /// Sends the present state to a supervisor.
+    fn show(&mut self, at: usize) {
+        let node = &self.nodes[at];
+        if node.machine.is_none() || node.cut_off {
+            return;
+        }
+        let process = node.process;
+        let late = self.slow && self.random.chance(20);
+        let delay = if late { self.random.millis(200, 3000) } else { self.random.millis(1, 15) };
+        let time = (self.now + delay).max(self.nodes[at].last_view);
+        self.nodes[at].last_view = time;
+        let view = Arc::clone(&self.coordinator.view);
+        self.at(time, Happening::Hears(at, process, Event::View(view)));
+    }
+
+    // ---- jobs ----
+
+    fn obey(&mut self, at: usize, order: Order) {
+        let now = self.now;
+        match order {
+            Order::List => {
+                // Its store is shared: what the machine before has stored is there.
+                if let Some(shared) = &self.shared {
+                    let rank = self.nodes[at].rank;
+                    let ours = shared.iter().filter(|((of, _), _)| *of == rank);
+                    self.nodes[at].disk = ours.map(|((_, number), piece)| (*number, piece.clone())).collect();
+                }
+                let (process, parts) = (self.nodes[at].process, self.nodes[at].parts());
+                self.after(1, 100, Happening::Hears(at, process, Event::Local(Local::Parts(parts))));
+            }
+            Order::Start { epoch, from, part } => {
+                self.next_job += 1;
+                let id = self.next_job;
+                let newest =
+                    self.nodes[at].disk.iter().chain(&self.nodes[at].memory).max_by_key(|(number, _)| **number);
+                let from = match (from, part) {
+                    (From::Image(_), _) if self.plant == Some(Plant::MixedParts) => {
+                        newest.map(|(number, piece)| (*number, piece.part.clone()))
+                    }
+                    (From::Image(number), Some(part)) => Some((number, part)),
+                    _ => None,
+                };
+                let cable = Cable::Out(now);
+                let job = Job { id, epoch, from, cable, snapshot: None, killed: false };
+                self.nodes[at].job = Some(job);
+                self.nodes[at].epoch = epoch;
+                self.job_step(at, 100, 3000, Step::Start);
+            }
+            Order::Plug => self.plug(at, None),
+            Order::Prepare(number) => {
+                self.nodes[at].job.iter_mut().for_each(|job| job.snapshot = Some(number));
+                if self.plant == Some(Plant::CableOutTooLate) {
+                    self.job_step(at, 5, 100, Step::Quiet(number));
+                    self.job_step(at, 200, 1500, Step::CableOut);
+                } else {
+                    self.job_step(at, 5, 2000, Step::Quiet(number));
+                }
+            }
+            Order::Dump(number) => self.job_step(at, 100, 2500, Step::Dump(number)),
+            Order::Resume(number) => {
+                self.plug(at, Some(number));
+                self.store(at, number);
+            }
+            Order::Store(number) => self.store(at, number),
+            Order::Abort(number) => {
+                if self.plant != Some(Plant::LostAbort) {
+                    self.nodes[at].job.iter_mut().for_each(|job| job.snapshot = None);
+                    self.job_step(at, 0, 500, Step::Abort(number));
+                }
+            }
+            Order::Kill => {
+                self.nodes[at].job.iter_mut().for_each(|job| job.killed = true);
+                self.job_step(at, 0, 1000, Step::Killed);
+            }
+            Order::Forget(number) => {
+                self.oracle.forgets(self.nodes[at].rank, number);
+                self.remove(at, number);
+            }
+            Order::Finish(end) => self.finish(at, end),
+        }
+    }
+
+    fn remove(&mut self, at: usize, number: Number) {
+        let rank = self.nodes[at].rank;
+        self.nodes[at].memory.remove(&number);
+        self.nodes[at].disk.remove(&number);
+        self.shared.iter_mut().for_each(|shared| drop(shared.remove(&(rank, number))));
+    }
+
+    fn finish(&mut self, at: usize, end: End) {
+        self.oracle.finishes(&end);
+        if let Some(session) = self.nodes[at].session.take() {
+            self.send(at, Request::Revoke(session));
+        }
+        self.nodes[at].machine = None;
+        if again(&end) {
+            self.after(3000, 20_000, Happening::Boot(at));
+        }
+        self.nodes[at].finished = Some(end);
+    }
+
+    fn job_step(&mut self, at: usize, from: u64, to: u64, step: Step) {
+        let (process, job) = (self.nodes[at].process, self.nodes[at].job.as_ref().map_or(0, |job| job.id));
+        self.after(from, to, Happening::Done(at, process, job, step));
+    }
+
+    fn plug(&mut self, at: usize, number: Option<Number>) {
+        let rank = self.nodes[at].rank;
+        if let Some(job) = &mut self.nodes[at].job {
+            job.cable = Cable::In;
+            self.oracle.plugs(rank, self.now);
+        }
+        if let Some(number) = number
+            && self.plant == Some(Plant::EagerRemoval)
+        {
+            let older: Vec<Number> = self.nodes[at].disk.keys().copied().filter(|it| *it < number).collect();
+            for number in older {
+                self.oracle.forgets(rank, number);
+                self.remove(at, number);
+            }
+        }
+    }
+
+    fn store(&mut self, at: usize, number: Number) {
+        if let Some(piece) = self.nodes[at].memory.get_mut(&number) {
+            piece.recorded = true;
+        }
+        let process = self.nodes[at].process;
+        if self.plant == Some(Plant::CommitBeforeStored) {
+            self.after(1, 10, Happening::Hears(at, process, Event::Local(Local::Stored(number))));
+        } else {
+            self.after(500, 8000, Happening::Stored(at, process, number));
+        }
+    }
+
+    fn stored(&mut self, at: usize, number: Number) {
+        let rank = self.nodes[at].rank;
+        let piece = self.nodes[at].memory.get(&number).cloned();
+        let local = match piece {
+            Some(piece) if !self.nodes[at].disk_full => {
+                self.oracle.stored(rank, number, &piece.part);
+                if let Some(shared) = &mut self.shared {
+                    shared.insert((rank, number), piece.clone());
+                }
+                self.nodes[at].disk.insert(number, piece);
+                self.nodes[at].memory.remove(&number);
+                Local::Stored(number)
+            }
+            _ => Local::NotStored(number),
+        };
+        self.hears(at, Event::Local(local));
+    }
+
+    fn done(&mut self, at: usize, id: u64, step: Step) {
+        let rank = self.nodes[at].rank;
+        if step == Step::Killed {
+            // It may have ended by itself.
+            if self.nodes[at].job.as_ref().is_none_or(|job| job.id == id) {
+                self.nodes[at].job = None;
+                self.hears(at, Event::Local(Local::Ended(Ending::Failed { why: "killed".into() })));
+            }
+            return;
+        }
+        let Some(job) = self.nodes[at].job.as_mut().filter(|job| job.id == id && !job.killed) else { return };
+        let epoch = job.epoch;
+        match step {
+            Step::Start => self.started(at),
+            Step::Quiet(number) if job.snapshot == Some(number) => {
+                let local = if self.refusing.contains(&at) && self.random.chance(70) {
+                    Local::Refused(number, "it does not come to rest".into())
+                } else {
+                    if self.plant != Some(Plant::CableOutTooLate) {
+                        self.unplug(at);
+                    }
+                    Local::Quiet(number)
+                };
+                self.hears(at, Event::Local(local));
+            }
+            Step::CableOut if job.snapshot.is_some() => self.unplug(at),
+            Step::Dump(number) if job.snapshot == Some(number) => {
+                let full = self.nodes[at].memory.values().filter(|piece| piece.recorded).count() > 1;
+                if full || (self.refusing.contains(&at) && self.random.chance(50)) {
+                    self.plug(at, None);
+                    self.hears(at, Event::Local(Local::Refused(number, "no memory".into())));
+                    return;
+                }
+                let digest = format!("{} {} {id}", number.0, epoch.0);
+                let part = Part { image: format!("{rank}-{}", number.0), digest };
+                self.nodes[at].memory.insert(number, Piece { part: part.clone(), recorded: false });
+                self.oracle.dumps(rank, number, &self.nodes[at], self.now);
+                if self.dooms {
+                    self.doomed.insert(number);
+                }
+                if self.plant == Some(Plant::CableInTooEarly) {
+                    self.plug(at, None);
+                }
+                self.hears(at, Event::Local(Local::Dumped(number, part)));
+            }
+            Step::Abort(number) => {
+                self.nodes[at].memory.remove(&number);
+                self.plug(at, None);
+                self.hears(at, Event::Local(Local::Aborted(number)));
+            }
+            Step::Dies => self.job_dies(at, "it dies of its state"),
+            _ => {}
+        }
+    }
+
+    fn unplug(&mut self, at: usize) {
+        if let Some(job) = &mut self.nodes[at].job {
+            job.cable = Cable::Out(self.now);
+        }
+    }
+
+    fn started(&mut self, at: usize) {
+        let rank = self.nodes[at].rank;
+        let from = self.nodes[at].job.as_ref().and_then(|job| job.from.clone());
+        let broken = match &from {
+            Some((number, part)) if self.nodes[at].piece(*number).is_none_or(|piece| piece.part != *part) => {
+                Some("its part is not there")
+            }
+            Some((number, _)) if self.rotten.contains(&(rank, *number)) => Some("its part cannot be restored"),
+            _ => None,
+        };
+        if let Some(why) = broken {
+            self.nodes[at].job = None;
+            self.oracle.job_fails();
+            self.hears(at, Event::Local(Local::Ended(Ending::NotStarted { why: why.into() })));
+            return;
+        }
+        match from {
+            Some((number, _)) if self.doomed.contains(&number) => self.job_step(at, 4000, 8000, Step::Dies),
+            _ => self.dooms = false,
+        }
+        self.hears(at, Event::Local(Local::Started));
+    }
+
+    fn job_dies(&mut self, at: usize, why: &str) {
+        if self.nodes[at].job.as_ref().is_some_and(|job| !job.killed) {
+            self.nodes[at].job = None;
+            self.oracle.job_fails();
+            self.hears(at, Event::Local(Local::Ended(Ending::Failed { why: why.into() })));
+        }
+    }
+
+    // ---- faults ----
+
+    fn some(&mut self) -> usize {
+        usize::try_from(self.random.below(self.nodes.len() as u64)).unwrap_or_default()
+    }
+
+    fn supervisor_dies(&mut self, at: usize) {
+        let node = &mut self.nodes[at];
+        (node.machine, node.job, node.session) = (None, None, None);
+        node.finished = None;
+        self.after(1500, 15_000, Happening::Boot(at));
+    }
+
+    fn fault(&mut self, fault: Fault) {
+        let at = self.some();
+        let long = self.random.millis(500, 25_000);
+        let (until, requeue) = (self.now + long, long.as_millis().is_multiple_of(2));
+        if fault.delays() {
+            self.oracle.disturbed(until);
+        }
+        let is_there = self.nodes[at].machine.is_some();
+        let process = self.nodes[at].process;
+        let ask = |world: &mut World, ask: Ask| world.at(world.now, Happening::Hears(at, process, Event::Asked(ask)));
+        match fault {
+            Fault::JobDies if !self.nodes[at].is_paused(self.now) => self.job_dies(at, "killed by signal 9"),
+            Fault::Completed => {
+                let runs = |node: &Node| node.job.as_ref().is_some_and(|job| job.cable == Cable::In && !job.killed);
+                let members: Vec<usize> = (0..self.nodes.len()).filter(|at| !self.nodes[*at].replaced).collect();
+                if members.iter().all(|at| runs(&self.nodes[*at]) && !self.nodes[*at].is_paused(self.now)) {
+                    self.oracle.completes(&self.nodes);
+                    for at in members {
+                        self.nodes[at].job = None;
+                        self.hears(at, Event::Local(Local::Ended(Ending::Completed)));
+                    }
+                }
+            }
+            Fault::SupervisorDies if is_there => self.supervisor_dies(at),
+            Fault::MachineDies if is_there => {
+                self.nodes[at].memory.clear();
+                self.oracle.loses_memory();
+                self.supervisor_dies(at);
+            }
+            Fault::MachineReplaced if is_there => {
+                self.nodes[at].memory.clear();
+                self.oracle.loses_memory();
+                self.nodes[at].disk.clear();
+                self.nodes[at].epoch = Epoch::default();
+                if self.shared.is_none() {
+                    self.oracle.loses_disk();
+                }
+                self.supervisor_dies(at);
+            }
+            Fault::Pause => {
+                self.nodes[at].paused_until = Some(until);
+                self.at(until, Happening::Over(fault, at));
+            }
+            Fault::CutOff => {
+                self.nodes[at].cut_off = true;
+                self.at(until, Happening::Over(fault, at));
+            }
+            Fault::CutOffAndReplaced if is_there && !self.nodes[at].cut_off && !self.nodes[at].replaced => {
+                self.nodes[at].cut_off = true;
+                self.nodes[at].replaced = true;
+                self.at(until, Happening::Over(fault, at));
+                let rate = 0.98 + 0.0004 * f64::from(u32::try_from(self.random.below(101)).unwrap_or(0));
+                self.nodes.push(Node::new(self.nodes[at].rank, rate, self.began));
+                self.oracle.loses_memory();
+                if self.shared.is_none() {
+                    self.oracle.loses_disk();
+                }
+                self.after(1000, 10_000, Happening::Boot(self.nodes.len() - 1));
+            }
+            Fault::Away => {
+                self.coordinator.away = true;
+                self.at(until, Happening::Over(fault, at));
+            }
+            Fault::CoordinatorForgets => {
+                self.coordinator.forget();
+                self.oracle.loses_records();
+                self.changed();
+            }
+            Fault::SlowNetwork => {
+                self.slow = true;
+                self.at(until, Happening::Over(fault, at));
+            }
+            Fault::DiskFull => {
+                self.nodes[at].disk_full = true;
+                self.at(until, Happening::Over(fault, at));
+            }
+            Fault::Refuses => {
+                self.refusing.insert(at);
+                self.at(until, Happening::Over(fault, at));
+            }
+            Fault::Rotten => {
+                let newest = self.coordinator.view.images.keys().next_back().copied();
+                let rank = self.nodes[at].rank;
+                self.rotten.extend(newest.map(|number| (rank, number)));
+            }
+            Fault::Doomed => {
+                self.dooms = true;
+                self.job_dies_soon(at);
+            }
+            Fault::Snapshot => ask(self, Ask::Snapshot),
+            Fault::Stop => ask(self, Ask::Stop { requeue, within: long }),
+            Fault::StopNow => ask(self, Ask::StopNow { requeue }),
+            Fault::Suspend => ask(self, Ask::Suspend),
+            Fault::Rewind => {
+                if let Some(number) = self.coordinator.view.images.keys().next().copied() {
+                    self.oracle.rewinds();
+                    ask(self, Ask::Rewind(number));
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn job_dies_soon(&mut self, at: usize) {
+        if self.nodes[at].job.is_some() {
+            self.job_step(at, 4000, 20_000, Step::Dies);
+        }
+    }
+
+    fn over(&mut self, fault: Fault, at: usize) {
+        self.oracle.disturbed(self.now);
+        match fault {
+            Fault::Pause => {
+                self.nodes[at].paused_until = None;
+                // The first that a supervisor does after a pause is to look at the time. Its job has stood still too,
+                // and is killed before it does anything.
+                self.step(at, Event::Tick);
+                if self.nodes[at].job.as_ref().is_some_and(|job| job.killed) {
+                    self.nodes[at].job = None;
+                    self.hears(at, Event::Local(Local::Ended(Ending::Failed { why: "killed".into() })));
+                }
+            }
+            Fault::CutOff | Fault::CutOffAndReplaced => {
+                self.nodes[at].cut_off = false;
+                self.show(at);
+            }
+            Fault::Away => {
+                self.coordinator.is_back(self.now);
+                self.watch_leases();
+            }
+            Fault::SlowNetwork => self.slow = false,
+            Fault::DiskFull => self.nodes[at].disk_full = false,
+            Fault::Refuses => drop(self.refusing.remove(&at)),
+            _ => {}
+        }
+    }
+
+    /// No more faults: whoever suspended the job resumes it.
+    fn everything_is_well_again(&mut self) {
+        let at = self.some();
+        let process = self.nodes[at].process;
+        self.at(self.now, Happening::Hears(at, process, Event::Asked(Ask::Resume)));
+        if self.now < self.faults_until + SETTLED {
+            self.at(self.now + Duration::from_secs(20), Happening::Resume);
+        }
+    }
+}
+
+/// Whether the scheduler starts it again.
+fn again(end: &End) -> bool {
+    matches!(end, End::Missing { .. } | End::Stopped { requeue: true })
+}
