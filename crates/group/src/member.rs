@@ -215,7 +215,8 @@ impl Member {
         self.settle_snapshot(view, plan, &mut orders);
         if self.job.exists() && !(ours && plan.goal.is_alive() && plan.epoch == self.epoch) {
             orders.extend(self.kill());
-        } else if ours {
+        } else if ours || (plan.goal == Goal::End(End::Completed) && self.has_joined(view)) {
+            // Whoever comes when all is done leaves too.
             self.obey(view, plan, options, now, &mut orders);
         }
         self.forget(view, plan, &mut orders);

@@ -1,7 +1,7 @@
 //! The events of a history, in the order of their time.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
 use super::Facts;
@@ -17,6 +17,9 @@ use rekindle_testing::random::Random;
 /// A supervisor hears nothing for this long: it takes the request for lost.
 const TIMEOUT: Duration = Duration::from_secs(3);
 const RENEW: Duration = Duration::from_secs(3);
+
+/// The same in all histories of a process: traces are compared.
+static ZERO: LazyLock<Instant> = LazyLock::new(Instant::now);
 
 /// Once no more faults happen, the job runs or the run is over within this time.
 const SETTLED: Duration = Duration::from_secs(900);
@@ -97,7 +100,7 @@ pub(super) struct World {
 
 impl World {
     pub(super) fn new(mut random: Random, size: u32, plant: Option<Plant>, traced: bool) -> World {
-        let began = Instant::now();
+        let began = *ZERO;
         let mut rate = || 0.98 + 0.0004 * f64::from(u32::try_from(random.below(101)).unwrap_or(0));
         let nodes: Vec<Node> = (0..size).map(|rank| Node::new(Rank(rank), rate(), began)).collect();
         let shared = random.chance(50).then(BTreeMap::new);
