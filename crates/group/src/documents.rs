@@ -68,6 +68,8 @@ pub enum Stored {
 pub struct Progress {
     /// The part.
     pub part: Part,
+    /// The epoch in which it was taken.
+    pub epoch: Epoch,
     /// Where it is.
     pub stored: Stored,
 }

@@ -276,7 +276,11 @@ impl Leading {
             return;
         }
         // The coordinator has lost its data, also the leases: somebody who is not here may still have one of them.
-        let known = view.members.values().map(|report| report.epoch).max().unwrap_or_default();
+        let epochs = |report: &Report| {
+            let parts = report.parts.values().map(|progress| progress.epoch).max();
+            parts.map_or(report.epoch, |epoch| epoch.max(report.epoch))
+        };
+        let known = view.members.values().map(epochs).max().unwrap_or_default();
         let leases = if known > plan.epoch { options.lease } else { Duration::ZERO };
         if !self.is_due(since + pause(plan.in_a_row, options).max(leases), now) {
             return;

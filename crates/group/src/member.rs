@@ -263,7 +263,7 @@ impl Member {
         let recorded = view.images.get(&number).and_then(|image| image.value.parts.get(&self.rank));
         match (&self.job, recorded) {
             (Job::Dumped(_, part), Some(recorded)) if part == recorded => {
-                self.parts.insert(number, Progress { part: part.clone(), stored: Stored::Staged });
+                self.parts.insert(number, Progress { part: part.clone(), epoch: self.epoch, stored: Stored::Staged });
                 self.storing.insert(number);
                 if plan.goal.is_alive() {
                     self.job = Job::Running;

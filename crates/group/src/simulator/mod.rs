@@ -17,8 +17,6 @@ mod plants;
 mod tests;
 mod world;
 
-use std::time::Duration;
-
 use plants::Plant;
 use rekindle_testing::random::Random;
 use world::World;
@@ -72,6 +70,7 @@ fn play(seed: u64, plant: Option<Plant>, traced: bool) -> Result<Facts, (String,
         _ => 16 + u32::try_from(random.below(49)).unwrap_or(0),
     };
     let mut world = World::new(random, size, plant, traced);
-    faults::plan(&mut world, Duration::from_secs(120));
+    let length = world.random.millis(30_000, 120_000);
+    faults::plan(&mut world, length);
     world.run().map_err(|what| (what, world.take_trace()))
 }

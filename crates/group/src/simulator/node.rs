@@ -10,6 +10,7 @@ use crate::machine::{Machine, Options};
 #[derive(Debug, Clone)]
 pub(super) struct Piece {
     pub(super) part: Part,
+    pub(super) epoch: Epoch,
     /// The group image was recorded: a supervisor that starts anew takes it for a part.
     pub(super) recorded: bool,
 }
@@ -122,7 +123,7 @@ impl Node {
 }
 
 fn progress(piece: &Piece, stored: Stored) -> Progress {
-    Progress { part: piece.part.clone(), stored }
+    Progress { part: piece.part.clone(), epoch: piece.epoch, stored }
 }
 
 /// The settings in all histories. The times of the model fit them.

@@ -607,7 +607,7 @@ impl World {
                 }
                 let digest = format!("{} {} {id}", number.0, epoch.0);
                 let part = Part { image: format!("{rank}-{}", number.0), digest };
-                self.nodes[at].memory.insert(number, Piece { part: part.clone(), recorded: false });
+                self.nodes[at].memory.insert(number, Piece { part: part.clone(), epoch, recorded: false });
                 self.oracle.dumps(rank, number, &self.nodes[at], self.now);
                 if self.dooms {
                     self.doomed.insert(number);
