@@ -1,61 +1,30 @@
 #!/usr/bin/env python3
 """Checks the documents against themselves and against the program: links, headings, commands and options.
 
-    docs.py --rekindle FILE             links, and that each command and option in the documents exists
-    docs.py --rekindle FILE --tutorial  also runs the tutorial, as root and with CRIU (REKINDLE_CRIU)
+    docs.py --rekindle FILE           links, and that each command and option in the documents exists
+    docs.py --rekindle FILE --run     also runs every command line, as root and with CRIU (REKINDLE_CRIU), jq and nc
+
+What is run, for those who write: in a block of the kind `console` the lines after "$ ", and below them what they print; in a block
+of the kind `sh` every line; in prose what is in `backticks` and begins with rekindle, cargo or another program. Words such as JOB,
+IMAGE, [--optional] and a|b mean what they mean to a reader (documents/singles.py). What cannot run here is in
+documents/table.py, with the reason. Figures of what is printed may differ; its form may not.
 """
 
 import argparse
 import os
 import re
-import shlex
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("crates/*/README.md"), *ROOT.glob("integration/**/README.md")])
-LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-
-
-def prose_and_code(text):
-    """The lines of a page outside and inside of code blocks."""
-    prose, code, fenced = [], [], False
-    for line in text.splitlines():
-        if line.lstrip().startswith("```"):
-            fenced = not fenced
-        elif fenced or line.startswith("    "):
-            code.append(line.strip())
-        else:
-            prose.append(line)
-    return prose, code
-
-
-def anchors(page):
-    """The anchors of a page's headings, as GitHub makes them."""
-    prose, _ = prose_and_code(page.read_text())
-    found = set()
-    for heading in (line.lstrip("#").strip() for line in prose if re.match(r"#+ ", line)):
-        heading = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
-        found.add(re.sub(r"[^\w\- ]", "", heading).replace(" ", "-"))
-    return found
-
-
-def broken_links():
-    for page in PAGES:
-        prose, _ = prose_and_code(page.read_text())
-        for target in (target for line in prose for target in LINK.findall(line)):
-            if re.match(r"[a-z]+:", target):
-                continue
-            path, _, anchor = target.partition("#")
-            file = (page.parent / path).resolve() if path else page
-            if not file.exists():
-                yield f"{page.relative_to(ROOT)}: {target} does not exist"
-            elif anchor and file.suffix == ".md" and anchor not in anchors(file):
-                yield f"{page.relative_to(ROOT)}: {target}: there is no such heading"
+from documents.links import broken_links
+from documents.pages import PAGES, commands
+from documents.sessions import is_session, run_session
+from documents.singles import Singles, forms
+from documents.table import entry_for, wrong_script, wrong_table
+from documents.world import Failed, World
 
 
 def help_of(rekindle, words, known={}):
@@ -66,136 +35,106 @@ def help_of(rekindle, words, known={}):
     return known[words]
 
 
-def commands_of(lines):
-    """The command lines of rekindle: of a pipe the part that is its own, without what belongs to the job."""
-    joined = "\n".join(lines).replace("\\\n", " ").splitlines()
-    for line in joined:
-        line = re.sub(r"\s+#\s.*$", "", line.removeprefix("$ ").removeprefix("# "))
-        line = re.sub(r"^(sudo |[A-Z_]+=\S+ |timeout \S+ |srun |exec )+", "", line)
-        # Of alternatives the first.
-        line = re.sub(r"(\\\|[a-z-]+)+", "", line)
-        if re.match(r"rekindle \S", line):
-            yield re.split(r"\s[|;&<>]|\s--(\s|$)", line, maxsplit=1)[0]
-
-
 def own_part(words, text):
     """The words of `rekindle run` before the job's command, by the help: an option may have a value."""
     own, is_value = words[:1], False
     for word in words[1:]:
-        if not word.startswith("-") and not is_value:
+        if word == "--" or not word.startswith("-") and not is_value:
             break
         own.append(word)
         is_value = word.startswith("-") and re.search(rf"{re.escape(word)} <", text) is not None
     return own
 
 
-def wrong_commands(rekindle):
-    for page in PAGES:
-        if page.name == "CHANGELOG.md":
+def wrong_options(rekindle, command):
+    """Words of a command line that rekindle does not know, of those too that are not run."""
+    found = re.search(r"(?:^|\s)rekindle ((?!-).*)", command)
+    if not found or entry_for(command) and not command.startswith("rekindle "):
+        return
+    for line in forms(f"rekindle {re.split(r' [|;&<>] | [|;&<>]{2} ', found[1])[0]}"):
+        words = line.split()[1:]
+        path = tuple(words[: 2 if words[0] in ("config", "cuda") else 1])
+        if path[0] == "COMMAND":
             continue
-        prose, code = prose_and_code(page.read_text())
-        spans = [span for line in prose for span in re.findall(r"`(rekindle [^`]+)`", line)]
-        for line in commands_of([*code, *spans]):
-            words = line.split()[1:]
-            commands = [word for word in words[:2] if re.fullmatch(r"[a-z][a-z-]*", word)]
-            if not commands:
-                continue
-            text = help_of(rekindle, tuple(commands)) if len(commands) == 2 and commands[0] in ("config", "cuda") else help_of(rekindle, (commands[0],))
-            if text is None:
-                yield f"{page.relative_to(ROOT)}: `{line}`: there is no such command"
-                continue
-            if commands[0] == "run":
-                line = " ".join(["rekindle", *own_part(words, text)])
-            for option in re.findall(r"(?<=\s)(--[a-z][a-z-]*|-[a-zA-Z])(?=[\s=]|$)", line):
-                if not re.search(rf"(^|[\s,]){re.escape(option)}\b", text):
-                    yield f"{page.relative_to(ROOT)}: `{line}`: there is no option {option}"
+        text = help_of(rekindle, path)
+        if text is None:
+            yield "there is no such command"
+            return
+        own = own_part(words, text) if words[0] == "run" else words
+        for option in re.findall(r"(?<=\s)(--[a-z][a-z-]*|-[a-zA-Z])(?=[\s=]|$)", " ".join(["", *own])):
+            if not re.search(rf"(^|[\s,]){re.escape(option)}\b", text):
+                yield f"there is no option {option}"
 
 
-class Tutorial:
-    """Runs the commands of docs/tutorial.md, in order."""
-
-    def __init__(self, rekindle, folder):
-        self.folder = Path(folder)
-        tools = self.folder / "bin"
-        tools.mkdir()
-        (tools / "rekindle").symlink_to(rekindle)
-        self.environment = {
-            **os.environ,
-            "PATH": f"{tools}:{os.environ['PATH']}",
-            "REKINDLE_STORE_DIRECTORY": str(self.folder / "store"),
-        }
-        self.supervisor = None
-        self.log = self.folder / "first-terminal"
-
-    def run(self, command):
-        if command.startswith("rekindle run "):
-            self.end()
-            with open(self.log, "ab") as log:
-                self.supervisor = subprocess.Popen(
-                    shlex.split(command), cwd=self.folder, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-                )
-            return ""
-        if command.startswith("kill -9 "):
-            status = self.run("rekindle status")
-            (pid,) = re.findall(r"^ *count +\S+ +(\d+) ", status, re.M)
-            command = f"kill -9 {pid}"
-        run = subprocess.run(command, shell=True, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
-        if run.returncode != 0:
-            raise SystemExit(f"docs: tutorial: `{command}` ends with {run.returncode}: {run.stderr}")
-        return run.stdout
-
-    def says(self, words, count=1):
-        end = time.monotonic() + 60
-        while self.log.read_text(errors="replace").count(words) < count:
-            if time.monotonic() > end or self.supervisor.poll() is not None:
-                raise SystemExit(f"docs: tutorial: the first terminal does not say {words!r}:\n{self.log.read_text(errors='replace')}")
-            time.sleep(0.05)
-
-    def end(self):
-        if self.supervisor and self.supervisor.poll() is None:
-            self.supervisor.send_signal(signal.SIGTERM)
-        if self.supervisor:
-            self.supervisor.wait(60)
+def is_mention(rekindle, command):
+    """`rekindle show` alone names a command that needs more words."""
+    words = command.split()[1:]
+    if command == "rekindle run":
+        return True
+    return len(words) == 1 and not words[0].startswith("-") and re.search(r"^Usage: .* <", help_of(rekindle, tuple(words)) or "", re.M) is not None
 
 
-def run_tutorial(rekindle):
-    text = (ROOT / "docs/tutorial.md").read_text()
-    (program,) = re.findall(r"```python\n(.*?)```", text, re.S)
-    _, code = prose_and_code(text)
-    commands = [line.removeprefix("$ ") for line in code if line.startswith("$ ")]
-    assert len(commands) > 8, commands
-    with tempfile.TemporaryDirectory(prefix="rekindle-tutorial-", dir="/tmp") as folder:
-        tutorial = Tutorial(rekindle, folder)
-        # The tutorial waits for people; a job that counts faster does not.
-        (Path(folder) / "count.py").write_text(program.replace("sleep(1)", "sleep(0.1)"))
-        # Of the job, so far; the first run begins with none.
-        restores = 0
-        try:
-            for command in commands:
-                tutorial.run(command.replace("--interval 10s", "--interval 2s").replace("/tmp/tutorial", f"{folder}/store"))
-                if command.startswith("rekindle run ") and restores == 0:
-                    tutorial.says("was stored in")
-                elif command.startswith(("rekindle run ", "rekindle rewind ", "kill ")):
-                    restores += 1
-                    tutorial.says("was restored from image", restores)
-        finally:
-            tutorial.end()
-    print(f"docs: the tutorial's {len(commands)} commands work")
+def run_all(rekindle, pages):
+    began, seen, wrong = time.monotonic(), 0, []
+    with tempfile.TemporaryDirectory(prefix="rekindle-docs-", dir="/tmp") as folder:
+        single = {}
+        for page, found in pages.items():
+            session = is_session(found)
+            if session:
+                place = Path(folder, page.stem)
+                place.mkdir()
+                with World(rekindle, place) as world:
+                    try:
+                        seen += run_session(page, found, world)
+                    except Failed as why:
+                        wrong.append(str(why))
+            for command in found:
+                if command.text and not (session and command.kind != "span") and not (command.kind == "span" and is_mention(rekindle, command.text)):
+                    for text in forms(command.text):
+                        if not entry_for(text) or entry_for(text).code is not None:
+                            single.setdefault(text, command)
+        place = Path(folder, "single")
+        place.mkdir()
+        with World(rekindle, place) as world:
+            singles = Singles(world)
+            try:
+                for text, command in single.items():
+                    try:
+                        singles.run(text, command.shown)
+                        seen += 1
+                    except (Failed, subprocess.TimeoutExpired) as why:
+                        wrong.append(f"{command.where}: `{text}`: {why}")
+            finally:
+                singles.end()
+    return seen, time.monotonic() - began, wrong
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--rekindle", required=True, type=lambda path: Path(path).resolve())
-    parser.add_argument("--tutorial", action="store_true")
+    parser.add_argument("--run", action="store_true")
     args = parser.parse_args()
-    wrong = [*broken_links(), *wrong_commands(args.rekindle)]
+    try:
+        # What was changed long ago need not work today.
+        pages = {page: list(commands(page)) for page in PAGES if page.name != "CHANGELOG.md"}
+        wrong = list(broken_links())
+    except ValueError as why:
+        sys.exit(f"docs: {why}")
+    every = [command for found in pages.values() for command in found]
+    for command in every:
+        wrong += [f"{command.where}: `{command.text}`: {why}" for why in [*wrong_options(args.rekindle, command.text), *wrong_script(command.text)]]
+    wrong += wrong_table([form for command in every for form in forms(command.text)])
+    if args.run and not wrong:
+        if os.geteuid() != 0:
+            sys.exit("docs: --run needs root")
+        seen, took, wrong = run_all(args.rekindle, pages)
     for line in wrong:
         print(f"docs: {line}", file=sys.stderr)
     if wrong:
         sys.exit(1)
     print(f"docs: {len(PAGES)} pages, all links, commands and options exist")
-    if args.tutorial:
-        run_tutorial(args.rekindle)
+    if args.run:
+        print(f"docs: {seen} command lines were run, in {took:.0f} s, and say what the pages show")
 
 
 main()

