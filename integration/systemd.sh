@@ -74,6 +74,11 @@ if [ "${1:-}" = --inside ]; then
   # Each number once, in order: nothing was lost and nothing done twice.
   last=$(counted)
   seq "$last" | sed 's/^/n /' | cmp - "$log" || fail 'the output is not that of an undisturbed run'
+  # As at the next boot: it has completed, so there is nothing to do.
+  systemctl start "$unit" || fail "a completed job makes the unit fail: $(value Result)"
+  until_ 'it ends' is ActiveState inactive
+  is Result success || fail "the unit of a completed job: $(value Result)"
+  [ "$(counted)" = "$last" ] || fail 'a completed job was run again'
   echo "systemd: ok, counted to $last"
   exit
 fi

@@ -7,7 +7,6 @@ mod doctor;
 mod environment;
 pub mod exit;
 mod find;
-mod job_args;
 mod list;
 mod logs;
 mod man;
@@ -84,20 +83,20 @@ impl Global {
     /// The configuration, overridden by `more`.
     fn settings(&self, more: Overrides) -> Result<settings::Config, settings::Error> {
         let read = self.read(more)?;
-        name_strangers(&read);
+        name_strangers(&read, output::complain);
         Ok(read.config)
     }
 
     /// The configuration with the source of each value.
     fn effective(&self) -> Result<settings::Effective, settings::Error> {
-        self.read(self.overrides()).inspect(name_strangers)
+        self.read(self.overrides()).inspect(|read| name_strangers(read, output::complain))
     }
 
     /// The same for a command that logs: starts the log, and warns there.
     fn settings_and_log(&self, more: Overrides) -> Result<settings::Config, settings::Error> {
         let read = self.read(more)?;
         start_log(&read.config);
-        read.strangers.iter().for_each(|stranger| tracing::warn!("{stranger}"));
+        name_strangers(&read, |stranger| tracing::warn!("{stranger}"));
         Ok(read.config)
     }
 
@@ -312,9 +311,9 @@ fn named_criu(config: &settings::Config) -> Option<PathBuf> {
 
 /// Names the variables that are ignored although they look like ours. Once: a command may read its configuration several
 /// times.
-fn name_strangers(read: &settings::Effective) {
+fn name_strangers(read: &settings::Effective, tell: impl Fn(&str)) {
     static TOLD: Once = Once::new();
-    TOLD.call_once(|| read.strangers.iter().for_each(|stranger| output::complain(stranger)));
+    TOLD.call_once(|| read.strangers.iter().for_each(|stranger| tell(stranger)));
 }
 
 /// Starts logging as configured; commands that only print do not log.

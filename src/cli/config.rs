@@ -37,7 +37,7 @@ impl Error {
 /// All errors, together.
 pub fn check(file: Option<&Path>) -> Result<(), Error> {
     let effective = config::effective(file, config::environment(), &Overrides::default())?;
-    super::name_strangers(&effective);
+    super::name_strangers(&effective, super::output::complain);
     let files: Vec<String> = effective.files.iter().map(|path| path.display().to_string()).collect();
     let line = match files.as_slice() {
         [] => format!("there is no {}: the built-in defaults apply and are valid", config::DEFAULT_FILE),
@@ -54,7 +54,7 @@ pub fn check(file: Option<&Path>) -> Result<(), Error> {
 /// All errors of the configuration, together.
 pub fn show(file: Option<&Path>, overrides: &Overrides, format: Format) -> Result<(), Error> {
     let effective = config::effective(file, config::environment(), overrides)?;
-    super::name_strangers(&effective);
+    super::name_strangers(&effective, super::output::complain);
     let entries = effective.entries();
     let store = &effective.config.store;
     let rows = entries.iter().map(|entry| {

@@ -15,7 +15,7 @@ pub enum Exit {
     Job(u8),
     /// There are images and none can be used; the job is not started from the beginning (EX_NOINPUT).
     NoUsableImage,
-    /// Something needed is missing: CRIU, rights, driver (EX_UNAVAILABLE).
+    /// Something needed is missing: CRIU, rights, driver; or the job has another supervisor (EX_UNAVAILABLE).
     Missing,
     /// Stopped with a new image, to be queued again: the code that the scheduler expects, EX_TEMPFAIL without one.
     Requeue(u8),
@@ -125,6 +125,8 @@ pub(crate) fn of_error(error: &anyhow::Error, is_store_typed: bool) -> Exit {
                 E::UntrustedRecord { .. } | E::NotAFolder(_) | E::OthersCanWrite(_) | E::OtherOwner { .. } => {
                     Exit::Config
                 }
+                // Not a failure of ours: the job is not available here while it has another supervisor.
+                E::Supervised { .. } | E::PerhapsSupervised { .. } => Exit::Missing,
                 _ => Exit::Internal,
             };
         }

@@ -4,6 +4,9 @@
 //! looked at. Without one, each supervisor of this machine is asked which job it has and where: so a command finds a
 //! running job wherever its store is. An answer counts only if its socket is where no other user can put one
 //! ([`address::sockets`]), and if the folder that it names has the name of that socket.
+//!
+//! A command for the supervisor takes the job that runs ([`Finder::job`]). A command for images must not guess
+//! ([`Finder::only_job`]): the store may have another job of that name, which does not run.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -16,7 +19,7 @@ use crate::control::client::{self, Error};
 use crate::control::protocol::{Answer, Request};
 use rekindle_base::chain;
 use rekindle_store::staging::leftovers::{self, Leftover};
-use rekindle_store::{self as store, Access, JobFolder, JobName, Store, Trust, Writer};
+use rekindle_store::{self as store, Access, Image, JobFolder, JobName, LATEST, Store, Trust, Writer};
 
 /// A supervisor answers within a millisecond, or it is stuck. All are asked at once.
 pub(super) const PATIENCE: Duration = Duration::from_millis(250);
@@ -32,6 +35,8 @@ pub(super) struct Finder {
     /// The folder of images in memory.
     memory: PathBuf,
     trust: Trust,
+    /// How long to wait for the answers of supervisors.
+    patience: Duration,
 }
 
 /// All jobs that were found, and what prevented finding more.
@@ -84,6 +89,7 @@ impl Finder {
             control: control.directory,
             memory: snapshot.staging_directory,
             trust: Trust::default(),
+            patience: PATIENCE,
         })
     }
 
@@ -91,6 +97,11 @@ impl Finder {
     pub(super) fn with_key(global: &Global) -> anyhow::Result<Finder> {
         let trust = global.settings(global.overrides())?.store.trust()?;
         Ok(Finder { trust, ..Finder::new(global)? })
+    }
+
+    /// The same with less patience for supervisors that do not answer.
+    pub(super) fn with_patience(self, patience: Duration) -> Finder {
+        Finder { patience, ..self }
     }
 
     /// The store that is looked at first.
@@ -149,7 +160,50 @@ impl Finder {
         Ok(Jobs { folders, refused, troubles })
     }
 
-    /// The folder of this job.
+    /// The image that `text` names: the newest good one of a job, a certain one of a job, or one by its id alone.
+    pub(super) fn image(&self, text: &str) -> anyhow::Result<(JobFolder, Image)> {
+        let (job, selector) = text.split_once('/').unwrap_or((text, LATEST));
+        let unknown = match self.only_job(job) {
+            Ok(folder) => {
+                let image = folder.find(selector)?;
+                return Ok((folder, image));
+            }
+            Err(error) if job != text => return Err(error),
+            Err(error) => error,
+        };
+        let mut found = Vec::new();
+        for folder in self.jobs().map(|jobs| jobs.folders).unwrap_or_default() {
+            // Only complete ids and their beginnings: a bare number counts within one job only.
+            let known = folder.known()?;
+            let matching = known.iter().filter(|known| known.id().to_string().starts_with(text));
+            found.extend(matching.map(|known| (folder.clone(), known.best().clone())));
+        }
+        match (found.pop(), found.is_empty()) {
+            (Some(one), true) => Ok(one),
+            (Some(_), false) => Err(Misuse(format!("{text:?} matches several images: use JOB/ID")).into()),
+            // The error about the job lists the existing jobs.
+            (None, _) => Err(unknown),
+        }
+    }
+
+    /// The folder of this job, for a command that is not only for running jobs: a job of that name that is in the store
+    /// beside one that runs with another store is not passed over.
+    pub(super) fn only_job(&self, text: &str) -> anyhow::Result<JobFolder> {
+        let folder = self.job(text)?;
+        let here = self.open(&self.store).and_then(|store| store.job(folder.name()));
+        match here {
+            Ok(here) if here.path() != folder.path() => Err(Misuse(format!(
+                "job {} is in {}, and another one of that name is running with the store {}: choose one with --store",
+                folder.name(),
+                here.store().display(),
+                folder.store().display()
+            ))
+            .into()),
+            _ => Ok(folder),
+        }
+    }
+
+    /// The folder of this job; the one that is running, if there are several.
     pub(super) fn job(&self, text: &str) -> anyhow::Result<JobFolder> {
         let name: JobName = text.parse()?;
         let here = self.open(&self.store).and_then(|store| store.job(&name));
@@ -218,7 +272,7 @@ impl Finder {
             }
         };
         let asked: Vec<_> = sockets.iter().cloned().map(Some).collect();
-        for (socket, answer) in sockets.iter().zip(client::ask_all(&asked, &Request::Status, PATIENCE)) {
+        for (socket, answer) in sockets.iter().zip(client::ask_all(&asked, &Request::Status, self.patience)) {
             match answer {
                 Some(Ok(Answer::Status(published))) => {
                     let Some((job, store)) = published.job.zip(published.store) else { continue };

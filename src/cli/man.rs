@@ -102,7 +102,7 @@ fn more() -> Roff {
         (
             code(Exit::Missing),
             "Something is missing: CRIU, rights, driver (rekindle doctor shows how to fix it), or the image does not \
-            fit this machine.",
+            fit this machine, or another supervisor has the job.",
         ),
         (
             code(Exit::Requeue(75)),
@@ -111,7 +111,7 @@ fn more() -> Roff {
         ),
         (code(Exit::OnlyInMemory), "Stopped. The last image could not be stored: it is only in memory."),
         (code(Exit::Config), "The configuration or a variable is wrong, or the store cannot be trusted."),
-        (code(Exit::Internal), "rekindle itself failed, or another supervisor has the job."),
+        (code(Exit::Internal), "rekindle itself failed."),
         (code(Exit::NotExecutable), "The command cannot be executed."),
         (code(Exit::NotFound), "The command was not found."),
     ];

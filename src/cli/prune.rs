@@ -5,8 +5,9 @@ use std::time::Duration;
 use chrono::Utc;
 use serde::Serialize;
 
+use super::find::Finder;
 use super::output::{Column, Format, complain, print_table, print_text};
-use super::{Exit, Global, Misuse, job_args};
+use super::{Exit, Global, Misuse};
 use crate::config::{self, Config, SizeLimit};
 use rekindle_base::chain;
 use rekindle_base::units::size;
@@ -94,20 +95,18 @@ struct Row {
 pub(super) fn prune(global: &Global, args: &PruneArgs) -> anyhow::Result<Exit> {
     let Config { store: config, snapshot, .. } = global.settings(global.overrides())?;
     let trust = config.trust()?;
+    let named = args.job.as_ref().map(|job| Finder::with_key(global)?.only_job(job)).transpose()?;
     let store = match Store::open(&config.directory, Access::Read) {
         Ok(store) => Some(store.with_trust(trust.clone())),
-        // There may be memory of another store's jobs.
-        Err(Error::NoStore(_)) if args.job.is_none() && global.store.is_none() => None,
+        // There may be memory of another store's jobs, and a job that is named may be running with another store.
+        Err(Error::NoStore(_)) if named.is_some() || global.store.is_none() => None,
         Err(error) => return Err(error.into()),
     };
     let policy = args.rules.over(config.policy());
-    let folders: Vec<JobFolder> = match (&store, &args.job) {
-        (Some(store), Some(job)) => {
-            let folder = job_args::job(store, job)?;
-            vec![folder.map_or_else(|| Ok(store.job(&job.parse()?)?), Ok::<_, anyhow::Error>)?]
-        }
+    let folders: Vec<JobFolder> = match (&store, named) {
+        (_, Some(folder)) => vec![folder],
         (Some(store), None) => store.jobs()?.iter().map(|name| store.job(name)).collect::<Result<_, _>>()?,
-        (None, _) => Vec::new(),
+        (None, None) => Vec::new(),
     };
     let mut rows = Vec::new();
     for folder in &folders {

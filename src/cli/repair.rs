@@ -2,8 +2,9 @@
 
 use serde::Serialize;
 
+use super::find::Finder;
 use super::output::{Column, Format, complain, print_json, print_table};
-use super::{Exit, Global, Misuse, job_args, progress};
+use super::{Exit, Global, Misuse, progress};
 use rekindle_store::repair::{self, Loss, Mode, Repaired, Sources};
 use rekindle_store::replica::{self, Patience, Replica};
 use rekindle_store::{Error as StoreError, JobFolder, JobName};
@@ -32,17 +33,16 @@ struct Row {
 }
 
 pub(super) fn repair(global: &Global, args: &RepairArgs) -> anyhow::Result<Exit> {
-    let store = global.open_store()?;
     let all = global.settings(global.overrides())?;
     let config = &all.store;
     let trust = config.trust()?;
     let key = trust.key();
     let folders: Vec<JobFolder> = match &args.job {
-        Some(job) => {
-            let folder = job_args::job(&store, job)?;
-            vec![folder.map_or_else(|| Ok(store.job(&job.parse()?)?), Ok::<_, anyhow::Error>)?]
+        Some(job) => vec![Finder::with_key(global)?.only_job(job)?],
+        None => {
+            let store = global.open_store()?;
+            store.jobs()?.iter().map(|name| store.job(name)).collect::<Result<_, _>>()?
         }
-        None => store.jobs()?.iter().map(|name| store.job(name)).collect::<Result<_, _>>()?,
     };
     if !args.dry_run {
         // Check at the beginning, because a refusal must not come after hours. The locks are not kept: a lock without

@@ -97,7 +97,7 @@ fn look(config: &Config, finder: &Finder, text: &str, force: bool) -> anyhow::Re
         let row = Row { job: name, images: 0, bytes: 0, memory_bytes: 0 };
         return Ok(Doomed { row, whole: None, store });
     }
-    let folder = finder.job(text)?;
+    let folder = finder.only_job(text)?;
     // Names of links beside the user's files are believed only of images that are trusted. A key that cannot be used is
     // no reason to keep a job.
     let trust = config.store.trust().unwrap_or_default();

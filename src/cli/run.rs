@@ -10,10 +10,12 @@ use std::ffi::{OsStr, OsString};
 use anyhow::Context;
 use chrono::{DateTime, Utc};
 
-use super::{Exit, Global, Misuse, job_args, replica, trust};
+use super::find::Finder;
+use super::{Exit, Global, Misuse, replica, trust};
 use crate::config::{self as settings, ColdStart, Config, Deadline, Overrides, Requeue};
 use crate::policy::StartPoint;
 use crate::scheduler::Scheduler;
+use crate::supervisor::notify::Notify;
 use crate::supervisor::state::{Finish, Obstacle, Stop};
 use crate::supervisor::{self, Origin, Places, Program, Setup, Shown, Sockets, TimeLimit};
 use crate::telemetry;
@@ -28,9 +30,9 @@ use rekindle_engine::restore;
 use rekindle_engine::snapshot::Launch;
 use rekindle_os::detach::Side;
 use rekindle_os::spawn::Ended;
-use rekindle_store::{Access, Image, JobFolder, JobName, JobPath, Outcome, State, Store, WriterLock};
+use rekindle_store::{Image, JobFolder, JobName, JobPath, Outcome, State, WriterLock};
 pub(crate) use start::NoUsableImage;
-use start::{Start, choose, default_name};
+use start::{Start, choose, default_name, nothing_to_do};
 
 /// What to run.
 #[derive(Debug, clap::Args)]
@@ -51,6 +53,9 @@ pub(crate) struct RunArgs {
     /// Start from the beginning, even if there is an image to continue from, or the job has completed
     #[arg(long)]
     fresh: bool,
+    /// Do nothing and exit with 0 if the job has completed: for service managers, which start it again at every boot
+    #[arg(long, conflicts_with = "fresh")]
+    unless_completed: bool,
     /// Run in the background: return when the job runs, and survive the end of this terminal
     #[arg(long, short)]
     detach: bool,
@@ -69,6 +74,9 @@ pub(crate) struct RunArgs {
 pub(crate) struct RestoreArgs {
     /// JOB (its newest good image), JOB/ID, JOB/TAG, JOB/-N or ID
     image: String,
+    /// Run in the background: return when the job runs, and survive the end of this terminal
+    #[arg(long, short)]
+    detach: bool,
     #[command(flatten)]
     accepted: Accepted,
     #[command(flatten)]
@@ -111,14 +119,27 @@ struct DeviceMap {
 }
 
 pub(super) fn run(global: &Global, args: &RunArgs) -> anyhow::Result<Exit> {
-    if !args.detach {
-        return in_foreground(global, args, None);
+    here_or_detached(global, args.detach, |caller| in_foreground(global, args, caller))
+}
+
+pub(super) fn restore(global: &Global, args: &RestoreArgs) -> anyhow::Result<Exit> {
+    here_or_detached(global, args.detach, |caller| restore_in_foreground(global, args, caller))
+}
+
+/// Supervises in this process, or in a copy of it in the background, which has a caller that waits until the job runs.
+fn here_or_detached(
+    global: &Global,
+    detach: bool,
+    supervise: impl FnOnce(Option<Caller>) -> anyhow::Result<Exit>,
+) -> anyhow::Result<Exit> {
+    if !detach {
+        return supervise(None);
     }
     match rekindle_os::detach::split().context("cannot run in the background")? {
         Side::Here { copy, from } => detach::wait(global, copy, from),
         Side::Copy { to } => {
             telemetry::log::without_colours();
-            in_foreground(global, args, Some(Caller(to)))
+            supervise(Some(Caller(to)))
         }
     }
 }
@@ -153,11 +174,17 @@ fn in_foreground(global: &Global, args: &RunArgs, caller: Option<Caller>) -> any
     }
     let prepared = Prepared::prepare(config, directory, command)?;
     let (folder, lock) = prepared.open(&name)?;
-    let shown = if caller.is_some() { Shown::Nothing } else { shown(global) };
-    caller.map_or(Ok(()), |caller| caller.leave(&folder, prepared.config.log.bounds().size))?;
+    let shown = leave(global, caller, &folder, &prepared.config)?;
     if !args.fresh {
         replica::bring_newest(&prepared.config, &folder, &lock)?;
         trust::check_here(&folder)?;
+    }
+    if args.unless_completed
+        && let Some(done) = nothing_to_do(&folder)?
+    {
+        tracing::info!("{done}");
+        Notify::from_environment().nothing_to_do(&done);
+        return Ok(Exit::Success);
     }
     let start = choose(&folder, command, args.fresh, prepared.config.restart.cold_start)?;
     match (start.from, &args.accepted.user) {
@@ -190,21 +217,26 @@ fn in_foreground(global: &Global, args: &RunArgs, caller: Option<Caller>) -> any
     supervise(global, prepared, folder, lock, start, &terms)
 }
 
-pub(super) fn restore(global: &Global, args: &RestoreArgs) -> anyhow::Result<Exit> {
-    let config = global.settings_and_log(global.overrides())?;
+/// Restores the job; with a caller, as its supervisor in the background.
+fn restore_in_foreground(global: &Global, args: &RestoreArgs, caller: Option<Caller>) -> anyhow::Result<Exit> {
+    let mut config = global.settings_and_log(global.overrides())?;
     let deadline = deadline(&config, None, Utc::now())?;
+    let finder = Finder::with_key(global)?;
+    // One that runs with another store is not fetched into this one.
+    if let Ok(folder) = finder.only_job(args.image.split('/').next().unwrap_or_default()) {
+        config.store.directory = folder.store().to_owned();
+    }
     replica::bring_named(&config, &args.image)?;
-    let store = Store::open(&config.store.directory, Access::Read)?.with_trust(config.store.trust()?);
-    let (folder, image) = job_args::image(&store, &args.image)?;
+    let (folder, image) = finder.image(&args.image)?;
+    config.store.directory = folder.store().to_owned();
     trust::refuse(&folder, &image)?;
-    if job_args::means_newest(&folder, &args.image) {
+    if means_newest(&folder, &args.image) {
         trust::check_newest(&folder)?;
     }
     let known = || Misuse(format!("image {} has no readable manifest: run `rekindle verify`", image.id));
     let manifest = image.manifest().ok_or_else(known)?.clone();
     let command: Vec<OsString> = manifest.command.iter().map(OsString::from).collect();
-    let named = !job_args::means_newest(&folder, &args.image);
-    let mut config = config;
+    let named = !means_newest(&folder, &args.image);
     args.accepted.apply(&mut config)?;
     if config.restart.cold_start == ColdStart::Allow {
         // A user who requests an image does not want a start from the beginning.
@@ -214,6 +246,7 @@ pub(super) fn restore(global: &Global, args: &RestoreArgs) -> anyhow::Result<Exi
     restore::check_user(&manifest, user.as_ref())?;
     let prepared = Prepared::prepare(config, manifest.directory.to_path_buf(), &command)?;
     let (folder, lock) = prepared.open(folder.name())?;
+    let shown = leave(global, caller, &folder, &prepared.config)?;
     let mut image = image;
     if matches!(image.state, State::Bad { .. }) {
         // A user who names an image wants it tried.
@@ -232,8 +265,13 @@ pub(super) fn restore(global: &Global, args: &RestoreArgs) -> anyhow::Result<Exi
         folder,
         lock,
         Start { from: StartPoint::Image(image.id), lineage, base, named },
-        &Terms { map: &args.devices.pairs, deadline, shown: shown(global) },
+        &Terms { map: &args.devices.pairs, deadline, shown },
     )
+}
+
+/// Whether the text means the newest good image of that job.
+fn means_newest(folder: &JobFolder, text: &str) -> bool {
+    text == folder.name().as_str() || text.strip_prefix(folder.name().as_str()) == Some("/latest")
 }
 
 /// What was typed for this run only.
@@ -243,9 +281,14 @@ struct Terms<'a> {
     shown: Shown,
 }
 
-/// A program that wants JSON gets the events: the job's output would be among them.
-fn shown(global: &Global) -> Shown {
-    if global.json { Shown::Events } else { Shown::Output }
+/// In the background, lets the caller go; answers what this run shows on its standard output.
+fn leave(global: &Global, caller: Option<Caller>, folder: &JobFolder, config: &Config) -> anyhow::Result<Shown> {
+    match caller {
+        Some(caller) => caller.leave(folder, config.log.bounds().size).map(|()| Shown::Nothing),
+        // A program that wants JSON gets the events: the job's output would be among them.
+        None if global.json => Ok(Shown::Events),
+        None => Ok(Shown::Output),
+    }
 }
 
 fn supervise(

@@ -5,9 +5,10 @@ use std::path::PathBuf;
 use chrono::Local;
 use serde::Serialize;
 
+use super::find::Finder;
 use super::list::{milliseconds, whereabouts};
 use super::output::{Format, print_json, print_text};
-use super::{Exit, Global, Misuse, job_args, named_criu};
+use super::{Exit, Global, Misuse, named_criu};
 use crate::published::{Persisting, Published};
 use crate::telemetry::clean;
 use rekindle_base::Moved;
@@ -79,7 +80,7 @@ impl Devices {
 }
 
 pub(super) fn show(global: &Global, text: &str) -> anyhow::Result<Exit> {
-    let (folder, image) = job_args::image(&global.open_store()?, text)?;
+    let (folder, image) = Finder::with_key(global)?.image(text)?;
     // Its place in memory may have been reused by the next image just now.
     let gone = || Misuse(format!("image {} no longer exists", image.id));
     let known = folder.known()?.into_iter().find(|known| known.id() == image.id).ok_or_else(gone)?;

@@ -2,8 +2,9 @@
 
 use serde::Serialize;
 
+use super::find::Finder;
 use super::output::{Format, print_json, print_text};
-use super::{Exit, Global, job_args};
+use super::{Exit, Global};
 use rekindle_store::{Change, ImageId, JobName, Place, Tag, Tags};
 
 /// Which image.
@@ -49,7 +50,7 @@ pub(super) fn untag(global: &Global, args: &TagArgs) -> anyhow::Result<Exit> {
 }
 
 fn change(global: &Global, text: &str, change: Change) -> anyhow::Result<Exit> {
-    let (folder, best) = job_args::image(&global.open_store()?, text)?;
+    let (folder, best) = Finder::with_key(global)?.image(text)?;
     // If there are two copies, the one in the store has the tags.
     let known = folder.known()?.into_iter().find(|known| known.id() == best.id);
     let image = known.as_ref().and_then(|known| known.copy(Place::Stored)).unwrap_or(&best);

@@ -5,8 +5,9 @@
 
 use serde::Serialize;
 
+use super::find::Finder;
 use super::output::{Format, print_json, print_text};
-use super::{Exit, Global, Misuse, job_args};
+use super::{Exit, Global, Misuse};
 use rekindle_store::{BadMark, ImageId, JobName, State};
 
 /// Which images.
@@ -27,10 +28,10 @@ struct Row {
 }
 
 pub(super) fn unmark(global: &Global, args: &UnmarkArgs) -> anyhow::Result<Exit> {
-    let store = global.open_store()?;
+    let finder = Finder::with_key(global)?;
     let mut rows = Vec::new();
     for text in &args.images {
-        let (folder, image) = job_args::image(&store, text)?;
+        let (folder, image) = finder.image(text)?;
         if image.manifest().is_none() {
             return Err(Misuse(format!(
                 "image {} has no mark to remove: its manifest is damaged (run `rekindle verify`)",

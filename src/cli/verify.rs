@@ -5,13 +5,12 @@
 
 use serde::Serialize;
 
-use super::output::{Column, Format, complain, print_json, print_table};
-use super::{Exit, Global, Misuse, job_args, progress};
+use super::find::{self, Finder};
+use super::output::{Column, Format, complain, print_json, print_table, print_text};
+use super::{Exit, Global, Misuse, progress};
 use crate::config::{self, Config};
 use rekindle_store::chunk::Key;
-use rekindle_store::{
-    Form, Image, JobFolder, JobName, PackReport, PacksReport, Place, Report, Share, Store, check_packs,
-};
+use rekindle_store::{Form, Image, JobFolder, JobName, PackReport, PacksReport, Place, Report, Share, check_packs};
 
 /// What to check, and how much of it to read.
 #[derive(Debug, clap::Args)]
@@ -58,10 +57,14 @@ struct Found {
 }
 
 pub(super) fn verify(global: &Global, args: &VerifyArgs) -> anyhow::Result<Exit> {
-    let store = global.open_store()?;
     let Config { store: config, replica, .. } = global.settings(global.overrides())?;
     let from_there = if replica.url.is_some() { ", from the replica if possible" } else { "" };
-    let chosen = chosen(&store, args.image.as_deref())?;
+    let finder = Finder::with_key(global)?;
+    let chosen = chosen(&finder, args.image.as_deref())?;
+    if matches!(&chosen, Chosen::Jobs(folders) if folders.is_empty()) && global.format() == Format::Text {
+        print_text(&find::no_jobs(&finder))?;
+        return Ok(Exit::Success);
+    }
     let share = match (args.read_data, args.read_data_subset) {
         (true, _) => Share::ALL,
         (false, Some(_)) if matches!(chosen, Chosen::One(..)) => {
@@ -110,16 +113,16 @@ enum Chosen {
     Jobs(Vec<JobFolder>),
 }
 
-fn chosen(store: &Store, text: Option<&str>) -> anyhow::Result<Chosen> {
-    let Some(text) = text else {
-        let all = store.jobs()?.iter().map(|name| store.job(name)).collect::<Result<_, _>>()?;
-        return Ok(Chosen::Jobs(all));
-    };
-    if let Some(folder) = job_args::job(store, text)? {
-        return Ok(Chosen::Jobs(vec![folder]));
+fn chosen(finder: &Finder, text: Option<&str>) -> anyhow::Result<Chosen> {
+    match text {
+        None => Ok(Chosen::Jobs(finder.jobs()?.all()?)),
+        Some(text) if text.contains('/') => finder.image(text).map(|(folder, image)| Chosen::One(folder, image)),
+        Some(text) => match finder.only_job(text) {
+            Ok(folder) => Ok(Chosen::Jobs(vec![folder])),
+            // It may be the id of an image.
+            Err(_) => finder.image(text).map(|(folder, image)| Chosen::One(folder, image)),
+        },
     }
-    let (folder, image) = job_args::image(store, text)?;
-    Ok(Chosen::One(folder, image))
 }
 
 struct Reading {

@@ -116,6 +116,12 @@ impl Notify {
         self.send(&[NotifyState::Status(&status), extension()]);
     }
 
+    /// Reports that the service is over before it began. Without READY=1, or with STOPPING=1 beside it, systemd would
+    /// count it as failed ("protocol").
+    pub fn nothing_to_do(&self, status: &str) {
+        self.send(&[NotifyState::Ready, NotifyState::Status(status)]);
+    }
+
     /// When the next beat is due.
     pub(super) fn next_wake(&self, now: Instant) -> Option<Instant> {
         let wanted = self.socket.as_ref().and_then(|_| self.said.patience(now))?;

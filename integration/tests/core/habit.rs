@@ -25,6 +25,18 @@ fn text(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
+/// Runs a command where the default store has a job `j` without images: in a mount namespace of its own.
+fn default_store_has_one_too(lab: &Lab, line: &str) -> (i32, String) {
+    let script = "mkdir -p /var/lib && mount -t tmpfs -o mode=755 tmpfs /var/lib && mkdir -p -m 700 \
+        /var/lib/rekindle/j/images && exec \"$@\"";
+    let mut command = std::process::Command::new("unshare");
+    let rekindle = lab.command(&line.split(' ').collect::<Vec<_>>());
+    command.args(["--mount", "--propagation", "private", "sh", "-c", script, "sh"]).arg(rekindle.get_program());
+    command.args(rekindle.get_args()).envs(rekindle.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    let output = command.env_remove("REKINDLE_STORE_DIRECTORY").output().unwrap();
+    (output.status.code().unwrap(), String::from_utf8_lossy(&output.stderr).into_owned())
+}
+
 /// Starts the job `j` with this store.
 fn start(lab: &Lab, store: &Path) -> Running {
     let command = lab.python_command("kinds.py", &["plain", text(lab.path())]);
@@ -52,6 +64,29 @@ fn a_running_job_is_found_wherever_its_store_is() {
     assert!(ask(&lab, &["resume", "j"])["running"]["image"].is_string());
     assert!(ask(&lab, &["rewind", "j", "-1"])["running"]["image"].is_string());
     count_on(&lab, &mut run, 2);
+    // Commands for images, too.
+    assert_eq!(ask(&lab, &["show", "j"])["job"], "j");
+    assert_eq!(ask(&lab, &["tag", "j/1", "best"])["tags"][0], "best");
+    let id = ask(&lab, &["pin", "j/best"])["image"].as_str().unwrap().to_owned();
+    assert_eq!(ask(&lab, &["unpin", &id])["pinned"], false, "by its id alone");
+    assert_eq!(ask(&lab, &["unmark", "j/best"])[0]["mark"], Value::Null);
+    for args in [&["verify", "j"][..], &["verify", "j/best"], &["verify"], &["repair", "--dry-run", "j"]] {
+        assert_eq!(elsewhere(&lab, args).0, 0, "{args:?}");
+    }
+    assert_eq!(ask(&lab, &["prune", "--dry-run", "j"])[0]["job"], "j");
+    for (args, expected, words) in [
+        (&["restore", "j"][..], 69, "is supervised by"),
+        (&["rm", "--yes", "j"], 2, "rekindle stop j"),
+        (&["show", "j/nothing"], 2, "nothing"),
+    ] {
+        let (code, _, said) = elsewhere(&lab, args);
+        assert!(code == expected && said.contains(words), "{args:?}: {code} {said}");
+    }
+    // The default store may have another one of that name, which does not run.
+    assert_eq!(default_store_has_one_too(&lab, "status j"), (0, String::new()));
+    let (code, said) = default_store_has_one_too(&lab, "show j");
+    assert!(code == 2 && said.contains("/var/lib/rekindle") && said.contains(text(&store)), "{code} {said}");
+    assert!(said.contains("choose one with --store"), "{said}");
     // Two of that name: neither is chosen.
     let other = lab.file("other");
     let second = start(&lab, &other);
@@ -214,7 +249,7 @@ fn a_detached_run_survives_its_terminal() {
     // A second one says why it does not start, and ends with the same code as in the foreground.
     let args = ["run", "--detach", "--name", "j", "--"];
     let (code, said) = on_a_terminal(&lab, &args, &command);
-    assert!(code == 125 && said.contains("is supervised by"), "{code} {said}");
+    assert!(code == 69 && said.contains("is supervised by"), "{code} {said}");
     assert_eq!(ask(&lab, &["stop", "j"])["outcome"], "stopped");
     lab.assert_all_gone();
     // The same line again goes on, and the old part of the log is not shown again.
@@ -234,6 +269,39 @@ fn a_detached_run_survives_its_terminal() {
     assert!(log()[before..].contains("use --fresh"));
     let (code, said) = on_a_terminal(&lab, &args, &["no-such-command".into()]);
     assert!(code == 127 && said.contains("command not found"), "{code} {said}");
+    // An image of it, in the same way.
+    std::fs::remove_file(lab.file("finish")).unwrap();
+    let (code, said) = on_a_terminal(&lab, &["restore", "--detach", "j"], &[]);
+    assert!(code == 0 && said.contains("job j runs in the background"), "{code} {said}");
+    assert_eq!(ask(&lab, &["stop", "j"])["outcome"], "stopped");
+    lab.assert_all_gone();
+}
+
+#[test]
+fn a_service_that_has_completed_has_nothing_to_do_at_the_next_boot() {
+    let Some(lab) = Lab::new() else { return };
+    let socket = std::os::unix::net::UnixDatagram::bind(lab.file("notify")).unwrap();
+    let start = || {
+        let mut command = lab.command(["run", "--unless-completed", "--name", "j", "--", "sh", "-c", "echo once"]);
+        let output = command.env("NOTIFY_SOCKET", lab.file("notify")).output().unwrap();
+        let mut told = Vec::new();
+        socket.set_nonblocking(true).unwrap();
+        let mut buffer = [0; 4096];
+        while let Ok(count) = socket.recv(&mut buffer) {
+            told.push(String::from_utf8_lossy(&buffer[..count]).into_owned());
+        }
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned(), told.concat())
+    };
+    let (code, said, told) = start();
+    assert!(code == Some(0) && told.contains("READY=1"), "{said} {told}");
+    let (code, said, told) = start();
+    assert!(code == Some(0) && said.contains("completed at") && said.contains("nothing to do"), "{code:?} {said}");
+    // Else systemd counts the unit as failed.
+    assert!(told.contains("READY=1\nSTATUS=job j completed at") && !told.contains("STOPPING"), "{told}");
+    assert_eq!(lab.output(), "once\n", "it ran once");
+    // Who types the command wants it to run.
+    let (_, said) = lab.run(["sh", "-c", "echo once"]).ends_with(2);
+    assert!(said.contains("use --fresh"), "{said}");
 }
 
 #[test]

@@ -127,7 +127,7 @@ fn commands_and_their_images() {
     let Some(lab) = Lab::new() else { return };
     let mut run = until_after_snapshot(&lab, "plain");
     // A second supervisor for the same job.
-    let (_, said) = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]).ends_with(125);
+    let (_, said) = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]).ends_with(69);
     assert!(said.contains("is supervised by"), "{said}");
     run.signal(Signal::SIGKILL);
     run.wait_for("it is dead", || true);

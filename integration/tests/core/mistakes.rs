@@ -52,6 +52,7 @@ const ANEW: &[Row] = &[
     ("rekindle report j --since yesterday", &["--since \"yesterday\": must be", "24h"], 2),
     ("rekindle snapshot j --tag latest", &["--tag: \"latest\" is not a tag"], 2),
     ("rekindle logs -n few j", &["--lines \"few\": must be a whole number"], 2),
+    ("rekindle run --fresh --unless-completed -- true", &["does not go with", "leave one of them out"], 2),
     // The command.
     ("rekindle run", &["no command to run", "--"], 2),
     ("rekindle run --name j", &["no command to run", "job.command"], 2),
@@ -141,8 +142,8 @@ const COMPLETED: &[Row] = &[
 
 /// The job `j` runs and has the images 1 and 2.
 const RUNNING: &[Row] = &[
-    ("rekindle run --name j -- true", &["is supervised by", "another --name"], 125),
-    ("rekindle restore j", &["is supervised by"], 125),
+    ("rekindle run --name j -- true", &["is supervised by", "another --name"], 69),
+    ("rekindle restore j", &["is supervised by"], 69),
     ("rekindle prune j", &["is supervised by", "--dry-run"], 2),
     ("rekindle repair j", &["is supervised by", "--dry-run"], 2),
     ("rekindle resume j", &["not suspended"], 2),

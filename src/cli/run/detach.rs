@@ -1,4 +1,4 @@
-//! `rekindle run --detach`: the supervisor in the background, and a caller that waits until the job runs.
+//! `--detach` of `rekindle run` and `restore`: the supervisor in the background, and a caller that waits until the job runs.
 //!
 //! The supervisor is a copy of the process that was called, in a session of its own ([`rekindle_os::detach`]), rather
 //! than a unit of `systemd-run`: it works in containers and on machines without systemd, has the environment, the limits

@@ -44,7 +44,8 @@ pub(super) fn choose(folder: &JobFolder, command: &[OsString], fresh: bool, cold
         return Ok(anew());
     }
     if record.outcome == Outcome::Completed {
-        return Err(Misuse(completed(folder, &record)).into());
+        let done = completed(folder, &record);
+        return Err(Misuse(format!("{done}: use --fresh to run it again from the beginning, or another --name")).into());
     }
     let line = Line::new(record.lineage.clone(), record.base);
     let mut images = folder.copies()?;
@@ -95,13 +96,19 @@ fn other_command(record: &JobRecord, name: &JobName) -> String {
     )
 }
 
-/// Why a job that came to its end is not run again.
+/// What to say instead of a start, for a service manager that starts the same command at every boot.
+pub(super) fn nothing_to_do(folder: &JobFolder) -> anyhow::Result<Option<String>> {
+    let record = folder.record()?.filter(|record| record.outcome == Outcome::Completed);
+    Ok(record.map(|record| format!("{}: nothing to do. --fresh runs it again", completed(folder, &record))))
+}
+
+/// That the job came to its end, and when.
 fn completed(folder: &JobFolder, record: &JobRecord) -> String {
     let last = Published::read(&folder.state_file()).ok().filter(|last| last.lineage == record.lineage);
     let at = last.map_or_else(String::new, |last| {
         format!(" at {}", last.since.with_timezone(&Local).format("%Y-%m-%d %H:%M:%S %z"))
     });
-    format!("job {} completed{at}: use --fresh to run it again from the beginning, or another --name", folder.name())
+    format!("job {} completed{at}", folder.name())
 }
 
 /// The command's name and a hash of all of it with its directory: the same line typed again means the same job.
