@@ -332,7 +332,8 @@ impl Leading {
             (Ask::Rewind(to), _)
                 if !stopping && view.images.get(to).is_some_and(|image| is_there(view, &image.value)) =>
             {
-                next.left.push(Left { after: *to, before: plan.next });
+                next.next = unused(view, plan);
+                next.left.push(Left { after: *to, before: next.next });
                 next.failures.remove(to);
                 next.goal = Goal::Gather { why: format!("rewound to {to}") };
                 next.then = Then::RunOn;

@@ -39,6 +39,8 @@ mod member;
 mod retention;
 #[cfg(test)]
 mod simulator;
+#[cfg(test)]
+mod tests;
 
 pub use documents::{
     Ask, Asked, End, Ending, Epoch, From, Goal, GroupImage, Incarnation, Left, Number, Part, Plan, Progress, Rank,

@@ -9,25 +9,25 @@ use crate::documents::{Incarnation, Rank, Versioned, View};
 use crate::machine::{Answer, Write};
 
 /// How long a lease lives without a renewal.
-pub(super) const TTL: Duration = Duration::from_secs(10);
+pub(crate) const TTL: Duration = Duration::from_secs(10);
 
 #[derive(Debug)]
-pub(super) struct Coordinator {
-    pub(super) view: Arc<View>,
+pub(crate) struct Coordinator {
+    pub(crate) view: Arc<View>,
     /// Until when each lease lives.
     leases: BTreeMap<Incarnation, Instant>,
     next: u64,
     /// It answers nobody.
-    pub(super) away: bool,
+    pub(crate) away: bool,
     plant: Option<Plant>,
 }
 
 impl Coordinator {
-    pub(super) fn new(plant: Option<Plant>) -> Coordinator {
+    pub(crate) fn new(plant: Option<Plant>) -> Coordinator {
         Coordinator { view: Arc::default(), leases: BTreeMap::new(), next: 1, away: false, plant }
     }
 
-    pub(super) fn grant(&mut self, now: Instant) -> Incarnation {
+    pub(crate) fn grant(&mut self, now: Instant) -> Incarnation {
         let incarnation = Incarnation(self.next);
         self.next += 1;
         self.leases.insert(incarnation, now + TTL);
@@ -35,29 +35,29 @@ impl Coordinator {
     }
 
     /// Returns whether the lease still exists.
-    pub(super) fn renew(&mut self, incarnation: Incarnation, now: Instant) -> bool {
+    pub(crate) fn renew(&mut self, incarnation: Incarnation, now: Instant) -> bool {
         self.leases.get_mut(&incarnation).map(|until| *until = now + TTL).is_some()
     }
 
     /// The leases get their whole time again when the coordinator is back: etcd does so with a new leader.
-    pub(super) fn is_back(&mut self, now: Instant) {
+    pub(crate) fn is_back(&mut self, now: Instant) {
         self.away = false;
         self.leases.values_mut().for_each(|until| *until = now + TTL);
     }
 
     /// All is lost.
-    pub(super) fn forget(&mut self) {
+    pub(crate) fn forget(&mut self) {
         let revision = self.view.revision + 1;
         self.view = Arc::new(View { revision, ..View::default() });
         self.leases.clear();
     }
 
-    pub(super) fn next_expiry(&self) -> Option<Instant> {
+    pub(crate) fn next_expiry(&self) -> Option<Instant> {
         self.leases.values().min().copied().filter(|_| !self.away)
     }
 
     /// Removes what belongs to leases that have run out. Returns whether something changed.
-    pub(super) fn expire(&mut self, now: Instant) -> bool {
+    pub(crate) fn expire(&mut self, now: Instant) -> bool {
         if self.away {
             return false;
         }
@@ -71,7 +71,7 @@ impl Coordinator {
     }
 
     /// A supervisor that leaves gives its lease back.
-    pub(super) fn revoke(&mut self, incarnation: Incarnation) {
+    pub(crate) fn revoke(&mut self, incarnation: Incarnation) {
         self.leases.remove(&incarnation);
         self.remove(incarnation);
     }
@@ -83,7 +83,7 @@ impl Coordinator {
         view.leader = view.leader.filter(|leader| *leader != incarnation);
     }
 
-    pub(super) fn write(&mut self, rank: Rank, who: Incarnation, write: Write) -> Answer {
+    pub(crate) fn write(&mut self, rank: Rank, who: Incarnation, write: Write) -> Answer {
         if !self.leases.contains_key(&who) {
             return Answer::Conflict;
         }

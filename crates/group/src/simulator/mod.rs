@@ -9,9 +9,9 @@
 //!
 //! [`super::Machine`] is the product. The rest is a model: the coordinator, the machines, the job and its cable.
 
-mod coordinator;
+pub(super) mod coordinator;
 mod faults;
-mod node;
+pub(super) mod node;
 mod oracle;
 mod plants;
 mod tests;

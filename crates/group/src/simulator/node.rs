@@ -127,7 +127,7 @@ fn progress(piece: &Piece, stored: Stored) -> Progress {
 }
 
 /// The settings in all histories. The times of the model fit them.
-pub(super) fn options(rank: Rank, size: u32) -> Options {
+pub(crate) fn options(rank: Rank, size: u32) -> Options {
     let seconds = Duration::from_secs;
     Options {
         rank,

@@ -3,7 +3,7 @@
 
 /// A bug.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Plant {
+pub(crate) enum Plant {
     /// A machine does not end its job when it has lost the coordinator.
     LostFence,
     /// A lease is counted from the answer, not from the request.

@@ -1,0 +1,281 @@
+//! The protocol step by step, without faults of the network: each write is answered at once, each order carried out.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::documents::{Ask, End, Ending, Epoch, From, Goal, Number, Part, Progress, Rank, State, Stored};
+use crate::machine::{Action, Answer, Event, Local, Machine, Order, Write};
+use crate::simulator::coordinator::{Coordinator, TTL};
+use crate::simulator::node::options;
+
+/// A group, and the orders that each member got.
+struct Group {
+    coordinator: Coordinator,
+    machines: Vec<Machine>,
+    orders: Vec<Vec<Order>>,
+    parts: Vec<BTreeMap<Number, Progress>>,
+    now: Instant,
+}
+
+impl Group {
+    /// All have joined.
+    fn new(size: u32) -> Group {
+        Group::with(size, &|_| BTreeMap::new(), Epoch::default())
+    }
+
+    fn with(size: u32, parts: &dyn Fn(u32) -> BTreeMap<Number, Progress>, epoch: Epoch) -> Group {
+        let count = usize::try_from(size).unwrap();
+        let mut group = Group {
+            coordinator: Coordinator::new(None),
+            machines: (0..size).map(|rank| Machine::new(options(Rank(rank), size), epoch)).collect(),
+            orders: vec![Vec::new(); count],
+            parts: (0..size).map(parts).collect(),
+            now: Instant::now(),
+        };
+        (0..count).for_each(|at| group.join(at));
+        group
+    }
+
+    fn join(&mut self, at: usize) {
+        let session = self.coordinator.grant(self.now);
+        self.tell(at, Event::Session(session));
+        self.tell(at, Event::Sure(self.now + TTL));
+        self.settle();
+    }
+
+    fn tell(&mut self, at: usize, event: Event) {
+        let mut events = vec![event];
+        while let Some(event) = events.pop() {
+            for action in self.machines[at].step(event.clone(), self.now) {
+                match action {
+                    Action::Write(write) => events.push(Event::Wrote(self.write(at, write))),
+                    Action::Do(order) => {
+                        if order == Order::List {
+                            events.push(Event::Local(Local::Parts(self.parts[at].clone())));
+                        }
+                        self.orders[at].push(order);
+                    }
+                }
+            }
+        }
+    }
+
+    fn write(&mut self, at: usize, write: Write) -> Answer {
+        let leader = self.coordinator.view.leader;
+        let who = self.machines[at].report().map(|report| report.incarnation).or(leader).unwrap();
+        self.coordinator.write(Rank(u32::try_from(at).unwrap()), who, write)
+    }
+
+    /// Shows everybody the state of the coordinator until nobody has anything to say.
+    fn settle(&mut self) {
+        loop {
+            let before = self.coordinator.view.revision;
+            for at in 0..self.machines.len() {
+                let view = Arc::clone(&self.coordinator.view);
+                self.tell(at, Event::View(view));
+            }
+            if self.coordinator.view.revision == before {
+                return;
+            }
+        }
+    }
+
+    fn all(&mut self, local: &dyn Fn(u32) -> Local) {
+        for at in 0..self.machines.len() {
+            self.tell(at, Event::Local(local(u32::try_from(at).unwrap())));
+        }
+        self.settle();
+    }
+
+    /// Time passes; the leases are renewed.
+    fn wait(&mut self, time: Duration) {
+        self.now += time;
+        for at in 0..self.machines.len() {
+            self.tell(at, Event::Sure(self.now + TTL));
+            self.tell(at, Event::Tick);
+        }
+        self.settle();
+    }
+
+    fn goal(&self) -> Goal {
+        self.coordinator.view.plan.as_ref().unwrap().value.goal.clone()
+    }
+
+    fn last(&self, at: usize) -> Option<&Order> {
+        self.orders[at].last()
+    }
+
+    fn starts(&mut self) {
+        self.all(&|_| Local::Started);
+        assert_eq!(self.goal(), Goal::Run);
+    }
+
+    /// Takes a snapshot up to the decision.
+    fn dumps(&mut self, number: Number) {
+        self.all(&|_| Local::Quiet(number));
+        assert_eq!(self.goal(), Goal::Dump(number));
+        self.all(&|rank| Local::Dumped(number, part(rank, number)));
+    }
+}
+
+fn part(rank: u32, number: Number) -> Part {
+    Part { image: format!("{rank}-{}", number.0), digest: "x".into() }
+}
+
+fn durable(rank: u32, numbers: &[u64]) -> BTreeMap<Number, Progress> {
+    let of = |number| {
+        let number = Number(number);
+        (number, Progress { part: part(rank, number), epoch: Epoch(3), stored: Stored::Durable })
+    };
+    numbers.iter().map(|number| of(*number)).collect()
+}
+
+const ONE: Number = Number(1);
+const INTERVAL: Duration = Duration::from_secs(15);
+
+#[test]
+fn a_group_starts_together_and_takes_a_snapshot_that_is_committed_when_all_have_stored_it() {
+    let mut group = Group::new(2);
+    for at in 0..2 {
+        assert_eq!(group.last(at), Some(&Order::Start { epoch: Epoch(1), from: From::Beginning, part: None }));
+    }
+    group.tell(0, Event::Local(Local::Started));
+    group.settle();
+    assert_eq!(group.goal(), Goal::Start(From::Beginning), "one is missing");
+    group.tell(1, Event::Local(Local::Started));
+    group.settle();
+    assert!((0..2).all(|at| group.last(at) == Some(&Order::Plug)));
+
+    group.wait(INTERVAL);
+    assert!((0..2).all(|at| group.last(at) == Some(&Order::Prepare(ONE))));
+    group.dumps(ONE);
+    assert!((0..2).all(|at| group.last(at) == Some(&Order::Resume(ONE))));
+    assert_eq!(group.goal(), Goal::Run);
+    let committed = |group: &Group| group.coordinator.view.images[&ONE].value.committed;
+    group.tell(0, Event::Local(Local::Stored(ONE)));
+    group.settle();
+    assert!(!committed(&group));
+    group.tell(1, Event::Local(Local::Stored(ONE)));
+    group.settle();
+    assert!(committed(&group));
+}
+
+#[test]
+fn one_that_cannot_aborts_the_snapshot_for_all() {
+    let mut group = Group::new(3);
+    group.starts();
+    group.wait(INTERVAL);
+    group.tell(0, Event::Local(Local::Quiet(ONE)));
+    group.tell(1, Event::Local(Local::Refused(ONE, "no memory".into())));
+    group.settle();
+    assert_eq!(group.goal(), Goal::Abort { number: ONE, why: "rank 1: no memory".into() });
+    assert_eq!(group.last(0), Some(&Order::Abort(ONE)));
+    assert_eq!(group.last(1), Some(&Order::Prepare(ONE)), "it has undone it already");
+    group.tell(0, Event::Local(Local::Aborted(ONE)));
+    group.tell(2, Event::Local(Local::Aborted(ONE)));
+    group.settle();
+    assert_eq!((group.goal(), group.coordinator.view.images.len()), (Goal::Run, 0));
+    group.wait(Duration::from_secs(4));
+    assert_eq!(group.goal(), Goal::Prepare(Number(2)), "a number is not used again");
+}
+
+#[test]
+fn the_death_of_one_takes_all_back_to_the_newest_group_image() {
+    let mut group = Group::new(2);
+    group.starts();
+    group.wait(INTERVAL);
+    group.dumps(ONE);
+    group.tell(1, Event::Local(Local::Ended(Ending::Failed { why: "killed by signal 9".into() })));
+    group.settle();
+    assert_eq!(group.last(0), Some(&Order::Kill));
+    assert!(matches!(group.goal(), Goal::Gather { why } if why == "rank 1: killed by signal 9"));
+    group.tell(0, Event::Local(Local::Ended(Ending::Failed { why: "killed".into() })));
+    group.settle();
+    for at in 0..2 {
+        let part = Some(part(u32::try_from(at).unwrap(), ONE));
+        assert_eq!(group.last(at), Some(&Order::Start { epoch: Epoch(2), from: From::Image(ONE), part }));
+    }
+}
+
+#[test]
+fn a_member_that_hears_nothing_ends_its_job_before_its_lease_runs_out() {
+    let mut group = Group::new(2);
+    group.starts();
+    let fence = options(Rank(0), 2).fence;
+    assert_eq!(group.machines[0].deadline(), Some(group.now + TTL - fence));
+    group.now += TTL - fence;
+    group.tell(0, Event::Tick);
+    assert_eq!(group.last(0), Some(&Order::Kill));
+    assert_eq!(group.machines[0].report().unwrap().state, State::Ending);
+}
+
+#[test]
+fn parts_are_kept_and_recorded_again_when_the_coordinator_has_lost_its_data() {
+    let mut group = Group::with(2, &|rank| durable(rank, &[4, 7]), Epoch(3));
+    // Somebody who is not here may still have a lease.
+    assert!(group.orders.iter().flatten().all(|order| !matches!(order, Order::Start { .. })));
+    group.wait(TTL);
+    let part = Some(part(0, Number(7)));
+    assert_eq!(group.last(0), Some(&Order::Start { epoch: Epoch(4), from: From::Image(Number(7)), part }));
+    group.starts();
+    group.wait(INTERVAL);
+    assert_eq!(group.goal(), Goal::Prepare(Number(8)));
+    assert!(group.orders.iter().flatten().all(|order| !matches!(order, Order::Forget(_))));
+}
+
+#[test]
+fn the_job_does_not_start_from_the_beginning_for_want_of_a_part() {
+    let mut group = Group::with(2, &|rank| durable(rank, if rank == 0 { &[7] } else { &[] }), Epoch(3));
+    group.wait(TTL);
+    let why = "the coordinator has no record of group image 7, and not all of its parts are there";
+    assert_eq!(group.last(0), Some(&Order::Finish(End::Missing { why: why.into() })));
+}
+
+#[test]
+fn a_rewind_leaves_the_newer_group_images_and_keeps_them_out() {
+    let mut group = Group::with(2, &|rank| durable(rank, &[4, 7]), Epoch(3));
+    group.wait(TTL);
+    group.starts();
+    group.tell(1, Event::Asked(Ask::Rewind(Number(4))));
+    group.settle();
+    group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into() }));
+    assert!(matches!(group.last(1), Some(Order::Start { from: From::Image(Number(4)), .. })), "{:?}", group.goal());
+    group.starts();
+    // What fails now goes back to the same one, not to what was left.
+    group.tell(0, Event::Local(Local::Ended(Ending::Failed { why: "it failed".into() })));
+    group.settle();
+    group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into() }));
+    assert!(matches!(group.last(1), Some(Order::Start { from: From::Image(Number(4)), .. })));
+}
+
+#[test]
+fn a_stop_ends_with_a_group_image_that_is_stored() {
+    let mut group = Group::new(2);
+    group.starts();
+    group.tell(1, Event::Asked(Ask::Stop { requeue: true, within: Duration::from_secs(60) }));
+    group.settle();
+    group.dumps(ONE);
+    assert_eq!(group.goal(), Goal::Suspended);
+    assert!((0..2).all(|at| group.orders[at].ends_with(&[Order::Kill, Order::Store(ONE)])));
+    group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into() }));
+    assert_eq!(group.goal(), Goal::Suspended, "the parts are still being stored");
+    group.all(&|_| Local::Stored(ONE));
+    assert!((0..2).all(|at| group.last(at) == Some(&Order::Finish(End::Stopped { requeue: true }))));
+    assert!(group.coordinator.view.images[&ONE].value.committed);
+}
+
+#[test]
+fn documents_are_json_that_reads_back() {
+    let mut group = Group::new(2);
+    group.starts();
+    group.wait(INTERVAL);
+    group.dumps(ONE);
+    let plan = &group.coordinator.view.plan.as_ref().unwrap().value;
+    let text = serde_json::to_string(plan).unwrap();
+    assert_eq!(&serde_json::from_str::<crate::documents::Plan>(&text).unwrap(), plan);
+    let report = &group.coordinator.view.members[&Rank(1)];
+    let text = serde_json::to_string(report).unwrap();
+    assert!(text.contains(r#""parts":{"1":{"part":{"image":"1-1","digest":"x"},"#), "{text}");
+    assert_eq!(&serde_json::from_str::<crate::documents::Report>(&text).unwrap(), report);
+}
