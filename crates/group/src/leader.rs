@@ -130,6 +130,13 @@ impl Leading {
             gather(next, view, loss);
             return None;
         }
+        if let (Then::Stop { requeue }, true) = (plan.then, self.stop_is_due(now))
+            && (plan.goal.is_alive() || plan.goal == Goal::Suspended)
+        {
+            // What is dumped is kept: each member stores its part before it leaves.
+            next.goal = end(view, next, End::Stopped { requeue });
+            return None;
+        }
         let since = self.since(now);
         let seen = |report: &Report| report.seen >= plan.serial;
         let all =
@@ -143,7 +150,7 @@ impl Leading {
                 }) {
                     next.goal = Goal::Run;
                 } else if self.is_due(since + options.start_within, now) {
-                    gather(next, view, Loss::Job(format!("{} was not ready in time", late(&hands, plan))));
+                    gather(next, view, Loss::Job(format!("not ready in time: {}", late(&hands, plan))));
                 }
                 self.asked(view, plan, next, now);
             }
@@ -155,8 +162,7 @@ impl Leading {
                 } else if all(&|it| it.state == State::Quiet(number)) {
                     next.goal = Goal::Dump(number);
                 } else if self.is_due(since + options.prepare_within, now) {
-                    next.goal =
-                        Goal::Abort { number, why: format!("{} did not come to rest in time", late(&hands, plan)) };
+                    next.goal = Goal::Abort { number, why: format!("not at rest in time: {}", late(&hands, plan)) };
                 }
                 self.asked(view, plan, next, now);
             }
@@ -169,7 +175,7 @@ impl Leading {
                     next.goal = if plan.then == Then::RunOn { Goal::Resume(number) } else { Goal::Suspended };
                     return Some((number, GroupImage { epoch: plan.epoch, parts, committed: false }));
                 } else if self.is_due(since + options.dump_within, now) {
-                    next.goal = Goal::Abort { number, why: format!("{} was not dumped in time", late(&hands, plan)) };
+                    next.goal = Goal::Abort { number, why: format!("not dumped in time: {}", late(&hands, plan)) };
                 }
                 self.asked(view, plan, next, now);
             }
@@ -184,7 +190,7 @@ impl Leading {
                         next.then = Then::RunOn;
                     }
                 } else if self.is_due(since + options.start_within, now) {
-                    gather(next, view, Loss::Job(format!("{} did not run on after a snapshot", late(&hands, plan))));
+                    gather(next, view, Loss::Job(format!("did not run on after a snapshot: {}", late(&hands, plan))));
                 }
             }
             Goal::End(_) => {
@@ -235,15 +241,13 @@ impl Leading {
             let number = unused(view, plan);
             next.goal = Goal::Prepare(number);
             next.next = Number(number.0 + 1);
-        } else if let (Then::Stop { requeue }, true) = (next.then, self.stop_is_due(now)) {
-            next.goal = end(view, next, End::Stopped { requeue });
         }
     }
 
+    /// Whether the time limit of a stop has passed. If another leader has accepted the stop, it is not known: then the
+    /// limits of each step apply.
     fn stop_is_due(&mut self, now: Instant) -> bool {
-        // Another leader has accepted the stop; its time limit is not known any more.
-        let by = self.stop_by;
-        by.is_some_and(|by| self.is_due(by, now))
+        self.stop_by.is_some_and(|by| self.is_due(by, now))
     }
 
     fn gathering(&mut self, view: &View, plan: &Plan, next: &mut Plan, options: &Options, now: Instant) {
@@ -328,7 +332,9 @@ impl Leading {
             (Ask::Snapshot, Goal::Run) if !stopping => self.wanted = true,
             (Ask::Suspend, Goal::Run | Goal::Prepare(_) | Goal::Dump(_)) if !stopping => next.then = Then::Suspend,
             (Ask::Suspend, Goal::Gather { .. }) if !stopping => next.goal = Goal::Suspended,
-            (Ask::Resume, Goal::Suspended) if !stopping => next.goal = Goal::Gather { why: "resumed".into() },
+            (Ask::Resume, Goal::Suspended) if !stopping => {
+                (next.goal, next.then) = (Goal::Gather { why: "resumed".into() }, Then::RunOn);
+            }
             (Ask::Rewind(to), _)
                 if !stopping && view.images.get(to).is_some_and(|image| is_there(view, &image.value)) =>
             {

@@ -266,6 +266,37 @@ fn a_stop_ends_with_a_group_image_that_is_stored() {
 }
 
 #[test]
+fn a_stop_whose_time_is_over_does_not_wait_for_a_snapshot() {
+    let mut group = Group::new(2);
+    group.starts();
+    group.tell(1, Event::Asked(Ask::Stop { requeue: false, within: Duration::from_secs(5) }));
+    group.settle();
+    assert_eq!(group.goal(), Goal::Prepare(ONE));
+    group.wait(Duration::from_secs(5));
+    assert_eq!(group.goal(), Goal::End(End::Stopped { requeue: false }));
+    assert!((0..2).all(|at| group.last(at) == Some(&Order::Kill)));
+}
+
+#[test]
+fn a_suspended_job_runs_on_after_it_is_resumed() {
+    let mut group = Group::new(2);
+    group.starts();
+    group.tell(0, Event::Asked(Ask::Suspend));
+    group.settle();
+    group.dumps(ONE);
+    group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into() }));
+    group.all(&|_| Local::Stored(ONE));
+    group.wait(Duration::from_secs(600));
+    assert_eq!(group.goal(), Goal::Suspended);
+    group.tell(1, Event::Asked(Ask::Resume));
+    group.settle();
+    assert!(matches!(group.last(1), Some(Order::Start { from: From::Image(ONE), .. })));
+    group.starts();
+    group.wait(Duration::from_secs(1));
+    assert_eq!(group.goal(), Goal::Run);
+}
+
+#[test]
 fn documents_are_json_that_reads_back() {
     let mut group = Group::new(2);
     group.starts();
