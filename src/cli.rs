@@ -1,10 +1,12 @@
 //! The command line, turned into calls of the library; tables, JSON and exit codes.
 
+mod complete;
 pub mod config;
 mod control;
 mod cuda;
 mod doctor;
 mod environment;
+mod examples;
 pub mod exit;
 mod find;
 mod list;
@@ -34,7 +36,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Once;
 
-use clap::{CommandFactory, Parser};
+use clap::{CommandFactory, FromArgMatches, Parser};
 
 use crate::config::{self as settings, Overrides};
 use crate::telemetry;
@@ -145,6 +147,7 @@ enum Command {
     /// Show the details of an image
     Show {
         /// JOB (its newest good image), JOB/ID, JOB/TAG, JOB/-N or ID
+        #[arg(add = complete::images())]
         image: String,
     },
     /// Watch all jobs in the terminal: q quits, ? helps, arrows select, Enter shows recent events of a job
@@ -178,7 +181,7 @@ enum Command {
     /// Lock, checkpoint, restore and unlock a CUDA process by hand (driver 570 or newer)
     #[command(subcommand)]
     Cuda(cuda::CudaCommand),
-    /// Print a completion script for a shell
+    /// Print a script that makes a shell complete commands, options, and names of jobs, images and tags
     Completions {
         /// The shell
         shell: clap_complete::Shell,
@@ -205,9 +208,17 @@ enum ConfigCommand {
     },
 }
 
+/// The command line, with the examples in its help.
+fn command() -> clap::Command {
+    examples::add(Cli::command())
+}
+
 /// Runs the command line of this process.
 #[must_use]
 pub fn main() -> ExitCode {
+    if complete::answered() {
+        return Exit::Success.into();
+    }
     rekindle_os::spawn::spare_present_children();
     if let Err(error) = rekindle_os::inherited::put_right() {
         output::complain(&format!("cannot reset signal handling: {error}"));
@@ -218,10 +229,11 @@ pub fn main() -> ExitCode {
 
 fn main_with(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     let args: Vec<OsString> = args.into_iter().collect();
-    let cli = match Cli::try_parse_from(&args) {
+    let parsed = command().try_get_matches_from(&args).and_then(|matches| Cli::from_arg_matches(&matches));
+    let cli = match parsed {
         Ok(cli) => cli,
         Err(error) => {
-            match usage::words(&error, &Cli::command(), &args) {
+            match usage::words(&error, &command(), &args) {
                 Some(text) if usage::wants_json(&args) => output::complain_json(&text, Exit::Usage.code()),
                 Some(text) => output::complain(&text),
                 // clap treats help and version as errors, with their own stream and code.
@@ -287,13 +299,11 @@ fn dispatch(cli: &Cli) -> anyhow::Result<Exit> {
         Command::Cuda(command) => cuda::run(command, global.format()),
         Command::Rehearse => rehearse::rehearse(),
         Command::Man { folder } => {
-            man::write(Cli::command(), folder)?;
+            man::write(command(), folder)?;
             Ok(Exit::Success)
         }
         Command::Completions { shell } => {
-            let mut script = Vec::new();
-            clap_complete::generate(*shell, &mut Cli::command(), "rekindle", &mut script);
-            output::print_text(String::from_utf8_lossy(&script).trim_end())?;
+            output::print_text(complete::script(*shell)?.trim_end())?;
             Ok(Exit::Success)
         }
     }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use super::find::Finder;
 use super::output::{Format, print_json, print_text};
-use super::{Exit, Global, Misuse, progress};
+use super::{Exit, Global, Misuse, complete, progress};
 use crate::control::client;
 use crate::control::protocol::{Answer, Request, Rewind, Snapshot};
 use crate::published::Published;
@@ -14,6 +14,7 @@ use rekindle_store::{ImageId, JobFolder, Tag, Writer};
 #[derive(Debug, clap::Args)]
 pub(crate) struct JobArg {
     /// The job
+    #[arg(add = complete::running_jobs())]
     job: String,
 }
 
@@ -21,6 +22,7 @@ pub(crate) struct JobArg {
 #[derive(Debug, clap::Args)]
 pub(crate) struct SnapshotArgs {
     /// The job
+    #[arg(add = complete::running_jobs())]
     job: String,
     /// Tag the image, to refer to it as JOB/TAG; waits until the image is stored
     #[arg(long = "tag", value_name = "TAG")]
@@ -34,9 +36,10 @@ pub(crate) struct SnapshotArgs {
 #[derive(Debug, clap::Args)]
 pub(crate) struct RewindArgs {
     /// The job; or JOB/ID, JOB/TAG or JOB/-N
+    #[arg(add = complete::running_jobs())]
     job: String,
     /// The image: ID (or its number or beginning), TAG, or -N for the Nth newest image (-1 is the newest)
-    #[arg(allow_hyphen_values = true, value_name = "ID|TAG|-N")]
+    #[arg(allow_hyphen_values = true, value_name = "ID|TAG|-N", add = complete::images_of_job())]
     to: Option<String>,
 }
 

@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::find::{self, Finder};
 use super::output::{Column, Format, print_table, print_text};
-use super::{Exit, Global, Misuse};
+use super::{Exit, Global, Misuse, complete};
 use crate::published::{Persisting, Published};
 use rekindle_base::interval::Choice;
 use rekindle_base::units::size;
@@ -22,6 +22,7 @@ use rekindle_store::{Access, Error, ImageId, JobFolder, JobName, Known, Outcome,
 #[derive(Debug, clap::Args)]
 pub(crate) struct ListArgs {
     /// The job; by default all jobs
+    #[arg(add = complete::jobs())]
     job: Option<String>,
     /// List the job's images in the replica, too (replica.url)
     #[arg(long, requires = "job")]

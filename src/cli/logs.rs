@@ -12,7 +12,7 @@ use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 use nix::unistd::Uid;
 
 use super::find::Finder;
-use super::{Exit, Global, Misuse};
+use super::{Exit, Global, Misuse, complete};
 use crate::telemetry::clean;
 use rekindle_engine::launch::identity;
 use rekindle_engine::launch::tail::Tail;
@@ -22,6 +22,7 @@ use rekindle_store::{JobFolder, Outcome, Writer};
 #[derive(Debug, clap::Args)]
 pub(crate) struct LogsArgs {
     /// The job
+    #[arg(add = complete::jobs())]
     job: String,
     /// Follow the output, through restarts, until the job is over
     #[arg(long, short)]

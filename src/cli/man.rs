@@ -10,6 +10,7 @@ use clap::Command;
 use clap_mangen::Man;
 use clap_mangen::roff::{Roff, bold, italic, roman};
 
+use super::examples;
 use super::exit::Exit;
 
 const DEFAULTS: &str = include_str!("../../config/rekindle.toml");
@@ -30,10 +31,11 @@ pub(super) fn write(command: Command, folder: &Path) -> Result<(), Error> {
         move |source| Error { path, source }
     };
     fs::create_dir_all(folder).map_err(failed(folder))?;
-    let mut command = command.disable_help_subcommand(true);
+    // clap_mangen would put the examples into a section EXTRA.
+    let mut command = without_examples(command).disable_help_subcommand(true);
     command.build();
     let mut pages = vec![("rekindle.toml.5".to_string(), configuration(DEFAULTS).render())];
-    add(&command, &mut pages);
+    add(&command, "", &mut pages);
     for (name, text) in pages {
         let path = folder.join(name);
         fs::write(&path, text).map_err(failed(&path))?;
@@ -41,15 +43,27 @@ pub(super) fn write(command: Command, folder: &Path) -> Result<(), Error> {
     Ok(())
 }
 
-fn add(command: &Command, pages: &mut Vec<(String, String)>) {
+fn without_examples(command: Command) -> Command {
+    command.after_long_help(None).mut_subcommands(without_examples)
+}
+
+/// `words` are those of the command after `rekindle`.
+fn add(command: &Command, words: &str, pages: &mut Vec<(String, String)>) {
     for part in command.get_subcommands().filter(|part| !part.is_hide_set()) {
-        add(part, pages);
+        add(part, format!("{words} {}", part.get_name()).trim_start(), pages);
     }
     let man = Man::new(command.clone()).date(date()).source(source()).manual("User Commands");
     let mut text = Vec::new();
     // Writing to a Vec does not fail.
     let _ = man.render(&mut text);
     let mut text = String::from_utf8_lossy(&text).into_owned();
+    let examples = examples::of(words);
+    if !examples.is_empty() {
+        let mut roff = Roff::new();
+        roff.control("SH", ["EXAMPLES"]);
+        terms(&mut roff, examples);
+        text += &roff.to_roff();
+    }
     if command.get_name() == "rekindle" {
         text += &more().to_roff();
     }
@@ -216,7 +230,7 @@ mod tests {
 
     fn pages() -> Vec<(String, String)> {
         let folder = tempfile::tempdir().unwrap();
-        write(super::super::Cli::command(), &folder.path().join("new")).unwrap();
+        write(super::super::command(), &folder.path().join("new")).unwrap();
         let entries = fs::read_dir(folder.path().join("new")).unwrap().map(Result::unwrap);
         let read =
             |entry: fs::DirEntry| (entry.file_name().into_string().unwrap(), fs::read_to_string(entry.path()).unwrap());
@@ -231,6 +245,19 @@ mod tests {
             assert_eq!(has(&format!("rekindle-{}.1", command.get_name())), !command.is_hide_set());
         }
         assert!(has("rekindle.1") && has("rekindle-cuda-lock.1") && !has("rekindle-man.1"));
+    }
+
+    #[test]
+    fn a_page_has_the_examples_of_its_command() {
+        let pages = pages();
+        let text = |name: &str| pages.iter().find(|(page, _)| page == name).map(|(_, text)| text.as_str()).unwrap();
+        assert!(text("rekindle-rewind.1").contains(".SH EXAMPLES\n.TP\n\\fBrekindle rewind train \\-2\\fR"));
+        assert!(text("rekindle-config-check.1").contains("rekindle config check rekindle.toml"));
+        for (name, page) in &pages {
+            assert!(!page.contains(".SH EXTRA"), "{name}");
+            let wanted = !name.ends_with(".5") && !name.starts_with("rekindle-cuda-");
+            assert_eq!(page.matches(".SH EXAMPLES\n").count(), usize::from(wanted), "{name}");
+        }
     }
 
     #[test]

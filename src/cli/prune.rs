@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::find::Finder;
 use super::output::{Column, Format, complain, print_table, print_text};
-use super::{Exit, Global, Misuse};
+use super::{Exit, Global, Misuse, complete};
 use crate::config::{self, Config, SizeLimit};
 use rekindle_base::chain;
 use rekindle_base::units::size;
@@ -21,6 +21,7 @@ use rekindle_store::{Access, Error, ImageId, JobFolder, JobName, Known, Place, S
 #[derive(Debug, clap::Args)]
 pub(crate) struct PruneArgs {
     /// The job; by default all jobs
+    #[arg(add = complete::jobs())]
     job: Option<String>,
     /// Print what would be removed and why; remove nothing
     #[arg(long)]

@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use super::find::Finder;
 use super::output::{Column, Format, complain, print_json, print_table};
-use super::{Exit, Global, Misuse, progress};
+use super::{Exit, Global, Misuse, complete, progress};
 use rekindle_store::repair::{self, Loss, Mode, Repaired, Sources};
 use rekindle_store::replica::{self, Patience, Replica};
 use rekindle_store::{Error as StoreError, JobFolder, JobName};
@@ -13,6 +13,7 @@ use rekindle_store::{Error as StoreError, JobFolder, JobName};
 #[derive(Debug, clap::Args)]
 pub(crate) struct RepairArgs {
     /// The job; by default all jobs
+    #[arg(add = complete::jobs())]
     job: Option<String>,
     /// Print what would be done; change nothing
     #[arg(long)]

@@ -10,7 +10,7 @@ use chrono::{DateTime, Local, NaiveDate, NaiveDateTime, NaiveTime, Utc};
 
 use super::find::Finder;
 use super::output::{Format, print_json, print_text};
-use super::{Exit, Global, Misuse};
+use super::{Exit, Global, Misuse, complete};
 use crate::report;
 use rekindle_os::durable;
 
@@ -18,6 +18,7 @@ use rekindle_os::durable;
 #[derive(Debug, clap::Args)]
 pub(crate) struct ReportArgs {
     /// The job
+    #[arg(add = complete::jobs())]
     job: String,
     /// Write the page to this file, - for standard output; by default JOB.html
     #[arg(long, value_name = "FILE|-")]

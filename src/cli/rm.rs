@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::find::Finder;
 use super::output::{Format, complain, print_json, print_text};
-use super::{Exit, Global, Misuse, progress, trust};
+use super::{Exit, Global, Misuse, complete, progress, trust};
 use crate::config::Config;
 use crate::report;
 use rekindle_base::units::{counted, size};
@@ -16,7 +16,7 @@ use rekindle_store::{self as store, Access, ImageId, JobFolder, JobName, Pinned,
 #[derive(Debug, clap::Args)]
 pub(crate) struct RmArgs {
     /// The jobs
-    #[arg(required = true, value_name = "JOB")]
+    #[arg(required = true, value_name = "JOB", add = complete::jobs_at_rest())]
     jobs: Vec<String>,
     /// Do not ask
     #[arg(long, short)]

@@ -11,7 +11,7 @@ use anyhow::Context;
 use chrono::{DateTime, Utc};
 
 use super::find::Finder;
-use super::{Exit, Global, Misuse, replica, trust};
+use super::{Exit, Global, Misuse, complete, replica, trust};
 use crate::config::{self as settings, ColdStart, Config, Deadline, Overrides, Requeue};
 use crate::policy::StartPoint;
 use crate::scheduler::Scheduler;
@@ -38,7 +38,7 @@ use start::{Start, choose, default_name, nothing_to_do};
 #[derive(Debug, clap::Args)]
 pub(crate) struct RunArgs {
     /// The job's name; by default made from the command and its directory
-    #[arg(long)]
+    #[arg(long, add = complete::jobs_at_rest())]
     name: Option<String>,
     /// Time between two snapshots: "10m", "auto" or "off" (snapshot.interval)
     #[arg(long, value_name = "TIME")]
@@ -65,7 +65,7 @@ pub(crate) struct RunArgs {
     devices: DeviceMap,
     /// The command and its arguments; by default that of the configuration (job.command)
     // Without allow_hyphen_values: an option before the command is ours, and a misspelt one is no command.
-    #[arg(trailing_var_arg = true, value_name = "COMMAND")]
+    #[arg(trailing_var_arg = true, value_name = "COMMAND", add = complete::command())]
     pub(super) command: Vec<OsString>,
 }
 
@@ -73,6 +73,7 @@ pub(crate) struct RunArgs {
 #[derive(Debug, clap::Args)]
 pub(crate) struct RestoreArgs {
     /// JOB (its newest good image), JOB/ID, JOB/TAG, JOB/-N or ID
+    #[arg(add = complete::images())]
     image: String,
     /// Run in the background: return when the job runs, and survive the end of this terminal
     #[arg(long, short)]

@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::find::{self, Finder, PATIENCE};
 use super::output::{Column, Format, print_json, print_note, print_table, print_text};
-use super::{Exit, Global};
+use super::{Exit, Global, complete};
 use crate::control::client;
 use crate::control::protocol::{Answer, Request};
 use crate::published::Published;
@@ -21,6 +21,7 @@ use rekindle_store::{JobFolder, JobName, JobRecord, Outcome};
 #[derive(Debug, clap::Args)]
 pub(crate) struct StatusArgs {
     /// The job; by default all jobs
+    #[arg(add = complete::jobs())]
     job: Option<String>,
     /// Refresh until interrupted
     #[arg(long, short)]

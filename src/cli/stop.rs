@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::find::Finder;
 use super::output::{Format, print_json, print_text};
-use super::{Exit, Global, control, progress};
+use super::{Exit, Global, complete, control, progress};
 use crate::control::client;
 use crate::control::protocol::{self, Request};
 use crate::published::Published;
@@ -16,6 +16,7 @@ use rekindle_store::{ImageId, JobFolder, JobName, Outcome, Writer};
 #[derive(Debug, clap::Args)]
 pub(crate) struct StopArgs {
     /// The job
+    #[arg(add = complete::running_jobs())]
     job: String,
     /// Stop at once, without a final snapshot and without waiting until the last image is stored
     #[arg(long)]

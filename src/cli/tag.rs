@@ -4,13 +4,14 @@ use serde::Serialize;
 
 use super::find::Finder;
 use super::output::{Format, print_json, print_text};
-use super::{Exit, Global};
+use super::{Exit, Global, complete};
 use rekindle_store::{Change, ImageId, JobName, Place, Tag, Tags};
 
 /// Which image.
 #[derive(Debug, clap::Args)]
 pub(crate) struct PinArgs {
     /// JOB (its newest good image), JOB/ID, JOB/TAG, JOB/-N or ID
+    #[arg(add = complete::images())]
     image: String,
 }
 
@@ -18,9 +19,10 @@ pub(crate) struct PinArgs {
 #[derive(Debug, clap::Args)]
 pub(crate) struct TagArgs {
     /// JOB (its newest good image), JOB/ID, JOB/TAG, JOB/-N or ID
+    #[arg(add = complete::images())]
     image: String,
     /// Tags: 1 to 64 characters from A-Z a-z 0-9 . _ -; not a number, and not "latest"
-    #[arg(required = true, value_name = "TAG")]
+    #[arg(required = true, value_name = "TAG", add = complete::tags_of_image())]
     tags: Vec<Tag>,
 }
 

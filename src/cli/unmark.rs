@@ -7,14 +7,14 @@ use serde::Serialize;
 
 use super::find::Finder;
 use super::output::{Format, print_json, print_text};
-use super::{Exit, Global, Misuse};
+use super::{Exit, Global, Misuse, complete};
 use rekindle_store::{BadMark, ImageId, JobName, State};
 
 /// Which images.
 #[derive(Debug, clap::Args)]
 pub(crate) struct UnmarkArgs {
     /// JOB/ID, JOB/TAG, JOB/-N or ID
-    #[arg(required = true, value_name = "IMAGE")]
+    #[arg(required = true, value_name = "IMAGE", add = complete::images())]
     images: Vec<String>,
 }
 

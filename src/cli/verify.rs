@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::find::{self, Finder};
 use super::output::{Column, Format, complain, print_json, print_table, print_text};
-use super::{Exit, Global, Misuse, progress};
+use super::{Exit, Global, Misuse, complete, progress};
 use crate::config::{self, Config};
 use rekindle_store::chunk::Key;
 use rekindle_store::{Form, Image, JobFolder, JobName, PackReport, PacksReport, Place, Report, Share, check_packs};
@@ -16,6 +16,7 @@ use rekindle_store::{Form, Image, JobFolder, JobName, PackReport, PacksReport, P
 #[derive(Debug, clap::Args)]
 pub(crate) struct VerifyArgs {
     /// JOB, JOB/ID, JOB/TAG, JOB/-N or ID; by default everything
+    #[arg(add = complete::images())]
     image: Option<String>,
     /// Also read all content and compare every byte with its checksum
     #[arg(long)]

@@ -13,6 +13,7 @@ mod supervisor;
 mod clean;
 mod commands;
 mod compat;
+mod completions;
 mod configured;
 mod contents;
 mod control;
