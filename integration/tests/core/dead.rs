@@ -6,7 +6,7 @@ use nix::sys::signal::Signal;
 use rekindle_os::process;
 
 use crate::kinds::count_on;
-use crate::supervisor::{Lab, Running, assert_counts_up, comes, kill};
+use crate::supervisor::{Lab, Running, assert_counts_up, kill, wait_for};
 
 /// Starts the job, which looks for deaths so often, and takes the first image.
 fn begin(lab: &Lab, patience: &str) -> Running {
@@ -20,7 +20,7 @@ fn kill_child(lab: &Lab, run: &mut Running) {
     let pid = run.job_pid(lab);
     let child = process::children(pid).pop().unwrap();
     kill(child, Signal::SIGKILL);
-    assert!(comes(Duration::from_secs(5), || process::ended(child).is_some()));
+    wait_for("the child is dead", || process::ended(child).is_some());
 }
 
 fn finish(lab: &Lab, run: Running) {
@@ -120,7 +120,7 @@ fn a_process_whose_first_thread_has_ended_delays_a_snapshot_for_a_moment_only() 
         let mut children = process::children(job).into_iter();
         children.any(|pid| process::state(pid) == Some('Z') && process::threads(pid).len() > 1)
     };
-    assert!(comes(Duration::from_secs(5), is_half_dead));
+    wait_for("the child is half dead", is_half_dead);
     run.signal(Signal::SIGUSR1);
     run.wait_said("Zombies with threads");
     run.wait_for("a snapshot", || !lab.good().is_empty());

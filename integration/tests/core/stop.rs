@@ -82,6 +82,8 @@ fn a_second_sigterm_stops_at_once() {
     for space in ["\"private\"", "\"host\""] {
         let Some(lab) = Lab::new() else { return };
         let lab = lab.set_file("criu.path", "criu").set("job.pid-namespace", space);
+        // Neither ends it before the test gives up.
+        let lab = lab.set("snapshot.grace", "\"10m\"").set("snapshot.dump-timeout", "\"10m\"");
         slow_criu(&lab, "slow");
         let mut run = again(&lab);
         count_on(&lab, &mut run, 5);
@@ -89,10 +91,7 @@ fn a_second_sigterm_stops_at_once() {
         run.signal(Signal::SIGTERM);
         run.wait_for("CRIU hangs", || lab.file("began").exists());
         run.second_stop(Signal::SIGTERM);
-        let begun = Instant::now();
         run.ends_with(143);
-        // Far below the 20 s of snapshot.grace and of the dump's timeout.
-        assert!(begun.elapsed() < Duration::from_secs(15), "{:?}", begun.elapsed());
         lab.assert_all_gone();
         std::fs::remove_file(lab.file("slow")).unwrap();
         let mut run = again(&lab);
@@ -140,6 +139,7 @@ fn a_stop_without_an_image_does_not_say_that_the_job_runs_on() {
 fn the_grace_period_is_kept() {
     let Some(lab) = Lab::new() else { return };
     let lab = lab.set_file("criu.path", "criu").set("snapshot.grace", "\"1s\"");
+    let lab = lab.set("snapshot.dump-timeout", "\"10m\"");
     slow_criu(&lab, "slow");
     let mut run = again(&lab);
     count_on(&lab, &mut run, 5);
@@ -147,8 +147,7 @@ fn the_grace_period_is_kept() {
     let begun = Instant::now();
     run.signal(Signal::SIGTERM);
     run.ends_with(143);
-    let took = begun.elapsed();
-    assert!(took > Duration::from_millis(900) && took < Duration::from_secs(15), "{took:?}");
+    assert!(begun.elapsed() > Duration::from_millis(900), "{:?}", begun.elapsed());
 }
 
 #[test]
@@ -227,7 +226,7 @@ fn criu_killed_in_a_dump_or_hanging() {
         run.signal(Signal::SIGUSR1);
         let find = || lab.processes().into_iter().find(|(_, line)| line.contains("swrk")).map(|(pid, _)| pid);
         let mut found = None;
-        if !comes(Duration::from_secs(2), || {
+        if !comes(Duration::from_secs(10), || {
             found = find();
             found.is_some()
         }) {

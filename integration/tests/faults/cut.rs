@@ -343,7 +343,7 @@ fn the_others_are_not_held_for_a_rank_that_has_died() {
     let Some(mut rig) = Rig::new() else { return };
     rig.nccl(RANKS, "ahead", Calls::ByName, &["--survive"]);
     // Longer than this test waits.
-    rig.set("SNAPSHOT_LOCK_TIMEOUT", "60s");
+    rig.set("SNAPSHOT_LOCK_TIMEOUT", "10m");
     rig.set("SNAPSHOT_GRACE", "2s");
     let mut supervisor = start(&rig);
     let pids = ask_in_vain(&rig, &mut supervisor);

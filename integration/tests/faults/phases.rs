@@ -227,7 +227,7 @@ pub(crate) fn locked_soon(rig: &Rig, ranks: usize) {
         let manifest = image.manifest().unwrap();
         let lock = manifest.phases.iter().find(|phase| phase.phase == "lock").unwrap();
         // An attempt may take 10 s.
-        assert!(lock.took_us < 4_000_000, "{lock:?}\n{}", rig.log());
+        assert!(lock.took_us < 9_000_000, "{lock:?}\n{}", rig.log());
         supervisor.assert_unharmed(ranks);
     }
     assert!(!rig.log().contains("the snapshot failed"), "{}", rig.log());

@@ -14,7 +14,7 @@ use crate::cluster::Cluster;
 use crate::supervisor::{LIMIT, Lab, assert_counts_up, comes, numbers, tail};
 
 /// Slurm looks at time limits every 30 s (PERIODIC_TIMEOUT in its controller.c), and they are whole minutes.
-const MINUTES: Duration = Duration::from_secs(120);
+const MINUTES: Duration = Duration::from_secs(300);
 
 /// A case has a node of its own.
 pub(crate) struct Case<'a> {
