@@ -51,6 +51,15 @@ impl Bench {
         fs::read_to_string(self.path("store/job/log/stdout.log")).unwrap_or_default()
     }
 
+    /// Waits until the supervisor knows that the job runs: before, a snapshot that is asked for by a signal is not taken.
+    fn wait_until_it_runs(&self) {
+        let deadline = Instant::now() + LIMIT;
+        while Published::read(&self.path("store/job/state.json")).map_or(true, |now| now.state.as_str() != "running") {
+            assert!(Instant::now() < deadline, "it does not run");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
     fn wait_for_log(&self, text: &str) {
         let deadline = Instant::now() + LIMIT;
         while !self.log().contains(text) {
@@ -138,6 +147,7 @@ fn children_from_before_survive_a_restore_that_fails_in_the_hosts_namespaces() {
     let child = bench.run(spoil, config, script).spawn().unwrap();
     let supervisor = Pid::from_raw(child.id().cast_signed());
     bench.wait_for_log("begun");
+    bench.wait_until_it_runs();
     kill(supervisor, Signal::SIGUSR1).unwrap();
     let images = bench.path("store/job/images");
     let deadline = Instant::now() + LIMIT;
@@ -154,6 +164,7 @@ fn children_from_before_survive_a_restore_that_fails_in_the_hosts_namespaces() {
     let pid = |name: &str| Pid::from_raw(fs::read_to_string(bench.path(name)).unwrap().trim().parse().unwrap());
     kill(pid("pid"), Signal::SIGKILL).unwrap();
     // It starts from the beginning then. What the failed restore made is pid 1's to reap, which takes it a moment.
+    let deadline = Instant::now() + LIMIT;
     while bench.log().matches("begun").count() < 2 {
         if Instant::now() > deadline {
             let _ = kill(supervisor, Signal::SIGKILL);
@@ -205,12 +216,7 @@ fn all_files_of_the_store_are_the_supervisors_alone_and_the_job_keeps_the_caller
     let script = "umask; exec 5>state; echo x >&5; echo begun; sleep 600";
     let child = bench.run("os.umask(0)", config, script).spawn().unwrap();
     bench.wait_for_log("begun");
-    // A stop before it is known that the job runs takes no image.
-    let deadline = Instant::now() + LIMIT;
-    while Published::read(&bench.path("store/job/state.json")).map_or(true, |now| now.state.as_str() != "running") {
-        assert!(Instant::now() < deadline, "it does not run");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    bench.wait_until_it_runs();
     kill(Pid::from_raw(child.id().cast_signed()), Signal::SIGTERM).unwrap();
     let done = output(child);
     assert_eq!(done.status.code(), Some(128 + 15), "{done:?}");

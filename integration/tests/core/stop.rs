@@ -206,18 +206,18 @@ fn kill_9_in_the_middle_of_a_restore() {
 #[test]
 fn criu_killed_in_a_dump_or_hanging() {
     let Some(lab) = Lab::new() else { return };
-    let lab = lab.set_file("criu.path", "criu").set("snapshot.dump-timeout", "\"1s\"");
+    let lab = lab.set_file("criu.path", "criu").set("snapshot.dump-timeout", "\"6s\"");
     slow_criu(&lab, "slow");
     let mut run = again(&lab);
     count_on(&lab, &mut run, 5);
     // It hangs: the timeout ends it, the job runs on.
     std::fs::write(lab.file("slow"), "").unwrap();
     run.signal(Signal::SIGUSR1);
-    run.wait_said("CRIU did not finish within 1s");
+    run.wait_said("CRIU did not finish within 6s");
     std::fs::remove_file(lab.file("slow")).unwrap();
     count_on(&lab, &mut run, 5);
     let failure = || lab.published().and_then(|now| now.last_failure).unwrap_or_default();
-    run.wait_for("the state says so", || failure().contains("1s"));
+    run.wait_for("the state says so", || failure().contains("6s"));
     assert!(lab.images().is_empty());
     assert!(!lab.processes().iter().any(|(_, line)| line.contains("sleep")), "{:?}", lab.processes());
     run.snapshot(&lab);
@@ -246,7 +246,7 @@ fn criu_killed_in_a_dump_or_hanging() {
 #[test]
 fn criu_hanging_or_killed_in_a_restore() {
     let Some(lab) = Lab::new() else { return };
-    let lab = lab.set_file("criu.path", "criu").set("restart.restore-timeout", "\"1s\"");
+    let lab = lab.set_file("criu.path", "criu").set("restart.restore-timeout", "\"6s\"");
     slow_criu(&lab, "slow");
     let mut run = again(&lab);
     count_on(&lab, &mut run, 5);
@@ -256,7 +256,7 @@ fn criu_hanging_or_killed_in_a_restore() {
     std::fs::write(lab.file("slow"), "").unwrap();
     let pid = run.job_pid(&lab);
     crate::supervisor::kill(pid, Signal::SIGKILL);
-    run.wait_said("CRIU did not finish within 1s");
+    run.wait_said("CRIU did not finish within 6s");
     std::fs::remove_file(lab.file("slow")).unwrap();
     run.wait_said("the job was restored from image 000001");
     assert_eq!(lab.good(), [2, 1], "that it took too long is no evidence against it");

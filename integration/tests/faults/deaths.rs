@@ -100,7 +100,7 @@ fn a_rank_that_dies_in_a_snapshot_takes_the_job_back_too() {
     let mut supervisor = start(&rig, 2);
     let good = supervisor.snapshot().id;
     supervisor.said("was stored in");
-    rig.criu_fault("rm -f \"$0-fault\"; touch \"$0.held\"; sleep 0.4");
+    rig.criu_fault("rm -f \"$0-fault\"; touch \"$0.held\"; sleep 3");
     supervisor.ask();
     let held = rig.path().join("criu.held");
     supervisor.until("CRIU is slow", |_| held.exists());
