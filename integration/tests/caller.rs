@@ -12,7 +12,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rekindle::published::Published;
 
-const LIMIT: Duration = Duration::from_secs(30);
+const LIMIT: Duration = Duration::from_secs(150);
 
 /// A folder with a configuration, a store and a Python that becomes rekindle after it has spoilt something.
 struct Bench {
@@ -51,6 +51,15 @@ impl Bench {
         fs::read_to_string(self.path("store/job/log/stdout.log")).unwrap_or_default()
     }
 
+    /// Waits until the supervisor knows that the job runs: before, a snapshot that is asked for by a signal is not taken.
+    fn wait_until_it_runs(&self) {
+        let deadline = Instant::now() + LIMIT;
+        while Published::read(&self.path("store/job/state.json")).map_or(true, |now| now.state.as_str() != "running") {
+            assert!(Instant::now() < deadline, "it does not run");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
     fn wait_for_log(&self, text: &str) {
         let deadline = Instant::now() + LIMIT;
         while !self.log().contains(text) {
@@ -87,7 +96,7 @@ fn how_the_job_ended_is_known_when_the_caller_ignores_sigchld() {
 fn a_stop_arrives_when_the_caller_had_every_signal_blocked() {
     let Some(bench) = bench() else { return };
     let spoil = "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())";
-    let child = bench.run(spoil, ONCE, "echo begun; sleep 60").spawn().unwrap();
+    let child = bench.run(spoil, ONCE, "echo begun; sleep 600").spawn().unwrap();
     bench.wait_for_log("begun");
     kill(Pid::from_raw(child.id().cast_signed()), Signal::SIGTERM).unwrap();
     let done = output(child);
@@ -132,12 +141,13 @@ fn nobody_needs_to_read_what_rekindle_says() {
 #[test]
 fn children_from_before_survive_a_restore_that_fails_in_the_hosts_namespaces() {
     let Some(bench) = bench() else { return };
-    let spoil = "import subprocess\nopen('other', 'w').write(str(subprocess.Popen(['sleep', '120']).pid))";
+    let spoil = "import subprocess\nopen('other', 'w').write(str(subprocess.Popen(['sleep', '600']).pid))";
     let config = "[snapshot]\ninterval = \"off\"\n[restart]\nbackoff = \"1s\"\nbackoff-max = \"1s\"\ncold-start = \"allow\"\n[job]\npid-namespace = \"host\"\n";
-    let script = "mkfifo -m 600 file; exec 5<>file; echo begun; echo $$ > pid; sleep 60";
+    let script = "mkfifo -m 600 file; exec 5<>file; echo begun; echo $$ > pid; sleep 600";
     let child = bench.run(spoil, config, script).spawn().unwrap();
     let supervisor = Pid::from_raw(child.id().cast_signed());
     bench.wait_for_log("begun");
+    bench.wait_until_it_runs();
     kill(supervisor, Signal::SIGUSR1).unwrap();
     let images = bench.path("store/job/images");
     let deadline = Instant::now() + LIMIT;
@@ -154,6 +164,7 @@ fn children_from_before_survive_a_restore_that_fails_in_the_hosts_namespaces() {
     let pid = |name: &str| Pid::from_raw(fs::read_to_string(bench.path(name)).unwrap().trim().parse().unwrap());
     kill(pid("pid"), Signal::SIGKILL).unwrap();
     // It starts from the beginning then. What the failed restore made is pid 1's to reap, which takes it a moment.
+    let deadline = Instant::now() + LIMIT;
     while bench.log().matches("begun").count() < 2 {
         if Instant::now() > deadline {
             let _ = kill(supervisor, Signal::SIGKILL);
@@ -202,15 +213,10 @@ fn few_descriptors_are_enough() {
 fn all_files_of_the_store_are_the_supervisors_alone_and_the_job_keeps_the_callers_umask() {
     let Some(bench) = bench() else { return };
     let config = "[snapshot]\ninterval = \"off\"\n[job]\nstdin = \"null\"\n";
-    let script = "umask; exec 5>state; echo x >&5; echo begun; sleep 60";
+    let script = "umask; exec 5>state; echo x >&5; echo begun; sleep 600";
     let child = bench.run("os.umask(0)", config, script).spawn().unwrap();
     bench.wait_for_log("begun");
-    // A stop before it is known that the job runs takes no image.
-    let deadline = Instant::now() + LIMIT;
-    while Published::read(&bench.path("store/job/state.json")).map_or(true, |now| now.state.as_str() != "running") {
-        assert!(Instant::now() < deadline, "it does not run");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    bench.wait_until_it_runs();
     kill(Pid::from_raw(child.id().cast_signed()), Signal::SIGTERM).unwrap();
     let done = output(child);
     assert_eq!(done.status.code(), Some(128 + 15), "{done:?}");

@@ -138,8 +138,8 @@ fn a_lock_that_waits_too_long_leaves_the_process_running() {
 fn two_processes_are_locked_at_once() {
     let standins = [Standin::new(), Standin::new()];
     let mut jobs = [standins[0].start(&[]), standins[1].start(&[])];
-    // Each lock waits two seconds before it is taken.
-    standins.iter().for_each(|standin| standin.fault("fail-lock", "0 delay=2000"));
+    // Each lock waits four seconds before it is taken.
+    standins.iter().for_each(|standin| standin.fault("fail-lock", "0 delay=4000"));
     let driver = standins[0].driver();
     let processes = [jobs[0].process(&driver), jobs[1].process(&driver)];
     let start = Instant::now();
@@ -149,7 +149,7 @@ fn two_processes_are_locked_at_once() {
         }
     });
     let took = start.elapsed();
-    assert!(took >= 2 * SECOND && took < 4 * SECOND, "{took:?}");
+    assert!(took >= 4 * SECOND && took < 8 * SECOND, "{took:?}");
     for process in &processes {
         assert_eq!(process.state().unwrap(), State::Locked);
         process.unlock().unwrap();

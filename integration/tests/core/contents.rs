@@ -202,7 +202,7 @@ fn shares_blocks(kind: &str) {
         let said = run.err();
         assert!(said.contains("shared=") && !said.contains("shared=0"), "no blocks are shared\n{said}");
         fs::write(disk.0.join("finish"), "").unwrap();
-        let (code, _, said) = run.finish(std::time::Duration::from_secs(60));
+        let (code, _, said) = run.finish(crate::supervisor::LIMIT);
         assert_eq!(code, 0, "{said}");
         fs::remove_file(disk.0.join("finish")).unwrap();
         fs::remove_dir_all(lab.job().path()).unwrap();

@@ -26,7 +26,7 @@ fn postgres() -> Option<PathBuf> {
 }
 
 /// These work for seconds between two numbers, beside other tests.
-const PATIENCE: Duration = Duration::from_secs(120);
+const PATIENCE: Duration = Duration::from_secs(300);
 
 fn count_on(lab: &Lab, run: &mut Running, by: usize) {
     let before = numbers(&lab.output()).len();

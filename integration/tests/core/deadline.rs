@@ -7,7 +7,7 @@ use nix::sys::signal::Signal;
 use rekindle::telemetry::events::{What, read};
 
 use crate::kinds::{count_on, finish};
-use crate::supervisor::{LIMIT, Lab, Running};
+use crate::supervisor::{Lab, Running};
 
 fn until(lab: &Lab, deadline: &str) -> Running {
     let command = lab.python_command("kinds.py", &["plain", lab.path().to_str().unwrap()]);
@@ -81,7 +81,7 @@ fn a_deadline_that_has_passed_is_a_mistake() {
 fn each_scheduler_gets_the_exit_code_that_it_queues_again_by() {
     for (profile, code) in [("sge", 99), ("htcondor", 85), ("none", 75)] {
         let Some(lab) = Lab::new() else { return };
-        let lab = lab.set("scheduler.profile", &format!("\"{profile}\"")).set("restart.backoff", "\"60s\"");
+        let lab = lab.set("scheduler.profile", &format!("\"{profile}\"")).set("restart.backoff", "\"10m\"");
         // A job that dies soon is not restarted at once.
         let lab = lab.set("restart.backoff-max", "\"60s\"").set("restart.min-uptime", "\"60s\"");
         let mut run = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]);
@@ -89,10 +89,8 @@ fn each_scheduler_gets_the_exit_code_that_it_queues_again_by() {
         let pid = run.job_pid(&lab);
         crate::supervisor::kill(pid, Signal::SIGKILL);
         run.wait_for("the next try waits", || lab.published().is_some_and(|now| now.state.as_str() == "waiting"));
-        let begun = Instant::now();
         run.signal(Signal::SIGUSR2);
         run.ends_with(code);
-        assert!(begun.elapsed() < LIMIT / 2);
     }
 }
 

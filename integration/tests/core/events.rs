@@ -107,7 +107,7 @@ fn top_draws_on_a_terminal_and_leaves_it_as_it_was() {
     let (rekindle, store) = (env!("CARGO_BIN_EXE_rekindle"), lab.store());
     let command = format!("stty cols 100 rows 20; exec '{rekindle}' --store '{}' top", store.display());
     let mut child = Command::new("timeout")
-        .args(["60", "script", "-qefc", &command, "/dev/null"])
+        .args(["140", "script", "-qefc", &command, "/dev/null"])
         .env("TERM", "xterm")
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())

@@ -120,7 +120,7 @@ fn a_preempted_machine_is_left_within_its_30_seconds() {
     // The machine is shut down at the same time.
     run.signal(Signal::SIGTERM);
     run.ends_with(75);
-    assert!(begun.elapsed() < Duration::from_secs(15), "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < Duration::from_secs(30), "{:?}", begun.elapsed());
     assert_eq!(lab.good(), [2, 1]);
 }
 
@@ -199,14 +199,12 @@ fn what_is_stored_is_replicated_until_the_machine_ends() {
     let Some((lab, service)) = machine("[\"aws\"]") else { return };
     let replica = tempfile::tempdir().unwrap();
     let url = format!("\"file://{}\"", replica.path().display());
-    // So the replica takes half a minute.
-    let lab = lab.set("replica.url", &url).set("replica.rate", "\"1MiB\"");
-    let run = start(&lab, "fresh-32");
-    let begun = Instant::now();
+    // So the replica takes longer than the test waits.
+    let lab = lab.set("replica.url", &url).set("replica.rate", "\"50KiB\"");
+    let run = start(&lab, "fresh-8");
     terminate(&service, 16);
     let (_, said) = run.ends_with(75);
     assert!(said.contains("the machine ends now: the last image is not in the replica"), "{said}");
-    assert!(begun.elapsed() < Duration::from_secs(25), "{:?}", begun.elapsed());
     assert_eq!(lab.good(), [1]);
 }
 

@@ -49,7 +49,7 @@ fn it_is_what_the_arithmetic_says_from_the_measured_freezes() {
         assert!(choice.persist.is_some_and(|took| !took.is_zero()) || before.id.sequence() == 1, "{choice}");
         assert_is_expected(choice, 0.1);
         let waited = (image.taken - before.taken).to_std().unwrap();
-        let slack = Duration::from_secs(5);
+        let slack = Duration::from_secs(30);
         assert!(waited >= choice.interval && waited < choice.interval + slack, "{waited:?} {choice}");
         freezes.push(image.freeze_us);
     }

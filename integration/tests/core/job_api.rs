@@ -107,9 +107,9 @@ fn requests_in_flight_and_a_flood_harm_nobody() {
     let cpu = |pid| rekindle_os::process::cpu_ticks(pid).unwrap();
     let (before, since) = (cpu(run.pid()), Instant::now());
     std::thread::sleep(Duration::from_secs(2));
-    // In hundredths of a second. This is a build without optimisation.
+    // In hundredths of a second: a fifth of a processor. This is a build without optimisation.
     let used = cpu(run.pid()) - before;
-    assert!(used < 40, "{used} ticks in {:?}", since.elapsed());
+    assert!(u128::from(used) < since.elapsed().as_millis() / 50, "{used} ticks in {:?}", since.elapsed());
     assert!(run.err().contains("more than 500 requests a second"), "{}", run.err());
     finish(&lab, run);
 }
@@ -190,7 +190,7 @@ fn a_snapshot_waits_until_the_job_lets_go() {
     fs::remove_file(lab.file("hold-on")).unwrap();
     run.wait_for("it is taken", || told(&lab).iter().any(|what| what == "released"));
     run.wait_for("it is taken", || lab.good().len() > before);
-    assert!(lab.published().is_some_and(|p| p.held.is_none()));
+    run.wait_for("the state no longer says so", || lab.published().is_some_and(|p| p.held.is_none()));
     let told = told(&lab);
     let held = told.iter().position(|what| what == "held Interval").unwrap();
     assert_eq!(told[held..held + 3], ["held Interval", "released", "taken Interval"]);
@@ -248,7 +248,7 @@ fn a_stop_waits_for_the_job_to_let_go_within_its_grace() {
         _ => None,
     });
     // Half of the grace, because nothing was measured. What comes after may take longer on a busy machine.
-    assert!((5.0..9.0).contains(&waited.unwrap().as_secs_f64()), "{waited:?}");
+    assert!((5.0..11.0).contains(&waited.unwrap().as_secs_f64()), "{waited:?}");
     assert_eq!(told(&lab), ["held Final", "expired", "taken Final"]);
     // It goes on, and lets go of what it does not hold.
     fs::remove_file(lab.file("hold-on")).unwrap();

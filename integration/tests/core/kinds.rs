@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::net::UdpSocket;
-use std::time::Duration;
 
 use nix::sys::signal::Signal;
 
@@ -24,13 +23,10 @@ pub(crate) fn count_on(lab: &Lab, run: &mut Running, by: usize) {
     run.wait_for("the job counts", || numbers(&lab.output()).len() >= before + by);
 }
 
-/// How long the last checks of a job may take: some look at all of its memory, beside other tests.
-const LAST_CHECKS: Duration = Duration::from_secs(120);
-
 /// Lets the job make its last checks.
 pub(crate) fn finish(lab: &Lab, run: Running) {
     std::fs::write(lab.file("finish"), "").unwrap();
-    let (code, out, said) = run.finish(LAST_CHECKS);
+    let (code, out, said) = run.finish(LIMIT);
     assert_eq!(code, 0, "exit code\n--- output\n{}\n--- messages\n{}", tail(&out), tail(&said));
     let output = lab.output();
     assert!(output.ends_with("done\n"), "{output}");

@@ -124,14 +124,14 @@ fn the_watchdog_is_not_fed_while_the_owner_of_the_state_is_stuck() {
     let Some(lab) = Lab::new() else { return };
     let manager = Manager::listen(&lab);
     let job = lab.python_command("kinds.py", &["plain", lab.path().to_str().unwrap()]);
+    let begun = Instant::now();
     let mut run = service(&lab, &job);
     count_on(&lab, &mut run, 3);
     let fed = || manager.count("WATCHDOG=1");
     wait_for("it is fed", || fed() >= 3);
-    let times: Vec<Instant> =
-        manager.0.lock().unwrap().iter().filter(|(_, line)| line == "WATCHDOG=1").map(|(at, _)| *at).collect();
-    let shortest = times.windows(2).map(|pair| pair[1] - pair[0]).min().unwrap();
-    assert!(shortest >= Duration::from_millis(250), "far too often: {shortest:?}");
+    // On the whole: what listens here may be late for one and in time for the next.
+    let often = begun.elapsed().as_millis() / 250 + 1;
+    assert!(fed() as u128 <= often, "far too often: {} times in {:?}", fed(), begun.elapsed());
     // The one that the state belongs to is the first.
     let stuck = Stuck::thread(run.pid());
     let (before, printed) = (fed(), lab.output().len());

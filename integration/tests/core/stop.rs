@@ -82,6 +82,8 @@ fn a_second_sigterm_stops_at_once() {
     for space in ["\"private\"", "\"host\""] {
         let Some(lab) = Lab::new() else { return };
         let lab = lab.set_file("criu.path", "criu").set("job.pid-namespace", space);
+        // Neither ends it before the test gives up.
+        let lab = lab.set("snapshot.grace", "\"10m\"").set("snapshot.dump-timeout", "\"10m\"");
         slow_criu(&lab, "slow");
         let mut run = again(&lab);
         count_on(&lab, &mut run, 5);
@@ -89,10 +91,7 @@ fn a_second_sigterm_stops_at_once() {
         run.signal(Signal::SIGTERM);
         run.wait_for("CRIU hangs", || lab.file("began").exists());
         run.second_stop(Signal::SIGTERM);
-        let begun = Instant::now();
         run.ends_with(143);
-        // Far below the 20 s of snapshot.grace and of the dump's timeout.
-        assert!(begun.elapsed() < Duration::from_secs(15), "{:?}", begun.elapsed());
         lab.assert_all_gone();
         std::fs::remove_file(lab.file("slow")).unwrap();
         let mut run = again(&lab);
@@ -140,6 +139,7 @@ fn a_stop_without_an_image_does_not_say_that_the_job_runs_on() {
 fn the_grace_period_is_kept() {
     let Some(lab) = Lab::new() else { return };
     let lab = lab.set_file("criu.path", "criu").set("snapshot.grace", "\"1s\"");
+    let lab = lab.set("snapshot.dump-timeout", "\"10m\"");
     slow_criu(&lab, "slow");
     let mut run = again(&lab);
     count_on(&lab, &mut run, 5);
@@ -147,8 +147,7 @@ fn the_grace_period_is_kept() {
     let begun = Instant::now();
     run.signal(Signal::SIGTERM);
     run.ends_with(143);
-    let took = begun.elapsed();
-    assert!(took > Duration::from_millis(900) && took < Duration::from_secs(15), "{took:?}");
+    assert!(begun.elapsed() > Duration::from_millis(900), "{:?}", begun.elapsed());
 }
 
 #[test]
@@ -207,18 +206,18 @@ fn kill_9_in_the_middle_of_a_restore() {
 #[test]
 fn criu_killed_in_a_dump_or_hanging() {
     let Some(lab) = Lab::new() else { return };
-    let lab = lab.set_file("criu.path", "criu").set("snapshot.dump-timeout", "\"1s\"");
+    let lab = lab.set_file("criu.path", "criu").set("snapshot.dump-timeout", "\"6s\"");
     slow_criu(&lab, "slow");
     let mut run = again(&lab);
     count_on(&lab, &mut run, 5);
     // It hangs: the timeout ends it, the job runs on.
     std::fs::write(lab.file("slow"), "").unwrap();
     run.signal(Signal::SIGUSR1);
-    run.wait_said("CRIU did not finish within 1s");
+    run.wait_said("CRIU did not finish within 6s");
     std::fs::remove_file(lab.file("slow")).unwrap();
     count_on(&lab, &mut run, 5);
     let failure = || lab.published().and_then(|now| now.last_failure).unwrap_or_default();
-    run.wait_for("the state says so", || failure().contains("1s"));
+    run.wait_for("the state says so", || failure().contains("6s"));
     assert!(lab.images().is_empty());
     assert!(!lab.processes().iter().any(|(_, line)| line.contains("sleep")), "{:?}", lab.processes());
     run.snapshot(&lab);
@@ -227,7 +226,7 @@ fn criu_killed_in_a_dump_or_hanging() {
         run.signal(Signal::SIGUSR1);
         let find = || lab.processes().into_iter().find(|(_, line)| line.contains("swrk")).map(|(pid, _)| pid);
         let mut found = None;
-        if !comes(Duration::from_secs(2), || {
+        if !comes(Duration::from_secs(10), || {
             found = find();
             found.is_some()
         }) {
@@ -247,7 +246,7 @@ fn criu_killed_in_a_dump_or_hanging() {
 #[test]
 fn criu_hanging_or_killed_in_a_restore() {
     let Some(lab) = Lab::new() else { return };
-    let lab = lab.set_file("criu.path", "criu").set("restart.restore-timeout", "\"1s\"");
+    let lab = lab.set_file("criu.path", "criu").set("restart.restore-timeout", "\"6s\"");
     slow_criu(&lab, "slow");
     let mut run = again(&lab);
     count_on(&lab, &mut run, 5);
@@ -257,7 +256,7 @@ fn criu_hanging_or_killed_in_a_restore() {
     std::fs::write(lab.file("slow"), "").unwrap();
     let pid = run.job_pid(&lab);
     crate::supervisor::kill(pid, Signal::SIGKILL);
-    run.wait_said("CRIU did not finish within 1s");
+    run.wait_said("CRIU did not finish within 6s");
     std::fs::remove_file(lab.file("slow")).unwrap();
     run.wait_said("the job was restored from image 000001");
     assert_eq!(lab.good(), [2, 1], "that it took too long is no evidence against it");

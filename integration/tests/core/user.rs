@@ -327,7 +327,7 @@ fn comes_back_as_nobody(job: &str, kind: &str) {
     run.wait_said("the job was restored from image");
     count_on(&lab, &mut run, 5);
     fs::write(theirs.join("finish"), "").unwrap();
-    let (code, _, said) = run.finish(std::time::Duration::from_secs(120));
+    let (code, _, said) = run.finish(crate::supervisor::LIMIT);
     assert_eq!(code, 0, "{said}");
     assert!(lab.output().ends_with("done\n"), "{}\n{said}", lab.output());
 }

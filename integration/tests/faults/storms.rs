@@ -165,7 +165,7 @@ fn storm(mut rig: Rig) {
     let seed = number("REKINDLE_TEST_SEED").unwrap_or_else(|| u64::from(std::process::id()) << 20 | 0x5eed);
     eprintln!("REKINDLE_TEST_SEED={seed} REKINDLE_TEST_KILLS={}", kills * 2);
     let mut random = Random::new(seed);
-    rig.may_take(Duration::from_secs(120 + 15 * kills));
+    rig.may_take(Duration::from_secs(900 + 30 * kills));
     rig.set("RESTART_BACKOFF", "1ms");
     // A way to the store of some tenths of a second, in which a kill can come.
     rig.set("STORE_PERSIST_RATE", "64MiB");

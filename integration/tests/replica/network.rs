@@ -157,7 +157,7 @@ fn a_call_that_is_not_wanted_any_more_ends_soon() {
     let cancelled = || began.elapsed() > Duration::from_millis(300);
     let result = replica.upload(&image, &here.folder, &Progress::default(), &cancelled);
     assert!(matches!(result, Err(Error::Cancelled)), "{result:?}");
-    assert!(began.elapsed() < Duration::from_secs(10), "40 s would be what it takes: {:?}", began.elapsed());
+    assert!(began.elapsed() < Duration::from_secs(30), "40 s would be what it takes: {:?}", began.elapsed());
     assert_eq!(newest_good(&replica, None), None);
 }
 

@@ -1,12 +1,15 @@
 //! A `rekindle` that was started: what it says, waits that have a limit, and its end.
 
+use std::fs::File;
 use std::io::Read;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use chrono::{DateTime, Utc};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::Signal;
 use rekindle::published::Published;
 
@@ -21,11 +24,65 @@ pub(crate) struct Running {
     err: Stream,
 }
 
-/// What was read of a stream so far.
-pub(super) type Text = Arc<Mutex<Vec<u8>>>;
+/// What was read so far.
+type Bytes = Arc<Mutex<Vec<u8>>>;
 
-pub(super) fn text_of(text: &Text) -> String {
-    String::from_utf8_lossy(&text.lock().unwrap()).into_owned()
+/// The end of a pipe that what was said comes from, and where it goes.
+#[derive(Debug)]
+struct Source {
+    from: File,
+    /// Held from a read until what was read is in all texts.
+    reading: Mutex<()>,
+    into: Vec<Bytes>,
+}
+
+impl Source {
+    /// As much as a pipe holds, in reads of a quarter of it.
+    const PIPE: usize = 64 << 10;
+
+    fn is_readable(&self, timeout: PollTimeout) -> bool {
+        let mut polled = [PollFd::new(self.from.as_fd(), PollFlags::POLLIN)];
+        // A signal may interrupt it.
+        poll(&mut polled, timeout).is_ok_and(|count| count > 0)
+    }
+
+    /// Reads once if there is something. False at the end.
+    fn read(&self) -> bool {
+        let _reading = self.reading.lock().unwrap();
+        if !self.is_readable(PollTimeout::ZERO) {
+            return true;
+        }
+        let mut buffer = [0; Self::PIPE / 4];
+        let Ok(count @ 1..) = (&self.from).read(&mut buffer) else { return false };
+        self.into.iter().for_each(|into| into.lock().unwrap().extend_from_slice(&buffer[..count]));
+        true
+    }
+
+    /// Reads what was written before this call. The thread that reads may be late on a busy machine.
+    fn catch_up(&self) {
+        // The first read waits until the thread has put down what it has read.
+        for _ in 0..=4 {
+            if !self.read() || !self.is_readable(PollTimeout::ZERO) {
+                return;
+            }
+        }
+    }
+}
+
+/// A text that is written to pipes, one after the other.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Text {
+    bytes: Bytes,
+    sources: Arc<Mutex<Vec<Arc<Source>>>>,
+}
+
+impl Text {
+    /// All that was written before this call: what is published or stored was said before.
+    pub(super) fn get(&self) -> String {
+        let sources = self.sources.lock().unwrap().clone();
+        sources.iter().for_each(|source| source.catch_up());
+        String::from_utf8_lossy(&self.bytes.lock().unwrap()).into_owned()
+    }
 }
 
 #[derive(Debug)]
@@ -36,20 +93,20 @@ struct Stream {
 
 impl Stream {
     /// Reads all of it, and appends it to another text, too.
-    fn new(mut from: impl Read + Send + 'static, also: Option<&Text>) -> Stream {
+    fn new(from: impl Into<OwnedFd>, also: Option<&Text>) -> Stream {
         let text = Text::default();
-        let into: Vec<Text> = also.into_iter().chain([&text]).map(Arc::clone).collect();
+        let texts = || also.into_iter().chain([&text]);
+        let into = texts().map(|text| Arc::clone(&text.bytes)).collect();
+        let source = Arc::new(Source { from: from.into().into(), reading: Mutex::default(), into });
+        texts().for_each(|text| text.sources.lock().unwrap().push(Arc::clone(&source)));
         let read = move || {
-            let mut buffer = [0; 16384];
-            while let Ok(count @ 1..) = from.read(&mut buffer) {
-                into.iter().for_each(|into| into.lock().unwrap().extend_from_slice(&buffer[..count]));
-            }
+            while !source.is_readable(PollTimeout::NONE) || source.read() {}
         };
         Stream { text, reader: Some(std::thread::spawn(read)) }
     }
 
     fn text(&self) -> String {
-        text_of(&self.text)
+        self.text.get()
     }
 
     /// Waits until its other end is closed.
@@ -91,8 +148,8 @@ impl Running {
 
     /// Reads standard error as it is then, for a closure that is handed to one of the waits here.
     pub(crate) fn said_so_far(&self) -> impl Fn() -> String + use<> {
-        let text = Arc::clone(&self.err.text);
-        move || String::from_utf8_lossy(&text.lock().unwrap()).into_owned()
+        let text = self.err.text.clone();
+        move || text.get()
     }
 
     pub(crate) fn signal(&self, signal: Signal) {
@@ -142,22 +199,22 @@ impl Running {
 
     /// Waits until standard error holds the words.
     pub(crate) fn wait_said(&mut self, words: &str) {
-        let text = Arc::clone(&self.err.text);
-        let said = || String::from_utf8_lossy(&text.lock().unwrap()).contains(words);
+        let text = self.err.text.clone();
+        let said = || text.get().contains(words);
         self.wait_for(&format!("it says {words:?}"), said);
     }
 
     /// Waits until standard error holds the words so many times. What is published can be read before what is said.
     pub(crate) fn wait_said_times(&mut self, words: &str, times: usize) {
-        let text = Arc::clone(&self.err.text);
-        let count = || String::from_utf8_lossy(&text.lock().unwrap()).matches(words).count();
+        let text = self.err.text.clone();
+        let count = || text.get().matches(words).count();
         self.wait_for(&format!("it says {words:?} {times} times"), || count() == times);
     }
 
     /// Waits until the job printed the words.
     pub(crate) fn wait_printed(&mut self, words: &str) {
-        let text = Arc::clone(&self.out.text);
-        let said = || String::from_utf8_lossy(&text.lock().unwrap()).contains(words);
+        let text = self.out.text.clone();
+        let said = || text.get().contains(words);
         self.wait_for(&format!("the job prints {words:?}"), said);
     }
 
@@ -166,9 +223,9 @@ impl Running {
         let newest = || lab.images().first().map_or(0, |image| image.id.sequence());
         let (before, failed) = (newest(), self.err().matches("snapshot failed").count());
         self.signal(Signal::SIGUSR1);
-        let text = Arc::clone(&self.err.text);
+        let text = self.err.text.clone();
         self.wait_for("a new image is there", || {
-            let said = String::from_utf8_lossy(&text.lock().unwrap()).into_owned();
+            let said = text.get();
             assert!(said.matches("snapshot failed").count() == failed, "{}", tail(&said));
             newest() > before
                 && lab.published().is_some_and(|p| p.state.as_str() == "running" && p.persisting.is_none())
