@@ -13,6 +13,7 @@ pub mod exits;
 pub mod identity;
 pub mod inherited;
 pub mod leases;
+pub mod links;
 pub mod maps;
 pub mod mounts;
 pub mod netns;
