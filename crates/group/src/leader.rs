@@ -23,8 +23,8 @@ const PASSED_OVER: u32 = 4;
 /// The leader's watch: since when something has been so, as far as this process has seen.
 #[derive(Debug, Default)]
 pub(crate) struct Leading {
-    /// The goal, and since when it is the goal.
-    goal: Option<(Epoch, Goal, Instant)>,
+    /// The goal, and since when it is the goal. With the origin of the plan and the epoch: the same goal may come again.
+    goal: Option<(Incarnation, Epoch, Goal, Instant)>,
     /// The epoch, and since when all of it run.
     run: Option<(Epoch, Instant)>,
     /// The end of the last snapshot of this epoch, if it was aborted.
@@ -86,9 +86,11 @@ impl Leading {
     }
 
     fn watch(&mut self, plan: &Plan, now: Instant) {
-        let same = self.goal.as_ref().is_some_and(|(epoch, goal, _)| (*epoch, goal) == (plan.epoch, &plan.goal));
-        if !same {
-            self.goal = Some((plan.epoch, plan.goal.clone(), now));
+        let is_same = |(origin, epoch, goal, _): &(Incarnation, Epoch, Goal, Instant)| {
+            (*origin, *epoch, goal) == (plan.origin, plan.epoch, &plan.goal)
+        };
+        if !self.goal.as_ref().is_some_and(is_same) {
+            self.goal = Some((plan.origin, plan.epoch, plan.goal.clone(), now));
             match plan.goal {
                 Goal::Abort { .. } => self.aborted = Some(now),
                 Goal::Resume(_) => (self.aborted, self.last) = (None, Some(now)),
@@ -103,7 +105,7 @@ impl Leading {
 
     /// Since when the goal is the goal.
     fn since(&self, now: Instant) -> Instant {
-        self.goal.as_ref().map_or(now, |(_, _, since)| *since)
+        self.goal.as_ref().map_or(now, |(.., since)| *since)
     }
 
     /// Whether this time has come; else it is when we are woken.

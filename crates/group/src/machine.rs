@@ -270,6 +270,10 @@ impl Machine {
         orders.extend(self.member.follow(&self.view, &self.options, now));
         let mut actions: Vec<Action> = orders.into_iter().map(Action::Do).collect();
         self.pause = self.pause.filter(|(until, revision)| now < *until && self.view.revision == *revision);
+        if !self.leads() {
+            // What it saw when it led before says nothing about the present.
+            self.leading = Leading::default();
+        }
         if self.pending.is_none() && self.pause.is_none() && self.view.revision >= self.since {
             self.pending = self.next_write(now);
             actions.extend(self.pending.clone().map(Action::Write));
@@ -286,7 +290,10 @@ impl Machine {
         if self.view.leader.is_none() {
             return Some(Write::Lead);
         }
-        if self.leads() { self.leading.decide(&self.view, &self.options, now) } else { None }
+        if !self.leads() {
+            return None;
+        }
+        self.leading.decide(&self.view, &self.options, now)
     }
 }
 
