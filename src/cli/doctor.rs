@@ -38,10 +38,18 @@ fn print(report: &Report) -> anyhow::Result<()> {
     }
     print_text("\nWhat can run here:")?;
     for it in &report.workloads {
-        let words = if it.runs { "yes".to_owned() } else { format!("no, this needs {}", it.lacks.join(", and ")) };
+        let words = if it.runs { "yes".to_owned() } else { format!("no, this needs {}", listed(&it.lacks)) };
         print_note(it.what, &words)?;
     }
     Ok(())
+}
+
+/// "a", "a and b", "a, b and c".
+fn listed(words: &[String]) -> String {
+    match words {
+        [all @ .., last] if !all.is_empty() => format!("{} and {last}", all.join(", ")),
+        words => words.concat(),
+    }
 }
 
 /// The sum of all checks, and what it means.
@@ -71,6 +79,7 @@ mod tests {
         };
         let expected = "`rekindle run` works here (12 checks passed, 1 warning, 0 failed, 3 not needed here)";
         assert_eq!(verdict(&report(12, 3, 1, 0)), expected);
+        assert_eq!(listed(&["a", "b", "c"].map(str::to_owned)), "a, b and c");
         let expected = "`rekindle run` cannot work here: 2 requirements are missing (1 check passed, 0 warnings, 2 failed, \
             0 not needed here)";
         assert_eq!(verdict(&report(1, 0, 0, 2)), expected);
