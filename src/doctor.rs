@@ -22,12 +22,14 @@ mod rights;
 mod staging;
 mod store;
 mod trial;
+mod workloads;
 
 use std::path::PathBuf;
 
 use serde::Serialize;
 
 use crate::config::Config;
+pub(crate) use workloads::Workload;
 
 /// The result of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -100,15 +102,32 @@ impl Check {
 pub(crate) struct Report {
     /// Whether `run` can work here.
     pub run_works: bool,
+    /// The number of checks with each result.
+    pub counts: Counts,
     /// The checks, group by group.
     pub checks: Vec<Check>,
+    /// What can run here.
+    pub workloads: Vec<Workload>,
 }
 
-impl Report {
-    /// Number of checks with this result.
-    #[must_use]
-    pub(crate) fn count(&self, state: State) -> usize {
-        self.checks.iter().filter(|check| check.state == state).count()
+/// How many checks have each result.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub(crate) struct Counts {
+    pub ok: usize,
+    pub not_here: usize,
+    pub warn: usize,
+    pub missing: usize,
+}
+
+impl Counts {
+    pub(crate) fn of(checks: &[Check]) -> Counts {
+        let count = |state| checks.iter().filter(|check| check.state == state).count();
+        Counts {
+            ok: count(State::Ok),
+            not_here: count(State::NotHere),
+            warn: count(State::Warn),
+            missing: count(State::Missing),
+        }
     }
 }
 
@@ -175,7 +194,8 @@ fn judge(facts: &Facts, config: &Config) -> Report {
     checks.extend(staging::judge(&facts.staging, config, &facts.memory, &facts.nvidia, facts.cgroup.headroom));
     checks.extend(store::judge(&facts.store, config.store.min_free.bytes()));
     checks.extend(boundaries::judge(&facts.boundaries, config));
-    Report { run_works: checks.iter().all(|check| check.state != State::Missing), checks }
+    let (counts, workloads) = (Counts::of(&checks), workloads::judge(&checks, &facts.nvidia));
+    Report { run_works: counts.missing == 0, counts, checks, workloads }
 }
 
 #[cfg(test)]

@@ -124,15 +124,18 @@ fn without_criu_it_exits_69_and_says_the_fix() {
 }
 
 #[test]
-fn the_table_has_its_columns_and_the_verdict_at_the_end() {
+fn the_sum_comes_first_and_the_workloads_last() {
     let bench = Bench::new();
     let output = bench.command(Path::new("/nowhere"), &[]).output().unwrap();
     assert_eq!(output.status.code(), Some(69));
     let text = String::from_utf8(output.stdout).unwrap();
-    let header: Vec<&str> = text.lines().next().unwrap().split_whitespace().collect();
+    let mut lines = text.lines();
+    let sum = lines.next().unwrap();
+    assert!(sum.contains("cannot work here") && sum.contains(" failed, "), "{sum}");
+    let header: Vec<&str> = lines.nth(1).unwrap().split_whitespace().collect();
     assert_eq!(header, ["CHECK", "STATE", "FOUND", "FIX"]);
     assert!(text.lines().any(|line| line.contains("criu.version") && line.contains("install CRIU")), "{text}");
-    assert!(text.lines().last().unwrap().contains("cannot work here"), "{text}");
+    assert!(text.contains("\njobs without a GPU: no, this needs criu.version"), "{text}");
 }
 
 #[test]
@@ -143,6 +146,7 @@ fn a_machine_that_can_run_is_told_so_by_a_job_that_came_back() {
     let report = parse(&output);
     assert_eq!(output.status.code(), Some(0), "{report:#}");
     assert_eq!(report["run_works"], true);
+    assert_eq!((&report["counts"]["missing"], &report["workloads"][0]["runs"]), (&0.into(), &true.into()));
     for check in ["criu.version", "criu.trial", "rights.user", "store.permissions", "store.space"] {
         let row = row(&report, check);
         assert_eq!(row.state, "ok", "{check}: {row:?}");

@@ -2,7 +2,7 @@
 
 use super::output::{Column, Format, print_json, print_note, print_table, print_text, terminal_width};
 use super::{Exit, Global, named_criu};
-use crate::doctor::{self, Report, State};
+use crate::doctor::{self, Counts, Report};
 use crate::telemetry::clean;
 
 pub(super) fn doctor(global: &Global) -> anyhow::Result<Exit> {
@@ -16,6 +16,7 @@ pub(super) fn doctor(global: &Global) -> anyhow::Result<Exit> {
 }
 
 fn print(report: &Report) -> anyhow::Result<()> {
+    print_text(&format!("{}\n", verdict(report)))?;
     // On a terminal there is no room for a fix in the table, and it must not be cut.
     let is_wide = terminal_width().is_none();
     let rows = report.checks.iter().map(|check| {
@@ -26,23 +27,42 @@ fn print(report: &Report) -> anyhow::Result<()> {
     let columns = [Column::whole("CHECK"), Column::whole("STATE"), Column::short("FOUND"), Column::whole("FIX")];
     let (table, _) = columns.split_at(if is_wide { 4 } else { 3 });
     print_table(Format::Text, table, rows, report)?;
-    for check in report.checks.iter().filter(|_| !is_wide) {
-        let Some(fix) = &check.fix else { continue };
-        print_note(check.check, &check.found)?;
-        // In one line: it is there to be copied.
-        print_text(&format!("   fix: {}", clean::line(fix)))?;
+    let unwell = report.checks.iter().filter_map(|check| Some((check, check.fix.as_ref()?)));
+    if !is_wide && report.counts.warn + report.counts.missing > 0 {
+        print_text("\nWhat to fix:")?;
+        for (check, fix) in unwell {
+            print_note(check.check, &check.found)?;
+            // In one line: it is there to be copied.
+            print_text(&format!("   fix: {}", clean::line(fix)))?;
+        }
     }
-    Ok(print_text(&format!("\n{}", verdict(report)))?)
+    print_text("\nWhat can run here:")?;
+    for it in &report.workloads {
+        let words = if it.runs { "yes".to_owned() } else { format!("no, this needs {}", listed(&it.lacks)) };
+        print_note(it.what, &words)?;
+    }
+    Ok(())
 }
 
-fn verdict(report: &Report) -> String {
-    let warnings = |n: usize| if n == 1 { "1 warning".to_string() } else { format!("{n} warnings") };
-    let things = |n: usize| if n == 1 { "1 requirement is".to_string() } else { format!("{n} requirements are") };
-    match (report.count(State::Missing), report.count(State::Warn)) {
-        (0, 0) => "`rekindle run` works here".into(),
-        (0, warned) => format!("`rekindle run` works here; {}", warnings(warned)),
-        (missing, _) => format!("`rekindle run` cannot work here: {} missing", things(missing)),
+/// "a", "a and b", "a, b and c".
+fn listed(words: &[String]) -> String {
+    match words {
+        [all @ .., last] if !all.is_empty() => format!("{} and {last}", all.join(", ")),
+        words => words.concat(),
     }
+}
+
+/// The sum of all checks, and what it means.
+fn verdict(report: &Report) -> String {
+    let Counts { ok, not_here, warn, missing } = report.counts;
+    let works = match missing {
+        0 => "`rekindle run` works here".to_owned(),
+        1 => "`rekindle run` cannot work here: 1 requirement is missing".to_owned(),
+        _ => format!("`rekindle run` cannot work here: {missing} requirements are missing"),
+    };
+    let checks = if ok == 1 { "check" } else { "checks" };
+    let warnings = if warn == 1 { "warning" } else { "warnings" };
+    format!("{works} ({ok} {checks} passed, {warn} {warnings}, {missing} failed, {not_here} not needed here)")
 }
 
 #[cfg(test)]
@@ -50,19 +70,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_line_says_whether_run_works() {
-        let report = |states: &[State]| Report {
-            run_works: !states.contains(&State::Missing),
-            checks: states
-                .iter()
-                .map(|state| doctor::Check { check: "x", state: *state, found: "y".into(), fix: None })
-                .collect(),
+    fn the_first_line_says_whether_run_works() {
+        let report = |ok, not_here, warn, missing| Report {
+            run_works: missing == 0,
+            counts: Counts { ok, not_here, warn, missing },
+            checks: Vec::new(),
+            workloads: Vec::new(),
         };
-        assert_eq!(verdict(&report(&[State::Ok])), "`rekindle run` works here");
-        assert!(verdict(&report(&[State::Warn])).ends_with("1 warning"));
-        assert!(
-            verdict(&report(&[State::Missing, State::Missing]))
-                .ends_with("cannot work here: 2 requirements are missing")
-        );
+        let expected = "`rekindle run` works here (12 checks passed, 1 warning, 0 failed, 3 not needed here)";
+        assert_eq!(verdict(&report(12, 3, 1, 0)), expected);
+        assert_eq!(listed(&["a", "b", "c"].map(str::to_owned)), "a, b and c");
+        let expected = "`rekindle run` cannot work here: 2 requirements are missing (1 check passed, 0 warnings, 2 failed, \
+            0 not needed here)";
+        assert_eq!(verdict(&report(1, 0, 0, 2)), expected);
     }
 }

@@ -8,6 +8,7 @@
 //! A command for the supervisor takes the job that runs ([`Finder::job`]). A command for images must not guess
 //! ([`Finder::only_job`]): the store may have another job of that name, which does not run.
 
+use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -18,6 +19,7 @@ use crate::control::address;
 use crate::control::client::{self, Error};
 use crate::control::protocol::{Answer, Request};
 use rekindle_base::chain;
+use rekindle_base::units::counted;
 use rekindle_store::staging::leftovers::{self, Leftover};
 use rekindle_store::{self as store, Access, Image, JobFolder, JobName, LATEST, Store, Trust, Writer};
 
@@ -67,6 +69,8 @@ struct Running {
     /// Sockets whose supervisor does not answer.
     silent: Vec<PathBuf>,
     troubles: Vec<String>,
+    /// Supervisors of other users.
+    hidden: u64,
 }
 
 /// The job of a supervisor.
@@ -260,7 +264,7 @@ impl Finder {
         Ok(Store::open(path, Access::Read)?.with_trust(self.trust.clone()))
     }
 
-    /// Asks all supervisors of this machine. Those of other users do not answer, and are left out.
+    /// Asks all supervisors of this machine. Those of other users do not answer, and are only counted.
     fn running(&self) -> Running {
         let mut running = Running::default();
         let sockets = match address::sockets(&self.control) {
@@ -285,7 +289,10 @@ impl Finder {
                     running.jobs.push(Found { job, store, folder });
                 }
                 Some(Err(Error::Silent(_))) => running.silent.push(socket.clone()),
-                // Of a supervisor that is gone, or of another user.
+                Some(Err(Error::Io { source, .. })) if source.kind() == io::ErrorKind::PermissionDenied => {
+                    running.hidden += 1;
+                }
+                // Of a supervisor that is gone.
                 _ => {}
             }
         }
@@ -300,10 +307,18 @@ fn is_socket_of(socket: &Path, folder: &JobFolder) -> bool {
 
 /// The answer of commands that list jobs, where there are none.
 pub(super) fn no_jobs(finder: &Finder) -> String {
-    match finder.named {
-        Origin::Default => format!("no jobs: none is running, and none is in {}", finder.store.display()),
-        _ => format!("no jobs in {}", finder.store.display()),
+    let store = finder.store.display();
+    if finder.named != Origin::Default {
+        return format!("no jobs in {store}");
     }
+    match finder.running().hidden {
+        0 => format!("no jobs: none is running, and none is in {store}"),
+        hidden => format!("no jobs of this user. {} of another user: use sudo to see more", are_running(hidden)),
+    }
+}
+
+fn are_running(jobs: u64) -> String {
+    format!("{} {} running, with a supervisor", counted(jobs, "job"), if jobs == 1 { "is" } else { "are" })
 }
 
 /// Why a job that runs cannot be shown.
@@ -322,6 +337,10 @@ fn not_here(name: &JobName, running: &Running, error: store::Error) -> anyhow::E
         let at = socket.display();
         let why = format!("the supervisor of job {name} at {at} does not answer: name the job's store with --store");
         return Misuse(why).into();
+    }
+    if running.hidden > 0 && matches!(error, store::Error::NoStore(_) | store::Error::UnknownJob { .. }) {
+        let others = are_running(running.hidden);
+        return Misuse(format!("this user has no job {name}. {others} of another user: use sudo to see more")).into();
     }
     let why = match error {
         store::Error::NoStore(path) => format!(

@@ -36,7 +36,7 @@ fn run_works_when_nothing_is_missing_whatever_is_warned_of() {
     facts.store.file_system = None;
     let report = judge(&facts, &Config::default());
     assert!(report.run_works, "{report:#?}");
-    assert!(report.count(State::Warn) > 0 && report.count(State::Missing) == 0);
+    assert!(report.counts.warn > 0 && report.counts.missing == 0);
     facts.trial = trial::Outcome::Failed { step: "dump", why: "no".into(), hint: None };
     assert!(!judge(&facts, &Config::default()).run_works);
 }

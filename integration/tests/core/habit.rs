@@ -87,6 +87,20 @@ fn a_running_job_is_found_wherever_its_store_is() {
     let (code, said) = default_store_has_one_too(&lab, "show j");
     assert!(code == 2 && said.contains("/var/lib/rekindle") && said.contains(text(&store)), "{code} {said}");
     assert!(said.contains("choose one with --store"), "{said}");
+    // Another user may not ask its supervisor, and is not told that nothing runs.
+    lab.install(env!("CARGO_BIN_EXE_rekindle").as_ref(), &lab.file("rekindle"));
+    for (args, expected) in [(&["status"][..], 0), (&["show", "j"], 2)] {
+        let rekindle = lab.command(args);
+        let mut command = std::process::Command::new(lab.file("rekindle"));
+        command.args(rekindle.get_args()).envs(rekindle.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        command.env_remove("REKINDLE_STORE_DIRECTORY").current_dir("/");
+        let output = std::os::unix::process::CommandExt::uid(&mut command, 65534).output().unwrap();
+        let said = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
+        assert!(
+            output.status.code() == Some(expected) && said.contains("of another user: use sudo"),
+            "{args:?}: {said}"
+        );
+    }
     // Two of that name: neither is chosen.
     let other = lab.file("other");
     let second = start(&lab, &other);
