@@ -46,7 +46,7 @@ TABLE = [
     Elsewhere(r"rekindle run .*-- jupyter server", "needs Jupyter", code=127),
     Elsewhere(r"podman (build|stop|exec)", "needs a container manager"),
     Elsewhere(r"kubectl ", "needs a cluster"),
-    Elsewhere(r"helm (install|uninstall) ", "needs a cluster; the chart is rendered", "integration/run.sh", "integration/deploy.py"),
+    Elsewhere(r"helm (install|uninstall)", "needs a cluster; the chart is rendered", "integration/run.sh", "integration/deploy.py"),
     Elsewhere(r"systemctl ", "needs a systemd", "integration/systemd.sh", "systemctl"),
     Elsewhere(r"rekindle cuda \S+ --pid", "needs a GPU", code=69),
 ]
