@@ -1,12 +1,16 @@
 #!/usr/bin/env python3
 """Checks the deployment templates in examples/deploy: the schemas of Kubernetes, and that they agree with rekindle.
 
-    deploy.py        (with .deps/k8s/bin/python: scripts/deps.sh k8s)
+    deploy.py [--helm FILE] [--out FOLDER]     (with .deps/k8s/bin/python: scripts/deps.sh k8s)
+
+With --helm the chart is rendered, too. --out gets every configuration of rekindle in them.
 """
 
+import argparse
 import json
 import pathlib
 import re
+import subprocess
 import sys
 import tomllib
 
@@ -17,6 +21,12 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "examples/deploy"
 # The oldest that has what the manifest uses without a feature gate, and the newest there is a schema of.
 VERSIONS = ["1.31", kubernetes_validate.latest_version()]
+
+
+options = argparse.ArgumentParser()
+options.add_argument("--helm")
+options.add_argument("--out", type=pathlib.Path)
+HELM, FOLDER = vars(options.parse_args()).values()
 
 
 def seconds(text):
@@ -58,42 +68,158 @@ def check_dashboard():
     assert len(set(places)) == len(places) == len({panel["id"] for panel in dashboard["panels"]})
 
 
-def main():
-    check_dashboard()
-    documents = list(yaml.safe_load_all((DEPLOY / "kubernetes/job.yaml").read_text()))
+def valid(documents):
     for document in documents:
         for version in VERSIONS:
             kubernetes_validate.validate(document, version, strict=True)
+
+
+def check_job(documents):
+    """A job and its configuration agree with each other and with rekindle; returns the configuration's text."""
+    by_kind = {document["kind"]: document for document in documents}
+    job, configmap, claim = by_kind["Job"], by_kind["ConfigMap"], by_kind.get("PersistentVolumeClaim")
+    text = configmap["data"]["rekindle.toml"]
+    config = tomllib.loads(text)
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["terminationGracePeriodSeconds"] > 2 * seconds(config["snapshot"]["grace"])
+    assert pod["restartPolicy"] == "Never" and spec["parallelism"] == 1 and spec["podReplacementPolicy"] == "Failed"
+    assert pod["automountServiceAccountToken"] is False
+    rules = {rule["action"]: rule["onExitCodes"] for rule in spec["podFailurePolicy"]["rules"] if "onExitCodes" in rule}
+    assert all(rule["containerName"] == container["name"] for rule in rules.values())
+    codes = exit_codes()
+    assert rules["Ignore"]["values"] == [75, 128 + 15]
+    again = ["Usage", "NoUsableImage", "Missing", "Config", "NotExecutable", "NotFound"]
+    assert sorted(rules["FailJob"]["values"]) == sorted(codes[name] for name in again), (rules, codes)
+    assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
+    added = set(container["securityContext"]["capabilities"]["add"])
+    assert added == essential_capabilities(), added ^ essential_capabilities()
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounts["store"] == config["store"]["directory"]
+    assert mounts["configuration"] == "/etc/rekindle"
+    assert "/run/rekindle" not in mounts.values()
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes.keys() == mounts.keys()
+    if claim:
+        assert volumes["store"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert volumes["configuration"]["configMap"]["name"] == configmap["metadata"]["name"]
+    assert container["args"][:2] == ["run", "--"] and len(container["args"]) > 2
+    return text
+
+
+REQUIRED = {"image": {"repository": "registry/train"}, "command": ["python3", "/job/train.py", "--name", 'a "b" c: d']}
+# Values for the chart, and what must then be true of the documents by their kind.
+CHART = {
+    "only what is required": ({}, lambda kinds: kinds["PersistentVolumeClaim"]["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"),
+    "eight GPUs": ({"gpus": 8}, lambda kinds: container_of(kinds)["resources"]["limits"]["nvidia.com/gpu"] == "8"),
+    "no GPU": ({"gpus": 0}, lambda kinds: list(container_of(kinds)["resources"]["limits"]) == ["memory"]),
+    "a claim that exists": (
+        {"store": {"existingClaim": "mine"}},
+        lambda kinds: "PersistentVolumeClaim" not in kinds and volume_of(kinds)["persistentVolumeClaim"]["claimName"] == "mine",
+    ),
+    "a folder of the node": (
+        {"store": {"hostPath": "/srv/images"}, "nodeSelector": {"kubernetes.io/hostname": "node7"}},
+        lambda kinds: "PersistentVolumeClaim" not in kinds and volume_of(kinds)["hostPath"] == {"path": "/srv/images", "type": "Directory"},
+    ),
+    "a replica": (
+        {"replica": {"url": "s3://bucket/jobs", "credentialsSecret": "s3"}},
+        lambda kinds: container_of(kinds)["envFrom"] == [{"secretRef": {"name": "s3"}}] and config_of(kinds)["replica"]["url"] == "s3://bucket/jobs",
+    ),
+    "everything else": (
+        {
+            "user": "alice",
+            "interval": "auto",
+            "graceSeconds": 120,
+            "image": {"pullSecrets": [{"name": "registry"}]},
+            "store": {"keep": False, "storageClass": "fast", "accessMode": "ReadWriteMany", "size": "2Ti", "keepLast": 5},
+            "extraConfig": "[watch]\nno-output-for = \"20m\"\naction = \"restart\"\n",
+            "env": [{"name": "NCCL_DEBUG", "value": "INFO"}],
+            "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}],
+            "volumeMounts": [{"name": "data", "mountPath": "/job/out"}],
+            "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+            "affinity": {"nodeAffinity": {}},
+            "priorityClassName": "low",
+        },
+        lambda kinds: config_of(kinds)["watch"]["action"] == "restart" and "annotations" not in kinds["PersistentVolumeClaim"]["metadata"],
+    ),
+}
+# Values that the chart refuses, and words of the reason.
+REFUSED = [
+    ({"command": []}, "/command"),
+    ({"image": {"repository": ""}}, "/image/repository"),
+    ({"gpu": 1}, "'gpu'"),
+    ({"gpus": -1}, "/gpus"),
+    ({"interval": "soon"}, "/interval"),
+    ({"graceSeconds": 300}, "more than twice graceSeconds"),
+    ({"store": {"existingClaim": "a", "hostPath": "/b"}}, "exclude each other"),
+    ({"replica": {"credentialsSecret": "s3"}}, "needs replica.url"),
+]
+
+
+def container_of(kinds):
+    return kinds["Job"]["spec"]["template"]["spec"]["containers"][0]
+
+
+def volume_of(kinds):
+    return next(volume for volume in kinds["Job"]["spec"]["template"]["spec"]["volumes"] if volume["name"] == "store")
+
+
+def config_of(kinds):
+    return tomllib.loads(kinds["ConfigMap"]["data"]["rekindle.toml"])
+
+
+def merged(first, second):
+    return {**first, **{name: merged(first[name], value) if isinstance(first.get(name), dict) else value for name, value in second.items()}}
+
+
+def helm(command, values):
+    chart = [command, *(["train"] if command != "lint" else []), str(DEPLOY / "helm/rekindle-job")]
+    dry = ["--dry-run=client"] if command == "install" else []
+    return subprocess.run([HELM, *chart, *dry, "--values", "-"], input=json.dumps(values), capture_output=True, text=True, timeout=60, check=False)
+
+
+def check_chart():
+    """Renders the chart with the real helm; returns the configurations of all renderings."""
+    configurations = []
+    for name, (values, holds) in CHART.items():
+        values = merged(REQUIRED, values)
+        for command in ("lint", "template"):
+            done = helm(command, values)
+            assert done.returncode == 0, f"helm {command}, {name}: {done.stdout}{done.stderr}"
+        documents = [document for document in yaml.safe_load_all(done.stdout) if document]
+        valid(documents)
+        configurations.append(check_job(documents))
+        kinds = {document["kind"]: document for document in documents}
+        assert container_of(kinds)["args"] == ["run", "--", *REQUIRED["command"]], name
+        assert holds(kinds), f"{name}: {done.stdout}"
+    for values, words in REFUSED:
+        done = helm("template", merged(REQUIRED, values))
+        assert done.returncode != 0 and words in done.stderr, f"{values}: {done.stderr}"
+    # Its values.yaml names each value that the schema has, and no other: a user reads only that file.
+    schema = json.loads((DEPLOY / "helm/rekindle-job/values.schema.json").read_text())["properties"]
+    written = yaml.safe_load((DEPLOY / "helm/rekindle-job/values.yaml").read_text())
+    assert schema.keys() - {"global"} == written.keys()
+    for name in (name for name, value in schema.items() if "properties" in value):
+        assert schema[name]["properties"].keys() == written[name].keys(), name
+    return configurations
+
+
+def main():
+    check_dashboard()
+    text = (DEPLOY / "kubernetes/job.yaml").read_text()
+    documents = list(yaml.safe_load_all(text))
+    valid(documents)
     # The validator is worth something only if it refuses.
-    broken = yaml.safe_load((DEPLOY / "kubernetes/job.yaml").read_text().split("---")[2])
+    broken = yaml.safe_load(text.split("---")[2])
     broken["spec"]["template"]["spec"]["terminationGracePeriod"] = 1
     try:
         kubernetes_validate.validate(broken, VERSIONS[0], strict=True)
         sys.exit("deploy: the validator takes what is wrong")
     except kubernetes_validate.ValidationError:
         pass
-
-    configmap, claim, job = documents
-    config = tomllib.loads(configmap["data"]["rekindle.toml"])
-    spec, pod = job["spec"], job["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    assert pod["terminationGracePeriodSeconds"] > 2 * seconds(config["snapshot"]["grace"])
-    assert pod["restartPolicy"] == "Never" and spec["parallelism"] == 1
-    rules = {rule["action"]: rule["onExitCodes"]["values"] for rule in spec["podFailurePolicy"]["rules"] if "onExitCodes" in rule}
-    codes = exit_codes()
-    assert rules["Ignore"] == [75, 128 + 15]
-    again = ["Usage", "NoUsableImage", "Missing", "Config", "NotExecutable", "NotFound"]
-    assert sorted(rules["FailJob"]) == sorted(codes[name] for name in again), (rules, codes)
-    added = set(container["securityContext"]["capabilities"]["add"])
-    assert added == essential_capabilities(), added ^ essential_capabilities()
-    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-    assert mounts["store"] == config["store"]["directory"]
-    assert mounts["configuration"] == "/etc/rekindle"
-    volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    assert volumes.keys() == mounts.keys()
-    assert volumes["store"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
-    assert volumes["configuration"]["configMap"]["name"] == configmap["metadata"]["name"]
-    assert container["args"][:2] == ["run", "--"]
+    configurations = [check_job(documents)]
+    if HELM:
+        configurations += check_chart()
 
     # Each line of the Containerfile is an instruction that there is, and what it copies is there or made before.
     text = (DEPLOY / "Containerfile").read_text().replace("\\\n", " ")
@@ -103,10 +229,13 @@ def main():
     assert lines[0].startswith("ARG BASE=") and lines[1] == "FROM ${BASE}"
     copied = [line.split()[1] for line in lines if line.startswith("COPY")]
     assert all((ROOT / path).exists() or path.startswith("dist/") for path in copied), copied
-    print(f"deploy: ok, by the schemas of {' and '.join(VERSIONS)}")
-    if len(sys.argv) > 1:
+    chart = f", and the chart with {len(CHART)} sets of values" if HELM else ""
+    print(f"deploy: ok, by the schemas of {' and '.join(VERSIONS)}{chart}")
+    if FOLDER:
         # For rekindle itself to judge.
-        pathlib.Path(sys.argv[1]).write_text(configmap["data"]["rekindle.toml"])
+        FOLDER.mkdir(exist_ok=True)
+        for number, configuration in enumerate(configurations):
+            (FOLDER / f"{number}.toml").write_text(configuration)
 
 
 main()

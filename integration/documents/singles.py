@@ -7,9 +7,10 @@ from documents.table import entry_for
 from documents.world import JOB, Failed, missing
 
 # What a page writes for something that the reader puts in.
+# The job here is `train`, whatever a page calls its own.
 WORDS = {
     r"(?<=rewind JOB )TAG\b": "good",
-    r"\bJOB\b|(?<=rekindle show )count": "train",
+    r"\bJOB\b|(?<=rekindle show )count|(?<=rekindle stop )lab": "train",
     r"\b(?:IMAGE|ID)\b": "{image}",
     r"\b\d{6}-\d{8}T\d{6}Z\b": "{image}",
     r"\b(?:TAG|T)\b": "best",

@@ -43,8 +43,10 @@ TABLE = [
     Elsewhere(r"pip install \./", "installs", "integration/install.sh", "pip install"),
     Elsewhere(r"pip install --target", "is said not to work"),
     Elsewhere(r"venv/bin/python -m rekindle", "needs a wheel", "integration/install.sh", "-m rekindle"),
+    Elsewhere(r"rekindle run .*-- jupyter server", "needs Jupyter", code=127),
     Elsewhere(r"podman (build|stop|exec)", "needs a container manager"),
     Elsewhere(r"kubectl ", "needs a cluster"),
+    Elsewhere(r"helm (install|uninstall)", "needs a cluster; the chart is rendered", "integration/run.sh", "integration/deploy.py"),
     Elsewhere(r"systemctl ", "needs a systemd", "integration/systemd.sh", "systemctl"),
     Elsewhere(r"rekindle cuda \S+ --pid", "needs a GPU", code=69),
 ]

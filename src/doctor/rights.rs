@@ -47,10 +47,12 @@ type Capability = (&'static str, u32);
 const ESSENTIAL: [Capability; 5] =
     [("CAP_SYS_ADMIN", 21), ("CAP_NET_ADMIN", 12), ("CAP_SETPCAP", 8), ("CAP_SYS_CHROOT", 18), ("CAP_SYS_TIME", 25)];
 /// Without these, jobs of other users fail: their files, their ids, their memory.
-const USEFUL: [Capability; 7] = [
+const USEFUL: [Capability; 8] = [
     ("CAP_SYS_PTRACE", 19),
     ("CAP_CHOWN", 0),
     ("CAP_DAC_OVERRIDE", 1),
+    // The plugin reads an image with it while CRIU has the rights of the job's user (native/plugin/src/rights.rs).
+    ("CAP_DAC_READ_SEARCH", 2),
     ("CAP_FOWNER", 3),
     ("CAP_KILL", 5),
     ("CAP_SETGID", 6),

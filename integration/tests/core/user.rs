@@ -55,6 +55,20 @@ fn a_user_has_no_rights_over_its_supervisor() {
     end(&lab, run);
 }
 
+#[test]
+fn the_rights_of_the_deployment_templates_are_enough() {
+    let Some(lab) = Lab::new() else { return };
+    let manifest = fs::read_to_string("examples/deploy/kubernetes/job.yaml").unwrap();
+    let added = manifest.split("add: [").nth(1).unwrap().split(']').next().unwrap().to_lowercase();
+    let added: Vec<String> = added.split(", ").map(|name| format!("+{name}")).collect();
+    let lab = lab.set("job.user", "\"nobody\"").with_only(&added.join(","));
+    let (mut run, _) = look(&lab);
+    run.snapshot(&lab);
+    run.crash(&lab);
+    run.wait_said("the job was restored from image");
+    end(&lab, run);
+}
+
 /// Whether no folder on the way keeps others out.
 fn below_closed(path: &Path, store: &Path) -> bool {
     let folders = path.ancestors().skip(1).take_while(|folder| folder.starts_with(store));

@@ -141,6 +141,14 @@ impl Lab {
         self
     }
 
+    /// The supervisor has only these capabilities, as in a container.
+    pub(crate) fn with_only(mut self, capabilities: &str) -> Lab {
+        let set = format!("-all,{capabilities}");
+        let setpriv = ["setpriv".into(), format!("--bounding-set={set}"), format!("--inh-caps={set}")];
+        self.wrapper.splice(0..0, setpriv.map(OsString::from));
+        self
+    }
+
     /// The supervisor leads a session of its own, without a terminal.
     pub(crate) fn leading_a_session(mut self) -> Lab {
         self.wrapper.insert(0, "setsid".into());
