@@ -1,3 +1,5 @@
+mod stream;
+
 use std::net::Ipv4Addr;
 
 use super::*;
