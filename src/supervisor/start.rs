@@ -274,7 +274,8 @@ fn network(setup: &Setup) -> Network<'_> {
 /// Makes the job's socket accessible in this world. The job also runs without it.
 fn reach_socket(setup: &Setup, world: &World) {
     let Some(word) = &setup.sockets.job_api else { return };
-    if let (Network::Private | Network::Uplink(_), Some(init)) = (network(setup), world.init())
+    if network(setup) != Network::Host
+        && let Some(init) = world.init()
         && let Err(error) = word.move_to(init.pid())
     {
         tracing::warn!("the job's socket (REKINDLE_SOCKET) does not work: {error}");

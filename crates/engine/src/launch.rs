@@ -6,6 +6,7 @@
 
 pub mod embedded;
 pub mod gpus;
+pub mod group;
 pub mod host;
 pub mod hwloc;
 pub mod identity;

@@ -73,19 +73,20 @@ extern "C" fn begin(stack: *const usize) -> ! {
         exit(2);
     }
     match args.get(1).to_bytes() {
-        b"init" if argc == 5 || argc == 6 => {
+        b"init" if argc == 7 => {
             let loopback = args.get(4).to_bytes().contains(&b'l');
-            init(args.number(2), args.number(3), loopback, (argc == 6).then(|| args.get(5)))
+            let file = |at| Some(args.get(at)).filter(|path| path.to_bytes() != b"-");
+            init(args.number(2), args.number(3), loopback, [file(5), file(6)])
         }
         b"reap" if argc >= 8 => reap(&args, envp),
         _ => exit(2),
     }
 }
 
-/// `init LAST_PID READY_FD FLAGS [NAMES]`: prepares the namespaces, writes `ok` to the descriptor, then reaps until it
+/// `init LAST_PID READY_FD FLAGS NAMES HOSTS`: prepares the namespaces, writes `ok` to the descriptor, then reaps until it
 /// is killed. FLAGS: `l` enables the loopback device of a new network namespace. NAMES is a file that is mounted over
-/// /etc/resolv.conf, if that exists.
-fn init(last_pid: i32, ready: i32, loopback: bool, names: Option<&CStr>) -> ! {
+/// /etc/resolv.conf, and HOSTS one over /etc/hosts, if those exist; `-` for none.
+fn init(last_pid: i32, ready: i32, loopback: bool, [names, hosts]: [Option<&CStr>; 2]) -> ! {
     let mut mask = sys::block_all();
     let prepared = sys::die_with_parent(sys::SIGKILL)
         .map_err(|e| (b'd', e))
@@ -99,10 +100,8 @@ fn init(last_pid: i32, ready: i32, loopback: bool, names: Option<&CStr>) -> ! {
         // The job's pids begin above this one, so that low ones are free for CRIU in this namespace.
         .and_then(|()| sys::write_number(c"/proc/sys/kernel/ns_last_pid", last_pid).map_err(|e| (b'l', e)))
         .and_then(|()| if loopback { sys::bring_up_loopback().map_err(|e| (b'n', e)) } else { Ok(()) })
-        .and_then(|()| match names.map(|names| sys::mount(names, c"/etc/resolv.conf", c"", sys::MS_BIND)) {
-            None | Some(Ok(()) | Err(sys::ENOENT)) => Ok(()),
-            Some(Err(e)) => Err((b'r', e)),
-        });
+        .and_then(|()| mount_over(names, c"/etc/resolv.conf").map_err(|e| (b'r', e)))
+        .and_then(|()| mount_over(hosts, c"/etc/hosts").map_err(|e| (b'h', e)));
     let report: [u8; 2] = match prepared {
         Ok(()) => *b"ok",
         Err((step, errno)) => [step, u8::try_from(errno.0).unwrap_or(u8::MAX)],
@@ -115,6 +114,14 @@ fn init(last_pid: i32, ready: i32, loopback: bool, names: Option<&CStr>) -> ! {
     loop {
         while let Ok(Some(_)) = sys::wait_any(sys::WNOHANG) {}
         let _ = sys::next_signal(&mut mask);
+    }
+}
+
+/// Mounts the file over another one. Where there is none, nobody reads it.
+fn mount_over(file: Option<&CStr>, target: &CStr) -> Result<(), sys::Errno> {
+    match file.map(|file| sys::mount(file, target, c"", sys::MS_BIND)) {
+        None | Some(Ok(()) | Err(sys::ENOENT)) => Ok(()),
+        Some(Err(e)) => Err(e),
     }
 }
 

@@ -62,19 +62,21 @@ pub fn tcp_sockets(dir: &Path) -> Result<Vec<TcpSocket>, Error> {
 }
 
 /// Disconnects the sockets whose other end is not in the image, as CRIU's `tcp_close` does with all sockets, and
-/// returns how many. For the job such a connection was reset: reads and writes fail.
+/// returns how many. Those between two addresses of which `kept` says so are kept, too: their other end is in another
+/// image. For the job a closed connection was reset: reads and writes fail.
 ///
 /// CRIU (4.2) can only keep all connections or close all.
 ///
 /// # Errors
 /// When files.img is missing or damaged, or cannot be written.
-pub fn close_connections_outwards(dir: &Path) -> Result<usize, Error> {
+pub fn close_connections_outwards(dir: &Path, kept: &dyn Fn(IpAddr) -> bool) -> Result<usize, Error> {
     let path = dir.join("files.img");
     let all = tcp_sockets(dir)?;
     let known: HashSet<(SocketAddr, SocketAddr)> = all.iter().filter_map(ends).collect();
     let leads_out = |entry: &FileEntry| {
         let ends = TcpSocket::of(entry).as_ref().and_then(ends);
-        ends.is_some_and(|(local, remote)| !known.contains(&(remote, local)))
+        let inside = |local: SocketAddr, remote: SocketAddr| kept(local.ip()) && kept(remote.ip());
+        ends.is_some_and(|(local, remote)| !known.contains(&(remote, local)) && !inside(local, remote))
     };
     let mut closed = 0;
     rewrite(&path, FILES, |entry: FileEntry, record| {
@@ -144,7 +146,7 @@ mod tests {
             socket(5, 8, (&lo, 8000), (&lo, 40002)),
         ];
         super::super::tests::write(&dir.path().join("files.img"), FILES, &records);
-        assert_eq!(close_connections_outwards(dir.path()).unwrap(), 2);
+        assert_eq!(close_connections_outwards(dir.path(), &|_| false).unwrap(), 2);
         let end = |port| SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port);
         let expected = [
             TcpSocket::Listening(end(8000)),
@@ -158,6 +160,24 @@ mod tests {
         let written = std::fs::read(dir.path().join("files.img")).unwrap();
         let unknown = written.windows(4).filter(|part| *part == [13 << 3 | 2, 2, 8, 1]);
         assert_eq!(unknown.count(), 5, "what is not read stays");
-        assert_eq!(close_connections_outwards(dir.path()).unwrap(), 0);
+        assert_eq!(close_connections_outwards(dir.path(), &|_| false).unwrap(), 0);
+    }
+
+    #[test]
+    fn connections_with_both_ends_in_the_group_are_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let word = |a: [u8; 4]| u32::from_ne_bytes(a);
+        let (own, other, far) = ([word([10, 213, 0, 1])], [word([10, 213, 0, 2])], [word([192, 0, 2, 1])]);
+        let records = [
+            socket(1, 1, (&own, 40000), (&other, 8000)),
+            socket(2, 1, (&own, 40001), (&far, 443)),
+            socket(3, 1, (&far, 40002), (&other, 443)),
+        ];
+        super::super::tests::write(&dir.path().join("files.img"), FILES, &records);
+        let group = |at: IpAddr| matches!(at, IpAddr::V4(at) if at.octets().starts_with(&[10, 213]));
+        assert_eq!(close_connections_outwards(dir.path(), &group).unwrap(), 2);
+        let end = |last, port| SocketAddr::new(Ipv4Addr::new(10, 213, 0, last).into(), port);
+        let kept = TcpSocket::Connected { local: end(1, 40000), remote: end(2, 8000) };
+        assert_eq!(tcp_sockets(dir.path()).unwrap(), [kept]);
     }
 }

@@ -26,6 +26,7 @@ use std::time::Duration;
 use nix::fcntl::OFlag;
 use nix::sched::CloneFlags;
 
+use super::group::{self, Cable};
 use super::uplink::{self, Uplink};
 use rekindle_os::process;
 use rekindle_os::spawn::{self, Child, Ended, Spawn};
@@ -45,6 +46,25 @@ pub enum Network<'a> {
     Private,
     /// A loopback device of its own, and a connection to the outside.
     Uplink(&'a uplink::Plan),
+    /// A loopback device of its own, a connection to the other nodes of a group, and at most one to the outside.
+    Group(&'a group::Plan, Option<&'a uplink::Plan>),
+}
+
+impl<'a> Network<'a> {
+    fn uplink(self) -> Option<&'a uplink::Plan> {
+        match self {
+            Network::Uplink(plan) => Some(plan),
+            Network::Group(_, uplink) => uplink,
+            Network::Host | Network::Private => None,
+        }
+    }
+
+    fn group(self) -> Option<&'a group::Plan> {
+        match self {
+            Network::Group(plan, _) => Some(plan),
+            _ => None,
+        }
+    }
 }
 
 /// The namespaces that a job runs in.
@@ -56,6 +76,8 @@ pub enum World {
         init: Child,
         /// The connection to the outside, if there is one.
         uplink: Option<Uplink>,
+        /// The connection to the group, if there is one, and the group's addresses.
+        group: Option<(group::Subnet, Cable)>,
     },
     /// The namespaces of the supervisor.
     Host,
@@ -81,6 +103,9 @@ pub enum Error {
     /// There is no connection to the outside.
     #[error("cannot connect the job's network to the outside")]
     Uplink(#[from] uplink::Error),
+    /// There is no connection to the group.
+    #[error("cannot connect the job's network to the group")]
+    Group(#[from] group::Error),
     /// The pipe to init failed.
     #[error("cannot communicate with the job's init")]
     Talk(#[source] io::Error),
@@ -94,8 +119,8 @@ impl World {
     pub fn private(reaper: &Path, last_pid: i32, network: Network<'_>) -> Result<World, Error> {
         let (flags, loopback) = match network {
             Network::Host => (CloneFlags::empty(), "-"),
-            Network::Private => (CloneFlags::CLONE_NEWNET, "l"),
-            Network::Uplink(_) => (CloneFlags::empty(), "l"),
+            Network::Private | Network::Group(_, None) => (CloneFlags::CLONE_NEWNET, "l"),
+            Network::Uplink(_) | Network::Group(_, Some(_)) => (CloneFlags::empty(), "l"),
         };
         let (ready, ready_end) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(|e| Error::Talk(e.into()))?;
         let mut owned = None;
@@ -103,8 +128,9 @@ impl World {
             ["init".to_string(), last_pid.to_string(), READY_FD.to_string(), loopback.to_string()]
                 .map(Into::into)
                 .into();
-        if let Network::Uplink(plan) = network {
-            args.push(plan.names()?.into());
+        args.push(network.uplink().map_or_else(|| Ok("-".into()), uplink::Plan::names)?.into());
+        args.push(network.group().map_or_else(|| Ok("-".into()), group::Plan::hosts)?.into());
+        if let Some(plan) = network.uplink() {
             owned = Some((plan, plan.network()?));
         }
         let mut spawn = Spawn::new(reaper, args)?.environment::<&str, &str>([])?;
@@ -116,9 +142,9 @@ impl World {
         let mut report = [0u8; 2];
         let read = io::Read::read_exact(&mut std::fs::File::from(ready), &mut report);
         let failed = match (read, report) {
-            (Ok(()), [b'o', b'k']) => match owned.map(|(plan, owned)| Uplink::start(plan, owned)).transpose() {
-                Ok(uplink) => return Ok(World::Private { init, uplink }),
-                Err(error) => error.into(),
+            (Ok(()), [b'o', b'k']) => match connect(network, &init, owned) {
+                Ok((uplink, group)) => return Ok(World::Private { init, uplink, group }),
+                Err(error) => error,
             },
             (Ok(()), [step, errno]) => {
                 let step = match step {
@@ -127,13 +153,14 @@ impl World {
                     b'p' => "mounting /proc",
                     b'n' => "bringing up the loopback device",
                     b'r' => "mounting a file over /etc/resolv.conf",
+                    b'h' => "mounting a file over /etc/hosts",
                     _ => "setting the next pid",
                 };
                 Error::Prepare { step, source: io::Error::from_raw_os_error(i32::from(errno)) }
             }
             (Err(source), _) => Error::Talk(source),
         };
-        World::Private { init, uplink: None }.end(None);
+        World::Private { init, uplink: None, group: None }.end(None);
         Err(failed)
     }
 
@@ -142,6 +169,25 @@ impl World {
     pub fn init(&self) -> Option<&Child> {
         match self {
             World::Private { init, .. } => Some(init),
+            World::Host => None,
+        }
+    }
+
+    /// The connection to the group.
+    #[must_use]
+    pub fn cable(&self) -> Option<&Cable> {
+        self.group().map(|(_, cable)| cable)
+    }
+
+    /// The addresses of the group: connections between two of them are kept in images.
+    #[must_use]
+    pub fn subnet(&self) -> Option<group::Subnet> {
+        self.group().map(|(subnet, _)| *subnet)
+    }
+
+    fn group(&self) -> Option<&(group::Subnet, Cable)> {
+        match self {
+            World::Private { group, .. } => group.as_ref(),
             World::Host => None,
         }
     }
@@ -188,7 +234,7 @@ impl World {
             ended = root.wait().ok();
         }
         spawn::reap_strays();
-        if let World::Private { init, uplink } = self {
+        if let World::Private { init, uplink, .. } = self {
             if let Some(uplink) = uplink {
                 uplink.stop();
             }
@@ -202,6 +248,23 @@ impl World {
         }
         ended
     }
+}
+
+type Connected = (Option<Uplink>, Option<(group::Subnet, Cable)>);
+
+/// Connects the network of a world that is ready.
+fn connect(
+    network: Network<'_>,
+    init: &Child,
+    owned: Option<(&uplink::Plan, rekindle_os::netns::Owned)>,
+) -> Result<Connected, Error> {
+    let join = |plan: &group::Plan| -> Result<_, Error> {
+        let job = std::fs::File::open(format!("/proc/{}/ns/net", init.pid())).map_err(Error::Talk)?;
+        Ok((plan.subnet, plan.join(std::os::fd::AsFd::as_fd(&job), init.pid())?))
+    };
+    let group = network.group().map(join).transpose()?;
+    let uplink = owned.map(|(plan, owned)| Uplink::start(plan, owned)).transpose()?;
+    Ok((uplink, group))
 }
 
 /// The descriptor number of the ready pipe in init.

@@ -174,7 +174,9 @@ impl Still<'_, '_> {
 
     fn correct_image(&self, notes: &mut Vec<String>) -> Result<(), String> {
         criu::image::adopt_daemons(self.dir).map_err(|e| e.to_string())?;
-        tcp::capture::close_in_image(self.env.subject.options.tcp, self.seen.tcp, self.dir).map_err(|e| chain(&e))?;
+        let subject = self.env.subject;
+        tcp::capture::close_in_image(subject.options.tcp, self.seen.tcp, subject.job.world.subnet(), self.dir)
+            .map_err(|e| chain(&e))?;
         if let Some(devices) = self.devices {
             notes.extend(devices.settle(self.dir, self.env.root(), &self.gpus.group.outer_pids())?);
         }

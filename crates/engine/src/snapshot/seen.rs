@@ -46,7 +46,7 @@ impl Seen {
         let options = subject.options;
         let mut contents = Contents::new(&options.track, env.folders(), options.file_limit);
         let rewritten = contents.foresee(&tree, env.view()).map_err(copied)?;
-        let tcp = tcp::capture::choose(options.tcp, &tree);
+        let tcp = tcp::capture::choose(options.tcp, &tree, subject.job.world.subnet());
         Ok(Seen { job_pid, names, expected, nameless, contents, rewritten, tcp })
     }
 

@@ -4,15 +4,20 @@
 //! other side has seen it end, and a restore of it fails. So by default the former are kept, and the latter are closed
 //! in the image.
 //!
+//! A connection between two addresses of the group is inside, too: its other end is in the image of another node, taken
+//! while no cable was in.
+//!
 //! CRIU keeps all or closes all. If there are both kinds, CRIU keeps all, and those to the outside are closed in the
 //! image afterwards ([`close_connections_outwards`]). CRIU then puts their sockets into the repair mode of tcp(7) while
 //! it dumps. A job without connections inside avoids that.
 
 use std::collections::HashSet;
+use std::net::{IpAddr, Ipv4Addr};
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use crate::launch::group::Subnet;
 use rekindle_criu::Tcp;
 use rekindle_criu::image::{self, close_connections_outwards};
 use rekindle_os::process;
@@ -31,11 +36,11 @@ pub enum TcpChoice {
 }
 
 /// Decides for the tree.
-pub(crate) fn choose(wanted: TcpChoice, tree: &[i32]) -> Tcp {
+pub(crate) fn choose(wanted: TcpChoice, tree: &[i32], group: Option<Subnet>) -> Tcp {
     match wanted {
         TcpChoice::Keep => Tcp::Keep,
         TcpChoice::Close => Tcp::Close,
-        TcpChoice::Auto => automatic(&connections(tree)),
+        TcpChoice::Auto => automatic(&connections(tree), group),
     }
 }
 
@@ -46,17 +51,35 @@ struct Connection {
     remote: String,
 }
 
-fn automatic(all: &[Connection]) -> Tcp {
+impl Connection {
+    fn is_within(&self, group: Subnet) -> bool {
+        [&self.local, &self.remote].into_iter().all(|end| address(end).is_some_and(|at| group.contains(at)))
+    }
+}
+
+/// The IPv4 address in "0100007F:1F90": the kernel writes the word as it is in memory.
+fn address(end: &str) -> Option<IpAddr> {
+    let (word, _) = end.split_once(':')?;
+    let word = u32::from_str_radix(word, 16).ok()?;
+    Some(Ipv4Addr::from(word.to_ne_bytes()).into())
+}
+
+fn automatic(all: &[Connection], group: Option<Subnet>) -> Tcp {
     let known: HashSet<&Connection> = all.iter().collect();
     let other_end = |c: &Connection| Connection { local: c.remote.clone(), remote: c.local.clone() };
-    let inside = |c: &Connection| known.contains(&other_end(c));
+    let inside = |c: &Connection| known.contains(&other_end(c)) || group.is_some_and(|group| c.is_within(group));
     if all.is_empty() || all.iter().any(inside) { Tcp::Keep } else { Tcp::Close }
 }
 
 /// Closes the connections in the image that must not be kept; called while all tasks are frozen.
-pub(crate) fn close_in_image(wanted: TcpChoice, dumped: Tcp, criu_dir: &Path) -> Result<(), image::Error> {
+pub(crate) fn close_in_image(
+    wanted: TcpChoice,
+    dumped: Tcp,
+    group: Option<Subnet>,
+    criu_dir: &Path,
+) -> Result<(), image::Error> {
     if (wanted, dumped) == (TcpChoice::Auto, Tcp::Keep) {
-        let closed = close_connections_outwards(criu_dir)?;
+        let closed = close_connections_outwards(criu_dir, &|at| group.is_some_and(|group| group.contains(at)))?;
         tracing::debug!(closed, "closed TCP connections to the outside");
     }
     Ok(())
@@ -100,7 +123,11 @@ mod tests {
 ";
 
     fn with(inodes: &[&str]) -> Tcp {
-        automatic(&parse(TABLE, &inodes.iter().map(|inode| inode.parse().unwrap()).collect()))
+        within(inodes, None)
+    }
+
+    fn within(inodes: &[&str], group: Option<Subnet>) -> Tcp {
+        automatic(&parse(TABLE, &inodes.iter().map(|inode| inode.parse().unwrap()).collect()), group)
     }
 
     #[test]
@@ -114,5 +141,13 @@ mod tests {
         assert_eq!(with(&["12", "13", "14"]), Tcp::Keep, "two ends of one are inside");
         assert_eq!(with(&["14"]), Tcp::Close);
         assert_eq!(with(&["12"]), Tcp::Close, "the other end belongs to somebody else");
+    }
+
+    #[test]
+    fn connections_within_the_group_are_inside() {
+        let group = |subnet: &str| Some(subnet.parse().unwrap());
+        assert_eq!(within(&["14"], group("10.0.0.0/16")), Tcp::Keep);
+        assert_eq!(within(&["14"], group("10.0.0.0/30")), Tcp::Keep);
+        assert_eq!(within(&["14"], group("10.213.0.0/16")), Tcp::Close);
     }
 }
