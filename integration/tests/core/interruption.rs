@@ -199,9 +199,9 @@ fn what_is_stored_is_replicated_until_the_machine_ends() {
     let Some((lab, service)) = machine("[\"aws\"]") else { return };
     let replica = tempfile::tempdir().unwrap();
     let url = format!("\"file://{}\"", replica.path().display());
-    // So the replica takes longer than the test waits.
-    let lab = lab.set("replica.url", &url).set("replica.rate", "\"50KiB\"");
-    let run = start(&lab, "fresh-8");
+    // So the replica takes half a minute.
+    let lab = lab.set("replica.url", &url).set("replica.rate", "\"1MiB\"");
+    let run = start(&lab, "fresh-32");
     terminate(&service, 16);
     let (_, said) = run.ends_with(75);
     assert!(said.contains("the machine ends now: the last image is not in the replica"), "{said}");

@@ -341,8 +341,8 @@ fn a_stop_waits_for_the_store() {
 #[test]
 fn a_second_stop_does_not_wait_for_the_store() {
     let Some(lab) = Lab::new() else { return };
-    // An image takes longer than the test waits.
-    let lab = lab.set("store.persist-rate", "\"100KiB\"").set("store.compression", "\"none\"");
+    // An image takes a minute and more.
+    let lab = lab.set("store.persist-rate", "\"1MiB\"").set("store.compression", "\"none\"");
     let start = || lab.python("memory_job.py", &[lab.path().to_str().unwrap(), "64"]);
     let mut run = start();
     count_on(&lab, &mut run, 5);

@@ -108,7 +108,8 @@ fn signals_that_come_together_are_one_request() {
     let mut run = again(&lab);
     count_on(&lab, &mut run, 5);
     run.signal(Signal::SIGTERM);
-    std::thread::sleep(Duration::from_millis(20));
+    // Of signals that are pending at once the kernel delivers SIGINT first.
+    run.wait_said("received SIGTERM");
     run.signal(Signal::SIGTERM);
     run.signal(Signal::SIGINT);
     let (_, said) = run.ends_with(143);

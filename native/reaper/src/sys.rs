@@ -201,6 +201,12 @@ pub(crate) fn no_new_privileges() -> Result<(), Errno> {
     prctl(38, 1) // PR_SET_NO_NEW_PRIVS
 }
 
+/// Highest priority among ordinary processes, for this process alone: it is not inherited by what it forked before. Needs
+/// CAP_SYS_NICE.
+pub(crate) fn come_first() -> Result<(), Errno> {
+    call(141, [0, 0, arg(-20), 0, 0]).map(drop) // setpriority(PRIO_PROCESS)
+}
+
 /// An instruction of a classic BPF program (`struct sock_filter`).
 #[repr(C)]
 struct Instruction {
