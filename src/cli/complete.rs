@@ -82,7 +82,7 @@ fn line() -> Vec<OsString> {
 /// The word at the cursor. A shell that does not say which it is gives the words up to it.
 fn current(line: &[OsString]) -> OsString {
     let index = std::env::var("_CLAP_COMPLETE_INDEX").ok().and_then(|text| text.parse::<usize>().ok());
-    line.get(index.unwrap_or(line.len().saturating_sub(1))).cloned().unwrap_or_default()
+    line.get(index.unwrap_or_else(|| line.len().saturating_sub(1))).cloned().unwrap_or_default()
 }
 
 /// What the line says about where to look.

@@ -37,7 +37,7 @@ struct Asked<'a> {
 
 impl Asked<'_> {
     fn output(&self, line: &str) -> std::process::Output {
-        let lab = self.lab.command(&["list"]);
+        let lab = self.lab.command(["list"]);
         let mut command = Command::new(self.shell);
         match self.shell {
             "bash" => command.args(["--norc", "-c", BASH, "bash", line]),

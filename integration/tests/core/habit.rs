@@ -30,7 +30,7 @@ fn default_store_has_one_too(lab: &Lab, line: &str) -> (i32, String) {
     let script = "mkdir -p /var/lib && mount -t tmpfs -o mode=755 tmpfs /var/lib && mkdir -p -m 700 \
         /var/lib/rekindle/j/images && exec \"$@\"";
     let mut command = std::process::Command::new("unshare");
-    let rekindle = lab.command(&line.split(' ').collect::<Vec<_>>());
+    let rekindle = lab.command(line.split(' ').collect::<Vec<_>>());
     command.args(["--mount", "--propagation", "private", "sh", "-c", script, "sh"]).arg(rekindle.get_program());
     command.args(rekindle.get_args()).envs(rekindle.get_envs().filter_map(|(name, value)| Some((name, value?))));
     let output = command.env_remove("REKINDLE_STORE_DIRECTORY").output().unwrap();
