@@ -75,6 +75,11 @@ class World:
 
     def __exit__(self, *_):
         self.end()
+        # A job that was stopped before its image was stored has it in memory, which nobody else would free.
+        self.cwd = self.folder
+        names = self.once("rekindle list --json | jq -r '.[].job'").stdout.split()
+        for name in names:
+            self.once(f"rekindle rm --yes --force {name}")
 
     def once(self, command):
         """Runs a command in the second terminal; what it exports and where it goes holds for the next one."""
