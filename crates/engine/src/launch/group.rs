@@ -193,7 +193,7 @@ impl Plan {
         let here = Links::here().map_err(failed("opening rtnetlink"))?;
         let underlay = here.with_address(local).map_err(|_| Error::Underlay(local))?;
         let headers = if local.is_ipv4() { 50 } else { 70 };
-        let mtu = self.mtu.unwrap_or(underlay.mtu.saturating_sub(headers));
+        let mtu = self.mtu.unwrap_or_else(|| underlay.mtu.saturating_sub(headers));
         let hidden = links::new_namespace().map_err(failed("creating a network namespace"))?;
         let vxlan = Vxlan { vni, port, local, mtu };
         let deadline = Instant::now() + LEFTOVERS_END;

@@ -236,7 +236,7 @@ fn a_stream_between_nodes_goes_on_after_both_are_restored_elsewhere() {
             out
         });
         // The first node runs on after its dump while the other one is still being dumped.
-        let order = if nanos % 2 == 0 { [0, 1] } else { [1, 0] };
+        let order = if nanos.is_multiple_of(2) { [0, 1] } else { [1, 0] };
         nodes[order[0]].dump(round);
         std::thread::sleep(Duration::from_millis(u64::from(nanos % 53)));
         nodes[order[1]].dump(round);
@@ -254,7 +254,7 @@ fn a_stream_between_nodes_goes_on_after_both_are_restored_elsewhere() {
         drop(nodes);
         // One machine is another, with another address; the network has another number.
         let last = u8::try_from(10 + round).unwrap();
-        machines[usize::from(nanos % 3 == 0)] = Machine::new(&hub, last);
+        machines[usize::from(nanos.is_multiple_of(3))] = Machine::new(&hub, last);
         let next = vni();
         let last_pid = last_pid_for(&pids);
         nodes = [node(&machines, 0, next, last_pid), node(&machines, 1, next, last_pid)];
