@@ -81,10 +81,7 @@ fn a_deadline_that_has_passed_is_a_mistake() {
 fn each_scheduler_gets_the_exit_code_that_it_queues_again_by() {
     for (profile, code) in [("sge", 99), ("htcondor", 85), ("none", 75)] {
         let Some(lab) = Lab::new() else { return };
-        let lab = lab
-            .set("scheduler.profile", &format!("\"{profile}\""))
-            .set("restart.backoff", "\"10m\"")
-            .set("restart.backoff-max", "\"10m\"");
+        let lab = lab.set("scheduler.profile", &format!("\"{profile}\"")).set("restart.backoff", "\"10m\"");
         // A job that dies soon is not restarted at once.
         let lab = lab.set("restart.backoff-max", "\"10m\"").set("restart.min-uptime", "\"60s\"");
         let mut run = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]);
