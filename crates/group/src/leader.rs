@@ -151,7 +151,7 @@ impl Leading {
                     it.epoch == plan.epoch && matches!(it.state, State::Ready | State::Over(Ending::Completed))
                 }) {
                     next.goal = Goal::Run;
-                } else if self.is_due(since + options.start_within, now) {
+                } else if self.is_due(since + options.limits.start, now) {
                     gather(next, view, Loss::Job(format!("not ready in time: {}", late(&hands, plan))));
                 }
                 self.asked(view, plan, next, now);
@@ -163,7 +163,7 @@ impl Leading {
                     next.goal = Goal::Abort { number, why };
                 } else if all(&|it| it.state == State::Quiet(number)) {
                     next.goal = Goal::Dump(number);
-                } else if self.is_due(since + options.prepare_within, now) {
+                } else if self.is_due(since + options.limits.prepare, now) {
                     next.goal = Goal::Abort { number, why: format!("not at rest in time: {}", late(&hands, plan)) };
                 }
                 self.asked(view, plan, next, now);
@@ -176,7 +176,7 @@ impl Leading {
                 } else if parts.len() == hands.len() {
                     next.goal = if plan.then == Then::RunOn { Goal::Resume(number) } else { Goal::Suspended };
                     return Some((number, GroupImage { epoch: plan.epoch, parts, committed: false }));
-                } else if self.is_due(since + options.dump_within, now) {
+                } else if self.is_due(since + options.limits.dump, now) {
                     next.goal = Goal::Abort { number, why: format!("not dumped in time: {}", late(&hands, plan)) };
                 }
                 self.asked(view, plan, next, now);
@@ -191,7 +191,7 @@ impl Leading {
                     if plan.then == Then::Suspend {
                         next.then = Then::RunOn;
                     }
-                } else if self.is_due(since + options.start_within, now) {
+                } else if self.is_due(since + options.limits.start, now) {
                     gather(next, view, Loss::Job(format!("did not run on after a snapshot: {}", late(&hands, plan))));
                 }
             }
@@ -221,7 +221,7 @@ impl Leading {
             return;
         }
         let began = self.run.map_or(now, |(_, since)| since);
-        if !plan.healthy && self.is_due(began + options.min_uptime, now) {
+        if !plan.healthy && self.is_due(began + options.restart.min_uptime, now) {
             (next.healthy, next.in_a_row) = (true, 0);
         }
         self.asked(view, plan, next, now);
@@ -261,7 +261,7 @@ impl Leading {
             return;
         }
         let since = self.since(now);
-        if plan.in_a_row >= options.max_attempts {
+        if plan.in_a_row >= options.restart.max_attempts {
             let why = format!("the job failed {} times in a row; the last time: {}", plan.in_a_row, why(plan));
             next.goal = end(view, next, End::Failed { why });
             return;
@@ -275,7 +275,7 @@ impl Leading {
             .map(|rank| rank.to_string())
             .collect();
         if !missing.is_empty() {
-            if self.is_due(since + options.wait, now) {
+            if self.is_due(since + options.limits.wait, now) {
                 let why = format!("{} did not come", missing.join(", "));
                 next.goal = end(view, next, End::Missing { why });
             }
@@ -309,7 +309,7 @@ impl Leading {
         }
         if let Then::Stop { requeue } = next.then {
             let is_stored = view.members.values().all(|report| !report.storing) && nothing_runs(view, plan);
-            if is_stored || self.is_due(self.since(now) + options.store_within, now) {
+            if is_stored || self.is_due(self.since(now) + options.limits.store, now) {
                 next.goal = end(view, next, End::Stopped { requeue });
             }
         }
@@ -486,7 +486,7 @@ fn pause(in_a_row: u32, options: &Options) -> Duration {
         return Duration::ZERO;
     }
     let factor = 1u32.checked_shl(in_a_row - 2).unwrap_or(u32::MAX);
-    options.backoff.saturating_mul(factor).min(options.max_backoff)
+    options.restart.backoff.saturating_mul(factor).min(options.restart.max_backoff)
 }
 
 /// Whether all parts can be restored by those who are there.

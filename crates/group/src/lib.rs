@@ -46,4 +46,4 @@ pub use documents::{
     Ask, Asked, End, Ending, Epoch, From, Goal, GroupImage, Incarnation, Left, Number, Part, Plan, Progress, Rank,
     Report, State, Stored, Then, Versioned, View,
 };
-pub use machine::{Action, Answer, Event, Local, Machine, Options, Order, Write};
+pub use machine::{Action, Answer, Event, Limits, Local, Machine, Options, Order, Restart, Write};

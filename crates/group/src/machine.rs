@@ -17,20 +17,41 @@ pub struct Options {
     pub rank: Rank,
     /// Number of members.
     pub size: u32,
-    /// How long to wait for members that are missing.
-    pub wait: Duration,
-    /// Time limit for the start of all jobs.
-    pub start_within: Duration,
-    /// Time limit from the order to reach the cut until all cables are out.
-    pub prepare_within: Duration,
-    /// Time limit for all dumps.
-    pub dump_within: Duration,
-    /// Time limit for storing the last group image of a stop.
-    pub store_within: Duration,
+    /// Time limits of the steps.
+    pub limits: Limits,
     /// Time between group snapshots.
     pub interval: Option<Duration>,
     /// The pause after a group snapshot that was aborted.
     pub retry_after: Duration,
+    /// What follows when the job fails.
+    pub restart: Restart,
+    /// Number of committed group images that are kept.
+    pub keep: usize,
+    /// How long a lease lives without a renewal.
+    pub lease: Duration,
+    /// A member ends its job this long before its lease can run out: the time that ending it takes, and the error of its
+    /// clock.
+    pub fence: Duration,
+}
+
+/// Time limits of the steps of a group.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Limits {
+    /// How long to wait for members that are missing.
+    pub wait: Duration,
+    /// Until all jobs are ready.
+    pub start: Duration,
+    /// From the order to reach the cut until all cables are out.
+    pub prepare: Duration,
+    /// Until all are dumped.
+    pub dump: Duration,
+    /// Until the last group image of a stop is stored.
+    pub store: Duration,
+}
+
+/// What follows when the job of a group fails.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Restart {
     /// After this time an epoch counts as healthy.
     pub min_uptime: Duration,
     /// The pause before the second restart in a row; it doubles with each.
@@ -39,13 +60,6 @@ pub struct Options {
     pub max_backoff: Duration,
     /// After this many epochs in a row that failed before they were healthy, the run ends.
     pub max_attempts: u32,
-    /// Number of committed group images that are kept.
-    pub keep: usize,
-    /// How long a lease lives without a renewal.
-    pub lease: Duration,
-    /// A member ends its job this long before its lease can run out: the time that ending it takes, and the error of its
-    /// clock.
-    pub fence: Duration,
 }
 
 /// What the machine is told.

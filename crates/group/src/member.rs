@@ -119,7 +119,7 @@ impl Member {
 
     /// When this member has to do something by itself.
     pub(crate) fn deadline(&self, options: &Options) -> Option<Instant> {
-        [self.fenced_at(options), self.taken.map(|since| since + options.wait)].into_iter().flatten().min()
+        [self.fenced_at(options), self.taken.map(|since| since + options.limits.wait)].into_iter().flatten().min()
     }
 
     /// When this member ends its job if it does not hear of its lease.
@@ -246,7 +246,7 @@ impl Member {
             return None;
         }
         let since = *self.taken.get_or_insert(now);
-        if now < since + options.wait || self.job.exists() {
+        if now < since + options.limits.wait || self.job.exists() {
             return None;
         }
         (self.finished, self.taken) = (true, None);

@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use super::plants::{self, Plant};
-use rekindle_testing::random::Random;
 use super::{Broken, history};
+use rekindle_testing::random::Random;
 
 /// Number of histories in every run of the tests; REKINDLE_SIMULATE_HISTORIES overrides it.
 const HISTORIES: u64 = 100_000;

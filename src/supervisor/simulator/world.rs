@@ -11,10 +11,10 @@ use super::faults::Fault;
 use super::model::{End, Ground, Job};
 use super::oracle::Oracle;
 use super::plants::Plant;
-use rekindle_testing::random::Random;
 use super::run::Run;
 use crate::config::Config;
 use rekindle_store::ImageId;
+use rekindle_testing::random::Random;
 
 /// An event that is due at some time. Numbers name what it belongs to: if that is over by then, the event is dropped.
 #[derive(Debug, Clone, Copy)]

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use crate::documents::{End, Epoch, Incarnation, Number, Part, Progress, Rank, Stored};
-use crate::machine::{Machine, Options};
+use crate::machine::{Limits, Machine, Options, Restart};
 
 /// One part, with what only the simulator knows.
 #[derive(Debug, Clone)]
@@ -45,13 +45,8 @@ pub(super) struct Node {
     pub(super) process: u64,
     pub(super) machine: Option<Machine>,
     pub(super) session: Option<Incarnation>,
-    pub(super) paused_until: Option<Instant>,
-    pub(super) cut_off: bool,
-    /// Another machine has taken its place, although this one still runs.
-    pub(super) replaced: bool,
-    pub(super) disk_full: bool,
-    pub(super) memory: BTreeMap<Number, Piece>,
-    pub(super) disk: BTreeMap<Number, Piece>,
+    pub(super) trouble: Trouble,
+    pub(super) images: Images,
     pub(super) job: Option<Job>,
     /// The last that ran here; on its disk.
     pub(super) epoch: Epoch,
@@ -63,6 +58,23 @@ pub(super) struct Node {
     pub(super) finished: Option<End>,
 }
 
+/// What is wrong with a machine.
+#[derive(Debug, Default)]
+pub(super) struct Trouble {
+    pub(super) paused_until: Option<Instant>,
+    pub(super) cut_off: bool,
+    /// Another machine has taken its place, although this one still runs.
+    pub(super) replaced: bool,
+}
+
+/// The parts on a machine.
+#[derive(Debug, Default)]
+pub(super) struct Images {
+    pub(super) memory: BTreeMap<Number, Piece>,
+    pub(super) disk: BTreeMap<Number, Piece>,
+    pub(super) disk_full: bool,
+}
+
 impl Node {
     pub(super) fn new(rank: Rank, rate: f64, zero: Instant) -> Node {
         Node {
@@ -72,12 +84,8 @@ impl Node {
             process: 0,
             machine: None,
             session: None,
-            paused_until: None,
-            cut_off: false,
-            replaced: false,
-            disk_full: false,
-            memory: BTreeMap::new(),
-            disk: BTreeMap::new(),
+            trouble: Trouble::default(),
+            images: Images::default(),
             job: None,
             epoch: Epoch::default(),
             tick: None,
@@ -101,24 +109,24 @@ impl Node {
         self.process += 1;
         self.finished = None;
         self.session = None;
-        self.memory.retain(|_, piece| piece.recorded);
+        self.images.memory.retain(|_, piece| piece.recorded);
         self.machine = Some(Machine::new(options(self.rank, size), self.epoch));
     }
 
     /// The parts that it can restore.
     pub(super) fn parts(&self) -> BTreeMap<Number, Progress> {
-        let staged = self.memory.iter().filter(|(_, piece)| piece.recorded);
+        let staged = self.images.memory.iter().filter(|(_, piece)| piece.recorded);
         let staged = staged.map(|(number, piece)| (*number, progress(piece, Stored::Staged)));
-        let stored = self.disk.iter().map(|(number, piece)| (*number, progress(piece, Stored::Durable)));
+        let stored = self.images.disk.iter().map(|(number, piece)| (*number, progress(piece, Stored::Durable)));
         staged.chain(stored).collect()
     }
 
     pub(super) fn piece(&self, number: Number) -> Option<&Piece> {
-        self.memory.get(&number).or_else(|| self.disk.get(&number))
+        self.images.memory.get(&number).or_else(|| self.images.disk.get(&number))
     }
 
     pub(super) fn is_paused(&self, now: Instant) -> bool {
-        self.paused_until.is_some_and(|until| now < until)
+        self.trouble.paused_until.is_some_and(|until| now < until)
     }
 }
 
@@ -132,17 +140,16 @@ pub(crate) fn options(rank: Rank, size: u32) -> Options {
     Options {
         rank,
         size,
-        wait: seconds(90),
-        start_within: seconds(20),
-        prepare_within: seconds(8),
-        dump_within: seconds(8),
-        store_within: seconds(30),
+        limits: Limits {
+            wait: seconds(90),
+            start: seconds(20),
+            prepare: seconds(8),
+            dump: seconds(8),
+            store: seconds(30),
+        },
         interval: Some(seconds(15)),
         retry_after: seconds(3),
-        min_uptime: seconds(10),
-        backoff: seconds(1),
-        max_backoff: seconds(8),
-        max_attempts: 8,
+        restart: Restart { min_uptime: seconds(10), backoff: seconds(1), max_backoff: seconds(8), max_attempts: 8 },
         keep: 2,
         lease: super::coordinator::TTL,
         fence: seconds(3),

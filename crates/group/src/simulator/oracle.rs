@@ -35,15 +35,21 @@ pub(super) struct Oracle {
     forgotten: Vec<(Rank, Number)>,
     completed: Option<Epoch>,
     failures: u64,
-    /// A disk was lost, and the run ended because parts are missing.
-    missing: bool,
-    lost_disk: bool,
-    lost_memory: bool,
-    /// Of the coordinator.
-    lost_records: bool,
+    losses: Losses,
     rewound: bool,
     ends: Vec<End>,
     disturbed_until: Instant,
+}
+
+/// What was lost by faults, and that the run ended for it.
+#[derive(Debug, Default)]
+struct Losses {
+    disk: bool,
+    memory: bool,
+    /// Of the coordinator.
+    records: bool,
+    /// The run ended because parts are missing.
+    missing: bool,
 }
 
 impl Oracle {
@@ -57,10 +63,7 @@ impl Oracle {
             forgotten: Vec::new(),
             completed: None,
             failures: 0,
-            missing: false,
-            lost_disk: false,
-            lost_memory: false,
-            lost_records: false,
+            losses: Losses::default(),
             rewound: false,
             ends: Vec::new(),
             disturbed_until: began + Duration::from_secs(5),
@@ -98,15 +101,15 @@ impl Oracle {
     }
 
     pub(super) fn loses_disk(&mut self) {
-        self.lost_disk = true;
+        self.losses.disk = true;
     }
 
     pub(super) fn loses_memory(&mut self) {
-        self.lost_memory = true;
+        self.losses.memory = true;
     }
 
     pub(super) fn loses_records(&mut self) {
-        self.lost_records = true;
+        self.losses.records = true;
     }
 
     pub(super) fn rewinds(&mut self) {
@@ -114,17 +117,17 @@ impl Oracle {
     }
 
     fn may_miss_parts(&self) -> bool {
-        self.lost_disk
-            || (self.rewound && self.lost_memory)
-            || (self.lost_records && (self.lost_memory || self.committed.is_empty()))
+        self.losses.disk
+            || (self.rewound && self.losses.memory)
+            || (self.losses.records && (self.losses.memory || self.committed.is_empty()))
     }
 
     pub(super) fn is_right_that_parts_are_missing(&self) -> bool {
-        self.missing && self.may_miss_parts()
+        self.losses.missing && self.may_miss_parts()
     }
 
     pub(super) fn finishes(&mut self, end: &End) {
-        self.missing |= matches!(end, End::Missing { why } if why.contains("parts") || why.contains("rewound"));
+        self.losses.missing |= matches!(end, End::Missing { why } if why.contains("parts") || why.contains("rewound"));
         self.ends.push(end.clone());
     }
 
@@ -155,7 +158,8 @@ impl Oracle {
                 // The others may be gone for good: they were told to stop when this one was away.
                 End::Missing { why } if why.contains("did not come") => {}
                 // Two machines claim the rank, since one was taken for lost.
-                End::Missing { why } if why.contains("another supervisor") && nodes.iter().any(|it| it.replaced) => {}
+                End::Missing { why }
+                    if why.contains("another supervisor") && nodes.iter().any(|it| it.trouble.replaced) => {}
                 End::Missing { why }
                     if now > self.disturbed_until + ECHO + Duration::from_secs(120) && !self.may_miss_parts() =>
                 {

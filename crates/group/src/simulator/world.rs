@@ -83,18 +83,40 @@ pub(super) struct World {
     pub(super) nodes: Vec<Node>,
     pub(super) coordinator: Coordinator,
     pub(super) shared: Option<BTreeMap<(Rank, Number), Piece>>,
-    queue: BTreeMap<(Instant, u64), Happening>,
-    sequence: u64,
+    queue: Queue,
     next_job: u64,
-    slow: bool,
-    refusing: BTreeSet<usize>,
-    rotten: BTreeSet<(Rank, Number)>,
-    /// Images with numbers from this on are of a state that the job dies of, in the line from which they come.
-    doomed: BTreeSet<Number>,
-    dooms: bool,
+    trouble: Trouble,
     oracle: Oracle,
-    facts: Facts,
+    record: Record,
     plant: Option<Plant>,
+}
+
+/// What is to happen, in the order of time. What happens at the same time has the order in which it was planned.
+#[derive(Debug, Default)]
+struct Queue {
+    events: BTreeMap<(Instant, u64), Happening>,
+    sequence: u64,
+}
+
+/// Faults in progress.
+#[derive(Debug, Default)]
+struct Trouble {
+    /// Messages are late or lost.
+    slow: bool,
+    /// Machines that refuse snapshots.
+    refusing: BTreeSet<usize>,
+    /// Parts that cannot be restored.
+    rotten: BTreeSet<(Rank, Number)>,
+    /// Group images of a state that the job dies of.
+    doomed: BTreeSet<Number>,
+    /// The present state is such a one.
+    dooms: bool,
+}
+
+/// What is told of the history.
+#[derive(Debug, Default)]
+struct Record {
+    facts: Facts,
     trace: Option<Vec<String>>,
 }
 
@@ -112,18 +134,12 @@ impl World {
             faults_until: began,
             coordinator: Coordinator::new(plant),
             shared,
-            queue: BTreeMap::new(),
-            sequence: 0,
+            queue: Queue::default(),
             next_job: 0,
-            slow: false,
-            refusing: BTreeSet::new(),
-            rotten: BTreeSet::new(),
-            doomed: BTreeSet::new(),
-            dooms: false,
+            trouble: Trouble::default(),
             oracle: Oracle::new(began),
-            facts: Facts::default(),
+            record: Record { facts: Facts::default(), trace: traced.then(Vec::new) },
             plant,
-            trace: traced.then(Vec::new),
             nodes,
         };
         for at in 0..world.nodes.len() {
@@ -134,12 +150,12 @@ impl World {
     }
 
     pub(super) fn take_trace(&mut self) -> Vec<String> {
-        self.trace.take().unwrap_or_default()
+        self.record.trace.take().unwrap_or_default()
     }
 
     pub(super) fn at(&mut self, time: Instant, what: Happening) {
-        self.sequence += 1;
-        self.queue.insert((time, self.sequence), what);
+        self.queue.sequence += 1;
+        self.queue.events.insert((time, self.queue.sequence), what);
     }
 
     fn after(&mut self, from: u64, to: u64, what: Happening) {
@@ -149,7 +165,7 @@ impl World {
 
     fn note(&mut self, text: impl FnOnce() -> String) {
         let since = self.now.saturating_duration_since(self.began);
-        if let Some(trace) = &mut self.trace {
+        if let Some(trace) = &mut self.record.trace {
             if trace.len() > 2 * LINES {
                 trace.drain(..LINES);
             }
@@ -160,25 +176,25 @@ impl World {
     /// Plays until the job runs after the faults, or the run is over.
     pub(super) fn run(&mut self) -> Result<Facts, String> {
         self.at(self.faults_until, Happening::Resume);
-        while let Some(((time, _), what)) = self.queue.pop_first() {
+        while let Some(((time, _), what)) = self.queue.events.pop_first() {
             self.now = time;
-            self.facts.events += 1;
+            self.record.facts.events += 1;
             self.note(|| format!("{what:?}"));
             self.happens(what);
-            self.oracle.look(self.now, &self.nodes, &self.coordinator, self.shared.as_ref(), &mut self.facts)?;
-            if self.facts.events > MOST {
+            self.oracle.look(self.now, &self.nodes, &self.coordinator, self.shared.as_ref(), &mut self.record.facts)?;
+            if self.record.facts.events > MOST {
                 return Err("there is no end of events".into());
             }
             if self.now > self.faults_until {
                 if self.is_settled() {
-                    return Ok(self.facts);
+                    return Ok(self.record.facts);
                 }
                 if self.now > self.faults_until + SETTLED {
                     return Err("the job does not run again, and the run has not ended".into());
                 }
             }
         }
-        if self.is_over() { Ok(self.facts) } else { Err("nothing happens any more".into()) }
+        if self.is_over() { Ok(self.record.facts) } else { Err("nothing happens any more".into()) }
     }
 
     fn is_settled(&self) -> bool {
@@ -189,7 +205,7 @@ impl World {
     }
 
     fn is_over(&self) -> bool {
-        self.is_over_for_good() && self.nodes.iter().all(|node| node.replaced || node.machine.is_none())
+        self.is_over_for_good() && self.nodes.iter().all(|node| node.trouble.replaced || node.machine.is_none())
     }
 
     /// One supervisor has ended in such a way that the scheduler starts none again.
@@ -204,7 +220,7 @@ impl World {
             _ => None,
         };
         // A machine that stands still does this later, in the same order.
-        if let Some(until) = at.and_then(|at| self.nodes[at].paused_until.filter(|until| self.now < *until)) {
+        if let Some(until) = at.and_then(|at| self.nodes[at].trouble.paused_until.filter(|until| self.now < *until)) {
             self.at(until, what);
             return;
         }
@@ -236,7 +252,7 @@ impl World {
     // ---- supervisors ----
 
     fn boot(&mut self, at: usize) {
-        if self.nodes[at].machine.is_some() || self.nodes[at].replaced || self.is_over_for_good() {
+        if self.nodes[at].machine.is_some() || self.nodes[at].trouble.replaced || self.is_over_for_good() {
             return;
         }
         let size = self.size;
@@ -263,19 +279,19 @@ impl World {
 
     fn send(&mut self, at: usize, request: Request) {
         let process = self.nodes[at].process;
-        let late = self.slow && self.random.chance(30);
+        let late = self.trouble.slow && self.random.chance(30);
         let (from, to) = if late { (500, 4000) } else { (1, 15) };
         self.after(from, to, Happening::Asks(at, process, request));
     }
 
     fn answer(&mut self, at: usize, process: u64, event: Event) {
-        let late = self.slow && self.random.chance(30);
+        let late = self.trouble.slow && self.random.chance(30);
         let (from, to) = if late { (500, 4000) } else { (1, 15) };
         self.after(from, to, Happening::Hears(at, process, event));
     }
 
     fn hears(&mut self, at: usize, event: Event) {
-        if self.nodes[at].cut_off && matches!(event, Event::View(_)) {
+        if self.nodes[at].trouble.cut_off && matches!(event, Event::View(_)) {
             return;
         }
         match &event {
@@ -337,7 +353,7 @@ impl World {
             return;
         };
         // Sometimes it is carried out after the supervisor has given up waiting.
-        let lost = self.slow && self.random.chance(20);
+        let lost = self.trouble.slow && self.random.chance(20);
         if lost {
             let process = self.nodes[at].process;
             if self.random.chance(50) {
@@ -356,7 +372,7 @@ impl World {
     // ---- the coordinator ----
 
     fn asks(&mut self, at: usize, process: u64, request: Request) {
-        if self.nodes[at].cut_off || self.coordinator.away {
+        if self.nodes[at].trouble.cut_off || self.coordinator.away {
             match request {
                 Request::Write { answered: true, .. } => {
                     self.at(self.now + TIMEOUT, Happening::Hears(at, process, Event::Wrote(Answer::Unknown)));
@@ -422,11 +438,11 @@ impl World {
     /// Sends the present state to a supervisor.
     fn show(&mut self, at: usize) {
         let node = &self.nodes[at];
-        if node.machine.is_none() || node.cut_off {
+        if node.machine.is_none() || node.trouble.cut_off {
             return;
         }
         let process = node.process;
-        let late = self.slow && self.random.chance(20);
+        let late = self.trouble.slow && self.random.chance(20);
         let delay = if late { self.random.millis(200, 3000) } else { self.random.millis(1, 15) };
         let time = (self.now + delay).max(self.nodes[at].last_view);
         self.nodes[at].last_view = time;
@@ -444,7 +460,7 @@ impl World {
                 if let Some(shared) = &self.shared {
                     let rank = self.nodes[at].rank;
                     let ours = shared.iter().filter(|((of, _), _)| *of == rank);
-                    self.nodes[at].disk = ours.map(|((_, number), piece)| (*number, piece.clone())).collect();
+                    self.nodes[at].images.disk = ours.map(|((_, number), piece)| (*number, piece.clone())).collect();
                 }
                 let (process, parts) = (self.nodes[at].process, self.nodes[at].parts());
                 self.after(1, 100, Happening::Hears(at, process, Event::Local(Local::Parts(parts))));
@@ -452,8 +468,12 @@ impl World {
             Order::Start { epoch, from, part } => {
                 self.next_job += 1;
                 let id = self.next_job;
-                let newest =
-                    self.nodes[at].disk.iter().chain(&self.nodes[at].memory).max_by_key(|(number, _)| **number);
+                let newest = self.nodes[at]
+                    .images
+                    .disk
+                    .iter()
+                    .chain(&self.nodes[at].images.memory)
+                    .max_by_key(|(number, _)| **number);
                 let from = match (from, part) {
                     (From::Image(_), _) if self.plant == Some(Plant::MixedParts) => {
                         newest.map(|(number, piece)| (*number, piece.part.clone()))
@@ -503,8 +523,8 @@ impl World {
 
     fn remove(&mut self, at: usize, number: Number) {
         let rank = self.nodes[at].rank;
-        self.nodes[at].memory.remove(&number);
-        self.nodes[at].disk.remove(&number);
+        self.nodes[at].images.memory.remove(&number);
+        self.nodes[at].images.disk.remove(&number);
         self.shared.iter_mut().for_each(|shared| drop(shared.remove(&(rank, number))));
     }
 
@@ -534,7 +554,7 @@ impl World {
         if let Some(number) = number
             && self.plant == Some(Plant::EagerRemoval)
         {
-            let older: Vec<Number> = self.nodes[at].disk.keys().copied().filter(|it| *it < number).collect();
+            let older: Vec<Number> = self.nodes[at].images.disk.keys().copied().filter(|it| *it < number).collect();
             for number in older {
                 self.oracle.forgets(rank, number);
                 self.remove(at, number);
@@ -543,7 +563,7 @@ impl World {
     }
 
     fn store(&mut self, at: usize, number: Number) {
-        if let Some(piece) = self.nodes[at].memory.get_mut(&number) {
+        if let Some(piece) = self.nodes[at].images.memory.get_mut(&number) {
             piece.recorded = true;
         }
         let process = self.nodes[at].process;
@@ -556,15 +576,15 @@ impl World {
 
     fn stored(&mut self, at: usize, number: Number) {
         let rank = self.nodes[at].rank;
-        let piece = self.nodes[at].memory.get(&number).cloned();
+        let piece = self.nodes[at].images.memory.get(&number).cloned();
         let local = match piece {
-            Some(piece) if !self.nodes[at].disk_full => {
+            Some(piece) if !self.nodes[at].images.disk_full => {
                 self.oracle.stored(rank, number, &piece.part);
                 if let Some(shared) = &mut self.shared {
                     shared.insert((rank, number), piece.clone());
                 }
-                self.nodes[at].disk.insert(number, piece);
-                self.nodes[at].memory.remove(&number);
+                self.nodes[at].images.disk.insert(number, piece);
+                self.nodes[at].images.memory.remove(&number);
                 Local::Stored(number)
             }
             _ => Local::NotStored(number),
@@ -587,7 +607,7 @@ impl World {
         match step {
             Step::Start => self.started(at),
             Step::Quiet(number) if job.snapshot == Some(number) => {
-                let local = if self.refusing.contains(&at) && self.random.chance(70) {
+                let local = if self.trouble.refusing.contains(&at) && self.random.chance(70) {
                     Local::Refused(number, "it does not come to rest".into())
                 } else {
                     if self.plant != Some(Plant::CableOutTooLate) {
@@ -599,18 +619,18 @@ impl World {
             }
             Step::CableOut if job.snapshot.is_some() => self.unplug(at),
             Step::Dump(number) if job.snapshot == Some(number) => {
-                let full = self.nodes[at].memory.values().filter(|piece| piece.recorded).count() > 1;
-                if full || (self.refusing.contains(&at) && self.random.chance(50)) {
+                let full = self.nodes[at].images.memory.values().filter(|piece| piece.recorded).count() > 1;
+                if full || (self.trouble.refusing.contains(&at) && self.random.chance(50)) {
                     self.plug(at, None);
                     self.hears(at, Event::Local(Local::Refused(number, "no memory".into())));
                     return;
                 }
                 let digest = format!("{} {} {id}", number.0, epoch.0);
                 let part = Part { image: format!("{rank}-{}", number.0), digest };
-                self.nodes[at].memory.insert(number, Piece { part: part.clone(), epoch, recorded: false });
+                self.nodes[at].images.memory.insert(number, Piece { part: part.clone(), epoch, recorded: false });
                 self.oracle.dumps(rank, number, &self.nodes[at], self.now);
-                if self.dooms {
-                    self.doomed.insert(number);
+                if self.trouble.dooms {
+                    self.trouble.doomed.insert(number);
                 }
                 if self.plant == Some(Plant::CableInTooEarly) {
                     self.plug(at, None);
@@ -618,7 +638,7 @@ impl World {
                 self.hears(at, Event::Local(Local::Dumped(number, part)));
             }
             Step::Abort(number) => {
-                self.nodes[at].memory.remove(&number);
+                self.nodes[at].images.memory.remove(&number);
                 self.plug(at, None);
                 self.hears(at, Event::Local(Local::Aborted(number)));
             }
@@ -640,7 +660,7 @@ impl World {
             Some((number, part)) if self.nodes[at].piece(*number).is_none_or(|piece| piece.part != *part) => {
                 Some("its part is not there")
             }
-            Some((number, _)) if self.rotten.contains(&(rank, *number)) => Some("its part cannot be restored"),
+            Some((number, _)) if self.trouble.rotten.contains(&(rank, *number)) => Some("its part cannot be restored"),
             _ => None,
         };
         if let Some(why) = broken {
@@ -650,8 +670,8 @@ impl World {
             return;
         }
         match from {
-            Some((number, _)) if self.doomed.contains(&number) => self.job_step(at, 4000, 8000, Step::Dies),
-            _ => self.dooms = false,
+            Some((number, _)) if self.trouble.doomed.contains(&number) => self.job_step(at, 4000, 8000, Step::Dies),
+            _ => self.trouble.dooms = false,
         }
         self.hears(at, Event::Local(Local::Started));
     }
@@ -691,7 +711,8 @@ impl World {
             Fault::JobDies if !self.nodes[at].is_paused(self.now) => self.job_dies(at, "killed by signal 9"),
             Fault::Completed => {
                 let runs = |node: &Node| node.job.as_ref().is_some_and(|job| job.cable == Cable::In && !job.killed);
-                let members: Vec<usize> = (0..self.nodes.len()).filter(|at| !self.nodes[*at].replaced).collect();
+                let members: Vec<usize> =
+                    (0..self.nodes.len()).filter(|at| !self.nodes[*at].trouble.replaced).collect();
                 if members.iter().all(|at| runs(&self.nodes[*at]) && !self.nodes[*at].is_paused(self.now)) {
                     self.oracle.completes(&self.nodes);
                     for at in members {
@@ -702,14 +723,14 @@ impl World {
             }
             Fault::SupervisorDies if is_there => self.supervisor_dies(at),
             Fault::MachineDies if is_there => {
-                self.nodes[at].memory.clear();
+                self.nodes[at].images.memory.clear();
                 self.oracle.loses_memory();
                 self.supervisor_dies(at);
             }
             Fault::MachineReplaced if is_there => {
-                self.nodes[at].memory.clear();
+                self.nodes[at].images.memory.clear();
                 self.oracle.loses_memory();
-                self.nodes[at].disk.clear();
+                self.nodes[at].images.disk.clear();
                 self.nodes[at].epoch = Epoch::default();
                 if self.shared.is_none() {
                     self.oracle.loses_disk();
@@ -717,16 +738,18 @@ impl World {
                 self.supervisor_dies(at);
             }
             Fault::Pause => {
-                self.nodes[at].paused_until = Some(until);
+                self.nodes[at].trouble.paused_until = Some(until);
                 self.at(until, Happening::Over(fault, at));
             }
             Fault::CutOff => {
-                self.nodes[at].cut_off = true;
+                self.nodes[at].trouble.cut_off = true;
                 self.at(until, Happening::Over(fault, at));
             }
-            Fault::CutOffAndReplaced if is_there && !self.nodes[at].cut_off && !self.nodes[at].replaced => {
-                self.nodes[at].cut_off = true;
-                self.nodes[at].replaced = true;
+            Fault::CutOffAndReplaced
+                if is_there && !self.nodes[at].trouble.cut_off && !self.nodes[at].trouble.replaced =>
+            {
+                self.nodes[at].trouble.cut_off = true;
+                self.nodes[at].trouble.replaced = true;
                 self.at(until, Happening::Over(fault, at));
                 let rate = 0.98 + 0.0004 * f64::from(u32::try_from(self.random.below(101)).unwrap_or(0));
                 self.nodes.push(Node::new(self.nodes[at].rank, rate, self.began));
@@ -746,24 +769,24 @@ impl World {
                 self.changed();
             }
             Fault::SlowNetwork => {
-                self.slow = true;
+                self.trouble.slow = true;
                 self.at(until, Happening::Over(fault, at));
             }
             Fault::DiskFull => {
-                self.nodes[at].disk_full = true;
+                self.nodes[at].images.disk_full = true;
                 self.at(until, Happening::Over(fault, at));
             }
             Fault::Refuses => {
-                self.refusing.insert(at);
+                self.trouble.refusing.insert(at);
                 self.at(until, Happening::Over(fault, at));
             }
             Fault::Rotten => {
                 let newest = self.coordinator.view.images.keys().next_back().copied();
                 let rank = self.nodes[at].rank;
-                self.rotten.extend(newest.map(|number| (rank, number)));
+                self.trouble.rotten.extend(newest.map(|number| (rank, number)));
             }
             Fault::Doomed => {
-                self.dooms = true;
+                self.trouble.dooms = true;
                 self.job_dies_soon(at);
             }
             Fault::Snapshot => ask(self, Ask::Snapshot),
@@ -790,7 +813,7 @@ impl World {
         self.oracle.disturbed(self.now);
         match fault {
             Fault::Pause => {
-                self.nodes[at].paused_until = None;
+                self.nodes[at].trouble.paused_until = None;
                 // The first that a supervisor does after a pause is to look at the time. Its job has stood still too,
                 // and is killed before it does anything.
                 self.step(at, Event::Tick);
@@ -800,16 +823,16 @@ impl World {
                 }
             }
             Fault::CutOff | Fault::CutOffAndReplaced => {
-                self.nodes[at].cut_off = false;
+                self.nodes[at].trouble.cut_off = false;
                 self.show(at);
             }
             Fault::Away => {
                 self.coordinator.is_back(self.now);
                 self.watch_leases();
             }
-            Fault::SlowNetwork => self.slow = false,
-            Fault::DiskFull => self.nodes[at].disk_full = false,
-            Fault::Refuses => drop(self.refusing.remove(&at)),
+            Fault::SlowNetwork => self.trouble.slow = false,
+            Fault::DiskFull => self.nodes[at].images.disk_full = false,
+            Fault::Refuses => drop(self.trouble.refusing.remove(&at)),
             _ => {}
         }
     }
