@@ -281,13 +281,13 @@ impl Leading {
             }
             return;
         }
-        // The coordinator has lost its data, also the leases: somebody who is not here may still have one of them.
+        // The coordinator is new, or it has lost its data, also the leases: then somebody who is not here may still have one.
+        let leases = if plan.epoch == Epoch::default() { options.lease } else { Duration::ZERO };
         let epochs = |report: &Report| {
             let parts = report.parts.values().map(|progress| progress.epoch).max();
             parts.map_or(report.epoch, |epoch| epoch.max(report.epoch))
         };
         let known = view.members.values().map(epochs).max().unwrap_or_default();
-        let leases = if known > plan.epoch { options.lease } else { Duration::ZERO };
         if !self.is_due(since + pause(plan.in_a_row, options).max(leases), now) {
             return;
         }

@@ -19,9 +19,11 @@ struct Group {
 }
 
 impl Group {
-    /// All have joined.
+    /// All have joined, and the time of leases that a coordinator may have forgotten is over.
     fn new(size: u32) -> Group {
-        Group::with(size, &|_| BTreeMap::new(), Epoch::default())
+        let mut group = Group::with(size, &|_| BTreeMap::new(), Epoch::default());
+        group.wait(TTL);
+        group
     }
 
     fn with(size: u32, parts: &dyn Fn(u32) -> BTreeMap<Number, Progress>, epoch: Epoch) -> Group {

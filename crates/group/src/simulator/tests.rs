@@ -84,7 +84,7 @@ fn a_seed_gives_the_same_history_again() {
 }
 
 /// Seeds of histories that found a bug, each once: docs/simulator.md says which.
-const KEPT: [u64; 9] = [
+const KEPT: [u64; 10] = [
     6_771_225_392_452_221_716,
     1_519_156_796_706_109_399,
     14_754_079_629_986_087_460,
@@ -94,6 +94,7 @@ const KEPT: [u64; 9] = [
     8_803_677_733_522_323_525,
     9_789_775_321_302_241_997,
     1_893_713_217_342_522_918,
+    363_882_543_833_619_147,
 ];
 
 #[test]

@@ -78,6 +78,9 @@ impl Machine {
 
     /// Runs this as a supervisor on the machine would.
     fn run<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
+        // The thread that forks belongs to the namespace of whoever needs it first, and serves all tests of this process.
+        let first = Spawn::new(Path::new("/bin/true"), [""; 0]).unwrap().dies_with_us().start().unwrap();
+        first.wait().unwrap();
         std::thread::scope(|scope| {
             let on_it = || {
                 setns(&self.namespace, CloneFlags::CLONE_NEWNET).unwrap();
