@@ -126,7 +126,8 @@ impl Node {
     }
 
     pub(super) fn is_paused(&self, now: Instant) -> bool {
-        self.trouble.paused_until.is_some_and(|until| now < until)
+        // At the end of a pause its supervisor looks at the time before anything else happens.
+        self.trouble.paused_until.is_some_and(|until| now <= until)
     }
 }
 

@@ -220,7 +220,7 @@ impl World {
             _ => None,
         };
         // A machine that stands still does this later, in the same order.
-        if let Some(until) = at.and_then(|at| self.nodes[at].trouble.paused_until.filter(|until| self.now < *until)) {
+        if let Some(until) = at.and_then(|at| self.nodes[at].trouble.paused_until.filter(|until| self.now <= *until)) {
             self.at(until, what);
             return;
         }
