@@ -30,29 +30,42 @@ pub fn tasks_headroom(pid: i32) -> Option<u64> {
     groups_of(pid, &TASKS).ok()?.iter().filter_map(Group::headroom).min()
 }
 
-/// A resource that a controller limits: its name, and the files with limit and usage in version 2 and in version 1.
+/// A resource that a controller limits.
 struct Bounded {
     controller: &'static str,
-    v2: (&'static str, &'static str),
-    v1: (&'static str, &'static str),
+    v2: Names,
+    v1: Names,
 }
 
+/// What a version of the interface calls the files of a resource.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Names {
+    limit: &'static str,
+    used: &'static str,
+    /// A file and its field: what of the used part the kernel takes back before it kills anything.
+    reclaimed: Option<(&'static str, &'static str)>,
+}
+
+/// Of the file cache, what was not used for a while: what Kubernetes takes off for its "working set", too.
 const MEMORY: Bounded = Bounded {
     controller: "memory",
-    v2: ("memory.max", "memory.current"),
-    v1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    v2: Names { limit: "memory.max", used: "memory.current", reclaimed: Some(("memory.stat", "inactive_file ")) },
+    v1: Names {
+        limit: "memory.limit_in_bytes",
+        used: "memory.usage_in_bytes",
+        reclaimed: Some(("memory.stat", "total_inactive_file ")),
+    },
 };
 
-const TASKS: Bounded =
-    Bounded { controller: "pids", v2: ("pids.max", "pids.current"), v1: ("pids.max", "pids.current") };
+const PIDS: Names = Names { limit: "pids.max", used: "pids.current", reclaimed: None };
+const TASKS: Bounded = Bounded { controller: "pids", v2: PIDS, v1: PIDS };
 
-/// A control group, with the names of its limit and usage files.
+/// A control group, with the names of its files.
 #[derive(Debug, PartialEq, Eq)]
 struct Group {
     mount: PathBuf,
     path: PathBuf,
-    limit: &'static str,
-    used: &'static str,
+    names: Names,
 }
 
 impl Group {
@@ -62,9 +75,12 @@ impl Group {
         let mut path = self.path.as_path();
         loop {
             let dir = self.mount.join(path);
-            let read = |name| -> Option<u64> { std::fs::read_to_string(dir.join(name)).ok()?.trim().parse().ok() };
-            if let (Some(limit), Some(used)) = (read(self.limit).filter(|l| *l < UNLIMITED), read(self.used)) {
-                let left = limit.saturating_sub(used);
+            let text = |name| std::fs::read_to_string(dir.join(name)).ok();
+            let read = |name| text(name)?.trim().parse::<u64>().ok();
+            let Names { limit, used, reclaimed } = self.names;
+            if let (Some(limit), Some(used)) = (read(limit).filter(|l| *l < UNLIMITED), read(used)) {
+                let reclaimed = reclaimed.and_then(|(file, field)| count(&text(file)?, field)).unwrap_or(0);
+                let left = limit.saturating_sub(used.saturating_sub(reclaimed));
                 tightest = Some(tightest.map_or(left, |t: u64| t.min(left)));
             }
             match path.parent() {
@@ -81,13 +97,13 @@ fn groups_of(pid: i32, bounded: &Bounded) -> io::Result<Vec<Group>> {
 
 fn groups(membership: &str, mounts: &[Mount], bounded: &Bounded) -> Vec<Group> {
     let group = |(controllers, path): (&str, &str)| {
-        let (controller, (limit, used)) = match controllers {
+        let (controller, names) = match controllers {
             "" => ("", bounded.v2),
             several => (several.split(',').find(|one| *one == bounded.controller)?, bounded.v1),
         };
         let mount = mounts.iter().find(|mount| hierarchy::has(mount, controller))?.point.clone();
         let path = Path::new(path).strip_prefix("/").map(Path::to_path_buf).unwrap_or_default();
-        Some(Group { mount, path, limit, used })
+        Some(Group { mount, path, names })
     };
     memberships(membership).filter_map(group).collect()
 }
@@ -97,7 +113,7 @@ fn groups(membership: &str, mounts: &[Mount], bounded: &Bounded) -> Vec<Group> {
 #[must_use]
 pub fn kill_counters(pid: i32) -> Vec<PathBuf> {
     let file = |group: Group| {
-        let name = if group.limit == "memory.max" { "memory.events" } else { "memory.oom_control" };
+        let name = if group.names == MEMORY.v2 { "memory.events" } else { "memory.oom_control" };
         // In a container the mount may begin at the group itself, whatever its path outside is.
         [group.mount.join(&group.path).join(name), group.mount.join(name)].into_iter().find(|file| file.is_file())
     };
@@ -107,8 +123,12 @@ pub fn kill_counters(pid: i32) -> Vec<PathBuf> {
 /// The sum of the counters; unreadable ones count as zero.
 #[must_use]
 pub fn kills(counters: &[PathBuf]) -> u64 {
-    let count = |text: String| text.lines().find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse::<u64>().ok());
-    counters.iter().filter_map(|file| std::fs::read_to_string(file).ok().and_then(count)).sum::<u64>()
+    counters.iter().filter_map(|file| count(&std::fs::read_to_string(file).ok()?, "oom_kill ")).sum()
+}
+
+/// The number behind `field` in a file with one field a line.
+fn count(text: &str, field: &str) -> Option<u64> {
+    text.lines().find_map(|line| line.strip_prefix(field)?.trim().parse().ok())
 }
 
 /// `MemAvailable` of /proc/meminfo, in bytes.
@@ -148,6 +168,8 @@ mod tests {
         let mounts = mounts::parse(format!("1 1 0:1 / {} rw - cgroup2 cgroup2 rw\n", dir.path().display()).as_bytes());
         let found = groups("0::/a/b\n", &mounts, &MEMORY);
         assert_eq!(found[0].headroom(), Some(600));
+        write("a/memory.stat", "anon 100\ninactive_file 250\nactive_file 50\n");
+        assert_eq!(found[0].headroom(), Some(850), "the kernel takes the cache of files back");
         assert_eq!(groups("0::/\n", &mounts, &MEMORY)[0].headroom(), None);
     }
 

@@ -36,6 +36,7 @@ mod ladder;
 mod launch;
 mod lock;
 mod memory;
+mod memory_group;
 mod metrics;
 mod mistakes;
 mod notify;

@@ -1,13 +1,14 @@
 //! Jobs that hang, fail and go wrong: what is said of it, and what is done.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use nix::sys::signal::Signal;
 use rekindle::supervisor::RunResult;
 use rekindle::telemetry::events::{What, read};
 use rekindle_base::cause::{Cause, Missing};
 
+use crate::memory_group::MemoryGroup;
 use crate::supervisor::{Lab, Running};
 
 pub(crate) fn start(lab: &Lab, kind: &str, argument: &str) -> Running {
@@ -85,44 +86,12 @@ fn a_stop_is_no_failure() {
     assert_eq!(result.last_end.unwrap().cause, Cause::Requested);
 }
 
-/// A control group with little memory; removed when it goes out of scope, once all in it have ended.
-struct SmallGroup(PathBuf);
-
-impl SmallGroup {
-    const BYTES: u64 = 160 << 20;
-
-    /// `None` with the reason where none can be made: cgroup v1 with the memory controller, or v2 with it delegated.
-    fn new(name: &str) -> Result<SmallGroup, String> {
-        let name = format!("rekindle-test-{name}-{}", std::process::id());
-        let one = Path::new("/sys/fs/cgroup/memory");
-        let (path, limit) = if one.join("memory.limit_in_bytes").exists() {
-            (one.join(name), "memory.limit_in_bytes")
-        } else {
-            (Path::new("/sys/fs/cgroup").join(name), "memory.max")
-        };
-        fs::create_dir(&path).map_err(|error| format!("{}: {error}", path.display()))?;
-        let group = SmallGroup(path);
-        fs::write(group.0.join(limit), Self::BYTES.to_string()).map_err(|error| format!("{limit}: {error}"))?;
-        Ok(group)
-    }
-
-    fn gate(name: &str) -> Option<SmallGroup> {
-        SmallGroup::new(name).map_err(|why| eprintln!("SKIP: no control group can be made: {why}")).ok()
-    }
-}
-
-impl Drop for SmallGroup {
-    fn drop(&mut self) {
-        crate::supervisor::comes(crate::supervisor::LIMIT, || fs::remove_dir(&self.0).is_ok());
-    }
-}
-
 #[test]
 fn a_job_that_the_kernel_kills_for_want_of_memory_is_named_so() {
     let Some(lab) = Lab::new() else { return };
-    let Some(group) = SmallGroup::gate("all") else { return };
+    let Some(group) = MemoryGroup::gate(160 << 20) else { return };
     // Rekindle is in the group itself; the kernel takes the largest process.
-    let lab = lab.set("restart.max-restarts", "1").within(&group.0);
+    let lab = lab.set("restart.max-restarts", "1").within(group.path());
     let run = start(&lab, "eat", "");
     go_wrong(&lab);
     let (_, said) = run.ends_with(137);
@@ -134,7 +103,7 @@ fn a_job_that_the_kernel_kills_for_want_of_memory_is_named_so() {
 #[test]
 fn a_child_that_is_killed_for_want_of_memory_explains_the_exit_code() {
     let Some(lab) = Lab::new() else { return };
-    let Some(group) = SmallGroup::gate("child") else { return };
+    let Some(group) = MemoryGroup::gate(160 << 20) else { return };
     // The child's group is not the job's, so that the kernel's log is the only witness. It has the pids of the first PID
     // namespace, whose inode has this number (PROC_PID_INIT_INO in include/linux/proc_ns.h).
     let first = fs::read_link("/proc/self/ns/pid").is_ok_and(|name| name == Path::new("pid:[4026531836]"));
@@ -142,7 +111,7 @@ fn a_child_that_is_killed_for_want_of_memory_explains_the_exit_code() {
         return eprintln!("SKIP: the kernel's log cannot be read, or names other pids");
     }
     let lab = lab.set("restart.max-restarts", "0");
-    let mut run = start(&lab, "child", group.0.to_str().unwrap());
+    let mut run = start(&lab, "child", group.path().to_str().unwrap());
     // The child may be born after the life began: the job's processes are looked at with each snapshot.
     run.snapshot(&lab);
     go_wrong(&lab);
