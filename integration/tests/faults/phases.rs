@@ -1,8 +1,13 @@
 //! Each phase fails: the job runs on, the log says why, a later attempt succeeds.
 
+use std::fs::File;
+use std::io::Write;
+use std::path::Path;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use chrono::{DateTime, Local, NaiveDateTime};
+use nix::sys::statvfs::statvfs;
 use rekindle_store::Form;
 
 use crate::rig::{Rig, Supervisor};
@@ -136,6 +141,21 @@ impl Drop for Tmpfs {
     }
 }
 
+/// Leaves `left` bytes of the file system at `store`. What was removed a moment ago may come back while this is done.
+fn fill_up(store: &Path, left: u64) {
+    let mut fill = File::create(store.join("fill")).unwrap();
+    let mut since = Instant::now();
+    while since.elapsed() < Duration::from_millis(500) {
+        let at = statvfs(store).unwrap();
+        let more = (at.blocks_available() * at.fragment_size()).saturating_sub(left);
+        if more > 0 {
+            fill.write_all(&vec![0; usize::try_from(more).unwrap()]).unwrap();
+            since = Instant::now();
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
 #[test]
 fn a_full_store_fails_the_snapshot_only() {
     let Some(mut rig) = Rig::new() else { return };
@@ -158,9 +178,7 @@ fn a_full_store_fails_the_snapshot_only() {
     // The free space is too small for another image, although that image would add little once it is packed.
     let packed = |rig: &Rig| rig.folder().images().unwrap().iter().all(|image| image.form() == Form::Packed);
     supervisor.until("all images are packed, and their files gone", |rig| packed(rig) && rig.drafts().is_empty());
-    let free = nix::sys::statvfs::statvfs(&store).unwrap();
-    let fill = usize::try_from((free.blocks_available() * free.fragment_size()).saturating_sub(4 << 20)).unwrap();
-    std::fs::write(store.join("fill"), vec![0; fill]).unwrap();
+    fill_up(&store, 4 << 20);
     fails(&rig, &mut supervisor, 1, &["not tried: the image needs about", "would free only", "store.directory"], clear);
     supervisor.stop();
     rig.assert_sequence();
