@@ -33,7 +33,7 @@ STATES = {"restore": "stopped", "rm": "stopped", "repair": "stopped", "prune": "
 ENDLESS = {
     r"rekindle run .*--json": r'"event":"started"',
     r"rekindle run (?!.*(--detach|-- true$))": r"job (\S+ starts|was restored)",
-    r"rekindle restore ": r"the job was restored",
+    r"rekindle restore (?!.*--detach)": r"the job was restored",
     r"rekindle logs .*-f ": r"step \d",
     r"rekindle status .*--watch": r"train +running",
 }

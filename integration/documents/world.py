@@ -68,7 +68,7 @@ class World:
         }
         self.log = self.folder / "first-terminal"
         self.log.touch()
-        self.first, self.read = None, 0
+        self.first, self.read = None, {}
 
     def __enter__(self):
         return self
@@ -104,7 +104,7 @@ class World:
     def start(self, command):
         """Runs a command in the first terminal."""
         self.end()
-        self.read = len(self.lines())
+        self.read = dict.fromkeys(("supervisor", "job"), len(self.lines()))
         with open(self.log, "ab") as log:
             self.first = subprocess.Popen(
                 ["bash", "-c", f"exec {command}"], cwd=self.cwd, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -123,17 +123,21 @@ class World:
         return command.replace("/tmp/tutorial", str(self.folder / "tutorial"))
 
     def says(self, wanted):
-        """Waits until the first terminal says a line of this shape, or like this pattern, after what was waited for before."""
+        """Waits until the first terminal says a line of this shape, or like this pattern, after what its writer was waited for before.
+
+        The supervisor and the job write at the same time: which line of one stands before which of the other is chance.
+        """
         end = time.monotonic() + LIMIT
         while True:
             over = self.first.poll() is not None
-            new = self.lines()[self.read :]
-            found = [wanted.search(line) if isinstance(wanted, re.Pattern) else shape(line) == wanted for line in new]
-            if any(found):
-                self.read += next(at for at, hit in enumerate(found) if hit) + 1
-                return
+            lines = self.lines()
+            for at, line in enumerate(lines):
+                writer = "supervisor" if shape(line).startswith("WHEN") else "job"
+                if at >= self.read[writer] and (wanted.search(line) if isinstance(wanted, re.Pattern) else shape(line) == wanted):
+                    self.read[writer] = at + 1
+                    return
             if over or time.monotonic() > end:
-                raise Failed(f"the first terminal does not say {wanted!r}; it says:\n" + "\n".join(self.lines()[self.read :][:30]))
+                raise Failed(f"the first terminal does not say {wanted!r}; it says:\n" + "\n".join(lines[min(self.read.values()) :][:30]))
             time.sleep(0.02)
 
     def shows(self, shown):
