@@ -837,11 +837,14 @@ impl World {
         }
     }
 
-    /// No more faults: whoever suspended the job resumes it.
+    /// No more faults: whoever suspended the job resumes it, by a supervisor that is there.
     fn everything_is_well_again(&mut self) {
-        let at = self.some();
-        let process = self.nodes[at].process;
-        self.at(self.now, Happening::Hears(at, process, Event::Asked(Ask::Resume)));
+        let there: Vec<_> = (0..self.nodes.len()).filter(|at| self.nodes[*at].machine.is_some()).collect();
+        let one = self.some();
+        if let Some(&at) = there.get(one % there.len().max(1)) {
+            let process = self.nodes[at].process;
+            self.at(self.now, Happening::Hears(at, process, Event::Asked(Ask::Resume)));
+        }
         if self.now < self.faults_until + SETTLED {
             self.at(self.now + Duration::from_secs(20), Happening::Resume);
         }
