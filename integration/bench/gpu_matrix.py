@@ -189,11 +189,13 @@ class Matrix:
             trial.close()
 
     def two(self, line, taken, end):
-        """Two jobs, each on a GPU of its own, with snapshots and kills at the same moments. The slower one counts."""
+        """Two jobs, each on a GPU of its own where the line has two, with snapshots and kills at the same moments. The slower
+        one counts."""
         together = threading.Barrier(2)
 
         def each(number):
-            trial = Trial(self, line, taken[number : number + 1], self.work / f"{line.name}-{number}", end)
+            gpu = taken[number % len(taken)]
+            trial = Trial(self, line, [gpu], self.work / f"{line.name}-{number}", end)
             meet = lambda: together.wait(trial.left())
             outcome = self.guarded(trial, lambda trial: usual(trial, meet))
             if outcome.result != "works":

@@ -1,11 +1,12 @@
 """Trains a small network with what is built on PyTorch: Lightning, Accelerate, checkpoints and TensorBoard in the loop,
-mpi4py. The same bits every time.
+DeepSpeed, mpi4py. The same bits every time.
 
     matrix_stacks.py MODE --out DIR
 
 The mode mpi imports mpi4py, which starts MPI in this one process; with mpirun each rank is a process that MPI started.
 """
 
+import os
 import sys
 import threading
 from pathlib import Path
@@ -14,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 from matrix_steps import Steps, options
-from matrix_torch import batch, determined, network, weights
+from matrix_torch import BATCH, batch, determined, network, weights
 from torch import nn
 
-MODES = ["lightning", "accelerate", "checkpoint", "tensorboard", "mpi", "mpirun"]
+MODES = ["lightning", "accelerate", "checkpoint", "tensorboard", "deepspeed", "mpi", "mpirun"]
 
 
 class Numbers(torch.utils.data.IterableDataset):
@@ -124,6 +125,29 @@ def tensorboard(args, device):
         writer.add_histogram("first layer", model[0].weight, number)
 
     plain(args, device, Steps(args), log)
+
+
+def deepspeed(args, device):
+    """ZeRO-2 with NCCL."""
+    import deepspeed
+
+    os.environ["LOCAL_RANK"] = "0"
+    torch.distributed.init_process_group("nccl", f"file://{args.out}/meet", rank=0, world_size=1)
+    deepspeed.init_distributed(auto_mpi_discovery=False)
+    model = network(device)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.Adam(model.parameters(), lr=1e-4),
+        config={"train_batch_size": BATCH, "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True},
+    )  # fmt: skip
+    steps, number = Steps(args), 0
+    while True:
+        number += 1
+        images, labels = batch(number, device)
+        loss = nn.functional.cross_entropy(engine(images), labels)
+        engine.backward(loss)
+        engine.step()
+        if steps.done(loss.item(), weights(engine.module)):
+            return
 
 
 def mpi(args, device):
