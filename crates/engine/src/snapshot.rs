@@ -253,7 +253,7 @@ impl Error {
     pub fn may_pass(&self) -> bool {
         match self {
             Error::InFlight(_) | Error::Unnoticed(_) | Error::Dangling(_) => true,
-            Error::Gpu(gpu::Error::Restless { .. } | gpu::Error::Initializing { .. }) => true,
+            Error::Gpu(gpu::Error::Restless { .. } | gpu::Error::Initializing { .. } | gpu::Error::Ended { .. }) => true,
             Error::Dump(criu::RunError::TaskDied { .. }) => true,
             // Neither CRIU nor its helpers end this way by themselves.
             Error::Dump(criu::RunError::Gone { ended, .. }) => *ended == Ended::Signal(libc::SIGKILL),
@@ -329,6 +329,7 @@ fn frozen<'a>(subject: &'a Subject<'a>, cancelled: &'a (dyn Fn() -> bool + Sync)
     loop {
         let late = until.is_some_and(|until| until <= Instant::now());
         let dead = if late { Dead::Taken } else { Dead::Refused };
+        dead::let_end(root, &over);
         match phases::freeze(Env { subject, cancelled, dead }) {
             Err(Error::Unnoticed(found)) => {
                 tracing::info!("trying the snapshot again: {found}");

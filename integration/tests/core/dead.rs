@@ -114,8 +114,8 @@ fn the_reaper_comes_before_the_processes_of_the_job() {
     finish(&lab, run);
 }
 
-/// Starts a child whose first thread ends before the other: until a snapshot was tried it is a zombie with threads. Its parent
-/// waits for it.
+/// Starts a child whose first thread ends before the other: until the file `tried` is there it is a zombie with threads. Its
+/// parent waits for it.
 const HALF_DEAD: &str = r#"
 import ctypes, os, sys, threading, time
 folder, n = sys.argv[1], 0
@@ -138,6 +138,36 @@ while not os.path.exists(folder + "/finish"):
     time.sleep(0.02)
 "#;
 
+/// A job with a child whose first thread has ended.
+fn half_dead(lab: &Lab) -> Running {
+    let mut run = lab.run(["python3", "-c", HALF_DEAD, lab.path().to_str().unwrap()]);
+    count_on(lab, &mut run, 5);
+    let job = run.job_pid(lab);
+    std::fs::write(lab.file("start"), "").unwrap();
+    let is_half_dead = || {
+        let mut children = process::children(job).into_iter();
+        children.any(|pid| process::state(pid) == Some('Z') && process::threads(pid).len() > 1)
+    };
+    wait_for("the child is half dead", is_half_dead);
+    run
+}
+
+#[test]
+fn a_snapshot_waits_for_a_process_that_is_ending() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = half_dead(&lab);
+    run.signal(Signal::SIGUSR1);
+    run.wait_for("the snapshot has begun", || {
+        lab.published().is_some_and(|now| now.state.as_str() == "snapshotting")
+    });
+    std::fs::write(lab.file("tried"), "").unwrap();
+    run.wait_for("a snapshot", || !lab.good().is_empty());
+    assert!(!run.err().contains("Zombies"), "{}", run.err());
+    run.crash(&lab);
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+}
+
 #[test]
 fn a_process_whose_first_thread_has_ended_delays_a_snapshot_for_a_moment_only() {
     let lab = Lab::new().map(|lab| lab.set("snapshot.retry-after", "\"1h\"").set("snapshot.retry-max", "\"1h\""));
@@ -147,15 +177,7 @@ fn a_process_whose_first_thread_has_ended_delays_a_snapshot_for_a_moment_only() 
     let text = format!("real='{}' tried='{}'\n{once}", criu().display(), lab.file("tried").display());
     let path = format!("{:?}", lab.script("criu", &text));
     let lab = lab.set("criu.path", &path);
-    let mut run = lab.run(["python3", "-c", HALF_DEAD, lab.path().to_str().unwrap()]);
-    count_on(&lab, &mut run, 5);
-    let job = run.job_pid(&lab);
-    std::fs::write(lab.file("start"), "").unwrap();
-    let is_half_dead = || {
-        let mut children = process::children(job).into_iter();
-        children.any(|pid| process::state(pid) == Some('Z') && process::threads(pid).len() > 1)
-    };
-    wait_for("the child is half dead", is_half_dead);
+    let mut run = half_dead(&lab);
     run.signal(Signal::SIGUSR1);
     run.wait_said("Zombies with threads");
     run.wait_for("a snapshot", || !lab.good().is_empty());

@@ -15,6 +15,9 @@
 //! A parent may also never wait for its children. So a process that has been dead for `PATIENCE` does not delay a
 //! snapshot, and neither does any once all of this has taken [`LIMIT`].
 //!
+//! A process whose first thread has ended, and whose others have not, ends soon. CRIU refuses it, so a snapshot waits before it
+//! stops anything. A process that uses CUDA is in this state for about a tenth of a second whenever it ends.
+//!
 //! A process that is gone is not affected: the kernel has a dead process only until its parent has waited for it, or
 //! ignores it.
 
@@ -31,6 +34,8 @@ const PATIENCE: Duration = Duration::from_secs(5);
 pub const LIMIT: Duration = Duration::from_secs(15);
 /// Time for a parent that has just learned of a death to end the job.
 pub const AFTERMATH: Duration = Duration::from_secs(1);
+/// How long a snapshot waits for processes that are ending.
+const ENDING: Duration = Duration::from_secs(3);
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// Identifies a process: its pid as we see it, and its start time, because pids are reused.
@@ -123,6 +128,15 @@ impl Deaths {
 /// Latest time to which deaths may delay a snapshot that begins now.
 pub(super) fn limit() -> Instant {
     Instant::now() + LIMIT
+}
+
+/// Waits until no process below `root` is ending, for a short time.
+pub(super) fn let_end(root: i32, over: &dyn Fn() -> bool) {
+    let is_ending = |pid: i32| process::state(pid) == Some('Z') && process::threads(pid).len() > 1;
+    let until = Instant::now() + ENDING;
+    while process::tree(root).into_iter().any(is_ending) && !over() && Instant::now() < until {
+        std::thread::sleep(PAUSE);
+    }
 }
 
 fn dead(pid: i32) -> Option<(Key, Dead)> {

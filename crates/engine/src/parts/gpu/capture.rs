@@ -40,6 +40,12 @@ pub enum Error {
         /// How often it was tried.
         attempts: u32,
     },
+    /// A process ended after it was locked.
+    #[error("checkpoint: process {pid} ended while the job was being stopped")]
+    Ended {
+        /// The process, as it sees itself.
+        pid: i32,
+    },
     /// A process is in the middle of cuInit.
     #[error(
         "process {pid} ({name}) is initialising CUDA (cuInit), which would fail in a restored process: the snapshot has to \
@@ -296,10 +302,11 @@ impl Group {
     /// Stops all threads of all. The gates are open then: an image must not have one that nobody opens.
     fn stop(&mut self) -> Result<(), Error> {
         for member in self.members.iter_mut().filter(|member| !member.stopped) {
-            member.stopped = ptrace::stop(member.process.pid(), STOP_TIMEOUT).map_err(|source| Error::Io {
-                what: format!("checkpoint: cannot stop process {}", member.inner),
-                source,
-            })?;
+            member.stopped =
+                ptrace::stop(member.process.pid(), STOP_TIMEOUT).map_err(|source| match member.has_ended() {
+                    true => Error::Ended { pid: member.inner },
+                    false => Error::Io { what: format!("checkpoint: cannot stop process {}", member.inner), source },
+                })?;
         }
         self.cut = None;
         Ok(())
