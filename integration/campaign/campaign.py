@@ -39,7 +39,10 @@ SETTINGS = {
     # A way to the store that takes some tenths of a second.
     "store.persist-rate": "64MiB",
 }
+# A job has failed: the others end, too.
 STOPPING = threading.Event()
+# No more time for further faults.
+ENOUGH = threading.Event()
 
 
 class Disk:
@@ -211,7 +214,7 @@ class Trial:
         self.works("its start")
         self.looked("")
         done = 0
-        while done < kills and not STOPPING.is_set():
+        while done < kills and not STOPPING.is_set() and not ENOUGH.is_set():
             done += self.fault()
             # Longer than restart.min-uptime: who kills a job again and again before that is told apart from no bad image.
             time.sleep(self.random.uniform(1.2, 2.5))
@@ -343,7 +346,9 @@ def main():
     for thread in threads:
         thread.start()
     if args.minutes:
-        threading.Timer(args.minutes * 60, STOPPING.set).start()
+        timer = threading.Timer(args.minutes * 60, ENOUGH.set)
+        timer.daemon = True
+        timer.start()
     for thread in threads:
         thread.join()
     shutil.rmtree(work, ignore_errors=True)

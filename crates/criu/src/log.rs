@@ -114,6 +114,12 @@ impl Log {
         self.errors().iter().any(|line| line.contains("Can't fork for") && line.contains("File exists"))
     }
 
+    /// Whether a process was ending.
+    #[must_use]
+    pub fn says_ending(&self) -> bool {
+        self.errors().iter().any(|line| line.contains(ENDING))
+    }
+
     /// Whether another program has a port that the image needs.
     #[must_use]
     pub fn says_port_taken(&self) -> bool {
@@ -154,10 +160,12 @@ fn error_text(line: &str) -> Option<String> {
     Some(text.trim().to_string())
 }
 
+/// A process whose first thread has ended, and whose other threads will end soon (compel/src/lib/infect.c).
+const ENDING: &str = "Zombies with threads";
+
 /// Messages of CRIU 4.2 for temporary problems.
 const MOMENTS: &[&str] = &[
-    // A process whose first thread has ended, and whose other threads will end soon (compel/src/lib/infect.c).
-    "Zombies with threads",
+    ENDING,
     // A connection that is not accepted yet, and that was not to be left out (criu/sk-inet.c).
     "In-flight connection (l)",
     // The same for UNIX sockets: data was sent before the connection was accepted, or it was closed (criu/sk-unix.c).

@@ -159,6 +159,9 @@ pub enum Error {
     /// Descriptors in flight between processes could not be restored.
     #[error("dump: {0}")]
     InFlight(InFlight),
+    /// A process has NVIDIA devices open, and has just begun.
+    #[error("dump: {0}")]
+    Starting(String),
     /// A process was killed, and its parent has not collected its exit status.
     #[error("{0}: the snapshot would lose that status, so it is refused until the parent has it")]
     Unnoticed(Unnoticed),
@@ -252,12 +255,23 @@ impl Error {
     #[must_use]
     pub fn may_pass(&self) -> bool {
         match self {
-            Error::InFlight(_) | Error::Unnoticed(_) | Error::Dangling(_) => true,
-            Error::Gpu(gpu::Error::Restless { .. } | gpu::Error::Initializing { .. } | gpu::Error::Ended { .. }) => true,
+            Error::InFlight(_) | Error::Starting(_) | Error::Unnoticed(_) | Error::Dangling(_) => true,
+            Error::Gpu(gpu::Error::Restless { .. } | gpu::Error::Initializing { .. } | gpu::Error::Ended { .. }) => {
+                true
+            }
             Error::Dump(criu::RunError::TaskDied { .. }) => true,
             // Neither CRIU nor its helpers end this way by themselves.
             Error::Dump(criu::RunError::Gone { ended, .. }) => *ended == Ended::Signal(libc::SIGKILL),
             Error::Dump(criu::RunError::Refused { log }) => log.says_moment(),
+            _ => false,
+        }
+    }
+
+    /// Whether a process was just beginning or ending, so that the next attempt should be made at once.
+    fn passes_at_once(&self) -> bool {
+        match self {
+            Error::Starting(_) | Error::Gpu(gpu::Error::Ended { .. }) => true,
+            Error::Dump(criu::RunError::Refused { log }) => log.says_ending(),
             _ => false,
         }
     }
@@ -319,12 +333,15 @@ struct Env<'a> {
 /// H200, driver 580), and more with more GPUs.
 const INITIALIZING: (u32, Duration) = (30, Duration::from_millis(100));
 
+/// The same while processes begin and end, with a pause that doubles each time.
+const COMING_AND_GOING: (u32, Duration) = (4, Duration::from_millis(50));
+
 /// Everything that is done while the job is frozen; more than once if a moment was not one to take an image of.
 fn frozen<'a>(subject: &'a Subject<'a>, cancelled: &'a (dyn Fn() -> bool + Sync)) -> Result<phases::Frozen<'a>, Error> {
     let root = subject.job.root.pid();
     let over = || cancelled() || subject.job.root.has_ended().unwrap_or(true);
     let mut attempt = 1;
-    let mut initializing = 0;
+    let (mut initializing, mut coming_and_going) = (0, 0);
     let mut until = None;
     loop {
         let late = until.is_some_and(|until| until <= Instant::now());
@@ -344,6 +361,11 @@ fn frozen<'a>(subject: &'a Subject<'a>, cancelled: &'a (dyn Fn() -> bool + Sync)
                 }
                 initializing += 1;
                 std::thread::sleep(INITIALIZING.1);
+            }
+            Err(error) if error.passes_at_once() && coming_and_going < COMING_AND_GOING.0 && !over() => {
+                tracing::info!("trying the snapshot again: {error}");
+                std::thread::sleep(COMING_AND_GOING.1 * (1 << coming_and_going));
+                coming_and_going += 1;
             }
             Err(Error::InFlight(found)) if attempt < fds::ATTEMPTS && found.moves(root, attempt, cancelled) => {
                 tracing::info!("trying the snapshot again: {found}");

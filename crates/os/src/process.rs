@@ -7,6 +7,7 @@ use std::fmt::Display;
 use std::io;
 use std::os::fd::{OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use procfs_core::FromRead;
 use procfs_core::process::Stat;
@@ -256,6 +257,13 @@ pub fn executable(pid: i32) -> Option<PathBuf> {
 #[must_use]
 pub fn start_time(pid: i32) -> Option<u64> {
     Some(stat(pid)?.starttime)
+}
+
+/// The same as the time since the boot ([`crate::clock::since_boot`]).
+#[must_use]
+pub fn began(pid: i32) -> Option<Duration> {
+    let per_second = rustix::param::clock_ticks_per_second();
+    Some(Duration::from_millis(start_time(pid)?.saturating_mul(1000) / per_second.max(1)))
 }
 
 /// Where the stack was made at the last exec, which forks keep; 0 for who may not know it.

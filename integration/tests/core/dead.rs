@@ -8,7 +8,7 @@ use rekindle::telemetry::events::{What, read};
 use rekindle_os::process;
 
 use crate::kinds::count_on;
-use crate::supervisor::{Lab, Running, assert_counts_up, criu, kill, wait_for};
+use crate::supervisor::{Lab, Running, assert_counts_up, kill, wait_for};
 
 /// Starts the job, which looks for deaths so often, and takes the first image.
 fn begin(lab: &Lab, patience: &str) -> Running {
@@ -157,9 +157,7 @@ fn a_snapshot_waits_for_a_process_that_is_ending() {
     let Some(lab) = Lab::new() else { return };
     let mut run = half_dead(&lab);
     run.signal(Signal::SIGUSR1);
-    run.wait_for("the snapshot has begun", || {
-        lab.published().is_some_and(|now| now.state.as_str() == "snapshotting")
-    });
+    run.wait_for("the snapshot has begun", || lab.published().is_some_and(|now| now.state.as_str() == "snapshotting"));
     std::fs::write(lab.file("tried"), "").unwrap();
     run.wait_for("a snapshot", || !lab.good().is_empty());
     assert!(!run.err().contains("Zombies"), "{}", run.err());
@@ -172,11 +170,7 @@ fn a_snapshot_waits_for_a_process_that_is_ending() {
 fn a_process_whose_first_thread_has_ended_delays_a_snapshot_for_a_moment_only() {
     let lab = Lab::new().map(|lab| lab.set("snapshot.retry-after", "\"1h\"").set("snapshot.retry-max", "\"1h\""));
     let Some(lab) = lab else { return };
-    // Only once: what CRIU restores is to be a child of the supervisor's own.
-    let once = "[ ! -e \"$tried\" ] || exec \"$real\" \"$@\"\ncase \"$*\" in *swrk*) ;; *) exec \"$real\" \"$@\" ;; esac\n\"$real\" \"$@\"; code=$?; : > \"$tried\"; exit $code";
-    let text = format!("real='{}' tried='{}'\n{once}", criu().display(), lab.file("tried").display());
-    let path = format!("{:?}", lab.script("criu", &text));
-    let lab = lab.set("criu.path", &path);
+    let lab = lab.noting_the_first_dump("tried");
     let mut run = half_dead(&lab);
     run.signal(Signal::SIGUSR1);
     run.wait_said("Zombies with threads");

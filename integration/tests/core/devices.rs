@@ -85,6 +85,18 @@ fn one_that_uses_them_is_refused() {
 }
 
 #[test]
+fn one_that_just_begins_has_the_snapshot_tried_again_at_once() {
+    let (Some(lab), Some(devices)) = (Lab::new(), StandIns::find()) else { return };
+    let lab = lab.noting_the_first_dump("tried");
+    let mut run = start(&lab, &devices, "devices-of-a-child");
+    run.snapshot(&lab);
+    let said = run.err();
+    assert!(said.contains("trying the snapshot again: dump: process 1002 (python3) has NVIDIA devices open"), "{said}");
+    assert!(!said.contains("snapshot failed"), "{said}");
+    finish(&lab, run);
+}
+
+#[test]
 fn one_that_uses_opencl_is_refused_with_the_library_and_what_helps() {
     is_refused("devices-hwloc", "it uses the GPU without CUDA, by OpenCL (libnvidia-opencl.so.1)");
     is_refused("devices-hwloc", "set HWLOC_COMPONENTS=-opencl in the job's environment");

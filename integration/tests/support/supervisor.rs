@@ -202,6 +202,17 @@ impl Lab {
         path
     }
 
+    /// Has a file of this name come as soon as CRIU has worked for the first time.
+    pub(crate) fn noting_the_first_dump(self, name: &str) -> Lab {
+        // Only once: what CRIU restores is to be a child of the supervisor's own.
+        let once = r#"[ ! -e "$tried" ] || exec "$real" "$@"
+case "$*" in *swrk*) ;; *) exec "$real" "$@" ;; esac
+"$real" "$@"; code=$?; : > "$tried"; exit $code"#;
+        let text = format!("real='{}' tried='{}'\n{once}", criu().display(), self.file(name).display());
+        let path = format!("{:?}", self.script("criu", &text));
+        self.set("criu.path", &path)
+    }
+
     /// Copies a file and makes it executable. By another process: a child that another test forks meanwhile would hold our
     /// descriptor for a moment, and a file that is open for writing cannot be executed (ETXTBSY).
     pub(crate) fn install(&self, from: &Path, to: &Path) {

@@ -20,9 +20,10 @@ mod libraries;
 
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
+use std::time::Duration;
 
 use rekindle_criu::image::{self, Replaced};
-use rekindle_os::process;
+use rekindle_os::{clock, process};
 
 use libraries::Libraries;
 
@@ -76,10 +77,10 @@ impl Devices {
     }
 
     /// Removes the devices from the image in `criu_dir`, while all tasks are frozen. `root` is the root of the tree and
-    /// `cuda` are the CUDA processes in it, as we see them. Returns notes for the user; or an error, in words, if the
-    /// job could not run without the devices.
-    pub(crate) fn settle(&self, criu_dir: &Path, root: i32, cuda: &[i32]) -> Result<Vec<String>, String> {
-        let replaced = image::without_devices(criu_dir).map_err(|e| rekindle_base::chain(&e))?;
+    /// `cuda` are the CUDA processes in it, as we see them. Returns notes for the user; or an error if the job could not
+    /// run without the devices.
+    pub(crate) fn settle(&self, criu_dir: &Path, root: i32, cuda: &[i32]) -> Result<Vec<String>, Unsettled> {
+        let replaced = image::without_devices(criu_dir).map_err(|e| Unsettled::Refused(rekindle_base::chain(&e)))?;
         if replaced.is_empty() {
             return Ok(Vec::new());
         }
@@ -88,7 +89,8 @@ impl Devices {
         let (mut asking, mut idle) = (Vec::new(), Vec::new());
         for Replaced { pid, descriptors, mappings, writable } in replaced {
             let outer = tree.iter().find(|(inner, _)| *inner == pid).map(|(_, outer)| *outer);
-            let outer = outer.ok_or_else(|| format!("process {pid} has NVIDIA devices open and cannot be found"))?;
+            let lost = || Unsettled::Refused(format!("process {pid} has NVIDIA devices open and cannot be found"));
+            let outer = outer.ok_or_else(lost)?;
             let shown = || format!("process {pid} ({})", process::name(outer).unwrap_or_default());
             let facts = Facts {
                 is_cuda: cuda.contains(&outer),
@@ -110,7 +112,9 @@ impl Devices {
                 Verdict::Left | Verdict::Uses => {
                     let libraries = Libraries::of(outer);
                     if !is_idle_opencl(writable, &libraries) {
-                        return Err(refusal(verdict, &shown(), &libraries));
+                        let why = refusal(verdict, &shown(), &libraries);
+                        let is_starting = verdict == Verdict::Uses && is_young(outer);
+                        return Err(if is_starting { Unsettled::Starting(why) } else { Unsettled::Refused(why) });
                     }
                     idle.push(shown());
                 }
@@ -133,6 +137,21 @@ impl Devices {
         let (major, minor) = (libc::major(metadata.rdev()), libc::minor(metadata.rdev()));
         self.all.iter().any(|device| device.memory && device.matches(kind, major.into(), minor.into()))
     }
+}
+
+/// Why the job could not run without its devices, in words.
+#[derive(Debug)]
+pub(crate) enum Unsettled {
+    Refused(String),
+    /// A process has just begun, and may be starting CUDA.
+    Starting(String),
+}
+
+/// A program starts CUDA soon after it begins, if it does.
+const YOUNG: Duration = Duration::from_secs(10);
+
+fn is_young(pid: i32) -> bool {
+    process::began(pid).is_some_and(|began| clock::since_boot().saturating_sub(began) < YOUNG)
 }
 
 /// What is known of a process with devices.

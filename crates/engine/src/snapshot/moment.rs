@@ -9,10 +9,11 @@ use super::dead::Unnoticed;
 use super::pages::{Drained, Receivers};
 use super::seen::{Gpus, Seen};
 use super::{Dead, Env};
+use crate::parts::devices::{Devices, Unsettled};
 use crate::parts::files::capture::Captured;
 use crate::parts::files::record;
 use crate::parts::gpu::capture as gpu;
-use crate::parts::{access, devices::Devices, fds::InFlight, groups, tcp};
+use crate::parts::{access, fds::InFlight, groups, tcp};
 use rekindle_base::chain;
 use rekindle_criu as criu;
 use rekindle_os::ptrace;
@@ -41,6 +42,8 @@ pub(super) enum Wrong {
     Unnoticed(Unnoticed),
     /// A process is in the middle of cuInit.
     Initializing(gpu::Error),
+    /// A process has NVIDIA devices open, and has just begun.
+    Starting(String),
 }
 
 /// Records it, from CRIU's `post-dump` notification.
@@ -172,13 +175,20 @@ impl Still<'_, '_> {
         Ok(folders)
     }
 
-    fn correct_image(&self, notes: &mut Vec<String>) -> Result<(), String> {
+    fn correct_image(&mut self, notes: &mut Vec<String>) -> Result<(), String> {
         criu::image::adopt_daemons(self.dir).map_err(|e| e.to_string())?;
         let subject = self.env.subject;
         tcp::capture::close_in_image(subject.options.tcp, self.seen.tcp, subject.job.world.subnet(), self.dir)
             .map_err(|e| chain(&e))?;
         if let Some(devices) = self.devices {
-            notes.extend(devices.settle(self.dir, self.env.root(), &self.gpus.group.outer_pids())?);
+            match devices.settle(self.dir, self.env.root(), &self.gpus.group.outer_pids()) {
+                Ok(more) => notes.extend(more),
+                Err(Unsettled::Refused(why)) => return Err(why),
+                Err(Unsettled::Starting(why)) => {
+                    self.wrong = Some(Wrong::Starting(why.clone()));
+                    return Err(why);
+                }
+            }
         }
         Ok(())
     }

@@ -220,6 +220,7 @@ impl Freeze<'_> {
             (Err(_), Some(Wrong::InFlight(lost))) => return Err(Error::InFlight(lost)),
             (Err(_), Some(Wrong::Unnoticed(found))) => return Err(Error::Unnoticed(found)),
             (Err(_), Some(Wrong::Initializing(error))) => return Err(error.into()),
+            (Err(_), Some(Wrong::Starting(why))) => return Err(Error::Starting(why)),
             (Err(error), None) => return Err(error.into()),
         };
         let silent =
