@@ -20,7 +20,7 @@ pub(crate) struct Workload {
     pub lacks: Vec<String>,
 }
 
-const ONE_GPU: [&str; 17] = [
+const ONE_GPU: [&str; 21] = [
     "eager",
     "compile",
     "amp",
@@ -38,8 +38,12 @@ const ONE_GPU: [&str; 17] = [
     "checkpoint",
     "tensorboard",
     "mpi",
+    "mpirun",
+    "deepspeed",
+    "short",
+    "shared",
 ];
-const GPUS: [&str; 8] = ["ddp-gloo", "ddp-nccl", "no-peer", "fsdp", "torchrun", "pmap", "mpirun", "two-jobs"];
+const GPUS: [&str; 7] = ["ddp-gloo", "ddp-nccl", "no-peer", "fsdp", "torchrun", "pmap", "two-jobs"];
 
 pub(super) fn judge(checks: &[Check], facts: &nvidia::Facts) -> Vec<Workload> {
     let missing = checks.iter().filter(|check| check.state == State::Missing);
