@@ -120,6 +120,13 @@ impl Log {
         self.errors().iter().any(|line| line.contains(ENDING))
     }
 
+    /// Whether CRIU lacked a right.
+    #[must_use]
+    pub fn says_denied(&self) -> bool {
+        let denied = |line: &String| line.contains("Operation not permitted") || line.contains("Permission denied");
+        self.errors().iter().any(denied)
+    }
+
     /// Whether another program has a port that the image needs.
     #[must_use]
     pub fn says_port_taken(&self) -> bool {
@@ -274,8 +281,11 @@ const HINTS: &[(&str, &str)] = &[
     ("xfeatures has unsupported bits", "this CPU lacks features of the CPU on which the image was made"),
     ("xsave size mismatch", "this CPU lacks features of the CPU on which the image was made"),
     ("Can't open file", "a file that the job had open does not exist any more"),
-    ("Operation not permitted", "a right is missing: run as root with all capabilities; `rekindle doctor` shows which"),
+    ("Operation not permitted", MISSING_RIGHT),
+    ("Permission denied", MISSING_RIGHT),
 ];
+
+const MISSING_RIGHT: &str = "a right is missing: run as root with all capabilities; `rekindle doctor` shows which";
 
 #[cfg(test)]
 mod tests {

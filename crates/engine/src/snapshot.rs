@@ -346,7 +346,7 @@ fn frozen<'a>(subject: &'a Subject<'a>, cancelled: &'a (dyn Fn() -> bool + Sync)
     loop {
         let late = until.is_some_and(|until| until <= Instant::now());
         let dead = if late { Dead::Taken } else { Dead::Refused };
-        dead::let_end(root, &over);
+        let none_is_ending = dead::let_end(root, &over);
         match phases::freeze(Env { subject, cancelled, dead }) {
             Err(Error::Unnoticed(found)) => {
                 tracing::info!("trying the snapshot again: {found}");
@@ -362,7 +362,9 @@ fn frozen<'a>(subject: &'a Subject<'a>, cancelled: &'a (dyn Fn() -> bool + Sync)
                 initializing += 1;
                 std::thread::sleep(INITIALIZING.1);
             }
-            Err(error) if error.passes_at_once() && coming_and_going < COMING_AND_GOING.0 && !over() => {
+            Err(error)
+                if error.passes_at_once() && none_is_ending && coming_and_going < COMING_AND_GOING.0 && !over() =>
+            {
                 tracing::info!("trying the snapshot again: {error}");
                 std::thread::sleep(COMING_AND_GOING.1 * (1 << coming_and_going));
                 coming_and_going += 1;

@@ -4,13 +4,14 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
+use nix::sys::signal::Signal;
 use rekindle_store::persist::Progress;
 use rekindle_store::unpack::unpack;
 use rekindle_store::{BadWhy, Image, Manifest, State};
 
 use crate::kinds::count_on;
 use crate::launch::{end, look, run_look};
-use crate::supervisor::Lab;
+use crate::supervisor::{Lab, kill};
 
 #[test]
 fn a_user_has_no_rights_over_its_supervisor() {
@@ -58,15 +59,35 @@ fn a_user_has_no_rights_over_its_supervisor() {
 #[test]
 fn the_rights_of_the_deployment_templates_are_enough() {
     let Some(lab) = Lab::new() else { return };
-    let manifest = fs::read_to_string("examples/deploy/kubernetes/job.yaml").unwrap();
-    let added = manifest.split("add: [").nth(1).unwrap().split(']').next().unwrap().to_lowercase();
-    let added: Vec<String> = added.split(", ").map(|name| format!("+{name}")).collect();
-    let lab = lab.set("job.user", "\"nobody\"").with_only(&added.join(","));
+    let lab = lab.set("job.user", "\"nobody\"").with_only(&rights_of_the_template().join(","));
     let (mut run, _) = look(&lab);
     run.snapshot(&lab);
     run.crash(&lab);
     run.wait_said("the job was restored from image");
     end(&lab, run);
+}
+
+/// The capabilities in the manifest for Kubernetes.
+fn rights_of_the_template() -> Vec<String> {
+    let manifest = fs::read_to_string("examples/deploy/kubernetes/job.yaml").unwrap();
+    let added = manifest.split("add: [").nth(1).unwrap().split(']').next().unwrap().to_lowercase();
+    added.split(", ").map(|name| format!("+{name}")).collect()
+}
+
+#[test]
+fn a_right_that_is_missing_is_not_the_images_fault() {
+    let Some(lab) = Lab::new() else { return };
+    let mut rights = rights_of_the_template();
+    rights.retain(|right| right != "+dac_read_search");
+    let lab = lab.set("job.user", "\"nobody\"").set("restart.cold-start", "\"never\"").with_only(&rights.join(","));
+    let (mut run, _) = look(&lab);
+    let image = run.snapshot(&lab);
+    kill(run.job_pid(&lab), Signal::SIGKILL);
+    run.wait_said(&format!("cannot restore image {image:06}"));
+    run.signal(Signal::SIGTERM);
+    let (_, said) = run.ends_with(143);
+    assert!(said.contains("a right is missing") && !said.contains("is marked as bad"), "{said}");
+    assert!(lab.images()[0].is_good(), "{said}");
 }
 
 /// Whether no folder on the way keeps others out.

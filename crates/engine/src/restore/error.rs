@@ -200,6 +200,8 @@ impl Error {
             Error::Criu(criu::RunError::Refused { log }) if log.says_killed() || log.errors().is_empty() => {
                 Blame::Unknown
             }
+            // A capability, a seccomp filter, a security module: an older image is denied the same.
+            Error::Criu(criu::RunError::Refused { log }) if log.says_denied() => Blame::Machine,
             Error::Criu(criu::RunError::Lost { .. }) => Blame::Unknown,
             Error::Criu(criu::RunError::Timeout { .. }) => Blame::Slow,
             // Another program uses the port and may release it; the job's own dead connections were closed before.

@@ -130,13 +130,18 @@ pub(super) fn limit() -> Instant {
     Instant::now() + LIMIT
 }
 
-/// Waits until no process below `root` is ending, for a short time.
-pub(super) fn let_end(root: i32, over: &dyn Fn() -> bool) {
+/// Waits until no process below `root` is ending, for a short time. Returns false if one still is: its other threads may run
+/// for as long as the job does.
+pub(super) fn let_end(root: i32, over: &dyn Fn() -> bool) -> bool {
     let is_ending = |pid: i32| process::state(pid) == Some('Z') && process::threads(pid).len() > 1;
     let until = Instant::now() + ENDING;
-    while process::tree(root).into_iter().any(is_ending) && !over() && Instant::now() < until {
+    while process::tree(root).into_iter().any(is_ending) {
+        if over() || Instant::now() >= until {
+            return false;
+        }
         std::thread::sleep(PAUSE);
     }
+    true
 }
 
 fn dead(pid: i32) -> Option<(Key, Dead)> {
