@@ -1,9 +1,10 @@
 //! `rekindle logs`: a job's output, as it is stored.
 //!
-//! Colours and progress bars are part of the output, so it is printed unchanged. Control sequences are escaped
-//! ([`clean`]) only on a terminal of a user other than the job's, who did not choose to run it.
+//! What the job wrote to its standard error goes to ours, as if it ran here. Colours and progress bars are part of the output,
+//! so it is printed unchanged. Control sequences are escaped ([`clean`]) only on a terminal of a user other than the job's, who
+//! did not choose to run it.
 
-use std::io::{self, IsTerminal, Write, stdout};
+use std::io::{self, IsTerminal, Write, stderr, stdout};
 use std::os::fd::AsFd;
 use std::time::Duration;
 
@@ -27,13 +28,16 @@ pub(crate) struct LogsArgs {
     /// Follow the output, through restarts, until the job is over
     #[arg(long, short)]
     follow: bool,
-    /// Print standard error instead of standard output
+    /// Print only what the job wrote to standard output
+    #[arg(long, conflicts_with = "stderr")]
+    stdout: bool,
+    /// Print only what the job wrote to standard error; it is printed to standard output
     #[arg(long)]
     stderr: bool,
     /// Print the output of another user's job unchanged, even on a terminal that would execute its control sequences
     #[arg(long)]
     raw: bool,
-    /// Print only the last N lines
+    /// Print only the last N lines (of each, standard output and standard error)
     #[arg(long, short = 'n', value_name = "N")]
     lines: Option<usize>,
 }
@@ -55,21 +59,22 @@ pub(super) fn logs(global: &Global, args: &LogsArgs) -> anyhow::Result<Exit> {
 }
 
 fn copy(global: &Global, folder: &JobFolder, args: &LogsArgs) -> anyhow::Result<()> {
-    let name = if args.stderr { "stderr.log" } else { "stdout.log" };
-    let is_foreign = !args.raw && stdout().is_terminal() && is_anothers(global, folder)?;
-    let mut out = Out { to: stdout().lock(), is_foreign, rest: Vec::new() };
     let watch = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK)?;
     let events = AddWatchFlags::IN_MODIFY | AddWatchFlags::IN_CREATE | AddWatchFlags::IN_MOVED_TO;
     watch.add_watch(&folder.log_dir(), events)?;
-    let mut tail = Tail::new(&folder.log_dir().join(name));
-    match args.lines {
-        Some(lines) => tail.skip_to_last(lines)?,
-        None => tail.copy_older(&mut out)?,
+    let mut streams = streams(global, folder, args)?;
+    for Stream { tail, out } in &mut streams {
+        match args.lines {
+            Some(lines) => tail.skip_to_last(lines)?,
+            None => tail.copy_older(out)?,
+        }
     }
     loop {
         // Checked before the last read, so that everything written until then is printed.
         let over = !args.follow || is_over(folder)?;
-        tail.copy(&mut out)?;
+        for Stream { tail, out } in &mut streams {
+            tail.copy(out)?;
+        }
         if over {
             return Ok(());
         }
@@ -77,6 +82,31 @@ fn copy(global: &Global, folder: &JobFolder, args: &LogsArgs) -> anyhow::Result<
         let _ = poll(&mut [PollFd::new(watch.as_fd(), PollFlags::POLLIN)], timeout);
         let _ = watch.read_events();
     }
+}
+
+/// A file of the job's output, and where it goes.
+struct Stream {
+    tail: Tail,
+    out: Out<Box<dyn Write>>,
+}
+
+fn streams(global: &Global, folder: &JobFolder, args: &LogsArgs) -> anyhow::Result<Vec<Stream>> {
+    let on_terminal = stdout().is_terminal() || stderr().is_terminal();
+    let is_anothers = !args.raw && on_terminal && is_anothers(global, folder)?;
+    let stream = |name, to: Box<dyn Write>, is_terminal| Stream {
+        tail: Tail::new(&folder.log_dir().join(name)),
+        out: Out { to, is_foreign: is_anothers && is_terminal, rest: Vec::new() },
+    };
+    let mut streams = Vec::new();
+    if !args.stderr {
+        streams.push(stream("stdout.log", Box::new(stdout().lock()), stdout().is_terminal()));
+    }
+    if args.stderr {
+        streams.push(stream("stderr.log", Box::new(stdout().lock()), stdout().is_terminal()));
+    } else if !args.stdout {
+        streams.push(stream("stderr.log", Box::new(stderr().lock()), stderr().is_terminal()));
+    }
+    Ok(streams)
 }
 
 /// Whether the job is known to run as another user than the reader.

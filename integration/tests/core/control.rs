@@ -299,6 +299,27 @@ fn logs_follow_through_rotation_and_restarts() {
     assert!(lab.rekindle(&["logs", "--stderr", "j"]).stdout.is_empty());
 }
 
+#[test]
+fn logs_show_what_the_job_wrote_where_it_wrote_it() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = lab.run(["sh", "-c", "echo first; echo second >&2; echo third; while sleep 0.05; do :; done"]);
+    run.wait_printed("third\n");
+    let logs = |args: &[&str]| {
+        let said = lab.rekindle(&[&["logs"], args, &["j"]].concat());
+        [said.stdout, said.stderr].map(|text| String::from_utf8(text).unwrap())
+    };
+    assert_eq!(logs(&[]), ["first\nthird\n", "second\n"]);
+    assert_eq!(logs(&["-n", "1"]), ["third\n", "second\n"]);
+    assert_eq!(logs(&["--stdout"]), ["first\nthird\n", ""]);
+    assert_eq!(logs(&["--stderr"]), ["second\n", ""]);
+    let mut following = lab.run_with(&["logs", "-f", "j"], [""; 0]);
+    following.wait_printed("third\n");
+    following.wait_said("second\n");
+    run.signal(Signal::SIGTERM);
+    run.ends_with(143);
+    following.ends_with(0);
+}
+
 /// Whoever can write to the folder can put a socket of his own there, which root's commands would talk to.
 #[test]
 fn a_folder_that_others_can_write_is_not_used() {
