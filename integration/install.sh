@@ -51,7 +51,7 @@ inside() {
   }
   # The newest number that the job printed; 0 for none.
   newest() { sed -n 's/^n //p' "$1.out" | tail -n 1 | grep . || echo 0; }
-  has_image() { rekindle list count 2>/dev/null | grep -qE "$1-[0-9]{8}T"; }
+  has_image() { [[ $(rekindle list count 2>/dev/null) =~ $1-[0-9]{8}T ]]; }
   counts() { [ "$(newest "$1")" -gt "$2" ]; }
   # The shell that counts, by its place below the supervisor.
   job_of() {

@@ -10,6 +10,12 @@ cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 binary=${CARGO_TARGET_DIR:-target}/debug/rekindle
 [ "${1:-}" != --binary ] || binary=$2
 fail() { printf 'package: FAILED: %s\n' "$*" >&2; exit 1; }
+# has PATTERN COMMAND...: what it prints has that. Read to its end, as a command may fail when nobody reads on.
+has() {
+  local pattern=$1 said
+  shift
+  said=$("$@") && grep -q -- "$pattern" <<<"$said"
+}
 
 # A namespace of mounts takes its mounts with it; the layer lies on a tmpfs, as overlayfs cannot be on itself.
 work=${REKINDLE_PACKAGE_INSIDE:-}
@@ -59,7 +65,7 @@ cmp "$deb" "$work/again/${deb##*/}" || fail 'the same source gave two packages'
 cmp "$wheel" "$work/again/${wheel##*/}" || fail 'the same source gave two wheels'
 (cd "$work/dist" && sha256sum --quiet --check SHA256SUMS) || fail 'SHA256SUMS'
 [ "$(wc -l <"$work/dist/SHA256SUMS")" = 5 ] || fail "SHA256SUMS names not five files: $(cat "$work/dist/SHA256SUMS")"
-tar -xOf "$work/dist/rekindle-$version-criu-source.tar" "rekindle-$version-criu-source/criu.dsc" | grep -q 'of this version' || fail 'sources'
+has 'of this version' tar -xOf "$work/dist/rekindle-$version-criu-source.tar" "rekindle-$version-criu-source/criu.dsc" || fail 'sources'
 # What cargo lists for the executable, and what the bundle holds, is in the list of the release.
 "$python" - "$work"/dist/*.cdx.json "$bundle/criu.doc/packages.txt" <(cargo tree --quiet --offline --locked --edges normal \
   --target x86_64-unknown-linux-gnu --prefix none --format '{p}' --no-dedupe | cut -d ' ' -f 1,2 | sort -u) <<'END' || fail 'the list of contents'
@@ -104,8 +110,8 @@ gunzip -r "$work/tar/share/man"
 lint=$(mandoc -Tlint -W warning "$work"/tar/share/man/man?/* | grep -v 'skipping paragraph macro: br' | head -n 20 || true)
 [ -z "$lint" ] || fail "mandoc: $lint"
 shown() { MANWIDTH=100 man -l "$1" 2>/dev/null; }
-shown "$work/tar/share/man/man1/rekindle-run.1" | grep -q 'Time between two snapshots' || fail 'rekindle-run(1) does not show'
-shown "$work/tar/share/man/man5/rekindle.toml.5" | grep -q '^ *interval = "10m"' || fail 'rekindle.toml(5) does not show'
+has 'Time between two snapshots' shown "$work/tar/share/man/man1/rekindle-run.1" || fail 'rekindle-run(1) does not show'
+has '^ *interval = "10m"' shown "$work/tar/share/man/man5/rekindle.toml.5" || fail 'rekindle.toml(5) does not show'
 needed=$(objdump -p "$work/tar/bin/rekindle" | sed -n 's/^ *NEEDED *//p' | grep -vE '^(lib(c|m|gcc_s)|ld-linux-x86-64)\.so' || true)
 [ -z "$needed" ] || fail "the executable needs more than the C library: $needed"
 "$work/tar/bin/rekindle" --version >/dev/null || fail 'the executable of the tarball does not run'
@@ -133,15 +139,15 @@ inside() {
 inside dpkg -i /tmp/rekindle.deb >"$work/log" 2>&1 || fail "dpkg -i: $(cat "$work/log")"
 [ "$(inside rekindle --version)" = "$("$binary" --version)" ] || fail 'the installed executable says another version'
 inside rekindle config check >/dev/null || fail 'the installed configuration is not accepted'
-inside rekindle config show --json | grep -q '"/etc/rekindle/rekindle.toml' || fail 'the installed configuration is not read'
+has '"/etc/rekindle/rekindle.toml' inside rekindle config show --json || fail 'the installed configuration is not read'
 # 69 where the machine lacks something, which this is not about.
 status=0
 inside rekindle doctor >"$work/log" 2>&1 || status=$?
 case $status in 0 | 69) ;; *) fail "doctor: $status $(cat "$work/log")" ;; esac
 
 # shellcheck disable=SC2016 # for the shell inside
-inside bash -c 'complete() { [ "${!#}" != rekindle ] || echo has; builtin complete "$@"; }
-  . /usr/share/bash-completion/completions/rekindle' | grep -q has || fail 'bash does not complete'
+has registered inside bash -c 'complete() { [ "${!#}" != rekindle ] || echo registered; builtin complete "$@"; }
+  . /usr/share/bash-completion/completions/rekindle' || fail 'bash does not complete'
 ! command -v zsh >/dev/null || inside zsh -n /usr/share/zsh/vendor-completions/_rekindle || fail 'zsh cannot read its completions'
 ! command -v fish >/dev/null || inside fish --no-execute /usr/share/fish/vendor_completions.d/rekindle.fish || fail 'fish'
 said=$(inside systemd-analyze verify --man=no rekindle@train.service 2>&1) || fail "the unit: $said"

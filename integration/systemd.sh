@@ -63,7 +63,7 @@ if [ "${1:-}" = --inside ]; then
   took=$(($(date +%s) - before))
   [ "$took" -ge 4 ] || fail "the stop took $took s: it was not slow, so nothing was tested"
   is Result success || fail "the slow stop: $(value Result)"
-  journalctl -u "$unit" -o cat --no-pager | tail -n 3 | grep -q 'was stored in' || fail 'the last image is not in the store'
+  [[ $(journalctl -u "$unit" -o cat --no-pager | tail -n 3) == *'was stored in'* ]] || fail 'the last image is not in the store'
 
   dropin ''
   systemctl start "$unit"
