@@ -1,0 +1,4 @@
+//! Against real members of etcd.
+
+mod basics;
+mod support;
