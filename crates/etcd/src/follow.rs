@@ -13,7 +13,6 @@ use rekindle_os::clock::since_boot;
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::time::{sleep, timeout};
 use tonic::Streaming;
-use tonic::metadata::MetadataValue;
 use tonic_prost::ProstCodec;
 
 use crate::Revision;
@@ -194,9 +193,8 @@ impl Following {
             };
             let (asks, mut asked) = unbounded_channel();
             let _ = asks.send(WatchRequest { ask: Some(WatchAsk::Create(create)) });
-            let mut request =
+            let request =
                 with_token(stream::poll_fn(move |context| asked.poll_recv(context)), self.members.token().as_deref());
-            request.metadata_mut().insert("hasleader", MetadataValue::from_static("true"));
             let failed = |status: tonic::Status| Ended::Failed(reason(&status));
             let mut grpc = ready(channel).await.map_err(failed)?;
             let path = PathAndQuery::from_static("/etcdserverpb.Watch/Watch");

@@ -156,15 +156,16 @@ impl Members {
                         continue;
                     }
                 };
-                // A second member must still get its turn if this one hangs.
+                // Another try must still be possible if this one hangs.
                 let left = end.saturating_duration_since(Instant::now());
-                let limit = if kind == Kind::Repeatable && self.count() > 1 { left.min(self.turn()) } else { left };
+                let limit = if kind == Kind::Repeatable { left.min(self.turn()) } else { left };
                 let token = lock(&self.token).clone();
-                let verdict = match timeout(limit, unary(channel, path, request.clone(), token.as_deref())).await {
-                    Ok(Ok(answer)) => return self.answered(member, answer),
-                    Ok(Err(status)) => judge(&status),
-                    Err(_) => Verdict::Unsure(format!("no answer within {limit:.1?}")),
-                };
+                let verdict =
+                    match timeout(limit, unary(channel, path, with_token(request.clone(), token.as_deref()))).await {
+                        Ok(Ok(answer)) => return self.answered(member, answer),
+                        Ok(Err(status)) => judge(&status),
+                        Err(_) => Verdict::Unsure(format!("no answer within {limit:.1?}")),
+                    };
                 match verdict {
                     Verdict::Elsewhere(why) => {
                         self.distrust(member);
@@ -236,7 +237,7 @@ impl Members {
         let address = self.address(member);
         let endpoint = self.options.endpoint(address).map_err(Refusal::All)?;
         let channel = endpoint.connect_lazy();
-        let asked = unary(channel.clone(), "/etcdserverpb.Maintenance/Status", StatusRequest {}, None);
+        let asked = unary(channel.clone(), "/etcdserverpb.Maintenance/Status", Request::new(StatusRequest {}));
         // The connection, TLS, and an answer that needs no other member.
         let limit = self.options.dial_timeout * 2;
         let status: StatusResponse = match timeout(limit, asked).await {
@@ -257,7 +258,7 @@ impl Members {
         let password = password.read("the password for etcd").map_err(Refusal::All)?;
         let password = password.trim_end_matches(['\r', '\n']).to_owned();
         let request = AuthenticateRequest { name: user.clone(), password };
-        let asked = unary(channel.clone(), "/etcdserverpb.Auth/Authenticate", request, None);
+        let asked = unary(channel.clone(), "/etcdserverpb.Auth/Authenticate", with_token(request, None));
         let status = match timeout(self.turn(), asked).await {
             Ok(Ok(AuthenticateResponse { token, .. })) => return Ok(token),
             Ok(Err(status)) => status,
@@ -336,9 +337,10 @@ fn new_enough(version: &str) -> bool {
     (parts.next().unwrap_or(0), parts.next().unwrap_or(0)) >= OLDEST
 }
 
-/// The request with the token.
+/// The request with the token. A member that knows no leader refuses it at once, instead of waiting for one.
 pub(crate) fn with_token<T>(message: T, token: Option<&str>) -> Request<T> {
     let mut request = Request::new(message);
+    request.metadata_mut().insert("hasleader", MetadataValue::from_static("true"));
     if let Some(Ok(token)) = token.map(MetadataValue::try_from) {
         request.metadata_mut().insert("token", token);
     }
@@ -352,19 +354,14 @@ pub(crate) async fn ready(channel: Channel) -> std::result::Result<Grpc<Channel>
     Ok(grpc)
 }
 
-async fn unary<Q, A>(
-    channel: Channel,
-    path: &'static str,
-    request: Q,
-    token: Option<&str>,
-) -> std::result::Result<A, Status>
+async fn unary<Q, A>(channel: Channel, path: &'static str, request: Request<Q>) -> std::result::Result<A, Status>
 where
     Q: prost::Message + 'static,
     A: prost::Message + Default + 'static,
 {
     let mut grpc = ready(channel).await?;
     let codec = ProstCodec::<Q, A>::default();
-    let answer = grpc.unary(with_token(request, token), PathAndQuery::from_static(path), codec).await?;
+    let answer = grpc.unary(request, PathAndQuery::from_static(path), codec).await?;
     Ok(answer.into_inner())
 }
 

@@ -1,4 +1,8 @@
 //! Against real members of etcd.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests: a panic is the report")]
+
 mod basics;
+mod faults;
+mod links;
 mod support;

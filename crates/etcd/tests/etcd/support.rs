@@ -12,6 +12,8 @@ use nix::unistd::Pid;
 use rekindle_etcd::{Client, Compare, Event, Follower, Op, Options, Txn};
 use rekindle_testing::needs;
 
+use crate::links::Links;
+
 /// The prefix of all keys.
 pub(crate) const PREFIX: &str = "/rekindle/test/";
 
@@ -45,7 +47,10 @@ fn ports(count: usize) -> Vec<u16> {
 pub(crate) struct Member {
     name: String,
     pub(crate) client: String,
+    /// Where the others reach it.
     peer: String,
+    /// Where it listens for them.
+    listen: String,
     child: Option<Child>,
     stopped: bool,
 }
@@ -67,7 +72,20 @@ impl Cluster {
 
     /// A cluster with more options for etcd.
     pub(crate) fn with(count: usize, scheme: &str, more: &[&str]) -> Cluster {
-        Cluster::within(folder(), count, scheme, more, &[])
+        Cluster::within(folder(), count, scheme, more, &[], None)
+    }
+
+    /// A cluster whose members can be cut off from each other.
+    pub(crate) fn linked(count: usize) -> (Cluster, Links) {
+        let links = Links::default();
+        let cluster = Cluster::within(folder(), count, "http", &[], &[], Some(links.clone()));
+        drop(cluster.client());
+        // ID, status, name, ...
+        let list = cluster.control(0, &["member", "list"]);
+        let mut ids: Vec<_> = list.lines().map(|line| line.split(", ").collect::<Vec<_>>()).collect();
+        ids.sort_by_key(|fields| fields[2].to_owned());
+        links.name(ids.into_iter().map(|fields| fields[0].to_owned()).collect());
+        (cluster, links)
     }
 
     pub(crate) fn within(
@@ -76,14 +94,20 @@ impl Cluster {
         scheme: &str,
         more: &[&str],
         control: &[&str],
+        links: Option<Links>,
     ) -> Cluster {
         let ports = ports(count * 2);
-        let members = (0..count).map(|n| Member {
-            name: format!("m{n}"),
-            client: format!("{scheme}://127.0.0.1:{}", ports[n * 2]),
-            peer: format!("http://127.0.0.1:{}", ports[n * 2 + 1]),
-            child: None,
-            stopped: false,
+        let members = (0..count).map(|n| {
+            let listen = format!("127.0.0.1:{}", ports[n * 2 + 1]);
+            let peer = links.as_ref().map_or_else(|| listen.clone(), |links| links.before(n, listen.clone()));
+            Member {
+                name: format!("m{n}"),
+                client: format!("{scheme}://127.0.0.1:{}", ports[n * 2]),
+                peer: format!("http://{peer}"),
+                listen: format!("http://{listen}"),
+                child: None,
+                stopped: false,
+            }
         });
         let token = format!("test-{}", ports[0]);
         let owned = |list: &[&str]| list.iter().map(|&it| it.to_owned()).collect();
@@ -107,7 +131,7 @@ impl Cluster {
         command.args(["--pdeathsig", "KILL", "etcd", "--name", &member.name, "--data-dir"]);
         command.arg(self.folder.path().join(&member.name));
         command.args(["--listen-client-urls", &member.client, "--advertise-client-urls", &member.client]);
-        command.args(["--listen-peer-urls", &member.peer, "--initial-advertise-peer-urls", &member.peer]);
+        command.args(["--listen-peer-urls", &member.listen, "--initial-advertise-peer-urls", &member.peer]);
         command.args(["--initial-cluster", &all.join(","), "--initial-cluster-token", &self.token, "--logger", "zap"]);
         command.args(&self.more).env_clear().env("PATH", std::env::var_os("PATH").unwrap());
         command.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log);
