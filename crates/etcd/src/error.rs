@@ -213,6 +213,11 @@ pub(crate) struct Tried {
 }
 
 impl Tried {
+    /// Whether another try would fail the same way: somebody must change certificates.
+    pub(crate) fn is_hopeless(&self) -> bool {
+        !self.no_quorum && self.failures.iter().all(|(_, why)| certificate_help(why).is_some())
+    }
+
     /// The newest failure of a member counts.
     pub(crate) fn add(&mut self, endpoint: &str, why: String) {
         self.failures.retain(|(other, _)| other != endpoint);
@@ -237,33 +242,40 @@ impl Tried {
     }
 }
 
-/// What to do about the reasons that TLS gives.
+/// What to do where no more is known.
+const HELP: &str = "Check that etcd runs, its addresses, and the network";
+
+/// What TLS says about certificates, and what to do.
+const CERTIFICATES: [(&[&str], &str); 4] = [
+    (&["UnknownIssuer"], "Another authority has signed etcd's certificate: give the one that has"),
+    (&["certificate expired", "not valid yet"], "Renew the certificate of etcd, and check the clocks"),
+    (&["not valid for name"], "Use an address that is in etcd's certificate"),
+    (
+        &["received fatal alert: "],
+        "etcd does not accept the client's certificate: give one that its authority has signed and that has not expired",
+    ),
+];
+
+/// What connections say that end at once: also those to another kind of server.
+const ENDED: [&str; 7] = [
+    "InvalidContentType",
+    "corrupt message",
+    "handshake eof",
+    "frame",
+    "connection closed before",
+    "broken pipe",
+    "reset",
+];
+
+fn certificate_help(why: &str) -> Option<&'static str> {
+    let found = CERTIFICATES.iter().find(|(signs, _)| signs.iter().any(|sign| why.contains(sign)));
+    found.map(|(_, help)| *help)
+}
+
 fn help(why: &str) -> &'static str {
-    const HELP: [(&[&str], &str); 6] = [
-        (&["UnknownIssuer", "self-signed"], "Another authority has signed etcd's certificate: give the one that has"),
-        (
-            &["certificate expired", "NotValidYet", "not valid yet"],
-            "Renew the certificate of etcd, and check the clocks",
-        ),
-        (&["not valid for name", "NotValidForName"], "Use an address that is in etcd's certificate"),
-        (
-            &[
-                "CertificateRequired",
-                "BadCertificate",
-                "CertificateUnknown",
-                "UnknownCA",
-                "UnknownCa",
-                "CertificateExpired",
-                "DecryptError",
-            ],
-            "etcd does not accept the client's certificate: give one that its authority has signed and that has not expired",
-        ),
-        (&["InvalidContentType", "corrupt message"], "It does not use TLS: write http://"),
-        (
-            &["HTTP/2", "frame", "connection closed before", "broken pipe", "reset"],
-            "Check that this is the address for clients, and whether it uses TLS (https://)",
-        ),
-    ];
-    let found = HELP.iter().find(|(signs, _)| signs.iter().any(|sign| why.contains(sign)));
-    found.map_or("Check that etcd runs, its addresses, and the network", |(_, help)| help)
+    certificate_help(why).unwrap_or_else(|| {
+        let ended = ENDED.iter().any(|sign| why.contains(sign));
+        let http = "Check that these are addresses for clients, and whether they use TLS: https://, or http:// without";
+        if ended { http } else { HELP }
+    })
 }

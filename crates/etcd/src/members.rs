@@ -195,6 +195,9 @@ impl Members {
                 }
             }
             let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() || tried.is_hopeless() {
+                return Err(tried.into_error());
+            }
             sleep(PAUSE.min(left)).await;
         }
     }

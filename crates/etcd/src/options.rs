@@ -36,6 +36,25 @@ impl std::fmt::Debug for Secret {
 }
 
 impl Secret {
+    /// The text, which must be PEM of this kind.
+    fn pem(&self, what: &'static str, kind: &str) -> Result<String> {
+        let text = self.read(what)?;
+        // Of certificates that are none nothing would be said: no authority is known then.
+        if text
+            .lines()
+            .any(|line| line.starts_with("-----BEGIN ") && line.trim_end().ends_with(&format!("{kind}-----")))
+        {
+            return Ok(text);
+        }
+        let place = match self {
+            Secret::File(path) => format!(", {},", path.display()),
+            Secret::Text(_) => String::new(),
+        };
+        Err(Error::Options(format!(
+            "{what}{place} is no PEM: it has no \"-----BEGIN {kind}-----\". Give a file that has"
+        )))
+    }
+
     pub(crate) fn read(&self, what: &'static str) -> Result<String> {
         match self {
             Secret::Text(text) => Ok(text.clone()),
@@ -128,11 +147,15 @@ impl Options {
         if address.starts_with("https://") {
             let mut tls = ClientTlsConfig::new().timeout(self.dial_timeout);
             tls = match &self.ca {
-                Some(ca) => tls.ca_certificate(Certificate::from_pem(ca.read("the certificate of the authority")?)),
+                Some(ca) => tls
+                    .ca_certificate(Certificate::from_pem(ca.pem("the certificate of the authority", "CERTIFICATE")?)),
                 None => tls.with_native_roots(),
             };
             if let Some((certificate, key)) = &self.identity {
-                let (certificate, key) = (certificate.read("the client's certificate")?, key.read("the client's key")?);
+                let (certificate, key) = (
+                    certificate.pem("the client's certificate", "CERTIFICATE")?,
+                    key.pem("the client's key", "PRIVATE KEY")?,
+                );
                 tls = tls.identity(Identity::from_pem(certificate, key));
             }
             endpoint = endpoint.tls_config(tls).map_err(|source| {
@@ -161,5 +184,5 @@ pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     if texts.len() > 1 && texts.first().is_some_and(|text| text == "transport error") {
         texts.remove(0);
     }
-    texts.join(": ")
+    texts.join(": ").trim_end_matches('.').to_owned()
 }

@@ -3,6 +3,9 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests: a panic is the report")]
 
 mod basics;
+mod campaign;
 mod faults;
 mod links;
+mod login;
 mod support;
+mod tls;

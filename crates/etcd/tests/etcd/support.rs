@@ -164,10 +164,6 @@ impl Cluster {
         self.members[n].child.is_some() && !self.members[n].stopped
     }
 
-    pub(crate) fn is_dead(&self, n: usize) -> bool {
-        self.members[n].child.is_none()
-    }
-
     /// The member hangs: it neither answers nor closes its connections.
     pub(crate) fn stop(&mut self, n: usize) {
         self.signal(n, Signal::SIGSTOP);
