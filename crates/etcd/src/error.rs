@@ -247,11 +247,11 @@ const HELP: &str = "Check that etcd runs, its addresses, and the network";
 
 /// What TLS says about certificates, and what to do.
 const CERTIFICATES: [(&[&str], &str); 4] = [
-    (&["UnknownIssuer"], "Another authority has signed etcd's certificate: give the one that has"),
+    (&["UnknownIssuer", "BadSignature"], "Another authority has signed etcd's certificate: give the one that has"),
     (&["certificate expired", "not valid yet"], "Renew the certificate of etcd, and check the clocks"),
     (&["not valid for name"], "Use an address that is in etcd's certificate"),
     (
-        &["received fatal alert: "],
+        &["alert: BadCertificate", "alert: Certificate", "alert: Unknown", "alert: Unsupported", "alert: DecryptError"],
         "etcd does not accept the client's certificate: give one that its authority has signed and that has not expired",
     ),
 ];

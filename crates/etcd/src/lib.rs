@@ -17,20 +17,26 @@
 //!
 //! The library is tonic with messages of our own. The crate `etcd-client` needs `protoc` for its build, and brings a web server.
 
+mod check;
 mod client;
 mod error;
 mod follow;
+mod handout;
 mod lease;
+mod local;
 mod members;
 mod messages;
 mod options;
 mod runtime;
 mod txn;
 
+pub use check::{Facts, MemberFacts, MemberState, SLOW, check};
 pub use client::Client;
 pub use error::{Error, Result};
 pub use follow::{Change, Event, Follower};
+pub use handout::Handout;
 pub use lease::{Lease, Lost};
+pub use local::{Local, LocalOptions};
 pub use options::{Options, Secret};
 pub use txn::{Compare, Entry, Op, State, Txn, TxnAnswer};
 

@@ -6,6 +6,7 @@ mod basics;
 mod campaign;
 mod faults;
 mod links;
+mod local;
 mod login;
 mod support;
 mod tls;

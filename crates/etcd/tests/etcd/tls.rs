@@ -94,7 +94,6 @@ fn refused(options: &Options) -> String {
     let text = error.to_string();
     // One sentence for the cause, one for what to do.
     assert!(text.len() < 500 && !text.contains('\n') && !text.ends_with('.'), "{text}");
-    println!("{text}");
     text
 }
 
