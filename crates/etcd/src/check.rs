@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::client::{Client, probe};
 use crate::error::Result;
-use crate::members::{Kind, Members, Refusal};
+use crate::members::{Kind, Members, Refusal, numbers};
 use crate::messages::{MemberListRequest, MemberListResponse};
 use crate::options::Options;
 use crate::runtime::Running;
@@ -60,9 +60,24 @@ impl Facts {
         self.write > SLOW
     }
 
+    /// Whether a leader that hung and continues may end leases that others have renewed meanwhile (etcd#15247): etcd before
+    /// 3.4.31, and 3.5 before 3.5.13, with more than one member.
+    #[must_use]
+    pub fn may_end_leases_early(&self) -> bool {
+        let states = self.members.iter().filter_map(|member| member.state.as_ref().ok());
+        self.size.unwrap_or(self.members.len()) > 1 && states.into_iter().any(|state| ends_leases_early(&state.version))
+    }
+
     /// The addresses that do not answer.
     pub fn away(&self) -> impl Iterator<Item = &MemberFacts> {
         self.members.iter().filter(|member| member.state.is_err())
+    }
+}
+
+fn ends_leases_early(version: &str) -> bool {
+    match numbers(version) {
+        version @ (3, 5, _) => version < (3, 5, 13),
+        version => version < (3, 4, 31),
     }
 }
 
@@ -87,8 +102,8 @@ pub fn check(options: &Options) -> Result<Facts> {
     };
     let (members, size) = running.wait(asked)?;
     // Nobody else has this key, and it means nothing: no condition is needed.
-    let key =
-        format!("{}check/{:x}-{:x}", options.prefix, std::process::id(), rekindle_os::clock::since_boot().as_nanos());
+    let unique = rekindle_os::clock::since_boot().as_nanos();
+    let key = options.hidden(&format!("check/{:x}-{unique:x}", std::process::id()));
     let mut times = Vec::new();
     for _ in 0..WRITES {
         let before = Instant::now();
@@ -121,4 +136,24 @@ async fn look(members: &Members, member: usize) -> std::result::Result<MemberSta
             .map(|it| it.trim().to_owned())
             .collect(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn old_versions_end_leases_early() {
+        for (version, early) in [
+            ("3.4.23", true),
+            ("3.4.30", true),
+            ("3.4.31", false),
+            ("3.5.0-rc.1", true),
+            ("3.5.12", true),
+            ("3.5.13", false),
+            ("3.6.0", false),
+        ] {
+            assert_eq!(ends_leases_early(version), early, "{version}");
+        }
+    }
 }

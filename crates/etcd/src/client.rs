@@ -7,10 +7,10 @@ use crate::error::Result;
 use crate::follow::{Event, Follower};
 use crate::lease::{Lease, Lost};
 use crate::members::{Kind, Members};
-use crate::messages::{RangeRequest, RangeResponse, TxnRequest, TxnResponse};
+use crate::messages::{KeyValue, RangeRequest, RangeResponse, TxnRequest, TxnResponse};
 use crate::options::Options;
 use crate::runtime::Running;
-use crate::txn::{State, Txn, TxnAnswer, range, range_end};
+use crate::txn::{Entry, State, Txn, TxnAnswer, range, range_end};
 
 /// A connection to etcd. Its calls block, and may be made by several threads at once.
 #[derive(Debug)]
@@ -50,7 +50,7 @@ impl Client {
         let answer: TxnResponse = self.running.wait(members.call("/etcdserverpb.KV/Txn", request, kind))?;
         let revision = members.not_before(answer.header.as_ref(), seen)?;
         let got = answer.responses.into_iter().filter_map(|response| response.range);
-        let got = got.map(|range| range.kvs.into_iter().map(Into::into).collect()).collect();
+        let got = got.map(|range| entries(members, range.kvs)).collect();
         Ok(TxnAnswer { succeeded: answer.succeeded, revision, got })
     }
 
@@ -88,5 +88,10 @@ pub(crate) async fn state(members: &Members, prefix: &str) -> Result<State> {
     let seen = members.seen();
     let answer: RangeResponse = members.call("/etcdserverpb.KV/Range", range(prefix), Kind::Repeatable).await?;
     let revision = members.not_before(answer.header.as_ref(), seen)?;
-    Ok(State { revision, entries: answer.kvs.into_iter().map(Into::into).collect() })
+    Ok(State { revision, entries: entries(members, answer.kvs) })
+}
+
+/// Those that are not of this crate.
+fn entries(members: &Members, kvs: Vec<KeyValue>) -> Vec<Entry> {
+    kvs.into_iter().filter(|kv| !members.options.is_hidden(&kv.key)).map(Into::into).collect()
 }

@@ -218,8 +218,13 @@ impl Tried {
         !self.no_quorum && self.failures.iter().all(|(_, why)| certificate_help(why).is_some())
     }
 
-    /// The newest failure of a member counts.
+    /// The newest failure of a member counts, unless it says less than one before: a server that does not accept a
+    /// certificate closes the connection, and its reason does not always arrive.
     pub(crate) fn add(&mut self, endpoint: &str, why: String) {
+        let telling = |why: &str| certificate_help(why).is_some();
+        if !telling(&why) && self.failures.iter().any(|(other, before)| other == endpoint && telling(before)) {
+            return;
+        }
         self.failures.retain(|(other, _)| other != endpoint);
         self.failures.push((endpoint.to_owned(), why));
     }
@@ -257,15 +262,8 @@ const CERTIFICATES: [(&[&str], &str); 4] = [
 ];
 
 /// What connections say that end at once: also those to another kind of server.
-const ENDED: [&str; 7] = [
-    "InvalidContentType",
-    "corrupt message",
-    "handshake eof",
-    "frame",
-    "connection closed before",
-    "broken pipe",
-    "reset",
-];
+const ENDED: [&str; 7] =
+    ["InvalidContentType", "corrupt message", "handshake eof", "frame", "connection closed", "broken pipe", "reset"];
 
 fn certificate_help(why: &str) -> Option<&'static str> {
     let found = CERTIFICATES.iter().find(|(signs, _)| signs.iter().any(|sign| why.contains(sign)));
@@ -275,7 +273,8 @@ fn certificate_help(why: &str) -> Option<&'static str> {
 fn help(why: &str) -> &'static str {
     certificate_help(why).unwrap_or_else(|| {
         let ended = ENDED.iter().any(|sign| why.contains(sign));
-        let http = "Check that these are addresses for clients, and whether they use TLS: https://, or http:// without";
+        let http = "Check that these are addresses for clients, whether they use TLS (https://, or http:// without), and which \
+            certificates they accept";
         if ended { http } else { HELP }
     })
 }

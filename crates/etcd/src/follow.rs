@@ -274,6 +274,9 @@ impl Following {
         for event in events {
             let deleted = event.kind == i32::from(EventKind::Delete);
             let Some(kv) = event.kv else { continue };
+            if self.members.options.is_hidden(&kv.key) {
+                continue;
+            }
             let revision = unsigned(kv.mod_revision);
             if revision != current {
                 self.told(current, std::mem::take(&mut changes));

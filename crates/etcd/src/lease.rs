@@ -2,25 +2,36 @@
 //!
 //! etcd counts a lease's time from the moment it handles a grant or renewal, and from a later one after a change of its leader. Both
 //! come after the request was sent. So the lease lives at least for its time from the sending on, whenever the answer arrives.
+//!
+//! But a leader that was paused or cut off answers renewals by itself, until it notices that others have elected another one (etcd
+//! before 3.4.31 and 3.5.13); the lease may have expired there. So a renewal counts only with a proof by a quorum: a linearizable
+//! read by the same member, in the same term, finds a key that goes with the lease. Then no other leader existed when the lease
+//! was renewed.
+//!
+//! The same versions may end a lease early, when such a leader continues (etcd#15247). No client can prevent that: whoever sees
+//! the keys of a lease vanish must not conclude that its holder knows it ([`crate::Facts::may_end_leases_early`]).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
+use futures_util::{StreamExt, stream};
 use http::uri::PathAndQuery;
 use rekindle_os::clock::since_boot;
 use tokio::time::{sleep, timeout};
 use tonic::Status;
+use tonic::transport::Channel;
 use tonic_prost::ProstCodec;
 
 use crate::LeaseId;
-use crate::error::{Error, Result};
-use crate::members::{Kind, Members, Refusal, ready, reason, unsigned, with_token};
+use crate::error::{Error, Result, Verdict, judge};
+use crate::members::{Kind, Members, Refusal, ready, reason, unary, unsigned, with_token};
 use crate::messages::{
-    LeaseGrantRequest, LeaseGrantResponse, LeaseKeepAliveRequest, LeaseKeepAliveResponse, LeaseRevokeRequest,
-    LeaseRevokeResponse,
+    Header, LeaseGrantRequest, LeaseGrantResponse, LeaseKeepAliveRequest, LeaseKeepAliveResponse, LeaseRevokeRequest,
+    LeaseRevokeResponse, RangeRequest, RangeResponse, TxnRequest, TxnResponse,
 };
 use crate::runtime::Running;
+use crate::txn::{Op, Txn};
 
 /// The part of a lease's time that counts. Clocks of two machines differ by less: the kernel corrects them by 0.05 % at most,
 /// and a bad crystal is wrong by 0.02 %.
@@ -80,8 +91,14 @@ impl Lease {
         if !granted.error.is_empty() {
             return Err(Error::Refused(granted.error));
         }
+        let marker = running.members.options.hidden(&format!("leases/{:x}", granted.id));
+        // Done twice or late it does nothing else: nobody else has this key, and it goes with the lease.
+        let op = Op::Put { key: marker.clone(), value: Vec::new(), lease: Some(granted.id) };
+        let marked = Txn::default().then([op]).into();
+        let call = running.members.call::<TxnRequest, TxnResponse>("/etcdserverpb.KV/Txn", marked, Kind::Repeatable);
+        running.wait(call)?;
         shared.sure(sent, granted.ttl);
-        let renewer = Renewer { id: granted.id, ttl: granted.ttl, shared: Arc::clone(&shared) };
+        let renewer = Renewer { id: granted.id, ttl: granted.ttl, marker, shared: Arc::clone(&shared) };
         running.spawn(renewer.run(Arc::clone(&running.members), lost));
         Ok(Lease { id: granted.id, shared, running })
     }
@@ -136,6 +153,8 @@ impl Lease {
 struct Renewer {
     id: LeaseId,
     ttl: i64,
+    /// A key that goes with the lease.
+    marker: String,
     shared: Arc<Shared>,
 }
 
@@ -185,45 +204,69 @@ impl Renewer {
             Ok(Err(Refusal::All(error))) => return Renewed::Failed(error.to_string()),
             Err(_) => return Renewed::Failed(format!("no connection within {limit:.1?}")),
         };
-        // Before it is sent: see above.
-        let sent = since_boot();
         let token = members.token();
-        let asked = async {
-            let mut grpc = ready(channel).await?;
-            let request = LeaseKeepAliveRequest { id: self.id };
-            let path = PathAndQuery::from_static("/etcdserverpb.Lease/LeaseKeepAlive");
-            let codec = ProstCodec::<LeaseKeepAliveRequest, LeaseKeepAliveResponse>::default();
-            // The stream must not end before the answer is there: etcd would not give one.
-            let requests = futures_util::StreamExt::chain(
-                futures_util::stream::iter([request]),
-                futures_util::stream::pending::<LeaseKeepAliveRequest>(),
-            );
-            let answer = grpc.streaming(with_token(requests, token.as_deref()), path, codec).await?;
-            answer.into_inner().message().await
-        };
-        match timeout(limit, asked).await {
-            Ok(Ok(Some(answer))) if answer.id == self.id => {
-                if let Err(error) = members.same_cluster(member, answer.header.as_ref()) {
-                    return Renewed::Failed(error.to_string());
-                }
-                if answer.ttl <= 0 {
-                    return Renewed::Gone;
-                }
-                self.shared.sure(sent, answer.ttl);
-                Renewed::Yes
-            }
-            Ok(Ok(_)) => Renewed::Failed("it answers nothing".into()),
+        match timeout(limit, self.renew_on(members, member, channel, token.as_deref())).await {
+            Ok(Ok(renewed)) => renewed,
             Ok(Err(status)) => {
                 if lease_is_gone(&status) {
                     return Renewed::Gone;
                 }
-                if status.code() == tonic::Code::Unauthenticated {
+                if matches!(judge(&status), Verdict::Login(_)) {
                     members.forget_token();
                 }
                 Renewed::Failed(reason(&status))
             }
             Err(_) => Renewed::Failed(format!("no answer within {limit:.1?}")),
         }
+    }
+
+    async fn renew_on(
+        &self,
+        members: &Members,
+        member: usize,
+        channel: Channel,
+        token: Option<&str>,
+    ) -> std::result::Result<Renewed, Status> {
+        // Before it is sent: see above.
+        let sent = since_boot();
+        let answer = self.keep_alive(channel.clone(), token).await?;
+        let Some(answer) = answer.filter(|answer| answer.id == self.id) else {
+            return Ok(Renewed::Failed("it answers nothing".into()));
+        };
+        if let Err(error) = members.same_cluster(member, answer.header.as_ref()) {
+            return Ok(Renewed::Failed(error.to_string()));
+        }
+        let request = RangeRequest { key: self.marker.as_str().into(), range_end: Vec::new(), count_only: false };
+        let proof: RangeResponse = unary(channel, "/etcdserverpb.KV/Range", with_token(request, token)).await?;
+        let term = |header: Option<&Header>| header.map(|header| header.raft_term);
+        if term(proof.header.as_ref()) != term(answer.header.as_ref()) {
+            return Ok(Renewed::Failed("another leader was elected meanwhile".into()));
+        }
+        let marked = proof.kvs.iter().any(|kv| kv.lease == self.id);
+        Ok(match (answer.ttl > 0, marked) {
+            (true, true) => {
+                self.shared.sure(sent, answer.ttl);
+                Renewed::Yes
+            }
+            (false, false) => Renewed::Gone,
+            (true, false) => Renewed::Failed("the key of the lease is gone".into()),
+            // A new leader that has not caught up knows some leases not yet.
+            (false, true) => Renewed::Failed("it does not know the lease yet".into()),
+        })
+    }
+
+    async fn keep_alive(
+        &self,
+        channel: Channel,
+        token: Option<&str>,
+    ) -> std::result::Result<Option<LeaseKeepAliveResponse>, Status> {
+        let mut grpc = ready(channel).await?;
+        let request = LeaseKeepAliveRequest { id: self.id };
+        let path = PathAndQuery::from_static("/etcdserverpb.Lease/LeaseKeepAlive");
+        let codec = ProstCodec::<LeaseKeepAliveRequest, LeaseKeepAliveResponse>::default();
+        // The stream must not end before the answer is there: etcd would not give one.
+        let requests = stream::iter([request]).chain(stream::pending());
+        grpc.streaming(with_token(requests, token), path, codec).await?.into_inner().message().await
     }
 }
 

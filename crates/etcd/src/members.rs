@@ -336,8 +336,15 @@ pub(crate) fn reason(status: &Status) -> String {
 }
 
 fn new_enough(version: &str) -> bool {
+    let (major, minor, _) = numbers(version);
+    (major, minor) >= OLDEST
+}
+
+/// A version, as numbers that can be compared.
+pub(crate) fn numbers(version: &str) -> (u32, u32, u32) {
     let mut parts = version.split(['.', '-']).map_while(|part| part.parse::<u32>().ok());
-    (parts.next().unwrap_or(0), parts.next().unwrap_or(0)) >= OLDEST
+    let mut part = || parts.next().unwrap_or(0);
+    (part(), part(), part())
 }
 
 /// The request with the token. A member that knows no leader refuses it at once, instead of waiting for one.
@@ -357,7 +364,12 @@ pub(crate) async fn ready(channel: Channel) -> std::result::Result<Grpc<Channel>
     Ok(grpc)
 }
 
-async fn unary<Q, A>(channel: Channel, path: &'static str, request: Request<Q>) -> std::result::Result<A, Status>
+/// One request on one connection.
+pub(crate) async fn unary<Q, A>(
+    channel: Channel,
+    path: &'static str,
+    request: Request<Q>,
+) -> std::result::Result<A, Status>
 where
     Q: prost::Message + 'static,
     A: prost::Message + Default + 'static,

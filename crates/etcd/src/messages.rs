@@ -40,6 +40,8 @@ pub(crate) struct Header {
     pub(crate) member_id: u64,
     #[prost(int64, tag = "3")]
     pub(crate) revision: i64,
+    #[prost(uint64, tag = "4")]
+    pub(crate) raft_term: u64,
 }
 
 #[derive(Clone, PartialEq, Message)]

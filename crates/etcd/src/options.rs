@@ -14,6 +14,9 @@ use crate::error::{Error, Result};
 /// one request (1.5 MiB).
 pub(crate) const MAX_ANSWER: usize = 256 << 20;
 
+/// Below the prefix: keys of this crate, which nobody is shown.
+const HIDDEN: &str = ".client/";
+
 /// etcd ends connections that ping more often than every 5 s (`--grpc-keepalive-min-time`).
 const PING: Duration = Duration::from_secs(10);
 
@@ -122,8 +125,8 @@ impl Options {
                 )));
             }
         }
-        if self.prefix.is_empty() {
-            return Err(Error::Options("the prefix of the keys is empty".into()));
+        if !self.prefix.ends_with('/') {
+            return Err(Error::Options(format!("the prefix of the keys, \"{}\", must end with \"/\"", self.prefix)));
         }
         if self.dial_timeout.is_zero() || self.request_timeout <= self.dial_timeout {
             return Err(Error::Options(
@@ -131,6 +134,15 @@ impl Options {
             ));
         }
         Ok(())
+    }
+
+    /// A key of this crate.
+    pub(crate) fn hidden(&self, name: &str) -> String {
+        format!("{}{HIDDEN}{name}", self.prefix)
+    }
+
+    pub(crate) fn is_hidden(&self, key: &[u8]) -> bool {
+        key.strip_prefix(self.prefix.as_bytes()).is_some_and(|name| name.starts_with(HIDDEN.as_bytes()))
     }
 
     /// The endpoint with the certificates as they are now.

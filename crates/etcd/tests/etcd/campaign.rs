@@ -176,7 +176,7 @@ fn nothing_is_lost_or_doubled_by_random_faults() {
     println!("REKINDLE_ETCD_SEED={seed}");
     let mut random = Random::new(seed);
 
-    let (mut cluster, links) = Cluster::linked(3);
+    let (mut cluster, links) = Cluster::linked(3, &[]);
     let options = cluster.options();
     let client = cluster.client();
     create(&client, "total", "0");

@@ -76,9 +76,9 @@ impl Cluster {
     }
 
     /// A cluster whose members can be cut off from each other.
-    pub(crate) fn linked(count: usize) -> (Cluster, Links) {
+    pub(crate) fn linked(count: usize, more: &[&str]) -> (Cluster, Links) {
         let links = Links::default();
-        let cluster = Cluster::within(folder(), count, "http", &[], &[], Some(links.clone()));
+        let cluster = Cluster::within(folder(), count, "http", more, &[], Some(links.clone()));
         drop(cluster.client());
         // ID, status, name, ...
         let list = cluster.control(0, &["member", "list"]);
