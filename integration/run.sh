@@ -3,7 +3,7 @@
 #
 #   integration/run.sh
 #
-# REKINDLE_TEST_REQUIRE=root,criu,devices,s3,slurm,package,k8s,systemd,chromium,prometheus,uplink,databases,disks,stacks,lint,book,helm,notebook  what must be there: a test that lacks it then fails, where it would else say SKIP
+# REKINDLE_TEST_REQUIRE=root,criu,devices,s3,slurm,package,k8s,systemd,chromium,prometheus,uplink,databases,disks,stacks,lint,book,helm,notebook,etcd  what must be there: a test that lacks it then fails, where it would else say SKIP
 # REKINDLE_CRIU=FILE               the CRIU to test with, instead of .deps/criu/criu
 #
 # Ends at the first failure, with a non-zero code. integration/gpu.sh is its counterpart for a machine with an NVIDIA GPU.
@@ -67,6 +67,11 @@ if required prometheus; then
   step 'dependencies: parsers of metrics' scripts/deps.sh prometheus
 elif ! scripts/deps.sh prometheus; then
   skip 'parsing of the metrics' 'the parsers could not be had, the reason is above'
+fi
+if required etcd; then
+  step 'dependencies: etcd' scripts/deps.sh etcd
+elif [ "$(id -u)" -ne 0 ] || ! scripts/deps.sh etcd; then
+  skip 'tests with etcd' 'not root, or etcd could not be installed'
 fi
 if required slurm; then
   step 'dependencies: Slurm' scripts/deps.sh slurm

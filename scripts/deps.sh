@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# deps.sh [build] [python] [criu] [s3] [slurm] [package] [k8s] [browser] [prometheus] [uplink] [databases] [disks] [stacks] [lint] [book] [docs] [helm] [notebook]: gets what the demo and the tests need on Debian or Ubuntu;
+# deps.sh [build] [python] [criu] [s3] [slurm] [package] [k8s] [browser] [prometheus] [uplink] [databases] [disks] [stacks] [lint] [book] [docs] [helm] [notebook] [etcd]: gets what the demo and the tests need on Debian or Ubuntu;
 # without arguments the first three.
 #   build   a C compiler as linker for cargo (and a look whether cargo is there)
 #   python  .deps/venv with numpy and scikit-learn as pinned in scripts/requirements.txt
@@ -20,6 +20,7 @@
 #   docs    netcat and jq, which commands in the documents use
 #   helm    .deps/helm with helm, for the chart in examples/deploy
 #   notebook .deps/notebook, a Python environment with a Jupyter kernel and its client
+#   etcd    etcd and etcdctl, and openssl, for tests that start a cluster of their own
 # Installs only what is missing, and says nothing and takes no time when nothing is. Delete .deps to start anew.
 set -euo pipefail
 
@@ -161,6 +162,8 @@ END
 
 k8s() { environment k8s requirements-k8s.txt 'the schemas of Kubernetes'; }
 
+etcd() { packages etcd-server etcd-client openssl; }
+
 prometheus() { environment prometheus requirements-prometheus.txt 'parsers of metrics'; }
 
 criu() { "$root/scripts/install-criu.sh" "$deps/criu"; }
@@ -168,8 +171,8 @@ criu() { "$root/scripts/install-criu.sh" "$deps/criu"; }
 [ $# -gt 0 ] || set -- build python criu
 for what; do
   case $what in
-    build | python | criu | s3 | slurm | package | k8s | browser | prometheus | uplink | databases | disks | stacks | lint | book | docs | helm | notebook) "$what" ;;
-    -h | --help) sed -n '2,22s/^# //p' "${BASH_SOURCE[0]}" ;;
-    *) say "unknown part '$what': use build, python, criu, s3, slurm, package, k8s, browser, prometheus, uplink, databases, disks, stacks, lint, book, docs, helm or notebook"; exit 2 ;;
+    build | python | criu | s3 | slurm | package | k8s | browser | prometheus | uplink | databases | disks | stacks | lint | book | docs | helm | notebook | etcd) "$what" ;;
+    -h | --help) sed -n '2,23s/^# //p' "${BASH_SOURCE[0]}" ;;
+    *) say "unknown part '$what': use build, python, criu, s3, slurm, package, k8s, browser, prometheus, uplink, databases, disks, stacks, lint, book, docs, helm, notebook or etcd"; exit 2 ;;
   esac
 done

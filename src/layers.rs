@@ -9,11 +9,12 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The crates, lowest first. Each may use only those before it.
-const CRATES: [&str; 9] = [
+const CRATES: [&str; 10] = [
     "rekindle-abi",
     "rekindle-base",
     "rekindle-group",
     "rekindle-os",
+    "rekindle-etcd",
     "rekindle-criu",
     "rekindle-cuda",
     "rekindle-store",

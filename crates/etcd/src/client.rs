@@ -1,0 +1,97 @@
+//! The calls of the supervisor.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::error::Result;
+use crate::follow::{Event, Follower};
+use crate::lease::{Lease, Lost};
+use crate::members::{Kind, Members};
+use crate::messages::{KeyValue, RangeRequest, RangeResponse, TxnRequest, TxnResponse};
+use crate::options::Options;
+use crate::runtime::Running;
+use crate::txn::{Entry, State, Txn, TxnAnswer, range, range_end};
+
+/// A connection to etcd. Its calls block, and may be made by several threads at once.
+#[derive(Debug)]
+pub struct Client {
+    running: Running,
+}
+
+impl Client {
+    /// Connects: a member answers, its version is new enough, the login works, and the prefix can be read with a quorum.
+    ///
+    /// # Errors
+    /// What is wrong, and what to do.
+    pub fn connect(options: &Options) -> Result<Client> {
+        options.validate()?;
+        let running = Running::start("etcd", options, Arc::default())?;
+        running.wait(probe(&running.members))?;
+        Ok(Client { running })
+    }
+
+    /// Everything below a prefix. It has all that was written before the call.
+    ///
+    /// # Errors
+    /// If no quorum answers in time, or etcd refuses.
+    pub fn get(&self, prefix: &str) -> Result<State> {
+        self.running.wait(state(&self.running.members, prefix))
+    }
+
+    /// Does a transaction, at most once.
+    ///
+    /// # Errors
+    /// [`crate::Error::Unsure`] if nobody knows whether it is done, or still will be; else nothing was done.
+    pub fn txn(&self, txn: Txn) -> Result<TxnAnswer> {
+        let kind = if txn.only_reads() { Kind::Repeatable } else { Kind::Once };
+        let members = &self.running.members;
+        let seen = members.seen();
+        let request = TxnRequest::from(txn);
+        let answer: TxnResponse = self.running.wait(members.call("/etcdserverpb.KV/Txn", request, kind))?;
+        let revision = members.not_before(answer.header.as_ref(), seen)?;
+        let got = answer.responses.into_iter().filter_map(|response| response.range);
+        let got = got.map(|range| entries(members, range.kvs)).collect();
+        Ok(TxnAnswer { succeeded: answer.succeeded, revision, got })
+    }
+
+    /// Gets a lease, and renews it until it is revoked or dropped. `lost` is called if etcd has let it expire; its keys are
+    /// removed by then.
+    ///
+    /// # Errors
+    /// If no quorum answers in time, or etcd refuses.
+    pub fn lease(&self, ttl: Duration, lost: impl FnOnce(Lost) + Send + 'static) -> Result<Lease> {
+        Lease::grant(&self.running.members, ttl, lost)
+    }
+
+    /// Calls `tell` with everything below a prefix, then with each change, on a thread of its own, until the follower is
+    /// dropped.
+    ///
+    /// # Errors
+    /// If the thread cannot be started.
+    pub fn follow(&self, prefix: &str, tell: impl FnMut(Event) + Send + 'static) -> Result<Follower> {
+        Follower::start(&self.running.members, prefix, tell)
+    }
+}
+
+/// Whether the prefix can be read with a quorum, of an etcd that has not gone back.
+pub(crate) async fn probe(members: &Members) -> Result<()> {
+    let seen = members.seen();
+    let prefix = &members.options.prefix;
+    let request = RangeRequest { count_only: true, key: prefix.as_str().into(), range_end: range_end(prefix) };
+    let answer: RangeResponse = members.call("/etcdserverpb.KV/Range", request, Kind::Repeatable).await?;
+    members.not_before(answer.header.as_ref(), seen)?;
+    Ok(())
+}
+
+/// Everything below a prefix.
+pub(crate) async fn state(members: &Members, prefix: &str) -> Result<State> {
+    let seen = members.seen();
+    let answer: RangeResponse = members.call("/etcdserverpb.KV/Range", range(prefix), Kind::Repeatable).await?;
+    let revision = members.not_before(answer.header.as_ref(), seen)?;
+    Ok(State { revision, entries: entries(members, answer.kvs) })
+}
+
+/// Those that are not of this crate.
+fn entries(members: &Members, kvs: Vec<KeyValue>) -> Vec<Entry> {
+    kvs.into_iter().filter(|kv| !members.options.is_hidden(&kv.key)).map(Into::into).collect()
+}

@@ -1,0 +1,275 @@
+//! A lease, and until when it surely has not expired.
+//!
+//! etcd counts a lease's time from the moment it handles a grant or renewal, and from a later one after a change of its leader. Both
+//! come after the request was sent. So the lease lives at least for its time from the sending on, whenever the answer arrives.
+//!
+//! But a leader that was paused or cut off answers renewals by itself, until it notices that others have elected another one (etcd
+//! before 3.4.31 and 3.5.13); the lease may have expired there. So a renewal counts only with a proof by a quorum: a linearizable
+//! read by the same member, in the same term, finds a key that goes with the lease. Then no other leader existed when the lease
+//! was renewed.
+//!
+//! The same versions may end a lease early, when such a leader continues (etcd#15247). No client can prevent that: whoever sees
+//! the keys of a lease vanish must not conclude that its holder knows it ([`crate::Facts::may_end_leases_early`]).
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use futures_util::{StreamExt, stream};
+use http::uri::PathAndQuery;
+use rekindle_os::clock::since_boot;
+use tokio::time::{sleep, timeout};
+use tonic::Status;
+use tonic::transport::Channel;
+use tonic_prost::ProstCodec;
+
+use crate::LeaseId;
+use crate::error::{Error, Result, Verdict, judge};
+use crate::members::{Kind, Members, Refusal, ready, reason, unary, unsigned, with_token};
+use crate::messages::{
+    Header, LeaseGrantRequest, LeaseGrantResponse, LeaseKeepAliveRequest, LeaseKeepAliveResponse, LeaseRevokeRequest,
+    LeaseRevokeResponse, RangeRequest, RangeResponse, TxnRequest, TxnResponse,
+};
+use crate::runtime::Running;
+use crate::txn::{Op, Txn};
+
+/// The part of a lease's time that counts. Clocks of two machines differ by less: the kernel corrects them by 0.05 % at most,
+/// and a bad crystal is wrong by 0.02 %.
+const SURE: f64 = 0.99;
+
+/// Between two tries of a renewal.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// etcd has let a lease expire, or somebody has revoked it. Its keys are removed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Lost {
+    /// The lease.
+    pub id: LeaseId,
+}
+
+/// A lease that is renewed by a thread of its own. When this is dropped, it is not renewed any more, and expires.
+#[derive(Debug)]
+pub struct Lease {
+    id: LeaseId,
+    shared: Arc<Shared>,
+    running: Running,
+}
+
+#[derive(Debug)]
+struct Shared {
+    /// In nanoseconds since the boot.
+    sure_until: AtomicU64,
+    lost: AtomicBool,
+}
+
+impl Shared {
+    /// The lease lives for `ttl` seconds from a moment on.
+    fn sure(&self, sent: Duration, ttl: i64) {
+        let until = sent + Duration::from_secs(unsigned(ttl)).mul_f64(SURE);
+        let until = u64::try_from(until.as_nanos()).unwrap_or(u64::MAX);
+        self.sure_until.fetch_max(until, Ordering::Release);
+    }
+
+    fn gone(&self) {
+        self.lost.store(true, Ordering::Release);
+    }
+}
+
+impl Lease {
+    pub(crate) fn grant(members: &Members, ttl: Duration, lost: impl FnOnce(Lost) + Send + 'static) -> Result<Lease> {
+        let seconds = i64::try_from(ttl.as_secs()).unwrap_or(i64::MAX);
+        if seconds == 0 || ttl.subsec_nanos() > 0 {
+            return Err(Error::Options(format!("a lease lives for whole seconds, not for {ttl:?}")));
+        }
+        let running = Running::start("etcd-lease", &members.options, members.known())?;
+        let shared = Arc::new(Shared { sure_until: AtomicU64::new(0), lost: AtomicBool::new(false) });
+        // A try that may have been done leaves a lease that nobody renews.
+        let sent = since_boot();
+        let request = LeaseGrantRequest { ttl: seconds, id: 0 };
+        let call = running.members.call("/etcdserverpb.Lease/LeaseGrant", request, Kind::Repeatable);
+        let granted: LeaseGrantResponse = running.wait(call)?;
+        if !granted.error.is_empty() {
+            return Err(Error::Refused(granted.error));
+        }
+        let marker = running.members.options.hidden(&format!("leases/{:x}", granted.id));
+        // Done twice or late it does nothing else: nobody else has this key, and it goes with the lease.
+        let op = Op::Put { key: marker.clone(), value: Vec::new(), lease: Some(granted.id) };
+        let marked = Txn::default().then([op]).into();
+        let call = running.members.call::<TxnRequest, TxnResponse>("/etcdserverpb.KV/Txn", marked, Kind::Repeatable);
+        running.wait(call)?;
+        shared.sure(sent, granted.ttl);
+        let renewer = Renewer { id: granted.id, ttl: granted.ttl, marker, shared: Arc::clone(&shared) };
+        running.spawn(renewer.run(Arc::clone(&running.members), lost));
+        Ok(Lease { id: granted.id, shared, running })
+    }
+
+    /// Its number, for [`crate::Op::Put`].
+    #[must_use]
+    pub fn id(&self) -> LeaseId {
+        self.id
+    }
+
+    /// The latest moment until which the lease surely has not expired, as time since the boot
+    /// ([`rekindle_os::clock::since_boot`], which counts the time in which the machine sleeps). Zero once it is lost or revoked.
+    ///
+    /// It may pass, and be later again after that: etcd was away, and came back before it let the lease expire.
+    #[must_use]
+    pub fn sure_until(&self) -> Duration {
+        if self.is_lost() {
+            return Duration::ZERO;
+        }
+        Duration::from_nanos(self.shared.sure_until.load(Ordering::Acquire))
+    }
+
+    /// How long the lease surely does not expire from now on.
+    #[must_use]
+    pub fn sure_for(&self) -> Duration {
+        self.sure_until().saturating_sub(since_boot())
+    }
+
+    /// Whether it has expired or was revoked.
+    #[must_use]
+    pub fn is_lost(&self) -> bool {
+        self.shared.lost.load(Ordering::Acquire)
+    }
+
+    /// Ends the lease at once: etcd removes its keys. [`Lease::sure_until`] is over from then on.
+    ///
+    /// # Errors
+    /// If no quorum answers in time. The lease may then exist until its time is over.
+    pub fn revoke(&self) -> Result<()> {
+        self.shared.gone();
+        let request = LeaseRevokeRequest { id: self.id };
+        let call = self.running.members.call("/etcdserverpb.Lease/LeaseRevoke", request, Kind::Repeatable);
+        match self.running.wait::<Result<LeaseRevokeResponse>>(call) {
+            // A first try may have been done.
+            Ok(_) | Err(Error::LeaseGone) => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+/// Renews a lease.
+struct Renewer {
+    id: LeaseId,
+    ttl: i64,
+    /// A key that goes with the lease.
+    marker: String,
+    shared: Arc<Shared>,
+}
+
+/// The answer to a renewal.
+enum Renewed {
+    Yes,
+    Gone,
+    Failed(String),
+}
+
+impl Renewer {
+    async fn run(self, members: Arc<Members>, lost: impl FnOnce(Lost)) {
+        // Two tries can fail before the time is over, with one more in reserve.
+        let interval = Duration::from_secs(unsigned(self.ttl).max(1)) / 4;
+        loop {
+            sleep(interval).await;
+            let mut member = members.preferred();
+            loop {
+                if self.shared.lost.load(Ordering::Acquire) {
+                    return;
+                }
+                match self.renew(&members, member, interval).await {
+                    Renewed::Yes => break,
+                    Renewed::Gone => {
+                        // Not if it was revoked meanwhile.
+                        if !self.shared.lost.swap(true, Ordering::AcqRel) {
+                            lost(Lost { id: self.id });
+                        }
+                        return;
+                    }
+                    Renewed::Failed(why) => {
+                        let address = members.address(member);
+                        tracing::debug!("cannot renew the lease {:x} at {address}: {why}", self.id);
+                        members.distrust(member);
+                        member = (member + 1) % members.count().max(1);
+                        sleep(PAUSE).await;
+                    }
+                }
+            }
+        }
+    }
+
+    async fn renew(&self, members: &Members, member: usize, limit: Duration) -> Renewed {
+        let channel = match timeout(limit, members.channel(member)).await {
+            Ok(Ok(channel)) => channel,
+            Ok(Err(Refusal::Member(why))) => return Renewed::Failed(why),
+            Ok(Err(Refusal::All(error))) => return Renewed::Failed(error.to_string()),
+            Err(_) => return Renewed::Failed(format!("no connection within {limit:.1?}")),
+        };
+        let token = members.token();
+        match timeout(limit, self.renew_on(members, member, channel, token.as_deref())).await {
+            Ok(Ok(renewed)) => renewed,
+            Ok(Err(status)) => {
+                if lease_is_gone(&status) {
+                    return Renewed::Gone;
+                }
+                if matches!(judge(&status), Verdict::Login(_)) {
+                    members.forget_token();
+                }
+                Renewed::Failed(reason(&status))
+            }
+            Err(_) => Renewed::Failed(format!("no answer within {limit:.1?}")),
+        }
+    }
+
+    async fn renew_on(
+        &self,
+        members: &Members,
+        member: usize,
+        channel: Channel,
+        token: Option<&str>,
+    ) -> std::result::Result<Renewed, Status> {
+        // Before it is sent: see above.
+        let sent = since_boot();
+        let answer = self.keep_alive(channel.clone(), token).await?;
+        let Some(answer) = answer.filter(|answer| answer.id == self.id) else {
+            return Ok(Renewed::Failed("it answers nothing".into()));
+        };
+        if let Err(error) = members.same_cluster(member, answer.header.as_ref()) {
+            return Ok(Renewed::Failed(error.to_string()));
+        }
+        let request = RangeRequest { key: self.marker.as_str().into(), range_end: Vec::new(), count_only: false };
+        let proof: RangeResponse = unary(channel, "/etcdserverpb.KV/Range", with_token(request, token)).await?;
+        let term = |header: Option<&Header>| header.map(|header| header.raft_term);
+        if term(proof.header.as_ref()) != term(answer.header.as_ref()) {
+            return Ok(Renewed::Failed("another leader was elected meanwhile".into()));
+        }
+        let marked = proof.kvs.iter().any(|kv| kv.lease == self.id);
+        Ok(match (answer.ttl > 0, marked) {
+            (true, true) => {
+                self.shared.sure(sent, answer.ttl);
+                Renewed::Yes
+            }
+            (false, false) => Renewed::Gone,
+            (true, false) => Renewed::Failed("the key of the lease is gone".into()),
+            // A new leader that has not caught up knows some leases not yet.
+            (false, true) => Renewed::Failed("it does not know the lease yet".into()),
+        })
+    }
+
+    async fn keep_alive(
+        &self,
+        channel: Channel,
+        token: Option<&str>,
+    ) -> std::result::Result<Option<LeaseKeepAliveResponse>, Status> {
+        let mut grpc = ready(channel).await?;
+        let request = LeaseKeepAliveRequest { id: self.id };
+        let path = PathAndQuery::from_static("/etcdserverpb.Lease/LeaseKeepAlive");
+        let codec = ProstCodec::<LeaseKeepAliveRequest, LeaseKeepAliveResponse>::default();
+        // The stream must not end before the answer is there: etcd would not give one.
+        let requests = stream::iter([request]).chain(stream::pending());
+        grpc.streaming(with_token(requests, token), path, codec).await?.into_inner().message().await
+    }
+}
+
+fn lease_is_gone(status: &Status) -> bool {
+    status.message() == "etcdserver: requested lease not found"
+}
