@@ -35,6 +35,8 @@ pub(crate) struct Leading {
     wanted: bool,
     /// Until when a requested stop has to be over.
     stop_by: Option<Instant>,
+    /// The members of the last epoch, and what is known of those that are gone.
+    farewells: BTreeMap<Incarnation, Farewell>,
     /// When something is due.
     wake: Option<Instant>,
 }
@@ -43,8 +45,18 @@ pub(crate) struct Leading {
 #[derive(Debug, Clone, Copy)]
 struct Hand<'a> {
     rank: Rank,
+    incarnation: Incarnation,
     /// None: it is lost.
     report: Option<&'a Report>,
+}
+
+/// How a member left.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Farewell {
+    /// It has reported that nothing runs there.
+    Over,
+    /// It has not; gone since then.
+    Gone(Instant),
 }
 
 /// What happened to the epoch.
@@ -117,6 +129,36 @@ impl Leading {
         false
     }
 
+    /// Whether somebody who is gone may still run its job.
+    fn runs_elsewhere(&mut self, hands: &[Hand<'_>], plan: &Plan, options: &Options, now: Instant) -> bool {
+        if plan.goal.is_alive() {
+            // What was said before says nothing about this epoch.
+            self.farewells.clear();
+        }
+        if plan.goal.is_alive() || !options.leases_end_early {
+            return false;
+        }
+        let present = |incarnation: &Incarnation| hands.iter().any(|hand| hand.incarnation == *incarnation);
+        self.farewells.retain(|incarnation, _| present(incarnation));
+        for hand in hands {
+            let over = hand.report.map(|report| report.seen >= plan.serial && report.state.nothing_runs());
+            match over {
+                Some(true) => {
+                    self.farewells.insert(hand.incarnation, Farewell::Over);
+                }
+                Some(false) => {}
+                None => {
+                    self.farewells.entry(hand.incarnation).or_insert(Farewell::Gone(now));
+                }
+            }
+        }
+        let gone = self.farewells.values().filter_map(|it| match it {
+            Farewell::Gone(since) => Some(*since + options.lease),
+            Farewell::Over => None,
+        });
+        gone.max().is_some_and(|until| !self.is_due(until, now))
+    }
+
     fn plan(
         &mut self,
         view: &View,
@@ -126,6 +168,7 @@ impl Leading {
         now: Instant,
     ) -> Option<(Number, GroupImage)> {
         let hands = hands(view, plan);
+        let runs_elsewhere = self.runs_elsewhere(&hands, plan, options, now);
         if plan.goal.is_alive()
             && let Some(loss) = loss(&hands, plan)
         {
@@ -144,7 +187,7 @@ impl Leading {
         let all =
             |is: &dyn Fn(&Report) -> bool| hands.iter().all(|hand| hand.report.is_some_and(|it| seen(it) && is(it)));
         match &plan.goal {
-            Goal::Gather { .. } => self.gathering(view, plan, next, options, now),
+            Goal::Gather { .. } => self.gathering(view, plan, next, runs_elsewhere, options, now),
             Goal::Suspended => self.suspended(view, plan, next, options, now),
             Goal::Start(_) => {
                 if all(&|it| {
@@ -197,7 +240,8 @@ impl Leading {
             }
             Goal::End(_) => {
                 // All who took part are gone: whoever is here wants to run it again.
-                if plan.goal != Goal::End(End::Completed) && hands.iter().all(|hand| hand.report.is_none()) {
+                let none = !runs_elsewhere && hands.iter().all(|hand| hand.report.is_none());
+                if plan.goal != Goal::End(End::Completed) && none {
                     *next =
                         Plan { goal: Goal::Gather { why: "a new run".into() }, crew: BTreeMap::new(), ..next.clone() };
                     (next.then, next.in_a_row) = (Then::RunOn, 0);
@@ -252,7 +296,15 @@ impl Leading {
         self.stop_by.is_some_and(|by| self.is_due(by, now))
     }
 
-    fn gathering(&mut self, view: &View, plan: &Plan, next: &mut Plan, options: &Options, now: Instant) {
+    fn gathering(
+        &mut self,
+        view: &View,
+        plan: &Plan,
+        next: &mut Plan,
+        runs_elsewhere: bool,
+        options: &Options,
+        now: Instant,
+    ) {
         self.asked(view, plan, next, now);
         if let (Goal::Gather { .. }, Then::Stop { requeue }) = (&next.goal, next.then) {
             next.goal = end(view, next, End::Stopped { requeue });
@@ -266,7 +318,7 @@ impl Leading {
             next.goal = end(view, next, End::Failed { why });
             return;
         }
-        if !nothing_runs(view, plan) {
+        if runs_elsewhere || !nothing_runs(view, plan) {
             return;
         }
         let missing: Vec<String> = (0..options.size)
@@ -381,7 +433,7 @@ fn first_plan(origin: Incarnation) -> Plan {
 fn hands<'a>(view: &'a View, plan: &Plan) -> Vec<Hand<'a>> {
     let of = |(rank, incarnation): (&Rank, &Incarnation)| {
         let report = view.members.get(rank).filter(|report| report.incarnation == *incarnation);
-        Hand { rank: *rank, report }
+        Hand { rank: *rank, incarnation: *incarnation, report }
     };
     plan.crew.iter().map(of).collect()
 }

@@ -32,6 +32,9 @@ pub struct Options {
     /// A member ends its job this long before its lease can run out: the time that ending it takes, and the error of its
     /// clock.
     pub fence: Duration,
+    /// Whether the coordinator may end a lease before its time: then a member that is gone may still run its job for as
+    /// long as a lease lives.
+    pub leases_end_early: bool,
 }
 
 /// Time limits of the steps of a group.

@@ -24,6 +24,8 @@ pub(super) enum Fault {
     CutOffAndReplaced,
     /// The coordinator answers nobody.
     Away,
+    /// The coordinator ends a lease that is being renewed.
+    LeaseEndsEarly,
     /// The coordinator lost all it had.
     CoordinatorForgets,
     /// Requests and answers take seconds.
@@ -43,6 +45,7 @@ pub(super) enum Fault {
     Rewind,
 }
 
+/// Those of all histories: a coordinator that ends leases early is another one.
 const ALL: [Fault; 20] = [
     Fault::JobDies,
     Fault::Completed,
@@ -88,4 +91,10 @@ pub(super) fn plan(world: &mut World, length: Duration) {
         world.at(at, Happening::Fault(fault));
     }
     world.faults_until = world.began + length;
+    if world.leases_end_early {
+        for _ in 0..3 {
+            let at = world.began + world.random.time(Duration::from_secs(1), length);
+            world.at(at, Happening::Fault(Fault::LeaseEndsEarly));
+        }
+    }
 }

@@ -105,12 +105,12 @@ impl Node {
     }
 
     /// Its supervisor starts.
-    pub(super) fn boot(&mut self, size: u32) {
+    pub(super) fn boot(&mut self, size: u32, leases_end_early: bool) {
         self.process += 1;
         self.finished = None;
         self.session = None;
         self.images.memory.retain(|_, piece| piece.recorded);
-        self.machine = Some(Machine::new(options(self.rank, size), self.epoch));
+        self.machine = Some(Machine::new(Options { leases_end_early, ..options(self.rank, size) }, self.epoch));
     }
 
     /// The parts that it can restore.
@@ -154,5 +154,6 @@ pub(crate) fn options(rank: Rank, size: u32) -> Options {
         keep: 2,
         lease: super::coordinator::TTL,
         fence: seconds(3),
+        leases_end_early: false,
     }
 }

@@ -22,10 +22,12 @@ pub(crate) enum Plant {
     UnguardedPlan,
     /// A part is removed when its snapshot is not the newest any more.
     EagerRemoval,
+    /// Whoever is gone is believed to have ended its job, though the coordinator may end leases early.
+    GoneIsOver,
 }
 
 /// All of them.
-pub(super) const ALL: [Plant; 9] = [
+pub(super) const ALL: [Plant; 10] = [
     Plant::LostFence,
     Plant::LeaseFromTheAnswer,
     Plant::CommitBeforeStored,
@@ -35,4 +37,5 @@ pub(super) const ALL: [Plant; 9] = [
     Plant::LostAbort,
     Plant::UnguardedPlan,
     Plant::EagerRemoval,
+    Plant::GoneIsOver,
 ];

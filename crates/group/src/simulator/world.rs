@@ -82,6 +82,8 @@ pub(super) struct World {
     /// One for each rank, then those that took the place of others.
     pub(super) nodes: Vec<Node>,
     pub(super) coordinator: Coordinator,
+    /// Whether it may do so in this history.
+    pub(super) leases_end_early: bool,
     pub(super) shared: Option<BTreeMap<(Rank, Number), Piece>>,
     queue: Queue,
     next_job: u64,
@@ -121,7 +123,13 @@ struct Record {
 }
 
 impl World {
-    pub(super) fn new(mut random: Random, size: u32, plant: Option<Plant>, traced: bool) -> World {
+    pub(super) fn new(
+        mut random: Random,
+        size: u32,
+        leases_end_early: bool,
+        plant: Option<Plant>,
+        traced: bool,
+    ) -> World {
         let began = *ZERO;
         let mut rate = || 0.98 + 0.0004 * f64::from(u32::try_from(random.below(101)).unwrap_or(0));
         let nodes: Vec<Node> = (0..size).map(|rank| Node::new(Rank(rank), rate(), began)).collect();
@@ -133,6 +141,7 @@ impl World {
             random,
             faults_until: began,
             coordinator: Coordinator::new(plant),
+            leases_end_early,
             shared,
             queue: Queue::default(),
             next_job: 0,
@@ -256,7 +265,7 @@ impl World {
             return;
         }
         let size = self.size;
-        self.nodes[at].boot(size);
+        self.nodes[at].boot(size, self.leases_end_early && self.plant != Some(Plant::GoneIsOver));
         self.grant(at);
         self.show(at);
     }
@@ -762,6 +771,10 @@ impl World {
             Fault::Away => {
                 self.coordinator.away = true;
                 self.at(until, Happening::Over(fault, at));
+            }
+            Fault::LeaseEndsEarly => {
+                self.coordinator.ends_early(at);
+                self.changed();
             }
             Fault::CoordinatorForgets => {
                 self.coordinator.forget();
