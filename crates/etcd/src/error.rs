@@ -219,10 +219,10 @@ impl Tried {
     }
 
     /// The newest failure of a member counts, unless it says less than one before: a server that does not accept a
-    /// certificate closes the connection, and its reason does not always arrive.
+    /// certificate closes the connection, and its reason does not always arrive; and the last try is cut short.
     pub(crate) fn add(&mut self, endpoint: &str, why: String) {
-        let telling = |why: &str| certificate_help(why).is_some();
-        if !telling(&why) && self.failures.iter().any(|(other, before)| other == endpoint && telling(before)) {
+        let told = |(other, before): &(String, String)| other == endpoint && weight(before) > weight(&why);
+        if self.failures.iter().any(told) {
             return;
         }
         self.failures.retain(|(other, _)| other != endpoint);
@@ -270,11 +270,44 @@ fn certificate_help(why: &str) -> Option<&'static str> {
     found.map(|(_, help)| *help)
 }
 
+fn ended(why: &str) -> bool {
+    ENDED.iter().any(|sign| why.contains(sign))
+}
+
+/// How much a failure tells.
+fn weight(why: &str) -> u8 {
+    match certificate_help(why) {
+        Some(_) => 2,
+        None => u8::from(ended(why)),
+    }
+}
+
 fn help(why: &str) -> &'static str {
     certificate_help(why).unwrap_or_else(|| {
-        let ended = ENDED.iter().any(|sign| why.contains(sign));
         let http = "Check that these are addresses for clients, whether they use TLS (https://, or http:// without), and which \
             certificates they accept";
-        if ended { http } else { HELP }
+        if ended(why) { http } else { HELP }
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failure_that_tells_more_is_kept() {
+        let certificate = "received fatal alert: BadCertificate";
+        let mut tried = Tried::default();
+        for why in ["timed out", "InvalidContentType", "no connection within 0.0s"] {
+            tried.add("a", why.into());
+        }
+        assert_eq!(tried.text(), "a: InvalidContentType");
+        for why in [certificate, "operation was canceled: connection closed"] {
+            tried.add("a", why.into());
+        }
+        assert_eq!(tried.text(), format!("a: {certificate}"));
+        tried.add("b", "timed out".into());
+        tried.add("b", "no answer".into());
+        assert_eq!(tried.text(), format!("a: {certificate}; b: no answer"));
+    }
 }

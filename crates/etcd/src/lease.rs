@@ -11,11 +11,12 @@
 //! The same versions may end a lease early, when such a leader continues (etcd#15247). No client can prevent that: whoever sees
 //! the keys of a lease vanish must not conclude that its holder knows it ([`crate::Facts::may_end_leases_early`]).
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use futures_util::{StreamExt, stream};
+use futures_util::stream::{self, FuturesUnordered, StreamExt};
 use http::uri::PathAndQuery;
 use rekindle_os::clock::since_boot;
 use tokio::time::{sleep, timeout};
@@ -167,34 +168,47 @@ enum Renewed {
 
 impl Renewer {
     async fn run(self, members: Arc<Members>, lost: impl FnOnce(Lost)) {
-        // Two tries can fail before the time is over, with one more in reserve.
         let interval = Duration::from_secs(unsigned(self.ttl).max(1)) / 4;
         loop {
             sleep(interval).await;
-            let mut member = members.preferred();
-            loop {
-                if self.shared.lost.load(Ordering::Acquire) {
-                    return;
+            if self.renewed(&members, interval).await {
+                continue;
+            }
+            // Not if it was revoked meanwhile.
+            if !self.shared.lost.swap(true, Ordering::AcqRel) {
+                lost(Lost { id: self.id });
+            }
+            return;
+        }
+    }
+
+    /// Renews it at the member that answered last. While none has answered, others are asked too: a follower of a leader that
+    /// hangs waits for longer than the lease lives. Returns false if it is gone or was revoked.
+    async fn renewed(&self, members: &Members, interval: Duration) -> bool {
+        let (first, count) = (members.preferred(), members.count().max(1));
+        let mut free: VecDeque<usize> = (0..count).map(|n| (first + n) % count).collect();
+        let mut asked = FuturesUnordered::new();
+        while !self.shared.lost.load(Ordering::Acquire) {
+            if let Some(member) = free.pop_front() {
+                asked.push(async move { (member, self.renew(members, member, interval).await) });
+            }
+            match timeout(interval / 4, asked.next()).await {
+                Ok(Some((member, Renewed::Yes))) => {
+                    members.prefer(member);
+                    return true;
                 }
-                match self.renew(&members, member, interval).await {
-                    Renewed::Yes => break,
-                    Renewed::Gone => {
-                        // Not if it was revoked meanwhile.
-                        if !self.shared.lost.swap(true, Ordering::AcqRel) {
-                            lost(Lost { id: self.id });
-                        }
-                        return;
-                    }
-                    Renewed::Failed(why) => {
-                        let address = members.address(member);
-                        tracing::debug!("cannot renew the lease {:x} at {address}: {why}", self.id);
-                        members.distrust(member);
-                        member = (member + 1) % members.count().max(1);
-                        sleep(PAUSE).await;
-                    }
+                Ok(Some((_, Renewed::Gone))) => return false,
+                Ok(Some((member, Renewed::Failed(why)))) => {
+                    let address = members.address(member);
+                    tracing::debug!("cannot renew the lease {:x} at {address}: {why}", self.id);
+                    members.distrust(member);
+                    free.push_back(member);
+                    sleep(PAUSE).await;
                 }
+                Ok(None) | Err(_) => {}
             }
         }
+        false
     }
 
     async fn renew(&self, members: &Members, member: usize, limit: Duration) -> Renewed {
@@ -208,9 +222,6 @@ impl Renewer {
         match timeout(limit, self.renew_on(members, member, channel, token.as_deref())).await {
             Ok(Ok(renewed)) => renewed,
             Ok(Err(status)) => {
-                if lease_is_gone(&status) {
-                    return Renewed::Gone;
-                }
                 if matches!(judge(&status), Verdict::Login(_)) {
                     members.forget_token();
                 }
@@ -268,8 +279,4 @@ impl Renewer {
         let requests = stream::iter([request]).chain(stream::pending());
         grpc.streaming(with_token(requests, token), path, codec).await?.into_inner().message().await
     }
-}
-
-fn lease_is_gone(status: &Status) -> bool {
-    status.message() == "etcdserver: requested lease not found"
 }

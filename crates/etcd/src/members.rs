@@ -81,6 +81,11 @@ impl Members {
         self.preferred.load(Ordering::Relaxed)
     }
 
+    /// The next request goes to this one.
+    pub(crate) fn prefer(&self, member: usize) {
+        self.preferred.store(member, Ordering::Relaxed);
+    }
+
     pub(crate) fn address(&self, member: usize) -> &str {
         self.options.endpoints.get(member).map_or("", String::as_str)
     }
@@ -212,7 +217,7 @@ impl Members {
             self.distrust(member);
             return Err(error);
         }
-        self.preferred.store(member, Ordering::Relaxed);
+        self.prefer(member);
         Ok(answer)
     }
 
