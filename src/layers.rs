@@ -26,7 +26,7 @@ const CRATES: [&str; 10] = [
 const ENGINE: [&str; 4] = ["launch", "parts", "snapshot", "restore"];
 
 /// The modules of the product.
-const PRODUCT: [&str; 13] = [
+const PRODUCT: [&str; 14] = [
     "config",
     "policy",
     "published",
@@ -38,6 +38,7 @@ const PRODUCT: [&str; 13] = [
     "notifications",
     "doctor",
     "report",
+    "group",
     "supervisor",
     "cli",
 ];

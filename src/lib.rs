@@ -14,6 +14,7 @@
 //! - `watch`: what is wrong with a running job, who ended one that is over, and whether a cloud interrupts the machine.
 //! - [`job_api`]: the job's own socket, on which it asks for something, or learns that it was restored.
 //! - `notifications`: the hooks and the webhook that are told what happens.
+//! - [`group`]: a job over several machines: the connection to the coordinator.
 //! - `doctor`: what `run` needs of the machine: found, judged, each with a fix.
 //! - [`telemetry`]: logs for people, the journal of a job's events, metrics.
 //! - [`report`]: what a job's time went to, from that journal: a page, a document.
@@ -22,6 +23,7 @@ pub mod cli;
 mod config;
 pub mod control;
 mod doctor;
+pub mod group;
 pub mod job_api;
 #[cfg(test)]
 mod layers;

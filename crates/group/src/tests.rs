@@ -29,7 +29,7 @@ impl Group {
     fn with(size: u32, parts: &dyn Fn(u32) -> BTreeMap<Number, Progress>, epoch: Epoch) -> Group {
         let count = usize::try_from(size).unwrap();
         let mut group = Group {
-            coordinator: Coordinator::new(None),
+            coordinator: Coordinator::new(false, None),
             machines: (0..size).map(|rank| Machine::new(options(Rank(rank), size), epoch)).collect(),
             orders: vec![Vec::new(); count],
             parts: (0..size).map(parts).collect(),

@@ -19,12 +19,14 @@ pub(crate) struct Coordinator {
     next: u64,
     /// It answers nobody.
     pub(crate) away: bool,
+    /// It may end a lease that is being renewed.
+    pub(crate) leases_end_early: bool,
     plant: Option<Plant>,
 }
 
 impl Coordinator {
-    pub(crate) fn new(plant: Option<Plant>) -> Coordinator {
-        Coordinator { view: Arc::default(), leases: BTreeMap::new(), next: 1, away: false, plant }
+    pub(crate) fn new(leases_end_early: bool, plant: Option<Plant>) -> Coordinator {
+        Coordinator { view: Arc::default(), leases: BTreeMap::new(), next: 1, away: false, leases_end_early, plant }
     }
 
     pub(crate) fn grant(&mut self, now: Instant) -> Incarnation {

@@ -91,7 +91,7 @@ pub(super) fn plan(world: &mut World, length: Duration) {
         world.at(at, Happening::Fault(fault));
     }
     world.faults_until = world.began + length;
-    if world.leases_end_early {
+    if world.coordinator.leases_end_early {
         for _ in 0..3 {
             let at = world.began + world.random.time(Duration::from_secs(1), length);
             world.at(at, Happening::Fault(Fault::LeaseEndsEarly));

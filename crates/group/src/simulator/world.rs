@@ -82,8 +82,6 @@ pub(super) struct World {
     /// One for each rank, then those that took the place of others.
     pub(super) nodes: Vec<Node>,
     pub(super) coordinator: Coordinator,
-    /// Whether it may do so in this history.
-    pub(super) leases_end_early: bool,
     pub(super) shared: Option<BTreeMap<(Rank, Number), Piece>>,
     queue: Queue,
     next_job: u64,
@@ -140,8 +138,7 @@ impl World {
             size,
             random,
             faults_until: began,
-            coordinator: Coordinator::new(plant),
-            leases_end_early,
+            coordinator: Coordinator::new(leases_end_early, plant),
             shared,
             queue: Queue::default(),
             next_job: 0,
@@ -265,7 +262,7 @@ impl World {
             return;
         }
         let size = self.size;
-        self.nodes[at].boot(size, self.leases_end_early && self.plant != Some(Plant::GoneIsOver));
+        self.nodes[at].boot(size, self.coordinator.leases_end_early && self.plant != Some(Plant::GoneIsOver));
         self.grant(at);
         self.show(at);
     }

@@ -1,0 +1,266 @@
+//! The thread that speaks with etcd for this member: it keeps the lease, writes, and passes on what changes.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, mpsc};
+use std::time::{Duration, Instant};
+
+use rekindle_etcd::{Client, Error, Event, Lease, Options};
+use rekindle_group::{Answer, Incarnation, Rank, View, Write};
+use rekindle_os::clock::since_boot;
+
+use super::keys::{self, Mirror, Unreadable, Writer};
+use super::node::Node;
+
+/// Between two tries while etcd cannot be reached.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// What the coordinator says.
+#[derive(Debug)]
+pub enum Told {
+    /// The group, as it is now.
+    Group {
+        /// The documents of the protocol.
+        view: Arc<View>,
+        /// The machines of the members.
+        nodes: Arc<BTreeMap<Rank, Node>>,
+    },
+    /// There is a new membership.
+    Joined(Membership),
+    /// This membership is over.
+    Lost(Incarnation),
+    /// The answer to a write.
+    Wrote(Answer),
+    /// It cannot be asked.
+    Away {
+        /// In words.
+        why: String,
+    },
+    /// It answers again.
+    Back,
+    /// It cannot be used until somebody changes something.
+    Failed {
+        /// In words.
+        why: String,
+    },
+}
+
+/// A membership, which lives as long as its lease.
+#[derive(Debug, Clone)]
+pub struct Membership {
+    lease: Arc<Lease>,
+}
+
+impl Membership {
+    /// Which.
+    #[must_use]
+    pub fn incarnation(&self) -> Incarnation {
+        keys::membership(self.lease.id())
+    }
+
+    /// It cannot end before this time. Asked again, the answer may be later.
+    #[must_use]
+    pub fn sure_until(&self) -> Instant {
+        // The lease counts the time in which the machine sleeps, an Instant does not. So this is right only now.
+        Instant::now() + self.lease.sure_until().saturating_sub(since_boot())
+    }
+}
+
+/// What is to be done.
+enum Ask {
+    Write(Box<Write>),
+    /// The lease is lost.
+    Lost(Incarnation),
+    Leave,
+    Abandon,
+}
+
+/// This member's connection to its group. If it is dropped, the membership ends when its lease is over.
+#[derive(Debug)]
+pub struct Session {
+    asks: mpsc::Sender<Ask>,
+    /// Closed when the thread is over.
+    over: mpsc::Receiver<()>,
+}
+
+/// Who this member is.
+#[derive(Debug, Clone)]
+pub struct Identity {
+    /// The name of the group.
+    pub group: String,
+    /// The rank.
+    pub rank: Rank,
+    /// The machine.
+    pub node: Node,
+    /// How long a lease lives: whole seconds.
+    pub lease: Duration,
+}
+
+impl Session {
+    /// Connects, and tells what happens. Addresses that do not answer are tried again.
+    ///
+    /// # Errors
+    /// If the thread cannot be started.
+    pub fn start(
+        options: Options,
+        identity: Identity,
+        tell: impl Fn(Told) + Clone + Send + 'static,
+    ) -> std::io::Result<Session> {
+        let options = Options { prefix: keys::prefix(&identity.group), ..options };
+        let (sender, asks) = mpsc::channel();
+        let (alive, over) = mpsc::channel();
+        let own = sender.clone();
+        std::thread::Builder::new().name("group".into()).spawn(move || {
+            let worker = Worker { options, identity, asks, own, tell };
+            let _ = worker.run();
+            drop(alive);
+        })?;
+        Ok(Session { asks: sender, over })
+    }
+
+    /// Writes; the answer is told. One at a time.
+    pub fn write(&self, write: Write) {
+        let _ = self.asks.send(Ask::Write(Box::new(write)));
+    }
+
+    /// Ends the membership, so that nobody has to wait for its lease to run out. Waits for that, within a time limit.
+    pub fn leave(self, limit: Duration) {
+        let _ = self.asks.send(Ask::Leave);
+        let _ = self.over.recv_timeout(limit);
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        let _ = self.asks.send(Ask::Abandon);
+    }
+}
+
+struct Worker<T> {
+    options: Options,
+    identity: Identity,
+    asks: mpsc::Receiver<Ask>,
+    own: mpsc::Sender<Ask>,
+    tell: T,
+}
+
+impl<T: Fn(Told) + Clone + Send + 'static> Worker<T> {
+    /// Returns none if no membership is left to be ended.
+    fn run(self) -> Option<()> {
+        let client = self.patiently(|| Client::connect(&self.options))?;
+        let mut mirror = Mirror::new(&self.options.prefix);
+        let tell = self.tell.clone();
+        let followed = client.follow(&self.options.prefix, move |event| match reflect(&mut mirror, event) {
+            Ok(told) => tell(told),
+            Err(error) => tell(Told::Failed { why: error.to_string() }),
+        });
+        let _follower = match followed {
+            Ok(follower) => follower,
+            Err(error) => {
+                (self.tell)(Told::Failed { why: error.to_string() });
+                return None;
+            }
+        };
+        let mut lease = self.join(&client)?;
+        loop {
+            match self.asks.recv() {
+                Ok(Ask::Write(write)) => {
+                    let answer = self.write(&client, &lease, &write);
+                    (self.tell)(Told::Wrote(answer));
+                }
+                Ok(Ask::Lost(lost)) if keys::membership(lease.id()) == lost => lease = self.join(&client)?,
+                Ok(Ask::Lost(_)) => {}
+                Ok(Ask::Leave) => break,
+                Ok(Ask::Abandon) | Err(_) => return None,
+            }
+        }
+        if let Err(error) = lease.revoke() {
+            tracing::debug!("cannot leave the group: {error}; the others wait until the lease is over");
+        }
+        Some(())
+    }
+
+    /// A new membership. Returns none if this is to end.
+    fn join(&self, client: &Client) -> Option<Arc<Lease>> {
+        let lease = self.patiently(|| {
+            let (own, tell) = (self.own.clone(), self.tell.clone());
+            client.lease(self.identity.lease, move |lost| {
+                let membership = keys::membership(lost.id);
+                tell(Told::Lost(membership));
+                let _ = own.send(Ask::Lost(membership));
+            })
+        })?;
+        let lease = Arc::new(lease);
+        (self.tell)(Told::Joined(Membership { lease: Arc::clone(&lease) }));
+        Some(lease)
+    }
+
+    /// Tries again until it works. Returns none if it never will, or if this is to end.
+    fn patiently<R>(&self, mut attempt: impl FnMut() -> Result<R, Error>) -> Option<R> {
+        let mut said = String::new();
+        loop {
+            match attempt() {
+                Ok(result) => {
+                    if !said.is_empty() {
+                        (self.tell)(Told::Back);
+                    }
+                    return Some(result);
+                }
+                Err(error) if error.may_pass() => {
+                    let why = error.to_string();
+                    if said.is_empty() {
+                        (self.tell)(Told::Away { why: why.clone() });
+                    }
+                    said = why;
+                }
+                Err(error) => {
+                    (self.tell)(Told::Failed { why: error.to_string() });
+                    return None;
+                }
+            }
+            match self.asks.recv_timeout(PAUSE) {
+                Ok(Ask::Leave | Ask::Abandon) | Err(mpsc::RecvTimeoutError::Disconnected) => return None,
+                // Without a membership nothing can be written.
+                Ok(Ask::Write(_)) => (self.tell)(Told::Wrote(Answer::Conflict)),
+                Ok(Ask::Lost(_)) | Err(mpsc::RecvTimeoutError::Timeout) => {}
+            }
+        }
+    }
+
+    fn write(&self, client: &Client, lease: &Lease, write: &Write) -> Answer {
+        let Identity { rank, node, .. } = &self.identity;
+        let writer = Writer { prefix: &self.options.prefix, rank: *rank, node, lease: lease.id() };
+        let txn = match writer.transaction(write) {
+            Ok(txn) => txn,
+            Err(error) => {
+                (self.tell)(Told::Failed { why: format!("a document of the group cannot be written: {error}") });
+                return Answer::Conflict;
+            }
+        };
+        match client.txn(txn) {
+            Ok(answer) if answer.succeeded => Answer::Done(answer.revision),
+            Ok(_) => Answer::Conflict,
+            Err(error) if error.is_unsure() => Answer::Unknown,
+            Err(error) => {
+                if !error.may_pass() && !error.lease_is_gone() {
+                    (self.tell)(Told::Failed { why: error.to_string() });
+                } else {
+                    tracing::debug!("the coordinator did not write: {error}");
+                }
+                Answer::Conflict
+            }
+        }
+    }
+}
+
+fn reflect(mirror: &mut Mirror, event: Event) -> Result<Told, Unreadable> {
+    match event {
+        Event::State(state) => mirror.set(state)?,
+        Event::Changed { revision, changes } => mirror.change(revision, changes)?,
+        Event::Away { reason, .. } => return Ok(Told::Away { why: reason }),
+        Event::Back => return Ok(Told::Back),
+    }
+    Ok(Told::Group { view: Arc::new(mirror.view.clone()), nodes: Arc::new(mirror.nodes.clone()) })
+}
+
+#[cfg(test)]
+mod tests;

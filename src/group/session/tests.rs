@@ -1,0 +1,256 @@
+//! Whole groups whose members speak through a real etcd. Their jobs are stand-ins that do at once what is asked.
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, Ipv4Addr};
+use std::path::Path;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::{Duration, Instant};
+
+use rekindle_etcd::{Local, LocalOptions, Options};
+use rekindle_group::{
+    self as group, Action, Ask, End, Ending, Epoch, Event, From, Limits, Local as Happened, Machine, Number, Order,
+    Part, Progress, Rank, Restart, Stored,
+};
+use rekindle_testing::needs;
+
+use super::{Identity, Session, Told};
+use crate::group::Node;
+
+const LEASE: Duration = Duration::from_secs(2);
+const LONG: Duration = Duration::from_secs(60);
+
+fn node(size: u32) -> Node {
+    Node {
+        host: "here".into(),
+        address: IpAddr::V4(Ipv4Addr::LOCALHOST),
+        rekindle: "1".into(),
+        criu: "4".into(),
+        driver: None,
+        size,
+        subnet: "10.213.0.0/16".into(),
+        lease_s: LEASE.as_secs(),
+    }
+}
+
+fn options(rank: Rank, size: u32) -> group::Options {
+    let seconds = Duration::from_secs;
+    group::Options {
+        rank,
+        size,
+        limits: Limits {
+            wait: seconds(30),
+            start: seconds(20),
+            prepare: seconds(8),
+            dump: seconds(8),
+            store: seconds(30),
+        },
+        interval: None,
+        retry_after: seconds(1),
+        restart: Restart { min_uptime: seconds(1), backoff: seconds(1), max_backoff: seconds(4), max_attempts: 8 },
+        keep: 2,
+        lease: LEASE,
+        fence: Duration::from_millis(500),
+        leases_end_early: false,
+    }
+}
+
+/// What a test tells a member.
+enum Word {
+    Told(Told),
+    Ask(Ask),
+    /// Its job dies.
+    Die,
+    /// The supervisor is killed: it says nothing more.
+    Vanish,
+}
+
+/// What it says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Said {
+    Started(Epoch, From),
+    Runs,
+    Finished(End),
+}
+
+struct Handle {
+    words: Sender<Word>,
+    said: Receiver<Said>,
+}
+
+impl Handle {
+    fn until(&self, wanted: impl Fn(&Said) -> bool) -> Said {
+        let end = Instant::now() + LONG;
+        loop {
+            let said =
+                self.said.recv_timeout(end.saturating_duration_since(Instant::now())).expect("it says so in time");
+            if wanted(&said) {
+                return said;
+            }
+        }
+    }
+}
+
+fn member(etcd: &Options, rank: u32, size: u32, parts: BTreeMap<group::Number, Progress>) -> Handle {
+    let (words, received) = channel();
+    let (sender, said) = channel();
+    let (own, etcd) = (words.clone(), etcd.clone());
+    std::thread::spawn(move || {
+        let identity = Identity { group: "test".into(), rank: Rank(rank), node: node(size), lease: LEASE };
+        let told = own.clone();
+        let session = Session::start(etcd, identity, move |it| drop(told.send(Word::Told(it)))).unwrap();
+        let machine = Machine::new(options(Rank(rank), size), Epoch::default());
+        live(machine, session, &received, &sender, parts);
+    });
+    Handle { words, said }
+}
+
+fn live(
+    mut machine: Machine,
+    session: Session,
+    words: &Receiver<Word>,
+    said: &Sender<Said>,
+    mut parts: BTreeMap<group::Number, Progress>,
+) {
+    let (mut membership, mut epoch) = (None::<super::Membership>, Epoch::default());
+    loop {
+        let now = Instant::now();
+        let patience = machine.deadline().map_or(LEASE / 4, |at| at.saturating_duration_since(now).min(LEASE / 4));
+        let mut events = match words.recv_timeout(patience) {
+            // Without leaving, as if it was killed.
+            Ok(Word::Vanish) => return,
+            Ok(Word::Ask(ask)) => vec![Event::Asked(ask)],
+            Ok(Word::Die) => vec![Event::Local(Happened::Ended(Ending::Failed { why: "it died".into() }))],
+            Ok(Word::Told(Told::Group { view, .. })) => vec![Event::View(view)],
+            Ok(Word::Told(Told::Joined(new))) => {
+                let event = Event::Session(new.incarnation());
+                membership = Some(new);
+                vec![event]
+            }
+            Ok(Word::Told(Told::Lost(_))) => vec![Event::SessionLost],
+            Ok(Word::Told(Told::Wrote(answer))) => vec![Event::Wrote(answer)],
+            Ok(Word::Told(Told::Away { .. } | Told::Back)) | Err(_) => vec![Event::Tick],
+            Ok(Word::Told(Told::Failed { why })) => panic!("{why}"),
+        };
+        events.extend(membership.as_ref().map(|it| Event::Sure(it.sure_until())));
+        while let Some(event) = events.pop() {
+            for action in machine.step(event, Instant::now()) {
+                let order = match action {
+                    Action::Write(write) => {
+                        session.write(write);
+                        continue;
+                    }
+                    Action::Do(order) => order,
+                };
+                match order {
+                    Order::List => events.push(Event::Local(Happened::Parts(parts.clone()))),
+                    Order::Start { epoch: new, from, .. } => {
+                        epoch = new;
+                        let _ = said.send(Said::Started(epoch, from));
+                        events.push(Event::Local(Happened::Started));
+                    }
+                    Order::Plug => drop(said.send(Said::Runs)),
+                    Order::Prepare(number) => events.push(Event::Local(Happened::Quiet(number))),
+                    Order::Dump(number) => {
+                        let part = Part { image: number.to_string(), digest: "x".into() };
+                        parts.insert(number, Progress { part: part.clone(), epoch, stored: Stored::Durable });
+                        events.push(Event::Local(Happened::Dumped(number, part)));
+                    }
+                    Order::Resume(number) | Order::Store(number) => events.push(Event::Local(Happened::Stored(number))),
+                    Order::Abort(number) => events.push(Event::Local(Happened::Aborted(number))),
+                    Order::Kill => events.push(Event::Local(Happened::Ended(Ending::Completed))),
+                    Order::Forget(number) => drop(parts.remove(&number)),
+                    Order::Finish(end) => {
+                        session.leave(Duration::from_secs(5));
+                        let _ = said.send(Said::Finished(end));
+                        return;
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn local(folder: &Path) -> (Local, Options) {
+    let local = Local::start(&LocalOptions {
+        program: "etcd".into(),
+        folder: folder.join("etcd"),
+        listen: (Ipv4Addr::LOCALHOST, 0).into(),
+        host: "127.0.0.1".into(),
+        start_timeout: LONG,
+    });
+    let local = local.unwrap();
+    let options = local.handout().options("/unused/");
+    (local, options)
+}
+
+/// Where there is no etcd, the test says so and ends.
+fn etcd() -> bool {
+    let found = std::process::Command::new("etcd").arg("--version").output().ok().filter(|out| out.status.success());
+    needs("etcd", found, "no etcd: run scripts/deps.sh etcd").is_some()
+}
+
+#[test]
+fn a_group_starts_takes_images_and_goes_back_to_the_newest() {
+    if !etcd() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (_local, options) = local(folder.path());
+    let mut group: Vec<Handle> = (0..3).map(|rank| member(&options, rank, 3, BTreeMap::new())).collect();
+    let all = |group: &[Handle], wanted: &Said| {
+        for member in group {
+            member.until(|said| said == wanted);
+        }
+    };
+    all(&group, &Said::Started(Epoch(1), From::Beginning));
+    all(&group, &Said::Runs);
+
+    group[1].words.send(Word::Ask(Ask::Snapshot)).unwrap();
+    // The record is committed when the next snapshot is taken: a member that stores has to be waited for.
+    group[2].words.send(Word::Ask(Ask::Snapshot)).unwrap();
+    std::thread::sleep(Duration::from_secs(2));
+    group[0].words.send(Word::Die).unwrap();
+    let restarted = |member: &Handle| member.until(|said| matches!(said, Said::Started(Epoch(2), From::Image(_))));
+    let from = restarted(&group[0]);
+    assert!(group[1..].iter().all(|member| restarted(member) == from), "{from:?}");
+    all(&group, &Said::Runs);
+
+    // One that is killed is waited for until its lease is over, and replaced by one that has its parts.
+    let parts = |number| {
+        let part = Part { image: Number(number).to_string(), digest: "x".into() };
+        (Number(number), Progress { part, epoch: Epoch(1), stored: Stored::Durable })
+    };
+    group[2].words.send(Word::Vanish).unwrap();
+    group[2] = member(&options, 2, 3, [parts(1), parts(2)].into());
+    let again = |member: &Handle| member.until(|said| matches!(said, Said::Started(Epoch(3), From::Image(_))));
+    group.iter().for_each(|member| drop(again(member)));
+    all(&group, &Said::Runs);
+
+    group[0].words.send(Word::Ask(Ask::StopNow { requeue: true })).unwrap();
+    all(&group, &Said::Finished(End::Stopped { requeue: true }));
+}
+
+#[test]
+fn a_group_whose_coordinator_is_away_ends_its_job_and_goes_on() {
+    if !etcd() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (local, options) = local(folder.path());
+    let group: Vec<Handle> = (0..2).map(|rank| member(&options, rank, 2, BTreeMap::new())).collect();
+    for member in &group {
+        member.until(|said| *said == Said::Runs);
+    }
+    let pid = nix::unistd::Pid::from_raw(local.pid().unwrap());
+    nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGSTOP).unwrap();
+    std::thread::sleep(LEASE * 2);
+    nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGCONT).unwrap();
+    for member in &group {
+        member.until(|said| matches!(said, Said::Started(Epoch(2), From::Beginning)));
+        member.until(|said| *said == Said::Runs);
+    }
+    group[1].words.send(Word::Ask(Ask::StopNow { requeue: false })).unwrap();
+    for member in &group {
+        member.until(|said| *said == Said::Finished(End::Stopped { requeue: false }));
+    }
+}
