@@ -14,6 +14,7 @@ use std::collections::BTreeMap;
 
 use rekindle_etcd::{Change, Compare, Entry, LeaseId, Op, Revision, State, Txn};
 use rekindle_group::{Incarnation, Number, Rank, Versioned, View, Write};
+use rekindle_store::JobName;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -21,7 +22,7 @@ use super::node::Node;
 
 /// The prefix of a group's keys. The number is that of the documents' form: another form has other keys, so that supervisors
 /// that do not understand each other do not meet.
-pub(super) fn prefix(group: &str) -> String {
+pub(super) fn prefix(group: &JobName) -> String {
     format!("/rekindle/1/{group}/")
 }
 

@@ -1,12 +1,13 @@
 //! The thread that speaks with etcd for this member: it keeps the lease, writes, and passes on what changes.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, Weak, mpsc};
 use std::time::{Duration, Instant};
 
 use rekindle_etcd::{Client, Error, Event, Lease, Options};
 use rekindle_group::{Answer, Incarnation, Rank, View, Write};
 use rekindle_os::clock::since_boot;
+use rekindle_store::JobName;
 
 use super::keys::{self, Mirror, Unreadable, Writer};
 use super::node::Node;
@@ -44,24 +45,26 @@ pub enum Told {
     },
 }
 
-/// A membership, which lives as long as its lease.
+/// A membership, which lives as long as its lease. The session has the lease.
 #[derive(Debug, Clone)]
 pub struct Membership {
-    lease: Arc<Lease>,
+    incarnation: Incarnation,
+    lease: Weak<Lease>,
 }
 
 impl Membership {
-    /// Which.
+    /// Its name in the protocol.
     #[must_use]
     pub fn incarnation(&self) -> Incarnation {
-        keys::membership(self.lease.id())
+        self.incarnation
     }
 
-    /// It cannot end before this time. Asked again, the answer may be later.
+    /// It cannot end before this time. Asked again, the answer may be later; after the session is over it is no time.
     #[must_use]
     pub fn sure_until(&self) -> Instant {
+        let until = self.lease.upgrade().map_or(Duration::ZERO, |lease| lease.sure_until());
         // The lease counts the time in which the machine sleeps, an Instant does not. So this is right only now.
-        Instant::now() + self.lease.sure_until().saturating_sub(since_boot())
+        Instant::now() + until.saturating_sub(since_boot())
     }
 }
 
@@ -85,8 +88,8 @@ pub struct Session {
 /// Who this member is.
 #[derive(Debug, Clone)]
 pub struct Identity {
-    /// The name of the group.
-    pub group: String,
+    /// The name of the group. The folder of each part in its store has the same.
+    pub group: JobName,
     /// The rank.
     pub rank: Rank,
     /// The machine.
@@ -190,7 +193,8 @@ impl<T: Fn(Told) + Clone + Send + 'static> Worker<T> {
             })
         })?;
         let lease = Arc::new(lease);
-        (self.tell)(Told::Joined(Membership { lease: Arc::clone(&lease) }));
+        let incarnation = keys::membership(lease.id());
+        (self.tell)(Told::Joined(Membership { incarnation, lease: Arc::downgrade(&lease) }));
         Some(lease)
     }
 

@@ -25,7 +25,7 @@ pub struct Facts {
     pub members: Vec<MemberFacts>,
     /// How many members the cluster has. Not known to users without the right to ask.
     pub size: Option<usize>,
-    /// The middle one of the times of a few writes, each of which a quorum has synced to disk.
+    /// The median time of a few writes. A quorum has synced each of them to disk.
     pub write: Duration,
 }
 

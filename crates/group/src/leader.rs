@@ -3,22 +3,19 @@
 //! Nothing but the plan is remembered, so that another member can take the lead at any time. Only times are not in it:
 //! a new leader counts them from the beginning, because clocks of machines cannot be compared.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use crate::documents::{
-    Ask, End, Ending, Epoch, From, Goal, GroupImage, Incarnation, Left, Number, Part, Plan, Rank, Report, State,
-    Stored, Then, View,
+    Ask, End, Ending, Epoch, From, Goal, GroupImage, Incarnation, Left, Number, Part, Plan, Rank, Report, State, Then,
+    View,
 };
+use crate::images;
 use crate::machine::{Options, Write};
-use crate::retention;
 
 /// What speaks against a group image if an epoch that started from it fails, early or later, and no newer one was taken.
 const FAILED_EARLY: u32 = 2;
 const FAILED_LATE: u32 = 1;
-
-/// A group image with so much against it is passed over.
-const PASSED_OVER: u32 = 4;
 
 /// The leader's watch: since when something has been so, as far as this process has seen.
 #[derive(Debug, Default)]
@@ -80,11 +77,11 @@ impl Leading {
         };
         let plan = &old.value;
         self.watch(plan, now);
-        if let Some(write) = commit(view) {
+        if let Some(write) = images::commit(view) {
             return Some(write);
         }
         if matches!(plan.goal, Goal::Gather { .. })
-            && let Some(write) = rebuilt(view, plan, options)
+            && let Some(write) = images::rebuilt(view, plan, options)
         {
             return Some(write);
         }
@@ -94,7 +91,7 @@ impl Leading {
             next.serial += 1;
             return Some(Write::Plan { plan: Box::new(next), was: Some(old.revision), image });
         }
-        retention::unneeded(view, plan, options.keep)
+        images::unneeded(view, plan, options.keep)
     }
 
     fn watch(&mut self, plan: &Plan, now: Instant) {
@@ -343,7 +340,7 @@ impl Leading {
         if !self.is_due(since + pause(plan.in_a_row, options).max(leases), now) {
             return;
         }
-        match choose(view, plan) {
+        match images::choose(view, plan) {
             Ok(from) => {
                 next.epoch = Epoch(known.max(plan.epoch).0 + 1);
                 next.crew = view.members.iter().map(|(rank, report)| (*rank, report.incarnation)).collect();
@@ -390,7 +387,7 @@ impl Leading {
                 (next.goal, next.then) = (Goal::Gather { why: "resumed".into() }, Then::RunOn);
             }
             (Ask::Rewind(to), _)
-                if !stopping && view.images.get(to).is_some_and(|image| is_there(view, &image.value)) =>
+                if !stopping && view.images.get(to).is_some_and(|image| images::is_there(view, &image.value)) =>
             {
                 next.next = unused(view, plan);
                 next.left.push(Left { after: *to, before: next.next });
@@ -539,82 +536,4 @@ fn pause(in_a_row: u32, options: &Options) -> Duration {
     }
     let factor = 1u32.checked_shl(in_a_row - 2).unwrap_or(u32::MAX);
     options.restart.backoff.saturating_mul(factor).min(options.restart.max_backoff)
-}
-
-/// Whether all parts can be restored by those who are there.
-fn is_there(view: &View, image: &GroupImage) -> bool {
-    let has = |(rank, part): (&Rank, &Part)| {
-        let parts = view.members.get(rank).map(|report| &report.parts);
-        parts.is_some_and(|parts| parts.values().any(|progress| progress.part == *part))
-    };
-    image.parts.iter().all(has)
-}
-
-/// The newest group image that all members can restore and that has little against it.
-fn choose(view: &View, plan: &Plan) -> Result<From, End> {
-    let on_the_line = |number: Number| !plan.left.iter().any(|left| left.has(number));
-    let usable = view.images.iter().rev().filter(|(number, _)| on_the_line(**number));
-    let (mut passed_over, mut missing) = (None, None);
-    for (number, image) in usable {
-        if !is_there(view, &image.value) {
-            // One that was not committed is lost with the machine that had a part of it.
-            missing = missing.or_else(|| image.value.committed.then_some(*number));
-        } else if plan.failures.get(number).is_some_and(|count| *count >= PASSED_OVER) {
-            passed_over = passed_over.or(Some(*number));
-        } else {
-            return Ok(From::Image(*number));
-        }
-    }
-    match (passed_over, missing) {
-        (None, None) => match without_record(view).first() {
-            // The coordinator has lost its data, and so has a machine.
-            Some(number) if view.images.is_empty() => Err(End::Missing {
-                why: format!("the coordinator has no record of {number}, and not all of its parts are there"),
-            }),
-            _ if view.images.values().any(|image| image.value.committed) => {
-                Err(End::Missing { why: "the group image that the job was rewound to is not there any more".into() })
-            }
-            _ => Ok(From::Beginning),
-        },
-        (Some(number), _) => {
-            let why = format!("the job failed again and again after each group image, the newest of them {number}");
-            Err(End::Failed { why })
-        }
-        (None, Some(number)) => {
-            Err(End::Missing { why: format!("not all parts of {number} or of an older one are there") })
-        }
-    }
-}
-
-/// A group image whose parts are all durable.
-fn commit(view: &View) -> Option<Write> {
-    let is_durable = |number: Number, (rank, part): (&Rank, &Part)| {
-        let progress = view.members.get(rank).and_then(|report| report.parts.get(&number));
-        progress.is_some_and(|progress| progress.part == *part && progress.stored == Stored::Durable)
-    };
-    let open = view.images.iter().filter(|(_, image)| !image.value.committed);
-    let mut done = open.filter(|(number, image)| image.value.parts.iter().all(|part| is_durable(**number, part)));
-    let (number, image) = done.next()?;
-    let committed = GroupImage { committed: true, ..image.value.clone() };
-    Some(Write::Record { number: *number, image: committed, was: Some(image.revision) })
-}
-
-/// The group images that members have parts of and that are not recorded, the newest first.
-fn without_record(view: &View) -> Vec<Number> {
-    let known = view.members.values().flat_map(|report| report.parts.keys());
-    let all: BTreeSet<Number> = known.copied().filter(|number| !view.images.contains_key(number)).collect();
-    all.into_iter().rev().collect()
-}
-
-/// The record of a group image whose parts are all there: the coordinator has lost its data. Members only have parts of
-/// group images that were recorded once. A part of one whose record was removed may be left on a machine that was away,
-/// but never on all: the leader that removed it has removed its own.
-fn rebuilt(view: &View, plan: &Plan, options: &Options) -> Option<Write> {
-    let part = |rank: Rank, number| Some((rank, view.members.get(&rank)?.parts.get(&number)?.part.clone()));
-    let whole = |number: Number| {
-        let parts = (0..options.size).map(|rank| part(Rank(rank), number));
-        Some((number, parts.collect::<Option<BTreeMap<_, _>>>()?))
-    };
-    let (number, parts) = without_record(view).into_iter().find_map(whole)?;
-    Some(Write::Record { number, image: GroupImage { epoch: plan.epoch, parts, committed: false }, was: None })
 }

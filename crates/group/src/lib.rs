@@ -33,10 +33,10 @@
 //!   and committed when each part is stored.
 
 mod documents;
+mod images;
 mod leader;
 mod machine;
 mod member;
-mod retention;
 #[cfg(test)]
 mod simulator;
 #[cfg(test)]

@@ -151,7 +151,7 @@ pub enum Write {
     },
     /// Commits a group image, or records it again. Condition: we lead, and its record has not changed.
     Record {
-        /// Which.
+        /// Its number.
         number: Number,
         /// Its record.
         image: GroupImage,
@@ -160,7 +160,7 @@ pub enum Write {
     },
     /// Removes the record of a group image that is not kept. Condition: we lead, and it has not changed.
     Remove {
-        /// Which.
+        /// Its number.
         number: Number,
         /// Its revision.
         was: u64,

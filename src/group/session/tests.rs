@@ -1,6 +1,6 @@
 //! Whole groups whose members speak through a real etcd. Their jobs are stand-ins that do at once what is asked.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -95,7 +95,7 @@ fn member(etcd: &Options, rank: u32, size: u32, parts: BTreeMap<group::Number, P
     let (sender, said) = channel();
     let (own, etcd) = (words.clone(), etcd.clone());
     std::thread::spawn(move || {
-        let identity = Identity { group: "test".into(), rank: Rank(rank), node: node(size), lease: LEASE };
+        let identity = Identity { group: "test".parse().unwrap(), rank: Rank(rank), node: node(size), lease: LEASE };
         let told = own.clone();
         let session = Session::start(etcd, identity, move |it| drop(told.send(Word::Told(it)))).unwrap();
         let machine = Machine::new(options(Rank(rank), size), Epoch::default());
@@ -115,24 +115,24 @@ fn live(
     loop {
         let now = Instant::now();
         let patience = machine.deadline().map_or(LEASE / 4, |at| at.saturating_duration_since(now).min(LEASE / 4));
-        let mut events = match words.recv_timeout(patience) {
+        let mut events: VecDeque<Event> = match words.recv_timeout(patience) {
             // Without leaving, as if it was killed.
             Ok(Word::Vanish) => return,
-            Ok(Word::Ask(ask)) => vec![Event::Asked(ask)],
-            Ok(Word::Die) => vec![Event::Local(Happened::Ended(Ending::Failed { why: "it died".into() }))],
-            Ok(Word::Told(Told::Group { view, .. })) => vec![Event::View(view)],
+            Ok(Word::Ask(ask)) => [Event::Asked(ask)].into(),
+            Ok(Word::Die) => [Event::Local(Happened::Ended(Ending::Failed { why: "it died".into() }))].into(),
+            Ok(Word::Told(Told::Group { view, .. })) => [Event::View(view)].into(),
             Ok(Word::Told(Told::Joined(new))) => {
                 let event = Event::Session(new.incarnation());
                 membership = Some(new);
-                vec![event]
+                [event].into()
             }
-            Ok(Word::Told(Told::Lost(_))) => vec![Event::SessionLost],
-            Ok(Word::Told(Told::Wrote(answer))) => vec![Event::Wrote(answer)],
-            Ok(Word::Told(Told::Away { .. } | Told::Back)) | Err(_) => vec![Event::Tick],
+            Ok(Word::Told(Told::Lost(_))) => [Event::SessionLost].into(),
+            Ok(Word::Told(Told::Wrote(answer))) => [Event::Wrote(answer)].into(),
+            Ok(Word::Told(Told::Away { .. } | Told::Back)) | Err(_) => [Event::Tick].into(),
             Ok(Word::Told(Told::Failed { why })) => panic!("{why}"),
         };
         events.extend(membership.as_ref().map(|it| Event::Sure(it.sure_until())));
-        while let Some(event) = events.pop() {
+        while let Some(event) = events.pop_front() {
             for action in machine.step(event, Instant::now()) {
                 let order = match action {
                     Action::Write(write) => {
@@ -142,22 +142,24 @@ fn live(
                     Action::Do(order) => order,
                 };
                 match order {
-                    Order::List => events.push(Event::Local(Happened::Parts(parts.clone()))),
+                    Order::List => events.push_back(Event::Local(Happened::Parts(parts.clone()))),
                     Order::Start { epoch: new, from, .. } => {
                         epoch = new;
                         let _ = said.send(Said::Started(epoch, from));
-                        events.push(Event::Local(Happened::Started));
+                        events.push_back(Event::Local(Happened::Started));
                     }
                     Order::Plug => drop(said.send(Said::Runs)),
-                    Order::Prepare(number) => events.push(Event::Local(Happened::Quiet(number))),
+                    Order::Prepare(number) => events.push_back(Event::Local(Happened::Quiet(number))),
                     Order::Dump(number) => {
                         let part = Part { image: number.to_string(), digest: "x".into() };
                         parts.insert(number, Progress { part: part.clone(), epoch, stored: Stored::Durable });
-                        events.push(Event::Local(Happened::Dumped(number, part)));
+                        events.push_back(Event::Local(Happened::Dumped(number, part)));
                     }
-                    Order::Resume(number) | Order::Store(number) => events.push(Event::Local(Happened::Stored(number))),
-                    Order::Abort(number) => events.push(Event::Local(Happened::Aborted(number))),
-                    Order::Kill => events.push(Event::Local(Happened::Ended(Ending::Completed))),
+                    Order::Resume(number) | Order::Store(number) => {
+                        events.push_back(Event::Local(Happened::Stored(number)))
+                    }
+                    Order::Abort(number) => events.push_back(Event::Local(Happened::Aborted(number))),
+                    Order::Kill => events.push_back(Event::Local(Happened::Ended(Ending::Completed))),
                     Order::Forget(number) => drop(parts.remove(&number)),
                     Order::Finish(end) => {
                         session.leave(Duration::from_secs(5));

@@ -1,0 +1,104 @@
+//! Group images: which are whole, which one the job goes back to, and which are kept.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::documents::{End, From, GroupImage, Number, Part, Plan, Rank, Stored, View};
+use crate::machine::{Options, Write};
+
+/// A group image with so much against it is passed over.
+const PASSED_OVER: u32 = 4;
+
+/// Whether all parts can be restored by those who are there.
+pub(crate) fn is_there(view: &View, image: &GroupImage) -> bool {
+    let has = |(rank, part): (&Rank, &Part)| {
+        let parts = view.members.get(rank).map(|report| &report.parts);
+        parts.is_some_and(|parts| parts.values().any(|progress| progress.part == *part))
+    };
+    image.parts.iter().all(has)
+}
+
+/// The newest group image that all members can restore and that has little against it.
+pub(crate) fn choose(view: &View, plan: &Plan) -> Result<From, End> {
+    let on_the_line = |number: Number| !plan.left.iter().any(|left| left.has(number));
+    let usable = view.images.iter().rev().filter(|(number, _)| on_the_line(**number));
+    let (mut passed_over, mut missing) = (None, None);
+    for (number, image) in usable {
+        if !is_there(view, &image.value) {
+            // One that was not committed is lost with the machine that had a part of it.
+            missing = missing.or_else(|| image.value.committed.then_some(*number));
+        } else if plan.failures.get(number).is_some_and(|count| *count >= PASSED_OVER) {
+            passed_over = passed_over.or(Some(*number));
+        } else {
+            return Ok(From::Image(*number));
+        }
+    }
+    match (passed_over, missing) {
+        (None, None) => match without_record(view).first() {
+            // The coordinator has lost its data, and so has a machine.
+            Some(number) if view.images.is_empty() => Err(End::Missing {
+                why: format!("the coordinator has no record of {number}, and not all of its parts are there"),
+            }),
+            _ if view.images.values().any(|image| image.value.committed) => {
+                Err(End::Missing { why: "the group image that the job was rewound to is not there any more".into() })
+            }
+            _ => Ok(From::Beginning),
+        },
+        (Some(number), _) => {
+            let why = format!("the job failed again and again after each group image, the newest of them {number}");
+            Err(End::Failed { why })
+        }
+        (None, Some(number)) => {
+            Err(End::Missing { why: format!("not all parts of {number} or of an older one are there") })
+        }
+    }
+}
+
+/// A group image whose parts are all durable.
+pub(crate) fn commit(view: &View) -> Option<Write> {
+    let is_durable = |number: Number, (rank, part): (&Rank, &Part)| {
+        let progress = view.members.get(rank).and_then(|report| report.parts.get(&number));
+        progress.is_some_and(|progress| progress.part == *part && progress.stored == Stored::Durable)
+    };
+    let open = view.images.iter().filter(|(_, image)| !image.value.committed);
+    let mut done = open.filter(|(number, image)| image.value.parts.iter().all(|part| is_durable(**number, part)));
+    let (number, image) = done.next()?;
+    let committed = GroupImage { committed: true, ..image.value.clone() };
+    Some(Write::Record { number: *number, image: committed, was: Some(image.revision) })
+}
+
+/// The group images that members have parts of and that are not recorded, the newest first.
+fn without_record(view: &View) -> Vec<Number> {
+    let known = view.members.values().flat_map(|report| report.parts.keys());
+    let all: BTreeSet<Number> = known.copied().filter(|number| !view.images.contains_key(number)).collect();
+    all.into_iter().rev().collect()
+}
+
+/// The record of a group image whose parts are all there: the coordinator has lost its data. Members only have parts of
+/// group images that were recorded once. A part of one whose record was removed may be left on a machine that was away,
+/// but never on all: the leader that removed it has removed its own.
+pub(crate) fn rebuilt(view: &View, plan: &Plan, options: &Options) -> Option<Write> {
+    let part = |rank: Rank, number| Some((rank, view.members.get(&rank)?.parts.get(&number)?.part.clone()));
+    let whole = |number: Number| {
+        let parts = (0..options.size).map(|rank| part(Rank(rank), number));
+        Some((number, parts.collect::<Option<BTreeMap<_, _>>>()?))
+    };
+    let (number, parts) = without_record(view).into_iter().find_map(whole)?;
+    Some(Write::Record { number, image: GroupImage { epoch: plan.epoch, parts, committed: false }, was: None })
+}
+
+/// A group image that is not kept: its record is removed first, then each member removes its part.
+///
+/// Kept are the newest `keep` committed ones of the present line, everything newer than the newest committed one, and
+/// what the job runs from.
+pub(crate) fn unneeded(view: &View, plan: &Plan, keep: usize) -> Option<Write> {
+    let on_the_line = |number: &Number| !plan.left.iter().any(|left| left.has(*number));
+    let committed = view.images.iter().rev().filter(|(_, image)| image.value.committed).map(|(number, _)| *number);
+    let committed: Vec<Number> = committed.filter(on_the_line).collect();
+    let newest = committed.first().copied()?;
+    let mut kept: BTreeSet<Number> = committed.into_iter().take(keep.max(1)).collect();
+    if let From::Image(number) = plan.from {
+        kept.insert(number);
+    }
+    let mut others = view.images.iter().filter(|(number, _)| !kept.contains(number) && **number < newest);
+    others.next().map(|(number, image)| Write::Remove { number: *number, was: image.revision })
+}
