@@ -174,9 +174,14 @@ impl Writer<'_> {
                 let image_key = key(Key::Image(*number));
                 Txn::when([leads(), is_still(image_key.clone(), *was)]).then([kept(image_key, image)?])
             }
-            Write::Remove { number, was } => {
-                let image_key = key(Key::Image(*number));
-                Txn::when([leads(), is_still(image_key.clone(), Some(*was))]).then([Op::Delete(image_key)])
+            Write::Remove { number, was, plan } => {
+                let (image_key, plan_key) = (key(Key::Image(*number)), key(Key::Plan));
+                Txn::when([
+                    leads(),
+                    is_still(image_key.clone(), Some(*was)),
+                    is_still(plan_key.clone(), Some(plan.revision)),
+                ])
+                .then([Op::Delete(image_key), kept(plan_key, &plan.value)?])
             }
         })
     }

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::documents::{End, From, GroupImage, Number, Part, Plan, Rank, Stored, View};
+use crate::documents::{End, From, GroupImage, Number, Part, Plan, Rank, Stored, Versioned, View};
 use crate::machine::{Options, Write};
 
 /// A group image with so much against it is passed over.
@@ -90,7 +90,8 @@ pub(crate) fn rebuilt(view: &View, plan: &Plan, options: &Options) -> Option<Wri
 ///
 /// Kept are the newest `keep` committed ones of the present line, everything newer than the newest committed one, and
 /// what the job runs from.
-pub(crate) fn unneeded(view: &View, plan: &Plan, keep: usize) -> Option<Write> {
+pub(crate) fn unneeded(view: &View, present: &Versioned<Plan>, keep: usize) -> Option<Write> {
+    let plan = &present.value;
     let on_the_line = |number: &Number| !plan.left.iter().any(|left| left.has(*number));
     let committed = view.images.iter().rev().filter(|(_, image)| image.value.committed).map(|(number, _)| *number);
     let committed: Vec<Number> = committed.filter(on_the_line).collect();
@@ -100,5 +101,6 @@ pub(crate) fn unneeded(view: &View, plan: &Plan, keep: usize) -> Option<Write> {
         kept.insert(number);
     }
     let mut others = view.images.iter().filter(|(number, _)| !kept.contains(number) && **number < newest);
-    others.next().map(|(number, image)| Write::Remove { number: *number, was: image.revision })
+    let (number, image) = others.next()?;
+    Some(Write::Remove { number: *number, was: image.revision, plan: Box::new(present.clone()) })
 }

@@ -91,7 +91,7 @@ impl Leading {
             next.serial += 1;
             return Some(Write::Plan { plan: Box::new(next), was: Some(old.revision), image });
         }
-        images::unneeded(view, plan, options.keep)
+        images::unneeded(view, old, options.keep)
     }
 
     fn watch(&mut self, plan: &Plan, now: Instant) {

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::documents::{
-    Ask, Asked, End, Ending, Epoch, From, GroupImage, Incarnation, Number, Part, Plan, Progress, Rank, Report, View,
+    Ask, Asked, End, Ending, Epoch, From, GroupImage, Incarnation, Number, Part, Plan, Progress, Rank, Report,
+    Versioned, View,
 };
 use crate::leader::Leading;
 use crate::member::Member;
@@ -158,12 +159,16 @@ pub enum Write {
         /// The revision of the one before.
         was: Option<u64>,
     },
-    /// Removes the record of a group image that is not kept. Condition: we lead, and it has not changed.
+    /// Removes the record of a group image that is not kept, and writes the same plan again, so that it gets a new
+    /// revision: the next plan then comes from somebody who knows that this image is gone, and does not go back to it.
+    /// Condition: we lead, and neither the record nor the plan has changed.
     Remove {
         /// Its number.
         number: Number,
         /// Its revision.
         was: u64,
+        /// The plan that has no need of it.
+        plan: Box<Versioned<Plan>>,
     },
 }
 

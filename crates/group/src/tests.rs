@@ -252,6 +252,28 @@ fn a_rewind_leaves_the_newer_group_images_and_keeps_them_out() {
 }
 
 #[test]
+fn a_removal_and_a_plan_that_comes_of_the_time_before_it_exclude_each_other() {
+    let mut group = Group::with(2, &|rank| durable(rank, &[4, 7]), Epoch(3));
+    group.wait(TTL);
+    group.starts();
+    let view = Arc::clone(&group.coordinator.view);
+    let (plan, leader) = (Box::new(view.plan.clone().unwrap()), view.leader.unwrap());
+    let rewound = Write::Plan { plan: Box::new(plan.value.clone()), was: Some(plan.revision), image: None };
+    let removal = Write::Remove { number: Number(4), was: view.images[&Number(4)].revision, plan };
+
+    let mut removed_first = Coordinator::new(false, None);
+    removed_first.view = view;
+    while removed_first.grant(group.now) != leader {}
+    assert!(matches!(removed_first.write(Rank(0), leader, removal.clone()), Answer::Done(_)));
+    assert_eq!(removed_first.write(Rank(0), leader, rewound), Answer::Conflict);
+
+    group.tell(1, Event::Asked(Ask::Rewind(Number(4))));
+    group.settle();
+    assert_eq!(group.write(0, removal), Answer::Conflict, "a removal that is carried out late");
+    assert!(group.coordinator.view.images.contains_key(&Number(4)));
+}
+
+#[test]
 fn a_stop_ends_with_a_group_image_that_is_stored() {
     let mut group = Group::new(2);
     group.starts();

@@ -138,10 +138,12 @@ impl Coordinator {
                 }
                 leads && same
             }
-            Write::Remove { number, was } => {
-                let same = view.images.get(&number).is_some_and(|image| image.revision == was);
+            Write::Remove { number, was, plan } => {
+                let same_plan = view.plan.as_ref().is_some_and(|present| present.revision == plan.revision);
+                let same = same_plan && view.images.get(&number).is_some_and(|image| image.revision == was);
                 if leads && same {
                     view.images.remove(&number);
+                    view.plan = Some(Versioned { value: plan.value, revision });
                 }
                 leads && same
             }
