@@ -196,7 +196,11 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let at = listener.local_addr().unwrap();
         let pair = || (TcpStream::connect(at).unwrap(), listener.accept().unwrap().0);
-        let of = |end: SocketAddr| ownerless().unwrap().into_iter().find(|c| c.local == end || c.remote == end);
+        // By both ends: on loopback the kernel lends a port to several connections at a time.
+        let of = |end: SocketAddr| {
+            let is_it = |c: &Ownerless| (c.local, c.remote) == (end, at) || (c.local, c.remote) == (at, end);
+            ownerless().unwrap().into_iter().find(is_it)
+        };
 
         let (kept, mut other) = pair();
         kept.shutdown(Shutdown::Write).unwrap();
