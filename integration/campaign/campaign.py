@@ -221,10 +221,13 @@ class Trial:
         self.finish()
 
     def finish(self):
+        # What came of the last fault is compared with what there was then, not with an image taken since.
+        self.looked(self.floor)
+        newest, _ = self.newest()
         (self.out / "finish").touch()
         self.revive()
         code = self.job.wait(BACK_S)
-        self.looked(self.newest()[0])
+        self.looked(newest)
         if code != 0:
             raise Failed(f"the job ends with {code}: {self.job.last_words()}")
         last, count = b"", 0
