@@ -70,6 +70,9 @@ pub struct Progress {
     pub part: Part,
     /// The epoch in which it was taken.
     pub epoch: Epoch,
+    /// The origin of the plan then. Epochs and numbers begin anew if the coordinator loses its data and no machine is there
+    /// that has parts: the origin tells one group image 3 from another.
+    pub origin: Incarnation,
     /// Where it is.
     pub stored: Stored,
 }

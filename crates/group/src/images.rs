@@ -1,6 +1,6 @@
 //! Group images: which are whole, which one the job goes back to, and which are kept.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use crate::documents::{End, From, GroupImage, Number, Part, Plan, Rank, Stored, Versioned, View};
 use crate::machine::{Options, Write};
@@ -77,10 +77,14 @@ fn without_record(view: &View) -> Vec<Number> {
 /// group images that were recorded once. A part of one whose record was removed may be left on a machine that was away,
 /// but never on all: the leader that removed it has removed its own.
 pub(crate) fn rebuilt(view: &View, plan: &Plan, options: &Options) -> Option<Write> {
-    let part = |rank: Rank, number| Some((rank, view.members.get(&rank)?.parts.get(&number)?.part.clone()));
+    let part = |rank: Rank, number| Some((rank, view.members.get(&rank)?.parts.get(&number)?));
     let whole = |number: Number| {
-        let parts = (0..options.size).map(|rank| part(Rank(rank), number));
-        Some((number, parts.collect::<Option<BTreeMap<_, _>>>()?))
+        let of_all = (0..options.size).map(|rank| part(Rank(rank), number));
+        let parts = of_all.collect::<Option<Vec<_>>>()?;
+        let origin = parts.first()?.1.origin;
+        // One that came back from before an earlier loss has parts of other group images with the same numbers.
+        let is_one = parts.iter().all(|(_, progress)| progress.origin == origin);
+        is_one.then(|| (number, parts.into_iter().map(|(rank, progress)| (rank, progress.part.clone())).collect()))
     };
     let (number, parts) = without_record(view).into_iter().find_map(whole)?;
     Some(Write::Record { number, image: GroupImage { epoch: plan.epoch, parts, committed: false }, was: None })

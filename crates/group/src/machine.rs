@@ -182,6 +182,8 @@ pub enum Order {
     Start {
         /// The epoch.
         epoch: Epoch,
+        /// The origin of the plan: belongs to each part that is taken in this epoch.
+        origin: Incarnation,
         /// What from.
         from: From,
         /// This member's part, if it starts from a group image.

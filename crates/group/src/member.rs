@@ -263,7 +263,8 @@ impl Member {
         let recorded = view.images.get(&number).and_then(|image| image.value.parts.get(&self.rank));
         match (&self.job, recorded) {
             (Job::Dumped(_, part), Some(recorded)) if part == recorded => {
-                self.parts.insert(number, Progress { part: part.clone(), epoch: self.epoch, stored: Stored::Staged });
+                let (epoch, origin) = (self.epoch, plan.origin);
+                self.parts.insert(number, Progress { part: part.clone(), epoch, origin, stored: Stored::Staged });
                 self.storing.insert(number);
                 if plan.goal.is_alive() {
                     self.job = Job::Running;
@@ -287,7 +288,7 @@ impl Member {
                 let time_is_left = self.fence.sure.and_then(|sure| sure.checked_sub(options.fence));
                 if time_is_left.is_some_and(|until| now < until) {
                     self.epoch = plan.epoch;
-                    orders.extend(self.start(*from, view));
+                    orders.extend(self.start(*from, plan.origin, view));
                 }
             }
             (Goal::Run, Job::Ready) => {
@@ -315,7 +316,7 @@ impl Member {
         }
     }
 
-    fn start(&mut self, from: From, view: &View) -> Option<Order> {
+    fn start(&mut self, from: From, origin: Incarnation, view: &View) -> Option<Order> {
         let part = match from {
             From::Beginning => None,
             From::Image(number) => {
@@ -330,7 +331,7 @@ impl Member {
             }
         };
         self.job = Job::Starting;
-        Some(Order::Start { epoch: self.epoch, from, part })
+        Some(Order::Start { epoch: self.epoch, origin, from, part })
     }
 
     /// Drops parts of group images whose record the leader has removed. If the coordinator has lost its data, the parts

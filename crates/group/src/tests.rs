@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::documents::{Ask, End, Ending, Epoch, From, Goal, Number, Part, Progress, Rank, State, Stored};
+use crate::documents::{Ask, End, Ending, Epoch, From, Goal, Incarnation, Number, Part, Progress, Rank, State, Stored};
 use crate::machine::{Action, Answer, Event, Local, Machine, Order, Write};
 use crate::simulator::coordinator::{Coordinator, TTL};
 use crate::simulator::node::options;
@@ -128,19 +128,24 @@ fn part(rank: u32, number: Number) -> Part {
 fn durable(rank: u32, numbers: &[u64]) -> BTreeMap<Number, Progress> {
     let of = |number| {
         let number = Number(number);
-        (number, Progress { part: part(rank, number), epoch: Epoch(3), stored: Stored::Durable })
+        (number, Progress { part: part(rank, number), epoch: Epoch(3), origin: OLD, stored: Stored::Durable })
     };
     numbers.iter().map(|number| of(*number)).collect()
 }
 
 const ONE: Number = Number(1);
+/// The origin of the plan before the coordinator lost its data.
+const OLD: Incarnation = Incarnation(77);
 const INTERVAL: Duration = Duration::from_secs(15);
 
 #[test]
 fn a_group_starts_together_and_takes_a_snapshot_that_is_committed_when_all_have_stored_it() {
     let mut group = Group::new(2);
     for at in 0..2 {
-        assert_eq!(group.last(at), Some(&Order::Start { epoch: Epoch(1), from: From::Beginning, part: None }));
+        assert_eq!(
+            group.last(at),
+            Some(&Order::Start { epoch: Epoch(1), origin: Incarnation(1), from: From::Beginning, part: None })
+        );
     }
     group.tell(0, Event::Local(Local::Started));
     group.settle();
@@ -196,7 +201,10 @@ fn the_death_of_one_takes_all_back_to_the_newest_group_image() {
     group.settle();
     for at in 0..2 {
         let part = Some(part(u32::try_from(at).unwrap(), ONE));
-        assert_eq!(group.last(at), Some(&Order::Start { epoch: Epoch(2), from: From::Image(ONE), part }));
+        assert_eq!(
+            group.last(at),
+            Some(&Order::Start { epoch: Epoch(2), origin: Incarnation(1), from: From::Image(ONE), part })
+        );
     }
 }
 
@@ -219,11 +227,27 @@ fn parts_are_kept_and_recorded_again_when_the_coordinator_has_lost_its_data() {
     assert!(group.orders.iter().flatten().all(|order| !matches!(order, Order::Start { .. })));
     group.wait(TTL);
     let part = Some(part(0, Number(7)));
-    assert_eq!(group.last(0), Some(&Order::Start { epoch: Epoch(4), from: From::Image(Number(7)), part }));
+    assert_eq!(
+        group.last(0),
+        Some(&Order::Start { epoch: Epoch(4), origin: Incarnation(1), from: From::Image(Number(7)), part })
+    );
     group.starts();
     group.wait(INTERVAL);
     assert_eq!(group.goal(), Goal::Prepare(Number(8)));
     assert!(group.orders.iter().flatten().all(|order| !matches!(order, Order::Forget(_))));
+}
+
+#[test]
+fn parts_of_two_group_images_with_one_number_are_not_put_together() {
+    let parts = |rank: u32| {
+        let mut parts = durable(rank, &[7]);
+        parts.values_mut().for_each(|progress| progress.origin = Incarnation(u64::from(rank)));
+        parts
+    };
+    let mut group = Group::with(2, &parts, Epoch(3));
+    group.wait(TTL);
+    let why = "the coordinator has no record of group image 7, and not all of its parts are there";
+    assert_eq!(group.last(0), Some(&Order::Finish(End::Missing { why: why.into() })));
 }
 
 #[test]

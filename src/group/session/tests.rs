@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use rekindle_etcd::{Local, LocalOptions, Options};
 use rekindle_group::{
-    self as group, Action, Ask, End, Ending, Epoch, Event, From, Limits, Local as Happened, Machine, Number, Order,
-    Part, Progress, Rank, Restart, Stored,
+    self as group, Action, Ask, End, Ending, Epoch, Event, From, Incarnation, Limits, Local as Happened, Machine,
+    Number, Order, Part, Progress, Rank, Restart, Stored,
 };
 use rekindle_testing::needs;
 
@@ -152,7 +152,10 @@ fn live(
                     Order::Prepare(number) => events.push_back(Event::Local(Happened::Quiet(number))),
                     Order::Dump(number) => {
                         let part = Part { image: number.to_string(), digest: "x".into() };
-                        parts.insert(number, Progress { part: part.clone(), epoch, stored: Stored::Durable });
+                        parts.insert(
+                            number,
+                            Progress { part: part.clone(), epoch, origin: Incarnation(1), stored: Stored::Durable },
+                        );
                         events.push_back(Event::Local(Happened::Dumped(number, part)));
                     }
                     Order::Resume(number) | Order::Store(number) => {
@@ -220,7 +223,7 @@ fn a_group_starts_takes_images_and_goes_back_to_the_newest() {
     // One that is killed is waited for until its lease is over, and replaced by one that has its parts.
     let parts = |number| {
         let part = Part { image: Number(number).to_string(), digest: "x".into() };
-        (Number(number), Progress { part, epoch: Epoch(1), stored: Stored::Durable })
+        (Number(number), Progress { part, epoch: Epoch(1), origin: Incarnation(1), stored: Stored::Durable })
     };
     group[2].words.send(Word::Vanish).unwrap();
     group[2] = member(&options, 2, 3, [parts(1), parts(2)].into());

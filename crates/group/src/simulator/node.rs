@@ -11,6 +11,7 @@ use crate::machine::{Limits, Machine, Options, Restart};
 pub(super) struct Piece {
     pub(super) part: Part,
     pub(super) epoch: Epoch,
+    pub(super) origin: Incarnation,
     /// The group image was recorded: a supervisor that starts anew takes it for a part.
     pub(super) recorded: bool,
 }
@@ -20,6 +21,7 @@ pub(super) struct Piece {
 pub(super) struct Job {
     pub(super) id: u64,
     pub(super) epoch: Epoch,
+    pub(super) origin: Incarnation,
     /// What it was restored from.
     pub(super) from: Option<(Number, Part)>,
     pub(super) cable: Cable,
@@ -132,7 +134,7 @@ impl Node {
 }
 
 fn progress(piece: &Piece, stored: Stored) -> Progress {
-    Progress { part: piece.part.clone(), epoch: piece.epoch, stored }
+    Progress { part: piece.part.clone(), epoch: piece.epoch, origin: piece.origin, stored }
 }
 
 /// The settings in all histories. The times of the model fit them.

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::Facts;
 use super::coordinator::Coordinator;
 use super::node::{Cable, Node, Piece};
-use crate::documents::{End, Epoch, From, Goal, GroupImage, Number, Part, Plan, Rank, View};
+use crate::documents::{End, Epoch, From, Goal, GroupImage, Incarnation, Number, Part, Plan, Rank, View};
 
 /// No job is without its cable for longer.
 const LONGEST_OUT: Duration = Duration::from_secs(75);
@@ -18,6 +18,8 @@ const ECHO: Duration = Duration::from_secs(40);
 /// One dump: its time, and since when the cable was out.
 #[derive(Debug, Clone, Copy)]
 struct Dump {
+    /// The snapshot that it was made for.
+    cut: (Incarnation, Epoch, Number),
     out: Option<Instant>,
     at: Instant,
 }
@@ -25,7 +27,8 @@ struct Dump {
 #[derive(Debug)]
 pub(super) struct Oracle {
     seen: Option<Arc<View>>,
-    dumps: BTreeMap<Number, BTreeMap<Rank, Dump>>,
+    /// By rank and digest.
+    dumps: BTreeMap<(Rank, String), Dump>,
     /// When each cable was plugged in.
     plugs: BTreeMap<Rank, Vec<Instant>>,
     durable: BTreeSet<(Rank, Number, String)>,
@@ -72,12 +75,14 @@ impl Oracle {
 
     // ---- what happens ----
 
-    pub(super) fn dumps(&mut self, rank: Rank, number: Number, node: &Node, at: Instant) {
-        let out = node.job.as_ref().and_then(|job| match job.cable {
+    pub(super) fn dumps(&mut self, number: Number, part: &Part, node: &Node, at: Instant) {
+        let Some(job) = &node.job else { return };
+        let out = match job.cable {
             Cable::Out(since) => Some(since),
             Cable::In => None,
-        });
-        self.dumps.entry(number).or_default().insert(rank, Dump { out, at });
+        };
+        let dump = Dump { cut: (job.origin, job.epoch, number), out, at };
+        self.dumps.insert((node.rank, part.digest.clone()), dump);
     }
 
     pub(super) fn plugs(&mut self, rank: Rank, at: Instant) {
@@ -218,9 +223,14 @@ impl Oracle {
         if nodes.iter().any(|node| !image.parts.contains_key(&node.rank)) {
             return Err(format!("{number} has {} parts", image.parts.len()));
         }
-        let Some(dumps) = self.dumps.get(&number) else { return Err(format!("{number} was never dumped")) };
-        for (rank, mine) in dumps {
-            for (other, theirs) in dumps {
+        let dumped = |(rank, part): (&Rank, &Part)| Some((*rank, *self.dumps.get(&(*rank, part.digest.clone()))?));
+        let dumps: Option<Vec<(Rank, Dump)>> = image.parts.iter().map(dumped).collect();
+        let Some(dumps) = dumps else { return Err(format!("{number} has a part that was never dumped")) };
+        for (rank, mine) in &dumps {
+            for (other, theirs) in &dumps {
+                if mine.cut != theirs.cut {
+                    return Err(format!("{number} has parts of {:?} and {:?}", mine.cut, theirs.cut));
+                }
                 let Some(out) = mine.out else { return Err(format!("{number}: {rank} was dumped with its cable in")) };
                 if out > theirs.at {
                     return Err(format!("{number}: {rank} still had its cable in when {other} was dumped"));

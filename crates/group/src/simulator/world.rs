@@ -471,7 +471,7 @@ impl World {
                 let (process, parts) = (self.nodes[at].process, self.nodes[at].parts());
                 self.after(1, 100, Happening::Hears(at, process, Event::Local(Local::Parts(parts))));
             }
-            Order::Start { epoch, from, part } => {
+            Order::Start { epoch, origin, from, part } => {
                 self.next_job += 1;
                 let id = self.next_job;
                 let newest = self.nodes[at]
@@ -488,7 +488,7 @@ impl World {
                     _ => None,
                 };
                 let cable = Cable::Out(now);
-                let job = Job { id, epoch, from, cable, snapshot: None, killed: false };
+                let job = Job { id, epoch, origin, from, cable, snapshot: None, killed: false };
                 self.nodes[at].job = Some(job);
                 self.nodes[at].epoch = epoch;
                 self.job_step(at, 100, 3000, Step::Start);
@@ -609,7 +609,7 @@ impl World {
             return;
         }
         let Some(job) = self.nodes[at].job.as_mut().filter(|job| job.id == id && !job.killed) else { return };
-        let epoch = job.epoch;
+        let (epoch, origin) = (job.epoch, job.origin);
         match step {
             Step::Start => self.started(at),
             Step::Quiet(number) if job.snapshot == Some(number) => {
@@ -633,8 +633,9 @@ impl World {
                 }
                 let digest = format!("{} {} {id}", number.0, epoch.0);
                 let part = Part { image: format!("{rank}-{}", number.0), digest };
-                self.nodes[at].images.memory.insert(number, Piece { part: part.clone(), epoch, recorded: false });
-                self.oracle.dumps(rank, number, &self.nodes[at], self.now);
+                let piece = Piece { part: part.clone(), epoch, origin, recorded: false };
+                self.nodes[at].images.memory.insert(number, piece);
+                self.oracle.dumps(number, &part, &self.nodes[at], self.now);
                 if self.trouble.dooms {
                     self.trouble.doomed.insert(number);
                 }
