@@ -168,7 +168,7 @@ pub fn restore(
         Err(error) => {
             world.end(None);
             if matches!(world, World::Host) {
-                world::end_leftovers(manifest.tree.root);
+                world::end_leftovers(manifest.tree.root, &manifest.tree.ids, cancelled);
             }
             return Err(match error {
                 Error::Criu(criu::RunError::Cancelled) => Error::Cancelled,

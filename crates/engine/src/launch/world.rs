@@ -279,15 +279,21 @@ fn kill_tree(root: i32) {
 /// How long the processes of a failed restore may take to end.
 const LEFTOVERS_END: Duration = Duration::from_secs(5);
 
-/// Ends the process `root` that a failed restore left in the host's namespaces. It is a child of ours, and until it is
-/// reaped the next restore finds its pid in use.
-pub(crate) fn end_leftovers(root: i32) {
+/// Ends the process `root` that a failed restore left in the host's namespaces, and waits until the dead of the image's
+/// `pids` are reaped: until then the next restore finds their pids in use. The root may be a child of ours; the others
+/// are reaped by the machine's pid 1, which in some containers looks only once in a second or two.
+pub(crate) fn end_leftovers(root: i32, pids: &[i32], cancelled: &dyn Fn() -> bool) {
     let deadline = std::time::Instant::now() + LEFTOVERS_END;
-    while let Some(left) = rekindle_criu::find_restored(root) {
-        if std::time::Instant::now() > deadline {
+    loop {
+        let left = rekindle_criu::find_restored(root);
+        let is_dead = |pid: &i32| process::state(*pid) == Some('Z');
+        if left.is_none() && !pids.iter().any(is_dead) {
             return;
         }
-        kill_tree(left);
+        if cancelled() || std::time::Instant::now() > deadline {
+            return;
+        }
+        left.into_iter().for_each(kill_tree);
         spawn::reap_strays();
         std::thread::sleep(Duration::from_millis(1));
     }
