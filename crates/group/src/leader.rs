@@ -340,7 +340,8 @@ impl Leading {
         if !self.is_due(since + pause(plan.in_a_row, options).max(leases), now) {
             return;
         }
-        match images::choose(view, plan) {
+        // With what a rewind that was just requested has changed.
+        match images::choose(view, next) {
             Ok(from) => {
                 next.epoch = Epoch(known.max(plan.epoch).0 + 1);
                 next.crew = view.members.iter().map(|(rank, report)| (*rank, report.incarnation)).collect();
@@ -390,6 +391,8 @@ impl Leading {
                 if !stopping && view.images.get(to).is_some_and(|image| images::is_there(view, &image.value)) =>
             {
                 next.next = unused(view, plan);
+                // It may itself be one that an earlier rewind left: what was left since it was taken is not left any more.
+                next.left.retain(|left| left.before <= *to);
                 next.left.push(Left { after: *to, before: next.next });
                 next.failures.remove(to);
                 next.goal = Goal::Gather { why: format!("rewound to {to}") };

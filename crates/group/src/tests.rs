@@ -273,6 +273,25 @@ fn a_rewind_leaves_the_newer_group_images_and_keeps_them_out() {
     group.settle();
     group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into() }));
     assert!(matches!(group.last(1), Some(Order::Start { from: From::Image(Number(4)), .. })));
+    // One that was left can be gone back to.
+    group.starts();
+    group.tell(0, Event::Asked(Ask::Rewind(Number(7))));
+    group.settle();
+    group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into() }));
+    assert!(matches!(group.last(1), Some(Order::Start { from: From::Image(Number(7)), .. })), "{:?}", group.goal());
+}
+
+#[test]
+fn a_rewind_that_is_requested_while_the_job_restarts_counts_at_once() {
+    let mut group = Group::with(2, &|rank| durable(rank, &[4, 7]), Epoch(3));
+    group.wait(TTL);
+    group.starts();
+    group.tell(0, Event::Local(Local::Ended(Ending::Failed { why: "it failed".into() })));
+    group.settle();
+    group.tell(0, Event::Asked(Ask::Rewind(Number(4))));
+    group.tell(1, Event::Local(Local::Ended(Ending::Failed { why: "killed".into() })));
+    group.settle();
+    assert!(matches!(group.last(1), Some(Order::Start { from: From::Image(Number(4)), .. })), "{:?}", group.last(1));
 }
 
 #[test]

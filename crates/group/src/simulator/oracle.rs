@@ -260,6 +260,11 @@ impl Oracle {
         match goal {
             Goal::Start(from) => {
                 facts.epochs += 1;
+                if let From::Image(number) = from
+                    && plan.value.left.iter().any(|left| left.has(*number))
+                {
+                    return Err(format!("{number} was left by a rewind, and the job starts from it"));
+                }
                 if let Some(old) = old
                     && old.value.epoch > plan.value.epoch
                 {

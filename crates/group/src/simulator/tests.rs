@@ -87,7 +87,7 @@ fn a_seed_gives_the_same_history_again() {
 }
 
 /// Seeds of histories that found a bug, each once: docs/simulator.md says which.
-const KEPT: [u64; 12] = [
+const KEPT: [u64; 13] = [
     6_771_225_392_452_221_716,
     1_519_156_796_706_109_399,
     14_754_079_629_986_087_460,
@@ -100,6 +100,7 @@ const KEPT: [u64; 12] = [
     363_882_543_833_619_147,
     9_295_118_731_539_820_757,
     17_162_909_506_610_650_667,
+    13_453_839_253_505_699_604,
 ];
 
 #[test]
