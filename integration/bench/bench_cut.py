@@ -1,11 +1,17 @@
 """How long ranks take to come to one point and be locked, by what they do, for one or more builds of rekindle in one run.
 
-    bench_cut.py --rekindle FILE [--rekindle FILE] [--ranks N] [--snapshots N] [--kinds A,B] [--gib N] [--kill]
+    bench_cut.py --rekindle FILE [--rekindle FILE] [--ranks N,N] [--snapshots N] [--kinds A,B] [--gib N,N] [--kill]
+                 [--dir DIR] [--logs DIR]
+
+--ranks, --gib  each kind is tried with each of them; ddp and fsdp have that much GPU memory a rank
+--kill          also kill -9 of a rank at the end, and how long it takes until the next step
+--dir           where the stores are; each snapshot waits until the one before is stored
 
 Only the standard library; the jobs (integration/jobs/cut_job.py) need PyTorch and a GPU a rank.
 """
 
 import argparse
+import itertools
 import os
 import shutil
 import statistics
@@ -45,17 +51,21 @@ def kill_a_rank(job, steps):
     return time.monotonic() - began
 
 
-def trial(args, work, rekindle, which, kind, port):
-    steps = work / f"{which}-{kind}.steps"
-    command = [sys.executable, ROOT / "integration/jobs/cut_job.py", kind, "--out", steps, "--ranks", args.ranks]
-    settings = {"snapshot.lock-timeout": "20s", "snapshot.rehearse": "off", "log.level": "debug"}
+def trial(args, work, rekindle, which, kind, ranks, gib, port):
+    name = f"{which}-{kind}-{ranks}x{gib:g}"
+    steps = work / f"{name}.steps"
+    command = [sys.executable, ROOT / "integration/jobs/cut_job.py", kind, "--out", steps, "--ranks", ranks]
+    settings = {
+        "snapshot.lock-timeout": "20s", "snapshot.rehearse": "off", "log.level": "debug", "snapshot.staging": "ram",
+        "store.keep-last": 1,
+    }  # fmt: skip
     settings = {key: value for key, value in settings.items() if key in known_keys(rekindle)}
     environment = {"NCCL_NVLS_ENABLE": "0", **args.environment}
     job = Job(
-        rekindle, work, f"cut{os.getpid()}-{which}-{kind}", [*command, "--port", port, "--gib", args.gib],
+        rekindle, work, f"cut{os.getpid()}-{name}", [*command, "--port", port, "--gib", gib],
         settings=settings, environment=environment,
     )  # fmt: skip
-    found = {"kind": kind, "which": which, "snapshots": [], "why": "", "back": None}
+    found = {"kind": kind, "which": which, "ranks": ranks, "gib": gib, "snapshots": [], "why": "", "back": None}
     try:
         job.start()
         job.wait_for("the first steps", lambda: last_step(steps) >= 5, 180)
@@ -66,6 +76,7 @@ def trial(args, work, rekindle, which, kind, port):
             manifest = job.manifest(image)
             found["snapshots"].append({**(seconds(manifest) if manifest else {}), "freeze": freeze})
             goes_on(job, steps, 3)
+            job.wait_for(f"image {image} in the store", lambda: job.stored(image), 120)
         if job.state()["restarts"]:
             found["why"] = f"the job was restarted: {job.last_words()}"
         if args.kill:
@@ -75,13 +86,13 @@ def trial(args, work, rekindle, which, kind, port):
     finally:
         job.end()
         if args.logs:
-            shutil.copy(job.log, args.logs / f"{which}-{kind}.log")
+            shutil.copy(job.log, args.logs / f"{name}.log")
         shutil.rmtree(job.store, ignore_errors=True)
     return found
 
 
 def row(found):
-    cells = [found["kind"], found["which"], str(len(found["snapshots"]))]
+    cells = [found["kind"], str(found["ranks"]), f"{found['gib']:g}", found["which"], str(len(found["snapshots"]))]
     for phase in [*PHASES, "freeze"]:
         values = [snapshot[phase] for snapshot in found["snapshots"] if phase in snapshot]
         cells.append(f"{statistics.median(values):.2f} ({max(values):.2f})" if values else "")
@@ -89,13 +100,18 @@ def row(found):
     return [*cells, found["why"][:200]]
 
 
+def numbers(kind):
+    return lambda text: [kind(part) for part in text.split(",")]
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--rekindle", action="append", required=True, type=Path)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=numbers(int), default=[2])
     parser.add_argument("--snapshots", type=int, default=10)
     parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--gib", type=float, default=0.5)
+    parser.add_argument("--gib", type=numbers(float), default=[0.5])
+    parser.add_argument("--dir", type=Path)
     parser.add_argument("--minutes", type=float, default=9)
     parser.add_argument("--kill", action="store_true")
     parser.add_argument("--logs", type=Path)
@@ -103,16 +119,16 @@ def main():
     args.environment = {}
     end = time.monotonic() + args.minutes * 60
     rows = []
-    with tempfile.TemporaryDirectory(prefix="rekindle-cut-") as work:
-        for at, kind in enumerate(args.kinds.split(",")):
-            for which, rekindle in enumerate(args.rekindle):
-                if time.monotonic() > end:
-                    rows.append([kind, str(which), "", *[""] * (len(PHASES) + 2), "no time left"])
-                    continue
-                found = trial(args, Path(work), rekindle, f"build{which}", kind, 10200 + 10 * at + which)
-                rows.append(row(found))
-                print(" | ".join(rows[-1]), flush=True)
-    head = ["kind", "build", "snapshots", *PHASES, "freeze", "kill to step", "note"]
+    wanted = list(itertools.product(args.kinds.split(","), args.gib, args.ranks, enumerate(args.rekindle)))
+    with tempfile.TemporaryDirectory(prefix="rekindle-cut-", dir=args.dir) as work:
+        for at, (kind, gib, ranks, (which, rekindle)) in enumerate(wanted):
+            if time.monotonic() > end:
+                rows.append([kind, str(ranks), f"{gib:g}", str(which), "", *[""] * (len(PHASES) + 2), "no time left"])
+                continue
+            found = trial(args, Path(work), rekindle, f"build{which}", kind, ranks, gib, 10200 + 2 * at)
+            rows.append(row(found))
+            print(" | ".join(rows[-1]), flush=True)
+    head = ["kind", "ranks", "GiB a rank", "build", "snapshots", *PHASES, "freeze", "kill to step", "note"]
     print("\nSeconds, median and (largest):\n")
     print(" | ".join(head))
     for cells in rows:

@@ -107,8 +107,8 @@ class Ddp:
     def __init__(self, torch, dist, me, ranks, args):
         from torch.nn.parallel import DistributedDataParallel
 
-        self.torch, self.args = torch, args
-        model = layers(torch, args).cuda()
+        self.torch = torch
+        model = layers(torch, args.gib).cuda()
         self.model = DistributedDataParallel(model, device_ids=[me])
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
 
@@ -124,8 +124,9 @@ class Fsdp(Ddp):
     def __init__(self, torch, dist, me, ranks, args):
         from torch.distributed.fsdp import fully_shard
 
-        self.torch, self.args = torch, args
-        self.model = layers(torch, args).cuda()
+        self.torch = torch
+        # Each rank has its share of them.
+        self.model = layers(torch, args.gib * ranks).cuda()
         for layer in self.model:
             fully_shard(layer)
         fully_shard(self.model)
@@ -148,9 +149,9 @@ class Graph:
         check(self.torch, self.tensor, self.ranks, "graph")
 
 
-def layers(torch, args):
+def layers(torch, gib):
     """Of `gib` with gradients, in layers of 16 MiB."""
-    count = max(2, int(args.gib * 2**30 / (2 * 4 * 2048 * 2048)))
+    count = max(2, int(gib * 2**30 / (2 * 4 * 2048 * 2048)))
     return torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(count)))
 
 
