@@ -94,9 +94,9 @@ impl Global {
         self.read(self.overrides()).inspect(|read| name_strangers(read, output::complain))
     }
 
-    /// The same for a command that logs: starts the log, and warns there.
+    /// The same for a command that starts a job: starts the log, and warns there. No file may be ignored.
     fn settings_and_log(&self, more: Overrides) -> Result<settings::Config, settings::Error> {
-        let read = self.read(more)?;
+        let read = self.read(more)?.complete()?;
         start_log(&read.config);
         name_strangers(&read, |stranger| tracing::warn!("{stranger}"));
         Ok(read.config)

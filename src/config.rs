@@ -50,6 +50,7 @@ pub(crate) use storage::{SizeLimit, Threads, VerifyRate};
 pub(crate) use value::{Interval, Limit, Rate, Stdin};
 pub(crate) use watch::{CauseName, GpuFaults, HangAction, Interruption, Match, Pattern, Rule, RuleAction, Watch};
 
+use file::Given;
 use layers::{Layers, Setting};
 
 /// The first of the files that are read if none is named.
@@ -118,7 +119,7 @@ impl fmt::Display for Origin {
 }
 
 /// A valid configuration and where each value of it comes from.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug)]
 pub(crate) struct Effective {
     /// The configuration.
     pub config: Config,
@@ -127,6 +128,8 @@ pub(crate) struct Effective {
     /// Sentences about files in a place where we look, and about variables that look like rekindle's, that were not
     /// taken.
     pub strangers: Vec<String>,
+    /// Why a file in a place where we look was not taken; the last of them, as it would override the others.
+    ignored: Option<Error>,
     /// By key ("store.keep-last", "job.limits.nofile"); other keys have the built-in value.
     origins: BTreeMap<String, Origin>,
 }
@@ -163,6 +166,18 @@ impl Effective {
             }
         }
         entries
+    }
+
+    /// Refuses if a file was ignored. For what starts jobs: the file may say as which user.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Ignored`].
+    pub(crate) fn complete(self) -> Result<Effective, Error> {
+        match self.ignored {
+            Some(error) => Err(error),
+            None => Ok(self),
+        }
     }
 
     /// The source of a key's value.
@@ -219,18 +234,21 @@ pub(crate) fn effective(
     env: impl Iterator<Item = (String, String)>,
     overrides: &Overrides,
 ) -> Result<Effective, Error> {
-    let (named, defaults) = match file {
-        Some(file) => (true, vec![file.to_owned()]),
-        None => (false, default_files()),
+    let (given, places) = match file {
+        Some(file) => (Given::Named, vec![file.to_owned()]),
+        None => (Given::Found, default_files()),
     };
-    let (mut layers, mut files) = (Layers::default(), Vec::new());
-    for path in defaults {
-        match file::read(&path) {
+    let (mut layers, mut files, mut ignored) = (Layers::default(), Vec::new(), None);
+    for path in places {
+        match file::read(&path, given) {
             Ok(text) => layers.file(&path, &text),
-            Err(error) if !named && error.is_absent() => continue,
-            // Somebody may have put it there for root to find: that must neither be followed nor stop root's commands.
-            Err(error) if !named && path != Path::new(DEFAULT_FILE) && error.is_distrust() => {
-                layers.strangers.push(format!("{} is ignored: {}", path.display(), rekindle_base::chain(&error)));
+            Err(error) if given == Given::Found && error.is_absent() => continue,
+            // Somebody may have put it there for root to find: that must neither be followed nor stop commands that
+            // only look.
+            Err(error) if given == Given::Found && path != Path::new(DEFAULT_FILE) && error.is_distrust() => {
+                let (why, fix) = (rekindle_base::chain(&error), error::way_out(&path, &error));
+                layers.strangers.push(format!("{} is ignored: {why}. {fix}", path.display()));
+                ignored = Some(Error::Ignored { path, why: Box::new(error) });
                 continue;
             }
             Err(error) => return Err(error),
@@ -242,7 +260,7 @@ pub(crate) fn effective(
     let strangers = std::mem::take(&mut layers.strangers);
     let (config, settings) = merge(layers)?;
     let origins = settings.into_iter().map(|(key, setting)| (key, setting.origin)).collect();
-    Ok(Effective { config, files, strangers, origins })
+    Ok(Effective { config, files, strangers, ignored, origins })
 }
 
 /// Merges the settings over the defaults, and checks types and rules.

@@ -36,7 +36,7 @@ impl Error {
 ///
 /// All errors, together.
 pub fn check(file: Option<&Path>) -> Result<(), Error> {
-    let effective = config::effective(file, config::environment(), &Overrides::default())?;
+    let effective = config::effective(file, config::environment(), &Overrides::default())?.complete()?;
     super::name_strangers(&effective, super::output::complain);
     let files: Vec<String> = effective.files.iter().map(|path| path.display().to_string()).collect();
     let line = match files.as_slice() {

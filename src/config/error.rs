@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use super::Origin;
 
@@ -54,6 +54,23 @@ pub enum Error {
         path: PathBuf,
         /// The user number it belongs to.
         owner: u32,
+    },
+    /// We are root by sudo, and the file that was found belongs to the user who called it.
+    #[error(
+        "as root a configuration is read without --config only if it belongs to root, and {} belongs to the user who \
+        called sudo", path.display()
+    )]
+    Callers {
+        /// The file, a link to it, or the folder that holds it.
+        path: PathBuf,
+    },
+    /// A file was found that must not be read, and a job must not run without what it says.
+    #[error("{} would be ignored: {}. {}", path.display(), rekindle_base::chain(why), way_out(path, why))]
+    Ignored {
+        /// The file.
+        path: PathBuf,
+        /// Why it must not be read.
+        why: Box<Error>,
     },
     /// The file can be read, and has these problems.
     #[error("{}", list(.0))]
@@ -148,6 +165,14 @@ impl fmt::Display for Problem {
             (Origin::Environment { .. }, fault @ (Fault::Unknown { .. } | Fault::Removed { .. })) => fault.fmt(f),
             (origin, fault) => write!(f, "{origin}: {fault}"),
         }
+    }
+}
+
+/// What to do about a file that was found and must not be read.
+pub(super) fn way_out(path: &Path, why: &Error) -> String {
+    match why {
+        Error::Callers { .. } => format!("To use it: --config {}. To use another one: --config FILE", path.display()),
+        _ => "Or name the file to use: --config FILE".to_owned(),
     }
 }
 

@@ -52,3 +52,53 @@ fn the_users_file_and_that_of_the_working_directory_are_read_unless_others_could
     let (line, said) = shown(&home, &project);
     assert!(line.starts_with("snapshot.interval \"20m\" ") && said.contains("others can write"), "{line} {said}");
 }
+
+/// What a command answers in this folder, called by sudo for `daemon`.
+fn by_sudo(directory: &Path, line: &str) -> (i32, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rekindle"));
+    command.args(line.split(' ')).current_dir(directory).env("HOME", "/nowhere").env_remove("XDG_CONFIG_HOME");
+    let store = directory.join("store");
+    command
+        .env("SUDO_UID", "1")
+        .env("SUDO_GID", "1")
+        .env("SUDO_USER", "daemon")
+        .env("REKINDLE_STORE_DIRECTORY", &store);
+    let output = command.output().unwrap();
+    assert!(!store.exists(), "{line} must not begin");
+    (output.status.code().unwrap(), String::from_utf8(output.stderr).unwrap())
+}
+
+/// The file may say as which user the job runs.
+#[test]
+fn a_job_does_not_start_without_what_a_file_says_that_is_not_trusted() {
+    if !root() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let project = folder.path();
+    let own = project.join("rekindle.toml");
+    write(&own, "30m");
+    for path in [&own, project] {
+        chown(path, Some(1), Some(1)).unwrap();
+    }
+    for (owner, way) in [(1, "To use it: --config rekindle.toml"), (12345, "chown -h root rekindle.toml. Or name")] {
+        chown(&own, Some(owner), None).unwrap();
+        for line in ["run -- true", "run --detach -- true", "restore j", "config check"] {
+            let (code, said) = by_sudo(project, line);
+            assert!(code == 78 && said.contains(way) && said.contains("would be ignored"), "{line}: {code} {said}");
+        }
+        // Commands that only look go on.
+        let (code, said) = by_sudo(project, "status");
+        assert!(code == 0 && said.contains("rekindle.toml is ignored: ") && said.contains(way), "{code} {said}");
+        let named = by_sudo(project, "--config rekindle.toml config check").0;
+        assert_eq!(named, if owner == 1 { 0 } else { 78 }, "the caller may name their own file, and no one else's");
+    }
+    chown(&own, Some(1), None).unwrap();
+    // With umask 002: the group has only that user in it.
+    for (mode, group, expected) in [(0o664, 1, 0), (0o664, 2, 78), (0o664, 0, 78), (0o666, 1, 78)] {
+        chown(&own, None, Some(group)).unwrap();
+        fs::set_permissions(&own, fs::Permissions::from_mode(mode)).unwrap();
+        let (code, said) = by_sudo(project, "config check rekindle.toml");
+        assert_eq!(code, expected, "{mode:o} {group}: {said}");
+    }
+}
