@@ -30,7 +30,7 @@ use rekindle_store::Manifest;
 
 /// What a job gets to end with a process of its own: a parent that waits for it and gives up needs some milliseconds. So does a
 /// driver that takes the other ranks of a group down, which are then told of as well.
-const MOMENT: Duration = Duration::from_millis(250);
+pub(super) const MOMENT: Duration = Duration::from_millis(250);
 
 /// Deaths that were noticed, and what became of those before.
 #[derive(Debug, Default)]
@@ -53,8 +53,9 @@ fn victim(death: &Death) -> Victim {
 }
 
 impl ProcessDeaths {
-    /// A process of a job in this state died. Answers whether a snapshot under way is of no use.
-    pub(super) fn comes(&mut self, death: Death, state: &State, now: Instant) -> bool {
+    /// A process of a job in this state died, and the job may end with it until `decided`. Answers whether a snapshot under
+    /// way is of no use.
+    pub(super) fn comes(&mut self, death: Death, state: &State, decided: Instant) -> bool {
         if !may_go_back(state) {
             tracing::debug!("{}, which is left to the job", victim(&death));
             return false;
@@ -64,7 +65,8 @@ impl ProcessDeaths {
             tracing::debug!("{}, which is left to the job: {why}", victim(&death));
             return false;
         }
-        self.due.get_or_insert(now + MOMENT);
+        let due = self.due.get_or_insert(decided);
+        *due = decided.min(*due);
         self.waiting.push(death);
         answer == Answer::Back
     }
@@ -191,7 +193,11 @@ impl Owner<'_> {
         if restart.on_process_death == OnProcessDeath::Root || restart.max_restarts == 0 {
             return;
         }
-        let calls_off = self.watch.deaths.comes(death, self.machine.state(), Instant::now());
+        // Launchers of ranks need longer than a moment to end, and what they do first, SIGTERM for the other ranks, costs
+        // time: the driver then waits for the kernels of those (`rekindle_engine::launch`).
+        let has_ranks = self.life.job().is_some_and(|job| job.has_ranks());
+        let moment = if has_ranks { Duration::ZERO } else { MOMENT };
+        let calls_off = self.watch.deaths.comes(death, self.machine.state(), Instant::now() + moment);
         if calls_off && matches!(self.machine.state(), State::Snapshotting { .. }) {
             self.life.call_off();
         }

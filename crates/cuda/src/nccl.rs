@@ -8,10 +8,12 @@
 
 use std::io;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::time::{ClockId, clock_gettime};
 use rekindle_abi::nccl::{self as table, Table};
+use rekindle_os::{process, ptrace};
+use rustix::thread::futex;
 
 use crate::job_table::JobTable;
 
@@ -172,7 +174,43 @@ impl Ranks {
     pub fn open(&self) {
         self.table.get().closed.store(0, SeqCst);
     }
+
+    /// Whether it has a communicator with other processes, or may have one.
+    #[must_use]
+    pub fn has_peers(&self) -> bool {
+        let is_live = |entry: &table::Communicator| entry.state.load(Relaxed) == table::LIVE;
+        self.table.get().communicators.iter().any(|entry| is_live(entry) && entry.ranks.load(Relaxed) > 1)
+    }
+
+    /// Stops all threads of the process, for good, and calls off what its NCCL kernels wait for on the GPU, so that they
+    /// end within milliseconds. Only for a process that is killed next: its communicators can no longer be used, and what
+    /// their last operations left in memory is wrong.
+    ///
+    /// # Errors
+    /// When the threads do not stop, when there is no thread of the interposer for this, or none that answers within
+    /// `limit`. The process may be stopped then.
+    pub fn abort(&self, limit: Duration) -> io::Result<()> {
+        let (table, deadline) = (self.table.get(), Instant::now() + limit);
+        let aborter = table.aborter.load(Acquire);
+        let thread = process::threads(self.pid).into_iter().find(|tid| process::inner_pid(*tid) == Some(aborter));
+        let thread = thread.ok_or_else(|| io::Error::other("the interposer has no thread in the process"))?;
+        ptrace::stop(self.pid, limit)?;
+        let _alone = ptrace::Alone::run(thread)?;
+        table.abort.store(1, SeqCst);
+        // Not private: the waiter is another process.
+        let _ = futex::wake(&table.abort, futex::Flags::empty(), 1);
+        while table.aborted.load(Acquire) == 0 {
+            if Instant::now() > deadline || process::state(self.pid).is_none_or(|state| matches!(state, 'Z' | 'X')) {
+                return Err(io::Error::other("the interposer's thread does not answer"));
+            }
+            std::thread::sleep(PAUSE);
+        }
+        Ok(())
+    }
 }
+
+/// How often to look whether a request was carried out.
+const PAUSE: Duration = Duration::from_micros(200);
 
 /// CLOCK_MONOTONIC in nanoseconds, as the interposer reads it.
 fn now() -> u64 {

@@ -18,6 +18,7 @@ mod room;
 
 use std::cell::RefCell;
 use std::ffi::{c_int, c_void};
+use std::io::Write;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -186,9 +187,14 @@ pub unsafe extern "C" fn ncclCommDestroy(handle: *mut Communicator) -> c_int {
     answer(unsafe { communicator(handle) }.map(|_| ()))
 }
 
-/// What it has started ends at once.
+/// What it has started ends at once. Adds the process's own pid to the file that STANDIN_NCCL_ABORTS names, if it does.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclCommAbort(handle: *mut Communicator) -> c_int {
+    if let Some(file) = std::env::var_os("STANDIN_NCCL_ABORTS")
+        && let Ok(mut file) = std::fs::OpenOptions::new().create(true).append(true).open(file)
+    {
+        let _ = writeln!(file, "{}", std::process::id());
+    }
     // SAFETY: the contract of the call.
     answer(unsafe { communicator(handle) }.map(|it| it.has_ended.store(true, Ordering::SeqCst)))
 }

@@ -9,7 +9,7 @@ use core::ffi::CStr;
 use core::sync::atomic::{AtomicI32, AtomicU32, AtomicU64};
 
 /// The name of the memfd; in /proc/PID/maps behind `/memfd:`.
-pub const NAME: &CStr = c"rekindle-nccl-1";
+pub const NAME: &CStr = c"rekindle-nccl-2";
 
 /// Communicators, with those that have ended. A power of two.
 pub const MOST_COMMUNICATORS: usize = 1024;
@@ -83,6 +83,12 @@ pub struct Table {
     pub inside: AtomicU32,
     /// CLOCK_MONOTONIC in nanoseconds, from when the gate counts as open: a supervisor that is gone opens none.
     pub until: AtomicU64,
+    /// The thread that aborts communicators, as the process sees it; 0 where there is none.
+    pub aborter: AtomicI32,
+    /// 1: the process is about to be killed, and all that its kernels wait for is to be called off. A futex.
+    pub abort: AtomicU32,
+    /// 1: that was done.
+    pub aborted: AtomicU32,
     pub communicators: [Communicator; MOST_COMMUNICATORS],
     /// Counters in use, without a gap.
     pub counters_used: AtomicU32,

@@ -14,6 +14,7 @@
 //! table is made with the first communicator. A communicator or an operation that cannot be counted is reported to
 //! the supervisor, which then does not rely on the counts.
 
+mod abort;
 mod groups;
 mod symbols;
 
@@ -310,7 +311,12 @@ fn made(code: i32, new: *const u64) -> Option<u64> {
 fn note_made(code: i32, new: *const u64, id: [u64; 2], rank: i32, ranks: i32) -> i32 {
     symbols::look_for_others();
     match made(code, new) {
-        Some(handle) => register(handle, id, rank as u32, ranks as u32),
+        Some(handle) => {
+            register(handle, id, rank as u32, ranks as u32);
+            if let Some(table) = current() {
+                abort::start(table);
+            }
+        }
         None if code == SUCCESS => untracked(table::UNKNOWN),
         None => {}
     }

@@ -288,11 +288,16 @@ pub(super) fn ranks_of(communicator: u64) -> Option<u32> {
     number(c"ncclCommCount", communicator)
 }
 
+/// The function of this name in the NCCL whose functions are known; null if there is none.
+pub(super) fn beside_the_others(symbol: &CStr) -> *mut c_void {
+    let known = FUNCTIONS.iter().map(|entry| entry.real.load(Ordering::Relaxed)).find(|real| !real.is_null());
+    let found = known.map_or(null_mut(), |neighbour| libc::in_libraries_of(neighbour.addr(), symbol));
+    if found.is_null() { libc::next(symbol) } else { found }
+}
+
 /// Asks the NCCL that made the communicator.
 fn number(symbol: &CStr, communicator: u64) -> Option<u32> {
-    let neighbour = Function::Split.real();
-    let found = libc::in_libraries_of(neighbour.addr(), symbol);
-    let found = if found.is_null() { libc::next(symbol) } else { found };
+    let found = beside_the_others(symbol);
     if found.is_null() {
         return None;
     }

@@ -524,3 +524,32 @@ fn a_split_without_a_colour_makes_none() {
     assert_eq!((untracked_of(table), communicator(table, handle).unwrap().1.splits.load(Ordering::SeqCst)), (0, 1));
     assert!(communicator(table, new).is_none());
 }
+
+/// The handles that were aborted, inside of a group.
+static ABORTED: Mutex<Vec<u64>> = Mutex::new(Vec::new());
+
+unsafe extern "C" fn fake_abort(handle: u64) -> i32 {
+    ABORTED.lock().unwrap().push(handle);
+    0
+}
+
+#[test]
+fn communicators_that_live_are_called_off() {
+    let (_guard, table) = begin();
+    let [first, second, third] = [1, 2, 3].map(communicator_of);
+    // SAFETY: a number, for the fake.
+    unsafe { destroy(second) };
+    let calls = CALLS.load(Ordering::SeqCst);
+    let functions = abort::Functions { group_start: fake_group, abort: fake_abort };
+    abort::call_off(table, &functions);
+    let mut aborted = core::mem::take(&mut *ABORTED.lock().unwrap());
+    let mut lived = [first, third];
+    aborted.sort_unstable();
+    lived.sort_unstable();
+    assert_eq!(aborted, lived);
+    assert_eq!(CALLS.load(Ordering::SeqCst), calls + 1, "in a group, which begins once and does not end");
+    // If there is no group, each call would do all of its work, and may wait.
+    CODE.store(3, Ordering::SeqCst);
+    abort::call_off(table, &functions);
+    assert!(ABORTED.lock().unwrap().is_empty());
+}
