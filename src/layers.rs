@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The crates, lowest first. Each may use only those before it.
-const CRATES: [&str; 10] = [
+const CRATES: [&str; 11] = [
     "rekindle-abi",
     "rekindle-base",
     "rekindle-group",
@@ -19,6 +19,7 @@ const CRATES: [&str; 10] = [
     "rekindle-cuda",
     "rekindle-store",
     "rekindle-engine",
+    "rekindle-replica",
     "rekindle",
 ];
 

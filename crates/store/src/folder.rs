@@ -321,7 +321,11 @@ impl JobFolder {
         remove::image(self, *id)
     }
 
-    pub(super) fn check_lock(&self, lock: &WriterLock) -> Result<()> {
+    /// Checks that the lock is one of this job, and that it is still held.
+    ///
+    /// # Errors
+    /// [`Error::WrongLock`], [`Error::TakenOver`], [`Error::LockReplaced`].
+    pub fn check_lock(&self, lock: &WriterLock) -> Result<()> {
         if lock.guards(&self.path) { lock.confirm() } else { Err(Error::WrongLock(self.name.clone())) }
     }
 }

@@ -118,7 +118,7 @@ impl WriterLock {
 
     /// Waits until no other thread of this process changes the job's packs: a thread must not remove what another one
     /// has found in a pack and relies on.
-    pub(super) fn packs(&self) -> MutexGuard<'_, ()> {
+    pub fn packs(&self) -> MutexGuard<'_, ()> {
         // It protects files, whose state does not depend on a panic.
         self.packs.lock().unwrap_or_else(PoisonError::into_inner)
     }

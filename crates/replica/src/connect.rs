@@ -14,8 +14,8 @@ use object_store::local::LocalFileSystem;
 use object_store::path::Path;
 use object_store::{BackoffConfig, ClientOptions, ObjectStore, RetryConfig};
 
-use super::error::credentials_help;
-use super::url::{ReplicaUrl, Scheme};
+use crate::error::credentials_help;
+use crate::url::{ReplicaUrl, Scheme};
 
 /// Time limit for a request: a part of 8 MiB needs 70 kB/s. A request that takes longer is considered lost.
 const REQUEST: Duration = Duration::from_secs(120);

@@ -16,23 +16,23 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-use super::chunks::Indexes;
-use super::client::Cancelled;
-use super::error::{Error, Result};
-use super::layout::{self, Found, Inventory, Of, PackFile, RemotePack};
-use super::spans::{Span, spans};
-use super::{RemoteImage, Replica};
-use crate::FileError;
-use crate::chunk::codec::Compression;
-use crate::chunk::{ChunkId, ChunkMap, Key, map};
-use crate::pack::record::{self, HEADER_BYTES};
-use crate::pack::{Entry, Index, PackHeader, PackName, Packs, RecordHeader};
-use crate::pack::{Making, PackWriter};
-use crate::persist::Progress;
-use crate::retention::survey;
-use crate::{Image, ImageId, JobFolder, State, WriterLock, manifest, mark};
+use crate::chunks::Indexes;
+use crate::client::Cancelled;
+use crate::error::{Error, Result};
+use crate::layout::{self, Found, Inventory, Of, PackFile, RemotePack};
+use crate::spans::{Span, spans};
+use crate::{RemoteImage, Replica};
 use rekindle_os::direct::Way;
 use rekindle_os::durable;
+use rekindle_store::FileError;
+use rekindle_store::chunk::codec::Compression;
+use rekindle_store::chunk::{ChunkId, ChunkMap, Key, map};
+use rekindle_store::pack::record::{self, HEADER_BYTES};
+use rekindle_store::pack::{Entry, Index, PackHeader, PackName, Packs, RecordHeader};
+use rekindle_store::pack::{Making, PackWriter};
+use rekindle_store::persist::Progress;
+use rekindle_store::retention::survey;
+use rekindle_store::{Image, ImageId, JobFolder, State, WriterLock, manifest, mark};
 
 /// A new pack is closed at this size.
 const CLOSE: u64 = 64 << 20;

@@ -1,8 +1,8 @@
 //! Copies of a job's images in an object store, outside this machine.
 //!
-//! This module owns everything below `PATH/JOB` of the address (layout.rs), where it writes and removes only packs,
-//! indexes, and files of images. It is the only part of the program that uses a network, and the only one with futures
-//! inside (client.rs); its callers block.
+//! This crate owns everything below `PATH/JOB` of the address (layout.rs), where it writes and removes only packs,
+//! indexes, and files of images. The only asynchronous code for it is in client.rs; its callers
+//! block.
 //!
 //! An image is replicated when its manifest is there, which is sent last:
 //!
@@ -39,6 +39,7 @@ mod url;
 
 use std::ffi::OsString;
 
+pub use chunks::OnDemand;
 pub use client::Cancelled;
 pub use connect::{Patience, reads_variable};
 pub use error::{Error, Failure, Result};
@@ -50,10 +51,11 @@ use client::Client;
 use connect::Environment;
 use layout::{Inventory, Of, RemoteFiles};
 
-use super::image::{Damage, DamageKind, is_untrusted};
-use super::manifest::{self, Manifest, ManifestError};
-use super::record::{self, JobRecord};
-use super::{self as store, ImageId, JobName, State, Trust};
+use rekindle_store as store;
+use rekindle_store::image::{Damage, DamageKind, is_untrusted};
+use rekindle_store::manifest::{self, Manifest, ManifestError};
+use rekindle_store::record::{self, JobRecord};
+use rekindle_store::{ImageId, JobName, State, Trust};
 
 /// The copies of one job's images at one address.
 #[derive(Debug)]

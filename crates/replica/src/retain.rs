@@ -10,16 +10,16 @@ use std::time::Duration;
 
 use chrono::{DateTime, TimeDelta, Utc};
 
-use super::chunks::Indexes;
-use super::client::Cancelled;
-use super::cover::cover;
-use super::error::{Error, Result};
-use super::layout::{self, Found, Inventory, Of, PackFile, RemotePack};
-use super::{RemoteImage, Replica};
-use crate::chunk::{ChunkId, ChunkMap, map};
-use crate::pack::index::MAX_BYTES as INDEX_MAX;
-use crate::pack::{PackIndex, PackName, Packs};
-use crate::{DamageKind, ImageId, JobFolder, State};
+use crate::chunks::Indexes;
+use crate::client::Cancelled;
+use crate::cover::cover;
+use crate::error::{Error, Result};
+use crate::layout::{self, Found, Inventory, Of, PackFile, RemotePack};
+use crate::{RemoteImage, Replica};
+use rekindle_store::chunk::{ChunkId, ChunkMap, map};
+use rekindle_store::pack::index::MAX_BYTES as INDEX_MAX;
+use rekindle_store::pack::{PackIndex, PackName, Packs};
+use rekindle_store::{DamageKind, ImageId, JobFolder, State};
 
 /// Age, by the clock of the replica, below which a pack without an image may belong to one that is being sent.
 const GRACE: Duration = Duration::from_secs(3600);
@@ -240,8 +240,8 @@ fn expendable(images: &[RemoteImage], keep_last: u32, proven: &BTreeSet<ImageId>
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::image::Damage;
-    use crate::{BadMark, BadWhy, sample_manifest};
+    use rekindle_store::image::Damage;
+    use rekindle_store::{BadMark, BadWhy, Manifest};
 
     #[derive(Clone, Copy)]
     enum Kind {
@@ -261,7 +261,7 @@ mod tests {
         let proven = proven.iter().map(|n| ImageId::new(*n, DateTime::UNIX_EPOCH)).collect();
         let damaged = |kind| State::Damaged { why: Damage { kind, detail: String::new() } };
         let state = |kind| {
-            let manifest = Box::new(sample_manifest());
+            let manifest = Box::new(serde_json::from_str::<Manifest>(rekindle_testing::MANIFEST).unwrap());
             match kind {
                 Good => State::Good(manifest),
                 Bad => {
