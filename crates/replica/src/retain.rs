@@ -150,7 +150,7 @@ impl Replica {
         };
         let here = folder.images_dir().join(image.id.to_string()).join(map::FILE_NAME);
         if let Ok(map) = ChunkMap::read(&here, &chunks.blake3)
-            && map.check(manifest, chunks).is_ok()
+            && manifest.check_map(chunks, &map).is_ok()
         {
             return Ok(map);
         }
@@ -162,7 +162,7 @@ impl Replica {
             return Err(damaged("it is not the one that the manifest names".into()));
         }
         let map = ChunkMap::parse(&bytes).map_err(|error| damaged(error.to_string()))?;
-        map.check(manifest, chunks).map_err(|error| damaged(error.to_string()))?;
+        manifest.check_map(chunks, &map).map_err(|error| damaged(error.to_string()))?;
         Ok(map)
     }
 

@@ -14,11 +14,12 @@ use super::image::{Image, State};
 use super::known::Known;
 use super::links;
 use super::lock::{self, Writer, WriterLock};
+use super::names::DELETED_PREFIX;
 use super::pack::Packs;
 use super::record::{self, JobRecord};
-use super::tags::Tag;
+use super::tag::Tag;
 use super::trust::Trust;
-use super::{DELETED_PREFIX, remove, rights, select, staging};
+use super::{remove, rights, select, staging};
 use rekindle_os::durable::{self, TEMP_PREFIX};
 
 /// The folder of one job. Reading needs no lock; functions that change `images/` require the [`WriterLock`].

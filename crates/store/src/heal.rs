@@ -22,7 +22,8 @@ use serde::Serialize;
 
 use super::FileError;
 use super::chunk::{ChunkId, Compression, Key};
-use super::error::{Error as StoreError, Failing, is_failing};
+use super::error::Error as StoreError;
+use super::file_error::{Failing, is_failing};
 use super::folder::JobFolder;
 use super::format::FormatError;
 use super::id::ImageId;

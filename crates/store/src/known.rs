@@ -4,7 +4,7 @@ use std::slice;
 
 use super::id::ImageId;
 use super::image::{Image, Place};
-use super::tags::Tags;
+use super::tag::Tags;
 
 /// An image with all its copies.
 #[derive(Debug, Clone, PartialEq, Eq)]

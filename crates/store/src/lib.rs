@@ -30,11 +30,14 @@
 pub mod chunk;
 mod draft;
 mod error;
+mod file_error;
 mod files;
 mod folder;
 pub mod format;
 pub mod gc;
 pub mod heal;
+mod hex;
+mod holder;
 mod id;
 pub mod image;
 mod known;
@@ -42,6 +45,7 @@ mod links;
 mod lock;
 pub mod manifest;
 pub mod mark;
+mod names;
 pub mod options;
 pub mod pack;
 mod paths;
@@ -56,6 +60,7 @@ pub mod scrub;
 mod seen;
 mod select;
 pub mod staging;
+mod tag;
 mod tags;
 mod trust;
 pub mod unpack;
@@ -67,28 +72,26 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 pub use draft::{Draft, PublishError};
-pub use error::failed;
-pub use error::{Error, FileError, Result};
+pub use error::{Error, Result};
+pub use file_error::{FileError, failed};
 pub use folder::JobFolder;
+pub use holder::{HEARTBEAT, Holder};
 pub use id::{ImageId, JobName, NameError};
 pub use image::{Damage, DamageKind, Form, Image, Place, State};
 pub use known::Known;
-pub use lock::{HEARTBEAT, Hold, Holder, Writer, WriterLock};
+pub use lock::{Hold, Writer, WriterLock};
 pub use manifest::Manifest;
 pub use mark::{BadMark, BadWhy};
 pub use paths::{GroupPath, JobPath, PartPath, PathError};
 pub use record::{JobRecord, Outcome};
 pub use remove::Pinned;
 pub use seen::{Newest, Seen};
-pub use select::{LATEST, nth_newest};
-pub use tags::{Change, NoTag, Tag, Tags};
+pub use select::nth_newest;
+pub use tag::{Change, LATEST, NoTag, Tag, Tags};
 pub use trust::{Trust, Unsigned, Untrusted};
 pub use verify::{Finding, PackReport, PacksReport, PartReport, Report, Share, check_packs};
 
 use rekindle_os::durable;
-
-/// Prefix of the name of an image that is being removed.
-const DELETED_PREFIX: &str = ".del-";
 
 /// The purpose for which a store is opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -17,8 +17,9 @@ use std::path::{Path, PathBuf};
 use super::{links, remove_all, tags};
 use crate::folder::{JobFolder, list};
 use crate::lock::{self, WriterLock};
+use crate::names::DELETED_PREFIX;
 use crate::staging::{Area, Medium};
-use crate::{DELETED_PREFIX, Error, Image, ImageId, JobName, Result, Store};
+use crate::{Error, Image, ImageId, JobName, Result, Store};
 use rekindle_os::durable;
 
 /// What to do about pinned images.

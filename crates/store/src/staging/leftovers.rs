@@ -14,8 +14,9 @@ use serde::{Deserialize, Serialize};
 
 use super::{Area, Error, LINK, Medium, SOURCE, Slot, failed};
 use crate::error::Result;
+use crate::holder::Holder;
 use crate::image::Image;
-use crate::lock::{Holder, Writer};
+use crate::lock::Writer;
 use crate::{Access, ImageId, JobFolder, JobName, Outcome, Store, Trust, links, rights};
 use rekindle_os::{durable, mounts};
 
