@@ -1,7 +1,8 @@
 //! What imports what, read off the sources and off Cargo, so that a circle fails a test. And how large a struct may be.
 //!
 //! Crates are in layers, which Cargo enforces: a crate can only use its dependencies. Modules within a crate could form
-//! cycles, so those of the product, of the engine and of the store are in layers too: each may import only earlier ones.
+//! cycles, so those of the product, of the engine, of the replica and of the store are in layers too: each may import only
+//! earlier ones.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -25,6 +26,26 @@ const CRATES: [&str; 11] = [
 
 /// The modules of the engine.
 const ENGINE: [&str; 4] = ["launch", "parts", "snapshot", "restore"];
+
+/// The modules of the replica.
+const REPLICA: [&str; 16] = [
+    "environment",
+    "url",
+    "error",
+    "connect",
+    "client",
+    "layout",
+    "read_mark",
+    "replica",
+    "read",
+    "spans",
+    "cover",
+    "send",
+    "upload",
+    "fetch",
+    "chunks",
+    "retain",
+];
 
 /// The modules of the store: plain data, single files, what a job's folder has, and what is done with all of it.
 const STORE: [&str; 42] = [
@@ -181,9 +202,12 @@ fn misplaced(root: &Path, layers: &[&str]) -> (Vec<String>, BTreeSet<String>) {
 #[test]
 fn each_module_imports_only_what_lies_below_it() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    for (folder, layers) in
-        [("src", &PRODUCT[..]), ("crates/engine/src", &ENGINE[..]), ("crates/store/src", &STORE[..])]
-    {
+    for (folder, layers) in [
+        ("src", &PRODUCT[..]),
+        ("crates/engine/src", &ENGINE[..]),
+        ("crates/replica/src", &REPLICA[..]),
+        ("crates/store/src", &STORE[..]),
+    ] {
         let (wrong, seen) = misplaced(&root.join(folder), layers);
         assert_eq!(wrong, [""; 0], "\n{}", wrong.join("\n"));
         assert_eq!(seen.len(), layers.len(), "{folder}: a layer that is gone");

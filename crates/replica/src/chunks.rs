@@ -6,26 +6,17 @@
 use std::collections::HashSet;
 use std::fmt;
 
-use crate::Replica;
 use crate::client::Cancelled;
 use crate::error::{Error, Result};
-use crate::fetch::checked;
 use crate::layout::{self, Found, PackFile, RemotePack};
+use crate::read::{Indexes, checked};
+use crate::replica::Replica;
 use crate::spans::spans;
 use rekindle_base::chain;
 use rekindle_store::chunk::{ChunkId, Key};
 use rekindle_store::heal::{ChunkSource, FetchError, Put};
 use rekindle_store::pack::record::HEADER_BYTES;
 use rekindle_store::pack::{Entry, PackHeader, PackName, Packs, RecordHeader};
-
-/// Which index of a pack is used.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Indexes {
-    /// The index here, if the pack is here too with the same length: it need not be fetched.
-    Here,
-    /// The index in the replica: records may have been removed from the index here.
-    There,
-}
 
 /// The replica as the source of chunks for healing, opened only when it is needed.
 #[derive(Clone, Copy)]

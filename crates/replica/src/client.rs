@@ -20,7 +20,8 @@ use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt};
 use tokio::runtime::{Builder, Runtime};
 
-use crate::connect::{self, Environment, Patience};
+use crate::connect::{self, Patience};
+use crate::environment::Environment;
 use crate::error::{Error, Failure, Result, Secrets, translate};
 use crate::url::{ReplicaUrl, Scheme};
 use rekindle_store::JobName;

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 
 use bytesize::ByteSize;
 
-use crate::connect::Environment;
+use crate::environment::Environment;
 use crate::url::Scheme;
 use rekindle_store::format::ReadError;
 use rekindle_store::{FileError, ImageId};
