@@ -2,7 +2,7 @@
 //! when it dies. The job is not changed and does not notice.
 //!
 //! This crate is the product around the crates below it (ARCHITECTURE.md has the picture): [`rekindle_engine`] launches,
-//! freezes and restores one job, [`rekindle_store`] keeps its images.
+//! freezes and restores one job, [`rekindle_store`] keeps its images, [`rekindle_replica`] copies them to another place.
 //!
 //! - [`cli`]: what was typed, turned into calls of the modules below; tables, JSON and exit codes.
 //! - `config`: TOML, typed and then validated; touches nothing. What it means for each part is in its `options`.

@@ -12,9 +12,9 @@ use crate::config::Config;
 use crate::supervisor::notify::Notify;
 use rekindle_base::chain;
 use rekindle_base::units::size;
+use rekindle_replica::{Error, Patience, RemoteImage, Replica};
 use rekindle_store::chunk::Key;
 use rekindle_store::persist::Progress;
-use rekindle_store::replica::{Error, Patience, RemoteImage, Replica};
 use rekindle_store::{
     self, Access, Image, ImageId, JobFolder, JobName, JobRecord, LATEST, Manifest, Outcome, State, Store, Trust,
     WriterLock,

@@ -21,9 +21,9 @@ use rekindle_base::Percentage;
 use rekindle_engine::restore::ChangedFiles;
 use rekindle_engine::snapshot::TcpChoice;
 use rekindle_os::parallel;
+use rekindle_replica::ReplicaUrl;
 use rekindle_store::chunk::Compression;
 use rekindle_store::options::Copies;
-use rekindle_store::replica::ReplicaUrl;
 
 /// The only version of the configuration format so far.
 pub(crate) const VERSION: u32 = 1;

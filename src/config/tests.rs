@@ -11,9 +11,9 @@ use super::*;
 use rekindle_base::Percentage;
 use rekindle_base::units::{ByteSize, Malformed};
 use rekindle_engine::restore::ChangedFiles;
+use rekindle_replica::ReplicaUrl;
 use rekindle_store::chunk::Compression;
 use rekindle_store::options::Copies;
-use rekindle_store::replica::ReplicaUrl;
 
 mod layering;
 mod pages;

@@ -13,7 +13,7 @@ use rekindle_criu::Criu;
 use rekindle_engine::launch::{JobSpec, uplink};
 use rekindle_engine::parts::gpu::placement::Wishes;
 use rekindle_engine::snapshot::Launch;
-use rekindle_store::heal::{Healing, OpenReplica};
+use rekindle_store::heal::{ChunkSource, Healing};
 use rekindle_store::persist::Packing;
 use rekindle_store::staging::Area;
 use rekindle_store::{ImageId, JobFolder, WriterLock};
@@ -55,15 +55,15 @@ pub enum Shown {
 }
 
 impl Setup {
-    /// How damaged content is replaced: from other packs, images in memory, or the replica that `open` opens.
-    pub(super) fn healing<'a>(&'a self, open: OpenReplica<'a>) -> Healing<'a> {
+    /// How damaged content is replaced: from other packs, images in memory, or the replica.
+    pub(super) fn healing<'a>(&'a self, replica: &'a dyn ChunkSource) -> Healing<'a> {
         Healing {
             folder: &self.folder,
             lock: &self.lock,
             key: self.images.packing.key.as_deref(),
             copies: self.images.packing.copies,
             unread: &self.images.packing.unread,
-            replica: self.config.replica.url.is_some().then_some(open),
+            replica: self.config.replica.url.is_some().then_some(replica),
         }
     }
 }

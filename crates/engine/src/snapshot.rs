@@ -47,6 +47,7 @@ use rekindle_os::spawn::Ended;
 use rekindle_store::manifest::{self, Manifest, PidNamespace, Reason};
 use rekindle_store::retention::survey::{Limits, NoRoom};
 use rekindle_store::staging::{self, Area, admission};
+use rekindle_store::take::TakeError;
 use rekindle_store::{Image, JobFolder, JobPath, WriterLock};
 
 pub use crate::parts::fds::InFlight;
@@ -234,12 +235,12 @@ impl From<gpu::Error> for Error {
     }
 }
 
-impl From<staging::TakeError> for Error {
-    fn from(error: staging::TakeError) -> Error {
+impl From<TakeError> for Error {
+    fn from(error: TakeError) -> Error {
         match error {
-            staging::TakeError::NoRoom(error) => Error::NoRoom(error),
-            staging::TakeError::DiskFull(error) => Error::NoRoomInStore(error),
-            staging::TakeError::Area(error) => Error::Staging(error),
+            TakeError::NoRoom(error) => Error::NoRoom(error),
+            TakeError::DiskFull(error) => Error::NoRoomInStore(error),
+            TakeError::Area(error) => Error::Staging(error),
         }
     }
 }

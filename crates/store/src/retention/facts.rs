@@ -6,7 +6,7 @@ use chrono::{DateTime, Utc};
 
 use crate::id::ImageId;
 use crate::image::{DamageKind, Image, State};
-use crate::tags::Tags;
+use crate::tag::Tags;
 
 /// Facts about an image for a plan. Tags are not included: a tag is only a name, but a pin keeps an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -14,9 +14,15 @@ use serde::{Deserialize, Serialize};
 
 use super::{Area, Error, LINK, Medium, SOURCE, Slot, failed};
 use crate::error::Result;
+use crate::folder::JobFolder;
+use crate::holder::Holder;
+use crate::id::{ImageId, JobName};
 use crate::image::Image;
-use crate::lock::{Holder, Writer};
-use crate::{Access, ImageId, JobFolder, JobName, Outcome, Store, Trust, links, rights};
+use crate::lock::Writer;
+use crate::record::Outcome;
+use crate::store::{Access, Store};
+use crate::trust::Trust;
+use crate::{links, rights};
 use rekindle_os::{durable, mounts};
 
 /// The note about its owner, in an area in memory.
@@ -246,7 +252,7 @@ pub fn elsewhere(base: &Path, store: &Path, trust: &Trust) -> Vec<Leftover> {
 #[must_use]
 pub fn give_back(store: &Store, except: &JobName) -> (Vec<Leftover>, Vec<Leftover>) {
     let others = find(store).into_iter().filter(|left| left.job != *except);
-    others.partition(|left| left.needed.is_none() && left.free(&store.trust, OnlyCopies::Keep))
+    others.partition(|left| left.needed.is_none() && left.free(store.trust(), OnlyCopies::Keep))
 }
 
 /// Areas mounted below `base` that belong to no job of this store, and whose owner cannot be judged: those of an earlier
