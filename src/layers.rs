@@ -23,7 +23,7 @@ const CRATES: [&str; 10] = [
 ];
 
 /// The modules of the engine.
-const ENGINE: [&str; 4] = ["launch", "parts", "snapshot", "restore"];
+const ENGINE: [&str; 5] = ["steps", "launch", "parts", "snapshot", "restore"];
 
 /// The modules of the product.
 const PRODUCT: [&str; 14] = [
