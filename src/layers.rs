@@ -87,7 +87,9 @@ fn misplaced(root: &Path, layers: &[&str]) -> (Vec<String>, BTreeSet<String>) {
         let inside = path.strip_prefix(root).unwrap();
         let first = inside.components().next().unwrap().as_os_str().to_str().unwrap();
         let module = first.trim_end_matches(".rs");
-        let is_test = inside.iter().any(|part| ["tests", "tests.rs", "simulator"].iter().any(|test| part == *test));
+        let is_test = inside
+            .iter()
+            .any(|part| ["tests", "tests.rs", "simulator", "simulator.rs"].iter().any(|test| part == *test));
         if ["lib", "main", "layers", "samples"].contains(&module) || is_test {
             continue;
         }
