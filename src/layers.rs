@@ -25,7 +25,7 @@ const CRATES: [&str; 11] = [
 ];
 
 /// The modules of the engine.
-const ENGINE: [&str; 4] = ["launch", "parts", "snapshot", "restore"];
+const ENGINE: [&str; 5] = ["steps", "launch", "parts", "snapshot", "restore"];
 
 /// The modules of the replica.
 const REPLICA: [&str; 16] = [
@@ -178,7 +178,9 @@ fn misplaced(root: &Path, layers: &[&str]) -> (Vec<String>, BTreeSet<String>) {
         let inside = path.strip_prefix(root).unwrap();
         let first = inside.components().next().unwrap().as_os_str().to_str().unwrap();
         let module = first.trim_end_matches(".rs");
-        let is_test = inside.iter().any(|part| ["tests", "tests.rs", "simulator"].iter().any(|test| part == *test));
+        let is_test = inside
+            .iter()
+            .any(|part| ["tests", "tests.rs", "simulator", "simulator.rs"].iter().any(|test| part == *test));
         if ["lib", "main", "layers", "samples"].contains(&module) || is_test {
             continue;
         }

@@ -15,7 +15,7 @@ use rekindle_base::without_numbers;
 
 /// How a command prints its result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Format {
+pub(crate) enum Format {
     /// A table, plain if standard output is not a terminal.
     Text,
     /// One JSON document.

@@ -33,14 +33,14 @@ pub enum Told {
     Wrote(Answer),
     /// It cannot be asked.
     Away {
-        /// In words.
+        /// The reason, for a message.
         why: String,
     },
     /// It answers again.
     Back,
     /// It cannot be used until somebody changes something.
     Failed {
-        /// In words.
+        /// The reason, for a message.
         why: String,
     },
 }

@@ -18,7 +18,6 @@ pub(crate) struct Victim {
     pub(crate) pid: i32,
     /// At most 15 bytes.
     pub(crate) name: String,
-    /// The signal.
     pub(crate) signal: i32,
 }
 

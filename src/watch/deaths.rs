@@ -26,7 +26,6 @@ pub(crate) struct Death {
     pub(crate) outer: i32,
     /// At most 15 bytes.
     pub(crate) name: String,
-    /// The signal.
     pub(crate) signal: i32,
 }
 

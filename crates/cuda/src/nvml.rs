@@ -14,7 +14,7 @@ use crate::GpuUuid;
 /// Whether a GPU is divided into instances, which cannot be checkpointed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mig {
-    /// Divided.
+    /// It is divided: MIG mode is on.
     On,
     /// Whole, or of a kind that cannot be divided.
     Off,

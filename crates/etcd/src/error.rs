@@ -25,7 +25,7 @@ pub enum Error {
         what: &'static str,
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The kernel's answer.
         source: std::io::Error,
     },
     /// No member answers.

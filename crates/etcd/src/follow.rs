@@ -42,7 +42,7 @@ pub enum Event {
     },
     /// etcd cannot be asked: what was told may be old.
     Away {
-        /// Why.
+        /// The error of the last request.
         reason: String,
         /// The time of the last answer, as time since the boot.
         since: Duration,

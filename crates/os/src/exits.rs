@@ -102,7 +102,7 @@ pub enum Event {
     Ended {
         /// Its pid.
         pid: i32,
-        /// How.
+        /// Its exit status.
         how: Ended,
     },
 }

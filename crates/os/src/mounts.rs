@@ -13,7 +13,7 @@ pub struct Mount {
     pub device: u64,
     /// Which folder of the file system it shows.
     pub root: PathBuf,
-    /// Where.
+    /// The folder at which it is mounted.
     pub point: PathBuf,
     /// The options of the mount itself, with commas.
     pub options: String,

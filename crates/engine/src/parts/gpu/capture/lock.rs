@@ -50,8 +50,9 @@ impl Turns {
     }
 }
 
+/// How far the lock of a process is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Stand {
+enum LockState {
     Free,
     Asked,
     Locked,
@@ -78,7 +79,7 @@ pub(super) fn together<E: Send>(
 ) -> (Vec<bool>, Result<(), E>) {
     let began = Instant::now();
     let deadline = began + timeout;
-    let mut stands = vec![Stand::Free; count];
+    let mut locks = vec![LockState::Free; count];
     let mut result = Ok(());
     let (told, answers) = mpsc::channel();
     let ask_one = &|at| {
@@ -87,9 +88,9 @@ pub(super) fn together<E: Send>(
         let _ = told.send((at, lock(at, left)));
     };
     thread::scope(|scope| {
-        let ask = |stands: &mut [Stand]| {
-            for (at, stand) in stands.iter_mut().enumerate().filter(|(_, stand)| **stand == Stand::Free) {
-                *stand = Stand::Asked;
+        let ask = |locks: &mut [LockState]| {
+            for (at, state) in locks.iter_mut().enumerate().filter(|(_, state)| **state == LockState::Free) {
+                *state = LockState::Asked;
                 let work = move || ask_one(at);
                 // If no thread can be started, lock on this one: the other results wait meanwhile.
                 if thread::Builder::new().spawn_scoped(scope, work).is_err() {
@@ -98,24 +99,24 @@ pub(super) fn together<E: Send>(
             }
         };
         let mut turns = Turns::FIRST;
-        while result.is_ok() && stands.contains(&Stand::Free) {
-            ask(&mut stands);
-            while stands.contains(&Stand::Asked) {
+        while result.is_ok() && locks.contains(&LockState::Free) {
+            ask(&mut locks);
+            while locks.contains(&LockState::Asked) {
                 match answers.recv_timeout(turns.patience(began.elapsed())) {
                     Ok((at, outcome)) => {
-                        if let Some(stand) = stands.get_mut(at) {
-                            *stand = if outcome.is_ok() { Stand::Locked } else { Stand::Free };
+                        if let Some(state) = locks.get_mut(at) {
+                            *state = if outcome.is_ok() { LockState::Locked } else { LockState::Free };
                         }
                         result = std::mem::replace(&mut result, Ok(())).and(outcome);
                     }
                     Err(RecvTimeoutError::Timeout)
-                        if resting == Resting::LetGo && result.is_ok() && stands.contains(&Stand::Locked) =>
+                        if resting == Resting::LetGo && result.is_ok() && locks.contains(&LockState::Locked) =>
                     {
-                        tracing::debug!(?turns, ?stands, "some processes wait for locked ones");
-                        result = let_go(&mut stands, &unlock);
+                        tracing::debug!(?turns, ?locks, "some processes wait for locked ones");
+                        result = let_go(&mut locks, &unlock);
                         if result.is_ok() && turns.is_brief() {
                             thread::sleep(moment());
-                            ask(&mut stands);
+                            ask(&mut locks);
                         }
                         turns.next();
                     }
@@ -124,14 +125,14 @@ pub(super) fn together<E: Send>(
             }
         }
     });
-    (stands.iter().map(|stand| *stand == Stand::Locked).collect(), result)
+    (locks.iter().map(|state| *state == LockState::Locked).collect(), result)
 }
 
 /// Unlocks the locked ranks.
-fn let_go<E>(stands: &mut [Stand], unlock: impl Fn(usize) -> Result<(), E>) -> Result<(), E> {
-    for (at, stand) in stands.iter_mut().enumerate().filter(|(_, stand)| **stand == Stand::Locked) {
+fn let_go<E>(locks: &mut [LockState], unlock: impl Fn(usize) -> Result<(), E>) -> Result<(), E> {
+    for (at, state) in locks.iter_mut().enumerate().filter(|(_, state)| **state == LockState::Locked) {
         unlock(at)?;
-        *stand = Stand::Free;
+        *state = LockState::Free;
     }
     Ok(())
 }
