@@ -50,7 +50,7 @@ fn users_have_passwords_and_rights() {
     };
     says(Some(("rekindle", "wrong-one")), "unknown user or wrong password");
     says(Some(("stranger", "wrong-one")), "unknown user or wrong password");
-    says(None, "it wants a user");
+    says(None, "it requires a user");
     says(Some(("nobody", "secret")), "does not allow this to user \"nobody\"");
     let mut options = options;
     options.prefix = "/elsewhere/".into();

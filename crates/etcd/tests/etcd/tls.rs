@@ -110,8 +110,8 @@ fn certificates_are_checked_on_both_sides() {
         let text = refused(&with(&cluster, ca, identity));
         assert!(text.contains(expected), "{expected}: {text}");
     };
-    says(files.ca("other"), files.identity("client"), "Another authority has signed etcd's certificate");
-    says(None, files.identity("client"), "Another authority has signed etcd's certificate");
+    says(files.ca("other"), files.identity("client"), "etcd's certificate is signed by another authority");
+    says(None, files.identity("client"), "etcd's certificate is signed by another authority");
     for identity in [None, files.identity("old-client"), files.identity("stranger")] {
         let text = refused(&with(&cluster, files.ca("ca"), identity));
         assert!(names_certificates(&text), "{text}");
