@@ -190,8 +190,8 @@ impl Finder {
         }
     }
 
-    /// The folder of this job, for a command that is not only for running jobs: a job of that name that is in the store
-    /// beside one that runs with another store is not passed over.
+    /// The folder of this job, for a command that also works without a running job. Refuses to choose if the store has
+    /// a job of that name and another one runs with another store.
     pub(super) fn only_job(&self, text: &str) -> anyhow::Result<JobFolder> {
         let folder = self.job(text)?;
         let here = self.open(&self.store).and_then(|store| store.job(folder.name()));

@@ -282,7 +282,7 @@ struct Terms<'a> {
     shown: Shown,
 }
 
-/// In the background, lets the caller go; answers what this run shows on its standard output.
+/// A run in the background lets its caller return. Returns what this run shows on its standard output.
 fn leave(global: &Global, caller: Option<Caller>, folder: &JobFolder, config: &Config) -> anyhow::Result<Shown> {
     match caller {
         Some(caller) => caller.leave(folder, config.log.bounds().size).map(|()| Shown::Nothing),

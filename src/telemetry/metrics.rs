@@ -167,7 +167,7 @@ impl Replica {
 /// Whether images are copied to a replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Replicated {
-    /// They are.
+    /// They are copied.
     Yes,
     /// There is no replica.
     No,

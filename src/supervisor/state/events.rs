@@ -94,7 +94,7 @@ pub enum Event {
     ImageFailed {
         /// The image.
         image: ImageId,
-        /// Why.
+        /// The failure.
         failure: Failure,
         /// The images to continue from.
         images: Images,
@@ -144,7 +144,7 @@ pub enum Event {
     Release,
     /// End the job and start it from this image. This was requested, so it is no failure.
     Rewind {
-        /// Which.
+        /// The image.
         image: ImageId,
     },
     /// End the running job, for this decision. It is no request: a requested stop or rewind has priority.
@@ -215,7 +215,7 @@ pub enum Action {
     },
     /// Report why it is tried again, and when.
     Announce {
-        /// From what.
+        /// What the job starts from.
         from: StartPoint,
         /// After this long.
         after: Duration,

@@ -13,7 +13,7 @@ use rekindle_store::ImageId;
 pub enum State {
     /// It is being launched or restored.
     Starting {
-        /// From what.
+        /// What the job starts from.
         from: StartPoint,
         /// What was requested in the meantime; never a suspension.
         then: Option<Then>,
@@ -40,14 +40,14 @@ pub enum State {
     },
     /// It waits for the next try.
     Waiting {
-        /// From what.
+        /// What the job starts from.
         from: StartPoint,
         /// Until this time.
         until: Instant,
     },
     /// It has released its resources, and waits to be resumed.
     Suspended {
-        /// From what.
+        /// What the job starts from.
         from: StartPoint,
     },
     /// The run is over.

@@ -273,7 +273,9 @@ fn relocate(
             _ if fixed.iter().any(|(o, _)| *o == at) => "asked for".into(),
             None => "it is not on this machine".into(),
             Some(device) => match (device.health, device.free) {
-                (Health::Fine, Some(free)) if free >= old.need.bytes() => "it makes room for another".into(),
+                (Health::Fine, Some(free)) if free >= old.need.bytes() => {
+                    "another GPU of the job needs its place".into()
+                }
                 _ => format!("it {}", state(device)),
             },
         };
