@@ -23,7 +23,8 @@ use rekindle_store::{JobFolder, LATEST, Outcome, Writer};
 
 /// Set by the scripts. Not a name that a user could mean for a key of the configuration.
 const VARIABLE: &str = "_REKINDLE_COMPLETE";
-/// For bash. That of clap does not know `--option=value`, shows errors of a program that is gone, and completes no files.
+/// For bash. That of clap does not know `--option=value`, shows errors of a program that is gone, and completes no
+/// files.
 const BASH: &str = include_str!("complete/rekindle.bash");
 /// How long to wait for candidates.
 const LIMIT: Duration = Duration::from_secs(1);

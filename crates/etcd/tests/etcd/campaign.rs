@@ -53,8 +53,8 @@ fn count(options: &Options, writer: u64, over: &AtomicBool, steps: &AtomicU64) -
     }
 }
 
-/// Takes a lock with a lease, again and again, and acts as long as it can be sure of it. Nobody may act with an older lock
-/// after somebody has acted with a newer one. Returns how often it had the lock.
+/// Takes a lock with a lease, again and again, and acts as long as it can be sure of it. Nobody may act with an older
+/// lock after somebody has acted with a newer one. Returns how often it had the lock.
 fn contend(options: &Options, mut random: Random, over: &AtomicBool, newest: &Mutex<u64>) -> u64 {
     let client = connected(options);
     let mut taken = 0;

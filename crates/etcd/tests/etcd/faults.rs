@@ -219,7 +219,8 @@ fn a_leader_that_is_cut_off_does_not_make_a_lease_sure() {
     if !etcd() {
         return;
     }
-    // It takes itself for the leader for five to ten seconds, and answers renewals by itself (etcd before 3.4.31 and 3.5.13).
+    // It takes itself for the leader for five to ten seconds, and answers renewals by itself (etcd before 3.4.31 and
+    // 3.5.13).
     let (cluster, links) = Cluster::linked(3, &["--election-timeout", "5000", "--heartbeat-interval", "500"]);
     let leader = cluster.leader();
     let client = connected(&only(&cluster, leader));

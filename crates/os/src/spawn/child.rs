@@ -1,8 +1,8 @@
 //! The child's side of a spawn, between clone and exec.
 //!
 //! Nothing here may allocate or lock: the process was forked from one with other threads, whose locks stay locked in
-//! the copy. [`Plan::new`] prepares everything before the fork. The functions of nix and rustix that are used here do nothing
-//! but their system call, on C strings without a copy of them.
+//! the copy. [`Plan::new`] prepares everything before the fork. The functions of nix and rustix that are used here do
+//! nothing but their system call, on C strings without a copy of them.
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
 use std::ffi::{CStr, CString};

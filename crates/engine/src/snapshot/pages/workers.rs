@@ -263,8 +263,9 @@ impl Shared {
             && let Some(fifo) = state.fifos.get_mut(n)
         {
             fifo.spool.get_or_insert_with(|| state.supply.take(n + 1));
-            // Also if it only says that it is closed: poll(2) looks at the content first and at the writers then, without
-            // the pipe's lock, so what was written in between is still in it. A read says that there is no more.
+            // Also if it only says that it is closed: poll(2) looks at the content first and at the writers then,
+            // without the pipe's lock, so what was written in between is still in it. A read says that there is no
+            // more.
             state.active = Some(n);
         }
         ready.is_some() || !draining || unfinished
