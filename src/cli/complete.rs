@@ -41,7 +41,7 @@ pub(super) fn answered() -> bool {
     }
     let is_empty = current(&line()).is_empty();
     let command = move || if is_empty { options_last(Cli::command()) } else { Cli::command() };
-    // An error is no candidate.
+    // An error is not a candidate.
     CompleteEnv::with_factory(command)
         .var(VARIABLE)
         .try_complete(std::env::args_os(), std::env::current_dir().ok().as_deref())

@@ -292,7 +292,7 @@ impl Finder {
                 Some(Err(Error::Io { source, .. })) if source.kind() == io::ErrorKind::PermissionDenied => {
                     running.hidden += 1;
                 }
-                // Of a supervisor that is gone.
+                // The socket of a dead supervisor.
                 _ => {}
             }
         }
@@ -305,7 +305,7 @@ fn is_socket_of(socket: &Path, folder: &JobFolder) -> bool {
     socket.file_stem().is_some_and(|stem| stem == folder.place_name().as_str())
 }
 
-/// The answer of commands that list jobs, where there are none.
+/// The answer of commands that list jobs, if there are none.
 pub(super) fn no_jobs(finder: &Finder) -> String {
     let store = finder.store.display();
     if finder.named != Origin::Default {

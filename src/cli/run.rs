@@ -64,7 +64,7 @@ pub(crate) struct RunArgs {
     #[command(flatten)]
     devices: DeviceMap,
     /// The command and its arguments; by default that of the configuration (job.command)
-    // Without allow_hyphen_values: an option before the command is ours, and a misspelt one is no command.
+    // Without allow_hyphen_values: an option before the command is ours, and a misspelt one is not a command.
     #[arg(trailing_var_arg = true, value_name = "COMMAND", add = complete::command())]
     pub(super) command: Vec<OsString>,
 }

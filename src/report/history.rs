@@ -105,7 +105,7 @@ enum Now {
 struct End {
     at: i64,
     why: String,
-    /// It was requested: a restart after it is no failure.
+    /// It was requested: a restart after it is not a failure.
     asked: bool,
 }
 

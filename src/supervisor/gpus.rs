@@ -42,7 +42,7 @@ pub(super) enum Said {
 /// noticed.
 const AFTERMATH: Duration = Duration::from_secs(30);
 /// A kernel waits for memory of a rank that is dead (Xid 109): no program causes it by itself. So the death was first,
-/// even if this was told earlier: a death is known once all threads of the process have ended and we come to it.
+/// even if this was told earlier: a death is known once all threads of the process have ended and we have read of it.
 const SWITCH_TIMEOUT: u32 = 109;
 const NOTICED_LATE: Duration = Duration::from_secs(2);
 /// So many deaths are remembered.

@@ -60,7 +60,7 @@ pub enum Op {
         /// Removes the key when this lease ends. Without a lease the key belongs to none, even if it did before.
         lease: Option<LeaseId>,
     },
-    /// Removes a key. A missing one is no error.
+    /// Removes a key. A missing key is not an error.
     Delete(String),
     /// Removes all keys with this prefix.
     DeletePrefix(String),

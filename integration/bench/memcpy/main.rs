@@ -1,4 +1,4 @@
-//! What the interposer costs a job's own memcpy, and what it brings the driver's: prints one JSON object.
+//! Measures how much the interposer slows a job's memcpy and speeds up the driver's. Prints one JSON object.
 //!
 //! ```text
 //! bench-memcpy LIBSTANDIN_CUDA.so [MIB]

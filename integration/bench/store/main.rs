@@ -1,4 +1,4 @@
-//! The store without a job, for measurements: makes content, and brings folders into packs and out again. Prints one
+//! The store without a job, for measurements: makes content, packs folders and unpacks them again. Prints one
 //! JSON object for each call.
 //!
 //! ```text

@@ -122,7 +122,7 @@ fn standard_input(wanted: &Stdin) -> anyhow::Result<PathBuf> {
         Stdin::Null => Ok("/dev/null".into()),
         Stdin::File(path) => {
             let metadata = std::fs::metadata(path).map_err(|e| Misuse(format!("job.stdin = {path:?}: {e}")))?;
-            // To open a FIFO waits for a writer, perhaps for ever.
+            // Opening a FIFO waits for a writer, perhaps for ever.
             if !metadata.is_file() && path != Path::new("/dev/null") {
                 return Err(
                     Misuse(format!("job.stdin = {path:?}: not a regular file, so it cannot be restored")).into()

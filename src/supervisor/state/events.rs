@@ -142,7 +142,7 @@ pub enum Event {
     Hold(Instant),
     /// The job no longer blocks snapshots.
     Release,
-    /// End the job and start it from this image. This was requested, so it is no failure.
+    /// End the job and start it from this image. This was requested, so it is not a failure.
     Rewind {
         /// The image.
         image: ImageId,

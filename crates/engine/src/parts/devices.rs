@@ -197,8 +197,8 @@ fn refusal(verdict: Verdict, process: &str, libraries: &Libraries) -> String {
     format!("{process} {what} {how}, which cannot be restored{advice}")
 }
 
-/// Whether what a process has of the devices, after the checkpoint of its CUDA if it has that, is from OpenCL that was
-/// asked for its devices and is not used.
+/// Whether the devices that a process has open, after the checkpoint of its CUDA, come only from OpenCL that was asked
+/// for its devices and is not used.
 ///
 /// clGetPlatformIDs opens the devices and maps some of them, either to be read or to be written (two H200, driver
 /// 580.159.04, 2026-11-23: 11 descriptors; two mappings of each GPU for writing, two of /dev/nvidiactl for reading). A
@@ -208,9 +208,9 @@ fn is_idle_opencl(writable: usize, libraries: &Libraries) -> bool {
     writable == 0 && libraries.is_opencl_alone()
 }
 
-/// Whether `pid` came from `parent` by forks without an exec: both have the stack that their last exec made, at an
-/// address that is another each time (`mm->start_stack`, which CRIU puts back too), and `pid` is not the older one.
-/// Their descriptors do not say it: the driver gives the parent new ones after each checkpoint.
+/// Whether `parent` made `pid` by forks without an exec. Then both have the stack of the same exec, at a random address
+/// (`mm->start_stack`, which CRIU also restores), and `pid` is not older. Their descriptors do not show it: the driver
+/// gives the parent new ones after each checkpoint.
 fn is_fork(pid: i32, parent: i32) -> bool {
     let stack = process::stack_start(parent).filter(|stack| *stack != 0);
     stack.is_some() && process::stack_start(pid) == stack && process::start_time(pid) >= process::start_time(parent)

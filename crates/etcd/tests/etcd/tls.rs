@@ -1,4 +1,4 @@
-//! Certificates that are right, and all that can be wrong with them.
+//! Correct certificates, and all mistakes with them.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -60,7 +60,7 @@ impl Files {
     }
 }
 
-/// A cluster with TLS, which wants certificates of its clients; the folder has all certificates.
+/// A cluster with TLS, which requires certificates of its clients. The folder has all certificates.
 fn cluster(server: &str) -> (Cluster, Files) {
     let folder = folder();
     let path = folder.path();

@@ -144,7 +144,7 @@ impl<'a> Plan<'a> {
         self.check(STEP, unshare(CloneFlags::CLONE_NEWNS));
         self.check(STEP, mount(none, c"/", none, MsFlags::MS_REC | MsFlags::MS_SLAVE, none));
         for mounted in without {
-            // A mount that is gone already is no error.
+            // A mount that is already gone is not an error.
             let _ = umount2(mounted.as_c_str(), MntFlags::MNT_DETACH);
         }
         let (flags, options) = (MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC, Some(c"mode=0755,size=4k"));

@@ -48,7 +48,7 @@ pub struct Device {
 pub enum Health {
     /// No fault is known.
     Fine,
-    /// It had a fault after which NVIDIA advises to start nothing on it: taken only if there is no other.
+    /// It had a fault after which NVIDIA advises against new jobs on it: used only if there is no other GPU.
     Faulted(u32),
     /// NVML cannot query it.
     Silent,
