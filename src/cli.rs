@@ -319,8 +319,8 @@ fn named_criu(config: &settings::Config) -> Option<PathBuf> {
     config.criu.path.clone().or_else(|| std::env::var_os("REKINDLE_CRIU").map(PathBuf::from))
 }
 
-/// Names the variables that are ignored although they look like ours. Once: a command may read its configuration several
-/// times.
+/// Names the variables that are ignored although they look like ours. Once: a command may read its configuration
+/// several times.
 fn name_strangers(read: &settings::Effective, tell: impl Fn(&str)) {
     static TOLD: Once = Once::new();
     TOLD.call_once(|| read.strangers.iter().for_each(|stranger| tell(stranger)));

@@ -190,8 +190,8 @@ fn value_at<'a>(table: &'a toml::Table, path: &str) -> Option<&'a toml::Value> {
     }
 }
 
-/// The variables of this process that may be configuration, for [`effective`]. Unlike `std::env::vars` it does not panic if
-/// a variable is not UTF-8.
+/// The variables of this process that may be configuration, for [`effective`]. Unlike `std::env::vars` it does not
+/// panic if a variable is not UTF-8.
 pub(crate) fn environment() -> impl Iterator<Item = (String, String)> {
     let text = |text: std::ffi::OsString| text.to_string_lossy().into_owned();
     std::env::vars_os()

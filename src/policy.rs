@@ -4,8 +4,8 @@
 //! pause; then the job is started from the beginning, if that is allowed (by default only if there is no image at all);
 //! then it is given up, with the reason.
 //!
-//! The first restart of a job that ran well comes at once; the pauses begin with the second. They begin anew once the job
-//! has had a new image in a life of `restart.min-uptime`: then it makes progress between its failures.
+//! The first restart of a job that ran well comes at once; the pauses begin with the second. They start again once the
+//! job has had a new image in a life of `restart.min-uptime`: then it makes progress between its failures.
 //!
 //! An image is skipped for this run if the job died soon after a restore from it, or if it could not be restored
 //! several times. It is marked, so that later runs skip it, too, only on evidence: the same failure twice, and nothing

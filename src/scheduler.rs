@@ -110,7 +110,8 @@ impl Scheduler {
     #[must_use]
     pub(crate) fn requeue_code(&self) -> u8 {
         match self.profile {
-            // sge_conf(5), qmaster_params, FORBID_RESCHEDULE: unless it is set, a job that exits with 99 is queued again.
+            // sge_conf(5), qmaster_params, FORBID_RESCHEDULE: unless it is set, a job that exits with 99 is queued
+            // again.
             Profile::Sge => 99,
             // The user's manual on self-checkpointing applications proposes it for checkpoint_exit_code (ERESTART).
             Profile::HtCondor => 85,

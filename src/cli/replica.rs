@@ -40,7 +40,7 @@ pub(crate) struct NotBrought(#[source] Error);
 
 /// The images of the replica are not trusted, or cannot be decrypted: the configuration must be corrected.
 #[derive(Debug, thiserror::Error)]
-#[error("nothing was fetched and nothing was written; `rekindle run --fresh` starts the job from the beginning")]
+#[error("no image was fetched, and nothing was changed; `rekindle run --fresh` starts the job from the beginning")]
 pub(crate) struct Refused(#[source] Error);
 
 /// The error of a command that needs the replica.

@@ -98,7 +98,7 @@ impl SocketPath {
         let (_folder, _lock) = enter(directory)?;
         let path = directory.join(format!("{name}{WORD_SUFFIX}"));
         remove(&path)?;
-        // Bound to its complete path, by which CRIU must find it.
+        // Bound to its complete path: CRIU must find it under that path.
         let socket = UnixDatagram::bind(&path)?;
         let made = fs::set_permissions(&path, fs::Permissions::from_mode(0o600))
             .and_then(|()| std::os::unix::fs::lchown(&path, user, None))
@@ -214,7 +214,7 @@ fn below(folder: &impl AsFd, name: &str) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}/{name}", folder.as_fd().as_raw_fd()))
 }
 
-/// Locks a separate file that only root can open: anybody who could open the folder could hold a lock on it for ever.
+/// Locks a separate file that only root can open: any user who can open the folder could lock it for ever.
 fn lock(directory: &Path) -> io::Result<File> {
     let path = directory.join(".control.lock");
     let options = || OpenOptions::new().write(true).create(true).mode(0o600).custom_flags(libc::O_NOFOLLOW).open(&path);

@@ -93,7 +93,7 @@ impl Socket {
         };
         // A separate thread, because it leaves our network namespace.
         let bound = std::thread::scope(|scope| {
-            let thread = std::thread::Builder::new().name("word-bind".into()).spawn_scoped(scope, bind)?;
+            let thread = std::thread::Builder::new().name("job-api-bind".into()).spawn_scoped(scope, bind)?;
             thread.join().unwrap_or_else(|_| Err(io::Error::other("the thread that binds the socket has died")))
         });
         let (bound, socket) = bound?;
@@ -156,7 +156,7 @@ impl Server {
                 reader.turn();
             }
         };
-        let thread = std::thread::Builder::new().name("word".into()).spawn(run)?;
+        let thread = std::thread::Builder::new().name("job-api".into()).spawn(run)?;
         Ok(Server { facts, listener: Arc::clone(&socket.listener), ended, thread: Some(thread) })
     }
 

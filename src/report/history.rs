@@ -3,7 +3,8 @@
 //! Every moment from the first event on belongs to one [`Kind`]. The kind is known when the next event comes, with one
 //! exception: work is [`Kind::Useful`] until the job goes back to an older image, and becomes [`Kind::Lost`] then.
 //!
-//! Lines may be missing (a power cut, a journal that was moved): each event is taken for what it says, whatever was before.
+//! Lines may be missing (a power cut, a journal that was moved): each event is taken for what it says, whatever was
+//! before.
 
 mod timeline;
 
@@ -104,7 +105,7 @@ enum Now {
 struct End {
     at: i64,
     why: String,
-    /// It was requested: a restart after it is no failure.
+    /// It was requested: a restart after it is not a failure.
     asked: bool,
 }
 
@@ -352,7 +353,7 @@ impl History {
         if self.now == Now::Nothing {
             self.pass(at);
         } else {
-            // Times are from the clock of the file system, which may be another one.
+            // `seen` is from the clock of the file system, which may differ from ours.
             self.pass(seen.unwrap_or(i64::MIN).min(at));
             let died = self.clock.reached_or(at);
             self.fill(Kind::Away, at);

@@ -34,7 +34,7 @@ const EXTEND_EVERY: Duration = Duration::from_secs(15);
 /// The pause after a message could not be sent.
 const RETRY: Duration = Duration::from_secs(1);
 /// Without progress for this long, plus the time that a single step may take, no more time is requested: the manager
-/// then ends what hangs for ever (a file server that is gone).
+/// then ends what hangs for ever (a dead file server).
 const STALLED: Duration = Duration::from_secs(300);
 /// Maximum length of a reason in the status; the journal has the full text.
 const LONGEST_REASON: usize = 200;

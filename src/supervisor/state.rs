@@ -88,7 +88,7 @@ pub(crate) struct Machine<'a> {
     asked: Option<Asked>,
     /// See [`Machine::no_interval_from`].
     quiet: Option<Instant>,
-    /// Until when at most the job blocks snapshots. Only while it runs.
+    /// The latest time until which the running job blocks snapshots.
     held: Option<Instant>,
     /// See [`Machine::last_takes`].
     last_takes: Option<Duration>,

@@ -1,10 +1,11 @@
-//! What the processes of a job have started on NCCL's communicators, and the gate in front of their next calls.
+//! The operations that a job's processes have started on NCCL's communicators, and the gate in front of their next
+//! calls.
 //!
-//! The interposer in each process counts (`native/preload/src/nccl.rs`). This module reads the counts and sets how far a
-//! process may go; which numbers bring all ranks to one point is up to the caller.
+//! The interposer in each process counts (`native/preload/src/nccl.rs`). This module reads the counts and sets the
+//! limits. The caller decides which limits bring all ranks to one point.
 //!
-//! Invariant: the tables are in the job's memory. Their content is compared and counted, and not trusted for anything
-//! else.
+//! Invariant: the tables are in the job's memory. Their content is only compared and counted, and not trusted
+//! otherwise.
 
 use std::io;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
@@ -33,18 +34,18 @@ pub enum Kind {
 pub struct Communicator {
     /// The same number in all ranks.
     pub id: [u64; 2],
-    /// Which of them this is.
+    /// The rank of this process.
     pub rank: u32,
-    /// How many there are.
+    /// Number of ranks.
     pub ranks: u32,
     /// The program has destroyed or aborted it.
     pub has_ended: bool,
 }
 
-/// What one rank has started of one kind.
+/// The operations of one kind that one rank has started.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Counter {
-    /// Where it is in the process's table.
+    /// Its place in the process's table.
     pub place: usize,
     /// Index in [`Counts::communicators`].
     pub communicator: usize,
@@ -52,16 +53,16 @@ pub struct Counter {
     pub kind: Kind,
     /// The other rank of a send or receive.
     pub peer: u32,
-    /// How many were started.
+    /// Number of started operations.
     pub started: u64,
-    /// How many there would be after the call that waits in front of the gate.
+    /// The number after the call that waits in front of the gate.
     pub wanted: Option<u64>,
 }
 
-/// What one process has started.
+/// The operations that one process has started.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Its communicators, with those that have ended.
+    /// Its communicators, including ended ones.
     pub communicators: Vec<Communicator>,
     /// Its counters.
     pub counters: Vec<Counter>,
@@ -77,10 +78,10 @@ pub struct Ranks {
 }
 
 impl Ranks {
-    /// Those of process `pid`, as we see it; None if it has used no NCCL that the interposer has seen.
+    /// The counts of process `pid`, as we see it. None if the interposer has seen no NCCL in it.
     ///
     /// # Errors
-    /// When it has a table that cannot be read, or of another version of the interposer.
+    /// When its table cannot be read, or is of another version of the interposer.
     pub fn of(pid: i32) -> io::Result<Option<Ranks>> {
         let table = JobTable::of(pid, "rekindle-nccl-", table::NAME)?;
         let table = table.filter(|table: &JobTable<Table>| table.get().pid.load(Acquire) != 0);
@@ -99,7 +100,7 @@ impl Ranks {
         self.table.get().pid.load(Relaxed)
     }
 
-    /// Why its counts are not all of what it starts, if they are not.
+    /// Why its counts are not complete; none if they are.
     #[must_use]
     pub fn untracked(&self) -> Option<&'static str> {
         let why = self.table.get().untracked.load(Relaxed);
@@ -111,11 +112,11 @@ impl Ranks {
         reasons.into_iter().find(|(bit, _)| why & bit != 0).map(|(_, reason)| reason)
     }
 
-    /// What it has started up to now.
+    /// What it has started until now.
     #[must_use]
     pub fn counts(&self) -> Counts {
         let table = self.table.get();
-        // Before the counters: a call that is seen to have ended has counted.
+        // Read before the counters: a call that has ended by then has been counted.
         let inside = table.inside.load(SeqCst);
         let mut indices = Vec::new();
         let mut communicators = Vec::new();
@@ -149,22 +150,22 @@ impl Ranks {
         Counts { communicators, counters, inside }
     }
 
-    /// Closes the gate for at most `time`: calls wait that would start more than their limits, which are those of last
-    /// time until [`Ranks::limit`] sets them.
+    /// Closes the gate for at most `time`: calls that would exceed their limits wait. Until [`Ranks::limit`] sets them,
+    /// the limits are those of the last time.
     pub fn close(&self, time: Duration) {
         let table = self.table.get();
         table.until.store(now().saturating_add(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)), SeqCst);
         table.closed.store(1, SeqCst);
     }
 
-    /// Lets the counter at `place` go up to `limit` while the gate is closed.
+    /// Lets the counter at `place` rise to `limit` while the gate is closed.
     pub fn limit(&self, place: usize, limit: u64) {
         if let Some(counter) = self.table.get().counters.get(place) {
             counter.limit.store(limit, SeqCst);
         }
     }
 
-    /// Whether the gate was closed, and not opened since; its time may be over all the same.
+    /// Whether the gate was closed and not opened since. Its time may be over.
     #[must_use]
     pub fn is_closed(&self) -> bool {
         self.table.get().closed.load(SeqCst) != 0

@@ -16,7 +16,7 @@ use crate::GpuUuid;
 pub enum Mig {
     /// It is divided: MIG mode is on.
     On,
-    /// Whole, or of a kind that cannot be divided.
+    /// It is whole, or of a kind that cannot be divided.
     Off,
     /// Not known without NVML.
     Unknown,

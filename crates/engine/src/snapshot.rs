@@ -330,8 +330,8 @@ struct Env<'a> {
     dead: Dead,
 }
 
-/// How often, and after which pause, a snapshot is tried again while a process is in cuInit: that takes 100 to 190 ms (one
-/// H200, driver 580), and more with more GPUs.
+/// How often, and after which pause, a snapshot is tried again while a process is in cuInit: that takes 100 to 190 ms
+/// (one H200, driver 580), and more with more GPUs.
 const INITIALIZING: (u32, Duration) = (30, Duration::from_millis(100));
 
 /// The same while processes begin and end, with a pause that doubles each time.

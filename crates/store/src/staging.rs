@@ -65,14 +65,14 @@ pub enum Error {
     #[error("{} is a mount point of another file system: unmount it, or set snapshot.staging-directory", .0.display())]
     Foreign(PathBuf),
     /// There is something that is neither a file nor a folder.
-    #[error("{} does not belong into an image: only files and folders do", .0.display())]
+    #[error("an image can contain only files and folders, and {} is neither", .0.display())]
     Stray(PathBuf),
 }
 
 /// Whether tmpfs supports the mount option for huge pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HugePages {
-    /// It does.
+    /// It supports the option.
     Taken,
     /// The kernel does not support it.
     Absent,

@@ -3,10 +3,11 @@
 //! as `libnccl.so.2`; it is no part of the product.
 //!
 //! - The unique id names a memfd of the process that asked for it; a communicator is a `room::Room` in there.
-//! - A buffer is one 64-bit number of the stand-in's device memory for each rank that has a part in it: `count` is 1 and
-//!   the type ncclUint64. Reductions add.
+//! - A buffer is one 64-bit number of the stand-in's device memory for each rank that has a part in it: `count` is 1
+//!   and the type ncclUint64. Reductions add.
 //! - Sends wait for their receives and the other way round, as with NCCL where nothing is buffered.
-//! - What is called between `ncclGroupStart` and `ncclGroupEnd` starts at the outermost end, as one kernel for each stream.
+//! - What is called between `ncclGroupStart` and `ncclGroupEnd` starts at the outermost end, as one kernel for each
+//!   stream.
 //! - `ncclBcast` calls `ncclBroadcast` by its symbol, as NCCL's does.
 #![allow(unsafe_code, reason = "a C interface: every block says why it is sound")]
 #![allow(clippy::missing_safety_doc, reason = "the contract of each function is that of nccl.h")]

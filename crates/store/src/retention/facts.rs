@@ -42,9 +42,9 @@ pub enum Line {
 pub enum Proof {
     /// It has not, as far as is known.
     None,
-    /// It is the next that the present life can prove.
+    /// It is the image that the present life will prove next.
     Awaited,
-    /// It has.
+    /// It has lived that long.
     Proven,
 }
 
@@ -71,9 +71,9 @@ pub enum FactKind {
 /// Whether an image is pinned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pin {
-    /// It is not.
+    /// It is not pinned.
     None,
-    /// It is.
+    /// It is pinned.
     Pinned,
     /// Its tags cannot be read: it may be pinned.
     Unreadable,

@@ -109,7 +109,7 @@ impl std::fmt::Display for Leftover {
             Medium::Memory => "of memory",
             Medium::Disk => "on the disk",
         };
-        write!(f, "a supervisor that is gone left {bytes} {medium} at {path}")?;
+        write!(f, "a dead supervisor left {bytes} {medium} at {path}")?;
         match self.needed {
             Some(image) => write!(f, ", and image {image} is only there"),
             None => f.write_str(", which nobody needs"),
@@ -255,8 +255,8 @@ pub fn give_back(store: &Store, except: &JobName) -> (Vec<Leftover>, Vec<Leftove
     others.partition(|left| left.needed.is_none() && left.free(store.trust(), OnlyCopies::Keep))
 }
 
-/// Areas mounted below `base` that belong to no job of this store, and whose owner cannot be judged: those of an earlier
-/// version, or of a container.
+/// Areas mounted below `base` that belong to no job of this store, and whose owner cannot be judged: those of an
+/// earlier version, or of a container.
 #[must_use]
 pub fn strangers(base: &Path, store: &Store) -> Vec<PathBuf> {
     let jobs = store.jobs().unwrap_or_default().into_iter().filter_map(|job| store.job(&job).ok());

@@ -6,9 +6,9 @@
 //! always locked too early.
 //!
 //! So ranks that lock early are unlocked again while the other lock requests stay pending. This is done in two forms,
-//! in turn. Short: the rank starts the work that it was about to start, and is asked again before it starts more. Long:
-//! until the others are locked; late ranks catch up, which can take a while, and are asked again then. A rank that got
-//! ahead is waited for in the same manner, until all are locked or the time limit is reached.
+//! in turn. Short: the rank starts its next work, and is asked again before it starts more. Long: the ranks run until
+//! the others are locked. Late ranks catch up, which can take a while, and are then asked again. Ranks that got ahead
+//! are treated in the same way, until all are locked or the time limit is reached.
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -19,9 +19,9 @@ use std::time::{Duration, Instant};
 const BRIEF: Duration = Duration::from_millis(25);
 
 /// The sequence of turns: short ones, then a long one, which waits as long as the short ones together. Their number
-/// doubles each time. A long turn waits at least a third of the time that has passed. A process that is late may simply
-/// have much work, and unlocking the others only gives them more: if none waits for another, but each has work for a
-/// second, only a long turn locks all.
+/// doubles each time. A long turn waits at least a third of the time that has passed. A late process may simply have
+/// much work, and unlocking the others only gives them more. If each has work for a second and none waits for another,
+/// only a long turn locks all.
 #[derive(Debug)]
 struct Turns {
     brief_ones: u32,
