@@ -347,7 +347,7 @@ fn memory_of_a_dead_supervisor_is_found_from_any_store() {
     assert!(said.contains(&format!("job j in {}", lab.store().display())) && said.contains("rekindle prune"), "{said}");
     let doctor = lab.rekindle(&["doctor", "--store", text(&other)]);
     let doctor = String::from_utf8_lossy(&doctor.stdout).into_owned();
-    assert!(doctor.contains("left-behind") && doctor.contains("supervisor that is gone"), "{doctor}");
+    assert!(doctor.contains("left-behind") && doctor.contains("a dead supervisor left"), "{doctor}");
     let plan: Value = serde_json::from_str(&from_other(&["prune", "--dry-run", "--json"])).unwrap();
     assert_eq!(
         (&plan[0]["job"], &plan[0]["image"], &plan[0]["action"]),
