@@ -228,7 +228,11 @@ fn a_job_is_removed_with_all_that_it_left() {
     lab.run(["true"]).ends_with(0);
     std::fs::rename(lab.store().join("j"), lab.store().join(".del-j")).unwrap();
     let (_, said) = lab.run(["true"]).ends_with(0);
-    assert!(said.contains("half removed") && !lab.store().join(".del-j").exists(), "{said}");
+    assert!(
+        said.contains("the removal of an earlier job of that name was interrupted")
+            && !lab.store().join(".del-j").exists(),
+        "{said}"
+    );
 }
 
 /// Runs rekindle with a terminal that is closed as soon as it has ended; its exit code and what it said.

@@ -1,4 +1,4 @@
-//! What must hold after every event. It knows the whole world, and no history of the product's own thoughts.
+//! The rules that are checked after every event. The oracle sees the whole model, but not what the product remembers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -9,19 +9,19 @@ use super::coordinator::Coordinator;
 use super::node::{Cable, Node, Piece};
 use crate::documents::{End, Epoch, From, Goal, GroupImage, Incarnation, Number, Part, Plan, Rank, View};
 
-/// No job is without its cable for longer.
+/// The longest time without a cable.
 const LONGEST_OUT: Duration = Duration::from_secs(75);
 
-/// Disturbances count for this long: steps that take too long may be their consequence.
+/// A disturbance can let a step take too long for this time.
 const ECHO: Duration = Duration::from_secs(40);
 
-/// A snapshot: numbers begin anew if the coordinator loses its data.
+/// A snapshot. Numbers begin anew if the coordinator loses its data.
 type Cut = (Incarnation, Epoch, Number);
 
-/// One dump: its time, and since when the cable was out.
+/// One dump: its time, and when the cable was pulled.
 #[derive(Debug, Clone, Copy)]
 struct Dump {
-    /// The snapshot that it was made for.
+    /// The snapshot that it belongs to.
     cut: Cut,
     out: Option<Instant>,
     at: Instant,
@@ -39,9 +39,9 @@ pub(super) struct Oracle {
     /// When each cable was plugged in.
     plugs: BTreeMap<Rank, Vec<Instant>>,
     durable: BTreeSet<(Rank, Number, String)>,
-    /// All that were committed and not removed by the leader.
+    /// All committed group images that the leader has not removed.
     committed: BTreeMap<Number, GroupImage>,
-    /// Parts that were removed; checked against the records.
+    /// Removed parts, to be compared with the records.
     forgotten: Vec<(Rank, Number)>,
     completed: Option<Epoch>,
     failures: u64,
@@ -51,12 +51,12 @@ pub(super) struct Oracle {
     disturbed_until: Instant,
 }
 
-/// What was lost by faults, and that the run ended for it.
+/// What was lost by faults, and whether the run ended because of it.
 #[derive(Debug, Default)]
 struct Losses {
     disk: bool,
     memory: bool,
-    /// Of the coordinator.
+    /// The coordinator's data was lost.
     records: bool,
     /// The run ended because parts are missing.
     missing: bool,
@@ -163,7 +163,7 @@ impl Oracle {
         self.disturbed_until = self.disturbed_until.max(until);
     }
 
-    // ---- what must hold ----
+    // ---- rules ----
 
     pub(super) fn look(
         &mut self,
@@ -186,9 +186,9 @@ impl Oracle {
             match end {
                 End::Completed if self.completed.is_none() => return Err("it is said to be completed".into()),
                 End::Failed { why } if self.failures == 0 => return Err(format!("it is said to have failed: {why}")),
-                // The others may be gone for good: they were told to stop when this one was away.
-                End::Missing { why } if why.contains("did not come") => {}
-                // Two machines claim the rank, since one was taken for lost.
+                // The others may have left: they were told to stop while this one was away.
+                End::Missing { why } if why.contains("did not join in time") => {}
+                // Two machines claim the rank, because one was believed to be lost.
                 End::Missing { why }
                     if why.contains("another supervisor") && nodes.iter().any(|it| it.trouble.replaced) => {}
                 End::Missing { why }
@@ -244,7 +244,7 @@ impl Oracle {
         Ok(())
     }
 
-    /// Nothing crossed the cut: at the time of each dump all cables were out, and had been so at all dumps before.
+    /// Nothing crossed the cut: all cables were out from before the first dump until after the last.
     fn is_consistent(&self, number: Number, image: &GroupImage, nodes: &[Node]) -> Result<(), String> {
         if nodes.iter().any(|node| !image.parts.contains_key(&node.rank)) {
             return Err(format!("{number} has {} parts", image.parts.len()));
@@ -316,7 +316,8 @@ impl Oracle {
             }
             Goal::Abort { .. } => facts.aborted += 1,
             Goal::Gather { why }
-                if (why.contains("in time") || why.contains("did not run on")) && now > self.disturbed_until + ECHO =>
+                if (why.contains("in time") || why.contains("not running again"))
+                    && now > self.disturbed_until + ECHO =>
             {
                 return Err(format!("the job was harmed without a reason: {why}"));
             }
@@ -329,7 +330,7 @@ impl Oracle {
 /// No two epochs run at once, and no cable stays out.
 fn one_epoch(now: Instant, nodes: &[Node]) -> Result<(), String> {
     let mut first: Option<(Rank, Epoch)> = None;
-    // A machine that stands still does nothing.
+    // A paused machine does nothing.
     for node in nodes.iter().filter(|node| !node.is_paused(now)) {
         let Some(job) = &node.job else { continue };
         match first {

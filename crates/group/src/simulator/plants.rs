@@ -1,5 +1,5 @@
-//! Bugs that are planted in the model of a machine or of the coordinator, to test that the simulator finds them. Each is
-//! one that is easy to make around the protocol.
+//! Bugs that are planted in the model of a machine or of the coordinator, to test that the simulator finds them. They
+//! are typical mistakes in an implementation of the protocol.
 
 /// A bug.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,7 +24,7 @@ pub(crate) enum Plant {
     UnguardedPlan,
     /// A part is removed when its snapshot is not the newest any more.
     EagerRemoval,
-    /// Whoever is gone is believed to have ended its job, though the coordinator may end leases early.
+    /// A lost member is believed to have ended its job, although the coordinator may end leases early.
     GoneIsOver,
 }
 
