@@ -49,7 +49,8 @@ impl fmt::Display for Epoch {
 pub struct Part {
     /// The name of the image in the member's store.
     pub image: String,
-    /// The hash of its manifest, which tells this part from another image of the same name.
+    /// A random 128-bit mark, made at [`Goal::Prepare`] and kept in the image: another image of the same name is not this
+    /// part. A hash of the manifest would not do, because storing an image rewrites its manifest.
     pub digest: String,
 }
 
@@ -126,7 +127,10 @@ pub enum State {
     Ready,
     /// It runs.
     Running,
-    /// It has reached the cut, and its cable is out.
+    /// It has reached the cut, and its processes are locked. Its cable is still in: another member may need data that
+    /// is on its way from here to reach the cut.
+    Locked(Number),
+    /// It is locked, and its cable is out.
     Quiet(Number),
     /// It was dumped; its cable is still out.
     Dumped(Number, Part),
@@ -256,8 +260,10 @@ pub enum Goal {
     Start(From),
     /// Plug the cable in and run.
     Run,
-    /// Reach the cut, then pull the cable.
+    /// Reach the cut and lock the processes. The cable stays in.
     Prepare(Number),
+    /// All are locked: pull the cable.
+    Pull(Number),
     /// Dump.
     Dump(Number),
     /// Keep the part, plug the cable in and run.

@@ -12,6 +12,7 @@ use crate::documents::{
 };
 use crate::images;
 use crate::machine::{Options, Write};
+use crate::requests::admits;
 
 /// Points against a group image if an epoch that started from it fails, early or later, before a newer one was taken.
 const FAILED_EARLY: u32 = 2;
@@ -201,10 +202,22 @@ impl Leading {
                 let number = *number;
                 if let Some(why) = refusal(&hands, number) {
                     next.goal = Goal::Abort { number, why };
+                } else if all(&|it| it.state == State::Locked(number)) {
+                    next.goal = Goal::Pull(number);
+                } else if self.is_due(since + options.limits.prepare, now) {
+                    next.goal = Goal::Abort { number, why: format!("not locked in time: {}", late(&hands, plan)) };
+                }
+                self.asked(view, plan, next, now);
+            }
+            Goal::Pull(number) => {
+                let number = *number;
+                if let Some(why) = refusal(&hands, number) {
+                    next.goal = Goal::Abort { number, why };
                 } else if all(&|it| it.state == State::Quiet(number)) {
                     next.goal = Goal::Dump(number);
                 } else if self.is_due(since + options.limits.prepare, now) {
-                    next.goal = Goal::Abort { number, why: format!("not prepared in time: {}", late(&hands, plan)) };
+                    let why = format!("the cable is not out in time: {}", late(&hands, plan));
+                    next.goal = Goal::Abort { number, why };
                 }
                 self.asked(view, plan, next, now);
             }
@@ -375,26 +388,20 @@ impl Leading {
         let new = view.members.values().filter_map(|report| Some((report.incarnation, report.asked.as_ref()?)));
         let mut new = new.filter(|(who, asked)| plan.served.get(who).is_none_or(|served| *served < asked.number));
         let Some((who, asked)) = new.next() else { return };
-        let stopping = matches!(plan.then, Then::Stop { .. });
         match (&asked.ask, &plan.goal) {
+            (ask, _) if admits(view, ask).is_err() => {}
             (Ask::StopNow { requeue }, _) => next.goal = end(view, next, End::Stopped { requeue: *requeue }),
             (Ask::Stop { requeue, within }, _) => {
                 next.then = Then::Stop { requeue: *requeue };
                 self.stop_by = Some(now + *within);
             }
-            // Not yet: it is carried out when the job runs.
-            (Ask::Snapshot | Ask::Suspend, Goal::Start(_) | Goal::Resume(_) | Goal::Abort { .. }) if !stopping => {
-                return;
-            }
-            (Ask::Snapshot, Goal::Run) if !stopping => self.wanted = true,
-            (Ask::Suspend, Goal::Run | Goal::Prepare(_) | Goal::Dump(_)) if !stopping => next.then = Then::Suspend,
-            (Ask::Suspend, Goal::Gather { .. }) if !stopping => next.goal = Goal::Suspended,
-            (Ask::Resume, Goal::Suspended) if !stopping => {
-                (next.goal, next.then) = (Goal::Gather { why: "resumed".into() }, Then::RunOn);
-            }
-            (Ask::Rewind(to), _)
-                if !stopping && view.images.get(to).is_some_and(|image| images::is_there(view, &image.value)) =>
-            {
+            // Not yet: it is served when the job runs.
+            (Ask::Snapshot | Ask::Suspend, Goal::Start(_) | Goal::Resume(_) | Goal::Abort { .. }) => return,
+            (Ask::Snapshot, _) => self.wanted = true,
+            (Ask::Suspend, Goal::Gather { .. }) => next.goal = Goal::Suspended,
+            (Ask::Suspend, _) => next.then = Then::Suspend,
+            (Ask::Resume, _) => (next.goal, next.then) = (Goal::Gather { why: "resumed".into() }, Then::RunOn),
+            (Ask::Rewind(to), _) => {
                 next.next = unused(view, plan);
                 // It may be one that an earlier rewind abandoned: images abandoned since it was taken are usable again.
                 next.left.retain(|left| left.before <= *to);
@@ -403,7 +410,6 @@ impl Leading {
                 next.goal = Goal::Gather { why: format!("rewound to {to}") };
                 next.then = Then::RunOn;
             }
-            _ => {}
         }
         next.served.retain(|incarnation, _| view.members.values().any(|report| report.incarnation == *incarnation));
         next.served.insert(who, asked.number);
@@ -485,7 +491,8 @@ fn late(hands: &[Hand<'_>], plan: &Plan) -> String {
         let done = |report: &Report| match (&plan.goal, &report.state) {
             _ if report.seen < plan.serial => false,
             (Goal::Start(_), State::Ready) | (Goal::Resume(_) | Goal::Abort { .. }, State::Running) => true,
-            (Goal::Prepare(number), State::Quiet(quiet)) => number == quiet,
+            (Goal::Prepare(number), State::Locked(locked)) => number == locked,
+            (Goal::Pull(number), State::Quiet(quiet)) => number == quiet,
             (Goal::Dump(number), State::Dumped(dumped, _)) => number == dumped,
             _ => false,
         };

@@ -45,7 +45,7 @@ pub struct Limits {
     pub wait: Duration,
     /// Until all jobs are ready.
     pub start: Duration,
-    /// From the order to reach the cut until all cables are out.
+    /// From the order to reach the cut until all are locked, and as long again until all cables are out.
     pub prepare: Duration,
     /// Until all are dumped.
     pub dump: Duration,
@@ -103,7 +103,9 @@ pub enum Answer {
 pub enum Local {
     /// It was started; its cable is out.
     Started,
-    /// It reached the cut; its cable is out.
+    /// It reached the cut and is locked; its cable is in.
+    Locked(Number),
+    /// It is locked, and its cable is out.
     Quiet(Number),
     /// It was dumped and continues; its cable is still out.
     Dumped(Number, Part),
@@ -191,8 +193,10 @@ pub enum Order {
     },
     /// Plug the cable in.
     Plug,
-    /// Reach the cut and pull the cable. Answer: [`Local::Quiet`] or [`Local::Refused`].
+    /// Reach the cut and lock the processes, with the cable in. Answer: [`Local::Locked`] or [`Local::Refused`].
     Prepare(Number),
+    /// Pull the cable. Answer: [`Local::Quiet`] or [`Local::Refused`].
+    Pull(Number),
     /// Dump. Answer: [`Local::Dumped`] or [`Local::Refused`].
     Dump(Number),
     /// Keep the part, store it in the background, and plug the cable in. Answer, later: [`Local::Stored`] or

@@ -19,6 +19,8 @@ enum Job {
     /// Runs, after it did not take part in this snapshot.
     Refused(Number, String),
     Preparing(Number),
+    Locked(Number),
+    Pulling(Number),
     Quiet(Number),
     Dumping(Number),
     Dumped(Number, Part),
@@ -36,9 +38,8 @@ impl Job {
     /// The snapshot in progress.
     fn snapshot(&self) -> Option<Number> {
         match self {
-            Job::Preparing(number) | Job::Quiet(number) | Job::Dumping(number) | Job::Dumped(number, _) => {
-                Some(*number)
-            }
+            Job::Preparing(number) | Job::Locked(number) | Job::Pulling(number) => Some(*number),
+            Job::Quiet(number) | Job::Dumping(number) | Job::Dumped(number, _) => Some(*number),
             _ => None,
         }
     }
@@ -50,6 +51,7 @@ impl Job {
             Job::Ready => State::Ready,
             Job::Running | Job::Preparing(_) => State::Running,
             Job::Refused(number, why) => State::Refused(*number, why.clone()),
+            Job::Locked(number) | Job::Pulling(number) => State::Locked(*number),
             Job::Quiet(number) | Job::Dumping(number) | Job::Aborting(number) => State::Quiet(*number),
             Job::Dumped(number, part) => State::Dumped(*number, part.clone()),
             Job::Ending => State::Ending,
@@ -166,7 +168,8 @@ impl Member {
     pub(crate) fn happened(&mut self, local: Local) {
         match (local, &self.job) {
             (Local::Started, Job::Starting) => self.job = Job::Ready,
-            (Local::Quiet(number), Job::Preparing(wanted)) if number == *wanted => self.job = Job::Quiet(number),
+            (Local::Locked(number), Job::Preparing(wanted)) if number == *wanted => self.job = Job::Locked(number),
+            (Local::Quiet(number), Job::Pulling(wanted)) if number == *wanted => self.job = Job::Quiet(number),
             (Local::Dumped(number, part), Job::Dumping(wanted)) if number == *wanted => {
                 self.job = Job::Dumped(number, part);
             }
@@ -257,7 +260,7 @@ impl Member {
     /// A snapshot that the plan no longer names is over. Its part is kept if the group image was recorded.
     fn settle_snapshot(&mut self, view: &View, plan: &Plan, orders: &mut Vec<Order>) {
         let (Some(number), true) = (self.job.snapshot(), plan.epoch == self.epoch) else { return };
-        if matches!(plan.goal, Goal::Prepare(wanted) | Goal::Dump(wanted) if wanted == number) {
+        if matches!(plan.goal, Goal::Prepare(wanted) | Goal::Pull(wanted) | Goal::Dump(wanted) if wanted == number) {
             return;
         }
         let recorded = view.images.get(&number).and_then(|image| image.value.parts.get(&self.rank));
@@ -302,11 +305,17 @@ impl Member {
                     orders.push(Order::Prepare(*number));
                 }
             }
+            (Goal::Pull(number), Job::Locked(locked)) if number == locked => {
+                self.job = Job::Pulling(*number);
+                orders.push(Order::Pull(*number));
+            }
             (Goal::Dump(number), Job::Quiet(quiet)) if number == quiet => {
                 self.job = Job::Dumping(*number);
                 orders.push(Order::Dump(*number));
             }
-            (Goal::Dump(number), Job::Running) => self.job = Job::Refused(*number, "it was not prepared".into()),
+            (Goal::Pull(number) | Goal::Dump(number), Job::Running) => {
+                self.job = Job::Refused(*number, "it was not prepared".into());
+            }
             (Goal::Run, Job::Refused(..)) => self.job = Job::Running,
             (Goal::End(end), Job::None | Job::Over(_)) if !self.finished && self.storing.is_empty() => {
                 self.finished = true;

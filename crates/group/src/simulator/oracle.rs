@@ -15,11 +15,14 @@ const LONGEST_OUT: Duration = Duration::from_secs(75);
 /// A disturbance can let a step take too long for this time.
 const ECHO: Duration = Duration::from_secs(40);
 
+/// A snapshot. Numbers begin anew if the coordinator loses its data.
+type Cut = (Incarnation, Epoch, Number);
+
 /// One dump: its time, and when the cable was pulled.
 #[derive(Debug, Clone, Copy)]
 struct Dump {
     /// The snapshot that it belongs to.
-    cut: (Incarnation, Epoch, Number),
+    cut: Cut,
     out: Option<Instant>,
     at: Instant,
 }
@@ -29,6 +32,10 @@ pub(super) struct Oracle {
     seen: Option<Arc<View>>,
     /// By rank and digest.
     dumps: BTreeMap<(Rank, String), Dump>,
+    /// The ranks that were locked for each snapshot.
+    locks: BTreeMap<Cut, BTreeSet<Rank>>,
+    /// Cables that were pulled although not all were locked.
+    early: Vec<(Rank, Number)>,
     /// When each cable was plugged in.
     plugs: BTreeMap<Rank, Vec<Instant>>,
     durable: BTreeSet<(Rank, Number, String)>,
@@ -60,6 +67,8 @@ impl Oracle {
         Oracle {
             seen: None,
             dumps: BTreeMap::new(),
+            locks: BTreeMap::new(),
+            early: Vec::new(),
             plugs: BTreeMap::new(),
             durable: BTreeSet::new(),
             committed: BTreeMap::new(),
@@ -83,6 +92,20 @@ impl Oracle {
         };
         let dump = Dump { cut: (job.origin, job.epoch, number), out, at };
         self.dumps.insert((node.rank, part.digest.clone()), dump);
+    }
+
+    pub(super) fn locks(&mut self, number: Number, node: &Node) {
+        let Some(job) = &node.job else { return };
+        self.locks.entry((job.origin, job.epoch, number)).or_default().insert(node.rank);
+    }
+
+    /// Its cable is pulled. Those that were locked may have given up by now: they were at rest all the same.
+    pub(super) fn unplugs(&mut self, size: u32, node: &Node) {
+        let Some((job, number)) = node.job.as_ref().and_then(|job| Some((job, job.snapshot?))) else { return };
+        let locked = self.locks.get(&(job.origin, job.epoch, number));
+        if !locked.is_some_and(|ranks| (0..size).all(|rank| ranks.contains(&Rank(rank)))) {
+            self.early.push((node.rank, number));
+        }
     }
 
     pub(super) fn plugs(&mut self, rank: Rank, at: Instant) {
@@ -155,6 +178,9 @@ impl Oracle {
             if coordinator.view.images.contains_key(&number) {
                 return Err(format!("{rank} removed its part of {number}, which is recorded"));
             }
+        }
+        if let Some((rank, number)) = self.early.first() {
+            return Err(format!("{number}: {rank} pulled its cable before all were locked"));
         }
         for end in std::mem::take(&mut self.ends) {
             match end {

@@ -14,6 +14,8 @@ pub(crate) enum Plant {
     CableInTooEarly,
     /// A machine dumps before its cable is out.
     CableOutTooLate,
+    /// A machine pulls its cable as soon as it is locked itself.
+    CableOutBeforeLocked,
     /// A machine restores its newest part, not the one of the group image.
     MixedParts,
     /// An order to abort a snapshot is lost.
@@ -26,13 +28,14 @@ pub(crate) enum Plant {
     GoneIsOver,
 }
 
-/// All bugs.
-pub(super) const ALL: [Plant; 10] = [
+/// All of them.
+pub(super) const ALL: [Plant; 11] = [
     Plant::LostFence,
     Plant::LeaseFromTheAnswer,
     Plant::CommitBeforeStored,
     Plant::CableInTooEarly,
     Plant::CableOutTooLate,
+    Plant::CableOutBeforeLocked,
     Plant::MixedParts,
     Plant::LostAbort,
     Plant::UnguardedPlan,

@@ -64,7 +64,8 @@ pub(super) enum Request {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Step {
     Start,
-    Quiet(Number),
+    Lock(Number),
+    Pull(Number),
     CableOut,
     Dump(Number),
     Abort(Number),
@@ -496,11 +497,12 @@ impl World {
             Order::Plug => self.plug(at, None),
             Order::Prepare(number) => {
                 self.nodes[at].job.iter_mut().for_each(|job| job.snapshot = Some(number));
+                self.job_step(at, 5, 2000, Step::Lock(number));
+            }
+            Order::Pull(number) => {
+                self.job_step(at, 1, 50, Step::Pull(number));
                 if self.plant == Some(Plant::CableOutTooLate) {
-                    self.job_step(at, 5, 100, Step::Quiet(number));
                     self.job_step(at, 200, 1500, Step::CableOut);
-                } else {
-                    self.job_step(at, 5, 2000, Step::Quiet(number));
                 }
             }
             Order::Dump(number) => self.job_step(at, 100, 2500, Step::Dump(number)),
@@ -612,9 +614,22 @@ impl World {
         let (epoch, origin) = (job.epoch, job.origin);
         match step {
             Step::Start => self.started(at),
-            Step::Quiet(number) if job.snapshot == Some(number) => {
-                let local = if self.trouble.refusing.contains(&at) && self.random.chance(70) {
+            Step::Lock(number) if job.snapshot == Some(number) => {
+                let local = if self.trouble.refusing.contains(&at) && self.random.chance(60) {
                     Local::Refused(number, "it does not come to rest".into())
+                } else {
+                    self.oracle.locks(number, &self.nodes[at]);
+                    if self.plant == Some(Plant::CableOutBeforeLocked) {
+                        self.unplug(at);
+                    }
+                    Local::Locked(number)
+                };
+                self.hears(at, Event::Local(local));
+            }
+            Step::Pull(number) if job.snapshot == Some(number) => {
+                let local = if self.trouble.refusing.contains(&at) && self.random.chance(30) {
+                    self.plug(at, None);
+                    Local::Refused(number, "its cable is stuck".into())
                 } else {
                     if self.plant != Some(Plant::CableOutTooLate) {
                         self.unplug(at);
@@ -658,6 +673,7 @@ impl World {
         if let Some(job) = &mut self.nodes[at].job {
             job.cable = Cable::Out(self.now);
         }
+        self.oracle.unplugs(self.size, &self.nodes[at]);
     }
 
     fn started(&mut self, at: usize) {
