@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # checkpoint-sample.sh: takes a CUDA process with a known pattern in GPU memory through lock, checkpoint, restore and
 # unlock by `rekindle cuda`, prints state and milliseconds after each step, and hashes the GPU memory before and after.
-# Needs root, an NVIDIA GPU with driver 570 or newer, and nvcc; builds rekindle where no binary is named.
+# Needs root, an NVIDIA GPU with driver 570 or newer, and nvcc. Builds rekindle unless a binary is named.
 #
 #   examples/checkpoint-sample.sh [--rekindle FILE] [--mib N] [--rounds N]
 #
-# --rekindle FILE   use this binary, build none
+# --rekindle FILE   use this binary instead of building one
 # --mib N           size of the buffer in GPU memory, 256 by default
-# --rounds N        how often it goes round, 3 by default
-# Exits 0 when every hash is the first one, 1 when one differs or a step fails, 69 when something needed is missing.
+# --rounds N        number of rounds, 3 by default
+# Exits 0 if all hashes are equal, 1 if one differs or a step fails, 69 if something is missing.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)

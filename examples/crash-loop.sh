@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# crash-loop.sh: what rekindle does with a job that dies again and again. Needs root; builds rekindle and gets CRIU where
-# they are missing. Takes about a minute.
+# crash-loop.sh: shows what rekindle does with a job that dies again and again. Needs root; builds rekindle and installs
+# CRIU if they are missing. Takes about a minute.
 #
-#   examples/crash-loop.sh [--rekindle FILE]      FILE: use this binary, build none
+#   examples/crash-loop.sh [--rekindle FILE]      FILE: use this binary instead of building one
 #
-# Scene 1: the state of the job goes bad, some images hold the bad state, and only later does it crash. The newest images
-#          crash at once again and are set aside, one after the other, until an older one is sound. The job ends well.
-# Scene 2: it crashes whatever it is started from. All images are set aside, then it starts from the beginning, then
-#          rekindle gives up and says why.
-# Lines that begin with "job" come from the job, those with "   " from this script, all others are rekindle's own.
-# Exits 0 when both scenes went that way.
+# Scene 1: the job's state goes bad, and some images contain the bad state before the job crashes. Restored from one of
+#          them, the job crashes at once. rekindle sets these images aside, newest first, until an older one works. The job
+#          completes.
+# Scene 2: the job always crashes. rekindle sets all images aside, starts the job from the beginning, then gives up and
+#          says why.
+# Lines that begin with "job" are from the job, lines that begin with "   " from this script, all others from rekindle.
+# Exits 0 if both scenes went like this.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
@@ -28,7 +29,7 @@ clean_up() {
   local status=$?
   trap - EXIT
   if [ -n "$supervisor" ] && kill -0 "$supervisor" 2>/dev/null; then
-    # The job goes with it.
+    # The job ends with it.
     kill -9 "$supervisor" 2>/dev/null || true
     wait "$supervisor" 2>/dev/null || true
   fi
@@ -52,8 +53,8 @@ fi
 "$root/scripts/deps.sh" criu
 export REKINDLE_CRIU=${REKINDLE_CRIU:-$root/.deps/criu/criu}
 
-# The job counts in memory. `poison` makes its state bad for good, as a flipped bit would; `trigger` is the moment at
-# which a bad state hurts; `doom` hurts any.
+# The job counts in memory. `poison` makes its state bad for good, as a flipped bit would. At `trigger` a job with a bad
+# state crashes. `doom` crashes any job.
 cat >"$work/job.sh" <<'JOB'
 count=0 state=sound
 echo "job    starts at 0"
@@ -73,7 +74,7 @@ done
 echo "job    at $count: done, its state is $state"
 JOB
 
-# Short times, so that one can watch. In earnest they are minutes.
+# Short times for this demonstration. A real job has minutes.
 cat >"$work/config.toml" <<CONFIG
 version = 1
 
@@ -85,15 +86,15 @@ interval = "2s"
 
 [store]
 directory = "$work/store"
-# One sound image and two bad ones, and room for one that comes in between.
+# Room for one good image, two bad ones, and one more.
 keep-last = 4
 
 [restart]
 backoff = "200ms"
 backoff-max = "500ms"
-# A job that dies sooner than this after a restore has died "at once". Twice, and the image is set aside.
+# A job that dies sooner than this after a restore has died "at once". After the second time the image is set aside.
 min-uptime = "4s"
-# Enough for every image twice and a start from the beginning.
+# Enough to try every image twice and to start from the beginning.
 max-restarts = 12
 window = "10m"
 cold-start = "allow"

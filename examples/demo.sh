@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# demo.sh: trains a classifier under rekindle, kills it hard three times, and compares what comes out with an undisturbed
-# run, bit for bit. Needs Debian or Ubuntu, root and a Rust toolchain; gets the rest itself (into .deps) and takes two
-# minutes once things are built. With an NVIDIA GPU and PyTorch it does the same there.
+# demo.sh: trains a classifier under rekindle, kills it three times, and compares the result with an undisturbed run,
+# bit for bit. Needs Debian or Ubuntu, root and a Rust toolchain; installs the rest itself (in .deps). Takes two minutes
+# once everything is built. With an NVIDIA GPU and PyTorch it does the same there.
 #
 #   examples/demo.sh [--seconds N] [--gib N] [--only cpu|gpu] [--keep] [--rekindle FILE]
 #
-#   --seconds N      how long one training run is stretched to (30)
+#   --seconds N      duration of one training run (30)
 #   --gib N          device memory that the GPU job fills besides its model (2)
-#   --only cpu|gpu   one of the two; asked for gpu, a machine without one is an error
-#   --keep           leave the working folder, with rekindle's log, where it is
-#   --rekindle FILE  use this binary, build none
+#   --only cpu|gpu   run only this part; `gpu` fails on a machine without a GPU
+#   --keep           keep the working folder, with rekindle's log
+#   --rekindle FILE  use this binary instead of building one
 #
-# What is killed: the job itself, twice, each time after a new image of it was published; then rekindle. Exits 0 only when
-# every weight and every logged loss is the same and no run was started from the beginning.
+# It kills the job twice, each time after a new image was published, then rekindle. Exits 0 only if every weight and
+# every logged loss is the same and no run was started from the beginning.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
@@ -34,7 +34,7 @@ while [ $# -gt 0 ]; do
 done
 case $seconds in '' | *[!0-9]*) echo 'demo: --seconds takes a whole number' >&2; exit 2 ;; esac
 case $only in '' | cpu | gpu) ;; *) echo 'demo: --only takes cpu or gpu' >&2; exit 2 ;; esac
-# Two kills, an image before each and one after: shorter runs would be over too soon.
+# Each kill waits for a new image: a shorter run would end too soon.
 [ "$seconds" -ge 20 ] || { echo 'demo: --seconds must be at least 20' >&2; exit 2; }
 [ "$(id -u)" -eq 0 ] || { echo 'demo: run it as root: CRIU needs it to freeze and restore processes' >&2; exit 69; }
 
@@ -50,7 +50,7 @@ die() {
   exit 1
 }
 
-# --- processes: found by their place in the tree and by what they run, never by name alone
+# --- processes: found by their place in the tree and by their command line, never by name alone
 
 # descendants PID: every process below it, one a line.
 descendants() {
@@ -62,7 +62,7 @@ descendants() {
   done
 }
 
-# starttime PID: with the pid, it names one process for good (field 22 of stat; the name before it may hold blanks).
+# starttime PID: identifies a process together with its pid (field 22 of stat; the name before it may contain blanks).
 starttime() { sed 's/^.*) //' "/proc/$1/stat" 2>/dev/null | cut -d' ' -f20; }
 
 # find_job: sets `job` to PID:STARTTIME of the process below the supervisor whose command line begins with just the
@@ -85,7 +85,7 @@ remember_tree() {
   for pid in $(descendants "$supervisor"); do tree+=("$pid:$(starttime "$pid")"); done
 }
 
-# left_of_tree: those of the remembered that still live.
+# left_of_tree: the remembered processes that still live.
 left_of_tree() {
   local one pid
   for one in "${tree[@]}"; do
@@ -102,7 +102,7 @@ clean_up() {
     remember_tree
     kill -9 "$supervisor" 2>/dev/null || true
     wait "$supervisor" 2>/dev/null || true
-    # The job dies with its supervisor. If it does not, that is a fault, but none to leave running.
+    # The job dies with its supervisor. If it did not, that is a bug, but no process must be left.
     sleep 1
     for pid in $(left_of_tree); do kill -9 "$pid" 2>/dev/null || true; done
   fi
@@ -117,15 +117,16 @@ trap clean_up EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# --- what the job has done and what rekindle has kept
+# --- the job's progress, and rekindle's images
 
-# The number of epochs that the job has recorded. A restore puts the file back to what it was, so this goes down as well.
+# The number of epochs that the job has recorded. A restore also restores this file, so the number can become smaller.
 epoch() { tail -n 1 "$out/progress.txt" 2>/dev/null || true; }
 
-# images: the published ones, oldest first. The manifest is what makes a folder an image.
+# images: the published images, oldest first. A folder with a manifest is an image.
 images() { find "$store/$name/images" -mindepth 2 -maxdepth 2 -name manifest.json -printf '%T@ %h\n' 2>/dev/null | sort -n | sed 's/.*\///'; }
 
-# wait_for SECONDS WHAT COMMAND...: until the command succeeds; ends the demo when it does not, or when rekindle ended.
+# wait_for SECONDS WHAT COMMAND...: waits until the command succeeds. Ends the demo if it does not, or if rekindle
+# ended.
 wait_for() {
   local end=$((SECONDS + $1)) what=$2
   shift 2
@@ -135,7 +136,7 @@ wait_for() {
     sleep 0.02
   done
 }
-# A new image, which is one that was not there when `known` was set, of a job that has gone on since.
+# Whether there is an image that is not in `known`.
 new_image() { [ -n "$(comm -13 <(sort <<<"$known") <(images | sort))" ]; }
 other_job() { find_job && [ "$job" != "$victim" ]; }
 moved_on() { local now; now=$(epoch); [ -n "$now" ] && [ "$now" -gt "$back" ]; }
@@ -147,26 +148,27 @@ start_rekindle() {
   supervisor=$!
 }
 
-# came_back EPOCH SECONDS: after a kill at that epoch and time, waits for the job's return, says from where, and checks that it was no new start.
-came_back() {
+# was_restored EPOCH SECONDS: after a kill at that epoch and time, waits until the job runs again, reports its epoch,
+# and checks that it was not started from the beginning.
+was_restored() {
   local killed_at=$1 killed_when=$2 newest
-  wait_for 60 'the job to come back' other_job
+  wait_for 60 'the job to be restored' other_job
   back=$(epoch)
   newest=$(images | tail -n 1)
-  [ "${back:-0}" -gt 0 ] || die 'the job began at its beginning'
+  [ "${back:-0}" -gt 0 ] || die 'the job was started from the beginning'
   [ "$back" -le "$killed_at" ] || die "the job is at epoch $back, further than when it was killed: its files were not put back"
-  wait_for 60 'the job to go on' moved_on
-  # One start in the log: a job that began anew is equal in the end as well.
-  [ "$(grep -c '"start"' "$out/metrics.jsonl")" -eq 1 ] || die 'the job was started from its beginning, not from an image'
-  say "  came back at epoch $back, newest image $newest, after $(($(date +%s) - killed_when)) s; it goes on"
+  wait_for 60 'the job to continue' moved_on
+  # A job that started from the beginning would give the same result, but its log would have two starts.
+  [ "$(grep -c '"start"' "$out/metrics.jsonl")" -eq 1 ] || die 'the job was started from the beginning, not from an image'
+  say "  restored at epoch $back, newest image $newest, after $(($(date +%s) - killed_when)) s; it continues"
 }
 
-# kill_job: kills the job as soon as an image was published that is not among `known`.
+# kill_job: kills the job as soon as an image is published that is not in `known`.
 has_begun() { [ "$(epoch)" -ge 1 ] 2>/dev/null; }
 
 kill_job() {
   local at began
-  # An image of a job that is still importing its libraries would prove little.
+  # An image of a job that still imports its libraries would prove little.
   has_begun || { wait_for 120 'the first epoch' has_begun; known=$(images); }
   wait_for 90 'a new image' new_image
   find_job || die 'the job is not there to be killed'
@@ -176,7 +178,7 @@ kill_job() {
   at=$(epoch)
   say "  kill -9 of the job, process ${victim%%:*}, at epoch $at (images: $(images | wc -l))"
   known=$(images)
-  came_back "$at" "$began"
+  was_restored "$at" "$began"
 }
 
 kill_rekindle() {
@@ -197,10 +199,10 @@ kill_rekindle() {
   done
   say '  the job went with it; the same command again'
   start_rekindle
-  came_back "$at" "$began"
+  was_restored "$at" "$began"
 }
 
-# case_of NAME PYTHON SCRIPT ARGS...: the whole comparison for one job. Its own arguments come before --out.
+# case_of NAME PYTHON SCRIPT ARGS...: the whole comparison for one job. ARGS are passed before --out.
 case_of() {
   name=$1 python=$2 script=$3
   shift 3
@@ -222,7 +224,7 @@ case_of() {
   kill_rekindle
   end=$((SECONDS + seconds * 4 + 120))
   while kill -0 "$supervisor" 2>/dev/null; do
-    [ "$SECONDS" -lt "$end" ] || die 'the job does not come to its end'
+    [ "$SECONDS" -lt "$end" ] || die 'the job does not end'
     sleep 0.2
   done
   status=0
@@ -231,7 +233,7 @@ case_of() {
   [ "$status" -eq 0 ] || die "rekindle ended with $status"
   say "  done after $((SECONDS - began)) s, killed three times"
 
-  # The log names each epoch once and one start: a run from the beginning would show.
+  # The log has each epoch once, and one start: a second start would show.
   cmp "$reference/metrics.jsonl" "$out/metrics.jsonl" || die 'the logged losses differ from those of the undisturbed run'
   cmp "$reference/progress.txt" "$out/progress.txt" || die 'the progress file differs from that of the undisturbed run'
   cmp "$reference/weights.bin" "$out/weights.bin" || die 'the weights differ from those of the undisturbed run'
@@ -251,7 +253,7 @@ fi
 "$root/scripts/deps.sh" criu
 export REKINDLE_CRIU=${REKINDLE_CRIU:-$root/.deps/criu/criu}
 
-# The Python that has PyTorch and sees a GPU; its real path, because a version manager's shim is a script in between.
+# The real path of the Python that has PyTorch and sees a GPU. A version manager's shim is a script that starts it.
 torch_python() {
   timeout 120 "${REKINDLE_DEMO_PYTHON:-python3}" -c \
     'import sys, torch; torch.cuda.is_available() or sys.exit(1); print(sys.executable)' 2>/dev/null

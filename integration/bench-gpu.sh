@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# bench-gpu.sh: what a snapshot costs on a machine with an NVIDIA GPU, measured side by side in one run of 9 minutes at
-# most: the plain recipe (cuda-checkpoint's four actions around criu dump), rekindle without and with the interposer,
-# and what PyTorch can do by itself. Prints one table, last, in markdown. Needs root, driver 570 or newer, python3 with
+# bench-gpu.sh: measures what a snapshot costs on a machine with an NVIDIA GPU, side by side in one run of at most 9
+# minutes: the plain recipe (cuda-checkpoint's four actions around criu dump), rekindle without and with the interposer,
+# and PyTorch by itself. At the end it prints one table in markdown. Needs root, driver 570 or newer, python3 with
 # torch, and CRIU 4.2 (REKINDLE_CRIU, or .deps/criu from scripts/deps.sh).
 #
 #   integration/bench-gpu.sh [--rekindle FILE] [--sizes 1,16,64,96] [--rounds N] [--minutes M] [--dir DIR] [--logs DIR]
 #                            [--only table|steps|ddp] [--gib N]
-#   integration/bench-gpu.sh --self-test     the script itself, with the stand-in driver: no GPU and no PyTorch
+#   integration/bench-gpu.sh --self-test     tests the script with the stand-in driver, without GPU and PyTorch
 #
 # --sizes   GiB of device memory beside the network's      --rounds  snapshots of each job, 3 by default
-# --dir     where stores and plain images are written, a disk, /var/tmp by default
-# --logs    a folder that gets the logs
-# --only    the snapshots, or the time of a step between snapshots; both without it. ddp, on two GPUs: the freeze of two
-#           ranks against that of one rank, each with --gib of device memory, 16 by default
+# --dir     where stores and plain images are written: on a disk, /var/tmp by default
+# --logs    write the logs to this folder
+# --only    measure only the snapshots (table), or only the time of a step between snapshots (steps). ddp, on two GPUs:
+#           compare the freeze of two ranks with that of one, each with --gib of device memory, 16 by default
 #
-# What there is no room or time for is in the table with the reason. Exits 1 when a trial failed or changed a bit.
+# If there is no room or time for a trial, the table says why. Exits 1 if a trial failed or changed a bit.
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 target=${CARGO_TARGET_DIR:-$root/target}

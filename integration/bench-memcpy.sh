@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# bench-memcpy.sh: what the interposer costs the memcpy of a job, and what it brings the copies of the driver (a stand-in
-# for it); prints one JSON object, which bench/memcpy/main.rs describes. Needs no rights, no GPU and no CRIU.
+# bench-memcpy.sh: measures how much the interposer slows a job's memcpy, and how much it speeds up the driver's copies
+# (with a stand-in for the driver). Prints one JSON object (bench/memcpy/main.rs describes it). Needs no root, GPU or
+# CRIU.
 #
 #   integration/bench-memcpy.sh [MIB]
 set -euo pipefail

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# fuzz.sh: feeds one reader of files with bytes that nobody wrote, for a while, from the corpus that is in the repository.
+# fuzz.sh: fuzzes one reader of files, starting from the corpus in the repository.
 #
 #   integration/fuzz.sh TARGET [SECONDS [ARGUMENT...]]
 #
-# TARGET is a file of fuzz/fuzz_targets, without its ending; SECONDS are 60 unless told. ARGUMENTs go to libFuzzer. What it
-# finds new goes to fuzz/target/found/TARGET and not into the repository; an input that fails goes to
-# fuzz/target/failed/TARGET-*, and the script ends with another code than 0. It needs no cargo-fuzz and no nightly
-# toolchain, but a C++ compiler for libFuzzer.
+# TARGET is a file of fuzz/fuzz_targets, without its extension. SECONDS is 60 by default. ARGUMENTs go to libFuzzer. New
+# inputs are written to fuzz/target/found/TARGET, not to the repository. An input that fails is written to
+# fuzz/target/failed/TARGET-*, and the exit code is not 0. Needs a C++ compiler for libFuzzer, but no cargo-fuzz and no
+# nightly toolchain.
 #
-#   integration/fuzz.sh TARGET minimize    brings what is new into fuzz/corpus/TARGET, as little of it as reaches the same code
+#   integration/fuzz.sh TARGET minimize    adds the fewest new inputs that reach the same code to fuzz/corpus/TARGET
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../fuzz"
 
@@ -17,8 +17,8 @@ target=${1:?usage: fuzz.sh TARGET [SECONDS [ARGUMENT...]]}
 seconds=${2:-60}
 shift $(($# < 2 ? $# : 2))
 
-# As cargo-fuzz has it without a sanitizer: which code was reached, and what was compared with what. For the target triple
-# only, or build scripts would want libFuzzer too.
+# The flags of cargo-fuzz without a sanitizer: they record which code was reached and which values were compared. Only
+# for the target triple, or build scripts would need libFuzzer too.
 triple=$(rustc -vV | sed -n 's/^host: //p')
 flags='-Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 -Cllvm-args=-sanitizer-coverage-inline-8bit-counters'
 flags+=' -Cllvm-args=-sanitizer-coverage-pc-table -Cllvm-args=-sanitizer-coverage-trace-compares'

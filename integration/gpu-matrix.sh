@@ -1,18 +1,21 @@
 #!/usr/bin/env bash
-# gpu-matrix.sh: what people run on GPUs, each for real: snapshot, kill -9, back, and the same bits as an uninterrupted run.
-# docs/workloads.md has the lines and what was measured. Needs root, driver 570 or newer, python3 with the frameworks (a
-# line whose framework is not there says SKIP), and CRIU 4.2 (REKINDLE_CRIU, or .deps/criu from scripts/deps.sh).
+# gpu-matrix.sh: runs real GPU workloads, one for each line: snapshot, kill -9, restore, and a result that is equal to
+# an uninterrupted run's, bit for bit. docs/workloads.md has the lines and the results. Needs root, driver 570 or newer,
+# python3 with the frameworks (a line whose framework is missing prints SKIP), and CRIU 4.2 (REKINDLE_CRIU, or
+# .deps/criu from scripts/deps.sh).
 #
 #   integration/gpu-matrix.sh [--rekindle FILE] [--only LINE,...] [--jobs N] [--logs DIR] [--markdown] [--dir DIR]
 #                             [--limit SECONDS] [--minutes M] [--touch GIB]
-#   integration/gpu-matrix.sh --self-test     the script itself, with the stand-in driver and no GPU
+#   integration/gpu-matrix.sh --self-test     tests the script with the stand-in driver, without GPU
 #
-# --jobs     lines at the same time, spread over the GPUs, 4 by default; one with two GPUs counts twice
-# --limit    seconds that a line may take, 90 by default and 150 where it compiles     --minutes  all of them, 9 by default
-# --dir      where stores are, a disk, /var/tmp by default    --logs     a folder that gets a folder for each line
-# --touch    host memory to use once before, on a virtual machine that gets its own only then
+# --jobs     lines at the same time, spread over the GPUs, 4 by default; a line with two GPUs counts twice
+# --limit    time limit of a line in seconds, 90 by default, 150 if it compiles
+# --minutes  time limit of all lines, 9 by default
+# --dir      where the stores are: on a disk, /var/tmp by default
+# --logs     write a folder for each line to this folder
+# --touch    touch this much host memory first, for virtual machines that get their memory only when they use it
 #
-# Exits 0 when every line that was run did what is expected of it: managed memory is expected to be refused.
+# Exits 0 if every line did what is expected: managed memory is expected to be refused.
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 target=${CARGO_TARGET_DIR:-$root/target}

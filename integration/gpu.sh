@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# gpu.sh: the loop on a machine with an NVIDIA GPU: the counter, the process-checkpoint sample, PyTorch, JAX where it is
-# installed. Each job is killed with -9 under `rekindle run` and compared with an uninterrupted run; the table at the end
-# has the freeze by phase. Needs root, a driver of 570 or newer, nvcc, python3 with torch, and CRIU 4.2 (REKINDLE_CRIU).
+# gpu.sh: tests rekindle on a machine with an NVIDIA GPU: the counter, the process-checkpoint sample, PyTorch, and JAX
+# if it is installed. Each job runs under `rekindle run`, is killed with -9, and is compared with an uninterrupted run.
+# The table at the end has the freeze by phase. Needs root, a driver of 570 or newer, nvcc, python3 with torch, and CRIU
+# 4.2 (REKINDLE_CRIU).
 #
 #   integration/gpu.sh [--rekindle FILE] [--gib N] [--only NAME] [--logs DIR]
 #
-# Exits 0 when everything came back as it was.
+# Exits 0 if every job was restored and gave the same result.
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 rekindle=$root/target/release/rekindle gib=16 logs='' only=''

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# install.sh PACKAGE [ROOT]: from nothing to a job that was restored after kill -9, in a root folder of some distribution, or
-# in this machine's (/), with what a user types, and how long it took.
+# install.sh PACKAGE [ROOT]: installs a package, runs a job, kills it with -9 and waits until it is restored, with the
+# commands that a user types. It prints how long that took.
 #
-#   PACKAGE  a .deb, .tar.gz or .whl of scripts/package.sh; - if ROOT has rekindle, as an image of examples/deploy/Containerfile
-#   ROOT     for example made by: debootstrap --variant=minbase bookworm ROOT; for a wheel with --include=python3-venv
+#   PACKAGE  a .deb, .tar.gz or .whl of scripts/package.sh; - if ROOT contains rekindle, as a container image of
+#            examples/deploy/Containerfile does
+#   ROOT     the root folder of a distribution, by default this machine's (/). One way to make it:
+#            debootstrap --variant=minbase bookworm ROOT (for a wheel with --include=python3-venv)
 #
-# ROOT is not changed: a layer over it takes what is written, and goes with the namespaces. Its files and this machine's
-# kernel are what is tried; REKINDLE_CRIU and what this machine has installed are not there. Needs root.
+# ROOT is not changed: the script writes to a layer over it, which is removed with the namespaces. It uses the files of
+# ROOT and this machine's kernel, not REKINDLE_CRIU and not what this machine has installed. Needs root.
 # Fails if it takes more than 4 commands or 60 seconds, from the first command to the first line of the restored job.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
@@ -18,7 +20,7 @@ if [ ! -d "$root" ] || { [ ! -f "$package" ] && [ "$package" != - ]; }; then fai
 if [ -z "${REKINDLE_INSTALL_INSIDE:-}" ]; then
   work=$(mktemp -d)
   trap 'rmdir -- "$work"' EXIT
-  # Whatever happens, nothing is left: a namespace takes its processes and its mounts with it.
+  # Nothing is left in any case: processes and mounts end with their namespaces.
   REKINDLE_INSTALL_INSIDE=$work timeout -k 5 180 unshare --mount --propagation private --pid --fork --kill-child \
     integration/install.sh "$package" "$root"
   exit
@@ -53,7 +55,7 @@ inside() {
   newest() { sed -n 's/^n //p' "$1.out" | tail -n 1 | grep . || echo 0; }
   has_image() { [[ $(rekindle list count 2>/dev/null) =~ $1-[0-9]{8}T ]]; }
   counts() { [ "$(newest "$1")" -gt "$2" ]; }
-  # The shell that counts, by its place below the supervisor.
+  # The shell that counts: it is found by its place below the supervisor.
   job_of() {
     local child
     # shellcheck disable=SC2013 # the file holds words in one line
@@ -84,7 +86,7 @@ inside() {
   [ -n "$job" ] || fail 'the job was not found below its supervisor'
   # The job may be gone at once: the kernel ends it with its supervisor.
   kill -9 "$supervisor" "$job" 2>/dev/null
-  # Bash says that it was killed.
+  # Bash prints that it was killed.
   wait "$supervisor" 2>/dev/null || true
   [ ! -e "/proc/$job" ] || within 5 test ! -e "/proc/$job" || fail 'the job outlived kill -9'
   run second
@@ -92,7 +94,7 @@ inside() {
   took=$(($(now) - began))
   ! grep -qx 'n 1' second.out || fail 'the job began anew'
 
-  # By itself, when only the job is killed.
+  # If only the job is killed, rekindle restores it by itself.
   within 30 has_image 000004 || fail 'no image after the restart within 30 seconds'
   job=$(job_of "$supervisor")
   reached=$(newest second)
@@ -108,7 +110,7 @@ inside() {
     [[ $said == rekindle\ [0-9]* ]] || fail "python -m rekindle printed: $said"
   fi
 
-  # 69 where the machine lacks something, which may have nothing to do with the package; CRIU must not be that.
+  # 69: the machine lacks something, which may have nothing to do with the package. But CRIU must not be missing.
   status=0
   COLUMNS=200 rekindle doctor >doctor.log 2>&1 || status=$?
   case $status in 0 | 69) ;; *) fail "doctor: $status" ;; esac
@@ -124,7 +126,7 @@ inside() {
 }
 
 work=$REKINDLE_INSTALL_INSIDE
-# A tmpfs, as overlayfs cannot lie on itself.
+# A tmpfs, because overlayfs cannot be on an overlayfs.
 mount -t tmpfs -o mode=755 tmpfs "$work"
 mkdir "$work/upper" "$work/work" "$work/root"
 mount -t overlay overlay -o "lowerdir=$root,upperdir=$work/upper,workdir=$work/work" "$work/root"
@@ -134,7 +136,7 @@ mount --rbind /dev "$work/root/dev"
 mount -t tmpfs tmpfs "$work/root/run"
 mount -t tmpfs -o mode=1777 tmpfs "$work/root/tmp"
 [ "$package" = - ] || cp -- "$package" "$work/root/tmp/"
-# Not chroot, which a job of its own mount namespace would leave: entering one goes to its root.
+# Not chroot: a process that enters a job's mount namespace goes to the root of that namespace.
 cd "$work/root"
 pivot_root . mnt
 umount -l /mnt

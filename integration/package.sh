@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
-# package.sh [--binary FILE]: makes the packages of an executable (target/debug/rekindle without an argument) and a release of
-# them, looks at what is in them, installs and removes the Debian one in a root of its own, and uses what each brought.
+# package.sh [--binary FILE]: makes packages and a release from an executable (target/debug/rekindle by default), checks
+# their contents, installs, uses and removes the Debian package, and uses the other packages.
 #
-# That root is this machine's with a layer over it: dpkg sees the packages that are here, and nothing stays. Needs root,
-# Debian or Ubuntu, and what `scripts/deps.sh package` installs.
+# The Debian package is installed in a layer over this machine's root: dpkg sees the packages of this machine, and
+# nothing is left. Needs root, Debian or Ubuntu, and what `scripts/deps.sh package` installs.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
 binary=${CARGO_TARGET_DIR:-target}/debug/rekindle
 [ "${1:-}" != --binary ] || binary=$2
 fail() { printf 'package: FAILED: %s\n' "$*" >&2; exit 1; }
-# has PATTERN COMMAND...: what it prints has that. Read to its end, as a command may fail when nobody reads on.
+# has PATTERN COMMAND...: whether the command prints PATTERN. Reads all of it: a command may fail if nobody reads on.
 has() {
   local pattern=$1 said
   shift
   said=$("$@") && grep -q -- "$pattern" <<<"$said"
 }
 
-# A namespace of mounts takes its mounts with it; the layer lies on a tmpfs, as overlayfs cannot be on itself.
+# Mounts end with their namespace. The layer is on a tmpfs, because overlayfs cannot be on an overlayfs.
 work=${REKINDLE_PACKAGE_INSIDE:-}
 if [ -z "$work" ]; then
   work=$(mktemp -d)
@@ -30,17 +30,17 @@ mount -t tmpfs -o mode=755 tmpfs "$work"
 bundle=$PWD/.deps/bundle python=$PWD/.deps/package/bin/python
 if [ ! -d "$bundle" ] || [ ! -x "$python" ]; then fail 'run scripts/deps.sh package first'; fi
 
-# ---- a release, which makes the packages; the same bytes, wherever and by whomever it is made ----
-# Of a copy, as this tree has no dated section in its CHANGELOG.
+# ---- a release, which makes the packages: the same bytes on each machine and for each user ----
+# Made from a copy, because this tree has no dated section in its CHANGELOG.
 mkdir "$work/tree"
 git ls-files -z --cached --others --exclude-standard >"$work/files"
 tar --null --ignore-failed-read -T "$work/files" -cf - 2>/dev/null | tar -xf - -C "$work/tree"
 export SOURCE_DATE_EPOCH=1790000000
-# The sources are many and large: a file stands for them.
+# The sources are many and large: one file replaces them here.
 cp -r "$bundle" "$work/bundle"
 bundle=$work/bundle
 release() { "$work/tree/scripts/release.sh" --fast --binary "$(realpath -- "$binary")" --criu "$bundle" "$@"; }
-# refused WHY COMMAND...: it fails and says why.
+# refused WHY COMMAND...: the command must fail and print WHY.
 refused() {
   local why=$1 said
   shift
@@ -66,7 +66,7 @@ cmp "$wheel" "$work/again/${wheel##*/}" || fail 'the same source gave two wheels
 (cd "$work/dist" && sha256sum --quiet --check SHA256SUMS) || fail 'SHA256SUMS'
 [ "$(wc -l <"$work/dist/SHA256SUMS")" = 5 ] || fail "SHA256SUMS names not five files: $(cat "$work/dist/SHA256SUMS")"
 has 'of this version' tar -xOf "$work/dist/rekindle-$version-criu-source.tar" "rekindle-$version-criu-source/criu.dsc" || fail 'sources'
-# What cargo lists for the executable, and what the bundle holds, is in the list of the release.
+# The release's list has all that cargo lists for the executable, and all that the bundle contains.
 "$python" - "$work"/dist/*.cdx.json "$bundle/criu.doc/packages.txt" <(cargo tree --quiet --offline --locked --edges normal \
   --target x86_64-unknown-linux-gnu --prefix none --format '{p}' --no-dedupe | cut -d ' ' -f 1,2 | sort -u) <<'END' || fail 'the list of contents'
 import json, sys
@@ -91,13 +91,13 @@ refused 'packages promise to run with GLIBC_2.34' \
   scripts/package.sh --fast --binary "$bundle/criu.bin" --criu "$bundle" --out "$work/refused" tar
 
 # ---- the Python module ----
-# Its types hold, and they find a mistake of those who use it.
+# Its types are correct, and they find a mistake in a program that uses it.
 printf 'import rekindle\nnumber: int = rekindle.snapshot()\n' >"$work/mistaken.py"
 checked() { MYPYPATH=python "$python" -m mypy --strict --cache-dir=/dev/null "$@" 2>&1; }
 said=$(checked python/rekindle) || fail "types: $said"
 said=$(checked "$work/mistaken.py") && fail 'a mistake in the use of the module was not found'
 [[ $said == *'mistaken.py:2: error: Incompatible types'* ]] || fail "types: $said"
-# The oldest Python that it is for.
+# The oldest Python that it supports.
 "$python" -c 'import ast, sys
 for name in sys.argv[1:]: ast.parse(open(name).read(), name, feature_version=(3, 8))' python/rekindle/*.py || fail 'the module is not for Python 3.8'
 said=$("$python" -m zipfile -l "$wheel")
@@ -115,7 +115,7 @@ has '^ *interval = "10m"' shown "$work/tar/share/man/man5/rekindle.toml.5" || fa
 needed=$(objdump -p "$work/tar/bin/rekindle" | sed -n 's/^ *NEEDED *//p' | grep -vE '^(lib(c|m|gcc_s)|ld-linux-x86-64)\.so' || true)
 [ -z "$needed" ] || fail "the executable needs more than the C library: $needed"
 "$work/tar/bin/rekindle" --version >/dev/null || fail 'the executable of the tarball does not run'
-# Wherever it is unpacked, and by a link. A CRIU of the machine that is new enough comes first.
+# In any folder, and through a link. A CRIU of the machine that is new enough is used first.
 ln -s "$work/tar/bin/rekindle" "$work/link"
 if [ ! -x /usr/sbin/criu ] && [ ! -x /usr/local/sbin/criu ]; then
   said=$(env -u REKINDLE_CRIU PATH=/usr/bin:/bin COLUMNS=200 "$work/link" doctor 2>&1 || true)
@@ -130,7 +130,7 @@ mount --rbind /dev "$work/root/dev"
 mount -t tmpfs tmpfs "$work/root/run"
 mount -t tmpfs tmpfs "$work/root/tmp"
 cp "$deb" "$work/root/tmp/rekindle.deb"
-# Not chroot, which a job of its own mount namespace would leave: entering one goes to its root.
+# Not chroot: a process that enters a job's mount namespace goes to the root of that namespace.
 # shellcheck disable=SC2016 # for the shell inside
 inside() {
   unshare --mount --propagation private sh -c 'cd "$1" && shift && pivot_root . mnt && umount -l /mnt &&
@@ -140,7 +140,7 @@ inside dpkg -i /tmp/rekindle.deb >"$work/log" 2>&1 || fail "dpkg -i: $(cat "$wor
 [ "$(inside rekindle --version)" = "$("$binary" --version)" ] || fail 'the installed executable says another version'
 inside rekindle config check >/dev/null || fail 'the installed configuration is not accepted'
 has '"/etc/rekindle/rekindle.toml' inside rekindle config show --json || fail 'the installed configuration is not read'
-# 69 where the machine lacks something, which this is not about.
+# 69: the machine lacks something, which this test is not about.
 status=0
 inside rekindle doctor >"$work/log" 2>&1 || status=$?
 case $status in 0 | 69) ;; *) fail "doctor: $status $(cat "$work/log")" ;; esac
@@ -153,7 +153,7 @@ has registered inside bash -c 'complete() { [ "${!#}" != rekindle ] || echo regi
 said=$(inside systemd-analyze verify --man=no rekindle@train.service 2>&1) || fail "the unit: $said"
 [ -z "$said" ] || fail "the unit: $said"
 
-# By its file alone, as the unit does, and with the package's own CRIU.
+# With a configuration file only, as in the unit, and with the CRIU of the package.
 printf 'version = 1\n[job]\ncommand = ["/bin/echo", "it runs"]\n' >"$work/root/etc/rekindle/jobs/train.toml"
 read -ra command <<<"$(sed -n 's/^ExecStart=//; T; s/%i/train/gp' "$work/root/lib/systemd/system/rekindle@.service")"
 said=$(inside "${command[@]}" 2>&1) || fail "${command[*]}: $said"
@@ -167,8 +167,8 @@ inside dpkg -P rekindle >"$work/log" 2>&1 || fail "dpkg -P: $(cat "$work/log")"
 [ -d "$work/root/var/lib/rekindle/train" ] || fail 'purging took the store'
 [ -f "$work/root/etc/rekindle/jobs/train.toml" ] || fail "purging took a job's file"
 
-# ---- from nothing to a job that was restored, with each of them ----
-# At the same time: most of it is waiting for images.
+# ---- from nothing to a restored job, with each package ----
+# All at the same time: they mostly wait for images.
 declare -A trials
 for package in "$deb" "$tarball" "$wheel"; do
   integration/install.sh "$package" >"$work/${package##*/}.log" 2>&1 &

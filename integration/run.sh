@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
-# run.sh: gets what the tests need (scripts/deps.sh), then checks and tests everything that needs no GPU.
+# run.sh: installs what the tests need (scripts/deps.sh), then runs all checks and tests that need no GPU.
 #
 #   integration/run.sh
 #
-# REKINDLE_TEST_REQUIRE=root,criu,devices,s3,slurm,package,k8s,systemd,chromium,prometheus,uplink,databases,disks,stacks,lint,book,helm,notebook,etcd  what must be there: a test that lacks it then fails, where it would else say SKIP
-# REKINDLE_CRIU=FILE               the CRIU to test with, instead of .deps/criu/criu
+# REKINDLE_TEST_REQUIRE=root,criu,...  what must be there: a test that lacks it fails instead of printing SKIP. Values:
+#                                      root, criu, devices, s3, slurm, package, k8s, systemd, chromium, prometheus,
+#                                      uplink, databases, disks, stacks, lint, book, helm, notebook, etcd
+# REKINDLE_CRIU=FILE                   test with this CRIU instead of .deps/criu/criu
 #
-# Ends at the first failure, with a non-zero code. integration/gpu.sh is its counterpart for a machine with an NVIDIA GPU.
+# Stops at the first failure, with a non-zero exit code. Use integration/gpu.sh on a machine with an NVIDIA GPU.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 root=$PWD
 
-# A hung test must not hang whoever runs this. Far above what a step takes on a small machine with nothing built.
+# A test that hangs must not hang this script. A step takes far less, even on a small machine with nothing built.
 limit=2400
 skipped=()
 
@@ -28,7 +30,7 @@ step() {
   fi
   printf '=== %s: ok, %d s\n' "$name" $((SECONDS - began))
 }
-# skip NAME WHY: says so, and again at the end.
+# skip NAME WHY: reports that a check is left out, now and at the end.
 skip() {
   printf '\n=== %s: SKIP, %s\n' "$1" "$2"
   skipped+=("$1: $2")
@@ -165,7 +167,7 @@ step 'clippy of the reaper' cargo clippy --quiet --manifest-path native/reaper/C
 step 'clippy of the interposer' cargo clippy --quiet --manifest-path native/preload/Cargo.toml --all-targets -- -D warnings
 step 'clippy of the plugin' cargo clippy --quiet --manifest-path native/plugin/Cargo.toml --all-targets -- -D warnings
 step 'build' cargo build --quiet --workspace --locked
-# All of them, so that one run names all that fails.
+# One run names all tests that fail.
 step 'tests' cargo test --quiet --workspace --locked --no-fail-fast
 step 'tests of the interposer' cargo test --quiet --manifest-path native/preload/Cargo.toml
 step 'tests of the plugin' cargo test --quiet --manifest-path native/plugin/Cargo.toml
@@ -174,7 +176,8 @@ if [ -n "$lint" ]; then
   # cargo-deny looks at the crates of all platforms; builds have fetched those of this one only.
   step 'crates of all platforms' cargo fetch --quiet --locked
   step 'licences and sources' env PATH="$root/.deps/cargo/bin:$PATH" cargo deny --offline --log-level error check bans licenses sources
-  step 'shell scripts' shellcheck .ci/run scripts/*.sh examples/*.sh integration/*.sh
+  step 'shell scripts' shellcheck .ci/run scripts/*.sh examples/*.sh examples/deploy/*/*.sbatch \
+    integration/*.sh integration/*/*.sh
 fi
 step 'lock file of the fuzz targets' cargo tree --quiet --locked --depth 0 --manifest-path fuzz/Cargo.toml
 step 'measuring scripts' env PYTHONDONTWRITEBYTECODE=1 python3 -m unittest discover -s integration/bench
@@ -182,7 +185,7 @@ rekindle=${CARGO_TARGET_DIR:-$root/target}/debug/rekindle
 work=$(mktemp -d)
 trap 'rm -rf -- "$work"' EXIT
 if have systemd-analyze; then
-  # It wants the command to exist, and takes the name from the file.
+  # The command must exist; the unit gets its name from the file.
   for unit in rekindle.service rekindle@.service; do
     sed "s#/usr/local/bin/rekindle#$rekindle#" "config/$unit" >"$work/$unit"
     step "systemd unit $unit" systemd-analyze verify --man=no "$work/$unit"
@@ -222,7 +225,7 @@ fi
 if [ -z "$python" ]; then
   skip 'example: training' 'no Python with numpy and scikit-learn, the reason is above'
 else
-  # The demonstration compares runs: that is worth something only if two undisturbed ones are equal.
+  # The demo compares runs. That proves something only if two undisturbed runs are equal.
   for run in 1 2; do
     step "example: training, run $run" "$python" examples/digits/train.py --out "$work/train$run" --seconds 0 --epochs 10
   done
@@ -232,7 +235,7 @@ if [ "$(id -u)" -eq 0 ] && [ -n "${REKINDLE_CRIU:-}" ]; then
   step 'example: crash loop' examples/crash-loop.sh --rekindle "$rekindle"
   step 'example: demonstration' examples/demo.sh --only cpu --rekindle "$rekindle"
   step 'campaign of kills' integration/campaign/campaign.sh --kills 60 --jobs 3 --rekindle "$rekindle"
-  # Measures nothing here; it shows that the script still gets through before somebody rents a GPU for it.
+  # Shows that the script still works, before somebody rents a GPU for it. It measures nothing here.
   step 'measuring script for GPUs' integration/bench-gpu.sh --self-test --rekindle "$rekindle"
   step 'workload matrix' integration/gpu-matrix.sh --self-test --rekindle "$rekindle"
 else

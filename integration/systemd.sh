@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# systemd.sh [--binary FILE]: config/rekindle@.service under a real systemd: started, reloaded, killed, stuck, stopped with
-# a slow store, and at its end; a counting job goes on each time where it stood.
+# systemd.sh [--binary FILE]: tests config/rekindle@.service with a real systemd: the unit is started, reloaded, killed,
+# made to hang, stopped with a slow store, and completes. Each time a counting job continues where it was.
 #
-# That systemd is process 1 of a PID namespace, on this machine's root with a layer over it, of which nothing stays. Needs
-# root, systemd, overlayfs, python3 and REKINDLE_CRIU.
+# systemd is process 1 of a PID namespace, on a layer over this machine's root. Nothing of it is left. Needs root,
+# systemd, overlayfs, python3 and REKINDLE_CRIU.
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 fail() { printf 'systemd: FAILED: %s\n' "$*" >&2; exit 1; }
 
-# ---- inside: what the only unit that is started at the boot does ----
+# ---- inside: this runs as the only unit that is started at boot ----
 if [ "${1:-}" = --inside ]; then
   trap 'echo "ended with $?" >/out/rc; systemctl exit 0' EXIT
   unit=rekindle@count log=/var/lib/rekindle/count/log/stdout.log dropins=/run/systemd/system/rekindle@count.service.d
@@ -51,11 +51,11 @@ if [ "${1:-}" = --inside ]; then
   until_ 'it runs again' says 'running*'
   goes_on
 
-  # The way to the store takes longer than systemd waits by itself.
+  # Storing the image takes longer than systemd waits by itself.
   dropin $'TimeoutStopSec=2s\nEnvironment=REKINDLE_STORE_PERSIST_RATE=2MiB'
   systemctl restart "$unit"
   until_ 'it runs again' says 'running*'
-  # So that nothing of it is in an image yet.
+  # No image contains any of this data yet.
   before=$(date +%s)
   : >/out/grow
   goes_on
@@ -71,10 +71,10 @@ if [ "${1:-}" = --inside ]; then
   : >/out/finish
   until_ 'it ends' is ActiveState inactive
   is Result success || fail "the end: $(value Result)"
-  # Each number once, in order: nothing was lost and nothing done twice.
+  # Each number once, in order: nothing was lost, and nothing was done twice.
   last=$(counted)
   seq "$last" | sed 's/^/n /' | cmp - "$log" || fail 'the output is not that of an undisturbed run'
-  # As at the next boot: it has completed, so there is nothing to do.
+  # As at the next boot: the job has completed, so there is nothing to do.
   systemctl start "$unit" || fail "a completed job makes the unit fail: $(value Result)"
   until_ 'it ends' is ActiveState inactive
   is Result success || fail "the unit of a completed job: $(value Result)"
@@ -106,7 +106,7 @@ ground=$work/ground root=$work/ground/root
 mount -t tmpfs -o mode=755 tmpfs "$ground"
 mkdir "$ground/upper" "$ground/work" "$root"
 mount -t overlay overlay -o "lowerdir=/,upperdir=$ground/upper,workdir=$ground/work" "$root"
-# As container managers have it: the kernel's settings are not for the systemd in here.
+# As in container managers: this systemd must not change the kernel's settings.
 mount -t proc proc "$root/proc"
 mount --bind "$root/proc/sys" "$root/proc/sys"
 mount -o remount,bind,ro "$root/proc/sys"
@@ -126,7 +126,7 @@ mount -t tmpfs -o mode=755 tmpfs "$root/run"
 mount -t tmpfs -o mode=1777 tmpfs "$root/tmp"
 mkdir -p "$root/out" "$root/opt/tested" "$root/etc/rekindle/jobs"
 mount --bind "$work/out" "$root/out"
-# What lies on another file system is not in the layer below.
+# The layer below does not contain files of other file systems.
 install -m 755 "$binary" "$root/opt/tested/rekindle"
 criu=$REKINDLE_CRIU
 [ -x "$root$criu" ] || { cp -rL -- "$(dirname -- "$criu")" "$root/opt/tested/criu.d"; criu=/opt/tested/criu.d/${criu##*/}; }

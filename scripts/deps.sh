@@ -1,27 +1,26 @@
 #!/usr/bin/env bash
-# deps.sh [build] [python] [criu] [s3] [slurm] [package] [k8s] [browser] [prometheus] [uplink] [databases] [disks] [stacks] [lint] [book] [docs] [helm] [notebook] [etcd]: gets what the demo and the tests need on Debian or Ubuntu;
-# without arguments the first three.
-#   build   a C compiler as linker for cargo (and a look whether cargo is there)
+# deps.sh [NAME...]: installs what the demo and the tests need, on Debian or Ubuntu. Default: build python criu.
+#   build   a C compiler, which cargo links with (and checks that cargo is there)
 #   python  .deps/venv with numpy and scikit-learn as pinned in scripts/requirements.txt
 #   criu    .deps/criu/criu, at least 4.2 (scripts/install-criu.sh)
 #   s3      .deps/s3, a Python environment with an S3 server for the tests of replication
-#   slurm   Slurm's daemons and commands, for tests that start a cluster of their own
-#   package what makes the packages, .deps/bundle with the CRIU that goes into them, and what looks at them (.deps/package, a
-#           Python environment) and at the manual pages
+#   slurm   Slurm's daemons and commands, for tests that start a cluster
+#   package tools that make the packages, .deps/bundle with the CRIU that they contain, and tools that check them
+#           (.deps/package, a Python environment) and the manual pages
 #   k8s     .deps/k8s, a Python environment with the schemas of Kubernetes
-#   browser Chromium, for tests that look at the page of a report
+#   browser Chromium, for tests that open the page of a report
 #   prometheus  .deps/prometheus, a Python environment with parsers of metrics
-#   uplink  slirp4netns, for tests of jobs with a network of their own
-#   databases  PostgreSQL and Redis, as jobs
-#   disks   what makes file systems of XFS and btrfs
+#   uplink  slirp4netns, for tests of jobs in a private network
+#   databases  PostgreSQL and Redis, which tests run as jobs
+#   disks   tools that make XFS and btrfs file systems
 #   stacks  Open MPI with mpi4py, and .deps/stacks, a Python environment with LMDB and TensorBoard
-#   lint    shellcheck, and .deps/cargo/bin/cargo-deny, which takes some minutes to build
-#   book    .deps/cargo/bin/mdbook, for the site of the documents; takes a minute or two to build
-#   docs    netcat and jq, which commands in the documents use
+#   lint    shellcheck, and .deps/cargo/bin/cargo-deny (takes some minutes to build)
+#   book    .deps/cargo/bin/mdbook, for the site of the documents (takes a minute or two to build)
+#   docs    netcat and jq, for the commands in the documents
 #   helm    .deps/helm with helm, for the chart in examples/deploy
 #   notebook .deps/notebook, a Python environment with a Jupyter kernel and its client
-#   etcd    etcd and etcdctl, and openssl, for tests that start a cluster of their own
-# Installs only what is missing, and says nothing and takes no time when nothing is. Delete .deps to start anew.
+#   etcd    etcd, etcdctl and openssl, for tests that start a cluster
+# Installs only what is missing; if nothing is, it prints nothing and takes no time. Delete .deps to start from nothing.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
@@ -57,7 +56,8 @@ build() {
 # environment FOLDER REQUIREMENTS WHAT: a Python environment in .deps/FOLDER with what that file names.
 environment() {
   local venv=$deps/$1 wanted=$root/scripts/$2 stamp=$deps/$1/requirements.done
-  # The distribution's Python, not the first in PATH: a version manager's shim is a shell script and belongs to one user.
+  # The distribution's Python, not the first in PATH: a version manager's shim is a shell script and belongs to one
+  # user.
   if [ -x "$venv/bin/python" ] && cmp -s "$wanted" "$stamp" && "$venv/bin/python" -S -c '' 2>/dev/null; then return 0; fi
   packages python3 python3-venv
   say "making .deps/$1 with $3"
@@ -172,7 +172,7 @@ criu() { "$root/scripts/install-criu.sh" "$deps/criu"; }
 for what; do
   case $what in
     build | python | criu | s3 | slurm | package | k8s | browser | prometheus | uplink | databases | disks | stacks | lint | book | docs | helm | notebook | etcd) "$what" ;;
-    -h | --help) sed -n '2,23s/^# //p' "${BASH_SOURCE[0]}" ;;
+    -h | --help) sed -n '2,/^set /s/^# //p' "${BASH_SOURCE[0]}" ;;
     *) say "unknown part '$what': use build, python, criu, s3, slurm, package, k8s, browser, prometheus, uplink, databases, disks, stacks, lint, book, docs, helm, notebook or etcd"; exit 2 ;;
   esac
 done

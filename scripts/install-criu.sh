@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# install-criu.sh [--bundle [--sources]] DIR: puts a CRIU of at least 4.2 at DIR/criu, for machines whose distribution has
-# an older one.
-#   1. DIR/criu is there, runs and is new enough: nothing to do.
+# install-criu.sh [--bundle [--sources]] DIR: installs CRIU 4.2 or newer as DIR/criu, for machines whose distribution
+# has an older one. It takes the first of these that works:
+#   1. DIR/criu exists, runs and is new enough: nothing is done.
 #   2. The system has one that is new enough: DIR/criu becomes a link to it.
-#   3. The distribution's own package is new enough: it is installed, then as 2 (needs root).
-#   4. On Debian: the package and its libraries are taken from unstable, through the mirror and the keyring that this
-#      machine's apt already uses, and unpacked into DIR (about 20 MB). No package of the system is touched, and DIR
-#      may be copied to another machine of the same architecture: the C library and its loader are in it.
-# Then: REKINDLE_CRIU=DIR/criu rekindle run ..., or `path` under [criu] in the configuration.
+#   3. The distribution's package is new enough: it is installed, then DIR/criu becomes a link (needs root).
+#   4. On Debian: downloads the package and its libraries from unstable, through the mirror and the keyring that this
+#      machine's apt already uses, and unpacks them into DIR (about 20 MB). No package of the system is changed. DIR
+#      contains the C library and its loader, so it can be copied to another machine of the same architecture.
+# To use it: REKINDLE_CRIU=DIR/criu rekindle run ..., or `path` under [criu] in the configuration.
 #
-#   --bundle   for scripts/package.sh: always as 4, with DIR/criu.doc, which says what DIR holds and under which licences
-#   --sources  with --bundle: also downloads the source packages of what DIR holds, into DIR/criu.source
+#   --bundle   for scripts/package.sh: always does 4, and writes DIR/criu.doc, a list of the contents and their licences
+#   --sources  with --bundle: also downloads the source packages of the contents, into DIR/criu.source
 set -euo pipefail
 
 # Kernels from 6.16 on answer socket queries in a way that older ones of CRIU do not understand.
@@ -92,7 +92,8 @@ target=$(awk -F'|' -v release="${VERSION_CODENAME:-}" '($2 == release || $2 == "
 [ -n "$target" ] || die "apt has no source for '${VERSION_CODENAME:-this release} main': add the release's usual one under /etc/apt, then run this again"
 mirror=${target%%|*}
 signed_by=${target##*|}
-# Not every apt knows SIGNED_BY, and it may be a fingerprint. Without a file apt checks against all keys of trusted.gpg.d.
+# Not every apt knows SIGNED_BY, and it may be a fingerprint. Without a file apt checks against all keys of
+# trusted.gpg.d.
 for keyring in /usr/share/keyrings/debian-archive-keyring.pgp /usr/share/keyrings/debian-archive-keyring.gpg; do
   [ "${signed_by#/}" = "$signed_by" ] || break
   [ ! -r "$keyring" ] || signed_by=$keyring

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# package.sh [--binary FILE] [--criu DIR] [--out DIR] [--fast] [deb] [tar] [wheel]: makes a Debian package, a tarball and a
-# Python wheel (without arguments all three) in dist/.
-#   --binary FILE  of this executable, instead of building one for release
-#   --criu DIR     with the CRIU in DIR, which `scripts/install-criu.sh --bundle DIR` made, instead of .deps/bundle
-#   --out DIR      there, instead of dist/
-#   --fast         compress little, for a test
+# package.sh [--binary FILE] [--criu DIR] [--out DIR] [--fast] [deb] [tar] [wheel]: makes a Debian package, a tarball
+# and a Python wheel (without arguments all three) in dist/.
+#   --binary FILE  package this executable instead of building one
+#   --criu DIR     bundle the CRIU that `scripts/install-criu.sh --bundle DIR` wrote, instead of .deps/bundle
+#   --out DIR      write to this folder instead of dist/
+#   --fast         compress little (for tests)
 #
-# Each of them works on any Linux with the C library 2.34 or newer, and needs nothing else. CRIU comes with a C library of
-# its own. The executable needs that of the machine, with libgcc: libcuda.so.1 and NVML are opened while rekindle runs,
-# and need the C library of the machine. TLS, compression, hashing, the job's init and the interposer are inside it.
-# The same source, toolchain and bundle give the same bytes: times are those of the last commit (SOURCE_DATE_EPOCH, where
-# it is set), and paths of this machine stay out. DEBFULLNAME and DEBEMAIL name who made the packages.
+# The packages need only Linux with glibc 2.34 or newer. The bundled CRIU has its own C library. The executable uses the
+# machine's C library and libgcc, because it loads libcuda.so.1 and NVML, which need the machine's C library too. It
+# contains TLS, compression, hashing, the job's init and the interposer.
+# The same source, toolchain and bundle give the same bytes: all times are SOURCE_DATE_EPOCH or that of the last commit,
+# and the packages contain no paths of this machine. DEBFULLNAME and DEBEMAIL name the maintainer of the packages.
 set -euo pipefail
 export LC_ALL=C TZ=UTC
 umask 022

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# release.sh [--binary FILE] [--criu DIR] [--out DIR] [--fast]: makes everything that a release consists of, in
-# dist/rekindle-VERSION, and uploads nothing.
-#   --binary, --fast  as scripts/package.sh has them
-#   --criu DIR        with what `scripts/install-criu.sh --bundle --sources DIR` made, instead of downloading it now
-#   --out DIR         there, instead of dist/rekindle-VERSION
+# release.sh [--binary FILE] [--criu DIR] [--out DIR] [--fast]: writes all files of a release to dist/rekindle-VERSION.
+# It uploads nothing.
+#   --binary, --fast  as in scripts/package.sh
+#   --criu DIR        use what `scripts/install-criu.sh --bundle --sources DIR` wrote, instead of downloading it now
+#   --out DIR         write to this folder instead of dist/rekindle-VERSION
 #
-# First it checks: CHANGELOG.md begins with this version and its date, and nothing is left under "Unreleased"; Cargo.lock is
-# current; git has no changes. Then it makes the packages (scripts/package.sh), the list of what they contain (CycloneDX, from
-# cargo and the bundle), the sources that CRIU's licence asks for, and SHA256SUMS of all of them.
+# First it checks that CHANGELOG.md begins with this version and its date, that nothing is under "Unreleased", that
+# Cargo.lock is current, and that git has no changes. Then it makes the packages (scripts/package.sh), the list of their
+# contents (CycloneDX, from cargo and the bundle), the sources that CRIU's licence requires, and SHA256SUMS of all of
+# them.
 set -euo pipefail
 export LC_ALL=C TZ=UTC
 umask 022

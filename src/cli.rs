@@ -1,18 +1,18 @@
 //! The command line, turned into calls of the library; tables, JSON and exit codes.
 
 mod complete;
-pub mod config;
+mod config;
 mod control;
 mod cuda;
 mod doctor;
 mod environment;
 mod examples;
-pub mod exit;
+pub(crate) mod exit;
 mod find;
 mod list;
 mod logs;
 mod man;
-pub mod output;
+pub(crate) mod output;
 mod progress;
 mod prune;
 mod rehearse;
@@ -40,7 +40,7 @@ use clap::{CommandFactory, FromArgMatches, Parser};
 
 use crate::config::{self as settings, Overrides};
 use crate::telemetry;
-pub use exit::Exit;
+pub(crate) use exit::Exit;
 use output::Format;
 use rekindle_base::chain;
 use rekindle_store::{Access, Store};
@@ -319,8 +319,8 @@ fn named_criu(config: &settings::Config) -> Option<PathBuf> {
     config.criu.path.clone().or_else(|| std::env::var_os("REKINDLE_CRIU").map(PathBuf::from))
 }
 
-/// Names the variables that are ignored although they look like ours. Once: a command may read its configuration several
-/// times.
+/// Names the variables that are ignored although they look like ours. Once: a command may read its configuration
+/// several times.
 fn name_strangers(read: &settings::Effective, tell: impl Fn(&str)) {
     static TOLD: Once = Once::new();
     TOLD.call_once(|| read.strangers.iter().for_each(|stranger| tell(stranger)));

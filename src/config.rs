@@ -69,23 +69,23 @@ const FILE_NAME: &str = "rekindle.toml";
 
 /// Settings from the command line, which override all others.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Overrides {
+pub(crate) struct Overrides {
     /// `--name`, for `job.name`.
-    pub name: Option<String>,
+    pub(crate) name: Option<String>,
     /// `--interval`, for `snapshot.interval`.
-    pub interval: Option<String>,
+    pub(crate) interval: Option<String>,
     /// `--grace`, for `snapshot.grace`.
-    pub grace: Option<String>,
+    pub(crate) grace: Option<String>,
     /// `--deadline`, for `scheduler.deadline`.
-    pub deadline: Option<String>,
+    pub(crate) deadline: Option<String>,
     /// `--store`, for `store.directory`; a relative path is taken from the working directory.
-    pub store: Option<PathBuf>,
+    pub(crate) store: Option<PathBuf>,
 }
 
 /// The source of a value. The order is that of reports: the file from its top, then the environment, then flags.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case", tag = "from")]
-pub enum Origin {
+pub(crate) enum Origin {
     /// The configuration file.
     File {
         /// Its path as it was named.
@@ -122,12 +122,12 @@ impl fmt::Display for Origin {
 #[derive(Debug)]
 pub(crate) struct Effective {
     /// The configuration.
-    pub config: Config,
+    pub(crate) config: Config,
     /// The files that were read.
-    pub files: Vec<PathBuf>,
+    pub(crate) files: Vec<PathBuf>,
     /// Sentences about files in a place where we look, and about variables that look like rekindle's, that were not
     /// taken.
-    pub strangers: Vec<String>,
+    pub(crate) strangers: Vec<String>,
     /// Why a file in a place where we look was not taken; the last of them, as it would override the others.
     ignored: Option<Error>,
     /// By key ("store.keep-last", "job.limits.nofile"); other keys have the built-in value.
@@ -138,11 +138,11 @@ pub(crate) struct Effective {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct Entry {
     /// The key with its section, and the name within it for a map.
-    pub key: String,
+    pub(crate) key: String,
     /// The value; none if the key is not set. Values of `job.environment` are [`HIDDEN`].
-    pub value: Option<toml::Value>,
+    pub(crate) value: Option<toml::Value>,
     /// The source of the value.
-    pub origin: Origin,
+    pub(crate) origin: Origin,
 }
 
 impl Effective {
@@ -205,8 +205,8 @@ fn value_at<'a>(table: &'a toml::Table, path: &str) -> Option<&'a toml::Value> {
     }
 }
 
-/// The variables of this process that may be configuration, for [`effective`]. Unlike `std::env::vars` it does not panic if
-/// a variable is not UTF-8.
+/// The variables of this process that may be configuration, for [`effective`]. Unlike `std::env::vars` it does not
+/// panic if a variable is not UTF-8.
 pub(crate) fn environment() -> impl Iterator<Item = (String, String)> {
     let text = |text: std::ffi::OsString| text.to_string_lossy().into_owned();
     std::env::vars_os()

@@ -7,8 +7,8 @@
 //!
 //! Invariant: the thread that owns the job's state only receives a [`Call`]. No client can delay it.
 
-pub mod address;
-pub mod client;
+pub(crate) mod address;
+pub(crate) mod client;
 pub mod protocol;
 pub mod server;
 mod trust;

@@ -62,13 +62,13 @@ impl State {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(crate) struct Check {
     /// Group and name, for example `criu.version`; stable, for scripts.
-    pub check: &'static str,
+    pub(crate) check: &'static str,
     /// The result.
-    pub state: State,
+    pub(crate) state: State,
     /// The finding.
-    pub found: String,
+    pub(crate) found: String,
     /// What to type or to ask an administrator for; always set if the state is warn or missing.
-    pub fix: Option<String>,
+    pub(crate) fix: Option<String>,
 }
 
 impl Check {
@@ -101,22 +101,22 @@ impl Check {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(crate) struct Report {
     /// Whether `run` can work here.
-    pub run_works: bool,
+    pub(crate) run_works: bool,
     /// The number of checks with each result.
-    pub counts: Counts,
+    pub(crate) counts: Counts,
     /// The checks, group by group.
-    pub checks: Vec<Check>,
+    pub(crate) checks: Vec<Check>,
     /// What can run here.
-    pub workloads: Vec<Workload>,
+    pub(crate) workloads: Vec<Workload>,
 }
 
 /// How many checks have each result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub(crate) struct Counts {
-    pub ok: usize,
-    pub not_here: usize,
-    pub warn: usize,
-    pub missing: usize,
+    pub(crate) ok: usize,
+    pub(crate) not_here: usize,
+    pub(crate) warn: usize,
+    pub(crate) missing: usize,
 }
 
 impl Counts {

@@ -1,8 +1,8 @@
 //! A job over several machines: this supervisor's connection to the coordinator, etcd.
 //!
-//! What each member does is decided in [`rekindle_group`]; the supervisor carries it out. Here is what is between them and
-//! etcd: the documents as keys (`keys`), and the thread that keeps the membership, follows the group and writes
-//! (`session`).
+//! What each member does is decided in [`rekindle_group`]; the supervisor carries it out. This module connects them
+//! with etcd: `keys` stores the documents as keys, and `session` is the thread that renews the membership, follows the
+//! group and writes.
 
 mod keys;
 mod node;

@@ -12,24 +12,23 @@
 //! the job has its old environment, so the socket has the same path and exists before the job runs.
 
 pub mod protocol;
-pub mod server;
+pub(crate) mod server;
 
 use crate::control::protocol::Fault;
 use protocol::{Answer, Request};
 
 /// Takes the result of a request.
-pub type Reply = Box<dyn FnOnce(Result<Answer, Fault>) + Send>;
+pub(crate) type Reply = Box<dyn FnOnce(Result<Answer, Fault>) + Send>;
 
 /// A request for the owner of the job's state.
-pub struct Call {
-    /// The request.
-    pub request: Request,
+pub(crate) struct Call {
+    pub(crate) request: Request,
     /// The life of the job that sent it.
-    pub life: String,
+    pub(crate) life: String,
     /// The process that sent it, as the host sees it.
-    pub pid: i32,
+    pub(crate) pid: i32,
     /// The receiver of the answer.
-    pub reply: Reply,
+    pub(crate) reply: Reply,
 }
 
 impl std::fmt::Debug for Call {

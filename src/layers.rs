@@ -1,7 +1,8 @@
 //! What imports what, read off the sources and off Cargo, so that a circle fails a test. And how large a struct may be.
 //!
 //! Crates are in layers, which Cargo enforces: a crate can only use its dependencies. Modules within a crate could form
-//! cycles, so those of the product and of the engine are in layers too: each may import only earlier ones.
+//! cycles, so those of the product, of the engine, of the replica and of the store are in layers too: each may import only
+//! earlier ones.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -9,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The crates, lowest first. Each may use only those before it.
-const CRATES: [&str; 10] = [
+const CRATES: [&str; 11] = [
     "rekindle-abi",
     "rekindle-base",
     "rekindle-group",
@@ -19,11 +20,78 @@ const CRATES: [&str; 10] = [
     "rekindle-cuda",
     "rekindle-store",
     "rekindle-engine",
+    "rekindle-replica",
     "rekindle",
 ];
 
 /// The modules of the engine.
-const ENGINE: [&str; 4] = ["launch", "parts", "snapshot", "restore"];
+const ENGINE: [&str; 5] = ["steps", "launch", "parts", "snapshot", "restore"];
+
+/// The modules of the replica.
+const REPLICA: [&str; 16] = [
+    "environment",
+    "url",
+    "error",
+    "connect",
+    "client",
+    "layout",
+    "read_mark",
+    "replica",
+    "read",
+    "spans",
+    "cover",
+    "send",
+    "upload",
+    "fetch",
+    "chunks",
+    "retain",
+];
+
+/// The modules of the store: plain data, single files, what a job's folder has, and what is done with all of it.
+const STORE: [&str; 42] = [
+    "names",
+    "id",
+    "options",
+    "file_error",
+    "hex",
+    "holder",
+    "format",
+    "chunk",
+    "tag",
+    "trust",
+    "paths",
+    "manifest",
+    "error",
+    "files",
+    "folders",
+    "rights",
+    "links",
+    "mark",
+    "image",
+    "tags",
+    "select",
+    "record",
+    "lock",
+    "seen",
+    "pack",
+    "folder",
+    "store",
+    "staging",
+    "known",
+    "proven",
+    "draft",
+    "remove",
+    "remove_job",
+    "gc",
+    "retention",
+    "take",
+    "persist",
+    "heal",
+    "unpack",
+    "verify",
+    "scrub",
+    "repair",
+];
 
 /// The modules of the product.
 const PRODUCT: [&str; 14] = [
@@ -54,11 +122,22 @@ fn code(text: &str) -> String {
     text.lines().filter(|line| !line.trim_start().starts_with("//")).map(|line| format!("{line}\n")).collect()
 }
 
-/// The modules that the code names after `crate::`, alone or in braces.
-fn named(code: &str) -> BTreeSet<String> {
-    let word = |text: &str| text.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect::<String>();
+/// The name at the beginning of the text.
+fn word(text: &str) -> String {
+    text.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect()
+}
+
+/// The names in the code after the root of the crate, alone or in braces: after `crate::`, or after as many `super::` as
+/// the module lies deep.
+fn named(code: &str, depth: usize) -> BTreeSet<String> {
     let mut found = BTreeSet::new();
-    for rest in code.split("crate::").skip(1) {
+    let by_crate = code.split("crate::").skip(1);
+    let above = "super::".repeat(depth);
+    let by_super = code.match_indices(&above).filter_map(|(at, _)| {
+        let rest = code.get(at + above.len()..)?;
+        (!code[..at].ends_with("super::") && !rest.starts_with("super::")).then_some(rest)
+    });
+    for rest in by_crate.chain(by_super) {
         match rest.strip_prefix('{') {
             None => drop(found.insert(word(rest))),
             Some(list) => {
@@ -80,14 +159,28 @@ fn named(code: &str) -> BTreeSet<String> {
     found
 }
 
+/// The names that the root of a crate passes on from its modules, with the module of each.
+fn passed_on(root: &str) -> BTreeMap<String, String> {
+    let statements = root.split(';').filter_map(|text| text.trim().strip_prefix("pub use "));
+    let parts = statements.filter_map(|text| text.split_once("::"));
+    let each = |(module, names): (&str, &str)| -> Vec<(String, String)> {
+        let names = names.trim_matches(['{', '}']).split(',').map(|name| word(name.trim()));
+        names.filter(|name| !name.is_empty()).map(|name| (name, module.to_owned())).collect()
+    };
+    parts.flat_map(each).collect()
+}
+
 /// The wrong imports below `root`, and the modules that were found.
 fn misplaced(root: &Path, layers: &[&str]) -> (Vec<String>, BTreeSet<String>) {
     let (mut wrong, mut seen) = (Vec::new(), BTreeSet::new());
+    let passed_on = passed_on(&code(&fs::read_to_string(root.join("lib.rs")).unwrap()));
     for path in sources(root) {
         let inside = path.strip_prefix(root).unwrap();
         let first = inside.components().next().unwrap().as_os_str().to_str().unwrap();
         let module = first.trim_end_matches(".rs");
-        let is_test = inside.iter().any(|part| ["tests", "tests.rs", "simulator"].iter().any(|test| part == *test));
+        let is_test = inside
+            .iter()
+            .any(|part| ["tests", "tests.rs", "simulator", "simulator.rs"].iter().any(|test| part == *test));
         if ["lib", "main", "layers", "samples"].contains(&module) || is_test {
             continue;
         }
@@ -96,8 +189,10 @@ fn misplaced(root: &Path, layers: &[&str]) -> (Vec<String>, BTreeSet<String>) {
             continue;
         };
         seen.insert(module.to_owned());
-        for other in named(&code(&fs::read_to_string(&path).unwrap())) {
-            let below = layers.iter().position(|layer| *layer == other);
+        let depth = inside.components().count() - usize::from(inside.ends_with("mod.rs"));
+        for other in named(&code(&fs::read_to_string(&path).unwrap()), depth) {
+            let other = passed_on.get(&other).unwrap_or(&other);
+            let below = layers.iter().position(|layer| *layer == other.as_str());
             if below.is_some_and(|below| below > layer) {
                 wrong.push(format!("{} imports {other}, which lies above {module}", inside.display()));
             }
@@ -109,7 +204,12 @@ fn misplaced(root: &Path, layers: &[&str]) -> (Vec<String>, BTreeSet<String>) {
 #[test]
 fn each_module_imports_only_what_lies_below_it() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    for (folder, layers) in [("src", &PRODUCT[..]), ("crates/engine/src", &ENGINE[..])] {
+    for (folder, layers) in [
+        ("src", &PRODUCT[..]),
+        ("crates/engine/src", &ENGINE[..]),
+        ("crates/replica/src", &REPLICA[..]),
+        ("crates/store/src", &STORE[..]),
+    ] {
         let (wrong, seen) = misplaced(&root.join(folder), layers);
         assert_eq!(wrong, [""; 0], "\n{}", wrong.join("\n"));
         assert_eq!(seen.len(), layers.len(), "{folder}: a layer that is gone");
@@ -214,7 +314,13 @@ fn fields_are_counted_and_documents_are_left_out() {
 
 #[test]
 fn imports_are_found_in_each_form() {
-    let code =
-        "use crate::store::{self, Image};\nuse crate::{config::{A, B}, sys};\nfn f() { crate::base::chain(); }\n";
-    assert_eq!(named(code).into_iter().collect::<Vec<_>>(), ["base", "config", "store", "sys"]);
+    let code = "use crate::store::{self, Image};\nuse crate::{config::{A, B}, sys};\nfn f() { crate::base::chain(); }\n\
+        use super::sibling;\nuse super::super::{lock, Name};\nuse super::super::super::beyond;\n";
+    let all = ["base", "config", "sibling", "store", "sys"];
+    assert_eq!(named(code, 1).into_iter().collect::<Vec<_>>(), all);
+    let all = ["Name", "base", "config", "lock", "store", "sys"];
+    assert_eq!(named(code, 2).into_iter().collect::<Vec<_>>(), all);
+    let root = "mod a;\npub use a::{\n    B, C,\n};\npub use d::E;\n";
+    let names = [("B", "a"), ("C", "a"), ("E", "d")];
+    assert_eq!(passed_on(root), names.map(|(name, module)| (name.to_owned(), module.to_owned())).into());
 }

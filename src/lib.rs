@@ -2,7 +2,7 @@
 //! when it dies. The job is not changed and does not notice.
 //!
 //! This crate is the product around the crates below it (ARCHITECTURE.md has the picture): [`rekindle_engine`] launches,
-//! freezes and restores one job, [`rekindle_store`] keeps its images.
+//! freezes and restores one job, [`rekindle_store`] keeps its images, [`rekindle_replica`] copies them to another place.
 //!
 //! - [`cli`]: what was typed, turned into calls of the modules below; tables, JSON and exit codes.
 //! - `config`: TOML, typed and then validated; touches nothing. What it means for each part is in its `options`.
@@ -10,8 +10,9 @@
 //! - [`supervisor`]: the one owner of the state; a pure `step` function and the loop that carries out its actions.
 //! - [`published`]: what others see of a running job.
 //! - [`control`]: the socket on which others ask the supervisor for something; its protocol, both ends.
-//! - `scheduler`: the batch system that started us: what it calls the job, when its time is over, how it is queued again.
-//! - `watch`: what is wrong with a running job, who ended one that is over, and whether a cloud interrupts the machine.
+//! - `scheduler`: the batch system that started us: what it calls the job, when its time is over, how it is queued
+//!   again.
+//! - `watch`: whether a running job has a problem, who ended a job, and whether a cloud interrupts the machine.
 //! - [`job_api`]: the job's own socket, on which it asks for something, or learns that it was restored.
 //! - `notifications`: the hooks and the webhook that are told what happens.
 //! - [`group`]: a job over several machines: the connection to the coordinator.

@@ -76,9 +76,9 @@ impl Point {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Report {
     /// The name of a [`Point`], or "webhook".
-    pub hook: &'static str,
+    pub(crate) hook: &'static str,
     /// The reason, as text.
-    pub why: String,
+    pub(crate) why: String,
 }
 
 /// The receiver of reports.
@@ -88,8 +88,7 @@ pub(crate) type Reporter = std::sync::Arc<dyn Fn(Report) + Send + Sync>;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("the hook {hook} has failed, and hooks.on-error is \"refuse\": {why}")]
 pub(crate) struct Refused {
-    /// The hook.
-    pub hook: &'static str,
+    pub(crate) hook: &'static str,
     /// The reason, as text.
-    pub why: String,
+    pub(crate) why: String,
 }

@@ -4,8 +4,8 @@
 //! pause; then the job is started from the beginning, if that is allowed (by default only if there is no image at all);
 //! then it is given up, with the reason.
 //!
-//! The first restart of a job that ran well comes at once; the pauses begin with the second. They begin anew once the job
-//! has had a new image in a life of `restart.min-uptime`: then it makes progress between its failures.
+//! The first restart of a job that ran well comes at once; the pauses begin with the second. They start again once the
+//! job has had a new image in a life of `restart.min-uptime`: then it makes progress between its failures.
 //!
 //! An image is skipped for this run if the job died soon after a restore from it, or if it could not be restored
 //! several times. It is marked, so that later runs skip it, too, only on evidence: the same failure twice, and nothing
@@ -30,7 +30,7 @@ use suspects::{Evidence, Finding, Suspects};
 
 /// What a life of the job starts from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum StartPoint {
+pub(crate) enum StartPoint {
     /// The command, from the beginning.
     Cold,
     /// An image.
@@ -61,7 +61,7 @@ pub(crate) enum Death {
 
 /// Why an image was not restored.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Failure {
+pub(crate) enum Failure {
     /// Its bytes differ from what was written. It is marked already.
     Damaged,
     /// It was refused with this message, and only the image explains it.
@@ -76,19 +76,19 @@ pub enum Failure {
 
 /// The images that a job could continue from.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Images {
+pub(crate) struct Images {
     /// The good images of its line, newest first.
-    pub good: Vec<ImageId>,
+    pub(crate) good: Vec<ImageId>,
     /// The images that the job has lived on from.
-    pub proven: BTreeSet<ImageId>,
+    pub(crate) proven: BTreeSet<ImageId>,
     /// Whether there are others: marked as bad, or with a manifest that cannot be read.
-    pub others: bool,
+    pub(crate) others: bool,
 }
 
 impl Failure {
     /// The reason, if it has not been logged yet.
     #[must_use]
-    pub fn why(&self) -> Option<&str> {
+    pub(crate) fn why(&self) -> Option<&str> {
         match self {
             Failure::Damaged => None,
             Failure::Refused(why) | Failure::Unexplained(why) | Failure::NotNow(why) | Failure::FilesGone(why) => {
@@ -98,10 +98,10 @@ impl Failure {
     }
 }
 
+#[cfg(test)]
 impl Images {
     /// Only these good images, none of them proven.
-    #[must_use]
-    pub fn good(ids: impl IntoIterator<Item = ImageId>) -> Images {
+    pub(crate) fn good(ids: impl IntoIterator<Item = ImageId>) -> Images {
         Images { good: ids.into_iter().collect(), ..Images::default() }
     }
 }
@@ -125,13 +125,12 @@ pub(crate) struct History {
 
 /// An image that no run should use, and why.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Mark {
-    /// The image.
-    pub image: ImageId,
+pub(crate) struct Mark {
+    pub(crate) image: ImageId,
     /// The kind of problem.
-    pub why: BadWhy,
+    pub(crate) why: BadWhy,
     /// The problem as text.
-    pub detail: String,
+    pub(crate) detail: String,
 }
 
 /// What to do next.

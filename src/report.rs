@@ -7,10 +7,10 @@
 //! - [`model`]: figures from those.
 //! - [`html`]: the page. All external text on it (command lines, messages) is escaped.
 
-pub mod history;
+pub(crate) mod history;
 pub mod html;
 pub mod model;
-pub mod words;
+pub(crate) mod words;
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -25,14 +25,13 @@ use rekindle_store::{self as store, JobFolder, Known, Outcome, Place};
 
 /// Why there is no report.
 #[derive(Debug, thiserror::Error)]
-pub enum Error {
+pub(crate) enum Error {
     /// The store cannot be read.
     #[error(transparent)]
     Store(#[from] store::Error),
     /// The journal cannot be read.
     #[error("cannot read the events of {job}")]
     Journal {
-        /// The job.
         job: store::JobName,
         /// The kernel's answer.
         #[source]
@@ -44,7 +43,7 @@ pub enum Error {
 ///
 /// # Errors
 /// When the store or the journal cannot be read.
-pub fn of(folder: &JobFolder, since: Option<DateTime<Utc>>) -> Result<Report, Error> {
+pub(crate) fn of(folder: &JobFolder, since: Option<DateTime<Utc>>) -> Result<Report, Error> {
     let failed = |source| Error::Journal { job: folder.name().clone(), source };
     let events = events::read(&folder.log_dir()).map_err(failed)?;
     let live = Published::live(folder)?;
@@ -63,7 +62,7 @@ pub fn of(folder: &JobFolder, since: Option<DateTime<Utc>>) -> Result<Report, Er
 ///
 /// # Errors
 /// When the record cannot be read.
-pub fn state(folder: &JobFolder, live: Option<&Published>) -> Result<String, store::Error> {
+pub(crate) fn state(folder: &JobFolder, live: Option<&Published>) -> Result<String, store::Error> {
     if let Some(live) = live {
         return Ok(live.state.to_string());
     }
@@ -92,7 +91,7 @@ fn image_size(known: &Known) -> ImageSize {
 
 /// Bytes that a folder occupies on the disk. What cannot be examined counts as zero.
 #[must_use]
-pub fn allocated(dir: &Path) -> u64 {
+pub(crate) fn allocated(dir: &Path) -> u64 {
     let Ok(entries) = fs::read_dir(dir) else { return 0 };
     let of = |entry: fs::DirEntry| {
         let Ok(meta) = entry.metadata() else { return 0 };

@@ -18,7 +18,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Why a request to Slurm failed.
 #[derive(Debug, thiserror::Error)]
-pub enum Error {
+pub(crate) enum Error {
     /// The command cannot be run.
     #[error("cannot run {command}")]
     Run {
@@ -52,7 +52,7 @@ pub enum Error {
 
 /// The scheduler.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Scheduler {
+pub(crate) struct Scheduler {
     /// Its kind; never [`Profile::Auto`].
     profile: Profile,
     /// Its name for the job, including the task of an array.
@@ -66,7 +66,7 @@ pub struct Scheduler {
 impl Scheduler {
     /// Detects the scheduler. `variable` reads the environment.
     #[must_use]
-    pub fn find(wanted: Profile, variable: impl Fn(&str) -> Option<String>) -> Scheduler {
+    pub(crate) fn find(wanted: Profile, variable: impl Fn(&str) -> Option<String>) -> Scheduler {
         let variable = |name: &str| variable(name).filter(|value| !value.is_empty());
         let has = |names: &[&str]| names.iter().any(|name| variable(name).is_some());
         let profile = match wanted {
@@ -102,15 +102,16 @@ impl Scheduler {
 
     /// Whether somebody ends us by a signal, and kills us some time later.
     #[must_use]
-    pub fn is_there(&self) -> bool {
+    pub(crate) fn is_there(&self) -> bool {
         self.profile != Profile::None
     }
 
     /// The exit code that means: stopped, queue the job again.
     #[must_use]
-    pub fn requeue_code(&self) -> u8 {
+    pub(crate) fn requeue_code(&self) -> u8 {
         match self.profile {
-            // sge_conf(5), qmaster_params, FORBID_RESCHEDULE: unless it is set, a job that exits with 99 is queued again.
+            // sge_conf(5), qmaster_params, FORBID_RESCHEDULE: unless it is set, a job that exits with 99 is queued
+            // again.
             Profile::Sge => 99,
             // The user's manual on self-checkpointing applications proposes it for checkpoint_exit_code (ERESTART).
             Profile::HtCondor => 85,
@@ -120,7 +121,7 @@ impl Scheduler {
 
     /// A name for the job that stays the same when the job is queued again.
     #[must_use]
-    pub fn job_name(&self) -> Option<String> {
+    pub(crate) fn job_name(&self) -> Option<String> {
         let name = match self.profile {
             Profile::Slurm => "slurm",
             Profile::Sge => "sge",
@@ -131,13 +132,13 @@ impl Scheduler {
 
     /// The job's deadline, if it is known without asking.
     #[must_use]
-    pub fn end(&self) -> Option<DateTime<Utc>> {
+    pub(crate) fn end(&self) -> Option<DateTime<Utc>> {
         self.end
     }
 
     /// Whether the deadline can be asked for.
     #[must_use]
-    pub fn can_be_asked(&self) -> bool {
+    pub(crate) fn can_be_asked(&self) -> bool {
         self.slurm_job.is_some()
     }
 
@@ -146,7 +147,7 @@ impl Scheduler {
     ///
     /// # Errors
     /// When Slurm does not answer.
-    pub fn ask_end(&self) -> Result<Option<DateTime<Utc>>, Error> {
+    pub(crate) fn ask_end(&self) -> Result<Option<DateTime<Utc>>, Error> {
         let Some(job) = &self.slurm_job else { return Ok(None) };
         let left = run(&["squeue", "--noheader", "--jobs", job, "--format", "%L"])?;
         Ok(time_left(left.trim()).map(|left| Utc::now() + left))
@@ -157,7 +158,7 @@ impl Scheduler {
     ///
     /// # Errors
     /// When Slurm does not do it.
-    pub fn requeue(&self) -> Result<(), Error> {
+    pub(crate) fn requeue(&self) -> Result<(), Error> {
         if self.profile != Profile::Slurm {
             return Ok(());
         }

@@ -1,7 +1,7 @@
 //! Logs for people, events for programs, and metrics.
 
-pub mod clean;
+pub(crate) mod clean;
 pub mod events;
-pub mod log;
-pub mod metrics;
-pub mod tail;
+pub(crate) mod log;
+pub(crate) mod metrics;
+pub(crate) mod tail;

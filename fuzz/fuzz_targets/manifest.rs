@@ -1,5 +1,5 @@
-//! The reader of `manifest.json`: as it comes, and with a right hash around it, without a key and signed. No path that is
-//! read leads elsewhere.
+//! The reader of `manifest.json`: as it comes, and with a right hash around it, without a key and signed. No path that
+//! is read leads elsewhere.
 #![no_main]
 
 use std::path::{Component, Path};

@@ -1,5 +1,5 @@
-//! The readers of a pack: the scan of its records, and each record that it finds. Every check in the input is made right
-//! first, since no fuzzer guesses one.
+//! The readers of a pack: the scan of its records, and each record that it finds. Every check in the input is made
+//! right first, since no fuzzer guesses one.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

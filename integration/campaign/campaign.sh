@@ -1,17 +1,21 @@
 #!/usr/bin/env bash
-# campaign.sh: kills jobs, their children, their supervisors and CRIU at random moments, fills the disk, loses memory and
-# machines, and fails where anything was lost, was wrong, began anew, was blamed on an image, or is left behind.
+# campaign.sh: kills jobs, their children, their supervisors and CRIU at random moments, fills the disk, loses memory
+# and machines. It fails if work was lost or is wrong, a job was started from the beginning, an image was marked as bad,
+# or anything is left behind.
 #
 #   integration/campaign/campaign.sh [--kills N] [--jobs N] [--seed N] [--gpu] [--rekindle FILE] [--dir DIR] [--logs DIR]
 #                                    [--minutes M] [--python FILE] [--debug]
 #
-# --kills    faults in all, 60 by default, spread over --jobs jobs at the same time, 2 by default
-# --seed     repeats the faults of a run, as far as the clock allows     --debug    logs of rekindle at level debug
-# --gpu      the jobs have a tensor of 512 MiB on a GPU (needs PyTorch in --python, /usr/bin/python3 by default)
-# --dir      a folder on a disk, /var/tmp by default    --logs     where the logs of a failed job go
-# --minutes  begins no fault after this time
+# --kills    number of faults, 60 by default
+# --jobs     number of jobs at the same time, 2 by default; the faults are spread over them
+# --seed     repeat the faults of a run, as far as the clock allows
+# --debug    let rekindle log at level debug
+# --gpu      give the jobs a tensor of 512 MiB on a GPU (needs PyTorch in --python, /usr/bin/python3 by default)
+# --dir      a folder on a disk, /var/tmp by default
+# --logs     where the logs of a failed job are copied
+# --minutes  start no fault after this time
 #
-# Needs root and CRIU 4.2 (REKINDLE_CRIU, or .deps/criu from scripts/deps.sh). docs/campaign.md has what came of it.
+# Needs root and CRIU 4.2 (REKINDLE_CRIU, or .deps/criu from scripts/deps.sh). docs/campaign.md has the results.
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)
 target=${CARGO_TARGET_DIR:-$root/target}

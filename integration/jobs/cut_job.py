@@ -1,6 +1,6 @@
 """Ranks that use NCCL in ways that are hard to stop at one point; each checks what it receives.
 
-    cut_job.py KIND --out FILE --ranks N --port P [--gib N]
+    cut_job.py KIND --out FILE --ranks N --port P [--gib N] [--patient]
 
 KIND: late      the last rank is late by 100 ms in each step
       ahead     all-reduces are started up to 50 steps ahead of the GPU
@@ -9,6 +9,7 @@ KIND: late      the last rank is late by 100 ms in each step
       fsdp      FullyShardedDataParallel (fully_shard) over a small transformer
       ddp       DistributedDataParallel
       graph     an all-reduce in a CUDA graph
+--patient: if a rank ends, the others are left alone, as launchers do that look only now and then.
 Rank 0 appends a line to FILE for each step: its number, and the time of day. Ends with 3 if a result is wrong.
 """
 
@@ -108,7 +109,7 @@ class Ddp:
         from torch.nn.parallel import DistributedDataParallel
 
         self.torch = torch
-        model = layers(torch, args.gib).cuda()
+        model = layers(torch, args.gib)
         self.model = DistributedDataParallel(model, device_ids=[me])
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
 
@@ -126,10 +127,12 @@ class Fsdp(Ddp):
 
         self.torch = torch
         # Each rank has its share of them.
-        self.model = layers(torch, args.gib * ranks).cuda()
+        self.model = layers(torch, args.gib * ranks)
         for layer in self.model:
             fully_shard(layer)
         fully_shard(self.model)
+        # What the whole layers needed.
+        torch.cuda.empty_cache()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
 
 
@@ -152,7 +155,8 @@ class Graph:
 def layers(torch, gib):
     """Of `gib` with gradients, in layers of 16 MiB."""
     count = max(2, int(gib * 2**30 / (2 * 4 * 2048 * 2048)))
-    return torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(count)))
+    with torch.device("cuda"):
+        return torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(count)))
 
 
 KINDS = {
@@ -185,6 +189,7 @@ def main():
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--gib", type=float, default=0.5)
+    parser.add_argument("--patient", action="store_true")
     args = parser.parse_args()
     if "RANK" in os.environ:
         return rank(args)
@@ -193,6 +198,8 @@ def main():
         subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, **common, "RANK": str(me)})
         for me in range(args.ranks)
     ]
+    if args.patient:
+        sys.exit(max(process.wait() & 0xFF for process in ranks))
     # As torchrun does: the first that ends ends all.
     pid, status = os.wait()
     for process in ranks:

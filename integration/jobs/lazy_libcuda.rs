@@ -1,5 +1,6 @@
 //! The driver's calls in an object that binds functions when they are first called, with a table that stays writable.
-//! Linked by integration/tests/preload.rs; the stand-in libcuda is bound when it is loaded, and its table is read-only then.
+//! Linked by integration/tests/preload.rs; the stand-in libcuda is bound when it is loaded, and its table is read-only
+//! then.
 #![no_std]
 
 use core::ffi::c_void;
@@ -13,8 +14,8 @@ unsafe extern "C" {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn standin_map(bytes: usize) -> usize {
-    // PRIVATE, ANONYMOUS and POPULATE, for reading and writing. A call and not a jump: the interposer knows the driver by
-    // the address that is returned to.
+    // PRIVATE, ANONYMOUS and POPULATE, for reading and writing. A call and not a jump: the interposer knows the driver
+    // by the address that is returned to.
     black_box(unsafe { mmap(0, bytes, 3, 0x8022, -1, 0) })
 }
 

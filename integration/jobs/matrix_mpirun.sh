@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Two ranks that mpirun starts and that talk through shared memory.
+# mpirun starts two ranks, which communicate through shared memory.
 #
 #   matrix_mpirun.sh MODE --port N --out DIR [ARGS of matrix_stacks.py]
 set -euo pipefail

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# A shell loop over short CUDA programs: each step is a process of its own, most of whose life is the driver's start and end.
+# A shell loop over short CUDA programs: each step is a process, which spends most of its time in the driver's start and
+# end.
 #
 #   matrix_short.sh --out DIR
 set -euo pipefail

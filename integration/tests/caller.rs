@@ -51,7 +51,8 @@ impl Bench {
         fs::read_to_string(self.path("store/job/log/stdout.log")).unwrap_or_default()
     }
 
-    /// Waits until the supervisor knows that the job runs: before, a snapshot that is asked for by a signal is not taken.
+    /// Waits until the supervisor knows that the job runs: before, a snapshot that is asked for by a signal is not
+    /// taken.
     fn wait_until_it_runs(&self) {
         let deadline = Instant::now() + LIMIT;
         while Published::read(&self.path("store/job/state.json")).map_or(true, |now| now.state.as_str() != "running") {
@@ -225,8 +226,8 @@ fn all_files_of_the_store_are_the_supervisors_alone_and_the_job_keeps_the_caller
     let mut image = false;
     while let Some(path) = open.pop() {
         let metadata = fs::symlink_metadata(&path).unwrap();
-        // The kernel lets a restored process have it as its program only if the job's user may execute it; the folder that it
-        // is in lets nobody else come near.
+        // The kernel lets a restored process have it as its program only if the job's user may execute it; the folder
+        // that it is in lets nobody else come near.
         let is_reaper = path.file_name().unwrap().to_string_lossy().starts_with("reaper-");
         let others = if is_reaper { 0o055 } else { 0 };
         assert_eq!(metadata.permissions().mode() & 0o077, others, "{}", path.display());

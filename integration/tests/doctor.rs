@@ -23,8 +23,8 @@ impl Bench {
         let folder = tempfile::tempdir().unwrap();
         let bench = Bench { folder };
         fs::set_permissions(bench.path(""), fs::Permissions::from_mode(0o755)).unwrap();
-        // By another process: a child that another test forks meanwhile would hold our descriptor for a moment, and a file
-        // that is open for writing cannot be executed (ETXTBSY).
+        // By another process: a child that another test forks meanwhile would hold our descriptor for a moment, and a
+        // file that is open for writing cannot be executed (ETXTBSY).
         let copied =
             Command::new("cp").arg(env!("CARGO_BIN_EXE_rekindle")).arg(bench.path("rekindle")).status().unwrap();
         assert!(copied.success());

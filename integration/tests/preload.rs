@@ -389,8 +389,8 @@ fn a_checkpoint_lands_with_all_other_threads_stopped_and_leaves_no_helper() {
     let landing = rig.landing_file(pid);
     let thread = cuda.restore_thread_id().unwrap();
     let threads = process::threads(pid);
-    // One that got no CPU stands before its first instruction, has its maker's name, and ends when the process goes on. So does
-    // one that was stopped on its way out.
+    // One that got no CPU stands before its first instruction, has its maker's name, and ends when the process goes on.
+    // So does one that was stopped on its way out.
     let helpers = || {
         let running = process::threads(pid).into_iter().filter(|tid| process::state(*tid) != Some('T'));
         running.filter_map(process::name).filter(|name| name == "rekindle-copy").count()

@@ -1,7 +1,7 @@
 """A client for rekindle's job API. Python 3.8 or newer, no dependencies.
 
-Jobs use it to ask for a snapshot, to block snapshots for a moment, and to learn that they were restored. It is the module
-`rekindle` of the wheel. A project without the wheel can copy this file as rekindle.py.
+A job uses it to ask for a snapshot, to block snapshots for a moment, and to learn that it was restored. The wheel installs
+it as the module `rekindle`. A project without the wheel can copy this file as rekindle.py.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ class Gpu(TypedDict):
     name: str
 
 
-# By a call, as one of the names is a keyword.
+# Not a class: `from` is a keyword.
 State = TypedDict(
     "State",
     {
@@ -51,7 +51,7 @@ _alone_was_said = False
 
 
 def _alone() -> None:
-    """Says once that there is no supervisor. Not at the import: many import a module and never use it."""
+    """Print once that there is no supervisor, at the first call: many programs import a module and never use it."""
     global _alone_was_said
     if not _alone_was_said:
         print("rekindle: REKINDLE_SOCKET is not set, so there is no supervisor to ask", file=sys.stderr)
@@ -67,15 +67,15 @@ def ask(request: str, tries: int = 600, **fields: object) -> Any:
         _alone()
     while _path and tries > 0:
         tries -= 1
-        # A socket a try. Its name is abstract, others get no answer, and nobody has it where the job may be restored.
+        # A new socket for each try. Its name is random, so it is free wherever the job is restored.
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
             sock.bind("\0rekindle-" + os.urandom(16).hex())
             sock.settimeout(5.0)
             sock.sendto(json.dumps(dict(fields, version=1, request=request)).encode(), _path)
-            tries -= 50  # what 5 s without an answer are worth
+            tries -= 50  # 5 s without an answer count as 50 tries more
             text, sender = sock.recvfrom(65536)
             tries += 50
-            # One that was unread in an image has no sender any more: it is from before the restore.
+            # An answer that was unread when an image was taken has no sender after the restore: it is too old.
             answer = json.loads(text) if sender == _path else {"error": {"code": "later"}}
             if "ok" in answer:
                 return next(iter(answer["ok"].values()))
@@ -96,7 +96,7 @@ def state() -> Optional[State]:
 def snapshot() -> Optional[Literal["resumed", "restored"]]:
     """Take a snapshot. Returns twice, as fork does.
 
-    "resumed" in the job that continues, "restored" in a job that was restored from the image; None if there is none.
+    "resumed" in the job that continues, "restored" in a job that was restored from the image, None if none was taken.
     """
     before = state()
     asked = before and ask("snapshot", life=before["life"])
@@ -113,7 +113,7 @@ def snapshot() -> Optional[Literal["resumed", "restored"]]:
 
 @contextlib.contextmanager
 def hold(seconds: float = 60.0) -> Iterator[bool]:
-    """Block snapshots within the `with` block, for at most so many seconds. Yields whether they are blocked.
+    """Block snapshots within the `with` block, for at most `seconds`. Yields whether they are blocked.
 
     Waits for a snapshot that is being taken.
     """

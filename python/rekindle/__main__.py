@@ -1,4 +1,4 @@
-"""`python -m rekindle ...` runs the executable that the wheel installed, also where its folder is not in PATH."""
+"""`python -m rekindle ...` runs the executable that the wheel installed, even if its folder is not in PATH."""
 
 import os
 import sys

@@ -23,7 +23,8 @@ use rekindle_store::{JobFolder, LATEST, Outcome, Writer};
 
 /// Set by the scripts. Not a name that a user could mean for a key of the configuration.
 const VARIABLE: &str = "_REKINDLE_COMPLETE";
-/// For bash. That of clap does not know `--option=value`, shows errors of a program that is gone, and completes no files.
+/// For bash. That of clap does not know `--option=value`, shows errors of a program that is gone, and completes no
+/// files.
 const BASH: &str = include_str!("complete/rekindle.bash");
 /// How long to wait for candidates.
 const LIMIT: Duration = Duration::from_secs(1);
@@ -40,7 +41,7 @@ pub(super) fn answered() -> bool {
     }
     let is_empty = current(&line()).is_empty();
     let command = move || if is_empty { options_last(Cli::command()) } else { Cli::command() };
-    // An error is no candidate.
+    // An error is not a candidate.
     CompleteEnv::with_factory(command)
         .var(VARIABLE)
         .try_complete(std::env::args_os(), std::env::current_dir().ok().as_deref())

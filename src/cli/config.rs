@@ -9,7 +9,7 @@ use crate::config::{self, Overrides, Threads};
 
 /// Why a `config` command failed.
 #[derive(Debug, thiserror::Error)]
-pub enum Error {
+pub(super) enum Error {
     /// The configuration is wrong.
     #[error(transparent)]
     Config(#[from] config::Error),
@@ -21,7 +21,7 @@ pub enum Error {
 impl Error {
     /// The exit code for the error.
     #[must_use]
-    pub fn exit(&self) -> Exit {
+    pub(super) fn exit(&self) -> Exit {
         match self {
             Error::Config(error) if error.is_usage() => Exit::Usage,
             Error::Config(_) => Exit::Config,
@@ -35,7 +35,7 @@ impl Error {
 /// # Errors
 ///
 /// All errors, together.
-pub fn check(file: Option<&Path>) -> Result<(), Error> {
+pub(super) fn check(file: Option<&Path>) -> Result<(), Error> {
     let effective = config::effective(file, config::environment(), &Overrides::default())?.complete()?;
     super::name_strangers(&effective, super::output::complain);
     let files: Vec<String> = effective.files.iter().map(|path| path.display().to_string()).collect();
@@ -52,7 +52,7 @@ pub fn check(file: Option<&Path>) -> Result<(), Error> {
 /// # Errors
 ///
 /// All errors of the configuration, together.
-pub fn show(file: Option<&Path>, overrides: &Overrides, format: Format) -> Result<(), Error> {
+pub(super) fn show(file: Option<&Path>, overrides: &Overrides, format: Format) -> Result<(), Error> {
     let effective = config::effective(file, config::environment(), overrides)?;
     super::name_strangers(&effective, super::output::complain);
     let entries = effective.entries();

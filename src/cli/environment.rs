@@ -10,7 +10,7 @@ use std::ffi::{OsStr, OsString};
 use crate::config::{self, Config, EnvironmentMode};
 use crate::supervisor::notify;
 use rekindle_engine::launch::identity::Identity;
-use rekindle_store::replica;
+use rekindle_replica as replica;
 
 /// Variables of the caller that a job gets even with a clean environment. The last two name its GPUs, which a scheduler
 /// or an administrator assigned.

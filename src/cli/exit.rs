@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 /// How `rekindle` itself ends. Values follow sysexits.h and the shell where these define one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Exit {
+pub(crate) enum Exit {
     /// Success.
     Success,
     /// A command that checks something found an error (`verify`, `repair`, `cuda`).
@@ -34,7 +34,7 @@ pub enum Exit {
 impl Exit {
     /// The number of the exit code.
     #[must_use]
-    pub fn code(self) -> u8 {
+    pub(crate) fn code(self) -> u8 {
         match self {
             Exit::Success => 0,
             Exit::Unsound => 1,

@@ -190,8 +190,8 @@ impl Finder {
         }
     }
 
-    /// The folder of this job, for a command that is not only for running jobs: a job of that name that is in the store
-    /// beside one that runs with another store is not passed over.
+    /// The folder of this job, for a command that also works without a running job. Refuses to choose if the store has
+    /// a job of that name and another one runs with another store.
     pub(super) fn only_job(&self, text: &str) -> anyhow::Result<JobFolder> {
         let folder = self.job(text)?;
         let here = self.open(&self.store).and_then(|store| store.job(folder.name()));
@@ -292,7 +292,7 @@ impl Finder {
                 Some(Err(Error::Io { source, .. })) if source.kind() == io::ErrorKind::PermissionDenied => {
                     running.hidden += 1;
                 }
-                // Of a supervisor that is gone.
+                // The socket of a dead supervisor.
                 _ => {}
             }
         }
@@ -305,7 +305,7 @@ fn is_socket_of(socket: &Path, folder: &JobFolder) -> bool {
     socket.file_stem().is_some_and(|stem| stem == folder.place_name().as_str())
 }
 
-/// The answer of commands that list jobs, where there are none.
+/// The answer of commands that list jobs, if there are none.
 pub(super) fn no_jobs(finder: &Finder) -> String {
     let store = finder.store.display();
     if finder.named != Origin::Default {

@@ -13,8 +13,8 @@ use super::{Exit, Global, Misuse, complete};
 use crate::published::{Persisting, Published};
 use rekindle_base::interval::Choice;
 use rekindle_base::units::size;
+use rekindle_replica::{Patience, Replica};
 use rekindle_store::manifest::Reason;
-use rekindle_store::replica::{Patience, Replica};
 use rekindle_store::retention::survey::Survey;
 use rekindle_store::{Access, Error, ImageId, JobFolder, JobName, Known, Outcome, Place, State, Store, Tag, Tags};
 

@@ -1,8 +1,8 @@
 //! `rekindle logs`: a job's output, as it is stored.
 //!
-//! What the job wrote to its standard error goes to ours, as if it ran here. Colours and progress bars are part of the output,
-//! so it is printed unchanged. Control sequences are escaped ([`clean`]) only on a terminal of a user other than the job's, who
-//! did not choose to run it.
+//! What the job wrote to its standard error goes to ours, as if it ran here. Colours and progress bars are part of the
+//! output, so it is printed unchanged. Control sequences are escaped ([`clean`]) only on a terminal of a user other
+//! than the job's, who did not choose to run it.
 
 use std::io::{self, IsTerminal, Write, stderr, stdout};
 use std::os::fd::AsFd;

@@ -15,7 +15,7 @@ use rekindle_base::without_numbers;
 
 /// How a command prints its result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Format {
+pub(crate) enum Format {
     /// A table, plain if standard output is not a terminal.
     Text,
     /// One JSON document.
@@ -144,8 +144,8 @@ fn shortened(text: &str, width: usize) -> String {
     text.chars().take(width.saturating_sub(1)).chain(['…']).collect()
 }
 
-/// Prints text that follows `name`, broken between words to the width of the terminal and indented there; one line where
-/// there is no terminal.
+/// Prints text that follows `name`, broken between words to the width of the terminal and indented there; one line
+/// where there is no terminal.
 pub(crate) fn print_note(name: &str, text: &str) -> io::Result<()> {
     print_text(&note(name, text, terminal_width()))
 }
@@ -170,8 +170,8 @@ pub(crate) fn print_json<J: Serialize>(json: &J) -> io::Result<()> {
     print_text(&clean::json(&serde_json::to_string_pretty(json)?))
 }
 
-/// Prints an error or a warning. Standard error may be closed or full: `eprintln` would panic then, and the exit code would be
-/// wrong.
+/// Prints an error or a warning. Standard error may be closed or full: `eprintln` would panic then, and the exit code
+/// would be wrong.
 pub(crate) fn complain(text: &str) {
     if SPEAKS_JSON.load(Ordering::Relaxed) {
         return complain_line(&serde_json::json!({ "warning": without_numbers(text) }));

@@ -17,7 +17,7 @@ use rekindle_store::retention::{Plan, Policy, Verdict};
 use rekindle_store::staging::leftovers::{self, Leftover, OnlyCopies};
 use rekindle_store::{Access, Error, ImageId, JobFolder, JobName, Known, Place, Store, Trust};
 
-/// What to prune, and by which rules.
+/// What to prune, and the rules for it.
 #[derive(Debug, clap::Args)]
 pub(crate) struct PruneArgs {
     /// The job; by default all jobs

@@ -5,8 +5,9 @@ use serde::Serialize;
 use super::find::Finder;
 use super::output::{Column, Format, complain, print_json, print_table};
 use super::{Exit, Global, Misuse, complete, progress};
+use rekindle_replica::{self as replica, OnDemand, Patience, Replica};
+use rekindle_store::heal::ChunkSource;
 use rekindle_store::repair::{self, Loss, Mode, Repaired, Sources};
-use rekindle_store::replica::{self, Patience, Replica};
 use rekindle_store::{Error as StoreError, JobFolder, JobName};
 
 /// What to repair.
@@ -55,11 +56,12 @@ pub(super) fn repair(global: &Global, args: &RepairArgs) -> anyhow::Result<Exit>
         let lock = if args.dry_run { None } else { Some(lock(folder)?) };
         let mode = lock.as_ref().map_or(Mode::DryRun, Mode::Repair);
         let what = format!("reading packs of {}", folder.name());
-        let open = || {
+        let there = OnDemand(|| {
             let url = all.replica.url.as_ref().ok_or(replica::Error::Cancelled)?;
             Ok(Replica::open(url, folder.name(), Patience::Little)?.with_trust(folder.trust()))
-        };
-        let sources = Sources { copies: config.copies, replica: all.replica.url.is_some().then_some(&open) };
+        });
+        let sources =
+            Sources { copies: config.copies, replica: all.replica.url.is_some().then_some(&there as &dyn ChunkSource) };
         let repaired =
             progress::shown(&what, |progress| repair::repair(folder, mode, key, &sources, config.threads(), progress))?;
         let whole = repaired.is_whole();

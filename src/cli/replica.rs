@@ -12,9 +12,9 @@ use crate::config::Config;
 use crate::supervisor::notify::Notify;
 use rekindle_base::chain;
 use rekindle_base::units::size;
+use rekindle_replica::{Error, Patience, RemoteImage, Replica};
 use rekindle_store::chunk::Key;
 use rekindle_store::persist::Progress;
-use rekindle_store::replica::{Error, Patience, RemoteImage, Replica};
 use rekindle_store::{
     self, Access, Image, ImageId, JobFolder, JobName, JobRecord, LATEST, Manifest, Outcome, State, Store, Trust,
     WriterLock,
@@ -40,7 +40,7 @@ pub(crate) struct NotBrought(#[source] Error);
 
 /// The images of the replica are not trusted, or cannot be decrypted: the configuration must be corrected.
 #[derive(Debug, thiserror::Error)]
-#[error("nothing was fetched and nothing was written; `rekindle run --fresh` starts the job from the beginning")]
+#[error("no image was fetched, and nothing was changed; `rekindle run --fresh` starts the job from the beginning")]
 pub(crate) struct Refused(#[source] Error);
 
 /// The error of a command that needs the replica.

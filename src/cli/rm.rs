@@ -29,7 +29,7 @@ pub(crate) struct RmArgs {
 /// A job that can be removed.
 struct Doomed {
     row: Row,
-    /// None if an earlier removal was interrupted: the job is none any more, and the rest of it is removed.
+    /// None if an earlier removal was interrupted: it no longer counts as a job, and the rest of it is removed.
     whole: Option<(JobFolder, WriterLock)>,
     store: Store,
 }

@@ -64,7 +64,7 @@ pub(crate) struct RunArgs {
     #[command(flatten)]
     devices: DeviceMap,
     /// The command and its arguments; by default that of the configuration (job.command)
-    // Without allow_hyphen_values: an option before the command is ours, and a misspelt one is no command.
+    // Without allow_hyphen_values: an option before the command is ours, and a misspelt one is not a command.
     #[arg(trailing_var_arg = true, value_name = "COMMAND", add = complete::command())]
     pub(super) command: Vec<OsString>,
 }
@@ -282,7 +282,7 @@ struct Terms<'a> {
     shown: Shown,
 }
 
-/// In the background, lets the caller go; answers what this run shows on its standard output.
+/// A run in the background lets its caller return. Returns what this run shows on its standard output.
 fn leave(global: &Global, caller: Option<Caller>, folder: &JobFolder, config: &Config) -> anyhow::Result<Shown> {
     match caller {
         Some(caller) => caller.leave(folder, config.log.bounds().size).map(|()| Shown::Nothing),

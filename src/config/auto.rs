@@ -9,7 +9,7 @@ use super::value::Malformed;
 /// The mean time between two failures of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
-pub enum MeanTime {
+pub(crate) enum MeanTime {
     /// Taken from the job's own history ([`rekindle_base::interval::Failures`]).
     #[default]
     Observed,

@@ -7,9 +7,9 @@ use serde::{Deserialize, Serialize};
 /// `[control]`: the socket of the supervisor.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
-pub struct Control {
+pub(crate) struct Control {
     /// Absolute folder with one socket for each job.
-    pub directory: PathBuf,
+    pub(crate) directory: PathBuf,
 }
 
 impl Default for Control {

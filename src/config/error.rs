@@ -8,7 +8,7 @@ use super::Origin;
 
 /// Why there is no valid configuration. All of these have exit code 78, except wrong flags ([`Error::is_usage`]).
 #[derive(Debug, thiserror::Error)]
-pub enum Error {
+pub(crate) enum Error {
     /// The file cannot be opened or read.
     #[error("cannot read the configuration {}", path.display())]
     Read {
@@ -20,14 +20,10 @@ pub enum Error {
     },
     /// It is a folder, a pipe or a device.
     #[error("the configuration {} is not a regular file; name a TOML file", path.display())]
-    NotAFile {
-        /// The path.
-        path: PathBuf,
-    },
+    NotAFile { path: PathBuf },
     /// It is larger than a configuration can be.
     #[error("the configuration {} is larger than {limit} bytes; name a TOML file", path.display())]
     TooLarge {
-        /// The path.
         path: PathBuf,
         /// The largest size, in bytes.
         limit: u64,
@@ -96,16 +92,16 @@ impl Error {
 
 /// A problem, with its place.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Problem {
+pub(crate) struct Problem {
     /// The file and line, variable or flag; [`Origin::Default`] if a built-in default does not fit any more.
-    pub origin: Origin,
+    pub(crate) origin: Origin,
     /// The problem.
-    pub fault: Fault,
+    pub(crate) fault: Fault,
 }
 
 /// The kind of problem.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
-pub enum Fault {
+pub(crate) enum Fault {
     /// It is not TOML.
     #[error("not valid TOML: {0}")]
     Syntax(String),
@@ -145,7 +141,7 @@ pub enum Fault {
 impl Error {
     /// Whether all that is wrong was typed on the command line: then the configuration is not at fault.
     #[must_use]
-    pub fn is_usage(&self) -> bool {
+    pub(crate) fn is_usage(&self) -> bool {
         matches!(self, Error::Invalid(problems) if problems.iter().all(Problem::is_flag))
     }
 }

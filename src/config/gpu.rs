@@ -8,9 +8,9 @@ use rekindle_engine::launch::nccl::Nccl;
 /// `[gpu]`: how the job uses its GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
-pub struct Gpu {
+pub(crate) struct Gpu {
     /// NCCL features to disable so that a snapshot is possible.
-    pub nccl: Nccl,
+    pub(crate) nccl: Nccl,
     /// Whether hwloc is kept from opening the GPUs.
-    pub hwloc: Hwloc,
+    pub(crate) hwloc: Hwloc,
 }

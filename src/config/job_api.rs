@@ -9,10 +9,10 @@ use super::value::duration;
 /// `[job-api]`: requests of a job to its supervisor.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
-pub struct JobApi {
+pub(crate) struct JobApi {
     /// Time limit for a hold on snapshots.
     #[serde(with = "duration")]
-    pub max_hold: Duration,
+    pub(crate) max_hold: Duration,
 }
 
 impl Default for JobApi {

@@ -1,7 +1,7 @@
 //! The list of keys: the expected value of each, the environment variable that sets it, and suggestions for misspelt
 //! keys.
 
-use rekindle_store::replica::ReplicaUrl;
+use rekindle_replica::ReplicaUrl;
 
 /// The tables of the file, in its order.
 pub(super) const SECTIONS: &[&str] = &[

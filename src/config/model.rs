@@ -21,9 +21,9 @@ use rekindle_base::Percentage;
 use rekindle_engine::restore::ChangedFiles;
 use rekindle_engine::snapshot::TcpChoice;
 use rekindle_os::parallel;
+use rekindle_replica::ReplicaUrl;
 use rekindle_store::chunk::Compression;
 use rekindle_store::options::Copies;
-use rekindle_store::replica::ReplicaUrl;
 
 /// The only version of the configuration format so far.
 pub(crate) const VERSION: u32 = 1;
@@ -31,96 +31,95 @@ pub(crate) const VERSION: u32 = 1;
 /// The complete configuration. A deserialized value has the right types, but is not validated: use [`super::load`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
-pub struct Config {
+pub(crate) struct Config {
     /// Format of the file, [`VERSION`].
-    pub version: u32,
+    pub(crate) version: u32,
     /// What to do about an end of the job, or a line of its output; the first matching rule applies.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub rules: Vec<Rule>,
-    /// The job.
-    pub job: Job,
+    pub(crate) rules: Vec<Rule>,
+    pub(crate) job: Job,
     /// The network of the job.
-    pub network: Network,
+    pub(crate) network: Network,
     /// Which files are part of the job's state.
-    pub files: Files,
+    pub(crate) files: Files,
     /// How the job uses its GPUs.
-    pub gpu: Gpu,
+    pub(crate) gpu: Gpu,
     /// When and how to take snapshots.
-    pub snapshot: Snapshot,
+    pub(crate) snapshot: Snapshot,
     /// Where the images are stored, and for how long.
-    pub store: Store,
+    pub(crate) store: Store,
     /// Copies of the images on another machine.
-    pub replica: Replica,
+    pub(crate) replica: Replica,
     /// What to do when the job dies.
-    pub restart: Restart,
+    pub(crate) restart: Restart,
     /// When a job that has not ended counts as hung.
-    pub watch: Watch,
+    pub(crate) watch: Watch,
     /// The scheduler, and its time limit.
-    pub scheduler: Scheduler,
+    pub(crate) scheduler: Scheduler,
     /// Commands and an address that are notified of events.
-    pub hooks: Hooks,
+    pub(crate) hooks: Hooks,
     /// Metrics for Prometheus.
-    pub metrics: Metrics,
+    pub(crate) metrics: Metrics,
     /// The job's output and our own messages.
-    pub log: Log,
+    pub(crate) log: Log,
     /// The socket of the supervisor.
-    pub control: Control,
+    pub(crate) control: Control,
     /// Requests of the job to its supervisor.
-    pub job_api: JobApi,
+    pub(crate) job_api: JobApi,
     /// Which CRIU to use.
-    pub criu: Criu,
+    pub(crate) criu: Criu,
 }
 
 /// `[job]`: the job.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
-pub struct Job {
+pub(crate) struct Job {
     /// Name of the job and of its folder in the store; unset means that `run` derives one.
-    pub name: Option<String>,
+    pub(crate) name: Option<String>,
     /// The command to run if `run` is given none.
-    pub command: Vec<String>,
+    pub(crate) command: Vec<String>,
     /// Absolute working directory; unset means the caller's.
-    pub directory: Option<PathBuf>,
+    pub(crate) directory: Option<PathBuf>,
     /// User name or number the job runs as; unset means the caller's.
-    pub user: Option<String>,
+    pub(crate) user: Option<String>,
     /// File mode creation mask; unset means the caller's.
-    pub umask: Option<Umask>,
+    pub(crate) umask: Option<Umask>,
     /// What the job reads as standard input.
-    pub stdin: Stdin,
+    pub(crate) stdin: Stdin,
     /// Variables added to the environment that [`Job::environment_mode`] starts from. Values are never shown.
-    pub environment: Environment,
+    pub(crate) environment: Environment,
     /// What the job's environment starts from; unset means [`Job::starts_from`].
-    pub environment_mode: Option<EnvironmentMode>,
+    pub(crate) environment_mode: Option<EnvironmentMode>,
     /// Variables of the caller that the job always gets: names, or prefixes followed by `*`.
-    pub pass_environment: Vec<String>,
+    pub(crate) pass_environment: Vec<String>,
     /// Resource limits by their name in [`LIMITS`], soft and hard at once; limits not named stay the caller's.
-    pub limits: BTreeMap<String, Limit>,
+    pub(crate) limits: BTreeMap<String, Limit>,
     /// Whether the job gets its own PID namespace.
-    pub pid_namespace: PidNamespace,
+    pub(crate) pid_namespace: PidNamespace,
     /// Whether the job and its children cannot use setuid programs and file capabilities (prctl PR_SET_NO_NEW_PRIVS);
     /// unset means [`Job::keeps_its_rights`].
-    pub no_new_privileges: Option<bool>,
+    pub(crate) no_new_privileges: Option<bool>,
     /// Whether io_uring_setup(2) works in the job.
-    pub allow_io_uring: bool,
+    pub(crate) allow_io_uring: bool,
 }
 
 impl Job {
     /// The default of [`Job::environment_mode`]: another user does not get the caller's environment.
     #[must_use]
-    pub fn starts_from(&self) -> EnvironmentMode {
+    pub(crate) fn starts_from(&self) -> EnvironmentMode {
         let default = if self.user.is_some() { EnvironmentMode::Clean } else { EnvironmentMode::Inherit };
         self.environment_mode.unwrap_or(default)
     }
 
     /// The default of [`Job::no_new_privileges`]: a job of another user has no reason to get more rights.
     #[must_use]
-    pub fn keeps_its_rights(&self) -> bool {
+    pub(crate) fn keeps_its_rights(&self) -> bool {
         self.no_new_privileges.unwrap_or_else(|| self.user.is_some())
     }
 
     /// Whether [`Job::pass_environment`] names the variable.
     #[must_use]
-    pub fn passes(&self, variable: &str) -> bool {
+    pub(crate) fn passes(&self, variable: &str) -> bool {
         self.pass_environment.iter().any(|named| match named.strip_suffix('*') {
             Some(beginning) => variable.starts_with(beginning),
             None => variable == named,
@@ -151,7 +150,7 @@ pub(crate) const LIMITS: &[&str] = &[
 /// `job.environment-mode`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum EnvironmentMode {
+pub(crate) enum EnvironmentMode {
     /// The caller's environment.
     #[default]
     Inherit,
@@ -162,7 +161,7 @@ pub enum EnvironmentMode {
 /// `job.pid-namespace`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum PidNamespace {
+pub(crate) enum PidNamespace {
     /// Its own namespace: the pids that a restore needs are free.
     #[default]
     Private,
@@ -173,55 +172,55 @@ pub enum PidNamespace {
 /// `[snapshot]`: when and how to take snapshots.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
-pub struct Snapshot {
+pub(crate) struct Snapshot {
     /// Time between the end of one snapshot and the start of the next.
-    pub interval: Interval,
+    pub(crate) interval: Interval,
     /// The maximum share of the time for which snapshots may freeze the job, with [`Interval::Auto`].
-    pub max_overhead: Percentage,
+    pub(crate) max_overhead: Percentage,
     /// Mean time between failures, with [`Interval::Auto`].
-    pub mean_time_between_failures: MeanTime,
+    pub(crate) mean_time_between_failures: MeanTime,
     /// Time limit for the final snapshot when the job is stopped. Storing its image comes afterwards and is not limited
     /// by this.
     #[serde(with = "duration")]
-    pub grace: Duration,
+    pub(crate) grace: Duration,
     /// Time limit for running kernels when CUDA is locked; at least 1 ms, because the driver takes 0 as no limit.
     #[serde(with = "duration")]
-    pub lock_timeout: Duration,
+    pub(crate) lock_timeout: Duration,
     /// Time limit for CRIU to stop all tasks; whole seconds (CRIU's RPC option `timeout`).
     #[serde(with = "duration")]
-    pub freeze_timeout: Duration,
+    pub(crate) freeze_timeout: Duration,
     /// Time limit for a complete CRIU dump.
     #[serde(with = "duration")]
-    pub dump_timeout: Duration,
+    pub(crate) dump_timeout: Duration,
     /// First wait after a failed snapshot; doubles with each further failure.
     #[serde(with = "duration")]
-    pub retry_after: Duration,
+    pub(crate) retry_after: Duration,
     /// Longest wait after a failed snapshot.
     #[serde(with = "duration")]
-    pub retry_max: Duration,
+    pub(crate) retry_max: Duration,
     /// Largest deleted but open file that is copied into the image; fits in 32 bits (CRIU's `ghost_limit`).
-    pub ghost_limit: ByteSize,
+    pub(crate) ghost_limit: ByteSize,
     /// Maximum bytes of files on disk in an image, for files that the job changes in place. Files in memory do not
     /// count.
-    pub file_limit: ByteSize,
+    pub(crate) file_limit: ByteSize,
     /// What happens to established TCP connections.
-    pub tcp: TcpChoice,
+    pub(crate) tcp: TcpChoice,
     /// Host memory that must stay free while an image is written to memory, or GPU memory is copied into it.
-    pub memory_reserve: ByteSize,
+    pub(crate) memory_reserve: ByteSize,
     /// Interval of rehearsals beside the job.
-    pub rehearse: Patience,
+    pub(crate) rehearse: Patience,
     /// Where an image is first written; the freeze ends when it is complete there.
-    pub staging: Staging,
+    pub(crate) staging: Staging,
     /// Absolute folder with one folder for each job that is staged in memory.
-    pub staging_directory: PathBuf,
+    pub(crate) staging_directory: PathBuf,
     /// Whether the job loads the library that makes the CUDA driver's copies faster.
-    pub interposer: Interposer,
+    pub(crate) interposer: Interposer,
 }
 
 /// `snapshot.staging`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Staging {
+pub(crate) enum Staging {
     /// In memory; it is packed into the store while the job runs again.
     #[default]
     Ram,
@@ -232,7 +231,7 @@ pub enum Staging {
 /// `snapshot.interposer`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Interposer {
+pub(crate) enum Interposer {
     /// If the machine has an NVIDIA driver.
     #[default]
     Auto,
@@ -243,51 +242,51 @@ pub enum Interposer {
 /// `[store]`: where the images are stored, and for how long.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
-pub struct Store {
+pub(crate) struct Store {
     /// Absolute folder with one folder for each job.
-    pub directory: PathBuf,
+    pub(crate) directory: PathBuf,
     /// Number of good images kept of a job, at least 1.
-    pub keep_last: u32,
+    pub(crate) keep_last: u32,
     /// Number of hours with images for which the newest good image is kept.
-    pub keep_hourly: u32,
+    pub(crate) keep_hourly: u32,
     /// Number of days with images for which the newest good image is kept.
-    pub keep_daily: u32,
+    pub(crate) keep_daily: u32,
     /// Good images younger than this are kept.
     #[serde(with = "duration")]
-    pub keep_within: Duration,
+    pub(crate) keep_within: Duration,
     /// Maximum total size of a job's images.
-    pub max_total_size: SizeLimit,
+    pub(crate) max_total_size: SizeLimit,
     /// Space of the file system that an image must leave free.
-    pub min_free: ByteSize,
+    pub(crate) min_free: ByteSize,
     /// How the content of images is compressed.
-    pub compression: Compression,
+    pub(crate) compression: Compression,
     /// Absolute path of the key file for encrypting the content of images; unset means no encryption.
-    pub encryption_key: Option<PathBuf>,
+    pub(crate) encryption_key: Option<PathBuf>,
     /// Whether unsigned images are accepted although there is a key: for images from before there was a key.
-    pub accept_unsigned: bool,
+    pub(crate) accept_unsigned: bool,
     /// Folder for this machine's notes about the images that it has seen, to notice if they are replaced by older ones.
-    pub seen_directory: PathBuf,
+    pub(crate) seen_directory: PathBuf,
     /// Maximum bytes per second written when an image is stored.
-    pub persist_rate: Rate,
+    pub(crate) persist_rate: Rate,
     /// Number of threads that store an image.
-    pub persist_threads: Threads,
+    pub(crate) persist_threads: Threads,
     /// How long unneeded content is kept.
     #[serde(with = "duration")]
-    pub sweep_after: Duration,
+    pub(crate) sweep_after: Duration,
     /// Maximum bytes that one repack writes.
-    pub repack: Repack,
+    pub(crate) repack: Repack,
     /// In how many packs content is kept that several images use.
-    pub copies: Copies,
+    pub(crate) copies: Copies,
     /// Bytes read per second, while there is nothing else to do, to find damage.
-    pub verify_rate: VerifyRate,
+    pub(crate) verify_rate: VerifyRate,
     /// What happens to the images when the job ends with exit code 0.
-    pub on_success: OnSuccess,
+    pub(crate) on_success: OnSuccess,
 }
 
 impl Store {
     /// The number of [`Store::persist_threads`] on this machine.
     #[must_use]
-    pub fn threads(&self) -> usize {
+    pub(crate) fn threads(&self) -> usize {
         self.persist_threads.among(parallel::cores())
     }
 }
@@ -295,19 +294,19 @@ impl Store {
 /// `[replica]`: copies of the images on another machine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
-pub struct Replica {
+pub(crate) struct Replica {
     /// The object store or folder; unset means no replica.
-    pub url: Option<ReplicaUrl>,
+    pub(crate) url: Option<ReplicaUrl>,
     /// Number of good images kept there of a job, at least 1.
-    pub keep_last: u32,
+    pub(crate) keep_last: u32,
     /// Maximum bytes sent per second.
-    pub rate: Rate,
+    pub(crate) rate: Rate,
 }
 
 /// `store.on-success`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum OnSuccess {
+pub(crate) enum OnSuccess {
     /// Remove them.
     Remove,
     /// Keep them.
@@ -318,43 +317,43 @@ pub enum OnSuccess {
 /// `[restart]`: what to do when the job dies.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
-pub struct Restart {
+pub(crate) struct Restart {
     /// Maximum number of restarts within [`Restart::window`]; 0 means no restarts.
-    pub max_restarts: u32,
+    pub(crate) max_restarts: u32,
     /// The time in which restarts are counted.
     #[serde(with = "duration")]
-    pub window: Duration,
+    pub(crate) window: Duration,
     /// First wait before a restart; doubles with each further one.
     #[serde(with = "duration")]
-    pub backoff: Duration,
+    pub(crate) backoff: Duration,
     /// Longest wait before a restart.
     #[serde(with = "duration")]
-    pub backoff_max: Duration,
+    pub(crate) backoff_max: Duration,
     /// A death sooner than this after a restore counts against the image.
     #[serde(with = "duration")]
-    pub min_uptime: Duration,
+    pub(crate) min_uptime: Duration,
     /// A job that lives this long resets the counters.
     #[serde(with = "duration")]
-    pub healthy_uptime: Duration,
+    pub(crate) healthy_uptime: Duration,
     /// Exit codes that are worth a restart; empty means every code but 0.
-    pub retry_exit_codes: Vec<u8>,
+    pub(crate) retry_exit_codes: Vec<u8>,
     /// Exit codes that are never worth a restart.
-    pub never_retry_exit_codes: Vec<u8>,
+    pub(crate) never_retry_exit_codes: Vec<u8>,
     /// Whether the job may be started from the beginning if no image can be used.
-    pub cold_start: ColdStart,
+    pub(crate) cold_start: ColdStart,
     /// What to do if a file changed since the snapshot and its content is not in the image.
-    pub changed_files: ChangedFiles,
+    pub(crate) changed_files: ChangedFiles,
     /// Which processes take the job back when they die.
-    pub on_process_death: OnProcessDeath,
+    pub(crate) on_process_death: OnProcessDeath,
     /// Time limit for a restore; CRIU hangs for ever on some broken images.
     #[serde(with = "duration")]
-    pub restore_timeout: Duration,
+    pub(crate) restore_timeout: Duration,
 }
 
 /// `restart.on-process-death`: which processes of a job take it back to its newest image when a signal kills them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum OnProcessDeath {
+pub(crate) enum OnProcessDeath {
     /// Those that used CUDA when the image was taken.
     #[default]
     Cuda,
@@ -367,7 +366,7 @@ pub enum OnProcessDeath {
 /// `restart.cold-start`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum ColdStart {
+pub(crate) enum ColdStart {
     /// Only if there is no image at all, good or bad.
     #[default]
     NoImages,
@@ -380,21 +379,21 @@ pub enum ColdStart {
 /// `[log]`: the job's output and our own messages.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
-pub struct Log {
+pub(crate) struct Log {
     /// How much rekindle logs.
-    pub level: Level,
+    pub(crate) level: Level,
     /// The format of the log.
-    pub format: LogFormat,
+    pub(crate) format: LogFormat,
     /// Size at which a file of the job's output is rotated.
-    pub max_size: ByteSize,
+    pub(crate) max_size: ByteSize,
     /// Rotated files kept beside the current one.
-    pub keep: u32,
+    pub(crate) keep: u32,
 }
 
 /// `log.level`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Level {
+pub(crate) enum Level {
     /// Errors only.
     Error,
     /// Also warnings.
@@ -413,9 +412,9 @@ pub enum Level {
 /// `[criu]`: which CRIU to use.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
-pub struct Criu {
+pub(crate) struct Criu {
     /// Absolute path of the `criu` program; if unset, it is searched for.
-    pub path: Option<PathBuf>,
+    pub(crate) path: Option<PathBuf>,
 }
 
 const fn seconds(n: u64) -> Duration {

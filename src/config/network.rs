@@ -5,17 +5,17 @@ use serde::{Deserialize, Serialize};
 /// `[network]`: the network of the job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
-pub struct Network {
+pub(crate) struct Network {
     /// Which network the job uses.
-    pub mode: NetworkMode,
+    pub(crate) mode: NetworkMode,
     /// The connection of a private network to the outside.
-    pub uplink: UplinkMode,
+    pub(crate) uplink: UplinkMode,
 }
 
 /// `network.mode`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum NetworkMode {
+pub(crate) enum NetworkMode {
     /// The caller's network.
     #[default]
     Host,
@@ -26,7 +26,7 @@ pub enum NetworkMode {
 /// `network.uplink`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum UplinkMode {
+pub(crate) enum UplinkMode {
     /// No connection.
     #[default]
     Off,

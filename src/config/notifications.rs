@@ -14,28 +14,28 @@ use super::value::{HIDDEN, Malformed, duration};
 /// an empty list means none.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
-pub struct Hooks {
+pub(crate) struct Hooks {
     /// Before the job is frozen.
-    pub before_snapshot: Vec<String>,
+    pub(crate) before_snapshot: Vec<String>,
     /// After the freeze, or after a snapshot that failed.
-    pub after_snapshot: Vec<String>,
+    pub(crate) after_snapshot: Vec<String>,
     /// Before an image is restored.
-    pub before_restore: Vec<String>,
+    pub(crate) before_restore: Vec<String>,
     /// When the job runs again from an image.
-    pub after_restore: Vec<String>,
+    pub(crate) after_restore: Vec<String>,
     /// When something failed.
-    pub on_failure: Vec<String>,
+    pub(crate) on_failure: Vec<String>,
     /// When the job has completed.
-    pub on_completion: Vec<String>,
+    pub(crate) on_completion: Vec<String>,
     /// Time limit for a command.
     #[serde(with = "duration")]
-    pub timeout: Duration,
+    pub(crate) timeout: Duration,
     /// What happens if a command before a snapshot or restore fails.
-    pub on_error: OnError,
+    pub(crate) on_error: OnError,
     /// Number of failed snapshots in a row that count as a failure; 0 means never.
-    pub failed_snapshots: u32,
+    pub(crate) failed_snapshots: u32,
     /// The address to which failures are sent.
-    pub webhook: Option<WebhookUrl>,
+    pub(crate) webhook: Option<WebhookUrl>,
 }
 
 impl Default for Hooks {
@@ -58,7 +58,7 @@ impl Default for Hooks {
 /// `hooks.on-error`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum OnError {
+pub(crate) enum OnError {
     /// It is reported, and the snapshot or restore is done.
     #[default]
     Ignore,
@@ -69,17 +69,17 @@ pub enum OnError {
 /// `[metrics]`: metrics for Prometheus.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
-pub struct Metrics {
+pub(crate) struct Metrics {
     /// Absolute path of a file that is replaced when the metrics change.
-    pub textfile: Option<PathBuf>,
+    pub(crate) textfile: Option<PathBuf>,
     /// Address and port that answers `GET /metrics`.
-    pub listen: Option<SocketAddr>,
+    pub(crate) listen: Option<SocketAddr>,
 }
 
 /// The address of a webhook. The part after the host is often a secret, so it is never shown.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
-pub struct WebhookUrl {
+pub(crate) struct WebhookUrl {
     text: String,
     /// Length of the text up to the end of host and port.
     shown: usize,
@@ -88,13 +88,13 @@ pub struct WebhookUrl {
 impl WebhookUrl {
     /// The complete address. Not for messages.
     #[must_use]
-    pub fn secret(&self) -> &str {
+    pub(crate) fn secret(&self) -> &str {
         &self.text
     }
 
     /// Host and port.
     #[must_use]
-    pub fn host(&self) -> &str {
+    pub(crate) fn host(&self) -> &str {
         let origin = self.text.get(..self.shown).unwrap_or_default();
         origin.split_once("://").map_or(origin, |(_, host)| host)
     }
@@ -149,7 +149,7 @@ impl fmt::Debug for WebhookUrl {
 /// `log.format`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum LogFormat {
+pub(crate) enum LogFormat {
     /// Lines for people.
     #[default]
     Text,

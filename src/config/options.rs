@@ -16,7 +16,7 @@ use rekindle_store::{Trust, Unsigned, gc};
 impl Store {
     /// The rules for keeping images.
     #[must_use]
-    pub fn policy(&self) -> Policy {
+    pub(crate) fn policy(&self) -> Policy {
         Policy {
             keep_last: self.keep_last,
             keep_hourly: self.keep_hourly,
@@ -28,13 +28,13 @@ impl Store {
 
     /// The limits that decide whether there is space for an image.
     #[must_use]
-    pub fn limits(&self) -> Limits {
+    pub(crate) fn limits(&self) -> Limits {
         Limits { policy: self.policy(), min_free: self.min_free.bytes(), copies: self.copies }
     }
 
     /// How images are packed.
     #[must_use]
-    pub fn packing(&self, trust: &Trust) -> Packing {
+    pub(crate) fn packing(&self, trust: &Trust) -> Packing {
         Packing {
             compression: self.compression,
             key: trust.key().cloned().map(Arc::new),
@@ -46,7 +46,7 @@ impl Store {
 
     /// How unneeded content is removed.
     #[must_use]
-    pub fn garbage<'k>(&self, key: Option<&'k Key>) -> gc::Bounds<'k> {
+    pub(crate) fn garbage<'k>(&self, key: Option<&'k Key>) -> gc::Bounds<'k> {
         let repack = match self.repack {
             Repack::Off => None,
             Repack::UpTo(size) => Some(size.bytes()),
@@ -58,7 +58,7 @@ impl Store {
     ///
     /// # Errors
     /// When a key is configured and cannot be used.
-    pub fn trust(&self) -> Result<Trust, KeyError> {
+    pub(crate) fn trust(&self) -> Result<Trust, KeyError> {
         let Some(path) = &self.encryption_key else { return Ok(Trust::default()) };
         let unsigned = if self.accept_unsigned { Unsigned::Accepted } else { Unsigned::Refused };
         Ok(Trust::new(Key::read(path)?, path, unsigned))
@@ -68,7 +68,7 @@ impl Store {
 impl Log {
     /// How much of the job's output is kept.
     #[must_use]
-    pub fn bounds(&self) -> output::Bounds {
+    pub(crate) fn bounds(&self) -> output::Bounds {
         output::Bounds { size: self.max_size.bytes(), keep: self.keep }
     }
 }
@@ -76,7 +76,7 @@ impl Log {
 impl Config {
     /// How a snapshot is taken.
     #[must_use]
-    pub fn snapshot_options(&self) -> snapshot::Options {
+    pub(crate) fn snapshot_options(&self) -> snapshot::Options {
         let of = &self.snapshot;
         snapshot::Options {
             track: self.files.track.clone(),

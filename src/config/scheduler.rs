@@ -12,19 +12,19 @@ use super::value::Malformed;
 /// `[scheduler]`.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
-pub struct Scheduler {
+pub(crate) struct Scheduler {
     /// Which scheduler it is.
-    pub profile: Profile,
+    pub(crate) profile: Profile,
     /// How a stopped job is queued again.
-    pub requeue: Requeue,
+    pub(crate) requeue: Requeue,
     /// When the job must have ended; unset means the scheduler's time limit.
-    pub deadline: Option<Deadline>,
+    pub(crate) deadline: Option<Deadline>,
 }
 
 /// `scheduler.profile`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Profile {
+pub(crate) enum Profile {
     /// The scheduler that the environment indicates.
     #[default]
     Auto,
@@ -42,7 +42,7 @@ pub enum Profile {
 /// `scheduler.requeue`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Requeue {
+pub(crate) enum Requeue {
     /// The scheduler does it, because of the exit code.
     #[default]
     ExitCode,
@@ -53,7 +53,7 @@ pub enum Requeue {
 /// When a job must have ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
-pub enum Deadline {
+pub(crate) enum Deadline {
     /// At this time.
     At(DateTime<Utc>),
     /// This long after rekindle was started.

@@ -11,7 +11,7 @@ use super::value::{ByteSize, Malformed, NumberOrText};
 /// Number of threads that store an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(try_from = "NumberOrText", into = "NumberOrText")]
-pub enum Threads {
+pub(crate) enum Threads {
     /// Depends on the number of processors.
     #[default]
     Auto,
@@ -21,11 +21,11 @@ pub enum Threads {
 
 impl Threads {
     /// More threads are not faster on any disk.
-    pub const MOST: u8 = 64;
+    pub(crate) const MOST: u8 = 64;
 
     /// The number of threads for this number of processors.
     #[must_use]
-    pub fn among(self, processors: usize) -> usize {
+    pub(crate) fn among(self, processors: usize) -> usize {
         match self {
             Threads::Auto => persist::threads_beside(processors),
             Threads::Count(n) => n.into(),
@@ -58,7 +58,7 @@ impl From<Threads> for NumberOrText {
 /// A limit of a size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(try_from = "NumberOrText", into = "String")]
-pub enum SizeLimit {
+pub(crate) enum SizeLimit {
     /// No limit.
     #[default]
     Unlimited,
@@ -69,7 +69,7 @@ pub enum SizeLimit {
 impl SizeLimit {
     /// The limit in bytes, if there is one.
     #[must_use]
-    pub fn bytes(self) -> Option<u64> {
+    pub(crate) fn bytes(self) -> Option<u64> {
         match self {
             SizeLimit::Unlimited => None,
             SizeLimit::AtMost(size) => Some(size.bytes()),
@@ -108,7 +108,7 @@ impl From<SizeLimit> for String {
 /// Maximum bytes that one repack writes to free the space of unneeded content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "NumberOrText", into = "String")]
-pub enum Repack {
+pub(crate) enum Repack {
     /// No repacking.
     Off,
     /// This many bytes.
@@ -138,7 +138,7 @@ impl From<Repack> for String {
 /// Bytes of the store read per second to find damage, while there is nothing else to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "NumberOrText", into = "String")]
-pub enum VerifyRate {
+pub(crate) enum VerifyRate {
     /// Off.
     Off,
     /// This many bytes.

@@ -11,9 +11,9 @@ use super::*;
 use rekindle_base::Percentage;
 use rekindle_base::units::{ByteSize, Malformed};
 use rekindle_engine::restore::ChangedFiles;
+use rekindle_replica::ReplicaUrl;
 use rekindle_store::chunk::Compression;
 use rekindle_store::options::Copies;
-use rekindle_store::replica::ReplicaUrl;
 
 mod layering;
 mod pages;
@@ -248,7 +248,7 @@ fn written_out_and_read_again_it_is_the_same() {
 fn values_of_the_environment_are_never_shown() {
     let text = "version = 1\n[job.environment]\nTOKEN = \"hunter2\"\n";
     let effective = load_layers(text, &[], &Overrides::default()).unwrap();
-    assert_eq!(effective.config.job.environment.get("TOKEN"), Some("hunter2"));
+    assert_eq!(effective.config.job.environment.iter().collect::<Vec<_>>(), [("TOKEN", "hunter2")]);
     let shown = [
         format!("{effective:?}"),
         format!("{:?}", effective.entries()),

@@ -33,7 +33,7 @@ pub(super) mod duration {
 /// One resource limit, soft and hard, in the unit of setrlimit(2).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "NumberOrText", into = "NumberOrText")]
-pub enum Limit {
+pub(crate) enum Limit {
     /// RLIM_INFINITY.
     Unlimited,
     /// Bytes, seconds, microseconds or a count, depending on the limit.
@@ -65,7 +65,7 @@ impl From<Limit> for NumberOrText {
 /// Maximum bytes written per second.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(try_from = "NumberOrText", into = "String")]
-pub enum Rate {
+pub(crate) enum Rate {
     /// No limit.
     #[default]
     Unlimited,
@@ -76,7 +76,7 @@ pub enum Rate {
 impl Rate {
     /// Bytes per second, if there is a limit.
     #[must_use]
-    pub fn bytes(self) -> Option<u64> {
+    pub(crate) fn bytes(self) -> Option<u64> {
         match self {
             Rate::Unlimited => None,
             Rate::PerSecond(size) => Some(size.bytes()),
@@ -107,7 +107,7 @@ impl From<Rate> for String {
 /// How often to snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
-pub enum Interval {
+pub(crate) enum Interval {
     /// With this time between the end of one snapshot and the start of the next.
     Every(Duration),
     /// Chosen from what a snapshot costs and how often the job fails ([`rekindle_base::interval`]).
@@ -155,12 +155,12 @@ impl From<Interval> for String {
 /// A file mode creation mask, written as octal text ("022") because TOML's integer 22 would be another mask.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
-pub struct Umask(u32);
+pub(crate) struct Umask(u32);
 
 impl Umask {
     /// The bits that are cleared in the mode of new files, 0 to 0o777.
     #[must_use]
-    pub const fn bits(self) -> u32 {
+    pub(crate) const fn bits(self) -> u32 {
         self.0
     }
 }
@@ -186,7 +186,7 @@ impl From<Umask> for String {
 /// What the job reads as standard input.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
-pub enum Stdin {
+pub(crate) enum Stdin {
     /// Nothing: /dev/null.
     #[default]
     Null,
@@ -223,18 +223,12 @@ impl From<Stdin> for String {
 /// printed text ends in logs and manifests.
 #[derive(Clone, PartialEq, Eq, Default, Deserialize)]
 #[serde(transparent)]
-pub struct Environment(BTreeMap<String, String>);
+pub(crate) struct Environment(BTreeMap<String, String>);
 
 impl Environment {
     /// Names and values, sorted by name.
-    pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
         self.0.iter().map(|(name, value)| (name.as_str(), value.as_str()))
-    }
-
-    /// The value of a variable.
-    #[must_use]
-    pub fn get(&self, name: &str) -> Option<&str> {
-        self.0.get(name).map(String::as_str)
     }
 }
 

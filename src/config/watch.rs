@@ -15,21 +15,21 @@ use super::value::Malformed;
 /// `[watch]`: when a job that has not ended counts as hung.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
-pub struct Watch {
+pub(crate) struct Watch {
     /// How long it may write no output.
-    pub no_output_for: Patience,
+    pub(crate) no_output_for: Patience,
     /// How long it may use neither a processor nor a GPU.
-    pub no_cpu_for: Patience,
+    pub(crate) no_cpu_for: Patience,
     /// How long it may send no `WATCHDOG=1`.
-    pub no_notify_for: Patience,
+    pub(crate) no_notify_for: Patience,
     /// What to do if it hangs.
-    pub action: HangAction,
+    pub(crate) action: HangAction,
     /// Time without output after which this is logged, without further action.
-    pub log_silence_after: Patience,
+    pub(crate) log_silence_after: Patience,
     /// Whether faults of GPUs are watched while the job runs.
-    pub gpu_faults: GpuFaults,
+    pub(crate) gpu_faults: GpuFaults,
     /// Which cloud is asked whether it interrupts this machine.
-    pub interruption: Interruption,
+    pub(crate) interruption: Interruption,
 }
 
 impl Default for Watch {
@@ -49,7 +49,7 @@ impl Default for Watch {
 /// A time limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
-pub enum Patience {
+pub(crate) enum Patience {
     /// No limit.
     Off,
     /// This time.
@@ -59,7 +59,7 @@ pub enum Patience {
 impl Patience {
     /// The limit, if there is one.
     #[must_use]
-    pub fn limit(self) -> Option<Duration> {
+    pub(crate) fn limit(self) -> Option<Duration> {
         match self {
             Patience::Off => None,
             Patience::For(time) => Some(time),
@@ -90,7 +90,7 @@ impl From<Patience> for String {
 /// `watch.action`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum HangAction {
+pub(crate) enum HangAction {
     /// It is only reported.
     #[default]
     Notify,
@@ -103,7 +103,7 @@ pub enum HangAction {
 /// `watch.gpu-faults`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum GpuFaults {
+pub(crate) enum GpuFaults {
     /// If there is an NVIDIA driver, and the job uses a GPU.
     #[default]
     Auto,
@@ -114,13 +114,11 @@ pub enum GpuFaults {
 /// `watch.interruption`: which cloud is asked whether it interrupts this machine.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(try_from = "WordOrClouds", into = "WordOrClouds")]
-pub enum Interruption {
+pub(crate) enum Interruption {
     /// The cloud that this machine is in, by its firmware; none elsewhere.
     #[default]
     Auto,
-    /// None.
     Off,
-    /// These.
     Clouds(Vec<Cloud>),
 }
 
@@ -167,30 +165,29 @@ impl From<Interruption> for WordOrClouds {
 /// One of `[[rules]]`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
-pub struct Rule {
+pub(crate) struct Rule {
     /// The conditions. All must match.
     #[serde(rename = "match")]
-    pub matches: Match,
-    /// The action.
-    pub action: RuleAction,
+    pub(crate) matches: Match,
+    pub(crate) action: RuleAction,
     /// For a rewind: the newest image (1), the one before it (2), and so on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub images: Option<u32>,
+    pub(crate) images: Option<u32>,
     /// For a rewind: how often it is done in one run before the job is given up.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub max_rewinds: Option<u32>,
+    pub(crate) max_rewinds: Option<u32>,
 }
 
 impl Rule {
     /// `images`, by default 1.
     #[must_use]
-    pub fn images(&self) -> usize {
+    pub(crate) fn images(&self) -> usize {
         self.images.and_then(|n| usize::try_from(n).ok()).unwrap_or(1)
     }
 
     /// `max-rewinds`, by default 3.
     #[must_use]
-    pub fn max_rewinds(&self) -> u32 {
+    pub(crate) fn max_rewinds(&self) -> u32 {
         self.max_rewinds.unwrap_or(3)
     }
 }
@@ -198,7 +195,7 @@ impl Rule {
 /// The action of a rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum RuleAction {
+pub(crate) enum RuleAction {
     /// The job is restarted, whatever its exit code.
     Restart,
     /// The job is given up.
@@ -223,37 +220,37 @@ impl fmt::Display for RuleAction {
 /// The conditions of a rule. Each may be one value or a list; one of them has to match.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
-pub struct Match {
+pub(crate) struct Match {
     /// Exit codes.
     #[serde(skip_serializing_if = "AnyOf::is_empty")]
-    pub exit_code: AnyOf<u8>,
+    pub(crate) exit_code: AnyOf<u8>,
     /// Signals that end a job.
     #[serde(skip_serializing_if = "AnyOf::is_empty")]
-    pub signal: AnyOf<SignalName>,
+    pub(crate) signal: AnyOf<SignalName>,
     /// Causes.
     #[serde(skip_serializing_if = "AnyOf::is_empty")]
-    pub cause: AnyOf<CauseName>,
+    pub(crate) cause: AnyOf<CauseName>,
     /// Numbers of GPU faults.
     #[serde(skip_serializing_if = "AnyOf::is_empty")]
-    pub xid: AnyOf<u32>,
+    pub(crate) xid: AnyOf<u32>,
     /// A line of the job's output.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub log: Option<Pattern>,
+    pub(crate) log: Option<Pattern>,
     /// A number in that line.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub above: Option<Above>,
+    pub(crate) above: Option<Above>,
 }
 
 impl Match {
     /// Whether there are no conditions.
     #[must_use]
-    pub fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         *self == Match::default()
     }
 
     /// Whether it applies to the output of a running job: no condition is about an end.
     #[must_use]
-    pub fn is_of_output(&self) -> bool {
+    pub(crate) fn is_of_output(&self) -> bool {
         let Match { exit_code, signal, cause, xid, log, above: _ } = self;
         log.is_some() && exit_code.is_empty() && signal.is_empty() && cause.is_empty() && xid.is_empty()
     }
@@ -261,7 +258,7 @@ impl Match {
     /// Whether a line of output matches. A value that is not a number (nan, inf, text) counts as above every limit: a
     /// training that went wrong prints such values.
     #[must_use]
-    pub fn line(&self, line: &[u8]) -> bool {
+    pub(crate) fn line(&self, line: &[u8]) -> bool {
         let Some(pattern) = &self.log else { return false };
         let Some(above) = self.above else { return pattern.0.is_match(line) };
         pattern.0.captures_iter(line).any(|found| {
@@ -278,7 +275,7 @@ impl Match {
     into = "Vec<T>",
     bound(serialize = "T: Clone + Serialize", deserialize = "T: Deserialize<'de>")
 )]
-pub struct AnyOf<T>(Vec<T>);
+pub(crate) struct AnyOf<T>(Vec<T>);
 
 #[derive(Deserialize)]
 #[serde(untagged)]
@@ -290,18 +287,18 @@ enum OneOrMany<T> {
 impl<T> AnyOf<T> {
     /// Whether there is no condition.
     #[must_use]
-    pub fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
     /// Whether there is no condition, or one that matches.
-    pub fn allows(&self, mut fits: impl FnMut(&T) -> bool) -> bool {
+    pub(crate) fn allows(&self, mut fits: impl FnMut(&T) -> bool) -> bool {
         self.0.is_empty() || self.0.iter().any(&mut fits)
     }
 
     /// The values of the condition.
     #[must_use]
-    pub fn all(&self) -> &[T] {
+    pub(crate) fn all(&self) -> &[T] {
         &self.0
     }
 }
@@ -330,12 +327,12 @@ impl<T> From<AnyOf<T>> for Vec<T> {
 /// A signal by its name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
-pub struct SignalName(Signal);
+pub(crate) struct SignalName(Signal);
 
 impl SignalName {
     /// Its number.
     #[must_use]
-    pub fn number(self) -> i32 {
+    pub(crate) fn number(self) -> i32 {
         self.0 as i32
     }
 }
@@ -358,7 +355,7 @@ impl From<SignalName> for String {
 /// The name of a [`Cause`](rekindle_base::cause::Cause) for rules.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum CauseName {
+pub(crate) enum CauseName {
     /// An exit code other than 0.
     Exit,
     /// A signal.
@@ -380,12 +377,12 @@ pub enum CauseName {
 /// A regular expression of the `regex` crate: time linear in the line, whatever the pattern.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
-pub struct Pattern(regex::bytes::Regex);
+pub(crate) struct Pattern(regex::bytes::Regex);
 
 impl Pattern {
     /// Number of groups, including the whole match (group 0).
     #[must_use]
-    pub fn groups(&self) -> usize {
+    pub(crate) fn groups(&self) -> usize {
         self.0.captures_len()
     }
 }
@@ -426,17 +423,16 @@ impl From<Pattern> for String {
 /// A number in a line, and the value from which on the rule matches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
-pub struct Above {
+pub(crate) struct Above {
     /// The group of the pattern that holds the number, from 1.
-    pub group: usize,
-    /// The value.
-    pub value: Number,
+    pub(crate) group: usize,
+    pub(crate) value: Number,
 }
 
 /// A finite number.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 #[serde(try_from = "f64", into = "f64")]
-pub struct Number(f64);
+pub(crate) struct Number(f64);
 
 impl PartialEq for Number {
     fn eq(&self, other: &Number) -> bool {

@@ -36,7 +36,7 @@ const SETTLES: Duration = Duration::from_secs(60);
 
 /// A control socket with its final name.
 #[derive(Debug)]
-pub struct Bound {
+pub(crate) struct Bound {
     listener: UnixListener,
     path: PathBuf,
     inode: u64,
@@ -47,7 +47,7 @@ impl Bound {
     ///
     /// # Errors
     /// The step that failed.
-    pub fn new(directory: &Path, name: &str) -> io::Result<Bound> {
+    pub(crate) fn new(directory: &Path, name: &str) -> io::Result<Bound> {
         let (folder, _lock) = enter(directory)?;
         let temporary = format!("{TEMPORARY}{}{SUFFIX}", std::process::id());
         let (new, path) = (directory.join(&temporary), directory.join(format!("{name}{SUFFIX}")));
@@ -64,13 +64,13 @@ impl Bound {
 
     /// Its path.
     #[must_use]
-    pub fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
     /// The bound socket.
     #[must_use]
-    pub fn listener(&self) -> &UnixListener {
+    pub(crate) fn listener(&self) -> &UnixListener {
         &self.listener
     }
 }
@@ -83,7 +83,7 @@ impl Drop for Bound {
 
 /// A socket for the job.
 #[derive(Debug)]
-pub struct SocketPath {
+pub(crate) struct SocketPath {
     socket: UnixDatagram,
     path: PathBuf,
     inode: u64,
@@ -94,11 +94,11 @@ impl SocketPath {
     ///
     /// # Errors
     /// The step that failed; a path that is too long for a socket is `InvalidInput`.
-    pub fn new(directory: &Path, name: &str, user: Option<u32>) -> io::Result<SocketPath> {
+    pub(crate) fn new(directory: &Path, name: &str, user: Option<u32>) -> io::Result<SocketPath> {
         let (_folder, _lock) = enter(directory)?;
         let path = directory.join(format!("{name}{WORD_SUFFIX}"));
         remove(&path)?;
-        // Bound to its complete path, by which CRIU must find it.
+        // Bound to its complete path: CRIU must find it under that path.
         let socket = UnixDatagram::bind(&path)?;
         let made = fs::set_permissions(&path, fs::Permissions::from_mode(0o600))
             .and_then(|()| std::os::unix::fs::lchown(&path, user, None))
@@ -110,13 +110,13 @@ impl SocketPath {
 
     /// Its path.
     #[must_use]
-    pub fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
     /// The bound socket.
     #[must_use]
-    pub fn socket(&self) -> &UnixDatagram {
+    pub(crate) fn socket(&self) -> &UnixDatagram {
         &self.socket
     }
 }
@@ -157,7 +157,7 @@ fn forget(path: &Path, inode: u64) {
 /// # Errors
 /// `NotFound` and `ConnectionRefused` if there is no supervisor, `WouldBlock` if its queue is full, `PermissionDenied`
 /// if others could have created the socket.
-pub fn reach(path: &Path) -> io::Result<UnixStream> {
+pub(crate) fn reach(path: &Path) -> io::Result<UnixStream> {
     let (directory, name) = match (path.parent(), path.file_name().and_then(|name| name.to_str())) {
         (Some(directory), Some(name)) => (directory, name),
         _ => return Err(io::ErrorKind::InvalidInput.into()),
@@ -170,7 +170,7 @@ pub fn reach(path: &Path) -> io::Result<UnixStream> {
 ///
 /// # Errors
 /// `PermissionDenied` if others could have created the sockets; the kernel's error if the folder cannot be read.
-pub fn sockets(directory: &Path) -> io::Result<Vec<PathBuf>> {
+pub(crate) fn sockets(directory: &Path) -> io::Result<Vec<PathBuf>> {
     if fs::symlink_metadata(directory).is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
         return Ok(Vec::new());
     }
@@ -204,7 +204,7 @@ fn open(directory: &Path) -> io::Result<OwnedFd> {
 ///
 /// # Errors
 /// Those of [`sockets`].
-pub fn living(directory: &Path) -> io::Result<usize> {
+pub(crate) fn living(directory: &Path) -> io::Result<usize> {
     let is_living = |path: &PathBuf| reach(path).map_or_else(|error| !is_gone(&error), |_| true);
     Ok(sockets(directory)?.iter().filter(|path| is_living(path)).count())
 }
@@ -214,7 +214,7 @@ fn below(folder: &impl AsFd, name: &str) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}/{name}", folder.as_fd().as_raw_fd()))
 }
 
-/// Locks a separate file that only root can open: anybody who could open the folder could hold a lock on it for ever.
+/// Locks a separate file that only root can open: any user who can open the folder could lock it for ever.
 fn lock(directory: &Path) -> io::Result<File> {
     let path = directory.join(".control.lock");
     let options = || OpenOptions::new().write(true).create(true).mode(0o600).custom_flags(libc::O_NOFOLLOW).open(&path);
@@ -255,7 +255,7 @@ fn remove(path: &Path) -> io::Result<()> {
 
 /// Whether an error of [`reach`] means that there is no supervisor.
 #[must_use]
-pub fn is_gone(error: &io::Error) -> bool {
+pub(crate) fn is_gone(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused)
         || error.raw_os_error() == Some(libc::ENOTDIR)
 }

@@ -17,7 +17,7 @@ const MAX_ANSWER: usize = 4 << 20;
 
 /// Why there is no answer, or a wrong one.
 #[derive(Debug, thiserror::Error)]
-pub enum Error {
+pub(crate) enum Error {
     /// There is no supervisor.
     #[error("no supervisor listens at {}", .0.display())]
     Gone(PathBuf),
@@ -46,7 +46,7 @@ pub enum Error {
 
 /// A connection.
 #[derive(Debug)]
-pub struct Client {
+pub(crate) struct Client {
     stream: UnixStream,
     path: PathBuf,
     input: Vec<u8>,
@@ -57,7 +57,7 @@ impl Client {
     ///
     /// # Errors
     /// [`Error::Gone`], [`Error::Silent`], [`Error::Io`].
-    pub fn connect(path: &Path) -> Result<Client, Error> {
+    pub(crate) fn connect(path: &Path) -> Result<Client, Error> {
         match address::reach(path) {
             Ok(stream) => Ok(Client { stream, path: path.to_owned(), input: Vec::new() }),
             Err(error) if address::is_gone(&error) => Err(Error::Gone(path.to_owned())),
@@ -70,7 +70,7 @@ impl Client {
     ///
     /// # Errors
     /// [`Error::Ended`], [`Error::Io`].
-    pub fn send(&mut self, request: &Request) -> Result<(), Error> {
+    pub(crate) fn send(&mut self, request: &Request) -> Result<(), Error> {
         // A request is shorter than a socket's empty buffer: it is written at once or not at all.
         let written = self.stream.write_all(&request.to_line());
         written.map_err(|source| self.failed(source))
@@ -80,7 +80,7 @@ impl Client {
     ///
     /// # Errors
     /// All but [`Error::Gone`].
-    pub fn answer(&mut self, until: Option<Instant>) -> Result<Answer, Error> {
+    pub(crate) fn answer(&mut self, until: Option<Instant>) -> Result<Answer, Error> {
         loop {
             if let Some(end) = self.input.iter().position(|byte| *byte == b'\n') {
                 let rest = self.input.split_off(end + 1);
@@ -128,7 +128,7 @@ impl Client {
 ///
 /// # Errors
 /// Any other error.
-pub fn ask(path: &Path, request: &Request, until: Option<Instant>) -> Result<Answer, Error> {
+pub(crate) fn ask(path: &Path, request: &Request, until: Option<Instant>) -> Result<Answer, Error> {
     let mut client = Client::connect(path)?;
     match client.send(request) {
         // It may have sent the reason before it closed the connection.
@@ -139,7 +139,11 @@ pub fn ask(path: &Path, request: &Request, until: Option<Instant>) -> Result<Ans
 }
 
 /// Asks all of them the same at once. The time limit is for all together.
-pub fn ask_all(paths: &[Option<PathBuf>], request: &Request, patience: Duration) -> Vec<Option<Result<Answer, Error>>> {
+pub(crate) fn ask_all(
+    paths: &[Option<PathBuf>],
+    request: &Request,
+    patience: Duration,
+) -> Vec<Option<Result<Answer, Error>>> {
     let until = Instant::now() + patience;
     let connect = |path: &PathBuf| {
         let mut client = Client::connect(path)?;

@@ -9,15 +9,15 @@ use rekindle_cuda::nvml::{Mig, names_instance};
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(crate) struct Workload {
     /// Its name; stable, for scripts.
-    pub workload: &'static str,
+    pub(crate) workload: &'static str,
     /// What belongs to it.
-    pub what: &'static str,
+    pub(crate) what: &'static str,
     /// Its lines in the table of docs/workloads.md.
-    pub lines: &'static [&'static str],
+    pub(crate) lines: &'static [&'static str],
     /// Whether it can run here with snapshots and restores.
-    pub runs: bool,
+    pub(crate) runs: bool,
     /// What this machine lacks for it: names of checks, and what a GPU job needs.
-    pub lacks: Vec<String>,
+    pub(crate) lacks: Vec<String>,
 }
 
 const ONE_GPU: [&str; 21] = [

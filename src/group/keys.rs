@@ -1,14 +1,14 @@
 //! The documents of a group as keys of etcd, below the group's prefix:
 //!
 //! ```text
-//!   members/RANK    the report of a member; goes with its lease
-//!   nodes/RANK      its machine; goes with its lease
-//!   leader          the membership that leads; goes with its lease
+//!   members/RANK    the report of a member; removed with its lease
+//!   nodes/RANK      its machine; removed with its lease
+//!   leader          the membership that leads; removed with its lease
 //!   plan            what all members are to do
 //!   images/NUMBER   a group image
 //! ```
 //!
-//! A lease has one membership, and the number of the lease is the membership's.
+//! Each membership has one lease, and the same number as its lease.
 
 use std::collections::BTreeMap;
 
@@ -20,18 +20,18 @@ use serde::de::DeserializeOwned;
 
 use super::node::Node;
 
-/// The prefix of a group's keys. The number is that of the documents' form: another form has other keys, so that supervisors
-/// that do not understand each other do not meet.
+/// The prefix of a group's keys. The number is the version of the documents: another version has other keys, so
+/// supervisors that do not understand each other never meet.
 pub(super) fn prefix(group: &JobName) -> String {
     format!("/rekindle/1/{group}/")
 }
 
-/// The membership that a lease has.
+/// The membership of a lease.
 pub(super) fn membership(lease: LeaseId) -> Incarnation {
     Incarnation(lease.cast_unsigned())
 }
 
-/// A document that somebody else has written, and that cannot be read.
+/// A document of another writer that cannot be read.
 #[derive(Debug, thiserror::Error)]
 #[error("the coordinator has a document that rekindle cannot read, {key}: {source}")]
 pub(super) struct Unreadable {
@@ -39,7 +39,7 @@ pub(super) struct Unreadable {
     source: serde_json::Error,
 }
 
-/// What is known of the group: all of it, at one revision.
+/// The whole state of the group, at one revision.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Mirror {
     prefix: String,
@@ -52,7 +52,7 @@ impl Mirror {
         Mirror { prefix: prefix.to_owned(), ..Mirror::default() }
     }
 
-    /// Everything is told anew.
+    /// Replaces everything.
     pub(super) fn set(&mut self, state: State) -> Result<(), Unreadable> {
         let mut new = Mirror::new(&self.prefix);
         new.view.revision = state.revision;
@@ -98,7 +98,7 @@ impl Mirror {
     }
 }
 
-/// What a key holds.
+/// The kind of a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Key {
     Member(Rank),
@@ -186,13 +186,13 @@ impl Writer<'_> {
         })
     }
 
-    /// A key that goes with the lease.
+    /// Writes a key that is removed with the lease.
     fn mine(self, key: String, value: &impl Serialize) -> Result<Op, serde_json::Error> {
         Ok(Op::Put { key, value: serde_json::to_vec(value)?, lease: Some(self.lease) })
     }
 }
 
-/// A key that stays.
+/// Writes a key without a lease.
 fn kept(key: String, value: &impl Serialize) -> Result<Op, serde_json::Error> {
     Ok(Op::Put { key, value: serde_json::to_vec(value)?, lease: None })
 }

@@ -1,10 +1,10 @@
-//! What a member says of its machine when it joins.
+//! What a member publishes about its machine when it joins.
 
 use std::net::IpAddr;
 
 use serde::{Deserialize, Serialize};
 
-/// A member's machine, and how its supervisor was called. All that must be the same, and where the others reach it.
+/// A member's machine and the options of its supervisor: all that must be equal in a group, and the machine's address.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Node {
     /// The machine's name.

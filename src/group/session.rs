@@ -1,4 +1,4 @@
-//! The thread that speaks with etcd for this member: it keeps the lease, writes, and passes on what changes.
+//! The thread that talks to etcd for this member: it renews the lease, writes, and reports changes.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak, mpsc};
@@ -12,10 +12,10 @@ use rekindle_store::JobName;
 use super::keys::{self, Mirror, Unreadable, Writer};
 use super::node::Node;
 
-/// Between two tries while etcd cannot be reached.
+/// The pause between two tries while etcd cannot be reached.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// What the coordinator says.
+/// News from the coordinator.
 #[derive(Debug)]
 pub enum Told {
     /// The group, as it is now.
@@ -31,21 +31,21 @@ pub enum Told {
     Lost(Incarnation),
     /// The answer to a write.
     Wrote(Answer),
-    /// It cannot be asked.
+    /// It cannot be reached.
     Away {
-        /// In words.
+        /// The reason, for a message.
         why: String,
     },
     /// It answers again.
     Back,
-    /// It cannot be used until somebody changes something.
+    /// It cannot be used until a person changes something.
     Failed {
-        /// In words.
+        /// The reason, for a message.
         why: String,
     },
 }
 
-/// A membership, which lives as long as its lease. The session has the lease.
+/// A membership, which lives as long as its lease. The session owns the lease.
 #[derive(Debug, Clone)]
 pub struct Membership {
     incarnation: Incarnation,
@@ -59,16 +59,17 @@ impl Membership {
         self.incarnation
     }
 
-    /// It cannot end before this time. Asked again, the answer may be later; after the session is over it is no time.
+    /// The membership cannot end before this time. A later call may return a later time, or none once the session is
+    /// over.
     #[must_use]
     pub fn sure_until(&self) -> Instant {
         let until = self.lease.upgrade().map_or(Duration::ZERO, |lease| lease.sure_until());
-        // The lease counts the time in which the machine sleeps, an Instant does not. So this is right only now.
+        // The lease counts the time in which the machine sleeps; an Instant does not. So this time is correct only now.
         Instant::now() + until.saturating_sub(since_boot())
     }
 }
 
-/// What is to be done.
+/// Work for the thread.
 enum Ask {
     Write(Box<Write>),
     /// The lease is lost.
@@ -77,18 +78,18 @@ enum Ask {
     Abandon,
 }
 
-/// This member's connection to its group. If it is dropped, the membership ends when its lease is over.
+/// This member's connection to its group. After a drop, the membership ends when its lease expires.
 #[derive(Debug)]
 pub struct Session {
     asks: mpsc::Sender<Ask>,
-    /// Closed when the thread is over.
+    /// Closed when the thread ends.
     over: mpsc::Receiver<()>,
 }
 
-/// Who this member is.
+/// The identity of this member.
 #[derive(Debug, Clone)]
 pub struct Identity {
-    /// The name of the group. The folder of each part in its store has the same.
+    /// The name of the group, and of the folder of each part in its store.
     pub group: JobName,
     /// The rank.
     pub rank: Rank,
@@ -99,7 +100,7 @@ pub struct Identity {
 }
 
 impl Session {
-    /// Connects, and tells what happens. Addresses that do not answer are tried again.
+    /// Connects, and reports what happens. Tries addresses that do not answer again.
     ///
     /// # Errors
     /// If the thread cannot be started.
@@ -120,12 +121,13 @@ impl Session {
         Ok(Session { asks: sender, over })
     }
 
-    /// Writes; the answer is told. One at a time.
+    /// Writes, and reports the answer. One write at a time.
     pub fn write(&self, write: Write) {
         let _ = self.asks.send(Ask::Write(Box::new(write)));
     }
 
-    /// Ends the membership, so that nobody has to wait for its lease to run out. Waits for that, within a time limit.
+    /// Ends the membership, so that the others need not wait until its lease expires. Waits for the end, with a time
+    /// limit.
     pub fn leave(self, limit: Duration) {
         let _ = self.asks.send(Ask::Leave);
         let _ = self.over.recv_timeout(limit);
@@ -147,7 +149,7 @@ struct Worker<T> {
 }
 
 impl<T: Fn(Told) + Clone + Send + 'static> Worker<T> {
-    /// Returns none if no membership is left to be ended.
+    /// Returns none if there is no membership to end.
     fn run(self) -> Option<()> {
         let client = self.patiently(|| Client::connect(&self.options))?;
         let mut mirror = Mirror::new(&self.options.prefix);
@@ -177,12 +179,12 @@ impl<T: Fn(Told) + Clone + Send + 'static> Worker<T> {
             }
         }
         if let Err(error) = lease.revoke() {
-            tracing::debug!("cannot leave the group: {error}; the others wait until the lease is over");
+            tracing::debug!("cannot leave the group: {error}; the others wait until the lease expires");
         }
         Some(())
     }
 
-    /// A new membership. Returns none if this is to end.
+    /// Begins a new membership. Returns none if the thread must end.
     fn join(&self, client: &Client) -> Option<Arc<Lease>> {
         let lease = self.patiently(|| {
             let (own, tell) = (self.own.clone(), self.tell.clone());
@@ -198,7 +200,7 @@ impl<T: Fn(Told) + Clone + Send + 'static> Worker<T> {
         Some(lease)
     }
 
-    /// Tries again until it works. Returns none if it never will, or if this is to end.
+    /// Tries again until it succeeds. Returns none if it cannot succeed, or if the thread must end.
     fn patiently<R>(&self, mut attempt: impl FnMut() -> Result<R, Error>) -> Option<R> {
         let mut said = String::new();
         loop {

@@ -28,9 +28,9 @@ use crate::control::protocol::{Code, Fault};
 
 /// A training loop sends at most one request per step. A full queue of the socket (net.unix.max_dgram_qlen, 512 with
 /// systemd) is read in about a second.
-pub const PER_SECOND: u32 = 500;
+pub(crate) const PER_SECOND: u32 = 500;
 /// If more requests are pending, the owner of the state is busy.
-pub const PENDING: usize = 64;
+pub(crate) const PENDING: usize = 64;
 /// Buffer size for answers. Unread answers count against our socket, not the receiver's: with the usual 208 KiB a
 /// single client that does not read (net.unix.max_dgram_qlen is 512 with systemd) would leave no room for others.
 const UNREAD: usize = 8 << 20;
@@ -49,7 +49,7 @@ type Deliver = Box<dyn Fn(Call) -> bool + Send>;
 
 /// The job's socket. It exists from before the job starts until it is over.
 #[derive(Debug)]
-pub struct Socket {
+pub(crate) struct Socket {
     directory: PathBuf,
     name: String,
     /// The user who may send requests, besides root.
@@ -72,7 +72,7 @@ impl Socket {
     ///
     /// # Errors
     /// The step that failed.
-    pub fn bind(directory: &Path, name: &str, user: Option<u32>) -> io::Result<Socket> {
+    pub(crate) fn bind(directory: &Path, name: &str, user: Option<u32>) -> io::Result<Socket> {
         let (bound, socket) = open(directory, name, user)?;
         let wake = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         let listener = Arc::new(Listener { socket: Mutex::new(socket), wake });
@@ -85,7 +85,7 @@ impl Socket {
     ///
     /// # Errors
     /// The step that failed; the socket remains where it was.
-    pub fn move_to(&self, pid: i32) -> io::Result<()> {
+    pub(crate) fn move_to(&self, pid: i32) -> io::Result<()> {
         let network = std::fs::File::open(format!("/proc/{pid}/ns/net"))?;
         let bind = || -> io::Result<_> {
             setns(&network, CloneFlags::CLONE_NEWNET)?;
@@ -93,7 +93,7 @@ impl Socket {
         };
         // A separate thread, because it leaves our network namespace.
         let bound = std::thread::scope(|scope| {
-            let thread = std::thread::Builder::new().name("word-bind".into()).spawn_scoped(scope, bind)?;
+            let thread = std::thread::Builder::new().name("job-api-bind".into()).spawn_scoped(scope, bind)?;
             thread.join().unwrap_or_else(|_| Err(io::Error::other("the thread that binds the socket has died")))
         });
         let (bound, socket) = bound?;
@@ -104,13 +104,13 @@ impl Socket {
     }
 
     /// Removes its name, because the job is over, even if this value still exists.
-    pub fn close(&self) {
+    pub(crate) fn close(&self) {
         *lock(&self.bound) = None;
     }
 
     /// Its path.
     #[must_use]
-    pub fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 }
@@ -127,7 +127,7 @@ fn open(directory: &Path, name: &str, user: Option<u32>) -> io::Result<(SocketPa
 
 /// A socket that is served until this is dropped.
 #[derive(Debug)]
-pub struct Server {
+pub(crate) struct Server {
     facts: Arc<Mutex<Option<Facts>>>,
     listener: Arc<Listener>,
     ended: Arc<AtomicBool>,
@@ -139,7 +139,7 @@ impl Server {
     ///
     /// # Errors
     /// When there are no descriptors or threads left.
-    pub fn start(socket: &Socket, deliver: Deliver) -> io::Result<Server> {
+    pub(crate) fn start(socket: &Socket, deliver: Deliver) -> io::Result<Server> {
         let (facts, ended) = (Arc::<Mutex<Option<Facts>>>::default(), Arc::new(AtomicBool::new(false)));
         let mut reader = Reader {
             listener: Arc::clone(&socket.listener),
@@ -156,12 +156,12 @@ impl Server {
                 reader.turn();
             }
         };
-        let thread = std::thread::Builder::new().name("word".into()).spawn(run)?;
+        let thread = std::thread::Builder::new().name("job-api".into()).spawn(run)?;
         Ok(Server { facts, listener: Arc::clone(&socket.listener), ended, thread: Some(thread) })
     }
 
     /// Sets the answer to `state`; `None` while there is no job.
-    pub fn show(&self, facts: Option<Facts>) {
+    pub(crate) fn show(&self, facts: Option<Facts>) {
         *lock(&self.facts) = facts;
     }
 }

@@ -11,9 +11,9 @@ use crate::telemetry::events::Event;
 #[derive(Debug, Clone)]
 pub(crate) struct Context {
     /// The job's name.
-    pub job: String,
+    pub(crate) job: String,
     /// The job's folder in the store.
-    pub folder: PathBuf,
+    pub(crate) folder: PathBuf,
 }
 
 /// An event, and who receives it.

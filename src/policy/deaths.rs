@@ -1,12 +1,12 @@
-//! Whether the death of a process takes the job back to its newest image: a pure function from what died before.
+//! Whether the death of a process takes the job back to its newest image: a pure function of the earlier deaths.
 //!
-//! A job may end its own processes, and a rollback for that would come again and again. So:
+//! A job may end its own processes, and a rollback for that would repeat for ever. So:
 //!
-//! - Only signals count that nobody asks a process to end with: SIGKILL, and those of a crash.
-//! - A process that dies again after the job was restored for its death is left to the job, until there is a newer image. So is
-//!   every process after [`MOST`] such restores from one image.
-//! - If the job then lives on, takes an image and is alive `restart.min-uptime` later, it ends such processes itself: what has
-//!   that name and dies of that signal is left to it for the rest of the run.
+//! - Only SIGKILL and the signals of a crash count: the others ask a process to end.
+//! - If a process dies again after the job was restored for its death, that is left to the job until there is a newer
+//!   image. After [`MOST`] such restores from one image, every death is left to the job.
+//! - If the job then continues, an image is taken, and the job is alive `restart.min-uptime` later, it ends such
+//!   processes itself: for the rest of the run, the same signal to a process of the same name is left to the job.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -18,7 +18,6 @@ pub(crate) struct Victim {
     pub(crate) pid: i32,
     /// At most 15 bytes.
     pub(crate) name: String,
-    /// The signal.
     pub(crate) signal: i32,
 }
 
@@ -29,7 +28,7 @@ impl std::fmt::Display for Victim {
     }
 }
 
-/// What a death leads to.
+/// The decision about a death.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Answer {
     /// The job goes back to its newest image.
@@ -52,7 +51,7 @@ pub(crate) enum Why {
 }
 
 impl Why {
-    /// Whether somebody should hear of it.
+    /// Whether to warn the user.
     #[must_use]
     pub(crate) fn is_news(self) -> bool {
         matches!(self, Why::Again | Why::TooOften)
@@ -70,10 +69,10 @@ impl std::fmt::Display for Why {
     }
 }
 
-/// So often is the job restored from one image for deaths of its processes.
+/// How often the job is restored from one image because of deaths of its processes.
 const MOST: u32 = 3;
 
-/// Signals with which nobody asks for an end: a kill, and crashes.
+/// Signals that do not ask for an end: a kill, and crashes.
 const COUNT: [i32; 10] = [
     libc::SIGKILL,
     libc::SIGSEGV,
@@ -87,7 +86,7 @@ const COUNT: [i32; 10] = [
     libc::SIGXFSZ,
 ];
 
-/// What was left to the job in this life.
+/// The deaths that were left to the job in this life.
 #[derive(Debug, Clone)]
 struct Left {
     victim: Victim,
@@ -101,7 +100,7 @@ struct Left {
 pub(crate) struct Ledger {
     /// How often the job went back since the newest image.
     times: u32,
-    /// Those that took it back, or were left to a life that ended.
+    /// Deaths that took it back, or were left to a life that ended.
     back: Vec<Victim>,
     left: Vec<Left>,
     /// By name and signal.
@@ -109,7 +108,7 @@ pub(crate) struct Ledger {
 }
 
 impl Ledger {
-    /// What the death of this process would lead to.
+    /// The decision about the death of this process.
     #[must_use]
     pub(crate) fn judge(&self, victim: &Victim) -> Answer {
         if !COUNT.contains(&victim.signal) {
@@ -128,7 +127,7 @@ impl Ledger {
         Answer::Back
     }
 
-    /// It died, in a job that has an image and could go back to it.
+    /// A process died, in a job that can go back to an image.
     pub(crate) fn died(&mut self, victim: Victim, now: Instant) -> Answer {
         let answer = self.judge(&victim);
         match answer {
@@ -157,7 +156,7 @@ impl Ledger {
         }
     }
 
-    /// The life is over. What was left to the job then may be why.
+    /// The life is over, perhaps because of a death that was left to the job.
     pub(crate) fn life_ends(&mut self) {
         self.back.extend(self.left.drain(..).filter(|left| !left.saved).map(|left| left.victim));
     }
@@ -239,7 +238,7 @@ mod tests {
     }
 
     proptest! {
-        /// Without a new image the job goes back a few times only, and never twice for the same process.
+        /// Without a new image the job goes back only a few times, and never twice for the same process.
         #[test]
         fn no_job_goes_back_for_ever(deaths in proptest::collection::vec((1i32..9, any::<bool>()), 0..60)) {
             let (mut ledger, mut now) = (Ledger::default(), Instant::now());

@@ -20,7 +20,7 @@ const SOON: TimeDelta = TimeDelta::minutes(5);
 /// Cloud and Azure, for machines that are taken back).
 pub(crate) const UNKNOWN: Duration = Duration::from_secs(30);
 
-/// A time that is nearer than this is as good as unknown: the clock of this machine may differ from the cloud's.
+/// A time that is nearer than this counts as unknown, because this machine's clock may differ from the cloud's.
 const NEAR: TimeDelta = TimeDelta::seconds(10);
 
 /// The shortest time between two snapshots because of notices.

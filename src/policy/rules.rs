@@ -8,11 +8,11 @@ use rekindle_os::spawn::Ended;
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Case<'a> {
     /// Why the job ended, or will be ended.
-    pub cause: &'a Cause,
+    pub(crate) cause: &'a Cause,
     /// How it ended; `None` while it runs.
-    pub ended: Option<Ended>,
+    pub(crate) ended: Option<Ended>,
     /// The last lines of its output.
-    pub lines: &'a [Vec<u8>],
+    pub(crate) lines: &'a [Vec<u8>],
 }
 
 /// The first matching rule, counted from 0.

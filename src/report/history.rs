@@ -3,7 +3,8 @@
 //! Every moment from the first event on belongs to one [`Kind`]. The kind is known when the next event comes, with one
 //! exception: work is [`Kind::Useful`] until the job goes back to an older image, and becomes [`Kind::Lost`] then.
 //!
-//! Lines may be missing (a power cut, a journal that was moved): each event is taken for what it says, whatever was before.
+//! Lines may be missing (a power cut, a journal that was moved): each event is taken for what it says, whatever was
+//! before.
 
 mod timeline;
 
@@ -18,7 +19,7 @@ use rekindle_base::cause::Cause;
 use rekindle_store::ImageId;
 use rekindle_store::manifest::{Phase, Reason};
 use timeline::{Clock, Timeline};
-pub use timeline::{Kind, Span, between};
+pub(crate) use timeline::{Kind, Span, between};
 
 /// A snapshot that was taken.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -104,7 +105,7 @@ enum Now {
 struct End {
     at: i64,
     why: String,
-    /// It was requested: a restart after it is no failure.
+    /// It was requested: a restart after it is not a failure.
     asked: bool,
 }
 
@@ -211,7 +212,7 @@ impl Failures {
 
 /// The events of a job, added up.
 #[derive(Debug, Clone, Default)]
-pub struct History {
+pub(crate) struct History {
     run: Run,
     now: Now,
     life: Life,
@@ -229,14 +230,14 @@ pub struct History {
 impl History {
     /// Evaluates all events of a journal.
     #[must_use]
-    pub fn of(events: &[Event]) -> History {
+    pub(crate) fn of(events: &[Event]) -> History {
         let mut history = History::default();
         events.iter().for_each(|event| history.add(event));
         history
     }
 
     /// Adds the next event.
-    pub fn add(&mut self, event: &Event) {
+    pub(crate) fn add(&mut self, event: &Event) {
         let at = self.clock.next(event.time);
         if event.run != self.run.id {
             self.run.id.clone_from(&event.run);
@@ -352,7 +353,7 @@ impl History {
         if self.now == Now::Nothing {
             self.pass(at);
         } else {
-            // Times are from the clock of the file system, which may be another one.
+            // `seen` is from the clock of the file system, which may differ from ours.
             self.pass(seen.unwrap_or(i64::MIN).min(at));
             let died = self.clock.reached_or(at);
             self.fill(Kind::Away, at);
@@ -414,7 +415,7 @@ impl History {
 
     /// Everything up to the last event; up to `now` if the supervisor still runs.
     #[must_use]
-    pub fn until(&self, now: Option<DateTime<Utc>>) -> Vec<Span> {
+    pub(crate) fn until(&self, now: Option<DateTime<Utc>>) -> Vec<Span> {
         let mut spans = self.timeline.spans().to_vec();
         spans.extend(self.last(now));
         spans
@@ -422,7 +423,7 @@ impl History {
 
     /// Microseconds of each kind, in the order of [`Kind::ALL`]: [`History::until`] added up.
     #[must_use]
-    pub fn sums(&self, now: Option<DateTime<Utc>>) -> [u64; 6] {
+    pub(crate) fn sums(&self, now: Option<DateTime<Utc>>) -> [u64; 6] {
         Kind::ALL.map(|kind| {
             let of = |span: &&Span| span.kind == kind;
             self.timeline.spans().iter().chain(self.last(now).as_ref()).filter(of).map(Span::length).sum()
@@ -442,43 +443,43 @@ impl History {
 
     /// The snapshots, oldest first.
     #[must_use]
-    pub fn snapshots(&self) -> &[Snapshot] {
+    pub(crate) fn snapshots(&self) -> &[Snapshot] {
         &self.snapshots.taken
     }
 
     /// The failures, oldest first.
     #[must_use]
-    pub fn failures(&self) -> &[Failure] {
+    pub(crate) fn failures(&self) -> &[Failure] {
         &self.failures.all
     }
 
     /// The times of the restarts.
     #[must_use]
-    pub fn restarts(&self) -> &[i64] {
+    pub(crate) fn restarts(&self) -> &[i64] {
         &self.restarts
     }
 
     /// The times in which an image was being stored: from, to.
     #[must_use]
-    pub fn persists(&self) -> &[(i64, i64)] {
+    pub(crate) fn persists(&self) -> &[(i64, i64)] {
         &self.persists
     }
 
     /// How often the clock was set back, and by how many microseconds in total.
     #[must_use]
-    pub fn set_back(&self) -> (u32, i64) {
+    pub(crate) fn set_back(&self) -> (u32, i64) {
         self.clock.set_back()
     }
 
     /// Since when the job has been running, if it is.
     #[must_use]
-    pub fn up_since(&self) -> Option<i64> {
+    pub(crate) fn up_since(&self) -> Option<i64> {
         self.life.began.filter(|_| self.now == Now::Up)
     }
 
     /// The command and the interval of the last supervisor.
     #[must_use]
-    pub fn setting(&self) -> (&[String], &str) {
+    pub(crate) fn setting(&self) -> (&[String], &str) {
         (&self.run.command, &self.run.interval)
     }
 }

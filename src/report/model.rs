@@ -259,7 +259,7 @@ fn us(us: u64) -> Duration {
 /// An event as text.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Told {
-    /// When.
+    /// The time of the event.
     pub at: DateTime<Utc>,
     /// Its name.
     pub event: String,

@@ -10,7 +10,7 @@ use rekindle_store::ImageId;
 
 /// How a job ended.
 #[must_use]
-pub fn end(exit_code: Option<i32>, signal: Option<i32>) -> String {
+pub(crate) fn end(exit_code: Option<i32>, signal: Option<i32>) -> String {
     match (exit_code, signal) {
         (Some(code), _) => format!("ended with exit code {code}"),
         (None, Some(signal)) => {
@@ -23,7 +23,7 @@ pub fn end(exit_code: Option<i32>, signal: Option<i32>) -> String {
 
 /// Microseconds, to two or three digits. Below a minute they are rounded, so that sums add up as well as they can.
 #[must_use]
-pub fn time(us: u64) -> String {
+pub(crate) fn time(us: u64) -> String {
     let rounded = |unit: u64| us.saturating_add(unit / 2) / unit;
     let seconds = us / 1_000_000;
     match us {
@@ -41,7 +41,7 @@ pub fn time(us: u64) -> String {
 
 /// The same in whole seconds, for values that change all the time.
 #[must_use]
-pub fn whole(us: u64) -> String {
+pub(crate) fn whole(us: u64) -> String {
     match us / 1_000_000 {
         seconds @ 0..60 => format!("{seconds} s"),
         _ => time(us),
@@ -50,20 +50,20 @@ pub fn whole(us: u64) -> String {
 
 /// A share in millionths.
 #[must_use]
-pub fn share(ppm: u64) -> String {
+pub(crate) fn share(ppm: u64) -> String {
     let hundredths = (ppm + 50) / 100;
     format!("{}.{:02} %", hundredths / 100, hundredths % 100)
 }
 
 /// A moment in microseconds of UNIX time, in local time.
 #[must_use]
-pub fn moment(us: i64) -> String {
+pub(crate) fn moment(us: i64) -> String {
     local(us).map_or_else(|| "?".into(), |time| time.format("%Y-%m-%d %H:%M:%S").to_string())
 }
 
 /// The same for the end of an axis: shorter for a longer axis.
 #[must_use]
-pub fn tick(us: i64, length: u64) -> String {
+pub(crate) fn tick(us: i64, length: u64) -> String {
     let format = match length / 1_000_000 {
         0..=600 => "%H:%M:%S",
         601..=72_000 => "%H:%M",
@@ -79,7 +79,7 @@ fn local(us: i64) -> Option<DateTime<Local>> {
 
 /// The name that serde writes for a value.
 #[must_use]
-pub fn word(what: &impl Serialize) -> String {
+pub(crate) fn word(what: &impl Serialize) -> String {
     match serde_json::to_value(what) {
         Ok(Value::String(word)) => word.replace('-', " "),
         _ => String::new(),
@@ -88,7 +88,7 @@ pub fn word(what: &impl Serialize) -> String {
 
 /// The name of an event, and a sentence about it.
 #[must_use]
-pub fn event(what: &What) -> (String, String) {
+pub(crate) fn event(what: &What) -> (String, String) {
     let from = |image: &Option<ImageId>| image.map_or_else(|| "the beginning".into(), |id| format!("image {id}"));
     let sentence = match what {
         What::Supervised { supervisor, interval, .. } => {

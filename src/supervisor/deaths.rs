@@ -1,13 +1,13 @@
-//! Deaths of single processes of a job that runs on (`restart.on-process-death`).
+//! Deaths of single processes of a job that continues (`restart.on-process-death`).
 //!
 //! ```text
-//!  a process dies ---> a snapshot under way is called off: an image of now would be without it
+//!  a process dies ---> a snapshot in progress is cancelled: its image would lack the process
 //!        |
-//!      MOMENT          the job may end with it; then its exit code and the rules decide, as for any end
+//!      MOMENT          the job may end too; then its exit code and the rules decide, as for any end
 //!        |
-//!     the ledger       did a restore for such a death help before?
+//!     the ledger       did a restore after such a death help before?
 //!        |
-//!   the job is ended for it, and restored from its newest image
+//!   the job is ended, and restored from its newest image
 //! ```
 //!
 //! Nothing is done while the job is stopped, suspended, started or rewound, and before it has an image.
@@ -28,18 +28,18 @@ use rekindle_engine::snapshot::Taken;
 use rekindle_os::spawn::Ended;
 use rekindle_store::Manifest;
 
-/// What a job gets to end with a process of its own: a parent that waits for it and gives up needs some milliseconds. So does a
-/// driver that takes the other ranks of a group down, which are then told of as well.
-const MOMENT: Duration = Duration::from_millis(250);
+/// Time for the job to end by itself after the death of a process. A parent that waits for the process and gives up
+/// needs some milliseconds. So does a driver that ends the other ranks; their deaths are reported too.
+pub(super) const MOMENT: Duration = Duration::from_millis(250);
 
-/// Deaths that were noticed, and what became of those before.
+/// Deaths that were noticed, and the results of earlier ones.
 #[derive(Debug, Default)]
 pub(super) struct ProcessDeaths {
     watcher: Option<Watcher>,
     ledger: Ledger,
-    /// In the order of their coming.
+    /// In the order of arrival.
     waiting: Vec<Death>,
-    /// When they are decided on.
+    /// When to decide about them.
     due: Option<Instant>,
 }
 
@@ -53,8 +53,9 @@ fn victim(death: &Death) -> Victim {
 }
 
 impl ProcessDeaths {
-    /// A process of a job in this state died. Answers whether a snapshot under way is of no use.
-    pub(super) fn comes(&mut self, death: Death, state: &State, now: Instant) -> bool {
+    /// A process of a job in this state died. The job may end by itself until `decided`. Returns whether a snapshot in
+    /// progress is useless.
+    pub(super) fn comes(&mut self, death: Death, state: &State, decided: Instant) -> bool {
         if !may_go_back(state) {
             tracing::debug!("{}, which is left to the job", victim(&death));
             return false;
@@ -64,12 +65,13 @@ impl ProcessDeaths {
             tracing::debug!("{}, which is left to the job: {why}", victim(&death));
             return false;
         }
-        self.due.get_or_insert(now + MOMENT);
+        let due = self.due.get_or_insert(decided);
+        *due = decided.min(*due);
         self.waiting.push(death);
         answer == Answer::Back
     }
 
-    /// Whether a job in this state is about to go back for one that waits.
+    /// Whether a job in this state may go back because of a waiting death.
     pub(super) fn is_going_back(&self, state: &State) -> bool {
         may_go_back(state) && self.waiting.iter().any(|death| self.ledger.judge(&victim(death)) == Answer::Back)
     }
@@ -78,19 +80,19 @@ impl ProcessDeaths {
         self.due.filter(|_| !matches!(state, State::Snapshotting { then: None, ended: None, .. }))
     }
 
-    /// There is an image, with these processes. Those of the dead that it does not have died before it.
+    /// There is an image with these processes. Dead processes that are not in it died before it.
     pub(super) fn image_taken(&mut self, has: &[i32]) {
         self.ledger.image_taken();
         self.waiting.retain(|death| {
             let is_in_it = has.contains(&death.pid);
             if !is_in_it {
-                tracing::warn!("{}: the new image is from after that, so it is left to the job", victim(death));
+                tracing::warn!("{}: the new image was taken after this death, so the job continues", victim(death));
             }
             is_in_it
         });
     }
 
-    /// They are left to the job.
+    /// Leaves the waiting deaths to the job.
     pub(super) fn forget(&mut self) {
         self.waiting.clear();
         self.due = None;
@@ -101,7 +103,7 @@ impl ProcessDeaths {
         !self.waiting.is_empty()
     }
 
-    /// As if nothing had been learnt.
+    /// Forgets everything that was learnt.
     #[cfg(test)]
     pub(super) fn forget_ledger(&mut self) {
         self.ledger = Ledger::default();
@@ -115,7 +117,7 @@ impl ProcessDeaths {
         }
     }
 
-    /// Decides on those that wait. Answers the first that takes the job back.
+    /// Decides about the waiting deaths. Returns the first that takes the job back.
     pub(super) fn decide(&mut self, restart: &Restart, now: Instant) -> (Option<Victim>, Vec<(Victim, Option<Why>)>) {
         self.due = None;
         self.ledger.is_alive(restart.min_uptime, now);
@@ -148,11 +150,11 @@ impl Owner<'_> {
         }
     }
 
-    /// The job goes on from this image, or has just been taken into it.
+    /// The job was restored from this image, or the image was just taken.
     fn watch_those_of(&self, manifest: &Manifest) {
         let (Some(watcher), Some(job)) = (&self.watch.deaths.watcher, self.life.job()) else { return };
         let who = match self.setup.config.restart.on_process_death {
-            // Only to tell what a fault of a GPU follows from.
+            // Used only to explain a GPU's fault by a death.
             OnProcessDeath::Root | OnProcessDeath::Cuda => Who::These(manifest.tree.cuda.clone()),
             OnProcessDeath::Any => Who::All,
         };
@@ -191,13 +193,17 @@ impl Owner<'_> {
         if restart.on_process_death == OnProcessDeath::Root || restart.max_restarts == 0 {
             return;
         }
-        let calls_off = self.watch.deaths.comes(death, self.machine.state(), Instant::now());
+        // Launchers of ranks need longer than a moment to end, and what they do first, SIGTERM for the other ranks, costs
+        // time: the driver then waits for the kernels of those (`rekindle_engine::launch`).
+        let has_ranks = self.life.job().is_some_and(|job| job.has_ranks());
+        let moment = if has_ranks { Duration::ZERO } else { MOMENT };
+        let calls_off = self.watch.deaths.comes(death, self.machine.state(), Instant::now() + moment);
         if calls_off && matches!(self.machine.state(), State::Snapshotting { .. }) {
             self.life.call_off();
         }
     }
 
-    /// Decides on the deaths that are due.
+    /// Decides about the deaths that are due.
     pub(super) fn check_deaths(&mut self) {
         if self.watch.deaths.next_wake(self.machine.state()).is_none_or(|due| due > Instant::now()) {
             return;

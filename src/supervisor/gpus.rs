@@ -1,5 +1,5 @@
-//! Faults of GPUs: whether one struck the job, followed from the death of a process, or is another program's; and the GPUs
-//! to avoid.
+//! Faults of GPUs: whether one struck the job, followed from the death of a process, or is another program's; and the
+//! GPUs to avoid.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicI32;
@@ -19,7 +19,7 @@ pub(super) struct Gpus {
     pub(super) faults: Vec<(Instant, u32)>,
     /// Violent ends of processes of the job, and of lives, since the boot; the oldest first.
     pub(super) deaths: Vec<(Duration, String)>,
-    /// How many of them are of earlier lives.
+    /// Number of `deaths` in earlier lives.
     pub(super) earlier: usize,
     /// Whose processes the kernel's log names.
     pub(super) kin: Kin,
@@ -38,10 +38,11 @@ pub(super) enum Said {
     Others(Named),
 }
 
-/// How long after a death its peers may have faults of it: a context switch that never ends takes seconds to be noticed.
+/// How long after a death its peers may have faults of it: a context switch that never ends takes seconds to be
+/// noticed.
 const AFTERMATH: Duration = Duration::from_secs(30);
-/// A kernel waits for memory of a rank that is dead (Xid 109): no program causes it by itself. So the death was first, even
-/// if this was told earlier: a death is known once all threads of the process have ended and we come to it.
+/// A kernel waits for memory of a rank that is dead (Xid 109): no program causes it by itself. So the death was first,
+/// even if this was told earlier: a death is known once all threads of the process have ended and we have read of it.
 const SWITCH_TIMEOUT: u32 = 109;
 const NOTICED_LATE: Duration = Duration::from_secs(2);
 /// So many deaths are remembered.

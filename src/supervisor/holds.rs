@@ -1,4 +1,4 @@
-//! Holds by which the job blocks snapshots, and the snapshot that waits for them.
+//! Holds with which the job blocks snapshots, and the snapshot that waits for them.
 //!
 //! Each hold has a name and a time limit. The state machine knows only when the last of them ends. It is reported when
 //! a snapshot begins to wait and when it no longer waits.

@@ -1,6 +1,6 @@
 //! The job's requests to its supervisor, and the answers (docs/job-api.md).
 //!
-//! A snapshot that the job requests is the next one that begins. It has a number, by which the job asks whether it is
+//! A snapshot that the job requests is the next one that begins. It has a number, with which the job asks whether it is
 //! over. When a life ends, its holds ([`super::holds`]) end too.
 
 use std::time::{Duration, Instant};

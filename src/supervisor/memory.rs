@@ -15,7 +15,7 @@ pub(super) fn only_there(newest: ImageId, stored: Option<ImageId>, is_stored: im
 pub(super) struct Needed {
     /// The newest, if it is not stored.
     pub(super) only_here: Option<ImageId>,
-    /// The newest proven image, if the store has none as new.
+    /// The newest proven image, if no proven image in the store is as new.
     pub(super) proven: Option<ImageId>,
     /// The image that is being stored.
     pub(super) persisting: Option<ImageId>,

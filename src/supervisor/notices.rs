@@ -1,8 +1,8 @@
 //! What the clouds announce about this machine, and what follows for the job.
 //!
 //! [`decide`] decides. A final snapshot because of a notice is the same as one before a deadline ([`super::deadline`]):
-//! the image is stored, then replicated, and rekindle exits with the code that queues the job again. The one difference:
-//! at the announced time nothing more is waited for, because the exit code must still reach the queue.
+//! the image is stored, then replicated, and rekindle exits with the code that queues the job again. The one
+//! difference: at the announced time nothing more is waited for, because the exit code must still reach the queue.
 //!
 //! A notice that is withdrawn while its final snapshot has not begun changes nothing for the job. One that is withdrawn
 //! later does no harm either: the job is in an image and is queued again.
@@ -128,8 +128,8 @@ impl Owner<'_> {
             }
             Decision::Deadline(at) => {
                 tracing::warn!(
-                    "{said}: taking a snapshot now and a final one before that, then stopping the job to be queued \
-                    again"
+                    "{said}: taking a snapshot now; before that time a final one follows, and the job is stopped to \
+                    be queued again"
                 );
                 let is_new = self.watch.notices.add(at, notice);
                 self.deadlines_change();
@@ -211,7 +211,7 @@ impl Owner<'_> {
             && self.reporting.published.last_failure.is_none()
             && self.only_in_memory().is_none();
         if !is_saved {
-            return tracing::info!("Azure is not told that this machine is ready: the last state is not in the store");
+            return tracing::info!("Azure is not told that this machine is ready: the final image is not in the store");
         }
         match address::living(&self.setup.config.control.directory) {
             Ok(0) => {}

@@ -24,7 +24,7 @@ use rekindle_store::persist::Progress;
 
 /// Environment variables that the manager sets for us only. A job that has them would send messages in our name
 /// (NotifyAccess=all), or wait for our watchdog.
-pub const VARIABLES: [&str; 3] = ["NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"];
+pub(crate) const VARIABLES: [&str; 3] = ["NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"];
 
 /// By how much a time-out is extended each time. Long enough that a machine under load is not late with the next
 /// request.
@@ -34,14 +34,14 @@ const EXTEND_EVERY: Duration = Duration::from_secs(15);
 /// The pause after a message could not be sent.
 const RETRY: Duration = Duration::from_secs(1);
 /// Without progress for this long, plus the time that a single step may take, no more time is requested: the manager
-/// then ends what hangs for ever (a file server that is gone).
+/// then ends what hangs for ever (a dead file server).
 const STALLED: Duration = Duration::from_secs(300);
 /// Maximum length of a reason in the status; the journal has the full text.
 const LONGEST_REASON: usize = 200;
 
 /// The manager's socket, and the last message.
 #[derive(Debug)]
-pub struct Notify {
+pub(crate) struct Notify {
     socket: Option<(UnixDatagram, SocketAddr)>,
     said: Said,
     /// Whether the last message was sent.
@@ -89,7 +89,7 @@ struct Said {
 impl Notify {
     /// The manager that the environment names, if any.
     #[must_use]
-    pub fn from_environment() -> Notify {
+    pub(crate) fn from_environment() -> Notify {
         let socket = std::env::var_os("NOTIFY_SOCKET").and_then(|name| match open(&name) {
             Ok(socket) => Some(socket),
             Err(error) => {
@@ -109,7 +109,7 @@ impl Notify {
     }
 
     /// Reports that an image is being fetched before the job can start, with its progress, and asks for more time.
-    pub fn fetching(&self, image: u32, progress: &Progress) {
+    pub(crate) fn fetching(&self, image: u32, progress: &Progress) {
         let (done, total) = progress.bytes();
         let percent = (done.saturating_mul(100) / total.max(1)).min(99);
         let status = format!("fetching image {image} from the replica, {percent} %");
@@ -118,7 +118,7 @@ impl Notify {
 
     /// Reports that the service is over before it began. Without READY=1, or with STOPPING=1 beside it, systemd would
     /// count it as failed ("protocol").
-    pub fn nothing_to_do(&self, status: &str) {
+    pub(crate) fn nothing_to_do(&self, status: &str) {
         self.send(&[NotifyState::Ready, NotifyState::Status(status)]);
     }
 

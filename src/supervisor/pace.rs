@@ -8,7 +8,7 @@ use rekindle_base::interval::{Choice, FIRST, FREEZES, Facts, Failures, MtbfSourc
 
 /// Observations for the choice of the interval.
 #[derive(Debug, Clone, Default)]
-pub struct Pace {
+pub(crate) struct Pace {
     /// The last freezes, oldest first.
     freezes: VecDeque<Duration>,
     persist: Option<Duration>,
@@ -19,14 +19,14 @@ pub struct Pace {
 impl Pace {
     /// Starts with the observations of earlier runs: their failures, and the freezes of this lineage, oldest first.
     #[must_use]
-    pub fn recalled(failures: Failures, freezes: impl IntoIterator<Item = Duration>) -> Pace {
+    pub(crate) fn recalled(failures: Failures, freezes: impl IntoIterator<Item = Duration>) -> Pace {
         let mut pace = Pace { failures, ..Pace::default() };
         freezes.into_iter().for_each(|freeze| pace.frozen(freeze));
         pace
     }
 
     /// A snapshot froze the job for this long.
-    pub fn frozen(&mut self, freeze: Duration) {
+    pub(crate) fn frozen(&mut self, freeze: Duration) {
         if freeze.is_zero() {
             return;
         }
@@ -37,35 +37,35 @@ impl Pace {
     }
 
     /// An image was copied to the store in this time, while the job ran.
-    pub fn persisted(&mut self, took: Duration) {
+    pub(crate) fn persisted(&mut self, took: Duration) {
         self.persist = Some(took);
     }
 
     /// A life of the job ended after this time.
-    pub fn lived(&mut self, uptime: Duration) {
+    pub(crate) fn lived(&mut self, uptime: Duration) {
         self.failures.uptime = self.failures.uptime.saturating_add(uptime);
     }
 
     /// It ended in a failure.
-    pub fn failed(&mut self) {
+    pub(crate) fn failed(&mut self) {
         self.failures.failures = self.failures.failures.saturating_add(1);
     }
 
     /// The observations so far; `age` is the time since the present life began.
     #[must_use]
-    pub fn failures(&self, age: Duration) -> Failures {
+    pub(crate) fn failures(&self, age: Duration) -> Failures {
         Failures { uptime: self.failures.uptime.saturating_add(age), ..self.failures }
     }
 
     /// The current choice; `None` if the interval is not chosen automatically, or nothing is known yet.
     #[must_use]
-    pub fn choice(&self) -> Option<&Choice> {
+    pub(crate) fn choice(&self) -> Option<&Choice> {
         self.choice.as_ref()
     }
 
     /// The time until the next snapshot; `age` is the time since the present life began. `None` if snapshots are taken
     /// only on request.
-    pub fn next(&mut self, config: &Snapshot, age: Duration) -> Option<Duration> {
+    pub(crate) fn next(&mut self, config: &Snapshot, age: Duration) -> Option<Duration> {
         match config.interval {
             Interval::Every(interval) => return Some(interval),
             Interval::Off => return None,

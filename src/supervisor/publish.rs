@@ -55,7 +55,7 @@ impl Published {
         }
     }
 
-    /// The same, with the job's name and its store, by which a command finds the job through the socket alone.
+    /// The same, with the job's name and its store, so a command can find the job through the socket alone.
     pub(super) fn of(self, folder: &JobFolder) -> Published {
         Published { job: Some(folder.name().clone()), store: Some(folder.store().to_owned()), ..self }
     }

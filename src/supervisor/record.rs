@@ -12,7 +12,7 @@ use super::{Owner, Setup};
 use rekindle_base::chain;
 use rekindle_store::{Image, JobRecord, Outcome};
 
-/// Observations of earlier runs, to choose the interval. Unreadable ones are collected anew.
+/// Observations of earlier runs, to choose the interval. Unreadable ones are collected again.
 pub(super) fn recall(setup: &Setup) -> Pace {
     let read = setup.folder.record().and_then(|record| Ok((record, setup.folder.images()?)));
     let (record, images) = read.unwrap_or_else(|error| {

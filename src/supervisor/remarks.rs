@@ -49,8 +49,8 @@ impl Repeats {
         all.insert(what.to_owned(), Repeated { form, logged: now, unsaid: 0 });
         Some(match before {
             0 => text.to_owned(),
-            n if is_same => format!("{text} (this has come {} in between)", times(n)),
-            n => format!("{text} (the failure logged before this one came {} more)", times(n)),
+            n if is_same => format!("{text} (repeated {} since it was last logged)", times(n)),
+            n => format!("{text} (the failure logged before this one was repeated {})", times(n)),
         })
     }
 
@@ -65,7 +65,7 @@ impl Repeats {
     /// It works again. Returns what to add to the line that says so, if failures were not logged.
     pub(super) fn succeeded(&self, what: &str) -> Option<String> {
         let last = self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(what)?;
-        (last.unsaid > 0).then(|| format!("the failure logged before this came {} more", times(last.unsaid)))
+        (last.unsaid > 0).then(|| format!("the failure logged before this was repeated {}", times(last.unsaid)))
     }
 }
 
@@ -126,11 +126,11 @@ mod tests {
             assert_eq!(failed(&short(90 + minutes), minutes), None);
         }
         let again = failed(&short(99), 60).unwrap();
-        assert_eq!(again, format!("{} (this has come 59 times in between)", short(99)));
+        assert_eq!(again, format!("{} (repeated 59 times since it was last logged)", short(99)));
         assert_eq!(failed(&short(99), 61), None);
         assert_eq!(
             failed("the snapshot failed: CRIU ended", 62).as_deref(),
-            Some("the snapshot failed: CRIU ended (the failure logged before this one came once more)")
+            Some("the snapshot failed: CRIU ended (the failure logged before this one was repeated once)")
         );
         assert_eq!(
             repeats.failed("hook", "the snapshot failed: CRIU ended", began),
@@ -138,7 +138,7 @@ mod tests {
         );
         assert_eq!(repeats.succeeded("snapshot"), None);
         assert!(failed(&short(1), 63).is_some() && failed(&short(2), 64).is_none());
-        assert_eq!(repeats.succeeded("snapshot").as_deref(), Some("the failure logged before this came once more"));
+        assert_eq!(repeats.succeeded("snapshot").as_deref(), Some("the failure logged before this was repeated once"));
         assert!(failed(&short(1), 65).is_some(), "it has worked since");
     }
 

@@ -19,8 +19,8 @@ use crate::published::Persisting;
 use crate::telemetry::events::What as Told;
 use rekindle_base::chain;
 use rekindle_os::process;
+use rekindle_replica::{self as replica, Patience, Replica, Uploaded};
 use rekindle_store::persist::Progress;
-use rekindle_store::replica::{self, Patience, Replica, Uploaded};
 use rekindle_store::{Form, Image, ImageId, State};
 
 /// The first pause after an outage.

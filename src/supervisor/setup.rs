@@ -13,39 +13,39 @@ use rekindle_criu::Criu;
 use rekindle_engine::launch::{JobSpec, uplink};
 use rekindle_engine::parts::gpu::placement::Wishes;
 use rekindle_engine::snapshot::Launch;
-use rekindle_store::heal::{Healing, OpenReplica};
+use rekindle_store::heal::{ChunkSource, Healing};
 use rekindle_store::persist::Packing;
 use rekindle_store::staging::Area;
 use rekindle_store::{ImageId, JobFolder, WriterLock};
 
 /// Everything a run needs.
 #[derive(Debug)]
-pub struct Setup {
+pub(crate) struct Setup {
     /// The configuration.
-    pub config: Config,
+    pub(crate) config: Config,
     /// The job's folder in the store.
-    pub folder: JobFolder,
+    pub(crate) folder: JobFolder,
     /// Proof that nobody else writes there.
-    pub lock: WriterLock,
+    pub(crate) lock: WriterLock,
     /// The installed CRIU.
-    pub criu: Criu,
+    pub(crate) criu: Criu,
     /// The program of the job.
-    pub program: Program,
+    pub(crate) program: Program,
     /// The sockets for the job.
-    pub sockets: Sockets,
+    pub(crate) sockets: Sockets,
     /// Where images are made and how they are stored.
-    pub images: Places,
+    pub(crate) images: Places,
     /// What the run starts from.
-    pub origin: Origin,
+    pub(crate) origin: Origin,
     /// How long the job may run.
-    pub time: TimeLimit,
+    pub(crate) time: TimeLimit,
     /// What goes to standard output.
-    pub shown: Shown,
+    pub(crate) shown: Shown,
 }
 
 /// What a run writes to standard output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Shown {
+pub(crate) enum Shown {
     /// What the job prints there; its standard error goes to ours.
     Output,
     /// The events of the run, one JSON object a line. The job's output is only in its files.
@@ -55,32 +55,32 @@ pub enum Shown {
 }
 
 impl Setup {
-    /// How damaged content is replaced: from other packs, images in memory, or the replica that `open` opens.
-    pub(super) fn healing<'a>(&'a self, open: OpenReplica<'a>) -> Healing<'a> {
+    /// How damaged content is replaced: from other packs, images in memory, or the replica.
+    pub(super) fn healing<'a>(&'a self, replica: &'a dyn ChunkSource) -> Healing<'a> {
         Healing {
             folder: &self.folder,
             lock: &self.lock,
             key: self.images.packing.key.as_deref(),
             copies: self.images.packing.copies,
             unread: &self.images.packing.unread,
-            replica: self.config.replica.url.is_some().then_some(open),
+            replica: self.config.replica.url.is_some().then_some(replica),
         }
     }
 }
 
 /// The program of the job, and the files that rekindle provides for it.
 #[derive(Debug)]
-pub struct Program {
+pub(crate) struct Program {
     /// How to run it.
-    pub spec: JobSpec,
+    pub(crate) spec: JobSpec,
     /// The same for manifests.
-    pub launch: Launch,
+    pub(crate) launch: Launch,
     /// This version's reaper, unpacked.
-    pub reaper: PathBuf,
+    pub(crate) reaper: PathBuf,
     /// This version's interposer, unpacked, if the job gets it.
-    pub interposer: Option<PathBuf>,
+    pub(crate) interposer: Option<PathBuf>,
     /// The uplink of the job's network, if it has a private network with one.
-    pub uplink: Option<uplink::Plan>,
+    pub(crate) uplink: Option<uplink::Plan>,
 }
 
 impl Program {
@@ -92,40 +92,40 @@ impl Program {
 
 /// The job's sockets, if they are configured.
 #[derive(Debug)]
-pub struct Sockets {
+pub(crate) struct Sockets {
     /// Where the job sends `WATCHDOG=1`.
-    pub beats: Option<Beats>,
+    pub(crate) beats: Option<Beats>,
     /// Where the job asks for snapshots and holds.
-    pub job_api: Option<Socket>,
+    pub(crate) job_api: Option<Socket>,
 }
 
 /// Where images are made and how they are stored.
 #[derive(Debug)]
-pub struct Places {
+pub(crate) struct Places {
     /// Where images are stored in memory.
-    pub staging: Option<Area>,
+    pub(crate) staging: Option<Area>,
     /// How they are packed.
-    pub packing: Packing,
+    pub(crate) packing: Packing,
 }
 
 /// What a run starts from.
 #[derive(Debug)]
-pub struct Origin {
+pub(crate) struct Origin {
     /// The image or the beginning.
-    pub from: StartPoint,
+    pub(crate) from: StartPoint,
     /// Whether the user named that image: then no other is used instead.
-    pub named: bool,
+    pub(crate) named: bool,
     /// The image of another lineage that this one started from, and may go back to.
-    pub base: Option<ImageId>,
+    pub(crate) base: Option<ImageId>,
     /// The GPUs that the user wants the job to be restored on.
-    pub wishes: Wishes,
+    pub(crate) wishes: Wishes,
 }
 
 /// How long the job may run.
 #[derive(Debug)]
-pub struct TimeLimit {
+pub(crate) struct TimeLimit {
     /// The scheduler that started us.
-    pub scheduler: Scheduler,
+    pub(crate) scheduler: Scheduler,
     /// The deadline, if the user gave one.
-    pub deadline: Option<DateTime<Utc>>,
+    pub(crate) deadline: Option<DateTime<Utc>>,
 }

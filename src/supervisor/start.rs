@@ -23,6 +23,7 @@ use rekindle_engine::launch::{self, Job, output};
 use rekindle_engine::parts::gpu::placement::Wishes;
 use rekindle_engine::restore;
 use rekindle_engine::restore::compat::{self, Difference, Here};
+use rekindle_replica::OnDemand;
 use rekindle_store::persist::Progress;
 use rekindle_store::unpack;
 use rekindle_store::{BadMark, BadWhy, Image, ImageId, JobName};
@@ -318,8 +319,8 @@ fn restore_job(
         Some(image) => image,
         None => setup.folder.find(&id.to_string()).map_err(StartFailure::Store)?,
     };
-    let open = || replicate::needed(setup);
-    let healing = setup.healing(&open);
+    let replica = OnDemand(|| replicate::needed(setup));
+    let healing = setup.healing(&replica);
     let request = restore::Request {
         image: &image,
         folder: &setup.folder,

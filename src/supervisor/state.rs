@@ -32,9 +32,9 @@ mod transitions;
 
 use std::time::{Duration, Instant};
 
-pub use admission::Wish;
-pub use events::{Action, Event, Finish, Harm, NO_USABLE_IMAGE, Obstacle, Stop, Verdict};
-pub use states::{Ending, Life, State, Then};
+pub(crate) use admission::Wish;
+pub(crate) use events::{Action, Event, Finish, Harm, NO_USABLE_IMAGE, Obstacle, Stop, Verdict};
+pub(crate) use states::{Ending, Life, State, Then};
 
 use transitions::{suspended, waiting};
 
@@ -72,7 +72,7 @@ enum Asked {
 
 /// The state, and everything needed to decide.
 #[derive(Debug)]
-pub struct Machine<'a> {
+pub(crate) struct Machine<'a> {
     config: &'a Config,
     state: State,
     history: History,
@@ -88,7 +88,7 @@ pub struct Machine<'a> {
     asked: Option<Asked>,
     /// See [`Machine::no_interval_from`].
     quiet: Option<Instant>,
-    /// Until when at most the job blocks snapshots. Only while it runs.
+    /// The latest time until which the running job blocks snapshots.
     held: Option<Instant>,
     /// See [`Machine::last_takes`].
     last_takes: Option<Duration>,
@@ -98,7 +98,7 @@ pub struct Machine<'a> {
 impl<'a> Machine<'a> {
     /// Starts with `from`; carry out the actions.
     #[must_use]
-    pub fn new(config: &'a Config, from: StartPoint) -> (Machine<'a>, Vec<Action>) {
+    pub(crate) fn new(config: &'a Config, from: StartPoint) -> (Machine<'a>, Vec<Action>) {
         let machine = Machine {
             config,
             state: State::Starting { from, then: None },
@@ -118,13 +118,13 @@ impl<'a> Machine<'a> {
 
     /// Records that the user named the image: no other is used instead.
     #[must_use]
-    pub fn asked_for(self) -> Machine<'a> {
+    pub(crate) fn asked_for(self) -> Machine<'a> {
         Machine { asked: Some(Asked::Restore), ..self }
     }
 
     /// When [`Event::Tick`] is needed.
     #[must_use]
-    pub fn deadline(&self) -> Option<Instant> {
+    pub(crate) fn deadline(&self) -> Option<Instant> {
         match (&self.state, self.postponed) {
             // It starts when the other snapshot or the hold ends.
             (State::Running(_), Some(postponed)) => {
@@ -137,7 +137,7 @@ impl<'a> Machine<'a> {
 
     /// When the next snapshot is due, if snapshots are taken at an interval.
     #[must_use]
-    pub fn next_snapshot(&self) -> Option<Instant> {
+    pub(crate) fn next_snapshot(&self) -> Option<Instant> {
         match &self.state {
             State::Running(life) if self.postponed.is_none() => self.next(life),
             _ => None,
@@ -146,64 +146,64 @@ impl<'a> Machine<'a> {
 
     /// Whether a snapshot waits until the previous image is stored or the job's memory is restored.
     #[must_use]
-    pub fn is_postponed(&self) -> bool {
+    pub(crate) fn is_postponed(&self) -> bool {
         self.postponed.is_some()
     }
 
     /// The snapshot that waits because the job blocks it, and its time limit.
     #[must_use]
-    pub fn held_off(&self) -> Option<(Reason, Instant)> {
+    pub(crate) fn held_off(&self) -> Option<(Reason, Instant)> {
         self.postponed.map(|postponed| postponed.reason).zip(self.held)
     }
 
     /// Until when at most the job blocks snapshots.
     #[must_use]
-    pub fn held(&self) -> Option<Instant> {
+    pub(crate) fn held(&self) -> Option<Instant> {
         self.held
     }
 
     /// Whether a stop was requested, or the run is ending.
     #[must_use]
-    pub fn is_stopping(&self) -> bool {
+    pub(crate) fn is_stopping(&self) -> bool {
         self.postponed.and_then(Postponed::stop).is_some() || self.state.is_stopping()
     }
 
     /// Starts with the observations of earlier runs.
     #[must_use]
-    pub fn recalling(self, pace: Pace) -> Machine<'a> {
+    pub(crate) fn recalling(self, pace: Pace) -> Machine<'a> {
         Machine { pace, ..self }
     }
 
     /// The current interval, if it is chosen automatically.
     #[must_use]
-    pub fn choice(&self) -> Option<&Choice> {
+    pub(crate) fn choice(&self) -> Option<&Choice> {
         self.pace.choice()
     }
 
     /// How long the job has run in total, and how often it failed.
     #[must_use]
-    pub fn failures(&self, now: Instant) -> Failures {
+    pub(crate) fn failures(&self, now: Instant) -> Failures {
         self.pace.failures(self.state.life().map_or(Duration::ZERO, |life| now.saturating_duration_since(life.since)))
     }
 
     /// The state of the job.
     #[must_use]
-    pub fn state(&self) -> &State {
+    pub(crate) fn state(&self) -> &State {
         &self.state
     }
 
     /// From this time on the interval starts no snapshot: the final one is near, and would have to wait for it.
-    pub fn no_interval_from(&mut self, time: Option<Instant>) {
+    pub(crate) fn no_interval_from(&mut self, time: Option<Instant>) {
         self.quiet = time;
     }
 
     /// How long the final snapshot is expected to take, if known: a hold must leave that much of a stop's time.
-    pub fn last_takes(&mut self, time: Option<Duration>) {
+    pub(crate) fn last_takes(&mut self, time: Option<Duration>) {
         self.last_takes = time;
     }
 
     /// Handles an event and returns the actions, in order. Events that make no sense in a state change nothing.
-    pub fn step(&mut self, event: Event, now: Instant) -> Vec<Action> {
+    pub(crate) fn step(&mut self, event: Event, now: Instant) -> Vec<Action> {
         // After its time limit a hold is over. The event itself comes first, so that no snapshot starts of a job that
         // has ended, or beside another operation.
         let over = |machine: &Machine<'_>| machine.held.is_some_and(|until| until <= now);

@@ -62,7 +62,7 @@ impl Stops {
         if at_once { Request::AtOnce } else { request }
     }
 
-    /// Whether nothing more is to be waited for.
+    /// Whether there is nothing more to wait for.
     pub(super) fn is_at_once(&self) -> bool {
         self.at_once
     }

@@ -14,6 +14,7 @@ use crate::config::VerifyRate;
 use crate::telemetry::events::What;
 use rekindle_base::chain;
 use rekindle_os::process;
+use rekindle_replica::OnDemand;
 use rekindle_store::heal::{self, Healed};
 use rekindle_store::scrub::{AGAIN, Scrub, Step};
 use rekindle_store::{ImageId, JobName};
@@ -203,8 +204,8 @@ fn heal(
     if ids.is_empty() {
         return Ok(());
     }
-    let open = || replicate::needed(setup);
-    let healing = setup.healing(&open);
+    let replica = OnDemand(|| replicate::needed(setup));
+    let healing = setup.healing(&replica);
     while gate.enter() {
         match healing.heal(ids, &|| gate.now() != Phase::Idle) {
             // Something else had priority.

@@ -384,10 +384,16 @@ impl Owner<'_> {
             Said::Fault => None,
             Said::Follows(death) => Some(death),
             Said::Others(named) if remedy.needs_drain() && !xid::may_follow_a_death(fault.xid) => {
-                return tracing::error!("GPU {}: {words}. It struck {named}, which is not of the job", fault.gpu);
+                return tracing::error!(
+                    "GPU {}: {words}. It struck {named}, which does not belong to the job",
+                    fault.gpu
+                );
             }
             Said::Others(named) => {
-                return tracing::info!("GPU {}: {words}. It is of {named}, which is not of the job", fault.gpu);
+                return tracing::info!(
+                    "GPU {}: {words}. It was caused by {named}, which does not belong to the job",
+                    fault.gpu
+                );
             }
         };
         if let Some(death) = follows {
@@ -399,7 +405,7 @@ impl Owner<'_> {
         match remedy {
             xid::Remedy::Nothing => tracing::info!("GPU {}: {words}", fault.gpu),
             _ if remedy.needs_drain() => {
-                tracing::error!("GPU {}: {words}; do not start a job on it before that", fault.gpu)
+                tracing::error!("GPU {}: {words}; do not start a job on it until that is done", fault.gpu)
             }
             _ => tracing::error!("GPU {}: {words}", fault.gpu),
         }

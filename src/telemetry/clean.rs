@@ -13,7 +13,7 @@ use std::fmt::Write;
 
 /// Whether a terminal may execute it, or show the rest of the line in another order.
 #[must_use]
-pub fn is_harmful(c: char) -> bool {
+pub(crate) fn is_harmful(c: char) -> bool {
     // C0, DEL and C1; marks of direction; separators of lines and paragraphs, then more marks; isolates.
     c.is_control()
         || matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
@@ -21,19 +21,19 @@ pub fn is_harmful(c: char) -> bool {
 
 /// One line of text: line breaks count as harmful too.
 #[must_use]
-pub fn line(text: &str) -> Cow<'_, str> {
+pub(crate) fn line(text: &str) -> Cow<'_, str> {
     escaped(text, |_| false)
 }
 
 /// Text of several lines.
 #[must_use]
-pub fn lines(text: &str) -> Cow<'_, str> {
+pub(crate) fn lines(text: &str) -> Cow<'_, str> {
     escaped(text, |c| matches!(c, '\n' | '\t'))
 }
 
 /// The same for a JSON document: harmful characters can only be in its strings, which have their own escapes.
 #[must_use]
-pub fn json(text: &str) -> Cow<'_, str> {
+pub(crate) fn json(text: &str) -> Cow<'_, str> {
     replaced(
         text,
         |c| c == '\n',

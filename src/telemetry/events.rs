@@ -416,7 +416,7 @@ pub fn newest(logs: &Path, bytes: u64) -> io::Result<Vec<Event>> {
     };
     let begin = file.metadata()?.size().saturating_sub(bytes);
     file.seek(SeekFrom::Start(begin))?;
-    // The first one may be the rest of a line, which is no event.
+    // The first one may be only the rest of a line.
     let lines = BufReader::new(file).split(b'\n');
     lines.map(|line| Ok(serde_json::from_slice(&line?).ok())).filter_map(Result::transpose).collect()
 }

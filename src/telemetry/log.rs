@@ -23,19 +23,19 @@ static FORMAT: OnceLock<LogFormat> = OnceLock::new();
 static PLAIN: OnceLock<()> = OnceLock::new();
 
 /// The log goes to a file, even if standard error is a terminal now. Call it before [`start`].
-pub fn without_colours() {
+pub(crate) fn without_colours() {
     let _ = PLAIN.set(());
 }
 
 /// From now on the log is about this job.
-pub fn is_about(job: &str) {
+pub(crate) fn is_about(job: &str) {
     // One process has one job.
     let _ = JOB.set(job.to_owned());
 }
 
 /// Whether logging has started with JSON lines: then nothing else may be written to standard error.
 #[must_use]
-pub fn is_json() -> bool {
+pub(crate) fn is_json() -> bool {
     FORMAT.get() == Some(&LogFormat::Json)
 }
 
@@ -49,7 +49,7 @@ macro_rules! routine {
 }
 
 /// Starts logging. RUST_LOG overrides the configuration, if set.
-pub fn start(level: Level, format: LogFormat) {
+pub(crate) fn start(level: Level, format: LogFormat) {
     let default = match level {
         Level::Error => "error",
         Level::Warn => "warn",

@@ -5,8 +5,8 @@
 //! expects of a process.
 
 mod render;
-pub mod serve;
-pub mod textfile;
+pub(crate) mod serve;
+pub(crate) mod textfile;
 mod work;
 
 use std::collections::BTreeMap;
@@ -30,7 +30,7 @@ const MOST_WAITING: usize = 1000;
 
 /// The collected facts.
 #[derive(Debug, Clone)]
-pub struct Facts {
+pub(crate) struct Facts {
     job: String,
     work: Work,
     lives: Lives,
@@ -166,10 +166,8 @@ impl Replica {
 
 /// Whether images are copied to a replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Replicated {
-    /// They are.
+pub(crate) enum Replicated {
     Yes,
-    /// There is no replica.
     No,
 }
 
@@ -180,7 +178,7 @@ fn seconds(micros: u64) -> f64 {
 impl Facts {
     /// Facts of a supervisor that starts now.
     #[must_use]
-    pub fn new(job: &str, replicated: Replicated, now: Instant) -> Facts {
+    pub(crate) fn new(job: &str, replicated: Replicated, now: Instant) -> Facts {
         Facts {
             job: job.into(),
             work: Work::new(now),
@@ -196,7 +194,7 @@ impl Facts {
     }
 
     /// Updates the facts with an event.
-    pub fn hear(&mut self, event: &Event, now: Instant) {
+    pub(crate) fn hear(&mut self, event: &Event, now: Instant) {
         match &event.what {
             What::Supervised { .. } => self.work = Work::new(now),
             What::Started { image, .. } => {
@@ -240,7 +238,7 @@ impl Facts {
     }
 
     /// Updates the facts with the published state, and the present interval.
-    pub fn see(&mut self, published: &Published, interval: Option<Duration>) {
+    pub(crate) fn see(&mut self, published: &Published, interval: Option<Duration>) {
         (self.published, self.interval) = (Some(published.clone()), interval);
     }
 }

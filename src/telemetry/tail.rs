@@ -9,7 +9,7 @@ use super::events::{Event, FILE_NAME};
 
 /// The position in a job's journal.
 #[derive(Debug)]
-pub struct Tail {
+pub(crate) struct Tail {
     logs: PathBuf,
     file: Option<File>,
     /// The beginning of an incomplete line.
@@ -20,7 +20,7 @@ pub struct Tail {
 impl Tail {
     /// Starts at the beginning of the journal in a job's log folder.
     #[must_use]
-    pub fn of(logs: &Path) -> Tail {
+    pub(crate) fn of(logs: &Path) -> Tail {
         Tail { logs: logs.to_owned(), file: None, partial: Vec::new(), began: false }
     }
 
@@ -28,7 +28,7 @@ impl Tail {
     ///
     /// # Errors
     /// When the journal cannot be read.
-    pub fn more(&mut self) -> io::Result<Vec<Event>> {
+    pub(crate) fn more(&mut self) -> io::Result<Vec<Event>> {
         let mut events = Vec::new();
         if !std::mem::replace(&mut self.began, true) {
             self.file = open(&self.logs.join(format!("{FILE_NAME}.1")))?;

@@ -20,7 +20,7 @@ use nix::unistd::Uid;
 
 /// The socket, and the thread that reads from it; its file is removed when this is dropped.
 #[derive(Debug)]
-pub struct Beats {
+pub(crate) struct Beats {
     path: PathBuf,
     count: Arc<AtomicU64>,
 }
@@ -30,7 +30,7 @@ impl Beats {
     ///
     /// # Errors
     /// When it cannot be created.
-    pub fn listen(path: &Path, user: Option<u32>) -> io::Result<Beats> {
+    pub(crate) fn listen(path: &Path, user: Option<u32>) -> io::Result<Beats> {
         match std::fs::remove_file(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
@@ -53,7 +53,7 @@ impl Beats {
 
     /// The variables for the job's environment: the socket, and how often to send.
     #[must_use]
-    pub fn variables(&self, limit: Duration) -> [(OsString, OsString); 2] {
+    pub(crate) fn variables(&self, limit: Duration) -> [(OsString, OsString); 2] {
         [
             ("NOTIFY_SOCKET".into(), self.path.clone().into()),
             ("WATCHDOG_USEC".into(), limit.as_micros().to_string().into()),
@@ -62,7 +62,7 @@ impl Beats {
 
     /// The counter of messages.
     #[must_use]
-    pub fn count(&self) -> Arc<AtomicU64> {
+    pub(crate) fn count(&self) -> Arc<AtomicU64> {
         Arc::clone(&self.count)
     }
 }

@@ -56,7 +56,7 @@ impl Clock {
         self.idle + self.since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
     }
 
-    /// Returns the time without progress, once when the limit is over; again only after progress.
+    /// Returns the time without progress, if it has reached the limit. Returns it only once until there is progress.
     pub(crate) fn due(&mut self, now: Instant) -> Option<Duration> {
         let idle = self.idle(now);
         let due = self.since.is_some() && !self.said && idle >= self.limit;

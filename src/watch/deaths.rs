@@ -1,8 +1,9 @@
 //! Notices when a process of the job dies, on a thread of its own that sleeps until one does.
 //!
-//! A pidfd of each process says that it ended, and [`exits`] how. Processes are known from the image that the job would go back
-//! to. Of a job that is watched as a whole those that it starts later are known from the kernel's process events, where we may
-//! have them; without them, from the next image on. The events also tell how a process ended on a kernel whose pidfds do not.
+//! A pidfd of each process reports its end, and [`exits`] tells how it ended. Processes are known from the image that
+//! the job would go back to. If every process counts, processes that the job starts later are known from the kernel's
+//! process events, if we may read them, otherwise from the next image on. On a kernel whose pidfds do not tell how a
+//! process ended, the events do.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
@@ -26,7 +27,6 @@ pub(crate) struct Death {
     pub(crate) outer: i32,
     /// At most 15 bytes.
     pub(crate) name: String,
-    /// The signal.
     pub(crate) signal: i32,
 }
 
@@ -39,16 +39,16 @@ pub(crate) enum Who {
     All,
 }
 
-/// What the thread is told.
+/// An order to the thread.
 #[derive(Debug)]
 enum Order {
-    /// There is an image of this life of the job, which has this root; these are watched from now on, beside those before.
+    /// There is an image of this life of the job, which has this root. Watch these processes too from now on.
     Watch { life: u32, root: i32, who: Who },
     /// The life is over.
     Rest,
 }
 
-/// The thread's other end. It ends when this is dropped.
+/// The owner's end of the thread, which ends with a drop.
 #[derive(Debug)]
 pub(crate) struct Watcher {
     orders: mpsc::Sender<Order>,
@@ -56,7 +56,7 @@ pub(crate) struct Watcher {
 }
 
 impl Watcher {
-    /// Gives `spawn` what the thread has to do, which calls `report` until that answers false.
+    /// Gives `spawn` the work of the thread, which calls `report` until that returns false.
     ///
     /// # Errors
     /// When there is no socket to wake it with.
@@ -70,7 +70,7 @@ impl Watcher {
         wake.set_nonblocking(true)?;
         woken.set_nonblocking(true)?;
         spawn(Box::new(move || {
-            // Others have no use for the events of the whole machine.
+            // The other modes do not need the events of the whole machine.
             let events = (whole || !exits::always_told()).then(Events::listen).and_then(|events| {
                 events.inspect_err(|error| tracing::debug!("there are no process events: {error}")).ok()
             });
@@ -82,7 +82,7 @@ impl Watcher {
         Ok(Watcher { orders, wake })
     }
 
-    /// There is an image that has these.
+    /// There is an image with these processes.
     pub(crate) fn watch(&self, life: u32, root: i32, who: Who) {
         self.order(Order::Watch { life, root, who });
     }
@@ -93,7 +93,7 @@ impl Watcher {
     }
 
     fn order(&self, order: Order) {
-        // A byte that does not fit is one of many that wait.
+        // If the byte does not fit, others are waiting already.
         if self.orders.send(order).is_ok() {
             let _ = (&self.wake).write(&[0]);
         }
@@ -104,13 +104,13 @@ impl Watcher {
 struct Member {
     inner: i32,
     name: String,
-    /// None where the events have to do.
+    /// None if only the events tell of its end.
     pidfd: Option<OwnedFd>,
-    /// It ended, and nobody has said how.
+    /// Whether it ended, and how is unknown.
     unknown: bool,
 }
 
-/// So many pidfds at most: the supervisor may have 1024 descriptors, and needs others.
+/// The most pidfds: the supervisor may have 1024 descriptors, and needs some for other purposes.
 const MOST_PIDFDS: usize = 256;
 
 #[derive(Debug)]
@@ -120,11 +120,11 @@ struct Watch {
     members: BTreeMap<i32, Member>,
     life: u32,
     root: i32,
-    /// Whether children that they start are members too.
+    /// Whether their new children are members too.
     whole: bool,
 }
 
-/// For how long the events may be late.
+/// The longest delay of an event.
 const LATE: Duration = Duration::from_millis(100);
 
 impl Watch {
@@ -196,7 +196,7 @@ impl Watch {
         }
     }
 
-    /// What the events tell.
+    /// Reads the events.
     fn happened(&mut self) -> Vec<Death> {
         let events = self.events.as_ref().map(Events::read).unwrap_or_default();
         let mut deaths = Vec::new();
@@ -220,7 +220,7 @@ impl Watch {
         deaths
     }
 
-    /// What the pidfds tell.
+    /// Reads the pidfds.
     fn ended(&mut self, pids: &[i32], ready: &[bool], quiet: bool) -> Vec<Death> {
         let first = ready.len().saturating_sub(pids.len());
         let over: Vec<i32> =
@@ -228,7 +228,7 @@ impl Watch {
         let mut deaths = Vec::new();
         for pid in over {
             let Some(member) = self.members.get_mut(&pid) else { continue };
-            // The name that it had last, where that is still to be seen.
+            // Its latest name, if /proc still shows it.
             if let Some(name) = process::name(pid).filter(|_| process::inner_pid(pid) == Some(member.inner)) {
                 member.name = name;
             }
@@ -299,7 +299,7 @@ mod tests {
         let (watcher, deaths) = watcher(false);
         let outer = root.id().cast_signed();
         watcher.watch(3, outer, Who::These(vec![pids[0], pids[1]]));
-        // Until the thread has heard of it.
+        // Waits until the thread knows of it.
         std::thread::sleep(Duration::from_millis(200));
         kill(pids[2], nix::sys::signal::Signal::SIGKILL);
         for (pid, signal) in
@@ -345,7 +345,7 @@ mod tests {
         root.wait().unwrap();
     }
 
-    /// As on a kernel whose pidfds do not say it, or where there are too many.
+    /// As on a kernel whose pidfds do not tell it, or with too many processes.
     #[test]
     fn without_a_pidfd_the_events_tell() {
         if !rekindle_testing::root() {
@@ -366,7 +366,7 @@ mod tests {
             told = watch.happened();
         }
         for death in &mut told {
-            // The shell may have been seen to execute.
+            // It may have seen the shell execute its program.
             death.name = "trainer".into();
         }
         assert_eq!((told, watch.members.len()), (vec![expected], 0));

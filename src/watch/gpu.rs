@@ -20,13 +20,13 @@ use rekindle_os::{clock, process};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Fault {
     /// Its UUID, or its PCI address if it is from the kernel's log.
-    pub gpu: String,
+    pub(crate) gpu: String,
     /// The number of the fault (Xid).
-    pub xid: u32,
+    pub(crate) xid: u32,
     /// Whose process it struck.
-    pub whose: Whose,
+    pub(crate) whose: Whose,
     /// When, since the boot.
-    pub at: Duration,
+    pub(crate) at: Duration,
 }
 
 /// How often to check whether a job has started to use a GPU.

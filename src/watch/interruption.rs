@@ -1,14 +1,14 @@
 //! Asks the clouds whether they interrupt this machine: spot and pre-emptible machines, and maintenance.
 //!
-//! Each cloud answers at the same link-local address, which does not leave the machine's host. On a machine of no cloud
-//! that address may belong to anybody, or lead to a router: there nothing is asked ([`detect`]).
+//! Each cloud answers at the same link-local address, which does not leave the machine's host. On a machine
+//! outside the clouds that address may belong to anybody, or lead to a router: nothing is asked there ([`detect`]).
 //!
-//! Whoever answers is not trusted: answers have a size and a time limit, redirections are not followed, no proxy is
-//! used, a text of an answer never reaches the log, and an answer that cannot be parsed changes nothing. An answer that
-//! does not come changes nothing either: what was announced before remains announced.
+//! Answers are not trusted: they have a size and a time limit, redirections are not followed, no proxy is used, and
+//! their text never reaches the log. An answer that cannot be parsed changes nothing. A missing answer changes nothing
+//! either: earlier notices remain in force.
 //!
-//! Only reads; the owner decides what to do. The acknowledgement for Azure ([`azure::acknowledge`]) is sent by the
-//! owner, once the last image is stored.
+//! This module only reads; the owner decides what to do. The owner also sends the acknowledgement for Azure
+//! ([`azure::acknowledge`]), once the final image is stored.
 
 pub(crate) mod aws;
 pub(crate) mod azure;
@@ -25,13 +25,13 @@ use rekindle_base::notice::{Cloud, Notice};
 
 use client::{Client, Error};
 
-/// How often is asked. AWS recommends it.
+/// The time between two requests, as AWS recommends.
 const EVERY: Duration = Duration::from_secs(5);
 /// The longest pause after failures.
 const LONGEST: Duration = Duration::from_secs(60);
-/// After so many failures in a row they are logged: services of clouds sometimes fail to answer one request.
+/// After this many failures in a row they are logged: clouds' services sometimes do not answer one request.
 const TOLERATED: u32 = 3;
-/// The most notices that one answer may hold. Azure announces the events of a group of machines together.
+/// The most notices that one answer may contain. Azure announces the events of a group of machines together.
 pub(crate) const MOST: usize = 64;
 
 /// A place where notices are read.
@@ -45,13 +45,13 @@ pub(crate) trait Source: Send {
     /// When there is no answer, or one that is not understood.
     fn ask(&mut self, client: &Client) -> Result<Vec<Notice>, Error>;
 
-    /// The pause until it is asked again.
+    /// The pause until the next request.
     fn pause(&self) -> Duration {
         EVERY
     }
 }
 
-/// The places where notices of a cloud are read, each of them on a thread of its own.
+/// The places where notices of a cloud are read, each on its own thread.
 #[must_use]
 pub(crate) fn sources(cloud: Cloud) -> Vec<Box<dyn Source>> {
     match cloud {
@@ -61,14 +61,14 @@ pub(crate) fn sources(cloud: Cloud) -> Vec<Box<dyn Source>> {
     }
 }
 
-/// A change of what is announced.
+/// A change of the notices.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Change {
     /// A new notice.
     Came(Notice),
     /// The kind or the time of a notice has changed.
     Changed(Notice),
-    /// A notice is no longer there: it was withdrawn, or what it announced is over.
+    /// A notice has disappeared: it was withdrawn, or the interruption is over.
     Gone(Notice),
 }
 
@@ -77,7 +77,7 @@ pub(crate) enum Change {
 struct Ledger(Vec<Notice>);
 
 impl Ledger {
-    /// These are in force now. Returns what has changed.
+    /// Sets the notices that are now in force. Returns what has changed.
     fn update(&mut self, now: Vec<Notice>) -> Vec<Change> {
         let before = std::mem::take(&mut self.0);
         let was = |notice: &Notice| before.iter().find(|old| old.id == notice.id);
@@ -86,7 +86,7 @@ impl Ledger {
             match was(&notice) {
                 _ if self.0.iter().any(|other| other.id == notice.id) => continue,
                 None => changes.push(Change::Came(notice.clone())),
-                // What has begun has no time any more, which is no news.
+                // An interruption that has begun has no time: that is not a change.
                 Some(old) if old.kind != notice.kind || (notice.at.is_some() && old.at != notice.at) => {
                     changes.push(Change::Changed(notice.clone()));
                 }
@@ -105,14 +105,14 @@ impl Ledger {
 struct Failures(u32);
 
 impl Failures {
-    /// Another one. Returns the pause, and whether it is to be logged.
+    /// Counts another failure. Returns the pause, and whether to log it.
     fn more(&mut self) -> (Duration, bool) {
         self.0 = self.0.saturating_add(1);
         let factor = 1u32.checked_shl(self.0 - 1).unwrap_or(u32::MAX);
         (EVERY.saturating_mul(factor).min(LONGEST), self.0 == TOLERATED)
     }
 
-    /// It answered. Returns whether failures had been logged.
+    /// The source answered. Returns whether its failures were logged.
     fn end(&mut self) -> bool {
         std::mem::take(&mut self.0) >= TOLERATED
     }
@@ -123,7 +123,7 @@ impl Failures {
 pub(crate) struct Silent(Arc<AtomicUsize>);
 
 impl Silent {
-    /// Another one. Returns whether it is the first.
+    /// Another one does not answer. Returns whether it is the first.
     fn more(&self) -> bool {
         self.0.fetch_add(1, Ordering::Relaxed) == 0
     }
@@ -134,14 +134,14 @@ impl Silent {
     }
 }
 
-/// The thread of a source: reports changes until nobody wants them.
+/// The thread of a source: reports changes until `report` returns false.
 pub(crate) fn watch(mut source: Box<dyn Source>, silent: &Silent, client: &Client, report: impl Fn(Change) -> bool) {
     let (mut ledger, mut failures, cloud) = (Ledger::default(), Failures::default(), source.cloud());
     loop {
         let pause = match source.ask(client) {
             Ok(notices) => {
                 if failures.end() && silent.fewer() {
-                    tracing::info!("{cloud} answers again whether it interrupts this machine");
+                    tracing::info!("the metadata service of {cloud} answers again");
                 }
                 if !ledger.update(notices).into_iter().all(&report) {
                     return;
@@ -153,12 +153,12 @@ pub(crate) fn watch(mut source: Box<dyn Source>, silent: &Silent, client: &Clien
                 let why = chain(&error);
                 if is_news && silent.more() {
                     tracing::warn!(
-                        "cannot ask {cloud} whether it interrupts this machine: {why}. The job runs without such \
-                        notices until it answers. {}",
+                        "cannot ask {cloud} for interruption notices: {why}. Until it answers, the job runs without \
+                        them. {}",
                         advice(cloud)
                     );
                 } else {
-                    tracing::debug!("cannot ask {cloud} whether it interrupts this machine: {why}");
+                    tracing::debug!("cannot ask {cloud} for interruption notices: {why}");
                 }
                 pause
             }
@@ -172,10 +172,10 @@ fn advice(cloud: Cloud) -> &'static str {
     match cloud {
         Cloud::Aws => {
             "Allow the instance metadata service; in a container it needs a hop limit of 2 \
-            (HttpPutResponseHopLimit). If you do without it, set watch.interruption = \"off\""
+            (HttpPutResponseHopLimit). If you do not need notices, set watch.interruption = \"off\""
         }
         Cloud::Google | Cloud::Azure => {
-            "Allow requests to the metadata server. If you do without it, set watch.interruption = \"off\""
+            "Allow requests to the metadata server. If you do not need notices, set watch.interruption = \"off\""
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Whose process it is that a line of the kernel's log names: the job's, or another program's on the same GPU.
 //!
-//! The log has pids of the first PID namespace, also of processes that have ended since. So the pids and names that the job had
-//! are remembered.
+//! The log has pids of the first PID namespace, also of processes that have ended since. So the pids and names that the
+//! job had are remembered.
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::MetadataExt;

@@ -89,7 +89,8 @@ pub(crate) fn parse(line: &str) -> Option<Notice> {
     killed(line).or_else(|| xid(line))
 }
 
-/// "Memory cgroup out of memory: Killed process 4711 (python) total-vm:...", and without a cgroup "Out of memory: Killed ...".
+/// "Memory cgroup out of memory: Killed process 4711 (python) total-vm:...", and without a cgroup "Out of memory:
+/// Killed ...".
 fn killed(line: &str) -> Option<Notice> {
     let (before, rest) = line.split_once("ut of memory: Killed process ")?;
     before.ends_with(['O', 'o']).then_some(())?;
@@ -99,7 +100,8 @@ fn killed(line: &str) -> Option<Notice> {
     Some(Notice::OutOfMemory { pid: pid.parse().ok()?, name: name.to_owned() })
 }
 
-/// "NVRM: Xid (PCI:0000:3b:00): 79, pid=4711, name=python, GPU has fallen off the bus." pid may be '<unknown>' or missing.
+/// "NVRM: Xid (PCI:0000:3b:00): 79, pid=4711, name=python, GPU has fallen off the bus." pid may be '<unknown>' or
+/// missing.
 fn xid(line: &str) -> Option<Notice> {
     let (_, rest) = line.split_once("NVRM: Xid (")?;
     let (gpu, rest) = rest.split_once("): ")?;

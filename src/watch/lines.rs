@@ -50,11 +50,11 @@ impl Turn {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Hit {
     /// The life that wrote it.
-    pub life: u32,
+    pub(crate) life: u32,
     /// The rule, counted from 0.
-    pub rule: usize,
+    pub(crate) rule: usize,
     /// The line, shortened.
-    pub line: String,
+    pub(crate) line: String,
 }
 
 /// Compares output with the rules; ends when `report` returns false. Returns at once without such a rule.

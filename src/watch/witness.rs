@@ -29,9 +29,9 @@ const RECENT: Duration = Duration::from_secs(120);
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct DeathEvidence {
     /// Evidence for lack of memory.
-    pub memory: MemoryFacts,
+    pub(crate) memory: MemoryFacts,
     /// Faults of GPUs that the log tells, with the GPU's PCI address.
-    pub faults: Vec<Fault>,
+    pub(crate) faults: Vec<Fault>,
 }
 
 impl Witness {

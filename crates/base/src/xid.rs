@@ -42,8 +42,9 @@ impl fmt::Display for Remedy {
     }
 }
 
-/// Faults that a program causes by an error or by its end, of its own or of another one that shares memory with it: after a death
-/// they say nothing of the GPU. When one rank of several is killed, its peers on NVLink get 109 or 137 (two H200, driver 580).
+/// Faults that a program causes by its error or its end, also if another program shares memory with it. After a death
+/// they say nothing about the GPU. When one rank of several is killed, its peers on NVLink get 109 or 137
+/// (two H200, driver 580).
 const OF_PROGRAMS: [u32; 8] = [13, 31, 43, 45, 68, 69, 109, 137];
 
 /// Whether the end of a program explains this fault.

@@ -22,7 +22,7 @@ use prost::Message;
 
 pub use checked::{CheckedFile, checked_files};
 pub use devices::{Replaced, without_devices};
-pub use locks::{LostLocks, lost_locks};
+pub use locks::{LostLock, LostLocks, lost_locks};
 pub use mappings::{correct_access, scarce, written_by_mappings};
 pub use memfds::memfd_names;
 pub use peers::{Dangling, dangling_sockets};

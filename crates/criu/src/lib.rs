@@ -95,8 +95,8 @@ pub enum FindError {
 }
 
 impl Criu {
-    /// Finds CRIU: the named one, else the first usable one of: `criu` in PATH, the sbin folders, the bundle beside our own
-    /// executable.
+    /// Finds CRIU: the named one, else the first usable one of: `criu` in PATH, the sbin folders, the bundle beside our
+    /// own executable.
     ///
     /// # Errors
     /// When there is none, or it is too old for us or for this kernel.

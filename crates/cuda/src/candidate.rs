@@ -35,8 +35,9 @@ fn is_libcuda(mapping: &Mapping<'_>) -> bool {
     mapping.file_name().starts_with(b"libcuda.so")
 }
 
-/// Whether a thread of process `pid` is in the middle of cuInit: the driver's checkpoint takes it, and the call fails once it
-/// is restored (driver 580, error 304). Known of processes that have the interposer (`native/preload/src/init.rs`).
+/// Whether a thread of process `pid` is in the middle of cuInit: the driver's checkpoint takes it, and the call fails
+/// once it is restored (driver 580, error 304). Known of processes that have the interposer
+/// (`native/preload/src/init.rs`).
 ///
 /// # Errors
 /// As [`is_candidate`].

@@ -143,8 +143,8 @@ impl Driver {
     /// Calls `function` with `pid` and an argument of the type that cuda.h declares for it.
     ///
     /// `cuInit` is not called, here or anywhere: of the checkpoint functions only those with custom storage need it in
-    /// the caller (cuda.h of CUDA 13.5, `cuCheckpointProcessCheckpoint`), and it would open the devices in this process.
-    /// So error 3 is about the process `pid`, never about the caller.
+    /// the caller (cuda.h of CUDA 13.5, `cuCheckpointProcessCheckpoint`), and it would open the devices in this
+    /// process. So error 3 is about the process `pid`, never about the caller.
     ///
     /// # Safety
     /// `argument` must be what cuda.h declares for `function`, valid for reads and writes, or null where it may be.

@@ -11,10 +11,10 @@ use std::ptr::{self, NonNull};
 use nix::sys::statfs::{TMPFS_MAGIC, fstatfs};
 use rekindle_os::maps;
 
-/// A `T` of atomics for which all zero, and anything else, is a valid value.
+/// A type whose every value is valid, also all zeroes, because it has only atomics.
 ///
 /// # Safety
-/// It is only that.
+/// The type must consist of atomics only.
 pub(crate) unsafe trait Shared {}
 
 // SAFETY: all of it atomics.
@@ -39,11 +39,11 @@ impl<T: Shared> Drop for JobTable<T> {
 }
 
 impl<T: Shared> JobTable<T> {
-    /// The one of process `pid`, as we see it, in the memfd `name`; None if it has none. The names of all versions of it
-    /// begin with `family`.
+    /// Opens the table of process `pid`, as we see it, in the memfd `name`; None if it has no table. The names of all
+    /// versions begin with `family`.
     ///
     /// # Errors
-    /// When it has one that cannot be read, or of another version of the interposer.
+    /// When the table cannot be read, or is of another version of the interposer.
     pub(crate) fn of(pid: i32, family: &str, name: &CStr) -> io::Result<Option<JobTable<T>>> {
         let Ok(maps) = maps::read(pid) else { return Ok(None) };
         let prefix = format!("/memfd:{family}");
@@ -80,7 +80,7 @@ fn map<T>(file: &File) -> io::Result<NonNull<T>> {
     }
     // A page of hugetlbfs may be missing however long the file is: that is a SIGBUS too.
     if fstatfs(file)?.filesystem_type() != TMPFS_MAGIC {
-        return Err(io::Error::other("its table is no ordinary memory"));
+        return Err(io::Error::other("its table is not in ordinary memory"));
     }
     let size = size_of::<T>();
     if usize::try_from(file.metadata()?.len()).unwrap_or(0) != size {

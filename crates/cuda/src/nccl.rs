@@ -1,17 +1,20 @@
-//! What the processes of a job have started on NCCL's communicators, and the gate in front of their next calls.
+//! The operations that a job's processes have started on NCCL's communicators, and the gate in front of their next
+//! calls.
 //!
-//! The interposer in each process counts (`native/preload/src/nccl.rs`). This module reads the counts and sets how far a
-//! process may go; which numbers bring all ranks to one point is up to the caller.
+//! The interposer in each process counts (`native/preload/src/nccl.rs`). This module reads the counts and sets the
+//! limits. The caller decides which limits bring all ranks to one point.
 //!
-//! Invariant: the tables are in the job's memory. Their content is compared and counted, and not trusted for anything
-//! else.
+//! Invariant: the tables are in the job's memory. Their content is only compared and counted, and not trusted
+//! otherwise.
 
 use std::io;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::time::{ClockId, clock_gettime};
 use rekindle_abi::nccl::{self as table, Table};
+use rekindle_os::{process, ptrace};
+use rustix::thread::futex;
 
 use crate::job_table::JobTable;
 
@@ -31,18 +34,18 @@ pub enum Kind {
 pub struct Communicator {
     /// The same number in all ranks.
     pub id: [u64; 2],
-    /// Which of them this is.
+    /// The rank of this process.
     pub rank: u32,
-    /// How many there are.
+    /// Number of ranks.
     pub ranks: u32,
     /// The program has destroyed or aborted it.
     pub has_ended: bool,
 }
 
-/// What one rank has started of one kind.
+/// The operations of one kind that one rank has started.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Counter {
-    /// Where it is in the process's table.
+    /// Its place in the process's table.
     pub place: usize,
     /// Index in [`Counts::communicators`].
     pub communicator: usize,
@@ -50,16 +53,16 @@ pub struct Counter {
     pub kind: Kind,
     /// The other rank of a send or receive.
     pub peer: u32,
-    /// How many were started.
+    /// Number of started operations.
     pub started: u64,
-    /// How many there would be after the call that waits in front of the gate.
+    /// The number after the call that waits in front of the gate.
     pub wanted: Option<u64>,
 }
 
-/// What one process has started.
+/// The operations that one process has started.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Its communicators, with those that have ended.
+    /// Its communicators, including ended ones.
     pub communicators: Vec<Communicator>,
     /// Its counters.
     pub counters: Vec<Counter>,
@@ -75,10 +78,10 @@ pub struct Ranks {
 }
 
 impl Ranks {
-    /// Those of process `pid`, as we see it; None if it has used no NCCL that the interposer has seen.
+    /// The counts of process `pid`, as we see it. None if the interposer has seen no NCCL in it.
     ///
     /// # Errors
-    /// When it has a table that cannot be read, or of another version of the interposer.
+    /// When its table cannot be read, or is of another version of the interposer.
     pub fn of(pid: i32) -> io::Result<Option<Ranks>> {
         let table = JobTable::of(pid, "rekindle-nccl-", table::NAME)?;
         let table = table.filter(|table: &JobTable<Table>| table.get().pid.load(Acquire) != 0);
@@ -97,7 +100,7 @@ impl Ranks {
         self.table.get().pid.load(Relaxed)
     }
 
-    /// Why its counts are not all of what it starts, if they are not.
+    /// Why its counts are not complete; none if they are.
     #[must_use]
     pub fn untracked(&self) -> Option<&'static str> {
         let why = self.table.get().untracked.load(Relaxed);
@@ -109,11 +112,11 @@ impl Ranks {
         reasons.into_iter().find(|(bit, _)| why & bit != 0).map(|(_, reason)| reason)
     }
 
-    /// What it has started up to now.
+    /// What it has started until now.
     #[must_use]
     pub fn counts(&self) -> Counts {
         let table = self.table.get();
-        // Before the counters: a call that is seen to have ended has counted.
+        // Read before the counters: a call that has ended by then has been counted.
         let inside = table.inside.load(SeqCst);
         let mut indices = Vec::new();
         let mut communicators = Vec::new();
@@ -147,22 +150,22 @@ impl Ranks {
         Counts { communicators, counters, inside }
     }
 
-    /// Closes the gate for at most `time`: calls wait that would start more than their limits, which are those of last
-    /// time until [`Ranks::limit`] sets them.
+    /// Closes the gate for at most `time`: calls that would exceed their limits wait. Until [`Ranks::limit`] sets them,
+    /// the limits are those of the last time.
     pub fn close(&self, time: Duration) {
         let table = self.table.get();
         table.until.store(now().saturating_add(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)), SeqCst);
         table.closed.store(1, SeqCst);
     }
 
-    /// Lets the counter at `place` go up to `limit` while the gate is closed.
+    /// Lets the counter at `place` rise to `limit` while the gate is closed.
     pub fn limit(&self, place: usize, limit: u64) {
         if let Some(counter) = self.table.get().counters.get(place) {
             counter.limit.store(limit, SeqCst);
         }
     }
 
-    /// Whether the gate was closed, and not opened since; its time may be over all the same.
+    /// Whether the gate was closed and not opened since. Its time may be over.
     #[must_use]
     pub fn is_closed(&self) -> bool {
         self.table.get().closed.load(SeqCst) != 0
@@ -172,7 +175,43 @@ impl Ranks {
     pub fn open(&self) {
         self.table.get().closed.store(0, SeqCst);
     }
+
+    /// Whether it has a communicator with other processes, or may have one.
+    #[must_use]
+    pub fn has_peers(&self) -> bool {
+        let is_live = |entry: &table::Communicator| entry.state.load(Relaxed) == table::LIVE;
+        self.table.get().communicators.iter().any(|entry| is_live(entry) && entry.ranks.load(Relaxed) > 1)
+    }
+
+    /// Stops all threads of the process, for good, and calls off what its NCCL kernels wait for on the GPU, so that they
+    /// end within milliseconds. Only for a process that is killed next: its communicators can no longer be used, and what
+    /// their last operations left in memory is wrong.
+    ///
+    /// # Errors
+    /// When the threads do not stop, when there is no thread of the interposer for this, or none that answers within
+    /// `limit`. The process may be stopped then.
+    pub fn abort(&self, limit: Duration) -> io::Result<()> {
+        let (table, deadline) = (self.table.get(), Instant::now() + limit);
+        let aborter = table.aborter.load(Acquire);
+        let thread = process::threads(self.pid).into_iter().find(|tid| process::inner_pid(*tid) == Some(aborter));
+        let thread = thread.ok_or_else(|| io::Error::other("the interposer has no thread in the process"))?;
+        ptrace::stop(self.pid, limit)?;
+        let _alone = ptrace::Alone::run(thread)?;
+        table.abort.store(1, SeqCst);
+        // Not private: the waiter is another process.
+        let _ = futex::wake(&table.abort, futex::Flags::empty(), 1);
+        while table.aborted.load(Acquire) == 0 {
+            if Instant::now() > deadline || process::state(self.pid).is_none_or(|state| matches!(state, 'Z' | 'X')) {
+                return Err(io::Error::other("the interposer's thread does not answer"));
+            }
+            std::thread::sleep(PAUSE);
+        }
+        Ok(())
+    }
 }
+
+/// How often to look whether a request was carried out.
+const PAUSE: Duration = Duration::from_micros(200);
 
 /// CLOCK_MONOTONIC in nanoseconds, as the interposer reads it.
 fn now() -> u64 {

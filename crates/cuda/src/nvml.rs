@@ -14,9 +14,9 @@ use crate::GpuUuid;
 /// Whether a GPU is divided into instances, which cannot be checkpointed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mig {
-    /// Divided.
+    /// It is divided: MIG mode is on.
     On,
-    /// Whole, or of a kind that cannot be divided.
+    /// It is whole, or of a kind that cannot be divided.
     Off,
     /// Not known without NVML.
     Unknown,

@@ -98,7 +98,7 @@ impl fmt::Display for Obstacle {
             Obstacle::NoExporter => {
                 f.write_str("it belongs to a process outside the job, or to one that has released it")
             }
-            Obstacle::Untracked => f.write_str("it has more of it than rekindle can track"),
+            Obstacle::Untracked => f.write_str("the process shares more pieces of memory than rekindle can track"),
             Obstacle::Multicast => f.write_str("NVLink multicast; for NCCL set NCCL_NVLS_ENABLE=0"),
             Obstacle::NoKeeper => f.write_str("the interposer could not start its thread in the process"),
         }

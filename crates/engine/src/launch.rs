@@ -217,11 +217,26 @@ impl Job {
         self.root.signal(signal)
     }
 
-    /// Kills everything in its world. If the driver needs it, CUDA processes release their GPUs first ([`gpus`]).
-    pub fn kill(&self) {
+    /// All of its processes, as we see them.
+    fn pids(&self) -> BTreeSet<i32> {
         // Daemons that outlive the reaper become children of init.
         let roots = [Some(&self.root), self.world.init()];
-        gpus::let_go(roots.into_iter().flatten().flat_map(|root| process::tree(root.pid())).collect::<BTreeSet<i32>>());
+        roots.into_iter().flatten().flat_map(|root| process::tree(root.pid())).collect()
+    }
+
+    /// Whether several of its processes work together by NCCL.
+    #[must_use]
+    pub fn has_ranks(&self) -> bool {
+        !gpus::with_peers(self.pids()).is_empty()
+    }
+
+    /// Kills everything in its world. CUDA processes are prepared for it ([`gpus`]).
+    pub fn kill(&self) {
+        let pids = self.pids();
+        // The driver needs running threads for this, and with them the program would see what was called off.
+        if !gpus::let_go(pids.iter().copied()) {
+            gpus::call_off(&gpus::with_peers(pids));
+        }
         self.world.kill(Some(&self.root));
     }
 

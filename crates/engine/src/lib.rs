@@ -11,6 +11,7 @@ pub mod launch;
 pub mod parts;
 pub mod restore;
 pub mod snapshot;
+mod steps;
 
 #[cfg(test)]
 mod samples;

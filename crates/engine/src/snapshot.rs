@@ -47,6 +47,7 @@ use rekindle_os::spawn::Ended;
 use rekindle_store::manifest::{self, Manifest, PidNamespace, Reason};
 use rekindle_store::retention::survey::{Limits, NoRoom};
 use rekindle_store::staging::{self, Area, admission};
+use rekindle_store::take::TakeError;
 use rekindle_store::{Image, JobFolder, JobPath, WriterLock};
 
 pub use crate::parts::fds::InFlight;
@@ -234,12 +235,12 @@ impl From<gpu::Error> for Error {
     }
 }
 
-impl From<staging::TakeError> for Error {
-    fn from(error: staging::TakeError) -> Error {
+impl From<TakeError> for Error {
+    fn from(error: TakeError) -> Error {
         match error {
-            staging::TakeError::NoRoom(error) => Error::NoRoom(error),
-            staging::TakeError::DiskFull(error) => Error::NoRoomInStore(error),
-            staging::TakeError::Area(error) => Error::Staging(error),
+            TakeError::NoRoom(error) => Error::NoRoom(error),
+            TakeError::DiskFull(error) => Error::NoRoomInStore(error),
+            TakeError::Area(error) => Error::Staging(error),
         }
     }
 }
@@ -329,8 +330,8 @@ struct Env<'a> {
     dead: Dead,
 }
 
-/// How often, and after which pause, a snapshot is tried again while a process is in cuInit: that takes 100 to 190 ms (one
-/// H200, driver 580), and more with more GPUs.
+/// How often, and after which pause, a snapshot is tried again while a process is in cuInit: that takes 100 to 190 ms
+/// (one H200, driver 580), and more with more GPUs.
 const INITIALIZING: (u32, Duration) = (30, Duration::from_millis(100));
 
 /// The same while processes begin and end, with a pause that doubles each time.

@@ -1,4 +1,4 @@
-//! What can be said about an etcd before it is used.
+//! Checks of an etcd before it is used.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,8 +14,8 @@ use crate::txn::{Op, Txn};
 /// How many writes are timed.
 const WRITES: usize = 5;
 
-/// A write that takes longer is slow: etcd wants a disk that syncs within 10 ms, and a network to match. Leases and elections
-/// suffer first.
+/// A write that takes longer is slow: etcd needs a disk that syncs within 10 ms, and an equally fast network. Otherwise
+/// leases and elections fail first.
 pub const SLOW: Duration = Duration::from_millis(100);
 
 /// An etcd that works.
@@ -23,7 +23,7 @@ pub const SLOW: Duration = Duration::from_millis(100);
 pub struct Facts {
     /// The given addresses, in their order.
     pub members: Vec<MemberFacts>,
-    /// How many members the cluster has. Not known to users without the right to ask.
+    /// Number of members of the cluster. None if the user has no right to ask.
     pub size: Option<usize>,
     /// The median time of a few writes. A quorum has synced each of them to disk.
     pub write: Duration,
@@ -34,7 +34,7 @@ pub struct Facts {
 pub struct MemberFacts {
     /// The address.
     pub endpoint: String,
-    /// What it says, or why it does not answer.
+    /// Its answer, or why it does not answer.
     pub state: std::result::Result<MemberState, String>,
 }
 
@@ -60,8 +60,8 @@ impl Facts {
         self.write > SLOW
     }
 
-    /// Whether a leader that hung and continues may end leases that others have renewed meanwhile (etcd#15247): etcd before
-    /// 3.4.31, and 3.5 before 3.5.13, with more than one member.
+    /// Whether a leader that hung may end leases that others have renewed meanwhile (etcd#15247). This affects etcd
+    /// before 3.4.31, and 3.5 before 3.5.13, with more than one member.
     #[must_use]
     pub fn may_end_leases_early(&self) -> bool {
         let states = self.members.iter().filter_map(|member| member.state.as_ref().ok());
@@ -81,11 +81,11 @@ fn ends_leases_early(version: &str) -> bool {
     }
 }
 
-/// Connects as [`Client::connect`] does, asks each of the given addresses, and writes a key below the prefix, which it removes
-/// again.
+/// Connects as [`Client::connect`] does, asks each of the given addresses, writes a key below the prefix, and removes
+/// it.
 ///
 /// # Errors
-/// What keeps etcd from being used.
+/// The reason why etcd cannot be used.
 pub fn check(options: &Options) -> Result<Facts> {
     let client = Client::connect(options)?;
     let running = Running::start("etcd-check", options, Arc::default())?;
@@ -101,7 +101,7 @@ pub fn check(options: &Options) -> Result<Facts> {
         Ok((members, list.ok().map(|list: MemberListResponse| list.members.len())))
     };
     let (members, size) = running.wait(asked)?;
-    // Nobody else has this key, and it means nothing: no condition is needed.
+    // No other process has this key, and its value has no meaning: no condition is needed.
     let unique = rekindle_os::clock::since_boot().as_nanos();
     let key = options.hidden(&format!("check/{:x}-{unique:x}", std::process::id()));
     let mut times = Vec::new();

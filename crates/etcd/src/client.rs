@@ -19,10 +19,11 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects: a member answers, its version is new enough, the login works, and the prefix can be read with a quorum.
+    /// Connects: a member answers, its version is new enough, the login works, and the prefix can be read with a
+    /// quorum.
     ///
     /// # Errors
-    /// What is wrong, and what to do.
+    /// The first of these that fails, and what to do.
     pub fn connect(options: &Options) -> Result<Client> {
         options.validate()?;
         let running = Running::start("etcd", options, Arc::default())?;
@@ -30,7 +31,7 @@ impl Client {
         Ok(Client { running })
     }
 
-    /// Everything below a prefix. It has all that was written before the call.
+    /// Reads everything below a prefix, including all that was written before the call.
     ///
     /// # Errors
     /// If no quorum answers in time, or etcd refuses.
@@ -38,10 +39,11 @@ impl Client {
         self.running.wait(state(&self.running.members, prefix))
     }
 
-    /// Does a transaction, at most once.
+    /// Executes a transaction, at most once.
     ///
     /// # Errors
-    /// [`crate::Error::Unsure`] if nobody knows whether it is done, or still will be; else nothing was done.
+    /// [`crate::Error::Unsure`] if it is unknown whether the transaction is done or still will be. After any other
+    /// error nothing was done.
     pub fn txn(&self, txn: Txn) -> Result<TxnAnswer> {
         let kind = if txn.only_reads() { Kind::Repeatable } else { Kind::Once };
         let members = &self.running.members;
@@ -54,8 +56,8 @@ impl Client {
         Ok(TxnAnswer { succeeded: answer.succeeded, revision, got })
     }
 
-    /// Gets a lease, and renews it until it is revoked or dropped. `lost` is called if etcd has let it expire; its keys are
-    /// removed by then.
+    /// Gets a lease, and renews it until it is revoked or dropped. Calls `lost` if etcd has let it expire: its keys are
+    /// then already removed.
     ///
     /// # Errors
     /// If no quorum answers in time, or etcd refuses.
@@ -63,8 +65,8 @@ impl Client {
         Lease::grant(&self.running.members, ttl, lost)
     }
 
-    /// Calls `tell` with everything below a prefix, then with each change, on a thread of its own, until the follower is
-    /// dropped.
+    /// Calls `tell` with everything below a prefix, then with each change, on a thread of its own, until the follower
+    /// is dropped.
     ///
     /// # Errors
     /// If the thread cannot be started.
@@ -73,7 +75,7 @@ impl Client {
     }
 }
 
-/// Whether the prefix can be read with a quorum, of an etcd that has not gone back.
+/// Checks that a quorum can read the prefix, and that etcd has not lost newer data.
 pub(crate) async fn probe(members: &Members) -> Result<()> {
     let seen = members.seen();
     let prefix = &members.options.prefix;
@@ -91,7 +93,7 @@ pub(crate) async fn state(members: &Members, prefix: &str) -> Result<State> {
     Ok(State { revision, entries: entries(members, answer.kvs) })
 }
 
-/// Those that are not of this crate.
+/// The entries without this crate's own keys.
 fn entries(members: &Members, kvs: Vec<KeyValue>) -> Vec<Entry> {
     kvs.into_iter().filter(|kv| !members.options.is_hidden(&kv.key)).map(Into::into).collect()
 }

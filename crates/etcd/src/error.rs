@@ -1,4 +1,4 @@
-//! What can go wrong, each as one sentence that says what to do; and what an answer of etcd means for the request.
+//! Errors, each with a sentence that says what to do, and the meaning of etcd's answers for a request.
 
 use std::error::Error as _;
 use std::fmt::Write as _;
@@ -21,17 +21,17 @@ pub enum Error {
     /// A file cannot be read.
     #[error("cannot read {what}, {}", path.display())]
     Read {
-        /// What is in it.
+        /// The content of the file.
         what: &'static str,
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The kernel's answer.
         source: std::io::Error,
     },
     /// No member answers.
     #[error("no member of etcd answers ({tried}). {help}")]
     Unreachable {
-        /// The members with what is wrong with each.
+        /// The members, and what is wrong with each.
         tried: String,
         /// What to do.
         help: &'static str,
@@ -39,7 +39,7 @@ pub enum Error {
     /// Members answer, but cannot agree.
     #[error("etcd has no quorum ({tried}). Start its missing members, or repair the network between them")]
     NoQuorum {
-        /// The members with what each said.
+        /// The members, and the answer of each.
         tried: String,
     },
     /// etcd refuses the login.
@@ -52,7 +52,7 @@ pub enum Error {
         /// What to do.
         help: &'static str,
     },
-    /// The user must not do this.
+    /// The user has no right to do this.
     #[error("etcd does not allow this{by}. Give {whose} the right to read and write keys below {prefix}")]
     Denied {
         /// " to user NAME", if there is a user.
@@ -86,10 +86,10 @@ pub enum Error {
         endpoint: String,
         /// The id of its cluster.
         found: u64,
-        /// The id of the cluster of before.
+        /// The id of the cluster that answered before.
         expected: u64,
     },
-    /// etcd has forgotten what it had answered.
+    /// etcd has lost data that it had returned before.
     #[error(
         "etcd has gone back from revision {seen} to {found}: was it restored from a backup? End all runs of the group, and \
          start them again"
@@ -97,14 +97,14 @@ pub enum Error {
     WentBack {
         /// The revision that was seen.
         seen: u64,
-        /// What it has now.
+        /// The revision that it has now.
         found: u64,
     },
-    /// A write that names a lease that does not exist any more.
+    /// A write names a lease that no longer exists.
     #[error("the lease has expired in etcd")]
     LeaseGone,
-    /// A write may be done, or may still be done later.
-    #[error("nobody knows whether etcd has written this: {0}")]
+    /// It is unknown whether the write is done. It may also be done later.
+    #[error("it is unknown whether etcd carried out the write: {0}")]
     Unsure(String),
     /// etcd refuses the request.
     #[error("etcd refuses the request: {0}")]
@@ -118,20 +118,20 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether the write may be done, or may still be done later: a member that was stopped reads it from its socket when it
-    /// continues. So each write needs a condition that does not hold any more then.
+    /// Whether the write may be done, or may be done later: a paused member reads it from its socket when it continues.
+    /// So each write needs a condition that no longer holds by then.
     #[must_use]
     pub fn is_unsure(&self) -> bool {
         matches!(self, Error::Unsure(_))
     }
 
-    /// Whether the request named a lease that does not exist any more.
+    /// Whether the request named a lease that no longer exists.
     #[must_use]
     pub fn lease_is_gone(&self) -> bool {
         matches!(self, Error::LeaseGone)
     }
 
-    /// Whether it may work later without anybody changing the options.
+    /// Whether the request may succeed later with the same options.
     #[must_use]
     pub fn may_pass(&self) -> bool {
         matches!(
@@ -141,18 +141,18 @@ impl Error {
     }
 }
 
-/// What an answer means.
+/// The meaning of an answer.
 #[derive(Debug)]
 pub(crate) enum Verdict {
     /// Nothing was done. Another member may do it.
     Elsewhere(String),
-    /// Nothing was done. The token is not valid any more.
+    /// Nothing was done. The token is no longer valid.
     Login(String),
     /// Nothing was done: the members have no quorum.
     NoQuorum(String),
-    /// It may be done. `broken`: the connection cannot be used any more.
+    /// It may be done. `broken`: the connection is no longer usable.
     Unsure(String),
-    /// Nothing was done, and no other member would answer otherwise.
+    /// Nothing was done, and every member would answer the same.
     Final(Final),
 }
 
@@ -204,7 +204,7 @@ pub(crate) fn judge(status: &Status) -> Verdict {
     }
 }
 
-/// What was tried, for a sentence.
+/// The failed tries, for a message.
 #[derive(Debug, Default)]
 pub(crate) struct Tried {
     failures: Vec<(String, String)>,
@@ -213,13 +213,13 @@ pub(crate) struct Tried {
 }
 
 impl Tried {
-    /// Whether another try would fail the same way: somebody must change certificates.
+    /// Whether another try would fail in the same way, until somebody changes certificates.
     pub(crate) fn is_hopeless(&self) -> bool {
         !self.no_quorum && self.failures.iter().all(|(_, why)| certificate_help(why).is_some())
     }
 
-    /// The newest failure of a member counts, unless it says less than one before: a server that does not accept a
-    /// certificate closes the connection, and its reason does not always arrive; and the last try is cut short.
+    /// Keeps the newest failure of a member, unless an earlier one says more. A server that refuses a certificate
+    /// closes the connection, and its reason does not always arrive. The last try ends early.
     pub(crate) fn add(&mut self, endpoint: &str, why: String) {
         let told = |(other, before): &(String, String)| other == endpoint && weight(before) > weight(&why);
         if self.failures.iter().any(told) {
@@ -247,21 +247,24 @@ impl Tried {
     }
 }
 
-/// What to do where no more is known.
+/// The advice if no more is known.
 const HELP: &str = "Check that etcd runs, its addresses, and the network";
 
-/// What TLS says about certificates, and what to do.
+/// Errors of TLS about certificates, and what to do.
 const CERTIFICATES: [(&[&str], &str); 4] = [
-    (&["UnknownIssuer", "BadSignature"], "Another authority has signed etcd's certificate: give the one that has"),
+    (
+        &["UnknownIssuer", "BadSignature"],
+        "etcd's certificate is signed by another authority: name the certificate of that authority",
+    ),
     (&["certificate expired", "not valid yet"], "Renew the certificate of etcd, and check the clocks"),
     (&["not valid for name"], "Use an address that is in etcd's certificate"),
     (
         &["alert: BadCertificate", "alert: Certificate", "alert: Unknown", "alert: Unsupported", "alert: DecryptError"],
-        "etcd does not accept the client's certificate: give one that its authority has signed and that has not expired",
+        "etcd does not accept the client's certificate: name one that has not expired and is signed by etcd's authority",
     ),
 ];
 
-/// What connections say that end at once: also those to another kind of server.
+/// Errors of connections that end at once, as those to another kind of server do.
 const ENDED: [&str; 7] =
     ["InvalidContentType", "corrupt message", "handshake eof", "frame", "connection closed", "broken pipe", "reset"];
 
@@ -274,7 +277,7 @@ fn ended(why: &str) -> bool {
     ENDED.iter().any(|sign| why.contains(sign))
 }
 
-/// How much a failure tells.
+/// How informative a failure is.
 fn weight(why: &str) -> u8 {
     match certificate_help(why) {
         Some(_) => 2,

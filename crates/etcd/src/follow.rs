@@ -1,8 +1,9 @@
-//! What is below a prefix, and each change of it, once and in order.
+//! Reports everything below a prefix, then each change, once and in order.
 //!
-//! etcd numbers its changes (revisions). A watch that begins with the number after the last one that was told loses nothing and
-//! doubles nothing, on whichever member. A member that was cut off from the others ends its watches by itself (`hasleader`), and
-//! one that hangs does not answer requests for progress. When etcd has forgotten changes (compaction), the whole state is told.
+//! etcd numbers its changes (revisions). A watch begins with the revision after the last one that was reported, so it
+//! loses and repeats nothing, on any member. A member that is cut off from the others ends its watches by itself
+//! (`hasleader`). A member that hangs does not answer requests for progress. If etcd has forgotten changes
+//! (compaction), the whole state is reported.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,13 +26,13 @@ use crate::messages::{
 use crate::runtime::Running;
 use crate::txn::{Entry, State, range_end, text};
 
-/// Between two tries after a failure; it doubles up to the second.
+/// The pause before the next try after a failure. It doubles, up to the second value.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 
-/// What a follower is told.
+/// A report to a follower.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
-    /// Everything below the prefix: first, and whenever changes were forgotten before they were told.
+    /// Everything below the prefix: at the beginning, and if etcd forgot changes before they were reported.
     State(State),
     /// All changes of one revision.
     Changed {
@@ -40,14 +41,14 @@ pub enum Event {
         /// The changes, in etcd's order.
         changes: Vec<Change>,
     },
-    /// etcd cannot be asked: what was told may be old.
+    /// etcd cannot be reached: the reported state may be old.
     Away {
-        /// Why.
+        /// The error of the last request.
         reason: String,
         /// The time of the last answer, as time since the boot.
         since: Duration,
     },
-    /// etcd answers again. What changed meanwhile follows, or has been told.
+    /// etcd answers again. The changes since then follow, or were already reported.
     Back,
 }
 
@@ -56,7 +57,7 @@ pub enum Event {
 pub enum Change {
     /// It was written.
     Put(Entry),
-    /// It was removed, or its lease has ended.
+    /// It was removed, or its lease has expired.
     Deleted(String),
 }
 
@@ -87,7 +88,7 @@ impl Follower {
 enum Ended {
     /// etcd has forgotten the changes from here on.
     Compacted,
-    /// Of this member.
+    /// This member failed.
     Failed(String),
 }
 
@@ -100,7 +101,7 @@ impl From<Error> for Ended {
 struct Following {
     members: Arc<Members>,
     prefix: String,
-    /// The last revision that was told.
+    /// The last revision that was reported.
     position: Option<Revision>,
     /// When etcd answered last.
     answered: Duration,
@@ -158,7 +159,7 @@ impl Following {
         Ok(())
     }
 
-    /// Something failed. Short failures are not told.
+    /// Something failed. Short failures are not reported.
     fn failed(&mut self, why: &str) {
         tracing::debug!("cannot follow {}: {why}", self.prefix);
         let silent = since_boot().saturating_sub(self.answered);
@@ -245,7 +246,7 @@ impl Following {
             }
             heard = since_boot();
             if message.created {
-                // An etcd that has gone back would be silent until it reaches our position again.
+                // An etcd that has lost data would be silent until it reaches our position again.
                 if let Err(error) = probe(&self.members).await {
                     return error.into();
                 }
@@ -267,7 +268,7 @@ impl Following {
         Ended::Failed(if reason.is_empty() { "it refused the watch".into() } else { reason })
     }
 
-    /// Tells the changes, those of one revision together.
+    /// Reports the changes, those of one revision together.
     fn changed(&mut self, events: Vec<WatchEvent>) {
         let mut changes: Vec<Change> = Vec::new();
         let mut current = 0;

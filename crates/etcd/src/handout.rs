@@ -1,7 +1,7 @@
-//! What the others need to reach a local etcd, as a file in the shared store.
+//! A file in the shared store with which the other machines reach a local etcd.
 //!
-//! Who can read it can write to the coordinator, and so decides what is restored. So it is readable by its owner only, and a reader
-//! refuses a file that somebody else may have written.
+//! Whoever can read it can write to the coordinator, and so decide what is restored. So only its owner can read it, and
+//! a reader refuses a file that another user may have written.
 
 use std::io::Read;
 use std::os::unix::fs::MetadataExt;
@@ -17,17 +17,17 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::options::{Options, Secret};
 
-/// The only form so far.
+/// The only format so far.
 const FORMAT: u32 = 1;
 
-/// A larger file is none of ours.
+/// The size limit: our files are smaller.
 const MOST: u64 = 1 << 20;
 
 /// The address of a local etcd, and the keys to it.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Handout {
     format: u32,
-    /// Where it listens.
+    /// The address at which it listens.
     pub endpoints: Vec<String>,
     ca: String,
     certificate: String,
@@ -48,13 +48,13 @@ pub(crate) struct Server {
 }
 
 impl Handout {
-    /// New keys for an etcd at this address, and those of the server. An authority signs both and is forgotten: nobody can make
-    /// others.
+    /// Makes new keys for clients of an etcd at this address, and for the server. An authority signs both. Its key is
+    /// not kept, so nobody can make others.
     pub(crate) fn new(endpoint: String, host: &str) -> Result<(Handout, Server)> {
         let failed = |error: rcgen::Error| Error::Local(format!("cannot make certificates for {host}: {error}"));
         let named = |name: &str, hosts: &[&str]| -> Result<CertificateParams> {
             let hosts: Vec<_> = hosts.iter().map(|&host| host.to_owned()).collect();
-            // Valid at any time: the clocks of the machines may be wrong, and the keys live no longer than the run.
+            // Valid at any time: the machines' clocks may be wrong, and the keys are used only for this run.
             let mut params = CertificateParams::new(hosts).map_err(failed)?;
             params.distinguished_name = DistinguishedName::new();
             params.distinguished_name.push(DnType::CommonName, name);
@@ -85,7 +85,7 @@ impl Handout {
         &self.ca
     }
 
-    /// How to connect with it.
+    /// The options for a connection with it.
     #[must_use]
     pub fn options(&self, prefix: impl Into<String>) -> Options {
         let mut options = Options::new(self.endpoints.clone(), prefix);
@@ -94,7 +94,7 @@ impl Handout {
         options
     }
 
-    /// Writes it for the others, durably. Nobody but the owner can read the file.
+    /// Writes the file for the others, durably. Only its owner can read it.
     ///
     /// # Errors
     /// If the file cannot be written.
@@ -107,7 +107,7 @@ impl Handout {
     /// Reads it; `None` if there is none (yet).
     ///
     /// # Errors
-    /// If it cannot be read, somebody else may have written it, or it is no such file.
+    /// If the file cannot be read, has another format, or may have been written by another user.
     pub fn read(path: &Path) -> Result<Option<Handout>> {
         let failed = |why: String| Error::Local(format!("cannot use the address of etcd, {}: {why}", path.display()));
         let file = match open_for_reading(path) {
@@ -117,10 +117,11 @@ impl Handout {
         let metadata = file.metadata().map_err(|error| failed(error.to_string()))?;
         let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or_else(|| Path::new("."));
         let folder = parent.metadata().map_err(|error| failed(error.to_string()))?;
-        // Over NFS root may be somebody else: then the store belongs to that user too.
+        // Over NFS, root may appear as another user: then the store belongs to that user too.
         let ours = [euid(), 0, folder.uid()];
         if !ours.contains(&metadata.uid()) {
-            return Err(failed(format!("it belongs to user {}, who is a stranger. Remove it", metadata.uid())));
+            let other = metadata.uid();
+            return Err(failed(format!("it belongs to user {other}, not to this user or the store's. Remove it")));
         }
         if metadata.mode() & 0o077 != 0 {
             let mode = metadata.mode() & 0o777;

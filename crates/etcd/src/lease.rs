@@ -1,15 +1,16 @@
-//! A lease, and until when it surely has not expired.
+//! A lease, and the time before which it has certainly not expired.
 //!
-//! etcd counts a lease's time from the moment it handles a grant or renewal, and from a later one after a change of its leader. Both
-//! come after the request was sent. So the lease lives at least for its time from the sending on, whenever the answer arrives.
+//! etcd counts a lease's time from the moment when it handles a grant or a renewal, or from a later one if its leader
+//! changes. Both are after the request was sent. So the lease lives at least for its time after the sending, whenever
+//! the answer arrives.
 //!
-//! But a leader that was paused or cut off answers renewals by itself, until it notices that others have elected another one (etcd
-//! before 3.4.31 and 3.5.13); the lease may have expired there. So a renewal counts only with a proof by a quorum: a linearizable
-//! read by the same member, in the same term, finds a key that goes with the lease. Then no other leader existed when the lease
-//! was renewed.
+//! But a leader that was paused or cut off answers renewals alone, until it notices that the others have elected
+//! another leader (etcd before 3.4.31 and 3.5.13). There the lease may have expired. So a renewal counts only with the
+//! proof of a quorum: a linearizable read by the same member, in the same term, finds a key that belongs to the lease.
+//! Then no other leader existed when the lease was renewed.
 //!
-//! The same versions may end a lease early, when such a leader continues (etcd#15247). No client can prevent that: whoever sees
-//! the keys of a lease vanish must not conclude that its holder knows it ([`crate::Facts::may_end_leases_early`]).
+//! The same versions may end a lease too early when such a leader continues (etcd#15247). No client can prevent that.
+//! So if the keys of a lease disappear, its owner may not know it yet ([`crate::Facts::may_end_leases_early`]).
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -34,21 +35,21 @@ use crate::messages::{
 use crate::runtime::Running;
 use crate::txn::{Op, Txn};
 
-/// The part of a lease's time that counts. Clocks of two machines differ by less: the kernel corrects them by 0.05 % at most,
-/// and a bad crystal is wrong by 0.02 %.
+/// The part of a lease's time that counts. The clocks of two machines differ less: the kernel corrects them by at most
+/// 0.05 %, and a bad crystal is wrong by 0.02 %.
 const SURE: f64 = 0.99;
 
-/// Between two tries of a renewal.
+/// The pause between two tries of a renewal.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// etcd has let a lease expire, or somebody has revoked it. Its keys are removed.
+/// The lease has expired in etcd, or somebody has revoked it. Its keys are removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Lost {
     /// The lease.
     pub id: LeaseId,
 }
 
-/// A lease that is renewed by a thread of its own. When this is dropped, it is not renewed any more, and expires.
+/// A lease, with a thread that renews it. After a drop it is no longer renewed, and expires.
 #[derive(Debug)]
 pub struct Lease {
     id: LeaseId,
@@ -84,7 +85,7 @@ impl Lease {
         }
         let running = Running::start("etcd-lease", &members.options, members.known())?;
         let shared = Arc::new(Shared { sure_until: AtomicU64::new(0), lost: AtomicBool::new(false) });
-        // A try that may have been done leaves a lease that nobody renews.
+        // If an unanswered try was done, its lease is not renewed, and expires.
         let sent = since_boot();
         let request = LeaseGrantRequest { ttl: seconds, id: 0 };
         let call = running.members.call("/etcdserverpb.Lease/LeaseGrant", request, Kind::Repeatable);
@@ -93,7 +94,7 @@ impl Lease {
             return Err(Error::Refused(granted.error));
         }
         let marker = running.members.options.hidden(&format!("leases/{:x}", granted.id));
-        // Done twice or late it does nothing else: nobody else has this key, and it goes with the lease.
+        // Harmless if done twice or late: no other process has this key, and etcd removes it with the lease.
         let op = Op::Put { key: marker.clone(), value: Vec::new(), lease: Some(granted.id) };
         let marked = Txn::default().then([op]).into();
         let call = running.members.call::<TxnRequest, TxnResponse>("/etcdserverpb.KV/Txn", marked, Kind::Repeatable);
@@ -110,10 +111,12 @@ impl Lease {
         self.id
     }
 
-    /// The latest moment until which the lease surely has not expired, as time since the boot
-    /// ([`rekindle_os::clock::since_boot`], which counts the time in which the machine sleeps). Zero once it is lost or revoked.
+    /// The lease has certainly not expired before this moment, as time since the boot
+    /// ([`rekindle_os::clock::since_boot`], which counts the time in which the machine sleeps). Zero once it is lost or
+    /// revoked.
     ///
-    /// It may pass, and be later again after that: etcd was away, and came back before it let the lease expire.
+    /// The moment may pass, and a later call may return a later one: etcd did not answer, then answered before the
+    /// lease expired.
     #[must_use]
     pub fn sure_until(&self) -> Duration {
         if self.is_lost() {
@@ -122,7 +125,7 @@ impl Lease {
         Duration::from_nanos(self.shared.sure_until.load(Ordering::Acquire))
     }
 
-    /// How long the lease surely does not expire from now on.
+    /// The time for which the lease certainly does not expire.
     #[must_use]
     pub fn sure_for(&self) -> Duration {
         self.sure_until().saturating_sub(since_boot())
@@ -134,7 +137,7 @@ impl Lease {
         self.shared.lost.load(Ordering::Acquire)
     }
 
-    /// Ends the lease at once: etcd removes its keys. [`Lease::sure_until`] is over from then on.
+    /// Ends the lease at once: etcd removes its keys. [`Lease::sure_until`] is zero from then on.
     ///
     /// # Errors
     /// If no quorum answers in time. The lease may then exist until its time is over.
@@ -154,7 +157,7 @@ impl Lease {
 struct Renewer {
     id: LeaseId,
     ttl: i64,
-    /// A key that goes with the lease.
+    /// A key that etcd removes with the lease.
     marker: String,
     shared: Arc<Shared>,
 }
@@ -174,7 +177,7 @@ impl Renewer {
             if self.renewed(&members, interval).await {
                 continue;
             }
-            // Not if it was revoked meanwhile.
+            // Unless it was revoked meanwhile.
             if !self.shared.lost.swap(true, Ordering::AcqRel) {
                 lost(Lost { id: self.id });
             }
@@ -182,8 +185,8 @@ impl Renewer {
         }
     }
 
-    /// Renews it at the member that answered last. While none has answered, others are asked too: a follower of a leader that
-    /// hangs waits for longer than the lease lives. Returns false if it is gone or was revoked.
+    /// Renews the lease at the member that answered last. If it does not answer, asks others too: a follower of a
+    /// leader that hangs waits longer than the lease lives. Returns false if the lease does not exist any more.
     async fn renewed(&self, members: &Members, interval: Duration) -> bool {
         let (first, count) = (members.preferred(), members.count().max(1));
         let mut free: VecDeque<usize> = (0..count).map(|n| (first + n) % count).collect();
@@ -238,7 +241,7 @@ impl Renewer {
         channel: Channel,
         token: Option<&str>,
     ) -> std::result::Result<Renewed, Status> {
-        // Before it is sent: see above.
+        // Before the request is sent: see above.
         let sent = since_boot();
         let answer = self.keep_alive(channel.clone(), token).await?;
         let Some(answer) = answer.filter(|answer| answer.id == self.id) else {
@@ -261,7 +264,7 @@ impl Renewer {
             }
             (false, false) => Renewed::Gone,
             (true, false) => Renewed::Failed("the key of the lease is gone".into()),
-            // A new leader that has not caught up knows some leases not yet.
+            // A new leader may not know all leases yet.
             (false, true) => Renewed::Failed("it does not know the lease yet".into()),
         })
     }
@@ -275,7 +278,7 @@ impl Renewer {
         let request = LeaseKeepAliveRequest { id: self.id };
         let path = PathAndQuery::from_static("/etcdserverpb.Lease/LeaseKeepAlive");
         let codec = ProstCodec::<LeaseKeepAliveRequest, LeaseKeepAliveResponse>::default();
-        // The stream must not end before the answer is there: etcd would not give one.
+        // The stream must stay open until the answer arrives: etcd would not send one.
         let requests = stream::iter([request]).chain(stream::pending());
         grpc.streaming(with_token(requests, token), path, codec).await?.into_inner().message().await
     }

@@ -1,13 +1,14 @@
-//! An etcd of our own, for those who have none: one member, which lives as long as the supervisor that started it.
+//! An etcd that rekindle runs itself, for users who have none: one member, which lives as long as the supervisor that
+//! started it.
 //!
-//! Who writes to the coordinator decides what is restored, so nobody may who does not have the keys:
+//! Whoever can write to the coordinator decides what is restored. So only holders of the keys can write:
 //!
-//! - Clients need a certificate of an authority that has signed two certificates and is forgotten ([`Handout`]). There is no moment
-//!   without it, as there would be with passwords: those are set in an etcd that runs.
+//! - Clients need a certificate. An authority signs two certificates, and its key is not kept ([`Handout`]). The
+//!   certificates protect etcd from the first moment; passwords could only be set once it runs.
 //! - The port for other members is a socket in a folder that others cannot enter.
-//! - Its folder has the data and the keys. They stay the same when it starts again, so that those who are connected go on.
+//! - Its folder has the data and the keys. They stay the same when it starts again, so connected clients continue.
 //!
-//! It starts again when it ends, on its data, which it syncs before each answer. It dies with the supervisor.
+//! If etcd ends, it is started again with its data, which it syncs before each answer. It dies with the supervisor.
 
 use std::fs::{self, DirBuilder, OpenOptions};
 use std::io::Write;
@@ -27,37 +28,37 @@ use crate::client::Client;
 use crate::error::{Error, Result};
 use crate::handout::{Handout, Server};
 
-/// Between an end and the next start; it doubles up to the second.
+/// The pause between an end and the next start. It doubles, up to the second value.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
 
-/// After this time it counts as healthy.
+/// An etcd that has run for this time counts as healthy.
 const STEADY: Duration = Duration::from_secs(60);
 
-/// How long it may take to end when it is asked to.
+/// Time limit for its end after a signal.
 const END: Duration = Duration::from_secs(3);
 
-/// The limit of its data. The documents of a group are some kilobytes, and old ones are removed.
+/// The size limit of its data. The documents of a group are some kilobytes, and old ones are removed.
 const QUOTA: u64 = 256 << 20;
 
-/// Old revisions are removed after this time; who was away for longer gets the whole state.
+/// Old revisions are removed after this time. A client that was away for longer gets the whole state.
 const HISTORY: &str = "10m";
 
 /// What a local etcd needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LocalOptions {
-    /// The program; a name without "/" is looked for in PATH.
+    /// The program. A name without "/" is searched in PATH.
     pub program: PathBuf,
-    /// For its data and keys, on a local disk. It is made if it is not there.
+    /// The folder for its data and keys, on a local disk. It is created if it does not exist.
     pub folder: PathBuf,
-    /// Where it listens. Port 0: any that is free.
+    /// Where it listens. Port 0: any free port.
     pub listen: SocketAddr,
     /// The name or address at which the others reach it.
     pub host: String,
-    /// Until it must answer.
+    /// Time limit for its first answer.
     pub start_timeout: Duration,
 }
 
-/// What stays the same from one start to the next.
+/// The part that stays the same from one start to the next.
 #[derive(Serialize, Deserialize)]
 struct Kept {
     host: String,
@@ -89,15 +90,15 @@ struct State {
     child: Option<Arc<Child>>,
     over: bool,
     since: Option<Instant>,
-    /// Why it ended last.
+    /// Why it last ended.
     trouble: Option<String>,
 }
 
 impl Local {
-    /// Starts it, and waits until it answers.
+    /// Starts etcd, and waits until it answers.
     ///
     /// # Errors
-    /// If it cannot be started, or does not answer in time; with the reason that it gives.
+    /// If it cannot be started, or does not answer in time. Contains the reason that etcd gives.
     pub fn start(options: &LocalOptions) -> Result<Local> {
         let folder = &options.folder;
         let failed = |what: &str, error: std::io::Error| {
@@ -106,7 +107,7 @@ impl Local {
         let program = find(&options.program)?;
         let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);
         made.map_err(|error| failed("make the folder", error))?;
-        // It may be older, and others may have been let in.
+        // The folder may be older, and open to other users.
         let closed = fs::set_permissions(folder, fs::Permissions::from_mode(0o700));
         closed.map_err(|error| failed("close the folder", error))?;
         let kept = keys(options).map_err(|error| match error {
@@ -137,13 +138,13 @@ impl Local {
         Ok(local)
     }
 
-    /// What the others need to reach it.
+    /// The file with which the others reach it.
     #[must_use]
     pub fn handout(&self) -> &Handout {
         &self.handout
     }
 
-    /// Why it ended, until it has run again for a while.
+    /// Why it ended, until it has run again for some time.
     #[must_use]
     pub fn trouble(&self) -> Option<String> {
         let state = self.keeper.lock();
@@ -187,7 +188,7 @@ impl Drop for Local {
 
 impl Keeper {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing in it can be left half-changed.
+        // A panic cannot leave it half-changed.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -200,12 +201,12 @@ impl Keeper {
         let failed = |error: &dyn std::fmt::Display| {
             Error::Local(format!("cannot start the local etcd, {}: {error}", self.program.display()))
         };
-        // Each start has its own log: it would grow for ever.
+        // Each start has its own log, or the log would grow for ever.
         let log = OpenOptions::new().create(true).write(true).truncate(true).mode(0o600).open(self.log());
         let log: OwnedFd = log.map_err(|error| failed(&error))?.into();
         let copy = log.try_clone().map_err(|error| failed(&error))?;
         let spawn = Spawn::new(&self.program, &self.args).and_then(|spawn| {
-            // Settings in ETCD_... count for it as well. A session: Ctrl-C is for the supervisor.
+            // etcd also reads settings from ETCD_... variables. A session of its own: Ctrl-C is for the supervisor.
             let spawn = spawn.environment::<&str, &str>([])?.directory(&self.folder)?.session().no_new_privileges();
             let null = Open { fd: 0, path: c"/dev/null".into(), flags: libc::O_RDONLY };
             Ok(spawn.open(null).fd(copy, 1).fd(log, 2).umask(0o077).dies_with_us())
@@ -213,7 +214,7 @@ impl Keeper {
         let spawn = spawn.map_err(|error| failed(&error))?;
         let mut state = self.lock();
         if state.over {
-            return Err(failed(&"it is to end"));
+            return Err(failed(&"it is being stopped"));
         }
         let child = Arc::new(spawn.start().map_err(|error| failed(&error))?);
         (state.child, state.since) = (Some(Arc::clone(&child)), Some(Instant::now()));
@@ -240,7 +241,7 @@ impl Keeper {
                 }
                 let said = said(&self.log());
                 let trouble = format!(
-                    "the local etcd has ended ({how}{said}). Look at {}; without the folder {} it begins with nothing",
+                    "the local etcd has ended ({how}{said}). Look at {}; without the folder {} it starts with no data",
                     self.log().display(),
                     self.folder.join("data").display()
                 );
@@ -280,13 +281,13 @@ impl Keeper {
     }
 }
 
-/// Why there are no keys.
+/// Why the keys could not be made.
 enum Keys {
     Ours(Error),
     File(std::io::Error),
 }
 
-/// The keys from before if they are for this address, else new ones.
+/// The earlier keys if they are for this address, else new ones.
 fn keys(options: &LocalOptions) -> std::result::Result<Kept, Keys> {
     let path = options.folder.join("keys.json");
     let kept = fs::read(&path).ok().and_then(|text| serde_json::from_slice::<Kept>(&text).ok());
@@ -321,7 +322,7 @@ fn keys(options: &LocalOptions) -> std::result::Result<Kept, Keys> {
     Ok(kept)
 }
 
-/// A port that nobody uses: this one, or any if it is 0.
+/// A free port: this one, or any if it is 0.
 fn free(ip: IpAddr, port: u16) -> std::io::Result<u16> {
     Ok(TcpListener::bind((ip, port))?.local_addr()?.port())
 }
@@ -330,7 +331,7 @@ fn args(ip: IpAddr, kept: &Kept) -> Vec<String> {
     let listen = format!("https://{}", SocketAddr::new(ip, kept.port));
     let advertised = kept.handout.endpoints.concat();
     let random = fs::read_to_string("/proc/sys/kernel/random/uuid").map(|text| text.trim().to_owned());
-    // In its folder, which nobody else can enter.
+    // A socket in its folder, which other users cannot enter.
     let peer = "unix://peer:0";
     let args = [
         ("name", "rekindle"),
@@ -340,7 +341,8 @@ fn args(ip: IpAddr, kept: &Kept) -> Vec<String> {
         ("listen-peer-urls", peer),
         ("initial-advertise-peer-urls", peer),
         ("initial-cluster", &format!("rekindle={peer}")),
-        // Without data from before it is another cluster: its revisions begin anew, and clients must not take it for the old one.
+        // Without the earlier data this is a new cluster: its revisions start again, and clients must not take it for
+        // the old one.
         ("initial-cluster-token", &random.unwrap_or_default()),
         ("client-cert-auth", "true"),
         ("trusted-ca-file", "ca.crt"),
@@ -361,7 +363,7 @@ fn find(program: &Path) -> Result<PathBuf> {
     let missing = || {
         let name = program.display();
         Error::Local(format!(
-            "cannot find {name} for the local etcd. Install it (package etcd-server), or give the addresses of an etcd that runs"
+            "cannot find {name} for the local etcd. Install it (package etcd-server), or set the addresses of a running etcd"
         ))
     };
     if program.components().count() > 1 {
@@ -372,7 +374,7 @@ fn find(program: &Path) -> Result<PathBuf> {
     all.find(|path| path.is_file()).ok_or_else(missing)
 }
 
-/// The reason that its log ends with.
+/// The reason in the last lines of its log.
 fn said(log: &Path) -> String {
     let text = fs::read(log).unwrap_or_default();
     let text = String::from_utf8_lossy(&text);

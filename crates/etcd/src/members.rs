@@ -1,9 +1,9 @@
-//! The members of etcd: one connection to each that is used, and requests that go to the next one if it is safe.
+//! The members of etcd: one connection to each member in use, and requests that go to the next member if that is safe.
 //!
-//! - A request goes to the member that answered last. What surely has not been done goes to the next member. What may have been
-//!   done does so only if it may be done twice ([`Kind::Repeatable`]).
-//! - A member is looked at before it gets a request: its version, and whether it belongs to the same cluster.
-//! - After a failure the connection is made anew, with the certificates as they are then.
+//! - A request goes to the member that answered last. If it has certainly not been done, it goes to the next member. If
+//!   it may have been done, it goes there only if it may be done twice ([`Kind::Repeatable`]).
+//! - A member is checked before it gets a request: its version, and whether it belongs to the same cluster.
+//! - After a failure a new connection is made, with the present content of the certificate files.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -21,7 +21,7 @@ use crate::error::{Error, Final, Result, Tried, Verdict, judge};
 use crate::messages::{Answer, AuthenticateRequest, AuthenticateResponse, Header, StatusRequest, StatusResponse};
 use crate::options::{MAX_ANSWER, Options};
 
-/// Between two rounds over all members.
+/// The pause between two rounds over all members.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// The oldest version that works: 3.4 has progress requests for watches.
@@ -34,7 +34,7 @@ pub(crate) enum Kind {
     Once,
 }
 
-/// What all connections of a process know about the cluster.
+/// Facts about the cluster that all connections of a process share.
 #[derive(Debug, Default)]
 pub(crate) struct Known {
     cluster: Option<u64>,
@@ -54,11 +54,11 @@ pub(crate) struct Members {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Nothing here can be left half-changed.
+    // A panic cannot leave this half-changed.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What etcd means by an unsigned number.
+/// The unsigned number that etcd means.
 pub(crate) fn unsigned(number: i64) -> u64 {
     u64::try_from(number).unwrap_or(0)
 }
@@ -81,7 +81,7 @@ impl Members {
         self.preferred.load(Ordering::Relaxed)
     }
 
-    /// The next request goes to this one.
+    /// Sends the next request to this member.
     pub(crate) fn prefer(&self, member: usize) {
         self.preferred.store(member, Ordering::Relaxed);
     }
@@ -90,7 +90,7 @@ impl Members {
         self.options.endpoints.get(member).map_or("", String::as_str)
     }
 
-    /// Makes the next request connect anew, and prefer another member.
+    /// Makes the next request use a new connection, and prefer another member.
     pub(crate) fn distrust(&self, member: usize) {
         if let Some(channel) = self.channels.get(member) {
             *lock(channel) = None;
@@ -109,7 +109,7 @@ impl Members {
         known.revision = known.revision.max(revision);
     }
 
-    /// Refuses an answer of etcd that has forgotten what it had answered before the request was made.
+    /// Refuses an answer of an etcd that has lost data which it returned before this request.
     pub(crate) fn not_before(&self, header: Option<&Header>, seen: u64) -> Result<u64> {
         let found = unsigned(header.map_or(0, |header| header.revision));
         if found < seen {
@@ -131,7 +131,7 @@ impl Members {
         Err(Error::OtherCluster { endpoint, found: header.cluster_id, expected })
     }
 
-    /// Does a request, within the time limit for requests.
+    /// Makes a request, within the time limit for requests.
     pub(crate) async fn call<Q, A>(&self, path: &'static str, request: Q, kind: Kind) -> Result<A>
     where
         Q: prost::Message + Clone + 'static,
@@ -221,7 +221,7 @@ impl Members {
         Ok(answer)
     }
 
-    /// A connection to a member that was looked at.
+    /// A connection to a checked member.
     pub(crate) async fn channel(&self, member: usize) -> std::result::Result<Channel, Refusal> {
         let Some(slot) = self.channels.get(member) else { return Err(Refusal::Member("unknown".into())) };
         let there = lock(slot).clone();
@@ -240,13 +240,13 @@ impl Members {
         Ok(channel)
     }
 
-    /// Connects to a member, and asks it what it is.
+    /// Connects to a member, and asks for its version and cluster.
     pub(crate) async fn look(&self, member: usize) -> std::result::Result<(Channel, StatusResponse), Refusal> {
         let address = self.address(member);
         let endpoint = self.options.endpoint(address).map_err(Refusal::All)?;
         let channel = endpoint.connect_lazy();
         let asked = unary(channel.clone(), "/etcdserverpb.Maintenance/Status", Request::new(StatusRequest {}));
-        // The connection, TLS, and an answer that needs no other member.
+        // Covers the connection, TLS, and an answer that needs no other member.
         let limit = self.options.dial_timeout * 2;
         let status: StatusResponse = match timeout(limit, asked).await {
             Ok(Ok(status)) => status,
@@ -292,7 +292,7 @@ impl Members {
         *lock(&self.token) = None;
     }
 
-    /// The error for a refusal that no other member would take back.
+    /// The error for a refusal that every member would repeat.
     pub(crate) fn refused(&self, why: Final) -> Error {
         let user = self.options.login.as_ref().map(|(user, _)| user.clone()).unwrap_or_default();
         let login = |why: &str, help| Error::Login { user: user.clone(), why: why.to_owned(), help };
@@ -307,16 +307,15 @@ impl Members {
             Final::Full => Error::Full,
             Final::LeaseGone => Error::LeaseGone,
             Final::NoUser => login(
-                "it wants a user",
-                "Give a user and a file with the password, or a certificate with the user's name",
+                "it requires a user",
+                "Set a user and a file with the password, or a certificate with the user's name",
             ),
             Final::WrongPassword => {
                 login("unknown user or wrong password", "Check the user and the file with the password")
             }
-            Final::NoAuthentication => login(
-                "its authentication is off, so that everybody may write",
-                "Run etcdctl auth enable, or leave the user out",
-            ),
+            Final::NoAuthentication => {
+                login("its authentication is off, so anybody can write", "Run etcdctl auth enable, or remove the user")
+            }
             Final::Other(why) => Error::Refused(why),
         }
     }
@@ -327,11 +326,11 @@ impl Members {
 pub(crate) enum Refusal {
     /// The reason is the member's.
     Member(String),
-    /// Another member would not do better.
+    /// All members would refuse.
     All(Error),
 }
 
-/// What a failed request says, with its cause.
+/// The message of a failed request, with its cause.
 pub(crate) fn reason(status: &Status) -> String {
     match judge(status) {
         Verdict::Elsewhere(why) | Verdict::Login(why) | Verdict::NoQuorum(why) | Verdict::Unsure(why) => why,

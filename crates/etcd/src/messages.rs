@@ -1,7 +1,7 @@
 //! The part of etcd's protocol that is used here, with the tags of its `rpc.proto`, `kv.proto` and `auth.proto`.
 //!
-//! Written by hand: code made from the `.proto` files needs `protoc`, a program that a build of rekindle does not ask for. etcd
-//! never gives a tag another meaning, and unknown fields are skipped.
+//! Written by hand: generated code needs the program `protoc`, and a build of rekindle must not. etcd never changes the
+//! meaning of a tag, and unknown fields are skipped.
 
 use prost::{Enumeration, Message, Oneof};
 
@@ -112,7 +112,7 @@ pub(crate) enum Request {
 
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct ResponseOp {
-    /// The answers to a put and to a delete have nothing that is needed.
+    /// The answers to a put and to a delete contain nothing that is needed.
     #[prost(message, optional, tag = "1")]
     pub(crate) range: Option<RangeResponse>,
 }
@@ -291,7 +291,7 @@ pub(crate) struct WatchEvent {
     pub(crate) kv: Option<KeyValue>,
 }
 
-/// Without `Debug` of its own: it would show the password.
+/// Does not derive `Debug`, which would show the password.
 #[derive(Clone, PartialEq, Message)]
 #[prost(skip_debug)]
 pub(crate) struct AuthenticateRequest {

@@ -1,7 +1,7 @@
-//! What a connection needs, and the files that hold it.
+//! The options of a connection, and the files with its secrets.
 //!
-//! Certificates, keys and passwords are read for each new connection and each login, never kept: whoever renews them in place
-//! needs no restart.
+//! Certificates, keys and passwords are read for each new connection and each login, and never kept. So the files can
+//! be renewed without a restart.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -10,17 +10,17 @@ use tonic::transport::{Certificate, ClientTlsConfig, Endpoint, Identity};
 
 use crate::error::{Error, Result};
 
-/// The largest answer that is accepted. The documents of a group are small; this is far above what etcd stores by default in
+/// The largest answer that is accepted. The documents of a group are small; this is far above etcd's default limit for
 /// one request (1.5 MiB).
 pub(crate) const MAX_ANSWER: usize = 256 << 20;
 
-/// Below the prefix: keys of this crate, which nobody is shown.
+/// Below the prefix: keys of this crate, which callers never see.
 const HIDDEN: &str = ".client/";
 
 /// etcd ends connections that ping more often than every 5 s (`--grpc-keepalive-min-time`).
 const PING: Duration = Duration::from_secs(10);
 
-/// Text that is not shown, or the file that holds it.
+/// A secret text, or the file that contains it.
 #[derive(Clone, PartialEq, Eq)]
 pub enum Secret {
     /// A file.
@@ -42,7 +42,7 @@ impl Secret {
     /// The text, which must be PEM of this kind.
     fn pem(&self, what: &'static str, kind: &str) -> Result<String> {
         let text = self.read(what)?;
-        // Of certificates that are none nothing would be said: no authority is known then.
+        // Text that is not a certificate causes no error: the connection would just know no authority.
         if text
             .lines()
             .any(|line| line.starts_with("-----BEGIN ") && line.trim_end().ends_with(&format!("{kind}-----")))
@@ -54,7 +54,7 @@ impl Secret {
             Secret::Text(_) => String::new(),
         };
         Err(Error::Options(format!(
-            "{what}{place} is no PEM: it has no \"-----BEGIN {kind}-----\". Give a file that has"
+            "{what}{place} is not PEM: it has no \"-----BEGIN {kind}-----\". Name a file that has it"
         )))
     }
 
@@ -75,15 +75,15 @@ pub struct Options {
     pub endpoints: Vec<String>,
     /// All keys are below it. [`crate::Client::connect`] tries to read it.
     pub prefix: String,
-    /// Certificates of authorities, as PEM. Without it those of the system count.
+    /// Certificates of authorities, as PEM. Default: those of the system.
     pub ca: Option<Secret>,
     /// The certificate of this client, and its key, as PEM.
     pub identity: Option<(Secret, Secret)>,
-    /// A user and the password.
+    /// A user and its password.
     pub login: Option<(String, Secret)>,
-    /// The limit for making a connection.
+    /// The time limit for making a connection.
     pub dial_timeout: Duration,
-    /// The limit for one request, with all further tries.
+    /// The time limit for one request, including all tries.
     pub request_timeout: Duration,
 }
 
@@ -102,11 +102,11 @@ impl Options {
         }
     }
 
-    /// What is wrong without looking at any file or address.
+    /// Checks the options without looking at any file or address.
     pub(crate) fn validate(&self) -> Result<()> {
         if self.endpoints.is_empty() {
             return Err(Error::Options(
-                "no address of etcd is given. Give at least one, such as https://10.0.0.1:2379".into(),
+                "no etcd address is set. Set at least one, such as https://10.0.0.1:2379".into(),
             ));
         }
         for endpoint in &self.endpoints {
@@ -115,13 +115,13 @@ impl Options {
             let port = rest.and_then(|rest| rest.rsplit_once(':')).map(|(host, port)| (host, port.parse::<u16>()));
             if !matches!(port, Some((host, Ok(1..))) if !host.is_empty() && !host.contains(['/', '@'])) {
                 return Err(Error::Options(format!(
-                    "\"{endpoint}\" is no address of etcd. Write it as https://HOST:PORT, or as http://HOST:PORT without TLS"
+                    "\"{endpoint}\" is not an etcd address. Write it as https://HOST:PORT, or as http://HOST:PORT without TLS"
                 )));
             }
             let plain = endpoint.starts_with("http://");
             if plain && (self.ca.is_some() || self.identity.is_some()) {
                 return Err(Error::Options(format!(
-                    "certificates are given, but {endpoint} does not use TLS. Write https://, or leave the certificates out"
+                    "certificates are set, but {endpoint} does not use TLS. Write https://, or remove the certificates"
                 )));
             }
         }
@@ -145,7 +145,7 @@ impl Options {
         key.strip_prefix(self.prefix.as_bytes()).is_some_and(|name| name.starts_with(HIDDEN.as_bytes()))
     }
 
-    /// The endpoint with the certificates as they are now.
+    /// The endpoint, with the present content of the certificate files.
     pub(crate) fn endpoint(&self, address: &str) -> Result<Endpoint> {
         let unusable =
             |source: tonic::transport::Error| Error::Options(format!("cannot use {address}: {}", chain(&source)));
@@ -192,7 +192,7 @@ pub(crate) fn chain(error: &dyn std::error::Error) -> String {
         }
         source = error.source();
     }
-    // The outermost says no more than that something failed.
+    // The outermost text says only that something failed.
     if texts.len() > 1 && texts.first().is_some_and(|text| text == "transport error") {
         texts.remove(0);
     }

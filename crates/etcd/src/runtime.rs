@@ -1,4 +1,4 @@
-//! A thread with an async runtime and connections of its own.
+//! A thread with its own async runtime and connections.
 
 use std::future::Future;
 use std::sync::{Arc, Mutex};
@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::members::{Known, Members};
 use crate::options::Options;
 
-/// The thread. It ends, and all that it does, when this is dropped.
+/// The thread. A drop ends it and all its tasks.
 #[derive(Debug)]
 pub(crate) struct Running {
     pub(crate) members: Arc<Members>,
@@ -31,12 +31,12 @@ impl Running {
         Ok(Running { members, handle, stop: Some(stop), thread: Some(thread) })
     }
 
-    /// Waits for the result on the caller's thread; the connections live on ours.
+    /// Runs the future on our thread, which has the connections, and waits for its result on the caller's thread.
     pub(crate) fn wait<T>(&self, work: impl Future<Output = T>) -> T {
         self.handle.block_on(work)
     }
 
-    /// Does it on our thread.
+    /// Runs a task on our thread.
     pub(crate) fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
         self.handle.spawn(work);
     }
@@ -46,7 +46,7 @@ impl Drop for Running {
     fn drop(&mut self) {
         drop(self.stop.take());
         let Some(thread) = self.thread.take() else { return };
-        // A callback may drop what it belongs to.
+        // A callback may drop its own runtime.
         if thread.thread().id() != std::thread::current().id() {
             let _ = thread.join();
         }

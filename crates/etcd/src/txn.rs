@@ -1,4 +1,4 @@
-//! Entries and transactions, and their form in etcd's protocol.
+//! Entries and transactions, and their encoding in etcd's protocol.
 
 use crate::members::unsigned;
 use crate::messages::{
@@ -14,9 +14,9 @@ pub struct Entry {
     pub key: String,
     /// The value.
     pub value: Vec<u8>,
-    /// When the key was created. Another number means another life of the key.
+    /// When the key was created. If it changes, the key was removed and created again.
     pub created: Revision,
-    /// When it was written last.
+    /// When it was last written.
     pub modified: Revision,
     /// The lease that it belongs to.
     pub lease: Option<LeaseId>,
@@ -25,7 +25,7 @@ pub struct Entry {
 /// What is stored below a prefix, at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct State {
-    /// The moment.
+    /// The revision of this state.
     pub revision: Revision,
     /// Ordered by key.
     pub entries: Vec<Entry>,
@@ -38,9 +38,9 @@ pub enum Compare {
     Absent(String),
     /// There is such a key.
     Present(String),
-    /// The key was created in this revision, and has existed since.
+    /// The key was created in this revision, and has not been removed since.
     Created(String, Revision),
-    /// The key was written last in this revision.
+    /// The key was last written in this revision.
     Modified(String, Revision),
     /// The key has this value.
     Value(String, Vec<u8>),
@@ -57,10 +57,10 @@ pub enum Op {
         key: String,
         /// The value.
         value: Vec<u8>,
-        /// Removes the key when this lease ends. Without it the key belongs to no lease, even if it did before.
+        /// Removes the key when this lease ends. Without a lease the key belongs to none, even if it did before.
         lease: Option<LeaseId>,
     },
-    /// Removes a key. A missing one is no error.
+    /// Removes a key. A missing key is not an error.
     Delete(String),
     /// Removes all keys with this prefix.
     DeletePrefix(String),
@@ -75,9 +75,9 @@ pub enum Op {
 pub struct Txn {
     /// The conditions.
     pub compares: Vec<Compare>,
-    /// What is done if they hold.
+    /// The operations if all of them hold.
     pub then: Vec<Op>,
-    /// What is done if one does not hold.
+    /// The operations if one does not hold.
     pub otherwise: Vec<Op>,
 }
 
@@ -88,14 +88,14 @@ impl Txn {
         Txn { compares: compares.into_iter().collect(), ..Txn::default() }
     }
 
-    /// Adds what is done if all conditions hold.
+    /// Adds an operation for the case that all conditions hold.
     #[must_use]
     pub fn then(mut self, ops: impl IntoIterator<Item = Op>) -> Txn {
         self.then.extend(ops);
         self
     }
 
-    /// Adds what is done if one does not hold.
+    /// Adds an operation for the case that one does not hold.
     #[must_use]
     pub fn otherwise(mut self, ops: impl IntoIterator<Item = Op>) -> Txn {
         self.otherwise.extend(ops);
@@ -108,7 +108,7 @@ impl Txn {
     }
 }
 
-/// What a transaction did.
+/// The result of a transaction.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TxnAnswer {
     /// Whether the conditions held.

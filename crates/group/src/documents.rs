@@ -1,4 +1,4 @@
-//! What is written in the coordinator. Small, and readable by people: JSON.
+//! The documents in the coordinator: small, and JSON, so that people can read them.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// The number of a member, from 0. It stays with a part of the job: whoever replaces a lost machine takes its rank.
+/// The number of a member, from 0. It belongs to a part of the job: a machine that replaces a lost one takes its rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Rank(pub u32);
@@ -21,7 +21,7 @@ pub struct Epoch(pub u64);
 #[serde(transparent)]
 pub struct Number(pub u64);
 
-/// One membership of one supervisor: another one after its lease was lost. Random.
+/// One membership of one supervisor. After the loss of its lease it has another one. Random.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Incarnation(pub u64);
@@ -47,9 +47,10 @@ impl fmt::Display for Epoch {
 /// One member's part of a group image.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Part {
-    /// The image, as the member's store names it.
+    /// The name of the image in the member's store.
     pub image: String,
-    /// The hash of its manifest: another image of the same name is not this part.
+    /// A random 128-bit mark, made at [`Goal::Prepare`] and kept in the image: another image of the same name is not this
+    /// part. A hash of the manifest would not do, because storing an image rewrites its manifest.
     pub digest: String,
 }
 
@@ -59,7 +60,7 @@ pub struct Part {
 pub enum Stored {
     /// In memory or in a slot: lost with the machine.
     Staged,
-    /// Where the group wants it: in the store, or in the replica.
+    /// In the store or in the replica, as the group's settings demand.
     Durable,
 }
 
@@ -70,8 +71,8 @@ pub struct Progress {
     pub part: Part,
     /// The epoch in which it was taken.
     pub epoch: Epoch,
-    /// The origin of the plan then. Epochs and numbers begin anew if the coordinator loses its data and no machine is there
-    /// that has parts: the origin tells one group image 3 from another.
+    /// The origin of the plan at that time: it tells one group image 3 from another. Epochs and numbers start again if
+    /// the coordinator loses its data and no machine has parts.
     pub origin: Incarnation,
     /// Where it is.
     pub stored: Stored,
@@ -81,9 +82,9 @@ pub struct Progress {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum From {
-    /// From nothing.
+    /// No image: the job begins.
     Beginning,
-    /// From this group image.
+    /// This group image.
     Image(Number),
 }
 
@@ -104,12 +105,12 @@ pub enum Ending {
     Completed,
     /// It crashed, hung, or a rank of it died.
     Failed {
-        /// In words.
+        /// The reason, for people.
         why: String,
     },
     /// It could not be started.
     NotStarted {
-        /// In words.
+        /// The reason, for people.
         why: String,
     },
 }
@@ -126,11 +127,14 @@ pub enum State {
     Ready,
     /// It runs.
     Running,
-    /// It has reached the cut, and its cable is out.
+    /// It has reached the cut, and its processes are locked. Its cable is still in: another member may need data that
+    /// is on its way from here to reach the cut.
+    Locked(Number),
+    /// It is locked, and its cable is out.
     Quiet(Number),
     /// It was dumped; its cable is still out.
     Dumped(Number, Part),
-    /// It cannot take part in this snapshot, and runs on.
+    /// It cannot take part in this snapshot, and continues.
     Refused(Number, String),
     /// It is being ended.
     Ending,
@@ -181,10 +185,10 @@ pub struct Asked {
     pub ask: Ask,
 }
 
-/// What a member says of itself. Only the member writes it; it is gone with its lease.
+/// A member's report about itself. Only the member writes it; it is removed with its lease.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Report {
-    /// Which membership.
+    /// The membership.
     pub incarnation: Incarnation,
     /// The plan that it has seen, by its serial number.
     pub seen: u64,
@@ -214,14 +218,14 @@ pub enum End {
         /// Whether the run is to be queued again.
         requeue: bool,
     },
-    /// Something that the run waits for did not come; another run may have it.
+    /// The run has waited in vain for something that another run may find.
     Missing {
-        /// In words.
+        /// The reason, for people.
         why: String,
     },
     /// The job fails again and again.
     Failed {
-        /// In words.
+        /// The reason, for people.
         why: String,
     },
 }
@@ -230,7 +234,7 @@ pub enum End {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Then {
-    /// The job runs on.
+    /// The job continues.
     RunOn,
     /// The run ends.
     Stop {
@@ -245,31 +249,33 @@ pub enum Then {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Goal {
-    /// End what runs. Then a new epoch begins, once all members are there.
+    /// End the job. A new epoch begins once all members are there.
     Gather {
-        /// In words.
+        /// The reason, for people.
         why: String,
     },
-    /// End what runs, and wait for a request.
+    /// End the job, and wait for a request.
     Suspended,
-    /// Start, with the cable out.
+    /// Start the job, with the cable out.
     Start(From),
     /// Plug the cable in and run.
     Run,
-    /// Reach the cut, then pull the cable.
+    /// Reach the cut and lock the processes. The cable stays in.
     Prepare(Number),
+    /// All are locked: pull the cable.
+    Pull(Number),
     /// Dump.
     Dump(Number),
     /// Keep the part, plug the cable in and run.
     Resume(Number),
     /// Forget the part, plug the cable in and run.
     Abort {
-        /// Of this snapshot.
+        /// The number of the snapshot.
         number: Number,
-        /// In words.
+        /// The reason, for people.
         why: String,
     },
-    /// End what runs, and leave.
+    /// End the job, and leave.
     End(End),
 }
 
@@ -284,7 +290,7 @@ impl Goal {
 /// What the leader wants. There is one; it outlives all leases.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Plan {
-    /// Who wrote the first plan. Another one: the coordinator has lost its data since.
+    /// The member that wrote the first plan. If it changes, the coordinator has lost its data.
     pub origin: Incarnation,
     /// Increases with each plan.
     pub serial: u64,
@@ -302,26 +308,26 @@ pub struct Plan {
     pub from: From,
     /// Whether the epoch has run for long enough to count as healthy.
     pub healthy: bool,
-    /// What speaks against group images: see `leader::FAILED_EARLY`.
+    /// Points against group images: see `leader::FAILED_EARLY`.
     #[serde(default)]
     pub failures: BTreeMap<Number, u32>,
     /// How often in a row epochs failed before they were healthy.
     #[serde(default)]
     pub in_a_row: u32,
-    /// Group images that are not used since a rewind.
+    /// Group images that are no longer used after a rewind.
     #[serde(default)]
     pub left: Vec<Left>,
-    /// The latest request of each membership that was served.
+    /// The latest request of each membership that was carried out.
     #[serde(default)]
     pub served: BTreeMap<Incarnation, u64>,
 }
 
-/// Group images of a line that the job left by a rewind.
+/// Group images that a rewind has abandoned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Left {
     /// The group image that the job went back to.
     pub after: Number,
-    /// The first number of the new line.
+    /// The first number after the rewind.
     pub before: Number,
 }
 

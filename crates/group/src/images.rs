@@ -5,10 +5,10 @@ use std::collections::BTreeSet;
 use crate::documents::{End, From, GroupImage, Number, Part, Plan, Rank, Stored, Versioned, View};
 use crate::machine::{Options, Write};
 
-/// A group image with so much against it is passed over.
+/// A group image with this many points against it is passed over.
 const PASSED_OVER: u32 = 4;
 
-/// Whether all parts can be restored by those who are there.
+/// Whether the present members can restore all parts.
 pub(crate) fn is_there(view: &View, image: &GroupImage) -> bool {
     let has = |(rank, part): (&Rank, &Part)| {
         let parts = view.members.get(rank).map(|report| &report.parts);
@@ -17,14 +17,14 @@ pub(crate) fn is_there(view: &View, image: &GroupImage) -> bool {
     image.parts.iter().all(has)
 }
 
-/// The newest group image that all members can restore and that has little against it.
+/// The newest group image that all members can restore and that has few points against it.
 pub(crate) fn choose(view: &View, plan: &Plan) -> Result<From, End> {
     let on_the_line = |number: Number| !plan.left.iter().any(|left| left.has(number));
     let usable = view.images.iter().rev().filter(|(number, _)| on_the_line(**number));
     let (mut passed_over, mut missing) = (None, None);
     for (number, image) in usable {
         if !is_there(view, &image.value) {
-            // One that was not committed is lost with the machine that had a part of it.
+            // An image that was not committed is lost with the machine that had a part of it.
             missing = missing.or_else(|| image.value.committed.then_some(*number));
         } else if plan.failures.get(number).is_some_and(|count| *count >= PASSED_OVER) {
             passed_over = passed_over.or(Some(*number));
@@ -34,12 +34,12 @@ pub(crate) fn choose(view: &View, plan: &Plan) -> Result<From, End> {
     }
     match (passed_over, missing) {
         (None, None) => match without_record(view).first() {
-            // The coordinator has lost its data, and so has a machine.
+            // The coordinator has lost its data, and a machine too.
             Some(number) if view.images.is_empty() => Err(End::Missing {
                 why: format!("the coordinator has no record of {number}, and not all of its parts are there"),
             }),
             _ if view.images.values().any(|image| image.value.committed) => {
-                Err(End::Missing { why: "the group image that the job was rewound to is not there any more".into() })
+                Err(End::Missing { why: "the group image that the job was rewound to no longer exists".into() })
             }
             _ => Ok(From::Beginning),
         },
@@ -66,7 +66,7 @@ pub(crate) fn commit(view: &View) -> Option<Write> {
     Some(Write::Record { number: *number, image: committed, was: Some(image.revision) })
 }
 
-/// The group images that members have parts of and that are not recorded, the newest first.
+/// Group images that have parts but no record, the newest first.
 fn without_record(view: &View) -> Vec<Number> {
     let known = view.members.values().flat_map(|report| report.parts.keys());
     let all: BTreeSet<Number> = known.copied().filter(|number| !view.images.contains_key(number)).collect();
@@ -74,15 +74,15 @@ fn without_record(view: &View) -> Vec<Number> {
 }
 
 /// The record of a group image whose parts are all there: the coordinator has lost its data. Members only have parts of
-/// group images that were recorded once. A part of one whose record was removed may be left on a machine that was away,
-/// but never on all: the leader that removed it has removed its own.
+/// group images that were recorded once. After a record was removed, a part may be left on a machine that was away,
+/// but never on all: the leader that removed the record has also removed its own part.
 pub(crate) fn rebuilt(view: &View, plan: &Plan, options: &Options) -> Option<Write> {
     let part = |rank: Rank, number| Some((rank, view.members.get(&rank)?.parts.get(&number)?));
     let whole = |number: Number| {
         let of_all = (0..options.size).map(|rank| part(Rank(rank), number));
         let parts = of_all.collect::<Option<Vec<_>>>()?;
         let origin = parts.first()?.1.origin;
-        // One that came back from before an earlier loss has parts of other group images with the same numbers.
+        // A machine that was away since before an earlier loss has parts of other group images with these numbers.
         let is_one = parts.iter().all(|(_, progress)| progress.origin == origin);
         is_one.then(|| (number, parts.into_iter().map(|(rank, progress)| (rank, progress.part.clone())).collect()))
     };
@@ -92,8 +92,8 @@ pub(crate) fn rebuilt(view: &View, plan: &Plan, options: &Options) -> Option<Wri
 
 /// A group image that is not kept: its record is removed first, then each member removes its part.
 ///
-/// Kept are the newest `keep` committed ones of the present line, everything newer than the newest committed one, and
-/// what the job runs from.
+/// The group keeps the newest `keep` committed images that no rewind has abandoned, all images that are newer, and the
+/// image that the job was started from.
 pub(crate) fn unneeded(view: &View, present: &Versioned<Plan>, keep: usize) -> Option<Write> {
     let plan = &present.value;
     let on_the_line = |number: &Number| !plan.left.iter().any(|left| left.has(*number));

@@ -12,17 +12,18 @@ use crate::documents::{
 };
 use crate::images;
 use crate::machine::{Options, Write};
+use crate::requests::admits;
 
-/// What speaks against a group image if an epoch that started from it fails, early or later, and no newer one was taken.
+/// Points against a group image if an epoch that started from it fails, early or later, before a newer one was taken.
 const FAILED_EARLY: u32 = 2;
 const FAILED_LATE: u32 = 1;
 
-/// The leader's watch: since when something has been so, as far as this process has seen.
+/// The leader's watch: times at which this process first saw something.
 #[derive(Debug, Default)]
 pub(crate) struct Leading {
-    /// The goal, and since when it is the goal. With the origin of the plan and the epoch: the same goal may come again.
+    /// The goal, and when it was set. With the plan's origin and the epoch, because the same goal may be set again.
     goal: Option<(Incarnation, Epoch, Goal, Instant)>,
-    /// The epoch, and since when all of it run.
+    /// The epoch, and when all of its jobs began to run.
     run: Option<(Epoch, Instant)>,
     /// The end of the last snapshot of this epoch, if it was aborted.
     aborted: Option<Instant>,
@@ -30,9 +31,9 @@ pub(crate) struct Leading {
     last: Option<Instant>,
     /// A snapshot was requested.
     wanted: bool,
-    /// Until when a requested stop has to be over.
+    /// When a requested stop must be complete.
     stop_by: Option<Instant>,
-    /// The members of the last epoch, and what is known of those that are gone.
+    /// The members of the last epoch, and how the lost ones left.
     farewells: BTreeMap<Incarnation, Farewell>,
     /// When something is due.
     wake: Option<Instant>,
@@ -43,7 +44,7 @@ pub(crate) struct Leading {
 struct Hand<'a> {
     rank: Rank,
     incarnation: Incarnation,
-    /// None: it is lost.
+    /// None if the member is lost.
     report: Option<&'a Report>,
 }
 
@@ -52,7 +53,7 @@ struct Hand<'a> {
 enum Farewell {
     /// It has reported that nothing runs there.
     Over,
-    /// It has not; gone since then.
+    /// It has not reported that. Lost since then.
     Gone(Instant),
 }
 
@@ -112,12 +113,12 @@ impl Leading {
         }
     }
 
-    /// Since when the goal is the goal.
+    /// When the present goal was set.
     fn since(&self, now: Instant) -> Instant {
         self.goal.as_ref().map_or(now, |(.., since)| *since)
     }
 
-    /// Whether this time has come; else it is when we are woken.
+    /// Whether this time has come. If not, wakes us then.
     fn is_due(&mut self, at: Instant, now: Instant) -> bool {
         if at <= now {
             return true;
@@ -126,10 +127,10 @@ impl Leading {
         false
     }
 
-    /// Whether somebody who is gone may still run its job.
+    /// Whether a lost member may still run its job.
     fn runs_elsewhere(&mut self, hands: &[Hand<'_>], plan: &Plan, options: &Options, now: Instant) -> bool {
         if plan.goal.is_alive() {
-            // What was said before says nothing about this epoch.
+            // Earlier reports are not about this epoch.
             self.farewells.clear();
         }
         if plan.goal.is_alive() || !options.leases_end_early {
@@ -175,7 +176,7 @@ impl Leading {
         if let (Then::Stop { requeue }, true) = (plan.then, self.stop_is_due(now))
             && (plan.goal.is_alive() || plan.goal == Goal::Suspended)
         {
-            // What is dumped is kept: each member stores its part before it leaves.
+            // The dumped parts are kept: each member stores its part before it leaves.
             next.goal = end(view, next, End::Stopped { requeue });
             return None;
         }
@@ -201,10 +202,22 @@ impl Leading {
                 let number = *number;
                 if let Some(why) = refusal(&hands, number) {
                     next.goal = Goal::Abort { number, why };
+                } else if all(&|it| it.state == State::Locked(number)) {
+                    next.goal = Goal::Pull(number);
+                } else if self.is_due(since + options.limits.prepare, now) {
+                    next.goal = Goal::Abort { number, why: format!("not locked in time: {}", late(&hands, plan)) };
+                }
+                self.asked(view, plan, next, now);
+            }
+            Goal::Pull(number) => {
+                let number = *number;
+                if let Some(why) = refusal(&hands, number) {
+                    next.goal = Goal::Abort { number, why };
                 } else if all(&|it| it.state == State::Quiet(number)) {
                     next.goal = Goal::Dump(number);
                 } else if self.is_due(since + options.limits.prepare, now) {
-                    next.goal = Goal::Abort { number, why: format!("not at rest in time: {}", late(&hands, plan)) };
+                    let why = format!("the cable is not out in time: {}", late(&hands, plan));
+                    next.goal = Goal::Abort { number, why };
                 }
                 self.asked(view, plan, next, now);
             }
@@ -224,7 +237,7 @@ impl Leading {
             Goal::Resume(_) | Goal::Abort { .. } => {
                 if all(&|it| matches!(it.state, State::Running | State::Refused(..) | State::Over(Ending::Completed))) {
                     next.goal = match (plan.then, &plan.goal) {
-                        // Without its last image: what it has is kept.
+                        // The run ends without its final image; the images that it has are kept.
                         (Then::Stop { requeue }, Goal::Abort { .. }) => end(view, next, End::Stopped { requeue }),
                         _ => Goal::Run,
                     };
@@ -232,11 +245,15 @@ impl Leading {
                         next.then = Then::RunOn;
                     }
                 } else if self.is_due(since + options.limits.start, now) {
-                    gather(next, view, Loss::Job(format!("did not run on after a snapshot: {}", late(&hands, plan))));
+                    gather(
+                        next,
+                        view,
+                        Loss::Job(format!("not running again after a snapshot: {}", late(&hands, plan))),
+                    );
                 }
             }
             Goal::End(_) => {
-                // All who took part are gone: whoever is here wants to run it again.
+                // All earlier members have left: the present ones want to run it again.
                 let none = !runs_elsewhere && hands.iter().all(|hand| hand.report.is_none());
                 if plan.goal != Goal::End(End::Completed) && none {
                     *next =
@@ -273,7 +290,7 @@ impl Leading {
             let runs = matches!(report.state, State::Running | State::Refused(..));
             runs && report.epoch == plan.epoch && report.seen >= plan.serial && !report.storing
         };
-        // After a snapshot that was aborted, the next one does not wait for an interval.
+        // After an aborted snapshot, the next one does not wait for a whole interval.
         let due = match (self.aborted, self.last) {
             (Some(aborted), _) => options.interval.map(|_| aborted + options.retry_after),
             (None, last) => options.interval.map(|interval| last.unwrap_or(now) + interval),
@@ -287,7 +304,7 @@ impl Leading {
         }
     }
 
-    /// Whether the time limit of a stop has passed. If another leader has accepted the stop, it is not known: then the
+    /// Whether the time limit of a stop has passed. It is unknown if another leader has accepted the stop: then the
     /// limits of each step apply.
     fn stop_is_due(&mut self, now: Instant) -> bool {
         self.stop_by.is_some_and(|by| self.is_due(by, now))
@@ -325,12 +342,13 @@ impl Leading {
             .collect();
         if !missing.is_empty() {
             if self.is_due(since + options.limits.wait, now) {
-                let why = format!("{} did not come", missing.join(", "));
+                let why = format!("{} did not join in time", missing.join(", "));
                 next.goal = end(view, next, End::Missing { why });
             }
             return;
         }
-        // The coordinator is new, or it has lost its data, also the leases: then somebody who is not here may still have one.
+        // The coordinator is new or has lost its data, with the leases. Another machine may still believe that it has
+        // one.
         let leases = if plan.epoch == Epoch::default() { options.lease } else { Duration::ZERO };
         let epochs = |report: &Report| {
             let parts = report.parts.values().map(|progress| progress.epoch).max();
@@ -340,7 +358,7 @@ impl Leading {
         if !self.is_due(since + pause(plan.in_a_row, options).max(leases), now) {
             return;
         }
-        // With what a rewind that was just requested has changed.
+        // With the changes of a rewind that was just requested.
         match images::choose(view, next) {
             Ok(from) => {
                 next.epoch = Epoch(known.max(plan.epoch).0 + 1);
@@ -365,47 +383,40 @@ impl Leading {
         }
     }
 
-    /// Serves the first request that was not served.
+    /// Carries out the first request that was not carried out.
     fn asked(&mut self, view: &View, plan: &Plan, next: &mut Plan, now: Instant) {
         let new = view.members.values().filter_map(|report| Some((report.incarnation, report.asked.as_ref()?)));
         let mut new = new.filter(|(who, asked)| plan.served.get(who).is_none_or(|served| *served < asked.number));
         let Some((who, asked)) = new.next() else { return };
-        let stopping = matches!(plan.then, Then::Stop { .. });
         match (&asked.ask, &plan.goal) {
+            (ask, _) if admits(view, ask).is_err() => {}
             (Ask::StopNow { requeue }, _) => next.goal = end(view, next, End::Stopped { requeue: *requeue }),
             (Ask::Stop { requeue, within }, _) => {
                 next.then = Then::Stop { requeue: *requeue };
                 self.stop_by = Some(now + *within);
             }
             // Not yet: it is served when the job runs.
-            (Ask::Snapshot | Ask::Suspend, Goal::Start(_) | Goal::Resume(_) | Goal::Abort { .. }) if !stopping => {
-                return;
-            }
-            (Ask::Snapshot, Goal::Run) if !stopping => self.wanted = true,
-            (Ask::Suspend, Goal::Run | Goal::Prepare(_) | Goal::Dump(_)) if !stopping => next.then = Then::Suspend,
-            (Ask::Suspend, Goal::Gather { .. }) if !stopping => next.goal = Goal::Suspended,
-            (Ask::Resume, Goal::Suspended) if !stopping => {
-                (next.goal, next.then) = (Goal::Gather { why: "resumed".into() }, Then::RunOn);
-            }
-            (Ask::Rewind(to), _)
-                if !stopping && view.images.get(to).is_some_and(|image| images::is_there(view, &image.value)) =>
-            {
+            (Ask::Snapshot | Ask::Suspend, Goal::Start(_) | Goal::Resume(_) | Goal::Abort { .. }) => return,
+            (Ask::Snapshot, _) => self.wanted = true,
+            (Ask::Suspend, Goal::Gather { .. }) => next.goal = Goal::Suspended,
+            (Ask::Suspend, _) => next.then = Then::Suspend,
+            (Ask::Resume, _) => (next.goal, next.then) = (Goal::Gather { why: "resumed".into() }, Then::RunOn),
+            (Ask::Rewind(to), _) => {
                 next.next = unused(view, plan);
-                // It may itself be one that an earlier rewind left: what was left since it was taken is not left any more.
+                // It may be one that an earlier rewind abandoned: images abandoned since it was taken are usable again.
                 next.left.retain(|left| left.before <= *to);
                 next.left.push(Left { after: *to, before: next.next });
                 next.failures.remove(to);
                 next.goal = Goal::Gather { why: format!("rewound to {to}") };
                 next.then = Then::RunOn;
             }
-            _ => {}
         }
         next.served.retain(|incarnation, _| view.members.values().any(|report| report.incarnation == *incarnation));
         next.served.insert(who, asked.number);
     }
 }
 
-/// A number for a snapshot. The coordinator may have lost its data, and members have parts with later numbers.
+/// A number for a snapshot. If the coordinator has lost its data, members may have parts with later numbers.
 fn unused(view: &View, plan: &Plan) -> Number {
     let known = view.members.values().flat_map(|report| report.parts.keys()).chain(view.images.keys());
     known.map(|number| Number(number.0 + 1)).max().map_or(plan.next, |unused| unused.max(plan.next))
@@ -457,7 +468,7 @@ fn loss(hands: &[Hand<'_>], plan: &Plan) -> Option<Loss> {
     hands.iter().find_map(of)
 }
 
-/// Why a snapshot cannot go on.
+/// Why a snapshot cannot continue.
 fn refusal(hands: &[Hand<'_>], number: Number) -> Option<String> {
     let of = |hand: &Hand<'_>| match &hand.report?.state {
         State::Refused(refused, why) if *refused == number => Some(format!("{}: {why}", hand.rank)),
@@ -474,13 +485,14 @@ fn dumped(hand: Hand<'_>, number: Number) -> Option<(Rank, Part)> {
     }
 }
 
-/// The members that have not done what the plan wants, for a message.
+/// The members that have not done what the plan demands, for a message.
 fn late(hands: &[Hand<'_>], plan: &Plan) -> String {
     let is_late = |hand: &&Hand<'_>| {
         let done = |report: &Report| match (&plan.goal, &report.state) {
             _ if report.seen < plan.serial => false,
             (Goal::Start(_), State::Ready) | (Goal::Resume(_) | Goal::Abort { .. }, State::Running) => true,
-            (Goal::Prepare(number), State::Quiet(quiet)) => number == quiet,
+            (Goal::Prepare(number), State::Locked(locked)) => number == locked,
+            (Goal::Pull(number), State::Quiet(quiet)) => number == quiet,
             (Goal::Dump(number), State::Dumped(dumped, _)) => number == dumped,
             _ => false,
         };
@@ -497,14 +509,14 @@ fn why(plan: &Plan) -> &str {
     }
 }
 
-/// Whether no process of the epoch exists any more, and nobody will start one for an older plan.
+/// Whether no process of the epoch exists, and no member will start one for an older plan.
 fn nothing_runs(view: &View, plan: &Plan) -> bool {
     let is_over = |report: &Report| report.state.nothing_runs() && report.seen >= plan.serial;
-    // Whoever is lost has ended its job before its lease ran out.
+    // A lost member has ended its job before its lease expired.
     view.members.values().all(is_over)
 }
 
-/// Ends the epoch, and counts what speaks against what it started from.
+/// Ends the epoch, and counts the points against its group image.
 fn gather(next: &mut Plan, view: &View, loss: Loss) {
     let why = match loss {
         Loss::Member(why) => why,
@@ -526,13 +538,13 @@ fn gather(next: &mut Plan, view: &View, loss: Loss) {
     }
 }
 
-/// All who are there leave with this.
+/// The goal with which all members leave.
 fn end(view: &View, next: &mut Plan, end: End) -> Goal {
     next.crew = view.members.iter().map(|(rank, report)| (*rank, report.incarnation)).collect();
     Goal::End(end)
 }
 
-/// No pause before the first restart.
+/// The pause before the next restart: none before the first.
 fn pause(in_a_row: u32, options: &Options) -> Duration {
     if in_a_row < 2 {
         return Duration::ZERO;

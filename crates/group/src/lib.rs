@@ -2,33 +2,40 @@
 //!
 //! The members of a group never talk to each other. Each writes one document, its [`Report`]; one of them, the leader,
 //! also writes the [`Plan`]. Both are in a coordinator (etcd), which keeps them consistent and removes what belongs to
-//! a member that is gone. A member compares the plan with its own state and does what is missing. The leader compares
+//! a lost member. A member compares the plan with its own state and does what is missing. The leader compares
 //! all reports with the plan and writes the next one.
 //!
 //! ```text
-//!   Gather ---(all there, nothing runs)---> Start ---(all ready)---> Run <------------------------+
-//!     ^                                       |                       |                           |
-//!     |                                   (one failed)        (a snapshot is due)            (all resumed)
-//!     |                                       v                       v                           |
-//!     +------(a job or a member is lost)------+------------------- Prepare --(all quiet)--> Dump --(all dumped)--> Resume
-//!     |                                                               |                      |
-//!     +--> End                                                        +---(one refused)------+--> Abort --> Run
+//!   Gather ---(all there, nothing runs)---> Start ---(all ready)---> Run <---------------------------+
+//!     ^                                       |                       |                              |
+//!     |                                   (one failed)        (a snapshot is due)              (all resumed)
+//!     |                                       v                       v                              |
+//!     +-----(a job or a member is lost)-------+                    Prepare                         Resume
+//!     |                                                               |                              ^
+//!     +--> End                                                  (all locked)                   (all dumped)
+//!                                                                     v                              |
+//!                                                                   Pull ----(all cables out)----> Dump
+//!
+//!   Prepare, Pull, Dump ---(one refused, or took too long)---> Abort ---(all run on)---> Run
 //! ```
 //!
 //! [`Machine::step`] is a pure function of the state, an event and the time. The simulator (in the tests) runs whole
-//! groups of it with lost messages, dead and paused machines, and a coordinator that is away.
+//! groups of it with lost messages, dead and paused machines, and a coordinator that does not answer.
 //!
 //! Why this is safe:
 //!
-//! - **One epoch at a time.** All jobs of an epoch start together, and a new epoch starts only when each member of the
-//!   one before has reported that nothing runs there, or its lease is gone. A member ends its job before its lease can
-//!   run out ([`Machine`], `Fence`).
-//! - **One leader's plan at a time.** A plan is written in a transaction that fails if somebody else leads by then, or if
-//!   the plan is not the one that the decision was made from.
+//! - **One epoch at a time.** All jobs of an epoch start together. A new epoch starts only when each member of the one
+//!   before has reported that nothing runs there, or has lost its lease. A member ends its job before its lease can
+//!   expire ([`Machine`], `Fence`).
+//! - **One leader's plan at a time.** A plan is written in a transaction. It fails if another member leads by then, or
+//!   if the plan has changed since the decision.
 //! - **No mixture.** A plan names the group image, and the group image names each part with its digest. A member that
 //!   does not have exactly this part cannot start.
 //! - **A consistent cut.** All members pull the cable before anybody dumps, and nobody plugs it in before all have
 //!   dumped. So no packet and no acknowledgement crosses the cut.
+//! - **A cut that all reach.** Nobody pulls the cable before all are locked. The GPUs of one machine may be idle while
+//!   those of another still wait for data that the first one's processes send. If the first one pulled its cable then,
+//!   the other one would never be idle, and its lock would not end. The barrier costs one more plan for each snapshot.
 //! - **All or nothing.** A group image is recorded in the same transaction as the decision that all members have dumped,
 //!   and committed when each part is stored.
 
@@ -37,6 +44,7 @@ mod images;
 mod leader;
 mod machine;
 mod member;
+mod requests;
 #[cfg(test)]
 mod simulator;
 #[cfg(test)]
@@ -47,3 +55,4 @@ pub use documents::{
     Report, State, Stored, Then, Versioned, View,
 };
 pub use machine::{Action, Answer, Event, Limits, Local, Machine, Options, Order, Restart, Write};
+pub use requests::admits;

@@ -1,4 +1,4 @@
-//! One supervisor's share of the protocol: what it knows, what it is told, and what it answers.
+//! One supervisor's side of the protocol: its state, the events that it gets, and its answers.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -24,17 +24,17 @@ pub struct Options {
     pub interval: Option<Duration>,
     /// The pause after a group snapshot that was aborted.
     pub retry_after: Duration,
-    /// What follows when the job fails.
+    /// What is done after the job fails.
     pub restart: Restart,
     /// Number of committed group images that are kept.
     pub keep: usize,
     /// How long a lease lives without a renewal.
     pub lease: Duration,
-    /// A member ends its job this long before its lease can run out: the time that ending it takes, and the error of its
-    /// clock.
+    /// A member ends its job this long before its lease can expire. Covers the time to end the job, and the error of
+    /// its clock.
     pub fence: Duration,
-    /// Whether the coordinator may end a lease before its time: then a member that is gone may still run its job for as
-    /// long as a lease lives.
+    /// Whether the coordinator may end a lease too early. Then a lost member may run its job for as long as a lease
+    /// lives.
     pub leases_end_early: bool,
 }
 
@@ -45,7 +45,7 @@ pub struct Limits {
     pub wait: Duration,
     /// Until all jobs are ready.
     pub start: Duration,
-    /// From the order to reach the cut until all cables are out.
+    /// From the order to reach the cut until all are locked, and as long again until all cables are out.
     pub prepare: Duration,
     /// Until all are dumped.
     pub dump: Duration,
@@ -53,7 +53,7 @@ pub struct Limits {
     pub store: Duration,
 }
 
-/// What follows when the job of a group fails.
+/// What is done after the job of a group fails.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Restart {
     /// After this time an epoch counts as healthy.
@@ -66,22 +66,22 @@ pub struct Restart {
     pub max_attempts: u32,
 }
 
-/// What the machine is told.
+/// An event for the machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
     /// A newer state of the coordinator.
     View(Arc<View>),
     /// There is a new lease, and a new membership with it.
     Session(Incarnation),
-    /// The lease cannot run out before this time.
+    /// The lease cannot expire before this time.
     Sure(Instant),
     /// The lease is lost.
     SessionLost,
     /// The answer to a [`Write`].
     Wrote(Answer),
-    /// What the job of this member does.
+    /// News of this member's job.
     Local(Local),
-    /// Somebody requests something here.
+    /// A request of a user of this member.
     Asked(Ask),
     /// Time has passed.
     Tick,
@@ -92,9 +92,9 @@ pub enum Event {
 pub enum Answer {
     /// It is written, in this revision.
     Done(u64),
-    /// It is not written: a condition does not hold any more.
+    /// It is not written: a condition no longer holds.
     Conflict,
-    /// Nobody knows whether it is written.
+    /// It is unknown whether it is written.
     Unknown,
 }
 
@@ -103,11 +103,13 @@ pub enum Answer {
 pub enum Local {
     /// It was started; its cable is out.
     Started,
-    /// It reached the cut; its cable is out.
+    /// It reached the cut and is locked; its cable is in.
+    Locked(Number),
+    /// It is locked, and its cable is out.
     Quiet(Number),
-    /// It was dumped and runs on; its cable is still out.
+    /// It was dumped and continues; its cable is still out.
     Dumped(Number, Part),
-    /// It cannot take part in this snapshot; everything is undone and the cable is in.
+    /// It cannot take part in this snapshot: everything is undone, and the cable is in.
     Refused(Number, String),
     /// The snapshot is undone, and the cable is in.
     Aborted(Number),
@@ -117,13 +119,13 @@ pub enum Local {
     Stored(Number),
     /// Its part of this group image could not be stored. It may still be in memory.
     NotStored(Number),
-    /// Its part of this group image is gone.
+    /// Its part of this group image does not exist any more.
     Gone(Number),
     /// The parts that it can restore: the answer to [`Order::List`].
     Parts(BTreeMap<Number, Progress>),
 }
 
-/// What the machine answers.
+/// An answer of the machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Action {
     /// Something to be written in the coordinator. There is one at a time, until its [`Event::Wrote`].
@@ -137,9 +139,9 @@ pub enum Action {
 pub enum Write {
     /// Creates the member's report, bound to its lease. Condition: there is none of this rank.
     Join(Report),
-    /// Changes it. Condition: it is of this membership.
+    /// Changes the report. Condition: the report is from this membership.
     Report(Report),
-    /// Takes the lead, bound to the lease. Condition: nobody leads.
+    /// Takes the lead, bound to the lease. Condition: there is no leader.
     Lead,
     /// Writes the plan. Condition: we lead, and the plan has not changed.
     Plan {
@@ -159,15 +161,15 @@ pub enum Write {
         /// The revision of the one before.
         was: Option<u64>,
     },
-    /// Removes the record of a group image that is not kept, and writes the same plan again, so that it gets a new
-    /// revision: the next plan then comes from somebody who knows that this image is gone, and does not go back to it.
+    /// Removes the record of a group image that is not kept, and writes the same plan again. The plan then has a new
+    /// revision, so only a leader that knows of the removal can write the next plan, which does not use this image.
     /// Condition: we lead, and neither the record nor the plan has changed.
     Remove {
         /// Its number.
         number: Number,
         /// Its revision.
         was: u64,
-        /// The plan that has no need of it.
+        /// The plan, which does not need it.
         plan: Box<Versioned<Plan>>,
     },
 }
@@ -175,24 +177,26 @@ pub enum Write {
 /// What is to be done on this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Order {
-    /// List the parts that can be restored here. Answer: [`Local::Parts`]. Asked for when nobody has the rank any more:
-    /// a list from before would lack what the supervisor before this has stored since.
+    /// List the parts that can be restored here. Answer: [`Local::Parts`]. Ordered when no supervisor has the rank:
+    /// an earlier list could lack parts that the supervisor before this one stored since.
     List,
     /// Start the job with the cable out. Answer: [`Local::Started`] or [`Local::Ended`].
     Start {
         /// The epoch.
         epoch: Epoch,
-        /// The origin of the plan: belongs to each part that is taken in this epoch.
+        /// The origin of the plan, which is recorded in each part that is taken in this epoch.
         origin: Incarnation,
-        /// What from.
+        /// What the job starts from.
         from: From,
         /// This member's part, if it starts from a group image.
         part: Option<Part>,
     },
     /// Plug the cable in.
     Plug,
-    /// Reach the cut and pull the cable. Answer: [`Local::Quiet`] or [`Local::Refused`].
+    /// Reach the cut and lock the processes, with the cable in. Answer: [`Local::Locked`] or [`Local::Refused`].
     Prepare(Number),
+    /// Pull the cable. Answer: [`Local::Quiet`] or [`Local::Refused`].
+    Pull(Number),
     /// Dump. Answer: [`Local::Dumped`] or [`Local::Refused`].
     Dump(Number),
     /// Keep the part, store it in the background, and plug the cable in. Answer, later: [`Local::Stored`] or
@@ -202,9 +206,9 @@ pub enum Order {
     Abort(Number),
     /// End the job. Answer: [`Local::Ended`].
     Kill,
-    /// Store the part in the background: the job is not there any more. Answer as for `Resume`.
+    /// Store the part in the background: the job has ended. The answers are those of `Resume`.
     Store(Number),
-    /// The part is not needed any more.
+    /// Remove the part, which is no longer needed.
     Forget(Number),
     /// The run is over.
     Finish(End),
@@ -217,11 +221,11 @@ pub struct Machine {
     view: Arc<View>,
     member: Member,
     leading: Leading,
-    /// The write without an answer.
+    /// The write that has no answer yet.
     pending: Option<Write>,
-    /// Nothing is decided from a view before this revision: it lacks what we have written.
+    /// Decides nothing from a view before this revision: it lacks our own writes.
     since: u64,
-    /// Nothing is written before this time, unless the view changes from this revision.
+    /// Writes nothing before this time, unless the view has another revision by then.
     pause: Option<(Instant, u64)>,
 }
 
@@ -229,7 +233,7 @@ pub struct Machine {
 const PAUSE: Duration = Duration::from_secs(1);
 
 impl Machine {
-    /// A supervisor that has not joined. `epoch` is the last that ran here.
+    /// A supervisor that has not joined. `epoch` is the last one that ran here.
     #[must_use]
     pub fn new(options: Options, epoch: Epoch) -> Machine {
         Machine {
@@ -272,7 +276,7 @@ impl Machine {
         self.view.leader.is_some() && self.view.leader == self.member.incarnation()
     }
 
-    /// Handles an event and returns what to do, in order. Events that make no sense in a state change nothing.
+    /// Handles an event and returns what to do, in order. Events that have no meaning in a state change nothing.
     pub fn step(&mut self, event: Event, now: Instant) -> Vec<Action> {
         let mut orders = Vec::new();
         match event {
@@ -295,7 +299,7 @@ impl Machine {
         let mut actions: Vec<Action> = orders.into_iter().map(Action::Do).collect();
         self.pause = self.pause.filter(|(until, revision)| now < *until && self.view.revision == *revision);
         if !self.leads() {
-            // What it saw when it led before says nothing about the present.
+            // It may have led before: what it saw then is out of date.
             self.leading = Leading::default();
         }
         if self.pending.is_none() && self.pause.is_none() && self.view.revision >= self.since {
@@ -305,7 +309,7 @@ impl Machine {
         actions
     }
 
-    /// Own report first: the leader's decisions are made from reports.
+    /// The own report first: the leader decides from the reports.
     fn next_write(&mut self, now: Instant) -> Option<Write> {
         let write = self.member.write(&self.view);
         if write.is_some() || !self.member.has_joined(&self.view) {

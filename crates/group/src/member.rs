@@ -16,9 +16,11 @@ enum Job {
     Starting,
     Ready,
     Running,
-    /// Runs, and did not take part in this snapshot.
+    /// Runs, after it did not take part in this snapshot.
     Refused(Number, String),
     Preparing(Number),
+    Locked(Number),
+    Pulling(Number),
     Quiet(Number),
     Dumping(Number),
     Dumped(Number, Part),
@@ -36,9 +38,8 @@ impl Job {
     /// The snapshot in progress.
     fn snapshot(&self) -> Option<Number> {
         match self {
-            Job::Preparing(number) | Job::Quiet(number) | Job::Dumping(number) | Job::Dumped(number, _) => {
-                Some(*number)
-            }
+            Job::Preparing(number) | Job::Locked(number) | Job::Pulling(number) => Some(*number),
+            Job::Quiet(number) | Job::Dumping(number) | Job::Dumped(number, _) => Some(*number),
             _ => None,
         }
     }
@@ -50,6 +51,7 @@ impl Job {
             Job::Ready => State::Ready,
             Job::Running | Job::Preparing(_) => State::Running,
             Job::Refused(number, why) => State::Refused(*number, why.clone()),
+            Job::Locked(number) | Job::Pulling(number) => State::Locked(*number),
             Job::Quiet(number) | Job::Dumping(number) | Job::Aborting(number) => State::Quiet(*number),
             Job::Dumped(number, part) => State::Dumped(*number, part.clone()),
             Job::Ending => State::Ending,
@@ -58,11 +60,11 @@ impl Job {
     }
 }
 
-/// The lease, as far as this member can tell.
+/// What this member knows of its lease.
 #[derive(Debug, Default)]
 struct Fence {
     incarnation: Option<Incarnation>,
-    /// The lease cannot run out before.
+    /// The lease cannot expire before.
     sure: Option<Instant>,
 }
 
@@ -81,17 +83,17 @@ pub(crate) struct Member {
     job: Job,
     /// The epoch of the job.
     epoch: Epoch,
-    /// The parts that can be restored.
+    /// The parts that this member can restore.
     parts: BTreeMap<Number, Progress>,
-    /// Whether they are known.
+    /// Whether `parts` is known.
     listed: Listed,
-    /// The group images that this process has seen recorded, and the origin of the plan then: when such a record is gone,
-    /// the part is not needed.
+    /// The group images whose record this process has seen, and the origin of the plan then. Once a record is removed,
+    /// its part is not needed.
     recorded: BTreeMap<Number, Incarnation>,
     /// Parts that are being stored.
     storing: BTreeSet<Number>,
     asked: Option<Asked>,
-    /// Since when another supervisor has this rank.
+    /// When this process first saw that another supervisor has this rank.
     taken: Option<Instant>,
     finished: bool,
 }
@@ -117,12 +119,12 @@ impl Member {
         self.fence.incarnation
     }
 
-    /// When this member has to do something by itself.
+    /// When this member must do something without an event.
     pub(crate) fn deadline(&self, options: &Options) -> Option<Instant> {
         [self.fenced_at(options), self.taken.map(|since| since + options.limits.wait)].into_iter().flatten().min()
     }
 
-    /// When this member ends its job if it does not hear of its lease.
+    /// When this member ends its job if the lease is not renewed.
     fn fenced_at(&self, options: &Options) -> Option<Instant> {
         let sure = self.fence.sure.filter(|_| self.job.exists() && self.job != Job::Ending)?;
         sure.checked_sub(options.fence)
@@ -166,18 +168,19 @@ impl Member {
     pub(crate) fn happened(&mut self, local: Local) {
         match (local, &self.job) {
             (Local::Started, Job::Starting) => self.job = Job::Ready,
-            (Local::Quiet(number), Job::Preparing(wanted)) if number == *wanted => self.job = Job::Quiet(number),
+            (Local::Locked(number), Job::Preparing(wanted)) if number == *wanted => self.job = Job::Locked(number),
+            (Local::Quiet(number), Job::Pulling(wanted)) if number == *wanted => self.job = Job::Quiet(number),
             (Local::Dumped(number, part), Job::Dumping(wanted)) if number == *wanted => {
                 self.job = Job::Dumped(number, part);
             }
             (Local::Refused(number, why), job) if job.snapshot() == Some(number) => {
                 self.job = Job::Refused(number, why)
             }
-            // It was refused while it was being aborted.
+            // The member refused it while it was being aborted.
             (Local::Aborted(number) | Local::Refused(number, _), Job::Aborting(wanted)) if number == *wanted => {
                 self.job = Job::Running;
             }
-            // It was told to: that is no end of its own.
+            // The job was ended on order; it did not fail.
             (Local::Ended(_), Job::Ending) => self.job = Job::None,
             (Local::Ended(ending), job) if job.exists() => self.job = Job::Over(ending),
             (Local::Stored(number), _) => {
@@ -201,7 +204,7 @@ impl Member {
 
     // ---- the plan ----
 
-    /// Does what the plan wants and this member has not done.
+    /// Does what the plan demands and this member has not done yet.
     pub(crate) fn follow(&mut self, view: &View, options: &Options, now: Instant) -> Vec<Order> {
         let mut orders = Vec::new();
         if self.fenced_at(options).is_some_and(|at| at <= now) {
@@ -216,7 +219,7 @@ impl Member {
         if self.job.exists() && !(ours && plan.goal.is_alive() && plan.epoch == self.epoch) {
             orders.extend(self.kill());
         } else if ours || (plan.goal == Goal::End(End::Completed) && self.has_joined(view)) {
-            // Whoever comes when all is done leaves too.
+            // A member that joins after the end leaves too.
             self.obey(view, plan, options, now, &mut orders);
         }
         self.forget(view, plan, &mut orders);
@@ -229,7 +232,7 @@ impl Member {
                 self.listed = Listed::Asked;
                 Some(Order::List)
             }
-            // Somebody else has the rank and stores parts.
+            // Another supervisor has the rank, and may be storing parts.
             Some(other) if Some(other) != self.fence.incarnation => {
                 self.listed = Listed::No;
                 None
@@ -238,7 +241,7 @@ impl Member {
         }
     }
 
-    /// Another supervisor has this rank. It may be the one before this, whose lease is still to run out.
+    /// Another supervisor has this rank. It may be the one before this, whose lease has not expired yet.
     fn leave_if_taken(&mut self, view: &View, options: &Options, now: Instant) -> Option<Order> {
         let other = view.members.get(&self.rank).map(|report| report.incarnation);
         if other.is_none() || other == self.fence.incarnation || self.fence.incarnation.is_none() || self.finished {
@@ -254,10 +257,10 @@ impl Member {
         Some(Order::Finish(End::Missing { why }))
     }
 
-    /// A snapshot that the plan does not name any more is over: its part is kept if the group image was recorded.
+    /// A snapshot that the plan no longer names is over. Its part is kept if the group image was recorded.
     fn settle_snapshot(&mut self, view: &View, plan: &Plan, orders: &mut Vec<Order>) {
         let (Some(number), true) = (self.job.snapshot(), plan.epoch == self.epoch) else { return };
-        if matches!(plan.goal, Goal::Prepare(wanted) | Goal::Dump(wanted) if wanted == number) {
+        if matches!(plan.goal, Goal::Prepare(wanted) | Goal::Pull(wanted) | Goal::Dump(wanted) if wanted == number) {
             return;
         }
         let recorded = view.images.get(&number).and_then(|image| image.value.parts.get(&self.rank));
@@ -302,11 +305,17 @@ impl Member {
                     orders.push(Order::Prepare(*number));
                 }
             }
+            (Goal::Pull(number), Job::Locked(locked)) if number == locked => {
+                self.job = Job::Pulling(*number);
+                orders.push(Order::Pull(*number));
+            }
             (Goal::Dump(number), Job::Quiet(quiet)) if number == quiet => {
                 self.job = Job::Dumping(*number);
                 orders.push(Order::Dump(*number));
             }
-            (Goal::Dump(number), Job::Running) => self.job = Job::Refused(*number, "it was not prepared".into()),
+            (Goal::Pull(number) | Goal::Dump(number), Job::Running) => {
+                self.job = Job::Refused(*number, "it was not prepared".into());
+            }
             (Goal::Run, Job::Refused(..)) => self.job = Job::Running,
             (Goal::End(end), Job::None | Job::Over(_)) if !self.finished && self.storing.is_empty() => {
                 self.finished = true;
@@ -334,14 +343,14 @@ impl Member {
         Some(Order::Start { epoch: self.epoch, origin, from, part })
     }
 
-    /// Drops parts of group images whose record the leader has removed. If the coordinator has lost its data, the parts
-    /// are all that is left: they are not touched.
+    /// Drops parts of group images whose record the leader has removed. If the coordinator has lost its data, all parts
+    /// are kept: nothing else is left.
     fn forget(&mut self, view: &View, plan: &Plan, orders: &mut Vec<Order>) {
         let gone =
             |number: &Number| self.recorded.get(number) == Some(&plan.origin) && !view.images.contains_key(number);
         let gone: Vec<Number> = self.parts.keys().copied().filter(gone).collect();
         for number in gone {
-            // Storing it may fail then; that is reported and harms nobody.
+            // Storing it may then fail. That is reported, and does no harm.
             self.parts.remove(&number);
             orders.push(Order::Forget(number));
         }
@@ -367,11 +376,11 @@ impl Member {
         })
     }
 
-    /// What has to be written of it.
+    /// The next write of the report.
     pub(crate) fn write(&self, view: &View) -> Option<Write> {
         let report = self.report(view)?;
         match view.members.get(&self.rank) {
-            // Whoever reads that a member is there must be able to rely on that nothing of an earlier one runs.
+            // A report promises that no process of an earlier member with this rank still runs.
             None if self.job.exists() || self.listed != Listed::Yes => None,
             None => Some(Write::Join(report)),
             Some(written) if written.incarnation != report.incarnation => None,

@@ -115,6 +115,8 @@ impl Group {
 
     /// Takes a snapshot up to the decision.
     fn dumps(&mut self, number: Number) {
+        self.all(&|_| Local::Locked(number));
+        assert_eq!(self.goal(), Goal::Pull(number));
         self.all(&|_| Local::Quiet(number));
         assert_eq!(self.goal(), Goal::Dump(number));
         self.all(&|rank| Local::Dumped(number, part(rank, number)));
@@ -173,7 +175,7 @@ fn one_that_cannot_aborts_the_snapshot_for_all() {
     let mut group = Group::new(3);
     group.starts();
     group.wait(INTERVAL);
-    group.tell(0, Event::Local(Local::Quiet(ONE)));
+    group.tell(0, Event::Local(Local::Locked(ONE)));
     group.tell(1, Event::Local(Local::Refused(ONE, "no memory".into())));
     group.settle();
     assert_eq!(group.goal(), Goal::Abort { number: ONE, why: "rank 1: no memory".into() });
@@ -185,6 +187,32 @@ fn one_that_cannot_aborts_the_snapshot_for_all() {
     assert_eq!((group.goal(), group.coordinator.view.images.len()), (Goal::Run, 0));
     group.wait(Duration::from_secs(4));
     assert_eq!(group.goal(), Goal::Prepare(Number(2)), "a number is not used again");
+}
+
+#[test]
+fn no_cable_is_pulled_before_all_are_locked() {
+    let mut group = Group::new(3);
+    group.starts();
+    group.wait(INTERVAL);
+    group.tell(0, Event::Local(Local::Locked(ONE)));
+    group.tell(2, Event::Local(Local::Locked(ONE)));
+    group.settle();
+    assert_eq!(group.goal(), Goal::Prepare(ONE));
+    assert!((0..3).all(|at| group.last(at) == Some(&Order::Prepare(ONE))), "rank 1 may need data from the others");
+    group.tell(1, Event::Local(Local::Locked(ONE)));
+    group.settle();
+    assert!((0..3).all(|at| group.last(at) == Some(&Order::Pull(ONE))));
+
+    // One whose cable does not come out aborts it for all.
+    group.tell(0, Event::Local(Local::Quiet(ONE)));
+    group.tell(1, Event::Local(Local::Quiet(ONE)));
+    group.settle();
+    assert_eq!(group.goal(), Goal::Pull(ONE));
+    group.wait(options(Rank(0), 3).limits.prepare);
+    assert_eq!(group.goal(), Goal::Abort { number: ONE, why: "the cable is not out in time: rank 2".into() });
+    assert!((0..3).all(|at| group.last(at) == Some(&Order::Abort(ONE))));
+    group.all(&|_| Local::Aborted(ONE));
+    assert_eq!(group.goal(), Goal::Run);
 }
 
 #[test]
@@ -361,6 +389,68 @@ fn a_suspended_job_runs_on_after_it_is_resumed() {
     group.starts();
     group.wait(Duration::from_secs(1));
     assert_eq!(group.goal(), Goal::Run);
+}
+
+#[test]
+fn a_request_that_is_not_admitted_changes_nothing() {
+    let stop = Ask::Stop { requeue: false, within: Duration::from_secs(60) };
+    let now = Ask::StopNow { requeue: false };
+    let all = [Ask::Snapshot, Ask::Suspend, Ask::Resume, Ask::Rewind(ONE), Ask::Rewind(Number(9)), stop, now];
+    type Reach = dyn Fn(&mut Group);
+    let steps: [(&str, &Reach); 6] = [
+        ("runs", &|_| {}),
+        ("prepares", &|group| group.wait(INTERVAL)),
+        ("has an image", &|group| {
+            group.wait(INTERVAL);
+            group.dumps(ONE);
+            group.all(&|_| Local::Stored(ONE));
+        }),
+        ("suspended", &|group| {
+            group.tell(0, Event::Asked(Ask::Suspend));
+            group.settle();
+            group.dumps(ONE);
+        }),
+        ("gathers", &|group| {
+            group.tell(0, Event::Local(Local::Ended(Ending::Failed { why: "it failed".into() })));
+            group.settle();
+        }),
+        ("is over", &|group| {
+            group.tell(0, Event::Asked(Ask::StopNow { requeue: false }));
+            group.settle();
+        }),
+    ];
+    let mut seen = Vec::new();
+    for (step, reach) in steps {
+        for ask in &all {
+            let mut group = Group::new(2);
+            group.starts();
+            reach(&mut group);
+            let admitted = crate::admits(&group.coordinator.view, ask);
+            let plan = |group: &Group| {
+                let plan = group.coordinator.view.plan.clone().unwrap().value;
+                crate::documents::Plan { serial: 0, served: BTreeMap::new(), ..plan }
+            };
+            let before = plan(&group);
+            group.tell(1, Event::Asked(ask.clone()));
+            group.settle();
+            assert_eq!(admitted.is_ok(), plan(&group) != before, "{ask:?} when it {step}: {admitted:?}");
+            seen.extend(admitted.err());
+        }
+    }
+    seen.sort_unstable();
+    seen.dedup();
+    assert_eq!(
+        seen,
+        [
+            "a snapshot is being taken",
+            "the job does not run: it waits to be started",
+            "the job is not suspended",
+            "the job is suspended",
+            "the job is suspended already",
+            "the run is over",
+            "there is no such group image",
+        ]
+    );
 }
 
 #[test]

@@ -59,8 +59,8 @@ mod call {
     nix::ioctl_write_int!(ficlone, 0x94, 9);
 }
 
-/// A file without a name in the folder `beside` that has the content of `file` and shares its blocks: it takes no time and
-/// no space until one of the two is changed. XFS and btrfs can do that.
+/// A file without a name in the folder `beside` that has the content of `file` and shares its blocks: it takes no time
+/// and no space until one of the two is changed. XFS and btrfs can do that.
 ///
 /// # Errors
 /// `EOPNOTSUPP` or `EINVAL` if the file system cannot; else those of open(2) with `O_TMPFILE`, or of the disk.

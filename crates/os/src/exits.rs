@@ -1,11 +1,11 @@
-//! How processes end that are not our children.
+//! How processes that are not our children ended.
 //!
-//! Three sources, each where the one before tells nothing:
+//! There are three sources. Each is used if the ones before it do not know:
 //!
 //! | source | needs | tells |
 //! |---|---|---|
-//! | `PIDFD_GET_INFO` | Linux 6.14 | how a process ended that its parent has waited for |
-//! | /proc/PID/stat | root | how a process ended that its parent has not waited for |
+//! | `PIDFD_GET_INFO` | Linux 6.14 | how a process ended, after its parent has waited for it |
+//! | /proc/PID/stat | root | how a process ended, before its parent waits for it |
 //! | the process events (`cn_proc`) | CAP_NET_ADMIN in the first namespaces | each fork, exec and end on the machine, when it happens |
 #![allow(unsafe_code, reason = "calls of the kernel; each block says why it is sound")]
 
@@ -46,8 +46,8 @@ fn info(pidfd: BorrowedFd<'_>) -> Option<Ended> {
     (done == 0 && info.mask & INFO_EXIT != 0).then(|| of_status(info.exit_code))
 }
 
-/// How the process behind this pidfd ended, once poll(2) says that it has. `pid` is its pid as we see it. None if nobody
-/// can tell any more: before Linux 6.14, once its parent has waited for it.
+/// How the process of this pidfd ended, once poll(2) reports its end. `pid` is its pid as we see it. None if that is no
+/// longer known: before Linux 6.14, once its parent has waited for it.
 #[must_use]
 pub fn ended(pidfd: BorrowedFd<'_>, pid: i32) -> Option<Ended> {
     // The parent may wait for it between the first two.
@@ -62,7 +62,8 @@ pub fn always_told() -> bool {
     (numbers.next(), numbers.next()) >= (Some(6), Some(14))
 }
 
-/// Waits until one of them can be read, or is over, at most `limit`. Answers which; none after the limit or a signal.
+/// Waits until one of these can be read or has ended, at most `limit`. Returns which ones; none after the limit or a
+/// signal.
 ///
 /// # Errors
 /// When the kernel refuses.
@@ -90,7 +91,7 @@ pub enum Event {
     Forked {
         /// Its pid.
         parent: i32,
-        /// That of the child.
+        /// The child's pid.
         child: i32,
     },
     /// It executes another program.
@@ -102,7 +103,7 @@ pub enum Event {
     Ended {
         /// Its pid.
         pid: i32,
-        /// How.
+        /// Its exit status.
         how: Ended,
     },
 }
@@ -126,7 +127,7 @@ const NONE: u32 = 0;
 const FORK: u32 = 1;
 const EXEC: u32 = 2;
 const EXIT: u32 = 0x8000_0000;
-/// How long the kernel may take to answer. It does so while it takes the request.
+/// Time limit for the kernel's answer, which it sends while it receives the request.
 const ANSWER: Duration = Duration::from_millis(200);
 /// Bytes that may wait to be read: a burst of some ten thousand events.
 const WAITING: libc::c_int = 4 << 20;
@@ -136,20 +137,20 @@ fn checked(result: libc::c_int) -> io::Result<libc::c_int> {
 }
 
 impl Events {
-    /// All events of the machine from now on.
+    /// Subscribes to all events of the machine.
     ///
     /// # Errors
-    /// Without the right (CAP_NET_ADMIN), in another than the first PID, user or network namespace, or if the kernel does not have
-    /// them (CONFIG_PROC_EVENTS).
+    /// Without the right (CAP_NET_ADMIN), in a PID, user or network namespace that is not the first, or without
+    /// CONFIG_PROC_EVENTS in the kernel.
     pub fn listen() -> io::Result<Events> {
         let kind = libc::SOCK_DGRAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
         // SAFETY: a system call on numbers.
         let fd = checked(unsafe { libc::socket(libc::AF_NETLINK, kind, libc::NETLINK_CONNECTOR) })?;
-        // SAFETY: the kernel returned a new descriptor, which nobody else owns.
+        // SAFETY: the kernel returned a new descriptor, which has no other owner.
         let socket = unsafe { OwnedFd::from_raw_fd(fd) };
         let size = |of: usize| libc::socklen_t::try_from(of).map_err(io::Error::other);
         let (room, room_size) = (WAITING, size(size_of::<libc::c_int>())?);
-        // It is no matter if that is too much.
+        // A failure does no harm: the size may be above the limit.
         // SAFETY: a number that lives over the call, with its size.
         unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_RCVBUFFORCE, (&raw const room).cast(), room_size) };
         // SAFETY: sockaddr_nl is plain numbers, for which all zeroes is valid.
@@ -164,7 +165,7 @@ impl Events {
         Ok(events)
     }
 
-    /// Asks for the events. Outside of the first namespaces the kernel does not even answer.
+    /// Requests the events. Outside the first namespaces the kernel does not even answer.
     fn ask(&self) -> io::Result<()> {
         let mut message = Vec::with_capacity(HEADERS + 4);
         let length = u32::try_from(HEADERS + 4).map_err(io::Error::other)?;
@@ -184,7 +185,7 @@ impl Events {
         let mut buffer = [0; 8192];
         while wait(&[self.socket.as_fd()], Some(ANSWER))?.contains(&true) {
             let received = self.receive(&mut buffer)?;
-            // Of a request it says the error; the events of others may come first.
+            // The answer has the error. Events may arrive before it.
             match what(received) {
                 Some((NONE, data)) => {
                     return match word(data, 0) {
@@ -206,19 +207,19 @@ impl Events {
         Ok(buffer.get(..got).unwrap_or_default())
     }
 
-    /// For [`wait`].
+    /// The descriptor, for [`wait`].
     #[must_use]
     pub fn descriptor(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
 
-    /// What has happened and was not read yet. Events are lost if too many wait.
+    /// Reads the waiting events. Events are lost if too many wait.
     pub fn read(&self) -> Vec<Event> {
         let (mut events, mut buffer) = (Vec::new(), [0; 8192]);
         loop {
             match self.receive(&mut buffer) {
                 Ok(message) => events.extend(event(message)),
-                // Those that did not fit are gone; the next are there.
+                // Events that did not fit are lost; later ones are there.
                 Err(error) if matches!(error.raw_os_error(), Some(libc::ENOBUFS | libc::EINTR)) => {}
                 Err(_) => return events,
             }

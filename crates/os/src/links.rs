@@ -249,7 +249,7 @@ impl Links {
     /// Makes a device a port of a bridge.
     ///
     /// # Errors
-    /// When one of them is gone, or the second is no bridge.
+    /// When one of them is gone, or the second is not a bridge.
     pub fn join_bridge(&self, index: u32, bridge: u32) -> io::Result<()> {
         let mut message = LinkMessage::default();
         message.header.index = index;
@@ -270,7 +270,7 @@ impl Links {
         self.ask(RouteNetlinkMessage::NewAddress(message), NLM_F_CREATE | NLM_F_EXCL).map(drop)
     }
 
-    /// Records for ever that this address has this MAC address: nobody is asked (no ARP).
+    /// Records permanently that this address has this MAC address, without ARP.
     ///
     /// # Errors
     /// When the device is gone.
@@ -299,7 +299,7 @@ impl Links {
         self.ask(RouteNetlinkMessage::NewNeighbour(message), NLM_F_CREATE | NLM_F_REPLACE).map(drop)
     }
 
-    /// Has a VXLAN device send packets for this MAC address nowhere. It is no error if there is no entry.
+    /// Makes a VXLAN device drop packets for this MAC address. A missing entry is not an error.
     ///
     /// # Errors
     /// When the device is gone.

@@ -11,9 +11,9 @@ use std::path::PathBuf;
 pub struct Mount {
     /// The device of its file system, as stat(2) has it.
     pub device: u64,
-    /// Which folder of the file system it shows.
+    /// The folder of the file system that it shows.
     pub root: PathBuf,
-    /// Where.
+    /// The folder at which it is mounted.
     pub point: PathBuf,
     /// The options of the mount itself, with commas.
     pub options: String,

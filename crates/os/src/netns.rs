@@ -75,8 +75,8 @@ fn child(user: u32, group: u32, report: &OwnedFd) -> ! {
 }
 
 fn enter(user: u32, group: u32) -> io::Result<()> {
-    // A change of user keeps the capabilities then. One of them is needed to create a user namespace on machines that do
-    // not let everybody do so.
+    // A change of user keeps the capabilities then. One of them is needed to create a user namespace on machines that
+    // do not let everybody do so.
     set_capabilities_secure_bits(CapabilitiesSecureBits::NO_SETUID_FIXUP)?;
     become_user(user, group)?;
     // The creator owns the user namespace, and the next namespace belongs to it.
@@ -113,7 +113,8 @@ fn route_all_to_loopback(family: i32) -> io::Result<()> {
         SockFlag::SOCK_CLOEXEC,
         SockProtocol::NetlinkRoute,
     )?;
-    // struct rtmsg: family, lengths of destination and source (any), type of service, table, protocol, scope, kind, flags.
+    // struct rtmsg: family, lengths of destination and source (any), type of service, table, protocol, scope, kind,
+    // flags.
     let family = u8::try_from(family).unwrap_or_default();
     let scope = if family == 2 { libc::RT_SCOPE_HOST } else { libc::RT_SCOPE_UNIVERSE };
     let mut body = vec![family, 0, 0, 0, libc::RT_TABLE_LOCAL, libc::RTPROT_BOOT, scope, libc::RTN_LOCAL, 0, 0, 0, 0];

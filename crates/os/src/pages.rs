@@ -43,7 +43,8 @@ pub fn spare_threads() -> usize {
 /// Makes the file at least `len` bytes long, and all its pages present. Existing content is kept.
 ///
 /// # Errors
-/// `StorageFull` or `OutOfMemory` if the tmpfs or the memory of the machine is not enough; the file may have grown then.
+/// `StorageFull` or `OutOfMemory` if the tmpfs or the memory of the machine is not enough; the file may have grown
+/// then.
 pub fn make_present(file: &File, len: u64) -> io::Result<()> {
     if file.metadata()?.size() < len {
         // First, because a tmpfs with huge=within_size uses huge pages only below the size.
@@ -150,8 +151,8 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps `length` bytes from `offset`, a multiple of the page size. The file may be shorter. On a tmpfs with huge pages
-    /// the kernel chooses a fitting address.
+    /// Maps `length` bytes from `offset`, a multiple of the page size. The file may be shorter. On a tmpfs with huge
+    /// pages the kernel chooses a fitting address.
     ///
     /// # Errors
     /// When the kernel does not map it.

@@ -69,8 +69,8 @@ pub fn tree(root: i32) -> Vec<i32> {
     all
 }
 
-/// A file of /proc/PID as text. What is not UTF-8 is replaced: the kernel shows names as they are, and a process may give
-/// itself and its files any.
+/// A file of /proc/PID as text. What is not UTF-8 is replaced: the kernel shows names as they are, and a process may
+/// give itself and its files any.
 ///
 /// # Errors
 /// When the process is gone (ENOENT, or ESRCH from one that ends while it is read), or belongs to somebody else.
@@ -193,8 +193,8 @@ pub fn has_mapped(pid: i32, name: &str) -> bool {
     maps::mappings(&maps).any(|mapping| mapping.file_name() == name.as_bytes())
 }
 
-/// The descriptors of a process: their numbers, and what they lead to, as the kernel calls it. None of a process that has
-/// ended.
+/// The descriptors of a process: their numbers, and what they lead to, as the kernel calls it. None of a process that
+/// has ended.
 pub fn descriptors(pid: i32) -> impl Iterator<Item = (RawFd, PathBuf)> {
     let entries = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
     entries.filter_map(|entry| {

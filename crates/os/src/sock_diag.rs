@@ -86,7 +86,7 @@ pub fn ownerless() -> io::Result<Vec<Ownerless>> {
 /// Ends the connection now.
 ///
 /// # Errors
-/// When the kernel cannot do it (EOPNOTSUPP), or we may not. A connection that has ended by itself is no error.
+/// When the kernel cannot do it (EOPNOTSUPP), or we may not. A connection that has ended by itself is not an error.
 pub fn destroy(connection: &Ownerless) -> io::Result<()> {
     let socket = open()?;
     ask(&socket, SOCK_DESTROY, NLM_F_REQUEST | NLM_F_ACK, connection.family, &connection.id)?;

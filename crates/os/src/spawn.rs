@@ -286,8 +286,8 @@ impl Spawn {
         self
     }
 
-    /// The kernel kills the child when this process ends. Only for [`World::Host`]: children of other worlds are forked by
-    /// threads that end, and those worlds end with us anyway.
+    /// The kernel kills the child when this process ends. Only for [`World::Host`]: children of other worlds are forked
+    /// by threads that end, and those worlds end with us anyway.
     #[must_use]
     pub fn dies_with_us(mut self) -> Spawn {
         self.dies_with = Some(std::process::id().cast_signed());

@@ -9,21 +9,25 @@
 //!
 //! On every open do: sweep `.tmp-*` and `.del-*` ([`super::JobFolder::sweep_leftovers`]).
 
-use std::fs;
+use std::fs::{self, DirBuilder};
 use std::io;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 use thiserror::Error;
 
 use super::chunk::map;
+use super::error::{Error, Result as StoreResult};
+use super::folder::JobFolder;
+use super::folders::remove_all;
 use super::id::{ImageId, JobName};
 use super::image::Image;
+use super::lock::WriterLock;
 use super::manifest::{self, Manifest, ManifestError};
 use super::mark;
-use super::remove;
 use super::tags;
 use super::trust::Trust;
-use rekindle_os::durable;
+use rekindle_os::durable::{self, TEMP_PREFIX};
 
 /// Why a draft did not become an image. Unless noted otherwise there is no image, and the job's older images are
 /// unchanged.
@@ -77,12 +81,23 @@ pub struct Draft {
     trust: Trust,
 }
 
-impl Draft {
-    /// `dir` exists and is empty; `lasting` is in the same folder and does not exist.
-    pub(super) fn new(id: ImageId, job: JobName, dir: PathBuf, lasting: PathBuf, trust: Trust) -> Draft {
-        Draft { id, job, dir, lasting, trust }
+impl JobFolder {
+    /// Begins an image with a given name: creates `.tmp-ID`.
+    ///
+    /// # Errors
+    /// [`Error::WrongLock`], [`Error::Create`].
+    pub fn begin_image_as(&self, lock: &WriterLock, id: ImageId) -> StoreResult<Draft> {
+        self.check_lock(lock)?;
+        let dir = self.images_dir();
+        let path = dir.join(format!("{TEMP_PREFIX}{id}"));
+        let made = DirBuilder::new().mode(0o700).create(&path);
+        made.map_err(|source| Error::Create { path: path.clone(), source })?;
+        let lasting = dir.join(id.to_string());
+        Ok(Draft { id, job: self.name().clone(), dir: path, lasting, trust: self.trust().clone() })
     }
+}
 
+impl Draft {
     /// The name that the image will have.
     #[must_use]
     pub fn id(&self) -> ImageId {
@@ -126,7 +141,7 @@ impl Draft {
         carry_over(if loose { &self.dir } else { &from.dir }, &self.lasting)?;
         if loose {
             // If it cannot be removed now, the next sweep removes it.
-            let _ = remove::remove_all(&self.dir);
+            let _ = remove_all(&self.dir);
         }
         Ok(Image::load(&self.lasting, self.id, &self.trust))
     }

@@ -1,56 +1,18 @@
 //! What can go wrong in the store.
 
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use thiserror::Error;
 
+use super::file_error::Failing;
+use super::holder::{Holder, STALE};
 use super::id::{ImageId, JobName};
-use super::lock::Holder;
+use super::tag::Tags;
 use super::trust::Untrusted;
 
 /// The result of most calls on the store.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
-
-/// A file or folder could not be created, read, written or removed.
-#[derive(Debug, Error)]
-#[error("cannot {what} {}{}", path.display(), Failing(source))]
-pub struct FileError {
-    /// The action.
-    pub what: &'static str,
-    /// The file or folder.
-    pub path: PathBuf,
-    /// The kernel's answer.
-    #[source]
-    pub source: io::Error,
-}
-
-/// A hint for errors of the disk itself: what the error means and what to do. It is shown before the kernel's message.
-/// Empty for other errors.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Failing<'a>(pub(crate) &'a io::Error);
-
-impl std::fmt::Display for Failing<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match is_failing(self.0) {
-            true => f.write_str(
-                ", because the disk is failing (see the kernel log, and replace the disk; no image is marked as bad)",
-            ),
-            false => Ok(()),
-        }
-    }
-}
-
-/// Whether the disk itself has failed. Content that it did not deliver may be intact.
-pub(crate) fn is_failing(error: &io::Error) -> bool {
-    error.raw_os_error() == Some(libc::EIO)
-}
-
-/// Makes an error of a failed action.
-pub fn failed(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> FileError + use<> {
-    let path = path.to_owned();
-    move |source| FileError { what, path, source }
-}
 
 /// Why a call on the store failed. Nothing was deleted, except with [`Error::Remove`].
 #[derive(Debug, Error)]
@@ -131,7 +93,7 @@ pub enum Error {
     /// The lock was free, but the file names a holder that may be alive, on a machine that our locks do not reach.
     #[error(
         "job \"{job}\" may be supervised by {holder}, whose last heartbeat was {} ago; stop that supervisor first. If it is dead, try again when its heartbeat is {} old, or empty {} to continue at once",
-        humantime::format_duration(std::time::Duration::from_secs(silent.as_secs())), humantime::format_duration(super::lock::STALE), .file.display()
+        humantime::format_duration(std::time::Duration::from_secs(silent.as_secs())), humantime::format_duration(STALE), .file.display()
     )]
     PerhapsSupervised {
         /// The job.
@@ -181,7 +143,7 @@ pub enum Error {
         why: String,
     },
     /// The image would have too many tags.
-    #[error("image {0} would have more than {most} tags: remove some with `rekindle untag`", most = super::Tags::MOST)]
+    #[error("image {0} would have more than {most} tags: remove some with `rekindle untag`", most = Tags::MOST)]
     TooManyTags(ImageId),
     /// The image was removed while it was being pinned or tagged.
     #[error("image {0} is being removed now: check with `rekindle list` whether it still exists, and try again")]
@@ -332,7 +294,10 @@ fn supervisor(holder: Option<&Holder>) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
+    use crate::file_error::failed;
     use rekindle_base::chain;
 
     #[test]
@@ -343,7 +308,7 @@ mod tests {
             chain(&failed("write", path)(eio())),
             chain(&Error::Read { path: path.to_owned(), source: eio() }),
             chain(&Error::Write { path: path.to_owned(), source: eio() }),
-            chain(&super::super::format::ReadError::Read { path: path.to_owned(), source: eio() }),
+            chain(&crate::format::ReadError::Read { path: path.to_owned(), source: eio() }),
         ];
         for text in told {
             assert!(text.contains("/s/j/packs/x.pack, because the disk is failing (see the kernel log"), "{text}");

@@ -1,25 +1,16 @@
 //! A job's folder: `lock`, `job.json`, `log/`, `bin/`, `images/`, `packs/`.
 
-use std::fs::{self, DirBuilder};
-use std::io;
-use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
-use chrono::{DateTime, Utc};
-
-use super::draft::Draft;
 use super::error::{Error, Result};
+use super::folders::{is_there, list, make_folder};
 use super::id::{ImageId, JobName};
 use super::image::{Image, State};
-use super::known::Known;
-use super::links;
 use super::lock::{self, Writer, WriterLock};
 use super::pack::Packs;
 use super::record::{self, JobRecord};
-use super::tags::Tag;
+use super::rights;
 use super::trust::Trust;
-use super::{DELETED_PREFIX, remove, rights, select, staging};
-use rekindle_os::durable::{self, TEMP_PREFIX};
 
 /// The folder of one job. Reading needs no lock; functions that change `images/` require the [`WriterLock`].
 #[derive(Debug, Clone)]
@@ -185,37 +176,11 @@ impl JobFolder {
         Ok(images)
     }
 
-    /// The image that a user means: `latest` (the newest good one), an id, the beginning of one, a number, a tag, or
-    /// `-N`, which counts [`JobFolder::to_continue_from`].
-    ///
-    /// # Errors
-    /// [`Error::UnknownImage`], [`Error::AmbiguousImage`], [`Error::NoGoodImage`], [`Error::NoNthImage`],
-    /// [`Error::Read`].
-    pub fn find(&self, selector: &str) -> Result<Image> {
-        let known = self.known()?;
-        let best = known.iter().map(|known| known.best().clone()).collect();
-        let tagged = |tag: &Tag| known.iter().filter(|known| known.tags().has(tag)).map(Known::id).collect();
-        select::select(&self.name, best, selector, tagged, || self.to_continue_from(&known))
-    }
-
-    /// The good images on the job's current line, newest first: -1 means the first of them, as for a rewind.
-    #[must_use]
-    pub fn to_continue_from(&self, known: &[Known]) -> Vec<ImageId> {
-        let ours = self.line();
-        known.iter().filter(|known| known.best().is_good() && ours(known.best())).map(Known::id).collect()
-    }
-
     /// Whether the store has the image, good or not. If this is unknown, the answer is no: then the image in memory is
     /// kept.
     #[must_use]
     pub fn is_stored(&self, id: ImageId) -> bool {
         self.images_dir().join(id.to_string()).is_dir()
-    }
-
-    /// Complete images in the job's staging areas, newest first. Some of them may also be in the store.
-    #[must_use]
-    pub fn staged(&self) -> Vec<Image> {
-        staging::staged(&self.path, &self.trust)
     }
 
     /// Whether an image is on the job's current line. After a rewind the newer images of the old line are not. If the
@@ -228,122 +193,11 @@ impl JobFolder {
         }
     }
 
-    /// The newest image of the job's line that it has proven, if it is in memory and the store has none that is as new.
-    /// An unreadable image in the store counts as missing: then the one in memory is kept.
-    #[must_use]
-    pub fn proven_in_memory_only(&self) -> Option<ImageId> {
-        let ours = self.line();
-        let good = |images: Vec<Image>| {
-            let good = images.into_iter().filter(|image| image.is_good() && ours(image));
-            good.map(|image| image.id).collect::<Vec<_>>()
-        };
-        let (staged, stored) = (self.staged(), self.images().unwrap_or_default());
-        let (staged, stored) = (good(staged), good(stored));
-        // If the proofs cannot be read, any image may be proven. The newest is kept anyway.
-        let proven = self.proven().unwrap_or_else(|_| staged.last().copied().into_iter().collect());
-        staging::admission::proven_only_here(staged, &proven, stored.first().copied())
-    }
-
-    /// Every copy of every image, newest first; one in memory comes before the same in the store.
+    /// Checks that the lock is one of this job, and that it is still held.
     ///
     /// # Errors
-    /// [`Error::Read`].
-    pub fn copies(&self) -> Result<Vec<Image>> {
-        let mut copies: Vec<Image> = self.staged().into_iter().chain(self.images()?).collect();
-        // A stable sort: of two with the same name the first stays first.
-        copies.sort_by_key(|image| std::cmp::Reverse(image.id));
-        Ok(copies)
-    }
-
-    /// All images with their places, newest first.
-    ///
-    /// # Errors
-    /// [`Error::Read`].
-    pub fn known(&self) -> Result<Vec<Known>> {
-        Ok(Known::gather(self.copies()?))
-    }
-
-    /// Removes the hard links beside the user's files that belong to the image in a slot, unless the store has that
-    /// image and still needs them. Call it before the slot is emptied or overwritten.
-    pub fn drop_links(&self, slot: &staging::Slot) {
-        let image = slot.image().filter(|image| !self.is_stored(image.id));
-        if let Some(manifest) = image.as_ref().and_then(Image::manifest) {
-            manifest.saved_links.iter().for_each(|link| links::remove(manifest, link));
-        }
-    }
-
-    /// A name for the next image, with a number higher than all numbers in the folder and in memory.
-    ///
-    /// # Errors
-    /// [`Error::Read`], [`Error::NumbersUsedUp`].
-    pub fn next_id(&self, now: DateTime<Utc>) -> Result<ImageId> {
-        let names = list(&self.images_dir())?;
-        let seen = names.iter().filter_map(|name| {
-            let id = name.strip_prefix(TEMP_PREFIX).or_else(|| name.strip_prefix(DELETED_PREFIX)).unwrap_or(name);
-            id.parse::<ImageId>().ok()
-        });
-        let staged = self.staged().into_iter().map(|image| image.id);
-        let last = seen.chain(staged).map(|id| id.sequence()).max().unwrap_or(0);
-        let next = last.checked_add(1).ok_or_else(|| Error::NumbersUsedUp(self.name.clone()))?;
-        Ok(ImageId::new(next, now))
-    }
-
-    /// Begins an image with a given name: creates `.tmp-ID`.
-    ///
-    /// # Errors
-    /// [`Error::WrongLock`], [`Error::Create`].
-    pub fn begin_image_as(&self, lock: &WriterLock, id: ImageId) -> Result<Draft> {
-        self.check_lock(lock)?;
-        let dir = self.images_dir();
-        let path = dir.join(format!("{TEMP_PREFIX}{id}"));
-        let made = DirBuilder::new().mode(0o700).create(&path);
-        made.map_err(|source| Error::Create { path: path.clone(), source })?;
-        Ok(Draft::new(id, self.name.clone(), path, dir.join(id.to_string()), self.trust.clone()))
-    }
-
-    /// Removes leftovers of crashes: `.tmp-ID` and `.del-ID` in `images/`, and files `.tmp-*` beside `job.json`, in
-    /// `bin/` and in images. Nothing else is removed. Returns the removed paths.
-    ///
-    /// # Errors
-    /// [`Error::WrongLock`], [`Error::Read`] (then nothing was removed), [`Error::Remove`].
-    pub fn sweep_leftovers(&self, lock: &WriterLock) -> Result<Vec<PathBuf>> {
-        self.check_lock(lock)?;
-        remove::sweep(self)
-    }
-
-    /// Removes an image, and its hard links beside the user's files; never a pinned image. After a power cut during
-    /// this, the image either still exists or is a `.del-ID`.
-    ///
-    /// # Errors
-    /// [`Error::WrongLock`], [`Error::UnknownImage`], [`Error::Pinned`], [`Error::Read`], [`Error::Remove`].
-    pub fn remove(&self, lock: &WriterLock, id: &ImageId) -> Result<()> {
-        self.check_lock(lock)?;
-        remove::image(self, *id)
-    }
-
-    pub(super) fn check_lock(&self, lock: &WriterLock) -> Result<()> {
+    /// [`Error::WrongLock`], [`Error::TakenOver`], [`Error::LockReplaced`].
+    pub fn check_lock(&self, lock: &WriterLock) -> Result<()> {
         if lock.guards(&self.path) { lock.confirm() } else { Err(Error::WrongLock(self.name.clone())) }
-    }
-}
-
-/// The names in a folder. Names that are not UTF-8 are not ours and are skipped.
-pub(super) fn list(dir: &Path) -> Result<Vec<String>> {
-    let failed = |source| Error::Read { path: dir.to_owned(), source };
-    let entries = fs::read_dir(dir).map_err(failed)?.collect::<io::Result<Vec<_>>>().map_err(failed)?;
-    Ok(entries.into_iter().filter_map(|entry| entry.file_name().into_string().ok()).collect())
-}
-
-/// Whether the path exists; an unclear answer counts as yes.
-fn is_there(path: &Path) -> bool {
-    !fs::symlink_metadata(path).is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
-}
-
-fn make_folder(path: &Path) -> Result<()> {
-    let failed = |source| Error::Create { path: path.to_owned(), source };
-    match DirBuilder::new().mode(0o700).create(path) {
-        Ok(()) => durable::sync_dir(path.parent().unwrap_or(path)).map_err(failed),
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists && path.is_dir() => Ok(()),
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Err(Error::NotAFolder(path.to_owned())),
-        Err(source) => Err(failed(source)),
     }
 }

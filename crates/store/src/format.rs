@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use thiserror::Error;
 
-use super::error::Failing;
+use super::file_error::Failing;
 
 /// The kind of data that was read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

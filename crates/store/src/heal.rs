@@ -1,4 +1,4 @@
-//! Replaces chunks that are damaged or unreadable with an intact copy from another pack or the replica.
+//! Replaces chunks that are damaged or unreadable with an intact copy from another pack or the replica ([`ChunkSource`]).
 //!
 //! 1. each chunk is read from every pack that has it, from the disk itself; an intact copy is used
 //! 2. if two copies are configured, a chunk with one remaining copy is copied to a new pack
@@ -22,7 +22,8 @@ use serde::Serialize;
 
 use super::FileError;
 use super::chunk::{ChunkId, Compression, Key};
-use super::error::{Error as StoreError, Failing, is_failing};
+use super::error::Error as StoreError;
+use super::file_error::{Failing, is_failing};
 use super::folder::JobFolder;
 use super::format::FormatError;
 use super::id::ImageId;
@@ -30,12 +31,11 @@ use super::lock::WriterLock;
 use super::pack::stored::Stored;
 use super::pack::strike::{Place, strike};
 use super::pack::{CopyError, Index, Location, Making, PackName, PackWriter, Packs, RecordHeader, Unread};
-use super::replica::{self, Replica};
 use crate::options::Copies;
-use rekindle_base::chain;
 
-/// Opens the replica when it is needed.
-pub type OpenReplica<'a> = &'a (dyn Fn() -> replica::Result<Replica> + Sync);
+mod source;
+
+pub use source::{ChunkSource, FetchError, Put};
 
 /// What is needed to heal chunks.
 #[derive(Clone, Copy)]
@@ -51,7 +51,7 @@ pub struct Healing<'a> {
     /// Records the places that the disk cannot read.
     pub unread: &'a Unread,
     /// The replica, for chunks without an intact copy here.
-    pub replica: Option<OpenReplica<'a>>,
+    pub replica: Option<&'a dyn ChunkSource>,
 }
 
 impl fmt::Debug for Healing<'_> {
@@ -287,28 +287,18 @@ impl<'a> Work<'a> {
     fn fetch(&mut self, cancelled: &(dyn Fn() -> bool + Sync)) -> Result<(), Error> {
         let wanted: HashSet<ChunkId> = self.wanted.keys().copied().collect();
         let mut left = wanted.clone();
-        if let Some(open) = self.healing.replica.filter(|_| !wanted.is_empty()) {
-            let mut failed = None;
+        if let Some(replica) = self.healing.replica.filter(|_| !wanted.is_empty()) {
             let writers = &mut self.writers;
             let mut came = HashSet::new();
-            let fetched = open().and_then(|replica| {
-                let mut put = |key: Option<&Key>, header: &RecordHeader, stored: &[u8]| {
-                    came.insert(header.id);
-                    writers.append(key, header, stored).map_err(|error| {
-                        let at = (error.path.clone(), error.source.kind());
-                        failed = Some(error);
-                        replica::Error::Write { path: at.0, source: at.1.into() }
-                    })
-                };
-                replica.chunks(wanted, self.packs, self.healing.key, cancelled, &mut put)
-            });
-            if let Some(error) = failed {
-                return Err(error.into());
-            }
-            match fetched {
-                Ok(_) => {}
-                Err(replica::Error::Cancelled) => return Err(Error::Cancelled),
-                Err(error) => self.healed.replica_failure = Some(chain(&error)),
+            let mut put = |key: Option<&Key>, header: &RecordHeader, stored: &[u8]| {
+                came.insert(header.id);
+                writers.append(key, header, stored)
+            };
+            match replica.fetch(wanted, self.packs, self.healing.key, cancelled, &mut put) {
+                Ok(()) => {}
+                Err(FetchError::Put(error)) => return Err(error.into()),
+                Err(FetchError::Cancelled) => return Err(Error::Cancelled),
+                Err(FetchError::Unavailable(why)) => self.healed.replica_failure = Some(why),
             }
             left.retain(|id| !came.contains(id));
         }

@@ -238,7 +238,7 @@ impl Image {
         };
         let path = self.dir.join(map::FILE_NAME);
         let map = ChunkMap::read(&path, &chunks.blake3)?;
-        map.check(manifest, chunks).map_err(|source| ReadError::Format { path, source })?;
+        manifest.check_map(chunks, &map).map_err(|source| ReadError::Format { path, source })?;
         Ok(Some(map))
     }
 

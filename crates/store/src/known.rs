@@ -1,10 +1,18 @@
-//! An image with all its copies, in memory and in the store.
+//! All images of a job with their copies, in memory and in the store; how a text finds one, and how the next is named.
 
 use std::slice;
 
+use chrono::{DateTime, Utc};
+
+use super::error::{Error, Result};
+use super::folder::JobFolder;
+use super::folders::list;
 use super::id::ImageId;
 use super::image::{Image, Place};
-use super::tags::Tags;
+use super::names::DELETED_PREFIX;
+use super::select::select;
+use super::tag::{Tag, Tags};
+use rekindle_os::durable::TEMP_PREFIX;
 
 /// An image with all its copies.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -14,9 +22,66 @@ pub struct Known {
     other: Option<Image>,
 }
 
+impl JobFolder {
+    /// Every copy of every image, newest first; one in memory comes before the same in the store.
+    ///
+    /// # Errors
+    /// [`Error::Read`].
+    pub fn copies(&self) -> Result<Vec<Image>> {
+        let mut copies: Vec<Image> = self.staged().into_iter().chain(self.images()?).collect();
+        // A stable sort: of two with the same name the first stays first.
+        copies.sort_by_key(|image| std::cmp::Reverse(image.id));
+        Ok(copies)
+    }
+
+    /// All images with their places, newest first.
+    ///
+    /// # Errors
+    /// [`Error::Read`].
+    pub fn known(&self) -> Result<Vec<Known>> {
+        Ok(Known::gather(self.copies()?))
+    }
+
+    /// The image that a user means: `latest` (the newest good one), an id, the beginning of one, a number, a tag, or
+    /// `-N`, which counts [`JobFolder::to_continue_from`].
+    ///
+    /// # Errors
+    /// [`Error::UnknownImage`], [`Error::AmbiguousImage`], [`Error::NoGoodImage`], [`Error::NoNthImage`],
+    /// [`Error::Read`].
+    pub fn find(&self, selector: &str) -> Result<Image> {
+        let known = self.known()?;
+        let best = known.iter().map(|known| known.best().clone()).collect();
+        let tagged = |tag: &Tag| known.iter().filter(|known| known.tags().has(tag)).map(Known::id).collect();
+        select(self.name(), best, selector, tagged, || self.to_continue_from(&known))
+    }
+
+    /// The good images on the job's current line, newest first: -1 means the first of them, as for a rewind.
+    #[must_use]
+    pub fn to_continue_from(&self, known: &[Known]) -> Vec<ImageId> {
+        let ours = self.line();
+        known.iter().filter(|known| known.best().is_good() && ours(known.best())).map(Known::id).collect()
+    }
+
+    /// A name for the next image, with a number higher than all numbers in the folder and in memory.
+    ///
+    /// # Errors
+    /// [`Error::Read`], [`Error::NumbersUsedUp`].
+    pub fn next_id(&self, now: DateTime<Utc>) -> Result<ImageId> {
+        let names = list(&self.images_dir())?;
+        let seen = names.iter().filter_map(|name| {
+            let id = name.strip_prefix(TEMP_PREFIX).or_else(|| name.strip_prefix(DELETED_PREFIX)).unwrap_or(name);
+            id.parse::<ImageId>().ok()
+        });
+        let staged = self.staged().into_iter().map(|image| image.id);
+        let last = seen.chain(staged).map(|id| id.sequence()).max().unwrap_or(0);
+        let next = last.checked_add(1).ok_or_else(|| Error::NumbersUsedUp(self.name().clone()))?;
+        Ok(ImageId::new(next, now))
+    }
+}
+
 impl Known {
     /// Groups the copies by image, newest image first.
-    pub(super) fn gather(mut copies: Vec<Image>) -> Vec<Known> {
+    fn gather(mut copies: Vec<Image>) -> Vec<Known> {
         let worth = |image: &Image| (image.id, image.is_good(), image.place);
         copies.sort_by_key(|image| std::cmp::Reverse(worth(image)));
         let mut all: Vec<Known> = Vec::new();

@@ -6,7 +6,7 @@
 //!
 //! Some shared file systems lock within one machine only, without an error (NFS version 3 mounted with `nolock`, Lustre
 //! with `localflock`, several FUSE ones). There the kernel gives the lock to two machines. So the identity in the file
-//! counts as well. A holder renews the file's time stamp every [`HEARTBEAT`]. A process that gets the lock is refused
+//! counts as well. A holder renews the file's time stamp every [`crate::HEARTBEAT`]. A process that gets the lock is refused
 //! if the file names another holder that may be alive ([`judge`]). A holder that ends empties the file. A holder that
 //! was taken over, because it stalled for longer than [`STALE`], finds another name in the file at its next heartbeat
 //! and has to stop ([`Error::TakenOver`]).
@@ -20,7 +20,6 @@
 //! holder is gone.
 
 mod held;
-mod holder;
 mod judge;
 
 use std::fs::{File, OpenOptions, TryLockError};
@@ -36,19 +35,14 @@ use nix::sys::stat::futimens;
 use nix::sys::time::TimeSpec;
 
 pub use held::Hold;
-pub use holder::Holder;
 use judge::{Facts, Verdict};
 
 use super::error::{Error, Result};
+use super::holder::{Holder, STALE};
 use super::id::{ImageId, JobName};
 use rekindle_os::clock;
 
 pub(super) const FILE_NAME: &str = "lock";
-/// How often a holder renews the time stamp of the lock file.
-pub const HEARTBEAT: Duration = Duration::from_secs(30);
-/// A holder on another machine whose last heartbeat is this old is dead. Ten heartbeats, because a file server may
-/// stall for a while, and then all of its clients do.
-pub(super) const STALE: Duration = Duration::from_secs(300);
 /// How long the result of a check is reused by frequent checks.
 const CERTAIN: Duration = Duration::from_secs(1);
 /// How often to try to take the lock: [`writer`] holds it for some microseconds, which must not turn a writer away.
@@ -118,7 +112,7 @@ impl WriterLock {
 
     /// Waits until no other thread of this process changes the job's packs: a thread must not remove what another one
     /// has found in a pack and relies on.
-    pub(super) fn packs(&self) -> MutexGuard<'_, ()> {
+    pub fn packs(&self) -> MutexGuard<'_, ()> {
         // It protects files, whose state does not depend on a panic.
         self.packs.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -184,7 +178,7 @@ impl WriterLock {
         self.last_seen
     }
 
-    /// The heartbeat: call it every [`HEARTBEAT`] while the lock is held.
+    /// The heartbeat: call it every [`crate::HEARTBEAT`] while the lock is held.
     ///
     /// # Errors
     /// Those of [`WriterLock::confirm`]; [`Error::Write`]: this heartbeat failed.

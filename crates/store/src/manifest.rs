@@ -18,7 +18,6 @@ use serde_json::value::RawValue;
 use thiserror::Error;
 
 pub use contents::{Owner, Stamp, TrackedEntry, TrackedFolder, TrackedKind};
-pub(crate) use fields::hex;
 pub use fields::{
     Chunks, Folder, GivenFile, Gpu, Host, JobRights, JobTree, KeptCopy, Landing, Manifest, MappedFile, OpenFile, Part,
     Phase, PidNamespace, Reason, Recreate, SavedLink, TreeProcess,
@@ -26,8 +25,12 @@ pub use fields::{
 
 pub use groups::ControlGroup;
 
+use super::chunk::{ChunkMap, Extent};
+use super::file_error::Failing;
+use super::format::{FormatError, What};
 use super::id::{ImageId, JobName};
 use super::trust::{Signature, Trust, Untrusted};
+use super::{hex, names};
 pub use rekindle_criu::Tcp;
 use rekindle_os::durable;
 
@@ -43,7 +46,7 @@ const TOGETHER: u32 = 3;
 /// A larger manifest is not parsed. 64 MiB are some 300,000 parts or open files.
 pub const MAX_BYTES: u64 = 64 << 20;
 /// Its name in the folder of the image.
-pub const FILE_NAME: &str = "manifest.json";
+pub const FILE_NAME: &str = names::MANIFEST;
 
 /// Why a manifest cannot be used.
 #[derive(Debug, Error)]
@@ -52,7 +55,7 @@ pub enum ManifestError {
     #[error("it has no {FILE_NAME}")]
     Missing,
     /// It cannot be opened or read, so nothing is known about the image.
-    #[error("its {FILE_NAME} cannot be read{why}: {0}", why = super::error::Failing(.0))]
+    #[error("its {FILE_NAME} cannot be read{why}: {0}", why = Failing(.0))]
     Read(#[source] io::Error),
     /// Larger than [`MAX_BYTES`].
     #[error("its {FILE_NAME} is larger than {MAX_BYTES} bytes")]
@@ -102,7 +105,7 @@ pub enum ManifestError {
 struct Envelope<'a> {
     format: String,
     version: u32,
-    #[serde(with = "fields::hex")]
+    #[serde(with = "hex")]
     blake3: blake3::Hash,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     signature: Option<Signature>,
@@ -189,6 +192,26 @@ impl Manifest {
         let mut bytes = Vec::new();
         file.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(ManifestError::Read)?;
         Manifest::parse(&bytes, trust)
+    }
+
+    /// Compares the chunk map with this manifest and the description of the map in it: the parts, their sizes, the
+    /// number of extents.
+    ///
+    /// # Errors
+    /// [`FormatError::Field`] names what differs.
+    pub fn check_map(&self, chunks: &Chunks, map: &ChunkMap) -> Result<(), FormatError> {
+        let wrong = |field| Err(FormatError::Field { what: What::Map, field });
+        if map.parts.len() != self.parts.len() {
+            return wrong("number of parts");
+        }
+        if map.extents() != chunks.extents {
+            return wrong("number of extents");
+        }
+        let sum = |part: &[Extent]| part.iter().try_fold(0_u64, |sum, extent| sum.checked_add(extent.len()));
+        match map.parts.iter().zip(&self.parts).all(|(extents, part)| sum(extents) == Some(part.size)) {
+            true => Ok(()),
+            false => wrong("size of a part"),
+        }
     }
 
     fn version(&self) -> u32 {

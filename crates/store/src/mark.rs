@@ -8,7 +8,8 @@ use serde::{Deserialize, Serialize};
 
 use rekindle_os::durable;
 
-pub(super) const FILE_NAME: &str = "bad.json";
+/// Name of the file.
+pub const FILE_NAME: &str = crate::names::MARK;
 /// Maximum size of the file; a mark has some hundred bytes.
 const MAX_BYTES: u64 = 64 << 10;
 

@@ -24,7 +24,7 @@ use thiserror::Error;
 
 pub use group::GroupPath;
 
-use super::{chunk, manifest, mark, tags};
+use super::names;
 
 /// A path that no file of ours may contain.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -237,7 +237,7 @@ impl FromStr for PartPath {
         if text.split('/').any(|part| part.is_empty() || part == "." || part == "..") {
             return refuse("it leads out of the image, or has an empty, \".\" or \"..\" component");
         }
-        if [manifest::FILE_NAME, chunk::map::FILE_NAME, mark::FILE_NAME, tags::FILE_NAME].contains(&text) {
+        if [names::MANIFEST, names::CHUNKS, names::MARK, names::TAGS].contains(&text) {
             return refuse("the store reserves that name");
         }
         Ok(PartPath(text.to_owned()))

@@ -18,7 +18,9 @@ use serde::{Deserialize, Serialize};
 use super::error::{Error, Result};
 use super::folder::JobFolder;
 use super::id::ImageId;
+use super::image::Image;
 use super::lock::WriterLock;
+use super::staging::admission;
 use rekindle_os::durable;
 
 const FILE_NAME: &str = "proven.json";
@@ -70,6 +72,22 @@ impl JobFolder {
         let bytes =
             serde_json::to_vec(&OnDisk { version: VERSION, images }).map_err(io::Error::from).map_err(failed)?;
         durable::write_file(&path, &bytes, 0o600).map_err(failed)
+    }
+
+    /// The newest image of the job's line that it has proven, if it is in memory and the store has none that is as new.
+    /// An unreadable image in the store counts as missing: then the one in memory is kept.
+    #[must_use]
+    pub fn proven_in_memory_only(&self) -> Option<ImageId> {
+        let ours = self.line();
+        let good = |images: Vec<Image>| {
+            let good = images.into_iter().filter(|image| image.is_good() && ours(image));
+            good.map(|image| image.id).collect::<Vec<_>>()
+        };
+        let (staged, stored) = (self.staged(), self.images().unwrap_or_default());
+        let (staged, stored) = (good(staged), good(stored));
+        // If the proofs cannot be read, any image may be proven. The newest is kept anyway.
+        let proven = self.proven().unwrap_or_else(|_| staged.last().copied().into_iter().collect());
+        admission::proven_only_here(staged, &proven, stored.first().copied())
     }
 
     fn proven_file(&self) -> PathBuf {

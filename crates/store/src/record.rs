@@ -21,7 +21,7 @@ pub(super) const FILE_NAME: &str = "job.json";
 const VERSION: u32 = 2;
 /// Maximum size of the file: execve(2) takes at most 6 MiB of arguments (three quarters of `_STK_LIM`, fs/exec.c), and
 /// JSON uses at most six bytes for one.
-pub(super) const MAX_BYTES: u64 = 64 << 20;
+pub const MAX_BYTES: u64 = 64 << 20;
 
 /// The record of the last run of a job.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -116,7 +116,10 @@ pub(super) fn is_signed(path: &Path) -> bool {
 }
 
 /// Reads the result of [`to_bytes`]; the path is for messages.
-pub(super) fn parse(bytes: &[u8], path: &Path, job: &JobName, trust: &Trust) -> Result<JobRecord> {
+///
+/// # Errors
+/// [`Error::ParseRecord`], [`Error::NewerRecord`], [`Error::UntrustedRecord`].
+pub fn parse(bytes: &[u8], path: &Path, job: &JobName, trust: &Trust) -> Result<JobRecord> {
     let parse = |source| Error::ParseRecord { path: path.to_owned(), source };
     let untrusted = |source| Error::UntrustedRecord { path: path.to_owned(), source };
     match serde_json::from_slice(bytes).map_err(parse)? {
@@ -133,7 +136,11 @@ pub(super) fn parse(bytes: &[u8], path: &Path, job: &JobName, trust: &Trust) -> 
     }
 }
 
-pub(super) fn to_bytes(record: &JobRecord, job: &JobName, trust: &Trust) -> io::Result<Vec<u8>> {
+/// The content of the file, signed if there is a key.
+///
+/// # Errors
+/// When the record has no form in JSON.
+pub fn to_bytes(record: &JobRecord, job: &JobName, trust: &Trust) -> io::Result<Vec<u8>> {
     let body = RawValue::from_string(serde_json::to_string_pretty(record)?)?;
     match trust.sign(&signed(job, &body)) {
         Some(signature) => serde_json::to_vec_pretty(&Signed { version: VERSION, signature, record: &body }),

@@ -8,28 +8,47 @@
 //! After a crash the next start continues there, beginning with the check for a pin. Nothing is removed while
 //! `images/`, or a manifest that may need a link, cannot be read.
 
-mod job;
-
 use std::collections::HashSet;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use super::error::{Error, Result};
-use super::files::{self, Kind};
-use super::folder::{JobFolder, list};
+use super::folder::JobFolder;
+use super::folders::{list, remove_all};
 use super::id::ImageId;
 use super::image::{DamageKind, Image, State};
 use super::links;
+use super::lock::WriterLock;
 use super::manifest::Manifest;
+use super::names::DELETED_PREFIX;
+use super::tags;
 use super::trust::Trust;
-use super::{DELETED_PREFIX, tags};
-pub use job::Pinned;
 use rekindle_os::durable::{self, TEMP_PREFIX};
-use rekindle_os::point::{Step, point};
 
-pub(super) fn image(folder: &JobFolder, id: ImageId) -> Result<()> {
+impl JobFolder {
+    /// Removes leftovers of crashes: `.tmp-ID` and `.del-ID` in `images/`, and files `.tmp-*` beside `job.json`, in
+    /// `bin/` and in images. Nothing else is removed. Returns the removed paths.
+    ///
+    /// # Errors
+    /// [`Error::WrongLock`], [`Error::Read`] (then nothing was removed), [`Error::Remove`].
+    pub fn sweep_leftovers(&self, lock: &WriterLock) -> Result<Vec<PathBuf>> {
+        self.check_lock(lock)?;
+        sweep(self)
+    }
+
+    /// Removes an image, and its hard links beside the user's files; never a pinned image. After a power cut during
+    /// this, the image either still exists or is a `.del-ID`.
+    ///
+    /// # Errors
+    /// [`Error::WrongLock`], [`Error::UnknownImage`], [`Error::Pinned`], [`Error::Read`], [`Error::Remove`].
+    pub fn remove(&self, lock: &WriterLock, id: &ImageId) -> Result<()> {
+        self.check_lock(lock)?;
+        image(self, *id)
+    }
+}
+
+fn image(folder: &JobFolder, id: ImageId) -> Result<()> {
     let images = folder.images()?;
     if !images.iter().any(|image| image.id == id) {
         let known = images.iter().map(|image| image.id).collect();
@@ -49,7 +68,7 @@ pub(super) fn image(folder: &JobFolder, id: ImageId) -> Result<()> {
     finish(&doomed, &others, folder.trust())
 }
 
-pub(super) fn sweep(folder: &JobFolder) -> Result<Vec<PathBuf>> {
+fn sweep(folder: &JobFolder) -> Result<Vec<PathBuf>> {
     // First, so that it is among the images that may need a link.
     bring_pinned_back(folder)?;
     // Everything is read before the first thing is removed.
@@ -121,38 +140,4 @@ fn remove_links(manifest: &Manifest, others: &[Image]) {
 fn temporary_files(dir: &Path) -> Result<Vec<PathBuf>> {
     let paths = list(dir)?.into_iter().filter(|name| name.starts_with(TEMP_PREFIX)).map(|name| dir.join(name));
     Ok(paths.filter(|path| fs::symlink_metadata(path).is_ok_and(|meta| meta.is_file())).collect())
-}
-
-/// Bytes by which a file is shortened at a time. Removing a large file at once blocks every writer of the file system
-/// for seconds (seen with 18 GB on ext4: a job that logged was blocked for 5 s).
-const STEP: u64 = 128 << 20;
-/// Pause in which others can write.
-const PAUSE: Duration = Duration::from_millis(5);
-
-/// Frees the space of large files in steps. A file that cannot be shortened is removed at once.
-fn shorten(folder: &Path) {
-    for entry in files::walk(folder).unwrap_or_default() {
-        let Kind::File { size } = entry.kind else { continue };
-        if size <= STEP {
-            continue;
-        }
-        let Ok(file) = fs::File::options().write(true).open(folder.join(entry.relative)) else { continue };
-        let mut left = size;
-        while left > STEP && file.set_len(left - STEP).is_ok() {
-            left -= STEP;
-            std::thread::sleep(PAUSE);
-        }
-    }
-}
-
-pub(super) fn remove_all(path: &Path) -> Result<()> {
-    let removed = match fs::symlink_metadata(path) {
-        Ok(meta) if meta.is_dir() => {
-            shorten(path);
-            point(Step::Other).and_then(|()| fs::remove_dir_all(path))
-        }
-        Ok(_) => fs::remove_file(path),
-        Err(error) => Err(error),
-    };
-    removed.map_err(|source| Error::Remove { path: path.to_owned(), source })
 }

@@ -27,7 +27,7 @@ use super::FileError;
 use super::chunk::Key;
 use super::error::Error as StoreError;
 use super::folder::JobFolder;
-use super::heal::{self, Healed, Healing, OpenReplica};
+use super::heal::{self, ChunkSource, Healed, Healing};
 use super::id::ImageId;
 use super::lock::WriterLock;
 use super::pack::set::PackInfo;
@@ -155,7 +155,7 @@ pub struct Sources<'a> {
     /// In how many packs shared chunks are kept.
     pub copies: Copies,
     /// The replica, if there is one.
-    pub replica: Option<OpenReplica<'a>>,
+    pub replica: Option<&'a dyn ChunkSource>,
 }
 
 impl std::fmt::Debug for Sources<'_> {

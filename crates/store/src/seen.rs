@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
-use super::error::{FileError, failed};
+use super::file_error::{FileError, failed};
 use super::format::blake3_hex;
 use super::id::{ImageId, JobName};
 use super::trust::Trust;

@@ -4,10 +4,7 @@
 use super::error::{Error, Result};
 use super::id::{ImageId, JobName};
 use super::image::Image;
-use super::tags::Tag;
-
-/// The text for the newest good image.
-pub const LATEST: &str = "latest";
+use super::tag::{LATEST, Tag};
 
 /// N of a text `-N`, which means the Nth newest image. No tag begins like that.
 #[must_use]

@@ -29,7 +29,6 @@ pub mod admission;
 pub mod disk;
 pub mod leftovers;
 mod slot;
-mod take;
 
 use std::fs::{self, DirBuilder};
 use std::io;
@@ -40,14 +39,14 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::statfs::{TMPFS_MAGIC, statfs};
 
 pub use slot::{Filling, Slot};
-pub use take::{Need, TakeError};
 
+use super::file_error::{FileError, failed};
 use super::folder::JobFolder;
 use super::image::{Image, Place};
+use super::links;
 use super::lock::WriterLock;
 use super::rights;
 use super::trust::Trust;
-use super::{FileError, failed};
 use rekindle_os::durable;
 
 /// The name of the link in the job's folder.
@@ -61,19 +60,19 @@ pub enum Error {
     File(#[from] FileError),
     /// Other users could write there.
     #[error(transparent)]
-    Rights(#[from] super::Error),
+    Rights(#[from] super::error::Error),
     /// Another file system is mounted there.
     #[error("{} is a mount point of another file system: unmount it, or set snapshot.staging-directory", .0.display())]
     Foreign(PathBuf),
     /// There is something that is neither a file nor a folder.
-    #[error("{} does not belong into an image: only files and folders do", .0.display())]
+    #[error("an image can contain only files and folders, and {} is neither", .0.display())]
     Stray(PathBuf),
 }
 
 /// Whether tmpfs supports the mount option for huge pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HugePages {
-    /// It does.
+    /// It supports the option.
     Taken,
     /// The kernel does not support it.
     Absent,
@@ -243,13 +242,25 @@ impl Area {
     }
 }
 
-/// Complete images in the staging areas of the job's folder, newest first. Empty if there is no area, or if its
-/// permissions were changed.
-pub(super) fn staged(folder: &Path, trust: &Trust) -> Vec<Image> {
-    let slots = left(folder).into_iter().flat_map(|(path, medium)| slots(&path, medium, trust));
-    let mut images: Vec<Image> = slots.filter_map(|slot| slot.image()).collect();
-    images.sort_by_key(|image| std::cmp::Reverse(image.id));
-    images
+impl JobFolder {
+    /// Complete images in the job's staging areas, newest first. Some of them may also be in the store. Empty if there is
+    /// no area, or if its permissions were changed.
+    #[must_use]
+    pub fn staged(&self) -> Vec<Image> {
+        let slots = left(self.path()).into_iter().flat_map(|(path, medium)| slots(&path, medium, self.trust()));
+        let mut images: Vec<Image> = slots.filter_map(|slot| slot.image()).collect();
+        images.sort_by_key(|image| std::cmp::Reverse(image.id));
+        images
+    }
+
+    /// Removes the hard links beside the user's files that belong to the image in a slot, unless the store has that
+    /// image and still needs them. Call it before the slot is emptied or overwritten.
+    pub fn drop_links(&self, slot: &Slot) {
+        let image = slot.image().filter(|image| !self.is_stored(image.id));
+        if let Some(manifest) = image.as_ref().and_then(Image::manifest) {
+            manifest.saved_links.iter().for_each(|link| links::remove(manifest, link));
+        }
+    }
 }
 
 /// The staging areas of the job's folder.

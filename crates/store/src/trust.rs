@@ -15,8 +15,8 @@ use thiserror::Error;
 use super::chunk::Key;
 use super::chunk::cipher::PlainPacks;
 use super::format::blake3_hex;
+use super::hex;
 use super::id::JobName;
-use super::manifest::hex;
 
 /// Why something is not trusted.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 use super::chunk::{ChunkId, ChunkMap, Extent, Key};
-use super::error::is_failing;
+use super::file_error::is_failing;
 use super::folder::JobFolder;
 use super::format::{FormatError, ReadError, What, size_of};
 use super::heal::{self, Healed, Healing};
@@ -75,7 +75,7 @@ pub enum Error {
         source: Box<Error>,
     },
     /// A file cannot be written.
-    #[error("cannot write {}{}", path.display(), super::error::Failing(source))]
+    #[error("cannot write {}{}", path.display(), super::file_error::Failing(source))]
     Write {
         /// The path.
         path: PathBuf,

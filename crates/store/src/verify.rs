@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 
 use super::chunk::map;
-use super::error::{Failing, is_failing};
+use super::file_error::{Failing, is_failing};
 use super::files::{self, Kind};
 use super::id::ImageId;
 use super::image::{Damage, DamageKind, Form, Image, Place, State};

@@ -1,7 +1,7 @@
 //! A fake of the metadata services of clouds, on loopback. For tests only: it knows of the services what rekindle uses.
 //!
-//! A path answers what a test sets, whatever the query. As the real ones do, it wants a token below `/latest/meta-data/`
-//! (AWS, version 2) and waits with `wait_for_change` until a value changes (Google).
+//! A path answers what a test sets, whatever the query. As the real ones do, it wants a token below
+//! `/latest/meta-data/` (AWS, version 2) and waits with `wait_for_change` until a value changes (Google).
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};

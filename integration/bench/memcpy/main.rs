@@ -1,13 +1,13 @@
-//! What the interposer costs a job's own memcpy, and what it brings the driver's: prints one JSON object.
+//! Measures how much the interposer slows a job's memcpy and speeds up the driver's. Prints one JSON object.
 //!
 //! ```text
 //! bench-memcpy LIBSTANDIN_CUDA.so [MIB]
 //! ```
 //!
-//! `memcpy`: nanoseconds a call by size, with and without the interposer: the least of rounds that alternate between two
-//! processes. `driver`: GB/s (10^9 bytes) out of staging buffers into a region of MIB, 512 by default, and back, as the
-//! stand-in libcuda copies: `plain` into its own mapping without the interposer, `landing` into a landing file with it, with
-//! the number of threads that it chooses on this machine and with two. The second of two passes counts.
+//! `memcpy`: nanoseconds a call by size, with and without the interposer: the least of rounds that alternate between
+//! two processes. `driver`: GB/s (10^9 bytes) out of staging buffers into a region of MIB, 512 by default, and back, as
+//! the stand-in libcuda copies: `plain` into its own mapping without the interposer, `landing` into a landing file with
+//! it, with the number of threads that it chooses on this machine and with two. The second of two passes counts.
 #![allow(unsafe_code, reason = "calls of C functions, which are what is measured")]
 
 use std::collections::BTreeMap;

@@ -1,5 +1,5 @@
-//! The store without a job, for measurements: makes content, and brings folders into packs and out again. Prints one JSON
-//! object for each call.
+//! The store without a job, for measurements: makes content, packs folders and unpacks them again. Prints one
+//! JSON object for each call.
 //!
 //! ```text
 //! bench-store make noise|weights|heap FILE MIB SEED
@@ -11,13 +11,14 @@
 //! bench-store scrub STORE
 //! ```
 //!
-//! COPIES is 1 or 2. `scrub` reads as the verification beside a running job does, without its pauses, and tells the time on
-//! the processor.
+//! COPIES is 1 or 2. `scrub` reads as the verification beside a running job does, without its pauses, and tells the
+//! time on the processor.
 //!
 //! THREADS is a number, or `auto` for what the configuration has by default on this machine.
 //!
 //! `noise` cannot be made shorter. `weights` are float32 with the distribution of a trained layer (normal, 0.02 wide).
-//! `heap` is what the memory of an interpreter looks like, in blocks of 64 KiB: zeros, pointers, text, noise, a quarter each.
+//! `heap` is what the memory of an interpreter looks like, in blocks of 64 KiB: zeros, pointers, text, noise, a quarter
+//! each.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -202,7 +203,8 @@ fn out(store: &Path, number: u32, into: &Path) -> anyhow::Result<Value> {
     Ok(json!({ "seconds": seconds, "bytes": progress.bytes().0, "peak_kib": peak()? }))
 }
 
-/// Adds packs to a job of the store, each as full as packs are, as far as their indexes say; the packs themselves are holes.
+/// Adds packs to a job of the store, each as full as packs are, as far as their indexes say; the packs themselves are
+/// holes.
 fn entries(store: &Path, packs: u32) -> anyhow::Result<Value> {
     const CHUNK: u32 = 256 << 10;
     const RECORDS: u32 = 1023;

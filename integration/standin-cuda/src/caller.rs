@@ -54,7 +54,8 @@ pub(crate) fn request(pid: i32, op: Op, timeout_ms: u32, pairs: &[Pair]) -> Resu
     result
 }
 
-/// The GPU of process `pid` and what it has there; None for one that is no CUDA process of this machine, which is `folder`.
+/// The GPU of process `pid` and what it has there; None for one that is no CUDA process of this machine, which is
+/// `folder`.
 pub(crate) fn usage(folder: &Path, pid: i32) -> Option<([u8; 16], u64)> {
     let inner = inner_pid(pid)?;
     let maps = fs::read(format!("/proc/{pid}/maps")).ok()?;

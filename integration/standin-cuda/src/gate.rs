@@ -1,5 +1,5 @@
-//! What a lock closes: every CUDA call of the job passes it. As with the driver it is a lock of libc's, which calls take for
-//! reading.
+//! What a lock closes: every CUDA call of the job passes it. As with the driver it is a lock of libc's, which calls
+//! take for reading.
 
 use std::cell::UnsafeCell;
 use std::ffi::c_int;

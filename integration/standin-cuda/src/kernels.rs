@@ -1,5 +1,5 @@
-//! "Kernels" that another library starts, in streams: each begins when those before it in its stream have ended, and runs
-//! beside the program. The thread of the driver has them advance; a lock waits until none is left.
+//! "Kernels" that another library starts, in streams: each begins when those before it in its stream have ended, and
+//! runs beside the program. The thread of the driver has them advance; a lock waits until none is left.
 
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};

@@ -13,8 +13,8 @@
 //! - The truth about the state is in the job's private memory: a process that CRIU restored is in the state of its
 //!   image, whatever the control file said when the last life of it ended. The file holds requests and replies only,
 //!   and a request whose caller is gone (it no longer holds the lock) is not carried out.
-//! - `cuInit` does nothing but take its time, and so a caller never becomes a CUDA process of its own. One that CRIU restored
-//!   in the middle of it fails, as the driver's does (580: 304). `cuCtxCreate_v2` and
+//! - `cuInit` does nothing but take its time, and so a caller never becomes a CUDA process of its own. One that CRIU
+//!   restored in the middle of it fails, as the driver's does (580: 304). `cuCtxCreate_v2` and
 //!   `cuDevicePrimaryCtxRetain` make one, and fail with `NO_DEVICE` where `STANDIN_CUDA_DIR` is not set.
 //! - "Device memory" is memory that only the functions here may touch. A checkpoint takes the shape that the real
 //!   driver's has: one `mmap(NULL, total, RW, PRIVATE|ANONYMOUS|POPULATE)` through libc's symbol, then one `memcpy` of
@@ -31,17 +31,17 @@
 //! - `fail-OP`: `CODE [times=N] [delay=MS] [pid=P]`. Waits, then answers with CODE; with code 0 it only waits. Without
 //!   `times` it stays, with it the file goes away after N times. `pid` is the job's own number of itself.
 //! - `die-at-OP`: `[delay=MS] [pid=P]`. Waits, removes the file and kills itself with SIGKILL.
-//! - OP may also be `keeper-CALL`: `unmap`, `release`, `export`, `import`, `map`, `access` or `retain`, where a keeper of the
-//!   interposer calls it.
+//! - OP may also be `keeper-CALL`: `unmap`, `release`, `export`, `import`, `map`, `access` or `retain`, where a keeper
+//!   of the interposer calls it.
 //! - OP may also be `init`, for `cuInit`. The supervisor calls it too: `pid` tells them apart.
 //!
 //! A failed restore leaves the process FAILED; other failures leave the state as it was.
 //!
 //! # GPUs
-//! Two, a0a0... and b0b0... with 1 GiB each, or those of the file `$STANDIN_CUDA_DIR/gpus`, looked at whenever it matters:
-//! `BYTE MIB TAKEN [lost] [mig] [vgpu] [NAME]` a line: the byte that its UUID consists of, its memory, what somebody else has
-//! of that. A job begins on the first, or on that of CUDA_VISIBLE_DEVICES. Installed as `libnvidia-ml.so.1` too it tells of
-//! them as NVML does, and of the processes on them.
+//! Two, a0a0... and b0b0... with 1 GiB each, or those of the file `$STANDIN_CUDA_DIR/gpus`, looked at whenever it
+//! matters: `BYTE MIB TAKEN [lost] [mig] [vgpu] [NAME]` a line: the byte that its UUID consists of, its memory, what
+//! somebody else has of that. A job begins on the first, or on that of CUDA_VISIBLE_DEVICES. Installed as
+//! `libnvidia-ml.so.1` too it tells of them as NVML does, and of the processes on them.
 //!
 //! # Environment
 //! `STANDIN_CUDA_DIR` (the job's folder for control files and faults), `STANDIN_CUDA_VERSION` (what
@@ -187,15 +187,15 @@ pub extern "C" fn standin_busy(milliseconds: c_uint) -> c_int {
     }))
 }
 
-/// Not of CUDA: computes for this long with a lock that the driver's thread takes in a checkpoint and in a restore, as the
-/// heap's lock of libc.
+/// Not of CUDA: computes for this long with a lock that the driver's thread takes in a checkpoint and in a restore, as
+/// the heap's lock of libc.
 #[unsafe(no_mangle)]
 pub extern "C" fn standin_occupy(milliseconds: c_uint) {
     job::occupy(std::time::Duration::from_millis(milliseconds.into()));
 }
 
-/// A "kernel" of a collective: ends once all ranks have begun theirs, which they count in the memory that they share. A lock
-/// of this rank waits for it, and so for ranks that are locked.
+/// A "kernel" of a collective: ends once all ranks have begun theirs, which they count in the memory that they share. A
+/// lock of this rank waits for it, and so for ranks that are locked.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn standin_collective(begun: *const AtomicU64, ranks: u64) -> c_int {
     // SAFETY: the caller passes null or memory that all ranks have mapped, and keeps it mapped.
@@ -458,7 +458,8 @@ pub unsafe extern "C" fn standin_copy(to: usize, from: usize, bytes: usize) {
     unsafe { memory::copy_host(to, from, bytes) };
 }
 
-/// Copies into such a mapping and out of it, and stores how many nanoseconds each took. Its length is a multiple of 2 MiB.
+/// Copies into such a mapping and out of it, and stores how many nanoseconds each took. Its length is a multiple of 2
+/// MiB.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn standin_copy_rate(map: usize, bytes: usize, took: *mut [u64; 2]) -> c_int {
     // SAFETY: the caller passes a mapping of this length.

@@ -1,5 +1,5 @@
-//! A stand-in for libnvidia-ml.so.1, as much of it as rekindle asks: a test installs the library under that name too. GPUs
-//! are those of the file `gpus`, processes those that have a control file mapped that is their own.
+//! A stand-in for libnvidia-ml.so.1, as much of it as rekindle asks: a test installs the library under that name too.
+//! GPUs are those of the file `gpus`, processes those that have a control file mapped that is their own.
 
 use std::ffi::{CStr, c_char, c_int, c_uint};
 use std::fs;

@@ -1,9 +1,9 @@
-//! The resource manager: the ioctls that libcuda makes for memory that processes share (driver 580), and what the kernel
-//! module does with them, as far as somebody looks at it.
+//! The resource manager: the ioctls that libcuda makes for memory that processes share (driver 580), and what the
+//! kernel module does with them, as far as somebody looks at it.
 //!
-//! Both sides are here. libcuda's goes through the first `ioctl` of the process, where an interposer waits; the kernel's
-//! is the `ioctl` of this object, which is the next one after the interposer's if the job preloads this object behind it.
-//! Layouts: nvos.h, ctrl0000unix.h of NVIDIA's open kernel modules.
+//! Both sides are here. libcuda's goes through the first `ioctl` of the process, where an interposer waits; the
+//! kernel's is the `ioctl` of this object, which is the next one after the interposer's if the job preloads this object
+//! behind it. Layouts: nvos.h, ctrl0000unix.h of NVIDIA's open kernel modules.
 
 use std::ffi::c_ulong;
 use std::io;

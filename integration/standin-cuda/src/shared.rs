@@ -1,8 +1,8 @@
 //! Memory that processes share: `cuMemCreate` and its kin, and CUDA IPC.
 //!
 //! An allocation is a file; whoever has its descriptor can map it. A checkpoint takes the content to host memory and
-//! closes the file, and a restore makes a new one: who has the old one mapped then looks at memory that is nobody's. As with
-//! the driver, a process that has something of another one is checkpointed, and not restored.
+//! closes the file, and a restore makes a new one: who has the old one mapped then looks at memory that is nobody's. As
+//! with the driver, a process that has something of another one is checkpointed, and not restored.
 //!
 //! Handles are used again at once when they are free, as the driver does it at times.
 

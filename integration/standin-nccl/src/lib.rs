@@ -3,10 +3,11 @@
 //! as `libnccl.so.2`; it is no part of the product.
 //!
 //! - The unique id names a memfd of the process that asked for it; a communicator is a `room::Room` in there.
-//! - A buffer is one 64-bit number of the stand-in's device memory for each rank that has a part in it: `count` is 1 and
-//!   the type ncclUint64. Reductions add.
+//! - A buffer is one 64-bit number of the stand-in's device memory for each rank that has a part in it: `count` is 1
+//!   and the type ncclUint64. Reductions add.
 //! - Sends wait for their receives and the other way round, as with NCCL where nothing is buffered.
-//! - What is called between `ncclGroupStart` and `ncclGroupEnd` starts at the outermost end, as one kernel for each stream.
+//! - What is called between `ncclGroupStart` and `ncclGroupEnd` starts at the outermost end, as one kernel for each
+//!   stream.
 //! - `ncclBcast` calls `ncclBroadcast` by its symbol, as NCCL's does.
 #![allow(unsafe_code, reason = "a C interface: every block says why it is sound")]
 #![allow(clippy::missing_safety_doc, reason = "the contract of each function is that of nccl.h")]
@@ -18,6 +19,7 @@ mod room;
 
 use std::cell::RefCell;
 use std::ffi::{c_int, c_void};
+use std::io::Write;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -186,9 +188,14 @@ pub unsafe extern "C" fn ncclCommDestroy(handle: *mut Communicator) -> c_int {
     answer(unsafe { communicator(handle) }.map(|_| ()))
 }
 
-/// What it has started ends at once.
+/// What it has started ends at once. Adds the process's own pid to the file that STANDIN_NCCL_ABORTS names, if it does.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclCommAbort(handle: *mut Communicator) -> c_int {
+    if let Some(file) = std::env::var_os("STANDIN_NCCL_ABORTS")
+        && let Ok(mut file) = std::fs::OpenOptions::new().create(true).append(true).open(file)
+    {
+        let _ = writeln!(file, "{}", std::process::id());
+    }
     // SAFETY: the contract of the call.
     answer(unsafe { communicator(handle) }.map(|it| it.has_ended.store(true, Ordering::SeqCst)))
 }

@@ -117,8 +117,8 @@ fn a_writable_mapping_where_a_read_only_one_was() {
     finish(&lab, run);
 }
 
-/// CRIU takes the lock again, and loses it when it closes the descriptor that it mapped the file with. Two writers of one
-/// database would both have the right to write then.
+/// CRIU takes the lock again, and loses it when it closes the descriptor that it mapped the file with. Two writers of
+/// one database would both have the right to write then.
 #[test]
 fn a_lock_on_a_file_that_is_mapped_is_held_when_the_job_runs_again() {
     let Some(lab) = Lab::new() else { return };

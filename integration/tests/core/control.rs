@@ -267,8 +267,8 @@ fn status_of_fifty_jobs_is_quick() {
         .collect();
     times.sort();
     println!("status of 50 jobs: median {:?}, from {:?} to {:?}", times[10], times[0], times[19]);
-    // Far above what it takes on a machine that does nothing else: asked one after the other, with the patience for each
-    // that does not answer, it would be 12 s.
+    // Far above what it takes on a machine that does nothing else: asked one after the other, with the patience for
+    // each that does not answer, it would be 12 s.
     assert!(times[0] < Duration::from_secs(2), "{times:?}");
 }
 

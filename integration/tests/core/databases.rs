@@ -1,5 +1,5 @@
-//! Servers that write to files which they have closed, and that several processes share: PostgreSQL and Redis, from Debian's
-//! packages.
+//! Servers that write to files which they have closed, and that several processes share: PostgreSQL and Redis, from
+//! Debian's packages.
 
 use std::fs;
 use std::path::PathBuf;

@@ -114,8 +114,8 @@ fn the_reaper_comes_before_the_processes_of_the_job() {
     finish(&lab, run);
 }
 
-/// Starts a child whose first thread ends before the other: until the file `tried` is there it is a zombie with threads. Its
-/// parent waits for it.
+/// Starts a child whose first thread ends before the other: until the file `tried` is there it is a zombie with
+/// threads. Its parent waits for it.
 const HALF_DEAD: &str = r#"
 import ctypes, os, sys, threading, time
 folder, n = sys.argv[1], 0

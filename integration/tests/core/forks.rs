@@ -1,5 +1,5 @@
-//! A job that has children born and die all the time, as a shell script does: at any moment some are just ending, or are
-//! dead and not reaped yet.
+//! A job that has children born and die all the time, as a shell script does: at any moment some are just ending, or
+//! are dead and not reaped yet.
 
 use crate::kinds::{count_on, finish};
 use crate::supervisor::Lab;

@@ -228,7 +228,11 @@ fn a_job_is_removed_with_all_that_it_left() {
     lab.run(["true"]).ends_with(0);
     std::fs::rename(lab.store().join("j"), lab.store().join(".del-j")).unwrap();
     let (_, said) = lab.run(["true"]).ends_with(0);
-    assert!(said.contains("half removed") && !lab.store().join(".del-j").exists(), "{said}");
+    assert!(
+        said.contains("the removal of an earlier job of that name was interrupted")
+            && !lab.store().join(".del-j").exists(),
+        "{said}"
+    );
 }
 
 /// Runs rekindle with a terminal that is closed as soon as it has ended; its exit code and what it said.
@@ -343,7 +347,7 @@ fn memory_of_a_dead_supervisor_is_found_from_any_store() {
     assert!(said.contains(&format!("job j in {}", lab.store().display())) && said.contains("rekindle prune"), "{said}");
     let doctor = lab.rekindle(&["doctor", "--store", text(&other)]);
     let doctor = String::from_utf8_lossy(&doctor.stdout).into_owned();
-    assert!(doctor.contains("left-behind") && doctor.contains("supervisor that is gone"), "{doctor}");
+    assert!(doctor.contains("left-behind") && doctor.contains("a dead supervisor left"), "{doctor}");
     let plan: Value = serde_json::from_str(&from_other(&["prune", "--dry-run", "--json"])).unwrap();
     assert_eq!(
         (&plan[0]["job"], &plan[0]["image"], &plan[0]["action"]),

@@ -167,7 +167,7 @@ fn a_later_end_is_a_deadline_and_a_withdrawn_one_is_none() {
     let mut run = start(&lab, "plain");
     event(&service, "Reboot", 900);
     run.wait_said("Azure restarts this machine at");
-    run.wait_said("taking a snapshot now and a final one before that");
+    run.wait_said("taking a snapshot now; before that time");
     run.wait_for("the image is stored", || lab.good() == [1]);
     run.wait_for("there is a deadline", || lab.published().is_some_and(|now| now.deadline.is_some()));
     let out = lab.rekindle(&["status", "j"]);
@@ -219,7 +219,7 @@ fn a_service_that_answers_nonsense_changes_nothing() {
     service.says("/computeMetadata/v1/elsewhere", "TERMINATE_ON_HOST_MAINTENANCE");
     let mut run = start(&lab, "plain");
     for cloud in ["AWS", "Google Cloud", "Azure"] {
-        run.wait_said(&format!("cannot ask {cloud} whether it interrupts this machine: "));
+        run.wait_said(&format!("cannot ask {cloud} for interruption notices: "));
     }
     count_on(&lab, &mut run, 3);
     finish(&lab, run);

@@ -180,7 +180,8 @@ fn other_signals_reach_the_job() {
     run.ends_with(143);
 }
 
-/// One that comes while there is no job that could get it: in a restart, or just before the supervisor knows that the job runs.
+/// One that comes while there is no job that could get it: in a restart, or just before the supervisor knows that the
+/// job runs.
 #[test]
 fn a_signal_that_comes_while_the_job_is_started_reaches_it() {
     let Some(lab) = Lab::new().map(|lab| lab.set_file("criu.path", "criu")) else { return };
@@ -212,8 +213,8 @@ fn a_signal_that_comes_while_the_job_is_started_reaches_it() {
     run.ends_with(143);
 }
 
-/// A session leader without a terminal that opens one gets it as its own, and SIGHUP when it hangs up. mpirun gives each
-/// rank a terminal for its output.
+/// A session leader without a terminal that opens one gets it as its own, and SIGHUP when it hangs up. mpirun gives
+/// each rank a terminal for its output.
 #[test]
 fn a_terminal_of_the_job_does_not_become_the_supervisors() {
     let Some(lab) = Lab::new() else { return };

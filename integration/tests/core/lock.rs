@@ -65,8 +65,8 @@ fn content(lab: &Lab) -> BTreeMap<PathBuf, Vec<u8>> {
     all
 }
 
-/// It stood still for longer than the others wait (a machine that slept, a hypervisor that held it), and wakes in the middle
-/// of its work.
+/// It stood still for longer than the others wait (a machine that slept, a hypervisor that held it), and wakes in the
+/// middle of its work.
 #[test]
 fn a_supervisor_that_slept_while_another_took_over_ends_its_job_and_writes_nothing() {
     let Some(lab) = Lab::new() else { return };

@@ -297,12 +297,9 @@ fn memory_that_a_dead_supervisor_left_is_found_and_given_back_where_nobody_needs
     let left = left_in_memory(&lab);
     assert!(left["bytes"].as_u64().unwrap() > 1 << 20 && left["needed"].is_null(), "{left}");
     let status = String::from_utf8(lab.rekindle(&["status"]).stdout).unwrap();
-    assert!(
-        status.contains("a supervisor that is gone left") && status.contains("`rekindle prune` frees it"),
-        "{status}"
-    );
+    assert!(status.contains("a dead supervisor left") && status.contains("`rekindle prune` frees it"), "{status}");
     let said = other(&lab);
-    assert!(said.contains("job j: a supervisor that is gone left") && said.contains(": freed"), "{said}");
+    assert!(said.contains("job j: a dead supervisor left") && said.contains(": freed"), "{said}");
     assert_eq!(lab.mounted(), Vec::<PathBuf>::new());
     assert!(left_in_memory(&lab).is_null());
     // An image that is nowhere else stays.
@@ -513,7 +510,8 @@ fn damage_to_an_image_in_a_slot_on_the_disk_is_found() {
     finish(&lab, run);
 }
 
-/// What an earlier run left in memory is taken up, brought to the store and given back, though this one wants no memory.
+/// What an earlier run left in memory is taken up, brought to the store and given back, though this one wants no
+/// memory.
 #[test]
 fn memory_that_is_not_wanted_any_more_is_given_back() {
     let Some(lab) = Lab::new() else { return };

@@ -1,4 +1,5 @@
-//! Images in packs, from the snapshot to the restored job: compressed in each way, encrypted, unpacked to memory or to the disk.
+//! Images in packs, from the snapshot to the restored job: compressed in each way, encrypted, unpacked to memory or to
+//! the disk.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;

@@ -1,4 +1,5 @@
-//! The page of a report in a real browser: no word on its console, nothing wider than a telephone, dark where that is wanted.
+//! The page of a report in a real browser: no word on its console, nothing wider than a telephone, dark where that is
+//! wanted.
 
 use std::fmt::Write;
 use std::path::Path;

@@ -62,7 +62,8 @@ fn sigusr2_is_for_the_queue() {
     finish(&lab, run);
 }
 
-/// A CRIU that does not answer while there is a file; once only if something is in that file. It says that it began in `began`.
+/// A CRIU that does not answer while there is a file; once only if something is in that file. It says that it began in
+/// `began`.
 fn slow_criu(lab: &Lab, verb: &str) {
     let (real, began) = (criu(), lab.file("began"));
     lab.script(

@@ -1,8 +1,8 @@
 //! A job's user who changes everything that can be changed, at random moments, while the job is restored.
 //!
-//! Each round restores the same image with another seed. Whatever the user does: nothing of root's changes owner, mode or
-//! content, and the restore succeeds or says why not. `REKINDLE_SWEEP=1000` runs so many rounds, `REKINDLE_SWEEP_SEED=N` begins
-//! with that seed; a failing one is printed.
+//! Each round restores the same image with another seed. Whatever the user does: nothing of root's changes owner, mode
+//! or content, and the restore succeeds or says why not. `REKINDLE_SWEEP=1000` runs so many rounds,
+//! `REKINDLE_SWEEP_SEED=N` begins with that seed; a failing one is printed.
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -138,7 +138,8 @@ fn a_restore_opens_nothing_that_the_user_may_not() {
     lab.assert_all_gone();
 }
 
-/// CRIU follows links on the way to a file. What is on the way must let the user through, whatever the file's own mode is.
+/// CRIU follows links on the way to a file. What is on the way must let the user through, whatever the file's own mode
+/// is.
 #[test]
 fn a_restore_reaches_nothing_through_a_closed_folder() {
     for begin in ["cd here", "exec 3<here/data"] {
@@ -279,7 +280,8 @@ fn forge(core: &Path, change: &dyn Fn(&mut Fields)) {
     fs::write(core, [&bytes[..8], &length, &record].concat()).unwrap();
 }
 
-/// Puts an image of plain files in the place of a packed one, with `change` to its core images and hashes that are right.
+/// Puts an image of plain files in the place of a packed one, with `change` to its core images and hashes that are
+/// right.
 fn put_forged(lab: &Lab, image: &Image, plain: &Path, change: &dyn Fn(&mut Fields)) {
     let copy = |from: &Path, to: &Path| {
         let _ = fs::remove_dir_all(to);

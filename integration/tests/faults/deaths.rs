@@ -1,5 +1,6 @@
 //! A process of the job dies, and its launcher would hear of it half a minute later.
 
+use std::fs;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
@@ -7,7 +8,7 @@ use nix::unistd::Pid;
 use rekindle::telemetry::events::{self, What};
 use rekindle_base::cause::Cause;
 
-use crate::rig::{Rig, Supervisor, inner};
+use crate::rig::{Calls, Rig, Supervisor, inner};
 
 /// From the kill until the job was restored: far less than until the launcher hears of it.
 const AT_ONCE: Duration = Duration::from_secs(20);
@@ -248,4 +249,35 @@ fn faults_that_follow_a_death_and_those_of_others_are_no_cause() {
     supervisor.said("the job was restored from image");
     assert_eq!(causes(&rig)[1], Cause::GpuFault { xid: 31 });
     supervisor.stop();
+}
+
+/// The driver waits for the kernels of a process that it has restored, when that is killed. So those that wait for a dead
+/// rank are ended first, and the program sees nothing of it.
+#[test]
+fn what_waits_for_a_dead_rank_is_called_off_before_the_others_are_killed() {
+    let Some(mut rig) = Rig::new() else { return };
+    let aborts = rig.path().join("aborts");
+    // Rank 0, their launcher, would end with the first of them.
+    rig.nccl(4, "split", Calls::BySymbol, &["--survive"]);
+    rig.variable("STANDIN_NCCL_ABORTS", aborts.to_str().unwrap());
+    rig.variable("REKINDLE_TEST_DRIVER", "580.159.04");
+    let mut supervisor = start(&rig, 4);
+    supervisor.snapshot();
+    let ranks: Vec<i32> = rig.job_pids().into_iter().filter(|pid| inner(*pid).is_some_and(|pid| pid > 1000)).collect();
+    let victim = *ranks.last().unwrap();
+    let mut others: Vec<i32> = ranks.iter().filter(|pid| **pid != victim).filter_map(|pid| inner(*pid)).collect();
+    ends(victim, Signal::SIGKILL);
+    supervisor.said("called off the NCCL operations");
+    supervisor.said("the job was restored from image");
+    let mut called: Vec<i32> = fs::read_to_string(&aborts).unwrap().lines().map(|pid| pid.parse().unwrap()).collect();
+    called.sort_unstable();
+    called.dedup();
+    others.sort_unstable();
+    assert_eq!(called, others);
+    supervisor.assert_unharmed(4);
+    supervisor.snapshot();
+    // A stop is a kill, too.
+    supervisor.stop();
+    rig.assert_sequence();
+    assert!(!rig.log().contains(" instead of "), "{}", rig.log());
 }

@@ -15,8 +15,8 @@ fn rig() -> Option<(Rig, StandIns)> {
     Some((rig, devices))
 }
 
-/// A name of the device in the rig's folder, which can go as those of a machine with a GPU go; its own name where the file
-/// system has no devices.
+/// A name of the device in the rig's folder, which can go as those of a machine with a GPU go; its own name where the
+/// file system has no devices.
 fn named(rig: &Rig, device: &Path, name: &str) -> PathBuf {
     let (path, is) = (rig.path().join(name), fs::metadata(device).unwrap());
     let made = mknod(&path, SFlag::from_bits_truncate(is.mode()), Mode::S_IRUSR | Mode::S_IWUSR, is.rdev());

@@ -113,14 +113,15 @@ fn criu_fails_with(staging: &str, image: &str) {
     let after = |what: &str| format!("\"$real\" \"$@\"; {what}; exit 0");
     // What was received from a FIFO is out of reach.
     let pages = if staging == "ram" { "pagemap-*" } else { "pages-*" };
-    // A kill at any other moment is no case: while its code is in a process, that ends with SIGTRAP, and the job is restored.
+    // A kill at any other moment is no case: while its code is in a process, that ends with SIGTRAP, and the job is
+    // restored.
     let cases: [(String, &[&str]); 7] = [
         ("exit 1".into(), &["dump: ", "without an answer (exit code 1)"]),
         ("kill -9 $$".into(), &["dump: ", "without an answer (signal SIGKILL)"]),
         ("exec sleep 600".into(), &["dump: ", "did not finish within 6s"]),
         (after(&format!("truncate -s 8 {image}/criu/{pages}.img")), &["dump: the image is incomplete or damaged"]),
         (after(&format!("rm {image}/criu/pagemap-*.img")), &["dump: the image is incomplete or damaged"]),
-        (after(&format!("mkfifo \"$(echo {image})/pipe\"")), &["does not belong into an image"]),
+        (after(&format!("mkfifo \"$(echo {image})/pipe\"")), &["an image can contain only files and folders"]),
         (after(&format!("rm -r {image}")), &["dump: "]),
     ];
     for (shell, words) in cases {

@@ -1,8 +1,8 @@
 //! kill -9 of the job, of its supervisor and of both, again and again, at moments drawn from a seed.
 //!
-//! After each kill the harness itself looks for the newest good image, in memory and in the store, and the job has to come
-//! back from that one. REKINDLE_TEST_KILLS is how often it kills in all (40, of which each of the two jobs gets half), and
-//! REKINDLE_TEST_SEED repeats a run as far as the clock allows.
+//! After each kill the harness itself looks for the newest good image, in memory and in the store, and the job has to
+//! come back from that one. REKINDLE_TEST_KILLS is how often it kills in all (40, of which each of the two jobs gets
+//! half), and REKINDLE_TEST_SEED repeats a run as far as the clock allows.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -107,8 +107,8 @@ fn newest_there(rig: &Rig, tally: &mut Tally) -> ImageId {
     newest
 }
 
-/// Reads what one supervisor said: each restart is from the newest image that was there, beginning with `newest`. Answers
-/// the newest at its end.
+/// Reads what one supervisor said: each restart is from the newest image that was there, beginning with `newest`.
+/// Answers the newest at its end.
 fn restarts_from_the_newest(said: &str, mut newest: ImageId) -> ImageId {
     for line in said.lines() {
         let named = || line.split("image ").nth(1)?.split([' ', ':']).next()?.parse::<ImageId>().ok();

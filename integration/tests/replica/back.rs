@@ -2,9 +2,9 @@
 
 use std::fs;
 
+use rekindle_replica::{Error, Replica};
 use rekindle_store::chunk::PlainPacks;
 use rekindle_store::persist::Progress;
-use rekindle_store::replica::{Error, Replica};
 use rekindle_store::{BadMark, BadWhy};
 
 use crate::ground::{Machine, RECORD, chunks, folder_replica, id, newest_good, noise, s3_replica};

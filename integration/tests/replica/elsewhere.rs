@@ -26,7 +26,8 @@ fn lose(lab: &Lab, run: Running) -> String {
     printed
 }
 
-/// Lets the job come to its end, which it does only where nothing is missing of its state, and compares its whole output.
+/// Lets the job come to its end, which it does only where nothing is missing of its state, and compares its whole
+/// output.
 fn completes(lab: &Lab, mut run: Running, finish: &Lab, before: &str) {
     let known = numbers(&run.out()).len();
     let printed = run.said_so_far();

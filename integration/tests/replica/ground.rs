@@ -6,14 +6,14 @@ use std::path::Path;
 
 use chrono::{DateTime, TimeDelta, Utc};
 use rekindle_os::direct::Way;
+use rekindle_replica::ReplicaUrl;
+use rekindle_replica::{Patience, RemoteImage, Replica, Uploaded};
 use rekindle_store::chunk::codec::Compression;
 use rekindle_store::chunk::{ChunkMap, Extent, Key, chunk_id};
 use rekindle_store::manifest::{Chunks, Manifest, Part, Tcp};
 use rekindle_store::pack::record::HEADER_BYTES;
 use rekindle_store::pack::{Making, PackWriter, record};
 use rekindle_store::persist::Progress;
-use rekindle_store::replica::ReplicaUrl;
-use rekindle_store::replica::{Patience, RemoteImage, Replica, Uploaded};
 use rekindle_store::{Access, Image, ImageId, JobFolder, Store, WriterLock};
 
 use crate::proxy::Proxy;
@@ -96,12 +96,12 @@ impl Machine {
         map.chunks().map(read).collect()
     }
 
-    pub(crate) fn upload(&self, replica: &Replica, image: &Image) -> Result<Uploaded, rekindle_store::replica::Error> {
+    pub(crate) fn upload(&self, replica: &Replica, image: &Image) -> Result<Uploaded, rekindle_replica::Error> {
         replica.upload(image, &self.folder, &Progress::default(), &|| false)
     }
 
     /// Answers also how many bytes of content came.
-    pub(crate) fn fetch(&self, replica: &Replica, id: ImageId) -> Result<(Image, u64), rekindle_store::replica::Error> {
+    pub(crate) fn fetch(&self, replica: &Replica, id: ImageId) -> Result<(Image, u64), rekindle_replica::Error> {
         let progress = Progress::default();
         let image = replica.fetch(id, &self.folder, &self.lock, self.key.as_ref(), &progress, &|| false)?;
         Ok((image, progress.bytes().0))

@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use rekindle_replica::{Error, Failure, Replica};
 use rekindle_store::persist::Progress;
-use rekindle_store::replica::{Error, Failure, Replica};
 
 use crate::ground::{Machine, RECORD, SECRET, chunks, id, newest_good, noise, s3_replica};
 use crate::proxy::{Fault, Proxy};

@@ -1,5 +1,5 @@
-//! What Slurm can do to a job. Each case ends the same way: the job is told to finish, and its whole output is that of a run
-//! that nobody disturbed.
+//! What Slurm can do to a job. Each case ends the same way: the job is told to finish, and its whole output is that of
+//! a run that nobody disturbed.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -1,8 +1,8 @@
 //! `rekindle` under a real Slurm: whatever Slurm does to a job, it goes on where it stood and ends once.
 //!
-//! The cluster is one test's own: munged, slurmctld and a slurmd a case, on loopback, in a folder, killed with the test. It
-//! needs Debian's packages (scripts/deps.sh slurm), root and CRIU; what is missing is a SKIP, or a failure where
-//! REKINDLE_TEST_REQUIRE names it (`slurm`). The job script is the one that users are told to take.
+//! The cluster is one test's own: munged, slurmctld and a slurmd a case, on loopback, in a folder, killed with the
+//! test. It needs Debian's packages (scripts/deps.sh slurm), root and CRIU; what is missing is a SKIP, or a failure
+//! where REKINDLE_TEST_REQUIRE names it (`slurm`). The job script is the one that users are told to take.
 
 #![allow(clippy::unwrap_used, reason = "tests: a panic is the report")]
 

@@ -25,8 +25,8 @@ use rekindle_store::{Access, Image, JobFolder, Store};
 pub(crate) use running::Running;
 use running::Text;
 
-/// How long anything here may take. Far above what it takes on an idle machine: an image is stored at a low priority, which
-/// took half a minute where others worked on all processors.
+/// How long anything here may take. Far above what it takes on an idle machine: an image is stored at a low priority,
+/// which took half a minute where others worked on all processors.
 pub(crate) const LIMIT: Duration = Duration::from_secs(150);
 
 /// Times short enough for a test; a test's own configuration comes after, in sections that TOML lets appear once, so
@@ -213,8 +213,8 @@ case "$*" in *swrk*) ;; *) exec "$real" "$@" ;; esac
         self.set("criu.path", &path)
     }
 
-    /// Copies a file and makes it executable. By another process: a child that another test forks meanwhile would hold our
-    /// descriptor for a moment, and a file that is open for writing cannot be executed (ETXTBSY).
+    /// Copies a file and makes it executable. By another process: a child that another test forks meanwhile would hold
+    /// our descriptor for a moment, and a file that is open for writing cannot be executed (ETXTBSY).
     pub(crate) fn install(&self, from: &Path, to: &Path) {
         let done = Command::new("install").args(["-m", "755"]).args([from, to]).status().unwrap();
         assert!(done.success());

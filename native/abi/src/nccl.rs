@@ -1,23 +1,23 @@
-//! The table in which a process counts what it starts on NCCL's communicators, and by which the supervisor stops it in
-//! front of its next call: the layout that the interposer and the supervisor agree on.
+//! The layout of the table that the interposer and the supervisor share. A process counts in it what it starts on
+//! NCCL's communicators, and the supervisor stops it with the table in front of its next call.
 //!
-//! A memfd like [`crate::sharing`]'s, with the same rules: the job can write to it, all zero is an empty table, and a
-//! change of the layout needs a change of [`NAME`].
+//! It is a memfd like [`crate::sharing`]'s, with the same rules: the job can write to it, all zeroes are an empty
+//! table, and a change of the layout needs a change of [`NAME`].
 #![allow(missing_docs, reason = "fields have the names that NCCL gives them")]
 
 use core::ffi::CStr;
 use core::sync::atomic::{AtomicI32, AtomicU32, AtomicU64};
 
 /// The name of the memfd; in /proc/PID/maps behind `/memfd:`.
-pub const NAME: &CStr = c"rekindle-nccl-1";
+pub const NAME: &CStr = c"rekindle-nccl-2";
 
-/// Communicators, with those that have ended. A power of two.
+/// Number of communicators, including ended ones. A power of two.
 pub const MOST_COMMUNICATORS: usize = 1024;
 
-/// Counters: one for each communicator, and two for each peer that it sends to or receives from.
+/// Number of counters: one for each communicator, and two for each peer that it sends to or receives from.
 pub const MOST_COUNTERS: usize = 16384;
 
-/// Places to look for them, by hash: a power of two, and more than there are counters.
+/// Number of hash places for counters: a power of two, and more than there are counters.
 pub const PLACES: usize = 32768;
 
 /// [`Counter::kind`].
@@ -43,16 +43,16 @@ pub const ENDED: u32 = 2;
 pub struct Communicator {
     /// ncclComm_t.
     pub handle: AtomicU64,
-    /// The same in all its ranks: of the unique id, or of the communicator that it was split from.
+    /// The same number in all its ranks: from the unique id, or from the communicator that it was split from.
     pub id: [AtomicU64; 2],
     pub rank: AtomicU32,
     pub ranks: AtomicU32,
     pub state: AtomicU32,
-    /// How often it was split.
+    /// Number of splits.
     pub splits: AtomicU32,
 }
 
-/// What one rank has started of one kind on one communicator.
+/// Operations of one kind that one rank has started on one communicator.
 #[derive(Debug)]
 #[repr(C)]
 pub struct Counter {
@@ -62,31 +62,37 @@ pub struct Counter {
     /// The other rank, for sends and receives.
     pub peer: AtomicU32,
     pub unused: AtomicU32,
-    /// How many were started.
+    /// Number of started operations.
     pub started: AtomicU64,
-    /// How many there would be after the call that waits; 0 if none waits.
+    /// The number after the call that waits; 0 if none waits.
     pub wanted: AtomicU64,
-    /// While the gate is closed: how many may be started.
+    /// The largest allowed number while the gate is closed.
     pub limit: AtomicU64,
 }
 
-/// All of it.
+/// The whole table.
 #[derive(Debug)]
 #[repr(C)]
 pub struct Table {
     /// The process, as it sees itself; 0 until the table may be read.
     pub pid: AtomicI32,
     pub untracked: AtomicU32,
-    /// 0: open. Closed, a call waits that would start more than [`Counter::limit`].
+    /// 0: open. While it is closed, a call that would exceed [`Counter::limit`] waits.
     pub closed: AtomicU32,
     /// Threads that are inside a call of NCCL, and do not wait in front of it.
     pub inside: AtomicU32,
-    /// CLOCK_MONOTONIC in nanoseconds, from when the gate counts as open: a supervisor that is gone opens none.
+    /// CLOCK_MONOTONIC in nanoseconds. After this time the gate counts as open, because the supervisor may have died.
     pub until: AtomicU64,
+    /// The thread that aborts communicators, as the process sees it; 0 where there is none.
+    pub aborter: AtomicI32,
+    /// 1: the process is about to be killed, and all that its kernels wait for is to be called off. A futex.
+    pub abort: AtomicU32,
+    /// 1: that was done.
+    pub aborted: AtomicU32,
     pub communicators: [Communicator; MOST_COMMUNICATORS],
     /// Counters in use, without a gap.
     pub counters_used: AtomicU32,
-    /// Index of the counter that belongs here, plus one; 0 where there is none.
+    /// Index of the counter at this place, plus one; 0 if there is none.
     pub places: [AtomicU32; PLACES],
     pub counters: [Counter; MOST_COUNTERS],
 }

@@ -1,4 +1,4 @@
-//! Names of the environment variables by which the supervisor configures its helpers.
+//! Names of the environment variables with which the supervisor configures its helpers.
 
 /// For the interposer, in the job: the folder of landing files.
 pub const LANDING: &str = "REKINDLE_LANDING";

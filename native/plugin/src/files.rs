@@ -391,8 +391,8 @@ unsafe extern "C" fn lutimes(path: *const c_char, times: *const [[c_long; 2]; 2]
 
 /// Two calls that CRIU makes by their number.
 ///
-/// It opens what inotify watches by its handle, which takes the right to pass every folder. The handle is in the image, and
-/// what it opens is a mere path.
+/// It opens what inotify watches by its handle, which takes the right to pass every folder. The handle is in the image,
+/// and what it opens is a mere path.
 ///
 /// It asks for the limits of each task, which takes CAP_SYS_RESOURCE or the ids of the task.
 #[unsafe(no_mangle)]

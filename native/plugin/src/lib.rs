@@ -11,7 +11,7 @@
 //! that it is in CRIU's LD_PRELOAD too: CRIU then finds some functions of the C library here.
 //!
 //! # What CRIU can rely on
-//! - There is no link to libc: no symbol version can be missing if CRIU brings its own loader and libraries. `getenv`
+//! - There is no link to libc: no symbol version can be missing if CRIU has its own loader and libraries. `getenv`
 //!   and `__errno_location` are weak; without the first nothing is accepted.
 //! - Nothing is allocated, and nothing here panics. Without these variables each function behaves like that of the C
 //!   library.

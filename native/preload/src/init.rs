@@ -1,14 +1,14 @@
 //! cuInit, with a mark for as long as it takes.
 //!
-//! The driver's checkpoint accepts a process that is in the middle of cuInit: it answers RUNNING some 2 ms after libcuda was
-//! loaded, and cuInit takes 100 to 190 ms more. Restored, that call of the program fails with error 304
-//! (CUDA_ERROR_OPERATING_SYSTEM; H200, driver 580). The driver does not tell that it is under way, so this does: a mapping
-//! whose name says it ([`rekindle_abi::init`]). It needs no layout and no memory of ours that outlives the call, a process
-//! that ends takes it along, and a forked child does not have it. The supervisor finds it in /proc/PID/maps, and CRIU in
-//! what it writes.
+//! The driver's checkpoint accepts a process that is in the middle of cuInit: it answers RUNNING some 2 ms after
+//! libcuda was loaded, and cuInit takes 100 to 190 ms more. Restored, that call of the program fails with error 304
+//! (CUDA_ERROR_OPERATING_SYSTEM; H200, driver 580). The driver does not tell that it is under way, so this does: a
+//! mapping whose name says it ([`rekindle_abi::init`]). It needs no layout and no memory of ours that outlives the
+//! call, a process that ends takes it along, and a forked child does not have it. The supervisor finds it in
+//! /proc/PID/maps, and CRIU in what it writes.
 //!
-//! Calls that make a context need no mark: from cuInit on a call holds the driver's lock, and a lock of the process waits for
-//! it.
+//! Calls that make a context need no mark: from cuInit on a call holds the driver's lock, and a lock of the process
+//! waits for it.
 
 use core::mem::transmute;
 

@@ -36,8 +36,8 @@
 //!   gets its own mapping, and libc's copy.
 //! - There is no link to libc: no symbol version can be missing in an old one (a missing version ends the process, a
 //!   missing weak symbol is null). [`libc`] has the functions that are needed.
-//! - A call of ioctl costs one compare, one of dlsym two or three; calls of the driver's, and names that begin with `cu`
-//!   or `nc`, cost more.
+//! - A call of ioctl costs one compare, one of dlsym two or three; calls of the driver's, and names that begin with
+//!   `cu` or `nc`, cost more.
 //! - Between snapshots no thread of ours exists, except one that sleeps in a process that shares GPU memory
 //!   ([`keeper`]). Helpers end by themselves 2 ms after the last copy (a snapshot's copies are less than 0.1 ms apart),
 //!   and a new one costs 30 us. So CRIU dumps none, and nobody has to wake or count them.

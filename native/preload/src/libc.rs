@@ -55,7 +55,7 @@ type Dlvsym = unsafe extern "C" fn(*mut c_void, *const c_char, *const c_char) ->
 type ReadLock = unsafe extern "C" fn(*mut c_void) -> i32;
 type ErrnoLocation = unsafe extern "C" fn() -> *mut i32;
 
-/// The next mmap after ours; the system call until the constructor has run.
+/// The next mmap after ours. Until the constructor has run it is the system call.
 pub(crate) static NEXT_MMAP: AtomicPtr<c_void> = AtomicPtr::new(raw_mmap as Map as *mut c_void);
 /// The next munmap after ours.
 pub(crate) static NEXT_MUNMAP: AtomicPtr<c_void> = AtomicPtr::new(raw_munmap as Unmap as *mut c_void);

@@ -1,19 +1,20 @@
-//! Calls of NCCL, counted, and held back while a snapshot brings all ranks to one point.
+//! Counts calls of NCCL, and holds them back while a snapshot brings all ranks to one point.
 //!
 //! A collective ends when all its ranks have started it. If a rank is stopped before it has started one that others
-//! have, their kernels wait on the GPU and CUDA cannot be locked. So this counts what is started: collectives of each
-//! communicator, and sends and receives by peer. For a snapshot the supervisor closes the gate, reads the counts of all
-//! ranks, and sets for each counter how far it may go; a call that would go beyond waits here, before NCCL has seen it
-//! ([`rekindle_abi::nccl`]). What is on the GPUs then ends by itself.
+//! have started, their kernels wait on the GPU and CUDA cannot be locked. So this counts the started operations: the
+//! collectives of each communicator, and sends and receives by peer. For a snapshot the supervisor closes the gate,
+//! reads the counts of all ranks, and sets a limit for each counter. A call beyond its limit waits here, before NCCL
+//! sees it ([`rekindle_abi::nccl`]). The kernels on the GPUs then end by themselves.
 //!
 //! The calls of one group count together when the group ends: NCCL starts nothing before.
 //!
-//! Between snapshots a call costs a look for its communicator and its counter, and two additions: 20 ns more than without
-//! us, and 14 ns for each operation of a group of eight (2026-11-23, a virtual machine on AMD EPYC, an NCCL that does
-//! nothing). Threads that call it at the same time share a number of the table: 20 to 70 ns. Nothing is allocated; the
-//! table is made with the first communicator. A communicator or an operation that cannot be counted is reported to
-//! the supervisor, which then does not rely on the counts.
+//! Between snapshots a call costs a look-up of its communicator and its counter, and two additions: 20 ns more than
+//! without us, and 14 ns for each operation of a group of eight (2026-11-23, a virtual machine on AMD EPYC, an NCCL
+//! that does nothing). Threads that call it at the same time share a number of the table: 20 to 70 ns. Nothing is
+//! allocated; the table is made with the first communicator. A communicator or an operation that cannot be counted is
+//! reported to the supervisor, which then does not use the counts.
 
+mod abort;
 mod groups;
 mod symbols;
 
@@ -29,20 +30,20 @@ use rekindle_abi::nccl::{self as table, Communicator, Counter, Table};
 use symbols::real;
 pub(crate) use symbols::{instead, is_absent};
 
-/// ncclResult_t: success, and that of a communicator that does not block.
+/// ncclResult_t: success, and the result of a communicator that does not block.
 const SUCCESS: i32 = 0;
 const IN_PROGRESS: i32 = 7;
 
 /// NCCL_SPLIT_NOCOLOR.
 const NO_COLOR: i32 = -1;
 
-/// How long until the next look, in front of a closed gate.
+/// The pause between two checks of a closed gate.
 const PAUSE_NS: u64 = 100_000;
 
-/// Where the address of the table is: a page that is empty in a forked child, which has no table. To ask for the pid
-/// instead would be a system call for each call of NCCL.
+/// The page with the address of the table. It is empty in a forked child, which has no table. To compare pids instead
+/// would need a system call for each call of NCCL.
 static PLACE: AtomicPtr<AtomicUsize> = AtomicPtr::new(null_mut());
-/// Held while entries are made.
+/// The lock for making entries.
 static CHANGING: Lock = Lock::new();
 
 /// The table of this process, if it has one.
@@ -51,11 +52,11 @@ fn current() -> Option<&'static Table> {
     // SAFETY: never unmapped.
     let place = unsafe { place.as_ref() }?;
     let table = with_exposed_provenance_mut::<Table>(place.load(Ordering::Relaxed));
-    // SAFETY: mapped in this process for good, and all of it atomics.
+    // SAFETY: never unmapped in this process, and all of it is atomics.
     unsafe { table.as_ref() }
 }
 
-/// The table, made if there is none. Without memory for it nothing is counted.
+/// The table; makes one if there is none. Without memory for it nothing is counted.
 fn current_or_new() -> Option<&'static Table> {
     if let Some(table) = current() {
         return Some(table);
@@ -68,7 +69,7 @@ fn current_or_new() -> Option<&'static Table> {
         PLACE.store(with_exposed_provenance_mut(sys::unforked_page(PAGE).ok()?), Ordering::Release);
     }
     let address = sys::shared_memory(table::NAME, size_of::<Table>()).ok()?;
-    // SAFETY: as large as that, zero, and never unmapped.
+    // SAFETY: it has the table's size, is zero, and is never unmapped.
     let table = unsafe { &*with_exposed_provenance_mut::<Table>(address) };
     table.pid.store(sys::pid(), Ordering::Release);
     // SAFETY: never unmapped.
@@ -76,12 +77,13 @@ fn current_or_new() -> Option<&'static Table> {
     Some(table)
 }
 
-/// The right to make entries. Whoever has it needs a moment only; None if a signal handler has interrupted it.
+/// The right to make entries, which a thread has only for a moment. None if a signal handler has interrupted that
+/// thread.
 fn wait() -> Option<Held<'static>> {
     CHANGING.wait()
 }
 
-/// Reports that the counts are not all.
+/// Reports that the counts are not complete.
 fn untracked(why: u32) {
     if let Some(table) = current_or_new() {
         table.untracked.fetch_or(why, Ordering::Relaxed);
@@ -93,13 +95,13 @@ fn spread(number: u64, size: usize) -> usize {
     (number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as usize & (size - 1)
 }
 
-/// All places of a table of such a size, from the one where an entry of this number belongs.
+/// All places of a table of this size, beginning with the first place for this number.
 fn probe(number: u64, size: usize) -> impl Iterator<Item = usize> {
     let first = spread(number, size);
     (0..size).map(move |step| (first + step) & (size - 1))
 }
 
-/// The communicator with this handle: its index, too.
+/// The communicator with this handle, and its index.
 fn communicator(table: &Table, handle: u64) -> Option<(usize, &Communicator)> {
     for at in probe(handle >> 4, table::MOST_COMMUNICATORS) {
         let entry = table.communicators.get(at)?;
@@ -112,7 +114,7 @@ fn communicator(table: &Table, handle: u64) -> Option<(usize, &Communicator)> {
     None
 }
 
-/// The counter of this communicator, made if there is none.
+/// The counter of this communicator; makes one if there is none.
 fn counter(table: &'static Table, communicator: usize, kind: u32, peer: u32) -> Option<u32> {
     let owner = communicator as u32;
     let is_it = |entry: &Counter| {
@@ -121,7 +123,7 @@ fn counter(table: &'static Table, communicator: usize, kind: u32, peer: u32) -> 
             && entry.peer.load(Ordering::Relaxed) == peer
     };
     let number = (u64::from(owner) << 34) | (u64::from(peer) << 2) | u64::from(kind);
-    // The counter, or the place for it.
+    // The place of the counter, or a free one.
     let look = || {
         for at in probe(number, table::PLACES) {
             let place = table.places.get(at)?;
@@ -151,7 +153,7 @@ fn counter(table: &'static Table, communicator: usize, kind: u32, peer: u32) -> 
     Some(new)
 }
 
-/// A call in NCCL; it ends when this is dropped.
+/// A call in NCCL. It ends with a drop.
 struct Inside(&'static Table);
 
 impl Inside {
@@ -171,13 +173,13 @@ fn started(table: &Table, at: u32) -> Option<&Counter> {
     table.counters.get(at as usize)
 }
 
-/// Counts one more for each of these counters, and waits before that while the gate is closed for them.
+/// Adds one to each of these counters. First waits while the gate is closed for them.
 fn enter(table: &'static Table, operations: &[AtomicU32]) -> Inside {
     let all = || operations.iter().filter_map(|at| started(table, at.load(Ordering::Relaxed)));
     loop {
         let inside = Inside::begin(table);
-        // Counted first and looked at the gate then: either the supervisor, which closes first and reads then, sees it,
-        // or this sees the gate.
+        // Counts before it looks at the gate. The supervisor closes the gate before it reads the counts. So either the
+        // supervisor sees this count, or this call sees the closed gate.
         all().for_each(|counter| {
             counter.started.fetch_add(1, Ordering::SeqCst);
         });
@@ -185,14 +187,14 @@ fn enter(table: &'static Table, operations: &[AtomicU32]) -> Inside {
             return inside;
         }
         all().for_each(|counter| {
-            // The last of several has the sum.
+            // If a counter occurs several times, the last store has the sum.
             counter.wanted.store(counter.started.load(Ordering::Relaxed), Ordering::Relaxed);
         });
         all().for_each(|counter| {
             counter.started.fetch_sub(1, Ordering::SeqCst);
         });
         drop(inside);
-        // Nothing is counted on trial again until there is room for it.
+        // Tries to count again only once there is room.
         while !is_open(table) && !all().all(wanted_has_room) {
             sys::sleep(PAUSE_NS);
         }
@@ -266,13 +268,13 @@ fn register(handle: u64, id: [u64; 2], rank: u32, ranks: u32) {
     entry.state.store(table::LIVE, Ordering::Release);
 }
 
-/// Two FNV-1a hashes of the same bytes: the same in all ranks.
+/// Two FNV-1a hashes of the same bytes: an id that is equal in all ranks.
 fn identity(bytes: impl Iterator<Item = u8>) -> [u64; 2] {
     let start = [0xcbf2_9ce4_8422_2325_u64, 0x8422_2325_cbf2_9ce4];
     bytes.fold(start, |id, byte| id.map(|half| (half ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)))
 }
 
-/// That of the ranks of one colour, in the split with this number of the communicator `old`.
+/// The id for the ranks of one colour, in the split with this number of the communicator `old`.
 fn split_identity(old: [u64; 2], number: u32, color: i32) -> [u64; 2] {
     let numbers = [old[0], old[1], u64::from(number), color as u64];
     identity(numbers.into_iter().flat_map(u64::to_ne_bytes))
@@ -289,8 +291,8 @@ impl UniqueId {
     }
 }
 
-/// A call that makes a communicator, with all other ranks: it is no operation, and not in front of the gate. Until it
-/// returns the cut is not complete.
+/// A call that makes a communicator, together with all other ranks. It is not an operation, and the gate does not hold
+/// it. The cut is not complete until it returns.
 fn making(call: impl FnOnce() -> i32) -> i32 {
     let Some(table) = current_or_new() else { return call() };
     let _inside = Inside::begin(table);
@@ -302,7 +304,7 @@ fn made(code: i32, new: *const u64) -> Option<u64> {
     if !matches!(code, SUCCESS | IN_PROGRESS) || new.is_null() {
         return None;
     }
-    // SAFETY: NCCL has written it; in a group it does so at once, too, or leaves what was there.
+    // SAFETY: NCCL has written it. In a group it also writes at once, or leaves the old value.
     let handle = unsafe { *new };
     (handle != 0).then_some(handle)
 }
@@ -310,7 +312,12 @@ fn made(code: i32, new: *const u64) -> Option<u64> {
 fn note_made(code: i32, new: *const u64, id: [u64; 2], rank: i32, ranks: i32) -> i32 {
     symbols::look_for_others();
     match made(code, new) {
-        Some(handle) => register(handle, id, rank as u32, ranks as u32),
+        Some(handle) => {
+            register(handle, id, rank as u32, ranks as u32);
+            if let Some(table) = current() {
+                abort::start(table);
+            }
+        }
         None if code == SUCCESS => untracked(table::UNKNOWN),
         None => {}
     }
@@ -340,7 +347,7 @@ unsafe extern "C" fn init_rank_scalable(
     config: usize,
 ) -> i32 {
     let real = real!(InitRankScalable, fn(*mut u64, i32, i32, i32, *const UniqueId, usize));
-    // SAFETY: NCCL reads as many.
+    // SAFETY: NCCL reads as many entries.
     let bytes = (0..count.max(0) as usize).flat_map(|at| unsafe { *ids.wrapping_add(at) }.0);
     let id = identity(bytes);
     // SAFETY: the caller's arguments.
@@ -379,7 +386,7 @@ unsafe extern "C" fn split(old: u64, color: i32, key: i32, new: *mut u64, config
     let id = split_identity(old, number, color);
     match (symbols::rank_of(handle), symbols::ranks_of(handle)) {
         (Some(rank), Some(ranks)) => register(handle, id, rank, ranks),
-        // In a group, it is made when the group ends.
+        // In a group, NCCL makes it when the group ends.
         _ => untracked(table::UNKNOWN),
     }
     code

@@ -83,9 +83,9 @@ extern "C" fn begin(stack: *const usize) -> ! {
     }
 }
 
-/// `init LAST_PID READY_FD FLAGS NAMES HOSTS`: prepares the namespaces, writes `ok` to the descriptor, then reaps until it
-/// is killed. FLAGS: `l` enables the loopback device of a new network namespace. NAMES is a file that is mounted over
-/// /etc/resolv.conf, and HOSTS one over /etc/hosts, if those exist; `-` for none.
+/// `init LAST_PID READY_FD FLAGS NAMES HOSTS`: prepares the namespaces, writes `ok` to the descriptor, then reaps until
+/// it is killed. FLAGS: `l` enables the loopback device of a new network namespace. NAMES is a file that is mounted
+/// over /etc/resolv.conf, and HOSTS one over /etc/hosts, if those exist; `-` for none.
 fn init(last_pid: i32, ready: i32, loopback: bool, [names, hosts]: [Option<&CStr>; 2]) -> ! {
     let mut mask = sys::block_all();
     let prepared = sys::die_with_parent(sys::SIGKILL)

@@ -1,10 +1,11 @@
-//! `--detach` of `rekindle run` and `restore`: the supervisor in the background, and a caller that waits until the job runs.
+//! `--detach` of `rekindle run` and `restore`: the supervisor in the background, and a caller that waits until the job
+//! runs.
 //!
 //! The supervisor is a copy of the process that was called, in a session of its own ([`rekindle_os::detach`]), rather
-//! than a unit of `systemd-run`: it works in containers and on machines without systemd, has the environment, the limits
-//! and the control group of the caller, and ends with the same exit codes. Until it has the job's folder it writes to
-//! the caller's standard error; from then on to `log/supervisor.log` in that folder. If it ends before the job runs, the
-//! caller shows what it wrote there, and ends with its exit code.
+//! than a unit of `systemd-run`: it works in containers and on machines without systemd, has the environment, the
+//! limits and the control group of the caller, and ends with the same exit codes. Until it has the job's folder it
+//! writes to the caller's standard error; from then on to `log/supervisor.log` in that folder. If it ends before the
+//! job runs, the caller shows what it wrote there, and ends with its exit code.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom, Write};

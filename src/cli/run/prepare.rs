@@ -1,5 +1,5 @@
-//! What a run needs before it touches the job's folder: rights, CRIU, the store, and the job's program, folder, input and
-//! limits.
+//! What a run needs before it touches the job's folder: rights, CRIU, the store, and the job's program, folder, input
+//! and limits.
 
 use std::ffi::{OsStr, OsString};
 use std::path::{Component, Path, PathBuf};
@@ -80,7 +80,7 @@ impl Prepared {
         let folder = self.store.create_job(name)?;
         let lock = folder.lock()?;
         if self.store.finish_removal(name)? {
-            tracing::info!("an earlier job of that name was half removed; the rest of it is removed now");
+            tracing::info!("the removal of an earlier job of that name was interrupted; removing the rest of it now");
         }
         if let Some((holder, silent)) = lock.silent_holder() {
             let silent = humantime::format_duration(Duration::from_secs(silent.as_secs()));
@@ -122,7 +122,7 @@ fn standard_input(wanted: &Stdin) -> anyhow::Result<PathBuf> {
         Stdin::Null => Ok("/dev/null".into()),
         Stdin::File(path) => {
             let metadata = std::fs::metadata(path).map_err(|e| Misuse(format!("job.stdin = {path:?}: {e}")))?;
-            // To open a FIFO waits for a writer, perhaps for ever.
+            // Opening a FIFO waits for a writer, perhaps for ever.
             if !metadata.is_file() && path != Path::new("/dev/null") {
                 return Err(
                     Misuse(format!("job.stdin = {path:?}: not a regular file, so it cannot be restored")).into()

@@ -35,7 +35,7 @@ pub(super) struct Start {
     pub(super) named: bool,
 }
 
-/// Continues from the newest good image of the last run. A run that completed is not begun anew in silence, and one
+/// Continues from the newest good image of the last run. A completed run is not silently started again, and one
 /// without an image takes another command: there is nothing to continue.
 pub(super) fn choose(folder: &JobFolder, command: &[OsString], fresh: bool, cold: ColdStart) -> anyhow::Result<Start> {
     let anew = || Start { from: StartPoint::Cold, lineage: supervisor::new_lineage(), base: None, named: false };
@@ -102,7 +102,7 @@ pub(super) fn nothing_to_do(folder: &JobFolder) -> anyhow::Result<Option<String>
     Ok(record.map(|record| format!("{}: nothing to do. --fresh runs it again", completed(folder, &record))))
 }
 
-/// That the job came to its end, and when.
+/// The message that the job has completed, and when.
 fn completed(folder: &JobFolder, record: &JobRecord) -> String {
     let last = Published::read(&folder.state_file()).ok().filter(|last| last.lineage == record.lineage);
     let at = last.map_or_else(String::new, |last| {

@@ -149,7 +149,8 @@ fn live(
                         events.push_back(Event::Local(Happened::Started));
                     }
                     Order::Plug => drop(said.send(Said::Runs)),
-                    Order::Prepare(number) => events.push_back(Event::Local(Happened::Quiet(number))),
+                    Order::Prepare(number) => events.push_back(Event::Local(Happened::Locked(number))),
+                    Order::Pull(number) => events.push_back(Event::Local(Happened::Quiet(number))),
                     Order::Dump(number) => {
                         let part = Part { image: number.to_string(), digest: "x".into() };
                         parts.insert(

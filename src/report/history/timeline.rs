@@ -159,7 +159,7 @@ impl Timeline {
 
 /// Microseconds from one moment to another; none if the second is earlier.
 #[must_use]
-pub fn between(from: i64, to: i64) -> u64 {
+pub(crate) fn between(from: i64, to: i64) -> u64 {
     u64::try_from(to.saturating_sub(from)).unwrap_or(0)
 }
 

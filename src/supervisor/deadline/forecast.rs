@@ -134,7 +134,6 @@ impl Plan {
 /// Whether the time until a deadline is enough for the final snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Room {
-    /// It is.
     Enough,
     /// It would take more than half of the time. The job still runs for the other half: otherwise it would never make
     /// progress.

@@ -7,7 +7,7 @@ use super::model::Doom;
 use super::plants::Plant;
 use super::world::{Happening, World, tell};
 use crate::policy::deaths::Victim;
-use crate::supervisor::deaths::ProcessDeaths;
+use crate::supervisor::deaths::{MOMENT, ProcessDeaths};
 use crate::supervisor::state::{Event, State, Verdict};
 use crate::watch::deaths::Death;
 use rekindle_os::spawn::Ended;
@@ -68,7 +68,7 @@ impl World {
         }
         let death = Death { life, pid, outer: pid, name: "rank".into(), signal };
         let state = run.machine.state().clone();
-        let calls_off = run.ranks.deaths.comes(death, &state, now);
+        let calls_off = run.ranks.deaths.comes(death, &state, now + MOMENT);
         let waits = run.ranks.deaths.next_wake(&state).is_some() || run.ranks.deaths.is_waiting();
         if waits {
             self.after(Duration::from_millis(250), Happening::Decide);

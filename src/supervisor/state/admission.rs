@@ -4,7 +4,7 @@ use super::{Ending, Machine, Postponed, State, Then};
 
 /// A request that a client waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Wish {
+pub(crate) enum Wish {
     /// A snapshot.
     Snapshot,
     /// A snapshot, and then the end of the job until it is resumed.
@@ -28,7 +28,7 @@ impl Machine<'_> {
     ///
     /// # Errors
     /// The reason, as text.
-    pub fn admits(&self, wish: Wish) -> Result<(), &'static str> {
+    pub(crate) fn admits(&self, wish: Wish) -> Result<(), &'static str> {
         match (&self.state, wish) {
             (State::Done, _) => Err("the job is over"),
             _ if self.is_stopping() => Err(STOPS),
@@ -51,7 +51,7 @@ impl Machine<'_> {
 
     /// Whether the job will be suspended, unless a snapshot fails.
     #[must_use]
-    pub fn is_suspending(&self) -> bool {
+    pub(crate) fn is_suspending(&self) -> bool {
         let waits = |postponed: Postponed| postponed.then == Some(Then::Suspend);
         match &self.state {
             State::Running(_) => self.postponed.is_some_and(waits),

@@ -10,7 +10,7 @@ use rekindle_store::manifest::Reason;
 
 /// Who requested the stop, which decides the exit code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Stop {
+pub(crate) enum Stop {
     /// A signal: exit code 128 plus its number.
     Signal(i32),
     /// A scheduler, to queue the job again: exit code 75.
@@ -19,7 +19,7 @@ pub enum Stop {
 
 /// How the run ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Finish {
+pub(crate) enum Finish {
     /// The job exited with 0.
     Completed,
     /// Stopped on request; it can be continued.
@@ -28,7 +28,6 @@ pub enum Finish {
     StoppedInMemory {
         /// Who requested it.
         stop: Stop,
-        /// The image.
         image: ImageId,
     },
     /// The job cannot be started here at all.
@@ -55,7 +54,7 @@ pub enum Finish {
 impl Finish {
     /// The same, if this image was not stored.
     #[must_use]
-    pub fn with_left_in_memory(self, image: Option<ImageId>) -> Finish {
+    pub(crate) fn with_left_in_memory(self, image: Option<ImageId>) -> Finish {
         match (image, self) {
             (Some(image), Finish::Stopped(stop)) => Finish::StoppedInMemory { stop, image },
             (_, finish) => finish,
@@ -64,12 +63,12 @@ impl Finish {
 }
 
 /// Why a run ended with [`Finish::NoUsableImage`], as text.
-pub const NO_USABLE_IMAGE: &str = "the run has images and none can be used, and restart.cold-start does not allow a \
+pub(crate) const NO_USABLE_IMAGE: &str = "the run has images and none can be used, and restart.cold-start does not allow a \
     start from the beginning";
 
 /// A decision by a rule or the watch of a job, which replaces that of the policy.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Verdict {
+pub(crate) enum Verdict {
     /// Restart the job, whatever its exit code; it counts as a failure.
     Restart,
     /// One of its processes was killed by this signal: it goes back to its newest image.
@@ -87,14 +86,12 @@ pub enum Verdict {
 
 /// An input of the state machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Event {
+pub(crate) enum Event {
     /// The job runs.
     Started,
     /// An image was not restored.
     ImageFailed {
-        /// The image.
         image: ImageId,
-        /// Why.
         failure: Failure,
         /// The images to continue from.
         images: Images,
@@ -143,10 +140,7 @@ pub enum Event {
     /// The job no longer blocks snapshots.
     Release,
     /// End the job and start it from this image. This was requested, so it is no failure.
-    Rewind {
-        /// Which.
-        image: ImageId,
-    },
+    Rewind { image: ImageId },
     /// End the running job, for this decision. It is no request: a requested stop or rewind has priority.
     Condemn(Verdict),
     /// The decision about the end that is reported next.
@@ -167,13 +161,13 @@ impl Event {
     /// The image of a start was lost while the start waited: with the memory that it was in, or because it was
     /// replaced.
     #[must_use]
-    pub fn gone(image: ImageId, images: Images) -> Event {
+    pub(crate) fn gone(image: ImageId, images: Images) -> Event {
         Event::ImageFailed { image, failure: Failure::NotNow("it no longer exists".into()), images }
     }
 
     /// The event for a failed snapshot.
     #[must_use]
-    pub fn not_taken(error: &snapshot::Error) -> Event {
+    pub(crate) fn not_taken(error: &snapshot::Error) -> Event {
         match (error.job_is_lost(), error.may_pass()) {
             (true, _) => Event::SnapshotFailed(Harm::Lost),
             (false, true) => Event::SnapshotMissed,
@@ -184,7 +178,7 @@ impl Event {
 
 /// What an operation that ended did to the job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Harm {
+pub(crate) enum Harm {
     /// Nothing.
     None,
     /// It cannot continue.
@@ -193,7 +187,7 @@ pub enum Harm {
 
 /// An output of the state machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Action {
+pub(crate) enum Action {
     /// Launch or restore.
     Start(StartPoint),
     /// Take a snapshot.
@@ -208,14 +202,12 @@ pub enum Action {
     Mark(Mark),
     /// Report that this image was not restored, and is not marked.
     NotRestored {
-        /// The image.
         image: ImageId,
         /// The reason, as text.
         why: String,
     },
     /// Report why it is tried again, and when.
     Announce {
-        /// From what.
         from: StartPoint,
         /// After this long.
         after: Duration,
@@ -226,7 +218,7 @@ pub enum Action {
 
 /// What has to change before a job can be started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Obstacle {
+pub(crate) enum Obstacle {
     /// The machine, or the command.
     Machine,
     /// The configuration.

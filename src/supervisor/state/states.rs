@@ -10,10 +10,9 @@ use rekindle_store::ImageId;
 
 /// The state of the job.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum State {
+pub(crate) enum State {
     /// It is being launched or restored.
     Starting {
-        /// From what.
         from: StartPoint,
         /// What was requested in the meantime; never a suspension.
         then: Option<Then>,
@@ -22,7 +21,6 @@ pub enum State {
     Running(Life),
     /// It runs, or is frozen, while a snapshot is taken.
     Snapshotting {
-        /// The life.
         life: Life,
         /// What to do afterwards.
         then: Option<Then>,
@@ -35,28 +33,23 @@ pub enum State {
         stop: Ending,
         /// When to kill it.
         deadline: Option<Instant>,
-        /// The life.
         life: Life,
     },
     /// It waits for the next try.
     Waiting {
-        /// From what.
         from: StartPoint,
         /// Until this time.
         until: Instant,
     },
     /// It has released its resources, and waits to be resumed.
-    Suspended {
-        /// From what.
-        from: StartPoint,
-    },
+    Suspended { from: StartPoint },
     /// The run is over.
     Done,
 }
 
 /// A request that waits for the end of the operation in progress.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Then {
+pub(crate) enum Then {
     /// A stop, with its time limit.
     Stop(Stop, Instant),
     /// Suspend the job.
@@ -67,7 +60,7 @@ pub enum Then {
 
 /// Why a job was told to end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Ending {
+pub(crate) enum Ending {
     /// A stop was requested.
     Stop(Stop),
     /// It cannot continue after a snapshot.
@@ -82,23 +75,23 @@ pub enum Ending {
 
 /// One life of the job.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Life {
+pub(crate) struct Life {
     /// What it started from.
-    pub from: StartPoint,
+    pub(crate) from: StartPoint,
     /// When it started.
-    pub since: Instant,
+    pub(crate) since: Instant,
     /// When the next snapshot is due.
-    pub next: Option<Instant>,
+    pub(crate) next: Option<Instant>,
     /// Number of snapshots that failed in a row.
-    pub failures: u32,
+    pub(crate) failures: u32,
     /// Number of snapshots that failed temporarily since the last successful one.
-    pub missed: u32,
+    pub(crate) missed: u32,
 }
 
 impl State {
     /// When [`Event::Tick`](super::Event::Tick) is needed.
     #[must_use]
-    pub fn deadline(&self) -> Option<Instant> {
+    pub(crate) fn deadline(&self) -> Option<Instant> {
         match self {
             State::Running(life) => life.next,
             State::Snapshotting { then: Some(Then::Stop(_, at)), .. } => Some(*at),
@@ -140,7 +133,7 @@ impl State {
 
     /// The state as it is published.
     #[must_use]
-    pub fn published(&self) -> JobState {
+    pub(crate) fn published(&self) -> JobState {
         match self {
             State::Starting { from: StartPoint::Cold, .. } => JobState::Starting,
             State::Starting { from: StartPoint::Image(_), .. } => JobState::Restoring,
@@ -157,7 +150,7 @@ impl State {
 
     /// The same as text.
     #[must_use]
-    pub fn name(&self) -> &'static str {
+    pub(crate) fn name(&self) -> &'static str {
         self.published().as_str()
     }
 }

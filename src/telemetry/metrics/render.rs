@@ -19,7 +19,7 @@ const OUTCOMES: [&str; 3] = ["completed", "stopped", "failed"];
 impl Facts {
     /// All metrics, as of now.
     #[must_use]
-    pub fn text(&self, now: Instant, time: DateTime<Utc>) -> String {
+    pub(crate) fn text(&self, now: Instant, time: DateTime<Utc>) -> String {
         let labels = [("job".into(), self.job.clone().into())];
         let mut registry = Registry::with_labels(labels.into_iter());
         registry.register_collector(Box::new(Seen { facts: self.clone(), now, time }));

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 /// Makes the text.
-pub type Render = Arc<dyn Fn() -> String + Send + Sync>;
+pub(crate) type Render = Arc<dyn Fn() -> String + Send + Sync>;
 
 /// Maximum number of clients at a time. Prometheus is one.
 const MOST: usize = 8;
@@ -28,7 +28,7 @@ const TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 ///
 /// # Errors
 /// When the address cannot be used.
-pub fn start(address: SocketAddr, render: Render) -> io::Result<SocketAddr> {
+pub(crate) fn start(address: SocketAddr, render: Render) -> io::Result<SocketAddr> {
     let listener = TcpListener::bind(address)?;
     let address = listener.local_addr()?;
     std::thread::Builder::new().name("metrics".into()).spawn(move || accept(&listener, &render))?;

@@ -17,7 +17,7 @@ const LAST: Duration = Duration::from_secs(2);
 
 /// A file that is kept up to date.
 #[derive(Debug, Clone)]
-pub struct Textfile(Arc<Shared>);
+pub(crate) struct Textfile(Arc<Shared>);
 
 #[derive(Debug, Default)]
 struct Shared {
@@ -38,7 +38,7 @@ impl Textfile {
     ///
     /// # Errors
     /// When the thread cannot be started.
-    pub fn start(path: PathBuf, render: Render) -> std::io::Result<Textfile> {
+    pub(crate) fn start(path: PathBuf, render: Render) -> std::io::Result<Textfile> {
         let textfile = Textfile(Arc::default());
         let shared = Arc::clone(&textfile.0);
         std::thread::Builder::new().name("textfile".into()).spawn(move || shared.work(&path, &render))?;
@@ -46,13 +46,13 @@ impl Textfile {
     }
 
     /// The metrics have changed.
-    pub fn news(&self) {
+    pub(crate) fn news(&self) {
         self.0.state().news = true;
         self.0.changed.notify_all();
     }
 
     /// Writes the last changes now, and waits a little for that.
-    pub fn close(&self) {
+    pub(crate) fn close(&self) {
         let until = Instant::now() + LAST;
         let mut state = self.0.state();
         (state.closing, state.news) = (true, true);

@@ -1,7 +1,7 @@
 //! Amazon EC2: the instance metadata service, version 2 (IMDSv2).
 //!
-//! A token is needed for every request; it is got by a PUT, which a proxy would not pass on. `spot/instance-action`
-//! exists from two minutes before a spot machine is stopped or terminated (for a hibernation, from its beginning);
+//! Every request needs a token from a PUT request, which a proxy would not pass on. `spot/instance-action`
+//! exists from two minutes before a spot machine is stopped or terminated (a hibernation: from its beginning);
 //! `events/recommendations/rebalance` exists as soon as that is likely. Both are 404 otherwise.
 
 use std::time::Duration;

@@ -1,8 +1,8 @@
 //! Azure: Scheduled Events of the instance metadata service.
 //!
 //! An answer has the events of all machines that are maintained together, so an event counts only if it names this
-//! machine. An event begins at its time; it begins earlier if somebody acknowledges it, which ends the machine at once:
-//! so that is done only when the last image is stored. The first request of a machine starts the service, which takes
+//! machine. An event begins at its time, or when somebody acknowledges it, which ends the machine at once. So it is
+//! acknowledged only once the final image is stored. The first request of a machine starts the service, which takes
 //! up to two minutes.
 
 use std::time::Duration;
@@ -61,7 +61,7 @@ impl Source for Azure {
     }
 }
 
-/// Whether it is a short text of visible ASCII characters.
+/// Whether this is a short text of visible ASCII characters.
 fn is_word(text: &str) -> bool {
     (1..=LONGEST).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_graphic())
 }
@@ -126,10 +126,10 @@ fn time(text: &str) -> Option<DateTime<Utc>> {
     DateTime::parse_from_rfc2822(text).ok().map(|time| time.to_utc())
 }
 
-/// Tells Azure that this machine is ready for the event, which begins at once then.
+/// Tells Azure that this machine is ready for the event. The event then begins at once.
 ///
 /// # Errors
-/// When Azure does not take it.
+/// When Azure does not accept it.
 pub(crate) fn acknowledge(client: &Client, id: &str) -> Result<(), Error> {
     #[derive(Serialize)]
     #[serde(rename_all = "PascalCase")]

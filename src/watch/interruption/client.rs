@@ -19,7 +19,7 @@ const CONNECT: Duration = Duration::from_secs(3);
 /// The largest answer that is read. The longest known are some KiB: Azure's events of many machines.
 const LARGEST: usize = 64 << 10;
 
-/// Why there is no usable answer. Texts of answers are in none of the messages.
+/// Why there is no usable answer. No message contains a text from an answer.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     /// The client cannot be set up.
@@ -82,7 +82,7 @@ pub(crate) struct Request<'a> {
 }
 
 impl<'a> Request<'a> {
-    /// A GET with the usual patience.
+    /// A GET with the usual time limit.
     #[must_use]
     pub(crate) fn get(path: &'a str, headers: &'a [(&'static str, &'a str)]) -> Request<'a> {
         Request { method: Method::GET, path, headers, body: None, patience: PATIENCE }
@@ -118,7 +118,7 @@ impl Client {
             .no_proxy()
             .redirect(reqwest::redirect::Policy::none())
             .connect_timeout(CONNECT)
-            // Nobody looks after an idle connection between two requests.
+            // No thread serves an idle connection between two requests.
             .pool_max_idle_per_host(0)
             .user_agent(concat!("rekindle/", env!("CARGO_PKG_VERSION")))
             .build()
@@ -139,7 +139,7 @@ impl Client {
         if let Some(body) = body {
             ready = ready.header("content-type", "application/json").body(body);
         }
-        // The address is known, and the query may hold a text of an answer.
+        // Without the address: its query may contain a text from an answer.
         let failed = |error: reqwest::Error| Error::Request(error.without_url());
         self.runtime.block_on(async {
             let mut response = ready.send().await.map_err(failed)?;

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use rekindle_base::notice::Cloud;
 
-/// Where the kernel shows them.
+/// The folder in which the kernel shows them.
 pub(crate) const DMI: &str = "/sys/class/dmi/id";
 
 /// Azure's tag; its machines otherwise look like any machine of Hyper-V.

@@ -1,8 +1,8 @@
 //! Google Compute Engine: two values of the metadata server, each with a request that waits for a change.
 //!
 //! `preempted` becomes TRUE when a spot machine is taken back, 30 s before its end. `maintenance-event` announces a
-//! maintenance of the host: one that moves the machine while it runs (60 s before), or one that ends it (60 s before; one
-//! hour for a machine with GPUs). The server does not say when.
+//! maintenance of the host: one that moves the machine while it runs (60 s before), or one that ends it (60 s before;
+//! one hour for a machine with GPUs). The server does not say when.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use super::client::{Answer, Client, Error, Request};
 use super::{Source, client};
 use rekindle_base::notice::{Cloud, Kind, Notice};
 
-/// The header that each request needs, and each answer has: so nobody else's answer is taken for one.
+/// The header that each request needs and each answer has. An answer of another server does not have it.
 const FLAVOR: (&str, &str) = ("metadata-flavor", "Google");
 /// How long the server waits for a change.
 const WAIT: Duration = Duration::from_secs(60);

@@ -33,7 +33,7 @@ fn kinds(notices: &[Notice]) -> Vec<Kind> {
     notices.iter().map(|notice| notice.kind).collect()
 }
 
-/// The answers that no source may take for anything.
+/// Answers that every source must reject.
 fn garbage() -> Vec<Answer> {
     let raw = |text: &str| Answer::Raw(text.as_bytes().to_vec());
     let body = |text: &str| Answer::Body(text.to_owned());
@@ -200,7 +200,7 @@ fn an_answer_that_does_not_come_or_does_not_end_has_a_time_limit() {
         assert!(matches!(google::Google::new(google::Value::Preempted).ask(&client), Err(Error::Request(_))));
         assert!(began.elapsed() < client::PATIENCE * 2, "{:?}", began.elapsed());
     }
-    // Nobody listens there any more.
+    // The service has ended.
     let gone = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     assert!(aws::Aws::default().ask(&Client::of(gone).unwrap()).is_err());
 }
@@ -216,7 +216,7 @@ fn a_notice_is_reported_once_and_when_it_changes_or_goes() {
     let first = notice("1", Kind::Reboot, time);
     assert_eq!(ledger.update(vec![first.clone(), first.clone()]), [Change::Came(first.clone())]);
     assert_eq!(ledger.update(vec![first.clone()]), []);
-    // It has begun, and has no time any more.
+    // It has begun, so it has no time.
     assert_eq!(ledger.update(vec![Notice { at: None, ..first.clone() }]), []);
     let later = notice("1", Kind::Reboot, Some(at("2026-11-23T09:00:00Z")));
     assert_eq!(ledger.update(vec![later.clone()]), [Change::Changed(later.clone())]);

@@ -3,8 +3,8 @@
 //! CRIU (4.2) takes a process's locks again, and after that maps its files with temporary descriptors, which it then
 //! closes (`restore_mapping` in criu/pie/restorer.c). A process that closes any descriptor of a file loses all its
 //! POSIX locks on that file (fcntl(2)). So locks on files that are also mapped are lost: for example SQLite's on the
-//! index of a write-ahead log, and then two processes would write to the same place. `parts::locks` of the engine makes the
-//! processes take them again.
+//! index of a write-ahead log, and then two processes would write to the same place. `parts::locks` of the engine makes
+//! the processes take them again.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -25,7 +25,7 @@ const OF_A_FILE: u32 = 1 << 6 | 1 << 7;
 pub struct LostLock {
     /// The pid of the process that has the lock, as it sees itself.
     pub pid: i32,
-    /// Its descriptor of the file.
+    /// The process's descriptor of the file.
     pub fd: i32,
     /// The file.
     pub path: PathBuf,

@@ -33,7 +33,8 @@ pub fn written_by_mappings(dir: &Path) -> Result<Vec<PathBuf>, Error> {
     Ok(found.into_iter().collect())
 }
 
-/// A scarce resource of the machine that the processes use, in words: a second copy of them would take it from the first.
+/// A scarce resource of the machine that the processes use, in words: a second copy of them would take it from the
+/// first.
 ///
 /// # Errors
 /// When an image file is missing or damaged.
@@ -54,9 +55,9 @@ pub fn scarce(dir: &Path) -> Result<Option<&'static str>, Error> {
     Ok(None)
 }
 
-/// Makes CRIU open files for writing if a mapping of them is writable. CRIU 4.2 takes the access mode from the mode of the
-/// link in /proc/PID/map_files, and the kernel keeps the link of an earlier mapping of the same addresses with the mode that
-/// it had: a restore would fail with "Can't restore 0x... mapping". Returns how many mappings were corrected.
+/// Makes CRIU open files for writing if a mapping of them is writable. CRIU 4.2 takes the access mode from the mode of
+/// the link in /proc/PID/map_files, and the kernel keeps the link of an earlier mapping of the same addresses with the
+/// mode that it had: a restore would fail with "Can't restore 0x... mapping". Returns how many mappings were corrected.
 ///
 /// # Errors
 /// When an image file is missing or damaged, or cannot be written.

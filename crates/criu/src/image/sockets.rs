@@ -62,8 +62,8 @@ pub fn tcp_sockets(dir: &Path) -> Result<Vec<TcpSocket>, Error> {
 }
 
 /// Disconnects the sockets whose other end is not in the image, as CRIU's `tcp_close` does with all sockets, and
-/// returns how many. Those between two addresses of which `kept` says so are kept, too: their other end is in another
-/// image. For the job a closed connection was reset: reads and writes fail.
+/// returns how many. Keeps connections between two addresses that `kept` accepts: their other end is in another
+/// image. The job sees a closed connection as reset: reads and writes fail.
 ///
 /// CRIU (4.2) can only keep all connections or close all.
 ///

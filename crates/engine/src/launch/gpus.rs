@@ -1,4 +1,8 @@
-//! Releases GPUs before a kill, for the drivers that need it.
+//! Prepares processes that use GPUs for a kill.
+//!
+//! A rank whose NCCL kernel waits on the GPU for another rank needs 4.2 s to end, if the driver has checkpointed and
+//! restored it before (580.159.04, H100; 0.15 s otherwise). A restore cannot begin until then. So the operations of its
+//! communicators are called off first, with all its threads stopped: [`call_off`].
 //!
 //! Driver 595 (595.71.05, open kernel modules) hangs the whole machine, with nothing in any log, if a process is killed
 //! that uses a GPU and was restored by the driver before: NVIDIA/cuda-checkpoint#53. A checkpointed process uses no GPU
@@ -12,6 +16,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rekindle_base::chain;
+use rekindle_cuda::nccl::Ranks;
 use rekindle_cuda::{self as cuda, DriverVersion, Process, State};
 
 /// The affected drivers, by major version. No such report is known for 580, with which most was measured, or for 610.
@@ -23,16 +28,56 @@ const LOCK: Duration = Duration::from_secs(5);
 /// Time limit for all processes together: 80 GiB of device memory are copied to host memory in less, at 5 GB/s.
 const LIMIT: Duration = Duration::from_secs(30);
 
+/// Time limit for the calls that end NCCL's kernels, of all processes together. They take 1 to 20 ms.
+const CALL_OFF: Duration = Duration::from_millis(200);
+
+/// How long NCCL's kernels take to notice: they look at the abort flag every 10,000 turns of their loop, so within 10 ms.
+const KERNELS_END: Duration = Duration::from_millis(40);
+
+/// The processes that have NCCL communicators with others.
+pub(super) fn with_peers(pids: impl IntoIterator<Item = i32>) -> Vec<Ranks> {
+    if cuda::installed().is_none() {
+        return Vec::new();
+    }
+    // A table that cannot be read is of another version: such a process ends more slowly.
+    let ranks = pids.into_iter().filter_map(|pid| Ranks::of(pid).ok().flatten());
+    ranks.filter(Ranks::has_peers).collect()
+}
+
+/// Stops these processes, and ends the NCCL kernels that wait for other ranks. They can only be killed then.
+pub(super) fn call_off(ranks: &[Ranks]) {
+    let began = Instant::now();
+    let done = thread::scope(|scope| {
+        let calls: Vec<_> = ranks.iter().map(|rank| scope.spawn(move || (rank.pid(), rank.abort(CALL_OFF)))).collect();
+        let mut done = 0;
+        for call in calls {
+            match call.join() {
+                Ok((_, Ok(()))) => done += 1,
+                Ok((pid, Err(error))) => {
+                    tracing::debug!(pid, "cannot call off the NCCL operations: {}", chain(&error));
+                }
+                Err(_) => {}
+            }
+        }
+        done
+    });
+    if done > 0 {
+        thread::sleep(KERNELS_END);
+        tracing::debug!(processes = done, took = ?began.elapsed(), "called off the NCCL operations");
+    }
+}
+
 /// Whether killing a restored process that uses a GPU may hang the machine.
 #[must_use]
 pub fn hangs_the_host(driver: &DriverVersion) -> bool {
     HANG_THE_HOST.contains(&driver.major())
 }
 
-/// Makes processes that use CUDA release their GPUs, if the driver needs that. Waits at most [`LIMIT`].
-pub(super) fn let_go(pids: impl IntoIterator<Item = i32>) {
+/// Makes processes that use CUDA release their GPUs, if the driver needs that; answers whether it does. Waits at most
+/// [`LIMIT`].
+pub(super) fn let_go(pids: impl IntoIterator<Item = i32>) -> bool {
     if !cuda::installed().is_some_and(|driver| hangs_the_host(&driver)) {
-        return;
+        return false;
     }
     let deadline = Instant::now() + LIMIT;
     let (done, results) = mpsc::channel();
@@ -53,11 +98,11 @@ pub(super) fn let_go(pids: impl IntoIterator<Item = i32>) {
             Ok((pid, Err(error))) => {
                 tracing::warn!("killing process {pid} while it may be using a GPU: {}", chain(&error))
             }
-            Err(mpsc::RecvTimeoutError::Disconnected) => return,
+            Err(mpsc::RecvTimeoutError::Disconnected) => return true,
             Err(mpsc::RecvTimeoutError::Timeout) => {
                 let limit = humantime::format_duration(LIMIT);
                 tracing::warn!("killing the job while it may be using a GPU: the driver took longer than {limit}");
-                return;
+                return true;
             }
         }
     }

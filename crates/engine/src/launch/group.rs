@@ -10,14 +10,14 @@
 //! For nodes on one machine `rk0` is one end of a veth pair, whose other end is a port of a bridge. Invariants:
 //! - Address and MAC address follow from the rank. So the job finds the same ones in each world, on any machine; only
 //!   the forwarding entries name machines.
-//! - All is static: nothing is learnt, flooded, or asked by ARP. A packet for an unknown address goes nowhere.
-//! - The cable ([`Cable`]) is out in a new world. It is the device below `rk0`. When that is switched off, `rk0` keeps
-//!   its routes: a connection waits, and does not fail or go through the uplink.
+//! - All entries are static: there is no learning, flooding or ARP. A packet for an unknown address is dropped.
+//! - The cable ([`Cable`]) is the device below `rk0`. It is out in a new world. While it is switched off, `rk0` keeps
+//!   its routes: a connection waits, and does not fail or use the uplink.
 //! - The hidden namespace belongs to the supervisor. The job cannot reach it, whatever its rights are. It ends with the
 //!   supervisor, and the devices with it.
 //!
-//! The kernel does not compare the sender of a VXLAN packet with the members: who can send UDP to the port and knows
-//! the VNI can send into the group. A firewall has to keep strangers from the port.
+//! The kernel does not compare the sender of a VXLAN packet with the members. Whoever can send UDP to the port and
+//! knows the VNI can send into the group. So a firewall must protect the port.
 
 mod names;
 mod subnet;
@@ -43,7 +43,8 @@ pub const VXLAN_PORT: u16 = 4789;
 pub enum Kind {
     /// By VXLAN over the network of the machines.
     Vxlan {
-        /// The VXLAN network identifier, below 2^24. One of its own for each epoch keeps packets of earlier ones away.
+        /// The VXLAN network identifier, below 2^24. Use another one for each epoch, to keep out packets of earlier
+        /// ones.
         vni: u32,
         /// The UDP port of all nodes.
         port: u16,
@@ -64,13 +65,13 @@ pub struct Plan {
     pub subnet: Subnet,
     /// This node.
     pub rank: u32,
-    /// How many nodes there are.
+    /// Number of nodes.
     pub size: u32,
     /// How they are joined.
     pub kind: Kind,
     /// Largest packet in bytes; `None` for the largest that fits into one of the machine's network.
     pub mtu: Option<u32>,
-    /// The machines' addresses of the other nodes. A node without one is not reached.
+    /// The addresses of the other nodes' machines. A node without one cannot be reached.
     pub peers: BTreeMap<u32, IpAddr>,
     /// The host names of each node.
     pub names: BTreeMap<u32, Vec<String>>,
@@ -78,7 +79,7 @@ pub struct Plan {
     pub directory: PathBuf,
 }
 
-/// Why there is no network of the group.
+/// Why the group's network cannot be made.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// Too many nodes.
@@ -111,7 +112,7 @@ pub enum Error {
     /// The kernel lacks a kind of device.
     #[error("the kernel has no {0} devices, which the group's network needs: run `modprobe {0}`")]
     Kind(&'static str),
-    /// Somebody else has the port.
+    /// The port is in use.
     #[error("UDP port {0} is used by another program, or by another group with the same VXLAN network identifier")]
     Port(u16),
     /// The file for /etc/hosts cannot be written.
@@ -126,7 +127,7 @@ pub enum Error {
     /// The kernel refused a step.
     #[error("cannot make the group's network: {step} failed")]
     Step {
-        /// What failed.
+        /// The step.
         step: &'static str,
         /// The kernel's answer.
         #[source]
@@ -138,7 +139,7 @@ pub enum Error {
 const LEFTOVERS_END: Duration = Duration::from_secs(5);
 
 impl Plan {
-    /// Checks what can be checked without touching anything.
+    /// Checks the values, without touching anything.
     ///
     /// # Errors
     /// When the rank or the size does not fit.
@@ -166,8 +167,8 @@ impl Plan {
         Ok(path)
     }
 
-    /// Makes the network in the namespace of a job, with the cable out. `unique` makes the names of devices in the
-    /// supervisor's namespace.
+    /// Makes the network in the namespace of a job, with the cable out. The names of devices in the supervisor's
+    /// namespace contain `unique`.
     pub(super) fn join(&self, job: BorrowedFd<'_>, unique: i32) -> Result<Cable, Error> {
         self.check()?;
         let cable = match &self.kind {
@@ -199,7 +200,7 @@ impl Plan {
         let deadline = Instant::now() + LEFTOVERS_END;
         while let Err(error) = here.add_vxlan(DEVICE, &vxlan, hidden.as_fd()) {
             match error.raw_os_error() {
-                // The kernel removes the devices of a supervisor that was killed a moment later.
+                // The kernel removes the devices of a killed supervisor a moment after its end.
                 Some(libc::EEXIST) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(10)),
                 Some(libc::EEXIST | libc::EADDRINUSE) => return Err(Error::Port(port)),
                 Some(libc::EOPNOTSUPP) => return Err(Error::Kind("vxlan")),
@@ -237,7 +238,7 @@ impl Plan {
     }
 }
 
-/// What connects `rk0` with the other nodes. All of it may be called at any time, from any thread, and again.
+/// The connection of `rk0` to the other nodes. All methods may be called at any time, repeatedly, and from any thread.
 #[derive(Debug)]
 pub struct Cable {
     links: Links,
@@ -247,7 +248,7 @@ pub struct Cable {
 }
 
 impl Cable {
-    /// Puts the cable in. TCP goes on at its next retransmission.
+    /// Puts the cable in. TCP continues at its next retransmission.
     ///
     /// # Errors
     /// When the device is gone.
@@ -255,7 +256,7 @@ impl Cable {
         self.links.up(self.device.index).map_err(failed("plugging in the cable"))
     }
 
-    /// Pulls the cable until the answer is dropped. When this returns, nothing goes in or out: no data, and no
+    /// Pulls the cable until the returned value is dropped. Once this returns, nothing passes: no data, and no
     /// acknowledgement.
     ///
     /// # Errors
@@ -269,10 +270,10 @@ impl Cable {
         self.links.down(self.device.index).map_err(failed("pulling the cable"))
     }
 
-    /// The machines' addresses of the other nodes are these now. The job notices nothing.
+    /// Sets the addresses of the other nodes' machines. The job does not notice.
     ///
     /// # Errors
-    /// When the device is gone, or an address is of the other family than this machine's.
+    /// When the device is gone, or an address is not of the same family as this machine's.
     pub fn set_peers(&self, peers: &BTreeMap<u32, IpAddr>) -> Result<(), Error> {
         let Some((subnet, own, size)) = self.forwarding else { return Ok(()) };
         for rank in (0..size).filter(|rank| *rank != own) {
@@ -294,7 +295,7 @@ impl Cable {
 }
 
 impl Drop for Cable {
-    /// At once, because the kernel takes its time with a namespace, and the next world needs the same VNI.
+    /// At once: the kernel removes a namespace late, and the next world needs the same VNI.
     fn drop(&mut self) {
         match self.links.remove(self.device.index) {
             Err(error) if error.raw_os_error() != Some(libc::ENODEV) => {
@@ -321,7 +322,7 @@ impl Unplugged<'_> {
         self.cable.take().map_or(Ok(()), Cable::plug)
     }
 
-    /// Leaves it out: somebody else puts it in.
+    /// Leaves it out: the caller puts it in later.
     pub fn leave_out(mut self) {
         self.cable = None;
     }
@@ -335,8 +336,8 @@ impl Drop for Unplugged<'_> {
     }
 }
 
-/// Whether this kernel has what the network of a group over several machines needs, and the UDP port is free. Leaves
-/// nothing behind.
+/// Checks that this kernel has what the network of a group over several machines needs, and that the UDP port is free.
+/// Leaves nothing behind.
 ///
 /// # Errors
 /// What is missing.

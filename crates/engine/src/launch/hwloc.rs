@@ -1,10 +1,10 @@
 //! hwloc's environment variable in the job's environment, so that it does not open GPUs that nobody wants to use.
 //!
 //! Open MPI looks at the machine with hwloc, in each rank and in its daemon (`orted`). hwloc's plugin `hwloc_opencl.so`
-//! asks NVIDIA's OpenCL for its devices, which opens them and never closes them. Measured with Open MPI 4.1.6 and mpi4py
-//! on an H200: /dev/nvidiactl, twice /dev/nvidia-uvm and four times /dev/nvidia0 in each process.
-//! `HWLOC_COMPONENTS=-opencl` prevents it; `-gl`, `-nvml`, `-cuda` and the variables of Open MPI and UCX do not. What is
-//! open all the same is judged by [`crate::parts::devices`].
+//! asks NVIDIA's OpenCL for its devices, which opens them and never closes them. Measured with Open MPI 4.1.6 and
+//! mpi4py on an H200: /dev/nvidiactl, twice /dev/nvidia-uvm and four times /dev/nvidia0 in each process.
+//! `HWLOC_COMPONENTS=-opencl` prevents it; `-gl`, `-nvml`, `-cuda` and the variables of Open MPI and UCX do not.
+//! [`crate::parts::devices`] judges the devices that are open in spite of this.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -22,14 +22,13 @@ pub enum Hwloc {
     Off,
 }
 
-/// Which parts of itself hwloc may use, separated by commas: `-NAME` excludes one, wherever it stands, and `stop` excludes all
-/// that are not named before it (hwloc 2.9, `hwloc_disc_components_enable_others`).
+/// hwloc's variable for the components that it may use, separated by commas. `-NAME` at any place excludes one, and
+/// `stop` excludes all that are not named before it (hwloc 2.9, `hwloc_disc_components_enable_others`).
 pub const VARIABLE: &str = "HWLOC_COMPONENTS";
 /// What keeps it from asking OpenCL.
 pub const WITHOUT_OPENCL: &str = "-opencl";
 
-/// Adds the variable to `environment`, unless it is set there. Returns the value that it has by the user's will, where that
-/// lets hwloc ask OpenCL.
+/// Adds the variable to `environment`, unless it is set there. Returns the user's value if that lets hwloc ask OpenCL.
 pub fn prepare(hwloc: Hwloc, environment: &mut BTreeMap<OsString, OsString>) -> Option<String> {
     if hwloc == Hwloc::Off {
         return None;

@@ -101,8 +101,8 @@ mod tests {
         let (nccl, own): (Vec<String>, Vec<String>) = own.into_iter().partition(|name| name.starts_with("nccl"));
         assert_eq!(own, ["dlsym", "ioctl", "mmap", "mmap64", "munmap"]);
         assert_eq!(nccl.len(), 34, "{nccl:?}");
-        // Symbols of the driver: those that return its functions, the one that initialises it, those that share memory, and the
-        // one by which NCCL shows that it is captured in a graph.
+        // Symbols of the driver: those that return its functions, the one that initialises it, those that share memory,
+        // and the one that shows that a graph captures NCCL.
         let is_of_memory = |name: &String| name.starts_with("cuMem") || name.starts_with("cuMulticast");
         let others: Vec<&String> = driver.iter().filter(|name| !is_of_memory(name)).collect();
         assert_eq!(others, ["cuGetProcAddress", "cuGetProcAddress_v2", "cuInit", "cuUserObjectCreate"]);

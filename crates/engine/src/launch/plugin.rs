@@ -18,7 +18,7 @@ pub struct Error {
     source: io::Error,
 }
 
-/// Puts this version's plugin into a folder of its own below `scratch`, where CRIU finds no other, and returns the folder.
+/// Writes this version's plugin to a new folder below `scratch`, in which CRIU finds no other, and returns the folder.
 ///
 /// # Errors
 /// When the file cannot be read or written.

@@ -19,8 +19,8 @@ pub(super) const REAPER: Embedded = Embedded {
     name: "reaper",
     suffix: "",
     content: include_bytes!(concat!(env!("OUT_DIR"), "/rekindle-reaper")),
-    // CRIU restores a job of another user with that user's rights over files, and the kernel lets a process have only a file
-    // as its executable that it may execute (`prctl_set_mm_exe_file`). The folder keeps others out.
+    // CRIU restores a job of another user with that user's rights over files, and the kernel lets a process have only a
+    // file as its executable that it may execute (`prctl_set_mm_exe_file`). The folder keeps others out.
     mode: MODE,
 };
 

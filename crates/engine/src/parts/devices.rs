@@ -3,8 +3,8 @@
 //! A fork of a CUDA process (a worker of a DataLoader, of a compiler) has its parent's descriptors and most of its
 //! mappings of the devices. The driver checkpoints the parent and leaves them in the child. The child cannot use them:
 //! CUDA does not work there (driver 580: NOT_INITIALIZED). A process that only uses NVML has descriptors, no mappings,
-//! and not /dev/nvidia-uvm. One whose libraries have only asked OpenCL for its devices has descriptors of all of them, and
-//! no mappings. CRIU refuses each unless a plugin accepts them (`native/plugin/`).
+//! and not /dev/nvidia-uvm. One whose libraries have only asked OpenCL for its devices has descriptors of all of them,
+//! and no mappings. CRIU refuses each unless a plugin accepts them (`native/plugin/`).
 //!
 //! ```text
 //!  prepare   find NVIDIA's devices on this machine; put the plugin where CRIU looks for it     job runs
@@ -77,8 +77,8 @@ impl Devices {
     }
 
     /// Removes the devices from the image in `criu_dir`, while all tasks are frozen. `root` is the root of the tree and
-    /// `cuda` are the CUDA processes in it, as we see them. Returns notes for the user; or an error if the job could not
-    /// run without the devices.
+    /// `cuda` are the CUDA processes in it, as we see them. Returns notes for the user; or an error if the job could
+    /// not run without the devices.
     pub(crate) fn settle(&self, criu_dir: &Path, root: i32, cuda: &[i32]) -> Result<Vec<String>, Unsettled> {
         let replaced = image::without_devices(criu_dir).map_err(|e| Unsettled::Refused(rekindle_base::chain(&e)))?;
         if replaced.is_empty() {
@@ -197,20 +197,20 @@ fn refusal(verdict: Verdict, process: &str, libraries: &Libraries) -> String {
     format!("{process} {what} {how}, which cannot be restored{advice}")
 }
 
-/// Whether what a process has of the devices, after the checkpoint of its CUDA if it has that, is from OpenCL that was asked
+/// Whether the devices that a process has open, after the checkpoint of its CUDA, come only from OpenCL that was asked
 /// for its devices and is not used.
 ///
 /// clGetPlatformIDs opens the devices and maps some of them, either to be read or to be written (two H200, driver
 /// 580.159.04, 2026-11-23: 11 descriptors; two mappings of each GPU for writing, two of /dev/nvidiactl for reading). A
-/// context adds 28 mappings that can be both read and written, of the GPU, of /dev/nvidiactl and of /dev/nvidia-uvm, and
-/// takes them away when it is released. With another library of NVIDIA there, the descriptors could be of that one.
+/// context adds 28 mappings that can be both read and written, of the GPU, of /dev/nvidiactl and of /dev/nvidia-uvm,
+/// and takes them away when it is released. With another library of NVIDIA there, the descriptors could be of that one.
 fn is_idle_opencl(writable: usize, libraries: &Libraries) -> bool {
     writable == 0 && libraries.is_opencl_alone()
 }
 
-/// Whether `pid` came from `parent` by forks without an exec: both have the stack that their last exec made, at an address
-/// that is another each time (`mm->start_stack`, which CRIU puts back too), and `pid` is not the older one. Their
-/// descriptors do not say it: the driver gives the parent new ones after each checkpoint.
+/// Whether `parent` made `pid` by forks without an exec. Then both have the stack of the same exec, at a random address
+/// (`mm->start_stack`, which CRIU also restores), and `pid` is not older. Their descriptors do not show it: the driver
+/// gives the parent new ones after each checkpoint.
 fn is_fork(pid: i32, parent: i32) -> bool {
     let stack = process::stack_start(parent).filter(|stack| *stack != 0);
     stack.is_some() && process::stack_start(pid) == stack && process::start_time(pid) >= process::start_time(parent)

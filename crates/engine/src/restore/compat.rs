@@ -3,7 +3,7 @@
 //! [`compare`] is a pure function from the manifest and the facts of this machine ([`Here`]) to the differences.
 //! Invariants: a difference is [`Severity::Fatal`] only if a restore, or the job after it, cannot work. A refused image
 //! is unusable until something is fixed, so anything uncertain is a warning. Unknown facts, of the image or of this
-//! machine, are no differences. Another boot, another host name, or more of anything are none either.
+//! machine, are not differences. Another boot, another host name, or more of anything are not either.
 
 mod cpu;
 mod files;

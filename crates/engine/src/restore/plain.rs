@@ -13,7 +13,7 @@ use std::path::PathBuf;
 use super::{Error, Request};
 use rekindle_base::chain;
 use rekindle_os::durable;
-use rekindle_store::staging::{Need, TakeError};
+use rekindle_store::take::{Need, TakeError};
 use rekindle_store::unpack;
 use rekindle_store::{Form, Image, Manifest};
 

@@ -23,7 +23,8 @@ use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
 
 use super::ChangedFiles;
-use super::{Error, Prepare, Request, Unpacking, Until, landing, run_criu};
+use super::phases::{Until, run_criu};
+use super::{Error, Prepare, Request, Unpacking, landing};
 use crate::launch::Privileges;
 use crate::launch::identity::Identity;
 use crate::launch::output::{self, Bounds};

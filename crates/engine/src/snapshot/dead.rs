@@ -15,8 +15,8 @@
 //! A parent may also never wait for its children. So a process that has been dead for `PATIENCE` does not delay a
 //! snapshot, and neither does any once all of this has taken [`LIMIT`].
 //!
-//! A process whose first thread has ended, and whose others have not, ends soon. CRIU refuses it, so a snapshot waits before it
-//! stops anything. A process that uses CUDA is in this state for about a tenth of a second whenever it ends.
+//! A process whose first thread has ended, and whose others have not, ends soon. CRIU refuses it, so a snapshot waits
+//! before it stops anything. A process that uses CUDA is in this state for about a tenth of a second whenever it ends.
 //!
 //! A process that is gone is not affected: the kernel has a dead process only until its parent has waited for it, or
 //! ignores it.
@@ -130,8 +130,8 @@ pub(super) fn limit() -> Instant {
     Instant::now() + LIMIT
 }
 
-/// Waits until no process below `root` is ending, for a short time. Returns false if one still is: its other threads may run
-/// for as long as the job does.
+/// Waits until no process below `root` is ending, for a short time. Returns false if one still is: its other threads
+/// may run for as long as the job does.
 pub(super) fn let_end(root: i32, over: &dyn Fn() -> bool) -> bool {
     let is_ending = |pid: i32| process::state(pid) == Some('Z') && process::threads(pid).len() > 1;
     let until = Instant::now() + ENDING;

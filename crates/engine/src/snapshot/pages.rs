@@ -157,8 +157,8 @@ pub struct Receivers {
 }
 
 impl Receivers {
-    /// Makes the files of `spool` ready, puts FIFOs into `criu_dir` and waits for CRIU. Both are folders on one tmpfs, the
-    /// spool with nothing else in it.
+    /// Makes the files of `spool` ready, puts FIFOs into `criu_dir` and waits for CRIU. Both are folders on one tmpfs,
+    /// the spool with nothing else in it.
     ///
     /// # Errors
     /// If there is no memory, or a FIFO or thread cannot be created. Then only the files of the spool remain.

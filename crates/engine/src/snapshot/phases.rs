@@ -16,6 +16,7 @@ use crate::launch::plugin;
 use crate::parts::devices::Devices;
 use crate::parts::files::record;
 use crate::parts::landing;
+use crate::steps::{self, Failed, Step, Timer};
 use rekindle_criu::{self as criu, DumpOptions, Hooks, Notify, Place, Plugin};
 use rekindle_os::spawn::Ended;
 use rekindle_os::{process, tcp_repair};
@@ -24,27 +25,19 @@ use rekindle_store::manifest::{Landing, MappedFile, Phase, Recreate, SavedLink, 
 /// CRIU's images within an image.
 pub(crate) const CRIU_DIR: &str = "criu";
 
-/// A phase of the freeze: what it does, and how it is undone if it or a later one fails.
-struct Step {
-    name: &'static str,
-    /// Whether a cancellation is checked before it. After the last such phase the job is resumed in any case.
-    cancellable: bool,
-    run: fn(&mut Freeze<'_>) -> Result<(), Error>,
-    /// Undoes everything that it can; returns what could not be undone.
-    undo: fn(&mut Freeze<'_>) -> Result<(), String>,
+/// The phases of the freeze. After the last cancellable one the job is resumed in any case.
+fn steps<'a>() -> [Step<Freeze<'a>, Error>; 6] {
+    [
+        Step::new("lock", |f: &mut Freeze<'a>| f.gpus.lock(&f.env)).cancellable().undo(|f| f.gpus.group.undo_lock()),
+        Step::new("checkpoint", |f: &mut Freeze<'a>| f.checkpoint())
+            .cancellable()
+            .undo(|f| f.gpus.group.undo_checkpoint()),
+        Step::new("dump", |f: &mut Freeze<'a>| f.dump()).undo(|f| f.undo_dump()),
+        Step::new("restore", |f: &mut Freeze<'a>| Ok(f.gpus.group.restore()?)),
+        Step::new("unlock", |f: &mut Freeze<'a>| Ok(f.gpus.group.unlock()?)),
+        Step::new("check", |f: &mut Freeze<'a>| f.check()),
+    ]
 }
-
-const NOTHING: fn(&mut Freeze<'_>) -> Result<(), String> = |_| Ok(());
-
-/// In this order. A phase that fails is undone too, as it may have done half of its work.
-const STEPS: [Step; 6] = [
-    Step { name: "lock", cancellable: true, run: |f| f.gpus.lock(&f.env), undo: |f| f.gpus.group.undo_lock() },
-    Step { name: "checkpoint", cancellable: true, run: |f| f.checkpoint(), undo: |f| f.gpus.group.undo_checkpoint() },
-    Step { name: "dump", cancellable: false, run: |f| f.dump(), undo: |f| f.undo_dump() },
-    Step { name: "restore", cancellable: false, run: |f| Ok(f.gpus.group.restore()?), undo: NOTHING },
-    Step { name: "unlock", cancellable: false, run: |f| Ok(f.gpus.group.unlock()?), undo: NOTHING },
-    Step { name: "check", cancellable: false, run: |f| f.check(), undo: NOTHING },
-];
 
 /// When each phase began, and how long it took.
 pub(super) struct Timings {
@@ -57,17 +50,6 @@ impl Timings {
         Timings { begun: Instant::now(), phases: Vec::new() }
     }
 
-    /// Runs one phase.
-    pub(super) fn run<T>(&mut self, name: &str, run: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
-        let started = self.begun.elapsed();
-        let result = run();
-        let took = self.begun.elapsed().saturating_sub(started);
-        let us = |d: Duration| u64::try_from(d.as_micros()).unwrap_or(u64::MAX);
-        self.phases.push(Phase { phase: name.into(), started_us: us(started), took_us: us(took) });
-        tracing::debug!(phase = name, took = ?took, "snapshot phase");
-        result
-    }
-
     /// The time from the lock to the last unlock.
     fn locked(&self) -> Duration {
         let at = |name: &str| self.phases.iter().find(|p| p.phase == name);
@@ -77,6 +59,18 @@ impl Timings {
             }
             _ => Duration::ZERO,
         }
+    }
+}
+
+impl Timer for Timings {
+    fn run<T>(&mut self, name: &'static str, work: impl FnOnce() -> T) -> T {
+        let started = self.begun.elapsed();
+        let result = work();
+        let took = self.begun.elapsed().saturating_sub(started);
+        let us = |d: Duration| u64::try_from(d.as_micros()).unwrap_or(u64::MAX);
+        self.phases.push(Phase { phase: name.into(), started_us: us(started), took_us: us(took) });
+        tracing::debug!(phase = name, took = ?took, "snapshot phase");
+        result
     }
 }
 
@@ -124,14 +118,8 @@ pub(super) fn freeze<'a>(env: Env<'a>) -> Result<Frozen<'a>, Error> {
     let ready = timings.run("prepare", || Ready::make(&env, &mut seen, &gpus))?;
     let (landing, saved_links) = (Vec::new(), Vec::new());
     let mut freeze = Freeze { env, seen, gpus, ready, landing, saved_links, dumped: None };
-    for (at, step) in STEPS.iter().enumerate() {
-        let result = match step.cancellable && (env.cancelled)() {
-            true => Err(Error::Cancelled),
-            false => timings.run(step.name, || (step.run)(&mut freeze)),
-        };
-        if let Err(cause) = result {
-            return Err(freeze.undo(at, cause));
-        }
+    if let Err(failed) = steps::run(&steps(), &mut freeze, &mut timings, &go_on) {
+        return Err(freeze.failed(failed));
     }
     let Freeze { env, seen, gpus, mut ready, landing, saved_links, dumped } = freeze;
     let dumped = dumped.ok_or_else(silent)?;
@@ -141,15 +129,14 @@ pub(super) fn freeze<'a>(env: Env<'a>) -> Result<Frozen<'a>, Error> {
 }
 
 impl Freeze<'_> {
-    fn undo(&mut self, failed: usize, cause: Error) -> Error {
-        let done = STEPS.iter().take(failed + 1).rev();
-        let failures: Vec<String> = done.filter_map(|step| (step.undo)(self).err()).collect();
+    /// The error of a freeze that failed and was undone.
+    fn failed(&self, Failed { cause, not_undone }: Failed<Error>) -> Error {
         // A CUDA process that cannot run, or whose GPU memory was not restored, can only be restored from an image.
         let stuck = self.gpus.group.stuck();
-        if failures.is_empty() && stuck.is_none() {
+        if not_undone.is_empty() && stuck.is_none() {
             return cause;
         }
-        let undo = failures.into_iter().chain(stuck).collect::<Vec<_>>().join("; ");
+        let undo = not_undone.into_iter().chain(stuck).collect::<Vec<_>>().join("; ");
         Error::Lost { cause: Box::new(cause), undo }
     }
 
@@ -223,8 +210,6 @@ impl Freeze<'_> {
             (Err(_), Some(Wrong::Starting(why))) => return Err(Error::Starting(why)),
             (Err(error), None) => return Err(error.into()),
         };
-        let silent =
-            || Error::Guard("CRIU ended the dump and did not report the point at which the job was frozen".into());
         let moment = moment.ok_or_else(silent)?;
         let frozen = criu::image::frozen_time(&scratch).unwrap_or_default();
         std::fs::write(image.join("dump.log"), log.text()).map_err(io("save CRIU's log"))?;
@@ -292,8 +277,7 @@ impl Frozen<'_> {
 /// CRIU reported success, but never the end of the dump (post-dump): the state at the moment of the image was not
 /// recorded.
 fn silent() -> Error {
-    let source = std::io::ErrorKind::UnexpectedEof.into();
-    Error::Io { what: "dump: CRIU did not report the end of its dump (post-dump)".into(), source }
+    Error::Guard("CRIU ended the dump and did not report the point at which the job was frozen".into())
 }
 
 /// A process of the tree that died while it was traced, by CRIU: a process that was dead before the dump has no tracer.

@@ -10,7 +10,8 @@ use crate::launch::interposer;
 use crate::parts::devices::Devices;
 use crate::parts::landing::capture::{self as landing, Armed, Lander};
 use rekindle_os::process;
-use rekindle_store::staging::{Area, Filling, Need};
+use rekindle_store::staging::{Area, Filling};
+use rekindle_store::take::Need;
 
 /// A place that is ready. If dropped, it leaves nothing.
 pub(super) struct Ready {

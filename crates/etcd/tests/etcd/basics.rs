@@ -1,4 +1,4 @@
-//! What works while nothing fails.
+//! The calls, while nothing fails.
 
 use std::sync::mpsc::channel;
 use std::time::Duration;
@@ -58,7 +58,7 @@ fn a_lease_lives_as_long_as_it_is_renewed() {
     assert_eq!(client.get(&key("mine")).unwrap().entries[0].lease, Some(lease.id()));
     assert!(lease.sure_for() > ttl / 3 && lease.sure_for() <= ttl, "{:?}", lease.sure_for());
 
-    // Somebody else ends it.
+    // Another client ends it.
     cluster.control(0, &["lease", "revoke", &format!("{:x}", lease.id())]);
     assert_eq!(lost.recv_timeout(ttl * 3).unwrap().id, lease.id());
     assert!(lease.is_lost() && lease.sure_for().is_zero());
@@ -67,7 +67,7 @@ fn a_lease_lives_as_long_as_it_is_renewed() {
     assert!(error.lease_is_gone(), "{error}");
     lease.revoke().unwrap();
 
-    // We end it, or let it go.
+    // We revoke it, or drop it.
     let lease = client.lease(ttl, |_| panic!("it is revoked, not lost")).unwrap();
     let op = |id| Op::Put { key: key("mine"), value: b"x".into(), lease: Some(id) };
     client.txn(Txn::default().then([op(lease.id())])).unwrap();
@@ -92,7 +92,7 @@ fn a_follower_sees_the_state_and_then_each_revision() {
     let (follower, events) = follow(&client);
     let Event::State(state) = next(&events) else { panic!("the state comes first") };
     assert_eq!((state.revision, state.entries.len()), (first, 1));
-    // Other keys are not told.
+    // Other keys are not reported.
     client.txn(Txn::default().then([Op::Put { key: "/other".into(), value: b"x".into(), lease: None }])).unwrap();
     let both = client.txn(Txn::default().then([put("b", "2"), Op::Delete(key("a"))])).unwrap().revision;
     let Event::Changed { revision, changes } = next(&events) else { panic!("a change") };

@@ -16,7 +16,7 @@ use crate::support::{Cluster, LONG, PREFIX, connected, create, etcd, eventually,
 /// How often something fails. `REKINDLE_ETCD_FAULTS` sets another number, `REKINDLE_ETCD_SEED` the order.
 const FAULTS: u64 = 12;
 
-/// How many count.
+/// Number of clients that count.
 const WRITERS: u64 = 4;
 
 fn number(state: &State, name: &str) -> (u64, Option<u64>) {
@@ -25,7 +25,7 @@ fn number(state: &State, name: &str) -> (u64, Option<u64>) {
     (value, entry.map(|entry| entry.modified))
 }
 
-/// Counts: each step exactly once, whatever nobody knows. Returns its steps.
+/// Counts each step exactly once, even if a result is unknown. Returns its steps.
 fn count(options: &Options, writer: u64, over: &AtomicBool, steps: &AtomicU64) -> u64 {
     let client = connected(options);
     let own = format!("steps/{writer}");
@@ -53,15 +53,15 @@ fn count(options: &Options, writer: u64, over: &AtomicBool, steps: &AtomicU64) -
     }
 }
 
-/// Takes a lock with a lease, again and again, and acts as long as it can be sure of it. Nobody may act with an older lock
-/// after somebody has acted with a newer one. Returns how often it had the lock.
+/// Repeatedly takes a lock with a lease, and acts while it certainly has it. No client may act with an older lock after
+/// another has acted with a newer one. Returns how often it had the lock.
 fn contend(options: &Options, mut random: Random, over: &AtomicBool, newest: &Mutex<u64>) -> u64 {
     let client = connected(options);
     let mut taken = 0;
     while !over.load(SeqCst) {
         let Ok(lease) = client.lease(Duration::from_secs(2), |_| ()) else { continue };
         let op = Op::Put { key: key("lock"), value: b"x".into(), lease: Some(lease.id()) };
-        // If nobody knows whether it is ours, it is not used, and goes with the lease.
+        // If it is unknown whether the lock is ours, it is not used, and is removed with the lease.
         if let Ok(answer) = client.txn(Txn::when([Compare::Absent(key("lock"))]).then([op]))
             && answer.succeeded
         {
@@ -86,7 +86,7 @@ fn contend(options: &Options, mut random: Random, over: &AtomicBool, newest: &Mu
     taken
 }
 
-/// Everything that a follower was told.
+/// All reports to a follower.
 fn checked(events: &[Event], total: u64) {
     let (mut revision, mut seen) = (0, None);
     let mut away = false;
@@ -203,7 +203,7 @@ fn nothing_is_lost_or_doubled_by_random_faults() {
         for n in 0..faults {
             let before = steps.load(SeqCst);
             let what = fault(&mut cluster, &links, &mut random);
-            // They go on before the next one.
+            // All continue before the next fault.
             eventually("a step", || (steps.load(SeqCst) > before + 5).then_some(()));
             println!("fault {n}: {what}: {} steps", steps.load(SeqCst) - before);
         }

@@ -73,7 +73,7 @@ fn a_minority_gives_no_old_values() {
     let (cluster, links) = Cluster::linked(3, &[]);
     let client = cluster.client();
     create(&client, "a", "old");
-    // The leader itself is the minority: it takes itself for the leader for a while.
+    // The leader itself is the minority: for a while it believes to be the leader.
     for minority in [cluster.leader(), (cluster.leader() + 1) % 3] {
         let mut alone = only(&cluster, minority);
         alone.request_timeout = Duration::from_secs(3);
@@ -93,7 +93,7 @@ fn a_minority_gives_no_old_values() {
         let new = format!("new{minority}");
         // Not before they have a leader again.
         let written = eventually("a write", || others.txn(Txn::default().then([put("a", &new)])).ok()).revision;
-        // It does have the old value, which a careless client would take.
+        // It has the old value, which a careless client would use.
         let mut stale = Command::new("etcdctl");
         stale.env("ETCDCTL_API", "3").args(["--endpoints", &cluster.members[minority].client]);
         let stale = stale.args(["get", "--consistency", "s", "--print-value-only", &key("a")]).output().unwrap();
@@ -205,7 +205,7 @@ fn a_lease_is_not_sure_while_etcd_hangs() {
     for n in 0..3 {
         cluster.go_on(n);
     }
-    // Either etcd let it expire, and says so, or it still has it: an answer must come.
+    // Either etcd has let the lease expire and reports that, or it still has it: it must answer.
     let lives = eventually("an answer", || {
         if lease.is_lost() { Some(false) } else { (!lease.sure_for().is_zero()).then_some(true) }
     });
@@ -219,7 +219,8 @@ fn a_leader_that_is_cut_off_does_not_make_a_lease_sure() {
     if !etcd() {
         return;
     }
-    // It takes itself for the leader for five to ten seconds, and answers renewals by itself (etcd before 3.4.31 and 3.5.13).
+    // It believes to be the leader for five to ten seconds, and answers renewals alone (etcd before 3.4.31 and
+    // 3.5.13).
     let (cluster, links) = Cluster::linked(3, &["--election-timeout", "5000", "--heartbeat-interval", "500"]);
     let leader = cluster.leader();
     let client = connected(&only(&cluster, leader));

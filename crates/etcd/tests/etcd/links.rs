@@ -1,4 +1,4 @@
-//! The network between the members: a relay before each, which can cut a member off. Those that ask stay connected.
+//! The network between the members: a relay before each, which can cut a member off. Clients stay connected.
 
 use std::io::{Read, Write, copy};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -30,7 +30,7 @@ impl Links {
         spawn(move || {
             for stream in listener.incoming() {
                 let (links, address) = (links.clone(), address.clone());
-                // What fails here is what etcd sees as a broken connection.
+                // etcd sees a failure here as a broken connection.
                 spawn(move || links.relay(stream.ok()?, member, &address));
             }
         });

@@ -1,4 +1,4 @@
-//! An etcd of our own: who may use it, and what survives.
+//! A local etcd: who may use it, and what survives.
 
 use std::fs::{self, Permissions};
 use std::io::{BufRead, BufReader};
@@ -53,7 +53,7 @@ fn only_those_with_the_keys_may_use_it() {
     let client = connected(&right);
     create(&client, "a", "1");
 
-    // Nobody else: without a certificate, with the one of another local etcd, without TLS.
+    // Refused: without a certificate, with one of another local etcd, without TLS.
     let mut wrong = right.clone();
     wrong.identity = None;
     let text = Client::connect(&wrong).unwrap_err().to_string();
@@ -67,14 +67,14 @@ fn only_those_with_the_keys_may_use_it() {
     let text = Client::connect(&wrong).unwrap_err().to_string();
     assert!(text.contains("Another authority"), "{text}");
     assert!(Client::connect(&Options::new([handout.endpoints[0].replace("https", "http")], PREFIX)).is_err());
-    // The certificate of the server is none of a client, and the other way round.
+    // The server's certificate is not valid for a client, and the client's not for a server.
     let at = |name: &str| folder.path().join("etcd").join(name);
     let mut wrong = right.clone();
     let secret = |name: &str| rekindle_etcd::Secret::File(at(name));
     wrong.identity = Some((secret("server.crt"), secret("server.key")));
     assert!(Client::connect(&wrong).is_err());
 
-    // Nothing that others can read or enter, and no other port.
+    // Others can read and enter nothing, and there is no other port.
     assert_eq!(mode(&at("")), 0o700);
     for name in ["keys.json", "server.key", "etcd.log"] {
         assert_eq!(mode(&at(name)), 0o600, "{name}");
@@ -120,7 +120,7 @@ fn a_local_etcd_that_is_killed_or_ended_starts_again_with_its_data() {
     assert!(matches!(next(&events), Event::Changed { .. }));
     assert_eq!(value(&client, "a").as_deref(), Some("1"));
 
-    // Those who were connected go on when the supervisor has started again.
+    // Connected clients continue once the supervisor has started again.
     let handout = local.handout().clone();
     drop(local);
     assert!(!runs(first) && !runs(second));

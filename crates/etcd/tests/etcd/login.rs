@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::support::{Cluster, PREFIX, connected, create, etcd, eventually, follow, key, next, put, value};
 
-/// A cluster where the user `rekindle` may use what is below the prefix, and `guest` may read it.
+/// A cluster in which the user `rekindle` may read and write below the prefix, and `guest` may only read.
 fn cluster() -> (Cluster, Options) {
     let mut cluster = Cluster::start(1);
     drop(cluster.client());
@@ -50,13 +50,13 @@ fn users_have_passwords_and_rights() {
     };
     says(Some(("rekindle", "wrong-one")), "unknown user or wrong password");
     says(Some(("stranger", "wrong-one")), "unknown user or wrong password");
-    says(None, "it wants a user");
+    says(None, "it requires a user");
     says(Some(("nobody", "secret")), "does not allow this to user \"nobody\"");
     let mut options = options;
     options.prefix = "/elsewhere/".into();
     let error = Client::connect(&options).unwrap_err();
     assert!(matches!(error, Error::Denied { .. }) && error.to_string().contains("/elsewhere/"), "{error}");
-    // Who may only read is told at the first write.
+    // A user who may only read gets the error at the first write.
     options.prefix = PREFIX.into();
     options.login = Some(("guest".into(), Secret::Text("secret".into())));
     let guest = connected(&options);
@@ -64,7 +64,7 @@ fn users_have_passwords_and_rights() {
     let error = guest.txn(Txn::default().then([put("a", "2")])).unwrap_err();
     assert!(matches!(error, Error::Denied { .. }), "{error}");
     assert_eq!(value(&client, "a").as_deref(), Some("1"));
-    // A user without use is a mistake: everybody may write there.
+    // A user without authentication is a mistake: anybody could write there.
     cluster.control(0, &["auth", "disable"]);
     let text = Client::connect(&options).unwrap_err().to_string();
     assert!(text.contains("everybody may write"), "{text}");

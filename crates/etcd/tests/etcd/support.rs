@@ -238,8 +238,8 @@ pub(crate) fn eventually<T>(what: &str, mut attempt: impl FnMut() -> Option<T>) 
     }
 }
 
-/// Whether a refusal says that etcd does not accept the client's certificate. The server closes the connection after it has told
-/// why, and on a busy machine the client may see only that.
+/// Whether a refusal says that etcd does not accept the client's certificate. The server closes the connection after it
+/// has told why, and on a busy machine the client may see only that.
 pub(crate) fn names_certificates(text: &str) -> bool {
     text.contains("does not accept the client's certificate") || text.contains("which certificates they accept")
 }

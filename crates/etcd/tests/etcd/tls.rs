@@ -1,4 +1,4 @@
-//! Certificates that are right, and all that can be wrong with them.
+//! Correct certificates, and all mistakes with them.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -60,7 +60,7 @@ impl Files {
     }
 }
 
-/// A cluster with TLS, which wants certificates of its clients; the folder has all certificates.
+/// A cluster with TLS, which requires certificates of its clients. The folder has all certificates.
 fn cluster(server: &str) -> (Cluster, Files) {
     let folder = folder();
     let path = folder.path();
@@ -110,8 +110,8 @@ fn certificates_are_checked_on_both_sides() {
         let text = refused(&with(&cluster, ca, identity));
         assert!(text.contains(expected), "{expected}: {text}");
     };
-    says(files.ca("other"), files.identity("client"), "Another authority has signed etcd's certificate");
-    says(None, files.identity("client"), "Another authority has signed etcd's certificate");
+    says(files.ca("other"), files.identity("client"), "etcd's certificate is signed by another authority");
+    says(None, files.identity("client"), "etcd's certificate is signed by another authority");
     for identity in [None, files.identity("old-client"), files.identity("stranger")] {
         let text = refused(&with(&cluster, files.ca("ca"), identity));
         assert!(names_certificates(&text), "{text}");

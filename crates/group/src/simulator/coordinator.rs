@@ -14,10 +14,10 @@ pub(crate) const TTL: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub(crate) struct Coordinator {
     pub(crate) view: Arc<View>,
-    /// Until when each lease lives.
+    /// When each lease expires.
     leases: BTreeMap<Incarnation, Instant>,
     next: u64,
-    /// It answers nobody.
+    /// It does not answer.
     pub(crate) away: bool,
     /// It may end a lease that is being renewed.
     pub(crate) leases_end_early: bool,
@@ -41,13 +41,13 @@ impl Coordinator {
         self.leases.get_mut(&incarnation).map(|until| *until = now + TTL).is_some()
     }
 
-    /// The leases get their whole time again when the coordinator is back: etcd does so with a new leader.
+    /// When the coordinator answers again, the leases get their whole time, as in etcd after the election of a leader.
     pub(crate) fn is_back(&mut self, now: Instant) {
         self.away = false;
         self.leases.values_mut().for_each(|until| *until = now + TTL);
     }
 
-    /// All is lost.
+    /// Loses all data.
     pub(crate) fn forget(&mut self) {
         let revision = self.view.revision + 1;
         self.view = Arc::new(View { revision, ..View::default() });
@@ -58,7 +58,7 @@ impl Coordinator {
         self.leases.values().min().copied().filter(|_| !self.away)
     }
 
-    /// Removes what belongs to leases that have run out. Returns whether something changed.
+    /// Removes the keys of expired leases. Returns whether something changed.
     pub(crate) fn expire(&mut self, now: Instant) -> bool {
         if self.away {
             return false;
@@ -72,7 +72,7 @@ impl Coordinator {
         !over.is_empty()
     }
 
-    /// Ends a lease that lives. etcd does so before 3.4.31 and 3.5.13, when a leader that hung continues.
+    /// Ends a lease too early. etcd before 3.4.31 and 3.5.13 does so when a leader that hung continues.
     pub(crate) fn ends_early(&mut self, which: usize) {
         let lives = self.leases.keys().nth(which % self.leases.len().max(1)).copied();
         lives.into_iter().for_each(|incarnation| self.revoke(incarnation));

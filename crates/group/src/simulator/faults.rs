@@ -1,4 +1,4 @@
-//! What goes wrong, and what people ask for.
+//! Faults, and requests of users.
 
 use std::time::Duration;
 
@@ -16,17 +16,17 @@ pub(super) enum Fault {
     MachineDies,
     /// Another machine, with an empty disk, takes its place.
     MachineReplaced,
-    /// The machine stands still.
+    /// The machine is paused.
     Pause,
     /// The machine cannot reach the coordinator.
     CutOff,
-    /// So it is, and another machine takes its place.
+    /// The machine cannot reach the coordinator, and another machine takes its place.
     CutOffAndReplaced,
-    /// The coordinator answers nobody.
+    /// The coordinator does not answer.
     Away,
     /// The coordinator ends a lease that is being renewed.
     LeaseEndsEarly,
-    /// The coordinator lost all it had.
+    /// The coordinator has lost all its data.
     CoordinatorForgets,
     /// Requests and answers take seconds.
     SlowNetwork,
@@ -36,7 +36,7 @@ pub(super) enum Fault {
     Refuses,
     /// One part cannot be restored, from now on.
     Rotten,
-    /// The job dies of its state after each restore of an image taken since.
+    /// The job dies of its state after each restore of an image that was taken from now on.
     Doomed,
     Snapshot,
     Stop,
@@ -45,7 +45,7 @@ pub(super) enum Fault {
     Rewind,
 }
 
-/// Those of all histories: a coordinator that ends leases early is another one.
+/// The faults of all histories, without a coordinator that ends leases early: that has its own histories.
 const ALL: [Fault; 20] = [
     Fault::JobDies,
     Fault::Completed,
@@ -70,13 +70,13 @@ const ALL: [Fault; 20] = [
 ];
 
 impl Fault {
-    /// Whether steps may take longer than their limits because of it.
+    /// Whether the fault may let steps take longer than their limits.
     pub(super) fn delays(self) -> bool {
         !matches!(self, Fault::JobDies | Fault::Completed | Fault::Snapshot | Fault::Refuses | Fault::DiskFull)
     }
 }
 
-/// Chooses the faults of a history. Few kinds, so that faults that hide others are not always among them.
+/// Chooses the faults of a history. Few kinds, because some faults hide others.
 pub(super) fn plan(world: &mut World, length: Duration) {
     let random = &mut world.random;
     let kinds: Vec<Fault> = (0..1 + random.below(5)).map(|_| random.pick(&ALL)).collect();
@@ -85,7 +85,7 @@ pub(super) fn plan(world: &mut World, length: Duration) {
     for _ in 0..count {
         let fault = world.random.pick(&kinds);
         let random = &mut world.random;
-        // Some come together.
+        // Some faults happen together.
         at = if random.chance(35) { at + random.millis(0, 3000) } else { random.time(Duration::from_secs(1), length) };
         let at = world.began + at.min(length);
         world.at(at, Happening::Fault(fault));

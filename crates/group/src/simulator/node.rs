@@ -6,13 +6,13 @@ use std::time::{Duration, Instant};
 use crate::documents::{End, Epoch, Incarnation, Number, Part, Progress, Rank, Stored};
 use crate::machine::{Limits, Machine, Options, Restart};
 
-/// One part, with what only the simulator knows.
+/// One part, with facts that only the simulator knows.
 #[derive(Debug, Clone)]
 pub(super) struct Piece {
     pub(super) part: Part,
     pub(super) epoch: Epoch,
     pub(super) origin: Incarnation,
-    /// The group image was recorded: a supervisor that starts anew takes it for a part.
+    /// The group image was recorded: a new supervisor counts this as a part.
     pub(super) recorded: bool,
 }
 
@@ -22,10 +22,10 @@ pub(super) struct Job {
     pub(super) id: u64,
     pub(super) epoch: Epoch,
     pub(super) origin: Incarnation,
-    /// What it was restored from.
+    /// The group image that it was restored from.
     pub(super) from: Option<(Number, Part)>,
     pub(super) cable: Cable,
-    /// The snapshot in progress: steps of an earlier one come to nothing.
+    /// The snapshot in progress: late steps of an earlier one do nothing.
     pub(super) snapshot: Option<Number>,
     pub(super) killed: bool,
 }
@@ -43,14 +43,14 @@ pub(super) struct Node {
     /// Its clock runs at this speed.
     rate: f64,
     zero: Instant,
-    /// The supervisor; a number for each process.
+    /// The supervisor: a number for each of its processes.
     pub(super) process: u64,
     pub(super) machine: Option<Machine>,
     pub(super) session: Option<Incarnation>,
     pub(super) trouble: Trouble,
     pub(super) images: Images,
     pub(super) job: Option<Job>,
-    /// The last that ran here; on its disk.
+    /// The last epoch that ran here, from the machine's disk.
     pub(super) epoch: Epoch,
     /// The next tick of this supervisor.
     pub(super) tick: Option<(u64, Instant)>,
@@ -60,7 +60,7 @@ pub(super) struct Node {
     pub(super) finished: Option<End>,
 }
 
-/// What is wrong with a machine.
+/// A machine's faults.
 #[derive(Debug, Default)]
 pub(super) struct Trouble {
     pub(super) paused_until: Option<Instant>,
@@ -101,7 +101,7 @@ impl Node {
         self.zero + now.saturating_duration_since(self.zero).mul_f64(self.rate)
     }
 
-    /// When its own clock shows this.
+    /// The time at which its own clock shows this.
     pub(super) fn when(&self, clock: Instant) -> Instant {
         self.zero + clock.saturating_duration_since(self.zero).div_f64(self.rate) + Duration::from_micros(1)
     }
@@ -128,7 +128,7 @@ impl Node {
     }
 
     pub(super) fn is_paused(&self, now: Instant) -> bool {
-        // At the end of a pause its supervisor looks at the time before anything else happens.
+        // After a pause its supervisor first looks at the time.
         self.trouble.paused_until.is_some_and(|until| now <= until)
     }
 }

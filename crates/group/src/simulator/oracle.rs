@@ -1,4 +1,4 @@
-//! What must hold after every event. It knows the whole world, and no history of the product's own thoughts.
+//! The rules that are checked after every event. The oracle sees the whole model, but not what the product remembers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -9,17 +9,20 @@ use super::coordinator::Coordinator;
 use super::node::{Cable, Node, Piece};
 use crate::documents::{End, Epoch, From, Goal, GroupImage, Incarnation, Number, Part, Plan, Rank, View};
 
-/// No job is without its cable for longer.
+/// The longest time without a cable.
 const LONGEST_OUT: Duration = Duration::from_secs(75);
 
-/// Disturbances count for this long: steps that take too long may be their consequence.
+/// A disturbance can let a step take too long for this time.
 const ECHO: Duration = Duration::from_secs(40);
 
-/// One dump: its time, and since when the cable was out.
+/// A snapshot. Numbers begin anew if the coordinator loses its data.
+type Cut = (Incarnation, Epoch, Number);
+
+/// One dump: its time, and when the cable was pulled.
 #[derive(Debug, Clone, Copy)]
 struct Dump {
-    /// The snapshot that it was made for.
-    cut: (Incarnation, Epoch, Number),
+    /// The snapshot that it belongs to.
+    cut: Cut,
     out: Option<Instant>,
     at: Instant,
 }
@@ -29,12 +32,16 @@ pub(super) struct Oracle {
     seen: Option<Arc<View>>,
     /// By rank and digest.
     dumps: BTreeMap<(Rank, String), Dump>,
+    /// The ranks that were locked for each snapshot.
+    locks: BTreeMap<Cut, BTreeSet<Rank>>,
+    /// Cables that were pulled although not all were locked.
+    early: Vec<(Rank, Number)>,
     /// When each cable was plugged in.
     plugs: BTreeMap<Rank, Vec<Instant>>,
     durable: BTreeSet<(Rank, Number, String)>,
-    /// All that were committed and not removed by the leader.
+    /// All committed group images that the leader has not removed.
     committed: BTreeMap<Number, GroupImage>,
-    /// Parts that were removed; checked against the records.
+    /// Removed parts, to be compared with the records.
     forgotten: Vec<(Rank, Number)>,
     completed: Option<Epoch>,
     failures: u64,
@@ -44,12 +51,12 @@ pub(super) struct Oracle {
     disturbed_until: Instant,
 }
 
-/// What was lost by faults, and that the run ended for it.
+/// What was lost by faults, and whether the run ended because of it.
 #[derive(Debug, Default)]
 struct Losses {
     disk: bool,
     memory: bool,
-    /// Of the coordinator.
+    /// The coordinator's data was lost.
     records: bool,
     /// The run ended because parts are missing.
     missing: bool,
@@ -60,6 +67,8 @@ impl Oracle {
         Oracle {
             seen: None,
             dumps: BTreeMap::new(),
+            locks: BTreeMap::new(),
+            early: Vec::new(),
             plugs: BTreeMap::new(),
             durable: BTreeSet::new(),
             committed: BTreeMap::new(),
@@ -83,6 +92,20 @@ impl Oracle {
         };
         let dump = Dump { cut: (job.origin, job.epoch, number), out, at };
         self.dumps.insert((node.rank, part.digest.clone()), dump);
+    }
+
+    pub(super) fn locks(&mut self, number: Number, node: &Node) {
+        let Some(job) = &node.job else { return };
+        self.locks.entry((job.origin, job.epoch, number)).or_default().insert(node.rank);
+    }
+
+    /// Its cable is pulled. Those that were locked may have given up by now: they were at rest all the same.
+    pub(super) fn unplugs(&mut self, size: u32, node: &Node) {
+        let Some((job, number)) = node.job.as_ref().and_then(|job| Some((job, job.snapshot?))) else { return };
+        let locked = self.locks.get(&(job.origin, job.epoch, number));
+        if !locked.is_some_and(|ranks| (0..size).all(|rank| ranks.contains(&Rank(rank)))) {
+            self.early.push((node.rank, number));
+        }
     }
 
     pub(super) fn plugs(&mut self, rank: Rank, at: Instant) {
@@ -140,7 +163,7 @@ impl Oracle {
         self.disturbed_until = self.disturbed_until.max(until);
     }
 
-    // ---- what must hold ----
+    // ---- rules ----
 
     pub(super) fn look(
         &mut self,
@@ -156,13 +179,16 @@ impl Oracle {
                 return Err(format!("{rank} removed its part of {number}, which is recorded"));
             }
         }
+        if let Some((rank, number)) = self.early.first() {
+            return Err(format!("{number}: {rank} pulled its cable before all were locked"));
+        }
         for end in std::mem::take(&mut self.ends) {
             match end {
                 End::Completed if self.completed.is_none() => return Err("it is said to be completed".into()),
                 End::Failed { why } if self.failures == 0 => return Err(format!("it is said to have failed: {why}")),
-                // The others may be gone for good: they were told to stop when this one was away.
-                End::Missing { why } if why.contains("did not come") => {}
-                // Two machines claim the rank, since one was taken for lost.
+                // The others may have left: they were told to stop while this one was away.
+                End::Missing { why } if why.contains("did not join in time") => {}
+                // Two machines claim the rank, because one was believed to be lost.
                 End::Missing { why }
                     if why.contains("another supervisor") && nodes.iter().any(|it| it.trouble.replaced) => {}
                 End::Missing { why }
@@ -218,7 +244,7 @@ impl Oracle {
         Ok(())
     }
 
-    /// Nothing crossed the cut: at the time of each dump all cables were out, and had been so at all dumps before.
+    /// Nothing crossed the cut: all cables were out from before the first dump until after the last.
     fn is_consistent(&self, number: Number, image: &GroupImage, nodes: &[Node]) -> Result<(), String> {
         if nodes.iter().any(|node| !image.parts.contains_key(&node.rank)) {
             return Err(format!("{number} has {} parts", image.parts.len()));
@@ -290,7 +316,8 @@ impl Oracle {
             }
             Goal::Abort { .. } => facts.aborted += 1,
             Goal::Gather { why }
-                if (why.contains("in time") || why.contains("did not run on")) && now > self.disturbed_until + ECHO =>
+                if (why.contains("in time") || why.contains("not running again"))
+                    && now > self.disturbed_until + ECHO =>
             {
                 return Err(format!("the job was harmed without a reason: {why}"));
             }
@@ -303,7 +330,7 @@ impl Oracle {
 /// No two epochs run at once, and no cable stays out.
 fn one_epoch(now: Instant, nodes: &[Node]) -> Result<(), String> {
     let mut first: Option<(Rank, Epoch)> = None;
-    // A machine that stands still does nothing.
+    // A paused machine does nothing.
     for node in nodes.iter().filter(|node| !node.is_paused(now)) {
         let Some(job) = &node.job else { continue };
         match first {

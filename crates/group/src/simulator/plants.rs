@@ -1,5 +1,5 @@
-//! Bugs that are planted in the model of a machine or of the coordinator, to test that the simulator finds them. Each is
-//! one that is easy to make around the protocol.
+//! Bugs that are planted in the model of a machine or of the coordinator, to test that the simulator finds them. They
+//! are typical mistakes in an implementation of the protocol.
 
 /// A bug.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -14,6 +14,8 @@ pub(crate) enum Plant {
     CableInTooEarly,
     /// A machine dumps before its cable is out.
     CableOutTooLate,
+    /// A machine pulls its cable as soon as it is locked itself.
+    CableOutBeforeLocked,
     /// A machine restores its newest part, not the one of the group image.
     MixedParts,
     /// An order to abort a snapshot is lost.
@@ -22,17 +24,18 @@ pub(crate) enum Plant {
     UnguardedPlan,
     /// A part is removed when its snapshot is not the newest any more.
     EagerRemoval,
-    /// Whoever is gone is believed to have ended its job, though the coordinator may end leases early.
+    /// A lost member is believed to have ended its job, although the coordinator may end leases early.
     GoneIsOver,
 }
 
 /// All of them.
-pub(super) const ALL: [Plant; 10] = [
+pub(super) const ALL: [Plant; 11] = [
     Plant::LostFence,
     Plant::LeaseFromTheAnswer,
     Plant::CommitBeforeStored,
     Plant::CableInTooEarly,
     Plant::CableOutTooLate,
+    Plant::CableOutBeforeLocked,
     Plant::MixedParts,
     Plant::LostAbort,
     Plant::UnguardedPlan,

@@ -29,7 +29,7 @@ fn sum(all: Facts, one: Facts) -> Facts {
     }
 }
 
-/// Plays this many histories, on two threads.
+/// Runs this many histories, on two threads.
 fn live(first: u64, count: u64) -> Result<Facts, Box<Broken>> {
     let enough = AtomicBool::new(false);
     let half = |part: u64| -> Result<Facts, Box<Broken>> {
@@ -69,7 +69,7 @@ fn what_has_to_hold_does_so_in_every_history() {
     match live(fresh_seed(), count) {
         Ok(facts) => {
             println!("{count} histories in {:?}: {facts:?}", began.elapsed());
-            // The histories are worth something: most have snapshots, and many have restores.
+            // The histories test something: most have snapshots, and many have restores.
             assert!(facts.committed > count && facts.epochs > count && facts.aborted > count / 50, "{facts:?}");
         }
         Err(broken) => panic!("{broken}"),
@@ -122,7 +122,7 @@ fn each_planted_bug_is_found() {
         let found = (1..=ENOUGH).find_map(|n| Some((n, history(seeds.below(u64::MAX), Some(plant)).err()?)));
         let Some((count, broken)) = found else { panic!("{plant:?} is not found in {ENOUGH} histories") };
         println!("{plant:?}: in history {count}: {}", broken.what);
-        // The planted bug was found, and no other one.
+        // The simulator found the planted bug, and no other.
         assert!(history(broken.seed, None).is_ok(), "{plant:?}: {broken}");
     }
 }

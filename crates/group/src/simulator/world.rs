@@ -14,17 +14,17 @@ use crate::documents::{Ask, End, Ending, Epoch, From, Incarnation, Number, Part,
 use crate::machine::{Action, Answer, Event, Local, Order, Write};
 use rekindle_testing::random::Random;
 
-/// A supervisor hears nothing for this long: it takes the request for lost.
+/// After this time without an answer a supervisor takes the request for lost.
 const TIMEOUT: Duration = Duration::from_secs(3);
 const RENEW: Duration = Duration::from_secs(3);
 
-/// The same in all histories of a process: traces are compared.
+/// One time for all histories of a process, because traces are compared.
 static ZERO: LazyLock<Instant> = LazyLock::new(Instant::now);
 
 /// Once no more faults happen, the job runs or the run is over within this time.
 const SETTLED: Duration = Duration::from_secs(900);
 
-/// More events than any right history has: without a limit, a mistake would go on for ever.
+/// More events than any correct history has: without a limit, a mistake could run for ever.
 const MOST: u64 = 2_000_000;
 
 /// Number of lines of a trace: the last ones.
@@ -64,12 +64,13 @@ pub(super) enum Request {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Step {
     Start,
-    Quiet(Number),
+    Lock(Number),
+    Pull(Number),
     CableOut,
     Dump(Number),
     Abort(Number),
     Killed,
-    /// It dies of its state.
+    /// The job dies of its state.
     Dies,
 }
 
@@ -79,7 +80,7 @@ pub(super) struct World {
     pub(super) random: Random,
     pub(super) faults_until: Instant,
     size: u32,
-    /// One for each rank, then those that took the place of others.
+    /// One for each rank, then the machines that replaced others.
     pub(super) nodes: Vec<Node>,
     pub(super) coordinator: Coordinator,
     pub(super) shared: Option<BTreeMap<(Rank, Number), Piece>>,
@@ -91,7 +92,7 @@ pub(super) struct World {
     plant: Option<Plant>,
 }
 
-/// What is to happen, in the order of time. What happens at the same time has the order in which it was planned.
+/// Future events, in the order of their time. Events at the same time have the order in which they were planned.
 #[derive(Debug, Default)]
 struct Queue {
     events: BTreeMap<(Instant, u64), Happening>,
@@ -109,11 +110,11 @@ struct Trouble {
     rotten: BTreeSet<(Rank, Number)>,
     /// Group images of a state that the job dies of.
     doomed: BTreeSet<Number>,
-    /// The present state is such a one.
+    /// The present state is bad.
     dooms: bool,
 }
 
-/// What is told of the history.
+/// The trace of the history.
 #[derive(Debug, Default)]
 struct Record {
     facts: Facts,
@@ -179,7 +180,7 @@ impl World {
         }
     }
 
-    /// Plays until the job runs after the faults, or the run is over.
+    /// Runs until the job runs after the faults, or the run is over.
     pub(super) fn run(&mut self) -> Result<Facts, String> {
         self.at(self.faults_until, Happening::Resume);
         while let Some(((time, _), what)) = self.queue.events.pop_first() {
@@ -214,7 +215,7 @@ impl World {
         self.is_over_for_good() && self.nodes.iter().all(|node| node.trouble.replaced || node.machine.is_none())
     }
 
-    /// One supervisor has ended in such a way that the scheduler starts none again.
+    /// A supervisor has ended with a result after which the scheduler does not start it again.
     fn is_over_for_good(&self) -> bool {
         self.nodes.iter().any(|node| node.finished.as_ref().is_some_and(|end| !again(end)))
     }
@@ -225,7 +226,7 @@ impl World {
             Happening::Done(at, ..) | Happening::Stored(at, ..) => Some(*at),
             _ => None,
         };
-        // A machine that stands still does this later, in the same order.
+        // A paused machine does this later, in the same order.
         if let Some(until) = at.and_then(|at| self.nodes[at].trouble.paused_until.filter(|until| self.now <= *until)) {
             self.at(until, what);
             return;
@@ -344,7 +345,7 @@ impl World {
         if let (Some(deadline), true) = (deadline, self.is(at, process)) {
             let when = self.nodes[at].when(deadline).max(self.now);
             let node = &mut self.nodes[at];
-            // An earlier tick comes anyway, and then asks again.
+            // An earlier tick is planned: it asks again then.
             if node.tick.is_none_or(|(of, at)| of != process || at <= self.now || when < at) {
                 node.tick = Some((process, when));
                 self.at(when, Happening::Tick(at, process));
@@ -462,7 +463,7 @@ impl World {
         let now = self.now;
         match order {
             Order::List => {
-                // Its store is shared: what the machine before has stored is there.
+                // The store is shared: it has what the previous machine stored.
                 if let Some(shared) = &self.shared {
                     let rank = self.nodes[at].rank;
                     let ours = shared.iter().filter(|((of, _), _)| *of == rank);
@@ -496,11 +497,12 @@ impl World {
             Order::Plug => self.plug(at, None),
             Order::Prepare(number) => {
                 self.nodes[at].job.iter_mut().for_each(|job| job.snapshot = Some(number));
+                self.job_step(at, 5, 2000, Step::Lock(number));
+            }
+            Order::Pull(number) => {
+                self.job_step(at, 1, 50, Step::Pull(number));
                 if self.plant == Some(Plant::CableOutTooLate) {
-                    self.job_step(at, 5, 100, Step::Quiet(number));
                     self.job_step(at, 200, 1500, Step::CableOut);
-                } else {
-                    self.job_step(at, 5, 2000, Step::Quiet(number));
                 }
             }
             Order::Dump(number) => self.job_step(at, 100, 2500, Step::Dump(number)),
@@ -612,9 +614,22 @@ impl World {
         let (epoch, origin) = (job.epoch, job.origin);
         match step {
             Step::Start => self.started(at),
-            Step::Quiet(number) if job.snapshot == Some(number) => {
-                let local = if self.trouble.refusing.contains(&at) && self.random.chance(70) {
+            Step::Lock(number) if job.snapshot == Some(number) => {
+                let local = if self.trouble.refusing.contains(&at) && self.random.chance(60) {
                     Local::Refused(number, "it does not come to rest".into())
+                } else {
+                    self.oracle.locks(number, &self.nodes[at]);
+                    if self.plant == Some(Plant::CableOutBeforeLocked) {
+                        self.unplug(at);
+                    }
+                    Local::Locked(number)
+                };
+                self.hears(at, Event::Local(local));
+            }
+            Step::Pull(number) if job.snapshot == Some(number) => {
+                let local = if self.trouble.refusing.contains(&at) && self.random.chance(30) {
+                    self.plug(at, None);
+                    Local::Refused(number, "its cable is stuck".into())
                 } else {
                     if self.plant != Some(Plant::CableOutTooLate) {
                         self.unplug(at);
@@ -658,6 +673,7 @@ impl World {
         if let Some(job) = &mut self.nodes[at].job {
             job.cable = Cable::Out(self.now);
         }
+        self.oracle.unplugs(self.size, &self.nodes[at]);
     }
 
     fn started(&mut self, at: usize) {
@@ -825,8 +841,8 @@ impl World {
         match fault {
             Fault::Pause => {
                 self.nodes[at].trouble.paused_until = None;
-                // The first that a supervisor does after a pause is to look at the time. Its job has stood still too,
-                // and is killed before it does anything.
+                // After a pause a supervisor first looks at the time. Its job was paused too, and is killed before it
+                // does anything.
                 self.step(at, Event::Tick);
                 if self.nodes[at].job.as_ref().is_some_and(|job| job.killed) {
                     self.nodes[at].job = None;
@@ -848,7 +864,7 @@ impl World {
         }
     }
 
-    /// No more faults: whoever suspended the job resumes it, by a supervisor that is there.
+    /// No more faults: a suspended job is resumed, through a supervisor that is there.
     fn everything_is_well_again(&mut self) {
         let there: Vec<_> = (0..self.nodes.len()).filter(|at| self.nodes[*at].machine.is_some()).collect();
         let one = self.some();

@@ -1,8 +1,8 @@
 //! The child's side of a spawn, between clone and exec.
 //!
 //! Nothing here may allocate or lock: the process was forked from one with other threads, whose locks stay locked in
-//! the copy. [`Plan::new`] prepares everything before the fork. The functions of nix and rustix that are used here do nothing
-//! but their system call, on C strings without a copy of them.
+//! the copy. [`Plan::new`] prepares everything before the fork. The functions of nix and rustix that are used here do
+//! nothing but their system call, on C strings without a copy of them.
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
 use std::ffi::{CStr, CString};
@@ -144,7 +144,7 @@ impl<'a> Plan<'a> {
         self.check(STEP, unshare(CloneFlags::CLONE_NEWNS));
         self.check(STEP, mount(none, c"/", none, MsFlags::MS_REC | MsFlags::MS_SLAVE, none));
         for mounted in without {
-            // A mount that is gone already is no error.
+            // A mount that is already gone is not an error.
             let _ = umount2(mounted.as_c_str(), MntFlags::MNT_DETACH);
         }
         let (flags, options) = (MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC, Some(c"mode=0755,size=4k"));

@@ -20,11 +20,10 @@ use std::path::Path;
 use super::CHUNK_MAX;
 use super::id::ChunkId;
 use crate::format::{self, Fields, FormatError, HEADER, ReadError, What, size, size_of};
-use crate::manifest::{Chunks, Manifest};
 use rekindle_os::durable;
 
 /// Its name in the folder of the image.
-pub const FILE_NAME: &str = "chunks";
+pub const FILE_NAME: &str = crate::names::CHUNKS;
 /// Larger maps are not read: 4 GiB are 100 million chunks, 25 TiB if all are full.
 pub const MAX_BYTES: u64 = 4 << 30;
 
@@ -81,7 +80,7 @@ impl Extent {
 /// The content of the parts of an image.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ChunkMap {
-    /// The extents of each part, in the order of [`Manifest::parts`]; zeros never follow zeros (see [`push`]).
+    /// The extents of each part, in the order of [`crate::Manifest::parts`]; zeros never follow zeros (see [`push`]).
     pub parts: Vec<Vec<Extent>>,
 }
 
@@ -182,25 +181,6 @@ impl ChunkMap {
         let bytes = read_bytes(path)?;
         let map = ChunkMap::parse(&bytes).map_err(|source| ReadError::Format { path: path.to_owned(), source })?;
         Ok((map, blake3::hash(&bytes)))
-    }
-
-    /// Compares it with the manifest: the parts, their sizes, the number of extents.
-    ///
-    /// # Errors
-    /// [`FormatError::Field`] names what differs.
-    pub fn check(&self, manifest: &Manifest, chunks: &Chunks) -> Result<(), FormatError> {
-        let wrong = |field| Err(FormatError::Field { what: What::Map, field });
-        if self.parts.len() != manifest.parts.len() {
-            return wrong("number of parts");
-        }
-        if self.extents() != chunks.extents {
-            return wrong("number of extents");
-        }
-        let sum = |part: &[Extent]| part.iter().try_fold(0_u64, |sum, extent| sum.checked_add(extent.len()));
-        match self.parts.iter().zip(&manifest.parts).all(|(extents, part)| sum(extents) == Some(part.size)) {
-            true => Ok(()),
-            false => wrong("size of a part"),
-        }
     }
 }
 

@@ -6,10 +6,9 @@ use crate::Image;
 use crate::chunk::CHUNK;
 use crate::persist::tests::{Ground, noise, packing};
 use crate::persist::{Packing, Progress};
-use crate::replica::Patience;
-use crate::replica::ReplicaUrl;
 use crate::unpack::Unpacking;
 use crate::{Share, check_packs};
+use rekindle_base::chain;
 
 type Parts = Vec<(&'static str, Vec<u8>)>;
 
@@ -38,9 +37,9 @@ impl Three {
         let persist = |n: u8| ground.persist_as(&ground.stage(n.into(), &parts(n)), &packing).unwrap();
         let images: Vec<Image> = (1..=3).map(persist).collect();
         let replica = tempfile::tempdir().unwrap();
-        let there = open(replica.path()).unwrap();
-        for image in &images {
-            there.upload(image, &ground.folder, &Progress::default(), &|| false).unwrap();
+        for entry in fs::read_dir(ground.folder.packs().dir()).unwrap() {
+            let path = entry.unwrap().path();
+            fs::copy(&path, replica.path().join(path.file_name().unwrap())).unwrap();
         }
         Three { ground, images, key, copies, unread: Unread::default(), replica }
     }
@@ -48,8 +47,8 @@ impl Three {
     /// Unpacks an image, with healing.
     fn restore(&self, n: u8, replica: Option<&Path>) -> Result<Option<Healed>, crate::unpack::Error> {
         let into = tempfile::tempdir().unwrap();
-        let open = replica.map(|path| move || open(path));
-        let healing = self.healing(open.as_ref().map(|open| open as OpenReplica<'_>));
+        let copy = replica.map(Copy);
+        let healing = self.healing(copy.as_ref().map(|copy| copy as &dyn ChunkSource));
         let progress = Progress::default();
         let unpacking = Unpacking {
             key: self.key.as_ref(),
@@ -67,7 +66,7 @@ impl Three {
         Ok(healed)
     }
 
-    fn healing<'a>(&'a self, replica: Option<OpenReplica<'a>>) -> Healing<'a> {
+    fn healing<'a>(&'a self, replica: Option<&'a dyn ChunkSource>) -> Healing<'a> {
         Healing {
             folder: &self.ground.folder,
             lock: &self.ground.lock,
@@ -93,9 +92,35 @@ impl Three {
     }
 }
 
-fn open(path: &Path) -> replica::Result<Replica> {
-    let url: ReplicaUrl = format!("file://{}", path.display()).parse().unwrap();
-    Replica::open_with(&url, &"j".parse().unwrap(), Patience::Little, [])
+/// A folder with the same packs, as a replica of a store has them.
+struct Copy<'a>(&'a Path);
+
+impl ChunkSource for Copy<'_> {
+    fn fetch(
+        &self,
+        wanted: HashSet<ChunkId>,
+        _here: &Packs,
+        key: Option<&Key>,
+        _cancelled: &(dyn Fn() -> bool + Sync),
+        put: Put<'_>,
+    ) -> Result<(), FetchError> {
+        if !self.0.is_dir() {
+            return Err(FetchError::Unavailable(format!("cannot read {}", self.0.display())));
+        }
+        let packs = Packs::new(self.0.to_owned());
+        let index = packs.index().unwrap();
+        let mut stored = Stored::default();
+        for id in wanted {
+            for at in index.all(&id) {
+                let Ok(key) = index.pack(at.pack).unwrap().key_for(key) else { continue };
+                if let Ok(header) = stored.read_from_disk(&packs, &id, &at, key) {
+                    put(key, &header, stored.body(&header))?;
+                    break;
+                }
+            }
+        }
+        Ok(())
+    }
 }
 
 #[test]
@@ -209,7 +234,7 @@ fn what_is_not_for_us_is_left_alone_and_what_is_forged_is_not_used() {
 
     // The replica returns other bytes.
     three.key = Some(key);
-    let forged = three.replica.path().join(format!("j/packs/{}.pack", places[0].pack));
+    let forged = three.replica.path().join(format!("{}.pack", places[0].pack));
     fs::copy(three.ground.folder.packs().pack_path(places[0].pack), forged).unwrap();
     let error = three.restore(3, three.there()).unwrap_err();
     assert!(error.is_damage(), "{error:?}");

@@ -2,6 +2,7 @@ use std::fs;
 use std::process::{Child, Command, Stdio};
 
 use super::*;
+use crate::HEARTBEAT;
 
 const FOLDER: &str = "REKINDLE_TEST_LOCK";
 

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::contents::{Owner, Stamp, TrackedFolder};
 use super::groups::ControlGroup;
+use crate::hex;
 use crate::id::{ImageId, JobName};
 use crate::paths::{JobPath, PartPath, of_job};
 use rekindle_base::interval::Choice;
@@ -381,35 +382,4 @@ pub struct Part {
     /// packed one, which has a hash for each chunk.
     #[serde(default, with = "hex::optional", skip_serializing_if = "Option::is_none")]
     pub blake3: Option<blake3::Hash>,
-}
-
-pub(crate) mod hex {
-    //! A hash as hexadecimal text.
-    use serde::{Deserialize, Deserializer, Serializer, de};
-
-    pub(crate) fn serialize<S: Serializer>(hash: &blake3::Hash, s: S) -> Result<S::Ok, S::Error> {
-        s.serialize_str(&hash.to_hex())
-    }
-
-    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(d: D) -> Result<blake3::Hash, D::Error> {
-        let text = String::deserialize(d)?;
-        let hash = blake3::Hash::from_hex(&text).map_err(de::Error::custom)?;
-        // from_hex accepts upper case too, and a flipped bit can turn one case into the other.
-        if hash.to_hex().as_str() == text { Ok(hash) } else { Err(de::Error::custom("it is not in lower case")) }
-    }
-
-    pub(crate) mod optional {
-        use super::*;
-
-        pub(crate) fn serialize<S: Serializer>(hash: &Option<blake3::Hash>, s: S) -> Result<S::Ok, S::Error> {
-            match hash {
-                Some(hash) => super::serialize(hash, s),
-                None => s.serialize_none(),
-            }
-        }
-
-        pub(crate) fn deserialize<'de, D: Deserializer<'de>>(d: D) -> Result<Option<blake3::Hash>, D::Error> {
-            super::deserialize(d).map(Some)
-        }
-    }
 }

@@ -1,5 +1,5 @@
 use super::*;
-use crate::chunk::Key;
+use crate::chunk::{CHUNK_MAX, ChunkId, Key};
 use crate::tests::manifest;
 use crate::{Unsigned, Untrusted};
 use proptest::prelude::*;
@@ -10,6 +10,33 @@ use std::time::Duration;
 
 fn part(path: &str) -> Part {
     Part { path: path.into(), size: 3, blake3: Some(blake3::hash(b"abc")) }
+}
+
+#[test]
+fn a_map_fits_its_manifest_or_not() {
+    let chunk = |n: u8, len: u32| Extent::Chunk { id: ChunkId::new([n; 32]), len };
+    let parts = vec![
+        vec![chunk(1, 262_144), Extent::Zero { len: 5 << 30 }, chunk(2, 7)],
+        vec![],
+        vec![Extent::Zero { len: 1 }],
+        vec![chunk(1, CHUNK_MAX)],
+    ];
+    let map = ChunkMap { parts };
+    let sizes = [262_144 + (5 << 30) + 7, 0, 1, u64::from(CHUNK_MAX)];
+    let part = |(n, size): (usize, &u64)| Part { path: (&format!("p{n}")).into(), size: *size, blake3: None };
+    let parts: Vec<Part> = sizes.iter().enumerate().map(part).collect();
+    let good = Manifest { parts, ..manifest() };
+    let chunks = Chunks { blake3: blake3::hash(b""), extents: 9, stored: 0 };
+    good.check_map(&chunks, &map).unwrap();
+    let field = |manifest: &Manifest, chunks: &Chunks| match manifest.check_map(chunks, &map) {
+        Err(FormatError::Field { field, .. }) => field,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(field(&good, &Chunks { extents: 8, ..chunks.clone() }), "number of extents");
+    assert_eq!(field(&Manifest { parts: good.parts[1..].to_vec(), ..good.clone() }, &chunks), "number of parts");
+    let mut other = good.clone();
+    other.parts[2].size = 2;
+    assert_eq!(field(&other, &chunks), "size of a part");
 }
 
 #[test]

@@ -14,7 +14,8 @@ use std::thread;
 use super::record::{self, PackHeader};
 use super::{Index, Location, PackName, Packs};
 use crate::chunk::{ChunkId, Key};
-use crate::error::{Error, Failing, is_failing};
+use crate::error::Error;
+use crate::file_error::{Failing, is_failing};
 use crate::format::{FormatError, What, size};
 use rekindle_os::direct::{Aligned, DirectFile, Way, span};
 

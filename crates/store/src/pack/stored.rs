@@ -12,7 +12,7 @@ use rekindle_os::direct::{Aligned, DirectFile, Way, span};
 #[derive(Debug, thiserror::Error)]
 pub enum CopyError {
     /// It cannot be read.
-    #[error("cannot read it{}", crate::error::Failing(.0))]
+    #[error("cannot read it{}", crate::file_error::Failing(.0))]
     Read(#[from] io::Error),
     /// It differs from what was written.
     #[error("the record at byte {offset} is damaged; `rekindle repair --dry-run` says which images it affects")]

@@ -41,11 +41,12 @@ impl Progress {
     }
 
     /// Increases the total.
-    pub(crate) fn expect(&self, more: u64) {
+    pub fn expect(&self, more: u64) {
         self.total.fetch_add(more, Ordering::Relaxed);
     }
 
-    pub(crate) fn add(&self, done: usize) {
+    /// Counts bytes of the image as processed.
+    pub fn add(&self, done: usize) {
         self.done.fetch_add(u64::try_from(done).unwrap_or(u64::MAX), Ordering::Relaxed);
     }
 }

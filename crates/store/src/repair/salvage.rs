@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 
 use super::Error;
 use crate::chunk::Key;
-use crate::error::is_failing;
+use crate::file_error::is_failing;
 use crate::format::{self, FormatError, HEADER, What};
 use crate::pack::record::{self, HEADER_BYTES};
 use crate::pack::{Entry, PACK_MAX, PackHeader, RecordHeader};

@@ -6,7 +6,7 @@ use chrono::{DateTime, Utc};
 
 use crate::id::ImageId;
 use crate::image::{DamageKind, Image, State};
-use crate::tags::Tags;
+use crate::tag::Tags;
 
 /// Facts about an image for a plan. Tags are not included: a tag is only a name, but a pin keeps an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,9 +42,9 @@ pub enum Line {
 pub enum Proof {
     /// It has not, as far as is known.
     None,
-    /// It is the next that the present life can prove.
+    /// It is the image that the present life will prove next.
     Awaited,
-    /// It has.
+    /// It has lived that long.
     Proven,
 }
 
@@ -71,9 +71,9 @@ pub enum FactKind {
 /// Whether an image is pinned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pin {
-    /// It is not.
+    /// It is not pinned.
     None,
-    /// It is.
+    /// It is pinned.
     Pinned,
     /// Its tags cannot be read: it may be pinned.
     Unreadable,

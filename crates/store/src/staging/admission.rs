@@ -23,7 +23,7 @@ pub enum Worth {
     /// Nothing.
     #[default]
     Older,
-    /// The job has lived on from it, and the store has none as new: all newer images may contain a state that cannot
+    /// The job has lived on from it, and no image in the store is as new: newer images may contain a state that cannot
     /// continue.
     Proven,
 }
@@ -69,7 +69,7 @@ pub enum Choice {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     /// Not even for one image.
-    #[error("an image of {need} does not fit into memory: {free} are free, of which {keep} are to stay free (snapshot.memory-reserve); set snapshot.staging to \"store\", or give the job less memory", need = ByteSize::b(*need), free = ByteSize::b(*free), keep = ByteSize::b(*keep))]
+    #[error("an image of {need} does not fit into memory: {free} is free, and {keep} must stay free (snapshot.memory-reserve): set snapshot.staging to \"store\", or give the job less memory", need = ByteSize::b(*need), free = ByteSize::b(*free), keep = ByteSize::b(*keep))]
     NoRoom {
         /// Bytes needed.
         need: u64,

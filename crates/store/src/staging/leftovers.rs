@@ -14,9 +14,15 @@ use serde::{Deserialize, Serialize};
 
 use super::{Area, Error, LINK, Medium, SOURCE, Slot, failed};
 use crate::error::Result;
+use crate::folder::JobFolder;
+use crate::holder::Holder;
+use crate::id::{ImageId, JobName};
 use crate::image::Image;
-use crate::lock::{Holder, Writer};
-use crate::{Access, ImageId, JobFolder, JobName, Outcome, Store, Trust, links, rights};
+use crate::lock::Writer;
+use crate::record::Outcome;
+use crate::store::{Access, Store};
+use crate::trust::Trust;
+use crate::{links, rights};
 use rekindle_os::{durable, mounts};
 
 /// The note about its owner, in an area in memory.
@@ -103,7 +109,7 @@ impl std::fmt::Display for Leftover {
             Medium::Memory => "of memory",
             Medium::Disk => "on the disk",
         };
-        write!(f, "a supervisor that is gone left {bytes} {medium} at {path}")?;
+        write!(f, "a dead supervisor left {bytes} {medium} at {path}")?;
         match self.needed {
             Some(image) => write!(f, ", and image {image} is only there"),
             None => f.write_str(", which nobody needs"),
@@ -246,11 +252,11 @@ pub fn elsewhere(base: &Path, store: &Path, trust: &Trust) -> Vec<Leftover> {
 #[must_use]
 pub fn give_back(store: &Store, except: &JobName) -> (Vec<Leftover>, Vec<Leftover>) {
     let others = find(store).into_iter().filter(|left| left.job != *except);
-    others.partition(|left| left.needed.is_none() && left.free(&store.trust, OnlyCopies::Keep))
+    others.partition(|left| left.needed.is_none() && left.free(store.trust(), OnlyCopies::Keep))
 }
 
-/// Areas mounted below `base` that belong to no job of this store, and whose owner cannot be judged: those of an earlier
-/// version, or of a container.
+/// Areas mounted below `base` that belong to no job of this store, and whose owner cannot be judged: those of an
+/// earlier version, or of a container.
 #[must_use]
 pub fn strangers(base: &Path, store: &Store) -> Vec<PathBuf> {
     let jobs = store.jobs().unwrap_or_default().into_iter().filter_map(|job| store.job(&job).ok());

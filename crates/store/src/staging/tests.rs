@@ -3,6 +3,7 @@ use crate::manifest::{Landing, Reason};
 use crate::options::Copies;
 use crate::retention::Policy;
 use crate::retention::survey::Limits;
+use crate::take::TakeError;
 use crate::{Access, ImageId, Store};
 
 /// A job's folder in its own store, and a staging area on a real tmpfs; `None` without root.

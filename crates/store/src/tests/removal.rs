@@ -1,6 +1,7 @@
 //! The removal of a whole job: all of it or nothing that counts as a job, wherever it is interrupted.
 
 use super::*;
+use crate::names::DELETED_PREFIX;
 use manifest::SavedLink;
 use rekindle_testing::points::{self, Fault};
 use std::ffi::OsStr;

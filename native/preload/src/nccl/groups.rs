@@ -1,21 +1,21 @@
 //! Group calls (`ncclGroupStart` to `ncclGroupEnd`) in progress, by thread.
 //!
-//! A thread is known by its thread pointer, as this object has no thread-local variables of its own.
+//! A thread is identified by its thread pointer, because this object has no thread-local variables.
 
 use core::arch::asm;
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
-/// Threads that are in a group at the same time.
+/// Most threads that are in a group at the same time.
 const MOST: usize = 64;
-/// Operations of one group: an all-to-all of 2048 ranks.
+/// Most operations of one group: an all-to-all of 2048 ranks.
 const LONGEST: usize = 4096;
 
-/// What a thread has called since its group began.
+/// The calls of a thread since its group began.
 pub(super) struct Group {
     /// The thread pointer; 0 if the place is free.
     thread: AtomicUsize,
-    /// Only the thread itself uses what follows.
+    /// Only the thread itself uses the next fields.
     depth: UnsafeCell<u32>,
     count: UnsafeCell<usize>,
     operations: [AtomicU32; LONGEST],
@@ -33,10 +33,10 @@ static GROUPS: [Group; MOST] = [const {
     }
 }; MOST];
 
-/// How many places are taken: mostly none.
+/// Number of used places: mostly 0.
 static TAKEN: AtomicUsize = AtomicUsize::new(0);
 
-/// The psABI has the address of the thread's control block in its first word.
+/// The address of the thread's control block, which is in the block's first word (psABI).
 fn this_thread() -> usize {
     let thread;
     // SAFETY: every thread of a program with a libc has one.
@@ -45,7 +45,7 @@ fn this_thread() -> usize {
 }
 
 impl Group {
-    /// The one that this thread is in.
+    /// The group that this thread is in.
     pub(super) fn of_this_thread() -> Option<&'static Group> {
         if TAKEN.load(Ordering::Relaxed) == 0 {
             return None;
@@ -54,7 +54,7 @@ impl Group {
         GROUPS.iter().find(|group| group.thread.load(Ordering::Relaxed) == thread)
     }
 
-    /// One level deeper. Returns whether there was a place.
+    /// Enters one level. Returns whether there was a place.
     pub(super) fn begin() -> bool {
         if let Some(group) = Group::of_this_thread() {
             // SAFETY: of this thread.
@@ -79,7 +79,7 @@ impl Group {
         unsafe { *self.depth.get() == 1 }
     }
 
-    /// One level less.
+    /// Leaves one level.
     pub(super) fn end(&self) {
         // SAFETY: of this thread.
         let depth = unsafe { &mut *self.depth.get() };

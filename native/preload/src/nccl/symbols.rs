@@ -1,10 +1,10 @@
-//! How programs find NCCL's functions, and find ours instead.
+//! How programs that look for NCCL's functions find ours.
 //!
-//! PyTorch and CuPy are linked to libnccl: the loader gives them ours, because this object comes first. JAX opens the
-//! library and asks dlsym(3). A process can have two libraries that bring NCCL, of different versions, and a program
-//! must get the one that it was linked to. So the first call of a function by its symbol looks in the libraries of its
-//! caller; and where there is more than one NCCL, calls by symbol are passed on to the caller's own, uncounted. Whether
-//! there is more than one is looked at the first call of each function and whenever a communicator is made.
+//! PyTorch and CuPy are linked to libnccl: the loader gives them our functions, because this object is first. JAX opens
+//! the library and calls dlsym(3). A process can have two libraries that contain NCCL, of different versions, and a
+//! program must get the one that it was linked to. So the first call of a function by its symbol looks in the libraries
+//! of its caller. If there is more than one NCCL, calls by symbol are passed on to the caller's own, uncounted. The
+//! first call of each function, and each new communicator, check whether there is more than one.
 
 use core::ffi::{CStr, c_char, c_void};
 use core::mem::transmute;
@@ -15,7 +15,7 @@ use super::{self as n, untracked};
 use crate::{elf, libc};
 use rekindle_abi::nccl::UNKNOWN;
 
-/// NCCL's functions that have one of ours before them.
+/// NCCL's functions that ours replace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub(super) enum Function {
@@ -42,7 +42,7 @@ pub(super) enum Function {
 
 struct Entry {
     symbol: &'static CStr,
-    /// None: it starts what is not counted, and is passed on.
+    /// None for a function that starts uncounted work: it is passed on.
     ours: Option<*const ()>,
     exported: *const (),
     real: AtomicPtr<c_void>,
@@ -78,7 +78,7 @@ macro_rules! functions {
             use core::arch::naked_asm;
 
             $(
-                /// Leaves all registers as the caller set them, and goes on to ours or to NCCL's.
+                /// Keeps all registers of the caller, and jumps to our function or to NCCL's.
                 #[unsafe(naked)]
                 #[unsafe(no_mangle)]
                 pub(super) unsafe extern "C" fn $symbol() {
@@ -107,7 +107,7 @@ macro_rules! ours {
     };
 }
 
-// In the order of `Function`; then those that are only passed on.
+// In the order of `Function`, then the functions that are only passed on.
 functions! {
     0 ncclCommInitRank = ours!(n::init_rank);
     1 ncclCommInitRankConfig = ours!(n::init_rank_config);
@@ -171,11 +171,11 @@ impl Entry {
     }
 }
 
-/// Where a call by symbol goes on.
+/// The target of a call by symbol.
 extern "C" fn choose(caller: usize, index: usize) -> *mut c_void {
     let Some(entry) = FUNCTIONS.get(index) else { return null_mut() };
-    // Before the first call, and before a communicator is made: what is known may be another NCCL's, which a program has
-    // found by dlsym, and its handles are nothing to that of this caller.
+    // Before the first call, and before a communicator is made: the known function may be of another NCCL, which a
+    // program has found by dlsym. Its handles are not valid in this caller's NCCL.
     if index <= Function::InitAll as usize || entry.was_called.load(Ordering::Relaxed) == 0 {
         look_for_others();
         entry.was_called.store(1, Ordering::Relaxed);
@@ -201,12 +201,12 @@ extern "C" fn choose(caller: usize, index: usize) -> *mut c_void {
     }
 }
 
-/// The program has no NCCL and was linked to it all the same: without us the loader would have said so.
+/// The program was linked to NCCL, but there is none: without us the loader would have reported that.
 unsafe extern "C" fn absent() -> i32 {
     2 // ncclSystemError
 }
 
-/// What the object that `caller` is in was linked to; else the next of this name, or that of any NCCL.
+/// The function that the caller's object was linked to; else the next of this name, or the one of any NCCL.
 fn of_caller(entry: &Entry, caller: usize) -> *mut c_void {
     let found = libc::in_libraries_of(caller, entry.symbol);
     if !found.is_null() && !entry.is_ours(found) {
@@ -224,7 +224,7 @@ fn of(symbol: *const c_char) -> Option<&'static Entry> {
     FUNCTIONS.iter().find(|entry| crate::lookup::is_named(symbol, entry.symbol))
 }
 
-/// In the place of `found`, which a library has for `symbol`: ours, if it is of the one NCCL that is counted.
+/// The function for `symbol`, for which a library has `found`: ours if `found` is of the one NCCL that is counted.
 pub(crate) fn instead(symbol: *const c_char, found: *mut c_void) -> *mut c_void {
     let Some(entry) = of(symbol) else { return found };
     if entry.is_ours(found) {
@@ -236,11 +236,12 @@ pub(crate) fn instead(symbol: *const c_char, found: *mut c_void) -> *mut c_void 
         untracked(UNKNOWN);
         return found;
     }
-    // A program may ask for all functions and call none of those that are not counted: they tell when they are called.
+    // A program may look up all functions and never call the uncounted ones: they report themselves when they are
+    // called.
     entry.ours.unwrap_or(entry.exported).cast_mut().cast()
 }
 
-/// Whether a look in all libraries would find our function of this name, and no NCCL.
+/// Whether a search in all libraries would find our function of this name, but no NCCL.
 pub(crate) fn is_absent(name: *const c_char) -> bool {
     of(name).is_some_and(has_no_other)
 }
@@ -250,7 +251,7 @@ fn has_no_other(entry: &Entry) -> bool {
     next.is_null() || entry.is_ours(next)
 }
 
-/// Looks whether the process has more than one NCCL by now.
+/// Checks whether the process has more than one NCCL by now.
 pub(super) fn look_for_others() {
     if SEVERAL.load(Ordering::Relaxed) != 0 {
         return;
@@ -288,18 +289,23 @@ pub(super) fn ranks_of(communicator: u64) -> Option<u32> {
     number(c"ncclCommCount", communicator)
 }
 
+/// The function of this name in the NCCL whose functions are known; null if there is none.
+pub(super) fn beside_the_others(symbol: &CStr) -> *mut c_void {
+    let known = FUNCTIONS.iter().map(|entry| entry.real.load(Ordering::Relaxed)).find(|real| !real.is_null());
+    let found = known.map_or(null_mut(), |neighbour| libc::in_libraries_of(neighbour.addr(), symbol));
+    if found.is_null() { libc::next(symbol) } else { found }
+}
+
 /// Asks the NCCL that made the communicator.
 fn number(symbol: &CStr, communicator: u64) -> Option<u32> {
-    let neighbour = Function::Split.real();
-    let found = libc::in_libraries_of(neighbour.addr(), symbol);
-    let found = if found.is_null() { libc::next(symbol) } else { found };
+    let found = beside_the_others(symbol);
     if found.is_null() {
         return None;
     }
     // SAFETY: libnccl's function of this name.
     let ask = unsafe { transmute::<*mut c_void, unsafe extern "C" fn(u64, *mut i32) -> i32>(found) };
     let mut answer = -1;
-    // SAFETY: a live local takes the answer.
+    // SAFETY: the answer is written to a live local.
     let code = unsafe { ask(communicator, &raw mut answer) };
     (code == 0).then(|| u32::try_from(answer).ok()).flatten()
 }

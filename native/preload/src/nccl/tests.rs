@@ -10,11 +10,11 @@ use rekindle_abi::nccl::{CAPTURED, COLLECTIVE, ENDED, FULL, LIVE, RECEIVE, SEND,
 
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
-/// The handle of the next communicator, what the next calls return, and how many came.
+/// The handle of the next communicator, the results of the next calls, and the number of calls.
 static NEXT: AtomicU64 = AtomicU64::new(0);
 static CODE: AtomicU32 = AtomicU32::new(0);
 static CALLS: AtomicU32 = AtomicU32::new(0);
-/// A CUDA graph captures what is called.
+/// Whether a CUDA graph captures the calls.
 static CAPTURES: AtomicBool = AtomicBool::new(false);
 
 fn called() -> i32 {
@@ -33,7 +33,7 @@ unsafe extern "C" fn fake_init(new: *mut u64, _: i32, _: UniqueId, _: i32) -> i3
 
 unsafe extern "C" fn fake_init_all(new: *mut u64, count: i32, _: *const i32) -> i32 {
     for rank in 0..count as usize {
-        // SAFETY: the tests have room for as many.
+        // SAFETY: the tests pass enough room.
         unsafe { *new.add(rank) = NEXT.fetch_add(16, Ordering::SeqCst) };
     }
     called()
@@ -84,7 +84,7 @@ fn begin() -> (MutexGuard<'static, ()>, &'static Table) {
     symbols::has_one_again();
     let table = current_or_new().unwrap();
     let bytes = (&raw const *table).cast_mut();
-    // SAFETY: all atomics, for which zero is a value; the tests use it one after the other.
+    // SAFETY: all of it is atomics, for which zero is valid. The tests use it one after the other.
     unsafe { bytes.write_bytes(0, 1) };
     table.pid.store(sys::pid(), Ordering::Release);
     NEXT.store(0x1000, Ordering::SeqCst);
@@ -163,7 +163,7 @@ fn comes(done: impl Fn() -> bool) -> bool {
     true
 }
 
-/// Whether a call waits at the gate that would bring the counter to this number.
+/// Whether a call that would set the counter to this number waits at the gate.
 fn waits_for(table: &Table, counter: usize, wanted: u64) -> bool {
     comes(|| load(&table.counters[counter].wanted) == wanted) && table.inside.load(Ordering::SeqCst) == 0
 }
@@ -221,7 +221,7 @@ fn a_group_counts_at_its_outermost_end() {
         reduces(handle);
     });
     assert_eq!(started(), [3, 1, 1]);
-    // Nothing of it is left for the next one, and one without operations is nothing.
+    // Nothing is left for the next group, and a group without operations counts nothing.
     groups(|| {});
     groups(|| assert_eq!(sends(handle, 1), SUCCESS));
     reduces(handle);
@@ -328,7 +328,7 @@ fn a_gate_that_nobody_opens_is_open_when_its_time_is_over() {
     assert_eq!(reduces(handle), SUCCESS);
     assert!(began.elapsed() >= Duration::from_millis(55), "{:?}", began.elapsed());
     assert_eq!((counts(table)[0].3, table.closed.load(Ordering::SeqCst)), (2, 1));
-    // It stays open.
+    // The gate stays open.
     assert_eq!(reduces(handle), SUCCESS);
 }
 
@@ -442,7 +442,7 @@ fn more_counters_than_fit_are_reported() {
     assert_eq!((untracked_of(table), counts(table).len()), (0, table::MOST_COUNTERS));
     assert_eq!(receives(handle, 0), SUCCESS);
     assert_eq!((untracked_of(table), counts(table).len()), (FULL, table::MOST_COUNTERS));
-    // Those that are there go on.
+    // The existing ones continue to work.
     sends(handle, 77);
     assert!(counts(table).contains(&(index(table, handle), SEND, 77, 2)));
 }
@@ -468,7 +468,7 @@ fn a_second_nccl_is_left_alone_and_reported() {
     let found = other as *const () as *mut c_void;
     assert_eq!(instead(c"ncclAllReduce".as_ptr(), found), found);
     assert_eq!(untracked_of(table), UNKNOWN);
-    // The first one is what it was.
+    // The first one has not changed.
     let first = fake_all_reduce as *const () as *mut c_void;
     assert_ne!(instead(c"ncclAllReduce".as_ptr(), first), first);
     assert_eq!(instead(c"ncclMemAlloc".as_ptr(), found), found, "none of ours");
@@ -523,4 +523,33 @@ fn a_split_without_a_colour_makes_none() {
     assert_eq!(unsafe { split(handle, NO_COLOR, 0, &raw mut new, 0) }, SUCCESS);
     assert_eq!((untracked_of(table), communicator(table, handle).unwrap().1.splits.load(Ordering::SeqCst)), (0, 1));
     assert!(communicator(table, new).is_none());
+}
+
+/// The handles that were aborted, inside of a group.
+static ABORTED: Mutex<Vec<u64>> = Mutex::new(Vec::new());
+
+unsafe extern "C" fn fake_abort(handle: u64) -> i32 {
+    ABORTED.lock().unwrap().push(handle);
+    0
+}
+
+#[test]
+fn communicators_that_live_are_called_off() {
+    let (_guard, table) = begin();
+    let [first, second, third] = [1, 2, 3].map(communicator_of);
+    // SAFETY: a number, for the fake.
+    unsafe { destroy(second) };
+    let calls = CALLS.load(Ordering::SeqCst);
+    let functions = abort::Functions { group_start: fake_group, abort: fake_abort };
+    abort::call_off(table, &functions);
+    let mut aborted = core::mem::take(&mut *ABORTED.lock().unwrap());
+    let mut lived = [first, third];
+    aborted.sort_unstable();
+    lived.sort_unstable();
+    assert_eq!(aborted, lived);
+    assert_eq!(CALLS.load(Ordering::SeqCst), calls + 1, "in a group, which begins once and does not end");
+    // If there is no group, each call would do all of its work, and may wait.
+    CODE.store(3, Ordering::SeqCst);
+    abort::call_off(table, &functions);
+    assert!(ABORTED.lock().unwrap().is_empty());
 }

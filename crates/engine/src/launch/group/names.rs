@@ -1,4 +1,4 @@
-//! The job's /etc/hosts: the machine's, with the members of the group.
+//! The job's /etc/hosts: the machine's own, and the members of the group.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -13,16 +13,16 @@ pub struct Subnet {
     prefix: u8,
 }
 
-/// Why this is no subnet of a group.
+/// Why a text is not a subnet of a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum NotASubnet {
-    /// The form.
+    /// It has another form.
     #[error("not an IPv4 network like 10.213.0.0/16")]
     Form,
-    /// The prefix.
+    /// The prefix is too short or too long.
     #[error("the prefix length must be from 8 to 30")]
     Prefix,
-    /// Bits of hosts.
+    /// It has bits of a host.
     #[error("the address has bits beyond the prefix length")]
     Bits,
 }
@@ -34,7 +34,7 @@ impl Default for Subnet {
 }
 
 impl Subnet {
-    /// How many nodes have an address: all but the first and the last one.
+    /// Number of addresses for nodes: all except the first and the last one.
     #[must_use]
     pub fn room(self) -> u32 {
         self.hosts() - 1

@@ -73,7 +73,7 @@ fn a_cable_is_out_at_first_and_leaves_nothing() {
         return;
     }
     let kind = Kind::Vxlan { vni: 77, port: 47901, local: [127, 0, 0, 1].into() };
-    // The same VNI again: the first one is gone when it is dropped.
+    // The same VNI again: a drop removes the first device.
     for _ in 0..2 {
         let job = links::new_namespace().unwrap();
         let cable = plan(kind.clone()).join(job.as_fd(), 1).unwrap();

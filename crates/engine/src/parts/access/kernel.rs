@@ -206,8 +206,8 @@ fn in_proc(parts: &[&str], writes: bool, is_folder: bool, tree: &[i32]) -> Verdi
         if parts.last().is_some_and(|name| name.ends_with(" (deleted)")) {
             return Verdict::Fine;
         }
-        // The kernel gives entries of a process to root until it has executed a program again (proc(5), `dumpable`), so the
-        // mode says nothing.
+        // The kernel gives entries of a process to root until it has executed a program again (proc(5), `dumpable`), so
+        // the mode says nothing.
         let process = tree.iter().find(|pid| process::inner_pid(**pid) == Some(number));
         let Some(process) = process else {
             return if is_folder && parts.len() == 1 { Verdict::IfItOpens } else { Verdict::Refused };

@@ -18,7 +18,7 @@ const KNOWN: &[Library] = &[
     Library { file: OPENCL, is: "OpenCL", advice: "let it use CUDA or the CPU instead of OpenCL" },
     Library { file: "libnvidia-encode.so", is: "NVENC", advice: "let it encode on the CPU" },
     Library { file: "libnvcuvid.so", is: "NVDEC", advice: "let it decode on the CPU" },
-    Library { file: "libnvidia-opticalflow.so", is: "optical flow", advice: "let it do without" },
+    Library { file: "libnvidia-opticalflow.so", is: "optical flow", advice: "let it run without optical flow" },
     Library { file: "libnvoptix.so", is: "OptiX", advice: RENDER },
     Library { file: "libEGL_nvidia.so", is: "OpenGL", advice: RENDER },
     // Vulkan's driver is in it too.

@@ -77,18 +77,18 @@ pub enum Error {
         #[source]
         source: std::io::Error,
     },
-    /// The ranks did not come to one point of their communicators.
-    #[error("lock: the ranks did not come to a common point of their NCCL communicators within {timeout:?}: {who}")]
+    /// The ranks did not reach one point of their communicators.
+    #[error("lock: the ranks did not reach a common point of their NCCL communicators within {timeout:?}: {who}")]
     Late {
-        /// How long was waited.
+        /// The time limit.
         timeout: Duration,
-        /// Who was waited for.
+        /// The missing rank, and what it has not started.
         who: String,
     },
-    /// It was not wanted any more.
+    /// It was cancelled.
     #[error("cancelled")]
     Cancelled,
-    /// It failed, and so did its undo: the job cannot continue.
+    /// It failed, and its undo failed too: the job cannot continue.
     #[error("{cause}; and the job could not be resumed: {undo}")]
     Lost {
         /// The first failure.
@@ -150,7 +150,7 @@ impl Member {
     }
 }
 
-/// Dead, even if not reaped yet.
+/// Whether it is dead, even if it is not reaped yet.
 fn has_ended(pid: i32) -> bool {
     process::state(pid).is_none_or(|state| matches!(state, 'Z' | 'X'))
 }
@@ -221,10 +221,10 @@ impl Group {
         sharing::of(&self.outer_pids()).map_err(io)
     }
 
-    /// Brings all ranks to one point ([`cut`]), locks all ([`lock::together`]), each within `timeout` for each attempt,
-    /// and makes them release each other's memory.
-    /// If one cannot be locked, all are unlocked and the lock is tried again. The same if a process started or stopped
-    /// using CUDA between the listing and the lock.
+    /// Brings all ranks to one point ([`cut`]), locks all ([`lock::together`]), and makes
+    /// them release each other's memory. Each attempt of each step has the limit `timeout`.
+    /// If one cannot be locked, all are unlocked and the lock is tried again. The same happens if a process started or
+    /// stopped using CUDA between the listing and the lock.
     pub(crate) fn lock(&mut self, root: i32, timeout: Duration, cancelled: &dyn Fn() -> bool) -> Result<(), Error> {
         let error = |source| Error::Cuda { phase: "lock", source };
         for attempt in 1..=ATTEMPTS {
@@ -256,7 +256,7 @@ impl Group {
                 Error::Cancelled => return Err(cause),
                 Error::Cuda { source, .. } if !source.is_not_ready() || self.members.len() < 2 => return Err(cause),
                 Error::Sharing(source) if !source.is_busy() => return Err(cause),
-                // Whoever has not come twice holds the others up for nothing.
+                // After the second time it is not worth to delay the others again.
                 Error::Late { .. } if attempt == 2 => return Err(cause),
                 _ if attempt == ATTEMPTS => return Err(cause),
                 _ if cancelled() => return Err(Error::Cancelled),
@@ -267,7 +267,7 @@ impl Group {
         Err(Error::Restless { attempts: ATTEMPTS })
     }
 
-    /// Holds all ranks at one point, if what they start is counted.
+    /// Holds all ranks at one point, if their operations are counted.
     fn bring_to_rest(&mut self, timeout: Duration, cancelled: &dyn Fn() -> bool) -> Result<(), Error> {
         self.cut = match cut::reach(&self.outer_pids(), timeout, cancelled) {
             Ok(cut) => Some(cut),
@@ -278,7 +278,7 @@ impl Group {
         Ok(())
     }
 
-    /// Makes locked processes release each other's memory. They are stopped, and unlocked for the moment that it takes.
+    /// Makes locked processes release each other's memory. They are stopped, and unlocked while they do so.
     fn let_go(&mut self, timeout: Duration) -> Result<(), Error> {
         let sharing = self.sharing()?;
         sharing::check(&sharing)?;
@@ -299,7 +299,7 @@ impl Group {
         Ok(())
     }
 
-    /// Stops all threads of all. The gates are open then: an image must not have one that nobody opens.
+    /// Stops all threads of all processes. Their gates are open then: in an image, nobody would open a closed one.
     fn stop(&mut self) -> Result<(), Error> {
         for member in self.members.iter_mut().filter(|member| !member.stopped) {
             member.stopped =
@@ -368,9 +368,10 @@ impl Group {
             .any(|pid| cuda::is_candidate(pid).unwrap_or(false) && Process::new(pid).and_then(|p| p.state()).is_ok())
     }
 
-    /// Stops all, then takes device memory to host memory. Not of a process in cuInit: the driver (580) would, and that call
-    /// fails once it is restored. Driver 580 does it for several processes at once, on one GPU and
-    /// on several (measured: two with 8 GiB each in 4.6 s instead of 8.4 s, without the interposer).
+    /// Stops all processes, then moves device memory to host memory. Fails if one is in cuInit: driver 580 would accept
+    /// it, but the call would fail once the process is restored. Driver 580 moves the memory of several processes at
+    /// once, on one GPU and on several (measured: two with 8 GiB each in 4.6 s instead of 8.4 s, without the
+    /// interposer).
     pub(crate) fn checkpoint(&mut self) -> Result<(), Error> {
         self.stop()?;
         check_initialized(&self.outer_pids())?;
@@ -484,9 +485,9 @@ impl Group {
     }
 }
 
-/// Whether none of these, as we see them, is in the middle of cuInit. While they run, the answer is valid for this moment only.
+/// Whether none of these, as we see them, is in cuInit. While they run, the answer is valid for this moment only.
 pub(crate) fn check_initialized(pids: &[i32]) -> Result<(), Error> {
-    // A process that is gone meanwhile is none.
+    // A process that ended meanwhile does not count.
     match pids.iter().find(|pid| cuda::is_initializing(**pid).unwrap_or(false)) {
         None => Ok(()),
         Some(pid) => {
@@ -501,7 +502,7 @@ fn look_at(pid: i32) -> Result<(Process, i32), cuda::Error> {
     let process = Process::new(pid)?;
     match process.state()? {
         State::Running => {}
-        // Left by somebody else's checkpoint: we must not undo it, and cannot dump it.
+        // Another program has checkpointed it: we must not undo that, and cannot dump it.
         state => return Err(cuda::Error::Busy { pid, state }),
     }
     let told = process.restore_thread_id()?;

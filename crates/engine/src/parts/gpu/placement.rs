@@ -48,7 +48,7 @@ pub struct Device {
 pub enum Health {
     /// No fault is known.
     Fine,
-    /// It had a fault after which NVIDIA advises to start nothing on it: taken only if there is no other.
+    /// It had a fault after which NVIDIA advises against new jobs on it: used only if there is no other GPU.
     Faulted(u32),
     /// NVML cannot query it.
     Silent,
@@ -273,7 +273,9 @@ fn relocate(
             _ if fixed.iter().any(|(o, _)| *o == at) => "asked for".into(),
             None => "it is not on this machine".into(),
             Some(device) => match (device.health, device.free) {
-                (Health::Fine, Some(free)) if free >= old.need.bytes() => "it makes room for another".into(),
+                (Health::Fine, Some(free)) if free >= old.need.bytes() => {
+                    "another GPU of the job needs its place".into()
+                }
                 _ => format!("it {}", state(device)),
             },
         };

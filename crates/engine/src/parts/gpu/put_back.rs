@@ -95,7 +95,7 @@ pub(crate) fn visible_devices(job: &Job, manifest: &Manifest) -> Option<String> 
 
 /// Restores the GPU memory of all CUDA processes at once; the driver does several in parallel (580, measured). `pairs`
 /// name other GPUs, if there are any.
-pub(crate) fn bring_back(job: &Job, manifest: &Manifest, pairs: &[cuda::GpuMapping]) -> Result<(), Error> {
+pub(crate) fn put_back(job: &Job, manifest: &Manifest, pairs: &[cuda::GpuMapping]) -> Result<(), Error> {
     if manifest.tree.cuda.is_empty() {
         return Ok(());
     }

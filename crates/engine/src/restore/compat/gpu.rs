@@ -47,7 +47,7 @@ fn gpus(manifest: &Manifest, here: &Here) -> Option<Difference> {
             return Some(Difference::new(Severity::Fatal, what, image, here).advise(advice));
         }
         Plan::Stay { in_spite_of } if !in_spite_of.is_empty() => {
-            let advice = "no other GPU is available, so it is used; have it checked";
+            let advice = "it is used because there is no other GPU: have it checked";
             return Some(
                 Difference::new(Severity::Warning, what, "GPUs without a fault", in_spite_of.join(", ")).advise(advice),
             );

@@ -263,8 +263,8 @@ impl Shared {
             && let Some(fifo) = state.fifos.get_mut(n)
         {
             fifo.spool.get_or_insert_with(|| state.supply.take(n + 1));
-            // Also if it only says that it is closed: poll(2) looks at the content first and at the writers then, without
-            // the pipe's lock, so what was written in between is still in it. A read says that there is no more.
+            // Reads even if poll(2) only says that the pipe is closed. poll(2) checks the content before the writers,
+            // without the pipe's lock, so data written between the two is still in the pipe.
             state.active = Some(n);
         }
         ready.is_some() || !draining || unfinished

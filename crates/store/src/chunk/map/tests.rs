@@ -1,6 +1,4 @@
 use super::*;
-use crate::manifest::Part;
-use crate::tests::manifest;
 use proptest::prelude::*;
 
 fn chunk(n: u8, len: u32) -> Extent {
@@ -101,26 +99,6 @@ fn a_file_is_the_one_that_the_manifest_tells_of() {
     huge.set_len(MAX_BYTES + 1).unwrap();
     let error = ChunkMap::read(&path, &hash).unwrap_err();
     assert!(matches!(error, ReadError::Format { source: FormatError::OutOfBounds { .. }, .. }), "{error}");
-}
-
-#[test]
-fn a_map_fits_its_manifest_or_not() {
-    let map = sample();
-    let sizes = [262_144 + (5 << 30) + 7, 0, 1, u64::from(CHUNK_MAX)];
-    let part = |(n, size): (usize, &u64)| Part { path: (&format!("p{n}")).into(), size: *size, blake3: None };
-    let parts: Vec<Part> = sizes.iter().enumerate().map(part).collect();
-    let good = Manifest { parts, ..manifest() };
-    let chunks = Chunks { blake3: blake3::hash(b""), extents: 9, stored: 0 };
-    map.check(&good, &chunks).unwrap();
-    let field = |manifest: &Manifest, chunks: &Chunks| match map.check(manifest, chunks) {
-        Err(FormatError::Field { field, .. }) => field,
-        other => panic!("{other:?}"),
-    };
-    assert_eq!(field(&good, &Chunks { extents: 8, ..chunks.clone() }), "number of extents");
-    assert_eq!(field(&Manifest { parts: good.parts[1..].to_vec(), ..good.clone() }, &chunks), "number of parts");
-    let mut other = good.clone();
-    other.parts[2].size = 2;
-    assert_eq!(field(&other, &chunks), "size of a part");
 }
 
 fn extent() -> impl Strategy<Value = Extent> {

@@ -15,8 +15,8 @@ use rekindle_os::spawn::{Child, Open, Spawn};
 use super::super::*;
 use crate::launch::world::{FIRST_PID, Network, World, last_pid_for};
 
-/// Records of 4 KiB: a number, and the hash of the number. Rank 0 checks each and writes the number of the last one into
-/// its file, whose size never changes.
+/// Records of 4 KiB: a number, and the hash of the number. Rank 0 checks each and writes the number of the last one
+/// into its file, whose size never changes.
 const JOB: &str = r#"
 import hashlib, os, socket, sys, time
 rank, file = int(sys.argv[1]), os.open(sys.argv[2], os.O_RDWR)
@@ -78,7 +78,8 @@ impl Machine {
 
     /// Runs this as a supervisor on the machine would.
     fn run<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
-        // The thread that forks belongs to the namespace of whoever needs it first, and serves all tests of this process.
+        // The thread that forks belongs to the namespace of whoever needs it first, and serves all tests of this
+        // process.
         let first = Spawn::new(Path::new("/bin/true"), [""; 0]).unwrap().dies_with_us().start().unwrap();
         first.wait().unwrap();
         std::thread::scope(|scope| {

@@ -1,10 +1,10 @@
 //! Brings the ranks of a job to one point of every NCCL communicator, so that all of them can be locked at once.
 //!
 //! A collective's kernel ends once all ranks have started it. Ranks that are locked at random points block each other
-//! ([`super::lock`]). Here the interposer holds each rank in front of its next call of NCCL, those that are behind are
-//! let go on to where the others are ([`plan`]), and what is on the GPUs then ends by itself.
+//! ([`super::lock`]). Here the interposer holds each rank in front of its next call of NCCL. Ranks that are behind may
+//! continue to the point of the others ([`plan`]). The kernels on the GPUs then end by themselves.
 //!
-//! The gate is open again once all threads are stopped, so that no image has it closed. If this supervisor is gone, it
+//! The gate is opened once all threads are stopped, so that no image has it closed. If this supervisor dies, the gate
 //! opens by itself.
 
 mod plan;
@@ -24,18 +24,18 @@ use super::has_ended;
 /// How often the counts are read.
 const PAUSE: Duration = Duration::from_micros(300);
 
-/// How long nothing may change before every call that waits is let through: a rank that is behind may wait for another
-/// rank by other means than NCCL. Twice as long each time, as it may also just be computing.
+/// If nothing changes for this long, every waiting call is let through: a rank that is behind may wait for another rank
+/// without NCCL. The time doubles each time, because the rank may also just be computing.
 const PATIENCE: Duration = Duration::from_millis(250);
 
-/// How long nothing may change before it is looked whether a process has ended: nobody comes for it then, and the others
-/// must not be held.
+/// If nothing changes for this long, checks whether a process has ended: its rank will never arrive, so the others must
+/// not wait for it.
 const SUSPICION: Duration = Duration::from_millis(10);
 
-/// How much longer than the cut may take the gate stays closed for the lock, if nobody opens it.
+/// After the time limit of the cut, an unopened gate stays closed this much longer, for the lock.
 const FOR_THE_LOCK: Duration = Duration::from_secs(30);
 
-/// Ranks that wait in front of their gates. Dropped, they go on.
+/// Ranks that wait in front of their gates. A drop lets them continue.
 #[derive(Debug)]
 pub(super) struct Cut(Vec<Ranks>);
 
@@ -45,14 +45,14 @@ impl Drop for Cut {
     }
 }
 
-/// Why there is no cut.
+/// Why the cut was not reached.
 #[derive(Debug)]
 pub(super) enum Without {
-    /// No process uses NCCL, or what they start is not counted.
+    /// No process uses NCCL, or not all operations are counted.
     Counts,
-    /// Not all ranks came in time, or one has ended; who was waited for.
+    /// Not all ranks arrived in time, or one has ended. Describes the missing one.
     Late(String),
-    /// It was not wanted any more.
+    /// It was cancelled.
     Cancelled,
 }
 
@@ -126,7 +126,7 @@ pub(super) fn reach(pids: &[i32], timeout: Duration, cancelled: &dyn Fn() -> boo
     }
 }
 
-/// The first of those that others wait for.
+/// Describes the first rank that others wait for.
 fn describe(behind: &[Behind], all: &[Ranks]) -> String {
     let Some(first) = behind.first() else {
         return "a call of NCCL has not returned (a communicator is being made, or a connection)".into();
@@ -138,7 +138,7 @@ fn describe(behind: &[Behind], all: &[Ranks]) -> String {
     };
     let who = match process.and_then(|process| all.get(process)) {
         Some(ranks) => format!("rank {rank} (process {})", ranks.inner()),
-        None => format!("rank {rank}, which no process of the job has,"),
+        None => format!("rank {rank}, which is in no known process,"),
     };
     let others = behind.len() - 1;
     let others = if others > 0 { format!("; {others} more are behind") } else { String::new() };

@@ -6,9 +6,9 @@
 //! always locked too early.
 //!
 //! So ranks that lock early are unlocked again while the other lock requests stay pending. This is done in two forms,
-//! in turn. Short: the rank starts the work that it was about to start, and is asked again before it starts more. Long:
-//! until the others are locked; late ranks catch up, which can take a while, and are asked again then. A rank that got
-//! ahead is waited for in the same manner, until all are locked or the time limit is reached.
+//! in turn. Short: the rank starts its next work, and is asked again before it starts more. Long: the ranks run until
+//! the others are locked. Late ranks catch up, which can take a while, and are then asked again. Ranks that got ahead
+//! are treated in the same way, until all are locked or the time limit is reached.
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -19,9 +19,9 @@ use std::time::{Duration, Instant};
 const BRIEF: Duration = Duration::from_millis(25);
 
 /// The sequence of turns: short ones, then a long one, which waits as long as the short ones together. Their number
-/// doubles each time. A long turn waits at least a third of the time that has passed. A process that is late may simply
-/// have much work, and unlocking the others only gives them more: if none waits for another, but each has work for a
-/// second, only a long turn locks all.
+/// doubles each time. A long turn waits at least a third of the time that has passed. A late process may simply have
+/// much work, and unlocking the others only gives them more. If each has work for a second and none waits for another,
+/// only a long turn locks all.
 #[derive(Debug)]
 struct Turns {
     brief_ones: u32,
@@ -50,8 +50,9 @@ impl Turns {
     }
 }
 
+/// How far the lock of a process is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Stand {
+enum LockState {
     Free,
     Asked,
     Locked,
@@ -78,7 +79,7 @@ pub(super) fn together<E: Send>(
 ) -> (Vec<bool>, Result<(), E>) {
     let began = Instant::now();
     let deadline = began + timeout;
-    let mut stands = vec![Stand::Free; count];
+    let mut locks = vec![LockState::Free; count];
     let mut result = Ok(());
     let (told, answers) = mpsc::channel();
     let ask_one = &|at| {
@@ -87,9 +88,9 @@ pub(super) fn together<E: Send>(
         let _ = told.send((at, lock(at, left)));
     };
     thread::scope(|scope| {
-        let ask = |stands: &mut [Stand]| {
-            for (at, stand) in stands.iter_mut().enumerate().filter(|(_, stand)| **stand == Stand::Free) {
-                *stand = Stand::Asked;
+        let ask = |locks: &mut [LockState]| {
+            for (at, state) in locks.iter_mut().enumerate().filter(|(_, state)| **state == LockState::Free) {
+                *state = LockState::Asked;
                 let work = move || ask_one(at);
                 // If no thread can be started, lock on this one: the other results wait meanwhile.
                 if thread::Builder::new().spawn_scoped(scope, work).is_err() {
@@ -98,24 +99,24 @@ pub(super) fn together<E: Send>(
             }
         };
         let mut turns = Turns::FIRST;
-        while result.is_ok() && stands.contains(&Stand::Free) {
-            ask(&mut stands);
-            while stands.contains(&Stand::Asked) {
+        while result.is_ok() && locks.contains(&LockState::Free) {
+            ask(&mut locks);
+            while locks.contains(&LockState::Asked) {
                 match answers.recv_timeout(turns.patience(began.elapsed())) {
                     Ok((at, outcome)) => {
-                        if let Some(stand) = stands.get_mut(at) {
-                            *stand = if outcome.is_ok() { Stand::Locked } else { Stand::Free };
+                        if let Some(state) = locks.get_mut(at) {
+                            *state = if outcome.is_ok() { LockState::Locked } else { LockState::Free };
                         }
                         result = std::mem::replace(&mut result, Ok(())).and(outcome);
                     }
                     Err(RecvTimeoutError::Timeout)
-                        if resting == Resting::LetGo && result.is_ok() && stands.contains(&Stand::Locked) =>
+                        if resting == Resting::LetGo && result.is_ok() && locks.contains(&LockState::Locked) =>
                     {
-                        tracing::debug!(?turns, ?stands, "some processes wait for locked ones");
-                        result = let_go(&mut stands, &unlock);
+                        tracing::debug!(?turns, ?locks, "some processes wait for locked ones");
+                        result = let_go(&mut locks, &unlock);
                         if result.is_ok() && turns.is_brief() {
                             thread::sleep(moment());
-                            ask(&mut stands);
+                            ask(&mut locks);
                         }
                         turns.next();
                     }
@@ -124,14 +125,14 @@ pub(super) fn together<E: Send>(
             }
         }
     });
-    (stands.iter().map(|stand| *stand == Stand::Locked).collect(), result)
+    (locks.iter().map(|state| *state == LockState::Locked).collect(), result)
 }
 
 /// Unlocks the locked ranks.
-fn let_go<E>(stands: &mut [Stand], unlock: impl Fn(usize) -> Result<(), E>) -> Result<(), E> {
-    for (at, stand) in stands.iter_mut().enumerate().filter(|(_, stand)| **stand == Stand::Locked) {
+fn let_go<E>(locks: &mut [LockState], unlock: impl Fn(usize) -> Result<(), E>) -> Result<(), E> {
+    for (at, state) in locks.iter_mut().enumerate().filter(|(_, state)| **state == LockState::Locked) {
         unlock(at)?;
-        *stand = Stand::Free;
+        *state = LockState::Free;
     }
     Ok(())
 }

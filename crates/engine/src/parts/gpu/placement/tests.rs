@@ -140,7 +140,7 @@ fn one_makes_room_for_another_where_there_is_no_other_way() {
     let job = image(&[(H200, 1, 10), (H200, 2, 50)]);
     let (pairs, why) = moves(automatic(&job, &[device(H200, 1, 100), device(H200, 3, 20)]));
     assert_eq!(pairs, [(1, 3), (2, 1)]);
-    assert_eq!(why, ["it makes room for another", "it is not on this machine"]);
+    assert_eq!(why, ["another GPU of the job needs its place", "it is not on this machine"]);
 }
 
 #[test]

@@ -1,5 +1,5 @@
-//! Counts that no interposer would write. The table is in the job's memory: whatever is in there costs the supervisor
-//! little time and memory, and the plan says what it says of honest ones.
+//! Counts that no interposer would write. The table is in the job's memory: any content must cost the supervisor little
+//! time and memory, and the plan must be as right as for correct counts.
 
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "numbers of a test are small")]
 
@@ -10,10 +10,10 @@ use rekindle_cuda::nccl::{Communicator, Counter, Counts, Kind};
 
 use super::plan::{Channel, Step, Targets};
 
-/// One step may take so long, in a build that is not optimised: the cut can be cancelled between two.
+/// Time limit of one step, in a build without optimisation: the cut can be cancelled only between two steps.
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// As many as a table has room for (`rekindle_abi::nccl`).
+/// The size of a table (`rekindle_abi::nccl`).
 const COMMUNICATORS: usize = 1024;
 const COUNTERS: usize = 16384;
 
@@ -29,7 +29,7 @@ fn process(communicators: Vec<Communicator>, counters: Vec<Counter>) -> Counts {
     Counts { communicators, counters, inside: 0 }
 }
 
-/// What a step may return for these counts.
+/// The valid results of a step for these counts.
 fn check(step: &Step, all: &[Counts]) {
     let counters: usize = all.iter().map(|counts| counts.counters.len()).sum();
     let communicators: usize = all.iter().map(|counts| counts.communicators.len()).sum();
@@ -59,7 +59,7 @@ fn a_number_of_ranks_that_is_none_costs_nothing() {
 fn a_full_table_costs_little() {
     let communicators: Vec<Communicator> =
         (0..COMMUNICATORS as u32).map(|rank| communicator(1, rank, u32::MAX)).collect();
-    // All on one channel, and each on one of its own.
+    // All on one channel, then each on its own channel.
     let one = |at: usize| counter(at, at % COMMUNICATORS, at as u64);
     let own = |at: usize| Counter { kind: Kind::Send, peer: at as u32, wanted: Some(u64::MAX), ..one(at) };
     for make in [&one as &dyn Fn(usize) -> Counter, &own] {
@@ -84,7 +84,7 @@ fn a_table_that_changes_all_the_time_is_not_remembered() {
 
 #[test]
 fn a_rank_that_no_process_has_is_named() {
-    // 0 and 2 of four are here, and 2 is behind: the first that is missing is named, and those that are here.
+    // Ranks 0 and 2 of four are known, and 2 is behind: the step names them, and the first missing rank.
     let all = [
         process(vec![communicator(1, 0, 4)], vec![counter(0, 0, 5)]),
         process(vec![communicator(1, 2, 4)], vec![counter(0, 0, 4)]),
@@ -134,7 +134,7 @@ fn counts() -> impl Strategy<Value = Counts> {
 }
 
 proptest! {
-    /// Any counts, that change to any others: what is reached really is, and limits only rise.
+    /// Any counts, which change to any others: a reached cut is really reached, and limits only rise.
     #[test]
     fn any_counts_have_a_plan(
         steps in prop::collection::vec((prop::collection::vec(counts(), 0..4), any::<bool>()), 1..4),

@@ -2,8 +2,8 @@
 //! communicators, run ahead of their GPUs or wait for them, compute, and wait for each other without NCCL.
 //!
 //! A program is one random order of operations. Each rank has a part of it, so it cannot block itself. When the cut
-//! says that all ranks are at one point, what was started must end without another start, and the program must go on to
-//! its end afterwards. `REKINDLE_CUT_PROGRAMS` sets how many programs are tried.
+//! says that all ranks are at one point, all started operations must end without another start, and the program must
+//! then complete. `REKINDLE_CUT_PROGRAMS` sets how many programs are tried.
 
 #![allow(clippy::cast_possible_truncation, reason = "ranks and processes of a test are few")]
 
@@ -34,18 +34,18 @@ impl Random {
     }
 }
 
-/// What counts on one side of a channel: the communicator, the kind, and the other rank.
+/// The key of one side of a channel: the communicator, the kind, and the other rank.
 type Item = (usize, Kind, u32);
 
 #[derive(Debug, Clone)]
 enum Action {
     /// One call, or the calls of a group: started together.
     Start(Vec<Item>),
-    /// Takes so many turns.
+    /// Computes for this many turns.
     Compute(usize),
-    /// Waits until all that it has started has ended.
+    /// Waits until all its started operations have ended.
     Synchronise,
-    /// Waits for all ranks, without NCCL; which of the barriers.
+    /// Waits for all ranks, without NCCL, at the barrier with this number.
     Meet(usize),
 }
 
@@ -55,9 +55,9 @@ struct Process {
     computing: usize,
     counts: Counts,
     limits: Vec<u64>,
-    /// Started and not ended, each with the number that each of its items has in its channel.
+    /// Started operations that have not ended. Each item has its number in its channel.
     queue: VecDeque<Vec<(Item, u64)>>,
-    /// Counted and not handed to the GPU yet.
+    /// Counted, but not started on the GPU yet.
     launching: Option<Vec<(Item, u64)>>,
     met: usize,
 }
@@ -81,7 +81,7 @@ impl Process {
         })
     }
 
-    /// Counts the items, unless the gate keeps it from that.
+    /// Counts the items, unless the gate prevents it.
     fn start(&mut self, items: &[Item], is_closed: bool) -> bool {
         let mut numbered = Vec::new();
         for item in items {
@@ -177,7 +177,7 @@ impl World {
                 ranks: ranks.len() as u32,
                 has_ended: false,
             };
-            // A communicator that it is no member of has an entry nobody counts on.
+            // The entry of a communicator without this rank is never used.
             let foreign = |at: usize| Communicator {
                 id: [at as u64, 1000 + process as u64],
                 rank: 0,
@@ -237,7 +237,7 @@ impl World {
         moved
     }
 
-    /// Whether the first in a process's queue has all its other sides at the head of theirs.
+    /// Whether all other sides of the first operation in a process's queue are first in their queues.
     fn can_end(&self, at: usize) -> bool {
         let Some(first) = self.processes[at].queue.front() else { return false };
         first.iter().all(|((communicator, kind, peer), number)| {
@@ -255,7 +255,7 @@ impl World {
                 let is_it = |c: &&Counter| (c.communicator, c.kind, c.peer) == (communicator, kind, peer);
                 let process = &self.processes[member];
                 let started = process.counts.counters.iter().find(is_it).map_or(0, |counter| counter.started);
-                // Ended there before, or at the head.
+                // It has ended there, or is first.
                 let queued = process.queue.iter().any(|call| call.contains(&(item, *number)));
                 let launching = process.launching.as_ref().is_some_and(|call| call.contains(&(item, *number)));
                 let at_head = process.queue.front().is_some_and(|call| call.contains(&(item, *number)));
@@ -284,7 +284,7 @@ impl World {
     }
 }
 
-/// More turns than any of these programs needs.
+/// More turns than any program needs.
 const MOST_TURNS: usize = 200_000;
 
 fn run(seed: u64) -> Result<usize, String> {
@@ -326,7 +326,7 @@ fn run(seed: u64) -> Result<usize, String> {
     Err(format!("no end after {MOST_TURNS} turns; closed: {}", world.is_closed))
 }
 
-/// All counts are equal, and what was started ends without another start.
+/// Checks that all counts are equal, and that all started operations end without another start.
 fn check_rest(world: &mut World) -> Result<(), String> {
     let started = |world: &World, process: usize, item: Item| {
         let (communicator, kind, peer) = item;

@@ -1,18 +1,17 @@
 //! How far each rank has to go, so that all stop at one point of every communicator. Pure: it neither reads a clock nor
 //! touches a process, and it does not assume that all ranks are on one machine.
 //!
-//! A channel is what ranks have to do the same number of times: the collectives of a communicator, or the sends from
-//! one rank to another and the receives there. Its target is the highest count that one of its members has started: the
-//! others have to follow, or the kernels of those that are ahead never end. A rank that is behind and waits in front of
-//! another channel's target has to pass that one first, so it is raised, and then all members of that channel have to
-//! follow. Only what is raised is needed by something that has already been started: so this ends wherever the program
-//! itself would get on.
+//! A channel is a set of operations that its members do equally often: the collectives of a communicator, or the sends
+//! from one rank to another and the receives there. Its target is the highest count of any member. The others must
+//! reach it, or the kernels of the members ahead never end. If a rank is behind and waits at the target of another
+//! channel, that target is raised, and all members of that channel must follow. A target is raised only if an operation
+//! that has already started needs it. So this ends whenever the program itself would continue.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use rekindle_cuda::nccl::{Counts, Kind};
 
-/// What has to be done the same number of times.
+/// A set of operations that its members do equally often.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Channel {
     /// All ranks of this communicator.
@@ -31,11 +30,11 @@ struct Member {
     place: Option<usize>,
     started: u64,
     wanted: Option<u64>,
-    /// Its communicator was destroyed: it starts nothing more.
+    /// Its communicator was destroyed: it starts no more operations.
     has_ended: bool,
 }
 
-/// How far all channels may go. What was once allowed stays allowed.
+/// The limits of all channels. A limit never falls.
 #[derive(Debug, Default)]
 pub(super) struct Targets(BTreeMap<Channel, u64>);
 
@@ -50,23 +49,23 @@ pub(super) struct Behind {
     pub(super) target: u64,
 }
 
-/// What is to be done next.
+/// The next step.
 #[derive(Debug, Default)]
 pub(super) struct Step {
-    /// Process, counter and how far it may go.
+    /// Process, counter, and its new limit.
     pub(super) limits: Vec<(usize, usize, u64)>,
-    /// All have started the same, and no call is in progress.
+    /// All counts are equal, and no call is in progress.
     pub(super) is_reached: bool,
-    /// Who has not come yet.
+    /// The ranks that have not arrived yet.
     pub(super) behind: Vec<Behind>,
 }
 
 impl Targets {
-    /// The next step, for these counts of all processes. If `raise_all`, every call that waits may be made: the ranks that
-    /// are behind may wait for something other than NCCL.
+    /// The next step, for these counts of all processes. With `raise_all` every waiting call may be made: the ranks
+    /// that are behind may wait for something other than NCCL.
     pub(super) fn step(&mut self, all: &[Counts], raise_all: bool) -> Step {
         let channels = channels(all);
-        // Counters do not go away; a table that the job changes all the time must not be remembered.
+        // A table's counters never disappear. A job could change its table all the time, so old ones are forgotten.
         self.0.retain(|channel, _| channels.contains_key(channel));
         for (channel, members) in &channels {
             let highest = members.iter().map(|member| member.started).max().unwrap_or(0);
@@ -76,7 +75,7 @@ impl Targets {
         let behind = loop {
             let behind = self.behind(&channels);
             let processes: BTreeSet<_> = behind.iter().filter_map(|behind| behind.process).collect();
-            // If no process has the rank that is waited for, any of them may yet become it.
+            // If no process has the missing rank, any of them may still become it.
             let may_all = raise_all || behind.iter().any(|behind| behind.process.is_none());
             let may_pass = |member: &&Member| may_all || member.process.is_some_and(|it| processes.contains(&it));
             let mut is_raised = false;
@@ -122,7 +121,7 @@ impl Targets {
 
 /// The members of all channels that have been used.
 fn channels(all: &[Counts]) -> BTreeMap<Channel, Vec<Member>> {
-    // Who is which rank.
+    // The process of each rank.
     let mut ranks: BTreeMap<[u64; 2], BTreeMap<u32, (usize, bool)>> = BTreeMap::new();
     let mut sizes: BTreeMap<[u64; 2], u32> = BTreeMap::new();
     for (process, counts) in all.iter().enumerate() {
@@ -143,7 +142,7 @@ fn channels(all: &[Counts]) -> BTreeMap<Channel, Vec<Member>> {
             };
             channels.entry(channel).or_default().push(Member {
                 process: Some(process),
-                // The two sides of what a rank sends to itself are two members.
+                // A rank that sends to itself has two members, one for each side.
                 rank: if counter.kind == Kind::Receive { rank | RECEIVER } else { rank },
                 place: Some(counter.place),
                 started: counter.started,
@@ -152,7 +151,7 @@ fn channels(all: &[Counts]) -> BTreeMap<Channel, Vec<Member>> {
             });
         }
     }
-    // Those that have not used the channel yet.
+    // The members that have not used the channel yet.
     for (channel, members) in &mut channels {
         let (id, wanted) = match channel {
             Channel::Collective(id) => (*id, ranks_of(ranks.get(id), sizes.get(id).copied().unwrap_or(0))),
@@ -170,8 +169,8 @@ fn channels(all: &[Counts]) -> BTreeMap<Channel, Vec<Member>> {
     channels
 }
 
-/// The ranks of a communicator of this size that processes have, and the first one that none has: it stands for all of
-/// them, because the size is the job's word.
+/// The known ranks of a communicator of this size, and the first unknown one. That one represents all unknown ranks,
+/// because the size comes from the job and can be huge.
 fn ranks_of(known: Option<&BTreeMap<u32, (usize, bool)>>, size: u32) -> Vec<u32> {
     let Some(known) = known else { return Vec::new() };
     let missing = (0..size).find(|rank| !known.contains_key(rank));

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::pack::Entry;
+use rekindle_store::pack::Entry;
 
 /// Maximum length of a stretch, except for a longer record: a lost request costs this much.
 const LONGEST: u64 = 8 << 20;
@@ -54,8 +54,8 @@ pub(super) fn spans(entries: &[Entry]) -> Vec<Span> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::chunk::{ChunkId, Codec};
     use proptest::prelude::*;
+    use rekindle_store::chunk::{ChunkId, Codec};
 
     fn entry((offset, stored_len): (u32, u32)) -> Entry {
         let id = ChunkId::new([0; 32]);

@@ -15,9 +15,9 @@ use std::collections::BTreeMap;
 
 use chrono::{DateTime, Utc};
 
-use super::client::Object;
-use crate::ImageId;
-use crate::pack::PackName;
+use crate::client::Object;
+use rekindle_store::ImageId;
+use rekindle_store::pack::PackName;
 
 pub(super) const RECORD: &str = "job.json";
 
@@ -32,9 +32,9 @@ pub(super) enum Of {
 impl Of {
     fn file(self) -> &'static str {
         match self {
-            Of::Manifest => crate::manifest::FILE_NAME,
-            Of::Chunks => crate::chunk::map::FILE_NAME,
-            Of::Mark => crate::mark::FILE_NAME,
+            Of::Manifest => rekindle_store::manifest::FILE_NAME,
+            Of::Chunks => rekindle_store::chunk::map::FILE_NAME,
+            Of::Mark => rekindle_store::mark::FILE_NAME,
         }
     }
 }

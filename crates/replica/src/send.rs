@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 use object_store::{ObjectStoreExt, PutPayload};
 use tokio::task::JoinSet;
 
-use super::client::{Cancelled, Client, unless};
-use super::error::{Error, Result};
-use crate::persist::Progress;
+use crate::client::{Cancelled, Client, unless};
+use crate::error::{Error, Result};
 use rekindle_os::durable;
+use rekindle_store::persist::Progress;
 
 /// Bytes of a part. S3 requires at least 5 MiB, and at most 10,000 parts.
 const PART: u64 = 8 << 20;

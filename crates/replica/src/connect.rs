@@ -3,7 +3,6 @@
 //! Each client reads the variables of its provider's own tools, by their prefix: it must not use a variable `TOKEN` of
 //! the user's job. Nothing is sent yet.
 
-use std::ffi::OsString;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,8 +13,9 @@ use object_store::local::LocalFileSystem;
 use object_store::path::Path;
 use object_store::{BackoffConfig, ClientOptions, ObjectStore, RetryConfig};
 
-use super::error::credentials_help;
-use super::url::{ReplicaUrl, Scheme};
+use crate::environment::Environment;
+use crate::error::credentials_help;
+use crate::url::{ReplicaUrl, Scheme};
 
 /// Time limit for a request: a part of 8 MiB needs 70 kB/s. A request that takes longer is considered lost.
 const REQUEST: Duration = Duration::from_secs(120);
@@ -45,34 +45,6 @@ impl Patience {
 
 fn client_options() -> ClientOptions {
     ClientOptions::new().with_timeout(REQUEST).with_connect_timeout(CONNECT)
-}
-
-/// Options for a client: names and values of variables.
-#[derive(Clone)]
-pub(super) struct Environment(Vec<(String, String)>);
-
-impl Environment {
-    pub(super) fn new(variables: impl IntoIterator<Item = (OsString, OsString)>) -> Environment {
-        // The clients accept no names or values that are not text.
-        let text = variables
-            .into_iter()
-            .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
-        Environment(text.collect())
-    }
-
-    pub(super) fn all(&self) -> impl Iterator<Item = (&str, &str)> {
-        self.0.iter().map(|(name, value)| (name.as_str(), value.as_str()))
-    }
-
-    /// The variables with the prefix, with names as the clients spell their settings.
-    fn settings(&self, prefix: &str) -> impl Iterator<Item = (String, &str)> {
-        let of = self.all().filter(move |(name, _)| name.starts_with(prefix));
-        of.map(|(name, value)| (name.to_ascii_lowercase(), value))
-    }
-
-    fn get(&self, wanted: &str) -> Option<&str> {
-        self.all().find_map(|(name, value)| (name == wanted).then_some(value))
-    }
 }
 
 /// Passes each variable with the prefix to the builder, if the builder knows it.

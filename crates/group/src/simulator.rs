@@ -1,10 +1,10 @@
-//! Whole groups in made-up histories, from a seed: machines that die, pause and come back, messages that are late or
-//! lost, a coordinator that is away, clocks that go wrong, snapshots and restores that fail.
+//! Whole groups in histories made from a seed: machines that die, or pause and continue, messages that are late or
+//! lost, a coordinator that does not answer, clocks that are wrong, snapshots and restores that fail.
 //!
 //! ```text
 //!  machines (node)  --writes-->  coordinator  --views, answers, leases-->  machines
 //!        |                            |
-//!        +---------> oracle <---------+        after every event: what must hold
+//!        +---------> oracle <---------+        checks the rules after every event
 //! ```
 //!
 //! [`super::Machine`] is the product. The rest is a model: the coordinator, the machines, the job and its cable.
@@ -35,7 +35,7 @@ impl std::fmt::Display for Broken {
     }
 }
 
-/// What a history consisted of.
+/// What happened in a history.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 struct Facts {
     events: u64,
@@ -62,7 +62,7 @@ fn play(seed: u64, plant: Option<Plant>, traced: bool) -> Result<Facts, (String,
         97..99 => 8,
         _ => 16 + u32::try_from(random.below(49)).unwrap_or(0),
     };
-    // Drawn apart, so that the other histories are what they were.
+    // From a separate random number, so that the other histories stay the same.
     let leases_end_early = Random::new(seed ^ 0x0001_5247).chance(10);
     let mut world = World::new(random, size, leases_end_early, plant, traced);
     let length = world.random.millis(30_000, 120_000);

@@ -10,16 +10,15 @@ use std::time::Duration;
 
 use chrono::{DateTime, TimeDelta, Utc};
 
-use super::chunks::Indexes;
-use super::client::Cancelled;
-use super::cover::cover;
-use super::error::{Error, Result};
-use super::layout::{self, Found, Inventory, Of, PackFile, RemotePack};
-use super::{RemoteImage, Replica};
-use crate::chunk::{ChunkId, ChunkMap, map};
-use crate::pack::index::MAX_BYTES as INDEX_MAX;
-use crate::pack::{PackIndex, PackName, Packs};
-use crate::{DamageKind, ImageId, JobFolder, State};
+use crate::client::Cancelled;
+use crate::cover::cover;
+use crate::error::{Error, Result};
+use crate::layout::{self, Inventory, Of, PackFile, RemotePack};
+use crate::read::Indexes;
+use crate::replica::{RemoteImage, Replica};
+use rekindle_store::chunk::ChunkId;
+use rekindle_store::pack::{PackIndex, PackName};
+use rekindle_store::{DamageKind, ImageId, JobFolder, State};
 
 /// Age, by the clock of the replica, below which a pack without an image may belong to one that is being sent.
 const GRACE: Duration = Duration::from_secs(3600);
@@ -136,66 +135,6 @@ impl Replica {
         }
         Ok(whole)
     }
-
-    /// The chunk map of an image there; read here if it exists here too.
-    pub(super) fn map_of(&self, image: &RemoteImage, folder: &JobFolder, cancelled: Cancelled<'_>) -> Result<ChunkMap> {
-        let Some((manifest, chunks)) =
-            image.manifest().and_then(|manifest| Some((manifest, manifest.chunks.as_ref()?)))
-        else {
-            let why = match &image.state {
-                State::Damaged { why } => why.to_string(),
-                _ => "it is not packed".into(),
-            };
-            return Err(self.not_whole(image.id, why));
-        };
-        let here = folder.images_dir().join(image.id.to_string()).join(map::FILE_NAME);
-        if let Ok(map) = ChunkMap::read(&here, &chunks.blake3)
-            && map.check(manifest, chunks).is_ok()
-        {
-            return Ok(map);
-        }
-        let name = layout::of_image(image.id, Of::Chunks);
-        let bytes = self.client.get(&name, map::MAX_BYTES, cancelled)?;
-        let bytes = bytes.ok_or_else(|| self.not_whole(image.id, "its chunk map is missing"))?;
-        let damaged = |why: String| Error::Damaged { url: self.client.shown(), what: name.clone(), why };
-        if blake3::hash(&bytes) != chunks.blake3 {
-            return Err(damaged("it is not the one that the manifest names".into()));
-        }
-        let map = ChunkMap::parse(&bytes).map_err(|error| damaged(error.to_string()))?;
-        map.check(manifest, chunks).map_err(|error| damaged(error.to_string()))?;
-        Ok(map)
-    }
-
-    /// The index of a pack there; read here if `indexes` allows it and it exists here too.
-    pub(super) fn index_by(
-        &self,
-        indexes: Indexes,
-        name: PackName,
-        pack: Found,
-        here: &Packs,
-        cancelled: Cancelled<'_>,
-    ) -> Result<PackIndex> {
-        if indexes == Indexes::Here
-            && here.index_path(name).exists()
-            && let Ok(index) = here.pack_index(name)
-            && index.pack_len() == pack.size
-        {
-            return Ok(index);
-        }
-        let object = layout::of_pack(name, PackFile::Index);
-        let damaged = |why: String| Error::Damaged { url: self.client.shown(), what: object.clone(), why };
-        let bytes = self.client.get(&object, INDEX_MAX, cancelled)?;
-        let index = PackIndex::parse(&bytes.ok_or_else(|| damaged("it is missing".into()))?);
-        let index = index.map_err(|error| damaged(error.to_string()))?;
-        if index.pack_len() == pack.size {
-            return Ok(index);
-        }
-        Err(damaged(format!("it belongs to a pack of {} bytes, and the pack has {}", index.pack_len(), pack.size)))
-    }
-
-    pub(super) fn not_whole(&self, image: ImageId, why: impl Into<String>) -> Error {
-        Error::NotWhole { url: self.client.shown(), image, why: why.into() }
-    }
 }
 
 /// Decides what is old, relative to the newest object there: the clocks of the two sides need not agree.
@@ -240,8 +179,8 @@ fn expendable(images: &[RemoteImage], keep_last: u32, proven: &BTreeSet<ImageId>
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::image::Damage;
-    use crate::{BadMark, BadWhy, sample_manifest};
+    use rekindle_store::image::Damage;
+    use rekindle_store::{BadMark, BadWhy, Manifest};
 
     #[derive(Clone, Copy)]
     enum Kind {
@@ -261,7 +200,7 @@ mod tests {
         let proven = proven.iter().map(|n| ImageId::new(*n, DateTime::UNIX_EPOCH)).collect();
         let damaged = |kind| State::Damaged { why: Damage { kind, detail: String::new() } };
         let state = |kind| {
-            let manifest = Box::new(sample_manifest());
+            let manifest = Box::new(serde_json::from_str::<Manifest>(rekindle_testing::MANIFEST).unwrap());
             match kind {
                 Good => State::Good(manifest),
                 Bad => {

@@ -31,7 +31,7 @@ pub(crate) mod line;
 mod memory;
 mod metrics;
 mod notices;
-pub mod notify;
+pub(crate) mod notify;
 mod pace;
 mod proof;
 mod publish;
@@ -47,7 +47,7 @@ mod signals;
 #[cfg(test)]
 mod simulator;
 mod start;
-pub mod state;
+pub(crate) mod state;
 mod stops;
 mod tally;
 mod transfers;
@@ -57,7 +57,7 @@ mod watch;
 
 pub use result::RunResult;
 pub(crate) use rewind::new_lineage;
-pub use setup::{Origin, Places, Program, Setup, Shown, Sockets, TimeLimit};
+pub(crate) use setup::{Origin, Places, Program, Setup, Shown, Sockets, TimeLimit};
 
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
@@ -91,7 +91,7 @@ use watch::Watch;
 
 /// Why the supervisor itself failed. The job is ended too.
 #[derive(Debug, thiserror::Error)]
-pub enum Error {
+pub(crate) enum Error {
     /// The store failed.
     #[error(transparent)]
     Store(#[from] rekindle_store::Error),
@@ -139,7 +139,7 @@ impl Message {
 ///
 /// # Errors
 /// When the supervisor itself fails; the result of the job is in [`Finish`].
-pub fn run(setup: Setup) -> Result<Finish, Error> {
+pub(crate) fn run(setup: Setup) -> Result<Finish, Error> {
     let setup = Arc::new(setup);
     let files = output::Files::create(&setup.folder.log_dir(), setup.config.log.bounds())?;
     let _rotation =

@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeSet, HashSet};
 
-use crate::chunk::ChunkId;
-use crate::pack::{PackIndex, PackName};
+use rekindle_store::chunk::ChunkId;
+use rekindle_store::pack::{PackIndex, PackName};
 
 /// Packs that together contain all needed chunks: those with most of them first, and none that adds nothing to the
 /// others.
@@ -36,8 +36,8 @@ pub(super) fn cover(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::chunk::Codec;
-    use crate::pack::Entry;
+    use rekindle_store::chunk::Codec;
+    use rekindle_store::pack::Entry;
 
     fn id(n: u8) -> ChunkId {
         ChunkId::new([n; 32])

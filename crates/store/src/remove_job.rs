@@ -14,11 +14,16 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::{links, remove_all, tags};
-use crate::folder::{JobFolder, list};
+use super::{links, tags};
+use crate::error::{Error, Result};
+use crate::folder::JobFolder;
+use crate::folders::{list, remove_all};
+use crate::id::{ImageId, JobName};
+use crate::image::Image;
 use crate::lock::{self, WriterLock};
+use crate::names::DELETED_PREFIX;
 use crate::staging::{Area, Medium};
-use crate::{DELETED_PREFIX, Error, Image, ImageId, JobName, Result, Store};
+use crate::store::Store;
 use rekindle_os::durable;
 
 /// What to do about pinned images.
@@ -90,7 +95,7 @@ impl Store {
     /// Steps 2 to 4.
     fn finish(&self, name: &JobName) -> Result<()> {
         let path = self.doomed(name);
-        if let Ok(folder) = JobFolder::existing(name.clone(), path.clone(), &self.trust) {
+        if let Ok(folder) = JobFolder::existing(name.clone(), path.clone(), self.trust()) {
             remove_links(&folder);
             for area in Area::all_of(&folder).iter().filter(|area| area.medium() == Medium::Memory) {
                 let failed = |error| Error::Remove { path: area.path().to_owned(), source: io::Error::other(error) };

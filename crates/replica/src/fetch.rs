@@ -16,23 +16,23 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-use super::chunks::Indexes;
-use super::client::Cancelled;
-use super::error::{Error, Result};
-use super::layout::{self, Found, Inventory, Of, PackFile, RemotePack};
-use super::spans::{Span, spans};
-use super::{RemoteImage, Replica};
-use crate::FileError;
-use crate::chunk::codec::Compression;
-use crate::chunk::{ChunkId, ChunkMap, Key, map};
-use crate::pack::record::{self, HEADER_BYTES};
-use crate::pack::{Entry, Index, PackHeader, PackName, Packs, RecordHeader};
-use crate::pack::{Making, PackWriter};
-use crate::persist::Progress;
-use crate::retention::survey;
-use crate::{Image, ImageId, JobFolder, State, WriterLock, manifest, mark};
+use crate::client::Cancelled;
+use crate::error::{Error, Result};
+use crate::layout::{self, Found, Inventory, Of, PackFile, RemotePack};
+use crate::read::{HEADER, Indexes, checked};
+use crate::replica::{RemoteImage, Replica};
+use crate::spans::{Span, spans};
 use rekindle_os::direct::Way;
 use rekindle_os::durable;
+use rekindle_store::FileError;
+use rekindle_store::chunk::codec::Compression;
+use rekindle_store::chunk::{ChunkId, ChunkMap, Key, map};
+use rekindle_store::pack::record::HEADER_BYTES;
+use rekindle_store::pack::{Entry, Index, PackHeader, PackName, Packs, RecordHeader};
+use rekindle_store::pack::{Making, PackWriter};
+use rekindle_store::persist::Progress;
+use rekindle_store::retention::survey;
+use rekindle_store::{Image, ImageId, JobFolder, State, WriterLock, manifest, mark};
 
 /// A new pack is closed at this size.
 const CLOSE: u64 = 64 << 20;
@@ -40,8 +40,6 @@ const CLOSE: u64 = 64 << 20;
 const ENTRIES: u64 = 40 + 56;
 /// Maximum size of the manifest and the folders.
 const SMALL: u64 = 1 << 20;
-/// Bytes of the header of a record or a pack.
-const HEADER: usize = 64;
 
 impl Replica {
     /// Fetches an image into the store. An encrypted image needs its key: without it, nothing can be checked or
@@ -279,21 +277,5 @@ fn take_mark_back(path: &Path) -> Result<()> {
     match fs::remove_file(path) {
         Err(source) if source.kind() != io::ErrorKind::NotFound => Err(Error::Write { path: path.to_owned(), source }),
         _ => Ok(()),
-    }
-}
-
-/// The record as stored, if it matches the index.
-pub(super) fn checked(
-    bytes: &[u8],
-    entry: &Entry,
-    key: Option<&Key>,
-) -> std::result::Result<(RecordHeader, Vec<u8>), String> {
-    let stored = bytes.get(HEADER..).unwrap_or_default().to_vec();
-    // A copy is opened in place; the stored bytes above are kept.
-    let (mut opened, mut raw) = (bytes.to_vec(), Vec::new());
-    let header = record::read(&mut opened, &entry.id, key, &mut raw).map_err(|error| error.to_string())?;
-    match (header.raw_len, header.stored_len) == (entry.raw_len, entry.stored_len) {
-        true => Ok((header, stored)),
-        false => Err("its length differs from that in its index".into()),
     }
 }

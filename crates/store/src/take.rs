@@ -1,11 +1,11 @@
-//! Takes a slot for an image: carries out the decision of [`super::admission`].
+//! Takes a slot for an image: carries out the decision of [`admission`].
 
-use super::admission::{self, Choice, Memory, Refusal, SlotFacts, Worth};
-use super::{Area, Error, Filling};
 use crate::folder::JobFolder;
 use crate::id::ImageId;
 use crate::lock::WriterLock;
 use crate::retention::survey::{self, Limits, NoRoom, Written};
+use crate::staging::admission::{self, Choice, Memory, Refusal, SlotFacts, Worth};
+use crate::staging::{Area, Error, Filling};
 use rekindle_os::cgroup;
 
 /// With two images in memory, at least the machine's memory divided by this stays free.

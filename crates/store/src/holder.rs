@@ -1,11 +1,18 @@
-//! The holder of a lock, as the lock file names it.
+//! The holder of a job's lock, as the lock file names it, and how long its silence may last.
 
 use std::fmt;
+use std::time::Duration;
 
 use chrono::{DateTime, SecondsFormat, Utc};
 use serde::{Deserialize, Serialize};
 
 use rekindle_os::process;
+
+/// How often a holder renews the time stamp of the lock file.
+pub const HEARTBEAT: Duration = Duration::from_secs(30);
+/// A holder on another machine whose last heartbeat is this old is dead. Ten heartbeats, because a file server may
+/// stall for a while, and then all of its clients do.
+pub(super) const STALE: Duration = Duration::from_secs(300);
 
 /// The supervisor of a job.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

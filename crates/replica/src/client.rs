@@ -1,6 +1,6 @@
 //! Calls to the object store, one after the other, for callers that know nothing of futures.
 //!
-//! The only async runtime of the program is here; it has no threads of its own except for blocking calls on a folder. A
+//! The async runtime has no threads of its own except for blocking calls on a folder. A
 //! cancelled call returns within a moment, wherever it waits.
 //!
 //! An object exists completely or not at all: object stores guarantee that for each upload, and the client for folders
@@ -20,10 +20,11 @@ use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt};
 use tokio::runtime::{Builder, Runtime};
 
-use super::connect::{self, Environment, Patience};
-use super::error::{Error, Failure, Result, Secrets, translate};
-use super::url::{ReplicaUrl, Scheme};
-use crate::JobName;
+use crate::connect::{self, Patience};
+use crate::environment::Environment;
+use crate::error::{Error, Failure, Result, Secrets, translate};
+use crate::url::{ReplicaUrl, Scheme};
+use rekindle_store::JobName;
 
 /// How long a cancelled call may continue.
 const NAP: Duration = Duration::from_millis(50);

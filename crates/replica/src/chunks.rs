@@ -1,38 +1,60 @@
-//! Fetches single chunks that are damaged here, from any pack in the replica that has them.
+//! Fetches single chunks that are damaged here, from any pack in the replica that has them. The store heals with them.
 //!
 //! Each is checked as in the fetch of an image: by its name, and with a key by the key. A wrong answer is requested
 //! once more, and then another pack is tried.
 
 use std::collections::HashSet;
+use std::fmt;
 
-use super::Replica;
-use super::client::Cancelled;
-use super::error::{Error, Result};
-use super::fetch::checked;
-use super::layout::{self, Found, PackFile, RemotePack};
-use super::spans::spans;
-use crate::chunk::{ChunkId, Key};
-use crate::pack::record::HEADER_BYTES;
-use crate::pack::{Entry, PackHeader, PackName, Packs, RecordHeader};
+use crate::client::Cancelled;
+use crate::error::{Error, Result};
+use crate::layout::{self, Found, PackFile, RemotePack};
+use crate::read::{Indexes, checked};
+use crate::replica::Replica;
+use crate::spans::spans;
+use rekindle_base::chain;
+use rekindle_store::chunk::{ChunkId, Key};
+use rekindle_store::heal::{ChunkSource, FetchError, Put};
+use rekindle_store::pack::record::HEADER_BYTES;
+use rekindle_store::pack::{Entry, PackHeader, PackName, Packs, RecordHeader};
 
-/// Which index of a pack is used.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Indexes {
-    /// The index here, if the pack is here too with the same length: it need not be fetched.
-    Here,
-    /// The index in the replica: records may have been removed from the index here.
-    There,
+/// The replica as the source of chunks for healing, opened only when it is needed.
+#[derive(Clone, Copy)]
+pub struct OnDemand<F>(
+    /// Opens the replica.
+    pub F,
+);
+
+impl<F> fmt::Debug for OnDemand<F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("OnDemand")
+    }
 }
 
-/// Receives a record: the key of its pack, its header and the stored bytes.
-type Put<'p> = &'p mut dyn FnMut(Option<&Key>, &RecordHeader, &[u8]) -> Result<()>;
+impl<F: Fn() -> Result<Replica> + Sync> ChunkSource for OnDemand<F> {
+    fn fetch(
+        &self,
+        wanted: HashSet<ChunkId>,
+        here: &Packs,
+        key: Option<&Key>,
+        cancelled: Cancelled<'_>,
+        put: Put<'_>,
+    ) -> std::result::Result<(), FetchError> {
+        match (self.0)().and_then(|replica| replica.chunks(wanted, here, key, cancelled, put)) {
+            Ok(_) => Ok(()),
+            Err(Error::Put(error)) => Err(FetchError::Put(error)),
+            Err(Error::Cancelled) => Err(FetchError::Cancelled),
+            Err(error) => Err(FetchError::Unavailable(chain(&error))),
+        }
+    }
+}
 
 impl Replica {
     /// Fetches these chunks, if they exist, are intact, and match our key. Returns those that do not.
     ///
     /// # Errors
     /// [`Error::Remote`], [`Error::Cancelled`]; an error of `put`.
-    pub(crate) fn chunks(
+    fn chunks(
         &self,
         mut wanted: HashSet<ChunkId>,
         here: &Packs,
@@ -118,3 +140,6 @@ impl Replica {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,67 +1,27 @@
-//! Copies of a job's images in an object store, outside this machine.
-//!
-//! This module owns everything below `PATH/JOB` of the address (layout.rs), where it writes and removes only packs,
-//! indexes, and files of images. It is the only part of the program that uses a network, and the only one with futures
-//! inside (client.rs); its callers block.
-//!
-//! An image is replicated when its manifest is there, which is sent last:
-//!
-//! 1. a listing shows which of the needed packs are missing or have another size
-//! 2. those are sent, each as a whole or not at all, each followed by its index
-//! 3. the chunk map is sent
-//! 4. the listing is repeated, and what somebody removed in the meantime is sent again
-//! 5. the manifest is sent
-//!
-//! An image is removed in the reverse order: manifest, map, and then the packs that no other image in the replica
-//! needs. If either is interrupted, by a network failure or a power cut, packs without an image remain: the next upload
-//! uses them, or the next removal removes them. Nothing that was sent is sent again, except the pack in progress.
-//!
-//! Two machines that write images of one job to one address are not supported: each would remove the other's images by
-//! its own count. They do not damage the images that stay, as long as their clocks differ by less than an hour: names
-//! of packs are random, and a pack without an image is left alone for an hour, so that its image can follow.
-//!
-//! Everything that is fetched is checked as if it came from a stranger: manifests, maps and indexes by their own
-//! hashes, the content chunk by chunk (fetch.rs).
-
-mod chunks;
-mod client;
-mod connect;
-mod cover;
-mod error;
-mod fetch;
-mod layout;
-mod read_mark;
-mod retain;
-mod send;
-mod spans;
-mod upload;
-mod url;
+//! The replica of one job: its images and its record.
 
 use std::ffi::OsString;
 
-pub use client::Cancelled;
-pub use connect::{Patience, reads_variable};
-pub use error::{Error, Failure, Result};
-pub use retain::Removed;
-pub use upload::Uploaded;
-pub use url::{ReplicaUrl, Scheme};
-
-use client::Client;
-use connect::Environment;
-use layout::{Inventory, Of, RemoteFiles};
-
-use super::image::{Damage, DamageKind, is_untrusted};
-use super::manifest::{self, Manifest, ManifestError};
-use super::record::{self, JobRecord};
-use super::{self as store, ImageId, JobName, State, Trust};
+use crate::client::{Cancelled, Client};
+use crate::connect::Patience;
+use crate::environment::Environment;
+use crate::error::{Error, Result};
+use crate::layout::{self, Inventory, Of, RemoteFiles};
+use crate::read_mark;
+use crate::url::ReplicaUrl;
+use rekindle_store as store;
+use rekindle_store::image::{Damage, DamageKind, is_untrusted};
+use rekindle_store::manifest::{self, Manifest, ManifestError};
+use rekindle_store::record::{self, JobRecord};
+use rekindle_store::{ImageId, JobName, State, Trust};
 
 /// The copies of one job's images at one address.
 #[derive(Debug)]
 pub struct Replica {
-    client: Client,
-    rate: Option<u64>,
-    min_free: u64,
-    trust: Trust,
+    pub(super) client: Client,
+    pub(super) rate: Option<u64>,
+    pub(super) min_free: u64,
+    pub(super) trust: Trust,
     job: JobName,
 }
 
@@ -197,12 +157,12 @@ impl Replica {
         self.client.put(layout::RECORD, bytes, cancelled)
     }
 
-    fn inventory(&self, cancelled: Cancelled<'_>) -> Result<Inventory> {
+    pub(super) fn inventory(&self, cancelled: Cancelled<'_>) -> Result<Inventory> {
         Ok(Inventory::of(self.client.list(cancelled)?))
     }
 
     /// Reads manifest and mark.
-    fn look(&self, id: ImageId, files: &RemoteFiles, cancelled: Cancelled<'_>) -> Result<RemoteImage> {
+    pub(super) fn look(&self, id: ImageId, files: &RemoteFiles, cancelled: Cancelled<'_>) -> Result<RemoteImage> {
         let found = match self.client.get(&layout::of_image(id, Of::Manifest), manifest::MAX_BYTES, cancelled) {
             Ok(Some(bytes)) => Manifest::parse(&bytes, &self.trust),
             Ok(None) => Err(ManifestError::Missing),

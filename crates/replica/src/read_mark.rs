@@ -2,7 +2,7 @@
 
 use chrono::{DateTime, Utc};
 
-use crate::{BadMark, BadWhy};
+use rekindle_store::{BadMark, BadWhy};
 
 /// Maximum size; a mark has some hundred bytes.
 pub(super) const MAX_BYTES: u64 = 64 << 10;

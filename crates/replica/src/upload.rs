@@ -5,18 +5,19 @@ use std::fs;
 use std::io::{self, Read};
 use std::path::Path;
 
-use super::client::Cancelled;
-use super::error::{Error, Result};
-use super::layout::{self, Inventory, Of, PackFile, RemotePack};
-use super::send::Flow;
-use super::{Replica, read_mark};
-use crate::chunk::{ChunkId, ChunkMap};
-use crate::image::State;
-use crate::manifest::{self, Manifest};
-use crate::pack::{Index, PackName, Packs};
-use crate::persist::Progress;
-use crate::{Image, JobFolder};
+use crate::client::Cancelled;
+use crate::error::{Error, Result};
+use crate::layout::{self, Inventory, Of, PackFile, RemotePack};
+use crate::read_mark;
+use crate::replica::Replica;
+use crate::send::Flow;
 use rekindle_os::durable;
+use rekindle_store::chunk::{ChunkId, ChunkMap};
+use rekindle_store::image::State;
+use rekindle_store::manifest::{self, Manifest};
+use rekindle_store::pack::{Index, PackName, Packs};
+use rekindle_store::persist::Progress;
+use rekindle_store::{Image, JobFolder};
 
 /// How often to look for missing packs: the second time for packs that were removed or repacked here, or removed there,
 /// in the meantime.

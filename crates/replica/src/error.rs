@@ -10,10 +10,10 @@ use std::path::PathBuf;
 
 use bytesize::ByteSize;
 
-use super::connect::Environment;
-use super::url::Scheme;
-use crate::ImageId;
-use crate::format::ReadError;
+use crate::environment::Environment;
+use crate::url::Scheme;
+use rekindle_store::format::ReadError;
+use rekindle_store::{FileError, ImageId};
 
 /// The result of calls on a replica.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -122,9 +122,12 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
+    /// A chunk that was fetched cannot be stored here.
+    #[error(transparent)]
+    Put(#[from] FileError),
     /// The local store failed.
     #[error(transparent)]
-    Store(#[from] crate::Error),
+    Store(#[from] rekindle_store::Error),
     /// It was cancelled.
     #[error("cancelled")]
     Cancelled,

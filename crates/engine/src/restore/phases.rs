@@ -1,0 +1,310 @@
+//! The phases of a restore that make processes, with their undo.
+//!
+//! What comes before them makes no process and is undone by being dropped. From [`revive`] on there is a world to end,
+//! and then a job: the phases are a table with an undo each, run as those of a freeze are.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use super::compat::{self, Here};
+use super::{Error, Request};
+use crate::launch::identity::Identity;
+use crate::launch::world::{self, Network, World};
+use crate::launch::{Job, plugin};
+use crate::parts::files::moved::{self, Logs};
+use crate::parts::files::put_back as files;
+use crate::parts::gpu::placement::Relocation;
+use crate::parts::gpu::put_back as gpu;
+use crate::parts::{access, groups, locks, tcp};
+use crate::snapshot::CRIU_DIR;
+use crate::steps::{self, Failed, Step, Timer};
+use rekindle_criu::image::LostLocks;
+use rekindle_criu::{self as criu, Hooks, Notify, Place, Plugin, RestoreOptions};
+use rekindle_os::spawn::{Child, Ended};
+use rekindle_os::{process, ptrace};
+use rekindle_store::Manifest;
+use rekindle_store::manifest::PidNamespace;
+
+/// The phases from the namespaces to the GPUs.
+fn steps<'a>() -> [Step<Restore<'a>, Error>; 5] {
+    [
+        Step::new("world", |r: &mut Restore<'a>| r.make_world()).undo(|r| r.end_world()),
+        // In a network namespace of its own every port is free.
+        Step::new("ports", |r: &mut Restore<'a>| r.free_ports()).only_if(|r| r.request.network == Network::Host),
+        Step::new("criu", |r: &mut Restore<'a>| r.run_criu()).undo(|r| r.end_job()),
+        Step::new("locks", |r: &mut Restore<'a>| r.take_locks()),
+        Step::new("cuda", |r: &mut Restore<'a>| r.put_gpus_back()),
+    ]
+}
+
+/// How long each part of a restore took, in order.
+#[derive(Default)]
+pub(super) struct Timings(pub(super) Vec<(&'static str, Duration)>);
+
+impl Timer for Timings {
+    fn run<T>(&mut self, name: &'static str, work: impl FnOnce() -> T) -> T {
+        let began = Instant::now();
+        let result = work();
+        let took = began.elapsed();
+        tracing::debug!(part = name, ?took, "restore");
+        self.0.push((name, took));
+        result
+    }
+}
+
+/// What the phases so far have made, and a failure has to end.
+enum Made {
+    Nothing,
+    World(World),
+    Job(Job),
+}
+
+/// What became of the GPUs of a job whose processes are restored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Gpus {
+    /// They are in use again, if the job has any.
+    Back,
+    /// The job ended before.
+    Gone,
+}
+
+/// A job that CRIU has restored, with its locks and GPUs.
+pub(super) struct Revived {
+    pub(super) job: Job,
+    pub(super) gpus: Gpus,
+}
+
+/// A restore under way.
+struct Restore<'a> {
+    request: &'a Request<'a>,
+    manifest: &'a Manifest,
+    relocation: Option<&'a Relocation>,
+    lost_locks: LostLocks,
+    cancelled: &'a (dyn Fn() -> bool + Sync),
+    made: Made,
+    gpus: Gpus,
+}
+
+/// Makes the job's processes from the plain files of its image. If a phase fails, nothing that it or the phases before it
+/// made is left.
+pub(super) fn revive(
+    request: &Request<'_>,
+    manifest: &Manifest,
+    relocation: Option<&Relocation>,
+    timings: &mut Timings,
+    cancelled: &(dyn Fn() -> bool + Sync),
+) -> Result<Revived, Error> {
+    let lost_locks = criu::image::lost_locks(&request.image.dir.join(CRIU_DIR)).map_err(criu::RunError::Image)?;
+    let (made, gpus) = (Made::Nothing, Gpus::Back);
+    let mut restore = Restore { request, manifest, relocation, lost_locks, cancelled, made, gpus };
+    // CRIU and the driver look at `cancelled` while they work.
+    match steps::run(&steps(), &mut restore, timings, &|| Ok(())) {
+        Ok(()) => restore.revived(),
+        Err(failed) => Err(restore.failed(failed)),
+    }
+}
+
+impl Restore<'_> {
+    fn make_world(&mut self) -> Result<(), Error> {
+        self.made = Made::World(match self.manifest.tree.pid_namespace {
+            PidNamespace::Private => {
+                let last_pid = world::last_pid_for(&self.manifest.tree.ids);
+                World::private(self.request.reaper, last_pid, self.request.network)?
+            }
+            PidNamespace::Host => World::Host,
+        });
+        Ok(())
+    }
+
+    fn end_world(&mut self) -> Result<(), String> {
+        if let Made::World(world) = std::mem::replace(&mut self.made, Made::Nothing) {
+            world.end(None);
+            if matches!(world, World::Host) {
+                world::end_leftovers(self.manifest.tree.root, &self.manifest.tree.ids, self.cancelled);
+            }
+        }
+        Ok(())
+    }
+
+    fn free_ports(&mut self) -> Result<(), Error> {
+        match tcp::put_back::free(&self.request.image.dir.join(CRIU_DIR)) {
+            Ok(0) => {}
+            Ok(ended) => tracing::debug!("closed {ended} connections of dead processes of the job"),
+            // If a port is in use, CRIU's message names it.
+            Err(error) => tracing::debug!("cannot find connections of dead processes of the job: {error}"),
+        }
+        Ok(())
+    }
+
+    fn run_criu(&mut self) -> Result<(), Error> {
+        let Made::World(world) = std::mem::replace(&mut self.made, Made::Nothing) else { return Err(self.lost()) };
+        (self.request.prepare.0)(&world);
+        match run_criu(self.request, self.manifest, &world, &self.lost_locks, Until::ItRuns, self.cancelled) {
+            Ok(Some(root)) => {
+                self.made = Made::Job(Job::restored(world, root, self.manifest.tree.job));
+                Ok(())
+            }
+            result => {
+                let taken = matches!(world, World::Host);
+                self.made = Made::World(world);
+                Err(match result {
+                    Ok(_) => self.lost(),
+                    Err(Error::Criu(criu::RunError::Cancelled)) => Error::Cancelled,
+                    Err(Error::Criu(error)) if taken && error.log().is_some_and(criu::Log::says_pid_taken) => {
+                        Error::PidTaken(error)
+                    }
+                    Err(other) => other,
+                })
+            }
+        }
+    }
+
+    fn end_job(&mut self) -> Result<(), String> {
+        match std::mem::replace(&mut self.made, Made::Nothing) {
+            Made::Job(job) => {
+                // A failed CUDA restore cannot be repeated on the same process.
+                job.end();
+            }
+            other => self.made = other,
+        }
+        Ok(())
+    }
+
+    fn take_locks(&mut self) -> Result<(), Error> {
+        Ok(locks::take_again(self.job()?.root.pid(), &self.lost_locks, &self.manifest.tree.cuda)?)
+    }
+
+    /// If the job ends from here on, it was restored and ended afterwards: the policy counts early deaths to decide
+    /// whether the image is to blame. One kill at this moment must not cost a good image.
+    fn put_gpus_back(&mut self) -> Result<(), Error> {
+        let job = self.job()?;
+        let pairs = self.relocation.map_or(&[][..], |relocation| &relocation.pairs);
+        let work = || gpu::put_back(job, self.manifest, pairs);
+        self.gpus = match gpu::watched(job, self.request.timeout, self.cancelled, work) {
+            Ok(()) => Gpus::Back,
+            Err(gpu::Error::NoProcess(_) | gpu::Error::Cuda { .. } | gpu::Error::Sharing(_))
+                if job.root.has_ended().unwrap_or(false) =>
+            {
+                Gpus::Gone
+            }
+            Err(error) => return Err(error.into()),
+        };
+        Ok(())
+    }
+
+    fn job(&self) -> Result<&Job, Error> {
+        if let Made::Job(job) = &self.made { Ok(job) } else { Err(self.lost()) }
+    }
+
+    fn revived(self) -> Result<Revived, Error> {
+        let lost = self.lost();
+        if let Made::Job(job) = self.made { Ok(Revived { job, gpus: self.gpus }) } else { Err(lost) }
+    }
+
+    /// The error of a restore that failed and was undone.
+    fn failed(&self, Failed { cause, not_undone }: Failed<Error>) -> Error {
+        for what in not_undone {
+            tracing::warn!("the failed restore was not undone: {what}");
+        }
+        match (cause, self.relocation) {
+            (Error::Gpu(gpu::Error::Cuda { source, .. }), Some(relocation))
+                if relocation.unproven && source.names_no_gpu() =>
+            {
+                let here = Here::look(self.manifest, Some(self.request.criu.version), self.request.wishes);
+                let differences = vec![compat::too_few_gpus(self.manifest, &here)];
+                Error::Misfit { id: self.request.image.id, differences }
+            }
+            (cause, _) => cause,
+        }
+    }
+
+    fn lost(&self) -> Error {
+        criu::RunError::Lost { pid: self.manifest.tree.root }.into()
+    }
+}
+
+/// How far a restore goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Until {
+    ItRuns,
+    /// Every process is created and none has run; then the restore is cancelled, and all are removed.
+    BeforeItRuns,
+}
+
+/// Runs CRIU. Returns the root of the restored tree, if it runs.
+pub(super) fn run_criu(
+    request: &Request<'_>,
+    manifest: &Manifest,
+    world: &World,
+    lost_locks: &LostLocks,
+    until: Until,
+    cancelled: &dyn Fn() -> bool,
+) -> Result<Option<Child>, Error> {
+    let images = request.image.dir.join(CRIU_DIR);
+    let scratch = request.folder.scratch_dir()?;
+    let place =
+        Place { criu: request.criu, init: world.init(), images: &images, work: &scratch, timeout: request.timeout };
+    let abandon = || world.kill(None);
+    let died = || died_while_restored(&images);
+    let log_dir = request.folder.log_dir();
+    let wanted = access::Wanted { user: request.identity, privileges: request.privileges, manifest, log_dir: &log_dir };
+    let (mut refused, mut rehearsed) = (None, false);
+    let mut before_it_runs = |moment| {
+        // All processes exist and still have our rights, so the user cannot reach them or what they see (CRIU changes
+        // the rights after this, `CR_STATE_RESTORE_CREDS`).
+        if let (Notify::PostRestore(_), Until::BeforeItRuns) = (moment, until) {
+            rehearsed = true;
+            return Err("this was a rehearsal".into());
+        }
+        if moment != Notify::PreResume {
+            return Ok(());
+        }
+        let root = criu::find_restored(manifest.tree.root).ok_or("the restored tree cannot be found")?;
+        if let Err(error) = access::check(root, &wanted) {
+            let why = error.to_string();
+            refused = Some(error);
+            return Err(why);
+        }
+        locks::hold(root, lost_locks);
+        groups::put_back::put_back(root, manifest, request.identity);
+        // CRIU would send the signal only after it has resumed the tasks: until then a thread could read memory that is
+        // not restored yet, or be stopped while it has a lock of the driver.
+        if !manifest.tree.cuda.is_empty() {
+            let is_cuda = |pid: &i32| process::inner_pid(*pid).is_some_and(|inner| manifest.tree.cuda.contains(&inner));
+            process::tree(root).into_iter().filter(is_cuda).for_each(|pid| drop(ptrace::stop_when_let_go(pid)));
+        }
+        Ok(())
+    };
+    let mut hooks = Hooks { notify: &mut before_it_runs, cancelled, died: &died, abandon: &abandon };
+    // CRIU works on the files of the job's user with that user's rights. Files that these rights do not reach are
+    // opened by us.
+    let files = request.identity.and_then(Identity::file_rights);
+    let folder = files.map(|_| plugin::unpack(&scratch)).transpose()?;
+    let plugin = folder.as_deref().map(|folder| Plugin { folder, devices: None, files });
+    files::put_links_back(manifest, request.identity)?;
+    let instead = moved::instead(manifest, request.folder, if plugin.is_some() { Logs::All } else { Logs::Moved });
+    let options = RestoreOptions { tcp: manifest.tcp, instead: &instead, plugin };
+    let restored = criu::restore(&place, options, &mut hooks);
+    // CRIU removes them when it could use them; after a failure they would remain beside the user's files.
+    files::drop_links(manifest, request.identity);
+    match (restored, refused) {
+        (Ok(restored), _) => Ok(Some(restored.root)),
+        (Err(_), None) if rehearsed => Ok(None),
+        (Err(_), Some(why)) => Err(Error::Refused { id: request.image.id, why }),
+        (Err(error), None) => Err(error.into()),
+    }
+}
+
+/// A process below the restored root that was alive in the image (it has memory there) and is dead.
+fn died_while_restored(images: &Path) -> Option<(i32, Ended)> {
+    let children = process::children(std::process::id().cast_signed());
+    let restored = children.into_iter().filter(|pid| !rekindle_os::spawn::is_known(*pid));
+    restored.flat_map(process::tree).find_map(|pid| {
+        let ended = process::ended(pid)?;
+        let inner = process::inner_pid(pid)?;
+        images.join(format!("mm-{inner}.img")).exists().then_some((inner, ended))
+    })
+}
+
+#[cfg(test)]
+mod tests;
