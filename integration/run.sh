@@ -192,7 +192,8 @@ trap 'rm -rf -- "$work"' EXIT
 # As docs/install.md says, with the build that is there.
 step 'cargo install' cargo install --quiet --debug --locked --offline --no-track --target-dir "${CARGO_TARGET_DIR:-$root/target}" --path . --root "$work/cargo"
 step 'the executable of cargo install' "$work/cargo/bin/rekindle" --version
-if [ -n "${REKINDLE_CRIU:-}" ]; then
+# A CRIU of the machine that is new enough comes first.
+if [ -n "${REKINDLE_CRIU:-}" ] && [ -z "$(PATH=/usr/local/sbin:/usr/sbin:/usr/bin:/bin command -v criu)" ]; then
   # It finds a CRIU beside it, as one that scripts/install-criu.sh makes.
   mkdir -p "$work/cargo/lib/rekindle/criu"
   ln -s "$REKINDLE_CRIU" "$work/cargo/lib/rekindle/criu/criu"
