@@ -5,7 +5,7 @@
 #
 # REKINDLE_TEST_REQUIRE=root,criu,...  what must be there: a test that lacks it fails instead of printing SKIP. Values:
 #                                      root, criu, devices, s3, slurm, package, k8s, systemd, chromium, prometheus,
-#                                      uplink, databases, disks, stacks, lint, book, helm, notebook, etcd
+#                                      uplink, databases, disks, stacks, lint, book, helm, notebook, etcd, zsh, fish
 # REKINDLE_CRIU=FILE                   test with this CRIU instead of .deps/criu/criu
 #
 # Stops at the first failure, with a non-zero exit code. Use integration/gpu.sh on a machine with an NVIDIA GPU.
@@ -74,6 +74,11 @@ if required etcd; then
   step 'dependencies: etcd' scripts/deps.sh etcd
 elif [ "$(id -u)" -ne 0 ] || ! scripts/deps.sh etcd; then
   skip 'tests with etcd' 'not root, or etcd could not be installed'
+fi
+if required zsh || required fish; then
+  step 'dependencies: shells' scripts/deps.sh shells
+elif [ "$(id -u)" -ne 0 ] || ! scripts/deps.sh shells; then
+  skip 'completions of zsh and fish' 'not root, or they could not be installed'
 fi
 if required slurm; then
   step 'dependencies: Slurm' scripts/deps.sh slurm
@@ -184,6 +189,20 @@ step 'measuring scripts' env PYTHONDONTWRITEBYTECODE=1 python3 -m unittest disco
 rekindle=${CARGO_TARGET_DIR:-$root/target}/debug/rekindle
 work=$(mktemp -d)
 trap 'rm -rf -- "$work"' EXIT
+# As docs/install.md says, with the build that is there.
+step 'cargo install' cargo install --quiet --debug --locked --offline --no-track --target-dir "${CARGO_TARGET_DIR:-$root/target}" --path . --root "$work/cargo"
+step 'the executable of cargo install' "$work/cargo/bin/rekindle" --version
+# A CRIU of the machine that is new enough comes first.
+if [ -n "${REKINDLE_CRIU:-}" ] && [ -z "$(PATH=/usr/local/sbin:/usr/sbin:/usr/bin:/bin command -v criu)" ]; then
+  # It finds a CRIU beside it, as one that scripts/install-criu.sh makes.
+  mkdir -p "$work/cargo/lib/rekindle/criu"
+  ln -s "$REKINDLE_CRIU" "$work/cargo/lib/rekindle/criu/criu"
+  # shellcheck disable=SC2016 # for the shell inside
+  step 'its CRIU' env -u REKINDLE_CRIU PATH=/usr/bin:/bin COLUMNS=200 sh -c '
+    said=$("$1/bin/rekindle" doctor 2>&1)
+    case $? in 0 | 69) ;; *) echo "$said"; exit 1 ;; esac
+    echo "$said" | grep -F "$1/lib/rekindle/criu/criu" || { echo "$said"; exit 1; }' sh "$work/cargo"
+fi
 if have systemd-analyze; then
   # The command must exist; the unit gets its name from the file.
   for unit in rekindle.service rekindle@.service; do

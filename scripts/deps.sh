@@ -20,6 +20,8 @@
 #   helm    .deps/helm with helm, for the chart in examples/deploy
 #   notebook .deps/notebook, a Python environment with a Jupyter kernel and its client
 #   etcd    etcd, etcdctl and openssl, for tests that start a cluster
+#   shells  zsh and fish, for tests of their completions
+#   roots   debootstrap, for integration/distributions.sh
 # Installs only what is missing; if nothing is, it prints nothing and takes no time. Delete .deps to start from nothing.
 set -euo pipefail
 
@@ -164,6 +166,10 @@ k8s() { environment k8s requirements-k8s.txt 'the schemas of Kubernetes'; }
 
 etcd() { packages etcd-server etcd-client openssl; }
 
+shells() { packages zsh fish; }
+
+roots() { packages debootstrap; }
+
 prometheus() { environment prometheus requirements-prometheus.txt 'parsers of metrics'; }
 
 criu() { "$root/scripts/install-criu.sh" "$deps/criu"; }
@@ -171,8 +177,8 @@ criu() { "$root/scripts/install-criu.sh" "$deps/criu"; }
 [ $# -gt 0 ] || set -- build python criu
 for what; do
   case $what in
-    build | python | criu | s3 | slurm | package | k8s | browser | prometheus | uplink | databases | disks | stacks | lint | book | docs | helm | notebook | etcd) "$what" ;;
+    build | python | criu | s3 | slurm | package | k8s | browser | prometheus | uplink | databases | disks | stacks | lint | book | docs | helm | notebook | etcd | shells | roots) "$what" ;;
     -h | --help) sed -n '2,/^set /s/^# //p' "${BASH_SOURCE[0]}" ;;
-    *) say "unknown part '$what': use build, python, criu, s3, slurm, package, k8s, browser, prometheus, uplink, databases, disks, stacks, lint, book, docs, helm, notebook or etcd"; exit 2 ;;
+    *) say "unknown part '$what': use build, python, criu, s3, slurm, package, k8s, browser, prometheus, uplink, databases, disks, stacks, lint, book, docs, helm, notebook, etcd, shells or roots"; exit 2 ;;
   esac
 done

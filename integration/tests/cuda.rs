@@ -361,9 +361,17 @@ fn the_command_refuses_in_words() {
     job.assert_counts();
     job.process(&standin.driver()).lock(10 * SECOND).unwrap();
     refused(&["toggle", "--pid", &pid], 1, &format!("`rekindle cuda unlock --pid {pid}`"));
-    let (code, out, _) = rekindle(&standin, &["restore", "--json", "--pid", &pid]);
-    let json: serde_json::Value = serde_json::from_str(&out).unwrap();
-    assert!(code == Some(1) && json["error"].as_str().unwrap().contains("401"), "{json}");
+    let json = |text: &str| serde_json::from_str::<serde_json::Value>(text).unwrap();
+    let (code, out, err) = rekindle(&standin, &["restore", "--json", "--pid", &pid]);
+    assert!(code == Some(1) && out.is_empty(), "{code:?} {out}");
+    assert!(json(&err)["code"] == 1 && json(&err)["error"].as_str().unwrap().contains("401"), "{err}");
+    // The steps before the failure are what the process has been through.
+    job.process(&standin.driver()).unlock().unwrap();
+    standin.fault("fail-checkpoint", "801 times=1");
+    let (code, out, err) = rekindle(&standin, &["toggle", "--json", "--pid", &pid]);
+    assert_eq!((code, &json(&err)["code"]), (Some(1), &1.into()), "{err}");
+    let steps = json(&out)["steps"].as_array().unwrap().len();
+    assert!(json(&out)["state"] == "running" && steps == 2, "{out}");
 }
 
 #[test]

@@ -86,8 +86,6 @@ struct Report {
     restore_tid: Option<i32>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     steps: Vec<Step>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    error: Option<String>,
 }
 
 #[derive(Debug, Serialize)]
@@ -145,19 +143,20 @@ impl Failure {
 }
 
 /// Carries out `command` and prints the result: the state, or each step with its state and milliseconds. A failure goes
-/// to standard error; the steps before it are still printed.
+/// to standard error; the steps before it are still printed, and without any no document is.
 pub(crate) fn run(command: &CudaCommand, format: Format) -> anyhow::Result<Exit> {
     let mut report = Report { pid: command.pid(), ..Report::default() };
     let result = execute(command, format, &mut report);
-    let chain = result.as_ref().err().map(chain);
-    report.error.clone_from(&chain);
-    if format == Format::Json {
+    if format == Format::Json && (result.is_ok() || !report.steps.is_empty()) {
         output::print_json(&report)?;
     }
-    if let Some(chain) = chain {
-        output::complain(&chain);
+    let Err(failure) = result else { return Ok(Exit::Success) };
+    let (text, exit) = (chain(&failure), failure.exit());
+    match format {
+        Format::Json => output::complain_json(&text, exit.code()),
+        Format::Text => output::complain(&text),
     }
-    Ok(result.err().map_or(Exit::Success, |failure| failure.exit()))
+    Ok(exit)
 }
 
 /// The error and its causes on one line.

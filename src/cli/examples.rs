@@ -177,6 +177,34 @@ const EXAMPLES: &[(&str, &[Example])] = &[
             ("rekindle cuda toggle --pid 1234", "Checkpoint the process; once more restores it"),
         ],
     ),
+    ("cuda state", &[("rekindle cuda state --pid 1234", "Print the state of process 1234")]),
+    (
+        "cuda lock",
+        &[
+            ("rekindle cuda lock --pid 1234", "Block the CUDA calls of process 1234"),
+            ("rekindle cuda lock --pid 1234 --timeout 60000", "Wait up to a minute for its GPU work to end"),
+        ],
+    ),
+    (
+        "cuda checkpoint",
+        &[("rekindle cuda checkpoint --pid 1234", "Copy the GPU memory of the locked process to the host")],
+    ),
+    (
+        "cuda restore",
+        &[(
+            "rekindle cuda restore --pid 1234",
+            "Copy it back; then `rekindle cuda unlock --pid 1234` lets it continue",
+        )],
+    ),
+    ("cuda unlock", &[("rekindle cuda unlock --pid 1234", "Let the locked process continue")]),
+    (
+        "cuda toggle",
+        &[
+            ("rekindle cuda toggle --pid 1234", "Lock and checkpoint a running process, or restore and unlock it"),
+            ("rekindle cuda toggle --pid 1234 --json", "The same; print each step and its milliseconds as JSON"),
+        ],
+    ),
+    ("cuda restore-tid", &[("rekindle cuda restore-tid --pid 1234", "Print the id of the thread")]),
     (
         "completions",
         &[(
@@ -227,13 +255,26 @@ mod tests {
         }
     }
 
+    /// The words of all commands that are shown, at any depth.
+    fn shown(command: &Command, words: &str, all: &mut Vec<String>) {
+        for part in command.get_subcommands().filter(|part| !part.is_hide_set()) {
+            let words = format!("{words} {}", part.get_name()).trim_start().to_owned();
+            shown(part, &words, all);
+            all.push(words);
+        }
+    }
+
     #[test]
     fn every_command_that_is_shown_has_examples() {
-        let commands = Cli::command();
-        for part in commands.get_subcommands().filter(|part| !part.is_hide_set()) {
-            assert!(!of(part.get_name()).is_empty(), "{}", part.get_name());
-            let help = command().find_subcommand_mut(part.get_name()).unwrap().render_long_help().to_string();
-            assert!(help.contains("Examples:\n  rekindle "), "{help}");
+        let (commands, mut helping) = (Cli::command(), command());
+        let mut all = Vec::new();
+        shown(&commands, "", &mut all);
+        assert!(all.iter().any(|words| words == "cuda restore-tid"), "{all:?}");
+        for words in &all {
+            assert!(!of(words).is_empty(), "{words}");
+            let part = words.split(' ').fold(&mut helping, |part, word| part.find_subcommand_mut(word).unwrap());
+            let help = part.render_long_help().to_string();
+            assert!(help.contains(&format!("Examples:\n  rekindle {words}")), "{help}");
         }
         let known = |words: &str| {
             let mut words = words.split(' ').filter(|word| !word.is_empty());

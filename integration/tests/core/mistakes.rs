@@ -105,6 +105,8 @@ const ANEW: &[Row] = &[
     ("REKINDLE_INTERVAL=5m rekindle config show --json", &["{\"warning\":\"the variable REKINDLE_INTERVAL"], 0),
     ("rekindle show -1", &["-1 needs a job", "JOB/-1"], 2),
     ("rekindle list --json --nmae", &["{\"code\":2,\"error\":\"unknown option --nmae"], 2),
+    // No process has this id, wherever there is a driver.
+    ("rekindle cuda state --json --pid 2147483647", &["{\"code\":2,\"error\":\"there is no process 2147483647"], 2),
 ];
 
 /// The job `train` is completed and has the images 1 to 3; nothing runs.

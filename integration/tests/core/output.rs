@@ -69,6 +69,55 @@ fn a_restored_job_writes_on_in_the_same_file() {
     assert!(numbers(&kept).len() >= 15, "{kept}");
 }
 
+/// The numbers in the frames of a progress bar. The last frame may not be whole yet.
+fn frames(text: &str) -> Vec<u64> {
+    let mut parts: Vec<&str> = text.split('\r').collect();
+    parts.pop();
+    assert_eq!(parts.first(), Some(&""), "it begins with a frame: {text}");
+    let number = |frame: &str| {
+        let (number, rest) = frame.strip_prefix("n ")?.split_once(' ')?;
+        (rest == "=".repeat(70)).then(|| number.parse().ok())?
+    };
+    parts
+        .iter()
+        .skip(1)
+        .map(|frame| number(frame).unwrap_or_else(|| panic!("this frame is broken: {frame:?}")))
+        .collect()
+}
+
+/// A terminal shows what follows the newest carriage return: nothing may stand between the frames, and none is missing.
+#[test]
+fn a_progress_bar_goes_back_with_its_job() {
+    let Some(lab) = Lab::new().map(|lab| lab.set("log.max-size", "\"4KiB\"")) else { return };
+    let bar = "=".repeat(70);
+    let text =
+        format!("i=0; while [ $i -lt 100000 ]; do i=$((i + 1)); printf '\\rn %d {bar}' $i >&2; sleep 0.02; done");
+    let mut run = lab.run(["sh", "-c", &text]);
+    // The file is rotated after some 50 frames.
+    wait_for("it is rotated", || lab.store().join("j/log/stderr.log.1").exists());
+    let following = lab.run_with(&["logs", "-f", "--stderr", "j"], [""; 0]);
+    wait_for("it shows the bar", || following.out().contains('\r'));
+    run.snapshot(&lab);
+    let all = || frames(&String::from_utf8(lab.rekindle(&["logs", "--stderr", "j"]).stdout).unwrap());
+    let last = || all().last().copied().unwrap_or_default();
+    let at = last();
+    wait_for("it goes on, over a rotation", || last() > at + 60);
+    run.crash(&lab);
+    let died = last();
+    wait_for("it is beyond the crash", || last() > died + 60);
+    let beyond = last();
+    wait_for("it shows that", || frames(&following.out()).last().is_some_and(|number| *number > beyond));
+    let shown = frames(&following.out());
+    let steps: Vec<(u64, u64)> = shown.iter().copied().zip(shown.iter().skip(1).copied()).collect();
+    let back: Vec<_> = steps.iter().filter(|(before, after)| *after != before + 1).collect();
+    assert!(matches!(back[..], [(before, after)] if after < before && *before > at + 50), "{back:?}");
+    drop(following);
+    run.signal(Signal::SIGTERM);
+    run.ends_with(143);
+    let numbers = all();
+    assert!(numbers.windows(2).all(|pair| pair[1] == pair[0] + 1), "{numbers:?}");
+}
+
 #[test]
 fn nobody_reads_the_output() {
     let Some(lab) = Lab::new() else { return };

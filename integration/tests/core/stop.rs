@@ -1,6 +1,7 @@
 //! Signals to the supervisor: a snapshot now, a last one and stop, stop at once, requeue; and its own death, at any
 //! moment.
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
@@ -59,6 +60,28 @@ fn sigusr2_is_for_the_queue() {
     let mut run = again(&lab);
     run.wait_said("continues from image 000001");
     count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+}
+
+/// A drained node ends a pod with the stop signal of its image: that asks for another pod, and the Job grants it.
+#[test]
+fn a_drained_node_is_for_the_queue() {
+    let Some(lab) = Lab::new() else { return };
+    let file = |name: &str| std::fs::read_to_string(Path::new("examples/deploy").join(name)).unwrap();
+    let image = file("Containerfile");
+    let signal = image.lines().find_map(|line| line.strip_prefix("STOPSIGNAL ")).unwrap();
+    let mut run = again(&lab);
+    count_on(&lab, &mut run, 5);
+    run.signal(signal.parse().unwrap());
+    let (_, said) = run.ends_with(75);
+    assert!(said.contains("image 000001"), "{said}");
+    for manifest in ["kubernetes/job.yaml", "helm/rekindle-job/templates/job.yaml"] {
+        let text = file(manifest);
+        let (before, _) = text.split_once("values: [75, 143]").unwrap();
+        assert!(before.rsplit("- action: ").next().unwrap().starts_with("Ignore"), "{manifest}");
+    }
+    let mut run = again(&lab);
+    run.wait_said("continues from image 000001");
     finish(&lab, run);
 }
 
