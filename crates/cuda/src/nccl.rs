@@ -7,6 +7,7 @@
 //! Invariant: the tables are in the job's memory. Their content is only compared and counted, and not trusted
 //! otherwise.
 
+use std::fmt::Display;
 use std::io;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 use std::time::{Duration, Instant};
@@ -147,14 +148,16 @@ impl Ranks {
         };
         let used = usize::try_from(table.counters_used.load(Acquire)).unwrap_or(usize::MAX);
         let counters = table.counters.iter().enumerate().take(used).filter_map(read).collect();
-        Counts { communicators, counters, inside }
+        // After them, too: a call that began meanwhile may have counted where that was read already.
+        Counts { communicators, counters, inside: inside.max(table.inside.load(SeqCst)) }
     }
 
     /// Closes the gate for at most `time`: calls that would exceed their limits wait. Until [`Ranks::limit`] sets them,
     /// the limits are those of the last time.
     pub fn close(&self, time: Duration) {
         let table = self.table.get();
-        table.until.store(now().saturating_add(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)), SeqCst);
+        let until = now_in(self.pid).saturating_add(time).as_nanos();
+        table.until.store(u64::try_from(until).unwrap_or(u64::MAX), SeqCst);
         table.closed.store(1, SeqCst);
     }
 
@@ -213,8 +216,30 @@ impl Ranks {
 /// How often to look whether a request was carried out.
 const PAUSE: Duration = Duration::from_micros(200);
 
-/// CLOCK_MONOTONIC in nanoseconds, as the interposer reads it.
-fn now() -> u64 {
-    let time = clock_gettime(ClockId::CLOCK_MONOTONIC).map(Duration::from).unwrap_or_default();
-    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+/// CLOCK_MONOTONIC as process `pid` reads it. CRIU restores a job into a time namespace, so that this clock continues
+/// from where it was in the image; after a reboot it may be ahead of ours by days.
+fn now_in(pid: i32) -> Duration {
+    let ours = clock_gettime(ClockId::CLOCK_MONOTONIC).map(Duration::from).unwrap_or_default();
+    let ours = i128::try_from(ours.as_nanos()).unwrap_or(0);
+    let nanoseconds = ours - offset(std::process::id()) + offset(pid);
+    Duration::from_nanos(u64::try_from(nanoseconds).unwrap_or(0))
 }
+
+/// How far that of a process's time namespace is ahead of the machine's, in nanoseconds: 0 where the kernel has no such
+/// namespaces.
+fn offset(pid: impl Display) -> i128 {
+    // The kernel shows the offsets for the children of a process. Only a process that has just asked for a namespace for
+    // them is in another one itself.
+    let namespace = |name: &str| std::fs::read_link(format!("/proc/{pid}/ns/{name}")).ok();
+    if namespace("time") != namespace("time_for_children") {
+        return 0;
+    }
+    let text = process::text(pid, "timens_offsets").unwrap_or_default();
+    let line = text.lines().find_map(|line| line.strip_prefix("monotonic "));
+    let mut numbers = line.unwrap_or_default().split_whitespace().map(|number| number.parse::<i64>().unwrap_or(0));
+    let mut next = || i128::from(numbers.next().unwrap_or(0));
+    next() * 1_000_000_000 + next()
+}
+
+#[cfg(test)]
+mod tests;
