@@ -422,3 +422,22 @@ fn a_lock_that_fails_opens_the_gates() {
     supervisor.stop();
     rig.assert_sequence();
 }
+
+/// At one point of all communicators a GPU may still not finish: a kernel waits for another rank in a way that is no NCCL.
+#[test]
+fn ranks_whose_gpus_do_not_finish_at_one_point_are_locked_without_it() {
+    let Some(rig) = rig("groups", Calls::ByName) else { return };
+    let mut supervisor = start(&rig);
+    // NOT_READY
+    rig.standin.fault("fail-lock", "600 times=1");
+    supervisor.snapshot();
+    rig.clear("fail-lock");
+    let log = rig.log();
+    let stuck = "locked without a common point: at that point a GPU did not finish";
+    assert!(log.contains(REACHED) && log.contains(stuck), "{log}");
+    supervisor.assert_unharmed(RANKS);
+    // For all that, the next one begins with the counts.
+    snapshots(&rig, &mut supervisor, 1);
+    supervisor.stop();
+    rig.assert_sequence();
+}

@@ -130,7 +130,7 @@ fn a_job_whose_gpu_had_a_fault_comes_back_on_another() {
     // Without another GPU, the same GPU is used nevertheless.
     rig.standin.gpus("ea 1024 0\nb0 1024 1023\n");
     supervisor.kill_job();
-    supervisor.said("no other GPU is available, so it is used");
+    supervisor.said("it is used because there is no other GPU");
     supervisor.said("the job was restored from image");
     supervisor.counts();
     supervisor.stop();

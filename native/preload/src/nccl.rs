@@ -233,10 +233,18 @@ fn operation(handle: u64, kind: u32, peer: i32, call: impl FnOnce() -> i32) -> i
         if !group.add(counter) {
             table.untracked.fetch_or(table::FULL, Ordering::Relaxed);
         }
-        return call();
+        return note_started(table, call());
     }
     let _inside = enter(table, &[AtomicU32::new(counter)]);
-    note_progress(table, call())
+    note_started(table, call())
+}
+
+/// An operation that NCCL did not start stays counted, so equal counts of all ranks are not one point any more.
+fn note_started(table: &Table, code: i32) -> i32 {
+    if code != SUCCESS {
+        table.untracked.fetch_or(table::UNKNOWN, Ordering::Relaxed);
+    }
+    code
 }
 
 /// A communicator that does not block starts its work later, on a thread of NCCL's own.
@@ -431,7 +439,7 @@ unsafe extern "C" fn group_end() -> i32 {
         return call();
     }
     let inside = enter(table, group.operations());
-    let code = note_progress(table, call());
+    let code = note_started(table, call());
     drop(inside);
     group.end();
     code

@@ -553,3 +553,22 @@ fn communicators_that_live_are_called_off() {
     abort::call_off(table, &functions);
     assert!(ABORTED.lock().unwrap().is_empty());
 }
+
+#[test]
+fn a_call_that_fails_makes_the_counts_unusable() {
+    const INVALID_ARGUMENT: u32 = 4;
+    let (_guard, table) = begin();
+    let handle = communicator_of(1);
+    CODE.store(INVALID_ARGUMENT, Ordering::SeqCst);
+    assert_eq!(reduces(handle), INVALID_ARGUMENT as i32);
+    assert_eq!(untracked_of(table), UNKNOWN);
+    // In a group, too: NCCL checks the arguments at once.
+    table.untracked.store(0, Ordering::SeqCst);
+    CODE.store(0, Ordering::SeqCst);
+    groups(|| {
+        CODE.store(INVALID_ARGUMENT, Ordering::SeqCst);
+        sends(handle, 1);
+        CODE.store(0, Ordering::SeqCst);
+    });
+    assert_eq!(untracked_of(table), UNKNOWN);
+}

@@ -166,6 +166,10 @@ pub(crate) struct Group {
 /// How often the lock is tried if the set of processes changes, or ranks block each other.
 const ATTEMPTS: u32 = 5;
 
+/// All operations that one rank has started were started by all others, so that none waits for a rank that is late.
+const WEDGED: &str = "lock: all ranks have started the same NCCL operations, but the GPU of a process does not finish. Is the \
+                      job stuck?";
+
 impl Group {
     /// Looks for CUDA processes in the tree below `root`.
     pub(crate) fn find(root: i32) -> Result<Group, cuda::Error> {
@@ -227,12 +231,22 @@ impl Group {
     /// stopped using CUDA between the listing and the lock.
     pub(crate) fn lock(&mut self, root: i32, timeout: Duration, cancelled: &dyn Fn() -> bool) -> Result<(), Error> {
         let error = |source| Error::Cuda { phase: "lock", source };
+        let mut wedged = false;
         for attempt in 1..=ATTEMPTS {
             // The two ways alternate, because each can lock processes that the other cannot.
             let resting = if attempt % 2 == 1 { Resting::LetGo } else { Resting::Held };
-            let mut outcome = self.bring_to_rest(timeout, cancelled);
+            let mut outcome = if wedged && attempt % 2 == 0 {
+                tracing::debug!("ranks are locked without a common point: at that point a GPU did not finish");
+                Ok(())
+            } else {
+                self.bring_to_rest(timeout, cancelled)
+            };
             if outcome.is_ok() {
-                outcome = self.lock_once(timeout, resting).map_err(error);
+                let is_at_one_point = self.cut.is_some();
+                outcome = self.lock_once(timeout, resting).map_err(|source| {
+                    wedged |= is_at_one_point && source.is_not_ready();
+                    Error::Cuda { phase: if wedged { WEDGED } else { "lock" }, source }
+                });
             }
             if outcome.is_ok() && (self.is_empty() && attempt == 1 || !self.has_changed(root)) {
                 outcome = self.let_go(timeout);
