@@ -35,6 +35,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use nix::unistd::Uid;
 use serde::{Deserialize, Serialize};
 
 pub(crate) use auto::MeanTime;
@@ -248,7 +249,11 @@ pub(crate) fn effective(
             Err(error) if given == Given::Found && path != Path::new(DEFAULT_FILE) && error.is_distrust() => {
                 let (why, fix) = (rekindle_base::chain(&error), error::way_out(&path, &error));
                 layers.strangers.push(format!("{} is ignored: {why}. {fix}", path.display()));
-                ignored = Some(Error::Ignored { path, why: Box::new(error) });
+                // Another user is told that this needs root, whatever the configuration says. With HOME of somebody
+                // else, not even whether there is a file can be known.
+                if Uid::effective().is_root() {
+                    ignored = Some(Error::Ignored { path, why: Box::new(error) });
+                }
                 continue;
             }
             Err(error) => return Err(error),

@@ -65,7 +65,7 @@ fn only_those_with_the_keys_may_use_it() {
     let mut wrong = right.clone();
     wrong.ca = other.handout().options(PREFIX).ca;
     let text = Client::connect(&wrong).unwrap_err().to_string();
-    assert!(text.contains("Another authority"), "{text}");
+    assert!(text.contains("another authority"), "{text}");
     assert!(Client::connect(&Options::new([handout.endpoints[0].replace("https", "http")], PREFIX)).is_err());
     // The server's certificate is not valid for a client, and the client's not for a server.
     let at = |name: &str| folder.path().join("etcd").join(name);
@@ -208,7 +208,7 @@ fn an_address_that_others_could_have_written_is_refused() {
     fs::set_permissions(&file, Permissions::from_mode(0o600)).unwrap();
     if rekindle_testing::root() {
         chown(&file, Some(65534), None).unwrap();
-        refused("a stranger");
+        refused("belongs to user 65534");
     }
     fs::rename(&file, folder.path().join("else")).unwrap();
     symlink(folder.path().join("else"), &file).unwrap();
