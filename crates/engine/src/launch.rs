@@ -4,7 +4,7 @@
 //! job gets is opened inside its mount namespace; the job gets standard input, output and error and no other descriptor
 //! of ours. After a power cut nothing here needs repair: a job is started from the beginning or restored from an image.
 
-pub mod embedded;
+pub(crate) mod embedded;
 pub mod gpus;
 pub mod group;
 pub mod host;

@@ -74,7 +74,7 @@ pub enum Op {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Txn {
     /// The conditions.
-    pub compares: Vec<Compare>,
+    pub(crate) compares: Vec<Compare>,
     /// The operations if all of them hold.
     pub then: Vec<Op>,
     /// The operations if one does not hold.
@@ -110,7 +110,7 @@ impl Txn {
 
 /// The result of a transaction.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct TxnAnswer {
+pub(crate) struct TxnAnswer {
     /// Whether the conditions held.
     pub succeeded: bool,
     /// The revision after it. If it wrote something, the written keys were modified in this revision.

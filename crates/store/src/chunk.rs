@@ -5,7 +5,7 @@
 //! chunks are stored. Everything is computed in memory; only the key, the page maps and the chunk map are read from
 //! files.
 
-pub mod cipher;
+pub(crate) mod cipher;
 pub mod codec;
 pub mod cut;
 pub mod id;
@@ -21,4 +21,4 @@ pub use map::{ChunkMap, Extent};
 /// changed pages cost little.
 pub const CHUNK: usize = 256 << 10;
 /// Maximum raw bytes of a chunk when read: allows a later version to use larger chunks.
-pub const CHUNK_MAX: u32 = 16 << 20;
+pub(crate) const CHUNK_MAX: u32 = 16 << 20;

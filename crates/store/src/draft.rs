@@ -32,7 +32,7 @@ use rekindle_os::durable::{self, TEMP_PREFIX};
 /// Why a draft did not become an image. Unless noted otherwise there is no image, and the job's older images are
 /// unchanged.
 #[derive(Debug, Error)]
-pub enum PublishError {
+pub(crate) enum PublishError {
     /// The manifest does not match the files.
     #[error("image {id} cannot be described")]
     Describe {
@@ -73,7 +73,7 @@ impl PublishError {
 
 /// An image that is being made. If it is dropped before it is published, its files are removed.
 #[derive(Debug)]
-pub struct Draft {
+pub(crate) struct Draft {
     id: ImageId,
     job: JobName,
     dir: PathBuf,

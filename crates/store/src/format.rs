@@ -39,7 +39,7 @@ impl std::fmt::Display for What {
 
 /// Why bytes are not what they should be.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
-pub enum FormatError {
+pub(crate) enum FormatError {
     /// The beginning is wrong.
     #[error("not a rekindle {0}: wrong magic number")]
     NotOurs(What),

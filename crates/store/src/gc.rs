@@ -57,9 +57,9 @@ pub struct Bounds<'k> {
 
 /// What one round did.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Collected {
+pub(crate) struct Collected {
     /// Packs that got a new index.
-    pub reindexed: Vec<PackName>,
+    pub(crate) reindexed: Vec<PackName>,
     /// Packs that got a mark.
     pub marked: Vec<PackName>,
     /// Packs whose mark was removed.
@@ -69,7 +69,7 @@ pub struct Collected {
     /// Bytes of the removed packs.
     pub freed: u64,
     /// Packs whose needed content was copied.
-    pub repacked: Vec<PackName>,
+    pub(crate) repacked: Vec<PackName>,
     /// Bytes that were copied.
     pub copied: u64,
 }

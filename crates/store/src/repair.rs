@@ -59,7 +59,7 @@ impl Repaired {
 
 /// The result for a pack; in a dry run, the expected result.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct PackRepair {
+pub(crate) struct PackRepair {
     /// The pack.
     #[serde(serialize_with = "as_text")]
     pub pack: PackName,
@@ -103,7 +103,7 @@ impl std::fmt::Display for Outcome {
 
 /// An image that cannot be restored any more, or perhaps not.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Suffering {
+pub(crate) struct Suffering {
     /// The image.
     pub image: ImageId,
     /// Whether the loss is certain.

@@ -21,7 +21,7 @@ pub struct Tag(String);
 #[error(
     "\"{0}\" is not a tag: a tag has 1 to 64 characters of A-Z a-z 0-9 . _ -, does not start with -, and is not a number, an image id or \"latest\""
 )]
-pub struct NoTag(String);
+pub(crate) struct NoTag(String);
 
 impl Tag {
     /// Maximum length in bytes.

@@ -57,7 +57,7 @@ impl Report {
 
 /// The result for one file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct PartReport {
+pub(crate) struct PartReport {
     /// Path relative to the folder of the image.
     pub path: PathBuf,
     /// What was found.

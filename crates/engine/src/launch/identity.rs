@@ -23,7 +23,7 @@ pub struct Identity {
 impl Identity {
     /// The rights over files that CRIU gets; `None` if the job is root, as CRIU is.
     #[must_use]
-    pub fn file_rights(&self) -> Option<FileRights<'_>> {
+    pub(crate) fn file_rights(&self) -> Option<FileRights<'_>> {
         (self.uid != 0).then_some(FileRights { uid: self.uid, gid: self.gid, groups: &self.groups })
     }
 }

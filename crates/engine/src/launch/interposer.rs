@@ -39,7 +39,7 @@ pub(super) const INTERPOSER: Embedded = Embedded {
 /// A path that LD_PRELOAD cannot name.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error("LD_PRELOAD cannot name {path}: it has a space, a colon or a dollar sign; choose another place for the store")]
-pub struct UnusablePath {
+pub(crate) struct UnusablePath {
     path: PathBuf,
 }
 

@@ -28,7 +28,7 @@ const PAUSE: Duration = Duration::from_millis(2);
 
 /// Descriptors that could not be restored correctly.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct InFlight {
+pub(crate) struct InFlight {
     all: Vec<Stuck>,
     names: BTreeMap<i32, String>,
 }

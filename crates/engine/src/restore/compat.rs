@@ -33,7 +33,7 @@ pub enum Severity {
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct Difference {
     /// What it means.
-    pub severity: Severity,
+    pub(crate) severity: Severity,
     /// What differs.
     pub what: String,
     /// What the image has.
@@ -55,7 +55,7 @@ impl Difference {
 
     /// Whether it is about a file that the job had mapped or open.
     #[must_use]
-    pub fn is_a_file(&self) -> bool {
+    pub(crate) fn is_a_file(&self) -> bool {
         self.what.starts_with(files::WHAT)
     }
 

@@ -47,7 +47,7 @@ pub struct Deaths(Mutex<BTreeMap<Key, Instant>>);
 
 /// Processes that a signal killed and that nobody has waited for.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Unnoticed(Vec<Dead>);
+pub(crate) struct Unnoticed(Vec<Dead>);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Dead {

@@ -141,14 +141,14 @@ pub struct Received {
 ///
 /// # Errors
 /// [`Error::Full`] if there is no room; files made until then stay.
-pub fn make_ready(spool: &Path, expected: &[Expected]) -> Result<(), Error> {
+pub(crate) fn make_ready(spool: &Path, expected: &[Expected]) -> Result<(), Error> {
     spool::make_ready(spool, expected, threads()).map(drop)
 }
 
 /// FIFOs that replace CRIU's pages files, and the threads that empty them. If dropped without [`Receivers::drain`], it
 /// removes both.
 #[derive(Debug)]
-pub struct Receivers {
+pub(crate) struct Receivers {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
     /// Nothing is sent: the channel closes when the last thread ends.
@@ -233,7 +233,7 @@ impl Drop for Receivers {
 
 /// All pages of the job, copied; the tasks may run. If dropped, it removes the FIFOs and keeps the spool.
 #[derive(Debug)]
-pub struct Drained {
+pub(crate) struct Drained {
     fifos: Vec<Fifo>,
     spool: PathBuf,
 }

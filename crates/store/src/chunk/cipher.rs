@@ -25,7 +25,7 @@ use rekindle_os::durable;
 const NONCE: usize = 24;
 const TAG: usize = 16;
 /// Bytes that sealing adds.
-pub const SEAL: usize = NONCE + TAG;
+pub(crate) const SEAL: usize = NONCE + TAG;
 /// Bytes of a key.
 const KEY: usize = 32;
 /// Maximum size of a key file: 64 digits and a line end, with some room to detect a longer file.
@@ -151,7 +151,7 @@ impl Key {
 
     /// How a reader treats packs that are not encrypted.
     #[must_use]
-    pub fn plain_packs(&self) -> PlainPacks {
+    pub(crate) fn plain_packs(&self) -> PlainPacks {
         self.plain
     }
 

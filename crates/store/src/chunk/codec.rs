@@ -70,7 +70,7 @@ pub enum Compression {
 
 impl Compression {
     /// The allowed levels of Zstandard. Lower ones are no faster than LZ4; higher ones need hundreds of MiB per thread.
-    pub const LEVELS: std::ops::RangeInclusive<i32> = -7..=19;
+    pub(crate) const LEVELS: std::ops::RangeInclusive<i32> = -7..=19;
     /// The level of "zstd" without a number, as in the command `zstd`.
     const LEVEL: i32 = 3;
 }
@@ -123,7 +123,7 @@ impl From<Compression> for String {
 }
 
 /// The level of "auto".
-pub const AUTO_LEVEL: i32 = 1;
+pub(crate) const AUTO_LEVEL: i32 = 1;
 
 /// Bytes of the sample that `auto` takes from each third of a chunk.
 const SAMPLE: usize = 4 << 10;

@@ -21,7 +21,7 @@ const CRIU: &str = "criu/";
 
 /// The page maps of an image, so that they are read once.
 #[derive(Debug)]
-pub struct Cutter {
+pub(crate) struct Cutter {
     /// By the id of the pages file.
     maps: HashMap<u32, PathBuf>,
 }
@@ -58,7 +58,7 @@ impl Cutter {
 
 /// The pieces of a file as (offset, length), in order and without gaps; no length is 0 or above [`CHUNK`].
 #[derive(Debug)]
-pub struct Cuts {
+pub(crate) struct Cuts {
     at: u64,
     how: How,
 }

@@ -177,7 +177,7 @@ impl ChunkMap {
     ///
     /// # Errors
     /// When it cannot be read, or is not what was written.
-    pub fn read_any(path: &Path) -> Result<(ChunkMap, blake3::Hash), ReadError> {
+    pub(crate) fn read_any(path: &Path) -> Result<(ChunkMap, blake3::Hash), ReadError> {
         let bytes = read_bytes(path)?;
         let map = ChunkMap::parse(&bytes).map_err(|source| ReadError::Format { path: path.to_owned(), source })?;
         Ok((map, blake3::hash(&bytes)))

@@ -174,7 +174,7 @@ pub struct Scan {
 
 /// Why a pack cannot be scanned.
 #[derive(Debug, thiserror::Error)]
-pub enum ScanError {
+pub(crate) enum ScanError {
     /// It cannot be read.
     #[error(transparent)]
     Read(#[from] io::Error),

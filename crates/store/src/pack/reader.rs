@@ -28,7 +28,7 @@ const READERS: usize = 4;
 
 /// Why a chunk cannot be read.
 #[derive(Debug, thiserror::Error)]
-pub enum ReadChunkError {
+pub(crate) enum ReadChunkError {
     /// The kernel cannot read it.
     #[error("cannot read {} at byte {offset}{}", path.display(), Failing(source))]
     Read {
@@ -84,7 +84,7 @@ impl ReadChunkError {
 
     /// Whether the disk has failed. The chunk may be intact.
     #[must_use]
-    pub fn is_failing_disk(&self) -> bool {
+    pub(crate) fn is_failing_disk(&self) -> bool {
         match self {
             ReadChunkError::Read { source, .. } | ReadChunkError::Unread { source, .. } => is_failing(source),
             _ => false,
@@ -93,7 +93,7 @@ impl ReadChunkError {
 
     /// Whether another place may have the chunk: it is damaged, or cannot be read.
     #[must_use]
-    pub fn may_be_healed(&self) -> bool {
+    pub(crate) fn may_be_healed(&self) -> bool {
         self.is_damage() || matches!(self, ReadChunkError::Read { .. } | ReadChunkError::Unread { .. })
     }
 
@@ -110,7 +110,7 @@ impl ReadChunkError {
 
 /// A requested chunk, and its purpose.
 #[derive(Debug, Clone, Copy)]
-pub struct Want<T> {
+pub(crate) struct Want<T> {
     /// The chunk.
     pub id: ChunkId,
     /// Its place.
@@ -167,7 +167,7 @@ impl Reading<'_> {
     ///
     /// # Errors
     /// As [`Reading::read`].
-    pub fn read_as_told<T: Copy + Send + Sync, V: Visit<T>>(
+    pub(crate) fn read_as_told<T: Copy + Send + Sync, V: Visit<T>>(
         &self,
         index: &Index,
         wants: Vec<Want<T>>,

@@ -81,7 +81,7 @@ impl PackHeader {
     /// The header that results from flipping one bit back, if its check is right then. A flipped bit in the version or
     /// in the id of the key makes a pack look as if it were not for us.
     #[must_use]
-    pub fn with_one_bit_wrong(bytes: &[u8; HEADER]) -> Option<PackHeader> {
+    pub(crate) fn with_one_bit_wrong(bytes: &[u8; HEADER]) -> Option<PackHeader> {
         let turned = (0..HEADER).flat_map(|byte| (0..8).map(move |bit| (byte, 1_u8 << bit)));
         turned.into_iter().find_map(|(byte, bit)| {
             let mut other = *bytes;

@@ -23,11 +23,11 @@ use crate::format::{FormatError, ReadError, What};
 use rekindle_os::durable;
 
 /// Suffix of the name of a pack.
-pub const PACK_SUFFIX: &str = ".pack";
+pub(crate) const PACK_SUFFIX: &str = ".pack";
 /// Suffix of the name of an index.
-pub const INDEX_SUFFIX: &str = ".idx";
+pub(crate) const INDEX_SUFFIX: &str = ".idx";
 /// Suffix of the mark of a pack that is to be removed.
-pub const GONE_SUFFIX: &str = ".gone";
+pub(crate) const GONE_SUFFIX: &str = ".gone";
 
 /// The folder with the packs of a job.
 #[derive(Debug, Clone)]

@@ -19,14 +19,14 @@ pub enum Verdict {
 impl Verdict {
     /// Whether the image is removed.
     #[must_use]
-    pub fn is_removal(&self) -> bool {
+    pub(crate) fn is_removal(&self) -> bool {
         matches!(self, Verdict::Remove(_))
     }
 }
 
 /// Why an image is kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum KeepReason {
+pub(crate) enum KeepReason {
     /// The image that a restart would use.
     NewestGood,
     /// The newest good image of the job's line, from which newer images were abandoned.
@@ -61,7 +61,7 @@ pub enum KeepReason {
 
 /// Why an image is removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RemoveReason {
+pub(crate) enum RemoveReason {
     /// No rule keeps it.
     NotKept(Policy),
     /// There are this many newer bad images.
@@ -74,7 +74,7 @@ pub enum RemoveReason {
 
 /// A goal that a plan cannot reach.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Note {
+pub(crate) enum Note {
     /// The images that must stay exceed the limit.
     MaxTotal {
         /// Bytes of the remaining images.

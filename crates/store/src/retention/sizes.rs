@@ -45,7 +45,7 @@ impl Sizes {
     /// Bytes that the newest image added, if images share content: approximately what the next one will add. `None` if
     /// each is stored completely.
     #[must_use]
-    pub fn last_added(&self) -> Option<u64> {
+    pub(crate) fn last_added(&self) -> Option<u64> {
         self.last_added
     }
 }

@@ -45,7 +45,7 @@ pub enum ChangedFiles {
 
 /// A file that was put back.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum PutBack {
+pub(crate) enum PutBack {
     /// The present content that is not in the snapshot is saved beside it.
     Kept(RolledBack),
     /// Output of the job. Only a configured amount of it is saved.
@@ -67,7 +67,7 @@ pub enum PutBack {
 
 /// A file with content that was moved elsewhere.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RolledBack {
+pub(crate) struct RolledBack {
     /// The file.
     pub path: PathBuf,
     /// The file that has this content now.

@@ -40,12 +40,12 @@ pub struct Device {
     /// Bytes of its memory.
     pub total: Option<u64>,
     /// Whether it can be used.
-    pub health: Health,
+    pub(crate) health: Health,
 }
 
 /// Whether a GPU can be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Health {
+pub(crate) enum Health {
     /// No fault is known.
     Fine,
     /// It had a fault after which NVIDIA advises against new jobs on it: used only if there is no other GPU.
@@ -64,7 +64,7 @@ pub struct Devices {
     /// Whether NVML was asked: without it a GPU may be missing from the list, and neither memory nor health is known.
     pub asked: bool,
     /// Whether the driver is too old to move a job to other GPUs.
-    pub too_old: bool,
+    pub(crate) too_old: bool,
 }
 
 /// The first driver that accepts pairs of GPUs.
@@ -127,22 +127,22 @@ pub enum Plan {
 
 /// A move to other GPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Relocation {
+pub(crate) struct Relocation {
     /// For the driver: all GPUs of the image.
     pub pairs: Vec<GpuMapping>,
     /// The GPUs that the job used and that change.
     pub moved: Vec<Moved>,
     /// Whether the only reason is that a GPU has too little free memory.
-    pub for_room: bool,
+    pub(crate) for_room: bool,
     /// Whether a divided or silent GPU replaces one that the job did not use, because there are too few. It is not
     /// known whether the driver accepts that.
-    pub unproven: bool,
+    pub(crate) unproven: bool,
 }
 
 /// Why the GPUs of this machine cannot take a job.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("the job needs {image}; this machine has {here}; {advice}")]
-pub struct NoPlace {
+pub(crate) struct NoPlace {
     /// What the image needs, in words.
     pub image: String,
     /// What this machine has, in words.

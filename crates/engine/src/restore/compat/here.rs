@@ -32,7 +32,7 @@ pub struct Here {
 
 /// What exists under the path of a file that the image needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum FileHere {
+pub(crate) enum FileHere {
     /// Nothing.
     Missing,
     /// Something else, such as a folder or a device.

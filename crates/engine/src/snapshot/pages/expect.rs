@@ -25,7 +25,7 @@ impl fmt::Display for Source {
 
 /// A pages file for which memory is prepared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Expected {
+pub(crate) struct Expected {
     /// The owner of the pages.
     pub source: Source,
     /// The likely size.

@@ -46,7 +46,7 @@ impl Location {
 
 /// A pack in an [`Index`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct PackInfo {
+pub(crate) struct PackInfo {
     /// Its name.
     pub name: PackName,
     /// Its bytes, up to the last complete record.
@@ -129,7 +129,7 @@ impl Index {
     }
 
     /// Records that the mark of a pack was removed, or set.
-    pub fn set_gone(&mut self, pack: PackName, gone: bool) {
+    pub(crate) fn set_gone(&mut self, pack: PackName, gone: bool) {
         let place = self.places.get(&pack).and_then(|place| usize::try_from(*place).ok());
         if let Some(info) = place.and_then(|place| self.packs.get_mut(place)) {
             info.gone = gone;
@@ -191,7 +191,7 @@ impl Index {
     }
 
     /// Adds a pack, or updates it.
-    pub fn add_pack(&mut self, info: PackInfo) -> u32 {
+    pub(crate) fn add_pack(&mut self, info: PackInfo) -> u32 {
         let next = u32::try_from(self.packs.len()).unwrap_or(u32::MAX);
         let place = *self.places.entry(info.name).or_insert(next);
         match usize::try_from(place).ok().and_then(|place| self.packs.get_mut(place)) {

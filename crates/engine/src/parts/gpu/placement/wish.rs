@@ -32,7 +32,7 @@ impl Wishes {
 
 /// A GPU as a user names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum GpuRef {
+pub(crate) enum GpuRef {
     /// By UUID.
     Uuid(GpuUuid),
     /// By number: an old GPU among those of the image, a new one as nvidia-smi counts on this machine.
@@ -73,7 +73,7 @@ pub struct Pair {
 
 /// Text that is not a pair of GPUs.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum ParsePairError {
+pub(crate) enum ParsePairError {
     /// There is not exactly one `=`.
     #[error("{0:?} is not a pair of GPUs: it must be OLD=NEW")]
     NotAPair(String),
