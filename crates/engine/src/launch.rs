@@ -7,7 +7,7 @@
 pub(crate) mod embedded;
 pub mod gpus;
 pub mod group;
-pub mod host;
+pub(crate) mod host;
 pub mod hwloc;
 pub mod identity;
 pub mod interposer;
@@ -185,7 +185,7 @@ impl Job {
 
     /// A job that was restored; `main` is the pid of the command's process in the job's PID namespace.
     #[must_use]
-    pub fn restored(world: World, root: Child, main: i32) -> Job {
+    pub(crate) fn restored(world: World, root: Child, main: i32) -> Job {
         Job { world, root, main: Some(main) }
     }
 

@@ -33,11 +33,11 @@ use rekindle_store::persist::Progress;
 use rekindle_store::staging::Area;
 use rekindle_store::{Image, JobFolder, Manifest};
 
-pub use crate::parts::files::put_back::{ChangedFiles, PutBack, RollbackError, RolledBack};
-pub use crate::parts::landing::put_back::Error as LandingError;
-pub use crate::parts::locks::Error as LockError;
+pub(crate) use crate::parts::files::put_back::PutBack;
+pub use crate::parts::files::put_back::{ChangedFiles, RollbackError};
+pub(crate) use crate::parts::landing::put_back::Error as LandingError;
+pub(crate) use crate::parts::locks::Error as LockError;
 pub use error::{Blame, Error};
-pub use plain::Unpacked;
 pub use user::{OtherUser, check_user};
 
 /// What a restore needs.

@@ -31,7 +31,7 @@ pub struct Facts {
 
 /// One of the given addresses.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct MemberFacts {
+pub struct MemberFacts {
     /// The address.
     pub endpoint: String,
     /// Its answer, or why it does not answer.
@@ -40,7 +40,7 @@ pub(crate) struct MemberFacts {
 
 /// A member that answers.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct MemberState {
+pub struct MemberState {
     /// The version of etcd.
     pub version: String,
     /// Whether it leads.
@@ -56,14 +56,14 @@ pub(crate) struct MemberState {
 impl Facts {
     /// Whether a write takes too long.
     #[must_use]
-    pub(crate) fn is_slow(&self) -> bool {
+    pub fn is_slow(&self) -> bool {
         self.write > SLOW
     }
 
     /// Whether a leader that hung may end leases that others have renewed meanwhile (etcd#15247). This affects etcd
     /// before 3.4.31, and 3.5 before 3.5.13, with more than one member.
     #[must_use]
-    pub(crate) fn may_end_leases_early(&self) -> bool {
+    pub fn may_end_leases_early(&self) -> bool {
         let states = self.members.iter().filter_map(|member| member.state.as_ref().ok());
         self.size.unwrap_or(self.members.len()) > 1 && states.into_iter().any(|state| ends_leases_early(&state.version))
     }

@@ -82,7 +82,7 @@ pub struct Options {
     /// A user and its password.
     pub login: Option<(String, Secret)>,
     /// The time limit for making a connection.
-    pub(crate) dial_timeout: Duration,
+    pub dial_timeout: Duration,
     /// The time limit for one request, including all tries.
     pub request_timeout: Duration,
 }

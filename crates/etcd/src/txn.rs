@@ -74,7 +74,7 @@ pub enum Op {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Txn {
     /// The conditions.
-    pub(crate) compares: Vec<Compare>,
+    pub compares: Vec<Compare>,
     /// The operations if all of them hold.
     pub then: Vec<Op>,
     /// The operations if one does not hold.
@@ -110,7 +110,7 @@ impl Txn {
 
 /// The result of a transaction.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct TxnAnswer {
+pub struct TxnAnswer {
     /// Whether the conditions held.
     pub succeeded: bool,
     /// The revision after it. If it wrote something, the written keys were modified in this revision.

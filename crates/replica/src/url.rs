@@ -9,7 +9,7 @@ use rekindle_base::units::Malformed;
 
 /// The protocol of a replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Scheme {
+pub enum Scheme {
     /// `s3://BUCKET/PATH`: any S3-compatible service.
     S3,
     /// `gs://BUCKET/PATH`: Google Cloud Storage.

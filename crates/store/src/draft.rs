@@ -32,7 +32,7 @@ use rekindle_os::durable::{self, TEMP_PREFIX};
 /// Why a draft did not become an image. Unless noted otherwise there is no image, and the job's older images are
 /// unchanged.
 #[derive(Debug, Error)]
-pub(crate) enum PublishError {
+pub enum PublishError {
     /// The manifest does not match the files.
     #[error("image {id} cannot be described")]
     Describe {
@@ -60,10 +60,11 @@ pub(crate) enum PublishError {
     },
 }
 
+#[cfg(test)]
 impl PublishError {
     /// Whether the cause is a lack of space.
     #[must_use]
-    pub fn is_full(&self) -> bool {
+    pub(crate) fn is_full(&self) -> bool {
         let (PublishError::Write { source, .. } | PublishError::Publish { source, .. }) = self else {
             return false;
         };
@@ -73,7 +74,7 @@ impl PublishError {
 
 /// An image that is being made. If it is dropped before it is published, its files are removed.
 #[derive(Debug)]
-pub(crate) struct Draft {
+pub struct Draft {
     id: ImageId,
     job: JobName,
     dir: PathBuf,
@@ -99,8 +100,9 @@ impl JobFolder {
 
 impl Draft {
     /// The name that the image will have.
+    #[cfg(test)]
     #[must_use]
-    pub fn id(&self) -> ImageId {
+    pub(crate) fn id(&self) -> ImageId {
         self.id
     }
 

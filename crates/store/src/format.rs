@@ -39,7 +39,7 @@ impl std::fmt::Display for What {
 
 /// Why bytes are not what they should be.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
-pub(crate) enum FormatError {
+pub enum FormatError {
     /// The beginning is wrong.
     #[error("not a rekindle {0}: wrong magic number")]
     NotOurs(What),
@@ -121,7 +121,7 @@ pub(crate) enum FormatError {
 impl FormatError {
     /// Whether the file is intact, but cannot be used here (newer version, wrong key).
     #[must_use]
-    pub fn is_not_for_us(&self) -> bool {
+    pub(crate) fn is_not_for_us(&self) -> bool {
         matches!(self, FormatError::Newer { .. } | FormatError::NoKey | FormatError::OtherKey(_) | FormatError::Plain)
     }
 }

@@ -22,10 +22,12 @@ pub(crate) mod strike;
 pub mod writer;
 
 pub use index::{Entry, PackIndex};
-pub use reader::{ReadChunkError, Reading, Visit, Want};
+pub(crate) use reader::ReadChunkError;
+pub(crate) use reader::Want;
+pub use reader::{Reading, Visit};
 pub use record::{PackHeader, RecordHeader};
 pub use set::{Index, Location, PackName, Packs, Problem};
-pub use stored::CopyError;
+pub(crate) use stored::CopyError;
 pub use strike::Unread;
 pub use writer::{Making, PackWriter};
 

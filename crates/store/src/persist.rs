@@ -122,10 +122,11 @@ pub enum Error {
     Cancelled,
 }
 
+#[cfg(test)]
 impl Error {
     /// Whether the cause is a lack of space.
     #[must_use]
-    pub fn is_full(&self) -> bool {
+    pub(crate) fn is_full(&self) -> bool {
         match self {
             Error::Pack(FileError { source, .. })
             | Error::Copy { source, .. }

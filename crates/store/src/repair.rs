@@ -59,7 +59,7 @@ impl Repaired {
 
 /// The result for a pack; in a dry run, the expected result.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub(crate) struct PackRepair {
+pub struct PackRepair {
     /// The pack.
     #[serde(serialize_with = "as_text")]
     pub pack: PackName,
@@ -103,7 +103,7 @@ impl std::fmt::Display for Outcome {
 
 /// An image that cannot be restored any more, or perhaps not.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub(crate) struct Suffering {
+pub struct Suffering {
     /// The image.
     pub image: ImageId,
     /// Whether the loss is certain.

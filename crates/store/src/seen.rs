@@ -27,7 +27,7 @@ const MAX_BYTES: u64 = 64 << 10;
 
 /// The newest image of a run that this machine has seen.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Newest {
+pub struct Newest {
     /// See [`super::Manifest::lineage`].
     pub lineage: String,
     /// The image.

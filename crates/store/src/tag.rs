@@ -21,11 +21,11 @@ pub struct Tag(String);
 #[error(
     "\"{0}\" is not a tag: a tag has 1 to 64 characters of A-Z a-z 0-9 . _ -, does not start with -, and is not a number, an image id or \"latest\""
 )]
-pub(crate) struct NoTag(String);
+pub struct NoTag(String);
 
 impl Tag {
     /// Maximum length in bytes.
-    pub const MAX: usize = 64;
+    pub(crate) const MAX: usize = 64;
 
     /// The tag as text.
     #[must_use]
@@ -86,7 +86,7 @@ pub enum Change {
 
 impl Tags {
     /// Maximum number of tags of an image.
-    pub const MOST: usize = 64;
+    pub(crate) const MOST: usize = 64;
 
     /// Whether retention must keep the image, which is also so if the file cannot be read.
     #[must_use]
@@ -96,7 +96,7 @@ impl Tags {
 
     /// Why the file cannot be read, if it cannot.
     #[must_use]
-    pub fn unreadable(&self) -> Option<&str> {
+    pub(crate) fn unreadable(&self) -> Option<&str> {
         self.unreadable.as_deref()
     }
 
@@ -107,7 +107,7 @@ impl Tags {
 
     /// Whether the image has this tag.
     #[must_use]
-    pub fn has(&self, tag: &Tag) -> bool {
+    pub(crate) fn has(&self, tag: &Tag) -> bool {
         self.tags.contains(tag)
     }
 

@@ -57,11 +57,11 @@ impl Report {
 
 /// The result for one file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub(crate) struct PartReport {
+pub struct PartReport {
     /// Path relative to the folder of the image.
-    pub path: PathBuf,
+    pub(crate) path: PathBuf,
     /// What was found.
-    pub finding: Finding,
+    pub(crate) finding: Finding,
 }
 
 /// The finding on a file.

@@ -158,8 +158,8 @@ fn the_owner_is_not_buried() {
 
 #[test]
 fn another_user_is_not_heard() {
-    if !Uid::effective().is_root() {
-        return eprintln!("SKIP: not root");
+    if !rekindle_testing::root() {
+        return;
     }
     let hall = Hall::new();
     // Even if the file allows it.

@@ -85,7 +85,7 @@ pub(crate) fn put_back(path: &Path, content: &[u8]) -> io::Result<()> {
 ///
 /// # Errors
 /// When the file cannot be read or written.
-pub fn put(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
+pub(crate) fn put(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
     match std::fs::read(path) {
         Ok(found) if found == content => return set_mode(path, mode),
         Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),

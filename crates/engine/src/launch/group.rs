@@ -34,9 +34,9 @@ use rekindle_os::links::{self, Link, Links, Vxlan};
 pub use subnet::Subnet;
 
 /// The job's device.
-pub(crate) const DEVICE: &str = "rk0";
+pub const DEVICE: &str = "rk0";
 /// The UDP port that IANA has assigned to VXLAN.
-pub(crate) const VXLAN_PORT: u16 = 4789;
+pub const VXLAN_PORT: u16 = 4789;
 
 /// How the nodes are joined.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -274,7 +274,7 @@ impl Cable {
     ///
     /// # Errors
     /// When the device is gone, or an address is not of the same family as this machine's.
-    pub(crate) fn set_peers(&self, peers: &BTreeMap<u32, IpAddr>) -> Result<(), Error> {
+    pub fn set_peers(&self, peers: &BTreeMap<u32, IpAddr>) -> Result<(), Error> {
         let Some((subnet, own, size)) = self.forwarding else { return Ok(()) };
         for rank in (0..size).filter(|rank| *rank != own) {
             let mac = subnet.mac(rank);
@@ -309,7 +309,7 @@ impl Drop for Cable {
 /// The cable is out. It is put in when this is dropped.
 #[derive(Debug)]
 #[must_use = "the cable is put in when this is dropped"]
-pub(crate) struct Unplugged<'a> {
+pub struct Unplugged<'a> {
     cable: Option<&'a Cable>,
 }
 
@@ -323,7 +323,7 @@ impl Unplugged<'_> {
     }
 
     /// Leaves it out: the caller puts it in later.
-    pub(crate) fn leave_out(mut self) {
+    pub fn leave_out(mut self) {
         self.cable = None;
     }
 }
@@ -341,7 +341,7 @@ impl Drop for Unplugged<'_> {
 ///
 /// # Errors
 /// What is missing.
-pub(crate) fn check_machine(port: u16) -> Result<(), Error> {
+pub fn check_machine(port: u16) -> Result<(), Error> {
     let refused = |step| move |error| failed(step)(error);
     let [host, other] = [links::new_namespace(), links::new_namespace()];
     let (host, other) = (

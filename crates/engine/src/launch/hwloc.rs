@@ -24,7 +24,7 @@ pub enum Hwloc {
 
 /// hwloc's variable for the components that it may use, separated by commas. `-NAME` at any place excludes one, and
 /// `stop` excludes all that are not named before it (hwloc 2.9, `hwloc_disc_components_enable_others`).
-pub const VARIABLE: &str = "HWLOC_COMPONENTS";
+pub(crate) const VARIABLE: &str = "HWLOC_COMPONENTS";
 /// What keeps it from asking OpenCL.
 pub(crate) const WITHOUT_OPENCL: &str = "-opencl";
 

@@ -11,9 +11,9 @@ pub struct Identity {
     /// User id.
     pub uid: u32,
     /// Group id.
-    pub gid: u32,
+    pub(crate) gid: u32,
     /// Supplementary group ids.
-    pub groups: Vec<u32>,
+    pub(crate) groups: Vec<u32>,
     /// The home directory, for HOME.
     pub home: std::path::PathBuf,
     /// The name, for USER and LOGNAME.

@@ -39,7 +39,7 @@ pub(super) const INTERPOSER: Embedded = Embedded {
 /// A path that LD_PRELOAD cannot name.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error("LD_PRELOAD cannot name {path}: it has a space, a colon or a dollar sign; choose another place for the store")]
-pub(crate) struct UnusablePath {
+pub struct UnusablePath {
     path: PathBuf,
 }
 
@@ -54,7 +54,7 @@ pub fn unpack(dir: &Path) -> Result<PathBuf, Error> {
 
 /// Whether the process has loaded an interposer of any version.
 #[must_use]
-pub fn is_in(pid: i32) -> bool {
+pub(crate) fn is_in(pid: i32) -> bool {
     let Ok(maps) = maps::read(pid) else { return false };
     maps::mappings(&maps).any(|mapping| mapping.file_name().starts_with(b"interposer-"))
 }

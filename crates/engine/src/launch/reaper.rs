@@ -34,7 +34,7 @@ pub fn unpack(dir: &Path) -> Result<PathBuf, Error> {
 
 /// Whether this is the path of a reaper, of any version.
 #[must_use]
-pub fn is_named(path: &Path) -> bool {
+pub(crate) fn is_named(path: &Path) -> bool {
     path.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.starts_with("reaper-"))
 }
 

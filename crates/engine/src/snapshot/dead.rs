@@ -39,7 +39,7 @@ const ENDING: Duration = Duration::from_secs(3);
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// Identifies a process: its pid as we see it, and its start time, because pids are reused.
-pub type Key = (i32, u64);
+pub(crate) type Key = (i32, u64);
 
 /// Deaths seen by earlier attempts, so that a process that stays dead delays only one snapshot.
 #[derive(Debug, Default)]
@@ -47,7 +47,7 @@ pub struct Deaths(Mutex<BTreeMap<Key, Instant>>);
 
 /// Processes that a signal killed and that nobody has waited for.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Unnoticed(Vec<Dead>);
+pub struct Unnoticed(Vec<Dead>);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Dead {

@@ -10,7 +10,7 @@ use rekindle_os::direct::{Aligned, DirectFile, Way, span};
 
 /// Why a record cannot be copied.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum CopyError {
+pub enum CopyError {
     /// It cannot be read.
     #[error("cannot read it{}", crate::file_error::Failing(.0))]
     Read(#[from] io::Error),

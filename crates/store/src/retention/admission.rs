@@ -40,16 +40,16 @@ pub enum Admission {
 
 /// An image to be removed for the next one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Removal {
+pub struct Removal {
     /// The image.
     pub id: ImageId,
     /// The reason.
-    pub why: Why,
+    pub(crate) why: Why,
 }
 
 /// Why an image is removed for the next one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Why {
+pub(crate) enum Why {
     /// The total size would exceed its limit.
     MaxTotal,
     /// The file system is too full.

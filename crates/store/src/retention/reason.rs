@@ -26,7 +26,7 @@ impl Verdict {
 
 /// Why an image is kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum KeepReason {
+pub enum KeepReason {
     /// The image that a restart would use.
     NewestGood,
     /// The newest good image of the job's line, from which newer images were abandoned.
@@ -61,7 +61,7 @@ pub(crate) enum KeepReason {
 
 /// Why an image is removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum RemoveReason {
+pub enum RemoveReason {
     /// No rule keeps it.
     NotKept(Policy),
     /// There are this many newer bad images.
@@ -74,7 +74,7 @@ pub(crate) enum RemoveReason {
 
 /// A goal that a plan cannot reach.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Note {
+pub enum Note {
     /// The images that must stay exceed the limit.
     MaxTotal {
         /// Bytes of the remaining images.

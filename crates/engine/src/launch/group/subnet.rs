@@ -8,14 +8,14 @@ use rekindle_os::links::Mac;
 
 /// An IPv4 network, whose first address is rank 0's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Subnet {
+pub struct Subnet {
     network: u32,
     prefix: u8,
 }
 
 /// Why a text is not a subnet of a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum NotASubnet {
+pub enum NotASubnet {
     /// It has another form.
     #[error("not an IPv4 network like 10.213.0.0/16")]
     Form,

@@ -45,7 +45,7 @@ pub enum ChangedFiles {
 
 /// A file that was put back.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum PutBack {
+pub enum PutBack {
     /// The present content that is not in the snapshot is saved beside it.
     Kept(RolledBack),
     /// Output of the job. Only a configured amount of it is saved.
@@ -67,13 +67,13 @@ pub(crate) enum PutBack {
 
 /// A file with content that was moved elsewhere.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct RolledBack {
+pub struct RolledBack {
     /// The file.
-    pub path: PathBuf,
+    pub(crate) path: PathBuf,
     /// The file that has this content now.
-    pub kept: PathBuf,
+    pub(crate) kept: PathBuf,
     /// Size of this content.
-    pub bytes: u64,
+    pub(crate) bytes: u64,
 }
 
 impl PutBack {

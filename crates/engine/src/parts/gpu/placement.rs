@@ -24,21 +24,21 @@ use rekindle_base::{Moved, xid};
 use rekindle_cuda::nvml::{GpuInventory, Mig};
 use rekindle_cuda::{DriverVersion, GpuMapping, GpuUuid};
 use rekindle_store::Manifest;
-pub use wish::{GpuRef, Pair, ParsePairError, Wishes};
+pub use wish::{Pair, Wishes};
 
 /// A GPU of this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Device {
+pub(crate) struct Device {
     /// Its UUID.
-    pub uuid: GpuUuid,
+    pub(crate) uuid: GpuUuid,
     /// The product.
-    pub name: String,
+    pub(crate) name: String,
     /// Its number, as nvidia-smi counts.
-    pub index: Option<u32>,
+    pub(crate) index: Option<u32>,
     /// Available bytes of its memory.
-    pub free: Option<u64>,
+    pub(crate) free: Option<u64>,
     /// Bytes of its memory.
-    pub total: Option<u64>,
+    pub(crate) total: Option<u64>,
     /// Whether it can be used.
     pub(crate) health: Health,
 }
@@ -60,9 +60,9 @@ pub(crate) enum Health {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Devices {
     /// The GPUs that were found.
-    pub all: Vec<Device>,
+    pub(crate) all: Vec<Device>,
     /// Whether NVML was asked: without it a GPU may be missing from the list, and neither memory nor health is known.
-    pub asked: bool,
+    pub(crate) asked: bool,
     /// Whether the driver is too old to move a job to other GPUs.
     pub(crate) too_old: bool,
 }
@@ -73,7 +73,7 @@ const FIRST_DRIVER: u32 = 580;
 impl Devices {
     /// The GPUs of the inventory, with known faults. Memory of processes that will have ended counts as free.
     #[must_use]
-    pub fn of(inventory: &GpuInventory, wishes: &Wishes) -> Devices {
+    pub(crate) fn of(inventory: &GpuInventory, wishes: &Wishes) -> Devices {
         let (asked, faults) = (inventory.used_by_pid.is_some(), &wishes.faults);
         let coming = |uuid: GpuUuid| -> u64 {
             let used = wishes.leaving.iter().filter_map(|pid| inventory.used_on(*pid)?.get(&uuid));
@@ -127,9 +127,9 @@ pub enum Plan {
 
 /// A move to other GPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Relocation {
+pub struct Relocation {
     /// For the driver: all GPUs of the image.
-    pub pairs: Vec<GpuMapping>,
+    pub(crate) pairs: Vec<GpuMapping>,
     /// The GPUs that the job used and that change.
     pub moved: Vec<Moved>,
     /// Whether the only reason is that a GPU has too little free memory.
@@ -142,13 +142,13 @@ pub(crate) struct Relocation {
 /// Why the GPUs of this machine cannot take a job.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("the job needs {image}; this machine has {here}; {advice}")]
-pub(crate) struct NoPlace {
+pub struct NoPlace {
     /// What the image needs, in words.
-    pub image: String,
+    pub(crate) image: String,
     /// What this machine has, in words.
-    pub here: String,
+    pub(crate) here: String,
     /// What to do.
-    pub advice: String,
+    pub(crate) advice: String,
 }
 
 /// A GPU of the image.

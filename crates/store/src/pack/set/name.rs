@@ -31,7 +31,7 @@ impl From<[u8; 16]> for PackName {
 /// A text that is not the name of a pack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the name of a pack has 32 lower-case hexadecimal digits")]
-pub(crate) struct PackNameError;
+pub struct PackNameError;
 
 impl FromStr for PackName {
     type Err = PackNameError;

@@ -66,14 +66,14 @@ impl FromStr for GpuRef {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pair {
     /// The GPU in the image.
-    pub old: GpuRef,
+    pub(crate) old: GpuRef,
     /// The GPU of this machine.
-    pub new: GpuRef,
+    pub(crate) new: GpuRef,
 }
 
 /// Text that is not a pair of GPUs.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum ParsePairError {
+pub enum ParsePairError {
     /// There is not exactly one `=`.
     #[error("{0:?} is not a pair of GPUs: it must be OLD=NEW")]
     NotAPair(String),
