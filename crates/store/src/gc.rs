@@ -142,7 +142,7 @@ pub fn collect(
         lock.still_held()?;
         let is_gone = index.is_gone(pack.name);
         if is_gone && pack.needed > 0 {
-            mark::take_back(&packs, pack.name)?;
+            mark::unmark(&packs, pack.name)?;
             index.set_gone(pack.name, false);
             done.revived.push(pack.name);
         } else if is_gone && mark::is_due(&packs, pack.name, bounds.sweep_after, now)? {

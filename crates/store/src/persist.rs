@@ -84,7 +84,7 @@ pub enum Error {
     #[error("image {0} is not there any more, or another one took its place")]
     Gone(super::ImageId),
     /// A part could not be read.
-    #[error("cannot read {} to bring it to the store", path.display())]
+    #[error("cannot read {} to store it", path.display())]
     Copy {
         /// The part.
         path: PathBuf,
