@@ -122,7 +122,6 @@ impl fmt::Display for Origin {
 /// A valid configuration and where each value of it comes from.
 #[derive(Debug)]
 pub(crate) struct Effective {
-    /// The configuration.
     pub(crate) config: Config,
     /// The files that were read.
     pub(crate) files: Vec<PathBuf>,

@@ -63,9 +63,7 @@ impl State {
 pub(crate) struct Check {
     /// Group and name, for example `criu.version`; stable, for scripts.
     pub(crate) check: &'static str,
-    /// The result.
     pub(crate) state: State,
-    /// The finding.
     pub(crate) found: String,
     /// What to type or to ask an administrator for; always set if the state is warn or missing.
     pub(crate) fix: Option<String>,

@@ -33,7 +33,6 @@ pub(crate) enum Error {
     Failed {
         /// Its command line.
         command: String,
-        /// Its output.
         said: String,
     },
     /// It did not end in time.

@@ -63,7 +63,6 @@ pub(crate) enum Error {
     /// A file was found that must not be read, and a job must not run without what it says.
     #[error("{} would be ignored: {}. {}", path.display(), rekindle_base::chain(why), way_out(path, why))]
     Ignored {
-        /// The file.
         path: PathBuf,
         /// Why it must not be read.
         why: Box<Error>,
@@ -95,7 +94,6 @@ impl Error {
 pub(crate) struct Problem {
     /// The file and line, variable or flag; [`Origin::Default`] if a built-in default does not fit any more.
     pub(crate) origin: Origin,
-    /// The problem.
     pub(crate) fault: Fault,
 }
 

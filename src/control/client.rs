@@ -24,7 +24,6 @@ pub(crate) enum Error {
     /// The request could not be sent.
     #[error("cannot reach the supervisor at {}", path.display())]
     Io {
-        /// The socket.
         path: PathBuf,
         /// The kernel's answer.
         #[source]

@@ -24,7 +24,6 @@ pub(crate) use timeline::{Kind, Span, between};
 /// A snapshot that was taken.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Snapshot {
-    /// The image.
     pub image: ImageId,
     /// When the job ran again.
     pub at: i64,
@@ -79,7 +78,6 @@ impl Trouble {
 pub struct Failure {
     /// When it happened.
     pub at: i64,
-    /// Its kind.
     pub what: Trouble,
     /// Its reason as text.
     pub why: String,

@@ -17,7 +17,6 @@ use rekindle_os::exits;
 pub(crate) enum Notice {
     /// The kernel killed this process for lack of memory; the pid is that of the initial PID namespace.
     OutOfMemory {
-        /// The process.
         pid: i32,
         /// Its name, at most 15 bytes.
         name: String,
@@ -26,7 +25,6 @@ pub(crate) enum Notice {
     Xid {
         /// The GPU's PCI address, `0000:3b:00`.
         gpu: String,
-        /// The number.
         xid: u32,
         /// The process, if the driver knows it.
         process: Option<Named>,

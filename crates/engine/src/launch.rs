@@ -11,6 +11,7 @@ pub(crate) mod host;
 pub mod hwloc;
 pub mod identity;
 pub mod interposer;
+pub(crate) mod mapped;
 pub mod nccl;
 pub mod output;
 pub mod plugin;

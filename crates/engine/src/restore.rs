@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use crate::launch::identity::Identity;
 use crate::launch::world::{Network, World};
-use crate::launch::{Job, Privileges, embedded, output};
+use crate::launch::{Job, Privileges, mapped, output};
 use crate::parts::files::put_back as files;
 use crate::parts::gpu::placement::{Plan, Relocation, Wishes};
 use crate::parts::gpu::{placement, put_back as gpu};
@@ -223,7 +223,7 @@ fn recreate(image: &Image, manifest: &Manifest) -> Result<(), Error> {
             if let Some(dir) = file.path.parent() {
                 std::fs::create_dir_all(dir)?;
             }
-            embedded::recreate(&file.path, &content)
+            mapped::recreate(&file.path, &content)
         };
         put().map_err(|source| Error::Recreate { path: file.path.to_path_buf(), source })?;
     }

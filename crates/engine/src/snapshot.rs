@@ -54,8 +54,10 @@ pub(crate) use crate::parts::fds::InFlight;
 pub use crate::parts::tcp::capture::TcpChoice;
 pub use dead::Deaths;
 pub(crate) use dead::Unnoticed;
-pub(crate) use phases::CRIU_DIR;
 pub(crate) use preflight::Refusal;
+
+/// CRIU's images within an image.
+pub(crate) const CRIU_DIR: &str = "criu";
 
 /// Everything a snapshot needs; nothing in it changes while the job runs.
 #[derive(Debug)]
@@ -385,7 +387,7 @@ fn frozen<'a>(subject: &'a Subject<'a>, cancelled: &'a (dyn Fn() -> bool + Sync)
 fn describe(frozen: &phases::Frozen<'_>, reason: Reason) -> Result<Manifest, Error> {
     let (subject, gpus, moment) = (frozen.env.subject, &frozen.gpus, &frozen.dumped.moment);
     let target = &frozen.ready.target;
-    let ids = criu::image::ids(&target.dir().join(phases::CRIU_DIR))?;
+    let ids = criu::image::ids(&target.dir().join(CRIU_DIR))?;
     let cuda = gpus.group.inner_pids();
     Ok(Manifest {
         id: target.id(),

@@ -35,27 +35,16 @@ use rekindle_os::durable::{self, TEMP_PREFIX};
 pub enum PublishError {
     /// The manifest does not match the files.
     #[error("image {id} cannot be described")]
-    Describe {
-        /// The image.
-        id: ImageId,
-        /// The cause.
-        source: ManifestError,
-    },
+    Describe { id: ImageId, source: ManifestError },
     /// The manifest cannot be written.
     #[error("cannot write {}", .path.display())]
-    Write {
-        /// The file.
-        path: PathBuf,
-        /// The cause.
-        source: io::Error,
-    },
+    Write { path: PathBuf, source: io::Error },
     /// The draft cannot get its name; or `images/` cannot be synced: then the image exists, but may be lost in a power
     /// cut.
     #[error("cannot publish {}", .path.display())]
     Publish {
         /// The final name.
         path: PathBuf,
-        /// The cause.
         source: io::Error,
     },
 }

@@ -9,7 +9,6 @@ use thiserror::Error;
 #[derive(Debug, Error)]
 #[error("cannot {what} {}{}", path.display(), Failing(source))]
 pub struct FileError {
-    /// The action.
     pub(crate) what: &'static str,
     /// The file or folder.
     pub path: PathBuf,

@@ -30,7 +30,6 @@ const MAX_BYTES: u64 = 64 << 10;
 pub struct Newest {
     /// See [`super::Manifest::lineage`].
     pub lineage: String,
-    /// The image.
     pub image: ImageId,
     /// When it was recorded.
     pub when: DateTime<Utc>,

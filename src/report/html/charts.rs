@@ -188,7 +188,6 @@ pub(super) struct Bars {
     pub(super) longest: String,
     /// The value at the full height, in microseconds.
     pub(super) top_us: u64,
-    /// The width.
     pub(super) width: usize,
     /// How many snapshots share a bar.
     pub(super) each: usize,

@@ -7,7 +7,6 @@ use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-use super::{interposer, reaper};
 use rekindle_os::durable;
 
 /// A file cannot be written.
@@ -47,7 +46,7 @@ impl Embedded {
     }
 
     /// The hash in the name of a file of this kind, whatever version it is of.
-    fn hash_in<'a>(&self, name: &'a str) -> Option<&'a str> {
+    pub(super) fn hash_in<'a>(&self, name: &'a str) -> Option<&'a str> {
         let hash = name.strip_prefix(self.name)?.strip_prefix('-')?.strip_suffix(self.suffix)?;
         let is_digit = |b: u8| b.is_ascii_digit() || (b'a'..=b'f').contains(&b);
         (hash.len() == HASH && hash.bytes().all(is_digit)).then_some(hash)
@@ -56,30 +55,6 @@ impl Embedded {
 
 /// Digits of the hash in a name.
 const HASH: usize = 16;
-
-/// The files that a job maps and that an image contains a copy of.
-const MAPPED: [Embedded; 2] = [interposer::INTERPOSER, reaper::REAPER];
-
-/// Whether the path ends in a name that [`Embedded::unpack`] gives, in any version of rekindle.
-#[must_use]
-pub(crate) fn is_named(path: &Path) -> bool {
-    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-    MAPPED.iter().any(|kind| kind.hash_in(name).is_some())
-}
-
-/// Creates a file again that an earlier version unpacked, or that was unpacked elsewhere. The hash in its name must
-/// match its content; its mode is that of its kind.
-///
-/// # Errors
-/// `InvalidData` if the name is not that of the content; when the file cannot be read or written.
-pub(crate) fn recreate(path: &Path, content: &[u8]) -> io::Result<()> {
-    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-    let kind = MAPPED.iter().find(|kind| kind.name_of(content) == name);
-    let kind = kind.ok_or_else(|| {
-        io::Error::new(io::ErrorKind::InvalidData, "its content in the image does not match the hash in its name")
-    })?;
-    put(path, content, kind.mode)
-}
 
 /// Writes `content` to `path` with the permission bits `mode`, unless it exists already.
 ///
@@ -122,27 +97,6 @@ pub(crate) mod tests {
         assert_eq!(mode(), 0o750);
         let name = path.file_name().unwrap().to_str().unwrap();
         assert!(name.starts_with("thing-") && name.ends_with(".so"), "{name}");
-    }
-
-    #[test]
-    fn only_what_its_name_says_is_put_back_and_never_with_another_mode() {
-        let dir = tempfile::tempdir().unwrap();
-        let hash = blake3::hash(b"of old").to_hex().get(..16).unwrap().to_owned();
-        let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o7777;
-        for (name, expected) in [(format!("interposer-{hash}.so"), 0o755), (format!("reaper-{hash}"), 0o755)] {
-            let path = dir.path().join(name);
-            assert!(is_named(&path));
-            recreate(&path, b"of old").unwrap();
-            assert_eq!(mode(&path), expected);
-            std::fs::remove_file(&path).unwrap();
-            assert_eq!(recreate(&path, b"another").unwrap_err().kind(), io::ErrorKind::InvalidData);
-            assert!(!path.exists());
-        }
-        for name in
-            [&format!("other-{hash}"), "x", "reaper-", "reaper-../../x", &format!("reaper-{hash}.so"), "reaper-0123"]
-        {
-            assert!(!is_named(&dir.path().join(name)), "{name}");
-        }
     }
 
     /// The dynamic symbols that the object defines, and those that it needs (ELF-64, gABI chapter 4).

@@ -48,11 +48,9 @@ pub enum Refused {
     /// A process has other rights than a launch gives.
     #[error("{process} has {what}")]
     Rights {
-        /// The process.
         process: String,
         /// What it has.
         what: String,
-        /// The cause.
         fault: Fault,
     },
     /// A process has a file that its user could not open.
@@ -61,7 +59,6 @@ pub enum Refused {
         path.display()
     )]
     File {
-        /// The file.
         path: PathBuf,
         /// How the job uses it.
         how: &'static str,
@@ -74,21 +71,16 @@ pub enum Refused {
         path.display()
     )]
     KernelFile {
-        /// The file.
         path: PathBuf,
         /// The job's user.
         user: String,
     },
     /// A process is in other namespaces than the rest of the job.
     #[error("{process} is in a mount namespace of its own")]
-    Namespace {
-        /// The process.
-        process: String,
-    },
+    Namespace { process: String },
     /// The rights or files of a process could not be read.
     #[error("cannot inspect the rights and files of process {pid}")]
     Unread {
-        /// The process.
         pid: i32,
         /// The kernel's answer.
         #[source]

@@ -12,7 +12,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use super::{Error, Request};
-use crate::launch::embedded;
+use crate::launch::mapped;
 use rekindle_store::Manifest;
 use rekindle_store::manifest::Landing;
 
@@ -26,7 +26,7 @@ pub(super) fn check(manifest: &Manifest, request: &Request<'_>) -> Result<(), Er
     let here = [Some(request.folder.bin_dir()), area.map(|area| area.path().to_path_buf())];
     for file in &manifest.recreate {
         let path = file.path.as_path();
-        let named = embedded::is_named(path);
+        let named = mapped::is_named(path);
         let folder = path.parent().unwrap_or(path);
         let job = manifest.job.as_str();
         let result = match named {

@@ -9,7 +9,6 @@ use rekindle_store::{ImageId, Manifest};
     "image {id} was taken while the job ran as user {then}, and {now}. Set job.user to {then}, or pass --accept-user {then} to restore it as user {then}. `rekindle run --fresh` starts the job from the beginning. The image is kept"
 )]
 pub struct OtherUser {
-    /// The image.
     pub(crate) id: ImageId,
     /// The user at the snapshot.
     pub(crate) then: String,

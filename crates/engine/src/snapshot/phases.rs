@@ -5,6 +5,7 @@
 
 use std::time::{Duration, Instant};
 
+use super::CRIU_DIR;
 use super::mapped;
 use super::moment::{Moment, Still, Wrong};
 use super::pages::Drained;
@@ -21,9 +22,6 @@ use rekindle_criu::{self as criu, DumpOptions, Hooks, Notify, Place, Plugin};
 use rekindle_os::spawn::Ended;
 use rekindle_os::{process, tcp_repair};
 use rekindle_store::manifest::{Landing, MappedFile, Phase, Recreate, SavedLink, TreeProcess};
-
-/// CRIU's images within an image.
-pub(crate) const CRIU_DIR: &str = "criu";
 
 /// The phases of the freeze. After the last cancellable one the job is resumed in any case.
 fn steps<'a>() -> [Step<Freeze<'a>, Error>; 6] {

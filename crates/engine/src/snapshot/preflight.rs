@@ -35,9 +35,7 @@ pub enum Refusal {
     /// A debugger is attached to a process.
     #[error("process {pid} ({name}) is traced by process {tracer} (a debugger, strace): detach it")]
     Traced {
-        /// The process.
         pid: i32,
-        /// Its name.
         name: String,
         /// The tracing process.
         tracer: i32,
@@ -45,9 +43,7 @@ pub enum Refusal {
     /// CRIU cannot dump something a process has.
     #[error("process {pid} ({name}) has {what} open, which CRIU cannot dump{hint}")]
     Unsupported {
-        /// The process.
         pid: i32,
-        /// Its name.
         name: String,
         /// What to do about it.
         what: &'static str,
@@ -59,32 +55,18 @@ pub enum Refusal {
         "process {pid} ({name}) has a write lease on {path} (fcntl F_SETLEASE): a snapshot would break the lease, which kills \
          most programs. Snapshots continue when the lease is released"
     )]
-    Lease {
-        /// The process.
-        pid: i32,
-        /// Its name.
-        name: String,
-        /// The file.
-        path: String,
-    },
+    Lease { pid: i32, name: String, path: String },
     /// Memory that a process shares with others cannot be seen.
     #[error(
         "process {pid} ({name}) uses NCCL without the interposer, so rekindle cannot see which GPU memory it shares with other processes, and its restore would fail: set gpu.nccl = \"auto\" and leave snapshot.interposer at \"auto\", or put NCCL_P2P_DISABLE=1 and NCCL_CUMEM_HOST_ENABLE=0 in the job's environment"
     )]
-    Nccl {
-        /// The process.
-        pid: i32,
-        /// Its name.
-        name: String,
-    },
+    Nccl { pid: i32, name: String },
     /// A process of the job has a namespace of its own.
     #[error(
         "process {pid} ({name}) is in a {kind} namespace of its own (a sandbox, a container), which CRIU cannot restore"
     )]
     Namespace {
-        /// The process.
         pid: i32,
-        /// Its name.
         name: String,
         /// The kind of namespace.
         kind: &'static str,
@@ -94,9 +76,7 @@ pub enum Refusal {
         "process {pid} ({name}) is on {part}, which the CUDA driver cannot checkpoint: give the job whole GPUs{hint}"
     )]
     PartOfGpu {
-        /// The process.
         pid: i32,
-        /// Its name.
         name: String,
         /// What it is on.
         part: String,

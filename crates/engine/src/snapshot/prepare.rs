@@ -2,8 +2,8 @@
 
 use chrono::Utc;
 
+use super::CRIU_DIR;
 use super::pages::{Expected, Receivers, Source};
-use super::phases::CRIU_DIR;
 use super::seen::{Gpus, Seen, copied};
 use super::{Env, Error, preflight};
 use crate::launch::interposer;

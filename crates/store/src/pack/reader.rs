@@ -111,18 +111,14 @@ impl ReadChunkError {
 /// A requested chunk, and its purpose.
 #[derive(Debug, Clone, Copy)]
 pub struct Want<T> {
-    /// The chunk.
     pub(crate) id: ChunkId,
-    /// Its place.
     pub(crate) location: Location,
-    /// The purpose.
     pub(crate) target: T,
 }
 
 /// How packs are read.
 #[derive(Clone, Copy)]
 pub struct Reading<'a> {
-    /// The packs.
     pub(crate) packs: &'a Packs,
     /// The key of encrypted packs.
     pub(crate) key: Option<&'a Key>,

@@ -39,7 +39,6 @@ pub struct Packs {
 /// A problem with a pack.
 #[derive(Debug)]
 pub struct Problem {
-    /// The pack.
     pub(crate) pack: PackName,
     /// Why its index was not used; None if that is not the problem.
     pub(crate) index: Option<ReadError>,

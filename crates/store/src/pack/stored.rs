@@ -17,7 +17,6 @@ pub enum CopyError {
     /// It differs from what was written.
     #[error("the record at byte {offset} is damaged; `rekindle repair --dry-run` says which images it affects")]
     Damaged {
-        /// Its offset.
         offset: u64,
         /// The damage.
         #[source]

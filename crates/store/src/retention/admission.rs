@@ -43,7 +43,6 @@ pub enum Admission {
 pub struct Removal {
     /// The image.
     pub id: ImageId,
-    /// The reason.
     pub(crate) why: Why,
 }
 

@@ -79,7 +79,6 @@ pub enum Note {
     MaxTotal {
         /// Bytes of the remaining images.
         left: u64,
-        /// The limit.
         max: u64,
     },
     /// Removing all removable images would not free enough space, so none is removed for that.

@@ -58,7 +58,6 @@ pub enum FileRollback {
     Aside(RolledBack),
     /// A tracked folder.
     Folder {
-        /// The folder.
         path: PathBuf,
         /// Where the content that was too much is now.
         kept: PathBuf,
@@ -68,7 +67,6 @@ pub enum FileRollback {
 /// A file with content that was moved elsewhere.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RolledBack {
-    /// The file.
     pub(crate) path: PathBuf,
     /// The file that has this content now.
     pub(crate) kept: PathBuf,

@@ -47,7 +47,6 @@ impl Location {
 /// A pack in an [`Index`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PackInfo {
-    /// Its name.
     pub(crate) name: PackName,
     /// Its bytes, up to the last complete record.
     pub pack_len: u64,
