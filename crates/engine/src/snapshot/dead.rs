@@ -178,9 +178,11 @@ mod tests {
         assert!(!sees(&look.fresh) && !sees(&look.old));
         // A process that exited by itself does not count.
         let mut child = Command::new("sh").args(["-c", "exit 3"]).spawn().unwrap();
-        std::thread::sleep(Duration::from_millis(100));
         let pid = child.id().cast_signed();
-        assert!(process::ended(pid).is_some() && dead(pid).is_none());
+        while process::ended(pid).is_none() {
+            assert!(Instant::now() < deadline);
+        }
+        assert!(dead(pid).is_none());
         child.wait().unwrap();
     }
 
