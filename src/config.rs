@@ -16,6 +16,7 @@ mod error;
 mod file;
 mod files;
 mod gpu;
+mod group;
 mod job_api;
 mod keys;
 mod layers;
@@ -40,6 +41,7 @@ use serde::{Deserialize, Serialize};
 
 pub(crate) use auto::MeanTime;
 pub(crate) use error::{Error, Fault, Problem};
+pub(crate) use group::{Group, GroupNetwork};
 pub(crate) use model::{
     ColdStart, Config, EnvironmentMode, Interposer, Level, OnProcessDeath, OnSuccess, PidNamespace, Restart, Snapshot,
     Staging, Store,
@@ -79,6 +81,10 @@ pub(crate) struct Overrides {
     pub(crate) grace: Option<String>,
     /// `--deadline`, for `scheduler.deadline`.
     pub(crate) deadline: Option<String>,
+    /// `--nodes`, for `group.nodes`.
+    pub(crate) nodes: Option<u32>,
+    /// `--node-rank`, for `group.node-rank`.
+    pub(crate) node_rank: Option<u32>,
     /// `--store`, for `store.directory`; a relative path is taken from the working directory.
     pub(crate) store: Option<PathBuf>,
 }

@@ -383,5 +383,6 @@ fn reason(reason: Reason) -> &'static str {
         Reason::Signal => "signal",
         Reason::Final => "final",
         Reason::Request => "request",
+        Reason::Group => "group",
     }
 }

@@ -10,6 +10,7 @@ use super::auto::MeanTime;
 use super::control::Control;
 use super::files::Files;
 use super::gpu::Gpu;
+use super::group::Group;
 use super::job_api::JobApi;
 use super::network::Network;
 use super::notifications::{Hooks, LogFormat, Metrics};
@@ -40,6 +41,8 @@ pub(crate) struct Config {
     pub(crate) job: Job,
     /// The network of the job.
     pub(crate) network: Network,
+    /// The machines of a job over several machines.
+    pub(crate) group: Group,
     /// Which files are part of the job's state.
     pub(crate) files: Files,
     /// How the job uses its GPUs.
@@ -428,6 +431,7 @@ impl Default for Config {
             rules: Vec::new(),
             job: Job::default(),
             network: Network::default(),
+            group: Group::default(),
             files: Files::default(),
             gpu: Gpu::default(),
             snapshot: Snapshot::default(),

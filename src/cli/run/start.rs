@@ -81,6 +81,19 @@ pub(super) fn choose(folder: &JobFolder, command: &[OsString], fresh: bool, cold
     Ok(Start { from, lineage: record.lineage, base: record.base, named: false })
 }
 
+/// The beginning of a member of a group: the group decides what the job starts from.
+pub(super) fn of_group(folder: &JobFolder, command: &[OsString], lineage: String) -> anyhow::Result<Start> {
+    if let Some(record) = folder.record()? {
+        if record.outcome == Outcome::Completed {
+            return Err(Misuse(format!("{}: use another --name to run it again", completed(folder, &record))).into());
+        }
+        if !is_same(&record, command) && !folder.copies()?.is_empty() {
+            return Err(Misuse(other_command(&record, folder.name())).into());
+        }
+    }
+    Ok(Start { from: StartPoint::Cold, lineage, base: None, named: false })
+}
+
 /// Whether the command is the one of the last run. A restored image runs the command that was started then, whatever is
 /// typed now.
 fn is_same(record: &JobRecord, command: &[OsString]) -> bool {
