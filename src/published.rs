@@ -3,6 +3,8 @@
 //! It is for `rekindle status` and scripts, and is not used by the supervisor. It may be outdated if the supervisor was
 //! killed, which the job's lock shows. Only the supervisor writes it.
 
+mod shown;
+
 use std::fmt;
 use std::io;
 use std::net::SocketAddr;
@@ -113,6 +115,9 @@ pub struct Published {
     #[serde(default)]
     pub boot_id: String,
 }
+
+pub(crate) use shown::Condition;
+pub use shown::ShownState;
 
 /// What the supervisor does with the job, in one word.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

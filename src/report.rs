@@ -18,10 +18,10 @@ use std::{fs, io};
 
 use chrono::{DateTime, Utc};
 
-use crate::published::Published;
+use crate::published::{Published, ShownState};
 use crate::telemetry::events;
 use model::{Facts, ImageSize, Report};
-use rekindle_store::{self as store, JobFolder, Known, Outcome, Place};
+use rekindle_store::{self as store, JobFolder, Known, Place};
 
 /// Why there is no report.
 #[derive(Debug, thiserror::Error)]
@@ -62,18 +62,11 @@ pub(crate) fn of(folder: &JobFolder, since: Option<DateTime<Utc>>) -> Result<Rep
 ///
 /// # Errors
 /// When the record cannot be read.
-pub(crate) fn state(folder: &JobFolder, live: Option<&Published>) -> Result<String, store::Error> {
+pub(crate) fn state(folder: &JobFolder, live: Option<&Published>) -> Result<ShownState, store::Error> {
     if let Some(live) = live {
-        return Ok(live.state.to_string());
+        return Ok(ShownState::Live(live.state));
     }
-    let word = match folder.record()?.map(|record| record.outcome) {
-        Some(Outcome::Running) => "interrupted",
-        Some(Outcome::Completed) => "completed",
-        Some(Outcome::Failed { .. }) => "failed",
-        Some(Outcome::Stopped) => "stopped",
-        None => "new",
-    };
-    Ok(word.into())
+    Ok(ShownState::of(None, folder.record()?.as_ref().map(|record| &record.outcome)))
 }
 
 fn image_size(known: &Known) -> ImageSize {

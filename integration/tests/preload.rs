@@ -146,8 +146,8 @@ fn without_space_the_driver_gets_its_own_mapping() {
 fn a_file_on_a_disk_is_not_used() {
     // Cargo's own folder for it is not on a tmpfs, on most machines.
     let here = Path::new(env!("CARGO_TARGET_TMPDIR"));
-    if nix::sys::statfs::statfs(here).unwrap().filesystem_type() == nix::sys::statfs::TMPFS_MAGIC {
-        eprintln!("SKIP: the build folder is on a tmpfs");
+    let in_memory = nix::sys::statfs::statfs(here).unwrap().filesystem_type() == nix::sys::statfs::TMPFS_MAGIC;
+    if !rekindle_testing::require("disks", !in_memory, "the build folder is on a tmpfs") {
         return;
     }
     passes(&mut rig_on(here).command("refused"));

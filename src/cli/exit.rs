@@ -85,7 +85,7 @@ pub(crate) fn of_error(error: &anyhow::Error, is_store_typed: bool) -> Exit {
             || cause.is::<launch::uplink::Missing>()
             || cause.is::<super::run::NoRights>()
             || cause.is::<super::replica::Unknown>()
-            || cause.is::<super::replica::NotBrought>()
+            || cause.is::<super::replica::NotFetched>()
         {
             return Exit::Missing;
         }

@@ -10,13 +10,13 @@ use serde::Serialize;
 use super::find::{self, Finder};
 use super::output::{Column, Format, print_table, print_text};
 use super::{Exit, Global, Misuse, complete};
-use crate::published::{Persisting, Published};
+use crate::published::{Persisting, Published, ShownState};
 use rekindle_base::interval::Choice;
 use rekindle_base::units::size;
 use rekindle_replica::{Patience, Replica};
 use rekindle_store::manifest::Reason;
 use rekindle_store::retention::survey::Survey;
-use rekindle_store::{Access, Error, ImageId, JobFolder, JobName, Known, Outcome, Place, State, Store, Tag, Tags};
+use rekindle_store::{Access, Error, ImageId, JobFolder, JobName, Known, Place, State, Store, Tag, Tags};
 
 /// What to list.
 #[derive(Debug, clap::Args)]
@@ -72,7 +72,7 @@ struct JobRow {
     /// The store that it is in.
     store: PathBuf,
     /// The state of its supervisor, or how its last run ended.
-    state: String,
+    state: ShownState,
     pid: Option<i32>,
     restarts: Option<u32>,
     images: usize,
@@ -108,13 +108,13 @@ impl Storing {
     }
 
     /// The state of the job, and how far the image is.
-    fn after(&self, state: &str) -> String {
+    fn after(&self, state: ShownState) -> String {
         match &self.persisting {
             Some(persisting) => {
                 let rate = bytesize::ByteSize::b(persisting.rate);
                 format!("{state}, storing {} % at {rate}/s", persisting.percent())
             }
-            None => state.to_owned(),
+            None => state.to_string(),
         }
     }
 }
@@ -149,7 +149,7 @@ fn jobs(finder: &Finder, format: Format) -> anyhow::Result<()> {
     let cells = rows.iter().map(|row| {
         let mut cells = vec![
             row.job.to_string(),
-            row.storing.after(&row.state),
+            row.storing.after(row.state),
             row.images.to_string(),
             row.newest.map_or_else(|| "-".into(), |id| id.to_string()),
             size(row.frees),
@@ -169,14 +169,7 @@ fn job_row(folder: &JobFolder) -> anyhow::Result<JobRow> {
     let record = folder.record()?;
     // Published values count only while there is a supervisor.
     let live = Published::live(folder)?;
-    let state = match (&live, record.as_ref().map(|r| &r.outcome)) {
-        (Some(live), _) => live.state.to_string(),
-        (None, Some(Outcome::Running)) => "interrupted".into(),
-        (None, Some(Outcome::Completed)) => "completed".into(),
-        (None, Some(Outcome::Failed { .. })) => "failed".into(),
-        (None, Some(Outcome::Stopped)) => "stopped".into(),
-        (None, None) => "new".into(),
-    };
+    let state = ShownState::of(live.as_ref(), record.as_ref().map(|record| &record.outcome));
     let bytes = |place| {
         let copies = images.iter().filter_map(|known| known.copy(place)?.manifest());
         copies.map(|manifest| manifest.bytes).sum()

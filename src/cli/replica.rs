@@ -36,7 +36,7 @@ pub(crate) struct Unknown {
 /// The replica has a newer image that cannot be fetched now. Continuing from an older one would lose work.
 #[derive(Debug, thiserror::Error)]
 #[error("the replica has an image that is not here, and it cannot be fetched. Fix that and run the same command again")]
-pub(crate) struct NotBrought(#[source] Error);
+pub(crate) struct NotFetched(#[source] Error);
 
 /// The images of the replica are not trusted, or cannot be decrypted: the configuration must be corrected.
 #[derive(Debug, thiserror::Error)]
@@ -73,10 +73,10 @@ pub(super) fn bring_newest(config: &Config, folder: &JobFolder, lock: &WriterLoc
     }
     let newest = folder.copies()?.into_iter().find(Image::is_good).map(|image| image.id);
     let min_free = config.store.min_free.bytes();
-    let brought = Replica::open(url, folder.name(), Patience::Little)
+    let fetched = Replica::open(url, folder.name(), Patience::Little)
         .map(|replica| replica.with_min_free(min_free).with_trust(folder.trust()))
         .and_then(|replica| look(&replica, folder, lock, folder.trust().key(), record.as_ref(), newest));
-    match (brought, newest) {
+    match (fetched, newest) {
         (Ok(None), _) => Ok(()),
         (Ok(Some((image, new))), _) => {
             if let Some(record) = new {
@@ -85,7 +85,7 @@ pub(super) fn bring_newest(config: &Config, folder: &JobFolder, lock: &WriterLoc
             tracing::info!("image {} was fetched from the replica", image.id);
             Ok(())
         }
-        (Err(error @ Error::NoRoom { .. }), _) => Err(NotBrought(error).into()),
+        (Err(error @ Error::NoRoom { .. }), _) => Err(NotFetched(error).into()),
         (Err(error @ (Error::Untrusted { .. } | Error::Key { .. })), None) => Err(refused(error)),
         (Err(error), Some(newest)) => {
             let why = chain(&error);
@@ -152,7 +152,7 @@ pub(super) fn bring_named(config: &Config, text: &str) -> anyhow::Result<()> {
     let lock = folder.lock()?;
     let replica = replica.with_min_free(config.store.min_free.bytes());
     fetch(&replica, &folder, &lock, folder.trust().key(), image.id).map_err(|error| match error {
-        Error::NoRoom { .. } => NotBrought(error).into(),
+        Error::NoRoom { .. } => NotFetched(error).into(),
         error => refused(error),
     })?;
     if folder.record()?.is_none() {

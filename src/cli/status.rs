@@ -12,7 +12,7 @@ use super::output::{Column, Format, print_json, print_note, print_table, print_t
 use super::{Exit, Global, complete};
 use crate::control::client;
 use crate::control::protocol::{Answer, Request};
-use crate::published::Published;
+use crate::published::{Published, ShownState};
 use rekindle_base::units::size;
 use rekindle_store::staging::leftovers::Leftover;
 use rekindle_store::{JobFolder, JobName, JobRecord, Outcome};
@@ -51,7 +51,7 @@ struct Row {
     /// The store that it is in.
     store: PathBuf,
     /// The state of its supervisor, or how its last run ended: interrupted, completed, failed, stopped, new.
-    state: String,
+    state: ShownState,
     /// The source of the state: supervisor, state-file (its supervisor does not answer), record (it has none).
     source: &'static str,
     /// Why it was given up.
@@ -141,13 +141,11 @@ fn rows(folders: &[JobFolder]) -> anyhow::Result<Vec<Row>> {
 
 fn row(folder: &JobFolder, live: Option<Published>, source: &'static str, now: DateTime<Utc>) -> anyhow::Result<Row> {
     let record = folder.record()?;
-    let (state, why) = match (&live, record.as_ref().map(|record| &record.outcome)) {
-        (Some(live), _) => (live.state.to_string(), None),
-        (None, Some(Outcome::Running)) => ("interrupted".into(), None),
-        (None, Some(Outcome::Completed)) => ("completed".into(), None),
-        (None, Some(Outcome::Failed { why })) => ("failed".into(), Some(why.clone())),
-        (None, Some(Outcome::Stopped)) => ("stopped".into(), None),
-        (None, None) => ("new".into(), None),
+    let last = record.as_ref().map(|record| &record.outcome);
+    let state = ShownState::of(live.as_ref(), last);
+    let why = match last {
+        Some(Outcome::Failed { why }) if live.is_none() => Some(why.clone()),
+        _ => None,
     };
     let is_live = live.is_some();
     let mut published = live.or_else(|| Published::read(&folder.state_file()).ok());
@@ -209,7 +207,7 @@ fn print(rows: &[Row], one: bool, stores: bool, format: Format) -> anyhow::Resul
 fn state(row: &Row) -> String {
     let known = row.published.as_ref().map(|shown| &shown.typed);
     let moving = known.and_then(|it| it.persisting.as_ref());
-    let mut text = row.state.clone();
+    let mut text = row.state.to_string();
     text.extend(moving.map(|moving| format!(", storing {} %", moving.percent())));
     if row.source == "state-file" {
         text.push_str(" (does not answer)");

@@ -21,6 +21,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use super::find::Finder;
 use super::output::Format;
 use super::{Exit, Global, Misuse};
+use crate::published::{JobState, ShownState};
 use view::{Line, Tone, View};
 use watch::{Row, Watch};
 
@@ -70,7 +71,7 @@ fn show(store: &str, looks: &mpsc::Receiver<anyhow::Result<Vec<Row>>>, caught: &
             Err(mpsc::TryRecvError::Disconnected) => anyhow::bail!("the thread that reads the jobs has ended"),
         }
         if std::mem::take(&mut changed) {
-            let running = rows.iter().filter(|row: &&Row| row.state == "running").count();
+            let running = rows.iter().filter(|row: &&Row| row.state == ShownState::Live(JobState::Running)).count();
             let jobs = if rows.len() == 1 { "job" } else { "jobs" };
             let now = Local::now().format("%H:%M:%S%:z");
             let title = match &problem {
@@ -146,7 +147,7 @@ impl Screen {
         let before = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |panic| {
             // First, so that the message is visible.
-            give_back();
+            release_terminal();
             before(panic);
         }));
         terminal::enable_raw_mode()?;
@@ -158,11 +159,11 @@ impl Screen {
 
 impl Drop for Screen {
     fn drop(&mut self) {
-        give_back();
+        release_terminal();
     }
 }
 
-fn give_back() {
+fn release_terminal() {
     // If the terminal is gone, there is nobody to tell.
     let _ = execute!(stdout(), cursor::Show, terminal::EnableLineWrap, terminal::LeaveAlternateScreen);
     let _ = terminal::disable_raw_mode();

@@ -13,6 +13,7 @@ use maud::{DOCTYPE, Markup, PreEscaped, html};
 use super::history::{Kind, Trouble, between};
 use super::model::Report;
 use super::words::{moment, share, time};
+use crate::published::Condition;
 use charts::Axis;
 use parts::{Extent, dot, foreign, number};
 use rekindle_base::units::{counted, size};
@@ -68,15 +69,15 @@ pub fn page(report: &Report) -> String {
 
 fn header(report: &Report) -> Markup {
     let zone = DateTime::from_timestamp_micros(report.made).map(|made| made.with_timezone(&Local).format("%:z"));
-    let tone = match report.state.as_str() {
-        "running" | "snapshotting" | "completed" => "state good",
-        "failed" | "interrupted" => "state bad",
-        "stopped" | "new" => "state",
-        _ => "state warn",
+    let tone = match report.state.condition() {
+        Condition::Good => "state good",
+        Condition::Bad => "state bad",
+        Condition::Idle => "state",
+        Condition::Passing => "state warn",
     };
     html! {
         header {
-            div.title { h1 { (report.job) } span class=(tone) { (report.state) } }
+            div.title { h1 { (report.job) } span class=(tone) { (report.state.as_str()) } }
             div.soft.small {
                 @if let (Some(from), Some(to)) = (report.from, report.to) { (moment(from)) " to " (moment(to)) " · " }
                 "made " (moment(report.made))

@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use super::history::{Failure, History, Kind, Snapshot, Span, Trouble};
 use super::words;
+use crate::published::ShownState;
 use crate::telemetry::events::Event;
 use rekindle_base::Percentage;
 use rekindle_base::interval::{self, Choice, Failures, MtbfSource};
@@ -21,7 +22,7 @@ pub struct Facts {
     /// The job.
     pub job: String,
     /// The state of its supervisor, or how its last run ended.
-    pub state: String,
+    pub state: ShownState,
     /// Whether it has a supervisor: then the present stretch is not over.
     pub supervised: bool,
     /// Bytes that the job's folder occupies on the disk.
@@ -56,7 +57,7 @@ pub struct Report {
     /// The job.
     pub job: String,
     /// The state of its supervisor, or how its last run ended.
-    pub state: String,
+    pub state: ShownState,
     /// When the report was made.
     pub made: i64,
     /// The command line of the last supervisor.

@@ -256,7 +256,7 @@ impl Owner<'_> {
             let result = {
                 let _files_go =
                     (source == Source::PlainFiles).then(|| files_go.lock().unwrap_or_else(PoisonError::into_inner));
-                bring_to_store(&setup, &image, &progress, &cancel)
+                store_image(&setup, &image, &progress, &cancel)
             };
             let took = began.elapsed();
             if result.is_ok() {
@@ -468,12 +468,7 @@ impl Owner<'_> {
     }
 }
 
-fn bring_to_store(
-    setup: &Setup,
-    image: &Image,
-    progress: &Progress,
-    cancel: &AtomicBool,
-) -> Result<Image, PersistError> {
+fn store_image(setup: &Setup, image: &Image, progress: &Progress, cancel: &AtomicBool) -> Result<Image, PersistError> {
     let store = &setup.config.store;
     let whole = image.manifest().map_or(0, |manifest| manifest.bytes);
     if image.is_staged() {

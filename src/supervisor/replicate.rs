@@ -145,7 +145,7 @@ impl Owner<'_> {
         self.spawn("replicate", move || {
             process::be_nice();
             let send = |what| drop(sender.send(Message::Replicated(Box::new(Report { image: image.id, what }))));
-            let what = bring(&setup, &image, &progress, &flags, &repeats, &send);
+            let what = send_image(&setup, &image, &progress, &flags, &repeats, &send);
             drop(hold);
             send(what);
         });
@@ -252,7 +252,7 @@ fn open(setup: &Setup, patience: Patience) -> replica::Result<Option<Replica>> {
 }
 
 /// Sends the image, until that succeeds or is not worthwhile any more.
-fn bring(
+fn send_image(
     setup: &Setup,
     image: &Image,
     progress: &Progress,

@@ -84,7 +84,7 @@ pub(crate) struct Program {
     /// This version's interposer, unpacked, if the job gets it.
     pub(crate) interposer: Option<PathBuf>,
     /// The uplink of the job's network, if it has a private network with one.
-    pub(crate) uplink: Option<uplink::Plan>,
+    pub uplink: Option<uplink::Plan>,
 }
 
 impl Program {

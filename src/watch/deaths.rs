@@ -284,6 +284,12 @@ mod tests {
         nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), signal).unwrap();
     }
 
+    fn events() -> Option<Events> {
+        let found = Events::listen();
+        let why = format!("there are no process events here: {found:?}");
+        rekindle_testing::needs("events", found.ok(), &why)
+    }
+
     #[test]
     fn a_process_that_is_watched_is_told_of_and_no_other() {
         if !rekindle_testing::root() {
@@ -318,8 +324,8 @@ mod tests {
 
     #[test]
     fn a_process_whose_first_thread_has_ended_is_still_watched() {
-        if !rekindle_testing::root() || Events::listen().is_err() {
-            return eprintln!("SKIP: there are no process events here");
+        if !rekindle_testing::root() || events().is_none() {
+            return;
         }
         let script = "import ctypes, sys, threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n\
                       sys.stdin.readline()\nctypes.CDLL(None).pthread_exit(None)";
@@ -351,7 +357,7 @@ mod tests {
         if !rekindle_testing::root() {
             return;
         }
-        let Ok(events) = Events::listen() else { return eprintln!("SKIP: there are no process events here") };
+        let Some(events) = events() else { return };
         let mut child = shell("kill -9 $$");
         let pid = child.id().cast_signed();
         let member = Member { inner: 1005, name: "trainer".into(), pidfd: None, unknown: true };
@@ -374,8 +380,8 @@ mod tests {
 
     #[test]
     fn of_a_job_that_is_watched_as_a_whole_later_children_are_told_of() {
-        if !rekindle_testing::root() || Events::listen().is_err() {
-            return eprintln!("SKIP: there are no process events here");
+        if !rekindle_testing::root() || events().is_none() {
+            return;
         }
         let mut root = shell("sh -c 'echo $$; sleep 0.6; sleep 60 & echo $!; wait; sleep 60'");
         line(&mut root);

@@ -185,7 +185,10 @@ mod tests {
         };
         let mark = std::process::id();
         let line = |xid: u32| format!("rekindle test: NVRM: Xid (PCI:{mark}:00:00): {xid}, pid=1, name=x, nothing\n");
-        let Ok(()) = write(&line(1)) else { return eprintln!("SKIP: the kernel's log cannot be written") };
+        let told = write(&line(1)).is_ok();
+        if !rekindle_testing::require("kmsg", told, "the kernel's log cannot be written") {
+            return;
+        }
         let mut log = KernelLog::from_now().unwrap();
         write(&line(2)).unwrap();
         let ours = |notices: Vec<(Duration, Notice)>| -> Vec<u32> {

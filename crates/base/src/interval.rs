@@ -127,7 +127,7 @@ pub const FREEZES: usize = 5;
 /// The time in which one failure is assumed before anything was observed. Llama 3 was interrupted every 3 hours on
 /// 16,384 GPUs (arXiv 2407.21783, section 3.3.4), which means months for a machine with eight; but preemptions, full
 /// memory and the job's own faults come on top. Because of the square root, an error here has little effect.
-pub const PRIOR: Duration = Duration::from_secs(24 * 3600);
+pub(crate) const PRIOR: Duration = Duration::from_secs(24 * 3600);
 
 /// How often the job failed in how much time. A failure is a death that costs work: an end by itself with another exit
 /// code than 0, a snapshot that it did not survive, the end of the supervisor or the machine while the job ran. A death

@@ -19,7 +19,7 @@ pub use rpc::{DumpOptions, Hooks, Instead, Notify, Place, RestoreOptions, Restor
 pub use rpc::{dump, find_restored, restore};
 
 /// The oldest CRIU that can read and write our images (the page counts moved in the 4.2 page map).
-pub const MINIMUM: Version = Version(4, 0, 0);
+pub(crate) const MINIMUM: Version = Version(4, 0, 0);
 
 /// A CRIU that can be run.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -22,10 +22,10 @@ pub(crate) struct Request {
     #[prost(message, optional, tag = "2")]
     pub options: Option<Options>,
     #[prost(bool, optional, tag = "3")]
-    pub notify_success: Option<bool>,
+    pub(crate) notify_success: Option<bool>,
     /// CRIU accepts another request after this one; supported for few kinds of requests.
     #[prost(bool, optional, tag = "4")]
-    pub keep_open: Option<bool>,
+    pub(crate) keep_open: Option<bool>,
     #[prost(message, optional, tag = "5")]
     pub features: Option<Features>,
 }
@@ -47,57 +47,57 @@ pub(crate) struct Options {
     /// -1: `images_dir` names the folder instead. CRIU would look the descriptor up in our /proc, which is impossible
     /// from another PID namespace.
     #[prost(int32, required, tag = "1", default = "-1")]
-    pub images_dir_fd: i32,
+    pub(crate) images_dir_fd: i32,
     #[prost(int32, optional, tag = "2")]
     pub pid: Option<i32>,
     #[prost(bool, optional, tag = "3")]
-    pub leave_running: Option<bool>,
+    pub(crate) leave_running: Option<bool>,
     #[prost(bool, optional, tag = "4")]
-    pub ext_unix_sk: Option<bool>,
+    pub(crate) ext_unix_sk: Option<bool>,
     #[prost(bool, optional, tag = "5")]
-    pub tcp_established: Option<bool>,
+    pub(crate) tcp_established: Option<bool>,
     #[prost(bool, optional, tag = "8")]
-    pub file_locks: Option<bool>,
+    pub(crate) file_locks: Option<bool>,
     #[prost(int32, optional, tag = "9")]
-    pub log_level: Option<i32>,
+    pub(crate) log_level: Option<i32>,
     #[prost(bool, optional, tag = "12")]
-    pub notify_scripts: Option<bool>,
+    pub(crate) notify_scripts: Option<bool>,
     #[prost(bool, optional, tag = "18")]
     pub link_remap: Option<bool>,
     #[prost(bool, optional, tag = "26")]
-    pub rst_sibling: Option<bool>,
+    pub(crate) rst_sibling: Option<bool>,
     #[prost(message, repeated, tag = "27")]
-    pub inherit_fd: Vec<InheritFd>,
+    pub(crate) inherit_fd: Vec<InheritFd>,
     /// `CriuCgMode`; 0 is IGNORE.
     #[prost(int32, optional, tag = "34")]
-    pub manage_cgroups_mode: Option<i32>,
+    pub(crate) manage_cgroups_mode: Option<i32>,
     #[prost(uint32, optional, tag = "35")]
     pub ghost_limit: Option<u32>,
     /// Seconds, for freezing only.
     #[prost(uint32, optional, tag = "45")]
     pub timeout: Option<u32>,
     #[prost(bool, optional, tag = "46")]
-    pub tcp_skip_in_flight: Option<bool>,
+    pub(crate) tcp_skip_in_flight: Option<bool>,
     #[prost(bool, optional, tag = "52")]
-    pub tcp_close: Option<bool>,
+    pub(crate) tcp_close: Option<bool>,
     /// 3 is SKIP: the tasks are frozen anyway, and the alternatives need iptables or nftables.
     #[prost(int32, optional, tag = "64")]
-    pub network_lock: Option<i32>,
+    pub(crate) network_lock: Option<i32>,
     /// Permission bits of files are not compared with the image's.
     #[prost(bool, optional, tag = "66")]
-    pub skip_file_rwx_check: Option<bool>,
+    pub(crate) skip_file_rwx_check: Option<bool>,
     #[prost(string, optional, tag = "68")]
     pub images_dir: Option<String>,
     #[prost(bool, optional, tag = "71")]
-    pub log_to_stderr: Option<bool>,
+    pub(crate) log_to_stderr: Option<bool>,
 }
 
 #[derive(Clone, Copy, PartialEq, Message)]
 pub(crate) struct Features {
     #[prost(bool, optional, tag = "1")]
-    pub mem_track: Option<bool>,
+    pub(crate) mem_track: Option<bool>,
     #[prost(bool, optional, tag = "3")]
-    pub pidfd_store: Option<bool>,
+    pub(crate) pidfd_store: Option<bool>,
 }
 
 #[derive(Clone, PartialEq, Message)]
@@ -111,7 +111,7 @@ pub(crate) struct Response {
     #[prost(message, optional, tag = "5")]
     pub notify: Option<Notify>,
     #[prost(int32, optional, tag = "7")]
-    pub cr_errno: Option<i32>,
+    pub(crate) cr_errno: Option<i32>,
     #[prost(message, optional, tag = "8")]
     pub features: Option<Features>,
 }
@@ -137,11 +137,11 @@ pub(crate) struct PstreeEntry {
     #[prost(uint32, required, tag = "1")]
     pub pid: u32,
     #[prost(uint32, required, tag = "2")]
-    pub ppid: u32,
+    pub(crate) ppid: u32,
     #[prost(uint32, required, tag = "3")]
-    pub pgid: u32,
+    pub(crate) pgid: u32,
     #[prost(uint32, required, tag = "4")]
-    pub sid: u32,
+    pub(crate) sid: u32,
     #[prost(uint32, repeated, packed = "false", tag = "5")]
     pub threads: Vec<u32>,
 }
@@ -161,9 +161,9 @@ pub(crate) struct PagemapEntry {
     pub vaddr: u64,
     /// The number of pages up to CRIU 4.1.
     #[prost(uint32, optional, tag = "2")]
-    pub compat_nr_pages: Option<u32>,
+    pub(crate) compat_nr_pages: Option<u32>,
     #[prost(bool, optional, tag = "3")]
-    pub in_parent: Option<bool>,
+    pub(crate) in_parent: Option<bool>,
     /// 1 parent, 2 lazy, 4 present.
     #[prost(uint32, optional, tag = "4")]
     pub flags: Option<u32>,
@@ -203,10 +203,10 @@ pub(crate) struct InetSocketEntry {
     #[prost(uint32, required, tag = "6")]
     pub state: u32,
     #[prost(uint32, required, tag = "7")]
-    pub source_port: u32,
+    pub(crate) source_port: u32,
     /// 0 if it is not connected.
     #[prost(uint32, required, tag = "8")]
-    pub destination_port: u32,
+    pub(crate) destination_port: u32,
     /// One word or four, in network byte order.
     #[prost(uint32, repeated, packed = "false", tag = "11")]
     pub source: Vec<u32>,
@@ -313,12 +313,12 @@ pub(crate) struct ConnectedEntry {
 pub(crate) struct PacketEntry {
     /// The file id of the socket.
     #[prost(uint32, required, tag = "1")]
-    pub id_for: u32,
+    pub(crate) id_for: u32,
     /// Bytes of data.
     #[prost(uint32, required, tag = "2")]
     pub length: u32,
     #[prost(message, repeated, tag = "4")]
-    pub scm: Vec<ScmEntry>,
+    pub(crate) scm: Vec<ScmEntry>,
 }
 
 /// `scm_entry`.
@@ -377,7 +377,7 @@ pub(crate) struct FileLockEntry {
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct MmEntry {
     #[prost(message, repeated, tag = "14")]
-    pub vmas: Vec<VmaEntry>,
+    pub(crate) vmas: Vec<VmaEntry>,
 }
 
 /// `vma_entry`: a mapping.
@@ -388,10 +388,10 @@ pub(crate) struct VmaEntry {
     #[prost(uint64, required, tag = "2")]
     pub end: u64,
     #[prost(uint64, required, tag = "3")]
-    pub pgoff: u64,
+    pub(crate) pgoff: u64,
     /// The id of a file or of shared memory.
     #[prost(uint64, required, tag = "4")]
-    pub shmid: u64,
+    pub(crate) shmid: u64,
     #[prost(uint32, required, tag = "5")]
     pub prot: u32,
     /// Flags of mmap(2).
@@ -403,9 +403,9 @@ pub(crate) struct VmaEntry {
     #[prost(sint64, required, tag = "8")]
     pub fd: i64,
     #[prost(uint64, optional, tag = "9")]
-    pub madv: Option<u64>,
+    pub(crate) madv: Option<u64>,
     #[prost(uint32, optional, tag = "10")]
-    pub fdflags: Option<u32>,
+    pub(crate) fdflags: Option<u32>,
 }
 
 /// `memfd_inode_entry`, what is read of it.
@@ -419,12 +419,12 @@ pub(crate) struct MemfdEntry {
 #[derive(Clone, Copy, PartialEq, Message)]
 pub(crate) struct RemapEntry {
     #[prost(uint32, required, tag = "1")]
-    pub orig_id: u32,
+    pub(crate) orig_id: u32,
     #[prost(uint32, required, tag = "2")]
-    pub remap_id: u32,
+    pub(crate) remap_id: u32,
     /// 0 linked, 1 ghost, 2 a dead process's /proc entry.
     #[prost(uint32, optional, tag = "3")]
-    pub remap_type: Option<u32>,
+    pub(crate) remap_type: Option<u32>,
 }
 
 impl RemapEntry {
@@ -445,11 +445,11 @@ pub(crate) struct StatsEntry {
 #[derive(Clone, Copy, PartialEq, Message)]
 pub(crate) struct DumpStats {
     #[prost(uint32, required, tag = "1")]
-    pub freezing_time: u32,
+    pub(crate) freezing_time: u32,
     #[prost(uint32, required, tag = "2")]
     pub frozen_time: u32,
     #[prost(uint32, required, tag = "3")]
-    pub memdump_time: u32,
+    pub(crate) memdump_time: u32,
     #[prost(uint32, required, tag = "4")]
-    pub memwrite_time: u32,
+    pub(crate) memwrite_time: u32,
 }

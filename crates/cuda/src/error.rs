@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::code;
-use super::driver::Function;
+use super::function::Function;
 use super::version::DriverVersion;
 
 /// Result of the calls of this module.

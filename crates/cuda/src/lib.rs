@@ -26,18 +26,22 @@ mod candidate;
 mod driver;
 mod error;
 mod ffi;
+mod function;
 mod job_table;
 pub mod nccl;
 pub mod nvml;
 mod process;
 pub mod sharing;
+mod state;
 mod uuid;
 mod version;
 
 pub use candidate::{is_candidate, is_init_mark, is_initializing};
-pub use driver::{Driver, Function};
+pub use driver::Driver;
 pub use error::{Error, Result};
-pub use process::{Process, State};
+pub use function::Function;
+pub use process::Process;
+pub use state::State;
 pub use uuid::{GpuMapping, GpuUuid, ParseMappingError, ParseUuidError};
 pub use version::{DriverVersion, installed};
 

@@ -4,7 +4,7 @@
 //! job gets is opened inside its mount namespace; the job gets standard input, output and error and no other descriptor
 //! of ours. After a power cut nothing here needs repair: a job is started from the beginning or restored from an image.
 
-pub mod embedded;
+pub(crate) mod embedded;
 pub mod gpus;
 pub mod group;
 pub mod host;
@@ -185,7 +185,7 @@ impl Job {
 
     /// A job that was restored; `main` is the pid of the command's process in the job's PID namespace.
     #[must_use]
-    pub fn restored(world: World, root: Child, main: i32) -> Job {
+    pub(crate) fn restored(world: World, root: Child, main: i32) -> Job {
         Job { world, root, main: Some(main) }
     }
 

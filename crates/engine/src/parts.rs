@@ -15,7 +15,7 @@
 pub(crate) mod access;
 pub mod devices;
 pub(crate) mod fds;
-pub mod files;
+pub(crate) mod files;
 pub mod gpu;
 pub(crate) mod groups;
 pub(crate) mod landing;

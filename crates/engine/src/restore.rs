@@ -33,11 +33,11 @@ use rekindle_store::persist::Progress;
 use rekindle_store::staging::Area;
 use rekindle_store::{Image, JobFolder, Manifest};
 
-pub use crate::parts::files::put_back::{ChangedFiles, PutBack, RollbackError, RolledBack};
-pub use crate::parts::landing::put_back::Error as LandingError;
-pub use crate::parts::locks::Error as LockError;
+pub(crate) use crate::parts::files::put_back::FileRollback;
+pub use crate::parts::files::put_back::{ChangedFiles, RollbackError};
+pub(crate) use crate::parts::landing::put_back::Error as LandingError;
+pub(crate) use crate::parts::locks::Error as LockError;
 pub use error::{Blame, Error};
-pub use plain::Unpacked;
 pub use user::{OtherUser, check_user};
 
 /// What a restore needs.
@@ -104,7 +104,7 @@ pub struct Restored {
     /// The running job.
     pub job: Job,
     /// Files that were put back to their size or content at the snapshot.
-    pub put_back: Vec<PutBack>,
+    pub put_back: Vec<FileRollback>,
     /// GPUs that were replaced, each with its replacement.
     pub moved: Vec<Moved>,
     /// CUDA_VISIBLE_DEVICES of a process that was moved: it still names the old GPUs.
@@ -161,7 +161,7 @@ fn check_files(request: &Request<'_>, manifest: &Manifest) -> Result<(), Error> 
 }
 
 /// Puts back the files of the unpacked image, its own and the job's.
-fn put_files_back(request: &Request<'_>, manifest: &Manifest) -> Result<Vec<PutBack>, Error> {
+fn put_files_back(request: &Request<'_>, manifest: &Manifest) -> Result<Vec<FileRollback>, Error> {
     recreate(request.image, manifest)?;
     let made = files::make_folders(manifest, request.identity)?;
     if made > 0 {
@@ -223,7 +223,7 @@ fn recreate(image: &Image, manifest: &Manifest) -> Result<(), Error> {
             if let Some(dir) = file.path.parent() {
                 std::fs::create_dir_all(dir)?;
             }
-            embedded::put_back(&file.path, &content)
+            embedded::recreate(&file.path, &content)
         };
         put().map_err(|source| Error::Recreate { path: file.path.to_path_buf(), source })?;
     }

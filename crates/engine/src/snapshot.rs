@@ -57,12 +57,13 @@ use rekindle_store::staging::{self, Area, admission};
 use rekindle_store::take::TakeError;
 use rekindle_store::{Image, JobFolder, JobPath, WriterLock};
 
-pub use crate::parts::fds::InFlight;
+pub(crate) use crate::parts::fds::InFlight;
 pub use crate::parts::tcp::capture::TcpChoice;
-pub use dead::{Deaths, Unnoticed};
+pub use dead::Deaths;
+pub(crate) use dead::Unnoticed;
 pub use group::{Barrier, Settled};
 pub(crate) use phases::CRIU_DIR;
-pub use preflight::Refusal;
+pub(crate) use preflight::Refusal;
 
 /// Everything a snapshot needs; nothing in it changes while the job runs.
 #[derive(Debug)]

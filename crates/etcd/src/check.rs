@@ -3,11 +3,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::client::{Client, probe};
+use crate::client::Client;
 use crate::error::Result;
 use crate::members::{Kind, Members, Refusal, numbers};
 use crate::messages::{MemberListRequest, MemberListResponse};
 use crate::options::Options;
+use crate::read::probe;
 use crate::runtime::Running;
 use crate::txn::{Op, Txn};
 

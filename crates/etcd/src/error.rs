@@ -6,8 +6,6 @@ use std::path::PathBuf;
 
 use tonic::{Code, ConnectError, Status};
 
-use crate::options::chain;
-
 /// The result of a request.
 pub type Result<T> = std::result::Result<T, Error>;
 
@@ -291,6 +289,24 @@ fn help(why: &str) -> &'static str {
             certificates they accept";
         if ended(why) { http } else { HELP }
     })
+}
+
+/// An error with its causes, each once.
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+    let mut texts = vec![error.to_string()];
+    let mut source = error.source();
+    while let Some(error) = source {
+        let text = error.to_string();
+        if texts.last().is_some_and(|last| !last.contains(&text)) {
+            texts.push(text);
+        }
+        source = error.source();
+    }
+    // The outermost text says only that something failed.
+    if texts.len() > 1 && texts.first().is_some_and(|text| text == "transport error") {
+        texts.remove(0);
+    }
+    texts.join(": ").trim_end_matches('.').to_owned()
 }
 
 #[cfg(test)]

@@ -17,12 +17,12 @@ use tonic::Streaming;
 use tonic_prost::ProstCodec;
 
 use crate::Revision;
-use crate::client::{probe, state};
 use crate::error::{Error, Result};
 use crate::members::{Members, Refusal, ready, reason, unsigned, with_token};
 use crate::messages::{
     EventKind, WatchAsk, WatchCreateRequest, WatchEvent, WatchProgressRequest, WatchRequest, WatchResponse,
 };
+use crate::read::{probe, state};
 use crate::runtime::Running;
 use crate::txn::{Entry, State, range_end, text};
 

@@ -29,6 +29,7 @@ mod local;
 mod members;
 mod messages;
 mod options;
+mod read;
 mod runtime;
 mod txn;
 

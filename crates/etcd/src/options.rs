@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use tonic::transport::{Certificate, ClientTlsConfig, Endpoint, Identity};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, chain};
 
 /// The largest answer that is accepted. The documents of a group are small; this is far above etcd's default limit for
 /// one request (1.5 MiB).
@@ -179,22 +179,4 @@ impl Options {
         }
         Ok(endpoint)
     }
-}
-
-/// An error with its causes, each once.
-pub(crate) fn chain(error: &dyn std::error::Error) -> String {
-    let mut texts = vec![error.to_string()];
-    let mut source = error.source();
-    while let Some(error) = source {
-        let text = error.to_string();
-        if texts.last().is_some_and(|last| !last.contains(&text)) {
-            texts.push(text);
-        }
-        source = error.source();
-    }
-    // The outermost text says only that something failed.
-    if texts.len() > 1 && texts.first().is_some_and(|text| text == "transport error") {
-        texts.remove(0);
-    }
-    texts.join(": ").trim_end_matches('.').to_owned()
 }

@@ -285,10 +285,9 @@ mod tests {
         if !rekindle_testing::root() {
             return;
         }
-        let events = match Events::listen() {
-            Ok(events) => events,
-            Err(error) => return eprintln!("SKIP: there are no process events here: {error}"),
-        };
+        let found = Events::listen();
+        let why = format!("there are no process events here: {found:?}");
+        let Some(events) = rekindle_testing::needs("events", found.ok(), &why) else { return };
         let mut child = sleeper();
         let pid = child.id().cast_signed();
         child.kill().unwrap();

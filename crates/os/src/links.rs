@@ -65,7 +65,7 @@ pub struct Vxlan {
 ///
 /// # Errors
 /// When /proc is not mounted.
-pub fn own_namespace() -> io::Result<OwnedFd> {
+pub(crate) fn own_namespace() -> io::Result<OwnedFd> {
     File::open("/proc/thread-self/ns/net").map(OwnedFd::from)
 }
 

@@ -22,7 +22,7 @@ pub struct Mount {
     /// What is mounted: a device, or any name.
     pub source: String,
     /// The options of the file system, with commas.
-    pub super_options: String,
+    pub(crate) super_options: String,
 }
 
 /// In the order in which they were mounted.

@@ -3,6 +3,7 @@
 //! A process may end between two reads; functions that list skip processes that have ended.
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
+use rekindle_base::Ended;
 use std::fmt::Display;
 use std::io;
 use std::os::fd::{OwnedFd, RawFd};
@@ -14,7 +15,6 @@ use procfs_core::process::Stat;
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open, setpriority_process};
 
 use super::maps;
-use super::spawn::Ended;
 
 /// Opens a pidfd.
 ///

@@ -264,7 +264,7 @@ fn missing(map: &ChunkMap, index: &Index, packs: &Packs) -> Result<HashSet<Chunk
         }
     }
     for name in &marked {
-        take_mark_back(&packs.gone_path(*name))?;
+        remove_mark(&packs.gone_path(*name))?;
     }
     if !marked.is_empty() {
         let path = packs.dir();
@@ -273,7 +273,7 @@ fn missing(map: &ChunkMap, index: &Index, packs: &Packs) -> Result<HashSet<Chunk
     Ok(missing)
 }
 
-fn take_mark_back(path: &Path) -> Result<()> {
+fn remove_mark(path: &Path) -> Result<()> {
     match fs::remove_file(path) {
         Err(source) if source.kind() != io::ErrorKind::NotFound => Err(Error::Write { path: path.to_owned(), source }),
         _ => Ok(()),

@@ -47,4 +47,4 @@ pub use error::{Error, Failure, Result};
 pub use replica::{RemoteImage, Replica};
 pub use retain::Removed;
 pub use upload::Uploaded;
-pub use url::{ReplicaUrl, Scheme};
+pub use url::ReplicaUrl;

@@ -5,7 +5,7 @@
 //! chunks are stored. Everything is computed in memory; only the key, the page maps and the chunk map are read from
 //! files.
 
-pub mod cipher;
+pub(crate) mod cipher;
 pub mod codec;
 pub mod cut;
 pub mod id;
@@ -13,12 +13,12 @@ pub mod map;
 
 pub use cipher::{Key, KeyError, PlainPacks, chunk_id};
 pub use codec::{Codec, Compression};
-pub use cut::{Cuts, Cutter};
+pub(crate) use cut::Cutter;
 pub use id::ChunkId;
 pub use map::{ChunkMap, Extent};
 
 /// Maximum raw bytes of a chunk when written. Large enough that 1 TiB has 4 million chunks, small enough that a few
 /// changed pages cost little.
-pub const CHUNK: usize = 256 << 10;
+pub(crate) const CHUNK: usize = 256 << 10;
 /// Maximum raw bytes of a chunk when read: allows a later version to use larger chunks.
-pub const CHUNK_MAX: u32 = 16 << 20;
+pub(crate) const CHUNK_MAX: u32 = 16 << 20;

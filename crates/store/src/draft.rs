@@ -60,10 +60,11 @@ pub enum PublishError {
     },
 }
 
+#[cfg(test)]
 impl PublishError {
     /// Whether the cause is a lack of space.
     #[must_use]
-    pub fn is_full(&self) -> bool {
+    pub(crate) fn is_full(&self) -> bool {
         let (PublishError::Write { source, .. } | PublishError::Publish { source, .. }) = self else {
             return false;
         };
@@ -99,8 +100,9 @@ impl JobFolder {
 
 impl Draft {
     /// The name that the image will have.
+    #[cfg(test)]
     #[must_use]
-    pub fn id(&self) -> ImageId {
+    pub(crate) fn id(&self) -> ImageId {
         self.id
     }
 

@@ -10,7 +10,7 @@ use thiserror::Error;
 #[error("cannot {what} {}{}", path.display(), Failing(source))]
 pub struct FileError {
     /// The action.
-    pub what: &'static str,
+    pub(crate) what: &'static str,
     /// The file or folder.
     pub path: PathBuf,
     /// The kernel's answer.

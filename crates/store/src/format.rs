@@ -121,7 +121,7 @@ pub enum FormatError {
 impl FormatError {
     /// Whether the file is intact, but cannot be used here (newer version, wrong key).
     #[must_use]
-    pub fn is_not_for_us(&self) -> bool {
+    pub(crate) fn is_not_for_us(&self) -> bool {
         matches!(self, FormatError::Newer { .. } | FormatError::NoKey | FormatError::OtherKey(_) | FormatError::Plain)
     }
 }

@@ -59,19 +59,19 @@ pub struct Bounds<'k> {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Collected {
     /// Packs that got a new index.
-    pub reindexed: Vec<PackName>,
+    pub(crate) reindexed: Vec<PackName>,
     /// Packs that got a mark.
     pub marked: Vec<PackName>,
     /// Packs whose mark was removed.
-    pub revived: Vec<PackName>,
+    pub(crate) revived: Vec<PackName>,
     /// Packs that were removed.
-    pub swept: Vec<PackName>,
+    pub(crate) swept: Vec<PackName>,
     /// Bytes of the removed packs.
-    pub freed: u64,
+    pub(crate) freed: u64,
     /// Packs whose needed content was copied.
-    pub repacked: Vec<PackName>,
+    pub(crate) repacked: Vec<PackName>,
     /// Bytes that were copied.
-    pub copied: u64,
+    pub(crate) copied: u64,
 }
 
 /// Why a round was not started, or not completed.
@@ -114,7 +114,7 @@ pub enum Error {
     },
 }
 
-pub use super::pack::CopyError;
+pub(crate) use super::pack::CopyError;
 
 /// Does one round. The grace period is computed with `now`.
 ///
@@ -142,7 +142,7 @@ pub fn collect(
         lock.still_held()?;
         let is_gone = index.is_gone(pack.name);
         if is_gone && pack.needed > 0 {
-            mark::take_back(&packs, pack.name)?;
+            mark::unmark(&packs, pack.name)?;
             index.set_gone(pack.name, false);
             done.revived.push(pack.name);
         } else if is_gone && mark::is_due(&packs, pack.name, bounds.sweep_after, now)? {
@@ -246,7 +246,8 @@ pub(super) struct PackUse {
 ///
 /// # Errors
 /// As [`collect`].
-pub fn usage(folder: &JobFolder, copies: Copies) -> Result<(u64, u64), Error> {
+#[cfg(test)]
+pub(crate) fn usage(folder: &JobFolder, copies: Copies) -> Result<(u64, u64), Error> {
     let packs = folder.packs();
     let uses = Needed::of(folder)?.of_packs(&packs, &packs.index()?, copies)?;
     Ok(uses.iter().fold((0, 0), |(bytes, needed), pack| (bytes + pack.bytes, needed + pack.needed)))

@@ -84,9 +84,9 @@ pub struct Healed {
     /// Chunks that no pack had.
     pub missing: u64,
     /// The packs with such places.
-    pub packs: Vec<PathBuf>,
+    pub(crate) packs: Vec<PathBuf>,
     /// The first problem found.
-    pub why: String,
+    pub(crate) why: String,
     /// Chunks replaced from another pack.
     pub from_copies: u64,
     /// Chunks replaced from the replica.

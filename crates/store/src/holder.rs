@@ -18,20 +18,20 @@ pub(super) const STALE: Duration = Duration::from_secs(300);
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Holder {
     /// Its pid in its own PID namespace.
-    pub pid: u32,
+    pub(crate) pid: u32,
     /// The host name of its machine.
     pub host: String,
     /// The boot id of that machine.
     pub boot_id: String,
     /// When it took the lock.
-    pub since: DateTime<Utc>,
+    pub(crate) since: DateTime<Utc>,
     /// When the process began, in clock ticks since the boot, because pids are reused. An earlier version wrote none,
     /// and had no heartbeat.
     #[serde(default)]
-    pub started: Option<u64>,
+    pub(crate) started: Option<u64>,
     /// Its PID namespace.
     #[serde(default)]
-    pub pid_namespace: Option<String>,
+    pub(crate) pid_namespace: Option<String>,
 }
 
 impl Holder {

@@ -79,7 +79,7 @@ pub struct JobName(String);
 
 impl JobName {
     /// The longest name, in bytes.
-    pub const MAX: usize = 64;
+    pub(crate) const MAX: usize = 64;
 
     /// The name as text.
     #[must_use]

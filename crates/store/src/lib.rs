@@ -70,7 +70,6 @@ mod trust;
 pub mod unpack;
 mod verify;
 
-pub use draft::{Draft, PublishError};
 pub use error::{Error, Result};
 pub use file_error::{FileError, failed};
 pub use folder::JobFolder;
@@ -84,12 +83,12 @@ pub use mark::{BadMark, BadWhy};
 pub use paths::{GroupPath, JobPath, PartPath, PathError};
 pub use record::{JobRecord, Outcome};
 pub use remove_job::Pinned;
-pub use seen::{Newest, Seen};
+pub use seen::Seen;
 pub use select::nth_newest;
 pub use store::{Access, Store};
-pub use tag::{Change, LATEST, NoTag, Tag, Tags};
+pub use tag::{Change, LATEST, Tag, Tags};
 pub use trust::{Trust, Unsigned, Untrusted};
-pub use verify::{Finding, PackReport, PacksReport, PartReport, Report, Share, check_packs};
+pub use verify::{Finding, PackReport, PacksReport, Report, Share, check_packs};
 
 #[cfg(test)]
 mod tests;

@@ -35,10 +35,10 @@ pub use rekindle_criu::Tcp;
 use rekindle_os::durable;
 
 /// The value of `format`: the magic of the file.
-pub const FORMAT: &str = "rekindle-image";
+pub(crate) const FORMAT: &str = "rekindle-image";
 /// The newest version that this code reads. It writes the lowest possible one: 3 for an image with files that are put
 /// back together, 2 for a packed image, else 1.
-pub const VERSION: u32 = 3;
+pub(crate) const VERSION: u32 = 3;
 /// The first version with [`Manifest::chunks`].
 const PACKED: u32 = 2;
 /// The first version whose readers put back files together: an earlier one would put back only some of them.
@@ -181,7 +181,7 @@ impl Manifest {
     ///
     /// # Errors
     /// As [`Manifest::parse`], and [`ManifestError::Missing`], [`ManifestError::Read`].
-    pub fn read(dir: &Path, trust: &Trust) -> Result<Manifest, ManifestError> {
+    pub(crate) fn read(dir: &Path, trust: &Trust) -> Result<Manifest, ManifestError> {
         let file = durable::open_for_reading(&dir.join(FILE_NAME)).map_err(|error| match error.kind() {
             io::ErrorKind::NotFound => ManifestError::Missing,
             _ => ManifestError::Read(error),

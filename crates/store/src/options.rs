@@ -18,7 +18,7 @@ pub enum Copies {
 impl Copies {
     /// The number of packs.
     #[must_use]
-    pub fn count(self) -> usize {
+    pub(crate) fn count(self) -> usize {
         match self {
             Copies::One => 1,
             Copies::Two => 2,

@@ -22,17 +22,19 @@ pub(crate) mod strike;
 pub mod writer;
 
 pub use index::{Entry, PackIndex};
-pub use reader::{ReadChunkError, Reading, Visit, Want};
+pub(crate) use reader::ReadChunkError;
+pub(crate) use reader::Want;
+pub use reader::{Reading, Visit};
 pub use record::{PackHeader, RecordHeader};
 pub use set::{Index, Location, PackName, Packs, Problem};
-pub use stored::CopyError;
+pub(crate) use stored::CopyError;
 pub use strike::Unread;
 pub use writer::{Making, PackWriter};
 
 /// A pack is closed at about this size: large enough to be read sequentially, small enough to be rewritten when half of
 /// it is not needed any more.
-pub const PACK: u64 = 256 << 20;
+pub(crate) const PACK: u64 = 256 << 20;
 /// Maximum number of records in a pack; it is closed then, however small they are.
-pub const PACK_RECORDS: u64 = 1 << 20;
+pub(crate) const PACK_RECORDS: u64 = 1 << 20;
 /// Larger packs are refused, because offsets have 32 bits.
-pub const PACK_MAX: u64 = u32::MAX as u64;
+pub(crate) const PACK_MAX: u64 = u32::MAX as u64;

@@ -84,7 +84,7 @@ pub enum Error {
     #[error("image {0} is not there any more, or another one took its place")]
     Gone(super::ImageId),
     /// A part could not be read.
-    #[error("cannot read {} to bring it to the store", path.display())]
+    #[error("cannot read {} to store it", path.display())]
     Copy {
         /// The part.
         path: PathBuf,
@@ -122,10 +122,11 @@ pub enum Error {
     Cancelled,
 }
 
+#[cfg(test)]
 impl Error {
     /// Whether the cause is a lack of space.
     #[must_use]
-    pub fn is_full(&self) -> bool {
+    pub(crate) fn is_full(&self) -> bool {
         match self {
             Error::Pack(FileError { source, .. })
             | Error::Copy { source, .. }

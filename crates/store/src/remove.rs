@@ -70,7 +70,7 @@ fn image(folder: &JobFolder, id: ImageId) -> Result<()> {
 
 fn sweep(folder: &JobFolder) -> Result<Vec<PathBuf>> {
     // First, so that it is among the images that may need a link.
-    bring_pinned_back(folder)?;
+    recover_pinned(folder)?;
     // Everything is read before the first thing is removed.
     let images = folder.images()?;
     let leftover = |name: &String, prefix| name.strip_prefix(prefix).is_some_and(|id| id.parse::<ImageId>().is_ok());
@@ -103,7 +103,7 @@ fn sweep(folder: &JobFolder) -> Result<Vec<PathBuf>> {
 
 /// Restores the name of a pinned image: step 1 was interrupted, and nothing was removed yet. A pin that cannot be read
 /// does not count here: step 1 had read that there is none, and the rest may be half an image.
-fn bring_pinned_back(folder: &JobFolder) -> Result<()> {
+fn recover_pinned(folder: &JobFolder) -> Result<()> {
     for name in list(&folder.images_dir())? {
         let Some(id) = name.strip_prefix(DELETED_PREFIX).filter(|id| id.parse::<ImageId>().is_ok()) else { continue };
         let (doomed, lasting) = (folder.images_dir().join(&name), folder.images_dir().join(id));

@@ -37,7 +37,10 @@ use chrono::{DateTime, Utc};
 
 use super::id::ImageId;
 pub use facts::{FactKind, Facts, Line, Pin, Policy, Proof, Room, Use, await_proof};
-pub use reason::{KeepReason, Note, RemoveReason, Verdict};
+pub(crate) use reason::KeepReason;
+pub(crate) use reason::Note;
+pub(crate) use reason::RemoveReason;
+pub use reason::Verdict;
 pub use sizes::{Gathering, Sizes};
 
 /// The decision for each image, newest first.

@@ -214,7 +214,7 @@ impl Area {
     }
 
     /// Removes all landing files, so that memory that a process maps now is not in a file.
-    pub fn clear_landing(&self) {
+    pub(crate) fn clear_landing(&self) {
         for entry in fs::read_dir(self.landing_dir()).into_iter().flatten().flatten() {
             let _ = fs::remove_file(entry.path());
         }

@@ -25,7 +25,7 @@ pub struct NoTag(String);
 
 impl Tag {
     /// Maximum length in bytes.
-    pub const MAX: usize = 64;
+    pub(crate) const MAX: usize = 64;
 
     /// The tag as text.
     #[must_use]
@@ -86,7 +86,7 @@ pub enum Change {
 
 impl Tags {
     /// Maximum number of tags of an image.
-    pub const MOST: usize = 64;
+    pub(crate) const MOST: usize = 64;
 
     /// Whether retention must keep the image, which is also so if the file cannot be read.
     #[must_use]
@@ -96,7 +96,7 @@ impl Tags {
 
     /// Why the file cannot be read, if it cannot.
     #[must_use]
-    pub fn unreadable(&self) -> Option<&str> {
+    pub(crate) fn unreadable(&self) -> Option<&str> {
         self.unreadable.as_deref()
     }
 
@@ -107,7 +107,7 @@ impl Tags {
 
     /// Whether the image has this tag.
     #[must_use]
-    pub fn has(&self, tag: &Tag) -> bool {
+    pub(crate) fn has(&self, tag: &Tag) -> bool {
         self.tags.contains(tag)
     }
 

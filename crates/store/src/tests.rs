@@ -20,6 +20,7 @@ use tempfile::TempDir;
 
 use super::manifest::Part;
 use super::*;
+use crate::draft::Draft;
 use rekindle_testing::require;
 
 /// A store with one job.

@@ -101,7 +101,7 @@ impl Error {
 
     /// Whether the disk has failed: the image may be intact, and must not be marked for it.
     #[must_use]
-    pub fn is_failing_disk(&self) -> bool {
+    pub(crate) fn is_failing_disk(&self) -> bool {
         match self {
             Error::Map { source: ReadError::Read { source, .. }, .. } => is_failing(source),
             Error::Chunk { source, .. } => source.is_failing_disk(),

@@ -59,9 +59,9 @@ impl Report {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct PartReport {
     /// Path relative to the folder of the image.
-    pub path: PathBuf,
+    pub(crate) path: PathBuf,
     /// What was found.
-    pub finding: Finding,
+    pub(crate) finding: Finding,
 }
 
 /// The finding on a file.

@@ -8,8 +8,8 @@ use crate::memory::MIB;
 /// A GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Gpu {
-    pub(crate) uuid: [u8; 16],
-    pub(crate) name: String,
+    pub uuid: [u8; 16],
+    pub name: String,
     /// Bytes of memory.
     pub(crate) total: u64,
     /// Of those, taken by somebody else.

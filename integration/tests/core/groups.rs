@@ -43,10 +43,9 @@ impl Ground {
             };
             let parent = Path::new("/sys/fs/cgroup").join(root).join(path.trim_start_matches('/'));
             let group = parent.join(format!("rekindle-test-{name}-{}", std::process::id()));
-            if let Err(error) = fs::create_dir(&group) {
-                eprintln!("SKIP: no control group can be made: {}: {error}", group.display());
-                return None;
-            }
+            let made = fs::create_dir(&group);
+            let why = format!("no control group can be made: {}: {made:?}", group.display());
+            rekindle_testing::needs("groups", made.ok(), &why)?;
             ground.groups.push(group);
         }
         Some(ground)
@@ -292,10 +291,8 @@ fn a_group_that_the_user_may_not_make_is_not_made() {
 fn a_group_of_threads_is_named_and_not_in_the_image() {
     let Some(ground) = Ground::new("threads") else { return };
     let Some(lab) = Lab::new().map(|lab| ground.around(lab)) else { return };
-    let Some(two) = ground.groups.iter().find(|group| group.join("cgroup.type").exists()) else {
-        eprintln!("SKIP: cgroup v2 is not here");
-        return;
-    };
+    let two = ground.groups.iter().find(|group| group.join("cgroup.type").exists());
+    let Some(two) = rekindle_testing::needs("groups", two, "cgroup v2 is not here") else { return };
     let inner = two.join("job/inner");
     let text = format!("{}\n{} cgroup.type threaded\n", inner.parent().unwrap().display(), inner.display());
     fs::write(lab.file("groups"), text).unwrap();

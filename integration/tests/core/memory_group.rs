@@ -20,7 +20,9 @@ impl MemoryGroup {
     /// `None`, with the reason, where none can be made: it takes cgroup v1 with the memory controller, or v2 with it
     /// delegated.
     pub(crate) fn gate(limit: u64) -> Option<MemoryGroup> {
-        MemoryGroup::new(limit).map_err(|why| eprintln!("SKIP: no control group can be made: {why}")).ok()
+        let made = MemoryGroup::new(limit);
+        let why = format!("no control group can be made: {}", made.as_ref().err().map_or("", String::as_str));
+        rekindle_testing::needs("groups", made.ok(), &why)
     }
 
     fn new(limit: u64) -> Result<MemoryGroup, String> {

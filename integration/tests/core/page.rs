@@ -6,6 +6,7 @@ use std::path::Path;
 use std::process::Command;
 
 use chrono::{DateTime, TimeDelta, Utc};
+use rekindle::published::{JobState, ShownState};
 use rekindle::report::html;
 use rekindle::report::model::{Facts, ImageSize, Report};
 use rekindle::telemetry::events::{Event, What};
@@ -65,7 +66,8 @@ fn page() -> String {
     }
     images.reverse();
     let job = "a-job-with-the-longest-name-that-a-job-can-have-which-is-64-long".into();
-    let facts = Facts { job, state: "running".into(), supervised: true, disk: 1 << 43, images, since: None };
+    let state = ShownState::Live(JobState::Running);
+    let facts = Facts { job, state, supervised: true, disk: 1 << 43, images, since: None };
     html::page(&Report::new(&events, facts, Utc::now().min(now)))
 }
 

@@ -218,10 +218,7 @@ fn has_tools() -> bool {
         Command::new(tool).arg("--version").output().is_ok() || Command::new(tool).arg("-V").output().is_ok()
     };
     let missing: Vec<_> = ["losetup", "mkfs.ext4", "debugfs"].into_iter().filter(|tool| !has(tool)).collect();
-    if !missing.is_empty() {
-        eprintln!("SKIP: {missing:?} are not there");
-    }
-    gate() && missing.is_empty()
+    gate() && rekindle_testing::require("disks", missing.is_empty(), &format!("{missing:?} are not there"))
 }
 
 /// The pack with what only the newest image has, and where in it such content begins.

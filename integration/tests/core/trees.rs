@@ -95,8 +95,9 @@ fn a_user_has_no_io_uring_and_keeps_setuid_programs() {
 #[test]
 fn a_job_that_may_have_an_io_uring_is_not_dumped_while_it_has_one() {
     let Some(lab) = Lab::new().map(|lab| lab.set("job.allow-io-uring", "true")) else { return };
-    if fs::read_to_string("/proc/sys/kernel/io_uring_disabled").is_ok_and(|text| text.trim() != "0") {
-        return eprintln!("SKIP: kernel.io_uring_disabled is set");
+    let disabled = fs::read_to_string("/proc/sys/kernel/io_uring_disabled").is_ok_and(|text| text.trim() != "0");
+    if !rekindle_testing::require("io_uring", !disabled, "kernel.io_uring_disabled is set") {
+        return;
     }
     let mut run = start(&lab, "uring-open");
     assert!(!lab.output().contains("ring -"), "{}", lab.output());

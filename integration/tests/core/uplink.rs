@@ -16,10 +16,7 @@ fn lab() -> Option<Lab> {
     let found = rekindle_engine::launch::uplink::find();
     let why = found.as_ref().err().map(|missing| format!("{missing}; scripts/deps.sh uplink installs it"));
     rekindle_testing::needs("uplink", found.ok(), &why.unwrap_or_default())?;
-    if outside().is_none() {
-        eprintln!("SKIP: the machine has no address but on loopback");
-        return None;
-    }
+    rekindle_testing::needs("uplink", outside(), "the machine has no address but on loopback")?;
     Some(lab.set("network.mode", "\"private\"").set("network.uplink", "\"user\""))
 }
 

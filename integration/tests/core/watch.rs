@@ -107,8 +107,9 @@ fn a_child_that_is_killed_for_want_of_memory_explains_the_exit_code() {
     // The child's group is not the job's, so that the kernel's log is the only witness. It has the pids of the first
     // PID namespace, whose inode has this number (PROC_PID_INIT_INO in include/linux/proc_ns.h).
     let first = fs::read_link("/proc/self/ns/pid").is_ok_and(|name| name == Path::new("pid:[4026531836]"));
-    if !first || fs::File::open("/dev/kmsg").is_err() {
-        return eprintln!("SKIP: the kernel's log cannot be read, or names other pids");
+    let told = first && fs::File::open("/dev/kmsg").is_ok();
+    if !rekindle_testing::require("kmsg", told, "the kernel's log cannot be read, or names other pids") {
+        return;
     }
     let lab = lab.set("restart.max-restarts", "0");
     let mut run = start(&lab, "child", group.path().to_str().unwrap());

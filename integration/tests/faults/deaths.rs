@@ -231,8 +231,9 @@ fn faults_that_follow_a_death_and_those_of_others_are_no_cause() {
     let Some(rig) = job(2, &["--reap"]) else { return };
     let mut supervisor = start(&rig, 2);
     supervisor.snapshot();
-    if !driver_says(31, std::process::id().cast_signed(), "faults") {
-        return eprintln!("SKIP: the kernel's log cannot be written");
+    let told = driver_says(31, std::process::id().cast_signed(), "faults");
+    if !rekindle_testing::require("kmsg", told, "the kernel's log cannot be written") {
+        return;
     }
     let (victim, peer) = (children(&rig)[1], children(&rig)[0]);
     let pid = inner(victim).unwrap();

@@ -26,8 +26,8 @@ pub(crate) struct StandIns {
 impl StandIns {
     /// Says SKIP, or fails where they are required (`REKINDLE_TEST_REQUIRE=devices`).
     pub(crate) fn find() -> Option<StandIns> {
-        if !cfg!(debug_assertions) {
-            eprintln!("SKIP: only a debug build takes other devices for NVIDIA's");
+        let debug = cfg!(debug_assertions);
+        if !rekindle_testing::require("devices", debug, "only a debug build takes other devices for NVIDIA's") {
             return None;
         }
         let opens = |path: &PathBuf| OpenOptions::new().read(true).open(path).is_ok();

@@ -204,7 +204,7 @@ fn as_root_in(from: c_int, path: &[u8], work: impl FnOnce(&trusted::Place) -> is
 ///
 /// # Safety
 /// `path` ends with NUL, and the call of this number takes arguments of this kind.
-unsafe fn change(number: isize, from: c_int, path: *const c_char, [a, b]: [usize; 2], flags: c_int) -> isize {
+unsafe fn change(number: usize, from: c_int, path: *const c_char, [a, b]: [usize; 2], flags: c_int) -> isize {
     let call = |from: c_int, path: *const c_char, flags: c_int| {
         // SAFETY: as the caller promises.
         unsafe { sys::call(number, [argument(from), path.addr(), a, b, argument(flags), 0]) }
@@ -286,7 +286,7 @@ unsafe fn link_in(from: c_int, old: *const c_char, to: c_int, new: *const c_char
 }
 
 /// Makes a call that opens and changes nothing.
-fn ask(number: isize, arguments: [usize; 6]) -> isize {
+fn ask(number: usize, arguments: [usize; 6]) -> isize {
     // SAFETY: the callers' arguments are those of the call.
     let call = || unsafe { sys::call(number, arguments) };
     let result = call();
@@ -399,8 +399,8 @@ unsafe extern "C" fn lutimes(path: *const c_char, times: *const [[c_long; 2]; 2]
 unsafe extern "C" fn syscall(number: c_long, a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
     let arguments = [a, b, c, d, e, f];
     // SAFETY: as the system call asks of its callers.
-    let call = || unsafe { sys::call(number as isize, arguments) };
-    let result = match number as isize {
+    let call = || unsafe { sys::call(number as usize, arguments) };
+    let result = match number as usize {
         number::OPEN_BY_HANDLE_AT if stage() == RESTORE => raised(READ, call),
         number::PRLIMIT64 if stage() == DUMP => match (call(), rights()) {
             (result, Some(rights)) if is_refused(result) => rights.be_called(call),

@@ -33,13 +33,4 @@ mod rights;
 mod sys;
 mod trusted;
 
-/// Nothing here can panic: a test of the product searches the object for this text, which is only there if something
-/// can.
-#[cfg(not(test))]
-#[panic_handler]
-fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
-    static MARK: &[u8] = b"rekindle plugin can panic";
-    loop {
-        core::hint::black_box(MARK);
-    }
-}
+rekindle_abi::never_panics!(b"rekindle plugin can panic");

@@ -1,38 +1,40 @@
 //! System calls, and access to the process's memory and environment.
 
-use core::arch::{asm, global_asm};
+use core::arch::global_asm;
 use core::ffi::{c_char, c_void};
 use core::mem::{MaybeUninit, transmute};
 use core::slice::from_raw_parts;
 use core::sync::atomic::{AtomicPtr, Ordering};
 
+pub(crate) use rekindle_abi::runtime::{argument, call};
+
 use crate::accept::Device;
 
 /// Numbers of system calls (x86-64).
 pub(crate) mod number {
-    pub(crate) const CLOSE: isize = 3;
-    pub(crate) const FSTAT: isize = 5;
-    pub(crate) const GETGROUPS: isize = 115;
-    pub(crate) const SETGROUPS: isize = 116;
-    pub(crate) const SETRESUID: isize = 117;
-    pub(crate) const SETRESGID: isize = 119;
-    pub(crate) const SETFSUID: isize = 122;
-    pub(crate) const SETFSGID: isize = 123;
-    pub(crate) const CAPGET: isize = 125;
-    pub(crate) const CAPSET: isize = 126;
-    pub(crate) const FSTATFS: isize = 138;
-    pub(crate) const PRCTL: isize = 157;
-    pub(crate) const OPENAT: isize = 257;
-    pub(crate) const UTIMENSAT: isize = 280;
-    pub(crate) const FCHOWNAT: isize = 260;
-    pub(crate) const UNLINKAT: isize = 263;
-    pub(crate) const LINKAT: isize = 265;
-    pub(crate) const NEWFSTATAT: isize = 262;
-    pub(crate) const FCNTL: isize = 72;
-    pub(crate) const FCHDIR: isize = 81;
-    pub(crate) const PRLIMIT64: isize = 302;
-    pub(crate) const OPEN_BY_HANDLE_AT: isize = 304;
-    pub(crate) const OPENAT2: isize = 437;
+    pub(crate) const CLOSE: usize = 3;
+    pub(crate) const FSTAT: usize = 5;
+    pub(crate) const GETGROUPS: usize = 115;
+    pub(crate) const SETGROUPS: usize = 116;
+    pub(crate) const SETRESUID: usize = 117;
+    pub(crate) const SETRESGID: usize = 119;
+    pub(crate) const SETFSUID: usize = 122;
+    pub(crate) const SETFSGID: usize = 123;
+    pub(crate) const CAPGET: usize = 125;
+    pub(crate) const CAPSET: usize = 126;
+    pub(crate) const FSTATFS: usize = 138;
+    pub(crate) const PRCTL: usize = 157;
+    pub(crate) const OPENAT: usize = 257;
+    pub(crate) const UTIMENSAT: usize = 280;
+    pub(crate) const FCHOWNAT: usize = 260;
+    pub(crate) const UNLINKAT: usize = 263;
+    pub(crate) const LINKAT: usize = 265;
+    pub(crate) const NEWFSTATAT: usize = 262;
+    pub(crate) const FCNTL: usize = 72;
+    pub(crate) const FCHDIR: usize = 81;
+    pub(crate) const PRLIMIT64: usize = 302;
+    pub(crate) const OPEN_BY_HANDLE_AT: usize = 304;
+    pub(crate) const OPENAT2: usize = 437;
 }
 
 pub(crate) const AT_FDCWD: i32 = -100;
@@ -40,28 +42,8 @@ pub(crate) const EPERM: isize = -1;
 pub(crate) const EACCES: isize = -13;
 pub(crate) const ENOSYS: isize = -38;
 
-/// A system call. A negative result is a negated error number.
-///
-/// # Safety
-/// The arguments must fit the system call, and memory that they point to must live until it returns.
-pub(crate) unsafe fn call(number: isize, arguments: [usize; 6]) -> isize {
-    let result: isize;
-    let [a, b, c, d, e, f] = arguments;
-    // SAFETY: as the caller promises. rcx and r11 are what the instruction itself overwrites.
-    unsafe {
-        asm!("syscall", inlateout("rax") number => result, in("rdi") a, in("rsi") b, in("rdx") c, in("r10") d,
-            in("r8") e, in("r9") f, lateout("rcx") _, lateout("r11") _, options(nostack));
-    }
-    result
-}
-
-/// Converts a descriptor or another number to an argument.
-pub(crate) fn argument(value: i32) -> usize {
-    value as isize as usize
-}
-
 /// A system call with numbers only.
-pub(crate) fn numbers(number: isize, [a, b, c]: [usize; 3]) -> isize {
+pub(crate) fn numbers(number: usize, [a, b, c]: [usize; 3]) -> isize {
     // SAFETY: callers pass it the numbers of calls that touch no memory.
     unsafe { call(number, [a, b, c, 0, 0, 0]) }
 }
@@ -144,30 +126,7 @@ global_asm!(
     ".popsection",
 );
 
-// Functions that the compiler calls by name. They are hidden from other objects, and replace those of libc. Nothing
-// here unwinds; only tables of the core library refer to the personality function.
-#[cfg(not(test))]
-global_asm!(
-    ".pushsection .text.rekindle_memory, \"ax\", @progbits",
-    ".hidden memcpy",
-    ".globl memcpy",
-    "memcpy: mov rax, rdi",
-    "mov rcx, rdx",
-    "rep movsb",
-    "ret",
-    ".hidden memset",
-    ".globl memset",
-    "memset: mov r8, rdi",
-    "mov eax, esi",
-    "mov rcx, rdx",
-    "rep stosb",
-    "mov rax, r8",
-    "ret",
-    ".hidden rust_eh_personality",
-    ".globl rust_eh_personality",
-    "rust_eh_personality: ud2",
-    ".popsection",
-);
+rekindle_abi::compiler_functions!();
 
 unsafe extern "C" {
     #[link_name = "rekindle_getenv"]

@@ -108,8 +108,7 @@ mod tests {
         assert!(is_trusted("/usr/lib/x.cr.1.ghost"));
         assert!(!is_trusted("/tmp/x") && !is_trusted("/usr/../etc/x") && !is_trusted("/") && !is_trusted(""));
         assert!(!is_trusted("/nowhere/x"));
-        if !fs::metadata("/proc/self").is_ok_and(|own| std::os::unix::fs::MetadataExt::uid(&own) == 0) {
-            eprintln!("SKIP: not root");
+        if !rekindle_testing::root() {
             return;
         }
         let dir = std::env::temp_dir().join(format!("rekindle-plugin-{}", std::process::id()));

@@ -97,13 +97,4 @@ extern "C" fn prepare() {
 #[unsafe(link_section = ".init_array")]
 static PREPARE: extern "C" fn() = prepare;
 
-/// Nothing here can panic: a test of the product searches the object for this text, which is only there if something
-/// can.
-#[cfg(not(test))]
-#[panic_handler]
-fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
-    static MARK: &[u8] = b"rekindle preload can panic";
-    loop {
-        core::hint::black_box(MARK);
-    }
-}
+rekindle_abi::never_panics!(b"rekindle preload can panic");

@@ -5,9 +5,8 @@ use core::ffi::CStr;
 use core::mem::MaybeUninit;
 use core::sync::atomic::AtomicU32;
 
-/// A positive error number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Errno(pub(crate) i32);
+pub(crate) use rekindle_abi::runtime::Errno;
+use rekindle_abi::runtime::{argument as arg, checked};
 
 pub(crate) const EINVAL: Errno = Errno(22);
 const EINTR: Errno = Errno(4);
@@ -26,21 +25,8 @@ pub(crate) const MAP_POPULATE: i32 = 0x8000;
 const TMPFS_MAGIC: usize = 0x0102_1994;
 
 fn call(number: usize, args: [usize; 6]) -> Result<usize, Errno> {
-    let result: isize;
-    // SAFETY: the kernel checks the arguments; callers pass pointers that outlive the call. rcx and r11 are what the
-    // instruction itself overwrites.
-    unsafe {
-        asm!("syscall", inlateout("rax") number => result,
-            in("rdi") args[0], in("rsi") args[1], in("rdx") args[2], in("r10") args[3], in("r8") args[4],
-            in("r9") args[5], lateout("rcx") _, lateout("r11") _, options(nostack));
-    }
-    // Addresses of user space are positive; only the last page of numbers are errors.
-    if (-4095..0).contains(&result) { Err(Errno(-(result as i32))) } else { Ok(result as usize) }
-}
-
-/// Sign-extends a number as the kernel's ABI requires.
-fn arg(value: i32) -> usize {
-    value as isize as usize
+    // SAFETY: the kernel checks the arguments; callers pass pointers that outlive the call.
+    checked(unsafe { rekindle_abi::runtime::call(number, args) })
 }
 
 /// ioctl(2).

@@ -11,7 +11,7 @@
 //! Only the supervisor starts them; arguments are trusted. After a power cut nothing is lost: they own no state.
 #![no_std]
 #![no_main]
-// A freestanding binary: the compiler must not turn the loops of memset and memcpy below into calls of themselves.
+// A freestanding binary: the compiler must not turn the loop of strlen into a call of itself.
 #![no_builtins]
 
 mod sys;

@@ -1,17 +1,16 @@
 //! The system calls of the reaper, x86-64, without a libc. Each wrapper only makes its call.
 
-use core::arch::{asm, global_asm};
+use core::arch::global_asm;
 use core::ffi::{CStr, c_char};
+
+pub(crate) use rekindle_abi::runtime::Errno;
+use rekindle_abi::runtime::{argument as arg, checked};
 
 #[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
 compile_error!("rekindle runs on Linux, x86-64: the CUDA driver offers process checkpoints nowhere else");
 
 // The kernel enters with the stack 16-byte aligned and no return address.
 global_asm!(".globl _start", "_start:", "mov rdi, rsp", "and rsp, -16", "call begin", "ud2");
-
-/// A positive error number.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Errno(pub(crate) i32);
 
 pub(crate) const ENOENT: Errno = Errno(2);
 pub(crate) const E2BIG: Errno = Errno(7);
@@ -39,25 +38,13 @@ pub(crate) enum Process {
 /// A kernel signal set: 64 bits on x86-64.
 pub(crate) type SignalSet = u64;
 
-fn call(number: usize, args: [usize; 5]) -> Result<usize, Errno> {
-    let result: isize;
-    // SAFETY: the kernel checks the arguments; callers pass pointers that outlive the call. rcx and r11 are what the
-    // instruction itself overwrites.
-    unsafe {
-        asm!("syscall", inlateout("rax") number => result,
-            in("rdi") args[0], in("rsi") args[1], in("rdx") args[2], in("r10") args[3], in("r8") args[4],
-            lateout("rcx") _, lateout("r11") _, options(nostack));
-    }
-    if result < 0 { Err(Errno(i32::try_from(-result).unwrap_or(i32::MAX))) } else { Ok(result.unsigned_abs()) }
+fn call(number: usize, [a, b, c, d, e]: [usize; 5]) -> Result<usize, Errno> {
+    // SAFETY: the kernel checks the arguments; callers pass pointers that outlive the call.
+    checked(unsafe { rekindle_abi::runtime::call(number, [a, b, c, d, e, 0]) })
 }
 
 fn as_pid(value: usize) -> i32 {
     i32::try_from(value).unwrap_or(0)
-}
-
-/// Sign-extends a number as the kernel's ABI requires.
-fn arg(value: i32) -> usize {
-    isize::try_from(value).unwrap_or(0).cast_unsigned()
 }
 
 pub(crate) fn exit(code: i32) -> ! {
@@ -311,26 +298,9 @@ pub(crate) fn for_each_child(mut act: impl FnMut(i32)) {
     close(fd);
 }
 
-/// The compiler may call these for arrays, and there is no libc that has them.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn memset(to: *mut u8, byte: i32, count: usize) -> *mut u8 {
-    let value = byte as u8;
-    for at in 0..count {
-        // SAFETY: the caller owns `count` bytes at `to`.
-        unsafe { to.add(at).write_volatile(value) };
-    }
-    to
-}
+rekindle_abi::compiler_functions!();
 
-#[unsafe(no_mangle)]
-unsafe extern "C" fn memcpy(to: *mut u8, from: *const u8, count: usize) -> *mut u8 {
-    for at in 0..count {
-        // SAFETY: the caller owns `count` bytes at both, and they do not overlap.
-        unsafe { to.add(at).write_volatile(*from.add(at)) };
-    }
-    to
-}
-
+/// The compiler may call it for texts, and there is no libc that has it.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn strlen(text: *const u8) -> usize {
     let mut length = 0;
@@ -340,7 +310,3 @@ unsafe extern "C" fn strlen(text: *const u8) -> usize {
     }
     length
 }
-
-/// Referred to by the unwind tables of the precompiled core library; nothing here unwinds.
-#[unsafe(no_mangle)]
-extern "C" fn rust_eh_personality() {}

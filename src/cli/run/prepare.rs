@@ -88,7 +88,7 @@ impl Prepared {
                 "the job was supervised by {holder}, which has sent no heartbeat for {silent}: taking the job over"
             );
         }
-        let (gone, left) = leftovers::give_back(&self.store, name);
+        let (gone, left) = leftovers::release(&self.store, name);
         gone.iter().for_each(|gone| tracing::info!("job {}: {gone}: freed", gone.job));
         left.iter().for_each(|left| tracing::info!("job {}: {left}: {}", left.job, left.advice()));
         for path in folder.sweep_leftovers(&lock)? {

@@ -4,6 +4,7 @@
 use chrono::Local;
 
 use super::watch::Row;
+use crate::published::{Condition, ShownState};
 use crate::report::words::{share, time, whole};
 use crate::telemetry::clean;
 use rekindle_base::units::size;
@@ -130,7 +131,7 @@ fn dash(text: Option<String>) -> (Tone, String) {
 
 const COLUMNS: [Column; 10] = [
     Column { name: "JOB", right: false, keep: 9, cell: |row| (Tone::Strong, row.job.clone()) },
-    Column { name: "STATE", right: false, keep: 8, cell: |row| (tone(&row.state), row.state.clone()) },
+    Column { name: "STATE", right: false, keep: 8, cell: |row| (tone(row.state), row.state.to_string()) },
     Column { name: "UP", right: true, keep: 5, cell: |row| dash(row.work.up_us.map(whole)) },
     Column { name: "GOODPUT", right: true, keep: 7, cell: |row| dash(row.work.goodput_ppm.map(share)) },
     Column { name: "FREEZE", right: true, keep: 6, cell: |row| dash(row.snapshots.freezes.last().copied().map(time)) },
@@ -146,12 +147,12 @@ const COLUMNS: [Column; 10] = [
     },
 ];
 
-fn tone(state: &str) -> Tone {
-    match state {
-        "running" | "snapshotting" | "completed" => Tone::Good,
-        "failed" | "interrupted" | "?" => Tone::Bad,
-        "stopped" | "new" => Tone::Soft,
-        _ => Tone::Warn,
+fn tone(state: ShownState) -> Tone {
+    match state.condition() {
+        Condition::Good => Tone::Good,
+        Condition::Bad => Tone::Bad,
+        Condition::Idle => Tone::Soft,
+        Condition::Passing => Tone::Warn,
     }
 }
 
@@ -218,7 +219,7 @@ fn summary(row: &Row) -> Vec<Line> {
 
 /// The details of one job, and its newest events with the newest at the bottom.
 fn events(row: &Row, scrolled: usize, height: usize) -> Vec<Line> {
-    let mut lines = vec![vec![(Tone::Strong, format!("{}  ", row.job)), (tone(&row.state), row.state.clone())]];
+    let mut lines = vec![vec![(Tone::Strong, format!("{}  ", row.job)), (tone(row.state), row.state.to_string())]];
     if height >= 8 {
         lines.extend(summary(row).into_iter().take(2));
         lines.push(Line::new());

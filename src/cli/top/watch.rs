@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use chrono::{DateTime, Utc};
 
 use super::super::find::{Finder, Jobs};
-use crate::published::{Persisting, Published};
+use crate::published::{Persisting, Published, ShownState};
 use crate::report::history::{History, Kind, between};
 use crate::report::model::{Times, Told};
 use crate::report::{self};
@@ -26,7 +26,7 @@ const DISK: Duration = Duration::from_secs(10);
 pub(super) struct Row {
     pub(super) job: String,
     /// The state of its supervisor, or how its last run ended.
-    pub(super) state: String,
+    pub(super) state: ShownState,
     pub(super) work: Work,
     pub(super) snapshots: Snapshots,
     pub(super) moving: Moving,
@@ -118,7 +118,6 @@ impl Watch {
         let mut rows: Vec<Row> = rows.collect();
         rows.extend(refused.into_iter().map(|(job, error)| Row {
             job: job.to_string(),
-            state: "?".into(),
             trouble: Some(error.to_string()),
             ..Row::default()
         }));
@@ -151,7 +150,7 @@ impl Followed {
         });
         let state = report::state(&self.folder, live.as_ref()).unwrap_or_else(|error| {
             trouble = Some(error.to_string());
-            "?".into()
+            ShownState::Unreadable
         });
         if self.disk.is_none_or(|(looked, _)| looked.elapsed() > DISK) {
             self.disk = Some((Instant::now(), report::allocated(self.folder.path())));

@@ -8,21 +8,21 @@ use serde_json::{Value, json};
 use super::*;
 
 /// A served socket, and the requests that its owner gets.
-struct Hall {
+struct Served {
     _dir: tempfile::TempDir,
     socket: Socket,
     server: Server,
     calls: mpsc::Receiver<Call>,
 }
 
-impl Hall {
-    fn new() -> Hall {
+impl Served {
+    fn new() -> Served {
         let dir = tempfile::tempdir().unwrap();
         let socket = Socket::bind(dir.path(), "j", None).unwrap();
         let (sender, calls) = mpsc::channel();
         let server = Server::start(&socket, Box::new(move |call| sender.send(call).is_ok())).unwrap();
         server.show(Some(facts()));
-        Hall { _dir: dir, socket, server, calls }
+        Served { _dir: dir, socket, server, calls }
     }
 
     fn ask(&self, text: &str) -> Value {
@@ -67,36 +67,36 @@ fn answer(client: &UnixDatagram) -> Value {
 
 #[test]
 fn the_state_is_answered_here_and_the_rest_by_the_owner() {
-    let hall = Hall::new();
-    let state = hall.ask(r#"{"version":1,"request":"state","id":"x"}"#);
+    let served = Served::new();
+    let state = served.ask(r#"{"version":1,"request":"state","id":"x"}"#);
     assert_eq!((&state["id"], &state["ok"]["state"]["snapshots"]), (&json!("x"), &json!(3)));
     let client = client();
-    client.send_to(br#"{"version":1,"request":"snapshot","life":"l"}"#, hall.socket.path()).unwrap();
-    let call = hall.calls.recv_timeout(Duration::from_secs(10)).unwrap();
+    client.send_to(br#"{"version":1,"request":"snapshot","life":"l"}"#, served.socket.path()).unwrap();
+    let call = served.calls.recv_timeout(Duration::from_secs(10)).unwrap();
     assert_eq!((&call.request, call.pid), (&Request::Snapshot, i32::try_from(std::process::id()).unwrap()));
     (call.reply)(Ok(Answer::Snapshot { number: 4, life: "l".into() }));
     assert_eq!(answer(&client)["ok"]["snapshot"]["number"], 4);
-    let code = |text: &str| hall.ask(text)["error"]["code"].clone();
+    let code = |text: &str| served.ask(text)["error"]["code"].clone();
     assert_eq!(code(r#"{"version":1,"request":"snapshot","life":"k"}"#), "restored");
-    hall.server.show(None);
+    served.server.show(None);
     assert_eq!(code(r#"{"version":1,"request":"state"}"#), "later");
     // A request without a possible answer is still handled.
-    hall.server.show(Some(facts()));
+    served.server.show(Some(facts()));
     let nameless = UnixDatagram::unbound().unwrap();
-    nameless.send_to(br#"{"version":1,"request":"release"}"#, hall.socket.path()).unwrap();
-    assert!(hall.calls.recv_timeout(Duration::from_secs(10)).is_ok());
+    nameless.send_to(br#"{"version":1,"request":"release"}"#, served.socket.path()).unwrap();
+    assert!(served.calls.recv_timeout(Duration::from_secs(10)).is_ok());
 }
 
 #[test]
 fn garbage_is_answered_and_harms_nothing() {
-    let hall = Hall::new();
-    let code = |text: &str| hall.ask(text)["error"]["code"].clone();
+    let served = Served::new();
+    let code = |text: &str| served.ask(text)["error"]["code"].clone();
     assert_eq!(code("hello"), "malformed");
     assert_eq!(code(""), "malformed");
     assert_eq!(code(&"[".repeat(MAX_REQUEST)), "malformed");
     assert_eq!(code(&" ".repeat(100_000)), "too-long");
     // Descriptors are not received.
-    let (path, file) = (hall.socket.path().to_owned(), std::fs::File::open("/dev/null").unwrap());
+    let (path, file) = (served.socket.path().to_owned(), std::fs::File::open("/dev/null").unwrap());
     let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
     let client = client();
     let text = [std::io::IoSlice::new(br#"{"version":1,"request":"release"}"#)];
@@ -110,18 +110,18 @@ fn garbage_is_answered_and_harms_nothing() {
     assert_eq!(code("[]"), "malformed");
     // Other tests open descriptors too.
     assert!(open() < before + 100);
-    assert!(hall.calls.try_recv().is_err(), "they come with a request that is not heard");
+    assert!(served.calls.try_recv().is_err(), "they come with a request that is not heard");
 }
 
 #[test]
 fn a_flood_is_read_slowly_and_a_deaf_client_stops_nothing() {
-    let hall = Hall::new();
+    let served = Served::new();
     let deaf = client();
     deaf.set_nonblocking(true).unwrap();
     let begun = Instant::now();
     let mut sent = 0;
     while begun.elapsed() < Duration::from_millis(1500) {
-        match deaf.send_to(br#"{"version":1,"request":"state"}"#, hall.socket.path()) {
+        match deaf.send_to(br#"{"version":1,"request":"state"}"#, served.socket.path()) {
             Ok(_) => sent += 1,
             Err(_) => std::thread::sleep(Duration::from_millis(1)),
         }
@@ -130,47 +130,47 @@ fn a_flood_is_read_slowly_and_a_deaf_client_stops_nothing() {
     let queue = std::fs::read_to_string("/proc/sys/net/unix/max_dgram_qlen").unwrap();
     let most = 2 * PER_SECOND + queue.trim().parse::<u32>().unwrap() + 2;
     assert!(sent >= PER_WINDOW && sent <= most, "{sent} of {most}");
-    assert_eq!(hall.ask(r#"{"version":1,"request":"state"}"#)["ok"]["state"]["life"], "l");
+    assert_eq!(served.ask(r#"{"version":1,"request":"state"}"#)["ok"]["state"]["life"], "l");
     // It ends at once, even if requests are waiting.
     for _ in 0..5 {
-        let _ = deaf.send_to(b"x", hall.socket.path());
+        let _ = deaf.send_to(b"x", served.socket.path());
     }
     let begun = Instant::now();
-    drop(hall.server);
+    drop(served.server);
     assert!(begun.elapsed() < Duration::from_secs(10));
 }
 
 #[test]
 fn the_owner_is_not_buried() {
-    let hall = Hall::new();
+    let served = Served::new();
     let client = client();
     for _ in 0..PENDING + 10 {
-        while client.send_to(br#"{"version":1,"request":"snapshot"}"#, hall.socket.path()).is_err() {}
+        while client.send_to(br#"{"version":1,"request":"snapshot"}"#, served.socket.path()).is_err() {}
     }
     assert_eq!(answer(&client)["error"]["code"], "later");
-    let calls: Vec<Call> = hall.calls.try_iter().collect();
+    let calls: Vec<Call> = served.calls.try_iter().collect();
     assert!(calls.len() <= PENDING + 1, "{}", calls.len());
     drop(calls);
     let client = self::client();
-    client.send_to(br#"{"version":1,"request":"snapshot"}"#, hall.socket.path()).unwrap();
-    assert!(hall.calls.recv_timeout(Duration::from_secs(10)).is_ok());
+    client.send_to(br#"{"version":1,"request":"snapshot"}"#, served.socket.path()).unwrap();
+    assert!(served.calls.recv_timeout(Duration::from_secs(10)).is_ok());
 }
 
 #[test]
 fn another_user_is_not_heard() {
-    if !Uid::effective().is_root() {
-        return eprintln!("SKIP: not root");
+    if !rekindle_testing::root() {
+        return;
     }
-    let hall = Hall::new();
+    let served = Served::new();
     // Even if the file allows it.
     let open = std::os::unix::fs::PermissionsExt::from_mode;
-    std::fs::set_permissions(hall.socket.path(), open(0o666)).unwrap();
-    std::fs::set_permissions(hall.socket.path().parent().unwrap(), open(0o755)).unwrap();
+    std::fs::set_permissions(served.socket.path(), open(0o666)).unwrap();
+    std::fs::set_permissions(served.socket.path().parent().unwrap(), open(0o755)).unwrap();
     let script = format!(
         "import socket, os\nos.setuid(65534)\ns = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)\ns.bind('\\0rekindle-test-{}')\n\
          s.settimeout(0.5)\ns.sendto(b'{{}}', '{}')\ntry:\n  print(s.recv(100))\nexcept OSError:\n  print('silence')",
         std::process::id(),
-        hall.socket.path().display()
+        served.socket.path().display()
     );
     let said = std::process::Command::new("python3").args(["-Sc", &script]).output().unwrap();
     assert_eq!(String::from_utf8_lossy(&said.stdout), "silence\n", "{said:?}");
@@ -178,9 +178,9 @@ fn another_user_is_not_heard() {
 
 #[test]
 fn a_closed_socket_has_no_name_whoever_keeps_it() {
-    let hall = Hall::new();
-    assert!(hall.socket.path().exists());
-    hall.socket.close();
-    hall.socket.close();
-    assert!(!hall.socket.path().exists());
+    let served = Served::new();
+    assert!(served.socket.path().exists());
+    served.socket.close();
+    served.socket.close();
+    assert!(!served.socket.path().exists());
 }

@@ -3,6 +3,7 @@ use std::time::{Duration, Instant};
 use chrono::TimeDelta;
 
 use super::*;
+use crate::published::{JobState, ShownState};
 use crate::report::at;
 use crate::report::model::Facts;
 use crate::telemetry::events::{self, Event, Journal, What};
@@ -47,7 +48,13 @@ fn journal(snapshots: u32) -> Vec<Event> {
 }
 
 fn facts() -> Facts {
-    Facts { job: "train".into(), state: "running".into(), supervised: true, disk: 1 << 40, ..Facts::default() }
+    Facts {
+        job: "train".into(),
+        state: ShownState::Live(JobState::Running),
+        supervised: true,
+        disk: 1 << 40,
+        ..Facts::default()
+    }
 }
 
 #[test]

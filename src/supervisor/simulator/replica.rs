@@ -63,10 +63,10 @@ impl World {
         let theirs = self.ground.images.iter().rev().find(|image| image.replicated && image.stored.is_none());
         let Some(theirs) = theirs.filter(|image| newest.is_none_or(|newest| image.id > newest)) else { return Ok(()) };
         if self.ground.free() < IMAGE + GIB || self.ground.disk.writes_fail {
-            return Err("the image of the replica cannot be brought");
+            return Err("the image of the replica cannot be fetched");
         }
         let (id, lineage) = (theirs.id, Rc::clone(&theirs.lineage));
-        tell!(self, "image {} is brought from the replica", id.sequence());
+        tell!(self, "image {} is fetched from the replica", id.sequence());
         if self.ground.record.as_ref().is_none_or(|record| record.lineage != lineage) {
             self.ground.record = Some(Record { lineage, base: None, completed: false });
         }

@@ -41,8 +41,8 @@ const SEALS: i32 = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW;
 /// One test, because a process has only one table.
 #[test]
 fn a_table_is_believed_in_nothing() {
-    if !nix::unistd::geteuid().is_root() {
-        eprintln!("SKIP: needs root, for /proc/PID/map_files");
+    // For /proc/PID/map_files.
+    if !rekindle_testing::root() {
         return;
     }
     let pid = std::process::id().cast_signed();

@@ -72,7 +72,7 @@ pub(crate) fn is_named(path: &Path) -> bool {
 ///
 /// # Errors
 /// `InvalidData` if the name is not that of the content; when the file cannot be read or written.
-pub(crate) fn put_back(path: &Path, content: &[u8]) -> io::Result<()> {
+pub(crate) fn recreate(path: &Path, content: &[u8]) -> io::Result<()> {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     let kind = MAPPED.iter().find(|kind| kind.name_of(content) == name);
     let kind = kind.ok_or_else(|| {
@@ -85,7 +85,7 @@ pub(crate) fn put_back(path: &Path, content: &[u8]) -> io::Result<()> {
 ///
 /// # Errors
 /// When the file cannot be read or written.
-pub fn put(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
+pub(crate) fn put(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
     match std::fs::read(path) {
         Ok(found) if found == content => return set_mode(path, mode),
         Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
@@ -132,10 +132,10 @@ pub(crate) mod tests {
         for (name, expected) in [(format!("interposer-{hash}.so"), 0o755), (format!("reaper-{hash}"), 0o755)] {
             let path = dir.path().join(name);
             assert!(is_named(&path));
-            put_back(&path, b"of old").unwrap();
+            recreate(&path, b"of old").unwrap();
             assert_eq!(mode(&path), expected);
             std::fs::remove_file(&path).unwrap();
-            assert_eq!(put_back(&path, b"another").unwrap_err().kind(), io::ErrorKind::InvalidData);
+            assert_eq!(recreate(&path, b"another").unwrap_err().kind(), io::ErrorKind::InvalidData);
             assert!(!path.exists());
         }
         for name in

@@ -24,9 +24,9 @@ pub enum Hwloc {
 
 /// hwloc's variable for the components that it may use, separated by commas. `-NAME` at any place excludes one, and
 /// `stop` excludes all that are not named before it (hwloc 2.9, `hwloc_disc_components_enable_others`).
-pub const VARIABLE: &str = "HWLOC_COMPONENTS";
+pub(crate) const VARIABLE: &str = "HWLOC_COMPONENTS";
 /// What keeps it from asking OpenCL.
-pub const WITHOUT_OPENCL: &str = "-opencl";
+pub(crate) const WITHOUT_OPENCL: &str = "-opencl";
 
 /// Adds the variable to `environment`, unless it is set there. Returns the user's value if that lets hwloc ask OpenCL.
 pub fn prepare(hwloc: Hwloc, environment: &mut BTreeMap<OsString, OsString>) -> Option<String> {

@@ -11,9 +11,9 @@ pub struct Identity {
     /// User id.
     pub uid: u32,
     /// Group id.
-    pub gid: u32,
+    pub(crate) gid: u32,
     /// Supplementary group ids.
-    pub groups: Vec<u32>,
+    pub(crate) groups: Vec<u32>,
     /// The home directory, for HOME.
     pub home: std::path::PathBuf,
     /// The name, for USER and LOGNAME.
@@ -23,7 +23,7 @@ pub struct Identity {
 impl Identity {
     /// The rights over files that CRIU gets; `None` if the job is root, as CRIU is.
     #[must_use]
-    pub fn file_rights(&self) -> Option<FileRights<'_>> {
+    pub(crate) fn file_rights(&self) -> Option<FileRights<'_>> {
         (self.uid != 0).then_some(FileRights { uid: self.uid, gid: self.gid, groups: &self.groups })
     }
 }

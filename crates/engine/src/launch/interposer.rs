@@ -54,7 +54,7 @@ pub fn unpack(dir: &Path) -> Result<PathBuf, Error> {
 
 /// Whether the process has loaded an interposer of any version.
 #[must_use]
-pub fn is_in(pid: i32) -> bool {
+pub(crate) fn is_in(pid: i32) -> bool {
     let Ok(maps) = maps::read(pid) else { return false };
     maps::mappings(&maps).any(|mapping| mapping.file_name().starts_with(b"interposer-"))
 }

@@ -27,7 +27,7 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-pub use cut::Kept;
+pub(crate) use cut::Kept;
 pub use follow::Follower;
 use rekindle_os::durable;
 use rekindle_os::sparse;
@@ -142,7 +142,7 @@ impl Files {
     ///
     /// # Errors
     /// When a file cannot be copied; it is not cut then.
-    pub fn rotate(&self) -> Result<(), Error> {
+    pub(crate) fn rotate(&self) -> Result<(), Error> {
         for (path, state) in self.paths().into_iter().zip(lock(&self.states).iter_mut()) {
             let meta = std::fs::metadata(path).map_err(error("look at", path))?;
             // Blocks that are reserved behind the end count too.
@@ -164,14 +164,14 @@ impl Files {
 
     /// Prevents the follower from reading while files are put back.
     #[must_use]
-    pub fn hold(&self) -> Held<'_> {
+    pub(crate) fn hold(&self) -> Held<'_> {
         Held { files: self, states: lock(&self.states) }
     }
 }
 
 /// Output files that the follower cannot read meanwhile.
 #[derive(Debug)]
-pub struct Held<'a> {
+pub(crate) struct Held<'a> {
     files: &'a Files,
     states: MutexGuard<'a, States>,
 }
@@ -183,7 +183,7 @@ impl Held<'_> {
     ///
     /// # Errors
     /// When it cannot be read or cut.
-    pub fn cut(&mut self, path: &Path, to: u64) -> io::Result<Option<Kept>> {
+    pub(crate) fn cut(&mut self, path: &Path, to: u64) -> io::Result<Option<Kept>> {
         let bounds = self.files.bounds;
         let ours = self.files.paths().into_iter().position(|ours| ours == path);
         let mut other = State::default();

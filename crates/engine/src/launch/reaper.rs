@@ -12,7 +12,7 @@ use rekindle_os::process;
 const MAX_BYTES: u64 = 1 << 20;
 
 /// Permission bits of a reaper, of any version.
-pub const MODE: u32 = 0o755;
+pub(crate) const MODE: u32 = 0o755;
 
 /// Built by build.rs from `native/reaper/`.
 pub(super) const REAPER: Embedded = Embedded {
@@ -34,7 +34,7 @@ pub fn unpack(dir: &Path) -> Result<PathBuf, Error> {
 
 /// Whether this is the path of a reaper, of any version.
 #[must_use]
-pub fn is_named(path: &Path) -> bool {
+pub(crate) fn is_named(path: &Path) -> bool {
     path.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.starts_with("reaper-"))
 }
 
@@ -42,7 +42,7 @@ pub fn is_named(path: &Path) -> bool {
 ///
 /// # Errors
 /// When its executable cannot be read.
-pub fn is_genuine(pid: i32) -> io::Result<bool> {
+pub(crate) fn is_genuine(pid: i32) -> io::Result<bool> {
     let Some(path) = process::executable(pid).filter(|path| is_named(path)) else { return Ok(false) };
     let file = File::open(format!("/proc/{pid}/exe"))?;
     let metadata = file.metadata()?;

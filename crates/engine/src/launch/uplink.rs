@@ -214,7 +214,7 @@ impl Uplink {
     ///
     /// # Errors
     /// When it does not start, or is not ready in time.
-    pub fn start(plan: &Plan, network: Owned) -> Result<Uplink, Error> {
+    pub(crate) fn start(plan: &Plan, network: Owned) -> Result<Uplink, Error> {
         let (program, user) = (plan.program.clone(), plan.user);
         let shared = Arc::new(Shared { program, user, network, state: Mutex::default(), over: Condvar::new() });
         let first = shared.begin()?;
@@ -233,7 +233,7 @@ impl Uplink {
     }
 
     /// Ends it, and waits until it is gone.
-    pub fn stop(&self) {
+    pub(crate) fn stop(&self) {
         self.shared.finish();
         let keeper = self.keeper.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(keeper) = keeper {

@@ -111,7 +111,7 @@ pub enum Refused {
 impl Refused {
     /// The cause of the refusal.
     #[must_use]
-    pub fn fault(&self) -> Fault {
+    pub(crate) fn fault(&self) -> Fault {
         match self {
             Refused::Rights { fault, .. } => *fault,
             Refused::File { .. } | Refused::KernelFile { .. } | Refused::Namespace { .. } => Fault::Image,

@@ -3,5 +3,5 @@
 pub(crate) mod capture;
 mod content;
 pub(crate) mod moved;
-pub mod put_back;
+pub(crate) mod put_back;
 pub(crate) mod record;

@@ -1,5 +1,5 @@
 //! The job's GPUs: the CUDA processes of its tree, and the GPUs on which they are restored.
 
-pub mod capture;
+pub(crate) mod capture;
 pub mod placement;
 pub mod put_back;

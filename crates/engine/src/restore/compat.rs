@@ -15,14 +15,15 @@ use std::fmt;
 
 use serde::Serialize;
 
-pub use here::{FileHere, Here};
+pub(crate) use here::FileHere;
+pub use here::Here;
 
 use rekindle_store::Manifest;
 
 /// What a difference means for a restore.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Severity {
+pub(crate) enum Severity {
     /// It cannot work.
     Fatal,
     /// It may not work.
@@ -33,15 +34,15 @@ pub enum Severity {
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct Difference {
     /// What it means.
-    pub severity: Severity,
+    pub(crate) severity: Severity,
     /// What differs.
-    pub what: String,
+    pub(crate) what: String,
     /// What the image has.
-    pub image: String,
+    pub(crate) image: String,
     /// What is here.
-    pub here: String,
+    pub(crate) here: String,
     /// What to do.
-    pub advice: String,
+    pub(crate) advice: String,
 }
 
 impl Difference {
@@ -55,7 +56,7 @@ impl Difference {
 
     /// Whether it is about a file that the job had mapped or open.
     #[must_use]
-    pub fn is_a_file(&self) -> bool {
+    pub(crate) fn is_a_file(&self) -> bool {
         self.what.starts_with(files::WHAT)
     }
 

@@ -30,7 +30,7 @@ pub(super) struct Plain {
 
 /// A folder with an unpacked image; it is removed when this is dropped.
 #[derive(Debug)]
-pub struct Unpacked(PathBuf);
+pub(crate) struct Unpacked(PathBuf);
 
 impl Drop for Unpacked {
     fn drop(&mut self) {

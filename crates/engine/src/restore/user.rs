@@ -10,9 +10,9 @@ use rekindle_store::{ImageId, Manifest};
 )]
 pub struct OtherUser {
     /// The image.
-    pub id: ImageId,
+    pub(crate) id: ImageId,
     /// The user at the snapshot.
-    pub then: String,
+    pub(crate) then: String,
     /// The user now, in words.
     now: String,
 }

@@ -14,13 +14,13 @@ use rekindle_store::manifest::{KeptCopy, Landing, MappedFile, OpenFile, Recreate
 
 /// Files that a restore puts back by other means.
 #[derive(Clone, Copy)]
-pub(super) struct PutBack<'a> {
+pub(super) struct Recreated<'a> {
     pub(super) open: &'a [OpenFile],
     pub(super) recreate: &'a [Recreate],
     pub(super) landing: &'a [Landing],
 }
 
-impl PutBack<'_> {
+impl Recreated<'_> {
     fn has(&self, path: &Path) -> bool {
         self.open.iter().any(|file| file.path == path)
             || self.recreate.iter().any(|file| file.path == path)
@@ -31,7 +31,7 @@ impl PutBack<'_> {
 /// The files of the dump in `criu_dir` that nothing puts back. `kept` are the files that the image contains.
 pub(super) fn files(
     criu_dir: &Path,
-    put_back: PutBack<'_>,
+    put_back: Recreated<'_>,
     kept: &BTreeMap<PathBuf, KeptCopy>,
 ) -> Result<Vec<MappedFile>, Error> {
     let found = image::checked_files(criu_dir)?.into_iter();

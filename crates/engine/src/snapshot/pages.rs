@@ -47,14 +47,14 @@ use bytesize::ByteSize;
 use nix::fcntl::{FcntlArg, fcntl};
 use nix::sys::stat::Mode;
 
-pub use expect::{Expected, Source, expect};
+pub(crate) use expect::{Expected, Source, expect};
 use rekindle_os::parallel::cores;
 use supply::Supply;
 use workers::{Fifo, Name, Shared, Until};
 
 /// FIFOs beyond the expected number, for processes and shared memory that appear meanwhile. No pages are prepared for
 /// what comes through these.
-pub const EXTRA: usize = 16;
+pub(crate) const EXTRA: usize = 16;
 
 /// Capacity of a FIFO in bytes; beyond fs.pipe-max-size (1 MiB) it needs CAP_SYS_RESOURCE, and without that we take
 /// what we get. CRIU takes up to 26 MiB (8 pipes of 819 pages) from a task, then writes them out, and takes no more
@@ -128,11 +128,11 @@ pub enum Error {
 
 /// A pages file that was received.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Received {
+pub(crate) struct Received {
     /// Its place in the image.
-    pub path: PathBuf,
+    pub(crate) path: PathBuf,
     /// Its length, bytes.
-    pub bytes: u64,
+    pub(crate) bytes: u64,
 }
 
 /// Makes `spool` contain a file for each of `expected`, with all its pages present, so that [`Receivers::start`] has
@@ -141,14 +141,15 @@ pub struct Received {
 ///
 /// # Errors
 /// [`Error::Full`] if there is no room; files made until then stay.
-pub fn make_ready(spool: &Path, expected: &[Expected]) -> Result<(), Error> {
+#[cfg(test)]
+pub(crate) fn make_ready(spool: &Path, expected: &[Expected]) -> Result<(), Error> {
     spool::make_ready(spool, expected, threads()).map(drop)
 }
 
 /// FIFOs that replace CRIU's pages files, and the threads that empty them. If dropped without [`Receivers::drain`], it
 /// removes both.
 #[derive(Debug)]
-pub struct Receivers {
+pub(crate) struct Receivers {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
     /// Nothing is sent: the channel closes when the last thread ends.
@@ -162,7 +163,7 @@ impl Receivers {
     ///
     /// # Errors
     /// If there is no memory, or a FIFO or thread cannot be created. Then only the files of the spool remain.
-    pub fn start(criu_dir: &Path, spool: &Path, expected: &[Expected]) -> Result<Receivers, Error> {
+    pub(crate) fn start(criu_dir: &Path, spool: &Path, expected: &[Expected]) -> Result<Receivers, Error> {
         Receivers::start_with(criu_dir, spool, expected, threads())
     }
 
@@ -195,7 +196,7 @@ impl Receivers {
     ///
     /// # Errors
     /// The first failure since the start, or that `deadline` has passed. FIFOs and threads are gone then.
-    pub fn drain(mut self, deadline: Instant) -> Result<Drained, Error> {
+    pub(crate) fn drain(mut self, deadline: Instant) -> Result<Drained, Error> {
         self.shared.go_on(Until::Drained);
         let left = deadline.saturating_duration_since(Instant::now());
         let in_time = self.ended.recv_timeout(left) != Err(RecvTimeoutError::Timeout);
@@ -233,7 +234,7 @@ impl Drop for Receivers {
 
 /// All pages of the job, copied; the tasks may run. If dropped, it removes the FIFOs and keeps the spool.
 #[derive(Debug)]
-pub struct Drained {
+pub(crate) struct Drained {
     fifos: Vec<Fifo>,
     spool: PathBuf,
 }
@@ -244,7 +245,7 @@ impl Drained {
     ///
     /// # Errors
     /// When a file cannot be cut, linked or removed.
-    pub fn place(self) -> Result<Vec<Received>, Error> {
+    pub(crate) fn place(self) -> Result<Vec<Received>, Error> {
         let mut all = Vec::new();
         let mut kept = Vec::new();
         for fifo in self.fifos {

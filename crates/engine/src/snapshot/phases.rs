@@ -270,7 +270,7 @@ impl Frozen<'_> {
 
     /// The files that a restore needs unchanged.
     pub(super) fn mapped_files(&self) -> Result<Vec<MappedFile>, Error> {
-        let put_back = mapped::PutBack {
+        let put_back = mapped::Recreated {
             open: &self.dumped.moment.open_files,
             recreate: &self.dumped.recreate,
             landing: &self.landing,

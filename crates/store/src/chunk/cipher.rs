@@ -25,7 +25,7 @@ use rekindle_os::durable;
 const NONCE: usize = 24;
 const TAG: usize = 16;
 /// Bytes that sealing adds.
-pub const SEAL: usize = NONCE + TAG;
+pub(crate) const SEAL: usize = NONCE + TAG;
 /// Bytes of a key.
 const KEY: usize = 32;
 /// Maximum size of a key file: 64 digits and a line end, with some room to detect a longer file.
@@ -151,7 +151,7 @@ impl Key {
 
     /// How a reader treats packs that are not encrypted.
     #[must_use]
-    pub fn plain_packs(&self) -> PlainPacks {
+    pub(crate) fn plain_packs(&self) -> PlainPacks {
         self.plain
     }
 
@@ -181,7 +181,7 @@ impl Key {
     ///
     /// # Errors
     /// When the kernel gives no random bytes.
-    pub fn seal(&self, bound: &[u8], bytes: &mut Vec<u8>, start: usize) -> io::Result<()> {
+    pub(crate) fn seal(&self, bound: &[u8], bytes: &mut Vec<u8>, start: usize) -> io::Result<()> {
         let nonce = XNonce::try_generate().map_err(io::Error::other)?;
         let end = bytes.len();
         bytes.extend_from_slice(&nonce);
@@ -197,7 +197,7 @@ impl Key {
     ///
     /// # Errors
     /// [`FormatError::Unsealed`] if any bit of it, or of `bound`, differs. Then nothing of it may be used.
-    pub fn open<'a>(&self, bound: &[u8], sealed: &'a mut [u8]) -> Result<&'a mut [u8], FormatError> {
+    pub(crate) fn open<'a>(&self, bound: &[u8], sealed: &'a mut [u8]) -> Result<&'a mut [u8], FormatError> {
         let (nonce, rest) = sealed.split_first_chunk_mut::<NONCE>().ok_or(FormatError::Unsealed)?;
         let (bytes, tag) = rest.split_last_chunk_mut::<TAG>().ok_or(FormatError::Unsealed)?;
         let (nonce, tag) = (XNonce::from(*nonce), Tag::from(*tag));

@@ -33,7 +33,7 @@ pub enum Codec {
 impl Codec {
     /// Its number in files.
     #[must_use]
-    pub const fn number(self) -> u8 {
+    pub(crate) const fn number(self) -> u8 {
         match self {
             Codec::Raw => 0,
             Codec::Lz4 => 1,
@@ -43,7 +43,7 @@ impl Codec {
 
     /// The codec with this number in files.
     #[must_use]
-    pub const fn from_number(number: u8) -> Option<Codec> {
+    pub(crate) const fn from_number(number: u8) -> Option<Codec> {
         match number {
             0 => Some(Codec::Raw),
             1 => Some(Codec::Lz4),
@@ -70,7 +70,7 @@ pub enum Compression {
 
 impl Compression {
     /// The allowed levels of Zstandard. Lower ones are no faster than LZ4; higher ones need hundreds of MiB per thread.
-    pub const LEVELS: std::ops::RangeInclusive<i32> = -7..=19;
+    pub(crate) const LEVELS: std::ops::RangeInclusive<i32> = -7..=19;
     /// The level of "zstd" without a number, as in the command `zstd`.
     const LEVEL: i32 = 3;
 }
@@ -123,7 +123,7 @@ impl From<Compression> for String {
 }
 
 /// The level of "auto".
-pub const AUTO_LEVEL: i32 = 1;
+pub(crate) const AUTO_LEVEL: i32 = 1;
 
 /// Bytes of the sample that `auto` takes from each third of a chunk.
 const SAMPLE: usize = 4 << 10;
@@ -151,7 +151,7 @@ thread_local! {
 
 /// Compresses a chunk with the wanted method; returns the raw bytes if that does not pay. The content of `scratch` does
 /// not matter.
-pub fn encode<'a>(wanted: Compression, raw: &'a [u8], scratch: &'a mut Vec<u8>) -> (Codec, &'a [u8]) {
+pub(crate) fn encode<'a>(wanted: Compression, raw: &'a [u8], scratch: &'a mut Vec<u8>) -> (Codec, &'a [u8]) {
     let room = raw.len() - raw.len() * SAVES / 100;
     // Zstandard stops at the end of the buffer; LZ4 needs room for the worst case.
     scratch.resize(lz4::get_maximum_output_size(raw.len()), 0);
@@ -209,7 +209,7 @@ fn entropy(bytes: &[u8]) -> f64 {
 ///
 /// # Errors
 /// When the bytes are not the result of [`encode`] for a chunk of that size.
-pub fn decode(codec: Codec, stored: &[u8], raw_len: usize, into: &mut Vec<u8>) -> Result<(), FormatError> {
+pub(crate) fn decode(codec: Codec, stored: &[u8], raw_len: usize, into: &mut Vec<u8>) -> Result<(), FormatError> {
     let (found, bound) = (size_of(raw_len), u64::from(CHUNK_MAX));
     if found > bound || raw_len == 0 {
         return Err(FormatError::OutOfBounds { what: What::Chunk, field: "raw length", found, bound });

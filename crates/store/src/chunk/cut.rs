@@ -21,7 +21,7 @@ const CRIU: &str = "criu/";
 
 /// The page maps of an image, so that they are read once.
 #[derive(Debug)]
-pub struct Cutter {
+pub(crate) struct Cutter {
     /// By the id of the pages file.
     maps: HashMap<u32, PathBuf>,
 }
@@ -29,7 +29,7 @@ pub struct Cutter {
 impl Cutter {
     /// Reads the page maps of the image in `dir`.
     #[must_use]
-    pub fn new(dir: &Path) -> Cutter {
+    pub(crate) fn new(dir: &Path) -> Cutter {
         let entries = fs::read_dir(dir.join(CRIU)).into_iter().flatten().flatten();
         let named = entries.filter(|entry| {
             let name = entry.file_name().to_string_lossy().into_owned();
@@ -41,7 +41,7 @@ impl Cutter {
 
     /// The cuts of a part of that size.
     #[must_use]
-    pub fn cuts(&self, part: &str, size: u64) -> Cuts {
+    pub(crate) fn cuts(&self, part: &str, size: u64) -> Cuts {
         match self.runs(part, size) {
             Some(runs) => Cuts { at: 0, how: How::Addresses { runs: runs.into_iter(), current: None } },
             None => Cuts { at: 0, how: How::Offsets { size } },
@@ -58,7 +58,7 @@ impl Cutter {
 
 /// The pieces of a file as (offset, length), in order and without gaps; no length is 0 or above [`CHUNK`].
 #[derive(Debug)]
-pub struct Cuts {
+pub(crate) struct Cuts {
     at: u64,
     how: How,
 }
@@ -75,11 +75,12 @@ enum How {
     },
 }
 
+#[cfg(test)]
 impl Cuts {
     /// The cuts of the part `part` of the image in `dir`, if only this part is needed: [`Cutter`] reads the names of
     /// the page maps once for all parts.
     #[must_use]
-    pub fn of(dir: &Path, part: &str, size: u64) -> Cuts {
+    pub(crate) fn of(dir: &Path, part: &str, size: u64) -> Cuts {
         Cutter::new(dir).cuts(part, size)
     }
 }

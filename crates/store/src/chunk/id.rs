@@ -15,7 +15,7 @@ impl ChunkId {
 
     /// The bytes of the hash.
     #[must_use]
-    pub const fn as_bytes(&self) -> &[u8; 32] {
+    pub(crate) const fn as_bytes(&self) -> &[u8; 32] {
         &self.0
     }
 }

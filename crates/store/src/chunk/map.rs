@@ -55,7 +55,7 @@ pub enum Extent {
 impl Extent {
     /// Its length in bytes.
     #[must_use]
-    pub fn len(&self) -> u64 {
+    pub(crate) fn len(&self) -> u64 {
         match self {
             Extent::Zero { len } => *len,
             Extent::Chunk { len, .. } => u64::from(*len),
@@ -64,7 +64,7 @@ impl Extent {
 
     /// Whether its length is 0, which occurs in no map.
     #[must_use]
-    pub fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
@@ -85,7 +85,7 @@ pub struct ChunkMap {
 }
 
 /// Adds an extent to those of a part; zeros after zeros become one.
-pub fn push(part: &mut Vec<Extent>, extent: Extent) {
+pub(crate) fn push(part: &mut Vec<Extent>, extent: Extent) {
     match (part.last_mut(), extent) {
         (Some(Extent::Zero { len }), Extent::Zero { len: more }) => *len = len.saturating_add(more),
         _ => part.push(extent),
@@ -177,7 +177,7 @@ impl ChunkMap {
     ///
     /// # Errors
     /// When it cannot be read, or is not what was written.
-    pub fn read_any(path: &Path) -> Result<(ChunkMap, blake3::Hash), ReadError> {
+    pub(crate) fn read_any(path: &Path) -> Result<(ChunkMap, blake3::Hash), ReadError> {
         let bytes = read_bytes(path)?;
         let map = ChunkMap::parse(&bytes).map_err(|source| ReadError::Format { path: path.to_owned(), source })?;
         Ok((map, blake3::hash(&bytes)))

@@ -27,7 +27,7 @@ pub(super) fn set(packs: &Packs, pack: PackName, now: DateTime<Utc>) -> Result<(
 }
 
 /// Removes the mark durably: from then on the pack counts again.
-pub(super) fn take_back(packs: &Packs, pack: PackName) -> Result<(), FileError> {
+pub(super) fn unmark(packs: &Packs, pack: PackName) -> Result<(), FileError> {
     let path = packs.gone_path(pack);
     durable::remove_file(&path).map_err(failed("remove", &path))
 }

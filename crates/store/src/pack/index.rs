@@ -45,7 +45,7 @@ pub struct Entry {
 impl Entry {
     /// The entry of a record at that offset.
     #[must_use]
-    pub fn of(header: &RecordHeader, offset: u64) -> Entry {
+    pub(crate) fn of(header: &RecordHeader, offset: u64) -> Entry {
         let RecordHeader { codec, raw_len, stored_len, id } = *header;
         Entry { id, offset, raw_len, stored_len, codec }
     }
@@ -163,18 +163,18 @@ pub(super) fn check_pack_size(what: What, found: u64) -> Result<(), FormatError>
 
 /// The content of a pack according to its records.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Scan {
+pub(crate) struct Scan {
     /// The header of the pack.
-    pub header: PackHeader,
+    pub(crate) header: PackHeader,
     /// The records before the first damaged one. Its `pack_len` is where they end.
-    pub index: PackIndex,
+    pub(crate) index: PackIndex,
     /// The first damage; `None` if the pack ends with its last record.
-    pub lost: Option<FormatError>,
+    pub(crate) lost: Option<FormatError>,
 }
 
 /// Why a pack cannot be scanned.
 #[derive(Debug, thiserror::Error)]
-pub enum ScanError {
+pub(crate) enum ScanError {
     /// It cannot be read.
     #[error(transparent)]
     Read(#[from] io::Error),
@@ -188,7 +188,7 @@ pub enum ScanError {
 ///
 /// # Errors
 /// When it cannot be read, or is not a pack of ours. Damage after the header of the pack is part of the result.
-pub fn scan(
+pub(crate) fn scan(
     pack_len: u64,
     mut read_at: impl FnMut(u64, &mut [u8; HEADER]) -> io::Result<()>,
 ) -> Result<Scan, ScanError> {

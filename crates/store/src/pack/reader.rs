@@ -75,7 +75,7 @@ pub enum ReadChunkError {
 impl ReadChunkError {
     /// The error for a chunk without a known place. It is damage only if all packs could be read.
     #[must_use]
-    pub fn missing(id: ChunkId, index: &Index) -> ReadChunkError {
+    pub(crate) fn missing(id: ChunkId, index: &Index) -> ReadChunkError {
         match index.unreadable() {
             Some((path, source)) => ReadChunkError::Unread { id, path: path.to_owned(), source },
             None => ReadChunkError::Missing(id),
@@ -84,7 +84,7 @@ impl ReadChunkError {
 
     /// Whether the disk has failed. The chunk may be intact.
     #[must_use]
-    pub fn is_failing_disk(&self) -> bool {
+    pub(crate) fn is_failing_disk(&self) -> bool {
         match self {
             ReadChunkError::Read { source, .. } | ReadChunkError::Unread { source, .. } => is_failing(source),
             _ => false,
@@ -93,13 +93,13 @@ impl ReadChunkError {
 
     /// Whether another place may have the chunk: it is damaged, or cannot be read.
     #[must_use]
-    pub fn may_be_healed(&self) -> bool {
+    pub(crate) fn may_be_healed(&self) -> bool {
         self.is_damage() || matches!(self, ReadChunkError::Read { .. } | ReadChunkError::Unread { .. })
     }
 
     /// Whether the chunk is lost: not a wrong key, a newer format or a disk that does not answer.
     #[must_use]
-    pub fn is_damage(&self) -> bool {
+    pub(crate) fn is_damage(&self) -> bool {
         match self {
             ReadChunkError::Format { source, .. } => !source.is_not_for_us(),
             ReadChunkError::Missing(_) => true,
@@ -112,26 +112,26 @@ impl ReadChunkError {
 #[derive(Debug, Clone, Copy)]
 pub struct Want<T> {
     /// The chunk.
-    pub id: ChunkId,
+    pub(crate) id: ChunkId,
     /// Its place.
-    pub location: Location,
+    pub(crate) location: Location,
     /// The purpose.
-    pub target: T,
+    pub(crate) target: T,
 }
 
 /// How packs are read.
 #[derive(Clone, Copy)]
 pub struct Reading<'a> {
     /// The packs.
-    pub packs: &'a Packs,
+    pub(crate) packs: &'a Packs,
     /// The key of encrypted packs.
-    pub key: Option<&'a Key>,
+    pub(crate) key: Option<&'a Key>,
     /// Threads that decode.
-    pub threads: usize,
+    pub(crate) threads: usize,
     /// How files are read.
-    pub way: Way,
+    pub(crate) way: Way,
     /// Tells whether the work is cancelled.
-    pub cancelled: &'a (dyn Fn() -> bool + Sync),
+    pub(crate) cancelled: &'a (dyn Fn() -> bool + Sync),
 }
 
 impl std::fmt::Debug for Reading<'_> {
@@ -167,7 +167,7 @@ impl Reading<'_> {
     ///
     /// # Errors
     /// As [`Reading::read`].
-    pub fn read_as_told<T: Copy + Send + Sync, V: Visit<T>>(
+    pub(crate) fn read_as_told<T: Copy + Send + Sync, V: Visit<T>>(
         &self,
         index: &Index,
         wants: Vec<Want<T>>,
@@ -180,7 +180,7 @@ impl Reading<'_> {
     ///
     /// # Errors
     /// An error of `visit`; [`ReadChunkError::Cancelled`]; [`ReadChunkError::Store`].
-    pub fn read<T: Copy + Send + Sync, V: Visit<T>>(
+    pub(crate) fn read<T: Copy + Send + Sync, V: Visit<T>>(
         &self,
         index: &Index,
         wants: Vec<Want<T>>,

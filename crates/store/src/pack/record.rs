@@ -37,19 +37,19 @@ pub const HEADER_BYTES: u64 = 64;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PackHeader {
     /// The id of its key; `None` if it is not encrypted.
-    pub key: Option<[u8; 16]>,
+    pub(crate) key: Option<[u8; 16]>,
 }
 
 impl PackHeader {
     /// The header of a pack written with this key, or without one.
     #[must_use]
-    pub fn of(key: Option<&Key>) -> PackHeader {
+    pub(crate) fn of(key: Option<&Key>) -> PackHeader {
         PackHeader { key: key.map(Key::id) }
     }
 
     /// Its bytes.
     #[must_use]
-    pub fn to_bytes(&self) -> [u8; HEADER] {
+    pub(crate) fn to_bytes(self) -> [u8; HEADER] {
         let flags = if self.key.is_some() { ENCRYPTED } else { 0 };
         let mut bytes = [0; HEADER];
         fill(&mut bytes, &[MAGIC, &VERSION.to_le_bytes(), &flags.to_le_bytes(), &self.key.unwrap_or_default()]);
@@ -81,7 +81,7 @@ impl PackHeader {
     /// The header that results from flipping one bit back, if its check is right then. A flipped bit in the version or
     /// in the id of the key makes a pack look as if it were not for us.
     #[must_use]
-    pub fn with_one_bit_wrong(bytes: &[u8; HEADER]) -> Option<PackHeader> {
+    pub(crate) fn with_one_bit_wrong(bytes: &[u8; HEADER]) -> Option<PackHeader> {
         let turned = (0..HEADER).flat_map(|byte| (0..8).map(move |bit| (byte, 1_u8 << bit)));
         turned.into_iter().find_map(|(byte, bit)| {
             let mut other = *bytes;
@@ -110,7 +110,7 @@ impl PackHeader {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RecordHeader {
     /// The codec of the stored bytes.
-    pub codec: Codec,
+    pub(crate) codec: Codec,
     /// Raw bytes of the chunk.
     pub raw_len: u32,
     /// Bytes that follow this header.
@@ -122,7 +122,7 @@ pub struct RecordHeader {
 impl RecordHeader {
     /// Its bytes.
     #[must_use]
-    pub fn to_bytes(&self) -> [u8; HEADER] {
+    pub(crate) fn to_bytes(self) -> [u8; HEADER] {
         let mut bytes = [0; HEADER];
         let codec = [self.codec.number(), 0, 0, 0];
         let (raw, stored) = (self.raw_len.to_le_bytes(), self.stored_len.to_le_bytes());
@@ -135,7 +135,7 @@ impl RecordHeader {
     ///
     /// # Errors
     /// Each kind of damage has its own error.
-    pub fn parse(bytes: &[u8]) -> Result<RecordHeader, FormatError> {
+    pub(crate) fn parse(bytes: &[u8]) -> Result<RecordHeader, FormatError> {
         let what = What::Record;
         let header = format::header(what, bytes)?;
         let mut fields = Fields::new(what, header);
@@ -156,7 +156,7 @@ impl RecordHeader {
 
     /// The size of the complete record in bytes.
     #[must_use]
-    pub fn record_len(&self) -> u64 {
+    pub(crate) fn record_len(&self) -> u64 {
         HEADER_BYTES + u64::from(self.stored_len)
     }
 
@@ -190,7 +190,7 @@ pub(super) fn check_lengths(what: What, raw_len: u32, stored_len: u32) -> Result
 ///
 /// # Errors
 /// `InvalidInput` if the sizes are out of bounds; when the kernel gives no random bytes.
-pub fn write(
+pub(crate) fn write(
     into: &mut Vec<u8>,
     id: ChunkId,
     codec: Codec,
@@ -234,7 +234,7 @@ pub fn read(
 ///
 /// # Errors
 /// As [`read`].
-pub fn raw<'a>(
+pub(crate) fn raw<'a>(
     record: &'a mut [u8],
     wanted: &ChunkId,
     key: Option<&Key>,

@@ -14,7 +14,8 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 pub use name::PackName;
-pub use table::{Index, Location, PackInfo};
+pub(crate) use table::PackInfo;
+pub use table::{Index, Location};
 
 use super::index::{self, MAX_BYTES, PackIndex, Scan, ScanError};
 use super::record::{HEADER_BYTES, PackHeader};
@@ -23,11 +24,11 @@ use crate::format::{FormatError, ReadError, What};
 use rekindle_os::durable;
 
 /// Suffix of the name of a pack.
-pub const PACK_SUFFIX: &str = ".pack";
+pub(crate) const PACK_SUFFIX: &str = ".pack";
 /// Suffix of the name of an index.
-pub const INDEX_SUFFIX: &str = ".idx";
+pub(crate) const INDEX_SUFFIX: &str = ".idx";
 /// Suffix of the mark of a pack that is to be removed.
-pub const GONE_SUFFIX: &str = ".gone";
+pub(crate) const GONE_SUFFIX: &str = ".gone";
 
 /// The folder with the packs of a job.
 #[derive(Debug, Clone)]
@@ -39,16 +40,16 @@ pub struct Packs {
 #[derive(Debug)]
 pub struct Problem {
     /// The pack.
-    pub pack: PackName,
+    pub(crate) pack: PackName,
     /// Why its index was not used; None if that is not the problem.
-    pub index: Option<ReadError>,
+    pub(crate) index: Option<ReadError>,
     /// Which part of the pack is unreadable.
-    pub lost: Lost,
+    pub(crate) lost: Lost,
 }
 
 /// Which part of a pack is unreadable.
 #[derive(Debug)]
-pub enum Lost {
+pub(crate) enum Lost {
     /// Nothing: its records were read instead of the index.
     Nothing,
     /// Everything from that byte on.
@@ -75,7 +76,7 @@ struct Files {
 impl Packs {
     /// The packs in this folder, which may not exist.
     #[must_use]
-    pub fn new(dir: PathBuf) -> Packs {
+    pub(crate) fn new(dir: PathBuf) -> Packs {
         Packs { dir }
     }
 
@@ -160,7 +161,7 @@ impl Packs {
     ///
     /// # Errors
     /// When it cannot be read, or is not a pack of ours.
-    pub fn scan(&self, name: PackName) -> std::result::Result<Scan, ReadError> {
+    pub(crate) fn scan(&self, name: PackName) -> std::result::Result<Scan, ReadError> {
         let path = self.pack_path(name);
         let failed = |source| ReadError::Read { path: path.clone(), source };
         let file = durable::open_for_reading(&path).map_err(failed)?;

@@ -36,7 +36,7 @@ pub struct Making<'k> {
 impl<'k> Making<'k> {
     /// The settings that the store uses.
     #[must_use]
-    pub fn new(compression: Compression, key: Option<&'k Key>) -> Making<'k> {
+    pub(crate) fn new(compression: Compression, key: Option<&'k Key>) -> Making<'k> {
         Making { compression, key, pack: PACK, way: Way::Direct }
     }
 }

@@ -44,12 +44,12 @@ pub struct Removal {
     /// The image.
     pub id: ImageId,
     /// The reason.
-    pub why: Why,
+    pub(crate) why: Why,
 }
 
 /// Why an image is removed for the next one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Why {
+pub(crate) enum Why {
     /// The total size would exceed its limit.
     MaxTotal,
     /// The file system is too full.
@@ -116,7 +116,7 @@ fn would_free(bytes: u64) -> String {
 /// The bytes that the next image will probably add to the store: `whole` if images share nothing; else what the last
 /// one added plus a quarter, because images differ.
 #[must_use]
-pub fn predict(whole: u64, last_added: Option<u64>) -> u64 {
+pub(crate) fn predict(whole: u64, last_added: Option<u64>) -> u64 {
     last_added.map_or(whole, |last| last.saturating_add(last / 4).min(whole))
 }
 

@@ -19,7 +19,7 @@ pub enum Verdict {
 impl Verdict {
     /// Whether the image is removed.
     #[must_use]
-    pub fn is_removal(&self) -> bool {
+    pub(crate) fn is_removal(&self) -> bool {
         matches!(self, Verdict::Remove(_))
     }
 }

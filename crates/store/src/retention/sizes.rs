@@ -38,14 +38,14 @@ impl Sizes {
 
     /// Bytes that remain after all of these are removed.
     #[must_use]
-    pub fn left(&self, gone: &[ImageId]) -> u64 {
+    pub(crate) fn left(&self, gone: &[ImageId]) -> u64 {
         self.total().saturating_sub(self.freed(gone))
     }
 
     /// Bytes that the newest image added, if images share content: approximately what the next one will add. `None` if
     /// each is stored completely.
     #[must_use]
-    pub fn last_added(&self) -> Option<u64> {
+    pub(crate) fn last_added(&self) -> Option<u64> {
         self.last_added
     }
 }
@@ -79,7 +79,7 @@ impl<K: Eq + Hash> Gathering<K> {
     }
 
     /// Adds a piece of this size to an image; other images may have it too. Repetitions do not count.
-    pub fn share(&mut self, id: ImageId, piece: K, bytes: u64) {
+    pub(crate) fn share(&mut self, id: ImageId, piece: K, bytes: u64) {
         let alone = self.group_of(id);
         let Some(before) = self.pieces.get(&piece).copied() else {
             self.pieces.insert(piece, alone);

@@ -106,14 +106,14 @@ impl Survey {
 
     /// The space that an image of this size will need.
     #[must_use]
-    pub fn need(&self, whole: u64, written: Written) -> Need {
+    pub(crate) fn need(&self, whole: u64, written: Written) -> Need {
         let lasting = admission::predict(whole, self.sizes.last_added());
         Need { lasting, at_first: if written == Written::Packed { lasting } else { whole.saturating_add(lasting) } }
     }
 
     /// Whether there is space for it.
     #[must_use]
-    pub fn admit(&self, need: Need, policy: &Policy, now: DateTime<Utc>, path: &Path) -> Admission {
+    pub(crate) fn admit(&self, need: Need, policy: &Policy, now: DateTime<Utc>, path: &Path) -> Admission {
         admission::admit(need, &self.facts, policy, now, &self.sizes, &self.room, path)
     }
 }

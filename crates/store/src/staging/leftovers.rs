@@ -250,7 +250,7 @@ pub fn elsewhere(base: &Path, store: &Path, trust: &Trust) -> Vec<Leftover> {
 
 /// Frees all leftovers that are not needed, except those of one job. Returns what was freed, and what remains.
 #[must_use]
-pub fn give_back(store: &Store, except: &JobName) -> (Vec<Leftover>, Vec<Leftover>) {
+pub fn release(store: &Store, except: &JobName) -> (Vec<Leftover>, Vec<Leftover>) {
     let others = find(store).into_iter().filter(|left| left.job != *except);
     others.partition(|left| left.needed.is_none() && left.free(store.trust(), OnlyCopies::Keep))
 }

@@ -67,7 +67,7 @@ impl Slot {
     ///
     /// # Errors
     /// When the old one cannot be removed, or the folders cannot be created.
-    pub fn begin(&self, id: ImageId) -> Result<Filling, Error> {
+    pub(crate) fn begin(&self, id: ImageId) -> Result<Filling, Error> {
         self.forget_image()?;
         make(&self.dir, 0o700)?;
         for name in LASTING.iter().chain(&["criu"]) {

@@ -1,12 +1,15 @@
 use super::super::watch::{Snapshots, Work};
 use super::*;
+use crate::published::JobState;
 use crate::report::model::Told;
 
-fn row(job: &str, state: &str) -> Row {
+const RUNNING: ShownState = ShownState::Live(JobState::Running);
+
+fn row(job: &str, state: ShownState) -> Row {
     let event = |n: u32| Told { at: crate::report::at(n.into()), event: "stored".into(), text: format!("event {n}") };
     Row {
         job: job.into(),
-        state: state.into(),
+        state,
         work: Work { up_us: Some(3_725_000_000), goodput_ppm: Some(987_654), lost_us: 0 },
         snapshots: Snapshots {
             freezes: vec![100_000, 200_000, 800_000],
@@ -27,7 +30,7 @@ fn text(lines: &[Line]) -> Vec<String> {
 
 #[test]
 fn a_wide_terminal_shows_everything() {
-    let rows = [row("a", "running"), row("b", "failed")];
+    let rows = [row("a", RUNNING), row("b", ShownState::Failed)];
     let lines = text(&draw("title", &rows, &View::default(), 120, 12));
     assert_eq!(lines.len(), 12);
     let columns: Vec<&str> = lines[1].split_whitespace().collect();
@@ -42,7 +45,7 @@ fn a_wide_terminal_shows_everything() {
 #[test]
 fn the_help_names_every_key_and_column() {
     let view = View { help: true, ..View::default() };
-    let lines = text(&draw("title", &[row("a", "running")], &view, 80, 24));
+    let lines = text(&draw("title", &[row("a", RUNNING)], &view, 80, 24));
     for name in COLUMNS.iter().map(|column| column.name).filter(|name| !["JOB", "STATE"].contains(name)) {
         assert!(lines.iter().any(|line| line.starts_with(&format!("{name} "))), "{name}: {lines:?}");
     }
@@ -53,7 +56,7 @@ fn the_help_names_every_key_and_column() {
 
 #[test]
 fn no_size_is_too_small() {
-    let rows: Vec<Row> = (0..30).map(|n| row(&format!("job-{n}"), "restoring")).collect();
+    let rows: Vec<Row> = (0..30).map(|n| row(&format!("job-{n}"), ShownState::Live(JobState::Restoring))).collect();
     for open in [false, true] {
         for chosen in [None, Some("job-17".to_owned()), Some("gone".to_owned())] {
             let view = View { chosen, open, scrolled: 7, help: false };
@@ -75,7 +78,7 @@ fn no_size_is_too_small() {
 
 #[test]
 fn keys_move_within_what_there_is() {
-    let rows: Vec<Row> = (0..3).map(|n| row(&n.to_string(), "running")).collect();
+    let rows: Vec<Row> = (0..3).map(|n| row(&n.to_string(), RUNNING)).collect();
     let mut view = View::default();
     view.step(&rows, -1);
     assert_eq!(view.at(&rows), 0);

@@ -13,13 +13,13 @@ use rekindle_os::sparse;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Kept {
     /// The file that it was saved to, if any of it was saved.
-    pub file: Option<PathBuf>,
+    pub(crate) file: Option<PathBuf>,
     /// The offset that its beginning had in the output.
     pub(super) from: u64,
     /// Bytes saved.
-    pub bytes: u64,
+    pub(crate) bytes: u64,
     /// Bytes lost, because there were more than [`Bounds::size`] or there was no space.
-    pub lost: u64,
+    pub(crate) lost: u64,
 }
 
 /// The rotated files with content from before `gone`: number of the file, and the range that it contains.

@@ -45,7 +45,7 @@ pub enum ChangedFiles {
 
 /// A file that was put back.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum PutBack {
+pub enum FileRollback {
     /// The present content that is not in the snapshot is saved beside it.
     Kept(RolledBack),
     /// Output of the job. Only a configured amount of it is saved.
@@ -69,35 +69,37 @@ pub enum PutBack {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RolledBack {
     /// The file.
-    pub path: PathBuf,
+    pub(crate) path: PathBuf,
     /// The file that has this content now.
-    pub kept: PathBuf,
+    pub(crate) kept: PathBuf,
     /// Size of this content.
-    pub bytes: u64,
+    pub(crate) bytes: u64,
 }
 
-impl PutBack {
+impl FileRollback {
     fn is_in(&self, folder: &Path) -> bool {
         match self {
-            PutBack::Kept(RolledBack { path, .. }) | PutBack::Aside(RolledBack { path, .. }) => {
+            FileRollback::Kept(RolledBack { path, .. }) | FileRollback::Aside(RolledBack { path, .. }) => {
                 path.starts_with(folder)
             }
-            PutBack::Made(path) | PutBack::Cut(path, _) | PutBack::Begun(path, _) => path.starts_with(folder),
-            PutBack::Folder { .. } => false,
+            FileRollback::Made(path) | FileRollback::Cut(path, _) | FileRollback::Begun(path, _) => {
+                path.starts_with(folder)
+            }
+            FileRollback::Folder { .. } => false,
         }
     }
 }
 
-impl fmt::Display for PutBack {
+impl fmt::Display for FileRollback {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            PutBack::Kept(RolledBack { path, kept, .. }) if kept.as_os_str().is_empty() => {
+            FileRollback::Kept(RolledBack { path, kept, .. }) if kept.as_os_str().is_empty() => {
                 write!(f, "{} was put back", path.display())
             }
-            PutBack::Kept(RolledBack { path, kept, bytes }) => {
+            FileRollback::Kept(RolledBack { path, kept, bytes }) => {
                 write!(f, "{} was put back; {bytes} newer bytes are kept in {}", path.display(), kept.display())
             }
-            PutBack::Cut(path, kept) => {
+            FileRollback::Cut(path, kept) => {
                 write!(f, "{} was put back", path.display())?;
                 if let Some(file) = &kept.file {
                     write!(f, "; its last {} are kept in {}", ByteSize::b(kept.bytes), file.display())?;
@@ -107,14 +109,14 @@ impl fmt::Display for PutBack {
                     lost => write!(f, "; {} is not kept (log.max-size, or a full disk)", ByteSize::b(lost)),
                 }
             }
-            PutBack::Made(path) => write!(f, "{} did not exist and was created from the image", path.display()),
-            PutBack::Aside(RolledBack { path, kept, .. }) => {
+            FileRollback::Made(path) => write!(f, "{} did not exist and was created from the image", path.display()),
+            FileRollback::Aside(RolledBack { path, kept, .. }) => {
                 write!(f, "{} did not exist at the snapshot: it was renamed to {}", path.display(), kept.display())
             }
-            PutBack::Folder { path, kept } => {
+            FileRollback::Folder { path, kept } => {
                 write!(f, "{} was put back; the version before is in {}", path.display(), kept.display())
             }
-            PutBack::Begun(path, bytes) => write!(
+            FileRollback::Begun(path, bytes) => write!(
                 f,
                 "{} starts empty: the {} written before the snapshot are not here",
                 path.display(),
@@ -337,7 +339,7 @@ pub(crate) fn put_back(
     folder: &JobFolder,
     user: Option<&Identity>,
     output: &Files,
-) -> Result<Vec<PutBack>, RollbackError> {
+) -> Result<Vec<FileRollback>, RollbackError> {
     let mut done = Vec::new();
     let may_give = user.is_none();
     for file in &manifest.mapped_files {
@@ -346,7 +348,7 @@ pub(crate) fn put_back(
         let content = copy.part.open(&image.dir).map_err(failed("read", &path))?;
         let make = || content::make_read(file, &content, may_give);
         if with_rights(&file.path, user, make)? {
-            done.push(PutBack::Made(file.path.to_path_buf()));
+            done.push(FileRollback::Made(file.path.to_path_buf()));
         }
     }
     let mut asides = Vec::new();
@@ -359,7 +361,7 @@ pub(crate) fn put_back(
     }
     for path in &manifest.absent_files {
         let moved = with_rights(path, user, || content::move_aside(path))?;
-        done.extend(moved.map(PutBack::Aside));
+        done.extend(moved.map(FileRollback::Aside));
     }
     for file in &manifest.open_files {
         if let Some(path) = moved::log_here(&file.path, manifest, folder) {
@@ -382,22 +384,22 @@ pub(crate) fn put_back(
     for (tracked, aside) in manifest.tracked_folders.iter().zip(asides) {
         let kept = with_rights(&tracked.path, user, || Ok(aside.finish()))?;
         done.retain(|done| !done.is_in(&tracked.path));
-        done.extend(kept.map(|kept| PutBack::Folder { path: tracked.path.to_path_buf(), kept }));
+        done.extend(kept.map(|kept| FileRollback::Folder { path: tracked.path.to_path_buf(), kept }));
     }
     Ok(done)
 }
 
 /// Missing output files, removed or on another machine, must not prevent a restore.
-fn put_log_back(file: &OpenFile, path: &Path, held: &mut Held<'_>) -> Result<Option<PutBack>, RollbackError> {
+fn put_log_back(file: &OpenFile, path: &Path, held: &mut Held<'_>) -> Result<Option<FileRollback>, RollbackError> {
     let open = options().create(true).mode(0o600).open(path).map_err(failed("open", path))?;
     let size = open.metadata().map_err(failed("stat", path))?.size();
     let rotated = || PathBuf::from(format!("{}.1", path.display())).exists();
     match size {
         size if size > file.size => {
             let kept = held.cut(path, file.size).map_err(failed("cut", path))?;
-            Ok(kept.map(|kept| PutBack::Cut(path.into(), kept)))
+            Ok(kept.map(|kept| FileRollback::Cut(path.into(), kept)))
         }
-        0 if file.size > 0 && !rotated() => Ok(Some(PutBack::Begun(path.into(), file.size))),
+        0 if file.size > 0 && !rotated() => Ok(Some(FileRollback::Begun(path.into(), file.size))),
         _ => Ok(None),
     }
 }
@@ -413,12 +415,12 @@ fn put_one_back(
     content: Option<&File>,
     may_give: bool,
     aside: Option<&Aside<'_>>,
-) -> Result<Option<PutBack>, RollbackError> {
+) -> Result<Option<FileRollback>, RollbackError> {
     let path = &*file.path;
     let open = match (options().open(path), content) {
         (Ok(open), _) => open,
         (Err(error), Some(content)) if error.kind() == io::ErrorKind::NotFound && can_be_made(file) => {
-            return content::make(file, content, may_give).map(|()| Some(PutBack::Made(path.clone())));
+            return content::make(file, content, may_give).map(|()| Some(FileRollback::Made(path.clone())));
         }
         (Err(source), _) => {
             return Err(match source.raw_os_error() {
@@ -433,8 +435,8 @@ fn put_one_back(
         return Err(RollbackError::NotAFile(path.clone()));
     }
     match content {
-        Some(content) => Ok(content::replace(&open, file, content, aside)?.map(PutBack::Kept)),
-        None if metadata.size() > file.size => cut(&open, path, file.size).map(PutBack::Kept).map(Some),
+        Some(content) => Ok(content::replace(&open, file, content, aside)?.map(FileRollback::Kept)),
+        None if metadata.size() > file.size => cut(&open, path, file.size).map(FileRollback::Kept).map(Some),
         // Its owner rotated or emptied it; a program that appends is not affected.
         None if metadata.size() < file.size && !file.append => {
             Err(RollbackError::Shorter { path: path.clone(), had: file.size, has: metadata.size() })

@@ -24,28 +24,28 @@ use rekindle_base::{Moved, xid};
 use rekindle_cuda::nvml::{GpuInventory, Mig};
 use rekindle_cuda::{DriverVersion, GpuMapping, GpuUuid};
 use rekindle_store::Manifest;
-pub use wish::{GpuRef, Pair, ParsePairError, Wishes};
+pub use wish::{Pair, Wishes};
 
 /// A GPU of this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Device {
+pub(crate) struct Device {
     /// Its UUID.
-    pub uuid: GpuUuid,
+    pub(crate) uuid: GpuUuid,
     /// The product.
-    pub name: String,
+    pub(crate) name: String,
     /// Its number, as nvidia-smi counts.
-    pub index: Option<u32>,
+    pub(crate) index: Option<u32>,
     /// Available bytes of its memory.
-    pub free: Option<u64>,
+    pub(crate) free: Option<u64>,
     /// Bytes of its memory.
-    pub total: Option<u64>,
+    pub(crate) total: Option<u64>,
     /// Whether it can be used.
-    pub health: Health,
+    pub(crate) health: Health,
 }
 
 /// Whether a GPU can be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Health {
+pub(crate) enum Health {
     /// No fault is known.
     Fine,
     /// It had a fault after which NVIDIA advises against new jobs on it: used only if there is no other GPU.
@@ -60,11 +60,11 @@ pub enum Health {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Devices {
     /// The GPUs that were found.
-    pub all: Vec<Device>,
+    pub(crate) all: Vec<Device>,
     /// Whether NVML was asked: without it a GPU may be missing from the list, and neither memory nor health is known.
-    pub asked: bool,
+    pub(crate) asked: bool,
     /// Whether the driver is too old to move a job to other GPUs.
-    pub too_old: bool,
+    pub(crate) too_old: bool,
 }
 
 /// The first driver that accepts pairs of GPUs.
@@ -73,7 +73,7 @@ const FIRST_DRIVER: u32 = 580;
 impl Devices {
     /// The GPUs of the inventory, with known faults. Memory of processes that will have ended counts as free.
     #[must_use]
-    pub fn of(inventory: &GpuInventory, wishes: &Wishes) -> Devices {
+    pub(crate) fn of(inventory: &GpuInventory, wishes: &Wishes) -> Devices {
         let (asked, faults) = (inventory.used_by_pid.is_some(), &wishes.faults);
         let coming = |uuid: GpuUuid| -> u64 {
             let used = wishes.leaving.iter().filter_map(|pid| inventory.used_on(*pid)?.get(&uuid));
@@ -129,14 +129,14 @@ pub enum Plan {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Relocation {
     /// For the driver: all GPUs of the image.
-    pub pairs: Vec<GpuMapping>,
+    pub(crate) pairs: Vec<GpuMapping>,
     /// The GPUs that the job used and that change.
     pub moved: Vec<Moved>,
     /// Whether the only reason is that a GPU has too little free memory.
-    pub for_room: bool,
+    pub(crate) for_room: bool,
     /// Whether a divided or silent GPU replaces one that the job did not use, because there are too few. It is not
     /// known whether the driver accepts that.
-    pub unproven: bool,
+    pub(crate) unproven: bool,
 }
 
 /// Why the GPUs of this machine cannot take a job.
@@ -144,11 +144,11 @@ pub struct Relocation {
 #[error("the job needs {image}; this machine has {here}; {advice}")]
 pub struct NoPlace {
     /// What the image needs, in words.
-    pub image: String,
+    pub(crate) image: String,
     /// What this machine has, in words.
-    pub here: String,
+    pub(crate) here: String,
     /// What to do.
-    pub advice: String,
+    pub(crate) advice: String,
 }
 
 /// A GPU of the image.

@@ -17,9 +17,9 @@ use rekindle_store::manifest::Host;
 #[derive(Debug, Clone)]
 pub struct Here {
     /// Processor and kernel.
-    pub host: Host,
+    pub(crate) host: Host,
     /// CRIU's version, if it is installed.
-    pub criu: Option<Version>,
+    pub(crate) criu: Option<Version>,
     /// The version of the NVIDIA driver; `None` without a driver, or if the job does not use CUDA.
     pub driver: Option<String>,
     /// The GPUs, for a job that used some.
@@ -27,12 +27,12 @@ pub struct Here {
     /// Further facts and wishes about the GPUs.
     pub wishes: Wishes,
     /// The files that the image names.
-    pub files: BTreeMap<PathBuf, FileHere>,
+    pub(crate) files: BTreeMap<PathBuf, FileHere>,
 }
 
 /// What exists under the path of a file that the image needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum FileHere {
+pub(crate) enum FileHere {
     /// Nothing.
     Missing,
     /// Something else, such as a folder or a device.
@@ -61,7 +61,7 @@ impl Here {
     }
 
     /// Queries the GPUs again, because their free memory changes.
-    pub fn look_again(&mut self, manifest: &Manifest) {
+    pub(crate) fn look_again(&mut self, manifest: &Manifest) {
         (self.devices, self.driver) = look_at_gpus(manifest, &self.wishes);
     }
 }

@@ -6,7 +6,7 @@ use rekindle_os::{maps, process};
 
 /// The owner of the pages in a pages file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Source {
+pub(crate) enum Source {
     /// A process, by its pid in its innermost namespace.
     Process(i32),
     /// Memory that processes share without a file that has a name (anonymous, memfd, System V), by its inode.
@@ -25,17 +25,17 @@ impl fmt::Display for Source {
 
 /// A pages file for which memory is prepared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Expected {
+pub(crate) struct Expected {
     /// The owner of the pages.
-    pub source: Source,
+    pub(crate) source: Source,
     /// The likely size.
-    pub bytes: u64,
+    pub(crate) bytes: u64,
 }
 
 /// What a dump of these processes would write, as far as /proc tells; pids as we see them. Processes that have ended
 /// are left out.
 #[must_use]
-pub fn expect(tree: &[i32]) -> Vec<Expected> {
+pub(crate) fn expect(tree: &[i32]) -> Vec<Expected> {
     let mut all: Vec<Expected> = Vec::new();
     for pid in tree {
         let Some(inner) = process::inner_pid(*pid) else { continue };

@@ -25,7 +25,7 @@ pub struct Location {
     /// Its offset in the pack, in bytes.
     pub offset: u64,
     /// Raw bytes of the chunk.
-    pub raw_len: u32,
+    pub(crate) raw_len: u32,
     /// Bytes of the record after its header.
     pub stored_len: u32,
 }
@@ -33,7 +33,7 @@ pub struct Location {
 impl Location {
     /// The place of an entry in the index of that pack.
     #[must_use]
-    pub fn of(pack: PackName, entry: &Entry) -> Location {
+    pub(crate) fn of(pack: PackName, entry: &Entry) -> Location {
         Location { pack, offset: entry.offset, raw_len: entry.raw_len, stored_len: entry.stored_len }
     }
 
@@ -48,13 +48,13 @@ impl Location {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PackInfo {
     /// Its name.
-    pub name: PackName,
+    pub(crate) name: PackName,
     /// Its bytes, up to the last complete record.
     pub pack_len: u64,
     /// The id of the key that it is encrypted with.
-    pub key: Option<[u8; 16]>,
+    pub(crate) key: Option<[u8; 16]>,
     /// Whether it is marked, because no image needed it at the last round.
-    pub gone: bool,
+    pub(crate) gone: bool,
 }
 
 impl PackInfo {
@@ -62,7 +62,7 @@ impl PackInfo {
     ///
     /// # Errors
     /// [`FormatError::NoKey`], [`FormatError::OtherKey`], [`FormatError::Plain`].
-    pub fn key_for<'k>(&self, key: Option<&'k Key>) -> Result<Option<&'k Key>, FormatError> {
+    pub(crate) fn key_for<'k>(&self, key: Option<&'k Key>) -> Result<Option<&'k Key>, FormatError> {
         PackHeader { key: self.key }.key_for(key)
     }
 }
@@ -86,7 +86,6 @@ pub struct Index {
     places: HashMap<PackName, u32>,
     /// Sorted by prefix.
     slots: Vec<Slot>,
-    added: HashMap<Prefix, Slot>,
     pub(super) problems: Vec<Problem>,
 }
 
@@ -108,7 +107,7 @@ impl Index {
 
     /// The places that stay if content is stored in this many packs. A marked pack counts only if no other has the
     /// chunk: content that was copied out of it must not be used there again.
-    pub fn kept(&self, id: &ChunkId, copies: usize) -> impl Iterator<Item = Location> {
+    pub(crate) fn kept(&self, id: &ChunkId, copies: usize) -> impl Iterator<Item = Location> {
         let stays = self.all(id).filter(|at| !self.is_gone(at.pack)).take(copies.max(1));
         let any = self.all(id).any(|at| !self.is_gone(at.pack));
         stays.chain(self.all(id).take(if any { 0 } else { 1 }))
@@ -119,7 +118,7 @@ impl Index {
         let prefix = prefix(id);
         let from = self.slots.partition_point(|slot| slot.prefix < prefix);
         let sorted = self.slots.get(from..).unwrap_or_default().iter().take_while(move |slot| slot.prefix == prefix);
-        self.added.get(&prefix).into_iter().chain(sorted).filter_map(|slot| self.location(slot))
+        sorted.filter_map(|slot| self.location(slot))
     }
 
     /// Whether the pack is marked as one that no image needs.
@@ -129,16 +128,16 @@ impl Index {
     }
 
     /// Records that the mark of a pack was removed, or set.
-    pub fn set_gone(&mut self, pack: PackName, gone: bool) {
+    pub(crate) fn set_gone(&mut self, pack: PackName, gone: bool) {
         let place = self.places.get(&pack).and_then(|place| usize::try_from(*place).ok());
         if let Some(info) = place.and_then(|place| self.packs.get_mut(place)) {
             info.gone = gone;
         }
     }
 
-    /// All packs: those read from files and those added later.
+    /// All packs that were read.
     #[must_use]
-    pub fn packs(&self) -> &[PackInfo] {
+    pub(crate) fn packs(&self) -> &[PackInfo] {
         &self.packs
     }
 
@@ -156,7 +155,7 @@ impl Index {
 
     /// An existing pack that could not be read: it may have any chunk.
     #[must_use]
-    pub fn unreadable(&self) -> Option<(&Path, io::Error)> {
+    pub(crate) fn unreadable(&self) -> Option<(&Path, io::Error)> {
         self.problems.iter().find_map(|problem| match &problem.lost {
             Lost::All(ReadError::Read { path, source }) if source.kind() != io::ErrorKind::NotFound => {
                 let again = source.raw_os_error().map_or_else(|| source.kind().into(), io::Error::from_raw_os_error);
@@ -166,32 +165,8 @@ impl Index {
         })
     }
 
-    /// The number of places.
-    #[must_use]
-    pub fn len(&self) -> usize {
-        self.slots.len() + self.added.len()
-    }
-
-    /// Whether there is no chunk at all.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// Adds a chunk that was written since. Its pack counts as not marked, and as not encrypted unless it was added
-    /// before ([`Index::add_pack`]).
-    pub fn insert(&mut self, id: &ChunkId, location: Location) {
-        let pack = match self.places.get(&location.pack) {
-            Some(place) => *place,
-            None => self.add_pack(PackInfo { name: location.pack, pack_len: 0, key: None, gone: false }),
-        };
-        if let Some(slot) = slot(prefix(id), pack, location.offset, location.raw_len, location.stored_len) {
-            self.added.insert(slot.prefix, slot);
-        }
-    }
-
     /// Adds a pack, or updates it.
-    pub fn add_pack(&mut self, info: PackInfo) -> u32 {
+    fn add_pack(&mut self, info: PackInfo) -> u32 {
         let next = u32::try_from(self.packs.len()).unwrap_or(u32::MAX);
         let place = *self.places.entry(info.name).or_insert(next);
         match usize::try_from(place).ok().and_then(|place| self.packs.get_mut(place)) {

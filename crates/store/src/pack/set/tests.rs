@@ -61,7 +61,7 @@ fn chunks_are_found_where_they_are() {
     }
     let index = ground.index();
     assert!(index.problems().is_empty(), "{:?}", index.problems());
-    assert_eq!((index.len(), index.packs().len()), (3, 2));
+    assert_eq!((index.places(), index.packs().len()), (3, 2));
     let second = index.get(&id(b"second")).unwrap();
     assert_eq!((second.pack, second.offset, second.raw_len, second.stored_len), (one, 64 + 64 + 5, 6, 6));
     assert_eq!(index.get(&id(b"third")).unwrap().pack, two);
@@ -73,7 +73,7 @@ fn chunks_are_found_where_they_are() {
 fn no_folder_is_no_packs_and_one_that_can_not_be_listed_an_error() {
     let ground = Ground::new();
     let none = Packs::new(ground.dir.path().join("none"));
-    assert!(none.index().unwrap().is_empty());
+    assert!(none.index().unwrap().places() == 0);
     let file = ground.dir.path().join("file");
     fs::write(&file, b"").unwrap();
     assert!(matches!(Packs::new(file).index(), Err(Error::Read { .. })));
@@ -123,10 +123,10 @@ fn what_a_pack_lost_is_told() {
     fs::remove_file(&path).unwrap();
     let index = ground.index();
     assert!(matches!(index.problems(), [Problem { lost: Lost::All(ReadError::Read { .. }), .. }]));
-    assert!(index.is_empty());
+    assert_eq!(index.places(), 0);
     fs::write(&path, [&whole[..], b"more"].concat()).unwrap();
     let index = ground.index();
-    assert_eq!(index.len(), 2);
+    assert_eq!(index.places(), 2);
     assert!(matches!(index.problems(), [Problem { lost: Lost::From { .. }, .. }]));
 }
 

@@ -6,7 +6,7 @@ fn file(path: &Path, size: u64, append: bool) -> OpenFile {
     OpenFile { append, position: size, ..OpenFile::new(job_path(path), size) }
 }
 
-fn put_one_back(file: &OpenFile, content: Option<&[u8]>) -> Result<Option<PutBack>, RollbackError> {
+fn put_one_back(file: &OpenFile, content: Option<&[u8]>) -> Result<Option<FileRollback>, RollbackError> {
     let content = content.map(|content| {
         let mut part = tempfile::tempfile().unwrap();
         io::Write::write_all(&mut part, content).unwrap();
@@ -19,9 +19,9 @@ fn check_one(file: &OpenFile) -> Result<(), RollbackError> {
     super::check_one(file, ChangedFiles::Refuse)
 }
 
-fn kept(result: Result<Option<PutBack>, RollbackError>) -> RolledBack {
+fn kept(result: Result<Option<FileRollback>, RollbackError>) -> RolledBack {
     match result {
-        Ok(Some(PutBack::Kept(kept))) => kept,
+        Ok(Some(FileRollback::Kept(kept))) => kept,
         other => panic!("{other:?}"),
     }
 }
@@ -69,8 +69,8 @@ fn without_room_for_what_is_cut_nothing_is_cut() {
     let dir = tempfile::tempdir().unwrap();
     let flags = nix::mount::MsFlags::empty();
     let mounted = nix::mount::mount(Some("tmpfs"), dir.path(), Some("tmpfs"), flags, Some("size=1M"));
-    if let Err(error) = mounted {
-        return eprintln!("SKIP: cannot mount a tmpfs: {error}");
+    if !rekindle_testing::require("root", mounted.is_ok(), &format!("cannot mount a tmpfs: {mounted:?}")) {
+        return;
     }
     let path = dir.path().join("data");
     std::fs::write(&path, vec![b'x'; 700 << 10]).unwrap();
@@ -104,7 +104,7 @@ fn a_file_that_is_gone_is_made_from_the_image_with_its_mode() {
     let part = Some(part_path("files/open-0"));
     let mut wanted = OpenFile { part, mode: Some(0o100_640), ..file(&path, 7, false) };
     check_one(&wanted).unwrap();
-    assert_eq!(put_one_back(&wanted, Some(b"epoch 7")).unwrap(), Some(PutBack::Made(path.clone())));
+    assert_eq!(put_one_back(&wanted, Some(b"epoch 7")).unwrap(), Some(FileRollback::Made(path.clone())));
     assert_eq!(std::fs::read_to_string(&path).unwrap(), "epoch 7");
     assert_eq!(std::fs::metadata(&path).unwrap().mode(), 0o100_640);
     check_one(&wanted).unwrap();

@@ -32,7 +32,7 @@ impl Wishes {
 
 /// A GPU as a user names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum GpuRef {
+pub(crate) enum GpuRef {
     /// By UUID.
     Uuid(GpuUuid),
     /// By number: an old GPU among those of the image, a new one as nvidia-smi counts on this machine.
@@ -66,9 +66,9 @@ impl FromStr for GpuRef {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pair {
     /// The GPU in the image.
-    pub old: GpuRef,
+    pub(crate) old: GpuRef,
     /// The GPU of this machine.
-    pub new: GpuRef,
+    pub(crate) new: GpuRef,
 }
 
 /// Text that is not a pair of GPUs.
