@@ -57,6 +57,31 @@ impl From<Exit> for ExitCode {
     }
 }
 
+/// What to add to an error: a user has no right to the store, and root has.
+pub(crate) fn forgotten_sudo(error: &anyhow::Error) -> &'static str {
+    match error.chain().any(is_refused) {
+        true => ". Use sudo if the job was started with it",
+        false => "",
+    }
+}
+
+/// Whether the kernel refuses the store to this user.
+fn is_refused(cause: &(dyn std::error::Error + 'static)) -> bool {
+    use rekindle_store::Error as E;
+    let source = match cause.downcast_ref::<E>() {
+        Some(
+            E::Read { source, .. }
+            | E::CreateStore { source, .. }
+            | E::Create { source, .. }
+            | E::Write { source, .. }
+            | E::Lock { source, .. }
+            | E::Remove { source, .. },
+        ) => source,
+        _ => return false,
+    };
+    source.kind() == std::io::ErrorKind::PermissionDenied && !nix::unistd::geteuid().is_root()
+}
+
 /// The exit code for an error. A store that cannot be one is the mistake of who named it: `--store`, or the
 /// configuration.
 pub(crate) fn of_error(error: &anyhow::Error, is_store_typed: bool) -> Exit {
@@ -86,6 +111,7 @@ pub(crate) fn of_error(error: &anyhow::Error, is_store_typed: bool) -> Exit {
             || cause.is::<super::run::NoRights>()
             || cause.is::<super::replica::Unknown>()
             || cause.is::<super::replica::NotBrought>()
+            || cause.is::<super::AnothersJob>()
         {
             return Exit::Missing;
         }
@@ -109,6 +135,9 @@ pub(crate) fn of_error(error: &anyhow::Error, is_store_typed: bool) -> Exit {
         }
         if cause.is::<super::Misuse>() || cause.is::<store::NameError>() {
             return Exit::Usage;
+        }
+        if is_refused(cause) {
+            return Exit::Missing;
         }
         if let Some(error) = cause.downcast_ref::<store::Error>() {
             use store::Error as E;

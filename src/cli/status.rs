@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::find::{self, Finder, PATIENCE};
 use super::output::{Column, Format, print_json, print_note, print_table, print_text};
-use super::{Exit, Global, complete};
+use super::{Exit, Global, complete, ended};
 use crate::control::client;
 use crate::control::protocol::{Answer, Request};
 use crate::published::Published;
@@ -27,8 +27,19 @@ pub(crate) struct StatusArgs {
     #[arg(long, short)]
     watch: bool,
     /// Interval of --watch
-    #[arg(long, value_name = "TIME", default_value = "1s", value_parser = humantime::parse_duration)]
+    #[arg(long, value_name = "TIME", default_value = "1s", value_parser = pause, requires = "watch")]
     every: Duration,
+}
+
+/// Reading all jobs takes some milliseconds each.
+const SHORTEST: Duration = Duration::from_millis(100);
+
+fn pause(text: &str) -> Result<Duration, String> {
+    match humantime::parse_duration(text) {
+        Ok(time) if time >= SHORTEST => Ok(time),
+        Ok(_) => Err(format!("must be at least {}", humantime::format_duration(SHORTEST))),
+        Err(_) => Err("must be a duration with a unit, such as 90s or 10m".to_owned()),
+    }
 }
 
 const COLUMNS: [Column; 10] = [
@@ -107,6 +118,13 @@ pub(super) fn status(global: &Global, args: &StatusArgs) -> anyhow::Result<Exit>
             (_, format) => {
                 let stores = finder.names_stores(rows.iter().map(|row| row.store.as_path()));
                 print(&rows, args.job.is_some(), stores, format)?;
+                if let (Some(_), [folder], [Row { source: "record", .. }], Format::Text) =
+                    (&args.job, &folders[..], &rows[..], format)
+                {
+                    let (how, next) = (ended::how(folder)?, ended::capital(&ended::next(folder)?));
+                    let store = folder.store().display();
+                    print_note(folder.name().as_str(), &format!("{how}. Its store is {store}. {next}"))?;
+                }
             }
         }
         if args.job.is_none() && global.format() == Format::Text {
@@ -118,7 +136,7 @@ pub(super) fn status(global: &Global, args: &StatusArgs) -> anyhow::Result<Exit>
         if !args.watch {
             return Ok(Exit::Success);
         }
-        std::thread::sleep(args.every.max(Duration::from_millis(100)));
+        std::thread::sleep(args.every);
     }
 }
 

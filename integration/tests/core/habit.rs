@@ -89,7 +89,7 @@ fn a_running_job_is_found_wherever_its_store_is() {
     assert!(said.contains("choose one with --store"), "{said}");
     // Another user may not ask its supervisor, and is not told that nothing runs.
     lab.install(env!("CARGO_BIN_EXE_rekindle").as_ref(), &lab.file("rekindle"));
-    for (args, expected) in [(&["status"][..], 0), (&["show", "j"], 2)] {
+    for (args, expected) in [(&["status"][..], 0), (&["show", "j"], 69)] {
         let rekindle = lab.command(args);
         let mut command = std::process::Command::new(lab.file("rekindle"));
         command.args(rekindle.get_args()).envs(rekindle.get_envs().filter_map(|(name, value)| Some((name, value?))));
