@@ -59,6 +59,8 @@ impl Column {
 
 /// A blank on each side of a cell.
 const PADDING: usize = 2;
+/// The width of the names in a list of pairs, at least: lists of different jobs look the same.
+const NAMES: usize = 10;
 /// Before text is cut shorter than this, columns are left out.
 const READABLE: usize = 24;
 /// Text is never cut shorter than this.
@@ -162,7 +164,7 @@ pub(crate) fn print_pairs(pairs: &[(&str, String)]) -> io::Result<()> {
 }
 
 fn in_pairs(pairs: &[(&str, String)], room: Option<usize>) -> String {
-    let width = pairs.iter().map(|(name, _)| name.chars().count()).max().unwrap_or_default();
+    let width = pairs.iter().map(|(name, _)| name.chars().count()).fold(NAMES, usize::max);
     let indent = " ".repeat(width + 1);
     let lines: Vec<String> =
         pairs.iter().map(|(name, text)| broken(&format!("{name:<width$}"), text, &indent, room)).collect();
@@ -272,6 +274,6 @@ mod tests {
         assert_eq!(note("j", "the deadline is in 3h", None), "j: the deadline is in 3h");
         assert_eq!(note("j", "the deadline is in 3h", Some(16)), "j: the deadline\n   is in 3h");
         let pairs = [("taken", "a b c".to_owned()), ("by", "d".to_owned())];
-        assert_eq!(in_pairs(&pairs, Some(9)), "taken a b\n      c\nby    d");
+        assert_eq!(in_pairs(&pairs, Some(14)), "taken      a b\n           c\nby         d");
     }
 }

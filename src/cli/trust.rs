@@ -145,7 +145,7 @@ pub(super) fn look_for_rollback(seen: &Seen, folder: &JobFolder, lineage: Option
         Ok(())
     };
     if let Err(error) = tell() {
-        tracing::warn!("cannot check whether the images of the job are the newest ones: {error:#}");
+        tracing::warn!("cannot check whether the images of the job are the newest ones: {}", chain(error.as_ref()));
     }
 }
 

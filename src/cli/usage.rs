@@ -210,7 +210,6 @@ mod tests {
             ("rekindle run --deadline -1h -- true", "--deadline \"-1h\": must not be negative"),
             ("rekindle logs -n -5 train", "-n \"-5\": must not be negative"),
             ("rekindle prune --keep-within -2h", "--keep-within \"-2h\": must not be negative"),
-            ("rekindle list --store -5", "--store \"-5\": must not be negative"),
             ("rekindle kill train", "unknown command \"kill\": `rekindle stop JOB` stops a job"),
             ("rekindle version", "unknown command \"version\": use `rekindle --version`"),
             ("rekindle config version", "unknown command \"version\": `rekindle config --help` lists the commands"),

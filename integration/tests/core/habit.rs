@@ -209,7 +209,7 @@ fn a_job_is_removed_with_all_that_it_left() {
     let (code, out, said) = rm(&["j", "--yes", "--force", "--json"]);
     assert_eq!(code, 0, "{said}");
     let row = &serde_json::from_str::<Value>(&out).unwrap()[0];
-    assert!(row["bytes"].as_u64() > Some(4096) && row["memory_bytes"].as_u64() > Some(4096), "{row}");
+    assert!(row["frees"].as_u64() > Some(4096) && row["memory_bytes"].as_u64() > Some(4096), "{row}");
     assert!(lab.mounted().is_empty() && std::fs::read_dir(lab.store()).unwrap().next().is_none());
     assert_eq!(rm(&["j", "--yes"]).0, 2, "there is none any more");
 
