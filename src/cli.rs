@@ -256,7 +256,7 @@ fn main_with(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     match dispatch(&cli) {
         Ok(exit) => exit.into(),
         Err(error) => {
-            let text = chain(error.as_ref()) + exit::forgotten_sudo(&error);
+            let text = chain(error.as_ref()) + exit::hint(&error);
             let exit = exit::of_error(&error, cli.global.store.is_some());
             if cli.global.json {
                 output::complain_json(&text, exit.code())

@@ -57,29 +57,36 @@ impl From<Exit> for ExitCode {
     }
 }
 
-/// What to add to an error: a user has no right to the store, and root has.
-pub(crate) fn forgotten_sudo(error: &anyhow::Error) -> &'static str {
-    match error.chain().any(is_refused) {
-        true => ". Use sudo if the job was started with it",
-        false => "",
+/// What to add to an error: what to do if a user has no right to the store and root has, or if the store is full.
+pub(crate) fn hint(error: &anyhow::Error) -> &'static str {
+    use std::io::ErrorKind::{QuotaExceeded, StorageFull};
+    if error.chain().any(is_refused) {
+        return ". Use sudo if the job was started with it";
+    }
+    match error.chain().find_map(kind_in_store) {
+        Some(StorageFull | QuotaExceeded) => {
+            ". Free space there (`rekindle prune` removes images that no rule keeps), or choose another folder with --store"
+        }
+        _ => "",
     }
 }
 
 /// Whether the kernel refuses the store to this user.
 fn is_refused(cause: &(dyn std::error::Error + 'static)) -> bool {
+    kind_in_store(cause) == Some(std::io::ErrorKind::PermissionDenied) && !nix::unistd::geteuid().is_root()
+}
+
+/// The kernel's answer to an access to the store.
+fn kind_in_store(cause: &(dyn std::error::Error + 'static)) -> Option<std::io::ErrorKind> {
     use rekindle_store::Error as E;
-    let source = match cause.downcast_ref::<E>() {
-        Some(
-            E::Read { source, .. }
-            | E::CreateStore { source, .. }
-            | E::Create { source, .. }
-            | E::Write { source, .. }
-            | E::Lock { source, .. }
-            | E::Remove { source, .. },
-        ) => source,
-        _ => return false,
-    };
-    source.kind() == std::io::ErrorKind::PermissionDenied && !nix::unistd::geteuid().is_root()
+    match cause.downcast_ref::<E>()? {
+        E::Read { source, .. }
+        | E::Create { source, .. }
+        | E::Write { source, .. }
+        | E::Lock { source, .. }
+        | E::Remove { source, .. } => Some(source.kind()),
+        _ => None,
+    }
 }
 
 /// The exit code for an error. A store that cannot be one is the mistake of who named it: `--store`, or the
@@ -161,4 +168,22 @@ pub(crate) fn of_error(error: &anyhow::Error, is_store_typed: bool) -> Exit {
         }
     }
     Exit::Internal
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Error as IoError, ErrorKind};
+
+    use super::*;
+
+    #[test]
+    fn a_full_store_is_told_with_what_to_do() {
+        let error = |kind| {
+            let source = IoError::from(kind);
+            anyhow::Error::from(rekindle_store::Error::Write { path: "/s/j/lock".into(), source })
+        };
+        assert!(hint(&error(ErrorKind::StorageFull)).contains("`rekindle prune`"));
+        assert_eq!(hint(&error(ErrorKind::NotFound)), "");
+        assert_eq!(of_error(&error(ErrorKind::StorageFull), false), Exit::Internal);
+    }
 }

@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::find::Finder;
 use super::list::no_images;
-use super::output::{Column, Format, complain, print_table, print_text};
+use super::output::{Column, Format, complain, print_note, print_table, print_text, terminal_width};
 use super::{Exit, Global, Misuse, complete};
 use crate::config::{self, Config, SizeLimit};
 use rekindle_base::chain;
@@ -16,7 +16,7 @@ use rekindle_store::gc;
 use rekindle_store::retention::survey::{self, Survey};
 use rekindle_store::retention::{Plan, Policy, Verdict};
 use rekindle_store::staging::leftovers::{self, Leftover, OnlyCopies};
-use rekindle_store::{Access, Error, ImageId, JobFolder, JobName, Known, Place, Store, Trust};
+use rekindle_store::{Access, Error, ImageId, JobFolder, JobName, Known, Place, Store, Trust, Writer};
 
 /// What to prune, and the rules for it.
 #[derive(Debug, clap::Args)]
@@ -112,6 +112,12 @@ pub(super) fn prune(global: &Global, args: &PruneArgs) -> anyhow::Result<Exit> {
     };
     let (mut rows, mut freed) = (Vec::new(), 0);
     for folder in &folders {
+        // One that is named is refused below.
+        if !args.dry_run && args.job.is_none() && folder.writer()? != Writer::Nobody {
+            let name = folder.name();
+            complain(&format!("job {name} is running, and its supervisor prunes after each snapshot: left as it is"));
+            continue;
+        }
         // Collected before anything is removed.
         let survey = Survey::of(folder, config.min_free.bytes())?;
         let known = folder.known()?;
@@ -190,6 +196,11 @@ pub(super) fn prune(global: &Global, args: &PruneArgs) -> anyhow::Result<Exit> {
     });
     print_table(global.format(), &COLUMNS, cells, &rows)?;
     if global.format() == Format::Text {
+        if terminal_width().is_some() {
+            // What to do about it must not be cut.
+            let left = rows.iter().filter(|row| row.image.is_none() && row.action == "keep");
+            left.into_iter().try_for_each(|row| print_note(row.job.as_str(), &row.reason))?;
+        }
         print_text(&sum(rows.iter().filter(|row| row.action != "keep").count(), freed, args.dry_run))?;
     }
     Ok(Exit::Success)

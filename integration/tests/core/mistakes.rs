@@ -173,6 +173,7 @@ const RUNNING: &[Row] = &[
     ),
     ("rekindle restore j", &["is supervised by", "`rekindle stop j`"], 69),
     ("rekindle prune j", &["is supervised by", "--dry-run"], 2),
+    ("rekindle prune", &["job j is running, and its supervisor prunes"], 0),
     ("rekindle repair j", &["is supervised by", "--dry-run"], 2),
     ("rekindle resume j", &["not suspended"], 2),
     ("rekindle rewind j 7", &["has no image \"7\"", "images are 000002-"], 2),
