@@ -243,7 +243,10 @@ impl Finder {
             (Some(Found { job, store, folder: Err(error) }), _) => {
                 Err(Misuse(unreachable(&job, &store, &error)).into())
             }
-            (None, Err(error)) => Err(not_here(&name, &running, error)),
+            (None, Err(error)) => {
+                let left = self.left_elsewhere().into_iter().find(|left| left.job == name);
+                Err(not_here(&name, &running, left.map(|left| left.store), error))
+            }
         }
     }
 
@@ -340,7 +343,7 @@ fn unreachable(job: &JobName, store: &Path, error: &store::Error) -> String {
 }
 
 /// A job that neither runs nor is in the default store.
-fn not_here(name: &JobName, running: &Running, error: store::Error) -> anyhow::Error {
+fn not_here(name: &JobName, running: &Running, left: Option<PathBuf>, error: store::Error) -> anyhow::Error {
     // The rest of a socket's name is a hash of eight digits.
     let is_its = |socket: &&PathBuf| {
         let stem = socket.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
@@ -355,6 +358,11 @@ fn not_here(name: &JobName, running: &Running, error: store::Error) -> anyhow::E
         let others = are_running(running.hidden);
         return AnothersJob(format!("this user has no job {name}. {others} of another user: use sudo to see more"))
             .into();
+    }
+    if let Some(store) = left {
+        let store = store.display();
+        let why = format!("job {name} is not running. It ran with the store {store}: use --store {store}");
+        return Misuse(why).into();
     }
     let why = match error {
         store::Error::NoStore(path) => format!(

@@ -343,6 +343,10 @@ fn memory_of_a_dead_supervisor_is_found_from_any_store() {
     };
     // Its images are in its store, too.
     die();
+    let (code, _, said) = elsewhere(&lab, &["status", "j"]);
+    assert!(code == 2 && said.contains(&format!("use --store {}", text(&lab.store()))), "{code} {said}");
+    let status = String::from_utf8(lab.rekindle(&["status", "j"]).stdout).unwrap();
+    assert!(status.contains("interrupted") && status.contains("`rekindle restore j`"), "{status}");
     let said = from_other(&["status"]);
     assert!(said.contains(&format!("job j in {}", lab.store().display())) && said.contains("rekindle prune"), "{said}");
     let doctor = lab.rekindle(&["doctor", "--store", text(&other)]);
