@@ -452,3 +452,29 @@ fn what_is_missing_is_said() {
     let (code, _, said) = text(&std::os::unix::process::CommandExt::uid(&mut command, 65534).output().unwrap());
     assert!(code == 69 && said.contains("root") && said.contains("sudo"), "{code} {said}");
 }
+
+/// A terminal that is closed, as by a lost connection: its end of file comes again and again.
+#[test]
+fn top_ends_with_its_terminal() {
+    let Some(lab) = Lab::new() else { return };
+    lab.run(["true"]).ends_with(0);
+    let script = "import os, pty, sys, time
+pid, fd = pty.fork()
+if pid == 0:
+    os.execvp(sys.argv[1], sys.argv[1:])
+seen = b''
+while b'rekindle top' not in seen:
+    seen += os.read(fd, 4096)
+os.close(fd)
+for _ in range(200):
+    time.sleep(0.1)
+    if os.waitpid(pid, os.WNOHANG)[0]:
+        sys.exit(0)
+os.kill(pid, 9)
+sys.exit('it hangs')";
+    let command = lab.command(["top"]).get_program().to_owned();
+    let mut python = std::process::Command::new(crate::supervisor::python().unwrap());
+    python.args(["-c", script]).arg(&command).arg("top").envs(lab.variables());
+    let (code, _, said) = text(&python.output().unwrap());
+    assert!(code == 0, "{code} {said}");
+}
