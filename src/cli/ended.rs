@@ -4,7 +4,7 @@ use super::Global;
 use super::find::Finder;
 use crate::published::Published;
 use rekindle_base::units::moment;
-use rekindle_store::{JobFolder, Outcome};
+use rekindle_store::{JobFolder, Known, Outcome};
 
 /// The end of the last run, as "it was stopped at ...": for the middle of a sentence.
 pub(super) fn how(folder: &JobFolder) -> anyhow::Result<String> {
@@ -24,7 +24,8 @@ pub(super) fn how(folder: &JobFolder) -> anyhow::Result<String> {
 pub(super) fn next(folder: &JobFolder) -> anyhow::Result<String> {
     let name = folder.name();
     let outcome = folder.record()?.map(|record| record.outcome);
-    let newest = folder.known()?.into_iter().find(|known| known.best().is_good()).map(|known| known.id());
+    let images = folder.known()?;
+    let newest = images.iter().find(|known| known.best().is_good()).map(Known::id);
     Ok(match (outcome, newest) {
         (None, _) => "start it with `rekindle run`".to_owned(),
         (Some(Outcome::Completed), _) => {
@@ -33,7 +34,11 @@ pub(super) fn next(folder: &JobFolder) -> anyhow::Result<String> {
         (_, Some(image)) => {
             format!("the same `rekindle run`, or `rekindle restore {name}`, continues it from image {image}")
         }
-        (_, None) => "the same `rekindle run` starts it from the beginning".to_owned(),
+        (_, None) if images.is_empty() => "the same `rekindle run` starts it from the beginning".to_owned(),
+        (_, None) => format!(
+            "`rekindle list {name}` shows what is wrong with its images, and `rekindle run --fresh` with the same \
+            command starts it from the beginning"
+        ),
     })
 }
 

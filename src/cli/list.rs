@@ -7,7 +7,7 @@ use chrono::{DateTime, TimeDelta, Utc};
 use serde::Serialize;
 
 use super::find::{self, Finder};
-use super::output::{Column, Format, print_table, print_text};
+use super::output::{Column, Format, print_note, print_table, print_text, terminal_width};
 use super::{Exit, Global, Misuse, complete};
 use crate::published::{Persisting, Published};
 use crate::report;
@@ -347,7 +347,13 @@ fn print(job: &JobName, rows: &[ImageRow], format: Format) -> anyhow::Result<()>
             state(row),
         ]
     });
-    Ok(print_table(format, &IMAGES, cells, &rows)?)
+    print_table(format, &IMAGES, cells, &rows)?;
+    if format == Format::Text && terminal_width().is_some() {
+        // What is wrong must not be cut.
+        let unsound = rows.iter().filter_map(|row| Some((row.id.to_string(), row.detail.as_ref()?)));
+        unsound.into_iter().try_for_each(|(id, detail)| print_note(&id, detail))?;
+    }
+    Ok(())
 }
 
 /// How long ago, in the largest unit.

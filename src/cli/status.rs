@@ -136,12 +136,16 @@ pub(super) fn status(global: &Global, args: &StatusArgs) -> anyhow::Result<Exit>
             (_, format) => {
                 let stores = finder.names_stores(rows.iter().map(|row| row.store.as_path()));
                 print(&rows, args.job.is_some(), stores, format)?;
-                if let (Some(_), [folder], [Row { source: "record", .. }], Format::Text) =
+                if let (Some(_), [folder], [Row { source: "record", why, .. }], Format::Text) =
                     (&args.job, &folders[..], &rows[..], format)
                 {
-                    let (how, next) = (ended::how(folder)?, ended::capital(&ended::next(folder)?));
-                    let store = folder.store().display();
-                    print_note(folder.name().as_str(), &format!("{how}. Its store is {store}. {next}"))?;
+                    let how = match why {
+                        // A note has told it.
+                        Some(_) => "its".to_owned(),
+                        None => format!("{}. Its", ended::how(folder)?),
+                    };
+                    let (store, next) = (folder.store().display(), ended::capital(&ended::next(folder)?));
+                    print_note(folder.name().as_str(), &format!("{how} store is {store}. {next}"))?;
                 }
             }
         }
