@@ -357,6 +357,22 @@ mod tests {
     }
 
     #[test]
+    fn json_is_not_shown_where_it_does_nothing() {
+        let mut all = command();
+        all.build();
+        for (name, shown) in [("logs", false), ("top", false), ("completions", false), ("status", true), ("run", true)]
+        {
+            let help = all.find_subcommand_mut(name).unwrap().render_long_help().to_string();
+            assert_eq!(help.contains("--json"), shown, "{help}");
+            let (own, common) = help.split_once("Options of all commands:").unwrap();
+            assert!(!own.contains("--store") && common.contains("--store"), "{help}");
+        }
+        // It is still understood, and answered.
+        let matches = command().try_get_matches_from(["rekindle", "logs", "--json", "j"]).unwrap();
+        assert!(Cli::from_arg_matches(&matches).unwrap().global.json);
+    }
+
+    #[test]
     fn everything_after_the_dashes_is_the_jobs() {
         let cli = Cli::try_parse_from(["rekindle", "run", "--name", "n", "--", "prog", "--json", "-x"]).unwrap();
         let Command::Run(args) = cli.command else { panic!("not run") };
