@@ -253,8 +253,7 @@ pub(crate) fn effective(
             // Somebody may have put it there for root to find: that must neither be followed nor stop commands that
             // only look.
             Err(error) if given == Given::Found && path != Path::new(DEFAULT_FILE) && error.is_distrust() => {
-                let (why, fix) = (rekindle_base::chain(&error), error::way_out(&path, &error));
-                layers.strangers.push(format!("{} is ignored: {why}. {fix}", path.display()));
+                layers.strangers.push(error::ignored(&path, &error));
                 // Another user is told that this needs root, whatever the configuration says. With HOME of somebody
                 // else, not even whether there is a file can be known.
                 if Uid::effective().is_root() {

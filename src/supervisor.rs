@@ -67,7 +67,7 @@ use std::time::{Duration, Instant};
 use chrono::Utc;
 use signal_hook::consts as sig;
 
-use crate::policy::Mark;
+use crate::policy::{Mark, StartPoint};
 use crate::telemetry::events::What;
 use checks::Checks;
 use clients::Clients;
@@ -394,7 +394,11 @@ impl Owner<'_> {
             Action::Announce { from, after } => {
                 self.reporting.published.restarts += 1;
                 self.tell(What::Restarting { image: events::image_of(from), after_us: events::micros(after) });
-                tracing::warn!("continuing from {from} in {}", humantime::format_duration(after));
+                let after = humantime::format_duration(after);
+                match from {
+                    StartPoint::Image(_) => tracing::warn!("continuing from {from} in {after}"),
+                    StartPoint::Cold => tracing::warn!("starting again from {from} in {after}"),
+                }
             }
             Action::Finish(finish) => self.end.comes(finish),
         }

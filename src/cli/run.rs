@@ -12,7 +12,7 @@ use anyhow::Context;
 use chrono::{DateTime, Utc};
 
 use super::find::Finder;
-use super::{Exit, Global, Misuse, complete, replica, trust};
+use super::{Exit, Global, Misuse, complete, ended, replica, trust};
 use crate::config::{self as settings, ColdStart, Config, Deadline, Overrides, Requeue};
 use crate::policy::StartPoint;
 use crate::scheduler::Scheduler;
@@ -209,7 +209,11 @@ fn in_foreground(global: &Global, args: &RunArgs, caller: Option<Caller>) -> any
         trust::check(&config, &name)?;
     }
     let prepared = Prepared::prepare(config, directory, command)?;
-    let (folder, lock) = prepared.open(&name)?;
+    let (folder, lock) = prepared.open(&name).map_err(|error| match error.downcast() {
+        Ok(error @ rekindle_store::Error::Supervised { .. }) => Taken(error).into(),
+        Ok(error) => error.into(),
+        Err(error) => error,
+    })?;
     let shown = leave(global, caller, &folder, &prepared.config)?;
     if !args.fresh {
         replica::bring_newest(&prepared.config, &folder, &lock)?;
@@ -267,7 +271,12 @@ fn restore_in_foreground(global: &Global, args: &RestoreArgs, caller: Option<Cal
         config.store.directory = folder.store().to_owned();
     }
     replica::bring_named(&config, &args.image)?;
-    let (folder, image) = finder.image(&args.image)?;
+    let (folder, image) = finder.image(&args.image).map_err(|error| match error.downcast_ref() {
+        Some(rekindle_store::Error::NoGoodImage { job, known }) if known.is_empty() => {
+            ended::no_image(global, job.as_str()).map_or(error, |text| Misuse(text).into())
+        }
+        _ => error,
+    })?;
     config.store.directory = folder.store().to_owned();
     trust::refuse(&folder, &image)?;
     refuse_part(&image)?;
@@ -431,6 +440,9 @@ fn supervise(
     if let (Finish::Completed, Some(seen)) = (&finish, seen) {
         trust::forget(&seen, &lineage);
     }
+    if let Finish::Failed { why, .. } = &finish {
+        tracing::error!("given up: {why}. `rekindle logs --stderr {job}{flag}` shows the job's error messages");
+    }
     Ok(exit(finish, &scheduler, requeue, &job))
 }
 
@@ -452,6 +464,11 @@ fn variable(name: &str) -> Option<String> {
 fn find_scheduler(config: &Config) -> Scheduler {
     Scheduler::find(config.scheduler.profile, variable)
 }
+
+/// The job that has this name runs.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}; another job needs another --name")]
+struct Taken(#[source] rekindle_store::Error);
 
 /// The deadline of the configuration has passed, or leaves no time for the job.
 #[derive(Debug, thiserror::Error)]
@@ -507,14 +524,11 @@ fn exit(finish: Finish, scheduler: &Scheduler, requeue: Requeue, job: &JobName) 
             tracing::error!("given up: {}", NoUsableImage { job: job.clone(), why });
             Exit::NoUsableImage
         }
-        Finish::Failed { why, last } => {
-            tracing::error!("given up: {why}");
-            match last {
-                Some(Ended::Exit(code)) => u8::try_from(code).map_or(Exit::Internal, Exit::Job),
-                Some(Ended::Signal(n)) => signalled(n),
-                None => Exit::Internal,
-            }
-        }
+        Finish::Failed { last, .. } => match last {
+            Some(Ended::Exit(code)) => u8::try_from(code).map_or(Exit::Internal, Exit::Job),
+            Some(Ended::Signal(n)) => signalled(n),
+            None => Exit::Internal,
+        },
     }
 }
 

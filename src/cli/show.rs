@@ -2,17 +2,15 @@
 
 use std::path::PathBuf;
 
-use chrono::Local;
 use serde::Serialize;
 
 use super::find::Finder;
-use super::list::{milliseconds, whereabouts};
-use super::output::{Format, print_json, print_text};
+use super::list::{milliseconds, storing, whereabouts};
+use super::output::{Format, print_json, print_pairs, print_text};
 use super::{Exit, Global, Misuse, named_criu};
 use crate::published::{Persisting, Published};
-use crate::telemetry::clean;
 use rekindle_base::Moved;
-use rekindle_base::units::size;
+use rekindle_base::units::{moment, size};
 use rekindle_criu::Criu;
 use rekindle_engine::parts::gpu::placement::{self as gpus, Plan, Wishes};
 use rekindle_engine::restore::compat::{self, Difference, Here};
@@ -85,7 +83,7 @@ pub(super) fn show(global: &Global, text: &str) -> anyhow::Result<Exit> {
     let gone = || Misuse(format!("image {} no longer exists", image.id));
     let known = folder.known()?.into_iter().find(|known| known.id() == image.id).ok_or_else(gone)?;
     let live = Published::live(&folder)?;
-    let persisting = live.as_ref().and_then(|live| live.persisting_image(known.id()));
+    let persisting = storing(&known, live.as_ref());
     let image = known.best();
     let proven = folder.proven()?.contains(&image.id);
     match (global.format(), image.manifest()) {
@@ -106,7 +104,7 @@ pub(super) fn show(global: &Global, text: &str) -> anyhow::Result<Exit> {
             })?;
         }
         (_, Some(manifest)) => {
-            print_text(&describe(&known, manifest, proven, live.as_ref(), &look(global, manifest, live.as_ref())?))?
+            print_pairs(&describe(&known, manifest, proven, live.as_ref(), &look(global, manifest, live.as_ref())?))?
         }
         (_, None) => {
             let State::Damaged { why } = &image.state else { return Ok(Exit::Unsound) };
@@ -144,11 +142,17 @@ fn proven_in_words(proven: bool) -> &'static str {
     }
 }
 
-fn describe(known: &Known, m: &Manifest, proven: bool, live: Option<&Published>, here: &Here) -> String {
+fn describe(
+    known: &Known,
+    m: &Manifest,
+    proven: bool,
+    live: Option<&Published>,
+    here: &Here,
+) -> Vec<(&'static str, String)> {
     let differences = compat::compare(m, here);
-    let persisting = live.and_then(|live| live.persisting_image(known.id()));
+    let persisting = storing(known, live);
     let state = match &known.best().state {
-        State::Bad { mark, .. } => format!("bad since {}: {}: {}", mark.when, mark.why, mark.detail),
+        State::Bad { mark, .. } => format!("bad since {}: {}: {}", moment(mark.when), mark.why, mark.detail),
         _ => "good".into(),
     };
     let mut lines: Vec<(&str, String)> = vec![
@@ -156,7 +160,7 @@ fn describe(known: &Known, m: &Manifest, proven: bool, live: Option<&Published>,
         ("job", m.job.to_string()),
         ("state", state),
         ("proven", proven_in_words(proven).into()),
-        ("taken", m.taken.with_timezone(&Local).to_rfc3339()),
+        ("taken", moment(m.taken)),
         ("lineage", m.lineage.clone()),
         ("where", whereabouts(&known.places(), persisting)),
         ("command", m.command.join(" ")),
@@ -189,7 +193,7 @@ fn describe(known: &Known, m: &Manifest, proven: bool, live: Option<&Published>,
         lines.extend(why.map(|why| ("not stored", why)));
     }
     lines.extend(m.interval.iter().map(|choice| ("interval", choice.to_string())));
-    lines.extend(m.phases.iter().map(|p| ("phase", format!("{:<10} {:>12}", p.phase, milliseconds(p.took_us)))));
+    lines.extend(phases(m).into_iter().map(|line| ("phase", line)));
     if let Some(driver) = &m.driver {
         lines.push(("driver", driver.clone()));
     }
@@ -204,7 +208,38 @@ fn describe(known: &Known, m: &Manifest, proven: bool, live: Option<&Published>,
         ("process", format!("{} {}{cuda}", p.pid, p.name))
     }));
     lines.extend(m.open_files.iter().map(|f| ("open file", format!("{} ({} bytes)", f.path.display(), f.size))));
-    // A line break in a name could imitate a line of ours.
-    let text: Vec<String> = lines.iter().map(|(key, value)| format!("{key:<10} {}", clean::line(value))).collect();
-    text.join("\n")
+    lines
+}
+
+/// The phases of the snapshot, how long the job was frozen in each, and the sum.
+fn phases(m: &Manifest) -> Vec<String> {
+    // In tenths of a millisecond, as they are shown, so that the lines add up.
+    let tenths = |us: u64| us / 100;
+    let within = |name: &str| match m.tree.cuda.is_empty() {
+        true => name == "dump",
+        false => ["lock", "checkpoint", "dump", "restore", "unlock"].contains(&name),
+    };
+    let freeze = tenths(m.freeze_us);
+    let mut lines: Vec<(&str, u64, u64)> = Vec::new();
+    let mut left = freeze;
+    for phase in &m.phases {
+        let took = tenths(phase.took_us);
+        // Without CUDA, CRIU measures the freeze within its dump.
+        let frozen = if within(&phase.phase) { took.min(left) } else { 0 };
+        left -= frozen;
+        lines.push((&phase.phase, took, frozen));
+    }
+    let Some(last) = m.phases.last() else { return Vec::new() };
+    let sum = |of: fn(&(&str, u64, u64)) -> u64| lines.iter().map(of).sum::<u64>();
+    let all = tenths(last.started_us + last.took_us).max(sum(|line| line.1) + left);
+    lines.push(("other", all - sum(|line| line.1), left));
+    lines.push(("sum", all, freeze));
+    let shown = |(name, took, frozen): &(&str, u64, u64)| {
+        let took = milliseconds(took * 100);
+        match frozen {
+            0 => format!("{name:<10} {took:>12}"),
+            frozen => format!("{name:<10} {took:>12}, {} of it frozen", milliseconds(frozen * 100)),
+        }
+    };
+    lines.iter().map(shown).collect()
 }

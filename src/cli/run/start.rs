@@ -3,8 +3,6 @@
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
 
-use chrono::Local;
-
 use crate::cli::Misuse;
 use crate::config::ColdStart;
 use crate::policy::StartPoint;
@@ -12,6 +10,7 @@ use crate::published::Published;
 use crate::supervisor;
 use crate::supervisor::line::{Begin, Candidate, Line};
 use crate::supervisor::state::NO_USABLE_IMAGE;
+use rekindle_base::units::moment;
 use rekindle_store::{ImageId, JobFolder, JobName, JobRecord, Manifest, Outcome};
 
 /// There are images to continue from, and none can be used.
@@ -118,9 +117,7 @@ pub(super) fn nothing_to_do(folder: &JobFolder) -> anyhow::Result<Option<String>
 /// The message that the job has completed, and when.
 fn completed(folder: &JobFolder, record: &JobRecord) -> String {
     let last = Published::read(&folder.state_file()).ok().filter(|last| last.lineage == record.lineage);
-    let at = last.map_or_else(String::new, |last| {
-        format!(" at {}", last.since.with_timezone(&Local).format("%Y-%m-%d %H:%M:%S %z"))
-    });
+    let at = last.map_or_else(String::new, |last| format!(" at {}", moment(last.since)));
     format!("job {} completed{at}", folder.name())
 }
 
