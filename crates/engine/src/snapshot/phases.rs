@@ -152,8 +152,9 @@ impl Freeze<'_> {
 
     fn checkpoint(&mut self) -> Result<(), Error> {
         self.gpus.group.checkpoint()?;
-        self.landing = self.ready.armed.taken();
-        for pid in self.ready.armed.refused() {
+        let landed = self.ready.armed.landed();
+        self.landing = landed.taken;
+        for pid in landed.refused {
             tracing::debug!(
                 pid,
                 "its device memory is in CRIU's page files: it has no interposer, or could not use it"
