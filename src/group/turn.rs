@@ -5,10 +5,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, mpsc};
 use std::time::Duration;
 
-use rekindle_engine::snapshot::{Barrier, Settled};
-use rekindle_group::{Epoch, Incarnation, Local, Number, Part};
+use rekindle_engine::snapshot::{Barrier, Elsewhere, Operations, Settled};
+use rekindle_group::{Epoch, Incarnation, Local, Number, Part, Rank};
 use rekindle_store::ImageId;
 use rekindle_store::manifest::GroupPart;
+
+use super::board::Board;
 
 /// How often the thread looks whether the snapshot was cancelled.
 const NAP: Duration = Duration::from_millis(20);
@@ -44,12 +46,31 @@ impl Orders {
     }
 }
 
+/// How the snapshot's thread learns what NCCL has started on the other machines.
+pub struct Exchange {
+    /// This member.
+    pub rank: Rank,
+    /// Number of members.
+    pub size: u32,
+    /// What the machines have told.
+    pub board: Board,
+    /// Has it written.
+    pub wake: Box<dyn Fn() + Send + Sync>,
+}
+
+impl std::fmt::Debug for Exchange {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Exchange").field("rank", &self.rank).field("size", &self.size).finish_non_exhaustive()
+    }
+}
+
 /// The end that belongs to the thread.
 pub struct Turn {
     number: Number,
     part: GroupPart,
     words: Mutex<mpsc::Receiver<Word>>,
     tell: Box<dyn Fn(Local) + Send + Sync>,
+    exchange: Exchange,
     cancel: OnceLock<Arc<AtomicBool>>,
     all_wait: AtomicBool,
 }
@@ -68,6 +89,7 @@ impl Turn {
     pub fn new(
         number: Number,
         (epoch, origin): (Epoch, Incarnation),
+        exchange: Exchange,
         tell: impl Fn(Local) + Send + Sync + 'static,
     ) -> Result<(Turn, Orders), getrandom::Error> {
         let (sender, words) = mpsc::channel();
@@ -79,6 +101,7 @@ impl Turn {
             part: GroupPart { number: number.0, epoch: epoch.0, origin: origin.0, mark },
             words: Mutex::new(words),
             tell: Box::new(tell),
+            exchange,
             cancel: OnceLock::new(),
             all_wait: AtomicBool::new(false),
         };
@@ -112,6 +135,13 @@ impl Turn {
     fn wait_for(&self, wanted: &Word) -> Result<(), String> {
         let word = self.next()?;
         if word == *wanted { Ok(()) } else { Err(format!("the group ordered {word:?} instead of {wanted:?}")) }
+    }
+}
+
+impl Elsewhere for Turn {
+    fn exchange(&self, ours: &Operations) -> Option<Vec<Operations>> {
+        let Exchange { rank, size, board, wake } = &self.exchange;
+        board.exchange((self.number, *rank, *size), ours, wake)
     }
 }
 
@@ -155,7 +185,8 @@ mod tests {
         let (sender, told) = mpsc::channel();
         let cancel = Arc::new(AtomicBool::new(false));
         let tell = move |local| drop(sender.send(local));
-        let (turn, orders) = Turn::new(Number(3), (Epoch(2), Incarnation(9)), tell).unwrap();
+        let exchange = Exchange { rank: Rank(0), size: 1, board: Board::default(), wake: Box::new(|| ()) };
+        let (turn, orders) = Turn::new(Number(3), (Epoch(2), Incarnation(9)), exchange, tell).unwrap();
         (turn.cancelled_by(Arc::clone(&cancel)), orders, told, cancel)
     }
 

@@ -22,7 +22,7 @@ use signal_hook::consts::SIGTERM;
 
 use super::state::{Event, Finish, Obstacle, State, Stop};
 use super::{Error, Message, Owner, Setup};
-use crate::group::{Layout, Membership, Node, Orders, Session, Told, Turn, Word};
+use crate::group::{Exchange, Layout, Membership, Node, Orders, Session, Told, Turn, Word};
 use crate::policy::StartPoint;
 use rekindle_base::chain;
 use rekindle_engine::launch::group::Plan;
@@ -132,6 +132,11 @@ impl Member {
     /// The end of the snapshot's thread.
     pub(super) fn take_turn(&mut self) -> Option<Turn> {
         self.turn.take()
+    }
+
+    fn exchange(&self, rank: Rank, size: u32) -> Exchange {
+        let (board, wake) = self.session.board();
+        Exchange { rank, size, board, wake: Box::new(wake) }
     }
 
     pub(super) fn deadline(&self) -> Option<Instant> {
@@ -389,10 +394,12 @@ impl Owner<'_> {
         };
         let sender = self.sender.clone();
         let tell = move |local| drop(sender.send(Message::Group(Box::new(News::Local(local)))));
-        let Some(member) = &mut self.group else { return };
+        let (Some(member), Some(group)) = (&mut self.group, &self.setup.group) else { return };
+        let (rank, size) = (group.options.rank, group.options.size);
         let turn = match refused {
             Some(why) => Err(why),
-            None => Turn::new(number, member.epoch, tell).map_err(|error| format!("no random number: {error}")),
+            None => Turn::new(number, member.epoch, member.exchange(rank, size), tell)
+                .map_err(|error| format!("no random number: {error}")),
         };
         match turn {
             Ok((turn, orders)) => {

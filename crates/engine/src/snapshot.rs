@@ -58,6 +58,7 @@ use rekindle_store::take::TakeError;
 use rekindle_store::{Image, JobFolder, JobPath, WriterLock};
 
 pub(crate) use crate::parts::fds::InFlight;
+pub use crate::parts::gpu::capture::{Elsewhere, Operations};
 pub use crate::parts::tcp::capture::TcpChoice;
 pub use dead::Deaths;
 pub(crate) use dead::Unnoticed;

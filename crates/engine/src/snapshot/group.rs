@@ -4,6 +4,7 @@ use std::fmt::Debug;
 
 use super::phases::{Freeze, Frozen};
 use super::{Env, Error};
+use crate::parts::gpu::capture::Elsewhere;
 use rekindle_base::chain;
 use rekindle_store::ImageId;
 use rekindle_store::manifest::GroupPart;
@@ -12,7 +13,7 @@ use rekindle_store::manifest::GroupPart;
 ///
 /// # Errors
 /// Why the group does not take this snapshot, in words. The snapshot is then undone.
-pub trait Barrier: Sync + Debug {
+pub trait Barrier: Elsewhere + Sync + Debug {
     /// What the manifest says about the group image.
     fn part(&self) -> GroupPart;
 

@@ -17,6 +17,7 @@ use std::hash::{BuildHasher, RandomState};
 use std::time::{Duration, Instant};
 
 use cut::{Cut, Without};
+pub use cut::{Elsewhere, Operations};
 use lock::Resting;
 use rekindle_cuda::sharing::{self, Sharing};
 use rekindle_cuda::{self as cuda, Process, State};
@@ -234,7 +235,13 @@ impl Group {
     /// them release each other's memory. Each attempt of each step has the limit `timeout`.
     /// If one cannot be locked, all are unlocked and the lock is tried again. The same happens if a process started or
     /// stopped using CUDA between the listing and the lock.
-    pub(crate) fn lock(&mut self, root: i32, timeout: Duration, cancelled: &dyn Fn() -> bool) -> Result<(), Error> {
+    pub(crate) fn lock(
+        &mut self,
+        root: i32,
+        elsewhere: Option<&dyn Elsewhere>,
+        timeout: Duration,
+        cancelled: &dyn Fn() -> bool,
+    ) -> Result<(), Error> {
         let error = |source| Error::Cuda { phase: "lock", source };
         let mut wedged = false;
         for attempt in 1..=ATTEMPTS {
@@ -244,7 +251,7 @@ impl Group {
                 tracing::debug!("ranks are locked without a common point: at that point a GPU did not finish");
                 Ok(())
             } else {
-                self.bring_to_rest(timeout, cancelled)
+                self.bring_to_rest(elsewhere, timeout, cancelled)
             };
             if outcome.is_ok() {
                 let is_at_one_point = self.cut.is_some();
@@ -273,7 +280,11 @@ impl Group {
                 // A new search would lose this state.
                 _ if self.stuck().is_some() => return Err(cause),
                 Error::Cancelled => return Err(cause),
-                Error::Cuda { source, .. } if !source.is_not_ready() || self.members.len() < 2 => return Err(cause),
+                Error::Cuda { source, .. }
+                    if !source.is_not_ready() || (self.members.len() < 2 && elsewhere.is_none()) =>
+                {
+                    return Err(cause);
+                }
                 Error::Sharing(source) if !source.is_busy() => return Err(cause),
                 // After the second time it is not worth to delay the others again.
                 Error::Late { .. } if attempt == 2 => return Err(cause),
@@ -287,8 +298,13 @@ impl Group {
     }
 
     /// Holds all ranks at one point, if their operations are counted.
-    fn bring_to_rest(&mut self, timeout: Duration, cancelled: &dyn Fn() -> bool) -> Result<(), Error> {
-        self.cut = match cut::reach(&self.outer_pids(), timeout, cancelled) {
+    fn bring_to_rest(
+        &mut self,
+        elsewhere: Option<&dyn Elsewhere>,
+        timeout: Duration,
+        cancelled: &dyn Fn() -> bool,
+    ) -> Result<(), Error> {
+        self.cut = match cut::reach(&self.outer_pids(), elsewhere, timeout, cancelled) {
             Ok(cut) => Some(cut),
             Err(Without::Counts) => None,
             Err(Without::Late(who)) => return Err(Error::Late { timeout, who }),
