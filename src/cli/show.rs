@@ -15,7 +15,7 @@ use rekindle_criu::Criu;
 use rekindle_engine::parts::gpu::placement::{self as gpus, Plan, Wishes};
 use rekindle_engine::restore::compat::{self, Difference, Here};
 use rekindle_os::process;
-use rekindle_store::manifest::Landing;
+use rekindle_store::manifest::{Landing, Phase};
 use rekindle_store::{Known, Manifest, Place, State, Tag};
 
 /// One copy of the image.
@@ -193,7 +193,7 @@ fn describe(
         lines.extend(why.map(|why| ("not stored", why)));
     }
     lines.extend(m.interval.iter().map(|choice| ("interval", choice.to_string())));
-    lines.extend(phases(m).into_iter().map(|line| ("phase", line)));
+    lines.extend(phases(&m.phases, m.freeze_us, !m.tree.cuda.is_empty()).into_iter().map(|line| ("phase", line)));
     if let Some(driver) = &m.driver {
         lines.push(("driver", driver.clone()));
     }
@@ -212,24 +212,24 @@ fn describe(
 }
 
 /// The phases of the snapshot, how long the job was frozen in each, and the sum.
-fn phases(m: &Manifest) -> Vec<String> {
+fn phases(phases: &[Phase], freeze_us: u64, has_cuda: bool) -> Vec<String> {
     // In tenths of a millisecond, as they are shown, so that the lines add up.
     let tenths = |us: u64| us / 100;
-    let within = |name: &str| match m.tree.cuda.is_empty() {
-        true => name == "dump",
-        false => ["lock", "checkpoint", "dump", "restore", "unlock"].contains(&name),
+    let within = |name: &str| match has_cuda {
+        true => ["lock", "checkpoint", "dump", "restore", "unlock"].contains(&name),
+        false => name == "dump",
     };
-    let freeze = tenths(m.freeze_us);
+    let freeze = tenths(freeze_us);
     let mut lines: Vec<(&str, u64, u64)> = Vec::new();
     let mut left = freeze;
-    for phase in &m.phases {
+    for phase in phases {
         let took = tenths(phase.took_us);
         // Without CUDA, CRIU measures the freeze within its dump.
         let frozen = if within(&phase.phase) { took.min(left) } else { 0 };
         left -= frozen;
         lines.push((&phase.phase, took, frozen));
     }
-    let Some(last) = m.phases.last() else { return Vec::new() };
+    let Some(last) = phases.last() else { return Vec::new() };
     let sum = |of: fn(&(&str, u64, u64)) -> u64| lines.iter().map(of).sum::<u64>();
     let all = tenths(last.started_us + last.took_us).max(sum(|line| line.1) + left);
     lines.push(("other", all - sum(|line| line.1), left));
@@ -242,4 +242,30 @@ fn phases(m: &Manifest) -> Vec<String> {
         }
     };
     lines.iter().map(shown).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_phases_add_up_to_the_snapshot_and_to_the_freeze() {
+        let all =
+            [("prepare", 0, 18_450), ("lock", 18_500, 42_190), ("dump", 60_700, 78_390), ("unlock", 139_100, 1_060)];
+        let all = all.map(|(phase, started_us, took_us)| Phase { phase: phase.into(), started_us, took_us });
+        // Tenths of milliseconds: "18.4 ms" has 184.
+        let figures = |line: &String| -> Vec<u64> {
+            line.split([' ', ',']).filter_map(|word| word.split('.').collect::<String>().parse().ok()).collect()
+        };
+        for (freeze_us, has_cuda) in [(121_700, true), (23_513, false), (0, false)] {
+            let lines = phases(&all, freeze_us, has_cuda);
+            let (sum, parts) = lines.split_last().unwrap();
+            for column in 0..2 {
+                let tenths = |line: &String| figures(line).get(column).copied().unwrap_or_default();
+                assert_eq!(parts.iter().map(tenths).sum::<u64>(), tenths(sum), "{lines:#?}");
+            }
+            assert!(freeze_us == 0 || sum.contains(&milliseconds(freeze_us)), "{lines:#?}");
+        }
+        assert!(phases(&[], 5, false).is_empty());
+    }
 }
