@@ -15,7 +15,7 @@ use rekindle_criu::Criu;
 use rekindle_engine::parts::gpu::placement::{self as gpus, Plan, Wishes};
 use rekindle_engine::restore::compat::{self, Difference, Here};
 use rekindle_os::process;
-use rekindle_store::manifest::{Landing, Phase};
+use rekindle_store::manifest::{GroupPart, Landing, Phase};
 use rekindle_store::{Known, Manifest, Place, State, Tag};
 
 /// One copy of the image.
@@ -171,6 +171,8 @@ fn describe(
         ("size", size(m.bytes)),
         ("freeze", milliseconds(m.freeze_us)),
     ];
+    let part = |part: &GroupPart| ("part of", format!("group image {}, epoch {}", part.number, part.epoch));
+    lines.extend(m.group.as_ref().map(part));
     lines.extend(Some(known.tags().to_string()).filter(|said| !said.is_empty()).map(|said| ("tags", said)));
     lines.push((
         "restore",

@@ -33,6 +33,11 @@ pub(super) fn membership(lease: LeaseId) -> Incarnation {
     Incarnation(lease.cast_unsigned())
 }
 
+/// The lease of a membership.
+pub(super) fn lease(membership: Incarnation) -> LeaseId {
+    membership.0.cast_signed()
+}
+
 /// A document of another writer that cannot be read.
 #[derive(Debug, thiserror::Error)]
 #[error("the coordinator has a document that rekindle cannot read, {key}: {source}")]

@@ -101,6 +101,8 @@ pub struct Identity {
     pub node: Node,
     /// How long a lease lives: whole seconds.
     pub lease: Duration,
+    /// The membership of a supervisor that certainly runs no more, nor does its job: it is ended at once.
+    pub former: Option<Incarnation>,
 }
 
 impl Session {
@@ -177,6 +179,11 @@ impl<T: Fn(Told) + Clone + Send + 'static> Worker<T> {
                 return None;
             }
         };
+        if let Some(former) = self.identity.former
+            && let Err(error) = client.revoke(keys::lease(former))
+        {
+            tracing::debug!("the former membership of this machine is not ended: {error}; it expires");
+        }
         let mut lease = self.join(&client)?;
         loop {
             match self.asks.recv() {

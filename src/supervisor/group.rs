@@ -20,18 +20,20 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use signal_hook::consts::SIGTERM;
 
+use super::events::image_of;
 use super::state::{Event, Finish, Obstacle, State, Stop};
 use super::{Error, Message, Owner, Setup};
-use crate::group::{Exchange, Layout, Membership, Node, Orders, Session, Told, Turn, Word};
+use crate::group::{Exchange, Identity, Layout, Membership, Node, Orders, Session, Told, Turn, Word};
 use crate::policy::StartPoint;
+use crate::telemetry::events::What;
 use rekindle_base::chain;
 use rekindle_engine::launch::group::Plan;
 use rekindle_engine::snapshot::Settled;
 use rekindle_group::{
     Action, Ask, End, Ending, Epoch, From, Incarnation, Local, Machine, Number, Order, Part, Progress, Rank, Stored,
 };
-use rekindle_os::durable;
 use rekindle_os::spawn::Ended;
+use rekindle_os::{durable, process};
 use rekindle_store::manifest::Reason;
 use rekindle_store::{Image, ImageId, JobFolder, gc};
 
@@ -44,7 +46,7 @@ pub(crate) struct Membered {
     /// How to reach the coordinator.
     pub(crate) coordinator: rekindle_etcd::Options,
     /// This member.
-    pub(crate) identity: crate::group::Identity,
+    pub(crate) identity: Identity,
     /// The settings of the protocol.
     pub(crate) options: rekindle_group::Options,
     /// The network of the job.
@@ -56,6 +58,12 @@ pub(crate) struct Membered {
 struct Memory {
     /// The last epoch that ran here.
     epoch: u64,
+    /// The last membership,
+    #[serde(default)]
+    membership: Option<u64>,
+    /// and the boot of the machine in which it began.
+    #[serde(default)]
+    boot: String,
 }
 
 impl Memory {
@@ -70,6 +78,14 @@ impl Memory {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Memory::default()),
             Err(error) => Err(error),
         }
+    }
+
+    /// The membership of a supervisor that was killed. We have the lock of the job's folder, and the kernel ends a job
+    /// with its supervisor. After a restart of the machine, or on another one, nothing is certain: the store may be
+    /// shared.
+    fn former(&self) -> Option<Incarnation> {
+        let boot = process::boot_id().ok().filter(|boot| !boot.is_empty() && *boot == self.boot);
+        boot.and(self.membership).map(Incarnation)
     }
 
     fn write(&self, path: &Path) -> std::io::Result<()> {
@@ -107,7 +123,8 @@ impl Member {
         let memory = Memory::read(&Memory::file(&setup.folder)).map_err(io("reading group.json"))?;
         let sender = sender.clone();
         let tell = move |told| drop(sender.send(Message::Group(Box::new(News::Told(told)))));
-        let session = Session::start(group.coordinator.clone(), group.identity.clone(), tell)
+        let identity = Identity { former: memory.former(), ..group.identity.clone() };
+        let session = Session::start(group.coordinator.clone(), identity, tell)
             .map_err(io("starting the thread for the group"))?;
         Ok(Some(Member {
             machine: Machine::new(group.options.clone(), Epoch(memory.epoch)),
@@ -222,6 +239,10 @@ impl Owner<'_> {
             }
             Told::Joined(membership) => {
                 let incarnation = membership.incarnation();
+                // Without it, the next supervisor waits for the lease to expire.
+                if let Err(error) = remember(self.setup, member.epoch.0, Some(&membership)) {
+                    tracing::warn!("cannot record the membership in the group: {error}");
+                }
                 member.membership = Some(membership);
                 rekindle_group::Event::Session(incarnation)
             }
@@ -369,8 +390,7 @@ impl Owner<'_> {
     fn start_epoch(&mut self, epoch: Epoch, origin: Incarnation, from: From, part: Option<&Part>) {
         let setup = Arc::clone(self.setup);
         let (Some(member), Some(group)) = (&mut self.group, &setup.group) else { return };
-        let memory = Memory { epoch: epoch.0 };
-        let written = memory.write(&Memory::file(&setup.folder)).map_err(|error| error.to_string());
+        let written = remember(&setup, epoch, member.membership.as_ref()).map_err(|error| error.to_string());
         let point = match part.map(|part| part.image.parse::<ImageId>()) {
             None => Ok(StartPoint::Cold),
             Some(Ok(image)) => Ok(StartPoint::Image(image)),
@@ -383,6 +403,10 @@ impl Owner<'_> {
         member.epoch = (epoch, origin);
         member.network = Some(Arc::new(group.layout.plan(origin, epoch, &member.nodes)));
         tracing::info!("the group starts from {from} ({epoch})");
+        if self.life.number() > 0 {
+            self.reporting.published.restarts += 1;
+            self.tell(What::Restarting { image: image_of(point), after_us: 0 });
+        }
         self.step(Event::Launch(point));
     }
 
@@ -499,6 +523,13 @@ impl Owner<'_> {
             member.session.leave(LEAVE);
         }
     }
+}
+
+/// Records what the next supervisor must know.
+fn remember(setup: &Setup, epoch: Epoch, membership: Option<&Membership>) -> std::io::Result<()> {
+    let membership = membership.map(|membership| membership.incarnation().0);
+    let memory = Memory { epoch: epoch.0, membership, boot: process::boot_id().unwrap_or_default() };
+    memory.write(&Memory::file(&setup.folder))
 }
 
 /// The group image that this image is a part of.

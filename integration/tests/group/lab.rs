@@ -136,9 +136,10 @@ impl Lab {
         Lab { folder, number, cluster, machines, members: members as usize, steps, config: CONFIG.into() }
     }
 
-    /// Machines that are missing are not waited for.
-    pub(crate) fn short_wait(&mut self) {
-        self.config = self.config.replace("group.wait = \"60s\"", "group.wait = \"3s\"");
+    /// Changes a line of the configuration.
+    pub(crate) fn set(&mut self, key: &str, value: &str) {
+        let others = self.config.lines().filter(|line| !line.starts_with(&format!("{key} = ")));
+        self.config = others.map(|line| format!("{line}\n")).collect::<String>() + &format!("{key} = {value}\n");
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {

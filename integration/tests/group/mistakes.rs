@@ -21,7 +21,7 @@ fn a_rank_that_is_taken_and_a_machine_that_is_missing_end_with_a_reason() {
         return;
     }
     let mut lab = Lab::new(3, 100);
-    lab.short_wait();
+    lab.set("group.wait", "\"3s\"");
     lab.run(0, 0, &[]);
     lab.run(1, 1, &[]);
     // Nobody is rank 2.

@@ -74,3 +74,42 @@ fn a_machine_that_is_cut_off_ends_its_job_before_its_lease_does() {
     assert_eq!((lab.ends(0), lab.ends(1)), (0, 0));
     lab.assert_whole();
 }
+
+#[test]
+fn a_supervisor_that_was_killed_and_runs_again_is_not_waited_for() {
+    if !gate() {
+        return;
+    }
+    let mut lab = Lab::new(2, 6000);
+    lab.set("group.lease", "\"20s\"");
+    lab.run_all();
+    lab.said(1, STORED, 2);
+    lab.machines[1].kill();
+    let began = std::time::Instant::now();
+    lab.run(1, 1, &[]);
+    (0..2).for_each(|rank| lab.said(rank, RESTORED, 1));
+    // Its lease would have lived for longer than this.
+    assert!(began.elapsed() < std::time::Duration::from_secs(12), "{:?}", began.elapsed());
+    assert_eq!((lab.ends(0), lab.ends(1)), (0, 0));
+    lab.assert_whole();
+}
+
+#[test]
+fn a_machine_with_an_empty_store_gets_its_part_from_the_replica() {
+    if !gate() {
+        return;
+    }
+    let mut lab = Lab::with_spare(2, 6000);
+    let replica = format!("\"file://{}\"", lab.path("replica").display());
+    std::fs::create_dir(lab.path("replica")).unwrap();
+    lab.set("replica.url", &replica);
+    lab.run_all();
+    lab.said(0, "was replicated", 2);
+    lab.machines[0].kill();
+    // The machine is gone, with its disk and its memory.
+    std::fs::rename(lab.path("store0"), lab.path("gone")).unwrap();
+    lab.run(2, 0, &[]);
+    (0..2).for_each(|rank| lab.said(rank, RESTORED, 1));
+    assert_eq!((lab.ends(1), lab.ends(2)), (0, 0));
+    lab.assert_whole();
+}

@@ -137,7 +137,7 @@ impl Place {
             directory: folder.bin_dir(),
         };
         let options = options(config, self.rank, keep);
-        let identity = Identity { group: self.name, rank: self.rank, node, lease: of.lease };
+        let identity = Identity { group: self.name, rank: self.rank, node, lease: of.lease, former: None };
         Ok(Membered { coordinator: coordinator(of), identity, options, layout })
     }
 }
