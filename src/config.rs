@@ -146,7 +146,7 @@ pub(crate) struct Effective {
 pub(crate) struct Entry {
     /// The key with its section, and the name within it for a map.
     pub(crate) key: String,
-    /// The value; none if the key is not set. Values of `job.environment` are [`HIDDEN`].
+    /// The value; none if the key is not set. Values of `job.environment` are [`value::HIDDEN`].
     pub(crate) value: Option<toml::Value>,
     /// The source of the value.
     pub(crate) origin: Origin,

@@ -194,7 +194,7 @@ impl Scheduler {
     }
 }
 
-/// Slurm's time left: [days-][hours:]minutes:seconds, or a word if there is no limit.
+/// Slurm's time left: `[days-][hours:]minutes:seconds`, or a word if there is no limit.
 fn time_left(text: &str) -> Option<Duration> {
     let (days, rest) = text.split_once('-').unwrap_or(("0", text));
     let mut seconds = days.parse::<u64>().ok()?;

@@ -144,7 +144,7 @@ fn typed_command<'a>(root: &'a clap::Command, args: &[OsString]) -> (&'a clap::C
     (command, text)
 }
 
-/// An option without its value: "--name <NAME>" is "--name".
+/// An option without its value: `--name <NAME>` is `--name`.
 fn option(text: &str) -> String {
     text.split([' ', '=']).next().unwrap_or(text).to_owned()
 }

@@ -29,7 +29,7 @@ use rekindle_store::options::Copies;
 /// The only version of the configuration format so far.
 pub(crate) const VERSION: u32 = 1;
 
-/// The complete configuration. A deserialized value has the right types, but is not validated: use [`super::load`].
+/// The complete configuration. A deserialized value has the right types, but is not validated: use [`super::effective`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
 pub(crate) struct Config {
