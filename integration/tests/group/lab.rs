@@ -115,15 +115,16 @@ impl Machine {
 
 impl Lab {
     pub(crate) fn new(machines: u32, steps: u32) -> Lab {
-        Lab::of(machines, machines, steps)
+        Lab::with_etcd(machines, machines, 1, steps)
     }
 
     /// With one machine more than the group has members.
     pub(crate) fn with_spare(members: u32, steps: u32) -> Lab {
-        Lab::of(members, members + 1, steps)
+        Lab::with_etcd(members, members + 1, 1, steps)
     }
 
-    fn of(members: u32, machines: u32, steps: u32) -> Lab {
+    /// With this many members of etcd.
+    pub(crate) fn with_etcd(members: u32, machines: u32, etcd: usize, steps: u32) -> Lab {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = 100 + NEXT.fetch_add(1, Ordering::Relaxed);
         let folder = tempfile::tempdir().unwrap();
@@ -131,7 +132,7 @@ impl Lab {
         ip(&format!("link add rt{number} type bridge"));
         ip(&format!("addr add 10.98.{number}.1/24 dev rt{number}"));
         ip(&format!("link set rt{number} up"));
-        let cluster = Cluster::at(&format!("10.98.{number}.1"));
+        let cluster = Cluster::at(&format!("10.98.{number}.1"), etcd);
         let machines = (0..machines).map(|machine| Machine::new(number, machine)).collect();
         Lab { folder, number, cluster, machines, members: members as usize, steps, config: CONFIG.into() }
     }

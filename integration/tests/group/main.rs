@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::cast_possible_wrap, clippy::cast_possible_truncation, reason = "tests")]
 
+mod campaign;
 mod lab;
 #[path = "../../../crates/etcd/tests/etcd/links.rs"]
 #[allow(dead_code, reason = "tests of etcd use the rest")]

@@ -75,10 +75,10 @@ impl Cluster {
         Cluster::within(folder(), count, scheme, more, &[], None)
     }
 
-    /// A cluster of one that other machines reach at this address.
+    /// A cluster that other machines reach at this address.
     #[allow(dead_code, reason = "tests of groups use it")]
-    pub(crate) fn at(host: &str) -> Cluster {
-        Cluster::on(host, folder(), 1, "http", &[], &[], None)
+    pub(crate) fn at(host: &str, count: usize) -> Cluster {
+        Cluster::on(host, folder(), count, "http", &[], &[], None)
     }
 
     /// A cluster whose members can be cut off from each other.
