@@ -75,9 +75,14 @@ fn vni(group: &JobName, origin: Incarnation, epoch: Epoch) -> u32 {
 /// The names of each member: GROUP-RANK, and the name of its machine if no other member has the same.
 fn names(group: &JobName, nodes: &BTreeMap<Rank, Node>) -> BTreeMap<u32, Vec<String>> {
     let is_alone = |host: &str| nodes.values().filter(|node| node.host == host).count() == 1;
+    // It becomes a line of /etc/hosts, and comes from whoever can write to the coordinator.
+    let is_name = |host: &str| {
+        !host.is_empty() && host.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'-' | b'_'))
+    };
     let of = |rank: &Rank, node: &Node| {
         let own = format!("{group}-{}", rank.0);
-        [Some(node.host.clone()).filter(|host| is_alone(host)), Some(own)].into_iter().flatten().collect()
+        let host = Some(node.host.clone()).filter(|host| is_name(host) && is_alone(host));
+        [host, Some(own)].into_iter().flatten().collect()
     };
     nodes.iter().map(|(rank, node)| (rank.0, of(rank, node))).collect()
 }
@@ -120,6 +125,8 @@ mod tests {
         assert_eq!((&*plan.names[&1], &*plan.names[&2]), (&["bert-1".into()][..], &["bert-2".into()][..]));
         assert_eq!(plan.peers.keys().collect::<Vec<_>>(), [&0, &2]);
         plan.check().unwrap();
+        let hostile = BTreeMap::from([(Rank(0), node("a\n10.9.9.9 pypi.org", [10, 0, 0, 1]))]);
+        assert_eq!(layout.plan(Incarnation(1), Epoch(4), &hostile).names[&0], ["bert-0"]);
         let later = layout.plan(Incarnation(1), Epoch(5), &nodes);
         assert_ne!(plan.kind, later.kind, "packets of an earlier epoch are kept out");
     }
