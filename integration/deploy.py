@@ -83,7 +83,9 @@ def check_job(documents):
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert pod["terminationGracePeriodSeconds"] > 2 * seconds(config["snapshot"]["grace"])
-    assert pod["restartPolicy"] == "Never" and spec["parallelism"] == 1 and spec["podReplacementPolicy"] == "Failed"
+    members = config.get("group", {}).get("nodes", 1)
+    assert spec["completions"] == spec["parallelism"] == members and (members == 1 or spec["completionMode"] == "Indexed")
+    assert pod["restartPolicy"] == "Never" and spec["podReplacementPolicy"] == "Failed"
     assert pod["automountServiceAccountToken"] is False
     rules = {rule["action"]: rule["onExitCodes"] for rule in spec["podFailurePolicy"]["rules"] if "onExitCodes" in rule}
     assert all(rule["containerName"] == container["name"] for rule in rules.values())
@@ -103,8 +105,20 @@ def check_job(documents):
     if claim:
         assert volumes["store"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     assert volumes["configuration"]["configMap"]["name"] == configmap["metadata"]["name"]
-    assert container["args"][:2] == ["run", "--"] and len(container["args"]) > 2
+    words = ["run", "--"] if members == 1 else ["run", "--group", "--"]
+    assert container["args"][: len(words)] == words and len(container["args"]) > len(words)
+    if members > 1:
+        check_group(by_kind, config)
     return text
+
+
+def check_group(by_kind, config):
+    """Only pods of the job reach the port of its network, and the store is one for all."""
+    policy, labels = by_kind["NetworkPolicy"]["spec"], by_kind["Job"]["spec"]["template"]["metadata"]["labels"]
+    ((rule,), to) = policy["ingress"], policy["podSelector"]["matchLabels"]
+    assert to == labels and rule["from"] == [{"podSelector": {"matchLabels": labels}}]
+    assert rule["ports"] == [{"protocol": "UDP", "port": config["group"].get("port", 4789)}]
+    assert by_kind["PersistentVolumeClaim"]["spec"]["accessModes"] == ["ReadWriteMany"]
 
 
 REQUIRED = {"image": {"repository": "registry/train"}, "command": ["python3", "/job/train.py", "--name", 'a "b" c: d']}
@@ -217,7 +231,9 @@ def main():
         sys.exit("deploy: the validator takes what is wrong")
     except kubernetes_validate.ValidationError:
         pass
-    configurations = [check_job(documents)]
+    group = list(yaml.safe_load_all((DEPLOY / "kubernetes/group.yaml").read_text()))
+    valid(group)
+    configurations = [check_job(documents), check_job(group)]
     if HELM:
         configurations += check_chart()
 

@@ -176,7 +176,9 @@ step 'build' cargo build --quiet --workspace --locked
 step 'tests' cargo test --quiet --workspace --locked --no-fail-fast
 step 'tests of the interposer' cargo test --quiet --manifest-path native/preload/Cargo.toml
 step 'tests of the plugin' cargo test --quiet --manifest-path native/plugin/Cargo.toml
-step 'documentation' env RUSTDOCFLAGS='-D warnings' cargo doc --quiet --workspace --no-deps --locked
+# With private items: it is read by those who work on it, and links to them must not be broken either.
+step 'documentation' env RUSTDOCFLAGS='-D warnings -A rustdoc::private-intra-doc-links' \
+  cargo doc --quiet --workspace --no-deps --locked --document-private-items
 if [ -n "$lint" ]; then
   # cargo-deny looks at the crates of all platforms; builds have fetched those of this one only.
   step 'crates of all platforms' cargo fetch --quiet --locked

@@ -5,6 +5,7 @@ mod config;
 mod control;
 mod cuda;
 mod doctor;
+mod ended;
 mod environment;
 mod examples;
 pub(crate) mod exit;
@@ -57,6 +58,7 @@ struct Cli {
 
 /// What every command takes.
 #[derive(Debug, clap::Args)]
+#[command(next_help_heading = "Options of all commands")]
 pub(crate) struct Global {
     /// Read only this configuration file, instead of /etc/rekindle/rekindle.toml, ~/.config/rekindle/rekindle.toml and
     /// ./rekindle.toml
@@ -208,9 +210,15 @@ enum ConfigCommand {
     },
 }
 
-/// The command line, with the examples in its help.
+/// The command line, with the examples in its help. `--json` is not shown where it does nothing.
 fn command() -> clap::Command {
-    examples::add(Cli::command())
+    let silent = |part: clap::Command| {
+        let json = clap::Arg::new("json").long("json").action(clap::ArgAction::SetTrue).hide(true);
+        if part.get_subcommands().next().is_some() { part } else { part.arg(json) }
+    };
+    let command =
+        ["logs", "top", "completions"].iter().fold(Cli::command(), |all, name| all.mut_subcommand(name, silent));
+    examples::add(command.mut_subcommand("config", |config| config.mut_subcommand("check", silent)))
 }
 
 /// Runs the command line of this process.
@@ -248,7 +256,8 @@ fn main_with(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     match dispatch(&cli) {
         Ok(exit) => exit.into(),
         Err(error) => {
-            let (text, exit) = (chain(error.as_ref()), exit::of_error(&error, cli.global.store.is_some()));
+            let text = chain(error.as_ref()) + exit::hint(&error);
+            let exit = exit::of_error(&error, cli.global.store.is_some());
             if cli.global.json {
                 output::complain_json(&text, exit.code())
             } else if telemetry::log::is_json() {
@@ -314,9 +323,16 @@ fn dispatch(cli: &Cli) -> anyhow::Result<Exit> {
 #[error("{0}")]
 pub(crate) struct Misuse(String);
 
+/// A job of another user: this user may not see it.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub(crate) struct AnothersJob(String);
+
 /// The CRIU that the user names, in the configuration or with REKINDLE_CRIU.
 fn named_criu(config: &settings::Config) -> Option<PathBuf> {
-    config.criu.path.clone().or_else(|| std::env::var_os("REKINDLE_CRIU").map(PathBuf::from))
+    // CRIU is run from other folders than this one.
+    let here = |named| std::path::absolute(&named).unwrap_or(named);
+    config.criu.path.clone().or_else(|| std::env::var_os("REKINDLE_CRIU").map(PathBuf::from).map(here))
 }
 
 /// Names the variables that are ignored although they look like ours. Once: a command may read its configuration
@@ -338,6 +354,22 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn json_is_not_shown_where_it_does_nothing() {
+        let mut all = command();
+        all.build();
+        for (name, shown) in [("logs", false), ("top", false), ("completions", false), ("status", true), ("run", true)]
+        {
+            let help = all.find_subcommand_mut(name).unwrap().render_long_help().to_string();
+            assert_eq!(help.contains("--json"), shown, "{help}");
+            let (own, common) = help.split_once("Options of all commands:").unwrap();
+            assert!(!own.contains("--store") && common.contains("--store"), "{help}");
+        }
+        // It is still understood, and answered.
+        let matches = command().try_get_matches_from(["rekindle", "logs", "--json", "j"]).unwrap();
+        assert!(Cli::from_arg_matches(&matches).unwrap().global.json);
     }
 
     #[test]

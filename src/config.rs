@@ -16,6 +16,7 @@ mod error;
 mod file;
 mod files;
 mod gpu;
+mod group;
 mod job_api;
 mod keys;
 mod layers;
@@ -40,6 +41,7 @@ use serde::{Deserialize, Serialize};
 
 pub(crate) use auto::MeanTime;
 pub(crate) use error::{Error, Fault, Problem};
+pub(crate) use group::{Group, GroupNetwork};
 pub(crate) use model::{
     ColdStart, Config, EnvironmentMode, Interposer, Level, OnProcessDeath, OnSuccess, PidNamespace, Restart, Snapshot,
     Staging, Store,
@@ -79,6 +81,10 @@ pub(crate) struct Overrides {
     pub(crate) grace: Option<String>,
     /// `--deadline`, for `scheduler.deadline`.
     pub(crate) deadline: Option<String>,
+    /// `--nodes`, for `group.nodes`.
+    pub(crate) nodes: Option<u32>,
+    /// `--node-rank`, for `group.node-rank`.
+    pub(crate) node_rank: Option<u32>,
     /// `--store`, for `store.directory`; a relative path is taken from the working directory.
     pub(crate) store: Option<PathBuf>,
 }
@@ -139,7 +145,7 @@ pub(crate) struct Effective {
 pub(crate) struct Entry {
     /// The key with its section, and the name within it for a map.
     pub(crate) key: String,
-    /// The value; none if the key is not set. Values of `job.environment` are [`HIDDEN`].
+    /// The value; none if the key is not set. Values of `job.environment` are [`value::HIDDEN`].
     pub(crate) value: Option<toml::Value>,
     /// The source of the value.
     pub(crate) origin: Origin,
@@ -246,8 +252,7 @@ pub(crate) fn effective(
             // Somebody may have put it there for root to find: that must neither be followed nor stop commands that
             // only look.
             Err(error) if given == Given::Found && path != Path::new(DEFAULT_FILE) && error.is_distrust() => {
-                let (why, fix) = (rekindle_base::chain(&error), error::way_out(&path, &error));
-                layers.strangers.push(format!("{} is ignored: {why}. {fix}", path.display()));
+                layers.strangers.push(error::ignored(&path, &error));
                 // Another user is told that this needs root, whatever the configuration says. With HOME of somebody
                 // else, not even whether there is a file can be known.
                 if Uid::effective().is_root() {

@@ -2,11 +2,18 @@
 //!
 //! What each member does is decided in [`rekindle_group`]; the supervisor carries it out. This module connects them
 //! with etcd: `keys` stores the documents as keys, and `session` is the thread that renews the membership, follows the
-//! group and writes.
+//! group and writes. `layout` is the job's network, `turn` this member's part in a group snapshot,
+//! and `board` what the machines tell each other about NCCL meanwhile.
 
+mod board;
 mod keys;
+mod layout;
 mod node;
 mod session;
+mod turn;
 
-pub use node::Node;
+pub use board::Board;
+pub use layout::{Layout, Underlay};
+pub use node::{Disagreement, Node};
 pub use session::{Identity, Membership, Session, Told};
+pub use turn::{Exchange, Orders, Turn, Word};

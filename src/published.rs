@@ -26,10 +26,10 @@ pub struct Published {
     /// Version of this format.
     pub version: u32,
     /// The job.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
     pub job: Option<JobName>,
     /// The store with the job's folder.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
     pub store: Option<PathBuf>,
     /// What the supervisor does with the job.
     pub state: JobState,
@@ -50,66 +50,66 @@ pub struct Published {
     /// How long the job was frozen for it, in microseconds.
     pub last_freeze_us: Option<u64>,
     /// Its size, in bytes.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
     pub last_bytes: Option<u64>,
     /// When the next snapshot is due, if snapshots are taken at an interval.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
     pub next: Option<DateTime<Utc>>,
     /// The GPUs that the job used at its last snapshot, by name.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(default)]
     pub gpus: Vec<String>,
     /// The supervisor's control socket.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
     pub control: Option<PathBuf>,
     /// The current interval, if it is chosen automatically (`snapshot.interval = "auto"`) and something was measured.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
     pub interval: Option<Choice>,
     /// Until when at most the job blocks a waiting snapshot.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
     pub held: Option<DateTime<Utc>>,
     /// Why the last snapshot failed, if it did.
     pub last_failure: Option<String>,
     /// The image that is being stored.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
     pub persisting: Option<Persisting>,
     /// The image that is being restored, if it is in packs.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
     pub restoring: Option<Persisting>,
     /// Why the last image could not be stored, if it could not.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
     pub persist_failure: Option<String>,
     /// The image that is being replicated.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
     pub replicating: Option<Persisting>,
     /// The newest image that this supervisor replicated.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
     pub last_replicated: Option<ImageId>,
     /// Why the last image could not be replicated, if it could not.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
     pub replica_failure: Option<String>,
     /// Why an image could not be restored in a rehearsal, until a rehearsal succeeds.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
     pub rehearsal_failure: Option<String>,
     /// When the job must have ended.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
     pub deadline: Option<DateTime<Utc>>,
     /// How long the final snapshot would take.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
     pub predicted: Option<Forecast>,
     /// How the last life of the job ended.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
     pub last_end: Option<LastEnd>,
     /// The address where its metrics are served.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
     pub metrics: Option<SocketAddr>,
     /// How the job hangs, if it does.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
     pub hang: Option<String>,
     /// The last fault of a GPU that this life of the job uses.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
     pub gpu_fault: Option<String>,
     /// What a cloud announces about this machine, while the job is stopped or has a deadline for it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
     pub notice: Option<String>,
     /// The id of the boot in which the supervisor runs.
     #[serde(default)]

@@ -60,6 +60,10 @@ pub(crate) struct Scheduler {
     slurm_job: Option<String>,
     /// The job's deadline, if the environment has it.
     end: Option<DateTime<Utc>>,
+    /// Slurm's name for the job, which is the same on all machines.
+    group: Option<String>,
+    /// The number of this machine among those of the job.
+    node_rank: Option<u32>,
 }
 
 impl Scheduler {
@@ -75,17 +79,22 @@ impl Scheduler {
             Profile::Auto => Profile::None,
             known => known,
         };
-        let none = Scheduler { profile, job: None, slurm_job: None, end: None };
+        // An Indexed Job of Kubernetes, whose pods are the machines.
+        let node_rank = variable("SLURM_NODEID").or_else(|| variable("JOB_COMPLETION_INDEX"));
+        let node_rank = node_rank.and_then(|rank| rank.parse().ok());
+        let none = Scheduler { profile, job: None, slurm_job: None, end: None, group: None, node_rank };
         match profile {
             Profile::Slurm => {
                 let slurm_job = variable("SLURM_JOB_ID");
                 let array = variable("SLURM_ARRAY_JOB_ID").zip(variable("SLURM_ARRAY_TASK_ID"));
                 let job = array.map(|(job, task)| format!("{job}_{task}")).or_else(|| slurm_job.clone());
-                // The tasks of one `srun` are separate jobs here.
+                let group = job.clone();
+                // The tasks of one `srun` are separate jobs here, unless they are a group.
                 let rank = variable("SLURM_PROCID").filter(|rank| rank != "0");
                 let job = job.map(|job| rank.map_or_else(|| job.clone(), |rank| format!("{job}.{rank}")));
                 let end = variable("SLURM_JOB_END_TIME").and_then(|end| end.parse().ok());
-                Scheduler { job, slurm_job, end: end.and_then(|end| DateTime::from_timestamp(end, 0)), ..none }
+                let end = end.and_then(|end| DateTime::from_timestamp(end, 0));
+                Scheduler { job, slurm_job, end, group, ..none }
             }
             Profile::Sge => {
                 let task = variable("SGE_TASK_ID").filter(|task| task != "undefined");
@@ -129,6 +138,24 @@ impl Scheduler {
         self.job.as_ref().map(|job| format!("{name}-{job}"))
     }
 
+    /// The name of a job over several machines, which all of them know.
+    #[must_use]
+    pub(crate) fn group_name(&self) -> Option<String> {
+        self.group.as_ref().map(|job| format!("slurm-{job}"))
+    }
+
+    /// The number of this machine among those of the job, from 0.
+    #[must_use]
+    pub(crate) fn node_rank(&self) -> Option<u32> {
+        self.node_rank
+    }
+
+    /// The number of machines that Slurm has started this job on.
+    pub(crate) fn nodes(variable: &dyn Fn(&str) -> Option<String>) -> Option<u32> {
+        let step = variable("SLURM_STEP_NUM_NODES").or_else(|| variable("SLURM_NNODES"));
+        step.and_then(|nodes| nodes.parse().ok())
+    }
+
     /// The job's deadline, if it is known without asking.
     #[must_use]
     pub(crate) fn end(&self) -> Option<DateTime<Utc>> {
@@ -166,7 +193,7 @@ impl Scheduler {
     }
 }
 
-/// Slurm's time left: [days-][hours:]minutes:seconds, or a word if there is no limit.
+/// Slurm's time left: `[days-][hours:]minutes:seconds`, or a word if there is no limit.
 fn time_left(text: &str) -> Option<Duration> {
     let (days, rest) = text.split_once('-').unwrap_or(("0", text));
     let mut seconds = days.parse::<u64>().ok()?;

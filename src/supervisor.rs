@@ -21,6 +21,7 @@ mod event_lines;
 mod events;
 mod failed;
 mod gpus;
+mod group;
 mod holds;
 mod hooks;
 mod images;
@@ -55,6 +56,7 @@ mod unread;
 mod verify;
 mod watch;
 
+pub(crate) use group::Membered;
 pub use result::RunResult;
 pub(crate) use rewind::new_lineage;
 pub(crate) use setup::{Origin, Places, Program, Setup, Shown, Sockets, TimeLimit};
@@ -65,7 +67,7 @@ use std::time::{Duration, Instant};
 use chrono::Utc;
 use signal_hook::consts as sig;
 
-use crate::policy::Mark;
+use crate::policy::{Mark, StartPoint};
 use crate::telemetry::events::What;
 use checks::Checks;
 use clients::Clients;
@@ -126,6 +128,7 @@ enum Message {
     Hook(crate::notifications::Report),
     Verified(Box<verify::Report>),
     Rehearsed(Box<rehearse::Rehearsed>),
+    Group(Box<group::News>),
 }
 
 impl Message {
@@ -141,24 +144,27 @@ impl Message {
 /// When the supervisor itself fails; the result of the job is in [`Finish`].
 pub(crate) fn run(setup: Setup) -> Result<Finish, Error> {
     let setup = Arc::new(setup);
-    let files = output::Files::create(&setup.folder.log_dir(), setup.config.log.bounds())?;
+    let files = &setup.output;
     let _rotation =
-        output::Rotation::start(&files).map_err(|source| Error::Io { what: "rotating the output", source })?;
+        output::Rotation::start(files).map_err(|source| Error::Io { what: "rotating the output", source })?;
     let follower = match setup.shown {
-        Shown::Output => output::Follower::start(&files),
-        Shown::Events | Shown::Nothing => output::Follower::silent(&files),
+        Shown::Output => output::Follower::start(files),
+        Shown::Events | Shown::Nothing => output::Follower::silent(files),
     };
     let follower = follower.map_err(|source| Error::Io { what: "following the output", source })?;
     let (sender, messages) = mpsc::channel();
     let signals = signals::listen(sender.clone()).map_err(|source| Error::Io { what: "handling signals", source })?;
-    let (machine, actions) = Machine::new(&setup.config, setup.origin.from);
+    let (machine, actions) = match &setup.group {
+        Some(_) => (Machine::led(&setup.config), Vec::new()),
+        None => Machine::new(&setup.config, setup.origin.from),
+    };
+    let group = group::Member::start(&setup, &sender)?;
     let machine = machine.recalling(record::recall(&setup));
     let machine = if setup.origin.named { machine.asked_for() } else { machine };
     let mut owner = Owner {
         setup: &setup,
         reporting: Reporting::new(&setup, &sender),
         sender,
-        files,
         machine,
         life: JobLife::new(Instant::now()),
         line: Line::new(setup.program.launch.lineage.clone(), setup.origin.base),
@@ -169,6 +175,7 @@ pub(crate) fn run(setup: Setup) -> Result<Finish, Error> {
         deadline: Deadline::new(&setup),
         lease: Lease::new(Instant::now()),
         end: RunEnd::default(),
+        group,
     };
     owner.record(Outcome::Running, None)?;
     if setup.shown == Shown::Events {
@@ -209,6 +216,7 @@ pub(crate) fn run(setup: Setup) -> Result<Finish, Error> {
         finish = finish.with_left_in_memory(left);
         owner.leave_replica(&finish, &messages);
     }
+    owner.leave_group();
     owner.close_control();
     owner.close_word();
     signals.close();
@@ -239,8 +247,6 @@ struct Owner<'a> {
     setup: &'a Arc<Setup>,
     /// For threads, which send their reports here.
     sender: mpsc::Sender<Message>,
-    /// The job's output.
-    files: output::Files,
     /// Decides what to do with the job.
     machine: Machine<'a>,
     /// The job, and its end.
@@ -263,6 +269,8 @@ struct Owner<'a> {
     lease: Lease,
     /// The end of the run.
     end: RunEnd,
+    /// The group that decides about the job, if it runs on several machines.
+    group: Option<group::Member>,
 }
 
 /// If a wait took so much longer than planned, this process or the machine was stopped.
@@ -273,6 +281,7 @@ const LONG: Duration = Duration::from_secs(3600);
 
 impl Owner<'_> {
     fn step(&mut self, event: Event) {
+        let Some(event) = self.ask_group(event) else { return };
         let actions = self.machine.step(event, Instant::now());
         self.carry_out(actions);
     }
@@ -287,6 +296,7 @@ impl Owner<'_> {
         self.checks.allow_verifier(self.machine.state(), self.transfers.is_idle());
         self.check_rehearsals();
         self.check_deaths();
+        self.check_group();
         self.report_late_end();
         self.beat();
     }
@@ -304,6 +314,7 @@ impl Owner<'_> {
             self.checks.next_wake(min_uptime, self.machine.state(), self.life.ended()),
             self.reporting.next_wake(now),
             self.transfers.next_wake(now),
+            self.group.as_ref().and_then(group::Member::deadline),
             self.setup.images.staging.as_ref().map(|_| now + images::LOOK),
         ];
         wakes.into_iter().flatten().min().map_or(LONG, |at| at.saturating_duration_since(now).min(LONG))
@@ -383,7 +394,11 @@ impl Owner<'_> {
             Action::Announce { from, after } => {
                 self.reporting.published.restarts += 1;
                 self.tell(What::Restarting { image: events::image_of(from), after_us: events::micros(after) });
-                tracing::warn!("continuing from {from} in {}", humantime::format_duration(after));
+                let after = humantime::format_duration(after);
+                match from {
+                    StartPoint::Image(_) => tracing::warn!("continuing from {from} in {after}"),
+                    StartPoint::Cold => tracing::warn!("starting again from {from} in {after}"),
+                }
             }
             Action::Finish(finish) => self.end.comes(finish),
         }
@@ -411,6 +426,7 @@ impl Owner<'_> {
                     self.tell(what);
                 }
             }
+            Message::Group(news) => self.group_news(*news),
             Message::Rehearsed(rehearsed) => {
                 self.rehearsed(*rehearsed);
                 self.publish();

@@ -1,6 +1,6 @@
 //! Finds out whether a running job hangs, and why a job ended.
 //!
-//! - [`detector`]: the thread that notices a hang, with [`clock`]s that are stopped during snapshots; [`beats`] are the
+//! - [`hang_detector`]: the thread that notices a hang, with [`clock`]s that are stopped during snapshots; [`beats`] are the
 //!   job's watchdog messages, [`stacks`] records the stacks of its processes;
 //! - [`deaths`]: the thread that notices when a process of the job dies;
 //! - [`lines`]: compares new output with the rules;

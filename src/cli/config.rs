@@ -1,7 +1,7 @@
 //! `config show` and `config check`.
 
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::Exit;
 use super::output::{Column, Format, print_table, print_text};
@@ -13,6 +13,9 @@ pub(super) enum Error {
     /// The configuration is wrong.
     #[error(transparent)]
     Config(#[from] config::Error),
+    /// The file that was typed does not exist.
+    #[error("there is no file {}: name another one, or none to check those that `run` reads", .0.display())]
+    NoFile(PathBuf),
     /// Standard output could not be written.
     #[error("cannot write the result")]
     Print(#[from] io::Error),
@@ -23,6 +26,7 @@ impl Error {
     #[must_use]
     pub(super) fn exit(&self) -> Exit {
         match self {
+            Error::NoFile(_) => Exit::Usage,
             Error::Config(error) if error.is_usage() => Exit::Usage,
             Error::Config(_) => Exit::Config,
             Error::Print(_) => Exit::Internal,
@@ -36,6 +40,9 @@ impl Error {
 ///
 /// All errors, together.
 pub(super) fn check(file: Option<&Path>) -> Result<(), Error> {
+    if let Some(path) = file.filter(|path| matches!(path.try_exists(), Ok(false))) {
+        return Err(Error::NoFile(path.to_owned()));
+    }
     let effective = config::effective(file, config::environment(), &Overrides::default())?.complete()?;
     super::name_strangers(&effective, super::output::complain);
     let files: Vec<String> = effective.files.iter().map(|path| path.display().to_string()).collect();

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use super::find::Finder;
 use super::output::{Format, print_json, print_text};
-use super::{Exit, Global, Misuse, complete, progress};
+use super::{Exit, Global, Misuse, complete, ended, progress};
 use crate::control::client;
 use crate::control::protocol::{Answer, Request, Rewind, Snapshot};
 use crate::published::Published;
@@ -101,7 +101,10 @@ pub(super) fn socket(folder: &JobFolder) -> anyhow::Result<PathBuf> {
     }
     let here = rekindle_store::Holder::this_process();
     let why = match folder.writer()? {
-        Writer::Nobody => format!("job {name} is not running: continue it with `rekindle run` or `rekindle restore`"),
+        Writer::Nobody => {
+            let (how, next) = (ended::how(folder)?, ended::capital(&ended::next(folder)?));
+            format!("job {name} is not running: {how}. {next}")
+        }
         Writer::Known(holder) if holder.boot_id != here.boot_id => {
             format!("job {name} is supervised by {holder}: run this command there")
         }

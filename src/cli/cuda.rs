@@ -56,16 +56,24 @@ pub(crate) struct Target {
 /// The time limit of a lock.
 #[derive(Debug, clap::Args)]
 pub(crate) struct LockTimeout {
-    /// Give up the lock after this many milliseconds; the process then continues
-    // 0 would mean no limit.
-    #[arg(long = "timeout", value_name = "MS", default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..))]
-    ms: u32,
+    /// Give up the lock after this time; the process then continues
+    // A number alone is milliseconds, as with NVIDIA's utility.
+    #[arg(long = "timeout", value_name = "TIME", default_value = "10s", value_parser = limit)]
+    limit: Duration,
 }
 
-impl LockTimeout {
-    fn duration(&self) -> Duration {
-        Duration::from_millis(self.ms.into())
+/// Between 1 ms, as 0 would mean no limit, and what the driver's number can hold.
+fn limit(text: &str) -> Result<Duration, String> {
+    let time = match text.parse().map(Duration::from_millis) {
+        Ok(time) => time,
+        Err(_) => humantime::parse_duration(text)
+            .map_err(|_| "must be a duration with a unit, such as 500ms or 10s".to_owned())?,
+    };
+    let longest = Duration::from_millis(u32::MAX.into());
+    if time < Duration::from_millis(1) || time > longest {
+        return Err("must be from 1ms to 49days".to_owned());
     }
+    Ok(time)
 }
 
 /// The GPUs of a restore.
@@ -191,11 +199,11 @@ fn execute(command: &CudaCommand, format: Format, report: &mut Report) -> Result
     match command {
         CudaCommand::State(_) => session.state(),
         CudaCommand::RestoreTid(_) => session.restore_tid(),
-        CudaCommand::Lock { timeout, .. } => session.step("lock", || process.lock(timeout.duration())),
+        CudaCommand::Lock { timeout, .. } => session.step("lock", || process.lock(timeout.limit)),
         CudaCommand::Checkpoint(_) => session.step("checkpoint", || process.checkpoint()),
         CudaCommand::Restore { map, .. } => session.step("restore", || process.restore(&map.pairs)),
         CudaCommand::Unlock(_) => session.step("unlock", || process.unlock()),
-        CudaCommand::Toggle { timeout, map, .. } => session.toggle(timeout.duration(), &map.pairs),
+        CudaCommand::Toggle { timeout, map, .. } => session.toggle(timeout.limit, &map.pairs),
     }
 }
 
@@ -286,13 +294,13 @@ mod tests {
         const A: &str = "GPU-00112233-4455-6677-8899-aabbccddeeff";
         assert!(matches!(parse("state --pid 7").unwrap(), CudaCommand::State(Target { pid: 7 })));
         let CudaCommand::Lock { timeout, .. } = parse("lock --pid 7").unwrap() else { panic!() };
-        assert_eq!(timeout.duration(), Duration::from_secs(10));
+        assert_eq!(timeout.limit, Duration::from_secs(10));
         let CudaCommand::Toggle { timeout, map, .. } =
             parse(&format!("toggle -p 7 --timeout 5 --device-map {A}={A},{A}={A}")).unwrap()
         else {
             panic!()
         };
-        assert_eq!((timeout.ms, map.pairs.len()), (5, 2));
+        assert_eq!((timeout.limit, map.pairs.len()), (Duration::from_millis(5), 2));
         assert!(matches!(parse("restore-tid --pid 7").unwrap(), CudaCommand::RestoreTid(_)));
     }
 

@@ -1,6 +1,6 @@
 //! `rekindle doctor`: checks what `run` needs on this machine.
 
-use super::output::{Column, Format, print_json, print_note, print_table, print_text, terminal_width};
+use super::output::{Column, Format, print_json, print_note, print_sentence, print_table, print_text, terminal_width};
 use super::{Exit, Global, named_criu};
 use crate::doctor::{self, Counts, Report};
 use crate::telemetry::clean;
@@ -16,7 +16,8 @@ pub(super) fn doctor(global: &Global) -> anyhow::Result<Exit> {
 }
 
 fn print(report: &Report) -> anyhow::Result<()> {
-    print_text(&format!("{}\n", verdict(report)))?;
+    print_sentence(&verdict(report))?;
+    print_text("")?;
     // On a terminal there is no room for a fix in the table, and it must not be cut.
     let is_wide = terminal_width().is_none();
     let rows = report.checks.iter().map(|check| {

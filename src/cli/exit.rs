@@ -57,6 +57,38 @@ impl From<Exit> for ExitCode {
     }
 }
 
+/// What to add to an error: what to do if a user has no right to the store and root has, or if the store is full.
+pub(crate) fn hint(error: &anyhow::Error) -> &'static str {
+    use std::io::ErrorKind::{QuotaExceeded, StorageFull};
+    if error.chain().any(is_refused) {
+        return ". Use sudo if the job was started with it";
+    }
+    match error.chain().find_map(kind_in_store) {
+        Some(StorageFull | QuotaExceeded) => {
+            ". Free space there (`rekindle prune` removes images that no rule keeps), or choose another folder with --store"
+        }
+        _ => "",
+    }
+}
+
+/// Whether the kernel refuses the store to this user.
+fn is_refused(cause: &(dyn std::error::Error + 'static)) -> bool {
+    kind_in_store(cause) == Some(std::io::ErrorKind::PermissionDenied) && !nix::unistd::geteuid().is_root()
+}
+
+/// The kernel's answer to an access to the store.
+fn kind_in_store(cause: &(dyn std::error::Error + 'static)) -> Option<std::io::ErrorKind> {
+    use rekindle_store::Error as E;
+    match cause.downcast_ref::<E>()? {
+        E::Read { source, .. }
+        | E::Create { source, .. }
+        | E::Write { source, .. }
+        | E::Lock { source, .. }
+        | E::Remove { source, .. } => Some(source.kind()),
+        _ => None,
+    }
+}
+
 /// The exit code for an error. A store that cannot be one is the mistake of who named it: `--store`, or the
 /// configuration.
 pub(crate) fn of_error(error: &anyhow::Error, is_store_typed: bool) -> Exit {
@@ -86,6 +118,7 @@ pub(crate) fn of_error(error: &anyhow::Error, is_store_typed: bool) -> Exit {
             || cause.is::<super::run::NoRights>()
             || cause.is::<super::replica::Unknown>()
             || cause.is::<super::replica::NotFetched>()
+            || cause.is::<super::AnothersJob>()
         {
             return Exit::Missing;
         }
@@ -110,6 +143,9 @@ pub(crate) fn of_error(error: &anyhow::Error, is_store_typed: bool) -> Exit {
         if cause.is::<super::Misuse>() || cause.is::<store::NameError>() {
             return Exit::Usage;
         }
+        if is_refused(cause) {
+            return Exit::Missing;
+        }
         if let Some(error) = cause.downcast_ref::<store::Error>() {
             use store::Error as E;
             return match error {
@@ -132,4 +168,22 @@ pub(crate) fn of_error(error: &anyhow::Error, is_store_typed: bool) -> Exit {
         }
     }
     Exit::Internal
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Error as IoError, ErrorKind};
+
+    use super::*;
+
+    #[test]
+    fn a_full_store_is_told_with_what_to_do() {
+        let error = |kind| {
+            let source = IoError::from(kind);
+            anyhow::Error::from(rekindle_store::Error::Write { path: "/s/j/lock".into(), source })
+        };
+        assert!(hint(&error(ErrorKind::StorageFull)).contains("`rekindle prune`"));
+        assert_eq!(hint(&error(ErrorKind::NotFound)), "");
+        assert_eq!(of_error(&error(ErrorKind::StorageFull), false), Exit::Internal);
+    }
 }

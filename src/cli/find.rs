@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::output::complain;
-use super::{Global, Misuse};
+use super::{AnothersJob, Global, Misuse};
 use crate::config::{self as settings, Config, Origin};
 use crate::control::address;
 use crate::control::client::{self, Error};
@@ -185,6 +185,9 @@ impl Finder {
         match (found.pop(), found.is_empty()) {
             (Some(one), true) => Ok(one),
             (Some(_), false) => Err(Misuse(format!("{text:?} matches several images: use JOB/ID")).into()),
+            (None, _) if text.bytes().all(|byte| byte.is_ascii_digit()) => {
+                Err(Misuse(format!("{}. Write JOB/{text} for image {text} of a job", chain(unknown.as_ref()))).into())
+            }
             // The error about the job lists the existing jobs.
             (None, _) => Err(unknown),
         }
@@ -209,7 +212,7 @@ impl Finder {
 
     /// The folder of this job; the one that is running, if there are several.
     pub(super) fn job(&self, text: &str) -> anyhow::Result<JobFolder> {
-        let name: JobName = text.parse()?;
+        let name = job_name(text)?;
         let here = self.open(&self.store).and_then(|store| store.job(&name));
         if self.named != Origin::Default {
             return here.map_err(|error| self.not_in_named(&name, error));
@@ -240,7 +243,10 @@ impl Finder {
             (Some(Found { job, store, folder: Err(error) }), _) => {
                 Err(Misuse(unreachable(&job, &store, &error)).into())
             }
-            (None, Err(error)) => Err(not_here(&name, &running, error)),
+            (None, Err(error)) => {
+                let left = self.left_elsewhere().into_iter().find(|left| left.job == name);
+                Err(not_here(&name, &running, left.map(|left| left.store), error))
+            }
         }
     }
 
@@ -300,6 +306,16 @@ impl Finder {
     }
 }
 
+/// The name of a job, where an image of a job may be typed by mistake.
+pub(super) fn job_name(text: &str) -> anyhow::Result<JobName> {
+    match text.split_once('/') {
+        Some((job, _)) if job.parse::<JobName>().is_ok() => {
+            Err(Misuse(format!("{text:?} is an image, and this command takes a job: write {job}")).into())
+        }
+        _ => Ok(text.parse()?),
+    }
+}
+
 /// Whether the socket has the name that a supervisor of this job gives it.
 fn is_socket_of(socket: &Path, folder: &JobFolder) -> bool {
     socket.file_stem().is_some_and(|stem| stem == folder.place_name().as_str())
@@ -327,7 +343,7 @@ fn unreachable(job: &JobName, store: &Path, error: &store::Error) -> String {
 }
 
 /// A job that neither runs nor is in the default store.
-fn not_here(name: &JobName, running: &Running, error: store::Error) -> anyhow::Error {
+fn not_here(name: &JobName, running: &Running, left: Option<PathBuf>, error: store::Error) -> anyhow::Error {
     // The rest of a socket's name is a hash of eight digits.
     let is_its = |socket: &&PathBuf| {
         let stem = socket.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
@@ -340,7 +356,13 @@ fn not_here(name: &JobName, running: &Running, error: store::Error) -> anyhow::E
     }
     if running.hidden > 0 && matches!(error, store::Error::NoStore(_) | store::Error::UnknownJob { .. }) {
         let others = are_running(running.hidden);
-        return Misuse(format!("this user has no job {name}. {others} of another user: use sudo to see more")).into();
+        return AnothersJob(format!("this user has no job {name}. {others} of another user: use sudo to see more"))
+            .into();
+    }
+    if let Some(store) = left {
+        let store = store.display();
+        let why = format!("job {name} is not running. It ran with the store {store}: use --store {store}");
+        return Misuse(why).into();
     }
     let why = match error {
         store::Error::NoStore(path) => format!(

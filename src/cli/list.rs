@@ -1,18 +1,18 @@
 //! `rekindle list`: jobs, and the images of a job.
 
 use std::collections::BTreeSet;
-use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use chrono::{DateTime, Local, Utc};
+use chrono::{DateTime, TimeDelta, Utc};
 use serde::Serialize;
 
 use super::find::{self, Finder};
-use super::output::{Column, Format, print_table, print_text};
+use super::output::{Column, Format, print_note, print_table, print_text, terminal_width};
 use super::{Exit, Global, Misuse, complete};
 use crate::published::{Persisting, Published, ShownState};
+use crate::report;
 use rekindle_base::interval::Choice;
-use rekindle_base::units::size;
+use rekindle_base::units::{moment, size};
 use rekindle_replica::{Patience, Replica};
 use rekindle_store::manifest::Reason;
 use rekindle_store::retention::survey::Survey;
@@ -31,7 +31,7 @@ pub(crate) struct ListArgs {
 
 pub(super) fn list(global: &Global, args: &ListArgs) -> anyhow::Result<Exit> {
     match (&args.job, args.replica) {
-        (Some(job), true) => images_with_replica(global, &job.parse()?)?,
+        (Some(job), true) => images_with_replica(global, &find::job_name(job)?)?,
         (Some(job), false) => {
             let folder = Finder::with_key(global)?.job(job)?;
             print(folder.name(), &images(&folder)?, global.format())?;
@@ -51,13 +51,14 @@ const JOBS: [Column; 7] = [
     Column::short("COMMAND"),
 ];
 
-const IMAGES: [Column; 10] = [
+const IMAGES: [Column; 11] = [
     Column::whole("IMAGE"),
     Column::whole("N"),
+    Column::optional("AGE", 1),
     // Its name has the time, in UTC.
-    Column::optional("TAKEN", 3),
+    Column::optional("TAKEN", 7),
     Column::optional("SIZE", 4),
-    Column::optional("FREES", 1),
+    Column::optional("FREES", 3),
     Column::optional("FREEZE", 5),
     Column::optional("REASON", 6),
     Column::optional("WHERE", 2),
@@ -74,12 +75,13 @@ struct JobRow {
     /// The state of its supervisor, or how its last run ended.
     state: ShownState,
     pid: Option<i32>,
-    restarts: Option<u32>,
+    /// Of its supervisor, or of the last one.
+    restarts: u32,
     images: usize,
     newest: Option<ImageId>,
-    /// Bytes of the images in the store, each counted in full.
+    /// The sum of the sizes of the images in the store, each counted in full.
     bytes: u64,
-    /// Bytes that the images take in the store: what becomes free without them.
+    /// Bytes that the job takes on the disk: what becomes free without it.
     frees: u64,
     /// Bytes of the images in memory.
     memory_bytes: u64,
@@ -167,9 +169,10 @@ fn jobs(finder: &Finder, format: Format) -> anyhow::Result<()> {
 fn job_row(folder: &JobFolder) -> anyhow::Result<JobRow> {
     let images = folder.known()?;
     let record = folder.record()?;
-    // Published values count only while there is a supervisor.
+    // Most published values count only while there is a supervisor.
     let live = Published::live(folder)?;
-    let state = ShownState::of(live.as_ref(), record.as_ref().map(|record| &record.outcome));
+    let last = live.clone().or_else(|| Published::read(&folder.state_file()).ok());
+    let state = report::state(folder, live.as_ref())?;
     let bytes = |place| {
         let copies = images.iter().filter_map(|known| known.copy(place)?.manifest());
         copies.map(|manifest| manifest.bytes).sum()
@@ -179,11 +182,11 @@ fn job_row(folder: &JobFolder) -> anyhow::Result<JobRow> {
         store: folder.store().to_owned(),
         state,
         pid: live.as_ref().and_then(|l| l.pid),
-        restarts: live.as_ref().map(|l| l.restarts),
+        restarts: last.map_or(0, |last| last.restarts),
         images: images.len(),
         newest: images.iter().find(|known| known.best().is_good()).map(Known::id),
         bytes: bytes(Place::Stored),
-        frees: allocated(&folder.images_dir()) + allocated(&folder.packs_dir()),
+        frees: report::allocated(folder.path()),
         memory_bytes: bytes(Place::Staged),
         storing: live.as_ref().map(Storing::of).unwrap_or_default(),
         replica: live.as_ref().map(Replicating::of).unwrap_or_default(),
@@ -243,7 +246,7 @@ impl ImageRow {
     fn new(known: &Known, live: Option<&Published>, proven: &BTreeSet<ImageId>) -> ImageRow {
         let image = known.best();
         ImageRow {
-            persisting: live.and_then(|live| live.persisting_image(image.id)).cloned(),
+            persisting: storing(known, live).cloned(),
             proven: proven.contains(&image.id),
             tags: Tagged::of(&known.tags()),
             ..ImageRow::of(image.id, &image.state, known.places().iter().map(ToString::to_string).collect())
@@ -296,17 +299,6 @@ fn images(folder: &JobFolder) -> anyhow::Result<Vec<ImageRow>> {
     Ok(known.iter().map(row).collect())
 }
 
-/// Bytes on the disk of all files below a folder.
-fn allocated(folder: &Path) -> u64 {
-    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
-    let size = |entry: std::fs::DirEntry| match entry.metadata() {
-        Ok(metadata) if metadata.is_dir() => allocated(&entry.path()),
-        Ok(metadata) => metadata.blocks() * 512,
-        Err(_) => 0,
-    };
-    entries.map(size).sum()
-}
-
 /// On a new machine neither the job nor the store exists.
 fn images_with_replica(global: &Global, job: &JobName) -> anyhow::Result<()> {
     let config = global.settings(global.overrides())?;
@@ -330,16 +322,22 @@ fn images_with_replica(global: &Global, job: &JobName) -> anyhow::Result<()> {
     print(job, &rows, global.format())
 }
 
+/// The answer of commands about the images of a job, if there are none.
+pub(super) fn no_images(job: &JobName) -> String {
+    format!("job {job} has no images")
+}
+
 fn print(job: &JobName, rows: &[ImageRow], format: Format) -> anyhow::Result<()> {
     if rows.is_empty() && format == Format::Text {
-        return Ok(print_text(&format!("job {job} has no images"))?);
+        return Ok(print_text(&no_images(job))?);
     }
-    let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".into());
+    let (or_dash, now) = (|text: Option<String>| text.unwrap_or_else(|| "-".into()), Utc::now());
     let cells = rows.iter().map(|row| {
         vec![
             row.id.to_string(),
             row.nth_newest.map_or_else(|| "-".into(), |nth| format!("-{nth}")),
-            row.taken.with_timezone(&Local).format("%Y-%m-%d %H:%M:%S%:z").to_string(),
+            age(now - row.taken),
+            moment(row.taken),
             or_dash(row.bytes.map(size)),
             or_dash(row.frees.map(size)),
             or_dash(row.freeze_us.map(milliseconds)),
@@ -349,13 +347,35 @@ fn print(job: &JobName, rows: &[ImageRow], format: Format) -> anyhow::Result<()>
             state(row),
         ]
     });
-    Ok(print_table(format, &IMAGES, cells, &rows)?)
+    print_table(format, &IMAGES, cells, &rows)?;
+    if format == Format::Text && terminal_width().is_some() {
+        // What is wrong must not be cut.
+        let unsound = rows.iter().filter_map(|row| Some((row.id.to_string(), row.detail.as_ref()?)));
+        unsound.into_iter().try_for_each(|(id, detail)| print_note(&id, detail))?;
+    }
+    Ok(())
+}
+
+/// How long ago, in the largest unit.
+fn age(age: TimeDelta) -> String {
+    let seconds = age.num_seconds().max(0);
+    match () {
+        () if seconds < 120 => format!("{seconds}s ago"),
+        () if seconds < 7200 => format!("{}m ago", seconds / 60),
+        () if seconds < 172_800 => format!("{}h ago", seconds / 3600),
+        () => format!("{}d ago", seconds / 86400),
+    }
 }
 
 fn state(row: &ImageRow) -> String {
     let proven = if row.proven { ", proven" } else { "" };
     let detail = row.detail.as_ref().map(|detail| format!(": {detail}")).unwrap_or_default();
     format!("{}{proven}{detail}", row.state)
+}
+
+/// How far the image is on its way to the store. The supervisor publishes this for a moment after the image is there.
+pub(super) fn storing<'a>(known: &Known, live: Option<&'a Published>) -> Option<&'a Persisting> {
+    live.filter(|_| known.copy(Place::Stored).is_none())?.persisting_image(known.id())
 }
 
 /// The places of an image, for people.
@@ -376,5 +396,6 @@ fn reason(reason: Reason) -> &'static str {
         Reason::Signal => "signal",
         Reason::Final => "final",
         Reason::Request => "request",
+        Reason::Group => "group",
     }
 }

@@ -59,6 +59,8 @@ impl Column {
 
 /// A blank on each side of a cell.
 const PADDING: usize = 2;
+/// The width of the names in a list of pairs, at least: lists of different jobs look the same.
+const NAMES: usize = 10;
 /// Before text is cut shorter than this, columns are left out.
 const READABLE: usize = 24;
 /// Text is never cut shorter than this.
@@ -150,8 +152,32 @@ pub(crate) fn print_note(name: &str, text: &str) -> io::Result<()> {
     print_text(&note(name, text, terminal_width()))
 }
 
+/// Prints a sentence, broken between words to the width of the terminal.
+pub(crate) fn print_sentence(text: &str) -> io::Result<()> {
+    let (first, rest) = text.split_once(' ').unwrap_or((text, ""));
+    print_text(&broken(first, rest, "   ", terminal_width()))
+}
+
+/// Prints a list of names, each followed by what belongs to it, in two columns.
+pub(crate) fn print_pairs(pairs: &[(&str, String)]) -> io::Result<()> {
+    print_text(&in_pairs(pairs, terminal_width()))
+}
+
+fn in_pairs(pairs: &[(&str, String)], room: Option<usize>) -> String {
+    let width = pairs.iter().map(|(name, _)| name.chars().count()).fold(NAMES, usize::max);
+    let indent = " ".repeat(width + 1);
+    let lines: Vec<String> =
+        pairs.iter().map(|(name, text)| broken(&format!("{name:<width$}"), text, &indent, room)).collect();
+    lines.join("\n")
+}
+
 fn note(name: &str, text: &str, room: Option<usize>) -> String {
-    let mut lines = vec![format!("{name}:")];
+    broken(&format!("{name}:"), text, "   ", room)
+}
+
+/// The text after `first`, in lines that fit the room; all but the first begin with `indent`.
+fn broken(first: &str, text: &str, indent: &str, room: Option<usize>) -> String {
+    let mut lines = vec![first.to_owned()];
     for word in clean::line(text).split(' ') {
         let line = lines.last_mut().map(|line| (line.chars().count(), line));
         match line {
@@ -159,7 +185,7 @@ fn note(name: &str, text: &str, room: Option<usize>) -> String {
                 line.push(' ');
                 line.push_str(word);
             }
-            _ => lines.push(format!("   {word}")),
+            _ => lines.push(format!("{indent}{word}")),
         }
     }
     lines.join("\n")
@@ -247,5 +273,7 @@ mod tests {
     fn notes_are_broken_between_words() {
         assert_eq!(note("j", "the deadline is in 3h", None), "j: the deadline is in 3h");
         assert_eq!(note("j", "the deadline is in 3h", Some(16)), "j: the deadline\n   is in 3h");
+        let pairs = [("taken", "a b c".to_owned()), ("by", "d".to_owned())];
+        assert_eq!(in_pairs(&pairs, Some(14)), "taken      a b\n           c\nby         d");
     }
 }

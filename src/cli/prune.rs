@@ -6,7 +6,8 @@ use chrono::Utc;
 use serde::Serialize;
 
 use super::find::Finder;
-use super::output::{Column, Format, complain, print_table, print_text};
+use super::list::no_images;
+use super::output::{Column, Format, complain, print_note, print_table, print_text, terminal_width};
 use super::{Exit, Global, Misuse, complete};
 use crate::config::{self, Config, SizeLimit};
 use rekindle_base::chain;
@@ -15,7 +16,7 @@ use rekindle_store::gc;
 use rekindle_store::retention::survey::{self, Survey};
 use rekindle_store::retention::{Plan, Policy, Verdict};
 use rekindle_store::staging::leftovers::{self, Leftover, OnlyCopies};
-use rekindle_store::{Access, Error, ImageId, JobFolder, JobName, Known, Place, Store, Trust};
+use rekindle_store::{Access, Error, ImageId, JobFolder, JobName, Known, Place, Store, Trust, Writer};
 
 /// What to prune, and the rules for it.
 #[derive(Debug, clap::Args)]
@@ -109,8 +110,14 @@ pub(super) fn prune(global: &Global, args: &PruneArgs) -> anyhow::Result<Exit> {
         (Some(store), None) => store.jobs()?.iter().map(|name| store.job(name)).collect::<Result<_, _>>()?,
         (None, None) => Vec::new(),
     };
-    let mut rows = Vec::new();
+    let (mut rows, mut freed) = (Vec::new(), 0);
     for folder in &folders {
+        // One that is named is refused below.
+        if !args.dry_run && args.job.is_none() && folder.writer()? != Writer::Nobody {
+            let name = folder.name();
+            complain(&format!("job {name} is running, and its supervisor prunes after each snapshot: left as it is"));
+            continue;
+        }
         // Collected before anything is removed.
         let survey = Survey::of(folder, config.min_free.bytes())?;
         let known = folder.known()?;
@@ -118,6 +125,12 @@ pub(super) fn prune(global: &Global, args: &PruneArgs) -> anyhow::Result<Exit> {
             true => (survey.plan(&policy, Utc::now()), Vec::new()),
             false => carry_out(folder, &policy, &config)?,
         };
+        let removed = plan.decisions.iter().filter(|decision| match decision.verdict {
+            Verdict::Remove(_) => args.dry_run || gone.contains(&decision.id),
+            Verdict::Keep(_) => false,
+        });
+        // Together: images that share content free it only if all of them go.
+        freed += survey.sizes().freed(&removed.map(|decision| decision.id).collect::<Vec<_>>());
         rows.extend(known.iter().filter(|known| known.copy(Place::Stored).is_none()).map(|known| Row {
             job: folder.name().clone(),
             image: Some(known.id()),
@@ -161,9 +174,13 @@ pub(super) fn prune(global: &Global, args: &PruneArgs) -> anyhow::Result<Exit> {
             rows.push(Row { job, image: None, action, bytes: None, frees: None, reason });
         }
     }
-    rows.extend(left.iter().map(|left| memory(left, args, &trust)));
+    for left in &left {
+        let row = memory(left, args, &trust);
+        freed += if row.action == "keep" { 0 } else { left.bytes };
+        rows.push(row);
+    }
     if rows.is_empty() && global.format() == Format::Text {
-        print_text("there is nothing to prune")?;
+        print_text(&nothing(&folders, args))?;
         return Ok(Exit::Success);
     }
     let or_dash = |bytes: Option<u64>| bytes.map_or_else(|| "-".to_owned(), size);
@@ -178,7 +195,34 @@ pub(super) fn prune(global: &Global, args: &PruneArgs) -> anyhow::Result<Exit> {
         ]
     });
     print_table(global.format(), &COLUMNS, cells, &rows)?;
+    if global.format() == Format::Text {
+        if terminal_width().is_some() {
+            // What to do about it must not be cut.
+            let left = rows.iter().filter(|row| row.image.is_none() && row.action == "keep");
+            left.into_iter().try_for_each(|row| print_note(row.job.as_str(), &row.reason))?;
+        }
+        print_text(&sum(rows.iter().filter(|row| row.action != "keep").count(), freed, args.dry_run))?;
+    }
     Ok(Exit::Success)
+}
+
+/// What all of it frees.
+fn sum(removed: usize, freed: u64, dry_run: bool) -> String {
+    match (removed, dry_run) {
+        (0, true) => "nothing would be removed".to_owned(),
+        (0, false) => "nothing was removed".to_owned(),
+        (1, true) => format!("1 removal would free {}", size(freed)),
+        (n, true) => format!("{n} removals would free {}", size(freed)),
+        (1, false) => format!("1 removal frees {}", size(freed)),
+        (n, false) => format!("{n} removals free {}", size(freed)),
+    }
+}
+
+fn nothing(folders: &[JobFolder], args: &PruneArgs) -> String {
+    match folders {
+        [folder] if args.job.is_some() => no_images(folder.name()),
+        _ => "there is nothing to prune".to_owned(),
+    }
 }
 
 /// Frees what a dead supervisor left, if it may go.

@@ -3,7 +3,8 @@
 use serde::Serialize;
 
 use super::find::Finder;
-use super::output::{Column, Format, complain, print_json, print_table};
+use super::list::no_images;
+use super::output::{Column, Format, complain, print_json, print_note, print_table, print_text, terminal_width};
 use super::{Exit, Global, Misuse, complete, progress};
 use rekindle_replica::{self as replica, OnDemand, Patience, Replica};
 use rekindle_store::heal::ChunkSource;
@@ -22,7 +23,7 @@ pub(crate) struct RepairArgs {
 }
 
 const COLUMNS: [Column; 4] =
-    [Column::whole("JOB"), Column::whole("WHAT"), Column::whole("STATE"), Column::whole("DETAIL")];
+    [Column::whole("JOB"), Column::whole("WHAT"), Column::whole("STATE"), Column::short("DETAIL")];
 
 /// The findings for a job.
 #[derive(Debug, Serialize)]
@@ -46,6 +47,14 @@ pub(super) fn repair(global: &Global, args: &RepairArgs) -> anyhow::Result<Exit>
             store.jobs()?.iter().map(|name| store.job(name)).collect::<Result<_, _>>()?
         }
     };
+    if let [folder] = &folders[..]
+        && args.job.is_some()
+        && global.format() == Format::Text
+        && folder.known()?.is_empty()
+    {
+        print_text(&no_images(folder.name()))?;
+        return Ok(Exit::Success);
+    }
     if !args.dry_run {
         // Check at the beginning, because a refusal must not come after hours. The locks are not kept: a lock without
         // heartbeats would count as that of a dead process.
@@ -69,12 +78,25 @@ pub(super) fn repair(global: &Global, args: &RepairArgs) -> anyhow::Result<Exit>
     }
     match global.format() {
         Format::Json => print_json(&rows)?,
-        Format::Text => print_table(Format::Text, &COLUMNS, rows.iter().flat_map(cells), &())?,
+        Format::Text => print(&rows)?,
     }
     if args.dry_run && all.replica.url.is_some() && rows.iter().any(|row| !row.whole) {
         complain("the replica was not asked: without --dry-run, lost content is fetched from it if possible");
     }
     Ok(if rows.iter().all(|row| row.whole) { Exit::Success } else { Exit::Unsound })
+}
+
+fn print(rows: &[Row]) -> anyhow::Result<()> {
+    print_table(Format::Text, &COLUMNS, rows.iter().flat_map(cells), &())?;
+    if terminal_width().is_some() {
+        // What was lost must not be cut.
+        let lossy = rows.iter().filter(|row| !row.whole).flat_map(cells);
+        for cells in lossy {
+            let [_, what, _, detail] = &cells[..] else { continue };
+            print_note(what, detail)?;
+        }
+    }
+    Ok(())
 }
 
 /// Takes the lock. If the job has a supervisor, only that may write to the packs.

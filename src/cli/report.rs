@@ -94,9 +94,13 @@ fn moment(text: &str) -> Result<DateTime<Utc>, String> {
     let naive = ["%Y-%m-%d %H:%M", "%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S"].into_iter().find_map(with).or_else(date);
     let parsed = humantime::parse_duration(text).ok().and_then(ago);
     let parsed = parsed.or_else(|| DateTime::parse_from_rfc3339(text).ok().map(|time| time.to_utc()));
-    parsed.or_else(|| naive.and_then(local)).ok_or_else(|| {
-        "must be a date (2026-11-21), a time (\"2026-11-21 08:00\", 2026-11-21T08:00:00Z) or how long ago (24h)".into()
-    })
+    match parsed.or_else(|| naive.and_then(local)) {
+        Some(moment) if moment > Utc::now() => Err("must not be in the future".to_owned()),
+        Some(moment) => Ok(moment),
+        None => Err("must be a date (2026-11-21), a time (\"2026-11-21 08:00\", 2026-11-21T08:00:00Z) or how long \
+            ago (24h)"
+            .to_owned()),
+    }
 }
 
 #[cfg(test)]
@@ -128,7 +132,7 @@ mod tests {
         let day = moment("2026-11-21").unwrap();
         assert_eq!(moment("2026-11-21 08:30").unwrap() - day, chrono::TimeDelta::minutes(510));
         assert!((Utc::now() - moment("2h").unwrap()).num_minutes().abs_diff(120) <= 1);
-        for wrong in ["", "yesterday", "2026-13-01", "99999999999999y"] {
+        for wrong in ["", "yesterday", "2026-13-01", "99999999999999y", "2999-01-01", "2999-01-01T00:00:00Z"] {
             assert!(moment(wrong).is_err(), "{wrong}");
         }
     }

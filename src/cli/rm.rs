@@ -4,7 +4,7 @@ use std::io::{self, BufRead, IsTerminal, Write};
 
 use serde::Serialize;
 
-use super::find::Finder;
+use super::find::{self, Finder};
 use super::output::{Format, complain, print_json, print_text};
 use super::{Exit, Global, Misuse, complete, progress, trust};
 use crate::config::Config;
@@ -40,18 +40,18 @@ struct Row {
     job: JobName,
     images: usize,
     /// Bytes on the disk.
-    bytes: u64,
+    frees: u64,
     memory_bytes: u64,
 }
 
 impl Row {
-    fn frees(&self) -> String {
+    fn in_words(&self) -> String {
         let images = counted(u64::try_from(self.images).unwrap_or(u64::MAX), "image");
         let memory = match self.memory_bytes {
             0 => String::new(),
             bytes => format!(" and {} of memory", size(bytes)),
         };
-        format!("{images}, {} on the disk{memory}", size(self.bytes))
+        format!("{images}, {} on the disk{memory}", size(self.frees))
     }
 }
 
@@ -74,7 +74,7 @@ pub(super) fn rm(global: &Global, args: &RmArgs) -> anyhow::Result<Exit> {
             None => store.finish_removal(&row.job).map(drop),
         })?;
         if global.format() == Format::Text {
-            print_text(&format!("job {} is removed: {}", row.job, row.frees()))?;
+            print_text(&format!("job {} is removed: {}", row.job, row.in_words()))?;
         }
         rows.push(row);
     }
@@ -89,12 +89,12 @@ pub(super) fn rm(global: &Global, args: &RmArgs) -> anyhow::Result<Exit> {
 
 /// Finds the job, takes its lock, and refuses what must stay.
 fn look(config: &Config, finder: &Finder, text: &str, force: bool) -> anyhow::Result<Doomed> {
-    let name: JobName = text.parse()?;
+    let name = find::job_name(text)?;
     if let Ok(store) = Store::open(finder.store(), Access::Read)
         && store.is_half_removed(&name)
         && matches!(store.job(&name), Err(store::Error::UnknownJob { .. }))
     {
-        let row = Row { job: name, images: 0, bytes: 0, memory_bytes: 0 };
+        let row = Row { job: name, images: 0, frees: 0, memory_bytes: 0 };
         return Ok(Doomed { row, whole: None, store });
     }
     let folder = finder.only_job(text)?;
@@ -121,7 +121,7 @@ fn look(config: &Config, finder: &Finder, text: &str, force: bool) -> anyhow::Re
     let row = Row {
         job: name,
         images: folder.known().map_or(0, |known| known.len()),
-        bytes: report::allocated(folder.path()),
+        frees: report::allocated(folder.path()),
         memory_bytes: folder.memory(),
     };
     Ok(Doomed { row, whole: Some((folder, lock)), store })
@@ -129,7 +129,7 @@ fn look(config: &Config, finder: &Finder, text: &str, force: bool) -> anyhow::Re
 
 /// Asks on a terminal; without one, the flag is needed.
 fn ask(doomed: &[Doomed]) -> anyhow::Result<()> {
-    let jobs: Vec<String> = doomed.iter().map(|it| format!("job {}: {}", it.row.job, it.row.frees())).collect();
+    let jobs: Vec<String> = doomed.iter().map(|it| format!("job {}: {}", it.row.job, it.row.in_words())).collect();
     if !io::stdin().is_terminal() || !io::stderr().is_terminal() {
         let why =
             format!("`rekindle rm` asks first, and there is no terminal: add --yes to remove {}", jobs.join("; "));

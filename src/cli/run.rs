@@ -1,6 +1,7 @@
 //! `rekindle run` and `rekindle restore`: check the requirements, choose what to start from, supervise.
 
 mod detach;
+mod group;
 mod prepare;
 mod provide;
 mod start;
@@ -11,7 +12,7 @@ use anyhow::Context;
 use chrono::{DateTime, Utc};
 
 use super::find::Finder;
-use super::{Exit, Global, Misuse, complete, replica, trust};
+use super::{Exit, Global, Misuse, complete, ended, replica, trust};
 use crate::config::{self as settings, ColdStart, Config, Deadline, Overrides, Requeue};
 use crate::policy::StartPoint;
 use crate::scheduler::Scheduler;
@@ -20,11 +21,12 @@ use crate::supervisor::state::{Finish, Obstacle, Stop};
 use crate::supervisor::{self, Origin, Places, Program, Setup, Shown, Sockets, TimeLimit};
 use crate::telemetry;
 use detach::Caller;
+use group::Place;
 pub(crate) use prepare::NoRights;
 use prepare::{Prepared, working_directory};
 use rekindle_base::chain;
 use rekindle_cuda::nvml::names_instance;
-use rekindle_engine::launch::{identity, reaper, uplink};
+use rekindle_engine::launch::{identity, output, reaper, uplink};
 use rekindle_engine::parts::gpu::placement::{Pair, Wishes};
 use rekindle_engine::restore;
 use rekindle_engine::snapshot::Launch;
@@ -60,6 +62,8 @@ pub(crate) struct RunArgs {
     #[arg(long, short)]
     detach: bool,
     #[command(flatten)]
+    machines: Machines,
+    #[command(flatten)]
     accepted: Accepted,
     #[command(flatten)]
     devices: DeviceMap,
@@ -67,6 +71,20 @@ pub(crate) struct RunArgs {
     // Without allow_hyphen_values: an option before the command is ours, and a misspelt one is not a command.
     #[arg(trailing_var_arg = true, value_name = "COMMAND", add = complete::command())]
     pub(super) command: Vec<OsString>,
+}
+
+/// A job over several machines.
+#[derive(Debug, clap::Args)]
+struct Machines {
+    /// The job runs on several machines, one rekindle on each; Slurm says how many, and which this one is
+    #[arg(long, conflicts_with = "fresh")]
+    group: bool,
+    /// The number of machines of the group (group.nodes)
+    #[arg(long, value_name = "N", conflicts_with = "fresh")]
+    nodes: Option<u32>,
+    /// The number of this machine in the group, from 0 (group.node-rank)
+    #[arg(long, value_name = "N")]
+    node_rank: Option<u32>,
 }
 
 /// What to restore.
@@ -152,9 +170,18 @@ fn in_foreground(global: &Global, args: &RunArgs, caller: Option<Caller>) -> any
         interval: args.interval.clone(),
         grace: args.grace.clone(),
         deadline: args.deadline.clone(),
+        nodes: args.machines.nodes.or_else(|| args.machines.group.then(|| Scheduler::nodes(&variable)).flatten()),
+        node_rank: args.machines.node_rank,
         ..global.overrides()
     };
     let mut config = global.settings_and_log(overrides)?;
+    if args.machines.group && !config.group.is_on() {
+        return Err(Misuse("--group: the number of machines is not known: use --nodes (group.nodes)".into()).into());
+    }
+    if config.group.is_on() && args.fresh {
+        let text = "--fresh does not apply to a job over several machines: use another --name to start it anew";
+        return Err(Misuse(text.into()).into());
+    }
     args.accepted.apply(&mut config)?;
     let configured: Vec<OsString> = config.job.command.iter().map(OsString::from).collect();
     let command = if args.command.is_empty() { &configured } else { &args.command };
@@ -163,18 +190,30 @@ fn in_foreground(global: &Global, args: &RunArgs, caller: Option<Caller>) -> any
     }
     let deadline = deadline(&config, args.deadline.as_deref(), Utc::now())?;
     let directory = working_directory(config.job.directory.as_deref())?;
-    let name: JobName = match &config.job.name {
-        Some(name) => name.parse()?,
-        None => match find_scheduler(&config).job_name() {
+    let scheduler = find_scheduler(&config);
+    let group = match &config.job.name {
+        Some(name) => Some(name.parse()?),
+        None => scheduler.group_name().map(|name| name.parse()).transpose()?,
+    };
+    let place = Place::of(&config, group, &scheduler)?;
+    let name: JobName = match (&place, &config.job.name) {
+        (Some(place), _) => place.job()?,
+        (None, Some(name)) => name.parse()?,
+        (None, None) => match scheduler.job_name() {
             Some(name) => name.parse()?,
             None => default_name(command, &directory)?,
         },
     };
+    let keep = place.is_some().then(|| Place::keep_all(&mut config));
     if !args.fresh {
         trust::check(&config, &name)?;
     }
     let prepared = Prepared::prepare(config, directory, command)?;
-    let (folder, lock) = prepared.open(&name)?;
+    let (folder, lock) = prepared.open(&name).map_err(|error| match error.downcast() {
+        Ok(error @ rekindle_store::Error::Supervised { .. }) => Taken(error).into(),
+        Ok(error) => error.into(),
+        Err(error) => error,
+    })?;
     let shown = leave(global, caller, &folder, &prepared.config)?;
     if !args.fresh {
         replica::bring_newest(&prepared.config, &folder, &lock)?;
@@ -187,7 +226,10 @@ fn in_foreground(global: &Global, args: &RunArgs, caller: Option<Caller>) -> any
         Notify::from_environment().nothing_to_do(&done);
         return Ok(Exit::Success);
     }
-    let start = choose(&folder, command, args.fresh, prepared.config.restart.cold_start)?;
+    let start = match &place {
+        Some(place) => start::of_group(&folder, command, place.lineage())?,
+        None => choose(&folder, command, args.fresh, prepared.config.restart.cold_start)?,
+    };
     match (start.from, &args.accepted.user) {
         (StartPoint::Image(id), _) => {
             let image = folder.copies()?.into_iter().find(|image| image.id == id && image.is_good());
@@ -214,8 +256,9 @@ fn in_foreground(global: &Global, args: &RunArgs, caller: Option<Caller>) -> any
             record => trust::look_for_rollback(&seen, &folder, record.as_ref().map(|record| record.lineage.as_str())),
         }
     }
-    let terms = Terms { map: &args.devices.pairs, deadline, shown };
-    supervise(global, prepared, folder, lock, start, &terms)
+    let place = place.zip(keep);
+    let terms = Terms { map: &args.devices.pairs, deadline, shown, place };
+    supervise(global, prepared, folder, lock, start, terms)
 }
 
 /// Restores the job; with a caller, as its supervisor in the background.
@@ -228,9 +271,15 @@ fn restore_in_foreground(global: &Global, args: &RestoreArgs, caller: Option<Cal
         config.store.directory = folder.store().to_owned();
     }
     replica::bring_named(&config, &args.image)?;
-    let (folder, image) = finder.image(&args.image)?;
+    let (folder, image) = finder.image(&args.image).map_err(|error| match error.downcast_ref() {
+        Some(rekindle_store::Error::NoGoodImage { job, known }) if known.is_empty() => {
+            ended::no_image(global, job.as_str()).map_or(error, |text| Misuse(text).into())
+        }
+        _ => error,
+    })?;
     config.store.directory = folder.store().to_owned();
     trust::refuse(&folder, &image)?;
+    refuse_part(&image)?;
     if means_newest(&folder, &args.image) {
         trust::check_newest(&folder)?;
     }
@@ -266,8 +315,18 @@ fn restore_in_foreground(global: &Global, args: &RestoreArgs, caller: Option<Cal
         folder,
         lock,
         Start { from: StartPoint::Image(image.id), lineage, base, named },
-        &Terms { map: &args.devices.pairs, deadline, shown },
+        Terms { map: &args.devices.pairs, deadline, shown, place: None },
     )
+}
+
+/// A part of a group image alone is half of a job: its connections lead to processes that are somewhere else in time.
+fn refuse_part(image: &Image) -> Result<(), Misuse> {
+    let Some(part) = image.manifest().and_then(|manifest| manifest.group.as_ref()) else { return Ok(()) };
+    Err(Misuse(format!(
+        "image {} is a part of group image {}, which is only restored as a whole: run the same command with --group on \
+        all machines",
+        image.id, part.number
+    )))
 }
 
 /// Whether the text means the newest good image of that job.
@@ -280,6 +339,8 @@ struct Terms<'a> {
     map: &'a [Pair],
     deadline: Option<DateTime<Utc>>,
     shown: Shown,
+    /// The member of a group that this run is, and how many group images are kept.
+    place: Option<(Place, usize)>,
 }
 
 /// A run in the background lets its caller return. Returns what this run shows on its standard output.
@@ -298,9 +359,12 @@ fn supervise(
     folder: JobFolder,
     lock: WriterLock,
     start: Start,
-    terms: &Terms<'_>,
+    terms: Terms<'_>,
 ) -> anyhow::Result<Exit> {
     let Prepared { config, criu, mut spec, uplink, packing, .. } = prepared;
+    if let Some((place, _)) = &terms.place {
+        place.tell_job(&config, &mut spec);
+    }
     for (name, value) in [("REKINDLE_JOB", folder.name().as_str()), ("REKINDLE_RUN_ID", start.lineage.as_str())] {
         spec.environment.insert(name.into(), value.into());
     }
@@ -355,6 +419,8 @@ fn supervise(
     let job_api = provide::job_api(&config, &mut spec, &folder);
     let scheduler = find_scheduler(&config);
     let requeue = config.scheduler.requeue;
+    let member = terms.place.map(|(place, keep)| place.member(&config, &folder, &criu, keep)).transpose()?;
+    let output = output::Files::create(&folder.log_dir(), config.log.bounds())?;
     let setup = Setup {
         config,
         folder,
@@ -365,12 +431,17 @@ fn supervise(
         images: Places { staging, packing },
         origin: Origin { from, named, base, wishes },
         time: TimeLimit { scheduler: scheduler.clone(), deadline: terms.deadline },
+        output,
         shown: terms.shown,
+        group: member,
     };
     let job = setup.folder.name().clone();
     let finish = supervisor::run(setup)?;
     if let (Finish::Completed, Some(seen)) = (&finish, seen) {
         trust::forget(&seen, &lineage);
+    }
+    if let Finish::Failed { why, .. } = &finish {
+        tracing::error!("given up: {why}. `rekindle logs --stderr {job}{flag}` shows the job's error messages");
     }
     Ok(exit(finish, &scheduler, requeue, &job))
 }
@@ -385,10 +456,19 @@ fn store_flag(global: &Global) -> String {
     }
 }
 
+fn variable(name: &str) -> Option<String> {
+    std::env::var(name).ok()
+}
+
 /// The scheduler that started us.
 fn find_scheduler(config: &Config) -> Scheduler {
-    Scheduler::find(config.scheduler.profile, |name| std::env::var(name).ok())
+    Scheduler::find(config.scheduler.profile, variable)
 }
+
+/// The job that has this name runs.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}; another job needs another --name")]
+struct Taken(#[source] rekindle_store::Error);
 
 /// The deadline of the configuration has passed, or leaves no time for the job.
 #[derive(Debug, thiserror::Error)]
@@ -444,14 +524,11 @@ fn exit(finish: Finish, scheduler: &Scheduler, requeue: Requeue, job: &JobName) 
             tracing::error!("given up: {}", NoUsableImage { job: job.clone(), why });
             Exit::NoUsableImage
         }
-        Finish::Failed { why, last } => {
-            tracing::error!("given up: {why}");
-            match last {
-                Some(Ended::Exit(code)) => u8::try_from(code).map_or(Exit::Internal, Exit::Job),
-                Some(Ended::Signal(n)) => signalled(n),
-                None => Exit::Internal,
-            }
-        }
+        Finish::Failed { last, .. } => match last {
+            Some(Ended::Exit(code)) => u8::try_from(code).map_or(Exit::Internal, Exit::Job),
+            Some(Ended::Signal(n)) => signalled(n),
+            None => Exit::Internal,
+        },
     }
 }
 

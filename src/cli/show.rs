@@ -2,22 +2,20 @@
 
 use std::path::PathBuf;
 
-use chrono::Local;
 use serde::Serialize;
 
 use super::find::Finder;
-use super::list::{milliseconds, whereabouts};
-use super::output::{Format, print_json, print_text};
+use super::list::{milliseconds, storing, whereabouts};
+use super::output::{Format, print_json, print_pairs, print_text};
 use super::{Exit, Global, Misuse, named_criu};
 use crate::published::{Persisting, Published};
-use crate::telemetry::clean;
 use rekindle_base::Moved;
-use rekindle_base::units::size;
+use rekindle_base::units::{moment, size};
 use rekindle_criu::Criu;
 use rekindle_engine::parts::gpu::placement::{self as gpus, Plan, Wishes};
 use rekindle_engine::restore::compat::{self, Difference, Here};
 use rekindle_os::process;
-use rekindle_store::manifest::Landing;
+use rekindle_store::manifest::{GroupPart, Landing, Phase};
 use rekindle_store::{Known, Manifest, Place, State, Tag};
 
 /// One copy of the image.
@@ -85,7 +83,7 @@ pub(super) fn show(global: &Global, text: &str) -> anyhow::Result<Exit> {
     let gone = || Misuse(format!("image {} no longer exists", image.id));
     let known = folder.known()?.into_iter().find(|known| known.id() == image.id).ok_or_else(gone)?;
     let live = Published::live(&folder)?;
-    let persisting = live.as_ref().and_then(|live| live.persisting_image(known.id()));
+    let persisting = storing(&known, live.as_ref());
     let image = known.best();
     let proven = folder.proven()?.contains(&image.id);
     match (global.format(), image.manifest()) {
@@ -106,7 +104,7 @@ pub(super) fn show(global: &Global, text: &str) -> anyhow::Result<Exit> {
             })?;
         }
         (_, Some(manifest)) => {
-            print_text(&describe(&known, manifest, proven, live.as_ref(), &look(global, manifest, live.as_ref())?))?
+            print_pairs(&describe(&known, manifest, proven, live.as_ref(), &look(global, manifest, live.as_ref())?))?
         }
         (_, None) => {
             let State::Damaged { why } = &image.state else { return Ok(Exit::Unsound) };
@@ -144,11 +142,17 @@ fn proven_in_words(proven: bool) -> &'static str {
     }
 }
 
-fn describe(known: &Known, m: &Manifest, proven: bool, live: Option<&Published>, here: &Here) -> String {
+fn describe(
+    known: &Known,
+    m: &Manifest,
+    proven: bool,
+    live: Option<&Published>,
+    here: &Here,
+) -> Vec<(&'static str, String)> {
     let differences = compat::compare(m, here);
-    let persisting = live.and_then(|live| live.persisting_image(known.id()));
+    let persisting = storing(known, live);
     let state = match &known.best().state {
-        State::Bad { mark, .. } => format!("bad since {}: {}: {}", mark.when, mark.why, mark.detail),
+        State::Bad { mark, .. } => format!("bad since {}: {}: {}", moment(mark.when), mark.why, mark.detail),
         _ => "good".into(),
     };
     let mut lines: Vec<(&str, String)> = vec![
@@ -156,7 +160,7 @@ fn describe(known: &Known, m: &Manifest, proven: bool, live: Option<&Published>,
         ("job", m.job.to_string()),
         ("state", state),
         ("proven", proven_in_words(proven).into()),
-        ("taken", m.taken.with_timezone(&Local).to_rfc3339()),
+        ("taken", moment(m.taken)),
         ("lineage", m.lineage.clone()),
         ("where", whereabouts(&known.places(), persisting)),
         ("command", m.command.join(" ")),
@@ -167,6 +171,8 @@ fn describe(known: &Known, m: &Manifest, proven: bool, live: Option<&Published>,
         ("size", size(m.bytes)),
         ("freeze", milliseconds(m.freeze_us)),
     ];
+    let part = |part: &GroupPart| ("part of", format!("group image {}, epoch {}", part.number, part.epoch));
+    lines.extend(m.group.as_ref().map(part));
     lines.extend(Some(known.tags().to_string()).filter(|said| !said.is_empty()).map(|said| ("tags", said)));
     lines.push((
         "restore",
@@ -189,7 +195,7 @@ fn describe(known: &Known, m: &Manifest, proven: bool, live: Option<&Published>,
         lines.extend(why.map(|why| ("not stored", why)));
     }
     lines.extend(m.interval.iter().map(|choice| ("interval", choice.to_string())));
-    lines.extend(m.phases.iter().map(|p| ("phase", format!("{:<10} {:>12}", p.phase, milliseconds(p.took_us)))));
+    lines.extend(phases(&m.phases, m.freeze_us, !m.tree.cuda.is_empty()).into_iter().map(|line| ("phase", line)));
     if let Some(driver) = &m.driver {
         lines.push(("driver", driver.clone()));
     }
@@ -204,7 +210,64 @@ fn describe(known: &Known, m: &Manifest, proven: bool, live: Option<&Published>,
         ("process", format!("{} {}{cuda}", p.pid, p.name))
     }));
     lines.extend(m.open_files.iter().map(|f| ("open file", format!("{} ({} bytes)", f.path.display(), f.size))));
-    // A line break in a name could imitate a line of ours.
-    let text: Vec<String> = lines.iter().map(|(key, value)| format!("{key:<10} {}", clean::line(value))).collect();
-    text.join("\n")
+    lines
+}
+
+/// The phases of the snapshot, how long the job was frozen in each, and the sum.
+fn phases(phases: &[Phase], freeze_us: u64, has_cuda: bool) -> Vec<String> {
+    // In tenths of a millisecond, as they are shown, so that the lines add up.
+    let tenths = |us: u64| us / 100;
+    let within = |name: &str| match has_cuda {
+        true => ["lock", "checkpoint", "dump", "restore", "unlock"].contains(&name),
+        false => name == "dump",
+    };
+    let freeze = tenths(freeze_us);
+    let mut lines: Vec<(&str, u64, u64)> = Vec::new();
+    let mut left = freeze;
+    for phase in phases {
+        let took = tenths(phase.took_us);
+        // Without CUDA, CRIU measures the freeze within its dump.
+        let frozen = if within(&phase.phase) { took.min(left) } else { 0 };
+        left -= frozen;
+        lines.push((&phase.phase, took, frozen));
+    }
+    let Some(last) = phases.last() else { return Vec::new() };
+    let sum = |of: fn(&(&str, u64, u64)) -> u64| lines.iter().map(of).sum::<u64>();
+    let all = tenths(last.started_us + last.took_us).max(sum(|line| line.1) + left);
+    lines.push(("other", all - sum(|line| line.1), left));
+    lines.push(("sum", all, freeze));
+    let shown = |(name, took, frozen): &(&str, u64, u64)| {
+        let took = milliseconds(took * 100);
+        match frozen {
+            0 => format!("{name:<10} {took:>12}"),
+            frozen => format!("{name:<10} {took:>12}, {} of it frozen", milliseconds(frozen * 100)),
+        }
+    };
+    lines.iter().map(shown).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_phases_add_up_to_the_snapshot_and_to_the_freeze() {
+        let all =
+            [("prepare", 0, 18_450), ("lock", 18_500, 42_190), ("dump", 60_700, 78_390), ("unlock", 139_100, 1_060)];
+        let all = all.map(|(phase, started_us, took_us)| Phase { phase: phase.into(), started_us, took_us });
+        // Tenths of milliseconds: "18.4 ms" has 184.
+        let figures = |line: &String| -> Vec<u64> {
+            line.split([' ', ',']).filter_map(|word| word.split('.').collect::<String>().parse().ok()).collect()
+        };
+        for (freeze_us, has_cuda) in [(121_700, true), (23_513, false), (0, false)] {
+            let lines = phases(&all, freeze_us, has_cuda);
+            let (sum, parts) = lines.split_last().unwrap();
+            for column in 0..2 {
+                let tenths = |line: &String| figures(line).get(column).copied().unwrap_or_default();
+                assert_eq!(parts.iter().map(tenths).sum::<u64>(), tenths(sum), "{lines:#?}");
+            }
+            assert!(freeze_us == 0 || sum.contains(&milliseconds(freeze_us)), "{lines:#?}");
+        }
+        assert!(phases(&[], 5, false).is_empty());
+    }
 }

@@ -5,11 +5,12 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use chrono::{DateTime, TimeDelta, Utc};
-use serde::Serialize;
+use serde::{Serialize, Serializer};
+use serde_json::Value;
 
 use super::find::{self, Finder, PATIENCE};
 use super::output::{Column, Format, print_json, print_note, print_table, print_text};
-use super::{Exit, Global, complete};
+use super::{Exit, Global, complete, ended};
 use crate::control::client;
 use crate::control::protocol::{Answer, Request};
 use crate::published::{Published, ShownState};
@@ -27,8 +28,19 @@ pub(crate) struct StatusArgs {
     #[arg(long, short)]
     watch: bool,
     /// Interval of --watch
-    #[arg(long, value_name = "TIME", default_value = "1s", value_parser = humantime::parse_duration)]
+    #[arg(long, value_name = "TIME", default_value = "1s", value_parser = pause, requires = "watch")]
     every: Duration,
+}
+
+/// Reading all jobs takes some milliseconds each.
+const SHORTEST: Duration = Duration::from_millis(100);
+
+fn pause(text: &str) -> Result<Duration, String> {
+    match humantime::parse_duration(text) {
+        Ok(time) if time >= SHORTEST => Ok(time),
+        Ok(_) => Err(format!("must be at least {}", humantime::format_duration(SHORTEST))),
+        Err(_) => Err("must be a duration with a unit, such as 90s or 10m".to_owned()),
+    }
 }
 
 const COLUMNS: [Column; 10] = [
@@ -61,11 +73,10 @@ struct Row {
     /// Time since the last snapshot, in seconds.
     last_age_s: Option<i64>,
     /// The published state.
-    #[serde(flatten)]
+    #[serde(flatten, serialize_with = "or_nothing")]
     published: Option<Shown>,
     command: Vec<String>,
     /// Memory that a dead supervisor left.
-    #[serde(skip_serializing_if = "Option::is_none")]
     left_in_memory: Option<Leftover>,
 }
 
@@ -73,15 +84,33 @@ struct Row {
 #[derive(Debug, Serialize)]
 struct Shown {
     #[serde(flatten)]
-    all: serde_json::Map<String, serde_json::Value>,
+    all: serde_json::Map<String, Value>,
     #[serde(skip)]
     typed: Published,
 }
 
+/// The keys are the same for all jobs: null for one that no supervisor has published yet.
+fn or_nothing<S: Serializer>(shown: &Option<Shown>, to: S) -> Result<S::Ok, S::Error> {
+    match shown {
+        Some(shown) => shown.serialize(to),
+        None => Shown::nothing().serialize(to),
+    }
+}
+
 impl Shown {
+    /// All keys, and no restart.
+    fn nothing() -> serde_json::Map<String, Value> {
+        let text = r#"{"version": 0, "state": "done", "since": "1970-01-01T00:00:00Z", "begun": "1970-01-01T00:00:00Z",
+            "supervisor": 0, "lineage": "", "restarts": 0}"#;
+        let mut all = serde_json::from_str(text).map(|typed| Shown::new(typed).all).unwrap_or_default();
+        let empty = |value: &mut Value| *value = if value.is_array() { Value::Array(Vec::new()) } else { Value::Null };
+        all.iter_mut().filter(|(key, _)| *key != "restarts").for_each(|(_, value)| empty(value));
+        all
+    }
+
     fn new(typed: Published) -> Shown {
         let mut all = match serde_json::to_value(&typed) {
-            Ok(serde_json::Value::Object(all)) => all,
+            Ok(Value::Object(all)) => all,
             _ => serde_json::Map::new(),
         };
         ["version", "job", "store", "state"].iter().for_each(|key| drop(all.remove(*key)));
@@ -107,6 +136,17 @@ pub(super) fn status(global: &Global, args: &StatusArgs) -> anyhow::Result<Exit>
             (_, format) => {
                 let stores = finder.names_stores(rows.iter().map(|row| row.store.as_path()));
                 print(&rows, args.job.is_some(), stores, format)?;
+                if let (Some(_), [folder], [Row { source: "record", why, .. }], Format::Text) =
+                    (&args.job, &folders[..], &rows[..], format)
+                {
+                    let how = match why {
+                        // A note has told it.
+                        Some(_) => "its".to_owned(),
+                        None => format!("{}. Its", ended::how(folder)?),
+                    };
+                    let (store, next) = (folder.store().display(), ended::capital(&ended::next(folder)?));
+                    print_note(folder.name().as_str(), &format!("{how} store is {store}. {next}"))?;
+                }
             }
         }
         if args.job.is_none() && global.format() == Format::Text {
@@ -118,7 +158,7 @@ pub(super) fn status(global: &Global, args: &StatusArgs) -> anyhow::Result<Exit>
         if !args.watch {
             return Ok(Exit::Success);
         }
-        std::thread::sleep(args.every.max(Duration::from_millis(100)));
+        std::thread::sleep(args.every);
     }
 }
 
@@ -276,6 +316,14 @@ mod tests {
     fn times_have_two_units() {
         let shown = [0, 59, 60, 3599, 3600, 86399, 86400, 200_000].map(time);
         assert_eq!(shown, ["0s", "59s", "1m 0s", "59m 59s", "1h 0m", "23h 59m", "1d 0h", "2d 7h"]);
+    }
+
+    #[test]
+    fn the_keys_of_a_job_without_a_supervisor_are_those_of_one_with() {
+        let nothing = Shown::nothing();
+        assert_eq!((nothing.get("restarts"), nothing.get("gpus")), (Some(&0.into()), Some(&serde_json::json!([]))));
+        assert!(nothing.get("pid").is_some_and(Value::is_null) && nothing.get("begun").is_some_and(Value::is_null));
+        assert!(["interval", "deadline", "control", "hang"].iter().all(|key| nothing.contains_key(*key)));
     }
 
     #[test]

@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use super::find::Finder;
 use super::output::{Format, print_json, print_text};
-use super::{Exit, Global, complete};
+use super::{Exit, Global, Misuse, complete};
 use rekindle_store::{Change, ImageId, JobName, Place, Tag, Tags};
 
 /// Which image.
@@ -56,6 +56,14 @@ fn change(global: &Global, text: &str, change: Change) -> anyhow::Result<Exit> {
     // If there are two copies, the one in the store has the tags.
     let known = folder.known()?.into_iter().find(|known| known.id() == best.id);
     let image = known.as_ref().and_then(|known| known.copy(Place::Stored)).unwrap_or(&best);
+    if let Change::Untag(tags) = &change {
+        let present = image.tags();
+        if let Some(tag) = tags.iter().find(|tag| !present.has(tag)) {
+            let theirs = present.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+            let theirs = if theirs.is_empty() { "it has none".to_owned() } else { format!("its tags are {theirs}") };
+            return Err(Misuse(format!("image {}/{} has no tag {tag}: {theirs}", folder.name(), image.id)).into());
+        }
+    }
     let tags = image.change_tags(change)?;
     match global.format() {
         Format::Json => {

@@ -7,6 +7,7 @@ mod view;
 mod watch;
 
 use std::io::{self, IsTerminal, Write, stdin, stdout};
+use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread;
@@ -16,6 +17,7 @@ use chrono::Local;
 use crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
 use crossterm::style::{Attribute, Color, Print, ResetColor, SetAttribute, SetForegroundColor};
 use crossterm::{cursor, execute, queue, terminal};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use super::find::Finder;
@@ -58,7 +60,7 @@ pub(super) fn top(global: &Global) -> anyhow::Result<Exit> {
 fn show(store: &str, looks: &mpsc::Receiver<anyhow::Result<Vec<Row>>>, caught: &AtomicUsize) -> anyhow::Result<Exit> {
     let coloured = std::env::var_os("NO_COLOR").is_none_or(|set| set.is_empty());
     let (mut rows, mut view, mut problem) = (Vec::new(), View::default(), None);
-    let mut changed = true;
+    let (mut changed, mut is_busy) = (true, false);
     loop {
         match caught.load(Ordering::Relaxed) {
             0 => {}
@@ -82,7 +84,12 @@ fn show(store: &str, looks: &mpsc::Receiver<anyhow::Result<Vec<Row>>>, caught: &
             let (width, height) = Some(terminal::size()?).filter(|size| size.0 > 0 && size.1 > 0).unwrap_or((80, 24));
             paint(&view::draw(&title, &rows, &view, width.into(), height.into()), coloured)?;
         }
-        if !event::poll(TICK)? {
+        // More keys may have been read with the last one.
+        if is_gone(if is_busy { Duration::ZERO } else { TICK }) {
+            return Ok(Exit::Job(128 + u8::try_from(SIGHUP)?));
+        }
+        is_busy = event::poll(Duration::ZERO)?;
+        if !is_busy {
             continue;
         }
         changed = true;
@@ -105,6 +112,15 @@ fn show(store: &str, looks: &mpsc::Receiver<anyhow::Result<Vec<Row>>>, caught: &
             _ => {}
         }
     }
+}
+
+/// Waits for keys, or for the end of the terminal: crossterm reads its end of file again and again and never returns.
+fn is_gone(patience: Duration) -> bool {
+    let stdin = stdin();
+    let mut fds = [PollFd::new(stdin.as_fd(), PollFlags::POLLIN)];
+    let _ = poll(&mut fds, PollTimeout::try_from(patience).unwrap_or(PollTimeout::MAX));
+    let gone = PollFlags::POLLHUP | PollFlags::POLLERR | PollFlags::POLLNVAL;
+    fds.iter().any(|fd| fd.revents().is_some_and(|seen| seen.intersects(gone)))
 }
 
 /// Draws over the old content: clearing the screen first would flicker.

@@ -10,6 +10,7 @@ use std::path::PathBuf;
 use super::replica;
 use crate::config::Config;
 use rekindle_base::chain;
+use rekindle_base::units::moment;
 use rekindle_store::image::is_untrusted;
 use rekindle_store::{Access, Error, ImageId, JobFolder, JobName, Outcome, Seen, Store};
 
@@ -115,7 +116,7 @@ pub(super) fn look_for_rollback(seen: &Seen, folder: &JobFolder, lineage: Option
                     "this machine has seen image {} of job {job} (noted {}), but no image of that run is left: the \
                     job starts from the beginning. {help}",
                     last.image,
-                    last.when.format("%F %TZ")
+                    moment(last.when)
                 );
             }
             return Ok(());
@@ -138,13 +139,13 @@ pub(super) fn look_for_rollback(seen: &Seen, folder: &JobFolder, lineage: Option
                 "job {job} continues from an older state: this machine has seen image {} (noted {}), and {here}. \
                 {help}; `rekindle list {job} --replica` lists the images",
                 last.image,
-                last.when.format("%F %TZ")
+                moment(last.when)
             );
         }
         Ok(())
     };
     if let Err(error) = tell() {
-        tracing::warn!("cannot check whether the images of the job are the newest ones: {error:#}");
+        tracing::warn!("cannot check whether the images of the job are the newest ones: {}", chain(error.as_ref()));
     }
 }
 

@@ -11,8 +11,8 @@ use rekindle_store::nth_newest;
 
 /// The sentence for a mistake that clap found in `args`; nothing if clap prints help instead.
 pub(super) fn words(error: &clap::Error, root: &clap::Command, args: &[OsString]) -> Option<String> {
-    let command = typed_command(root, args);
-    let help = format!("`{command} --help`");
+    let (command, name) = typed_command(root, args);
+    let help = format!("`{name} --help`");
     let get = |kind| error.get(kind).map(texts).unwrap_or_default();
     let first = |kind| get(kind).into_iter().next();
     let arg = first(ContextKind::InvalidArg).unwrap_or_default();
@@ -25,9 +25,10 @@ pub(super) fn words(error: &clap::Error, root: &clap::Command, args: &[OsString]
         | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand
         | ErrorKind::Io
         | ErrorKind::Format => return None,
-        ErrorKind::UnknownArgument if nth_newest(&arg).is_some() => {
-            format!("{arg} needs a job: write JOB/{arg} for an image of the job")
-        }
+        ErrorKind::UnknownArgument if nth_newest(&arg).is_some() => match negative_value(command, args, &arg) {
+            Some((flag, value)) => format!("{flag} {value:?}: must not be negative"),
+            None => format!("{arg} needs a job: write JOB/{arg} for an image of the job"),
+        },
         ErrorKind::UnknownArgument if arg.starts_with('-') => {
             let near = first(ContextKind::SuggestedArg).map(|near| format!("did you mean {}?", option(&near)));
             let near = near.unwrap_or_else(|| format!("{help} lists the options"));
@@ -37,7 +38,8 @@ pub(super) fn words(error: &clap::Error, root: &clap::Command, args: &[OsString]
         ErrorKind::InvalidSubcommand => {
             let typed = first(ContextKind::InvalidSubcommand).unwrap_or_default();
             let near = get(ContextKind::SuggestedSubcommand).pop().map(|near| format!("did you mean {near}?"));
-            let near = near.unwrap_or_else(|| format!("{help} lists the commands"));
+            let other = other_name(&typed).filter(|_| std::ptr::eq(command, root)).map(str::to_owned);
+            let near = other.or(near).unwrap_or_else(|| format!("{help} lists the commands"));
             format!("unknown command {typed:?}: {near}")
         }
         ErrorKind::MissingSubcommand => format!("a command is missing: {help} lists the commands"),
@@ -78,8 +80,60 @@ pub(super) fn wants_json(args: &[OsString]) -> bool {
     args.iter().take_while(|arg| *arg != "--").any(|arg| arg == "--json")
 }
 
-/// The command that was typed, as far as its words are known.
-fn typed_command(root: &clap::Command, args: &[OsString]) -> String {
+/// What to write instead of a command that other programs have and rekindle does not.
+fn other_name(typed: &str) -> Option<&'static str> {
+    Some(match typed {
+        "start" | "exec" | "launch" | "submit" => "`rekindle run --name JOB -- COMMAND` starts a job",
+        "restart" | "reload" => {
+            "`rekindle rewind JOB -1` restores a running job from its newest image, and the same `rekindle run` continues \
+            one that has ended"
+        }
+        "kill" | "end" | "quit" | "terminate" | "abort" | "cancel" => "`rekindle stop JOB` stops a job",
+        "delete" | "del" | "remove" | "destroy" | "purge" => {
+            "`rekindle rm JOB` removes a job, and `rekindle prune JOB` images that no rule keeps"
+        }
+        "attach" | "log" | "tail" | "output" | "console" | "follow" => "`rekindle logs -f JOB` shows a job's output",
+        "info" | "inspect" | "describe" | "details" => {
+            "`rekindle show JOB` shows an image, and `rekindle status JOB` a job"
+        }
+        "jobs" => "`rekindle status` shows all jobs",
+        "images" => "`rekindle list JOB` lists the images of a job",
+        "checkpoint" | "save" | "dump" | "backup" => "`rekindle snapshot JOB` takes a snapshot",
+        "pause" | "freeze" => "`rekindle suspend JOB` frees a job's memory and GPUs until `rekindle resume JOB`",
+        "continue" | "unpause" | "thaw" => {
+            "`rekindle resume JOB` continues a suspended job, and the same `rekindle run` one that has ended"
+        }
+        "undo" | "rollback" | "revert" | "back" => "`rekindle rewind JOB -2` goes back to the second newest image",
+        "gc" | "clean" | "cleanup" | "forget" => "`rekindle prune` removes images that no rule keeps",
+        "check" | "validate" | "fsck" => {
+            "`rekindle doctor` checks this machine, `rekindle verify` the images, `rekindle config check` the configuration"
+        }
+        "fix" => "`rekindle repair JOB` repairs damaged images",
+        "init" | "setup" | "install" => "nothing needs to be set up: `rekindle doctor` checks this machine",
+        "version" => "use `rekindle --version`",
+        "monitor" | "watch" => "`rekindle top` and `rekindle status --watch` show jobs live",
+        "history" | "events" | "stats" => "`rekindle report JOB` shows where a job's time went",
+        _ => return None,
+    })
+}
+
+/// The option before a word that begins like `-5`, and the word: clap takes that for an option of its own, because
+/// `-5` names an image elsewhere.
+fn negative_value<'a>(command: &clap::Command, args: &'a [OsString], begin: &str) -> Option<(&'a str, &'a str)> {
+    let words: Vec<&str> = args.iter().map_while(|arg| arg.to_str()).take_while(|arg| *arg != "--").collect();
+    let takes_a_value = |flag: &str| {
+        let is_it = |arg: &&clap::Arg| {
+            let long = arg.get_long().is_some_and(|long| flag.strip_prefix("--") == Some(long));
+            long || arg.get_short().is_some_and(|short| *flag == format!("-{short}"))
+        };
+        command.get_arguments().find(is_it).is_some_and(|arg| arg.get_action().takes_values())
+    };
+    let pairs = words.iter().zip(words.iter().skip(1));
+    pairs.map(|(flag, value)| (*flag, *value)).find(|(flag, value)| value.starts_with(begin) && takes_a_value(flag))
+}
+
+/// The command that was typed, as far as its words are known, and its words.
+fn typed_command<'a>(root: &'a clap::Command, args: &[OsString]) -> (&'a clap::Command, String) {
     let (mut command, mut text) = (root, "rekindle".to_owned());
     for word in args.iter().skip(1).take_while(|arg| *arg != "--").filter_map(|arg| arg.to_str()) {
         if let Some(found) = command.find_subcommand(word) {
@@ -87,10 +141,10 @@ fn typed_command(root: &clap::Command, args: &[OsString]) -> String {
             command = found;
         }
     }
-    text
+    (command, text)
 }
 
-/// An option without its value: "--name <NAME>" is "--name".
+/// An option without its value: `--name <NAME>` is `--name`.
 fn option(text: &str) -> String {
     text.split([' ', '=']).next().unwrap_or(text).to_owned()
 }
@@ -152,6 +206,13 @@ mod tests {
             ("rekindle run --zzz -- true", "unknown option --zzz: `rekindle run --help` lists the options"),
             ("rekindle show -2", "-2 needs a job: write JOB/-2 for an image of the job"),
             ("rekindle stauts", "unknown command \"stauts\": did you mean status?"),
+            ("rekindle run --interval -5s -- true", "--interval \"-5s\": must not be negative"),
+            ("rekindle run --deadline -1h -- true", "--deadline \"-1h\": must not be negative"),
+            ("rekindle logs -n -5 train", "-n \"-5\": must not be negative"),
+            ("rekindle prune --keep-within -2h", "--keep-within \"-2h\": must not be negative"),
+            ("rekindle kill train", "unknown command \"kill\": `rekindle stop JOB` stops a job"),
+            ("rekindle version", "unknown command \"version\": use `rekindle --version`"),
+            ("rekindle config version", "unknown command \"version\": `rekindle config --help` lists the commands"),
             ("rekindle frobnicate", "unknown command \"frobnicate\": `rekindle --help` lists the commands"),
             ("rekindle config chek", "unknown command \"chek\": did you mean check?"),
             ("rekindle doctor x", "unexpected argument \"x\": `rekindle doctor --help` shows what the command takes"),

@@ -6,7 +6,8 @@
 use serde::Serialize;
 
 use super::find::{self, Finder};
-use super::output::{Column, Format, complain, print_json, print_table, print_text};
+use super::list::no_images;
+use super::output::{Column, Format, complain, print_json, print_note, print_table, print_text, terminal_width};
 use super::{Exit, Global, Misuse, complete, progress};
 use crate::config::{self, Config};
 use rekindle_store::chunk::Key;
@@ -64,6 +65,15 @@ pub(super) fn verify(global: &Global, args: &VerifyArgs) -> anyhow::Result<Exit>
     let chosen = chosen(&finder, args.image.as_deref())?;
     if matches!(&chosen, Chosen::Jobs(folders) if folders.is_empty()) && global.format() == Format::Text {
         print_text(&find::no_jobs(&finder))?;
+        return Ok(Exit::Success);
+    }
+    if let Chosen::Jobs(folders) = &chosen
+        && let [folder] = &folders[..]
+        && args.image.is_some()
+        && global.format() == Format::Text
+        && folder.known()?.is_empty()
+    {
+        print_text(&no_images(folder.name()))?;
         return Ok(Exit::Success);
     }
     let share = match (args.read_data, args.read_data_subset) {
@@ -188,12 +198,15 @@ fn print(format: Format, found: &Found) -> anyhow::Result<()> {
             cells(name, of_pack(pack))
         }))
     });
-    Ok(print_table(
-        format,
-        &[Column::whole("JOB"), Column::whole("IMAGE"), Column::whole("FINDING")],
-        images.chain(packs),
-        &(),
-    )?)
+    let rows: Vec<Vec<String>> = images.chain(packs).collect();
+    let columns = [Column::whole("JOB"), Column::whole("IMAGE"), Column::short("FINDING")];
+    print_table(format, &columns, rows.iter().cloned(), &())?;
+    if terminal_width().is_some() {
+        // A finding must not be cut.
+        let unsound = rows.iter().filter_map(|row| Some((row.get(1)?, row.get(2).filter(|it| !it.starts_with("ok"))?)));
+        unsound.into_iter().try_for_each(|(what, finding)| print_note(what, finding))?;
+    }
+    Ok(())
 }
 
 fn of_image(ImageRow { report, read, .. }: &ImageRow) -> String {

@@ -162,11 +162,21 @@ impl fmt::Display for Problem {
     }
 }
 
+/// The warning about a file that was found and is not read.
+pub(super) fn ignored(path: &Path, why: &Error) -> String {
+    match (path.display(), why) {
+        (path, Error::Read { .. }) => {
+            format!("this user may not read the configuration {path}, so it is ignored: use sudo, or --config FILE")
+        }
+        (shown, why) => format!("{shown} is ignored: {}. {}", rekindle_base::chain(why), way_out(path, why)),
+    }
+}
+
 /// What to do about a file that was found and must not be read.
 pub(super) fn way_out(path: &Path, why: &Error) -> String {
     match why {
         Error::Callers { .. } => format!("To use it: --config {}. To use another one: --config FILE", path.display()),
-        _ => "Or name the file to use: --config FILE".to_owned(),
+        _ => "To use another one: --config FILE".to_owned(),
     }
 }
 

@@ -261,16 +261,18 @@ impl Layers {
     /// Adds the settings from the command line.
     pub(super) fn flags(&mut self, overrides: &Overrides) {
         let typed = [
-            ("job.name", "--name", overrides.name.clone()),
-            ("snapshot.interval", "--interval", overrides.interval.clone()),
-            ("snapshot.grace", "--grace", overrides.grace.clone()),
-            ("scheduler.deadline", "--deadline", overrides.deadline.clone()),
-            ("store.directory", "--store", overrides.store.as_deref().map(absolute)),
+            ("job.name", "--name", overrides.name.clone().map(Value::from)),
+            ("snapshot.interval", "--interval", overrides.interval.clone().map(Value::from)),
+            ("snapshot.grace", "--grace", overrides.grace.clone().map(Value::from)),
+            ("scheduler.deadline", "--deadline", overrides.deadline.clone().map(Value::from)),
+            ("group.nodes", "--nodes", overrides.nodes.map(Value::from)),
+            ("group.node-rank", "--node-rank", overrides.node_rank.map(Value::from)),
+            ("store.directory", "--store", overrides.store.as_deref().map(|path| Value::from(absolute(path)))),
         ];
-        for (path, flag, text) in typed {
-            if let (Some(key), Some(text)) = (keys::find(path), text) {
+        for (path, flag, value) in typed {
+            if let (Some(key), Some(value)) = (keys::find(path), value) {
                 let origin = Origin::Flag { flag };
-                self.settings.push(Setting { key, entry: None, value: Value::from(text), origin });
+                self.settings.push(Setting { key, entry: None, value, origin });
             }
         }
     }

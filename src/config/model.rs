@@ -10,6 +10,7 @@ use super::auto::MeanTime;
 use super::control::Control;
 use super::files::Files;
 use super::gpu::Gpu;
+use super::group::Group;
 use super::job_api::JobApi;
 use super::network::Network;
 use super::notifications::{Hooks, LogFormat, Metrics};
@@ -28,7 +29,7 @@ use rekindle_store::options::Copies;
 /// The only version of the configuration format so far.
 pub(crate) const VERSION: u32 = 1;
 
-/// The complete configuration. A deserialized value has the right types, but is not validated: use [`super::load`].
+/// The complete configuration. A deserialized value has the right types, but is not validated: use [`super::effective`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
 pub(crate) struct Config {
@@ -40,6 +41,8 @@ pub(crate) struct Config {
     pub(crate) job: Job,
     /// The network of the job.
     pub(crate) network: Network,
+    /// The machines of a job over several machines.
+    pub(crate) group: Group,
     /// Which files are part of the job's state.
     pub(crate) files: Files,
     /// How the job uses its GPUs.
@@ -428,6 +431,7 @@ impl Default for Config {
             rules: Vec::new(),
             job: Job::default(),
             network: Network::default(),
+            group: Group::default(),
             files: Files::default(),
             gpu: Gpu::default(),
             snapshot: Snapshot::default(),

@@ -23,6 +23,7 @@ pub(super) fn broken(config: &Config) -> Vec<Broken> {
         format!("must be {VERSION}, the only format that this version of rekindle can read")
     });
     job(config, &mut rules);
+    group(config, &mut rules);
     snapshot(config, &mut rules);
     store(config, &mut rules);
     replica(config, &mut rules);
@@ -118,6 +119,46 @@ fn is_name(name: &str) -> bool {
     (1..=64).contains(&name.len()) && !name.starts_with(['.', '-']) && name.chars().all(allowed)
 }
 
+/// Shorter leases end when a machine is busy for a moment.
+const SHORTEST_LEASE: Duration = Duration::from_secs(5);
+
+fn group(config: &Config, rules: &mut Rules) {
+    let group = &config.group;
+    for (key, path) in [
+        ("group.ca", &group.ca),
+        ("group.certificate", &group.certificate),
+        ("group.key", &group.key),
+        ("group.password-file", &group.password_file),
+    ] {
+        rules.path(key, path.as_deref());
+    }
+    rules.that(group.certificate.is_some() == group.key.is_some(), "group.key", || {
+        "must be set together with group.certificate".to_owned()
+    });
+    rules.that(group.user.is_some() == group.password_file.is_some(), "group.password-file", || {
+        "must be set together with group.user".to_owned()
+    });
+    rules.that(group.port != 0, "group.port", || "must not be 0: all machines use the same port".to_owned());
+    rules.time("group.lease", group.lease, SHORTEST_LEASE, "");
+    rules.that(group.lease.subsec_nanos() == 0, "group.lease", || "must be whole seconds, as etcd counts".to_owned());
+    rules.time("group.wait", group.wait, Duration::from_secs(1), "");
+    if !group.is_on() {
+        return;
+    }
+    rules.that(!group.coordinator.is_empty(), "group.coordinator", || {
+        "must be set if group.nodes is: the machines of a group agree through etcd".to_owned()
+    });
+    rules.that(config.job.pid_namespace == PidNamespace::Private, "job.pid-namespace", || {
+        "must be \"private\" in a group: the group's network belongs to the job's namespaces".to_owned()
+    });
+    rules.that(group.nodes <= group.subnet.0.room(), "group.subnet", || {
+        format!("must have an address for each of the {} machines (group.nodes)", group.nodes)
+    });
+    rules.that(group.node_rank.is_none_or(|rank| rank < group.nodes), "group.node-rank", || {
+        format!("must be below group.nodes, which is {}", group.nodes)
+    });
+}
+
 /// Variables that the supervisor sets for the job.
 const OURS: [&str; 3] = ["REKINDLE_JOB", "REKINDLE_RUN_ID", "REKINDLE_SOCKET"];
 
@@ -145,8 +186,8 @@ fn job(config: &Config, rules: &mut Rules) {
     rules.that(fits, "network.mode", || {
         "must be \"host\" if job.pid-namespace is \"host\": both namespaces belong to one init".to_owned()
     });
-    let fits = config.network.uplink == UplinkMode::Off || config.network.mode == NetworkMode::Private;
-    rules.that(fits, "network.uplink", || {
+    let is_apart = config.network.mode == NetworkMode::Private || config.group.is_on();
+    rules.that(config.network.uplink == UplinkMode::Off || is_apart, "network.uplink", || {
         "must be \"off\" if network.mode is \"host\": the job then has the machine's network".to_owned()
     });
     for (name, value) in job.environment.iter() {

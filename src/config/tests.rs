@@ -74,6 +74,21 @@ limits = { nofile = 65536, memlock = "unlimited", stack = "64MiB" }
 [gpu]
 nccl = "off"
 hwloc = "off"
+[group]
+nodes = 0
+node-rank = 3
+coordinator = ["https://10.0.0.1:2379"]
+ca = "/etc/ca.pem"
+certificate = "/etc/cert.pem"
+key = "/etc/key.pem"
+user = "rekindle"
+password-file = "/etc/password"
+network = "bridge:rk"
+subnet = "10.9.0.0/24"
+address = "10.0.0.7"
+port = 4790
+lease = "10s"
+wait = "1h"
 [files]
 track = ["/data/db"]
 [network]
@@ -217,7 +232,7 @@ fn every_key_can_be_set() {
     assert_eq!(config.restart.changed_files, ChangedFiles::Warn);
     // No key has its default value, so every key of the list is read.
     let (set, built_in) = (table(&config), table(&Config::default()));
-    let excepted = ["version", "job.environment", "network.mode", "network.uplink"];
+    let excepted = ["version", "job.environment", "network.mode", "network.uplink", "group.nodes"];
     for key in keys::KEYS.iter().filter(|key| !excepted.contains(&key.path)) {
         assert_ne!(value_at(&set, key.path), None, "{}", key.path);
         assert_ne!(value_at(&set, key.path), value_at(&built_in, key.path), "{}", key.path);

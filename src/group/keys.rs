@@ -6,6 +6,7 @@
 //!   leader          the membership that leads; removed with its lease
 //!   plan            what all members are to do
 //!   images/NUMBER   a group image
+//!   cut/RANK        what NCCL has started there, during a snapshot; removed with its lease
 //! ```
 //!
 //! Each membership has one lease, and the same number as its lease.
@@ -18,6 +19,7 @@ use rekindle_store::JobName;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use super::board::Told;
 use super::node::Node;
 
 /// The prefix of a group's keys. The number is the version of the documents: another version has other keys, so
@@ -29,6 +31,11 @@ pub(super) fn prefix(group: &JobName) -> String {
 /// The membership of a lease.
 pub(super) fn membership(lease: LeaseId) -> Incarnation {
     Incarnation(lease.cast_unsigned())
+}
+
+/// The lease of a membership.
+pub(super) fn lease(membership: Incarnation) -> LeaseId {
+    membership.0.cast_signed()
 }
 
 /// A document of another writer that cannot be read.
@@ -45,6 +52,7 @@ pub(super) struct Mirror {
     prefix: String,
     pub(super) view: View,
     pub(super) nodes: BTreeMap<Rank, Node>,
+    pub(super) told: BTreeMap<Rank, Told>,
 }
 
 impl Mirror {
@@ -78,6 +86,7 @@ impl Mirror {
         match Key::of(name) {
             Some(Key::Member(rank)) => drop(self.view.members.insert(rank, read(entry)?)),
             Some(Key::Node(rank)) => drop(self.nodes.insert(rank, read(entry)?)),
+            Some(Key::Cut(rank)) => drop(self.told.insert(rank, read(entry)?)),
             Some(Key::Leader) => self.view.leader = Some(read(entry)?),
             Some(Key::Plan) => self.view.plan = Some(versioned(entry)?),
             Some(Key::Image(number)) => drop(self.view.images.insert(number, versioned(entry)?)),
@@ -90,6 +99,7 @@ impl Mirror {
         match key.strip_prefix(&self.prefix).and_then(Key::of) {
             Some(Key::Member(rank)) => drop(self.view.members.remove(&rank)),
             Some(Key::Node(rank)) => drop(self.nodes.remove(&rank)),
+            Some(Key::Cut(rank)) => drop(self.told.remove(&rank)),
             Some(Key::Leader) => self.view.leader = None,
             Some(Key::Plan) => self.view.plan = None,
             Some(Key::Image(number)) => drop(self.view.images.remove(&number)),
@@ -103,6 +113,7 @@ impl Mirror {
 enum Key {
     Member(Rank),
     Node(Rank),
+    Cut(Rank),
     Leader,
     Plan,
     Image(Number),
@@ -115,6 +126,7 @@ impl Key {
             None if name == "plan" => Some(Key::Plan),
             Some(("members", rank)) => rank.parse().ok().map(|rank| Key::Member(Rank(rank))),
             Some(("nodes", rank)) => rank.parse().ok().map(|rank| Key::Node(Rank(rank))),
+            Some(("cut", rank)) => rank.parse().ok().map(|rank| Key::Cut(Rank(rank))),
             Some(("images", number)) => number.parse().ok().map(|number| Key::Image(Number(number))),
             _ => None,
         }
@@ -124,6 +136,7 @@ impl Key {
         match self {
             Key::Member(Rank(rank)) => format!("{prefix}members/{rank}"),
             Key::Node(Rank(rank)) => format!("{prefix}nodes/{rank}"),
+            Key::Cut(Rank(rank)) => format!("{prefix}cut/{rank}"),
             Key::Leader => format!("{prefix}leader"),
             Key::Plan => format!("{prefix}plan"),
             Key::Image(Number(number)) => format!("{prefix}images/{number}"),
@@ -184,6 +197,13 @@ impl Writer<'_> {
                 .then([Op::Delete(image_key), kept(plan_key, &plan.value)?])
             }
         })
+    }
+
+    /// The transaction that tells what NCCL has started here.
+    pub(super) fn tell(self, bytes: Vec<u8>) -> Txn {
+        let key = |key: Key| key.below(self.prefix);
+        let told = Op::Put { key: key(Key::Cut(self.rank)), value: bytes, lease: Some(self.lease) };
+        Txn::when([Compare::Lease(key(Key::Member(self.rank)), self.lease)]).then([told])
     }
 
     /// Writes a key that is removed with the lease.

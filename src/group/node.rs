@@ -1,5 +1,6 @@
 //! What a member publishes about its machine when it joins.
 
+use std::fmt;
 use std::net::IpAddr;
 
 use serde::{Deserialize, Serialize};
@@ -23,4 +24,65 @@ pub struct Node {
     pub subnet: String,
     /// How long a lease lives, in seconds.
     pub lease_s: u64,
+}
+
+/// What two members of a group have differently, and must not.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Disagreement {
+    what: &'static str,
+    ours: String,
+    theirs: String,
+}
+
+impl fmt::Display for Disagreement {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} is {} there and {} here", self.what, self.theirs, self.ours)
+    }
+}
+
+impl Node {
+    /// The first thing that the other member has differently and that must be equal in a group.
+    #[must_use]
+    pub fn disagrees(&self, other: &Node) -> Option<Disagreement> {
+        let (ours, theirs) = (self.must_be_equal(), other.must_be_equal());
+        let both = ours.into_iter().zip(theirs);
+        both.into_iter()
+            .find_map(|((what, ours), (_, theirs))| (ours != theirs).then_some(Disagreement { what, ours, theirs }))
+    }
+
+    fn must_be_equal(&self) -> [(&'static str, String); 5] {
+        [
+            ("the number of machines (group.nodes)", self.size.to_string()),
+            ("the job's network (group.subnet)", self.subnet.clone()),
+            ("the lease (group.lease)", format!("{}s", self.lease_s)),
+            ("the version of rekindle", self.rekindle.clone()),
+            ("the NVIDIA driver", self.driver.clone().unwrap_or_else(|| "missing".into())),
+        ]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_must_be_equal_is_named() {
+        let node = Node {
+            host: "a".into(),
+            address: [10, 0, 0, 1].into(),
+            rekindle: "0.1.0".into(),
+            criu: "4.2".into(),
+            driver: None,
+            size: 3,
+            subnet: "10.213.0.0/16".into(),
+            lease_s: 30,
+        };
+        let other = Node { host: "b".into(), address: [10, 0, 0, 2].into(), criu: "4.1".into(), ..node.clone() };
+        assert_eq!(node.disagrees(&other), None, "an image names the CRIU that it needs");
+        let other = Node { size: 4, ..node.clone() };
+        let text = node.disagrees(&other).unwrap().to_string();
+        assert_eq!(text, "the number of machines (group.nodes) is 4 there and 3 here");
+        let other = Node { driver: Some("580.1".into()), ..node.clone() };
+        assert_eq!(node.disagrees(&other).unwrap().to_string(), "the NVIDIA driver is 580.1 there and missing here");
+    }
 }

@@ -9,6 +9,7 @@ use rekindle_group::{Answer, Incarnation, Rank, View, Write};
 use rekindle_os::clock::since_boot;
 use rekindle_store::JobName;
 
+use super::board::Board;
 use super::keys::{self, Mirror, Unreadable, Writer};
 use super::node::Node;
 
@@ -72,6 +73,8 @@ impl Membership {
 /// Work for the thread.
 enum Ask {
     Write(Box<Write>),
+    /// There is something on the board to be written.
+    Tell,
     /// The lease is lost.
     Lost(Incarnation),
     Leave,
@@ -82,6 +85,7 @@ enum Ask {
 #[derive(Debug)]
 pub struct Session {
     asks: mpsc::Sender<Ask>,
+    board: Board,
     /// Closed when the thread ends.
     over: mpsc::Receiver<()>,
 }
@@ -97,6 +101,8 @@ pub struct Identity {
     pub node: Node,
     /// How long a lease lives: whole seconds.
     pub lease: Duration,
+    /// The membership of a supervisor that certainly runs no more, nor does its job: it is ended at once.
+    pub former: Option<Incarnation>,
 }
 
 impl Session {
@@ -112,18 +118,25 @@ impl Session {
         let options = Options { prefix: keys::prefix(&identity.group), ..options };
         let (sender, asks) = mpsc::channel();
         let (alive, over) = mpsc::channel();
-        let own = sender.clone();
+        let (own, shared) = (sender.clone(), Board::default());
+        let board = shared.clone();
         std::thread::Builder::new().name("group".into()).spawn(move || {
-            let worker = Worker { options, identity, asks, own, tell };
+            let worker = Worker { options, identity, asks, own, tell, board };
             let _ = worker.run();
             drop(alive);
         })?;
-        Ok(Session { asks: sender, over })
+        Ok(Session { asks: sender, board: shared, over })
     }
 
     /// Writes, and reports the answer. One write at a time.
     pub fn write(&self, write: Write) {
         let _ = self.asks.send(Ask::Write(Box::new(write)));
+    }
+
+    /// What the machines tell each other during a snapshot, and a function that has it written.
+    pub fn board(&self) -> (Board, impl Fn() + Send + Sync + 'static) {
+        let asks = self.asks.clone();
+        (self.board.clone(), move || drop(asks.send(Ask::Tell)))
     }
 
     /// Ends the membership, so that the others need not wait until its lease expires. Waits for the end, with a time
@@ -146,6 +159,7 @@ struct Worker<T> {
     asks: mpsc::Receiver<Ask>,
     own: mpsc::Sender<Ask>,
     tell: T,
+    board: Board,
 }
 
 impl<T: Fn(Told) + Clone + Send + 'static> Worker<T> {
@@ -153,8 +167,8 @@ impl<T: Fn(Told) + Clone + Send + 'static> Worker<T> {
     fn run(self) -> Option<()> {
         let client = self.patiently(|| Client::connect(&self.options))?;
         let mut mirror = Mirror::new(&self.options.prefix);
-        let tell = self.tell.clone();
-        let followed = client.follow(&self.options.prefix, move |event| match reflect(&mut mirror, event) {
+        let (tell, board) = (self.tell.clone(), self.board.clone());
+        let followed = client.follow(&self.options.prefix, move |event| match reflect(&mut mirror, &board, event) {
             Ok(told) => tell(told),
             Err(error) => tell(Told::Failed { why: error.to_string() }),
         });
@@ -165,12 +179,24 @@ impl<T: Fn(Told) + Clone + Send + 'static> Worker<T> {
                 return None;
             }
         };
+        if let Some(former) = self.identity.former
+            && let Err(error) = client.revoke(keys::lease(former))
+        {
+            tracing::debug!("the former membership of this machine is not ended: {error}; it expires");
+        }
         let mut lease = self.join(&client)?;
         loop {
             match self.asks.recv() {
                 Ok(Ask::Write(write)) => {
                     let answer = self.write(&client, &lease, &write);
                     (self.tell)(Told::Wrote(answer));
+                }
+                Ok(Ask::Tell) => {
+                    // If it fails, the snapshot waits in vain, and is tried again.
+                    let told = self.board.take().map(|bytes| client.txn(self.writer(&lease).tell(bytes)));
+                    if let Some(Err(error)) = told {
+                        tracing::debug!("what NCCL has started could not be told: {error}");
+                    }
                 }
                 Ok(Ask::Lost(lost)) if keys::membership(lease.id()) == lost => lease = self.join(&client)?,
                 Ok(Ask::Lost(_)) => {}
@@ -227,15 +253,18 @@ impl<T: Fn(Told) + Clone + Send + 'static> Worker<T> {
                 Ok(Ask::Leave | Ask::Abandon) | Err(mpsc::RecvTimeoutError::Disconnected) => return None,
                 // Without a membership nothing can be written.
                 Ok(Ask::Write(_)) => (self.tell)(Told::Wrote(Answer::Conflict)),
-                Ok(Ask::Lost(_)) | Err(mpsc::RecvTimeoutError::Timeout) => {}
+                Ok(Ask::Lost(_) | Ask::Tell) | Err(mpsc::RecvTimeoutError::Timeout) => {}
             }
         }
     }
 
-    fn write(&self, client: &Client, lease: &Lease, write: &Write) -> Answer {
+    fn writer<'a>(&'a self, lease: &Lease) -> Writer<'a> {
         let Identity { rank, node, .. } = &self.identity;
-        let writer = Writer { prefix: &self.options.prefix, rank: *rank, node, lease: lease.id() };
-        let txn = match writer.transaction(write) {
+        Writer { prefix: &self.options.prefix, rank: *rank, node, lease: lease.id() }
+    }
+
+    fn write(&self, client: &Client, lease: &Lease, write: &Write) -> Answer {
+        let txn = match self.writer(lease).transaction(write) {
             Ok(txn) => txn,
             Err(error) => {
                 (self.tell)(Told::Failed { why: format!("a document of the group cannot be written: {error}") });
@@ -258,13 +287,14 @@ impl<T: Fn(Told) + Clone + Send + 'static> Worker<T> {
     }
 }
 
-fn reflect(mirror: &mut Mirror, event: Event) -> Result<Told, Unreadable> {
+fn reflect(mirror: &mut Mirror, board: &Board, event: Event) -> Result<Told, Unreadable> {
     match event {
         Event::State(state) => mirror.set(state)?,
         Event::Changed { revision, changes } => mirror.change(revision, changes)?,
         Event::Away { reason, .. } => return Ok(Told::Away { why: reason }),
         Event::Back => return Ok(Told::Back),
     }
+    board.show(&mirror.told);
     Ok(Told::Group { view: Arc::new(mirror.view.clone()), nodes: Arc::new(mirror.nodes.clone()) })
 }
 

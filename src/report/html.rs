@@ -130,7 +130,7 @@ fn headline(report: &Report) -> Markup {
                     (fact("Uptime", &report.up_since.map_or_else(|| "not running".into(), |since| {
                         time(between(since, report.to.unwrap_or(since)))
                     }), Some(&format!("{} running in total", time(times.useful_us + times.lost_us)))))
-                    (fact("Lost work", &time(times.lost_us), times.share(times.lost_us).map(share).as_deref()))
+                    (fact("Lost work", &time(times.lost_us), lost(report).as_deref()))
                     (fact("Restarts", &report.restarts.to_string(), Some(&match (report.failures, first) {
                         (0, _) => "no failures".into(),
                         (n, Some(last)) => format!("{}, last {}", counted(number(n), "failure"), moment(last.at)),
@@ -149,6 +149,15 @@ fn headline(report: &Report) -> Markup {
             }
         }
     }
+}
+
+/// The share of the lost work, and what of it the list of failures does not have.
+fn lost(report: &Report) -> Option<String> {
+    let share = report.times.share(report.times.lost_us).map(share)?;
+    let by_failures = report.troubles.iter().filter_map(|trouble| trouble.lost_us).sum();
+    let rewound = report.times.lost_us.saturating_sub(by_failures);
+    // Less is due to different clocks.
+    Some(if rewound < 100_000 { share } else { format!("{share}, {} by going back on request", time(rewound)) })
 }
 
 fn fact(name: &str, value: &str, more: Option<&str>) -> Markup {
@@ -201,8 +210,8 @@ fn footer() -> Markup {
         footer {
             p {
                 "Goodput: running time without freezes that no later restart or rewind lost, as a share of the time in "
-                "which the job should run. Lost work: running time between an image and the death after which the job was "
-                "restored from it. If a supervisor was killed, the job's time after the supervisor's last event is unknown "
+                "which the job should run. Lost work: running time between an image and the death or the rewind after which "
+                "the job was restored from it. If a supervisor was killed, the job's time after the supervisor's last event is unknown "
                 "and counts as neither."
             }
             p { "rekindle " (env!("CARGO_PKG_VERSION")) }

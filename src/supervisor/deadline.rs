@@ -11,7 +11,7 @@ mod forecast;
 
 use std::time::{Duration, Instant};
 
-use chrono::{DateTime, SecondsFormat, Utc};
+use chrono::{DateTime, Utc};
 
 use crate::policy::notices::Needs;
 use crate::published::{Forecast, Persisting, with_margin};
@@ -257,7 +257,7 @@ struct LastCall {
 }
 
 pub(super) fn in_full(time: DateTime<Utc>) -> String {
-    time.to_rfc3339_opts(SecondsFormat::Secs, true)
+    rekindle_base::units::moment(time)
 }
 
 impl Owner<'_> {

@@ -41,6 +41,7 @@ impl Owner<'_> {
     pub(super) fn report_end(&mut self, ended: Ended) {
         let now = Instant::now();
         let images = match self.images_to_go_on_from() {
+            _ if self.is_in_group() => Images::default(),
             Ok(images) => images,
             Err(error) => match self.life.images_unread(self.machine.state(), self.machine.is_stopping(), now) {
                 Waits::Begins => {
@@ -63,8 +64,10 @@ impl Owner<'_> {
         if !matches!(self.machine.state(), State::Snapshotting { .. }) {
             drop(self.life.take_job());
         }
+        let why = self.machine.verdict().map(|verdict| verdict.in_words());
         let actions = self.machine.step(Event::Ended { ended, images }, at);
         self.carry_out(actions);
+        self.group_ended(ended, why);
         self.remember();
     }
 

@@ -20,7 +20,7 @@ use crate::notifications::Passed;
 use crate::telemetry::events::What;
 use rekindle_base::chain;
 use rekindle_criu::Log;
-use rekindle_engine::snapshot::{self, Launch, Subject, Taken};
+use rekindle_engine::snapshot::{self, Barrier, Launch, Subject, Taken};
 use rekindle_os::{cgroup, process};
 use rekindle_store::gc;
 use rekindle_store::manifest::Reason;
@@ -61,7 +61,7 @@ enum PersistError {
 impl Owner<'_> {
     pub(super) fn snapshot(&mut self, reason: Reason) {
         let Some((job, cancel)) = self.life.snapshot_begins() else { return };
-        let (setup, files, sender) = (Arc::clone(self.setup), self.files.clone(), self.sender.clone());
+        let (setup, sender) = (Arc::clone(self.setup), self.sender.clone());
         if self.watch.deaths.is_going_back(self.machine.state()) {
             self.life.call_off();
         }
@@ -72,6 +72,8 @@ impl Owner<'_> {
         self.reporting.remarks.is_asked_for = reason != Reason::Interval;
         let event = self.tell(What::SnapshotBegan { reason });
         let gate = self.reporting.listeners.before_snapshot(&self.setup.config, &event, reason);
+        let turn = self.group.as_mut().and_then(|member| member.take_turn());
+        let turn = turn.map(|turn| turn.cancelled_by(Arc::clone(&cancel)));
         let launch = Launch { lineage: self.line.lineage.clone(), ..self.setup.program.launch.clone() };
         self.spawn("snapshot", move || {
             let options = setup.config.snapshot_options();
@@ -84,9 +86,10 @@ impl Owner<'_> {
                 launch: &launch,
                 ours: setup.program.ours(),
                 staging: setup.images.staging.as_ref(),
-                output: &files,
+                output: &setup.output,
                 interval: interval.as_ref(),
                 deaths: &deaths,
+                group: turn.as_ref().map(|turn| turn as &dyn Barrier),
             };
             let cancelled = || cancel.load(Ordering::Relaxed);
             let result = match gate.map_or(Passed::Yes, |gate| gate.pass(&cancelled)) {
@@ -100,6 +103,7 @@ impl Owner<'_> {
     }
 
     pub(super) fn snapshot_done(&mut self, result: Result<Taken, snapshot::Error>) {
+        let mut failed = None;
         let event = match result {
             Ok(taken) => {
                 let news = self.reporting.remarks.news(&taken.notes);
@@ -117,6 +121,7 @@ impl Owner<'_> {
                 self.tell_snapshot(&taken);
                 self.answer_taken(&taken);
                 self.clients.job_api.snapshot_ends(None);
+                self.group_snapped(taken.image.id);
                 self.persist(taken.image);
                 self.checks.rehearsals.image_taken(Instant::now());
                 Event::SnapshotTaken { freeze: taken.freeze }
@@ -131,6 +136,7 @@ impl Owner<'_> {
                     }
                     event => event,
                 };
+                failed = Some(chain(&error));
                 self.clients.control.snapshot_failed(&chain(&error));
                 self.clients.job_api.snapshot_ends(Some(chain(&error)));
                 if self.life.ended().is_none() {
@@ -154,6 +160,9 @@ impl Owner<'_> {
             }
         };
         self.step(event);
+        if let Some(why) = failed {
+            self.group_not_snapped(why);
+        }
         self.remember();
         // An end that came during the snapshot was postponed; it is reported with the present images.
         if let Some(ended) = self.life.unreported() {
@@ -273,6 +282,7 @@ impl Owner<'_> {
         self.transfers.store_ends();
         let took = outcome.took;
         let stored = outcome.result.is_ok();
+        let image = outcome.image;
         let called_off = matches!(outcome.result, Err(PersistError::Persist(persist::Error::Cancelled)));
         match outcome.result {
             Ok(image) => {
@@ -320,6 +330,7 @@ impl Owner<'_> {
             }
         }
         self.step(Event::PersistEnded(stored.then_some(took)));
+        self.group_persisted(image, stored);
         // The restart that packing was cancelled for may be over.
         if outcome.source == Source::PlainFiles && called_off && self.life.job().is_some() {
             self.pack_newest();

@@ -258,6 +258,7 @@ fn named(reason: Reason) -> &'static str {
         Reason::Interval => "a snapshot",
         Reason::Signal | Reason::Request => "the requested snapshot",
         Reason::Final => "the final snapshot",
+        Reason::Group => "the snapshot of the group",
     }
 }
 

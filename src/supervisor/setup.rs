@@ -10,7 +10,7 @@ use crate::policy::StartPoint;
 use crate::scheduler::Scheduler;
 use crate::watch::beats::Beats;
 use rekindle_criu::Criu;
-use rekindle_engine::launch::{JobSpec, uplink};
+use rekindle_engine::launch::{JobSpec, output, uplink};
 use rekindle_engine::parts::gpu::placement::Wishes;
 use rekindle_engine::snapshot::Launch;
 use rekindle_store::heal::{ChunkSource, Healing};
@@ -39,8 +39,12 @@ pub(crate) struct Setup {
     pub(crate) origin: Origin,
     /// How long the job may run.
     pub(crate) time: TimeLimit,
+    /// The files of the job's output.
+    pub(crate) output: output::Files,
     /// What goes to standard output.
     pub(crate) shown: Shown,
+    /// The group, if the job runs on several machines.
+    pub(crate) group: Option<super::Membered>,
 }
 
 /// What a run writes to standard output.

@@ -18,8 +18,9 @@ use crate::policy::{Failure, StartPoint};
 use crate::telemetry::events::What;
 use rekindle_base::Moved;
 use rekindle_base::chain;
+use rekindle_engine::launch::group::Plan;
 use rekindle_engine::launch::world::{FIRST_PID, Network, World};
-use rekindle_engine::launch::{self, Job, output};
+use rekindle_engine::launch::{self, Job};
 use rekindle_engine::parts::gpu::placement::Wishes;
 use rekindle_engine::restore;
 use rekindle_engine::restore::compat::{self, Difference, Here};
@@ -48,10 +49,10 @@ pub(super) enum StartFailure {
 impl Owner<'_> {
     pub(super) fn start(&mut self, from: StartPoint) {
         let cancel = self.life.start_begins(Instant::now());
-        let (setup, files, sender) = (Arc::clone(self.setup), self.files.clone(), self.sender.clone());
+        let (setup, sender) = (Arc::clone(self.setup), self.sender.clone());
         let (said, progress) = (self.reporting.remarks.said.clone(), self.transfers.start_begins(from));
         let files_go = self.transfers.files_go();
-        let wishes = self.wishes();
+        let (wishes, group) = (self.wishes(), self.group.as_ref().and_then(|member| member.network()));
         let gate = match from {
             StartPoint::Image(image) => {
                 let event = self.tell(What::RestoreBegan { image });
@@ -68,12 +69,12 @@ impl Owner<'_> {
             }
             let result = match from {
                 _ if passed == Passed::CalledOff => Err(StartFailure::NotTried(None)),
-                StartPoint::Cold => launch_job(&setup, &files),
+                StartPoint::Cold => launch_job(&setup, network(&setup, group.as_deref())),
                 StartPoint::Image(id) => {
                     // The restore looks up packed images after taking this lock, and no plain files are removed until
                     // it is over.
                     let _stay = files_go.lock().unwrap_or_else(PoisonError::into_inner);
-                    restore_job(&setup, &files, id, &wishes, &said, &progress, &cancel)
+                    restore_job(&setup, id, network(&setup, group.as_deref()), &wishes, &said, &progress, &cancel)
                 }
             };
             let _ = sender.send(Message::Started(Box::new(result)));
@@ -114,6 +115,7 @@ impl Owner<'_> {
             let _ = sender.send(Message::Ended(life));
         });
         self.step(Event::Started);
+        self.group_started();
         self.pack_newest();
     }
 
@@ -131,7 +133,11 @@ impl Owner<'_> {
             StartFailure::Restore(image, error) => self.restore_failed(*image, &error),
         };
         let event = self.did_not_arrive(event);
+        let why = self.group.is_some().then(|| not_started(&event));
         self.step(event);
+        if let Some(why) = why {
+            self.group_not_started(why);
+        }
     }
 
     /// The store could not be read, or does not have the image. Waiting would not help.
@@ -242,6 +248,17 @@ impl Owner<'_> {
     }
 }
 
+/// Why the job was not started, in words.
+fn not_started(event: &Event) -> String {
+    match event {
+        Event::StartFailed { why } | Event::Impossible { why, .. } => why.clone(),
+        Event::ImageFailed { image, failure, .. } => {
+            format!("image {image} was not restored: {}", failure.why().unwrap_or("its content is damaged"))
+        }
+        _ => "the job was not started".to_owned(),
+    }
+}
+
 fn impossible(why: String) -> Event {
     Event::Impossible { why, obstacle: Obstacle::Machine }
 }
@@ -260,11 +277,14 @@ fn mark(job: &JobName, mut image: Image, why: BadWhy, detail: &str) -> bool {
 
 fn say_marked(job: &JobName, id: ImageId, why: BadWhy, detail: &str) {
     tracing::error!(
-        "image {id} is marked as bad and is kept; {why}: {detail}. `rekindle unmark {job}/{id}` removes the mark"
+        "image {id} is marked as bad and is kept ({why}: {detail}). `rekindle unmark {job}/{id}` removes the mark"
     );
 }
 
-fn network(setup: &Setup) -> Network<'_> {
+fn network<'a>(setup: &'a Setup, group: Option<&'a Plan>) -> Network<'a> {
+    if let Some(plan) = group {
+        return Network::Group(plan, setup.program.uplink.as_ref());
+    }
     match (setup.config.network.mode, &setup.program.uplink) {
         (NetworkMode::Host, _) => Network::Host,
         (NetworkMode::Private, None) => Network::Private,
@@ -275,7 +295,7 @@ fn network(setup: &Setup) -> Network<'_> {
 /// Makes the job's socket accessible in this world. The job also runs without it.
 fn reach_socket(setup: &Setup, world: &World) {
     let Some(word) = &setup.sockets.job_api else { return };
-    if network(setup) != Network::Host
+    if (setup.group.is_some() || setup.config.network.mode == NetworkMode::Private)
         && let Some(init) = world.init()
         && let Err(error) = word.move_to(init.pid())
     {
@@ -283,15 +303,15 @@ fn reach_socket(setup: &Setup, world: &World) {
     }
 }
 
-fn launch_job(setup: &Setup, files: &output::Files) -> Result<StartedJob, StartFailure> {
+fn launch_job(setup: &Setup, network: Network<'_>) -> Result<StartedJob, StartFailure> {
     let world = match setup.config.job.pid_namespace {
         PidNamespace::Private => {
-            World::private(&setup.program.reaper, FIRST_PID - 1, network(setup)).map_err(StartFailure::World)?
+            World::private(&setup.program.reaper, FIRST_PID - 1, network).map_err(StartFailure::World)?
         }
         PidNamespace::Host => World::Host,
     };
     reach_socket(setup, &world);
-    match launch::start(&world, &setup.program.reaper, &setup.program.spec, files) {
+    match launch::start(&world, &setup.program.reaper, &setup.program.spec, &setup.output) {
         Ok(root) => {
             let job = Job::new(world, root);
             job.wait_for_main();
@@ -306,8 +326,8 @@ fn launch_job(setup: &Setup, files: &output::Files) -> Result<StartedJob, StartF
 
 fn restore_job(
     setup: &Setup,
-    files: &output::Files,
     id: ImageId,
+    network: Network<'_>,
     wishes: &Wishes,
     said: &Said,
     progress: &Progress,
@@ -326,11 +346,11 @@ fn restore_job(
         folder: &setup.folder,
         criu: &setup.criu,
         reaper: &setup.program.reaper,
-        output: files,
+        output: &setup.output,
         identity: setup.program.spec.identity.as_ref(),
         privileges: setup.program.spec.privileges,
         timeout: setup.config.restart.restore_timeout,
-        network: network(setup),
+        network,
         changed_files: setup.config.restart.changed_files,
         wishes,
         prepare: restore::Prepare(&|world| reach_socket(setup, world)),

@@ -27,6 +27,7 @@
 
 mod admission;
 mod events;
+mod led;
 mod states;
 mod transitions;
 
@@ -75,6 +76,8 @@ enum Asked {
 pub(crate) struct Machine<'a> {
     config: &'a Config,
     state: State,
+    /// Whether a group decides, and not this machine.
+    is_led: bool,
     history: History,
     /// Whether an image is being stored.
     persisting: bool,
@@ -99,12 +102,18 @@ impl<'a> Machine<'a> {
     /// Starts with `from`; carry out the actions.
     #[must_use]
     pub(crate) fn new(config: &'a Config, from: StartPoint) -> (Machine<'a>, Vec<Action>) {
-        let machine = Machine {
+        let state = State::Starting { from, then: None };
+        (Machine::in_state(config, state, History::default(), Pace::default()), vec![Action::Start(from)])
+    }
+
+    fn in_state(config: &'a Config, state: State, history: History, pace: Pace) -> Machine<'a> {
+        Machine {
             config,
-            state: State::Starting { from, then: None },
-            history: History::default(),
+            state,
+            is_led: false,
+            history,
             persisting: false,
-            pace: Pace::default(),
+            pace,
             postponed: None,
             verdict: None,
             excused: false,
@@ -112,8 +121,7 @@ impl<'a> Machine<'a> {
             quiet: None,
             held: None,
             last_takes: None,
-        };
-        (machine, vec![Action::Start(from)])
+        }
     }
 
     /// Records that the user named the image: no other is used instead.
@@ -186,6 +194,12 @@ impl<'a> Machine<'a> {
         self.pace.failures(self.state.life().map_or(Duration::ZERO, |life| now.saturating_duration_since(life.since)))
     }
 
+    /// What is decided about the end of this life.
+    #[must_use]
+    pub(crate) fn verdict(&self) -> Option<&Verdict> {
+        self.verdict.as_ref()
+    }
+
     /// The state of the job.
     #[must_use]
     pub(crate) fn state(&self) -> &State {
@@ -238,13 +252,14 @@ impl<'a> Machine<'a> {
         let since = self.state.life().map(|life| life.since);
         let state = std::mem::replace(&mut self.state, State::Done);
         let (next, actions) = match state {
+            state if self.is_led => self.obey(state, event, now),
             State::Starting { from, then } => self.starting(from, then, event, now),
             State::Running(life) => self.running(life, event, now),
             State::Snapshotting { life, then, ended } => self.snapshotting(life, then, ended, event, now),
             State::Ending { stop, deadline, life } => self.ending(stop, deadline, life, event, now),
             State::Waiting { from, until } => waiting(from, until, event, now),
             State::Suspended { from } => suspended(from, event),
-            State::Done => (State::Done, Vec::new()),
+            State::Idle | State::Done => (state, Vec::new()),
         };
         if let (Some(since), None) = (since, next.life()) {
             self.pace.lived(now.saturating_duration_since(since));

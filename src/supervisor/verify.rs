@@ -2,7 +2,7 @@
 //!
 //! A separate thread reads the packs of the job (`store.verify-rate`), with the lowest priority for the disk and pauses
 //! that keep it below the rate. It pauses as soon as an image is taken, stored, replicated or restored. Damage is
-//! healed at once ([`heal`]) and reported once. The job and its images are not touched.
+//! healed at once ([`mod@heal`]) and reported once. The job and its images are not touched.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError, mpsc};
 use std::thread::JoinHandle;

@@ -258,7 +258,9 @@ impl Owner<'_> {
         self.watch.output.from = self.output_lengths();
         let setup = Arc::clone(self.setup);
         let beats = setup.sockets.beats.as_ref().map(|beats| beats.count()).unwrap_or_default();
-        if let Some(detector) = HangDetector::new(&setup.config.watch, &self.files, setup.folder.log_dir(), beats) {
+        if let Some(detector) =
+            HangDetector::new(&setup.config.watch, &self.setup.output, setup.folder.log_dir(), beats)
+        {
             let (orders, told) = mpsc::channel();
             self.watch.detector = Some(orders);
             let sender = self.sender.clone();
@@ -269,7 +271,7 @@ impl Owner<'_> {
             });
         }
         if setup.config.rules.iter().any(|rule| rule.matches.is_of_output()) {
-            let files = [self.files.stdout.clone(), self.files.stderr.clone()];
+            let files = [self.setup.output.stdout.clone(), self.setup.output.stderr.clone()];
             let (turn, sender, setup) = (self.watch.output.turn.clone(), self.sender.clone(), Arc::clone(&setup));
             self.spawn("lines", move || {
                 let report = |hit| sender.send(Message::Watched(Finding::Line(hit))).is_ok();
@@ -291,7 +293,8 @@ impl Owner<'_> {
     }
 
     fn output_lengths(&self) -> [u64; 2] {
-        [&self.files.stdout, &self.files.stderr].map(|file| std::fs::metadata(file).map_or(0, |meta| meta.len()))
+        [&self.setup.output.stdout, &self.setup.output.stderr]
+            .map(|file| std::fs::metadata(file).map_or(0, |meta| meta.len()))
     }
 
     pub(super) fn watch_life(&mut self, job: &Job) {
@@ -470,7 +473,7 @@ impl Owner<'_> {
             _ => !self.machine.is_stopping(),
         };
         let lines = if rules.iter().any(|rule| rule.matches.log.is_some()) {
-            lines::last([&self.files.stdout, &self.files.stderr], self.watch.output.from)
+            lines::last([&self.setup.output.stdout, &self.setup.output.stderr], self.watch.output.from)
         } else {
             Vec::new()
         };

@@ -98,7 +98,7 @@ fn killed(line: &str) -> Option<Notice> {
     Some(Notice::OutOfMemory { pid: pid.parse().ok()?, name: name.to_owned() })
 }
 
-/// "NVRM: Xid (PCI:0000:3b:00): 79, pid=4711, name=python, GPU has fallen off the bus." pid may be '<unknown>' or
+/// "NVRM: Xid (PCI:0000:3b:00): 79, pid=4711, name=python, GPU has fallen off the bus." pid may be `<unknown>` or
 /// missing.
 fn xid(line: &str) -> Option<Notice> {
     let (_, rest) = line.split_once("NVRM: Xid (")?;

@@ -1,14 +1,21 @@
-//! Sizes as users write them, and values that may be a number or text.
+//! Sizes and times as users read and write them, and values that may be a number or text.
 
 use std::fmt;
 use std::str::FromStr;
 
+use chrono::{DateTime, Local, Utc};
 use serde::{Deserialize, Serialize};
 
 /// Bytes for people: "98.7 GiB".
 #[must_use]
 pub fn size(bytes: u64) -> String {
     bytesize::ByteSize::b(bytes).to_string()
+}
+
+/// A time for people, in local time with its zone: "2026-11-25 03:55:07+00:00".
+#[must_use]
+pub fn moment(time: DateTime<Utc>) -> String {
+    time.with_timezone(&Local).format("%Y-%m-%d %H:%M:%S%:z").to_string()
 }
 
 /// A number and what it counts: "1 restart", "2 restarts".

@@ -16,11 +16,12 @@ use nix::time::{ClockId, clock_gettime};
 use rekindle_abi::nccl::{self as table, Table};
 use rekindle_os::{process, ptrace};
 use rustix::thread::futex;
+use serde::{Deserialize, Serialize};
 
 use crate::job_table::JobTable;
 
 /// What is counted.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Kind {
     /// Collectives of a communicator.
     Collective,
@@ -31,7 +32,7 @@ pub enum Kind {
 }
 
 /// A communicator of one process, as one of its ranks.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Communicator {
     /// The same number in all ranks.
     pub id: [u64; 2],
@@ -44,7 +45,7 @@ pub struct Communicator {
 }
 
 /// The operations of one kind that one rank has started.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Counter {
     /// Its place in the process's table.
     pub place: usize,
@@ -61,7 +62,7 @@ pub struct Counter {
 }
 
 /// The operations that one process has started.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Counts {
     /// Its communicators, including ended ones.
     pub communicators: Vec<Communicator>,

@@ -110,7 +110,7 @@ impl fmt::Display for Obstacle {
 /// # Errors
 /// If one exists and cannot be read.
 pub fn of(pids: &[i32]) -> std::io::Result<Vec<Sharing>> {
-    pids.iter().filter_map(|pid| Sharing::of(*pid).transpose()).collect()
+    parallel::at_once(pids, |pid| Sharing::of(*pid).transpose()).into_iter().flatten().collect()
 }
 
 /// Whether the memory that these processes share can be released, and mapped again afterwards. While they run, the
@@ -175,9 +175,11 @@ pub fn is_let_go(all: &[Sharing]) -> bool {
 /// is unlocked, running or not: a stopped thread would never release it, and CUDA could not be locked again. Threads
 /// that arrive while this is announced poll instead.
 pub fn announce(pids: &[i32], is_locked: bool) {
-    for one in pids.iter().filter_map(|pid| Sharing::of(*pid).ok().flatten()) {
-        one.table().is_locked.store(is_locked.into(), Relaxed);
-    }
+    parallel::at_once(pids, |pid| {
+        if let Ok(Some(one)) = Sharing::of(*pid) {
+            one.table().is_locked.store(is_locked.into(), Relaxed);
+        }
+    });
 }
 
 /// Checks, while CUDA is locked, that all processes know it. A process that started to share after [`announce`] does
@@ -211,7 +213,7 @@ pub fn let_go(all: &[Sharing]) -> Result<(), Error> {
     // changed.
     each(&sessions, |session| session.ask(table::PROBE, "use other processes' memory"))?;
     each(&sessions, |session| session.ask(table::RELEASE, "release other processes' memory"))?;
-    drop(sessions);
+    close(sessions);
     // Imports that the driver itself knows of: a call of the program may have been between the driver and our record of
     // it.
     match all.iter().find(|one| one.table().foreign.load(Relaxed) != 0) {
@@ -247,7 +249,9 @@ pub fn take_again(all: &[Sharing]) -> Result<(), Error> {
     while wanted.iter().any(|queue| !queue.is_empty()) {
         hand_over(&sessions, &mut wanted)?;
     }
-    each(&sessions, |session| session.ask(table::MAP, "map other processes' memory again"))
+    each(&sessions, |session| session.ask(table::MAP, "map other processes' memory again"))?;
+    close(sessions);
+    Ok(())
 }
 
 /// A requested export and its importer.
@@ -280,7 +284,13 @@ fn hand_over(sessions: &[Mutex<Session<'_>>], wanted: &mut [Vec<Wanted>]) -> Res
 
 fn open(all: &[Sharing]) -> Result<Vec<Mutex<Session<'_>>>, Error> {
     let busy = |one: &Sharing, source| Error::Busy { pid: one.inner(), source };
-    all.iter().map(|one| Session::open(one).map(Mutex::new).map_err(|source| busy(one, source))).collect()
+    let open = |one| Session::open(one).map(Mutex::new).map_err(|source| busy(one, source));
+    parallel::at_once(all, open).into_iter().collect()
+}
+
+/// Waits until all keepers sleep.
+fn close(sessions: Vec<Mutex<Session<'_>>>) {
+    parallel::at_once(sessions, drop);
 }
 
 fn lock<T>(value: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -7,7 +7,7 @@
 pub(crate) mod embedded;
 pub mod gpus;
 pub mod group;
-pub(crate) mod host;
+pub mod host;
 pub mod hwloc;
 pub mod identity;
 pub mod interposer;

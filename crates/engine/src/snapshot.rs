@@ -5,13 +5,19 @@
 //!  find        the CUDA processes of the tree                                       job runs
 //!  prepare     a place for the image, with its pages          undo: give it up      job runs
 //!  lock        all of them, at once                     undo: unlock               ---- freeze begins (CUDA)
+//!  barrier     only in a group: all members are locked
+//!  cable       only in a group: pull it, until all have         undo: plug it in
 //!  checkpoint  device memory to host memory             undo: restore
 //!  dump        CRIU writes the tree, lets it run on     undo: drop saved links
 //!  restore     host memory to device memory
 //!  unlock
 //!  check       every CUDA process is running again                                  ---- freeze ends
+//!  settle      only in a group: all have dumped; plug the cable in
 //!  publish     a manifest in memory, or hash, fsync, rename; the job runs
 //! ```
+//!
+//! In a group the job runs on after its own dump, and its cable stays out until all members have dumped. So no packet
+//! and no acknowledgement crosses the cut, and nobody waits frozen for a slow member.
 //!
 //! The snapshot is taken again if the image has descriptors in flight between processes that could not be restored
 //! correctly (`in_flight`), a process that was killed and whose exit status was not collected (`dead`), or one in the
@@ -25,6 +31,7 @@
 //!   power cut at most a draft remains, which the next start removes.
 
 pub mod dead;
+mod group;
 mod mapped;
 mod moment;
 pub mod pages;
@@ -51,9 +58,11 @@ use rekindle_store::take::TakeError;
 use rekindle_store::{Image, JobFolder, JobPath, WriterLock};
 
 pub(crate) use crate::parts::fds::InFlight;
+pub use crate::parts::gpu::capture::{Elsewhere, Operations};
 pub use crate::parts::tcp::capture::TcpChoice;
 pub use dead::Deaths;
 pub(crate) use dead::Unnoticed;
+pub use group::{Barrier, Settled};
 pub(crate) use preflight::Refusal;
 
 /// CRIU's images within an image.
@@ -84,6 +93,8 @@ pub struct Subject<'a> {
     pub interval: Option<&'a Choice>,
     /// What earlier snapshots recorded about dead processes of the job.
     pub deaths: &'a Deaths,
+    /// The other members, if the image is a part of a group image.
+    pub group: Option<&'a dyn Barrier>,
 }
 
 /// Settings for snapshots.
@@ -205,6 +216,12 @@ pub enum Error {
     /// It was cancelled.
     #[error("cancelled")]
     Cancelled,
+    /// The group does not take this snapshot.
+    #[error("the group takes no snapshot: {0}")]
+    Group(String),
+    /// The cable to the group cannot be pulled.
+    #[error(transparent)]
+    Cable(#[from] launch::group::Error),
     /// A phase failed and so did its undo: the job does not run on.
     #[error("{cause}; and the job could not be resumed: {undo}")]
     Lost {
@@ -298,7 +315,10 @@ impl Error {
 pub fn take(subject: &Subject<'_>, reason: Reason, cancelled: &(dyn Fn() -> bool + Sync)) -> Result<Taken, Error> {
     let mut frozen = frozen(subject, cancelled)?;
     let freeze = frozen.time();
-    let manifest = manifest(&mut frozen, reason);
+    let manifest = manifest(&mut frozen, reason).and_then(|manifest| {
+        frozen.settle()?;
+        Ok(manifest)
+    });
     match manifest
         .and_then(|manifest| frozen.ready.target.seal(manifest, subject.options.threads).map_err(Error::Staging))
     {
@@ -351,7 +371,12 @@ fn frozen<'a>(subject: &'a Subject<'a>, cancelled: &'a (dyn Fn() -> bool + Sync)
         let late = until.is_some_and(|until| until <= Instant::now());
         let dead = if late { Dead::Taken } else { Dead::Refused };
         let none_is_ending = dead::let_end(root, &over);
-        match phases::freeze(Env { subject, cancelled, dead }) {
+        let result = phases::freeze(Env { subject, cancelled, dead });
+        // The others are locked or dumped by now: this job cannot reach the cut again.
+        if subject.group.is_some_and(Barrier::all_wait) {
+            return result;
+        }
+        match result {
             Err(Error::Unnoticed(found)) => {
                 tracing::info!("trying the snapshot again: {found}");
                 let until = *until.get_or_insert_with(dead::limit);
@@ -431,6 +456,7 @@ fn describe(frozen: &phases::Frozen<'_>, reason: Reason) -> Result<Manifest, Err
         phases: frozen.timings.phases.clone(),
         freeze_us: u64::try_from(frozen.time().as_micros()).unwrap_or(u64::MAX),
         interval: subject.interval.cloned(),
+        group: subject.group.map(|group| group.part()),
         bytes: 0,
         parts: Vec::new(),
         chunks: None,

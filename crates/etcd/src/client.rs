@@ -3,9 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::LeaseId;
 use crate::error::Result;
 use crate::follow::{Event, Follower};
-use crate::lease::{Lease, Lost};
+use crate::lease::{self, Lease, Lost};
 use crate::members::Kind;
 use crate::messages::{TxnRequest, TxnResponse};
 use crate::options::Options;
@@ -64,6 +65,14 @@ impl Client {
     /// If no quorum answers in time, or etcd refuses.
     pub fn lease(&self, ttl: Duration, lost: impl FnOnce(Lost) + Send + 'static) -> Result<Lease> {
         Lease::grant(&self.running.members, ttl, lost)
+    }
+
+    /// Ends a lease whose owner is dead at once: etcd removes its keys. One that does not exist counts as ended.
+    ///
+    /// # Errors
+    /// If no quorum answers in time. The lease may then exist until its time is over.
+    pub fn revoke(&self, id: LeaseId) -> Result<()> {
+        lease::revoke(&self.running, id)
     }
 
     /// Calls `tell` with everything below a prefix, then with each change, on a thread of its own, until the follower

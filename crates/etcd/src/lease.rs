@@ -143,13 +143,18 @@ impl Lease {
     /// If no quorum answers in time. The lease may then exist until its time is over.
     pub fn revoke(&self) -> Result<()> {
         self.shared.gone();
-        let request = LeaseRevokeRequest { id: self.id };
-        let call = self.running.members.call("/etcdserverpb.Lease/LeaseRevoke", request, Kind::Repeatable);
-        match self.running.wait::<Result<LeaseRevokeResponse>>(call) {
-            // A first try may have been done.
-            Ok(_) | Err(Error::LeaseGone) => Ok(()),
-            Err(error) => Err(error),
-        }
+        revoke(&self.running, self.id)
+    }
+}
+
+/// Ends a lease at once. One that does not exist counts as ended.
+pub(crate) fn revoke(running: &Running, id: LeaseId) -> Result<()> {
+    let request = LeaseRevokeRequest { id };
+    let call = running.members.call("/etcdserverpb.Lease/LeaseRevoke", request, Kind::Repeatable);
+    match running.wait::<Result<LeaseRevokeResponse>>(call) {
+        // A first try may have been done.
+        Ok(_) | Err(Error::LeaseGone) => Ok(()),
+        Err(error) => Err(error),
     }
 }
 

@@ -206,7 +206,7 @@ pub enum Order {
     Abort(Number),
     /// End the job. Answer: [`Local::Ended`].
     Kill,
-    /// Store the part in the background: the job has ended. The answers are those of `Resume`.
+    /// Keep the part and store it in the background: the job is ended next. The answers are those of `Resume`.
     Store(Number),
     /// Remove the part, which is no longer needed.
     Forget(Number),

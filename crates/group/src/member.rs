@@ -273,7 +273,9 @@ impl Member {
                     self.job = Job::Running;
                     orders.push(Order::Resume(number));
                 } else {
-                    orders.extend([self.kill(), Some(Order::Store(number))].into_iter().flatten());
+                    // In this order: the end of the job would cancel the snapshot.
+                    orders.push(Order::Store(number));
+                    orders.extend(self.kill());
                 }
             }
             // The job is ended anyway.

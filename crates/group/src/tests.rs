@@ -352,7 +352,7 @@ fn a_stop_ends_with_a_group_image_that_is_stored() {
     group.settle();
     group.dumps(ONE);
     assert_eq!(group.goal(), Goal::Suspended);
-    assert!((0..2).all(|at| group.orders[at].ends_with(&[Order::Kill, Order::Store(ONE)])));
+    assert!((0..2).all(|at| group.orders[at].ends_with(&[Order::Store(ONE), Order::Kill])));
     group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into() }));
     assert_eq!(group.goal(), Goal::Suspended, "the parts are still being stored");
     group.all(&|_| Local::Stored(ONE));

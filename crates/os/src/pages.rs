@@ -46,15 +46,30 @@ pub fn spare_threads() -> usize {
 /// `StorageFull` or `OutOfMemory` if the tmpfs or the memory of the machine is not enough; the file may have grown
 /// then.
 pub fn make_present(file: &File, len: u64) -> io::Result<()> {
-    if file.metadata()?.size() < len {
-        // First, because a tmpfs with huge=within_size uses huge pages only below the size.
-        file.set_len(len)?;
+    make_all_present(vec![(file.try_clone()?, len)]).map_err(|(_, source)| source)
+}
+
+/// [`make_present`] for several files: the threads are shared among all of them.
+///
+/// # Errors
+/// As [`make_present`], with the number of the file.
+pub fn make_all_present(files: Vec<(File, u64)>) -> Result<(), (usize, io::Error)> {
+    let mut stretches = Vec::new();
+    for (at, (file, len)) in files.into_iter().enumerate() {
+        let failed = |source| (at, source);
+        if file.metadata().map_err(failed)?.size() < len {
+            // First, because a tmpfs with huge=within_size uses huge pages only below the size.
+            file.set_len(len).map_err(failed)?;
+        }
+        let file = Arc::new(file);
+        stretches.extend((0..len.div_ceil(STRETCH)).map(|n| (at, Arc::clone(&file), n * STRETCH, len)));
     }
-    let file = Arc::new(file.try_clone()?);
-    let stretches: Vec<u64> = (0..len.div_ceil(STRETCH)).map(|n| n * STRETCH).collect();
-    let populate = |start: u64| {
-        let length = usize::try_from(STRETCH.min(len - start)).map_err(io::Error::other)?;
-        Mapping::new(&file, start, length)?.populate(0, length)
+    let populate = |(at, file, start, len): (usize, Arc<File>, u64, u64)| {
+        let populate = || {
+            let length = usize::try_from(STRETCH.min(len - start)).map_err(io::Error::other)?;
+            Mapping::new(&file, start, length)?.populate(0, length)
+        };
+        populate().map_err(|source| (at, source))
     };
     in_parallel(stretches, spare_threads(), populate).map(drop)
 }

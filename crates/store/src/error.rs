@@ -83,7 +83,7 @@ pub enum Error {
         known: Vec<ImageId>,
     },
     /// Another process is the job's supervisor.
-    #[error("job \"{job}\" is supervised by {}; stop that supervisor first, or choose another --name", supervisor(.holder.as_deref()))]
+    #[error("job \"{job}\" is running, and is supervised by {}: `rekindle logs -f {job}` shows it, `rekindle stop {job}` stops it", supervisor(.holder.as_deref()))]
     Supervised {
         /// The job.
         job: JobName,

@@ -3,9 +3,10 @@
 use std::fmt;
 use std::time::Duration;
 
-use chrono::{DateTime, SecondsFormat, Utc};
+use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
+use rekindle_base::units::moment;
 use rekindle_os::process;
 
 /// How often a holder renews the time stamp of the lock file.
@@ -61,7 +62,6 @@ impl Holder {
 
 impl fmt::Display for Holder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let since = self.since.to_rfc3339_opts(SecondsFormat::Secs, true);
-        write!(f, "pid {} on host {} since {since}", self.pid, self.host)
+        write!(f, "pid {} on host {} since {}", self.pid, self.host, moment(self.since))
     }
 }

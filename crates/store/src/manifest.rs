@@ -19,8 +19,8 @@ use thiserror::Error;
 
 pub use contents::{Owner, Stamp, TrackedEntry, TrackedFolder, TrackedKind};
 pub use fields::{
-    Chunks, Folder, GivenFile, Gpu, Host, JobRights, JobTree, KeptCopy, Landing, Manifest, MappedFile, OpenFile, Part,
-    Phase, PidNamespace, Reason, Recreate, SavedLink, TreeProcess,
+    Chunks, Folder, GivenFile, Gpu, GroupPart, Host, JobRights, JobTree, KeptCopy, Landing, Manifest, MappedFile,
+    OpenFile, Part, Phase, PidNamespace, Reason, Recreate, SavedLink, TreeProcess,
 };
 
 pub use groups::ControlGroup;

@@ -179,6 +179,8 @@ pub fn repair(
     if let Mode::Repair(lock) = mode {
         folder.check_lock(lock)?;
     }
+    // A dry run looks at a job that may run. What is stored from now on is not looked at: its packs may be missing below.
+    let images = folder.images()?;
     let packs = folder.packs();
     let names = packs.names()?;
     let size = |name: &PackName| std::fs::metadata(packs.pack_path(*name)).map_or(0, |meta| meta.len());
@@ -200,15 +202,16 @@ pub fn repair(
             let healed = healing.heal(&wanted, &|| hold.keep().is_err())?;
             done.healed = Some(healed).filter(|healed| healed.from_copies + healed.from_replica > 0);
         }
-        for name in packs.names()?.into_iter().filter(|name| !names.contains(name)) {
-            if let Ok(pack) = packs.pack_index(name) {
-                let info = PackInfo { name, pack_len: pack.pack_len(), key: None, gone: false };
-                known.index.add(info, &pack);
-            }
+    }
+    // Healed content, or what the supervisor of a job that runs has moved.
+    for name in packs.names()?.into_iter().filter(|name| !names.contains(name)) {
+        if let Ok(pack) = packs.pack_index(name) {
+            let info = PackInfo { name, pack_len: pack.pack_len(), key: None, gone: false };
+            known.index.add(info, &pack);
         }
     }
     let known = known.sorted();
-    done.images = images::look(folder, &known, &hold)?;
+    done.images = images::look(&images, &known, &hold)?;
     Ok(done)
 }
 

@@ -107,7 +107,7 @@ impl Tags {
 
     /// Whether the image has this tag.
     #[must_use]
-    pub(crate) fn has(&self, tag: &Tag) -> bool {
+    pub fn has(&self, tag: &Tag) -> bool {
         self.tags.contains(tag)
     }
 

@@ -111,7 +111,7 @@ fn create(path: &Path, pid: i32) -> std::io::Result<Mapping> {
     Ok(control)
 }
 
-/// A userfaultfd: CRIU says "Can't dump file N of that type [600] (anon anon_inode:[userfaultfd])". For user-mode
+/// A userfaultfd: CRIU says `Can't dump file N of that type [600] (anon anon_inode:[userfaultfd])`. For user-mode
 /// faults only it needs no privilege.
 fn open_device() -> Result<OwnedFd, i32> {
     const UFFD_USER_MODE_ONLY: i32 = 1;

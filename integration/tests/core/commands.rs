@@ -100,6 +100,17 @@ fn keys_in_json_have_one_style() {
     assert!(found.len() > 100 && odd.is_empty(), "{odd:?}");
 }
 
+/// The text without what clap sends to a terminal, and without progress that was overwritten.
+fn without_styles(text: &str) -> String {
+    let line = |line: &str| {
+        let line = line.rsplit('\r').next().unwrap_or_default();
+        let mut parts = line.split('\x1b');
+        let first = parts.next().unwrap_or_default().to_owned();
+        parts.fold(first, |all, part| all + part.split_once(|c: char| c.is_ascii_alphabetic()).map_or("", |it| it.1))
+    };
+    text.replace("\r\n", "\n").lines().map(line).collect::<Vec<_>>().join("\n")
+}
+
 /// A terminal of this width is standard output.
 #[test]
 fn tables_fit_a_terminal_and_a_pipe_gets_all() {
@@ -107,7 +118,20 @@ fn tables_fit_a_terminal_and_a_pipe_gets_all() {
     let mut run = until_after_snapshot(&lab, "plain");
     run.snapshot(&lab);
     let command = lab.command(["list"]).get_program().to_owned();
-    for args in [&["list"][..], &["list", "j"], &["status"], &["prune", "--dry-run"], &["config", "show"]] {
+    for args in [
+        &["list"][..],
+        &["list", "j"],
+        &["status"],
+        &["show", "j"],
+        &["prune", "--dry-run"],
+        &["verify"],
+        &["verify", "--read-data"],
+        &["repair", "--dry-run"],
+        &["doctor"],
+        &["config", "show"],
+        &["--help"],
+        &["run", "--help"],
+    ] {
         let piped = text(&lab.rekindle(args)).1;
         let script = "import fcntl, os, pty, struct, sys, termios
 def spawn():
@@ -127,14 +151,19 @@ sys.stdout.buffer.write(spawn())";
         let mut python = std::process::Command::new(crate::supervisor::python().unwrap());
         python.args(["-c", script]).arg(&command).args(args).envs(lab.variables());
         let shown = String::from_utf8(python.output().unwrap().stdout).unwrap();
+        let shown = without_styles(&shown);
+        // A name cannot be broken.
+        let is_path = |line: &&str| line.split_whitespace().any(|word| word.starts_with('/') && word.len() > 40);
+        let shown = shown.lines().filter(|line| !is_path(line)).collect::<Vec<_>>().join("\n");
         let widest = shown.lines().map(|line| line.trim_end().chars().count()).max();
         assert!(
             widest > Some(20) && widest <= Some(80),
             "{args:?}: {widest:?}
 {shown}"
         );
-        if args.contains(&"j") {
-            assert!(shown.contains("000002-") && !shown.contains("REASON") && piped.contains("REASON"), "{shown}");
+        if args == ["list", "j"] {
+            assert!(shown.contains("000002-") && shown.contains("s ago"), "{shown}");
+            assert!(!shown.contains("REASON") && piped.contains("REASON"), "{shown}");
         }
     }
     finish(&lab, run);
@@ -422,4 +451,30 @@ fn what_is_missing_is_said() {
     command.args(["run", "--name", "j", "--store"]).arg(lab.store()).args(["--", "true"]).current_dir("/");
     let (code, _, said) = text(&std::os::unix::process::CommandExt::uid(&mut command, 65534).output().unwrap());
     assert!(code == 69 && said.contains("root") && said.contains("sudo"), "{code} {said}");
+}
+
+/// A terminal that is closed, as by a lost connection: its end of file comes again and again.
+#[test]
+fn top_ends_with_its_terminal() {
+    let Some(lab) = Lab::new() else { return };
+    lab.run(["true"]).ends_with(0);
+    let script = "import os, pty, sys, time
+pid, fd = pty.fork()
+if pid == 0:
+    os.execvp(sys.argv[1], sys.argv[1:])
+seen = b''
+while b'rekindle top' not in seen:
+    seen += os.read(fd, 4096)
+os.close(fd)
+for _ in range(200):
+    time.sleep(0.1)
+    if os.waitpid(pid, os.WNOHANG)[0]:
+        sys.exit(0)
+os.kill(pid, 9)
+sys.exit('it hangs')";
+    let command = lab.command(["top"]).get_program().to_owned();
+    let mut python = std::process::Command::new(crate::supervisor::python().unwrap());
+    python.args(["-c", script]).arg(&command).arg("top").envs(lab.variables());
+    let (code, _, said) = text(&python.output().unwrap());
+    assert!(code == 0, "{code} {said}");
 }

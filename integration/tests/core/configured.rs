@@ -81,7 +81,9 @@ fn a_job_does_not_start_without_what_a_file_says_that_is_not_trusted() {
     for path in [&own, project] {
         chown(path, Some(1), Some(1)).unwrap();
     }
-    for (owner, way) in [(1, "To use it: --config rekindle.toml"), (12345, "chown -h root rekindle.toml. Or name")] {
+    for (owner, way) in
+        [(1, "To use it: --config rekindle.toml"), (12345, "chown -h root rekindle.toml. To use another")]
+    {
         chown(&own, Some(owner), None).unwrap();
         for line in ["run -- true", "run --detach -- true", "restore j", "config check"] {
             let (code, said) = by_sudo(project, line);

@@ -273,7 +273,7 @@ fn what_both_images_have_lost_is_restored_from_neither() {
     for how in [Harm::Flip(20), Harm::Flip(ground.common() + 5), Harm::Delete] {
         harm(shared, how);
         let mut run = ground.again();
-        run.wait_said("continuing from the beginning");
+        run.wait_said("starting again from the beginning");
         run.wait_printed("n 1\n");
         ground.lab.kill_9(run);
         assert!(!ground.lab.output().contains("WRONG"));

@@ -89,7 +89,7 @@ fn a_running_job_is_found_wherever_its_store_is() {
     assert!(said.contains("choose one with --store"), "{said}");
     // Another user may not ask its supervisor, and is not told that nothing runs.
     lab.install(env!("CARGO_BIN_EXE_rekindle").as_ref(), &lab.file("rekindle"));
-    for (args, expected) in [(&["status"][..], 0), (&["show", "j"], 2)] {
+    for (args, expected) in [(&["status"][..], 0), (&["show", "j"], 69)] {
         let rekindle = lab.command(args);
         let mut command = std::process::Command::new(lab.file("rekindle"));
         command.args(rekindle.get_args()).envs(rekindle.get_envs().filter_map(|(name, value)| Some((name, value?))));
@@ -209,7 +209,7 @@ fn a_job_is_removed_with_all_that_it_left() {
     let (code, out, said) = rm(&["j", "--yes", "--force", "--json"]);
     assert_eq!(code, 0, "{said}");
     let row = &serde_json::from_str::<Value>(&out).unwrap()[0];
-    assert!(row["bytes"].as_u64() > Some(4096) && row["memory_bytes"].as_u64() > Some(4096), "{row}");
+    assert!(row["frees"].as_u64() > Some(4096) && row["memory_bytes"].as_u64() > Some(4096), "{row}");
     assert!(lab.mounted().is_empty() && std::fs::read_dir(lab.store()).unwrap().next().is_none());
     assert_eq!(rm(&["j", "--yes"]).0, 2, "there is none any more");
 
@@ -343,6 +343,10 @@ fn memory_of_a_dead_supervisor_is_found_from_any_store() {
     };
     // Its images are in its store, too.
     die();
+    let (code, _, said) = elsewhere(&lab, &["status", "j"]);
+    assert!(code == 2 && said.contains(&format!("use --store {}", text(&lab.store()))), "{code} {said}");
+    let status = String::from_utf8(lab.rekindle(&["status", "j"]).stdout).unwrap();
+    assert!(status.contains("interrupted") && status.contains("`rekindle restore j`"), "{status}");
     let said = from_other(&["status"]);
     assert!(said.contains(&format!("job j in {}", lab.store().display())) && said.contains("rekindle prune"), "{said}");
     let doctor = lab.rekindle(&["doctor", "--store", text(&other)]);

@@ -47,7 +47,7 @@ fn the_first_restart_comes_at_once_and_the_wait_before_further_ones_doubles() {
     let (_, said) = lab.run(["sh", "-c", "exit 1"]).ends_with(1);
     let waits: Vec<&str> = said
         .lines()
-        .filter_map(|line| line.split_once("continuing from the beginning in ").map(|parts| parts.1))
+        .filter_map(|line| line.split_once("starting again from the beginning in ").map(|parts| parts.1))
         .collect();
     assert_eq!(waits, ["0s", "200ms", "400ms", "500ms"], "{said}");
     assert!(begun.elapsed() >= Duration::from_millis(200 + 400 + 500));
@@ -69,8 +69,11 @@ fn an_image_the_job_dies_from_is_passed_over_then_the_beginning_then_the_end() {
     run.snapshot(&lab);
     std::fs::write(doom, "").unwrap();
     let (out, said) = run.ends_with(3);
-    let went: Vec<&str> =
-        said.lines().filter_map(|l| l.split_once("continuing from ")?.1.split_once(" in ").map(|p| p.0)).collect();
+    let from = |line: &'_ str| {
+        let (_, rest) = line.split_once("continuing from ").or_else(|| line.split_once("starting again from "))?;
+        rest.split_once(" in ").map(|parts| parts.0.to_owned())
+    };
+    let went: Vec<String> = said.lines().filter_map(from).collect();
     let short: Vec<&str> = went.iter().map(|from| from.split('-').next().unwrap()).collect();
     let expected = ["image 000002", "image 000002", "image 000001", "image 000001", "the beginning"];
     // The first life came from nothing as well, and ended early: one more from there, or none.
@@ -79,6 +82,8 @@ fn an_image_the_job_dies_from_is_passed_over_then_the_beginning_then_the_end() {
     assert!(said.contains("given up: there is no good image, and the job died twice"), "{said}");
     assert!(out.matches("begin").count() >= 2, "{out}");
     assert!(lab.good().is_empty() && lab.images().len() == 2, "both are marked, both are kept");
+    let status = String::from_utf8(lab.rekindle(&["status", "j"]).stdout).unwrap();
+    assert!(status.contains("`rekindle list j` shows what is wrong with its images"), "{status}");
     let unmarked = lab.rekindle(&["unmark", "j/1", "j/2"]);
     let said = String::from_utf8_lossy(&unmarked.stdout).into_owned();
     assert!(unmarked.status.success() && said.matches("good again").count() == 2, "{unmarked:?}");

@@ -20,6 +20,12 @@ const ANEW: &[Row] = &[
     ("rekindle frobnicate", &["unknown command \"frobnicate\"", "`rekindle --help`"], 2),
     ("rekindle stauts", &["did you mean status?"], 2),
     ("rekindle config chek", &["did you mean check?"], 2),
+    ("rekindle kill j", &["unknown command \"kill\"", "`rekindle stop JOB`"], 2),
+    ("rekindle restart j", &["`rekindle rewind JOB -1`", "`rekindle run`"], 2),
+    ("rekindle start j", &["`rekindle run --name JOB -- COMMAND`"], 2),
+    ("rekindle delete j", &["`rekindle rm JOB`"], 2),
+    ("rekindle attach j", &["`rekindle logs -f JOB`"], 2),
+    ("rekindle version", &["`rekindle --version`"], 2),
     ("rekindle run --nmae x -- true", &["unknown option --nmae", "did you mean --name?"], 2),
     ("rekindle run --intervall 5m python train.py", &["did you mean --interval?"], 2),
     ("rekindle --sotre /x list", &["did you mean --store?"], 2),
@@ -33,6 +39,9 @@ const ANEW: &[Row] = &[
     // Values of flags.
     ("rekindle run --interval soon -- true", &["--interval \"soon\": must be", "\"10m\""], 2),
     ("rekindle run --interval 10 -- true", &["--interval \"10\": must be", "with a unit"], 2),
+    ("rekindle run --interval -5s -- true", &["--interval \"-5s\": must not be negative"], 2),
+    ("rekindle run --deadline -1h -- true", &["--deadline \"-1h\": must not be negative"], 2),
+    ("rekindle logs -n -5 j", &["-n \"-5\": must not be negative"], 2),
     ("rekindle run --interval 1ms -- true", &["--interval \"1ms\": must be at least 100ms"], 2),
     ("rekindle run --grace 0s -- true", &["--grace \"0s\": must be at least 1s"], 2),
     ("rekindle run --name 'my job' -- true", &["--name \"my job\": must be 1 to 64 characters"], 2),
@@ -47,6 +56,11 @@ const ANEW: &[Row] = &[
     ("rekindle prune --keep-within 7", &["--keep-within \"7\": must be a duration with a unit"], 2),
     ("rekindle prune --max-total-size big", &["--max-total-size \"big\": must be", "unlimited"], 2),
     ("rekindle status --every often", &["--every \"often\": must be a duration"], 2),
+    ("rekindle status --watch --every 1ms", &["--every \"1ms\": must be at least 100ms"], 2),
+    ("rekindle status --every 5s", &["missing --watch"], 2),
+    ("rekindle cuda lock --pid 1 --timeout 10x", &["--timeout \"10x\": must be a duration with a unit"], 2),
+    ("rekindle cuda lock --pid 1 --timeout 0", &["--timeout \"0\": must be from 1ms"], 2),
+    ("rekindle report j --since 2999-01-01", &["--since \"2999-01-01\": must not be in the future"], 2),
     ("rekindle verify --read-data-subset 0%", &["--read-data-subset \"0%\": must be", "100%"], 2),
     ("rekindle verify --read-data --read-data-subset 5%", &["does not go with"], 2),
     ("rekindle report j --since yesterday", &["--since \"yesterday\": must be", "24h"], 2),
@@ -64,6 +78,7 @@ const ANEW: &[Row] = &[
     ("rekindle run -- /etc/passwd", &["/etc/passwd", "execute permission", "chmod +x"], 126),
     // CRIU.
     ("REKINDLE_CRIU=/nowhere/criu rekindle run -- true", &["/nowhere/criu", "REKINDLE_CRIU"], 69),
+    ("cd bin; REKINDLE_CRIU=../none/criu rekindle run -- true", &["/none/criu)", "REKINDLE_CRIU"], 69),
     ("REKINDLE_CRIU=$PWD/old-criu rekindle run -- true", &["3.17.1", "or newer"], 69),
     ("REKINDLE_CRIU=$PWD/no-criu rekindle run -- true", &["hello"], 69),
     // The store.
@@ -88,6 +103,7 @@ const ANEW: &[Row] = &[
     ("rekindle config check table.toml", &["table.toml:2: unknown table [stoer]", "did you mean [store]?"], 78),
     ("rekindle config check section.toml", &["did you mean snapshot.interval?"], 78),
     ("rekindle config check type.toml", &["type.toml:3: store.keep-last = \"three\": must be a whole number"], 78),
+    ("rekindle config check none.toml", &["there is no file none.toml"], 2),
     ("rekindle config check version.toml", &["version is missing", "version = 1"], 78),
     ("rekindle config check toml.toml", &["toml.toml:2: not valid TOML"], 78),
     ("rekindle config check open.toml", &["others can write", "chmod go-w"], 78),
@@ -120,11 +136,17 @@ const COMPLETED: &[Row] = &[
     ("rekindle verify xyz", &["jobs are train"], 2),
     ("rekindle report 'my job'", &["\"my job\" is not a job name"], 2),
     ("rekindle stop ../train", &["\"../train\" is not a job name"], 2),
-    ("rekindle snapshot train", &["job train is not running", "`rekindle run`"], 2),
+    ("rekindle snapshot train", &["job train is not running: it completed at", "`rekindle run --fresh`"], 2),
     ("rekindle suspend train", &["job train is not running"], 2),
     ("rekindle resume train", &["job train is not running"], 2),
     ("rekindle stop train", &["job train is not running"], 2),
     ("rekindle rewind train -1", &["job train is not running"], 2),
+    ("rekindle stop train/-1", &["\"train/-1\" is an image", "write train"], 2),
+    ("rekindle list train/1", &["\"train/1\" is an image"], 2),
+    ("rekindle rm train/-1", &["\"train/-1\" is an image"], 2),
+    ("rekindle show 2", &["there is no job \"2\"", "JOB/2"], 2),
+    ("rekindle untag train best", &["has no tag best: it has none"], 2),
+    ("rekindle tag train good >/dev/null; rekindle untag train best", &["its tags are good"], 2),
     ("rekindle rewind train", &["to which image?", "`rekindle rewind train -2`", "`rekindle list train`"], 2),
     ("rekindle show train/7", &["job \"train\" has no image \"7\"", "images are 000003-"], 2),
     ("rekindle show train/-4", &["has no image -4", "-1 (the newest) to -3"], 2),
@@ -144,9 +166,14 @@ const COMPLETED: &[Row] = &[
 
 /// The job `j` runs and has the images 1 and 2.
 const RUNNING: &[Row] = &[
-    ("rekindle run --name j -- true", &["is supervised by", "another --name"], 69),
-    ("rekindle restore j", &["is supervised by"], 69),
+    (
+        "rekindle run --name j -- true",
+        &["is supervised by", "`rekindle logs -f j`", "`rekindle stop j`", "another --name"],
+        69,
+    ),
+    ("rekindle restore j", &["is supervised by", "`rekindle stop j`"], 69),
     ("rekindle prune j", &["is supervised by", "--dry-run"], 2),
+    ("rekindle prune", &["job j is running, and its supervisor prunes"], 0),
     ("rekindle repair j", &["is supervised by", "--dry-run"], 2),
     ("rekindle resume j", &["not suspended"], 2),
     ("rekindle rewind j 7", &["has no image \"7\"", "images are 000002-"], 2),
@@ -158,16 +185,41 @@ const RUNNING: &[Row] = &[
     ("rekindle snapshot jj", &["there is no job \"jj\"", "did you mean j?"], 2),
 ];
 
+/// The job `j` was given up and has no image.
+const GIVEN_UP: &[Row] = &[
+    ("rekindle restore j", &["job j has no image: it was given up at", "The same `rekindle run`"], 2),
+    ("rekindle stop j", &["job j is not running: it was given up at"], 2),
+    ("rekindle show j", &["has no image"], 2),
+    ("rekindle verify j", &[], 0),
+    ("rekindle repair j", &[], 0),
+    ("rekindle prune j", &[], 0),
+];
+
+/// Another user has started the job `j`.
+const OF_ANOTHER: &[Row] = &[
+    ("rekindle status", &["Permission denied", "Use sudo"], 69),
+    ("rekindle status j", &["Permission denied", "Use sudo"], 69),
+    ("rekindle list", &["Permission denied", "Use sudo"], 69),
+    ("rekindle logs j", &["Permission denied", "Use sudo"], 69),
+    ("rekindle stop j", &["Permission denied", "Use sudo"], 69),
+    ("rekindle run -- true", &["this needs root", "sudo"], 69),
+];
+
 /// Runs all rows, and fails with those that say something else.
 fn try_all(lab: &Lab, rows: &[Row]) {
+    let path = format!("{}:{}", link_program(lab).display(), std::env::var("PATH").unwrap());
+    let wrong: Vec<String> = rows.iter().filter_map(|row| try_one(lab, &path, row).err()).collect();
+    assert!(wrong.is_empty(), "{} of {} rows:\n{}", wrong.len(), rows.len(), wrong.join("\n"));
+}
+
+/// The folder of the program, for `PATH`.
+fn link_program(lab: &Lab) -> std::path::PathBuf {
     let bin = lab.file("bin");
     if !bin.exists() {
         fs::create_dir(&bin).unwrap();
         std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_rekindle"), bin.join("rekindle")).unwrap();
     }
-    let path = format!("{}:{}", bin.display(), std::env::var("PATH").unwrap());
-    let wrong: Vec<String> = rows.iter().filter_map(|row| try_one(lab, &path, row).err()).collect();
-    assert!(wrong.is_empty(), "{} of {} rows:\n{}", wrong.len(), rows.len(), wrong.join("\n"));
+    bin
 }
 
 fn try_one(lab: &Lab, path: &str, &(typed, parts, code): &Row) -> Result<(), String> {
@@ -206,6 +258,7 @@ fn sloppy(said: &str) -> Option<String> {
 
 /// Files that the rows name.
 fn make_files(lab: &Lab) {
+    link_program(lab);
     fs::write(lab.file("file"), "x").unwrap();
     for (name, mode, owner) in [("open", 0o777, None), ("theirs", 0o700, Some(65534))] {
         fs::create_dir(lab.file(name)).unwrap();
@@ -257,6 +310,34 @@ fn with_a_running_job() {
     assert!(comes(LIMIT, || lab.published().is_some_and(|now| now.state.as_str() == "running")));
     count_on(&lab, &mut run, 2);
     finish(&lab, run);
+}
+
+#[test]
+fn with_a_job_that_was_given_up() {
+    let Some(lab) = Lab::new() else { return };
+    let (_, said) = lab.run(["sh", "-c", "echo no >&2; exit 3"]).ends_with(3);
+    assert!(said.contains("starting again from the beginning in "), "{said}");
+    let last = said.lines().last().unwrap_or_default();
+    assert!(last.contains("given up: ") && last.contains("`rekindle logs --stderr j`"), "{said}");
+    try_all(&lab, GIVEN_UP);
+    for command in ["list", "verify", "repair", "prune"] {
+        let done = lab.rekindle(&[command, "j"]);
+        assert_eq!(String::from_utf8(done.stdout).unwrap(), "job j has no images\n", "{command}");
+    }
+    let status = String::from_utf8(lab.rekindle(&["status", "j"]).stdout).unwrap();
+    let store = lab.store().display().to_string();
+    assert!(status.contains(&store) && status.contains("The same `rekindle run` starts it"), "{status}");
+}
+
+#[test]
+fn with_a_job_of_another_user() {
+    let Some(lab) = Lab::new() else { return };
+    lab.run(["true"]).ends_with(0);
+    lab.install(env!("CARGO_BIN_EXE_rekindle").as_ref(), &lab.file("rekindle"));
+    fs::create_dir(lab.file("bin")).unwrap();
+    let text = format!("HOME=/ exec setpriv --reuid 65534 --clear-groups {} \"$@\"", lab.file("rekindle").display());
+    lab.script("bin/rekindle", &text);
+    try_all(&lab, OF_ANOTHER);
 }
 
 /// Each command reads the configuration before it does anything.

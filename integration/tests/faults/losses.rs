@@ -58,7 +58,7 @@ fn without_an_image_it_begins_anew() {
     rig.standin.fault("fail-restore", "801 times=1");
     supervisor.ask();
     supervisor.said("the snapshot failed and the job cannot continue");
-    supervisor.said("continuing from the beginning");
+    supervisor.said("starting again from the beginning");
     supervisor.said("to=\"running\"");
     supervisor.counts();
     supervisor.assert_running(1);

@@ -257,6 +257,40 @@ pub(crate) fn locked_soon(rig: &Rig, ranks: usize) {
     rig.assert_sequence();
 }
 
+/// What the driver does for each process takes no longer for four of them than for one.
+#[test]
+fn four_processes_are_frozen_and_restored_at_once() {
+    const RANKS: usize = 4;
+    const DELAY: Duration = Duration::from_millis(500);
+    let Some(mut rig) = Rig::new() else { return };
+    rig.ranks(RANKS, &[]);
+    let mut supervisor = rig.start();
+    supervisor.ranks_count(RANKS);
+    for (operation, phase) in
+        [("checkpoint", "checkpoint"), ("restore", "restore"), ("unlock", "unlock"), ("state", "check")]
+    {
+        let fault = format!("fail-{operation}");
+        rig.standin.fault(&fault, &format!("0 delay={}", DELAY.as_millis()));
+        let image = supervisor.snapshot();
+        rig.clear(&fault);
+        let phases = &image.manifest().unwrap().phases;
+        let took = Duration::from_micros(phases.iter().find(|it| it.phase == phase).unwrap().took_us);
+        assert!(took >= DELAY && took < DELAY * 5 / 2, "{operation} of {RANKS} processes took {took:?}");
+        supervisor.assert_unharmed(RANKS);
+    }
+    let delay = DELAY * 4;
+    rig.standin.fault("fail-unlock", &format!("0 delay={}", delay.as_millis()));
+    let began = Instant::now();
+    supervisor.kill_job();
+    supervisor.said("the job was restored from image");
+    let took = began.elapsed();
+    rig.clear("fail-unlock");
+    assert!(took >= delay && took < delay * 3, "the restart took {took:?}");
+    supervisor.assert_unharmed(RANKS);
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
 #[test]
 fn a_process_that_somebody_else_has_locked_is_left_alone() {
     let Some(rig) = Rig::new() else { return };

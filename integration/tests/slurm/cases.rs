@@ -250,3 +250,39 @@ pub(crate) fn the_node_restarts(case: &Case<'_>) {
     job.goes_on(MINUTES, 1);
     job.finishes();
 }
+
+/// The second node of [`a_group_that_is_queued_again`].
+pub(crate) const SECOND: &str = "group2";
+
+/// A job over two nodes stops before its time limit, is queued again, and continues on both.
+pub(crate) fn a_group_that_is_queued_again(case: &Case<'_>) {
+    if !crate::support::etcd() {
+        return;
+    }
+    let (lab, etcd) = (&case.lab, crate::support::Cluster::start(1));
+    let at = |path: &str| Path::new(env!("CARGO_MANIFEST_DIR")).join(path);
+    let program = Path::new(env!("CARGO_BIN_EXE_rekindle")).parent().unwrap();
+    let mut command = Command::new("sbatch");
+    command.args(["--parsable", "--nodes=2", "--nodelist", &format!("{},{SECOND}", case.node)]);
+    command.arg("--output").arg(lab.file("slurm.out")).arg(at("examples/deploy/slurm/group.sbatch"));
+    command.arg("python3").arg(at("integration/jobs/ring.py")).arg("20000");
+    command.env("PATH", format!("{}:{}", program.display(), std::env::var("PATH").unwrap()));
+    command.envs(lab.variables()).current_dir(lab.path());
+    command.env("REKINDLE_GROUP_COORDINATOR", &etcd.members[0].client).env("REKINDLE_GROUP_LEASE", "5s");
+    command.env("REKINDLE_GROUP_NETWORK", "bridge:rkslurm").env("REKINDLE_SNAPSHOT_INTERVAL", "1s");
+    let id = case.cluster.tell(&mut command);
+    let said = || lab.read("slurm.out");
+    let say = |limit, words: &str, times| {
+        let done = comes(limit, || said().matches(words).count() >= times);
+        assert!(done, "group: waited {limit:?} in vain until {times} times: {words}\n{}", tail(&said()));
+    };
+    say(LIMIT, "was stored in", 4);
+    // As before the time limit.
+    case.cluster.ask("scancel", ["--signal=USR2", "--batch", &id]);
+    say(MINUTES, "the job was restored from image", 2);
+    say(MINUTES, "done ", 2);
+    let state = || case.cluster.ask("scontrol", ["show", "job", &id]);
+    assert!(comes(LIMIT, || state().contains("JobState=COMPLETED")), "{}\n{}", state(), tail(&said()));
+    assert!(!said().contains("WRONG"));
+    let _ = Command::new("ip").args(["link", "del", "rkslurm"]).status();
+}

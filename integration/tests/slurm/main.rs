@@ -11,6 +11,12 @@ mod supervisor;
 
 mod cases;
 mod cluster;
+#[path = "../../../crates/etcd/tests/etcd/links.rs"]
+#[allow(dead_code, reason = "tests of etcd use the rest")]
+mod links;
+#[path = "../../../crates/etcd/tests/etcd/support.rs"]
+#[allow(dead_code, reason = "tests of etcd use the rest")]
+mod support;
 
 use cases::Case;
 use cluster::Cluster;
@@ -19,7 +25,7 @@ use cluster::Cluster;
 #[test]
 fn whatever_slurm_does_the_job_goes_on_and_ends_once() {
     type Check = fn(&Case<'_>);
-    let cases: [(&str, Check); 7] = [
+    let cases: [(&str, Check); 8] = [
         ("warned", cases::a_signal_before_the_time_limit),
         ("limit", cases::a_time_limit_that_nobody_warns_of),
         ("preempted", cases::preemption),
@@ -27,8 +33,10 @@ fn whatever_slurm_does_the_job_goes_on_and_ends_once() {
         ("requeues", cases::rekindle_queues_it_again),
         ("array", cases::the_tasks_of_an_array),
         ("node", cases::the_node_restarts),
+        ("group", cases::a_group_that_is_queued_again),
     ];
-    let Some(cluster) = Cluster::start(&cases.map(|(node, _)| node)) else { return };
+    let nodes = cases.map(|(node, _)| node).into_iter().chain([cases::SECOND]);
+    let Some(cluster) = Cluster::start(&nodes.collect::<Vec<_>>()) else { return };
     let failed: Vec<&str> = std::thread::scope(|scope| {
         let run = |(node, case): &(&'static str, fn(&Case<'_>))| {
             let (node, case, cluster) = (*node, *case, &cluster);

@@ -256,7 +256,7 @@ impl Running {
                 .is_some_and(|p| p.restarts > restarts && p.state.as_str() == "running" && p.pid.is_some_and(alive))
         });
         let said = self.err();
-        assert!(!said.contains("continuing from the beginning"), "it is not back, it began anew:\n{}", tail(&said));
+        assert!(!said.contains("starting again from the beginning"), "it is not back, it began anew:\n{}", tail(&said));
     }
 
     /// Waits for the end: exit code (128 + n for a signal), output, messages.

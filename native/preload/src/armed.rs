@@ -120,11 +120,37 @@ impl Parser {
 
 /// Opens this process's landing file; `None` if there is none, and so nothing to do.
 pub(crate) fn open() -> Option<File> {
+    let opened: Option<Result<File, Errno>> = with_path(b"", File::open_no_follow);
+    opened?.ok()
+}
+
+/// How many processes copy on the CPUs of this one at the same time, with it: the target of a symbolic link beside the
+/// landing file. 1 if there is none.
+pub(crate) fn shares() -> usize {
+    let mut target = [0; 8];
+    let length = with_path(b".shares", |path| sys::read_link(path, &mut target).unwrap_or(0));
+    parse_shares(target.iter().take(length.unwrap_or(0)))
+}
+
+fn parse_shares<'a>(digits: impl Iterator<Item = &'a u8>) -> usize {
+    let mut number = 0_usize;
+    for byte in digits {
+        if !byte.is_ascii_digit() {
+            return 1;
+        }
+        number = number.wrapping_mul(10).wrapping_add(usize::from(byte - b'0'));
+    }
+    number.max(1)
+}
+
+/// Calls `work` with the path of this process's landing file, followed by `suffix` and NUL. It is not returned, because
+/// a copy of it would be a call of the job's memcpy.
+fn with_path<T>(suffix: &[u8], work: impl FnOnce(*const u8) -> T) -> Option<T> {
     let length = LENGTH.load(Ordering::Relaxed);
     if length == 0 {
         return None;
     }
-    let mut path = [const { MaybeUninit::<u8>::uninit() }; ROOM + 16];
+    let mut path = [const { MaybeUninit::<u8>::uninit() }; ROOM + 24];
     let mut end = 0;
     let mut push = |byte: u8| {
         if let Some(slot) = path.get_mut(end) {
@@ -145,9 +171,11 @@ pub(crate) fn open() -> Option<File> {
         }
         divisor /= 10;
     }
+    for byte in suffix {
+        push(*byte);
+    }
     push(0);
-    let opened: Result<File, Errno> = File::open_no_follow(path.as_ptr().cast());
-    opened.ok()
+    Some(work(path.as_ptr().cast()))
 }
 
 #[cfg(test)]
@@ -175,5 +203,11 @@ mod tests {
         assert_eq!(parse(b"REKINDLE_COPY_THREADS=4x\0"), expect("", 0));
         let long = [FOLDER, b"/".repeat(ROOM + 1).as_slice(), b"\0A=1"].concat();
         assert_eq!(parse(&long), expect("", 0));
+    }
+
+    #[test]
+    fn the_number_of_processes_is_at_least_one() {
+        let parse = |text: &str| parse_shares(text.as_bytes().iter());
+        assert_eq!((parse(""), parse("0"), parse("4"), parse("12"), parse("4x")), (1, 1, 4, 12, 1));
     }
 }

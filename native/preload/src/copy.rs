@@ -65,10 +65,11 @@ unsafe fn split(to: *mut u8, from: *const u8, length: usize) -> bool {
     true
 }
 
-/// Uses half of the CPUs: the other half are mostly hyperthreads of the same cores, which do not make a copy faster.
+/// Uses half of the CPUs: the other half are mostly hyperthreads of the same cores, which do not make a copy faster. The
+/// processes that copy at the same time divide them.
 fn look_at_machine() {
     let threads = match armed::wanted_threads() {
-        0 => sys::cpus() / 2,
+        0 => (sys::cpus() / 2).checked_div(armed::shares()).unwrap_or(0),
         wanted => wanted,
     };
     THREADS.store(threads.clamp(1, MOST_THREADS), Ordering::Relaxed);

@@ -245,6 +245,11 @@ impl File {
     }
 }
 
+/// The target of a symbolic link; returns its length, or that of `target` if it is longer. `path` ends with NUL.
+pub(crate) fn read_link(path: *const u8, target: &mut [u8]) -> Result<usize, Errno> {
+    call(267, [arg(-100), path.addr(), target.as_mut_ptr().addr(), target.len(), 0, 0]) // readlinkat, AT_FDCWD
+}
+
 pub(crate) fn map(a: usize, length: usize, prot: i32, flags: i32, fd: i32, offset: isize) -> Result<usize, Errno> {
     call(9, [a, length, arg(prot), arg(flags), arg(fd), offset as usize])
 }

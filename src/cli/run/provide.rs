@@ -134,7 +134,10 @@ pub(super) fn interposer(
             Some(path)
         }
         Err(error) => {
-            tracing::warn!("the job runs without the interposer, so its snapshots take longer: {error:#}");
+            tracing::warn!(
+                "the job runs without the interposer, so its snapshots take longer: {}",
+                chain(error.as_ref())
+            );
             None
         }
     }

@@ -3,8 +3,6 @@
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
 
-use chrono::Local;
-
 use crate::cli::Misuse;
 use crate::config::ColdStart;
 use crate::policy::StartPoint;
@@ -12,6 +10,7 @@ use crate::published::Published;
 use crate::supervisor;
 use crate::supervisor::line::{Begin, Candidate, Line};
 use crate::supervisor::state::NO_USABLE_IMAGE;
+use rekindle_base::units::moment;
 use rekindle_store::{ImageId, JobFolder, JobName, JobRecord, Manifest, Outcome};
 
 /// There are images to continue from, and none can be used.
@@ -81,6 +80,19 @@ pub(super) fn choose(folder: &JobFolder, command: &[OsString], fresh: bool, cold
     Ok(Start { from, lineage: record.lineage, base: record.base, named: false })
 }
 
+/// The beginning of a member of a group: the group decides what the job starts from.
+pub(super) fn of_group(folder: &JobFolder, command: &[OsString], lineage: String) -> anyhow::Result<Start> {
+    if let Some(record) = folder.record()? {
+        if record.outcome == Outcome::Completed {
+            return Err(Misuse(format!("{}: use another --name to run it again", completed(folder, &record))).into());
+        }
+        if !is_same(&record, command) && !folder.copies()?.is_empty() {
+            return Err(Misuse(other_command(&record, folder.name())).into());
+        }
+    }
+    Ok(Start { from: StartPoint::Cold, lineage, base: None, named: false })
+}
+
 /// Whether the command is the one of the last run. A restored image runs the command that was started then, whatever is
 /// typed now.
 fn is_same(record: &JobRecord, command: &[OsString]) -> bool {
@@ -105,9 +117,7 @@ pub(super) fn nothing_to_do(folder: &JobFolder) -> anyhow::Result<Option<String>
 /// The message that the job has completed, and when.
 fn completed(folder: &JobFolder, record: &JobRecord) -> String {
     let last = Published::read(&folder.state_file()).ok().filter(|last| last.lineage == record.lineage);
-    let at = last.map_or_else(String::new, |last| {
-        format!(" at {}", last.since.with_timezone(&Local).format("%Y-%m-%d %H:%M:%S %z"))
-    });
+    let at = last.map_or_else(String::new, |last| format!(" at {}", moment(last.since)));
     format!("job {} completed{at}", folder.name())
 }
 

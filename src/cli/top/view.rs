@@ -52,7 +52,7 @@ const HELP: [(&str, &str); 17] = [
     ("FREEZES", "the last freezes; a higher bar is a longer freeze"),
     ("NEXT", "when the next snapshot is due"),
     ("STORING", "the image that is being stored or restored, and how far"),
-    ("STORE", "what the job's images occupy on the disk"),
+    ("STORE", "what the job occupies on the disk: what `rekindle rm` frees"),
     ("RESTARTS", "how often this supervisor has restarted the job"),
     ("", ""),
     ("", "`rekindle report JOB` explains where a job's time went"),

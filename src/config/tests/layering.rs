@@ -34,6 +34,8 @@ fn each_layer_is_stronger_than_the_one_before() {
         grace: Some("2m".to_owned()),
         deadline: Some("8h".to_owned()),
         store: Some(PathBuf::from("images")),
+        nodes: None,
+        node_rank: None,
     };
     let flags = load_layers(FILE, &env, &overrides).unwrap();
     assert_eq!(flags.config.snapshot.interval, Interval::Off);

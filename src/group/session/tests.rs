@@ -95,7 +95,8 @@ fn member(etcd: &Options, rank: u32, size: u32, parts: BTreeMap<group::Number, P
     let (sender, said) = channel();
     let (own, etcd) = (words.clone(), etcd.clone());
     std::thread::spawn(move || {
-        let identity = Identity { group: "test".parse().unwrap(), rank: Rank(rank), node: node(size), lease: LEASE };
+        let identity =
+            Identity { group: "test".parse().unwrap(), rank: Rank(rank), node: node(size), lease: LEASE, former: None };
         let told = own.clone();
         let session = Session::start(etcd, identity, move |it| drop(told.send(Word::Told(it)))).unwrap();
         let machine = Machine::new(options(Rank(rank), size), Epoch::default());

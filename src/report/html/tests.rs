@@ -106,3 +106,22 @@ fn one_snapshot_or_none_is_no_reason_to_fail() {
         }
     }
 }
+
+#[test]
+fn work_that_a_rewind_lost_is_told_apart() {
+    let mut events = journal(100);
+    let after = |events: &[Event], seconds| events.last().unwrap().time + TimeDelta::seconds(seconds);
+    let shown = page(&Report::new(&events, facts(), after(&events, 10)));
+    assert!(shown.contains("Lost work") && !shown.contains("by going back on request"), "all of it is by the failure");
+    let image = ImageId::new(99, at(99 * 600));
+    events.push(Event { time: after(&events, 20), ..Event::now("run", What::Rewinding { image }) });
+    let cause = Some(rekindle_base::cause::Cause::Rewound);
+    events.push(Event {
+        time: after(&events, 0),
+        ..Event::now("run", What::Ended { exit_code: None, signal: Some(9), cause })
+    });
+    let started = What::Started { pid: Some(1), image: Some(image), took_us: 1_000_000, moved: Vec::new() };
+    events.push(Event { time: after(&events, 1), ..Event::now("other", started) });
+    let shown = page(&Report::new(&events, facts(), after(&events, 10)));
+    assert!(shown.contains("by going back on request"), "{shown}");
+}

@@ -84,6 +84,19 @@ pub(crate) enum Verdict {
     Rewind(ImageId),
 }
 
+impl Verdict {
+    /// Why the job did not end well, in words.
+    #[must_use]
+    pub(crate) fn in_words(&self) -> String {
+        match self {
+            Verdict::Died(signal) => format!("one of its processes was killed by {}", Ended::Signal(*signal)),
+            Verdict::GiveUp { why } => why.clone(),
+            Verdict::Restart => "it hangs, or a rule matched".into(),
+            Verdict::Stop | Verdict::Rewind(_) => "a rule matched".into(),
+        }
+    }
+}
+
 /// An input of the state machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Event {
@@ -153,6 +166,12 @@ pub(crate) enum Event {
     StopBy(Stop, Instant),
     /// Stop at once.
     StopNow(Stop),
+    /// The group orders the start of the job.
+    Launch(StartPoint),
+    /// The group orders the end of the job.
+    End,
+    /// The group's run is over.
+    Over(Finish),
     /// A time that [`Machine::deadline`](super::Machine::deadline) named may have come.
     Tick,
 }

@@ -11,6 +11,8 @@ use rekindle_store::ImageId;
 /// The state of the job.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum State {
+    /// There is no job: the group has not ordered its start.
+    Idle,
     /// It is being launched or restored.
     Starting {
         from: StartPoint,
@@ -56,6 +58,8 @@ pub(crate) enum Then {
     Suspend,
     /// Go back to this image.
     Rewind(ImageId),
+    /// End the job: the group ordered it.
+    End,
 }
 
 /// Why a job was told to end.
@@ -71,6 +75,8 @@ pub(crate) enum Ending {
     Rewind(ImageId),
     /// It hangs, or a rule matched.
     Condemned,
+    /// The group ordered it.
+    Ordered,
 }
 
 /// One life of the job.
@@ -97,7 +103,11 @@ impl State {
             State::Snapshotting { then: Some(Then::Stop(_, at)), .. } => Some(*at),
             State::Ending { deadline, .. } => *deadline,
             State::Waiting { until, .. } => Some(*until),
-            State::Snapshotting { .. } | State::Starting { .. } | State::Suspended { .. } | State::Done => None,
+            State::Snapshotting { .. }
+            | State::Starting { .. }
+            | State::Suspended { .. }
+            | State::Idle
+            | State::Done => None,
         }
     }
 
@@ -108,7 +118,7 @@ impl State {
             State::Ending { stop, .. } => !matches!(stop, Ending::Stop(_) | Ending::Rewind(_)),
             // An end is postponed while a snapshot is taken.
             State::Starting { .. } | State::Snapshotting { .. } | State::Waiting { .. } => false,
-            State::Suspended { .. } | State::Done => false,
+            State::Suspended { .. } | State::Idle | State::Done => false,
         }
     }
 
@@ -116,7 +126,9 @@ impl State {
     pub(in crate::supervisor) fn life(&self) -> Option<&Life> {
         match self {
             State::Running(life) | State::Snapshotting { life, .. } | State::Ending { life, .. } => Some(life),
-            State::Starting { .. } | State::Waiting { .. } | State::Suspended { .. } | State::Done => None,
+            State::Starting { .. } | State::Waiting { .. } | State::Suspended { .. } | State::Idle | State::Done => {
+                None
+            }
         }
     }
 
@@ -126,7 +138,7 @@ impl State {
         match self {
             State::Starting { then, .. } | State::Snapshotting { then, .. } => matches!(then, Some(Then::Stop(..))),
             State::Ending { stop, .. } => matches!(stop, Ending::Stop(_)),
-            State::Running(_) | State::Waiting { .. } | State::Suspended { .. } => false,
+            State::Running(_) | State::Waiting { .. } | State::Suspended { .. } | State::Idle => false,
             State::Done => true,
         }
     }
@@ -142,7 +154,7 @@ impl State {
             State::Ending { stop: Ending::Suspend, .. } => JobState::Suspending,
             State::Ending { stop: Ending::Rewind(_), .. } => JobState::Rewinding,
             State::Ending { .. } => JobState::Stopping,
-            State::Waiting { .. } => JobState::Waiting,
+            State::Waiting { .. } | State::Idle => JobState::Waiting,
             State::Suspended { .. } => JobState::Suspended,
             State::Done => JobState::Done,
         }

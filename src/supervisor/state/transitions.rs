@@ -165,7 +165,7 @@ impl Machine<'_> {
                     && match then {
                         Some(Then::Stop(_, until)) => now < until,
                         Some(Then::Suspend) => true,
-                        Some(Then::Rewind(_)) | None => false,
+                        Some(Then::Rewind(_) | Then::End) | None => false,
                     } =>
             {
                 life.missed += 1;
@@ -198,6 +198,7 @@ impl Machine<'_> {
                 };
                 match (then, ended) {
                     (Some(Then::Rewind(image)), _) => kill(Ending::Rewind(image), life),
+                    (Some(Then::End), _) => kill(Ending::Ordered, life),
                     (Some(Then::Suspend), _) if taken => kill(Ending::Suspend, life),
                     // The end will be reported, with the images at that time.
                     (None | Some(Then::Suspend), Some(_)) if !lost => {
@@ -356,11 +357,11 @@ pub(super) fn suspended(from: StartPoint, event: Event) -> (State, Vec<Action>) 
     }
 }
 
-fn start(from: StartPoint) -> (State, Vec<Action>) {
+pub(super) fn start(from: StartPoint) -> (State, Vec<Action>) {
     (State::Starting { from, then: None }, vec![Action::Start(from)])
 }
 
-fn kill(stop: Ending, life: Life) -> (State, Vec<Action>) {
+pub(super) fn kill(stop: Ending, life: Life) -> (State, Vec<Action>) {
     (State::Ending { stop, deadline: None, life }, vec![Action::Kill])
 }
 
@@ -383,6 +384,6 @@ fn decided(decision: Decision, last: Option<Ended>, now: Instant) -> (State, Vec
     }
 }
 
-fn finish(how: Finish) -> (State, Vec<Action>) {
+pub(super) fn finish(how: Finish) -> (State, Vec<Action>) {
     (State::Done, vec![Action::Finish(how)])
 }

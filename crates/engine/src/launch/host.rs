@@ -5,7 +5,7 @@ use rekindle_store::manifest::Host;
 
 /// Describes this machine. Unknown facts are empty: the result is for comparing, not for deciding.
 #[must_use]
-pub(crate) fn describe() -> Host {
+pub fn describe() -> Host {
     let uname = nix::sys::utsname::uname().ok();
     let text = |part: Option<&std::ffi::OsStr>| part.map(|p| p.to_string_lossy().into_owned()).unwrap_or_default();
     let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();

@@ -12,6 +12,7 @@ use super::pages::Drained;
 use super::prepare::Ready;
 use super::seen::{Gpus, Seen, copied};
 use super::{Env, Error};
+use crate::launch::group::Unplugged;
 use crate::launch::identity::Identity;
 use crate::launch::plugin;
 use crate::parts::devices::Devices;
@@ -24,9 +25,14 @@ use rekindle_os::{process, tcp_repair};
 use rekindle_store::manifest::{Landing, MappedFile, Phase, Recreate, SavedLink, TreeProcess};
 
 /// The phases of the freeze. After the last cancellable one the job is resumed in any case.
-fn steps<'a>() -> [Step<Freeze<'a>, Error>; 6] {
+fn steps<'a>() -> [Step<Freeze<'a>, Error>; 8] {
     [
         Step::new("lock", |f: &mut Freeze<'a>| f.gpus.lock(&f.env)).cancellable().undo(|f| f.gpus.group.undo_lock()),
+        Step::new("barrier", |f: &mut Freeze<'a>| f.wait_for_locks()).cancellable().only_if(|f| f.env.is_in_group()),
+        Step::new("cable", |f: &mut Freeze<'a>| f.pull_cable())
+            .cancellable()
+            .only_if(|f| f.env.is_in_group())
+            .undo(|f| f.plug_cable()),
         Step::new("checkpoint", |f: &mut Freeze<'a>| f.checkpoint())
             .cancellable()
             .undo(|f| f.gpus.group.undo_checkpoint()),
@@ -82,14 +88,16 @@ pub(super) struct Dumped {
 }
 
 /// A freeze under way.
-struct Freeze<'a> {
-    env: Env<'a>,
+pub(super) struct Freeze<'a> {
+    pub(super) env: Env<'a>,
     seen: Seen,
     gpus: Gpus,
     ready: Ready,
     landing: Vec<Landing>,
     saved_links: Vec<SavedLink>,
     dumped: Option<Dumped>,
+    /// The cable to the group, while it is out.
+    pub(super) cable: Option<Unplugged<'a>>,
 }
 
 /// A freeze that is over: the job runs, and the image is yet to be completed and published.
@@ -102,6 +110,8 @@ pub(super) struct Frozen<'a> {
     pub(super) saved_links: Vec<SavedLink>,
     pub(super) dumped: Dumped,
     pub(super) timings: Timings,
+    /// The cable to the group, while it is out.
+    pub(super) cable: Option<Unplugged<'a>>,
 }
 
 /// Runs all phases up to the moment at which the job runs again. When one fails, it and all before it are undone.
@@ -115,15 +125,15 @@ pub(super) fn freeze<'a>(env: Env<'a>) -> Result<Frozen<'a>, Error> {
     go_on()?;
     let ready = timings.run("prepare", || Ready::make(&env, &mut seen, &gpus))?;
     let (landing, saved_links) = (Vec::new(), Vec::new());
-    let mut freeze = Freeze { env, seen, gpus, ready, landing, saved_links, dumped: None };
+    let mut freeze = Freeze { env, seen, gpus, ready, landing, saved_links, dumped: None, cable: None };
     if let Err(failed) = steps::run(&steps(), &mut freeze, &mut timings, &go_on) {
         return Err(freeze.failed(failed));
     }
-    let Freeze { env, seen, gpus, mut ready, landing, saved_links, dumped } = freeze;
+    let Freeze { env, seen, gpus, mut ready, landing, saved_links, dumped, cable } = freeze;
     let dumped = dumped.ok_or_else(silent)?;
     // The driver has read its memory back, so the names are not needed any more.
     ready.armed = landing::capture::Armed::default();
-    Ok(Frozen { env, seen, gpus, ready, landing, saved_links, dumped, timings })
+    Ok(Frozen { env, seen, gpus, ready, landing, saved_links, dumped, timings, cable })
 }
 
 impl Freeze<'_> {
@@ -140,8 +150,9 @@ impl Freeze<'_> {
 
     fn checkpoint(&mut self) -> Result<(), Error> {
         self.gpus.group.checkpoint()?;
-        self.landing = self.ready.armed.taken();
-        for pid in self.ready.armed.refused() {
+        let landed = self.ready.armed.landed();
+        self.landing = landed.taken;
+        for pid in landed.refused {
             tracing::debug!(
                 pid,
                 "its device memory is in CRIU's page files: it has no interposer, or could not use it"

@@ -7,6 +7,7 @@ use super::pages::{Expected, expect};
 use super::{Env, Error, preflight};
 use crate::parts::files::capture::{Contents, View};
 use crate::parts::files::record;
+use crate::parts::gpu::capture::Elsewhere;
 use crate::parts::gpu::capture::{self as gpu, Group};
 use crate::parts::{access, fds, tcp};
 use rekindle_base::chain;
@@ -86,7 +87,8 @@ impl Gpus {
     /// Locks all. Checks the GPUs also of processes that started to use CUDA only now.
     pub(super) fn lock(&mut self, env: &Env<'_>) -> Result<(), Error> {
         let known = self.group.outer_pids();
-        self.group.lock(env.root(), env.subject.options.lock_timeout, env.cancelled)?;
+        let elsewhere = env.subject.group.map(|group| group as &dyn Elsewhere);
+        self.group.lock(env.root(), elsewhere, env.subject.options.lock_timeout, env.cancelled)?;
         if self.group.outer_pids() != known {
             self.inventory = GpuInventory::read();
             preflight::check_gpus(&self.inventory, &self.group.outer_pids())?;

@@ -37,9 +37,9 @@ pub(crate) fn folder() -> tempfile::TempDir {
     if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() }.unwrap()
 }
 
-/// Addresses that nobody uses.
-fn ports(count: usize) -> Vec<u16> {
-    let sockets: Vec<_> = (0..count).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
+/// Ports of this machine's address that nobody uses.
+fn ports(host: &str, count: usize) -> Vec<u16> {
+    let sockets: Vec<_> = (0..count).map(|_| TcpListener::bind((host, 0)).unwrap()).collect();
     sockets.iter().map(|socket| socket.local_addr().unwrap().port()).collect()
 }
 
@@ -75,6 +75,12 @@ impl Cluster {
         Cluster::within(folder(), count, scheme, more, &[], None)
     }
 
+    /// A cluster that other machines reach at this address.
+    #[allow(dead_code, reason = "tests of groups use it")]
+    pub(crate) fn at(host: &str, count: usize) -> Cluster {
+        Cluster::on(host, folder(), count, "http", &[], &[], None)
+    }
+
     /// A cluster whose members can be cut off from each other.
     pub(crate) fn linked(count: usize, more: &[&str]) -> (Cluster, Links) {
         let links = Links::default();
@@ -96,13 +102,25 @@ impl Cluster {
         control: &[&str],
         links: Option<Links>,
     ) -> Cluster {
-        let ports = ports(count * 2);
+        Cluster::on("127.0.0.1", folder, count, scheme, more, control, links)
+    }
+
+    fn on(
+        host: &str,
+        folder: tempfile::TempDir,
+        count: usize,
+        scheme: &str,
+        more: &[&str],
+        control: &[&str],
+        links: Option<Links>,
+    ) -> Cluster {
+        let ports = ports(host, count * 2);
         let members = (0..count).map(|n| {
             let listen = format!("127.0.0.1:{}", ports[n * 2 + 1]);
             let peer = links.as_ref().map_or_else(|| listen.clone(), |links| links.before(n, listen.clone()));
             Member {
                 name: format!("m{n}"),
-                client: format!("{scheme}://127.0.0.1:{}", ports[n * 2]),
+                client: format!("{scheme}://{host}:{}", ports[n * 2]),
                 peer: format!("http://{peer}"),
                 listen: format!("http://{listen}"),
                 child: None,

@@ -89,6 +89,9 @@ pub struct Manifest {
     /// first snapshot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub interval: Option<Choice>,
+    /// The group image that this image is a part of. It is only restored together with all other parts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub group: Option<GroupPart>,
     /// Sum of the sizes of the parts, in bytes. Set by [`crate::staging::Filling::seal`].
     pub bytes: u64,
     /// Every file of the image except the manifest, by path. Set by [`crate::staging::Filling::seal`].
@@ -122,6 +125,21 @@ pub enum Reason {
     Final,
     /// A command of the user.
     Request,
+    /// The group of which the job is a part takes one.
+    Group,
+}
+
+/// A part of a group image: the image of a job over several machines.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GroupPart {
+    /// The number of the group image in its group.
+    pub number: u64,
+    /// The start of the whole job since which it ran when the part was taken, counted from 1.
+    pub epoch: u64,
+    /// The member that began the group. It tells group image 3 of a group from that of another one with its name.
+    pub origin: u64,
+    /// A random 128-bit number, in hexadecimal digits: another image of the same name is not this part.
+    pub mark: String,
 }
 
 /// The machine that an image was taken on, for comparison at a restore elsewhere.

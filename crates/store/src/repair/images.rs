@@ -8,7 +8,6 @@ use chrono::Utc;
 use super::{Error, Hold, Loss, Suffering};
 use crate::chunk::ChunkId;
 use crate::chunk::map::Extent;
-use crate::folder::JobFolder;
 use crate::format::ReadError;
 use crate::image::{DamageKind, Form, Image, State};
 use crate::mark::{BadMark, BadWhy};
@@ -52,12 +51,16 @@ impl Known {
     }
 }
 
-/// Checks all images, newest first, and marks those that have lost content.
-pub(super) fn look(folder: &JobFolder, known: &Known, hold: &Hold<'_>) -> Result<Vec<Suffering>, Error> {
+/// Checks the images, and marks those that have lost content.
+pub(super) fn look(images: &[Image], known: &Known, hold: &Hold<'_>) -> Result<Vec<Suffering>, Error> {
     let mut all = Vec::new();
-    for image in folder.images()? {
+    for image in images {
         hold.keep()?;
-        let Some((loss, what)) = lost_of(&image, known) else { continue };
+        let Some((loss, what)) = lost_of(image, known) else { continue };
+        // The supervisor has removed it meanwhile, and perhaps its packs.
+        if !image.dir.exists() {
+            continue;
+        }
         if loss == Loss::Certain && image.is_good() && hold.may_write()? {
             let mark = BadMark { why: BadWhy::Damaged, detail: what.clone(), when: Utc::now() };
             image.clone().mark_bad(mark)?;

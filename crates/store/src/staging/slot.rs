@@ -158,16 +158,22 @@ impl Filling {
         PartPath::of_process(pid)
     }
 
-    /// The landing file of a process, with memory for at least `len` bytes.
+    /// The landing files of processes, each with memory for at least so many bytes. All are made ready at once.
     ///
     /// # Errors
-    /// When it cannot be created, or there is not enough memory.
-    pub fn landing_file(&self, pid: i32, len: u64) -> Result<PathBuf, Error> {
-        let path = self.slot.dir.join(Filling::landing_part(pid));
-        let open = || File::options().read(true).write(true).create(true).truncate(false).mode(0o600).open(&path);
-        let ready = open().and_then(|file| pages::make_present(&file, len));
-        ready.map_err(failed("make room for GPU memory in", &path))?;
-        Ok(path)
+    /// When one cannot be created, or there is not enough memory.
+    pub fn landing_files(&self, processes: &[(i32, u64)]) -> Result<Vec<PathBuf>, Error> {
+        let options = || File::options().read(true).write(true).create(true).truncate(false).mode(0o600).clone();
+        let paths: Vec<PathBuf> =
+            processes.iter().map(|(pid, _)| self.slot.dir.join(Filling::landing_part(*pid))).collect();
+        let mut files = Vec::new();
+        for (path, (_, len)) in paths.iter().zip(processes) {
+            files.push((options().open(path).map_err(failed("make room for GPU memory in", path))?, *len));
+        }
+        let dir = &self.slot.dir;
+        pages::make_all_present(files)
+            .map_err(|(at, source)| failed("make room for GPU memory in", paths.get(at).unwrap_or(dir))(source))?;
+        Ok(paths)
     }
 
     /// Completes the image: sets `id`, `bytes` and `parts` of the manifest and writes it. Parts on the disk are hashed,

@@ -48,8 +48,7 @@ fn an_image_is_there_when_it_was_sealed_and_gone_when_the_slot_begins_again() {
     assert!(area.images().is_empty() && area.is_there());
     let filling = area.slots()[0].begin(id(1)).unwrap();
     fs::write(filling.dir().join("criu/x.img"), [1; 100]).unwrap();
-    let landing = filling.landing_file(1001, 5 << 20).unwrap();
-    filling.landing_file(77, 1 << 20).unwrap();
+    let [landing, _] = filling.landing_files(&[(1001, 5 << 20), (77, 1 << 20)]).unwrap().try_into().unwrap();
     let mut with = manifest();
     with.landing = vec![Landing {
         pid: 1001,
@@ -70,7 +69,7 @@ fn an_image_is_there_when_it_was_sealed_and_gone_when_the_slot_begins_again() {
     let again = area.slots()[0].begin(id(2)).unwrap();
     assert!(area.images().is_empty());
     assert_eq!(
-        fs::metadata(again.landing_file(1001, 5 << 20).unwrap()).unwrap().ino(),
+        fs::metadata(&again.landing_files(&[(1001, 5 << 20)]).unwrap()[0]).unwrap().ino(),
         pages,
         "its pages are used again"
     );
@@ -88,9 +87,11 @@ fn a_full_tmpfs_is_an_error_and_a_lost_one_is_seen() {
     let Some(ground) = Ground::new() else { return };
     let area = ground.open();
     let filling = area.slots()[1].begin(id(1)).unwrap();
-    let Err(Error::File(FileError { source, .. })) = filling.landing_file(1, 128 << 20) else {
+    let Err(Error::File(FileError { source, path, .. })) = filling.landing_files(&[(1, 1 << 20), (2, 128 << 20)])
+    else {
         panic!("it has 64 MiB")
     };
+    assert!(path.ends_with("gpu/2"), "{path:?}");
     assert_eq!(source.kind(), io::ErrorKind::StorageFull);
     drop(filling);
     umount2(area.path(), MntFlags::MNT_DETACH).unwrap();

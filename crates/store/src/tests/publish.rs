@@ -73,7 +73,10 @@ fn one_writer_and_any_reader() {
     let other = home.store.job(home.folder.name()).unwrap();
     let error = other.lock().unwrap_err().to_string();
     let pid = std::process::id();
-    assert!(error.starts_with(&format!("job \"train\" is supervised by pid {pid} on host ")), "{error}");
+    assert!(
+        error.starts_with(&format!("job \"train\" is running, and is supervised by pid {pid} on host ")),
+        "{error}"
+    );
     assert!(error.contains(" since 20"), "{error}");
     assert!(matches!(other.writer().unwrap(), Writer::Known(holder) if holder.pid == pid));
     assert_eq!(other.images().unwrap().len(), 1);

@@ -17,6 +17,7 @@ use std::hash::{BuildHasher, RandomState};
 use std::time::{Duration, Instant};
 
 use cut::{Cut, Without};
+pub use cut::{Elsewhere, Operations};
 use lock::Resting;
 use rekindle_cuda::sharing::{self, Sharing};
 use rekindle_cuda::{self as cuda, Process, State};
@@ -174,13 +175,18 @@ impl Group {
     /// Looks for CUDA processes in the tree below `root`.
     pub(crate) fn find(root: i32) -> Result<Group, cuda::Error> {
         let mut members = Vec::new();
-        for pid in process::tree(root) {
-            // A process that has ended meanwhile is skipped.
-            if !cuda::is_candidate(pid).unwrap_or(false) {
-                continue;
-            }
-            let Some(inner) = process::inner_pid(pid) else { continue };
-            match look_at(pid) {
+        // A process that has ended meanwhile is skipped.
+        let look = |(at, pid): (usize, i32)| {
+            let is_candidate = cuda::is_candidate(pid).unwrap_or(false);
+            let inner = is_candidate.then(|| process::inner_pid(pid)).flatten();
+            Ok::<_, cuda::Error>((at, pid, inner.map(|inner| (inner, look_at(pid)))))
+        };
+        let tree = process::tree(root).into_iter().enumerate().collect();
+        let mut all = parallel::in_parallel(tree, READERS, look)?;
+        all.sort_by_key(|(at, ..)| *at);
+        for (_, pid, answer) in all {
+            let Some((inner, answer)) = answer else { continue };
+            match answer {
                 Ok((process, thread)) => {
                     members.push(Member { process, inner, thread, state: GpuState::Running, stopped: false });
                 }
@@ -229,7 +235,13 @@ impl Group {
     /// them release each other's memory. Each attempt of each step has the limit `timeout`.
     /// If one cannot be locked, all are unlocked and the lock is tried again. The same happens if a process started or
     /// stopped using CUDA between the listing and the lock.
-    pub(crate) fn lock(&mut self, root: i32, timeout: Duration, cancelled: &dyn Fn() -> bool) -> Result<(), Error> {
+    pub(crate) fn lock(
+        &mut self,
+        root: i32,
+        elsewhere: Option<&dyn Elsewhere>,
+        timeout: Duration,
+        cancelled: &dyn Fn() -> bool,
+    ) -> Result<(), Error> {
         let error = |source| Error::Cuda { phase: "lock", source };
         let mut wedged = false;
         for attempt in 1..=ATTEMPTS {
@@ -239,7 +251,7 @@ impl Group {
                 tracing::debug!("ranks are locked without a common point: at that point a GPU did not finish");
                 Ok(())
             } else {
-                self.bring_to_rest(timeout, cancelled)
+                self.bring_to_rest(elsewhere, timeout, cancelled)
             };
             if outcome.is_ok() {
                 let is_at_one_point = self.cut.is_some();
@@ -268,7 +280,11 @@ impl Group {
                 // A new search would lose this state.
                 _ if self.stuck().is_some() => return Err(cause),
                 Error::Cancelled => return Err(cause),
-                Error::Cuda { source, .. } if !source.is_not_ready() || self.members.len() < 2 => return Err(cause),
+                Error::Cuda { source, .. }
+                    if !source.is_not_ready() || (self.members.len() < 2 && elsewhere.is_none()) =>
+                {
+                    return Err(cause);
+                }
                 Error::Sharing(source) if !source.is_busy() => return Err(cause),
                 // After the second time it is not worth to delay the others again.
                 Error::Late { .. } if attempt == 2 => return Err(cause),
@@ -282,8 +298,13 @@ impl Group {
     }
 
     /// Holds all ranks at one point, if their operations are counted.
-    fn bring_to_rest(&mut self, timeout: Duration, cancelled: &dyn Fn() -> bool) -> Result<(), Error> {
-        self.cut = match cut::reach(&self.outer_pids(), timeout, cancelled) {
+    fn bring_to_rest(
+        &mut self,
+        elsewhere: Option<&dyn Elsewhere>,
+        timeout: Duration,
+        cancelled: &dyn Fn() -> bool,
+    ) -> Result<(), Error> {
+        self.cut = match cut::reach(&self.outer_pids(), elsewhere, timeout, cancelled) {
             Ok(cut) => Some(cut),
             Err(Without::Counts) => None,
             Err(Without::Late(who)) => return Err(Error::Late { timeout, who }),
@@ -315,15 +336,25 @@ impl Group {
 
     /// Stops all threads of all processes. Their gates are open then: in an image, nobody would open a closed one.
     fn stop(&mut self) -> Result<(), Error> {
-        for member in self.members.iter_mut().filter(|member| !member.stopped) {
-            member.stopped =
-                ptrace::stop(member.process.pid(), STOP_TIMEOUT).map_err(|source| match member.has_ended() {
-                    true => Error::Ended { pid: member.inner },
-                    false => Error::Io { what: format!("checkpoint: cannot stop process {}", member.inner), source },
-                })?;
+        let stop = |member: &Member| match member.stopped {
+            true => Ok(true),
+            false => ptrace::stop(member.process.pid(), STOP_TIMEOUT),
+        };
+        let mut result = Ok(());
+        for (member, outcome) in self.at_once(stop) {
+            match outcome {
+                Ok(stopped) => member.stopped = stopped,
+                Err(_) if member.has_ended() => result = result.and(Err(Error::Ended { pid: member.inner })),
+                Err(source) => {
+                    let what = format!("checkpoint: cannot stop process {}", member.inner);
+                    result = result.and(Err(Error::Io { what, source }));
+                }
+            }
         }
-        self.cut = None;
-        Ok(())
+        if result.is_ok() {
+            self.cut = None;
+        }
+        result
     }
 
     /// Unlocks the locked processes; their threads stay stopped.
@@ -376,10 +407,11 @@ impl Group {
             return true;
         }
         let known = self.outer_pids();
-        let unknown = process::tree(root).into_iter().filter(|pid| !known.contains(pid));
-        unknown
-            .into_iter()
-            .any(|pid| cuda::is_candidate(pid).unwrap_or(false) && Process::new(pid).and_then(|p| p.state()).is_ok())
+        let unknown = process::tree(root).into_iter().filter(|pid| !known.contains(pid)).collect();
+        any(unknown, |pid| {
+            cuda::is_candidate(pid).unwrap_or(false) && Process::new(pid).and_then(|p| p.state()).is_ok()
+        })
+        .is_some()
     }
 
     /// Stops all processes, then moves device memory to host memory. Fails if one is in cuInit: driver 580 would accept
@@ -443,10 +475,12 @@ impl Group {
                 let _ = ptrace::go_on(member.process.pid());
             }
         }
-        for member in self.members.iter_mut().filter(|m| m.state == GpuState::Locked) {
-            match member.process.unlock() {
-                Ok(()) => member.state = GpuState::Running,
-                Err(source) => result = result.and(Err(Error::Cuda { phase: "unlock", source })),
+        let unlock = |member: &Member| (member.state == GpuState::Locked).then(|| member.process.unlock());
+        for (member, outcome) in self.at_once(unlock) {
+            match outcome {
+                None => {}
+                Some(Ok(())) => member.state = GpuState::Running,
+                Some(Err(source)) => result = result.and(Err(Error::Cuda { phase: "unlock", source })),
             }
         }
         sharing::announce(&self.outer_pids(), false);
@@ -466,8 +500,10 @@ impl Group {
     /// Updates the recorded state from the driver: a call that failed may have done its work, and a process that died
     /// needs no undo.
     fn sync_with_driver(&mut self) {
-        for member in self.members.iter_mut().filter(|m| m.state != GpuState::Lost) {
-            member.state = match ask_again(member) {
+        let ask = |member: &Member| (member.state != GpuState::Lost).then(|| ask_again(member));
+        for (member, answer) in self.at_once(ask) {
+            let Some(answer) = answer else { continue };
+            member.state = match answer {
                 Ok(State::Running) => GpuState::Running,
                 Ok(State::Locked) => GpuState::Locked,
                 Ok(State::Checkpointed) => GpuState::Checkpointed,
@@ -486,8 +522,9 @@ impl Group {
     }
 
     pub(crate) fn check_running(&self) -> Result<(), Error> {
-        for member in &self.members {
-            match member.process.state() {
+        let states = parallel::at_once(&self.members, |member| member.process.state());
+        for (member, state) in self.members.iter().zip(states) {
+            match state {
                 Ok(State::Running) => {}
                 Ok(state) => return Err(Error::NotRunning { pid: member.inner, state }),
                 // It ended as soon as it was resumed; the supervisor sees whether the job continues.
@@ -502,13 +539,22 @@ impl Group {
 /// Whether none of these, as we see them, is in cuInit. While they run, the answer is valid for this moment only.
 pub(crate) fn check_initialized(pids: &[i32]) -> Result<(), Error> {
     // A process that ended meanwhile does not count.
-    match pids.iter().find(|pid| cuda::is_initializing(**pid).unwrap_or(false)) {
+    match any(pids.to_vec(), |pid| cuda::is_initializing(pid).unwrap_or(false)) {
         None => Ok(()),
         Some(pid) => {
-            let name = process::name(*pid).unwrap_or_default();
-            Err(Error::Initializing { pid: process::inner_pid(*pid).unwrap_or(*pid), name })
+            let name = process::name(pid).unwrap_or_default();
+            Err(Error::Initializing { pid: process::inner_pid(pid).unwrap_or(pid), name })
         }
     }
+}
+
+/// Threads that read /proc. The mappings of a process of PyTorch take about 3 ms, and the kernel reads those of several
+/// at once.
+const READERS: usize = 8;
+
+/// One of these processes to which it applies.
+fn any(pids: Vec<i32>, applies: impl Fn(i32) -> bool + Sync) -> Option<i32> {
+    parallel::in_parallel(pids, READERS, |pid| if applies(pid) { Err(pid) } else { Ok(()) }).err()
 }
 
 /// A CUDA process that is running, and the thread the driver works with.

@@ -123,24 +123,22 @@ pub(crate) fn put_back(job: &Job, manifest: &Manifest, pairs: &[cuda::GpuMapping
         // A process that died is noticed below.
         let _ = ptrace::go_on(process.pid());
     }
-    for (pid, process) in &processes {
-        match process.state() {
-            Ok(cuda::State::Running) => Ok(()),
-            _ => process.unlock().map_err(|source| Error::Cuda { pid: *pid, source }),
-        }?;
-    }
+    let unlock = |(pid, process): &(i32, cuda::Process)| match process.state() {
+        Ok(cuda::State::Running) => Ok(()),
+        _ => process.unlock().map_err(|source| Error::Cuda { pid: *pid, source }),
+    };
+    parallel::at_once(&processes, unlock).into_iter().collect::<Result<(), Error>>()?;
     // In the image, CUDA is announced as locked.
     let pids: Vec<i32> = processes.iter().map(|(_, process)| process.pid()).collect();
     sharing::announce(&pids, false);
-    for (pid, process) in &processes {
+    let check = |(pid, process): &(i32, cuda::Process)| {
         let error = |source| Error::Cuda { pid: *pid, source };
-        match process.state() {
-            Ok(cuda::State::Running) => {}
-            Ok(state) => return Err(error(cuda::Error::Busy { pid: *pid, state })),
-            Err(source) => return Err(error(source)),
+        match process.state().map_err(error)? {
+            cuda::State::Running => Ok(()),
+            state => Err(error(cuda::Error::Busy { pid: *pid, state })),
         }
-    }
-    Ok(())
+    };
+    parallel::at_once(&processes, check).into_iter().collect()
 }
 
 /// Maps again in each process the other processes' memory that it had released for the image. Their other threads are
@@ -151,10 +149,11 @@ fn take_again(manifest: &Manifest, processes: &[(i32, cuda::Process)]) -> Result
     if !sharing::is_let_go(&sharing) {
         return Ok(());
     }
-    for (pid, process) in processes {
+    let unlock = |(pid, process): &(i32, cuda::Process)| {
         let thread = manifest.tree.cuda_threads.get(pid).copied().unwrap_or(*pid);
         let unlocked = process.alone(thread, patience(manifest), || process.unlock());
-        unlocked.map_err(|source| Error::Cuda { pid: *pid, source })?;
-    }
+        unlocked.map_err(|source| Error::Cuda { pid: *pid, source })
+    };
+    parallel::at_once(processes, unlock).into_iter().collect::<Result<(), Error>>()?;
     Ok(sharing::take_again(&sharing)?)
 }

@@ -14,7 +14,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use rekindle_os::{maps, process};
+use super::shares;
+use rekindle_os::{maps, parallel, process};
 use rekindle_store::JobPath;
 use rekindle_store::failed;
 use rekindle_store::manifest::Landing;
@@ -37,14 +38,26 @@ pub(crate) struct Armed {
     files: Vec<(Lander, PathBuf)>,
 }
 
+/// What came of the landing files, once the device memory is in them.
+#[derive(Debug, Default)]
+pub(crate) struct Landed {
+    /// The files that were used.
+    pub(crate) taken: Vec<Landing>,
+    /// The processes that did not use their file, by pid as they see themselves.
+    pub(crate) refused: Vec<i32>,
+}
+
 /// Prepares the files and gives them their names.
 pub(crate) fn arm(area: &Area, slot: &Filling, landers: &[Lander]) -> Result<Armed, staging::Error> {
     let mut armed = Armed::default();
-    for lander in landers {
-        let file = slot.landing_file(lander.inner, lander.bytes)?;
+    let sizes: Vec<(i32, u64)> = landers.iter().map(|lander| (lander.inner, lander.bytes)).collect();
+    let cpus: Vec<(u64, Option<String>)> =
+        landers.iter().map(|lander| (lander.bytes, process::status(lander.outer, "Cpus_allowed"))).collect();
+    for ((lander, file), own) in landers.iter().zip(slot.landing_files(&sizes)?).zip(&cpus) {
         let name = area.landing_dir().join(lander.inner.to_string());
         name_it(&file, &name, lander.outer).map_err(failed("name the landing file", &name))?;
-        armed.files.push((*lander, name));
+        armed.files.push((*lander, name.clone()));
+        shares::tell(&name, shares::of(own, &cpus)).map_err(failed("name the landing file", &name))?;
     }
     Ok(armed)
 }
@@ -64,14 +77,17 @@ fn name_it(file: &Path, name: &Path, pid: i32) -> io::Result<()> {
 }
 
 impl Armed {
-    /// The files that were used, once the device memory is in them.
-    pub(crate) fn taken(&self) -> Vec<Landing> {
-        self.files.iter().filter(|(lander, name)| maps(lander.outer, name)).filter_map(landing).collect()
-    }
-
-    /// The processes that did not use their file, by pid as they see themselves.
-    pub(crate) fn refused(&self) -> Vec<i32> {
-        self.files.iter().filter(|(lander, name)| !maps(lander.outer, name)).map(|(lander, _)| lander.inner).collect()
+    /// Which of the files were used.
+    pub(crate) fn landed(&self) -> Landed {
+        let mut landed = Landed::default();
+        let used = parallel::at_once(&self.files, |(lander, name)| maps(lander.outer, name));
+        for (file, is_used) in self.files.iter().zip(used) {
+            match is_used {
+                true => landed.taken.extend(landing(file)),
+                false => landed.refused.push(file.0.inner),
+            }
+        }
+        landed
     }
 }
 
@@ -79,6 +95,7 @@ impl Drop for Armed {
     fn drop(&mut self) {
         for (_, name) in &self.files {
             let _ = fs::remove_file(name);
+            shares::forget(name);
         }
     }
 }

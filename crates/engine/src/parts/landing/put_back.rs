@@ -8,6 +8,7 @@ use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use super::shares;
 use crate::launch::identity::Identity;
 use rekindle_os::cgroup;
 use rekindle_os::pages;
@@ -23,6 +24,7 @@ impl Drop for InPlace {
     fn drop(&mut self) {
         for path in &self.0 {
             let _ = fs::remove_file(path);
+            shares::forget(path);
         }
     }
 }
@@ -40,13 +42,13 @@ pub struct Error {
 /// Puts all landing files in place.
 pub(crate) fn put(image: &Image, manifest: &Manifest, user: Option<&Identity>) -> Result<InPlace, Error> {
     let mut put = InPlace::default();
-    for landing in &manifest.landing {
+    // Restored processes may use all CPUs of the machine.
+    let all: Vec<(u64, Option<String>)> = manifest.landing.iter().map(|landing| (landing.bytes, None)).collect();
+    for (landing, own) in manifest.landing.iter().zip(&all) {
         put.0.push(landing.path.to_path_buf());
-        put_one(image, landing, user).map_err(|source| Error {
-            pid: landing.pid,
-            path: landing.path.to_path_buf(),
-            source,
-        })?;
+        put_one(image, landing, user)
+            .and_then(|()| shares::tell(&landing.path, shares::of(own, &all)))
+            .map_err(|source| Error { pid: landing.pid, path: landing.path.to_path_buf(), source })?;
     }
     Ok(put)
 }
@@ -148,8 +150,10 @@ mod tests {
             assert_eq!(fs::read(&path).unwrap(), vec![3; 5 << 20]);
             let same = fs::metadata(&path).unwrap().ino() == fs::metadata(&part).unwrap().ino();
             assert_eq!(same, place == Place::Staged, "{place:?}");
+            assert_eq!(fs::read_link(path.with_file_name("7.shares")).unwrap(), Path::new("1"));
             drop(put);
             assert!(!path.exists() && part.exists());
+            assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 0);
         }
         fs::remove_file(&part).unwrap();
         let image = Image {

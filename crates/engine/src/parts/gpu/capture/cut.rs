@@ -4,6 +4,10 @@
 //! ([`super::lock`]). Here the interposer holds each rank in front of its next call of NCCL. Ranks that are behind may
 //! continue to the point of the others ([`plan`]). The kernels on the GPUs then end by themselves.
 //!
+//! In a job over several machines each supervisor does this for its own processes, and knows what those of the others
+//! have started ([`Elsewhere`]). What it knows of them may be old, but counts only rise, and a gate is closed before its
+//! counts are told. So if all supervisors see all ranks at one point, it is the same point.
+//!
 //! The gate is opened once all threads are stopped, so that no image has it closed. If this supervisor dies, the gate
 //! opens by itself.
 
@@ -18,8 +22,25 @@ use std::time::{Duration, Instant};
 
 use plan::{Behind, Channel, Targets};
 use rekindle_cuda::nccl::{Counts, Ranks};
+use serde::{Deserialize, Serialize};
 
 use super::has_ended;
+
+/// What the processes of one machine have started.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Operations {
+    /// Of each process that uses NCCL; its gate is closed.
+    pub counts: Vec<Counts>,
+    /// Not all operations are counted: there is no common point.
+    pub are_uncounted: bool,
+}
+
+/// The other machines of a job.
+pub trait Elsewhere {
+    /// Tells the other machines what is started here. Returns what is started there, by machine; none if one of them has
+    /// not told yet.
+    fn exchange(&self, ours: &Operations) -> Option<Vec<Operations>>;
+}
 
 /// How often the counts are read.
 const PAUSE: Duration = Duration::from_micros(300);
@@ -57,7 +78,26 @@ pub(super) enum Without {
 }
 
 /// Brings all ranks of these processes to one point within `timeout`.
-pub(super) fn reach(pids: &[i32], timeout: Duration, cancelled: &dyn Fn() -> bool) -> Result<Cut, Without> {
+pub(super) fn reach(
+    pids: &[i32],
+    elsewhere: Option<&dyn Elsewhere>,
+    timeout: Duration,
+    cancelled: &dyn Fn() -> bool,
+) -> Result<Cut, Without> {
+    let result = reach_with(pids, elsewhere, timeout, cancelled);
+    if let (Some(elsewhere), Err(Without::Counts)) = (elsewhere, &result) {
+        // The others must not wait for a point that cannot be.
+        elsewhere.exchange(&Operations { counts: Vec::new(), are_uncounted: true });
+    }
+    result
+}
+
+fn reach_with(
+    pids: &[i32],
+    elsewhere: Option<&dyn Elsewhere>,
+    timeout: Duration,
+    cancelled: &dyn Fn() -> bool,
+) -> Result<Cut, Without> {
     let began = Instant::now();
     let mut all = Vec::new();
     for pid in pids {
@@ -76,7 +116,7 @@ pub(super) fn reach(pids: &[i32], timeout: Duration, cancelled: &dyn Fn() -> boo
             }
         }
     }
-    if all.is_empty() {
+    if all.is_empty() && elsewhere.is_none() {
         return Err(Without::Counts);
     }
     let cut = Cut(all);
@@ -85,12 +125,26 @@ pub(super) fn reach(pids: &[i32], timeout: Duration, cancelled: &dyn Fn() -> boo
     let mut seen: Vec<Counts> = Vec::new();
     let (mut changed, mut patience, mut raised) = (Instant::now(), PATIENCE, 0_u32);
     loop {
-        let now: Vec<Counts> = cut.0.iter().map(Ranks::counts).collect();
+        let mut now: Vec<Counts> = cut.0.iter().map(Ranks::counts).collect();
+        let others = elsewhere.map(|elsewhere| {
+            let ours = Operations { counts: now.clone(), are_uncounted: false };
+            elsewhere.exchange(&ours)
+        });
+        let all_told = others.as_ref().is_none_or(Option::is_some);
+        let others = others.flatten().unwrap_or_default();
+        if others.iter().any(|operations| operations.are_uncounted) {
+            return Err(Without::Counts);
+        }
+        // After ours, so that the number of a process here is its place in `cut`.
+        now.extend(others.into_iter().flat_map(|operations| operations.counts));
+        if all_told && now.is_empty() {
+            return Err(Without::Counts);
+        }
         if now != seen {
             changed = Instant::now();
             seen = now;
         }
-        let is_stuck = changed.elapsed() > patience;
+        let is_stuck = all_told && changed.elapsed() > patience;
         let step = targets.step(&seen, is_stuck);
         for (process, place, limit) in step.limits {
             if let Some(ranks) = cut.0.get(process) {
@@ -100,7 +154,7 @@ pub(super) fn reach(pids: &[i32], timeout: Duration, cancelled: &dyn Fn() -> boo
         if cut.0.iter().any(|ranks| ranks.untracked().is_some()) {
             return Err(Without::Counts);
         }
-        if step.is_reached {
+        if step.is_reached && all_told {
             tracing::debug!(took = ?began.elapsed(), raised, "all ranks wait at one point");
             return Ok(cut);
         }
@@ -138,6 +192,7 @@ fn describe(behind: &[Behind], all: &[Ranks]) -> String {
     };
     let who = match process.and_then(|process| all.get(process)) {
         Some(ranks) => format!("rank {rank} (process {})", ranks.inner()),
+        None if process.is_some() => format!("rank {rank} on another machine"),
         None => format!("rank {rank}, which is in no known process,"),
     };
     let others = behind.len() - 1;

@@ -1,0 +1,249 @@
+//! Machines as network namespaces on a bridge, with one supervisor each, and a real etcd.
+
+use std::fs;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::support::Cluster;
+
+/// How long anything here may take.
+pub(crate) const LIMIT: Duration = Duration::from_secs(120);
+
+/// Times short enough for a test.
+const CONFIG: &str = "version = 1
+log.level = \"debug\"
+snapshot.interval = \"1s\"
+snapshot.grace = \"20s\"
+snapshot.retry-after = \"200ms\"
+store.min-free = \"1MiB\"
+store.keep-last = 3
+restart.backoff = \"100ms\"
+restart.min-uptime = \"1s\"
+group.lease = \"5s\"
+group.wait = \"60s\"
+";
+
+/// Whether the tests of this file can run.
+pub(crate) fn gate() -> bool {
+    rekindle_testing::root() && rekindle_testing::criu().is_some() && crate::support::etcd()
+}
+
+fn ip(args: &str) {
+    let output = Command::new("ip").args(args.split(' ')).output().unwrap();
+    assert!(output.status.success(), "ip {args}: {}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// A network of machines.
+pub(crate) struct Lab {
+    folder: tempfile::TempDir,
+    number: u32,
+    pub(crate) cluster: Cluster,
+    pub(crate) machines: Vec<Machine>,
+    members: usize,
+    steps: u32,
+    config: String,
+}
+
+/// A machine: a network namespace, which a sleeping process keeps.
+pub(crate) struct Machine {
+    keeper: Child,
+    veth: String,
+    supervisor: Option<Child>,
+}
+
+impl Machine {
+    fn new(lab: u32, number: u32) -> Machine {
+        let mut command = Command::new("unshare");
+        command.args(["--net", "sleep", "infinity"]).process_group(0);
+        let keeper = command.spawn().unwrap();
+        let pid = keeper.id();
+        let inside = PathBuf::from(format!("/proc/{pid}/ns/net"));
+        let ours = fs::read_link("/proc/self/ns/net").unwrap();
+        wait_for("a network namespace", || fs::read_link(&inside).is_ok_and(|link| link != ours));
+        let (veth, address) = (format!("rt{lab}v{number}"), format!("10.98.{lab}.{}", 10 + number));
+        ip(&format!("link add {veth} type veth peer name eth0 netns {pid}"));
+        ip(&format!("link set {veth} master rt{lab} up"));
+        let net = format!("--net=/proc/{pid}/ns/net");
+        for args in ["link set lo up", &format!("addr add {address}/24 dev eth0"), "link set eth0 up"] {
+            assert!(Command::new("nsenter").args([&net, "ip"]).args(args.split(' ')).status().unwrap().success());
+        }
+        Machine { keeper, veth, supervisor: None }
+    }
+
+    /// Pulls the machine's network cable, or plugs it in.
+    pub(crate) fn cut_off(&self, off: bool) {
+        ip(&format!("link set {} {}", self.veth, if off { "down" } else { "up" }));
+    }
+
+    pub(crate) fn signal(&self, signal: Signal) {
+        let id = self.supervisor.as_ref().expect("a supervisor").id();
+        kill(Pid::from_raw(id as i32), signal).unwrap();
+    }
+
+    /// The machine dies: its supervisor at once, and its network.
+    pub(crate) fn kill(&mut self) {
+        if let Some(mut child) = self.supervisor.take() {
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
+    }
+
+    /// A process of the job.
+    pub(crate) fn process_of_job(&self) -> Option<i32> {
+        let of = |pid: i32| {
+            let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+            children.split_whitespace().filter_map(|pid| pid.parse().ok()).collect::<Vec<i32>>()
+        };
+        // The threads of the supervisor have the children.
+        let id = self.supervisor.as_ref()?.id();
+        let tasks = fs::read_dir(format!("/proc/{id}/task")).ok()?.flatten();
+        let reapers = tasks.flat_map(|task| {
+            let children = fs::read_to_string(task.path().join("children")).unwrap_or_default();
+            children.split_whitespace().filter_map(|pid| pid.parse().ok()).collect::<Vec<i32>>()
+        });
+        let is_job =
+            |pid: &i32| fs::read_to_string(format!("/proc/{pid}/cmdline")).is_ok_and(|it| it.contains("ring.py"));
+        reapers.flat_map(of).find(is_job)
+    }
+}
+
+impl Lab {
+    pub(crate) fn new(machines: u32, steps: u32) -> Lab {
+        Lab::with_etcd(machines, machines, 1, steps)
+    }
+
+    /// With one machine more than the group has members.
+    pub(crate) fn with_spare(members: u32, steps: u32) -> Lab {
+        Lab::with_etcd(members, members + 1, 1, steps)
+    }
+
+    /// With this many members of etcd.
+    pub(crate) fn with_etcd(members: u32, machines: u32, etcd: usize, steps: u32) -> Lab {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = 100 + NEXT.fetch_add(1, Ordering::Relaxed);
+        let folder = tempfile::tempdir().unwrap();
+        let _ = Command::new("ip").args(["link", "del", &format!("rt{number}")]).stderr(Stdio::null()).status();
+        ip(&format!("link add rt{number} type bridge"));
+        ip(&format!("addr add 10.98.{number}.1/24 dev rt{number}"));
+        ip(&format!("link set rt{number} up"));
+        let cluster = Cluster::at(&format!("10.98.{number}.1"), etcd);
+        let machines = (0..machines).map(|machine| Machine::new(number, machine)).collect();
+        Lab { folder, number, cluster, machines, members: members as usize, steps, config: CONFIG.into() }
+    }
+
+    /// Changes a line of the configuration.
+    pub(crate) fn set(&mut self, key: &str, value: &str) {
+        let others = self.config.lines().filter(|line| !line.starts_with(&format!("{key} = ")));
+        self.config = others.map(|line| format!("{line}\n")).collect::<String>() + &format!("{key} = {value}\n");
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    pub(crate) fn log(&self, rank: usize) -> String {
+        fs::read_to_string(self.path(&format!("log{rank}"))).unwrap_or_default()
+    }
+
+    pub(crate) fn out(&self, rank: usize) -> String {
+        fs::read_to_string(self.path(&format!("out{rank}"))).unwrap_or_default()
+    }
+
+    /// `rekindle` on a machine, with the store of a rank.
+    pub(crate) fn command(&self, machine: usize, rank: usize) -> Command {
+        let config = self.path("rekindle.toml");
+        fs::write(&config, &self.config).unwrap();
+        let pid = self.machines[machine].keeper.id();
+        let mut command = Command::new("nsenter");
+        command.arg(format!("--net=/proc/{pid}/ns/net")).arg(env!("CARGO_BIN_EXE_rekindle"));
+        command.arg("--config").arg(config).arg("--store").arg(self.path(&format!("store{rank}")));
+        let coordinator =
+            self.cluster.members.iter().map(|member| member.client.as_str()).collect::<Vec<_>>().join(" ");
+        command.env("REKINDLE_GROUP_COORDINATOR", coordinator);
+        command.env("REKINDLE_CONTROL_DIRECTORY", self.path(&format!("control{machine}")));
+        command.env("REKINDLE_SNAPSHOT_STAGING_DIRECTORY", self.path(&format!("memory{machine}")));
+        command.env("REKINDLE_STORE_SEEN_DIRECTORY", self.path(&format!("seen{machine}")));
+        command
+    }
+
+    /// Starts the supervisor of a rank on a machine.
+    pub(crate) fn run(&mut self, machine: usize, rank: usize, more: &[&str]) {
+        let open = |name: String| fs::File::options().create(true).append(true).open(self.path(&name)).unwrap();
+        let (out, log) = (open(format!("out{rank}")), open(format!("log{rank}")));
+        let size = self.members.to_string();
+        let mut command = self.command(machine, rank);
+        command.args(["run", "--name", "ring", "--node-rank", &rank.to_string()]);
+        if !more.contains(&"--nodes") {
+            command.args(["--nodes", &size]);
+        }
+        command.args(more).args(["--", "python3"]);
+        command.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("integration/jobs/ring.py")).arg(self.steps.to_string());
+        command.stdin(Stdio::null()).stdout(out).stderr(log);
+        self.machines[machine].supervisor = Some(command.spawn().unwrap());
+    }
+
+    pub(crate) fn run_all(&mut self) {
+        for rank in 0..self.members {
+            self.run(rank, rank, &[]);
+        }
+    }
+
+    /// Waits until a text is in the log of a rank this many times.
+    pub(crate) fn said(&self, rank: usize, text: &str, times: usize) {
+        wait_for(&format!("rank {rank} says {text:?} {times} times"), || self.log(rank).matches(text).count() >= times);
+    }
+
+    /// Waits for the end of the supervisor on a machine. Returns its exit code.
+    pub(crate) fn ends(&mut self, machine: usize) -> i32 {
+        let mut child = self.machines[machine].supervisor.take().expect("a supervisor");
+        let mut status = None;
+        wait_for("the end of a supervisor", || {
+            status = child.try_wait().unwrap();
+            status.is_some()
+        });
+        let status = status.unwrap();
+        status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0))
+    }
+
+    /// That all have received all, in order, and nothing else.
+    pub(crate) fn assert_whole(&self) {
+        for rank in 0..self.members {
+            let out = self.out(rank);
+            assert!(!out.contains("WRONG"), "rank {rank}: {out}");
+            assert!(out.contains("done "), "rank {rank}: {out}");
+        }
+    }
+}
+
+impl Drop for Lab {
+    fn drop(&mut self) {
+        for machine in &mut self.machines {
+            machine.kill();
+            let _ = machine.keeper.kill();
+            let _ = machine.keeper.wait();
+        }
+        let _ = Command::new("ip").args(["link", "del", &format!("rt{}", self.number)]).status();
+        if std::thread::panicking() {
+            for rank in 0..self.members {
+                let log = self.log(rank);
+                let lines: Vec<&str> = log.lines().collect();
+                eprintln!("--- rank {rank}\n{}", lines[lines.len().saturating_sub(60)..].join("\n"));
+            }
+        }
+    }
+}
+
+/// Waits until `done`, at most [`LIMIT`].
+pub(crate) fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
+    let end = Instant::now() + LIMIT;
+    while !done() {
+        assert!(Instant::now() < end, "waited {LIMIT:?} in vain until {what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}

@@ -1,0 +1,115 @@
+//! What is lost comes back as a whole: jobs, supervisors, machines, their network.
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::lab::{Lab, gate, wait_for};
+
+const STORED: &str = "was stored in";
+const RESTORED: &str = "the job was restored from image";
+
+#[test]
+fn all_go_back_together_when_a_process_a_supervisor_or_a_machine_is_lost() {
+    if !gate() {
+        return;
+    }
+    let mut lab = Lab::with_spare(3, 6000);
+    lab.run_all();
+    lab.said(1, STORED, 1);
+
+    let victim = lab.machines[1].process_of_job().expect("a process of the job");
+    kill(Pid::from_raw(victim), Signal::SIGKILL).unwrap();
+    (0..3).for_each(|rank| lab.said(rank, RESTORED, 1));
+
+    lab.machines[2].kill();
+    lab.run(2, 2, &[]);
+    (0..3).for_each(|rank| lab.said(rank, RESTORED, 2));
+
+    // Another machine takes the place of rank 0, with its store: another address, the same connections.
+    lab.said(0, STORED, 3);
+    lab.machines[0].kill();
+    lab.run(3, 0, &[]);
+    (0..3).for_each(|rank| lab.said(rank, RESTORED, 3));
+
+    for machine in 1..4 {
+        assert_eq!(lab.ends(machine), 0);
+    }
+    lab.assert_whole();
+}
+
+#[test]
+fn a_stop_is_one_of_all_and_the_next_run_continues() {
+    if !gate() {
+        return;
+    }
+    let mut lab = Lab::new(2, 3000);
+    lab.run_all();
+    lab.said(0, STORED, 1);
+    lab.machines[1].signal(Signal::SIGTERM);
+    assert_eq!((lab.ends(1), lab.ends(0)), (143, 143));
+    lab.run_all();
+    lab.said(0, RESTORED, 1);
+    // Queued again, on request of one.
+    lab.machines[0].signal(Signal::SIGUSR2);
+    assert_eq!((lab.ends(0), lab.ends(1)), (75, 75));
+    lab.run_all();
+    assert_eq!((lab.ends(0), lab.ends(1)), (0, 0));
+    lab.assert_whole();
+}
+
+#[test]
+fn a_machine_that_is_cut_off_ends_its_job_before_its_lease_does() {
+    if !gate() {
+        return;
+    }
+    let mut lab = Lab::new(2, 6000);
+    lab.run_all();
+    lab.said(0, STORED, 2);
+    lab.machines[1].cut_off(true);
+    // The lease is 5 s, and etcd cannot end it before.
+    wait_for("the job ends", || lab.machines[1].process_of_job().is_none());
+    assert!(!lab.log(1).contains("its lease has expired"), "the job was ended before");
+    lab.machines[1].cut_off(false);
+    (0..2).for_each(|rank| lab.said(rank, RESTORED, 1));
+    assert_eq!((lab.ends(0), lab.ends(1)), (0, 0));
+    lab.assert_whole();
+}
+
+#[test]
+fn a_supervisor_that_was_killed_and_runs_again_is_not_waited_for() {
+    if !gate() {
+        return;
+    }
+    let mut lab = Lab::new(2, 6000);
+    lab.set("group.lease", "\"20s\"");
+    lab.run_all();
+    lab.said(1, STORED, 2);
+    lab.machines[1].kill();
+    let began = std::time::Instant::now();
+    lab.run(1, 1, &[]);
+    (0..2).for_each(|rank| lab.said(rank, RESTORED, 1));
+    // Its lease would have lived for longer than this.
+    assert!(began.elapsed() < std::time::Duration::from_secs(12), "{:?}", began.elapsed());
+    assert_eq!((lab.ends(0), lab.ends(1)), (0, 0));
+    lab.assert_whole();
+}
+
+#[test]
+fn a_machine_with_an_empty_store_gets_its_part_from_the_replica() {
+    if !gate() {
+        return;
+    }
+    let mut lab = Lab::with_spare(2, 6000);
+    let replica = format!("\"file://{}\"", lab.path("replica").display());
+    std::fs::create_dir(lab.path("replica")).unwrap();
+    lab.set("replica.url", &replica);
+    lab.run_all();
+    lab.said(0, "was replicated", 2);
+    lab.machines[0].kill();
+    // The machine is gone, with its disk and its memory.
+    std::fs::rename(lab.path("store0"), lab.path("gone")).unwrap();
+    lab.run(2, 0, &[]);
+    (0..2).for_each(|rank| lab.said(rank, RESTORED, 1));
+    assert_eq!((lab.ends(1), lab.ends(2)), (0, 0));
+    lab.assert_whole();
+}

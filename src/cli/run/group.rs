@@ -1,0 +1,211 @@
+//! What a member of a group needs: its rank, the coordinator, its address, and the settings of the protocol.
+
+use std::net::{IpAddr, ToSocketAddrs, UdpSocket};
+use std::time::Duration;
+
+use crate::cli::Misuse;
+use crate::config::{Config, Group, GroupNetwork, Interval, SizeLimit};
+use crate::group::{Identity, Layout, Node, Underlay};
+use crate::scheduler::Scheduler;
+use crate::supervisor::Membered;
+use rekindle_criu::Criu;
+use rekindle_engine::launch::JobSpec;
+use rekindle_engine::launch::group::{DEVICE, Subnet};
+use rekindle_engine::launch::host;
+use rekindle_etcd::Secret;
+use rekindle_group::{Limits, Options, Rank, Restart};
+use rekindle_store::{JobFolder, JobName};
+
+/// The interval of a group if it is to be chosen automatically: what one member sees is not enough to choose it.
+const AUTOMATIC: Duration = Duration::from_secs(600);
+/// A member ends its job when this part of the lease is left.
+const FENCE_PART: u32 = 3;
+/// What a step may take beyond the time limits that the member itself keeps.
+const SLACK: Duration = Duration::from_secs(30);
+/// Until the last part of a stop is stored.
+const STORE: Duration = Duration::from_secs(3600);
+
+/// The member of a group that this run is, before its folder is opened.
+pub(super) struct Place {
+    name: JobName,
+    rank: Rank,
+}
+
+impl Place {
+    /// None if the job runs on this machine only.
+    pub(super) fn of(config: &Config, group: Option<JobName>, scheduler: &Scheduler) -> anyhow::Result<Option<Place>> {
+        if !config.group.is_on() {
+            return Ok(None);
+        }
+        let Some(name) = group else {
+            let text = "a group needs a name that is the same on all machines: use --name, or set job.name";
+            return Err(Misuse(text.into()).into());
+        };
+        let Some(rank) = config.group.node_rank.or_else(|| scheduler.node_rank()) else {
+            let text =
+                "the number of this machine in the group is not known: use --node-rank, from 0 (group.node-rank)";
+            return Err(Misuse(text.into()).into());
+        };
+        if rank >= config.group.nodes {
+            let text = format!("--node-rank {rank}: must be below the number of machines, {}", config.group.nodes);
+            return Err(Misuse(text).into());
+        }
+        Ok(Some(Place { name, rank: Rank(rank) }))
+    }
+
+    /// The name of this member's job in its store: the store may be shared by all members.
+    pub(super) fn job(&self) -> anyhow::Result<JobName> {
+        Ok(format!("{}.{}", self.name, self.rank.0).parse()?)
+    }
+
+    /// The lineage of all images of the group: any member may restore a part that another machine has taken.
+    pub(super) fn lineage(&self) -> String {
+        format!("group-{}", self.name)
+    }
+
+    /// Keeps all images, because the group decides which are removed. Returns how many the group keeps.
+    pub(super) fn keep_all(config: &mut Config) -> usize {
+        let keep = usize::try_from(config.store.keep_last).unwrap_or(usize::MAX);
+        config.store.keep_last = u32::MAX;
+        config.store.max_total_size = SizeLimit::Unlimited;
+        keep.max(1)
+    }
+
+    /// Tells the job its place, and NCCL and gloo the network, unless the user has said something else.
+    pub(super) fn tell_job(&self, config: &Config, spec: &mut JobSpec) {
+        let subnet = config.group.subnet.0;
+        let ours = [
+            ("REKINDLE_GROUP_SIZE", config.group.nodes.to_string()),
+            ("REKINDLE_GROUP_RANK", self.rank.0.to_string()),
+            ("REKINDLE_GROUP_ADDRESS", subnet.address(self.rank.0).to_string()),
+            ("REKINDLE_GROUP_FIRST", subnet.address(0).to_string()),
+        ];
+        for (name, value) in ours {
+            spec.environment.insert(name.into(), value.into());
+        }
+        let mut unsaid = Vec::new();
+        for (name, value) in [("NCCL_SOCKET_IFNAME", DEVICE), ("GLOO_SOCKET_IFNAME", DEVICE), ("NCCL_IB_DISABLE", "1")]
+        {
+            spec.environment.entry(name.into()).or_insert_with(|| {
+                unsaid.push(format!("{name}={value}"));
+                value.into()
+            });
+        }
+        if !unsaid.is_empty() {
+            tracing::info!(
+                "{} for the job: it is connected by the group's network, whose connections are part of its images; \
+                InfiniBand is not used",
+                unsaid.join(" ")
+            );
+        }
+    }
+
+    /// The member.
+    pub(super) fn member(
+        self,
+        config: &Config,
+        folder: &JobFolder,
+        criu: &Criu,
+        keep: usize,
+    ) -> anyhow::Result<Membered> {
+        let of = &config.group;
+        let address = match of.address {
+            Some(address) => address,
+            None => own_address(of)?,
+        };
+        let subnet: Subnet = of.subnet.0;
+        let node = Node {
+            host: host::describe().name,
+            address,
+            rekindle: env!("CARGO_PKG_VERSION").into(),
+            criu: criu.version.to_string(),
+            driver: rekindle_cuda::nvml::GpuInventory::of_kernel_module().driver,
+            size: of.nodes,
+            subnet: subnet.to_string(),
+            lease_s: of.lease.as_secs(),
+        };
+        let layout = Layout {
+            group: self.name.clone(),
+            rank: self.rank,
+            size: of.nodes,
+            subnet,
+            underlay: match &of.network {
+                GroupNetwork::Vxlan => Underlay::Vxlan(of.port),
+                GroupNetwork::Bridge(name) => Underlay::Bridge(name.clone()),
+            },
+            address,
+            directory: folder.bin_dir(),
+        };
+        let options = options(config, self.rank, keep);
+        let identity = Identity { group: self.name, rank: self.rank, node, lease: of.lease, former: None };
+        Ok(Membered { coordinator: coordinator(of), identity, options, layout })
+    }
+}
+
+fn coordinator(of: &Group) -> rekindle_etcd::Options {
+    let file = |path: &std::path::PathBuf| Secret::File(path.clone());
+    rekindle_etcd::Options {
+        ca: of.ca.as_ref().map(file),
+        identity: of.certificate.as_ref().map(file).zip(of.key.as_ref().map(file)),
+        login: of.user.clone().zip(of.password_file.as_ref().map(file)),
+        // The prefix is that of the group's name.
+        ..rekindle_etcd::Options::new(&of.coordinator, "/")
+    }
+}
+
+/// The settings of the protocol. All members must have the same.
+fn options(config: &Config, rank: Rank, keep: usize) -> Options {
+    let (snapshot, restart) = (&config.snapshot, &config.restart);
+    Options {
+        rank,
+        size: config.group.nodes,
+        limits: Limits {
+            wait: config.group.wait,
+            start: restart.restore_timeout + SLACK,
+            prepare: snapshot.lock_timeout + snapshot.freeze_timeout + SLACK,
+            dump: snapshot.dump_timeout + SLACK,
+            store: STORE,
+        },
+        interval: match snapshot.interval {
+            Interval::Every(interval) => Some(interval),
+            Interval::Auto => Some(AUTOMATIC),
+            Interval::Off => None,
+        },
+        retry_after: snapshot.retry_after,
+        restart: Restart {
+            min_uptime: restart.min_uptime,
+            backoff: restart.backoff,
+            max_backoff: restart.backoff_max,
+            max_attempts: restart.max_restarts.max(1),
+        },
+        keep,
+        lease: config.group.lease,
+        fence: config.group.lease / FENCE_PART,
+        leases_end_early: false,
+    }
+}
+
+/// The coordinator's address cannot be used to find out this machine's.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "cannot find out the address of this machine by which the others reach it: {coordinator} is not reached ({source}). \
+    Set group.address"
+)]
+pub(crate) struct NoAddress {
+    coordinator: String,
+    source: std::io::Error,
+}
+
+/// The address from which this machine reaches the coordinator. No packet is sent for that.
+fn own_address(of: &Group) -> anyhow::Result<IpAddr> {
+    let coordinator = of.coordinator.first().cloned().unwrap_or_default();
+    let place = coordinator.split_once("://").map_or(coordinator.as_str(), |(_, place)| place).trim_end_matches('/');
+    let look = || {
+        let to = place.to_socket_addrs()?.next().ok_or(std::io::ErrorKind::NotFound)?;
+        let any = if to.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
+        let socket = UdpSocket::bind(any)?;
+        socket.connect(to)?;
+        Ok(socket.local_addr()?.ip())
+    };
+    look().map_err(|source| NoAddress { coordinator: coordinator.clone(), source }.into())
+}

@@ -1,0 +1,150 @@
+//! `[group]`: a job over several machines.
+
+use std::fmt;
+use std::net::IpAddr;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::value::{Malformed, duration};
+use rekindle_engine::launch::group::{self as network, VXLAN_PORT};
+
+/// `[group]`: a job over several machines. It is one if `nodes` is not 0.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
+pub(crate) struct Group {
+    /// Number of machines; 0: the job runs on this machine only.
+    pub(crate) nodes: u32,
+    /// The number of this machine in the group, from 0; unset means the scheduler's.
+    pub(crate) node_rank: Option<u32>,
+    /// The addresses of etcd.
+    pub(crate) coordinator: Vec<String>,
+    /// A file with the certificates of the authorities of etcd's certificate; unset means those of the system.
+    pub(crate) ca: Option<PathBuf>,
+    /// A file with the certificate that rekindle shows to etcd.
+    pub(crate) certificate: Option<PathBuf>,
+    /// A file with its key.
+    pub(crate) key: Option<PathBuf>,
+    /// The user of etcd.
+    pub(crate) user: Option<String>,
+    /// A file with the user's password.
+    pub(crate) password_file: Option<PathBuf>,
+    /// How the machines are joined.
+    pub(crate) network: GroupNetwork,
+    /// The addresses of the job's network.
+    pub(crate) subnet: Subnet,
+    /// The address of this machine, to which the others send; unset means the one that reaches the coordinator.
+    pub(crate) address: Option<IpAddr>,
+    /// The UDP port of the job's network.
+    pub(crate) port: u16,
+    /// How long this machine counts as a member after its last sign of life; whole seconds.
+    #[serde(with = "duration")]
+    pub(crate) lease: Duration,
+    /// How long to wait for machines that are missing.
+    #[serde(with = "duration")]
+    pub(crate) wait: Duration,
+}
+
+impl Default for Group {
+    fn default() -> Group {
+        Group {
+            nodes: 0,
+            node_rank: None,
+            coordinator: Vec::new(),
+            ca: None,
+            certificate: None,
+            key: None,
+            user: None,
+            password_file: None,
+            network: GroupNetwork::default(),
+            subnet: Subnet::default(),
+            address: None,
+            port: VXLAN_PORT,
+            lease: Duration::from_secs(30),
+            wait: Duration::from_secs(600),
+        }
+    }
+}
+
+impl Group {
+    /// Whether the job is one over several machines.
+    #[must_use]
+    pub(crate) fn is_on(&self) -> bool {
+        self.nodes > 0
+    }
+}
+
+/// `group.network`.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub(crate) enum GroupNetwork {
+    /// VXLAN over the network of the machines.
+    #[default]
+    Vxlan,
+    /// A bridge of this machine, for members that are all on it.
+    Bridge(String),
+}
+
+impl FromStr for GroupNetwork {
+    type Err = Malformed;
+
+    fn from_str(text: &str) -> Result<GroupNetwork, Malformed> {
+        // Names of network devices have at most 15 bytes (IFNAMSIZ).
+        let is_name = |name: &&str| (1..=15).contains(&name.len()) && !name.contains(['/', ' ', ':', '\0']);
+        match text.strip_prefix("bridge:") {
+            None if text == "vxlan" => Ok(GroupNetwork::Vxlan),
+            Some(name) if is_name(&name) => Ok(GroupNetwork::Bridge(name.to_owned())),
+            _ => Err(Malformed),
+        }
+    }
+}
+
+impl fmt::Display for GroupNetwork {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            GroupNetwork::Vxlan => f.write_str("vxlan"),
+            GroupNetwork::Bridge(name) => write!(f, "bridge:{name}"),
+        }
+    }
+}
+
+/// `group.subnet`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub(crate) struct Subnet(pub(crate) network::Subnet);
+
+impl FromStr for Subnet {
+    type Err = Malformed;
+
+    fn from_str(text: &str) -> Result<Subnet, Malformed> {
+        text.parse().map(Subnet).map_err(|_| Malformed)
+    }
+}
+
+impl fmt::Display for Subnet {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+macro_rules! text {
+    ($($name:ident),*) => {$(
+        impl TryFrom<String> for $name {
+            type Error = Malformed;
+
+            fn try_from(text: String) -> Result<$name, Malformed> {
+                text.parse()
+            }
+        }
+
+        impl From<$name> for String {
+            fn from(value: $name) -> String {
+                value.to_string()
+            }
+        }
+    )*};
+}
+
+text!(GroupNetwork, Subnet);

@@ -1,0 +1,562 @@
+//! A job over several machines: carries out what [`rekindle_group`] orders, and reports to it.
+//!
+//! ```text
+//!   etcd <--> session (thread) --Told--> Owner --Event--> rekindle_group::Machine
+//!                ^                         ^                     |
+//!                +-------- Write ----------+------ Order --------+
+//!                                          |
+//!                        Launch, SnapshotNow, End, Over: state::Machine (led)
+//! ```
+//!
+//! The protocol decides when the job starts and ends, and when a snapshot is taken. Requests of users become requests
+//! to the group. Parts of group images are images of this job whose manifest names the group image; they are removed
+//! only when the group orders it.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use signal_hook::consts::SIGTERM;
+
+use super::events::image_of;
+use super::state::{Event, Finish, Obstacle, State, Stop};
+use super::{Error, Message, Owner, Setup};
+use crate::group::{Exchange, Identity, Layout, Membership, Node, Orders, Session, Told, Turn, Word};
+use crate::policy::StartPoint;
+use crate::telemetry::events::What;
+use rekindle_base::chain;
+use rekindle_engine::launch::group::Plan;
+use rekindle_engine::snapshot::Settled;
+use rekindle_group::{
+    Action, Ask, End, Ending, Epoch, From, Incarnation, Local, Machine, Number, Order, Part, Progress, Rank, Stored,
+};
+use rekindle_os::spawn::Ended;
+use rekindle_os::{durable, process};
+use rekindle_store::manifest::Reason;
+use rekindle_store::{Image, ImageId, JobFolder, gc};
+
+/// How long leaving the group may take; then the others wait for the lease to expire.
+const LEAVE: Duration = Duration::from_secs(3);
+
+/// What a member of a group is.
+#[derive(Debug)]
+pub(crate) struct Membered {
+    /// How to reach the coordinator.
+    pub(crate) coordinator: rekindle_etcd::Options,
+    /// This member.
+    pub(crate) identity: Identity,
+    /// The settings of the protocol.
+    pub(crate) options: rekindle_group::Options,
+    /// The network of the job.
+    pub(crate) layout: Layout,
+}
+
+/// What this machine remembers of the group: `group.json` in the job's folder.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct Memory {
+    /// The last epoch that ran here.
+    epoch: u64,
+    /// The last membership,
+    #[serde(default)]
+    membership: Option<u64>,
+    /// and the boot of the machine in which it began.
+    #[serde(default)]
+    boot: String,
+}
+
+impl Memory {
+    fn file(folder: &JobFolder) -> PathBuf {
+        folder.path().join("group.json")
+    }
+
+    /// Without the file, no epoch has run here.
+    fn read(path: &Path) -> std::io::Result<Memory> {
+        match std::fs::read(path) {
+            Ok(bytes) => Ok(serde_json::from_slice(&bytes)?),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Memory::default()),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The membership of a supervisor that was killed. We have the lock of the job's folder, and the kernel ends a job
+    /// with its supervisor. After a restart of the machine, or on another one, nothing is certain: the store may be
+    /// shared.
+    fn former(&self) -> Option<Incarnation> {
+        let boot = process::boot_id().ok().filter(|boot| !boot.is_empty() && *boot == self.boot);
+        boot.and(self.membership).map(Incarnation)
+    }
+
+    fn write(&self, path: &Path) -> std::io::Result<()> {
+        durable::replace_file(path, &serde_json::to_vec(self)?, 0o600)
+    }
+}
+
+/// This supervisor as a member of a group.
+pub(super) struct Member {
+    machine: Machine,
+    session: Session,
+    membership: Option<Membership>,
+    nodes: Arc<BTreeMap<Rank, Node>>,
+    /// The present epoch, and the member that began the group.
+    epoch: (Epoch, Incarnation),
+    /// The network of the present epoch.
+    network: Option<Arc<Plan>>,
+    /// The group snapshot in progress.
+    orders: Option<Orders>,
+    /// Its other end, until the thread takes it.
+    turn: Option<Turn>,
+    /// The images that are parts of group images.
+    parts: BTreeMap<Number, ImageId>,
+    /// A stop that was requested here, for the exit code.
+    stop: Option<Stop>,
+    /// Whether the coordinator cannot be reached.
+    is_away: bool,
+}
+
+impl Member {
+    /// Connects to the coordinator.
+    pub(super) fn start(setup: &Setup, sender: &std::sync::mpsc::Sender<Message>) -> Result<Option<Member>, Error> {
+        let Some(group) = &setup.group else { return Ok(None) };
+        let io = |what| move |source| Error::Io { what, source };
+        let memory = Memory::read(&Memory::file(&setup.folder)).map_err(io("reading group.json"))?;
+        let sender = sender.clone();
+        let tell = move |told| drop(sender.send(Message::Group(Box::new(News::Told(told)))));
+        let identity = Identity { former: memory.former(), ..group.identity.clone() };
+        let session = Session::start(group.coordinator.clone(), identity, tell)
+            .map_err(io("starting the thread for the group"))?;
+        Ok(Some(Member {
+            machine: Machine::new(group.options.clone(), Epoch(memory.epoch)),
+            session,
+            membership: None,
+            nodes: Arc::default(),
+            epoch: (Epoch(memory.epoch), Incarnation(0)),
+            network: None,
+            orders: None,
+            turn: None,
+            parts: BTreeMap::new(),
+            stop: None,
+            is_away: false,
+        }))
+    }
+
+    /// The network of the present epoch.
+    pub(super) fn network(&self) -> Option<Arc<Plan>> {
+        self.network.clone()
+    }
+
+    /// The end of the snapshot's thread.
+    pub(super) fn take_turn(&mut self) -> Option<Turn> {
+        self.turn.take()
+    }
+
+    fn exchange(&self, rank: Rank, size: u32) -> Exchange {
+        let (board, wake) = self.session.board();
+        Exchange { rank, size, board, wake: Box::new(wake) }
+    }
+
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        self.machine.deadline()
+    }
+
+    /// The group image that this image is a part of.
+    fn number_of(&self, image: ImageId) -> Option<Number> {
+        self.parts.iter().find(|(_, id)| **id == image).map(|(number, _)| *number)
+    }
+
+    /// What the group is asked for instead of this event, if it is a request.
+    fn ask(&mut self, event: &Event, grace: Duration, now: Instant) -> Option<Ask> {
+        let requeue = |stop: &Stop| *stop == Stop::Requeue;
+        Some(match event {
+            Event::SnapshotNow(reason) if *reason != Reason::Group => Ask::Snapshot,
+            Event::Suspend => Ask::Suspend,
+            Event::Resume => Ask::Resume,
+            Event::Rewind { image } => Ask::Rewind(self.number_of(*image)?),
+            Event::Stop(stop) => {
+                self.stop = Some(*stop);
+                Ask::Stop { requeue: requeue(stop), within: grace }
+            }
+            Event::StopBy(stop, until) => {
+                self.stop = Some(*stop);
+                Ask::Stop { requeue: requeue(stop), within: until.saturating_duration_since(now) }
+            }
+            Event::StopNow(stop) => {
+                self.stop = Some(*stop);
+                Ask::StopNow { requeue: requeue(stop) }
+            }
+            _ => return None,
+        })
+    }
+}
+
+/// News for the member.
+pub(super) enum News {
+    /// From the coordinator.
+    Told(Told),
+    /// From the thread that takes a snapshot.
+    Local(Local),
+}
+
+impl Owner<'_> {
+    /// Whether a group decides about this job.
+    pub(super) fn is_in_group(&self) -> bool {
+        self.group.is_some()
+    }
+
+    /// A request becomes one to the group. Returns the event if it is none.
+    pub(super) fn ask_group(&mut self, event: Event) -> Option<Event> {
+        let (grace, now) = (self.setup.config.snapshot.grace, Instant::now());
+        let Some(member) = &mut self.group else { return Some(event) };
+        let Some(ask) = member.ask(&event, grace, now) else { return Some(event) };
+        if let (Ask::Stop { .. } | Ask::StopNow { .. }, Some(stop)) = (&ask, member.stop) {
+            // Nobody can be asked, and nothing runs here; or the user does not want to wait.
+            let at_once = matches!(ask, Ask::StopNow { .. });
+            if member.membership.is_none() || (member.is_away && at_once) {
+                return Some(Event::Over(Finish::Stopped(stop)));
+            }
+        }
+        if let Err(why) = rekindle_group::admits(member.machine.view(), &ask) {
+            tracing::warn!("the group does not serve the request: {why}");
+        }
+        self.group_step(rekindle_group::Event::Asked(ask));
+        None
+    }
+
+    pub(super) fn group_news(&mut self, news: News) {
+        match news {
+            News::Told(told) => self.group_told(told),
+            News::Local(local) => self.group_step(rekindle_group::Event::Local(local)),
+        }
+    }
+
+    fn group_told(&mut self, told: Told) {
+        let Some(member) = &mut self.group else { return };
+        let event = match told {
+            Told::Group { view, nodes } => {
+                member.nodes = nodes;
+                rekindle_group::Event::View(view)
+            }
+            Told::Joined(membership) => {
+                let incarnation = membership.incarnation();
+                // Without it, the next supervisor waits for the lease to expire.
+                if let Err(error) = remember(self.setup, member.epoch.0, Some(&membership)) {
+                    tracing::warn!("cannot record the membership in the group: {error}");
+                }
+                member.membership = Some(membership);
+                rekindle_group::Event::Session(incarnation)
+            }
+            Told::Lost(incarnation) => {
+                tracing::error!("this machine is no longer a member of the group: its lease has expired");
+                member.membership = member.membership.take().filter(|it| it.incarnation() != incarnation);
+                rekindle_group::Event::SessionLost
+            }
+            Told::Wrote(answer) => rekindle_group::Event::Wrote(answer),
+            Told::Away { why } => {
+                member.is_away = true;
+                return tracing::warn!(
+                    "the coordinator does not answer: {why}. The job is ended if it does not answer before the lease \
+                     expires"
+                );
+            }
+            Told::Back => {
+                member.is_away = false;
+                return tracing::info!("the coordinator answers again");
+            }
+            Told::Failed { why } => {
+                let why = format!("the group's coordinator: {why}");
+                return self.step(Event::Over(Finish::Impossible { why, obstacle: Obstacle::Machine }));
+            }
+        };
+        if self.disagrees() {
+            return;
+        }
+        self.group_step(event);
+    }
+
+    /// Ends the run if another member has settings that must be equal. A member whose job runs is not the wrong one.
+    fn disagrees(&mut self) -> bool {
+        let (Some(member), Some(group)) = (&self.group, &self.setup.group) else { return false };
+        if *self.machine.state() != State::Idle {
+            return false;
+        }
+        let own = &group.identity;
+        let others = member.nodes.iter().filter(|(rank, _)| **rank != own.rank);
+        let found = others.filter_map(|(rank, node)| Some((rank, node, own.node.disagrees(node)?))).next();
+        let Some((rank, node, disagreement)) = found else { return false };
+        let why = format!(
+            "{rank} of the group, on {}, does not fit: {disagreement}. Make them equal and start the group again",
+            node.host
+        );
+        self.step(Event::Over(Finish::Impossible { why, obstacle: Obstacle::Configuration }));
+        true
+    }
+
+    /// Wakes the member when it is due.
+    pub(super) fn check_group(&mut self) {
+        if self.group.as_ref().and_then(Member::deadline).is_some_and(|at| at <= Instant::now()) {
+            self.group_step(rekindle_group::Event::Tick);
+        }
+    }
+
+    fn group_step(&mut self, event: rekindle_group::Event) {
+        let Some(member) = &mut self.group else { return };
+        let now = Instant::now();
+        let sure = member.membership.as_ref().map(|membership| rekindle_group::Event::Sure(membership.sure_until()));
+        let events = sure.into_iter().chain([event]);
+        let actions: Vec<Action> = events.flat_map(|event| member.machine.step(event, now)).collect();
+        for action in actions {
+            match action {
+                Action::Write(write) => {
+                    if let Some(member) = &self.group {
+                        member.session.write(write);
+                    }
+                }
+                Action::Do(order) => self.ordered(order),
+            }
+        }
+    }
+
+    /// Reports to the group.
+    fn report_to_group(&mut self, local: Local) {
+        self.group_step(rekindle_group::Event::Local(local));
+    }
+
+    // ---- orders ----
+
+    fn ordered(&mut self, order: Order) {
+        tracing::debug!(?order, "the group orders");
+        match order {
+            Order::List => self.list_parts(),
+            Order::Start { epoch, origin, from, part } => self.start_epoch(epoch, origin, from, part.as_ref()),
+            Order::Plug => {
+                if let Some(cable) = self.life.job().and_then(|job| job.world.cable())
+                    && let Err(error) = cable.plug()
+                {
+                    tracing::error!("the job does not reach the other machines: {}", chain(&error));
+                }
+            }
+            Order::Prepare(number) => self.prepare_part(number),
+            Order::Pull(_) => self.give(Word::Pull),
+            Order::Dump(_) => self.give(Word::Dump),
+            Order::Resume(_) => self.give(Word::Keep(Settled::RunOn)),
+            Order::Store(_) => self.give(Word::Keep(Settled::End)),
+            Order::Abort(number) => {
+                let in_progress = self.group.as_ref().and_then(|member| member.orders.as_ref());
+                match in_progress.is_some_and(|orders| orders.number == number) {
+                    // The thread ends, and that is reported.
+                    true => self.give(Word::Abort),
+                    false => self.report_to_group(Local::Aborted(number)),
+                }
+            }
+            Order::Kill => self.step(Event::End),
+            Order::Forget(number) => self.forget_part(number),
+            Order::Finish(end) => {
+                let stop = self.group.as_ref().and_then(|member| member.stop);
+                self.step(Event::Over(finish(end, stop)));
+            }
+        }
+    }
+
+    fn give(&mut self, word: Word) {
+        if let Some(orders) = self.group.as_mut().and_then(|member| member.orders.as_mut()) {
+            orders.give(word);
+        }
+    }
+
+    fn list_parts(&mut self) {
+        let copies = match self.setup.folder.copies() {
+            Ok(copies) => copies,
+            Err(error) => {
+                // Without the list this machine cannot join.
+                let why = format!("the images cannot be read: {}", chain(&error));
+                return self.step(Event::Over(Finish::Impossible { why, obstacle: Obstacle::Machine }));
+            }
+        };
+        let mut listed: BTreeMap<Number, Progress> = BTreeMap::new();
+        let Some(member) = &mut self.group else { return };
+        member.parts.clear();
+        for image in copies.iter().filter(|image| image.is_good()) {
+            let Some((number, progress)) = progress(image) else { continue };
+            member.parts.insert(number, image.id);
+            // Of two copies the one in the store counts.
+            if progress.stored == Stored::Durable || !listed.contains_key(&number) {
+                listed.insert(number, progress);
+            }
+        }
+        self.report_to_group(Local::Parts(listed));
+    }
+
+    fn start_epoch(&mut self, epoch: Epoch, origin: Incarnation, from: From, part: Option<&Part>) {
+        let setup = Arc::clone(self.setup);
+        let (Some(member), Some(group)) = (&mut self.group, &setup.group) else { return };
+        let written = remember(&setup, epoch, member.membership.as_ref()).map_err(|error| error.to_string());
+        let point = match part.map(|part| part.image.parse::<ImageId>()) {
+            None => Ok(StartPoint::Cold),
+            Some(Ok(image)) => Ok(StartPoint::Image(image)),
+            Some(Err(error)) => Err(error.to_string()),
+        };
+        let point = match written.and(point) {
+            Ok(point) => point,
+            Err(why) => return self.report_to_group(Local::Ended(Ending::NotStarted { why })),
+        };
+        member.epoch = (epoch, origin);
+        member.network = Some(Arc::new(group.layout.plan(origin, epoch, &member.nodes)));
+        tracing::info!("the group starts from {from} ({epoch})");
+        if self.life.number() > 0 {
+            self.reporting.published.restarts += 1;
+            self.tell(What::Restarting { image: image_of(point), after_us: 0 });
+        }
+        self.step(Event::Launch(point));
+    }
+
+    fn prepare_part(&mut self, number: Number) {
+        let refused = match self.machine.state() {
+            State::Running(_) if self.machine.held().is_some() => Some("the job blocks snapshots now".to_owned()),
+            State::Running(_) => None,
+            state => Some(format!("the job is {}", state.name())),
+        };
+        let sender = self.sender.clone();
+        let tell = move |local| drop(sender.send(Message::Group(Box::new(News::Local(local)))));
+        let (Some(member), Some(group)) = (&mut self.group, &self.setup.group) else { return };
+        let (rank, size) = (group.options.rank, group.options.size);
+        let turn = match refused {
+            Some(why) => Err(why),
+            None => Turn::new(number, member.epoch, member.exchange(rank, size), tell)
+                .map_err(|error| format!("no random number: {error}")),
+        };
+        match turn {
+            Ok((turn, orders)) => {
+                (member.turn, member.orders) = (Some(turn), Some(orders));
+                self.step(Event::SnapshotNow(Reason::Group));
+            }
+            Err(why) => self.report_to_group(Local::Refused(number, why)),
+        }
+    }
+
+    fn forget_part(&mut self, number: Number) {
+        let Some(image) = self.group.as_mut().and_then(|member| member.parts.remove(&number)) else { return };
+        let (setup, bounds) = (Arc::clone(self.setup), self.setup.config.store.copies);
+        self.spawn("forget", move || {
+            for slot in setup.images.staging.iter().flat_map(|area| area.slots()) {
+                if slot.image().is_some_and(|staged| staged.id == image) {
+                    setup.folder.drop_links(&slot);
+                    if let Err(error) = slot.empty() {
+                        tracing::warn!("cannot free memory of image {image}: {}", chain(&error));
+                    }
+                }
+            }
+            match setup.folder.remove(&setup.lock, &image) {
+                Ok(()) | Err(rekindle_store::Error::UnknownImage { .. }) => {}
+                Err(error) => tracing::warn!("cannot remove image {image}: {}", chain(&error)),
+            }
+            if let Err(error) = gc::sweep_now(&setup.folder, &setup.lock, bounds) {
+                tracing::warn!("unneeded content was not swept: {}", chain(&error));
+            }
+        });
+    }
+
+    // ---- reports ----
+
+    pub(super) fn group_started(&mut self) {
+        self.report_to_group(Local::Started);
+    }
+
+    pub(super) fn group_not_started(&mut self, why: String) {
+        self.report_to_group(Local::Ended(Ending::NotStarted { why }));
+    }
+
+    /// The job has ended. It is reported once nothing of it is left, so not in the middle of a snapshot.
+    pub(super) fn group_ended(&mut self, ended: Ended, why: Option<String>) {
+        if *self.machine.state() != State::Idle {
+            return;
+        }
+        let ending = match (ended, why) {
+            (Ended::Exit(0), None) => Ending::Completed,
+            (ended, why) => Ending::Failed { why: why.unwrap_or_else(|| format!("the job ended: {ended}")) },
+        };
+        self.report_to_group(Local::Ended(ending));
+    }
+
+    /// A snapshot was taken.
+    pub(super) fn group_snapped(&mut self, image: ImageId) {
+        let Some(member) = &mut self.group else { return };
+        if let Some(orders) = member.orders.take() {
+            member.parts.insert(orders.number, image);
+            self.look_for_lost_parts();
+        }
+    }
+
+    /// A snapshot failed, and is undone.
+    pub(super) fn group_not_snapped(&mut self, why: String) {
+        let Some(orders) = self.group.as_mut().and_then(|member| member.orders.take()) else { return };
+        if orders.is_kept {
+            self.report_to_group(Local::Gone(orders.number));
+        }
+        self.report_to_group(Local::Refused(orders.number, why));
+    }
+
+    /// An image was stored, or was not.
+    pub(super) fn group_persisted(&mut self, image: ImageId, stored: bool) {
+        let Some(number) = self.group.as_ref().and_then(|member| member.number_of(image)) else { return };
+        self.report_to_group(if stored { Local::Stored(number) } else { Local::NotStored(number) });
+        self.look_for_lost_parts();
+    }
+
+    /// Reports parts that exist no more: the slot of one that could not be stored is used again.
+    fn look_for_lost_parts(&mut self) {
+        let Ok(copies) = self.setup.folder.copies() else { return };
+        let Some(member) = &mut self.group else { return };
+        let exists = |id: &ImageId| copies.iter().any(|image| image.id == *id);
+        let lost: Vec<Number> = member.parts.iter().filter(|(_, id)| !exists(id)).map(|(number, _)| *number).collect();
+        for number in lost {
+            if let Some(member) = &mut self.group {
+                member.parts.remove(&number);
+            }
+            self.report_to_group(Local::Gone(number));
+        }
+    }
+
+    /// Leaves the group, so that the others need not wait.
+    pub(super) fn leave_group(&mut self) {
+        if let Some(member) = self.group.take() {
+            member.session.leave(LEAVE);
+        }
+    }
+}
+
+/// Records what the next supervisor must know.
+fn remember(setup: &Setup, epoch: Epoch, membership: Option<&Membership>) -> std::io::Result<()> {
+    let membership = membership.map(|membership| membership.incarnation().0);
+    let memory = Memory { epoch: epoch.0, membership, boot: process::boot_id().unwrap_or_default() };
+    memory.write(&Memory::file(&setup.folder))
+}
+
+/// The group image that this image is a part of.
+fn progress(image: &Image) -> Option<(Number, Progress)> {
+    let part = image.manifest()?.group.as_ref()?;
+    let stored = if image.is_staged() { Stored::Staged } else { Stored::Durable };
+    let progress = Progress {
+        part: Part { image: image.id.to_string(), digest: part.mark.clone() },
+        epoch: Epoch(part.epoch),
+        origin: Incarnation(part.origin),
+        stored,
+    };
+    Some((Number(part.number), progress))
+}
+
+/// The end of this run; `stop` was requested here.
+fn finish(end: End, stop: Option<Stop>) -> Finish {
+    match end {
+        End::Completed => Finish::Completed,
+        End::Stopped { requeue: true } => Finish::Stopped(Stop::Requeue),
+        End::Stopped { requeue: false } => {
+            Finish::Stopped(stop.filter(|stop| *stop != Stop::Requeue).unwrap_or(Stop::Signal(SIGTERM)))
+        }
+        End::Missing { why } => {
+            tracing::error!("the group's run ends, to be queued again: {why}");
+            Finish::Stopped(Stop::Requeue)
+        }
+        End::Failed { why } => Finish::Failed { why, last: None },
+    }
+}

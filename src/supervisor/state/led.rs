@@ -1,0 +1,149 @@
+//! A job that is a part of a group: the group decides when it starts and ends, and when a snapshot is taken.
+//!
+//! ```text
+//!   Idle --(Launch)--> Starting --(started)--> Running <--(done)--> Snapshotting
+//!    ^                    |                       |                      |
+//!    |                 (failed)             (ended, End)            (ended, End)
+//!    |                    v                       v                      v
+//!    +--------------------+-----------------------+----------------------+
+//! ```
+//!
+//! There is no interval, no back-off and no choice of an image: those are the leader's, in [`rekindle_group`]. What
+//! rules and the watch of the job decide still ends the job; the group learns of the end.
+
+use std::time::Instant;
+
+use super::events::{Action, Event, Harm, Verdict};
+use super::states::{Ending, Life, State, Then};
+use super::transitions::{finish, kill, start};
+use super::{History, Machine, Pace};
+use crate::config::Config;
+
+impl<'a> Machine<'a> {
+    /// The machine of a member of a group. It waits for orders.
+    #[must_use]
+    pub(crate) fn led(config: &'a Config) -> Machine<'a> {
+        Machine { is_led: true, ..Machine::in_state(config, State::Idle, History::default(), Pace::default()) }
+    }
+
+    pub(super) fn obey(&mut self, state: State, event: Event, now: Instant) -> (State, Vec<Action>) {
+        let lives = |from| Life { from, since: now, next: None, failures: 0, missed: 0 };
+        match (state, event) {
+            (_, Event::Over(how)) => finish(how),
+            (State::Idle, Event::Launch(from)) => start(from),
+            (State::Starting { from, then: None }, Event::Started) => (State::Running(lives(from)), vec![]),
+            (State::Starting { from, .. }, Event::Started) => kill(Ending::Ordered, lives(from)),
+            (
+                State::Starting { .. },
+                Event::ImageFailed { .. } | Event::StartFailed { .. } | Event::Impossible { .. } | Event::Ended { .. },
+            ) => (State::Idle, vec![]),
+            (State::Starting { from, .. }, Event::End) => {
+                (State::Starting { from, then: Some(Then::End) }, vec![Action::Cancel])
+            }
+            (State::Running(life), Event::SnapshotNow(reason)) => {
+                (State::Snapshotting { life, then: None, ended: None }, vec![Action::Snapshot(reason)])
+            }
+            (State::Running(life), Event::End) => kill(Ending::Ordered, life),
+            (State::Running(life), Event::Condemn(verdict)) => self.condemn(life, verdict),
+            (State::Running(_) | State::Ending { .. }, Event::Ended { .. }) => (State::Idle, vec![]),
+            (State::Snapshotting { life, .. }, Event::SnapshotFailed(Harm::Lost)) => kill(Ending::Lost, life),
+            // An end that came in the meantime is reported after this.
+            (
+                State::Snapshotting { life, .. },
+                Event::SnapshotTaken { .. } | Event::SnapshotFailed(Harm::None) | Event::SnapshotMissed,
+            ) => (State::Running(life), vec![]),
+            (State::Snapshotting { life, then, .. }, Event::Ended { ended, .. }) => {
+                (State::Snapshotting { life, then, ended: Some(ended) }, vec![Action::Cancel])
+            }
+            (State::Snapshotting { life, .. }, Event::End) => called_off(kill(Ending::Ordered, life)),
+            (State::Snapshotting { life, .. }, Event::Condemn(verdict)) => called_off(self.condemn(life, verdict)),
+            (state, _) => (state, vec![]),
+        }
+    }
+
+    fn condemn(&mut self, life: Life, verdict: Verdict) -> (State, Vec<Action>) {
+        self.verdict = Some(verdict);
+        kill(Ending::Condemned, life)
+    }
+}
+
+fn called_off((state, actions): (State, Vec<Action>)) -> (State, Vec<Action>) {
+    (state, [vec![Action::Cancel], actions].concat())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::{Images, StartPoint};
+    use rekindle_os::spawn::Ended;
+    use rekindle_store::manifest::Reason;
+
+    fn ended() -> Event {
+        Event::Ended { ended: Ended::Exit(1), images: Images::default() }
+    }
+
+    fn running(config: &Config) -> Machine<'_> {
+        let mut machine = Machine::led(config);
+        let now = Instant::now();
+        assert_eq!(machine.step(Event::Launch(StartPoint::Cold), now), [Action::Start(StartPoint::Cold)]);
+        assert_eq!(machine.step(Event::Started, now), []);
+        assert_eq!(machine.deadline(), None, "there is no interval");
+        machine
+    }
+
+    #[test]
+    fn nothing_starts_or_is_taken_without_an_order() {
+        let (config, now) = (Config::default(), Instant::now());
+        let mut machine = Machine::led(&config);
+        assert_eq!(machine.deadline(), None);
+        for event in [Event::Tick, Event::End, ended(), Event::SnapshotNow(Reason::Group)] {
+            assert_eq!(machine.step(event, now), []);
+            assert_eq!(*machine.state(), State::Idle);
+        }
+        let mut machine = running(&config);
+        assert_eq!(machine.step(ended(), now), [], "no restart");
+        assert_eq!(*machine.state(), State::Idle);
+    }
+
+    #[test]
+    fn an_end_in_a_snapshot_is_reported_after_it() {
+        let (config, now) = (Config::default(), Instant::now());
+        let mut machine = running(&config);
+        assert_eq!(machine.step(Event::SnapshotNow(Reason::Group), now), [Action::Snapshot(Reason::Group)]);
+        assert_eq!(machine.step(ended(), now), [Action::Cancel]);
+        assert_eq!(machine.step(Event::SnapshotFailed(Harm::None), now), []);
+        assert!(matches!(machine.state(), State::Running(_)));
+        assert_eq!(machine.step(ended(), now), []);
+        assert_eq!(*machine.state(), State::Idle);
+    }
+
+    #[test]
+    fn an_order_to_end_ends_it_in_every_state() {
+        let (config, now) = (Config::default(), Instant::now());
+        let mut machine = running(&config);
+        assert_eq!(machine.step(Event::End, now), [Action::Kill]);
+        assert_eq!(machine.step(ended(), now), []);
+        assert_eq!(machine.step(Event::Launch(StartPoint::Cold), now), [Action::Start(StartPoint::Cold)]);
+        assert_eq!(machine.step(Event::End, now), [Action::Cancel]);
+        assert_eq!(machine.step(Event::Started, now), [Action::Kill], "it had started all the same");
+        assert_eq!(machine.step(ended(), now), []);
+        let mut machine = running(&config);
+        machine.step(Event::SnapshotNow(Reason::Group), now);
+        assert_eq!(machine.step(Event::End, now), [Action::Cancel, Action::Kill]);
+        assert_eq!(machine.step(Event::SnapshotFailed(Harm::None), now), []);
+        assert_eq!(machine.step(ended(), now), []);
+        assert_eq!(*machine.state(), State::Idle);
+    }
+
+    #[test]
+    fn a_hang_ends_this_life_and_a_lost_job_too() {
+        let (config, now) = (Config::default(), Instant::now());
+        let mut machine = running(&config);
+        assert_eq!(machine.step(Event::Condemn(Verdict::Restart), now), [Action::Kill]);
+        assert_eq!(machine.step(ended(), now), []);
+        assert_eq!(*machine.state(), State::Idle);
+        let mut machine = running(&config);
+        machine.step(Event::SnapshotNow(Reason::Group), now);
+        assert_eq!(machine.step(Event::SnapshotFailed(Harm::Lost), now), [Action::Kill]);
+    }
+}
