@@ -126,7 +126,8 @@ impl Lab {
     /// With this many members of etcd.
     pub(crate) fn with_etcd(members: u32, machines: u32, etcd: usize, steps: u32) -> Lab {
         static NEXT: AtomicU32 = AtomicU32::new(0);
-        let number = 100 + NEXT.fetch_add(1, Ordering::Relaxed);
+        // Another run of these tests on this machine has other numbers, if all goes well.
+        let number = 1 + (std::process::id() * 7 + NEXT.fetch_add(1, Ordering::Relaxed)) % 250;
         let folder = tempfile::tempdir().unwrap();
         let _ = Command::new("ip").args(["link", "del", &format!("rt{number}")]).stderr(Stdio::null()).status();
         ip(&format!("link add rt{number} type bridge"));
