@@ -40,6 +40,9 @@ use rekindle_store::{Image, ImageId, JobFolder, gc};
 /// How long leaving the group may take; then the others wait for the lease to expire.
 const LEAVE: Duration = Duration::from_secs(3);
 
+/// How often in the time of a lease its renewal is looked at.
+const LOOKS: u32 = 8;
+
 /// What a member of a group is.
 #[derive(Debug)]
 pub(crate) struct Membered {
@@ -113,6 +116,8 @@ pub(super) struct Member {
     stop: Option<Stop>,
     /// Whether the coordinator cannot be reached.
     is_away: bool,
+    /// When to look at the lease again.
+    looks: Instant,
 }
 
 impl Member {
@@ -138,6 +143,7 @@ impl Member {
             parts: BTreeMap::new(),
             stop: None,
             is_away: false,
+            looks: Instant::now(),
         }))
     }
 
@@ -156,8 +162,10 @@ impl Member {
         Exchange { rank, size, board, wake: Box::new(wake) }
     }
 
+    /// When the member is to be woken. Renewals of the lease are not reported, and a start waits for one if too little
+    /// time is left.
     pub(super) fn deadline(&self) -> Option<Instant> {
-        self.machine.deadline()
+        self.machine.deadline().into_iter().chain([self.looks]).min()
     }
 
     /// The group image that this image is a part of.
@@ -294,7 +302,10 @@ impl Owner<'_> {
 
     /// Wakes the member when it is due.
     pub(super) fn check_group(&mut self) {
-        if self.group.as_ref().and_then(Member::deadline).is_some_and(|at| at <= Instant::now()) {
+        let now = Instant::now();
+        if self.group.as_ref().and_then(Member::deadline).is_some_and(|at| at <= now) {
+            let lease = self.setup.group.as_ref().map_or(LEAVE, |group| group.options.lease);
+            self.group.iter_mut().for_each(|member| member.looks = now + lease / LOOKS);
             self.group_step(rekindle_group::Event::Tick);
         }
     }
