@@ -21,7 +21,8 @@ impl Lock {
     pub(crate) fn take(&self, pid: i32) -> Option<Held<'_>> {
         let now = self.0.load(Ordering::Relaxed);
         let taken = now != pid && self.0.compare_exchange(now, pid, Ordering::Acquire, Ordering::Relaxed).is_ok();
-        taken.then_some(Held(self))
+        // Not then_some: it would make a Held for an attempt that failed, and drop it.
+        taken.then(|| Held(self))
     }
 
     /// Waits for a holder that needs it for a moment only. None after a second: a signal handler has interrupted it.
@@ -54,6 +55,7 @@ mod tests {
         let lock = Lock::new();
         let held = lock.take(7).unwrap();
         assert!(lock.take(7).is_none());
+        assert!(lock.take(7).is_none(), "an attempt that fails does not free it");
         drop(held);
         core::mem::forget(lock.take(7).unwrap());
         assert!(lock.take(8).is_some(), "the child of 7");

@@ -194,8 +194,19 @@ fn enter(table: &'static Table, operations: &[AtomicU32]) -> Inside {
             counter.started.fetch_sub(1, Ordering::SeqCst);
         });
         drop(inside);
-        // Tries to count again only once there is room.
-        while !is_open(table) && !all().all(wanted_has_room) {
+        // Tries to count again only once there is room. Other threads may have counted too when this one did, and
+        // passed or stepped back since.
+        loop {
+            let mut has_room = true;
+            all().for_each(|counter| {
+                let mine = all().filter(|other| core::ptr::eq(*other, counter)).count() as u64;
+                let wanted = load(&counter.started) + mine;
+                counter.wanted.store(wanted, Ordering::Relaxed);
+                has_room &= wanted <= load(&counter.limit);
+            });
+            if has_room || is_open(table) {
+                break;
+            }
             sys::sleep(PAUSE_NS);
         }
         all().for_each(|counter| counter.wanted.store(0, Ordering::Relaxed));
@@ -208,10 +219,6 @@ fn load(number: &AtomicU64) -> u64 {
 
 fn has_room(counter: &Counter) -> bool {
     load(&counter.started) <= load(&counter.limit)
-}
-
-fn wanted_has_room(counter: &Counter) -> bool {
-    counter.wanted.load(Ordering::Relaxed) <= load(&counter.limit)
 }
 
 fn is_open(table: &Table) -> bool {
