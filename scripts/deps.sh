@@ -19,7 +19,7 @@
 #   docs    netcat and jq, for the commands in the documents
 #   helm    .deps/helm with helm, for the chart in examples/deploy
 #   notebook .deps/notebook, a Python environment with a Jupyter kernel and its client
-#   etcd    etcd, etcdctl and openssl, for tests that start a cluster
+#   etcd    etcd, etcdctl, openssl and ip, for tests that start a cluster
 #   shells  zsh and fish, for tests of their completions
 #   roots   debootstrap, for integration/distributions.sh
 # Installs only what is missing; if nothing is, it prints nothing and takes no time. Delete .deps to start from nothing.
@@ -164,7 +164,7 @@ END
 
 k8s() { environment k8s requirements-k8s.txt 'the schemas of Kubernetes'; }
 
-etcd() { packages etcd-server etcd-client openssl; }
+etcd() { packages etcd-server etcd-client openssl iproute2; }
 
 shells() { packages zsh fish; }
 

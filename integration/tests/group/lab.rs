@@ -31,7 +31,12 @@ group.wait = \"60s\"
 
 /// Whether the tests of this file can run.
 pub(crate) fn gate() -> bool {
-    rekindle_testing::root() && rekindle_testing::criu().is_some() && crate::support::etcd()
+    let network = rekindle_engine::launch::group::check_machine(rekindle_engine::launch::group::VXLAN_PORT);
+    let network = network.map_err(|error| error.to_string());
+    rekindle_testing::root()
+        && rekindle_testing::criu().is_some()
+        && crate::support::etcd()
+        && rekindle_testing::require("vxlan", network.is_ok(), &network.err().unwrap_or_default())
 }
 
 fn ip(args: &str) {
