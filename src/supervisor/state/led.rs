@@ -75,6 +75,7 @@ fn called_off((state, actions): (State, Vec<Action>)) -> (State, Vec<Action>) {
 mod tests {
     use super::*;
     use crate::policy::{Images, StartPoint};
+    use crate::supervisor::state::Wish;
     use rekindle_os::spawn::Ended;
     use rekindle_store::manifest::Reason;
 
@@ -88,6 +89,8 @@ mod tests {
         assert_eq!(machine.step(Event::Launch(StartPoint::Cold), now), [Action::Start(StartPoint::Cold)]);
         assert_eq!(machine.step(Event::Started, now), []);
         assert_eq!(machine.deadline(), None, "there is no interval");
+        assert_eq!(machine.admits(Wish::Snapshot), Ok(()));
+        assert!([Wish::Suspend, Wish::Resume, Wish::Rewind].iter().all(|wish| machine.admits(*wish).is_err()));
         machine
     }
 
