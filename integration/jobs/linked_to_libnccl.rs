@@ -31,6 +31,7 @@ linked! {
     linked_ncclCommSplit ncclCommSplit(a: usize, b: usize, c: usize, d: usize, e: usize);
     linked_ncclCommDestroy ncclCommDestroy(a: usize);
     linked_ncclCommAbort ncclCommAbort(a: usize);
+    linked_ncclCommGetAsyncError ncclCommGetAsyncError(a: usize, b: usize);
     linked_ncclCommCount ncclCommCount(a: usize, b: usize);
     linked_ncclCommUserRank ncclCommUserRank(a: usize, b: usize);
     linked_ncclGroupStart ncclGroupStart();

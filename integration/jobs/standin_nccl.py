@@ -2,7 +2,7 @@
 """Ranks that use the stand-ins for libcuda and libnccl, and check what they receive.
 
     standin_nccl.py OUT RANKS MODE [--linked LIBRARY] [--never FILE] [--survive]
-                    [--second LIBRARY] [--scribble]
+                    [--second LIBRARY] [--scribble] [--static FILE]
 
 Rank 0 is this process and writes OUT; rank N is a child of it and writes OUT.N: the number of each step that was right.
 MODE:
@@ -15,10 +15,14 @@ MODE:
   barrier   all-reduces of halves, and a barrier without NCCL before or after them
   kinds     every operation once a step, with a new communicator from time to time
   joins     all ranks make a new communicator from time to time
+  churn     a new communicator in each step; a thousand in a hurry, then slowly
+  background  communicators that do not block
 With --linked the functions are called by symbol, by way of the library of linked_to_libnccl.rs; without, by dlsym. While
 FILE of --never is there, the last rank starts nothing; in the mode joins it does not join. Ends with 3 when a number is
 wrong, with 5 when a call fails, with 6 when a rank ends badly, unless --survive is given. With --second each rank first
 finds functions of another NCCL; with --scribble rank 0 writes random numbers to the table of the interposer all the time.
+With --static the functions are those of FILE, called by their addresses: as those of an NCCL that is linked statically,
+they have no symbols that a loader looks up.
 """
 
 import argparse
@@ -26,6 +30,7 @@ import ctypes
 import mmap
 import os
 import random
+import struct
 import sys
 import threading
 import time
@@ -34,6 +39,7 @@ PIECE = 2 << 20
 WORD = 8
 U64, SUM = 5, 0
 NO_COLOR = -1
+IN_PROGRESS = 7
 
 
 class UniqueId(ctypes.Structure):
@@ -49,19 +55,49 @@ class Library:
     def __init__(self, path, prefix=""):
         self.library, self.prefix = ctypes.CDLL(path), prefix
 
+    def function(self, name):
+        return getattr(self.library, self.prefix + name)
+
     def __call__(self, name, *args):
         # Numbers of all sizes as what fits all.
         args = (ctypes.c_uint64(arg & (1 << 64) - 1) if isinstance(arg, int) else arg for arg in args)
-        code = getattr(self.library, self.prefix + name)(*args)
-        if code != 0:
+        code = self.function(name)(*args)
+        if code not in (0, IN_PROGRESS):
             fail(5, f"{name} failed with {code}")
+        return code
+
+
+class Static(Library):
+    """The functions of an ELF file by their addresses, without a look-up by the loader."""
+
+    def __init__(self, path):
+        super().__init__(path)
+        with open("/proc/self/maps") as maps:
+            base = min(int(line.split("-")[0], 16) for line in maps if line.rstrip().endswith(path))
+        with open(path, "rb") as file:
+            data = file.read()
+        sections, size, count = struct.unpack_from("<Q10xHH", data, 40)[0], *struct.unpack_from("<HH", data, 58)
+        headers = [struct.unpack_from("<IIQQQQIIQQ", data, sections + size * at) for at in range(count)]
+        symbols = next(header for header in headers if header[1] == 11)  # SHT_DYNSYM
+        names = headers[symbols[6]][4]
+        self.addresses = {}
+        for at in range(symbols[4], symbols[4] + symbols[5], 24):
+            name, _, _, _, value, _ = struct.unpack_from("<IBBHQQ", data, at)
+            end = data.index(b"\0", names + name)
+            self.addresses[data[names + name : end].decode()] = base + value
+
+    def function(self, name):
+        return ctypes.CFUNCTYPE(ctypes.c_int)(self.addresses[name])
 
 
 class Rank:
     def __init__(self, number, ranks, shared, args):
         self.number, self.ranks, self.shared, self.args = number, ranks, shared, args
         self.cuda = Library("libcuda.so.1")
-        self.nccl = Library(args.linked, "linked_") if args.linked else Library("libnccl.so.2")
+        if args.static:
+            self.nccl = Static(args.static)
+        else:
+            self.nccl = Library(args.linked, "linked_") if args.linked else Library("libnccl.so.2")
         self.cuda("cuInit", 0)
         context, memory = ctypes.c_void_p(), ctypes.c_size_t()
         self.cuda("cuCtxCreate_v2", ctypes.byref(context), 0, 0)
@@ -109,17 +145,26 @@ class Rank:
         for index in range(16):
             unique.word[index] = self.shared[at + 1 + index]
         self.before_joining()
-        make, more = ("ncclCommInitRankConfig", [0]) if slot == 1 else ("ncclCommInitRank", [])
+        make, more = ("ncclCommInitRank", []) if slot == 0 and not self.config() else ("ncclCommInitRankConfig", [self.config()])
         self.nccl(make, ctypes.byref(handle), self.ranks, unique, self.number, *more)
+        self.until_done(handle.value)
         self.barrier()
         return handle.value
+
+    def config(self):
+        """The address of an ncclConfig_t, or 0."""
+        return 0
+
+    def until_done(self, communicator):
+        pass
 
     def before_joining(self):
         pass
 
     def split(self, old, color, key):
         handle = ctypes.c_void_p()
-        self.nccl("ncclCommSplit", old, color, key, ctypes.byref(handle), 0)
+        self.nccl("ncclCommSplit", old, color, key, ctypes.byref(handle), self.config())
+        self.until_done(handle.value)
         return handle.value
 
     def barrier(self):
@@ -320,6 +365,54 @@ class Joins(Rank):
         time.sleep(0.005)
 
 
+class Churn(Rank):
+    def step(self, step):
+        other = self.split(self.world, step % 2 if self.number % 2 else 0, self.number)
+        self.put(0, step + self.number)
+        self.all_reduce(0, 1, self.world)
+        self.all_reduce(0, 2, other)
+        self.synchronise()
+        self.expect("churn", 1, total(self.ranks, step))
+        self.nccl("ncclCommDestroy", other)
+        if step > 1100:
+            time.sleep(0.05)
+
+
+class Background(Rank):
+    def __init__(self, *args):
+        # size_t size; unsigned magic, version; int blocking; and more.
+        self.configuration = (ctypes.c_int * 32)(*[128, 0, 0, 0, 0])
+        super().__init__(*args)
+        self.half = self.split(self.world, self.number // (self.ranks // 2), self.number)
+
+    def config(self):
+        return ctypes.addressof(self.configuration)
+
+    def until_done(self, communicator):
+        state = ctypes.c_int(IN_PROGRESS)
+        while state.value == IN_PROGRESS:
+            self.nccl("ncclCommGetAsyncError", communicator, ctypes.byref(state))
+            time.sleep(0.0002)
+
+    def step(self, step):
+        self.put(0, step + self.number)
+        self.all_reduce(0, 1, self.world)
+        self.until_done(self.world)
+        self.nccl("ncclGroupStart")
+        self.all_reduce(0, 2, self.half)
+        self.nccl("ncclGroupEnd")
+        if self.number == step % self.ranks:
+            time.sleep(0.01)
+        self.until_done(self.half)
+        if step % 20 == 0:
+            self.nccl("ncclCommDestroy", self.half)
+            self.half = self.split(self.world, self.number // (self.ranks // 2), self.number)
+        self.synchronise()
+        half = self.ranks // 2
+        first = self.number // half * half
+        self.expect("background", 1, total(self.ranks, step), sum(step + other for other in range(first, first + half)))
+
+
 def scribble():
     """The table is all of the mapping that the interposer has made."""
     with open("/proc/self/maps") as maps:
@@ -336,7 +429,10 @@ def scribble():
         time.sleep(0.0001)
 
 
-MODES = {mode.__name__.lower(): mode for mode in (Late, Ahead, Ring, Groups, Crossing, Split, Barrier, Kinds, Joins)}
+MODES = {
+    mode.__name__.lower(): mode
+    for mode in (Late, Ahead, Ring, Groups, Crossing, Split, Barrier, Kinds, Joins, Churn, Background)
+}
 
 
 def wait_for_ranks(pids):
@@ -356,6 +452,7 @@ def main():
     parser.add_argument("--survive", action="store_true")
     parser.add_argument("--second")
     parser.add_argument("--scribble", action="store_true")
+    parser.add_argument("--static")
     args = parser.parse_args()
 
     # Shared with the children.

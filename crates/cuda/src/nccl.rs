@@ -70,6 +70,13 @@ pub struct Counts {
     pub counters: Vec<Counter>,
     /// Threads that are in a call of NCCL now.
     pub inside: u32,
+    /// Of those, threads that make or end a communicator.
+    #[serde(default)]
+    pub making: u32,
+    /// Communicators that do not block, for which NCCL is starting something on a thread of its own, as far as the
+    /// program knows.
+    #[serde(default)]
+    pub pending: u32,
 }
 
 /// The counts of one process.
@@ -105,7 +112,16 @@ impl Ranks {
     /// Why its counts are not complete; none if they are.
     #[must_use]
     pub fn untracked(&self) -> Option<&'static str> {
-        let why = self.table.get().untracked.load(Relaxed);
+        let table = self.table.get();
+        let mut why = table.untracked.load(Relaxed);
+        if table.unregistered.load(Relaxed) != 0 {
+            why |= table::FULL;
+        }
+        for entry in &table.communicators {
+            if entry.state.load(Relaxed) == table::LIVE {
+                why |= entry.untracked.load(Relaxed);
+            }
+        }
         let reasons = [
             (table::CAPTURED, "a CUDA graph contains NCCL operations"),
             (table::UNKNOWN, "it uses NCCL in a way that is not counted"),
@@ -119,13 +135,19 @@ impl Ranks {
     pub fn counts(&self) -> Counts {
         let table = self.table.get();
         // Read before the counters: a call that has ended by then has been counted.
-        let inside = table.inside.load(SeqCst);
+        let (inside, changes) = (table.inside.load(SeqCst), table.changes.load(SeqCst));
         let mut indices = Vec::new();
         let mut communicators = Vec::new();
         for entry in &table.communicators {
             let state = entry.state.load(Acquire);
-            indices.push(communicators.len());
-            if state != table::FREE {
+            // A communicator whose rank is not known yet is being made, and has no counts.
+            let is_known = match state {
+                table::FREE | table::REUSABLE => false,
+                table::LIVE => entry.ranks.load(Acquire) != 0,
+                _ => true,
+            };
+            indices.push(if is_known { communicators.len() } else { usize::MAX });
+            if is_known {
                 let [a, b] = &entry.id;
                 communicators.push(Communicator {
                     id: [a.load(Relaxed), b.load(Relaxed)],
@@ -149,8 +171,16 @@ impl Ranks {
         };
         let used = usize::try_from(table.counters_used.load(Acquire)).unwrap_or(usize::MAX);
         let counters = table.counters.iter().enumerate().take(used).filter_map(read).collect();
-        // After them, too: a call that began meanwhile may have counted where that was read already.
-        Counts { communicators, counters, inside: inside.max(table.inside.load(SeqCst)) }
+        // After them, too: a call that began meanwhile may have counted where that was read already. The same applies if
+        // places were freed meanwhile.
+        let is_torn = changes % 2 != 0 || changes != table.changes.load(SeqCst);
+        let inside = inside.max(table.inside.load(SeqCst)).max(is_torn.into());
+        // Read last: a call that has returned by then has said what it left to NCCL.
+        let is_pending =
+            |entry: &&table::Communicator| entry.state.load(Acquire) == table::LIVE && entry.pending.load(SeqCst) != 0;
+        let pending = table.communicators.iter().filter(is_pending).count();
+        let pending = u32::try_from(pending).unwrap_or(u32::MAX);
+        Counts { communicators, counters, inside, making: table.making.load(SeqCst), pending }
     }
 
     /// Closes the gate for at most `time`: calls that would exceed their limits wait. Until [`Ranks::limit`] sets them,

@@ -76,6 +76,10 @@ impl Operation {
         Operation { communicator, what, number: None, is_over: false }
     }
 
+    pub(crate) fn communicator(&self) -> &'static Communicator {
+        self.communicator
+    }
+
     fn channel(&self) -> Channel {
         match self.what {
             What::Send { peer, .. } => Channel::To(peer),

@@ -8,6 +8,8 @@
 //! - Sends wait for their receives and the other way round, as with NCCL where nothing is buffered.
 //! - What is called between `ncclGroupStart` and `ncclGroupEnd` starts at the outermost end, as one kernel for each
 //!   stream.
+//! - A communicator whose configuration says that it does not block returns ncclInProgress, and a thread starts what was
+//!   called 2 ms later. Until then `ncclCommGetAsyncError` says ncclInProgress, and other calls fail.
 //! - `ncclBcast` calls `ncclBroadcast` by its symbol, as NCCL's does.
 #![allow(unsafe_code, reason = "a C interface: every block says why it is sound")]
 #![allow(clippy::missing_safety_doc, reason = "the contract of each function is that of nccl.h")]
@@ -21,7 +23,8 @@ use std::cell::RefCell;
 use std::ffi::{c_int, c_void};
 use std::io::Write;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::time::Duration;
 
 use kernel::{Kernel, Operation, What};
 use room::{Building, MOST, Room};
@@ -33,6 +36,7 @@ mod code {
     pub(crate) const SYSTEM: i32 = 2;
     pub(crate) const INVALID_ARGUMENT: i32 = 4;
     pub(crate) const INVALID_USAGE: i32 = 5;
+    pub(crate) const IN_PROGRESS: i32 = 7;
 }
 
 /// NCCL_SPLIT_NOCOLOR.
@@ -59,13 +63,22 @@ pub struct Communicator {
     rank: usize,
     ranks: usize,
     has_ended: AtomicBool,
+    blocks: bool,
+    /// What `ncclCommGetAsyncError` says.
+    state: AtomicI32,
     /// What this rank has begun. In private memory, as the rest of its state is.
     begun: Mutex<kernel::Begun>,
     splits: Mutex<u64>,
 }
 
 impl Communicator {
-    fn make(building: &'static Building, room: usize, rank: usize, ranks: usize) -> Option<*mut Communicator> {
+    fn make(
+        building: &'static Building,
+        room: usize,
+        rank: usize,
+        ranks: usize,
+        blocks: bool,
+    ) -> Option<*mut Communicator> {
         let room = building.rooms.get(room)?;
         Some(Box::into_raw(Box::new(Communicator {
             owner: &OWN,
@@ -74,16 +87,42 @@ impl Communicator {
             rank,
             ranks,
             has_ended: AtomicBool::new(false),
+            blocks,
+            state: AtomicI32::new(code::SUCCESS),
             begun: Mutex::default(),
             splits: Mutex::new(0),
         })))
     }
 }
 
+/// Whether communicators of this ncclConfig_t block: its fourth number, behind a size_t and two others.
+unsafe fn blocks(config: *const c_void) -> bool {
+    let number = config.cast::<c_int>().wrapping_add(4);
+    // SAFETY: null, or what nccl.h says.
+    config.is_null() || unsafe { number.read() } != 0
+}
+
+/// Sets their state to ncclInProgress until `work` is done, on a thread.
+fn later(all: Vec<&'static Communicator>, work: impl FnOnce() + Send + 'static) -> c_int {
+    all.iter().for_each(|it| it.state.store(code::IN_PROGRESS, Ordering::SeqCst));
+    std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(2));
+        work();
+        all.iter().for_each(|it| it.state.store(code::SUCCESS, Ordering::SeqCst));
+    });
+    code::IN_PROGRESS
+}
+
 /// ncclComm_t as an argument.
 unsafe fn communicator(handle: *const Communicator) -> Option<&'static Communicator> {
     // SAFETY: the caller passes null or what was made here, or in another such library; it is never freed.
     unsafe { handle.as_ref() }.filter(|it| std::ptr::eq(it.owner, &raw const OWN))
+}
+
+/// One for which nothing is in progress.
+unsafe fn ready(handle: *const Communicator) -> Option<&'static Communicator> {
+    // SAFETY: the same contract.
+    unsafe { communicator(handle) }.filter(|it| it.state.load(Ordering::SeqCst) == code::SUCCESS)
 }
 
 fn answer(result: Option<()>) -> c_int {
@@ -113,6 +152,27 @@ pub unsafe extern "C" fn ncclCommInitRank(
     id: UniqueId,
     rank: c_int,
 ) -> c_int {
+    // SAFETY: the same contract.
+    unsafe { init_rank(new, ranks, id, rank, true) }
+}
+
+/// Of the configuration only `blocking` matters.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommInitRankConfig(
+    new: *mut *mut Communicator,
+    ranks: c_int,
+    id: UniqueId,
+    rank: c_int,
+    config: *const c_void,
+) -> c_int {
+    // SAFETY: the contract of the call.
+    let blocks = unsafe { blocks(config) };
+    // SAFETY: the same contract.
+    unsafe { init_rank(new, ranks, id, rank, blocks) }
+}
+
+/// Not by a symbol, which the loader may bind to another object.
+unsafe fn init_rank(new: *mut *mut Communicator, ranks: c_int, id: UniqueId, rank: c_int, blocks: bool) -> c_int {
     // SAFETY: the caller passes null or room for a handle.
     let Some(new) = (unsafe { new.as_mut() }) else { return code::INVALID_ARGUMENT };
     let (Ok(ranks), Ok(rank)) = (usize::try_from(ranks), usize::try_from(rank)) else {
@@ -123,21 +183,15 @@ pub unsafe extern "C" fn ncclCommInitRank(
     }
     let Ok(building) = room::open([id.0[0], id.0[1], id.0[2]]) else { return code::SYSTEM };
     building.rooms[0].joined.fetch_add(1, Ordering::SeqCst);
-    room::wait(|| building.rooms[0].joined.load(Ordering::SeqCst) >= ranks as u64);
-    answer(Communicator::make(building, 0, rank, ranks).map(|made| *new = made))
-}
-
-/// The configuration is not looked at.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn ncclCommInitRankConfig(
-    new: *mut *mut Communicator,
-    ranks: c_int,
-    id: UniqueId,
-    rank: c_int,
-    _config: *const c_void,
-) -> c_int {
-    // SAFETY: the same contract.
-    unsafe { ncclCommInitRank(new, ranks, id, rank) }
+    let wait = move || room::wait(|| building.rooms[0].joined.load(Ordering::SeqCst) >= ranks as u64);
+    let Some(made) = Communicator::make(building, 0, rank, ranks, blocks) else { return code::INVALID_ARGUMENT };
+    *new = made;
+    if blocks {
+        wait();
+        return code::SUCCESS;
+    }
+    // SAFETY: just made, and never freed.
+    later(vec![unsafe { &*made }], wait)
 }
 
 /// All ranks in this process.
@@ -150,7 +204,7 @@ pub unsafe extern "C" fn ncclCommInitAll(new: *mut *mut Communicator, count: c_i
     // SAFETY: the caller has room for as many.
     let new = unsafe { std::slice::from_raw_parts_mut(new, count) };
     for (rank, new) in new.iter_mut().enumerate() {
-        let Some(made) = Communicator::make(building, 0, rank, count) else { return code::INVALID_ARGUMENT };
+        let Some(made) = Communicator::make(building, 0, rank, count, true) else { return code::INVALID_ARGUMENT };
         *new = made;
     }
     code::SUCCESS
@@ -163,7 +217,7 @@ pub unsafe extern "C" fn ncclCommSplit(
     color: c_int,
     key: c_int,
     new: *mut *mut Communicator,
-    _config: *const c_void,
+    config: *const c_void,
 ) -> c_int {
     // SAFETY: the contract of the call.
     let (Some(old), Some(new)) = (unsafe { communicator(old) }, unsafe { new.as_mut() }) else {
@@ -177,8 +231,25 @@ pub unsafe extern "C" fn ncclCommSplit(
     }
     let room = old.room.split_room(*splits, &members, old.rank, || old.building.new_room());
     let rank = members.iter().position(|member| *member == old.rank);
-    let made = rank.and_then(|rank| Communicator::make(old.building, room, rank, members.len()));
-    answer(made.map(|made| *new = made))
+    // SAFETY: the contract of the call.
+    let blocks = unsafe { blocks(config) };
+    let Some(made) = rank.and_then(|rank| Communicator::make(old.building, room, rank, members.len(), blocks)) else {
+        return code::INVALID_ARGUMENT;
+    };
+    *new = made;
+    // SAFETY: just made, and never freed.
+    if blocks { code::SUCCESS } else { later(vec![unsafe { &*made }], || ()) }
+}
+
+/// What a call has left to a thread.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommGetAsyncError(handle: *const Communicator, state: *mut c_int) -> c_int {
+    // SAFETY: the contract of the call.
+    let Some(it) = (unsafe { communicator(handle) }) else { return code::INVALID_ARGUMENT };
+    // SAFETY: the caller passes null or room for a number.
+    let Some(state) = (unsafe { state.as_mut() }) else { return code::INVALID_ARGUMENT };
+    *state = it.state.load(Ordering::SeqCst);
+    code::SUCCESS
 }
 
 /// What it has started goes on.
@@ -213,14 +284,14 @@ fn tell(number: usize, to: *mut c_int) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclCommCount(handle: *const Communicator, count: *mut c_int) -> c_int {
     // SAFETY: the contract of the call.
-    unsafe { communicator(handle) }.map_or(code::INVALID_ARGUMENT, |it| tell(it.ranks, count))
+    unsafe { ready(handle) }.map_or(code::INVALID_ARGUMENT, |it| tell(it.ranks, count))
 }
 
 /// Which of them this is.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclCommUserRank(handle: *const Communicator, rank: *mut c_int) -> c_int {
     // SAFETY: the contract of the call.
-    unsafe { communicator(handle) }.map_or(code::INVALID_ARGUMENT, |it| tell(it.rank, rank))
+    unsafe { ready(handle) }.map_or(code::INVALID_ARGUMENT, |it| tell(it.rank, rank))
 }
 
 /// The group calls of one thread.
@@ -252,7 +323,15 @@ pub extern "C" fn ncclGroupEnd() -> c_int {
     operations.map_or(code::INVALID_USAGE, start)
 }
 
-fn start(mut operations: Vec<(usize, Operation)>) -> c_int {
+fn start(operations: Vec<(usize, Operation)>) -> c_int {
+    let communicators: Vec<_> = operations.iter().map(|(_, operation)| operation.communicator()).collect();
+    if communicators.iter().all(|it| it.blocks) {
+        return launch(operations);
+    }
+    later(communicators, move || assert_eq!(launch(operations), code::SUCCESS))
+}
+
+fn launch(mut operations: Vec<(usize, Operation)>) -> c_int {
     while let Some(&(stream, _)) = operations.first() {
         let (now, later): (Vec<_>, Vec<_>) = operations.into_iter().partition(|(other, _)| *other == stream);
         operations = later;
@@ -266,7 +345,7 @@ fn start(mut operations: Vec<(usize, Operation)>) -> c_int {
 /// Starts an operation, or adds it to the group of this thread.
 unsafe fn operation(handle: *mut Communicator, stream: usize, count: usize, kind: c_int, what: What) -> c_int {
     // SAFETY: the contract of the callers.
-    let Some(communicator) = (unsafe { communicator(handle) }) else { return code::INVALID_ARGUMENT };
+    let Some(communicator) = (unsafe { ready(handle) }) else { return code::INVALID_ARGUMENT };
     let in_range = match what {
         What::Send { peer, .. } | What::Receive { peer, .. } | What::Broadcast { root: peer, .. } => {
             peer < communicator.ranks

@@ -43,7 +43,7 @@ pub(crate) struct Room {
 pub(crate) struct Building {
     name: AtomicU64,
     rooms_used: AtomicU64,
-    pub(crate) rooms: [Room; 1000],
+    pub(crate) rooms: [Room; 8000],
 }
 
 /// Waits, without CUDA.

@@ -82,6 +82,52 @@ modes! {
     a_barrier_without_nccl: "barrier" ByName,
     every_operation: "kinds" BySymbol,
     communicators_that_are_made_all_the_time: "joins" ByName,
+    communicators_that_do_not_block: "background" ByName,
+    communicators_that_do_not_block_by_symbol: "background" BySymbol,
+}
+
+/// More communicators than the table has places for, one after the other.
+#[test]
+fn a_thousand_communicators_that_have_ended() {
+    let Some(mut rig) = rig("churn", Calls::BySymbol) else { return };
+    rig.may_take(Duration::from_secs(1200));
+    let mut supervisor = start(&rig);
+    supervisor.until("a thousand have ended", |rig| {
+        let output = rig.standin.output();
+        fs::read_to_string(output).is_ok_and(|text| text.lines().count() > 1100)
+    });
+    snapshots(&rig, &mut supervisor, 2);
+    supervisor.kill_job();
+    supervisor.said("the job was restored from image");
+    supervisor.assert_unharmed(RANKS);
+    snapshots(&rig, &mut supervisor, 1);
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+/// An NCCL without symbols is not seen.
+#[test]
+fn with_a_static_nccl_the_ranks_are_locked_by_turns() {
+    for mode in ["groups", "split"] {
+        let Some(mut rig) = Rig::new() else { return };
+        rig.standin.add_nccl();
+        let library = rig.standin.path().join("libmodel.so");
+        fs::copy(rig.standin.path().join("libnccl.so.2"), &library).unwrap();
+        rig.nccl(RANKS, mode, Calls::ByName, &["--static", library.to_str().unwrap()]);
+        let mut supervisor = start(&rig);
+        supervisor.snapshot();
+        supervisor.assert_unharmed(RANKS);
+        let tables = rig.cuda_pids().into_iter().filter_map(|pid| Ranks::of(pid).unwrap());
+        assert_eq!(tables.count(), 0, "nothing was counted");
+        supervisor.kill_job();
+        supervisor.said("the job was restored from image");
+        supervisor.assert_unharmed(RANKS);
+        supervisor.snapshot();
+        assert!(!rig.log().contains(REACHED), "{}", rig.log());
+        supervisor.stop();
+        rig.assert_sequence();
+        assert!(!rig.log().contains(" instead of "), "{}", rig.log());
+    }
 }
 
 #[test]

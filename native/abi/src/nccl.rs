@@ -9,9 +9,9 @@ use core::ffi::CStr;
 use core::sync::atomic::{AtomicI32, AtomicU32, AtomicU64};
 
 /// The name of the memfd; in /proc/PID/maps behind `/memfd:`.
-pub const NAME: &CStr = c"rekindle-nccl-2";
+pub const NAME: &CStr = c"rekindle-nccl-3";
 
-/// Number of communicators, including ended ones. A power of two.
+/// Number of communicators, including those that have just ended. A power of two.
 pub const MOST_COMMUNICATORS: usize = 1024;
 
 /// Number of counters: one for each communicator, and two for each peer that it sends to or receives from.
@@ -24,18 +24,27 @@ pub const PLACES: usize = 32768;
 pub const COLLECTIVE: u32 = 0;
 pub const SEND: u32 = 1;
 pub const RECEIVE: u32 = 2;
+/// The counter is not used: its communicator is [`REUSABLE`].
+pub const NONE: u32 = 3;
 
-/// [`Table::untracked`]: there is no place for a communicator, a counter or a group call.
+/// [`Table::untracked`] and [`Communicator::untracked`]: there is no place for a communicator, a counter or a group call.
 pub const FULL: u32 = 1;
 /// A CUDA graph holds NCCL operations: its launches are not counted.
 pub const CAPTURED: u32 = 2;
-/// A communicator of a kind that is not known.
+/// A communicator of a kind that is not known, or an operation that NCCL did not start.
 pub const UNKNOWN: u32 = 4;
 
 /// [`Communicator::state`].
 pub const FREE: u32 = 0;
 pub const LIVE: u32 = 1;
 pub const ENDED: u32 = 2;
+/// It ended long ago: the place can be used again.
+pub const REUSABLE: u32 = 3;
+
+/// [`Communicator::pending`]: NCCL starts an operation on a thread of its own.
+pub const STARTING: u32 = 1;
+/// NCCL makes the communicator on a thread of its own.
+pub const MAKING: u32 = 2;
 
 /// One rank of a communicator.
 #[derive(Debug)]
@@ -46,10 +55,18 @@ pub struct Communicator {
     /// The same number in all its ranks: from the unique id, or from the communicator that it was split from.
     pub id: [AtomicU64; 2],
     pub rank: AtomicU32,
+    /// 0 as long as it is not known.
     pub ranks: AtomicU32,
     pub state: AtomicU32,
     /// Number of splits.
     pub splits: AtomicU32,
+    /// Why its counts are not complete, for as long as it lives.
+    pub untracked: AtomicU32,
+    /// What a call that did not block has left to NCCL; 0 once the program has seen that it is done.
+    pub pending: AtomicU32,
+    /// [`Table::endings`] when it ended.
+    pub ended: AtomicU32,
+    pub unused: AtomicU32,
 }
 
 /// Operations of one kind that one rank has started on one communicator.
@@ -89,6 +106,14 @@ pub struct Table {
     pub abort: AtomicU32,
     /// 1: that was done.
     pub aborted: AtomicU32,
+    /// Threads that are inside a call that makes or ends a communicator. They are counted in `inside` too.
+    pub making: AtomicU32,
+    /// Odd while places are being freed.
+    pub changes: AtomicU32,
+    /// Number of communicators that have ended.
+    pub endings: AtomicU32,
+    /// Communicators that live and have no place.
+    pub unregistered: AtomicU32,
     pub communicators: [Communicator; MOST_COMMUNICATORS],
     /// Counters in use, without a gap.
     pub counters_used: AtomicU32,

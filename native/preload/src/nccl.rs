@@ -12,10 +12,15 @@
 //! without us, and 14 ns for each operation of a group of eight (2026-11-23, a virtual machine on AMD EPYC, an NCCL
 //! that does nothing). Threads that call it at the same time share a number of the table: 20 to 70 ns. Nothing is
 //! allocated; the table is made with the first communicator. A communicator or an operation that cannot be counted is
-//! reported to the supervisor, which then does not use the counts.
+//! reported to the supervisor, which then does not use the counts, for as long as that communicator lives.
+//!
+//! Places of communicators that have ended are used again ([`places`]). Calls on a communicator that does not block
+//! return ncclInProgress, and NCCL starts the operation on a thread of its own. It counts as started. Until the program
+//! has asked NCCL whether it is done (ncclCommGetAsyncError), the supervisor waits for a moment.
 
 mod abort;
 mod groups;
+mod places;
 mod symbols;
 
 use core::ffi::c_void;
@@ -117,12 +122,14 @@ fn communicator(table: &Table, handle: u64) -> Option<(usize, &Communicator)> {
 /// The counter of this communicator; makes one if there is none.
 fn counter(table: &'static Table, communicator: usize, kind: u32, peer: u32) -> Option<u32> {
     let owner = communicator as u32;
+    // The kind is written last, and is NONE while the rest changes.
     let is_it = |entry: &Counter| {
-        entry.communicator.load(Ordering::Relaxed) == owner
-            && entry.kind.load(Ordering::Relaxed) == kind
-            && entry.peer.load(Ordering::Relaxed) == peer
+        entry.kind.load(Ordering::Acquire) == kind
+            && entry.communicator.load(Ordering::Acquire) == owner
+            && entry.peer.load(Ordering::Acquire) == peer
+            && entry.kind.load(Ordering::Acquire) == kind
     };
-    let number = (u64::from(owner) << 34) | (u64::from(peer) << 2) | u64::from(kind);
+    let number = places::number(owner, kind, peer);
     // The place of the counter, or a free one.
     let look = || {
         for at in probe(number, table::PLACES) {
@@ -139,16 +146,16 @@ fn counter(table: &'static Table, communicator: usize, kind: u32, peer: u32) -> 
         return Some(found);
     }
     let _changing = wait()?;
-    let place = match look()? {
-        Ok(found) => return Some(found),
-        Err(place) => place,
-    };
-    let new = table.counters_used.load(Ordering::Relaxed);
+    if let Ok(found) = look()? {
+        return Some(found);
+    }
+    let new = places::free_counter(table)?;
+    // Only now: to free a counter changes the places.
+    let Err(place) = look()? else { return None };
     let entry = started(table, new)?;
-    entry.kind.store(kind, Ordering::Relaxed);
     entry.peer.store(peer, Ordering::Relaxed);
     entry.communicator.store(owner, Ordering::Relaxed);
-    table.counters_used.store(new + 1, Ordering::Release);
+    entry.kind.store(kind, Ordering::Release);
     place.store(new + 1, Ordering::Release);
     Some(new)
 }
@@ -228,51 +235,64 @@ fn is_open(table: &Table) -> bool {
 /// One operation on a communicator.
 fn operation(handle: u64, kind: u32, peer: i32, call: impl FnOnce() -> i32) -> i32 {
     let Some(table) = current() else { return call() };
-    let Some((at, _)) = communicator(table, handle) else {
-        table.untracked.fetch_or(table::UNKNOWN, Ordering::Relaxed);
+    let Some((at, entry)) = communicator(table, handle) else {
+        // Reported as long as it lives if there was no place for it.
+        if table.unregistered.load(Ordering::Relaxed) == 0 {
+            table.untracked.fetch_or(table::UNKNOWN, Ordering::Relaxed);
+        }
         return call();
     };
+    if entry.ranks.load(Ordering::Relaxed) == 0 {
+        learn_rank(entry, handle);
+    }
     let Some(counter) = counter(table, at, kind, peer as u32) else {
-        table.untracked.fetch_or(table::FULL, Ordering::Relaxed);
+        entry.untracked.fetch_or(table::FULL, Ordering::Relaxed);
         return call();
     };
     if let Some(group) = Group::of_this_thread() {
         if !group.add(counter) {
-            table.untracked.fetch_or(table::FULL, Ordering::Relaxed);
+            entry.untracked.fetch_or(table::FULL, Ordering::Relaxed);
         }
-        return note_started(table, call());
+        return note_started(entry, call());
     }
     let _inside = enter(table, &[AtomicU32::new(counter)]);
-    note_started(table, call())
+    note_started(entry, call())
 }
 
-/// An operation that NCCL did not start stays counted, so equal counts of all ranks are not one point any more.
-fn note_started(table: &Table, code: i32) -> i32 {
-    if code != SUCCESS {
-        table.untracked.fetch_or(table::UNKNOWN, Ordering::Relaxed);
+/// An operation that NCCL did not start stays counted, so equal counts of all ranks are not one point any more. On a
+/// communicator that does not block, it starts on a thread of NCCL's own.
+fn note_started(entry: &Communicator, code: i32) -> i32 {
+    match code {
+        SUCCESS => {}
+        IN_PROGRESS => entry.pending.store(table::STARTING, Ordering::Relaxed),
+        _ => {
+            entry.untracked.fetch_or(table::UNKNOWN, Ordering::Relaxed);
+        }
     }
     code
 }
 
-/// A communicator that does not block starts its work later, on a thread of NCCL's own.
-fn note_progress(table: &Table, code: i32) -> i32 {
-    if code == IN_PROGRESS {
-        table.untracked.fetch_or(table::UNKNOWN, Ordering::Relaxed);
+/// The number of ranks, and which of them this is. NCCL does not tell before a communicator that does not block is
+/// made.
+fn learn_rank(entry: &Communicator, handle: u64) {
+    match (symbols::rank_of(handle), symbols::ranks_of(handle)) {
+        (Some(rank), Some(ranks)) => {
+            entry.rank.store(rank, Ordering::Relaxed);
+            entry.ranks.store(ranks, Ordering::Release);
+        }
+        _ => {
+            entry.untracked.fetch_or(table::UNKNOWN, Ordering::Relaxed);
+        }
     }
-    code
 }
 
-/// Makes an entry for a communicator that was just made.
-fn register(handle: u64, id: [u64; 2], rank: u32, ranks: u32) {
+/// Makes an entry for a communicator that was just made, with 0 ranks if their number is not known yet.
+fn register(handle: u64, id: [u64; 2], rank: u32, ranks: u32, pending: u32) {
     let Some(table) = current_or_new() else { return };
     let Some(_changing) = wait() else { return untracked(table::UNKNOWN) };
-    let free = |at: &usize| {
-        table.communicators.get(*at).is_some_and(|entry| entry.state.load(Ordering::Relaxed) == table::FREE)
-    };
-    let Some(entry) =
-        probe(handle >> 4, table::MOST_COMMUNICATORS).find(free).and_then(|at| table.communicators.get(at))
-    else {
-        return untracked(table::FULL);
+    let Some(entry) = places::free_communicator(table, handle) else {
+        table.unregistered.fetch_add(1, Ordering::Relaxed);
+        return;
     };
     entry.handle.store(handle, Ordering::Relaxed);
     entry.rank.store(rank, Ordering::Relaxed);
@@ -280,6 +300,10 @@ fn register(handle: u64, id: [u64; 2], rank: u32, ranks: u32) {
     for (slot, half) in entry.id.iter().zip(id) {
         slot.store(half, Ordering::Relaxed);
     }
+    for number in [&entry.splits, &entry.untracked] {
+        number.store(0, Ordering::Relaxed);
+    }
+    entry.pending.store(pending, Ordering::Relaxed);
     entry.state.store(table::LIVE, Ordering::Release);
 }
 
@@ -306,12 +330,27 @@ impl UniqueId {
     }
 }
 
-/// A call that makes a communicator, together with all other ranks. It is not an operation, and the gate does not hold
-/// it. The cut is not complete until it returns.
-fn making(call: impl FnOnce() -> i32) -> i32 {
-    let Some(table) = current_or_new() else { return call() };
-    let _inside = Inside::begin(table);
-    note_progress(table, call())
+/// A call that makes or ends a communicator, together with all other ranks. It is not an operation, and the gate does
+/// not hold it. The cut is not complete until it returns, and until then no rank is held: it may be one that this call
+/// waits for.
+struct Making(Option<Inside>);
+
+impl Making {
+    fn begin() -> Making {
+        let table = current_or_new();
+        if let Some(table) = table {
+            table.making.fetch_add(1, Ordering::SeqCst);
+        }
+        Making(table.map(Inside::begin))
+    }
+}
+
+impl Drop for Making {
+    fn drop(&mut self) {
+        if let Some(inside) = &self.0 {
+            inside.0.making.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
 }
 
 /// The handle that NCCL has written.
@@ -328,7 +367,8 @@ fn note_made(code: i32, new: *const u64, id: [u64; 2], rank: i32, ranks: i32) ->
     symbols::look_for_others();
     match made(code, new) {
         Some(handle) => {
-            register(handle, id, rank as u32, ranks as u32);
+            let pending = if code == IN_PROGRESS { table::MAKING } else { 0 };
+            register(handle, id, rank as u32, ranks as u32, pending);
             if let Some(table) = current() {
                 abort::start(table);
             }
@@ -343,14 +383,16 @@ type Stream = *mut c_void;
 
 unsafe extern "C" fn init_rank(new: *mut u64, ranks: i32, id: UniqueId, rank: i32) -> i32 {
     let real = real!(InitRank, fn(*mut u64, i32, UniqueId, i32));
+    let _making = Making::begin();
     // SAFETY: the caller's arguments.
-    note_made(making(|| unsafe { real(new, ranks, id, rank) }), new, id.identity(), rank, ranks)
+    note_made(unsafe { real(new, ranks, id, rank) }, new, id.identity(), rank, ranks)
 }
 
 unsafe extern "C" fn init_rank_config(new: *mut u64, ranks: i32, id: UniqueId, rank: i32, config: usize) -> i32 {
     let real = real!(InitRankConfig, fn(*mut u64, i32, UniqueId, i32, usize));
+    let _making = Making::begin();
     // SAFETY: the caller's arguments.
-    note_made(making(|| unsafe { real(new, ranks, id, rank, config) }), new, id.identity(), rank, ranks)
+    note_made(unsafe { real(new, ranks, id, rank, config) }, new, id.identity(), rank, ranks)
 }
 
 unsafe extern "C" fn init_rank_scalable(
@@ -365,15 +407,17 @@ unsafe extern "C" fn init_rank_scalable(
     // SAFETY: NCCL reads as many entries.
     let bytes = (0..count.max(0) as usize).flat_map(|at| unsafe { *ids.wrapping_add(at) }.0);
     let id = identity(bytes);
+    let _making = Making::begin();
     // SAFETY: the caller's arguments.
-    note_made(making(|| unsafe { real(new, ranks, rank, count, ids, config) }), new, id, rank, ranks)
+    note_made(unsafe { real(new, ranks, rank, count, ids, config) }, new, id, rank, ranks)
 }
 
 /// ncclCommInitAll: all ranks in this process.
 unsafe extern "C" fn init_all(new: *mut u64, count: i32, devices: *const i32) -> i32 {
     let real = real!(InitAll, fn(*mut u64, i32, *const i32));
+    let _making = Making::begin();
     // SAFETY: the caller's arguments.
-    let code = making(|| unsafe { real(new, count, devices) });
+    let code = unsafe { real(new, count, devices) };
     let id = [sys::now(), (u64::from(sys::pid() as u32) << 32) | 1];
     for rank in 0..count.max(0) {
         note_made(code, new.wrapping_add(rank as usize), id, rank, count);
@@ -389,18 +433,27 @@ unsafe extern "C" fn split(old: u64, color: i32, key: i32, new: *mut u64, config
         let halves = [0, 1].map(|half: usize| entry.id.get(half).map_or(0, |half| half.load(Ordering::Relaxed)));
         (halves, entry.splits.fetch_add(1, Ordering::Relaxed))
     });
+    let _making = Making::begin();
     // SAFETY: the caller's arguments.
-    let code = making(|| unsafe { real(old, color, key, new, config) });
+    let code = unsafe { real(old, color, key, new, config) };
     if color == NO_COLOR || !matches!(code, SUCCESS | IN_PROGRESS) {
         return code;
     }
     let (Some((old, number)), Some(handle)) = (parent, made(code, new)) else {
-        untracked(table::UNKNOWN);
+        match current() {
+            // Of one that has no place: this one has none either.
+            Some(table) if parent.is_none() && table.unregistered.load(Ordering::Relaxed) > 0 => {
+                table.unregistered.fetch_add(1, Ordering::Relaxed);
+            }
+            _ => untracked(table::UNKNOWN),
+        }
         return code;
     };
     let id = split_identity(old, number, color);
+    let pending = if code == IN_PROGRESS { table::MAKING } else { 0 };
     match (symbols::rank_of(handle), symbols::ranks_of(handle)) {
-        (Some(rank), Some(ranks)) => register(handle, id, rank, ranks),
+        (Some(rank), Some(ranks)) => register(handle, id, rank, ranks, pending),
+        _ if code == IN_PROGRESS => register(handle, id, 0, 0, pending),
         // In a group, NCCL makes it when the group ends.
         _ => untracked(table::UNKNOWN),
     }
@@ -408,10 +461,39 @@ unsafe extern "C" fn split(old: u64, color: i32, key: i32, new: *mut u64, config
 }
 
 fn ending(handle: u64, call: impl FnOnce() -> i32) -> i32 {
-    if let Some((_, entry)) = current().and_then(|table| communicator(table, handle)) {
-        entry.state.store(table::ENDED, Ordering::Release);
+    if let Some(table) = current() {
+        match communicator(table, handle) {
+            Some((_, entry)) => {
+                entry.ended.store(table.endings.fetch_add(1, Ordering::Relaxed), Ordering::Relaxed);
+                entry.state.store(table::ENDED, Ordering::Release);
+            }
+            None => {
+                let less = |count: u32| count.checked_sub(1);
+                let _ = table.unregistered.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
+            }
+        }
     }
-    making(call)
+    let _making = Making::begin();
+    call()
+}
+
+/// ncclCommGetAsyncError: whether what a call has left to NCCL is done.
+unsafe extern "C" fn async_error(handle: u64, state: *mut i32) -> i32 {
+    let real = real!(AsyncError, fn(u64, *mut i32));
+    // SAFETY: the caller's arguments.
+    let code = unsafe { real(handle, state) };
+    if code == SUCCESS
+        && let Some((_, entry)) = current().and_then(|table| communicator(table, handle))
+        && entry.pending.load(Ordering::Relaxed) != 0
+        // SAFETY: NCCL has written it.
+        && unsafe { *state } != IN_PROGRESS
+    {
+        if entry.ranks.load(Ordering::Relaxed) == 0 {
+            learn_rank(entry, handle);
+        }
+        entry.pending.store(0, Ordering::Relaxed);
+    }
+    code
 }
 
 unsafe extern "C" fn destroy(handle: u64) -> i32 {
@@ -445,8 +527,19 @@ unsafe extern "C" fn group_end() -> i32 {
         group.end();
         return call();
     }
-    let inside = enter(table, group.operations());
-    let code = note_started(table, call());
+    let operations = group.operations();
+    // One without operations can make communicators.
+    let _making = operations.is_empty().then(Making::begin);
+    let inside = enter(table, operations);
+    let code = call();
+    if code != SUCCESS {
+        let counters = operations.iter().filter_map(|at| started(table, at.load(Ordering::Relaxed)));
+        for counter in counters {
+            if let Some(entry) = table.communicators.get(counter.communicator.load(Ordering::Relaxed) as usize) {
+                note_started(entry, code);
+            }
+        }
+    }
     drop(inside);
     group.end();
     code

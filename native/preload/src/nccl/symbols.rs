@@ -5,6 +5,9 @@
 //! program must get the one that it was linked to. So the first call of a function by its symbol looks in the libraries
 //! of its caller. If there is more than one NCCL, calls by symbol are passed on to the caller's own, uncounted. The
 //! first call of each function, and each new communicator, check whether there is more than one.
+//!
+//! NCCL has each function under a second name for tools (`pncclAllReduce`). Calls by those symbols are passed on, and
+//! reported.
 
 use core::ffi::{CStr, c_char, c_void};
 use core::mem::transmute;
@@ -38,6 +41,7 @@ pub(super) enum Function {
     Scatter,
     Send,
     Receive,
+    AsyncError,
 }
 
 struct Entry {
@@ -128,21 +132,33 @@ functions! {
     16 ncclScatter = ours!(n::scatter);
     17 ncclSend = ours!(n::send);
     18 ncclRecv = ours!(n::receive);
-    19 ncclAllReduceConfig = None;
-    20 ncclBroadcastConfig = None;
-    21 ncclReduceConfig = None;
-    22 ncclAllGatherConfig = None;
-    23 ncclReduceScatterConfig = None;
-    24 ncclAlltoAllConfig = None;
-    25 ncclGatherConfig = None;
-    26 ncclScatterConfig = None;
-    27 ncclPutSignal = None;
-    28 ncclSignal = None;
-    29 ncclWaitSignal = None;
-    30 ncclCommShrink = None;
-    31 ncclCommGrow = None;
-    32 ncclGroupSimulateEnd = None;
-    33 ncclDevCommCreate = None;
+    19 ncclCommGetAsyncError = ours!(n::async_error);
+    20 ncclAllReduceConfig = None;
+    21 ncclBroadcastConfig = None;
+    22 ncclReduceConfig = None;
+    23 ncclAllGatherConfig = None;
+    24 ncclReduceScatterConfig = None;
+    25 ncclAlltoAllConfig = None;
+    26 ncclGatherConfig = None;
+    27 ncclScatterConfig = None;
+    28 ncclPutSignal = None;
+    29 ncclSignal = None;
+    30 ncclWaitSignal = None;
+    31 ncclCommShrink = None;
+    32 ncclCommGrow = None;
+    33 ncclGroupSimulateEnd = None;
+    34 ncclDevCommCreate = None;
+    35 pncclReduce = None;
+    36 pncclBcast = None;
+    37 pncclBroadcast = None;
+    38 pncclAllReduce = None;
+    39 pncclReduceScatter = None;
+    40 pncclAllGather = None;
+    41 pncclAlltoAll = None;
+    42 pncclGather = None;
+    43 pncclScatter = None;
+    44 pncclSend = None;
+    45 pncclRecv = None;
 }
 
 /// NCCL's function, of the type that nccl.h gives it.

@@ -6,12 +6,13 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::*;
-use rekindle_abi::nccl::{CAPTURED, COLLECTIVE, ENDED, FULL, LIVE, RECEIVE, SEND, UNKNOWN};
+use rekindle_abi::nccl::{CAPTURED, COLLECTIVE, ENDED, FULL, LIVE, MAKING, RECEIVE, SEND, STARTING, UNKNOWN};
 
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 /// The handle of the next communicator, the results of the next calls, and the number of calls.
 static NEXT: AtomicU64 = AtomicU64::new(0);
+static STATE: AtomicU32 = AtomicU32::new(0);
 static CODE: AtomicU32 = AtomicU32::new(0);
 static CALLS: AtomicU32 = AtomicU32::new(0);
 /// Whether a CUDA graph captures the calls.
@@ -49,6 +50,12 @@ unsafe extern "C" fn fake_end(_: u64) -> i32 {
     called()
 }
 
+unsafe extern "C" fn fake_async_error(_: u64, state: *mut i32) -> i32 {
+    // SAFETY: the tests pass a live local.
+    unsafe { *state = STATE.load(Ordering::SeqCst) as i32 };
+    called()
+}
+
 unsafe extern "C" fn fake_group() -> i32 {
     called()
 }
@@ -76,6 +83,7 @@ fn begin() -> (MutexGuard<'static, ()>, &'static Table) {
         (c"ncclBroadcast", fake_all_reduce as *const ()),
         (c"ncclSend", fake_pair as *const ()),
         (c"ncclRecv", fake_pair as *const ()),
+        (c"ncclCommGetAsyncError", fake_async_error as *const ()),
     ];
     for (name, function) in functions {
         let ours = instead(name.as_ptr(), function.cast_mut().cast());
@@ -141,6 +149,16 @@ fn index(table: &Table, handle: u64) -> u32 {
 
 fn untracked_of(table: &Table) -> u32 {
     table.untracked.load(Ordering::SeqCst)
+}
+
+/// Why the counts of this communicator are not complete.
+fn lost(table: &Table, handle: u64) -> u32 {
+    communicator(table, handle).unwrap().1.untracked.load(Ordering::SeqCst)
+}
+
+fn ends(handle: u64) {
+    // SAFETY: a number, for the fake.
+    unsafe { destroy(handle) };
 }
 
 fn close(table: &Table, time: Duration) {
@@ -248,7 +266,7 @@ fn a_group_that_does_not_fit_is_reported() {
     groups(|| (0..4096).for_each(|_| assert_eq!(reduces(handle), SUCCESS)));
     assert_eq!((counts(table)[0].3, untracked_of(table)), (4096, 0));
     groups(|| (0..4097).for_each(|_| assert_eq!(reduces(handle), SUCCESS)));
-    assert_eq!((counts(table)[0].3, untracked_of(table)), (2 * 4096, FULL));
+    assert_eq!((counts(table)[0].3, lost(table, handle), untracked_of(table)), (2 * 4096, FULL, 0));
     assert_eq!(CALLS.load(Ordering::SeqCst), 1 + 4 + 4096 + 4097, "all were passed on");
 }
 
@@ -381,14 +399,54 @@ fn what_is_not_known_is_reported_and_passed_on() {
 }
 
 #[test]
-fn a_communicator_that_does_not_block_is_reported() {
+fn an_operation_in_progress_has_started() {
     let (_guard, table) = begin();
     CODE.store(IN_PROGRESS as u32, Ordering::SeqCst);
     let handle = communicator_of(1);
-    assert_eq!(untracked_of(table), UNKNOWN);
-    table.untracked.store(0, Ordering::SeqCst);
+    let pending = || communicator(table, handle).unwrap().1.pending.load(Ordering::SeqCst);
+    let asks = || {
+        let mut state = 0;
+        let code = CODE.swap(0, Ordering::SeqCst);
+        STATE.store(code, Ordering::SeqCst);
+        // SAFETY: a number and a live local, for the fake.
+        assert_eq!(unsafe { async_error(handle, &raw mut state) }, SUCCESS);
+        CODE.store(code, Ordering::SeqCst);
+    };
+    assert_eq!(pending(), MAKING);
+    asks();
+    assert_eq!(pending(), MAKING, "it is not done yet");
+    CODE.store(0, Ordering::SeqCst);
+    asks();
+    assert_eq!(pending(), 0);
+    CODE.store(IN_PROGRESS as u32, Ordering::SeqCst);
     assert_eq!(reduces(handle), IN_PROGRESS);
-    assert_eq!((untracked_of(table), counts(table)[0].3), (UNKNOWN, 1));
+    assert_eq!((pending(), counts(table)[0].3), (STARTING, 1));
+    CODE.store(0, Ordering::SeqCst);
+    asks();
+    // SAFETY: no arguments.
+    unsafe { group_start() };
+    sends(handle, 1);
+    CODE.store(IN_PROGRESS as u32, Ordering::SeqCst);
+    assert_eq!(pending(), 0);
+    // SAFETY: as above.
+    assert_eq!(unsafe { group_end() }, IN_PROGRESS);
+    assert_eq!((pending(), counts(table)[1].3, untracked_of(table)), (STARTING, 1, 0));
+}
+
+#[test]
+fn a_rank_is_learnt_once_a_split_is_done() {
+    let (_guard, table) = begin();
+    let handle = communicator_of(1);
+    let mut new = 0;
+    CODE.store(IN_PROGRESS as u32, Ordering::SeqCst);
+    // SAFETY: a live local, for the fake.
+    assert_eq!(unsafe { split(handle, 0, 0, &raw mut new, 0) }, IN_PROGRESS);
+    let entry = communicator(table, new).unwrap().1;
+    assert_eq!((entry.ranks.load(Ordering::SeqCst), entry.pending.load(Ordering::SeqCst)), (0, MAKING));
+    // The fake has no ncclCommUserRank.
+    CODE.store(0, Ordering::SeqCst);
+    reduces(new);
+    assert_eq!((untracked_of(table), lost(table, new)), (0, UNKNOWN));
 }
 
 #[test]
@@ -429,9 +487,78 @@ fn more_communicators_than_fit_are_reported() {
     let handles: Vec<u64> = (0..table::MOST_COMMUNICATORS).map(|_| communicator_of(1)).collect();
     assert_eq!(untracked_of(table), 0);
     assert!(handles.iter().all(|handle| communicator(table, *handle).is_some()));
-    let other = communicator_of(1);
-    assert_eq!(untracked_of(table), FULL);
-    assert_eq!(reduces(other), SUCCESS);
+    let unregistered = || table.unregistered.load(Ordering::SeqCst);
+    let others = [1, 2].map(communicator_of);
+    assert_eq!((unregistered(), reduces(others[0])), (2, SUCCESS));
+    let mut child = 0;
+    // SAFETY: a live local, for the fake.
+    assert_eq!(unsafe { split(others[0], 0, 0, &raw mut child, 0) }, SUCCESS);
+    assert_eq!(unregistered(), 3);
+    // Once they have ended, all counts are complete.
+    others.into_iter().chain([child]).for_each(ends);
+    assert_eq!((unregistered(), untracked_of(table)), (0, 0));
+    ends(handles[7]);
+    assert_eq!(reduces(communicator_of(3)), SUCCESS);
+    assert_eq!((unregistered(), untracked_of(table)), (0, 0));
+}
+
+#[test]
+fn places_of_ended_communicators_are_used_again() {
+    let (_guard, table) = begin();
+    let lasting = communicator_of(1);
+    for step in 1..=5000_u64 {
+        let handle = communicator_of(2);
+        (0..step % 3 + 1).for_each(|_| assert_eq!(reduces(handle) + sends(handle, 7) + reduces(lasting), SUCCESS));
+        let own = index(table, handle);
+        let expected = [(own, COLLECTIVE, 0, step % 3 + 1), (own, SEND, 7, step % 3 + 1)];
+        let found: Vec<_> = counts(table).into_iter().filter(|it| it.0 == own && it.1 != table::NONE).collect();
+        assert_eq!(found, expected, "step {step}");
+        ends(handle);
+    }
+    let own = index(table, lasting);
+    let started: u64 = (1..=5000).map(|step| step % 3 + 1).sum();
+    assert!(counts(table).contains(&(own, COLLECTIVE, 0, started)));
+    assert_eq!((untracked_of(table), table.unregistered.load(Ordering::SeqCst)), (0, 0));
+    let changes = table.changes.load(Ordering::SeqCst);
+    assert!(changes > 0 && changes < 100 && changes.is_multiple_of(2), "{changes}");
+    // Those that have just ended are still there.
+    let ended = table.communicators.iter().filter(|it| it.state.load(Ordering::SeqCst) == ENDED).count();
+    assert!(ended >= 255, "{ended}");
+}
+
+#[test]
+fn counters_of_ended_communicators_are_used_again() {
+    let (_guard, table) = begin();
+    for _ in 0..40 {
+        let handle = communicator_of(1);
+        (0..1000).for_each(|peer| assert_eq!(sends(handle, peer), SUCCESS));
+        assert_eq!((lost(table, handle), index(table, handle)), (0, index(table, handle)));
+        ends(handle);
+    }
+    assert_eq!(untracked_of(table), 0);
+}
+
+#[test]
+fn threads_that_use_new_communicators_lose_no_count() {
+    let (_guard, table) = begin();
+    let lasting = communicator_of(1);
+    thread::scope(|scope| {
+        for peer in 0..4 {
+            scope.spawn(move || {
+                for _ in 0..1000 {
+                    let handle = communicator_of(2);
+                    assert_eq!(reduces(handle) + sends(lasting, peer) + reduces(lasting), SUCCESS);
+                    ends(handle);
+                }
+            });
+        }
+    });
+    let own = index(table, lasting);
+    let started: Vec<u64> = counts(table).into_iter().filter(|it| it.0 == own).map(|it| it.3).collect();
+    assert_eq!(started.len(), 5);
+    assert!(started.iter().all(|count| matches!(count, 1000 | 4000)), "{started:?}");
+    assert_eq!((untracked_of(table), table.inside.load(Ordering::SeqCst)), (0, 0));
+    assert_eq!(table.making.load(Ordering::SeqCst), 0);
 }
 
 #[test]
@@ -441,7 +568,7 @@ fn more_counters_than_fit_are_reported() {
     (0..table::MOST_COUNTERS as i32).for_each(|peer| assert_eq!(sends(handle, peer), SUCCESS));
     assert_eq!((untracked_of(table), counts(table).len()), (0, table::MOST_COUNTERS));
     assert_eq!(receives(handle, 0), SUCCESS);
-    assert_eq!((untracked_of(table), counts(table).len()), (FULL, table::MOST_COUNTERS));
+    assert_eq!((lost(table, handle), counts(table).len()), (FULL, table::MOST_COUNTERS));
     // The existing ones continue to work.
     sends(handle, 77);
     assert!(counts(table).contains(&(index(table, handle), SEND, 77, 2)));
@@ -561,14 +688,15 @@ fn a_call_that_fails_makes_the_counts_unusable() {
     let handle = communicator_of(1);
     CODE.store(INVALID_ARGUMENT, Ordering::SeqCst);
     assert_eq!(reduces(handle), INVALID_ARGUMENT as i32);
-    assert_eq!(untracked_of(table), UNKNOWN);
+    assert_eq!((lost(table, handle), untracked_of(table)), (UNKNOWN, 0));
     // In a group, too: NCCL checks the arguments at once.
-    table.untracked.store(0, Ordering::SeqCst);
     CODE.store(0, Ordering::SeqCst);
+    let handle = communicator_of(2);
+    assert_eq!(lost(table, handle), 0);
     groups(|| {
         CODE.store(INVALID_ARGUMENT, Ordering::SeqCst);
         sends(handle, 1);
         CODE.store(0, Ordering::SeqCst);
     });
-    assert_eq!(untracked_of(table), UNKNOWN);
+    assert_eq!(lost(table, handle), UNKNOWN);
 }

@@ -26,7 +26,7 @@ fn counter(place: usize, communicator: usize, started: u64) -> Counter {
 }
 
 fn process(communicators: Vec<Communicator>, counters: Vec<Counter>) -> Counts {
-    Counts { communicators, counters, inside: 0 }
+    Counts { communicators, counters, ..Counts::default() }
 }
 
 /// The valid results of a step for these counts.
@@ -124,12 +124,14 @@ fn communicators() -> impl Strategy<Value = Vec<Communicator>> {
 fn counts() -> impl Strategy<Value = Counts> {
     let kind = prop_oneof![Just(Kind::Collective), Just(Kind::Send), Just(Kind::Receive)];
     let one = (0..6_usize, kind, rank(), number(), prop::option::of(number()));
-    let inside = prop_oneof![Just(0), Just(1), Just(u32::MAX)];
+    let inside = || prop_oneof![Just(0), Just(1), Just(u32::MAX)];
+    let inside = (inside(), inside(), inside());
     (communicators(), prop::collection::vec(one, 0..8), inside).prop_map(|(communicators, counters, inside)| {
+        let (inside, making, pending) = inside;
         let counters = counters.into_iter().enumerate().map(|(place, (communicator, kind, peer, started, wanted))| {
             Counter { place, communicator, kind, peer, started, wanted }
         });
-        Counts { communicators, counters: counters.collect(), inside }
+        Counts { communicators, counters: counters.collect(), inside, making, pending }
     })
 }
 

@@ -72,11 +72,13 @@ impl Targets {
             let target = self.0.entry(*channel).or_default();
             *target = (*target).max(highest);
         }
+        // A communicator is made by all its ranks together, and it is not known which they are.
+        let is_making = all.iter().any(|counts| counts.making > 0);
         let behind = loop {
             let behind = self.behind(&channels);
             let processes: BTreeSet<_> = behind.iter().filter_map(|behind| behind.process).collect();
             // If no process has the missing rank, any of them may still become it.
-            let may_all = raise_all || behind.iter().any(|behind| behind.process.is_none());
+            let may_all = raise_all || is_making || behind.iter().any(|behind| behind.process.is_none());
             let may_pass = |member: &&Member| may_all || member.process.is_some_and(|it| processes.contains(&it));
             let mut is_raised = false;
             for (channel, members) in &channels {
