@@ -5,7 +5,8 @@
 
 Each trial: torchrun --nnodes N under `rekindle run --nodes N`, snapshots, the kills one after the other, then the run to
 its last step. Every loss of every rank, and the digests of the weights, are compared with those of a run without rekindle.
---bandwidth  NCCL's all-reduce over sockets, with the group's network and without
+--bandwidth  NCCL's all-reduce over sockets, in the group's network and between network namespaces that a bridge joins
+--ip         the program `ip` for that
 
 Only the standard library; the jobs (integration/jobs/group_job.py) need PyTorch and a GPU a machine.
 """
@@ -233,19 +234,40 @@ def bandwidths(args, work):
         group.end()
     out = work / "bandwidth.plain"
     out.mkdir()
-    nodes = [
-        subprocess.Popen(
-            ["sh", "-c", torchrun(args, "bandwidth", 0, out, node, "127.0.0.1")],
-            env={
-                **os.environ, **SOCKETS, "NCCL_HOSTID": f"node{node}", "CUDA_VISIBLE_DEVICES": str(node),
-                "NCCL_SOCKET_IFNAME": "lo",
-            },
-        )
-        for node in range(args.nodes)
-    ]  # fmt: skip
-    for node in nodes:
-        node.wait(180)
-    print(f"all-reduce over sockets, GB/s: {inside} in the group, {(out / '0').read_text().strip()} over lo", flush=True)
+    nodes = []
+    try:
+        for node, enter in enumerate(plain_network(args)):
+            command = torchrun(args, "bandwidth", 0, out, node, "10.214.0.1")
+            environment = {"NCCL_HOSTID": f"node{node}", "CUDA_VISIBLE_DEVICES": str(node), "NCCL_SOCKET_IFNAME": "eth0"}
+            environment["GLOO_SOCKET_IFNAME"] = "eth0"
+            nodes.append(subprocess.Popen([*enter, "sh", "-c", command], env={**os.environ, **SOCKETS, **environment}))
+        for node in nodes:
+            node.wait(180)
+    finally:
+        for node in range(args.nodes):
+            subprocess.run([args.ip, "netns", "delete", f"rkplain{node}"], check=False)
+        subprocess.run([args.ip, "link", "delete", "rkplain"], check=False)
+    plain = (out / "0").read_text().strip()
+    print(f"all-reduce over sockets, GB/s: {inside} in the group, {plain} between plain network namespaces", flush=True)
+
+
+def plain_network(args):
+    """A network namespace for each node, joined by a bridge; answers how to enter each."""
+
+    def ip(*words):
+        subprocess.run([args.ip, *map(str, words)], check=True)
+
+    ip("link", "add", "rkplain", "type", "bridge")
+    ip("link", "set", "rkplain", "up")
+    for node in range(args.nodes):
+        name = f"rkplain{node}"
+        ip("netns", "add", name)
+        ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
+        ip("link", "set", name, "master", "rkplain", "up")
+        ip("-n", name, "address", "add", f"10.214.0.{node + 1}/24", "dev", "eth0")
+        ip("-n", name, "link", "set", "eth0", "up")
+        ip("-n", name, "link", "set", "lo", "up")
+    return [[args.ip, "netns", "exec", f"rkplain{node}"] for node in range(args.nodes)]
 
 
 def main():
@@ -259,6 +281,7 @@ def main():
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--kills", default="rank,supervisor,machine")
     parser.add_argument("--bandwidth", action="store_true")
+    parser.add_argument("--ip", default="ip")
     parser.add_argument("--dir", type=Path)
     parser.add_argument("--logs", type=Path)
     parser.add_argument("--minutes", type=float, default=9)

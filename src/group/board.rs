@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     fn operations(are_uncounted: bool) -> Operations {
-        Operations { are_uncounted, ..Operations::default() }
+        if are_uncounted { Operations::uncounted() } else { Operations::default() }
     }
 
     #[test]

@@ -14,7 +14,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
@@ -23,7 +23,7 @@ use signal_hook::consts::SIGTERM;
 use super::events::image_of;
 use super::state::{Event, Finish, Obstacle, State, Stop};
 use super::{Error, Message, Owner, Setup};
-use crate::group::{Exchange, Identity, Layout, Membership, Node, Orders, Session, Told, Turn, Word};
+use crate::group::{Exchange, Identity, Layout, Membership, Node, Orders, Session, StartSignal, Told, Turn, Word};
 use crate::policy::StartPoint;
 use crate::telemetry::events::What;
 use rekindle_base::chain;
@@ -110,6 +110,8 @@ pub(super) struct Member {
     orders: Option<Orders>,
     /// Its other end, until the thread takes it.
     turn: Option<Turn>,
+    /// Lets the job that is being restored run.
+    go: Option<mpsc::Sender<()>>,
     /// The images that are parts of group images.
     parts: BTreeMap<Number, ImageId>,
     /// A stop that was requested here, for the exit code.
@@ -140,6 +142,7 @@ impl Member {
             network: None,
             orders: None,
             turn: None,
+            go: None,
             parts: BTreeMap::new(),
             stop: None,
             is_away: false,
@@ -341,10 +344,11 @@ impl Owner<'_> {
             Order::List => self.list_parts(),
             Order::Start { epoch, origin, from, part } => self.start_epoch(epoch, origin, from, part.as_ref()),
             Order::Plug => {
-                if let Some(cable) = self.life.job().and_then(|job| job.world.cable())
-                    && let Err(error) = cable.plug()
-                {
-                    tracing::error!("the job does not reach the other machines: {}", chain(&error));
+                let go = self.group.as_mut().and_then(|member| member.go.take());
+                match (self.life.job(), go) {
+                    // It plugs its cable in itself.
+                    (None, Some(go)) => drop(go.send(())),
+                    _ => self.plug(),
                 }
             }
             Order::Prepare(number) => self.prepare_part(number),
@@ -367,6 +371,23 @@ impl Owner<'_> {
                 self.step(Event::Over(finish(end, stop)));
             }
         }
+    }
+
+    fn plug(&self) {
+        if let Some(cable) = self.life.job().and_then(|job| job.world.cable())
+            && let Err(error) = cable.plug()
+        {
+            tracing::error!("the job does not reach the other machines: {}", chain(&error));
+        }
+    }
+
+    /// What the job that is started next waits for before it runs, if it is restored.
+    pub(super) fn group_start_signal(&mut self) -> Option<StartSignal> {
+        let (sender, member) = (self.sender.clone(), self.group.as_mut()?);
+        let ready = move || drop(sender.send(Message::Group(Box::new(News::Local(Local::Started)))));
+        let (signal, go) = StartSignal::new(ready);
+        member.go = Some(go);
+        Some(signal)
     }
 
     fn give(&mut self, word: Word) {

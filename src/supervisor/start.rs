@@ -13,6 +13,7 @@ use super::remarks::Said;
 use super::state::{Event, Obstacle, State};
 use super::{Message, Owner, Setup, replicate};
 use crate::config::{NetworkMode, PidNamespace};
+use crate::group::StartSignal;
 use crate::notifications::{Passed, Refused};
 use crate::policy::{Failure, StartPoint};
 use crate::telemetry::events::What;
@@ -53,6 +54,7 @@ impl Owner<'_> {
         let (said, progress) = (self.reporting.remarks.said.clone(), self.transfers.start_begins(from));
         let files_go = self.transfers.files_go();
         let (wishes, group) = (self.wishes(), self.group.as_ref().and_then(|member| member.network()));
+        let signal = self.group_start_signal();
         let gate = match from {
             StartPoint::Image(image) => {
                 let event = self.tell(What::RestoreBegan { image });
@@ -74,7 +76,9 @@ impl Owner<'_> {
                     // The restore looks up packed images after taking this lock, and no plain files are removed until
                     // it is over.
                     let _stay = files_go.lock().unwrap_or_else(PoisonError::into_inner);
-                    restore_job(&setup, id, network(&setup, group.as_deref()), &wishes, &said, &progress, &cancel)
+                    let network = network(&setup, group.as_deref());
+                    let course = Course { progress: &progress, cancel: &cancel, signal: signal.as_ref() };
+                    restore_job(&setup, id, network, &wishes, &said, &course)
                 }
             };
             let _ = sender.send(Message::Started(Box::new(result)));
@@ -324,15 +328,24 @@ fn launch_job(setup: &Setup, network: Network<'_>) -> Result<StartedJob, StartFa
     }
 }
 
+/// What goes on while a job is restored.
+struct Course<'a> {
+    progress: &'a Progress,
+    cancel: &'a AtomicBool,
+    /// What a member of a group waits for.
+    signal: Option<&'a StartSignal>,
+}
+
 fn restore_job(
     setup: &Setup,
     id: ImageId,
     network: Network<'_>,
     wishes: &Wishes,
     said: &Said,
-    progress: &Progress,
-    cancel: &AtomicBool,
+    course: &Course<'_>,
 ) -> Result<StartedJob, StartFailure> {
+    let Course { progress, cancel, signal } = course;
+    let may_run = |is_over: &dyn Fn() -> bool| signal.is_none_or(|signal| signal.wait(is_over));
     let copies = setup.folder.copies().map_err(StartFailure::Store)?;
     let wanted = copies.into_iter().find(|image| image.id == id && image.is_good());
     let image = match wanted {
@@ -362,6 +375,7 @@ fn restore_job(
             progress,
             healing: Some(&healing),
         },
+        hold: signal.map(|_| restore::Hold(&may_run)),
     };
     let cancelled = || cancel.load(Ordering::Relaxed);
     // Logged once, not at every restart.

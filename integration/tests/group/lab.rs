@@ -53,6 +53,8 @@ pub(crate) struct Lab {
     members: usize,
     steps: u32,
     config: String,
+    /// Instead of `ring.py`: the job of each rank, and its environment.
+    pub(crate) jobs: Vec<Command>,
 }
 
 /// A machine: a network namespace, which a sleeping process keeps.
@@ -112,8 +114,10 @@ impl Machine {
             let children = fs::read_to_string(task.path().join("children")).unwrap_or_default();
             children.split_whitespace().filter_map(|pid| pid.parse().ok()).collect::<Vec<i32>>()
         });
-        let is_job =
-            |pid: &i32| fs::read_to_string(format!("/proc/{pid}/cmdline")).is_ok_and(|it| it.contains("ring.py"));
+        let is_job = |pid: &i32| {
+            fs::read_to_string(format!("/proc/{pid}/cmdline"))
+                .is_ok_and(|it| it.contains("ring.py") || it.contains("libcuda"))
+        };
         reapers.flat_map(of).find(is_job)
     }
 }
@@ -140,7 +144,16 @@ impl Lab {
         ip(&format!("link set rt{number} up"));
         let cluster = Cluster::at(&format!("10.98.{number}.1"), etcd);
         let machines = (0..machines).map(|machine| Machine::new(number, machine)).collect();
-        Lab { folder, number, cluster, machines, members: members as usize, steps, config: CONFIG.into() }
+        Lab {
+            folder,
+            number,
+            cluster,
+            machines,
+            members: members as usize,
+            steps,
+            config: CONFIG.into(),
+            jobs: Vec::new(),
+        }
     }
 
     /// Changes a line of the configuration.
@@ -188,8 +201,14 @@ impl Lab {
         if !more.contains(&"--nodes") {
             command.args(["--nodes", &size]);
         }
-        command.args(more).args(["--", "python3"]);
-        command.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("integration/jobs/ring.py")).arg(self.steps.to_string());
+        command.args(more).arg("--");
+        if let Some(job) = self.jobs.get(rank) {
+            command.arg(job.get_program()).args(job.get_args());
+            command.envs(job.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        } else {
+            let ring = Path::new(env!("CARGO_MANIFEST_DIR")).join("integration/jobs/ring.py");
+            command.arg("python3").arg(ring).arg(self.steps.to_string());
+        }
         command.stdin(Stdio::null()).stdout(out).stderr(log);
         self.machines[machine].supervisor = Some(command.spawn().unwrap());
     }

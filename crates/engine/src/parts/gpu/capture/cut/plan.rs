@@ -82,7 +82,8 @@ impl Targets {
             let may_all = raise_all || is_making || behind.iter().any(|behind| behind.process.is_none());
             let may_pass = |member: &&Member| may_all || member.process.is_some_and(|it| processes.contains(&it));
             let mut is_raised = false;
-            let is_own = |member: &Member| member.place.is_some() && member.process.is_some_and(|process| process < own);
+            let is_own =
+                |member: &Member| member.place.is_some() && member.process.is_some_and(|process| process < own);
             for (channel, members) in channels.iter().filter(|(_, members)| members.iter().any(is_own)) {
                 let target = self.0.entry(*channel).or_default();
                 for member in members.iter().filter(may_pass) {

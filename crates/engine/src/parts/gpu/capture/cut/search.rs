@@ -90,7 +90,8 @@ impl Search {
         let is_inside = |counts: &Counts| counts.making > 0 || look.is_stuck && counts.inside > 0;
         // A call that tries the gate again does not end the rest.
         let stays = is_unchanged && step.behind.is_empty() && !ours.counts.iter().any(is_inside);
-        let have_one_point = || others.iter().all(|other| rests(other) && self.targets.of(&other.counts) == other.limits);
+        let have_one_point =
+            || others.iter().all(|other| rests(other) && self.targets.of(&other.counts) == other.limits);
         self.stage = match self.stage {
             Stage::Resting if is_at_rest && have_one_point() => {
                 Stage::Agreed(others.iter().chain([ours]).map(|it| (it.search, it.rest)).collect())
@@ -111,7 +112,11 @@ impl Search {
 fn within_limits(other: &Operations) -> impl Iterator<Item = Counts> {
     other.counts.iter().zip(&other.limits).map(|(counts, limits)| {
         let mut counts = counts.clone();
-        counts.counters.iter_mut().zip(limits).for_each(|(counter, limit)| counter.started = counter.started.min(*limit));
+        counts
+            .counters
+            .iter_mut()
+            .zip(limits)
+            .for_each(|(counter, limit)| counter.started = counter.started.min(*limit));
         counts
     })
 }
