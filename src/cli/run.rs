@@ -14,6 +14,7 @@ use chrono::{DateTime, Utc};
 use super::find::Finder;
 use super::{Exit, Global, Misuse, complete, ended, replica, trust};
 use crate::config::{self as settings, ColdStart, Config, Deadline, Overrides, Requeue};
+use crate::group::NoFirst;
 use crate::policy::StartPoint;
 use crate::scheduler::Scheduler;
 use crate::supervisor::notify::Notify;
@@ -85,6 +86,10 @@ struct Machines {
     /// The number of this machine in the group, from 0 (group.node-rank)
     #[arg(long, value_name = "N")]
     node_rank: Option<u32>,
+    /// The addresses of etcd; "local": rank 0 starts one; "local:FILE": its address is in this file
+    /// (group.coordinator)
+    #[arg(long, value_name = "WHERE", value_delimiter = ',')]
+    coordinator: Option<Vec<String>>,
 }
 
 /// What to restore.
@@ -172,6 +177,7 @@ fn in_foreground(global: &Global, args: &RunArgs, caller: Option<Caller>) -> any
         deadline: args.deadline.clone(),
         nodes: args.machines.nodes.or_else(|| args.machines.group.then(|| Scheduler::nodes(&variable)).flatten()),
         node_rank: args.machines.node_rank,
+        coordinator: args.machines.coordinator.clone(),
         ..global.overrides()
     };
     let mut config = global.settings_and_log(overrides)?;
@@ -419,7 +425,15 @@ fn supervise(
     let job_api = provide::job_api(&config, &mut spec, &folder);
     let scheduler = find_scheduler(&config);
     let requeue = config.scheduler.requeue;
-    let member = terms.place.map(|(place, keep)| place.member(&config, &folder, &criu, keep)).transpose()?;
+    let member = terms.place.map(|(place, keep)| place.member(&config, &folder, &criu, keep)).transpose();
+    let member = match member {
+        Err(error) if error.is::<NoFirst>() => {
+            // As for every other machine that is missing.
+            tracing::error!("the group's run ends, to be queued again: {}", chain(&*error));
+            return Ok(exit(Finish::Stopped(Stop::Requeue), &scheduler, requeue, folder.name()));
+        }
+        member => member?,
+    };
     let output = output::Files::create(&folder.log_dir(), config.log.bounds())?;
     let setup = Setup {
         config,

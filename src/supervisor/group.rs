@@ -21,9 +21,12 @@ use serde::{Deserialize, Serialize};
 use signal_hook::consts::SIGTERM;
 
 use super::events::image_of;
+use super::signals::STOPS;
 use super::state::{Event, Finish, Obstacle, State, Stop};
 use super::{Error, Message, Owner, Setup};
-use crate::group::{Exchange, Identity, Layout, Membership, Node, Orders, Session, StartSignal, Told, Turn, Word};
+use crate::group::{
+    Coordinator, Exchange, Identity, Layout, Membership, Node, Orders, OwnEtcd, Session, StartSignal, Told, Turn, Word,
+};
 use crate::policy::StartPoint;
 use crate::telemetry::events::What;
 use rekindle_base::chain;
@@ -46,8 +49,10 @@ const LOOKS: u32 = 8;
 /// What a member of a group is.
 #[derive(Debug)]
 pub(crate) struct Membered {
-    /// How to reach the coordinator.
-    pub(crate) coordinator: rekindle_etcd::Options,
+    /// Where the coordinator is.
+    pub(crate) coordinator: Coordinator,
+    /// The coordinator, if this member runs it.
+    pub(crate) own: Option<OwnEtcd>,
     /// This member.
     pub(crate) identity: Identity,
     /// The settings of the protocol.
@@ -118,6 +123,8 @@ pub(super) struct Member {
     stop: Option<Stop>,
     /// Whether the coordinator cannot be reached.
     is_away: bool,
+    /// The coordinator is another one now: once nothing of the job is left, the member begins again.
+    has_moved: bool,
     /// When to look at the lease again.
     looks: Instant,
 }
@@ -146,6 +153,7 @@ impl Member {
             parts: BTreeMap::new(),
             stop: None,
             is_away: false,
+            has_moved: false,
             looks: Instant::now(),
         }))
     }
@@ -274,6 +282,16 @@ impl Owner<'_> {
                 member.is_away = false;
                 return tracing::info!("the coordinator answers again");
             }
+            Told::Moved => {
+                tracing::warn!("the group's coordinator is another one now: this machine joins again");
+                (member.has_moved, member.is_away) = (true, false);
+                self.group_step(rekindle_group::Event::SessionLost);
+                return self.begin_afresh();
+            }
+            Told::Missing { why } => {
+                let why = format!("the group's coordinator did not answer in time: {why}");
+                return self.step(Event::Over(finish(End::Missing { why }, None)));
+            }
             Told::Failed { why } => {
                 let why = format!("the group's coordinator: {why}");
                 return self.step(Event::Over(Finish::Impossible { why, obstacle: Obstacle::Machine }));
@@ -283,6 +301,20 @@ impl Owner<'_> {
             return;
         }
         self.group_step(event);
+    }
+
+    /// Begins as a new member of the coordinator that is there now. What the one before said does not count: its
+    /// revisions may be higher.
+    fn begin_afresh(&mut self) {
+        let is_idle = *self.machine.state() == State::Idle;
+        let (Some(member), Some(group)) = (&mut self.group, &self.setup.group) else { return };
+        if !member.has_moved || !is_idle || member.orders.is_some() {
+            return;
+        }
+        member.has_moved = false;
+        member.machine = Machine::new(group.options.clone(), member.epoch.0);
+        member.nodes = Arc::default();
+        member.session.afresh(member.membership.take().map(|membership| membership.incarnation()));
     }
 
     /// Ends the run if another member has settings that must be equal. A member whose job runs is not the wrong one.
@@ -305,6 +337,7 @@ impl Owner<'_> {
 
     /// Wakes the member when it is due.
     pub(super) fn check_group(&mut self) {
+        self.begin_afresh();
         let now = Instant::now();
         if self.group.as_ref().and_then(Member::deadline).is_some_and(|at| at <= now) {
             let lease = self.setup.group.as_ref().map_or(LEAVE, |group| group.options.lease);
@@ -550,9 +583,14 @@ impl Owner<'_> {
     }
 
     /// Leaves the group, so that the others need not wait.
-    pub(super) fn leave_group(&mut self) {
+    pub(super) fn leave_group(&mut self, messages: &mpsc::Receiver<Message>) {
         if let Some(member) = self.group.take() {
             member.session.leave(LEAVE);
+        }
+        let Some(group) = &self.setup.group else { return };
+        if let Some(own) = &group.own {
+            let is_stop = |message| matches!(message, Message::Signal(signal) if STOPS.contains(&signal));
+            own.see_off(&group.identity.group, group.options.limits.store, || messages.try_iter().any(is_stop));
         }
     }
 }

@@ -8,6 +8,7 @@ mod lab;
 #[path = "../../../crates/etcd/tests/etcd/links.rs"]
 #[allow(dead_code, reason = "tests of etcd use the rest")]
 mod links;
+mod local;
 mod mistakes;
 mod recovery;
 #[path = "../support/standin.rs"]

@@ -14,7 +14,7 @@ use rekindle_group::{
 use rekindle_testing::needs;
 
 use super::{Identity, Session, Told};
-use crate::group::Node;
+use crate::group::{Coordinator, Node};
 
 const LEASE: Duration = Duration::from_secs(2);
 const LONG: Duration = Duration::from_secs(60);
@@ -98,7 +98,8 @@ fn member(etcd: &Options, rank: u32, size: u32, parts: BTreeMap<group::Number, P
         let identity =
             Identity { group: "test".parse().unwrap(), rank: Rank(rank), node: node(size), lease: LEASE, former: None };
         let told = own.clone();
-        let session = Session::start(etcd, identity, move |it| drop(told.send(Word::Told(it)))).unwrap();
+        let session =
+            Session::start(Coordinator::Given(etcd), identity, move |it| drop(told.send(Word::Told(it)))).unwrap();
         let machine = Machine::new(options(Rank(rank), size), Epoch::default());
         live(machine, session, &received, &sender, parts);
     });
@@ -130,7 +131,8 @@ fn live(
             Ok(Word::Told(Told::Lost(_))) => [Event::SessionLost].into(),
             Ok(Word::Told(Told::Wrote(answer))) => [Event::Wrote(answer)].into(),
             Ok(Word::Told(Told::Away { .. } | Told::Back)) | Err(_) => [Event::Tick].into(),
-            Ok(Word::Told(Told::Failed { why })) => panic!("{why}"),
+            Ok(Word::Told(Told::Failed { why } | Told::Missing { why })) => panic!("{why}"),
+            Ok(Word::Told(Told::Moved)) => panic!("it was given"),
         };
         events.extend(membership.as_ref().map(|it| Event::Sure(it.sure_until())));
         while let Some(event) = events.pop_front() {
