@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use rekindle_etcd::{Client, Error, Event, Lease, Options};
 use rekindle_group::{Answer, Incarnation, Rank, View, Write};
 use rekindle_os::clock::since_boot;
+use rekindle_os::fence::Fence;
 use rekindle_store::JobName;
 
 use super::board::Board;
@@ -16,6 +17,9 @@ use super::node::Node;
 
 /// The pause between two tries while etcd cannot be reached.
 const PAUSE: Duration = Duration::from_secs(1);
+
+/// How often in the time of a lease the fence is moved ahead.
+const FENCE_LOOKS: u32 = 20;
 
 /// News from the coordinator.
 #[derive(Debug)]
@@ -67,6 +71,33 @@ impl Membership {
     #[must_use]
     pub fn incarnation(&self) -> Incarnation {
         self.incarnation
+    }
+
+    /// The same as time since the boot; none once the membership is over.
+    fn is_sure_until(&self) -> Option<Duration> {
+        Some(self.lease.upgrade()?.sure_until()).filter(|until| !until.is_zero())
+    }
+
+    /// A fence for the job of this membership: `margin` before the membership may end. It moves ahead with each renewal
+    /// of the lease, on a thread of its own, so that nothing else that the supervisor does can hold it up.
+    ///
+    /// # Errors
+    /// When the membership is over, or there is no timer or thread.
+    pub fn fence(&self, margin: Duration, lease: Duration) -> std::io::Result<Arc<Fence>> {
+        let over = || std::io::Error::other("the membership is over");
+        let at = move |until: Duration| until.saturating_sub(margin);
+        let fence = Arc::new(Fence::new(at(self.is_sure_until().ok_or_else(over)?))?);
+        let (weak, membership) = (Arc::downgrade(&fence), self.clone());
+        std::thread::Builder::new().name("fence".into()).spawn(move || {
+            while let (Some(fence), Some(until)) = (weak.upgrade(), membership.is_sure_until()) {
+                if let Err(error) = fence.extend(at(until)) {
+                    tracing::error!("the time at which the job must have ended cannot be moved ahead: {error}");
+                }
+                drop(fence);
+                std::thread::sleep(lease / FENCE_LOOKS);
+            }
+        })?;
+        Ok(fence)
     }
 
     /// The membership cannot end before this time. A later call may return a later time, or none once the session is

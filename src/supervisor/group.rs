@@ -35,6 +35,7 @@ use rekindle_engine::snapshot::Settled;
 use rekindle_group::{
     Action, Ask, End, Ending, Epoch, From, Incarnation, Local, Machine, Number, Order, Part, Progress, Rank, Stored,
 };
+use rekindle_os::fence::Fence;
 use rekindle_os::spawn::Ended;
 use rekindle_os::{durable, process};
 use rekindle_store::manifest::Reason;
@@ -161,6 +162,12 @@ impl Member {
     /// The network of the present epoch.
     pub(super) fn network(&self) -> Option<Arc<Plan>> {
         self.network.clone()
+    }
+
+    /// The fence of a job that starts now. The supervisor ends the job before, if it can.
+    pub(super) fn fence(&self, options: &rekindle_group::Options) -> std::io::Result<Arc<Fence>> {
+        let over = || std::io::Error::other("it is no member of the group");
+        self.membership.as_ref().ok_or_else(over)?.fence(options.fence / 2, options.lease)
     }
 
     /// The end of the snapshot's thread.

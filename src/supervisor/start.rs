@@ -25,6 +25,7 @@ use rekindle_engine::launch::{self, Job};
 use rekindle_engine::parts::gpu::placement::Wishes;
 use rekindle_engine::restore;
 use rekindle_engine::restore::compat::{self, Difference, Here};
+use rekindle_os::fence::Fence;
 use rekindle_replica::OnDemand;
 use rekindle_store::persist::Progress;
 use rekindle_store::unpack;
@@ -55,6 +56,14 @@ impl Owner<'_> {
         let files_go = self.transfers.files_go();
         let (wishes, group) = (self.wishes(), self.group.as_ref().and_then(|member| member.network()));
         let signal = self.group_start_signal();
+        let fence = self.group.as_ref().zip(self.setup.group.as_ref()).map(|(member, of)| member.fence(&of.options));
+        let fence = match fence.transpose() {
+            Ok(fence) => fence,
+            Err(error) => {
+                let why = StartFailure::World(launch::world::Error::Talk(error));
+                return drop(sender.send(Message::Started(Box::new(Err(why)))));
+            }
+        };
         let gate = match from {
             StartPoint::Image(image) => {
                 let event = self.tell(What::RestoreBegan { image });
@@ -71,12 +80,12 @@ impl Owner<'_> {
             }
             let result = match from {
                 _ if passed == Passed::CalledOff => Err(StartFailure::NotTried(None)),
-                StartPoint::Cold => launch_job(&setup, network(&setup, group.as_deref())),
+                StartPoint::Cold => launch_job(&setup, network(&setup, group.as_deref(), fence.as_ref())),
                 StartPoint::Image(id) => {
                     // The restore looks up packed images after taking this lock, and no plain files are removed until
                     // it is over.
                     let _stay = files_go.lock().unwrap_or_else(PoisonError::into_inner);
-                    let network = network(&setup, group.as_deref());
+                    let network = network(&setup, group.as_deref(), fence.as_ref());
                     let course = Course { progress: &progress, cancel: &cancel, signal: signal.as_ref() };
                     restore_job(&setup, id, network, &wishes, &said, &course)
                 }
@@ -285,9 +294,9 @@ fn say_marked(job: &JobName, id: ImageId, why: BadWhy, detail: &str) {
     );
 }
 
-fn network<'a>(setup: &'a Setup, group: Option<&'a Plan>) -> Network<'a> {
+fn network<'a>(setup: &'a Setup, group: Option<&'a Plan>, fence: Option<&'a Arc<Fence>>) -> Network<'a> {
     if let Some(plan) = group {
-        return Network::Group(plan, setup.program.uplink.as_ref());
+        return Network::Group(plan, setup.program.uplink.as_ref(), fence);
     }
     match (setup.config.network.mode, &setup.program.uplink) {
         (NetworkMode::Host, _) => Network::Host,

@@ -32,7 +32,8 @@ fn steps<'a>() -> [Step<Restore<'a>, Error>; 7] {
     [
         Step::new("world", |r: &mut Restore<'a>| r.make_world()).undo(|r| r.end_world()),
         // In a network namespace of its own every port is free.
-        Step::new("ports", |r: &mut Restore<'a>| r.free_ports()).only_if(|r| r.request.network == Network::Host),
+        Step::new("ports", |r: &mut Restore<'a>| r.free_ports())
+            .only_if(|r| matches!(r.request.network, Network::Host)),
         Step::new("criu", |r: &mut Restore<'a>| r.run_criu()).undo(|r| r.end_job()),
         Step::new("locks", |r: &mut Restore<'a>| r.take_locks()),
         Step::new("cuda", |r: &mut Restore<'a>| r.put_gpus_back()),
