@@ -9,6 +9,7 @@ mod lab;
 mod links;
 mod mistakes;
 mod recovery;
+mod requests;
 #[path = "../../../crates/etcd/tests/etcd/support.rs"]
 #[allow(dead_code, reason = "tests of etcd use the rest")]
 mod support;

@@ -6,6 +6,7 @@ use std::time::Duration;
 use crate::cli::Misuse;
 use crate::config::{Config, Group, GroupNetwork, Interval, SizeLimit};
 use crate::group::{Identity, Layout, Node, Underlay};
+use crate::policy;
 use crate::scheduler::Scheduler;
 use crate::supervisor::Membered;
 use rekindle_criu::Criu;
@@ -107,6 +108,7 @@ impl Place {
         folder: &JobFolder,
         criu: &Criu,
         keep: usize,
+        is_fresh: bool,
     ) -> anyhow::Result<Membered> {
         let of = &config.group;
         let address = match of.address {
@@ -138,7 +140,7 @@ impl Place {
         };
         let options = options(config, self.rank, keep);
         let identity = Identity { group: self.name, rank: self.rank, node, lease: of.lease, former: None };
-        Ok(Membered { coordinator: coordinator(of), identity, options, layout })
+        Ok(Membered { coordinator: coordinator(of), identity, options, layout, is_fresh })
     }
 }
 
@@ -176,7 +178,10 @@ fn options(config: &Config, rank: Rank, keep: usize) -> Options {
             min_uptime: restart.min_uptime,
             backoff: restart.backoff,
             max_backoff: restart.backoff_max,
-            max_attempts: restart.max_restarts.max(1),
+            max_restarts: restart.max_restarts,
+            window: restart.window,
+            healthy_uptime: restart.healthy_uptime,
+            early_deaths: policy::EARLY_DEATHS,
         },
         keep,
         lease: config.group.lease,
