@@ -35,8 +35,8 @@ pub(super) struct Oracle {
     dumps: BTreeMap<(Rank, String), Dump>,
     /// The ranks that were locked for each snapshot.
     locks: BTreeMap<Cut, BTreeSet<Rank>>,
-    /// Cables that were pulled although not all were locked.
-    early: Vec<(Rank, Number)>,
+    /// Broken rules: cables that were pulled although not all were locked, wrong answers to users.
+    broken: Vec<String>,
     /// When each cable was plugged in.
     plugs: BTreeMap<Rank, Vec<Instant>>,
     durable: BTreeSet<(Rank, Number, String)>,
@@ -49,11 +49,8 @@ pub(super) struct Oracle {
     fresh: BTreeSet<Incarnation>,
     failures: u64,
     losses: Losses,
-    rewound: bool,
     ends: Vec<End>,
     disturbed_until: Instant,
-    /// Wrong answers to users.
-    lies: Vec<String>,
 }
 
 /// What was lost by faults, and whether the run ended because of it.
@@ -63,6 +60,8 @@ struct Losses {
     memory: bool,
     /// The coordinator's data was lost.
     records: bool,
+    /// A rewind has abandoned group images.
+    rewound: bool,
     /// The run ended because parts are missing.
     missing: bool,
 }
@@ -73,7 +72,7 @@ impl Oracle {
             seen: None,
             dumps: BTreeMap::new(),
             locks: BTreeMap::new(),
-            early: Vec::new(),
+            broken: Vec::new(),
             plugs: BTreeMap::new(),
             durable: BTreeSet::new(),
             committed: BTreeMap::new(),
@@ -82,10 +81,8 @@ impl Oracle {
             fresh: BTreeSet::new(),
             failures: 0,
             losses: Losses::default(),
-            rewound: false,
             ends: Vec::new(),
             disturbed_until: began + Duration::from_secs(5),
-            lies: Vec::new(),
         }
     }
 
@@ -111,7 +108,7 @@ impl Oracle {
         let Some((job, number)) = node.job.as_ref().and_then(|job| Some((job, job.snapshot?))) else { return };
         let locked = self.locks.get(&(job.origin, job.epoch, number));
         if !locked.is_some_and(|ranks| (0..size).all(|rank| ranks.contains(&Rank(rank)))) {
-            self.early.push((node.rank, number));
+            self.broken.push(format!("{number}: {} pulled its cable before all were locked", node.rank));
         }
     }
 
@@ -152,12 +149,12 @@ impl Oracle {
     }
 
     pub(super) fn rewinds(&mut self) {
-        self.rewound = true;
+        self.losses.rewound = true;
     }
 
     fn may_miss_parts(&self) -> bool {
         self.losses.disk
-            || (self.rewound && self.losses.memory)
+            || (self.losses.rewound && self.losses.memory)
             || (self.losses.records && (self.losses.memory || self.committed.is_empty()))
     }
 
@@ -176,10 +173,10 @@ impl Oracle {
         if let (Ask::Rewind(to), Outcome::Done, Some(from)) = (ask, outcome, from)
             && from != Some(*to)
         {
-            self.lies.push(format!("{} is said to have gone back to {to}, and runs from {from:?}", node.rank));
+            self.broken.push(format!("{} is said to have gone back to {to}, and runs from {from:?}", node.rank));
         }
         if let (Ask::Suspend, Outcome::Done, Some(_)) = (ask, outcome, from) {
-            self.lies.push(format!("{} is said to be suspended, and runs", node.rank));
+            self.broken.push(format!("{} is said to be suspended, and runs", node.rank));
         }
     }
 
@@ -198,16 +195,13 @@ impl Oracle {
         facts: &mut Facts,
     ) -> Result<(), String> {
         one_epoch(now, nodes)?;
-        if let Some(lie) = self.lies.pop() {
-            return Err(lie);
+        if let Some(broken) = self.broken.pop() {
+            return Err(broken);
         }
         for (rank, number) in std::mem::take(&mut self.forgotten) {
             if coordinator.view.images.contains_key(&number) {
                 return Err(format!("{rank} removed its part of {number}, which is recorded"));
             }
-        }
-        if let Some((rank, number)) = self.early.first() {
-            return Err(format!("{number}: {rank} pulled its cable before all were locked"));
         }
         for end in std::mem::take(&mut self.ends) {
             match end {
@@ -261,7 +255,7 @@ impl Oracle {
             && !view.images.contains_key(number)
             && before.plan.is_some()
             && view.images.keys().all(|other| other < number)
-            && !self.rewound
+            && !self.losses.rewound
             && !view.images.is_empty()
         {
             return Err(format!("{number}, the newest committed one, was removed"));
