@@ -58,7 +58,8 @@ fn a_suspension_that_one_machine_cannot_take_part_in_leaves_all_running() {
     }
     let mut lab = Lab::new(2, 4000);
     lab.set("snapshot.interval", "\"off\"");
-    lab.set("hooks.before-snapshot", "[\"/bin/false\"]");
+    lab.set("hooks.on-error", "\"refuse\"");
+    lab.set("hooks.before-snapshot", "[\"/bin/sh\", \"-c\", \"test $REKINDLE_JOB != ring.1\"]");
     lab.run_all();
     (0..2).for_each(|rank| wait_for("it runs", || lab.out(rank).contains("0\n")));
     let (code, said) = lab.request(0, &["suspend", "ring.0"]);
