@@ -56,7 +56,7 @@ fn a_suspension_that_one_machine_cannot_take_part_in_leaves_all_running() {
     if !gate() {
         return;
     }
-    let mut lab = Lab::new(2, 4000);
+    let mut lab = Lab::new(2, 60_000);
     lab.set("snapshot.interval", "\"off\"");
     lab.set("hooks.on-error", "\"refuse\"");
     lab.set("hooks.before-snapshot", "[\"/bin/sh\", \"-c\", \"test $REKINDLE_JOB != ring.1\"]");
@@ -65,8 +65,7 @@ fn a_suspension_that_one_machine_cannot_take_part_in_leaves_all_running() {
     let (code, said) = lab.request(0, &["suspend", "ring.0"]);
     assert!(code != 0 && said.contains("the job continues") && said.contains("rank "), "{said}");
     (0..2).for_each(|rank| assert!(lab.machines[rank].process_of_job().is_some(), "rank {rank}"));
-    assert_eq!((lab.ends(0), lab.ends(1)), (0, 0));
-    lab.assert_whole();
+    (0..2).for_each(|rank| assert!(!lab.out(rank).contains("WRONG") && !lab.log(rank).contains(RESTORED)));
 }
 
 #[test]
