@@ -70,10 +70,10 @@ impl Owner<'_> {
         if !matches!(self.machine.state(), State::Snapshotting { .. }) {
             drop(self.life.take_job());
         }
-        let why = self.machine.verdict().map(|verdict| verdict.in_words());
+        let verdict = self.machine.verdict().cloned();
         let actions = self.machine.step(Event::Ended { ended, images }, at);
         self.carry_out(actions);
-        self.group_ended(ended, why);
+        self.group_ended(ended, verdict);
         self.remember();
     }
 

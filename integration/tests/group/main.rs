@@ -11,6 +11,7 @@ mod links;
 mod local;
 mod mistakes;
 mod recovery;
+mod requests;
 #[path = "../support/standin.rs"]
 #[allow(dead_code, reason = "each test binary uses a part")]
 mod standin;

@@ -7,6 +7,7 @@ use std::time::Duration;
 use crate::cli::Misuse;
 use crate::config::{self, Config, Group, GroupNetwork, Interval, SizeLimit};
 use crate::group::{Coordinator, Identity, Layout, Node, OwnEtcd, Underlay, own_address, wait_for_address};
+use crate::policy;
 use crate::scheduler::Scheduler;
 use crate::supervisor::Membered;
 use rekindle_criu::Criu;
@@ -131,6 +132,7 @@ impl Place {
         folder: &JobFolder,
         criu: &Criu,
         keep: usize,
+        is_fresh: bool,
     ) -> anyhow::Result<Membered> {
         let of = &config.group;
         let (coordinator, address, own) = match &of.coordinator {
@@ -168,7 +170,7 @@ impl Place {
         };
         let options = options(config, self.rank, keep);
         let identity = Identity { group: self.name, rank: self.rank, node, lease: of.lease, former: None };
-        Ok(Membered { coordinator, own, identity, options, layout })
+        Ok(Membered { coordinator, own, identity, options, layout, is_fresh })
     }
 }
 
@@ -206,7 +208,10 @@ fn options(config: &Config, rank: Rank, keep: usize) -> Options {
             min_uptime: restart.min_uptime,
             backoff: restart.backoff,
             max_backoff: restart.backoff_max,
-            max_attempts: restart.max_restarts.max(1),
+            max_restarts: restart.max_restarts,
+            window: restart.window,
+            healthy_uptime: restart.healthy_uptime,
+            early_deaths: policy::EARLY_DEATHS,
         },
         keep,
         lease: config.group.lease,

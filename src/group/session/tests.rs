@@ -46,7 +46,15 @@ fn options(rank: Rank, size: u32) -> group::Options {
         },
         interval: None,
         retry_after: seconds(1),
-        restart: Restart { min_uptime: seconds(1), backoff: seconds(1), max_backoff: seconds(4), max_attempts: 8 },
+        restart: Restart {
+            min_uptime: seconds(1),
+            backoff: seconds(1),
+            max_backoff: seconds(4),
+            max_restarts: 7,
+            window: seconds(60),
+            healthy_uptime: seconds(60),
+            early_deaths: 4,
+        },
         keep: 2,
         lease: LEASE,
         fence: Duration::from_millis(500),
@@ -121,7 +129,9 @@ fn live(
             // Without leaving, as if it was killed.
             Ok(Word::Vanish) => return,
             Ok(Word::Ask(ask)) => [Event::Asked(ask)].into(),
-            Ok(Word::Die) => [Event::Local(Happened::Ended(Ending::Failed { why: "it died".into() }))].into(),
+            Ok(Word::Die) => {
+                [Event::Local(Happened::Ended(Ending::Failed { why: "it died".into(), last: None }))].into()
+            }
             Ok(Word::Told(Told::Group { view, .. })) => [Event::View(view)].into(),
             Ok(Word::Told(Told::Joined(new))) => {
                 let event = Event::Session(new.incarnation());
