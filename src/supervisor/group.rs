@@ -12,6 +12,9 @@
 //! to the group. Parts of group images are images of this job whose manifest names the group image; they are removed
 //! only when the group orders it.
 
+mod seen;
+mod waits;
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, mpsc};
@@ -20,6 +23,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use signal_hook::consts::SIGTERM;
 
+use self::seen::Seen;
 use super::events::image_of;
 use super::signals::STOPS;
 use super::state::{Event, Finish, Obstacle, State, Stop};
@@ -121,8 +125,8 @@ pub(super) struct Member {
     parts: BTreeMap<Number, ImageId>,
     /// A stop that was requested here, for the exit code.
     stop: Option<Stop>,
-    /// Whether the coordinator cannot be reached.
-    is_away: bool,
+    /// The group, for those who look at it from outside.
+    seen: Seen,
     /// The coordinator is another one now: once nothing of the job is left, the member begins again.
     has_moved: bool,
     /// When to look at the lease again.
@@ -152,7 +156,7 @@ impl Member {
             go: None,
             parts: BTreeMap::new(),
             stop: None,
-            is_away: false,
+            seen: Seen::new(group.identity.group.clone(), group.options.rank, group.options.size),
             has_moved: false,
             looks: Instant::now(),
         }))
@@ -231,7 +235,7 @@ impl Owner<'_> {
         if let (Ask::Stop { .. } | Ask::StopNow { .. }, Some(stop)) = (&ask, member.stop) {
             // Nobody can be asked, and nothing runs here; or the user does not want to wait.
             let at_once = matches!(ask, Ask::StopNow { .. });
-            if member.membership.is_none() || (member.is_away && at_once) {
+            if member.membership.is_none() || (member.seen.is_away() && at_once) {
                 return Some(Event::Over(Finish::Stopped(stop)));
             }
         }
@@ -253,7 +257,9 @@ impl Owner<'_> {
         let Some(member) = &mut self.group else { return };
         let event = match told {
             Told::Group { view, nodes } => {
+                let news = member.seen.changed(&view, &nodes);
                 member.nodes = nodes;
+                self.group_is_seen(news);
                 rekindle_group::Event::View(view)
             }
             Told::Joined(membership) => {
@@ -268,23 +274,28 @@ impl Owner<'_> {
             Told::Lost(incarnation) => {
                 tracing::error!("this machine is no longer a member of the group: its lease has expired");
                 member.membership = member.membership.take().filter(|it| it.incarnation() != incarnation);
+                let machine = member.seen.us();
+                self.tell(What::GroupMemberLost { machine });
                 rekindle_group::Event::SessionLost
             }
             Told::Wrote(answer) => rekindle_group::Event::Wrote(answer),
             Told::Away { why } => {
-                member.is_away = true;
-                return tracing::warn!(
+                tracing::warn!(
                     "the coordinator does not answer: {why}. The job is ended if it does not answer before the lease \
                      expires"
                 );
+                member.seen.away(Some(why));
+                return self.publish_group();
             }
             Told::Back => {
-                member.is_away = false;
-                return tracing::info!("the coordinator answers again");
+                tracing::info!("the coordinator answers again");
+                member.seen.away(None);
+                return self.publish_group();
             }
             Told::Moved => {
                 tracing::warn!("the group's coordinator is another one now: this machine joins again");
-                (member.has_moved, member.is_away) = (true, false);
+                member.has_moved = true;
+                member.seen.afresh();
                 self.group_step(rekindle_group::Event::SessionLost);
                 return self.begin_afresh();
             }
@@ -301,6 +312,25 @@ impl Owner<'_> {
             return;
         }
         self.group_step(event);
+        // Nobody waits for this: a frozen job might wait for what comes before.
+        self.publish_group();
+    }
+
+    /// Reports what has happened in the group.
+    fn group_is_seen(&mut self, news: Vec<What>) {
+        for what in news {
+            seen::log(&what, &self.reporting.remarks.repeats);
+            self.tell(what);
+        }
+    }
+
+    /// Publishes the group if it has changed.
+    fn publish_group(&mut self) {
+        let group = self.group.as_ref().and_then(|member| member.seen.group());
+        if group.is_some() && group != self.reporting.published.group {
+            self.reporting.published.group = group;
+            self.publish();
+        }
     }
 
     /// Begins as a new member of the coordinator that is there now. What the one before said does not count: its

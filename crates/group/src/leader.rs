@@ -12,6 +12,7 @@ use crate::documents::{
 };
 use crate::images;
 use crate::machine::{Options, Write};
+use crate::reasons;
 use crate::requests::admits;
 
 /// Points against a group image if an epoch that started from it fails, early or later, before a newer one was taken.
@@ -256,8 +257,11 @@ impl Leading {
                 // All earlier members have left: the present ones want to run it again.
                 let none = !runs_elsewhere && hands.iter().all(|hand| hand.report.is_none());
                 if plan.goal != Goal::End(End::Completed) && none {
-                    *next =
-                        Plan { goal: Goal::Gather { why: "a new run".into() }, crew: BTreeMap::new(), ..next.clone() };
+                    *next = Plan {
+                        goal: Goal::Gather { why: reasons::NEW_RUN.into() },
+                        crew: BTreeMap::new(),
+                        ..next.clone()
+                    };
                     (next.then, next.in_a_row) = (Then::RunOn, 0);
                 }
             }
@@ -400,14 +404,14 @@ impl Leading {
             (Ask::Snapshot, _) => self.wanted = true,
             (Ask::Suspend, Goal::Gather { .. }) => next.goal = Goal::Suspended,
             (Ask::Suspend, _) => next.then = Then::Suspend,
-            (Ask::Resume, _) => (next.goal, next.then) = (Goal::Gather { why: "resumed".into() }, Then::RunOn),
+            (Ask::Resume, _) => (next.goal, next.then) = (Goal::Gather { why: reasons::RESUMED.into() }, Then::RunOn),
             (Ask::Rewind(to), _) => {
                 next.next = unused(view, plan);
                 // It may be one that an earlier rewind abandoned: images abandoned since it was taken are usable again.
                 next.left.retain(|left| left.before <= *to);
                 next.left.push(Left { after: *to, before: next.next });
                 next.failures.remove(to);
-                next.goal = Goal::Gather { why: format!("rewound to {to}") };
+                next.goal = Goal::Gather { why: format!("{}{to}", reasons::REWOUND) };
                 next.then = Then::RunOn;
             }
         }
@@ -429,7 +433,7 @@ fn first_plan(origin: Incarnation) -> Plan {
         serial: 1,
         epoch: Epoch::default(),
         crew: BTreeMap::new(),
-        goal: Goal::Gather { why: "the group begins".into() },
+        goal: Goal::Gather { why: reasons::BEGINS.into() },
         then: Then::RunOn,
         next: Number(1),
         from: From::Beginning,

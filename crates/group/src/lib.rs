@@ -44,6 +44,7 @@ mod images;
 mod leader;
 mod machine;
 mod member;
+mod reasons;
 mod requests;
 #[cfg(test)]
 mod simulator;
@@ -55,4 +56,5 @@ pub use documents::{
     Report, State, Stored, Then, Versioned, View,
 };
 pub use machine::{Action, Answer, Event, Limits, Local, Machine, Options, Order, Restart, Write};
+pub use reasons::{is_loss, named_ranks};
 pub use requests::admits;
