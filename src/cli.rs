@@ -10,6 +10,7 @@ mod environment;
 mod examples;
 pub(crate) mod exit;
 mod find;
+mod group;
 mod list;
 mod logs;
 mod man;
