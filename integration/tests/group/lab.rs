@@ -221,6 +221,7 @@ impl Lab {
         }
         command.env("REKINDLE_CONTROL_DIRECTORY", self.path(&format!("control{machine}")));
         command.env("REKINDLE_SNAPSHOT_STAGING_DIRECTORY", self.path(&format!("memory{machine}")));
+        command.env("REKINDLE_METRICS_TEXTFILE", self.path(&format!("{rank}.prom")));
         command.env("REKINDLE_STORE_SEEN_DIRECTORY", self.path(&format!("seen{machine}")));
         command
     }

@@ -10,6 +10,7 @@ mod lab;
 mod links;
 mod local;
 mod mistakes;
+mod observed;
 mod recovery;
 #[path = "../support/standin.rs"]
 #[allow(dead_code, reason = "each test binary uses a part")]
