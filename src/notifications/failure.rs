@@ -127,11 +127,12 @@ mod tests {
     fn a_lost_machine_of_a_group_is_a_failure_and_a_restart_after_it_is_none() {
         let machine = GroupMember { rank: 2, host: Some("node-c".into()) };
         let (why, machines) = ("rank 2 is lost".into(), vec![machine.clone()]);
-        let restart = What::GroupRestarting { number: None, image: None, epoch: 2, why, machines };
-        let lost = What::GroupMemberLost { machine };
+        let lost = machines.clone();
+        let restart = What::GroupRestarting { number: None, image: None, epoch: 2, why, machines, lost };
+        let loss = What::GroupMemberLost { machine };
         let mut failures = Failures::new(1);
-        assert_eq!((failures.hear(&lost), failures.hear(&restart)), (Some(Failure::MemberLost), None));
-        assert_eq!(Failure::MemberLost.in_words(&lost), "its group has lost rank 2 (node-c)");
+        assert_eq!((failures.hear(&loss), failures.hear(&restart)), (Some(Failure::MemberLost), None));
+        assert_eq!(Failure::MemberLost.in_words(&loss), "its group has lost rank 2 (node-c)");
         assert_eq!(serde_json::to_string(&Failure::MemberLost).unwrap(), "\"member-lost\"");
     }
 

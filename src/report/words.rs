@@ -138,8 +138,9 @@ pub(crate) fn event(what: &What) -> (String, String) {
             format!("group snapshot {number}{}: {why}", hosts(machines))
         }
         What::GroupMemberLost { machine } => machine.to_string(),
-        What::GroupRestarting { number, why, machines, epoch, .. } => {
-            format!("all machines, from {}, epoch {epoch}{}: {why}", group_image(*number), hosts(machines))
+        What::GroupRestarting { number, why, machines, epoch, lost, .. } => {
+            let lost = if lost.is_empty() { String::new() } else { format!("; lost: {}", in_words(lost)) };
+            format!("all machines, from {}, epoch {epoch}{}: {why}{lost}", group_image(*number), hosts(machines))
         }
         What::Ended { exit_code, signal, cause } => {
             let cause = cause.as_ref().map(|cause| format!(": {cause}")).unwrap_or_default();

@@ -54,6 +54,8 @@ pub struct Restart {
     pub why: String,
     /// The machines that the cause names.
     pub machines: Vec<GroupMember>,
+    /// The machines that were lost before.
+    pub lost: Vec<GroupMember>,
 }
 
 impl GroupHistory {
@@ -62,8 +64,8 @@ impl GroupHistory {
             What::GroupCommitted { number, .. } => self.committed.push(Committed { at, number }),
             What::GroupAborted { number, why, machines } => self.aborted.push(Aborted { at, number, why, machines }),
             What::GroupMemberLost { machine } => self.lost.push(Lost { at, machine }),
-            What::GroupRestarting { number, epoch, why, machines, .. } => {
-                self.restarts.push(Restart { at, number, epoch, why, machines });
+            What::GroupRestarting { number, epoch, why, machines, lost, .. } => {
+                self.restarts.push(Restart { at, number, epoch, why, machines, lost });
             }
             _ => {}
         }

@@ -16,8 +16,19 @@ struct Row<'a> {
     at: i64,
     tone: &'static str,
     what: String,
-    machines: &'a [GroupMember],
+    machines: String,
     why: &'a str,
+}
+
+/// The machines that a cause names, and those that were lost.
+fn machines(named: &[GroupMember], lost: &[GroupMember]) -> String {
+    let lost: Vec<&GroupMember> = lost.iter().filter(|it| !named.contains(it)).collect();
+    match (named.is_empty(), lost.is_empty()) {
+        (true, true) => "–".into(),
+        (_, true) => in_words(named),
+        (true, false) => format!("lost: {}", in_words(lost)),
+        (false, false) => format!("{}; lost: {}", in_words(named), in_words(lost)),
+    }
 }
 
 pub(super) fn group(group: &GroupHistory) -> Markup {
@@ -25,14 +36,14 @@ pub(super) fn group(group: &GroupHistory) -> Markup {
         at: it.at,
         tone: "lost",
         what: format!("restart of all from {}", group_image(it.number)),
-        machines: &it.machines,
+        machines: machines(&it.machines, &it.lost),
         why: &it.why,
     });
     let aborted = group.aborted.iter().map(|it| Row {
         at: it.at,
         tone: "down",
         what: format!("group snapshot {} aborted", it.number),
-        machines: &it.machines,
+        machines: machines(&it.machines, &[]),
         why: &it.why,
     });
     let mut rows: Vec<Row<'_>> = restarts.chain(aborted).collect();
@@ -55,7 +66,7 @@ pub(super) fn group(group: &GroupHistory) -> Markup {
                     tbody { @for row in rows.into_iter().take(ROWS) { tr {
                         td.t { (moment(row.at)) }
                         td.t { (dot(row.tone)) (row.what) }
-                        td { @if row.machines.is_empty() { "–" } @else { (foreign(&in_words(row.machines))) } }
+                        td { (foreign(&row.machines)) }
                         td.why { (foreign(row.why)) }
                     } } }
                 } }

@@ -132,8 +132,14 @@ fn a_group_has_a_section_with_causes_and_machines() {
     let machines = vec![machine.clone()];
     let event = |s: i64, what| Event { time: at(s), ..Event::now("run", what) };
     let why = "rank 2: the job ended: signal 9".to_owned();
-    let restart =
-        |number| What::GroupRestarting { number, image: None, epoch: 2, why: why.clone(), machines: machines.clone() };
+    let restart = |number| What::GroupRestarting {
+        number,
+        image: None,
+        epoch: 2,
+        why: why.clone(),
+        machines: machines.clone(),
+        lost: vec![GroupMember { rank: 1, host: None }],
+    };
     let (no_room, number) = ("rank 2: no room".to_owned(), 2);
     let events = [
         event(0, What::GroupCommitted { number: 1, epoch: 1, image: None }),
@@ -152,7 +158,10 @@ fn a_group_has_a_section_with_causes_and_machines() {
     for text in [counts, "restart of all from group image 1", "restart of all from the beginning", &why] {
         assert!(page.contains(text), "{text}");
     }
-    assert!(page.contains("rank 2 (&lt;b&gt;node&lt;/b&gt;)") && !page.contains("<b>node"), "a host is foreign text");
+    assert!(
+        page.contains("rank 2 (&lt;b&gt;node&lt;/b&gt;); lost: rank 1") && !page.contains("<b>node"),
+        "a host is foreign text"
+    );
     // What was before is left out; a job of one machine has no group.
     let since = Some(at(3));
     let late = Report::new(&events, Facts { since, ..facts() }, at(9)).group.unwrap();

@@ -186,7 +186,14 @@ fn a_group_has_metrics_once_it_was_seen() {
         aborted(),
         aborted(),
         What::GroupMemberLost { machine: machine(0) },
-        What::GroupRestarting { number: None, image: None, epoch: 3, why: "rank 0 is lost".into(), machines: vec![] },
+        What::GroupRestarting {
+            number: None,
+            image: None,
+            epoch: 3,
+            why: "rank 0 is lost".into(),
+            machines: vec![],
+            lost: vec![],
+        },
     ] {
         facts.hear(&Event::now("r", what), now);
     }
