@@ -343,6 +343,8 @@ pub enum What {
         why: String,
         /// The machines that the cause names.
         machines: Vec<GroupMember>,
+        /// The machines that were lost before. A job may end because another machine is lost, and be seen first.
+        lost: Vec<GroupMember>,
     },
     /// The run is over.
     Finished {

@@ -9,9 +9,10 @@ use std::sync::Arc;
 use rekindle_group::{Epoch, From, Goal, Number, Plan, Rank, View, is_loss, named_ranks};
 use rekindle_store::{ImageId, JobName};
 
+use super::super::remarks::Repeats;
 use super::waits::{member, missing, waits_for};
 use crate::group::Node;
-use crate::published::{Group, GroupImage, GroupMember};
+use crate::published::{Group, GroupImage, GroupMember, in_words};
 use crate::telemetry::events::What;
 
 /// The group, as it was seen last.
@@ -28,6 +29,8 @@ pub(super) struct Seen {
     away: Option<String>,
     /// Why the epoch ended, if something was lost.
     loss: Option<String>,
+    /// The members that were lost since the last start.
+    gone: Vec<GroupMember>,
     /// The last snapshot whose end was reported as an abort.
     aborted: Option<Number>,
 }
@@ -35,7 +38,7 @@ pub(super) struct Seen {
 impl Seen {
     pub(super) fn new(name: JobName, rank: Rank, size: u32) -> Seen {
         let (view, hosts, away, loss, aborted) = (None, BTreeMap::new(), None, None, None);
-        Seen { name, size, rank, view, hosts, away, loss, aborted }
+        Seen { name, size, rank, view, hosts, away, loss, gone: Vec::new(), aborted }
     }
 
     /// Whether the coordinator cannot be reached.
@@ -50,6 +53,7 @@ impl Seen {
     /// The coordinator is another one.
     pub(super) fn afresh(&mut self) {
         (self.view, self.away, self.loss, self.aborted) = (None, None, None, None);
+        self.gone.clear();
     }
 
     /// This machine, for an event.
@@ -104,7 +108,9 @@ impl Seen {
         let before = before.filter(|before| origin(before).is_none() || origin(before) == origin(view));
         let mut events = Vec::new();
         if let Some(before) = &before {
-            events.extend(self.lost(before, view));
+            let lost = self.lost(before, view);
+            self.gone.extend(lost.iter().cloned());
+            events.extend(lost.into_iter().map(|machine| What::GroupMemberLost { machine }));
             events.extend(self.committed(before, view));
         }
         let Some(plan) = view.plan.as_ref().map(|plan| &plan.value) else { return events };
@@ -117,13 +123,13 @@ impl Seen {
     }
 
     /// This machine's own loss is reported when its lease is lost. At the end of a run all leave.
-    fn lost(&self, before: &View, view: &View) -> Vec<What> {
+    fn lost(&self, before: &View, view: &View) -> Vec<GroupMember> {
         if view.plan.as_ref().is_some_and(|plan| matches!(plan.value.goal, Goal::End(_))) {
             return Vec::new();
         }
         let now = |rank: &Rank| view.members.get(rank).map(|report| report.incarnation);
         let lost = before.members.iter().filter(|(rank, it)| **rank != self.rank && now(rank) != Some(it.incarnation));
-        lost.map(|(rank, _)| What::GroupMemberLost { machine: member(*rank, &self.hosts) }).collect()
+        lost.map(|(rank, _)| member(*rank, &self.hosts)).collect()
     }
 
     fn committed(&self, before: &View, view: &View) -> Vec<What> {
@@ -165,6 +171,7 @@ impl Seen {
             // Before the first epoch nothing can be lost.
             Goal::Gather { why } => self.loss = Some(why.clone()).filter(|why| is_loss(why) && plan.epoch > Epoch(0)),
             Goal::Start(from) => {
+                let lost = std::mem::take(&mut self.gone);
                 let why = self.loss.take()?;
                 let number = match from {
                     From::Beginning => None,
@@ -173,7 +180,7 @@ impl Seen {
                 let image = number.and_then(|number| self.part(view, number));
                 let machines = self.machines(&why);
                 let (number, epoch) = (number.map(|number| number.0), plan.epoch.0);
-                return Some(What::GroupRestarting { number, image, epoch, why, machines });
+                return Some(What::GroupRestarting { number, image, epoch, why, machines, lost });
             }
             _ => self.loss = None,
         }
@@ -190,7 +197,7 @@ fn snapshot(goal: &Goal) -> Option<Number> {
 }
 
 /// Writes an event to the log.
-pub(super) fn log(what: &What, repeats: &super::super::remarks::Repeats) {
+pub(super) fn log(what: &What, repeats: &Repeats) {
     let from = |number: &Option<u64>| match number {
         Some(number) => format!("group image {number}"),
         None => "the beginning".to_owned(),
@@ -204,8 +211,10 @@ pub(super) fn log(what: &What, repeats: &super::super::remarks::Repeats) {
             repeats.warn("group-snapshot", &text);
         }
         What::GroupMemberLost { machine } => tracing::warn!("the group has lost {machine}"),
-        What::GroupRestarting { number, why, machines, .. } => {
-            tracing::warn!("all machines restart from {}: {}", from(number), with_hosts(why, machines));
+        What::GroupRestarting { number, why, machines, lost, .. } => {
+            let lost: Vec<&GroupMember> = lost.iter().filter(|it| !machines.contains(it)).collect();
+            let also = if lost.is_empty() { String::new() } else { format!("; lost: {}", in_words(lost)) };
+            tracing::warn!("all machines restart from {}: {}{also}", from(number), with_hosts(why, machines));
         }
         _ => {}
     }
@@ -213,8 +222,8 @@ pub(super) fn log(what: &What, repeats: &super::super::remarks::Repeats) {
 
 /// The reason, and the hosts of the machines that it names.
 fn with_hosts(why: &str, machines: &[GroupMember]) -> String {
-    let hosts: Vec<String> = machines.iter().filter(|it| it.host.is_some()).map(ToString::to_string).collect();
-    if hosts.is_empty() { why.to_owned() } else { format!("{why} [{}]", hosts.join(", ")) }
+    let known = in_words(machines.iter().filter(|it| it.host.is_some()));
+    if known.is_empty() { why.to_owned() } else { format!("{why} [{known}]") }
 }
 
 #[cfg(test)]

@@ -162,7 +162,11 @@ fn a_restart_names_its_cause_and_its_machine() {
     let why = "rank 2: the job ended: signal 9";
     assert_eq!(it.goal(gather(why))[..], [What::GroupCommitted { number: 4, epoch: 1, image: Some(id(4)) }]);
     let (number, image, machines) = (Some(4), Some(id(4)), vec![machine(2, "c")]);
-    let restart = What::GroupRestarting { number, image, epoch: 2, why: why.into(), machines };
+    // It ended because another machine was lost, which is noticed later.
+    it.view.members.remove(&Rank(1));
+    assert_eq!(it.show(), [What::GroupMemberLost { machine: machine(1, "b") }]);
+    let lost = vec![machine(1, "b")];
+    let restart = What::GroupRestarting { number, image, epoch: 2, why: why.into(), machines, lost };
     assert_eq!(it.goal(Goal::Start(From::Image(Number(4)))), [restart]);
     assert_eq!(it.goal(Goal::Run), []);
     // What somebody asked for is no restart.
