@@ -82,6 +82,12 @@ impl Group {
         self.images.iter().find(is_it).map(|image| image.committed)
     }
 
+    /// Whether nothing else has changed.
+    #[must_use]
+    pub(crate) fn differs_only_in_the_wait(&self, other: &Group) -> bool {
+        Group { waits_for: None, ..self.clone() } == Group { waits_for: None, ..other.clone() }
+    }
+
     /// Without the facts that say nothing once the supervisor has ended.
     #[must_use]
     pub(crate) fn of_the_past(self) -> Group {
@@ -119,6 +125,9 @@ mod tests {
         assert_eq!(group.is_committed(id(40), &part(8, 2)), Some(false));
         assert_eq!(group.is_committed(id(41), &part(7, 2)), None, "another image");
         assert_eq!(group.is_committed(id(40), &part(7, 1)), None, "another epoch");
+        let waits_for = Some("rank 1 to join".into());
+        assert!(group.differs_only_in_the_wait(&Group { waits_for: waits_for.clone(), ..group.clone() }));
+        assert!(!group.differs_only_in_the_wait(&Group { waits_for, epoch: 3, ..group.clone() }));
         assert_eq!(group.newest_committed().map(|image| image.number), Some(7));
     }
 }

@@ -517,11 +517,25 @@ impl Owner<'_> {
         }
     }
 
-    /// Publishes the group if it has changed.
+    /// Publishes the group if it has changed. What it waits for changes with each report of a member, also while jobs are
+    /// frozen: this alone is published with the next change, or at the next look at the lease.
     fn publish_group(&mut self) {
-        let group = self.group.as_ref().and_then(|member| member.seen.group());
-        if group.is_some() && group != self.reporting.published.group {
-            self.reporting.published.group = group;
+        let Some(member) = &mut self.group else { return };
+        let Some(group) = member.seen.group() else { return };
+        let published = &mut self.reporting.published.group;
+        if published.as_ref() == Some(&group) {
+            return;
+        }
+        member.seen.is_unpublished = true;
+        let is_news = published.as_ref().is_none_or(|before| !before.differs_only_in_the_wait(&group));
+        *published = Some(group);
+        if is_news {
+            self.publish_group_now();
+        }
+    }
+
+    fn publish_group_now(&mut self) {
+        if self.group.as_mut().is_some_and(|member| std::mem::take(&mut member.seen.is_unpublished)) {
             self.publish();
         }
     }
@@ -566,6 +580,7 @@ impl Owner<'_> {
             let lease = self.setup.group.as_ref().map_or(LEAVE, |group| group.options.lease);
             self.group.iter_mut().for_each(|member| member.looks = now + lease / LOOKS);
             self.group_step(rekindle_group::Event::Tick);
+            self.publish_group_now();
         }
     }
 

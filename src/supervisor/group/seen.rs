@@ -33,12 +33,14 @@ pub(super) struct Seen {
     gone: Vec<GroupMember>,
     /// The last snapshot whose end was reported as an abort.
     aborted: Option<Number>,
+    /// Whether the published state is not written yet.
+    pub(super) is_unpublished: bool,
 }
 
 impl Seen {
     pub(super) fn new(name: JobName, rank: Rank, size: u32) -> Seen {
         let (view, hosts, away, loss, aborted) = (None, BTreeMap::new(), None, None, None);
-        Seen { name, size, rank, view, hosts, away, loss, gone: Vec::new(), aborted }
+        Seen { name, size, rank, view, hosts, away, loss, gone: Vec::new(), aborted, is_unpublished: false }
     }
 
     /// Whether the coordinator cannot be reached.
