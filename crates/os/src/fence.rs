@@ -32,13 +32,13 @@ impl Fence {
         Ok(Fence { timer, until: Mutex::new(until) })
     }
 
-    /// Moves the moment ahead, never back.
+    /// Moves the moment ahead, never back, and not once it has passed: then the job is over.
     ///
     /// # Errors
     /// When the kernel refuses. Then the earlier moment holds.
     pub fn extend(&self, until: Duration) -> io::Result<()> {
         let mut present = self.until.lock().unwrap_or_else(PoisonError::into_inner);
-        if until > *present {
+        if until > *present && since_boot() <= *present {
             set(&self.timer, until)?;
             *present = until;
         }
@@ -86,5 +86,7 @@ mod tests {
         assert!(!is_over(&timer, 250) && !fence.is_over());
         let past = Fence::new(Duration::ZERO).unwrap();
         assert!(past.is_over() && is_over(&past.timer().unwrap(), 250), "none is none at all");
+        past.extend(since_boot() + Duration::from_secs(3600)).unwrap();
+        assert!(past.is_over() && is_over(&past.timer().unwrap(), 250), "what has passed stays so");
     }
 }

@@ -15,6 +15,28 @@ fn a_removed_key_says_what_to_do() {
 }
 
 #[test]
+fn the_coordinator_is_local_or_a_list_of_addresses() {
+    use crate::config::Coordinator;
+    let read =
+        |value: &str| load_text(&in_section("group", &format!("coordinator = {value}"))).unwrap().group.coordinator;
+    let file = || Some("/shared/bert.json".into());
+    assert_eq!(read("\"local\""), Coordinator::Local(None));
+    assert_eq!(read("\"local:/shared/bert.json\""), Coordinator::Local(file()));
+    assert_eq!(read("\"http://a:2379\""), Coordinator::Members(vec!["http://a:2379".into()]));
+    let env = [("REKINDLE_GROUP_COORDINATOR", "local:/shared/bert.json")];
+    let found = load_layers("version = 1\n", &env, &Overrides::default()).unwrap().config.group.coordinator;
+    assert_eq!(found, Coordinator::Local(file()));
+    for wrong in ["[\"local\", \"http://a:2379\"]", "\"local:bert.json\"", "\"local:\"", "\"local:/shared/\"", "7"] {
+        let found = problems(&in_section("group", &format!("coordinator = {wrong}")));
+        assert!(found.len() == 1 && found[0].contains("\"local:FILE\" with an absolute path"), "{wrong}: {found:?}");
+    }
+    let of = |more: &str| problems(&in_section("group", &format!("nodes = 2\ncoordinator = \"local\"\n{more}")));
+    assert!(of("").is_empty());
+    assert!(of("ca = \"/etc/ca.pem\"")[0].contains("which has keys of its own"));
+    assert!(problems(&in_section("group", "nodes = 2"))[0].contains("\"local\" starts one"));
+}
+
+#[test]
 fn a_table_with_another_name_now_says_which() {
     assert_eq!(problems("version = 1\n[word]\nmax-hold = \"2m\"\n"), ["2: [word] was removed: use [job-api]"]);
     let (name, value) = ("REKINDLE_WORD_MAX_HOLD", "2m");

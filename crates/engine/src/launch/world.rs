@@ -361,7 +361,10 @@ fn largest_gap(taken: &[i32], limit: i32) -> i32 {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use super::*;
+    use rekindle_os::clock::since_boot;
 
     fn outer_parent(pid: i32) -> Option<i32> {
         process::status(pid, "PPid")?.parse().ok()
@@ -402,6 +405,54 @@ mod tests {
         }
         let late = Spawn::new(Path::new("/bin/true"), [""; 0]).unwrap().world(world.entrance().unwrap()).start();
         assert!(matches!(late, Err(spawn::Error::Fork { .. })), "nothing can enter a world that has ended");
+    }
+
+    #[test]
+    fn a_world_with_a_fence_ends_when_it_is_reached_and_not_before() {
+        if !rekindle_testing::root() {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let reaper = crate::launch::reaper::unpack(dir.path()).unwrap();
+        let plan = group::Plan {
+            subnet: group::Subnet::default(),
+            rank: 0,
+            size: 1,
+            kind: group::Kind::Bridge { name: format!("rkf{}", std::process::id() % 100_000) },
+            mtu: None,
+            peers: BTreeMap::new(),
+            names: BTreeMap::new(),
+            directory: dir.path().to_owned(),
+        };
+        let bridge = |verb: &str| {
+            let group::Kind::Bridge { name } = &plan.kind else { unreachable!() };
+            let kind: &[&str] = if verb == "add" { &["type", "bridge"] } else { &[] };
+            std::process::Command::new("ip").args(["link", verb, name]).args(kind).status().unwrap()
+        };
+        assert!(bridge("add").success());
+        let soon = || since_boot() + Duration::from_millis(400);
+        let start =
+            |fence: &Arc<Fence>| World::private(&reaper, FIRST_PID - 1, Network::Group(&plan, None, Some(fence)));
+        let fence = Arc::new(Fence::new(soon()).unwrap());
+        let world = start(&fence).unwrap();
+        // Signals from inside and orphans neither end the wait nor delay it.
+        let script = "for i in 1 2 3; do (sleep 0.1 &); kill -TERM 1; kill -CHLD 1; kill -STOP 1; done; sleep 60";
+        let spawn = Spawn::new(Path::new("/bin/sh"), ["-c", script]).unwrap().world(world.entrance().unwrap());
+        let child = spawn.start().unwrap();
+        for _ in 0..10 {
+            std::thread::sleep(Duration::from_millis(100));
+            fence.extend(soon()).unwrap();
+        }
+        assert!(!child.has_ended().unwrap() && !world.is_fenced(), "it is moved ahead");
+        assert!(ends_within(&child, Duration::from_secs(2)) && world.is_fenced());
+        assert_eq!(world.end(Some(&child)), Some(Ended::Signal(libc::SIGKILL)));
+        // If it was reached before there is a world, nothing runs.
+        let past = Arc::new(Fence::new(Duration::ZERO).unwrap());
+        if let Ok(world) = start(&past) {
+            assert!(ends_within(world.init().unwrap(), Duration::from_secs(2)));
+            world.end(None);
+        }
+        assert!(bridge("del").success());
     }
 
     #[test]
