@@ -125,7 +125,7 @@ mod tests {
         assert_eq!((&*plan.names[&1], &*plan.names[&2]), (&["bert-1".into()][..], &["bert-2".into()][..]));
         assert_eq!(plan.peers.keys().collect::<Vec<_>>(), [&0, &2]);
         plan.check().unwrap();
-        let hostile = BTreeMap::from([(Rank(0), node("a\n10.9.9.9 pypi.org", [10, 0, 0, 1]))]);
+        let hostile = BTreeMap::from([(Rank(0), node("a\n10.9.9.9 example.org", [10, 0, 0, 1]))]);
         assert_eq!(layout.plan(Incarnation(1), Epoch(4), &hostile).names[&0], ["bert-0"]);
         let later = layout.plan(Incarnation(1), Epoch(5), &nodes);
         assert_ne!(plan.kind, later.kind, "packets of an earlier epoch are kept out");

@@ -2,7 +2,7 @@
 //! its progress back.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
 use std::time::Duration;
 
 use rekindle_engine::snapshot::{Barrier, Elsewhere, Operations, Settled};
@@ -14,6 +14,9 @@ use super::board::Board;
 
 /// How often the thread looks whether the snapshot was cancelled.
 const NAP: Duration = Duration::from_millis(20);
+
+/// Why a snapshot is undone that the group aborts.
+const ABORTED: &str = "another member could not take part, or took too long";
 
 /// What the group orders.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -69,6 +72,8 @@ pub struct Turn {
     number: Number,
     part: GroupPart,
     words: Mutex<mpsc::Receiver<Word>>,
+    /// The order that came before it was waited for.
+    early: Mutex<Option<Word>>,
     tell: Box<dyn Fn(Local) + Send + Sync>,
     exchange: Exchange,
     cancel: OnceLock<Arc<AtomicBool>>,
@@ -100,6 +105,7 @@ impl Turn {
             number,
             part: GroupPart { number: number.0, epoch: epoch.0, origin: origin.0, mark },
             words: Mutex::new(words),
+            early: Mutex::default(),
             tell: Box::new(tell),
             exchange,
             cancel: OnceLock::new(),
@@ -120,10 +126,11 @@ impl Turn {
 
     /// Waits for an order. What was ordered before a cancellation counts: the group has recorded the part then.
     fn next(&self) -> Result<Word, String> {
-        let words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
+        let words = lock(&self.words);
+        let mut early = lock(&self.early).take().map(Ok);
         loop {
-            match words.recv_timeout(NAP) {
-                Ok(Word::Abort) => return Err("another member could not take part, or took too long".into()),
+            match early.take().unwrap_or_else(|| words.recv_timeout(NAP)) {
+                Ok(Word::Abort) => return Err(ABORTED.into()),
                 Ok(word) => return Ok(word),
                 Err(mpsc::RecvTimeoutError::Timeout) if !self.is_cancelled() => {}
                 Err(mpsc::RecvTimeoutError::Timeout) => return Err("the job is being ended".into()),
@@ -138,6 +145,10 @@ impl Turn {
     }
 }
 
+fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
+    of.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 impl Elsewhere for Turn {
     fn exchange(&self, ours: &Operations) -> Option<Vec<Operations>> {
         let Exchange { rank, size, board, wake } = &self.exchange;
@@ -148,6 +159,13 @@ impl Elsewhere for Turn {
 impl Barrier for Turn {
     fn part(&self) -> GroupPart {
         self.part.clone()
+    }
+
+    fn called_off(&self) -> Option<String> {
+        let words = lock(&self.words);
+        let mut early = lock(&self.early);
+        *early = early.take().or_else(|| words.try_recv().ok());
+        (*early == Some(Word::Abort)).then(|| ABORTED.into())
     }
 
     fn locked(&self) -> Result<(), String> {
@@ -193,7 +211,9 @@ mod tests {
     #[test]
     fn each_step_waits_for_its_order() {
         let (turn, mut orders, told, cancel) = turn();
+        assert_eq!(turn.called_off(), None);
         orders.give(Word::Pull);
+        assert_eq!(turn.called_off(), None);
         assert_eq!((turn.all_wait(), turn.locked(), turn.all_wait()), (false, Ok(()), true));
         orders.give(Word::Dump);
         assert_eq!(turn.quiet(), Ok(()));
@@ -213,6 +233,7 @@ mod tests {
     fn a_wait_ends_by_an_abort_a_cancellation_and_the_end_of_the_supervisor() {
         let (turn, mut orders, _told, _) = self::turn();
         orders.give(Word::Abort);
+        assert!(turn.called_off().is_some() && turn.called_off().is_some(), "while it still locks");
         assert!(turn.locked().is_err() && !turn.all_wait());
         let (turn, _orders, _told, cancel) = self::turn();
         cancel.store(true, Ordering::Relaxed);

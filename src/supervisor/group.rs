@@ -12,40 +12,32 @@
 //! to the group. Parts of group images are images of this job whose manifest names the group image; they are removed
 //! only when the group orders it.
 
+mod memory;
+mod orders;
+mod requests;
 mod seen;
 mod waits;
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use serde::{Deserialize, Serialize};
 use signal_hook::consts::SIGTERM;
 
+use self::memory::{Memory, remember};
+use self::requests::Requests;
 use self::seen::Seen;
-use super::control::Open;
-use super::events::image_of;
 use super::signals::STOPS;
-use super::state::{self, Event, Finish, Obstacle, Standing, State, Stop, Verdict, Wish};
+use super::state::{Event, Finish, Obstacle, Standing, State, Stop, Verdict};
 use super::{Error, Message, Owner, Setup};
-use crate::group::{
-    Coordinator, Exchange, Identity, Layout, Membership, Node, Orders, OwnEtcd, Session, StartSignal, Told, Turn, Word,
-};
-use crate::policy::{self, StartPoint};
+use crate::group::{Coordinator, Exchange, Identity, Layout, Membership, Node, Orders, OwnEtcd, Session, Told, Turn};
+use crate::policy;
 use crate::telemetry::events::What;
-use rekindle_base::chain;
 use rekindle_engine::launch::group::Plan;
-use rekindle_engine::snapshot::Settled;
-use rekindle_group::{
-    Action, Ask, End, Ending, Epoch, From, Goal, Incarnation, Last, Local, Machine, Number, Order, Outcome, Part,
-    Pending, Progress, Rank, Stored, Then,
-};
+use rekindle_group::{Action, End, Ending, Epoch, Goal, Incarnation, Last, Local, Machine, Number, Rank};
 use rekindle_os::fence::Fence;
 use rekindle_os::spawn::Ended;
-use rekindle_os::{durable, process};
-use rekindle_store::manifest::Reason;
-use rekindle_store::{Image, ImageId, JobFolder, LATEST, gc, nth_newest};
+use rekindle_store::ImageId;
 
 /// How long leaving the group may take; then the others wait for the lease to expire.
 const LEAVE: Duration = Duration::from_secs(3);
@@ -68,49 +60,6 @@ pub(crate) struct Membered {
     pub(crate) layout: Layout,
     /// Whether the user wants to start from the beginning.
     pub(crate) is_fresh: bool,
-}
-
-/// What this machine remembers of the group: `group.json` in the job's folder.
-#[derive(Debug, Default, Serialize, Deserialize)]
-struct Memory {
-    /// The last epoch that ran here.
-    epoch: u64,
-    /// The last membership,
-    #[serde(default)]
-    membership: Option<u64>,
-    /// and the boot of the machine in which it began.
-    #[serde(default)]
-    boot: String,
-    /// Group images before this one are not used: the job has started from the beginning since.
-    #[serde(default)]
-    floor: u64,
-}
-
-impl Memory {
-    fn file(folder: &JobFolder) -> PathBuf {
-        folder.path().join("group.json")
-    }
-
-    /// Without the file, no epoch has run here.
-    fn read(path: &Path) -> std::io::Result<Memory> {
-        match std::fs::read(path) {
-            Ok(bytes) => Ok(serde_json::from_slice(&bytes)?),
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Memory::default()),
-            Err(error) => Err(error),
-        }
-    }
-
-    /// The membership of a supervisor that was killed. We have the lock of the job's folder, and the kernel ends a job
-    /// with its supervisor. After a restart of the machine, or on another one, nothing is certain: the store may be
-    /// shared.
-    fn former(&self) -> Option<Incarnation> {
-        let boot = process::boot_id().ok().filter(|boot| !boot.is_empty() && *boot == self.boot);
-        boot.and(self.membership).map(Incarnation)
-    }
-
-    fn write(&self, path: &Path) -> std::io::Result<()> {
-        durable::replace_file(path, &serde_json::to_vec(self)?, 0o600)
-    }
 }
 
 /// What threads of this supervisor wait for.
@@ -145,18 +94,6 @@ pub(super) struct Member {
     has_moved: bool,
     /// When to look at the lease again.
     looks: Instant,
-}
-
-/// What users want of the group, and what it does about that.
-struct Requests {
-    /// A stop that was requested here, for the exit code.
-    stop: Option<Stop>,
-    /// Requests that clients of this machine wait for.
-    pending: Vec<Pending>,
-    /// Whether the next start is one that was requested, and no restart.
-    is_start_requested: bool,
-    /// What the state machine knows of the group.
-    standing: Standing,
 }
 
 impl Member {
@@ -224,135 +161,6 @@ impl Member {
     fn number_of(&self, image: ImageId) -> Option<Number> {
         self.parts.iter().find(|(_, id)| **id == image).map(|(number, _)| *number)
     }
-
-    // ---- requests ----
-
-    /// Whether a client's request is served, as far as is known here; otherwise the reason.
-    pub(super) fn admits(&self, wish: Wish, machine: &state::Machine<'_>) -> Result<(), String> {
-        let view = self.machine.view();
-        let is_suspended = view.plan.as_ref().is_some_and(|plan| rekindle_group::is_suspended(&plan.value));
-        let ask = match wish {
-            Wish::Hold => return machine.admits(wish).map_err(Into::into),
-            _ if self.membership.is_none() => return Err("this machine is not a member of the group now".into()),
-            // The image is not known yet.
-            Wish::Rewind => return Ok(()),
-            // As on one machine, it is answered that it is.
-            Wish::Suspend if is_suspended => return Ok(()),
-            Wish::Snapshot => Ask::Snapshot,
-            Wish::Suspend => Ask::Suspend,
-            Wish::Resume => Ask::Resume,
-        };
-        rekindle_group::admits(view, &ask)
-    }
-
-    pub(super) fn admits_rewind(&self, image: ImageId) -> Result<(), String> {
-        let number = self.number_of(image);
-        let number = number.ok_or_else(|| format!("image {image} is not a part of a group image that can be used"))?;
-        rekindle_group::admits(self.machine.view(), &Ask::Rewind(number))
-    }
-
-    /// The image of this machine that a user names: by a group image, by -N for the Nth newest of them, or by its own
-    /// name, which is returned as it is.
-    pub(super) fn named(&self, to: &str) -> Result<String, String> {
-        let number = match (nth_newest(to), to.parse::<u64>()) {
-            (Some(nth), _) => {
-                let usable = rekindle_group::usable(self.machine.view());
-                let found = nth.checked_sub(1).and_then(|n| usable.get(n)).copied();
-                found.ok_or_else(|| format!("{to}: the group has {} group images that can be used", usable.len()))?
-            }
-            (None, _) if to == LATEST => {
-                let usable = rekindle_group::usable(self.machine.view());
-                usable.first().copied().ok_or("there is no group image to rewind to")?
-            }
-            (None, Ok(number)) => Number(number),
-            (None, Err(_)) => return Ok(to.to_owned()),
-        };
-        rekindle_group::admits(self.machine.view(), &Ask::Rewind(number))?;
-        let image =
-            self.parts.get(&number).ok_or_else(|| format!("this machine does not have its part of {number}"))?;
-        Ok(image.to_string())
-    }
-
-    /// This machine's parts of the group images that can be used, the newest first.
-    pub(super) fn usable(&self) -> Vec<ImageId> {
-        rekindle_group::usable(self.machine.view())
-            .iter()
-            .filter_map(|number| self.parts.get(number).copied())
-            .collect()
-    }
-
-    /// The requests that are not decided yet.
-    pub(super) fn open(&self) -> Open {
-        let any = |is: fn(&Ask) -> bool| self.requests.pending.iter().any(|pending| is(pending.ask()));
-        Open {
-            snapshot: any(|ask| *ask == Ask::Snapshot),
-            suspend: any(|ask| *ask == Ask::Suspend),
-            start: any(|ask| matches!(ask, Ask::Resume | Ask::Rewind(_))),
-        }
-    }
-
-    /// Whether a group snapshot is in progress here.
-    pub(super) fn is_in_snapshot(&self) -> bool {
-        self.threads.orders.is_some()
-    }
-
-    /// Why the newest group image may be lost, if another machine has not stored its part.
-    pub(super) fn not_stored_elsewhere(&self) -> Option<String> {
-        let view = self.machine.view();
-        let number = *rekindle_group::usable(view).first()?;
-        let lacks = |rank: &Rank| {
-            let part = view.members.get(rank).and_then(|report| report.parts.get(&number));
-            part.is_none_or(|part| part.stored != Stored::Durable)
-        };
-        let image = &view.images.get(&number)?.value;
-        let rank = image.parts.keys().find(|rank| !image.committed && lacks(rank))?;
-        Some(format!("{rank} has not stored its part"))
-    }
-
-    /// What the group does, for the state machine.
-    fn standing(&self) -> Standing {
-        let view = self.machine.view();
-        let Some(plan) = view.plan.as_ref().map(|plan| &plan.value) else { return Standing::Usual };
-        match plan.then {
-            Then::Stop { .. } => Standing::Stopping,
-            _ if rekindle_group::is_suspended(plan) => {
-                Standing::Suspended(match rekindle_group::continues_from(view) {
-                    From::Beginning => StartPoint::Cold,
-                    From::Image(number) => {
-                        let part = view.images.get(&number).and_then(|image| image.value.parts.get(&self.rank));
-                        let image = part.and_then(|part| part.image.parse().ok());
-                        image.map_or(StartPoint::Cold, StartPoint::Image)
-                    }
-                })
-            }
-            Then::Suspend if plan.goal.is_alive() => Standing::Suspending,
-            _ => Standing::Usual,
-        }
-    }
-
-    /// What the group is asked for instead of this event, if it is a request.
-    fn ask(&mut self, event: &Event, grace: Duration, now: Instant) -> Option<Ask> {
-        let requeue = |stop: &Stop| *stop == Stop::Requeue;
-        Some(match event {
-            Event::SnapshotNow(reason) if *reason != Reason::Group => Ask::Snapshot,
-            Event::Suspend => Ask::Suspend,
-            Event::Resume => Ask::Resume,
-            Event::Rewind { image } => Ask::Rewind(self.number_of(*image)?),
-            Event::Stop(stop) => {
-                self.requests.stop = Some(*stop);
-                Ask::Stop { requeue: requeue(stop), within: grace }
-            }
-            Event::StopBy(stop, until) => {
-                self.requests.stop = Some(*stop);
-                Ask::Stop { requeue: requeue(stop), within: until.saturating_duration_since(now) }
-            }
-            Event::StopNow(stop) => {
-                self.requests.stop = Some(*stop);
-                Ask::StopNow { requeue: requeue(stop) }
-            }
-            _ => return None,
-        })
-    }
 }
 
 /// News for the member.
@@ -367,76 +175,6 @@ impl Owner<'_> {
     /// Whether a group decides about this job.
     pub(super) fn is_in_group(&self) -> bool {
         self.group.is_some()
-    }
-
-    /// A request becomes one to the group. Returns the event if it is none.
-    pub(super) fn ask_group(&mut self, event: Event) -> Option<Event> {
-        let (grace, now) = (self.setup.config.snapshot.grace, Instant::now());
-        let Some(member) = &mut self.group else { return Some(event) };
-        let Some(ask) = member.ask(&event, grace, now) else { return Some(event) };
-        if let (Ask::Stop { .. } | Ask::StopNow { .. }, Some(stop)) = (&ask, member.requests.stop) {
-            // Nobody can be asked, and nothing runs here; or the user does not want to wait.
-            let at_once = matches!(ask, Ask::StopNow { .. });
-            if member.membership.is_none() || (member.seen.is_away() && at_once) {
-                return Some(Event::Over(Finish::Stopped(stop)));
-            }
-        }
-        if let Err(why) = rekindle_group::admits(member.machine.view(), &ask) {
-            tracing::warn!("the group does not serve the request: {why}");
-        }
-        let membership = member.membership.as_ref().map(Membership::incarnation);
-        self.group_step(rekindle_group::Event::Asked(ask.clone()));
-        let Some(member) = &mut self.group else { return None };
-        match (member.machine.asked().filter(|asked| asked.ask == ask), membership) {
-            (Some(asked), Some(membership)) => member.requests.pending.push(Pending::new(asked.clone(), membership)),
-            _ => self.not_done(&ask, "the group has another request to serve first: try again"),
-        }
-        None
-    }
-
-    /// Answers the clients whose requests are decided.
-    fn answer_requests(&mut self) {
-        let Some(member) = &mut self.group else { return };
-        let machine = &member.machine;
-        let membership = member.membership.as_ref().map(Membership::incarnation);
-        let mut failed = Vec::new();
-        let before = member.requests.pending.len();
-        member.requests.pending.retain_mut(|pending| match pending.look(machine.view(), membership, machine.asked()) {
-            Outcome::Open => true,
-            Outcome::Done => false,
-            Outcome::Failed { why } => {
-                failed.push((pending.ask().clone(), why));
-                false
-            }
-        });
-        let is_news = member.requests.pending.len() < before;
-        for (ask, why) in failed {
-            self.not_done(&ask, &why);
-        }
-        if is_news {
-            self.settle();
-        }
-    }
-
-    fn not_done(&mut self, ask: &Ask, why: &str) {
-        tracing::warn!("the group has not done what was requested: {why}");
-        let control = &mut self.clients.control;
-        match ask {
-            Ask::Snapshot => control.not_begun(why),
-            Ask::Suspend => control.not_suspended(why),
-            Ask::Resume | Ask::Rewind(_) => control.not_started(why),
-            Ask::Stop { .. } | Ask::StopNow { .. } => {}
-        }
-    }
-
-    /// Tells the state machine what the group does. Before the orders: they are carried out in that state.
-    fn note_standing(&mut self) {
-        let Some(member) = &mut self.group else { return };
-        let standing = member.standing();
-        if member.requests.standing != standing {
-            member.requests.standing = standing;
-            self.step(Event::Group(standing));
-        }
     }
 
     pub(super) fn group_news(&mut self, news: News) {
@@ -543,13 +281,13 @@ impl Owner<'_> {
     /// Begins as a new member of the coordinator that is there now. What the one before said does not count: its
     /// revisions may be higher.
     fn begin_afresh(&mut self) {
-        let is_idle = *self.machine.state() == State::Idle;
-        let (Some(member), Some(group)) = (&mut self.group, &self.setup.group) else { return };
+        let is_idle = matches!(self.machine.state(), State::Idle | State::Suspended { .. });
+        let Some(member) = &mut self.group else { return };
         if !member.has_moved || !is_idle || member.threads.orders.is_some() {
             return;
         }
         member.has_moved = false;
-        member.machine = Machine::new(group.options.clone(), member.epoch.0);
+        member.machine = member.machine.afresh();
         member.nodes = Arc::default();
         member.session.afresh(member.membership.take().map(|membership| membership.incarnation()));
     }
@@ -611,162 +349,6 @@ impl Owner<'_> {
     fn report_to_group(&mut self, local: Local) {
         self.group_step(rekindle_group::Event::Local(local));
     }
-
-    // ---- orders ----
-
-    fn ordered(&mut self, order: Order) {
-        tracing::debug!(?order, "the group orders");
-        match order {
-            Order::List => self.list_parts(),
-            Order::Start { epoch, origin, from, part } => self.start_epoch(epoch, origin, from, part.as_ref()),
-            Order::Plug => {
-                let go = self.group.as_mut().and_then(|member| member.threads.go.take());
-                match (self.life.job(), go) {
-                    // It plugs its cable in itself.
-                    (None, Some(go)) => drop(go.send(())),
-                    _ => self.plug(),
-                }
-            }
-            Order::Prepare(number) => self.prepare_part(number),
-            Order::Pull(_) => self.give(Word::Pull),
-            Order::Dump(_) => self.give(Word::Dump),
-            Order::Resume(_) => self.give(Word::Keep(Settled::RunOn)),
-            Order::Store(_) => self.give(Word::Keep(Settled::End)),
-            Order::Abort(number) => {
-                let in_progress = self.group.as_ref().and_then(|member| member.threads.orders.as_ref());
-                match in_progress.is_some_and(|orders| orders.number == number) {
-                    // The thread ends, and that is reported.
-                    true => self.give(Word::Abort),
-                    false => self.report_to_group(Local::Aborted(number)),
-                }
-            }
-            Order::Kill => self.step(Event::End),
-            Order::Forget(number) => self.forget_part(number),
-            Order::Finish(end) => {
-                let stop = self.group.as_ref().and_then(|member| member.requests.stop);
-                self.step(Event::Over(finish(end, stop)));
-            }
-        }
-    }
-
-    fn plug(&self) {
-        if let Some(cable) = self.life.job().and_then(|job| job.world.cable())
-            && let Err(error) = cable.plug()
-        {
-            tracing::error!("the job does not reach the other machines: {}", chain(&error));
-        }
-    }
-
-    /// What the job that is started next waits for before it runs, if it is restored.
-    pub(super) fn group_start_signal(&mut self) -> Option<StartSignal> {
-        let (sender, member) = (self.sender.clone(), self.group.as_mut()?);
-        let ready = move || drop(sender.send(Message::Group(Box::new(News::Local(Local::Started)))));
-        let (signal, go) = StartSignal::new(ready);
-        member.threads.go = Some(go);
-        Some(signal)
-    }
-
-    fn give(&mut self, word: Word) {
-        if let Some(orders) = self.group.as_mut().and_then(|member| member.threads.orders.as_mut()) {
-            orders.give(word);
-        }
-    }
-
-    fn list_parts(&mut self) {
-        let copies = match self.setup.folder.copies() {
-            Ok(copies) => copies,
-            Err(error) => {
-                // Without the list this machine cannot join.
-                let why = format!("the images cannot be read: {}", chain(&error));
-                return self.step(Event::Over(Finish::Impossible { why, obstacle: Obstacle::Machine }));
-            }
-        };
-        let mut listed: BTreeMap<Number, Progress> = BTreeMap::new();
-        let Some(member) = &mut self.group else { return };
-        member.parts.clear();
-        for image in copies.iter().filter(|image| image.is_good()) {
-            let Some((number, progress)) = progress(image) else { continue };
-            member.parts.insert(number, image.id);
-            // Of two copies the one in the store counts.
-            if progress.stored == Stored::Durable || !listed.contains_key(&number) {
-                listed.insert(number, progress);
-            }
-        }
-        self.report_to_group(Local::Parts(listed));
-    }
-
-    fn start_epoch(&mut self, epoch: Epoch, origin: Incarnation, from: From, part: Option<&Part>) {
-        let setup = Arc::clone(self.setup);
-        let (Some(member), Some(group)) = (&mut self.group, &setup.group) else { return };
-        let written = remember(&setup, epoch, member.membership.as_ref(), member.machine.floor())
-            .map_err(|error| error.to_string());
-        let point = match part.map(|part| part.image.parse::<ImageId>()) {
-            None => Ok(StartPoint::Cold),
-            Some(Ok(image)) => Ok(StartPoint::Image(image)),
-            Some(Err(error)) => Err(error.to_string()),
-        };
-        let point = match written.and(point) {
-            Ok(point) => point,
-            Err(why) => return self.report_to_group(Local::Ended(Ending::NotStarted { why })),
-        };
-        member.epoch = (epoch, origin);
-        member.network = Some(Arc::new(group.layout.plan(origin, epoch, &member.nodes)));
-        tracing::info!("the group starts from {from} ({epoch})");
-        let is_requested = std::mem::take(&mut member.requests.is_start_requested);
-        if self.life.number() > 0 && !is_requested {
-            self.reporting.published.restarts += 1;
-            self.tell(What::Restarting { image: image_of(point), after_us: 0 });
-        }
-        self.step(Event::Launch(point));
-    }
-
-    fn prepare_part(&mut self, number: Number) {
-        let refused = match self.machine.state() {
-            State::Running(_) if self.machine.held().is_some() => Some("the job blocks snapshots now".to_owned()),
-            State::Running(_) => None,
-            state => Some(format!("the job is {}", state.name())),
-        };
-        let sender = self.sender.clone();
-        let tell = move |local| drop(sender.send(Message::Group(Box::new(News::Local(local)))));
-        let (Some(member), Some(group)) = (&mut self.group, &self.setup.group) else { return };
-        let (rank, size) = (group.options.rank, group.options.size);
-        let turn = match refused {
-            Some(why) => Err(why),
-            None => Turn::new(number, member.epoch, member.exchange(rank, size), tell)
-                .map_err(|error| format!("no random number: {error}")),
-        };
-        match turn {
-            Ok((turn, orders)) => {
-                (member.threads.turn, member.threads.orders) = (Some(turn), Some(orders));
-                self.step(Event::SnapshotNow(Reason::Group));
-            }
-            Err(why) => self.report_to_group(Local::Refused(number, why)),
-        }
-    }
-
-    fn forget_part(&mut self, number: Number) {
-        let Some(image) = self.group.as_mut().and_then(|member| member.parts.remove(&number)) else { return };
-        let (setup, bounds) = (Arc::clone(self.setup), self.setup.config.store.copies);
-        self.spawn("forget", move || {
-            for slot in setup.images.staging.iter().flat_map(|area| area.slots()) {
-                if slot.image().is_some_and(|staged| staged.id == image) {
-                    setup.folder.drop_links(&slot);
-                    if let Err(error) = slot.empty() {
-                        tracing::warn!("cannot free memory of image {image}: {}", chain(&error));
-                    }
-                }
-            }
-            match setup.folder.remove(&setup.lock, &image) {
-                Ok(()) | Err(rekindle_store::Error::UnknownImage { .. }) => {}
-                Err(error) => tracing::warn!("cannot remove image {image}: {}", chain(&error)),
-            }
-            if let Err(error) = gc::sweep_now(&setup.folder, &setup.lock, bounds) {
-                tracing::warn!("unneeded content was not swept: {}", chain(&error));
-            }
-        });
-    }
-
-    // ---- reports ----
 
     pub(super) fn group_started(&mut self) {
         self.report_to_group(Local::Started);
@@ -855,26 +437,6 @@ impl Owner<'_> {
             own.see_off(&group.identity.group, group.options.limits.store, || messages.try_iter().any(is_stop));
         }
     }
-}
-
-/// Records what the next supervisor must know.
-fn remember(setup: &Setup, epoch: Epoch, membership: Option<&Membership>, floor: Number) -> std::io::Result<()> {
-    let membership = membership.map(|membership| membership.incarnation().0);
-    let memory = Memory { epoch: epoch.0, membership, boot: process::boot_id().unwrap_or_default(), floor: floor.0 };
-    memory.write(&Memory::file(&setup.folder))
-}
-
-/// The group image that this image is a part of.
-fn progress(image: &Image) -> Option<(Number, Progress)> {
-    let part = image.manifest()?.group.as_ref()?;
-    let stored = if image.is_staged() { Stored::Staged } else { Stored::Durable };
-    let progress = Progress {
-        part: Part { image: image.id.to_string(), digest: part.mark.clone() },
-        epoch: Epoch(part.epoch),
-        origin: Incarnation(part.origin),
-        stored,
-    };
-    Some((Number(part.number), progress))
 }
 
 /// The end of this run; `stop` was requested here.

@@ -60,7 +60,7 @@ impl Owner<'_> {
         let fence = match fence.transpose() {
             Ok(fence) => fence,
             Err(error) => {
-                let why = StartFailure::World(launch::world::Error::Talk(error));
+                let why = StartFailure::World(launch::world::Error::Fence(error));
                 return drop(sender.send(Message::Started(Box::new(Err(why)))));
             }
         };

@@ -264,6 +264,14 @@ impl Machine {
         self
     }
 
+    /// This member for a coordinator that does not know it: it keeps what it knows of itself, and nothing of the group.
+    #[must_use]
+    pub fn afresh(&self) -> Machine {
+        let mut machine = Machine::new(self.options.clone(), self.member.epoch());
+        machine.member.starts(self.member.fresh(), self.member.floor());
+        machine
+    }
+
     /// Group images before this one are not used.
     #[must_use]
     pub fn floor(&self) -> Number {

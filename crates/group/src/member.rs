@@ -138,6 +138,14 @@ impl Member {
         (self.fresh, self.floor) = (fresh, floor);
     }
 
+    pub(crate) fn epoch(&self) -> Epoch {
+        self.epoch
+    }
+
+    pub(crate) fn fresh(&self) -> Fresh {
+        self.fresh
+    }
+
     pub(crate) fn floor(&self) -> Number {
         self.floor
     }

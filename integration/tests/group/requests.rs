@@ -1,5 +1,7 @@
 //! Requests of users, from any machine: suspend, resume, rewind; a run that is given up, starts anew or has a deadline.
 
+use std::time::{Duration, Instant};
+
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -62,7 +64,10 @@ fn a_suspension_that_one_machine_cannot_take_part_in_leaves_all_running() {
     lab.set("hooks.before-snapshot", "[\"/bin/sh\", \"-c\", \"test $REKINDLE_JOB != ring.1\"]");
     lab.run_all();
     (0..2).for_each(|rank| wait_for("it runs", || lab.out(rank).contains("0\n")));
+    let began = Instant::now();
     let (code, said) = lab.request(0, &["suspend", "ring.0"]);
+    // Not only once the lock gives up.
+    assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
     assert!(code != 0 && said.contains("the job continues") && said.contains("rank "), "{said}");
     (0..2).for_each(|rank| assert!(lab.machines[rank].process_of_job().is_some(), "rank {rank}"));
     (0..2).for_each(|rank| assert!(!lab.out(rank).contains("WRONG") && !lab.log(rank).contains(RESTORED)));

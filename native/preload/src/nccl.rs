@@ -477,7 +477,7 @@ fn ending(handle: u64, call: impl FnOnce() -> i32) -> i32 {
     call()
 }
 
-/// ncclCommGetAsyncError: whether what a call has left to NCCL is done.
+/// ncclCommGetAsyncError: whether NCCL has done what an earlier call did not wait for.
 unsafe extern "C" fn async_error(handle: u64, state: *mut i32) -> i32 {
     let real = real!(AsyncError, fn(u64, *mut i32));
     // SAFETY: the caller's arguments.

@@ -115,6 +115,9 @@ pub enum Error {
     /// There is no connection to the group.
     #[error("cannot connect the job's network to the group")]
     Group(#[from] group::Error),
+    /// There is no time at which init ends the job.
+    #[error("cannot set the time at which the job must have ended")]
+    Fence(#[source] io::Error),
     /// The pipe to init failed.
     #[error("cannot communicate with the job's init")]
     Talk(#[source] io::Error),
@@ -150,7 +153,7 @@ impl World {
         }
         let world = spawn::World::New(CloneFlags::CLONE_NEWIPC | flags);
         if let Some(fence) = &fence {
-            spawn = spawn.fd(fence.timer().map_err(Error::Talk)?, FENCE_FD);
+            spawn = spawn.fd(fence.timer().map_err(Error::Fence)?, FENCE_FD);
         }
         let init = spawn.world(world).session().directory(Path::new("/"))?.fd(ready_end, READY_FD).start()?;
         let mut report = [0u8; 2];
@@ -287,7 +290,7 @@ fn connect(
     Ok((uplink, group))
 }
 
-/// The descriptor number of the ready pipe in init.
+/// The descriptor number of the ready pipe in init, and of the fence's timer.
 const READY_FD: i32 = 3;
 const FENCE_FD: i32 = 4;
 

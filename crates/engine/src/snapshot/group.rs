@@ -17,6 +17,9 @@ pub trait Barrier: Elsewhere + Sync + Debug {
     /// What the manifest says about the group image.
     fn part(&self) -> GroupPart;
 
+    /// Why the group does not take this snapshot any more, if it says so before all are locked.
+    fn called_off(&self) -> Option<String>;
+
     /// The job is locked; its cable is in, because other members may need data that is on its way.
     fn locked(&self) -> Result<(), String>;
 

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use super::group::Barrier;
 use super::pages::{Expected, expect};
 use super::{Env, Error, preflight};
 use crate::parts::files::capture::{Contents, View};
@@ -88,7 +89,12 @@ impl Gpus {
     pub(super) fn lock(&mut self, env: &Env<'_>) -> Result<(), Error> {
         let known = self.group.outer_pids();
         let elsewhere = env.subject.group.map(|group| group as &dyn Elsewhere);
-        self.group.lock(env.root(), elsewhere, env.subject.options.lock_timeout, env.cancelled)?;
+        let called_off = || env.subject.group.and_then(Barrier::called_off);
+        let cancelled = || (env.cancelled)() || called_off().is_some();
+        match (self.group.lock(env.root(), elsewhere, env.subject.options.lock_timeout, &cancelled), called_off()) {
+            (Err(gpu::Error::Cancelled), Some(why)) => return Err(Error::Group(why)),
+            (outcome, _) => outcome?,
+        }
         if self.group.outer_pids() != known {
             self.inventory = GpuInventory::read();
             preflight::check_gpus(&self.inventory, &self.group.outer_pids())?;

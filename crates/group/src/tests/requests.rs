@@ -293,6 +293,15 @@ fn all_start_from_the_beginning_together_and_never_from_an_older_image_again() {
     (0..2).for_each(|at| again.join(at));
     again.wait(TTL);
     assert!(begins(again.last(0)), "{:?}", again.goal());
+
+    // The coordinator is another one, and the members begin as new ones of it. They do not start anew a second time.
+    let mut again = Group::unjoined(2, &|rank| durable(rank, &[4, 7, 8]), Epoch(3));
+    again.machines = group.machines.iter().map(Machine::afresh).collect();
+    (0..2).for_each(|at| again.join(at));
+    again.wait(TTL);
+    let from = |order: Option<&Order>| matches!(order, Some(Order::Start { from: From::Image(Number(8)), .. }));
+    assert!(from(again.last(0)), "{:?}", again.goal());
+    assert_eq!(again.machines[0].floor(), Number(8));
 }
 
 #[test]

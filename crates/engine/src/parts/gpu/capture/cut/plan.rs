@@ -61,8 +61,8 @@ pub(super) struct Step {
 }
 
 impl Targets {
-    /// The next step, for these counts of all processes, of which the first `own` are this machine's. A target is raised
-    /// only where one of these is a member: the other machines raise theirs. With `raise_all` every waiting call may be
+    /// The next step, for these counts of all processes. The first `own` are this machine's. A target is raised only where
+    /// one of these is a member: the other machines raise theirs. With `raise_all` every waiting call may be
     /// made: the ranks that are behind may wait for something other than NCCL.
     pub(super) fn step(&mut self, all: &[Counts], own: usize, raise_all: bool) -> Step {
         let channels = channels(all);

@@ -1,0 +1,185 @@
+//! The orders of the group, carried out on this machine.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use super::memory::remember;
+use super::{News, finish};
+use crate::group::{StartSignal, Turn, Word};
+use crate::policy::StartPoint;
+use crate::supervisor::events::image_of;
+use crate::supervisor::state::{Event, Finish, Obstacle, State};
+use crate::supervisor::{Message, Owner};
+use crate::telemetry::events::What;
+use rekindle_base::chain;
+use rekindle_engine::snapshot::Settled;
+use rekindle_group::{Ending, Epoch, From, Incarnation, Local, Number, Order, Part, Progress, Stored};
+use rekindle_store::manifest::Reason;
+use rekindle_store::{Image, ImageId, gc};
+
+impl Owner<'_> {
+    pub(super) fn ordered(&mut self, order: Order) {
+        tracing::debug!(?order, "the group orders");
+        match order {
+            Order::List => self.list_parts(),
+            Order::Start { epoch, origin, from, part } => self.start_epoch(epoch, origin, from, part.as_ref()),
+            Order::Plug => {
+                let go = self.group.as_mut().and_then(|member| member.threads.go.take());
+                match (self.life.job(), go) {
+                    // It plugs its cable in itself.
+                    (None, Some(go)) => drop(go.send(())),
+                    _ => self.plug(),
+                }
+            }
+            Order::Prepare(number) => self.prepare_part(number),
+            Order::Pull(_) => self.give(Word::Pull),
+            Order::Dump(_) => self.give(Word::Dump),
+            Order::Resume(_) => self.give(Word::Keep(Settled::RunOn)),
+            Order::Store(_) => self.give(Word::Keep(Settled::End)),
+            Order::Abort(number) => {
+                let in_progress = self.group.as_ref().and_then(|member| member.threads.orders.as_ref());
+                match in_progress.is_some_and(|orders| orders.number == number) {
+                    // The thread ends, and that is reported.
+                    true => self.give(Word::Abort),
+                    false => self.report_to_group(Local::Aborted(number)),
+                }
+            }
+            Order::Kill => self.step(Event::End),
+            Order::Forget(number) => self.forget_part(number),
+            Order::Finish(end) => {
+                let stop = self.group.as_ref().and_then(|member| member.requests.stop);
+                self.step(Event::Over(finish(end, stop)));
+            }
+        }
+    }
+
+    fn plug(&self) {
+        if let Some(cable) = self.life.job().and_then(|job| job.world.cable())
+            && let Err(error) = cable.plug()
+        {
+            tracing::error!("the job does not reach the other machines: {}", chain(&error));
+        }
+    }
+
+    /// What the job that is started next waits for before it runs, if it is restored.
+    pub(in crate::supervisor) fn group_start_signal(&mut self) -> Option<StartSignal> {
+        let (sender, member) = (self.sender.clone(), self.group.as_mut()?);
+        let ready = move || drop(sender.send(Message::Group(Box::new(News::Local(Local::Started)))));
+        let (signal, go) = StartSignal::new(ready);
+        member.threads.go = Some(go);
+        Some(signal)
+    }
+
+    fn give(&mut self, word: Word) {
+        if let Some(orders) = self.group.as_mut().and_then(|member| member.threads.orders.as_mut()) {
+            orders.give(word);
+        }
+    }
+
+    fn list_parts(&mut self) {
+        let copies = match self.setup.folder.copies() {
+            Ok(copies) => copies,
+            Err(error) => {
+                // Without the list this machine cannot join.
+                let why = format!("the images cannot be read: {}", chain(&error));
+                return self.step(Event::Over(Finish::Impossible { why, obstacle: Obstacle::Machine }));
+            }
+        };
+        let mut listed: BTreeMap<Number, Progress> = BTreeMap::new();
+        let Some(member) = &mut self.group else { return };
+        member.parts.clear();
+        for image in copies.iter().filter(|image| image.is_good()) {
+            let Some((number, progress)) = progress(image) else { continue };
+            member.parts.insert(number, image.id);
+            // Of two copies the one in the store counts.
+            if progress.stored == Stored::Durable || !listed.contains_key(&number) {
+                listed.insert(number, progress);
+            }
+        }
+        self.report_to_group(Local::Parts(listed));
+    }
+
+    fn start_epoch(&mut self, epoch: Epoch, origin: Incarnation, from: From, part: Option<&Part>) {
+        let setup = Arc::clone(self.setup);
+        let (Some(member), Some(group)) = (&mut self.group, &setup.group) else { return };
+        let written = remember(&setup, epoch, member.membership.as_ref(), member.machine.floor())
+            .map_err(|error| error.to_string());
+        let point = match part.map(|part| part.image.parse::<ImageId>()) {
+            None => Ok(StartPoint::Cold),
+            Some(Ok(image)) => Ok(StartPoint::Image(image)),
+            Some(Err(error)) => Err(error.to_string()),
+        };
+        let point = match written.and(point) {
+            Ok(point) => point,
+            Err(why) => return self.report_to_group(Local::Ended(Ending::NotStarted { why })),
+        };
+        member.epoch = (epoch, origin);
+        member.network = Some(Arc::new(group.layout.plan(origin, epoch, &member.nodes)));
+        tracing::info!("the group starts from {from} ({epoch})");
+        let is_requested = std::mem::take(&mut member.requests.is_start_requested);
+        if self.life.number() > 0 && !is_requested {
+            self.reporting.published.restarts += 1;
+            self.tell(What::Restarting { image: image_of(point), after_us: 0 });
+        }
+        self.step(Event::Launch(point));
+    }
+
+    fn prepare_part(&mut self, number: Number) {
+        let refused = match self.machine.state() {
+            State::Running(_) if self.machine.held().is_some() => Some("the job blocks snapshots now".to_owned()),
+            State::Running(_) => None,
+            state => Some(format!("the job is {}", state.name())),
+        };
+        let sender = self.sender.clone();
+        let tell = move |local| drop(sender.send(Message::Group(Box::new(News::Local(local)))));
+        let (Some(member), Some(group)) = (&mut self.group, &self.setup.group) else { return };
+        let (rank, size) = (group.options.rank, group.options.size);
+        let turn = match refused {
+            Some(why) => Err(why),
+            None => Turn::new(number, member.epoch, member.exchange(rank, size), tell)
+                .map_err(|error| format!("no random number: {error}")),
+        };
+        match turn {
+            Ok((turn, orders)) => {
+                (member.threads.turn, member.threads.orders) = (Some(turn), Some(orders));
+                self.step(Event::SnapshotNow(Reason::Group));
+            }
+            Err(why) => self.report_to_group(Local::Refused(number, why)),
+        }
+    }
+
+    fn forget_part(&mut self, number: Number) {
+        let Some(image) = self.group.as_mut().and_then(|member| member.parts.remove(&number)) else { return };
+        let (setup, bounds) = (Arc::clone(self.setup), self.setup.config.store.copies);
+        self.spawn("forget", move || {
+            for slot in setup.images.staging.iter().flat_map(|area| area.slots()) {
+                if slot.image().is_some_and(|staged| staged.id == image) {
+                    setup.folder.drop_links(&slot);
+                    if let Err(error) = slot.empty() {
+                        tracing::warn!("cannot free memory of image {image}: {}", chain(&error));
+                    }
+                }
+            }
+            match setup.folder.remove(&setup.lock, &image) {
+                Ok(()) | Err(rekindle_store::Error::UnknownImage { .. }) => {}
+                Err(error) => tracing::warn!("cannot remove image {image}: {}", chain(&error)),
+            }
+            if let Err(error) = gc::sweep_now(&setup.folder, &setup.lock, bounds) {
+                tracing::warn!("unneeded content was not swept: {}", chain(&error));
+            }
+        });
+    }
+}
+
+/// The group image that this image is a part of.
+fn progress(image: &Image) -> Option<(Number, Progress)> {
+    let part = image.manifest()?.group.as_ref()?;
+    let stored = if image.is_staged() { Stored::Staged } else { Stored::Durable };
+    let progress = Progress {
+        part: Part { image: image.id.to_string(), digest: part.mark.clone() },
+        epoch: Epoch(part.epoch),
+        origin: Incarnation(part.origin),
+        stored,
+    };
+    Some((Number(part.number), progress))
+}
