@@ -26,6 +26,7 @@ pub(crate) use prepare::NoRights;
 use prepare::{Prepared, working_directory};
 use rekindle_base::chain;
 use rekindle_cuda::nvml::names_instance;
+use rekindle_cuda::copier::Copier;
 use rekindle_engine::launch::{identity, output, reaper, uplink};
 use rekindle_engine::parts::gpu::placement::{Pair, Wishes};
 use rekindle_engine::restore;
@@ -422,6 +423,7 @@ fn supervise(
     let member = terms.place.map(|(place, keep)| place.member(&config, &folder, &criu, keep)).transpose()?;
     let output = output::Files::create(&folder.log_dir(), config.log.bounds())?;
     let setup = Setup {
+        copier: Copier::default(),
         config,
         folder,
         lock,

@@ -353,6 +353,7 @@ fn restore_job(
         network,
         changed_files: setup.config.restart.changed_files,
         wishes,
+        copier: &setup.copier,
         prepare: restore::Prepare(&|world| reach_socket(setup, world)),
         unpacking: restore::Unpacking {
             staging: setup.images.staging.as_ref(),

@@ -27,6 +27,7 @@ use compat::{Difference, Here};
 use phases::{Gpus, Timings};
 use rekindle_base::Moved;
 use rekindle_criu::Criu;
+use rekindle_cuda::copier::Copier;
 use rekindle_store::chunk::Key;
 use rekindle_store::heal::Healing;
 use rekindle_store::persist::Progress;
@@ -65,6 +66,8 @@ pub struct Request<'a> {
     pub changed_files: ChangedFiles,
     /// The GPUs that the user asked for, if any.
     pub wishes: &'a Wishes,
+    /// Copies memory to the GPU that had stayed there.
+    pub copier: &'a Copier,
     /// Creates what must exist before CRIU connects to it.
     pub prepare: Prepare<'a>,
     /// How a packed image is unpacked.

@@ -10,6 +10,7 @@
 //!  checkpoint  device memory to host memory             undo: restore
 //!  dump        CRIU writes the tree, lets it run on     undo: drop saved links
 //!  restore     host memory to device memory
+//!  copy        only with gpu.memory = "kept": wait until the memory that stayed on the GPU is copied
 //!  unlock
 //!  check       every CUDA process is running again                                  ---- freeze ends
 //!  settle      only in a group: all have dumped; plug the cable in
@@ -46,10 +47,13 @@ use std::time::{Duration, Instant};
 use crate::launch::{self, Job, Privileges};
 use crate::parts::fds;
 use crate::parts::files::record;
+use crate::launch::memory::GpuMemory;
 use crate::parts::gpu::capture as gpu;
+use crate::parts::kept::capture as kept;
 use rekindle_base::interval::Choice;
 use rekindle_criu::image::Dangling;
 use rekindle_criu::{self as criu, Criu};
+use rekindle_cuda::copier::Copier;
 use rekindle_os::spawn::Ended;
 use rekindle_store::manifest::{self, Manifest, PidNamespace, Reason};
 use rekindle_store::retention::survey::{Limits, NoRoom};
@@ -93,6 +97,8 @@ pub struct Subject<'a> {
     pub interval: Option<&'a Choice>,
     /// What earlier snapshots recorded about dead processes of the job.
     pub deaths: &'a Deaths,
+    /// Copies memory that stays on the GPU.
+    pub copier: &'a Copier,
     /// The other members, if the image is a part of a group image.
     pub group: Option<&'a dyn Barrier>,
 }
@@ -114,6 +120,8 @@ pub struct Options {
     pub freeze_timeout: Duration,
     /// Time limit for the whole dump.
     pub dump_timeout: Duration,
+    /// Where large allocations of GPU memory are meanwhile.
+    pub memory: GpuMemory,
     /// Bytes of host memory that must stay free.
     pub memory_reserve: u64,
     /// Limits that decide whether the store has room.
@@ -165,6 +173,9 @@ pub enum Error {
     /// The GPUs could not be frozen.
     #[error(transparent)]
     Gpu(gpu::Error),
+    /// Memory that stays on the GPU was not copied.
+    #[error("copy: {0}")]
+    Kept(#[from] kept::Error),
     /// CRIU's plugin could not be put in its place.
     #[error(transparent)]
     Plugin(#[from] crate::launch::plugin::Error),
@@ -452,6 +463,7 @@ fn describe(frozen: &phases::Frozen<'_>, reason: Reason) -> Result<Manifest, Err
         recreate: frozen.dumped.recreate.clone(),
         mapped_files: frozen.mapped_files()?,
         landing: frozen.landing.clone(),
+        kept: frozen.kept.clone(),
         tcp: frozen.seen.tcp,
         phases: frozen.timings.phases.clone(),
         freeze_us: u64::try_from(frozen.time().as_micros()).unwrap_or(u64::MAX),

@@ -179,10 +179,11 @@ impl Restore<'_> {
     fn put_gpus_back(&mut self) -> Result<(), Error> {
         let job = self.job()?;
         let pairs = self.relocation.map_or(&[][..], |relocation| &relocation.pairs);
-        let work = || gpu::put_back(job, self.manifest, pairs);
+        let (copier, dir) = (self.request.copier, &self.request.image.dir);
+        let work = || gpu::put_back(job, self.manifest, pairs, copier, dir);
         self.gpus = match gpu::watched(job, self.request.timeout, self.cancelled, work) {
             Ok(()) => Gpus::Back,
-            Err(gpu::Error::NoProcess(_) | gpu::Error::Cuda { .. } | gpu::Error::Sharing(_))
+            Err(gpu::Error::NoProcess(_) | gpu::Error::Cuda { .. } | gpu::Error::Sharing(_) | gpu::Error::Kept(_))
                 if job.root.has_ended().unwrap_or(false) =>
             {
                 Gpus::Gone

@@ -32,6 +32,7 @@ use crate::launch::world::{self, Network, World};
 use crate::snapshot::CRIU_DIR;
 use rekindle_base::chain;
 use rekindle_criu::{self as criu, Criu, Version};
+use rekindle_cuda::copier::Copier;
 use rekindle_os::leases::WriteLease;
 use rekindle_os::spawn::Ended;
 use rekindle_os::{cgroup, netns, process, view};
@@ -275,6 +276,8 @@ fn restore(script: &Script, folder: &JobFolder, image: &Image, manifest: &Manife
     let (staging, wishes, progress) =
         (memory_of(folder), crate::parts::gpu::placement::Wishes::default(), Progress::default());
     let request = Request {
+        // It never comes to the GPUs.
+        copier: &Copier::default(),
         image,
         folder,
         criu: &criu,

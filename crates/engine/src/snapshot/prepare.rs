@@ -7,14 +7,17 @@ use super::pages::{Expected, Receivers, Source};
 use super::seen::{Gpus, Seen, copied};
 use super::{Env, Error, preflight};
 use crate::launch::interposer;
+use crate::launch::memory::GpuMemory;
 use crate::parts::devices::Devices;
+use crate::parts::kept::capture::Room;
 use crate::parts::landing::capture::{self as landing, Armed, Lander};
+use rekindle_base::chain;
 use rekindle_os::process;
 use rekindle_store::staging::{Area, Filling};
 use rekindle_store::take::Need;
 
 /// A place that is ready. If dropped, it leaves nothing.
-pub(super) struct Ready {
+pub(super) struct Ready<'a> {
     pub(super) target: Filling,
     /// NVIDIA's devices, if this machine has any.
     pub(super) devices: Option<Devices>,
@@ -22,10 +25,12 @@ pub(super) struct Ready {
     pub(super) receivers: Option<Receivers>,
     /// Landing files under the names that processes look for.
     pub(super) armed: Armed,
+    /// Where memory that stays on the GPU is copied to, if there is such memory and it can be copied.
+    pub(super) kept: Option<Room<'a>>,
 }
 
-impl Ready {
-    pub(super) fn make(env: &Env<'_>, seen: &mut Seen, gpus: &Gpus) -> Result<Ready, Error> {
+impl<'a> Ready<'a> {
+    pub(super) fn make(env: &Env<'a>, seen: &mut Seen, gpus: &Gpus) -> Result<Ready<'a>, Error> {
         let devices = Devices::find();
         let memory = memory(env);
         let target = target(env, memory, seen, gpus)?;
@@ -38,7 +43,26 @@ impl Ready {
         }
         let tree = process::tree(env.root());
         seen.contents.copy_ahead(&tree, env.view(), target.dir(), env.cancelled).map_err(copied)?;
-        Ok(Ready { target, devices, receivers, armed })
+        let kept = room(env, &target, gpus)?;
+        Ok(Ready { target, devices, receivers, armed, kept })
+    }
+}
+
+/// Where memory that stays on the GPU is copied to. Without such memory, and where it cannot be copied, the driver copies
+/// all; what had stayed on the GPU before cannot be left to it, and then the lock fails.
+fn room<'a>(env: &Env<'a>, target: &Filling, gpus: &Gpus) -> Result<Option<Room<'a>>, Error> {
+    if env.subject.options.memory == GpuMemory::Copied {
+        return Ok(None);
+    }
+    match gpus.group.kept_bytes()? {
+        0 => Ok(None),
+        bytes => match Room::make(env.subject.copier, target, bytes, &gpus.in_use()) {
+            Ok(room) => Ok(Some(room)),
+            Err(error) => {
+                tracing::warn!("GPU memory cannot stay on the GPU in this snapshot: {}", chain(&error));
+                Ok(None)
+            }
+        },
     }
 }
 
