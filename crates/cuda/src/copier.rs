@@ -103,8 +103,7 @@ impl Drop for Running {
 impl Running {
     fn start() -> Result<Running, Error> {
         let start = || -> io::Result<Running> {
-            let (ours, theirs) =
-                socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
+            let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
             let null = |write: bool| File::options().read(!write).write(write).open("/dev/null");
             // CUDA_VISIBLE_DEVICES would hide GPUs of the job.
             let hidden = ["CUDA_VISIBLE_DEVICES", "LD_PRELOAD"];

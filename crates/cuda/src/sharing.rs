@@ -109,7 +109,9 @@ impl fmt::Display for Obstacle {
             Obstacle::Untracked => f.write_str("the process shares more pieces of memory than rekindle can track"),
             Obstacle::Multicast => f.write_str("NVLink multicast; for NCCL set NCCL_NVLS_ENABLE=0"),
             Obstacle::NoKeeper => f.write_str("the interposer could not start its thread in the process"),
-            Obstacle::Stays => f.write_str("it stays on the GPU (gpu.memory = \"kept\"), and the process that copies it is missing"),
+            Obstacle::Stays => {
+                f.write_str("it stays on the GPU (gpu.memory = \"kept\"), and the process that copies it is missing")
+            }
         }
     }
 }

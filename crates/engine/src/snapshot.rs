@@ -44,10 +44,10 @@ mod seen;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use crate::launch::memory::GpuMemory;
 use crate::launch::{self, Job, Privileges};
 use crate::parts::fds;
 use crate::parts::files::record;
-use crate::launch::memory::GpuMemory;
 use crate::parts::gpu::capture as gpu;
 use crate::parts::kept::capture as kept;
 use rekindle_base::interval::Choice;

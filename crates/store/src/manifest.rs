@@ -20,8 +20,7 @@ use thiserror::Error;
 pub use contents::{Owner, Stamp, TrackedEntry, TrackedFolder, TrackedKind};
 pub use fields::{
     Chunks, Folder, GivenFile, Gpu, GroupPart, Host, JobRights, JobTree, Kept, KeptCopy, KeptPiece, Landing, Manifest,
-    MappedFile,
-    OpenFile, Part, Phase, PidNamespace, Reason, Recreate, SavedLink, TreeProcess,
+    MappedFile, OpenFile, Part, Phase, PidNamespace, Reason, Recreate, SavedLink, TreeProcess,
 };
 
 pub use groups::ControlGroup;

@@ -1,5 +1,8 @@
 //! The process that copies.
-#![allow(unsafe_code, reason = "calls of the CUDA driver and mappings that it reads and writes; each block says why it is sound")]
+#![allow(
+    unsafe_code,
+    reason = "calls of the CUDA driver and mappings that it reads and writes; each block says why it is sound"
+)]
 
 use std::collections::BTreeMap;
 use std::ffi::{c_char, c_int, c_uint, c_void};
@@ -510,7 +513,8 @@ impl Gpus {
         let all: Vec<(c_int, *mut c_void)> = self.devices.iter().map(|(device, it)| (*device, it.stream)).collect();
         for (device, stream) in all {
             // SAFETY: a stream of this context.
-            let waited = self.enter(device).and_then(|()| self.check_code(unsafe { (self.functions.wait)(stream) }, "the copy"));
+            let waited =
+                self.enter(device).and_then(|()| self.check_code(unsafe { (self.functions.wait)(stream) }, "the copy"));
             result = result.and(waited);
         }
         result

@@ -7,8 +7,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 use std::time::{Duration, Instant};
 
-use nix::sys::socket::sockopt::{ReceiveTimeout, SendTimeout};
 use nix::sys::socket::setsockopt;
+use nix::sys::socket::sockopt::{ReceiveTimeout, SendTimeout};
 use nix::sys::time::{TimeVal, TimeValLike};
 use rustix::thread::futex;
 

@@ -181,15 +181,14 @@ impl Restore<'_> {
         let pairs = self.relocation.map_or(&[][..], |relocation| &relocation.pairs);
         let (copier, dir) = (self.request.copier, &self.request.image.dir);
         let work = || gpu::put_back(job, self.manifest, pairs, copier, dir);
-        self.gpus = match gpu::watched(job, self.request.timeout, self.cancelled, work) {
-            Ok(()) => Gpus::Back,
-            Err(gpu::Error::NoProcess(_) | gpu::Error::Cuda { .. } | gpu::Error::Sharing(_) | gpu::Error::Kept(_))
-                if job.root.has_ended().unwrap_or(false) =>
-            {
-                Gpus::Gone
-            }
-            Err(error) => return Err(error.into()),
-        };
+        self.gpus =
+            match gpu::watched(job, self.request.timeout, self.cancelled, work) {
+                Ok(()) => Gpus::Back,
+                Err(
+                    gpu::Error::NoProcess(_) | gpu::Error::Cuda { .. } | gpu::Error::Sharing(_) | gpu::Error::Kept(_),
+                ) if job.root.has_ended().unwrap_or(false) => Gpus::Gone,
+                Err(error) => return Err(error.into()),
+            };
         Ok(())
     }
 

@@ -63,7 +63,11 @@ impl<'a> Room<'a> {
         pages::make_present(&self.file, bytes).map_err(failed)?;
         let registered = self.copier.file(&self.file, bytes)?;
         if registered < bytes {
-            tracing::debug!(registered, bytes, "GPU memory is copied more slowly: the driver does not register all of the file");
+            tracing::debug!(
+                registered,
+                bytes,
+                "GPU memory is copied more slowly: the driver does not register all of the file"
+            );
         }
         self.bytes = bytes;
         Ok(())
