@@ -41,7 +41,7 @@ use serde::{Deserialize, Serialize};
 
 pub(crate) use auto::MeanTime;
 pub(crate) use error::{Error, Fault, Problem};
-pub(crate) use group::{Group, GroupNetwork};
+pub(crate) use group::{Coordinator, Group, GroupNetwork};
 pub(crate) use model::{
     ColdStart, Config, EnvironmentMode, Interposer, Level, OnProcessDeath, OnSuccess, PidNamespace, Restart, Snapshot,
     Staging, Store,
@@ -85,6 +85,8 @@ pub(crate) struct Overrides {
     pub(crate) nodes: Option<u32>,
     /// `--node-rank`, for `group.node-rank`.
     pub(crate) node_rank: Option<u32>,
+    /// `--coordinator`, for `group.coordinator`.
+    pub(crate) coordinator: Option<Vec<String>>,
     /// `--store`, for `store.directory`; a relative path is taken from the working directory.
     pub(crate) store: Option<PathBuf>,
 }

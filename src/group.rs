@@ -1,19 +1,24 @@
 //! A job over several machines: this supervisor's connection to the coordinator, etcd.
 //!
 //! What each member does is decided in [`rekindle_group`]; the supervisor carries it out. This module connects them
-//! with etcd: `keys` stores the documents as keys, and `session` is the thread that renews the membership, follows the
+//! with etcd: `coordinator` is where it is, `keys` stores the documents as keys, and `session` is the thread that renews the membership, follows the
 //! group and writes. `layout` is the job's network, `turn` this member's part in a group snapshot,
-//! and `board` what the machines tell each other about NCCL meanwhile.
+//! `board` what the machines tell each other about NCCL meanwhile, and `start_signal` what a restored job waits for.
 
 mod board;
+mod coordinator;
 mod keys;
 mod layout;
 mod node;
 mod session;
+mod start_signal;
 mod turn;
 
 pub use board::Board;
+pub use coordinator::{Coordinator, OwnEtcd};
+pub(crate) use coordinator::{NoFirst, NoOwnAddress, own_address, wait_for_address};
 pub use layout::{Layout, Underlay};
 pub use node::{Disagreement, Node};
 pub use session::{Identity, Membership, Session, Told};
+pub use start_signal::StartSignal;
 pub use turn::{Exchange, Orders, Turn, Word};

@@ -175,7 +175,7 @@ impl Decision {
 }
 
 /// How often a job may die soon after a start from the beginning.
-const EARLY_DEATHS: u32 = 2;
+pub(crate) const EARLY_DEATHS: u32 = 2;
 /// How often a restore is tried again if the machine, not the image, was the cause.
 const MACHINE_FAILURES: u32 = 5;
 
@@ -342,6 +342,15 @@ fn evidence(death: Death, uptime: Duration) -> Option<Evidence> {
         Death::Ended(ended) => Some(Evidence::Died { ended: Some(ended), uptime }),
         Death::Judged => Some(Evidence::Died { ended: None, uptime }),
         Death::Excused(_) | Death::Lost => None,
+    }
+}
+
+/// Why a job that ended so is not started again, if the configuration says that.
+#[must_use]
+pub(crate) fn never_again(ended: Ended, policy: &Restart) -> Option<String> {
+    match judge(ended, policy) {
+        Verdict::Never(why) => Some(why),
+        Verdict::Complete | Verdict::Retry => None,
     }
 }
 

@@ -216,7 +216,7 @@ pub(crate) fn run(setup: Setup) -> Result<Finish, Error> {
         finish = finish.with_left_in_memory(left);
         owner.leave_replica(&finish, &messages);
     }
-    owner.leave_group();
+    owner.leave_group(&messages);
     owner.close_control();
     owner.close_word();
     signals.close();

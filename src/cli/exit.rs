@@ -110,12 +110,14 @@ pub(crate) fn of_error(error: &anyhow::Error, is_store_typed: bool) -> Exit {
             || cause.is::<super::trust::KeyLeftOut>()
             || cause.is::<super::replica::Refused>()
             || cause.is::<super::run::DeadlineTooEarly>()
+            || cause.is::<crate::group::NoOwnAddress>()
         {
             return Exit::Config;
         }
         if cause.is::<rekindle_criu::FindError>()
             || cause.is::<launch::uplink::Missing>()
             || cause.is::<super::run::NoRights>()
+            || cause.is::<rekindle_etcd::Error>()
             || cause.is::<super::replica::Unknown>()
             || cause.is::<super::replica::NotFetched>()
             || cause.is::<super::AnothersJob>()

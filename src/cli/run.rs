@@ -14,6 +14,7 @@ use chrono::{DateTime, Utc};
 use super::find::Finder;
 use super::{Exit, Global, Misuse, complete, ended, replica, trust};
 use crate::config::{self as settings, ColdStart, Config, Deadline, Overrides, Requeue};
+use crate::group::NoFirst;
 use crate::policy::StartPoint;
 use crate::scheduler::Scheduler;
 use crate::supervisor::notify::Notify;
@@ -78,14 +79,18 @@ pub(crate) struct RunArgs {
 #[derive(Debug, clap::Args)]
 struct Machines {
     /// The job runs on several machines, one rekindle on each; Slurm says how many, and which this one is
-    #[arg(long, conflicts_with = "fresh")]
+    #[arg(long)]
     group: bool,
     /// The number of machines of the group (group.nodes)
-    #[arg(long, value_name = "N", conflicts_with = "fresh")]
+    #[arg(long, value_name = "N")]
     nodes: Option<u32>,
     /// The number of this machine in the group, from 0 (group.node-rank)
     #[arg(long, value_name = "N")]
     node_rank: Option<u32>,
+    /// The addresses of etcd; "local": rank 0 starts one; "local:FILE": its address is in this file
+    /// (group.coordinator)
+    #[arg(long, value_name = "WHERE", value_delimiter = ',')]
+    coordinator: Option<Vec<String>>,
 }
 
 /// What to restore.
@@ -173,15 +178,12 @@ fn in_foreground(global: &Global, args: &RunArgs, caller: Option<Caller>) -> any
         deadline: args.deadline.clone(),
         nodes: args.machines.nodes.or_else(|| args.machines.group.then(|| Scheduler::nodes(&variable)).flatten()),
         node_rank: args.machines.node_rank,
+        coordinator: args.machines.coordinator.clone(),
         ..global.overrides()
     };
     let mut config = global.settings_and_log(overrides)?;
     if args.machines.group && !config.group.is_on() {
         return Err(Misuse("--group: the number of machines is not known: use --nodes (group.nodes)".into()).into());
-    }
-    if config.group.is_on() && args.fresh {
-        let text = "--fresh does not apply to a job over several machines: use another --name to start it anew";
-        return Err(Misuse(text.into()).into());
     }
     args.accepted.apply(&mut config)?;
     let configured: Vec<OsString> = config.job.command.iter().map(OsString::from).collect();
@@ -228,7 +230,7 @@ fn in_foreground(global: &Global, args: &RunArgs, caller: Option<Caller>) -> any
         return Ok(Exit::Success);
     }
     let start = match &place {
-        Some(place) => start::of_group(&folder, command, place.lineage())?,
+        Some(place) => start::of_group(&folder, command, place.lineage(), args.fresh)?,
         None => choose(&folder, command, args.fresh, prepared.config.restart.cold_start)?,
     };
     match (start.from, &args.accepted.user) {
@@ -257,7 +259,7 @@ fn in_foreground(global: &Global, args: &RunArgs, caller: Option<Caller>) -> any
             record => trust::look_for_rollback(&seen, &folder, record.as_ref().map(|record| record.lineage.as_str())),
         }
     }
-    let place = place.zip(keep);
+    let place = place.zip(keep).map(|(place, keep)| (place, keep, args.fresh));
     let terms = Terms { map: &args.devices.pairs, deadline, shown, place };
     supervise(global, prepared, folder, lock, start, terms)
 }
@@ -340,8 +342,8 @@ struct Terms<'a> {
     map: &'a [Pair],
     deadline: Option<DateTime<Utc>>,
     shown: Shown,
-    /// The member of a group that this run is, and how many group images are kept.
-    place: Option<(Place, usize)>,
+    /// The member of a group that this run is, how many group images are kept, and whether it starts from the beginning.
+    place: Option<(Place, usize, bool)>,
 }
 
 /// A run in the background lets its caller return. Returns what this run shows on its standard output.
@@ -363,7 +365,7 @@ fn supervise(
     terms: Terms<'_>,
 ) -> anyhow::Result<Exit> {
     let Prepared { config, criu, mut spec, uplink, packing, .. } = prepared;
-    if let Some((place, _)) = &terms.place {
+    if let Some((place, ..)) = &terms.place {
         place.tell_job(&config, &mut spec);
     }
     for (name, value) in [("REKINDLE_JOB", folder.name().as_str()), ("REKINDLE_RUN_ID", start.lineage.as_str())] {
@@ -420,7 +422,15 @@ fn supervise(
     let job_api = provide::job_api(&config, &mut spec, &folder);
     let scheduler = find_scheduler(&config);
     let requeue = config.scheduler.requeue;
-    let member = terms.place.map(|(place, keep)| place.member(&config, &folder, &criu, keep)).transpose()?;
+    let member = terms.place.map(|(place, keep, fresh)| place.member(&config, &folder, &criu, keep, fresh)).transpose();
+    let member = match member {
+        Err(error) if error.is::<NoFirst>() => {
+            // As for every other machine that is missing.
+            tracing::error!("the group's run ends, to be queued again: {}", chain(&*error));
+            return Ok(exit(Finish::Stopped(Stop::Requeue), &scheduler, requeue, folder.name()));
+        }
+        member => member?,
+    };
     let output = output::Files::create(&folder.log_dir(), config.log.bounds())?;
     let setup = Setup {
         copier: Copier::default(),

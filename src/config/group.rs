@@ -19,8 +19,8 @@ pub(crate) struct Group {
     pub(crate) nodes: u32,
     /// The number of this machine in the group, from 0; unset means the scheduler's.
     pub(crate) node_rank: Option<u32>,
-    /// The addresses of etcd.
-    pub(crate) coordinator: Vec<String>,
+    /// Where etcd is.
+    pub(crate) coordinator: Coordinator,
     /// A file with the certificates of the authorities of etcd's certificate; unset means those of the system.
     pub(crate) ca: Option<PathBuf>,
     /// A file with the certificate that rekindle shows to etcd.
@@ -52,7 +52,7 @@ impl Default for Group {
         Group {
             nodes: 0,
             node_rank: None,
-            coordinator: Vec::new(),
+            coordinator: Coordinator::default(),
             ca: None,
             certificate: None,
             key: None,
@@ -73,6 +73,65 @@ impl Group {
     #[must_use]
     pub(crate) fn is_on(&self) -> bool {
         self.nodes > 0
+    }
+}
+
+/// `group.coordinator`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "Words", into = "Words")]
+pub(crate) enum Coordinator {
+    /// The addresses of the members of an etcd.
+    Members(Vec<String>),
+    /// An etcd that rank 0 starts. The machines share a file with its address and the keys to it; unset means one in
+    /// the store.
+    Local(Option<PathBuf>),
+}
+
+impl Default for Coordinator {
+    fn default() -> Coordinator {
+        Coordinator::Members(Vec::new())
+    }
+}
+
+/// One word, or a list of them.
+#[derive(Serialize, Deserialize)]
+#[serde(untagged)]
+enum Words {
+    One(String),
+    Many(Vec<String>),
+}
+
+impl TryFrom<Words> for Coordinator {
+    type Error = Malformed;
+
+    fn try_from(words: Words) -> Result<Coordinator, Malformed> {
+        let words = match words {
+            Words::One(word) => vec![word],
+            Words::Many(words) => words,
+        };
+        let local = |word: &String| match word.strip_prefix("local") {
+            Some("") => Some(Ok(None)),
+            Some(rest) => rest.strip_prefix(':').map(|file| match file.starts_with('/') && !file.ends_with('/') {
+                true => Ok(Some(PathBuf::from(file))),
+                false => Err(Malformed),
+            }),
+            None => None,
+        };
+        match words.iter().find_map(local) {
+            Some(file) if words.len() == 1 => Ok(Coordinator::Local(file?)),
+            Some(_) => Err(Malformed),
+            None => Ok(Coordinator::Members(words)),
+        }
+    }
+}
+
+impl From<Coordinator> for Words {
+    fn from(coordinator: Coordinator) -> Words {
+        match coordinator {
+            Coordinator::Members(members) => Words::Many(members),
+            Coordinator::Local(None) => Words::One("local".into()),
+            Coordinator::Local(Some(file)) => Words::One(format!("local:{}", file.display())),
+        }
     }
 }
 

@@ -87,7 +87,12 @@ pub(super) const KEYS: &[Key] = &[
     key("network.uplink", Shape::Text, "\"off\" or \"user\""),
     key("group.nodes", Shape::Count, "a whole number from 0 to 65533"),
     key("group.node-rank", Shape::Count, COUNT),
-    key("group.coordinator", Shape::Words, "a list of addresses of etcd, such as [\"https://10.0.0.1:2379\"]"),
+    key(
+        "group.coordinator",
+        Shape::Words,
+        "\"local\", \"local:FILE\" with an absolute path, or a list of addresses of etcd, such as \
+        [\"https://10.0.0.1:2379\"]",
+    ),
     key("group.ca", Shape::Text, "a string with an absolute path"),
     key("group.certificate", Shape::Text, "a string with an absolute path"),
     key("group.key", Shape::Text, "a string with an absolute path"),

@@ -267,6 +267,7 @@ impl Layers {
             ("scheduler.deadline", "--deadline", overrides.deadline.clone().map(Value::from)),
             ("group.nodes", "--nodes", overrides.nodes.map(Value::from)),
             ("group.node-rank", "--node-rank", overrides.node_rank.map(Value::from)),
+            ("group.coordinator", "--coordinator", overrides.coordinator.clone().map(Value::from)),
             ("store.directory", "--store", overrides.store.as_deref().map(|path| Value::from(absolute(path)))),
         ];
         for (path, flag, value) in typed {

@@ -4,6 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::auto::MeanTime;
+use super::group::Coordinator;
 use super::keys;
 use super::model::{Config, LIMITS, PidNamespace, VERSION};
 use super::network::{NetworkMode, UplinkMode};
@@ -145,9 +146,21 @@ fn group(config: &Config, rules: &mut Rules) {
     if !group.is_on() {
         return;
     }
-    rules.that(!group.coordinator.is_empty(), "group.coordinator", || {
-        "must be set if group.nodes is: the machines of a group agree through etcd".to_owned()
+    let is_empty = group.coordinator == Coordinator::default();
+    rules.that(!is_empty, "group.coordinator", || {
+        "must be set if group.nodes is: the machines of a group agree through etcd. \"local\" starts one".to_owned()
     });
+    if matches!(group.coordinator, Coordinator::Local(_)) {
+        for (key, is_set) in [
+            ("group.ca", group.ca.is_some()),
+            ("group.certificate", group.certificate.is_some()),
+            ("group.user", group.user.is_some()),
+        ] {
+            rules.that(!is_set, key, || {
+                "does not apply to group.coordinator = \"local\", which has keys of its own".to_owned()
+            });
+        }
+    }
     rules.that(config.job.pid_namespace == PidNamespace::Private, "job.pid-namespace", || {
         "must be \"private\" in a group: the group's network belongs to the job's namespaces".to_owned()
     });

@@ -62,7 +62,7 @@ impl Board {
             let mut told = Told { number, operations: operations.clone() };
             let mut bytes = serde_json::to_vec(&told).unwrap_or_default();
             if bytes.len() > LARGEST {
-                told.operations = Operations { counts: Vec::new(), are_uncounted: true };
+                told.operations = Operations::uncounted();
                 bytes = serde_json::to_vec(&told).unwrap_or_default();
             }
             inner.ours = Some(Told { number, operations: operations.clone() });
@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     fn operations(are_uncounted: bool) -> Operations {
-        Operations { counts: Vec::new(), are_uncounted }
+        if are_uncounted { Operations::uncounted() } else { Operations::default() }
     }
 
     #[test]

@@ -245,6 +245,8 @@ mod tests {
             parts: BTreeMap::new(),
             storing: false,
             asked: None,
+            fresh: rekindle_group::Fresh::No,
+            floor: Number(0),
         }
     }
 

@@ -1,20 +1,25 @@
 //! The thread that talks to etcd for this member: it renews the lease, writes, and reports changes.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Weak, mpsc};
+use std::sync::{Arc, Mutex, PoisonError, Weak, mpsc};
 use std::time::{Duration, Instant};
 
 use rekindle_etcd::{Client, Error, Event, Lease, Options};
 use rekindle_group::{Answer, Incarnation, Rank, View, Write};
 use rekindle_os::clock::since_boot;
+use rekindle_os::fence::Fence;
 use rekindle_store::JobName;
 
 use super::board::Board;
+use super::coordinator::Coordinator;
 use super::keys::{self, Mirror, Unreadable, Writer};
 use super::node::Node;
 
 /// The pause between two tries while etcd cannot be reached.
 const PAUSE: Duration = Duration::from_secs(1);
+
+/// How often in the time of a lease the fence is moved ahead.
+const FENCE_LOOKS: u32 = 20;
 
 /// News from the coordinator.
 #[derive(Debug)]
@@ -39,6 +44,14 @@ pub enum Told {
     },
     /// It answers again.
     Back,
+    /// It is another one now, which may have no data. The membership is over. Nothing is done until
+    /// [`Session::afresh`].
+    Moved,
+    /// It did not answer for as long as it is waited for.
+    Missing {
+        /// The reason, for a message.
+        why: String,
+    },
     /// It cannot be used until a person changes something.
     Failed {
         /// The reason, for a message.
@@ -60,6 +73,33 @@ impl Membership {
         self.incarnation
     }
 
+    /// The same as time since the boot; none once the membership is over.
+    fn is_sure_until(&self) -> Option<Duration> {
+        Some(self.lease.upgrade()?.sure_until()).filter(|until| !until.is_zero())
+    }
+
+    /// A fence for the job of this membership: `margin` before the membership may end. It moves ahead with each renewal
+    /// of the lease, on a thread of its own, so that nothing else that the supervisor does can hold it up.
+    ///
+    /// # Errors
+    /// When the membership is over, or there is no timer or thread.
+    pub fn fence(&self, margin: Duration, lease: Duration) -> std::io::Result<Arc<Fence>> {
+        let over = || std::io::Error::other("the membership is over");
+        let at = move |until: Duration| until.saturating_sub(margin);
+        let fence = Arc::new(Fence::new(at(self.is_sure_until().ok_or_else(over)?))?);
+        let (weak, membership) = (Arc::downgrade(&fence), self.clone());
+        std::thread::Builder::new().name("fence".into()).spawn(move || {
+            while let (Some(fence), Some(until)) = (weak.upgrade(), membership.is_sure_until()) {
+                if let Err(error) = fence.extend(at(until)) {
+                    tracing::error!("the time at which the job must have ended cannot be moved ahead: {error}");
+                }
+                drop(fence);
+                std::thread::sleep(lease / FENCE_LOOKS);
+            }
+        })?;
+        Ok(fence)
+    }
+
     /// The membership cannot end before this time. A later call may return a later time, or none once the session is
     /// over.
     #[must_use]
@@ -77,6 +117,8 @@ enum Ask {
     Tell,
     /// The lease is lost.
     Lost(Incarnation),
+    /// Begin again with the coordinator that is there now.
+    Afresh(Option<Incarnation>),
     Leave,
     Abandon,
 }
@@ -111,18 +153,18 @@ impl Session {
     /// # Errors
     /// If the thread cannot be started.
     pub fn start(
-        options: Options,
+        coordinator: Coordinator,
         identity: Identity,
         tell: impl Fn(Told) + Clone + Send + 'static,
     ) -> std::io::Result<Session> {
-        let options = Options { prefix: keys::prefix(&identity.group), ..options };
         let (sender, asks) = mpsc::channel();
         let (alive, over) = mpsc::channel();
         let (own, shared) = (sender.clone(), Board::default());
         let board = shared.clone();
         std::thread::Builder::new().name("group".into()).spawn(move || {
-            let worker = Worker { options, identity, asks, own, tell, board };
-            let _ = worker.run();
+            let prefix = keys::prefix(&identity.group);
+            let worker = Worker { coordinator, prefix, identity, asks, own, tell, board, away: Arc::default() };
+            worker.run();
             drop(alive);
         })?;
         Ok(Session { asks: sender, board: shared, over })
@@ -137,6 +179,11 @@ impl Session {
     pub fn board(&self) -> (Board, impl Fn() + Send + Sync + 'static) {
         let asks = self.asks.clone();
         (self.board.clone(), move || drop(asks.send(Ask::Tell)))
+    }
+
+    /// Begins again, after [`Told::Moved`] and once nothing of the job is left. `former` is the membership before.
+    pub fn afresh(&self, former: Option<Incarnation>) {
+        let _ = self.asks.send(Ask::Afresh(former));
     }
 
     /// Ends the membership, so that the others need not wait until its lease expires. Waits for the end, with a time
@@ -154,22 +201,57 @@ impl Drop for Session {
 }
 
 struct Worker<T> {
-    options: Options,
+    coordinator: Coordinator,
+    prefix: String,
     identity: Identity,
     asks: mpsc::Receiver<Ask>,
     own: mpsc::Sender<Ask>,
     tell: T,
     board: Board,
+    /// Since when it does not answer, and why.
+    away: Arc<Mutex<Option<(Instant, String)>>>,
+}
+
+/// How the work with one coordinator ends.
+enum Over {
+    /// There is no membership, or it is ended.
+    Done,
+    /// The coordinator is another one.
+    Moved,
 }
 
 impl<T: Fn(Told) + Clone + Send + 'static> Worker<T> {
+    fn run(mut self) {
+        while matches!(self.with_one(), Some(Over::Moved)) {
+            (self.tell)(Told::Moved);
+            self.identity.former = loop {
+                match self.asks.recv() {
+                    Ok(Ask::Afresh(former)) => break former,
+                    Ok(Ask::Write(_)) => (self.tell)(Told::Wrote(Answer::Conflict)),
+                    Ok(Ask::Tell | Ask::Lost(_)) => {}
+                    Ok(Ask::Leave | Ask::Abandon) | Err(_) => return,
+                }
+            };
+            *lock(&self.away) = None;
+        }
+    }
+
     /// Returns none if there is no membership to end.
-    fn run(self) -> Option<()> {
-        let client = self.patiently(|| Client::connect(&self.options))?;
-        let mut mirror = Mirror::new(&self.options.prefix);
-        let (tell, board) = (self.tell.clone(), self.board.clone());
-        let followed = client.follow(&self.options.prefix, move |event| match reflect(&mut mirror, &board, event) {
-            Ok(told) => tell(told),
+    fn with_one(&self) -> Option<Over> {
+        let (client, options) = self.patiently(|| {
+            let options = Options { prefix: self.prefix.clone(), ..self.coordinator.options()? };
+            Ok((Client::connect(&options)?, options))
+        })?;
+        let mut mirror = Mirror::new(&self.prefix);
+        let (tell, board, away) = (self.tell.clone(), self.board.clone(), Arc::clone(&self.away));
+        let followed = client.follow(&self.prefix, move |event| match reflect(&mut mirror, &board, event) {
+            Ok(told) => {
+                match &told {
+                    Told::Away { why } => drop(lock(&away).get_or_insert((Instant::now(), why.clone()))),
+                    _ => *lock(&away) = None,
+                }
+                tell(told);
+            }
             Err(error) => tell(Told::Failed { why: error.to_string() }),
         });
         let _follower = match followed {
@@ -184,51 +266,93 @@ impl<T: Fn(Told) + Clone + Send + 'static> Worker<T> {
         {
             tracing::debug!("the former membership of this machine is not ended: {error}; it expires");
         }
-        let mut lease = self.join(&client)?;
+        let mut lease = match self.join(&client, &options)? {
+            Joined::With(lease) => lease,
+            Joined::Moved => return Some(Over::Moved),
+        };
         loop {
-            match self.asks.recv() {
-                Ok(Ask::Write(write)) => {
+            let ask = match self.coordinator {
+                Coordinator::Given(_) => self.asks.recv().ok(),
+                _ => match self.asks.recv_timeout(PAUSE) {
+                    Ok(ask) => Some(ask),
+                    Err(mpsc::RecvTimeoutError::Disconnected) => None,
+                    Err(mpsc::RecvTimeoutError::Timeout) => {
+                        let away = lock(&self.away).clone();
+                        let Some((since, why)) = away else { continue };
+                        if self.coordinator.has_moved(&options) {
+                            return Some(Over::Moved);
+                        }
+                        if self.is_missing(since, &why) {
+                            return None;
+                        }
+                        continue;
+                    }
+                },
+            };
+            match ask {
+                Some(Ask::Write(write)) => {
                     let answer = self.write(&client, &lease, &write);
                     (self.tell)(Told::Wrote(answer));
                 }
-                Ok(Ask::Tell) => {
+                Some(Ask::Tell) => {
                     // If it fails, the snapshot waits in vain, and is tried again.
                     let told = self.board.take().map(|bytes| client.txn(self.writer(&lease).tell(bytes)));
                     if let Some(Err(error)) = told {
                         tracing::debug!("what NCCL has started could not be told: {error}");
                     }
                 }
-                Ok(Ask::Lost(lost)) if keys::membership(lease.id()) == lost => lease = self.join(&client)?,
-                Ok(Ask::Lost(_)) => {}
-                Ok(Ask::Leave) => break,
-                Ok(Ask::Abandon) | Err(_) => return None,
+                Some(Ask::Lost(lost)) if keys::membership(lease.id()) == lost => {
+                    lease = match self.join(&client, &options)? {
+                        Joined::With(lease) => lease,
+                        Joined::Moved => return Some(Over::Moved),
+                    }
+                }
+                Some(Ask::Lost(_) | Ask::Afresh(_)) => {}
+                Some(Ask::Leave) => break,
+                Some(Ask::Abandon) | None => return None,
             }
         }
         if let Err(error) = lease.revoke() {
             tracing::debug!("cannot leave the group: {error}; the others wait until the lease expires");
         }
-        Some(())
+        Some(Over::Done)
+    }
+
+    /// Whether it is waited for no longer. That is then told.
+    fn is_missing(&self, since: Instant, why: &str) -> bool {
+        // A lease that was granted before has expired by then, and the job was ended.
+        let limit = self.coordinator.patience().map(|limit| limit.max(self.identity.lease));
+        let is_over = limit.is_some_and(|limit| since.elapsed() >= limit);
+        if is_over {
+            (self.tell)(Told::Missing { why: why.to_owned() });
+        }
+        is_over
     }
 
     /// Begins a new membership. Returns none if the thread must end.
-    fn join(&self, client: &Client) -> Option<Arc<Lease>> {
+    fn join(&self, client: &Client, options: &Options) -> Option<Joined> {
         let lease = self.patiently(|| {
+            if self.coordinator.has_moved(options) {
+                return Ok(None);
+            }
             let (own, tell) = (self.own.clone(), self.tell.clone());
-            client.lease(self.identity.lease, move |lost| {
+            let granted = client.lease(self.identity.lease, move |lost| {
                 let membership = keys::membership(lost.id);
                 tell(Told::Lost(membership));
                 let _ = own.send(Ask::Lost(membership));
-            })
+            });
+            granted.map(Some)
         })?;
+        let Some(lease) = lease else { return Some(Joined::Moved) };
         let lease = Arc::new(lease);
         let incarnation = keys::membership(lease.id());
         (self.tell)(Told::Joined(Membership { incarnation, lease: Arc::downgrade(&lease) }));
-        Some(lease)
+        Some(Joined::With(lease))
     }
 
     /// Tries again until it succeeds. Returns none if it cannot succeed, or if the thread must end.
     fn patiently<R>(&self, mut attempt: impl FnMut() -> Result<R, Error>) -> Option<R> {
-        let mut said = String::new();
+        let (mut said, since) = (String::new(), Instant::now());
         loop {
             match attempt() {
                 Ok(result) => {
@@ -237,8 +361,11 @@ impl<T: Fn(Told) + Clone + Send + 'static> Worker<T> {
                     }
                     return Some(result);
                 }
-                Err(error) if error.may_pass() => {
+                Err(error) if self.coordinator.may_pass(&error) => {
                     let why = error.to_string();
+                    if self.is_missing(since, &why) {
+                        return None;
+                    }
                     if said.is_empty() {
                         (self.tell)(Told::Away { why: why.clone() });
                     }
@@ -253,14 +380,14 @@ impl<T: Fn(Told) + Clone + Send + 'static> Worker<T> {
                 Ok(Ask::Leave | Ask::Abandon) | Err(mpsc::RecvTimeoutError::Disconnected) => return None,
                 // Without a membership nothing can be written.
                 Ok(Ask::Write(_)) => (self.tell)(Told::Wrote(Answer::Conflict)),
-                Ok(Ask::Lost(_) | Ask::Tell) | Err(mpsc::RecvTimeoutError::Timeout) => {}
+                Ok(Ask::Lost(_) | Ask::Tell | Ask::Afresh(_)) | Err(mpsc::RecvTimeoutError::Timeout) => {}
             }
         }
     }
 
     fn writer<'a>(&'a self, lease: &Lease) -> Writer<'a> {
         let Identity { rank, node, .. } = &self.identity;
-        Writer { prefix: &self.options.prefix, rank: *rank, node, lease: lease.id() }
+        Writer { prefix: &self.prefix, rank: *rank, node, lease: lease.id() }
     }
 
     fn write(&self, client: &Client, lease: &Lease, write: &Write) -> Answer {
@@ -285,6 +412,16 @@ impl<T: Fn(Told) + Clone + Send + 'static> Worker<T> {
             }
         }
     }
+}
+
+/// The answer to a try to join.
+enum Joined {
+    With(Arc<Lease>),
+    Moved,
+}
+
+fn lock<T>(of: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    of.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn reflect(mirror: &mut Mirror, board: &Board, event: Event) -> Result<Told, Unreadable> {

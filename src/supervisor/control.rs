@@ -55,6 +55,15 @@ pub(super) struct Control {
     starting: Vec<(Option<ImageId>, Reply)>,
 }
 
+/// Kinds of requests that a group has not decided yet.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Open {
+    pub(super) snapshot: bool,
+    pub(super) suspend: bool,
+    /// To start or resume, or to go back.
+    pub(super) start: bool,
+}
+
 /// What to do about a request.
 pub(super) enum Todo {
     /// Nothing: it is answered, or something else will answer it.
@@ -87,7 +96,7 @@ impl Control {
     fn called(
         &mut self,
         call: Call,
-        machine: &Machine<'_>,
+        admits: impl Fn(Wish) -> Result<(), String>,
         published: &Published,
         stops: &mut Stops,
         now: Instant,
@@ -100,7 +109,7 @@ impl Control {
             Request::Resume => Some(Wish::Resume),
             Request::Rewind(_) => Some(Wish::Rewind),
         };
-        if let Some(Err(why)) = wish.map(|wish| machine.admits(wish)) {
+        if let Some(Err(why)) = wish.map(admits) {
             refuse(reply, why);
             return Todo::Nothing;
         }
@@ -178,20 +187,22 @@ impl Control {
 
     /// Answers the clients that wait for the current state. `last_failure` is why the last snapshot failed, if it did.
     /// [`Control::suspended`] answers clients that wait for a complete suspension.
-    fn settle(&mut self, machine: &Machine<'_>, last_failure: Option<&str>) {
+    /// `open` is what a group has not decided yet.
+    fn settle(&mut self, machine: &Machine<'_>, last_failure: Option<&str>, open: Open) {
         let state = machine.state();
-        if !matches!(state, State::Running(_) | State::Snapshotting { .. }) && !self.waiting.is_empty() {
+        let may_come = matches!(state, State::Running(_) | State::Snapshotting { .. }) || open.snapshot;
+        if !may_come && !self.waiting.is_empty() {
             let why = format!("no snapshot: the job is {}", state.name());
             self.waiting.drain(..).for_each(|asked| fail(asked.reply, why.clone()));
         }
-        if !self.starting.is_empty() {
+        if !self.starting.is_empty() && !open.start {
             self.settle_starting(state);
         }
         if matches!(state, State::Suspended { .. }) {
             return;
         }
         self.emptied = false;
-        if !machine.is_suspending() && !self.suspending.is_empty() {
+        if !machine.is_suspending() && !open.suspend && !self.suspending.is_empty() {
             let why = match (state, last_failure) {
                 (State::Running(_), Some(why)) => format!("the job continues: {why}"),
                 (state, _) => format!("the job is {}", state.name()),
@@ -218,6 +229,23 @@ impl Control {
                 (Err(why), _) => fail(reply, why.clone()),
             }
         }
+    }
+
+    // ---- in a group ----
+
+    /// The group does not suspend the job.
+    pub(super) fn not_suspended(&mut self, why: &str) {
+        self.suspending.drain(..).for_each(|reply| fail(reply, format!("the job continues: {why}")));
+    }
+
+    /// The group does not start the job as requested.
+    pub(super) fn not_started(&mut self, why: &str) {
+        self.starting.drain(..).for_each(|(_, reply)| fail(reply, why));
+    }
+
+    /// The group takes no snapshot.
+    pub(super) fn not_begun(&mut self, why: &str) {
+        self.waiting.drain(..).for_each(|asked| fail(asked.reply, format!("no snapshot: {why}")));
     }
 
     /// The job is suspended. Returns whether to free its memory, which is done once.
@@ -282,8 +310,13 @@ impl Owner<'_> {
     }
 
     fn called(&mut self, call: Call) {
+        let (machine, group) = (&self.machine, &self.group);
+        let admits = |wish| match group {
+            Some(member) => member.admits(wish, machine),
+            None => machine.admits(wish).map_err(Into::into),
+        };
         let (control, published) = (&mut self.clients.control, &self.reporting.published);
-        match control.called(call, &self.machine, published, &mut self.end.stops, Instant::now()) {
+        match control.called(call, admits, published, &mut self.end.stops, Instant::now()) {
             Todo::Nothing => {}
             Todo::Step(event) => self.step(event),
             Todo::Find { to, reply } => self.look_at_target(to, reply),
@@ -293,13 +326,19 @@ impl Owner<'_> {
     /// Rewinds to an image, on request.
     fn rewind(&mut self, target: Target, reply: Reply) {
         // The state may have changed while the image was checked.
-        if let Err(why) = self.machine.admits(Wish::Rewind) {
+        let image = target.image();
+        let admitted = match &self.group {
+            Some(member) => member.admits_rewind(image),
+            None => self.machine.admits(Wish::Rewind).map_err(Into::into),
+        };
+        if let Err(why) = admitted {
             return refuse(reply, why);
         }
-        let image = target.image();
         tracing::info!("rewinding the job to image {image}, as requested");
         self.tell(What::Rewinding { image });
-        self.line.aim(target);
+        if !self.is_in_group() {
+            self.line.aim(target);
+        }
         self.clients.control.rewinds(image, reply);
         self.step(Event::Rewind { image });
     }
@@ -325,9 +364,10 @@ impl Owner<'_> {
     /// Answers those who wait for the current state.
     pub(super) fn settle(&mut self) {
         let last_failure = self.reporting.published.last_failure.as_deref();
-        self.clients.control.settle(&self.machine, last_failure);
+        let open = self.group.as_ref().map(|member| member.open()).unwrap_or_default();
+        self.clients.control.settle(&self.machine, last_failure, open);
         let State::Suspended { from } = *self.machine.state() else { return };
-        if self.transfers.is_storing() {
+        if self.transfers.is_storing() || self.group.as_ref().is_some_and(|member| member.is_in_snapshot()) {
             return;
         }
         let only_here = self.only_in_memory();
@@ -340,8 +380,13 @@ impl Owner<'_> {
             self.tell(What::Suspended { image: image_of(from) });
             tracing::info!("the job is suspended; `rekindle resume` continues from {from}");
         }
+        if open.suspend {
+            return;
+        }
         let why = self.reporting.published.persist_failure.as_deref().unwrap_or("it was not stored");
-        self.clients.control.suspended(image_of(from), only_here.map(|_| why));
+        let elsewhere = self.group.as_ref().and_then(|member| member.not_stored_elsewhere());
+        let why = only_here.map(|_| why).or(elsewhere.as_deref());
+        self.clients.control.suspended(image_of(from), why);
     }
 
     /// Frees the memory of all images but these.

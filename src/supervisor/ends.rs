@@ -18,6 +18,12 @@ impl Owner<'_> {
         let Some(job) = self.life.job().cloned() else { return };
         // Also ends daemons of the job, and a CRIU that works in the same namespace.
         let ended = job.end().unwrap_or(Ended::Signal(SIGKILL));
+        if job.world.is_fenced() {
+            tracing::error!(
+                "the job was ended by its init: this supervisor did not renew its membership of the group in time. \
+                Was it stopped, or is the machine overloaded?"
+            );
+        }
         self.checks.proofs.life_ends(self.setup, Instant::now());
         self.life.ends(ended);
         self.deaths_end_of_life();
@@ -64,10 +70,10 @@ impl Owner<'_> {
         if !matches!(self.machine.state(), State::Snapshotting { .. }) {
             drop(self.life.take_job());
         }
-        let why = self.machine.verdict().map(|verdict| verdict.in_words());
+        let verdict = self.machine.verdict().cloned();
         let actions = self.machine.step(Event::Ended { ended, images }, at);
         self.carry_out(actions);
-        self.group_ended(ended, why);
+        self.group_ended(ended, verdict);
         self.remember();
     }
 

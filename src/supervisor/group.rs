@@ -14,28 +14,34 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use signal_hook::consts::SIGTERM;
 
+use super::control::Open;
 use super::events::image_of;
-use super::state::{Event, Finish, Obstacle, State, Stop};
+use super::signals::STOPS;
+use super::state::{self, Event, Finish, Obstacle, Standing, State, Stop, Verdict, Wish};
 use super::{Error, Message, Owner, Setup};
-use crate::group::{Exchange, Identity, Layout, Membership, Node, Orders, Session, Told, Turn, Word};
-use crate::policy::StartPoint;
+use crate::group::{
+    Coordinator, Exchange, Identity, Layout, Membership, Node, Orders, OwnEtcd, Session, StartSignal, Told, Turn, Word,
+};
+use crate::policy::{self, StartPoint};
 use crate::telemetry::events::What;
 use rekindle_base::chain;
 use rekindle_engine::launch::group::Plan;
 use rekindle_engine::snapshot::Settled;
 use rekindle_group::{
-    Action, Ask, End, Ending, Epoch, From, Incarnation, Local, Machine, Number, Order, Part, Progress, Rank, Stored,
+    Action, Ask, End, Ending, Epoch, From, Goal, Incarnation, Last, Local, Machine, Number, Order, Outcome, Part,
+    Pending, Progress, Rank, Stored, Then,
 };
+use rekindle_os::fence::Fence;
 use rekindle_os::spawn::Ended;
 use rekindle_os::{durable, process};
 use rekindle_store::manifest::Reason;
-use rekindle_store::{Image, ImageId, JobFolder, gc};
+use rekindle_store::{Image, ImageId, JobFolder, LATEST, gc, nth_newest};
 
 /// How long leaving the group may take; then the others wait for the lease to expire.
 const LEAVE: Duration = Duration::from_secs(3);
@@ -46,14 +52,18 @@ const LOOKS: u32 = 8;
 /// What a member of a group is.
 #[derive(Debug)]
 pub(crate) struct Membered {
-    /// How to reach the coordinator.
-    pub(crate) coordinator: rekindle_etcd::Options,
+    /// Where the coordinator is.
+    pub(crate) coordinator: Coordinator,
+    /// The coordinator, if this member runs it.
+    pub(crate) own: Option<OwnEtcd>,
     /// This member.
     pub(crate) identity: Identity,
     /// The settings of the protocol.
     pub(crate) options: rekindle_group::Options,
     /// The network of the job.
     pub(crate) layout: Layout,
+    /// Whether the user wants to start from the beginning.
+    pub(crate) is_fresh: bool,
 }
 
 /// What this machine remembers of the group: `group.json` in the job's folder.
@@ -67,6 +77,9 @@ struct Memory {
     /// and the boot of the machine in which it began.
     #[serde(default)]
     boot: String,
+    /// Group images before this one are not used: the job has started from the beginning since.
+    #[serde(default)]
+    floor: u64,
 }
 
 impl Memory {
@@ -98,6 +111,7 @@ impl Memory {
 
 /// This supervisor as a member of a group.
 pub(super) struct Member {
+    rank: Rank,
     machine: Machine,
     session: Session,
     membership: Option<Membership>,
@@ -110,14 +124,29 @@ pub(super) struct Member {
     orders: Option<Orders>,
     /// Its other end, until the thread takes it.
     turn: Option<Turn>,
+    /// Lets the job that is being restored run.
+    go: Option<mpsc::Sender<()>>,
     /// The images that are parts of group images.
     parts: BTreeMap<Number, ImageId>,
-    /// A stop that was requested here, for the exit code.
-    stop: Option<Stop>,
+    requests: Requests,
     /// Whether the coordinator cannot be reached.
     is_away: bool,
+    /// The coordinator is another one now: once nothing of the job is left, the member begins again.
+    has_moved: bool,
     /// When to look at the lease again.
     looks: Instant,
+}
+
+/// What users want of the group, and what it does about that.
+struct Requests {
+    /// A stop that was requested here, for the exit code.
+    stop: Option<Stop>,
+    /// Requests that clients of this machine wait for.
+    pending: Vec<Pending>,
+    /// Whether the next start is one that was requested, and no restart.
+    is_start_requested: bool,
+    /// What the state machine knows of the group.
+    standing: Standing,
 }
 
 impl Member {
@@ -132,7 +161,9 @@ impl Member {
         let session = Session::start(group.coordinator.clone(), identity, tell)
             .map_err(io("starting the thread for the group"))?;
         Ok(Some(Member {
-            machine: Machine::new(group.options.clone(), Epoch(memory.epoch)),
+            rank: group.options.rank,
+            machine: Machine::new(group.options.clone(), Epoch(memory.epoch))
+                .starting(group.is_fresh, Number(memory.floor)),
             session,
             membership: None,
             nodes: Arc::default(),
@@ -140,9 +171,16 @@ impl Member {
             network: None,
             orders: None,
             turn: None,
+            go: None,
             parts: BTreeMap::new(),
-            stop: None,
+            requests: Requests {
+                stop: None,
+                pending: Vec::new(),
+                is_start_requested: false,
+                standing: Standing::Usual,
+            },
             is_away: false,
+            has_moved: false,
             looks: Instant::now(),
         }))
     }
@@ -150,6 +188,12 @@ impl Member {
     /// The network of the present epoch.
     pub(super) fn network(&self) -> Option<Arc<Plan>> {
         self.network.clone()
+    }
+
+    /// The fence of a job that starts now. The supervisor ends the job before, if it can.
+    pub(super) fn fence(&self, options: &rekindle_group::Options) -> std::io::Result<Arc<Fence>> {
+        let over = || std::io::Error::other("it is no member of the group");
+        self.membership.as_ref().ok_or_else(over)?.fence(options.fence / 2, options.lease)
     }
 
     /// The end of the snapshot's thread.
@@ -173,6 +217,111 @@ impl Member {
         self.parts.iter().find(|(_, id)| **id == image).map(|(number, _)| *number)
     }
 
+    // ---- requests ----
+
+    /// Whether a client's request is served, as far as is known here; otherwise the reason.
+    pub(super) fn admits(&self, wish: Wish, machine: &state::Machine<'_>) -> Result<(), String> {
+        let view = self.machine.view();
+        let is_suspended = view.plan.as_ref().is_some_and(|plan| rekindle_group::is_suspended(&plan.value));
+        let ask = match wish {
+            Wish::Hold => return machine.admits(wish).map_err(Into::into),
+            _ if self.membership.is_none() => return Err("this machine is not a member of the group now".into()),
+            // The image is not known yet.
+            Wish::Rewind => return Ok(()),
+            // As on one machine, it is answered that it is.
+            Wish::Suspend if is_suspended => return Ok(()),
+            Wish::Snapshot => Ask::Snapshot,
+            Wish::Suspend => Ask::Suspend,
+            Wish::Resume => Ask::Resume,
+        };
+        rekindle_group::admits(view, &ask)
+    }
+
+    pub(super) fn admits_rewind(&self, image: ImageId) -> Result<(), String> {
+        let number = self.number_of(image);
+        let number = number.ok_or_else(|| format!("image {image} is not a part of a group image that can be used"))?;
+        rekindle_group::admits(self.machine.view(), &Ask::Rewind(number))
+    }
+
+    /// The image of this machine that a user names: by a group image, by -N for the Nth newest of them, or by its own
+    /// name, which is returned as it is.
+    pub(super) fn named(&self, to: &str) -> Result<String, String> {
+        let number = match (nth_newest(to), to.parse::<u64>()) {
+            (Some(nth), _) => {
+                let usable = rekindle_group::usable(self.machine.view());
+                let found = nth.checked_sub(1).and_then(|n| usable.get(n)).copied();
+                found.ok_or_else(|| format!("{to}: the group has {} group images that can be used", usable.len()))?
+            }
+            (None, _) if to == LATEST => {
+                let usable = rekindle_group::usable(self.machine.view());
+                usable.first().copied().ok_or("there is no group image to rewind to")?
+            }
+            (None, Ok(number)) => Number(number),
+            (None, Err(_)) => return Ok(to.to_owned()),
+        };
+        rekindle_group::admits(self.machine.view(), &Ask::Rewind(number))?;
+        let image =
+            self.parts.get(&number).ok_or_else(|| format!("this machine does not have its part of {number}"))?;
+        Ok(image.to_string())
+    }
+
+    /// This machine's parts of the group images that can be used, the newest first.
+    pub(super) fn usable(&self) -> Vec<ImageId> {
+        rekindle_group::usable(self.machine.view())
+            .iter()
+            .filter_map(|number| self.parts.get(number).copied())
+            .collect()
+    }
+
+    /// The requests that are not decided yet.
+    pub(super) fn open(&self) -> Open {
+        let any = |is: fn(&Ask) -> bool| self.requests.pending.iter().any(|pending| is(pending.ask()));
+        Open {
+            snapshot: any(|ask| *ask == Ask::Snapshot),
+            suspend: any(|ask| *ask == Ask::Suspend),
+            start: any(|ask| matches!(ask, Ask::Resume | Ask::Rewind(_))),
+        }
+    }
+
+    /// Whether a group snapshot is in progress here.
+    pub(super) fn is_in_snapshot(&self) -> bool {
+        self.orders.is_some()
+    }
+
+    /// Why the newest group image may be lost, if another machine has not stored its part.
+    pub(super) fn not_stored_elsewhere(&self) -> Option<String> {
+        let view = self.machine.view();
+        let number = *rekindle_group::usable(view).first()?;
+        let lacks = |rank: &Rank| {
+            let part = view.members.get(rank).and_then(|report| report.parts.get(&number));
+            part.is_none_or(|part| part.stored != Stored::Durable)
+        };
+        let image = &view.images.get(&number)?.value;
+        let rank = image.parts.keys().find(|rank| !image.committed && lacks(rank))?;
+        Some(format!("{rank} has not stored its part"))
+    }
+
+    /// What the group does, for the state machine.
+    fn standing(&self) -> Standing {
+        let view = self.machine.view();
+        let Some(plan) = view.plan.as_ref().map(|plan| &plan.value) else { return Standing::Usual };
+        match plan.then {
+            Then::Stop { .. } => Standing::Stopping,
+            _ if rekindle_group::is_suspended(plan) => {
+                Standing::Suspended(match rekindle_group::continues_from(view) {
+                    From::Beginning => StartPoint::Cold,
+                    From::Image(number) => {
+                        let part = view.images.get(&number).and_then(|image| image.value.parts.get(&self.rank));
+                        let image = part.and_then(|part| part.image.parse().ok());
+                        image.map_or(StartPoint::Cold, StartPoint::Image)
+                    }
+                })
+            }
+            Then::Suspend if plan.goal.is_alive() => Standing::Suspending,
+            _ => Standing::Usual,
+        }
+    }
+
     /// What the group is asked for instead of this event, if it is a request.
     fn ask(&mut self, event: &Event, grace: Duration, now: Instant) -> Option<Ask> {
         let requeue = |stop: &Stop| *stop == Stop::Requeue;
@@ -182,15 +331,15 @@ impl Member {
             Event::Resume => Ask::Resume,
             Event::Rewind { image } => Ask::Rewind(self.number_of(*image)?),
             Event::Stop(stop) => {
-                self.stop = Some(*stop);
+                self.requests.stop = Some(*stop);
                 Ask::Stop { requeue: requeue(stop), within: grace }
             }
             Event::StopBy(stop, until) => {
-                self.stop = Some(*stop);
+                self.requests.stop = Some(*stop);
                 Ask::Stop { requeue: requeue(stop), within: until.saturating_duration_since(now) }
             }
             Event::StopNow(stop) => {
-                self.stop = Some(*stop);
+                self.requests.stop = Some(*stop);
                 Ask::StopNow { requeue: requeue(stop) }
             }
             _ => return None,
@@ -217,7 +366,7 @@ impl Owner<'_> {
         let (grace, now) = (self.setup.config.snapshot.grace, Instant::now());
         let Some(member) = &mut self.group else { return Some(event) };
         let Some(ask) = member.ask(&event, grace, now) else { return Some(event) };
-        if let (Ask::Stop { .. } | Ask::StopNow { .. }, Some(stop)) = (&ask, member.stop) {
+        if let (Ask::Stop { .. } | Ask::StopNow { .. }, Some(stop)) = (&ask, member.requests.stop) {
             // Nobody can be asked, and nothing runs here; or the user does not want to wait.
             let at_once = matches!(ask, Ask::StopNow { .. });
             if member.membership.is_none() || (member.is_away && at_once) {
@@ -227,8 +376,59 @@ impl Owner<'_> {
         if let Err(why) = rekindle_group::admits(member.machine.view(), &ask) {
             tracing::warn!("the group does not serve the request: {why}");
         }
-        self.group_step(rekindle_group::Event::Asked(ask));
+        let membership = member.membership.as_ref().map(Membership::incarnation);
+        self.group_step(rekindle_group::Event::Asked(ask.clone()));
+        let Some(member) = &mut self.group else { return None };
+        match (member.machine.asked().filter(|asked| asked.ask == ask), membership) {
+            (Some(asked), Some(membership)) => member.requests.pending.push(Pending::new(asked.clone(), membership)),
+            _ => self.not_done(&ask, "the group has another request to serve first: try again"),
+        }
         None
+    }
+
+    /// Answers the clients whose requests are decided.
+    fn answer_requests(&mut self) {
+        let Some(member) = &mut self.group else { return };
+        let machine = &member.machine;
+        let membership = member.membership.as_ref().map(Membership::incarnation);
+        let mut failed = Vec::new();
+        let before = member.requests.pending.len();
+        member.requests.pending.retain_mut(|pending| match pending.look(machine.view(), membership, machine.asked()) {
+            Outcome::Open => true,
+            Outcome::Done => false,
+            Outcome::Failed { why } => {
+                failed.push((pending.ask().clone(), why));
+                false
+            }
+        });
+        let is_news = member.requests.pending.len() < before;
+        for (ask, why) in failed {
+            self.not_done(&ask, &why);
+        }
+        if is_news {
+            self.settle();
+        }
+    }
+
+    fn not_done(&mut self, ask: &Ask, why: &str) {
+        tracing::warn!("the group has not done what was requested: {why}");
+        let control = &mut self.clients.control;
+        match ask {
+            Ask::Snapshot => control.not_begun(why),
+            Ask::Suspend => control.not_suspended(why),
+            Ask::Resume | Ask::Rewind(_) => control.not_started(why),
+            Ask::Stop { .. } | Ask::StopNow { .. } => {}
+        }
+    }
+
+    /// Tells the state machine what the group does. Before the orders: they are carried out in that state.
+    fn note_standing(&mut self) {
+        let Some(member) = &mut self.group else { return };
+        let standing = member.standing();
+        if member.requests.standing != standing {
+            member.requests.standing = standing;
+            self.step(Event::Group(standing));
+        }
     }
 
     pub(super) fn group_news(&mut self, news: News) {
@@ -248,7 +448,7 @@ impl Owner<'_> {
             Told::Joined(membership) => {
                 let incarnation = membership.incarnation();
                 // Without it, the next supervisor waits for the lease to expire.
-                if let Err(error) = remember(self.setup, member.epoch.0, Some(&membership)) {
+                if let Err(error) = remember(self.setup, member.epoch.0, Some(&membership), member.machine.floor()) {
                     tracing::warn!("cannot record the membership in the group: {error}");
                 }
                 member.membership = Some(membership);
@@ -271,6 +471,16 @@ impl Owner<'_> {
                 member.is_away = false;
                 return tracing::info!("the coordinator answers again");
             }
+            Told::Moved => {
+                tracing::warn!("the group's coordinator is another one now: this machine joins again");
+                (member.has_moved, member.is_away) = (true, false);
+                self.group_step(rekindle_group::Event::SessionLost);
+                return self.begin_afresh();
+            }
+            Told::Missing { why } => {
+                let why = format!("the group's coordinator did not answer in time: {why}");
+                return self.step(Event::Over(finish(End::Missing { why }, None)));
+            }
             Told::Failed { why } => {
                 let why = format!("the group's coordinator: {why}");
                 return self.step(Event::Over(Finish::Impossible { why, obstacle: Obstacle::Machine }));
@@ -280,6 +490,20 @@ impl Owner<'_> {
             return;
         }
         self.group_step(event);
+    }
+
+    /// Begins as a new member of the coordinator that is there now. What the one before said does not count: its
+    /// revisions may be higher.
+    fn begin_afresh(&mut self) {
+        let is_idle = *self.machine.state() == State::Idle;
+        let (Some(member), Some(group)) = (&mut self.group, &self.setup.group) else { return };
+        if !member.has_moved || !is_idle || member.orders.is_some() {
+            return;
+        }
+        member.has_moved = false;
+        member.machine = Machine::new(group.options.clone(), member.epoch.0);
+        member.nodes = Arc::default();
+        member.session.afresh(member.membership.take().map(|membership| membership.incarnation()));
     }
 
     /// Ends the run if another member has settings that must be equal. A member whose job runs is not the wrong one.
@@ -302,6 +526,7 @@ impl Owner<'_> {
 
     /// Wakes the member when it is due.
     pub(super) fn check_group(&mut self) {
+        self.begin_afresh();
         let now = Instant::now();
         if self.group.as_ref().and_then(Member::deadline).is_some_and(|at| at <= now) {
             let lease = self.setup.group.as_ref().map_or(LEAVE, |group| group.options.lease);
@@ -316,6 +541,10 @@ impl Owner<'_> {
         let sure = member.membership.as_ref().map(|membership| rekindle_group::Event::Sure(membership.sure_until()));
         let events = sure.into_iter().chain([event]);
         let actions: Vec<Action> = events.flat_map(|event| member.machine.step(event, now)).collect();
+        let plan = member.machine.view().plan.as_ref().map(|plan| &plan.value);
+        member.requests.is_start_requested |=
+            plan.is_some_and(|plan| plan.goal == Goal::Suspended || plan.aim.is_some());
+        self.note_standing();
         for action in actions {
             match action {
                 Action::Write(write) => {
@@ -326,6 +555,7 @@ impl Owner<'_> {
                 Action::Do(order) => self.ordered(order),
             }
         }
+        self.answer_requests();
     }
 
     /// Reports to the group.
@@ -341,10 +571,11 @@ impl Owner<'_> {
             Order::List => self.list_parts(),
             Order::Start { epoch, origin, from, part } => self.start_epoch(epoch, origin, from, part.as_ref()),
             Order::Plug => {
-                if let Some(cable) = self.life.job().and_then(|job| job.world.cable())
-                    && let Err(error) = cable.plug()
-                {
-                    tracing::error!("the job does not reach the other machines: {}", chain(&error));
+                let go = self.group.as_mut().and_then(|member| member.go.take());
+                match (self.life.job(), go) {
+                    // It plugs its cable in itself.
+                    (None, Some(go)) => drop(go.send(())),
+                    _ => self.plug(),
                 }
             }
             Order::Prepare(number) => self.prepare_part(number),
@@ -363,10 +594,27 @@ impl Owner<'_> {
             Order::Kill => self.step(Event::End),
             Order::Forget(number) => self.forget_part(number),
             Order::Finish(end) => {
-                let stop = self.group.as_ref().and_then(|member| member.stop);
+                let stop = self.group.as_ref().and_then(|member| member.requests.stop);
                 self.step(Event::Over(finish(end, stop)));
             }
         }
+    }
+
+    fn plug(&self) {
+        if let Some(cable) = self.life.job().and_then(|job| job.world.cable())
+            && let Err(error) = cable.plug()
+        {
+            tracing::error!("the job does not reach the other machines: {}", chain(&error));
+        }
+    }
+
+    /// What the job that is started next waits for before it runs, if it is restored.
+    pub(super) fn group_start_signal(&mut self) -> Option<StartSignal> {
+        let (sender, member) = (self.sender.clone(), self.group.as_mut()?);
+        let ready = move || drop(sender.send(Message::Group(Box::new(News::Local(Local::Started)))));
+        let (signal, go) = StartSignal::new(ready);
+        member.go = Some(go);
+        Some(signal)
     }
 
     fn give(&mut self, word: Word) {
@@ -401,7 +649,8 @@ impl Owner<'_> {
     fn start_epoch(&mut self, epoch: Epoch, origin: Incarnation, from: From, part: Option<&Part>) {
         let setup = Arc::clone(self.setup);
         let (Some(member), Some(group)) = (&mut self.group, &setup.group) else { return };
-        let written = remember(&setup, epoch, member.membership.as_ref()).map_err(|error| error.to_string());
+        let written = remember(&setup, epoch, member.membership.as_ref(), member.machine.floor())
+            .map_err(|error| error.to_string());
         let point = match part.map(|part| part.image.parse::<ImageId>()) {
             None => Ok(StartPoint::Cold),
             Some(Ok(image)) => Ok(StartPoint::Image(image)),
@@ -414,7 +663,8 @@ impl Owner<'_> {
         member.epoch = (epoch, origin);
         member.network = Some(Arc::new(group.layout.plan(origin, epoch, &member.nodes)));
         tracing::info!("the group starts from {from} ({epoch})");
-        if self.life.number() > 0 {
+        let is_requested = std::mem::take(&mut member.requests.is_start_requested);
+        if self.life.number() > 0 && !is_requested {
             self.reporting.published.restarts += 1;
             self.tell(What::Restarting { image: image_of(point), after_us: 0 });
         }
@@ -477,14 +727,31 @@ impl Owner<'_> {
         self.report_to_group(Local::Ended(Ending::NotStarted { why }));
     }
 
-    /// The job has ended. It is reported once nothing of it is left, so not in the middle of a snapshot.
-    pub(super) fn group_ended(&mut self, ended: Ended, why: Option<String>) {
-        if *self.machine.state() != State::Idle {
+    /// The job has ended, and this was decided about it. It is reported once nothing of it is left, so not in the middle
+    /// of a snapshot.
+    pub(super) fn group_ended(&mut self, ended: Ended, verdict: Option<Verdict>) {
+        if !matches!(self.machine.state(), State::Idle | State::Suspended { .. }) {
             return;
         }
-        let ending = match (ended, why) {
-            (Ended::Exit(0), None) => Ending::Completed,
-            (ended, why) => Ending::Failed { why: why.unwrap_or_else(|| format!("the job ended: {ended}")) },
+        let last = Some(match (ended, &verdict) {
+            (_, Some(Verdict::Died(signal))) => Last::Signal(*signal),
+            (Ended::Exit(code), _) => Last::Exit(code),
+            (Ended::Signal(signal), _) => Last::Signal(signal),
+        });
+        let never = policy::never_again(ended, &self.setup.config.restart).filter(|_| verdict.is_none());
+        let ending = match (ended, verdict, never) {
+            (Ended::Exit(0), None, _) => Ending::Completed,
+            (_, Some(Verdict::GiveUp { why }), _) | (_, None, Some(why)) => Ending::GivenUp { why, last },
+            (ended, None, None) => Ending::Failed { why: format!("the job ended: {ended}"), last },
+            (_, Some(verdict), _) => {
+                // The request comes first: the group must not restart the job otherwise.
+                match &verdict {
+                    Verdict::Stop => self.step(Event::Stop(Stop::Requeue)),
+                    Verdict::Rewind(image) => self.step(Event::Rewind { image: *image }),
+                    _ => {}
+                }
+                Ending::Failed { why: verdict.in_words(), last }
+            }
         };
         self.report_to_group(Local::Ended(ending));
     }
@@ -529,17 +796,22 @@ impl Owner<'_> {
     }
 
     /// Leaves the group, so that the others need not wait.
-    pub(super) fn leave_group(&mut self) {
+    pub(super) fn leave_group(&mut self, messages: &mpsc::Receiver<Message>) {
         if let Some(member) = self.group.take() {
             member.session.leave(LEAVE);
+        }
+        let Some(group) = &self.setup.group else { return };
+        if let Some(own) = &group.own {
+            let is_stop = |message| matches!(message, Message::Signal(signal) if STOPS.contains(&signal));
+            own.see_off(&group.identity.group, group.options.limits.store, || messages.try_iter().any(is_stop));
         }
     }
 }
 
 /// Records what the next supervisor must know.
-fn remember(setup: &Setup, epoch: Epoch, membership: Option<&Membership>) -> std::io::Result<()> {
+fn remember(setup: &Setup, epoch: Epoch, membership: Option<&Membership>, floor: Number) -> std::io::Result<()> {
     let membership = membership.map(|membership| membership.incarnation().0);
-    let memory = Memory { epoch: epoch.0, membership, boot: process::boot_id().unwrap_or_default() };
+    let memory = Memory { epoch: epoch.0, membership, boot: process::boot_id().unwrap_or_default(), floor: floor.0 };
     memory.write(&Memory::file(&setup.folder))
 }
 
@@ -568,6 +840,13 @@ fn finish(end: End, stop: Option<Stop>) -> Finish {
             tracing::error!("the group's run ends, to be queued again: {why}");
             Finish::Stopped(Stop::Requeue)
         }
-        End::Failed { why } => Finish::Failed { why, last: None },
+        End::Failed { why, last } => {
+            let last = last.map(|last| match last {
+                Last::Exit(code) => Ended::Exit(code),
+                Last::Signal(signal) => Ended::Signal(signal),
+            });
+            Finish::Failed { why, last }
+        }
+        End::Refused { why } => Finish::Impossible { why, obstacle: Obstacle::Configuration },
     }
 }

@@ -39,6 +39,11 @@ impl Owner<'_> {
     /// Finds the image and checks, on a separate thread, whether it can be restored; then rewinds. An image that does
     /// not fit must not cost the job its life.
     pub(super) fn look_at_target(&mut self, to: String, reply: Reply) {
+        let to = match self.group.as_ref().map(|member| member.named(&to)) {
+            None => to,
+            Some(Ok(to)) => to,
+            Some(Err(why)) => return reply(Err(Fault::new(Code::Refused, why))),
+        };
         let (setup, sender, line) = (self.setup.clone(), self.sender.clone(), self.line.clone());
         self.spawn("rewind", move || match target(&setup, &line, &to) {
             Ok(target) => drop(sender.send(Message::Control(Box::new(Incoming::Rewind(target, reply))))),

@@ -13,6 +13,7 @@ use super::remarks::Said;
 use super::state::{Event, Obstacle, State};
 use super::{Message, Owner, Setup, replicate};
 use crate::config::{NetworkMode, PidNamespace};
+use crate::group::StartSignal;
 use crate::notifications::{Passed, Refused};
 use crate::policy::{Failure, StartPoint};
 use crate::telemetry::events::What;
@@ -24,6 +25,7 @@ use rekindle_engine::launch::{self, Job};
 use rekindle_engine::parts::gpu::placement::Wishes;
 use rekindle_engine::restore;
 use rekindle_engine::restore::compat::{self, Difference, Here};
+use rekindle_os::fence::Fence;
 use rekindle_replica::OnDemand;
 use rekindle_store::persist::Progress;
 use rekindle_store::unpack;
@@ -53,6 +55,15 @@ impl Owner<'_> {
         let (said, progress) = (self.reporting.remarks.said.clone(), self.transfers.start_begins(from));
         let files_go = self.transfers.files_go();
         let (wishes, group) = (self.wishes(), self.group.as_ref().and_then(|member| member.network()));
+        let signal = self.group_start_signal();
+        let fence = self.group.as_ref().zip(self.setup.group.as_ref()).map(|(member, of)| member.fence(&of.options));
+        let fence = match fence.transpose() {
+            Ok(fence) => fence,
+            Err(error) => {
+                let why = StartFailure::World(launch::world::Error::Talk(error));
+                return drop(sender.send(Message::Started(Box::new(Err(why)))));
+            }
+        };
         let gate = match from {
             StartPoint::Image(image) => {
                 let event = self.tell(What::RestoreBegan { image });
@@ -69,12 +80,14 @@ impl Owner<'_> {
             }
             let result = match from {
                 _ if passed == Passed::CalledOff => Err(StartFailure::NotTried(None)),
-                StartPoint::Cold => launch_job(&setup, network(&setup, group.as_deref())),
+                StartPoint::Cold => launch_job(&setup, network(&setup, group.as_deref(), fence.as_ref())),
                 StartPoint::Image(id) => {
                     // The restore looks up packed images after taking this lock, and no plain files are removed until
                     // it is over.
                     let _stay = files_go.lock().unwrap_or_else(PoisonError::into_inner);
-                    restore_job(&setup, id, network(&setup, group.as_deref()), &wishes, &said, &progress, &cancel)
+                    let network = network(&setup, group.as_deref(), fence.as_ref());
+                    let course = Course { progress: &progress, cancel: &cancel, signal: signal.as_ref() };
+                    restore_job(&setup, id, network, &wishes, &said, &course)
                 }
             };
             let _ = sender.send(Message::Started(Box::new(result)));
@@ -281,9 +294,9 @@ fn say_marked(job: &JobName, id: ImageId, why: BadWhy, detail: &str) {
     );
 }
 
-fn network<'a>(setup: &'a Setup, group: Option<&'a Plan>) -> Network<'a> {
+fn network<'a>(setup: &'a Setup, group: Option<&'a Plan>, fence: Option<&'a Arc<Fence>>) -> Network<'a> {
     if let Some(plan) = group {
-        return Network::Group(plan, setup.program.uplink.as_ref());
+        return Network::Group(plan, setup.program.uplink.as_ref(), fence);
     }
     match (setup.config.network.mode, &setup.program.uplink) {
         (NetworkMode::Host, _) => Network::Host,
@@ -324,15 +337,24 @@ fn launch_job(setup: &Setup, network: Network<'_>) -> Result<StartedJob, StartFa
     }
 }
 
+/// What goes on while a job is restored.
+struct Course<'a> {
+    progress: &'a Progress,
+    cancel: &'a AtomicBool,
+    /// What a member of a group waits for.
+    signal: Option<&'a StartSignal>,
+}
+
 fn restore_job(
     setup: &Setup,
     id: ImageId,
     network: Network<'_>,
     wishes: &Wishes,
     said: &Said,
-    progress: &Progress,
-    cancel: &AtomicBool,
+    course: &Course<'_>,
 ) -> Result<StartedJob, StartFailure> {
+    let Course { progress, cancel, signal } = course;
+    let may_run = |is_over: &dyn Fn() -> bool| signal.is_none_or(|signal| signal.wait(is_over));
     let copies = setup.folder.copies().map_err(StartFailure::Store)?;
     let wanted = copies.into_iter().find(|image| image.id == id && image.is_good());
     let image = match wanted {
@@ -363,6 +385,7 @@ fn restore_job(
             progress,
             healing: Some(&healing),
         },
+        hold: signal.map(|_| restore::Hold(&may_run)),
     };
     let cancelled = || cancel.load(Ordering::Relaxed);
     // Logged once, not at every restart.

@@ -37,6 +37,7 @@ pub(crate) use admission::Wish;
 pub(crate) use events::{Action, Event, Finish, Harm, NO_USABLE_IMAGE, Obstacle, Stop, Verdict};
 pub(crate) use states::{Ending, Life, State, Then};
 
+pub(crate) use led::Standing;
 use transitions::{suspended, waiting};
 
 use super::pace::Pace;
@@ -76,8 +77,8 @@ enum Asked {
 pub(crate) struct Machine<'a> {
     config: &'a Config,
     state: State,
-    /// Whether a group decides, and not this machine.
-    is_led: bool,
+    /// What the group does, if a group decides and not this machine.
+    led: Option<Standing>,
     history: History,
     /// Whether an image is being stored.
     persisting: bool,
@@ -110,7 +111,7 @@ impl<'a> Machine<'a> {
         Machine {
             config,
             state,
-            is_led: false,
+            led: None,
             history,
             persisting: false,
             pace,
@@ -173,7 +174,8 @@ impl<'a> Machine<'a> {
     /// Whether a stop was requested, or the run is ending.
     #[must_use]
     pub(crate) fn is_stopping(&self) -> bool {
-        self.postponed.and_then(Postponed::stop).is_some() || self.state.is_stopping()
+        let group_stops = self.led == Some(Standing::Stopping);
+        group_stops || self.postponed.and_then(Postponed::stop).is_some() || self.state.is_stopping()
     }
 
     /// Starts with the observations of earlier runs.
@@ -247,12 +249,16 @@ impl<'a> Machine<'a> {
             Event::Started => self.asked = None,
             Event::Hold(until) => self.hold(until),
             Event::Release => self.held = None,
+            Event::Group(standing) => self.led = self.led.map(|_| standing),
             _ => {}
         }
         let since = self.state.life().map(|life| life.since);
         let state = std::mem::replace(&mut self.state, State::Done);
         let (next, actions) = match state {
-            state if self.is_led => self.obey(state, event, now),
+            state if self.led.is_some() => {
+                let (state, actions) = self.obey(state, event, now);
+                (self.stands(state), actions)
+            }
             State::Starting { from, then } => self.starting(from, then, event, now),
             State::Running(life) => self.running(life, event, now),
             State::Snapshotting { life, then, ended } => self.snapshotting(life, then, ended, event, now),

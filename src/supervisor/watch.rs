@@ -444,7 +444,8 @@ impl Owner<'_> {
 
     /// Rewinds to the Nth newest image; 1 is the newest. Newer images then belong to an abandoned line.
     fn back_by(&mut self, images: usize) -> Verdict {
-        let good = self.good_images().unwrap_or_else(|error| {
+        let of_group = self.group.as_ref().map(|member| Ok(member.usable()));
+        let good = of_group.unwrap_or_else(|| self.good_images()).unwrap_or_else(|error| {
             tracing::error!("cannot read the images: {}", chain(&error));
             Vec::new()
         });
@@ -452,7 +453,9 @@ impl Owner<'_> {
             tracing::warn!("there is no image to rewind to");
             return Verdict::Restart;
         };
-        self.line.aim(Target::new(image, good.first() != Some(&image)));
+        if !self.is_in_group() {
+            self.line.aim(Target::new(image, good.first() != Some(&image)));
+        }
         tracing::warn!("rewinding to image {image}");
         Verdict::Rewind(image)
     }

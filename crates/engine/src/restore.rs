@@ -72,6 +72,22 @@ pub struct Request<'a> {
     pub prepare: Prepare<'a>,
     /// How a packed image is unpacked.
     pub unpacking: Unpacking<'a>,
+    /// What a job that uses CUDA waits for before it runs.
+    pub hold: Option<Hold<'a>>,
+}
+
+/// Called when the GPU memory of a restored job is back, and its CUDA processes have not run yet. Returns whether they
+/// may run; it returns early if the function that it is given returns true. Then the job's cable is plugged in.
+///
+/// A rank that runs before the others are back waits for them on the GPU. After some seconds the driver takes that for a
+/// fault and ends it (Xid 109; driver 580, measured).
+#[derive(Clone, Copy)]
+pub struct Hold<'a>(pub &'a (dyn Fn(&dyn Fn() -> bool) -> bool + Sync));
+
+impl std::fmt::Debug for Hold<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Hold")
+    }
 }
 
 /// Work in the job's new world before CRIU runs there.

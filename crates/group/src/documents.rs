@@ -97,6 +97,16 @@ impl fmt::Display for From {
     }
 }
 
+/// How the job of a member ended, for the exit code of the run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Last {
+    /// With this exit code.
+    Exit(i32),
+    /// By this signal.
+    Signal(i32),
+}
+
 /// How a member's job ended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -107,6 +117,17 @@ pub enum Ending {
     Failed {
         /// The reason, for people.
         why: String,
+        /// Its exit code or signal.
+        #[serde(default)]
+        last: Option<Last>,
+    },
+    /// It failed, and the member's configuration says that it is not to be started again.
+    GivenUp {
+        /// The reason, for people.
+        why: String,
+        /// Its exit code or signal.
+        #[serde(default)]
+        last: Option<Last>,
     },
     /// It could not be started.
     NotStarted {
@@ -205,6 +226,26 @@ pub struct Report {
     /// Its latest request.
     #[serde(default)]
     pub asked: Option<Asked>,
+    /// Whether it was told to start from the beginning.
+    #[serde(default)]
+    pub fresh: Fresh,
+    /// Group images before this one are not used: the job has started from the beginning since. The plan says the same,
+    /// but the coordinator may lose it.
+    #[serde(default)]
+    pub floor: Number,
+}
+
+/// Whether a supervisor was told to start the job from the beginning although there are group images.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Fresh {
+    /// It was not told so.
+    #[default]
+    No,
+    /// It was, and has not started the job yet.
+    Wanted,
+    /// It was, and has started the job since. A restart continues from a group image.
+    Done,
 }
 
 /// How a run ended.
@@ -223,11 +264,29 @@ pub enum End {
         /// The reason, for people.
         why: String,
     },
-    /// The job fails again and again.
+    /// The job is given up.
     Failed {
         /// The reason, for people.
         why: String,
+        /// How the job ended last.
+        #[serde(default)]
+        last: Option<Last>,
     },
+    /// This member does not fit into the group. It leaves; the plan never says so.
+    Refused {
+        /// The reason, for people.
+        why: String,
+    },
+}
+
+impl fmt::Display for End {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            End::Completed => f.write_str("the job completed"),
+            End::Stopped { .. } => f.write_str("the run was stopped"),
+            End::Missing { why } | End::Failed { why, .. } | End::Refused { why } => f.write_str(why),
+        }
+    }
 }
 
 /// What follows a snapshot.
@@ -314,12 +373,48 @@ pub struct Plan {
     /// How often in a row epochs failed before they were healthy.
     #[serde(default)]
     pub in_a_row: u32,
+    /// How many of the latest epochs started from the beginning and failed before they were healthy.
+    #[serde(default)]
+    pub early_cold: u32,
+    /// How the job ended that failed last.
+    #[serde(default)]
+    pub last: Option<Last>,
+    /// The rewind that is being carried out.
+    #[serde(default)]
+    pub aim: Option<Aim>,
+    /// Group images before this one are not used: the job has started from the beginning since, on request.
+    #[serde(default)]
+    pub floor: Number,
     /// Group images that are no longer used after a rewind.
     #[serde(default)]
     pub left: Vec<Left>,
     /// The latest request of each membership that was carried out.
     #[serde(default)]
     pub served: BTreeMap<Incarnation, u64>,
+    /// Of these requests, those that were refused.
+    #[serde(default)]
+    pub refused: BTreeMap<Incarnation, Refusal>,
+}
+
+/// Why a request was refused.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Refusal {
+    /// The number of the request.
+    pub number: u64,
+    /// The reason, for people.
+    pub why: String,
+}
+
+/// A rewind until the job runs.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Aim {
+    /// The group image to go back to.
+    pub to: Number,
+    /// The group images that were abandoned before: if the job cannot be restored from `to`, it continues from where it
+    /// was.
+    pub left: Vec<Left>,
+    /// Who has requested it, and the number of the request.
+    pub of: (Incarnation, u64),
 }
 
 /// Group images that a rewind has abandoned.

@@ -8,19 +8,49 @@ use crate::machine::{Options, Write};
 /// A group image with this many points against it is passed over.
 const PASSED_OVER: u32 = 4;
 
-/// Whether the present members can restore all parts.
-pub(crate) fn is_there(view: &View, image: &GroupImage) -> bool {
-    let has = |(rank, part): (&Rank, &Part)| {
+/// The members that cannot restore their parts.
+pub(crate) fn lacking(view: &View, image: &GroupImage) -> Vec<Rank> {
+    let has = |rank: &Rank, part: &Part| {
         let parts = view.members.get(rank).map(|report| &report.parts);
         parts.is_some_and(|parts| parts.values().any(|progress| progress.part == *part))
     };
-    image.parts.iter().all(has)
+    image.parts.iter().filter(|(rank, part)| !has(rank, part)).map(|(rank, _)| *rank).collect()
+}
+
+/// Whether the present members can restore all parts.
+fn is_there(view: &View, image: &GroupImage) -> bool {
+    lacking(view, image).is_empty()
+}
+
+/// Group images before this one were abandoned by a start from the beginning.
+fn floor(view: &View, plan: &Plan) -> Number {
+    let told = view.members.values().map(|report| report.floor).max().unwrap_or_default();
+    told.max(plan.floor)
+}
+
+/// Whether a restart may use this group image: no rewind and no start from the beginning has abandoned it.
+fn is_on_the_line(view: &View, plan: &Plan, number: Number) -> bool {
+    number >= floor(view, plan) && !plan.left.iter().any(|left| left.has(number))
+}
+
+/// The group images that a restart may use and all present members can restore, the newest first.
+#[must_use]
+pub fn usable(view: &View) -> Vec<Number> {
+    let Some(plan) = view.plan.as_ref().map(|plan| &plan.value) else { return Vec::new() };
+    let all = view.images.iter().rev().filter(|(number, _)| is_on_the_line(view, plan, **number));
+    all.filter(|(_, image)| is_there(view, &image.value)).map(|(number, _)| *number).collect()
+}
+
+/// What the job would start from now.
+#[must_use]
+pub fn continues_from(view: &View) -> From {
+    let plan = view.plan.as_ref().map(|plan| &plan.value);
+    plan.and_then(|plan| choose(view, plan).ok()).unwrap_or(From::Beginning)
 }
 
 /// The newest group image that all members can restore and that has few points against it.
 pub(crate) fn choose(view: &View, plan: &Plan) -> Result<From, End> {
-    let on_the_line = |number: Number| !plan.left.iter().any(|left| left.has(number));
-    let usable = view.images.iter().rev().filter(|(number, _)| on_the_line(**number));
+    let usable = view.images.iter().rev().filter(|(number, _)| is_on_the_line(view, plan, **number));
     let (mut passed_over, mut missing) = (None, None);
     for (number, image) in usable {
         if !is_there(view, &image.value) {
@@ -35,17 +65,17 @@ pub(crate) fn choose(view: &View, plan: &Plan) -> Result<From, End> {
     match (passed_over, missing) {
         (None, None) => match without_record(view).first() {
             // The coordinator has lost its data, and a machine too.
-            Some(number) if view.images.is_empty() => Err(End::Missing {
+            Some(number) if view.images.is_empty() && *number >= floor(view, plan) => Err(End::Missing {
                 why: format!("the coordinator has no record of {number}, and not all of its parts are there"),
             }),
-            _ if view.images.values().any(|image| image.value.committed) => {
+            _ if view.images.iter().any(|(number, it)| it.value.committed && *number >= floor(view, plan)) => {
                 Err(End::Missing { why: "the group image that the job was rewound to no longer exists".into() })
             }
             _ => Ok(From::Beginning),
         },
         (Some(number), _) => {
             let why = format!("the job failed again and again after each group image, the newest of them {number}");
-            Err(End::Failed { why })
+            Err(End::Failed { why, last: plan.last })
         }
         (None, Some(number)) => {
             Err(End::Missing { why: format!("not all parts of {number} or of an older one are there") })
@@ -96,7 +126,7 @@ pub(crate) fn rebuilt(view: &View, plan: &Plan, options: &Options) -> Option<Wri
 /// image that the job was started from.
 pub(crate) fn unneeded(view: &View, present: &Versioned<Plan>, keep: usize) -> Option<Write> {
     let plan = &present.value;
-    let on_the_line = |number: &Number| !plan.left.iter().any(|left| left.has(*number));
+    let on_the_line = |number: &Number| is_on_the_line(view, plan, *number);
     let committed = view.images.iter().rev().filter(|(_, image)| image.value.committed).map(|(number, _)| *number);
     let committed: Vec<Number> = committed.filter(on_the_line).collect();
     let newest = committed.first().copied()?;

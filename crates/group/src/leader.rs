@@ -3,12 +3,12 @@
 //! Nothing but the plan is remembered, so that another member can take the lead at any time. Only times are not in it:
 //! a new leader counts them from the beginning, because clocks of machines cannot be compared.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use crate::documents::{
-    Ask, End, Ending, Epoch, From, Goal, GroupImage, Incarnation, Left, Number, Part, Plan, Rank, Report, State, Then,
-    View,
+    Aim, Ask, End, Ending, Epoch, Fresh, From, Goal, GroupImage, Incarnation, Last, Left, Number, Part, Plan, Rank,
+    Refusal, Report, State, Then, View,
 };
 use crate::images;
 use crate::machine::{Options, Write};
@@ -29,6 +29,8 @@ pub(crate) struct Leading {
     aborted: Option<Instant>,
     /// The end of the last snapshot, or the beginning of the epoch.
     last: Option<Instant>,
+    /// When the job was restarted after failures.
+    restarts: VecDeque<Instant>,
     /// A snapshot was requested.
     wanted: bool,
     /// When a requested stop must be complete.
@@ -62,7 +64,7 @@ enum Loss {
     /// A machine, a supervisor or its connection.
     Member(String),
     /// The job.
-    Job(String),
+    Job(String, Option<Last>),
 }
 
 impl Leading {
@@ -167,10 +169,15 @@ impl Leading {
     ) -> Option<(Number, GroupImage)> {
         let hands = hands(view, plan);
         let runs_elsewhere = self.runs_elsewhere(&hands, plan, options, now);
+        if let Some((why, last)) = given_up(&hands, plan) {
+            next.last = last;
+            next.goal = end(view, next, End::Failed { why, last });
+            return None;
+        }
         if plan.goal.is_alive()
             && let Some(loss) = loss(&hands, plan)
         {
-            gather(next, view, loss);
+            self.gather(next, view, loss, options, now);
             return None;
         }
         if let (Then::Stop { requeue }, true) = (plan.then, self.stop_is_due(now))
@@ -186,14 +193,19 @@ impl Leading {
             |is: &dyn Fn(&Report) -> bool| hands.iter().all(|hand| hand.report.is_some_and(|it| seen(it) && is(it)));
         match &plan.goal {
             Goal::Gather { .. } => self.gathering(view, plan, next, runs_elsewhere, options, now),
-            Goal::Suspended => self.suspended(view, plan, next, options, now),
+            Goal::Suspended => {
+                let gone = !runs_elsewhere && hands.iter().all(|hand| hand.report.is_none());
+                self.suspended(view, plan, next, gone, options, now);
+            }
             Goal::Start(_) => {
                 if all(&|it| {
                     it.epoch == plan.epoch && matches!(it.state, State::Ready | State::Over(Ending::Completed))
                 }) {
                     next.goal = Goal::Run;
+                    next.aim = None;
                 } else if self.is_due(since + options.limits.start, now) {
-                    gather(next, view, Loss::Job(format!("not ready in time: {}", late(&hands, plan))));
+                    let why = format!("not ready in time: {}", late(&hands, plan));
+                    self.gather(next, view, Loss::Job(why, None), options, now);
                 }
                 self.asked(view, plan, next, now);
             }
@@ -245,20 +257,15 @@ impl Leading {
                         next.then = Then::RunOn;
                     }
                 } else if self.is_due(since + options.limits.start, now) {
-                    gather(
-                        next,
-                        view,
-                        Loss::Job(format!("not running again after a snapshot: {}", late(&hands, plan))),
-                    );
+                    let why = format!("not running again after a snapshot: {}", late(&hands, plan));
+                    self.gather(next, view, Loss::Job(why, None), options, now);
                 }
             }
-            Goal::End(_) => {
+            Goal::End(end) => {
                 // All earlier members have left: the present ones want to run it again.
                 let none = !runs_elsewhere && hands.iter().all(|hand| hand.report.is_none());
-                if plan.goal != Goal::End(End::Completed) && none {
-                    *next =
-                        Plan { goal: Goal::Gather { why: "a new run".into() }, crew: BTreeMap::new(), ..next.clone() };
-                    (next.then, next.in_a_row) = (Then::RunOn, 0);
+                if none && (*end != End::Completed || starts_fresh(view, options)) {
+                    begin_anew(next);
                 }
             }
         }
@@ -327,9 +334,8 @@ impl Leading {
             return;
         }
         let since = self.since(now);
-        if plan.in_a_row >= options.restart.max_attempts {
-            let why = format!("the job failed {} times in a row; the last time: {}", plan.in_a_row, why(plan));
-            next.goal = end(view, next, End::Failed { why });
+        if let Some(why) = self.is_given_up(plan, options, now) {
+            next.goal = end(view, next, End::Failed { why, last: plan.last });
             return;
         }
         if runs_elsewhere || !nothing_runs(view, plan) {
@@ -358,8 +364,33 @@ impl Leading {
         if !self.is_due(since + pause(plan.in_a_row, options).max(leases), now) {
             return;
         }
+        if starts_fresh(view, options) {
+            next.next = unused(view, plan);
+            (next.floor, next.aim) = (next.next, None);
+            (next.in_a_row, next.early_cold) = (0, 0);
+            next.left.clear();
+            next.failures.clear();
+        } else if view.members.values().any(|it| it.fresh == Fresh::Wanted) && !continues_fresh(view) {
+            // Only some were told to start from the beginning: those leave.
+            return;
+        }
         // With the changes of a rewind that was just requested.
-        match images::choose(view, next) {
+        let chosen = images::choose(view, next);
+        if next.aim.as_ref().is_some_and(|aim| chosen != Ok(From::Image(aim.to))) {
+            next.goal = Goal::Gather { why: missed(next, "not all of its parts are there any more") };
+            return;
+        }
+        match chosen {
+            Ok(from) if from == From::Beginning && plan.early_cold >= options.restart.early_deaths => {
+                let why = format!(
+                    "there is no good group image, and the job died {} times within {:?} (restart.min-uptime) after a \
+                    start from the beginning; the last time: {}",
+                    plan.early_cold,
+                    options.restart.min_uptime,
+                    why(plan)
+                );
+                next.goal = end(view, next, End::Failed { why, last: plan.last });
+            }
             Ok(from) => {
                 next.epoch = Epoch(known.max(plan.epoch).0 + 1);
                 next.crew = view.members.iter().map(|(rank, report)| (*rank, report.incarnation)).collect();
@@ -370,10 +401,54 @@ impl Leading {
         }
     }
 
-    fn suspended(&mut self, view: &View, plan: &Plan, next: &mut Plan, options: &Options, now: Instant) {
+    /// Why the job is not restarted any more.
+    fn is_given_up(&self, plan: &Plan, options: &Options, now: Instant) -> Option<String> {
+        let restart = &options.restart;
+        let within = self.restarts.iter().filter(|at| now.saturating_duration_since(**at) <= restart.window).count();
+        let most = usize::try_from(restart.max_restarts).unwrap_or(usize::MAX);
+        if within > most {
+            let why = why(plan);
+            return Some(format!(
+                "{most} restarts within {:?} (restart.max-restarts); the last time: {why}",
+                restart.window
+            ));
+        }
+        let is_over = plan.in_a_row > restart.max_restarts;
+        is_over.then(|| format!("the job failed {} times in a row; the last time: {}", plan.in_a_row, why(plan)))
+    }
+
+    /// Ends the epoch, and counts the points against its group image.
+    fn gather(&mut self, next: &mut Plan, view: &View, loss: Loss, options: &Options, now: Instant) {
+        let why = match loss {
+            Loss::Member(why) => why,
+            // A rewind that fails costs the job nothing.
+            Loss::Job(why, _) if next.aim.is_some() && matches!(next.goal, Goal::Start(_)) => missed(next, &why),
+            Loss::Job(why, last) => {
+                let ran = self.run.filter(|(epoch, _)| *epoch == next.epoch).map(|(_, since)| since);
+                if ran.is_some_and(|since| now.saturating_duration_since(since) >= options.restart.healthy_uptime) {
+                    self.restarts.clear();
+                }
+                self.restarts.push_back(now);
+                next.last = last;
+                count_failure(next, view);
+                why
+            }
+        };
+        next.goal = Goal::Gather { why };
+        if next.then == Then::Suspend {
+            next.then = Then::RunOn;
+        }
+    }
+
+    /// `gone`: no member of the epoch that was suspended is there any more.
+    fn suspended(&mut self, view: &View, plan: &Plan, next: &mut Plan, gone: bool, options: &Options, now: Instant) {
         self.asked(view, plan, next, now);
         if next.goal != Goal::Suspended {
             return;
+        }
+        if gone {
+            // Everybody was lost, and the same command was started again.
+            return begin_anew(next);
         }
         if let Then::Stop { requeue } = next.then {
             let is_stored = view.members.values().all(|report| !report.storing) && nothing_runs(view, plan);
@@ -388,8 +463,9 @@ impl Leading {
         let new = view.members.values().filter_map(|report| Some((report.incarnation, report.asked.as_ref()?)));
         let mut new = new.filter(|(who, asked)| plan.served.get(who).is_none_or(|served| *served < asked.number));
         let Some((who, asked)) = new.next() else { return };
+        let refused = admits(view, &asked.ask).err();
         match (&asked.ask, &plan.goal) {
-            (ask, _) if admits(view, ask).is_err() => {}
+            _ if refused.is_some() => {}
             (Ask::StopNow { requeue }, _) => next.goal = end(view, next, End::Stopped { requeue: *requeue }),
             (Ask::Stop { requeue, within }, _) => {
                 next.then = Then::Stop { requeue: *requeue };
@@ -397,22 +473,31 @@ impl Leading {
             }
             // Not yet: it is served when the job runs.
             (Ask::Snapshot | Ask::Suspend, Goal::Start(_) | Goal::Resume(_) | Goal::Abort { .. }) => return,
+            // The snapshot in progress may lack what was done since it began.
+            (Ask::Snapshot, Goal::Prepare(_) | Goal::Pull(_) | Goal::Dump(_)) => return,
             (Ask::Snapshot, _) => self.wanted = true,
             (Ask::Suspend, Goal::Gather { .. }) => next.goal = Goal::Suspended,
             (Ask::Suspend, _) => next.then = Then::Suspend,
             (Ask::Resume, _) => (next.goal, next.then) = (Goal::Gather { why: "resumed".into() }, Then::RunOn),
             (Ask::Rewind(to), _) => {
                 next.next = unused(view, plan);
+                let left = next.aim.take().map_or_else(|| next.left.clone(), |aim| aim.left);
+                next.left.clone_from(&left);
                 // It may be one that an earlier rewind abandoned: images abandoned since it was taken are usable again.
                 next.left.retain(|left| left.before <= *to);
                 next.left.push(Left { after: *to, before: next.next });
                 next.failures.remove(to);
+                next.aim = Some(Aim { to: *to, left, of: (who, asked.number) });
                 next.goal = Goal::Gather { why: format!("rewound to {to}") };
                 next.then = Then::RunOn;
             }
         }
         next.served.retain(|incarnation, _| view.members.values().any(|report| report.incarnation == *incarnation));
+        next.refused.retain(|incarnation, _| *incarnation != who && next.served.contains_key(incarnation));
         next.served.insert(who, asked.number);
+        if let Some(why) = refused {
+            next.refused.insert(who, Refusal { number: asked.number, why });
+        }
     }
 }
 
@@ -436,9 +521,45 @@ fn first_plan(origin: Incarnation) -> Plan {
         healthy: false,
         failures: BTreeMap::new(),
         in_a_row: 0,
+        early_cold: 0,
+        last: None,
+        aim: None,
+        floor: Number::default(),
         left: Vec::new(),
         served: BTreeMap::new(),
+        refused: BTreeMap::new(),
     }
+}
+
+/// A new run of the same group.
+fn begin_anew(next: &mut Plan) {
+    (next.goal, next.then) = (Goal::Gather { why: "a new run".into() }, Then::RunOn);
+    next.crew.clear();
+    (next.in_a_row, next.early_cold, next.last) = (0, 0, None);
+    // What was passed over in a run is tried again in the next.
+    next.failures.clear();
+}
+
+/// The rewind cannot be carried out: the job continues from where it was. Returns why, for people.
+fn missed(next: &mut Plan, why: &str) -> String {
+    let Some(Aim { to, left, of: (who, number) }) = next.aim.take() else { return why.into() };
+    next.left = left;
+    let why = format!("cannot go back to {to}: {why}. The job continues from where it was");
+    if next.served.get(&who) == Some(&number) {
+        next.refused.insert(who, Refusal { number, why: why.clone() });
+    }
+    why
+}
+
+/// Whether all members were told to start from the beginning, and nobody has started the job since.
+fn starts_fresh(view: &View, options: &Options) -> bool {
+    let is_there = |rank| view.members.get(&Rank(rank)).is_some_and(|it| it.fresh == Fresh::Wanted);
+    (0..options.size).all(is_there)
+}
+
+/// Whether the run has started from the beginning already, on request.
+fn continues_fresh(view: &View) -> bool {
+    view.members.values().any(|it| it.fresh == Fresh::Done)
 }
 
 fn hands<'a>(view: &'a View, plan: &Plan) -> Vec<Hand<'a>> {
@@ -457,13 +578,25 @@ fn loss(hands: &[Hand<'_>], plan: &Plan) -> Option<Loss> {
             return None;
         }
         match &report.state {
-            State::Over(Ending::Failed { why } | Ending::NotStarted { why }) => {
-                Some(Loss::Job(format!("{rank}: {why}")))
-            }
+            State::Over(Ending::Failed { why, last }) => Some(Loss::Job(format!("{rank}: {why}"), *last)),
+            State::Over(Ending::NotStarted { why }) => Some(Loss::Job(format!("{rank}: {why}"), None)),
             // It could not renew its lease in time.
             State::Idle | State::Ending => Some(Loss::Member(format!("{rank} ended its job: it lost the coordinator"))),
             _ => None,
         }
+    };
+    hands.iter().find_map(of)
+}
+
+/// Why a member has given up the job of this epoch, and how its job ended. The others may have failed before, because of
+/// its end.
+fn given_up(hands: &[Hand<'_>], plan: &Plan) -> Option<(String, Option<Last>)> {
+    if matches!(plan.goal, Goal::Suspended | Goal::End(_)) || matches!(plan.then, Then::Stop { .. }) {
+        return None;
+    }
+    let of = |hand: &Hand<'_>| match hand.report.filter(|report| report.epoch == plan.epoch).map(|it| &it.state) {
+        Some(State::Over(Ending::GivenUp { why, last })) => Some((format!("{}: {why}", hand.rank), *last)),
+        _ => None,
     };
     hands.iter().find_map(of)
 }
@@ -516,26 +649,17 @@ fn nothing_runs(view: &View, plan: &Plan) -> bool {
     view.members.values().all(is_over)
 }
 
-/// Ends the epoch, and counts the points against its group image.
-fn gather(next: &mut Plan, view: &View, loss: Loss) {
-    let why = match loss {
-        Loss::Member(why) => why,
-        Loss::Job(why) => {
-            let newer =
-                |from: Number| view.images.iter().any(|(number, it)| *number > from && it.value.epoch == next.epoch);
-            if let From::Image(number) = next.from
-                && !newer(number)
-            {
-                *next.failures.entry(number).or_default() += if next.healthy { FAILED_LATE } else { FAILED_EARLY };
-            }
-            next.in_a_row = if next.healthy { 0 } else { next.in_a_row + 1 };
-            why
+/// Counts a failure of the job, and the points against its group image.
+fn count_failure(next: &mut Plan, view: &View) {
+    let newer = |from: Number| view.images.iter().any(|(number, it)| *number > from && it.value.epoch == next.epoch);
+    match next.from {
+        From::Image(number) if !newer(number) => {
+            *next.failures.entry(number).or_default() += if next.healthy { FAILED_LATE } else { FAILED_EARLY };
         }
-    };
-    next.goal = Goal::Gather { why };
-    if next.then == Then::Suspend {
-        next.then = Then::RunOn;
+        _ => {}
     }
+    next.early_cold = if next.from == From::Beginning && !next.healthy { next.early_cold + 1 } else { 0 };
+    next.in_a_row = if next.healthy { 0 } else { next.in_a_row + 1 };
 }
 
 /// The goal with which all members leave.

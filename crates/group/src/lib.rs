@@ -51,8 +51,9 @@ mod simulator;
 mod tests;
 
 pub use documents::{
-    Ask, Asked, End, Ending, Epoch, From, Goal, GroupImage, Incarnation, Left, Number, Part, Plan, Progress, Rank,
-    Report, State, Stored, Then, Versioned, View,
+    Aim, Ask, Asked, End, Ending, Epoch, Fresh, From, Goal, GroupImage, Incarnation, Last, Left, Number, Part, Plan,
+    Progress, Rank, Refusal, Report, State, Stored, Then, Versioned, View,
 };
+pub use images::{continues_from, usable};
 pub use machine::{Action, Answer, Event, Limits, Local, Machine, Options, Order, Restart, Write};
-pub use requests::admits;
+pub use requests::{Outcome, Pending, admits, is_suspended};

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::documents::{
-    Ask, Asked, End, Ending, Epoch, From, GroupImage, Incarnation, Number, Part, Plan, Progress, Rank, Report,
+    Ask, Asked, End, Ending, Epoch, Fresh, From, GroupImage, Incarnation, Number, Part, Plan, Progress, Rank, Report,
     Versioned, View,
 };
 use crate::leader::Leading;
@@ -62,8 +62,16 @@ pub struct Restart {
     pub backoff: Duration,
     /// The longest pause.
     pub max_backoff: Duration,
-    /// After this many epochs in a row that failed before they were healthy, the run ends.
-    pub max_attempts: u32,
+    /// After this many restarts, the next failure ends the run: restarts within `window`, and epochs in a row that
+    /// failed before they were healthy.
+    pub max_restarts: u32,
+    /// The time in which restarts count.
+    pub window: Duration,
+    /// After an epoch of this time, no earlier restart counts.
+    pub healthy_uptime: Duration,
+    /// After this many epochs in a row that started from the beginning and failed before they were healthy, the run
+    /// ends.
+    pub early_deaths: u32,
 }
 
 /// An event for the machine.
@@ -81,7 +89,8 @@ pub enum Event {
     Wrote(Answer),
     /// News of this member's job.
     Local(Local),
-    /// A request of a user of this member.
+    /// A request of a user of this member. It replaces one that is not served yet; but a request for a snapshot does not
+    /// replace another request.
     Asked(Ask),
     /// Time has passed.
     Tick,
@@ -247,6 +256,26 @@ impl Machine {
         }
     }
 
+    /// Group images before `floor` are not used, as [`Machine::floor`] said in an earlier process. If `is_fresh`, the user
+    /// wants to start from the beginning.
+    #[must_use]
+    pub fn starting(mut self, is_fresh: bool, floor: Number) -> Machine {
+        self.member.starts(if is_fresh { Fresh::Wanted } else { Fresh::No }, floor);
+        self
+    }
+
+    /// Group images before this one are not used.
+    #[must_use]
+    pub fn floor(&self) -> Number {
+        self.member.floor()
+    }
+
+    /// The latest request of this member.
+    #[must_use]
+    pub fn asked(&self) -> Option<&Asked> {
+        self.member.asked()
+    }
+
     /// When [`Event::Tick`] is needed.
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
@@ -293,7 +322,7 @@ impl Machine {
                 }
             }
             Event::Local(local) => self.member.happened(local),
-            Event::Asked(ask) => self.member.asks(ask),
+            Event::Asked(ask) => self.member.asks(ask, &self.view),
         }
         orders.extend(self.member.follow(&self.view, &self.options, now));
         let mut actions: Vec<Action> = orders.into_iter().map(Action::Do).collect();

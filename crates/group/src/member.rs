@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
 use crate::documents::{
-    Ask, Asked, End, Ending, Epoch, From, Goal, Incarnation, Number, Part, Plan, Progress, Rank, Report, State, Stored,
-    View,
+    Ask, Asked, End, Ending, Epoch, Fresh, From, Goal, Incarnation, Number, Part, Plan, Progress, Rank, Report, State,
+    Stored, View,
 };
 use crate::machine::{Local, Options, Order, Write};
 
@@ -95,6 +95,12 @@ pub(crate) struct Member {
     asked: Option<Asked>,
     /// When this process first saw that another supervisor has this rank.
     taken: Option<Instant>,
+    /// Whether the user wants to start from the beginning.
+    fresh: Fresh,
+    /// Since when it waits for others that want that too: the last run has completed.
+    lone: Option<Instant>,
+    /// Group images before this one are not used.
+    floor: Number,
     finished: bool,
 }
 
@@ -111,6 +117,9 @@ impl Member {
             storing: BTreeSet::new(),
             asked: None,
             taken: None,
+            fresh: Fresh::No,
+            lone: None,
+            floor: Number::default(),
             finished: false,
         }
     }
@@ -121,7 +130,20 @@ impl Member {
 
     /// When this member must do something without an event.
     pub(crate) fn deadline(&self, options: &Options) -> Option<Instant> {
-        [self.fenced_at(options), self.taken.map(|since| since + options.limits.wait)].into_iter().flatten().min()
+        let waits = [self.taken, self.lone].into_iter().flatten().map(|since| since + options.limits.wait);
+        self.fenced_at(options).into_iter().chain(waits).min()
+    }
+
+    pub(crate) fn starts(&mut self, fresh: Fresh, floor: Number) {
+        (self.fresh, self.floor) = (fresh, floor);
+    }
+
+    pub(crate) fn floor(&self) -> Number {
+        self.floor
+    }
+
+    pub(crate) fn asked(&self) -> Option<&Asked> {
+        self.asked.as_ref()
     }
 
     /// When this member ends its job if the lease is not renewed.
@@ -161,7 +183,13 @@ impl Member {
 
     // ---- this machine ----
 
-    pub(crate) fn asks(&mut self, ask: Ask) {
+    pub(crate) fn asks(&mut self, ask: Ask, view: &View) {
+        let served = view.plan.as_ref().zip(self.fence.incarnation);
+        let served = served.and_then(|(plan, us)| plan.value.served.get(&us).copied()).unwrap_or_default();
+        let waits = |asked: &Asked| asked.number > served && asked.ask != Ask::Snapshot;
+        if ask == Ask::Snapshot && self.asked.as_ref().is_some_and(waits) {
+            return;
+        }
         self.asked = Some(Asked::after(self.asked.as_ref(), ask));
     }
 
@@ -180,6 +208,8 @@ impl Member {
             (Local::Aborted(number) | Local::Refused(number, _), Job::Aborting(wanted)) if number == *wanted => {
                 self.job = Job::Running;
             }
+            // What decided that may have caused the order.
+            (Local::Ended(ending @ Ending::GivenUp { .. }), Job::Ending) => self.job = Job::Over(ending),
             // The job was ended on order; it did not fail.
             (Local::Ended(_), Job::Ending) => self.job = Job::None,
             (Local::Ended(ending), job) if job.exists() => self.job = Job::Over(ending),
@@ -211,6 +241,7 @@ impl Member {
             orders.extend(self.kill());
         }
         orders.extend(self.leave_if_taken(view, options, now));
+        orders.extend(self.leave_if_alone(view, options, now));
         orders.extend(self.list(view));
         let Some(plan) = view.plan.as_ref().map(|plan| &plan.value) else { return orders };
         self.recorded.extend(view.images.keys().map(|number| (*number, plan.origin)));
@@ -218,7 +249,7 @@ impl Member {
         self.settle_snapshot(view, plan, &mut orders);
         if self.job.exists() && !(ours && plan.goal.is_alive() && plan.epoch == self.epoch) {
             orders.extend(self.kill());
-        } else if ours || (plan.goal == Goal::End(End::Completed) && self.has_joined(view)) {
+        } else if ours || (self.is_completed(plan) && self.has_joined(view)) {
             // A member that joins after the end leaves too.
             self.obey(view, plan, options, now, &mut orders);
         }
@@ -254,6 +285,48 @@ impl Member {
         }
         (self.finished, self.taken) = (true, None);
         let why = format!("another supervisor runs as {}", self.rank);
+        Some(Order::Finish(End::Missing { why }))
+    }
+
+    /// Whether there is nothing to do for this member.
+    fn is_completed(&self, plan: &Plan) -> bool {
+        plan.goal == Goal::End(End::Completed) && self.fresh != Fresh::Wanted
+    }
+
+    /// The user wants to start from the beginning, and others do not.
+    fn leave_if_alone(&mut self, view: &View, options: &Options, now: Instant) -> Option<Order> {
+        let is_asked = self.fresh == Fresh::Wanted && self.has_joined(view) && !self.job.exists() && !self.finished;
+        if !is_asked {
+            self.lone = None;
+            return None;
+        }
+        let plan = view.plan.as_ref().map(|plan| &plan.value);
+        // Members of a run that is over are about to leave.
+        let leaves = |rank: &Rank, report: &Report| {
+            let ended = plan.filter(|plan| matches!(plan.goal, Goal::End(_)));
+            ended.is_some_and(|plan| plan.crew.get(rank) == Some(&report.incarnation))
+        };
+        let others = || view.members.iter().filter(|(rank, report)| !leaves(rank, report));
+        let is = |fresh| others().find(|(_, report)| report.fresh == fresh).map(|(rank, _)| *rank);
+        if let (Some(other), None) = (is(Fresh::No), is(Fresh::Done)) {
+            self.finished = true;
+            let why = format!(
+                "{} was told to start from the beginning (--fresh) and {other} was not: start all machines with it, or \
+                none",
+                self.rank
+            );
+            return Some(Order::Finish(End::Refused { why }));
+        }
+        if plan.is_none_or(|plan| plan.goal != Goal::End(End::Completed)) {
+            self.lone = None;
+            return None;
+        }
+        let since = *self.lone.get_or_insert(now);
+        if now < since + options.limits.wait {
+            return None;
+        }
+        (self.finished, self.lone) = (true, None);
+        let why = "not all machines were started with --fresh in time".into();
         Some(Order::Finish(End::Missing { why }))
     }
 
@@ -293,6 +366,10 @@ impl Member {
                 let time_is_left = self.fence.sure.and_then(|sure| sure.checked_sub(options.fence));
                 if time_is_left.is_some_and(|until| now < until) {
                     self.epoch = plan.epoch;
+                    self.floor = self.floor.max(plan.floor);
+                    if self.fresh == Fresh::Wanted {
+                        self.fresh = Fresh::Done;
+                    }
                     orders.extend(self.start(*from, plan.origin, view));
                 }
             }
@@ -375,6 +452,8 @@ impl Member {
             parts: self.parts.clone(),
             storing: !self.storing.is_empty(),
             asked: self.asked.clone(),
+            fresh: self.fresh,
+            floor: self.floor,
         })
     }
 

@@ -1,39 +1,156 @@
-//! Which requests are served, and why others are not.
+//! Which requests are served, why others are not, and what becomes of one.
 
-use crate::documents::{Ask, Goal, Then, View};
+use crate::documents::{Ask, Asked, Epoch, From, Goal, Incarnation, Plan, Then, View};
 use crate::images;
 
 /// Whether the leader serves this request, as far as this view tells. A supervisor asks this before it passes a request
-/// on, because the leader serves a request or drops it, and answers neither.
+/// on; the leader asks it again.
 ///
-/// A snapshot or a suspension that is admitted while the job starts, resumes or aborts is served when it runs.
+/// A snapshot or a suspension that is admitted while the job starts or another snapshot is taken is served when it runs.
 ///
 /// # Errors
 ///
 /// Why it is not served, in words.
-pub fn admits(view: &View, ask: &Ask) -> Result<(), &'static str> {
+pub fn admits(view: &View, ask: &Ask) -> Result<(), String> {
     let Some(plan) = view.plan.as_ref().map(|plan| &plan.value) else {
         return match ask {
             Ask::Stop { .. } | Ask::StopNow { .. } => Ok(()),
-            _ => Err("the group has not begun"),
+            _ => Err("the group has not begun".into()),
         };
     };
     match (ask, &plan.goal) {
-        (_, Goal::End(_)) => Err("the run is over"),
+        (_, Goal::End(_)) => Err("the run is over".into()),
         // Also if it is being stopped already: the newest time limit counts.
         (Ask::Stop { .. } | Ask::StopNow { .. }, _) => Ok(()),
-        _ if matches!(plan.then, Then::Stop { .. }) => Err("the run is being stopped"),
-        (Ask::Rewind(to), _) => match view.images.get(to) {
-            None => Err("there is no such group image"),
-            Some(image) if !images::is_there(view, &image.value) => Err("not all parts of this group image are there"),
-            Some(_) => Ok(()),
-        },
+        _ if matches!(plan.then, Then::Stop { .. }) => Err("the run is being stopped".into()),
+        (Ask::Rewind(to), _) => {
+            let Some(image) = view.images.get(to) else { return Err(format!("there is no {to}")) };
+            let lacking: Vec<String> =
+                images::lacking(view, &image.value).into_iter().map(|rank| rank.to_string()).collect();
+            match lacking.is_empty() {
+                true => Ok(()),
+                false => Err(format!("{to} cannot be used: the part of {} is not there", lacking.join(", "))),
+            }
+        }
         (Ask::Resume, Goal::Suspended) => Ok(()),
-        (Ask::Resume, _) => Err("the job is not suspended"),
-        (Ask::Suspend, Goal::Suspended) => Err("the job is suspended already"),
-        (Ask::Snapshot, Goal::Suspended) => Err("the job is suspended"),
-        (Ask::Snapshot, Goal::Gather { .. }) => Err("the job does not run: it waits to be started"),
-        (Ask::Snapshot, Goal::Prepare(_) | Goal::Pull(_) | Goal::Dump(_)) => Err("a snapshot is being taken"),
+        (Ask::Resume, _) if plan.then == Then::Suspend => {
+            Err("the job is being suspended: try again when it is suspended".into())
+        }
+        (Ask::Resume, _) => Err("the job is not suspended".into()),
+        (Ask::Suspend, Goal::Suspended) => Err("the job is suspended already".into()),
+        (Ask::Snapshot, Goal::Suspended) => Err("the job is suspended: resume it first".into()),
+        (Ask::Snapshot, Goal::Gather { .. }) => Err("the job does not run: it waits to be started".into()),
+        (Ask::Snapshot, _) if plan.then == Then::Suspend => Err("the job is being suspended".into()),
         (Ask::Snapshot | Ask::Suspend, _) => Ok(()),
     }
+}
+
+/// What has become of a request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Outcome {
+    /// It is not decided yet.
+    Open,
+    /// The job does what was requested, on all machines.
+    Done,
+    /// It was refused, or the group could not do it.
+    Failed {
+        /// The reason, for people.
+        why: String,
+    },
+}
+
+/// A request of this member that somebody waits for.
+#[derive(Debug, Clone)]
+pub struct Pending {
+    asked: Asked,
+    membership: Incarnation,
+    /// The epoch in which it was served, as far as we saw.
+    served: Option<Epoch>,
+    /// What went wrong last since then.
+    trouble: Option<String>,
+}
+
+impl Pending {
+    /// A request that was just made.
+    #[must_use]
+    pub fn new(asked: Asked, membership: Incarnation) -> Pending {
+        Pending { asked, membership, served: None, trouble: None }
+    }
+
+    /// What is requested.
+    #[must_use]
+    pub fn ask(&self) -> &Ask {
+        &self.asked.ask
+    }
+
+    /// Looks at a newer view. `membership` and `latest` are the present membership and its latest request.
+    pub fn look(&mut self, view: &View, membership: Option<Incarnation>, latest: Option<&Asked>) -> Outcome {
+        let failed = |why: &str| Outcome::Failed { why: why.into() };
+        if membership != Some(self.membership) {
+            return failed(
+                "this machine was no longer a member of the group; `rekindle status` shows what the job does",
+            );
+        }
+        let Some(plan) = view.plan.as_ref().map(|plan| &plan.value) else { return Outcome::Open };
+        if let Goal::End(end) = &plan.goal {
+            return Outcome::Failed { why: format!("the run is over: {end}") };
+        }
+        if plan.served.get(&self.membership).is_none_or(|served| *served < self.asked.number) {
+            return match latest.is_some_and(|latest| latest.number > self.asked.number) {
+                true => failed("another request came before it was served"),
+                false => Outcome::Open,
+            };
+        }
+        let refused = plan.refused.get(&self.membership).filter(|refusal| refusal.number == self.asked.number);
+        let since = *self.served.get_or_insert(plan.epoch);
+        if let Goal::Abort { why, .. } | Goal::Gather { why } = &plan.goal {
+            self.trouble = Some(why.clone());
+        }
+        let trouble = || failed(self.trouble.as_deref().unwrap_or("another request took its place"));
+        match (&self.asked.ask, refused) {
+            // Two machines may ask for it at the same time.
+            // A lost member has ended its job; our own report is awaited.
+            (Ask::Suspend, _) if is_suspended(plan) => match rests(view, plan) && is_member(view, self.membership) {
+                true => Outcome::Done,
+                false => Outcome::Open,
+            },
+            (_, Some(refusal)) => failed(&refusal.why),
+            (Ask::Suspend, None) if plan.then == Then::Suspend => Outcome::Open,
+            (Ask::Suspend, None) => trouble(),
+            (Ask::Resume, None) => match &plan.goal {
+                Goal::Gather { why } if plan.epoch > since => {
+                    failed(&format!("the job could not be started: {why}. It is tried again"))
+                }
+                Goal::Gather { .. } | Goal::Start(_) => Outcome::Open,
+                Goal::Suspended => failed("the job was suspended again"),
+                _ => Outcome::Done,
+            },
+            (Ask::Rewind(to), None) => match &plan.aim {
+                Some(aim) if aim.to == *to => Outcome::Open,
+                Some(_) => failed("the job goes back to another group image instead"),
+                None if runs(plan) && plan.from == From::Image(*to) => Outcome::Done,
+                None => trouble(),
+            },
+            (Ask::Snapshot | Ask::Stop { .. } | Ask::StopNow { .. }, None) => Outcome::Done,
+        }
+    }
+}
+
+/// Whether the job is suspended, or is being ended for that with its group image taken.
+#[must_use]
+pub fn is_suspended(plan: &Plan) -> bool {
+    plan.goal == Goal::Suspended && !matches!(plan.then, Then::Stop { .. })
+}
+
+/// Whether no member has a job or stores a part.
+fn rests(view: &View, plan: &Plan) -> bool {
+    view.members.values().all(|it| it.state.nothing_runs() && !it.storing && it.seen >= plan.serial)
+}
+
+fn is_member(view: &View, membership: Incarnation) -> bool {
+    view.members.values().any(|report| report.incarnation == membership)
+}
+
+fn runs(plan: &Plan) -> bool {
+    plan.goal.is_alive() && !matches!(plan.goal, Goal::Start(_))
 }

@@ -45,7 +45,14 @@ struct Facts {
     committed: u64,
     /// Snapshots that were aborted.
     aborted: u64,
+    /// Starts from the beginning on request.
+    fresh: u64,
+    /// Requests that were answered: the job does it.
+    answered: u64,
 }
+
+/// Makes the random numbers of requests other ones than those of the history.
+const REQUESTS: u64 = 0x0072_6571;
 
 /// Plays one history.
 fn history(seed: u64, plant: Option<Plant>) -> Result<Facts, Broken> {
@@ -67,5 +74,6 @@ fn play(seed: u64, plant: Option<Plant>, traced: bool) -> Result<Facts, (String,
     let mut world = World::new(random, size, leases_end_early, plant, traced);
     let length = world.random.millis(30_000, 120_000);
     faults::plan(&mut world, length);
+    faults::plan_requests(&mut world, Random::new(seed ^ REQUESTS), length);
     world.run().map_err(|what| (what, world.take_trace()))
 }

@@ -1,5 +1,7 @@
 //! The protocol step by step, without faults of the network: each write is answered at once, each order carried out.
 
+mod requests;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -27,16 +29,20 @@ impl Group {
     }
 
     fn with(size: u32, parts: &dyn Fn(u32) -> BTreeMap<Number, Progress>, epoch: Epoch) -> Group {
+        let mut group = Group::unjoined(size, parts, epoch);
+        (0..group.machines.len()).for_each(|at| group.join(at));
+        group
+    }
+
+    fn unjoined(size: u32, parts: &dyn Fn(u32) -> BTreeMap<Number, Progress>, epoch: Epoch) -> Group {
         let count = usize::try_from(size).unwrap();
-        let mut group = Group {
+        Group {
             coordinator: Coordinator::new(false, None),
             machines: (0..size).map(|rank| Machine::new(options(Rank(rank), size), epoch)).collect(),
             orders: vec![Vec::new(); count],
             parts: (0..size).map(parts).collect(),
             now: Instant::now(),
-        };
-        (0..count).for_each(|at| group.join(at));
-        group
+        }
     }
 
     fn join(&mut self, at: usize) {
@@ -44,6 +50,16 @@ impl Group {
         self.tell(at, Event::Session(session));
         self.tell(at, Event::Sure(self.now + TTL));
         self.settle();
+    }
+
+    /// Its supervisor, or another one in its place, has lost its membership and joins again.
+    fn comes_back(&mut self, at: usize) {
+        let rank = Rank(u32::try_from(at).unwrap());
+        let former = self.coordinator.view.members.get(&rank).map(|report| report.incarnation);
+        former.into_iter().for_each(|former| self.coordinator.revoke(former));
+        self.tell(at, Event::SessionLost);
+        self.settle();
+        self.join(at);
     }
 
     fn tell(&mut self, at: usize, event: Event) {
@@ -221,11 +237,11 @@ fn the_death_of_one_takes_all_back_to_the_newest_group_image() {
     group.starts();
     group.wait(INTERVAL);
     group.dumps(ONE);
-    group.tell(1, Event::Local(Local::Ended(Ending::Failed { why: "killed by signal 9".into() })));
+    group.tell(1, Event::Local(Local::Ended(Ending::Failed { why: "killed by signal 9".into(), last: None })));
     group.settle();
     assert_eq!(group.last(0), Some(&Order::Kill));
     assert!(matches!(group.goal(), Goal::Gather { why } if why == "rank 1: killed by signal 9"));
-    group.tell(0, Event::Local(Local::Ended(Ending::Failed { why: "killed".into() })));
+    group.tell(0, Event::Local(Local::Ended(Ending::Failed { why: "killed".into(), last: None })));
     group.settle();
     for at in 0..2 {
         let part = Some(part(u32::try_from(at).unwrap(), ONE));
@@ -293,19 +309,19 @@ fn a_rewind_leaves_the_newer_group_images_and_keeps_them_out() {
     group.starts();
     group.tell(1, Event::Asked(Ask::Rewind(Number(4))));
     group.settle();
-    group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into() }));
+    group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into(), last: None }));
     assert!(matches!(group.last(1), Some(Order::Start { from: From::Image(Number(4)), .. })), "{:?}", group.goal());
     group.starts();
     // What fails now goes back to the same one, not to what was left.
-    group.tell(0, Event::Local(Local::Ended(Ending::Failed { why: "it failed".into() })));
+    group.tell(0, Event::Local(Local::Ended(Ending::Failed { why: "it failed".into(), last: None })));
     group.settle();
-    group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into() }));
+    group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into(), last: None }));
     assert!(matches!(group.last(1), Some(Order::Start { from: From::Image(Number(4)), .. })));
     // One that was left can be gone back to.
     group.starts();
     group.tell(0, Event::Asked(Ask::Rewind(Number(7))));
     group.settle();
-    group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into() }));
+    group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into(), last: None }));
     assert!(matches!(group.last(1), Some(Order::Start { from: From::Image(Number(7)), .. })), "{:?}", group.goal());
 }
 
@@ -314,10 +330,10 @@ fn a_rewind_that_is_requested_while_the_job_restarts_counts_at_once() {
     let mut group = Group::with(2, &|rank| durable(rank, &[4, 7]), Epoch(3));
     group.wait(TTL);
     group.starts();
-    group.tell(0, Event::Local(Local::Ended(Ending::Failed { why: "it failed".into() })));
+    group.tell(0, Event::Local(Local::Ended(Ending::Failed { why: "it failed".into(), last: None })));
     group.settle();
     group.tell(0, Event::Asked(Ask::Rewind(Number(4))));
-    group.tell(1, Event::Local(Local::Ended(Ending::Failed { why: "killed".into() })));
+    group.tell(1, Event::Local(Local::Ended(Ending::Failed { why: "killed".into(), last: None })));
     group.settle();
     assert!(matches!(group.last(1), Some(Order::Start { from: From::Image(Number(4)), .. })), "{:?}", group.last(1));
 }
@@ -353,7 +369,7 @@ fn a_stop_ends_with_a_group_image_that_is_stored() {
     group.dumps(ONE);
     assert_eq!(group.goal(), Goal::Suspended);
     assert!((0..2).all(|at| group.orders[at].ends_with(&[Order::Store(ONE), Order::Kill])));
-    group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into() }));
+    group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into(), last: None }));
     assert_eq!(group.goal(), Goal::Suspended, "the parts are still being stored");
     group.all(&|_| Local::Stored(ONE));
     assert!((0..2).all(|at| group.last(at) == Some(&Order::Finish(End::Stopped { requeue: true }))));
@@ -379,7 +395,7 @@ fn a_suspended_job_runs_on_after_it_is_resumed() {
     group.tell(0, Event::Asked(Ask::Suspend));
     group.settle();
     group.dumps(ONE);
-    group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into() }));
+    group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into(), last: None }));
     group.all(&|_| Local::Stored(ONE));
     group.wait(Duration::from_secs(600));
     assert_eq!(group.goal(), Goal::Suspended);
@@ -411,7 +427,7 @@ fn a_request_that_is_not_admitted_changes_nothing() {
             group.dumps(ONE);
         }),
         ("gathers", &|group| {
-            group.tell(0, Event::Local(Local::Ended(Ending::Failed { why: "it failed".into() })));
+            group.tell(0, Event::Local(Local::Ended(Ending::Failed { why: "it failed".into(), last: None })));
             group.settle();
         }),
         ("is over", &|group| {
@@ -428,12 +444,17 @@ fn a_request_that_is_not_admitted_changes_nothing() {
             let admitted = crate::admits(&group.coordinator.view, ask);
             let plan = |group: &Group| {
                 let plan = group.coordinator.view.plan.clone().unwrap().value;
-                crate::documents::Plan { serial: 0, served: BTreeMap::new(), ..plan }
+                crate::documents::Plan { serial: 0, served: BTreeMap::new(), refused: BTreeMap::new(), ..plan }
             };
             let before = plan(&group);
             group.tell(1, Event::Asked(ask.clone()));
             group.settle();
-            assert_eq!(admitted.is_ok(), plan(&group) != before, "{ask:?} when it {step}: {admitted:?}");
+            let present = &group.coordinator.view.plan.as_ref().unwrap().value;
+            let (who, is_over) = (Incarnation(2), matches!(present.goal, Goal::End(_)));
+            let waits = !is_over && !present.served.contains_key(&who);
+            assert_eq!(admitted.is_ok(), waits || plan(&group) != before, "{ask:?} when it {step}: {admitted:?}");
+            let told = present.refused.get(&who).map(|refusal| refusal.why.clone());
+            assert!(is_over || told == admitted.clone().err(), "{ask:?} when it {step}: {told:?}");
             seen.extend(admitted.err());
         }
     }
@@ -442,13 +463,13 @@ fn a_request_that_is_not_admitted_changes_nothing() {
     assert_eq!(
         seen,
         [
-            "a snapshot is being taken",
             "the job does not run: it waits to be started",
             "the job is not suspended",
-            "the job is suspended",
             "the job is suspended already",
+            "the job is suspended: resume it first",
             "the run is over",
-            "there is no such group image",
+            "there is no group image 1",
+            "there is no group image 9",
         ]
     );
 }

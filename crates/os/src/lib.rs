@@ -10,6 +10,7 @@ pub mod direct;
 pub mod durable;
 pub mod elf;
 pub mod exits;
+pub mod fence;
 pub mod identity;
 pub mod inherited;
 pub mod leases;

@@ -4,6 +4,7 @@ use std::fs;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
@@ -31,12 +32,22 @@ group.wait = \"60s\"
 
 /// Whether the tests of this file can run.
 pub(crate) fn gate() -> bool {
-    let network = rekindle_engine::launch::group::check_machine(rekindle_engine::launch::group::VXLAN_PORT);
-    let network = network.map_err(|error| error.to_string());
+    static NETWORK: OnceLock<Result<(), String>> = OnceLock::new();
+    // The check makes a device of a fixed number, which a test that runs at the same time may be making too.
+    let network = NETWORK.get_or_init(|| {
+        let check = || rekindle_engine::launch::group::check_machine(rekindle_engine::launch::group::VXLAN_PORT);
+        let end = Instant::now() + Duration::from_secs(3);
+        loop {
+            match check() {
+                Err(_) if Instant::now() < end => std::thread::sleep(Duration::from_millis(50)),
+                result => return result.map_err(|error| error.to_string()),
+            }
+        }
+    });
     rekindle_testing::root()
         && rekindle_testing::criu().is_some()
         && crate::support::etcd()
-        && rekindle_testing::require("vxlan", network.is_ok(), &network.err().unwrap_or_default())
+        && rekindle_testing::require("vxlan", network.is_ok(), network.as_ref().err().map_or("", String::as_str))
 }
 
 fn ip(args: &str) {
@@ -53,6 +64,10 @@ pub(crate) struct Lab {
     members: usize,
     steps: u32,
     config: String,
+    /// Instead of `ring.py`: the job of each rank, and its environment.
+    pub(crate) jobs: Vec<Command>,
+    /// Whether all ranks have the same store.
+    shares: bool,
 }
 
 /// A machine: a network namespace, which a sleeping process keeps.
@@ -112,8 +127,10 @@ impl Machine {
             let children = fs::read_to_string(task.path().join("children")).unwrap_or_default();
             children.split_whitespace().filter_map(|pid| pid.parse().ok()).collect::<Vec<i32>>()
         });
-        let is_job =
-            |pid: &i32| fs::read_to_string(format!("/proc/{pid}/cmdline")).is_ok_and(|it| it.contains("ring.py"));
+        let is_job = |pid: &i32| {
+            fs::read_to_string(format!("/proc/{pid}/cmdline"))
+                .is_ok_and(|it| it.contains("ring.py") || it.contains("libcuda"))
+        };
         reapers.flat_map(of).find(is_job)
     }
 }
@@ -140,7 +157,35 @@ impl Lab {
         ip(&format!("link set rt{number} up"));
         let cluster = Cluster::at(&format!("10.98.{number}.1"), etcd);
         let machines = (0..machines).map(|machine| Machine::new(number, machine)).collect();
-        Lab { folder, number, cluster, machines, members: members as usize, steps, config: CONFIG.into() }
+        let (members, config) = (members as usize, CONFIG.into());
+        Lab { folder, number, cluster, machines, members, steps, config, jobs: Vec::new(), shares: false }
+    }
+
+    /// Without an etcd, and with a store that all share.
+    pub(crate) fn sharing(members: u32, machines: u32, steps: u32) -> Lab {
+        let mut lab = Lab::with_etcd(members, machines, 0, steps);
+        lab.shares = true;
+        lab
+    }
+
+    /// The folder of a rank's job.
+    pub(crate) fn job(&self, rank: usize) -> PathBuf {
+        self.store_of(rank).join(format!("ring.{rank}"))
+    }
+
+    pub(crate) fn store_of(&self, rank: usize) -> PathBuf {
+        self.path(&if self.shares { "store".into() } else { format!("store{rank}") })
+    }
+
+    /// The processes of etcd that members of the group run.
+    pub(crate) fn own_etcds(&self) -> Vec<i32> {
+        let pids = fs::read_dir("/proc").unwrap().flatten();
+        let pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+        let is_ours = |pid: &i32| {
+            fs::read_link(format!("/proc/{pid}/cwd")).is_ok_and(|cwd| cwd.starts_with(self.folder.path()))
+                && fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name.trim() == "etcd")
+        };
+        pids.filter(is_ours).collect()
     }
 
     /// Changes a line of the configuration.
@@ -168,10 +213,12 @@ impl Lab {
         let pid = self.machines[machine].keeper.id();
         let mut command = Command::new("nsenter");
         command.arg(format!("--net=/proc/{pid}/ns/net")).arg(env!("CARGO_BIN_EXE_rekindle"));
-        command.arg("--config").arg(config).arg("--store").arg(self.path(&format!("store{rank}")));
+        command.arg("--config").arg(config).arg("--store").arg(self.store_of(rank));
         let coordinator =
             self.cluster.members.iter().map(|member| member.client.as_str()).collect::<Vec<_>>().join(" ");
-        command.env("REKINDLE_GROUP_COORDINATOR", coordinator);
+        if !coordinator.is_empty() {
+            command.env("REKINDLE_GROUP_COORDINATOR", coordinator);
+        }
         command.env("REKINDLE_CONTROL_DIRECTORY", self.path(&format!("control{machine}")));
         command.env("REKINDLE_SNAPSHOT_STAGING_DIRECTORY", self.path(&format!("memory{machine}")));
         command.env("REKINDLE_STORE_SEEN_DIRECTORY", self.path(&format!("seen{machine}")));
@@ -188,10 +235,21 @@ impl Lab {
         if !more.contains(&"--nodes") {
             command.args(["--nodes", &size]);
         }
-        command.args(more).args(["--", "python3"]);
-        command.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("integration/jobs/ring.py")).arg(self.steps.to_string());
+        command.args(more).arg("--");
+        if let Some(job) = self.jobs.get(rank) {
+            command.arg(job.get_program()).args(job.get_args());
+            command.envs(job.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        } else {
+            command.args(self.ring());
+        }
         command.stdin(Stdio::null()).stdout(out).stderr(log);
         self.machines[machine].supervisor = Some(command.spawn().unwrap());
+    }
+
+    /// The job.
+    pub(crate) fn ring(&self) -> [String; 3] {
+        let ring = Path::new(env!("CARGO_MANIFEST_DIR")).join("integration/jobs/ring.py");
+        ["python3".into(), ring.display().to_string(), self.steps.to_string()]
     }
 
     pub(crate) fn run_all(&mut self) {

@@ -3,12 +3,18 @@
 #![allow(clippy::unwrap_used, clippy::cast_possible_wrap, clippy::cast_possible_truncation, reason = "tests")]
 
 mod campaign;
+mod gpu;
 mod lab;
 #[path = "../../../crates/etcd/tests/etcd/links.rs"]
 #[allow(dead_code, reason = "tests of etcd use the rest")]
 mod links;
+mod local;
 mod mistakes;
 mod recovery;
+mod requests;
+#[path = "../support/standin.rs"]
+#[allow(dead_code, reason = "each test binary uses a part")]
+mod standin;
 #[path = "../../../crates/etcd/tests/etcd/support.rs"]
 #[allow(dead_code, reason = "tests of etcd use the rest")]
 mod support;

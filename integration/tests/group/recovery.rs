@@ -1,5 +1,7 @@
 //! What is lost comes back as a whole: jobs, supervisors, machines, their network.
 
+use std::time::Duration;
+
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -112,4 +114,31 @@ fn a_machine_with_an_empty_store_gets_its_part_from_the_replica() {
     (0..2).for_each(|rank| lab.said(rank, RESTORED, 1));
     assert_eq!((lab.ends(1), lab.ends(2)), (0, 0));
     lab.assert_whole();
+}
+
+#[test]
+fn a_job_whose_supervisor_stands_still_has_ended_before_the_others_continue() {
+    if !gate() {
+        return;
+    }
+    let mut lab = Lab::new(2, u32::MAX);
+    lab.run_all();
+    lab.said(0, STORED, 2);
+    lab.machines[1].signal(Signal::SIGSTOP);
+    let began = std::time::Instant::now();
+    let process = lab.machines[1].process_of_job().expect("a process of the job");
+    // Nobody reaps it, as its supervisor stands still.
+    let has_ended = || std::fs::read(format!("/proc/{process}/cmdline")).is_ok_and(|line| line.is_empty());
+    // The lease is 5 s: the others wait for it before they begin the next epoch.
+    while !has_ended() && began.elapsed() < Duration::from_secs(8) {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let took = began.elapsed();
+    lab.machines[1].signal(Signal::SIGCONT);
+    assert!(took < Duration::from_secs(5), "the job lived for {took:?} without its supervisor");
+    (0..2).for_each(|rank| lab.said(rank, RESTORED, 1));
+    lab.said(1, "was ended by its init", 1);
+    lab.machines[0].signal(Signal::SIGTERM);
+    assert_eq!((lab.ends(0), lab.ends(1)), (143, 143));
+    (0..2).for_each(|rank| assert!(!lab.out(rank).contains("WRONG")));
 }

@@ -24,6 +24,9 @@ use sys::{Errno, Process, exit};
 /// the tree. It is the last but one real-time signal: hardly any program uses it, and the reaper never forwards it.
 const SIG_TEARDOWN: i32 = 63;
 
+/// The exit code of an init whose timer has expired.
+const FENCED: i32 = 124;
+
 #[panic_handler]
 fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
     exit(125)
@@ -73,20 +76,28 @@ extern "C" fn begin(stack: *const usize) -> ! {
         exit(2);
     }
     match args.get(1).to_bytes() {
-        b"init" if argc == 7 => {
+        b"init" if argc == 8 => {
             let loopback = args.get(4).to_bytes().contains(&b'l');
             let file = |at| Some(args.get(at)).filter(|path| path.to_bytes() != b"-");
-            init(args.number(2), args.number(3), loopback, [file(5), file(6)])
+            let fence = file(7).map(|number| parse(number.to_bytes()));
+            init(args.number(2), args.number(3), loopback, [file(5), file(6)], fence)
         }
         b"reap" if argc >= 8 => reap(&args, envp),
         _ => exit(2),
     }
 }
 
-/// `init LAST_PID READY_FD FLAGS NAMES HOSTS`: prepares the namespaces, writes `ok` to the descriptor, then reaps until
+/// `init LAST_PID READY_FD FLAGS NAMES HOSTS FENCE_FD`: prepares the namespaces, writes `ok` to the descriptor, then reaps until
 /// it is killed. FLAGS: `l` enables the loopback device of a new network namespace. NAMES is a file that is mounted
-/// over /etc/resolv.conf, and HOSTS one over /etc/hosts, if those exist; `-` for none.
-fn init(last_pid: i32, ready: i32, loopback: bool, [names, hosts]: [Option<&CStr>; 2]) -> ! {
+/// over /etc/resolv.conf, and HOSTS one over /etc/hosts, if those exist; `-` for none. FENCE_FD is a timer at whose expiry
+/// the job must end, or `-`.
+fn init(
+    last_pid: i32,
+    ready: i32,
+    loopback: bool,
+    [names, hosts]: [Option<&CStr>; 2],
+    fence: Option<i32>,
+) -> ! {
     let mut mask = sys::block_all();
     let prepared = sys::die_with_parent(sys::SIGKILL)
         .map_err(|e| (b'd', e))
@@ -110,10 +121,22 @@ fn init(last_pid: i32, ready: i32, loopback: bool, [names, hosts]: [Option<&CStr
     if sys::write(ready, &report).is_err() || prepared.is_err() {
         exit(125);
     }
-    let _ = sys::close_all();
+    let _ = fence.map_or_else(sys::close_all, sys::close_all_but);
+    let children = fence.and_then(|_| sys::signal_file(&mut mask).ok());
     loop {
         while let Ok(Some(_)) = sys::wait_any(sys::WNOHANG) {}
-        let _ = sys::next_signal(&mut mask);
+        match (fence, children) {
+            (Some(fence), Some(children)) => {
+                // The namespace ends with this process, whatever its other processes are doing.
+                if sys::is_readable(fence, children) {
+                    exit(FENCED);
+                }
+                sys::drain(children);
+            }
+            // It cannot wait for the timer: no job is better than one that nobody ends.
+            (Some(_), None) => exit(125),
+            (None, _) => drop(sys::next_signal(&mut mask)),
+        }
     }
 }
 

@@ -71,6 +71,39 @@ pub(crate) fn close_all() -> Result<(), Errno> {
     call(436, [0, u32::MAX as usize, 0, 0, 0]).map(drop) // close_range
 }
 
+/// Closes all descriptors but this one.
+pub(crate) fn close_all_but(fd: i32) -> Result<(), Errno> {
+    if fd > 0 {
+        call(436, [0, arg(fd) - 1, 0, 0, 0])?;
+    }
+    call(436, [arg(fd) + 1, u32::MAX as usize, 0, 0, 0]).map(drop)
+}
+
+/// A descriptor that is readable while a signal of `set` waits.
+pub(crate) fn signal_file(set: &mut SignalSet) -> Result<i32, Errno> {
+    // signalfd4; SFD_NONBLOCK and SFD_CLOEXEC
+    call(289, [usize::MAX, core::ptr::from_mut(set).addr(), size_of::<SignalSet>(), 0o2_004_000, 0]).map(as_pid)
+}
+
+/// Takes the signals that wait.
+pub(crate) fn drain(signals: i32) {
+    let mut buffer = [0u8; 128];
+    while let Ok(128) = call(0, [arg(signals), buffer.as_mut_ptr().addr(), buffer.len(), 0, 0]) {}
+}
+
+/// Waits until one of two descriptors is readable. Returns whether the first one is.
+pub(crate) fn is_readable(first: i32, second: i32) -> bool {
+    #[repr(C)]
+    struct Poll {
+        fd: i32,
+        events: i16,
+        seen: i16,
+    }
+    let mut both = [first, second].map(|fd| Poll { fd, events: 1, seen: 0 }); // POLLIN
+    let _ = call(7, [both.as_mut_ptr().addr(), 2, usize::MAX, 0, 0]); // poll
+    both[0].seen != 0
+}
+
 pub(crate) fn write_number(path: &CStr, number: i32) -> Result<(), Errno> {
     let fd = open(path, 1)?; // O_WRONLY
     let mut digits = [0u8; 10];

@@ -1,11 +1,13 @@
 //! What a member of a group needs: its rank, the coordinator, its address, and the settings of the protocol.
 
 use std::net::{IpAddr, ToSocketAddrs, UdpSocket};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::cli::Misuse;
-use crate::config::{Config, Group, GroupNetwork, Interval, SizeLimit};
-use crate::group::{Identity, Layout, Node, Underlay};
+use crate::config::{self, Config, Group, GroupNetwork, Interval, SizeLimit};
+use crate::group::{Coordinator, Identity, Layout, Node, OwnEtcd, Underlay, own_address, wait_for_address};
+use crate::policy;
 use crate::scheduler::Scheduler;
 use crate::supervisor::Membered;
 use rekindle_criu::Criu;
@@ -100,6 +102,29 @@ impl Place {
         }
     }
 
+    /// The file with the address of the etcd of rank 0: in its folder, in the store that all share.
+    fn address_file(&self, folder: &JobFolder) -> anyhow::Result<PathBuf> {
+        let of_first = Place { name: self.name.clone(), rank: Rank(0) }.job()?;
+        Ok(folder.store().join(of_first.as_str()).join("coordinator.json"))
+    }
+
+    /// Starts the group's etcd if this is rank 0, else waits for its address.
+    fn local(
+        &self,
+        of: &Group,
+        folder: &JobFolder,
+        file: PathBuf,
+    ) -> anyhow::Result<(Coordinator, IpAddr, Option<OwnEtcd>)> {
+        if self.rank != Rank(0) {
+            let endpoints = wait_for_address(&file, of.wait)?;
+            let address = of.address.map_or_else(|| address_towards(&endpoints), Ok)?;
+            return Ok((Coordinator::File(file, of.wait), address, None));
+        }
+        let address = of.address.map_or_else(own_address, Ok)?;
+        let own = OwnEtcd::start(folder.path().join("etcd"), file, address)?;
+        Ok((Coordinator::Own(own.options(), of.wait), address, Some(own)))
+    }
+
     /// The member.
     pub(super) fn member(
         self,
@@ -107,11 +132,18 @@ impl Place {
         folder: &JobFolder,
         criu: &Criu,
         keep: usize,
+        is_fresh: bool,
     ) -> anyhow::Result<Membered> {
         let of = &config.group;
-        let address = match of.address {
-            Some(address) => address,
-            None => own_address(of)?,
+        let (coordinator, address, own) = match &of.coordinator {
+            config::Coordinator::Members(members) => {
+                let address = of.address.map_or_else(|| address_towards(members), Ok)?;
+                (Coordinator::Given(options_of(of, members)), address, None)
+            }
+            config::Coordinator::Local(file) => {
+                let file = file.clone().map_or_else(|| self.address_file(folder), Ok)?;
+                self.local(of, folder, file)?
+            }
         };
         let subnet: Subnet = of.subnet.0;
         let node = Node {
@@ -138,18 +170,18 @@ impl Place {
         };
         let options = options(config, self.rank, keep);
         let identity = Identity { group: self.name, rank: self.rank, node, lease: of.lease, former: None };
-        Ok(Membered { coordinator: coordinator(of), identity, options, layout })
+        Ok(Membered { coordinator, own, identity, options, layout, is_fresh })
     }
 }
 
-fn coordinator(of: &Group) -> rekindle_etcd::Options {
+fn options_of(of: &Group, members: &[String]) -> rekindle_etcd::Options {
     let file = |path: &std::path::PathBuf| Secret::File(path.clone());
     rekindle_etcd::Options {
         ca: of.ca.as_ref().map(file),
         identity: of.certificate.as_ref().map(file).zip(of.key.as_ref().map(file)),
         login: of.user.clone().zip(of.password_file.as_ref().map(file)),
         // The prefix is that of the group's name.
-        ..rekindle_etcd::Options::new(&of.coordinator, "/")
+        ..rekindle_etcd::Options::new(members, "/")
     }
 }
 
@@ -176,7 +208,10 @@ fn options(config: &Config, rank: Rank, keep: usize) -> Options {
             min_uptime: restart.min_uptime,
             backoff: restart.backoff,
             max_backoff: restart.backoff_max,
-            max_attempts: restart.max_restarts.max(1),
+            max_restarts: restart.max_restarts,
+            window: restart.window,
+            healthy_uptime: restart.healthy_uptime,
+            early_deaths: policy::EARLY_DEATHS,
         },
         keep,
         lease: config.group.lease,
@@ -197,8 +232,8 @@ pub(crate) struct NoAddress {
 }
 
 /// The address from which this machine reaches the coordinator. No packet is sent for that.
-fn own_address(of: &Group) -> anyhow::Result<IpAddr> {
-    let coordinator = of.coordinator.first().cloned().unwrap_or_default();
+fn address_towards(coordinator: &[String]) -> anyhow::Result<IpAddr> {
+    let coordinator = coordinator.first().cloned().unwrap_or_default();
     let place = coordinator.split_once("://").map_or(coordinator.as_str(), |(_, place)| place).trim_end_matches('/');
     let look = || {
         let to = place.to_socket_addrs()?.next().ok_or(std::io::ErrorKind::NotFound)?;

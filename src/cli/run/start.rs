@@ -81,10 +81,17 @@ pub(super) fn choose(folder: &JobFolder, command: &[OsString], fresh: bool, cold
 }
 
 /// The beginning of a member of a group: the group decides what the job starts from.
-pub(super) fn of_group(folder: &JobFolder, command: &[OsString], lineage: String) -> anyhow::Result<Start> {
-    if let Some(record) = folder.record()? {
+pub(super) fn of_group(
+    folder: &JobFolder,
+    command: &[OsString],
+    lineage: String,
+    fresh: bool,
+) -> anyhow::Result<Start> {
+    if let Some(record) = folder.record()?.filter(|_| !fresh) {
         if record.outcome == Outcome::Completed {
-            return Err(Misuse(format!("{}: use another --name to run it again", completed(folder, &record))).into());
+            let done = completed(folder, &record);
+            let text = format!("{done}: use --fresh on all machines to run it again, or another --name");
+            return Err(Misuse(text).into());
         }
         if !is_same(&record, command) && !folder.copies()?.is_empty() {
             return Err(Misuse(other_command(&record, folder.name())).into());

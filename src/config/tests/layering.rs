@@ -36,6 +36,7 @@ fn each_layer_is_stronger_than_the_one_before() {
         store: Some(PathBuf::from("images")),
         nodes: None,
         node_rank: None,
+        coordinator: None,
     };
     let flags = load_layers(FILE, &env, &overrides).unwrap();
     assert_eq!(flags.config.snapshot.interval, Interval::Off);

@@ -14,7 +14,7 @@ use rekindle_group::{
 use rekindle_testing::needs;
 
 use super::{Identity, Session, Told};
-use crate::group::Node;
+use crate::group::{Coordinator, Node};
 
 const LEASE: Duration = Duration::from_secs(2);
 const LONG: Duration = Duration::from_secs(60);
@@ -46,7 +46,15 @@ fn options(rank: Rank, size: u32) -> group::Options {
         },
         interval: None,
         retry_after: seconds(1),
-        restart: Restart { min_uptime: seconds(1), backoff: seconds(1), max_backoff: seconds(4), max_attempts: 8 },
+        restart: Restart {
+            min_uptime: seconds(1),
+            backoff: seconds(1),
+            max_backoff: seconds(4),
+            max_restarts: 7,
+            window: seconds(60),
+            healthy_uptime: seconds(60),
+            early_deaths: 4,
+        },
         keep: 2,
         lease: LEASE,
         fence: Duration::from_millis(500),
@@ -98,7 +106,8 @@ fn member(etcd: &Options, rank: u32, size: u32, parts: BTreeMap<group::Number, P
         let identity =
             Identity { group: "test".parse().unwrap(), rank: Rank(rank), node: node(size), lease: LEASE, former: None };
         let told = own.clone();
-        let session = Session::start(etcd, identity, move |it| drop(told.send(Word::Told(it)))).unwrap();
+        let session =
+            Session::start(Coordinator::Given(etcd), identity, move |it| drop(told.send(Word::Told(it)))).unwrap();
         let machine = Machine::new(options(Rank(rank), size), Epoch::default());
         live(machine, session, &received, &sender, parts);
     });
@@ -120,7 +129,9 @@ fn live(
             // Without leaving, as if it was killed.
             Ok(Word::Vanish) => return,
             Ok(Word::Ask(ask)) => [Event::Asked(ask)].into(),
-            Ok(Word::Die) => [Event::Local(Happened::Ended(Ending::Failed { why: "it died".into() }))].into(),
+            Ok(Word::Die) => {
+                [Event::Local(Happened::Ended(Ending::Failed { why: "it died".into(), last: None }))].into()
+            }
             Ok(Word::Told(Told::Group { view, .. })) => [Event::View(view)].into(),
             Ok(Word::Told(Told::Joined(new))) => {
                 let event = Event::Session(new.incarnation());
@@ -130,7 +141,8 @@ fn live(
             Ok(Word::Told(Told::Lost(_))) => [Event::SessionLost].into(),
             Ok(Word::Told(Told::Wrote(answer))) => [Event::Wrote(answer)].into(),
             Ok(Word::Told(Told::Away { .. } | Told::Back)) | Err(_) => [Event::Tick].into(),
-            Ok(Word::Told(Told::Failed { why })) => panic!("{why}"),
+            Ok(Word::Told(Told::Failed { why } | Told::Missing { why })) => panic!("{why}"),
+            Ok(Word::Told(Told::Moved)) => panic!("it was given"),
         };
         events.extend(membership.as_ref().map(|it| Event::Sure(it.sure_until())));
         while let Some(event) = events.pop_front() {

@@ -35,7 +35,9 @@ impl<'a> Asker<'a> {
         let (sender, said) = mpsc::channel();
         let call = Call { request, reply: Box::new(move |answer| drop(sender.send(answer))) };
         let published = Published::new("lineage");
-        match self.control.called(call, &self.machine, &published, &mut self.stops, Instant::now()) {
+        let machine = &self.machine;
+        let admits = |wish| machine.admits(wish).map_err(Into::into);
+        match self.control.called(call, admits, &published, &mut self.stops, Instant::now()) {
             Todo::Step(event) => self.step(event),
             Todo::Find { reply, .. } => self.control.rewinds(id(1), reply),
             Todo::Nothing => {}
@@ -45,7 +47,7 @@ impl<'a> Asker<'a> {
 
     fn step(&mut self, event: Event) {
         self.machine.step(event, Instant::now());
-        self.control.settle(&self.machine, None);
+        self.control.settle(&self.machine, None, Open::default());
     }
 
     fn snapshot(&mut self, stored: bool) -> Said {

@@ -1,6 +1,6 @@
 //! Which requests each state admits, so that a refused client gets a reason.
 
-use super::{Ending, Machine, Postponed, State, Then};
+use super::{Ending, Machine, Postponed, Standing, State, Then};
 
 /// A request that a client waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,8 +22,6 @@ const BACK_SOON: &str = "the job is being restored: try again when it is running
 const HELD_OFF: &str = "a snapshot already waits for the job: try again after it is taken";
 const UNDER_WAY: &str = "a snapshot is being taken: try again after it";
 const SUSPENDED: &str = "the job is suspended: resume it first";
-const GROUP: &str = "a job over several machines cannot be suspended or rewound yet: stop it, and the same command on all \
-    machines continues it";
 
 impl Machine<'_> {
     /// Whether the event for this request would have an effect now, or the requested state is reached already.
@@ -33,7 +31,6 @@ impl Machine<'_> {
     pub(crate) fn admits(&self, wish: Wish) -> Result<(), &'static str> {
         match (&self.state, wish) {
             (State::Done, _) => Err("the job is over"),
-            (_, Wish::Suspend | Wish::Resume | Wish::Rewind) if self.is_led => Err(GROUP),
             _ if self.is_stopping() => Err(STOPS),
             (_, Wish::Rewind) => Ok(()),
             (State::Suspended { .. }, Wish::Suspend | Wish::Resume) => Ok(()),
@@ -55,6 +52,9 @@ impl Machine<'_> {
     /// Whether the job will be suspended, unless a snapshot fails.
     #[must_use]
     pub(crate) fn is_suspending(&self) -> bool {
+        if let Some(standing) = self.led {
+            return matches!(standing, Standing::Suspending | Standing::Suspended(_)) && self.state.life().is_some();
+        }
         let waits = |postponed: Postponed| postponed.then == Some(Then::Suspend);
         match &self.state {
             State::Running(_) => self.postponed.is_some_and(waits),

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use super::led::Standing;
 use crate::policy::{Failure, Images, Mark, StartPoint};
 use rekindle_engine::snapshot;
 use rekindle_os::spawn::Ended;
@@ -170,6 +171,8 @@ pub(crate) enum Event {
     Launch(StartPoint),
     /// The group orders the end of the job.
     End,
+    /// What the group does has changed.
+    Group(Standing),
     /// The group's run is over.
     Over(Finish),
     /// A time that [`Machine::deadline`](super::Machine::deadline) named may have come.

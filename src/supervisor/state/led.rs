@@ -8,6 +8,8 @@
 //!    +--------------------+-----------------------+----------------------+
 //! ```
 //!
+//! While the group is suspended and no job is here, the state is Suspended instead of Idle ([`Standing`]).
+//!
 //! There is no interval, no back-off and no choice of an image: those are the leader's, in [`rekindle_group`]. What
 //! rules and the watch of the job decide still ends the job; the group learns of the end.
 
@@ -18,21 +20,45 @@ use super::states::{Ending, Life, State, Then};
 use super::transitions::{finish, kill, start};
 use super::{History, Machine, Pace};
 use crate::config::Config;
+use crate::policy::StartPoint;
+
+/// What the group does with its job, beside its orders.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Standing {
+    /// It runs the job, or gathers to start it.
+    Usual,
+    /// It takes a snapshot, to suspend the job.
+    Suspending,
+    /// It ends the job until it is resumed from here.
+    Suspended(StartPoint),
+    /// It takes a last snapshot, and ends the run.
+    Stopping,
+}
 
 impl<'a> Machine<'a> {
     /// The machine of a member of a group. It waits for orders.
     #[must_use]
     pub(crate) fn led(config: &'a Config) -> Machine<'a> {
-        Machine { is_led: true, ..Machine::in_state(config, State::Idle, History::default(), Pace::default()) }
+        let machine = Machine::in_state(config, State::Idle, History::default(), Pace::default());
+        Machine { led: Some(Standing::Usual), ..machine }
+    }
+
+    /// The state without a job is that of the group.
+    pub(super) fn stands(&self, state: State) -> State {
+        match (state, self.led) {
+            (State::Idle | State::Suspended { .. }, Some(Standing::Suspended(from))) => State::Suspended { from },
+            (State::Suspended { .. }, Some(_)) => State::Idle,
+            (state, _) => state,
+        }
     }
 
     pub(super) fn obey(&mut self, state: State, event: Event, now: Instant) -> (State, Vec<Action>) {
         let lives = |from| Life { from, since: now, next: None, failures: 0, missed: 0 };
         match (state, event) {
             (_, Event::Over(how)) => finish(how),
-            (State::Idle, Event::Launch(from)) => start(from),
+            (State::Idle | State::Suspended { .. }, Event::Launch(from)) => start(from),
             (State::Starting { from, then: None }, Event::Started) => (State::Running(lives(from)), vec![]),
-            (State::Starting { from, .. }, Event::Started) => kill(Ending::Ordered, lives(from)),
+            (State::Starting { from, .. }, Event::Started) => kill(self.why_ordered(), lives(from)),
             (
                 State::Starting { .. },
                 Event::ImageFailed { .. } | Event::StartFailed { .. } | Event::Impossible { .. } | Event::Ended { .. },
@@ -43,7 +69,7 @@ impl<'a> Machine<'a> {
             (State::Running(life), Event::SnapshotNow(reason)) => {
                 (State::Snapshotting { life, then: None, ended: None }, vec![Action::Snapshot(reason)])
             }
-            (State::Running(life), Event::End) => kill(Ending::Ordered, life),
+            (State::Running(life), Event::End) => kill(self.why_ordered(), life),
             (State::Running(life), Event::Condemn(verdict)) => self.condemn(life, verdict),
             (State::Running(_) | State::Ending { .. }, Event::Ended { .. }) => (State::Idle, vec![]),
             (State::Snapshotting { life, .. }, Event::SnapshotFailed(Harm::Lost)) => kill(Ending::Lost, life),
@@ -55,10 +81,14 @@ impl<'a> Machine<'a> {
             (State::Snapshotting { life, then, .. }, Event::Ended { ended, .. }) => {
                 (State::Snapshotting { life, then, ended: Some(ended) }, vec![Action::Cancel])
             }
-            (State::Snapshotting { life, .. }, Event::End) => called_off(kill(Ending::Ordered, life)),
+            (State::Snapshotting { life, .. }, Event::End) => called_off(kill(self.why_ordered(), life)),
             (State::Snapshotting { life, .. }, Event::Condemn(verdict)) => called_off(self.condemn(life, verdict)),
             (state, _) => (state, vec![]),
         }
+    }
+
+    fn why_ordered(&self) -> Ending {
+        if matches!(self.led, Some(Standing::Suspended(_))) { Ending::Suspend } else { Ending::Ordered }
     }
 
     fn condemn(&mut self, life: Life, verdict: Verdict) -> (State, Vec<Action>) {
@@ -90,7 +120,6 @@ mod tests {
         assert_eq!(machine.step(Event::Started, now), []);
         assert_eq!(machine.deadline(), None, "there is no interval");
         assert_eq!(machine.admits(Wish::Snapshot), Ok(()));
-        assert!([Wish::Suspend, Wish::Resume, Wish::Rewind].iter().all(|wish| machine.admits(*wish).is_err()));
         machine
     }
 
@@ -106,6 +135,28 @@ mod tests {
         let mut machine = running(&config);
         assert_eq!(machine.step(ended(), now), [], "no restart");
         assert_eq!(*machine.state(), State::Idle);
+    }
+
+    #[test]
+    fn a_suspended_group_is_suspended_here_once_the_job_has_ended() {
+        let (config, now) = (Config::default(), Instant::now());
+        let mut machine = running(&config);
+        let from = StartPoint::Cold;
+        machine.step(Event::Group(Standing::Suspending), now);
+        assert!(machine.is_suspending() && !machine.is_stopping());
+        machine.step(Event::SnapshotNow(Reason::Group), now);
+        assert_eq!(machine.step(Event::Group(Standing::Suspended(from)), now), []);
+        assert_eq!(machine.step(Event::End, now), [Action::Cancel, Action::Kill]);
+        assert_eq!(machine.state().published(), crate::published::JobState::Suspending);
+        assert_eq!(machine.step(ended(), now), []);
+        assert_eq!(*machine.state(), State::Suspended { from });
+        machine.step(Event::Group(Standing::Usual), now);
+        assert_eq!(*machine.state(), State::Idle);
+        machine.step(Event::Group(Standing::Suspended(from)), now);
+        assert_eq!(*machine.state(), State::Suspended { from }, "a supervisor that joins a suspended group");
+        machine.step(Event::Group(Standing::Stopping), now);
+        assert!(machine.is_stopping());
+        assert_eq!(machine.step(Event::Launch(from), now), [Action::Start(from)]);
     }
 
     #[test]

@@ -21,6 +21,7 @@
 use std::ffi::OsString;
 use std::io;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use nix::fcntl::OFlag;
@@ -28,6 +29,7 @@ use nix::sched::CloneFlags;
 
 use super::group::{self, Cable};
 use super::uplink::{self, Uplink};
+use rekindle_os::fence::Fence;
 use rekindle_os::process;
 use rekindle_os::spawn::{self, Child, Ended, Spawn};
 
@@ -38,7 +40,7 @@ pub const FIRST_PID: i32 = 1000;
 const SIG_TEARDOWN: i32 = 63;
 
 /// The network that a job in a [`World::Private`] sees.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy)]
 pub enum Network<'a> {
     /// The supervisor's network.
     Host,
@@ -46,22 +48,27 @@ pub enum Network<'a> {
     Private,
     /// A loopback device of its own, and a connection to the outside.
     Uplink(&'a uplink::Plan),
-    /// A loopback device of its own, a connection to the other nodes of a group, and at most one to the outside.
-    Group(&'a group::Plan, Option<&'a uplink::Plan>),
+    /// A loopback device of its own, a connection to the other nodes of a group, and at most one to the outside. Init
+    /// ends the job at the moment of the fence.
+    Group(&'a group::Plan, Option<&'a uplink::Plan>, Option<&'a Arc<Fence>>),
 }
 
 impl<'a> Network<'a> {
     fn uplink(self) -> Option<&'a uplink::Plan> {
         match self {
             Network::Uplink(plan) => Some(plan),
-            Network::Group(_, uplink) => uplink,
+            Network::Group(_, uplink, _) => uplink,
             Network::Host | Network::Private => None,
         }
     }
 
+    fn fence(self) -> Option<&'a Arc<Fence>> {
+        if let Network::Group(_, _, fence) = self { fence } else { None }
+    }
+
     fn group(self) -> Option<&'a group::Plan> {
         match self {
-            Network::Group(plan, _) => Some(plan),
+            Network::Group(plan, ..) => Some(plan),
             _ => None,
         }
     }
@@ -78,6 +85,8 @@ pub enum World {
         uplink: Option<Uplink>,
         /// The connection to the group, if there is one, and the group's addresses.
         group: Option<(group::Subnet, Cable)>,
+        /// When init ends the job.
+        fence: Option<Arc<Fence>>,
     },
     /// The namespaces of the supervisor.
     Host,
@@ -119,8 +128,8 @@ impl World {
     pub fn private(reaper: &Path, last_pid: i32, network: Network<'_>) -> Result<World, Error> {
         let (flags, loopback) = match network {
             Network::Host => (CloneFlags::empty(), "-"),
-            Network::Private | Network::Group(_, None) => (CloneFlags::CLONE_NEWNET, "l"),
-            Network::Uplink(_) | Network::Group(_, Some(_)) => (CloneFlags::empty(), "l"),
+            Network::Private | Network::Group(_, None, _) => (CloneFlags::CLONE_NEWNET, "l"),
+            Network::Uplink(_) | Network::Group(_, Some(_), _) => (CloneFlags::empty(), "l"),
         };
         let (ready, ready_end) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(|e| Error::Talk(e.into()))?;
         let mut owned = None;
@@ -130,6 +139,8 @@ impl World {
                 .into();
         args.push(network.uplink().map_or_else(|| Ok("-".into()), uplink::Plan::names)?.into());
         args.push(network.group().map_or_else(|| Ok("-".into()), group::Plan::hosts)?.into());
+        let fence = network.fence().cloned();
+        args.push(fence.as_ref().map_or_else(|| "-".into(), |_| FENCE_FD.to_string()).into());
         if let Some(plan) = network.uplink() {
             owned = Some((plan, plan.network()?));
         }
@@ -138,12 +149,15 @@ impl World {
             spawn = spawn.network(owned.network.try_clone().map_err(Error::Talk)?);
         }
         let world = spawn::World::New(CloneFlags::CLONE_NEWIPC | flags);
+        if let Some(fence) = &fence {
+            spawn = spawn.fd(fence.timer().map_err(Error::Talk)?, FENCE_FD);
+        }
         let init = spawn.world(world).session().directory(Path::new("/"))?.fd(ready_end, READY_FD).start()?;
         let mut report = [0u8; 2];
         let read = io::Read::read_exact(&mut std::fs::File::from(ready), &mut report);
         let failed = match (read, report) {
             (Ok(()), [b'o', b'k']) => match connect(network, &init, owned) {
-                Ok((uplink, group)) => return Ok(World::Private { init, uplink, group }),
+                Ok((uplink, group)) => return Ok(World::Private { init, uplink, group, fence }),
                 Err(error) => error,
             },
             (Ok(()), [step, errno]) => {
@@ -160,7 +174,7 @@ impl World {
             }
             (Err(source), _) => Error::Talk(source),
         };
-        World::Private { init, uplink: None, group: None }.end(None);
+        World::Private { init, uplink: None, group: None, fence: None }.end(None);
         Err(failed)
     }
 
@@ -171,6 +185,12 @@ impl World {
             World::Private { init, .. } => Some(init),
             World::Host => None,
         }
+    }
+
+    /// Whether the moment has passed at which init ends the job.
+    #[must_use]
+    pub fn is_fenced(&self) -> bool {
+        matches!(self, World::Private { fence: Some(fence), .. } if fence.is_over())
     }
 
     /// The connection to the group.
@@ -269,6 +289,7 @@ fn connect(
 
 /// The descriptor number of the ready pipe in init.
 const READY_FD: i32 = 3;
+const FENCE_FD: i32 = 4;
 
 fn kill_tree(root: i32) {
     for pid in process::tree(root) {

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::compat::{self, Here};
 use super::{Error, Request};
+use crate::launch::group::Cable;
 use crate::launch::identity::Identity;
 use crate::launch::world::{self, Network, World};
 use crate::launch::{Job, plugin};
@@ -18,6 +19,7 @@ use crate::parts::gpu::put_back as gpu;
 use crate::parts::{access, groups, locks, tcp};
 use crate::snapshot::CRIU_DIR;
 use crate::steps::{self, Failed, Step, Timer};
+use rekindle_base::chain;
 use rekindle_criu::image::LostLocks;
 use rekindle_criu::{self as criu, Hooks, Notify, Place, Plugin, RestoreOptions};
 use rekindle_os::spawn::{Child, Ended};
@@ -26,14 +28,17 @@ use rekindle_store::Manifest;
 use rekindle_store::manifest::PidNamespace;
 
 /// The phases from the namespaces to the GPUs.
-fn steps<'a>() -> [Step<Restore<'a>, Error>; 5] {
+fn steps<'a>() -> [Step<Restore<'a>, Error>; 7] {
     [
         Step::new("world", |r: &mut Restore<'a>| r.make_world()).undo(|r| r.end_world()),
         // In a network namespace of its own every port is free.
-        Step::new("ports", |r: &mut Restore<'a>| r.free_ports()).only_if(|r| r.request.network == Network::Host),
+        Step::new("ports", |r: &mut Restore<'a>| r.free_ports())
+            .only_if(|r| matches!(r.request.network, Network::Host)),
         Step::new("criu", |r: &mut Restore<'a>| r.run_criu()).undo(|r| r.end_job()),
         Step::new("locks", |r: &mut Restore<'a>| r.take_locks()),
         Step::new("cuda", |r: &mut Restore<'a>| r.put_gpus_back()),
+        Step::new("hold", |r: &mut Restore<'a>| r.hold()).only_if(|r| r.request.hold.is_some() && r.has_cuda()),
+        Step::new("go", |r: &mut Restore<'a>| r.go()).only_if(Restore::has_cuda),
     ]
 }
 
@@ -83,6 +88,7 @@ struct Restore<'a> {
     cancelled: &'a (dyn Fn() -> bool + Sync),
     made: Made,
     gpus: Gpus,
+    stopped: gpu::Stopped,
 }
 
 /// Makes the job's processes from the plain files of its image. If a phase fails, nothing that it or the phases before it
@@ -95,8 +101,8 @@ pub(super) fn revive(
     cancelled: &(dyn Fn() -> bool + Sync),
 ) -> Result<Revived, Error> {
     let lost_locks = criu::image::lost_locks(&request.image.dir.join(CRIU_DIR)).map_err(criu::RunError::Image)?;
-    let (made, gpus) = (Made::Nothing, Gpus::Back);
-    let mut restore = Restore { request, manifest, relocation, lost_locks, cancelled, made, gpus };
+    let (made, gpus, stopped) = (Made::Nothing, Gpus::Back, gpu::Stopped::default());
+    let mut restore = Restore { request, manifest, relocation, lost_locks, cancelled, made, gpus, stopped };
     // CRIU and the driver look at `cancelled` while they work.
     match steps::run(&steps(), &mut restore, timings, &|| Ok(())) {
         Ok(()) => restore.revived(),
@@ -177,19 +183,57 @@ impl Restore<'_> {
     /// If the job ends from here on, it was restored and ended afterwards: the policy counts early deaths to decide
     /// whether the image is to blame. One kill at this moment must not cost a good image.
     fn put_gpus_back(&mut self) -> Result<(), Error> {
-        let job = self.job()?;
         let pairs = self.relocation.map_or(&[][..], |relocation| &relocation.pairs);
         let (copier, dir) = (self.request.copier, &self.request.image.dir);
-        let work = || gpu::put_back(job, self.manifest, pairs, copier, dir);
-        self.gpus =
-            match gpu::watched(job, self.request.timeout, self.cancelled, work) {
-                Ok(()) => Gpus::Back,
-                Err(
-                    gpu::Error::NoProcess(_) | gpu::Error::Cuda { .. } | gpu::Error::Sharing(_) | gpu::Error::Kept(_),
-                ) if job.root.has_ended().unwrap_or(false) => Gpus::Gone,
-                Err(error) => return Err(error.into()),
-            };
+        let put_back = |job: &Job| gpu::put_back(job, self.manifest, pairs, copier, dir);
+        match self.unless_it_ends(put_back)? {
+            Some(stopped) => self.stopped = stopped,
+            None => self.gpus = Gpus::Gone,
+        }
         Ok(())
+    }
+
+    fn has_cuda(&self) -> bool {
+        self.gpus == Gpus::Back && !self.manifest.tree.cuda.is_empty()
+    }
+
+    /// Waits until the job may run.
+    fn hold(&mut self) -> Result<(), Error> {
+        let job = self.job()?;
+        let is_over = || (self.cancelled)() || job.root.has_ended().unwrap_or(false);
+        let may_run = self.request.hold.is_none_or(|hold| (hold.0)(&is_over));
+        if !may_run && !job.root.has_ended().unwrap_or(false) {
+            return Err(Error::Cancelled);
+        }
+        // Before it runs: it expects its connections.
+        if let Some(Err(error)) = job.world.cable().filter(|_| may_run).map(Cable::plug) {
+            tracing::error!("the job does not reach the other machines: {}", chain(&error));
+        }
+        Ok(())
+    }
+
+    fn go(&mut self) -> Result<(), Error> {
+        if self.unless_it_ends(|_| gpu::go_on(&self.stopped))?.is_none() {
+            self.gpus = Gpus::Gone;
+        }
+        Ok(())
+    }
+
+    /// Work with the driver; none if the job has ended.
+    fn unless_it_ends<T: Send>(
+        &self,
+        work: impl FnOnce(&Job) -> Result<T, gpu::Error> + Send,
+    ) -> Result<Option<T>, Error> {
+        let job = self.job()?;
+        match gpu::watched(job, self.request.timeout, self.cancelled, || work(job)) {
+            Ok(result) => Ok(Some(result)),
+            Err(gpu::Error::NoProcess(_) | gpu::Error::Cuda { .. } | gpu::Error::Sharing(_) | gpu::Error::Kept(_))
+                if job.root.has_ended().unwrap_or(false) =>
+            {
+                Ok(None)
+            }
+            Err(error) => Err(error.into()),
+        }
     }
 
     fn job(&self) -> Result<&Job, Error> {

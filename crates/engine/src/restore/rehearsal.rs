@@ -299,6 +299,7 @@ fn restore(script: &Script, folder: &JobFolder, image: &Image, manifest: &Manife
             progress: &progress,
             healing: None,
         },
+        hold: None,
     };
     let not_tried = |error: Error| Failure::of(&error);
     super::check_image(&request, manifest).and_then(|()| super::check_files(&request, manifest)).map_err(not_tried)?;

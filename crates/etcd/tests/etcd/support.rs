@@ -127,7 +127,7 @@ impl Cluster {
                 stopped: false,
             }
         });
-        let token = format!("test-{}", ports[0]);
+        let token = format!("test-{}", ports.first().copied().unwrap_or_default());
         let owned = |list: &[&str]| list.iter().map(|&it| it.to_owned()).collect();
         let mut cluster =
             Cluster { members: members.collect(), folder, token, more: owned(more), control: owned(control) };

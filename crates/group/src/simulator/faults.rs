@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use super::world::{Happening, World};
+use rekindle_testing::random::Random;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fault {
@@ -42,8 +43,14 @@ pub(super) enum Fault {
     Stop,
     StopNow,
     Suspend,
+    Resume,
     Rewind,
+    /// The run is stopped, and started again from the beginning on all machines.
+    FreshRun,
 }
+
+/// Requests in addition to the faults, in some histories.
+const REQUESTS: [Fault; 5] = [Fault::Suspend, Fault::Resume, Fault::Rewind, Fault::Snapshot, Fault::FreshRun];
 
 /// The faults of all histories, without a coordinator that ends leases early: that has its own histories.
 const ALL: [Fault; 20] = [
@@ -73,6 +80,19 @@ impl Fault {
     /// Whether the fault may let steps take longer than their limits.
     pub(super) fn delays(self) -> bool {
         !matches!(self, Fault::JobDies | Fault::Completed | Fault::Snapshot | Fault::Refuses | Fault::DiskFull)
+    }
+}
+
+/// Adds requests to some histories. `other` is another random number than that of the history, so that the other histories
+/// stay the same.
+pub(super) fn plan_requests(world: &mut World, mut other: Random, length: Duration) {
+    if !other.chance(15) {
+        return;
+    }
+    for _ in 0..1 + other.below(5) {
+        let fault = other.pick(&REQUESTS);
+        let at = world.began + other.time(Duration::from_secs(5), length);
+        world.at(at, Happening::Fault(fault));
     }
 }
 

@@ -50,14 +50,24 @@ pub(super) struct Node {
     pub(super) trouble: Trouble,
     pub(super) images: Images,
     pub(super) job: Option<Job>,
-    /// The last epoch that ran here, from the machine's disk.
-    pub(super) epoch: Epoch,
+    pub(super) kept: Kept,
+    /// Whether its supervisor was told to start from the beginning.
+    pub(super) fresh: bool,
     /// The next tick of this supervisor.
     pub(super) tick: Option<(u64, Instant)>,
     /// Views arrive in order.
     pub(super) last_view: Instant,
     /// How its last supervisor ended.
     pub(super) finished: Option<End>,
+}
+
+/// What a machine remembers on its disk.
+#[derive(Debug, Default)]
+pub(super) struct Kept {
+    /// The last epoch that ran here.
+    pub(super) epoch: Epoch,
+    /// Group images before this one are not used.
+    pub(super) floor: Number,
 }
 
 /// A machine's faults.
@@ -89,7 +99,8 @@ impl Node {
             trouble: Trouble::default(),
             images: Images::default(),
             job: None,
-            epoch: Epoch::default(),
+            kept: Kept::default(),
+            fresh: false,
             tick: None,
             last_view: zero,
             finished: None,
@@ -107,12 +118,14 @@ impl Node {
     }
 
     /// Its supervisor starts.
-    pub(super) fn boot(&mut self, size: u32, leases_end_early: bool) {
+    pub(super) fn boot(&mut self, size: u32, leases_end_early: bool, fresh: bool) {
         self.process += 1;
+        self.fresh = fresh;
         self.finished = None;
         self.session = None;
         self.images.memory.retain(|_, piece| piece.recorded);
-        self.machine = Some(Machine::new(Options { leases_end_early, ..options(self.rank, size) }, self.epoch));
+        let machine = Machine::new(Options { leases_end_early, ..options(self.rank, size) }, self.kept.epoch);
+        self.machine = Some(machine.starting(fresh, self.kept.floor));
     }
 
     /// The parts that it can restore.
@@ -152,7 +165,15 @@ pub(crate) fn options(rank: Rank, size: u32) -> Options {
         },
         interval: Some(seconds(15)),
         retry_after: seconds(3),
-        restart: Restart { min_uptime: seconds(10), backoff: seconds(1), max_backoff: seconds(8), max_attempts: 8 },
+        restart: Restart {
+            min_uptime: seconds(10),
+            backoff: seconds(1),
+            max_backoff: seconds(8),
+            max_restarts: 7,
+            window: seconds(20),
+            healthy_uptime: seconds(60),
+            early_deaths: 4,
+        },
         keep: 2,
         lease: super::coordinator::TTL,
         fence: seconds(3),

@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use super::Facts;
 use super::coordinator::Coordinator;
 use super::node::{Cable, Node, Piece};
-use crate::documents::{End, Epoch, From, Goal, GroupImage, Incarnation, Number, Part, Plan, Rank, View};
+use crate::documents::{Ask, End, Epoch, From, Goal, GroupImage, Incarnation, Number, Part, Plan, Rank, View};
+use crate::requests::Outcome;
 
 /// The longest time without a cable.
 const LONGEST_OUT: Duration = Duration::from_secs(75);
@@ -34,8 +35,8 @@ pub(super) struct Oracle {
     dumps: BTreeMap<(Rank, String), Dump>,
     /// The ranks that were locked for each snapshot.
     locks: BTreeMap<Cut, BTreeSet<Rank>>,
-    /// Cables that were pulled although not all were locked.
-    early: Vec<(Rank, Number)>,
+    /// Broken rules: cables that were pulled although not all were locked, wrong answers to users.
+    broken: Vec<String>,
     /// When each cable was plugged in.
     plugs: BTreeMap<Rank, Vec<Instant>>,
     durable: BTreeSet<(Rank, Number, String)>,
@@ -44,9 +45,10 @@ pub(super) struct Oracle {
     /// Removed parts, to be compared with the records.
     forgotten: Vec<(Rank, Number)>,
     completed: Option<Epoch>,
+    /// Memberships of supervisors that were told to start from the beginning.
+    fresh: BTreeSet<Incarnation>,
     failures: u64,
     losses: Losses,
-    rewound: bool,
     ends: Vec<End>,
     disturbed_until: Instant,
 }
@@ -58,6 +60,8 @@ struct Losses {
     memory: bool,
     /// The coordinator's data was lost.
     records: bool,
+    /// A rewind has abandoned group images.
+    rewound: bool,
     /// The run ended because parts are missing.
     missing: bool,
 }
@@ -68,15 +72,15 @@ impl Oracle {
             seen: None,
             dumps: BTreeMap::new(),
             locks: BTreeMap::new(),
-            early: Vec::new(),
+            broken: Vec::new(),
             plugs: BTreeMap::new(),
             durable: BTreeSet::new(),
             committed: BTreeMap::new(),
             forgotten: Vec::new(),
             completed: None,
+            fresh: BTreeSet::new(),
             failures: 0,
             losses: Losses::default(),
-            rewound: false,
             ends: Vec::new(),
             disturbed_until: began + Duration::from_secs(5),
         }
@@ -104,7 +108,7 @@ impl Oracle {
         let Some((job, number)) = node.job.as_ref().and_then(|job| Some((job, job.snapshot?))) else { return };
         let locked = self.locks.get(&(job.origin, job.epoch, number));
         if !locked.is_some_and(|ranks| (0..size).all(|rank| ranks.contains(&Rank(rank)))) {
-            self.early.push((node.rank, number));
+            self.broken.push(format!("{number}: {} pulled its cable before all were locked", node.rank));
         }
     }
 
@@ -124,6 +128,10 @@ impl Oracle {
         self.completed = nodes.iter().find_map(|node| node.job.as_ref()).map(|job| job.epoch);
     }
 
+    pub(super) fn joins_fresh(&mut self, membership: Incarnation) {
+        self.fresh.insert(membership);
+    }
+
     pub(super) fn job_fails(&mut self) {
         self.failures += 1;
     }
@@ -141,12 +149,12 @@ impl Oracle {
     }
 
     pub(super) fn rewinds(&mut self) {
-        self.rewound = true;
+        self.losses.rewound = true;
     }
 
     fn may_miss_parts(&self) -> bool {
         self.losses.disk
-            || (self.rewound && self.losses.memory)
+            || (self.losses.rewound && self.losses.memory)
             || (self.losses.records && (self.losses.memory || self.committed.is_empty()))
     }
 
@@ -157,6 +165,19 @@ impl Oracle {
     pub(super) fn finishes(&mut self, end: &End) {
         self.losses.missing |= matches!(end, End::Missing { why } if why.contains("parts") || why.contains("rewound"));
         self.ends.push(end.clone());
+    }
+
+    /// A user of this machine gets an answer.
+    pub(super) fn answers(&mut self, ask: &Ask, outcome: &Outcome, node: &Node) {
+        let from = node.job.as_ref().map(|job| job.from.as_ref().map(|(number, _)| *number));
+        if let (Ask::Rewind(to), Outcome::Done, Some(from)) = (ask, outcome, from)
+            && from != Some(*to)
+        {
+            self.broken.push(format!("{} is said to have gone back to {to}, and runs from {from:?}", node.rank));
+        }
+        if let (Ask::Suspend, Outcome::Done, Some(_)) = (ask, outcome, from) {
+            self.broken.push(format!("{} is said to be suspended, and runs", node.rank));
+        }
     }
 
     pub(super) fn disturbed(&mut self, until: Instant) {
@@ -174,18 +195,20 @@ impl Oracle {
         facts: &mut Facts,
     ) -> Result<(), String> {
         one_epoch(now, nodes)?;
+        if let Some(broken) = self.broken.pop() {
+            return Err(broken);
+        }
         for (rank, number) in std::mem::take(&mut self.forgotten) {
             if coordinator.view.images.contains_key(&number) {
                 return Err(format!("{rank} removed its part of {number}, which is recorded"));
             }
         }
-        if let Some((rank, number)) = self.early.first() {
-            return Err(format!("{number}: {rank} pulled its cable before all were locked"));
-        }
         for end in std::mem::take(&mut self.ends) {
             match end {
                 End::Completed if self.completed.is_none() => return Err("it is said to be completed".into()),
-                End::Failed { why } if self.failures == 0 => return Err(format!("it is said to have failed: {why}")),
+                End::Failed { why, .. } if self.failures == 0 => {
+                    return Err(format!("it is said to have failed: {why}"));
+                }
                 // The others may have left: they were told to stop while this one was away.
                 End::Missing { why } if why.contains("did not join in time") => {}
                 // Two machines claim the rank, because one was believed to be lost.
@@ -232,7 +255,7 @@ impl Oracle {
             && !view.images.contains_key(number)
             && before.plan.is_some()
             && view.images.keys().all(|other| other < number)
-            && !self.rewound
+            && !self.losses.rewound
             && !view.images.is_empty()
         {
             return Err(format!("{number}, the newest committed one, was removed"));
@@ -282,7 +305,13 @@ impl Oracle {
         let Some(plan) = view.plan.as_ref().filter(|plan| old.is_none_or(|old| old.revision != plan.revision)) else {
             return Ok(());
         };
-        let Plan { goal, .. } = &plan.value;
+        let Plan { goal, floor, crew, .. } = &plan.value;
+        if let Some(old) = old.filter(|old| old.value.floor != *floor && old.value.origin == plan.value.origin) {
+            facts.fresh += 1;
+            if *floor < old.value.floor || crew.is_empty() || !crew.values().all(|it| self.fresh.contains(it)) {
+                return Err(format!("the job starts from the beginning, and not all want that: {crew:?}"));
+            }
+        }
         match goal {
             Goal::Start(from) => {
                 facts.epochs += 1;
@@ -290,6 +319,11 @@ impl Oracle {
                     && plan.value.left.iter().any(|left| left.has(*number))
                 {
                     return Err(format!("{number} was left by a rewind, and the job starts from it"));
+                }
+                if let From::Image(number) = from
+                    && *number < *floor
+                {
+                    return Err(format!("{number} was left by a start from the beginning, and the job starts from it"));
                 }
                 if let Some(old) = old
                     && old.value.epoch > plan.value.epoch
@@ -308,8 +342,10 @@ impl Oracle {
                     };
                     image.parts.iter().all(has)
                 };
+                let told = view.members.values().map(|report| report.floor).max().unwrap_or_default().max(*floor);
+                let mut good = self.committed.iter().filter(|(number, _)| **number >= told);
                 if *from == From::Beginning
-                    && let Some((number, _)) = self.committed.iter().find(|(number, image)| exists(number, image))
+                    && let Some((number, _)) = good.find(|(number, image)| exists(number, image))
                 {
                     return Err(format!("the job starts from the beginning although there is {number}"));
                 }

@@ -26,6 +26,8 @@ fn sum(all: Facts, one: Facts) -> Facts {
         images: all.images + one.images,
         committed: all.committed + one.committed,
         aborted: all.aborted + one.aborted,
+        fresh: all.fresh + one.fresh,
+        answered: all.answered + one.answered,
     }
 }
 
@@ -71,6 +73,7 @@ fn what_has_to_hold_does_so_in_every_history() {
             println!("{count} histories in {:?}: {facts:?}", began.elapsed());
             // The histories test something: most have snapshots, and many have restores.
             assert!(facts.committed > count && facts.epochs > count && facts.aborted > count / 50, "{facts:?}");
+            assert!(facts.fresh > count / 500 && facts.answered > count / 20, "{facts:?}");
         }
         Err(broken) => panic!("{broken}"),
     }

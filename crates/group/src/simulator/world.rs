@@ -12,6 +12,7 @@ use super::oracle::Oracle;
 use super::plants::Plant;
 use crate::documents::{Ask, End, Ending, Epoch, From, Incarnation, Number, Part, Rank};
 use crate::machine::{Action, Answer, Event, Local, Order, Write};
+use crate::requests::{Outcome, Pending};
 use rekindle_testing::random::Random;
 
 /// After this time without an answer a supervisor takes the request for lost.
@@ -85,8 +86,8 @@ pub(super) struct World {
     pub(super) coordinator: Coordinator,
     pub(super) shared: Option<BTreeMap<(Rank, Number), Piece>>,
     queue: Queue,
-    next_job: u64,
     trouble: Trouble,
+    users: Users,
     oracle: Oracle,
     record: Record,
     plant: Option<Plant>,
@@ -97,6 +98,8 @@ pub(super) struct World {
 struct Queue {
     events: BTreeMap<(Instant, u64), Happening>,
     sequence: u64,
+    /// Number of jobs that were started.
+    jobs: u64,
 }
 
 /// Faults in progress.
@@ -112,6 +115,15 @@ struct Trouble {
     doomed: BTreeSet<Number>,
     /// The present state is bad.
     dooms: bool,
+}
+
+/// What users have requested.
+#[derive(Debug, Default)]
+struct Users {
+    /// Those that wait for an answer, each with the machine and the process that they asked.
+    waiting: Vec<(usize, u64, Pending)>,
+    /// The ranks whose supervisors are started with the wish to start from the beginning.
+    fresh: BTreeSet<Rank>,
 }
 
 /// The trace of the history.
@@ -142,8 +154,8 @@ impl World {
             coordinator: Coordinator::new(leases_end_early, plant),
             shared,
             queue: Queue::default(),
-            next_job: 0,
             trouble: Trouble::default(),
+            users: Users::default(),
             oracle: Oracle::new(began),
             record: Record { facts: Facts::default(), trace: traced.then(Vec::new) },
             plant,
@@ -193,15 +205,23 @@ impl World {
                 return Err("there is no end of events".into());
             }
             if self.now > self.faults_until {
-                if self.is_settled() {
+                if self.is_settled() && (self.is_over() || !self.is_somebody_waiting()) {
                     return Ok(self.record.facts);
                 }
                 if self.now > self.faults_until + SETTLED {
-                    return Err("the job does not run again, and the run has not ended".into());
+                    let waiting: Vec<_> =
+                        self.users.waiting.iter().map(|(at, _, it)| (*at, it.ask().clone())).collect();
+                    let what = "the job does not run again, and the run has not ended, or a user has no answer";
+                    return Err(format!("{what}: {waiting:?}"));
                 }
             }
         }
         if self.is_over() { Ok(self.record.facts) } else { Err("nothing happens any more".into()) }
+    }
+
+    /// Whether a user waits for an answer of a supervisor that can give one.
+    fn is_somebody_waiting(&self) -> bool {
+        self.users.waiting.iter().any(|(at, process, _)| self.is(*at, *process) && !self.nodes[*at].trouble.replaced)
     }
 
     fn is_settled(&self) -> bool {
@@ -263,7 +283,8 @@ impl World {
             return;
         }
         let size = self.size;
-        self.nodes[at].boot(size, self.coordinator.leases_end_early && self.plant != Some(Plant::GoneIsOver));
+        let fresh = self.users.fresh.contains(&self.nodes[at].rank);
+        self.nodes[at].boot(size, self.coordinator.leases_end_early && self.plant != Some(Plant::GoneIsOver), fresh);
         self.grant(at);
         self.show(at);
     }
@@ -307,6 +328,9 @@ impl World {
                     return;
                 }
                 self.nodes[at].session = Some(*session);
+                if self.nodes[at].fresh {
+                    self.oracle.joins_fresh(*session);
+                }
                 let process = self.nodes[at].process;
                 self.after(1000, 3000, Happening::Renew(at, process));
             }
@@ -333,8 +357,17 @@ impl World {
         let now = self.nodes[at].clock(self.now);
         let process = self.nodes[at].process;
         let Some(machine) = &mut self.nodes[at].machine else { return };
+        let (asks, looks) = (matches!(event, Event::Asked(_)), matches!(event, Event::View(_) | Event::SessionLost));
         let actions = machine.step(event, now);
         let deadline = machine.deadline();
+        let floor = machine.floor();
+        if let (true, Some(asked), Some(report)) = (asks, machine.asked(), machine.report()) {
+            self.users.waiting.push((at, process, Pending::new(asked.clone(), report.incarnation)));
+        }
+        self.nodes[at].kept.floor = floor;
+        if looks {
+            self.answer_users(at);
+        }
         for action in actions {
             self.note(|| format!("    {at} {action:?}"));
             match action {
@@ -350,6 +383,33 @@ impl World {
                 node.tick = Some((process, when));
                 self.at(when, Happening::Tick(at, process));
             }
+        }
+    }
+
+    /// Answers the users of this machine.
+    fn answer_users(&mut self, at: usize) {
+        let node = &self.nodes[at];
+        let Some(machine) = &node.machine else { return };
+        let (membership, process) = (machine.report().map(|report| report.incarnation), node.process);
+        let mut answered = Vec::new();
+        self.users.waiting.retain_mut(|(of, by, pending)| {
+            if *of != at {
+                return true;
+            }
+            // A client of a supervisor that has died learns that.
+            let outcome = match *by == process {
+                true => pending.look(machine.view(), membership, machine.asked()),
+                false => Outcome::Failed { why: "the supervisor has ended".into() },
+            };
+            if outcome != Outcome::Open {
+                answered.push((pending.ask().clone(), outcome.clone()));
+            }
+            outcome == Outcome::Open
+        });
+        for (ask, outcome) in answered {
+            self.record.facts.answered += u64::from(outcome == Outcome::Done);
+            self.oracle.answers(&ask, &outcome, &self.nodes[at]);
+            self.note(|| format!("    {at} {ask:?}: {outcome:?}"));
         }
     }
 
@@ -473,8 +533,8 @@ impl World {
                 self.after(1, 100, Happening::Hears(at, process, Event::Local(Local::Parts(parts))));
             }
             Order::Start { epoch, origin, from, part } => {
-                self.next_job += 1;
-                let id = self.next_job;
+                self.queue.jobs += 1;
+                let id = self.queue.jobs;
                 let newest = self.nodes[at]
                     .images
                     .disk
@@ -491,7 +551,7 @@ impl World {
                 let cable = Cable::Out(now);
                 let job = Job { id, epoch, origin, from, cable, snapshot: None, killed: false };
                 self.nodes[at].job = Some(job);
-                self.nodes[at].epoch = epoch;
+                self.nodes[at].kept.epoch = epoch;
                 self.job_step(at, 100, 3000, Step::Start);
             }
             Order::Plug => self.plug(at, None),
@@ -542,6 +602,10 @@ impl World {
             self.send(at, Request::Revoke(session));
         }
         self.nodes[at].machine = None;
+        if matches!(end, End::Refused { .. }) {
+            let rank = self.nodes[at].rank;
+            self.users.fresh.remove(&rank);
+        }
         if again(&end) {
             self.after(3000, 20_000, Happening::Boot(at));
         }
@@ -606,7 +670,7 @@ impl World {
             // It may have ended by itself.
             if self.nodes[at].job.as_ref().is_none_or(|job| job.id == id) {
                 self.nodes[at].job = None;
-                self.hears(at, Event::Local(Local::Ended(Ending::Failed { why: "killed".into() })));
+                self.hears(at, Event::Local(Local::Ended(Ending::Failed { why: "killed".into(), last: None })));
             }
             return;
         }
@@ -703,7 +767,7 @@ impl World {
         if self.nodes[at].job.as_ref().is_some_and(|job| !job.killed) {
             self.nodes[at].job = None;
             self.oracle.job_fails();
-            self.hears(at, Event::Local(Local::Ended(Ending::Failed { why: why.into() })));
+            self.hears(at, Event::Local(Local::Ended(Ending::Failed { why: why.into(), last: None })));
         }
     }
 
@@ -754,8 +818,9 @@ impl World {
                 self.nodes[at].images.memory.clear();
                 self.oracle.loses_memory();
                 self.nodes[at].images.disk.clear();
-                self.nodes[at].epoch = Epoch::default();
+                self.nodes[at].kept.epoch = Epoch::default();
                 if self.shared.is_none() {
+                    self.nodes[at].kept.floor = Number::default();
                     self.oracle.loses_disk();
                 }
                 self.supervisor_dies(at);
@@ -820,6 +885,11 @@ impl World {
             Fault::Stop => ask(self, Ask::Stop { requeue, within: long }),
             Fault::StopNow => ask(self, Ask::StopNow { requeue }),
             Fault::Suspend => ask(self, Ask::Suspend),
+            Fault::Resume => ask(self, Ask::Resume),
+            Fault::FreshRun => {
+                self.users.fresh = self.nodes.iter().map(|node| node.rank).collect();
+                ask(self, Ask::StopNow { requeue: true });
+            }
             Fault::Rewind => {
                 if let Some(number) = self.coordinator.view.images.keys().next().copied() {
                     self.oracle.rewinds();
@@ -846,7 +916,7 @@ impl World {
                 self.step(at, Event::Tick);
                 if self.nodes[at].job.as_ref().is_some_and(|job| job.killed) {
                     self.nodes[at].job = None;
-                    self.hears(at, Event::Local(Local::Ended(Ending::Failed { why: "killed".into() })));
+                    self.hears(at, Event::Local(Local::Ended(Ending::Failed { why: "killed".into(), last: None })));
                 }
             }
             Fault::CutOff | Fault::CutOffAndReplaced => {
@@ -880,5 +950,5 @@ impl World {
 
 /// Whether the scheduler starts it again.
 fn again(end: &End) -> bool {
-    matches!(end, End::Missing { .. } | End::Stopped { requeue: true })
+    matches!(end, End::Missing { .. } | End::Stopped { requeue: true } | End::Refused { .. })
 }

@@ -299,11 +299,9 @@ impl Group {
                 // A new search would lose this state.
                 _ if self.stuck().is_some() => return Err(cause),
                 Error::Cancelled => return Err(cause),
-                Error::Cuda { source, .. }
-                    if !source.is_not_ready() || (self.members.len() < 2 && elsewhere.is_none()) =>
-                {
-                    return Err(cause);
-                }
+                // The other machines are at the point that these ranks have left now.
+                _ if elsewhere.is_some() => return Err(cause),
+                Error::Cuda { source, .. } if !source.is_not_ready() || self.members.len() < 2 => return Err(cause),
                 Error::Sharing(source) if !source.is_busy() => return Err(cause),
                 // After the second time it is not worth to delay the others again.
                 Error::Late { .. } if attempt == 2 => return Err(cause),

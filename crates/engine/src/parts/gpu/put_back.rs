@@ -63,12 +63,12 @@ const WATCH: Duration = Duration::from_millis(20);
 
 /// Runs `work` on another thread. A driver call has no time limit, and can only be cancelled by killing its process:
 /// this is done if the restore is cancelled or takes too long.
-pub(crate) fn watched(
+pub(crate) fn watched<T: Send>(
     job: &Job,
     limit: Duration,
     cancelled: &dyn Fn() -> bool,
-    work: impl FnOnce() -> Result<(), Error> + Send,
-) -> Result<(), Error> {
+    work: impl FnOnce() -> Result<T, Error> + Send,
+) -> Result<T, Error> {
     let deadline = Instant::now() + limit;
     std::thread::scope(|scope| {
         let (done, finished) = mpsc::channel::<()>();
@@ -99,6 +99,10 @@ pub(crate) fn visible_devices(job: &Job, manifest: &Manifest) -> Option<String> 
     all.filter_map(|pid| process::environment(pid, "CUDA_VISIBLE_DEVICES")).find(|value| !value.is_empty())
 }
 
+/// The CUDA processes of a job, each with its pid as the job sees it. They do not run yet.
+#[derive(Debug, Default)]
+pub(crate) struct Stopped(Vec<(i32, cuda::Process)>);
+
 /// Restores the GPU memory of all CUDA processes at once; the driver does several in parallel (580, measured). `pairs`
 /// name other GPUs, if there are any.
 /// Memory that had stayed on the GPU is filled from the image in `dir`.
@@ -108,9 +112,9 @@ pub(crate) fn put_back(
     pairs: &[cuda::GpuMapping],
     copier: &Copier,
     dir: &Path,
-) -> Result<(), Error> {
+) -> Result<Stopped, Error> {
     if manifest.tree.cuda.is_empty() {
-        return Ok(());
+        return Ok(Stopped::default());
     }
     let tree: Vec<(i32, i32)> =
         process::tree(job.root.pid()).into_iter().filter_map(|pid| Some((process::inner_pid(pid)?, pid))).collect();
@@ -132,7 +136,12 @@ pub(crate) fn put_back(
     let one = |(pid, process): &(i32, cuda::Process)| restore((*pid, process));
     parallel::at_once(&processes, one).into_iter().collect::<Result<(), Error>>()?;
     take_again(manifest, &processes, copier, dir)?;
-    for (_, process) in &processes {
+    Ok(Stopped(processes))
+}
+
+/// Lets the CUDA processes run.
+pub(crate) fn go_on(Stopped(processes): &Stopped) -> Result<(), Error> {
+    for (_, process) in processes {
         // A process that died is noticed below.
         let _ = ptrace::go_on(process.pid());
     }
@@ -140,7 +149,7 @@ pub(crate) fn put_back(
         Ok(cuda::State::Running) => Ok(()),
         _ => process.unlock().map_err(|source| Error::Cuda { pid: *pid, source }),
     };
-    parallel::at_once(&processes, unlock).into_iter().collect::<Result<(), Error>>()?;
+    parallel::at_once(processes, unlock).into_iter().collect::<Result<(), Error>>()?;
     // In the image, CUDA is announced as locked.
     let pids: Vec<i32> = processes.iter().map(|(_, process)| process.pid()).collect();
     sharing::announce(&pids, false);
@@ -151,7 +160,7 @@ pub(crate) fn put_back(
             state => Err(error(cuda::Error::Busy { pid: *pid, state })),
         }
     };
-    parallel::at_once(&processes, check).into_iter().collect()
+    parallel::at_once(processes, check).into_iter().collect()
 }
 
 /// Maps again in each process the other processes' memory that it had released for the image, and makes and fills its own

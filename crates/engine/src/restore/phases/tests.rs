@@ -79,6 +79,7 @@ fn play(
             progress: &Progress::default(),
             healing: None,
         },
+        hold: None,
     };
     let mut restore = Restore {
         request: &request,
@@ -88,6 +89,7 @@ fn play(
         cancelled: &|| false,
         made: Made::Nothing,
         gpus: Gpus::Back,
+        stopped: gpu::Stopped::default(),
     };
     let mut table = steps();
     if let Some(run) = criu {

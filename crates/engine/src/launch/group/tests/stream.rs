@@ -118,7 +118,7 @@ fn world(machine: &Machine, folder: &Path, rank: u32, vni: u32, peer: IpAddr, la
         names: [(0, vec!["node-a".to_owned()])].into(),
         directory: folder.to_path_buf(),
     };
-    machine.run(|| World::private(&reaper, last_pid, Network::Group(&plan, None)).unwrap())
+    machine.run(|| World::private(&reaper, last_pid, Network::Group(&plan, None, None)).unwrap())
 }
 
 impl Node<'_> {

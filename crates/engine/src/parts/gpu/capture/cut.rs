@@ -4,24 +4,26 @@
 //! ([`super::lock`]). Here the interposer holds each rank in front of its next call of NCCL. Ranks that are behind may
 //! continue to the point of the others ([`plan`]). The kernels on the GPUs then end by themselves.
 //!
-//! In a job over several machines each supervisor does this for its own processes, and knows what those of the others
-//! have started ([`Elsewhere`]). What it knows of them may be old, but counts only rise, and a gate is closed before its
-//! counts are told. So if all supervisors see all ranks at one point, it is the same point.
+//! In a job over several machines each supervisor does this for its own processes, and tells the others ([`Elsewhere`]).
+//! [`search`] is how all come to the same point, although each knows only what the others had started a moment ago.
 //!
 //! The gate is opened once all threads are stopped, so that no image has it closed. If this supervisor dies, the gate
 //! opens by itself.
 
 mod plan;
+mod search;
 
 #[cfg(test)]
 mod hostile;
 #[cfg(test)]
 mod model;
 
+use std::hash::{BuildHasher, Hasher};
 use std::time::{Duration, Instant};
 
-use plan::{Behind, Channel, Targets};
+use plan::{Behind, Channel};
 use rekindle_cuda::nccl::{Counts, Ranks};
+use search::{Look, Search, Stage};
 use serde::{Deserialize, Serialize};
 
 use super::has_ended;
@@ -31,8 +33,22 @@ use super::has_ended;
 pub struct Operations {
     /// Of each process that uses NCCL; its gate is closed.
     pub counts: Vec<Counts>,
+    /// The limits of each of their counters.
+    limits: Vec<Vec<u64>>,
+    /// The number of the search, and of its rest.
+    search: u64,
+    rest: u64,
+    stage: Stage,
     /// Not all operations are counted: there is no common point.
     pub are_uncounted: bool,
+}
+
+impl Operations {
+    /// Not all operations are counted.
+    #[must_use]
+    pub fn uncounted() -> Operations {
+        Operations { are_uncounted: true, ..Operations::default() }
+    }
 }
 
 /// The other machines of a job.
@@ -91,7 +107,7 @@ pub(super) fn reach(
     let result = reach_with(pids, elsewhere, timeout, cancelled);
     if let (Some(elsewhere), Err(Without::Counts)) = (elsewhere, &result) {
         // The others must not wait for a point that cannot be.
-        elsewhere.exchange(&Operations { counts: Vec::new(), are_uncounted: true });
+        elsewhere.exchange(&Operations::uncounted());
     }
     result
 }
@@ -125,35 +141,36 @@ fn reach_with(
     }
     let cut = Cut(all);
     cut.0.iter().for_each(|ranks| ranks.close(timeout + FOR_THE_LOCK));
-    let mut targets = Targets::default();
-    let mut seen: Vec<Counts> = Vec::new();
+    let mut search = Search::new(std::hash::RandomState::new().build_hasher().finish());
+    let mut seen: Vec<Operations> = Vec::new();
     let (mut changed, mut patience, mut raised) = (Instant::now(), PATIENCE, 0_u32);
     loop {
-        let mut now: Vec<Counts> = cut.0.iter().map(Ranks::counts).collect();
-        let others = elsewhere.map(|elsewhere| {
-            let ours = Operations { counts: now.clone(), are_uncounted: false };
-            elsewhere.exchange(&ours)
-        });
-        let all_told = others.as_ref().is_none_or(Option::is_some);
-        let others = others.flatten().unwrap_or_default();
-        if others.iter().any(|operations| operations.are_uncounted) {
+        let ours = search.tell(cut.0.iter().map(Ranks::counts).collect());
+        let others = elsewhere.map_or_else(|| Some(Vec::new()), |elsewhere| elsewhere.exchange(&ours));
+        if others.iter().flatten().any(|operations| operations.are_uncounted) {
             return Err(Without::Counts);
         }
-        // After ours, so that the number of a process here is its place in `cut`.
-        now.extend(others.into_iter().flat_map(|operations| operations.counts));
-        if all_told && now.is_empty() {
+        let all_told = others.is_some();
+        let mut now = vec![ours];
+        now.extend(others.unwrap_or_default());
+        if all_told && now.iter().all(|operations| operations.counts.is_empty()) {
             return Err(Without::Counts);
         }
         // A call counts before it looks at the gate, and takes that back if it has to wait. One read can have seen such
         // counts, of several ranks, and no call in progress. If the next one sees the same, they are true: by then the
         // limits of the first have let these calls pass.
-        let is_confirmed = now == seen;
+        let is_confirmed =
+            now.len() == seen.len() && now.iter().zip(&seen).all(|(now, seen)| now.counts == seen.counts);
         if !is_confirmed {
             changed = Instant::now();
-            seen = now;
         }
         let is_stuck = all_told && changed.elapsed() > patience;
-        let step = targets.step(&seen, is_stuck);
+        let [ours, others @ ..] = now.as_slice() else { return Err(Without::Counts) };
+        // The program asks NCCL whether it has started an operation before it calls the next one, and may never do so
+        // after the last one.
+        let is_starting = ours.counts.iter().any(|counts| counts.pending > 0) && changed.elapsed() < TO_START;
+        let is_steady = is_confirmed && !is_starting;
+        let step = search.step(&Look { ours, others: all_told.then_some(others), is_stuck, is_steady });
         for (process, place, limit) in step.limits {
             if let Some(ranks) = cut.0.get(process) {
                 ranks.limit(place, limit);
@@ -162,13 +179,11 @@ fn reach_with(
         if cut.0.iter().any(|ranks| ranks.untracked().is_some()) {
             return Err(Without::Counts);
         }
-        // The program asks NCCL whether it has started an operation before it calls the next one, and may never do so
-        // after the last one.
-        let is_starting = seen.iter().any(|counts| counts.pending > 0) && changed.elapsed() < TO_START;
-        if step.is_reached && all_told && is_confirmed && !is_starting {
+        if step.is_reached {
             tracing::debug!(took = ?began.elapsed(), raised, "all ranks wait at one point");
             return Ok(cut);
         }
+        seen = now;
         if cancelled() {
             return Err(Without::Cancelled);
         }
@@ -194,7 +209,9 @@ fn reach_with(
 /// Describes the first rank that others wait for.
 fn describe(behind: &[Behind], all: &[Ranks]) -> String {
     let Some(first) = behind.first() else {
-        return "a call of NCCL has not returned (a communicator is being made, or a connection)".into();
+        return "a call of NCCL has not returned (a communicator is being made, or a connection), or another machine does \
+                not answer"
+            .into();
     };
     let Behind { channel, process, rank, started, target } = first;
     let what = match channel {

@@ -48,7 +48,7 @@ fn a_number_of_ranks_that_is_none_costs_nothing() {
         let counters = (0..COMMUNICATORS).map(|at| counter(at, at, 1)).collect();
         let all = [process(communicators, counters)];
         let began = Instant::now();
-        let step = Targets::default().step(&all, false);
+        let step = Targets::default().step(&all, all.len(), false);
         assert!(began.elapsed() < LIMIT, "{:?}", began.elapsed());
         check(&step, &all);
         assert!(!step.is_reached && step.behind[0].process.is_none() && step.behind[0].rank == 1, "{:?}", step.behind);
@@ -66,7 +66,7 @@ fn a_full_table_costs_little() {
         let counts = process(communicators.clone(), (0..COUNTERS).map(make).collect());
         let all = [counts.clone(), counts];
         let began = Instant::now();
-        let step = Targets::default().step(&all, false);
+        let step = Targets::default().step(&all, all.len(), false);
         assert!(began.elapsed() < LIMIT, "{:?}", began.elapsed());
         check(&step, &all);
     }
@@ -77,7 +77,7 @@ fn a_table_that_changes_all_the_time_is_not_remembered() {
     let mut targets = Targets::default();
     for id in 0..1000 {
         let all = [process(vec![communicator(id, 0, 1)], vec![counter(0, 0, 1)])];
-        targets.step(&all, false);
+        targets.step(&all, all.len(), false);
     }
     assert!(targets.len() <= 1, "{} channels", targets.len());
 }
@@ -89,7 +89,7 @@ fn a_rank_that_no_process_has_is_named() {
         process(vec![communicator(1, 0, 4)], vec![counter(0, 0, 5)]),
         process(vec![communicator(1, 2, 4)], vec![counter(0, 0, 4)]),
     ];
-    let step = Targets::default().step(&all, false);
+    let step = Targets::default().step(&all, all.len(), false);
     let mut behind: Vec<_> = step.behind.iter().map(|behind| (behind.process, behind.rank, behind.started)).collect();
     behind.sort_unstable();
     assert_eq!(behind, [(None, 1, 0), (Some(1), 2, 4)]);
@@ -100,10 +100,10 @@ fn a_rank_that_no_process_has_is_named() {
 fn a_rank_that_has_used_nothing_yet_is_behind_until_its_communicator_ends() {
     let mut second = communicator(1, 1, 2);
     let first = process(vec![communicator(1, 0, 2)], vec![counter(0, 0, 1)]);
-    let step = Targets::default().step(&[first.clone(), process(vec![second.clone()], vec![])], false);
+    let step = Targets::default().step(&[first.clone(), process(vec![second.clone()], vec![])], 2, false);
     assert!(!step.is_reached && step.behind[0].process == Some(1) && step.behind[0].rank == 1, "{:?}", step.behind);
     second.has_ended = true;
-    let step = Targets::default().step(&[first, process(vec![second], vec![])], false);
+    let step = Targets::default().step(&[first, process(vec![second], vec![])], 2, false);
     assert!(step.is_reached, "{:?}", step.behind);
 }
 
@@ -143,7 +143,7 @@ proptest! {
     ) {
         let mut targets = Targets::default();
         for (all, raise_all) in steps {
-            let first = targets.step(&all, raise_all);
+            let first = targets.step(&all, all.len(), raise_all);
             check(&first, &all);
             prop_assert_eq!(first.is_reached, first.behind.is_empty() && all.iter().all(|counts| counts.inside == 0));
             for behind in &first.behind {
@@ -157,7 +157,7 @@ proptest! {
                 }
             }
             // The same counts again: no limit falls.
-            let second = targets.step(&all, raise_all);
+            let second = targets.step(&all, all.len(), raise_all);
             for ((_, _, before), (_, _, after)) in first.limits.iter().zip(&second.limits) {
                 prop_assert!(after >= before);
             }

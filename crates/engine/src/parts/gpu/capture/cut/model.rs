@@ -1,7 +1,8 @@
 //! Random programs under the cut: ranks that start collectives, sends, receives and groups of them on several
 //! communicators, run ahead of their GPUs or wait for them, compute, and wait for each other without NCCL. Communicators
 //! are made, split and destroyed meanwhile. A process may have two threads that share a lock, and calls that return
-//! before NCCL has started the operation. The counts are read piece by piece while they change.
+//! before NCCL has started the operation. The counts are read piece by piece while they change. The processes are on one
+//! machine or on several, which learn what the others tell late, but in one order.
 //!
 //! A program is one random order of operations. Each rank has a part of it, so it cannot block itself. When the cut
 //! says that all ranks are at one point, all started operations must end without another start, and the program must
@@ -13,7 +14,8 @@ use std::collections::{BTreeSet, VecDeque};
 
 use rekindle_cuda::nccl::{Communicator, Counter, Counts, Kind};
 
-use super::plan::Targets;
+use super::Operations;
+use super::search::{Look, Search};
 
 /// xorshift64*.
 #[derive(Clone, Copy)]
@@ -104,6 +106,8 @@ struct World {
     members: Vec<Members>,
     processes: Vec<Process>,
     is_closed: bool,
+    /// Calls that the gates have let pass.
+    passed: usize,
 }
 
 impl Process {
@@ -295,7 +299,7 @@ impl World {
             }
         });
         let processes = processes.collect();
-        World { processes, members, is_closed: false }
+        World { processes, members, is_closed: false, passed: 0 }
     }
 
     /// One turn of a thread. Returns whether it did something.
@@ -315,7 +319,11 @@ impl World {
         }
         let Some(action) = own.program.get(own.at).cloned() else { return false };
         let moved = match action {
-            Action::Start(_) if own.entering.is_some() => process.pass(thread, is_closed),
+            Action::Start(_) if own.entering.is_some() => {
+                let passes = process.pass(thread, is_closed);
+                self.passed += usize::from(passes);
+                passes
+            }
             Action::Start(items) => {
                 if is_closed && !process.has_room(&items) {
                     return false;
@@ -457,8 +465,8 @@ fn with_lock(random: &mut Random, program: Vec<Action>) -> Vec<Action> {
     locked
 }
 
-/// Reads the counts of all processes piece by piece, while they change: `inside`, the communicators, each counter,
-/// `inside` again, and what is pending.
+/// Reads the counts of a machine's processes piece by piece, while they change: `inside`, the communicators, each
+/// counter, `inside` again, and what is pending.
 #[derive(Default)]
 struct Reader {
     all: Vec<Counts>,
@@ -467,14 +475,14 @@ struct Reader {
 
 impl Reader {
     /// Reads the next piece. Returns the counts once all is read.
-    fn read(&mut self, world: &World) -> Option<Vec<Counts>> {
+    fn read(&mut self, processes: &[Process]) -> Option<Vec<Counts>> {
         if self.step == 0 {
-            let process = world.processes.get(self.all.len())?;
+            let process = processes.get(self.all.len())?;
             self.all.push(Counts { inside: process.counts.inside, ..Counts::default() });
             self.step = 1;
             return None;
         }
-        let counts = &world.processes[self.all.len() - 1].counts;
+        let counts = &processes[self.all.len() - 1].counts;
         let read = self.all.last_mut()?;
         match self.step {
             1 => read.communicators.clone_from(&counts.communicators),
@@ -484,13 +492,109 @@ impl Reader {
                     read.inside = read.inside.max(counts.inside);
                     (read.making, read.pending) = (counts.making, counts.pending);
                     self.step = 0;
-                    let is_all = self.all.len() == world.processes.len();
-                    return is_all.then(|| std::mem::take(&mut self.all));
+                    return (self.all.len() == processes.len()).then(|| std::mem::take(&mut self.all));
                 }
             },
         }
         self.step += 1;
         None
+    }
+}
+
+/// A supervisor, and what it knows of the others.
+struct Machine {
+    /// Its processes.
+    own: std::ops::Range<usize>,
+    search: Search,
+    reader: Reader,
+    before: Vec<Vec<Counts>>,
+    told: Option<Operations>,
+    /// Not written yet.
+    unwritten: Option<Operations>,
+    /// What it knows of each machine, and up to where it has read what was written.
+    known: Vec<Option<Operations>>,
+    read: usize,
+    is_done: bool,
+}
+
+/// The machines during one cut, and what they have written.
+struct Machines {
+    all: Vec<Machine>,
+    written: Vec<(usize, Operations)>,
+    /// How many calls had passed when the first machine reached the point.
+    passed: Option<usize>,
+}
+
+impl Machines {
+    fn new(world: &World, count: usize) -> Machines {
+        let processes = world.processes.len();
+        let machine = |at| Machine {
+            own: at * processes / count..(at + 1) * processes / count,
+            search: Search::new(at as u64),
+            reader: Reader::default(),
+            before: Vec::new(),
+            told: None,
+            unwritten: None,
+            known: vec![None; count],
+            read: 0,
+            is_done: false,
+        };
+        Machines { all: (0..count).map(machine).collect(), written: Vec::new(), passed: None }
+    }
+
+    /// Something is written, or a machine learns of it. Returns whether a machine has learnt something.
+    fn deliver(&mut self, at: usize, writes: bool) -> bool {
+        let machine = &mut self.all[at];
+        if writes {
+            self.written.extend(machine.unwritten.take().map(|operations| (at, operations)));
+            return false;
+        }
+        let Some((from, operations)) = self.written.get(machine.read) else { return false };
+        machine.read += 1;
+        if *from != at {
+            machine.known[*from] = Some(operations.clone());
+        }
+        *from != at
+    }
+
+    /// A machine reads some pieces, and takes a step once it has read all. Returns whether it took one.
+    fn step(&mut self, at: usize, world: &mut World, pace: usize, is_stuck: bool) -> bool {
+        let machine = &mut self.all[at];
+        if machine.is_done {
+            return false;
+        }
+        let processes = &world.processes[machine.own.clone()];
+        let Some(counts) = (0..pace).find_map(|_| machine.reader.read(processes)) else { return false };
+        let ours = machine.search.tell(counts);
+        if machine.told.as_ref() != Some(&ours) {
+            machine.told = Some(ours.clone());
+            machine.unwritten = Some(ours.clone());
+        }
+        let others = machine.known.iter().enumerate().filter(|(other, _)| *other != at).map(|(_, known)| known.clone());
+        let others: Option<Vec<Operations>> = others.collect();
+        let all = std::iter::once(&ours).chain(others.iter().flatten());
+        let now: Vec<Vec<Counts>> = all.map(|operations| operations.counts.clone()).collect();
+        let is_starting = !is_stuck && ours.counts.iter().any(|counts| counts.pending > 0);
+        let is_steady = now == machine.before && !is_starting;
+        machine.before = now;
+        let step = machine.search.step(&Look { ours: &ours, others: others.as_deref(), is_stuck, is_steady });
+        for (process, place, limit) in step.limits {
+            if machine.own.contains(&(machine.own.start + process)) {
+                world.processes[machine.own.start + process].limits[place] = limit;
+            }
+        }
+        if step.is_reached {
+            machine.is_done = true;
+            self.passed = self.passed.or(Some(world.passed));
+        }
+        true
+    }
+
+    fn have_the_point(&self, world: &World) -> Result<bool, String> {
+        if self.passed.is_some_and(|passed| passed != world.passed) {
+            return Err("a call passed after a machine had reached the point".into());
+        }
+        Ok(self.all.iter().all(|machine| machine.is_done))
     }
 }
 
@@ -505,41 +609,46 @@ fn run(seed: u64) -> Result<usize, String> {
     let cuts_every = 20 + random.below(400);
     // How many pieces are read at a time.
     let pace = [1, 3, 1000][random.below(3)];
-    let (mut targets, mut reader, mut cuts, mut quiet) = (Targets::default(), Reader::default(), 0, 0);
-    let mut before = Vec::new();
+    let machine_count = if random.one_in(2) { 1 } else { 1 + random.below(count) };
+    // How seldom something is written, and learnt.
+    let delays = [1 + random.below(20), 1 + random.below(20)];
+    let (mut cuts, mut quiet) = (0, 0);
+    let mut machines = Machines::new(&world, machine_count);
     for _ in 0..MOST_TURNS {
         if world.processes.iter().all(Process::has_ended) {
             return Ok(cuts);
         }
         if !world.is_closed && random.one_in(cuts_every) {
-            (targets, reader, before) = (Targets::default(), Reader::default(), Vec::new());
+            machines = Machines::new(&world, machine_count);
             world.is_closed = true;
         }
         let (at, thread) = (random.below(count), random.below(threads));
         let moved = if random.one_in(2) { world.turn(at, thread) } else { world.gpu(at, thread) };
         quiet = if moved { 0 } else { quiet + 1 };
-        if world.is_closed && random.one_in(3) {
-            let Some(all) = (0..pace).find_map(|_| reader.read(&world)) else { continue };
-            // Only if nothing has changed for long is what was read true for one moment.
-            let is_stuck =
-                quiet > 60 * count * threads + 40 * all.iter().map(|it| it.counters.len() + 3).sum::<usize>();
-            let step = targets.step(&all, is_stuck);
-            for (process, place, limit) in step.limits {
-                world.processes[process].limits[place] = limit;
+        if !world.is_closed {
+            if quiet > 2000 * count * threads {
+                return Err("the program does not get on with the gate open".into());
             }
-            if is_stuck {
+            continue;
+        }
+        let at = random.below(machine_count);
+        for writes in [true, false] {
+            if random.one_in(delays[usize::from(writes)]) && machines.deliver(at, writes) {
                 quiet = 0;
             }
-            let is_confirmed = all == before;
-            let is_starting = !is_stuck && all.iter().any(|counts| counts.pending > 0);
-            before = all;
-            if step.is_reached && is_confirmed && !is_starting {
+        }
+        if random.one_in(3) {
+            let pieces: usize = world.processes.iter().map(|process| process.counts.counters.len() + 3).sum();
+            // Only if nothing has changed for long is what was read true for one moment.
+            let is_stuck = quiet > (60 * count * threads + 40 * pieces) * machine_count;
+            if machines.step(at, &mut world, pace, is_stuck) && is_stuck {
+                quiet = 0;
+            }
+            if machines.have_the_point(&world)? {
                 cuts += 1;
                 check_rest(&mut world)?;
                 world.open();
             }
-        } else if !world.is_closed && quiet > 2000 * count * threads {
-            return Err("the program does not get on with the gate open".into());
         }
     }
     Err(format!("no end after {MOST_TURNS} turns; closed: {}", world.is_closed))

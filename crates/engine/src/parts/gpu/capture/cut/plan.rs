@@ -9,7 +9,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use rekindle_cuda::nccl::{Counts, Kind};
+use rekindle_cuda::nccl::{Communicator, Counter, Counts, Kind};
 
 /// A set of operations that its members do equally often.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -61,9 +61,10 @@ pub(super) struct Step {
 }
 
 impl Targets {
-    /// The next step, for these counts of all processes. With `raise_all` every waiting call may be made: the ranks
-    /// that are behind may wait for something other than NCCL.
-    pub(super) fn step(&mut self, all: &[Counts], raise_all: bool) -> Step {
+    /// The next step, for these counts of all processes, of which the first `own` are this machine's. A target is raised
+    /// only where one of these is a member: the other machines raise theirs. With `raise_all` every waiting call may be
+    /// made: the ranks that are behind may wait for something other than NCCL.
+    pub(super) fn step(&mut self, all: &[Counts], own: usize, raise_all: bool) -> Step {
         let channels = channels(all);
         // A table's counters never disappear. A job could change its table all the time, so old ones are forgotten.
         self.0.retain(|channel, _| channels.contains_key(channel));
@@ -81,7 +82,9 @@ impl Targets {
             let may_all = raise_all || is_making || behind.iter().any(|behind| behind.process.is_none());
             let may_pass = |member: &&Member| may_all || member.process.is_some_and(|it| processes.contains(&it));
             let mut is_raised = false;
-            for (channel, members) in &channels {
+            let is_own =
+                |member: &Member| member.place.is_some() && member.process.is_some_and(|process| process < own);
+            for (channel, members) in channels.iter().filter(|(_, members)| members.iter().any(is_own)) {
                 let target = self.0.entry(*channel).or_default();
                 for member in members.iter().filter(may_pass) {
                     if member.wanted.is_some_and(|wanted| wanted > *target) {
@@ -103,6 +106,24 @@ impl Targets {
         Step { limits, is_reached, behind }
     }
 
+    /// The limit of each counter.
+    pub(super) fn of(&self, all: &[Counts]) -> Vec<Vec<u64>> {
+        let limit = |channel| target(&self.0, channel);
+        all.iter().map(|counts| channels_of(counts).map(limit).collect()).collect()
+    }
+
+    /// Raises the targets to limits that another machine has set for these counts.
+    pub(super) fn raise(&mut self, all: &[Counts], limits: &[Vec<u64>]) {
+        for (counts, limits) in all.iter().zip(limits) {
+            for (channel, limit) in channels_of(counts).zip(limits) {
+                if let Some(channel) = channel {
+                    let target = self.0.entry(channel).or_default();
+                    *target = (*target).max(*limit);
+                }
+            }
+        }
+    }
+
     #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.0.len()
@@ -121,6 +142,24 @@ impl Targets {
     }
 }
 
+fn target(targets: &BTreeMap<Channel, u64>, channel: Option<Channel>) -> u64 {
+    channel.and_then(|channel| targets.get(&channel)).copied().unwrap_or(0)
+}
+
+/// The channel of each counter of a process; none if its communicator is not known.
+fn channels_of(counts: &Counts) -> impl Iterator<Item = Option<Channel>> {
+    counts.counters.iter().map(|counter| Some(channel_of(counts.communicators.get(counter.communicator)?, counter)))
+}
+
+fn channel_of(communicator: &Communicator, counter: &Counter) -> Channel {
+    let (id, rank) = (communicator.id, communicator.rank);
+    match counter.kind {
+        Kind::Collective => Channel::Collective(id),
+        Kind::Send => Channel::Pair { id, from: rank, to: counter.peer },
+        Kind::Receive => Channel::Pair { id, from: counter.peer, to: rank },
+    }
+}
+
 /// The members of all channels that have been used.
 fn channels(all: &[Counts]) -> BTreeMap<Channel, Vec<Member>> {
     // The process of each rank.
@@ -136,13 +175,8 @@ fn channels(all: &[Counts]) -> BTreeMap<Channel, Vec<Member>> {
     for (process, counts) in all.iter().enumerate() {
         for counter in &counts.counters {
             let Some(communicator) = counts.communicators.get(counter.communicator) else { continue };
-            let (id, rank) = (communicator.id, communicator.rank);
-            let channel = match counter.kind {
-                Kind::Collective => Channel::Collective(id),
-                Kind::Send => Channel::Pair { id, from: rank, to: counter.peer },
-                Kind::Receive => Channel::Pair { id, from: counter.peer, to: rank },
-            };
-            channels.entry(channel).or_default().push(Member {
+            let rank = communicator.rank;
+            channels.entry(channel_of(communicator, counter)).or_default().push(Member {
                 process: Some(process),
                 // A rank that sends to itself has two members, one for each side.
                 rank: if counter.kind == Kind::Receive { rank | RECEIVER } else { rank },

@@ -1,0 +1,353 @@
+//! What becomes of requests, and of a run that is given up or started from the beginning.
+
+use super::*;
+use crate::documents::{Fresh, Last};
+use crate::requests::{Outcome, Pending};
+
+fn failed(why: &str) -> Ending {
+    Ending::Failed { why: why.into(), last: Some(Last::Exit(3)) }
+}
+
+/// A request of a member, and what somebody who waits for it learns.
+struct Client {
+    at: usize,
+    pending: Pending,
+}
+
+impl Group {
+    fn asks(&mut self, at: usize, ask: Ask) -> Client {
+        self.tell(at, Event::Asked(ask));
+        let machine = &self.machines[at];
+        let (asked, membership) = (machine.asked().unwrap().clone(), machine.report().unwrap().incarnation);
+        let mut client = Client { at, pending: Pending::new(asked, membership) };
+        assert_eq!(self.learns(&mut client), Outcome::Open);
+        client
+    }
+
+    fn learns(&self, client: &mut Client) -> Outcome {
+        let machine = &self.machines[client.at];
+        let membership = machine.report().map(|report| report.incarnation);
+        client.pending.look(&self.coordinator.view, membership, machine.asked())
+    }
+
+    fn killed(&mut self) {
+        self.all(&|_| Local::Ended(Ending::Failed { why: "killed".into(), last: None }));
+    }
+
+    fn with_images() -> Group {
+        let mut group = Group::with(2, &|rank| durable(rank, &[4, 7]), Epoch(3));
+        group.wait(TTL);
+        group.starts();
+        group
+    }
+
+    fn plan(&self) -> &crate::documents::Plan {
+        &self.coordinator.view.plan.as_ref().unwrap().value
+    }
+
+    /// Members that were told to start from the beginning, or not.
+    fn told(wants: &[bool], parts: &[u64]) -> Group {
+        let size = u32::try_from(wants.len()).unwrap();
+        let mut group = Group::unjoined(size, &|rank| durable(rank, parts), Epoch(3));
+        let told = group.machines.into_iter().zip(wants);
+        group.machines = told.map(|(machine, fresh)| machine.starting(*fresh, Number(0))).collect();
+        (0..wants.len()).for_each(|at| group.join(at));
+        group.wait(TTL);
+        group
+    }
+}
+
+fn why(outcome: Outcome) -> String {
+    match outcome {
+        Outcome::Failed { why } => why,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_suspension_is_answered_when_all_machines_are_at_rest() {
+    let mut group = Group::new(2);
+    group.starts();
+    let mut client = group.asks(0, Ask::Suspend);
+    group.settle();
+    group.dumps(ONE);
+    assert_eq!(group.learns(&mut client), Outcome::Open);
+    group.killed();
+    group.tell(0, Event::Local(Local::Stored(ONE)));
+    group.settle();
+    assert_eq!(group.learns(&mut client), Outcome::Open, "rank 1 still stores its part");
+    group.tell(1, Event::Local(Local::Stored(ONE)));
+    group.settle();
+    assert_eq!(group.learns(&mut client), Outcome::Done);
+
+    let mut other = group.asks(1, Ask::Suspend);
+    group.settle();
+    assert_eq!(group.learns(&mut other), Outcome::Done, "it is suspended already");
+    let mut client = group.asks(1, Ask::Resume);
+    group.settle();
+    assert_eq!(group.learns(&mut client), Outcome::Open);
+    group.starts();
+    assert_eq!(group.learns(&mut client), Outcome::Done);
+}
+
+#[test]
+fn a_suspension_whose_snapshot_is_aborted_leaves_all_running_and_says_why() {
+    let mut group = Group::new(2);
+    group.starts();
+    let mut client = group.asks(1, Ask::Suspend);
+    group.settle();
+    group.tell(0, Event::Local(Local::Refused(ONE, "no memory".into())));
+    group.settle();
+    assert_eq!(group.learns(&mut client), Outcome::Open);
+    group.tell(1, Event::Local(Local::Aborted(ONE)));
+    group.settle();
+    assert_eq!(group.goal(), Goal::Run);
+    assert_eq!(why(group.learns(&mut client)), "rank 0: no memory");
+}
+
+#[test]
+fn a_suspension_ends_with_a_job_that_dies_and_a_lost_membership() {
+    let mut group = Group::new(2);
+    group.starts();
+    let mut client = group.asks(1, Ask::Suspend);
+    group.settle();
+    group.tell(0, Event::Local(Local::Ended(failed("it died"))));
+    group.settle();
+    assert_eq!(why(group.learns(&mut client)), "rank 0: it died");
+
+    let mut client = group.asks(1, Ask::Rewind(ONE));
+    group.tell(1, Event::SessionLost);
+    assert!(why(group.learns(&mut client)).contains("no longer a member"));
+}
+
+#[test]
+fn a_rewind_is_answered_when_the_job_runs_from_that_image_and_refused_with_a_reason() {
+    let mut group = Group::with_images();
+    let mut client = group.asks(1, Ask::Rewind(Number(4)));
+    group.settle();
+    group.killed();
+    assert_eq!(group.learns(&mut client), Outcome::Open);
+    group.starts();
+    assert_eq!(group.learns(&mut client), Outcome::Done);
+
+    let mut client = group.asks(0, Ask::Rewind(Number(9)));
+    group.settle();
+    assert_eq!(why(group.learns(&mut client)), "there is no group image 9");
+    // Another part of the same name is not the one that is needed.
+    group.tell(1, Event::Local(Local::Gone(Number(4))));
+    group.settle();
+    let mut client = group.asks(0, Ask::Rewind(Number(4)));
+    group.settle();
+    assert_eq!(why(group.learns(&mut client)), "group image 4 cannot be used: the part of rank 1 is not there");
+    assert_eq!(group.goal(), Goal::Run);
+}
+
+#[test]
+fn a_rewind_that_fails_costs_no_group_image() {
+    let mut group = Group::with_images();
+    let left = group.plan().left.clone();
+    let mut client = group.asks(1, Ask::Rewind(Number(4)));
+    group.settle();
+    group.killed();
+    group.tell(1, Event::Local(Local::Ended(Ending::NotStarted { why: "a file is missing".into() })));
+    group.settle();
+    let told = "cannot go back to group image 4: rank 1: a file is missing. The job continues from where it was";
+    assert_eq!(why(group.learns(&mut client)), told);
+    assert_eq!((&group.plan().left, &group.plan().aim), (&left, &None));
+    assert_eq!((group.plan().in_a_row, group.plan().failures.len()), (0, 0));
+    group.tell(0, Event::Local(Local::Ended(failed("killed"))));
+    group.settle();
+    assert!(matches!(group.last(0), Some(Order::Start { from: From::Image(Number(7)), .. })), "{:?}", group.last(0));
+}
+
+#[test]
+fn a_part_that_is_lost_during_a_rewind_does_not_lead_to_an_older_image() {
+    let mut group = Group::with_images();
+    let mut client = group.asks(0, Ask::Rewind(Number(7)));
+    group.settle();
+    group.tell(1, Event::Local(Local::Gone(Number(7))));
+    group.settle();
+    group.killed();
+    assert!(why(group.learns(&mut client)).starts_with("cannot go back to group image 7"));
+    assert!(matches!(group.last(0), Some(Order::Start { from: From::Image(Number(4)), .. })), "where it was");
+}
+
+#[test]
+fn a_request_for_a_snapshot_does_not_replace_another_and_other_requests_do() {
+    let mut group = Group::new(2);
+    let mut client = group.asks(0, Ask::Suspend);
+    group.tell(0, Event::Asked(Ask::Snapshot));
+    assert_eq!(group.machines[0].asked().unwrap().ask, Ask::Suspend, "it is served when the job runs");
+    group.tell(0, Event::Asked(Ask::StopNow { requeue: true }));
+    assert_eq!(why(group.learns(&mut client)), "another request came before it was served");
+}
+
+#[test]
+fn a_suspended_group_of_which_nobody_is_left_is_a_new_run() {
+    let mut group = Group::new(2);
+    group.starts();
+    group.tell(0, Event::Asked(Ask::Suspend));
+    group.settle();
+    group.dumps(ONE);
+    group.killed();
+    group.all(&|_| Local::Stored(ONE));
+    group.parts = (0..2).map(|rank| durable(rank, &[1])).collect();
+    group.comes_back(0);
+    assert_eq!(group.goal(), Goal::Suspended, "one that was there is still there");
+    group.comes_back(1);
+    assert!(matches!(group.last(1), Some(Order::Start { from: From::Image(ONE), .. })), "{:?}", group.goal());
+}
+
+#[test]
+fn a_member_that_gives_up_ends_the_run_of_all_with_its_reason_and_exit_code() {
+    let given_up = || Ending::GivenUp { why: "rule 1: out of memory".into(), last: Some(Last::Exit(9)) };
+    let end = || {
+        let why = "rank 1: rule 1: out of memory".into();
+        Order::Finish(End::Failed { why, last: Some(Last::Exit(9)) })
+    };
+    let mut group = Group::new(2);
+    group.starts();
+    group.tell(1, Event::Local(Local::Ended(given_up())));
+    group.settle();
+    assert_eq!(group.last(0), Some(&Order::Kill));
+    group.tell(0, Event::Local(Local::Ended(failed("killed"))));
+    group.settle();
+    assert!((0..2).all(|at| group.last(at) == Some(&end())), "{:?}", group.goal());
+
+    // Its job ends because another one has ended, and the order to end it came first.
+    let mut group = Group::new(2);
+    group.starts();
+    group.tell(0, Event::Local(Local::Ended(failed("the connection was closed"))));
+    group.settle();
+    assert_eq!(group.last(1), Some(&Order::Kill));
+    group.tell(1, Event::Local(Local::Ended(given_up())));
+    group.settle();
+    assert!((0..2).all(|at| group.last(at) == Some(&end())), "{:?}", group.goal());
+}
+
+#[test]
+fn a_job_that_dies_too_often_ends_the_run_with_its_last_exit_code() {
+    let mut group = Group::new(2);
+    group.starts();
+    let most = options(Rank(0), 2).restart.max_restarts;
+    for count in 1..=most + 1 {
+        // It is not the image's fault.
+        group.tell(1, Event::Asked(Ask::Snapshot));
+        group.settle();
+        let number = Number(u64::from(count));
+        group.dumps(number);
+        group.all(&|_| Local::Stored(number));
+        group.tell(0, Event::Local(Local::Ended(failed("it died"))));
+        group.settle();
+        group.killed();
+        if count <= most {
+            group.wait(options(Rank(0), 2).restart.max_backoff);
+            group.starts();
+        }
+    }
+    let Goal::End(End::Failed { why, last: Some(Last::Exit(3)) }) = group.goal() else { panic!("{:?}", group.goal()) };
+    assert!(why.contains("it died") && why.contains(&(most + 1).to_string()), "{why}");
+    // Another run tries it again.
+    group.parts = (0..2).map(|rank| durable(rank, &[u64::from(most) + 1])).collect();
+    (0..2).for_each(|at| group.comes_back(at));
+    assert!(matches!(group.last(1), Some(Order::Start { from: From::Image(_), .. })), "{:?}", group.goal());
+}
+
+#[test]
+fn a_job_that_dies_at_once_after_each_beginning_is_given_up() {
+    let mut group = Group::new(2);
+    for _ in 0..options(Rank(0), 2).restart.early_deaths {
+        group.starts();
+        group.tell(0, Event::Local(Local::Ended(failed("it died"))));
+        group.settle();
+        group.killed();
+        group.wait(options(Rank(0), 2).restart.max_backoff);
+    }
+    let Goal::End(End::Failed { why, last: Some(Last::Exit(3)) }) = group.goal() else { panic!("{:?}", group.goal()) };
+    assert!(why.contains("after a start from the beginning; the last time: rank 0: it died"), "{why}");
+}
+
+#[test]
+fn all_start_from_the_beginning_together_and_never_from_an_older_image_again() {
+    let mut group = Group::told(&[true, true], &[4, 7]);
+    let begins = |order: Option<&Order>| matches!(order, Some(Order::Start { from: From::Beginning, .. }));
+    assert!((0..2).all(|at| begins(group.last(at))), "{:?}", group.goal());
+    group.starts();
+    assert_eq!(group.machines[0].floor(), Number(8));
+    assert_eq!(crate::usable(&group.coordinator.view), []);
+    // What fails before the first image begins again; the older images are kept until there is one.
+    group.tell(0, Event::Local(Local::Ended(failed("it died"))));
+    group.settle();
+    group.killed();
+    assert!(begins(group.last(1)), "{:?}", group.goal());
+    group.starts();
+    assert!(group.coordinator.view.images.contains_key(&Number(7)));
+    group.wait(INTERVAL);
+    group.dumps(Number(8));
+    group.all(&|_| Local::Stored(Number(8)));
+    assert!(!group.coordinator.view.images.contains_key(&Number(7)));
+
+    // The coordinator loses its data, and the machines remember.
+    let mut again = Group::unjoined(2, &|rank| durable(rank, &[4, 7]), Epoch(3));
+    again.machines = again.machines.into_iter().map(|machine| machine.starting(false, Number(8))).collect();
+    (0..2).for_each(|at| again.join(at));
+    again.wait(TTL);
+    assert!(begins(again.last(0)), "{:?}", again.goal());
+}
+
+#[test]
+fn one_that_alone_is_to_start_from_the_beginning_leaves() {
+    let mut group = Group::told(&[false, true], &[4, 7]);
+    let refused = |order: Option<&Order>| match order {
+        Some(Order::Finish(End::Refused { why })) => why.clone(),
+        other => panic!("{other:?}"),
+    };
+    let why = refused(group.last(1));
+    assert!(why.contains("rank 1 was told to start from the beginning (--fresh) and rank 0 was not"), "{why}");
+    assert!(matches!(group.goal(), Goal::Gather { .. }), "nothing has started");
+    // It is started again without the flag.
+    group.machines[1] = Machine::new(options(Rank(1), 2), Epoch(3));
+    group.comes_back(1);
+    assert!(matches!(group.last(0), Some(Order::Start { from: From::Image(Number(7)), .. })), "{:?}", group.goal());
+}
+
+#[test]
+fn a_supervisor_that_is_started_again_with_the_flag_does_not_begin_again() {
+    let mut group = Group::told(&[true, true], &[4]);
+    group.starts();
+    group.wait(INTERVAL);
+    group.dumps(Number(5));
+    group.all(&|_| Local::Stored(Number(5)));
+    group.parts[1] = durable(1, &[5]);
+    group.machines[1] = Machine::new(options(Rank(1), 2), Epoch(1)).starting(true, Number(5));
+    group.comes_back(1);
+    group.tell(0, Event::Local(Local::Ended(failed("killed"))));
+    group.settle();
+    assert!(matches!(group.last(1), Some(Order::Start { from: From::Image(Number(5)), .. })), "{:?}", group.goal());
+    assert_eq!(group.coordinator.view.members[&Rank(0)].fresh, Fresh::Done);
+}
+
+#[test]
+fn a_completed_job_runs_again_only_if_all_say_so() {
+    let completed = |fresh: &[bool]| {
+        let mut group = Group::new(2);
+        group.starts();
+        group.all(&|_| Local::Ended(Ending::Completed));
+        assert_eq!(group.last(0), Some(&Order::Finish(End::Completed)));
+        for (at, fresh) in fresh.iter().enumerate() {
+            let rank = Rank(u32::try_from(at).unwrap());
+            // The other one may not have left yet.
+            group.machines[at] = Machine::new(options(rank, 2), Epoch(1)).starting(*fresh, Number(0));
+            group.comes_back(at);
+        }
+        group
+    };
+    let mut group = completed(&[true]);
+    assert_eq!(group.goal(), Goal::End(End::Completed), "the other has not come");
+    group.wait(options(Rank(0), 2).limits.wait);
+    assert!(matches!(group.last(0), Some(Order::Finish(End::Missing { .. }))), "{:?}", group.last(0));
+    let group = completed(&[true, true]);
+    assert!((0..2).all(|at| matches!(group.last(at), Some(Order::Start { from: From::Beginning, .. }))));
+    let group = completed(&[false]);
+    assert_eq!(group.last(0), Some(&Order::Finish(End::Completed)));
+}
