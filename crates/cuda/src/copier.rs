@@ -187,7 +187,7 @@ impl Copier {
         self.with(|running| {
             running.send(&Ask::begin(way, meta.dev(), meta.ino()), None, doing)?;
             for (offset, piece) in pieces {
-                bytes += piece.bytes;
+                bytes = piece.bytes.saturating_add(bytes);
                 running.send(&Ask::piece(offset, piece.bytes), Some(piece.memory.as_fd()), doing)?;
             }
             running.send(&Ask::end(), None, doing)

@@ -50,6 +50,21 @@ pub enum Error {
         /// The reason and advice.
         why: Obstacle,
     },
+    /// Its own memory stays on the GPU, and nothing copies it.
+    #[error(
+        "process {pid}: its memory stays on the GPU (gpu.memory = \"kept\") since an earlier snapshot, and it cannot be \
+         copied now, as the warning before says"
+    )]
+    Stays {
+        /// The process, as the job sees it.
+        pid: i32,
+    },
+    /// Its own memory that stayed on the GPU is not there any more.
+    #[error("process {pid}: its memory that stayed on the GPU is missing")]
+    Missing {
+        /// The process, as the job sees it.
+        pid: i32,
+    },
     /// A keeper did not answer in time.
     #[error("process {pid}: cannot release other processes' GPU memory now: {source}")]
     Busy {
@@ -91,8 +106,6 @@ pub enum Obstacle {
     Multicast,
     /// The process has no thread that could release it.
     NoKeeper,
-    /// It is memory of the process's own that stays on the GPU, and it cannot be copied now.
-    Stays,
 }
 
 impl fmt::Display for Obstacle {
@@ -109,9 +122,6 @@ impl fmt::Display for Obstacle {
             Obstacle::Untracked => f.write_str("the process shares more pieces of memory than rekindle can track"),
             Obstacle::Multicast => f.write_str("NVLink multicast; for NCCL set NCCL_NVLS_ENABLE=0"),
             Obstacle::NoKeeper => f.write_str("the interposer could not start its thread in the process"),
-            Obstacle::Stays => {
-                f.write_str("it stays on the GPU (gpu.memory = \"kept\"), and the process that copies it is missing")
-            }
         }
     }
 }
@@ -246,7 +256,7 @@ pub fn let_go(all: &[Sharing], own: Own, staying: &mut Vec<Staying>) -> Result<(
     if own == Own::IsCopied
         && let Some(one) = all.iter().find(|one| one.kept().any(|(_, import, _)| import.kept.load(Relaxed) == HANDED))
     {
-        return Err(Error::Unmanaged { pid: one.inner(), why: Obstacle::Stays });
+        return Err(Error::Stays { pid: one.inner() });
     }
     if let Some(one) = all.iter().find(|one| one.table().under_way.load(Relaxed) != 0) {
         let source = std::io::Error::other("a driver call on memory that has to be released is in progress");
@@ -304,7 +314,7 @@ pub fn take_again(all: &[Sharing], staying: &[Staying]) -> Result<(), Error> {
         for (index, _, bytes) in one.kept().filter(|(_, import, _)| import.is_gone.load(Relaxed) != 0) {
             let is_it = |piece: &&Staying| (piece.pid, piece.index, piece.bytes) == (one.inner(), index, bytes);
             let piece = staying.iter().find(is_it);
-            let missing = || Error::Unmanaged { pid: one.inner(), why: Obstacle::Stays };
+            let missing = || Error::Missing { pid: one.inner() };
             entries.push((index, piece.ok_or_else(missing)?.memory.as_fd()));
         }
         lock(session).import(&entries)

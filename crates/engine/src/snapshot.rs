@@ -333,7 +333,10 @@ pub fn take(subject: &Subject<'_>, reason: Reason, cancelled: &(dyn Fn() -> bool
     match manifest
         .and_then(|manifest| frozen.ready.target.seal(manifest, subject.options.threads).map_err(Error::Staging))
     {
-        Ok(image) => Ok(Taken { image, freeze, notes: frozen.dumped.moment.notes }),
+        Ok(image) => {
+            let notes = frozen.dumped.moment.notes.into_iter().chain(frozen.gpus.group.refused()).collect();
+            Ok(Taken { image, freeze, notes })
+        }
         Err(error) => {
             record::drop_links(&frozen.saved_links, frozen.env.root(), frozen.env.user());
             Err(error)

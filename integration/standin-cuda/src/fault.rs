@@ -66,6 +66,18 @@ pub(crate) fn inject_keeper(call: &str) -> Result<(), i32> {
     Ok(())
 }
 
+/// The same for a call of the job itself, not of its keeper.
+pub(crate) fn inject_job(call: &str) -> Result<(), i32> {
+    let Some(folder) = std::env::var_os("STANDIN_CUDA_DIR").filter(|_| !crate::host::is_copier()) else {
+        return Ok(());
+    };
+    if fs::read("/proc/thread-self/comm").is_ok_and(|name| name == b"rekindle-keeper\n") {
+        return Ok(());
+    }
+    // SAFETY: no precondition.
+    inject(Path::new(&folder), &format!("job-{call}"), unsafe { libc::getpid() })
+}
+
 /// The same for a call of the process that copies.
 pub(crate) fn inject_copier(call: &str) -> Result<(), i32> {
     let Some(folder) = std::env::var_os("STANDIN_CUDA_DIR").filter(|_| crate::host::is_copier()) else { return Ok(()) };

@@ -81,6 +81,7 @@ pub(crate) fn initialize() -> Result<(), i32> {
     let Some(folder) = std::env::var_os("STANDIN_CUDA_DIR") else { return Ok(()) };
     let began = life();
     fault::inject(Path::new(&folder), "init", own_pid())?;
+    fault::inject_copier("init")?;
     if life() == began { Ok(()) } else { Err(code::OPERATING_SYSTEM) }
 }
 

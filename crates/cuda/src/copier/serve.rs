@@ -171,7 +171,7 @@ impl Server {
         let mut copy = self.copy.take().ok_or("no copy has begun")?;
         let Some(gpus) = &mut self.gpus else { return Err(copy.failed.unwrap_or_else(|| "nothing was copied".into())) };
         let finished = gpus.finish();
-        copy.failed = copy.failed.or(finished.err());
+        copy.failed = copy.failed.or_else(|| finished.err());
         if copy.failed.is_none()
             && let Some(mapped) = self.files.iter().find(|known| known.key == copy.file)
         {
@@ -497,12 +497,11 @@ impl Gpus {
         let stream = self.devices.get(&device).map_or(ptr::null_mut(), |device| device.stream);
         let length = usize::try_from(length).map_err(|error| error.to_string())?;
         let host = ptr::with_exposed_provenance_mut::<c_void>(host);
-        // SAFETY: both are mapped here until the end of the copy, which is awaited.
-        let result = unsafe {
-            match way {
-                Way::Out => (self.functions.copy_out)(host, memory, length, stream),
-                Way::In => (self.functions.copy_in)(memory, host, length, stream),
-            }
+        let result = match way {
+            // SAFETY: both are mapped here until the end of the copy, which is awaited.
+            Way::Out => unsafe { (self.functions.copy_out)(host, memory, length, stream) },
+            // SAFETY: as above.
+            Way::In => unsafe { (self.functions.copy_in)(memory, host, length, stream) },
         };
         self.check_code(result, "the copy")
     }

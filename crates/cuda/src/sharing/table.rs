@@ -38,7 +38,9 @@ impl Sharing {
         Ok(Sharing { pid, table: JobTable::mapped(file)? })
     }
 
-    pub(super) fn pid(&self) -> i32 {
+    /// The pid of the process as we see it.
+    #[must_use]
+    pub fn pid(&self) -> i32 {
         self.pid
     }
 

@@ -136,6 +136,8 @@ pub(super) fn freeze<'a>(env: Env<'a>) -> Result<Frozen<'a>, Error> {
     let (kept, copying, dumped, cable) = (None, None, None, None);
     let mut freeze = Freeze { env, seen, gpus, ready, landing, kept, copying, saved_links, dumped, cable };
     if let Err(failed) = steps::run(&steps(), &mut freeze, &mut timings, &go_on) {
+        // Before the slot is given up: the copy writes to it.
+        drop(freeze.copying.take());
         return Err(freeze.failed(failed));
     }
     let Freeze { env, seen, gpus, mut ready, landing, kept, saved_links, dumped, cable, .. } = freeze;

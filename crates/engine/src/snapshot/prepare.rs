@@ -1,5 +1,7 @@
 //! A place for the image, found and made ready while the job runs: the phase `prepare`.
 
+use std::collections::BTreeMap;
+
 use chrono::Utc;
 
 use super::CRIU_DIR;
@@ -35,34 +37,36 @@ impl<'a> Ready<'a> {
         let memory = memory(env);
         let target = target(env, memory, seen, gpus)?;
         let (mut receivers, mut armed) = (None, Armed::default());
+        let staying = match env.subject.options.memory {
+            GpuMemory::Copied => BTreeMap::new(),
+            GpuMemory::Kept => gpus.group.kept_bytes()?,
+        };
         if let Some(area) = memory {
-            let landers = landers(area, gpus);
+            let landers = landers(area, gpus, &staying);
             let dir = target.dir().join(CRIU_DIR);
             receivers = Some(Receivers::start(&dir, &target.spool(), &pages(seen, gpus, &landers))?);
             armed = landing::arm(area, &target, &landers)?;
         }
         let tree = process::tree(env.root());
         seen.contents.copy_ahead(&tree, env.view(), target.dir(), env.cancelled).map_err(copied)?;
-        let kept = room(env, &target, gpus)?;
+        let kept = room(env, &target, gpus, &staying);
         Ok(Ready { target, devices, receivers, armed, kept })
     }
 }
 
 /// Where memory that stays on the GPU is copied to. Without such memory, and where it cannot be copied, the driver copies
 /// all; what had stayed on the GPU before cannot be left to it, and then the lock fails.
-fn room<'a>(env: &Env<'a>, target: &Filling, gpus: &Gpus) -> Result<Option<Room<'a>>, Error> {
-    if env.subject.options.memory == GpuMemory::Copied {
-        return Ok(None);
+fn room<'a>(env: &Env<'a>, target: &Filling, gpus: &Gpus, staying: &BTreeMap<i32, u64>) -> Option<Room<'a>> {
+    let bytes = staying.values().copied().fold(0, u64::saturating_add);
+    if bytes == 0 {
+        return None;
     }
-    match gpus.group.kept_bytes()? {
-        0 => Ok(None),
-        bytes => match Room::make(env.subject.copier, target, bytes, &gpus.in_use()) {
-            Ok(room) => Ok(Some(room)),
-            Err(error) => {
-                tracing::warn!("GPU memory cannot stay on the GPU in this snapshot: {}", chain(&error));
-                Ok(None)
-            }
-        },
+    match Room::make(env.subject.copier, target, bytes, &gpus.in_use()) {
+        Ok(room) => Some(room),
+        Err(error) => {
+            tracing::warn!("GPU memory cannot stay on the GPU in this snapshot: {}", chain(&error));
+            None
+        }
     }
 }
 
@@ -113,12 +117,16 @@ fn slot(env: &Env<'_>, area: &Area, image: u64, besides: u64) -> Result<Filling,
     })?)
 }
 
-/// The CUDA processes that can use a landing file, with the expected bytes of device memory.
-fn landers(area: &Area, gpus: &Gpus) -> Vec<Lander> {
+/// The CUDA processes that can use a landing file, with the expected bytes of device memory: without what stays on the GPU,
+/// which has a file of its own.
+fn landers(area: &Area, gpus: &Gpus, staying: &BTreeMap<i32, u64>) -> Vec<Lander> {
     let pids = gpus.group.inner_pids().into_iter().zip(gpus.group.outer_pids());
     let all = pids.zip(gpus.memory.iter().copied());
     all.filter(|((_, outer), _)| interposer::is_in(*outer))
-        .map(|((inner, outer), used)| Lander { inner, outer, bytes: last_time(area, inner).unwrap_or(used) })
+        .map(|((inner, outer), used)| {
+            let used = used.saturating_sub(staying.get(&outer).copied().unwrap_or(0));
+            Lander { inner, outer, bytes: last_time(area, inner).unwrap_or(used) }
+        })
         .collect()
 }
 

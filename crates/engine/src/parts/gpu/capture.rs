@@ -228,14 +228,21 @@ impl Group {
         Ok(sharing::check(&self.sharing()?)?)
     }
 
-    /// Bytes of their memory that can stay on the GPU.
-    pub(crate) fn kept_bytes(&self) -> Result<u64, Error> {
-        Ok(self.sharing()?.iter().map(Sharing::kept_bytes).sum())
+    /// Bytes of the memory of each that can stay on the GPU, by pid as we see it.
+    pub(crate) fn kept_bytes(&self) -> Result<BTreeMap<i32, u64>, Error> {
+        Ok(self.sharing()?.iter().map(|one| (one.pid(), one.kept_bytes())).collect())
     }
 
-    /// How often they wanted to share such memory by CUDA IPC, which is refused.
-    pub(crate) fn ipc_refused(&self) -> u32 {
-        self.sharing().map_or(0, |all| all.iter().map(Sharing::ipc_refused).fold(0, u32::saturating_add))
+    /// A note if they wanted to share such memory by CUDA IPC, which the driver refuses. It is the same each time: the user
+    /// is told once.
+    pub(crate) fn refused(&self) -> Option<String> {
+        let is_any = self.sharing().is_ok_and(|all| all.iter().any(|one| one.ipc_refused() > 0));
+        is_any.then(|| {
+            "the driver refused the job a handle for CUDA IPC (cudaIpcGetMemHandle, torch.multiprocessing), because \
+             gpu.memory = \"kept\" keeps that memory on the GPU. If the job needs it, set gpu.memory = \"copied\" and start \
+             the job anew"
+                .to_owned()
+        })
     }
 
     /// From the lock to the unlock: their memory that stays on the GPU.

@@ -76,7 +76,7 @@ impl<'a> Room<'a> {
     /// Begins to copy all of it, and describes where it will be.
     pub(crate) fn begin(&mut self, staying: &[Staying]) -> Result<(Copying<'a>, Kept), Error> {
         let pieces = laid_out(staying);
-        let bytes = pieces.last().map_or(0, |piece| piece.offset + piece.bytes);
+        let bytes = pieces.last().map_or(0, |piece| piece.offset.saturating_add(piece.bytes));
         if bytes > self.bytes {
             // The job has allocated more since.
             tracing::debug!(bytes, prepared = self.bytes, "the file for GPU memory grows during the freeze");
@@ -99,7 +99,8 @@ fn laid_out(staying: &[Staying]) -> Vec<KeptPiece> {
     let mut offset = 0;
     for piece in &mut pieces {
         piece.offset = offset;
-        offset += piece.bytes;
+        // The sizes are the job's words: nonsense is refused when it is copied.
+        offset = offset.saturating_add(piece.bytes);
     }
     pieces
 }

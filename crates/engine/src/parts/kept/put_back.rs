@@ -41,7 +41,8 @@ pub(crate) fn fill(copier: &Copier, dir: &Path, kept: Option<&Kept>, made: &[Sta
     if pairs.len() != pieces.len() || known.len() != pieces.len() || made.len() != pieces.len() {
         return Err(Error::Other { there: made.len(), here: pieces.len(), same: pairs.len() });
     }
-    let (Some(kept), Some(end)) = (kept, pieces.iter().map(|piece| piece.offset + piece.bytes).max()) else {
+    let (Some(kept), Some(end)) = (kept, pieces.iter().map(|piece| piece.offset.saturating_add(piece.bytes)).max())
+    else {
         return Ok(());
     };
     let file = File::options().read(true).write(true).open(dir.join(&kept.part)).map_err(Error::File)?;

@@ -11,6 +11,7 @@ use crate::parts::gpu::placement::Wishes;
 use crate::samples;
 use rekindle_criu::image::LostLock;
 use rekindle_criu::{Criu, Version};
+use rekindle_cuda::copier::Copier;
 use rekindle_os::ptrace::PosixLock;
 use rekindle_os::spawn::Spawn;
 use rekindle_store::Trust;
@@ -79,6 +80,7 @@ fn play(
             progress: &Progress::default(),
             healing: None,
         },
+        copier: &Copier::default(),
         hold: None,
     };
     let mut restore = Restore {
