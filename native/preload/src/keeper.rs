@@ -138,9 +138,8 @@ fn probe(table: &'static Table) -> (i32, u32) {
 fn release(table: &'static Table, with_kept: bool) -> (i32, u32) {
     table.state.store(table::LET_GO, Ordering::Relaxed);
     let is_meant = |import: &Import| with_kept || !sharing::is_kept(import);
-    let is_there = |mapping: &&Mapping| {
-        !is_gone(&mapping.is_gone) && sharing::import_of(table, mapping).is_none_or(is_meant)
-    };
+    let is_there =
+        |mapping: &&Mapping| !is_gone(&mapping.is_gone) && sharing::import_of(table, mapping).is_none_or(is_meant);
     let unmapped = sharing::mappings(table).filter(is_there).map(|mapping| {
         let code = driver::unmap(mapping.address.load(Ordering::Relaxed), mapping.size.load(Ordering::Relaxed));
         mapping.is_gone.store((code == SUCCESS).into(), Ordering::Relaxed);
