@@ -202,6 +202,8 @@ fn micros(time: Duration) -> u64 {
 struct Mapped {
     file: File,
     key: [u64; 2],
+    /// What was reserved, of which the file's part begins at `base`.
+    reserved: usize,
     base: usize,
     length: u64,
     /// Begin and end of each part, and whether it is registered.
@@ -217,8 +219,9 @@ impl Mapped {
             return Err(format!("no addresses for the file: {}", std::io::Error::last_os_error()));
         }
         // Huge pages are mapped whole only where address and offset agree.
-        let base = base.addr().next_multiple_of(usize::try_from(GRANULE).unwrap_or(1));
-        Ok(Mapped { file, key, base, length: 0, ranges: Vec::new() })
+        let reserved = base.expose_provenance();
+        let base = reserved.next_multiple_of(usize::try_from(GRANULE).unwrap_or(1));
+        Ok(Mapped { file, key, reserved, base, length: 0, ranges: Vec::new() })
     }
 
     fn address(&self, at: u64) -> usize {
@@ -317,6 +320,14 @@ impl Mapped {
             }
         }
         Ok(())
+    }
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        // SAFETY: our own addresses, of which nothing is borrowed, and nothing is registered: a file is forgotten after
+        // `set_length` of 0.
+        unsafe { libc::munmap(ptr::with_exposed_provenance_mut(self.reserved), ADDRESSES) };
     }
 }
 
@@ -549,3 +560,6 @@ impl Gpus {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;
