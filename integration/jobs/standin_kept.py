@@ -7,7 +7,7 @@ Has an allocation of each of these sizes, with a pattern, and one small one. Eac
 the last word of each, changes one more place that the round determines, compares all of one allocation with what it must
 be, and appends the round to the file OUT. With --churn each round also frees an allocation and makes it anew. The line of
 the file --do has it do something else once, and add what came of it to FILE.done:
-  fork     leaves a child behind that does not use CUDA, and tells which devices' descriptors that has
+  fork     tells how many descriptors of memory it has, and a child of it
   free     frees the last allocation
   more     allocates another one of 16 MiB
   ipc      asks for a handle of the first allocation by CUDA IPC
@@ -95,12 +95,14 @@ def do(word, cuda, all):
     word, *args = word.split()
     if word == "fork":
         told, to_tell = os.pipe()
-        if os.fork() == 0:
+        child = os.fork()
+        if child == 0:
             os.write(to_tell, b"%d" % len(descriptors()))
-            os.close(to_tell)
-            while True:
-                time.sleep(1)
-        return f"{len(descriptors())} here, {os.read(told, 9).decode()} in the child"
+            os._exit(0)
+        os.close(to_tell)
+        os.waitpid(child, 0)
+        with os.fdopen(told, "rb") as told:
+            return f"{len(descriptors())} here, {told.read().decode()} in the child"
     if word == "free":
         all.pop().free()
     elif word == "more":
