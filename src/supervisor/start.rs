@@ -375,7 +375,6 @@ fn restore_job(
         network,
         changed_files: setup.config.restart.changed_files,
         wishes,
-        copier: &setup.copier,
         prepare: restore::Prepare(&|world| reach_socket(setup, world)),
         unpacking: restore::Unpacking {
             staging: setup.images.staging.as_ref(),
@@ -385,7 +384,7 @@ fn restore_job(
             progress,
             healing: Some(&healing),
         },
-        hold: signal.map(|_| restore::Hold(&may_run)),
+        cuda: restore::Cuda { copier: &setup.copier, hold: signal.map(|_| restore::Hold(&may_run)) },
     };
     let cancelled = || cancel.load(Ordering::Relaxed);
     // Logged once, not at every restart.

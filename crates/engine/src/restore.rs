@@ -66,13 +66,20 @@ pub struct Request<'a> {
     pub changed_files: ChangedFiles,
     /// The GPUs that the user asked for, if any.
     pub wishes: &'a Wishes,
-    /// Copies memory to the GPU that had stayed there.
-    pub copier: &'a Copier,
     /// Creates what must exist before CRIU connects to it.
     pub prepare: Prepare<'a>,
     /// How a packed image is unpacked.
     pub unpacking: Unpacking<'a>,
-    /// What a job that uses CUDA waits for before it runs.
+    /// What a job that uses CUDA needs.
+    pub cuda: Cuda<'a>,
+}
+
+/// What a job that uses CUDA needs to run again.
+#[derive(Debug, Clone, Copy)]
+pub struct Cuda<'a> {
+    /// Copies memory to the GPU that had stayed there.
+    pub copier: &'a Copier,
+    /// What it waits for before it runs.
     pub hold: Option<Hold<'a>>,
 }
 

@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 
 use super::ChangedFiles;
 use super::phases::{Until, run_criu};
-use super::{Error, Prepare, Request, Unpacking, landing};
+use super::{Cuda, Error, Prepare, Request, Unpacking, landing};
 use crate::launch::Privileges;
 use crate::launch::identity::Identity;
 use crate::launch::output::{self, Bounds};
@@ -276,8 +276,6 @@ fn restore(script: &Script, folder: &JobFolder, image: &Image, manifest: &Manife
     let (staging, wishes, progress) =
         (memory_of(folder), crate::parts::gpu::placement::Wishes::default(), Progress::default());
     let request = Request {
-        // It never comes to the GPUs.
-        copier: &Copier::default(),
         image,
         folder,
         criu: &criu,
@@ -299,7 +297,8 @@ fn restore(script: &Script, folder: &JobFolder, image: &Image, manifest: &Manife
             progress: &progress,
             healing: None,
         },
-        hold: None,
+        // It never comes to the GPUs.
+        cuda: Cuda { copier: &Copier::default(), hold: None },
     };
     let not_tried = |error: Error| Failure::of(&error);
     super::check_image(&request, manifest).and_then(|()| super::check_files(&request, manifest)).map_err(not_tried)?;

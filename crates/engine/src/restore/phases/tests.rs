@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
-use super::super::{ChangedFiles, Prepare, Unpacking};
+use super::super::{ChangedFiles, Cuda, Prepare, Unpacking};
 use super::*;
 use crate::launch::output::{self, Bounds};
 use crate::launch::{Privileges, reaper};
@@ -80,8 +80,7 @@ fn play(
             progress: &Progress::default(),
             healing: None,
         },
-        copier: &Copier::default(),
-        hold: None,
+        cuda: Cuda { copier: &Copier::default(), hold: None },
     };
     let mut restore = Restore {
         request: &request,
