@@ -11,6 +11,7 @@ mod environment;
 mod examples;
 pub(crate) mod exit;
 mod find;
+mod group;
 mod list;
 mod logs;
 mod man;

@@ -29,7 +29,7 @@ const BASE: [&str; 10] =
     ["chain", "ended", "micros", "moved", "notice", "percentage", "units", "xid", "cause", "interval"];
 
 /// The modules for Linux.
-const OS: [&str; 26] = [
+const OS: [&str; 27] = [
     "blocks",
     "clock",
     "detach",
@@ -45,6 +45,7 @@ const OS: [&str; 26] = [
     "sock_diag",
     "sparse",
     "durable",
+    "fence",
     "netns",
     "pages",
     "process",

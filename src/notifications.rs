@@ -42,6 +42,8 @@ pub(crate) enum Point {
     OnFailure,
     /// When the job has completed.
     OnCompletion,
+    /// When something happens to the group.
+    OnGroup,
 }
 
 impl Point {
@@ -55,6 +57,7 @@ impl Point {
             Point::AfterRestore => "after-restore",
             Point::OnFailure => "on-failure",
             Point::OnCompletion => "on-completion",
+            Point::OnGroup => "on-group",
         }
     }
 
@@ -68,6 +71,7 @@ impl Point {
             Point::AfterRestore => &hooks.after_restore,
             Point::OnFailure => &hooks.on_failure,
             Point::OnCompletion => &hooks.on_completion,
+            Point::OnGroup => &hooks.on_group,
         }
     }
 }

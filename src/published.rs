@@ -3,6 +3,7 @@
 //! It is for `rekindle status` and scripts, and is not used by the supervisor. It may be outdated if the supervisor was
 //! killed, which the job's lock shows. Only the supervisor writes it.
 
+mod group;
 mod shown;
 
 use std::fmt;
@@ -111,11 +112,16 @@ pub struct Published {
     /// What a cloud announces about this machine, while the job is stopped or has a deadline for it.
     #[serde(default)]
     pub notice: Option<String>,
+    /// The group that the job is a part of, once the coordinator has told of it.
+    #[serde(default)]
+    pub group: Option<Group>,
     /// The id of the boot in which the supervisor runs.
     #[serde(default)]
     pub boot_id: String,
 }
 
+pub(crate) use group::in_words;
+pub use group::{Group, GroupImage, GroupMember};
 pub(crate) use shown::Condition;
 pub use shown::ShownState;
 

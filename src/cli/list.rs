@@ -7,9 +7,10 @@ use chrono::{DateTime, TimeDelta, Utc};
 use serde::Serialize;
 
 use super::find::{self, Finder};
+use super::group::{self, PartOf};
 use super::output::{Column, Format, print_note, print_table, print_text, terminal_width};
 use super::{Exit, Global, Misuse, complete};
-use crate::published::{Persisting, Published, ShownState};
+use crate::published::{Group, Persisting, Published, ShownState};
 use crate::report;
 use rekindle_base::interval::Choice;
 use rekindle_base::units::{moment, size};
@@ -221,6 +222,8 @@ struct ImageRow {
     lineage: Option<String>,
     /// Whether the job has lived for restart.min-uptime after it was taken or restored.
     proven: bool,
+    /// The group image that it is a part of, for a job over several machines.
+    group: Option<PartOf>,
     #[serde(flatten)]
     tags: Tagged,
 }
@@ -243,9 +246,11 @@ impl Tagged {
 }
 
 impl ImageRow {
-    fn new(known: &Known, live: Option<&Published>, proven: &BTreeSet<ImageId>) -> ImageRow {
+    fn new(known: &Known, live: Option<&Published>, proven: &BTreeSet<ImageId>, group: Option<&Group>) -> ImageRow {
         let image = known.best();
+        let part = image.manifest().and_then(|manifest| manifest.group.as_ref());
         ImageRow {
+            group: part.map(|part| PartOf::new(image.id, part, group)),
             persisting: storing(known, live).cloned(),
             proven: proven.contains(&image.id),
             tags: Tagged::of(&known.tags()),
@@ -278,6 +283,7 @@ impl ImageRow {
             reason: manifest.map(|m| m.reason),
             lineage: manifest.map(|m| m.lineage.clone()),
             proven: false,
+            group: manifest.and_then(|m| Some(PartOf::new(id, m.group.as_ref()?, None))),
             tags: Tagged::default(),
         }
     }
@@ -286,6 +292,7 @@ impl ImageRow {
 fn images(folder: &JobFolder) -> anyhow::Result<Vec<ImageRow>> {
     let (live, proven, known) = (Published::live(folder)?, folder.proven()?, folder.known()?);
     let line = folder.to_continue_from(&known);
+    let group = group::published(folder);
     // A store that is damaged is listed, too.
     let survey = Survey::of(folder, 0).ok();
     let row = |known: &Known| ImageRow {
@@ -294,7 +301,7 @@ fn images(folder: &JobFolder) -> anyhow::Result<Vec<ImageRow>> {
             .as_ref()
             .filter(|_| known.copy(Place::Stored).is_some())
             .map(|it| it.sizes().freed(&[known.id()])),
-        ..ImageRow::new(known, live.as_ref(), &proven)
+        ..ImageRow::new(known, live.as_ref(), &proven, group.as_ref())
     };
     Ok(known.iter().map(row).collect())
 }
@@ -332,8 +339,13 @@ fn print(job: &JobName, rows: &[ImageRow], format: Format) -> anyhow::Result<()>
         return Ok(print_text(&no_images(job))?);
     }
     let (or_dash, now) = (|text: Option<String>| text.unwrap_or_else(|| "-".into()), Utc::now());
+    let grouped = rows.iter().any(|row| row.group.is_some());
+    let mut columns = IMAGES.to_vec();
+    if grouped {
+        columns.insert(columns.len() - 1, Column::short("GROUP IMAGE"));
+    }
     let cells = rows.iter().map(|row| {
-        vec![
+        let mut cells = vec![
             row.id.to_string(),
             row.nth_newest.map_or_else(|| "-".into(), |nth| format!("-{nth}")),
             age(now - row.taken),
@@ -344,10 +356,12 @@ fn print(job: &JobName, rows: &[ImageRow], format: Format) -> anyhow::Result<()>
             or_dash(row.reason.map(|r| reason(r).into())),
             whereabouts(&row.places, row.persisting.as_ref()),
             if row.tags.said.is_empty() { "-".into() } else { row.tags.said.clone() },
-            state(row),
-        ]
+        ];
+        cells.extend(grouped.then(|| or_dash(row.group.as_ref().map(PartOf::short))));
+        cells.push(state(row));
+        cells
     });
-    print_table(format, &IMAGES, cells, &rows)?;
+    print_table(format, &columns, cells, &rows)?;
     if format == Format::Text && terminal_width().is_some() {
         // What is wrong must not be cut.
         let unsound = rows.iter().filter_map(|row| Some((row.id.to_string(), row.detail.as_ref()?)));

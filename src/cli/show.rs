@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use serde::Serialize;
 
 use super::find::Finder;
+use super::group::{self, PartOf};
 use super::list::{milliseconds, storing, whereabouts};
 use super::output::{Format, print_json, print_pairs, print_text};
 use super::{Exit, Global, Misuse, named_criu};
@@ -15,7 +16,7 @@ use rekindle_criu::Criu;
 use rekindle_engine::parts::gpu::placement::{self as gpus, Plan, Wishes};
 use rekindle_engine::restore::compat::{self, Difference, Here};
 use rekindle_os::process;
-use rekindle_store::manifest::{GroupPart, Landing, Phase};
+use rekindle_store::manifest::{Landing, Phase};
 use rekindle_store::{Known, Manifest, Place, State, Tag};
 
 /// One copy of the image.
@@ -38,6 +39,8 @@ struct Shown<'a> {
     tags: Vec<Tag>,
     /// The progress of storing it.
     persisting: Option<&'a Persisting>,
+    /// Whether the group image that it is a part of is committed; null if it is none, or if that is unknown.
+    group_committed: Option<bool>,
     /// How this machine differs; with a fatal difference it cannot be restored here.
     differences: Vec<Difference>,
     /// The GPUs that a restore on this machine would use, for a job that used some.
@@ -86,6 +89,8 @@ pub(super) fn show(global: &Global, text: &str) -> anyhow::Result<Exit> {
     let persisting = storing(&known, live.as_ref());
     let image = known.best();
     let proven = folder.proven()?.contains(&image.id);
+    let part = image.manifest().and_then(|manifest| manifest.group.as_ref());
+    let part = part.map(|part| PartOf::new(image.id, part, group::published(&folder).as_ref()));
     match (global.format(), image.manifest()) {
         (Format::Json, Some(manifest)) => {
             let copies = known.copies().map(|copy| Copy { place: copy.place, folder: copy.dir.clone() });
@@ -99,12 +104,14 @@ pub(super) fn show(global: &Global, text: &str) -> anyhow::Result<Exit> {
                 pinned,
                 tags,
                 persisting,
+                group_committed: part.and_then(|part| part.committed),
                 differences,
                 devices,
             })?;
         }
         (_, Some(manifest)) => {
-            print_pairs(&describe(&known, manifest, proven, live.as_ref(), &look(global, manifest, live.as_ref())?))?
+            let here = look(global, manifest, live.as_ref())?;
+            print_pairs(&describe(&known, manifest, proven, live.as_ref(), &here, part.as_ref()))?
         }
         (_, None) => {
             let State::Damaged { why } = &image.state else { return Ok(Exit::Unsound) };
@@ -148,6 +155,7 @@ fn describe(
     proven: bool,
     live: Option<&Published>,
     here: &Here,
+    part: Option<&PartOf>,
 ) -> Vec<(&'static str, String)> {
     let differences = compat::compare(m, here);
     let persisting = storing(known, live);
@@ -171,8 +179,7 @@ fn describe(
         ("size", size(m.bytes)),
         ("freeze", milliseconds(m.freeze_us)),
     ];
-    let part = |part: &GroupPart| ("part of", format!("group image {}, epoch {}", part.number, part.epoch));
-    lines.extend(m.group.as_ref().map(part));
+    lines.extend(part.map(|part| ("part of", part.in_words())));
     lines.extend(Some(known.tags().to_string()).filter(|said| !said.is_empty()).map(|said| ("tags", said)));
     lines.push((
         "restore",

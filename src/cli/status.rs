@@ -10,10 +10,10 @@ use serde_json::Value;
 
 use super::find::{self, Finder, PATIENCE};
 use super::output::{Column, Format, print_json, print_note, print_table, print_text};
-use super::{Exit, Global, complete, ended};
+use super::{Exit, Global, complete, ended, group};
 use crate::control::client;
 use crate::control::protocol::{Answer, Request};
-use crate::published::{Published, ShownState};
+use crate::published::{Group, Published, ShownState};
 use rekindle_base::units::size;
 use rekindle_store::staging::leftovers::Leftover;
 use rekindle_store::{JobFolder, JobName, JobRecord, Outcome};
@@ -72,6 +72,8 @@ struct Row {
     uptime_s: Option<i64>,
     /// Time since the last snapshot, in seconds.
     last_age_s: Option<i64>,
+    /// Time since the newest committed group image, in seconds.
+    group_image_age_s: Option<i64>,
     /// The published state.
     #[serde(flatten, serialize_with = "or_nothing")]
     published: Option<Shown>,
@@ -194,6 +196,7 @@ fn row(folder: &JobFolder, live: Option<Published>, source: &'static str, now: D
         (published.pid, published.next, published.control) = (None, None, None);
         (published.persisting, published.replicating) = (None, None);
         published.restoring = None;
+        published.group = published.group.take().map(Group::of_the_past);
     }
     let seconds = |time: TimeDelta| time.num_seconds().max(0);
     Ok(Row {
@@ -204,6 +207,10 @@ fn row(folder: &JobFolder, live: Option<Published>, source: &'static str, now: D
         why,
         uptime_s: published.as_ref().filter(|_| is_live).map(|it| seconds(now - it.begun)),
         last_age_s: published.as_ref().and_then(|it| it.last_image).map(|image| seconds(now - image.taken())),
+        group_image_age_s: published.as_ref().and_then(|it| {
+            let taken = it.group.as_ref()?.newest_committed()?.taken()?;
+            Some(seconds(now - taken))
+        }),
         command: record.map(|JobRecord { command, .. }| command).unwrap_or_default(),
         published: published.map(Shown::new),
         left_in_memory: Leftover::of(folder)?.into_iter().next(),
@@ -270,6 +277,7 @@ fn notes(row: &Row) -> Vec<String> {
     let failure = |text: Option<&String>, what: &str| text.map(|why| format!("{what}: {why}"));
     let mut notes = vec![failure(row.why.as_ref(), "given up")];
     if let Some(it) = known.filter(|_| row.uptime_s.is_some()) {
+        notes.extend(it.group.iter().flat_map(|group| group::notes(group, Utc::now())).map(Some));
         notes.push(failure(it.hang.as_ref(), "hangs"));
         notes.push(failure(it.gpu_fault.as_ref(), "a GPU has failed"));
         notes.push(it.notice.clone());
@@ -298,7 +306,7 @@ fn gpus(names: &[String]) -> String {
 }
 
 /// The two largest units are enough.
-fn time(seconds: i64) -> String {
+pub(super) fn time(seconds: i64) -> String {
     let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86400);
     match () {
         () if days > 0 => format!("{days}d {}h", hours % 24),

@@ -196,6 +196,7 @@ pub(super) const KEYS: &[Key] = &[
     key("hooks.after-restore", Shape::Words, WORDS),
     key("hooks.on-failure", Shape::Words, WORDS),
     key("hooks.on-completion", Shape::Words, WORDS),
+    key("hooks.on-group", Shape::Words, WORDS),
     key("hooks.timeout", Shape::Text, DURATION),
     key("hooks.on-error", Shape::Text, "\"ignore\" or \"refuse\""),
     key("hooks.failed-snapshots", Shape::Count, COUNT),

@@ -27,6 +27,8 @@ pub(crate) struct Hooks {
     pub(crate) on_failure: Vec<String>,
     /// When the job has completed.
     pub(crate) on_completion: Vec<String>,
+    /// When something happens to the group of the job.
+    pub(crate) on_group: Vec<String>,
     /// Time limit for a command.
     #[serde(with = "duration")]
     pub(crate) timeout: Duration,
@@ -47,6 +49,7 @@ impl Default for Hooks {
             after_restore: Vec::new(),
             on_failure: Vec::new(),
             on_completion: Vec::new(),
+            on_group: Vec::new(),
             timeout: Duration::from_secs(30),
             on_error: OnError::default(),
             failed_snapshots: 3,

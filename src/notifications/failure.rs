@@ -27,6 +27,8 @@ pub(crate) enum Failure {
     StoreDamaged,
     /// An image could not be restored in a rehearsal.
     RehearsalFailed,
+    /// A machine of the group is lost.
+    MemberLost,
     /// The job was given up.
     GivenUp,
 }
@@ -51,6 +53,7 @@ impl Failure {
                 format!("image {image} could not be restored in a rehearsal: {why}")
             }
             (_, What::StoreDamaged { why, .. }) => format!("its store is damaged: {why}"),
+            (_, What::GroupMemberLost { machine }) => format!("its group has lost {machine}"),
             (_, What::Finished { why: Some(why), .. }) => format!("given up: {why}"),
             _ => "it failed".into(),
         }
@@ -87,6 +90,7 @@ impl Failures {
             What::ImageBad { .. } => return Some(Failure::ImageBad),
             What::RehearsalFailed { .. } => return Some(Failure::RehearsalFailed),
             What::StoreDamaged { .. } => return Some(Failure::StoreDamaged),
+            What::GroupMemberLost { .. } => return Some(Failure::MemberLost),
             What::Finished { outcome, .. } if outcome == "failed" => return Some(Failure::GivenUp),
             _ => {}
         }
@@ -102,6 +106,7 @@ fn is_wanted(cause: Option<&Cause>) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::published::GroupMember;
     use rekindle_base::notice::{Cloud, Kind};
     use rekindle_store::manifest::Reason;
 
@@ -116,6 +121,19 @@ mod tests {
 
     fn ended(cause: Cause) -> What {
         What::Ended { exit_code: None, signal: Some(9), cause: Some(cause) }
+    }
+
+    #[test]
+    fn a_lost_machine_of_a_group_is_a_failure_and_a_restart_after_it_is_none() {
+        let machine = GroupMember { rank: 2, host: Some("node-c".into()) };
+        let (why, machines) = ("rank 2 is lost".into(), vec![machine.clone()]);
+        let lost = machines.clone();
+        let restart = What::GroupRestarting { number: None, image: None, epoch: 2, why, machines, lost };
+        let loss = What::GroupMemberLost { machine };
+        let mut failures = Failures::new(1);
+        assert_eq!((failures.hear(&loss), failures.hear(&restart)), (Some(Failure::MemberLost), None));
+        assert_eq!(Failure::MemberLost.in_words(&loss), "its group has lost rank 2 (node-c)");
+        assert_eq!(serde_json::to_string(&Failure::MemberLost).unwrap(), "\"member-lost\"");
     }
 
     #[test]

@@ -6,6 +6,7 @@
 //! Lines may be missing (a power cut, a journal that was moved): each event is taken for what it says, whatever was
 //! before.
 
+mod group;
 mod timeline;
 
 use std::collections::HashMap;
@@ -15,6 +16,7 @@ use serde::Serialize;
 
 use super::words;
 use crate::telemetry::events::{Event, What};
+pub(crate) use group::GroupHistory;
 use rekindle_base::cause::Cause;
 use rekindle_store::ImageId;
 use rekindle_store::manifest::{Phase, Reason};
@@ -223,6 +225,7 @@ pub(crate) struct History {
     failures: Failures,
     persists: Vec<(i64, i64)>,
     restarts: Vec<i64>,
+    group: GroupHistory,
 }
 
 impl History {
@@ -309,7 +312,10 @@ impl History {
                 self.ended = None;
             }
             What::Finished { outcome, exit_code, why } => self.finished(at, outcome, *exit_code, why.as_deref()),
-            _ => self.pass(at),
+            other => {
+                self.pass(at);
+                self.group.add(at, other);
+            }
         }
     }
 
@@ -455,6 +461,12 @@ impl History {
     #[must_use]
     pub(crate) fn restarts(&self) -> &[i64] {
         &self.restarts
+    }
+
+    /// What happened to the group.
+    #[must_use]
+    pub(crate) fn group(&self) -> &GroupHistory {
+        &self.group
     }
 
     /// The times in which an image was being stored: from, to.

@@ -5,6 +5,7 @@
 //! the page. The policy in the page's head forbids a browser to fetch or run anything.
 
 mod charts;
+mod group;
 mod parts;
 
 use chrono::{DateTime, Local};
@@ -58,6 +59,7 @@ pub fn page(report: &Report) -> String {
                     @if let Some(cost) = &report.cost { (parts::interval(cost)) }
                     @if !report.images.is_empty() { (parts::store(report)) }
                     @if !report.troubles.is_empty() { (parts::troubles(report)) }
+                    @if let Some(happened) = &report.group { (group::group(happened)) }
                     @if !report.events.is_empty() { (parts::events(report)) }
                     (footer())
                 }

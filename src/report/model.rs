@@ -5,7 +5,7 @@ use std::time::Duration;
 use chrono::{DateTime, Utc};
 use serde::Serialize;
 
-use super::history::{Failure, History, Kind, Snapshot, Span, Trouble};
+use super::history::{Failure, GroupHistory, History, Kind, Snapshot, Span, Trouble};
 use super::words;
 use crate::published::ShownState;
 use crate::telemetry::events::Event;
@@ -94,6 +94,8 @@ pub struct Report {
     pub snapshots: Vec<Snapshot>,
     /// The failures, oldest first.
     pub troubles: Vec<Failure>,
+    /// The group, for a job over several machines: what this machine saw of it.
+    pub group: Option<GroupHistory>,
     /// The newest events, oldest first.
     pub events: Vec<Told>,
     /// Total number of events.
@@ -328,6 +330,7 @@ impl Report {
             persists,
             snapshots,
             troubles,
+            group: history.group().since(facts.since.map_or(i64::MIN, |since| since.timestamp_micros())),
             events: recent.iter().skip(recent.len().saturating_sub(EVENTS)).map(|event| Told::of(event)).collect(),
             events_in_all: recent.len(),
             clock_set_back,

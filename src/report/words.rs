@@ -5,6 +5,7 @@ use rekindle_base::units::size;
 use serde::Serialize;
 use serde_json::Value;
 
+use crate::published::{GroupMember, in_words};
 use crate::telemetry::events::What;
 use rekindle_store::ImageId;
 
@@ -132,6 +133,15 @@ pub(crate) fn event(what: &What) -> (String, String) {
             format!("{cloud} {notice}{at} ({action}{why})")
         }
         What::InterruptionOver { cloud, notice } => format!("{cloud} no longer says that it {notice}"),
+        What::GroupCommitted { number, .. } => format!("group image {number}"),
+        What::GroupAborted { number, why, machines } => {
+            format!("group snapshot {number}{}: {why}", hosts(machines))
+        }
+        What::GroupMemberLost { machine } => machine.to_string(),
+        What::GroupRestarting { number, why, machines, epoch, lost, .. } => {
+            let lost = if lost.is_empty() { String::new() } else { format!("; lost: {}", in_words(lost)) };
+            format!("all machines, from {}, epoch {epoch}{}: {why}{lost}", group_image(*number), hosts(machines))
+        }
         What::Ended { exit_code, signal, cause } => {
             let cause = cause.as_ref().map(|cause| format!(": {cause}")).unwrap_or_default();
             format!("the job {}{cause}", end(*exit_code, *signal))
@@ -140,6 +150,16 @@ pub(crate) fn event(what: &What) -> (String, String) {
     };
     let name = serde_json::to_value(what).ok().and_then(|value| value.get("event")?.as_str().map(ToOwned::to_owned));
     (name.map_or_else(|| "?".into(), |name| name.replace('-', " ")), sentence)
+}
+
+/// What a group starts from.
+#[must_use]
+pub(crate) fn group_image(number: Option<u64>) -> String {
+    number.map_or_else(|| "the beginning".into(), |number| format!("group image {number}"))
+}
+
+fn hosts(machines: &[GroupMember]) -> String {
+    if machines.is_empty() { String::new() } else { format!(", because of {}", in_words(machines)) }
 }
 
 /// Any other event, shown by its fields.

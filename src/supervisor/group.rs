@@ -12,6 +12,9 @@
 //! to the group. Parts of group images are images of this job whose manifest names the group image; they are removed
 //! only when the group orders it.
 
+mod seen;
+mod waits;
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, mpsc};
@@ -20,6 +23,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use signal_hook::consts::SIGTERM;
 
+use self::seen::Seen;
 use super::control::Open;
 use super::events::image_of;
 use super::signals::STOPS;
@@ -109,6 +113,17 @@ impl Memory {
     }
 }
 
+/// What threads of this supervisor wait for.
+#[derive(Default)]
+struct Threads {
+    /// The group snapshot in progress.
+    orders: Option<Orders>,
+    /// Its other end, until the thread takes it.
+    turn: Option<Turn>,
+    /// Lets the job that is being restored run.
+    go: Option<mpsc::Sender<()>>,
+}
+
 /// This supervisor as a member of a group.
 pub(super) struct Member {
     rank: Rank,
@@ -120,17 +135,12 @@ pub(super) struct Member {
     epoch: (Epoch, Incarnation),
     /// The network of the present epoch.
     network: Option<Arc<Plan>>,
-    /// The group snapshot in progress.
-    orders: Option<Orders>,
-    /// Its other end, until the thread takes it.
-    turn: Option<Turn>,
-    /// Lets the job that is being restored run.
-    go: Option<mpsc::Sender<()>>,
+    threads: Threads,
     /// The images that are parts of group images.
     parts: BTreeMap<Number, ImageId>,
     requests: Requests,
-    /// Whether the coordinator cannot be reached.
-    is_away: bool,
+    /// The group, for those who look at it from outside.
+    seen: Seen,
     /// The coordinator is another one now: once nothing of the job is left, the member begins again.
     has_moved: bool,
     /// When to look at the lease again.
@@ -169,9 +179,7 @@ impl Member {
             nodes: Arc::default(),
             epoch: (Epoch(memory.epoch), Incarnation(0)),
             network: None,
-            orders: None,
-            turn: None,
-            go: None,
+            threads: Threads::default(),
             parts: BTreeMap::new(),
             requests: Requests {
                 stop: None,
@@ -179,7 +187,7 @@ impl Member {
                 is_start_requested: false,
                 standing: Standing::Usual,
             },
-            is_away: false,
+            seen: Seen::new(group.identity.group.clone(), group.options.rank, group.options.size),
             has_moved: false,
             looks: Instant::now(),
         }))
@@ -198,7 +206,7 @@ impl Member {
 
     /// The end of the snapshot's thread.
     pub(super) fn take_turn(&mut self) -> Option<Turn> {
-        self.turn.take()
+        self.threads.turn.take()
     }
 
     fn exchange(&self, rank: Rank, size: u32) -> Exchange {
@@ -285,7 +293,7 @@ impl Member {
 
     /// Whether a group snapshot is in progress here.
     pub(super) fn is_in_snapshot(&self) -> bool {
-        self.orders.is_some()
+        self.threads.orders.is_some()
     }
 
     /// Why the newest group image may be lost, if another machine has not stored its part.
@@ -369,7 +377,7 @@ impl Owner<'_> {
         if let (Ask::Stop { .. } | Ask::StopNow { .. }, Some(stop)) = (&ask, member.requests.stop) {
             // Nobody can be asked, and nothing runs here; or the user does not want to wait.
             let at_once = matches!(ask, Ask::StopNow { .. });
-            if member.membership.is_none() || (member.is_away && at_once) {
+            if member.membership.is_none() || (member.seen.is_away() && at_once) {
                 return Some(Event::Over(Finish::Stopped(stop)));
             }
         }
@@ -442,7 +450,9 @@ impl Owner<'_> {
         let Some(member) = &mut self.group else { return };
         let event = match told {
             Told::Group { view, nodes } => {
+                let news = member.seen.changed(&view, &nodes);
                 member.nodes = nodes;
+                self.group_is_seen(news);
                 rekindle_group::Event::View(view)
             }
             Told::Joined(membership) => {
@@ -457,23 +467,28 @@ impl Owner<'_> {
             Told::Lost(incarnation) => {
                 tracing::error!("this machine is no longer a member of the group: its lease has expired");
                 member.membership = member.membership.take().filter(|it| it.incarnation() != incarnation);
+                let machine = member.seen.us();
+                self.tell(What::GroupMemberLost { machine });
                 rekindle_group::Event::SessionLost
             }
             Told::Wrote(answer) => rekindle_group::Event::Wrote(answer),
             Told::Away { why } => {
-                member.is_away = true;
-                return tracing::warn!(
+                tracing::warn!(
                     "the coordinator does not answer: {why}. The job is ended if it does not answer before the lease \
                      expires"
                 );
+                member.seen.away(Some(why));
+                return self.publish_group();
             }
             Told::Back => {
-                member.is_away = false;
-                return tracing::info!("the coordinator answers again");
+                tracing::info!("the coordinator answers again");
+                member.seen.away(None);
+                return self.publish_group();
             }
             Told::Moved => {
                 tracing::warn!("the group's coordinator is another one now: this machine joins again");
-                (member.has_moved, member.is_away) = (true, false);
+                member.has_moved = true;
+                member.seen.afresh();
                 self.group_step(rekindle_group::Event::SessionLost);
                 return self.begin_afresh();
             }
@@ -490,6 +505,39 @@ impl Owner<'_> {
             return;
         }
         self.group_step(event);
+        // Nobody waits for this: a frozen job might wait for what comes before.
+        self.publish_group();
+    }
+
+    /// Reports what has happened in the group.
+    fn group_is_seen(&mut self, news: Vec<What>) {
+        for what in news {
+            seen::log(&what, &self.reporting.remarks.repeats);
+            self.tell(what);
+        }
+    }
+
+    /// Publishes the group if it has changed. What it waits for changes with each report of a member, also while jobs are
+    /// frozen: this alone is published with the next change, or at the next look at the lease.
+    fn publish_group(&mut self) {
+        let Some(member) = &mut self.group else { return };
+        let Some(group) = member.seen.group() else { return };
+        let published = &mut self.reporting.published.group;
+        if published.as_ref() == Some(&group) {
+            return;
+        }
+        member.seen.is_unpublished = true;
+        let is_news = published.as_ref().is_none_or(|before| !before.differs_only_in_the_wait(&group));
+        *published = Some(group);
+        if is_news {
+            self.publish_group_now();
+        }
+    }
+
+    fn publish_group_now(&mut self) {
+        if self.group.as_mut().is_some_and(|member| std::mem::take(&mut member.seen.is_unpublished)) {
+            self.publish();
+        }
     }
 
     /// Begins as a new member of the coordinator that is there now. What the one before said does not count: its
@@ -497,7 +545,7 @@ impl Owner<'_> {
     fn begin_afresh(&mut self) {
         let is_idle = *self.machine.state() == State::Idle;
         let (Some(member), Some(group)) = (&mut self.group, &self.setup.group) else { return };
-        if !member.has_moved || !is_idle || member.orders.is_some() {
+        if !member.has_moved || !is_idle || member.threads.orders.is_some() {
             return;
         }
         member.has_moved = false;
@@ -532,6 +580,7 @@ impl Owner<'_> {
             let lease = self.setup.group.as_ref().map_or(LEAVE, |group| group.options.lease);
             self.group.iter_mut().for_each(|member| member.looks = now + lease / LOOKS);
             self.group_step(rekindle_group::Event::Tick);
+            self.publish_group_now();
         }
     }
 
@@ -571,7 +620,7 @@ impl Owner<'_> {
             Order::List => self.list_parts(),
             Order::Start { epoch, origin, from, part } => self.start_epoch(epoch, origin, from, part.as_ref()),
             Order::Plug => {
-                let go = self.group.as_mut().and_then(|member| member.go.take());
+                let go = self.group.as_mut().and_then(|member| member.threads.go.take());
                 match (self.life.job(), go) {
                     // It plugs its cable in itself.
                     (None, Some(go)) => drop(go.send(())),
@@ -584,7 +633,7 @@ impl Owner<'_> {
             Order::Resume(_) => self.give(Word::Keep(Settled::RunOn)),
             Order::Store(_) => self.give(Word::Keep(Settled::End)),
             Order::Abort(number) => {
-                let in_progress = self.group.as_ref().and_then(|member| member.orders.as_ref());
+                let in_progress = self.group.as_ref().and_then(|member| member.threads.orders.as_ref());
                 match in_progress.is_some_and(|orders| orders.number == number) {
                     // The thread ends, and that is reported.
                     true => self.give(Word::Abort),
@@ -613,12 +662,12 @@ impl Owner<'_> {
         let (sender, member) = (self.sender.clone(), self.group.as_mut()?);
         let ready = move || drop(sender.send(Message::Group(Box::new(News::Local(Local::Started)))));
         let (signal, go) = StartSignal::new(ready);
-        member.go = Some(go);
+        member.threads.go = Some(go);
         Some(signal)
     }
 
     fn give(&mut self, word: Word) {
-        if let Some(orders) = self.group.as_mut().and_then(|member| member.orders.as_mut()) {
+        if let Some(orders) = self.group.as_mut().and_then(|member| member.threads.orders.as_mut()) {
             orders.give(word);
         }
     }
@@ -688,7 +737,7 @@ impl Owner<'_> {
         };
         match turn {
             Ok((turn, orders)) => {
-                (member.turn, member.orders) = (Some(turn), Some(orders));
+                (member.threads.turn, member.threads.orders) = (Some(turn), Some(orders));
                 self.step(Event::SnapshotNow(Reason::Group));
             }
             Err(why) => self.report_to_group(Local::Refused(number, why)),
@@ -759,7 +808,7 @@ impl Owner<'_> {
     /// A snapshot was taken.
     pub(super) fn group_snapped(&mut self, image: ImageId) {
         let Some(member) = &mut self.group else { return };
-        if let Some(orders) = member.orders.take() {
+        if let Some(orders) = member.threads.orders.take() {
             member.parts.insert(orders.number, image);
             self.look_for_lost_parts();
         }
@@ -767,7 +816,7 @@ impl Owner<'_> {
 
     /// A snapshot failed, and is undone.
     pub(super) fn group_not_snapped(&mut self, why: String) {
-        let Some(orders) = self.group.as_mut().and_then(|member| member.orders.take()) else { return };
+        let Some(orders) = self.group.as_mut().and_then(|member| member.threads.orders.take()) else { return };
         if orders.is_kept {
             self.report_to_group(Local::Gone(orders.number));
         }

@@ -50,6 +50,10 @@ impl Listeners {
             What::SnapshotTaken { .. } | What::SnapshotFailed { .. } => Some(Point::AfterSnapshot),
             What::Started { image: Some(_), .. } => Some(Point::AfterRestore),
             What::Finished { outcome, .. } if outcome == "completed" => Some(Point::OnCompletion),
+            What::GroupCommitted { .. }
+            | What::GroupAborted { .. }
+            | What::GroupMemberLost { .. }
+            | What::GroupRestarting { .. } => Some(Point::OnGroup),
             _ => None,
         };
         let document = |hook| Document::new(hook, &self.context, event);

@@ -51,6 +51,7 @@ impl Published {
             hang: None,
             gpu_fault: None,
             notice: None,
+            group: None,
             boot_id: process::boot_id().unwrap_or_default(),
         }
     }

@@ -15,6 +15,7 @@ use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
 use super::clean;
+use crate::published::GroupMember;
 use rekindle_base::Moved;
 use rekindle_base::cause::{Cause, Missing};
 use rekindle_base::notice::{Cloud, Kind};
@@ -306,6 +307,44 @@ pub enum What {
         deadline: DateTime<Utc>,
         /// How long the final snapshot is expected to take, with a safety margin.
         predicted_us: u64,
+    },
+    /// A group image is committed: all machines have stored their parts.
+    GroupCommitted {
+        /// Its number.
+        number: u64,
+        /// The epoch in which it was taken.
+        epoch: u64,
+        /// The part of this machine.
+        image: Option<ImageId>,
+    },
+    /// A group snapshot was aborted on all machines.
+    GroupAborted {
+        /// Its number.
+        number: u64,
+        /// The reason, as text.
+        why: String,
+        /// The machines that the reason names.
+        machines: Vec<GroupMember>,
+    },
+    /// A machine of the group, its supervisor or its network is lost.
+    GroupMemberLost {
+        /// The machine.
+        machine: GroupMember,
+    },
+    /// All machines of the group restart the job, because something was lost.
+    GroupRestarting {
+        /// From this group image; `None` means from the beginning.
+        number: Option<u64>,
+        /// The part of this machine.
+        image: Option<ImageId>,
+        /// The new epoch.
+        epoch: u64,
+        /// The cause, as text.
+        why: String,
+        /// The machines that the cause names.
+        machines: Vec<GroupMember>,
+        /// The machines that were lost before. A job may end because another machine is lost, and be seen first.
+        lost: Vec<GroupMember>,
     },
     /// The run is over.
     Finished {

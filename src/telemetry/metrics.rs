@@ -4,6 +4,7 @@
 //! requested ([`serve`]) or changed ([`textfile`]). All counters start at zero with the supervisor, as Prometheus
 //! expects of a process.
 
+mod group;
 mod render;
 pub(crate) mod serve;
 pub(crate) mod textfile;
@@ -41,6 +42,7 @@ pub(crate) struct Facts {
     damage: Damage,
     replica: Option<Replica>,
     hooks_failed: u64,
+    group: group::Counts,
 }
 
 /// When the job ran, and how it ended.
@@ -190,6 +192,7 @@ impl Facts {
             damage: Damage::default(),
             replica: (replicated == Replicated::Yes).then(Replica::default),
             hooks_failed: 0,
+            group: group::Counts::default(),
         }
     }
 
@@ -233,7 +236,7 @@ impl Facts {
                 self.lives.outcome = Some(outcome.clone());
                 self.work.finished(now);
             }
-            _ => {}
+            other => self.group.hear(other),
         }
     }
 

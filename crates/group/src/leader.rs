@@ -12,6 +12,7 @@ use crate::documents::{
 };
 use crate::images;
 use crate::machine::{Options, Write};
+use crate::reasons;
 use crate::requests::admits;
 
 /// Points against a group image if an epoch that started from it fails, early or later, before a newer one was taken.
@@ -478,7 +479,7 @@ impl Leading {
             (Ask::Snapshot, _) => self.wanted = true,
             (Ask::Suspend, Goal::Gather { .. }) => next.goal = Goal::Suspended,
             (Ask::Suspend, _) => next.then = Then::Suspend,
-            (Ask::Resume, _) => (next.goal, next.then) = (Goal::Gather { why: "resumed".into() }, Then::RunOn),
+            (Ask::Resume, _) => (next.goal, next.then) = (Goal::Gather { why: reasons::RESUMED.into() }, Then::RunOn),
             (Ask::Rewind(to), _) => {
                 next.next = unused(view, plan);
                 let left = next.aim.take().map_or_else(|| next.left.clone(), |aim| aim.left);
@@ -488,7 +489,7 @@ impl Leading {
                 next.left.push(Left { after: *to, before: next.next });
                 next.failures.remove(to);
                 next.aim = Some(Aim { to: *to, left, of: (who, asked.number) });
-                next.goal = Goal::Gather { why: format!("rewound to {to}") };
+                next.goal = Goal::Gather { why: format!("{}{to}", reasons::REWOUND) };
                 next.then = Then::RunOn;
             }
         }
@@ -514,7 +515,7 @@ fn first_plan(origin: Incarnation) -> Plan {
         serial: 1,
         epoch: Epoch::default(),
         crew: BTreeMap::new(),
-        goal: Goal::Gather { why: "the group begins".into() },
+        goal: Goal::Gather { why: reasons::BEGINS.into() },
         then: Then::RunOn,
         next: Number(1),
         from: From::Beginning,
@@ -533,7 +534,7 @@ fn first_plan(origin: Incarnation) -> Plan {
 
 /// A new run of the same group.
 fn begin_anew(next: &mut Plan) {
-    (next.goal, next.then) = (Goal::Gather { why: "a new run".into() }, Then::RunOn);
+    (next.goal, next.then) = (Goal::Gather { why: reasons::NEW_RUN.into() }, Then::RunOn);
     next.crew.clear();
     (next.in_a_row, next.early_cold, next.last) = (0, 0, None);
     // What was passed over in a run is tried again in the next.

@@ -44,6 +44,7 @@ mod images;
 mod leader;
 mod machine;
 mod member;
+mod reasons;
 mod requests;
 #[cfg(test)]
 mod simulator;
@@ -56,4 +57,5 @@ pub use documents::{
 };
 pub use images::{continues_from, usable};
 pub use machine::{Action, Answer, Event, Limits, Local, Machine, Options, Order, Restart, Write};
+pub use reasons::{is_loss, named_ranks};
 pub use requests::{Outcome, Pending, admits, is_suspended};

@@ -209,7 +209,10 @@ impl Lab {
     /// `rekindle` on a machine, with the store of a rank.
     pub(crate) fn command(&self, machine: usize, rank: usize) -> Command {
         let config = self.path("rekindle.toml");
-        fs::write(&config, &self.config).unwrap();
+        // A supervisor that starts must not read half of it.
+        if fs::read_to_string(&config).ok().as_ref() != Some(&self.config) {
+            fs::write(&config, &self.config).unwrap();
+        }
         let pid = self.machines[machine].keeper.id();
         let mut command = Command::new("nsenter");
         command.arg(format!("--net=/proc/{pid}/ns/net")).arg(env!("CARGO_BIN_EXE_rekindle"));
@@ -221,6 +224,7 @@ impl Lab {
         }
         command.env("REKINDLE_CONTROL_DIRECTORY", self.path(&format!("control{machine}")));
         command.env("REKINDLE_SNAPSHOT_STAGING_DIRECTORY", self.path(&format!("memory{machine}")));
+        command.env("REKINDLE_METRICS_TEXTFILE", self.path(&format!("{rank}.prom")));
         command.env("REKINDLE_STORE_SEEN_DIRECTORY", self.path(&format!("seen{machine}")));
         command
     }

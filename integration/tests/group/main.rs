@@ -10,6 +10,7 @@ mod lab;
 mod links;
 mod local;
 mod mistakes;
+mod observed;
 mod recovery;
 mod requests;
 #[path = "../support/standin.rs"]

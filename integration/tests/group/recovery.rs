@@ -127,8 +127,8 @@ fn a_job_whose_supervisor_stands_still_has_ended_before_the_others_continue() {
     lab.machines[1].signal(Signal::SIGSTOP);
     let began = std::time::Instant::now();
     let process = lab.machines[1].process_of_job().expect("a process of the job");
-    // Nobody reaps it, as its supervisor stands still.
-    let has_ended = || std::fs::read(format!("/proc/{process}/cmdline")).is_ok_and(|line| line.is_empty());
+    let has_ended = || !std::fs::read(format!("/proc/{process}/cmdline")).is_ok_and(|line| !line.is_empty());
+    assert!(!has_ended());
     // The lease is 5 s: the others wait for it before they begin the next epoch.
     while !has_ended() && began.elapsed() < Duration::from_secs(8) {
         std::thread::sleep(Duration::from_millis(10));

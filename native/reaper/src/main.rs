@@ -91,13 +91,7 @@ extern "C" fn begin(stack: *const usize) -> ! {
 /// it is killed. FLAGS: `l` enables the loopback device of a new network namespace. NAMES is a file that is mounted
 /// over /etc/resolv.conf, and HOSTS one over /etc/hosts, if those exist; `-` for none. FENCE_FD is a timer at whose expiry
 /// the job must end, or `-`.
-fn init(
-    last_pid: i32,
-    ready: i32,
-    loopback: bool,
-    [names, hosts]: [Option<&CStr>; 2],
-    fence: Option<i32>,
-) -> ! {
+fn init(last_pid: i32, ready: i32, loopback: bool, [names, hosts]: [Option<&CStr>; 2], fence: Option<i32>) -> ! {
     let mut mask = sys::block_all();
     let prepared = sys::die_with_parent(sys::SIGKILL)
         .map_err(|e| (b'd', e))

@@ -3,7 +3,7 @@ use std::time::{Duration, Instant};
 use chrono::TimeDelta;
 
 use super::*;
-use crate::published::{JobState, ShownState};
+use crate::published::{GroupMember, JobState, ShownState};
 use crate::report::at;
 use crate::report::model::Facts;
 use crate::telemetry::events::{self, Event, Journal, What};
@@ -124,4 +124,48 @@ fn work_that_a_rewind_lost_is_told_apart() {
     events.push(Event { time: after(&events, 1), ..Event::now("other", started) });
     let shown = page(&Report::new(&events, facts(), after(&events, 10)));
     assert!(shown.contains("by going back on request"), "{shown}");
+}
+
+#[test]
+fn a_group_has_a_section_with_causes_and_machines() {
+    let machine = GroupMember { rank: 2, host: Some("<b>node</b>".into()) };
+    let machines = vec![machine.clone()];
+    let event = |s: i64, what| Event { time: at(s), ..Event::now("run", what) };
+    let why = "rank 2: the job ended: signal 9".to_owned();
+    let restart = |number| What::GroupRestarting {
+        number,
+        image: None,
+        epoch: 2,
+        why: why.clone(),
+        machines: machines.clone(),
+        lost: vec![GroupMember { rank: 1, host: None }],
+    };
+    let (no_room, number) = ("rank 2: no room".to_owned(), 2);
+    let events = [
+        event(0, What::GroupCommitted { number: 1, epoch: 1, image: None }),
+        event(1, What::GroupAborted { number, why: no_room, machines: machines.clone() }),
+        event(2, What::GroupMemberLost { machine }),
+        event(3, restart(Some(1))),
+        event(4, restart(None)),
+    ];
+    let report = Report::new(&events, facts(), at(9));
+    let group = report.group.as_ref().unwrap();
+    let sizes = [group.committed.len(), group.aborted.len(), group.lost.len(), group.restarts.len()];
+    assert_eq!(sizes, [1, 1, 1, 2]);
+    assert_eq!((group.restarts[0].number, group.restarts[0].machines[0].rank), (Some(1), 2));
+    let page = page(&report);
+    let counts = "1 committed group image, 1 aborted group snapshot, 2 restarts of all machines, 1 lost machine";
+    for text in [counts, "restart of all from group image 1", "restart of all from the beginning", &why] {
+        assert!(page.contains(text), "{text}");
+    }
+    assert!(
+        page.contains("rank 2 (&lt;b&gt;node&lt;/b&gt;); lost: rank 1") && !page.contains("<b>node"),
+        "a host is foreign text"
+    );
+    // What was before is left out; a job of one machine has no group.
+    let since = Some(at(3));
+    let late = Report::new(&events, Facts { since, ..facts() }, at(9)).group.unwrap();
+    assert_eq!((late.committed.len(), late.aborted.len(), late.restarts.len()), (0, 0, 2));
+    let alone = Report::new(&journal(3), facts(), at(99_999));
+    assert!(alone.group.is_none() && !super::page(&alone).contains("<h2>Group</h2>"));
 }

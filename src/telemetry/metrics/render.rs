@@ -39,16 +39,16 @@ struct Seen {
 
 /// A metric without labels of its own.
 #[derive(Clone, Copy)]
-enum Number {
+pub(super) enum Number {
     Gauge(f64),
     Counter(f64),
     Count(u64),
 }
 
-struct Sink<'a>(DescriptorEncoder<'a>);
+pub(super) struct Sink<'a>(DescriptorEncoder<'a>);
 
 impl Sink<'_> {
-    fn one(&mut self, name: &str, help: &str, number: Number) -> fmt::Result {
+    pub(super) fn one(&mut self, name: &str, help: &str, number: Number) -> fmt::Result {
         let kind = if matches!(number, Number::Gauge(_)) { MetricType::Gauge } else { MetricType::Counter };
         let encoder = self.0.encode_descriptor(name, help, None, kind)?;
         match number {
@@ -59,7 +59,7 @@ impl Sink<'_> {
     }
 
     /// Writes nothing if the value is unknown.
-    fn gauge(&mut self, name: &str, help: &str, value: Option<f64>) -> fmt::Result {
+    pub(super) fn gauge(&mut self, name: &str, help: &str, value: Option<f64>) -> fmt::Result {
         value.map_or(Ok(()), |value| self.one(name, help, Number::Gauge(value)))
     }
 
@@ -77,12 +77,12 @@ impl Sink<'_> {
     }
 }
 
-fn stamp(time: DateTime<Utc>) -> f64 {
+pub(super) fn stamp(time: DateTime<Utc>) -> f64 {
     std::time::Duration::from_millis(u64::try_from(time.timestamp_millis()).unwrap_or(0)).as_secs_f64()
 }
 
 /// Exact up to 2^53, which no size reaches.
-fn real(number: u64) -> f64 {
+pub(super) fn real(number: u64) -> f64 {
     let (high, low) = (u32::try_from(number >> 32).unwrap_or(u32::MAX), number & u64::from(u32::MAX));
     f64::from(high) * 4_294_967_296.0 + f64::from(u32::try_from(low).unwrap_or(u32::MAX))
 }
@@ -91,7 +91,7 @@ fn share(done: u64, total: u64) -> f64 {
     if total == 0 { 0.0 } else { (real(done) / real(total)).min(1.0) }
 }
 
-fn bit(set: bool) -> f64 {
+pub(super) fn bit(set: bool) -> f64 {
     if set { 1.0 } else { 0.0 }
 }
 
@@ -102,6 +102,9 @@ impl Collector for Seen {
         self.snapshots(sink)?;
         self.store(sink)?;
         self.replica(sink)?;
+        if let Some(group) = facts.published.as_ref().and_then(|published| published.group.as_ref()) {
+            facts.group.write(group, sink)?;
+        }
         let work = &facts.work;
         sink.one(
             "rekindle_goodput_ratio",

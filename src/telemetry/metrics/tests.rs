@@ -3,6 +3,7 @@
 use proptest::prelude::*;
 
 use super::*;
+use crate::published::{Group, GroupImage, GroupMember};
 use crate::report::history::History;
 use crate::report::model::Times;
 use rekindle_store::manifest::{Phase, Reason};
@@ -171,5 +172,68 @@ proptest! {
             let known = [work.useful(instant(now)), work.lost(), work.wall(instant(now))].map(micros);
             prop_assert_eq!(known, [times.useful_us, times.lost_us, times.wall_us], "after {:?}", event.what);
         }
+    }
+}
+
+#[test]
+fn a_group_has_metrics_once_it_was_seen() {
+    let now = Instant::now();
+    let mut facts = Facts::new("bert.1", Replicated::No, now);
+    let machine = |rank: u32| GroupMember { rank, host: Some("node".into()) };
+    let aborted = || What::GroupAborted { number: 4, why: "rank 0: no room".into(), machines: vec![machine(0)] };
+    for what in [
+        What::GroupCommitted { number: 3, epoch: 2, image: None },
+        aborted(),
+        aborted(),
+        What::GroupMemberLost { machine: machine(0) },
+        What::GroupRestarting {
+            number: None,
+            image: None,
+            epoch: 3,
+            why: "rank 0 is lost".into(),
+            machines: vec![],
+            lost: vec![],
+        },
+    ] {
+        facts.hear(&Event::now("r", what), now);
+    }
+    let text = |facts: &Facts| facts.text(now, Utc::now());
+    assert!(!text(&facts).contains("rekindle_group"), "a job of one machine has none");
+
+    let taken = DateTime::from_timestamp(1_795_327_200, 0).unwrap();
+    let image = |number: u32, committed| {
+        let image = Some(ImageId::new(number, taken + chrono::TimeDelta::seconds(number.into())));
+        GroupImage { number: number.into(), epoch: 2, image, committed }
+    };
+    let group = Group {
+        name: "bert".parse().unwrap(),
+        size: 4,
+        rank: 1,
+        epoch: 3,
+        members: vec![machine(1), machine(2), machine(3)],
+        missing: vec![machine(0)],
+        leader: Some(1),
+        images: vec![image(9, false), image(5, true)],
+        waits_for: None,
+    };
+    let state = r#"{"version": 1, "state": "running", "since": "2026-11-21T10:00:00Z", "begun": "2026-11-21T10:00:00Z",
+        "supervisor": 1, "lineage": "r", "restarts": 0}"#;
+    let mut published: Published = serde_json::from_str(state).unwrap();
+    published.group = Some(group);
+    facts.see(&published, None);
+    let text = text(&facts);
+    for (name, wanted) in [
+        ("size", 4.0),
+        ("members", 3.0),
+        ("leader", 1.0),
+        ("epoch", 3.0),
+        ("last_image_timestamp_seconds", 1_795_327_205.0),
+        ("images_committed_total", 1.0),
+        ("snapshots_aborted_total", 2.0),
+        ("members_lost_total", 1.0),
+        ("restarts_total", 1.0),
+    ] {
+        let name = format!("rekindle_group_{name}{{job=\"bert.1\"}}");
+        assert_eq!(value(&text, &name), Some(wanted), "{name} in\n{text}");
     }
 }
