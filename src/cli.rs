@@ -3,6 +3,7 @@
 mod complete;
 mod config;
 mod control;
+mod copy_gpu_memory;
 mod cuda;
 mod doctor;
 mod ended;
@@ -192,6 +193,9 @@ enum Command {
     /// Rehearse a restore beside a running job; for the supervisor
     #[command(hide = true)]
     Rehearse,
+    /// Copy memory that stays on the GPU; for the supervisor
+    #[command(hide = true)]
+    CopyGpuMemory,
     /// Write the manual pages into a folder, for a package
     #[command(hide = true)]
     Man {
@@ -308,6 +312,7 @@ fn dispatch(cli: &Cli) -> anyhow::Result<Exit> {
         }
         Command::Cuda(command) => cuda::run(command, global.format()),
         Command::Rehearse => rehearse::rehearse(),
+        Command::CopyGpuMemory => copy_gpu_memory::copy(),
         Command::Man { folder } => {
             man::write(command(), folder)?;
             Ok(Exit::Success)

@@ -69,7 +69,8 @@ const ETCD: [&str; 13] = [
 const CRIU: [&str; 5] = ["log", "plugin", "proto", "image", "rpc"];
 
 /// The modules for the CUDA driver.
-const CUDA: [&str; 13] = [
+const CUDA: [&str; 15] = [
+    "packet",
     "candidate",
     "function",
     "job_table",
@@ -82,6 +83,7 @@ const CUDA: [&str; 13] = [
     "nvml",
     "sharing",
     "driver",
+    "copier",
     "process",
 ];
 

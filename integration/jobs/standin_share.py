@@ -189,13 +189,13 @@ class Rank:
             self.names_are_what_they_were()
 
     def names_are_what_they_were(self):
-        handle, size = ctypes.c_uint64(), ctypes.c_uint64()
+        handle, properties = ctypes.c_uint64(), (ctypes.c_uint32 * 8)()
         for peer, name in self.names.items():
             self.cuda("cuMemRetainAllocationHandle", ctypes.byref(handle), self.peers[peer] + PIECE // 2)
             if handle.value != name:
                 print(f"the memory of {peer} is {handle.value:x} and was {name:x}", file=sys.stderr, flush=True)
                 os._exit(4)
-            self.cuda("cuMemGetAllocationPropertiesFromHandle", ctypes.byref(size), name)
+            self.cuda("cuMemGetAllocationPropertiesFromHandle", properties, name)
             self.cuda("cuMemRelease", name)
         new = [self.cuda.create() for _ in range(3)]
         held = {name for peer, name in self.names.items() if not (peer == self.given_up and self.number % 2 == 0)}

@@ -26,6 +26,7 @@ use group::Place;
 pub(crate) use prepare::NoRights;
 use prepare::{Prepared, working_directory};
 use rekindle_base::chain;
+use rekindle_cuda::copier::Copier;
 use rekindle_cuda::nvml::names_instance;
 use rekindle_engine::launch::{identity, output, reaper, uplink};
 use rekindle_engine::parts::gpu::placement::{Pair, Wishes};
@@ -432,6 +433,7 @@ fn supervise(
     };
     let output = output::Files::create(&folder.log_dir(), config.log.bounds())?;
     let setup = Setup {
+        copier: Copier::default(),
         config,
         folder,
         lock,

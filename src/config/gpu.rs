@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use rekindle_engine::launch::hwloc::Hwloc;
+use rekindle_engine::launch::memory::GpuMemory;
 use rekindle_engine::launch::nccl::Nccl;
 
 /// `[gpu]`: how the job uses its GPUs.
@@ -13,4 +14,6 @@ pub(crate) struct Gpu {
     pub(crate) nccl: Nccl,
     /// Whether hwloc is kept from opening the GPUs.
     pub(crate) hwloc: Hwloc,
+    /// Where large allocations of GPU memory are while the job is frozen.
+    pub(crate) memory: GpuMemory,
 }

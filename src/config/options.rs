@@ -86,6 +86,7 @@ impl Config {
             lock_timeout: of.lock_timeout,
             freeze_timeout: of.freeze_timeout,
             dump_timeout: of.dump_timeout,
+            memory: self.gpu.memory,
             memory_reserve: of.memory_reserve.bytes(),
             limits: self.store.limits(),
             threads: self.store.threads(),

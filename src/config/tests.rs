@@ -74,6 +74,7 @@ limits = { nofile = 65536, memlock = "unlimited", stack = "64MiB" }
 [gpu]
 nccl = "off"
 hwloc = "off"
+memory = "kept"
 [group]
 nodes = 0
 node-rank = 3

@@ -89,6 +89,7 @@ impl Owner<'_> {
                 output: &setup.output,
                 interval: interval.as_ref(),
                 deaths: &deaths,
+                copier: &setup.copier,
                 group: turn.as_ref().map(|turn| turn as &dyn Barrier),
             };
             let cancelled = || cancel.load(Ordering::Relaxed);

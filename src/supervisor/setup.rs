@@ -10,6 +10,7 @@ use crate::policy::StartPoint;
 use crate::scheduler::Scheduler;
 use crate::watch::beats::Beats;
 use rekindle_criu::Criu;
+use rekindle_cuda::copier::Copier;
 use rekindle_engine::launch::{JobSpec, output, uplink};
 use rekindle_engine::parts::gpu::placement::Wishes;
 use rekindle_engine::snapshot::Launch;
@@ -43,6 +44,8 @@ pub(crate) struct Setup {
     pub(crate) output: output::Files,
     /// What goes to standard output.
     pub(crate) shown: Shown,
+    /// Copies memory that stays on the GPU.
+    pub(crate) copier: Copier,
     /// The group, if the job runs on several machines.
     pub(crate) group: Option<super::Membered>,
 }

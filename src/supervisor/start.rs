@@ -384,7 +384,7 @@ fn restore_job(
             progress,
             healing: Some(&healing),
         },
-        hold: signal.map(|_| restore::Hold(&may_run)),
+        cuda: restore::Cuda { copier: &setup.copier, hold: signal.map(|_| restore::Hold(&may_run)) },
     };
     let cancelled = || cancel.load(Ordering::Relaxed);
     // Logged once, not at every restart.

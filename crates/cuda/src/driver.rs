@@ -121,8 +121,8 @@ impl Driver {
     }
 
     /// The symbol of this name, if the library has it. `T` must be its type.
-    fn symbol<T: Copy>(&self, name: &str) -> Option<T> {
-        // SAFETY: every caller in this file names the type that cuda.h declares for the symbol.
+    pub(super) fn symbol<T: Copy>(&self, name: &str) -> Option<T> {
+        // SAFETY: every caller in this crate names the type that cuda.h declares for the symbol.
         let symbol = unsafe { self.library.get::<T>(name) };
         symbol.ok().map(|symbol| *symbol)
     }

@@ -15,6 +15,7 @@
 //! - [`Process`]: one CUDA process and the calls on it, like `cuda.core.checkpoint.Process` of NVIDIA's Python library.
 //! - [`is_candidate`]: whether a process may use CUDA at all. Cheap, and needs no driver.
 //! - [`is_initializing`]: whether a process is in the middle of cuInit, which the driver does not tell.
+//! - [`copier`]: copies memory that stays on the GPU while its process is checkpointed.
 //! - [`GpuUuid`], [`GpuMapping`]: the GPU on which a process is restored.
 //!
 //! All of it may be called from several threads at once. Locking the ranks of one job needs that: locking two NCCL
@@ -23,6 +24,7 @@
 //! Source of the functions and structures: CUDA driver API, group `CUDA_CHECKPOINT`, and cuda.h of CUDA 13.
 
 mod candidate;
+pub mod copier;
 mod driver;
 mod error;
 mod ffi;
@@ -30,6 +32,7 @@ mod function;
 mod job_table;
 pub mod nccl;
 pub mod nvml;
+mod packet;
 mod process;
 pub mod sharing;
 mod state;

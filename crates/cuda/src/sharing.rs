@@ -1,4 +1,5 @@
-//! Device memory that the processes of a job share: released before a checkpoint, and mapped again after it.
+//! Device memory that the processes of a job share, and memory that stays on the GPU: released before a checkpoint, and
+//! mapped again after it.
 //!
 //! The driver (580) checkpoints a process that has mapped another process's memory, but the restore fails and the
 //! process must be killed. So each process releases such memory first, and maps it again afterwards at the same
@@ -12,6 +13,11 @@
 //!    unlock; only the keepers run: export, import, map      [`take_again`]   then all threads run
 //! ```
 //!
+//! A process's own memory can stay on the GPU while it is checkpointed, if the interposer made it so
+//! (`native/preload/src/kept.rs`): it is released in the same manner, and lives on through its descriptors, which
+//! [`let_go`] collects ([`Staying`]) and [`take_again`] returns. In a process that was restored from an image,
+//! [`make_again`] creates it anew, and the caller fills it.
+//!
 //! CUDA is locked twice. In between, threads of the job that wait for the driver's lock must not get it: [`announce`]
 //! ensures that.
 //!
@@ -24,14 +30,14 @@ mod table;
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rekindle_os::parallel;
 use session::Session;
 pub use table::Sharing;
-use table::{Import, Tag};
+use table::{HANDED, Import, Tag};
 
 /// Why shared memory could not be released, or mapped again.
 #[derive(Debug, thiserror::Error)]
@@ -43,6 +49,21 @@ pub enum Error {
         pid: i32,
         /// The reason and advice.
         why: Obstacle,
+    },
+    /// Its own memory stays on the GPU, and nothing copies it.
+    #[error(
+        "process {pid}: its memory stays on the GPU (gpu.memory = \"kept\") since an earlier snapshot, and it cannot be \
+         copied now, as the warning before says"
+    )]
+    Stays {
+        /// The process, as the job sees it.
+        pid: i32,
+    },
+    /// Its own memory that stayed on the GPU is not there any more.
+    #[error("process {pid}: its memory that stayed on the GPU is missing")]
+    Missing {
+        /// The process, as the job sees it.
+        pid: i32,
     },
     /// A keeper did not answer in time.
     #[error("process {pid}: cannot release other processes' GPU memory now: {source}")]
@@ -138,7 +159,11 @@ fn obstacle(one: &Sharing, all: &[Sharing]) -> Option<Obstacle> {
     }
     let imports: Vec<&Import> = one.imports().map(|(_, import)| import).collect();
     let foreign = table.foreign.load(Relaxed);
-    let known = u32::try_from(imports.len()).unwrap_or(u32::MAX);
+    let handed = one.kept().filter(|(_, import, _)| import.kept.load(Relaxed) == table::HANDED).count();
+    let known = u32::try_from(imports.len() + handed).unwrap_or(u32::MAX);
+    if handed > 0 && table.keeper.load(Relaxed) == 0 {
+        return Some(Obstacle::NoKeeper);
+    }
     // A call in progress may be between the driver and its record; nothing is released while there is one.
     if foreign > known && table.under_way.load(Relaxed) == 0 {
         return Some(Obstacle::Unseen(foreign - known));
@@ -156,10 +181,34 @@ fn obstacle(one: &Sharing, all: &[Sharing]) -> Option<Obstacle> {
     None
 }
 
-/// Whether any of them has memory of another process.
+/// Whether any of them has to release something: memory of another process, or its own that stays on the GPU.
 #[must_use]
-pub fn is_any(all: &[Sharing]) -> bool {
-    all.iter().any(|one| one.imports().next().is_some())
+pub fn is_any(all: &[Sharing], own: Own) -> bool {
+    // One that is not to stay may have a descriptor, of an attempt that failed.
+    let is_concerned = |import: &Import| own == Own::Stays || import.id.load(Relaxed) != 0;
+    all.iter().any(|one| one.imports().next().is_some() || one.kept().any(|(_, import, _)| is_concerned(import)))
+}
+
+/// What becomes of a process's own memory that can stay on the GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Own {
+    /// It stays.
+    Stays,
+    /// The driver copies it, as all other memory.
+    IsCopied,
+}
+
+/// Memory that stays on the GPU while its process is checkpointed. It is freed if this is dropped meanwhile.
+#[derive(Debug)]
+pub struct Staying {
+    /// Pid of the process, as it sees itself.
+    pub pid: i32,
+    /// Its number of this memory.
+    pub index: u32,
+    /// Bytes.
+    pub bytes: u64,
+    /// Its descriptor.
+    pub memory: OwnedFd,
 }
 
 /// Whether any of them has released memory that must be mapped again.
@@ -197,22 +246,36 @@ pub fn check_announced(all: &[Sharing]) -> Result<(), Error> {
     }
 }
 
-/// Makes all processes release memory of other processes. Their threads must be stopped, except the driver's if it
-/// needs one, and CUDA must not be locked.
+/// Makes all processes release memory of other processes, and their own that stays on the GPU: that is then in `staying`.
+/// Their threads must be stopped, except the driver's if it needs one, and CUDA must not be locked.
 ///
 /// # Errors
 /// Some of it may have been released then: call [`take_again`].
-pub fn let_go(all: &[Sharing]) -> Result<(), Error> {
+pub fn let_go(all: &[Sharing], own: Own, staying: &mut Vec<Staying>) -> Result<(), Error> {
     check(all)?;
+    if own == Own::IsCopied
+        && let Some(one) = all.iter().find(|one| one.kept().any(|(_, import, _)| import.kept.load(Relaxed) == HANDED))
+    {
+        return Err(Error::Stays { pid: one.inner() });
+    }
     if let Some(one) = all.iter().find(|one| one.table().under_way.load(Relaxed) != 0) {
-        let source = std::io::Error::other("a driver call on shared memory is in progress");
+        let source = std::io::Error::other("a driver call on memory that has to be released is in progress");
         return Err(Error::Busy { pid: one.inner(), source });
     }
-    let sessions = open(all)?;
+    let all: Vec<&Sharing> = all.iter().filter(|one| is_concerned(one, own)).collect();
+    let sessions = open(&all)?;
     // A thread that was stopped with a lock of the driver would block the keeper. This is found out before anything is
     // changed.
-    each(&sessions, |session| session.ask(table::PROBE, "use other processes' memory"))?;
-    each(&sessions, |session| session.ask(table::RELEASE, "release other processes' memory"))?;
+    each(&sessions, |session| session.ask(table::PROBE, 0, "use memory that has to be released"))?;
+    if own == Own::Stays {
+        for (one, files) in all.iter().zip(collect(&all, &sessions)) {
+            let pieces = one.kept().map(|(index, _, bytes)| (index, bytes)).zip(files?);
+            let piece = |((index, bytes), memory)| Staying { pid: one.inner(), index, bytes, memory };
+            staying.extend(pieces.map(piece));
+        }
+    }
+    let with_own = u32::from(own == Own::Stays);
+    each(&sessions, |session| session.ask(table::RELEASE, with_own, "release memory"))?;
     close(sessions);
     // Imports that the driver itself knows of: a call of the program may have been between the driver and our record of
     // it.
@@ -225,12 +288,76 @@ pub fn let_go(all: &[Sharing]) -> Result<(), Error> {
     }
 }
 
-/// Maps the released memory again. The threads must be stopped, and CUDA must not be locked.
+fn is_concerned(one: &Sharing, own: Own) -> bool {
+    is_any(std::slice::from_ref(one), own) || one.exports().next().is_some()
+}
+
+/// The descriptors of the memory of each that can stay on the GPU.
+fn collect(all: &[&Sharing], sessions: &[Mutex<Session<'_>>]) -> Vec<Result<Vec<OwnedFd>, Error>> {
+    let give = |(one, session): (&&Sharing, &Mutex<Session<'_>>)| {
+        let entries: Vec<u32> = one.kept().map(|(index, ..)| index).collect();
+        lock(session).give(&entries)
+    };
+    parallel::at_once(all.iter().zip(sessions), give)
+}
+
+/// Maps the released memory again; what stayed on the GPU is in `staying`. The threads must be stopped, and CUDA must not
+/// be locked.
 ///
 /// # Errors
 /// Then the processes must not be resumed.
-pub fn take_again(all: &[Sharing]) -> Result<(), Error> {
-    let sessions = open(all)?;
+pub fn take_again(all: &[Sharing], staying: &[Staying]) -> Result<(), Error> {
+    let all: Vec<&Sharing> = all.iter().filter(|one| is_gone(one)).collect();
+    let sessions = open(&all)?;
+    let imported = at_once(all.iter().zip(&sessions), |(one, session)| {
+        let mut entries = Vec::new();
+        for (index, _, bytes) in one.kept().filter(|(_, import, _)| import.is_gone.load(Relaxed) != 0) {
+            let is_it = |piece: &&Staying| (piece.pid, piece.index, piece.bytes) == (one.inner(), index, bytes);
+            let piece = staying.iter().find(is_it);
+            let missing = || Error::Missing { pid: one.inner() };
+            entries.push((index, piece.ok_or_else(missing)?.memory.as_fd()));
+        }
+        lock(session).import(&entries)
+    });
+    imported?;
+    map_all(&all, sessions)
+}
+
+/// Whether it has released something, or others have released something of it.
+fn is_gone(one: &Sharing) -> bool {
+    one.table().state.load(Relaxed) != table::HELD || one.exports().next().is_some()
+}
+
+/// In processes that were restored from an image: maps the memory of others again, and creates anew what had stayed on the
+/// GPU, with undefined content. The threads must be stopped, and CUDA must not be locked.
+///
+/// # Errors
+/// Then the processes must not be resumed.
+pub fn make_again(all: &[Sharing]) -> Result<Vec<Staying>, Error> {
+    let all: Vec<&Sharing> = all.iter().filter(|one| is_gone(one)).collect();
+    let sessions = open(&all)?;
+    let gone = |one: &Sharing| -> Vec<(u32, u64)> {
+        let is_gone = |(_, import, _): &(u32, &Import, u64)| import.is_gone.load(Relaxed) != 0;
+        one.kept().filter(is_gone).map(|(index, _, bytes)| (index, bytes)).collect()
+    };
+    let make = |(one, session): (&&Sharing, &Mutex<Session<'_>>)| {
+        let (entries, session) = (gone(one), lock(session));
+        for (index, _) in &entries {
+            session.ask(table::CREATE, *index, "allocate memory that stays on the GPU")?;
+        }
+        let files = session.give(&entries.iter().map(|(index, _)| *index).collect::<Vec<_>>())?;
+        let piece = |((index, bytes), memory)| Staying { pid: one.inner(), index, bytes, memory };
+        Ok(entries.into_iter().zip(files).map(piece).collect::<Vec<_>>())
+    };
+    let made: Result<Vec<Vec<Staying>>, Error> =
+        parallel::at_once(all.iter().zip(&sessions), make).into_iter().collect();
+    let made = made?;
+    map_all(&all, sessions)?;
+    Ok(made.into_iter().flatten().collect())
+}
+
+/// Hands over what processes have of each other, and maps everything again.
+fn map_all(all: &[&Sharing], sessions: Vec<Mutex<Session<'_>>>) -> Result<(), Error> {
     let mut exporters = BTreeMap::new();
     for (at, one) in all.iter().enumerate() {
         exporters.extend(one.exports().map(|(index, tag)| (tag, (at, index))));
@@ -249,7 +376,7 @@ pub fn take_again(all: &[Sharing]) -> Result<(), Error> {
     while wanted.iter().any(|queue| !queue.is_empty()) {
         hand_over(&sessions, &mut wanted)?;
     }
-    each(&sessions, |session| session.ask(table::MAP, "map other processes' memory again"))?;
+    each(&sessions, |session| session.ask(table::MAP, 0, "map memory again"))?;
     close(sessions);
     Ok(())
 }
@@ -279,12 +406,16 @@ fn hand_over(sessions: &[Mutex<Session<'_>>], wanted: &mut [Vec<Wanted>]) -> Res
         }
         Ok(())
     })?;
-    at_once(sessions.iter().zip(&imports), |(session, imports)| lock(session).import(&lock(imports)))
+    at_once(sessions.iter().zip(&imports), |(session, imports)| {
+        let imports = lock(imports);
+        let entries: Vec<_> = imports.iter().map(|(index, memory)| (*index, memory.as_fd())).collect();
+        lock(session).import(&entries)
+    })
 }
 
-fn open(all: &[Sharing]) -> Result<Vec<Mutex<Session<'_>>>, Error> {
+fn open<'a>(all: &[&'a Sharing]) -> Result<Vec<Mutex<Session<'a>>>, Error> {
     let busy = |one: &Sharing, source| Error::Busy { pid: one.inner(), source };
-    let open = |one| Session::open(one).map(Mutex::new).map_err(|source| busy(one, source));
+    let open = |one: &&'a Sharing| Session::open(one).map(Mutex::new).map_err(|source| busy(one, source));
     parallel::at_once(all, open).into_iter().collect()
 }
 

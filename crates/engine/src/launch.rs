@@ -12,6 +12,7 @@ pub mod hwloc;
 pub mod identity;
 pub mod interposer;
 pub(crate) mod mapped;
+pub mod memory;
 pub mod nccl;
 pub mod output;
 pub mod plugin;

@@ -18,6 +18,7 @@ pub(crate) mod fds;
 pub(crate) mod files;
 pub mod gpu;
 pub(crate) mod groups;
+pub(crate) mod kept;
 pub(crate) mod landing;
 pub(crate) mod locks;
 pub(crate) mod tcp;

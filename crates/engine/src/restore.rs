@@ -27,6 +27,7 @@ use compat::{Difference, Here};
 use phases::{Gpus, Timings};
 use rekindle_base::Moved;
 use rekindle_criu::Criu;
+use rekindle_cuda::copier::Copier;
 use rekindle_store::chunk::Key;
 use rekindle_store::heal::Healing;
 use rekindle_store::persist::Progress;
@@ -69,7 +70,16 @@ pub struct Request<'a> {
     pub prepare: Prepare<'a>,
     /// How a packed image is unpacked.
     pub unpacking: Unpacking<'a>,
-    /// What a job that uses CUDA waits for before it runs.
+    /// What a job that uses CUDA needs.
+    pub cuda: Cuda<'a>,
+}
+
+/// What a job that uses CUDA needs to run again.
+#[derive(Debug, Clone, Copy)]
+pub struct Cuda<'a> {
+    /// Copies memory to the GPU that had stayed there.
+    pub copier: &'a Copier,
+    /// What it waits for before it runs.
     pub hold: Option<Hold<'a>>,
 }
 

@@ -10,6 +10,7 @@
 //!  checkpoint  device memory to host memory             undo: restore
 //!  dump        CRIU writes the tree, lets it run on     undo: drop saved links
 //!  restore     host memory to device memory
+//!  copy        only with gpu.memory = "kept": wait until the memory that stayed on the GPU is copied
 //!  unlock
 //!  check       every CUDA process is running again                                  ---- freeze ends
 //!  settle      only in a group: all have dumped; plug the cable in
@@ -43,13 +44,16 @@ mod seen;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use crate::launch::memory::GpuMemory;
 use crate::launch::{self, Job, Privileges};
 use crate::parts::fds;
 use crate::parts::files::record;
 use crate::parts::gpu::capture as gpu;
+use crate::parts::kept::capture as kept;
 use rekindle_base::interval::Choice;
 use rekindle_criu::image::Dangling;
 use rekindle_criu::{self as criu, Criu};
+use rekindle_cuda::copier::Copier;
 use rekindle_os::spawn::Ended;
 use rekindle_store::manifest::{self, Manifest, PidNamespace, Reason};
 use rekindle_store::retention::survey::{Limits, NoRoom};
@@ -93,6 +97,8 @@ pub struct Subject<'a> {
     pub interval: Option<&'a Choice>,
     /// What earlier snapshots recorded about dead processes of the job.
     pub deaths: &'a Deaths,
+    /// Copies memory that stays on the GPU.
+    pub copier: &'a Copier,
     /// The other members, if the image is a part of a group image.
     pub group: Option<&'a dyn Barrier>,
 }
@@ -114,6 +120,8 @@ pub struct Options {
     pub freeze_timeout: Duration,
     /// Time limit for the whole dump.
     pub dump_timeout: Duration,
+    /// Where large allocations of GPU memory are meanwhile.
+    pub memory: GpuMemory,
     /// Bytes of host memory that must stay free.
     pub memory_reserve: u64,
     /// Limits that decide whether the store has room.
@@ -165,6 +173,9 @@ pub enum Error {
     /// The GPUs could not be frozen.
     #[error(transparent)]
     Gpu(gpu::Error),
+    /// Memory that stays on the GPU was not copied.
+    #[error("copy: {0}")]
+    Kept(#[from] kept::Error),
     /// CRIU's plugin could not be put in its place.
     #[error(transparent)]
     Plugin(#[from] crate::launch::plugin::Error),
@@ -322,7 +333,10 @@ pub fn take(subject: &Subject<'_>, reason: Reason, cancelled: &(dyn Fn() -> bool
     match manifest
         .and_then(|manifest| frozen.ready.target.seal(manifest, subject.options.threads).map_err(Error::Staging))
     {
-        Ok(image) => Ok(Taken { image, freeze, notes: frozen.dumped.moment.notes }),
+        Ok(image) => {
+            let notes = frozen.dumped.moment.notes.into_iter().chain(frozen.gpus.group.refused()).collect();
+            Ok(Taken { image, freeze, notes })
+        }
         Err(error) => {
             record::drop_links(&frozen.saved_links, frozen.env.root(), frozen.env.user());
             Err(error)
@@ -452,6 +466,7 @@ fn describe(frozen: &phases::Frozen<'_>, reason: Reason) -> Result<Manifest, Err
         recreate: frozen.dumped.recreate.clone(),
         mapped_files: frozen.mapped_files()?,
         landing: frozen.landing.clone(),
+        kept: frozen.kept.clone(),
         tcp: frozen.seen.tcp,
         phases: frozen.timings.phases.clone(),
         freeze_us: u64::try_from(frozen.time().as_micros()).unwrap_or(u64::MAX),

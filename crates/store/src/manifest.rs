@@ -19,8 +19,8 @@ use thiserror::Error;
 
 pub use contents::{Owner, Stamp, TrackedEntry, TrackedFolder, TrackedKind};
 pub use fields::{
-    Chunks, Folder, GivenFile, Gpu, GroupPart, Host, JobRights, JobTree, KeptCopy, Landing, Manifest, MappedFile,
-    OpenFile, Part, Phase, PidNamespace, Reason, Recreate, SavedLink, TreeProcess,
+    Chunks, Folder, GivenFile, Gpu, GroupPart, Host, JobRights, JobTree, Kept, KeptCopy, KeptPiece, Landing, Manifest,
+    MappedFile, OpenFile, Part, Phase, PidNamespace, Reason, Recreate, SavedLink, TreeProcess,
 };
 
 pub use groups::ControlGroup;
@@ -36,13 +36,15 @@ use rekindle_os::durable;
 
 /// The value of `format`: the magic of the file.
 pub(crate) const FORMAT: &str = "rekindle-image";
-/// The newest version that this code reads. It writes the lowest possible one: 3 for an image with files that are put
-/// back together, 2 for a packed image, else 1.
-pub(crate) const VERSION: u32 = 3;
+/// The newest version that this code reads. It writes the lowest possible one: 4 for an image with GPU memory that stayed
+/// on the GPU, 3 for one with files that are put back together, 2 for a packed image, else 1.
+pub(crate) const VERSION: u32 = 4;
 /// The first version with [`Manifest::chunks`].
 const PACKED: u32 = 2;
 /// The first version whose readers put back files together: an earlier one would put back only some of them.
 const TOGETHER: u32 = 3;
+/// The first version with [`Manifest::kept`]: an earlier reader would restore the job without that memory.
+const KEPT: u32 = 4;
 /// A larger manifest is not parsed. 64 MiB are some 300,000 parts or open files.
 pub const MAX_BYTES: u64 = 64 << 20;
 /// Its name in the folder of the image.
@@ -216,6 +218,7 @@ impl Manifest {
 
     fn version(&self) -> u32 {
         match self {
+            _ if self.kept.is_some() => KEPT,
             _ if !self.absent_files.is_empty() || !self.tracked_folders.is_empty() => TOGETHER,
             _ if self.chunks.is_some() => PACKED,
             _ => 1,
@@ -231,6 +234,7 @@ impl Manifest {
         }
         let named = self.recreate.iter().map(|file| &file.part);
         let named = named.chain(self.landing.iter().map(|landing| &landing.part));
+        let named = named.chain(self.kept.iter().map(|kept| &kept.part));
         let copies = self.mapped_files.iter().filter_map(|file| file.copy.as_ref());
         let named = named.chain(copies.map(|copy| &copy.part));
         let named = named.chain(self.open_files.iter().filter_map(|file| file.part.as_ref()));

@@ -184,6 +184,11 @@ impl PartPath {
         PartPath(format!("gpu/{pid}"))
     }
 
+    /// The part with device memory that rekindle copied.
+    pub(super) fn kept() -> PartPath {
+        PartPath("gpu/kept".to_owned())
+    }
+
     /// Opens the part of the image in `dir` for reading. A link on the path is an error: the store creates none, and it
     /// could lead anywhere.
     ///

@@ -66,6 +66,25 @@ pub(crate) fn inject_keeper(call: &str) -> Result<(), i32> {
     Ok(())
 }
 
+/// The same for a call of the job itself, not of its keeper.
+pub(crate) fn inject_job(call: &str) -> Result<(), i32> {
+    let Some(folder) = std::env::var_os("STANDIN_CUDA_DIR").filter(|_| !crate::host::is_copier()) else {
+        return Ok(());
+    };
+    if fs::read("/proc/thread-self/comm").is_ok_and(|name| name == b"rekindle-keeper\n") {
+        return Ok(());
+    }
+    // SAFETY: no precondition.
+    inject(Path::new(&folder), &format!("job-{call}"), unsafe { libc::getpid() })
+}
+
+/// The same for a call of the process that copies.
+pub(crate) fn inject_copier(call: &str) -> Result<(), i32> {
+    let Some(folder) = std::env::var_os("STANDIN_CUDA_DIR").filter(|_| crate::host::is_copier()) else { return Ok(()) };
+    // SAFETY: no precondition.
+    inject(Path::new(&folder), &format!("copier-{call}"), unsafe { libc::getpid() })
+}
+
 fn read(path: &Path, pid: i32) -> Result<Option<Fault>, i32> {
     let Ok(text) = fs::read_to_string(path) else { return Ok(None) };
     let fault = parse(&text).ok_or(-1)?;

@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::control::{Control, MAGIC, Mapping, Op, Pair, SIZE, code};
-use crate::{fault, gate, gpus, kernels, memory};
+use crate::{fault, gate, gpus, host, kernels, memory};
 
 /// `CUprocessState`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,7 +62,9 @@ pub(crate) fn start() -> Result<(), i32> {
     let folder = std::env::var_os("STANDIN_CUDA_DIR").ok_or(code::NO_DEVICE)?;
     // As /proc/PID/maps will show it.
     let folder = fs::canonicalize(folder).map_err(|_| code::NO_DEVICE)?;
-    let path = folder.join(format!("{pid}.ctl"));
+    // The process that copies has its number from another namespace.
+    let end = if host::is_copier() { "copier" } else { "ctl" };
+    let path = folder.join(format!("{pid}.{end}"));
     let control = create(&path, pid).map_err(|_| code::OPERATING_SYSTEM)?;
     let first = std::env::var("CUDA_VISIBLE_DEVICES").ok().and_then(|all| all.split(',').next()?.parse().ok());
     job.gpu = gpus::usable(&folder).get(first.unwrap_or(0)).ok_or(code::NO_DEVICE)?.uuid;
@@ -79,6 +81,7 @@ pub(crate) fn initialize() -> Result<(), i32> {
     let Some(folder) = std::env::var_os("STANDIN_CUDA_DIR") else { return Ok(()) };
     let began = life();
     fault::inject(Path::new(&folder), "init", own_pid())?;
+    fault::inject_copier("init")?;
     if life() == began { Ok(()) } else { Err(code::OPERATING_SYSTEM) }
 }
 

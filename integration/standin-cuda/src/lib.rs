@@ -32,7 +32,8 @@
 //!   `times` it stays, with it the file goes away after N times. `pid` is the job's own number of itself.
 //! - `die-at-OP`: `[delay=MS] [pid=P]`. Waits, removes the file and kills itself with SIGKILL.
 //! - OP may also be `keeper-CALL`: `unmap`, `release`, `export`, `import`, `map`, `access` or `retain`, where a keeper
-//!   of the interposer calls it.
+//!   of the interposer calls it; or `copier-CALL` with these, or `register`, `out` (a copy from the device) and `in`, where
+//!   the process calls it with which rekindle copies memory that stays on the GPU.
 //! - OP may also be `init`, for `cuInit`. The supervisor calls it too: `pid` tells them apart.
 //!
 //! A failed restore leaves the process FAILED; other failures leave the state as it was.
@@ -55,6 +56,7 @@ mod control;
 mod fault;
 mod gate;
 mod gpus;
+pub mod host;
 mod job;
 mod kernels;
 mod memory;
@@ -300,12 +302,13 @@ pub unsafe extern "C" fn cuMemRetainAllocationHandle(handle: *mut u64, address: 
     answer(job::call(|| memory::shared("retain", |shared| shared.retain(address)).map(|found| *handle = found)))
 }
 
-/// The first word of the properties is the size, which the driver's have not.
+/// `CUmemAllocationProp`: pinned, as a descriptor, on the device 0.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemGetAllocationPropertiesFromHandle(properties: *mut usize, handle: u64) -> c_int {
-    // SAFETY: the caller passes null or room for a word.
+pub unsafe extern "C" fn cuMemGetAllocationPropertiesFromHandle(properties: *mut [u32; 8], handle: u64) -> c_int {
+    // SAFETY: the caller passes null or room for the structure.
     let Some(properties) = (unsafe { properties.as_mut() }) else { return code::INVALID_VALUE };
-    answer(job::call(|| memory::shared("properties", |shared| shared.size(handle)).map(|size| *properties = size)))
+    let known = || memory::shared("properties", |shared| shared.size(handle));
+    answer(job::call(|| known().map(|_| *properties = [1, 1, 1, 0, 0, 0, 0, 0])))
 }
 
 /// Addresses without memory.
@@ -398,6 +401,9 @@ pub unsafe extern "C" fn cuGetProcAddress_v2(
     let name = unsafe { CStr::from_ptr(name) };
     let found: *const c_void = match name.to_bytes() {
         b"cuInit" => cuInit as *const c_void,
+        b"cuMemAlloc" => cuMemAlloc_v2 as *const c_void,
+        b"cuMemFree" => cuMemFree_v2 as *const c_void,
+        b"cuIpcGetMemHandle" => cuIpcGetMemHandle as *const c_void,
         b"cuMemCreate" => cuMemCreate as *const c_void,
         b"cuMemExportToShareableHandle" => cuMemExportToShareableHandle as *const c_void,
         b"cuMemImportFromShareableHandle" => cuMemImportFromShareableHandle as *const c_void,

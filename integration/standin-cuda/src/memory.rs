@@ -42,7 +42,9 @@ fn memory() -> MutexGuard<'static, Memory> {
 
 /// What is shared, for the call of this name.
 pub(crate) fn shared<T>(call: &str, work: impl FnOnce(&mut Shared) -> Result<T, i32>) -> Result<T, i32> {
+    fault::inject_job(call)?;
     fault::inject_keeper(call)?;
+    fault::inject_copier(call)?;
     work(&mut memory().shared)
 }
 

@@ -53,6 +53,12 @@ fn own_pid() -> i32 {
 /// ioctl(2): the resource manager's numbers end here, where the kernel module would be.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ioctl(fd: i32, request: c_ulong, argument: usize) -> i32 {
+    // SAFETY: the same contract.
+    unsafe { kernel(fd, request, argument) }
+}
+
+/// The same, by a name that no other object can define.
+unsafe extern "C" fn kernel(fd: i32, request: c_ulong, argument: usize) -> i32 {
     let [number, kind, ..] = request.to_ne_bytes();
     if kind != b'F' || !matches!(number, FREE | CONTROL | ALLOC | DUP_OBJECT) {
         // SAFETY: what was asked of us is handed on; the wrapper sets errno.
@@ -84,8 +90,12 @@ pub(crate) unsafe extern "C" fn ioctl(fd: i32, request: c_ulong, argument: usize
 /// libcuda's call of the first `ioctl` in the process. The resource manager's status is the last word.
 fn call(number: u8, argument: &mut [u32]) -> Result<(), i32> {
     type Ioctl = unsafe extern "C" fn(i32, c_ulong, usize) -> i32;
-    // SAFETY: a string that ends with NUL.
-    let first = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"ioctl".as_ptr()) };
+    // A process without an interposer has not preloaded this object either.
+    let first = match crate::host::is_copier() {
+        true => kernel as *mut libc::c_void,
+        // SAFETY: a string that ends with NUL.
+        false => unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"ioctl".as_ptr()) },
+    };
     if first.is_null() {
         return Err(code::OPERATING_SYSTEM);
     }

@@ -12,6 +12,7 @@ mod devices;
 mod devices_here;
 mod gpus;
 mod init;
+mod kept;
 mod landing;
 mod losses;
 mod phases;

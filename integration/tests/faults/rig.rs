@@ -93,6 +93,14 @@ impl Rig {
         self.set_command("standin_share.py", &args);
     }
 
+    /// A job whose memory can stay on the GPU, with arguments of standin_kept.py.
+    pub(crate) fn kept(&mut self, args: &[&str]) {
+        let todo = self.todo().display().to_string();
+        let args: Vec<&str> = ["--do", &*todo].into_iter().chain(args.iter().copied()).collect();
+        self.set_command("standin_kept.py", &args);
+        self.set("GPU_MEMORY", "kept");
+    }
+
     /// A launcher and its children, with arguments of launcher_job.py after the number.
     pub(crate) fn launcher(&mut self, children: usize, args: &[&str]) {
         let children = children.to_string();
@@ -419,12 +427,17 @@ impl Supervisor<'_> {
 
     /// Has a rank of standin_share.py do something; what came of it.
     pub(crate) fn has_rank(&mut self, rank: u32, word: &str) -> String {
+        self.has_done(&format!("{rank} {word}"))
+    }
+
+    /// Has the job do something; what came of it.
+    pub(crate) fn has_done(&mut self, word: &str) -> String {
         let (todo, done) = (self.rig.todo(), self.rig.todo().with_extension("done"));
         let before = fs::read_to_string(&done).unwrap_or_default();
-        fs::write(todo.with_extension("new"), format!("{rank} {word}")).unwrap();
+        fs::write(todo.with_extension("new"), word).unwrap();
         fs::rename(todo.with_extension("new"), todo).unwrap();
         let mut answer = String::new();
-        self.until(&format!("rank {rank} has done {word}"), |_| {
+        self.until(&format!("the job has done {word}"), |_| {
             answer = fs::read_to_string(&done).unwrap_or_default();
             answer.len() > before.len() && answer.ends_with('\n')
         });

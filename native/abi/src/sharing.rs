@@ -1,5 +1,5 @@
-//! The table of device memory that a process shares with others, and the requests to its keeper: the layout that the
-//! interposer and the supervisor agree on.
+//! The table of device memory that a process shares with others or keeps on the GPU, and the requests to its keeper: the
+//! layout that the interposer and the supervisor agree on.
 //!
 //! The table is a memfd of this name, mapped shared by the process and, while a snapshot or a restart needs it, by the
 //! supervisor. The job can write to it, so the supervisor checks every number in it. All zero is an empty table. A
@@ -10,7 +10,7 @@ use core::ffi::CStr;
 use core::sync::atomic::{AtomicI32, AtomicU32, AtomicU64};
 
 /// The name of the memfd; in /proc/PID/maps behind `/memfd:`.
-pub const NAME: &CStr = c"rekindle-sharing-3";
+pub const NAME: &CStr = c"rekindle-sharing-4";
 
 /// Entries of each kind. NCCL (2.28) takes 112 imports for two ranks; pages that are not used take no memory.
 pub const MOST: usize = 16384;
@@ -26,6 +26,13 @@ pub const LET_GO: u32 = 1;
 pub const UNTRACKED: u32 = 1;
 /// NVLink multicast (NCCL's NVLS).
 pub const MULTICAST: u32 = 2;
+
+/// [`Import::kept`]: memory of another process.
+pub const FOREIGN: u32 = 0;
+/// Memory of this process that can stay on the GPU while the process is checkpointed, as this process made it.
+pub const OWN: u32 = 1;
+/// The same, imported again: the driver cannot checkpoint it, nor export it once more.
+pub const HANDED: u32 = 2;
 
 /// Identifies the origin of an import. It is at the end of the metadata that the driver passes on with an exported
 /// object.
@@ -53,11 +60,12 @@ pub struct Export {
     pub unused: AtomicU32,
 }
 
-/// Memory of another process.
+/// Memory of another process, or memory that can stay on the GPU. Both are released and taken again alike.
 #[derive(Debug)]
 #[repr(C)]
 pub struct Import {
-    /// The program's number for it: the driver's handle at the time of its import.
+    /// The program's number for it: the driver's handle at the time of its import. 0 for memory that can stay on the GPU,
+    /// of which the program only has the address.
     pub name: AtomicU64,
     /// The driver's present handle.
     pub handle: AtomicU64,
@@ -71,9 +79,13 @@ pub struct Import {
     /// 1 while it is released.
     pub is_gone: AtomicU32,
     pub pid: AtomicU32,
-    /// 0 if its origin is unknown.
+    /// 0 if its origin is unknown. For memory that can stay on the GPU: 1 if the process has a descriptor of it.
     pub id: AtomicU32,
     pub nonce: AtomicU32,
+    /// [`FOREIGN`], [`OWN`] or [`HANDED`].
+    pub kept: AtomicU32,
+    /// CUdevice, as the process counts.
+    pub device: AtomicI32,
 }
 
 /// A mapping of an import.
@@ -121,7 +133,8 @@ pub struct Table {
     pub under_way: AtomicU32,
     /// Set by the supervisor while CUDA is locked, and shortly before.
     pub is_locked: AtomicU32,
-    pub unused: AtomicU32,
+    /// Number of times that the program wanted to share memory by CUDA IPC that can stay on the GPU, and was refused.
+    pub ipc_refused: AtomicU32,
     /// Incremented and woken (futex) to make the keeper create a socket.
     pub calls: AtomicU32,
     /// The supervisor's end of the socket, once `answered` has the number of the call; -1 if there is none.
@@ -158,7 +171,8 @@ pub struct Reply {
 pub const BEGIN: u32 = 0;
 /// Uses the driver without changing anything; returns unless the driver is blocked.
 pub const PROBE: u32 = 1;
-/// Unmaps and releases all imports.
+/// Unmaps and releases all memory of other processes; with index 1 also what can stay on the GPU. Closes the descriptors
+/// of that in any case.
 pub const RELEASE: u32 = 2;
 /// Exports an entry again; the answer includes the descriptor.
 pub const EXPORT: u32 = 3;
@@ -166,3 +180,7 @@ pub const EXPORT: u32 = 3;
 pub const IMPORT: u32 = 4;
 /// Maps all imported entries.
 pub const MAP: u32 = 5;
+/// For memory that can stay on the GPU: the answer includes its descriptor.
+pub const GIVE: u32 = 6;
+/// Makes such memory anew, for an entry that was released. Its content is undefined.
+pub const CREATE: u32 = 7;

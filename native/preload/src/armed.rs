@@ -3,12 +3,14 @@
 use core::mem::MaybeUninit;
 use core::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 
+use crate::kept;
 use crate::sys::{self, Errno, File};
 
-/// Variables: the folder of landing files, and the number of threads that copy, for users who know better than half of
-/// the CPUs.
+/// Variables: the folder of landing files; the number of threads that copy, for users who know better than half of the
+/// CPUs; the size from which on allocations can stay on the GPU.
 const FOLDER: &[u8] = b"REKINDLE_LANDING=";
 const THREADS: &[u8] = b"REKINDLE_COPY_THREADS=";
+const KEEP: &[u8] = b"REKINDLE_KEEP_MEMORY=";
 
 /// Maximum length of the folder's path; with a longer one the interposer does nothing.
 const ROOM: usize = 1024;
@@ -39,8 +41,9 @@ pub(crate) fn read_environment() {
             parser.feed(unsafe { byte.assume_init() });
         }
     }
-    let (folder, threads) = parser.finish();
+    let (folder, threads, keep) = parser.finish();
     WANTED_THREADS.store(threads, Ordering::Relaxed);
+    kept::begin(keep);
     LENGTH.store(folder, Ordering::Relaxed);
 }
 
@@ -50,18 +53,54 @@ struct Parser {
     /// Number of bytes of the current text so far.
     at: usize,
     is_folder: bool,
-    is_threads: bool,
+    threads: Number,
+    keep: Number,
     /// Length of the folder being read; `None` if it is too long.
     folder: Option<usize>,
     found_folder: usize,
-    threads: usize,
-    found_threads: usize,
+}
+
+/// A variable that is a number.
+struct Number {
+    name: &'static [u8],
+    /// Whether the current text is it so far.
+    is_it: bool,
+    value: usize,
+    /// 0 if it is not set.
+    found: usize,
+}
+
+impl Number {
+    fn new(name: &'static [u8]) -> Number {
+        Number { name, is_it: true, value: 0, found: 0 }
+    }
+
+    fn feed(&mut self, at: usize, byte: u8) {
+        match self.name.get(at) {
+            Some(name) => self.is_it &= *name == byte,
+            None if byte.is_ascii_digit() => {
+                self.value = self.value.wrapping_mul(10).wrapping_add(usize::from(byte - b'0'));
+            }
+            None => self.is_it = false,
+        }
+    }
+
+    /// The text has ended, after so many bytes.
+    fn end_text(&mut self, length: usize) {
+        // The first entry of a name counts, as for getenv; the name must have been read completely.
+        if self.is_it && length > self.name.len() && self.found == 0 {
+            self.found = self.value;
+        }
+        self.is_it = true;
+        self.value = 0;
+    }
 }
 
 impl Parser {
     fn new() -> Parser {
         let folder = Some(0);
-        Parser { at: 0, is_folder: true, is_threads: true, folder, found_folder: 0, threads: 0, found_threads: 0 }
+        let (threads, keep) = (Number::new(THREADS), Number::new(KEEP));
+        Parser { at: 0, is_folder: true, threads, keep, folder, found_folder: 0 }
     }
 
     fn feed(&mut self, byte: u8) {
@@ -75,15 +114,8 @@ impl Parser {
                 None => self.folder_byte(byte),
             }
         }
-        if self.is_threads {
-            match THREADS.get(self.at) {
-                Some(name) => self.is_threads = *name == byte,
-                None if byte.is_ascii_digit() => {
-                    self.threads = self.threads.wrapping_mul(10).wrapping_add(usize::from(byte - b'0'));
-                }
-                None => self.is_threads = false,
-            }
-        }
+        self.threads.feed(self.at, byte);
+        self.keep.feed(self.at, byte);
         self.at = self.at.wrapping_add(1);
     }
 
@@ -98,23 +130,20 @@ impl Parser {
     }
 
     fn end_text(&mut self) {
-        // The first entry of a name counts, as for getenv; the name must have been read completely.
         if self.is_folder && self.at > FOLDER.len() && self.found_folder == 0 {
             self.found_folder = self.folder.unwrap_or(0);
         }
-        if self.is_threads && self.at > THREADS.len() && self.found_threads == 0 {
-            self.found_threads = self.threads;
-        }
+        self.threads.end_text(self.at);
+        self.keep.end_text(self.at);
         self.at = 0;
         self.is_folder = self.found_folder == 0;
-        self.is_threads = true;
         self.folder = Some(0);
-        self.threads = 0;
     }
 
-    fn finish(mut self) -> (usize, usize) {
+    /// The length of the folder, the threads, and the size from which on memory can stay.
+    fn finish(mut self) -> (usize, usize, usize) {
         self.end_text();
-        (self.found_folder, self.found_threads)
+        (self.found_folder, self.threads.found, self.keep.found)
     }
 }
 
@@ -188,7 +217,8 @@ mod tests {
         let parse = |environment: &[u8]| {
             let mut parser = Parser::new();
             environment.iter().for_each(|byte| parser.feed(*byte));
-            let (length, threads) = parser.finish();
+            let (length, threads, keep) = parser.finish();
+            assert_eq!(keep, 0);
             let folder: Vec<u8> = PATH.iter().take(length).map(|byte| byte.load(Ordering::Relaxed)).collect();
             (String::from_utf8(folder).unwrap(), threads)
         };
@@ -201,6 +231,9 @@ mod tests {
         assert_eq!(parse(b"XREKINDLE_LANDING=/x\0REKINDLE_LANDINGS=/x\0\0"), expect("", 0));
         assert_eq!(parse(b"REKINDLE_LANDING=/first\0REKINDLE_LANDING=/second-longer\0"), expect("/first", 0));
         assert_eq!(parse(b"REKINDLE_COPY_THREADS=4x\0"), expect("", 0));
+        let mut parser = Parser::new();
+        b"REKINDLE_KEEP_MEMORY=16777216\0REKINDLE_COPY_THREADS=3".iter().for_each(|byte| parser.feed(*byte));
+        assert_eq!(parser.finish(), (0, 3, 16_777_216));
         let long = [FOLDER, b"/".repeat(ROOM + 1).as_slice(), b"\0A=1"].concat();
         assert_eq!(parse(&long), expect("", 0));
     }

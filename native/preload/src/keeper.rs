@@ -9,7 +9,7 @@ use core::ptr::null_mut;
 use core::sync::atomic::{AtomicI32, Ordering};
 
 use crate::sharing::{self, SUCCESS, driver};
-use crate::{api_lock, libc, sys};
+use crate::{api_lock, kept, libc, sys};
 use rekindle_abi::sharing::{self as table, Import, Mapping, Reply, Request, Table, Tag};
 
 /// The process with a keeper.
@@ -78,10 +78,12 @@ fn serve(table: &'static Table, ours: sys::File, theirs: sys::File) {
         let (code, count) = match what {
             table::BEGIN => (SUCCESS, 0),
             table::PROBE => probe(table),
-            table::RELEASE => release(table),
+            table::RELEASE => release(table, index != 0),
             table::EXPORT => export(table, index, &mut exported),
             table::IMPORT => import(table, index, descriptor.as_ref()),
             table::MAP => map(table),
+            table::GIVE => give(table, index, &mut exported),
+            table::CREATE => create(table, index),
             _ => (-1, 0),
         };
         let reply = Reply { code, count };
@@ -93,10 +95,6 @@ fn serve(table: &'static Table, ours: sys::File, theirs: sys::File) {
 
 fn is_gone(flag: &core::sync::atomic::AtomicU32) -> bool {
     flag.load(Ordering::Relaxed) != 0
-}
-
-fn live_imports(table: &Table) -> impl Iterator<Item = &Import> {
-    sharing::imports(table).filter(|import| import.is_live.load(Ordering::Relaxed) != 0)
 }
 
 fn accesses(mapping: &Mapping) -> impl Iterator<Item = [i32; 3]> {
@@ -136,9 +134,13 @@ fn probe(table: &'static Table) -> (i32, u32) {
     }
 }
 
-fn release(table: &'static Table) -> (i32, u32) {
+/// Unmaps and releases other processes' memory, and with `with_kept` what can stay on the GPU.
+fn release(table: &'static Table, with_kept: bool) -> (i32, u32) {
     table.state.store(table::LET_GO, Ordering::Relaxed);
-    let unmapped = sharing::mappings(table).filter(|mapping| !is_gone(&mapping.is_gone)).map(|mapping| {
+    let is_meant = |import: &Import| with_kept || !sharing::is_kept(import);
+    let is_there =
+        |mapping: &&Mapping| !is_gone(&mapping.is_gone) && sharing::import_of(table, mapping).is_none_or(is_meant);
+    let unmapped = sharing::mappings(table).filter(is_there).map(|mapping| {
         let code = driver::unmap(mapping.address.load(Ordering::Relaxed), mapping.size.load(Ordering::Relaxed));
         mapping.is_gone.store((code == SUCCESS).into(), Ordering::Relaxed);
         code
@@ -147,13 +149,51 @@ fn release(table: &'static Table) -> (i32, u32) {
     if code != SUCCESS {
         return (code, 0);
     }
-    until_error(live_imports(table).filter(|import| !is_gone(&import.is_gone)).map(|import| {
+    let live = || sharing::imports(table).enumerate().filter(|(_, import)| sharing::is_live(import));
+    for (at, import) in live().filter(|(_, import)| sharing::is_kept(import)) {
+        // An image must not contain it. The supervisor has it, or can ask for it again.
+        kept::close(at);
+        import.id.store(0, Ordering::Relaxed);
+    }
+    let released = live().filter(|(_, import)| is_meant(import) && !is_gone(&import.is_gone));
+    until_error(released.map(|(_, import)| {
         // From now on it counts as released: a leftover reference is worse than one too few.
         import.is_gone.store(1, Ordering::Relaxed);
         let handle = import.handle.load(Ordering::Relaxed);
         let references = import.references.load(Ordering::Relaxed);
         until_error((0..references).map(|_| driver::release(handle))).0
     }))
+}
+
+/// Hands over the descriptor of memory that can stay on the GPU.
+fn give(table: &'static Table, index: u32, given: &mut Option<sys::File>) -> (i32, u32) {
+    let at = index as usize;
+    let is_it = |import: &&Import| sharing::is_live(import) && sharing::is_kept(import) && !is_gone(&import.is_gone);
+    let Some(import) = table.imports.get(at).filter(is_it) else { return (-1, 0) };
+    match kept::file(at, import) {
+        Ok(file) => {
+            *given = Some(file);
+            (SUCCESS, 1)
+        }
+        Err(code) => (code, 0),
+    }
+}
+
+/// Makes memory that can stay on the GPU anew.
+fn create(table: &'static Table, index: u32) -> (i32, u32) {
+    let is_it = |import: &&Import| sharing::is_live(import) && sharing::is_kept(import) && is_gone(&import.is_gone);
+    let Some(import) = table.imports.get(index as usize).filter(is_it) else { return (-1, 0) };
+    let is_its = |mapping: &&Mapping| mapping.import.load(Ordering::Relaxed) == index;
+    let Some(mapping) = sharing::mappings(table).find(is_its) else { return (-1, 0) };
+    let (size, device) = (mapping.size.load(Ordering::Relaxed), import.device.load(Ordering::Relaxed));
+    let mut handle = 0;
+    let code = kept::create(&mut handle, size, device);
+    if code == SUCCESS {
+        import.handle.store(handle, Ordering::Relaxed);
+        import.kept.store(table::OWN, Ordering::Relaxed);
+        import.is_gone.store(0, Ordering::Relaxed);
+    }
+    (code, 1)
 }
 
 fn export(table: &'static Table, index: u32, exported: &mut Option<sys::File>) -> (i32, u32) {
@@ -180,6 +220,11 @@ fn import(table: &'static Table, index: u32, descriptor: Option<&sys::File>) -> 
     if code == SUCCESS {
         import.handle.store(handle, Ordering::Relaxed);
         import.is_gone.store(0, Ordering::Relaxed);
+        if sharing::is_kept(import) {
+            import.kept.store(table::HANDED, Ordering::Relaxed);
+            // It can be exported no more.
+            return (kept::keep_file(index as usize, import, descriptor).err().unwrap_or(SUCCESS), 1);
+        }
         sharing::RENAMED.store(true, Ordering::Relaxed);
     }
     (code, 1)

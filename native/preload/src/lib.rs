@@ -13,6 +13,7 @@
 //!  memcpy  >= 256 KiB, one side in that mapping                --> split over threads, streamed           (copy)
 //!  munmap  of that mapping                                     --> the end of it, and of memcpy's redirection
 //!  ioctl of the driver, dlsym of its functions, cuMem*         --> recorded, and done    (rm, lookup, sharing)
+//!  cuMemAlloc, cuMemFree of large memory                       --> made so that it can stay on the GPU  (kept)
 //!  calls of NCCL                                              --> counted, and held for a snapshot       (nccl)
 //!  cuInit                                                     --> marked while it lasts  (init)
 //!  pthread_rwlock_rdlock by libcuda, in a process that shares  --> polls while CUDA is locked             (api_lock)
@@ -74,6 +75,7 @@ mod hooks;
 mod init;
 mod job;
 mod keeper;
+mod kept;
 mod landing;
 mod libc;
 mod lock;

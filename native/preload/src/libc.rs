@@ -216,6 +216,24 @@ pub(crate) unsafe fn try_read_lock(lock: *mut c_void) -> i32 {
     unsafe { function(lock) }
 }
 
+/// Has `work` called in each child of fork(3), if the libc can do that.
+pub(crate) fn at_fork_in_child(work: extern "C" fn()) {
+    // pthread_atfork is in no shared object of glibc. The last argument names an object, at whose end the call would be
+    // removed; this one is never unloaded.
+    type AtFork = unsafe extern "C" fn(usize, usize, extern "C" fn(), usize) -> i32;
+    let mut found = next(c"__register_atfork");
+    if found.is_null() {
+        // musl.
+        found = next(c"pthread_atfork");
+    }
+    if !found.is_null() {
+        // SAFETY: the libc's function of this name; that of musl ignores the last argument.
+        let register: AtFork = unsafe { transmute(found) };
+        // SAFETY: a function that stays.
+        unsafe { register(0, 0, work, 0) };
+    }
+}
+
 /// Starts a thread of libc. Returns whether it was started.
 pub(crate) fn start_thread(main: ThreadMain, argument: *mut c_void) -> bool {
     let create = next(c"pthread_create");

@@ -10,7 +10,7 @@ use core::mem::transmute;
 use core::ptr::{null_mut, with_exposed_provenance_mut};
 use core::sync::atomic::{AtomicPtr, Ordering};
 
-use crate::{elf, init, libc, nccl, sharing};
+use crate::{elf, init, kept, libc, nccl, sharing};
 
 /// The functions of the driver that we replace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,6 +25,10 @@ pub(crate) enum Function {
     SetAccess,
     Properties,
     Multicast,
+    Allocate,
+    Free,
+    EnablePeer,
+    IpcHandle,
     CreateUserObject,
     Init,
     /// Since CUDA 12.0, with a status.
@@ -66,7 +70,7 @@ macro_rules! entry {
     }};
 }
 
-static FUNCTIONS: [Entry; 14] = [
+static FUNCTIONS: [Entry; 18] = [
     entry!(Function::Import, cuMemImportFromShareableHandle, sharing::import),
     entry!(Function::Export, cuMemExportToShareableHandle, sharing::export),
     entry!(Function::Create, cuMemCreate, sharing::create),
@@ -77,6 +81,10 @@ static FUNCTIONS: [Entry; 14] = [
     entry!(Function::SetAccess, cuMemSetAccess, sharing::set_access),
     entry!(Function::Properties, cuMemGetAllocationPropertiesFromHandle, sharing::properties),
     entry!(Function::Multicast, cuMulticastAddDevice, sharing::multicast),
+    entry!(Function::Allocate, cuMemAlloc_v2, kept::allocate),
+    entry!(Function::Free, cuMemFree_v2, kept::free),
+    entry!(Function::EnablePeer, cuCtxEnablePeerAccess, kept::enable_peer),
+    entry!(Function::IpcHandle, cuIpcGetMemHandle, kept::ipc_handle),
     entry!(Function::CreateUserObject, cuUserObjectCreate, create_user_object),
     entry!(Function::Init, cuInit, init::init),
     entry!(Function::GetProcAddress, cuGetProcAddress_v2, get_proc_address),
@@ -152,6 +160,35 @@ pub(crate) unsafe extern "C" fn dlsym(library: *mut c_void, name: *const c_char)
     nccl::instead(name, instead(name, found))
 }
 
+/// A function of the driver that we do not replace, looked up at its first use.
+pub(crate) struct Plain {
+    symbol: &'static CStr,
+    found: AtomicPtr<c_void>,
+}
+
+impl Plain {
+    pub(crate) const fn new(symbol: &'static CStr) -> Plain {
+        Plain { symbol, found: AtomicPtr::new(null_mut()) }
+    }
+
+    /// Null if there is none.
+    pub(crate) fn real(&self) -> *mut c_void {
+        let known = self.found.load(Ordering::Relaxed);
+        if !known.is_null() {
+            return known;
+        }
+        let name = self.symbol.to_bytes_with_nul();
+        let found = elf::function(name, |mapping| mapping.is_libcuda).map_or(null_mut(), with_exposed_provenance_mut);
+        self.found.store(found, Ordering::Relaxed);
+        found
+    }
+
+    #[cfg(test)]
+    pub(crate) fn set(&self, found: *mut c_void) {
+        self.found.store(found, Ordering::Relaxed);
+    }
+}
+
 /// Whether a look in all libraries would find our function of this name, and no driver or NCCL.
 pub(crate) extern "C" fn is_absent(name: *const c_char) -> bool {
     of(name).is_some_and(|entry| entry.function.real().is_null()) || nccl::is_absent(name)
@@ -221,9 +258,14 @@ fn lead(code: i32, name: *const c_char, found: *mut *mut c_void, version: i32) {
     if found.is_null() {
         return;
     }
-    // The driver has two functions of this name; the requested version selects one.
-    let is_newer = version >= 12_000 && is_named(name, c"cuGetProcAddress");
-    *found = instead(if is_newer { c"cuGetProcAddress_v2".as_ptr() } else { name }, *found);
+    // The driver has two functions of these names; the requested version selects one.
+    let newer = [
+        (12_000, c"cuGetProcAddress", c"cuGetProcAddress_v2"),
+        (3_020, c"cuMemAlloc", c"cuMemAlloc_v2"),
+        (3_020, c"cuMemFree", c"cuMemFree_v2"),
+    ];
+    let symbol = newer.iter().find(|(since, asked, _)| version >= *since && is_named(name, asked));
+    *found = instead(symbol.map_or(name, |(_, _, symbol)| symbol.as_ptr()), *found);
 }
 
 /// These names as symbols of this object, for programs that are linked to libcuda.
@@ -262,6 +304,10 @@ mod symbols {
         cuMemSetAccess = s::set_access;
         cuMemGetAllocationPropertiesFromHandle = s::properties;
         cuMulticastAddDevice = s::multicast;
+        cuMemAlloc_v2 = crate::kept::allocate;
+        cuMemFree_v2 = crate::kept::free;
+        cuCtxEnablePeerAccess = crate::kept::enable_peer;
+        cuIpcGetMemHandle = crate::kept::ipc_handle;
         cuUserObjectCreate = super::create_user_object;
         cuInit = crate::init::init;
         cuGetProcAddress_v2 = super::get_proc_address;

@@ -26,16 +26,17 @@ use core::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU32, Ordering};
 use crate::lock::{Held, Lock};
 use crate::lookup::Function;
 use crate::rm::Noted;
-use crate::{keeper, sys};
+use crate::{keeper, kept, sys};
 use rekindle_abi::sharing::{self as table, Export, Import, Mapping, Table, Tag};
 
-/// CUresult: success; not initialised.
+/// CUresult: success; a wrong argument; not initialised.
 pub(crate) const SUCCESS: i32 = 0;
+pub(crate) const INVALID_VALUE: i32 = 1;
 pub(crate) const NOT_INITIALIZED: i32 = 3;
 
 /// CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR: the kind that can be exported again. Fabric handles are for other
 /// machines.
-const DESCRIPTOR: u32 = 1;
+pub(crate) const DESCRIPTOR: u32 = 1;
 
 /// How many new handles are requested until one is not in use as a name.
 const TRIES: usize = 8;
@@ -62,7 +63,7 @@ pub(crate) fn is_locked() -> bool {
 }
 
 /// The table, created if it does not exist. Without memory for it, this process behaves as without the interposer.
-fn table_or_new() -> Option<&'static Table> {
+pub(crate) fn table_or_new() -> Option<&'static Table> {
     if let Some(table) = table() {
         return Some(table);
     }
@@ -85,7 +86,7 @@ fn table_or_new() -> Option<&'static Table> {
 
 /// The right to change the table, which is only needed for a moment; `None` if a signal handler has interrupted its
 /// holder.
-fn wait() -> Option<Held<'static>> {
+pub(crate) fn wait() -> Option<Held<'static>> {
     CHANGING.wait()
 }
 
@@ -122,12 +123,17 @@ pub(crate) fn import_of<'a>(table: &'a Table, mapping: &Mapping) -> Option<&'a I
     table.imports.get(mapping.import.load(Ordering::Relaxed) as usize)
 }
 
-fn is_live(import: &Import) -> bool {
+pub(crate) fn is_live(import: &Import) -> bool {
     import.is_live.load(Ordering::Relaxed) != 0
 }
 
+/// Whether it is memory that can stay on the GPU, and none of another process.
+pub(crate) fn is_kept(import: &Import) -> bool {
+    import.kept.load(Ordering::Relaxed) != table::FOREIGN
+}
+
 fn named(table: &Table, name: u64) -> Option<(usize, &Import)> {
-    let is_it = |import: &Import| is_live(import) && import.name.load(Ordering::Relaxed) == name;
+    let is_it = |import: &Import| is_live(import) && !is_kept(import) && import.name.load(Ordering::Relaxed) == name;
     imports(table).enumerate().find(|(_, import)| is_it(import))
 }
 
@@ -150,10 +156,10 @@ fn forget_if_over(import: &Import) {
 
 /// A call of the program with memory that can be released, until this is dropped. CUDA's lock blocks such a call inside
 /// the driver, with a handle that would be invalid when it continues. So nothing is released while there is one.
-struct UnderWay(Option<&'static Table>);
+pub(crate) struct UnderWay(Option<&'static Table>);
 
 impl UnderWay {
-    fn begin() -> UnderWay {
+    pub(crate) fn begin() -> UnderWay {
         let table = table();
         if let Some(table) = table {
             table.under_way.fetch_add(1, Ordering::SeqCst);
@@ -170,6 +176,7 @@ impl Drop for UnderWay {
     }
 }
 
+#[macro_export]
 macro_rules! real {
     ($function:ident, fn($($argument:ty),*)) => {{
         let real = Function::$function.real();
@@ -181,9 +188,23 @@ macro_rules! real {
     }};
 }
 
-/// The driver's functions, for the keeper.
+/// The driver's functions, for the keeper and for memory that can stay on the GPU.
 pub(crate) mod driver {
     use super::*;
+
+    /// `properties` is a CUmemAllocationProp.
+    pub(crate) fn create(new: &mut u64, size: u64, properties: &[u32; 8]) -> i32 {
+        let real = real!(Create, fn(*mut u64, u64, *const u32, u64));
+        // SAFETY: live locals.
+        unsafe { real(new, size, properties.as_ptr(), 0) }
+    }
+
+    /// An export of memory that stays this job's.
+    pub(crate) fn export_untagged(descriptor: &mut i32, handle: u64) -> i32 {
+        let real = real!(Export, fn(*mut i32, u64, u32, u64));
+        // SAFETY: a live local takes the descriptor.
+        unsafe { real(descriptor, handle, DESCRIPTOR, 0) }
+    }
 
     pub(crate) fn import(new: &mut u64, descriptor: i32, kind: u32) -> i32 {
         let real = real!(Import, fn(*mut u64, usize, u32));
@@ -277,6 +298,7 @@ fn note_import(name: u64, kind: u32, tag: Option<Tag>) {
     entry.pid.store(pid, Ordering::Relaxed);
     entry.id.store(id, Ordering::Relaxed);
     entry.nonce.store(nonce, Ordering::Relaxed);
+    entry.kept.store(table::FOREIGN, Ordering::Relaxed);
     entry.is_live.store(1, Ordering::Release);
     table.imports_used.fetch_max(at as u32 + 1, Ordering::Relaxed);
     keeper::start(table);
@@ -344,6 +366,11 @@ pub(crate) unsafe extern "C" fn map(address: u64, size: u64, offset: u64, name: 
 
 fn note_mapping(table: &Table, at: usize, import: &Import, numbers: [u64; 4]) -> Option<()> {
     let _changing = wait()?;
+    add_mapping(table, at, import, numbers).map(drop)
+}
+
+/// Records a mapping; the caller has the right to change the table.
+pub(crate) fn add_mapping<'a>(table: &'a Table, at: usize, import: &Import, numbers: [u64; 4]) -> Option<&'a Mapping> {
     let free = |(_, mapping): &(usize, &Mapping)| mapping.address.load(Ordering::Relaxed) == 0;
     let (place, entry) = table.mappings.iter().enumerate().find(free)?;
     let [address, size, offset, flags] = numbers;
@@ -356,7 +383,7 @@ fn note_mapping(table: &Table, at: usize, import: &Import, numbers: [u64; 4]) ->
     entry.address.store(address, Ordering::Release);
     import.mappings.fetch_add(1, Ordering::Relaxed);
     table.mappings_used.fetch_max(place as u32 + 1, Ordering::Relaxed);
-    Some(())
+    Some(entry)
 }
 
 /// cuMemUnmap. Recorded before it is done: afterwards the addresses may be reused.
@@ -416,6 +443,10 @@ fn lower(count: &AtomicU32) -> u32 {
 pub(crate) unsafe extern "C" fn retain(new: *mut u64, address: u64) -> i32 {
     let real = real!(Retain, fn(*mut u64, u64));
     let _under_way = UnderWay::begin();
+    // As for any memory of cuMemAlloc.
+    if kept::is_in(address) {
+        return INVALID_VALUE;
+    }
     // SAFETY: the caller's arguments.
     let code = unsafe { real(new, address) };
     if code == SUCCESS
@@ -458,7 +489,7 @@ pub(crate) unsafe extern "C" fn set_access(address: u64, size: u64, access: *con
     code
 }
 
-fn note_access(mapping: &Mapping, [location_kind, location, flags]: [i32; 3]) {
+pub(crate) fn note_access(mapping: &Mapping, [location_kind, location, flags]: [i32; 3]) {
     let used = mapping.accesses.load(Ordering::Relaxed) as usize;
     let is_it = |entry: &&table::Access| {
         entry.location_kind.load(Ordering::Relaxed) == location_kind as u32

@@ -180,6 +180,18 @@ impl File {
         self.0
     }
 
+    /// Another descriptor for the same file, with at least this number, which is not inherited by other programs.
+    pub(crate) fn duplicate(&self, least: usize) -> Result<File, Errno> {
+        call(72, [arg(self.0), 1030, least, 0, 0, 0]).map(|fd| File(fd as i32)) // F_DUPFD_CLOEXEC
+    }
+
+    /// The descriptor, which from now on is the caller's to close.
+    pub(crate) fn into_number(self) -> i32 {
+        let number = self.0;
+        core::mem::forget(self);
+        number
+    }
+
     /// Sets a time limit for receiving packets.
     pub(crate) fn set_receive_timeout(&self, seconds: usize) -> Result<(), Errno> {
         let time = [seconds, 0];
@@ -272,6 +284,15 @@ pub(crate) fn populate(address: usize, length: usize) -> Result<(), Errno> {
 pub(crate) fn file_size_limit() -> usize {
     let mut limit = [0_usize; 2];
     match call(302, [0, 1, 0, limit.as_mut_ptr().addr(), 0, 0]) {
+        Ok(_) => limit[0],
+        Err(_) => 0,
+    }
+}
+
+/// How many descriptors this process may have.
+pub(crate) fn descriptor_limit() -> usize {
+    let mut limit = [0_usize; 2];
+    match call(302, [0, 7, 0, limit.as_mut_ptr().addr(), 0, 0]) {
         Ok(_) => limit[0],
         Err(_) => 0,
     }

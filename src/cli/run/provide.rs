@@ -13,7 +13,7 @@ use crate::job_api::server::Socket;
 use crate::watch::beats::Beats;
 use rekindle_base::chain;
 use rekindle_cuda as cuda;
-use rekindle_engine::launch::{JobSpec, hwloc, interposer, nccl};
+use rekindle_engine::launch::{JobSpec, hwloc, interposer, memory, nccl};
 use rekindle_os::cgroup;
 use rekindle_store::staging::{self, Area};
 use rekindle_store::{JobFolder, WriterLock};
@@ -128,6 +128,7 @@ pub(super) fn interposer(
     match set() {
         Ok((path, value)) => {
             spec.environment.insert(name.into(), value);
+            memory::prepare(config.gpu.memory, &mut spec.environment);
             if let Some(area) = area {
                 spec.environment.insert(interposer::LANDING_VARIABLE.into(), area.landing_dir().into());
             }

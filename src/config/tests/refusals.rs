@@ -141,6 +141,7 @@ fn each_rule_refuses_with_key_value_and_rule() {
         ("network", "uplink", "\"tap\"", "must be \"off\" or \"user\""),
         ("gpu", "nccl", "\"none\"", "must be \"auto\", \"no-peer\" or \"off\""),
         ("gpu", "hwloc", "\"on\"", "must be \"auto\" or \"off\""),
+        ("gpu", "memory", "\"auto\"", "must be \"copied\" or \"kept\""),
         ("snapshot", "tcp", "\"drop\"", "must be \"auto\", \"keep\" or \"close\""),
         ("snapshot", "memory-reserve", "-1", size),
         ("snapshot", "memory-reserve", "\"1 parsec\"", size),

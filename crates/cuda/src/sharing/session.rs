@@ -1,18 +1,20 @@
 //! A session with the keeper of one process.
 #![allow(unsafe_code, reason = "memory that is shared with the job; each block says why it is sound")]
 
-use std::io::{self, IoSlice, IoSliceMut};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::io;
+use std::mem::ManuallyDrop;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 use std::time::{Duration, Instant};
 
+use nix::sys::socket::setsockopt;
 use nix::sys::socket::sockopt::{ReceiveTimeout, SendTimeout};
-use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, UnixAddr, recvmsg, sendmsg, setsockopt};
 use nix::sys::time::{TimeVal, TimeValLike};
 use rustix::thread::futex;
 
 use super::Error;
 use super::table::{self, Reply, Request, Sharing};
+use crate::packet;
 use rekindle_os::process;
 use rekindle_os::ptrace::{self, Alone};
 
@@ -26,13 +28,14 @@ const PAUSE: Duration = Duration::from_micros(100);
 #[derive(Debug)]
 pub(super) struct Session<'a> {
     sharing: &'a Sharing,
-    socket: Option<OwnedFd>,
+    socket: ManuallyDrop<OwnedFd>,
     _alone: Alone,
 }
 
 impl Drop for Session<'_> {
     fn drop(&mut self) {
-        drop(self.socket.take());
+        // SAFETY: it is not used any more.
+        unsafe { ManuallyDrop::drop(&mut self.socket) };
         // An image must not contain its descriptor, so the keeper may stop with the others only after closing it.
         let deadline = Instant::now() + PATIENCE;
         while self.sharing.table().socket.load(Acquire) != -1 && Instant::now() < deadline {
@@ -69,7 +72,7 @@ impl<'a> Session<'a> {
         setsockopt(&socket, ReceiveTimeout, &TimeVal::seconds(seconds))?;
         // The job provides the socket: it may be one that nobody reads from.
         setsockopt(&socket, SendTimeout, &TimeVal::seconds(seconds))?;
-        let session = Session { sharing, socket: Some(socket), _alone: alone };
+        let session = Session { sharing, socket: ManuallyDrop::new(socket), _alone: alone };
         // After this request the keeper has closed its copy of our end, and notices when we close it. The answer does
         // not matter.
         let began = session.send(Request { what: table::BEGIN, index: 0 }, None);
@@ -79,38 +82,47 @@ impl<'a> Session<'a> {
     }
 
     /// Makes the keeper do something; `doing` describes it for errors.
-    pub(super) fn ask(&self, what: u32, doing: &'static str) -> Result<(), Error> {
-        self.send(Request { what, index: 0 }, None)?;
+    pub(super) fn ask(&self, what: u32, index: u32, doing: &'static str) -> Result<(), Error> {
+        self.send(Request { what, index }, None)?;
         self.receive(doing).map(drop)
     }
 
     /// Exports these entries again. All requests are sent before the first answer is read, so that the keeper need not
     /// sleep.
     pub(super) fn export(&self, entries: &[u32]) -> Result<Vec<OwnedFd>, Error> {
-        let doing = "export its memory to other processes again";
-        entries.iter().try_for_each(|index| self.send(Request { what: table::EXPORT, index: *index }, None))?;
+        self.descriptors(table::EXPORT, entries, "export its memory to other processes again")
+    }
+
+    /// The descriptors of these entries, whose memory can stay on the GPU.
+    pub(super) fn give(&self, entries: &[u32]) -> Result<Vec<OwnedFd>, Error> {
+        let mut all = Vec::new();
+        for some in entries.chunks(super::AT_ONCE) {
+            all.extend(self.descriptors(table::GIVE, some, "hand over memory that stays on the GPU")?);
+        }
+        Ok(all)
+    }
+
+    fn descriptors(&self, what: u32, entries: &[u32], doing: &'static str) -> Result<Vec<OwnedFd>, Error> {
+        entries.iter().try_for_each(|index| self.send(Request { what, index: *index }, None))?;
         let missing = || Error::Driver { pid: self.sharing.inner(), what: doing, code: -1 };
         entries.iter().map(|_| self.receive(doing)?.ok_or_else(missing)).collect()
     }
 
     /// Imports these entries again, each from its descriptor.
-    pub(super) fn import(&self, entries: &[(u32, OwnedFd)]) -> Result<(), Error> {
+    pub(super) fn import(&self, entries: &[(u32, BorrowedFd<'_>)]) -> Result<(), Error> {
         let request = |index| Request { what: table::IMPORT, index };
         // No more at once than fit into the socket: otherwise both sides would wait for each other.
         for some in entries.chunks(super::AT_ONCE) {
-            some.iter().try_for_each(|(index, memory)| self.send(request(*index), Some(memory)))?;
+            some.iter().try_for_each(|(index, memory)| self.send(request(*index), Some(*memory)))?;
             some.iter().try_for_each(|_| self.receive("import other processes' memory again").map(drop))?;
         }
         Ok(())
     }
 
-    fn send(&self, Request { what, index }: Request, descriptor: Option<&OwnedFd>) -> Result<(), Error> {
+    fn send(&self, Request { what, index }: Request, descriptor: Option<BorrowedFd<'_>>) -> Result<(), Error> {
         let [a, b] = [what.to_ne_bytes(), index.to_ne_bytes()];
-        let (bytes, rights) = ([a, b].concat(), descriptor.map(|descriptor| [descriptor.as_raw_fd()]));
-        let control: Vec<_> = rights.iter().map(|rights| ControlMessage::ScmRights(rights)).collect();
-        let parts = [IoSlice::new(&bytes)];
-        sendmsg::<UnixAddr>(self.socket(), &parts, &control, MsgFlags::MSG_NOSIGNAL, None)
-            .map_err(|errno| self.busy(errno.into()))?;
+        let sent = packet::send(self.socket(), &[a, b].concat(), descriptor);
+        sent.map_err(|source| self.busy(source))?;
         Ok(())
     }
 
@@ -123,8 +135,8 @@ impl<'a> Session<'a> {
         }
     }
 
-    fn socket(&self) -> RawFd {
-        self.socket.as_ref().map_or(-1, AsRawFd::as_raw_fd)
+    fn socket(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
     }
 
     fn busy(&self, source: io::Error) -> Error {
@@ -137,19 +149,9 @@ fn has_ended(pid: i32) -> bool {
     process::state(pid).is_none_or(|state| matches!(state, 'Z' | 'X'))
 }
 
-fn receive(socket: RawFd) -> io::Result<(Reply, Option<OwnedFd>)> {
+fn receive(socket: BorrowedFd<'_>) -> io::Result<(Reply, Option<OwnedFd>)> {
     let mut bytes = [0; size_of::<Reply>()];
-    let mut space = nix::cmsg_space!([RawFd; 1]);
-    let mut parts = [IoSliceMut::new(&mut bytes)];
-    let message = recvmsg::<UnixAddr>(socket, &mut parts, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC)?;
-    let length = message.bytes;
-    let mut descriptors = Vec::new();
-    for control in message.cmsgs()? {
-        if let ControlMessageOwned::ScmRights(numbers) = control {
-            // SAFETY: the kernel has just made them, for us alone.
-            descriptors.extend(numbers.into_iter().map(|number| unsafe { OwnedFd::from_raw_fd(number) }));
-        }
-    }
+    let (length, descriptor) = packet::receive(socket, &mut bytes)?;
     if length != size_of::<Reply>() {
         return Err(io::Error::other("the interposer's thread has ended"));
     }
@@ -157,7 +159,7 @@ fn receive(socket: RawFd) -> io::Result<(Reply, Option<OwnedFd>)> {
         return Err(io::Error::other("the answer has the wrong size"));
     };
     let reply = Reply { code: i32::from_ne_bytes([*a, *b, *c, *d]), count: u32::from_ne_bytes([*e, *f, *g, *h]) };
-    Ok((reply, descriptors.pop()))
+    Ok((reply, descriptor))
 }
 
 fn wake(table: &table::Table) {

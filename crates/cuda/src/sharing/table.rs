@@ -1,12 +1,14 @@
 //! The table in which a process records the memory that it shares, mapped here.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use crate::job_table::JobTable;
 
 pub(super) use rekindle_abi::sharing::{
-    BEGIN, EXPORT, HELD, IMPORT, Import, MAP, MULTICAST, PROBE, RELEASE, Reply, Request, Table, Tag, UNTRACKED,
+    BEGIN, CREATE, EXPORT, FOREIGN, GIVE, HANDED, HELD, IMPORT, Import, MAP, MULTICAST, PROBE, RELEASE, Reply, Request,
+    Table, Tag, UNTRACKED,
 };
 #[cfg(test)]
 pub(super) use rekindle_abi::sharing::{MOST, NAME};
@@ -36,7 +38,9 @@ impl Sharing {
         Ok(Sharing { pid, table: JobTable::mapped(file)? })
     }
 
-    pub(super) fn pid(&self) -> i32 {
+    /// The pid of the process as we see it.
+    #[must_use]
+    pub fn pid(&self) -> i32 {
         self.pid
     }
 
@@ -52,6 +56,33 @@ impl Sharing {
 
     /// Memory that it has of other processes.
     pub(super) fn imports(&self) -> impl Iterator<Item = (u32, &Import)> {
+        self.entries().filter(|(_, import)| import.kept.load(Relaxed) == FOREIGN)
+    }
+
+    /// Its memory that can stay on the GPU, with the bytes of each.
+    pub(super) fn kept(&self) -> impl Iterator<Item = (u32, &Import, u64)> {
+        let table = self.table();
+        let used = usize::try_from(table.mappings_used.load(Relaxed)).unwrap_or(usize::MAX);
+        let all = table.mappings.iter().take(used).filter(|mapping| mapping.address.load(Acquire) != 0);
+        let sizes: BTreeMap<u32, u64> =
+            all.map(|mapping| (mapping.import.load(Relaxed), mapping.size.load(Relaxed))).collect();
+        let kept = self.entries().filter(|(_, import)| import.kept.load(Relaxed) != FOREIGN);
+        kept.map(move |(index, import)| (index, import, sizes.get(&index).copied().unwrap_or(0)))
+    }
+
+    /// Bytes of its memory that can stay on the GPU.
+    #[must_use]
+    pub fn kept_bytes(&self) -> u64 {
+        self.kept().map(|(.., bytes)| bytes).fold(0, u64::saturating_add)
+    }
+
+    /// How often it wanted to share such memory by CUDA IPC, and was refused.
+    #[must_use]
+    pub fn ipc_refused(&self) -> u32 {
+        self.table().ipc_refused.load(Relaxed)
+    }
+
+    fn entries(&self) -> impl Iterator<Item = (u32, &Import)> {
         let used = usize::try_from(self.table().imports_used.load(Relaxed)).unwrap_or(usize::MAX);
         let live = |(_, import): &(u32, &Import)| import.is_live.load(Acquire) != 0;
         (0..).zip(&self.table().imports).take(used).filter(live)

@@ -66,7 +66,7 @@ fn a_table_is_believed_in_nothing() {
         std::io::Seek::rewind(&mut file.0).unwrap();
         file.0.write_all(&word.to_ne_bytes().repeat(size / 4)).unwrap();
         let all = [Sharing::of(pid).unwrap().unwrap(), Sharing::of(pid).unwrap().unwrap()];
-        assert!(is_any(&all) && is_let_go(&all));
+        assert!(is_any(&all, Own::IsCopied) && is_let_go(&all));
         assert!(all.iter().all(|one| one.imports().count() <= table::MOST && one.exports().count() <= table::MOST));
         assert!(check(&all).is_err() || word & (MULTICAST | UNTRACKED) == 0, "{word:x}");
         all[0].table().obstacles.store(0, Relaxed);
@@ -74,7 +74,7 @@ fn a_table_is_believed_in_nothing() {
         all[0].table().foreign.store(0, Relaxed);
         let _ = check(&all);
         // The keeper that it names is not a thread of this process.
-        assert!(take_again(&all).is_err() && let_go(&all).is_err());
+        assert!(take_again(&all, &[]).is_err() && let_go(&all, Own::Stays, &mut Vec::new()).is_err());
     }
 
     // Counts that are too large in an otherwise correct table.
@@ -92,7 +92,7 @@ fn a_table_is_believed_in_nothing() {
     for used in [&table.exports_used, &table.imports_used, &table.mappings_used] {
         used.store(u32::MAX, Relaxed);
     }
-    assert!(check(&all).is_ok() && !is_any(&all) && !is_let_go(&all));
+    assert!(check(&all).is_ok() && !is_any(&all, Own::IsCopied) && !is_let_go(&all));
     table.foreign.store(1, Relaxed);
     table.under_way.store(0, Relaxed);
     assert!(matches!(check(&all), Err(Error::Unmanaged { pid: 7, why: Obstacle::Unseen(1) })));

@@ -103,10 +103,14 @@ mod tests {
             own.into_iter().partition(|name| name.trim_start_matches('p').starts_with("nccl"));
         assert_eq!(own, ["dlsym", "ioctl", "mmap", "mmap64", "munmap"]);
         assert_eq!(nccl.len(), 46, "{nccl:?}");
-        // Symbols of the driver: those that return its functions, the one that initialises it, those that share memory,
-        // and the one that shows that a graph captures NCCL.
+        // Symbols of the driver: those that return its functions, the one that initialises it, those that allocate or
+        // share memory (two of them say who may access it), and the one that shows that a graph captures NCCL.
         let is_of_memory = |name: &String| name.starts_with("cuMem") || name.starts_with("cuMulticast");
         let others: Vec<&String> = driver.iter().filter(|name| !is_of_memory(name)).collect();
+        let access = ["cuCtxEnablePeerAccess", "cuIpcGetMemHandle"];
+        let (memory, others): (Vec<&String>, Vec<&String>) =
+            others.into_iter().partition(|name| access.contains(&name.as_str()));
+        assert_eq!(memory, access);
         assert_eq!(others, ["cuGetProcAddress", "cuGetProcAddress_v2", "cuInit", "cuUserObjectCreate"]);
         // Weak symbols. If the compiler replaced a loop by a call of memcpy, the call would be bound to the job's
         // memcpy.

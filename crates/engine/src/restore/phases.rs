@@ -37,7 +37,7 @@ fn steps<'a>() -> [Step<Restore<'a>, Error>; 7] {
         Step::new("criu", |r: &mut Restore<'a>| r.run_criu()).undo(|r| r.end_job()),
         Step::new("locks", |r: &mut Restore<'a>| r.take_locks()),
         Step::new("cuda", |r: &mut Restore<'a>| r.put_gpus_back()),
-        Step::new("hold", |r: &mut Restore<'a>| r.hold()).only_if(|r| r.request.hold.is_some() && r.has_cuda()),
+        Step::new("hold", |r: &mut Restore<'a>| r.hold()).only_if(|r| r.request.cuda.hold.is_some() && r.has_cuda()),
         Step::new("go", |r: &mut Restore<'a>| r.go()).only_if(Restore::has_cuda),
     ]
 }
@@ -184,7 +184,8 @@ impl Restore<'_> {
     /// whether the image is to blame. One kill at this moment must not cost a good image.
     fn put_gpus_back(&mut self) -> Result<(), Error> {
         let pairs = self.relocation.map_or(&[][..], |relocation| &relocation.pairs);
-        let put_back = |job: &Job| gpu::put_back(job, self.manifest, pairs);
+        let (copier, dir) = (self.request.cuda.copier, &self.request.image.dir);
+        let put_back = |job: &Job| gpu::put_back(job, self.manifest, pairs, copier, dir);
         match self.unless_it_ends(put_back)? {
             Some(stopped) => self.stopped = stopped,
             None => self.gpus = Gpus::Gone,
@@ -200,7 +201,7 @@ impl Restore<'_> {
     fn hold(&mut self) -> Result<(), Error> {
         let job = self.job()?;
         let is_over = || (self.cancelled)() || job.root.has_ended().unwrap_or(false);
-        let may_run = self.request.hold.is_none_or(|hold| (hold.0)(&is_over));
+        let may_run = self.request.cuda.hold.is_none_or(|hold| (hold.0)(&is_over));
         if !may_run && !job.root.has_ended().unwrap_or(false) {
             return Err(Error::Cancelled);
         }
@@ -226,7 +227,7 @@ impl Restore<'_> {
         let job = self.job()?;
         match gpu::watched(job, self.request.timeout, self.cancelled, || work(job)) {
             Ok(result) => Ok(Some(result)),
-            Err(gpu::Error::NoProcess(_) | gpu::Error::Cuda { .. } | gpu::Error::Sharing(_))
+            Err(gpu::Error::NoProcess(_) | gpu::Error::Cuda { .. } | gpu::Error::Sharing(_) | gpu::Error::Kept(_))
                 if job.root.has_ended().unwrap_or(false) =>
             {
                 Ok(None)

@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 
 use super::ChangedFiles;
 use super::phases::{Until, run_criu};
-use super::{Error, Prepare, Request, Unpacking, landing};
+use super::{Cuda, Error, Prepare, Request, Unpacking, landing};
 use crate::launch::Privileges;
 use crate::launch::identity::Identity;
 use crate::launch::output::{self, Bounds};
@@ -32,6 +32,7 @@ use crate::launch::world::{self, Network, World};
 use crate::snapshot::CRIU_DIR;
 use rekindle_base::chain;
 use rekindle_criu::{self as criu, Criu, Version};
+use rekindle_cuda::copier::Copier;
 use rekindle_os::leases::WriteLease;
 use rekindle_os::spawn::Ended;
 use rekindle_os::{cgroup, netns, process, view};
@@ -296,7 +297,8 @@ fn restore(script: &Script, folder: &JobFolder, image: &Image, manifest: &Manife
             progress: &progress,
             healing: None,
         },
-        hold: None,
+        // It never comes to the GPUs.
+        cuda: Cuda { copier: &Copier::default(), hold: None },
     };
     let not_tried = |error: Error| Failure::of(&error);
     super::check_image(&request, manifest).and_then(|()| super::check_files(&request, manifest)).map_err(not_tried)?;

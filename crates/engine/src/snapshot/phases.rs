@@ -20,14 +20,16 @@ use crate::parts::files::record;
 use crate::parts::landing;
 use crate::steps::{self, Failed, Step, Timer};
 use rekindle_criu::{self as criu, DumpOptions, Hooks, Notify, Place, Plugin};
+use rekindle_cuda::copier::Copying;
+use rekindle_cuda::sharing::Own;
 use rekindle_os::spawn::Ended;
 use rekindle_os::{process, tcp_repair};
-use rekindle_store::manifest::{Landing, MappedFile, Phase, Recreate, SavedLink, TreeProcess};
+use rekindle_store::manifest::{Kept, Landing, MappedFile, Phase, Recreate, SavedLink, TreeProcess};
 
 /// The phases of the freeze. After the last cancellable one the job is resumed in any case.
-fn steps<'a>() -> [Step<Freeze<'a>, Error>; 8] {
+fn steps<'a>() -> [Step<Freeze<'a>, Error>; 9] {
     [
-        Step::new("lock", |f: &mut Freeze<'a>| f.gpus.lock(&f.env)).cancellable().undo(|f| f.gpus.group.undo_lock()),
+        Step::new("lock", |f: &mut Freeze<'a>| f.lock()).cancellable().undo(|f| f.gpus.group.undo_lock()),
         Step::new("barrier", |f: &mut Freeze<'a>| f.wait_for_locks()).cancellable().only_if(|f| f.env.is_in_group()),
         Step::new("cable", |f: &mut Freeze<'a>| f.pull_cable())
             .cancellable()
@@ -38,6 +40,7 @@ fn steps<'a>() -> [Step<Freeze<'a>, Error>; 8] {
             .undo(|f| f.gpus.group.undo_checkpoint()),
         Step::new("dump", |f: &mut Freeze<'a>| f.dump()).undo(|f| f.undo_dump()),
         Step::new("restore", |f: &mut Freeze<'a>| Ok(f.gpus.group.restore()?)),
+        Step::new("copy", |f: &mut Freeze<'a>| f.finish_copy()).only_if(|f| f.copying.is_some()),
         Step::new("unlock", |f: &mut Freeze<'a>| Ok(f.gpus.group.unlock()?)),
         Step::new("check", |f: &mut Freeze<'a>| f.check()),
     ]
@@ -92,8 +95,11 @@ pub(super) struct Freeze<'a> {
     pub(super) env: Env<'a>,
     seen: Seen,
     gpus: Gpus,
-    ready: Ready,
+    ready: Ready<'a>,
     landing: Vec<Landing>,
+    /// The memory that stays on the GPU, and its copy under way.
+    kept: Option<Kept>,
+    copying: Option<Copying<'a>>,
     saved_links: Vec<SavedLink>,
     dumped: Option<Dumped>,
     /// The cable to the group, while it is out.
@@ -105,8 +111,10 @@ pub(super) struct Frozen<'a> {
     pub(super) env: Env<'a>,
     pub(super) seen: Seen,
     pub(super) gpus: Gpus,
-    pub(super) ready: Ready,
+    pub(super) ready: Ready<'a>,
     pub(super) landing: Vec<Landing>,
+    /// The memory that stayed on the GPU.
+    pub(super) kept: Option<Kept>,
     pub(super) saved_links: Vec<SavedLink>,
     pub(super) dumped: Dumped,
     pub(super) timings: Timings,
@@ -125,15 +133,18 @@ pub(super) fn freeze<'a>(env: Env<'a>) -> Result<Frozen<'a>, Error> {
     go_on()?;
     let ready = timings.run("prepare", || Ready::make(&env, &mut seen, &gpus))?;
     let (landing, saved_links) = (Vec::new(), Vec::new());
-    let mut freeze = Freeze { env, seen, gpus, ready, landing, saved_links, dumped: None, cable: None };
+    let (kept, copying, dumped, cable) = (None, None, None, None);
+    let mut freeze = Freeze { env, seen, gpus, ready, landing, kept, copying, saved_links, dumped, cable };
     if let Err(failed) = steps::run(&steps(), &mut freeze, &mut timings, &go_on) {
+        // Before the slot is given up: the copy writes to it.
+        drop(freeze.copying.take());
         return Err(freeze.failed(failed));
     }
-    let Freeze { env, seen, gpus, mut ready, landing, saved_links, dumped, cable } = freeze;
+    let Freeze { env, seen, gpus, mut ready, landing, kept, saved_links, dumped, cable, .. } = freeze;
     let dumped = dumped.ok_or_else(silent)?;
     // The driver has read its memory back, so the names are not needed any more.
     ready.armed = landing::capture::Armed::default();
-    Ok(Frozen { env, seen, gpus, ready, landing, saved_links, dumped, timings, cable })
+    Ok(Frozen { env, seen, gpus, ready, landing, kept, saved_links, dumped, timings, cable })
 }
 
 impl Freeze<'_> {
@@ -146,6 +157,26 @@ impl Freeze<'_> {
         }
         let undo = not_undone.into_iter().chain(stuck).collect::<Vec<_>>().join("; ");
         Error::Lost { cause: Box::new(cause), undo }
+    }
+
+    /// Locks all, and begins to copy the memory that stays on the GPU.
+    fn lock(&mut self) -> Result<(), Error> {
+        let own = if self.ready.kept.is_some() { Own::Stays } else { Own::IsCopied };
+        self.gpus.lock(&self.env, own)?;
+        let staying = self.gpus.group.staying();
+        if let Some(room) = self.ready.kept.as_mut().filter(|_| !staying.is_empty()) {
+            let (copying, kept) = room.begin(staying)?;
+            (self.copying, self.kept) = (Some(copying), Some(kept));
+        }
+        Ok(())
+    }
+
+    /// Waits for the copy: afterwards the processes change that memory again.
+    fn finish_copy(&mut self) -> Result<(), Error> {
+        let Some(copying) = self.copying.take() else { return Ok(()) };
+        let copied = copying.finish().map_err(|error| Error::Kept(error.into()))?;
+        tracing::debug!(bytes = copied.bytes, took = ?copied.took, "copied GPU memory that stayed on the GPU");
+        Ok(())
     }
 
     fn checkpoint(&mut self) -> Result<(), Error> {

@@ -1,5 +1,7 @@
 //! A place for the image, found and made ready while the job runs: the phase `prepare`.
 
+use std::collections::BTreeMap;
+
 use chrono::Utc;
 
 use super::CRIU_DIR;
@@ -7,14 +9,17 @@ use super::pages::{Expected, Receivers, Source};
 use super::seen::{Gpus, Seen, copied};
 use super::{Env, Error, preflight};
 use crate::launch::interposer;
+use crate::launch::memory::GpuMemory;
 use crate::parts::devices::Devices;
+use crate::parts::kept::capture::Room;
 use crate::parts::landing::capture::{self as landing, Armed, Lander};
+use rekindle_base::chain;
 use rekindle_os::process;
 use rekindle_store::staging::{Area, Filling};
 use rekindle_store::take::Need;
 
 /// A place that is ready. If dropped, it leaves nothing.
-pub(super) struct Ready {
+pub(super) struct Ready<'a> {
     pub(super) target: Filling,
     /// NVIDIA's devices, if this machine has any.
     pub(super) devices: Option<Devices>,
@@ -22,23 +27,46 @@ pub(super) struct Ready {
     pub(super) receivers: Option<Receivers>,
     /// Landing files under the names that processes look for.
     pub(super) armed: Armed,
+    /// Where memory that stays on the GPU is copied to, if there is such memory and it can be copied.
+    pub(super) kept: Option<Room<'a>>,
 }
 
-impl Ready {
-    pub(super) fn make(env: &Env<'_>, seen: &mut Seen, gpus: &Gpus) -> Result<Ready, Error> {
+impl<'a> Ready<'a> {
+    pub(super) fn make(env: &Env<'a>, seen: &mut Seen, gpus: &Gpus) -> Result<Ready<'a>, Error> {
         let devices = Devices::find();
         let memory = memory(env);
         let target = target(env, memory, seen, gpus)?;
         let (mut receivers, mut armed) = (None, Armed::default());
+        let staying = match env.subject.options.memory {
+            GpuMemory::Copied => BTreeMap::new(),
+            GpuMemory::Kept => gpus.group.kept_bytes()?,
+        };
         if let Some(area) = memory {
-            let landers = landers(area, gpus);
+            let landers = landers(area, gpus, &staying);
             let dir = target.dir().join(CRIU_DIR);
             receivers = Some(Receivers::start(&dir, &target.spool(), &pages(seen, gpus, &landers))?);
             armed = landing::arm(area, &target, &landers)?;
         }
         let tree = process::tree(env.root());
         seen.contents.copy_ahead(&tree, env.view(), target.dir(), env.cancelled).map_err(copied)?;
-        Ok(Ready { target, devices, receivers, armed })
+        let kept = room(env, &target, gpus, &staying);
+        Ok(Ready { target, devices, receivers, armed, kept })
+    }
+}
+
+/// Where memory that stays on the GPU is copied to. Without such memory, and where it cannot be copied, the driver copies
+/// all; what had stayed on the GPU before cannot be left to it, and then the lock fails.
+fn room<'a>(env: &Env<'a>, target: &Filling, gpus: &Gpus, staying: &BTreeMap<i32, u64>) -> Option<Room<'a>> {
+    let bytes = staying.values().copied().fold(0, u64::saturating_add);
+    if bytes == 0 {
+        return None;
+    }
+    match Room::make(env.subject.copier, target, bytes, &gpus.in_use()) {
+        Ok(room) => Some(room),
+        Err(error) => {
+            tracing::warn!("GPU memory cannot stay on the GPU in this snapshot: {}", chain(&error));
+            None
+        }
     }
 }
 
@@ -89,12 +117,16 @@ fn slot(env: &Env<'_>, area: &Area, image: u64, besides: u64) -> Result<Filling,
     })?)
 }
 
-/// The CUDA processes that can use a landing file, with the expected bytes of device memory.
-fn landers(area: &Area, gpus: &Gpus) -> Vec<Lander> {
+/// The CUDA processes that can use a landing file, with the expected bytes of device memory: without what stays on the GPU,
+/// which has a file of its own.
+fn landers(area: &Area, gpus: &Gpus, staying: &BTreeMap<i32, u64>) -> Vec<Lander> {
     let pids = gpus.group.inner_pids().into_iter().zip(gpus.group.outer_pids());
     let all = pids.zip(gpus.memory.iter().copied());
     all.filter(|((_, outer), _)| interposer::is_in(*outer))
-        .map(|((inner, outer), used)| Lander { inner, outer, bytes: last_time(area, inner).unwrap_or(used) })
+        .map(|((inner, outer), used)| {
+            let used = used.saturating_sub(staying.get(&outer).copied().unwrap_or(0));
+            Lander { inner, outer, bytes: last_time(area, inner).unwrap_or(used) }
+        })
         .collect()
 }
 

@@ -1,6 +1,6 @@
 //! Facts about the job before any process is stopped: the phases `preflight` and `find`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use super::group::Barrier;
@@ -13,7 +13,9 @@ use crate::parts::gpu::capture::{self as gpu, Group};
 use crate::parts::{access, fds, tcp};
 use rekindle_base::chain;
 use rekindle_criu::Tcp;
+use rekindle_cuda::GpuUuid;
 use rekindle_cuda::nvml::GpuInventory;
+use rekindle_cuda::sharing::Own;
 use rekindle_os::process;
 
 /// Facts about the processes of the tree.
@@ -86,12 +88,13 @@ impl Gpus {
     }
 
     /// Locks all. Checks the GPUs also of processes that started to use CUDA only now.
-    pub(super) fn lock(&mut self, env: &Env<'_>) -> Result<(), Error> {
+    pub(super) fn lock(&mut self, env: &Env<'_>, own: Own) -> Result<(), Error> {
         let known = self.group.outer_pids();
         let elsewhere = env.subject.group.map(|group| group as &dyn Elsewhere);
         let called_off = || env.subject.group.and_then(Barrier::called_off);
         let cancelled = || (env.cancelled)() || called_off().is_some();
-        match (self.group.lock(env.root(), elsewhere, env.subject.options.lock_timeout, &cancelled), called_off()) {
+        let locked = self.group.lock(env.root(), elsewhere, env.subject.options.lock_timeout, own, &cancelled);
+        match (locked, called_off()) {
             (Err(gpu::Error::Cancelled), Some(why)) => return Err(Error::Group(why)),
             (outcome, _) => outcome?,
         }
@@ -100,6 +103,12 @@ impl Gpus {
             preflight::check_gpus(&self.inventory, &self.group.outer_pids())?;
         }
         Ok(())
+    }
+
+    /// The GPUs that they have memory on, as far as NVML knows.
+    pub(super) fn in_use(&self) -> Vec<GpuUuid> {
+        let all: BTreeSet<String> = self.used().into_values().flat_map(BTreeMap::into_keys).collect();
+        all.iter().filter_map(|uuid| uuid.parse().ok()).collect()
     }
 
     /// The GPUs that each CUDA process had memory on before the freeze.

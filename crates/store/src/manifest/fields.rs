@@ -79,6 +79,9 @@ pub struct Manifest {
     /// Device memory of CUDA processes in files of the image, which the processes have mapped.
     #[serde(default)]
     pub landing: Vec<Landing>,
+    /// Device memory that stayed on the GPU while its processes were checkpointed. Since version 4.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kept: Option<Kept>,
     /// How established TCP connections are restored.
     pub tcp: Tcp,
     /// The phases of the snapshot, in order.
@@ -374,6 +377,28 @@ pub struct Landing {
     pub path: JobPath,
     /// The part of this image with its content.
     pub part: PartPath,
+    /// Its size, in bytes.
+    pub bytes: u64,
+}
+
+/// Device memory that was copied by rekindle and not by the driver.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Kept {
+    /// The part of this image with its content.
+    pub part: PartPath,
+    /// The allocations, by process and number.
+    pub pieces: Vec<KeptPiece>,
+}
+
+/// An allocation of device memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct KeptPiece {
+    /// The pid of the process, as it sees itself.
+    pub pid: i32,
+    /// Its number in the table of the process's interposer, which has its address.
+    pub index: u32,
+    /// Where its content begins in the part.
+    pub offset: u64,
     /// Its size, in bytes.
     pub bytes: u64,
 }

@@ -176,6 +176,18 @@ impl Filling {
         Ok(paths)
     }
 
+    /// The part with device memory that rekindle copies.
+    #[must_use]
+    pub fn kept_part() -> PartPath {
+        PartPath::kept()
+    }
+
+    /// The file for it, which may have content of an earlier image. Its folder exists.
+    #[must_use]
+    pub fn kept_file(&self) -> PathBuf {
+        self.slot.dir.join(Filling::kept_part())
+    }
+
     /// Completes the image: sets `id`, `bytes` and `parts` of the manifest and writes it. Parts on the disk are hashed,
     /// with at most `threads` threads. Parts in memory are not hashed, because their source was in memory too.
     ///
@@ -184,7 +196,8 @@ impl Filling {
     pub fn seal(mut self, mut manifest: Manifest, threads: usize) -> Result<Image, Error> {
         let dir = self.slot.dir.clone();
         let spare = |path: &Path| -> bool {
-            let lands = manifest.landing.iter().any(|landing| landing.part.as_str() == path);
+            let lands = manifest.landing.iter().any(|landing| landing.part.as_str() == path)
+                || manifest.kept.iter().any(|kept| kept.part.as_str() == path);
             // A page file of CRIU is a spool file under another name.
             let linked = fs::metadata(dir.join(path)).is_ok_and(|meta| meta.nlink() > 1);
             path.starts_with("gpu") && !lands || path.starts_with("spool") && !linked

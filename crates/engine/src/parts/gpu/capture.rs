@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use cut::{Cut, Without};
 pub use cut::{Elsewhere, Operations};
 use lock::Resting;
-use rekindle_cuda::sharing::{self, Sharing};
+use rekindle_cuda::sharing::{self, Own, Sharing, Staying};
 use rekindle_cuda::{self as cuda, Process, State};
 use rekindle_os::{parallel, process, ptrace};
 
@@ -162,6 +162,8 @@ pub(crate) struct Group {
     members: Vec<Member>,
     /// From the lock until all threads are stopped: all ranks wait at one point.
     cut: Option<Cut>,
+    /// While they are checkpointed: their memory that stays on the GPU.
+    staying: Vec<Staying>,
 }
 
 /// How often the lock is tried if the set of processes changes, or ranks block each other.
@@ -195,7 +197,7 @@ impl Group {
                 Err(error) => return Err(error),
             }
         }
-        Ok(Group { members, cut: None })
+        Ok(Group { members, ..Group::default() })
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -226,6 +228,28 @@ impl Group {
         Ok(sharing::check(&self.sharing()?)?)
     }
 
+    /// Bytes of the memory of each that can stay on the GPU, by pid as we see it.
+    pub(crate) fn kept_bytes(&self) -> Result<BTreeMap<i32, u64>, Error> {
+        Ok(self.sharing()?.iter().map(|one| (one.pid(), one.kept_bytes())).collect())
+    }
+
+    /// A note if they wanted to share such memory by CUDA IPC, which the driver refuses. It is the same each time: the user
+    /// is told once.
+    pub(crate) fn refused(&self) -> Option<String> {
+        let is_any = self.sharing().is_ok_and(|all| all.iter().any(|one| one.ipc_refused() > 0));
+        is_any.then(|| {
+            "the driver refused the job a handle for CUDA IPC (cudaIpcGetMemHandle, torch.multiprocessing), because \
+             gpu.memory = \"kept\" keeps that memory on the GPU. If the job needs it, set gpu.memory = \"copied\" and start \
+             the job anew"
+                .to_owned()
+        })
+    }
+
+    /// From the lock to the unlock: their memory that stays on the GPU.
+    pub(crate) fn staying(&self) -> &[Staying] {
+        &self.staying
+    }
+
     fn sharing(&self) -> Result<Vec<Sharing>, Error> {
         let io = |source| Error::Io { what: "cannot read which memory the CUDA processes share".into(), source };
         sharing::of(&self.outer_pids()).map_err(io)
@@ -233,6 +257,7 @@ impl Group {
 
     /// Brings all ranks to one point ([`cut`]), locks all ([`lock::together`]), and makes
     /// them release each other's memory. Each attempt of each step has the limit `timeout`.
+    /// Their own memory stays on the GPU or not, as `own` says.
     /// If one cannot be locked, all are unlocked and the lock is tried again. The same happens if a process started or
     /// stopped using CUDA between the listing and the lock.
     pub(crate) fn lock(
@@ -240,6 +265,7 @@ impl Group {
         root: i32,
         elsewhere: Option<&dyn Elsewhere>,
         timeout: Duration,
+        own: Own,
         cancelled: &dyn Fn() -> bool,
     ) -> Result<(), Error> {
         let error = |source| Error::Cuda { phase: "lock", source };
@@ -261,7 +287,7 @@ impl Group {
                 });
             }
             if outcome.is_ok() && (self.is_empty() && attempt == 1 || !self.has_changed(root)) {
-                outcome = self.let_go(timeout);
+                outcome = self.let_go(timeout, own);
                 if outcome.is_ok() {
                     // Without CUDA processes nothing is locked. If a process starts to use CUDA now, the dump sees it
                     // and is refused ([`super::devices`]).
@@ -311,24 +337,26 @@ impl Group {
         Ok(())
     }
 
-    /// Makes locked processes release each other's memory. They are stopped, and unlocked while they do so.
-    fn let_go(&mut self, timeout: Duration) -> Result<(), Error> {
+    /// Makes locked processes release each other's memory, and their own that stays on the GPU. They are stopped, and
+    /// unlocked while they do so.
+    fn let_go(&mut self, timeout: Duration, own: Own) -> Result<(), Error> {
         let sharing = self.sharing()?;
         sharing::check(&sharing)?;
-        if !sharing::is_any(&sharing) {
+        if !sharing::is_any(&sharing, own) {
             return Ok(());
         }
         sharing::check_announced(&sharing)?;
         let began = Instant::now();
         self.stop()?;
         self.unlock_alone()?;
-        sharing::let_go(&sharing)?;
+        sharing::let_go(&sharing, own, &mut self.staying)?;
         let timeout = timeout.min(AT_REST);
         for (member, outcome) in self.at_once(|member| member.alone(|process| process.lock(timeout))) {
             outcome.map_err(|source| Error::Cuda { phase: "lock", source })?;
             member.state = GpuState::Locked;
         }
-        tracing::debug!(took = ?began.elapsed(), "released other processes' GPU memory");
+        let (pieces, bytes) = (self.staying.len(), self.staying.iter().map(|one| one.bytes).sum::<u64>());
+        tracing::debug!(took = ?began.elapsed(), pieces, bytes, "released GPU memory of other processes, and what stays");
         Ok(())
     }
 
@@ -378,12 +406,16 @@ impl Group {
             return Ok(());
         }
         let began = Instant::now();
-        let taken = self.unlock_alone().and_then(|()| Ok(sharing::take_again(&sharing)?));
+        let taken = self.unlock_alone().and_then(|()| Ok(sharing::take_again(&sharing, &self.staying)?));
         if taken.is_err() {
             // If they ran, they would use memory that is not mapped.
             self.members.iter_mut().filter(|m| m.state == GpuState::Running).for_each(|m| m.state = GpuState::Lost);
         }
-        tracing::debug!(took = ?began.elapsed(), "mapped other processes' GPU memory again");
+        if taken.is_ok() {
+            // The processes have it.
+            self.staying.clear();
+        }
+        tracing::debug!(took = ?began.elapsed(), "mapped GPU memory again");
         taken
     }
 

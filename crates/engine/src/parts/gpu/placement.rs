@@ -182,7 +182,8 @@ impl Need {
 /// The GPUs that the job could see, with what it used of each.
 fn olds(manifest: &Manifest) -> Vec<Old> {
     let used = &manifest.tree.cuda_memory;
-    let landed = manifest.landing.iter().map(|landing| landing.bytes).sum();
+    let kept = manifest.kept.iter().flat_map(|kept| &kept.pieces).map(|piece| piece.bytes);
+    let landed = manifest.landing.iter().map(|landing| landing.bytes).chain(kept).sum();
     let need = |uuid: &str| match used.values().filter_map(|gpus| gpus.get(uuid)).sum() {
         // An image of an earlier version, or NVML did not know the pids when it was taken.
         _ if used.is_empty() => Need::Unknown(landed),

@@ -1,9 +1,12 @@
 //! Restores the GPUs of a job before any of its threads runs.
 
+use std::path::Path;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use crate::launch::Job;
+use crate::parts::kept::put_back as kept;
+use rekindle_cuda::copier::Copier;
 use rekindle_cuda::{self as cuda, sharing};
 use rekindle_os::{parallel, process, ptrace};
 use rekindle_store::Manifest;
@@ -26,6 +29,9 @@ pub enum Error {
     /// Shared GPU memory was not mapped again.
     #[error("the GPU memory that the processes share was not restored: {0}")]
     Sharing(#[from] sharing::Error),
+    /// Memory that had stayed on the GPU was not filled.
+    #[error("the GPU memory of the job was not restored: {0}")]
+    Kept(#[from] kept::Error),
     /// The notes about it cannot be read.
     #[error("the GPU memory that the processes share was not restored: {0}")]
     SharingUnread(#[source] std::io::Error),
@@ -99,7 +105,14 @@ pub(crate) struct Stopped(Vec<(i32, cuda::Process)>);
 
 /// Restores the GPU memory of all CUDA processes at once; the driver does several in parallel (580, measured). `pairs`
 /// name other GPUs, if there are any.
-pub(crate) fn put_back(job: &Job, manifest: &Manifest, pairs: &[cuda::GpuMapping]) -> Result<Stopped, Error> {
+/// Memory that had stayed on the GPU is filled from the image in `dir`.
+pub(crate) fn put_back(
+    job: &Job,
+    manifest: &Manifest,
+    pairs: &[cuda::GpuMapping],
+    copier: &Copier,
+    dir: &Path,
+) -> Result<Stopped, Error> {
     if manifest.tree.cuda.is_empty() {
         return Ok(Stopped::default());
     }
@@ -122,7 +135,7 @@ pub(crate) fn put_back(job: &Job, manifest: &Manifest, pairs: &[cuda::GpuMapping
     };
     let one = |(pid, process): &(i32, cuda::Process)| restore((*pid, process));
     parallel::at_once(&processes, one).into_iter().collect::<Result<(), Error>>()?;
-    take_again(manifest, &processes)?;
+    take_again(manifest, &processes, copier, dir)?;
     Ok(Stopped(processes))
 }
 
@@ -150,13 +163,18 @@ pub(crate) fn go_on(Stopped(processes): &Stopped) -> Result<(), Error> {
     parallel::at_once(processes, check).into_iter().collect()
 }
 
-/// Maps again in each process the other processes' memory that it had released for the image. Their other threads are
-/// stopped; processes without such memory stay locked.
-fn take_again(manifest: &Manifest, processes: &[(i32, cuda::Process)]) -> Result<(), Error> {
+/// Maps again in each process the other processes' memory that it had released for the image, and makes and fills its own
+/// that had stayed on the GPU. Their other threads are stopped; processes without such memory stay locked.
+fn take_again(
+    manifest: &Manifest,
+    processes: &[(i32, cuda::Process)],
+    copier: &Copier,
+    dir: &Path,
+) -> Result<(), Error> {
     let pids: Vec<i32> = processes.iter().map(|(_, process)| process.pid()).collect();
     let sharing = sharing::of(&pids).map_err(Error::SharingUnread)?;
     if !sharing::is_let_go(&sharing) {
-        return Ok(());
+        return Ok(kept::fill(copier, dir, manifest.kept.as_ref(), &[])?);
     }
     let unlock = |(pid, process): &(i32, cuda::Process)| {
         let thread = manifest.tree.cuda_threads.get(pid).copied().unwrap_or(*pid);
@@ -164,5 +182,8 @@ fn take_again(manifest: &Manifest, processes: &[(i32, cuda::Process)]) -> Result
         unlocked.map_err(|source| Error::Cuda { pid: *pid, source })
     };
     parallel::at_once(processes, unlock).into_iter().collect::<Result<(), Error>>()?;
-    Ok(sharing::take_again(&sharing)?)
+    let began = Instant::now();
+    let made = sharing::make_again(&sharing)?;
+    tracing::debug!(took = ?began.elapsed(), pieces = made.len(), "mapped GPU memory again");
+    Ok(kept::fill(copier, dir, manifest.kept.as_ref(), &made)?)
 }

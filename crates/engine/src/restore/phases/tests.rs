@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
-use super::super::{ChangedFiles, Prepare, Unpacking};
+use super::super::{ChangedFiles, Cuda, Prepare, Unpacking};
 use super::*;
 use crate::launch::output::{self, Bounds};
 use crate::launch::{Privileges, reaper};
@@ -11,6 +11,7 @@ use crate::parts::gpu::placement::Wishes;
 use crate::samples;
 use rekindle_criu::image::LostLock;
 use rekindle_criu::{Criu, Version};
+use rekindle_cuda::copier::Copier;
 use rekindle_os::ptrace::PosixLock;
 use rekindle_os::spawn::Spawn;
 use rekindle_store::Trust;
@@ -79,7 +80,7 @@ fn play(
             progress: &Progress::default(),
             healing: None,
         },
-        hold: None,
+        cuda: Cuda { copier: &Copier::default(), hold: None },
     };
     let mut restore = Restore {
         request: &request,

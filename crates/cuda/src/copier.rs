@@ -1,0 +1,272 @@
+//! Copies memory that stays on the GPU to files and back, in a process of its own.
+//!
+//! The process ([`serve()`]) has contexts of its own on the GPUs, which the supervisor must not have: it would have the
+//! devices open, and a fault of the driver would end it. It is started for the first snapshot with such memory and stays:
+//! a context takes 0.2 s to make and 0.5 GiB of GPU memory, and registering the host memory of a file takes 1.4 s for 40
+//! GiB (H100, driver 580). Then a copy runs at the full rate of the bus.
+//!
+//! Invariants: the process has memory of the job only during a copy. If it dies, or does not answer in time, the copy has
+//! failed, nothing else, and the next one starts another process. It ends with the supervisor.
+
+mod serve;
+mod wire;
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use nix::sys::socket::sockopt::ReceiveTimeout;
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, setsockopt, socketpair};
+use nix::sys::time::{TimeVal, TimeValLike};
+
+use crate::GpuUuid;
+use crate::sharing::Staying;
+use rekindle_os::spawn::{Child, Spawn};
+pub use serve::serve;
+use wire::{Answer, Ask};
+
+/// The hidden command of `rekindle` that runs [`serve()`].
+pub const COMMAND: &str = "copy-gpu-memory";
+
+/// Time limit for contexts and for registering memory, and for a copy beside the time for its bytes.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// A copy at less than this rate, in bytes per microsecond, is given up: memory that is not registered is copied at 5 GB/s.
+const SLOWEST: u64 = 1000;
+
+/// Why memory was not copied.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The process could not be started.
+    #[error("cannot start the process that copies GPU memory")]
+    Start(#[source] io::Error),
+    /// It has ended or does not answer.
+    #[error("the process that copies GPU memory does not answer ({doing})")]
+    Gone {
+        /// What it should have done.
+        doing: &'static str,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// It could not do what it was asked for.
+    #[error("the process that copies GPU memory cannot {doing}: {why}")]
+    Refused {
+        /// What it should have done.
+        doing: &'static str,
+        /// Its words.
+        why: String,
+    },
+    /// The file could not be looked at.
+    #[error("cannot look at the file for GPU memory")]
+    File(#[source] io::Error),
+}
+
+/// The direction of a copy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Way {
+    /// From the GPU to the file.
+    Out,
+    /// From the file to the GPU.
+    In,
+}
+
+/// What a copy did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Copied {
+    /// Bytes.
+    pub bytes: u64,
+    /// From the first piece to the last byte.
+    pub took: Duration,
+}
+
+/// The process, started when it is needed.
+#[derive(Debug, Default)]
+pub struct Copier(Mutex<Option<Running>>);
+
+#[derive(Debug)]
+struct Running {
+    child: Child,
+    socket: OwnedFd,
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.child.signal(libc::SIGKILL);
+        let _ = self.child.wait();
+    }
+}
+
+impl Running {
+    fn start() -> Result<Running, Error> {
+        let start = || -> io::Result<Running> {
+            let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
+            let null = |write: bool| File::options().read(!write).write(write).open("/dev/null");
+            // CUDA_VISIBLE_DEVICES would hide GPUs of the job.
+            let hidden = ["CUDA_VISIBLE_DEVICES", "LD_PRELOAD"];
+            let environment = std::env::vars_os().filter(|(name, _)| !hidden.iter().any(|hidden| name == hidden));
+            // This program, even if its file was replaced meanwhile.
+            let child = Spawn::new(Path::new("/proc/self/exe"), [COMMAND])
+                .and_then(|spawn| spawn.environment(environment))
+                .and_then(|spawn| spawn.directory(Path::new("/")))
+                .map_err(io::Error::other)?
+                .fd(theirs, 0)
+                .fd(null(true)?.into(), 1)
+                .fd(null(true)?.into(), 2)
+                .session()
+                .dies_with_us()
+                .start()
+                .map_err(io::Error::other)?;
+            Ok(Running { child, socket: ours })
+        };
+        start().map_err(Error::Start)
+    }
+
+    fn send(&self, ask: &Ask, file: Option<BorrowedFd<'_>>, doing: &'static str) -> Result<(), Error> {
+        ask.send(self.socket.as_fd(), file).map_err(|source| Error::Gone { doing, source })
+    }
+
+    fn answer(&self, limit: Duration, doing: &'static str) -> Result<Answer, Error> {
+        let gone = |source| Error::Gone { doing, source };
+        let limit = TimeVal::milliseconds(i64::try_from(limit.as_millis()).unwrap_or(i64::MAX).max(1));
+        setsockopt(&self.socket, ReceiveTimeout, &limit).map_err(|errno| gone(errno.into()))?;
+        let answer = Answer::receive(self.socket.as_fd()).map_err(gone)?;
+        match answer.why {
+            None => Ok(answer),
+            Some(why) => Err(Error::Refused { doing, why }),
+        }
+    }
+}
+
+impl Copier {
+    /// Makes it ready for these GPUs; for those it does not know yet this takes 0.2 s each.
+    ///
+    /// # Errors
+    /// When the process cannot be started, or cannot use one of them.
+    pub fn prepare(&self, gpus: &[GpuUuid]) -> Result<(), Error> {
+        let doing = "use the GPU";
+        self.with(|running| {
+            for gpu in gpus {
+                running.send(&Ask::gpu(*gpu), None, doing)?;
+                running.answer(PATIENCE, doing)?;
+            }
+            Ok(())
+        })
+    }
+
+    /// Makes it ready to copy to and from the first `bytes` of this file, which must be there. Files that do not exist any
+    /// more are forgotten. Memory beyond `bytes` is no longer registered afterwards: before a file is cut, this must be
+    /// called. Returns the bytes that are registered, which are copied at the full rate.
+    ///
+    /// # Errors
+    /// When the file cannot be mapped.
+    pub fn file(&self, file: &File, bytes: u64) -> Result<u64, Error> {
+        let doing = "map the file";
+        self.with(|running| {
+            running.send(&Ask::file(bytes), Some(file.as_fd()), doing)?;
+            Ok(running.answer(PATIENCE, doing)?.numbers[0])
+        })
+    }
+
+    /// Begins to copy pieces, each to or from its offset in a file that was named before.
+    ///
+    /// # Errors
+    /// When the process has ended.
+    pub fn begin<'p>(
+        &self,
+        way: Way,
+        file: &File,
+        pieces: impl IntoIterator<Item = (u64, &'p Staying)>,
+    ) -> Result<Copying<'_>, Error> {
+        let doing = "copy";
+        let meta = file.metadata().map_err(Error::File)?;
+        let mut bytes = 0;
+        self.with(|running| {
+            running.send(&Ask::begin(way, meta.dev(), meta.ino()), None, doing)?;
+            for (offset, piece) in pieces {
+                bytes = piece.bytes.saturating_add(bytes);
+                running.send(&Ask::piece(offset, piece.bytes), Some(piece.memory.as_fd()), doing)?;
+            }
+            running.send(&Ask::end(), None, doing)
+        })?;
+        Ok(Copying { copier: self, bytes, begun: Instant::now(), is_over: false })
+    }
+
+    /// Whether the process runs.
+    #[must_use]
+    pub fn pid(&self) -> Option<i32> {
+        self.lock().as_ref().map(|running| running.child.pid())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Running>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Works with the process. After a failure its state is unknown, and it is ended.
+    fn with<T>(&self, work: impl FnOnce(&Running) -> Result<T, Error>) -> Result<T, Error> {
+        let mut slot = self.lock();
+        if slot.as_ref().is_some_and(|running| running.child.has_ended().unwrap_or(true)) {
+            *slot = None;
+        }
+        let running = match &mut *slot {
+            Some(running) => running,
+            empty => empty.insert(Running::start()?),
+        };
+        let result = work(running);
+        if result.is_err() {
+            *slot = None;
+        }
+        result
+    }
+}
+
+/// A copy under way. If this is dropped, it is awaited and forgotten.
+#[derive(Debug)]
+pub struct Copying<'a> {
+    copier: &'a Copier,
+    bytes: u64,
+    begun: Instant,
+    is_over: bool,
+}
+
+impl Copying<'_> {
+    /// Waits for its end.
+    ///
+    /// # Errors
+    /// When something was not copied. Then nothing is known about the file, or about the memory on the GPU.
+    pub fn finish(mut self) -> Result<Copied, Error> {
+        self.wait()
+    }
+
+    fn wait(&mut self) -> Result<Copied, Error> {
+        self.is_over = true;
+        let limit = PATIENCE + Duration::from_micros(self.bytes / SLOWEST);
+        let left = limit.saturating_sub(self.begun.elapsed());
+        let mut slot = self.copier.lock();
+        let ended = || Error::Gone { doing: "copy", source: io::ErrorKind::BrokenPipe.into() };
+        let result = slot.as_ref().ok_or_else(ended).and_then(|running| running.answer(left, "copy"));
+        if result.is_err() {
+            *slot = None;
+        }
+        let [bytes, took, ..] = result?.numbers;
+        if bytes == self.bytes {
+            return Ok(Copied { bytes, took: Duration::from_micros(took) });
+        }
+        *slot = None;
+        Err(Error::Refused { doing: "copy", why: format!("it copied {bytes} bytes and not {}", self.bytes) })
+    }
+}
+
+impl Drop for Copying<'_> {
+    fn drop(&mut self) {
+        if !self.is_over {
+            let _ = self.wait();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,112 @@
+//! The supervisor's side, with a thread in place of the process that copies.
+
+use std::thread::{self, JoinHandle};
+
+use super::*;
+
+/// A copier whose process does nothing, and what answers in its place. It returns what it was asked.
+fn played(answer: impl Fn(Ask) -> Option<Answer> + Send + 'static) -> (Copier, JoinHandle<Vec<Ask>>) {
+    let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).unwrap();
+    let child = Spawn::new(Path::new("/bin/sleep"), ["60"]).unwrap().dies_with_us().start().unwrap();
+    let play = move || {
+        let mut asked = Vec::new();
+        while let Ok(Some((ask, _))) = Ask::receive(theirs.as_fd()) {
+            asked.push(ask);
+            match (ask, answer(ask)) {
+                (Ask::Begin(..) | Ask::Piece(..), _) => {}
+                (_, Some(answer)) => answer.send(theirs.as_fd()).unwrap(),
+                // As if it had died.
+                (_, None) => break,
+            }
+        }
+        asked
+    };
+    (Copier(Mutex::new(Some(Running { child, socket: ours }))), thread::spawn(play))
+}
+
+fn done(numbers: [u64; 2]) -> Option<Answer> {
+    Some(Answer { numbers, why: None })
+}
+
+fn refused(why: &str) -> Option<Answer> {
+    Some(Answer { numbers: [0; 2], why: Some(why.into()) })
+}
+
+fn piece(bytes: u64) -> Staying {
+    Staying { pid: 7, index: 0, bytes, memory: tempfile::tempfile().unwrap().into() }
+}
+
+fn copied(copier: &Copier) -> Result<Copied, Error> {
+    let file = tempfile::tempfile().unwrap();
+    let pieces = [piece(8), piece(4)];
+    copier.begin(Way::Out, &file, [(0, &pieces[0]), (8, &pieces[1])])?.finish()
+}
+
+#[test]
+fn a_copy_asks_for_each_piece_and_tells_what_it_did() {
+    let (copier, played) = played(|_| done([12, 5]));
+    assert_eq!(copied(&copier).unwrap(), Copied { bytes: 12, took: Duration::from_micros(5) });
+    assert!(copier.pid().is_some(), "it stays for the next one");
+    drop(copier);
+    let asked = played.join().unwrap();
+    assert!(matches!(asked[0], Ask::Begin(Way::Out, [_, inode]) if inode != 0), "{asked:?}");
+    assert_eq!(asked[1..], [Ask::Piece(0, 8), Ask::Piece(8, 4), Ask::End]);
+}
+
+#[test]
+fn a_failure_ends_the_process_and_says_why() {
+    type Play = fn(Ask) -> Option<Answer>;
+    let plays: [(Play, &str); 3] = [
+        (|_| refused("the copy failed: error 2"), "cannot copy: the copy failed: error 2"),
+        (|_| done([11, 5]), "it copied 11 bytes and not 12"),
+        (|_| None, "does not answer (copy)"),
+    ];
+    for (play, words) in plays {
+        let (copier, played) = played(play);
+        let error = copied(&copier).unwrap_err().to_string();
+        assert!(error.contains(words), "{error}");
+        assert_eq!(copier.pid(), None, "{words}");
+        played.join().unwrap();
+    }
+}
+
+#[test]
+fn a_process_that_died_before_a_request_is_not_asked() {
+    let (copier, played) = played(|_| done([0; 2]));
+    let pid = copier.pid().unwrap();
+    copier.lock().as_ref().unwrap().child.signal(libc::SIGKILL).unwrap();
+    while !copier.lock().as_ref().unwrap().child.has_ended().unwrap() {
+        thread::sleep(Duration::from_millis(1));
+    }
+    // The one that starts instead is this program, which is none.
+    let error = copier.prepare(&[GpuUuid::from_bytes([1; 16])]).unwrap_err();
+    assert!(matches!(error, Error::Gone { .. }), "{error}");
+    assert_ne!(copier.pid(), Some(pid));
+    assert_eq!(played.join().unwrap(), []);
+}
+
+#[test]
+fn a_copy_that_nobody_waits_for_is_over_when_it_is_dropped() {
+    let (copier, played) = played(|_| {
+        thread::sleep(Duration::from_millis(50));
+        done([8, 5])
+    });
+    let (file, one) = (tempfile::tempfile().unwrap(), piece(8));
+    let began = Instant::now();
+    drop(copier.begin(Way::In, &file, [(0, &one)]).unwrap());
+    assert!(began.elapsed() >= Duration::from_millis(50), "the job would change the memory meanwhile");
+    // Its answer is not taken for that of the next request.
+    assert_eq!(copier.file(&file, 0).unwrap(), 8);
+    drop(copier);
+    assert_eq!(played.join().unwrap().len(), 4);
+}
+
+#[test]
+fn the_size_of_nonsense_does_not_wrap() {
+    let (copier, played) = played(|_| refused("the file is too short for the memory"));
+    let file = tempfile::tempfile().unwrap();
+    let pieces = [piece(u64::MAX), piece(2)];
+    let copying = copier.begin(Way::Out, &file, pieces.iter().map(|piece| (0, piece))).unwrap();
+    assert!(matches!(copying.finish(), Err(Error::Refused { .. })));
+    played.join().unwrap();
+}

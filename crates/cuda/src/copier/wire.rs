@@ -1,0 +1,172 @@
+//! The packets between the supervisor and the process that copies.
+
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+
+use super::Way;
+use crate::packet;
+use crate::{GpuUuid, GpuUuid as Uuid};
+
+/// A request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Ask {
+    /// Use this GPU. It is answered.
+    Gpu(Uuid),
+    /// Map the first bytes of the file that comes with it. It is answered with the bytes that are registered.
+    File(u64),
+    /// A copy begins, with the file of this device and inode.
+    Begin(Way, [u64; 2]),
+    /// A piece of it, at this offset, of so many bytes. The memory comes with it.
+    Piece(u64, u64),
+    /// The last one was sent. It is answered with the bytes that were copied and the microseconds.
+    End,
+}
+
+const WORDS: usize = 4;
+const LENGTH: usize = WORDS * 8;
+/// Maximum length of an answer's text.
+const TEXT: usize = 400;
+
+impl Ask {
+    pub(super) fn gpu(uuid: GpuUuid) -> Ask {
+        Ask::Gpu(uuid)
+    }
+
+    pub(super) fn file(bytes: u64) -> Ask {
+        Ask::File(bytes)
+    }
+
+    pub(super) fn begin(way: Way, device: u64, inode: u64) -> Ask {
+        Ask::Begin(way, [device, inode])
+    }
+
+    pub(super) fn piece(offset: u64, bytes: u64) -> Ask {
+        Ask::Piece(offset, bytes)
+    }
+
+    pub(super) fn end() -> Ask {
+        Ask::End
+    }
+
+    fn words(self) -> [u64; WORDS] {
+        match self {
+            Ask::Gpu(uuid) => {
+                let [a, b] = halves(uuid.bytes());
+                [1, a, b, 0]
+            }
+            Ask::File(bytes) => [2, bytes, 0, 0],
+            Ask::Begin(way, [device, inode]) => [3, u64::from(way == Way::In), device, inode],
+            Ask::Piece(offset, bytes) => [4, offset, bytes, 0],
+            Ask::End => [5, 0, 0, 0],
+        }
+    }
+
+    fn from_words(words: [u64; WORDS]) -> Option<Ask> {
+        Some(match words {
+            [1, a, b, _] => Ask::Gpu(Uuid::from_bytes(whole([a, b]))),
+            [2, bytes, ..] => Ask::File(bytes),
+            [3, way @ 0..=1, device, inode] => Ask::Begin(if way == 1 { Way::In } else { Way::Out }, [device, inode]),
+            [4, offset, bytes, _] => Ask::Piece(offset, bytes),
+            [5, ..] => Ask::End,
+            _ => return None,
+        })
+    }
+
+    pub(super) fn send(self, socket: BorrowedFd<'_>, file: Option<BorrowedFd<'_>>) -> io::Result<()> {
+        packet::send(socket, &bytes(self.words()), file)
+    }
+
+    /// `None` at the end.
+    pub(super) fn receive(socket: BorrowedFd<'_>) -> io::Result<Option<(Ask, Option<OwnedFd>)>> {
+        let mut bytes = [0; LENGTH];
+        match packet::receive(socket, &mut bytes)? {
+            (0, _) => Ok(None),
+            (LENGTH, file) => {
+                let ask = Ask::from_words(words(&bytes)).ok_or(io::ErrorKind::InvalidData)?;
+                Ok(Some((ask, file)))
+            }
+            _ => Err(io::ErrorKind::InvalidData.into()),
+        }
+    }
+}
+
+/// An answer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Answer {
+    pub(super) numbers: [u64; 2],
+    /// Why it failed, if it did.
+    pub(super) why: Option<String>,
+}
+
+impl Answer {
+    pub(super) fn send(&self, socket: BorrowedFd<'_>) -> io::Result<()> {
+        let [a, b] = self.numbers;
+        let mut packet = bytes([u64::from(self.why.is_some()), a, b, 0]).to_vec();
+        packet.extend(self.why.iter().flat_map(|why| why.bytes()).take(TEXT));
+        packet::send(socket, &packet, None)
+    }
+
+    pub(super) fn receive(socket: BorrowedFd<'_>) -> io::Result<Answer> {
+        let mut bytes = [0; LENGTH + TEXT];
+        let (length, _) = packet::receive(socket, &mut bytes)?;
+        let Some((numbers, text)) = bytes.get(..length).and_then(|bytes| bytes.split_at_checked(LENGTH)) else {
+            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it has ended"));
+        };
+        let [failed, a, b, _] = words(numbers);
+        let why = (failed != 0).then(|| String::from_utf8_lossy(text).into_owned());
+        Ok(Answer { numbers: [a, b], why })
+    }
+}
+
+fn bytes(words: [u64; WORDS]) -> [u8; LENGTH] {
+    let mut bytes = [0; LENGTH];
+    for (to, word) in bytes.as_chunks_mut::<8>().0.iter_mut().zip(words) {
+        *to = word.to_ne_bytes();
+    }
+    bytes
+}
+
+fn words(bytes: &[u8]) -> [u64; WORDS] {
+    let mut words = [0; WORDS];
+    for (word, from) in words.iter_mut().zip(bytes.as_chunks::<8>().0) {
+        *word = u64::from_ne_bytes(*from);
+    }
+    words
+}
+
+fn halves(bytes: [u8; 16]) -> [u64; 2] {
+    let both = u128::from_ne_bytes(bytes).to_ne_bytes();
+    let (halves, _) = both.as_chunks::<8>();
+    [halves[0], halves[1]].map(u64::from_ne_bytes)
+}
+
+fn whole(halves: [u64; 2]) -> [u8; 16] {
+    let mut bytes = [0; 16];
+    for (to, half) in bytes.as_chunks_mut::<8>().0.iter_mut().zip(halves) {
+        *to = half.to_ne_bytes();
+    }
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_are_what_they_were() {
+        let uuid = Uuid::from_bytes(std::array::from_fn(|at| u8::try_from(at).unwrap() * 3));
+        let all = [
+            Ask::Gpu(uuid),
+            Ask::File(7),
+            Ask::Begin(Way::In, [1, 2]),
+            Ask::Begin(Way::Out, [u64::MAX, 0]),
+            Ask::Piece(9, 10),
+            Ask::End,
+        ];
+        for ask in all {
+            assert_eq!(Ask::from_words(words(&bytes(ask.words()))), Some(ask));
+        }
+        assert_eq!(Ask::from_words([0; WORDS]), None);
+        assert_eq!(Ask::from_words([3, 2, 0, 0]), None);
+    }
+}

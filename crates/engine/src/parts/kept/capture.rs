@@ -1,0 +1,121 @@
+//! Copies memory that stays on the GPU into the image, while CRIU dumps.
+//!
+//! The file is made while the job runs, as large as the memory is then, and registered with the driver. The copy begins as
+//! soon as the processes have released the memory, and must be over before they get it again and run.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+
+use rekindle_cuda::GpuUuid;
+use rekindle_cuda::copier::{self, Copier, Copying, Way};
+use rekindle_cuda::sharing::Staying;
+use rekindle_os::pages;
+use rekindle_store::manifest::{Kept, KeptPiece};
+use rekindle_store::staging::Filling;
+
+/// Why memory cannot be copied.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// There is no room for it.
+    #[error("cannot make room for {bytes} bytes of GPU memory")]
+    Room {
+        /// The size.
+        bytes: u64,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// The process that copies failed.
+    #[error(transparent)]
+    Copier(#[from] copier::Error),
+}
+
+/// The file for the memory.
+#[derive(Debug)]
+pub(crate) struct Room<'a> {
+    copier: &'a Copier,
+    file: File,
+    bytes: u64,
+}
+
+impl<'a> Room<'a> {
+    /// Makes room for `bytes`, and makes the process that copies ready.
+    pub(crate) fn make(copier: &'a Copier, slot: &Filling, bytes: u64, gpus: &[GpuUuid]) -> Result<Room<'a>, Error> {
+        copier.prepare(gpus)?;
+        let failed = |source| Error::Room { bytes, source };
+        let mut options = File::options();
+        let options = options.read(true).write(true).create(true).truncate(false).mode(0o600);
+        let file = options.open(slot.kept_file()).map_err(failed)?;
+        let mut room = Room { copier, file, bytes: 0 };
+        room.grow(bytes)?;
+        Ok(room)
+    }
+
+    /// Makes the file as long as that. A registered page must not be cut off, so the process that copies gives it up
+    /// first.
+    fn grow(&mut self, bytes: u64) -> Result<(), Error> {
+        let failed = |source| Error::Room { bytes, source };
+        if self.file.metadata().map_err(failed)?.size() > bytes {
+            self.copier.file(&self.file, bytes)?;
+            self.file.set_len(bytes).map_err(failed)?;
+        }
+        pages::make_present(&self.file, bytes).map_err(failed)?;
+        let registered = self.copier.file(&self.file, bytes)?;
+        if registered < bytes {
+            tracing::debug!(
+                registered,
+                bytes,
+                "GPU memory is copied more slowly: the driver does not register all of the file"
+            );
+        }
+        self.bytes = bytes;
+        Ok(())
+    }
+
+    /// Begins to copy all of it, and describes where it will be.
+    pub(crate) fn begin(&mut self, staying: &[Staying]) -> Result<(Copying<'a>, Kept), Error> {
+        let pieces = laid_out(staying);
+        let bytes = pieces.last().map_or(0, |piece| piece.offset.saturating_add(piece.bytes));
+        if bytes > self.bytes {
+            // The job has allocated more since.
+            tracing::debug!(bytes, prepared = self.bytes, "the file for GPU memory grows during the freeze");
+            self.grow(bytes)?;
+        }
+        let wanted = pieces.iter().filter_map(|piece| {
+            let is_it = |one: &&Staying| (one.pid, one.index) == (piece.pid, piece.index);
+            Some((piece.offset, staying.iter().find(is_it)?))
+        });
+        let copying = self.copier.begin(Way::Out, &self.file, wanted)?;
+        Ok((copying, Kept { part: Filling::kept_part(), pieces }))
+    }
+}
+
+/// One after the other, by process and number.
+fn laid_out(staying: &[Staying]) -> Vec<KeptPiece> {
+    let piece = |one: &Staying| KeptPiece { pid: one.pid, index: one.index, offset: 0, bytes: one.bytes };
+    let mut pieces: Vec<KeptPiece> = staying.iter().map(piece).collect();
+    pieces.sort_unstable();
+    let mut offset = 0;
+    for piece in &mut pieces {
+        piece.offset = offset;
+        // The sizes are the job's words: nonsense is refused when it is copied.
+        offset = offset.saturating_add(piece.bytes);
+    }
+    pieces
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_are_beside_each_other_in_a_fixed_order() {
+        let memory = || File::open("/dev/null").unwrap().into();
+        let one = |pid, index, bytes| Staying { pid, index, bytes, memory: memory() };
+        let pieces = laid_out(&[one(7, 1, 4), one(6, 9, 2), one(7, 0, 8)]);
+        let all: Vec<_> = pieces.iter().map(|piece| (piece.pid, piece.index, piece.offset, piece.bytes)).collect();
+        assert_eq!(all, [(6, 9, 0, 2), (7, 0, 2, 8), (7, 1, 10, 4)]);
+        assert!(laid_out(&[]).is_empty());
+    }
+}

@@ -1,0 +1,155 @@
+#!/usr/bin/env python3
+"""A job for the stand-in libcuda whose memory can stay on the GPU.
+
+    standin_kept.py OUT [--mib N,N,...] [--churn] [--do FILE]
+
+Has an allocation of each of these sizes, with a pattern, and one small one. Each round it writes the round to the first and
+the last word of each, changes one more place that the round determines, compares all of one allocation with what it must
+be, and appends the round to the file OUT. With --churn each round also frees an allocation and makes it anew. The line of
+the file --do has it do something else once, and add what came of it to FILE.done:
+  fork     tells how many descriptors of memory it has, and a child of it
+  free     frees the last allocation
+  more     allocates another one of 16 MiB
+  ipc      asks for a handle of the first allocation by CUDA IPC
+  limit N  lets the process have N descriptors
+Ends with 3 when memory is not what it was, with 5 when a call fails.
+"""
+
+import argparse
+import ctypes
+import os
+import random
+import resource
+import sys
+import time
+
+MIB = 1 << 20
+
+
+def preload():
+    """The stand-in comes after the interposer, so that the interposer's next ioctl is the stand-in's."""
+    library = os.path.join(os.environ["STANDIN_CUDA_DIR"], "libcuda.so.1")
+    preloaded = os.environ.get("LD_PRELOAD", "")
+    if library not in preloaded:
+        os.environ["LD_PRELOAD"] = f"{preloaded}:{library}"
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+
+
+class Allocation:
+    def __init__(self, cuda, number, size):
+        self.cuda, self.size = cuda, size
+        self.content = bytearray(random.Random(number).randbytes(1 << 20) * (-(-size // MIB)))[:size]
+        pointer = ctypes.c_size_t()
+        cuda("cuMemAlloc", ctypes.byref(pointer), ctypes.c_size_t(size))
+        self.address = pointer.value
+        self.put(0, bytes(self.content))
+
+    def put(self, at, data):
+        self.content[at : at + len(data)] = data
+        self.cuda("cuMemcpyHtoD", ctypes.c_size_t(self.address + at), data, ctypes.c_size_t(len(data)))
+
+    def check(self):
+        data = ctypes.create_string_buffer(self.size)
+        self.cuda("cuMemcpyDtoH", data, ctypes.c_size_t(self.address), ctypes.c_size_t(self.size))
+        if data.raw != self.content:
+            differ = [at for at in range(0, self.size, 4096) if data.raw[at : at + 4096] != self.content[at : at + 4096]]
+            print(f"{len(differ)} pages of {self.size} bytes differ, from {differ[0]} on", file=sys.stderr, flush=True)
+            sys.exit(3)
+
+    def free(self):
+        self.cuda("cuMemFree", ctypes.c_size_t(self.address))
+
+
+class Cuda:
+    def __init__(self):
+        self.library = ctypes.CDLL("libcuda.so.1")
+        self("cuInit", 0)
+        self("cuCtxCreate", ctypes.byref(ctypes.c_void_p()), 0, 0)
+
+    def code(self, name, *args):
+        name = {name: name + "_v2" for name in ("cuMemAlloc", "cuMemFree", "cuMemcpyHtoD", "cuMemcpyDtoH", "cuCtxCreate")}.get(
+            name, name
+        )
+        return getattr(self.library, name)(*args)
+
+    def __call__(self, name, *args):
+        code = self.code(name, *args)
+        if code != 0:
+            print(f"{name} failed with {code}", file=sys.stderr, flush=True)
+            sys.exit(5)
+
+
+def descriptors():
+    """Those of memory."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            if "standin-memory" in os.readlink(f"/proc/self/fd/{fd}"):
+                found.append(fd)
+        except OSError:
+            pass
+    return found
+
+
+def do(word, cuda, all):
+    word, *args = word.split()
+    if word == "fork":
+        told, to_tell = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(to_tell, b"%d" % len(descriptors()))
+            os._exit(0)
+        os.close(to_tell)
+        os.waitpid(child, 0)
+        with os.fdopen(told, "rb") as told:
+            return f"{len(descriptors())} here, {told.read().decode()} in the child"
+    if word == "free":
+        all.pop().free()
+    elif word == "more":
+        all.append(Allocation(cuda, 99, 16 * MIB))
+    elif word == "ipc":
+        return str(cuda.code("cuIpcGetMemHandle", ctypes.create_string_buffer(64), ctypes.c_size_t(all[0].address)))
+    elif word == "limit":
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(args[0]), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    return "done"
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out")
+    parser.add_argument("--mib", default="16,33,20")
+    parser.add_argument("--churn", action="store_true")
+    parser.add_argument("--do")
+    args = parser.parse_args()
+    preload()
+
+    cuda = Cuda()
+    sizes = [int(size) * MIB for size in args.mib.split(",")]
+    all = [Allocation(cuda, number, size) for number, size in enumerate([*sizes, 4096])]
+    chance = random.Random(1)
+    step = 0
+    with open(args.out, "a", buffering=1) as out:
+        while True:
+            step += 1
+            word = step.to_bytes(8, "little")
+            for one in all:
+                one.put(0, word)
+                one.put(one.size - 8, word)
+            one = all[step % len(all)]
+            one.put(chance.randrange(one.size - 8), word)
+            one.check()
+            if args.churn:
+                at = step % len(all)
+                size = all[at].size
+                all[at].free()
+                all[at] = Allocation(cuda, step, size)
+            if args.do and os.path.exists(args.do):
+                word = open(args.do).read()
+                os.unlink(args.do)
+                with open(f"{args.do}.done", "a") as done:
+                    done.write(f"{word.strip()}: {do(word, cuda, all)}\n")
+            out.write(f"{step}\n")
+            time.sleep(0.002)
+
+
+main()

@@ -1,0 +1,258 @@
+//! Memory that stays on the GPU while the job is checkpointed.
+
+use rekindle_store::Image;
+
+use crate::rig::{Rig, Supervisor};
+
+const MIB: u64 = 1 << 20;
+
+fn job(args: &[&str]) -> Option<Rig> {
+    let mut rig = Rig::new()?;
+    rig.kept(args);
+    Some(rig)
+}
+
+/// Bytes of an image that stayed on the GPU, and those that the driver copied.
+fn bytes(image: &Image) -> (u64, u64) {
+    let manifest = image.manifest().unwrap();
+    let kept = manifest.kept.iter().flat_map(|kept| &kept.pieces).map(|piece| piece.bytes).sum();
+    (kept, manifest.landing.iter().map(|landing| landing.bytes).sum())
+}
+
+#[test]
+fn memory_that_stays_is_what_it_was_after_snapshots_deaths_and_from_the_store() {
+    let Some(rig) = job(&[]) else { return };
+    let mut supervisor = rig.start();
+    for round in 1..=2 {
+        for _ in 0..3 {
+            let image = supervisor.snapshot();
+            // 33 MiB take 34. The driver has the small one, too small for a landing file.
+            assert_eq!(bytes(&image), (70 * MIB, 0));
+            supervisor.assert_unharmed(1);
+        }
+        supervisor.kill_job();
+        supervisor.said("the job was restored from image");
+        supervisor.assert_unharmed(1);
+        assert_eq!(rig.state().unwrap().restarts, round);
+    }
+    supervisor.snapshot();
+    supervisor.said("was stored in");
+    supervisor.kill();
+    rig.assert_nothing_left();
+    rig.forget_memory();
+    let mut supervisor = rig.run();
+    supervisor.said("the job was restored from image");
+    supervisor.assert_unharmed(1);
+    supervisor.stop();
+    rig.assert_sequence();
+    rig.assert_store_is_whole();
+}
+
+fn fails(supervisor: &mut Supervisor<'_>, words: &str) {
+    let why = supervisor.failing_snapshot();
+    assert!(why.contains(words), "not {words:?} in {why}");
+    assert!(why.contains("the job continues"), "{why}");
+}
+
+/// A snapshot that fails with these words and harms nothing; then one that is retried and succeeds.
+fn fails_once(rig: &Rig, supervisor: &mut Supervisor<'_>, words: &str) {
+    fails(supervisor, words);
+    assert_eq!(bytes(&supervisor.image()).0, 70 * MIB);
+    supervisor.assert_unharmed(1);
+    assert_eq!(rig.state().unwrap().restarts, 0);
+}
+
+/// What is in the newest image is what the job had.
+fn comes_back(rig: &Rig, supervisor: &mut Supervisor<'_>, restarts: u32) {
+    supervisor.said("the job was restored from image");
+    supervisor.assert_unharmed(1);
+    assert_eq!(rig.state().unwrap().restarts, restarts);
+    rig.assert_store_is_whole();
+}
+
+#[test]
+fn a_copy_that_fails_or_whose_process_dies_costs_one_snapshot() {
+    let Some(rig) = job(&[]) else { return };
+    let mut supervisor = rig.start();
+    supervisor.snapshot();
+    for call in ["import", "map", "out"] {
+        rig.standin.fault(&format!("fail-copier-{call}"), "2 times=1");
+        fails_once(&rig, &mut supervisor, "the process that copies GPU memory cannot copy: ");
+        rig.standin.fault(&format!("die-at-copier-{call}"), "delay=20");
+        fails_once(&rig, &mut supervisor, "the process that copies GPU memory does not answer (copy)");
+    }
+    supervisor.kill_job();
+    comes_back(&rig, &mut supervisor, 1);
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+#[test]
+fn without_the_process_that_copies_the_driver_copies_until_memory_has_stayed_once() {
+    let Some(rig) = job(&[]) else { return };
+    let mut supervisor = rig.start();
+    rig.standin.fault("die-at-copier-init", "");
+    let image = supervisor.snapshot();
+    let (kept, landed) = bytes(&image);
+    assert!(kept == 0 && landed >= 70 * MIB, "{kept} {landed}");
+    assert!(rig.log().contains("GPU memory cannot stay on the GPU in this snapshot: the process that copies"));
+    supervisor.assert_unharmed(1);
+    assert_eq!(bytes(&supervisor.snapshot()).0, 70 * MIB);
+    // Now the driver cannot take it any more. The process starts again after a copy that fails.
+    rig.standin.fault("fail-copier-out", "2 times=1");
+    rig.standin.fault("fail-copier-init", "999");
+    fails(&mut supervisor, "the process that copies GPU memory cannot copy: ");
+    let why = supervisor.said("the snapshot failed");
+    assert!(why.contains("since an earlier snapshot, and it cannot be copied now"), "{why}");
+    assert!(why.contains("the job continues"), "{why}");
+    supervisor.assert_unharmed(1);
+    // Memory that cannot be registered is copied more slowly.
+    rig.standin.fault("fail-copier-register", "999");
+    rig.clear("fail-copier-init");
+    assert_eq!(bytes(&supervisor.image()).0, 70 * MIB);
+    supervisor.assert_unharmed(1);
+    rig.clear("fail-copier-register");
+    supervisor.kill_job();
+    comes_back(&rig, &mut supervisor, 1);
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+#[test]
+fn a_restore_that_finds_the_gpu_full_or_cannot_copy_is_tried_again() {
+    let Some(rig) = job(&[]) else { return };
+    let mut supervisor = rig.start();
+    supervisor.snapshot();
+    let faults = [
+        ("fail-keeper-create", "2", "the driver cannot allocate memory that stays on the GPU (error 2)"),
+        ("fail-copier-in", "2", "the process that copies GPU memory cannot copy: "),
+        ("die-at-copier-in", "delay=20", "the process that copies GPU memory does not answer"),
+    ];
+    for (fault, text, words) in faults {
+        rig.standin.fault(fault, text);
+        supervisor.kill_job();
+        let why = supervisor.said("cannot restore image");
+        assert!(why.contains(words), "{why}");
+        rig.clear(fault);
+        supervisor.said("the job was restored from image");
+        supervisor.assert_unharmed(1);
+        assert!(rig.images().iter().all(Image::is_good), "no image is to blame");
+        supervisor.snapshot();
+    }
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+#[test]
+fn a_call_of_the_driver_that_fails_before_the_checkpoint_costs_one_snapshot() {
+    let Some(rig) = job(&[]) else { return };
+    let mut supervisor = rig.start();
+    let zero = supervisor.main_pid();
+    let inner = crate::rig::inner(zero).unwrap();
+    // A release that fails leaves a reference, and no snapshot is possible any more: as with memory of others.
+    for call in ["export", "access", "unmap"] {
+        rig.standin.fault(&format!("fail-keeper-{call}"), &format!("999 times=1 pid={inner}"));
+        fails_once(&rig, &mut supervisor, "the driver cannot ");
+        if call == "export" {
+            // From now on it has descriptors.
+            supervisor.snapshot();
+        }
+    }
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+#[test]
+fn memory_that_cannot_be_mapped_again_ends_the_life_and_is_restored_from_the_image() {
+    let Some(rig) = job(&[]) else { return };
+    let mut supervisor = rig.start();
+    supervisor.snapshot();
+    for (restarts, call) in (1..).zip(["import", "map"]) {
+        rig.standin.fault(&format!("fail-keeper-{call}"), "2 times=1");
+        supervisor.ask();
+        supervisor.said("the snapshot failed and the job cannot continue");
+        comes_back(&rig, &mut supervisor, restarts);
+        supervisor.snapshot();
+    }
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+#[test]
+fn an_allocation_that_cannot_stay_goes_the_drivers_way_in_the_same_snapshot() {
+    let Some(rig) = job(&[]) else { return };
+    let mut supervisor = rig.start();
+    for (number, call) in (1..).zip(["reserve", "create", "map", "access"]) {
+        rig.standin.fault(&format!("fail-job-{call}"), "2 times=1");
+        assert_eq!(supervisor.has_done("more"), "more: done\n");
+        let (kept, landed) = bytes(&supervisor.snapshot());
+        assert_eq!(kept, 70 * MIB, "{call}");
+        assert!(landed >= number * 16 * MIB, "{call}: {landed}");
+        supervisor.assert_unharmed(1);
+    }
+    assert_eq!(supervisor.has_done("more"), "more: done\n");
+    assert_eq!(bytes(&supervisor.snapshot()).0, 86 * MIB);
+    assert_eq!(supervisor.has_done("free"), "free: done\n");
+    assert_eq!(bytes(&supervisor.snapshot()).0, 70 * MIB);
+    supervisor.kill_job();
+    comes_back(&rig, &mut supervisor, 1);
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+#[test]
+fn a_job_that_allocates_and_frees_all_the_time_loses_nothing() {
+    let Some(rig) = job(&["--churn"]) else { return };
+    let mut supervisor = rig.start();
+    for round in 1..=30 {
+        supervisor.snapshot();
+        supervisor.assert_running(1);
+        if round % 10 == 0 {
+            supervisor.kill_job();
+            supervisor.said("the job was restored from image");
+            supervisor.assert_unharmed(1);
+        }
+    }
+    assert_eq!(rig.state().unwrap().restarts, 3);
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+#[test]
+fn a_supervisor_that_is_killed_while_memory_is_copied_leaves_nothing() {
+    let Some(rig) = job(&[]) else { return };
+    let mut supervisor = rig.start();
+    let image = supervisor.snapshot();
+    rig.standin.fault("fail-copier-out", "0 delay=300");
+    supervisor.ask();
+    supervisor.said("released GPU memory of other processes, and what stays");
+    supervisor.kill();
+    // Neither the job nor the process that copies, and so none of the memory.
+    rig.assert_nothing_left();
+    rig.clear("fail-copier-out");
+    let mut supervisor = rig.run();
+    let line = supervisor.said("the job was restored from image");
+    assert!(line.contains(&image.id.to_string()), "{line}");
+    supervisor.assert_unharmed(1);
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+#[test]
+fn a_child_has_no_descriptor_of_it_and_a_refused_handle_is_told_once() {
+    let Some(rig) = job(&[]) else { return };
+    let mut supervisor = rig.start();
+    supervisor.snapshot();
+    // The stand-in's own three are in both.
+    assert_eq!(supervisor.has_done("fork"), "fork: 6 here, 3 in the child\n");
+    // The driver refuses it; the stand-in would not.
+    rig.standin.fault("fail-job-ipc", "1 times=1");
+    assert_eq!(supervisor.has_done("ipc"), "ipc: 1\n");
+    supervisor.snapshot();
+    supervisor.snapshot();
+    let told = rig.log().matches("the driver refused the job a handle for CUDA IPC").count();
+    assert_eq!(told, 1, "{}", rig.log());
+    supervisor.assert_unharmed(1);
+    supervisor.stop();
+    rig.assert_sequence();
+}

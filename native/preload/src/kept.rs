@@ -1,0 +1,433 @@
+//! Device memory that can stay on the GPU while the process is checkpointed.
+//!
+//! The driver copies all memory of `cuMemAlloc` to the host and back. Memory of `cuMemCreate` lives as long as anybody has
+//! a descriptor for it. So large allocations are made of it, at addresses of their own, and recorded in the table of
+//! [`crate::sharing`]. For a snapshot the keeper hands their descriptors to the supervisor, unmaps and releases them, as it
+//! does with memory of other processes, and takes them again at the same addresses. The driver then has nothing of them to
+//! copy.
+//!
+//! ```text
+//!  cuMemAlloc     reserve addresses, create, map, give access; anything that fails: the driver's own cuMemAlloc
+//!  snapshot       export (the first time), hand over, unmap, release | the driver's checkpoint and restore | import, map
+//!  cuMemFree      wait for the GPU, unmap, release, close the descriptor, free the addresses
+//! ```
+//!
+//! An imported piece cannot be exported again (driver 580), so from its first snapshot on the process itself has its
+//! descriptor, except while it is checkpointed. So the memory is free as soon as the process frees it or ends, however it
+//! ends. A child of fork(2) does not have these descriptors: it would keep the memory from being freed.
+//!
+//! What a program can notice: CUDA IPC of such memory is refused (counted in the table, so that the supervisor can say
+//! why), and so is SYNC_MEMOPS; its context attribute is null; destroying a context does not free it. Access from other
+//! GPUs is given where the program enables peer access.
+
+use core::ffi::c_void;
+use core::mem::transmute;
+use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+
+use crate::lookup::{Function, Plain};
+use crate::real;
+use crate::sharing::{self, INVALID_VALUE, NOT_INITIALIZED, SUCCESS, UnderWay, driver};
+use crate::{keeper, libc, sys};
+use rekindle_abi::sharing::{self as table, Import, MOST, Mapping, Table};
+
+/// What the driver maps at once: allocations are rounded up to it. cuMemAlloc (580) does the same from 1 MiB on.
+const GRANULE: u64 = 2 << 20;
+
+/// Descriptors of ours have at least this number, or half of the limit if that is less: select(2) and old programs use
+/// low ones.
+const LEAST_DESCRIPTOR: usize = 4096;
+
+/// Allocations of at least this size can stay on the GPU; 0: none.
+static LEAST: AtomicUsize = AtomicUsize::new(0);
+
+/// The descriptor of each entry, plus one; 0 if it has none. Not in the table, which a forked child does not have.
+static FILES: [AtomicI32; MOST] = [const { AtomicI32::new(0) }; MOST];
+/// The context in which each entry was allocated.
+static CONTEXTS: [AtomicU64; MOST] = [const { AtomicU64::new(0) }; MOST];
+/// Entries of both that were ever used.
+static USED: AtomicU32 = AtomicU32::new(0);
+
+/// Number of GPUs whose peers are recorded.
+const GPUS: usize = 64;
+/// For each GPU those that may access its memory, a bit each.
+static PEERS: [AtomicU64; GPUS] = [const { AtomicU64::new(0) }; GPUS];
+/// For each GPU whether network cards can access such memory: 0 unknown, 1 no, 2 yes.
+static RDMA: [AtomicU32; GPUS] = [const { AtomicU32::new(0) }; GPUS];
+
+static CURRENT_DEVICE: Plain = Plain::new(c"cuCtxGetDevice");
+static CURRENT_CONTEXT: Plain = Plain::new(c"cuCtxGetCurrent");
+static PUSH: Plain = Plain::new(c"cuCtxPushCurrent_v2");
+static POP: Plain = Plain::new(c"cuCtxPopCurrent_v2");
+static SYNCHRONIZE: Plain = Plain::new(c"cuCtxSynchronize");
+static ATTRIBUTE: Plain = Plain::new(c"cuDeviceGetAttribute");
+static RESERVE: Plain = Plain::new(c"cuMemAddressReserve");
+static UNRESERVE: Plain = Plain::new(c"cuMemAddressFree");
+
+/// CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED.
+const RDMA_SUPPORTED: i32 = 110;
+
+macro_rules! plain {
+    ($function:ident, fn($($argument:ty),*)) => {{
+        let found = $function.real();
+        if found.is_null() {
+            return NOT_INITIALIZED;
+        }
+        // SAFETY: libcuda's function of this name, which has this type (cuda.h of CUDA 13).
+        unsafe { transmute::<*mut c_void, unsafe extern "C" fn($($argument),*) -> i32>(found) }
+    }};
+}
+
+/// From now on allocations of at least `least` bytes can stay on the GPU; 0: none.
+pub(crate) fn begin(least: usize) {
+    LEAST.store(least, Ordering::Relaxed);
+}
+
+fn current_device(device: &mut i32) -> i32 {
+    let real = plain!(CURRENT_DEVICE, fn(*mut i32));
+    // SAFETY: a live local.
+    unsafe { real(device) }
+}
+
+fn current_context(context: &mut u64) -> i32 {
+    let real = plain!(CURRENT_CONTEXT, fn(*mut u64));
+    // SAFETY: a live local.
+    unsafe { real(context) }
+}
+
+fn push(context: u64) -> i32 {
+    let real = plain!(PUSH, fn(u64));
+    // SAFETY: the driver checks it.
+    unsafe { real(context) }
+}
+
+fn pop() -> i32 {
+    let real = plain!(POP, fn(*mut u64));
+    // SAFETY: a live local.
+    unsafe { real(&mut 0) }
+}
+
+fn synchronize() -> i32 {
+    let real = plain!(SYNCHRONIZE, fn());
+    // SAFETY: no argument.
+    unsafe { real() }
+}
+
+fn attribute(value: &mut i32, which: i32, device: i32) -> i32 {
+    let real = plain!(ATTRIBUTE, fn(*mut i32, i32, i32));
+    // SAFETY: a live local, and numbers.
+    unsafe { real(value, which, device) }
+}
+
+fn reserve(address: &mut u64, size: u64) -> i32 {
+    let real = plain!(RESERVE, fn(*mut u64, u64, u64, u64, u64));
+    // SAFETY: a live local, and numbers.
+    unsafe { real(address, size, 0, 0, 0) }
+}
+
+fn unreserve(address: u64, size: u64) -> i32 {
+    let real = plain!(UNRESERVE, fn(u64, u64));
+    // SAFETY: addresses that were reserved, and that nothing is mapped at.
+    unsafe { real(address, size) }
+}
+
+/// Makes memory on this GPU that can be exported. It is undefined what it contains.
+pub(crate) fn create(handle: &mut u64, size: u64, device: i32) -> i32 {
+    // CUmemAllocationProp: pinned, as a descriptor, on a device; then a pointer, and flags: the second byte says that
+    // network cards can use it, as they can use memory of cuMemAlloc.
+    let properties = [1, sharing::DESCRIPTOR, 1, device as u32, 0, 0, u32::from(has_rdma(device)) << 8, 0];
+    driver::create(handle, size, &properties)
+}
+
+fn has_rdma(device: i32) -> bool {
+    let Some(known) = RDMA.get(device as usize) else { return false };
+    if known.load(Ordering::Relaxed) == 0 {
+        let mut value = 0;
+        let has_it = attribute(&mut value, RDMA_SUPPORTED, device) == SUCCESS && value != 0;
+        known.store(1 + u32::from(has_it), Ordering::Relaxed);
+    }
+    known.load(Ordering::Relaxed) == 2
+}
+
+/// Read and write from this GPU: a CUmemAccessDesc.
+fn access(device: i32) -> [i32; 3] {
+    [1, device, 3]
+}
+
+/// While CUDA is locked a call that has begun would keep its memory from being released.
+fn wait_for_unlock() {
+    while sharing::is_locked() {
+        sys::sleep(100_000);
+    }
+}
+
+/// cuMemAlloc_v2.
+pub(crate) unsafe extern "C" fn allocate(pointer: *mut u64, size: usize) -> i32 {
+    let real = real!(Allocate, fn(*mut u64, usize));
+    let least = LEAST.load(Ordering::Relaxed);
+    if least != 0
+        && size >= least
+        && !pointer.is_null()
+        && let Some(address) = make(size)
+    {
+        // SAFETY: not null, and the caller's.
+        unsafe { *pointer = address };
+        return SUCCESS;
+    }
+    // SAFETY: the caller's arguments.
+    unsafe { real(pointer, size) }
+}
+
+/// An allocation under way; what it has is given back unless it is complete.
+struct Making {
+    address: u64,
+    size: u64,
+    handle: u64,
+    is_mapped: bool,
+    is_complete: bool,
+}
+
+impl Drop for Making {
+    fn drop(&mut self) {
+        if self.is_complete {
+            return;
+        }
+        if self.is_mapped {
+            driver::unmap(self.address, self.size);
+        }
+        if self.handle != 0 {
+            driver::release(self.handle);
+        }
+        if self.address != 0 {
+            unreserve(self.address, self.size);
+        }
+    }
+}
+
+/// The address of new memory that can stay on the GPU; `None` where that is not possible.
+fn make(size: usize) -> Option<u64> {
+    let succeeded = |code: i32| (code == SUCCESS).then_some(());
+    let size = (size as u64).checked_next_multiple_of(GRANULE)?;
+    let table = sharing::table_or_new()?;
+    close_in_children();
+    wait_for_unlock();
+    let (mut device, mut context) = (0, 0);
+    succeeded(current_device(&mut device))?;
+    succeeded(current_context(&mut context))?;
+    let _under_way = UnderWay::begin();
+    let mut making = Making { address: 0, size, handle: 0, is_mapped: false, is_complete: false };
+    succeeded(reserve(&mut making.address, size))?;
+    succeeded(create(&mut making.handle, size, device))?;
+    succeeded(driver::map(making.address, size, 0, making.handle, 0))?;
+    making.is_mapped = true;
+    succeeded(driver::set_access(making.address, size, &access(device)))?;
+    note(table, &making, device, context)?;
+    making.is_complete = true;
+    keeper::start(table);
+    let mapping = sharing::mappings(table).find(|mapping| mapping.address.load(Ordering::Relaxed) == making.address)?;
+    for peer in peers(device) {
+        // Without it an access from there fails, as it would without peer access.
+        give_access(mapping, peer);
+    }
+    Some(making.address)
+}
+
+fn note(table: &Table, making: &Making, device: i32, context: u64) -> Option<()> {
+    let _changing = sharing::wait()?;
+    let (at, entry) = table.imports.iter().enumerate().find(|(_, import)| !sharing::is_live(import))?;
+    let mapping = sharing::add_mapping(table, at, entry, [making.address, making.size, 0, 0])?;
+    sharing::note_access(mapping, access(device));
+    entry.name.store(0, Ordering::Relaxed);
+    entry.handle.store(making.handle, Ordering::Relaxed);
+    entry.kind.store(sharing::DESCRIPTOR, Ordering::Relaxed);
+    entry.references.store(1, Ordering::Relaxed);
+    entry.mappings.store(1, Ordering::Relaxed);
+    entry.is_gone.store(0, Ordering::Relaxed);
+    entry.id.store(0, Ordering::Relaxed);
+    entry.device.store(device, Ordering::Relaxed);
+    entry.kept.store(table::OWN, Ordering::Relaxed);
+    if let (Some(file), Some(own)) = (FILES.get(at), CONTEXTS.get(at)) {
+        file.store(0, Ordering::Relaxed);
+        own.store(context, Ordering::Relaxed);
+    }
+    USED.fetch_max(at as u32 + 1, Ordering::Relaxed);
+    entry.is_live.store(1, Ordering::Release);
+    table.imports_used.fetch_max(at as u32 + 1, Ordering::Relaxed);
+    Some(())
+}
+
+/// The mapping of memory that can stay, and its entry, at an address for which `is_it` is true.
+fn find(table: &Table, is_it: impl Fn(u64, u64) -> bool) -> Option<(&Mapping, &Import)> {
+    let known = |mapping: &&Mapping| {
+        is_it(mapping.address.load(Ordering::Relaxed), mapping.size.load(Ordering::Relaxed))
+            && sharing::import_of(table, mapping).is_some_and(sharing::is_kept)
+    };
+    let mapping = sharing::mappings(table).find(known)?;
+    Some((mapping, sharing::import_of(table, mapping)?))
+}
+
+/// Whether there is memory that can stay at this address.
+pub(crate) fn is_in(address: u64) -> bool {
+    sharing::table().is_some_and(|table| find(table, |start, size| address.wrapping_sub(start) < size).is_some())
+}
+
+/// cuMemFree_v2.
+pub(crate) unsafe extern "C" fn free(address: u64) -> i32 {
+    let real = real!(Free, fn(u64));
+    if let Some(table) = sharing::table()
+        && let Some((mapping, import)) = find(table, |start, _| start == address)
+    {
+        return forget(mapping, import);
+    }
+    // SAFETY: the caller's argument.
+    unsafe { real(address) }
+}
+
+fn forget(mapping: &Mapping, import: &Import) -> i32 {
+    let at = mapping.import.load(Ordering::Relaxed) as usize;
+    // cuMemFree waits for what uses the memory, cuMemUnmap does not.
+    let code = synchronize_in(CONTEXTS.get(at).map_or(0, |context| context.load(Ordering::Relaxed)));
+    if code != SUCCESS {
+        return code;
+    }
+    wait_for_unlock();
+    let _under_way = UnderWay::begin();
+    let (address, size) = (mapping.address.load(Ordering::Relaxed), mapping.size.load(Ordering::Relaxed));
+    // Two threads may free it at once.
+    let is_ours = match sharing::wait() {
+        Some(_changing) if import.is_live.swap(0, Ordering::Relaxed) != 0 => {
+            mapping.address.store(0, Ordering::Relaxed);
+            true
+        }
+        _ => false,
+    };
+    if !is_ours {
+        return INVALID_VALUE;
+    }
+    close(at);
+    let unmapped = driver::unmap(address, size);
+    let released = driver::release(import.handle.load(Ordering::Relaxed));
+    let freed = unreserve(address, size);
+    [unmapped, released, freed].into_iter().find(|code| *code != SUCCESS).unwrap_or(SUCCESS)
+}
+
+/// Waits for the work of a context; of the current one if that does not exist any more.
+fn synchronize_in(context: u64) -> i32 {
+    if context == 0 || push(context) != SUCCESS {
+        return synchronize();
+    }
+    let code = synchronize();
+    pop();
+    code
+}
+
+fn peers(device: i32) -> impl Iterator<Item = i32> {
+    let peers = PEERS.get(device as usize).map_or(0, |peers| peers.load(Ordering::Relaxed));
+    (0..GPUS as i32).filter(move |peer| peers >> peer & 1 != 0)
+}
+
+fn give_access(mapping: &Mapping, device: i32) -> i32 {
+    let (address, size) = (mapping.address.load(Ordering::Relaxed), mapping.size.load(Ordering::Relaxed));
+    let code = driver::set_access(address, size, &access(device));
+    if code == SUCCESS
+        && let Some(_changing) = sharing::wait()
+    {
+        sharing::note_access(mapping, access(device));
+    }
+    code
+}
+
+/// cuCtxEnablePeerAccess: the current context may access the memory of another one. The driver does not extend that to
+/// memory of cuMemCreate.
+pub(crate) unsafe extern "C" fn enable_peer(context: u64, flags: u32) -> i32 {
+    let real = real!(EnablePeer, fn(u64, u32));
+    // SAFETY: the caller's arguments.
+    let code = unsafe { real(context, flags) };
+    if code != SUCCESS || LEAST.load(Ordering::Relaxed) == 0 {
+        return code;
+    }
+    let (mut own, mut other) = (0, 0);
+    if current_device(&mut own) != SUCCESS || push(context) != SUCCESS {
+        return code;
+    }
+    let has_other = current_device(&mut other) == SUCCESS;
+    pop();
+    if !has_other || !(0..GPUS as i32).contains(&own) {
+        return code;
+    }
+    if let Some(peers) = PEERS.get(other as usize) {
+        peers.fetch_or(1 << own, Ordering::Relaxed);
+    }
+    wait_for_unlock();
+    let _under_way = UnderWay::begin();
+    if let Some(table) = sharing::table() {
+        let is_there = |mapping: &&Mapping| {
+            let is_on = |import: &Import| import.device.load(Ordering::Relaxed) == other;
+            sharing::import_of(table, mapping).is_some_and(|import| sharing::is_kept(import) && is_on(import))
+        };
+        for mapping in sharing::mappings(table).filter(is_there) {
+            give_access(mapping, own);
+        }
+    }
+    code
+}
+
+/// cuIpcGetMemHandle. The driver has none for memory of cuMemCreate; the supervisor says why.
+pub(crate) unsafe extern "C" fn ipc_handle(handle: *mut c_void, address: u64) -> i32 {
+    let real = real!(IpcHandle, fn(*mut c_void, u64));
+    if is_in(address)
+        && let Some(table) = sharing::table()
+    {
+        table.ipc_refused.fetch_add(1, Ordering::Relaxed);
+    }
+    // SAFETY: the caller's arguments.
+    unsafe { real(handle, address) }
+}
+
+/// The descriptor of an entry. It stays the entry's.
+pub(crate) fn file(at: usize, import: &Import) -> Result<sys::File, i32> {
+    let slot = FILES.get(at).ok_or(INVALID_VALUE)?;
+    if slot.load(Ordering::Relaxed) == 0 {
+        let mut number = -1;
+        match driver::export_untagged(&mut number, import.handle.load(Ordering::Relaxed)) {
+            SUCCESS => keep_file(at, import, &sys::File::from_number(number))?,
+            code => return Err(code),
+        }
+    }
+    let own = sys::File::from_number(slot.load(Ordering::Relaxed) - 1);
+    let copy = own.duplicate(0);
+    own.into_number();
+    copy.map_err(|errno| errno.0)
+}
+
+/// Gives an entry its descriptor: another one of the same file.
+pub(crate) fn keep_file(at: usize, import: &Import, file: &sys::File) -> Result<(), i32> {
+    let slot = FILES.get(at).ok_or(INVALID_VALUE)?;
+    let own = file.duplicate(LEAST_DESCRIPTOR.min(sys::descriptor_limit() / 2)).map_err(|errno| errno.0)?;
+    close(at);
+    slot.store(own.into_number() + 1, Ordering::Relaxed);
+    import.id.store(1, Ordering::Relaxed);
+    Ok(())
+}
+
+/// Closes the descriptor of an entry, if it has one.
+pub(crate) fn close(at: usize) {
+    if let Some(number @ 1..) = FILES.get(at).map(|file| file.swap(0, Ordering::Relaxed)) {
+        drop(sys::File::from_number(number - 1));
+    }
+}
+
+/// Runs in a child of fork(3).
+extern "C" fn close_all() {
+    (0..USED.load(Ordering::Relaxed) as usize).for_each(close);
+}
+
+/// Sees to it, once, that children do not have our descriptors.
+fn close_in_children() {
+    static IS_SET: AtomicBool = AtomicBool::new(false);
+    if !IS_SET.swap(true, Ordering::Relaxed) {
+        libc::at_fork_in_child(close_all);
+    }
+}
+
+#[cfg(test)]
+mod tests;
