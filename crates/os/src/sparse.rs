@@ -18,24 +18,38 @@ use nix::unistd::{Whence, lseek};
 /// Bytes copied at a time.
 const CHUNK: usize = 256 << 10;
 
+/// Where the first data at or behind `at` begins; `None` if there is none before `end`.
+///
+/// # Errors
+/// Those of lseek(2).
+pub fn first_data(file: &File, at: u64, end: u64) -> io::Result<Option<u64>> {
+    if at >= end {
+        return Ok(None);
+    }
+    Ok(seek(file, at, Whence::SeekData)?.filter(|start| *start < end))
+}
+
 /// The first data at or behind `at`, up to the next hole or `end`; `None` if there is none before `end`.
+///
+/// The kernel looks for the next hole also beyond `end`, and in a tmpfs it looks at each page on the way. Whoever asks
+/// again and again within a large extent needs [`first_data`].
 ///
 /// # Errors
 /// Those of lseek(2).
 pub fn next_data(file: &File, at: u64, end: u64) -> io::Result<Option<Range<u64>>> {
-    let seek = |at: u64, whence| match lseek(file, i64::try_from(at).map_err(io::Error::other)?, whence) {
+    let Some(start) = first_data(file, at, end)? else { return Ok(None) };
+    // The file was cut meanwhile: nothing more can be read.
+    let hole = seek(file, start, Whence::SeekHole)?.unwrap_or(start);
+    Ok((hole > start).then(|| start..hole.min(end)))
+}
+
+fn seek(file: &File, at: u64, whence: Whence) -> io::Result<Option<u64>> {
+    match lseek(file, i64::try_from(at).map_err(io::Error::other)?, whence) {
         Ok(found) => Ok(u64::try_from(found).ok()),
         // Beyond the last data, or the end.
         Err(Errno::ENXIO) => Ok(None),
         Err(error) => Err(io::Error::from(error)),
-    };
-    if at >= end {
-        return Ok(None);
     }
-    let Some(start) = seek(at, Whence::SeekData)?.filter(|start| *start < end) else { return Ok(None) };
-    // The file was cut meanwhile: nothing more can be read.
-    let hole = seek(start, Whence::SeekHole)?.unwrap_or(start);
-    Ok((hole > start).then(|| start..hole.min(end)))
 }
 
 /// The data in `range`, in order.
@@ -180,6 +194,7 @@ const LARGEST_BLOCK: u64 = 2 << 20;
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::MetadataExt;
+    use std::time::Instant;
 
     use super::*;
 
@@ -206,6 +221,28 @@ mod tests {
         assert_eq!(&found, b"aa\0");
         copied.read_exact_at(&mut found, (MIB << 20) - 6).unwrap();
         assert_eq!(&found, b"\0bb");
+    }
+
+    /// Storing an image asks for each piece of it. Where each answer looked for the next hole, 256 MiB in pages of 4 KiB
+    /// took 6 s, and four times that for twice as much.
+    #[test]
+    fn asking_for_each_piece_of_a_file_takes_less_than_reading_it() {
+        let file =
+            File::from(nix::sys::memfd::memfd_create(c"pieces", nix::sys::memfd::MFdFlags::MFD_CLOEXEC).unwrap());
+        let mut piece = vec![b'x'; CHUNK];
+        let pieces = || (0..256 * MIB).step_by(CHUNK);
+        for at in pieces() {
+            file.write_all_at(&piece, at).unwrap();
+        }
+        let begun = Instant::now();
+        for at in pieces() {
+            file.read_exact_at(&mut piece, at).unwrap();
+        }
+        let (reading, begun) = (begun.elapsed(), Instant::now());
+        for at in pieces() {
+            assert_eq!(first_data(&file, at, at + CHUNK as u64).unwrap(), Some(at));
+        }
+        assert!(begun.elapsed() < reading, "{:?}, and {reading:?} to read it", begun.elapsed());
     }
 
     #[test]

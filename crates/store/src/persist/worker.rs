@@ -89,7 +89,7 @@ impl Work<'_> {
             let zero = Extent::Zero { len: u64::try_from(*len).unwrap_or(0) };
             // The last piece may end after the data. A file that became shorter is an error below.
             let end = offset.saturating_add(u64::try_from(*len).unwrap_or(u64::MAX));
-            if end <= size && sparse::next_data(&file, *offset, end).map_err(failed)?.is_none() {
+            if end <= size && sparse::first_data(&file, *offset, end).map_err(failed)?.is_none() {
                 map::push(&mut extents, zero);
                 self.pace.progress.add(*len);
                 continue;

@@ -61,8 +61,8 @@ fn differences(present: &File, content: &File, end: u64) -> io::Result<Vec<Range
     let mut found: Vec<Range<u64>> = Vec::new();
     let mut at = 0;
     loop {
-        let data = [sparse::next_data(present, at, end)?, sparse::next_data(content, at, end)?];
-        let Some(start) = data.into_iter().flatten().map(|extent| extent.start.max(at)).min() else { return Ok(found) };
+        let data = [sparse::first_data(present, at, end)?, sparse::first_data(content, at, end)?];
+        let Some(start) = data.into_iter().flatten().min() else { return Ok(found) };
         let block = start..start.saturating_add(BLOCK as u64).min(end);
         read_block(present, &block, &mut here)?;
         read_block(content, &block, &mut there)?;
