@@ -43,3 +43,11 @@ pub fn root() -> bool {
 pub fn criu() -> Option<std::path::PathBuf> {
     needs("criu", std::env::var_os("REKINDLE_CRIU").map(Into::into), "REKINDLE_CRIU names no CRIU")
 }
+
+/// What is mounted below this folder. A folder with mounts is not removed.
+#[must_use]
+pub fn mounts_below(folder: &std::path::Path) -> Vec<std::path::PathBuf> {
+    let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    let points = mounts.lines().filter_map(|line| line.split(' ').nth(4)).map(std::path::PathBuf::from);
+    points.filter(|point| point.starts_with(folder)).collect()
+}

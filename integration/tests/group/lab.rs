@@ -297,6 +297,10 @@ impl Drop for Lab {
             let _ = machine.keeper.wait();
         }
         let _ = Command::new("ip").args(["link", "del", &format!("rt{}", self.number)]).status();
+        // The images in memory of supervisors that were killed.
+        for point in rekindle_testing::mounts_below(self.folder.path()) {
+            let _ = nix::mount::umount2(&point, nix::mount::MntFlags::MNT_DETACH);
+        }
         if std::thread::panicking() {
             for rank in 0..self.members {
                 let log = self.log(rank);

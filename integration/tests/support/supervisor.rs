@@ -367,9 +367,7 @@ case "$*" in *swrk*) ;; *) exec "$real" "$@" ;; esac
 
     /// The places in memory that are mounted.
     pub(crate) fn mounted(&self) -> Vec<PathBuf> {
-        let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-        let points = mounts.lines().filter_map(|line| line.split(' ').nth(4)).map(PathBuf::from);
-        points.filter(|point| point.starts_with(self.memory())).collect()
+        rekindle_testing::mounts_below(&self.memory())
     }
 
     /// Removes the images in memory, as a restart of the machine does.
