@@ -2,11 +2,13 @@
 
     bench_group.py --rekindle FILE --etcd FILE [--nodes N] [--kinds ddp,fsdp] [--gib N,N] [--snapshots N] [--steps N]
                    [--kills rank,supervisor,machine] [--bandwidth] [--dir DIR] [--logs DIR] [--minutes N]
+                   [--reference SECONDS]
 
 Each trial: torchrun --nnodes N under `rekindle run --nodes N`, snapshots, the kills one after the other, then the run to
 its last step. Every loss of every rank, and the digests of the weights, are compared with those of a run without rekindle.
 --bandwidth  NCCL's all-reduce over sockets, in the group's network and between network namespaces that a bridge joins
 --ip         the program `ip` for that
+--reference  the time limit of the run without rekindle. After it the stacks of its ranks are in DIR of --logs
 
 Only the standard library; the jobs (integration/jobs/group_job.py) need PyTorch and a GPU a machine.
 """
@@ -169,17 +171,33 @@ def reference(args, kind, gib, work):
     out = work / f"reference-{kind}-{gib:g}"
     out.mkdir()
     print(f"{kind} {gib:g} GiB: without rekindle", flush=True)
+    logs = [open(out / f"{node}.log", "w+") for node in range(args.nodes)]
+    # A rank that hangs writes where it does.
+    environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "GROUP_JOB_STACKS": "60"}
     nodes = [
         subprocess.Popen(
             ["sh", "-c", torchrun(args, kind, gib, out, node, "127.0.0.1")],
-            env={**os.environ, "NCCL_NVLS_ENABLE": "0", "CUDA_VISIBLE_DEVICES": str(node)},
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            env={**environment, "CUDA_VISIBLE_DEVICES": str(node)},
+            stdout=log, stderr=log, start_new_session=True,
         )
-        for node in range(args.nodes)
+        for node, log in enumerate(logs)
     ]  # fmt: skip
-    for node in nodes:
-        if node.wait(300):
-            raise Failed("the run without rekindle failed")
+    try:
+        end = time.monotonic() + args.reference
+        codes = [node.wait(max(0, end - time.monotonic())) for node in nodes]
+    except subprocess.TimeoutExpired:
+        codes = ["none"]
+    finally:
+        for node in nodes:
+            if node.poll() is None:
+                os.killpg(node.pid, signal.SIGKILL)
+                node.wait()
+    if any(codes):
+        steps = [number for rank in range(args.nodes) for number, _, _ in lines(out / str(rank))[-1:]]
+        if args.logs:
+            for node in range(args.nodes):
+                shutil.copy(out / f"{node}.log", args.logs / f"reference-{kind}-{node}.log")
+        raise Failed(f"the run without rekindle ended with {codes} in {args.reference} s, at the steps {steps}")
     return [{number: value for number, value, _ in lines(out / str(rank))} for rank in range(args.nodes)]
 
 
@@ -275,6 +293,7 @@ def main():
     parser.add_argument("--rekindle", required=True, type=Path)
     parser.add_argument("--etcd", required=True, type=Path)
     parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--reference", type=int, default=300)
     parser.add_argument("--kinds", default="ddp,fsdp")
     parser.add_argument("--gib", default="4")
     parser.add_argument("--snapshots", type=int, default=4)

@@ -7,6 +7,7 @@ digest of the rank's weights. `bandwidth` writes one line: the GB/s (bus bandwid
 """
 
 import argparse
+import faulthandler
 import hashlib
 import os
 import time
@@ -85,6 +86,8 @@ def main():
     parser.add_argument("--gib", type=float, default=0.5)
     parser.add_argument("--steps", type=int, default=1_000_000)
     args = parser.parse_args()
+    if "GROUP_JOB_STACKS" in os.environ:
+        faulthandler.dump_traceback_later(int(os.environ["GROUP_JOB_STACKS"]), repeat=True)
     torch.use_deterministic_algorithms(True)
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
