@@ -34,6 +34,8 @@ pub const COMMAND: &str = "copy-gpu-memory";
 
 /// Time limit for contexts and for registering memory, and for a copy beside the time for its bytes.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// How long the process may take to end once it is killed: with 0.5 GiB of contexts and 40 GiB registered 1 s.
+const LAST: Duration = Duration::from_secs(10);
 /// A copy at less than this rate, in bytes per microsecond, is given up: memory that is not registered is copied at 5 GB/s.
 const SLOWEST: u64 = 1000;
 
@@ -96,7 +98,15 @@ struct Running {
 impl Drop for Running {
     fn drop(&mut self) {
         let _ = self.child.signal(libc::SIGKILL);
-        let _ = self.child.wait();
+        // A GPU that has failed may hold it in the driver, and a job would be frozen meanwhile. It is reaped with us then.
+        let deadline = Instant::now() + LAST;
+        while Instant::now() < deadline {
+            if self.child.has_ended().unwrap_or(true) {
+                let _ = self.child.wait();
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 }
 
@@ -169,6 +179,15 @@ impl Copier {
             running.send(&Ask::file(bytes), Some(file.as_fd()), doing)?;
             Ok(running.answer(PATIENCE, doing)?.numbers[0])
         })
+    }
+
+    /// Has it forget files that do not exist any more: their memory is not free before. Does not wait for that, nor for what
+    /// the process is doing; whoever works with it tells it again. Returns whether there is a process that was told.
+    pub fn forget(&self) -> bool {
+        // A process that has ended has forgotten all.
+        let slot = self.0.try_lock().ok();
+        slot.and_then(|slot| slot.as_ref().map(|running| running.send(&Ask::Forget, None, "forget files").is_ok()))
+            .unwrap_or(false)
     }
 
     /// Begins to copy pieces, each to or from its offset in a file that was named before.

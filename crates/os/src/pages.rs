@@ -49,6 +49,14 @@ pub fn make_present(file: &File, len: u64) -> io::Result<()> {
     make_all_present(vec![(file.try_clone()?, len)]).map_err(|(_, source)| source)
 }
 
+/// Whether the file is in a tmpfs.
+///
+/// # Errors
+/// Those of fstatfs(2).
+pub fn is_in_memory(file: &File) -> io::Result<bool> {
+    Ok(fstatfs(file)?.filesystem_type() == TMPFS_MAGIC)
+}
+
 /// [`make_present`] for several files: the threads are shared among all of them.
 ///
 /// # Errors
@@ -101,8 +109,7 @@ impl Writer {
     /// Those of open(2) and fstat(2).
     pub fn open(path: &Path) -> io::Result<Writer> {
         let file = File::options().read(true).write(true).open(path)?;
-        let in_ram = fstatfs(&file).is_ok_and(|system| system.filesystem_type() == TMPFS_MAGIC);
-        let mappable = if in_ram { file.metadata()?.size() } else { 0 };
+        let mappable = if is_in_memory(&file).unwrap_or(false) { file.metadata()?.size() } else { 0 };
         Ok(Writer { file: Arc::new(file), mappable, window: None })
     }
 
