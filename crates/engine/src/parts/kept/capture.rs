@@ -67,7 +67,7 @@ impl<'a> Room<'a> {
             self.copier.file(&self.file, bytes)?;
             self.file.set_len(bytes).map_err(failed)?;
         }
-        pages::make_present(&self.file, bytes).map_err(failed)?;
+        pages::make_room(&self.file, bytes).map_err(failed)?;
         let registered = self.copier.file(&self.file, bytes)?;
         if registered < bytes {
             tracing::debug!(
