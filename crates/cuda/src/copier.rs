@@ -25,6 +25,7 @@ use nix::sys::time::{TimeVal, TimeValLike};
 
 use crate::GpuUuid;
 use crate::sharing::Staying;
+use rekindle_os::pages;
 use rekindle_os::spawn::{Child, Spawn};
 pub use serve::serve;
 use wire::{Answer, Ask};
@@ -38,6 +39,8 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const LAST: Duration = Duration::from_secs(10);
 /// A copy at less than this rate, in bytes per microsecond, is given up: memory that is not registered is copied at 5 GB/s.
 const SLOWEST: u64 = 1000;
+/// The same for a file on a disk: once too much of it is not written yet, the copy is as fast as the disk.
+const SLOWEST_DISK: u64 = 100;
 
 /// Why memory was not copied.
 #[derive(Debug, thiserror::Error)]
@@ -211,7 +214,8 @@ impl Copier {
             }
             running.send(&Ask::end(), None, doing)
         })?;
-        Ok(Copying { copier: self, bytes, begun: Instant::now(), is_over: false })
+        let limit = time_limit(bytes, pages::is_in_memory(file).map_err(Error::File)?);
+        Ok(Copying { copier: self, bytes, begun: Instant::now(), limit, is_over: false })
     }
 
     /// Whether the process runs.
@@ -248,7 +252,12 @@ pub struct Copying<'a> {
     copier: &'a Copier,
     bytes: u64,
     begun: Instant,
+    limit: Duration,
     is_over: bool,
+}
+
+fn time_limit(bytes: u64, is_in_memory: bool) -> Duration {
+    PATIENCE + Duration::from_micros(bytes / if is_in_memory { SLOWEST } else { SLOWEST_DISK })
 }
 
 impl Copying<'_> {
@@ -262,8 +271,7 @@ impl Copying<'_> {
 
     fn wait(&mut self) -> Result<Copied, Error> {
         self.is_over = true;
-        let limit = PATIENCE + Duration::from_micros(self.bytes / SLOWEST);
-        let left = limit.saturating_sub(self.begun.elapsed());
+        let left = self.limit.saturating_sub(self.begun.elapsed());
         let mut slot = self.copier.lock();
         let ended = || Error::Gone { doing: "copy", source: io::ErrorKind::BrokenPipe.into() };
         let result = slot.as_ref().ok_or_else(ended).and_then(|running| running.answer(left, "copy"));
