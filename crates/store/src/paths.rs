@@ -365,10 +365,12 @@ mod tests {
         std::os::unix::fs::symlink(dir.path().join("other"), image.join("linked")).unwrap();
         let path = |text: &str| text.parse::<PartPath>().unwrap();
         assert_eq!(path("files/good").read(&image).unwrap(), b"job's");
+        assert!(path("files/good").open_for_device(&image).is_ok());
         let flags = OFlag::O_RDONLY | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW;
         assert!(path("files/good").open_step_by_step(&image, flags).is_ok());
         for bad in ["files/link", "linked/x"] {
             assert!(path(bad).read(&image).is_err(), "{bad}");
+            assert!(path(bad).open_for_device(&image).is_err(), "{bad}");
             assert!(path(bad).open_step_by_step(&image, flags).is_err(), "{bad}");
         }
         nix::unistd::mkfifo(&image.join("files/fifo"), Mode::S_IRWXU).unwrap();

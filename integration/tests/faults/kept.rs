@@ -40,8 +40,13 @@ fn memory_that_stays_is_what_it_was_after_snapshots_deaths_and_from_the_store() 
         supervisor.assert_unharmed(1);
         assert_eq!(rig.state().unwrap().restarts, round);
     }
-    supervisor.snapshot();
+    let image = supervisor.snapshot();
     supervisor.said("was stored in");
+    let (code, said) = rig.ask(&["show", &format!("j/{}", image.id)]);
+    assert_eq!(code, Some(0), "{said}");
+    assert!(said.contains("70.0 MiB of GPU memory of process 1001 stayed on the GPU (3 allocations)"), "{said}");
+    let (code, said) = rig.ask(&["verify", "j"]);
+    assert_eq!(code, Some(0), "{said}");
     supervisor.kill();
     rig.assert_nothing_left();
     rig.forget_memory();
