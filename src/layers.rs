@@ -29,12 +29,13 @@ const BASE: [&str; 10] =
     ["chain", "ended", "micros", "moved", "notice", "percentage", "units", "xid", "cause", "interval"];
 
 /// The modules for Linux.
-const OS: [&str; 27] = [
+const OS: [&str; 28] = [
     "blocks",
     "clock",
     "detach",
     "elf",
     "identity",
+    "descriptors",
     "inherited",
     "leases",
     "links",

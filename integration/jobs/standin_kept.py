@@ -1,17 +1,20 @@
 #!/usr/bin/env python3
 """A job for the stand-in libcuda whose memory can stay on the GPU.
 
-    standin_kept.py OUT [--mib N,N,...] [--churn] [--do FILE]
+    standin_kept.py OUT [--mib N,N,...] [--own N] [--ranks N] [--churn] [--do FILE]
 
-Has an allocation of each of these sizes, with a pattern, and one small one. Each round it writes the round to the first and
+Has an allocation of each of these sizes, with a pattern, and one small one; with --own one of N MiB that it makes with
+cuMemCreate itself. With --ranks as many processes do so, with the outputs
+OUT, OUT.1 and so on; the first one has --do. Each round it writes the round to the first and
 the last word of each, changes one more place that the round determines, compares all of one allocation with what it must
 be, and appends the round to the file OUT. With --churn each round also frees an allocation and makes it anew. The line of
 the file --do has it do something else once, and add what came of it to FILE.done:
   fork     tells how many descriptors of memory it has, and a child of it
   free     frees the last allocation
+  first    frees the first allocation
   more     allocates another one of 16 MiB
+  close    closes the descriptors with high numbers that memory has, and opens files of its own under these numbers
   ipc      asks for a handle of the first allocation by CUDA IPC
-  limit N  lets the process have N descriptors
 Ends with 3 when memory is not what it was, with 5 when a call fails.
 """
 
@@ -19,7 +22,6 @@ import argparse
 import ctypes
 import os
 import random
-import resource
 import sys
 import time
 
@@ -39,10 +41,13 @@ class Allocation:
     def __init__(self, cuda, number, size):
         self.cuda, self.size = cuda, size
         self.content = bytearray(random.Random(number).randbytes(1 << 20) * (-(-size // MIB)))[:size]
-        pointer = ctypes.c_size_t()
-        cuda("cuMemAlloc", ctypes.byref(pointer), ctypes.c_size_t(size))
-        self.address = pointer.value
+        self.address = self.make()
         self.put(0, bytes(self.content))
+
+    def make(self):
+        pointer = ctypes.c_size_t()
+        self.cuda("cuMemAlloc", ctypes.byref(pointer), ctypes.c_size_t(self.size))
+        return pointer.value
 
     def put(self, at, data):
         self.content[at : at + len(data)] = data
@@ -58,6 +63,27 @@ class Allocation:
 
     def free(self):
         self.cuda("cuMemFree", ctypes.c_size_t(self.address))
+
+
+class Own(Allocation):
+    """As PyTorch's expandable segments."""
+
+    def make(self):
+        self.handle, address = ctypes.c_uint64(), ctypes.c_size_t()
+        self.ctypes_size = ctypes.c_size_t(self.size)
+        nothing = ctypes.c_size_t(0)
+        properties, access = (ctypes.c_uint32 * 8)(1, 0, 1), (ctypes.c_int * 3)(1, 0, 3)
+        self.cuda("cuMemAddressReserve", ctypes.byref(address), self.ctypes_size, nothing, nothing, nothing)
+        self.cuda("cuMemCreate", ctypes.byref(self.handle), self.ctypes_size, properties, nothing)
+        self.cuda("cuMemMap", address, self.ctypes_size, nothing, self.handle, nothing)
+        self.cuda("cuMemSetAccess", address, self.ctypes_size, access, ctypes.c_size_t(1))
+        return address.value
+
+    def free(self):
+        address = ctypes.c_size_t(self.address)
+        self.cuda("cuMemUnmap", address, self.ctypes_size)
+        self.cuda("cuMemRelease", self.handle)
+        self.cuda("cuMemAddressFree", address, self.ctypes_size)
 
 
 class Cuda:
@@ -92,7 +118,6 @@ def descriptors():
 
 
 def do(word, cuda, all):
-    word, *args = word.split()
     if word == "fork":
         told, to_tell = os.pipe()
         child = os.fork()
@@ -105,12 +130,18 @@ def do(word, cuda, all):
             return f"{len(descriptors())} here, {told.read().decode()} in the child"
     if word == "free":
         all.pop().free()
+    elif word == "first":
+        all.pop(0).free()
+    elif word == "close":
+        # The stand-in's own have low numbers.
+        for fd in [fd for fd in map(int, descriptors()) if fd > 100]:
+            null = os.open("/dev/null", os.O_RDONLY)
+            os.dup2(null, fd)
+            os.close(null)
     elif word == "more":
         all.append(Allocation(cuda, 99, 16 * MIB))
     elif word == "ipc":
         return str(cuda.code("cuIpcGetMemHandle", ctypes.create_string_buffer(64), ctypes.c_size_t(all[0].address)))
-    elif word == "limit":
-        resource.setrlimit(resource.RLIMIT_NOFILE, (int(args[0]), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     return "done"
 
 
@@ -118,14 +149,22 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("out")
     parser.add_argument("--mib", default="16,33,20")
+    parser.add_argument("--own", type=int)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--churn", action="store_true")
     parser.add_argument("--do")
     args = parser.parse_args()
     preload()
+    for rank in range(1, args.ranks):
+        if os.fork() == 0:
+            args.out, args.do = f"{args.out}.{rank}", None
+            break
 
     cuda = Cuda()
     sizes = [int(size) * MIB for size in args.mib.split(",")]
     all = [Allocation(cuda, number, size) for number, size in enumerate([*sizes, 4096])]
+    if args.own:
+        all.append(Own(cuda, len(all), args.own * MIB))
     chance = random.Random(1)
     step = 0
     with open(args.out, "a", buffering=1) as out:
@@ -142,12 +181,12 @@ def main():
                 at = step % len(all)
                 size = all[at].size
                 all[at].free()
-                all[at] = Allocation(cuda, step, size)
+                all[at] = type(all[at])(cuda, step, size)
             if args.do and os.path.exists(args.do):
-                word = open(args.do).read()
+                word = open(args.do).read().strip()
                 os.unlink(args.do)
                 with open(f"{args.do}.done", "a") as done:
-                    done.write(f"{word.strip()}: {do(word, cuda, all)}\n")
+                    done.write(f"{word}: {do(word, cuda, all)}\n")
             out.write(f"{step}\n")
             time.sleep(0.002)
 

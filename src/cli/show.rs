@@ -1,5 +1,6 @@
 //! `rekindle show`: the details of an image.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use serde::Serialize;
@@ -212,6 +213,16 @@ fn describe(
         let Landing { pid, path, bytes, .. } = landing;
         ("landing", format!("{} of GPU memory of process {pid} ({})", size(*bytes), path.display()))
     }));
+    lines.extend(m.kept.iter().flat_map(|kept| {
+        let mut all: BTreeMap<i32, (u64, u64)> = BTreeMap::new();
+        for piece in &kept.pieces {
+            let (count, bytes) = all.entry(piece.pid).or_default();
+            (*count, *bytes) = (*count + 1, bytes.saturating_add(piece.bytes));
+        }
+        all.into_iter().map(|(pid, (count, bytes))| {
+            ("kept", format!("{} of GPU memory of process {pid} stayed on the GPU ({count} allocations)", size(bytes)))
+        })
+    }));
     lines.extend(m.tree.processes.iter().map(|p| {
         let cuda = if m.tree.cuda.contains(&p.pid) { " (CUDA)" } else { "" };
         ("process", format!("{} {}{cuda}", p.pid, p.name))
@@ -225,7 +236,7 @@ fn phases(phases: &[Phase], freeze_us: u64, has_cuda: bool) -> Vec<String> {
     // In tenths of a millisecond, as they are shown, so that the lines add up.
     let tenths = |us: u64| us / 100;
     let within = |name: &str| match has_cuda {
-        true => ["lock", "checkpoint", "dump", "restore", "unlock"].contains(&name),
+        true => ["lock", "checkpoint", "dump", "restore", "copy", "unlock"].contains(&name),
         false => name == "dump",
     };
     let freeze = tenths(freeze_us);

@@ -400,6 +400,7 @@ impl Owner<'_> {
                 tracing::warn!("cannot free memory of images: {}", chain(&error));
             }
         }
+        self.setup.copier.forget();
     }
 }
 

@@ -366,13 +366,19 @@ impl Owner<'_> {
             }
             self.setup.folder.drop_links(&slot);
             match slot.empty() {
-                Ok(()) => tracing::warn!(
-                    "memory is short (snapshot.memory-reserve): removed {}",
-                    image.map_or_else(
-                        || "the memory prepared for the next image".into(),
-                        |id| format!("image {id} in memory")
-                    )
-                ),
+                Ok(()) => {
+                    tracing::warn!(
+                        "memory is short (snapshot.memory-reserve): removed {}",
+                        image.map_or_else(
+                            || "the memory prepared for the next image".into(),
+                            |id| format!("image {id} in memory")
+                        )
+                    );
+                    if self.setup.copier.forget() {
+                        // That memory is free in a moment: the next check decides about the other slot.
+                        return;
+                    }
+                }
                 Err(error) => {
                     let text = format!("memory is short, and memory of images cannot be freed: {}", chain(&error));
                     self.reporting.remarks.repeats.warn("memory", &text);

@@ -25,6 +25,7 @@ use nix::sys::time::{TimeVal, TimeValLike};
 
 use crate::GpuUuid;
 use crate::sharing::Staying;
+use rekindle_os::pages;
 use rekindle_os::spawn::{Child, Spawn};
 pub use serve::serve;
 use wire::{Answer, Ask};
@@ -34,8 +35,12 @@ pub const COMMAND: &str = "copy-gpu-memory";
 
 /// Time limit for contexts and for registering memory, and for a copy beside the time for its bytes.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// How long the process may take to end once it is killed: with 0.5 GiB of contexts and 40 GiB registered 1 s.
+const LAST: Duration = Duration::from_secs(10);
 /// A copy at less than this rate, in bytes per microsecond, is given up: memory that is not registered is copied at 5 GB/s.
 const SLOWEST: u64 = 1000;
+/// The same for a file on a disk: once too much of it is not written yet, the copy is as fast as the disk.
+const SLOWEST_DISK: u64 = 100;
 
 /// Why memory was not copied.
 #[derive(Debug, thiserror::Error)]
@@ -96,7 +101,15 @@ struct Running {
 impl Drop for Running {
     fn drop(&mut self) {
         let _ = self.child.signal(libc::SIGKILL);
-        let _ = self.child.wait();
+        // A GPU that has failed may hold it in the driver, and a job would be frozen meanwhile. It is reaped with us then.
+        let deadline = Instant::now() + LAST;
+        while Instant::now() < deadline {
+            if self.child.has_ended().unwrap_or(true) {
+                let _ = self.child.wait();
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 }
 
@@ -171,6 +184,15 @@ impl Copier {
         })
     }
 
+    /// Has it forget files that do not exist any more: their memory is not free before. Does not wait for that, nor for what
+    /// the process is doing; whoever works with it tells it again. Returns whether there is a process that was told.
+    pub fn forget(&self) -> bool {
+        // A process that has ended has forgotten all.
+        let slot = self.0.try_lock().ok();
+        slot.and_then(|slot| slot.as_ref().map(|running| running.send(&Ask::Forget, None, "forget files").is_ok()))
+            .unwrap_or(false)
+    }
+
     /// Begins to copy pieces, each to or from its offset in a file that was named before.
     ///
     /// # Errors
@@ -192,7 +214,8 @@ impl Copier {
             }
             running.send(&Ask::end(), None, doing)
         })?;
-        Ok(Copying { copier: self, bytes, begun: Instant::now(), is_over: false })
+        let limit = time_limit(bytes, pages::is_in_memory(file).map_err(Error::File)?);
+        Ok(Copying { copier: self, bytes, begun: Instant::now(), limit, is_over: false })
     }
 
     /// Whether the process runs.
@@ -229,7 +252,12 @@ pub struct Copying<'a> {
     copier: &'a Copier,
     bytes: u64,
     begun: Instant,
+    limit: Duration,
     is_over: bool,
+}
+
+fn time_limit(bytes: u64, is_in_memory: bool) -> Duration {
+    PATIENCE + Duration::from_micros(bytes / if is_in_memory { SLOWEST } else { SLOWEST_DISK })
 }
 
 impl Copying<'_> {
@@ -243,8 +271,7 @@ impl Copying<'_> {
 
     fn wait(&mut self) -> Result<Copied, Error> {
         self.is_over = true;
-        let limit = PATIENCE + Duration::from_micros(self.bytes / SLOWEST);
-        let left = limit.saturating_sub(self.begun.elapsed());
+        let left = self.limit.saturating_sub(self.begun.elapsed());
         let mut slot = self.copier.lock();
         let ended = || Error::Gone { doing: "copy", source: io::ErrorKind::BrokenPipe.into() };
         let result = slot.as_ref().ok_or_else(ended).and_then(|running| running.answer(left, "copy"));

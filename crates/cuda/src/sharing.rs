@@ -34,6 +34,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use rekindle_os::descriptors::{self, Room};
 use rekindle_os::parallel;
 use session::Session;
 pub use table::Sharing;
@@ -50,6 +51,15 @@ pub enum Error {
         /// The reason and advice.
         why: Obstacle,
     },
+    /// It still has a reference to memory that was to be released.
+    #[error(
+        "process {pid}: the driver did not release GPU memory in an earlier snapshot, so there can be no further one until \
+         `rekindle rewind JOB -1` restores the job from its newest image"
+    )]
+    Unreleased {
+        /// The process, as the job sees it.
+        pid: i32,
+    },
     /// Its own memory stays on the GPU, and nothing copies it.
     #[error(
         "process {pid}: its memory stays on the GPU (gpu.memory = \"kept\") since an earlier snapshot, and it cannot be \
@@ -64,6 +74,38 @@ pub enum Error {
     Missing {
         /// The process, as the job sees it.
         pid: i32,
+    },
+    /// It has no descriptor of such memory any more.
+    #[error(
+        "process {pid} has no descriptor any more of GPU memory that stays on the GPU (gpu.memory = \"kept\"), so there can \
+         be no snapshot until `rekindle rewind JOB -1` restores the job from its newest image: the program has closed a \
+         descriptor that it did not open, or its limit was lowered. If that happens again, set gpu.memory = \"copied\" \
+         and start the job anew"
+    )]
+    Closed {
+        /// The process, as the job sees it.
+        pid: i32,
+    },
+    /// It may not have another descriptor.
+    #[error(
+        "process {pid} may not have enough descriptors open for its memory that stays on the GPU (gpu.memory = \"kept\"): \
+         raise its limit (ulimit -n; job.limits.nofile)"
+    )]
+    NoDescriptor {
+        /// The process, as the job sees it.
+        pid: i32,
+    },
+    /// We may not have as many descriptors.
+    #[error(
+        "rekindle may not have {pieces} descriptors open, one for each piece of memory that stays on the GPU \
+         (gpu.memory = \"kept\"): raise its hard limit (ulimit -Hn; LimitNOFILE= of a service)"
+    )]
+    TooMany {
+        /// The number of pieces.
+        pieces: usize,
+        /// The kernel's answer.
+        #[source]
+        source: std::io::Error,
     },
     /// A keeper did not answer in time.
     #[error("process {pid}: cannot release other processes' GPU memory now: {source}")]
@@ -141,6 +183,9 @@ pub fn of(pids: &[i32]) -> std::io::Result<Vec<Sharing>> {
 /// [`Error::Unmanaged`]
 pub fn check(all: &[Sharing]) -> Result<(), Error> {
     for one in all {
+        if one.table().obstacles.load(Relaxed) & table::UNRELEASED != 0 {
+            return Err(Error::Unreleased { pid: one.inner() });
+        }
         if let Some(why) = obstacle(one, all) {
             return Err(Error::Unmanaged { pid: one.inner(), why });
         }
@@ -247,7 +292,8 @@ pub fn check_announced(all: &[Sharing]) -> Result<(), Error> {
 }
 
 /// Makes all processes release memory of other processes, and their own that stays on the GPU: that is then in `staying`.
-/// Their threads must be stopped, except the driver's if it needs one, and CUDA must not be locked.
+/// Their threads must be stopped, except the driver's if it needs one, and CUDA must not be locked. For [`Own::Stays`] there
+/// must be [`room`].
 ///
 /// # Errors
 /// Some of it may have been released then: call [`take_again`].
@@ -268,11 +314,8 @@ pub fn let_go(all: &[Sharing], own: Own, staying: &mut Vec<Staying>) -> Result<(
     // changed.
     each(&sessions, |session| session.ask(table::PROBE, 0, "use memory that has to be released"))?;
     if own == Own::Stays {
-        for (one, files) in all.iter().zip(collect(&all, &sessions)) {
-            let pieces = one.kept().map(|(index, _, bytes)| (index, bytes)).zip(files?);
-            let piece = |((index, bytes), memory)| Staying { pid: one.inner(), index, bytes, memory };
-            staying.extend(pieces.map(piece));
-        }
+        // Those of an attempt that failed would be in the image twice.
+        *staying = collect(&all, &sessions)?;
     }
     let with_own = u32::from(own == Own::Stays);
     each(&sessions, |session| session.ask(table::RELEASE, with_own, "release memory"))?;
@@ -292,13 +335,35 @@ fn is_concerned(one: &Sharing, own: Own) -> bool {
     is_any(std::slice::from_ref(one), own) || one.exports().next().is_some()
 }
 
-/// The descriptors of the memory of each that can stay on the GPU.
-fn collect(all: &[&Sharing], sessions: &[Mutex<Session<'_>>]) -> Vec<Result<Vec<OwnedFd>, Error>> {
+/// The memory of all that can stay on the GPU.
+fn collect(all: &[&Sharing], sessions: &[Mutex<Session<'_>>]) -> Result<Vec<Staying>, Error> {
     let give = |(one, session): (&&Sharing, &Mutex<Session<'_>>)| {
-        let entries: Vec<u32> = one.kept().map(|(index, ..)| index).collect();
-        lock(session).give(&entries)
+        let entries: Vec<(u32, u64)> = one.kept().map(|(index, _, bytes)| (index, bytes)).collect();
+        give(one, &lock(session), &entries)
     };
-    parallel::at_once(all.iter().zip(sessions), give)
+    let given: Result<Vec<_>, Error> = parallel::at_once(all.iter().zip(sessions), give).into_iter().collect();
+    Ok(given?.into_iter().flatten().collect())
+}
+
+/// These entries of a process, each with its bytes, and the descriptors that the process gives.
+fn give(one: &Sharing, session: &Session<'_>, entries: &[(u32, u64)]) -> Result<Vec<Staying>, Error> {
+    let files = session.give(&entries.iter().map(|(index, _)| *index).collect::<Vec<_>>())?;
+    let piece = |((index, bytes), memory): (&(u32, u64), OwnedFd)| Staying {
+        pid: one.inner(),
+        index: *index,
+        bytes: *bytes,
+        memory,
+    };
+    Ok(entries.iter().zip(files).map(piece).collect())
+}
+
+/// Room for the descriptors of their memory that can stay on the GPU, for as long as there are any.
+///
+/// # Errors
+/// [`Error::TooMany`]
+pub fn room(all: &[Sharing]) -> Result<Room, Error> {
+    let pieces = all.iter().map(|one| one.kept().count()).sum();
+    descriptors::room_for(pieces).map_err(|source| Error::TooMany { pieces, source })
 }
 
 /// Maps the released memory again; what stayed on the GPU is in `staying`. The threads must be stopped, and CUDA must not
@@ -329,7 +394,7 @@ fn is_gone(one: &Sharing) -> bool {
 }
 
 /// In processes that were restored from an image: maps the memory of others again, and creates anew what had stayed on the
-/// GPU, with undefined content. The threads must be stopped, and CUDA must not be locked.
+/// GPU, with undefined content. The threads must be stopped, and CUDA must not be locked. There must be [`room`].
 ///
 /// # Errors
 /// Then the processes must not be resumed.
@@ -345,9 +410,7 @@ pub fn make_again(all: &[Sharing]) -> Result<Vec<Staying>, Error> {
         for (index, _) in &entries {
             session.ask(table::CREATE, *index, "allocate memory that stays on the GPU")?;
         }
-        let files = session.give(&entries.iter().map(|(index, _)| *index).collect::<Vec<_>>())?;
-        let piece = |((index, bytes), memory)| Staying { pid: one.inner(), index, bytes, memory };
-        Ok(entries.into_iter().zip(files).map(piece).collect::<Vec<_>>())
+        give(one, &session, &entries)
     };
     let made: Result<Vec<Vec<Staying>>, Error> =
         parallel::at_once(all.iter().zip(&sessions), make).into_iter().collect();

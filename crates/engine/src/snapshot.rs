@@ -334,6 +334,8 @@ pub fn take(subject: &Subject<'_>, reason: Reason, cancelled: &(dyn Fn() -> bool
         .and_then(|manifest| frozen.ready.target.seal(manifest, subject.options.threads).map_err(Error::Staging))
     {
         Ok(image) => {
+            // A file of memory that stayed is not in the image if none does any more.
+            subject.copier.forget();
             let notes = frozen.dumped.moment.notes.into_iter().chain(frozen.gpus.group.refused()).collect();
             Ok(Taken { image, freeze, notes })
         }

@@ -5,6 +5,7 @@
 pub mod blocks;
 pub mod cgroup;
 pub mod clock;
+pub mod descriptors;
 pub mod detach;
 pub mod direct;
 pub mod durable;

@@ -49,6 +49,34 @@ pub fn make_present(file: &File, len: u64) -> io::Result<()> {
     make_all_present(vec![(file.try_clone()?, len)]).map_err(|(_, source)| source)
 }
 
+/// Whether the file is in a tmpfs.
+///
+/// # Errors
+/// Those of fstatfs(2).
+pub fn is_in_memory(file: &File) -> io::Result<bool> {
+    Ok(fstatfs(file)?.filesystem_type() == TMPFS_MAGIC)
+}
+
+/// Makes the file at least `len` bytes long, with room for all of it: [`make_present`] in memory. On a disk blocks are
+/// reserved, and nothing is written.
+///
+/// # Errors
+/// As [`make_present`]; `StorageFull` also if the disk is full.
+pub fn make_room(file: &File, len: u64) -> io::Result<()> {
+    if is_in_memory(file)? || len == 0 {
+        return make_present(file, len);
+    }
+    let length = i64::try_from(len).map_err(io::Error::other)?;
+    loop {
+        match fallocate(file, FallocateFlags::empty(), 0, length) {
+            Err(Errno::EINTR) => {}
+            // A file system that cannot reserve blocks.
+            Err(Errno::EOPNOTSUPP) => return make_present(file, len),
+            other => return Ok(other?),
+        }
+    }
+}
+
 /// [`make_present`] for several files: the threads are shared among all of them.
 ///
 /// # Errors
@@ -101,8 +129,7 @@ impl Writer {
     /// Those of open(2) and fstat(2).
     pub fn open(path: &Path) -> io::Result<Writer> {
         let file = File::options().read(true).write(true).open(path)?;
-        let in_ram = fstatfs(&file).is_ok_and(|system| system.filesystem_type() == TMPFS_MAGIC);
-        let mappable = if in_ram { file.metadata()?.size() } else { 0 };
+        let mappable = if is_in_memory(&file).unwrap_or(false) { file.metadata()?.size() } else { 0 };
         Ok(Writer { file: Arc::new(file), mappable, window: None })
     }
 
@@ -318,6 +345,23 @@ mod tests {
         assert_eq!(&std::fs::read(&path).unwrap()[..8], b"before\0\0");
         make_present(&file, 0).unwrap();
         assert_eq!(file.metadata().unwrap().size(), (5 << 20) + 17, "it never shrinks");
+    }
+
+    #[test]
+    fn room_on_a_disk_is_reserved_and_in_memory_there() {
+        for place in ["/dev/shm", "/var/tmp"] {
+            let mut file = tempfile::tempfile_in(place).unwrap();
+            file.write_all(b"before").unwrap();
+            make_room(&file, 5 << 20).unwrap();
+            let metadata = file.metadata().unwrap();
+            assert!(metadata.size() == 5 << 20 && metadata.blocks() * 512 >= 5 << 20, "{place}: {metadata:?}");
+            let mut found = [7; 8];
+            file.read_exact_at(&mut found, 0).unwrap();
+            assert_eq!(&found, b"before\0\0");
+            make_room(&file, 0).unwrap();
+            assert_eq!(file.metadata().unwrap().size(), 5 << 20, "it never shrinks");
+            assert!(make_room(&file, u64::MAX).is_err(), "{place}");
+        }
     }
 
     #[test]

@@ -97,6 +97,16 @@ pub enum ManifestError {
     /// Two parts have the same path.
     #[error("its manifest names the part \"{0}\" twice")]
     PartTwice(String),
+    /// Device memory whose pieces cannot be as they are described.
+    #[error("its manifest is damaged: GPU memory {index} of process {pid} {why}")]
+    Piece {
+        /// The process, as it sees itself.
+        pid: i32,
+        /// The number of the piece.
+        index: u32,
+        /// The rule that it breaks.
+        why: &'static str,
+    },
     /// A file that a restore must create has no part.
     #[error("its manifest restores a file from the part \"{0}\", which it does not list")]
     NoSuchPart(String),
@@ -240,8 +250,34 @@ impl Manifest {
         let named = named.chain(self.open_files.iter().filter_map(|file| file.part.as_ref()));
         match named.into_iter().find(|part| !seen.contains(part.as_str())) {
             Some(part) => Err(ManifestError::NoSuchPart(part.to_string())),
-            None => Ok(()),
+            None => self.kept.iter().try_for_each(|kept| self.validate_pieces(kept)),
         }
+    }
+
+    /// Each piece is in the part, is there once, and has its own place.
+    fn validate_pieces(&self, kept: &Kept) -> Result<(), ManifestError> {
+        let size = self.parts.iter().find(|part| part.path == kept.part).map_or(0, |part| part.size);
+        let mut pieces: Vec<&KeptPiece> = kept.pieces.iter().collect();
+        pieces.sort_unstable_by_key(|piece| piece.offset);
+        let (mut end, mut known) = (0, HashSet::new());
+        for piece in pieces {
+            let KeptPiece { pid, index, offset, bytes } = *piece;
+            let wrong = |why| Err(ManifestError::Piece { pid, index, why });
+            if !known.insert((pid, index)) {
+                return wrong("is there twice");
+            }
+            if bytes == 0 {
+                return wrong("is empty");
+            }
+            if offset < end {
+                return wrong("overlaps another one");
+            }
+            end = match offset.checked_add(bytes).filter(|end| *end <= size) {
+                Some(end) => end,
+                None => return wrong("is beyond the end of its part"),
+            };
+        }
+        Ok(())
     }
 }
 

@@ -195,8 +195,20 @@ impl PartPath {
     /// # Errors
     /// The kernel's answer; `ELOOP` for a link.
     pub fn open(&self, dir: &Path) -> io::Result<File> {
+        self.open_with(dir, OFlag::O_RDONLY)
+    }
+
+    /// The same for a part that will be mapped for a device, which wants it writable. It is not changed.
+    ///
+    /// # Errors
+    /// As [`PartPath::open`].
+    pub fn open_for_device(&self, dir: &Path) -> io::Result<File> {
+        self.open_with(dir, OFlag::O_RDWR)
+    }
+
+    fn open_with(&self, dir: &Path, access: OFlag) -> io::Result<File> {
         let folder = open(dir, OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, Mode::empty())?;
-        let flags = OFlag::O_RDONLY | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
+        let flags = access | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
         let within = ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS;
         let file = match openat2(&folder, self.as_str(), OpenHow::new().flags(flags).resolve(within)) {
             // Some sandboxes do not allow openat2(2).
@@ -353,10 +365,12 @@ mod tests {
         std::os::unix::fs::symlink(dir.path().join("other"), image.join("linked")).unwrap();
         let path = |text: &str| text.parse::<PartPath>().unwrap();
         assert_eq!(path("files/good").read(&image).unwrap(), b"job's");
+        assert!(path("files/good").open_for_device(&image).is_ok());
         let flags = OFlag::O_RDONLY | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW;
         assert!(path("files/good").open_step_by_step(&image, flags).is_ok());
         for bad in ["files/link", "linked/x"] {
             assert!(path(bad).read(&image).is_err(), "{bad}");
+            assert!(path(bad).open_for_device(&image).is_err(), "{bad}");
             assert!(path(bad).open_step_by_step(&image, flags).is_err(), "{bad}");
         }
         nix::unistd::mkfifo(&image.join("files/fifo"), Mode::S_IRWXU).unwrap();

@@ -1,8 +1,13 @@
 //! Memory that stays on the GPU while the job is checkpointed.
 
-use rekindle_store::Image;
+use std::fs;
+use std::time::{Duration, Instant};
 
-use crate::rig::{Rig, Supervisor};
+use rekindle_os::process;
+use rekindle_store::{Image, Place};
+use rustix::process::{Pid, Resource, Rlimit, prlimit};
+
+use crate::rig::{Rig, Supervisor, inner};
 
 const MIB: u64 = 1 << 20;
 
@@ -35,8 +40,13 @@ fn memory_that_stays_is_what_it_was_after_snapshots_deaths_and_from_the_store() 
         supervisor.assert_unharmed(1);
         assert_eq!(rig.state().unwrap().restarts, round);
     }
-    supervisor.snapshot();
+    let image = supervisor.snapshot();
     supervisor.said("was stored in");
+    let (code, said) = rig.ask(&["show", &format!("j/{}", image.id)]);
+    assert_eq!(code, Some(0), "{said}");
+    assert!(said.contains("70.0 MiB of GPU memory of process 1001 stayed on the GPU (3 allocations)"), "{said}");
+    let (code, said) = rig.ask(&["verify", "j"]);
+    assert_eq!(code, Some(0), "{said}");
     supervisor.kill();
     rig.assert_nothing_left();
     rig.forget_memory();
@@ -148,8 +158,7 @@ fn a_call_of_the_driver_that_fails_before_the_checkpoint_costs_one_snapshot() {
     let Some(rig) = job(&[]) else { return };
     let mut supervisor = rig.start();
     let zero = supervisor.main_pid();
-    let inner = crate::rig::inner(zero).unwrap();
-    // A release that fails leaves a reference, and no snapshot is possible any more: as with memory of others.
+    let inner = inner(zero).unwrap();
     for call in ["export", "access", "unmap"] {
         rig.standin.fault(&format!("fail-keeper-{call}"), &format!("999 times=1 pid={inner}"));
         fails_once(&rig, &mut supervisor, "the driver cannot ");
@@ -253,6 +262,207 @@ fn a_child_has_no_descriptor_of_it_and_a_refused_handle_is_told_once() {
     let told = rig.log().matches("the driver refused the job a handle for CUDA IPC").count();
     assert_eq!(told, 1, "{}", rig.log());
     supervisor.assert_unharmed(1);
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+#[test]
+fn memory_that_the_driver_does_not_release_ends_snapshots_until_a_rewind() {
+    let Some(rig) = job(&[]) else { return };
+    let mut supervisor = rig.start();
+    supervisor.snapshot();
+    let inner = inner(supervisor.main_pid()).unwrap();
+    rig.standin.fault("fail-keeper-release", &format!("999 times=1 pid={inner}"));
+    fails(&mut supervisor, "the driver cannot release memory (error 999)");
+    let why = supervisor.said("the snapshot failed");
+    assert!(why.contains("the driver did not release GPU memory in an earlier snapshot"), "{why}");
+    assert!(why.contains("`rekindle rewind JOB -1` restores the job") && why.contains("the job continues"), "{why}");
+    supervisor.assert_unharmed(1);
+    assert_eq!(rig.state().unwrap().restarts, 0);
+    let (code, said) = rig.ask(&["rewind", "j", "-1"]);
+    assert_eq!(code, Some(0), "{said}");
+    supervisor.assert_unharmed(1);
+    assert_eq!(bytes(&supervisor.snapshot()).0, 70 * MIB);
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+#[test]
+fn an_attempt_that_a_process_held_up_leaves_nothing_in_the_image() {
+    let Some(rig) = job(&["--ranks", "2", "--mib", "16"]) else { return };
+    let mut supervisor = rig.start();
+    supervisor.ranks_count(2);
+    let zero = supervisor.main_pid();
+    let second = rig.cuda_pids().into_iter().find(|pid| *pid != zero).and_then(inner).unwrap();
+    // The first attempt ends after 5 s. The other process has handed its memory over by then.
+    rig.standin.fault("fail-keeper-export", &format!("0 times=1 delay=6000 pid={second}"));
+    let image = supervisor.snapshot();
+    let kept = image.manifest().unwrap().kept.as_ref().unwrap();
+    assert_eq!(kept.pieces.len(), 2, "{kept:?}");
+    supervisor.assert_unharmed(2);
+    supervisor.kill_job();
+    supervisor.said("the job was restored from image");
+    supervisor.assert_unharmed(2);
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+#[test]
+fn a_freeze_that_fails_waits_for_its_copy() {
+    let Some(rig) = job(&[]) else { return };
+    let mut supervisor = rig.start();
+    supervisor.snapshot();
+    rig.standin.fault("fail-copier-out", "0 times=1 delay=1500");
+    rig.standin.fault("fail-checkpoint", "304 times=1");
+    let began = Instant::now();
+    fails_once(&rig, &mut supervisor, "checkpoint");
+    assert!(began.elapsed() >= Duration::from_millis(1500), "the next image may be in the same slot");
+    supervisor.kill_job();
+    comes_back(&rig, &mut supervisor, 1);
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+#[test]
+fn images_on_the_disk_have_it_too() {
+    let Some(mut rig) = job(&[]) else { return };
+    rig.set("SNAPSHOT_STAGING", "store");
+    let mut supervisor = rig.start();
+    // The GPU's writes to pages of a disk's file could be lost.
+    let slow = "GPU memory is copied more slowly: the driver does not register all of the file registered=0";
+    for restarts in 1..=3 {
+        supervisor.ask();
+        supervisor.said(slow);
+        let image = supervisor.image();
+        assert_ne!(image.place, Place::Staged);
+        assert_eq!(bytes(&image).0, 70 * MIB);
+        assert!(image.verify().is_sound(), "{:?}", image.verify());
+        supervisor.assert_unharmed(1);
+        supervisor.kill_job();
+        comes_back(&rig, &mut supervisor, restarts);
+    }
+    supervisor.snapshot();
+    supervisor.said("was stored in");
+    supervisor.kill();
+    rig.assert_nothing_left();
+    let mut supervisor = rig.run();
+    supervisor.said("the job was restored from image");
+    supervisor.assert_unharmed(1);
+    supervisor.stop();
+    rig.assert_sequence();
+    rig.assert_store_is_whole();
+}
+
+#[test]
+fn memory_that_the_program_makes_itself_goes_the_drivers_way_beside_it() {
+    for args in [&["--own", "18"][..], &["--own", "18", "--churn"]] {
+        let Some(rig) = job(args) else { return };
+        let mut supervisor = rig.start();
+        for restarts in 1..=2 {
+            for _ in 0..2 {
+                let (kept, landed) = bytes(&supervisor.snapshot());
+                assert!(args.len() > 2 || (kept, landed) == (70 * MIB, 20 * MIB), "{kept} {landed}");
+                supervisor.assert_unharmed(1);
+            }
+            supervisor.kill_job();
+            comes_back(&rig, &mut supervisor, restarts);
+        }
+        supervisor.stop();
+        rig.assert_sequence();
+    }
+}
+
+#[test]
+fn images_of_both_kinds_are_restored_with_either_setting() {
+    for first in ["kept", "copied"] {
+        let Some(mut rig) = job(&[]) else { return };
+        rig.set("GPU_MEMORY", first);
+        let mut image = {
+            let mut supervisor = rig.start();
+            let image = supervisor.snapshot();
+            supervisor.assert_unharmed(1);
+            supervisor.kill();
+            rig.assert_nothing_left();
+            image
+        };
+        for memory in ["copied", "kept", "copied", "kept"] {
+            rig.set("GPU_MEMORY", memory);
+            let mut supervisor = rig.run();
+            supervisor.said(&format!("the job was restored from image {}", image.id));
+            supervisor.assert_unharmed(1);
+            // The interposer of a job that began without it makes no such allocations.
+            let stays = if first == "kept" && memory == "kept" { 70 * MIB } else { 0 };
+            for _ in 0..2 {
+                image = supervisor.snapshot();
+                let (kept, landed) = bytes(&image);
+                assert!(kept == stays && (kept > 0 || landed >= 69 * MIB), "{first} {memory}: {kept} {landed}");
+                supervisor.assert_unharmed(1);
+            }
+            supervisor.kill();
+            rig.assert_nothing_left();
+        }
+        rig.assert_sequence();
+        rig.assert_store_is_whole();
+    }
+}
+
+/// Sets the soft limit of descriptors of a process; the one before.
+fn limit(pid: i32, soft: u64) -> u64 {
+    let limits = process::text(pid, "limits").unwrap();
+    let line = limits.lines().find_map(|line| line.strip_prefix("Max open files")).unwrap();
+    let [before, hard] = [0, 1].map(|at| line.split_whitespace().nth(at).unwrap().parse::<u64>().unwrap());
+    prlimit(Pid::from_raw(pid), Resource::Nofile, Rlimit { current: Some(soft), maximum: Some(hard) }).unwrap();
+    before
+}
+
+#[test]
+fn a_job_that_closes_its_descriptors_or_may_have_fewer_loses_snapshots_only() {
+    let Some(rig) = job(&[]) else { return };
+    let mut supervisor = rig.start();
+    supervisor.snapshot();
+    // Its numbers are above that.
+    let pid = supervisor.main_pid();
+    let before = limit(pid, 64);
+    fails(&mut supervisor, "may not have enough descriptors open");
+    supervisor.assert_unharmed(1);
+    limit(pid, before);
+    supervisor.image();
+    assert_eq!(supervisor.has_done("close"), "close: done\n");
+    fails(&mut supervisor, "process 1001 has no descriptor any more of GPU memory that stays on the GPU");
+    let opened = fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten();
+    let high = |name: &str| name.parse::<u32>().is_ok_and(|number| number > 100);
+    assert_eq!(opened.filter(|entry| high(entry.file_name().to_str().unwrap())).count(), 3, "the job's own files");
+    supervisor.assert_unharmed(1);
+    assert_eq!(rig.state().unwrap().restarts, 0);
+    let (code, said) = rig.ask(&["rewind", "j", "-1"]);
+    assert_eq!(code, Some(0), "{said}");
+    supervisor.assert_unharmed(1);
+    assert_eq!(bytes(&supervisor.snapshot()).0, 70 * MIB);
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+#[test]
+fn the_process_that_copies_keeps_no_memory_of_files_that_are_gone() {
+    let Some(rig) = job(&["--mib", "16"]) else { return };
+    let mut supervisor = rig.start();
+    supervisor.snapshot();
+    supervisor.snapshot();
+    let own = i32::try_from(supervisor.pid()).unwrap();
+    let is_copier = |pid: &i32| process::text(*pid, "cmdline").is_ok_and(|line| line.contains("copy-gpu-memory"));
+    let copier = process::children(own).into_iter().find(is_copier).unwrap();
+    let has = |end: &str| process::text(copier, "maps").unwrap().lines().filter(|line| line.ends_with(end)).count();
+    assert!(has("gpu/kept") > 0);
+    assert_eq!(supervisor.has_done("first"), "first: done\n");
+    for _ in 0..2 {
+        assert_eq!(bytes(&supervisor.snapshot()).0, 0);
+    }
+    supervisor.until("both files are forgotten", |_| has("gpu/kept") == 0 && has("gpu/kept (deleted)") == 0);
+    supervisor.assert_unharmed(1);
+    assert_eq!(supervisor.has_done("more"), "more: done\n");
+    assert_eq!(bytes(&supervisor.snapshot()).0, 16 * MIB);
+    supervisor.kill_job();
+    comes_back(&rig, &mut supervisor, 1);
     supervisor.stop();
     rig.assert_sequence();
 }

@@ -196,11 +196,11 @@ fn letting_go_fails_in_each_rank_and_the_job_runs_on() {
             supervisor.image();
         }
     }
-    // What the driver does not release stays another's for it: from here on there are no snapshots.
+    // From here on there are no snapshots.
     let [_, second] = both(&rig);
     fails(&mut supervisor, "release", second);
     let why = supervisor.said("the snapshot failed");
-    assert!(why.contains("which cannot be restored"), "{why}");
+    assert!(why.contains("the driver did not release GPU memory") && why.contains("`rekindle rewind JOB -1`"), "{why}");
     supervisor.assert_unharmed(2);
     assert_eq!(rig.state().unwrap().restarts, 0);
     supervisor.kill_job();

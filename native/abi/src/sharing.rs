@@ -26,6 +26,8 @@ pub const LET_GO: u32 = 1;
 pub const UNTRACKED: u32 = 1;
 /// NVLink multicast (NCCL's NVLS).
 pub const MULTICAST: u32 = 2;
+/// Memory that the driver did not release for a snapshot: the process still has a reference to it.
+pub const UNRELEASED: u32 = 4;
 
 /// [`Import::kept`]: memory of another process.
 pub const FOREIGN: u32 = 0;
@@ -161,11 +163,16 @@ pub struct Request {
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Reply {
-    /// CUresult; -1 for an invalid request.
+    /// CUresult; -1 for an invalid request; [`LOST`], [`NO_DESCRIPTOR`].
     pub code: i32,
     /// Number of entries processed.
     pub count: u32,
 }
+
+/// [`Reply::code`]: the process has no descriptor of this memory any more, and the driver makes no other one.
+pub const LOST: i32 = -2;
+/// The process may not open another descriptor, or may have none with so high a number any more (RLIMIT_NOFILE).
+pub const NO_DESCRIPTOR: i32 = -3;
 
 /// [`Request::what`]: the first request. The supervisor has its end of the socket, so the keeper closes its copy.
 pub const BEGIN: u32 = 0;

@@ -156,13 +156,18 @@ fn release(table: &'static Table, with_kept: bool) -> (i32, u32) {
         import.id.store(0, Ordering::Relaxed);
     }
     let released = live().filter(|(_, import)| is_meant(import) && !is_gone(&import.is_gone));
-    until_error(released.map(|(_, import)| {
+    let (code, count) = until_error(released.map(|(_, import)| {
         // From now on it counts as released: a leftover reference is worse than one too few.
         import.is_gone.store(1, Ordering::Relaxed);
         let handle = import.handle.load(Ordering::Relaxed);
         let references = import.references.load(Ordering::Relaxed);
         until_error((0..references).map(|_| driver::release(handle))).0
-    }))
+    }));
+    if code != SUCCESS {
+        // The driver would copy it in a checkpoint, and have it twice afterwards.
+        sharing::obstacle(table::UNRELEASED);
+    }
+    (code, count)
 }
 
 /// Hands over the descriptor of memory that can stay on the GPU.
@@ -222,8 +227,9 @@ fn import(table: &'static Table, index: u32, descriptor: Option<&sys::File>) -> 
         import.is_gone.store(0, Ordering::Relaxed);
         if sharing::is_kept(import) {
             import.kept.store(table::HANDED, Ordering::Relaxed);
-            // It can be exported no more.
-            return (kept::keep_file(index as usize, import, descriptor).err().unwrap_or(SUCCESS), 1);
+            // It can be exported no more. Without a descriptor there are no further snapshots, and the program continues.
+            let _ = kept::keep_file(index as usize, import, descriptor);
+            return (SUCCESS, 1);
         }
         sharing::RENAMED.store(true, Ordering::Relaxed);
     }

@@ -16,6 +16,10 @@
 //! descriptor, except while it is checkpointed. So the memory is free as soon as the process frees it or ends, however it
 //! ends. A child of fork(2) does not have these descriptors: it would keep the memory from being freed.
 //!
+//! Descriptors are the program's good: it may have few of them, and it may close those that it does not know. So ours are
+//! at most a quarter of what it may have, with the highest numbers; allocations beyond that are the driver's. One that was
+//! closed, or whose number is another file now, is never used and never closed ([`own_number`]).
+//!
 //! What a program can notice: CUDA IPC of such memory is refused (counted in the table, so that the supervisor can say
 //! why), and so is SYNC_MEMOPS; its context attribute is null; destroying a context does not free it. Access from other
 //! GPUs is given where the program enables peer access.
@@ -33,8 +37,8 @@ use rekindle_abi::sharing::{self as table, Import, MOST, Mapping, Table};
 /// What the driver maps at once: allocations are rounded up to it. cuMemAlloc (580) does the same from 1 MiB on.
 const GRANULE: u64 = 2 << 20;
 
-/// Descriptors of ours have at least this number, or half of the limit if that is less: select(2) and old programs use
-/// low ones.
+/// Descriptors of ours have at least this number, or are the last quarter of the limit if that is less: the program gets
+/// low ones, and select(2) and old programs can use no others.
 const LEAST_DESCRIPTOR: usize = 4096;
 
 /// Allocations of at least this size can stay on the GPU; 0: none.
@@ -42,6 +46,8 @@ static LEAST: AtomicUsize = AtomicUsize::new(0);
 
 /// The descriptor of each entry, plus one; 0 if it has none. Not in the table, which a forked child does not have.
 static FILES: [AtomicI32; MOST] = [const { AtomicI32::new(0) }; MOST];
+/// What file that descriptor is of.
+static STAMPS: [AtomicU64; MOST] = [const { AtomicU64::new(0) }; MOST];
 /// The context in which each entry was allocated.
 static CONTEXTS: [AtomicU64; MOST] = [const { AtomicU64::new(0) }; MOST];
 /// Entries of both that were ever used.
@@ -208,6 +214,11 @@ fn make(size: usize) -> Option<u64> {
     let succeeded = |code: i32| (code == SUCCESS).then_some(());
     let size = (size as u64).checked_next_multiple_of(GRANULE)?;
     let table = sharing::table_or_new()?;
+    // Each piece needs a descriptor from its first snapshot on.
+    let is_ours = |import: &&Import| sharing::is_live(import) && sharing::is_kept(import);
+    if sharing::imports(table).filter(is_ours).count() >= sys::descriptor_limit() / 4 {
+        return None;
+    }
     close_in_children();
     wait_for_unlock();
     let (mut device, mut context) = (0, 0);
@@ -276,13 +287,13 @@ pub(crate) unsafe extern "C" fn free(address: u64) -> i32 {
     if let Some(table) = sharing::table()
         && let Some((mapping, import)) = find(table, |start, _| start == address)
     {
-        return forget(mapping, import);
+        return forget(address, mapping, import);
     }
     // SAFETY: the caller's argument.
     unsafe { real(address) }
 }
 
-fn forget(mapping: &Mapping, import: &Import) -> i32 {
+fn forget(address: u64, mapping: &Mapping, import: &Import) -> i32 {
     let at = mapping.import.load(Ordering::Relaxed) as usize;
     // cuMemFree waits for what uses the memory, cuMemUnmap does not.
     let code = synchronize_in(CONTEXTS.get(at).map_or(0, |context| context.load(Ordering::Relaxed)));
@@ -291,21 +302,24 @@ fn forget(mapping: &Mapping, import: &Import) -> i32 {
     }
     wait_for_unlock();
     let _under_way = UnderWay::begin();
-    let (address, size) = (mapping.address.load(Ordering::Relaxed), mapping.size.load(Ordering::Relaxed));
-    // Two threads may free it at once.
-    let is_ours = match sharing::wait() {
-        Some(_changing) if import.is_live.swap(0, Ordering::Relaxed) != 0 => {
-            mapping.address.store(0, Ordering::Relaxed);
-            true
-        }
-        _ => false,
+    // Two threads may free it at once, and both entries may be another allocation's by now.
+    let is_it = |import: &Import| {
+        mapping.address.load(Ordering::Relaxed) == address
+            && mapping.import.load(Ordering::Relaxed) as usize == at
+            && sharing::is_live(import)
     };
-    if !is_ours {
-        return INVALID_VALUE;
-    }
+    let freed = match sharing::wait() {
+        Some(_changing) if is_it(import) => {
+            import.is_live.store(0, Ordering::Relaxed);
+            mapping.address.store(0, Ordering::Relaxed);
+            Some((mapping.size.load(Ordering::Relaxed), import.handle.load(Ordering::Relaxed)))
+        }
+        _ => None,
+    };
+    let Some((size, handle)) = freed else { return INVALID_VALUE };
     close(at);
     let unmapped = driver::unmap(address, size);
-    let released = driver::release(import.handle.load(Ordering::Relaxed));
+    let released = driver::release(handle);
     let freed = unreserve(address, size);
     [unmapped, released, freed].into_iter().find(|code| *code != SUCCESS).unwrap_or(SUCCESS)
 }
@@ -383,27 +397,57 @@ pub(crate) unsafe extern "C" fn ipc_handle(handle: *mut c_void, address: u64) ->
     unsafe { real(handle, address) }
 }
 
-/// The descriptor of an entry. It stays the entry's.
+/// The number of the descriptor of an entry. None if it has none, or if the program has closed it: the number may be another
+/// file's then.
+fn own_number(at: usize) -> Option<i32> {
+    let number = FILES.get(at).map(|file| file.load(Ordering::Relaxed)).filter(|number| *number > 0)? - 1;
+    let file = sys::File::from_number(number);
+    let stamp = stamp(&file);
+    file.into_number();
+    let known = STAMPS.get(at)?.load(Ordering::Relaxed);
+    (stamp == Some(known)).then_some(number)
+}
+
+/// Differs for files that a program may have opened instead. Descriptors of device memory are of one device.
+fn stamp(file: &sys::File) -> Option<u64> {
+    let status = file.status().ok()?;
+    Some(status.inode as u64 ^ (status.device as u64).rotate_left(32))
+}
+
+/// The descriptor of an entry. It stays the entry's. Otherwise a [`rekindle_abi::sharing::Reply::code`].
 pub(crate) fn file(at: usize, import: &Import) -> Result<sys::File, i32> {
-    let slot = FILES.get(at).ok_or(INVALID_VALUE)?;
-    if slot.load(Ordering::Relaxed) == 0 {
+    if own_number(at).is_none() {
+        if import.kept.load(Ordering::Relaxed) != table::OWN {
+            // The driver exports it no more.
+            return Err(table::LOST);
+        }
         let mut number = -1;
         match driver::export_untagged(&mut number, import.handle.load(Ordering::Relaxed)) {
             SUCCESS => keep_file(at, import, &sys::File::from_number(number))?,
             code => return Err(code),
         }
     }
-    let own = sys::File::from_number(slot.load(Ordering::Relaxed) - 1);
+    let number = own_number(at).ok_or(table::LOST)?;
+    // After the snapshot it needs a number again that the limit allows, which may be lower than it was.
+    if number as usize >= sys::descriptor_limit() {
+        return Err(table::NO_DESCRIPTOR);
+    }
+    let own = sys::File::from_number(number);
     let copy = own.duplicate(0);
     own.into_number();
-    copy.map_err(|errno| errno.0)
+    copy.map_err(|_| table::NO_DESCRIPTOR)
 }
 
 /// Gives an entry its descriptor: another one of the same file.
 pub(crate) fn keep_file(at: usize, import: &Import, file: &sys::File) -> Result<(), i32> {
-    let slot = FILES.get(at).ok_or(INVALID_VALUE)?;
-    let own = file.duplicate(LEAST_DESCRIPTOR.min(sys::descriptor_limit() / 2)).map_err(|errno| errno.0)?;
+    let (Some(slot), Some(known)) = (FILES.get(at), STAMPS.get(at)) else { return Err(INVALID_VALUE) };
+    let limit = sys::descriptor_limit();
+    let own = file.duplicate(LEAST_DESCRIPTOR.min(limit - limit / 4));
+    // Rather a low number than none.
+    let own = own.or_else(|_| file.duplicate(0)).map_err(|_| table::NO_DESCRIPTOR)?;
+    let stamp = stamp(&own).ok_or(table::NO_DESCRIPTOR)?;
     close(at);
+    known.store(stamp, Ordering::Relaxed);
     slot.store(own.into_number() + 1, Ordering::Relaxed);
     import.id.store(1, Ordering::Relaxed);
     Ok(())
@@ -411,8 +455,12 @@ pub(crate) fn keep_file(at: usize, import: &Import, file: &sys::File) -> Result<
 
 /// Closes the descriptor of an entry, if it has one.
 pub(crate) fn close(at: usize) {
-    if let Some(number @ 1..) = FILES.get(at).map(|file| file.swap(0, Ordering::Relaxed)) {
-        drop(sys::File::from_number(number - 1));
+    // In this order: a child that is forked in between has the number, finds it closed or another file's, and leaves it.
+    if let Some(number) = own_number(at) {
+        drop(sys::File::from_number(number));
+    }
+    if let Some(slot) = FILES.get(at) {
+        slot.store(0, Ordering::Relaxed);
     }
 }
 

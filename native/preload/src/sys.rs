@@ -123,6 +123,7 @@ impl Drop for File {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Status {
     pub(crate) is_regular: bool,
+    pub(crate) device: usize,
     pub(crate) inode: usize,
     pub(crate) size: usize,
     /// Bytes that have memory or disk space allocated.
@@ -149,11 +150,11 @@ impl File {
     }
 
     pub(crate) fn status(&self) -> Result<Status, Errno> {
-        // struct stat: st_ino 8, st_mode 24, st_size 48, st_blocks 64.
+        // struct stat: st_dev 0, st_ino 8, st_mode 24, st_size 48, st_blocks 64.
         let mut stat = [0_usize; 18];
         call(5, [arg(self.0), stat.as_mut_ptr().addr(), 0, 0, 0, 0])?;
         let is_regular = stat[3] & 0o170_000 == 0o100_000;
-        Ok(Status { is_regular, inode: stat[1], size: stat[6], allocated: stat[8].wrapping_mul(512) })
+        Ok(Status { is_regular, device: stat[0], inode: stat[1], size: stat[6], allocated: stat[8].wrapping_mul(512) })
     }
 
     /// Whether it is in memory.

@@ -160,6 +160,7 @@ impl Owner<'_> {
                     }
                 }
             }
+            setup.copier.forget();
             match setup.folder.remove(&setup.lock, &image) {
                 Ok(()) | Err(rekindle_store::Error::UnknownImage { .. }) => {}
                 Err(error) => tracing::warn!("cannot remove image {image}: {}", chain(&error)),

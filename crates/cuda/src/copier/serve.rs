@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use super::Way;
 use super::wire::{Answer, Ask};
 use crate::{Driver, GpuUuid, code};
+use rekindle_os::pages;
 
 /// What the driver maps at once, and the size of a huge page.
 const GRANULE: u64 = 2 << 20;
@@ -43,6 +44,10 @@ pub fn serve(socket: &OwnedFd) -> Result<(), String> {
                 continue;
             }
             Ask::End => server.end(),
+            Ask::Forget => {
+                server.forget();
+                continue;
+            }
         };
         let answer = match result {
             Ok(numbers) => Answer { numbers, why: None },
@@ -108,14 +113,8 @@ impl Server {
             return Err(format!("the file has {} bytes and not {bytes}", meta.len()));
         }
         self.gpus()?;
+        self.forget();
         let Some(gpus) = &mut self.gpus else { return Err("no GPU".into()) };
-        self.files.retain_mut(|known| {
-            let is_there = known.file.metadata().is_ok_and(|meta| meta.nlink() > 0);
-            if !is_there {
-                known.set_length(gpus, 0);
-            }
-            is_there
-        });
         let at = match self.files.iter().position(|known| known.key == key) {
             Some(at) => at,
             None => {
@@ -128,6 +127,18 @@ impl Server {
         mapped.register(gpus);
         mapped.map_all()?;
         Ok(mapped.registered())
+    }
+
+    /// Forgets files that do not exist any more. While a copy is under way, its file is not forgotten.
+    fn forget(&mut self) {
+        let (Some(gpus), None) = (&mut self.gpus, &self.copy) else { return };
+        self.files.retain_mut(|known| {
+            let is_there = known.file.metadata().is_ok_and(|meta| meta.nlink() > 0);
+            if !is_there {
+                known.set_length(gpus, 0);
+            }
+            is_there
+        });
     }
 
     /// A failure is told at the end of the copy.
@@ -206,6 +217,9 @@ struct Mapped {
     reserved: usize,
     base: usize,
     length: u64,
+    /// Whether its pages may be registered: what a device writes to those of a disk's file is not known to be changed, and can
+    /// be lost. Linux 6.5 and later refuses that for all files but those in memory.
+    is_in_memory: bool,
     /// Begin and end of each part, and whether it is registered.
     ranges: Vec<(u64, u64, bool)>,
 }
@@ -221,7 +235,8 @@ impl Mapped {
         // Huge pages are mapped whole only where address and offset agree.
         let reserved = base.expose_provenance();
         let base = reserved.next_multiple_of(usize::try_from(GRANULE).unwrap_or(1));
-        Ok(Mapped { file, key, reserved, base, length: 0, ranges: Vec::new() })
+        let is_in_memory = pages::is_in_memory(&file).unwrap_or(false);
+        Ok(Mapped { file, key, reserved, base, length: 0, is_in_memory, ranges: Vec::new() })
     }
 
     fn address(&self, at: u64) -> usize {
@@ -273,7 +288,7 @@ impl Mapped {
 
     /// Registers what is not registered, if there is a context. Where that fails the copy is slower.
     fn register(&mut self, gpus: &mut Gpus) {
-        if gpus.devices.is_empty() {
+        if gpus.devices.is_empty() || !self.is_in_memory {
             return;
         }
         for at in 0..self.ranges.len() {

@@ -102,6 +102,17 @@ fn a_copy_that_nobody_waits_for_is_over_when_it_is_dropped() {
 }
 
 #[test]
+fn a_disk_has_time() {
+    let gib = |n: u64| n << 30;
+    let [memory, disk] = [true, false].map(|is_in_memory| time_limit(gib(96), is_in_memory).as_secs());
+    assert!((100..200).contains(&memory), "{memory}");
+    // 100 MB/s.
+    assert!(disk > gib(96) / 100_000_000, "{disk}");
+    // The size is the job's word.
+    assert!(time_limit(u64::MAX, false) > Duration::from_secs(1));
+}
+
+#[test]
 fn the_size_of_nonsense_does_not_wrap() {
     let (copier, played) = played(|_| refused("the file is too short for the memory"));
     let file = tempfile::tempfile().unwrap();

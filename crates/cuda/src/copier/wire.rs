@@ -20,6 +20,8 @@ pub(super) enum Ask {
     Piece(u64, u64),
     /// The last one was sent. It is answered with the bytes that were copied and the microseconds.
     End,
+    /// Forget files that do not exist any more. It is not answered.
+    Forget,
 }
 
 const WORDS: usize = 4;
@@ -58,6 +60,7 @@ impl Ask {
             Ask::Begin(way, [device, inode]) => [3, u64::from(way == Way::In), device, inode],
             Ask::Piece(offset, bytes) => [4, offset, bytes, 0],
             Ask::End => [5, 0, 0, 0],
+            Ask::Forget => [6, 0, 0, 0],
         }
     }
 
@@ -68,6 +71,7 @@ impl Ask {
             [3, way @ 0..=1, device, inode] => Ask::Begin(if way == 1 { Way::In } else { Way::Out }, [device, inode]),
             [4, offset, bytes, _] => Ask::Piece(offset, bytes),
             [5, ..] => Ask::End,
+            [6, ..] => Ask::Forget,
             _ => return None,
         })
     }
@@ -162,6 +166,7 @@ mod tests {
             Ask::Begin(Way::Out, [u64::MAX, 0]),
             Ask::Piece(9, 10),
             Ask::End,
+            Ask::Forget,
         ];
         for ask in all {
             assert_eq!(Ask::from_words(words(&bytes(ask.words()))), Some(ask));

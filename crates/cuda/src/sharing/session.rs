@@ -114,7 +114,7 @@ impl<'a> Session<'a> {
         // No more at once than fit into the socket: otherwise both sides would wait for each other.
         for some in entries.chunks(super::AT_ONCE) {
             some.iter().try_for_each(|(index, memory)| self.send(request(*index), Some(*memory)))?;
-            some.iter().try_for_each(|_| self.receive("import other processes' memory again").map(drop))?;
+            some.iter().try_for_each(|_| self.receive("import memory again").map(drop))?;
         }
         Ok(())
     }
@@ -129,9 +129,12 @@ impl<'a> Session<'a> {
     /// The next answer, with its descriptor.
     fn receive(&self, what: &'static str) -> Result<Option<OwnedFd>, Error> {
         let (reply, descriptor) = receive(self.socket()).map_err(|source| self.busy(source))?;
+        let pid = self.sharing.inner();
         match reply.code {
             0 => Ok(descriptor),
-            code => Err(Error::Driver { pid: self.sharing.inner(), what, code }),
+            table::LOST => Err(Error::Closed { pid }),
+            table::NO_DESCRIPTOR => Err(Error::NoDescriptor { pid }),
+            code => Err(Error::Driver { pid, what, code }),
         }
     }
 

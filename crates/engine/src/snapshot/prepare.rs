@@ -15,6 +15,7 @@ use crate::parts::kept::capture::Room;
 use crate::parts::landing::capture::{self as landing, Armed, Lander};
 use rekindle_base::chain;
 use rekindle_os::process;
+use rekindle_store::Manifest;
 use rekindle_store::staging::{Area, Filling};
 use rekindle_store::take::Need;
 
@@ -35,12 +36,14 @@ impl<'a> Ready<'a> {
     pub(super) fn make(env: &Env<'a>, seen: &mut Seen, gpus: &Gpus) -> Result<Ready<'a>, Error> {
         let devices = Devices::find();
         let memory = memory(env);
-        let target = target(env, memory, seen, gpus)?;
-        let (mut receivers, mut armed) = (None, Armed::default());
         let staying = match env.subject.options.memory {
             GpuMemory::Copied => BTreeMap::new(),
             GpuMemory::Kept => gpus.group.kept_bytes()?,
         };
+        let target = target(env, memory, seen, gpus, &staying)?;
+        // Room in memory may be that of a file which it still has registered.
+        env.subject.copier.forget();
+        let (mut receivers, mut armed) = (None, Armed::default());
         if let Some(area) = memory {
             let landers = landers(area, gpus, &staying);
             let dir = target.dir().join(CRIU_DIR);
@@ -84,10 +87,16 @@ fn memory<'a>(env: &Env<'a>) -> Option<&'a Area> {
 }
 
 /// Checks that memory or disk has room, and begins the image.
-fn target(env: &Env<'_>, memory: Option<&Area>, seen: &mut Seen, gpus: &Gpus) -> Result<Filling, Error> {
+fn target(
+    env: &Env<'_>,
+    memory: Option<&Area>,
+    seen: &mut Seen,
+    gpus: &Gpus,
+    staying: &BTreeMap<i32, u64>,
+) -> Result<Filling, Error> {
     let subject = env.subject;
     let pids = gpus.group.outer_pids();
-    let device: u64 = gpus.memory.iter().sum();
+    let device = device(pids.iter().copied().zip(gpus.memory.iter().copied()), staying);
     let host: u64 = seen.expected.iter().map(|e| e.bytes).chain([seen.nameless]).sum();
     let own = host.saturating_add(device);
     let Some(area) = memory else {
@@ -104,6 +113,13 @@ fn target(env: &Env<'_>, memory: Option<&Area>, seen: &mut Seen, gpus: &Gpus) ->
         Err(Error::NoRoom(_)) if seen.keep_no_files() => slot(env, area, own, besides),
         slot => slot,
     }
+}
+
+/// Bytes of device memory of processes, each with what NVML knows of. That may be less than what stays: NVML is not there, or
+/// does not know our pids. What stays is the job's word; a wrong one costs it the snapshot, and the machine no memory.
+fn device(known: impl Iterator<Item = (i32, u64)>, staying: &BTreeMap<i32, u64>) -> u64 {
+    let each = known.map(|(pid, known)| staying.get(&pid).map_or(known, |stays| known.max(*stays)));
+    each.fold(0, u64::saturating_add)
 }
 
 fn slot(env: &Env<'_>, area: &Area, image: u64, besides: u64) -> Result<Filling, Error> {
@@ -124,8 +140,8 @@ fn landers(area: &Area, gpus: &Gpus, staying: &BTreeMap<i32, u64>) -> Vec<Lander
     let all = pids.zip(gpus.memory.iter().copied());
     all.filter(|((_, outer), _)| interposer::is_in(*outer))
         .map(|((inner, outer), used)| {
-            let used = used.saturating_sub(staying.get(&outer).copied().unwrap_or(0));
-            Lander { inner, outer, bytes: last_time(area, inner).unwrap_or(used) }
+            let all = last_time(area, inner).unwrap_or(used);
+            Lander { inner, outer, bytes: all.saturating_sub(staying.get(&outer).copied().unwrap_or(0)) }
         })
         .collect()
 }
@@ -144,7 +160,40 @@ fn pages(seen: &Seen, gpus: &Gpus, landers: &[Lander]) -> Vec<Expected> {
 /// The driver asks for somewhat less than NVML reports as in use. The size of its last request is the better estimate;
 /// if the job has grown since, the rest is added during the freeze.
 fn last_time(area: &Area, inner: i32) -> Option<u64> {
-    let images = area.images();
-    let landings = images.iter().filter_map(|image| image.manifest()).flat_map(|manifest| &manifest.landing);
-    landings.into_iter().find(|landing| landing.pid == inner).map(|landing| landing.bytes)
+    area.images().iter().filter_map(|image| image.manifest()).find_map(|manifest| all_of(manifest, inner))
+}
+
+/// Bytes of device memory of a process in an image, whoever copied them: what the driver had then may stay now.
+fn all_of(manifest: &Manifest, inner: i32) -> Option<u64> {
+    let landed = manifest.landing.iter().filter(|landing| landing.pid == inner).map(|landing| landing.bytes);
+    let kept = manifest.kept.iter().flat_map(|kept| &kept.pieces).filter(|piece| piece.pid == inner);
+    landed.chain(kept.map(|piece| piece.bytes)).reduce(u64::saturating_add)
+}
+
+#[cfg(test)]
+mod tests {
+    use rekindle_store::manifest::{Kept, KeptPiece, Landing};
+
+    use super::*;
+    use crate::samples::{job_path, manifest, part_path};
+
+    #[test]
+    fn memory_that_stays_has_room_once_whatever_nvml_knows() {
+        let staying = BTreeMap::from([(7, 30), (8, 5)]);
+        let device = |known: &[(i32, u64)]| device(known.iter().copied(), &staying);
+        assert_eq!(device(&[(7, 40), (8, 10), (9, 1)]), 51, "NVML counts it");
+        assert_eq!(device(&[(7, 0), (8, 0), (9, 0)]), 35, "NVML knows nothing");
+        let nonsense = BTreeMap::from([(7, u64::MAX), (8, 2)]);
+        assert_eq!(super::device([(7, 1), (8, 1)].into_iter(), &nonsense), u64::MAX);
+    }
+
+    #[test]
+    fn what_the_driver_copied_last_time_and_stays_now_has_no_second_room() {
+        let landing = |pid, bytes| Landing { pid, path: job_path("/l"), part: part_path("gpu/1"), bytes };
+        let piece = |pid, bytes| KeptPiece { pid, index: 0, offset: 0, bytes };
+        let pieces = vec![piece(7, 30), piece(8, 5), piece(7, 10)];
+        let kept = Some(Kept { part: part_path("gpu/kept"), pieces });
+        let image = Manifest { landing: vec![landing(7, 2), landing(9, 3)], kept, ..manifest() };
+        assert_eq!([7, 8, 9, 10].map(|pid| all_of(&image, pid)), [Some(42), Some(5), Some(3), None]);
+    }
 }

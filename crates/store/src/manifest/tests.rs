@@ -130,12 +130,13 @@ fn full() -> Manifest {
         recreate: vec![Recreate { path: "/x".into(), mode: 0o755, part: "a".into() }],
         mapped_files: vec![MappedFile { path: "/lib/m".into(), size: 1, mode: None, build_id: None, copy: None }],
         landing: vec![Landing { pid: 7, path: "/run/l/7".into(), part: "a".into(), bytes: 3 }],
+        kept: Some(Kept { part: "a".into(), pieces: vec![KeptPiece { pid: 7, index: 0, offset: 0, bytes: 1 }] }),
         parts: vec![part("a")],
         ..manifest()
     }
 }
 
-const PARTS: [&str; 4] = ["/parts/0/path", "/open_files/0/part", "/recreate/0/part", "/landing/0/part"];
+const PARTS: [&str; 5] = ["/parts/0/path", "/open_files/0/part", "/recreate/0/part", "/landing/0/part", "/kept/part"];
 const PATHS: [&str; 9] = [
     "/directory",
     "/open_files/0/path",
@@ -192,6 +193,41 @@ fn a_reader_checks_what_the_parts_are_as_well() {
     for place in PARTS[1..].iter() {
         let error = parse(&|body| *body.pointer_mut(place).unwrap() = "b".into());
         assert!(matches!(error, ManifestError::NoSuchPart(_)), "{place}: {error}");
+    }
+}
+
+#[test]
+fn pieces_of_device_memory_have_each_a_place_of_their_own() {
+    let with = |pieces: &[[u64; 3]]| {
+        let piece = |[index, offset, bytes]: &[u64; 3]| KeptPiece {
+            pid: 7,
+            index: u32::try_from(*index).unwrap(),
+            offset: *offset,
+            bytes: *bytes,
+        };
+        let kept = Kept { part: "gpu/kept".into(), pieces: pieces.iter().map(piece).collect() };
+        let parts = vec![Part { size: 100, ..part("gpu/kept") }];
+        let manifest = Manifest { kept: Some(kept), parts, ..manifest() };
+        let read = Manifest::parse(&changed(&manifest, |_| {}), &Trust::default());
+        // What a reader refuses is not written either.
+        assert_eq!(read.is_ok(), manifest.to_bytes(&Trust::default()).is_ok());
+        read.map(drop).map_err(|error| error.to_string())
+    };
+    for good in [&[][..], &[[0, 0, 100]], &[[3, 40, 60], [1, 0, 40]], &[[0, 10, 5], [1, 90, 10]]] {
+        with(good).unwrap();
+    }
+    for (bad, why) in [
+        (&[[0, 0, 40], [0, 40, 40]][..], "GPU memory 0 of process 7 is there twice"),
+        (&[[0, 0, 40], [1, 39, 40]], "GPU memory 1 of process 7 overlaps another one"),
+        (&[[0, 0, 40], [1, 0, 40]], "overlaps another one"),
+        (&[[0, 0, 0]], "is empty"),
+        (&[[0, 0, 101]], "is beyond the end of its part"),
+        (&[[0, 100, 1]], "is beyond the end of its part"),
+        (&[[0, u64::MAX, 2]], "is beyond the end of its part"),
+        (&[[0, 1, u64::MAX]], "is beyond the end of its part"),
+    ] {
+        let error = with(bad).unwrap_err();
+        assert!(error.contains(why), "{bad:?}: {error}");
     }
 }
 
@@ -291,7 +327,8 @@ fn only_what_an_earlier_reader_would_get_wrong_needs_another_version() {
         json["version"].as_u64().unwrap()
     };
     let together = Manifest { absent_files: vec!["/data/a-journal".into()], ..packed() };
-    assert_eq!((version(&manifest()), version(&packed()), version(&together)), (1, 2, 3));
+    let kept = Manifest { kept: full().kept, parts: vec![part("a")], ..together.clone() };
+    assert_eq!([&manifest(), &packed(), &together, &kept].map(version), [1, 2, 3, 4]);
     assert_eq!(Manifest::parse(&packed().to_bytes(&Trust::default()).unwrap(), &Trust::default()).unwrap(), packed());
 }
 

@@ -21,6 +21,7 @@ pub use cut::{Elsewhere, Operations};
 use lock::Resting;
 use rekindle_cuda::sharing::{self, Own, Sharing, Staying};
 use rekindle_cuda::{self as cuda, Process, State};
+use rekindle_os::descriptors::Room;
 use rekindle_os::{parallel, process, ptrace};
 
 /// Why the GPUs of a job could not be frozen, or not be resumed.
@@ -164,6 +165,8 @@ pub(crate) struct Group {
     cut: Option<Cut>,
     /// While they are checkpointed: their memory that stays on the GPU.
     staying: Vec<Staying>,
+    /// For the descriptors of that.
+    room: Option<Room>,
 }
 
 /// How often the lock is tried if the set of processes changes, or ranks block each other.
@@ -347,6 +350,11 @@ impl Group {
         }
         sharing::check_announced(&sharing)?;
         let began = Instant::now();
+        if own == Own::Stays {
+            // That of an earlier attempt first: it lowers the limit again.
+            self.room = None;
+            self.room = Some(sharing::room(&sharing)?);
+        }
         self.stop()?;
         self.unlock_alone()?;
         sharing::let_go(&sharing, own, &mut self.staying)?;
@@ -414,6 +422,7 @@ impl Group {
         if taken.is_ok() {
             // The processes have it.
             self.staying.clear();
+            self.room = None;
         }
         tracing::debug!(took = ?began.elapsed(), "mapped GPU memory again");
         taken

@@ -183,6 +183,7 @@ fn take_again(
     };
     parallel::at_once(processes, unlock).into_iter().collect::<Result<(), Error>>()?;
     let began = Instant::now();
+    let _room = sharing::room(&sharing)?;
     let made = sharing::make_again(&sharing)?;
     tracing::debug!(took = ?began.elapsed(), pieces = made.len(), "mapped GPU memory again");
     Ok(kept::fill(copier, dir, manifest.kept.as_ref(), &made)?)

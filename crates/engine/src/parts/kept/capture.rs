@@ -10,7 +10,7 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use rekindle_cuda::GpuUuid;
 use rekindle_cuda::copier::{self, Copier, Copying, Way};
 use rekindle_cuda::sharing::Staying;
-use rekindle_os::pages;
+use rekindle_os::{cgroup, pages};
 use rekindle_store::manifest::{Kept, KeptPiece};
 use rekindle_store::staging::Filling;
 
@@ -43,12 +43,18 @@ impl<'a> Room<'a> {
     /// Makes room for `bytes`, and makes the process that copies ready.
     pub(crate) fn make(copier: &'a Copier, slot: &Filling, bytes: u64, gpus: &[GpuUuid]) -> Result<Room<'a>, Error> {
         copier.prepare(gpus)?;
+        let path = slot.kept_file();
         let failed = |source| Error::Room { bytes, source };
         let mut options = File::options();
         let options = options.read(true).write(true).create(true).truncate(false).mode(0o600);
-        let file = options.open(slot.kept_file()).map_err(failed)?;
+        let file = options.open(&path).map_err(failed)?;
         let mut room = Room { copier, file, bytes: 0 };
-        room.grow(bytes)?;
+        if let Err(error) = room.grow(bytes) {
+            // The driver copies that memory now, and needs the room.
+            let _ = std::fs::remove_file(&path);
+            copier.forget();
+            return Err(error);
+        }
         Ok(room)
     }
 
@@ -56,11 +62,12 @@ impl<'a> Room<'a> {
     /// first.
     fn grow(&mut self, bytes: u64) -> Result<(), Error> {
         let failed = |source| Error::Room { bytes, source };
+        admit(&self.file, bytes).map_err(failed)?;
         if self.file.metadata().map_err(failed)?.size() > bytes {
             self.copier.file(&self.file, bytes)?;
             self.file.set_len(bytes).map_err(failed)?;
         }
-        pages::make_present(&self.file, bytes).map_err(failed)?;
+        pages::make_room(&self.file, bytes).map_err(failed)?;
         let registered = self.copier.file(&self.file, bytes)?;
         if registered < bytes {
             tracing::debug!(
@@ -91,6 +98,20 @@ impl<'a> Room<'a> {
     }
 }
 
+/// Refuses a size that the machine's memory has no room for. The job names it, and a tmpfs as large as the memory would take
+/// all of it.
+fn admit(file: &File, bytes: u64) -> io::Result<()> {
+    let more = bytes.saturating_sub(file.metadata()?.blocks().saturating_mul(512));
+    let is_in_memory = pages::is_in_memory(file)?;
+    match cgroup::memory_available().filter(|available| is_in_memory && more > *available) {
+        None => Ok(()),
+        Some(_) => Err(io::Error::new(
+            io::ErrorKind::StorageFull,
+            "there is not enough free memory for it: free some, or set snapshot.staging = \"store\"",
+        )),
+    }
+}
+
 /// One after the other, by process and number.
 fn laid_out(staying: &[Staying]) -> Vec<KeptPiece> {
     let piece = |one: &Staying| KeptPiece { pid: one.pid, index: one.index, offset: 0, bytes: one.bytes };
@@ -108,6 +129,20 @@ fn laid_out(staying: &[Staying]) -> Vec<KeptPiece> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_size_that_memory_has_no_room_for_takes_none() {
+        let file = tempfile::tempfile_in("/dev/shm").unwrap();
+        let mut room = Room { copier: &Copier::default(), file, bytes: 0 };
+        // The second one fits into a tmpfs of any size, and its pages are not listed one by one.
+        for bytes in [u64::MAX, 1 << 61, 1 << 45] {
+            let error = room.grow(bytes).unwrap_err();
+            assert!(matches!(error, Error::Room { .. }), "{error}");
+            assert_eq!(room.file.metadata().unwrap().blocks(), 0);
+        }
+        // On the disk it is the file system that has room or not.
+        admit(&tempfile::tempfile_in("/var/tmp").unwrap(), 1 << 45).unwrap();
+    }
 
     #[test]
     fn pieces_are_beside_each_other_in_a_fixed_order() {

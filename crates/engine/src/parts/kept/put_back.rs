@@ -1,7 +1,6 @@
 //! Fills memory of restored processes that had stayed on the GPU, before any of their threads runs.
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io;
 use std::path::Path;
 
@@ -45,7 +44,8 @@ pub(crate) fn fill(copier: &Copier, dir: &Path, kept: Option<&Kept>, made: &[Sta
     else {
         return Ok(());
     };
-    let file = File::options().read(true).write(true).open(dir.join(&kept.part)).map_err(Error::File)?;
+    // A link could lead to a file that the job may not read.
+    let file = kept.part.open_for_device(dir).map_err(Error::File)?;
     copier.file(&file, end)?;
     let copied = copier.begin(Way::In, &file, pairs)?.finish()?;
     tracing::debug!(bytes = copied.bytes, took = ?copied.took, "filled GPU memory from the image");

@@ -1,0 +1,82 @@
+//! How many descriptors this process may have open.
+//!
+//! Most systems start programs with a soft limit of 1024 (RLIMIT_NOFILE), because select(2) cannot use more, and a far higher
+//! hard limit for programs that can. The soft limit is inherited, so it is raised only while it is needed: the job gets the
+//! one that we were started with.
+
+use std::io;
+
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+
+/// For what is opened at the same time by other threads.
+const SPARE: u64 = 64;
+
+/// Room for more descriptors, until this is dropped. What is open then stays open.
+#[derive(Debug)]
+pub struct Room {
+    /// The soft limit before, if it was raised.
+    before: Option<u64>,
+}
+
+/// There are too many.
+#[derive(Debug, thiserror::Error)]
+#[error("{wanted} descriptors are needed, and the hard limit is {limit}")]
+pub struct TooMany {
+    /// The number needed.
+    pub wanted: u64,
+    /// The hard limit.
+    pub limit: u64,
+}
+
+/// Makes room for so many descriptors beside those that are open. There is one caller at a time.
+///
+/// # Errors
+/// [`TooMany`], as an [`io::Error`]; and when the limit cannot be read or set.
+pub fn room_for(more: usize) -> io::Result<Room> {
+    let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
+    let open = std::fs::read_dir("/proc/self/fd")?.count();
+    let wanted = u64::try_from(more.saturating_add(open)).unwrap_or(u64::MAX).saturating_add(SPARE);
+    if wanted <= soft {
+        return Ok(Room { before: None });
+    }
+    if wanted > hard {
+        return Err(io::Error::other(TooMany { wanted, limit: hard }));
+    }
+    setrlimit(Resource::RLIMIT_NOFILE, wanted, hard)?;
+    Ok(Room { before: Some(soft) })
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        if let Some(soft) = self.before
+            && let Ok((_, hard)) = getrlimit(Resource::RLIMIT_NOFILE)
+        {
+            let _ = setrlimit(Resource::RLIMIT_NOFILE, soft.min(hard), hard);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_soft_limit_is_raised_for_as_long_as_it_is_needed() {
+        let limits = || getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+        let (before, hard) = limits();
+        let low = 300.min(hard);
+        setrlimit(Resource::RLIMIT_NOFILE, low, hard).unwrap();
+        let little = room_for(1).unwrap();
+        assert_eq!(limits(), (low, hard), "there is room");
+        drop(little);
+        let much = room_for(400).unwrap();
+        let (raised, _) = limits();
+        assert!(raised > 400 + SPARE, "{raised}");
+        drop(much);
+        assert_eq!(limits(), (low, hard));
+        let error = room_for(usize::MAX).unwrap_err().to_string();
+        assert!(error.contains(&format!("the hard limit is {hard}")), "{error}");
+        assert_eq!(limits(), (low, hard));
+        setrlimit(Resource::RLIMIT_NOFILE, before, hard).unwrap();
+    }
+}
