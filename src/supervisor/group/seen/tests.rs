@@ -230,7 +230,7 @@ fn what_the_group_waits_for_is_named() {
     assert_eq!(it.waits_for(), None, "nobody stores it");
     let report = it.view.members.get_mut(&Rank(1)).unwrap();
     report.storing = true;
-    let progress = Progress { part, epoch: Epoch(1), origin: Incarnation(10), stored: Stored::Staged };
+    let progress = Progress { part, epoch: Epoch(1), origin: Incarnation(10), size: 3, stored: Stored::Staged };
     report.parts.insert(n, progress);
     assert_eq!(it.waits_for().as_deref(), Some("rank 1 (b) to store group image 7"));
 
