@@ -101,6 +101,14 @@ impl Machine {
         ip(&format!("link set {} {}", self.veth, if off { "down" } else { "up" }));
     }
 
+    /// Its network has smaller packets from now on.
+    pub(crate) fn set_mtu(&self, mtu: u32) {
+        let net = format!("--net=/proc/{}/ns/net", self.keeper.id());
+        let args = format!("link set eth0 mtu {mtu}");
+        assert!(Command::new("nsenter").args([&net, "ip"]).args(args.split(' ')).status().unwrap().success());
+        ip(&format!("link set {} mtu {mtu}", self.veth));
+    }
+
     pub(crate) fn signal(&self, signal: Signal) {
         let id = self.supervisor.as_ref().expect("a supervisor").id();
         kill(Pid::from_raw(id as i32), signal).unwrap();
@@ -192,6 +200,11 @@ impl Lab {
     pub(crate) fn set(&mut self, key: &str, value: &str) {
         let others = self.config.lines().filter(|line| !line.starts_with(&format!("{key} = ")));
         self.config = others.map(|line| format!("{line}\n")).collect::<String>() + &format!("{key} = {value}\n");
+    }
+
+    /// The next run has another number of machines.
+    pub(crate) fn resize(&mut self, members: usize) {
+        self.members = members;
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {

@@ -43,3 +43,49 @@ fn a_part_alone_is_not_restored() {
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.code() == Some(2) && said.contains("only restored as a whole"), "{said}");
 }
+
+#[test]
+fn a_group_image_of_another_number_of_machines_is_refused_by_all_and_kept() {
+    if !gate() {
+        return;
+    }
+    let mut lab = Lab::new(3, 3000);
+    lab.run_all();
+    lab.said(0, "is committed", 1);
+    lab.machines[0].signal(nix::sys::signal::Signal::SIGTERM);
+    (0..3).for_each(|machine| assert_eq!(lab.ends(machine), 143));
+    lab.resize(2);
+    let starts: Vec<usize> = (0..2).map(|rank| lab.log(rank).matches("the group starts from").count()).collect();
+    lab.run_all();
+    assert_eq!((lab.ends(0), lab.ends(1)), (78, 78));
+    for rank in 0..2 {
+        let log = lab.log(rank);
+        assert!(log.contains("has parts of 3 machines, and the group has 2 (group.nodes)"), "{log}");
+        assert_eq!(log.matches("the group starts from").count(), starts[rank]);
+    }
+    lab.resize(3);
+    lab.run_all();
+    (0..3).for_each(|rank| lab.said(rank, "the job was restored from image", 1));
+    (0..3).for_each(|machine| assert_eq!(lab.ends(machine), 0));
+    lab.assert_whole();
+}
+
+#[test]
+fn machines_whose_networks_would_not_meet_start_nothing() {
+    if !gate() {
+        return;
+    }
+    let mut lab = Lab::new(2, 100);
+    lab.run(0, 0, &[]);
+    lab.said(0, "rekindle", 1);
+    std::thread::sleep(std::time::Duration::from_secs(1));
+    lab.set("group.port", "4790");
+    lab.run(1, 1, &[]);
+    assert_eq!(lab.ends(1), 78);
+    let log = lab.log(1);
+    assert!(
+        log.contains("(group.network, group.port) is vxlan, UDP port 4789 there and vxlan, UDP port 4790 here"),
+        "{log}"
+    );
+    assert!(!log.contains("the group starts from"));
+}

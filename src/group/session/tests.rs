@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-use rekindle_etcd::{Local, LocalOptions, Options};
+use rekindle_etcd::{Local, LocalOptions, Options, Secret};
 use rekindle_group::{
     self as group, Action, Ask, End, Ending, Epoch, Event, From, Incarnation, Limits, Local as Happened, Machine,
     Number, Order, Part, Progress, Rank, Restart, Stored,
@@ -29,6 +29,9 @@ fn node(size: u32) -> Node {
         size,
         subnet: "10.213.0.0/16".into(),
         lease_s: LEASE.as_secs(),
+        network: "vxlan, UDP port 4789".into(),
+        packet: Some(1450),
+        user: 0,
     }
 }
 
@@ -277,5 +280,38 @@ fn a_group_whose_coordinator_is_away_ends_its_job_and_goes_on() {
     group[1].words.send(Word::Ask(Ask::StopNow { requeue: false })).unwrap();
     for member in &group {
         member.until(|said| *said == Said::Finished(End::Stopped { requeue: false }));
+    }
+}
+
+#[test]
+fn a_certificate_that_is_missing_for_a_moment_ends_no_job() {
+    if !etcd() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (local, options) = local(folder.path());
+    let Some((Secret::Text(certificate), Secret::Text(key))) = options.identity.clone() else { panic!("it has one") };
+    let [certificate_file, key_file] = ["crt", "key"].map(|name| folder.path().join(name));
+    std::fs::write(&certificate_file, certificate).unwrap();
+    std::fs::write(&key_file, &key).unwrap();
+    let identity = Some((Secret::File(certificate_file), Secret::File(key_file.clone())));
+    let options = Options { identity, ..options };
+    let group: Vec<Handle> = (0..2).map(|rank| member(&options, rank, 2, BTreeMap::new())).collect();
+    for member in &group {
+        member.until(|said| *said == Said::Runs);
+    }
+    // It is replaced in two steps, and etcd is started again in between.
+    std::fs::remove_file(&key_file).unwrap();
+    let pid = nix::unistd::Pid::from_raw(local.pid().unwrap());
+    nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).unwrap();
+    for member in &group {
+        member.words.send(Word::Ask(Ask::Snapshot)).unwrap();
+    }
+    std::thread::sleep(Duration::from_millis(600));
+    std::fs::write(&key_file, &key).unwrap();
+    std::thread::sleep(LEASE);
+    group[0].words.send(Word::Ask(Ask::StopNow { requeue: true })).unwrap();
+    for member in &group {
+        member.until(|said| *said == Said::Finished(End::Stopped { requeue: true }));
     }
 }
