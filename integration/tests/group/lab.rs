@@ -101,12 +101,12 @@ impl Machine {
         ip(&format!("link set {} {}", self.veth, if off { "down" } else { "up" }));
     }
 
-    /// Its network has smaller packets from now on.
+    /// Its network has packets of this size from now on, and none that are put together for the way.
     pub(crate) fn set_mtu(&self, mtu: u32) {
         let net = format!("--net=/proc/{}/ns/net", self.keeper.id());
-        let args = format!("link set eth0 mtu {mtu}");
+        let args = format!("link set eth0 mtu {mtu} gso_max_segs 1");
         assert!(Command::new("nsenter").args([&net, "ip"]).args(args.split(' ')).status().unwrap().success());
-        ip(&format!("link set {} mtu {mtu}", self.veth));
+        ip(&format!("link set {} mtu {mtu} gso_max_segs 1", self.veth));
     }
 
     pub(crate) fn signal(&self, signal: Signal) {

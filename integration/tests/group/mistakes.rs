@@ -34,14 +34,32 @@ fn a_part_alone_is_not_restored() {
     if !gate() {
         return;
     }
-    let mut lab = Lab::new(2, 3000);
+    let mut lab = Lab::new(2, 4000);
     lab.run_all();
-    lab.said(0, "was stored in", 1);
+    lab.said(0, "was stored in", 3);
     lab.machines[0].signal(nix::sys::signal::Signal::SIGTERM);
     assert_eq!((lab.ends(0), lab.ends(1)), (143, 143));
     let output = lab.command(0, 0).args(["restore", "ring.0"]).output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.code() == Some(2) && said.contains("only restored as a whole"), "{said}");
+    // The same command for this machine alone, and rules for one machine.
+    for fresh in [&[][..], &["--fresh"]] {
+        let ring = lab.ring();
+        let run = [&["run", "--name", "ring.0"], fresh, &["--"]].concat();
+        let output = lab.command(0, 0).args(run).args(&ring).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(2) && said.contains("one machine's part of a job over several"), "{said}");
+    }
+    let parts = || lab.command(0, 0).args(["list", "ring.0", "--json"]).output().unwrap().stdout;
+    let before = parts();
+    let output = lab.command(0, 0).args(["prune", "ring.0", "--keep-last", "1"]).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && said.contains("nothing was removed"), "{said}");
+    assert_eq!(parts(), before);
+    lab.run_all();
+    (0..2).for_each(|rank| lab.said(rank, "the job was restored from image", 1));
+    assert_eq!((lab.ends(0), lab.ends(1)), (0, 0));
+    lab.assert_whole();
 }
 
 #[test]

@@ -149,6 +149,7 @@ fn a_machine_whose_network_has_smaller_packets_takes_the_place_of_another() {
         return;
     }
     let mut lab = Lab::with_spare(2, 4000);
+    (0..2).for_each(|machine| lab.machines[machine].set_mtu(1500));
     lab.machines[2].set_mtu(1300);
     lab.run_all();
     lab.said(1, STORED, 2);
