@@ -101,12 +101,20 @@ impl Machine {
         ip(&format!("link set {} {}", self.veth, if off { "down" } else { "up" }));
     }
 
-    /// Its network has packets of this size from now on, and none that are put together for the way.
+    /// What `ip link` shows of the job's device.
+    pub(crate) fn device_of_job(&self) -> String {
+        let Some(process) = self.process_of_job() else { return String::new() };
+        let net = format!("--net=/proc/{process}/ns/net");
+        let output = Command::new("nsenter").args([&net, "ip", "link", "show", "rk0"]).output().unwrap();
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    }
+
+    /// Its network has packets of this size from now on.
     pub(crate) fn set_mtu(&self, mtu: u32) {
         let net = format!("--net=/proc/{}/ns/net", self.keeper.id());
-        let args = format!("link set eth0 mtu {mtu} gso_max_segs 1");
+        let args = format!("link set eth0 mtu {mtu}");
         assert!(Command::new("nsenter").args([&net, "ip"]).args(args.split(' ')).status().unwrap().success());
-        ip(&format!("link set {} mtu {mtu} gso_max_segs 1", self.veth));
+        ip(&format!("link set {} mtu {mtu}", self.veth));
     }
 
     pub(crate) fn signal(&self, signal: Signal) {

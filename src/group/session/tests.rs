@@ -307,7 +307,8 @@ fn a_certificate_that_is_missing_for_a_moment_ends_no_job() {
     for member in &group {
         member.words.send(Word::Ask(Ask::Snapshot)).unwrap();
     }
-    std::thread::sleep(Duration::from_millis(600));
+    // A write whose answer is lost is tried again after a second.
+    std::thread::sleep(Duration::from_millis(1500));
     std::fs::write(&key_file, &key).unwrap();
     std::thread::sleep(LEASE);
     group[0].words.send(Word::Ask(Ask::StopNow { requeue: true })).unwrap();
