@@ -115,7 +115,7 @@ mod tests {
     #[test]
     fn a_part_says_whether_its_group_image_is_committed() {
         let id = |number: u32| ImageId::new(number, DateTime::UNIX_EPOCH);
-        let part = |number| GroupPart { number, epoch: 2, origin: 1, mark: String::new() };
+        let part = |number| GroupPart { number, epoch: 2, origin: 1, size: 2, mark: String::new() };
         let of = |number: u32, group: Option<&Group>| PartOf::new(id(number), &part(number.into()), group);
         let group = group();
         assert_eq!(of(7, Some(&group)).short(), "7, committed");

@@ -231,7 +231,10 @@ fn in_foreground(global: &Global, args: &RunArgs, caller: Option<Caller>) -> any
     }
     let start = match &place {
         Some(place) => start::of_group(&folder, command, place.lineage(), args.fresh)?,
-        None => choose(&folder, command, args.fresh, prepared.config.restart.cold_start)?,
+        None => {
+            refuse_member(&folder)?;
+            choose(&folder, command, args.fresh, prepared.config.restart.cold_start)?
+        }
     };
     match (start.from, &args.accepted.user) {
         (StartPoint::Image(id), _) => {
@@ -330,6 +333,22 @@ fn refuse_part(image: &Image) -> Result<(), Misuse> {
         all machines",
         image.id, part.number
     )))
+}
+
+/// The parts of group images in a folder are neither restored nor removed by a job of this machine alone.
+fn refuse_member(folder: &JobFolder) -> anyhow::Result<()> {
+    let copies = folder.copies()?;
+    let Some(part) = copies.iter().find(|image| image.manifest().is_some_and(|manifest| manifest.group.is_some()))
+    else {
+        return Ok(());
+    };
+    Err(Misuse(format!(
+        "job {} is one machine's part of a job over several machines (image {}): run the same command with --nodes and \
+        --node-rank on all of them, or use another --name",
+        folder.name(),
+        part.id
+    ))
+    .into())
 }
 
 /// Whether the text means the newest good image of that job.

@@ -1,7 +1,7 @@
 //! Which boundaries of SECURITY.md this machine and configuration weaken.
 
 use super::Check;
-use crate::config::Config;
+use crate::config::{Config, Coordinator};
 
 #[derive(Debug, Clone)]
 pub(super) struct Facts {
@@ -27,7 +27,8 @@ pub(super) fn gather() -> Facts {
 }
 
 pub(super) fn judge(facts: &Facts, config: &Config) -> Vec<Check> {
-    vec![user(config), links(facts), dumps(facts), store(config), memory(facts, config)]
+    let always = vec![user(config), links(facts), dumps(facts), store(config), memory(facts, config)];
+    always.into_iter().chain(coordinator(config)).collect()
 }
 
 fn user(config: &Config) -> Check {
@@ -105,6 +106,32 @@ fn memory(facts: &Facts, config: &Config) -> Check {
     }
 }
 
+/// Who can write to the coordinator of a group. A local one has keys of its own.
+fn coordinator(config: &Config) -> Option<Check> {
+    let name = "boundaries.coordinator";
+    let group = &config.group;
+    let Coordinator::Members(members) = &group.coordinator else { return None };
+    if members.is_empty() {
+        return None;
+    }
+    let fix = "use https:// addresses, and group.certificate or group.user (SECURITY.md)";
+    let plain = members.iter().find(|member| member.starts_with("http://"));
+    Some(match (plain, group.certificate.is_some() || group.user.is_some()) {
+        (Some(member), _) => Check::warn(
+            name,
+            format!("no TLS to {member}: whoever can read or change packets to it can stop the jobs of the group"),
+            fix,
+        ),
+        (None, false) => Check::warn(
+            name,
+            "neither group.certificate nor group.user is set: whoever can reach etcd can stop the jobs of the group, \
+            unless etcd refuses them",
+            fix,
+        ),
+        (None, true) => Check::ok(name, "the connection to etcd is encrypted, and this machine identifies itself"),
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::State;
@@ -131,6 +158,17 @@ mod tests {
         config.replica.url = Some("s3://bucket/jobs".parse().unwrap());
         let store = found(&weak, &config, "boundaries.store");
         assert!(store.state == State::Warn && store.found.contains("s3://bucket/jobs"), "{store:?}");
+        let coordinator =
+            |config: &Config| judge(&weak, config).into_iter().find(|check| check.check == "boundaries.coordinator");
+        assert_eq!(coordinator(&config), None, "there is no group");
+        config.group.coordinator = Coordinator::Members(vec!["https://a:2379".into(), "http://b:2379".into()]);
+        config.group.user = Some("bert".into());
+        let plain = coordinator(&config).unwrap();
+        assert!(plain.state == State::Warn && plain.found.contains("http://b:2379"), "{plain:?}");
+        config.group.coordinator = Coordinator::Members(vec!["https://a:2379".into()]);
+        assert_eq!(coordinator(&config).unwrap().state, State::Ok);
+        config.group.user = None;
+        assert_eq!(coordinator(&config).unwrap().state, State::Warn);
         config.store.encryption_key = Some("/etc/rekindle/key".into());
         assert_eq!(found(&weak, &config, "boundaries.store").state, State::Ok);
         assert_eq!(found(&weak, &config, "boundaries.swap").state, State::Warn);

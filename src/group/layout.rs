@@ -54,7 +54,9 @@ impl Layout {
             rank: self.rank.0,
             size: self.size,
             kind,
-            mtu: None,
+            // The smallest one of all: a connection that was restored keeps sending segments for the machine that was
+            // there before, and nobody tells it that they are too large now.
+            mtu: nodes.values().filter_map(|node| node.packet).min(),
             peers: others.map(|(rank, node)| (rank.0, node.address)).collect(),
             names: names(&self.group, nodes),
             directory: self.directory.clone(),
@@ -74,6 +76,11 @@ fn vni(group: &JobName, origin: Incarnation, epoch: Epoch) -> u32 {
 
 /// The names of each member: GROUP-RANK, and the name of its machine if no other member has the same.
 fn names(group: &JobName, nodes: &BTreeMap<Rank, Node>) -> BTreeMap<u32, Vec<String>> {
+    // Each machine has its own, and the job means that one.
+    let is_loopback = |host: &str| {
+        let host = host.to_ascii_lowercase();
+        host.split('.').any(|label| label == "localhost") || ["ip6-localhost", "ip6-loopback"].contains(&&*host)
+    };
     let is_alone = |host: &str| nodes.values().filter(|node| node.host == host).count() == 1;
     // It becomes a line of /etc/hosts, and comes from whoever can write to the coordinator.
     let is_name = |host: &str| {
@@ -81,7 +88,7 @@ fn names(group: &JobName, nodes: &BTreeMap<Rank, Node>) -> BTreeMap<u32, Vec<Str
     };
     let of = |rank: &Rank, node: &Node| {
         let own = format!("{group}-{}", rank.0);
-        let host = Some(node.host.clone()).filter(|host| is_name(host) && is_alone(host));
+        let host = Some(node.host.clone()).filter(|host| is_name(host) && is_alone(host) && !is_loopback(host));
         [host, Some(own)].into_iter().flatten().collect()
     };
     nodes.iter().map(|(rank, node)| (rank.0, of(rank, node))).collect()
@@ -101,6 +108,9 @@ mod tests {
             size: 3,
             subnet: "10.213.0.0/16".into(),
             lease_s: 30,
+            network: "vxlan, UDP port 4789".into(),
+            packet: Some(1450),
+            user: 0,
         }
     }
 
@@ -127,6 +137,18 @@ mod tests {
         plan.check().unwrap();
         let hostile = BTreeMap::from([(Rank(0), node("a\n10.9.9.9 example.org", [10, 0, 0, 1]))]);
         assert_eq!(layout.plan(Incarnation(1), Epoch(4), &hostile).names[&0], ["bert-0"]);
+        for own in ["localhost", "LOCALHOST", "localhost.localdomain", "ip6-localhost"] {
+            let nodes = BTreeMap::from([(Rank(0), node(own, [10, 0, 0, 1]))]);
+            assert_eq!(layout.plan(Incarnation(1), Epoch(4), &nodes).names[&0], ["bert-0"], "{own}");
+        }
+        let small = Node { packet: Some(1330), ..node("c", [10, 0, 0, 3]) };
+        let nodes = BTreeMap::from([(Rank(0), node("a", [10, 0, 0, 1])), (Rank(1), small)]);
+        assert_eq!(layout.plan(Incarnation(1), Epoch(4), &nodes).mtu, Some(1330));
+        let nodes = BTreeMap::from([
+            (Rank(0), node("a", [10, 0, 0, 1])),
+            (Rank(1), node("b", [10, 0, 0, 2])),
+            (Rank(2), node("b", [10, 0, 0, 2])),
+        ]);
         let later = layout.plan(Incarnation(1), Epoch(5), &nodes);
         assert_ne!(plan.kind, later.kind, "packets of an earlier epoch are kept out");
     }

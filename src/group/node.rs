@@ -24,6 +24,15 @@ pub struct Node {
     pub subnet: String,
     /// How long a lease lives, in seconds.
     pub lease_s: u64,
+    /// How the machines are joined.
+    #[serde(default)]
+    pub network: String,
+    /// The largest packet of the job's network that this machine can send, in bytes; none for a bridge.
+    #[serde(default)]
+    pub packet: Option<u32>,
+    /// The id of the job's user.
+    #[serde(default)]
+    pub user: u32,
 }
 
 /// What two members of a group have differently, and must not.
@@ -50,10 +59,16 @@ impl Node {
             .find_map(|((what, ours), (_, theirs))| (ours != theirs).then_some(Disagreement { what, ours, theirs }))
     }
 
-    fn must_be_equal(&self) -> [(&'static str, String); 5] {
+    fn must_be_equal(&self) -> [(&'static str, String); 8] {
+        let family = if self.address.is_ipv4() { "IPv4" } else { "IPv6" };
         [
             ("the number of machines (group.nodes)", self.size.to_string()),
             ("the job's network (group.subnet)", self.subnet.clone()),
+            // Members with different ones would start, and never reach each other.
+            ("how the machines are joined (group.network, group.port)", self.network.clone()),
+            ("the kind of the machine's address (group.address)", family.into()),
+            // Else it is another job with the same name.
+            ("the user id of the job (job.user)", self.user.to_string()),
             ("the lease (group.lease)", format!("{}s", self.lease_s)),
             ("the version of rekindle", self.rekindle.clone()),
             ("the NVIDIA driver", self.driver.clone().unwrap_or_else(|| "missing".into())),
@@ -76,7 +91,20 @@ mod tests {
             size: 3,
             subnet: "10.213.0.0/16".into(),
             lease_s: 30,
+            network: "vxlan, UDP port 4789".into(),
+            packet: Some(1450),
+            user: 1000,
         };
+        for (other, what) in [
+            (Node { network: "vxlan, UDP port 4790".into(), ..node.clone() }, "group.port"),
+            (Node { address: "fd00::1".parse().unwrap(), ..node.clone() }, "group.address"),
+            (Node { user: 1001, ..node.clone() }, "job.user"),
+        ] {
+            let text = node.disagrees(&other).unwrap().to_string();
+            assert!(text.contains(what), "{text}");
+        }
+        let other = Node { packet: Some(8950), ..node.clone() };
+        assert_eq!(node.disagrees(&other), None, "the smallest one counts");
         let other = Node { host: "b".into(), address: [10, 0, 0, 2].into(), criu: "4.1".into(), ..node.clone() };
         assert_eq!(node.disagrees(&other), None, "an image names the CRIU that it needs");
         let other = Node { size: 4, ..node.clone() };

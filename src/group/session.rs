@@ -403,8 +403,10 @@ impl<T: Fn(Told) + Clone + Send + 'static> Worker<T> {
             Ok(_) => Answer::Conflict,
             Err(error) if error.is_unsure() => Answer::Unknown,
             Err(error) => {
+                // The job continues: a certificate or a password that is being replaced may be there in a moment. If it
+                // is not, the lease expires, and the next membership fails with this error.
                 if !error.may_pass() && !error.lease_is_gone() {
-                    (self.tell)(Told::Failed { why: error.to_string() });
+                    tracing::warn!("cannot write in the coordinator; it is tried again: {error}");
                 } else {
                     tracing::debug!("the coordinator did not write: {error}");
                 }

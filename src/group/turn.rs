@@ -103,7 +103,7 @@ impl Turn {
         let mark = format!("{:032x}", u128::from_ne_bytes(mark));
         let turn = Turn {
             number,
-            part: GroupPart { number: number.0, epoch: epoch.0, origin: origin.0, mark },
+            part: GroupPart { number: number.0, epoch: epoch.0, origin: origin.0, size: exchange.size, mark },
             words: Mutex::new(words),
             early: Mutex::default(),
             tell: Box::new(tell),

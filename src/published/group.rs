@@ -120,7 +120,7 @@ mod tests {
             images: vec![image(8, false), image(7, true)],
             waits_for: None,
         };
-        let part = |number, epoch| GroupPart { number, epoch, origin: 1, mark: String::new() };
+        let part = |number, epoch| GroupPart { number, epoch, origin: 1, size: 2, mark: String::new() };
         assert_eq!(group.is_committed(id(40), &part(7, 2)), Some(true));
         assert_eq!(group.is_committed(id(40), &part(8, 2)), Some(false));
         assert_eq!(group.is_committed(id(41), &part(7, 2)), None, "another image");

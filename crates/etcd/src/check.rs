@@ -92,14 +92,7 @@ pub fn check(options: &Options) -> Result<Facts> {
     let running = Running::start("etcd-check", options, Arc::default())?;
     let asked = async {
         probe(&running.members).await?;
-        let mut members = Vec::new();
-        for n in 0..running.members.count() {
-            let state = look(&running.members, n).await;
-            members.push(MemberFacts { endpoint: running.members.address(n).to_owned(), state });
-        }
-        let path = "/etcdserverpb.Cluster/MemberList";
-        let list = running.members.call(path, MemberListRequest {}, Kind::Repeatable).await;
-        Ok((members, list.ok().map(|list: MemberListResponse| list.members.len())))
+        Ok(ask(&running.members).await)
     };
     let (members, size) = running.wait(asked)?;
     // No other process has this key, and its value has no meaning: no condition is needed.
@@ -116,6 +109,28 @@ pub fn check(options: &Options) -> Result<Facts> {
     times.sort_unstable();
     let write = times.get(WRITES / 2).copied().unwrap_or_default();
     Ok(Facts { members, size, write })
+}
+
+/// Asks whether this etcd is one of those that may end leases early ([`Facts::may_end_leases_early`]). Writes nothing.
+///
+/// # Errors
+/// If no member answers.
+pub fn may_end_leases_early(options: &Options) -> Result<bool> {
+    Client::connect(options)?;
+    let running = Running::start("etcd-check", options, Arc::default())?;
+    let (members, size) = running.wait(async { Ok(ask(&running.members).await) })?;
+    Ok(Facts { members, size, write: Duration::ZERO }.may_end_leases_early())
+}
+
+/// Asks each of the given addresses, and for the number of members.
+async fn ask(of: &Members) -> (Vec<MemberFacts>, Option<usize>) {
+    let mut members = Vec::new();
+    for n in 0..of.count() {
+        let state = look(of, n).await;
+        members.push(MemberFacts { endpoint: of.address(n).to_owned(), state });
+    }
+    let list = of.call("/etcdserverpb.Cluster/MemberList", MemberListRequest {}, Kind::Repeatable).await;
+    (members, list.ok().map(|list: MemberListResponse| list.members.len()))
 }
 
 async fn look(members: &Members, member: usize) -> std::result::Result<MemberState, String> {

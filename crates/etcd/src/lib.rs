@@ -33,7 +33,7 @@ mod read;
 mod runtime;
 mod txn;
 
-pub use check::{Facts, MemberFacts, MemberState, SLOW, check};
+pub use check::{Facts, MemberFacts, MemberState, SLOW, check, may_end_leases_early};
 pub use client::Client;
 pub use error::{Error, Result};
 pub use follow::{Change, Event, Follower};

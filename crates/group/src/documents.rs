@@ -74,6 +74,9 @@ pub struct Progress {
     /// The origin of the plan at that time: it tells one group image 3 from another. Epochs and numbers start again if
     /// the coordinator loses its data and no machine has parts.
     pub origin: Incarnation,
+    /// Number of members of the group at that time. 0: a version that did not record it has taken the part.
+    #[serde(default)]
+    pub size: u32,
     /// Where it is.
     pub stored: Stored,
 }
@@ -272,7 +275,7 @@ pub enum End {
         #[serde(default)]
         last: Option<Last>,
     },
-    /// This member does not fit into the group. It leaves; the plan never says so.
+    /// This member does not fit into the group, and leaves; or, in a plan, the group images do not fit the group.
     Refused {
         /// The reason, for people.
         why: String,

@@ -41,6 +41,18 @@ pub fn usable(view: &View) -> Vec<Number> {
     all.filter(|(_, image)| is_there(view, &image.value)).map(|(number, _)| *number).collect()
 }
 
+/// The newest group image that a restart may use, and the number of its parts, if the group now has another number of
+/// members.
+pub(crate) fn of_another_size(view: &View, plan: &Plan, options: &Options) -> Option<(Number, u32)> {
+    let recorded = view.images.iter().rev().map(|(number, image)| (*number, u32::try_from(image.value.parts.len())));
+    let reported = view.members.values().flat_map(|report| &report.parts);
+    // Without a record, a part tells it, if it is from a version that records it.
+    let unrecorded = reported.filter(|(number, it)| it.size > 0 && !view.images.contains_key(number));
+    let all = recorded.chain(unrecorded.map(|(number, it)| (*number, Ok(it.size))));
+    let newest = all.filter(|(number, _)| is_on_the_line(view, plan, *number)).max_by_key(|(number, _)| *number);
+    newest.and_then(|(number, size)| Some((number, size.ok()?))).filter(|(_, size)| *size != options.size)
+}
+
 /// What the job would start from now.
 #[must_use]
 pub fn continues_from(view: &View) -> From {
@@ -77,9 +89,12 @@ pub(crate) fn choose(view: &View, plan: &Plan) -> Result<From, End> {
             let why = format!("the job failed again and again after each group image, the newest of them {number}");
             Err(End::Failed { why, last: plan.last })
         }
-        (None, Some(number)) => {
-            Err(End::Missing { why: format!("not all parts of {number} or of an older one are there") })
-        }
+        (None, Some(number)) => Err(End::Missing {
+            why: format!(
+                "not all parts of {number} or of an older one are there: start the machines that have them, or all with \
+                --fresh, from the beginning"
+            ),
+        }),
     }
 }
 
@@ -114,6 +129,8 @@ pub(crate) fn rebuilt(view: &View, plan: &Plan, options: &Options) -> Option<Wri
         let origin = parts.first()?.1.origin;
         // A machine that was away since before an earlier loss has parts of other group images with these numbers.
         let is_one = parts.iter().all(|(_, progress)| progress.origin == origin);
+        // The same job may have run on more machines: then these are not all of its parts.
+        let is_one = is_one && parts.iter().all(|(_, progress)| [0, options.size].contains(&progress.size));
         is_one.then(|| (number, parts.into_iter().map(|(rank, progress)| (rank, progress.part.clone())).collect()))
     };
     let (number, parts) = without_record(view).into_iter().find_map(whole)?;

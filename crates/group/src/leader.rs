@@ -13,7 +13,7 @@ use crate::documents::{
 use crate::images;
 use crate::machine::{Options, Write};
 use crate::reasons;
-use crate::requests::admits;
+use crate::requests::{admits, completed, without};
 
 /// Points against a group image if an epoch that started from it fails, early or later, before a newer one was taken.
 const FAILED_EARLY: u32 = 2;
@@ -261,6 +261,7 @@ impl Leading {
                     let why = format!("not running again after a snapshot: {}", late(&hands, plan));
                     self.gather(next, view, Loss::Job(why, None), options, now);
                 }
+                self.asked(view, plan, next, now);
             }
             Goal::End(end) => {
                 // All earlier members have left: the present ones want to run it again.
@@ -292,6 +293,11 @@ impl Leading {
         }
         self.asked(view, plan, next, now);
         if next.goal != Goal::Run {
+            return;
+        }
+        if let (Then::Suspend, Some(rank)) = (next.then, completed(view, plan)) {
+            let number = unused(view, plan);
+            (next.goal, next.next) = (Goal::Abort { number, why: without(rank) }, Number(number.0 + 1));
             return;
         }
         let can = |report: &Report| {
@@ -373,6 +379,15 @@ impl Leading {
             next.failures.clear();
         } else if view.members.values().any(|it| it.fresh == Fresh::Wanted) && !continues_fresh(view) {
             // Only some were told to start from the beginning: those leave.
+            return;
+        }
+        if let Some((number, parts)) = images::of_another_size(view, next, options) {
+            let why = format!(
+                "{number} has parts of {parts} machines, and the group has {} (group.nodes): start it with --nodes \
+                {parts}, or all machines with --fresh, from the beginning",
+                options.size
+            );
+            next.goal = end(view, next, End::Refused { why });
             return;
         }
         // With the changes of a rewind that was just requested.
@@ -459,12 +474,23 @@ impl Leading {
         }
     }
 
-    /// Carries out the first request that was not carried out.
+    /// Carries out the first request that was not carried out and can be now.
     fn asked(&mut self, view: &View, plan: &Plan, next: &mut Plan, now: Instant) {
         let new = view.members.values().filter_map(|report| Some((report.incarnation, report.asked.as_ref()?)));
         let mut new = new.filter(|(who, asked)| plan.served.get(who).is_none_or(|served| *served < asked.number));
-        let Some((who, asked)) = new.next() else { return };
-        let refused = admits(view, &asked.ask).err();
+        let is_later = |ask: &Ask| match (ask, &plan.goal) {
+            // It is served when the job runs.
+            (Ask::Snapshot | Ask::Suspend, Goal::Start(_) | Goal::Resume(_) | Goal::Abort { .. }) => true,
+            // The snapshot in progress may lack what was done since it began.
+            (Ask::Snapshot, Goal::Prepare(_) | Goal::Pull(_) | Goal::Dump(_)) => true,
+            _ => false,
+        };
+        let found = new.find_map(|(who, asked)| {
+            let refused = admits(view, &asked.ask).err();
+            // Another member's stop does not wait for it.
+            (refused.is_some() || !is_later(&asked.ask)).then_some((who, asked, refused))
+        });
+        let Some((who, asked, refused)) = found else { return };
         match (&asked.ask, &plan.goal) {
             _ if refused.is_some() => {}
             (Ask::StopNow { requeue }, _) => next.goal = end(view, next, End::Stopped { requeue: *requeue }),
@@ -472,10 +498,6 @@ impl Leading {
                 next.then = Then::Stop { requeue: *requeue };
                 self.stop_by = Some(now + *within);
             }
-            // Not yet: it is served when the job runs.
-            (Ask::Snapshot | Ask::Suspend, Goal::Start(_) | Goal::Resume(_) | Goal::Abort { .. }) => return,
-            // The snapshot in progress may lack what was done since it began.
-            (Ask::Snapshot, Goal::Prepare(_) | Goal::Pull(_) | Goal::Dump(_)) => return,
             (Ask::Snapshot, _) => self.wanted = true,
             (Ask::Suspend, Goal::Gather { .. }) => next.goal = Goal::Suspended,
             (Ask::Suspend, _) => next.then = Then::Suspend,

@@ -254,7 +254,7 @@ impl Member {
         let Some(plan) = view.plan.as_ref().map(|plan| &plan.value) else { return orders };
         self.recorded.extend(view.images.keys().map(|number| (*number, plan.origin)));
         let ours = self.fence.incarnation.is_some() && plan.crew.get(&self.rank) == self.fence.incarnation.as_ref();
-        self.settle_snapshot(view, plan, &mut orders);
+        self.settle_snapshot(view, plan, options, &mut orders);
         if self.job.exists() && !(ours && plan.goal.is_alive() && plan.epoch == self.epoch) {
             orders.extend(self.kill());
         } else if ours || (self.is_completed(plan) && self.has_joined(view)) {
@@ -339,7 +339,7 @@ impl Member {
     }
 
     /// A snapshot that the plan no longer names is over. Its part is kept if the group image was recorded.
-    fn settle_snapshot(&mut self, view: &View, plan: &Plan, orders: &mut Vec<Order>) {
+    fn settle_snapshot(&mut self, view: &View, plan: &Plan, options: &Options, orders: &mut Vec<Order>) {
         let (Some(number), true) = (self.job.snapshot(), plan.epoch == self.epoch) else { return };
         if matches!(plan.goal, Goal::Prepare(wanted) | Goal::Pull(wanted) | Goal::Dump(wanted) if wanted == number) {
             return;
@@ -348,7 +348,8 @@ impl Member {
         match (&self.job, recorded) {
             (Job::Dumped(_, part), Some(recorded)) if part == recorded => {
                 let (epoch, origin) = (self.epoch, plan.origin);
-                self.parts.insert(number, Progress { part: part.clone(), epoch, origin, stored: Stored::Staged });
+                let (size, stored) = (options.size, Stored::Staged);
+                self.parts.insert(number, Progress { part: part.clone(), epoch, origin, size, stored });
                 self.storing.insert(number);
                 if plan.goal.is_alive() {
                     self.job = Job::Running;

@@ -1,6 +1,6 @@
 //! Which requests are served, why others are not, and what becomes of one.
 
-use crate::documents::{Ask, Asked, Epoch, From, Goal, Incarnation, Plan, Then, View};
+use crate::documents::{Ask, Asked, Ending, Epoch, From, Goal, Incarnation, Plan, Rank, Report, State, Then, View};
 use crate::images;
 
 /// Whether the leader serves this request, as far as this view tells. A supervisor asks this before it passes a request
@@ -41,8 +41,22 @@ pub fn admits(view: &View, ask: &Ask) -> Result<(), String> {
         (Ask::Snapshot, Goal::Suspended) => Err("the job is suspended: resume it first".into()),
         (Ask::Snapshot, Goal::Gather { .. }) => Err("the job does not run: it waits to be started".into()),
         (Ask::Snapshot, _) if plan.then == Then::Suspend => Err("the job is being suspended".into()),
-        (Ask::Snapshot | Ask::Suspend, _) => Ok(()),
+        (Ask::Suspend, Goal::Gather { .. }) => Ok(()),
+        (Ask::Snapshot | Ask::Suspend, _) => completed(view, plan).map_or(Ok(()), |rank| Err(without(rank))),
     }
+}
+
+/// A member whose job has completed in this epoch. Its part of the job is in no later group image, so there is none until
+/// the end of the run.
+pub(crate) fn completed(view: &View, plan: &Plan) -> Option<Rank> {
+    let is = |report: &Report| report.epoch == plan.epoch && report.state == State::Over(Ending::Completed);
+    let of_crew = |rank: &Rank, report: &Report| plan.crew.get(rank) == Some(&report.incarnation);
+    view.members.iter().find(|(rank, report)| of_crew(rank, report) && is(report)).map(|(rank, _)| *rank)
+}
+
+/// Why there is no snapshot then.
+pub(crate) fn without(rank: Rank) -> String {
+    format!("the job of {rank} has completed, so no snapshot can be taken")
 }
 
 /// What has become of a request.

@@ -6,7 +6,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::documents::{Ask, End, Ending, Epoch, From, Goal, Incarnation, Number, Part, Progress, Rank, State, Stored};
+use crate::documents::{
+    Ask, End, Ending, Epoch, From, Goal, GroupImage, Incarnation, Number, Part, Progress, Rank, State, Stored,
+    Versioned,
+};
 use crate::machine::{Action, Answer, Event, Local, Machine, Order, Write};
 use crate::simulator::coordinator::{Coordinator, TTL};
 use crate::simulator::node::options;
@@ -146,7 +149,8 @@ fn part(rank: u32, number: Number) -> Part {
 fn durable(rank: u32, numbers: &[u64]) -> BTreeMap<Number, Progress> {
     let of = |number| {
         let number = Number(number);
-        (number, Progress { part: part(rank, number), epoch: Epoch(3), origin: OLD, stored: Stored::Durable })
+        let (epoch, origin, stored) = (Epoch(3), OLD, Stored::Durable);
+        (number, Progress { part: part(rank, number), epoch, origin, size: 0, stored })
     };
     numbers.iter().map(|number| of(*number)).collect()
 }
@@ -300,6 +304,51 @@ fn the_job_does_not_start_from_the_beginning_for_want_of_a_part() {
     group.wait(TTL);
     let why = "the coordinator has no record of group image 7, and not all of its parts are there";
     assert_eq!(group.last(0), Some(&Order::Finish(End::Missing { why: why.into() })));
+}
+
+/// Each member's parts of group image 4, which has parts of this many machines.
+fn of(size: u32, rank: u32) -> BTreeMap<Number, Progress> {
+    let parts = if rank < size { durable(rank, &[4]) } else { BTreeMap::new() };
+    parts.into_iter().map(|(number, progress)| (number, Progress { size, ..progress })).collect()
+}
+
+#[test]
+fn a_group_image_of_another_number_of_machines_is_not_used() {
+    for (now, then) in [(3, 2), (2, 3)] {
+        // The coordinator has lost its data, or it knows the group image.
+        for is_recorded in [false, true] {
+            let mut group = Group::unjoined(now, &|rank| of(then, rank), Epoch(3));
+            if is_recorded {
+                let parts = (0..then).map(|rank| (Rank(rank), part(rank, Number(4)))).collect();
+                let value = GroupImage { epoch: Epoch(3), parts, committed: true };
+                let image = Versioned { value, revision: 0 };
+                Arc::make_mut(&mut group.coordinator.view).images.insert(Number(4), image);
+            }
+            (0..group.machines.len()).for_each(|at| group.join(at));
+            group.wait(TTL);
+            let Goal::End(End::Refused { why }) = group.goal() else { panic!("{:?}", group.goal()) };
+            assert_eq!(
+                why,
+                format!(
+                    "group image 4 has parts of {then} machines, and the group has {now} (group.nodes): start it with \
+                    --nodes {then}, or all machines with --fresh, from the beginning"
+                )
+            );
+            for orders in &group.orders {
+                assert!(!orders.iter().any(|order| matches!(order, Order::Start { .. })), "{orders:?}");
+                assert!(matches!(orders.last(), Some(Order::Finish(End::Refused { .. }))), "{orders:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_group_of_another_number_of_machines_can_start_from_the_beginning() {
+    let mut group = Group::unjoined(3, &|rank| of(2, rank), Epoch(3));
+    group.machines = group.machines.into_iter().map(|machine| machine.starting(true, Number(0))).collect();
+    (0..3).for_each(|at| group.join(at));
+    group.wait(TTL);
+    assert_eq!(group.goal(), Goal::Start(From::Beginning));
 }
 
 #[test]

@@ -12,7 +12,7 @@
 //! - Both apply separately to the images of the current line: after a rewind, the images of the old line are newer.
 //! - The image that will be proven next is kept until it is, unless there is no space: if images are taken faster than
 //!   they are proven, none would ever be proven.
-//! - No rule and no bound removes a pinned image.
+//! - No rule and no bound removes a pinned image, or a good one that is a part of a group image.
 //! - An image that is being replicated is kept until then, unless a new image has no space otherwise.
 //! - Only an image whose manifest was read counts as good; an unreadable one is neither counted nor removed. Bad images
 //!   are kept for a while, not counted, so that a wrong mark loses nothing at once.
@@ -36,7 +36,7 @@ use std::time::Duration;
 use chrono::{DateTime, Utc};
 
 use super::id::ImageId;
-pub use facts::{FactKind, Facts, Line, Pin, Policy, Proof, Room, Use, await_proof};
+pub use facts::{FactKind, Facts, Line, Pin, Policy, Proof, Room, Use, Whole, await_proof};
 pub(crate) use reason::KeepReason;
 pub(crate) use reason::Note;
 pub(crate) use reason::RemoveReason;
@@ -133,6 +133,7 @@ fn expendable(facts: &[Facts], plan: &Plan) -> Vec<ImageId> {
         | KeepReason::NewestProven
         | KeepReason::Pinned
         | KeepReason::MaybePinned
+        | KeepReason::PartOfGroup
         | KeepReason::NoGoodImage
         | KeepReason::Unknown => true,
         KeepReason::OneOfTheLast(_)
@@ -193,6 +194,9 @@ fn by_rules(facts: &[Facts], policy: &Policy, now: DateTime<Utc>) -> Plan {
             Pin::None => {}
             Pin::Pinned => reasons.push(KeepReason::Pinned),
             Pin::Unreadable => reasons.push(KeepReason::MaybePinned),
+        }
+        if it.kind == FactKind::Good && it.whole == Whole::Group {
+            reasons.push(KeepReason::PartOfGroup);
         }
         if it.in_use == Use::Replicating {
             reasons.push(KeepReason::Replicating);

@@ -101,6 +101,22 @@ impl Machine {
         ip(&format!("link set {} {}", self.veth, if off { "down" } else { "up" }));
     }
 
+    /// What `ip link` shows of the job's device.
+    pub(crate) fn device_of_job(&self) -> String {
+        let Some(process) = self.process_of_job() else { return String::new() };
+        let net = format!("--net=/proc/{process}/ns/net");
+        let output = Command::new("nsenter").args([&net, "ip", "link", "show", "rk0"]).output().unwrap();
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    }
+
+    /// Its network has packets of this size from now on.
+    pub(crate) fn set_mtu(&self, mtu: u32) {
+        let net = format!("--net=/proc/{}/ns/net", self.keeper.id());
+        let args = format!("link set eth0 mtu {mtu}");
+        assert!(Command::new("nsenter").args([&net, "ip"]).args(args.split(' ')).status().unwrap().success());
+        ip(&format!("link set {} mtu {mtu}", self.veth));
+    }
+
     pub(crate) fn signal(&self, signal: Signal) {
         let id = self.supervisor.as_ref().expect("a supervisor").id();
         kill(Pid::from_raw(id as i32), signal).unwrap();
@@ -192,6 +208,11 @@ impl Lab {
     pub(crate) fn set(&mut self, key: &str, value: &str) {
         let others = self.config.lines().filter(|line| !line.starts_with(&format!("{key} = ")));
         self.config = others.map(|line| format!("{line}\n")).collect::<String>() + &format!("{key} = {value}\n");
+    }
+
+    /// The next run has another number of machines.
+    pub(crate) fn resize(&mut self, members: usize) {
+        self.members = members;
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {

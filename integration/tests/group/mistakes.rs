@@ -34,12 +34,77 @@ fn a_part_alone_is_not_restored() {
     if !gate() {
         return;
     }
-    let mut lab = Lab::new(2, 3000);
+    let mut lab = Lab::new(2, 60_000);
     lab.run_all();
-    lab.said(0, "was stored in", 1);
+    lab.said(0, "was stored in", 3);
     lab.machines[0].signal(nix::sys::signal::Signal::SIGTERM);
     assert_eq!((lab.ends(0), lab.ends(1)), (143, 143));
     let output = lab.command(0, 0).args(["restore", "ring.0"]).output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.code() == Some(2) && said.contains("only restored as a whole"), "{said}");
+    // The same command for this machine alone, and rules for one machine.
+    for fresh in [&[][..], &["--fresh"]] {
+        let ring = lab.ring();
+        let run = [&["run", "--name", "ring.0"], fresh, &["--"]].concat();
+        let output = lab.command(0, 0).args(run).args(&ring).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(2) && said.contains("one machine's part of a job over several"), "{said}");
+    }
+    let parts = || lab.command(0, 0).args(["list", "ring.0", "--json"]).output().unwrap().stdout;
+    let before = parts();
+    let output = lab.command(0, 0).args(["prune", "ring.0", "--keep-last", "1"]).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && said.contains("nothing was removed"), "{said}");
+    assert_eq!(parts(), before);
+    lab.run_all();
+    (0..2).for_each(|rank| lab.said(rank, "the job was restored from image", 1));
+    lab.machines[0].signal(nix::sys::signal::Signal::SIGTERM);
+    assert_eq!((lab.ends(0), lab.ends(1)), (143, 143));
+    (0..2).for_each(|rank| assert!(!lab.out(rank).contains("WRONG")));
+}
+
+#[test]
+fn a_group_image_of_another_number_of_machines_is_refused_by_all_and_kept() {
+    if !gate() {
+        return;
+    }
+    let mut lab = Lab::new(3, 3000);
+    lab.run_all();
+    lab.said(0, "is committed", 1);
+    lab.machines[0].signal(nix::sys::signal::Signal::SIGTERM);
+    (0..3).for_each(|machine| assert_eq!(lab.ends(machine), 143));
+    lab.resize(2);
+    let starts: Vec<usize> = (0..2).map(|rank| lab.log(rank).matches("the group starts from").count()).collect();
+    lab.run_all();
+    assert_eq!((lab.ends(0), lab.ends(1)), (78, 78));
+    for (rank, before) in starts.into_iter().enumerate() {
+        let log = lab.log(rank);
+        assert!(log.contains("has parts of 3 machines, and the group has 2 (group.nodes)"), "{log}");
+        assert_eq!(log.matches("the group starts from").count(), before);
+    }
+    lab.resize(3);
+    lab.run_all();
+    (0..3).for_each(|rank| lab.said(rank, "the job was restored from image", 1));
+    (0..3).for_each(|machine| assert_eq!(lab.ends(machine), 0));
+    lab.assert_whole();
+}
+
+#[test]
+fn machines_whose_networks_would_not_meet_start_nothing() {
+    if !gate() {
+        return;
+    }
+    let mut lab = Lab::new(2, 100);
+    lab.run(0, 0, &[]);
+    lab.said(0, "rekindle", 1);
+    std::thread::sleep(std::time::Duration::from_secs(1));
+    lab.set("group.port", "4790");
+    lab.run(1, 1, &[]);
+    assert_eq!(lab.ends(1), 78);
+    let log = lab.log(1);
+    assert!(
+        log.contains("(group.network, group.port) is vxlan, UDP port 4789 there and vxlan, UDP port 4790 here"),
+        "{log}"
+    );
+    assert!(!log.contains("the group starts from"));
 }

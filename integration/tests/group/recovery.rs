@@ -142,3 +142,23 @@ fn a_job_whose_supervisor_stands_still_has_ended_before_the_others_continue() {
     assert_eq!((lab.ends(0), lab.ends(1)), (143, 143));
     (0..2).for_each(|rank| assert!(!lab.out(rank).contains("WRONG")));
 }
+
+#[test]
+fn a_machine_whose_network_has_smaller_packets_takes_the_place_of_another() {
+    if !gate() {
+        return;
+    }
+    let mut lab = Lab::with_spare(2, 4000);
+    lab.machines[2].set_mtu(1300);
+    lab.run_all();
+    lab.said(1, STORED, 2);
+    lab.machines[1].kill();
+    lab.run(2, 1, &[]);
+    (0..2).for_each(|rank| lab.said(rank, RESTORED, 1));
+    // Where a bridge has no br_netfilter, larger packets would be dropped, and the connections would stand still.
+    for machine in [0, 2] {
+        wait_for("small packets on all machines", || lab.machines[machine].device_of_job().contains("mtu 1250 "));
+    }
+    assert_eq!((lab.ends(0), lab.ends(2)), (0, 0));
+    lab.assert_whole();
+}

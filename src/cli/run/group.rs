@@ -11,9 +11,8 @@ use crate::policy;
 use crate::scheduler::Scheduler;
 use crate::supervisor::Membered;
 use rekindle_criu::Criu;
-use rekindle_engine::launch::JobSpec;
-use rekindle_engine::launch::group::{DEVICE, Subnet};
-use rekindle_engine::launch::host;
+use rekindle_engine::launch::group::{DEVICE, Subnet, largest_packet};
+use rekindle_engine::launch::{JobSpec, host, identity};
 use rekindle_etcd::Secret;
 use rekindle_group::{Limits, Options, Rank, Restart};
 use rekindle_store::{JobFolder, JobName};
@@ -146,6 +145,12 @@ impl Place {
             }
         };
         let subnet: Subnet = of.subnet.0;
+        // Before anything is started: the network could not be made.
+        let packet = match &of.network {
+            GroupNetwork::Vxlan => Some(largest_packet(address)?),
+            GroupNetwork::Bridge(_) => None,
+        };
+        let user = config.job.user.as_deref().map(identity::lookup).transpose()?;
         let node = Node {
             host: host::describe().name,
             address,
@@ -155,6 +160,12 @@ impl Place {
             size: of.nodes,
             subnet: subnet.to_string(),
             lease_s: of.lease.as_secs(),
+            network: match &of.network {
+                GroupNetwork::Vxlan => format!("vxlan, UDP port {}", of.port),
+                GroupNetwork::Bridge(name) => format!("bridge:{name}"),
+            },
+            packet,
+            user: user.map_or(0, |user| user.uid),
         };
         let layout = Layout {
             group: self.name.clone(),
@@ -168,10 +179,29 @@ impl Place {
             address,
             directory: folder.bin_dir(),
         };
-        let options = options(config, self.rank, keep);
+        let options = Options { leases_end_early: leases_end_early(&coordinator), ..options(config, self.rank, keep) };
         let identity = Identity { group: self.name, rank: self.rank, node, lease: of.lease, former: None };
         Ok(Membered { coordinator, own, identity, options, layout, is_fresh })
     }
+}
+
+/// Whether the coordinator may end a lease too early. What is unknown may be so: then the others wait longer after a
+/// machine is lost.
+fn leases_end_early(coordinator: &Coordinator) -> bool {
+    let Coordinator::Given(options) = coordinator else {
+        // It has one member.
+        return false;
+    };
+    let answer = rekindle_etcd::may_end_leases_early(options);
+    match &answer {
+        Ok(false) => {}
+        Ok(true) => tracing::info!(
+            "etcd before 3.4.31 and 3.5.13 may end leases too early (etcd#15247): after a machine is lost, the others \
+            wait for the time of a lease (group.lease) longer"
+        ),
+        Err(error) => tracing::debug!("it is unknown whether etcd may end leases too early: {error}"),
+    }
+    answer.unwrap_or(true)
 }
 
 fn options_of(of: &Group, members: &[String]) -> rekindle_etcd::Options {
@@ -216,7 +246,8 @@ fn options(config: &Config, rank: Rank, keep: usize) -> Options {
         keep,
         lease: config.group.lease,
         fence: config.group.lease / FENCE_PART,
-        leases_end_early: false,
+        // What is certain if nobody was asked.
+        leases_end_early: true,
     }
 }
 

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-use rekindle_etcd::{Local, LocalOptions, Options};
+use rekindle_etcd::{Local, LocalOptions, Options, Secret};
 use rekindle_group::{
     self as group, Action, Ask, End, Ending, Epoch, Event, From, Incarnation, Limits, Local as Happened, Machine,
     Number, Order, Part, Progress, Rank, Restart, Stored,
@@ -29,6 +29,9 @@ fn node(size: u32) -> Node {
         size,
         subnet: "10.213.0.0/16".into(),
         lease_s: LEASE.as_secs(),
+        network: "vxlan, UDP port 4789".into(),
+        packet: Some(1450),
+        user: 0,
     }
 }
 
@@ -168,7 +171,13 @@ fn live(
                         let part = Part { image: number.to_string(), digest: "x".into() };
                         parts.insert(
                             number,
-                            Progress { part: part.clone(), epoch, origin: Incarnation(1), stored: Stored::Durable },
+                            Progress {
+                                part: part.clone(),
+                                epoch,
+                                origin: Incarnation(1),
+                                size: 0,
+                                stored: Stored::Durable,
+                            },
                         );
                         events.push_back(Event::Local(Happened::Dumped(number, part)));
                     }
@@ -237,7 +246,7 @@ fn a_group_starts_takes_images_and_goes_back_to_the_newest() {
     // One that is killed is waited for until its lease is over, and replaced by one that has its parts.
     let parts = |number| {
         let part = Part { image: Number(number).to_string(), digest: "x".into() };
-        (Number(number), Progress { part, epoch: Epoch(1), origin: Incarnation(1), stored: Stored::Durable })
+        (Number(number), Progress { part, epoch: Epoch(1), origin: Incarnation(1), size: 0, stored: Stored::Durable })
     };
     group[2].words.send(Word::Vanish).unwrap();
     group[2] = member(&options, 2, 3, [parts(1), parts(2)].into());
@@ -271,5 +280,39 @@ fn a_group_whose_coordinator_is_away_ends_its_job_and_goes_on() {
     group[1].words.send(Word::Ask(Ask::StopNow { requeue: false })).unwrap();
     for member in &group {
         member.until(|said| *said == Said::Finished(End::Stopped { requeue: false }));
+    }
+}
+
+#[test]
+fn a_certificate_that_is_missing_for_a_moment_ends_no_job() {
+    if !etcd() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (local, options) = local(folder.path());
+    let Some((Secret::Text(certificate), Secret::Text(key))) = options.identity.clone() else { panic!("it has one") };
+    let [certificate_file, key_file] = ["crt", "key"].map(|name| folder.path().join(name));
+    std::fs::write(&certificate_file, certificate).unwrap();
+    std::fs::write(&key_file, &key).unwrap();
+    let identity = Some((Secret::File(certificate_file), Secret::File(key_file.clone())));
+    let options = Options { identity, ..options };
+    let group: Vec<Handle> = (0..2).map(|rank| member(&options, rank, 2, BTreeMap::new())).collect();
+    for member in &group {
+        member.until(|said| *said == Said::Runs);
+    }
+    // It is replaced in two steps, and etcd is started again in between.
+    std::fs::remove_file(&key_file).unwrap();
+    let pid = nix::unistd::Pid::from_raw(local.pid().unwrap());
+    nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).unwrap();
+    for member in &group {
+        member.words.send(Word::Ask(Ask::Snapshot)).unwrap();
+    }
+    // A write whose answer is lost is tried again after a second.
+    std::thread::sleep(Duration::from_millis(1500));
+    std::fs::write(&key_file, &key).unwrap();
+    std::thread::sleep(LEASE);
+    group[0].words.send(Word::Ask(Ask::StopNow { requeue: true })).unwrap();
+    for member in &group {
+        member.until(|said| *said == Said::Finished(End::Stopped { requeue: true }));
     }
 }

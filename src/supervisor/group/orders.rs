@@ -180,6 +180,7 @@ fn progress(image: &Image) -> Option<(Number, Progress)> {
         part: Part { image: image.id.to_string(), digest: part.mark.clone() },
         epoch: Epoch(part.epoch),
         origin: Incarnation(part.origin),
+        size: part.size,
         stored,
     };
     Some((Number(part.number), progress))

@@ -9,7 +9,7 @@ use crate::supervisor::memory::{Needed, turn};
 use crate::supervisor::state::State;
 use rekindle_store::ImageId;
 use rekindle_store::retention::admission::{self as room, Admission, Need};
-use rekindle_store::retention::{self, FactKind, Facts, Gathering, Line, Pin, Proof, Room, Sizes, Use};
+use rekindle_store::retention::{self, FactKind, Facts, Gathering, Line, Pin, Proof, Room, Sizes, Use, Whole};
 
 impl World {
     fn facts(&self) -> (Vec<Facts>, Sizes, Room) {
@@ -32,6 +32,7 @@ impl World {
                 } else {
                     Line::Other
                 },
+                whole: Whole::Itself,
             }
         });
         let mut facts: Vec<Facts> = facts.collect();

@@ -192,9 +192,8 @@ impl Plan {
 
     fn lay_vxlan(&self, job: BorrowedFd<'_>, vni: u32, port: u16, local: IpAddr) -> Result<Cable, Error> {
         let here = Links::here().map_err(failed("opening rtnetlink"))?;
-        let underlay = here.with_address(local).map_err(|_| Error::Underlay(local))?;
-        let headers = if local.is_ipv4() { 50 } else { 70 };
-        let mtu = self.mtu.unwrap_or_else(|| underlay.mtu.saturating_sub(headers));
+        let largest = packet_of(&here, local)?;
+        let mtu = self.mtu.map_or(largest, |mtu| mtu.min(largest));
         let hidden = links::new_namespace().map_err(failed("creating a network namespace"))?;
         let vxlan = Vxlan { vni, port, local, mtu };
         let deadline = Instant::now() + LEFTOVERS_END;
@@ -334,6 +333,20 @@ impl Drop for Unplugged<'_> {
             tracing::warn!("{error}: the job does not reach the other nodes");
         }
     }
+}
+
+/// The largest packet of the group's network, in bytes, that fits into one of the machine's network at this address.
+///
+/// # Errors
+/// When the machine does not have the address.
+pub fn largest_packet(local: IpAddr) -> Result<u32, Error> {
+    packet_of(&Links::here().map_err(failed("opening rtnetlink"))?, local)
+}
+
+fn packet_of(here: &Links, local: IpAddr) -> Result<u32, Error> {
+    let underlay = here.with_address(local).map_err(|_| Error::Underlay(local))?;
+    let headers = if local.is_ipv4() { 50 } else { 70 };
+    Ok(underlay.mtu.saturating_sub(headers))
 }
 
 /// Checks that this kernel has what the network of a group over several machines needs, and that the UDP port is free.

@@ -3,7 +3,7 @@
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use rekindle_etcd::{Change, Compare, Event, Op, Txn};
+use rekindle_etcd::{Change, Compare, Event, Op, Txn, check, may_end_leases_early};
 use rekindle_os::clock::since_boot;
 
 use crate::support::{Cluster, PREFIX, create, etcd, eventually, follow, key, next, put, quiet, value};
@@ -110,4 +110,23 @@ fn a_follower_sees_the_state_and_then_each_revision() {
     drop(follower);
     create(&client, "c", "3");
     assert!(events.recv_timeout(Duration::from_millis(300)).is_err());
+}
+
+#[test]
+fn it_is_known_before_a_lease_is_granted_whether_it_may_end_early() {
+    if !etcd() {
+        return;
+    }
+    for members in [1, 3] {
+        let cluster = Cluster::start(members);
+        let options = cluster.options();
+        let version = match &check(&options).unwrap().members[0].state {
+            Ok(state) => state.version.clone(),
+            Err(why) => panic!("{why}"),
+        };
+        let numbers: Vec<u32> = version.split('.').map_while(|part| part.parse().ok()).collect();
+        let is_old = numbers < vec![3, 4, 31] || (numbers >= vec![3, 5] && numbers < vec![3, 5, 13]);
+        assert_eq!(may_end_leases_early(&options).unwrap(), members > 1 && is_old, "{members} members of {version}");
+    }
+    assert!(may_end_leases_early(&rekindle_etcd::Options::new(["http://127.0.0.1:1"], PREFIX)).is_err());
 }

@@ -147,7 +147,7 @@ impl Node {
 }
 
 fn progress(piece: &Piece, stored: Stored) -> Progress {
-    Progress { part: piece.part.clone(), epoch: piece.epoch, origin: piece.origin, stored }
+    Progress { part: piece.part.clone(), epoch: piece.epoch, origin: piece.origin, size: 0, stored }
 }
 
 /// The settings in all histories. The times of the model fit them.

@@ -360,3 +360,80 @@ fn a_completed_job_runs_again_only_if_all_say_so() {
     let group = completed(&[false]);
     assert_eq!(group.last(0), Some(&Order::Finish(End::Completed)));
 }
+
+#[test]
+fn a_stop_does_not_wait_behind_a_request_that_is_not_served_yet() {
+    // Rank 0 asks while the job starts, or while another snapshot is taken.
+    for ask in [Ask::Snapshot, Ask::Suspend] {
+        let mut group = Group::new(2);
+        assert!(matches!(group.goal(), Goal::Start(_)));
+        group.tell(0, Event::Asked(ask));
+        group.settle();
+        group.tell(1, Event::Asked(Ask::StopNow { requeue: true }));
+        group.settle();
+        assert_eq!(group.goal(), Goal::End(End::Stopped { requeue: true }));
+    }
+    let mut group = Group::new(2);
+    group.starts();
+    group.wait(INTERVAL);
+    assert_eq!(group.goal(), Goal::Prepare(ONE));
+    group.tell(0, Event::Asked(Ask::Snapshot));
+    group.settle();
+    group.tell(1, Event::Asked(Ask::StopNow { requeue: true }));
+    group.settle();
+    assert_eq!(group.goal(), Goal::End(End::Stopped { requeue: true }));
+}
+
+#[test]
+fn a_stop_at_once_does_not_wait_for_the_end_of_an_abort() {
+    let mut group = Group::new(2);
+    group.starts();
+    group.wait(INTERVAL);
+    group.tell(0, Event::Local(Local::Refused(ONE, "no memory".into())));
+    group.settle();
+    assert!(matches!(group.goal(), Goal::Abort { .. }));
+    group.tell(1, Event::Asked(Ask::StopNow { requeue: false }));
+    group.settle();
+    assert_eq!(group.goal(), Goal::End(End::Stopped { requeue: false }));
+}
+
+#[test]
+fn no_snapshot_is_promised_once_the_job_of_one_machine_has_completed() {
+    let mut group = Group::new(2);
+    group.starts();
+    let mut early = group.asks(0, Ask::Suspend);
+    // It completes before the leader has seen the request.
+    group.tell(1, Event::Local(Local::Ended(Ending::Completed)));
+    group.settle();
+    assert_eq!(why(group.learns(&mut early)), "the job of rank 1 has completed, so no snapshot can be taken");
+    assert_eq!(group.goal(), Goal::Run);
+    for ask in [Ask::Snapshot, Ask::Suspend] {
+        let mut late = group.asks(0, ask);
+        group.settle();
+        assert_eq!(why(group.learns(&mut late)), "the job of rank 1 has completed, so no snapshot can be taken");
+    }
+    assert!(!group.orders.iter().flatten().any(|order| matches!(order, Order::Prepare(_))));
+}
+
+#[test]
+fn a_suspension_is_given_up_when_the_job_of_one_machine_completes() {
+    let mut group = Group::new(2);
+    group.starts();
+    // The part of an earlier snapshot is being stored: no other one is taken until then.
+    group.wait(INTERVAL);
+    group.dumps(ONE);
+    group.settle();
+    assert_eq!(group.goal(), Goal::Run);
+    let mut client = group.asks(0, Ask::Suspend);
+    group.settle();
+    assert_eq!(group.learns(&mut client), Outcome::Open);
+    group.tell(1, Event::Local(Local::Ended(Ending::Completed)));
+    // Its supervisor sees each plan before it reports that it has.
+    let view = Arc::clone(&group.coordinator.view);
+    group.tell(0, Event::View(view));
+    assert!(matches!(group.goal(), Goal::Abort { .. }));
+    assert_eq!(group.learns(&mut client), Outcome::Open);
+    group.settle();
+    assert_eq!(why(group.learns(&mut client)), "the job of rank 1 has completed, so no snapshot can be taken");
+    assert_eq!((group.goal(), group.plan().then), (Goal::Run, crate::documents::Then::RunOn));
+}

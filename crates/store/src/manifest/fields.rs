@@ -141,6 +141,9 @@ pub struct GroupPart {
     pub epoch: u64,
     /// The member that began the group. It tells group image 3 of a group from that of another one with its name.
     pub origin: u64,
+    /// Number of machines of the group, each of which has a part. 0 in images of versions that did not record it.
+    #[serde(default)]
+    pub size: u32,
     /// A random 128-bit number, in hexadecimal digits: another image of the same name is not this part.
     pub mark: String,
 }

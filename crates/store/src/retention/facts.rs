@@ -25,6 +25,18 @@ pub struct Facts {
     pub proof: Proof,
     /// Whether it is on the job's current line.
     pub line: Line,
+    /// Whether others need it.
+    pub whole: Whole,
+}
+
+/// Whether an image is restored alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Whole {
+    /// It is.
+    Itself,
+    /// It is a part of a group image. What one machine knows is not enough to remove it: it may be needed with older
+    /// parts of others. The group removes it.
+    Group,
 }
 
 /// Whether an image is on the job's current line. After a rewind the images of the old line have higher numbers, but
@@ -119,6 +131,10 @@ impl From<&Image> for Facts {
             in_use: Use::None,
             proof: Proof::None,
             line: Line::Ours,
+            whole: match image.manifest().and_then(|manifest| manifest.group.as_ref()) {
+                Some(_) => Whole::Group,
+                None => Whole::Itself,
+            },
         }
     }
 }

@@ -49,6 +49,8 @@ pub enum KeepReason {
     Pinned,
     /// Its tags cannot be read: it may be pinned.
     MaybePinned,
+    /// It is a part of a group image.
+    PartOfGroup,
     /// It is being replicated.
     Replicating,
     /// Bad, but one of this many; the mark may be wrong.
@@ -106,6 +108,7 @@ impl fmt::Display for KeepReason {
             KeepReason::FromTheFuture => f.write_str("taken later than now"),
             KeepReason::Pinned => f.write_str("pinned"),
             KeepReason::MaybePinned => f.write_str("tags.json cannot be read, so it counts as pinned"),
+            KeepReason::PartOfGroup => f.write_str("part of a group image: the group removes it"),
             KeepReason::Replicating => f.write_str("being replicated"),
             KeepReason::RecentBad(n) => write!(f, "bad, one of the last {n} bad ones"),
             KeepReason::NoGoodImage => f.write_str("there is no good image"),

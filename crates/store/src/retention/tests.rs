@@ -27,6 +27,7 @@ pub(super) fn fact(n: u32, seconds: i64, kind: FactKind) -> Facts {
         in_use: Use::None,
         proof: Proof::None,
         line: Line::Ours,
+        whole: Whole::Itself,
     }
 }
 
@@ -462,4 +463,15 @@ fn a_second_is_not_a_day() {
     let facts = [fact(1, 16 * HOUR - 1, Good), fact(2, 16 * HOUR, Good)];
     assert_eq!((facts[1].taken - facts[0].taken), TimeDelta::seconds(1));
     assert_eq!(removed(&planned(&facts, &Policy { keep_daily: 2, ..last(1) })), [0_u32; 0], "midnight is between");
+}
+
+#[test]
+fn parts_of_group_images_are_left_to_the_group() {
+    let mut facts = facts(&[Good, Good, Bad, Good]);
+    facts.iter_mut().for_each(|it| it.whole = Whole::Group);
+    assert_eq!(removed(&planned(&facts, &last(1))), [0_u32; 0]);
+    let bound = Policy { max_total: Some(0), ..last(1) };
+    let plan = plan(&facts, &bound, at(0), &each(&facts, 10), &NO_NEED);
+    assert_eq!(removed(&plan), [3], "one that is marked as bad is no use to the group");
+    assert_eq!(reasons(&plan)[0], "part of a group image: the group removes it");
 }

@@ -22,6 +22,9 @@ fn nodes() -> BTreeMap<Rank, Node> {
         size: SIZE,
         subnet: "10.213.0.0/16".into(),
         lease_s: 30,
+        network: "vxlan, UDP port 4789".into(),
+        packet: Some(1450),
+        user: 0,
     };
     (0..).map(Rank).zip(["a", "b", "c"].map(node)).collect()
 }
@@ -230,7 +233,7 @@ fn what_the_group_waits_for_is_named() {
     assert_eq!(it.waits_for(), None, "nobody stores it");
     let report = it.view.members.get_mut(&Rank(1)).unwrap();
     report.storing = true;
-    let progress = Progress { part, epoch: Epoch(1), origin: Incarnation(10), stored: Stored::Staged };
+    let progress = Progress { part, epoch: Epoch(1), origin: Incarnation(10), size: 3, stored: Stored::Staged };
     report.parts.insert(n, progress);
     assert_eq!(it.waits_for().as_deref(), Some("rank 1 (b) to store group image 7"));
 

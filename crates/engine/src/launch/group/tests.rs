@@ -65,6 +65,7 @@ fn an_address_that_the_machine_lacks_is_named() {
     let local = "192.0.2.77".parse().unwrap();
     let error = plan(Kind::Vxlan { vni: 1, port: 4790, local }).join(job.as_fd(), 1).unwrap_err();
     assert!(matches!(error, Error::Underlay(_)), "{error:?}");
+    assert!(matches!(largest_packet(local), Err(Error::Underlay(_))));
 }
 
 #[test]
@@ -82,6 +83,7 @@ fn a_cable_is_out_at_first_and_leaves_nothing() {
             inside.find(DEVICE).unwrap()
         };
         assert_eq!(carrier().mtu, cable.mtu());
+        assert_eq!(cable.mtu(), largest_packet([127, 0, 0, 1].into()).unwrap());
         let begun = Instant::now();
         for _ in 0..10 {
             cable.plug().unwrap();
