@@ -14,6 +14,7 @@
 
 mod memory;
 mod orders;
+mod replica;
 mod requests;
 mod seen;
 mod waits;
@@ -25,6 +26,7 @@ use std::time::{Duration, Instant};
 use signal_hook::consts::SIGTERM;
 
 use self::memory::{Memory, remember};
+use self::replica::{Fetched, Listed, Remote};
 use self::requests::Requests;
 use self::seen::Seen;
 use super::signals::STOPS;
@@ -60,6 +62,8 @@ pub(crate) struct Membered {
     pub(crate) layout: Layout,
     /// Whether the user wants to start from the beginning.
     pub(crate) is_fresh: bool,
+    /// Whether parts that are only in the replica are used. They are not if the job has completed elsewhere.
+    pub(crate) uses_replica: bool,
 }
 
 /// What threads of this supervisor wait for.
@@ -87,6 +91,8 @@ pub(super) struct Member {
     threads: Threads,
     /// The images that are parts of group images.
     parts: BTreeMap<Number, ImageId>,
+    /// Those in the replica.
+    remote: Remote,
     requests: Requests,
     /// The group, for those who look at it from outside.
     seen: Seen,
@@ -118,6 +124,7 @@ impl Member {
             network: None,
             threads: Threads::default(),
             parts: BTreeMap::new(),
+            remote: Remote::default(),
             requests: Requests {
                 stop: None,
                 pending: Vec::new(),
@@ -169,6 +176,10 @@ pub(super) enum News {
     Told(Told),
     /// From the thread that takes a snapshot.
     Local(Local),
+    /// The parts in the replica.
+    Listed(Result<Vec<Listed>, rekindle_replica::Error>),
+    /// A part was fetched from the replica, or was not.
+    Fetched(Fetched),
 }
 
 impl Owner<'_> {
@@ -181,6 +192,8 @@ impl Owner<'_> {
         match news {
             News::Told(told) => self.group_told(told),
             News::Local(local) => self.group_step(rekindle_group::Event::Local(local)),
+            News::Listed(listed) => self.listed(listed),
+            News::Fetched(fetched) => self.fetched(fetched),
         }
     }
 
@@ -429,6 +442,7 @@ impl Owner<'_> {
     /// Leaves the group, so that the others need not wait.
     pub(super) fn leave_group(&mut self, messages: &mpsc::Receiver<Message>) {
         if let Some(member) = self.group.take() {
+            member.remote.call_off();
             member.session.leave(LEAVE);
         }
         let Some(group) = &self.setup.group else { return };

@@ -295,7 +295,9 @@ impl Owner<'_> {
                 self.tell(What::Stored { image: image.id, took_us: micros(took), written });
                 self.reporting.published.persist_failure = None;
                 self.answer_stored(&image);
-                self.replicate(image);
+                if !self.is_in_group() {
+                    self.replicate(image);
+                }
                 if self.machine.is_postponed() && self.machine.held_off().is_none() {
                     let text = format!(
                         "a snapshot had to wait: storing the image before it took {}, longer than the interval",

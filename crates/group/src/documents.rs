@@ -64,6 +64,21 @@ pub enum Stored {
     Durable,
 }
 
+/// Whether the replica has a part.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Replicated {
+    /// It does not, as far as the member knows.
+    #[default]
+    No,
+    /// It does not, and the member cannot send it.
+    Failed,
+    /// It does.
+    Yes,
+    /// It does, and the member's store does not: the part must be fetched before the job starts from it.
+    Only,
+}
+
 /// A part that a member can restore.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Progress {
@@ -74,8 +89,11 @@ pub struct Progress {
     /// The origin of the plan at that time: it tells one group image 3 from another. Epochs and numbers start again if
     /// the coordinator loses its data and no machine has parts.
     pub origin: Incarnation,
-    /// Where it is.
+    /// Where it is. A part that is only in the replica is durable.
     pub stored: Stored,
+    /// Whether the replica has it.
+    #[serde(default)]
+    pub replicated: Replicated,
 }
 
 /// What the job of a member starts from.
@@ -434,6 +452,19 @@ impl Left {
     }
 }
 
+/// Whether the replica has a group image, or is to have it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Replica {
+    /// Neither, as far as is known.
+    #[default]
+    No,
+    /// All members send their parts.
+    Wanted,
+    /// It has all parts.
+    Whole,
+}
+
 /// A group image: one part for each rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupImage {
@@ -443,6 +474,9 @@ pub struct GroupImage {
     pub parts: BTreeMap<Rank, Part>,
     /// Whether each part is durable.
     pub committed: bool,
+    /// Whether it is in the replica.
+    #[serde(default)]
+    pub replica: Replica,
 }
 
 /// A value of the coordinator, and the revision of its last change.

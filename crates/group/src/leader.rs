@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::documents::{
     Aim, Ask, End, Ending, Epoch, Fresh, From, Goal, GroupImage, Incarnation, Last, Left, Number, Part, Plan, Rank,
-    Refusal, Report, State, Then, View,
+    Refusal, Replica, Report, State, Then, View,
 };
 use crate::images;
 use crate::machine::{Options, Write};
@@ -95,7 +95,7 @@ impl Leading {
             next.serial += 1;
             return Some(Write::Plan { plan: Box::new(next), was: Some(old.revision), image });
         }
-        images::unneeded(view, old, options.keep)
+        images::replicate(view, plan, options).or_else(|| images::unneeded(view, old, options))
     }
 
     fn watch(&mut self, plan: &Plan, now: Instant) {
@@ -241,7 +241,7 @@ impl Leading {
                     next.goal = Goal::Abort { number, why };
                 } else if parts.len() == hands.len() {
                     next.goal = if plan.then == Then::RunOn { Goal::Resume(number) } else { Goal::Suspended };
-                    return Some((number, GroupImage { epoch: plan.epoch, parts, committed: false }));
+                    return Some((number, GroupImage { epoch: plan.epoch, parts, committed: false, replica: Replica::No }));
                 } else if self.is_due(since + options.limits.dump, now) {
                     next.goal = Goal::Abort { number, why: format!("not dumped in time: {}", late(&hands, plan)) };
                 }
@@ -392,6 +392,8 @@ impl Leading {
                 );
                 next.goal = end(view, next, End::Failed { why, last: plan.last });
             }
+            // Each member fetches its part while nothing runs. It says so if it cannot.
+            Ok(From::Image(number)) if !images::is_here(view, number) => {}
             Ok(from) => {
                 next.epoch = Epoch(known.max(plan.epoch).0 + 1);
                 next.crew = view.members.iter().map(|(rank, report)| (*rank, report.incarnation)).collect();

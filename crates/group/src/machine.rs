@@ -28,6 +28,8 @@ pub struct Options {
     pub restart: Restart,
     /// Number of committed group images that are kept.
     pub keep: usize,
+    /// Whether the member has a replica.
+    pub replicates: bool,
     /// How long a lease lives without a renewal.
     pub lease: Duration,
     /// A member ends its job this long before its lease can expire. Covers the time to end the job, and the error of
@@ -130,6 +132,12 @@ pub enum Local {
     NotStored(Number),
     /// Its part of this group image does not exist any more.
     Gone(Number),
+    /// Its part of this group image was fetched from the replica.
+    Fetched(Number),
+    /// The replica has its part of this group image.
+    Replicated(Number),
+    /// Its part of this group image cannot be sent to the replica.
+    NotReplicated(Number),
     /// The parts that it can restore: the answer to [`Order::List`].
     Parts(BTreeMap<Number, Progress>),
 }
@@ -219,6 +227,11 @@ pub enum Order {
     Store(Number),
     /// Remove the part, which is no longer needed.
     Forget(Number),
+    /// Fetch the part from the replica: the job is to be started from it. Answer: [`Local::Fetched`], or [`Local::Gone`]
+    /// if it cannot be used.
+    Fetch(Number),
+    /// Send the part to the replica. Answer: [`Local::Replicated`] or [`Local::NotReplicated`].
+    Replicate(Number),
     /// The run is over.
     Finish(End),
 }

@@ -4,9 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
 use crate::documents::{
-    Ask, Asked, End, Ending, Epoch, Fresh, From, Goal, Incarnation, Number, Part, Plan, Progress, Rank, Report, State,
-    Stored, View,
+    Ask, Asked, End, Ending, Epoch, Fresh, From, Goal, Incarnation, Number, Part, Plan, Progress, Rank, Replica,
+    Replicated, Report, State, Stored, View,
 };
+use crate::images;
 use crate::machine::{Local, Options, Order, Write};
 
 /// The job of this member.
@@ -92,6 +93,10 @@ pub(crate) struct Member {
     recorded: BTreeMap<Number, Incarnation>,
     /// Parts that are being stored.
     storing: BTreeSet<Number>,
+    /// The part that is being fetched from the replica.
+    fetching: Option<Number>,
+    /// Parts that are being sent to the replica.
+    sending: BTreeSet<Number>,
     asked: Option<Asked>,
     /// When this process first saw that another supervisor has this rank.
     taken: Option<Instant>,
@@ -115,6 +120,8 @@ impl Member {
             listed: Listed::No,
             recorded: BTreeMap::new(),
             storing: BTreeSet::new(),
+            fetching: None,
+            sending: BTreeSet::new(),
             asked: None,
             taken: None,
             fresh: Fresh::No,
@@ -235,8 +242,27 @@ impl Member {
             (Local::Gone(number), _) => {
                 self.storing.remove(&number);
                 self.parts.remove(&number);
+                self.fetching = self.fetching.filter(|fetching| *fetching != number);
+            }
+            (Local::Fetched(number), _) => {
+                self.fetching = self.fetching.filter(|fetching| *fetching != number);
+                self.replicated(number, Replicated::Yes);
+            }
+            (Local::Replicated(number), _) => {
+                self.sending.remove(&number);
+                self.replicated(number, Replicated::Yes);
+            }
+            (Local::NotReplicated(number), _) => {
+                self.sending.remove(&number);
+                self.replicated(number, Replicated::Failed);
             }
             _ => {}
+        }
+    }
+
+    fn replicated(&mut self, number: Number, replicated: Replicated) {
+        if let Some(part) = self.parts.get_mut(&number) {
+            part.replicated = replicated;
         }
     }
 
@@ -262,7 +288,44 @@ impl Member {
             self.obey(view, plan, options, now, &mut orders);
         }
         self.forget(view, plan, &mut orders);
+        orders.extend(self.fetch(view));
+        self.replicate(view, plan, options, &mut orders);
         orders
+    }
+
+    /// The job is to be started from a part that is only in the replica.
+    fn fetch(&mut self, view: &View) -> Option<Order> {
+        let (number, members) = images::fetching(view)?;
+        let is_ours = members.contains(&self.rank) && self.has_joined(view);
+        let is_away = self.parts.get(&number).is_some_and(|part| part.replicated == Replicated::Only);
+        if !is_ours || !is_away || self.fetching.is_some() || self.job.exists() {
+            return None;
+        }
+        self.fetching = Some(number);
+        Some(Order::Fetch(number))
+    }
+
+    /// Sends its part of the group image that is wanted in the replica. The last one of a run is sent after its end.
+    fn replicate(&mut self, view: &View, plan: &Plan, options: &Options, orders: &mut Vec<Order>) {
+        if matches!(plan.goal, Goal::End(_)) || !self.has_joined(view) {
+            return;
+        }
+        let is_wanted = |number: &Number| view.images.get(number).is_some_and(|it| it.value.replica == Replica::Wanted);
+        self.sending.retain(is_wanted);
+        for (number, image) in view.images.iter().filter(|(_, image)| image.value.replica == Replica::Wanted) {
+            let Some(part) = self.parts.get_mut(number) else { continue };
+            let is_open = part.replicated == Replicated::No && image.value.parts.get(&self.rank) == Some(&part.part);
+            if !is_open || self.sending.contains(number) {
+                continue;
+            }
+            match options.replicates {
+                true => {
+                    self.sending.insert(*number);
+                    orders.push(Order::Replicate(*number));
+                }
+                false => part.replicated = Replicated::Failed,
+            }
+        }
     }
 
     fn list(&mut self, view: &View) -> Option<Order> {
@@ -348,7 +411,13 @@ impl Member {
         match (&self.job, recorded) {
             (Job::Dumped(_, part), Some(recorded)) if part == recorded => {
                 let (epoch, origin) = (self.epoch, plan.origin);
-                self.parts.insert(number, Progress { part: part.clone(), epoch, origin, stored: Stored::Staged });
+                self.parts.insert(number, Progress {
+                    part: part.clone(),
+                    epoch,
+                    origin,
+                    stored: Stored::Staged,
+                    replicated: Replicated::No,
+                });
                 self.storing.insert(number);
                 if plan.goal.is_alive() {
                     self.job = Job::Running;
@@ -418,7 +487,8 @@ impl Member {
             From::Image(number) => {
                 let wanted = view.images.get(&number).and_then(|image| image.value.parts.get(&self.rank));
                 let ours = self.parts.get(&number).map(|progress| &progress.part);
-                if wanted.is_none() || wanted != ours {
+                let is_away = self.parts.get(&number).is_some_and(|part| part.replicated == Replicated::Only);
+                if wanted.is_none() || wanted != ours || is_away {
                     let why = format!("this machine does not have its part of {number}");
                     self.job = Job::Over(Ending::NotStarted { why });
                     return None;

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::documents::{Ask, End, Ending, Epoch, From, Goal, Incarnation, Number, Part, Progress, Rank, State, Stored};
+use crate::documents::{Ask, End, Ending, Epoch, From, Goal, Incarnation, Number, Part, Progress, Rank, Replicated, State, Stored};
 use crate::machine::{Action, Answer, Event, Local, Machine, Order, Write};
 use crate::simulator::coordinator::{Coordinator, TTL};
 use crate::simulator::node::options;
@@ -146,7 +146,8 @@ fn part(rank: u32, number: Number) -> Part {
 fn durable(rank: u32, numbers: &[u64]) -> BTreeMap<Number, Progress> {
     let of = |number| {
         let number = Number(number);
-        (number, Progress { part: part(rank, number), epoch: Epoch(3), origin: OLD, stored: Stored::Durable })
+        let (part, epoch, stored) = (part(rank, number), Epoch(3), Stored::Durable);
+        (number, Progress { part, epoch, origin: OLD, stored, replicated: Replicated::No })
     };
     numbers.iter().map(|number| of(*number)).collect()
 }

@@ -132,7 +132,7 @@ impl Place {
         folder: &JobFolder,
         criu: &Criu,
         keep: usize,
-        is_fresh: bool,
+        (is_fresh, uses_replica): (bool, bool),
     ) -> anyhow::Result<Membered> {
         let of = &config.group;
         let (coordinator, address, own) = match &of.coordinator {
@@ -170,7 +170,7 @@ impl Place {
         };
         let options = options(config, self.rank, keep);
         let identity = Identity { group: self.name, rank: self.rank, node, lease: of.lease, former: None };
-        Ok(Membered { coordinator, own, identity, options, layout, is_fresh })
+        Ok(Membered { coordinator, own, identity, options, layout, is_fresh, uses_replica })
     }
 }
 
@@ -214,6 +214,7 @@ fn options(config: &Config, rank: Rank, keep: usize) -> Options {
             early_deaths: policy::EARLY_DEATHS,
         },
         keep,
+        replicates: config.replica.url.is_some(),
         lease: config.group.lease,
         fence: config.group.lease / FENCE_PART,
         leases_end_early: false,
