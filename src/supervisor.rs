@@ -473,10 +473,11 @@ impl Owner<'_> {
         }
         self.reporting.published.update(self.machine.state(), self.life.job().map(Arc::as_ref));
         self.transfers.show(&mut self.reporting.published);
-        self.reporting.published.chosen(self.machine.choice());
+        let choice = self.chosen_interval();
+        self.reporting.published.chosen(choice.as_ref());
         self.reporting.published.due(self.machine.next_snapshot());
         self.clients.show(self.setup, &self.machine, &self.line, &self.reporting.published);
-        self.reporting.write(self.setup, &self.machine);
+        self.reporting.write(self.setup);
         self.beat();
     }
 

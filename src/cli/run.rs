@@ -438,7 +438,8 @@ fn supervise(
     let job_api = provide::job_api(&config, &mut spec, &folder);
     let scheduler = find_scheduler(&config);
     let requeue = config.scheduler.requeue;
-    let member = terms.place.map(|it| it.place.member(&config, &folder, &criu, it.keep, (it.is_fresh, it.uses_replica)));
+    let member =
+        terms.place.map(|it| it.place.member(&config, &folder, &criu, it.keep, (it.is_fresh, it.uses_replica)));
     let member = member.transpose();
     let member = match member {
         Err(error) if error.is::<NoFirst>() => {

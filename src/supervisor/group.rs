@@ -12,6 +12,7 @@
 //! to the group. Parts of group images are images of this job whose manifest names the group image; they are removed
 //! only when the group orders it.
 
+mod costs;
 mod memory;
 mod orders;
 mod replica;
@@ -25,6 +26,7 @@ use std::time::{Duration, Instant};
 
 use signal_hook::consts::SIGTERM;
 
+use self::costs::Pace;
 use self::memory::{Memory, remember};
 use self::replica::{Fetched, Listed, Remote};
 use self::requests::Requests;
@@ -32,11 +34,16 @@ use self::seen::Seen;
 use super::signals::STOPS;
 use super::state::{Event, Finish, Obstacle, Standing, State, Stop, Verdict};
 use super::{Error, Message, Owner, Setup};
+use crate::config::Interval;
 use crate::group::{Coordinator, Exchange, Identity, Layout, Membership, Node, Orders, OwnEtcd, Session, Told, Turn};
 use crate::policy;
+use crate::published::Forecast;
 use crate::telemetry::events::What;
+use rekindle_base::interval::Choice;
 use rekindle_engine::launch::group::Plan;
-use rekindle_group::{Action, End, Ending, Epoch, Goal, Incarnation, Last, Local, Machine, Number, Rank};
+use rekindle_group::{
+    Action, Costs, End, Ending, Epoch, Goal, Incarnation, Last, LastSnapshot, Local, Machine, Number, Rank,
+};
 use rekindle_os::fence::Fence;
 use rekindle_os::spawn::Ended;
 use rekindle_store::ImageId;
@@ -94,6 +101,8 @@ pub(super) struct Member {
     /// Those in the replica.
     remote: Remote,
     requests: Requests,
+    /// The interval of the group, and what was reported last of the costs of snapshots here.
+    pace: (Pace, Costs),
     /// The group, for those who look at it from outside.
     seen: Seen,
     /// The coordinator is another one now: once nothing of the job is left, the member begins again.
@@ -131,6 +140,7 @@ impl Member {
                 is_start_requested: false,
                 standing: Standing::Usual,
             },
+            pace: Default::default(),
             seen: Seen::new(group.identity.group.clone(), group.options.rank, group.options.size),
             has_moved: false,
             looks: Instant::now(),
@@ -336,6 +346,7 @@ impl Owner<'_> {
     }
 
     fn group_step(&mut self, event: rekindle_group::Event) {
+        self.pace_of_group();
         let Some(member) = &mut self.group else { return };
         let now = Instant::now();
         let sure = member.membership.as_ref().map(|membership| rekindle_group::Event::Sure(membership.sure_until()));
@@ -356,6 +367,50 @@ impl Owner<'_> {
             }
         }
         self.answer_requests();
+    }
+
+    /// Chooses the interval, if it is chosen automatically. It counts if this member leads.
+    fn pace_of_group(&mut self) {
+        let config = &self.setup.config.snapshot;
+        let age = self.machine.state().life().map_or(Duration::ZERO, |life| life.since.elapsed());
+        let Some(member) = self.group.as_mut().filter(|_| config.interval == Interval::Auto) else { return };
+        let interval = member.pace.0.interval(member.machine.view(), config, age);
+        member.machine.set_interval(Some(interval));
+    }
+
+    /// The interval of the group, or that of this machine, if it is chosen automatically.
+    pub(super) fn chosen_interval(&self) -> Option<Choice> {
+        match &self.group {
+            Some(member) => member.pace.0.choice().cloned(),
+            None => self.machine.choice().cloned(),
+        }
+    }
+
+    /// Reports what snapshots cost here, if that has changed.
+    pub(super) fn report_costs(&mut self, last: Option<Forecast>) {
+        let (freeze, store) = self.machine.measured();
+        let last = last.map(|Forecast { snapshot, store, replica }| LastSnapshot { snapshot, store, replica });
+        let costs = Costs { freeze, store, last };
+        // A report in the middle of a snapshot would delay it.
+        let Some(member) = self.group.as_mut().filter(|member| !member.is_in_snapshot()) else { return };
+        if member.pace.1 != costs {
+            member.pace.1 = costs.clone();
+            self.report_to_group(Local::Costs(costs));
+        }
+    }
+
+    /// The time for the final snapshot of the group, from that of this machine.
+    pub(super) fn last_of_all(&self, own: Option<Forecast>) -> Option<Forecast> {
+        match &self.group {
+            Some(member) => costs::last_of_all(own, member.machine.view(), member.rank),
+            None => own,
+        }
+    }
+
+    /// How long other machines may still need to store their parts.
+    pub(super) fn others_store(&self) -> Duration {
+        let view = self.group.as_ref().map(|member| (member.machine.view(), member.rank));
+        view.map_or(Duration::ZERO, |(view, rank)| costs::others_store(view, rank))
     }
 
     /// Reports to the group.

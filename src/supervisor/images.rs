@@ -65,7 +65,7 @@ impl Owner<'_> {
         if self.watch.deaths.is_going_back(self.machine.state()) {
             self.life.call_off();
         }
-        let (interval, deaths) = (self.machine.choice().cloned(), Arc::clone(self.life.deaths()));
+        let (interval, deaths) = (self.chosen_interval(), Arc::clone(self.life.deaths()));
         self.clients.control.snapshot_begins();
         self.check_holds();
         self.clients.job_api.snapshot_begins();

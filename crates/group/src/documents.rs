@@ -224,6 +224,40 @@ pub struct Asked {
     pub ask: Ask,
 }
 
+/// What snapshots cost on a machine, as its supervisor has measured.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Costs {
+    /// How long one freezes the job: the median of the last ones.
+    #[serde(default)]
+    pub freeze: Option<Duration>,
+    /// How long storing the last part took.
+    #[serde(default)]
+    pub store: Option<Duration>,
+    /// How long the final snapshot of a run would take.
+    #[serde(default)]
+    pub last: Option<LastSnapshot>,
+}
+
+/// The expected time for the final snapshot of a run on a machine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LastSnapshot {
+    /// From its start until the part is complete.
+    pub snapshot: Duration,
+    /// Until it is stored.
+    pub store: Duration,
+    /// Until it is in the replica.
+    pub replica: Duration,
+}
+
+/// How long the job of a group has run, and how often something was lost.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Past {
+    /// The time for which it ran in epochs that are over. A new leader counts from when it begins to lead.
+    pub ran: Duration,
+    /// How many epochs were healthy, and ended because a machine or the job failed.
+    pub failures: u32,
+}
+
 /// A member's report about itself. Only the member writes it; it is removed with its lease.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Report {
@@ -241,6 +275,9 @@ pub struct Report {
     /// Whether a part is being stored: until then no other snapshot is taken.
     #[serde(default)]
     pub storing: bool,
+    /// What snapshots cost there.
+    #[serde(default)]
+    pub costs: Costs,
     /// Its latest request.
     #[serde(default)]
     pub asked: Option<Asked>,
@@ -397,6 +434,9 @@ pub struct Plan {
     /// How the job ended that failed last.
     #[serde(default)]
     pub last: Option<Last>,
+    /// How long the job has run, and how often it failed.
+    #[serde(default)]
+    pub past: Past,
     /// The rewind that is being carried out.
     #[serde(default)]
     pub aim: Option<Aim>,

@@ -55,8 +55,9 @@ mod simulator;
 mod tests;
 
 pub use documents::{
-    Aim, Ask, Asked, End, Ending, Epoch, Fresh, From, Goal, GroupImage, Incarnation, Last, Left, Number, Part, Plan,
-    Progress, Rank, Refusal, Replica, Replicated, Report, State, Stored, Then, Versioned, View,
+    Aim, Ask, Asked, Costs, End, Ending, Epoch, Fresh, From, Goal, GroupImage, Incarnation, Last, LastSnapshot, Left,
+    Number, Part, Past, Plan, Progress, Rank, Refusal, Replica, Replicated, Report, State, Stored, Then, Versioned,
+    View,
 };
 pub use images::{continues_from, fetching, newest_committed, usable, whole_in_replica};
 pub use machine::{Action, Answer, Event, Limits, Local, Machine, Options, Order, Restart, Write};

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::documents::{
-    Ask, Asked, End, Ending, Epoch, Fresh, From, GroupImage, Incarnation, Number, Part, Plan, Progress, Rank, Report,
-    Versioned, View,
+    Ask, Asked, Costs, End, Ending, Epoch, Fresh, From, GroupImage, Incarnation, Number, Part, Plan, Progress, Rank,
+    Report, Versioned, View,
 };
 use crate::leader::Leading;
 use crate::member::Member;
@@ -138,6 +138,8 @@ pub enum Local {
     Replicated(Number),
     /// Its part of this group image cannot be sent to the replica.
     NotReplicated(Number),
+    /// What snapshots cost here.
+    Costs(Costs),
     /// The parts that it can restore: the answer to [`Order::List`].
     Parts(BTreeMap<Number, Progress>),
 }
@@ -289,6 +291,11 @@ impl Machine {
     #[must_use]
     pub fn floor(&self) -> Number {
         self.member.floor()
+    }
+
+    /// Changes the time between group snapshots, for the case that this member leads.
+    pub fn set_interval(&mut self, interval: Option<Duration>) {
+        self.options.interval = interval;
     }
 
     /// The latest request of this member.

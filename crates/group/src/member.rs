@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
 use crate::documents::{
-    Ask, Asked, End, Ending, Epoch, Fresh, From, Goal, Incarnation, Number, Part, Plan, Progress, Rank, Replica,
+    Ask, Asked, Costs, End, Ending, Epoch, Fresh, From, Goal, Incarnation, Number, Part, Plan, Progress, Rank, Replica,
     Replicated, Report, State, Stored, View,
 };
 use crate::images;
@@ -97,6 +97,7 @@ pub(crate) struct Member {
     fetching: Option<Number>,
     /// Parts that are being sent to the replica.
     sending: BTreeSet<Number>,
+    costs: Costs,
     asked: Option<Asked>,
     /// When this process first saw that another supervisor has this rank.
     taken: Option<Instant>,
@@ -122,6 +123,7 @@ impl Member {
             storing: BTreeSet::new(),
             fetching: None,
             sending: BTreeSet::new(),
+            costs: Costs::default(),
             asked: None,
             taken: None,
             fresh: Fresh::No,
@@ -238,6 +240,7 @@ impl Member {
                 self.parts = parts;
                 self.listed = Listed::Yes;
             }
+            (Local::Costs(costs), _) => self.costs = costs,
             (Local::NotStored(number), _) => drop(self.storing.remove(&number)),
             (Local::Gone(number), _) => {
                 self.storing.remove(&number);
@@ -411,13 +414,10 @@ impl Member {
         match (&self.job, recorded) {
             (Job::Dumped(_, part), Some(recorded)) if part == recorded => {
                 let (epoch, origin) = (self.epoch, plan.origin);
-                self.parts.insert(number, Progress {
-                    part: part.clone(),
-                    epoch,
-                    origin,
-                    stored: Stored::Staged,
-                    replicated: Replicated::No,
-                });
+                self.parts.insert(
+                    number,
+                    Progress { part: part.clone(), epoch, origin, stored: Stored::Staged, replicated: Replicated::No },
+                );
                 self.storing.insert(number);
                 if plan.goal.is_alive() {
                     self.job = Job::Running;
@@ -529,6 +529,7 @@ impl Member {
             state: self.job.state(),
             parts: self.parts.clone(),
             storing: !self.storing.is_empty(),
+            costs: self.costs.clone(),
             asked: self.asked.clone(),
             fresh: self.fresh,
             floor: self.floor,

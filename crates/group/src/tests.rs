@@ -6,7 +6,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::documents::{Ask, End, Ending, Epoch, From, Goal, Incarnation, Number, Part, Progress, Rank, Replicated, State, Stored};
+use crate::documents::{
+    Ask, End, Ending, Epoch, From, Goal, Incarnation, Number, Part, Progress, Rank, Replicated, State, Stored,
+};
 use crate::machine::{Action, Answer, Event, Local, Machine, Order, Write};
 use crate::simulator::coordinator::{Coordinator, TTL};
 use crate::simulator::node::options;

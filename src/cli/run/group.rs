@@ -10,6 +10,7 @@ use crate::group::{Coordinator, Identity, Layout, Node, OwnEtcd, Underlay, own_a
 use crate::policy;
 use crate::scheduler::Scheduler;
 use crate::supervisor::Membered;
+use rekindle_base::interval::FIRST;
 use rekindle_criu::Criu;
 use rekindle_engine::launch::JobSpec;
 use rekindle_engine::launch::group::{DEVICE, Subnet};
@@ -18,8 +19,6 @@ use rekindle_etcd::Secret;
 use rekindle_group::{Limits, Options, Rank, Restart};
 use rekindle_store::{JobFolder, JobName};
 
-/// The interval of a group if it is to be chosen automatically: what one member sees is not enough to choose it.
-const AUTOMATIC: Duration = Duration::from_secs(600);
 /// A member ends its job when this part of the lease is left.
 const FENCE_PART: u32 = 3;
 /// What a step may take beyond the time limits that the member itself keeps.
@@ -200,7 +199,8 @@ fn options(config: &Config, rank: Rank, keep: usize) -> Options {
         },
         interval: match snapshot.interval {
             Interval::Every(interval) => Some(interval),
-            Interval::Auto => Some(AUTOMATIC),
+            // It is chosen from what all members report.
+            Interval::Auto => Some(FIRST),
             Interval::Off => None,
         },
         retry_after: snapshot.retry_after,

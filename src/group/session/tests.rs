@@ -169,7 +169,13 @@ fn live(
                         let part = Part { image: number.to_string(), digest: "x".into() };
                         parts.insert(
                             number,
-                            Progress { part: part.clone(), epoch, origin: Incarnation(1), stored: Stored::Durable, replicated: Replicated::No },
+                            Progress {
+                                part: part.clone(),
+                                epoch,
+                                origin: Incarnation(1),
+                                stored: Stored::Durable,
+                                replicated: Replicated::No,
+                            },
                         );
                         events.push_back(Event::Local(Happened::Dumped(number, part)));
                     }
@@ -239,7 +245,16 @@ fn a_group_starts_takes_images_and_goes_back_to_the_newest() {
     // One that is killed is waited for until its lease is over, and replaced by one that has its parts.
     let parts = |number| {
         let part = Part { image: Number(number).to_string(), digest: "x".into() };
-        (Number(number), Progress { part, epoch: Epoch(1), origin: Incarnation(1), stored: Stored::Durable, replicated: Replicated::No })
+        (
+            Number(number),
+            Progress {
+                part,
+                epoch: Epoch(1),
+                origin: Incarnation(1),
+                stored: Stored::Durable,
+                replicated: Replicated::No,
+            },
+        )
     };
     group[2].words.send(Word::Vanish).unwrap();
     group[2] = member(&options, 2, 3, [parts(1), parts(2)].into());

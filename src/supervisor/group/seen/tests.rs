@@ -3,7 +3,8 @@
 use std::net::{IpAddr, Ipv4Addr};
 
 use rekindle_group::{
-    Ending, Fresh, GroupImage, Incarnation, Part, Progress, Replica, Replicated, Report, State, Stored, Then, Versioned,
+    Costs, Ending, Fresh, GroupImage, Incarnation, Part, Past, Progress, Replica, Replicated, Report, State, Stored,
+    Then, Versioned,
 };
 
 use super::*;
@@ -44,6 +45,7 @@ impl Coordinator {
             state: State::Running,
             parts: BTreeMap::new(),
             storing: false,
+            costs: Costs::default(),
             asked: None,
             fresh: Fresh::default(),
             floor: Number(0),
@@ -62,6 +64,7 @@ impl Coordinator {
             in_a_row: 0,
             early_cold: 0,
             last: None,
+            past: Past::default(),
             aim: None,
             floor: Number(0),
             left: Vec::new(),
@@ -232,7 +235,8 @@ fn what_the_group_waits_for_is_named() {
     assert_eq!(it.waits_for(), None, "nobody stores it");
     let report = it.view.members.get_mut(&Rank(1)).unwrap();
     report.storing = true;
-    let progress = Progress { part, epoch: Epoch(1), origin: Incarnation(10), stored: Stored::Staged, replicated: Replicated::No };
+    let progress =
+        Progress { part, epoch: Epoch(1), origin: Incarnation(10), stored: Stored::Staged, replicated: Replicated::No };
     report.parts.insert(n, progress);
     assert_eq!(it.waits_for().as_deref(), Some("rank 1 (b) to store group image 7"));
 
