@@ -216,7 +216,10 @@ pub(crate) fn run(setup: Setup) -> Result<Finish, Error> {
         finish = finish.with_left_in_memory(left);
         owner.leave_replica(&finish, &messages);
     }
-    owner.leave_group(&messages);
+    let queues_again = owner.queues_again(&finish);
+    if !queues_again {
+        owner.leave_group(&messages);
+    }
     owner.close_control();
     owner.close_word();
     signals.close();
@@ -231,14 +234,21 @@ pub(crate) fn run(setup: Setup) -> Result<Finish, Error> {
     owner.record_in_replica(&finish);
     owner.reporting.listeners.close(Instant::now() + setup.config.hooks.timeout);
     for message in messages.try_iter() {
-        if let Message::Hook(report) = message {
-            owner.hook_failed(report);
+        match message {
+            Message::Hook(report) => owner.hook_failed(report),
+            Message::Group(news) => owner.hear_of_group_late(*news),
+            _ => {}
         }
     }
     owner.reporting.listeners.close_metrics();
     owner.acknowledge(&finish);
     drop(follower);
     owner.reporting.lines = None;
+    if queues_again {
+        // The last thing: it ends this process.
+        owner.queue_again(&messages);
+        owner.leave_etcd(&messages);
+    }
     recorded.map(|()| finish)
 }
 

@@ -445,7 +445,14 @@ fn supervise(
         Err(error) if error.is::<NoFirst>() => {
             // As for every other machine that is missing.
             tracing::error!("the group's run ends, to be queued again: {}", chain(&*error));
-            return Ok(exit(Finish::Stopped(Stop::Requeue), &scheduler, requeue, folder.name()));
+            if requeue == Requeue::Scontrol
+                && let Err(error) = scheduler.requeue_in_turn(
+                    config.group.node_rank.or_else(|| scheduler.node_rank()).unwrap_or(1).saturating_sub(1),
+                )
+            {
+                tracing::error!("the job is not queued again by this machine: {}", chain(&error));
+            }
+            return Ok(exit(Finish::Stopped(Stop::Requeue), &scheduler, Requeue::ExitCode, folder.name()));
         }
         member => member?,
     };
@@ -466,6 +473,8 @@ fn supervise(
         group: member,
     };
     let job = setup.folder.name().clone();
+    // The machines of a group agree about who asks.
+    let requeue = if setup.group.is_some() { Requeue::ExitCode } else { requeue };
     let finish = supervisor::run(setup)?;
     if let (Finish::Completed, Some(seen)) = (&finish, seen) {
         trust::forget(&seen, &lineage);

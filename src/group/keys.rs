@@ -245,6 +245,7 @@ mod tests {
             parts: BTreeMap::new(),
             storing: false,
             costs: rekindle_group::Costs::default(),
+            done: false,
             asked: None,
             fresh: rekindle_group::Fresh::No,
             floor: Number(0),

@@ -17,6 +17,7 @@ mod memory;
 mod orders;
 mod replica;
 mod requests;
+mod requeue;
 mod seen;
 mod waits;
 
@@ -105,10 +106,17 @@ pub(super) struct Member {
     pace: (Pace, Costs),
     /// The group, for those who look at it from outside.
     seen: Seen,
+    care: Care,
+}
+
+/// What the member has to look after.
+struct Care {
     /// The coordinator is another one now: once nothing of the job is left, the member begins again.
     has_moved: bool,
     /// When to look at the lease again.
     looks: Instant,
+    /// The other supervisor that has this rank.
+    taken_by: Option<Incarnation>,
 }
 
 impl Member {
@@ -142,8 +150,7 @@ impl Member {
             },
             pace: Default::default(),
             seen: Seen::new(group.identity.group.clone(), group.options.rank, group.options.size),
-            has_moved: false,
-            looks: Instant::now(),
+            care: Care { has_moved: false, looks: Instant::now(), taken_by: None },
         }))
     }
 
@@ -171,7 +178,22 @@ impl Member {
     /// When the member is to be woken. Renewals of the lease are not reported, and a start waits for one if too little
     /// time is left.
     pub(super) fn deadline(&self) -> Option<Instant> {
-        self.machine.deadline().into_iter().chain([self.looks]).min()
+        self.machine.deadline().into_iter().chain([self.care.looks]).min()
+    }
+
+    /// Says that another supervisor has this rank: it may be the one before, and it may be a mistake.
+    fn warn_if_taken(&mut self, view: &rekindle_group::View) {
+        let ours = self.membership.as_ref().map(Membership::incarnation);
+        let other = view.members.get(&self.rank).map(|report| report.incarnation).filter(|other| Some(*other) != ours);
+        if ours.is_some() && other.is_some() && self.care.taken_by != other {
+            let rank = self.rank;
+            let host = self.nodes.get(&rank).map(|node| format!(" on {}", node.host)).unwrap_or_default();
+            tracing::warn!(
+                "another supervisor{host} is {rank} of the group: waiting until it leaves or its lease expires. If it \
+                still runs, stop it, or give this machine another number (--node-rank, group.node-rank)"
+            );
+        }
+        self.care.taken_by = other;
     }
 
     /// The group image that this image is a part of.
@@ -213,6 +235,7 @@ impl Owner<'_> {
             Told::Group { view, nodes } => {
                 let news = member.seen.changed(&view, &nodes);
                 member.nodes = nodes;
+                member.warn_if_taken(&view);
                 self.group_is_seen(news);
                 rekindle_group::Event::View(view)
             }
@@ -248,7 +271,7 @@ impl Owner<'_> {
             }
             Told::Moved => {
                 tracing::warn!("the group's coordinator is another one now: this machine joins again");
-                member.has_moved = true;
+                member.care.has_moved = true;
                 member.seen.afresh();
                 self.group_step(rekindle_group::Event::SessionLost);
                 return self.begin_afresh();
@@ -306,10 +329,10 @@ impl Owner<'_> {
     fn begin_afresh(&mut self) {
         let is_idle = matches!(self.machine.state(), State::Idle | State::Suspended { .. });
         let Some(member) = &mut self.group else { return };
-        if !member.has_moved || !is_idle || member.threads.orders.is_some() {
+        if !member.care.has_moved || !is_idle || member.threads.orders.is_some() {
             return;
         }
-        member.has_moved = false;
+        member.care.has_moved = false;
         member.machine = member.machine.afresh();
         member.nodes = Arc::default();
         member.session.afresh(member.membership.take().map(|membership| membership.incarnation()));
@@ -339,7 +362,7 @@ impl Owner<'_> {
         let now = Instant::now();
         if self.group.as_ref().and_then(Member::deadline).is_some_and(|at| at <= now) {
             let lease = self.setup.group.as_ref().map_or(LEAVE, |group| group.options.lease);
-            self.group.iter_mut().for_each(|member| member.looks = now + lease / LOOKS);
+            self.group.iter_mut().for_each(|member| member.care.looks = now + lease / LOOKS);
             self.group_step(rekindle_group::Event::Tick);
             self.publish_group_now();
         }
@@ -500,6 +523,11 @@ impl Owner<'_> {
             member.remote.call_off();
             member.session.leave(LEAVE);
         }
+        self.leave_etcd(messages);
+    }
+
+    /// Ends the group's etcd, if it runs here, once the others have left.
+    pub(super) fn leave_etcd(&self, messages: &mpsc::Receiver<Message>) {
         let Some(group) = &self.setup.group else { return };
         if let Some(own) = &group.own {
             let is_stop = |message| matches!(message, Message::Signal(signal) if STOPS.contains(&signal));

@@ -453,6 +453,7 @@ impl Owner<'_> {
                 Ok(Message::Control(incoming)) => self.heard_late(*incoming),
                 Ok(Message::Hook(report)) => self.hook_failed(report),
                 Ok(Message::Watched(Finding::Notice(change))) => self.announced(change),
+                Ok(Message::Group(news)) => self.hear_of_group_late(*news),
                 Ok(_) => {}
                 Err(mpsc::RecvTimeoutError::Timeout) => self.publish(),
                 Err(mpsc::RecvTimeoutError::Disconnected) => break,

@@ -278,6 +278,9 @@ pub struct Report {
     /// What snapshots cost there.
     #[serde(default)]
     pub costs: Costs,
+    /// Whether it has done everything after the end of the run, and is there only to have the job queued again.
+    #[serde(default)]
+    pub done: bool,
     /// Its latest request.
     #[serde(default)]
     pub asked: Option<Asked>,

@@ -62,4 +62,4 @@ pub use documents::{
 pub use images::{continues_from, fetching, newest_committed, usable, whole_in_replica};
 pub use machine::{Action, Answer, Event, Limits, Local, Machine, Options, Order, Restart, Write};
 pub use reasons::{is_loss, named_ranks};
-pub use requests::{Outcome, Pending, admits, is_suspended};
+pub use requests::{Outcome, Pending, admits, has_job_queued_again, is_suspended};

@@ -140,6 +140,8 @@ pub enum Local {
     NotReplicated(Number),
     /// What snapshots cost here.
     Costs(Costs),
+    /// The run is over and everything after it is done; the member stays until the job is queued again.
+    Done,
     /// The parts that it can restore: the answer to [`Order::List`].
     Parts(BTreeMap<Number, Progress>),
 }

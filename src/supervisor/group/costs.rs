@@ -85,6 +85,7 @@ mod tests {
             parts: BTreeMap::new(),
             storing: false,
             costs,
+            done: false,
             asked: None,
             fresh: Fresh::No,
             floor: Number(0),

@@ -103,7 +103,7 @@ pub(super) fn plan_replica(world: &mut World, mut other: Random, length: Duratio
     if !other.chance(20) {
         return;
     }
-    world.replica = Some(std::collections::BTreeMap::new());
+    world.outside.replica = Some(std::collections::BTreeMap::new());
     for _ in 0..other.below(3) {
         let at = world.began + other.time(Duration::from_secs(20), length);
         world.at(at, Happening::Fault(Fault::AllReplaced));

@@ -89,9 +89,7 @@ pub(super) struct World {
     /// One for each rank, then the machines that replaced others.
     pub(super) nodes: Vec<Node>,
     pub(super) coordinator: Coordinator,
-    pub(super) shared: Option<BTreeMap<(Rank, Number), Piece>>,
-    /// The parts in the replica.
-    pub(super) replica: Option<BTreeMap<(Rank, Number), Piece>>,
+    pub(super) outside: Outside,
     queue: Queue,
     trouble: Trouble,
     users: Users,
@@ -122,6 +120,15 @@ struct Trouble {
     doomed: BTreeSet<Number>,
     /// The present state is bad.
     dooms: bool,
+}
+
+/// Parts that outlive a machine, in some histories.
+#[derive(Debug, Default)]
+pub(super) struct Outside {
+    /// In a store that all machines have.
+    pub(super) shared: Option<BTreeMap<(Rank, Number), Piece>>,
+    /// In the replica.
+    pub(super) replica: Option<BTreeMap<(Rank, Number), Piece>>,
 }
 
 /// What users have requested.
@@ -159,8 +166,7 @@ impl World {
             random,
             faults_until: began,
             coordinator: Coordinator::new(leases_end_early, plant),
-            shared,
-            replica: None,
+            outside: Outside { shared, replica: None },
             queue: Queue::default(),
             trouble: Trouble::default(),
             users: Users::default(),
@@ -208,7 +214,7 @@ impl World {
             self.record.facts.events += 1;
             self.note(|| format!("{what:?}"));
             self.happens(what);
-            let stores = Stores { shared: self.shared.as_ref(), replica: self.replica.as_ref() };
+            let stores = Stores { shared: self.outside.shared.as_ref(), replica: self.outside.replica.as_ref() };
             self.oracle.look(self.now, &self.nodes, &self.coordinator, stores, &mut self.record.facts)?;
             if self.record.facts.events > MOST {
                 return Err("there is no end of events".into());
@@ -297,7 +303,7 @@ impl World {
         let size = self.size;
         let fresh = self.users.fresh.contains(&self.nodes[at].rank);
         let leases_end_early = self.coordinator.leases_end_early && self.plant != Some(Plant::GoneIsOver);
-        self.nodes[at].boot(size, leases_end_early, self.replica.is_some(), fresh);
+        self.nodes[at].boot(size, leases_end_early, self.outside.replica.is_some(), fresh);
         self.grant(at);
         self.show(at);
     }
@@ -537,12 +543,12 @@ impl World {
         match order {
             Order::List => {
                 // The store is shared: it has what the previous machine stored.
-                if let Some(shared) = &self.shared {
+                if let Some(shared) = &self.outside.shared {
                     let rank = self.nodes[at].rank;
                     let ours = shared.iter().filter(|((of, _), _)| *of == rank);
                     self.nodes[at].images.disk = ours.map(|((_, number), piece)| (*number, piece.clone())).collect();
                 }
-                let (process, parts) = (self.nodes[at].process, self.nodes[at].parts(self.replica.as_ref()));
+                let (process, parts) = (self.nodes[at].process, self.nodes[at].parts(self.outside.replica.as_ref()));
                 self.after(1, 100, Happening::Hears(at, process, Event::Local(Local::Parts(parts))));
             }
             Order::Start { epoch, origin, from, part } => {
@@ -612,10 +618,10 @@ impl World {
 
     fn fetched(&mut self, at: usize, number: Number) {
         let rank = self.nodes[at].rank;
-        let piece = self.replica.as_ref().and_then(|replica| replica.get(&(rank, number))).cloned();
+        let piece = self.outside.replica.as_ref().and_then(|replica| replica.get(&(rank, number))).cloned();
         let local = match piece {
             Some(piece) => {
-                if let Some(shared) = &mut self.shared {
+                if let Some(shared) = &mut self.outside.shared {
                     shared.insert((rank, number), piece.clone());
                 }
                 self.nodes[at].images.disk.insert(number, piece);
@@ -643,7 +649,7 @@ impl World {
         let Some(piece) = mine.cloned() else { return false };
         let size = self.size;
         let whole = node.machine.as_ref().and_then(|machine| images::whole_in_replica(machine.view()));
-        let Some(replica) = &mut self.replica else { return false };
+        let Some(replica) = &mut self.outside.replica else { return false };
         replica.insert((rank, number), piece);
         let newest = newest_whole(replica, size);
         let oldest = if self.plant == Some(Plant::ReplicaForgetsWhole) { Some(number) } else { whole };
@@ -658,7 +664,7 @@ impl World {
         let rank = self.nodes[at].rank;
         self.nodes[at].images.memory.remove(&number);
         self.nodes[at].images.disk.remove(&number);
-        self.shared.iter_mut().for_each(|shared| drop(shared.remove(&(rank, number))));
+        self.outside.shared.iter_mut().for_each(|shared| drop(shared.remove(&(rank, number))));
     }
 
     fn finish(&mut self, at: usize, end: End) {
@@ -669,7 +675,7 @@ impl World {
         // The last image is sent after the end, in whatever order.
         let view = self.nodes[at].machine.as_ref().map(|machine| machine.view().clone()).unwrap_or_default();
         if let Some(last) = images::newest_committed(&view)
-            .filter(|_| end != End::Completed && self.replica.is_some() && self.random.chance(70))
+            .filter(|_| end != End::Completed && self.outside.replica.is_some() && self.random.chance(70))
         {
             self.send_part(at, last);
         }
@@ -724,7 +730,7 @@ impl World {
         let local = match piece {
             Some(piece) if !self.nodes[at].images.disk_full => {
                 self.oracle.stored(rank, number, &piece.part);
-                if let Some(shared) = &mut self.shared {
+                if let Some(shared) = &mut self.outside.shared {
                     shared.insert((rank, number), piece.clone());
                 }
                 self.nodes[at].images.disk.insert(number, piece);
@@ -891,7 +897,7 @@ impl World {
                 self.oracle.loses_memory();
                 self.nodes[at].images.disk.clear();
                 self.nodes[at].kept.epoch = Epoch::default();
-                if self.shared.is_none() {
+                if self.outside.shared.is_none() {
                     self.nodes[at].kept.floor = Number::default();
                     self.oracle.loses_disk();
                 }
@@ -901,7 +907,7 @@ impl World {
                 for at in 0..self.nodes.len() {
                     self.nodes[at].images.memory.clear();
                     self.nodes[at].images.disk.clear();
-                    self.shared.iter_mut().for_each(BTreeMap::clear);
+                    self.outside.shared.iter_mut().for_each(BTreeMap::clear);
                     (self.nodes[at].kept.epoch, self.nodes[at].kept.floor) = (Epoch::default(), Number::default());
                     if self.nodes[at].machine.is_some() {
                         self.supervisor_dies(at);
@@ -927,7 +933,7 @@ impl World {
                 let rate = 0.98 + 0.0004 * f64::from(u32::try_from(self.random.below(101)).unwrap_or(0));
                 self.nodes.push(Node::new(self.nodes[at].rank, rate, self.began));
                 self.oracle.loses_memory();
-                if self.shared.is_none() {
+                if self.outside.shared.is_none() {
                     self.oracle.loses_disk();
                 }
                 self.after(1000, 10_000, Happening::Boot(self.nodes.len() - 1));

@@ -46,6 +46,7 @@ impl Coordinator {
             parts: BTreeMap::new(),
             storing: false,
             costs: Costs::default(),
+            done: false,
             asked: None,
             fresh: Fresh::default(),
             floor: Number(0),
