@@ -321,7 +321,7 @@ fn once(
     // The image is in the replica; the rest is housekeeping, which is repeated with the next one.
     let bad: Vec<Image> =
         folder.images()?.into_iter().filter(|image| matches!(image.state, State::Bad { .. })).collect();
-    let retain = || keep.map_or(Ok(Removed::default()), |keep| replica.retain(keep, folder, cancelled));
+    let retain = || keep.map_or_else(|| Ok(Removed::default()), |keep| replica.retain(keep, folder, cancelled));
     match replica.upload_marks(&bad, cancelled).and_then(|()| retain()) {
         Ok(removed) => {
             removed.images.iter().for_each(|id| tracing::debug!("removed image {id} from the replica"));

@@ -63,7 +63,7 @@ pub(super) enum Happening {
 pub(super) enum Request {
     Grant { sent: Instant },
     Renew { sent: Instant, session: Incarnation },
-    Write { session: Incarnation, write: Write, answered: bool },
+    Write { session: Incarnation, write: Box<Write>, answered: bool },
     Revoke(Incarnation),
 }
 
@@ -390,7 +390,7 @@ impl World {
         for action in actions {
             self.note(|| format!("    {at} {action:?}"));
             match action {
-                Action::Write(write) => self.write(at, write),
+                Action::Write(write) => self.write(at, Box::new(write)),
                 Action::Do(order) => self.obey(at, order),
             }
         }
@@ -432,7 +432,7 @@ impl World {
         }
     }
 
-    fn write(&mut self, at: usize, write: Write) {
+    fn write(&mut self, at: usize, write: Box<Write>) {
         let Some(session) = self.nodes[at].session else {
             let process = self.nodes[at].process;
             self.after(1, 5, Happening::Hears(at, process, Event::Wrote(Answer::Conflict)));
@@ -492,7 +492,7 @@ impl World {
                 self.watch_leases();
             }
             Request::Write { session, write, answered } => {
-                let answer = self.coordinator.write(self.nodes[at].rank, session, write);
+                let answer = self.coordinator.write(self.nodes[at].rank, session, *write);
                 if answered {
                     self.answer(at, process, Event::Wrote(answer));
                 }
