@@ -183,9 +183,9 @@ impl Member {
 
     /// Says that another supervisor has this rank: it may be the one before, and it may be a mistake.
     fn warn_if_taken(&mut self, view: &rekindle_group::View) {
-        let ours = self.membership.as_ref().map(Membership::incarnation);
-        let other = view.members.get(&self.rank).map(|report| report.incarnation).filter(|other| Some(*other) != ours);
-        if ours.is_some() && other.is_some() && self.care.taken_by != other {
+        let Some(ours) = self.membership.as_ref().map(Membership::incarnation) else { return };
+        let other = view.members.get(&self.rank).map(|report| report.incarnation).filter(|other| *other != ours);
+        if other.is_some() && self.care.taken_by != other {
             let rank = self.rank;
             let host = self.nodes.get(&rank).map(|node| format!(" on {}", node.host)).unwrap_or_default();
             tracing::warn!(
@@ -246,6 +246,9 @@ impl Owner<'_> {
                     tracing::warn!("cannot record the membership in the group: {error}");
                 }
                 member.membership = Some(membership);
+                // The group may have been told of before.
+                let view = member.machine.view().clone();
+                member.warn_if_taken(&view);
                 rekindle_group::Event::Session(incarnation)
             }
             Told::Lost(incarnation) => {
