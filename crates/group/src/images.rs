@@ -219,7 +219,12 @@ pub(crate) fn rebuilt(view: &View, plan: &Plan, options: &Options) -> Option<Wri
 /// The group keeps the newest `keep` committed images that no rewind has abandoned, all images that are newer, the
 /// image that the job was started from, the one that it would continue from, and the one that is being sent to the
 /// replica.
+///
+/// While a machine is missing, nothing is removed: what it has may decide what the job continues from.
 pub(crate) fn unneeded(view: &View, present: &Versioned<Plan>, options: &Options) -> Option<Write> {
+    if (0..options.size).any(|rank| !view.members.contains_key(&Rank(rank))) {
+        return None;
+    }
     let plan = &present.value;
     let on_the_line = |number: &Number| is_on_the_line(view, plan, *number);
     let committed = view.images.iter().rev().filter(|(_, image)| image.value.committed).map(|(number, _)| *number);
