@@ -217,8 +217,8 @@ pub(crate) fn rebuilt(view: &View, plan: &Plan, options: &Options) -> Option<Wri
 /// A group image that is not kept: its record is removed first, then each member removes its part.
 ///
 /// The group keeps the newest `keep` committed images that no rewind has abandoned, all images that are newer, the
-/// image that the job was started from, the one that it would continue from, and the one that is being sent to the
-/// replica.
+/// image that the job was started from, the one that it would continue from, the one that is being sent to the
+/// replica, and the newest one that is whole there.
 ///
 /// While a machine is missing, nothing is removed: what it has may decide what the job continues from.
 pub(crate) fn unneeded(view: &View, present: &Versioned<Plan>, options: &Options) -> Option<Write> {
@@ -240,6 +240,8 @@ pub(crate) fn unneeded(view: &View, present: &Versioned<Plan>, options: &Options
     }
     let wanted = view.images.iter().filter(|(_, it)| options.replicates && it.value.replica == Replica::Wanted);
     kept.extend(wanted.map(|(number, _)| *number));
+    // A machine that is replaced has only this one, and the others must still have their parts.
+    kept.extend(whole_in_replica(view).filter(|_| options.replicates));
     let mut others = view.images.iter().filter(|(number, _)| !kept.contains(number) && **number < newest);
     let (number, image) = others.next()?;
     Some(Write::Remove { number: *number, was: image.revision, plan: Box::new(present.clone()) })

@@ -92,7 +92,7 @@ fn a_seed_gives_the_same_history_again() {
 }
 
 /// Seeds of histories that found a bug, each once: docs/simulator.md says which.
-const KEPT: [u64; 15] = [
+const KEPT: [u64; 16] = [
     6_771_225_392_452_221_716,
     1_519_156_796_706_109_399,
     14_754_079_629_986_087_460,
@@ -108,6 +108,7 @@ const KEPT: [u64; 15] = [
     13_453_839_253_505_699_604,
     2_748_944_641_867_005_621,
     7_696_998_064_546_979_128,
+    16_583_356_105_170_492_817,
 ];
 
 #[test]
