@@ -121,7 +121,7 @@ pub struct Published {
 }
 
 pub(crate) use group::in_words;
-pub use group::{Group, GroupImage, GroupMember};
+pub use group::{Group, GroupFreeze, GroupImage, GroupMember};
 pub(crate) use shown::Condition;
 pub use shown::ShownState;
 

@@ -15,6 +15,8 @@ use crate::config::Profile;
 /// Time limit for Slurm's commands. They give up on a controller that does not answer after MessageTimeout, 10 s by
 /// default, and some tries.
 const PATIENCE: Duration = Duration::from_secs(30);
+/// Machines that cannot agree ask one after the other: longer than a command may take, and than Slurm takes to end a job.
+const TURN: Duration = Duration::from_secs(60);
 
 /// Why a request to Slurm failed.
 #[derive(Debug, thiserror::Error)]
@@ -177,6 +179,36 @@ impl Scheduler {
         let Some(job) = &self.slurm_job else { return Ok(None) };
         let left = run(&["squeue", "--noheader", "--jobs", job, "--format", "%L"])?;
         Ok(time_left(left.trim()).map(|left| Utc::now() + left))
+    }
+
+    /// Whether [`Scheduler::requeue`] does something.
+    #[must_use]
+    pub(crate) fn is_asked_to_requeue(&self) -> bool {
+        self.profile == Profile::Slurm
+    }
+
+    /// Makes Slurm queue a job of several machines again, unless another machine has done that. `turn` is the number of
+    /// machines that may do it first. Waits for them.
+    ///
+    /// # Errors
+    /// When Slurm does not do it.
+    pub(crate) fn requeue_in_turn(&self, turn: u32) -> Result<(), Error> {
+        std::thread::sleep(TURN.saturating_mul(turn));
+        // If Slurm does not say so, it is asked all the same: it refuses to queue a job twice.
+        if self.runs_here().is_ok_and(|runs| !runs) {
+            tracing::info!("Slurm has queued the job again already");
+            return Ok(());
+        }
+        self.requeue()?;
+        tracing::info!("Slurm queues the job again");
+        Ok(())
+    }
+
+    /// Whether the job still runs, and is not being ended.
+    fn runs_here(&self) -> Result<bool, Error> {
+        let job = self.slurm_job.as_ref().ok_or(Error::NoJob)?;
+        let state = run(&["squeue", "--noheader", "--jobs", job, "--format", "%T"])?;
+        Ok(matches!(state.trim(), "RUNNING" | "SUSPENDED"))
     }
 
     /// Makes Slurm queue the job again, which ends it, so this must be the last action. Other schedulers use the exit

@@ -216,7 +216,10 @@ pub(crate) fn run(setup: Setup) -> Result<Finish, Error> {
         finish = finish.with_left_in_memory(left);
         owner.leave_replica(&finish, &messages);
     }
-    owner.leave_group(&messages);
+    let queues_again = owner.queues_again(&finish);
+    if !queues_again {
+        owner.leave_group(&messages);
+    }
     owner.close_control();
     owner.close_word();
     signals.close();
@@ -231,14 +234,21 @@ pub(crate) fn run(setup: Setup) -> Result<Finish, Error> {
     owner.record_in_replica(&finish);
     owner.reporting.listeners.close(Instant::now() + setup.config.hooks.timeout);
     for message in messages.try_iter() {
-        if let Message::Hook(report) = message {
-            owner.hook_failed(report);
+        match message {
+            Message::Hook(report) => owner.hook_failed(report),
+            Message::Group(news) => owner.hear_of_group_late(*news),
+            _ => {}
         }
     }
     owner.reporting.listeners.close_metrics();
     owner.acknowledge(&finish);
     drop(follower);
     owner.reporting.lines = None;
+    if queues_again {
+        // The last thing: it ends this process.
+        owner.queue_again(&messages);
+        owner.leave_etcd(&messages);
+    }
     recorded.map(|()| finish)
 }
 
@@ -473,10 +483,11 @@ impl Owner<'_> {
         }
         self.reporting.published.update(self.machine.state(), self.life.job().map(Arc::as_ref));
         self.transfers.show(&mut self.reporting.published);
-        self.reporting.published.chosen(self.machine.choice());
+        let choice = self.chosen_interval();
+        self.reporting.published.chosen(choice.as_ref());
         self.reporting.published.due(self.machine.next_snapshot());
         self.clients.show(self.setup, &self.machine, &self.line, &self.reporting.published);
-        self.reporting.write(self.setup, &self.machine);
+        self.reporting.write(self.setup);
         self.beat();
     }
 

@@ -38,7 +38,8 @@ pub(crate) struct RewindArgs {
     /// The job; or JOB/ID, JOB/TAG or JOB/-N
     #[arg(add = complete::running_jobs())]
     job: String,
-    /// The image: ID (or its number or beginning), TAG, or -N for the Nth newest image (-1 is the newest)
+    /// The image: ID (or its number or beginning), TAG, or -N for the Nth newest image (-1 is the newest). For a job over
+    /// several machines a number is that of a group image, and -N is the Nth newest of those (`rekindle list` shows them)
     #[arg(allow_hyphen_values = true, value_name = "ID|TAG|-N", add = complete::images_of_job())]
     to: Option<String>,
 }

@@ -5,11 +5,13 @@ use serde::Serialize;
 
 use super::status::time;
 use crate::published::{Group, GroupMember, Published, in_words};
+use crate::report::words;
+use rekindle_base::interval::Choice;
 use rekindle_store::manifest::GroupPart;
 use rekindle_store::{ImageId, JobFolder};
 
 /// The group of a running job, for `status`.
-pub(super) fn notes(group: &Group, now: DateTime<Utc>) -> Vec<String> {
+pub(super) fn notes(group: &Group, interval: Option<&Choice>, now: DateTime<Utc>) -> Vec<String> {
     let Group { name, size, rank, epoch, members, missing, leader, waits_for, .. } = group;
     let leader = |member: &GroupMember| if *leader == Some(member.rank) { " leads" } else { "" };
     let there: Vec<String> = members.iter().map(|member| format!("{member}{}", leader(member))).collect();
@@ -26,8 +28,25 @@ pub(super) fn notes(group: &Group, now: DateTime<Utc>) -> Vec<String> {
         format!("group {name}: rank {rank} of {size} machines, epoch {epoch}; {image}"),
         format!("{} of {size} machines are there: {}{lost}", members.len(), there.join(", ")),
     ];
+    notes.extend(interval.map(|choice| format!("interval {choice}")));
     notes.extend(waits_for.iter().map(|what| format!("the group waits for {what}")));
     notes
+}
+
+/// The group of a running job in one line, for `top`.
+pub(super) fn summary(group: &Group, now: DateTime<Utc>) -> String {
+    let Group { name, size, epoch, members, .. } = group;
+    let image = match group.newest_committed() {
+        None => "no group image is committed".to_owned(),
+        Some(image) => {
+            let age = image.taken().map(|taken| time((now - taken).num_seconds().max(0)));
+            format!("group image {}{}", image.number, age.map(|age| format!(", {age} ago")).unwrap_or_default())
+        }
+    };
+    let slowest =
+        group.slowest().map(|(member, us)| format!("; the slowest freeze is {} on {member}", words::time(us)));
+    let (there, slowest) = (members.len(), slowest.unwrap_or_default());
+    format!("group {name}: {there} of {size} machines, epoch {epoch}; {image}{slowest}")
 }
 
 /// What the job's supervisor, or the last one, has published about its group.
@@ -73,7 +92,7 @@ impl PartOf {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::published::GroupImage;
+    use crate::published::{GroupFreeze, GroupImage};
     use chrono::TimeDelta;
 
     fn group() -> Group {
@@ -92,6 +111,7 @@ mod tests {
             leader: Some(0),
             images: vec![image(8, false), image(7, true)],
             waits_for: Some("rank 1 (b) to join: rank 1 is lost".into()),
+            freezes: vec![GroupFreeze { rank: 0, freeze_us: 700_000 }, GroupFreeze { rank: 2, freeze_us: 1_500_000 }],
         }
     }
 
@@ -99,7 +119,7 @@ mod tests {
     fn a_group_is_told_in_three_notes() {
         let now = DateTime::UNIX_EPOCH + TimeDelta::seconds(75);
         assert_eq!(
-            notes(&group(), now),
+            notes(&group(), None, now),
             [
                 "group bert: rank 2 of 3 machines, epoch 2; newest committed group image: 7, 1m 15s ago",
                 "2 of 3 machines are there: rank 0 (a) leads, rank 2 (c); missing: rank 1 (b)",
@@ -107,9 +127,13 @@ mod tests {
             ]
         );
         let (images, missing, waits_for) = (Vec::new(), Vec::new(), None);
-        let said = notes(&Group { images, missing, waits_for, ..group() }, now);
+        let said = notes(&Group { images, missing, waits_for, ..group() }, None, now);
         assert_eq!(said[0], "group bert: rank 2 of 3 machines, epoch 2; no group image is committed");
         assert!(said.len() == 2 && !said[1].contains("missing"), "{said:?}");
+        assert_eq!(
+            summary(&group(), now),
+            "group bert: 2 of 3 machines, epoch 2; group image 7, 1m 15s ago; the slowest freeze is 1.50 s on rank 2 (c)"
+        );
     }
 
     #[test]

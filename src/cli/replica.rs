@@ -96,6 +96,29 @@ pub(super) fn bring_newest(config: &Config, folder: &JobFolder, lock: &WriterLoc
     }
 }
 
+/// Whether a member of a group may continue from parts in the replica. It may not if the job has completed on another
+/// machine. Copies the record of the run, if there is none here.
+pub(super) fn may_have_parts(config: &Config, folder: &JobFolder, lock: &WriterLock) -> anyhow::Result<bool> {
+    let (Some(url), None) = (&config.replica.url, folder.record()?) else { return Ok(true) };
+    let replica = Replica::open(url, folder.name(), Patience::Little).map(|replica| replica.with_trust(folder.trust()));
+    let theirs = match replica.and_then(|replica| replica.record(&|| false)) {
+        Ok(theirs) => theirs,
+        Err(error @ (Error::Untrusted { .. } | Error::Key { .. })) => return Err(refused(error)),
+        Err(error) => return Err(Unknown { why: chain(&error) }.into()),
+    };
+    match theirs {
+        Some(theirs) if theirs.outcome == Outcome::Completed => {
+            tracing::info!("job {} was completed on another machine", folder.name());
+            Ok(false)
+        }
+        Some(theirs) => {
+            folder.write_record(lock, &theirs)?;
+            Ok(true)
+        }
+        None => Ok(true),
+    }
+}
+
 /// Fetches the image that JOB or JOB/ID names if the replica has it and the store does not; JOB means the newest good
 /// one.
 pub(super) fn bring_named(config: &Config, text: &str) -> anyhow::Result<()> {

@@ -218,8 +218,13 @@ fn in_foreground(global: &Global, args: &RunArgs, caller: Option<Caller>) -> any
         Err(error) => error,
     })?;
     let shown = leave(global, caller, &folder, &prepared.config)?;
+    let mut uses_replica = true;
     if !args.fresh {
-        replica::bring_newest(&prepared.config, &folder, &lock)?;
+        match place.is_some() {
+            // Which image is fetched depends on what the other machines have.
+            true => uses_replica = replica::may_have_parts(&prepared.config, &folder, &lock)?,
+            false => replica::bring_newest(&prepared.config, &folder, &lock)?,
+        }
         trust::check_here(&folder)?;
     }
     if args.unless_completed
@@ -262,7 +267,7 @@ fn in_foreground(global: &Global, args: &RunArgs, caller: Option<Caller>) -> any
             record => trust::look_for_rollback(&seen, &folder, record.as_ref().map(|record| record.lineage.as_str())),
         }
     }
-    let place = place.zip(keep).map(|(place, keep)| (place, keep, args.fresh));
+    let place = place.zip(keep).map(|(place, keep)| Joining { place, keep, is_fresh: args.fresh, uses_replica });
     let terms = Terms { map: &args.devices.pairs, deadline, shown, place };
     supervise(global, prepared, folder, lock, start, terms)
 }
@@ -361,8 +366,19 @@ struct Terms<'a> {
     map: &'a [Pair],
     deadline: Option<DateTime<Utc>>,
     shown: Shown,
-    /// The member of a group that this run is, how many group images are kept, and whether it starts from the beginning.
-    place: Option<(Place, usize, bool)>,
+    /// The member of a group that this run is.
+    place: Option<Joining>,
+}
+
+/// The member of a group that a run is.
+struct Joining {
+    place: Place,
+    /// How many group images are kept.
+    keep: usize,
+    /// Whether it starts from the beginning.
+    is_fresh: bool,
+    /// Whether parts that are only in the replica are used.
+    uses_replica: bool,
 }
 
 /// A run in the background lets its caller return. Returns what this run shows on its standard output.
@@ -384,7 +400,7 @@ fn supervise(
     terms: Terms<'_>,
 ) -> anyhow::Result<Exit> {
     let Prepared { config, criu, mut spec, uplink, packing, .. } = prepared;
-    if let Some((place, ..)) = &terms.place {
+    if let Some(Joining { place, .. }) = &terms.place {
         place.tell_job(&config, &mut spec);
     }
     for (name, value) in [("REKINDLE_JOB", folder.name().as_str()), ("REKINDLE_RUN_ID", start.lineage.as_str())] {
@@ -441,12 +457,21 @@ fn supervise(
     let job_api = provide::job_api(&config, &mut spec, &folder);
     let scheduler = find_scheduler(&config);
     let requeue = config.scheduler.requeue;
-    let member = terms.place.map(|(place, keep, fresh)| place.member(&config, &folder, &criu, keep, fresh)).transpose();
+    let member =
+        terms.place.map(|it| it.place.member(&config, &folder, &criu, it.keep, (it.is_fresh, it.uses_replica)));
+    let member = member.transpose();
     let member = match member {
         Err(error) if error.is::<NoFirst>() => {
             // As for every other machine that is missing.
             tracing::error!("the group's run ends, to be queued again: {}", chain(&*error));
-            return Ok(exit(Finish::Stopped(Stop::Requeue), &scheduler, requeue, folder.name()));
+            if requeue == Requeue::Scontrol
+                && let Err(error) = scheduler.requeue_in_turn(
+                    config.group.node_rank.or_else(|| scheduler.node_rank()).unwrap_or(1).saturating_sub(1),
+                )
+            {
+                tracing::error!("the job is not queued again by this machine: {}", chain(&error));
+            }
+            return Ok(exit(Finish::Stopped(Stop::Requeue), &scheduler, Requeue::ExitCode, folder.name()));
         }
         member => member?,
     };
@@ -467,6 +492,8 @@ fn supervise(
         group: member,
     };
     let job = setup.folder.name().clone();
+    // The machines of a group agree about who asks.
+    let requeue = if setup.group.is_some() { Requeue::ExitCode } else { requeue };
     let finish = supervisor::run(setup)?;
     if let (Finish::Completed, Some(seen)) = (&finish, seen) {
         trust::forget(&seen, &lineage);

@@ -277,7 +277,7 @@ fn notes(row: &Row) -> Vec<String> {
     let failure = |text: Option<&String>, what: &str| text.map(|why| format!("{what}: {why}"));
     let mut notes = vec![failure(row.why.as_ref(), "given up")];
     if let Some(it) = known.filter(|_| row.uptime_s.is_some()) {
-        notes.extend(it.group.iter().flat_map(|group| group::notes(group, Utc::now())).map(Some));
+        notes.extend(it.group.iter().flat_map(|group| group::notes(group, it.interval.as_ref(), Utc::now())).map(Some));
         notes.push(failure(it.hang.as_ref(), "hangs"));
         notes.push(failure(it.gpu_fault.as_ref(), "a GPU has failed"));
         notes.push(it.notice.clone());

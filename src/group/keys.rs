@@ -244,6 +244,8 @@ mod tests {
             state: rekindle_group::State::Idle,
             parts: BTreeMap::new(),
             storing: false,
+            costs: rekindle_group::Costs::default(),
+            done: false,
             asked: None,
             fresh: rekindle_group::Fresh::No,
             floor: Number(0),

@@ -29,6 +29,18 @@ pub struct Group {
     pub images: Vec<GroupImage>,
     /// What the group waits for, in words.
     pub waits_for: Option<String>,
+    /// How long a snapshot freezes the job on each machine: the median of its last ones, as far as they are known.
+    #[serde(default)]
+    pub freezes: Vec<GroupFreeze>,
+}
+
+/// How long a snapshot freezes the job on a machine.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GroupFreeze {
+    /// The machine.
+    pub rank: u32,
+    /// The time.
+    pub freeze_us: u64,
 }
 
 /// A machine of a group.
@@ -82,6 +94,14 @@ impl Group {
         self.images.iter().find(is_it).map(|image| image.committed)
     }
 
+    /// The machine on which a snapshot freezes the job for longest, and for how long.
+    #[must_use]
+    pub fn slowest(&self) -> Option<(&GroupMember, u64)> {
+        let slowest = self.freezes.iter().max_by_key(|freeze| freeze.freeze_us)?;
+        let member = self.members.iter().find(|member| member.rank == slowest.rank)?;
+        Some((member, slowest.freeze_us))
+    }
+
     /// Whether nothing else has changed.
     #[must_use]
     pub(crate) fn differs_only_in_the_wait(&self, other: &Group) -> bool {
@@ -91,7 +111,7 @@ impl Group {
     /// Without the facts that say nothing once the supervisor has ended.
     #[must_use]
     pub(crate) fn of_the_past(self) -> Group {
-        Group { members: Vec::new(), missing: Vec::new(), leader: None, waits_for: None, ..self }
+        Group { members: Vec::new(), missing: Vec::new(), leader: None, waits_for: None, freezes: Vec::new(), ..self }
     }
 }
 
@@ -119,6 +139,7 @@ mod tests {
             leader: None,
             images: vec![image(8, false), image(7, true)],
             waits_for: None,
+            freezes: Vec::new(),
         };
         let part = |number, epoch| GroupPart { number, epoch, origin: 1, size: 2, mark: String::new() };
         assert_eq!(group.is_committed(id(40), &part(7, 2)), Some(true));

@@ -106,13 +106,6 @@ impl Deadline {
         self.measured.forecast(self.route)
     }
 
-    /// The expected times of a final snapshot that starts now; none before the first snapshot.
-    pub(super) fn needs(&self, storing: Option<&Persisting>) -> Option<Needs> {
-        let Forecast { snapshot, store, replica } = self.forecast()?;
-        let waits = storing.map_or(Duration::ZERO, |storing| left_of(storing, store));
-        Some(Needs { snapshot, store: store.saturating_add(waits), replica })
-    }
-
     /// A cloud ends the machine at this time; `None` if it does not any more.
     pub(super) fn is_noticed(&mut self, end: Option<DateTime<Utc>>) {
         self.notice = end;
@@ -161,6 +154,7 @@ impl Deadline {
             (Some(storing), Some(forecast)) => left_of(storing, forecast.store),
             _ => Duration::ZERO,
         };
+        let waits = waits.max(facts.others);
         let lead = forecast.map_or(facts.grace, |forecast| with_margin(forecast.total().saturating_add(waits)));
         // A snapshot that the job blocks may have to wait for this long.
         let held = facts.held.map_or(Duration::ZERO, |until| until.saturating_duration_since(now));
@@ -231,6 +225,8 @@ struct Facts {
     forecast: Option<Forecast>,
     /// Progress of the image that is being stored.
     storing: Option<Persisting>,
+    /// How long other machines of the group may still need to store their parts.
+    others: Duration,
     grace: Duration,
     /// When the job's holds on snapshots end.
     held: Option<Instant>,
@@ -275,9 +271,20 @@ impl Owner<'_> {
         self.deadline.is_known(answer);
     }
 
+    /// The expected times of a final snapshot that starts now; none before the first snapshot.
+    pub(super) fn needs_of_all(&self) -> Option<Needs> {
+        let Forecast { snapshot, store, replica } = self.last_of_all(self.deadline.forecast())?;
+        let storing = self.transfers.stored_so_far();
+        let waits = storing.map_or(Duration::ZERO, |storing| left_of(&storing, store)).max(self.others_store());
+        Some(Needs { snapshot, store: store.saturating_add(waits), replica })
+    }
+
     /// Plans the final snapshot, and starts it in time.
     pub(super) fn check_deadline(&mut self) {
-        let (forecast, grace) = (self.deadline.forecast(), self.setup.config.snapshot.grace);
+        let own = self.deadline.forecast();
+        self.report_costs(own);
+        // In a group, the slowest machine counts.
+        let (forecast, grace) = (self.last_of_all(own), self.setup.config.snapshot.grace);
         let published = &mut self.reporting.published;
         if (published.deadline, published.predicted) != (self.deadline.end(), forecast) {
             (published.deadline, published.predicted) = (self.deadline.end(), forecast);
@@ -287,7 +294,8 @@ impl Owner<'_> {
             tracing::warn!("{text}");
         }
         self.machine.last_takes(forecast.as_ref().map(Forecast::lead));
-        let facts = Facts { forecast, storing: self.transfers.stored_so_far(), grace, held: self.machine.held() };
+        let (storing, others) = (self.transfers.stored_so_far(), self.others_store());
+        let facts = Facts { forecast, storing, others, grace, held: self.machine.held() };
         let planned = self.deadline.plan(&facts, Instant::now(), Utc::now());
         self.machine.no_interval_from(planned.no_interval_from);
         if planned.asks {
@@ -330,7 +338,7 @@ mod tests {
 
     fn facts() -> Facts {
         let forecast = Forecast { snapshot: MINUTE, store: 3 * MINUTE, replica: Duration::ZERO };
-        Facts { forecast: Some(forecast), storing: None, grace: MINUTE, held: None }
+        Facts { forecast: Some(forecast), storing: None, others: Duration::ZERO, grace: MINUTE, held: None }
     }
 
     #[test]
@@ -364,6 +372,9 @@ mod tests {
         let storing = Persisting { image, done: 0, total: 100, written: 0, rate: 0 };
         deadline.plan(&Facts { storing: Some(storing), ..facts() }, now, time);
         assert_eq!(deadline.next_wake(now, time), Some(now + 60 * MINUTE - with_margin(7 * MINUTE)));
+        // Another machine of the group stores its part for longer.
+        deadline.plan(&Facts { others: 9 * MINUTE, ..facts() }, now, time);
+        assert_eq!(deadline.next_wake(now, time), Some(now + 60 * MINUTE - with_margin(13 * MINUTE)));
     }
 
     #[test]

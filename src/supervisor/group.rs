@@ -12,9 +12,12 @@
 //! to the group. Parts of group images are images of this job whose manifest names the group image; they are removed
 //! only when the group orders it.
 
+mod costs;
 mod memory;
 mod orders;
+mod replica;
 mod requests;
+mod requeue;
 mod seen;
 mod waits;
 
@@ -24,17 +27,24 @@ use std::time::{Duration, Instant};
 
 use signal_hook::consts::SIGTERM;
 
+use self::costs::Pace;
 use self::memory::{Memory, remember};
+use self::replica::{Fetched, Listed, Remote};
 use self::requests::Requests;
 use self::seen::Seen;
 use super::signals::STOPS;
 use super::state::{Event, Finish, Obstacle, Standing, State, Stop, Verdict};
 use super::{Error, Message, Owner, Setup};
+use crate::config::Interval;
 use crate::group::{Coordinator, Exchange, Identity, Layout, Membership, Node, Orders, OwnEtcd, Session, Told, Turn};
 use crate::policy;
+use crate::published::Forecast;
 use crate::telemetry::events::What;
+use rekindle_base::interval::Choice;
 use rekindle_engine::launch::group::Plan;
-use rekindle_group::{Action, End, Ending, Epoch, Goal, Incarnation, Last, Local, Machine, Number, Rank};
+use rekindle_group::{
+    Action, Costs, End, Ending, Epoch, Goal, Incarnation, Last, LastSnapshot, Local, Machine, Number, Rank,
+};
 use rekindle_os::fence::Fence;
 use rekindle_os::spawn::Ended;
 use rekindle_store::ImageId;
@@ -60,6 +70,8 @@ pub(crate) struct Membered {
     pub(crate) layout: Layout,
     /// Whether the user wants to start from the beginning.
     pub(crate) is_fresh: bool,
+    /// Whether parts that are only in the replica are used. They are not if the job has completed elsewhere.
+    pub(crate) uses_replica: bool,
 }
 
 /// What threads of this supervisor wait for.
@@ -87,13 +99,24 @@ pub(super) struct Member {
     threads: Threads,
     /// The images that are parts of group images.
     parts: BTreeMap<Number, ImageId>,
+    /// Those in the replica.
+    remote: Remote,
     requests: Requests,
+    /// The interval of the group, and what was reported last of the costs of snapshots here.
+    pace: (Pace, Costs),
     /// The group, for those who look at it from outside.
     seen: Seen,
+    care: Care,
+}
+
+/// What the member has to look after.
+struct Care {
     /// The coordinator is another one now: once nothing of the job is left, the member begins again.
     has_moved: bool,
     /// When to look at the lease again.
     looks: Instant,
+    /// The other supervisor that has this rank.
+    taken_by: Option<Incarnation>,
 }
 
 impl Member {
@@ -118,15 +141,16 @@ impl Member {
             network: None,
             threads: Threads::default(),
             parts: BTreeMap::new(),
+            remote: Remote::default(),
             requests: Requests {
                 stop: None,
                 pending: Vec::new(),
                 is_start_requested: false,
                 standing: Standing::Usual,
             },
+            pace: Default::default(),
             seen: Seen::new(group.identity.group.clone(), group.options.rank, group.options.size),
-            has_moved: false,
-            looks: Instant::now(),
+            care: Care { has_moved: false, looks: Instant::now(), taken_by: None },
         }))
     }
 
@@ -154,7 +178,22 @@ impl Member {
     /// When the member is to be woken. Renewals of the lease are not reported, and a start waits for one if too little
     /// time is left.
     pub(super) fn deadline(&self) -> Option<Instant> {
-        self.machine.deadline().into_iter().chain([self.looks]).min()
+        self.machine.deadline().into_iter().chain([self.care.looks]).min()
+    }
+
+    /// Says that another supervisor has this rank: it may be the one before, and it may be a mistake.
+    fn warn_if_taken(&mut self, view: &rekindle_group::View) {
+        let Some(ours) = self.membership.as_ref().map(Membership::incarnation) else { return };
+        let other = view.members.get(&self.rank).map(|report| report.incarnation).filter(|other| *other != ours);
+        if other.is_some() && self.care.taken_by != other {
+            let rank = self.rank;
+            let host = self.nodes.get(&rank).map(|node| format!(" on {}", node.host)).unwrap_or_default();
+            tracing::warn!(
+                "another supervisor{host} is {rank} of the group: waiting until it leaves or its lease expires. If it \
+                still runs, stop it, or give this machine another number (--node-rank, group.node-rank)"
+            );
+        }
+        self.care.taken_by = other;
     }
 
     /// The group image that this image is a part of.
@@ -169,6 +208,10 @@ pub(super) enum News {
     Told(Told),
     /// From the thread that takes a snapshot.
     Local(Local),
+    /// The parts in the replica.
+    Listed(Result<Vec<Listed>, rekindle_replica::Error>),
+    /// A part was fetched from the replica, or was not.
+    Fetched(Fetched),
 }
 
 impl Owner<'_> {
@@ -181,6 +224,8 @@ impl Owner<'_> {
         match news {
             News::Told(told) => self.group_told(told),
             News::Local(local) => self.group_step(rekindle_group::Event::Local(local)),
+            News::Listed(listed) => self.listed(listed),
+            News::Fetched(fetched) => self.fetched(fetched),
         }
     }
 
@@ -190,6 +235,7 @@ impl Owner<'_> {
             Told::Group { view, nodes } => {
                 let news = member.seen.changed(&view, &nodes);
                 member.nodes = nodes;
+                member.warn_if_taken(&view);
                 self.group_is_seen(news);
                 rekindle_group::Event::View(view)
             }
@@ -200,6 +246,9 @@ impl Owner<'_> {
                     tracing::warn!("cannot record the membership in the group: {error}");
                 }
                 member.membership = Some(membership);
+                // The group may have been told of before.
+                let view = member.machine.view().clone();
+                member.warn_if_taken(&view);
                 rekindle_group::Event::Session(incarnation)
             }
             Told::Lost(incarnation) => {
@@ -225,7 +274,7 @@ impl Owner<'_> {
             }
             Told::Moved => {
                 tracing::warn!("the group's coordinator is another one now: this machine joins again");
-                member.has_moved = true;
+                member.care.has_moved = true;
                 member.seen.afresh();
                 self.group_step(rekindle_group::Event::SessionLost);
                 return self.begin_afresh();
@@ -283,10 +332,10 @@ impl Owner<'_> {
     fn begin_afresh(&mut self) {
         let is_idle = matches!(self.machine.state(), State::Idle | State::Suspended { .. });
         let Some(member) = &mut self.group else { return };
-        if !member.has_moved || !is_idle || member.threads.orders.is_some() {
+        if !member.care.has_moved || !is_idle || member.threads.orders.is_some() {
             return;
         }
-        member.has_moved = false;
+        member.care.has_moved = false;
         member.machine = member.machine.afresh();
         member.nodes = Arc::default();
         member.session.afresh(member.membership.take().map(|membership| membership.incarnation()));
@@ -316,13 +365,14 @@ impl Owner<'_> {
         let now = Instant::now();
         if self.group.as_ref().and_then(Member::deadline).is_some_and(|at| at <= now) {
             let lease = self.setup.group.as_ref().map_or(LEAVE, |group| group.options.lease);
-            self.group.iter_mut().for_each(|member| member.looks = now + lease / LOOKS);
+            self.group.iter_mut().for_each(|member| member.care.looks = now + lease / LOOKS);
             self.group_step(rekindle_group::Event::Tick);
             self.publish_group_now();
         }
     }
 
     fn group_step(&mut self, event: rekindle_group::Event) {
+        self.pace_of_group();
         let Some(member) = &mut self.group else { return };
         let now = Instant::now();
         let sure = member.membership.as_ref().map(|membership| rekindle_group::Event::Sure(membership.sure_until()));
@@ -343,6 +393,50 @@ impl Owner<'_> {
             }
         }
         self.answer_requests();
+    }
+
+    /// Chooses the interval, if it is chosen automatically. It counts if this member leads.
+    fn pace_of_group(&mut self) {
+        let config = &self.setup.config.snapshot;
+        let age = self.machine.state().life().map_or(Duration::ZERO, |life| life.since.elapsed());
+        let Some(member) = self.group.as_mut().filter(|_| config.interval == Interval::Auto) else { return };
+        let interval = member.pace.0.interval(member.machine.view(), config, age);
+        member.machine.set_interval(Some(interval));
+    }
+
+    /// The interval of the group, or that of this machine, if it is chosen automatically.
+    pub(super) fn chosen_interval(&self) -> Option<Choice> {
+        match &self.group {
+            Some(member) => member.pace.0.choice().cloned(),
+            None => self.machine.choice().cloned(),
+        }
+    }
+
+    /// Reports what snapshots cost here, if that has changed.
+    pub(super) fn report_costs(&mut self, last: Option<Forecast>) {
+        let (freeze, store) = self.machine.measured();
+        let last = last.map(|Forecast { snapshot, store, replica }| LastSnapshot { snapshot, store, replica });
+        let costs = Costs { freeze, store, last };
+        // A report in the middle of a snapshot would delay it.
+        let Some(member) = self.group.as_mut().filter(|member| !member.is_in_snapshot()) else { return };
+        if member.pace.1 != costs {
+            member.pace.1 = costs.clone();
+            self.report_to_group(Local::Costs(costs));
+        }
+    }
+
+    /// The time for the final snapshot of the group, from that of this machine.
+    pub(super) fn last_of_all(&self, own: Option<Forecast>) -> Option<Forecast> {
+        match &self.group {
+            Some(member) => costs::last_of_all(own, member.machine.view(), member.rank),
+            None => own,
+        }
+    }
+
+    /// How long other machines may still need to store their parts.
+    pub(super) fn others_store(&self) -> Duration {
+        let view = self.group.as_ref().map(|member| (member.machine.view(), member.rank));
+        view.map_or(Duration::ZERO, |(view, rank)| costs::others_store(view, rank))
     }
 
     /// Reports to the group.
@@ -429,8 +523,14 @@ impl Owner<'_> {
     /// Leaves the group, so that the others need not wait.
     pub(super) fn leave_group(&mut self, messages: &mpsc::Receiver<Message>) {
         if let Some(member) = self.group.take() {
+            member.remote.call_off();
             member.session.leave(LEAVE);
         }
+        self.leave_etcd(messages);
+    }
+
+    /// Ends the group's etcd, if it runs here, once the others have left.
+    pub(super) fn leave_etcd(&self, messages: &mpsc::Receiver<Message>) {
         let Some(group) = &self.setup.group else { return };
         if let Some(own) = &group.own {
             let is_stop = |message| matches!(message, Message::Signal(signal) if STOPS.contains(&signal));

@@ -65,7 +65,7 @@ impl Owner<'_> {
         if self.watch.deaths.is_going_back(self.machine.state()) {
             self.life.call_off();
         }
-        let (interval, deaths) = (self.machine.choice().cloned(), Arc::clone(self.life.deaths()));
+        let (interval, deaths) = (self.chosen_interval(), Arc::clone(self.life.deaths()));
         self.clients.control.snapshot_begins();
         self.check_holds();
         self.clients.job_api.snapshot_begins();
@@ -295,7 +295,9 @@ impl Owner<'_> {
                 self.tell(What::Stored { image: image.id, took_us: micros(took), written });
                 self.reporting.published.persist_failure = None;
                 self.answer_stored(&image);
-                self.replicate(image);
+                if !self.is_in_group() {
+                    self.replicate(image);
+                }
                 if self.machine.is_postponed() && self.machine.held_off().is_none() {
                     let text = format!(
                         "a snapshot had to wait: storing the image before it took {}, longer than the interval",
@@ -457,6 +459,7 @@ impl Owner<'_> {
                 Ok(Message::Control(incoming)) => self.heard_late(*incoming),
                 Ok(Message::Hook(report)) => self.hook_failed(report),
                 Ok(Message::Watched(Finding::Notice(change))) => self.announced(change),
+                Ok(Message::Group(news)) => self.hear_of_group_late(*news),
                 Ok(_) => {}
                 Err(mpsc::RecvTimeoutError::Timeout) => self.publish(),
                 Err(mpsc::RecvTimeoutError::Disconnected) => break,

@@ -108,7 +108,7 @@ impl Owner<'_> {
                 State::Running(_) | State::Snapshotting { .. } => Job::Runs,
                 _ => Job::Rests,
             },
-            needs: self.deadline.needs(self.transfers.stored_so_far().as_ref()),
+            needs: self.needs_of_all(),
             last_snapshot: self.watch.notices.last_snapshot.map(|at| now.saturating_duration_since(at)),
         };
         let decision = decide(&notice, &facts, Utc::now());

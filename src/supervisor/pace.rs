@@ -71,18 +71,16 @@ impl Pace {
             Interval::Off => return None,
             Interval::Auto => {}
         }
-        let observed = self.failures(age);
-        let (mtbf, mtbf_source) = match config.mean_time_between_failures {
-            MeanTime::Known(time) => (time, MtbfSource::Configured),
-            MeanTime::Observed => {
-                let Failures { uptime, failures } = observed;
-                // In whole microseconds, as it is written to a manifest.
-                (observed.mean_time_between(), MtbfSource::Observed { uptime: whole_micros(uptime), failures })
-            }
-        };
-        let Some(freeze) = self.median() else { return Some((mtbf / 10).clamp(SHORTEST, FIRST)) };
-        let facts = Facts { freeze, mtbf, mtbf_source, max_overhead: config.max_overhead, persist: self.persist };
-        Some(self.choice.insert(choose(&facts)).interval)
+        match automatic(config, self.failures(age), self.median(), self.persist) {
+            Ok(choice) => Some(self.choice.insert(choice).interval),
+            Err(first) => Some(first),
+        }
+    }
+
+    /// How long a snapshot freezes the job, and how long storing the last image took, as far as they are known.
+    #[must_use]
+    pub(crate) fn measured(&self) -> (Option<Duration>, Option<Duration>) {
+        (self.median(), self.persist)
     }
 
     fn median(&self) -> Option<Duration> {
@@ -90,6 +88,25 @@ impl Pace {
         sorted.sort_unstable();
         sorted.get(sorted.len() / 2).copied()
     }
+}
+
+/// Chooses the interval. While no freeze is known, returns the time until the first snapshot instead.
+pub(super) fn automatic(
+    config: &Snapshot,
+    observed: Failures,
+    freeze: Option<Duration>,
+    persist: Option<Duration>,
+) -> Result<Choice, Duration> {
+    let (mtbf, mtbf_source) = match config.mean_time_between_failures {
+        MeanTime::Known(time) => (time, MtbfSource::Configured),
+        MeanTime::Observed => {
+            let Failures { uptime, failures } = observed;
+            // In whole microseconds, as it is written to a manifest.
+            (observed.mean_time_between(), MtbfSource::Observed { uptime: whole_micros(uptime), failures })
+        }
+    };
+    let freeze = freeze.ok_or_else(|| (mtbf / 10).clamp(SHORTEST, FIRST))?;
+    Ok(choose(&Facts { freeze, mtbf, mtbf_source, max_overhead: config.max_overhead, persist }))
 }
 
 #[cfg(test)]

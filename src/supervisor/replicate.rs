@@ -3,6 +3,8 @@
 //! One image at a time, on a separate thread; the newest image is always next, and images between are skipped. After a
 //! failure it tries again, with longer and longer pauses, unless there is a newer image to send. This never affects the
 //! job or the store: a replica that fails is a warning.
+//!
+//! In a group, the group says which image is sent, so that the replica has whole group images (group/replica.rs).
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
@@ -19,7 +21,7 @@ use crate::published::Persisting;
 use crate::telemetry::events::What as Told;
 use rekindle_base::chain;
 use rekindle_os::process;
-use rekindle_replica::{self as replica, Patience, Replica, Uploaded};
+use rekindle_replica::{self as replica, Keep, Patience, Removed, Replica, Uploaded};
 use rekindle_store::persist::Progress;
 use rekindle_store::{Form, Image, ImageId, State};
 
@@ -142,10 +144,11 @@ impl Owner<'_> {
         let repeats = self.reporting.remarks.repeats.clone();
         // The image is kept until then, even if retention would remove it.
         let hold = self.setup.lock.hold(image.id);
+        let keep = self.kept_in_replica();
         self.spawn("replicate", move || {
             process::be_nice();
             let send = |what| drop(sender.send(Message::Replicated(Box::new(Report { image: image.id, what }))));
-            let what = send_image(&setup, &image, &progress, &flags, &repeats, &send);
+            let what = send_image(&setup, (&image, keep), &progress, &flags, &repeats, &send);
             drop(hold);
             send(what);
         });
@@ -155,7 +158,15 @@ impl Owner<'_> {
     pub(super) fn replicate_newest(&mut self) {
         let images = self.setup.folder.images().unwrap_or_default();
         // A loose image is sent once it is packed.
-        let newest = images.into_iter().find(|image| self.is_usable(image) && image.form() == Form::Packed);
+        let is_packed = |image: &Image| self.is_usable(image) && image.form() == Form::Packed;
+        let newest = match self.is_in_group() {
+            // A part that no group image needs is not worth it.
+            true => {
+                let last = self.last_part_to_replicate();
+                images.into_iter().find(|image| Some(image.id) == last && is_packed(image))
+            }
+            false => images.into_iter().find(is_packed),
+        };
         if let Some(image) = newest.filter(|image| self.reporting.published.last_replicated != Some(image.id)) {
             self.replicate(image);
         }
@@ -163,6 +174,7 @@ impl Owner<'_> {
 
     pub(super) fn replicated(&mut self, report: Report) {
         let Report { image, what } = report;
+        let is_there = matches!(what, What::Done { .. });
         match what {
             What::Trouble { why, pause } => {
                 let pause = humantime::format_duration(pause);
@@ -196,6 +208,7 @@ impl Owner<'_> {
         if let Some(next) = self.transfers.replication.ends() {
             self.replicate(next);
         }
+        self.group_replicated(image, is_there);
         self.publish();
     }
 
@@ -242,7 +255,7 @@ pub(super) fn needed(setup: &Setup) -> replica::Result<Replica> {
     open(setup, Patience::Little)?.ok_or(replica::Error::Cancelled)
 }
 
-fn open(setup: &Setup, patience: Patience) -> replica::Result<Option<Replica>> {
+pub(super) fn open(setup: &Setup, patience: Patience) -> replica::Result<Option<Replica>> {
     let Some(url) = &setup.config.replica.url else { return Ok(None) };
     let rate = match setup.config.replica.rate {
         Rate::Unlimited => None,
@@ -254,7 +267,7 @@ fn open(setup: &Setup, patience: Patience) -> replica::Result<Option<Replica>> {
 /// Sends the image, until that succeeds or is not worthwhile any more.
 fn send_image(
     setup: &Setup,
-    image: &Image,
+    (image, keep): (&Image, Option<Keep>),
     progress: &Progress,
     flags: &Flags,
     repeats: &Repeats,
@@ -265,7 +278,7 @@ fn send_image(
     let mut pause = PAUSE;
     loop {
         let sent = open(setup, Patience::Much).and_then(|replica| match replica {
-            Some(replica) => once(&replica, setup, image, progress, repeats, &cancelled),
+            Some(replica) => once(&replica, setup, (image, keep), progress, repeats, &cancelled),
             None => Err(replica::Error::Cancelled),
         });
         let error = match sent {
@@ -295,7 +308,7 @@ fn send_image(
 fn once(
     replica: &Replica,
     setup: &Setup,
-    image: &Image,
+    (image, keep): (&Image, Option<Keep>),
     progress: &Progress,
     repeats: &Repeats,
     cancelled: &(dyn Fn() -> bool + Sync),
@@ -308,8 +321,8 @@ fn once(
     // The image is in the replica; the rest is housekeeping, which is repeated with the next one.
     let bad: Vec<Image> =
         folder.images()?.into_iter().filter(|image| matches!(image.state, State::Bad { .. })).collect();
-    let kept = replica.upload_marks(&bad, cancelled);
-    match kept.and_then(|()| replica.retain(setup.config.replica.keep_last, folder, cancelled)) {
+    let retain = || keep.map_or_else(|| Ok(Removed::default()), |keep| replica.retain(keep, folder, cancelled));
+    match replica.upload_marks(&bad, cancelled).and_then(|()| retain()) {
         Ok(removed) => {
             removed.images.iter().for_each(|id| tracing::debug!("removed image {id} from the replica"));
             let blocked = removed.blocked.iter().map(|why| format!("no packs were removed from the replica: {why}"));

@@ -51,10 +51,10 @@ impl Reporting {
     }
 
     /// Updates the metrics and `state.json`.
-    pub(super) fn write(&mut self, setup: &Setup, machine: &Machine<'_>) {
+    pub(super) fn write(&mut self, setup: &Setup) {
         let interval = match setup.config.snapshot.interval {
             Interval::Every(interval) => Some(interval),
-            Interval::Auto => machine.choice().map(|choice| choice.interval),
+            Interval::Auto => self.published.interval.as_ref().map(|choice| choice.interval),
             Interval::Off => None,
         };
         if let Some(metrics) = self.listeners.metrics() {

@@ -196,6 +196,12 @@ impl<'a> Machine<'a> {
         self.pace.failures(self.state.life().map_or(Duration::ZERO, |life| now.saturating_duration_since(life.since)))
     }
 
+    /// How long a snapshot freezes the job, and how long storing the last image took, as far as they are known.
+    #[must_use]
+    pub(crate) fn measured(&self) -> (Option<Duration>, Option<Duration>) {
+        self.pace.measured()
+    }
+
     /// What is decided about the end of this life.
     #[must_use]
     pub(crate) fn verdict(&self) -> Option<&Verdict> {
@@ -243,6 +249,7 @@ impl<'a> Machine<'a> {
                 self.persisting = false;
                 took.into_iter().for_each(|took| self.pace.persisted(took));
             }
+            Event::SnapshotTaken { freeze } if self.led.is_some() => self.pace.frozen(freeze),
             Event::Judged(ref verdict) => self.verdict = Some(verdict.clone()),
             Event::Excused => self.excused = true,
             Event::Rewind { .. } if !self.is_stopping() => self.asked = Some(Asked::Rewind),

@@ -64,6 +64,21 @@ pub enum Stored {
     Durable,
 }
 
+/// Whether the replica has a part.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Replicated {
+    /// It does not, as far as the member knows.
+    #[default]
+    No,
+    /// It does not, and the member cannot send it.
+    Failed,
+    /// It does.
+    Yes,
+    /// It does, and the member's store does not: the part must be fetched before the job starts from it.
+    Only,
+}
+
 /// A part that a member can restore.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Progress {
@@ -77,8 +92,11 @@ pub struct Progress {
     /// Number of members of the group at that time. 0: a version that did not record it has taken the part.
     #[serde(default)]
     pub size: u32,
-    /// Where it is.
+    /// Where it is. A part that is only in the replica is durable.
     pub stored: Stored,
+    /// Whether the replica has it.
+    #[serde(default)]
+    pub replicated: Replicated,
 }
 
 /// What the job of a member starts from.
@@ -209,6 +227,40 @@ pub struct Asked {
     pub ask: Ask,
 }
 
+/// What snapshots cost on a machine, as its supervisor has measured.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Costs {
+    /// How long one freezes the job: the median of the last ones.
+    #[serde(default)]
+    pub freeze: Option<Duration>,
+    /// How long storing the last part took.
+    #[serde(default)]
+    pub store: Option<Duration>,
+    /// How long the final snapshot of a run would take.
+    #[serde(default)]
+    pub last: Option<LastSnapshot>,
+}
+
+/// The expected time for the final snapshot of a run on a machine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LastSnapshot {
+    /// From its start until the part is complete.
+    pub snapshot: Duration,
+    /// Until it is stored.
+    pub store: Duration,
+    /// Until it is in the replica.
+    pub replica: Duration,
+}
+
+/// How long the job of a group has run, and how often something was lost.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Past {
+    /// The time for which it ran in epochs that are over. A new leader counts from when it begins to lead.
+    pub ran: Duration,
+    /// How many epochs were healthy, and ended because a machine or the job failed.
+    pub failures: u32,
+}
+
 /// A member's report about itself. Only the member writes it; it is removed with its lease.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Report {
@@ -226,6 +278,12 @@ pub struct Report {
     /// Whether a part is being stored: until then no other snapshot is taken.
     #[serde(default)]
     pub storing: bool,
+    /// What snapshots cost there.
+    #[serde(default)]
+    pub costs: Costs,
+    /// Whether it has done everything after the end of the run, and is there only to have the job queued again.
+    #[serde(default)]
+    pub done: bool,
     /// Its latest request.
     #[serde(default)]
     pub asked: Option<Asked>,
@@ -382,6 +440,9 @@ pub struct Plan {
     /// How the job ended that failed last.
     #[serde(default)]
     pub last: Option<Last>,
+    /// How long the job has run, and how often it failed.
+    #[serde(default)]
+    pub past: Past,
     /// The rewind that is being carried out.
     #[serde(default)]
     pub aim: Option<Aim>,
@@ -437,6 +498,19 @@ impl Left {
     }
 }
 
+/// Whether the replica has a group image, or is to have it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Replica {
+    /// Neither, as far as is known.
+    #[default]
+    No,
+    /// All members send their parts.
+    Wanted,
+    /// It has all parts.
+    Whole,
+}
+
 /// A group image: one part for each rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupImage {
@@ -446,6 +520,9 @@ pub struct GroupImage {
     pub parts: BTreeMap<Rank, Part>,
     /// Whether each part is durable.
     pub committed: bool,
+    /// Whether it is in the replica.
+    #[serde(default)]
+    pub replica: Replica,
 }
 
 /// A value of the coordinator, and the revision of its last change.

@@ -2,7 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use crate::documents::{End, From, GroupImage, Number, Part, Plan, Rank, Stored, Versioned, View};
+use crate::documents::{
+    End, From, Goal, GroupImage, Number, Part, Plan, Progress, Rank, Replica, Replicated, Stored, Versioned, View,
+};
 use crate::machine::{Options, Write};
 
 /// A group image with this many points against it is passed over.
@@ -31,6 +33,87 @@ fn floor(view: &View, plan: &Plan) -> Number {
 /// Whether a restart may use this group image: no rewind and no start from the beginning has abandoned it.
 fn is_on_the_line(view: &View, plan: &Plan, number: Number) -> bool {
     number >= floor(view, plan) && !plan.left.iter().any(|left| left.has(number))
+}
+
+/// A member's part of a group image, if it has exactly this one.
+fn part_of<'a>(view: &'a View, number: Number, rank: Rank, part: &Part) -> Option<&'a Progress> {
+    view.members.get(&rank)?.parts.get(&number).filter(|progress| progress.part == *part)
+}
+
+/// Whether no member has to fetch its part.
+pub(crate) fn is_here(view: &View, number: Number) -> bool {
+    away(view, number).is_empty()
+}
+
+/// The members whose part is only in the replica.
+fn away(view: &View, number: Number) -> Vec<Rank> {
+    let Some(image) = view.images.get(&number) else { return Vec::new() };
+    let is_away = |(rank, part): &(&Rank, &Part)| {
+        part_of(view, number, **rank, part).is_some_and(|progress| progress.replicated == Replicated::Only)
+    };
+    image.value.parts.iter().filter(is_away).map(|(rank, _)| *rank).collect()
+}
+
+/// The group image that is fetched from the replica before the job starts, and the members that do not have their parts
+/// yet.
+#[must_use]
+pub fn fetching(view: &View) -> Option<(Number, Vec<Rank>)> {
+    let plan = &view.plan.as_ref()?.value;
+    let Ok(From::Image(number)) = choose(view, plan) else { return None };
+    let away = away(view, number);
+    (matches!(plan.goal, Goal::Gather { .. }) && !away.is_empty()).then_some((number, away))
+}
+
+/// The newest group image that is committed and that a restart may use.
+#[must_use]
+pub fn newest_committed(view: &View) -> Option<Number> {
+    let plan = &view.plan.as_ref()?.value;
+    let mut committed = view.images.iter().rev().filter(|(_, image)| image.value.committed);
+    committed.find(|(number, _)| is_on_the_line(view, plan, **number)).map(|(number, _)| *number)
+}
+
+/// The newest group image that is whole in the replica and that a restart may use, as far as it is recorded.
+#[must_use]
+pub fn whole_in_replica(view: &View) -> Option<Number> {
+    let plan = &view.plan.as_ref()?.value;
+    let mut whole = view.images.iter().rev().filter(|(_, image)| image.value.replica == Replica::Whole);
+    whole.find(|(number, _)| is_on_the_line(view, plan, **number)).map(|(number, _)| *number)
+}
+
+/// The next change of what is in the replica, or is to be there. One group image at a time is wanted: the newest that was
+/// committed when the one before was whole.
+pub(crate) fn replicate(view: &View, plan: &Plan, options: &Options) -> Option<Write> {
+    if !options.replicates {
+        return None;
+    }
+    let record = |number: Number, image: &Versioned<GroupImage>, replica| {
+        let was = Some(image.revision);
+        Some(Write::Record { number, image: GroupImage { replica, ..image.value.clone() }, was })
+    };
+    let is_sent = |number: Number, (rank, part): (&Rank, &Part)| {
+        let progress = part_of(view, number, *rank, part);
+        progress.is_some_and(|it| matches!(it.replicated, Replicated::Yes | Replicated::Only))
+    };
+    // A member that is lost may come back.
+    let cannot_be_sent = |number: Number, (rank, part): (&Rank, &Part)| {
+        let failed = |it: &Progress| it.replicated == Replicated::Failed;
+        view.members.contains_key(rank) && part_of(view, number, *rank, part).is_none_or(failed)
+    };
+    let committed = || view.images.iter().rev().filter(|(_, image)| image.value.committed);
+    for (number, image) in committed().take_while(|(_, image)| image.value.replica != Replica::Whole) {
+        if image.value.parts.iter().all(|part| is_sent(*number, part)) {
+            return record(*number, image, Replica::Whole);
+        }
+    }
+    let is_hopeless = |number: Number, image: &GroupImage| {
+        !is_on_the_line(view, plan, number) || image.parts.iter().any(|part| cannot_be_sent(number, part))
+    };
+    if let Some((number, image)) = committed().find(|(_, image)| image.value.replica == Replica::Wanted) {
+        return is_hopeless(*number, &image.value).then(|| record(*number, image, Replica::No)).flatten();
+    }
+    let (number, image) = committed().find(|(number, _)| is_on_the_line(view, plan, **number))?;
+    let is_new = image.value.replica == Replica::No && is_there(view, &image.value);
+    (is_new && !is_hopeless(*number, &image.value)).then(|| record(*number, image, Replica::Wanted)).flatten()
 }
 
 /// The group images that a restart may use and all present members can restore, the newest first.
@@ -121,6 +204,9 @@ fn without_record(view: &View) -> Vec<Number> {
 /// The record of a group image whose parts are all there: the coordinator has lost its data. Members only have parts of
 /// group images that were recorded once. After a record was removed, a part may be left on a machine that was away,
 /// but never on all: the leader that removed the record has also removed its own part.
+///
+/// That is not so in the replica, which may have more group images than the stores. One of those is recorded again only
+/// if there is nothing else to continue from.
 pub(crate) fn rebuilt(view: &View, plan: &Plan, options: &Options) -> Option<Write> {
     let part = |rank: Rank, number| Some((rank, view.members.get(&rank)?.parts.get(&number)?));
     let whole = |number: Number| {
@@ -131,26 +217,48 @@ pub(crate) fn rebuilt(view: &View, plan: &Plan, options: &Options) -> Option<Wri
         let is_one = parts.iter().all(|(_, progress)| progress.origin == origin);
         // The same job may have run on more machines: then these are not all of its parts.
         let is_one = is_one && parts.iter().all(|(_, progress)| [0, options.size].contains(&progress.size));
-        is_one.then(|| (number, parts.into_iter().map(|(rank, progress)| (rank, progress.part.clone())).collect()))
+        let is_stored = parts.iter().all(|(_, progress)| progress.replicated != Replicated::Only);
+        let is_last_resort = || {
+            let chosen = choose(view, plan);
+            let nothing_else = matches!(chosen, Ok(From::Beginning) | Err(End::Missing { .. }));
+            nothing_else && is_on_the_line(view, plan, number)
+        };
+        (is_one && (is_stored || is_last_resort()))
+            .then(|| (number, parts.into_iter().map(|(rank, progress)| (rank, progress.part.clone())).collect()))
     };
     let (number, parts) = without_record(view).into_iter().find_map(whole)?;
-    Some(Write::Record { number, image: GroupImage { epoch: plan.epoch, parts, committed: false }, was: None })
+    let image = GroupImage { epoch: plan.epoch, parts, committed: false, replica: Replica::No };
+    Some(Write::Record { number, image, was: None })
 }
 
 /// A group image that is not kept: its record is removed first, then each member removes its part.
 ///
-/// The group keeps the newest `keep` committed images that no rewind has abandoned, all images that are newer, and the
-/// image that the job was started from.
-pub(crate) fn unneeded(view: &View, present: &Versioned<Plan>, keep: usize) -> Option<Write> {
+/// The group keeps the newest `keep` committed images that no rewind has abandoned, all images that are newer, the
+/// image that the job was started from, the one that it would continue from, the one that is being sent to the
+/// replica, and the newest one that is whole there.
+///
+/// While a machine is missing, nothing is removed: what it has may decide what the job continues from.
+pub(crate) fn unneeded(view: &View, present: &Versioned<Plan>, options: &Options) -> Option<Write> {
+    if (0..options.size).any(|rank| !view.members.contains_key(&Rank(rank))) {
+        return None;
+    }
     let plan = &present.value;
     let on_the_line = |number: &Number| is_on_the_line(view, plan, *number);
     let committed = view.images.iter().rev().filter(|(_, image)| image.value.committed).map(|(number, _)| *number);
     let committed: Vec<Number> = committed.filter(on_the_line).collect();
     let newest = committed.first().copied()?;
-    let mut kept: BTreeSet<Number> = committed.into_iter().take(keep.max(1)).collect();
+    let mut kept: BTreeSet<Number> = committed.into_iter().take(options.keep.max(1)).collect();
     if let From::Image(number) = plan.from {
         kept.insert(number);
     }
+    // It may be older than those, if their parts are lost.
+    if let Ok(From::Image(number)) = choose(view, plan) {
+        kept.insert(number);
+    }
+    let wanted = view.images.iter().filter(|(_, it)| options.replicates && it.value.replica == Replica::Wanted);
+    kept.extend(wanted.map(|(number, _)| *number));
+    // A machine that is replaced has only this one, and the others must still have their parts.
+    kept.extend(whole_in_replica(view).filter(|_| options.replicates));
     let mut others = view.images.iter().filter(|(number, _)| !kept.contains(number) && **number < newest);
     let (number, image) = others.next()?;
     Some(Write::Remove { number: *number, was: image.revision, plan: Box::new(present.clone()) })

@@ -7,8 +7,8 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use crate::documents::{
-    Aim, Ask, End, Ending, Epoch, Fresh, From, Goal, GroupImage, Incarnation, Last, Left, Number, Part, Plan, Rank,
-    Refusal, Report, State, Then, View,
+    Aim, Ask, End, Ending, Epoch, Fresh, From, Goal, GroupImage, Incarnation, Last, Left, Number, Part, Past, Plan,
+    Rank, Refusal, Replica, Report, State, Then, View,
 };
 use crate::images;
 use crate::machine::{Options, Write};
@@ -91,11 +91,16 @@ impl Leading {
         }
         let mut next = plan.clone();
         let image = self.plan(view, plan, &mut next, options, now);
+        if let Some((_, since)) = self.run.filter(|(epoch, _)| *epoch == plan.epoch && !next.goal.is_alive())
+            && plan.goal.is_alive()
+        {
+            next.past.ran = next.past.ran.saturating_add(now.saturating_duration_since(since));
+        }
         if next != *plan {
             next.serial += 1;
             return Some(Write::Plan { plan: Box::new(next), was: Some(old.revision), image });
         }
-        images::unneeded(view, old, options.keep)
+        images::replicate(view, plan, options).or_else(|| images::unneeded(view, old, options))
     }
 
     fn watch(&mut self, plan: &Plan, now: Instant) {
@@ -241,7 +246,10 @@ impl Leading {
                     next.goal = Goal::Abort { number, why };
                 } else if parts.len() == hands.len() {
                     next.goal = if plan.then == Then::RunOn { Goal::Resume(number) } else { Goal::Suspended };
-                    return Some((number, GroupImage { epoch: plan.epoch, parts, committed: false }));
+                    return Some((
+                        number,
+                        GroupImage { epoch: plan.epoch, parts, committed: false, replica: Replica::No },
+                    ));
                 } else if self.is_due(since + options.limits.dump, now) {
                     next.goal = Goal::Abort { number, why: format!("not dumped in time: {}", late(&hands, plan)) };
                 }
@@ -407,6 +415,8 @@ impl Leading {
                 );
                 next.goal = end(view, next, End::Failed { why, last: plan.last });
             }
+            // Each member fetches its part while nothing runs. It says so if it cannot.
+            Ok(From::Image(number)) if !images::is_here(view, number) => {}
             Ok(from) => {
                 next.epoch = Epoch(known.max(plan.epoch).0 + 1);
                 next.crew = view.members.iter().map(|(rank, report)| (*rank, report.incarnation)).collect();
@@ -435,6 +445,8 @@ impl Leading {
 
     /// Ends the epoch, and counts the points against its group image.
     fn gather(&mut self, next: &mut Plan, view: &View, loss: Loss, options: &Options, now: Instant) {
+        // One that fails sooner has a bad image or a wrong command, against which more snapshots do not help.
+        next.past.failures = next.past.failures.saturating_add(u32::from(next.healthy));
         let why = match loss {
             Loss::Member(why) => why,
             // A rewind that fails costs the job nothing.
@@ -546,6 +558,7 @@ fn first_plan(origin: Incarnation) -> Plan {
         in_a_row: 0,
         early_cold: 0,
         last: None,
+        past: Past::default(),
         aim: None,
         floor: Number::default(),
         left: Vec::new(),

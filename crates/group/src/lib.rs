@@ -38,6 +38,9 @@
 //!   the other one would never be idle, and its lock would not end. The barrier costs one more plan for each snapshot.
 //! - **All or nothing.** A group image is recorded in the same transaction as the decision that all members have dumped,
 //!   and committed when each part is stored.
+//! - **Whole images in the replica.** All members send the parts of one group image, and of no other until the replica
+//!   has all of them. If each sent its newest part, a slow member could skip those that another slow member has sent,
+//!   and the replica might never have a whole one.
 
 mod documents;
 mod images;
@@ -52,10 +55,11 @@ mod simulator;
 mod tests;
 
 pub use documents::{
-    Aim, Ask, Asked, End, Ending, Epoch, Fresh, From, Goal, GroupImage, Incarnation, Last, Left, Number, Part, Plan,
-    Progress, Rank, Refusal, Report, State, Stored, Then, Versioned, View,
+    Aim, Ask, Asked, Costs, End, Ending, Epoch, Fresh, From, Goal, GroupImage, Incarnation, Last, LastSnapshot, Left,
+    Number, Part, Past, Plan, Progress, Rank, Refusal, Replica, Replicated, Report, State, Stored, Then, Versioned,
+    View,
 };
-pub use images::{continues_from, usable};
+pub use images::{continues_from, fetching, newest_committed, usable, whole_in_replica};
 pub use machine::{Action, Answer, Event, Limits, Local, Machine, Options, Order, Restart, Write};
 pub use reasons::{is_loss, named_ranks};
-pub use requests::{Outcome, Pending, admits, is_suspended};
+pub use requests::{Outcome, Pending, admits, has_job_queued_again, is_suspended};

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::documents::{
-    Ask, Asked, End, Ending, Epoch, Fresh, From, GroupImage, Incarnation, Number, Part, Plan, Progress, Rank, Report,
-    Versioned, View,
+    Ask, Asked, Costs, End, Ending, Epoch, Fresh, From, GroupImage, Incarnation, Number, Part, Plan, Progress, Rank,
+    Report, Versioned, View,
 };
 use crate::leader::Leading;
 use crate::member::Member;
@@ -28,6 +28,8 @@ pub struct Options {
     pub restart: Restart,
     /// Number of committed group images that are kept.
     pub keep: usize,
+    /// Whether the member has a replica.
+    pub replicates: bool,
     /// How long a lease lives without a renewal.
     pub lease: Duration,
     /// A member ends its job this long before its lease can expire. Covers the time to end the job, and the error of
@@ -130,6 +132,16 @@ pub enum Local {
     NotStored(Number),
     /// Its part of this group image does not exist any more.
     Gone(Number),
+    /// Its part of this group image was fetched from the replica.
+    Fetched(Number),
+    /// The replica has its part of this group image.
+    Replicated(Number),
+    /// Its part of this group image cannot be sent to the replica.
+    NotReplicated(Number),
+    /// What snapshots cost here.
+    Costs(Costs),
+    /// The run is over and everything after it is done; the member stays until the job is queued again.
+    Done,
     /// The parts that it can restore: the answer to [`Order::List`].
     Parts(BTreeMap<Number, Progress>),
 }
@@ -219,6 +231,11 @@ pub enum Order {
     Store(Number),
     /// Remove the part, which is no longer needed.
     Forget(Number),
+    /// Fetch the part from the replica: the job is to be started from it. Answer: [`Local::Fetched`], or [`Local::Gone`]
+    /// if it cannot be used.
+    Fetch(Number),
+    /// Send the part to the replica. Answer: [`Local::Replicated`] or [`Local::NotReplicated`].
+    Replicate(Number),
     /// The run is over.
     Finish(End),
 }
@@ -276,6 +293,11 @@ impl Machine {
     #[must_use]
     pub fn floor(&self) -> Number {
         self.member.floor()
+    }
+
+    /// Changes the time between group snapshots, for the case that this member leads.
+    pub fn set_interval(&mut self, interval: Option<Duration>) {
+        self.options.interval = interval;
     }
 
     /// The latest request of this member.

@@ -4,9 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
 use crate::documents::{
-    Ask, Asked, End, Ending, Epoch, Fresh, From, Goal, Incarnation, Number, Part, Plan, Progress, Rank, Report, State,
-    Stored, View,
+    Ask, Asked, Costs, End, Ending, Epoch, Fresh, From, Goal, Incarnation, Number, Part, Plan, Progress, Rank, Replica,
+    Replicated, Report, State, Stored, View,
 };
+use crate::images;
 use crate::machine::{Local, Options, Order, Write};
 
 /// The job of this member.
@@ -75,6 +76,35 @@ enum Listed {
     Yes,
 }
 
+/// Parts on their way.
+#[derive(Debug, Default)]
+struct Transfers {
+    /// Those that are being stored.
+    storing: BTreeSet<Number>,
+    /// The one that is being fetched from the replica.
+    fetching: Option<Number>,
+    /// Those that are being sent to the replica.
+    sending: BTreeSet<Number>,
+}
+
+/// Since when it waits for other supervisors.
+#[derive(Debug, Default)]
+struct Waits {
+    /// When this process first saw that another supervisor has this rank.
+    taken: Option<Instant>,
+    /// Since when it waits for others that want to start from the beginning too: the last run has completed.
+    lone: Option<Instant>,
+}
+
+/// The end of the run here.
+#[derive(Debug, Default)]
+struct Over {
+    /// It was ordered.
+    finished: bool,
+    /// Everything after it is done.
+    done: bool,
+}
+
 /// The state of a member.
 #[derive(Debug)]
 pub(crate) struct Member {
@@ -90,18 +120,15 @@ pub(crate) struct Member {
     /// The group images whose record this process has seen, and the origin of the plan then. Once a record is removed,
     /// its part is not needed.
     recorded: BTreeMap<Number, Incarnation>,
-    /// Parts that are being stored.
-    storing: BTreeSet<Number>,
+    transfers: Transfers,
+    costs: Costs,
     asked: Option<Asked>,
-    /// When this process first saw that another supervisor has this rank.
-    taken: Option<Instant>,
+    waits: Waits,
     /// Whether the user wants to start from the beginning.
     fresh: Fresh,
-    /// Since when it waits for others that want that too: the last run has completed.
-    lone: Option<Instant>,
     /// Group images before this one are not used.
     floor: Number,
-    finished: bool,
+    over: Over,
 }
 
 impl Member {
@@ -114,13 +141,13 @@ impl Member {
             parts: BTreeMap::new(),
             listed: Listed::No,
             recorded: BTreeMap::new(),
-            storing: BTreeSet::new(),
+            transfers: Transfers::default(),
+            costs: Costs::default(),
             asked: None,
-            taken: None,
+            waits: Waits::default(),
             fresh: Fresh::No,
-            lone: None,
             floor: Number::default(),
-            finished: false,
+            over: Over::default(),
         }
     }
 
@@ -130,7 +157,7 @@ impl Member {
 
     /// When this member must do something without an event.
     pub(crate) fn deadline(&self, options: &Options) -> Option<Instant> {
-        let waits = [self.taken, self.lone].into_iter().flatten().map(|since| since + options.limits.wait);
+        let waits = [self.waits.taken, self.waits.lone].into_iter().flatten().map(|since| since + options.limits.wait);
         self.fenced_at(options).into_iter().chain(waits).min()
     }
 
@@ -222,7 +249,7 @@ impl Member {
             (Local::Ended(_), Job::Ending) => self.job = Job::None,
             (Local::Ended(ending), job) if job.exists() => self.job = Job::Over(ending),
             (Local::Stored(number), _) => {
-                self.storing.remove(&number);
+                self.transfers.storing.remove(&number);
                 if let Some(part) = self.parts.get_mut(&number) {
                     part.stored = Stored::Durable;
                 }
@@ -231,12 +258,33 @@ impl Member {
                 self.parts = parts;
                 self.listed = Listed::Yes;
             }
-            (Local::NotStored(number), _) => drop(self.storing.remove(&number)),
+            (Local::Costs(costs), _) => self.costs = costs,
+            (Local::Done, _) => self.over.done = true,
+            (Local::NotStored(number), _) => drop(self.transfers.storing.remove(&number)),
             (Local::Gone(number), _) => {
-                self.storing.remove(&number);
+                self.transfers.storing.remove(&number);
                 self.parts.remove(&number);
+                self.transfers.fetching = self.transfers.fetching.filter(|fetching| *fetching != number);
+            }
+            (Local::Fetched(number), _) => {
+                self.transfers.fetching = self.transfers.fetching.filter(|fetching| *fetching != number);
+                self.replicated(number, Replicated::Yes);
+            }
+            (Local::Replicated(number), _) => {
+                self.transfers.sending.remove(&number);
+                self.replicated(number, Replicated::Yes);
+            }
+            (Local::NotReplicated(number), _) => {
+                self.transfers.sending.remove(&number);
+                self.replicated(number, Replicated::Failed);
             }
             _ => {}
+        }
+    }
+
+    fn replicated(&mut self, number: Number, replicated: Replicated) {
+        if let Some(part) = self.parts.get_mut(&number) {
+            part.replicated = replicated;
         }
     }
 
@@ -262,7 +310,44 @@ impl Member {
             self.obey(view, plan, options, now, &mut orders);
         }
         self.forget(view, plan, &mut orders);
+        orders.extend(self.fetch(view));
+        self.replicate(view, plan, options, &mut orders);
         orders
+    }
+
+    /// The job is to be started from a part that is only in the replica.
+    fn fetch(&mut self, view: &View) -> Option<Order> {
+        let (number, members) = images::fetching(view)?;
+        let is_ours = members.contains(&self.rank) && self.has_joined(view);
+        let is_away = self.parts.get(&number).is_some_and(|part| part.replicated == Replicated::Only);
+        if !is_ours || !is_away || self.transfers.fetching.is_some() || self.job.exists() {
+            return None;
+        }
+        self.transfers.fetching = Some(number);
+        Some(Order::Fetch(number))
+    }
+
+    /// Sends its part of the group image that is wanted in the replica. The last one of a run is sent after its end.
+    fn replicate(&mut self, view: &View, plan: &Plan, options: &Options, orders: &mut Vec<Order>) {
+        if matches!(plan.goal, Goal::End(_)) || !self.has_joined(view) {
+            return;
+        }
+        let is_wanted = |number: &Number| view.images.get(number).is_some_and(|it| it.value.replica == Replica::Wanted);
+        self.transfers.sending.retain(is_wanted);
+        for (number, image) in view.images.iter().filter(|(_, image)| image.value.replica == Replica::Wanted) {
+            let Some(part) = self.parts.get_mut(number) else { continue };
+            let is_open = part.replicated == Replicated::No && image.value.parts.get(&self.rank) == Some(&part.part);
+            if !is_open || self.transfers.sending.contains(number) {
+                continue;
+            }
+            match options.replicates {
+                true => {
+                    self.transfers.sending.insert(*number);
+                    orders.push(Order::Replicate(*number));
+                }
+                false => part.replicated = Replicated::Failed,
+            }
+        }
     }
 
     fn list(&mut self, view: &View) -> Option<Order> {
@@ -283,16 +368,20 @@ impl Member {
     /// Another supervisor has this rank. It may be the one before this, whose lease has not expired yet.
     fn leave_if_taken(&mut self, view: &View, options: &Options, now: Instant) -> Option<Order> {
         let other = view.members.get(&self.rank).map(|report| report.incarnation);
-        if other.is_none() || other == self.fence.incarnation || self.fence.incarnation.is_none() || self.finished {
-            self.taken = None;
+        if other.is_none() || other == self.fence.incarnation || self.fence.incarnation.is_none() || self.over.finished
+        {
+            self.waits.taken = None;
             return None;
         }
-        let since = *self.taken.get_or_insert(now);
+        let since = *self.waits.taken.get_or_insert(now);
         if now < since + options.limits.wait || self.job.exists() {
             return None;
         }
-        (self.finished, self.taken) = (true, None);
-        let why = format!("another supervisor runs as {}", self.rank);
+        (self.over.finished, self.waits.taken) = (true, None);
+        let why = format!(
+            "another supervisor runs as {}. Stop it, or give this machine another number (--node-rank, group.node-rank)",
+            self.rank
+        );
         Some(Order::Finish(End::Missing { why }))
     }
 
@@ -303,9 +392,10 @@ impl Member {
 
     /// The user wants to start from the beginning, and others do not.
     fn leave_if_alone(&mut self, view: &View, options: &Options, now: Instant) -> Option<Order> {
-        let is_asked = self.fresh == Fresh::Wanted && self.has_joined(view) && !self.job.exists() && !self.finished;
+        let is_asked =
+            self.fresh == Fresh::Wanted && self.has_joined(view) && !self.job.exists() && !self.over.finished;
         if !is_asked {
-            self.lone = None;
+            self.waits.lone = None;
             return None;
         }
         let plan = view.plan.as_ref().map(|plan| &plan.value);
@@ -317,7 +407,7 @@ impl Member {
         let others = || view.members.iter().filter(|(rank, report)| !leaves(rank, report));
         let is = |fresh| others().find(|(_, report)| report.fresh == fresh).map(|(rank, _)| *rank);
         if let (Some(other), None) = (is(Fresh::No), is(Fresh::Done)) {
-            self.finished = true;
+            self.over.finished = true;
             let why = format!(
                 "{} was told to start from the beginning (--fresh) and {other} was not: start all machines with it, or \
                 none",
@@ -326,14 +416,14 @@ impl Member {
             return Some(Order::Finish(End::Refused { why }));
         }
         if plan.is_none_or(|plan| plan.goal != Goal::End(End::Completed)) {
-            self.lone = None;
+            self.waits.lone = None;
             return None;
         }
-        let since = *self.lone.get_or_insert(now);
+        let since = *self.waits.lone.get_or_insert(now);
         if now < since + options.limits.wait {
             return None;
         }
-        (self.finished, self.lone) = (true, None);
+        (self.over.finished, self.waits.lone) = (true, None);
         let why = "not all machines were started with --fresh in time".into();
         Some(Order::Finish(End::Missing { why }))
     }
@@ -348,9 +438,9 @@ impl Member {
         match (&self.job, recorded) {
             (Job::Dumped(_, part), Some(recorded)) if part == recorded => {
                 let (epoch, origin) = (self.epoch, plan.origin);
-                let (size, stored) = (options.size, Stored::Staged);
-                self.parts.insert(number, Progress { part: part.clone(), epoch, origin, size, stored });
-                self.storing.insert(number);
+                let (size, stored, replicated) = (options.size, Stored::Staged, Replicated::No);
+                self.parts.insert(number, Progress { part: part.clone(), epoch, origin, size, stored, replicated });
+                self.transfers.storing.insert(number);
                 if plan.goal.is_alive() {
                     self.job = Job::Running;
                     orders.push(Order::Resume(number));
@@ -405,8 +495,8 @@ impl Member {
                 self.job = Job::Refused(*number, "it was not prepared".into());
             }
             (Goal::Run, Job::Refused(..)) => self.job = Job::Running,
-            (Goal::End(end), Job::None | Job::Over(_)) if !self.finished && self.storing.is_empty() => {
-                self.finished = true;
+            (Goal::End(end), Job::None | Job::Over(_)) if !self.over.finished && self.transfers.storing.is_empty() => {
+                self.over.finished = true;
                 orders.push(Order::Finish(end.clone()));
             }
             _ => {}
@@ -419,7 +509,8 @@ impl Member {
             From::Image(number) => {
                 let wanted = view.images.get(&number).and_then(|image| image.value.parts.get(&self.rank));
                 let ours = self.parts.get(&number).map(|progress| &progress.part);
-                if wanted.is_none() || wanted != ours {
+                let is_away = self.parts.get(&number).is_some_and(|part| part.replicated == Replicated::Only);
+                if wanted.is_none() || wanted != ours || is_away {
                     let why = format!("this machine does not have its part of {number}");
                     self.job = Job::Over(Ending::NotStarted { why });
                     return None;
@@ -459,7 +550,9 @@ impl Member {
             epoch: self.epoch,
             state: self.job.state(),
             parts: self.parts.clone(),
-            storing: !self.storing.is_empty(),
+            storing: !self.transfers.storing.is_empty(),
+            costs: self.costs.clone(),
+            done: self.over.done,
             asked: self.asked.clone(),
             fresh: self.fresh,
             floor: self.floor,

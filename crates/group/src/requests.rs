@@ -150,6 +150,19 @@ impl Pending {
     }
 }
 
+/// Whether this member is the one that asks the scheduler to queue the job again, which ends all of its processes. It has
+/// the lowest rank of the members of the run that are still there, and all of those have done what they had to.
+///
+/// A member that has asked stays until its lease expires. If it dies before, the next one asks.
+#[must_use]
+pub fn has_job_queued_again(view: &View, us: Incarnation) -> bool {
+    let Some(plan) = view.plan.as_ref().map(|plan| &plan.value) else { return false };
+    let is_of_run = |(rank, report): &(&Rank, &Report)| plan.crew.get(rank) == Some(&report.incarnation);
+    let mut there = view.members.iter().filter(is_of_run).map(|(_, report)| report).peekable();
+    let is_first = there.peek().is_some_and(|first| first.incarnation == us);
+    is_first && matches!(plan.goal, Goal::End(_)) && there.all(|report| report.done)
+}
+
 /// Whether the job is suspended, or is being ended for that with its group image taken.
 #[must_use]
 pub fn is_suspended(plan: &Plan) -> bool {

@@ -43,6 +43,8 @@ struct Facts {
     images: u64,
     /// The group images that were committed.
     committed: u64,
+    /// Group images that were whole in the replica.
+    replicated: u64,
     /// Snapshots that were aborted.
     aborted: u64,
     /// Starts from the beginning on request.
@@ -53,6 +55,8 @@ struct Facts {
 
 /// Makes the random numbers of requests other ones than those of the history.
 const REQUESTS: u64 = 0x0072_6571;
+/// And those of the replica.
+const REPLICA: u64 = 0x7265_706c;
 
 /// Plays one history.
 fn history(seed: u64, plant: Option<Plant>) -> Result<Facts, Broken> {
@@ -75,5 +79,6 @@ fn play(seed: u64, plant: Option<Plant>, traced: bool) -> Result<Facts, (String,
     let length = world.random.millis(30_000, 120_000);
     faults::plan(&mut world, length);
     faults::plan_requests(&mut world, Random::new(seed ^ REQUESTS), length);
+    faults::plan_replica(&mut world, Random::new(seed ^ REPLICA), length);
     world.run().map_err(|what| (what, world.take_trace()))
 }

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::documents::{
-    Ask, End, Ending, Epoch, From, Goal, GroupImage, Incarnation, Number, Part, Progress, Rank, State, Stored,
-    Versioned,
+    Ask, End, Ending, Epoch, From, Goal, GroupImage, Incarnation, Number, Part, Progress, Rank, Replica, Replicated,
+    State, Stored, Versioned,
 };
 use crate::machine::{Action, Answer, Event, Local, Machine, Order, Write};
 use crate::simulator::coordinator::{Coordinator, TTL};
@@ -149,8 +149,8 @@ fn part(rank: u32, number: Number) -> Part {
 fn durable(rank: u32, numbers: &[u64]) -> BTreeMap<Number, Progress> {
     let of = |number| {
         let number = Number(number);
-        let (epoch, origin, stored) = (Epoch(3), OLD, Stored::Durable);
-        (number, Progress { part: part(rank, number), epoch, origin, size: 0, stored })
+        let (part, epoch, stored) = (part(rank, number), Epoch(3), Stored::Durable);
+        (number, Progress { part, epoch, origin: OLD, stored, size: 0, replicated: Replicated::No })
     };
     numbers.iter().map(|number| of(*number)).collect()
 }
@@ -320,7 +320,7 @@ fn a_group_image_of_another_number_of_machines_is_not_used() {
             let mut group = Group::unjoined(now, &|rank| of(then, rank), Epoch(3));
             if is_recorded {
                 let parts = (0..then).map(|rank| (Rank(rank), part(rank, Number(4)))).collect();
-                let value = GroupImage { epoch: Epoch(3), parts, committed: true };
+                let value = GroupImage { epoch: Epoch(3), parts, committed: true, replica: Replica::No };
                 let image = Versioned { value, revision: 0 };
                 Arc::make_mut(&mut group.coordinator.view).images.insert(Number(4), image);
             }

@@ -45,6 +45,6 @@ pub use client::Cancelled;
 pub use connect::{Patience, reads_variable};
 pub use error::{Error, Failure, Result};
 pub use replica::{RemoteImage, Replica};
-pub use retain::Removed;
+pub use retain::{Keep, Removed};
 pub use upload::Uploaded;
 pub use url::ReplicaUrl;

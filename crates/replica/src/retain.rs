@@ -1,7 +1,8 @@
 //! Limits the number of images in the replica.
 //!
 //! By count only: images that the rules of the store keep longer are kept in the store. After the images, packs that no
-//! remaining image needs are removed. What cannot be read in the replica is never removed, and in that case no pack is
+//! remaining image needs are removed. Parts of group images are counted from the newest whole one on: the others' replicas
+//! may not have newer ones yet. What cannot be read in the replica is never removed, and in that case no pack is
 //! removed either, because an image may need it. Maps and indexes are read here if they exist here too, so that not all
 //! of them are fetched each time.
 
@@ -23,6 +24,21 @@ use rekindle_store::{DamageKind, ImageId, JobFolder, State};
 /// Age, by the clock of the replica, below which a pack without an image may belong to one that is being sent.
 const GRACE: Duration = Duration::from_secs(3600);
 
+/// Which good images stay.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Keep {
+    /// This many of the newest.
+    Newest(u32),
+    /// This many of the newest parts of group images, counted from the group image that is whole in the replica, and all
+    /// newer ones.
+    Parts {
+        /// How many.
+        last: u32,
+        /// The number of the newest group image that is whole.
+        whole: u64,
+    },
+}
+
 /// The result: what was removed.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Removed {
@@ -37,15 +53,15 @@ pub struct Removed {
 }
 
 impl Replica {
-    /// Removes images until only this many good ones are left, and the packs that only they needed. `folder` is only
+    /// Removes images until only these good ones are left, and the packs that only the others needed. `folder` is only
     /// read.
     ///
     /// # Errors
     /// [`Error::Remote`], [`Error::Cancelled`].
-    pub fn retain(&self, keep_last: u32, folder: &JobFolder, cancelled: Cancelled<'_>) -> Result<Removed> {
+    pub fn retain(&self, keep: Keep, folder: &JobFolder, cancelled: Cancelled<'_>) -> Result<Removed> {
         let images = self.images(cancelled)?;
         let mut removed = Removed::default();
-        for id in expendable(&images, keep_last, &folder.proven()?) {
+        for id in expendable(&images, keep, &folder.proven()?) {
             for file in [Of::Manifest, Of::Chunks, Of::Mark] {
                 self.client.delete(&layout::of_image(id, file), cancelled)?;
             }
@@ -154,8 +170,9 @@ impl Old {
 /// The images to remove, oldest first: good ones beyond this many, and bad ones beyond as many bad ones, because a mark
 /// may be wrong. While there is no good one all are kept, and the newest proven one is kept until a newer one is
 /// proven; an unreadable one is neither counted nor removed.
-fn expendable(images: &[RemoteImage], keep_last: u32, proven: &BTreeSet<ImageId>) -> Vec<ImageId> {
-    let keep = usize::try_from(keep_last.max(1)).unwrap_or(usize::MAX);
+fn expendable(images: &[RemoteImage], kept: Keep, proven: &BTreeSet<ImageId>) -> Vec<ImageId> {
+    let (Keep::Newest(last) | Keep::Parts { last, .. }) = kept;
+    let keep = usize::try_from(last.max(1)).unwrap_or(usize::MAX);
     let is_bad = |image: &&RemoteImage| match &image.state {
         State::Good(_) => false,
         State::Bad { .. } => true,
@@ -166,7 +183,15 @@ fn expendable(images: &[RemoteImage], keep_last: u32, proven: &BTreeSet<ImageId>
         return Vec::new();
     }
     let newest_proven = good.clone().map(|image| image.id).filter(|id| proven.contains(id)).max();
-    let mut gone: Vec<ImageId> = good
+    let number = |image: &RemoteImage| Some(image.manifest()?.group.as_ref()?.number);
+    let mut counted: Vec<&RemoteImage> = match kept {
+        Keep::Newest(_) => good.collect(),
+        Keep::Parts { whole, .. } => good.filter(|image| number(image).is_none_or(|number| number <= whole)).collect(),
+    };
+    // On a machine with a new store, names of images may begin again. They are the newest first otherwise.
+    counted.sort_by_key(|image| std::cmp::Reverse(number(image)));
+    let mut gone: Vec<ImageId> = counted
+        .into_iter()
         .skip(keep)
         .filter(|image| Some(image.id) != newest_proven)
         .chain(images.iter().filter(is_bad).skip(keep))
@@ -180,6 +205,7 @@ fn expendable(images: &[RemoteImage], keep_last: u32, proven: &BTreeSet<ImageId>
 mod tests {
     use super::*;
     use rekindle_store::image::Damage;
+    use rekindle_store::manifest::GroupPart;
     use rekindle_store::{BadMark, BadWhy, Manifest};
 
     #[derive(Clone, Copy)]
@@ -215,7 +241,10 @@ mod tests {
         let images = numbers
             .zip(kinds)
             .map(|(n, kind)| RemoteImage { id: ImageId::new(n, DateTime::UNIX_EPOCH), state: state(*kind) });
-        expendable(&images.collect::<Vec<_>>(), keep_last, &proven).iter().map(ImageId::sequence).collect()
+        expendable(&images.collect::<Vec<_>>(), Keep::Newest(keep_last), &proven)
+            .iter()
+            .map(ImageId::sequence)
+            .collect()
     }
 
     #[test]
@@ -231,6 +260,27 @@ mod tests {
         assert_eq!(gone(&[Good, Good, Good], 1), [1, 2]);
         assert_eq!(gone(&[Good, Good, Good], 3), [0; 0]);
         assert_eq!(gone(&[Good, Good], 0), [1], "0 is as good as 1: the newest good one stays");
+    }
+
+    #[test]
+    fn parts_of_group_images_are_counted_from_the_newest_whole_one() {
+        let part = |n: u32, number: u64| {
+            let mut manifest = Box::new(serde_json::from_str::<Manifest>(rekindle_testing::MANIFEST).unwrap());
+            let part = GroupPart { number, epoch: 1, origin: 1, mark: String::new(), size: 3 };
+            manifest.group = Some(part);
+            RemoteImage { id: ImageId::new(n, DateTime::UNIX_EPOCH), state: State::Good(manifest) }
+        };
+        let gone = |images: &[RemoteImage], last, whole| -> Vec<u32> {
+            let keep = Keep::Parts { last, whole };
+            expendable(images, keep, &BTreeSet::new()).iter().map(ImageId::sequence).collect()
+        };
+        let images = [part(5, 9), part(4, 8), part(3, 7), part(2, 6), part(1, 5)];
+        assert_eq!(gone(&images, 1, 7), [1, 2], "the newer ones are not whole yet");
+        assert_eq!(gone(&images, 2, 7), [1]);
+        assert_eq!(gone(&images, 1, 9), [1, 2, 3, 4]);
+        assert_eq!(gone(&images, 1, 4), [0; 0]);
+        // The numbers count, not the names.
+        assert_eq!(gone(&[part(3, 5), part(2, 7), part(1, 8)], 1, 7), [3]);
     }
 
     #[test]

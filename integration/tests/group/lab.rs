@@ -66,6 +66,8 @@ pub(crate) struct Lab {
     config: String,
     /// Instead of `ring.py`: the job of each rank, and its environment.
     pub(crate) jobs: Vec<Command>,
+    /// The environment of all supervisors.
+    pub(crate) environment: Vec<(String, String)>,
     /// Whether all ranks have the same store.
     shares: bool,
 }
@@ -174,7 +176,8 @@ impl Lab {
         let cluster = Cluster::at(&format!("10.98.{number}.1"), etcd);
         let machines = (0..machines).map(|machine| Machine::new(number, machine)).collect();
         let (members, config) = (members as usize, CONFIG.into());
-        Lab { folder, number, cluster, machines, members, steps, config, jobs: Vec::new(), shares: false }
+        let (jobs, environment) = (Vec::new(), Vec::new());
+        Lab { folder, number, cluster, machines, members, steps, config, jobs, environment, shares: false }
     }
 
     /// Without an etcd, and with a store that all share.
@@ -256,6 +259,7 @@ impl Lab {
         let (out, log) = (open(format!("out{rank}")), open(format!("log{rank}")));
         let size = self.members.to_string();
         let mut command = self.command(machine, rank);
+        command.envs(self.environment.iter().map(|(name, value)| (name, value)));
         command.args(["run", "--name", "ring", "--node-rank", &rank.to_string()]);
         if !more.contains(&"--nodes") {
             command.args(["--nodes", &size]);

@@ -13,6 +13,7 @@ mod mistakes;
 mod observed;
 mod recovery;
 mod requests;
+mod requeue;
 #[path = "../support/standin.rs"]
 #[allow(dead_code, reason = "each test binary uses a part")]
 mod standin;

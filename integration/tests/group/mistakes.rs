@@ -30,6 +30,54 @@ fn a_rank_that_is_taken_and_a_machine_that_is_missing_end_with_a_reason() {
 }
 
 #[test]
+fn a_rank_that_another_machine_has_is_named_and_the_group_runs_on() {
+    if !gate() {
+        return;
+    }
+    let mut lab = Lab::with_spare(2, u32::MAX);
+    lab.set("group.wait", "\"3s\"");
+    lab.run_all();
+    lab.said(0, "was stored in", 1);
+    let mut third = lab.command(2, 2);
+    let output =
+        third.args(["run", "--name", "ring", "--nodes", "2", "--node-rank", "1", "--"]).args(lab.ring()).output();
+    let output = output.unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(75), "{said}");
+    assert!(said.contains("is rank 1 of the group: waiting until it leaves"), "{said}");
+    assert!(said.contains("another supervisor runs as rank 1. Stop it, or give this machine another number"), "{said}");
+    assert!(!said.contains("the group starts from"), "{said}");
+    lab.machines[0].signal(nix::sys::signal::Signal::SIGTERM);
+    assert_eq!((lab.ends(0), lab.ends(1)), (143, 143));
+    (0..2).for_each(|rank| assert!(!lab.log(rank).contains("was restored from"), "{}", lab.log(rank)));
+}
+
+#[test]
+fn a_machine_with_another_version_or_driver_is_named_and_nothing_starts() {
+    if !gate() {
+        return;
+    }
+    let versions = [
+        (r#""rekindle":"9.9.9","driver":null"#.to_owned(), "the version of rekindle is 9.9.9 there and"),
+        (format!(r#""rekindle":"{}","driver":"1.2""#, env!("CARGO_PKG_VERSION")), "the NVIDIA driver is 1.2 there and"),
+    ];
+    for (other, words) in versions {
+        let mut lab = Lab::new(2, 100);
+        // As a member of another version writes it.
+        let node = format!(
+            r#"{{"host":"elsewhere","address":"10.0.0.9","criu":"4.2","size":2,"subnet":"10.213.0.0/16","lease_s":5,{other}}}"#
+        );
+        lab.cluster.control(0, &["put", "/rekindle/1/ring/nodes/1", &node]);
+        lab.run(0, 0, &[]);
+        assert_eq!(lab.ends(0), 78, "{}", lab.log(0));
+        let log = lab.log(0);
+        assert!(log.contains("rank 1 of the group, on elsewhere, does not fit") && log.contains(words), "{log}");
+        assert!(log.contains("Make them equal and start the group again"), "{log}");
+        assert!(!log.contains("the group starts from") && lab.out(0).is_empty(), "{log}");
+    }
+}
+
+#[test]
 fn a_part_alone_is_not_restored() {
     if !gate() {
         return;

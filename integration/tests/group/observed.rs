@@ -114,3 +114,27 @@ fn a_group_is_seen_from_each_machine_before_and_after_a_loss() {
     lab.machines[0].signal(Signal::SIGTERM);
     assert_eq!((lab.ends(0), lab.ends(1), lab.ends(2)), (143, 143, 143));
 }
+
+#[test]
+fn an_automatic_interval_is_one_for_all_and_shown() {
+    if !gate() {
+        return;
+    }
+    let mut lab = Lab::new(2, u32::MAX);
+    lab.set("snapshot.interval", "\"auto\"");
+    // The first after a tenth of it, then some seconds.
+    lab.set("snapshot.mean-time-between-failures", "\"30s\"");
+    lab.set("snapshot.max-overhead", "\"50%\"");
+    lab.run_all();
+    (0..2).for_each(|rank| lab.said(rank, "is committed", 2));
+    for rank in 0..2 {
+        let status = || {
+            let output = lab.command(rank, rank).args(["status", &format!("ring.{rank}")]).output().unwrap();
+            String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
+        };
+        let shown = |text: &str| text.contains(": interval ") && text.contains("a failure every 30s (configured)");
+        wait_for("the interval is shown", || shown(&status()));
+    }
+    lab.machines[0].signal(Signal::SIGTERM);
+    assert_eq!((lab.ends(0), lab.ends(1)), (143, 143));
+}

@@ -117,6 +117,60 @@ fn a_machine_with_an_empty_store_gets_its_part_from_the_replica() {
 }
 
 #[test]
+fn machines_with_empty_stores_continue_from_the_replica() {
+    if !gate() {
+        return;
+    }
+    let mut lab = Lab::new(2, 6000);
+    let replica = format!("\"file://{}\"", lab.path("replica").display());
+    std::fs::create_dir(lab.path("replica")).unwrap();
+    lab.set("replica.url", &replica);
+    lab.set("replica.keep-last", "1");
+    // The store keeps less than the replica needs time for.
+    lab.set("store.keep-last", "1");
+    lab.run_all();
+    (0..2).for_each(|rank| lab.said(rank, "was replicated", 3));
+    for machine in 0..2 {
+        lab.machines[machine].kill();
+    }
+    // All machines are gone, with their disks.
+    for rank in 0..2 {
+        std::fs::rename(lab.path(&format!("store{rank}")), lab.path(&format!("gone{rank}"))).unwrap();
+        std::fs::rename(lab.path(&format!("memory{rank}")), lab.path(&format!("gone-memory{rank}"))).unwrap();
+    }
+    lab.run_all();
+    (0..2).for_each(|rank| lab.said(rank, "was fetched from the replica", 1));
+    (0..2).for_each(|rank| lab.said(rank, RESTORED, 1));
+    assert_eq!((lab.ends(0), lab.ends(1)), (0, 0));
+    lab.assert_whole();
+}
+
+#[test]
+fn a_new_coordinator_and_machines_with_empty_stores_continue_from_the_replica() {
+    if !gate() {
+        return;
+    }
+    let mut lab = Lab::new(2, 6000);
+    let replica = format!("\"file://{}\"", lab.path("replica").display());
+    std::fs::create_dir(lab.path("replica")).unwrap();
+    lab.set("replica.url", &replica);
+    lab.run_all();
+    (0..2).for_each(|rank| lab.said(rank, "was replicated", 1));
+    // The last image of the run is sent before the end.
+    lab.machines[1].signal(Signal::SIGTERM);
+    assert_eq!((lab.ends(0), lab.ends(1)), (143, 143));
+    for rank in 0..2 {
+        std::fs::rename(lab.path(&format!("store{rank}")), lab.path(&format!("gone{rank}"))).unwrap();
+        let _ = std::fs::rename(lab.path(&format!("memory{rank}")), lab.path(&format!("gone-memory{rank}")));
+    }
+    lab.cluster.control(0, &["del", "--prefix", "/rekindle/"]);
+    lab.run_all();
+    (0..2).for_each(|rank| lab.said(rank, RESTORED, 1));
+    assert_eq!((lab.ends(0), lab.ends(1)), (0, 0));
+    lab.assert_whole();
+}
+
+#[test]
 fn a_job_whose_supervisor_stands_still_has_ended_before_the_others_continue() {
     if !gate() {
         return;

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::time::{Duration, SystemTime};
 
 use crate::ground::{Machine, chunks, folder_replica, id};
+use rekindle_replica::Keep;
 
 /// Everything that is there came a while ago.
 fn age(dir: &Path, by: Duration) {
@@ -36,12 +37,12 @@ fn old_images_go_with_what_only_they_need() {
     }
     assert_eq!(packs(dir.path()), 3);
     age(dir.path(), LONG_AGO);
-    let nothing = replica.retain(3, &here.folder, &|| false).unwrap();
+    let nothing = replica.retain(Keep::Newest(3), &here.folder, &|| false).unwrap();
     assert_eq!((nothing.images.len(), nothing.packs), (0, 0));
 
     // Something young is there: its age is what the others are compared with.
     here.upload(&replica, &here.image(4, &chunks([0, 10]))).unwrap();
-    let removed = replica.retain(2, &here.folder, &|| false).unwrap();
+    let removed = replica.retain(Keep::Newest(2), &here.folder, &|| false).unwrap();
     assert_eq!((removed.images, removed.packs, removed.blocked), (vec![id(1), id(2)], 1, None));
     let other = Machine::new();
     for (n, content) in [(3, chunks([0, 9])), (4, chunks([0, 10]))] {
@@ -68,7 +69,7 @@ fn a_young_pack_without_an_image_may_belong_to_one_on_its_way() {
     // The third has everything but its manifest.
     here.upload(&replica, &images[2]).unwrap();
     fs::remove_file(dir.path().join(format!("train/images/{}/manifest.json", id(3)))).unwrap();
-    let removed = replica.retain(1, &here.folder, &|| false).unwrap();
+    let removed = replica.retain(Keep::Newest(1), &here.folder, &|| false).unwrap();
     assert_eq!((removed.images, removed.packs), (vec![id(1)], 1));
     assert_eq!(packs(dir.path()), 2);
     assert_eq!(here.upload(&replica, &images[2]).unwrap().packs, 0, "its pack is used");
@@ -89,7 +90,7 @@ fn nothing_that_may_be_needed_goes_while_something_can_not_be_read() {
     let path = dir.path().join(format!("train/images/{}/manifest.json", id(2)));
     let text = fs::read_to_string(&path).unwrap();
     fs::write(&path, text.replacen("\"version\": 2", "\"version\": 3", 1)).unwrap();
-    let removed = replica.retain(1, &here.folder, &|| false).unwrap();
+    let removed = replica.retain(Keep::Newest(1), &here.folder, &|| false).unwrap();
     assert_eq!((removed.images, removed.packs), (vec![id(1), id(3)], 0));
     let why = removed.blocked.unwrap();
     assert!(why.contains(&id(2).to_string()) && why.contains("version 3"), "{why}");
@@ -101,7 +102,7 @@ fn nothing_that_may_be_needed_goes_while_something_can_not_be_read() {
     fs::remove_dir_all(here.folder.images_dir().join(id(2).to_string())).unwrap();
     here.upload(&replica, &here.image(5, &chunks([5]))).unwrap();
     age(&dir.path().join("train/images").join(id(4).to_string()), LONG_AGO);
-    let removed = replica.retain(2, &here.folder, &|| false).unwrap();
+    let removed = replica.retain(Keep::Newest(2), &here.folder, &|| false).unwrap();
     assert_eq!(removed.images, [id(2)], "a broken image that is read as one goes by its manifest");
     assert_eq!(removed.blocked, None);
     assert_eq!(packs(dir.path()), 2, "what the fourth and the fifth need");

@@ -10,6 +10,7 @@ use crate::group::{Coordinator, Identity, Layout, Node, OwnEtcd, Underlay, own_a
 use crate::policy;
 use crate::scheduler::Scheduler;
 use crate::supervisor::Membered;
+use rekindle_base::interval::FIRST;
 use rekindle_criu::Criu;
 use rekindle_engine::launch::group::{DEVICE, Subnet, largest_packet};
 use rekindle_engine::launch::{JobSpec, host, identity};
@@ -17,8 +18,6 @@ use rekindle_etcd::Secret;
 use rekindle_group::{Limits, Options, Rank, Restart};
 use rekindle_store::{JobFolder, JobName};
 
-/// The interval of a group if it is to be chosen automatically: what one member sees is not enough to choose it.
-const AUTOMATIC: Duration = Duration::from_secs(600);
 /// A member ends its job when this part of the lease is left.
 const FENCE_PART: u32 = 3;
 /// What a step may take beyond the time limits that the member itself keeps.
@@ -131,7 +130,7 @@ impl Place {
         folder: &JobFolder,
         criu: &Criu,
         keep: usize,
-        is_fresh: bool,
+        (is_fresh, uses_replica): (bool, bool),
     ) -> anyhow::Result<Membered> {
         let of = &config.group;
         let (coordinator, address, own) = match &of.coordinator {
@@ -181,7 +180,7 @@ impl Place {
         };
         let options = Options { leases_end_early: leases_end_early(&coordinator), ..options(config, self.rank, keep) };
         let identity = Identity { group: self.name, rank: self.rank, node, lease: of.lease, former: None };
-        Ok(Membered { coordinator, own, identity, options, layout, is_fresh })
+        Ok(Membered { coordinator, own, identity, options, layout, is_fresh, uses_replica })
     }
 }
 
@@ -230,7 +229,8 @@ fn options(config: &Config, rank: Rank, keep: usize) -> Options {
         },
         interval: match snapshot.interval {
             Interval::Every(interval) => Some(interval),
-            Interval::Auto => Some(AUTOMATIC),
+            // It is chosen from what all members report.
+            Interval::Auto => Some(FIRST),
             Interval::Off => None,
         },
         retry_after: snapshot.retry_after,
@@ -244,6 +244,7 @@ fn options(config: &Config, rank: Rank, keep: usize) -> Options {
             early_deaths: policy::EARLY_DEATHS,
         },
         keep,
+        replicates: config.replica.url.is_some(),
         lease: config.group.lease,
         fence: config.group.lease / FENCE_PART,
         // What is certain if nobody was asked.

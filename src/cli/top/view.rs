@@ -38,7 +38,7 @@ pub(super) struct View {
 }
 
 /// The help: keys, then columns.
-const HELP: [(&str, &str); 17] = [
+const HELP: [(&str, &str); 18] = [
     ("q", "quit"),
     ("up, down, k, j", "select a job, or scroll its events"),
     ("Page Up, Page Down", "ten lines at a time"),
@@ -54,6 +54,7 @@ const HELP: [(&str, &str); 17] = [
     ("STORING", "the image that is being stored or restored, and how far"),
     ("STORE", "what the job occupies on the disk: what `rekindle rm` frees"),
     ("RESTARTS", "how often this supervisor has restarted the job"),
+    ("GROUP", "machines that are there of those of the job, and the epoch (e)"),
     ("", ""),
     ("", "`rekindle report JOB` explains where a job's time went"),
 ];
@@ -101,7 +102,8 @@ pub(super) fn draw(title: &str, rows: &[Row], view: &View, width: usize, height:
         None => {
             let mut lines = vec![vec![(Tone::Strong, title.to_owned())]];
             // Title, header and keys; and details of one job, if there is room.
-            let about = if height >= 9 { 3 } else { 0 };
+            let about = rows.get(at).map_or(3, |row| summary(row).len());
+            let about = if height >= 6 + about { about } else { 0 };
             lines.extend(table(rows, at, width, height.saturating_sub(3 + about)));
             if about > 0 {
                 lines.resize(lines.len().max(height - 1 - about), Line::new());
@@ -125,11 +127,14 @@ struct Column {
     cell: fn(&Row) -> (Tone, String),
 }
 
+/// The name of the column that is shown only if a job is a part of a group.
+const GROUP: &str = "GROUP";
+
 fn dash(text: Option<String>) -> (Tone, String) {
     text.map_or_else(|| (Tone::Soft, "-".into()), |text| (Tone::Plain, text))
 }
 
-const COLUMNS: [Column; 10] = [
+const COLUMNS: [Column; 11] = [
     Column { name: "JOB", right: false, keep: 9, cell: |row| (Tone::Strong, row.job.clone()) },
     Column { name: "STATE", right: false, keep: 8, cell: |row| (tone(row.state), row.state.to_string()) },
     Column { name: "UP", right: true, keep: 5, cell: |row| dash(row.work.up_us.map(whole)) },
@@ -144,6 +149,18 @@ const COLUMNS: [Column; 10] = [
         right: true,
         keep: 3,
         cell: |row| (if row.restarts > 0 { Tone::Warn } else { Tone::Plain }, row.restarts.to_string()),
+    },
+    Column {
+        name: GROUP,
+        right: false,
+        keep: 4,
+        cell: |row| match &row.group {
+            None => dash(None),
+            Some(group) => {
+                let text = format!("{}/{} e{}", group.there, group.size, group.epoch);
+                (if group.there < group.size { Tone::Bad } else { Tone::Plain }, text)
+            }
+        },
     },
 ];
 
@@ -168,6 +185,7 @@ fn table(rows: &[Row], at: usize, width: usize, height: usize) -> Vec<Line> {
     let mut columns: Vec<(usize, &Column, usize)> = COLUMNS
         .iter()
         .enumerate()
+        .filter(|(_, column)| column.name != GROUP || rows.iter().any(|row| row.group.is_some()))
         .map(|(n, column)| (n, column, widest(n).unwrap_or(0).max(column.name.len())))
         .collect();
     while columns.len() > 1 && columns.iter().map(|(_, _, wide)| wide + 2).sum::<usize>() > width + 2 {
@@ -204,7 +222,7 @@ fn spark(freezes: &[u64]) -> String {
     freezes.iter().filter_map(|us| BARS.get(bar(*us).unwrap_or(0))).collect()
 }
 
-/// The selected job in three lines.
+/// The selected job in three lines, and a fourth about its group.
 fn summary(row: &Row) -> Vec<Line> {
     let age =
         row.snapshots.age_us.map_or_else(|| "no snapshot yet".into(), |us| format!("last snapshot {} ago", whole(us)));
@@ -214,14 +232,16 @@ fn summary(row: &Row) -> Vec<Line> {
         (None, Some(event)) => (Tone::Soft, format!("{}: {}", event.event, event.text)),
         (None, None) => (Tone::Soft, "no events".into()),
     };
-    vec![vec![(Tone::Soft, "$ ".into()), (Tone::Plain, row.command.clone())], vec![(Tone::Plain, counts)], vec![last]]
+    let group = row.group.as_ref().map(|group| vec![(Tone::Plain, group.summary.clone())]);
+    let command = vec![(Tone::Soft, "$ ".into()), (Tone::Plain, row.command.clone())];
+    [command, vec![(Tone::Plain, counts)]].into_iter().chain(group).chain([vec![last]]).collect()
 }
 
 /// The details of one job, and its newest events with the newest at the bottom.
 fn events(row: &Row, scrolled: usize, height: usize) -> Vec<Line> {
     let mut lines = vec![vec![(Tone::Strong, format!("{}  ", row.job)), (tone(row.state), row.state.to_string())]];
     if height >= 8 {
-        lines.extend(summary(row).into_iter().take(2));
+        lines.extend(summary(row).into_iter().take(2 + usize::from(row.group.is_some())));
         lines.push(Line::new());
     }
     let room = height.saturating_sub(lines.len());

@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use chrono::{DateTime, Utc};
 
 use super::super::find::{Finder, Jobs};
-use crate::published::{Persisting, Published, ShownState};
+use super::super::group;
+use crate::published::{Group, Persisting, Published, ShownState};
 use crate::report::history::{History, Kind, between};
 use crate::report::model::{Times, Told};
 use crate::report::{self};
@@ -37,6 +38,24 @@ pub(super) struct Row {
     pub(super) trouble: Option<String>,
     pub(super) command: String,
     pub(super) events: Vec<Told>,
+    /// The group that it is a part of.
+    pub(super) group: Option<Machines>,
+}
+
+/// The group of a job.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Machines {
+    pub(super) there: usize,
+    pub(super) size: usize,
+    pub(super) epoch: u64,
+    pub(super) summary: String,
+}
+
+impl Machines {
+    fn of(group: &Group, now: DateTime<Utc>) -> Machines {
+        let size = usize::try_from(group.size).unwrap_or(usize::MAX);
+        Machines { there: group.members.len(), size, epoch: group.epoch, summary: group::summary(group, now) }
+    }
 }
 
 /// What the job got done.
@@ -171,6 +190,7 @@ impl Followed {
                 lost_us: times.of(Kind::Lost),
             },
             snapshots: Snapshots::of(history, live.as_ref().and_then(|live| live.next), micros),
+            group: live.as_ref().and_then(|live| live.group.as_ref()).map(|group| Machines::of(group, now)),
             moving: live
                 .map_or_else(Moving::default, |live| Moving { persisting: live.persisting, restoring: live.restoring }),
             disk: self.disk.map_or(0, |(_, bytes)| bytes),

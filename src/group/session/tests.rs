@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use rekindle_etcd::{Local, LocalOptions, Options, Secret};
 use rekindle_group::{
     self as group, Action, Ask, End, Ending, Epoch, Event, From, Incarnation, Limits, Local as Happened, Machine,
-    Number, Order, Part, Progress, Rank, Restart, Stored,
+    Number, Order, Part, Progress, Rank, Replicated, Restart, Stored,
 };
 use rekindle_testing::needs;
 
@@ -59,6 +59,7 @@ fn options(rank: Rank, size: u32) -> group::Options {
             early_deaths: 4,
         },
         keep: 2,
+        replicates: false,
         lease: LEASE,
         fence: Duration::from_millis(500),
         leases_end_early: false,
@@ -177,6 +178,7 @@ fn live(
                                 origin: Incarnation(1),
                                 size: 0,
                                 stored: Stored::Durable,
+                                replicated: Replicated::No,
                             },
                         );
                         events.push_back(Event::Local(Happened::Dumped(number, part)));
@@ -187,6 +189,7 @@ fn live(
                     Order::Abort(number) => events.push_back(Event::Local(Happened::Aborted(number))),
                     Order::Kill => events.push_back(Event::Local(Happened::Ended(Ending::Completed))),
                     Order::Forget(number) => drop(parts.remove(&number)),
+                    Order::Fetch(_) | Order::Replicate(_) => panic!("there is no replica"),
                     Order::Finish(end) => {
                         session.leave(Duration::from_secs(5));
                         let _ = said.send(Said::Finished(end));
@@ -246,7 +249,17 @@ fn a_group_starts_takes_images_and_goes_back_to_the_newest() {
     // One that is killed is waited for until its lease is over, and replaced by one that has its parts.
     let parts = |number| {
         let part = Part { image: Number(number).to_string(), digest: "x".into() };
-        (Number(number), Progress { part, epoch: Epoch(1), origin: Incarnation(1), size: 0, stored: Stored::Durable })
+        (
+            Number(number),
+            Progress {
+                part,
+                epoch: Epoch(1),
+                origin: Incarnation(1),
+                size: 0,
+                stored: Stored::Durable,
+                replicated: Replicated::No,
+            },
+        )
     };
     group[2].words.send(Word::Vanish).unwrap();
     group[2] = member(&options, 2, 3, [parts(1), parts(2)].into());

@@ -1,6 +1,5 @@
 //! The orders of the group, carried out on this machine.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::memory::remember;
@@ -8,14 +7,14 @@ use super::{News, finish};
 use crate::group::{StartSignal, Turn, Word};
 use crate::policy::StartPoint;
 use crate::supervisor::events::image_of;
-use crate::supervisor::state::{Event, Finish, Obstacle, State};
+use crate::supervisor::state::{Event, State};
 use crate::supervisor::{Message, Owner};
 use crate::telemetry::events::What;
 use rekindle_base::chain;
 use rekindle_engine::snapshot::Settled;
-use rekindle_group::{Ending, Epoch, From, Incarnation, Local, Number, Order, Part, Progress, Stored};
-use rekindle_store::manifest::Reason;
-use rekindle_store::{Image, ImageId, gc};
+use rekindle_group::{Ending, Epoch, From, Incarnation, Local, Number, Order, Part, Progress, Replicated, Stored};
+use rekindle_store::manifest::{Manifest, Reason};
+use rekindle_store::{ImageId, gc};
 
 impl Owner<'_> {
     pub(super) fn ordered(&mut self, order: Order) {
@@ -46,6 +45,8 @@ impl Owner<'_> {
             }
             Order::Kill => self.step(Event::End),
             Order::Forget(number) => self.forget_part(number),
+            Order::Fetch(number) => self.fetch_part(number),
+            Order::Replicate(number) => self.replicate_part(number),
             Order::Finish(end) => {
                 let stop = self.group.as_ref().and_then(|member| member.requests.stop);
                 self.step(Event::Over(finish(end, stop)));
@@ -74,29 +75,6 @@ impl Owner<'_> {
         if let Some(orders) = self.group.as_mut().and_then(|member| member.threads.orders.as_mut()) {
             orders.give(word);
         }
-    }
-
-    fn list_parts(&mut self) {
-        let copies = match self.setup.folder.copies() {
-            Ok(copies) => copies,
-            Err(error) => {
-                // Without the list this machine cannot join.
-                let why = format!("the images cannot be read: {}", chain(&error));
-                return self.step(Event::Over(Finish::Impossible { why, obstacle: Obstacle::Machine }));
-            }
-        };
-        let mut listed: BTreeMap<Number, Progress> = BTreeMap::new();
-        let Some(member) = &mut self.group else { return };
-        member.parts.clear();
-        for image in copies.iter().filter(|image| image.is_good()) {
-            let Some((number, progress)) = progress(image) else { continue };
-            member.parts.insert(number, image.id);
-            // Of two copies the one in the store counts.
-            if progress.stored == Stored::Durable || !listed.contains_key(&number) {
-                listed.insert(number, progress);
-            }
-        }
-        self.report_to_group(Local::Parts(listed));
     }
 
     fn start_epoch(&mut self, epoch: Epoch, origin: Incarnation, from: From, part: Option<&Part>) {
@@ -172,16 +150,17 @@ impl Owner<'_> {
     }
 }
 
-/// The group image that this image is a part of.
-fn progress(image: &Image) -> Option<(Number, Progress)> {
-    let part = image.manifest()?.group.as_ref()?;
-    let stored = if image.is_staged() { Stored::Staged } else { Stored::Durable };
+/// The group image that an image with this manifest is a part of, and the part, in a store.
+pub(super) fn progress_of(manifest: Option<&Manifest>) -> Option<(Number, Progress)> {
+    let manifest = manifest?;
+    let part = manifest.group.as_ref()?;
     let progress = Progress {
-        part: Part { image: image.id.to_string(), digest: part.mark.clone() },
+        part: Part { image: manifest.id.to_string(), digest: part.mark.clone() },
         epoch: Epoch(part.epoch),
         origin: Incarnation(part.origin),
         size: part.size,
-        stored,
+        stored: Stored::Durable,
+        replicated: Replicated::No,
     };
     Some((Number(part.number), progress))
 }

@@ -66,8 +66,13 @@ impl Member {
             (None, Err(_)) => return Ok(to.to_owned()),
         };
         rekindle_group::admits(self.machine.view(), &Ask::Rewind(number))?;
-        let image =
-            self.parts.get(&number).ok_or_else(|| format!("this machine does not have its part of {number}"))?;
+        let image = self.parts.get(&number).ok_or_else(|| match self.remote.only_has(number) {
+            true => format!(
+                "the part of this machine of {number} is only in the replica: use `rekindle rewind` on a machine that \
+                 has its part"
+            ),
+            false => format!("this machine does not have its part of {number}"),
+        })?;
         Ok(image.to_string())
     }
 

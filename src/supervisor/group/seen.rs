@@ -12,7 +12,7 @@ use rekindle_store::{ImageId, JobName};
 use super::super::remarks::Repeats;
 use super::waits::{member, missing, waits_for};
 use crate::group::Node;
-use crate::published::{Group, GroupImage, GroupMember, in_words};
+use crate::published::{Group, GroupFreeze, GroupImage, GroupMember, in_words};
 use crate::telemetry::events::What;
 
 /// The group, as it was seen last.
@@ -79,6 +79,10 @@ impl Seen {
             Some(why) => Some(format!("the coordinator, which does not answer: {why}")),
             None => waits_for(view, self.size, &self.hosts),
         };
+        let freeze = |(rank, report): (&Rank, &rekindle_group::Report)| {
+            let freeze_us = u64::try_from(report.costs.freeze?.as_micros()).ok()?;
+            Some(GroupFreeze { rank: rank.0, freeze_us })
+        };
         Some(Group {
             name: self.name.clone(),
             size: self.size,
@@ -89,6 +93,7 @@ impl Seen {
             leader: leader.map(|(rank, _)| rank.0),
             images: images.collect(),
             waits_for,
+            freezes: view.members.iter().filter_map(freeze).collect(),
         })
     }
 

@@ -23,6 +23,7 @@ pub(super) fn waits_for(view: &View, size: u32, hosts: &BTreeMap<Rank, String>) 
     match &plan.goal {
         Goal::Gather { why } => {
             let first = joining(view, size, hosts).or_else(|| to(running(view, plan, hosts), "end the job".into()));
+            let first = first.or_else(|| fetching(view, hosts));
             Some(format!("{}: {why}", first.unwrap_or_else(|| "the next start".into())))
         }
         Goal::Suspended => {
@@ -78,6 +79,13 @@ fn joining(view: &View, size: u32, hosts: &BTreeMap<Rank, String>) -> Option<Str
 fn running(view: &View, plan: &Plan, hosts: &BTreeMap<Rank, String>) -> Option<String> {
     let runs = |report: &Report| report.seen < plan.serial || !report.state.nothing_runs();
     names(view.members.iter().filter(|(_, report)| runs(report)).map(|(rank, _)| *rank), hosts)
+}
+
+/// A group image that the job starts from once all have fetched their parts.
+fn fetching(view: &View, hosts: &BTreeMap<Rank, String>) -> Option<String> {
+    let (number, ranks) = rekindle_group::fetching(view)?;
+    let late = names(ranks.into_iter(), hosts)?;
+    Some(format!("{late} to fetch {number} from the replica"))
 }
 
 /// The newest group image that is not committed yet, if a machine is storing its part.

@@ -215,6 +215,7 @@ fn a_group_has_metrics_once_it_was_seen() {
         leader: Some(1),
         images: vec![image(9, false), image(5, true)],
         waits_for: None,
+        freezes: Vec::new(),
     };
     let state = r#"{"version": 1, "state": "running", "since": "2026-11-21T10:00:00Z", "begun": "2026-11-21T10:00:00Z",
         "supervisor": 1, "lineage": "r", "restarts": 0}"#;

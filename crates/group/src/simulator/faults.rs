@@ -17,6 +17,8 @@ pub(super) enum Fault {
     MachineDies,
     /// Another machine, with an empty disk, takes its place.
     MachineReplaced,
+    /// All machines are replaced by others with empty disks at once.
+    AllReplaced,
     /// The machine is paused.
     Pause,
     /// The machine cannot reach the coordinator.
@@ -93,6 +95,18 @@ pub(super) fn plan_requests(world: &mut World, mut other: Random, length: Durati
         let fault = other.pick(&REQUESTS);
         let at = world.began + other.time(Duration::from_secs(5), length);
         world.at(at, Happening::Fault(fault));
+    }
+}
+
+/// Gives some histories a replica, and then often takes all disks. `other` is as above.
+pub(super) fn plan_replica(world: &mut World, mut other: Random, length: Duration) {
+    if !other.chance(20) {
+        return;
+    }
+    world.outside.replica = Some(std::collections::BTreeMap::new());
+    for _ in 0..other.below(3) {
+        let at = world.began + other.time(Duration::from_secs(20), length);
+        world.at(at, Happening::Fault(Fault::AllReplaced));
     }
 }
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use crate::documents::{End, Epoch, Incarnation, Number, Part, Progress, Rank, Stored};
+use crate::documents::{End, Epoch, Incarnation, Number, Part, Progress, Rank, Replicated, Stored};
 use crate::machine::{Limits, Machine, Options, Restart};
 
 /// One part, with facts that only the simulator knows.
@@ -118,22 +118,34 @@ impl Node {
     }
 
     /// Its supervisor starts.
-    pub(super) fn boot(&mut self, size: u32, leases_end_early: bool, fresh: bool) {
+    pub(super) fn boot(&mut self, size: u32, leases_end_early: bool, replicates: bool, fresh: bool) {
         self.process += 1;
         self.fresh = fresh;
         self.finished = None;
         self.session = None;
         self.images.memory.retain(|_, piece| piece.recorded);
-        let machine = Machine::new(Options { leases_end_early, ..options(self.rank, size) }, self.kept.epoch);
+        let machine =
+            Machine::new(Options { leases_end_early, replicates, ..options(self.rank, size) }, self.kept.epoch);
         self.machine = Some(machine.starting(fresh, self.kept.floor));
     }
 
-    /// The parts that it can restore.
-    pub(super) fn parts(&self) -> BTreeMap<Number, Progress> {
+    /// The parts that it can restore, also those that only the replica has.
+    pub(super) fn parts(&self, replica: Option<&BTreeMap<(Rank, Number), Piece>>) -> BTreeMap<Number, Progress> {
         let staged = self.images.memory.iter().filter(|(_, piece)| piece.recorded);
         let staged = staged.map(|(number, piece)| (*number, progress(piece, Stored::Staged)));
         let stored = self.images.disk.iter().map(|(number, piece)| (*number, progress(piece, Stored::Durable)));
-        staged.chain(stored).collect()
+        let mut parts: BTreeMap<Number, Progress> = staged.chain(stored).collect();
+        for ((_, number), piece) in replica.into_iter().flatten().filter(|((rank, _), _)| *rank == self.rank) {
+            match parts.get_mut(number) {
+                Some(part) if part.part == piece.part => part.replicated = Replicated::Yes,
+                Some(_) => {}
+                None => {
+                    let progress = progress(piece, Stored::Durable);
+                    parts.insert(*number, Progress { replicated: Replicated::Only, ..progress });
+                }
+            }
+        }
+        parts
     }
 
     pub(super) fn piece(&self, number: Number) -> Option<&Piece> {
@@ -147,7 +159,8 @@ impl Node {
 }
 
 fn progress(piece: &Piece, stored: Stored) -> Progress {
-    Progress { part: piece.part.clone(), epoch: piece.epoch, origin: piece.origin, size: 0, stored }
+    let replicated = Replicated::No;
+    Progress { part: piece.part.clone(), epoch: piece.epoch, origin: piece.origin, size: 0, stored, replicated }
 }
 
 /// The settings in all histories. The times of the model fit them.
@@ -175,6 +188,7 @@ pub(crate) fn options(rank: Rank, size: u32) -> Options {
             early_deaths: 4,
         },
         keep: 2,
+        replicates: false,
         lease: super::coordinator::TTL,
         fence: seconds(3),
         leases_end_early: false,

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::Facts;
 use super::coordinator::Coordinator;
 use super::node::{Cable, Node, Piece};
-use crate::documents::{Ask, End, Epoch, From, Goal, GroupImage, Incarnation, Number, Part, Plan, Rank, View};
+use crate::documents::{Ask, End, Epoch, From, Goal, GroupImage, Incarnation, Number, Part, Plan, Rank, Replica, View};
 use crate::requests::Outcome;
 
 /// The longest time without a cable.
@@ -26,6 +26,30 @@ struct Dump {
     cut: Cut,
     out: Option<Instant>,
     at: Instant,
+}
+
+/// What outlives a machine.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Stores<'a> {
+    pub(super) shared: Option<&'a BTreeMap<(Rank, Number), Piece>>,
+    pub(super) replica: Option<&'a BTreeMap<(Rank, Number), Piece>>,
+}
+
+impl Stores<'_> {
+    fn whole(self, size: u32) -> Option<Number> {
+        newest_whole(self.replica?, size)
+    }
+}
+
+/// The newest group image of which the replica has all parts.
+pub(super) fn newest_whole(replica: &BTreeMap<(Rank, Number), Piece>, size: u32) -> Option<Number> {
+    let numbers: BTreeSet<Number> = replica.keys().map(|(_, number)| *number).collect();
+    let is_whole = |number: &Number| {
+        let mut parts = (0..size).map(|rank| replica.get(&(Rank(rank), *number)).map(|it| (it.origin, it.epoch)));
+        let first = parts.next().flatten();
+        first.is_some() && parts.all(|other| other == first)
+    };
+    numbers.into_iter().rev().find(is_whole)
 }
 
 #[derive(Debug)]
@@ -136,6 +160,10 @@ impl Oracle {
         self.failures += 1;
     }
 
+    pub(super) fn breaks(&mut self, what: String) {
+        self.broken.push(what);
+    }
+
     pub(super) fn loses_disk(&mut self) {
         self.losses.disk = true;
     }
@@ -191,7 +219,7 @@ impl Oracle {
         now: Instant,
         nodes: &[Node],
         coordinator: &Coordinator,
-        shared: Option<&BTreeMap<(Rank, Number), Piece>>,
+        stores: Stores<'_>,
         facts: &mut Facts,
     ) -> Result<(), String> {
         one_epoch(now, nodes)?;
@@ -214,6 +242,9 @@ impl Oracle {
                 // Two machines claim the rank, because one was believed to be lost.
                 End::Missing { why }
                     if why.contains("another supervisor") && nodes.iter().any(|it| it.trouble.replaced) => {}
+                End::Missing { why } if why.contains("not all parts") && self.is_restorable(nodes, stores, facts) => {
+                    return Err(format!("the replica has a whole group image, but: {why}"));
+                }
                 End::Missing { why }
                     if now > self.disturbed_until + ECHO + Duration::from_secs(120) && !self.may_miss_parts() =>
                 {
@@ -225,20 +256,36 @@ impl Oracle {
         let same = self.seen.as_ref().is_some_and(|seen| seen.revision == coordinator.view.revision);
         if !same {
             let view = Arc::clone(&coordinator.view);
-            self.images(&view, nodes, facts)?;
-            self.plan(now, &view, nodes, shared, facts)?;
+            self.images(&view, nodes, stores, facts)?;
+            self.plan(now, &view, nodes, stores, facts)?;
             self.seen = Some(view);
         }
         one_origin(nodes, &coordinator.view)
     }
 
-    fn images(&mut self, view: &View, nodes: &[Node], facts: &mut Facts) -> Result<(), String> {
+    /// Whether the group can certainly continue from the replica.
+    fn is_restorable(&self, nodes: &[Node], stores: Stores<'_>, facts: &Facts) -> bool {
+        let is_simple = facts.fresh == 0 && !self.losses.rewound && !nodes.iter().any(|node| node.trouble.replaced);
+        is_simple && stores.whole(ranks(nodes)).is_some()
+    }
+
+    fn images(&mut self, view: &View, nodes: &[Node], stores: Stores<'_>, facts: &mut Facts) -> Result<(), String> {
         let before = self.seen.clone().unwrap_or_default();
         for (number, image) in &view.images {
             let old = before.images.get(number);
             if old.is_none() {
                 facts.images += 1;
                 self.is_consistent(*number, &image.value, nodes)?;
+            }
+            if let (Replica::Whole, Some(replica)) = (image.value.replica, stores.replica)
+                && old.is_none_or(|old| old.value.replica != Replica::Whole)
+            {
+                facts.replicated += 1;
+                let has =
+                    |(rank, part): (&Rank, &Part)| replica.get(&(*rank, *number)).is_some_and(|it| it.part == *part);
+                if !image.value.parts.iter().all(has) {
+                    return Err(format!("{number} is said to be whole in the replica"));
+                }
             }
             if image.value.committed && old.is_none_or(|old| !old.value.committed) {
                 facts.committed += 1;
@@ -298,7 +345,7 @@ impl Oracle {
         now: Instant,
         view: &View,
         nodes: &[Node],
-        shared: Option<&BTreeMap<(Rank, Number), Piece>>,
+        stores: Stores<'_>,
         facts: &mut Facts,
     ) -> Result<(), String> {
         let old = self.seen.as_ref().and_then(|seen| seen.plan.as_ref());
@@ -338,12 +385,15 @@ impl Oracle {
                     let has = |(rank, part): (&Rank, &Part)| {
                         let node = nodes.iter().find(|node| node.rank == *rank && is_member(node));
                         let here = node.and_then(|node| node.piece(*number)).is_some_and(|piece| piece.part == *part);
-                        here || shared.is_some_and(|shared| shared.contains_key(&(*rank, *number)))
+                        here || stores.shared.is_some_and(|shared| shared.contains_key(&(*rank, *number)))
                     };
                     image.parts.iter().all(has)
                 };
                 let told = view.members.values().map(|report| report.floor).max().unwrap_or_default().max(*floor);
                 let mut good = self.committed.iter().filter(|(number, _)| **number >= told);
+                if *from == From::Beginning && told == Number::default() && self.is_restorable(nodes, stores, facts) {
+                    return Err("the job starts from the beginning although the replica has a whole image".into());
+                }
                 if *from == From::Beginning
                     && let Some((number, _)) = good.find(|(number, image)| exists(number, image))
                 {
@@ -361,6 +411,11 @@ impl Oracle {
         }
         Ok(())
     }
+}
+
+/// The size of the group.
+fn ranks(nodes: &[Node]) -> u32 {
+    nodes.iter().map(|node| node.rank.0 + 1).max().unwrap_or_default()
 }
 
 /// No two epochs run at once, and no cable stays out.

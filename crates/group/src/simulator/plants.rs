@@ -24,12 +24,16 @@ pub(crate) enum Plant {
     UnguardedPlan,
     /// A part is removed when its snapshot is not the newest any more.
     EagerRemoval,
+    /// Each machine keeps only its newest part in the replica.
+    ReplicaForgetsWhole,
+    /// A machine sends its newest part to the replica, not the one that is wanted there.
+    SendsItsNewest,
     /// A lost member is believed to have ended its job, although the coordinator may end leases early.
     GoneIsOver,
 }
 
 /// All of them.
-pub(super) const ALL: [Plant; 11] = [
+pub(super) const ALL: [Plant; 13] = [
     Plant::LostFence,
     Plant::LeaseFromTheAnswer,
     Plant::CommitBeforeStored,
@@ -40,5 +44,7 @@ pub(super) const ALL: [Plant; 11] = [
     Plant::LostAbort,
     Plant::UnguardedPlan,
     Plant::EagerRemoval,
+    Plant::ReplicaForgetsWhole,
+    Plant::SendsItsNewest,
     Plant::GoneIsOver,
 ];

@@ -25,6 +25,7 @@ fn sum(all: Facts, one: Facts) -> Facts {
         epochs: all.epochs + one.epochs,
         images: all.images + one.images,
         committed: all.committed + one.committed,
+        replicated: all.replicated + one.replicated,
         aborted: all.aborted + one.aborted,
         fresh: all.fresh + one.fresh,
         answered: all.answered + one.answered,
@@ -73,6 +74,7 @@ fn what_has_to_hold_does_so_in_every_history() {
             println!("{count} histories in {:?}: {facts:?}", began.elapsed());
             // The histories test something: most have snapshots, and many have restores.
             assert!(facts.committed > count && facts.epochs > count && facts.aborted > count / 50, "{facts:?}");
+            assert!(facts.replicated > count / 20, "{facts:?}");
             assert!(facts.fresh > count / 500 && facts.answered > count / 20, "{facts:?}");
         }
         Err(broken) => panic!("{broken}"),
@@ -90,7 +92,7 @@ fn a_seed_gives_the_same_history_again() {
 }
 
 /// Seeds of histories that found a bug, each once: docs/simulator.md says which.
-const KEPT: [u64; 13] = [
+const KEPT: [u64; 16] = [
     6_771_225_392_452_221_716,
     1_519_156_796_706_109_399,
     14_754_079_629_986_087_460,
@@ -104,6 +106,9 @@ const KEPT: [u64; 13] = [
     9_295_118_731_539_820_757,
     17_162_909_506_610_650_667,
     13_453_839_253_505_699_604,
+    2_748_944_641_867_005_621,
+    7_696_998_064_546_979_128,
+    16_583_356_105_170_492_817,
 ];
 
 #[test]

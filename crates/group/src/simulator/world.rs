@@ -8,9 +8,10 @@ use super::Facts;
 use super::coordinator::{Coordinator, TTL};
 use super::faults::Fault;
 use super::node::{Cable, Job, Node, Piece};
-use super::oracle::Oracle;
+use super::oracle::{Oracle, Stores, newest_whole};
 use super::plants::Plant;
 use crate::documents::{Ask, End, Ending, Epoch, From, Incarnation, Number, Part, Rank};
+use crate::images;
 use crate::machine::{Action, Answer, Event, Local, Order, Write};
 use crate::requests::{Outcome, Pending};
 use rekindle_testing::random::Random;
@@ -51,6 +52,10 @@ pub(super) enum Happening {
     Done(usize, u64, u64, Step),
     /// Storing is done.
     Stored(usize, u64, Number),
+    /// A part is in the replica.
+    Sent(usize, u64, Number),
+    /// A part is fetched from the replica.
+    Fetched(usize, u64, Number),
     Resume,
 }
 
@@ -58,7 +63,7 @@ pub(super) enum Happening {
 pub(super) enum Request {
     Grant { sent: Instant },
     Renew { sent: Instant, session: Incarnation },
-    Write { session: Incarnation, write: Write, answered: bool },
+    Write { session: Incarnation, write: Box<Write>, answered: bool },
     Revoke(Incarnation),
 }
 
@@ -84,7 +89,7 @@ pub(super) struct World {
     /// One for each rank, then the machines that replaced others.
     pub(super) nodes: Vec<Node>,
     pub(super) coordinator: Coordinator,
-    pub(super) shared: Option<BTreeMap<(Rank, Number), Piece>>,
+    pub(super) outside: Outside,
     queue: Queue,
     trouble: Trouble,
     users: Users,
@@ -115,6 +120,15 @@ struct Trouble {
     doomed: BTreeSet<Number>,
     /// The present state is bad.
     dooms: bool,
+}
+
+/// Parts that outlive a machine, in some histories.
+#[derive(Debug, Default)]
+pub(super) struct Outside {
+    /// In a store that all machines have.
+    pub(super) shared: Option<BTreeMap<(Rank, Number), Piece>>,
+    /// In the replica.
+    pub(super) replica: Option<BTreeMap<(Rank, Number), Piece>>,
 }
 
 /// What users have requested.
@@ -152,7 +166,7 @@ impl World {
             random,
             faults_until: began,
             coordinator: Coordinator::new(leases_end_early, plant),
-            shared,
+            outside: Outside { shared, replica: None },
             queue: Queue::default(),
             trouble: Trouble::default(),
             users: Users::default(),
@@ -200,7 +214,8 @@ impl World {
             self.record.facts.events += 1;
             self.note(|| format!("{what:?}"));
             self.happens(what);
-            self.oracle.look(self.now, &self.nodes, &self.coordinator, self.shared.as_ref(), &mut self.record.facts)?;
+            let stores = Stores { shared: self.outside.shared.as_ref(), replica: self.outside.replica.as_ref() };
+            self.oracle.look(self.now, &self.nodes, &self.coordinator, stores, &mut self.record.facts)?;
             if self.record.facts.events > MOST {
                 return Err("there is no end of events".into());
             }
@@ -244,6 +259,7 @@ impl World {
         let at = match &what {
             Happening::Hears(at, ..) | Happening::Tick(at, _) | Happening::Renew(at, _) => Some(*at),
             Happening::Done(at, ..) | Happening::Stored(at, ..) => Some(*at),
+            Happening::Sent(at, ..) | Happening::Fetched(at, ..) => Some(*at),
             _ => None,
         };
         // A paused machine does this later, in the same order.
@@ -267,6 +283,8 @@ impl World {
             }
             Happening::Done(at, process, job, step) if self.is(at, process) => self.done(at, job, step),
             Happening::Stored(at, process, number) if self.is(at, process) => self.stored(at, number),
+            Happening::Sent(at, process, number) if self.is(at, process) => self.sent(at, number),
+            Happening::Fetched(at, process, number) if self.is(at, process) => self.fetched(at, number),
             Happening::Resume => self.everything_is_well_again(),
             _ => {}
         }
@@ -284,7 +302,8 @@ impl World {
         }
         let size = self.size;
         let fresh = self.users.fresh.contains(&self.nodes[at].rank);
-        self.nodes[at].boot(size, self.coordinator.leases_end_early && self.plant != Some(Plant::GoneIsOver), fresh);
+        let leases_end_early = self.coordinator.leases_end_early && self.plant != Some(Plant::GoneIsOver);
+        self.nodes[at].boot(size, leases_end_early, self.outside.replica.is_some(), fresh);
         self.grant(at);
         self.show(at);
     }
@@ -371,7 +390,7 @@ impl World {
         for action in actions {
             self.note(|| format!("    {at} {action:?}"));
             match action {
-                Action::Write(write) => self.write(at, write),
+                Action::Write(write) => self.write(at, Box::new(write)),
                 Action::Do(order) => self.obey(at, order),
             }
         }
@@ -413,7 +432,7 @@ impl World {
         }
     }
 
-    fn write(&mut self, at: usize, write: Write) {
+    fn write(&mut self, at: usize, write: Box<Write>) {
         let Some(session) = self.nodes[at].session else {
             let process = self.nodes[at].process;
             self.after(1, 5, Happening::Hears(at, process, Event::Wrote(Answer::Conflict)));
@@ -473,7 +492,7 @@ impl World {
                 self.watch_leases();
             }
             Request::Write { session, write, answered } => {
-                let answer = self.coordinator.write(self.nodes[at].rank, session, write);
+                let answer = self.coordinator.write(self.nodes[at].rank, session, *write);
                 if answered {
                     self.answer(at, process, Event::Wrote(answer));
                 }
@@ -524,12 +543,12 @@ impl World {
         match order {
             Order::List => {
                 // The store is shared: it has what the previous machine stored.
-                if let Some(shared) = &self.shared {
+                if let Some(shared) = &self.outside.shared {
                     let rank = self.nodes[at].rank;
                     let ours = shared.iter().filter(|((of, _), _)| *of == rank);
                     self.nodes[at].images.disk = ours.map(|((_, number), piece)| (*number, piece.clone())).collect();
                 }
-                let (process, parts) = (self.nodes[at].process, self.nodes[at].parts());
+                let (process, parts) = (self.nodes[at].process, self.nodes[at].parts(self.outside.replica.as_ref()));
                 self.after(1, 100, Happening::Hears(at, process, Event::Local(Local::Parts(parts))));
             }
             Order::Start { epoch, origin, from, part } => {
@@ -586,20 +605,79 @@ impl World {
                 self.remove(at, number);
             }
             Order::Finish(end) => self.finish(at, end),
+            Order::Fetch(number) => {
+                let process = self.nodes[at].process;
+                self.after(200, 6000, Happening::Fetched(at, process, number));
+            }
+            Order::Replicate(number) => {
+                let process = self.nodes[at].process;
+                self.after(200, 25_000, Happening::Sent(at, process, number));
+            }
         }
+    }
+
+    fn fetched(&mut self, at: usize, number: Number) {
+        let rank = self.nodes[at].rank;
+        let piece = self.outside.replica.as_ref().and_then(|replica| replica.get(&(rank, number))).cloned();
+        let local = match piece {
+            Some(piece) => {
+                if let Some(shared) = &mut self.outside.shared {
+                    shared.insert((rank, number), piece.clone());
+                }
+                self.nodes[at].images.disk.insert(number, piece);
+                Local::Fetched(number)
+            }
+            None => Local::Gone(number),
+        };
+        self.hears(at, Event::Local(local));
+    }
+
+    fn sent(&mut self, at: usize, number: Number) {
+        let local = match self.send_part(at, number) {
+            true => Local::Replicated(number),
+            false => Local::NotReplicated(number),
+        };
+        self.hears(at, Event::Local(local));
+    }
+
+    /// Puts a part into the replica. What the replica has then of older ones is limited, as in the product: the newest
+    /// whole one stays, and all that are newer.
+    fn send_part(&mut self, at: usize, number: Number) -> bool {
+        let (node, rank) = (&self.nodes[at], self.nodes[at].rank);
+        let mine = node.images.disk.get(&number);
+        let mine = if self.plant == Some(Plant::SendsItsNewest) { node.images.disk.values().next_back() } else { mine };
+        let Some(piece) = mine.cloned() else { return false };
+        let size = self.size;
+        let whole = node.machine.as_ref().and_then(|machine| images::whole_in_replica(machine.view()));
+        let Some(replica) = &mut self.outside.replica else { return false };
+        replica.insert((rank, number), piece);
+        let newest = newest_whole(replica, size);
+        let oldest = if self.plant == Some(Plant::ReplicaForgetsWhole) { Some(number) } else { whole };
+        replica.retain(|(of, other), _| *of != rank || oldest.is_none_or(|oldest| *other >= oldest));
+        if newest > newest_whole(replica, size) {
+            self.oracle.breaks(format!("{rank} removed its part of {newest:?}, the newest whole one in the replica"));
+        }
+        true
     }
 
     fn remove(&mut self, at: usize, number: Number) {
         let rank = self.nodes[at].rank;
         self.nodes[at].images.memory.remove(&number);
         self.nodes[at].images.disk.remove(&number);
-        self.shared.iter_mut().for_each(|shared| drop(shared.remove(&(rank, number))));
+        self.outside.shared.iter_mut().for_each(|shared| drop(shared.remove(&(rank, number))));
     }
 
     fn finish(&mut self, at: usize, end: End) {
         self.oracle.finishes(&end);
         if let Some(session) = self.nodes[at].session.take() {
             self.send(at, Request::Revoke(session));
+        }
+        // The last image is sent after the end, in whatever order.
+        let view = self.nodes[at].machine.as_ref().map(|machine| machine.view().clone()).unwrap_or_default();
+        if let Some(last) = images::newest_committed(&view)
+            .filter(|_| end != End::Completed && self.outside.replica.is_some() && self.random.chance(70))
+        {
+            self.send_part(at, last);
         }
         self.nodes[at].machine = None;
         if matches!(end, End::Refused { .. }) {
@@ -652,7 +730,7 @@ impl World {
         let local = match piece {
             Some(piece) if !self.nodes[at].images.disk_full => {
                 self.oracle.stored(rank, number, &piece.part);
-                if let Some(shared) = &mut self.shared {
+                if let Some(shared) = &mut self.outside.shared {
                     shared.insert((rank, number), piece.clone());
                 }
                 self.nodes[at].images.disk.insert(number, piece);
@@ -819,11 +897,24 @@ impl World {
                 self.oracle.loses_memory();
                 self.nodes[at].images.disk.clear();
                 self.nodes[at].kept.epoch = Epoch::default();
-                if self.shared.is_none() {
+                if self.outside.shared.is_none() {
                     self.nodes[at].kept.floor = Number::default();
                     self.oracle.loses_disk();
                 }
                 self.supervisor_dies(at);
+            }
+            Fault::AllReplaced => {
+                for at in 0..self.nodes.len() {
+                    self.nodes[at].images.memory.clear();
+                    self.nodes[at].images.disk.clear();
+                    self.outside.shared.iter_mut().for_each(BTreeMap::clear);
+                    (self.nodes[at].kept.epoch, self.nodes[at].kept.floor) = (Epoch::default(), Number::default());
+                    if self.nodes[at].machine.is_some() {
+                        self.supervisor_dies(at);
+                    }
+                }
+                self.oracle.loses_memory();
+                self.oracle.loses_disk();
             }
             Fault::Pause => {
                 self.nodes[at].trouble.paused_until = Some(until);
@@ -842,7 +933,7 @@ impl World {
                 let rate = 0.98 + 0.0004 * f64::from(u32::try_from(self.random.below(101)).unwrap_or(0));
                 self.nodes.push(Node::new(self.nodes[at].rank, rate, self.began));
                 self.oracle.loses_memory();
-                if self.shared.is_none() {
+                if self.outside.shared.is_none() {
                     self.oracle.loses_disk();
                 }
                 self.after(1000, 10_000, Happening::Boot(self.nodes.len() - 1));

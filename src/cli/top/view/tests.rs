@@ -1,4 +1,4 @@
-use super::super::watch::{Snapshots, Work};
+use super::super::watch::{Machines, Snapshots, Work};
 use super::*;
 use crate::published::JobState;
 use crate::report::model::Told;
@@ -40,6 +40,19 @@ fn a_wide_terminal_shows_everything() {
     assert!(lines[2].contains("1 min 1 s") && lines[2].contains("5.0 GiB"), "{}", lines[2]);
     assert!(lines[8].starts_with("$ train\\x1b[2J\\x0a"), "what would move the cursor is gone: {:?}", lines[8]);
     assert!(lines[10].contains("event 39") && lines[11].starts_with("q quit"), "{lines:?}");
+}
+
+#[test]
+fn a_job_over_several_machines_shows_its_group() {
+    let summary = "group a: 2 of 3 machines, epoch 4; group image 17, 4m 12s ago".to_owned();
+    let group = Some(Machines { there: 2, size: 3, epoch: 4, summary });
+    let rows = [Row { group, ..row("a.1", RUNNING) }, row("b", RUNNING)];
+    let lines = text(&draw("title", &rows, &View::default(), 140, 12));
+    assert!(lines[1].trim_end().ends_with("RESTARTS  GROUP"), "{}", lines[1]);
+    assert!(lines[2].contains("2/3 e4") && lines[3].trim_end().ends_with('-'), "{lines:?}");
+    assert!(lines[9].starts_with("group a: 2 of 3 machines") && lines[10].contains("event 39"), "{lines:?}");
+    let open = text(&draw("title", &rows, &View { open: true, ..View::default() }, 140, 12));
+    assert!(open[3].starts_with("group a:"), "{open:?}");
 }
 
 #[test]

@@ -2,7 +2,10 @@
 
 use std::net::{IpAddr, Ipv4Addr};
 
-use rekindle_group::{Ending, Fresh, GroupImage, Incarnation, Part, Progress, Report, State, Stored, Then, Versioned};
+use rekindle_group::{
+    Costs, Ending, Fresh, GroupImage, Incarnation, Part, Past, Progress, Replica, Replicated, Report, State, Stored,
+    Then, Versioned,
+};
 
 use super::*;
 
@@ -45,6 +48,8 @@ impl Coordinator {
             state: State::Running,
             parts: BTreeMap::new(),
             storing: false,
+            costs: Costs::default(),
+            done: false,
             asked: None,
             fresh: Fresh::default(),
             floor: Number(0),
@@ -63,6 +68,7 @@ impl Coordinator {
             in_a_row: 0,
             early_cold: 0,
             last: None,
+            past: Past::default(),
             aim: None,
             floor: Number(0),
             left: Vec::new(),
@@ -98,7 +104,7 @@ impl Coordinator {
     fn record(&mut self, number: u64, committed: bool) {
         let part = |rank: u32| Part { image: id(number + u64::from(rank) * 100).to_string(), digest: "x".into() };
         let parts = (0..SIZE).map(|rank| (Rank(rank), part(rank))).collect();
-        let image = GroupImage { epoch: Epoch(1), parts, committed };
+        let image = GroupImage { epoch: Epoch(1), parts, committed, replica: Replica::No };
         self.view.images.insert(Number(number), Versioned { value: image, revision: self.view.revision });
     }
 
@@ -233,7 +239,14 @@ fn what_the_group_waits_for_is_named() {
     assert_eq!(it.waits_for(), None, "nobody stores it");
     let report = it.view.members.get_mut(&Rank(1)).unwrap();
     report.storing = true;
-    let progress = Progress { part, epoch: Epoch(1), origin: Incarnation(10), size: 3, stored: Stored::Staged };
+    let progress = Progress {
+        part,
+        epoch: Epoch(1),
+        origin: Incarnation(10),
+        stored: Stored::Staged,
+        size: 3,
+        replicated: Replicated::No,
+    };
     report.parts.insert(n, progress);
     assert_eq!(it.waits_for().as_deref(), Some("rank 1 (b) to store group image 7"));
 

@@ -1,0 +1,98 @@
+//! `scheduler.requeue = "scontrol"` in a group: the request ends the processes on all machines, so one machine makes it, and
+//! only after all have stored and replicated their parts.
+//!
+//! Who has done that stays in the group and says so. The lowest rank that is there makes the request, and stays until its
+//! lease expires: Slurm has ended all by then. If it dies before, or Slurm refuses, the next one makes the request. Before
+//! that it asks Slurm whether the job still runs here.
+
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use super::News;
+use crate::config::Requeue;
+use crate::group::{Membership, Told};
+use crate::supervisor::state::{Finish, Stop};
+use crate::supervisor::{Message, Owner};
+use rekindle_base::chain;
+use rekindle_group::{Action, Event, Local, Rank};
+
+/// How often the lease is looked at.
+const LOOK: Duration = Duration::from_secs(1);
+
+impl Owner<'_> {
+    /// Whether this member stays in the group after the end of the run, to have the job queued again.
+    pub(in crate::supervisor) fn queues_again(&self, finish: &Finish) -> bool {
+        let is_wanted =
+            matches!(finish, Finish::Stopped(Stop::Requeue) | Finish::StoppedInMemory { stop: Stop::Requeue, .. });
+        let setup = self.setup;
+        let asks = setup.config.scheduler.requeue == Requeue::Scontrol && setup.time.scheduler.is_asked_to_requeue();
+        is_wanted && asks && self.group.is_some() && self.lease.is_held()
+    }
+
+    /// Everything is done: has the job queued again, or waits until another machine does. Slurm ends this process.
+    pub(in crate::supervisor) fn queue_again(&mut self, messages: &mpsc::Receiver<Message>) {
+        let Some(rank) = self.group.as_ref().map(|member| member.rank) else { return };
+        tracing::info!("waiting for the other machines of the group, to have Slurm queue the job again");
+        self.step_late(vec![Event::Local(Local::Done)]);
+        loop {
+            let Some(member) = &mut self.group else { return };
+            let Some(us) = member.membership.as_ref().map(Membership::incarnation) else {
+                return self.queue_again_alone(rank);
+            };
+            if rekindle_group::has_job_queued_again(member.machine.view(), us) {
+                return self.ask_to_requeue();
+            }
+            match messages.recv_timeout(LOOK) {
+                Ok(Message::Group(news)) => self.hear_of_group_late(*news),
+                Ok(_) => {}
+                Err(mpsc::RecvTimeoutError::Timeout) => self.step_late(vec![Event::Tick]),
+                Err(mpsc::RecvTimeoutError::Disconnected) => member.membership = None,
+            }
+        }
+    }
+
+    /// News of the group after the end of the run.
+    pub(in crate::supervisor) fn hear_of_group_late(&mut self, news: News) {
+        let event = match news {
+            News::Told(Told::Group { view, .. }) => Event::View(view),
+            News::Told(Told::Wrote(answer)) => Event::Wrote(answer),
+            News::Told(Told::Lost(_) | Told::Moved | Told::Missing { .. } | Told::Failed { .. }) => {
+                self.group.iter_mut().for_each(|member| member.membership = None);
+                Event::SessionLost
+            }
+            _ => return,
+        };
+        self.step_late(vec![event]);
+    }
+
+    /// Nothing is done any more for a run that is over; what the member has to write is written.
+    fn step_late(&mut self, events: Vec<Event>) {
+        let Some(member) = &mut self.group else { return };
+        let now = Instant::now();
+        for action in events.into_iter().flat_map(|event| member.machine.step(event, now)).collect::<Vec<_>>() {
+            if let Action::Write(write) = action {
+                member.session.write(write);
+            }
+        }
+    }
+
+    /// The coordinator is away, so that the machines cannot agree.
+    fn queue_again_alone(&mut self, rank: Rank) {
+        tracing::warn!(
+            "the group's coordinator is away: the machines ask Slurm one after the other to queue the job again"
+        );
+        if let Err(error) = self.setup.time.scheduler.requeue_in_turn(rank.0) {
+            tracing::error!("the job is not queued again by this machine: {}", chain(&error));
+        }
+    }
+
+    fn ask_to_requeue(&mut self) {
+        // The membership is not ended if Slurm does it: another machine would take that for a death before the request.
+        if let Err(error) = self.setup.time.scheduler.requeue_in_turn(0) {
+            tracing::error!("the job is not queued again by this machine: {}", chain(&error));
+            if let Some(member) = self.group.take() {
+                member.session.leave(super::LEAVE);
+            }
+        }
+    }
+}
