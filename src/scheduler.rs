@@ -199,6 +199,7 @@ impl Scheduler {
             tracing::info!("Slurm has queued the job again already");
             return Ok(());
         }
+        tracing::info!("asking Slurm to queue the job again");
         self.requeue()?;
         tracing::info!("Slurm queues the job again");
         Ok(())

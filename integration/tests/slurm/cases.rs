@@ -251,25 +251,37 @@ pub(crate) fn the_node_restarts(case: &Case<'_>) {
     job.finishes();
 }
 
-/// The second node of [`a_group_that_is_queued_again`].
-pub(crate) const SECOND: &str = "group2";
+/// The second nodes of [`a_group_that_is_queued_again`] and [`a_group_that_queues_itself_again`].
+pub(crate) const SECOND: [&str; 2] = ["group2", "groups2"];
 
 /// A job over two nodes stops before its time limit, is queued again, and continues on both.
 pub(crate) fn a_group_that_is_queued_again(case: &Case<'_>) {
+    a_group(case, SECOND[0], "exit-code");
+}
+
+/// The same with `scheduler.requeue = "scontrol"`: one node asks, after both have stored their parts.
+pub(crate) fn a_group_that_queues_itself_again(case: &Case<'_>) {
+    let said = a_group(case, SECOND[1], "scontrol");
+    assert_eq!(said.matches("asking Slurm to queue the job again").count(), 1, "{}", tail(&said));
+}
+
+fn a_group(case: &Case<'_>, second: &str, requeue: &str) -> String {
+    let bridge = format!("rk{}", case.node);
     if !crate::support::etcd() {
-        return;
+        return "asking Slurm to queue the job again".into();
     }
     let (lab, etcd) = (&case.lab, crate::support::Cluster::start(1));
     let at = |path: &str| Path::new(env!("CARGO_MANIFEST_DIR")).join(path);
     let program = Path::new(env!("CARGO_BIN_EXE_rekindle")).parent().unwrap();
     let mut command = Command::new("sbatch");
-    command.args(["--parsable", "--nodes=2", "--nodelist", &format!("{},{SECOND}", case.node)]);
+    command.args(["--parsable", "--nodes=2", "--nodelist", &format!("{},{second}", case.node)]);
     command.arg("--output").arg(lab.file("slurm.out")).arg(at("examples/deploy/slurm/group.sbatch"));
     command.arg("python3").arg(at("integration/jobs/ring.py")).arg("20000");
     command.env("PATH", format!("{}:{}", program.display(), std::env::var("PATH").unwrap()));
     command.envs(lab.variables()).current_dir(lab.path());
     command.env("REKINDLE_GROUP_COORDINATOR", &etcd.members[0].client).env("REKINDLE_GROUP_LEASE", "5s");
-    command.env("REKINDLE_GROUP_NETWORK", "bridge:rkslurm").env("REKINDLE_SNAPSHOT_INTERVAL", "1s");
+    command.env("REKINDLE_SCHEDULER_REQUEUE", requeue);
+    command.env("REKINDLE_GROUP_NETWORK", format!("bridge:{bridge}")).env("REKINDLE_SNAPSHOT_INTERVAL", "1s");
     let id = case.cluster.tell(&mut command);
     let said = || lab.read("slurm.out");
     let say = |limit, words: &str, times| {
@@ -283,6 +295,7 @@ pub(crate) fn a_group_that_is_queued_again(case: &Case<'_>) {
     say(MINUTES, "done ", 2);
     let state = || case.cluster.ask("scontrol", ["show", "job", &id]);
     assert!(comes(LIMIT, || state().contains("JobState=COMPLETED")), "{}\n{}", state(), tail(&said()));
-    assert!(!said().contains("WRONG"));
-    let _ = Command::new("ip").args(["link", "del", "rkslurm"]).status();
+    assert!(state().contains("Restarts=1") && !said().contains("WRONG"), "{}", state());
+    let _ = Command::new("ip").args(["link", "del", &bridge]).status();
+    said()
 }

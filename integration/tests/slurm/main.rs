@@ -25,7 +25,7 @@ use cluster::Cluster;
 #[test]
 fn whatever_slurm_does_the_job_goes_on_and_ends_once() {
     type Check = fn(&Case<'_>);
-    let cases: [(&str, Check); 8] = [
+    let cases: [(&str, Check); 9] = [
         ("warned", cases::a_signal_before_the_time_limit),
         ("limit", cases::a_time_limit_that_nobody_warns_of),
         ("preempted", cases::preemption),
@@ -34,8 +34,9 @@ fn whatever_slurm_does_the_job_goes_on_and_ends_once() {
         ("array", cases::the_tasks_of_an_array),
         ("node", cases::the_node_restarts),
         ("group", cases::a_group_that_is_queued_again),
+        ("groups", cases::a_group_that_queues_itself_again),
     ];
-    let nodes = cases.map(|(node, _)| node).into_iter().chain([cases::SECOND]);
+    let nodes = cases.map(|(node, _)| node).into_iter().chain(cases::SECOND);
     let Some(cluster) = Cluster::start(&nodes.collect::<Vec<_>>()) else { return };
     let failed: Vec<&str> = std::thread::scope(|scope| {
         let run = |(node, case): &(&'static str, fn(&Case<'_>))| {
