@@ -471,6 +471,7 @@ fn describe(frozen: &phases::Frozen<'_>, reason: Reason) -> Result<Manifest, Err
         phases: frozen.timings.phases.clone(),
         freeze_us: u64::try_from(frozen.time().as_micros()).unwrap_or(u64::MAX),
         interval: subject.interval.cloned(),
+        fifos: moment.fifos.clone(),
         group: subject.group.map(|group| group.part()),
         bytes: 0,
         parts: Vec::new(),

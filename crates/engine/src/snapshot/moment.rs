@@ -18,7 +18,7 @@ use rekindle_base::chain;
 use rekindle_criu as criu;
 use rekindle_os::ptrace;
 use rekindle_store::ImageId;
-use rekindle_store::manifest::{ControlGroup, Folder, GivenFile, JobRights, OpenFile, SavedLink};
+use rekindle_store::manifest::{ControlGroup, Fifo, Folder, GivenFile, JobRights, OpenFile, SavedLink};
 
 /// What was recorded.
 pub(super) struct Moment {
@@ -29,6 +29,7 @@ pub(super) struct Moment {
     pub(super) rights: JobRights,
     pub(super) folders: Vec<Folder>,
     pub(super) control_groups: Vec<ControlGroup>,
+    pub(super) fifos: Vec<Fifo>,
     /// What could not be done, in words; none of it makes the image unusable.
     pub(super) notes: Vec<String>,
 }
@@ -82,6 +83,7 @@ impl Still<'_, '_> {
         self.correct_image(&mut notes)?;
         if let Err(error) = self.env.subject.output.rotate() {
             notes.push(format!("the output was not rotated: {}", chain(&error)));
+        let fifos = record::fifos(self.dir, self.env.root()).map_err(|e| e.to_string())?;
         }
         record::record_sizes_again(&mut open_files, self.env.root(), self.env.subject.output);
         self.moment = Some(Moment {
@@ -94,6 +96,7 @@ impl Still<'_, '_> {
             control_groups: groups.groups,
             notes,
         });
+            fifos,
         Ok(())
     }
 
@@ -168,8 +171,10 @@ impl Still<'_, '_> {
     fn name_files(&mut self, open_files: &mut [OpenFile], captured: &Captured) -> Result<Vec<Folder>, String> {
         let (root, ours) = (self.env.root(), self.env.folders());
         let ours: Vec<&Path> = ours.iter().map(PathBuf::as_path).collect();
-        let read: Vec<&Path> = captured.read.keys().map(PathBuf::as_path).collect();
-        let folders = record::folders(self.dir, root, &ours, &read).map_err(|e| e.to_string())?;
+        // Files that are only mapped have no descriptor.
+        let written = open_files.iter().map(|file| file.path.as_path());
+        let put_back: Vec<&Path> = captured.read.keys().map(PathBuf::as_path).chain(written).collect();
+        let folders = record::folders(self.dir, root, &ours, &put_back).map_err(|e| e.to_string())?;
         *self.saved_links = record::save_links(self.dir, root, &self.id, self.env.user()).map_err(|e| e.to_string())?;
         record::name_by_saved(open_files, self.saved_links);
         Ok(folders)
