@@ -13,6 +13,7 @@ use crate::parts::devices::{Devices, Unsettled};
 use crate::parts::files::capture::Captured;
 use crate::parts::files::record;
 use crate::parts::gpu::capture as gpu;
+use crate::parts::tcp::waiting::Unaccepted;
 use crate::parts::{access, fds::InFlight, groups, tcp};
 use rekindle_base::chain;
 use rekindle_criu as criu;
@@ -28,8 +29,8 @@ pub(super) struct Moment {
     pub(super) given_files: Vec<GivenFile>,
     pub(super) rights: JobRights,
     pub(super) folders: Vec<Folder>,
-    pub(super) control_groups: Vec<ControlGroup>,
     pub(super) fifos: Vec<Fifo>,
+    pub(super) control_groups: Vec<ControlGroup>,
     /// What could not be done, in words; none of it makes the image unusable.
     pub(super) notes: Vec<String>,
 }
@@ -45,6 +46,8 @@ pub(super) enum Wrong {
     Initializing(gpu::Error),
     /// A process has NVIDIA devices open, and has just begun.
     Starting(String),
+    /// Connections inside the job wait to be accepted.
+    Unaccepted(Unaccepted),
 }
 
 /// Records it, from CRIU's `post-dump` notification.
@@ -80,10 +83,10 @@ impl Still<'_, '_> {
         let groups = groups::capture::find(&tree);
         notes.extend(groups.notes);
         let folders = self.name_files(&mut open_files, &captured)?;
+        let fifos = record::fifos(self.dir, self.env.root()).map_err(|e| e.to_string())?;
         self.correct_image(&mut notes)?;
         if let Err(error) = self.env.subject.output.rotate() {
             notes.push(format!("the output was not rotated: {}", chain(&error)));
-        let fifos = record::fifos(self.dir, self.env.root()).map_err(|e| e.to_string())?;
         }
         record::record_sizes_again(&mut open_files, self.env.root(), self.env.subject.output);
         self.moment = Some(Moment {
@@ -93,10 +96,10 @@ impl Still<'_, '_> {
             given_files: noted.given,
             rights: noted.rights,
             folders,
+            fifos,
             control_groups: groups.groups,
             notes,
         });
-            fifos,
         Ok(())
     }
 
@@ -137,8 +140,15 @@ impl Still<'_, '_> {
             self.wrong = Some(Wrong::Initializing(error));
             return Err(why);
         }
+        let left_out = self.env.subject.queues.look(&dead.tree, self.env.subject.job.world.subnet());
+        let left_out = left_out.map_err(|found| {
+            let why = found.to_string();
+            self.wrong = Some(Wrong::Unaccepted(found));
+            why
+        })?;
         let notes = dead.fresh.iter().chain(&dead.old).map(|dead| format!("the image has dead processes: {dead}"));
-        Ok((dead.tree, notes.collect()))
+        let left_out = left_out.map(|left_out| format!("the image lacks these connections: {left_out}"));
+        Ok((dead.tree, notes.chain(left_out).collect()))
     }
 
     fn copy_files(&mut self, notes: &mut Vec<String>) -> Result<(Vec<OpenFile>, Captured), String> {
