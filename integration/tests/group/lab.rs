@@ -5,7 +5,6 @@ use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
@@ -59,6 +58,7 @@ fn ip(args: &str) {
 pub(crate) struct Lab {
     folder: tempfile::TempDir,
     number: u32,
+    _lock: fs::File,
     pub(crate) cluster: Cluster,
     pub(crate) machines: Vec<Machine>,
     members: usize,
@@ -86,9 +86,9 @@ impl Machine {
         let pid = keeper.id();
         let comm = PathBuf::from(format!("/proc/{pid}/comm"));
         wait_for("a machine", || fs::read_to_string(&comm).is_ok_and(|name| name.trim() == "sleep"));
-        let (veth, address) = (format!("rt{lab}v{number}"), format!("10.98.{lab}.{}", 10 + number));
+        let (veth, address) = (format!("rg{lab}v{number}"), format!("10.99.{lab}.{}", 10 + number));
         ip(&format!("link add {veth} type veth peer name eth0 netns {pid}"));
-        ip(&format!("link set {veth} master rt{lab} up"));
+        ip(&format!("link set {veth} master rg{lab} up"));
         let net = format!("--net=/proc/{pid}/ns/net");
         for args in ["link set lo up", &format!("addr add {address}/24 dev eth0"), "link set eth0 up"] {
             assert!(Command::new("nsenter").args([&net, "ip"]).args(args.split(' ')).status().unwrap().success());
@@ -171,18 +171,17 @@ impl Lab {
 
     /// With this many members of etcd.
     pub(crate) fn with_etcd(members: u32, machines: u32, etcd: usize, steps: u32) -> Lab {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        // Another run of these tests on this machine has other numbers, if all goes well.
-        let number = 1 + (std::process::id() * 7 + NEXT.fetch_add(1, Ordering::Relaxed)) % 250;
         let folder = tempfile::tempdir().unwrap();
-        let _ = Command::new("ip").args(["link", "del", &format!("rt{number}")]).stderr(Stdio::null()).status();
-        ip(&format!("link add rt{number} type bridge"));
-        ip(&format!("addr add 10.98.{number}.1/24 dev rt{number}"));
-        ip(&format!("link set rt{number} up"));
-        let cluster = Cluster::at(&format!("10.98.{number}.1"), etcd);
+        let (number, lock) = number_of_our_own();
+        // One that a run left which was killed.
+        let _ = Command::new("ip").args(["link", "del", &format!("rg{number}")]).stderr(Stdio::null()).status();
+        ip(&format!("link add rg{number} type bridge"));
+        ip(&format!("addr add 10.99.{number}.1/24 dev rg{number}"));
+        ip(&format!("link set rg{number} up"));
+        let cluster = Cluster::at(&format!("10.99.{number}.1"), etcd);
         let machines = (0..machines).map(|machine| Machine::new(number, machine)).collect();
         let (members, config) = (members as usize, CONFIG.into());
-        Lab { folder, number, cluster, machines, members, steps, config, jobs: Vec::new(), shares: false }
+        Lab { folder, number, _lock: lock, cluster, machines, members, steps, config, jobs: Vec::new(), shares: false }
     }
 
     /// Without an etcd, and with a store that all share.
@@ -325,7 +324,7 @@ impl Drop for Lab {
             let _ = machine.keeper.kill();
             let _ = machine.keeper.wait();
         }
-        let _ = Command::new("ip").args(["link", "del", &format!("rt{}", self.number)]).status();
+        let _ = Command::new("ip").args(["link", "del", &format!("rg{}", self.number)]).status();
         // Images in memory outlive their supervisors.
         unmount(self.folder.path());
         if std::thread::panicking() {
@@ -340,6 +339,16 @@ impl Drop for Lab {
             }
         }
     }
+}
+
+/// The number of a network that no other test on this machine has, and what keeps it.
+fn number_of_our_own() -> (u32, fs::File) {
+    let free = (1..250).find_map(|number| {
+        let path = std::env::temp_dir().join(format!("rekindle-test-network-{number}"));
+        let file = fs::File::options().create(true).append(true).open(path).ok()?;
+        file.try_lock().ok().map(|()| (number, file))
+    });
+    free.expect("a network that nobody uses")
 }
 
 /// The exit code as a shell has it.
