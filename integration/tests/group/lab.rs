@@ -87,6 +87,8 @@ impl Machine {
         let comm = PathBuf::from(format!("/proc/{pid}/comm"));
         wait_for("a machine", || fs::read_to_string(&comm).is_ok_and(|name| name.trim() == "sleep"));
         let (veth, address) = (format!("rg{lab}v{number}"), format!("10.99.{lab}.{}", 10 + number));
+        // The kernel removes those of an earlier machine a moment after its end.
+        let _ = Command::new("ip").args(["link", "del", &veth]).stderr(Stdio::null()).status();
         ip(&format!("link add {veth} type veth peer name eth0 netns {pid}"));
         ip(&format!("link set {veth} master rg{lab} up"));
         let net = format!("--net=/proc/{pid}/ns/net");
@@ -245,6 +247,10 @@ impl Lab {
         let mut command = Command::new("nsenter");
         command.args([format!("--net=/proc/{pid}/ns/net"), format!("--uts=/proc/{pid}/ns/uts")]);
         command.arg(env!("CARGO_BIN_EXE_rekindle"));
+        // They are of the tests.
+        for name in ["REKINDLE_FAULTS", "REKINDLE_FAULTS_SEED", "REKINDLE_MACHINES"] {
+            command.env_remove(name);
+        }
         command.arg("--config").arg(config).arg("--store").arg(self.store_of(rank));
         let coordinator =
             self.cluster.members.iter().map(|member| member.client.as_str()).collect::<Vec<_>>().join(" ");
@@ -298,13 +304,13 @@ impl Lab {
 
     /// Waits for the end of the supervisor on a machine. Returns its exit code.
     pub(crate) fn ends(&mut self, machine: usize) -> i32 {
-        let mut child = self.machines[machine].supervisor.take().expect("a supervisor");
-        let mut status = None;
+        assert!(self.machines[machine].supervisor.is_some(), "machine {machine} has no supervisor");
+        let mut code = None;
         wait_for("the end of a supervisor", || {
-            status = child.try_wait().unwrap();
-            status.is_some()
+            code = self.machines[machine].has_ended();
+            code.is_some()
         });
-        code(status.unwrap())
+        code.unwrap()
     }
 
     /// That all have received all, in order, and nothing else.

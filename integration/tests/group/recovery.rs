@@ -195,3 +195,46 @@ fn a_connection_that_is_not_accepted_yet_is_not_lost() {
     assert_eq!((lab.ends(0), lab.ends(1)), (0, 0));
     assert!(lab.log(0).contains("1 connection of the job waits to be accepted at port 5556"), "{}", lab.log(0));
 }
+
+/// The first rank sends more than the second one takes at once, and completes. The second one reads it later.
+const LAST_WORDS: &str = r#"
+import os, socket, sys, time
+here, first = os.environ["REKINDLE_GROUP_ADDRESS"], os.environ["REKINDLE_GROUP_FIRST"]
+words = bytes(range(250)) * 800
+if here == first:
+    listener = socket.create_server((here, 5556))
+    other, _ = listener.accept()
+    other.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * len(words))
+    other.sendall(words)
+else:
+    while True:
+        try:
+            other = socket.socket()
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+            other.connect((first, 5556))
+            break
+        except OSError:
+            time.sleep(0.05)
+    time.sleep(2)
+    got = b""
+    while piece := other.recv(65536):
+        got += piece
+    assert got == words, len(got)
+"#;
+
+#[test]
+fn what_a_machine_has_sent_arrives_after_it_has_completed() {
+    if !gate() {
+        return;
+    }
+    let mut lab = Lab::new(2, 0);
+    lab.set("snapshot.interval", "\"off\"");
+    for _ in 0..2 {
+        let mut job = Command::new("python3");
+        job.args(["-c", LAST_WORDS]);
+        lab.jobs.push(job);
+    }
+    lab.run_all();
+    assert_eq!((lab.ends(0), lab.ends(1)), (0, 0));
+    (0..2).for_each(|rank| assert!(!lab.log(rank).contains("all machines restart"), "{}", lab.log(rank)));
+}
