@@ -5,7 +5,7 @@
 #
 # REKINDLE_TEST_REQUIRE=root,criu,...  what must be there: a test that lacks it fails instead of printing SKIP. Values:
 #                                      root, criu, devices, s3, slurm, package, k8s, systemd, chromium, prometheus,
-#                                      uplink, databases, disks, stacks, lint, book, helm, notebook, etcd, zsh, fish
+#                                      uplink, databases, disks, stacks, torch, lint, book, helm, notebook, etcd, zsh, fish
 # REKINDLE_CRIU=FILE                   test with this CRIU instead of .deps/criu/criu
 #
 # Stops at the first failure, with a non-zero exit code. Use integration/gpu.sh on a machine with an NVIDIA GPU.
@@ -105,6 +105,11 @@ if required stacks; then
   step 'dependencies: Open MPI, LMDB and TensorBoard' scripts/deps.sh stacks
 elif [ "$(id -u)" -ne 0 ] || ! scripts/deps.sh stacks; then
   skip 'tests with Open MPI, LMDB and TensorBoard' 'they could not be had, the reason is above'
+fi
+if required torch; then
+  step 'dependencies: PyTorch' scripts/deps.sh torch
+elif [ "$(id -u)" -ne 0 ] || ! scripts/deps.sh torch; then
+  skip 'tests with PyTorch' 'not root, or it could not be installed'
 fi
 if required chromium; then
   step 'dependencies: a browser' scripts/deps.sh browser

@@ -14,6 +14,7 @@
 #   databases  PostgreSQL and Redis, which tests run as jobs
 #   disks   tools that make XFS and btrfs file systems
 #   stacks  Open MPI with mpi4py, and .deps/stacks, a Python environment with LMDB and TensorBoard
+#   torch   PyTorch for processors, with gloo, for tests of jobs over several machines (200 MB)
 #   lint    shellcheck, and .deps/cargo/bin/cargo-deny (takes some minutes to build)
 #   book    .deps/cargo/bin/mdbook, for the site of the documents (takes a minute or two to build)
 #   docs    netcat and jq, for the commands in the documents
@@ -103,6 +104,8 @@ stacks() {
   environment stacks requirements-stacks.txt 'LMDB and TensorBoard'
 }
 
+torch() { packages python3-torch; }
+
 cargo_deny=0.20.2
 mdbook=0.5.4
 
@@ -177,8 +180,8 @@ criu() { "$root/scripts/install-criu.sh" "$deps/criu"; }
 [ $# -gt 0 ] || set -- build python criu
 for what; do
   case $what in
-    build | python | criu | s3 | slurm | package | k8s | browser | prometheus | uplink | databases | disks | stacks | lint | book | docs | helm | notebook | etcd | shells | roots) "$what" ;;
+    build | python | criu | s3 | slurm | package | k8s | browser | prometheus | uplink | databases | disks | stacks | torch | lint | book | docs | helm | notebook | etcd | shells | roots) "$what" ;;
     -h | --help) sed -n '2,/^set /s/^# //p' "${BASH_SOURCE[0]}" ;;
-    *) say "unknown part '$what': use build, python, criu, s3, slurm, package, k8s, browser, prometheus, uplink, databases, disks, stacks, lint, book, docs, helm, notebook, etcd, shells or roots"; exit 2 ;;
+    *) say "unknown part '$what': use build, python, criu, s3, slurm, package, k8s, browser, prometheus, uplink, databases, disks, stacks, torch, lint, book, docs, helm, notebook, etcd, shells or roots"; exit 2 ;;
   esac
 done

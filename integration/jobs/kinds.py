@@ -241,6 +241,20 @@ def removed():
     server.bind(folder + "/listener")
     server.listen()
     note = open(folder + "/note", "w", buffering=1)
+    # A FIFO in a folder where nothing else is; read, as mpirun has one.
+    os.mkdir(path("temporary/fifo"))
+    os.mkfifo(path("temporary/fifo/fifo"))
+    os.chmod(path("temporary/fifo/fifo"), 0o620)
+    fifo = os.open(path("temporary/fifo/fifo"), os.O_RDONLY | os.O_NONBLOCK)
+    # A file that is mapped, and whose descriptor is closed, in a folder where nothing else is.
+    os.mkdir(path("temporary/mapped"))
+    with open(path("temporary/mapped/file"), "w+b") as file:
+        file.truncate(4096)
+        # Python's own mmap would keep a descriptor.
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        address = libc.mmap(None, ctypes.c_size_t(4096), 3, mmap.MAP_SHARED, file.fileno(), ctypes.c_long(0))
+        mapped = ctypes.c_uint64.from_address(address)
     is_there = True
 
     def check(n):
@@ -248,6 +262,12 @@ def removed():
         if is_there and not os.path.exists(path("remove")):
             need(os.getcwd() == stand and os.stat(path("temporary")).st_mode & 0o777 == 0o711, "another folder")
             print(n, file=note)
+            mapped.value = n
+            with open(path("temporary/fifo/fifo"), "wb") as writer:
+                writer.write(b"here")
+            need(os.read(fifo, 9) == b"here", "the FIFO")
+            need(os.stat(path("temporary/fifo/fifo")).st_mode & 0o777 == 0o620, "another FIFO")
+            need(open(path("temporary/mapped/file"), "rb").read(8) == struct.pack("<Q", n), "the mapped file")
             client = socket.socket(socket.AF_UNIX)
             client.connect(folder + "/listener")
             server.accept()[0].sendall(b"here")
@@ -255,6 +275,7 @@ def removed():
         elif is_there:
             is_there = False
             note.close()
+            os.close(fifo)
             server.close()
             os.chdir("/")
             shutil.rmtree(path("temporary"))

@@ -65,7 +65,8 @@ impl Owner<'_> {
         if self.watch.deaths.is_going_back(self.machine.state()) {
             self.life.call_off();
         }
-        let (interval, deaths) = (self.chosen_interval(), Arc::clone(self.life.deaths()));
+        let interval = self.chosen_interval();
+        let (deaths, queues) = (Arc::clone(self.life.deaths()), Arc::clone(self.life.queues()));
         self.clients.control.snapshot_begins();
         self.check_holds();
         self.clients.job_api.snapshot_begins();
@@ -89,6 +90,7 @@ impl Owner<'_> {
                 output: &setup.output,
                 interval: interval.as_ref(),
                 deaths: &deaths,
+                queues: &queues,
                 copier: &setup.copier,
                 group: turn.as_ref().map(|turn| turn as &dyn Barrier),
             };

@@ -10,7 +10,7 @@ use std::time::Instant;
 use super::state::State;
 use super::unread::Unread;
 use rekindle_engine::launch::Job;
-use rekindle_engine::snapshot::Deaths;
+use rekindle_engine::snapshot::{Deaths, Queues};
 use rekindle_os::spawn::Ended;
 
 /// How an end waits while the images cannot be read.
@@ -42,6 +42,8 @@ pub(super) struct JobLife<J = Job> {
     started: Instant,
     /// Processes of the job that were killed and not waited for, as seen by snapshots.
     deaths: Arc<Deaths>,
+    /// Connections that the job had not accepted, as seen by snapshots.
+    queues: Arc<Queues>,
 }
 
 impl<J> JobLife<J> {
@@ -55,6 +57,7 @@ impl<J> JobLife<J> {
             cancel: Arc::default(),
             started: now,
             deaths: Arc::default(),
+            queues: Arc::default(),
         }
     }
 
@@ -108,6 +111,10 @@ impl<J> JobLife<J> {
 
     pub(super) fn deaths(&self) -> &Arc<Deaths> {
         &self.deaths
+    }
+
+    pub(super) fn queues(&self) -> &Arc<Queues> {
+        &self.queues
     }
 
     /// Whether this is the number of the present life.

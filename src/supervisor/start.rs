@@ -123,7 +123,7 @@ impl Owner<'_> {
         self.spawn("wait", move || {
             let _ = waiting.root.wait_for_end();
             // At once, whatever the supervisor is doing: remaining processes of the job must not clean up its files.
-            waiting.kill();
+            waiting.kill_rest();
             drop(waiting);
             let _ = sender.send(Message::Ended(life));
         });

@@ -28,6 +28,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use group::undelivered::{self, Undelivered};
 use identity::Identity;
 use rekindle_os::spawn::{self, Child, Open, Spawn};
 use rekindle_os::{process, rights};
@@ -240,6 +241,19 @@ impl Job {
             gpus::call_off(&gpus::with_peers(pids));
         }
         self.world.kill(Some(&self.root));
+    }
+
+    /// Kills what remains of a job that has ended. In a group, the network of a job that has completed stays until the
+    /// other machines have received what it sent.
+    pub fn kill_rest(&self) {
+        let has_completed = process::ended(self.root.pid()) == Some(spawn::Ended::Exit(0));
+        let init = self.world.init().filter(|_| has_completed && self.world.subnet().is_some());
+        let network = init.map(|init| Undelivered::of(init.pid()));
+        self.kill();
+        let arrived = network.map(|network| network.and_then(|network| network.wait(undelivered::LIMIT)));
+        if let Some(Err(error)) = arrived {
+            tracing::warn!("the other machines may not have received all that the job has sent: {error}");
+        }
     }
 
     /// Kills and reaps all processes that remain. Returns how the reaper ended, which is how the job ended.

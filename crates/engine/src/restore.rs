@@ -193,6 +193,10 @@ fn put_files_back(request: &Request<'_>, manifest: &Manifest) -> Result<Vec<File
     if made > 0 {
         tracing::info!("created {made} folders that the job had removed since the snapshot");
     }
+    let made = files::make_fifos(manifest, request.identity)?;
+    if made > 0 {
+        tracing::info!("created {made} FIFOs that the job had removed since the snapshot");
+    }
     Ok(files::put_back(request.image, manifest, request.folder, request.identity, request.output)?)
 }
 

@@ -21,8 +21,8 @@
 //! and no acknowledgement crosses the cut, and nobody waits frozen for a slow member.
 //!
 //! The snapshot is taken again if the image has descriptors in flight between processes that could not be restored
-//! correctly (`in_flight`), a process that was killed and whose exit status was not collected (`dead`), or one in the
-//! middle of cuInit. The job continues, and a moment later this has passed.
+//! correctly (`in_flight`), a process that was killed and whose exit status was not collected (`dead`), one in the
+//! middle of cuInit, or lacks a connection inside the job that was not accepted yet (`waiting`). The job continues, and a moment later this has passed.
 //!
 //! Invariants:
 //! - A phase that fails undoes all phases before it, in reverse order, and the job continues. If that is impossible
@@ -64,6 +64,7 @@ use rekindle_store::{Image, JobFolder, JobPath, WriterLock};
 pub(crate) use crate::parts::fds::InFlight;
 pub use crate::parts::gpu::capture::{Elsewhere, Operations};
 pub use crate::parts::tcp::capture::TcpChoice;
+pub use crate::parts::tcp::waiting::{Queues, Unaccepted};
 pub use dead::Deaths;
 pub(crate) use dead::Unnoticed;
 pub use group::{Barrier, Settled};
@@ -97,6 +98,8 @@ pub struct Subject<'a> {
     pub interval: Option<&'a Choice>,
     /// What earlier snapshots recorded about dead processes of the job.
     pub deaths: &'a Deaths,
+    /// What earlier snapshots recorded about connections that the job has not accepted.
+    pub queues: &'a Queues,
     /// Copies memory that stays on the GPU.
     pub copier: &'a Copier,
     /// The other members, if the image is a part of a group image.
@@ -188,6 +191,9 @@ pub enum Error {
     /// A process has NVIDIA devices open, and has just begun.
     #[error("dump: {0}")]
     Starting(String),
+    /// Connections inside the job wait to be accepted.
+    #[error("dump: {0}, and the image would not have them")]
+    Unaccepted(Unaccepted),
     /// A process was killed, and its parent has not collected its exit status.
     #[error("{0}: the snapshot would lose that status, so it is refused until the parent has it")]
     Unnoticed(Unnoticed),
@@ -287,7 +293,11 @@ impl Error {
     #[must_use]
     pub fn may_pass(&self) -> bool {
         match self {
-            Error::InFlight(_) | Error::Starting(_) | Error::Unnoticed(_) | Error::Dangling(_) => true,
+            Error::InFlight(_)
+            | Error::Starting(_)
+            | Error::Unnoticed(_)
+            | Error::Unaccepted(_)
+            | Error::Dangling(_) => true,
             Error::Gpu(gpu::Error::Restless { .. } | gpu::Error::Initializing { .. } | gpu::Error::Ended { .. }) => {
                 true
             }
@@ -299,10 +309,10 @@ impl Error {
         }
     }
 
-    /// Whether a process was just beginning or ending, so that the next attempt should be made at once.
+    /// Whether a process was just beginning or ending, or a connection was just made, so that the next attempt should be made at once.
     fn passes_at_once(&self) -> bool {
         match self {
-            Error::Starting(_) | Error::Gpu(gpu::Error::Ended { .. }) => true,
+            Error::Starting(_) | Error::Unaccepted(_) | Error::Gpu(gpu::Error::Ended { .. }) => true,
             Error::Dump(criu::RunError::Refused { log }) => log.says_ending(),
             _ => false,
         }
@@ -463,6 +473,7 @@ fn describe(frozen: &phases::Frozen<'_>, reason: Reason) -> Result<Manifest, Err
         tracked_folders: moment.captured.tracked.clone(),
         given_files: moment.given_files.clone(),
         folders: moment.folders.clone(),
+        fifos: moment.fifos.clone(),
         control_groups: moment.control_groups.clone(),
         saved_links: frozen.saved_links.clone(),
         recreate: frozen.dumped.recreate.clone(),

@@ -3,9 +3,8 @@
 use std::fs;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
@@ -59,6 +58,7 @@ fn ip(args: &str) {
 pub(crate) struct Lab {
     folder: tempfile::TempDir,
     number: u32,
+    _lock: fs::File,
     pub(crate) cluster: Cluster,
     pub(crate) machines: Vec<Machine>,
     members: usize,
@@ -72,7 +72,7 @@ pub(crate) struct Lab {
     shares: bool,
 }
 
-/// A machine: a network namespace, which a sleeping process keeps.
+/// A machine: a network namespace and a host name, which a sleeping process keeps.
 pub(crate) struct Machine {
     keeper: Child,
     veth: String,
@@ -82,15 +82,17 @@ pub(crate) struct Machine {
 impl Machine {
     fn new(lab: u32, number: u32) -> Machine {
         let mut command = Command::new("unshare");
-        command.args(["--net", "sleep", "infinity"]).process_group(0);
+        let keep = format!("hostname node-{number} && exec sleep infinity");
+        command.args(["--net", "--uts", "sh", "-c", &keep]).process_group(0);
         let keeper = command.spawn().unwrap();
         let pid = keeper.id();
-        let inside = PathBuf::from(format!("/proc/{pid}/ns/net"));
-        let ours = fs::read_link("/proc/self/ns/net").unwrap();
-        wait_for("a network namespace", || fs::read_link(&inside).is_ok_and(|link| link != ours));
-        let (veth, address) = (format!("rt{lab}v{number}"), format!("10.98.{lab}.{}", 10 + number));
+        let comm = PathBuf::from(format!("/proc/{pid}/comm"));
+        wait_for("a machine", || fs::read_to_string(&comm).is_ok_and(|name| name.trim() == "sleep"));
+        let (veth, address) = (format!("rg{lab}v{number}"), format!("10.99.{lab}.{}", 10 + number));
+        // The kernel removes those of an earlier machine a moment after its end.
+        let _ = Command::new("ip").args(["link", "del", &veth]).stderr(Stdio::null()).status();
         ip(&format!("link add {veth} type veth peer name eth0 netns {pid}"));
-        ip(&format!("link set {veth} master rt{lab} up"));
+        ip(&format!("link set {veth} master rg{lab} up"));
         let net = format!("--net=/proc/{pid}/ns/net");
         for args in ["link set lo up", &format!("addr add {address}/24 dev eth0"), "link set eth0 up"] {
             assert!(Command::new("nsenter").args([&net, "ip"]).args(args.split(' ')).status().unwrap().success());
@@ -132,24 +134,48 @@ impl Machine {
         }
     }
 
+    /// The machine dies as with [`kill`](Self::kill), and loses its memory with the images in it.
+    pub(crate) fn lose(&mut self, memory: &Path) {
+        self.kill();
+        unmount(memory);
+        let _ = fs::remove_dir_all(memory);
+    }
+
+    /// The pid of the supervisor.
+    pub(crate) fn pid(&self) -> Option<i32> {
+        self.supervisor.as_ref().map(|child| child.id() as i32)
+    }
+
+    /// The exit code of the supervisor, if it has ended by itself.
+    pub(crate) fn has_ended(&mut self) -> Option<i32> {
+        let status = self.supervisor.as_mut()?.try_wait().unwrap()?;
+        self.supervisor = None;
+        Some(code(status))
+    }
+
+    /// All processes below the supervisor, with their command lines: init, reaper, the job, CRIU.
+    pub(crate) fn processes(&self) -> Vec<(i32, String)> {
+        // The threads of a process have the children.
+        let of = |pid: i32| {
+            let tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+            let children = tasks.map(|task| fs::read_to_string(task.path().join("children")).unwrap_or_default());
+            children.flat_map(|all| all.split_whitespace().filter_map(|pid| pid.parse().ok()).collect::<Vec<i32>>())
+        };
+        let mut all: Vec<i32> = self.pid().into_iter().flat_map(of).collect();
+        let mut next = 0;
+        while let Some(pid) = all.get(next) {
+            let below: Vec<i32> = of(*pid).collect();
+            all.extend(below);
+            next += 1;
+        }
+        let line = |pid: i32| Some((pid, fs::read_to_string(format!("/proc/{pid}/cmdline")).ok()?.replace('\0', " ")));
+        all.into_iter().filter_map(line).collect()
+    }
+
     /// A process of the job.
     pub(crate) fn process_of_job(&self) -> Option<i32> {
-        let of = |pid: i32| {
-            let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
-            children.split_whitespace().filter_map(|pid| pid.parse().ok()).collect::<Vec<i32>>()
-        };
-        // The threads of the supervisor have the children.
-        let id = self.supervisor.as_ref()?.id();
-        let tasks = fs::read_dir(format!("/proc/{id}/task")).ok()?.flatten();
-        let reapers = tasks.flat_map(|task| {
-            let children = fs::read_to_string(task.path().join("children")).unwrap_or_default();
-            children.split_whitespace().filter_map(|pid| pid.parse().ok()).collect::<Vec<i32>>()
-        });
-        let is_job = |pid: &i32| {
-            fs::read_to_string(format!("/proc/{pid}/cmdline"))
-                .is_ok_and(|it| it.contains("ring.py") || it.contains("libcuda"))
-        };
-        reapers.flat_map(of).find(is_job)
+        let is_job = |line: &str| line.contains("ring.py") || line.contains("libcuda");
+        self.processes().into_iter().find(|(_, line)| is_job(line)).map(|(pid, _)| pid)
     }
 }
 
@@ -165,19 +191,18 @@ impl Lab {
 
     /// With this many members of etcd.
     pub(crate) fn with_etcd(members: u32, machines: u32, etcd: usize, steps: u32) -> Lab {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        // Another run of these tests on this machine has other numbers, if all goes well.
-        let number = 1 + (std::process::id() * 7 + NEXT.fetch_add(1, Ordering::Relaxed)) % 250;
         let folder = tempfile::tempdir().unwrap();
-        let _ = Command::new("ip").args(["link", "del", &format!("rt{number}")]).stderr(Stdio::null()).status();
-        ip(&format!("link add rt{number} type bridge"));
-        ip(&format!("addr add 10.98.{number}.1/24 dev rt{number}"));
-        ip(&format!("link set rt{number} up"));
-        let cluster = Cluster::at(&format!("10.98.{number}.1"), etcd);
+        let (number, lock) = number_of_our_own();
+        // One that a run left which was killed.
+        let _ = Command::new("ip").args(["link", "del", &format!("rg{number}")]).stderr(Stdio::null()).status();
+        ip(&format!("link add rg{number} type bridge"));
+        ip(&format!("addr add 10.99.{number}.1/24 dev rg{number}"));
+        ip(&format!("link set rg{number} up"));
+        let cluster = Cluster::at(&format!("10.99.{number}.1"), etcd);
         let machines = (0..machines).map(|machine| Machine::new(number, machine)).collect();
         let (members, config) = (members as usize, CONFIG.into());
         let (jobs, environment) = (Vec::new(), Vec::new());
-        Lab { folder, number, cluster, machines, members, steps, config, jobs, environment, shares: false }
+        Lab { folder, number, _lock: lock, cluster, machines, members, steps, config, jobs, environment, shares: false }
     }
 
     /// Without an etcd, and with a store that all share.
@@ -194,6 +219,11 @@ impl Lab {
 
     pub(crate) fn store_of(&self, rank: usize) -> PathBuf {
         self.path(&if self.shares { "store".into() } else { format!("store{rank}") })
+    }
+
+    /// Where a machine has its images in memory.
+    pub(crate) fn memory_of(&self, machine: usize) -> PathBuf {
+        self.path(&format!("memory{machine}"))
     }
 
     /// The processes of etcd that members of the group run.
@@ -239,7 +269,12 @@ impl Lab {
         }
         let pid = self.machines[machine].keeper.id();
         let mut command = Command::new("nsenter");
-        command.arg(format!("--net=/proc/{pid}/ns/net")).arg(env!("CARGO_BIN_EXE_rekindle"));
+        command.args([format!("--net=/proc/{pid}/ns/net"), format!("--uts=/proc/{pid}/ns/uts")]);
+        command.arg(env!("CARGO_BIN_EXE_rekindle"));
+        // They are of the tests.
+        for name in ["REKINDLE_FAULTS", "REKINDLE_FAULTS_SEED", "REKINDLE_MACHINES"] {
+            command.env_remove(name);
+        }
         command.arg("--config").arg(config).arg("--store").arg(self.store_of(rank));
         let coordinator =
             self.cluster.members.iter().map(|member| member.client.as_str()).collect::<Vec<_>>().join(" ");
@@ -247,7 +282,7 @@ impl Lab {
             command.env("REKINDLE_GROUP_COORDINATOR", coordinator);
         }
         command.env("REKINDLE_CONTROL_DIRECTORY", self.path(&format!("control{machine}")));
-        command.env("REKINDLE_SNAPSHOT_STAGING_DIRECTORY", self.path(&format!("memory{machine}")));
+        command.env("REKINDLE_SNAPSHOT_STAGING_DIRECTORY", self.memory_of(machine));
         command.env("REKINDLE_METRICS_TEXTFILE", self.path(&format!("{rank}.prom")));
         command.env("REKINDLE_STORE_SEEN_DIRECTORY", self.path(&format!("seen{machine}")));
         command
@@ -294,14 +329,13 @@ impl Lab {
 
     /// Waits for the end of the supervisor on a machine. Returns its exit code.
     pub(crate) fn ends(&mut self, machine: usize) -> i32 {
-        let mut child = self.machines[machine].supervisor.take().expect("a supervisor");
-        let mut status = None;
+        assert!(self.machines[machine].supervisor.is_some(), "machine {machine} has no supervisor");
+        let mut code = None;
         wait_for("the end of a supervisor", || {
-            status = child.try_wait().unwrap();
-            status.is_some()
+            code = self.machines[machine].has_ended();
+            code.is_some()
         });
-        let status = status.unwrap();
-        status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0))
+        code.unwrap()
     }
 
     /// That all have received all, in order, and nothing else.
@@ -321,12 +355,14 @@ impl Drop for Lab {
             let _ = machine.keeper.kill();
             let _ = machine.keeper.wait();
         }
-        let _ = Command::new("ip").args(["link", "del", &format!("rt{}", self.number)]).status();
-        // The images in memory of supervisors that were killed.
-        for point in rekindle_testing::mounts_below(self.folder.path()) {
-            let _ = nix::mount::umount2(&point, nix::mount::MntFlags::MNT_DETACH);
-        }
+        let _ = Command::new("ip").args(["link", "del", &format!("rg{}", self.number)]).status();
+        // Images in memory outlive their supervisors.
+        unmount(self.folder.path());
         if std::thread::panicking() {
+            if std::env::var_os("REKINDLE_FAULTS").is_some() {
+                self.folder.disable_cleanup(true);
+                eprintln!("logs and stores are left in {}", self.folder.path().display());
+            }
             for rank in 0..self.members {
                 let log = self.log(rank);
                 let lines: Vec<&str> = log.lines().collect();
@@ -334,6 +370,33 @@ impl Drop for Lab {
             }
         }
     }
+}
+
+/// The number of a network that no other test on this machine has, and what keeps it.
+fn number_of_our_own() -> (u32, fs::File) {
+    let free = (1..250).find_map(|number| {
+        let path = std::env::temp_dir().join(format!("rekindle-test-network-{number}"));
+        let file = fs::File::options().create(true).append(true).open(path).ok()?;
+        file.try_lock().ok().map(|()| (number, file))
+    });
+    free.expect("a network that nobody uses")
+}
+
+/// The exit code as a shell has it.
+fn code(status: ExitStatus) -> i32 {
+    status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0))
+}
+
+/// Unmounts all below a folder.
+fn unmount(folder: &Path) {
+    for point in rekindle_testing::mounts_below(folder) {
+        let _ = nix::mount::umount2(&point, nix::mount::MntFlags::MNT_DETACH);
+    }
+}
+
+/// A number in the environment.
+pub(crate) fn number(name: &str) -> Option<u64> {
+    std::env::var(name).ok().map(|text| text.parse().expect("a number"))
 }
 
 /// Waits until `done`, at most [`LIMIT`].

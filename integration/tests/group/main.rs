@@ -5,6 +5,7 @@
 mod campaign;
 mod gpu;
 mod lab;
+mod launchers;
 #[path = "../../../crates/etcd/tests/etcd/links.rs"]
 #[allow(dead_code, reason = "tests of etcd use the rest")]
 mod links;

@@ -1,5 +1,6 @@
 //! What is lost comes back as a whole: jobs, supervisors, machines, their network.
 
+use std::process::Command;
 use std::time::Duration;
 
 use nix::sys::signal::{Signal, kill};
@@ -215,4 +216,99 @@ fn a_machine_whose_network_has_smaller_packets_takes_the_place_of_another() {
     }
     assert_eq!((lab.ends(0), lab.ends(2)), (0, 0));
     lab.assert_whole();
+}
+
+/// The first rank accepts the connection of the second one late. Each ends with 0 if the other has received what it sent.
+const LATE: &str = r#"
+import os, socket, time
+here, first = os.environ["REKINDLE_GROUP_ADDRESS"], os.environ["REKINDLE_GROUP_FIRST"]
+if here == first:
+    listener = socket.create_server((here, 5556))
+    time.sleep(5)
+    other, _ = listener.accept()
+    assert other.recv(5, socket.MSG_WAITALL) == b"hello"
+else:
+    while True:
+        try:
+            other = socket.create_connection((first, 5556))
+            break
+        except OSError:
+            time.sleep(0.05)
+    other.sendall(b"hello")
+for _ in range(200):
+    other.sendall(b"again")
+    assert other.recv(5, socket.MSG_WAITALL) == b"again"
+    time.sleep(0.02)
+# The second rank ends last: it has received all.
+if here == first:
+    assert other.recv(3, socket.MSG_WAITALL) == b"bye"
+else:
+    other.sendall(b"bye")
+    time.sleep(2)
+"#;
+
+#[test]
+fn a_connection_that_is_not_accepted_yet_is_not_lost() {
+    if !gate() {
+        return;
+    }
+    let mut lab = Lab::new(2, 0);
+    for _ in 0..2 {
+        let mut job = Command::new("python3");
+        job.args(["-c", LATE]);
+        lab.jobs.push(job);
+    }
+    lab.run_all();
+    // The first image is taken once it is accepted.
+    lab.said(0, STORED, 1);
+    lab.said(1, STORED, 1);
+    let all = lab.machines[1].processes();
+    let (process, _) = all.iter().find(|(_, line)| line.contains("5556")).expect("a process of the job");
+    kill(Pid::from_raw(*process), Signal::SIGKILL).unwrap();
+    (0..2).for_each(|rank| lab.said(rank, RESTORED, 1));
+    assert_eq!((lab.ends(0), lab.ends(1)), (0, 0));
+    assert!(lab.log(0).contains("1 connection of the job waits to be accepted at port 5556"), "{}", lab.log(0));
+}
+
+/// The first rank sends more than the second one takes at once, and completes. The second one reads it later.
+const LAST_WORDS: &str = r#"
+import os, socket, sys, time
+here, first = os.environ["REKINDLE_GROUP_ADDRESS"], os.environ["REKINDLE_GROUP_FIRST"]
+words = bytes(range(250)) * 800
+if here == first:
+    listener = socket.create_server((here, 5556))
+    other, _ = listener.accept()
+    other.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * len(words))
+    other.sendall(words)
+else:
+    while True:
+        try:
+            other = socket.socket()
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+            other.connect((first, 5556))
+            break
+        except OSError:
+            time.sleep(0.05)
+    time.sleep(2)
+    got = b""
+    while piece := other.recv(65536):
+        got += piece
+    assert got == words, len(got)
+"#;
+
+#[test]
+fn what_a_machine_has_sent_arrives_after_it_has_completed() {
+    if !gate() {
+        return;
+    }
+    let mut lab = Lab::new(2, 0);
+    lab.set("snapshot.interval", "\"off\"");
+    for _ in 0..2 {
+        let mut job = Command::new("python3");
+        job.args(["-c", LAST_WORDS]);
+        lab.jobs.push(job);
+    }
+    lab.run_all();
+    assert_eq!((lab.ends(0), lab.ends(1)), (0, 0));
+    (0..2).for_each(|rank| assert!(!lab.log(rank).contains("all machines restart"), "{}", lab.log(rank)));
 }

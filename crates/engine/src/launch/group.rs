@@ -21,6 +21,7 @@
 
 mod names;
 mod subnet;
+pub(super) mod undelivered;
 
 use std::collections::BTreeMap;
 use std::io;

@@ -2,3 +2,4 @@
 
 pub(crate) mod capture;
 pub(crate) mod put_back;
+pub(crate) mod waiting;

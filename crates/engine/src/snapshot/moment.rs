@@ -13,12 +13,13 @@ use crate::parts::devices::{Devices, Unsettled};
 use crate::parts::files::capture::Captured;
 use crate::parts::files::record;
 use crate::parts::gpu::capture as gpu;
+use crate::parts::tcp::waiting::Unaccepted;
 use crate::parts::{access, fds::InFlight, groups, tcp};
 use rekindle_base::chain;
 use rekindle_criu as criu;
 use rekindle_os::ptrace;
 use rekindle_store::ImageId;
-use rekindle_store::manifest::{ControlGroup, Folder, GivenFile, JobRights, OpenFile, SavedLink};
+use rekindle_store::manifest::{ControlGroup, Fifo, Folder, GivenFile, JobRights, OpenFile, SavedLink};
 
 /// What was recorded.
 pub(super) struct Moment {
@@ -28,6 +29,7 @@ pub(super) struct Moment {
     pub(super) given_files: Vec<GivenFile>,
     pub(super) rights: JobRights,
     pub(super) folders: Vec<Folder>,
+    pub(super) fifos: Vec<Fifo>,
     pub(super) control_groups: Vec<ControlGroup>,
     /// What could not be done, in words; none of it makes the image unusable.
     pub(super) notes: Vec<String>,
@@ -44,6 +46,8 @@ pub(super) enum Wrong {
     Initializing(gpu::Error),
     /// A process has NVIDIA devices open, and has just begun.
     Starting(String),
+    /// Connections inside the job wait to be accepted.
+    Unaccepted(Unaccepted),
 }
 
 /// Records it, from CRIU's `post-dump` notification.
@@ -79,6 +83,7 @@ impl Still<'_, '_> {
         let groups = groups::capture::find(&tree);
         notes.extend(groups.notes);
         let folders = self.name_files(&mut open_files, &captured)?;
+        let fifos = record::fifos(self.dir, self.env.root()).map_err(|e| e.to_string())?;
         self.correct_image(&mut notes)?;
         if let Err(error) = self.env.subject.output.rotate() {
             notes.push(format!("the output was not rotated: {}", chain(&error)));
@@ -91,6 +96,7 @@ impl Still<'_, '_> {
             given_files: noted.given,
             rights: noted.rights,
             folders,
+            fifos,
             control_groups: groups.groups,
             notes,
         });
@@ -134,8 +140,15 @@ impl Still<'_, '_> {
             self.wrong = Some(Wrong::Initializing(error));
             return Err(why);
         }
+        let left_out = self.env.subject.queues.look(&dead.tree, self.env.subject.job.world.subnet());
+        let left_out = left_out.map_err(|found| {
+            let why = found.to_string();
+            self.wrong = Some(Wrong::Unaccepted(found));
+            why
+        })?;
         let notes = dead.fresh.iter().chain(&dead.old).map(|dead| format!("the image has dead processes: {dead}"));
-        Ok((dead.tree, notes.collect()))
+        let left_out = left_out.map(|left_out| format!("the image lacks these connections: {left_out}"));
+        Ok((dead.tree, notes.chain(left_out).collect()))
     }
 
     fn copy_files(&mut self, notes: &mut Vec<String>) -> Result<(Vec<OpenFile>, Captured), String> {
@@ -168,8 +181,10 @@ impl Still<'_, '_> {
     fn name_files(&mut self, open_files: &mut [OpenFile], captured: &Captured) -> Result<Vec<Folder>, String> {
         let (root, ours) = (self.env.root(), self.env.folders());
         let ours: Vec<&Path> = ours.iter().map(PathBuf::as_path).collect();
-        let read: Vec<&Path> = captured.read.keys().map(PathBuf::as_path).collect();
-        let folders = record::folders(self.dir, root, &ours, &read).map_err(|e| e.to_string())?;
+        // Files that are only mapped have no descriptor.
+        let written = open_files.iter().map(|file| file.path.as_path());
+        let put_back: Vec<&Path> = captured.read.keys().map(PathBuf::as_path).chain(written).collect();
+        let folders = record::folders(self.dir, root, &ours, &put_back).map_err(|e| e.to_string())?;
         *self.saved_links = record::save_links(self.dir, root, &self.id, self.env.user()).map_err(|e| e.to_string())?;
         record::name_by_saved(open_files, self.saved_links);
         Ok(folders)

@@ -248,6 +248,7 @@ impl Freeze<'_> {
             (Err(_), Some(Wrong::Unnoticed(found))) => return Err(Error::Unnoticed(found)),
             (Err(_), Some(Wrong::Initializing(error))) => return Err(error.into()),
             (Err(_), Some(Wrong::Starting(why))) => return Err(Error::Starting(why)),
+            (Err(_), Some(Wrong::Unaccepted(found))) => return Err(Error::Unaccepted(found)),
             (Err(error), None) => return Err(error.into()),
         };
         let moment = moment.ok_or_else(silent)?;

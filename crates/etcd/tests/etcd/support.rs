@@ -182,6 +182,11 @@ impl Cluster {
         self.members[n].child.is_some() && !self.members[n].stopped
     }
 
+    #[allow(dead_code, reason = "tests of groups use it")]
+    pub(crate) fn is_stopped(&self, n: usize) -> bool {
+        self.members[n].stopped
+    }
+
     /// The member hangs: it neither answers nor closes its connections.
     pub(crate) fn stop(&mut self, n: usize) {
         self.signal(n, Signal::SIGSTOP);

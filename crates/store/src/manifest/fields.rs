@@ -65,6 +65,9 @@ pub struct Manifest {
     /// Folders that must exist at a restore, each after its parent. Empty in an image of an earlier version.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub folders: Vec<Folder>,
+    /// FIFOs that the job has open, and that must exist at a restore. Empty in an image of an earlier version.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub fifos: Vec<Fifo>,
     /// Control groups below the supervisor's that processes of the job were in, and those between. An image of an
     /// earlier version has none, and its job is restored in the supervisor's group.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -305,6 +308,19 @@ pub struct JobRights {
 /// A folder in which the job has a file, a socket or its working directory.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Folder {
+    /// Its path.
+    pub path: JobPath,
+    /// `st_mode`.
+    pub mode: u32,
+    /// Its owner.
+    pub uid: u32,
+    /// Its group.
+    pub gid: u32,
+}
+
+/// A FIFO that the job has open.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Fifo {
     /// Its path.
     pub path: JobPath,
     /// `st_mode`.

@@ -116,6 +116,7 @@ fn full() -> Manifest {
             entries: vec![TrackedEntry { path: "/data/a".into(), kind: TrackedKind::File }],
         }],
         given_files: vec![GivenFile { path: "/data/g".into(), device: 1, inode: 2, access: None }],
+        fifos: vec![Fifo { path: "/data/fifo".into(), mode: 0o10_600, uid: 0, gid: 0 }],
         folders: vec![Folder { path: "/data".into(), mode: 0o40_755, uid: 0, gid: 0 }],
         control_groups: vec![ControlGroup {
             hierarchy: "pids".into(),
@@ -137,11 +138,12 @@ fn full() -> Manifest {
 }
 
 const PARTS: [&str; 5] = ["/parts/0/path", "/open_files/0/part", "/recreate/0/part", "/landing/0/part", "/kept/part"];
-const PATHS: [&str; 9] = [
+const PATHS: [&str; 10] = [
     "/directory",
     "/open_files/0/path",
     "/given_files/0/path",
     "/folders/0/path",
+    "/fifos/0/path",
     "/saved_links/0/link",
     "/saved_links/0/saved",
     "/recreate/0/path",

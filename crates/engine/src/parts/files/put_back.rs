@@ -29,7 +29,7 @@ use crate::launch::identity::Identity;
 use crate::launch::output::{Files, Held, Kept};
 use rekindle_os::durable::{self, Unfinished};
 use rekindle_os::{identity, sparse};
-use rekindle_store::manifest::{Folder, OpenFile, Stamp};
+use rekindle_store::manifest::{Fifo, Folder, OpenFile, Stamp};
 use rekindle_store::{Image, JobFolder, Manifest};
 
 /// `restart.changed-files`.
@@ -328,6 +328,47 @@ fn make_folder(folder: &Folder, may_give: bool) -> Result<bool, RollbackError> {
             }
         }
     }
+}
+
+/// Creates the FIFOs that the image needs and that were removed since; returns how many.
+pub(crate) fn make_fifos(manifest: &Manifest, user: Option<&Identity>) -> Result<usize, RollbackError> {
+    let mut made = 0;
+    for fifo in &manifest.fifos {
+        made += usize::from(with_rights(&fifo.path, user, || make_fifo(fifo, user.is_none()))?);
+    }
+    Ok(made)
+}
+
+fn make_fifo(fifo: &Fifo, may_give: bool) -> Result<bool, RollbackError> {
+    let path = &*fifo.path;
+    // CRIU refuses what is there and is no FIFO.
+    if std::fs::symlink_metadata(path).is_ok() {
+        return Ok(false);
+    }
+    let Some(name) = path.file_name() else { return Ok(false) };
+    // It gets its name once mode and owner are set, as a folder does.
+    let mut unfinished = OsString::from(".");
+    unfinished.push(name);
+    unfinished.push(".rekindle");
+    let unfinished = path.with_file_name(unfinished);
+    let _ = std::fs::remove_file(&unfinished);
+    let mode = nix::sys::stat::Mode::from_bits_truncate(0o600);
+    nix::unistd::mkfifo(&unfinished, mode).map_err(io::Error::from).map_err(failed("mkfifo", path))?;
+    let finish = || {
+        if may_give {
+            std::os::unix::fs::lchown(&unfinished, Some(fifo.uid), Some(fifo.gid)).map_err(failed("chown", path))?;
+        }
+        let mode = Permissions::from_mode(fifo.mode & 0o7777);
+        std::fs::set_permissions(&unfinished, mode).map_err(failed("chmod", path))?;
+        match std::fs::hard_link(&unfinished, path) {
+            Ok(()) => Ok(true),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(false),
+            Err(error) => Err(failed("link", path)(error)),
+        }
+    };
+    let done = finish();
+    let _ = std::fs::remove_file(&unfinished);
+    done
 }
 
 /// Puts every file of the image back.

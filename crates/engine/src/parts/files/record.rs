@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use crate::launch::identity::Identity;
@@ -12,7 +12,7 @@ use rekindle_criu::image;
 use rekindle_os::identity;
 use rekindle_os::maps;
 use rekindle_os::process::{self, path_in};
-use rekindle_store::manifest::{Folder, OpenFile, Recreate, SavedLink};
+use rekindle_store::manifest::{Fifo, Folder, OpenFile, Recreate, SavedLink};
 use rekindle_store::{ImageId, JobPath, PartPath, PathError};
 
 /// The regular files that the frozen job has open for writing, with their present sizes. `root` is the root of the
@@ -45,24 +45,32 @@ pub(crate) fn open_for_writing(criu_dir: &Path, root: i32) -> Result<Vec<OpenFil
     Ok(found)
 }
 
-/// The folders that a restore needs: those of files that are written, or read and saved (`read`), and of bound sockets;
-/// working directories; and all folders above them, except `ours`. A job removes some of them while it runs (for
+/// The folders that a restore needs: those of FIFOs and of files that are open for writing, of other files that it puts back
+/// (`put_back`), and of bound sockets; working directories; and all folders above them, except `ours`. A job removes some of them while it runs (for
 /// example the temporary ones of multiprocessing), and CRIU creates none.
-pub(crate) fn folders(criu_dir: &Path, root: i32, ours: &[&Path], read: &[&Path]) -> Result<Vec<Folder>, image::Error> {
+pub(crate) fn folders(
+    criu_dir: &Path,
+    root: i32,
+    ours: &[&Path],
+    put_back: &[&Path],
+) -> Result<Vec<Folder>, image::Error> {
     let mut wanted: BTreeSet<PathBuf> = BTreeSet::new();
     let mut add = |path: &Path| wanted.extend(path.ancestors().map(Path::to_path_buf));
+    let is_ours = |path: &Path| ours.iter().any(|ours| path.starts_with(ours));
     for file in image::open_files(criu_dir)? {
-        if ours.iter().any(|ours| file.path.starts_with(ours)) {
+        if is_ours(&file.path) {
             continue;
         }
-        if std::fs::metadata(path_in(root, &file.path)).is_ok_and(|metadata| metadata.is_dir()) {
+        let metadata = std::fs::metadata(path_in(root, &file.path)).ok();
+        let is_fifo = metadata.as_ref().is_some_and(|metadata| metadata.file_type().is_fifo());
+        if metadata.is_some_and(|metadata| metadata.is_dir()) {
             add(&file.path);
-        } else if file.flags & libc::O_ACCMODE != libc::O_RDONLY {
+        } else if is_fifo || file.flags & libc::O_ACCMODE != libc::O_RDONLY {
             file.path.parent().into_iter().for_each(&mut add);
         }
     }
     image::bound_paths(criu_dir)?.iter().filter_map(|path| path.parent()).for_each(&mut add);
-    read.iter().filter_map(|path| path.parent()).for_each(add);
+    put_back.iter().filter(|path| !is_ours(path)).filter_map(|path| path.parent()).for_each(add);
     let folder = |path: PathBuf| {
         let metadata = std::fs::metadata(path_in(root, &path)).ok().filter(|metadata| metadata.is_dir())?;
         let path = JobPath::new(path).ok()?;
@@ -72,6 +80,18 @@ pub(crate) fn folders(criu_dir: &Path, root: i32, ours: &[&Path], read: &[&Path]
     let is_kernels = |path: &PathBuf| ["/proc", "/sys"].iter().any(|kernels| path.starts_with(kernels));
     // In the order of paths a folder comes after the one that it is in.
     Ok(wanted.into_iter().filter(|path| !is_kernels(path)).filter_map(folder).collect())
+}
+
+/// The FIFOs with a name that the job has open. A program may remove its FIFOs when it ends, as mpirun does, and CRIU
+/// creates none that had a name.
+pub(crate) fn fifos(criu_dir: &Path, root: i32) -> Result<Vec<Fifo>, image::Error> {
+    let fifo = |path: PathBuf| {
+        let metadata = std::fs::symlink_metadata(path_in(root, &path)).ok().filter(|it| it.file_type().is_fifo())?;
+        let path = JobPath::new(path).ok()?;
+        Some(Fifo { path, mode: metadata.mode(), uid: metadata.uid(), gid: metadata.gid() })
+    };
+    let paths: BTreeSet<PathBuf> = image::open_files(criu_dir)?.into_iter().map(|file| file.path).collect();
+    Ok(paths.into_iter().filter_map(fifo).collect())
 }
 
 /// Bytes on disk of the deleted files that these processes have open or mapped: CRIU copies each of them (a ghost file,

@@ -45,14 +45,14 @@ pub(crate) fn choose(wanted: TcpChoice, tree: &[i32], group: Option<Subnet>) -> 
 }
 
 /// The two ends of an established connection, as /proc/net/tcp writes them.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-struct Connection {
-    local: String,
-    remote: String,
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) struct Connection {
+    pub(super) local: String,
+    pub(super) remote: String,
 }
 
 impl Connection {
-    fn is_within(&self, group: Subnet) -> bool {
+    pub(super) fn is_within(&self, group: Subnet) -> bool {
         [&self.local, &self.remote].into_iter().all(|end| address(end).is_some_and(|at| group.contains(at)))
     }
 }
@@ -106,7 +106,7 @@ fn parse(table: &str, sockets: &HashSet<u64>) -> Vec<Connection> {
 }
 
 /// An IPv4-mapped IPv6 address as the IPv4 address.
-fn plain(address: &str) -> String {
+pub(super) fn plain(address: &str) -> String {
     address.strip_prefix("0000000000000000FFFF0000").unwrap_or(address).to_string()
 }
 
