@@ -160,8 +160,9 @@ fn children_from_before_survive_a_restore_that_fails_in_the_hosts_namespaces() {
         assert!(Instant::now() < deadline, "no image");
         std::thread::sleep(Duration::from_millis(5));
     }
-    // It is no regular file, so that CRIU itself finds it missing, in the middle of a restore.
+    // CRIU itself finds that this is no FIFO, in the middle of a restore.
     fs::remove_file(bench.path("file")).unwrap();
+    fs::write(bench.path("file"), "").unwrap();
     let pid = |name: &str| Pid::from_raw(fs::read_to_string(bench.path(name)).unwrap().trim().parse().unwrap());
     kill(pid("pid"), Signal::SIGKILL).unwrap();
     // It starts from the beginning then. What the failed restore made is pid 1's to reap, which takes it a moment.
