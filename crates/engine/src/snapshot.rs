@@ -22,7 +22,8 @@
 //!
 //! The snapshot is taken again if the image has descriptors in flight between processes that could not be restored
 //! correctly (`in_flight`), a process that was killed and whose exit status was not collected (`dead`), one in the
-//! middle of cuInit, or lacks a connection inside the job that was not accepted yet (`waiting`). The job continues, and a moment later this has passed.
+//! middle of cuInit, or if it lacks a connection inside the job that was not accepted yet (`waiting`). The job continues,
+//! and a moment later this has passed.
 //!
 //! Invariants:
 //! - A phase that fails undoes all phases before it, in reverse order, and the job continues. If that is impossible
@@ -309,7 +310,8 @@ impl Error {
         }
     }
 
-    /// Whether a process was just beginning or ending, or a connection was just made, so that the next attempt should be made at once.
+    /// Whether a process was just beginning or ending, or a connection was just made, so that the next attempt should be made
+    /// at once.
     fn passes_at_once(&self) -> bool {
         match self {
             Error::Starting(_) | Error::Unaccepted(_) | Error::Gpu(gpu::Error::Ended { .. }) => true,
@@ -334,9 +336,9 @@ impl Error {
 /// # Errors
 /// When a phase fails. Unless [`Error::job_is_lost`], the job continues unaffected.
 pub fn take(subject: &Subject<'_>, reason: Reason, cancelled: &(dyn Fn() -> bool + Sync)) -> Result<Taken, Error> {
-    let mut frozen = frozen(subject, cancelled)?;
+    let mut frozen = frozen(subject, reason, cancelled)?;
     let freeze = frozen.time();
-    let manifest = manifest(&mut frozen, reason).and_then(|manifest| {
+    let manifest = manifest(&mut frozen).and_then(|manifest| {
         frozen.settle()?;
         Ok(manifest)
     });
@@ -357,9 +359,9 @@ pub fn take(subject: &Subject<'_>, reason: Reason, cancelled: &(dyn Fn() -> bool
 }
 
 /// Completes the image while the job runs, and returns everything known of it.
-fn manifest(frozen: &mut phases::Frozen<'_>, reason: Reason) -> Result<Manifest, Error> {
+fn manifest(frozen: &mut phases::Frozen<'_>) -> Result<Manifest, Error> {
     frozen.complete()?;
-    let manifest = describe(frozen, reason)?;
+    let manifest = describe(frozen)?;
     frozen.env.subject.lock.confirm()?;
     Ok(manifest)
 }
@@ -377,6 +379,7 @@ struct Env<'a> {
     subject: &'a Subject<'a>,
     cancelled: &'a (dyn Fn() -> bool + Sync),
     dead: Dead,
+    reason: Reason,
 }
 
 /// How often, and after which pause, a snapshot is tried again while a process is in cuInit: that takes 100 to 190 ms
@@ -387,7 +390,11 @@ const INITIALIZING: (u32, Duration) = (30, Duration::from_millis(100));
 const COMING_AND_GOING: (u32, Duration) = (4, Duration::from_millis(50));
 
 /// Everything that is done while the job is frozen; more than once if a moment was not one to take an image of.
-fn frozen<'a>(subject: &'a Subject<'a>, cancelled: &'a (dyn Fn() -> bool + Sync)) -> Result<phases::Frozen<'a>, Error> {
+fn frozen<'a>(
+    subject: &'a Subject<'a>,
+    reason: Reason,
+    cancelled: &'a (dyn Fn() -> bool + Sync),
+) -> Result<phases::Frozen<'a>, Error> {
     let root = subject.job.root.pid();
     let over = || cancelled() || subject.job.root.has_ended().unwrap_or(true);
     let mut attempt = 1;
@@ -397,7 +404,7 @@ fn frozen<'a>(subject: &'a Subject<'a>, cancelled: &'a (dyn Fn() -> bool + Sync)
         let late = until.is_some_and(|until| until <= Instant::now());
         let dead = if late { Dead::Taken } else { Dead::Refused };
         let none_is_ending = dead::let_end(root, &over);
-        let result = phases::freeze(Env { subject, cancelled, dead });
+        let result = phases::freeze(Env { subject, cancelled, dead, reason });
         // The others are locked or dumped by now: this job cannot reach the cut again.
         if subject.group.is_some_and(Barrier::all_wait) {
             return result;
@@ -435,7 +442,7 @@ fn frozen<'a>(subject: &'a Subject<'a>, cancelled: &'a (dyn Fn() -> bool + Sync)
 }
 
 /// The manifest without the image's parts, which publishing adds.
-fn describe(frozen: &phases::Frozen<'_>, reason: Reason) -> Result<Manifest, Error> {
+fn describe(frozen: &phases::Frozen<'_>) -> Result<Manifest, Error> {
     let (subject, gpus, moment) = (frozen.env.subject, &frozen.gpus, &frozen.dumped.moment);
     let target = &frozen.ready.target;
     let ids = criu::image::ids(&target.dir().join(CRIU_DIR))?;
@@ -445,7 +452,7 @@ fn describe(frozen: &phases::Frozen<'_>, reason: Reason) -> Result<Manifest, Err
         job: subject.folder.name().clone(),
         lineage: subject.launch.lineage.clone(),
         taken: moment.taken,
-        reason,
+        reason: frozen.env.reason,
         command: subject.launch.command.clone(),
         directory: subject.launch.directory.clone(),
         user: subject.launch.user.clone(),

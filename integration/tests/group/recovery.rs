@@ -224,7 +224,7 @@ import os, socket, time
 here, first = os.environ["REKINDLE_GROUP_ADDRESS"], os.environ["REKINDLE_GROUP_FIRST"]
 if here == first:
     listener = socket.create_server((here, 5556))
-    time.sleep(5)
+    time.sleep(2)
     other, _ = listener.accept()
     assert other.recv(5, socket.MSG_WAITALL) == b"hello"
 else:

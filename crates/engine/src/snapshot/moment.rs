@@ -13,7 +13,7 @@ use crate::parts::devices::{Devices, Unsettled};
 use crate::parts::files::capture::Captured;
 use crate::parts::files::record;
 use crate::parts::gpu::capture as gpu;
-use crate::parts::tcp::waiting::Unaccepted;
+use crate::parts::tcp::waiting::{self, Unaccepted};
 use crate::parts::{access, fds::InFlight, groups, tcp};
 use rekindle_base::chain;
 use rekindle_criu as criu;
@@ -140,7 +140,8 @@ impl Still<'_, '_> {
             self.wrong = Some(Wrong::Initializing(error));
             return Err(why);
         }
-        let left_out = self.env.subject.queues.look(&dead.tree, self.env.subject.job.world.subnet());
+        let (subject, patience) = (self.env.subject, waiting::patience(self.env.reason));
+        let left_out = subject.queues.look(&dead.tree, subject.job.world.subnet(), patience);
         let left_out = left_out.map_err(|found| {
             let why = found.to_string();
             self.wrong = Some(Wrong::Unaccepted(found));

@@ -46,7 +46,8 @@ impl Seen {
         preflight::check(&tree, subject)?;
         access::foresee(root, env.user(), subject.options.privileges).map_err(|why| Error::Guard(chain(&why)))?;
         fds::let_pass(&tree, env.cancelled);
-        tcp::waiting::let_pass(&tree, subject.job.world.subnet(), env.cancelled);
+        let patience = tcp::waiting::patience(env.reason);
+        subject.queues.let_pass(&tree, subject.job.world.subnet(), patience, env.cancelled);
         let (expected, nameless) = (expect(&tree), record::nameless_bytes(&tree));
         let options = subject.options;
         let mut contents = Contents::new(&options.track, env.folders(), options.file_limit);

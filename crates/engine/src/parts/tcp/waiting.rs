@@ -1,11 +1,11 @@
 //! Connections inside the job that wait in a listener's queue, until the job accepts them.
 //!
 //! They are in no image: no process has a descriptor of them, and CRIU leaves them out. The end that made the connection
-//! would be restored, and find it closed, with all that it had sent. So no image is taken at such a moment; the job runs
-//! on, accepts the connection, and the snapshot is tried again.
+//! would be restored, and find it closed, with all that it had sent. So a snapshot waits until the job, which runs
+//! meanwhile, has accepted them; if a new one is there when the processes are stopped, it is tried again.
 //!
 //! A job may also let connections wait for long, or always have one that waits. So a connection delays snapshots for
-//! `PATIENCE` at most, and all of them together delay one for `LIMIT`. Then the image is taken without them.
+//! [`patience`] at most, and all of them together delay one for `LIMIT`. Then the image is taken without them.
 //!
 //! Connections from outside do not count: they are closed at a restore whether they were accepted or not.
 
@@ -16,14 +16,20 @@ use std::time::{Duration, Instant};
 use super::capture::{Connection, plain};
 use crate::launch::group::Subnet;
 use rekindle_os::process;
+use rekindle_store::manifest::Reason;
 
-/// After this time the job counts as one that does not accept this connection.
-const PATIENCE: Duration = Duration::from_secs(10);
 /// How long connections may delay one snapshot.
 const LIMIT: Duration = Duration::from_secs(30);
-/// How long a snapshot waits for the job to accept, before it stops anything.
-const MOMENT: Duration = Duration::from_millis(500);
 const PAUSE: Duration = Duration::from_millis(5);
+
+/// After this time the job counts as one that does not accept a connection. The last snapshot before the job is stopped
+/// must not come too late, and a group has a time limit for the snapshots of all its members.
+pub(crate) fn patience(reason: Reason) -> Duration {
+    match reason {
+        Reason::Final | Reason::Group => Duration::from_secs(2),
+        Reason::Interval | Reason::Signal | Reason::Request => Duration::from_secs(10),
+    }
+}
 
 /// What earlier snapshots saw, so that a connection that keeps waiting delays only for a time.
 #[derive(Debug, Default)]
@@ -58,17 +64,47 @@ impl std::fmt::Display for Unaccepted {
 
 impl Queues {
     /// Those that delay a snapshot, or else those that the image will not have.
-    pub(crate) fn look(&self, tree: &[i32], group: Option<Subnet>) -> Result<Option<Unaccepted>, Unaccepted> {
-        self.judge(find(tree, group), Instant::now())
+    pub(crate) fn look(
+        &self,
+        tree: &[i32],
+        group: Option<Subnet>,
+        patience: Duration,
+    ) -> Result<Option<Unaccepted>, Unaccepted> {
+        self.judge(find(tree, group), patience, Instant::now())
     }
 
-    fn judge(&self, found: Vec<Connection>, now: Instant) -> Result<Option<Unaccepted>, Unaccepted> {
+    /// Waits until these processes have accepted what waits, or will not. They must be running.
+    pub(crate) fn let_pass(
+        &self,
+        tree: &[i32],
+        group: Option<Subnet>,
+        patience: Duration,
+        cancelled: &dyn Fn() -> bool,
+    ) {
+        let mut is_told = false;
+        while let Err(found) = self.look(tree, group, patience)
+            && !cancelled()
+        {
+            if !is_told {
+                tracing::info!("the snapshot waits a moment: {found}");
+                is_told = true;
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    fn judge(
+        &self,
+        found: Vec<Connection>,
+        patience: Duration,
+        now: Instant,
+    ) -> Result<Option<Unaccepted>, Unaccepted> {
         let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         seen.since.retain(|connection, _| found.contains(connection));
         let mut is_fresh = false;
         for connection in &found {
             let since = *seen.since.entry(connection.clone()).or_insert(now);
-            is_fresh |= now.saturating_duration_since(since) < PATIENCE;
+            is_fresh |= now.saturating_duration_since(since) < patience;
         }
         let began = is_fresh.then(|| *seen.delayed.get_or_insert(now));
         if began.is_some_and(|began| now.saturating_duration_since(began) < LIMIT) {
@@ -76,14 +112,6 @@ impl Queues {
         }
         seen.delayed = None;
         Ok((!found.is_empty()).then_some(Unaccepted(found)))
-    }
-}
-
-/// Waits a little until these processes have accepted what waits.
-pub(crate) fn let_pass(tree: &[i32], group: Option<Subnet>, cancelled: &dyn Fn() -> bool) {
-    let end = Instant::now() + MOMENT;
-    while !find(tree, group).is_empty() && !cancelled() && Instant::now() < end {
-        std::thread::sleep(PAUSE);
     }
 }
 
@@ -144,7 +172,9 @@ mod tests {
     fn a_connection_delays_for_a_time_and_all_together_too() {
         let (queues, begin) = (Queues::default(), Instant::now());
         let at = |seconds| begin + Duration::from_secs(seconds);
-        let judge = |all: &[&str], seconds| queues.judge(all.iter().map(|it| connection(it)).collect(), at(seconds));
+        let patience = patience(Reason::Interval);
+        let judge =
+            |all: &[&str], seconds| queues.judge(all.iter().map(|it| connection(it)).collect(), patience, at(seconds));
         assert_eq!(judge(&[], 0), Ok(None));
         assert!(judge(&["a"], 1).is_err() && judge(&["a"], 10).is_err());
         assert!(judge(&["a"], 11).is_ok_and(|left_out| left_out.is_some()), "nobody accepts it");
