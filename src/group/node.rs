@@ -62,6 +62,8 @@ impl Node {
     fn must_be_equal(&self) -> [(&'static str, String); 8] {
         let family = if self.address.is_ipv4() { "IPv4" } else { "IPv6" };
         [
+            // First: another version may not know all that follows.
+            ("the version of rekindle", self.rekindle.clone()),
             ("the number of machines (group.nodes)", self.size.to_string()),
             ("the job's network (group.subnet)", self.subnet.clone()),
             // Members with different ones would start, and never reach each other.
@@ -70,7 +72,6 @@ impl Node {
             // Else it is another job with the same name.
             ("the user id of the job (job.user)", self.user.to_string()),
             ("the lease (group.lease)", format!("{}s", self.lease_s)),
-            ("the version of rekindle", self.rekindle.clone()),
             ("the NVIDIA driver", self.driver.clone().unwrap_or_else(|| "missing".into())),
         ]
     }

@@ -65,7 +65,10 @@ fn a_machine_with_another_version_or_driver_is_named_and_nothing_starts() {
     }
     let versions = [
         (r#""rekindle":"9.9.9","driver":null"#.to_owned(), "the version of rekindle is 9.9.9 there and"),
-        (format!(r#""rekindle":"{}","driver":"1.2""#, env!("CARGO_PKG_VERSION")), "the NVIDIA driver is 1.2 there and"),
+        (
+            format!(r#""network":"vxlan, UDP port 4789","rekindle":"{}","driver":"1.2""#, env!("CARGO_PKG_VERSION")),
+            "the NVIDIA driver is 1.2 there and",
+        ),
     ];
     for (other, words) in versions {
         let mut lab = Lab::new(2, 100);
