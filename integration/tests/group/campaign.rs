@@ -321,8 +321,11 @@ impl Campaign {
             }
         }
         self.lab.machines[self.machines[0]].signal(Signal::SIGTERM);
-        for machine in self.machines.clone() {
-            assert_eq!(self.lab.ends(machine), 143);
+        for rank in 0..self.machines.len() {
+            let code = self.lab.ends(self.machines[rank]);
+            // A machine that was away while the others ended waits for them, and says so.
+            let waited = code == 75 && self.lab.log(rank).contains("did not join in time");
+            assert!(code == 143 || waited, "rank {rank}: {code}\n{}", self.lab.log(rank));
         }
         self.checks.look();
         let Campaign { count, inside, ended, longest, checks, .. } = &self;
