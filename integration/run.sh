@@ -177,8 +177,9 @@ step 'clippy of the reaper' cargo clippy --quiet --manifest-path native/reaper/C
 step 'clippy of the interposer' cargo clippy --quiet --manifest-path native/preload/Cargo.toml --all-targets -- -D warnings
 step 'clippy of the plugin' cargo clippy --quiet --manifest-path native/plugin/Cargo.toml --all-targets -- -D warnings
 step 'build' cargo build --quiet --workspace --locked
-# One run names all tests that fail.
-step 'tests' cargo test --quiet --workspace --locked --no-fail-fast
+# Most tests wait for something most of the time. One run names all tests that fail.
+step 'tests' env RUST_TEST_THREADS="${RUST_TEST_THREADS:-$((2 * $(nproc)))}" \
+  cargo test --quiet --workspace --locked --no-fail-fast
 step 'tests of the interposer' cargo test --quiet --manifest-path native/preload/Cargo.toml
 step 'tests of the plugin' cargo test --quiet --manifest-path native/plugin/Cargo.toml
 # With private items: it is read by those who work on it, and links to them must not be broken either.
