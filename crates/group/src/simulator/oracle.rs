@@ -41,7 +41,7 @@ impl Stores<'_> {
     }
 }
 
-/// The newest group image of which the replica has all parts.
+/// The newest group image that is whole in the replica.
 pub(super) fn newest_whole(replica: &BTreeMap<(Rank, Number), Piece>, size: u32) -> Option<Number> {
     let numbers: BTreeSet<Number> = replica.keys().map(|(_, number)| *number).collect();
     let is_whole = |number: &Number| {

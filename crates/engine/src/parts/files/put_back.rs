@@ -299,18 +299,21 @@ pub(crate) fn make_folders(manifest: &Manifest, user: Option<&Identity>) -> Resu
     Ok(made)
 }
 
+/// The name of a folder or FIFO until its mode and owner are set: a restore that finds the real name does not check more.
+fn unfinished(path: &Path) -> Option<PathBuf> {
+    let mut name = OsString::from(".");
+    name.push(path.file_name()?);
+    name.push(".rekindle");
+    Some(path.with_file_name(name))
+}
+
 fn make_folder(folder: &Folder, may_give: bool) -> Result<bool, RollbackError> {
     let path = &*folder.path;
     // An existing file or folder is not ours to change.
     if std::fs::symlink_metadata(path).is_ok() {
         return Ok(false);
     }
-    let Some(name) = path.file_name() else { return Ok(false) };
-    // The folder gets its name only when mode and owner are set: a restore that finds the name does not check more.
-    let mut unfinished = OsString::from(".");
-    unfinished.push(name);
-    unfinished.push(".rekindle");
-    let unfinished = path.with_file_name(unfinished);
+    let Some(unfinished) = unfinished(path) else { return Ok(false) };
     let _ = std::fs::remove_dir(&unfinished);
     std::fs::DirBuilder::new().mode(0o700).create(&unfinished).map_err(failed("mkdir", path))?;
     if may_give {
@@ -345,12 +348,7 @@ fn make_fifo(fifo: &Fifo, may_give: bool) -> Result<bool, RollbackError> {
     if std::fs::symlink_metadata(path).is_ok() {
         return Ok(false);
     }
-    let Some(name) = path.file_name() else { return Ok(false) };
-    // It gets its name once mode and owner are set, as a folder does.
-    let mut unfinished = OsString::from(".");
-    unfinished.push(name);
-    unfinished.push(".rekindle");
-    let unfinished = path.with_file_name(unfinished);
+    let Some(unfinished) = unfinished(path) else { return Ok(false) };
     let _ = std::fs::remove_file(&unfinished);
     let mode = nix::sys::stat::Mode::from_bits_truncate(0o600);
     nix::unistd::mkfifo(&unfinished, mode).map_err(io::Error::from).map_err(failed("mkfifo", path))?;

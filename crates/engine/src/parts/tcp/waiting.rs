@@ -20,7 +20,8 @@ use rekindle_store::manifest::Reason;
 
 /// How long connections may delay one snapshot.
 const LIMIT: Duration = Duration::from_secs(30);
-const PAUSE: Duration = Duration::from_millis(5);
+/// A look reads the descriptors of all processes.
+const PAUSE: Duration = Duration::from_millis(25);
 
 /// After this time the job counts as one that does not accept a connection. The last snapshot before the job is stopped
 /// must not come too late, and a group has a time limit for the snapshots of all its members.
