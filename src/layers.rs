@@ -29,7 +29,7 @@ const BASE: [&str; 10] =
     ["chain", "ended", "micros", "moved", "notice", "percentage", "units", "xid", "cause", "interval"];
 
 /// The modules for Linux.
-const OS: [&str; 28] = [
+const OS: [&str; 29] = [
     "blocks",
     "clock",
     "detach",
@@ -50,6 +50,7 @@ const OS: [&str; 28] = [
     "netns",
     "pages",
     "process",
+    "stopped",
     "view",
     "cgroup",
     "direct",

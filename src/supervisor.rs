@@ -318,6 +318,7 @@ impl Owner<'_> {
             self.next_tick(),
             self.life.next_wake(),
             self.watch.deaths.next_wake(self.machine.state()),
+            self.watch.deaths.launchers_continue(),
             Some(self.lease.next_wake()),
             self.deadline.next_wake(now, Utc::now()),
             self.clients.next_wake(now),

@@ -2,7 +2,7 @@
 """Ranks that use the stand-ins for libcuda and libnccl, and check what they receive.
 
     standin_nccl.py OUT RANKS MODE [--linked LIBRARY] [--never FILE] [--survive]
-                    [--second LIBRARY] [--scribble] [--static FILE]
+                    [--second LIBRARY] [--scribble] [--static FILE] [--launch] [--heavy FILE]
 
 Rank 0 is this process and writes OUT; rank N is a child of it and writes OUT.N: the number of each step that was right.
 MODE:
@@ -22,7 +22,8 @@ FILE of --never is there, the last rank starts nothing; in the mode joins it doe
 wrong, with 5 when a call fails, with 6 when a rank ends badly, unless --survive is given. With --second each rank first
 finds functions of another NCCL; with --scribble rank 0 writes random numbers to the table of the interposer all the time.
 With --static the functions are those of FILE, called by their addresses: as those of an NCCL that is linked statically,
-they have no symbols that a loader looks up.
+they have no symbols that a loader looks up. With --launch this process is no rank: all ranks are its children, and as soon
+as one ends it kills the others. Once FILE of --heavy is there, the last rank has 1 GiB that it gives back when it ends.
 """
 
 import argparse
@@ -30,6 +31,7 @@ import ctypes
 import mmap
 import os
 import random
+import signal
 import struct
 import sys
 import threading
@@ -442,6 +444,21 @@ def wait_for_ranks(pids):
             fail(6, f"rank {pids.index(pid) + 1} ended with status {status}")
 
 
+def launch(ranks):
+    """Answers the number of a rank in each child, and never in the launcher."""
+    pids = []
+    for rank in range(ranks):
+        pid = os.fork()
+        if pid == 0:
+            return rank
+        pids.append(pid)
+    ended, status = os.wait()
+    for pid in pids:
+        if pid != ended:
+            os.kill(pid, signal.SIGKILL)
+    fail(6, f"rank {pids.index(ended)} ended with status {status}")
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("out")
@@ -453,26 +470,30 @@ def main():
     parser.add_argument("--second")
     parser.add_argument("--scribble", action="store_true")
     parser.add_argument("--static")
+    parser.add_argument("--launch", action="store_true")
+    parser.add_argument("--heavy")
     args = parser.parse_args()
 
     # Shared with the children.
     shared = (ctypes.c_uint64 * (mmap.PAGESIZE // WORD)).from_buffer(mmap.mmap(-1, mmap.PAGESIZE))
-    number, pids = 0, []
-    for rank in range(1, args.ranks):
+    number, pids = launch(args.ranks) if args.launch else 0, []
+    for rank in range(1, 1 if args.launch else args.ranks):
         pid = os.fork()
         if pid == 0:
             number = rank
             break
         pids.append(pid)
-    if number == 0 and not args.survive:
+    if number == 0 and not args.survive and not args.launch:
         threading.Thread(target=wait_for_ranks, args=(pids,), daemon=True).start()
     rank = MODES[args.mode](number, args.ranks, shared, args)
     if number == 0 and args.scribble:
         threading.Thread(target=scribble, daemon=True).start()
     with open(args.out if number == 0 else f"{args.out}.{number}", "a", buffering=1) as out:
-        step = 0
+        step, ballast = 0, None
         while True:
             step += 1
+            if args.heavy and number == args.ranks - 1 and ballast is None and os.path.exists(args.heavy):
+                ballast = b"x" * (1 << 30)
             rank.waits()
             rank.step(step)
             out.write(f"{step}\n")

@@ -26,11 +26,16 @@ use rekindle_base::cause::Cause;
 use rekindle_base::chain;
 use rekindle_engine::snapshot::Taken;
 use rekindle_os::spawn::Ended;
+use rekindle_os::stopped::StoppedProcesses;
 use rekindle_store::Manifest;
 
 /// Time for the job to end by itself after the death of a process. A parent that waits for the process and gives up
 /// needs some milliseconds. So does a driver that ends the other ranks; their deaths are reported too.
 pub(super) const MOMENT: Duration = Duration::from_millis(250);
+
+/// How long the launchers of a rank that dies are stopped. With a kernel that waits for ever the driver takes 4.2 s to
+/// end a process.
+const LAUNCHERS: Duration = Duration::from_secs(5);
 
 /// Deaths that were noticed, and the results of earlier ones.
 #[derive(Debug, Default)]
@@ -41,6 +46,8 @@ pub(super) struct ProcessDeaths {
     waiting: Vec<Death>,
     /// When to decide about them.
     due: Option<Instant>,
+    /// Launchers that are stopped until then, and when they continue at the latest.
+    launchers: Option<(StoppedProcesses, Instant)>,
 }
 
 /// Whether a death may take a job in this state back.
@@ -80,6 +87,16 @@ impl ProcessDeaths {
         self.due.filter(|_| !matches!(state, State::Snapshotting { then: None, ended: None, .. }))
     }
 
+    /// When stopped launchers continue.
+    pub(super) fn launchers_continue(&self) -> Option<Instant> {
+        self.launchers.as_ref().map(|(_, at)| *at)
+    }
+
+    /// Lets stopped launchers continue.
+    pub(super) fn release_launchers(&mut self) {
+        self.launchers = None;
+    }
+
     /// There is an image with these processes. Dead processes that are not in it died before it.
     pub(super) fn image_taken(&mut self, has: &[i32]) {
         self.ledger.image_taken();
@@ -94,6 +111,7 @@ impl ProcessDeaths {
 
     /// Leaves the waiting deaths to the job.
     pub(super) fn forget(&mut self) {
+        self.release_launchers();
         self.waiting.clear();
         self.due = None;
     }
@@ -142,7 +160,7 @@ impl Owner<'_> {
     pub(super) fn watch_deaths(&mut self) {
         let mode = self.setup.config.restart.on_process_death;
         let sender = self.sender.clone();
-        let report = move |death| sender.send(Message::Watched(Finding::Death(death))).is_ok();
+        let report = move |noticed| sender.send(Message::Watched(Finding::Process(noticed))).is_ok();
         let watcher = Watcher::new(|work| self.spawn("deaths", work), report, mode == OnProcessDeath::Any);
         match watcher {
             Ok(watcher) => self.watch.deaths.watcher = Some(watcher),
@@ -158,7 +176,7 @@ impl Owner<'_> {
             OnProcessDeath::Root | OnProcessDeath::Cuda => Who::These(manifest.tree.cuda.clone()),
             OnProcessDeath::Any => Who::All,
         };
-        watcher.watch(self.life.number(), job.root.pid(), who);
+        watcher.watch(self.life.number(), job.root.pid(), who, self.goes_back_for_ranks());
     }
 
     /// A life has begun.
@@ -198,13 +216,43 @@ impl Owner<'_> {
         let has_ranks = self.life.job().is_some_and(|job| job.has_ranks());
         let moment = if has_ranks { Duration::ZERO } else { MOMENT };
         let calls_off = self.watch.deaths.comes(death, self.machine.state(), Instant::now() + moment);
+        if self.watch.deaths.waiting.is_empty() {
+            self.watch.deaths.release_launchers();
+        }
         if calls_off && matches!(self.machine.state(), State::Snapshotting { .. }) {
             self.life.call_off();
         }
     }
 
+    /// Whether the death of a rank takes the job back: of a job that has any.
+    fn goes_back_for_ranks(&self) -> bool {
+        let restart = &self.setup.config.restart;
+        let may = restart.on_process_death != OnProcessDeath::Root && restart.max_restarts != 0;
+        may && self.life.job().is_some_and(|job| job.has_ranks())
+    }
+
+    /// A signal kills a process, which has not ended yet. A launcher that kills the other ranks as soon as it has would be
+    /// faster than we are, and the kernels of those would wait for the dead rank until the driver ends them. While it
+    /// dies, the other ranks run: what its own kernel waits for may still arrive.
+    pub(super) fn process_dies(&mut self, life: u32, pid: i32) {
+        let is_running = matches!(self.machine.state(), State::Running(_)) && !self.machine.is_stopping();
+        if !self.life.is_present(life) || !is_running || self.life.ended().is_some() || !self.goes_back_for_ranks() {
+            return;
+        }
+        let Some(job) = self.life.job() else { return };
+        let launchers = job.stop_launchers(pid);
+        tracing::debug!(pid, ?launchers, "a rank dies: its launchers are stopped until it has ended");
+        self.watch.deaths.launchers.get_or_insert((launchers, Instant::now() + LAUNCHERS));
+    }
+
     /// Decides about the deaths that are due.
     pub(super) fn check_deaths(&mut self) {
+        let over = self.watch.deaths.launchers_continue().is_some_and(|at| at <= Instant::now());
+        // A job that goes back is killed: its launchers stay stopped until then.
+        let may_wait = matches!(self.machine.state(), State::Running(_) | State::Ending { .. });
+        if over || !may_wait || self.machine.is_stopping() {
+            self.watch.deaths.release_launchers();
+        }
         if self.watch.deaths.next_wake(self.machine.state()).is_none_or(|due| due > Instant::now()) {
             return;
         }
@@ -221,6 +269,9 @@ impl Owner<'_> {
         }
         let (first, others) = self.watch.deaths.decide(&self.setup.config.restart, Instant::now());
         let goes_back = first.is_some();
+        if !goes_back {
+            self.watch.deaths.release_launchers();
+        }
         if let Some(victim) = &first {
             self.goes_back_for(victim);
         }

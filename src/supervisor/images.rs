@@ -61,6 +61,7 @@ enum PersistError {
 impl Owner<'_> {
     pub(super) fn snapshot(&mut self, reason: Reason) {
         let Some((job, cancel)) = self.life.snapshot_begins() else { return };
+        self.watch.deaths.release_launchers();
         let (setup, sender) = (Arc::clone(self.setup), self.sender.clone());
         if self.watch.deaths.is_going_back(self.machine.state()) {
             self.life.call_off();

@@ -19,7 +19,7 @@ use crate::config::{GpuFaults, HangAction, Rule, RuleAction};
 use crate::policy::rules::{self, Case};
 use crate::published::{JobState, LastEnd, Published};
 use crate::telemetry::events::What;
-use crate::watch::deaths::Death;
+use crate::watch::deaths::Noticed;
 use crate::watch::gpu::{self, Fault};
 use crate::watch::hang_detector::{self, HangDetector, Order};
 use crate::watch::interruption::Change;
@@ -38,7 +38,7 @@ pub(super) enum Finding {
     HangDetector(u32, hang_detector::Finding),
     Line(Hit),
     Fault(Fault),
-    Death(Death),
+    Process(Noticed),
     Notice(Change),
 }
 
@@ -317,7 +317,8 @@ impl Owner<'_> {
             Finding::HangDetector(life, finding) if self.life.is_present(life) => self.noticed(finding),
             Finding::Line(hit) if self.life.is_present(hit.life) && self.life.ended().is_none() => self.matched(&hit),
             Finding::Fault(fault) => self.faulted(&fault),
-            Finding::Death(death) => self.process_died(death),
+            Finding::Process(Noticed::Dying { life, outer }) => self.process_dies(life, outer),
+            Finding::Process(Noticed::Died(death)) => self.process_died(death),
             Finding::Notice(change) => self.announced(change),
             Finding::HangDetector(..) | Finding::Line(_) => {}
         }

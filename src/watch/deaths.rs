@@ -1,9 +1,11 @@
 //! Notices when a process of the job dies, on a thread of its own that sleeps until one does.
 //!
 //! A pidfd of each process reports its end, and [`exits`] tells how it ended. Processes are known from the image that
-//! the job would go back to. If every process counts, processes that the job starts later are known from the kernel's
-//! process events, if we may read them, otherwise from the next image on. On a kernel whose pidfds do not tell how a
-//! process ended, the events do.
+//! the job would go back to. The kernel's process events, if we may read them, tell more:
+//!
+//! - of processes that the job starts later, if every process counts; without them those are known from the next image
+//! - how a process ended, on a kernel whose pidfds do not tell
+//! - that a signal is ending a rank. The end of a process that uses a GPU takes a tenth of a second or more
 
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
@@ -30,6 +32,20 @@ pub(crate) struct Death {
     pub(crate) signal: i32,
 }
 
+/// What was noticed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Noticed {
+    /// A signal kills a process, which has not ended yet. Only the events tell of this.
+    Dying {
+        /// The life of the job.
+        life: u32,
+        /// As we see it.
+        outer: i32,
+    },
+    /// It has ended.
+    Died(Death),
+}
+
 /// Which processes are watched.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Who {
@@ -43,7 +59,7 @@ pub(crate) enum Who {
 #[derive(Debug)]
 enum Order {
     /// There is an image of this life of the job, which has this root. Watch these processes too from now on.
-    Watch { life: u32, root: i32, who: Who },
+    Watch { life: u32, root: i32, who: Who, early: bool },
     /// The life is over.
     Rest,
 }
@@ -62,7 +78,7 @@ impl Watcher {
     /// When there is no socket to wake it with.
     pub(crate) fn new(
         spawn: impl FnOnce(Box<dyn FnOnce() + Send>),
-        report: impl Fn(Death) -> bool + Send + 'static,
+        report: impl Fn(Noticed) -> bool + Send + 'static,
         whole: bool,
     ) -> io::Result<Watcher> {
         let (orders, told) = mpsc::channel();
@@ -70,11 +86,10 @@ impl Watcher {
         wake.set_nonblocking(true)?;
         woken.set_nonblocking(true)?;
         spawn(Box::new(move || {
-            // The other modes do not need the events of the whole machine.
-            let events = (whole || !exits::always_told()).then(Events::listen).and_then(|events| {
-                events.inspect_err(|error| tracing::debug!("there are no process events: {error}")).ok()
-            });
-            let watch = Watch { events, members: BTreeMap::new(), life: 0, root: 0, whole: false };
+            // Others do not need the events of the whole machine.
+            let events = (whole || !exits::always_told()).then(listen).flatten();
+            let keeps = events.is_some();
+            let watch = Watch { events, keeps, members: BTreeMap::new(), life: 0, root: 0, whole: false };
             if let Err(error) = watch.run(&told, &woken, &report) {
                 tracing::error!("deaths of the job's processes are not noticed any more: {error}");
             }
@@ -82,9 +97,9 @@ impl Watcher {
         Ok(Watcher { orders, wake })
     }
 
-    /// There is an image with these processes.
-    pub(crate) fn watch(&self, life: u32, root: i32, who: Who) {
-        self.order(Order::Watch { life, root, who });
+    /// There is an image with these processes. With `early`, [`Noticed::Dying`] is told of them.
+    pub(crate) fn watch(&self, life: u32, root: i32, who: Who, early: bool) {
+        self.order(Order::Watch { life, root, who, early });
     }
 
     /// The life is over.
@@ -108,6 +123,8 @@ struct Member {
     pidfd: Option<OwnedFd>,
     /// Whether it ended, and how is unknown.
     unknown: bool,
+    /// How it is ending.
+    dying: Option<Ended>,
 }
 
 /// The most pidfds: the supervisor may have 1024 descriptors, and needs some for other purposes.
@@ -116,12 +133,18 @@ const MOST_PIDFDS: usize = 256;
 #[derive(Debug)]
 struct Watch {
     events: Option<Events>,
+    /// Whether they are needed for every job.
+    keeps: bool,
     /// By pid as we see it.
     members: BTreeMap<i32, Member>,
     life: u32,
     root: i32,
     /// Whether their new children are members too.
     whole: bool,
+}
+
+fn listen() -> Option<Events> {
+    Events::listen().inspect_err(|error| tracing::debug!("there are no process events: {error}")).ok()
 }
 
 /// The longest delay of an event.
@@ -137,7 +160,7 @@ impl Watch {
         let open = self.members.values().filter(|member| member.pidfd.is_some()).count();
         let pidfd = (open < MOST_PIDFDS).then(|| process::open_pidfd(pid).ok()).flatten();
         if pidfd.is_some() || self.events.is_some() {
-            self.members.insert(pid, Member { inner, name, pidfd, unknown: false });
+            self.members.insert(pid, Member { inner, name, pidfd, unknown: false, dying: None });
         } else {
             tracing::debug!(pid = inner, name, "the death of this process would not be noticed");
         }
@@ -147,7 +170,7 @@ impl Watch {
         mut self,
         told: &mpsc::Receiver<Order>,
         woken: &UnixStream,
-        report: &impl Fn(Death) -> bool,
+        report: &impl Fn(Noticed) -> bool,
     ) -> io::Result<()> {
         loop {
             let unknown = self.members.values().any(|member| member.unknown);
@@ -160,8 +183,9 @@ impl Watch {
                 (pids, exits::wait(&fds, unknown.then_some(LATE))?)
             };
             let quiet = !ready.contains(&true);
-            for death in self.happened().into_iter().chain(self.ended(&pids, &ready, quiet)) {
-                if !report(death) {
+            let died = |death| Noticed::Died(death);
+            for noticed in self.happened().into_iter().chain(self.ended(&pids, &ready, quiet).into_iter().map(died)) {
+                if !report(noticed) {
                     return Ok(());
                 }
             }
@@ -177,8 +201,10 @@ impl Watch {
             Order::Rest => {
                 self.members.clear();
                 (self.root, self.whole) = (0, false);
+                self.listen_for(false);
             }
-            Order::Watch { life, root, who } => {
+            Order::Watch { life, root, who, early } => {
+                self.listen_for(early);
                 if life != self.life {
                     self.members.clear();
                 }
@@ -196,10 +222,19 @@ impl Watch {
         }
     }
 
+    /// Receives the events of the machine only while they are wanted.
+    fn listen_for(&mut self, early: bool) {
+        match (&self.events, early || self.keeps) {
+            (None, true) => self.events = listen(),
+            (Some(_), false) => self.events = None,
+            _ => {}
+        }
+    }
+
     /// Reads the events.
-    fn happened(&mut self) -> Vec<Death> {
+    fn happened(&mut self) -> Vec<Noticed> {
         let events = self.events.as_ref().map(Events::read).unwrap_or_default();
-        let mut deaths = Vec::new();
+        let mut noticed = Vec::new();
         for event in events {
             match event {
                 Event::Forked { parent, child } if self.whole && self.members.contains_key(&parent) => {
@@ -210,14 +245,23 @@ impl Watch {
                         member.name = name;
                     }
                 }
+                Event::Dying { pid, signal } => noticed.extend(self.dies(pid, Ended::Signal(signal))),
                 // The first thread of a process may end before the others; the pidfd then says when the process does.
-                Event::Ended { pid, how: Ended::Exit(_) }
-                    if self.members.get(&pid).is_some_and(|member| member.pidfd.is_some()) => {}
-                Event::Ended { pid, how } => deaths.extend(self.leaves(pid, how)),
+                Event::Ended { pid, how } if self.members.get(&pid).is_some_and(|member| member.pidfd.is_some()) => {
+                    noticed.extend(self.dies(pid, how));
+                }
+                Event::Ended { pid, how } => noticed.extend(self.leaves(pid, how).map(Noticed::Died)),
                 Event::Forked { .. } => {}
             }
         }
-        deaths
+        noticed
+    }
+
+    /// A thread of it has ended.
+    fn dies(&mut self, pid: i32, how: Ended) -> Option<Noticed> {
+        let member = self.members.get_mut(&pid).filter(|_| matches!(how, Ended::Signal(_)))?;
+        let first = member.dying.replace(how).is_none();
+        (first && member.pidfd.is_some()).then_some(Noticed::Dying { life: self.life, outer: pid })
     }
 
     /// Reads the pidfds.
@@ -232,7 +276,8 @@ impl Watch {
             if let Some(name) = process::name(pid).filter(|_| process::inner_pid(pid) == Some(member.inner)) {
                 member.name = name;
             }
-            match member.pidfd.as_ref().and_then(|pidfd| exits::ended(pidfd.as_fd(), pid)) {
+            let how = member.pidfd.as_ref().and_then(|pidfd| exits::ended(pidfd.as_fd(), pid));
+            match how.or(member.dying) {
                 Some(how) => deaths.extend(self.leaves(pid, how)),
                 None => member.unknown = true,
             }
@@ -260,10 +305,19 @@ mod tests {
     use super::*;
     use std::process::{Child, Command, Stdio};
 
+    /// The deaths that it tells of.
     fn watcher(whole: bool) -> (Watcher, mpsc::Receiver<Death>) {
         let (sender, deaths) = mpsc::channel();
+        let report = move |noticed| match noticed {
+            Noticed::Died(death) => sender.send(death).is_ok(),
+            Noticed::Dying { .. } => true,
+        };
+        (watcher_with(whole, report), deaths)
+    }
+
+    fn watcher_with(whole: bool, report: impl Fn(Noticed) -> bool + Send + 'static) -> Watcher {
         let spawn = |work: Box<dyn FnOnce() + Send>| drop(std::thread::spawn(work));
-        (Watcher::new(spawn, move |death| sender.send(death).is_ok(), whole).unwrap(), deaths)
+        Watcher::new(spawn, report, whole).unwrap()
     }
 
     fn shell(script: &str) -> Child {
@@ -304,7 +358,7 @@ mod tests {
         }
         let (watcher, deaths) = watcher(false);
         let outer = root.id().cast_signed();
-        watcher.watch(3, outer, Who::These(vec![pids[0], pids[1]]));
+        watcher.watch(3, outer, Who::These(vec![pids[0], pids[1]]), false);
         // Waits until the thread knows of it.
         std::thread::sleep(Duration::from_millis(200));
         kill(pids[2], nix::sys::signal::Signal::SIGKILL);
@@ -335,7 +389,7 @@ mod tests {
         ));
         let pid: i32 = line(&mut root).parse().unwrap();
         let (watcher, deaths) = watcher(true);
-        watcher.watch(1, root.id().cast_signed(), Who::All);
+        watcher.watch(1, root.id().cast_signed(), Who::All, false);
         let begun = std::time::Instant::now();
         while process::state(pid) != Some('Z') {
             assert!(begun.elapsed() < SOON, "the first thread has not ended");
@@ -351,6 +405,34 @@ mod tests {
         root.wait().unwrap();
     }
 
+    #[test]
+    fn that_a_process_dies_is_told_before_it_has_ended() {
+        if !rekindle_testing::root() || events().is_none() {
+            return;
+        }
+        // It gives back this memory last.
+        let script = "import threading, time\nfor _ in range(3): threading.Thread(target=time.sleep, args=(60,)).start()\n\
+                      memory = b\"x\" * (1 << 30)\nprint(flush=True)\ntime.sleep(60)";
+        let mut child = Command::new("sh");
+        let mut child =
+            child.args(["-c", &format!("python3 -c '{script}'; sleep 60")]).stdout(Stdio::piped()).spawn().unwrap();
+        line(&mut child);
+        let root = child.id().cast_signed();
+        let pid = process::children(root)[0];
+        let (sender, noticed) = mpsc::channel();
+        let watcher = watcher_with(false, move |noticed| sender.send((std::time::Instant::now(), noticed)).is_ok());
+        watcher.watch(1, root, Who::These(vec![pid]), true);
+        std::thread::sleep(Duration::from_millis(200));
+        kill(pid, nix::sys::signal::Signal::SIGKILL);
+        let (first, dying) = noticed.recv_timeout(SOON).unwrap();
+        assert_eq!(dying, Noticed::Dying { life: 1, outer: pid });
+        let (then, died) = noticed.recv_timeout(SOON).unwrap();
+        assert!(matches!(died, Noticed::Died(Death { signal: libc::SIGKILL, .. })), "{died:?}");
+        assert!(then - first > Duration::from_millis(10), "{:?}", then - first);
+        process::tree(root).into_iter().rev().for_each(|pid| kill(pid, nix::sys::signal::Signal::SIGKILL));
+        child.wait().unwrap();
+    }
+
     /// As on a kernel whose pidfds do not tell it, or with too many processes.
     #[test]
     fn without_a_pidfd_the_events_tell() {
@@ -360,9 +442,9 @@ mod tests {
         let Some(events) = events() else { return };
         let mut child = shell("kill -9 $$");
         let pid = child.id().cast_signed();
-        let member = Member { inner: 1005, name: "trainer".into(), pidfd: None, unknown: true };
+        let member = Member { inner: 1005, name: "trainer".into(), pidfd: None, unknown: true, dying: None };
         let members = BTreeMap::from([(pid, member)]);
-        let mut watch = Watch { events: Some(events), members, life: 2, root: 1, whole: false };
+        let mut watch = Watch { events: Some(events), keeps: true, members, life: 2, root: 1, whole: false };
         child.wait().unwrap();
         let expected = Death { life: 2, pid: 1005, outer: pid, name: "trainer".into(), signal: libc::SIGKILL };
         let begun = std::time::Instant::now();
@@ -371,11 +453,12 @@ mod tests {
             assert!(begun.elapsed() < SOON);
             told = watch.happened();
         }
-        for death in &mut told {
+        for noticed in &mut told {
             // It may have seen the shell execute its program.
+            let Noticed::Died(death) = noticed else { continue };
             death.name = "trainer".into();
         }
-        assert_eq!((told, watch.members.len()), (vec![expected], 0));
+        assert_eq!((told, watch.members.len()), (vec![Noticed::Died(expected)], 0));
     }
 
     #[test]
@@ -386,7 +469,7 @@ mod tests {
         let mut root = shell("sh -c 'echo $$; sleep 0.6; sleep 60 & echo $!; wait; sleep 60'");
         line(&mut root);
         let (watcher, deaths) = watcher(true);
-        watcher.watch(1, root.id().cast_signed(), Who::All);
+        watcher.watch(1, root.id().cast_signed(), Who::All, false);
         let pid: i32 = line(&mut root).parse().unwrap();
         while process::name(pid).as_deref() != Some("sleep") {
             std::thread::sleep(Duration::from_millis(5));

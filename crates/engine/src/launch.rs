@@ -30,9 +30,14 @@ use std::time::{Duration, Instant};
 
 use group::undelivered::{self, Undelivered};
 use identity::Identity;
+use rekindle_cuda::nccl::Ranks;
 use rekindle_os::spawn::{self, Child, Open, Spawn};
+use rekindle_os::stopped::StoppedProcesses;
 use rekindle_os::{process, rights};
 use world::World;
+
+/// Launchers of one process that are stopped at most: a shell or two, torchrun, and what it runs in.
+const MOST_LAUNCHERS: usize = 16;
 
 /// What to run, and as what.
 #[derive(Debug, Clone)]
@@ -231,6 +236,16 @@ impl Job {
     #[must_use]
     pub fn has_ranks(&self) -> bool {
         !gpus::with_peers(self.pids()).is_empty()
+    }
+
+    /// Stops the processes that have started this one (a pid as we see it), up to the job's own, but ranks. Stopped
+    /// processes stay so.
+    #[must_use]
+    pub fn stop_launchers(&self, pid: i32) -> StoppedProcesses {
+        let ranks: BTreeSet<i32> = gpus::with_peers(self.pids()).iter().map(Ranks::pid).collect();
+        let parents = std::iter::successors(process::parent(pid), |pid| process::parent(*pid));
+        let launchers = parents.take_while(|pid| *pid != self.root.pid() && *pid > 1).take(MOST_LAUNCHERS);
+        StoppedProcesses::stop(launchers.filter(|pid| !ranks.contains(pid)))
     }
 
     /// Kills everything in its world. CUDA processes are prepared for it ([`gpus`]).

@@ -99,7 +99,15 @@ pub enum Event {
         /// Its pid.
         pid: i32,
     },
-    /// It ended.
+    /// One of its other threads ended by a signal, of which the whole process dies. Its end can take seconds more: the
+    /// last thread gives back the memory and closes the descriptors.
+    Dying {
+        /// Its pid.
+        pid: i32,
+        /// The signal.
+        signal: i32,
+    },
+    /// It ended, or its first thread did.
     Ended {
         /// Its pid.
         pid: i32,
@@ -238,7 +246,7 @@ fn what(message: &[u8]) -> Option<(u32, &[u8])> {
     Some((word(event, 0)?, event.get(DATA..)?))
 }
 
-/// The event in a message, if it is about a process and not about a thread.
+/// The event in a message, if it is about a process and not only about a thread.
 fn event(message: &[u8]) -> Option<Event> {
     let (what, data) = what(message)?;
     let pid = |at| Some(word(data, at)?.cast_signed());
@@ -247,6 +255,10 @@ fn event(message: &[u8]) -> Option<Event> {
         FORK if pid(2)? == pid(3)? => Some(Event::Forked { parent: pid(1)?, child: pid(3)? }),
         EXEC => Some(Event::Executed { pid: pid(1)? }),
         EXIT if pid(0)? == pid(1)? => Some(Event::Ended { pid: pid(1)?, how: of_status(pid(2)?) }),
+        EXIT => match of_status(pid(2)?) {
+            Ended::Signal(signal) => Some(Event::Dying { pid: pid(1)?, signal }),
+            Ended::Exit(_) => None,
+        },
         _ => None,
     }
 }
@@ -309,12 +321,13 @@ mod tests {
             let bytes = words.iter().flat_map(|word| word.to_ne_bytes());
             vec![0; HEADERS].into_iter().chain(bytes).collect::<Vec<u8>>()
         };
-        let exit = |thread, process| message(&[EXIT, 0, 0, 0, thread, process, 9, 17]);
-        assert_eq!(event(&exit(7, 7)), Some(Event::Ended { pid: 7, how: Ended::Signal(9) }));
-        assert_eq!(event(&exit(8, 7)), None);
+        let exit = |thread, process, status| message(&[EXIT, 0, 0, 0, thread, process, status, 17]);
+        assert_eq!(event(&exit(7, 7, 9)), Some(Event::Ended { pid: 7, how: Ended::Signal(9) }));
+        assert_eq!(event(&exit(8, 7, 9)), Some(Event::Dying { pid: 7, signal: 9 }));
+        assert_eq!(event(&exit(8, 7, 0x300)), None, "a thread that ends by itself");
         assert_eq!(event(&message(&[FORK, 0, 0, 0, 1, 1, 9, 9])), Some(Event::Forked { parent: 1, child: 9 }));
         assert_eq!(event(&message(&[FORK, 0, 0, 0, 1, 1, 9, 1])), None);
-        let whole = exit(7, 7);
+        let whole = exit(7, 7, 9);
         assert!((0..whole.len() - 8).all(|length| event(&whole[..length]).is_none()));
         assert_eq!(of_status(0x300), Ended::Exit(3));
     }

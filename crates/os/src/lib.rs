@@ -28,5 +28,6 @@ pub mod rights;
 pub mod sock_diag;
 pub mod sparse;
 pub mod spawn;
+pub mod stopped;
 pub mod tcp_repair;
 pub mod view;

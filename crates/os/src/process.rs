@@ -45,6 +45,12 @@ pub fn children(pid: i32) -> Vec<i32> {
     texts.flat_map(|text| text.split_whitespace().filter_map(|pid| pid.parse().ok()).collect::<Vec<i32>>()).collect()
 }
 
+/// The parent of a process.
+#[must_use]
+pub fn parent(pid: i32) -> Option<i32> {
+    stat(pid).map(|stat| stat.ppid).filter(|pid| *pid > 0)
+}
+
 /// The threads of a process.
 #[must_use]
 pub fn threads(pid: i32) -> Vec<i32> {

@@ -7,6 +7,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rekindle::telemetry::events::{self, What};
 use rekindle_base::cause::Cause;
+use rekindle_os::exits::Events;
 
 use crate::rig::{Calls, Rig, Supervisor, inner};
 
@@ -281,4 +282,47 @@ fn what_waits_for_a_dead_rank_is_called_off_before_the_others_are_killed() {
     supervisor.stop();
     rig.assert_sequence();
     assert!(!rig.log().contains(" instead of "), "{}", rig.log());
+}
+
+/// A launcher that kills the other ranks as soon as it hears of a death would be faster than rekindle. It is stopped while
+/// a rank dies, so the others are called off first.
+#[test]
+fn a_launcher_that_kills_the_others_at_once_is_stopped_while_a_rank_dies() {
+    let Some(mut rig) = Rig::new() else { return };
+    let found = Events::listen();
+    let why = format!("there are no process events here: {found:?}");
+    if rekindle_testing::needs("events", found.ok(), &why).is_none() {
+        return;
+    }
+    let (aborts, heavy) = (rig.path().join("aborts"), rig.path().join("heavy"));
+    rig.nccl(3, "split", Calls::BySymbol, &["--launch", "--heavy", heavy.to_str().unwrap()]);
+    rig.variable("STANDIN_NCCL_ABORTS", aborts.to_str().unwrap());
+    rig.variable("REKINDLE_TEST_DRIVER", "580.159.04");
+    let mut supervisor = start(&rig, 3);
+    supervisor.snapshot();
+    // As with a GPU, its end takes a while.
+    fs::write(&heavy, "").unwrap();
+    let victim = children(&rig)[2];
+    let begun = Instant::now();
+    while rekindle_os::process::memory(victim).anonymous < 1 << 30 {
+        assert!(begun.elapsed() < AT_ONCE);
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    fs::remove_file(&heavy).unwrap();
+    let mut others: Vec<i32> = children(&rig)[..2].iter().filter_map(|pid| inner(*pid)).collect();
+    let pid = inner(victim).unwrap();
+    ends(victim, Signal::SIGKILL);
+    supervisor.said("a rank dies");
+    supervisor.said("called off the NCCL operations");
+    supervisor.said("the job was restored from image");
+    let mut called: Vec<i32> = fs::read_to_string(&aborts).unwrap().lines().map(|pid| pid.parse().unwrap()).collect();
+    called.sort_unstable();
+    called.dedup();
+    others.sort_unstable();
+    assert_eq!(called, others);
+    assert_eq!(causes(&rig), [Cause::ProcessDied { pid, name: "python3".into(), signal: 9 }]);
+    supervisor.assert_unharmed(3);
+    supervisor.snapshot();
+    supervisor.stop();
+    rig.assert_sequence();
 }
