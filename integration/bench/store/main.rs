@@ -203,12 +203,15 @@ fn out(store: &Path, number: u32, into: &Path) -> anyhow::Result<Value> {
     Ok(json!({ "seconds": seconds, "bytes": progress.bytes().0, "peak_kib": peak()? }))
 }
 
-/// Adds packs to a job of the store, each as full as packs are, as far as their indexes say; the packs themselves are
-/// holes.
+/// Adds packs to a job of the store, each as full as packs are, as far as their indexes say; behind their headers the
+/// packs themselves are holes.
 fn entries(store: &Path, packs: u32) -> anyhow::Result<Value> {
     const CHUNK: u32 = 256 << 10;
     const RECORDS: u32 = 1023;
     let job = job(store)?;
+    let first = job.packs().names()?.into_iter().next().context("the job has no pack yet")?;
+    let mut header = [0; 64];
+    File::open(job.packs().pack_path(first))?.read_exact_at(&mut header, 0)?;
     for pack in 0..packs {
         let name = PackName::random()?;
         let mut random = noise(u64::from(pack));
@@ -220,7 +223,9 @@ fn entries(store: &Path, packs: u32) -> anyhow::Result<Value> {
         };
         let entries: Vec<Entry> = (0..RECORDS).map(entry).collect();
         let length = entries.last().map_or(64, Entry::end);
-        File::create(job.packs().pack_path(name))?.set_len(length)?;
+        let file = File::create(job.packs().pack_path(name))?;
+        file.write_all_at(&header, 0)?;
+        file.set_len(length)?;
         fs::write(job.packs().index_path(name), PackIndex::new(length, entries).to_bytes())?;
     }
     Ok(json!({ "entries": u64::from(packs) * u64::from(RECORDS) }))

@@ -8,6 +8,7 @@ mod name;
 mod table;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::convert::Infallible;
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::os::unix::fs::FileExt;
@@ -21,7 +22,7 @@ use super::index::{self, MAX_BYTES, PackIndex, Scan, ScanError};
 use super::record::{HEADER_BYTES, PackHeader};
 use crate::error::{Error, Result};
 use crate::format::{FormatError, ReadError, What};
-use rekindle_os::durable;
+use rekindle_os::{durable, parallel};
 
 /// Suffix of the name of a pack.
 pub(crate) const PACK_SUFFIX: &str = ".pack";
@@ -29,6 +30,9 @@ pub(crate) const PACK_SUFFIX: &str = ".pack";
 pub(crate) const INDEX_SUFFIX: &str = ".idx";
 /// Suffix of the mark of a pack that is to be removed.
 pub(crate) const GONE_SUFFIX: &str = ".gone";
+
+/// Indexes that are read at the same time.
+const READ_AT_ONCE: usize = 256;
 
 /// The folder with the packs of a job.
 #[derive(Debug, Clone)]
@@ -130,18 +134,24 @@ impl Packs {
     /// [`Error::Read`] if the folder cannot be listed. Problems of packs are in [`Index::problems`].
     pub fn index(&self) -> Result<Index> {
         let mut index = Index::default();
-        for (name, files) in self.list()? {
-            // A mark without pack and index: an interrupted removal. There is nothing to read, and nothing that could
-            // be lost.
-            if !files.pack && !files.index {
-                continue;
-            }
-            match self.load(name, files) {
-                Ok(Loaded { header, pack, problem }) => {
-                    index.add(PackInfo { name, pack_len: pack.pack_len(), key: header.key, gone: files.gone }, &pack);
-                    index.problems.extend(problem);
+        // A mark without pack and index: an interrupted removal. There is nothing to read, and nothing that could be
+        // lost.
+        let present: Vec<(PackName, Files)> =
+            self.list()?.into_iter().filter(|(_, files)| files.pack || files.index).collect();
+        // As read they take twice the memory that they take in the index, so not all are read at once.
+        for some in present.chunks(READ_AT_ONCE) {
+            let read =
+                |(name, files): (PackName, Files)| Ok::<_, Infallible>((name, files.gone, self.load(name, files)));
+            let Ok(mut loaded) = parallel::in_parallel(some.to_vec(), usize::MAX, read);
+            loaded.sort_unstable_by_key(|(name, ..)| *name);
+            for (name, gone, loaded) in loaded {
+                match loaded {
+                    Ok(Loaded { header, pack, problem }) => {
+                        index.add(PackInfo { name, pack_len: pack.pack_len(), key: header.key, gone }, &pack);
+                        index.problems.extend(problem);
+                    }
+                    Err(problem) => index.problems.push(*problem),
                 }
-                Err(problem) => index.problems.push(*problem),
             }
         }
         index.sort();

@@ -7,6 +7,7 @@
 //! Entries read from files are in one sorted list; entries added later, for one image, are in a map beside it.
 
 use std::collections::HashMap;
+use std::convert::Infallible;
 use std::io;
 use std::path::Path;
 
@@ -16,6 +17,7 @@ use crate::chunk::{ChunkId, Key};
 use crate::format::{FormatError, ReadError};
 use crate::pack::index::Entry;
 use crate::pack::record::{HEADER_BYTES, PackHeader};
+use rekindle_os::parallel;
 
 /// The place of a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,6 +69,9 @@ impl PackInfo {
 }
 
 type Prefix = [u8; 16];
+
+/// With fewer entries threads cost more than they save.
+const SORTED_ALONE: usize = 1 << 16;
 
 #[derive(Debug, Clone, Copy)]
 struct Slot {
@@ -185,8 +190,26 @@ impl Index {
     }
 
     pub(crate) fn sort(&mut self) {
-        self.slots.sort_unstable_by_key(|slot| (slot.prefix, slot.pack, slot.offset));
         self.slots.shrink_to_fit();
+        if self.slots.len() < SORTED_ALONE {
+            return sort(&mut self.slots);
+        }
+        // First by the first byte, which any value is as likely for as any other. Then the parts are sorted on all cores.
+        let part = |slot: &Slot| usize::from(slot.prefix[0]);
+        let mut starts = [0_usize; 257];
+        self.slots.iter().for_each(|slot| starts[part(slot) + 1] += 1);
+        for at in 1..starts.len() {
+            starts[at] += starts[at - 1];
+        }
+        let (before, mut next) = (self.slots.clone(), starts);
+        for slot in before {
+            let at = &mut next[part(&slot)];
+            self.slots[*at] = slot;
+            *at += 1;
+        }
+        let mut rest = self.slots.as_mut_slice();
+        let parts = starts.windows(2).filter_map(|ends| rest.split_off_mut(..ends[1] - ends[0])).collect();
+        let Ok(_) = parallel::in_parallel(parts, usize::MAX, |part| Ok::<_, Infallible>(sort(part)));
     }
 
     fn location(&self, slot: &Slot) -> Option<Location> {
@@ -194,6 +217,10 @@ impl Index {
         let pack = self.packs.get(usize::try_from(pack).ok()?)?.name;
         Some(Location { pack, offset: u64::from(offset), raw_len, stored_len })
     }
+}
+
+fn sort(slots: &mut [Slot]) {
+    slots.sort_unstable_by_key(|slot| (slot.prefix, slot.pack, slot.offset));
 }
 
 /// `None` only for an offset beyond the largest pack, which no parsed index has.

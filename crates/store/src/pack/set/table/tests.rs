@@ -89,3 +89,29 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn many_places_are_sorted_as_few_are() {
+    // Random names, as hashes are, and names that all begin alike.
+    for same in [0, 31] {
+        let mut index = Index::default();
+        for pack in 0..300_u32 {
+            let name = PackName::from(u128::from(pack).to_be_bytes());
+            let entry = |n: u64| {
+                let mut id = *blake3::hash(&(n % 70_000).to_le_bytes()).as_bytes();
+                id[..same].fill(0xff);
+                let offset = 64 + 100 * n;
+                Entry { id: ChunkId::new(id), offset, raw_len: 1, stored_len: 1, codec: Codec::Raw }
+            };
+            let first = u64::from(pack) * 300;
+            let pack_index = PackIndex::new(1 << 24, (first..first + 300).map(entry).collect());
+            index.add(PackInfo { name, pack_len: 1 << 24, key: None, gone: false }, &pack_index);
+        }
+        let key = |slot: &Slot| (slot.prefix, slot.pack, slot.offset);
+        let mut expected: Vec<_> = index.slots.iter().map(key).collect();
+        expected.sort_unstable();
+        assert!(expected.len() > SORTED_ALONE / 2 && (same > 0 || expected.len() > SORTED_ALONE));
+        index.sort();
+        assert!(index.slots.iter().map(key).eq(expected));
+    }
+}
