@@ -1,10 +1,11 @@
 """How long ranks take to come to one point and be locked, by what they do, for one or more builds of rekindle in one run.
 
     bench_cut.py --rekindle FILE [--rekindle FILE] [--ranks N,N] [--snapshots N] [--kinds A,B] [--gib N,N] [--kill]
-                 [--dir DIR] [--logs DIR]
+                 [--torchrun] [--dir DIR] [--logs DIR]
 
 --ranks, --gib  each kind is tried with each of them; ddp and fsdp have that much GPU memory a rank
 --kill          also kill -9 of a rank at the end, and how long it takes until the next step
+--torchrun      the ranks are started by torchrun, not by the job, which kills the others as soon as a rank has ended
 --dir           where the stores are; each snapshot waits until the one before is stored
 
 Only the standard library; the jobs (integration/jobs/cut_job.py) need PyTorch and a GPU a rank.
@@ -55,9 +56,12 @@ def trial(args, work, rekindle, which, kind, ranks, gib, port):
     name = f"{which}-{kind}-{ranks}x{gib:g}"
     steps = work / f"{name}.steps"
     command = [sys.executable, ROOT / "integration/jobs/cut_job.py", kind, "--out", steps, "--ranks", ranks]
+    if args.torchrun:
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", ranks, "--master-port", port]
+        command[1:1] = launcher
     settings = {
         "snapshot.lock-timeout": "20s", "snapshot.rehearse": "off", "log.level": "debug", "snapshot.staging": "ram",
-        "store.keep-last": 1,
+        "store.keep-last": 1, "restart.min-uptime": "2s",
     }  # fmt: skip
     settings = {key: value for key, value in settings.items() if key in known_keys(rekindle)}
     environment = {"NCCL_NVLS_ENABLE": "0", **args.environment}
@@ -114,6 +118,7 @@ def main():
     parser.add_argument("--dir", type=Path)
     parser.add_argument("--minutes", type=float, default=9)
     parser.add_argument("--kill", action="store_true")
+    parser.add_argument("--torchrun", action="store_true")
     parser.add_argument("--logs", type=Path)
     args = parser.parse_args()
     args.environment = {}
