@@ -34,6 +34,7 @@ TRIALS = ["table", "cross", "machine", "allocate", "ranks", "notice", "leak"]
 # Of the log, with the word for the table.
 TOLD = {
     "copied GPU memory that stayed": "out",
+    "copied from room on the GPU": "room",
     "filled GPU memory": "in",
     "released GPU memory": "release",
     "mapped GPU memory again": "map",
