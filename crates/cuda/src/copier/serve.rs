@@ -140,12 +140,9 @@ impl Server {
         let Some(mut copy) = self.copy.take() else { return };
         copy.or_fails(|copy| {
             let memory = memory.ok_or("no memory came with the request")?;
-            let gpus = self.gpus()?;
-            // The GPUs are there before the file.
-            let piece = gpus.import(&memory, offset, bytes)?;
-            let Some(gpus) = &mut self.gpus else { return Err("no GPU".into()) };
-            let mapped = self.files.iter_mut().find(|known| known.key == copy.file);
-            copy.add(gpus, mapped, piece)
+            let piece = self.gpus()?.import(&memory, offset, bytes)?;
+            let Server { gpus: Some(gpus), files, .. } = self else { return Err("no GPU".into()) };
+            copy.add(gpus, files.iter_mut().find(|known| known.key == copy.file), piece)
         });
         self.copy = Some(copy);
     }
