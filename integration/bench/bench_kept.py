@@ -34,10 +34,13 @@ TRIALS = ["table", "cross", "machine", "allocate", "ranks", "notice", "leak"]
 # Of the log, with the word for the table.
 TOLD = {
     "copied GPU memory that stayed": "out",
+    "copied from room on the GPU": "room",
     "filled GPU memory": "in",
     "released GPU memory": "release",
     "mapped GPU memory again": "map",
 }
+
+SCALE = {"ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "s": 1}
 
 ALLOCATE = """
 import ctypes, sys, time
@@ -195,6 +198,12 @@ class Bench:
         begun = steps.last()
         wait_for("next step", lambda: steps.last() >= begun + more, limit, job.ended)
 
+    def parts(self, job, mark):
+        """How long each part of the restore took, from the log since `mark`."""
+        log = job.log.read_text(errors="replace")[mark:]
+        found = re.findall(r'\brestore part="(\w+)" took=([0-9.]+)(ns|µs|ms|s)\b', log)
+        return ", ".join(f"{name} {float(took) * SCALE[unit]:.2f}" for name, took, unit in found)
+
     def told(self, job, mark):
         """The figures of the log since `mark`."""
         found = {}
@@ -203,8 +212,7 @@ class Bench:
                 if words in line:
                     took = re.search(r"took=([0-9.]+)(ns|µs|ms|s)\b", line)
                     size = re.search(r"bytes=([0-9]+)", line)
-                    scale = {"ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "s": 1}
-                    found[name] = float(took[1]) * scale[took[2]] if took else None
+                    found[name] = float(took[1]) * SCALE[took[2]] if took else None
                     if size:
                         found[name + " bytes"] = int(size[1])
         return found
@@ -234,7 +242,7 @@ class Bench:
         back = steps.first_after(when) - when
         told = self.told(job, mark)
         rate = f", {told['in bytes'] / told['in'] / 1e9:.1f} GB/s in" if told.get("in") else ""
-        self.say(f"{title}: crash to step {back:.2f} s; {json.dumps(told)}{rate}")
+        self.say(f"{title}: crash to step {back:.2f} s ({self.parts(job, mark)}); {json.dumps(told)}{rate}")
 
     def compare(self, steps, gib):
         step = steps.differs(self.results.setdefault(gib, {}))

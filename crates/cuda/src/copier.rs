@@ -5,8 +5,12 @@
 //! a context takes 0.2 s to make and 0.5 GiB of GPU memory, and registering the host memory of a file takes 1.4 s for 40
 //! GiB (H100, driver 580). Then a copy runs at the full rate of the bus.
 //!
-//! Invariants: the process has memory of the job only during a copy. If it dies, or does not answer in time, the copy has
-//! failed, nothing else, and the next one starts another process. It ends with the supervisor.
+//! A job need not wait for all of a copy out: [`Copying::leave`] moves what is not copied yet to room on the same GPU, if there
+//! is any, and the rest is copied from there while the job runs (`serve/course.rs`).
+//!
+//! Invariants: the process has memory of the job only during a copy, and until the job runs. It has room of its own from then
+//! to the end of the copy. If it dies, or does not answer in time, the copy has failed, nothing else, and the next one starts
+//! another process. It ends with the supervisor, and the GPU's memory that it had is free then.
 
 mod serve;
 mod wire;
@@ -19,6 +23,8 @@ use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, poll};
 use nix::sys::socket::sockopt::ReceiveTimeout;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, setsockopt, socketpair};
 use nix::sys::time::{TimeVal, TimeValLike};
@@ -37,6 +43,8 @@ pub const COMMAND: &str = "copy-gpu-memory";
 const PATIENCE: Duration = Duration::from_secs(60);
 /// How long the process may take to end once it is killed: with 0.5 GiB of contexts and 40 GiB registered 1 s.
 const LAST: Duration = Duration::from_secs(10);
+/// Milliseconds between two looks whether a copy is cancelled.
+const LOOK: u8 = 50;
 /// A copy at less than this rate, in bytes per microsecond, is given up: memory that is not registered is copied at 5 GB/s.
 const SLOWEST: u64 = 1000;
 /// The same for a file on a disk: once too much of it is not written yet, the copy is as fast as the disk.
@@ -68,6 +76,9 @@ pub enum Error {
     /// The file could not be looked at.
     #[error("cannot look at the file for GPU memory")]
     File(#[source] io::Error),
+    /// It was cancelled.
+    #[error("the copy of GPU memory was cancelled")]
+    Cancelled,
 }
 
 /// The direction of a copy.
@@ -86,6 +97,15 @@ pub struct Copied {
     pub bytes: u64,
     /// From the first piece to the last byte.
     pub took: Duration,
+}
+
+/// What is left of a copy when the job may run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Left {
+    /// Bytes that are yet to be copied out, from room on the GPU.
+    pub bytes: u64,
+    /// Bytes of that room.
+    pub room: u64,
 }
 
 /// The process, started when it is needed.
@@ -140,6 +160,27 @@ impl Running {
 
     fn send(&self, ask: &Ask, file: Option<BorrowedFd<'_>>, doing: &'static str) -> Result<(), Error> {
         ask.send(self.socket.as_fd(), file).map_err(|source| Error::Gone { doing, source })
+    }
+
+    /// Waits for the answer. A request that is cancelled is answered all the same: the process must be ended.
+    fn answer_unless(
+        &self,
+        limit: Duration,
+        doing: &'static str,
+        cancelled: &dyn Fn() -> bool,
+    ) -> Result<Answer, Error> {
+        let until = Instant::now() + limit;
+        let is_there = || {
+            let mut sockets = [PollFd::new(self.socket.as_fd(), PollFlags::POLLIN)];
+            // Where it cannot be waited for, `answer` says why.
+            poll(&mut sockets, LOOK).map_or_else(|errno| errno != Errno::EINTR, |ready| ready > 0)
+        };
+        while !is_there() && Instant::now() < until {
+            if cancelled() {
+                return Err(Error::Cancelled);
+            }
+        }
+        self.answer(until.saturating_duration_since(Instant::now()), doing)
     }
 
     fn answer(&self, limit: Duration, doing: &'static str) -> Result<Answer, Error> {
@@ -261,36 +302,56 @@ fn time_limit(bytes: u64, is_in_memory: bool) -> Duration {
 }
 
 impl Copying<'_> {
-    /// Waits for its end.
+    /// Waits until all of it is copied, out or to room on the GPU. Afterwards the memory may be changed and freed. Call it at
+    /// most once, for a copy out, and [`Copying::finish`] after it.
     ///
     /// # Errors
-    /// When something was not copied. Then nothing is known about the file, or about the memory on the GPU.
-    pub fn finish(mut self) -> Result<Copied, Error> {
-        self.wait()
+    /// As [`Copying::finish`].
+    pub fn leave(&mut self) -> Result<Left, Error> {
+        let [bytes, room] = self.ask(&Ask::Leave, &|| false)?;
+        Ok(Left { bytes, room })
     }
 
-    fn wait(&mut self) -> Result<Copied, Error> {
+    /// Waits for its end, unless it is cancelled: then the process is ended.
+    ///
+    /// # Errors
+    /// When something was not copied. Then nothing is known about the file, or about memory on the GPU that was to be filled.
+    pub fn finish(mut self, cancelled: &dyn Fn() -> bool) -> Result<Copied, Error> {
+        self.wait(cancelled)
+    }
+
+    fn wait(&mut self, cancelled: &dyn Fn() -> bool) -> Result<Copied, Error> {
+        let asked = self.ask(&Ask::Finish, cancelled);
         self.is_over = true;
-        let left = self.limit.saturating_sub(self.begun.elapsed());
-        let mut slot = self.copier.lock();
-        let ended = || Error::Gone { doing: "copy", source: io::ErrorKind::BrokenPipe.into() };
-        let result = slot.as_ref().ok_or_else(ended).and_then(|running| running.answer(left, "copy"));
-        if result.is_err() {
-            *slot = None;
-        }
-        let [bytes, took, ..] = result?.numbers;
+        let [bytes, took] = asked?;
         if bytes == self.bytes {
             return Ok(Copied { bytes, took: Duration::from_micros(took) });
         }
-        *slot = None;
+        *self.copier.lock() = None;
         Err(Error::Refused { doing: "copy", why: format!("it copied {bytes} bytes and not {}", self.bytes) })
+    }
+
+    /// Asks the process that the copy was begun with. After a failure it is ended.
+    fn ask(&mut self, ask: &Ask, cancelled: &dyn Fn() -> bool) -> Result<[u64; 2], Error> {
+        let left = self.limit.saturating_sub(self.begun.elapsed());
+        let mut slot = self.copier.lock();
+        let ended = || Error::Gone { doing: "copy", source: io::ErrorKind::BrokenPipe.into() };
+        let result = slot.as_ref().ok_or_else(ended).and_then(|running| {
+            running.send(ask, None, "copy")?;
+            running.answer_unless(left, "copy", cancelled)
+        });
+        if result.is_err() {
+            *slot = None;
+            self.is_over = true;
+        }
+        Ok(result?.numbers)
     }
 }
 
 impl Drop for Copying<'_> {
     fn drop(&mut self) {
         if !self.is_over {
-            let _ = self.wait();
+            let _ = self.wait(&|| false);
         }
     }
 }

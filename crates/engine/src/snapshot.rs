@@ -10,9 +10,11 @@
 //!  checkpoint  device memory to host memory             undo: restore
 //!  dump        CRIU writes the tree, lets it run on     undo: drop saved links
 //!  restore     host memory to device memory
-//!  copy        only with gpu.memory = "kept": wait until the memory that stayed on the GPU is copied
+//!  copy        only with gpu.memory = "kept": wait until the memory that stayed on the GPU is copied,
+//!              to the image or to room on the same GPU
 //!  unlock
 //!  check       every CUDA process is running again                                  ---- freeze ends
+//!  complete    what was copied to room on the GPU goes to the image                  job runs
 //!  settle      only in a group: all have dumped; plug the cable in
 //!  publish     a manifest in memory, or hash, fsync, rename; the job runs
 //! ```

@@ -1,10 +1,13 @@
-//! Registered host memory and asynchronous copies, and what else a program that copies calls. Copies are done at once.
+//! Registered host memory and asynchronous copies, and what else a program that copies calls. Copies of other processes than the
+//! one that copies for rekindle are done at once.
 
 use std::ffi::{c_int, c_uint, c_void};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::control::code;
-use crate::{answer, fault, job, memory};
+use crate::copies::Engine;
+use crate::{answer, copies, fault, job, memory};
 
 /// Begin and end of each registered range.
 static REGISTERED: Mutex<Vec<(usize, usize)>> = Mutex::new(Vec::new());
@@ -54,28 +57,76 @@ fn check(host: usize, bytes: usize) -> Result<(), i32> {
     }
 }
 
+/// Does a copy now, or later where it is that process.
+fn copy(
+    engine: Engine,
+    stream: usize,
+    name: &'static str,
+    work: impl FnOnce() -> Result<(), i32> + Send + 'static,
+) -> c_int {
+    let work = move || fault::inject_copier(name).and_then(|()| work());
+    answer(job::call(|| if is_copier() { copies::begin(engine, stream, Box::new(work)) } else { work() }))
+}
+
 /// As `cuMemcpyDtoH_v2`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemcpyDtoHAsync_v2(host: *mut u8, device: usize, bytes: usize, _stream: usize) -> c_int {
-    // SAFETY: the caller passes `bytes` writable bytes at `host`; device memory is checked.
-    let copy = || unsafe { memory::read(host, device, bytes) };
-    answer(job::call(|| fault::inject_copier("out").and_then(|()| check(host.addr(), bytes)).and_then(|()| copy())))
+pub unsafe extern "C" fn cuMemcpyDtoHAsync_v2(host: *mut u8, device: usize, bytes: usize, stream: usize) -> c_int {
+    let host = host.expose_provenance();
+    copy(Engine::Bus, stream, "out", move || {
+        check(host, bytes)?;
+        // SAFETY: the caller passes `bytes` writable bytes at `host`, until the copy ends; device memory is checked.
+        unsafe { memory::read(std::ptr::with_exposed_provenance_mut(host), device, bytes) }
+    })
 }
 
 /// As `cuMemcpyHtoD_v2`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(device: usize, host: *const u8, bytes: usize, _stream: usize) -> c_int {
-    // SAFETY: the caller passes `bytes` readable bytes at `host`; device memory is checked.
-    let copy = || unsafe { memory::write(device, host, bytes) };
-    answer(job::call(|| fault::inject_copier("in").and_then(|()| check(host.addr(), bytes)).and_then(|()| copy())))
+pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(device: usize, host: *const u8, bytes: usize, stream: usize) -> c_int {
+    let host = host.expose_provenance();
+    copy(Engine::Bus, stream, "in", move || {
+        check(host, bytes)?;
+        // SAFETY: the caller passes `bytes` readable bytes at `host`, until the copy ends; device memory is checked.
+        unsafe { memory::write(device, std::ptr::with_exposed_provenance(host), bytes) }
+    })
 }
 
-/// A stream that means nothing.
+/// Within device memory.
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemcpyDtoDAsync_v2(to: usize, from: usize, bytes: usize, stream: usize) -> c_int {
+    copy(Engine::Within, stream, "within", move || memory::copy(to, from, bytes))
+}
+
+/// Whether all of a stream has ended.
+#[unsafe(no_mangle)]
+pub extern "C" fn cuStreamQuery(stream: usize) -> c_int {
+    answer(job::call(|| copies::state(stream)))
+}
+
+/// Of the GPU that this process is on: what is free, without what others have of it by the file `gpus` and what this process has
+/// allocated, and all.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> c_int {
+    // SAFETY: the caller passes null or room for a number.
+    let Some(free) = (unsafe { free.as_mut() }) else { return code::INVALID_VALUE };
+    // SAFETY: as above.
+    let Some(total) = (unsafe { total.as_mut() }) else { return code::INVALID_VALUE };
+    answer(job::call(|| {
+        fault::inject_copier("info")?;
+        let here = job::gpu_here().ok_or(code::NO_DEVICE)?;
+        let bytes = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
+        *free = bytes(here.total.saturating_sub(here.taken).saturating_sub(memory::total()));
+        *total = bytes(here.total);
+        Ok(())
+    }))
+}
+
+/// A stream: its number means nothing else.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuStreamCreate(stream: *mut usize, _flags: c_uint) -> c_int {
+    static LAST: AtomicUsize = AtomicUsize::new(7);
     // SAFETY: the caller passes null or room for a pointer.
     match unsafe { stream.as_mut() } {
-        Some(stream) => *stream = 7,
+        Some(stream) => *stream = LAST.fetch_add(1, Ordering::Relaxed),
         None => return code::INVALID_VALUE,
     }
     code::SUCCESS

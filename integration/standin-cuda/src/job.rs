@@ -50,6 +50,13 @@ pub(crate) fn gpu() -> [u8; 16] {
     job().gpu
 }
 
+/// The same, as it is now.
+pub(crate) fn gpu_here() -> Option<gpus::Gpu> {
+    let folder = std::env::var_os("STANDIN_CUDA_DIR")?;
+    let uuid = gpu();
+    gpus::all(Path::new(&folder)).into_iter().find(|gpu| gpu.uuid == uuid)
+}
+
 /// Makes this process a CUDA process; once it is one, does nothing.
 pub(crate) fn start() -> Result<(), i32> {
     let mut job = job();

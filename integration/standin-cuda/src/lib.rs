@@ -32,8 +32,9 @@
 //!   `times` it stays, with it the file goes away after N times. `pid` is the job's own number of itself.
 //! - `die-at-OP`: `[delay=MS] [pid=P]`. Waits, removes the file and kills itself with SIGKILL.
 //! - OP may also be `keeper-CALL`: `unmap`, `release`, `export`, `import`, `map`, `access` or `retain`, where a keeper
-//!   of the interposer calls it; or `copier-CALL` with these, or `register`, `out` (a copy from the device) and `in`, where
-//!   the process calls it with which rekindle copies memory that stays on the GPU.
+//!   of the interposer calls it; or `copier-CALL` with these, or `register`, `allocate`, `free`, `info` (what is free), `out` (a
+//!   copy from the device), `in` and `within` (the device), where the process calls it with which rekindle copies memory that
+//!   stays on the GPU. Faults of copies come when the copy is done.
 //! - OP may also be `init`, for `cuInit`. The supervisor calls it too: `pid` tells them apart.
 //!
 //! A failed restore leaves the process FAILED; other failures leave the state as it was.
@@ -53,6 +54,7 @@
 
 mod caller;
 mod control;
+mod copies;
 mod fault;
 mod gate;
 mod gpus;
@@ -151,13 +153,14 @@ pub unsafe extern "C" fn cuDeviceGetUuid_v2(uuid: *mut [u8; 16], device: c_int) 
 pub unsafe extern "C" fn cuMemAlloc_v2(pointer: *mut usize, bytes: usize) -> c_int {
     // SAFETY: the caller passes null or room for a pointer.
     let Some(pointer) = (unsafe { pointer.as_mut() }) else { return code::INVALID_VALUE };
-    answer(job::call(|| memory::allocate(bytes).map(|address| *pointer = address)))
+    let allocate = || fault::inject_copier("allocate").and_then(|()| memory::allocate(bytes));
+    answer(job::call(|| allocate().map(|address| *pointer = address)))
 }
 
 /// Frees device memory.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemFree_v2(pointer: usize) -> c_int {
-    answer(job::call(|| memory::free(pointer)))
+    answer(job::call(|| fault::inject_copier("free").and_then(|()| memory::free(pointer))))
 }
 
 /// Copies to device memory.
@@ -229,9 +232,10 @@ pub unsafe extern "C" fn standin_launch(
     }))
 }
 
-/// Waits for the kernels of a stream.
+/// Waits for the kernels and copies of a stream.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuStreamSynchronize(stream: usize) -> c_int {
+    let copied = copies::wait(stream);
     loop {
         let mut is_idle = false;
         let asked = job::call(|| {
@@ -240,7 +244,7 @@ pub extern "C" fn cuStreamSynchronize(stream: usize) -> c_int {
             Ok(())
         });
         if is_idle || asked.is_err() {
-            return answer(asked);
+            return answer(copied.and(asked));
         }
         std::thread::sleep(std::time::Duration::from_micros(200));
     }

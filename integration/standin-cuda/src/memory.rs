@@ -139,6 +139,15 @@ pub(crate) unsafe fn read(host: *mut u8, device: usize, bytes: usize) -> Result<
     Ok(())
 }
 
+/// Within the device, between allocations that do not overlap.
+pub(crate) fn copy(to: usize, from: usize, bytes: usize) -> Result<(), i32> {
+    drop(check(from, bytes)?);
+    let _memory = check(to, bytes)?;
+    // SAFETY: both ranges were checked, and only this process's one thread for such copies frees what is in them.
+    unsafe { dma(to, from, bytes) };
+    Ok(())
+}
+
 pub(crate) fn increment(device: usize) -> Result<(), i32> {
     store(device, load(device)?.wrapping_add(1))
 }

@@ -17,6 +17,7 @@ mod landing;
 mod losses;
 mod phases;
 mod rig;
+mod room;
 mod sharing;
 mod snapshots;
 #[path = "../support/standin.rs"]

@@ -13,7 +13,7 @@ fn played(answer: impl Fn(Ask) -> Option<Answer> + Send + 'static) -> (Copier, J
         while let Ok(Some((ask, _))) = Ask::receive(theirs.as_fd()) {
             asked.push(ask);
             match (ask, answer(ask)) {
-                (Ask::Begin(..) | Ask::Piece(..), _) => {}
+                (Ask::Begin(..) | Ask::Piece(..) | Ask::End, _) => {}
                 (_, Some(answer)) => answer.send(theirs.as_fd()).unwrap(),
                 // As if it had died.
                 (_, None) => break,
@@ -39,7 +39,7 @@ fn piece(bytes: u64) -> Staying {
 fn copied(copier: &Copier) -> Result<Copied, Error> {
     let file = tempfile::tempfile().unwrap();
     let pieces = [piece(8), piece(4)];
-    copier.begin(Way::Out, &file, [(0, &pieces[0]), (8, &pieces[1])])?.finish()
+    copier.begin(Way::Out, &file, [(0, &pieces[0]), (8, &pieces[1])])?.finish(&|| false)
 }
 
 #[test]
@@ -50,7 +50,7 @@ fn a_copy_asks_for_each_piece_and_tells_what_it_did() {
     drop(copier);
     let asked = played.join().unwrap();
     assert!(matches!(asked[0], Ask::Begin(Way::Out, [_, inode]) if inode != 0), "{asked:?}");
-    assert_eq!(asked[1..], [Ask::Piece(0, 8), Ask::Piece(8, 4), Ask::End]);
+    assert_eq!(asked[1..], [Ask::Piece(0, 8), Ask::Piece(8, 4), Ask::End, Ask::Finish]);
 }
 
 #[test]
@@ -98,7 +98,7 @@ fn a_copy_that_nobody_waits_for_is_over_when_it_is_dropped() {
     // Its answer is not taken for that of the next request.
     assert_eq!(copier.file(&file, 0).unwrap(), 8);
     drop(copier);
-    assert_eq!(played.join().unwrap().len(), 4);
+    assert_eq!(played.join().unwrap().len(), 5);
 }
 
 #[test]
@@ -118,6 +118,46 @@ fn the_size_of_nonsense_does_not_wrap() {
     let file = tempfile::tempfile().unwrap();
     let pieces = [piece(u64::MAX), piece(2)];
     let copying = copier.begin(Way::Out, &file, pieces.iter().map(|piece| (0, piece))).unwrap();
-    assert!(matches!(copying.finish(), Err(Error::Refused { .. })));
+    assert!(matches!(copying.finish(&|| false), Err(Error::Refused { .. })));
     played.join().unwrap();
+}
+
+#[test]
+fn a_job_that_left_has_the_rest_copied_behind_it() {
+    let (copier, played) = played(|ask| done(if ask == Ask::Leave { [4, 6] } else { [8, 5] }));
+    let (file, one) = (tempfile::tempfile().unwrap(), piece(8));
+    let mut copying = copier.begin(Way::Out, &file, [(0, &one)]).unwrap();
+    assert_eq!(copying.leave().unwrap(), Left { bytes: 4, room: 6 });
+    assert_eq!(copying.finish(&|| false).unwrap().bytes, 8);
+    drop(copier);
+    assert_eq!(played.join().unwrap()[2..], [Ask::End, Ask::Leave, Ask::Finish]);
+}
+
+#[test]
+fn after_a_failure_nothing_is_waited_for_a_second_time() {
+    let (copier, played) = played(|_| None);
+    let (file, one) = (tempfile::tempfile().unwrap(), piece(8));
+    let mut copying = copier.begin(Way::Out, &file, [(0, &one)]).unwrap();
+    assert!(matches!(copying.leave(), Err(Error::Gone { .. })));
+    assert_eq!(copier.pid(), None);
+    // This would ask another process, which knows of no copy.
+    drop(copying);
+    assert_eq!(copier.pid(), None);
+    played.join().unwrap();
+}
+
+#[test]
+fn a_copy_that_is_cancelled_ends_the_process() {
+    let (copier, played) = played(|_| {
+        thread::sleep(Duration::from_secs(1));
+        done([8, 5])
+    });
+    let (file, one) = (tempfile::tempfile().unwrap(), piece(8));
+    let copying = copier.begin(Way::Out, &file, [(0, &one)]).unwrap();
+    let began = Instant::now();
+    assert!(matches!(copying.finish(&|| true), Err(Error::Cancelled)));
+    assert!(began.elapsed() < Duration::from_millis(900), "{:?}", began.elapsed());
+    assert_eq!(copier.pid(), None);
+    // Its answer goes nowhere.
+    assert!(played.join().is_err());
 }

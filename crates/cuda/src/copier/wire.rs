@@ -18,8 +18,12 @@ pub(super) enum Ask {
     Begin(Way, [u64; 2]),
     /// A piece of it, at this offset, of so many bytes. The memory comes with it.
     Piece(u64, u64),
-    /// The last one was sent. It is answered with the bytes that were copied and the microseconds.
+    /// The last one was sent.
     End,
+    /// The job is to run. It is answered when the rest is in room on the GPU, with its bytes and those of the room.
+    Leave,
+    /// The rest. It is answered with the bytes that were copied and the microseconds.
+    Finish,
     /// Forget files that do not exist any more. It is not answered.
     Forget,
 }
@@ -61,6 +65,8 @@ impl Ask {
             Ask::Piece(offset, bytes) => [4, offset, bytes, 0],
             Ask::End => [5, 0, 0, 0],
             Ask::Forget => [6, 0, 0, 0],
+            Ask::Leave => [7, 0, 0, 0],
+            Ask::Finish => [8, 0, 0, 0],
         }
     }
 
@@ -72,6 +78,8 @@ impl Ask {
             [4, offset, bytes, _] => Ask::Piece(offset, bytes),
             [5, ..] => Ask::End,
             [6, ..] => Ask::Forget,
+            [7, ..] => Ask::Leave,
+            [8, ..] => Ask::Finish,
             _ => return None,
         })
     }
@@ -166,6 +174,8 @@ mod tests {
             Ask::Begin(Way::Out, [u64::MAX, 0]),
             Ask::Piece(9, 10),
             Ask::End,
+            Ask::Leave,
+            Ask::Finish,
             Ask::Forget,
         ];
         for ask in all {

@@ -1,7 +1,8 @@
 //! Copies memory that stays on the GPU into the image, while CRIU dumps.
 //!
 //! The file is made while the job runs, as large as the memory is then, and registered with the driver. The copy begins as
-//! soon as the processes have released the memory, and must be over before they get it again and run.
+//! soon as the processes have released the memory. Before they get it again and run, all of it must be in the file, or in room
+//! on the GPU, from which the rest is copied while the job runs.
 
 use std::fs::File;
 use std::io;
@@ -81,7 +82,7 @@ impl<'a> Room<'a> {
     }
 
     /// Begins to copy all of it, and describes where it will be.
-    pub(crate) fn begin(&mut self, staying: &[Staying]) -> Result<(Copying<'a>, Kept), Error> {
+    pub(crate) fn begin(&mut self, staying: &[Staying]) -> Result<(Copy<'a>, Kept), Error> {
         let pieces = laid_out(staying);
         let bytes = pieces.last().map_or(0, |piece| piece.offset.saturating_add(piece.bytes));
         if bytes > self.bytes {
@@ -94,7 +95,33 @@ impl<'a> Room<'a> {
             Some((piece.offset, staying.iter().find(is_it)?))
         });
         let copying = self.copier.begin(Way::Out, &self.file, wanted)?;
-        Ok((copying, Kept { part: Filling::kept_part(), pieces }))
+        Ok((Copy(copying), Kept { part: Filling::kept_part(), pieces }))
+    }
+}
+
+/// A copy of all of it under way.
+#[derive(Debug)]
+pub(crate) struct Copy<'a>(Copying<'a>);
+
+impl Copy<'_> {
+    /// Waits until the processes may have the memory again.
+    pub(crate) fn leave(&mut self) -> Result<(), Error> {
+        let left = self.0.leave()?;
+        if left.bytes > 0 {
+            tracing::debug!(
+                bytes = left.bytes,
+                room = left.room,
+                "GPU memory is copied from room on the GPU behind the job"
+            );
+        }
+        Ok(())
+    }
+
+    /// Waits for its end.
+    pub(crate) fn finish(self, cancelled: &dyn Fn() -> bool) -> Result<(), Error> {
+        let copied = self.0.finish(cancelled)?;
+        tracing::debug!(bytes = copied.bytes, took = ?copied.took, "copied GPU memory that stayed on the GPU");
+        Ok(())
     }
 }
 

@@ -47,7 +47,7 @@ pub(crate) fn fill(copier: &Copier, dir: &Path, kept: Option<&Kept>, made: &[Sta
     // A link could lead to a file that the job may not read.
     let file = kept.part.open_for_device(dir).map_err(Error::File)?;
     copier.file(&file, end)?;
-    let copied = copier.begin(Way::In, &file, pairs)?.finish()?;
+    let copied = copier.begin(Way::In, &file, pairs)?.finish(&|| false)?;
     tracing::debug!(bytes = copied.bytes, took = ?copied.took, "filled GPU memory from the image");
     Ok(())
 }

@@ -1,0 +1,348 @@
+//! The driver's contexts and what is done with them.
+#![allow(unsafe_code, reason = "calls of the CUDA driver; each block says why it is sound")]
+
+use std::collections::BTreeMap;
+use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::hash::{BuildHasher, RandomState};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::ptr;
+
+use super::super::Way;
+use super::mapped::Mapped;
+use crate::{Driver, GpuUuid, code};
+
+/// Copies over the bus that a GPU has on its way at once.
+pub(super) const SLOTS: usize = 4;
+/// In a copy to the GPU a word of each stretch of so many bytes is compared.
+const STRETCH: u64 = 64 << 20;
+
+/// Memory of the job, mapped here.
+pub(super) struct Piece {
+    pub(super) address: u64,
+    handle: u64,
+    pub(super) offset: u64,
+    pub(super) bytes: u64,
+    pub(super) device: c_int,
+    is_mapped: bool,
+}
+
+macro_rules! functions {
+    ($($name:ident: $symbol:literal, fn($($argument:ty),*);)*) => {
+        /// The driver's functions (cuda.h of CUDA 13).
+        struct Functions {
+            $($name: unsafe extern "C" fn($($argument),*) -> c_int,)*
+            name: unsafe extern "C" fn(c_int, *mut *const c_char) -> c_int,
+        }
+
+        impl Functions {
+            fn find(driver: &Driver) -> Result<Functions, String> {
+                Ok(Functions {
+                    $($name: driver.symbol($symbol).ok_or(concat!("the driver has no ", $symbol))?,)*
+                    name: driver.symbol("cuGetErrorName").ok_or("the driver has no cuGetErrorName")?,
+                })
+            }
+        }
+    };
+}
+
+functions! {
+    init: "cuInit", fn(c_uint);
+    count: "cuDeviceGetCount", fn(*mut c_int);
+    uuid: "cuDeviceGetUuid_v2", fn(*mut [u8; 16], c_int);
+    retain: "cuDevicePrimaryCtxRetain", fn(*mut *mut c_void, c_int);
+    set_current: "cuCtxSetCurrent", fn(*mut c_void);
+    new_stream: "cuStreamCreate", fn(*mut *mut c_void, c_uint);
+    wait: "cuStreamSynchronize", fn(*mut c_void);
+    query: "cuStreamQuery", fn(*mut c_void);
+    memory: "cuMemGetInfo_v2", fn(*mut usize, *mut usize);
+    allocate: "cuMemAlloc_v2", fn(*mut u64, usize);
+    free: "cuMemFree_v2", fn(u64);
+    register: "cuMemHostRegister_v2", fn(*mut c_void, usize, c_uint);
+    unregister: "cuMemHostUnregister", fn(*mut c_void);
+    import: "cuMemImportFromShareableHandle", fn(*mut u64, usize, c_uint);
+    properties: "cuMemGetAllocationPropertiesFromHandle", fn(*mut [u32; 8], u64);
+    reserve: "cuMemAddressReserve", fn(*mut u64, usize, usize, u64, u64);
+    unreserve: "cuMemAddressFree", fn(u64, usize);
+    map: "cuMemMap", fn(u64, usize, usize, u64, u64);
+    unmap: "cuMemUnmap", fn(u64, usize);
+    access: "cuMemSetAccess", fn(u64, usize, *const [c_int; 3], usize);
+    release: "cuMemRelease", fn(u64);
+    copy_out: "cuMemcpyDtoHAsync_v2", fn(*mut c_void, u64, usize, *mut c_void);
+    copy_in: "cuMemcpyHtoDAsync_v2", fn(u64, *const c_void, usize, *mut c_void);
+    copy_within: "cuMemcpyDtoDAsync_v2", fn(u64, u64, usize, *mut c_void);
+}
+
+/// The GPUs that are in use.
+pub(super) struct Gpus {
+    functions: Functions,
+    pub(super) devices: BTreeMap<c_int, Device>,
+    /// What marks a page that was not written.
+    pub(super) mark: u64,
+}
+
+pub(super) struct Device {
+    context: *mut c_void,
+    /// For copies over the bus.
+    slots: [*mut c_void; SLOTS],
+    /// For copies within the GPU.
+    within: *mut c_void,
+}
+
+impl Gpus {
+    pub(super) fn new() -> Result<Gpus, String> {
+        let driver = Driver::load().map_err(|error| error.to_string())?;
+        let functions = Functions::find(&driver)?;
+        let mark = RandomState::new().hash_one(0);
+        let gpus = Gpus { functions, devices: BTreeMap::new(), mark };
+        // SAFETY: its only argument is 0.
+        gpus.check_code(unsafe { (gpus.functions.init)(0) }, "cuInit")?;
+        Ok(gpus)
+    }
+
+    fn check_code(&self, result: c_int, what: &str) -> Result<(), String> {
+        if result == code::SUCCESS {
+            return Ok(());
+        }
+        let mut text = ptr::null();
+        // SAFETY: it writes one pointer.
+        let found = unsafe { (self.functions.name)(result, &raw mut text) };
+        let name = match found == code::SUCCESS && !text.is_null() {
+            // SAFETY: a static, NUL-terminated string of the library.
+            true => unsafe { std::ffi::CStr::from_ptr(text) }.to_string_lossy().into_owned(),
+            false => String::new(),
+        };
+        Err(format!("{what} failed: {name} (error {result})"))
+    }
+
+    pub(super) fn device_of(&self, wanted: GpuUuid) -> Result<c_int, String> {
+        let mut count = 0;
+        // SAFETY: a live local.
+        self.check_code(unsafe { (self.functions.count)(&raw mut count) }, "cuDeviceGetCount")?;
+        let is_it = |device: &c_int| {
+            let mut uuid = [0; 16];
+            // SAFETY: a live local.
+            let result = unsafe { (self.functions.uuid)(&raw mut uuid, *device) };
+            result == code::SUCCESS && uuid == wanted.bytes()
+        };
+        (0..count).find(is_it).ok_or_else(|| format!("no GPU has the UUID {wanted}"))
+    }
+
+    /// Makes the context of this GPU current, and first of all makes one if there is none.
+    pub(super) fn enter(&mut self, device: c_int) -> Result<(), String> {
+        if let Some(known) = self.devices.get(&device) {
+            // SAFETY: a context that was made here.
+            return self.check_code(unsafe { (self.functions.set_current)(known.context) }, "cuCtxSetCurrent");
+        }
+        let mut context = ptr::null_mut();
+        // SAFETY: a live local.
+        let result = unsafe { (self.functions.retain)(&raw mut context, device) };
+        self.check_code(result, "cuDevicePrimaryCtxRetain")?;
+        // SAFETY: just made.
+        self.check_code(unsafe { (self.functions.set_current)(context) }, "cuCtxSetCurrent")?;
+        let mut slots = [ptr::null_mut(); SLOTS];
+        for slot in &mut slots {
+            *slot = self.new_stream()?;
+        }
+        let within = self.new_stream()?;
+        self.devices.insert(device, Device { context, slots, within });
+        Ok(())
+    }
+
+    fn new_stream(&self) -> Result<*mut c_void, String> {
+        let mut stream = ptr::null_mut();
+        // SAFETY: a live local. CU_STREAM_NON_BLOCKING.
+        self.check_code(unsafe { (self.functions.new_stream)(&raw mut stream, 1) }, "cuStreamCreate")?;
+        Ok(stream)
+    }
+
+    pub(super) fn register(&mut self, address: usize, length: usize) -> Result<(), String> {
+        if let Some(device) = self.devices.keys().next().copied() {
+            self.enter(device)?;
+        }
+        // SAFETY: a mapping of ours, which stays until it is unregistered. CU_MEMHOSTREGISTER_PORTABLE.
+        let result = unsafe { (self.functions.register)(ptr::with_exposed_provenance_mut(address), length, 1) };
+        self.check_code(result, "cuMemHostRegister")
+    }
+
+    pub(super) fn unregister(&mut self, address: usize) {
+        if let Some(device) = self.devices.keys().next().copied() {
+            let _ = self.enter(device);
+        }
+        // SAFETY: registered at this address; no copy is under way.
+        unsafe { (self.functions.unregister)(ptr::with_exposed_provenance_mut(address)) };
+    }
+
+    pub(super) fn import(&mut self, memory: &OwnedFd, offset: u64, bytes: u64) -> Result<Piece, String> {
+        let mut handle = 0;
+        let number = usize::try_from(memory.as_raw_fd()).map_err(|error| error.to_string())?;
+        let import = |gpus: &Gpus, handle: &mut u64| {
+            // SAFETY: a live local; a descriptor is passed as a pointer with its number.
+            unsafe { (gpus.functions.import)(handle, number, 1) }
+        };
+        let mut result = import(self, &mut handle);
+        if result != code::SUCCESS && self.devices.is_empty() {
+            // The GPUs are not known (a container in which NVML does not know the job): any context may help.
+            self.enter(0)?;
+            result = import(self, &mut handle);
+        }
+        self.check_code(result, "cuMemImportFromShareableHandle")?;
+        let mut piece = Piece { address: 0, handle, offset, bytes, device: 0, is_mapped: false };
+        // CUmemAllocationProp: the fourth word is the device.
+        let mut properties = [0; 8];
+        // SAFETY: a live local of the size of the structure.
+        let result = unsafe { (self.functions.properties)(&raw mut properties, handle) };
+        if let Err(why) = self.check_code(result, "cuMemGetAllocationPropertiesFromHandle") {
+            self.let_go(&piece);
+            return Err(why);
+        }
+        piece.device = properties[3].cast_signed();
+        Ok(piece)
+    }
+
+    pub(super) fn map(&mut self, piece: &mut Piece) -> Result<(), String> {
+        self.enter(piece.device)?;
+        let length = usize::try_from(piece.bytes).map_err(|error| error.to_string())?;
+        let functions = &self.functions;
+        // SAFETY: a live local, and numbers.
+        let result = unsafe { (functions.reserve)(&raw mut piece.address, length, 0, 0, 0) };
+        self.check_code(result, "cuMemAddressReserve")?;
+        // SAFETY: numbers.
+        self.check_code(unsafe { (functions.map)(piece.address, length, 0, piece.handle, 0) }, "cuMemMap")?;
+        piece.is_mapped = true;
+        // CUmemAccessDesc: read and write, from the device.
+        let access = [1, piece.device, 3];
+        // SAFETY: one live local.
+        let result = unsafe { (functions.access)(piece.address, length, &raw const access, 1) };
+        self.check_code(result, "cuMemSetAccess")
+    }
+
+    /// Begins a copy over the bus, in one of the [`SLOTS`]. `host` is in the mapping of a file, or waited for.
+    pub(super) fn copy(
+        &mut self,
+        device: c_int,
+        slot: usize,
+        way: Way,
+        memory: u64,
+        host: usize,
+        bytes: u64,
+    ) -> Result<(), String> {
+        self.enter(device)?;
+        let stream = self.slot(device, slot);
+        let length = usize::try_from(bytes).map_err(|error| error.to_string())?;
+        let host = ptr::with_exposed_provenance_mut::<c_void>(host);
+        let result = match way {
+            // SAFETY: both are mapped here until the end of the copy, which is awaited.
+            Way::Out => unsafe { (self.functions.copy_out)(host, memory, length, stream) },
+            // SAFETY: as above.
+            Way::In => unsafe { (self.functions.copy_in)(memory, host, length, stream) },
+        };
+        self.check_code(result, "the copy")
+    }
+
+    fn slot(&self, device: c_int, slot: usize) -> *mut c_void {
+        self.devices.get(&device).and_then(|device| device.slots.get(slot).copied()).unwrap_or(ptr::null_mut())
+    }
+
+    /// Whether what was begun in this slot has ended.
+    pub(super) fn is_idle(&mut self, device: c_int, slot: usize) -> Result<bool, String> {
+        self.enter(device)?;
+        // SAFETY: a stream of this context.
+        match unsafe { (self.functions.query)(self.slot(device, slot)) } {
+            code::NOT_READY => Ok(false),
+            result => self.check_code(result, "the copy").map(|()| true),
+        }
+    }
+
+    /// Bytes of memory of a GPU that are free, and all.
+    pub(super) fn memory(&mut self, device: c_int) -> Result<(u64, u64), String> {
+        self.enter(device)?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: live locals.
+        self.check_code(unsafe { (self.functions.memory)(&raw mut free, &raw mut total) }, "cuMemGetInfo")?;
+        Ok((free as u64, total as u64))
+    }
+
+    /// Memory of our own.
+    pub(super) fn allocate(&mut self, device: c_int, bytes: u64) -> Result<u64, String> {
+        self.enter(device)?;
+        let (mut address, bytes) = (0, usize::try_from(bytes).map_err(|error| error.to_string())?);
+        // SAFETY: a live local.
+        self.check_code(unsafe { (self.functions.allocate)(&raw mut address, bytes) }, "cuMemAlloc")?;
+        Ok(address)
+    }
+
+    /// The end of that, once nothing is copied from or to it.
+    pub(super) fn free(&mut self, device: c_int, address: u64) -> Result<(), String> {
+        self.enter(device)?;
+        // SAFETY: allocated here; all copies of it have ended.
+        self.check_code(unsafe { (self.functions.free)(address) }, "cuMemFree")
+    }
+
+    /// Begins a copy within a GPU.
+    pub(super) fn copy_within(&mut self, device: c_int, to: u64, from: u64, bytes: u64) -> Result<(), String> {
+        self.enter(device)?;
+        let stream = self.devices.get(&device).map_or(ptr::null_mut(), |device| device.within);
+        let length = usize::try_from(bytes).map_err(|error| error.to_string())?;
+        // SAFETY: both are mapped here until the end of the copy, which is awaited.
+        let result = unsafe { (self.functions.copy_within)(to, from, length, stream) };
+        self.check_code(result, "the copy within the GPU")
+    }
+
+    /// Waits for all copies within GPUs.
+    pub(super) fn wait_within(&mut self) -> Result<(), String> {
+        let all = self.devices.iter().map(|(device, it)| (*device, it.within)).collect();
+        self.wait(all)
+    }
+
+    /// Waits for all copies.
+    pub(super) fn finish(&mut self) -> Result<(), String> {
+        let streams = |it: &Device| it.slots.into_iter().chain([it.within]);
+        let all = self.devices.iter().flat_map(|(device, it)| streams(it).map(|stream| (*device, stream))).collect();
+        self.wait(all)
+    }
+
+    fn wait(&mut self, streams: Vec<(c_int, *mut c_void)>) -> Result<(), String> {
+        let mut result = Ok(());
+        for (device, stream) in streams {
+            // SAFETY: a stream of this context.
+            let waited =
+                self.enter(device).and_then(|()| self.check_code(unsafe { (self.functions.wait)(stream) }, "the copy"));
+            result = result.and(waited);
+        }
+        result
+    }
+
+    /// Compares words of the memory with those in the file.
+    pub(super) fn check(&mut self, piece: &Piece, mapped: &Mapped) -> Result<(), String> {
+        use std::os::unix::fs::FileExt;
+        let ends: Vec<u64> = (1..=piece.bytes.div_ceil(STRETCH)).map(|n| (n * STRETCH).min(piece.bytes) - 8).collect();
+        let mut here = vec![[0_u8; 8]; ends.len()];
+        let begun = ends.iter().zip(&mut here).try_for_each(|(at, word)| {
+            self.copy(piece.device, 0, Way::Out, piece.address + at, word.as_mut_ptr().expose_provenance(), 8)
+        });
+        // Also after a failure: they write to the words.
+        self.finish().and(begun)?;
+        for (at, here) in ends.iter().zip(here) {
+            let mut there = [0_u8; 8];
+            mapped.file.read_exact_at(&mut there, piece.offset + at).map_err(|error| error.to_string())?;
+            if here != there {
+                return Err("the GPU did not read the file: its pages were replaced".into());
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn let_go(&mut self, piece: &Piece) {
+        let length = usize::try_from(piece.bytes).unwrap_or(0);
+        if piece.is_mapped {
+            // SAFETY: mapped here; all copies have ended.
+            unsafe { (self.functions.unmap)(piece.address, length) };
+        }
+        // SAFETY: a handle of ours.
+        unsafe { (self.functions.release)(piece.handle) };
+        if piece.address != 0 {
+            // SAFETY: reserved here.
+            unsafe { (self.functions.unreserve)(piece.address, length) };
+        }
+    }
+}

@@ -1,0 +1,266 @@
+//! Memory that stays on the GPU and is copied from room on the GPU, behind the job.
+
+use std::fs;
+use std::os::unix::fs::FileExt;
+use std::thread;
+
+use nix::sys::signal::Signal;
+use rekindle_store::Image;
+
+use crate::rig::{Rig, Supervisor};
+
+const MIB: u64 = 1 << 20;
+/// Pieces of 16 MiB. Four at a time are on their way, and are waited for.
+const PIECES: u64 = 12;
+const SLOW: &str = "0 delay=200";
+const BEHIND: &str = "GPU memory is copied from room on the GPU behind the job";
+
+/// A job on a GPU with so many MiB free.
+fn job(free: u64) -> Option<Rig> {
+    let mut rig = Rig::new()?;
+    let sizes = vec!["16"; usize::try_from(PIECES).unwrap()].join(",");
+    rig.kept(&["--mib", &sizes]);
+    rig.standin.gpus(&format!("a0 16384 {}\n", 16384 - free));
+    Some(rig)
+}
+
+fn kept(image: &Image) -> u64 {
+    image.manifest().unwrap().kept.iter().flat_map(|kept| &kept.pieces).map(|piece| piece.bytes).sum()
+}
+
+/// Asks for a snapshot and waits until the job has its memory again. The bytes that are copied behind it.
+fn behind(rig: &Rig, supervisor: &mut Supervisor<'_>) -> u64 {
+    rig.standin.fault("fail-copier-out", SLOW);
+    supervisor.ask();
+    let line = supervisor.said(BEHIND);
+    line.split("bytes=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap().parse().unwrap()
+}
+
+/// Bytes of the GPU that the processes that copy have now: of one that is dead none.
+fn room(rig: &Rig) -> u64 {
+    let entries = fs::read_dir(rig.standin.path()).unwrap().flatten().map(|entry| entry.path());
+    let copiers = entries.filter(|path| path.extension().is_some_and(|end| end == "copier"));
+    let runs = copiers.filter(|path| {
+        let pid = path.file_stem().unwrap().to_str().unwrap();
+        fs::read_to_string(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.contains("copy-gpu-memory"))
+    });
+    let used = |path| {
+        let mut bytes = [0; 8];
+        fs::File::open(path).unwrap().read_exact_at(&mut bytes, 16).unwrap();
+        u64::from_ne_bytes(bytes)
+    };
+    runs.map(used).sum()
+}
+
+fn has_no_room(rig: &Rig, supervisor: &mut Supervisor<'_>) {
+    supervisor.until("the room on the GPU is free", |_| room(rig) == 0);
+}
+
+#[test]
+fn a_copy_that_would_be_waited_for_goes_on_behind_the_job() {
+    let Some(rig) = job(8192) else { return };
+    let mut supervisor = rig.start();
+    for restarts in 1..=2 {
+        let left = behind(&rig, &mut supervisor);
+        assert!(left >= 2 * 16 * MIB && left < PIECES * 16 * MIB, "{left}");
+        supervisor.until("the room is in use", |_| room(&rig) >= 16 * MIB);
+        let before = rig.images().first().map(|image| image.id);
+        // It changes what is being copied.
+        supervisor.counts();
+        assert_eq!(rig.images().first().map(|image| image.id), before, "no image before it is whole");
+        let image = supervisor.image();
+        assert_eq!(kept(&image), PIECES * 16 * MIB);
+        assert!(image.verify().is_sound(), "{:?}", image.verify());
+        has_no_room(&rig, &mut supervisor);
+        rig.clear("fail-copier-out");
+        supervisor.kill_job();
+        let line = supervisor.said("the job was restored from image");
+        assert!(line.contains(&image.id.to_string()), "{line}");
+        supervisor.assert_unharmed(1);
+        assert_eq!(rig.state().unwrap().restarts, restarts);
+    }
+    supervisor.stop();
+    rig.assert_sequence();
+    rig.assert_store_is_whole();
+}
+
+#[test]
+fn a_copy_that_is_over_in_time_takes_no_room() {
+    let Some(rig) = job(8192) else { return };
+    let mut supervisor = rig.start();
+    rig.standin.fault("fail-restore", "0 delay=2000");
+    // It would be gone if it had been met.
+    rig.standin.fault("fail-copier-allocate", "2 times=1");
+    supervisor.snapshot();
+    assert!(rig.standin.path().join("fail-copier-allocate").exists(), "{}", rig.log());
+    assert!(!rig.log().contains(BEHIND), "{}", rig.log());
+    supervisor.assert_unharmed(1);
+    supervisor.stop();
+}
+
+#[test]
+fn room_for_a_part_is_used_for_that_part_and_without_room_the_job_waits() {
+    // Of that 2 GiB stay free.
+    let Some(rig) = job(2048 + 32) else { return };
+    let mut supervisor = rig.start();
+    assert_eq!(behind(&rig, &mut supervisor), 32 * MIB);
+    assert_eq!(kept(&supervisor.image()), PIECES * 16 * MIB);
+    has_no_room(&rig, &mut supervisor);
+    rig.clear("fail-copier-out");
+    supervisor.kill_job();
+    supervisor.said("the job was restored from image");
+    supervisor.assert_unharmed(1);
+    let mark = rig.log().len();
+    for (fault, text) in [("", ""), ("fail-copier-allocate", "2"), ("fail-copier-info", "999")] {
+        rig.standin.gpus(if fault.is_empty() { "a0 16384 14336\n" } else { "a0 16384 0\n" });
+        if !fault.is_empty() {
+            rig.standin.fault(fault, text);
+        }
+        rig.standin.fault("fail-copier-out", SLOW);
+        let image = supervisor.snapshot();
+        assert_eq!(kept(&image), PIECES * 16 * MIB);
+        assert!(!rig.log()[mark..].contains(BEHIND), "{fault}: {}", rig.log());
+        supervisor.assert_unharmed(1);
+        rig.clear(fault);
+    }
+    supervisor.kill_job();
+    supervisor.said("the job was restored from image");
+    supervisor.assert_unharmed(1);
+    supervisor.stop();
+    rig.assert_sequence();
+    rig.assert_store_is_whole();
+}
+
+#[test]
+fn a_copy_that_fails_or_whose_process_dies_behind_the_job_costs_one_snapshot() {
+    let Some(rig) = job(8192) else { return };
+    let mut supervisor = rig.start();
+    let mut newest = supervisor.snapshot().id;
+    let faults = [
+        ("die-at-copier-out", "", "the process that copies GPU memory does not answer (copy)"),
+        ("fail-copier-out", "999", "the process that copies GPU memory cannot copy: "),
+        ("die-at-copier-free", "", "the process that copies GPU memory does not answer (copy)"),
+        ("fail-copier-free", "999", "the process that copies GPU memory cannot copy: cuMemFree failed"),
+    ];
+    for (fault, text, words) in faults {
+        behind(&rig, &mut supervisor);
+        rig.standin.fault(fault, text);
+        let why = supervisor.said("the snapshot failed");
+        assert!(why.contains(words) && why.contains("the job continues"), "{fault}: {why}");
+        rig.clear(fault);
+        rig.clear("fail-copier-out");
+        assert_eq!(rig.images()[0].id, newest, "{fault}: nothing was published");
+        has_no_room(&rig, &mut supervisor);
+        supervisor.assert_unharmed(1);
+        // The one that is retried starts another process.
+        let image = supervisor.image();
+        assert_eq!(kept(&image), PIECES * 16 * MIB);
+        newest = image.id;
+    }
+    // In the freeze.
+    rig.standin.fault("fail-copier-out", SLOW);
+    rig.standin.fault("fail-copier-within", "999 times=1");
+    let why = supervisor.failing_snapshot();
+    assert!(why.contains("cannot copy: ") && why.contains("the job continues"), "{why}");
+    rig.clear("fail-copier-out");
+    supervisor.image();
+    assert_eq!(rig.state().unwrap().restarts, 0);
+    supervisor.kill_job();
+    supervisor.said("the job was restored from image");
+    supervisor.assert_unharmed(1);
+    supervisor.stop();
+    rig.assert_sequence();
+    rig.assert_store_is_whole();
+}
+
+#[test]
+fn a_job_that_dies_while_its_memory_is_copied_behind_it_is_restored_from_that_image() {
+    let Some(rig) = job(8192) else { return };
+    let mut supervisor = rig.start();
+    behind(&rig, &mut supervisor);
+    supervisor.kill_job();
+    let image = supervisor.image();
+    rig.clear("fail-copier-out");
+    let line = supervisor.said("the job was restored from image");
+    assert!(line.contains(&image.id.to_string()), "{line}");
+    supervisor.assert_unharmed(1);
+    assert_eq!(kept(&image), PIECES * 16 * MIB);
+    has_no_room(&rig, &mut supervisor);
+    supervisor.stop();
+    rig.assert_sequence();
+    rig.assert_store_is_whole();
+}
+
+#[test]
+fn what_is_asked_for_behind_the_job_is_done_once_the_image_is_whole() {
+    let Some(rig) = job(8192) else { return };
+    let mut supervisor = rig.start();
+    behind(&rig, &mut supervisor);
+    thread::scope(|scope| {
+        let asked = scope.spawn(|| rig.ask(&["snapshot", "j"]));
+        let first = supervisor.image();
+        rig.clear("fail-copier-out");
+        let second = supervisor.image();
+        assert!(second.id > first.id && kept(&first) == kept(&second));
+        let (code, said) = asked.join().unwrap();
+        assert!(code == Some(0) && said.contains(&second.id.to_string()), "{said}");
+    });
+    supervisor.assert_unharmed(1);
+    behind(&rig, &mut supervisor);
+    supervisor.signal(Signal::SIGTERM);
+    let last = supervisor.image();
+    assert_eq!(supervisor.wait(), Some(143));
+    rig.assert_nothing_left();
+    rig.clear("fail-copier-out");
+    let mut supervisor = rig.run();
+    let line = supervisor.said("the job was restored from image");
+    assert!(line.contains(&last.id.to_string()), "{line}");
+    supervisor.assert_unharmed(1);
+    supervisor.stop();
+    rig.assert_sequence();
+    rig.assert_store_is_whole();
+}
+
+#[test]
+fn a_rewind_behind_the_job_does_not_wait_for_a_slow_copy() {
+    let Some(rig) = job(8192) else { return };
+    let mut supervisor = rig.start();
+    let image = supervisor.snapshot();
+    behind(&rig, &mut supervisor);
+    rig.standin.fault("fail-copier-out", "0 delay=60000");
+    thread::scope(|scope| {
+        let asked = scope.spawn(|| rig.ask(&["rewind", "j", "-1"]));
+        supervisor.said("the snapshot was cancelled");
+        // A copy to the GPU is compared.
+        rig.clear("fail-copier-out");
+        let (code, said) = asked.join().unwrap();
+        assert_eq!(code, Some(0), "{said}");
+    });
+    has_no_room(&rig, &mut supervisor);
+    supervisor.assert_running(1);
+    supervisor.counts();
+    assert_eq!(rig.images()[0].id, image.id, "nothing was published");
+    assert_eq!(kept(&supervisor.snapshot()), PIECES * 16 * MIB);
+    supervisor.stop();
+    rig.assert_sequence();
+    rig.assert_store_is_whole();
+}
+
+#[test]
+fn a_supervisor_that_is_killed_behind_the_job_leaves_nothing() {
+    let Some(rig) = job(8192) else { return };
+    let mut supervisor = rig.start();
+    let image = supervisor.snapshot();
+    behind(&rig, &mut supervisor);
+    supervisor.kill();
+    rig.assert_nothing_left();
+    assert_eq!(room(&rig), 0);
+    rig.clear("fail-copier-out");
+    let mut supervisor = rig.run();
+    let line = supervisor.said("the job was restored from image");
+    assert!(line.contains(&image.id.to_string()), "{line}");
+    supervisor.assert_unharmed(1);
+    supervisor.stop();
+    rig.assert_sequence();
+    rig.assert_store_is_whole();
+}
