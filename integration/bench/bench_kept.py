@@ -1,6 +1,7 @@
 """GPU memory that stays on the GPU (gpu.memory = "kept") against the driver's copies. Needs a GPU and PyTorch.
 
-    bench_kept.py --rekindle FILE --criu FILE [--sizes 1,8,32] [--only NAME,...] [--logs DIR] [--stand-in FILE]
+    bench_kept.py --rekindle FILE --criu FILE [--sizes 1,8,32] [--only NAME,...] [--ways copied,kept]
+                  [--no-store] [--logs DIR] [--stand-in FILE]
 
 Trials, each of which goes on when another one fails:
   table     per size and way: snapshots, then kill -9; the same steps must have the same bits in both ways
@@ -10,6 +11,8 @@ Trials, each of which goes on when another one fails:
   ranks     two ranks on two GPUs, NCCL
   notice    what programs can notice: CUDA IPC, peer access, pools, graphs, attributes
   leak      kill -9 of everything with memory kept; nvidia-smi before and after
+--ways      of the table
+--no-store  one snapshot of each way in the table, which is not stored
 """
 
 import argparse
@@ -159,7 +162,7 @@ class Bench:
 
     def stores(self, gib):
         """Whether the disk has room for two images of this size."""
-        return free_on(self.work) / 2**30 > 2 * (gib + 3)
+        return not self.args.no_store and free_on(self.work) / 2**30 > 2 * (gib + 3)
 
     def settings(self, memory, gib):
         return {
@@ -255,7 +258,7 @@ class Bench:
 
     def table(self):
         for gib in self.args.sizes:
-            for memory in ("copied", "kept"):
+            for memory in self.args.ways.split(","):
                 self.guard(f"{memory} {gib} GiB", lambda: self.row(memory, gib))
 
     def row(self, memory, gib):
@@ -439,6 +442,8 @@ def main():
     parser.add_argument("--sizes", default="1,8,32")
     parser.add_argument("--only", default=",".join(TRIALS))
     parser.add_argument("--dir", default="/var/tmp")
+    parser.add_argument("--ways", default="copied,kept")
+    parser.add_argument("--no-store", action="store_true")
     parser.add_argument("--logs", type=Path)
     parser.add_argument("--stand-in")
     args = parser.parse_args()
