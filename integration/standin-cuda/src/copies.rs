@@ -1,5 +1,5 @@
-//! Copies of the process that copies: they are on their way when the call returns, as with the driver. The bus does one at a time, in
-//! the order of the calls, and so does the GPU within itself.
+//! Copies of the process that copies: they are on their way when the call returns, as with the driver. The bus does one at a
+//! time, in the order of the calls, and so does the GPU within itself.
 
 use std::collections::BTreeMap;
 use std::sync::mpsc::{self, Sender};

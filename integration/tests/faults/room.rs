@@ -62,7 +62,7 @@ fn a_copy_that_would_be_waited_for_goes_on_behind_the_job() {
     let mut supervisor = rig.start();
     for restarts in 1..=2 {
         let left = behind(&rig, &mut supervisor);
-        assert!(left >= 2 * 16 * MIB && left < PIECES * 16 * MIB, "{left}");
+        assert!((2 * 16 * MIB..PIECES * 16 * MIB).contains(&left), "{left}");
         supervisor.until("the room is in use", |_| room(&rig) >= 16 * MIB);
         let before = rig.images().first().map(|image| image.id);
         // It changes what is being copied.
