@@ -239,10 +239,10 @@ impl Owner<'_> {
         if !self.life.is_present(life) || !is_running || self.life.ended().is_some() || !self.goes_back_for_ranks() {
             return;
         }
-        let Some(job) = self.life.job() else { return };
+        let Some(job) = self.life.job().filter(|_| self.watch.deaths.launchers.is_none()) else { return };
         let launchers = job.stop_launchers(pid);
         tracing::debug!(pid, ?launchers, "a rank dies: its launchers are stopped until it has ended");
-        self.watch.deaths.launchers.get_or_insert((launchers, Instant::now() + LAUNCHERS));
+        self.watch.deaths.launchers = Some((launchers, Instant::now() + LAUNCHERS));
     }
 
     /// Decides about the deaths that are due.

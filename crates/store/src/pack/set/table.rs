@@ -209,7 +209,11 @@ impl Index {
         }
         let mut rest = self.slots.as_mut_slice();
         let parts = starts.windows(2).filter_map(|ends| rest.split_off_mut(..ends[1] - ends[0])).collect();
-        let Ok(_) = parallel::in_parallel(parts, usize::MAX, |part| Ok::<_, Infallible>(sort(part)));
+        let sorted = |part: &mut [Slot]| {
+            sort(part);
+            Ok::<(), Infallible>(())
+        };
+        let Ok(_) = parallel::in_parallel(parts, usize::MAX, sorted);
     }
 
     fn location(&self, slot: &Slot) -> Option<Location> {
