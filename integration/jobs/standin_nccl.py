@@ -2,7 +2,7 @@
 """Ranks that use the stand-ins for libcuda and libnccl, and check what they receive.
 
     standin_nccl.py OUT RANKS MODE [--linked LIBRARY] [--never FILE] [--survive]
-                    [--second LIBRARY] [--scribble] [--static FILE] [--launch] [--heavy FILE]
+                    [--second LIBRARY] [--scribble] [--static FILE] [--launch] [--orphans] [--heavy FILE]
 
 Rank 0 is this process and writes OUT; rank N is a child of it and writes OUT.N: the number of each step that was right.
 MODE:
@@ -23,7 +23,7 @@ wrong, with 5 when a call fails, with 6 when a rank ends badly, unless --survive
 finds functions of another NCCL; with --scribble rank 0 writes random numbers to the table of the interposer all the time.
 With --static the functions are those of FILE, called by their addresses: as those of an NCCL that is linked statically,
 they have no symbols that a loader looks up. With --launch this process is no rank: all ranks are its children, and as soon
-as one ends it kills the others. Once FILE of --heavy is there, the last rank has 1 GiB that it gives back when it ends.
+as one ends it kills the others. With --orphans the ranks have no parent in the job, and this process waits for ever. Once FILE of --heavy is there, the last rank has 1 GiB that it gives back when it ends.
 """
 
 import argparse
@@ -459,6 +459,18 @@ def launch(ranks):
     fail(6, f"rank {pids.index(ended)} ended with status {status}")
 
 
+def launch_orphans(ranks):
+    """Answers the number of a rank in each of them, and never in this process."""
+    if os.fork() == 0:
+        for rank in range(ranks):
+            if os.fork() == 0:
+                return rank
+        os._exit(0)
+    os.wait()
+    while True:
+        signal.pause()
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("out")
@@ -471,19 +483,24 @@ def main():
     parser.add_argument("--scribble", action="store_true")
     parser.add_argument("--static")
     parser.add_argument("--launch", action="store_true")
+    parser.add_argument("--orphans", action="store_true")
     parser.add_argument("--heavy")
     args = parser.parse_args()
 
     # Shared with the children.
     shared = (ctypes.c_uint64 * (mmap.PAGESIZE // WORD)).from_buffer(mmap.mmap(-1, mmap.PAGESIZE))
-    number, pids = launch(args.ranks) if args.launch else 0, []
-    for rank in range(1, 1 if args.launch else args.ranks):
+    number, pids, forks = 0, [], not args.launch and not args.orphans
+    if args.launch:
+        number = launch(args.ranks)
+    elif args.orphans:
+        number = launch_orphans(args.ranks)
+    for rank in range(1, args.ranks if forks else 1):
         pid = os.fork()
         if pid == 0:
             number = rank
             break
         pids.append(pid)
-    if number == 0 and not args.survive and not args.launch:
+    if number == 0 and not args.survive and forks:
         threading.Thread(target=wait_for_ranks, args=(pids,), daemon=True).start()
     rank = MODES[args.mode](number, args.ranks, shared, args)
     if number == 0 and args.scribble:

@@ -238,13 +238,18 @@ impl Job {
         !gpus::with_peers(self.pids()).is_empty()
     }
 
-    /// Stops the processes that have started this one (a pid as we see it), up to the job's own, but ranks. Stopped
-    /// processes stay so.
+    /// Stops the processes of the job that have started this one (a pid as we see it) and are no ranks. What somebody else
+    /// has stopped is left alone.
     #[must_use]
     pub fn stop_launchers(&self, pid: i32) -> StoppedProcesses {
-        let ranks: BTreeSet<i32> = gpus::with_peers(self.pids()).iter().map(Ranks::pid).collect();
+        let mut pids = self.pids();
+        let ranks: BTreeSet<i32> = gpus::with_peers(pids.iter().copied()).iter().map(Ranks::pid).collect();
+        // Above these are we, and above us whatever started us.
+        for ours in [Some(&self.root), self.world.init()].into_iter().flatten() {
+            pids.remove(&ours.pid());
+        }
         let parents = std::iter::successors(process::parent(pid), |pid| process::parent(*pid));
-        let launchers = parents.take_while(|pid| *pid != self.root.pid() && *pid > 1).take(MOST_LAUNCHERS);
+        let launchers = parents.take_while(|pid| pids.contains(pid)).take(MOST_LAUNCHERS);
         StoppedProcesses::stop(launchers.filter(|pid| !ranks.contains(pid)))
     }
 

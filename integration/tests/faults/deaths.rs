@@ -40,6 +40,15 @@ fn ends(pid: i32, signal: Signal) {
     kill(Pid::from_raw(pid), signal).unwrap();
 }
 
+/// Waits until a process has the memory that makes its end slow.
+fn has_a_gib(pid: i32) {
+    let begun = Instant::now();
+    while rekindle_os::process::memory(pid).anonymous < 1 << 30 {
+        assert!(begun.elapsed() < AT_ONCE);
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
 fn restarts(rig: &Rig) -> u32 {
     rig.state().unwrap().restarts
 }
@@ -303,11 +312,7 @@ fn a_launcher_that_kills_the_others_at_once_is_stopped_while_a_rank_dies() {
     // As with a GPU, its end takes a while.
     fs::write(&heavy, "").unwrap();
     let victim = children(&rig)[2];
-    let begun = Instant::now();
-    while rekindle_os::process::memory(victim).anonymous < 1 << 30 {
-        assert!(begun.elapsed() < AT_ONCE);
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    has_a_gib(victim);
     fs::remove_file(&heavy).unwrap();
     let mut others: Vec<i32> = children(&rig)[..2].iter().filter_map(|pid| inner(*pid)).collect();
     let pid = inner(victim).unwrap();
@@ -323,6 +328,27 @@ fn a_launcher_that_kills_the_others_at_once_is_stopped_while_a_rank_dies() {
     assert_eq!(causes(&rig), [Cause::ProcessDied { pid, name: "python3".into(), signal: 9 }]);
     supervisor.assert_unharmed(3);
     supervisor.snapshot();
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+/// What is above a rank without a parent in the job is rekindle, and above that whoever started it.
+#[test]
+fn nobody_outside_the_job_is_stopped_while_a_rank_dies() {
+    let Some(mut rig) = Rig::new() else { return };
+    let heavy = rig.path().join("heavy");
+    rig.nccl(2, "split", Calls::BySymbol, &["--orphans", "--heavy", heavy.to_str().unwrap()]);
+    rig.variable("REKINDLE_TEST_DRIVER", "580.159.04");
+    let mut supervisor = start(&rig, 2);
+    supervisor.snapshot();
+    fs::write(&heavy, "").unwrap();
+    let victim = rig.job_pids().into_iter().max_by_key(|pid| inner(*pid)).unwrap();
+    has_a_gib(victim);
+    fs::remove_file(&heavy).unwrap();
+    ends(victim, Signal::SIGKILL);
+    supervisor.said("the job was restored from image");
+    assert!(rig.log().contains("launchers=StoppedProcesses { pidfds: [] }"), "{}", rig.log());
+    supervisor.assert_unharmed(2);
     supervisor.stop();
     rig.assert_sequence();
 }
