@@ -87,6 +87,11 @@ impl ProcessDeaths {
         self.due.filter(|_| !matches!(state, State::Snapshotting { then: None, ended: None, .. }))
     }
 
+    /// Whether the launchers of a dying process are to be stopped: it takes the job back, and none are stopped yet.
+    fn may_stop_launchers(&self, death: &Death) -> bool {
+        self.launchers.is_none() && self.ledger.judge(&victim(death)) == Answer::Back
+    }
+
     /// When stopped launchers continue.
     pub(super) fn launchers_continue(&self) -> Option<Instant> {
         self.launchers.as_ref().map(|(_, at)| *at)
@@ -176,7 +181,7 @@ impl Owner<'_> {
             OnProcessDeath::Root | OnProcessDeath::Cuda => Who::These(manifest.tree.cuda.clone()),
             OnProcessDeath::Any => Who::All,
         };
-        watcher.watch(self.life.number(), job.root.pid(), who, self.goes_back_for_ranks());
+        watcher.watch(self.life.number(), job.root.pid(), who, self.deaths_count() && job.has_ranks());
     }
 
     /// A life has begun.
@@ -207,8 +212,7 @@ impl Owner<'_> {
             return;
         }
         self.watch.gpus.died(victim(&death).to_string());
-        let restart = &self.setup.config.restart;
-        if restart.on_process_death == OnProcessDeath::Root || restart.max_restarts == 0 {
+        if !self.deaths_count() {
             return;
         }
         // Launchers of ranks need longer than a moment to end, and what they do first, SIGTERM for the other ranks, costs
@@ -224,24 +228,23 @@ impl Owner<'_> {
         }
     }
 
-    /// Whether the death of a rank takes the job back: of a job that has any.
-    fn goes_back_for_ranks(&self) -> bool {
+    /// Whether the death of a process can take the job back.
+    fn deaths_count(&self) -> bool {
         let restart = &self.setup.config.restart;
-        let may = restart.on_process_death != OnProcessDeath::Root && restart.max_restarts != 0;
-        may && self.life.job().is_some_and(|job| job.has_ranks())
+        restart.on_process_death != OnProcessDeath::Root && restart.max_restarts != 0
     }
 
-    /// A signal kills a process, which has not ended yet. A launcher that kills the other ranks as soon as it has would be
-    /// faster than we are, and the kernels of those would wait for the dead rank until the driver ends them. While it
-    /// dies, the other ranks run: what its own kernel waits for may still arrive.
-    pub(super) fn process_dies(&mut self, life: u32, pid: i32) {
+    /// A process dies, and has not ended yet. A launcher that kills the other ranks as soon as it has would be faster than
+    /// we are, and the kernels of those would wait for the dead rank until the driver ends them. While it dies, the other
+    /// ranks run: what its own kernel waits for may still arrive.
+    pub(super) fn process_dies(&mut self, death: &Death) {
         let is_running = matches!(self.machine.state(), State::Running(_)) && !self.machine.is_stopping();
-        if !self.life.is_present(life) || !is_running || self.life.ended().is_some() || !self.goes_back_for_ranks() {
+        let is_present = self.life.is_present(death.life) && self.life.ended().is_none();
+        if !is_running || !is_present || !self.deaths_count() || !self.watch.deaths.may_stop_launchers(death) {
             return;
         }
-        let Some(job) = self.life.job().filter(|_| self.watch.deaths.launchers.is_none()) else { return };
-        let launchers = job.stop_launchers(pid);
-        tracing::debug!(pid, ?launchers, "a rank dies: its launchers are stopped until it has ended");
+        let Some(launchers) = self.life.job().and_then(|job| job.stop_launchers(death.outer)) else { return };
+        tracing::debug!(pid = death.pid, ?launchers, "a rank dies: its launchers are stopped until it has ended");
         self.watch.deaths.launchers = Some((launchers, Instant::now() + LAUNCHERS));
     }
 

@@ -317,7 +317,7 @@ impl Owner<'_> {
             Finding::HangDetector(life, finding) if self.life.is_present(life) => self.noticed(finding),
             Finding::Line(hit) if self.life.is_present(hit.life) && self.life.ended().is_none() => self.matched(&hit),
             Finding::Fault(fault) => self.faulted(&fault),
-            Finding::Process(Noticed::Dying { life, outer }) => self.process_dies(life, outer),
+            Finding::Process(Noticed::Dying(death)) => self.process_dies(&death),
             Finding::Process(Noticed::Died(death)) => self.process_died(death),
             Finding::Notice(change) => self.announced(change),
             Finding::HangDetector(..) | Finding::Line(_) => {}

@@ -35,13 +35,8 @@ pub(crate) struct Death {
 /// What was noticed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Noticed {
-    /// A signal kills a process, which has not ended yet. Only the events tell of this.
-    Dying {
-        /// The life of the job.
-        life: u32,
-        /// As we see it.
-        outer: i32,
-    },
+    /// The process has not ended yet. Only the events tell of this.
+    Dying(Death),
     /// It has ended.
     Died(Death),
 }
@@ -127,6 +122,12 @@ struct Member {
     dying: Option<Ended>,
 }
 
+impl Member {
+    fn death(&self, life: u32, pid: i32, signal: i32) -> Death {
+        Death { life, pid: self.inner, outer: pid, name: self.name.clone(), signal }
+    }
+}
+
 /// The most pidfds: the supervisor may have 1024 descriptors, and needs some for other purposes.
 const MOST_PIDFDS: usize = 256;
 
@@ -183,8 +184,9 @@ impl Watch {
                 (pids, exits::wait(&fds, unknown.then_some(LATE))?)
             };
             let quiet = !ready.contains(&true);
-            let died = |death| Noticed::Died(death);
-            for noticed in self.happened().into_iter().chain(self.ended(&pids, &ready, quiet).into_iter().map(died)) {
+            let happened = self.happened();
+            let ended = self.ended(&pids, &ready, quiet).into_iter().map(Noticed::Died);
+            for noticed in happened.into_iter().chain(ended) {
                 if !report(noticed) {
                     return Ok(());
                 }
@@ -259,9 +261,10 @@ impl Watch {
 
     /// A thread of it has ended.
     fn dies(&mut self, pid: i32, how: Ended) -> Option<Noticed> {
-        let member = self.members.get_mut(&pid).filter(|_| matches!(how, Ended::Signal(_)))?;
+        let Ended::Signal(signal) = how else { return None };
+        let member = self.members.get_mut(&pid)?;
         let first = member.dying.replace(how).is_none();
-        (first && member.pidfd.is_some()).then_some(Noticed::Dying { life: self.life, outer: pid })
+        (first && member.pidfd.is_some()).then(|| Noticed::Dying(member.death(self.life, pid, signal)))
     }
 
     /// Reads the pidfds.
@@ -296,7 +299,7 @@ impl Watch {
     fn leaves(&mut self, pid: i32, how: Ended) -> Option<Death> {
         let member = self.members.remove(&pid)?;
         let Ended::Signal(signal) = how else { return None };
-        Some(Death { life: self.life, pid: member.inner, outer: pid, name: member.name, signal })
+        Some(member.death(self.life, pid, signal))
     }
 }
 
@@ -310,7 +313,7 @@ mod tests {
         let (sender, deaths) = mpsc::channel();
         let report = move |noticed| match noticed {
             Noticed::Died(death) => sender.send(death).is_ok(),
-            Noticed::Dying { .. } => true,
+            Noticed::Dying(_) => true,
         };
         (watcher_with(whole, report), deaths)
     }
@@ -425,9 +428,10 @@ mod tests {
         std::thread::sleep(Duration::from_millis(200));
         kill(pid, nix::sys::signal::Signal::SIGKILL);
         let (first, dying) = noticed.recv_timeout(SOON).unwrap();
-        assert_eq!(dying, Noticed::Dying { life: 1, outer: pid });
+        let expected = Death { life: 1, pid, outer: pid, name: "python3".into(), signal: libc::SIGKILL };
+        assert_eq!(dying, Noticed::Dying(expected.clone()));
         let (then, died) = noticed.recv_timeout(SOON).unwrap();
-        assert!(matches!(died, Noticed::Died(Death { signal: libc::SIGKILL, .. })), "{died:?}");
+        assert_eq!(died, Noticed::Died(expected));
         assert!(then - first > Duration::from_millis(10), "{:?}", then - first);
         process::tree(root).into_iter().rev().for_each(|pid| kill(pid, nix::sys::signal::Signal::SIGKILL));
         child.wait().unwrap();

@@ -238,19 +238,22 @@ impl Job {
         !gpus::with_peers(self.pids()).is_empty()
     }
 
-    /// Stops the processes of the job that have started this one (a pid as we see it) and are no ranks. What somebody else
-    /// has stopped is left alone.
+    /// Stops the processes of the job that have started this one (a pid as we see it) and are no ranks. `None` if the job
+    /// has no ranks. What somebody else has stopped is left alone.
     #[must_use]
-    pub fn stop_launchers(&self, pid: i32) -> StoppedProcesses {
+    pub fn stop_launchers(&self, pid: i32) -> Option<StoppedProcesses> {
         let mut pids = self.pids();
         let ranks: BTreeSet<i32> = gpus::with_peers(pids.iter().copied()).iter().map(Ranks::pid).collect();
+        if ranks.is_empty() {
+            return None;
+        }
         // Above these are we, and above us whatever started us.
         for ours in [Some(&self.root), self.world.init()].into_iter().flatten() {
             pids.remove(&ours.pid());
         }
         let parents = std::iter::successors(process::parent(pid), |pid| process::parent(*pid));
         let launchers = parents.take_while(|pid| pids.contains(pid)).take(MOST_LAUNCHERS);
-        StoppedProcesses::stop(launchers.filter(|pid| !ranks.contains(pid)))
+        Some(StoppedProcesses::stop(launchers.filter(|pid| !ranks.contains(pid))))
     }
 
     /// Kills everything in its world. CUDA processes are prepared for it ([`gpus`]).

@@ -99,8 +99,8 @@ pub enum Event {
         /// Its pid.
         pid: i32,
     },
-    /// One of its other threads ended by a signal, of which the whole process dies. Its end can take seconds more: the
-    /// last thread gives back the memory and closes the descriptors.
+    /// One of its other threads ended by a signal that kills the whole process. Its end can take seconds more: the last
+    /// thread gives back the memory and closes the descriptors.
     Dying {
         /// Its pid.
         pid: i32,

@@ -1,6 +1,8 @@
 //! A process of the job dies, and its launcher would hear of it half a minute later.
 
+use std::collections::BTreeSet;
 use std::fs;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
@@ -38,6 +40,11 @@ fn children(rig: &Rig) -> Vec<i32> {
 
 fn ends(pid: i32, signal: Signal) {
     kill(Pid::from_raw(pid), signal).unwrap();
+}
+
+/// The processes whose NCCL operations were called off, as the job sees them.
+fn called_off(aborts: &Path) -> BTreeSet<i32> {
+    fs::read_to_string(aborts).unwrap().lines().map(|pid| pid.parse().unwrap()).collect()
 }
 
 /// Waits until a process has the memory that makes its end slow.
@@ -276,15 +283,11 @@ fn what_waits_for_a_dead_rank_is_called_off_before_the_others_are_killed() {
     supervisor.snapshot();
     let ranks: Vec<i32> = rig.job_pids().into_iter().filter(|pid| inner(*pid).is_some_and(|pid| pid > 1000)).collect();
     let victim = *ranks.last().unwrap();
-    let mut others: Vec<i32> = ranks.iter().filter(|pid| **pid != victim).filter_map(|pid| inner(*pid)).collect();
+    let others: BTreeSet<i32> = ranks.iter().filter(|pid| **pid != victim).filter_map(|pid| inner(*pid)).collect();
     ends(victim, Signal::SIGKILL);
     supervisor.said("called off the NCCL operations");
     supervisor.said("the job was restored from image");
-    let mut called: Vec<i32> = fs::read_to_string(&aborts).unwrap().lines().map(|pid| pid.parse().unwrap()).collect();
-    called.sort_unstable();
-    called.dedup();
-    others.sort_unstable();
-    assert_eq!(called, others);
+    assert_eq!(called_off(&aborts), others);
     supervisor.assert_unharmed(4);
     supervisor.snapshot();
     // A stop is a kill, too.
@@ -314,17 +317,13 @@ fn a_launcher_that_kills_the_others_at_once_is_stopped_while_a_rank_dies() {
     let victim = children(&rig)[2];
     has_a_gib(victim);
     fs::remove_file(&heavy).unwrap();
-    let mut others: Vec<i32> = children(&rig)[..2].iter().filter_map(|pid| inner(*pid)).collect();
+    let others: BTreeSet<i32> = children(&rig)[..2].iter().filter_map(|pid| inner(*pid)).collect();
     let pid = inner(victim).unwrap();
     ends(victim, Signal::SIGKILL);
     supervisor.said("a rank dies");
     supervisor.said("called off the NCCL operations");
     supervisor.said("the job was restored from image");
-    let mut called: Vec<i32> = fs::read_to_string(&aborts).unwrap().lines().map(|pid| pid.parse().unwrap()).collect();
-    called.sort_unstable();
-    called.dedup();
-    others.sort_unstable();
-    assert_eq!(called, others);
+    assert_eq!(called_off(&aborts), others);
     assert_eq!(causes(&rig), [Cause::ProcessDied { pid, name: "python3".into(), signal: 9 }]);
     supervisor.assert_unharmed(3);
     supervisor.snapshot();
