@@ -19,8 +19,8 @@ use super::gpus::{Gpus, Piece, SLOTS};
 use super::mapped::{GRANULE, Mapped};
 use super::micros;
 
-/// Bytes of one chunk: 1.2 ms at the full rate of the bus, of which the driver's calls take some 10 us. With [`SLOTS`] chunks on
-/// their way the GPU always has work, and a job waits 5 ms at most for those that were begun.
+/// Bytes of one chunk: 1.2 ms at the full rate of the bus. The driver's calls take some 10 us. With [`SLOTS`] chunks on their
+/// way the GPU always has work, and a job waits 5 ms at most for those that were begun.
 pub(super) const CHUNK: u64 = 64 << 20;
 /// Bytes of room that are taken and freed at once: an allocation takes 62 us, its end 0.15 ms (H100, driver 580).
 const ROOM: u64 = 256 << 20;

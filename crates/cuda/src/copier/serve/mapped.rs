@@ -20,7 +20,7 @@ pub(super) struct Mapped {
     pub(super) file: File,
     /// Device and inode.
     pub(super) key: [u64; 2],
-    /// What was reserved, of which the file's part begins at `base`.
+    /// The addresses that were reserved. The file is mapped from `base` on.
     reserved: usize,
     base: usize,
     pub(super) length: u64,
@@ -62,7 +62,7 @@ impl Mapped {
             self.ranges.pop();
             let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
             let (at, length) = (self.address(begin), usize::try_from(end - begin).unwrap_or(0));
-            // SAFETY: in place of a part of our own mapping, of which nothing is borrowed.
+            // SAFETY: in place of a part of our own mapping, which nobody borrows.
             unsafe { libc::mmap(ptr::with_exposed_provenance_mut(at), length, libc::PROT_NONE, flags, -1, 0) };
             if begin < bytes {
                 self.ranges.push((begin, bytes, false));
@@ -83,7 +83,7 @@ impl Mapped {
         let (at, length) = (self.address(begin), usize::try_from(end - begin).unwrap_or(0));
         let offset = libc::off_t::try_from(begin).map_err(|error| error.to_string())?;
         let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
-        // SAFETY: in place of a part of our own addresses, of which nothing is borrowed.
+        // SAFETY: in place of a part of our own addresses, which nobody borrows.
         let mapped = unsafe {
             libc::mmap(ptr::with_exposed_provenance_mut(at), length, prot, flags, self.file.as_raw_fd(), offset)
         };
@@ -147,8 +147,8 @@ impl Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        // SAFETY: our own addresses, of which nothing is borrowed, and nothing is registered: a file is forgotten after
-        // `set_length` of 0.
+        // SAFETY: our own addresses, which nobody borrows. They are not registered: a file is forgotten after `set_length`
+        // of 0.
         unsafe { libc::munmap(ptr::with_exposed_provenance_mut(self.reserved), ADDRESSES) };
     }
 }
