@@ -88,6 +88,9 @@ pub enum Error {
         /// The cause.
         source: io::Error,
     },
+    /// Threads of the process run that must not run yet.
+    #[error("the threads of process {0} did not stay stopped, and would have used GPU memory that is not there yet")]
+    Runs(i32),
     /// The process was locked or checkpointed by somebody else.
     #[error(
         "process {pid} is {state}, not running; if no other tool is using it, resume it with `rekindle cuda restore` and `rekindle cuda unlock --pid {pid}`"

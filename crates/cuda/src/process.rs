@@ -143,6 +143,21 @@ impl Process {
         result
     }
 
+    /// Unlocks a process whose threads are stopped, and stay stopped: they must not run before they have all of their GPU
+    /// memory. `thread` and `patience` are those of [`Process::alone`].
+    ///
+    /// # Errors
+    /// A failed call, and [`Error::Runs`] when a thread of the process runs, before the call or after it.
+    pub fn unlock_stopped(&self, thread: i32, patience: Duration) -> Result<()> {
+        let check = || match ptrace::stands(self.pid, STOP_TIMEOUT) {
+            true => Ok(()),
+            false => Err(Error::Runs(self.pid)),
+        };
+        check()?;
+        self.alone(thread, patience, || self.unlock())?;
+        check()
+    }
+
     fn call(&self, function: Function, argument: *mut c_void) -> Result<()> {
         // SAFETY: each caller above passes a live local of the type that cuda.h declares for its function, or null
         // where the argument is optional; `pairs` outlives its call.

@@ -10,6 +10,8 @@ struct Fault {
     code: i32,
     times: Option<u32>,
     delay: Duration,
+    /// Until the file says something else.
+    hold: bool,
     pid: Option<i32>,
 }
 
@@ -17,6 +19,7 @@ fn parse(text: &str) -> Option<Fault> {
     let mut fault = Fault::default();
     for word in text.split_whitespace() {
         match word.split_once('=') {
+            None if word == "hold" => fault.hold = true,
             None => fault.code = word.parse().ok()?,
             Some(("times", value)) => fault.times = Some(value.parse().ok()?),
             Some(("delay", value)) => fault.delay = Duration::from_millis(value.parse().ok()?),
@@ -39,6 +42,12 @@ pub(crate) fn inject(folder: &Path, op: &str, pid: i32) -> Result<(), i32> {
     }
     let path = folder.join(format!("fail-{op}"));
     let Some(fault) = read(&path, pid)? else { return Ok(()) };
+    if fault.hold {
+        while read(&path, pid)?.is_some_and(|fault| fault.hold) {
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        return inject(folder, op, pid);
+    }
     match fault.times {
         Some(0 | 1) => {
             let _ = fs::remove_file(&path);

@@ -256,7 +256,9 @@ impl Rig {
     pub(crate) fn assert_store_is_whole(&self) {
         for image in self.copies() {
             assert!(image.is_good(), "{:?}\n{}", image.state, self.log());
-            assert!(image.verify().is_sound(), "image {}: {:?}", image.id, image.verify());
+            let report = image.verify();
+            // It may have been the turn of the oldest one to be removed.
+            assert!(report.is_sound() || !image.dir.exists(), "image {}: {report:?}", image.id);
         }
     }
 

@@ -190,6 +190,7 @@ impl Error {
             | Error::Landing(_) => Blame::Machine,
             // It may be a zombie of the previous life, which pid 1 has not reaped yet.
             Error::PidTaken(_) => Blame::Machine,
+            Error::Gpu(gpu::Error::NoThread(_)) => Blame::Image,
             // No driver, no permission, a GPU that is full or missing, a process killed meanwhile: the image cannot
             // cause any of these.
             Error::Gpu(_) => Blame::Machine,

@@ -50,8 +50,8 @@ unsafe extern "C" fn main(table: *mut c_void) -> *mut c_void {
         table.aborted.store(1, Ordering::Release);
     }
     loop {
-        // The group must not end.
-        sys::futex_wait(&table.abort, 1);
+        // The group must not end. The program can have written anything there.
+        sys::futex_wait(&table.abort, table.abort.load(Ordering::Relaxed));
     }
 }
 

@@ -116,6 +116,8 @@ struct Member {
     inner: i32,
     /// The driver's thread in the process, as we see it.
     thread: i32,
+    /// The same, as the job sees it. The image is described when the process may be dead.
+    inner_thread: i32,
     state: GpuState,
     /// Stopped by us, and to be resumed.
     stopped: bool,
@@ -139,12 +141,21 @@ impl Member {
 
     /// Runs `work` with only the driver's thread running, if the process is stopped.
     fn alone<T>(&self, work: impl FnOnce(&Process) -> Result<T, cuda::Error>) -> Result<T, cuda::Error> {
+        self.stop_again();
+        self.process.alone(self.thread, PATIENCE, || work(&self.process))
+    }
+
+    fn unlock_stopped(&self) -> Result<(), cuda::Error> {
+        self.stop_again();
+        self.process.unlock_stopped(self.thread, PATIENCE)
+    }
+
+    /// CRIU resumes a stopped process and sends it SIGSTOP again; until the signal arrives, the process runs. If it does
+    /// not stop, the driver's answer decides.
+    fn stop_again(&self) {
         if self.stopped {
-            // CRIU resumes a stopped process and sends it SIGSTOP again; until the signal arrives, the process runs. If
-            // it does not stop, the driver's answer decides.
             let _ = ptrace::stop(self.process.pid(), STOP_TIMEOUT);
         }
-        self.process.alone(self.thread, PATIENCE, || work(&self.process))
     }
 
     fn may_run_on(&self) -> bool {
@@ -192,8 +203,9 @@ impl Group {
         for (_, pid, answer) in all {
             let Some((inner, answer)) = answer else { continue };
             match answer {
-                Ok((process, thread)) => {
-                    members.push(Member { process, inner, thread, state: GpuState::Running, stopped: false });
+                Ok((process, [thread, inner_thread])) => {
+                    let state = GpuState::Running;
+                    members.push(Member { process, inner, thread, inner_thread, state, stopped: false });
                 }
                 Err(error) if error.is_not_cuda() => {}
                 Err(_) if has_ended(pid) => {}
@@ -213,8 +225,7 @@ impl Group {
 
     /// The driver's thread of each process, with pids as the job sees them.
     pub(crate) fn inner_threads(&self) -> BTreeMap<i32, i32> {
-        let inner = |member: &Member| Some((member.inner, process::inner_pid(member.thread)?));
-        self.members.iter().filter_map(inner).collect()
+        self.members.iter().map(|member| (member.inner, member.inner_thread)).collect()
     }
 
     /// The processes that we stopped, as we see them.
@@ -394,7 +405,7 @@ impl Group {
     /// Unlocks the locked processes; their threads stay stopped.
     fn unlock_alone(&mut self) -> Result<(), Error> {
         let unlock = |member: &Member| match member.state {
-            GpuState::Locked => member.alone(Process::unlock).map(|()| GpuState::Running),
+            GpuState::Locked => member.unlock_stopped().map(|()| GpuState::Running),
             state => Ok(state),
         };
         let mut result = Ok(());
@@ -596,8 +607,8 @@ fn any(pids: Vec<i32>, applies: impl Fn(i32) -> bool + Sync) -> Option<i32> {
     parallel::in_parallel(pids, READERS, |pid| if applies(pid) { Err(pid) } else { Ok(()) }).err()
 }
 
-/// A CUDA process that is running, and the thread the driver works with.
-fn look_at(pid: i32) -> Result<(Process, i32), cuda::Error> {
+/// A CUDA process that is running, and the thread the driver works with, as we see it and as the process does.
+fn look_at(pid: i32) -> Result<(Process, [i32; 2]), cuda::Error> {
     let process = Process::new(pid)?;
     match process.state()? {
         State::Running => {}
@@ -605,7 +616,7 @@ fn look_at(pid: i32) -> Result<(Process, i32), cuda::Error> {
         state => return Err(cuda::Error::Busy { pid, state }),
     }
     let told = process.restore_thread_id()?;
-    let thread = process::find_thread(pid, told);
+    let thread = process::find_thread(pid, told).and_then(|thread| Some([thread, process::inner_pid(thread)?]));
     let gone = || cuda::Error::Thread { pid, tid: told, source: std::io::Error::from_raw_os_error(libc::ESRCH) };
     Ok((process, thread.ok_or_else(gone)?))
 }

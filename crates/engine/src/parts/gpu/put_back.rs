@@ -17,6 +17,13 @@ pub enum Error {
     /// A process of the image that used CUDA does not exist after the restore.
     #[error("process {0} used CUDA and does not exist after the restore")]
     NoProcess(i32),
+    /// The image does not say with which thread the driver works, and other threads must not run before the process has
+    /// its memory.
+    #[error(
+        "the image does not say which thread of process {0} belongs to the CUDA driver: the process was dead when the \
+         image was completed"
+    )]
+    NoThread(i32),
     /// The CUDA driver could not restore a process.
     #[error("the CUDA state of process {pid} was not restored: {source}")]
     Cuda {
@@ -124,19 +131,27 @@ pub(crate) fn put_back(
         let error = |source| Error::Cuda { pid: *inner, source };
         processes.push((*inner, cuda::Process::new(outer).map_err(error)?));
     }
-    let restore = |(pid, process): (i32, &cuda::Process)| {
+    let restore = |(pid, process): &(i32, cuda::Process)| {
         // The process was stopped in the image, and stays stopped until its GPU memory is restored. CRIU sends it
         // SIGSTOP when it resumes it; until the signal arrives, the process runs.
         let _ = ptrace::stop(process.pid(), STOP_TIMEOUT);
-        let thread = manifest.tree.cuda_threads.get(&pid).copied().unwrap_or(pid);
+        // Images of early versions do not say it. Such a process has all of its memory once the driver is done.
+        let known = match thread(manifest, *pid) {
+            Err(error) if manifest.kept.is_some() => return Err(error),
+            known => known,
+        };
         process
-            .alone(thread, patience(manifest), || process.restore(pairs))
-            .map_err(|source| Error::Cuda { pid, source })
+            .alone(known.unwrap_or(*pid), patience(manifest), || process.restore(pairs))
+            .map_err(|source| Error::Cuda { pid: *pid, source })
     };
-    let one = |(pid, process): &(i32, cuda::Process)| restore((*pid, process));
-    parallel::at_once(&processes, one).into_iter().collect::<Result<(), Error>>()?;
+    parallel::at_once(&processes, restore).into_iter().collect::<Result<(), Error>>()?;
     take_again(manifest, &processes, copier, dir)?;
     Ok(Stopped(processes))
+}
+
+/// The thread of a process that the driver works with, as the job sees it.
+fn thread(manifest: &Manifest, pid: i32) -> Result<i32, Error> {
+    manifest.tree.cuda_threads.get(&pid).copied().ok_or(Error::NoThread(pid))
 }
 
 /// Lets the CUDA processes run.
@@ -177,8 +192,9 @@ fn take_again(
         return Ok(kept::fill(copier, dir, manifest.kept.as_ref(), &[])?);
     }
     let unlock = |(pid, process): &(i32, cuda::Process)| {
-        let thread = manifest.tree.cuda_threads.get(pid).copied().unwrap_or(*pid);
-        let unlocked = process.alone(thread, patience(manifest), || process.unlock());
+        // They run if the driver had to wait for one of them. Until the unlock they cannot use the GPU.
+        let _ = ptrace::stop(process.pid(), STOP_TIMEOUT);
+        let unlocked = process.unlock_stopped(thread(manifest, *pid)?, patience(manifest));
         unlocked.map_err(|source| Error::Cuda { pid: *pid, source })
     };
     parallel::at_once(processes, unlock).into_iter().collect::<Result<(), Error>>()?;
