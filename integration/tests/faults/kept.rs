@@ -373,6 +373,29 @@ fn memory_that_the_program_makes_itself_goes_the_drivers_way_beside_it() {
 }
 
 #[test]
+fn an_image_that_does_not_name_the_thread_of_the_driver_is_not_used() {
+    let Some(rig) = job(&[]) else { return };
+    let mut supervisor = rig.start();
+    let older = supervisor.snapshot().id;
+    let newest = supervisor.snapshot().id;
+    supervisor.said("was stored in");
+    supervisor.kill();
+    rig.assert_nothing_left();
+    for image in rig.copies().into_iter().filter(|image| image.id == newest) {
+        let mut manifest = image.manifest().unwrap().clone();
+        manifest.tree.cuda_threads.clear();
+        fs::write(image.dir.join("manifest.json"), manifest.to_bytes(&Default::default()).unwrap()).unwrap();
+    }
+    let mut supervisor = rig.run();
+    let why = supervisor.said(&format!("image {newest} is marked as bad"));
+    assert!(why.contains("the image does not say which thread of process 1001 belongs to the CUDA driver"), "{why}");
+    supervisor.said(&format!("the job was restored from image {older}"));
+    supervisor.assert_unharmed(1);
+    assert!(!rig.log().contains("the driver's thread has waited"), "{}", rig.log());
+    supervisor.stop();
+}
+
+#[test]
 fn images_of_both_kinds_are_restored_with_either_setting() {
     for first in ["kept", "copied"] {
         let Some(mut rig) = job(&[]) else { return };
