@@ -256,7 +256,7 @@ impl Copier {
             running.send(&Ask::end(), None, doing)
         })?;
         let limit = time_limit(bytes, pages::is_in_memory(file).map_err(Error::File)?);
-        Ok(Copying { copier: self, bytes, begun: Instant::now(), limit, is_over: false })
+        Ok(Copying { copier: self, bytes, begun: Instant::now(), limit, is_left: false, is_over: false })
     }
 
     /// Whether the process runs.
@@ -287,13 +287,15 @@ impl Copier {
     }
 }
 
-/// A copy under way. If this is dropped, it is awaited and forgotten.
+/// A copy under way. If this is dropped, it is awaited and forgotten; after [`Copying::leave`] it is given up at once, with
+/// the process.
 #[derive(Debug)]
 pub struct Copying<'a> {
     copier: &'a Copier,
     bytes: u64,
     begun: Instant,
     limit: Duration,
+    is_left: bool,
     is_over: bool,
 }
 
@@ -309,6 +311,7 @@ impl Copying<'_> {
     /// As [`Copying::finish`].
     pub fn leave(&mut self) -> Result<Left, Error> {
         let [bytes, room] = self.ask(&Ask::Leave, &|| false)?;
+        self.is_left = true;
         Ok(Left { bytes, room })
     }
 
@@ -351,7 +354,8 @@ impl Copying<'_> {
 impl Drop for Copying<'_> {
     fn drop(&mut self) {
         if !self.is_over {
-            let _ = self.wait(&|| false);
+            let is_left = self.is_left;
+            let _ = self.wait(&|| is_left);
         }
     }
 }
