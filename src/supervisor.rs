@@ -450,6 +450,9 @@ impl Owner<'_> {
             sig::SIGUSR1 => Event::SnapshotNow(Reason::Signal),
             signal if signals::STOPS.contains(&signal) => self.end.stops.event(signal, Instant::now()),
             other if self.life.receiver(other).is_none() => return,
+            // A SIGCONT would resume processes that the snapshot has stopped, and any other would be in the image, and
+            // come again after each restore.
+            other if matches!(self.machine.state(), state::State::Snapshotting { .. }) => return self.life.keep(other),
             other => return self.signal(other),
         };
         let name = Ended::Signal(signal).to_string();

@@ -98,7 +98,7 @@ fn more() -> Roff {
             "Take a final snapshot within snapshot.grace and stop. A second signal ends the job at once and does not \
             wait until the image is stored.",
         ),
-        ("SIGQUIT, SIGCONT, SIGWINCH", "Forwarded to the job."),
+        ("SIGQUIT, SIGCONT, SIGWINCH", "Forwarded to the job. During a snapshot they wait for its end."),
     ];
     terms(&mut roff, &signals);
     roff.control("SH", ["EXIT STATUS"]);

@@ -168,6 +168,11 @@ impl Owner<'_> {
             self.group_not_snapped(why);
         }
         self.remember();
+        if self.life.ended().is_none() {
+            for signal in self.life.take_unsent() {
+                self.signal(signal);
+            }
+        }
         // An end that came during the snapshot was postponed; it is reported with the present images.
         if let Some(ended) = self.life.unreported() {
             self.report_end(ended);

@@ -131,6 +131,11 @@ impl<J> JobLife<J> {
         self.job.as_ref()
     }
 
+    /// A signal for the job arrived that it must not get now.
+    pub(super) fn keep(&mut self, signal: i32) {
+        self.unsent.push(signal);
+    }
+
     /// The signals that were kept, in their order.
     pub(super) fn take_unsent(&mut self) -> Vec<i32> {
         std::mem::take(&mut self.unsent)
