@@ -149,13 +149,20 @@ impl Process {
     /// # Errors
     /// A failed call, and [`Error::Runs`] when a thread of the process runs, before the call or after it.
     pub fn unlock_stopped(&self, thread: i32, patience: Duration) -> Result<()> {
-        let check = || match ptrace::stands(self.pid, STOP_TIMEOUT) {
+        self.check_stopped()?;
+        self.alone(thread, patience, || self.unlock())?;
+        self.check_stopped()
+    }
+
+    /// Whether all of its threads are stopped.
+    ///
+    /// # Errors
+    /// [`Error::Runs`] if not.
+    pub fn check_stopped(&self) -> Result<()> {
+        match ptrace::stands(self.pid, STOP_TIMEOUT) {
             true => Ok(()),
             false => Err(Error::Runs(self.pid)),
-        };
-        check()?;
-        self.alone(thread, patience, || self.unlock())?;
-        check()
+        }
     }
 
     fn call(&self, function: Function, argument: *mut c_void) -> Result<()> {

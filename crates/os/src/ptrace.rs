@@ -256,7 +256,7 @@ fn wait_for_stop(tid: i32) -> io::Result<i32> {
 }
 
 /// Stops all threads of a process and waits until they are stopped. Returns whether it ran before: a process that
-/// somebody else stopped stays stopped.
+/// somebody else stopped stays stopped, also after a failure.
 ///
 /// # Errors
 /// When the process is gone, or a thread does not stop within `limit` (it waits in the kernel, in a driver).
@@ -264,11 +264,15 @@ pub fn stop(pid: i32, limit: Duration) -> io::Result<bool> {
     if is_stopped(pid) {
         return Ok(false);
     }
+    // Only a thread of it runs then, for a tracer.
+    let was_stopped = process::threads(pid).into_iter().any(|tid| process::state(tid) == Some('T'));
     signal(pid, libc::SIGSTOP)?;
     let deadline = Instant::now() + limit;
     while !is_stopped(pid) {
         if Instant::now() > deadline || process::state(pid).is_none_or(|state| matches!(state, 'Z' | 'X')) {
-            let _ = signal(pid, libc::SIGCONT);
+            if !was_stopped {
+                let _ = signal(pid, libc::SIGCONT);
+            }
             return Err(io::Error::other(format!("cannot stop the threads of process {pid}")));
         }
         std::thread::sleep(Duration::from_micros(200));

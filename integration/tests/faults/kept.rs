@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use rekindle_os::process;
 use rekindle_store::{Image, Place};
-use rustix::process::{Pid, Resource, Rlimit, prlimit};
+use rustix::process::{Pid, Resource, Rlimit, Signal, kill_process, prlimit};
 
 use crate::rig::{Rig, Supervisor, inner};
 
@@ -370,6 +370,43 @@ fn memory_that_the_program_makes_itself_goes_the_drivers_way_beside_it() {
         supervisor.stop();
         rig.assert_sequence();
     }
+}
+
+#[test]
+fn a_process_that_is_resumed_before_it_has_its_memory_is_lost() {
+    let Some(rig) = job(&[]) else { return };
+    let mut supervisor = rig.start();
+    supervisor.snapshot();
+    rig.standin.fault("fail-unlock", "0 delay=1500");
+    supervisor.ask();
+    supervisor.said("phase=\"copy\"");
+    std::thread::sleep(Duration::from_millis(500));
+    kill_process(Pid::from_raw(supervisor.main_pid()).unwrap(), Signal::CONT).unwrap();
+    let why = supervisor.said("the snapshot failed and the job cannot continue");
+    assert!(why.contains("was resumed before its GPU memory was there"), "{why}");
+    rig.clear("fail-unlock");
+    comes_back(&rig, &mut supervisor, 1);
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+#[test]
+fn a_signal_for_the_job_waits_until_its_snapshot_is_over() {
+    let Some(rig) = job(&[]) else { return };
+    let mut supervisor = rig.start();
+    supervisor.snapshot();
+    rig.standin.fault("fail-unlock", "0 delay=1500");
+    supervisor.ask();
+    supervisor.said("phase=\"copy\"");
+    std::thread::sleep(Duration::from_millis(500));
+    // As a shell does for `fg`. It would run without its memory.
+    supervisor.signal(nix::sys::signal::Signal::SIGCONT);
+    assert_eq!(bytes(&supervisor.image()).0, 70 * MIB);
+    rig.clear("fail-unlock");
+    supervisor.assert_unharmed(1);
+    assert_eq!(rig.state().unwrap().restarts, 0);
+    supervisor.stop();
+    rig.assert_sequence();
 }
 
 #[test]

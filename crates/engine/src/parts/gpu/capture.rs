@@ -428,7 +428,9 @@ impl Group {
         let taken = self.unlock_alone().and_then(|()| Ok(sharing::take_again(&sharing, &self.staying)?));
         if taken.is_err() {
             // If they ran, they would use memory that is not mapped.
-            self.members.iter_mut().filter(|m| m.state == GpuState::Running).for_each(|m| m.state = GpuState::Lost);
+            for member in self.members.iter_mut().filter(|m| matches!(m.state, GpuState::Locked | GpuState::Running)) {
+                member.state = if member.has_ended() { GpuState::Gone } else { GpuState::Lost };
+            }
         }
         if taken.is_ok() {
             // The processes have it.

@@ -19,10 +19,7 @@ pub enum Error {
     NoProcess(i32),
     /// The image does not say with which thread the driver works, and other threads must not run before the process has
     /// its memory.
-    #[error(
-        "the image does not say which thread of process {0} belongs to the CUDA driver: the process was dead when the \
-         image was completed"
-    )]
+    #[error("the image does not say which thread of process {0} belongs to the CUDA driver; restore an older image")]
     NoThread(i32),
     /// The CUDA driver could not restore a process.
     #[error("the CUDA state of process {pid} was not restored: {source}")]
@@ -135,7 +132,8 @@ pub(crate) fn put_back(
         // The process was stopped in the image, and stays stopped until its GPU memory is restored. CRIU sends it
         // SIGSTOP when it resumes it; until the signal arrives, the process runs.
         let _ = ptrace::stop(process.pid(), STOP_TIMEOUT);
-        // Images of early versions do not say it. Such a process has all of its memory once the driver is done.
+        // Images of early versions do not say it. A process that had released no memory has all of it once the driver is
+        // done; one that had is refused below.
         let known = match thread(manifest, *pid) {
             Err(error) if manifest.kept.is_some() => return Err(error),
             known => known,
@@ -202,5 +200,10 @@ fn take_again(
     let _room = sharing::room(&sharing)?;
     let made = sharing::make_again(&sharing)?;
     tracing::debug!(took = ?began.elapsed(), pieces = made.len(), "mapped GPU memory again");
-    Ok(kept::fill(copier, dir, manifest.kept.as_ref(), &made)?)
+    kept::fill(copier, dir, manifest.kept.as_ref(), &made)?;
+    // Anybody can have sent a SIGCONT meanwhile.
+    let check = |(pid, process): &(i32, cuda::Process)| {
+        process.check_stopped().map_err(|source| Error::Cuda { pid: *pid, source })
+    };
+    processes.iter().try_for_each(check)
 }
