@@ -363,7 +363,9 @@ pub fn take(subject: &Subject<'_>, reason: Reason, cancelled: &(dyn Fn() -> bool
 /// Completes the image while the job runs, and returns everything known of it.
 fn manifest(frozen: &mut phases::Frozen<'_>) -> Result<Manifest, Error> {
     frozen.complete()?;
+    // As soon as it can be: what is described are files, too, and the job may change or remove them.
     let manifest = describe(frozen)?;
+    frozen.copied()?;
     frozen.env.subject.lock.confirm()?;
     Ok(manifest)
 }

@@ -181,6 +181,11 @@ impl Freeze<'_> {
 
     /// Waits until the processes may change that memory again. The copy may go on behind the job.
     fn leave_copy(&mut self) -> Result<(), Error> {
+        // Until the network of a group is back, ranks would wait for each other on their GPUs, and the driver ends a
+        // process that it has restored if it waits so for some seconds.
+        if self.env.subject.group.is_some() {
+            return wait_for_copy(&mut self.copying, &self.env);
+        }
         self.copying.as_mut().map_or(Ok(()), |copying| Ok(copying.leave()?))
     }
 
@@ -304,13 +309,12 @@ impl Frozen<'_> {
         if !dangling.is_empty() {
             return Err(Error::Dangling(dangling));
         }
-        let Some(copying) = self.copying.take() else { return Ok(()) };
-        let asked = OnceCell::new();
-        let is_late = || (self.env.cancelled)() && asked.get_or_init(Instant::now).elapsed() >= FOR_THE_REST;
-        match copying.finish(&is_late) {
-            Err(kept::Error::Copier(copier::Error::Cancelled)) => Err(Error::Cancelled),
-            outcome => Ok(outcome?),
-        }
+        Ok(())
+    }
+
+    /// Waits until the memory that stayed on the GPU is in the image.
+    pub(super) fn copied(&mut self) -> Result<(), Error> {
+        wait_for_copy(&mut self.copying, &self.env)
     }
 
     /// The files that a restore needs unchanged.
@@ -326,6 +330,17 @@ impl Frozen<'_> {
     pub(super) fn processes(&self, pids: &[i32]) -> Vec<TreeProcess> {
         let name = |pid: &i32| self.seen.names.get(pid).cloned().unwrap_or_default();
         pids.iter().map(|pid| TreeProcess { pid: *pid, name: name(pid) }).collect()
+    }
+}
+
+/// Waits for the end of a copy, if there is one. After it was cancelled, it has a moment more.
+fn wait_for_copy(copying: &mut Option<kept::Copy<'_>>, env: &Env<'_>) -> Result<(), Error> {
+    let Some(copying) = copying.take() else { return Ok(()) };
+    let asked = OnceCell::new();
+    let is_late = || (env.cancelled)() && asked.get_or_init(Instant::now).elapsed() >= FOR_THE_REST;
+    match copying.finish(&is_late) {
+        Err(kept::Error::Copier(copier::Error::Cancelled)) => Err(Error::Cancelled),
+        outcome => Ok(outcome?),
     }
 }
 

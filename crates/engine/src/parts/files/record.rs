@@ -183,7 +183,11 @@ pub(crate) fn name_by_saved(files: &mut [OpenFile], links: &[SavedLink]) {
 /// Removes the links of [`save_links`].
 pub(crate) fn drop_links(links: &[SavedLink], root: i32, user: Option<&Identity>) {
     for link in links {
-        let _ = in_their_folder(root, [&link.saved], user, |[saved]| std::fs::remove_file(saved));
+        let removed = in_their_folder(root, [&link.saved], user, |[saved]| std::fs::remove_file(saved));
+        // The job may be dead by now. Its mounts were ours.
+        if removed.is_err() && user.is_none() {
+            let _ = std::fs::remove_file(&link.saved);
+        }
     }
 }
 
