@@ -46,8 +46,18 @@ pub(super) struct ProcessDeaths {
     waiting: Vec<Death>,
     /// When to decide about them.
     due: Option<Instant>,
-    /// Launchers that are stopped until then, and when they continue at the latest.
-    launchers: Option<(StoppedProcesses, Instant)>,
+    /// Launchers that are stopped until then.
+    launchers: Option<Launchers>,
+}
+
+/// Those of a process that dies.
+#[derive(Debug)]
+struct Launchers {
+    /// The process, as we see it.
+    of: i32,
+    stopped: StoppedProcesses,
+    /// When they continue at the latest.
+    until: Instant,
 }
 
 /// Whether a death may take a job in this state back.
@@ -94,12 +104,14 @@ impl ProcessDeaths {
 
     /// When stopped launchers continue.
     pub(super) fn launchers_continue(&self) -> Option<Instant> {
-        self.launchers.as_ref().map(|(_, at)| *at)
+        self.launchers.as_ref().map(|launchers| launchers.until)
     }
 
     /// Lets stopped launchers continue.
     pub(super) fn release_launchers(&mut self) {
-        self.launchers = None;
+        if let Some(launchers) = self.launchers.take() {
+            drop(launchers.stopped);
+        }
     }
 
     /// There is an image with these processes. Dead processes that are not in it died before it.
@@ -219,8 +231,9 @@ impl Owner<'_> {
         // time: the driver then waits for the kernels of those (`rekindle_engine::launch`).
         let has_ranks = self.life.job().is_some_and(|job| job.has_ranks());
         let moment = if has_ranks { Duration::ZERO } else { MOMENT };
+        let is_theirs = self.watch.deaths.launchers.as_ref().is_some_and(|launchers| launchers.of == death.outer);
         let calls_off = self.watch.deaths.comes(death, self.machine.state(), Instant::now() + moment);
-        if self.watch.deaths.waiting.is_empty() {
+        if is_theirs && self.watch.deaths.waiting.is_empty() {
             self.watch.deaths.release_launchers();
         }
         if calls_off && matches!(self.machine.state(), State::Snapshotting { .. }) {
@@ -243,9 +256,14 @@ impl Owner<'_> {
         if !is_running || !is_present || !self.deaths_count() || !self.watch.deaths.may_stop_launchers(death) {
             return;
         }
-        let Some(launchers) = self.life.job().and_then(|job| job.stop_launchers(death.outer)) else { return };
-        tracing::debug!(pid = death.pid, ?launchers, "a rank dies: its launchers are stopped until it has ended");
-        self.watch.deaths.launchers = Some((launchers, Instant::now() + LAUNCHERS));
+        let Some(stopped) = self.life.job().and_then(|job| job.stop_launchers(death.outer)) else { return };
+        let launchers: Vec<i32> = stopped.pids().collect();
+        tracing::debug!(
+            pid = death.pid,
+            ?launchers,
+            "a process dies: its launchers are stopped until the job is killed"
+        );
+        self.watch.deaths.launchers = Some(Launchers { of: death.outer, stopped, until: Instant::now() + LAUNCHERS });
     }
 
     /// Decides about the deaths that are due.

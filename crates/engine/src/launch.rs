@@ -253,7 +253,9 @@ impl Job {
         }
         let parents = std::iter::successors(process::parent(pid), |pid| process::parent(*pid));
         let launchers = parents.take_while(|pid| pids.contains(pid)).take(MOST_LAUNCHERS);
-        Some(StoppedProcesses::stop(launchers.filter(|pid| !ranks.contains(pid))))
+        let launchers: Vec<i32> = launchers.filter(|pid| !ranks.contains(pid)).collect();
+        // The outermost first: a shell with job control would see its child stopped, and act on it.
+        Some(StoppedProcesses::stop(launchers.into_iter().rev()))
     }
 
     /// Kills everything in its world. CUDA processes are prepared for it ([`gpus`]).

@@ -6,29 +6,32 @@ use rustix::process::{Signal, pidfd_send_signal};
 
 use super::process;
 
-/// Processes that were stopped. They continue when this is dropped.
+/// Processes that were stopped. They continue when this is dropped, the last one first.
 #[derive(Debug)]
-pub struct StoppedProcesses {
-    pidfds: Vec<OwnedFd>,
-}
+pub struct StoppedProcesses(Vec<(i32, OwnedFd)>);
 
 impl StoppedProcesses {
-    /// Stops these. One that somebody else has stopped is left alone.
+    /// Stops these, in this order. One that somebody else has stopped is left alone.
     #[must_use]
     pub fn stop(pids: impl IntoIterator<Item = i32>) -> StoppedProcesses {
         let runs = |pid: &i32| process::state(*pid).is_some_and(|state| !matches!(state, 'T' | 't' | 'Z' | 'X'));
-        let stopped = pids.into_iter().filter(runs).filter_map(|pid| {
-            let pidfd = process::open_pidfd(pid).ok()?;
+        let stopped = pids.into_iter().filter_map(|pid| {
+            let pidfd = process::open_pidfd(pid).ok().filter(|_| runs(&pid))?;
             pidfd_send_signal(&pidfd, Signal::STOP).ok()?;
-            Some(pidfd)
+            Some((pid, pidfd))
         });
-        StoppedProcesses { pidfds: stopped.collect() }
+        StoppedProcesses(stopped.collect())
+    }
+
+    /// Their pids, as we see them.
+    pub fn pids(&self) -> impl Iterator<Item = i32> {
+        self.0.iter().map(|(pid, _)| *pid)
     }
 }
 
 impl Drop for StoppedProcesses {
     fn drop(&mut self) {
-        for pidfd in &self.pidfds {
+        for (_, pidfd) in self.0.iter().rev() {
             // It fails if the process has ended.
             let _ = pidfd_send_signal(pidfd, Signal::CONT);
         }

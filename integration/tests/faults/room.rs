@@ -16,7 +16,7 @@ const PIECES: u64 = 12;
 const SLOW: &str = "0 delay=400";
 /// Until it is cleared.
 const NEVER: &str = "hold";
-const BEHIND: &str = "GPU memory is copied from room on the GPU behind the job";
+const BEHIND: &str = "the rest of the GPU memory is copied from room on the GPU while the job runs";
 
 /// A job on a GPU with so many MiB free.
 fn job(free: u64) -> Option<Rig> {
@@ -31,8 +31,7 @@ fn kept(image: &Image) -> u64 {
     image.manifest().unwrap().kept.iter().flat_map(|kept| &kept.pieces).map(|piece| piece.bytes).sum()
 }
 
-/// Asks for a snapshot and waits until the job has its memory again. The bytes that are copied behind it.
-/// A snapshot whose copy is not over, and goes on once `fail-copier-out` is cleared.
+/// Asks for a snapshot whose copy continues behind the job once `fail-copier-out` is cleared. Returns the bytes that are left.
 fn behind(rig: &Rig, supervisor: &mut Supervisor<'_>) -> u64 {
     rig.standin.fault("fail-copier-out", SLOW);
     supervisor.ask();

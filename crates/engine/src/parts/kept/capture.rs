@@ -111,7 +111,7 @@ impl Copy<'_> {
             tracing::debug!(
                 bytes = left.bytes,
                 room = left.room,
-                "GPU memory is copied from room on the GPU behind the job"
+                "the rest of the GPU memory is copied from room on the GPU while the job runs"
             );
         }
         Ok(())
