@@ -313,19 +313,30 @@ fn a_launcher_that_kills_the_others_at_once_is_stopped_while_a_rank_dies() {
     rig.variable("REKINDLE_TEST_DRIVER", "580.159.04");
     let mut supervisor = start(&rig, 3);
     supervisor.snapshot();
-    // As with a GPU, its end takes a while.
-    fs::write(&heavy, "").unwrap();
-    let victim = children(&rig)[2];
-    has_a_gib(victim);
-    fs::remove_file(&heavy).unwrap();
-    let others: BTreeSet<i32> = children(&rig)[..2].iter().filter_map(|pid| inner(*pid)).collect();
-    let pid = inner(victim).unwrap();
-    ends(victim, Signal::SIGKILL);
-    supervisor.said("its launchers are stopped");
+    let mut attempts = 1;
+    let (pid, others) = loop {
+        // As with a GPU, its end takes a while.
+        fs::write(&heavy, "").unwrap();
+        let victim = children(&rig)[2];
+        has_a_gib(victim);
+        fs::remove_file(&heavy).unwrap();
+        let others: BTreeSet<i32> = children(&rig)[..2].iter().filter_map(|pid| inner(*pid)).collect();
+        let pid = inner(victim).unwrap();
+        ends(victim, Signal::SIGKILL);
+        // On a machine with much else to do it may be over before it is noticed.
+        if !supervisor.said("its launchers are stopped").contains("launchers=[]") {
+            break (pid, others);
+        }
+        assert!(attempts < 3, "{}", rig.log());
+        attempts += 1;
+        supervisor.said("the job was restored from image");
+        supervisor.assert_unharmed(3);
+        let _ = fs::remove_file(&aborts);
+    };
     supervisor.said("called off the NCCL operations");
     supervisor.said("the job was restored from image");
     assert_eq!(called_off(&aborts), others);
-    assert_eq!(causes(&rig), [Cause::ProcessDied { pid, name: "python3".into(), signal: 9 }]);
+    assert_eq!(causes(&rig).last(), Some(&Cause::ProcessDied { pid, name: "python3".into(), signal: 9 }));
     supervisor.assert_unharmed(3);
     supervisor.snapshot();
     supervisor.stop();
