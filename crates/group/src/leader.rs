@@ -4,7 +4,6 @@
 //! a new leader counts them from the beginning, because clocks of machines cannot be compared.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::documents::{
@@ -376,7 +375,7 @@ impl Leading {
             let parts = report.parts.values().map(|progress| progress.epoch).max();
             parts.map_or(report.epoch, |epoch| epoch.max(report.epoch))
         };
-        let known = view.members.values().map(|report| epochs(report)).max().unwrap_or_default();
+        let known = view.members.values().map(epochs).max().unwrap_or_default();
         if !self.is_due(since + pause(plan.in_a_row, options).max(leases), now) {
             return;
         }
@@ -602,7 +601,7 @@ fn continues_fresh(view: &View) -> bool {
 fn hands<'a>(view: &'a View, plan: &Plan) -> Vec<Hand<'a>> {
     let of = |(rank, incarnation): (&Rank, &Incarnation)| {
         let report = view.members.get(rank).filter(|report| report.incarnation == *incarnation);
-        Hand { rank: *rank, incarnation: *incarnation, report: report.map(Arc::as_ref) }
+        Hand { rank: *rank, incarnation: *incarnation, report }
     };
     plan.crew.iter().map(of).collect()
 }
@@ -683,7 +682,7 @@ fn why(plan: &Plan) -> &str {
 fn nothing_runs(view: &View, plan: &Plan) -> bool {
     let is_over = |report: &Report| report.state.nothing_runs() && report.seen >= plan.serial;
     // A lost member has ended its job before its lease expired.
-    view.members.values().all(|report| is_over(report))
+    view.members.values().all(is_over)
 }
 
 /// Counts a failure of the job, and the points against its group image.

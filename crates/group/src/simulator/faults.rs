@@ -2,8 +2,7 @@
 
 use std::time::Duration;
 
-use super::queue::Happening;
-use super::world::World;
+use super::world::{Happening, World};
 use rekindle_testing::random::Random;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -75,8 +75,6 @@ pub(super) struct Oracle {
     losses: Losses,
     ends: Vec<End>,
     disturbed_until: Instant,
-    /// After this time, [`one_epoch`] may have another result although no machine has changed.
-    due: Option<Instant>,
 }
 
 /// What was lost by faults, and whether the run ended because of it.
@@ -109,7 +107,6 @@ impl Oracle {
             losses: Losses::default(),
             ends: Vec::new(),
             disturbed_until: began + Duration::from_secs(5),
-            due: None,
         }
     }
 
@@ -217,23 +214,19 @@ impl Oracle {
 
     // ---- rules ----
 
-    /// After every event. `have_changed`: something of a machine has, as [`super::nodes::Nodes::look`] says it.
     pub(super) fn look(
         &mut self,
         now: Instant,
         nodes: &[Node],
-        have_changed: bool,
         coordinator: &Coordinator,
         stores: Stores<'_>,
         facts: &mut Facts,
     ) -> Result<(), String> {
-        if have_changed || self.due.is_some_and(|due| now > due) {
-            self.due = one_epoch(now, nodes)?;
-        }
+        one_epoch(now, nodes)?;
         if let Some(broken) = self.broken.pop() {
             return Err(broken);
         }
-        for (rank, number) in self.forgotten.drain(..) {
+        for (rank, number) in std::mem::take(&mut self.forgotten) {
             if coordinator.view.images.contains_key(&number) {
                 return Err(format!("{rank} removed its part of {number}, which is recorded"));
             }
@@ -267,7 +260,7 @@ impl Oracle {
             self.plan(now, &view, nodes, stores, facts)?;
             self.seen = Some(view);
         }
-        if !same || have_changed { one_origin(nodes, &coordinator.view) } else { Ok(()) }
+        one_origin(nodes, &coordinator.view)
     }
 
     /// Whether the group can certainly continue from the replica.
@@ -425,18 +418,11 @@ fn ranks(nodes: &[Node]) -> u32 {
     nodes.iter().map(|node| node.rank.0 + 1).max().unwrap_or_default()
 }
 
-/// No two epochs run at once, and no cable stays out. Returns the time after which that must be looked at again although no
-/// machine has changed.
-fn one_epoch(now: Instant, nodes: &[Node]) -> Result<Option<Instant>, String> {
+/// No two epochs run at once, and no cable stays out.
+fn one_epoch(now: Instant, nodes: &[Node]) -> Result<(), String> {
     let mut first: Option<(Rank, Epoch)> = None;
-    let mut due: Option<Instant> = None;
-    let mut again_after = |time: Instant| due = Some(due.map_or(time, |due| due.min(time)));
-    for node in nodes {
-        // A paused machine does nothing.
-        if node.is_paused(now) {
-            node.trouble.paused_until.into_iter().for_each(&mut again_after);
-            continue;
-        }
+    // A paused machine does nothing.
+    for node in nodes.iter().filter(|node| !node.is_paused(now)) {
         let Some(job) = &node.job else { continue };
         match first {
             Some((rank, epoch)) if epoch != job.epoch => {
@@ -444,14 +430,13 @@ fn one_epoch(now: Instant, nodes: &[Node]) -> Result<Option<Instant>, String> {
             }
             _ => first = Some((node.rank, job.epoch)),
         }
-        if let Cable::Out(since) = job.cable {
-            if now.saturating_duration_since(since) > LONGEST_OUT {
-                return Err(format!("{} has had its cable out for {:?}", node.rank, now - since));
-            }
-            again_after(since + LONGEST_OUT);
+        if let Cable::Out(since) = job.cable
+            && now.saturating_duration_since(since) > LONGEST_OUT
+        {
+            return Err(format!("{} has had its cable out for {:?}", node.rank, now - since));
         }
     }
-    Ok(due)
+    Ok(())
 }
 
 /// All jobs of an epoch were restored from the parts of one group image.
