@@ -42,8 +42,8 @@ pub(super) fn list(global: &Global, args: &ListArgs) -> anyhow::Result<Exit> {
     Ok(Exit::Success)
 }
 
-/// Packs with which it is computed what a removal would free: at most 128 GiB of content. Their index is read within a tenth of a
-/// second.
+/// Packs with which it is computed what a removal would free: at most 128 GiB of content. Their index is read within a
+/// tenth of a second.
 const MOST_PACKS: usize = 512;
 
 const JOBS: [Column; 7] = [

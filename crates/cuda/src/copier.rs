@@ -287,8 +287,8 @@ impl Copier {
     }
 }
 
-/// A copy under way. If this is dropped, it is awaited and forgotten; after [`Copying::leave`] it is given up at once, with
-/// the process.
+/// A copy under way. If this is dropped, it is awaited and forgotten; after [`Copying::leave`] it is given up at once,
+/// with the process.
 #[derive(Debug)]
 pub struct Copying<'a> {
     copier: &'a Copier,

@@ -372,15 +372,20 @@ fn memory_that_the_program_makes_itself_goes_the_drivers_way_beside_it() {
     }
 }
 
+/// A snapshot in which the job has given its memory up and is being unlocked, for a while.
+fn is_being_unlocked(rig: &Rig, supervisor: &mut Supervisor<'_>) {
+    rig.standin.fault("fail-unlock", "0 delay=1500");
+    supervisor.ask();
+    supervisor.said("phase=\"copy\"");
+    std::thread::sleep(Duration::from_millis(500));
+}
+
 #[test]
 fn a_process_that_is_resumed_before_it_has_its_memory_is_lost() {
     let Some(rig) = job(&[]) else { return };
     let mut supervisor = rig.start();
     supervisor.snapshot();
-    rig.standin.fault("fail-unlock", "0 delay=1500");
-    supervisor.ask();
-    supervisor.said("phase=\"copy\"");
-    std::thread::sleep(Duration::from_millis(500));
+    is_being_unlocked(&rig, &mut supervisor);
     kill_process(Pid::from_raw(supervisor.main_pid()).unwrap(), Signal::CONT).unwrap();
     let why = supervisor.said("the snapshot failed and the job cannot continue");
     assert!(why.contains("was resumed before its GPU memory was there"), "{why}");
@@ -395,10 +400,7 @@ fn a_signal_for_the_job_waits_until_its_snapshot_is_over() {
     let Some(rig) = job(&[]) else { return };
     let mut supervisor = rig.start();
     supervisor.snapshot();
-    rig.standin.fault("fail-unlock", "0 delay=1500");
-    supervisor.ask();
-    supervisor.said("phase=\"copy\"");
-    std::thread::sleep(Duration::from_millis(500));
+    is_being_unlocked(&rig, &mut supervisor);
     // As a shell does for `fg`. It would run without its memory.
     supervisor.signal(nix::sys::signal::Signal::SIGCONT);
     assert_eq!(bytes(&supervisor.image()).0, 70 * MIB);

@@ -31,7 +31,8 @@ fn kept(image: &Image) -> u64 {
     image.manifest().unwrap().kept.iter().flat_map(|kept| &kept.pieces).map(|piece| piece.bytes).sum()
 }
 
-/// Asks for a snapshot whose copy continues behind the job once `fail-copier-out` is cleared. Returns the bytes that are left.
+/// Asks for a snapshot whose copy continues behind the job once `fail-copier-out` is cleared. Returns the bytes that are
+/// left.
 fn behind(rig: &Rig, supervisor: &mut Supervisor<'_>) -> u64 {
     rig.standin.fault("fail-copier-out", SLOW);
     supervisor.ask();
