@@ -12,6 +12,7 @@
 //! Each membership has one lease, and the same number as its lease.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use rekindle_etcd::{Change, Compare, Entry, LeaseId, Op, Revision, State, Txn};
 use rekindle_group::{Incarnation, Number, Rank, Versioned, View, Write};
@@ -84,12 +85,12 @@ impl Mirror {
     fn put(&mut self, entry: &Entry) -> Result<(), Unreadable> {
         let Some(name) = entry.key.strip_prefix(&self.prefix) else { return Ok(()) };
         match Key::of(name) {
-            Some(Key::Member(rank)) => drop(self.view.members.insert(rank, read(entry)?)),
+            Some(Key::Member(rank)) => drop(self.view.members.insert(rank, Arc::new(read(entry)?))),
             Some(Key::Node(rank)) => drop(self.nodes.insert(rank, read(entry)?)),
             Some(Key::Cut(rank)) => drop(self.told.insert(rank, read(entry)?)),
             Some(Key::Leader) => self.view.leader = Some(read(entry)?),
-            Some(Key::Plan) => self.view.plan = Some(versioned(entry)?),
-            Some(Key::Image(number)) => drop(self.view.images.insert(number, versioned(entry)?)),
+            Some(Key::Plan) => self.view.plan = Some(Arc::new(versioned(entry)?)),
+            Some(Key::Image(number)) => drop(self.view.images.insert(number, Arc::new(versioned(entry)?))),
             None => {}
         }
         Ok(())
@@ -265,7 +266,7 @@ mod tests {
         let mut whole = Mirror::new(PREFIX);
         whole.set(State { revision: 5, entries: entries.to_vec() }).unwrap();
         assert_eq!(whole.view.leader, Some(Incarnation(7)));
-        assert_eq!(whole.view.members[&Rank(3)], report());
+        assert_eq!(*whole.view.members[&Rank(3)], report());
         assert_eq!(whole.view.images[&Number(12)].revision, 4);
 
         let mut changed = Mirror::new(PREFIX);

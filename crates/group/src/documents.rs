@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -534,7 +535,7 @@ pub struct Versioned<T> {
     pub revision: u64,
 }
 
-/// Everything in the coordinator, at one revision.
+/// Everything in the coordinator, at one revision. Two views share what is the same in both.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct View {
     /// The revision.
@@ -542,9 +543,9 @@ pub struct View {
     /// Who leads.
     pub leader: Option<Incarnation>,
     /// The plan.
-    pub plan: Option<Versioned<Plan>>,
+    pub plan: Option<Arc<Versioned<Plan>>>,
     /// The members.
-    pub members: BTreeMap<Rank, Report>,
+    pub members: BTreeMap<Rank, Arc<Report>>,
     /// The group images.
-    pub images: BTreeMap<Number, Versioned<GroupImage>>,
+    pub images: BTreeMap<Number, Arc<Versioned<GroupImage>>>,
 }

@@ -11,17 +11,17 @@ use crate::machine::{Options, Write};
 const PASSED_OVER: u32 = 4;
 
 /// The members that cannot restore their parts.
-pub(crate) fn lacking(view: &View, image: &GroupImage) -> Vec<Rank> {
+pub(crate) fn lacking(view: &View, image: &GroupImage) -> impl Iterator<Item = Rank> {
     let has = |rank: &Rank, part: &Part| {
         let parts = view.members.get(rank).map(|report| &report.parts);
         parts.is_some_and(|parts| parts.values().any(|progress| progress.part == *part))
     };
-    image.parts.iter().filter(|(rank, part)| !has(rank, part)).map(|(rank, _)| *rank).collect()
+    image.parts.iter().filter(move |(rank, part)| !has(rank, part)).map(|(rank, _)| *rank)
 }
 
 /// Whether the present members can restore all parts.
 fn is_there(view: &View, image: &GroupImage) -> bool {
-    lacking(view, image).is_empty()
+    lacking(view, image).next().is_none()
 }
 
 /// Group images before this one were abandoned by a start from the beginning.
@@ -42,16 +42,16 @@ fn part_of<'a>(view: &'a View, number: Number, rank: Rank, part: &Part) -> Optio
 
 /// Whether no member has to fetch its part.
 pub(crate) fn is_here(view: &View, number: Number) -> bool {
-    away(view, number).is_empty()
+    away(view, number).next().is_none()
 }
 
 /// The members whose part is only in the replica.
-fn away(view: &View, number: Number) -> Vec<Rank> {
-    let Some(image) = view.images.get(&number) else { return Vec::new() };
-    let is_away = |(rank, part): &(&Rank, &Part)| {
+fn away(view: &View, number: Number) -> impl Iterator<Item = Rank> {
+    let is_away = move |(rank, part): &(&Rank, &Part)| {
         part_of(view, number, **rank, part).is_some_and(|progress| progress.replicated == Replicated::Only)
     };
-    image.value.parts.iter().filter(is_away).map(|(rank, _)| *rank).collect()
+    let parts = view.images.get(&number).into_iter().flat_map(|image| &image.value.parts);
+    parts.filter(is_away).map(|(rank, _)| *rank)
 }
 
 /// The group image that is fetched from the replica before the job starts, and the members that do not have their parts
@@ -59,9 +59,12 @@ fn away(view: &View, number: Number) -> Vec<Rank> {
 #[must_use]
 pub fn fetching(view: &View) -> Option<(Number, Vec<Rank>)> {
     let plan = &view.plan.as_ref()?.value;
+    if !matches!(plan.goal, Goal::Gather { .. }) {
+        return None;
+    }
     let Ok(From::Image(number)) = choose(view, plan) else { return None };
-    let away = away(view, number);
-    (matches!(plan.goal, Goal::Gather { .. }) && !away.is_empty()).then_some((number, away))
+    let away: Vec<Rank> = away(view, number).collect();
+    (!away.is_empty()).then_some((number, away))
 }
 
 /// The newest group image that is committed and that a restart may use.
@@ -158,9 +161,10 @@ pub(crate) fn choose(view: &View, plan: &Plan) -> Result<From, End> {
         }
     }
     match (passed_over, missing) {
-        (None, None) => match without_record(view).first() {
+        (None, None) => match view.images.is_empty().then(|| without_record(view)).and_then(|all| all.first().copied())
+        {
             // The coordinator has lost its data, and a machine too.
-            Some(number) if view.images.is_empty() && *number >= floor(view, plan) => Err(End::Missing {
+            Some(number) if number >= floor(view, plan) => Err(End::Missing {
                 why: format!("the coordinator has no record of {number}, and not all of its parts are there"),
             }),
             _ if view.images.iter().any(|(number, it)| it.value.committed && *number >= floor(view, plan)) => {

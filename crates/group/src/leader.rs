@@ -4,6 +4,7 @@
 //! a new leader counts them from the beginning, because clocks of machines cannot be compared.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::documents::{
@@ -375,7 +376,7 @@ impl Leading {
             let parts = report.parts.values().map(|progress| progress.epoch).max();
             parts.map_or(report.epoch, |epoch| epoch.max(report.epoch))
         };
-        let known = view.members.values().map(epochs).max().unwrap_or_default();
+        let known = view.members.values().map(|report| epochs(report)).max().unwrap_or_default();
         if !self.is_due(since + pause(plan.in_a_row, options).max(leases), now) {
             return;
         }
@@ -601,7 +602,7 @@ fn continues_fresh(view: &View) -> bool {
 fn hands<'a>(view: &'a View, plan: &Plan) -> Vec<Hand<'a>> {
     let of = |(rank, incarnation): (&Rank, &Incarnation)| {
         let report = view.members.get(rank).filter(|report| report.incarnation == *incarnation);
-        Hand { rank: *rank, incarnation: *incarnation, report }
+        Hand { rank: *rank, incarnation: *incarnation, report: report.map(Arc::as_ref) }
     };
     plan.crew.iter().map(of).collect()
 }
@@ -682,7 +683,7 @@ fn why(plan: &Plan) -> &str {
 fn nothing_runs(view: &View, plan: &Plan) -> bool {
     let is_over = |report: &Report| report.state.nothing_runs() && report.seen >= plan.serial;
     // A lost member has ended its job before its lease expired.
-    view.members.values().all(is_over)
+    view.members.values().all(|report| is_over(report))
 }
 
 /// Counts a failure of the job, and the points against its group image.

@@ -246,9 +246,10 @@ pub struct Machine {
     options: Options,
     view: Arc<View>,
     member: Member,
-    leading: Leading,
-    /// The write that has no answer yet.
-    pending: Option<Write>,
+    /// Of a member that leads.
+    leading: Option<Leading>,
+    /// A write has no answer yet.
+    is_writing: bool,
     /// Decides nothing from a view before this revision: it lacks our own writes.
     since: u64,
     /// Writes nothing before this time, unless the view has another revision by then.
@@ -266,8 +267,8 @@ impl Machine {
             member: Member::new(options.rank, epoch),
             options,
             view: Arc::default(),
-            leading: Leading::default(),
-            pending: None,
+            leading: None,
+            is_writing: false,
             since: 0,
             pause: None,
         }
@@ -310,9 +311,8 @@ impl Machine {
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         // While a write has no answer, nothing is decided: its answer wakes us.
-        let decides =
-            self.leads() && self.pending.is_none() && self.pause.is_none() && self.view.revision >= self.since;
-        let leading = if decides { self.leading.deadline() } else { None };
+        let decides = self.leads() && !self.is_writing && self.pause.is_none() && self.view.revision >= self.since;
+        let leading = self.leading.as_ref().filter(|_| decides).and_then(Leading::deadline);
         let pause = self.pause.map(|(until, _)| until);
         [self.member.deadline(&self.options), leading, pause].into_iter().flatten().min()
     }
@@ -327,6 +327,12 @@ impl Machine {
     #[must_use]
     pub fn report(&self) -> Option<Report> {
         self.member.report(&self.view)
+    }
+
+    /// The present membership.
+    #[must_use]
+    pub fn incarnation(&self) -> Option<Incarnation> {
+        self.member.incarnation()
     }
 
     /// Whether this member leads.
@@ -345,7 +351,7 @@ impl Machine {
             Event::Sure(until) => self.member.sure(until),
             Event::SessionLost => orders.extend(self.member.loses_session()),
             Event::Wrote(answer) => {
-                self.pending = None;
+                self.is_writing = false;
                 match answer {
                     Answer::Done(revision) => self.since = self.since.max(revision),
                     Answer::Conflict | Answer::Unknown => self.pause = Some((now + PAUSE, self.view.revision)),
@@ -354,16 +360,18 @@ impl Machine {
             Event::Local(local) => self.member.happened(local),
             Event::Asked(ask) => self.member.asks(ask, &self.view),
         }
-        orders.extend(self.member.follow(&self.view, &self.options, now));
-        let mut actions: Vec<Action> = orders.into_iter().map(Action::Do).collect();
+        self.member.follow(&self.view, &self.options, now, &mut orders);
+        let mut actions = Vec::new();
+        actions.extend(orders.into_iter().map(Action::Do));
         self.pause = self.pause.filter(|(until, revision)| now < *until && self.view.revision == *revision);
         if !self.leads() {
             // It may have led before: what it saw then is out of date.
-            self.leading = Leading::default();
+            self.leading = None;
         }
-        if self.pending.is_none() && self.pause.is_none() && self.view.revision >= self.since {
-            self.pending = self.next_write(now);
-            actions.extend(self.pending.clone().map(Action::Write));
+        if !self.is_writing && self.pause.is_none() && self.view.revision >= self.since {
+            let write = self.next_write(now);
+            self.is_writing = write.is_some();
+            actions.extend(write.map(Action::Write));
         }
         actions
     }
@@ -380,7 +388,7 @@ impl Machine {
         if !self.leads() {
             return None;
         }
-        self.leading.decide(&self.view, &self.options, now)
+        self.leading.get_or_insert_default().decide(&self.view, &self.options, now)
     }
 }
 

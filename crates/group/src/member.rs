@@ -59,6 +59,18 @@ impl Job {
             Job::Over(ending) => State::Over(ending.clone()),
         }
     }
+
+    /// Whether this is [`Job::state`].
+    fn is_reported_as(&self, state: &State) -> bool {
+        match (self, state) {
+            (Job::Refused(number, why), State::Refused(of, written)) => (number, why) == (of, written),
+            (Job::Dumped(number, part), State::Dumped(of, written)) => (number, part) == (of, written),
+            (Job::Over(ending), State::Over(written)) => ending == written,
+            (Job::Refused(..) | Job::Dumped(..) | Job::Over(_), _) => false,
+            // The others are made without a copy.
+            _ => self.state() == *state,
+        }
+    }
 }
 
 /// What this member knows of its lease.
@@ -291,28 +303,26 @@ impl Member {
     // ---- the plan ----
 
     /// Does what the plan demands and this member has not done yet.
-    pub(crate) fn follow(&mut self, view: &View, options: &Options, now: Instant) -> Vec<Order> {
-        let mut orders = Vec::new();
+    pub(crate) fn follow(&mut self, view: &View, options: &Options, now: Instant, orders: &mut Vec<Order>) {
         if self.fenced_at(options).is_some_and(|at| at <= now) {
             orders.extend(self.kill());
         }
         orders.extend(self.leave_if_taken(view, options, now));
         orders.extend(self.leave_if_alone(view, options, now));
         orders.extend(self.list(view));
-        let Some(plan) = view.plan.as_ref().map(|plan| &plan.value) else { return orders };
+        let Some(plan) = view.plan.as_ref().map(|plan| &plan.value) else { return };
         self.recorded.extend(view.images.keys().map(|number| (*number, plan.origin)));
         let ours = self.fence.incarnation.is_some() && plan.crew.get(&self.rank) == self.fence.incarnation.as_ref();
-        self.settle_snapshot(view, plan, options, &mut orders);
+        self.settle_snapshot(view, plan, options, orders);
         if self.job.exists() && !(ours && plan.goal.is_alive() && plan.epoch == self.epoch) {
             orders.extend(self.kill());
         } else if ours || (self.is_completed(plan) && self.has_joined(view)) {
             // A member that joins after the end leaves too.
-            self.obey(view, plan, options, now, &mut orders);
+            self.obey(view, plan, options, now, orders);
         }
-        self.forget(view, plan, &mut orders);
+        self.forget(view, plan, orders);
         orders.extend(self.fetch(view));
-        self.replicate(view, plan, options, &mut orders);
-        orders
+        self.replicate(view, plan, options, orders);
     }
 
     /// The job is to be started from a part that is only in the replica.
@@ -526,7 +536,7 @@ impl Member {
     /// are kept: nothing else is left.
     fn forget(&mut self, view: &View, plan: &Plan, orders: &mut Vec<Order>) {
         let gone =
-            |number: &Number| self.recorded.get(number) == Some(&plan.origin) && !view.images.contains_key(number);
+            |number: &Number| !view.images.contains_key(number) && self.recorded.get(number) == Some(&plan.origin);
         let gone: Vec<Number> = self.parts.keys().copied().filter(gone).collect();
         for number in gone {
             // Storing it may then fail. That is reported, and does no harm.
@@ -546,7 +556,7 @@ impl Member {
     pub(crate) fn report(&self, view: &View) -> Option<Report> {
         Some(Report {
             incarnation: self.fence.incarnation?,
-            seen: view.plan.as_ref().map_or(0, |plan| plan.value.serial),
+            seen: seen(view),
             epoch: self.epoch,
             state: self.job.state(),
             parts: self.parts.clone(),
@@ -559,15 +569,32 @@ impl Member {
         })
     }
 
+    /// Whether a report of this membership says what [`Member::report`] says now. Each event asks this, and nearly always
+    /// it does: so nothing is copied for it.
+    fn is_reported(&self, written: &Report, view: &View) -> bool {
+        let Report { incarnation: _, seen: at, epoch, state, parts, storing, costs, done, asked, fresh, floor } =
+            written;
+        (*at, *epoch, *fresh, *floor) == (seen(view), self.epoch, self.fresh, self.floor)
+            && (*storing, *done) == (!self.transfers.storing.is_empty(), self.over.done)
+            && (parts, costs, asked) == (&self.parts, &self.costs, &self.asked)
+            && self.job.is_reported_as(state)
+    }
+
     /// The next write of the report.
     pub(crate) fn write(&self, view: &View) -> Option<Write> {
-        let report = self.report(view)?;
         match view.members.get(&self.rank) {
             // A report promises that no process of an earlier member with this rank still runs.
             None if self.job.exists() || self.listed != Listed::Yes => None,
-            None => Some(Write::Join(report)),
-            Some(written) if written.incarnation != report.incarnation => None,
-            Some(written) => (*written != report).then_some(Write::Report(report)),
+            None => self.report(view).map(Write::Join),
+            Some(written) if Some(written.incarnation) != self.fence.incarnation || self.is_reported(written, view) => {
+                None
+            }
+            Some(_) => self.report(view).map(Write::Report),
         }
     }
+}
+
+/// The plan of this view, as a report names it.
+fn seen(view: &View) -> u64 {
+    view.plan.as_ref().map_or(0, |plan| plan.value.serial)
 }

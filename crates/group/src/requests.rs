@@ -1,5 +1,7 @@
 //! Which requests are served, why others are not, and what becomes of one.
 
+use std::sync::Arc;
+
 use crate::documents::{Ask, Asked, Ending, Epoch, From, Goal, Incarnation, Plan, Rank, Report, State, Then, View};
 use crate::images;
 
@@ -25,8 +27,7 @@ pub fn admits(view: &View, ask: &Ask) -> Result<(), String> {
         _ if matches!(plan.then, Then::Stop { .. }) => Err("the run is being stopped".into()),
         (Ask::Rewind(to), _) => {
             let Some(image) = view.images.get(to) else { return Err(format!("there is no {to}")) };
-            let lacking: Vec<String> =
-                images::lacking(view, &image.value).into_iter().map(|rank| rank.to_string()).collect();
+            let lacking: Vec<String> = images::lacking(view, &image.value).map(|rank| rank.to_string()).collect();
             match lacking.is_empty() {
                 true => Ok(()),
                 false => Err(format!("{to} cannot be used: the part of {} is not there", lacking.join(", "))),
@@ -157,7 +158,7 @@ impl Pending {
 #[must_use]
 pub fn has_job_queued_again(view: &View, us: Incarnation) -> bool {
     let Some(plan) = view.plan.as_ref().map(|plan| &plan.value) else { return false };
-    let is_of_run = |(rank, report): &(&Rank, &Report)| plan.crew.get(rank) == Some(&report.incarnation);
+    let is_of_run = |(rank, report): &(&Rank, &Arc<Report>)| plan.crew.get(rank) == Some(&report.incarnation);
     let mut there = view.members.iter().filter(is_of_run).map(|(_, report)| report).peekable();
     let is_first = there.peek().is_some_and(|first| first.incarnation == us);
     is_first && matches!(plan.goal, Goal::End(_)) && there.all(|report| report.done)

@@ -12,8 +12,10 @@
 pub(super) mod coordinator;
 mod faults;
 pub(super) mod node;
+mod nodes;
 mod oracle;
 mod plants;
+mod queue;
 mod tests;
 mod world;
 

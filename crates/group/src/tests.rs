@@ -321,7 +321,7 @@ fn a_group_image_of_another_number_of_machines_is_not_used() {
             if is_recorded {
                 let parts = (0..then).map(|rank| (Rank(rank), part(rank, Number(4)))).collect();
                 let value = GroupImage { epoch: Epoch(3), parts, committed: true, replica: Replica::No };
-                let image = Versioned { value, revision: 0 };
+                let image = Arc::new(Versioned { value, revision: 0 });
                 Arc::make_mut(&mut group.coordinator.view).images.insert(Number(4), image);
             }
             (0..group.machines.len()).for_each(|at| group.join(at));
@@ -393,7 +393,7 @@ fn a_removal_and_a_plan_that_comes_of_the_time_before_it_exclude_each_other() {
     group.wait(TTL);
     group.starts();
     let view = Arc::clone(&group.coordinator.view);
-    let (plan, leader) = (Box::new(view.plan.clone().unwrap()), view.leader.unwrap());
+    let (plan, leader) = (Box::new(Versioned::clone(view.plan.as_ref().unwrap())), view.leader.unwrap());
     let rewound = Write::Plan { plan: Box::new(plan.value.clone()), was: Some(plan.revision), image: None };
     let removal = Write::Remove { number: Number(4), was: view.images[&Number(4)].revision, plan };
 
@@ -492,7 +492,7 @@ fn a_request_that_is_not_admitted_changes_nothing() {
             reach(&mut group);
             let admitted = crate::admits(&group.coordinator.view, ask);
             let plan = |group: &Group| {
-                let plan = group.coordinator.view.plan.clone().unwrap().value;
+                let plan = group.coordinator.view.plan.as_ref().unwrap().value.clone();
                 crate::documents::Plan { serial: 0, served: BTreeMap::new(), refused: BTreeMap::new(), ..plan }
             };
             let before = plan(&group);
@@ -532,7 +532,7 @@ fn documents_are_json_that_reads_back() {
     let plan = &group.coordinator.view.plan.as_ref().unwrap().value;
     let text = serde_json::to_string(plan).unwrap();
     assert_eq!(&serde_json::from_str::<crate::documents::Plan>(&text).unwrap(), plan);
-    let report = &group.coordinator.view.members[&Rank(1)];
+    let report = &*group.coordinator.view.members[&Rank(1)];
     let text = serde_json::to_string(report).unwrap();
     assert!(text.contains(r#""parts":{"1":{"part":{"image":"1-1","digest":"x"},"#), "{text}");
     assert_eq!(&serde_json::from_str::<crate::documents::Report>(&text).unwrap(), report);

@@ -40,7 +40,7 @@ impl Random {
 
     /// A random time between these numbers of milliseconds.
     pub fn millis(&mut self, from: u64, to: u64) -> Duration {
-        self.time(Duration::from_millis(from), Duration::from_millis(to))
+        Duration::from_millis(from + self.below(to.saturating_sub(from).max(1)))
     }
 
     /// One of them.

@@ -68,6 +68,7 @@ pub(super) fn others_store(view: &View, us: Rank) -> Duration {
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
+    use std::sync::Arc;
 
     use super::*;
     use crate::config::{Config, Interval};
@@ -112,8 +113,8 @@ mod tests {
             refused: BTreeMap::new(),
         };
         View {
-            plan: Some(Versioned { value: plan, revision: 1 }),
-            members: (0..).map(Rank).zip(costs.map(report)).collect(),
+            plan: Some(Arc::new(Versioned { value: plan, revision: 1 })),
+            members: (0..).map(Rank).zip(costs.map(report).map(Arc::new)).collect(),
             ..View::default()
         }
     }
@@ -148,7 +149,7 @@ mod tests {
         let (mut pace, mut view) = (Pace::default(), view([costs(2, 10), costs(2, 10)], Past::default()));
         let first = pace.interval(&view, &auto, Duration::ZERO);
         assert_eq!(pace.interval(&view, &auto, 9 * DAY), first);
-        view.plan.as_mut().unwrap().value.next = Number(2);
+        Arc::make_mut(view.plan.as_mut().unwrap()).value.next = Number(2);
         assert!(pace.interval(&view, &auto, 9 * DAY) > first);
     }
 
@@ -169,7 +170,7 @@ mod tests {
         // A machine that has no snapshot of its own yet knows of those of the others.
         assert_eq!(last_of_all(None, &view, Rank(0)).unwrap().store, 50 * SECOND);
         assert_eq!(others_store(&view, Rank(0)), Duration::ZERO);
-        view.members.get_mut(&Rank(1)).unwrap().storing = true;
+        Arc::make_mut(view.members.get_mut(&Rank(1)).unwrap()).storing = true;
         assert_eq!(others_store(&view, Rank(0)), 50 * SECOND);
         assert_eq!(others_store(&view, Rank(1)), Duration::ZERO);
     }

@@ -79,7 +79,7 @@ impl Seen {
             Some(why) => Some(format!("the coordinator, which does not answer: {why}")),
             None => waits_for(view, self.size, &self.hosts),
         };
-        let freeze = |(rank, report): (&Rank, &rekindle_group::Report)| {
+        let freeze = |(rank, report): (&Rank, &Arc<rekindle_group::Report>)| {
             let freeze_us = u64::try_from(report.costs.freeze?.as_micros()).ok()?;
             Some(GroupFreeze { rank: rank.0, freeze_us })
         };
@@ -143,7 +143,7 @@ impl Seen {
         let is_committed =
             |view: &View, number: &Number| view.images.get(number).is_some_and(|image| image.value.committed);
         let new = view.images.iter().filter(|(number, _)| is_committed(view, number) && !is_committed(before, number));
-        let event = |(number, image): (&Number, &rekindle_group::Versioned<rekindle_group::GroupImage>)| {
+        let event = |(number, image): (&Number, &Arc<rekindle_group::Versioned<rekindle_group::GroupImage>>)| {
             let (epoch, image) = (image.value.epoch.0, self.part(view, *number));
             What::GroupCommitted { number: number.0, epoch, image }
         };

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::plants::Plant;
-use crate::documents::{Incarnation, Rank, Versioned, View};
+use crate::documents::{Incarnation, Number, Rank, Versioned, View};
 use crate::machine::{Answer, Write};
 
 /// How long a lease lives without a renewal.
@@ -14,8 +14,7 @@ pub(crate) const TTL: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub(crate) struct Coordinator {
     pub(crate) view: Arc<View>,
-    /// When each lease expires.
-    leases: BTreeMap<Incarnation, Instant>,
+    leases: Leases,
     next: u64,
     /// It does not answer.
     pub(crate) away: bool,
@@ -24,49 +23,83 @@ pub(crate) struct Coordinator {
     plant: Option<Plant>,
 }
 
+/// When each lease expires.
+#[derive(Debug, Default)]
+struct Leases {
+    until: BTreeMap<Incarnation, Instant>,
+    /// The first of these times.
+    first: Option<Instant>,
+}
+
+impl Leases {
+    /// Begins a lease, or renews it.
+    fn set(&mut self, incarnation: Incarnation, until: Instant) {
+        let before = self.until.insert(incarnation, until);
+        self.first = match self.first {
+            // It may have been the first.
+            Some(first) if before.is_some_and(|before| before == first) => self.until.values().min().copied(),
+            first => Some(first.map_or(until, |first| first.min(until))),
+        };
+    }
+
+    fn renew_all(&mut self, until: Instant) {
+        self.until.values_mut().for_each(|lease| *lease = until);
+        self.first = self.until.values().min().copied();
+    }
+
+    fn remove(&mut self, incarnation: Incarnation) {
+        self.until.remove(&incarnation);
+        self.first = self.until.values().min().copied();
+    }
+}
+
 impl Coordinator {
     pub(crate) fn new(leases_end_early: bool, plant: Option<Plant>) -> Coordinator {
-        Coordinator { view: Arc::default(), leases: BTreeMap::new(), next: 1, away: false, leases_end_early, plant }
+        Coordinator { view: Arc::default(), leases: Leases::default(), next: 1, away: false, leases_end_early, plant }
     }
 
     pub(crate) fn grant(&mut self, now: Instant) -> Incarnation {
         let incarnation = Incarnation(self.next);
         self.next += 1;
-        self.leases.insert(incarnation, now + TTL);
+        self.leases.set(incarnation, now + TTL);
         incarnation
     }
 
     /// Returns whether the lease still exists.
     pub(crate) fn renew(&mut self, incarnation: Incarnation, now: Instant) -> bool {
-        self.leases.get_mut(&incarnation).map(|until| *until = now + TTL).is_some()
+        let lives = self.leases.until.contains_key(&incarnation);
+        if lives {
+            self.leases.set(incarnation, now + TTL);
+        }
+        lives
     }
 
     /// When the coordinator answers again, the leases get their whole time, as in etcd after the election of a leader.
     pub(crate) fn is_back(&mut self, now: Instant) {
         self.away = false;
-        self.leases.values_mut().for_each(|until| *until = now + TTL);
+        self.leases.renew_all(now + TTL);
     }
 
     /// Loses all data.
     pub(crate) fn forget(&mut self) {
         let revision = self.view.revision + 1;
         self.view = Arc::new(View { revision, ..View::default() });
-        self.leases.clear();
+        self.leases = Leases::default();
     }
 
     pub(crate) fn next_expiry(&self) -> Option<Instant> {
-        self.leases.values().min().copied().filter(|_| !self.away)
+        self.leases.first.filter(|_| !self.away)
     }
 
     /// Removes the keys of expired leases. Returns whether something changed.
     pub(crate) fn expire(&mut self, now: Instant) -> bool {
-        if self.away {
+        if self.away || self.leases.first.is_none_or(|first| first > now) {
             return false;
         }
         let over: Vec<Incarnation> =
-            self.leases.iter().filter(|(_, until)| **until <= now).map(|(it, _)| *it).collect();
+            self.leases.until.iter().filter(|(_, until)| **until <= now).map(|(it, _)| *it).collect();
         for incarnation in &over {
-            self.leases.remove(incarnation);
+            self.leases.remove(*incarnation);
             self.remove(*incarnation);
         }
         !over.is_empty()
@@ -74,13 +107,14 @@ impl Coordinator {
 
     /// Ends a lease too early. etcd before 3.4.31 and 3.5.13 does so when a leader that hung continues.
     pub(crate) fn ends_early(&mut self, which: usize) {
-        let lives = self.leases.keys().nth(which % self.leases.len().max(1)).copied();
+        let leases = &self.leases.until;
+        let lives = leases.keys().nth(which % leases.len().max(1)).copied();
         lives.into_iter().for_each(|incarnation| self.revoke(incarnation));
     }
 
     /// A supervisor that leaves gives its lease back.
     pub(crate) fn revoke(&mut self, incarnation: Incarnation) {
-        self.leases.remove(&incarnation);
+        self.leases.remove(incarnation);
         self.remove(incarnation);
     }
 
@@ -92,66 +126,47 @@ impl Coordinator {
     }
 
     pub(crate) fn write(&mut self, rank: Rank, who: Incarnation, write: Write) -> Answer {
-        if !self.leases.contains_key(&who) {
+        if !self.leases.until.contains_key(&who) {
             return Answer::Conflict;
         }
         let unguarded = self.plant == Some(Plant::UnguardedPlan);
-        let view = Arc::make_mut(&mut self.view);
-        let revision = view.revision + 1;
+        let view = &self.view;
         let leads = view.leader == Some(who);
-        let done = match write {
-            Write::Join(report) => {
-                let free = !view.members.contains_key(&rank);
-                if free {
-                    view.members.insert(rank, report);
-                }
-                free
-            }
-            Write::Report(report) => match view.members.get_mut(&rank) {
-                Some(old) if old.incarnation == who => {
-                    *old = report;
-                    true
-                }
-                _ => false,
-            },
-            Write::Lead => {
-                let free = view.leader.is_none();
-                view.leader = view.leader.or(Some(who));
-                free
-            }
-            Write::Plan { plan, was, image } => {
-                let same = view.plan.as_ref().map(|plan| plan.revision) == was;
-                if (leads && same) || unguarded {
-                    view.plan = Some(Versioned { value: *plan, revision });
-                    if let Some((number, value)) = image {
-                        view.images.insert(number, Versioned { value, revision });
-                    }
-                    true
-                } else {
-                    false
-                }
-            }
-            Write::Record { number, image, was } => {
-                let same = view.images.get(&number).map(|image| image.revision) == was;
-                if leads && same {
-                    view.images.insert(number, Versioned { value: image, revision });
-                }
-                leads && same
-            }
+        let of_plan = view.plan.as_ref().map(|plan| plan.revision);
+        let of_image = |number: &Number| view.images.get(number).map(|image| image.revision);
+        let is_allowed = match &write {
+            Write::Join(_) => !view.members.contains_key(&rank),
+            Write::Report(_) => view.members.get(&rank).is_some_and(|old| old.incarnation == who),
+            Write::Lead => view.leader.is_none(),
+            Write::Plan { was, .. } => (leads && of_plan == *was) || unguarded,
+            Write::Record { number, was, .. } => leads && of_image(number) == *was,
             Write::Remove { number, was, plan } => {
-                let same_plan = view.plan.as_ref().is_some_and(|present| present.revision == plan.revision);
-                let same = same_plan && view.images.get(&number).is_some_and(|image| image.revision == was);
-                if leads && same {
-                    view.images.remove(&number);
-                    view.plan = Some(Versioned { value: plan.value, revision });
-                }
-                leads && same
+                leads && of_plan == Some(plan.revision) && of_image(number) == Some(*was)
             }
         };
-        if !done {
+        if !is_allowed {
             return Answer::Conflict;
         }
-        view.revision = revision;
+        let view = Arc::make_mut(&mut self.view);
+        view.revision += 1;
+        let revision = view.revision;
+        match write {
+            Write::Join(report) | Write::Report(report) => drop(view.members.insert(rank, Arc::new(report))),
+            Write::Lead => view.leader = Some(who),
+            Write::Plan { plan, image, .. } => {
+                view.plan = Some(Arc::new(Versioned { value: *plan, revision }));
+                if let Some((number, value)) = image {
+                    view.images.insert(number, Arc::new(Versioned { value, revision }));
+                }
+            }
+            Write::Record { number, image: value, .. } => {
+                view.images.insert(number, Arc::new(Versioned { value, revision }));
+            }
+            Write::Remove { number, plan, .. } => {
+                view.images.remove(&number);
+                view.plan = Some(Arc::new(Versioned { value: plan.value, revision }));
+            }
+        }
         Answer::Done(revision)
     }
 }

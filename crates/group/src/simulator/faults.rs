@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use super::world::{Happening, World};
+use super::queue::Happening;
+use super::world::World;
 use rekindle_testing::random::Random;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

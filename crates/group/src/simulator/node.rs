@@ -19,6 +19,7 @@ pub(super) struct Piece {
 /// The job on one machine.
 #[derive(Debug)]
 pub(super) struct Job {
+    /// Another one for each start. `epoch`, `origin` and `from` never change: see [`super::nodes::Nodes`].
     pub(super) id: u64,
     pub(super) epoch: Epoch,
     pub(super) origin: Incarnation,
@@ -54,11 +55,21 @@ pub(super) struct Node {
     /// Whether its supervisor was told to start from the beginning.
     pub(super) fresh: bool,
     /// The next tick of this supervisor.
-    pub(super) tick: Option<(u64, Instant)>,
+    pub(super) tick: Option<Tick>,
     /// Views arrive in order.
     pub(super) last_view: Instant,
     /// How its last supervisor ended.
     pub(super) finished: Option<End>,
+}
+
+/// A tick that was planned.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Tick {
+    /// Of this supervisor.
+    pub(super) process: u64,
+    /// The supervisor's deadline, on its own clock.
+    pub(super) deadline: Instant,
+    pub(super) at: Instant,
 }
 
 /// What a machine remembers on its disk.
@@ -152,10 +163,20 @@ impl Node {
         self.images.memory.get(&number).or_else(|| self.images.disk.get(&number))
     }
 
+    /// Its supervisor has ended with a result after which the scheduler does not start it again.
+    pub(super) fn is_over_for_good(&self) -> bool {
+        self.finished.as_ref().is_some_and(|end| !is_started_again(end))
+    }
+
     pub(super) fn is_paused(&self, now: Instant) -> bool {
         // After a pause its supervisor first looks at the time.
         self.trouble.paused_until.is_some_and(|until| now <= until)
     }
+}
+
+/// Whether the scheduler starts a supervisor again that has ended with this result.
+pub(super) fn is_started_again(end: &End) -> bool {
+    matches!(end, End::Missing { .. } | End::Stopped { requeue: true } | End::Refused { .. })
 }
 
 fn progress(piece: &Piece, stored: Stored) -> Progress {

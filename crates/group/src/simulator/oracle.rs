@@ -63,11 +63,7 @@ pub(super) struct Oracle {
     broken: Vec<String>,
     /// When each cable was plugged in.
     plugs: BTreeMap<Rank, Vec<Instant>>,
-    durable: BTreeSet<(Rank, Number, String)>,
-    /// All committed group images that the leader has not removed.
-    committed: BTreeMap<Number, GroupImage>,
-    /// Removed parts, to be compared with the records.
-    forgotten: Vec<(Rank, Number)>,
+    images: Images,
     completed: Option<Epoch>,
     /// Memberships of supervisors that were told to start from the beginning.
     fresh: BTreeSet<Incarnation>,
@@ -75,6 +71,19 @@ pub(super) struct Oracle {
     losses: Losses,
     ends: Vec<End>,
     disturbed_until: Instant,
+    /// After this time, [`one_epoch`] may have another result although no machine has changed.
+    due: Option<Instant>,
+}
+
+/// What became of the images.
+#[derive(Debug, Default)]
+struct Images {
+    /// Parts that are stored, by their digest.
+    durable: BTreeSet<(Rank, Number, String)>,
+    /// All committed group images that the leader has not removed.
+    committed: BTreeMap<Number, GroupImage>,
+    /// Removed parts, to be compared with the records.
+    forgotten: Vec<(Rank, Number)>,
 }
 
 /// What was lost by faults, and whether the run ended because of it.
@@ -98,15 +107,14 @@ impl Oracle {
             locks: BTreeMap::new(),
             broken: Vec::new(),
             plugs: BTreeMap::new(),
-            durable: BTreeSet::new(),
-            committed: BTreeMap::new(),
-            forgotten: Vec::new(),
+            images: Images::default(),
             completed: None,
             fresh: BTreeSet::new(),
             failures: 0,
             losses: Losses::default(),
             ends: Vec::new(),
             disturbed_until: began + Duration::from_secs(5),
+            due: None,
         }
     }
 
@@ -141,11 +149,11 @@ impl Oracle {
     }
 
     pub(super) fn stored(&mut self, rank: Rank, number: Number, part: &Part) {
-        self.durable.insert((rank, number, part.digest.clone()));
+        self.images.durable.insert((rank, number, part.digest.clone()));
     }
 
     pub(super) fn forgets(&mut self, rank: Rank, number: Number) {
-        self.forgotten.push((rank, number));
+        self.images.forgotten.push((rank, number));
     }
 
     pub(super) fn completes(&mut self, nodes: &[Node]) {
@@ -183,7 +191,7 @@ impl Oracle {
     fn may_miss_parts(&self) -> bool {
         self.losses.disk
             || (self.losses.rewound && self.losses.memory)
-            || (self.losses.records && (self.losses.memory || self.committed.is_empty()))
+            || (self.losses.records && (self.losses.memory || self.images.committed.is_empty()))
     }
 
     pub(super) fn is_right_that_parts_are_missing(&self) -> bool {
@@ -214,19 +222,23 @@ impl Oracle {
 
     // ---- rules ----
 
+    /// After every event. `have_changed`: something of a machine has, as [`super::nodes::Nodes::look`] says it.
     pub(super) fn look(
         &mut self,
         now: Instant,
         nodes: &[Node],
+        have_changed: bool,
         coordinator: &Coordinator,
         stores: Stores<'_>,
         facts: &mut Facts,
     ) -> Result<(), String> {
-        one_epoch(now, nodes)?;
+        if have_changed || self.due.is_some_and(|due| now > due) {
+            self.due = one_epoch(now, nodes)?;
+        }
         if let Some(broken) = self.broken.pop() {
             return Err(broken);
         }
-        for (rank, number) in std::mem::take(&mut self.forgotten) {
+        for (rank, number) in self.images.forgotten.drain(..) {
             if coordinator.view.images.contains_key(&number) {
                 return Err(format!("{rank} removed its part of {number}, which is recorded"));
             }
@@ -260,7 +272,7 @@ impl Oracle {
             self.plan(now, &view, nodes, stores, facts)?;
             self.seen = Some(view);
         }
-        one_origin(nodes, &coordinator.view)
+        if !same || have_changed { one_origin(nodes, &coordinator.view) } else { Ok(()) }
     }
 
     /// Whether the group can certainly continue from the replica.
@@ -290,11 +302,11 @@ impl Oracle {
             if image.value.committed && old.is_none_or(|old| !old.value.committed) {
                 facts.committed += 1;
                 for (rank, part) in &image.value.parts {
-                    if !self.durable.contains(&(*rank, *number, part.digest.clone())) {
+                    if !self.images.durable.contains(&(*rank, *number, part.digest.clone())) {
                         return Err(format!("{number} was committed before {rank} had stored its part"));
                     }
                 }
-                self.committed.insert(*number, image.value.clone());
+                self.images.committed.insert(*number, image.value.clone());
             }
         }
         let newest = before.images.iter().rev().find(|(_, image)| image.value.committed);
@@ -309,7 +321,7 @@ impl Oracle {
         }
         if view.plan.is_some() {
             let gone: Vec<Number> = before.images.keys().copied().filter(|it| !view.images.contains_key(it)).collect();
-            gone.iter().for_each(|number| drop(self.committed.remove(number)));
+            gone.iter().for_each(|number| drop(self.images.committed.remove(number)));
         }
         Ok(())
     }
@@ -390,7 +402,7 @@ impl Oracle {
                     image.parts.iter().all(has)
                 };
                 let told = view.members.values().map(|report| report.floor).max().unwrap_or_default().max(*floor);
-                let mut good = self.committed.iter().filter(|(number, _)| **number >= told);
+                let mut good = self.images.committed.iter().filter(|(number, _)| **number >= told);
                 if *from == From::Beginning && told == Number::default() && self.is_restorable(nodes, stores, facts) {
                     return Err("the job starts from the beginning although the replica has a whole image".into());
                 }
@@ -418,11 +430,18 @@ fn ranks(nodes: &[Node]) -> u32 {
     nodes.iter().map(|node| node.rank.0 + 1).max().unwrap_or_default()
 }
 
-/// No two epochs run at once, and no cable stays out.
-fn one_epoch(now: Instant, nodes: &[Node]) -> Result<(), String> {
+/// No two epochs run at once, and no cable stays out. Returns the time after which that must be looked at again although no
+/// machine has changed.
+fn one_epoch(now: Instant, nodes: &[Node]) -> Result<Option<Instant>, String> {
     let mut first: Option<(Rank, Epoch)> = None;
-    // A paused machine does nothing.
-    for node in nodes.iter().filter(|node| !node.is_paused(now)) {
+    let mut due: Option<Instant> = None;
+    let mut again_after = |time: Instant| due = Some(due.map_or(time, |due| due.min(time)));
+    for node in nodes {
+        // A paused machine does nothing.
+        if node.is_paused(now) {
+            node.trouble.paused_until.into_iter().for_each(&mut again_after);
+            continue;
+        }
         let Some(job) = &node.job else { continue };
         match first {
             Some((rank, epoch)) if epoch != job.epoch => {
@@ -430,13 +449,14 @@ fn one_epoch(now: Instant, nodes: &[Node]) -> Result<(), String> {
             }
             _ => first = Some((node.rank, job.epoch)),
         }
-        if let Cable::Out(since) = job.cable
-            && now.saturating_duration_since(since) > LONGEST_OUT
-        {
-            return Err(format!("{} has had its cable out for {:?}", node.rank, now - since));
+        if let Cable::Out(since) = job.cable {
+            if now.saturating_duration_since(since) > LONGEST_OUT {
+                return Err(format!("{} has had its cable out for {:?}", node.rank, now - since));
+            }
+            again_after(since + LONGEST_OUT);
         }
     }
-    Ok(())
+    Ok(due)
 }
 
 /// All jobs of an epoch were restored from the parts of one group image.

@@ -7,7 +7,8 @@ use super::plants::{self, Plant};
 use super::{Broken, Facts, history};
 use rekindle_testing::random::Random;
 
-/// Number of histories in every run of the tests; REKINDLE_SIMULATE_HISTORIES overrides it.
+/// Number of histories in every run of the tests; REKINDLE_SIMULATE_HISTORIES overrides it. With
+/// REKINDLE_SIMULATE_FIRST, they are the same in each run.
 const HISTORIES: u64 = 100_000;
 
 fn number(name: &str) -> Option<u64> {
@@ -69,7 +70,7 @@ fn what_has_to_hold_does_so_in_every_history() {
         };
     }
     let (count, began) = (number("REKINDLE_SIMULATE_HISTORIES").unwrap_or(HISTORIES), Instant::now());
-    match live(fresh_seed(), count) {
+    match live(number("REKINDLE_SIMULATE_FIRST").unwrap_or_else(fresh_seed), count) {
         Ok(facts) => {
             println!("{count} histories in {:?}: {facts:?}", began.elapsed());
             // The histories test something: most have snapshots, and many have restores.

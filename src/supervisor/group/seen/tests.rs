@@ -75,9 +75,9 @@ impl Coordinator {
             served: BTreeMap::new(),
             refused: BTreeMap::new(),
         };
-        let members = crew.iter().map(|(rank, incarnation)| (*rank, report(*incarnation))).collect();
+        let members = crew.iter().map(|(rank, incarnation)| (*rank, Arc::new(report(*incarnation)))).collect();
         let leader = Some(Incarnation(11));
-        let plan = Some(Versioned { value: plan, revision: 1 });
+        let plan = Some(Arc::new(Versioned { value: plan, revision: 1 }));
         let view = View { revision: 1, leader, plan, members, images: BTreeMap::new() };
         let mut it = Coordinator { view, seen: Seen::new("bert".parse().unwrap(), Rank(0), SIZE) };
         assert_eq!(it.show(), []);
@@ -90,26 +90,30 @@ impl Coordinator {
     }
 
     fn goal(&mut self, goal: Goal) -> Vec<What> {
-        let plan = &mut self.view.plan.as_mut().unwrap().value;
+        let plan = &mut Arc::make_mut(self.view.plan.as_mut().unwrap()).value;
         plan.serial += 1;
         if matches!(goal, Goal::Start(_)) {
             plan.epoch.0 += 1;
         }
         plan.goal = goal;
         let serial = plan.serial;
-        self.view.members.values_mut().for_each(|report| report.seen = serial);
+        self.view.members.values_mut().for_each(|report| Arc::make_mut(report).seen = serial);
         self.show()
+    }
+
+    fn member(&mut self, rank: u32) -> &mut Report {
+        Arc::make_mut(self.view.members.get_mut(&Rank(rank)).unwrap())
     }
 
     fn record(&mut self, number: u64, committed: bool) {
         let part = |rank: u32| Part { image: id(number + u64::from(rank) * 100).to_string(), digest: "x".into() };
         let parts = (0..SIZE).map(|rank| (Rank(rank), part(rank))).collect();
         let image = GroupImage { epoch: Epoch(1), parts, committed, replica: Replica::No };
-        self.view.images.insert(Number(number), Versioned { value: image, revision: self.view.revision });
+        self.view.images.insert(Number(number), Arc::new(Versioned { value: image, revision: self.view.revision }));
     }
 
     fn states(&mut self, states: [State; 3]) {
-        self.view.members.values_mut().zip(states).for_each(|(report, state)| report.state = state);
+        self.view.members.values_mut().zip(states).for_each(|(report, state)| Arc::make_mut(report).state = state);
     }
 
     fn group(&mut self) -> Group {
@@ -189,7 +193,7 @@ fn a_restart_names_its_cause_and_its_machine() {
 fn a_member_is_lost_unless_all_leave() {
     let mut it = Coordinator::running();
     // The same rank again, before the loss of the former member was seen.
-    it.view.members.get_mut(&Rank(2)).unwrap().incarnation = Incarnation(77);
+    it.member(2).incarnation = Incarnation(77);
     assert_eq!(it.show(), [What::GroupMemberLost { machine: machine(2, "c") }]);
     it.view.members.remove(&Rank(0));
     assert_eq!(it.show(), [], "this machine has told it when its lease was lost");
@@ -203,7 +207,7 @@ fn a_coordinator_without_its_data_tells_nothing_of_the_one_before() {
     let mut it = Coordinator::running();
     it.record(1, false);
     let _ = it.show();
-    it.view.plan.as_mut().unwrap().value.origin = Incarnation(99);
+    Arc::make_mut(it.view.plan.as_mut().unwrap()).value.origin = Incarnation(99);
     it.record(1, true);
     it.view.members.remove(&Rank(1));
     assert_eq!(it.show(), []);
@@ -237,7 +241,7 @@ fn what_the_group_waits_for_is_named() {
     it.record(7, false);
     let _ = it.goal(Goal::Run);
     assert_eq!(it.waits_for(), None, "nobody stores it");
-    let report = it.view.members.get_mut(&Rank(1)).unwrap();
+    let report = it.member(1);
     report.storing = true;
     let progress = Progress {
         part,
