@@ -177,6 +177,7 @@ step 'clippy of the reaper' cargo clippy --quiet --manifest-path native/reaper/C
 step 'clippy of the interposer' cargo clippy --quiet --manifest-path native/preload/Cargo.toml --all-targets -- -D warnings
 step 'clippy of the plugin' cargo clippy --quiet --manifest-path native/plugin/Cargo.toml --all-targets -- -D warnings
 step 'build' cargo build --quiet --workspace --locked
+step 'build of the tests' cargo test --quiet --workspace --locked --no-run
 # Most tests wait for something most of the time. One run names all tests that fail.
 step 'tests' env RUST_TEST_THREADS="${RUST_TEST_THREADS:-$((2 * $(nproc)))}" \
   cargo test --quiet --workspace --locked --no-fail-fast

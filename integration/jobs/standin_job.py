@@ -62,7 +62,7 @@ def main():
     parser.add_argument("--mib", type=int, default=4)
     parser.add_argument("--until", type=int, default=0)
     parser.add_argument("--busy-ms", type=int, default=0)
-    parser.add_argument("--sleep-ms", type=int, default=10)
+    parser.add_argument("--sleep-ms", type=int, default=20)
     parser.add_argument("--fork", action="store_true")
     parser.add_argument("--devices", nargs=3)
     parser.add_argument("--keep")

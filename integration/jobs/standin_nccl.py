@@ -174,7 +174,7 @@ class Rank:
         self.barriers += 1
         self.shared[100 + self.number] = self.barriers
         while min(self.shared[100 : 100 + self.ranks]) < self.barriers:
-            time.sleep(0.0005)
+            time.sleep(0.001)
 
     def all_reduce(self, source, target, communicator, stream=0):
         self.nccl("ncclAllReduce", self.at(source), self.at(target), 1, U64, SUM, communicator, stream)
@@ -394,7 +394,7 @@ class Background(Rank):
         state = ctypes.c_int(IN_PROGRESS)
         while state.value == IN_PROGRESS:
             self.nccl("ncclCommGetAsyncError", communicator, ctypes.byref(state))
-            time.sleep(0.0002)
+            time.sleep(0.001)
 
     def step(self, step):
         self.put(0, step + self.number)

@@ -177,7 +177,7 @@ class Rank:
             place = self.memory + SLOT * (1 + peer)
             began = time.monotonic()
             while self.cuda.number(place) < step:
-                time.sleep(0.0005)
+                time.sleep(0.002)
                 if time.monotonic() - began > 60:
                     print(f"rank {self.number}: nothing comes from {peer}", file=sys.stderr, flush=True)
                     os._exit(3)
@@ -372,7 +372,7 @@ def main():
             if args.do and os.path.exists(args.do):
                 rank.look_for_work()
             out.write(f"{step}\n")
-            time.sleep(0.002)
+            time.sleep(0.008)
 
 
 main()

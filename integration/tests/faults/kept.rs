@@ -213,10 +213,10 @@ fn an_allocation_that_cannot_stay_goes_the_drivers_way_in_the_same_snapshot() {
 fn a_job_that_allocates_and_frees_all_the_time_loses_nothing() {
     let Some(rig) = job(&["--churn"]) else { return };
     let mut supervisor = rig.start();
-    for round in 1..=30 {
+    for round in 1..=12 {
         supervisor.snapshot();
         supervisor.assert_running(1);
-        if round % 10 == 0 {
+        if round % 4 == 0 {
             supervisor.kill_job();
             supervisor.said("the job was restored from image");
             supervisor.assert_unharmed(1);

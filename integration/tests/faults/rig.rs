@@ -404,6 +404,15 @@ impl Supervisor<'_> {
         self.said("the snapshot failed")
     }
 
+    /// Waits for an image of the job as it is now. An earlier one of a job that started slowly has neither its GPU
+    /// memory nor its open output.
+    pub(crate) fn image_from_now(&mut self) -> Image {
+        self.mark = self.rig.log().len();
+        // One that began earlier may be named only now.
+        self.snapshot();
+        self.snapshot()
+    }
+
     fn counts_of(rig: &Rig) -> Vec<(PathBuf, u64)> {
         let last = |path: PathBuf| {
             let text = fs::read_to_string(&path).unwrap_or_default();

@@ -14,6 +14,7 @@ fn a_cuda_job_is_snapshotted_on_the_interval_and_comes_back() {
     let Some(mut rig) = Rig::new() else { return };
     rig.set("SNAPSHOT_INTERVAL", "300ms");
     let mut supervisor = rig.start();
+    supervisor.image_from_now();
     for restarts in 1..=3 {
         supervisor.image();
         let image = supervisor.image();

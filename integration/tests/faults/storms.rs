@@ -171,9 +171,10 @@ fn storm(mut rig: Rig) {
     rig.set("STORE_PERSIST_RATE", "64MiB");
     rig.set("SNAPSHOT_INTERVAL", "1s");
     let mut supervisor = rig.start();
-    let mut newest = supervisor.snapshot().id;
-    // From here on there is one that no loss of memory takes.
-    supervisor.said("was stored in");
+    let mut newest = supervisor.image_from_now().id;
+    supervisor.until("there is one that no loss of memory takes", |rig| {
+        rig.copies().iter().any(|copy| copy.id >= newest && !copy.is_staged())
+    });
     let mut tally = Tally::default();
     let mut killed = Vec::new();
     // The log of the current supervisor begins here.
