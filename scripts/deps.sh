@@ -116,8 +116,8 @@ tool() {
   build
   [ "$("$deps/cargo/bin/$name" --version 2>/dev/null || true)" != "$said" ] || return 0
   say "building $name $version"
-  # Without optimisation: it builds in half the time, and works in seconds.
-  CARGO_TARGET_DIR=$deps/cargo/target cargo install --quiet --locked --debug --root "$deps/cargo" "$@" "$name@$version" \
+  # Without optimisation, debug information and a second build: it builds in less than half the time, and works in seconds.
+  CARGO_PROFILE_DEV_DEBUG=0 CARGO_INCREMENTAL=0 CARGO_TARGET_DIR=$deps/cargo/target cargo install --quiet --locked --debug --root "$deps/cargo" "$@" "$name@$version" \
     || die "cargo could not install $name: see the lines above, check the network"
   rm -rf -- "$deps/cargo/target"
 }
