@@ -1,5 +1,5 @@
 // counter.cu: a UDP server whose counter lives in GPU memory. It starts at 100; each packet adds one, and the answer is the
-// new value as text. Killed and brought back by rekindle it goes on counting, where a new process would start at 101.
+// new value as text. Killed and restored by rekindle, it continues to count, where a new process would start at 101.
 //
 //   nvcc -o counter examples/counter.cu
 //   sudo rekindle run --name counter --interval 10s -- ./counter 10000

@@ -17,7 +17,7 @@ import rekindle
 
 def reconnect(state):
     # A logger, a licence, a metrics server: what was connected to the outside is gone.
-    print(f"brought back on {state['host']} as process {state['pid']}, restore {state['restores']}", flush=True)
+    print(f"restored on {state['host']} as process {state['pid']}, restore {state['restores']}", flush=True)
 
 
 rekindle.on_restored(reconnect)

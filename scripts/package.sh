@@ -194,8 +194,8 @@ Priority: optional
 Installed-Size: $(du -k --apparent-size -s --exclude=DEBIAN "$dir" | cut -f 1)
 Description: keeps long GPU jobs alive
  Launches a job, takes an image of all of it on an interval, GPU memory
- included, and brings it back from the newest good image when it crashes, is
- killed, or the machine goes down. The job is not changed and does not know.
+ included, and restores it from the newest good image when it crashes, is
+ killed, or the machine goes down. The job is not changed.
  .
  Works for any tree of Linux processes, by CRIU, and for CUDA processes, by
  the checkpoint of the NVIDIA driver (570 or newer).

@@ -1,4 +1,4 @@
-//! What the processes of each machine have started on NCCL, while a group snapshot brings them to one point: key
+//! What the processes of each machine have started on NCCL, while a group snapshot lets them reach one point: key
 //! `cut/RANK`, one write for each change. It does not go through the supervisor's thread, because the snapshot's thread
 //! waits for it.
 

@@ -147,7 +147,7 @@ mod tests {
         let late = Fault { whose: Whose::Before, ..fault(109, 7) };
         assert!(matches!(gpus.says(&late), Said::Follows(_)), "told late");
         gpus.earlier = 0;
-        // Hardware is not at rest because somebody died.
+        // A fault of the hardware does not follow from a death.
         assert_eq!(gpus.hears(&fault(79, 7)), Said::Fault);
         assert_eq!(gpus.hears(&fault(109, 60)), Said::Fault, "long after");
         assert_eq!(gpus.unfit(), [("GPU-79".to_owned(), 79), ("GPU-109".to_owned(), 109)]);

@@ -2,7 +2,7 @@
 //! calls.
 //!
 //! The interposer in each process counts (`native/preload/src/nccl.rs`). This module reads the counts and sets the
-//! limits. The caller decides which limits bring all ranks to one point.
+//! limits. The caller decides with which limits all ranks reach one point.
 //!
 //! Invariant: the tables are in the job's memory. Their content is only compared and counted, and not trusted
 //! otherwise.

@@ -97,7 +97,7 @@ pub(crate) fn replicate(view: &View, plan: &Plan, options: &Options) -> Option<W
         let progress = part_of(view, number, *rank, part);
         progress.is_some_and(|it| matches!(it.replicated, Replicated::Yes | Replicated::Only))
     };
-    // A member that is lost may come back.
+    // A member that is lost may join again.
     let cannot_be_sent = |number: Number, (rank, part): (&Rank, &Part)| {
         let failed = |it: &Progress| it.replicated == Replicated::Failed;
         view.members.contains_key(rank) && part_of(view, number, *rank, part).is_none_or(failed)

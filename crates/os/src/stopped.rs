@@ -1,4 +1,4 @@
-//! Processes that stand still for a moment.
+//! Processes that are stopped for a moment.
 
 use std::os::fd::OwnedFd;
 

@@ -147,7 +147,7 @@ impl Server {
         self.copy = Some(copy);
     }
 
-    /// Goes on with the copy. Whether there is one under way, and whether anything was begun or has ended.
+    /// Continues the copy. Returns whether there is one, and whether anything was begun or has ended.
     fn go_on(&mut self) -> (bool, bool) {
         let Server { gpus: Some(gpus), files, copy: Some(copy) } = self else { return (false, false) };
         let has_moved = copy.go_on(gpus, files);

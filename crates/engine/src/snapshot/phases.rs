@@ -179,7 +179,7 @@ impl Freeze<'_> {
         Ok(())
     }
 
-    /// Waits until the processes may change that memory again. The copy may go on behind the job.
+    /// Waits until the processes may change that memory again. The copy may continue while the job runs.
     fn leave_copy(&mut self) -> Result<(), Error> {
         // Until the network of a group is back, ranks would wait for each other on their GPUs, and the driver ends a
         // process that it has restored if it waits so for some seconds.

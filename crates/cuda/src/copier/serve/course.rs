@@ -3,12 +3,12 @@
 //! ```text
 //!  pieces arrive    each is cut into chunks, which are copied a few at a time; the job is frozen
 //!  leave            the job waits: what has room on its GPU is copied there, at 30 times the rate, and the rest as before.
-//!                   Then the memory of the job is let go, and the job runs
+//!                   Then the memory of the job is released, and the job runs
 //!  finish           the chunks in that room are copied out; each part of it is freed as soon as it is empty
 //! ```
 //!
 //! Invariants: room is taken only in `leave`, so a copy that is over by then needs none. It never takes what the job may
-//! need at once ([`room`]). Whatever fails, no chunk is on its way any more when the outcome is told.
+//! need at once ([`room`]). Whatever fails, no chunk is being copied any more when the outcome is reported.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::c_int;
@@ -86,14 +86,14 @@ pub(super) struct Copy {
     /// All were sent.
     is_whole: bool,
     pieces: Vec<Piece>,
-    /// Offset and size of each piece, also of those that were let go.
+    /// Offset and size of each piece, also of those that were released.
     ranges: Vec<(u64, u64)>,
     lanes: BTreeMap<c_int, Lane>,
     rooms: Vec<Room>,
     bytes: u64,
     /// Why it has failed.
     failed: Option<String>,
-    /// Once nothing is on its way any more.
+    /// Once nothing is being copied any more.
     outcome: Option<Result<[u64; 2], String>>,
 }
 
@@ -236,8 +236,8 @@ impl Copy {
         }
     }
 
-    /// Begins to copy within each GPU as much as it has room for, from the end: the others go on from the begin. Where room
-    /// cannot be taken, the chunks are copied as before.
+    /// Begins to copy within each GPU as much as it has room for, from the end: the other copies continue from the beginning.
+    /// Where room cannot be taken, the chunks are copied as before.
     fn take_room(&mut self, gpus: &mut Gpus) {
         for (device, lane) in &mut self.lanes {
             let Ok((free, total)) = gpus.memory(*device) else { continue };

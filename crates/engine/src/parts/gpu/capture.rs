@@ -269,7 +269,7 @@ impl Group {
         sharing::of(&self.outer_pids()).map_err(io)
     }
 
-    /// Brings all ranks to one point ([`cut`]), locks all ([`lock::together`]), and makes
+    /// Lets all ranks reach one point ([`cut`]), locks all ([`lock::together`]), and makes
     /// them release each other's memory. Each attempt of each step has the limit `timeout`.
     /// Their own memory stays on the GPU or not, as `own` says.
     /// If one cannot be locked, all are unlocked and the lock is tried again. The same happens if a process started or

@@ -1,4 +1,4 @@
-//! Brings the ranks of a job to one point of every NCCL communicator, so that all of them can be locked at once.
+//! Lets the ranks of a job reach one point of every NCCL communicator, so that all of them can be locked at once.
 //!
 //! A collective's kernel ends once all ranks have started it. Ranks that are locked at random points block each other
 //! ([`super::lock`]). Here the interposer holds each rank in front of its next call of NCCL. Ranks that are behind may
@@ -97,7 +97,7 @@ pub(super) enum Without {
     Cancelled,
 }
 
-/// Brings all ranks of these processes to one point within `timeout`.
+/// Lets all ranks of these processes reach one point within `timeout`.
 pub(super) fn reach(
     pids: &[i32],
     elsewhere: Option<&dyn Elsewhere>,
