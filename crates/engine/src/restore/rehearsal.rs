@@ -224,7 +224,7 @@ fn harmless(image: &Image, manifest: &Manifest) -> Result<(), Failure> {
 
 /// Checks that the job has no files in the places that the view shows unchanged.
 fn out_of_reach(image: &Image, as_they_are: &[PathBuf]) -> Result<(), Failure> {
-    let tables = ["files.img", "ghost-file.img", "remap-fpath.img"].map(|name| image.dir.join("criu").join(name));
+    let tables = ["files.img", "ghost-file.img", "remap-fpath.img"].map(|name| image.dir.join(CRIU_DIR).join(name));
     let tables: Vec<Vec<u8>> = tables.iter().filter_map(|path| fs::read(path).ok()).collect();
     let names = |path: &&PathBuf| {
         // CRIU writes paths with and without the leading slash.
