@@ -13,7 +13,7 @@ use crate::kinds::{count_on, finish};
 use crate::supervisor::{Lab, Running, kill, wait_for};
 
 fn start(lab: &Lab, kind: &str) -> Running {
-    let mut run = lab.python("word_job.py", &[kind, lab.path().to_str().unwrap()]);
+    let mut run = lab.python("job_api_job.py", &[kind, lab.path().to_str().unwrap()]);
     count_on(lab, &mut run, 3);
     run
 }
@@ -40,7 +40,7 @@ fn lives_on(lab: &Lab, kind: &str) -> Running {
     // From what was restored, too.
     run.snapshot(lab);
     lab.kill_9(run);
-    let mut run = lab.python("word_job.py", &[kind, lab.path().to_str().unwrap()]);
+    let mut run = lab.python("job_api_job.py", &[kind, lab.path().to_str().unwrap()]);
     run.wait_said("the job was restored from image");
     run.wait_for("it hears of the restore", || restored(lab) == 2);
     count_on(lab, &mut run, 3);
@@ -131,13 +131,13 @@ fn a_job_of_another_user_has_a_word_too() {
     std::os::unix::fs::symlink(lab.file("finish"), theirs.join("finish")).unwrap();
     nix::unistd::chown(&theirs, Some(nobody.uid), None).unwrap();
     let arguments = ["connected", theirs.to_str().unwrap()];
-    let mut run = lab.python("word_job.py", &arguments);
+    let mut run = lab.python("job_api_job.py", &arguments);
     count_on(&lab, &mut run, 3);
     tell(&lab, "theirs/snapshot");
     run.wait_for("it is answered", || lab.output().contains("snapshot resumed"));
     run.wait_for("it is in the store", || lab.good().len() == 1 && lab.published().unwrap().persisting.is_none());
     lab.kill_9(run);
-    let mut run = lab.python("word_job.py", &arguments);
+    let mut run = lab.python("job_api_job.py", &arguments);
     run.wait_for("it hears of the restore", || restored(&lab) == 1 && lab.output().contains("snapshot restored"));
     count_on(&lab, &mut run, 3);
     finish(&lab, run);
@@ -252,7 +252,7 @@ fn a_stop_waits_for_the_job_to_let_go_within_its_grace() {
     assert_eq!(told(&lab), ["held Final", "expired", "taken Final"]);
     // It goes on, and lets go of what it does not hold.
     fs::remove_file(lab.file("hold-on")).unwrap();
-    let mut run = lab.python("word_job.py", &["module", lab.path().to_str().unwrap()]);
+    let mut run = lab.python("job_api_job.py", &["module", lab.path().to_str().unwrap()]);
     run.wait_for("it goes on", || lab.output().contains("let go"));
     count_on(&lab, &mut run, 3);
     finish(&lab, run);

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A job that has a word with its supervisor.
 
-    word_job.py KIND FOLDER
+    job_api_job.py KIND FOLDER
 
 Prints "n 1", "n 2" and so on, and what it learns. Once FOLDER/finish is there it prints "done" and ends with 0. What it is
 to ask for is the name of a file in FOLDER, which it removes:
