@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A job that has a word with its supervisor.
+"""A job that uses the job API.
 
     job_api_job.py KIND FOLDER
 

@@ -1,4 +1,4 @@
-//! A job that has a word with its supervisor: it is answered, and never harmed by it.
+//! A job that uses the job API: its requests are answered, and none harms it.
 
 use std::fs;
 use std::io::ErrorKind;
