@@ -162,7 +162,8 @@ const STORE: [&str; 42] = [
 ];
 
 /// The modules of the product.
-const PRODUCT: [&str; 14] = [
+const PRODUCT: [&str; 15] = [
+    "variables",
     "config",
     "policy",
     "published",

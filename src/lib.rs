@@ -35,4 +35,5 @@ pub mod report;
 mod scheduler;
 pub mod supervisor;
 pub mod telemetry;
+mod variables;
 mod watch;

@@ -44,7 +44,7 @@ def connect(name):
 
 listener = socket.socket()
 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-listener.bind((os.environ["REKINDLE_GROUP_ADDRESS"], PORT))
+listener.bind((os.environ["REKINDLE_GROUP_OWN"], PORT))
 listener.listen()
 # Names of the group are in /etc/hosts.
 GROUP = os.environ["REKINDLE_JOB"].rsplit(".", 1)[0]

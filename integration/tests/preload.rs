@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use nix::mount::{MntFlags, MsFlags};
+use rekindle_abi::variables;
 use rekindle_cuda::Process;
 use rekindle_cuda::nccl::{Kind, Ranks};
 use rekindle_engine::launch::{interposer, reaper};
@@ -49,8 +50,8 @@ impl Rig {
         self.standin
             .install(command)
             .env("LD_PRELOAD", preload)
-            .env(interposer::LANDING_VARIABLE, self.landing.path())
-            .env(interposer::THREADS_VARIABLE, "4")
+            .env(variables::LANDING, self.landing.path())
+            .env(variables::COPY_THREADS, "4")
     }
 
     fn command(&self, scenario: &str) -> Command {
@@ -161,7 +162,7 @@ fn a_folder_that_can_not_be_written_is_no_matter() {
     nix::mount::mount(None::<&str>, mount.0.path(), None::<&str>, flags, None::<&str>).unwrap();
     passes(&mut rig.command("cannot_open"));
     let mut command = rig.command("cannot_open");
-    passes(command.env(interposer::LANDING_VARIABLE, format!("/{}", "x".repeat(2000))).env("UNUSED", "1"));
+    passes(command.env(variables::LANDING, format!("/{}", "x".repeat(2000))).env("UNUSED", "1"));
     let flags = MsFlags::MS_REMOUNT;
     nix::mount::mount(None::<&str>, mount.0.path(), None::<&str>, flags, None::<&str>).unwrap();
 }

@@ -21,6 +21,7 @@ use crate::supervisor::notify::Notify;
 use crate::supervisor::state::{Finish, Obstacle, Stop};
 use crate::supervisor::{self, Origin, Places, Program, Setup, Shown, Sockets, TimeLimit};
 use crate::telemetry;
+use crate::variables;
 use detach::Caller;
 use group::Place;
 pub(crate) use prepare::NoRights;
@@ -403,7 +404,7 @@ fn supervise(
     if let Some(Joining { place, .. }) = &terms.place {
         place.tell_job(&config, &mut spec);
     }
-    for (name, value) in [("REKINDLE_JOB", folder.name().as_str()), ("REKINDLE_RUN_ID", start.lineage.as_str())] {
+    for (name, value) in [(variables::JOB, folder.name().as_str()), (variables::RUN_ID, start.lineage.as_str())] {
         spec.environment.insert(name.into(), value.into());
     }
     let launch = Launch {

@@ -1,6 +1,7 @@
 //! The list of keys: the expected value of each, the environment variable that sets it, and suggestions for misspelt
 //! keys.
 
+use crate::variables::{OF_JOB, OF_OTHERS};
 use rekindle_replica::ReplicaUrl;
 
 /// The tables of the file, in its order.
@@ -275,19 +276,8 @@ pub(super) fn nearest_word<'a>(word: &str, words: impl IntoIterator<Item = &'a s
     best(words.into_iter().map(|candidate| (candidate, strsim::jaro_winkler(word, candidate), 0.0)))
 }
 
-/// Variables of rekindle that are no configuration. The supervisor sets some of them for the job, for hooks or for
-/// CRIU, and each of these may run `rekindle` itself.
-const NO_KEYS: [&str; 9] = [
-    "REKINDLE_JOB",
-    "REKINDLE_RUN_ID",
-    "REKINDLE_SOCKET",
-    "REKINDLE_HOOK",
-    "REKINDLE_FOLDER",
-    "REKINDLE_LANDING",
-    "REKINDLE_COPY_THREADS",
-    "REKINDLE_FILES_AS",
-    "REKINDLE_CRIU",
-];
+/// Where CRIU is, for tests and `rekindle doctor`.
+const CRIU: &str = "REKINDLE_CRIU";
 
 /// How the names of variables begin that only tests and scripts of this repository read.
 const OF_TESTS: [&str; 9] = ["TEST_", "SIMULATE_", "SWEEP", "CUT_", "DEMO_", "PACKAGE_", "SYSTEMD_", "LAB", "DEVICES"];
@@ -295,7 +285,8 @@ const OF_TESTS: [&str; 9] = ["TEST_", "SIMULATE_", "SWEEP", "CUT_", "DEMO_", "PA
 /// Whether this variable is known, or none of our business, although it sets no key.
 pub(super) fn is_no_key(variable: &str) -> bool {
     let Some(name) = variable.strip_prefix(PREFIX) else { return true };
-    NO_KEYS.contains(&variable) || OF_TESTS.iter().any(|begin| name.starts_with(begin)) || is_service_link(name)
+    let of_others = OF_JOB.iter().chain(&OF_OTHERS).any(|name| *name == variable);
+    of_others || variable == CRIU || OF_TESTS.iter().any(|begin| name.starts_with(begin)) || is_service_link(name)
 }
 
 /// Kubernetes sets such variables in each container for a service of the name "rekindle" or "rekindle-metrics":

@@ -12,6 +12,7 @@ use super::scheduler::Deadline;
 use super::storage::{Repack, SizeLimit, VerifyRate};
 use super::value::{ByteSize, Interval, Rate, Stdin};
 use super::watch::RuleAction;
+use crate::variables::OF_JOB;
 use rekindle_base::Percentage;
 
 /// A key (or an entry of it), and the rule that its value breaks.
@@ -172,9 +173,6 @@ fn group(config: &Config, rules: &mut Rules) {
     });
 }
 
-/// Variables that the supervisor sets for the job.
-const OURS: [&str; 3] = ["REKINDLE_JOB", "REKINDLE_RUN_ID", "REKINDLE_SOCKET"];
-
 fn job(config: &Config, rules: &mut Rules) {
     let job = &config.job;
     rules.that(job.command.first().is_none_or(|program| !program.is_empty()), "job.command", || {
@@ -209,7 +207,7 @@ fn job(config: &Config, rules: &mut Rules) {
             "must have a name without = or a zero byte".to_owned()
         });
         rules.that(!value.contains('\0'), &key, || "must not contain a zero byte".to_owned());
-        rules.that(!OURS.contains(&name), &key, || "must not be set, because rekindle sets it for the job".to_owned());
+        rules.that(!OF_JOB.contains(&name), &key, || "must not be set, because rekindle sets it for the job".to_owned());
     }
     let is_variable = |name: &String| {
         let beginning = name.strip_suffix('*').unwrap_or(name);

@@ -14,6 +14,7 @@ use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 
 use super::{Context, Point};
+use crate::variables;
 use rekindle_engine::launch;
 use rekindle_os::spawn::{self, Child, Ended, Spawn};
 
@@ -106,9 +107,9 @@ fn input(document: &[u8]) -> Result<OwnedFd, Error> {
 fn environment(point: Point, context: &Context) -> Vec<(OsString, OsString)> {
     let passed_on = PASSED_ON.iter().filter_map(|name| Some(((*name).into(), std::env::var_os(name)?)));
     let ours: [(OsString, OsString); 3] = [
-        ("REKINDLE_HOOK".into(), point.name().into()),
-        ("REKINDLE_JOB".into(), context.job.clone().into()),
-        ("REKINDLE_FOLDER".into(), context.folder.clone().into()),
+        (variables::HOOK.into(), point.name().into()),
+        (variables::JOB.into(), context.job.clone().into()),
+        (variables::FOLDER.into(), context.folder.clone().into()),
     ];
     passed_on.chain(ours).collect()
 }

@@ -22,6 +22,7 @@ use super::log::{Log, Reader};
 use super::plugin::{FileRights, PLUGIN_NAME, Plugin};
 use super::proto::{InheritFd, Kind, Options, Request, Response};
 use super::{Criu, image};
+use rekindle_abi::variables;
 use rekindle_os::process;
 use rekindle_os::spawn::{self, Child, Ended, Open, Spawn, World};
 
@@ -329,11 +330,6 @@ pub fn find_restored(pid: i32) -> Option<i32> {
     found.find(|c| rekindle_os::process::inner_pid(*c) == Some(pid))
 }
 
-/// The variable that tells our plugin which devices to accept.
-const DEVICES: &str = "REKINDLE_DEVICES";
-/// The variable that names the user whose file access rights CRIU gets.
-const FILES_AS: &str = "REKINDLE_FILES_AS";
-
 /// Why a conversation ended without an answer.
 enum Stop {
     Closed,
@@ -381,10 +377,10 @@ impl<'a> Run<'a> {
         let plugins = plugin.map_or(place.work, |plugin| plugin.folder);
         let first = [OsStr::new("--no-default-config"), OsStr::new("-W"), work.as_os_str()];
         let args = first.into_iter().chain(["-L".as_ref(), plugins.as_os_str(), "swrk".as_ref(), "3".as_ref()]);
-        let devices = plugin.and_then(|plugin| Some((DEVICES, OsString::from(plugin.devices?))));
+        let devices = plugin.and_then(|plugin| Some((variables::text(variables::DEVICES), OsString::from(plugin.devices?))));
         let files_as = plugin.and_then(|plugin| {
             let preload = plugin.folder.join(PLUGIN_NAME).into_os_string();
-            Some([(FILES_AS, OsString::from(plugin.files?.to_string())), ("LD_PRELOAD", preload)])
+            Some([(variables::text(variables::FILES_AS), OsString::from(plugin.files?.to_string())), ("LD_PRELOAD", preload)])
         });
         let path = ("PATH", std::env::var_os("PATH").unwrap_or_default());
         let variables = [path].into_iter().chain(devices).chain(files_as.into_iter().flatten());

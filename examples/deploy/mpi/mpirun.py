@@ -58,7 +58,7 @@ def wait():
     first = os.environ["REKINDLE_GROUP_FIRST"]
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((os.environ["REKINDLE_GROUP_ADDRESS"], PORT))
+        listener.bind((os.environ["REKINDLE_GROUP_OWN"], PORT))
         listener.listen()
         while True:
             connection, (sender, _) = listener.accept()

@@ -18,6 +18,7 @@ use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Context, ensure};
+use rekindle_abi::variables;
 use rekindle_engine::launch::interposer;
 use serde_json::{Value, json};
 
@@ -48,7 +49,7 @@ fn compare(library: &Path, bytes: usize) -> anyhow::Result<Value> {
     let plain = || Command::new("/proc/self/exe");
     let with = || {
         let mut command = plain();
-        command.env("LD_PRELOAD", &preload).env(interposer::LANDING_VARIABLE, landing.path());
+        command.env("LD_PRELOAD", &preload).env(variables::LANDING, landing.path());
         command
     };
 
@@ -66,7 +67,7 @@ fn compare(library: &Path, bytes: usize) -> anyhow::Result<Value> {
     let args = ["driver".to_owned(), libcuda.display().to_string(), bytes.to_string()];
     let driver = |mut command: Command| answer(command.args(&args));
     let mut two = with();
-    two.env(interposer::THREADS_VARIABLE, "2");
+    two.env(variables::COPY_THREADS, "2");
     Ok(json!({
         "memcpy": {"unit": "ns", "without": without, "with": interposed},
         "driver": {
@@ -115,7 +116,7 @@ fn driver(library: &str, bytes: usize) -> anyhow::Result<Value> {
     let map = unsafe { library.get::<unsafe extern "C" fn(usize) -> usize>("standin_map") }?;
     // SAFETY: its documented signature.
     let rate = unsafe { library.get::<unsafe extern "C" fn(usize, usize, *mut [u64; 2]) -> i32>("standin_copy_rate") }?;
-    let landing = std::env::var_os(interposer::LANDING_VARIABLE)
+    let landing = std::env::var_os(variables::LANDING)
         .map(|folder| Path::new(&folder).join(std::process::id().to_string()));
     if let Some(file) = &landing {
         std::fs::write(file, "")?;

@@ -221,7 +221,7 @@ fn a_machine_whose_network_has_smaller_packets_takes_the_place_of_another() {
 /// The first rank accepts the connection of the second one late. Each ends with 0 if the other has received what it sent.
 const LATE: &str = r#"
 import os, socket, time
-here, first = os.environ["REKINDLE_GROUP_ADDRESS"], os.environ["REKINDLE_GROUP_FIRST"]
+here, first = os.environ["REKINDLE_GROUP_OWN"], os.environ["REKINDLE_GROUP_FIRST"]
 if here == first:
     listener = socket.create_server((here, 5556))
     time.sleep(2)
@@ -273,7 +273,7 @@ fn a_connection_that_is_not_accepted_yet_is_not_lost() {
 /// The first rank sends more than the second one takes at once, and completes. The second one reads it later.
 const LAST_WORDS: &str = r#"
 import os, socket, sys, time
-here, first = os.environ["REKINDLE_GROUP_ADDRESS"], os.environ["REKINDLE_GROUP_FIRST"]
+here, first = os.environ["REKINDLE_GROUP_OWN"], os.environ["REKINDLE_GROUP_FIRST"]
 words = bytes(range(250)) * 800
 if here == first:
     listener = socket.create_server((here, 5556))

@@ -23,6 +23,8 @@ use core::ffi::{c_char, c_int, c_long, c_uint, c_void};
 use core::slice::from_raw_parts;
 use core::sync::atomic::{AtomicU8, Ordering};
 
+use rekindle_abi::variables;
+
 use crate::rights::{READ, Rights, WRITE, raised};
 use crate::sys::{self, AT_FDCWD, EACCES, ENOSYS, EPERM, answer, argument, number};
 use crate::trusted;
@@ -44,7 +46,7 @@ const AT_SYMLINK_NOFOLLOW: i32 = 0x100;
 
 /// The user whose file access rights CRIU must have; `None` if it stays root.
 pub(crate) fn rights() -> Option<Rights> {
-    Rights::parse(sys::variable(c"REKINDLE_FILES_AS")?)
+    Rights::parse(sys::variable(variables::FILES_AS)?)
 }
 
 /// CRIU begins a dump or a restore. Returns whether it may continue, which needs the required [`rights`].
@@ -52,7 +54,7 @@ pub(crate) fn begin(stage: i32) -> bool {
     /// `CR_PLUGIN_STAGE__RESTORE`.
     const CRIU_RESTORES: i32 = 2;
     match rights() {
-        None => sys::variable(c"REKINDLE_FILES_AS").is_none(),
+        None => sys::variable(variables::FILES_AS).is_none(),
         Some(rights) if stage == CRIU_RESTORES => {
             STAGE.store(RESTORE, Ordering::Relaxed);
             rights.take()

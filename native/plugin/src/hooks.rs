@@ -2,6 +2,8 @@
 
 use core::ffi::{c_char, c_void};
 
+use rekindle_abi::variables;
+
 use crate::{accept, files, sys};
 
 /// `cr_plugin_desc_t` of version 0.2.0. CRIU accepts every version up to its own, and reads as many hooks as the
@@ -46,7 +48,7 @@ extern "C" fn accept(fd: i32) -> i32 {
     /// The result if a plugin does not handle something.
     const ENOTSUP: i32 = 95;
     let is_named = sys::device(fd)
-        .is_some_and(|device| sys::variable(c"REKINDLE_DEVICES").is_some_and(|list| accept::names(list, device)));
+        .is_some_and(|device| sys::variable(variables::DEVICES).is_some_and(|list| accept::names(list, device)));
     if is_named { 0 } else { -ENOTSUP }
 }
 

@@ -3,14 +3,20 @@
 use core::mem::MaybeUninit;
 use core::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 
+use rekindle_abi::variables::{COPY_THREADS, KEEP_MEMORY, LANDING};
+
 use crate::kept;
 use crate::sys::{self, Errno, File};
 
-/// Variables: the folder of landing files; the number of threads that copy, for users who know better than half of the
-/// CPUs; the size from which on allocations can stay on the GPU.
-const FOLDER: &[u8] = b"REKINDLE_LANDING=";
-const THREADS: &[u8] = b"REKINDLE_COPY_THREADS=";
-const KEEP: &[u8] = b"REKINDLE_KEEP_MEMORY=";
+/// The number of bytes before the value of a variable.
+const fn beginning(name: &str) -> usize {
+    name.len() + 1
+}
+
+/// Byte number `at` of what stands before the value of a variable.
+fn expected(name: &str, at: usize) -> Option<u8> {
+    if at == name.len() { Some(b'=') } else { name.as_bytes().get(at).copied() }
+}
 
 /// Maximum length of the folder's path; with a longer one the interposer does nothing.
 const ROOM: usize = 1024;
@@ -62,7 +68,7 @@ struct Parser {
 
 /// A variable that is a number.
 struct Number {
-    name: &'static [u8],
+    name: &'static str,
     /// Whether the current text is it so far.
     is_it: bool,
     value: usize,
@@ -71,13 +77,13 @@ struct Number {
 }
 
 impl Number {
-    fn new(name: &'static [u8]) -> Number {
+    fn new(name: &'static str) -> Number {
         Number { name, is_it: true, value: 0, found: 0 }
     }
 
     fn feed(&mut self, at: usize, byte: u8) {
-        match self.name.get(at) {
-            Some(name) => self.is_it &= *name == byte,
+        match expected(self.name, at) {
+            Some(expected) => self.is_it &= expected == byte,
             None if byte.is_ascii_digit() => {
                 self.value = self.value.wrapping_mul(10).wrapping_add(usize::from(byte - b'0'));
             }
@@ -88,7 +94,7 @@ impl Number {
     /// The text has ended, after so many bytes.
     fn end_text(&mut self, length: usize) {
         // The first entry of a name counts, as for getenv; the name must have been read completely.
-        if self.is_it && length > self.name.len() && self.found == 0 {
+        if self.is_it && length > beginning(self.name) && self.found == 0 {
             self.found = self.value;
         }
         self.is_it = true;
@@ -99,7 +105,7 @@ impl Number {
 impl Parser {
     fn new() -> Parser {
         let folder = Some(0);
-        let (threads, keep) = (Number::new(THREADS), Number::new(KEEP));
+        let (threads, keep) = (Number::new(COPY_THREADS), Number::new(KEEP_MEMORY));
         Parser { at: 0, is_folder: true, threads, keep, folder, found_folder: 0 }
     }
 
@@ -109,8 +115,8 @@ impl Parser {
             return;
         }
         if self.is_folder {
-            match FOLDER.get(self.at) {
-                Some(name) => self.is_folder = *name == byte,
+            match expected(LANDING, self.at) {
+                Some(expected) => self.is_folder = expected == byte,
                 None => self.folder_byte(byte),
             }
         }
@@ -130,7 +136,7 @@ impl Parser {
     }
 
     fn end_text(&mut self) {
-        if self.is_folder && self.at > FOLDER.len() && self.found_folder == 0 {
+        if self.is_folder && self.at > beginning(LANDING) && self.found_folder == 0 {
             self.found_folder = self.folder.unwrap_or(0);
         }
         self.threads.end_text(self.at);
@@ -234,7 +240,7 @@ mod tests {
         let mut parser = Parser::new();
         b"REKINDLE_KEEP_MEMORY=16777216\0REKINDLE_COPY_THREADS=3".iter().for_each(|byte| parser.feed(*byte));
         assert_eq!(parser.finish(), (0, 3, 16_777_216));
-        let long = [FOLDER, b"/".repeat(ROOM + 1).as_slice(), b"\0A=1"].concat();
+        let long = [b"REKINDLE_LANDING=", b"/".repeat(ROOM + 1).as_slice(), b"\0A=1"].concat();
         assert_eq!(parse(&long), expect("", 0));
     }
 

@@ -10,6 +10,7 @@ use crate::group::{Coordinator, Identity, Layout, Node, OwnEtcd, Underlay, own_a
 use crate::policy;
 use crate::scheduler::Scheduler;
 use crate::supervisor::Membered;
+use crate::variables;
 use rekindle_base::interval::FIRST;
 use rekindle_criu::Criu;
 use rekindle_engine::launch::group::{DEVICE, Subnet, largest_packet};
@@ -75,10 +76,10 @@ impl Place {
     pub(super) fn tell_job(&self, config: &Config, spec: &mut JobSpec) {
         let subnet = config.group.subnet.0;
         let ours = [
-            ("REKINDLE_GROUP_SIZE", config.group.nodes.to_string()),
-            ("REKINDLE_GROUP_RANK", self.rank.0.to_string()),
-            ("REKINDLE_GROUP_ADDRESS", subnet.address(self.rank.0).to_string()),
-            ("REKINDLE_GROUP_FIRST", subnet.address(0).to_string()),
+            (variables::GROUP_SIZE, config.group.nodes.to_string()),
+            (variables::GROUP_RANK, self.rank.0.to_string()),
+            (variables::GROUP_OWN, subnet.address(self.rank.0).to_string()),
+            (variables::GROUP_FIRST, subnet.address(0).to_string()),
         ];
         for (name, value) in ours {
             spec.environment.insert(name.into(), value.into());

@@ -10,7 +10,9 @@ use anyhow::Context;
 
 use crate::config::{Config, Interposer, Staging};
 use crate::job_api::server::Socket;
+use crate::variables;
 use crate::watch::beats::Beats;
+use rekindle_abi::variables as helpers;
 use rekindle_base::chain;
 use rekindle_cuda as cuda;
 use rekindle_engine::launch::{JobSpec, hwloc, interposer, memory, nccl};
@@ -63,7 +65,7 @@ pub(super) fn beats(config: &Config, spec: &mut JobSpec, folder: &JobFolder) -> 
 
 /// Gives the job a socket for its requests. It also runs without one.
 pub(super) fn job_api(config: &Config, spec: &mut JobSpec, folder: &JobFolder) -> Option<Socket> {
-    let name = OsStr::new("REKINDLE_SOCKET");
+    let name = OsStr::new(variables::SOCKET);
     // One of a rekindle that we run in ourselves.
     spec.environment.remove(name);
     let directory = &config.control.directory;
@@ -130,7 +132,7 @@ pub(super) fn interposer(
             spec.environment.insert(name.into(), value);
             memory::prepare(config.gpu.memory, &mut spec.environment);
             if let Some(area) = area {
-                spec.environment.insert(interposer::LANDING_VARIABLE.into(), area.landing_dir().into());
+                spec.environment.insert(helpers::LANDING.into(), area.landing_dir().into());
             }
             Some(path)
         }

@@ -1,6 +1,7 @@
 //! Defaults < file < environment < flags.
 
 use super::*;
+use crate::variables;
 
 const FILE: &str = "version = 1\n[snapshot]\ninterval = \"1m\"\n[store]\nkeep-last = 7\n[job.limits]\nnofile = 1\n";
 
@@ -130,13 +131,9 @@ fn a_wrong_variable_or_flag_is_named() {
 
 #[test]
 fn other_variables_are_left_alone() {
-    let env = [
-        ("REKINDLE_JOB", "x"),
-        ("REKINDLE_RUN_ID", "x"),
-        ("REKINDLE_SOCKET", "x"),
+    let mut env = vec![
         ("REKINDLE_CRIU", "/x"),
         ("REKINDLE_TEST_REQUIRE", "root"),
-        ("REKINDLE_HOOK", "on-failure"),
         // Kubernetes describes services to containers like this.
         ("REKINDLE_SERVICE_HOST", "10.0.0.1"),
         ("REKINDLE_METRICS_SERVICE_PORT_HTTP", "9464"),
@@ -144,6 +141,7 @@ fn other_variables_are_left_alone() {
         ("REKINDLE_METRICS_PORT_9464_TCP_ADDR", "10.0.0.1"),
         ("STORE_KEEP_LAST", "x"),
     ];
+    env.extend(variables::OF_JOB.iter().chain(&variables::OF_OTHERS).map(|name| (*name, "x")));
     let with = load_layers(FILE, &env, &Overrides::default()).unwrap();
     assert_eq!(with.config, load_text(FILE).unwrap());
     assert_eq!(with.strangers, [""; 0]);

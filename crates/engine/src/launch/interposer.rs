@@ -20,15 +20,6 @@ use std::path::{Path, PathBuf};
 use super::embedded::{Embedded, Error};
 use rekindle_os::maps;
 
-/// The environment variable that tells the interposer the folder of landing files: an absolute path of at most 1024
-/// bytes. It is read when the process begins.
-pub const LANDING_VARIABLE: &str = "REKINDLE_LANDING";
-
-/// The environment variable for the number of threads that copy, the driver's own included, at most 8. If it is not
-/// set: half of the CPUs that the driver's thread may use, divided by the number of processes that copy on them
-/// (`crates/engine/src/parts/landing/shares.rs`).
-pub const THREADS_VARIABLE: &str = "REKINDLE_COPY_THREADS";
-
 /// Built by build.rs from `native/preload/`. Any user's job may have to load it.
 pub(super) const INTERPOSER: Embedded = Embedded {
     name: "interposer",

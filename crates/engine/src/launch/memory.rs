@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 
+use rekindle_abi::variables::KEEP_MEMORY;
 use serde::{Deserialize, Serialize};
 
 /// `gpu.memory`.
@@ -16,9 +17,6 @@ pub enum GpuMemory {
     Kept,
 }
 
-/// The variable with the size from which on allocations can stay on the GPU, in bytes.
-pub(crate) const VARIABLE: &str = "REKINDLE_KEEP_MEMORY";
-
 /// The size. To release and map an allocation takes 0.14 ms, whatever its size (H100, driver 580), and the driver copies
 /// 16 MiB in 0.6 ms and back in as long. PyTorch allocates pieces of 2 MiB, of 20 MiB and larger ones; to allocate pieces of
 /// 2 MiB so would hardly pay.
@@ -27,9 +25,9 @@ pub(crate) const LEAST: u64 = 16 << 20;
 /// Tells the interposer of a job.
 pub fn prepare(memory: GpuMemory, environment: &mut BTreeMap<OsString, OsString>) {
     // One of a rekindle that we run in ourselves.
-    environment.remove(std::ffi::OsStr::new(VARIABLE));
+    environment.remove(std::ffi::OsStr::new(KEEP_MEMORY));
     if memory == GpuMemory::Kept {
-        environment.insert(VARIABLE.into(), LEAST.to_string().into());
+        environment.insert(KEEP_MEMORY.into(), LEAST.to_string().into());
     }
 }
 
@@ -39,10 +37,10 @@ mod tests {
 
     #[test]
     fn the_interposer_is_told_only_where_memory_is_kept() {
-        let mut environment = BTreeMap::from([(VARIABLE.into(), "1".into())]);
+        let mut environment = BTreeMap::from([(KEEP_MEMORY.into(), "1".into())]);
         prepare(GpuMemory::Copied, &mut environment);
         assert!(environment.is_empty());
         prepare(GpuMemory::Kept, &mut environment);
-        assert_eq!(environment, BTreeMap::from([(VARIABLE.into(), "16777216".into())]));
+        assert_eq!(environment, BTreeMap::from([(KEEP_MEMORY.into(), "16777216".into())]));
     }
 }
