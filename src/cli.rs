@@ -48,7 +48,7 @@ use output::Format;
 use rekindle_base::chain;
 use rekindle_store::{Access, Store};
 
-/// Keeps long GPU jobs alive: takes snapshots at an interval and restarts a job that dies from its newest good image
+/// Keeps long GPU jobs alive: takes snapshots at an interval and, if a job dies, restores it from its newest good image
 #[derive(Debug, Parser)]
 #[command(version, max_term_width = 100)]
 struct Cli {

@@ -61,7 +61,7 @@ pub(crate) struct RunArgs {
     /// Do nothing and exit with 0 if the job has completed: for service managers, which start it again at every boot
     #[arg(long, conflicts_with = "fresh")]
     unless_completed: bool,
-    /// Run in the background: return when the job runs, and survive the end of this terminal
+    /// Run in the background: return when the job runs, and continue after this terminal is closed
     #[arg(long, short)]
     detach: bool,
     #[command(flatten)]
@@ -100,7 +100,7 @@ pub(crate) struct RestoreArgs {
     /// JOB (its newest good image), JOB/ID, JOB/TAG, JOB/-N or ID
     #[arg(add = complete::images())]
     image: String,
-    /// Run in the background: return when the job runs, and survive the end of this terminal
+    /// Run in the background: return when the job runs, and continue after this terminal is closed
     #[arg(long, short)]
     detach: bool,
     #[command(flatten)]
@@ -251,8 +251,8 @@ fn in_foreground(global: &Global, args: &RunArgs, caller: Option<Caller>) -> any
         }
         (StartPoint::Cold, Some(user)) => {
             return Err(Misuse(format!(
-                "--accept-user {user} needs an image to continue from, and there is none: remove it to start the job \
-                as job.user"
+                "--accept-user {user} needs an image to continue from, and there is none: leave it out to start the \
+                job as job.user"
             ))
             .into());
         }

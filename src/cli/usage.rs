@@ -60,7 +60,7 @@ pub(super) fn words(error: &clap::Error, root: &clap::Command, args: &[OsString]
             others if others.is_empty() || others == [arg.clone()] => format!("{flag} must be given only once"),
             others => {
                 let others: Vec<String> = others.iter().map(|other| option(other)).collect();
-                format!("{flag} does not go with {}: leave one of them out", list(&others, "and"))
+                format!("{flag} cannot be used with {}: leave one of them out", list(&others, "and"))
             }
         },
         ErrorKind::TooManyValues => format!("unexpected value {value:?} of {flag}: {help} shows what the option takes"),
@@ -223,7 +223,7 @@ mod tests {
             ("rekindle status --every x", "--every \"x\": must be a duration with a unit, such as 90s or 10m"),
             (
                 "rekindle verify --read-data --read-data-subset 5%",
-                "--read-data does not go with --read-data-subset: leave one of them out",
+                "--read-data cannot be used with --read-data-subset: leave one of them out",
             ),
         ] {
             assert_eq!(said(line), expected, "{line}");

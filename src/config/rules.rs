@@ -149,7 +149,7 @@ fn group(config: &Config, rules: &mut Rules) {
     }
     let is_empty = group.coordinator == Coordinator::default();
     rules.that(!is_empty, "group.coordinator", || {
-        "must be set if group.nodes is: the machines of a group agree through etcd. \"local\" starts one".to_owned()
+        "must be set if group.nodes is set: the machines of a group agree through etcd. \"local\" starts one".to_owned()
     });
     if matches!(group.coordinator, Coordinator::Local(_)) {
         for (key, is_set) in [
@@ -383,7 +383,7 @@ const MOST_RULES: usize = 99;
 fn endings(config: &Config, rules: &mut Rules) {
     for (n, rule) in (1usize..).zip(&config.rules) {
         let key = format!("rules.{n}");
-        rules.that(n <= MOST_RULES, &key, || format!("must not exist: at most {MOST_RULES} rules are allowed"));
+        rules.that(n <= MOST_RULES, &key, || format!("must be removed: at most {MOST_RULES} rules are allowed"));
         rules.that(!rule.matches.is_empty(), &key, || {
             "must have at least one condition in match: exit-code, signal, cause, xid or log".to_owned()
         });

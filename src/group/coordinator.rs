@@ -92,7 +92,7 @@ pub(crate) fn wait_for_address(path: &Path, limit: Duration) -> anyhow::Result<V
             Err(error) if error.may_pass() && Instant::now() >= end => return Err(NoFirst(error).into()),
             Err(error) if error.may_pass() => {
                 if !std::mem::replace(&mut is_said, true) {
-                    tracing::info!("waiting for rank 0, which tells the address of its etcd in {}", path.display());
+                    tracing::info!("waiting for rank 0, which writes the address of its etcd to {}", path.display());
                 }
                 std::thread::sleep(LOOK);
             }
@@ -130,7 +130,7 @@ impl OwnEtcd {
         let local = Local::start(&options)?;
         local.handout().write(&file)?;
         tracing::info!(
-            "etcd of the group runs at {}; the other machines find it by {}",
+            "the group's etcd runs at {}; the other machines find its address in {}",
             local.handout().endpoints.concat(),
             file.display()
         );
@@ -153,7 +153,7 @@ impl OwnEtcd {
         let mut is_said = false;
         while client.get(&members).is_ok_and(|state| !state.entries.is_empty()) {
             if Instant::now() >= end || hurries() {
-                tracing::warn!("other machines of the group are still there, and their etcd ends now");
+                tracing::warn!("other machines have not left the group, and their etcd ends now");
                 break;
             }
             if !std::mem::replace(&mut is_said, true) {
@@ -169,7 +169,7 @@ impl OwnEtcd {
 
 /// This machine has no address, or several, and it is not clear which one the others reach.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot tell by which address the other machines reach this one ({0}). Set group.address")]
+#[error("cannot find the address at which the other machines reach this one ({0}). Set group.address")]
 pub(crate) struct NoOwnAddress(String);
 
 /// The address of this machine for the others: that of the default route, or the only one.

@@ -91,7 +91,7 @@ impl Membership {
         std::thread::Builder::new().name("fence".into()).spawn(move || {
             while let (Some(fence), Some(until)) = (weak.upgrade(), membership.is_sure_until()) {
                 if let Err(error) = fence.extend(at(until)) {
-                    tracing::error!("the time at which the job must have ended cannot be moved ahead: {error}");
+                    tracing::error!("cannot extend the time at which the job's init ends the job: {error}");
                 }
                 drop(fence);
                 std::thread::sleep(lease / FENCE_LOOKS);
@@ -264,7 +264,7 @@ impl<T: Fn(Told) + Clone + Send + 'static> Worker<T> {
         if let Some(former) = self.identity.former
             && let Err(error) = client.revoke(keys::lease(former))
         {
-            tracing::debug!("the former membership of this machine is not ended: {error}; it expires");
+            tracing::debug!("cannot end the former membership of this machine: {error}; it expires");
         }
         let mut lease = match self.join(&client, &options)? {
             Joined::With(lease) => lease,
@@ -298,7 +298,7 @@ impl<T: Fn(Told) + Clone + Send + 'static> Worker<T> {
                     // If it fails, the snapshot waits in vain, and is tried again.
                     let told = self.board.take().map(|bytes| client.txn(self.writer(&lease).tell(bytes)));
                     if let Some(Err(error)) = told {
-                        tracing::debug!("what NCCL has started could not be told: {error}");
+                        tracing::debug!("cannot tell the other machines what NCCL has started: {error}");
                     }
                 }
                 Some(Ask::Lost(lost)) if keys::membership(lease.id()) == lost => {
@@ -406,7 +406,7 @@ impl<T: Fn(Told) + Clone + Send + 'static> Worker<T> {
                 // The job continues: a certificate or a password that is being replaced may be there in a moment. If it
                 // is not, the lease expires, and the next membership fails with this error.
                 if !error.may_pass() && !error.lease_is_gone() {
-                    tracing::warn!("cannot write in the coordinator; it is tried again: {error}");
+                    tracing::warn!("cannot write to the coordinator; trying again: {error}");
                 } else {
                     tracing::debug!("the coordinator did not write: {error}");
                 }

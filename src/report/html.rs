@@ -211,10 +211,10 @@ fn footer() -> Markup {
     html! {
         footer {
             p {
-                "Goodput: running time without freezes that no later restart or rewind lost, as a share of the time in "
-                "which the job should run. Lost work: running time between an image and the death or the rewind after which "
-                "the job was restored from it. If a supervisor was killed, the job's time after the supervisor's last event is unknown "
-                "and counts as neither."
+                "Goodput: the share of useful work in the time in which the job should run. Useful work: running time, "
+                "without freezes, that no later restart or rewind has undone. Lost work: running time between an image and "
+                "the death or the rewind after which the job was restored from it. If a supervisor was killed, the job's "
+                "time after the supervisor's last event is unknown and counts as neither."
             }
             p { "rekindle " (env!("CARGO_PKG_VERSION")) }
         }

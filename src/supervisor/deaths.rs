@@ -74,12 +74,12 @@ impl ProcessDeaths {
     /// progress is useless.
     pub(super) fn comes(&mut self, death: Death, state: &State, decided: Instant) -> bool {
         if !may_go_back(state) {
-            tracing::debug!("{}, which is left to the job", victim(&death));
+            tracing::debug!("{}; rekindle leaves that to the job", victim(&death));
             return false;
         }
         let answer = self.ledger.judge(&victim(&death));
         if let Answer::Left(why @ (Why::Asked | Why::Usual)) = answer {
-            tracing::debug!("{}, which is left to the job: {why}", victim(&death));
+            tracing::debug!("{}; rekindle leaves that to the job: {why}", victim(&death));
             return false;
         }
         let due = self.due.get_or_insert(decided);
@@ -320,12 +320,12 @@ impl Owner<'_> {
     fn tell_left(&mut self, victim: &Victim, why: Option<Why>, goes_back: bool) {
         let words = match why {
             Some(why) => why.to_string(),
-            None if goes_back => "it died with the one before".to_owned(),
+            None if goes_back => "it died together with the process before it".to_owned(),
             None => return,
         };
         match why {
             Some(why) if why.is_news() => tracing::warn!(
-                "{victim}, which is left to the job: {words}. If the job kills this process itself, set \
+                "{victim}; rekindle leaves that to the job: {words}. If the job kills this process itself, set \
                 restart.on-process-death = \"root\""
             ),
             _ => tracing::warn!("{victim} too"),

@@ -161,7 +161,7 @@ impl Member {
 
     /// The fence of a job that starts now. The supervisor ends the job before, if it can.
     pub(super) fn fence(&self, options: &rekindle_group::Options) -> std::io::Result<Arc<Fence>> {
-        let over = || std::io::Error::other("it is no member of the group");
+        let over = || std::io::Error::other("this machine is not a member of the group");
         self.membership.as_ref().ok_or_else(over)?.fence(options.fence / 2, options.lease)
     }
 

@@ -73,7 +73,7 @@ impl Owner<'_> {
             Interruption::Clouds(clouds) => clouds.clone(),
         };
         for cloud in clouds {
-            tracing::debug!("{cloud} is asked whether it interrupts this machine");
+            tracing::debug!("asking {cloud} whether it interrupts this machine");
             let silent = Silent::default();
             for source in interruption::sources(cloud) {
                 let (sender, silent) = (self.sender.clone(), silent.clone());
@@ -138,7 +138,7 @@ impl Owner<'_> {
                 }
             }
             Decision::Snapshot => {
-                tracing::warn!("{said}: taking a snapshot; the job runs on");
+                tracing::warn!("{said}: taking a snapshot; the job continues");
                 self.snapshot_for_notice(now);
             }
             Decision::Nothing(idle) => tracing::info!("{said}: nothing is done, because {}", idle.in_words()),
@@ -162,7 +162,7 @@ impl Owner<'_> {
 
     /// The job is stopped for this notice.
     fn stop_for(&mut self, notice: Notice, end: Option<Instant>) {
-        self.reporting.published.notice = Some(format!("{}: the job is stopped for it", with_time(&notice)));
+        self.reporting.published.notice = Some(format!("{}: the job is stopped because of it", with_time(&notice)));
         self.watch.is_to_end(Cause::Interruption { cloud: notice.cloud, notice: notice.kind });
         self.watch.notices.stop = Some(notice);
         self.watch.notices.end = end;
@@ -189,7 +189,7 @@ impl Owner<'_> {
             (self.watch.notices.stop, self.watch.notices.end) = (None, None);
             self.deadlines_change();
         } else if was_deadline {
-            tracing::warn!("{cloud} has withdrawn its notice that it {kind}: the job runs on");
+            tracing::warn!("{cloud} has withdrawn its notice that it {kind}: the job continues");
             self.deadlines_change();
         } else {
             tracing::info!("{cloud} no longer says that it {kind}");

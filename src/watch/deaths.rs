@@ -288,7 +288,7 @@ impl Watch {
         if quiet {
             self.members.retain(|_, member| {
                 if member.unknown {
-                    tracing::debug!(pid = member.inner, name = member.name, "a process ended, and nobody says how");
+                    tracing::debug!(pid = member.inner, name = member.name, "a process ended, and it is unknown how");
                 }
                 !member.unknown
             });

@@ -101,9 +101,9 @@ fn capture(root: i32, what: Missing, idle: Duration) -> String {
                         let _ = writeln!(text, "{} {scope}: {NOT_ALLOWED}", YAMA.1);
                     }
                 }
-                None => {
-                    text.push_str("skipped: the process has the rights of more than one user, and no tool gets both\n")
-                }
+                None => text.push_str(
+                    "skipped: the process has the rights of more than one user, and a tool has those of one\n",
+                ),
             },
             None => {
                 text.push_str("none of py-spy, eu-stack and gdb is installed\n");
@@ -132,8 +132,7 @@ fn task(text: &mut String, pid: i32, tid: i32) {
 
 /// The kernel setting that restricts tracing, as a file and as a name.
 const YAMA: (&str, &str) = ("/proc/sys/kernel/yama/ptrace_scope", "kernel.yama.ptrace_scope is");
-const NOT_ALLOWED: &str =
-    "another process of the same user may not look at this one. Stacks need 0; nothing is run as root for them";
+const NOT_ALLOWED: &str = "a process may not trace another one of the same user. Stacks need 0; no tool is run as root";
 
 /// Its value, if it forbids this.
 fn yama() -> Option<u32> {

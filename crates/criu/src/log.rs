@@ -195,15 +195,15 @@ const HINTS: &[(&str, &str)] = &[
     ),
     (
         "anon_inode:[io_uring",
-        "the job uses io_uring, which CRIU cannot dump: set job.allow-io-uring = false, and programs do not use it",
+        "the job uses io_uring, which CRIU cannot dump: set job.allow-io-uring = false, so that programs do not use it",
     ),
     (
         "send_fds failed",
-        "most likely an io_uring descriptor, which CRIU cannot dump: set job.allow-io-uring = false, and programs do not use it",
+        "most likely an io_uring descriptor, which CRIU cannot dump: set job.allow-io-uring = false, so that programs do not use it",
     ),
     (
         "Can't retrieve FDs from socket",
-        "most likely an io_uring descriptor, which CRIU cannot dump: set job.allow-io-uring = false, and programs do not use it",
+        "most likely an io_uring descriptor, which CRIU cannot dump: set job.allow-io-uring = false, so that programs do not use it",
     ),
     (
         "has bad size",

@@ -89,7 +89,9 @@ pub enum Error {
         source: io::Error,
     },
     /// Threads of the process run that must not run yet.
-    #[error("process {0} ended or was resumed before its GPU memory was there. Does another program send it SIGCONT?")]
+    #[error(
+        "process {0} ended or was resumed before its GPU memory was restored. Does another program send it SIGCONT?"
+    )]
     Runs(i32),
     /// The process was locked or checkpointed by somebody else.
     #[error(

@@ -62,8 +62,8 @@ pub enum Error {
     },
     /// Its own memory stays on the GPU, and nothing copies it.
     #[error(
-        "process {pid}: its memory stays on the GPU (gpu.memory = \"kept\") since an earlier snapshot, and it cannot be \
-         copied now, as the warning before says"
+        "process {pid}: its memory has stayed on the GPU (gpu.memory = \"kept\") since an earlier snapshot, and cannot \
+         be copied now, as the warning before says"
     )]
     Stays {
         /// The process, as the job sees it.
@@ -80,7 +80,7 @@ pub enum Error {
         "process {pid} has no descriptor any more of GPU memory that stays on the GPU (gpu.memory = \"kept\"), so there can \
          be no snapshot until `rekindle rewind JOB -1` restores the job from its newest image: the program has closed a \
          descriptor that it did not open, or its limit was lowered. If that happens again, set gpu.memory = \"copied\" \
-         and start the job anew"
+         and start the job from the beginning (--fresh)"
     )]
     Closed {
         /// The process, as the job sees it.
@@ -88,7 +88,7 @@ pub enum Error {
     },
     /// It may not have another descriptor.
     #[error(
-        "process {pid} may not have enough descriptors open for its memory that stays on the GPU (gpu.memory = \"kept\"): \
+        "process {pid} cannot open enough descriptors for its memory that stays on the GPU (gpu.memory = \"kept\"): \
          raise its limit (ulimit -n; job.limits.nofile)"
     )]
     NoDescriptor {
@@ -97,7 +97,7 @@ pub enum Error {
     },
     /// We may not have as many descriptors.
     #[error(
-        "rekindle may not have {pieces} descriptors open, one for each piece of memory that stays on the GPU \
+        "rekindle cannot open {pieces} descriptors, one for each piece of memory that stays on the GPU \
          (gpu.memory = \"kept\"): raise its hard limit (ulimit -Hn; LimitNOFILE= of a service)"
     )]
     TooMany {

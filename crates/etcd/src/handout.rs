@@ -126,7 +126,7 @@ impl Handout {
         if metadata.mode() & 0o077 != 0 {
             let mode = metadata.mode() & 0o777;
             return Err(failed(format!(
-                "others may read or write it (mode {mode:o}). Remove it, and start rank 0 again"
+                "others can read or write it (mode {mode:o}). Remove it, and start rank 0 again"
             )));
         }
         let mut text = Vec::new();

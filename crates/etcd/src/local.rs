@@ -241,7 +241,7 @@ impl Keeper {
                 }
                 let said = said(&self.log());
                 let trouble = format!(
-                    "the local etcd has ended ({how}{said}). Look at {}; without the folder {} it starts with no data",
+                    "the local etcd has ended ({how}{said}). See {}; without the folder {} it starts without data",
                     self.log().display(),
                     self.folder.join("data").display()
                 );

@@ -235,7 +235,7 @@ impl Leading {
                 } else if all(&|it| it.state == State::Quiet(number)) {
                     next.goal = Goal::Dump(number);
                 } else if self.is_due(since + options.limits.prepare, now) {
-                    let why = format!("the cable is not out in time: {}", late(&hands, plan));
+                    let why = format!("not disconnected in time: {}", late(&hands, plan));
                     next.goal = Goal::Abort { number, why };
                 }
                 self.asked(view, plan, next, now);

@@ -419,8 +419,7 @@ impl Member {
         if let (Some(other), None) = (is(Fresh::No), is(Fresh::Done)) {
             self.over.finished = true;
             let why = format!(
-                "{} was told to start from the beginning (--fresh) and {other} was not: start all machines with it, or \
-                none",
+                "{} was started with --fresh and {other} was not: start all machines with it, or none",
                 self.rank
             );
             return Some(Order::Finish(End::Refused { why }));

@@ -229,7 +229,7 @@ fn no_cable_is_pulled_before_all_are_locked() {
     group.settle();
     assert_eq!(group.goal(), Goal::Pull(ONE));
     group.wait(options(Rank(0), 3).limits.prepare);
-    assert_eq!(group.goal(), Goal::Abort { number: ONE, why: "the cable is not out in time: rank 2".into() });
+    assert_eq!(group.goal(), Goal::Abort { number: ONE, why: "not disconnected in time: rank 2".into() });
     assert!((0..3).all(|at| group.last(at) == Some(&Order::Abort(ONE))));
     group.all(&|_| Local::Aborted(ONE));
     assert_eq!(group.goal(), Goal::Run);

@@ -81,7 +81,7 @@ pub struct Packing {
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// Its manifest does not exist any more.
-    #[error("image {0} is not there any more, or another one took its place")]
+    #[error("image {0} no longer exists, or another one took its place")]
     Gone(super::ImageId),
     /// A part could not be read.
     #[error("cannot read {} to store it", path.display())]

@@ -90,7 +90,7 @@ fn a_machine_that_may_end_gets_a_snapshot_and_the_job_runs_on() {
     let Some((lab, service)) = machine("[\"aws\"]") else { return };
     let mut run = start(&lab, "plain");
     service.says(REBALANCE, "{\"noticeTime\":\"2026-11-23T07:55:00Z\"}");
-    run.wait_said("AWS may take this machine back soon: taking a snapshot; the job runs on");
+    run.wait_said("AWS may take this machine back soon: taking a snapshot; the job continues");
     run.wait_said("image 000001-");
     // The token expires meanwhile, and the same notice is read again.
     service.expire_tokens();
@@ -174,7 +174,7 @@ fn a_later_end_is_a_deadline_and_a_withdrawn_one_is_none() {
     let shown = String::from_utf8_lossy(&out.stdout).into_owned();
     assert!(shown.contains("Azure restarts this machine at") && shown.contains("the deadline is in 14m"), "{shown}");
     service.says(EVENTS, NO_EVENTS);
-    run.wait_said("Azure has withdrawn its notice that it restarts this machine: the job runs on");
+    run.wait_said("Azure has withdrawn its notice that it restarts this machine: the job continues");
     run.wait_for("there is none", || lab.published().is_some_and(|now| now.deadline.is_none() && now.notice.is_none()));
     finish(&lab, run);
     assert_eq!(told(&lab), [(Kind::Reboot, "deadline".into()), (Kind::Reboot, "over".into())]);

@@ -62,11 +62,11 @@ const ANEW: &[Row] = &[
     ("rekindle cuda lock --pid 1 --timeout 0", &["--timeout \"0\": must be from 1ms"], 2),
     ("rekindle report j --since 2999-01-01", &["--since \"2999-01-01\": must not be in the future"], 2),
     ("rekindle verify --read-data-subset 0%", &["--read-data-subset \"0%\": must be", "100%"], 2),
-    ("rekindle verify --read-data --read-data-subset 5%", &["does not go with"], 2),
+    ("rekindle verify --read-data --read-data-subset 5%", &["cannot be used with"], 2),
     ("rekindle report j --since yesterday", &["--since \"yesterday\": must be", "24h"], 2),
     ("rekindle snapshot j --tag latest", &["--tag: \"latest\" is not a tag"], 2),
     ("rekindle logs -n few j", &["--lines \"few\": must be a whole number"], 2),
-    ("rekindle run --fresh --unless-completed -- true", &["does not go with", "leave one of them out"], 2),
+    ("rekindle run --fresh --unless-completed -- true", &["cannot be used with", "leave one of them out"], 2),
     // The command.
     ("rekindle run", &["no command to run", "--"], 2),
     ("rekindle run --name j", &["no command to run", "job.command"], 2),

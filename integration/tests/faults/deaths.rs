@@ -209,7 +209,7 @@ fn a_process_that_dies_again_is_left_to_the_job() {
     supervisor.snapshot();
     let pid = comes_back(&rig, &mut supervisor, 1, Signal::SIGKILL);
     ends(children(&rig)[1], Signal::SIGKILL);
-    let line = supervisor.said("which is left to the job");
+    let line = supervisor.said("rekindle leaves that to the job");
     assert!(line.contains(&format!("process {pid} ")) && line.contains("restart.on-process-death"), "{line}");
     std::thread::sleep(NOTHING);
     assert_eq!(restarts(&rig), 1);
@@ -285,7 +285,7 @@ fn what_waits_for_a_dead_rank_is_called_off_before_the_others_are_killed() {
     let victim = *ranks.last().unwrap();
     let others: BTreeSet<i32> = ranks.iter().filter(|pid| **pid != victim).filter_map(|pid| inner(*pid)).collect();
     ends(victim, Signal::SIGKILL);
-    supervisor.said("called off the NCCL operations");
+    supervisor.said("aborted the NCCL operations");
     supervisor.said("the job was restored from image");
     assert_eq!(called_off(&aborts), others);
     supervisor.assert_unharmed(4);
@@ -333,7 +333,7 @@ fn a_launcher_that_kills_the_others_at_once_is_stopped_while_a_rank_dies() {
         supervisor.assert_unharmed(3);
         let _ = fs::remove_file(&aborts);
     };
-    supervisor.said("called off the NCCL operations");
+    supervisor.said("aborted the NCCL operations");
     supervisor.said("the job was restored from image");
     assert_eq!(called_off(&aborts), others);
     assert_eq!(causes(&rig).last(), Some(&Cause::ProcessDied { pid, name: "python3".into(), signal: 9 }));

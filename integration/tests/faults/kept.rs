@@ -388,7 +388,7 @@ fn a_process_that_is_resumed_before_it_has_its_memory_is_lost() {
     is_being_unlocked(&rig, &mut supervisor);
     kill_process(Pid::from_raw(supervisor.main_pid()).unwrap(), Signal::CONT).unwrap();
     let why = supervisor.said("the snapshot failed and the job cannot continue");
-    assert!(why.contains("was resumed before its GPU memory was there"), "{why}");
+    assert!(why.contains("was resumed before its GPU memory was restored"), "{why}");
     rig.clear("fail-unlock");
     comes_back(&rig, &mut supervisor, 1);
     supervisor.stop();
@@ -485,7 +485,7 @@ fn a_job_that_closes_its_descriptors_or_may_have_fewer_loses_snapshots_only() {
     // Its numbers are above that.
     let pid = supervisor.main_pid();
     let before = limit(pid, 64);
-    fails(&mut supervisor, "may not have enough descriptors open");
+    fails(&mut supervisor, "cannot open enough descriptors");
     supervisor.assert_unharmed(1);
     limit(pid, before);
     supervisor.image();

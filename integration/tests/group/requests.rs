@@ -123,7 +123,7 @@ fn all_start_from_the_beginning_together_or_it_is_refused() {
     lab.run(0, 0, &[]);
     lab.run(1, 1, &["--fresh"]);
     assert_eq!(lab.ends(1), 78);
-    assert!(lab.log(1).contains("was told to start from the beginning (--fresh) and rank 0 was not"));
+    assert!(lab.log(1).contains("was started with --fresh and rank 0 was not"));
     lab.machines[0].signal(Signal::SIGTERM);
     assert_eq!(lab.ends(0), 143);
     (0..2).for_each(|rank| lab.run(rank, rank, &["--fresh"]));

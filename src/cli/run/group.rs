@@ -256,8 +256,8 @@ fn options(config: &Config, rank: Rank, keep: usize) -> Options {
 /// The coordinator's address cannot be used to find out this machine's.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "cannot find out the address of this machine by which the others reach it: {coordinator} is not reached ({source}). \
-    Set group.address"
+    "cannot find the address at which the other machines reach this one: {coordinator} is not reached ({source}). Set \
+    group.address"
 )]
 pub(crate) struct NoAddress {
     coordinator: String,

@@ -54,7 +54,7 @@ const HELP: [(&str, &str); 18] = [
     ("STORING", "the image that is being stored or restored, and how far"),
     ("STORE", "what the job occupies on the disk: what `rekindle rm` frees"),
     ("RESTARTS", "how often this supervisor has restarted the job"),
-    ("GROUP", "machines that are there of those of the job, and the epoch (e)"),
+    ("GROUP", "machines of the group that are there, and the epoch (e)"),
     ("", ""),
     ("", "`rekindle report JOB` explains where a job's time went"),
 ];

@@ -79,7 +79,7 @@ impl Owner<'_> {
             Ok(copies) => copies,
             Err(error) => {
                 // Without the list this machine cannot join.
-                let why = format!("the images cannot be read: {}", chain(&error));
+                let why = format!("cannot read the images: {}", chain(&error));
                 return self.step(Event::Over(Finish::Impossible { why, obstacle: Obstacle::Machine }));
             }
         };

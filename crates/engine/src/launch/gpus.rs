@@ -54,7 +54,7 @@ pub(super) fn call_off(ranks: &[Ranks]) {
             match call.join() {
                 Ok((_, Ok(()))) => done += 1,
                 Ok((pid, Err(error))) => {
-                    tracing::debug!(pid, "cannot call off the NCCL operations: {}", chain(&error));
+                    tracing::debug!(pid, "cannot abort the NCCL operations: {}", chain(&error));
                 }
                 Err(_) => {}
             }
@@ -63,7 +63,7 @@ pub(super) fn call_off(ranks: &[Ranks]) {
     });
     if done > 0 {
         thread::sleep(KERNELS_END);
-        tracing::debug!(processes = done, took = ?began.elapsed(), "called off the NCCL operations");
+        tracing::debug!(processes = done, took = ?began.elapsed(), "aborted the NCCL operations");
     }
 }
 

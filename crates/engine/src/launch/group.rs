@@ -84,7 +84,7 @@ pub struct Plan {
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// Too many nodes.
-    #[error("a group of {size} nodes needs more addresses than {subnet} has: set a larger group.subnet")]
+    #[error("a group of {size} machines needs more addresses than {subnet} has: set a larger group.subnet")]
     Size {
         /// The nodes.
         size: u32,
@@ -92,7 +92,7 @@ pub enum Error {
         subnet: Subnet,
     },
     /// A rank that does not exist.
-    #[error("rank {rank} is not in a group of {size} nodes")]
+    #[error("rank {rank} is not in a group of {size} machines")]
     Rank {
         /// The rank.
         rank: u32,
@@ -103,7 +103,7 @@ pub enum Error {
     #[error("VXLAN network identifier {0} is too large: it must be below 16777216")]
     Vni(u32),
     /// The machine does not have the address.
-    #[error("this machine has no network device with the address {0}: name one that the other nodes can reach")]
+    #[error("this machine has no network device with the address {0}: name one that the other machines can reach")]
     Underlay(IpAddr),
     /// Not permitted.
     #[error(
@@ -331,7 +331,7 @@ impl Unplugged<'_> {
 impl Drop for Unplugged<'_> {
     fn drop(&mut self) {
         if let Some(Err(error)) = self.cable.map(Cable::plug) {
-            tracing::warn!("{error}: the job does not reach the other nodes");
+            tracing::warn!("{error}: the job does not reach the other machines");
         }
     }
 }

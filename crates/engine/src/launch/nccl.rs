@@ -73,7 +73,7 @@ pub fn tell(added: &[String], contrary: &[String]) {
     }
     if !contrary.is_empty() {
         tracing::warn!(
-            "{} is set: no snapshot is possible of a job that uses NCCL on several GPUs with it; remove it, gpu.nccl sets what is needed",
+            "{} is set: with it, a job that uses NCCL on several GPUs cannot have snapshots. Remove it; gpu.nccl sets what is needed",
             contrary.join(" ")
         );
     }

@@ -116,7 +116,7 @@ pub enum Error {
     #[error("cannot connect the job's network to the group")]
     Group(#[from] group::Error),
     /// There is no time at which init ends the job.
-    #[error("cannot set the time at which the job must have ended")]
+    #[error("cannot set the time at which the job's init ends the job")]
     Fence(#[source] io::Error),
     /// The pipe to init failed.
     #[error("cannot communicate with the job's init")]

@@ -218,7 +218,7 @@ fn check_process(pid: i32, root: i32) -> Result<(), Refusal> {
     }
     if process::descriptors(pid).any(|(_, target)| target.as_os_str() == "anon_inode:[io_uring]") {
         let (pid, name) = shown(pid);
-        let hint = ": set job.allow-io-uring = false, and programs do not use it (for PyTorch's TCPStore, USE_LIBUV=0 is enough)";
+        let hint = ": set job.allow-io-uring = false, so that programs do not use it (for PyTorch's TCPStore, USE_LIBUV=0 is enough)";
         return Err(Refusal::Unsupported { pid, name, what: "an io_uring", hint });
     }
     Ok(())

@@ -312,7 +312,7 @@ fn one_that_alone_is_to_start_from_the_beginning_leaves() {
         other => panic!("{other:?}"),
     };
     let why = refused(group.last(1));
-    assert!(why.contains("rank 1 was told to start from the beginning (--fresh) and rank 0 was not"), "{why}");
+    assert!(why.contains("rank 1 was started with --fresh and rank 0 was not"), "{why}");
     assert!(matches!(group.goal(), Goal::Gather { .. }), "nothing has started");
     // It is started again without the flag.
     group.machines[1] = Machine::new(options(Rank(1), 2), Epoch(3));

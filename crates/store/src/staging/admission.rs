@@ -80,7 +80,8 @@ pub enum Refusal {
     },
     /// The slot for the next image is taken.
     #[error(
-        "image {proven} is the newest that the job has lived on from, and is not in the store yet: it is kept until the job has lived on from a newer one, or it is in the store"
+        "image {proven} is the newest proven one, and is not in the store yet: it is kept until a newer one is proven, \
+        or it is in the store"
     )]
     Proven {
         /// The image in it.

@@ -44,7 +44,7 @@ fn a_plan_that_does_not_fit_is_refused() {
     let error = Plan { subnet: small, size: 3, ..plan(vxlan(1)) }.check().unwrap_err();
     assert_eq!(
         error.to_string(),
-        "a group of 3 nodes needs more addresses than 192.0.2.0/30 has: set a larger group.subnet"
+        "a group of 3 machines needs more addresses than 192.0.2.0/30 has: set a larger group.subnet"
     );
 }
 

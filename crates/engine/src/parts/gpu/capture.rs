@@ -254,7 +254,7 @@ impl Group {
         is_any.then(|| {
             "the driver refused the job a handle for CUDA IPC (cudaIpcGetMemHandle, torch.multiprocessing), because \
              gpu.memory = \"kept\" keeps that memory on the GPU. If the job needs it, set gpu.memory = \"copied\" and start \
-             the job anew"
+             the job from the beginning (--fresh)"
                 .to_owned()
         })
     }
