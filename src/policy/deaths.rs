@@ -64,7 +64,7 @@ impl std::fmt::Display for Why {
             Why::Asked => f.write_str("the signal asks for an end"),
             Why::Again => f.write_str("it died again after the job was restored for its death"),
             Why::TooOften => write!(f, "the job was restored {MOST} times for such deaths without a new image"),
-            Why::Usual => f.write_str("the job has lived on after such a death before"),
+            Why::Usual => f.write_str("the job has survived such a death before"),
         }
     }
 }
