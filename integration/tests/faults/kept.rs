@@ -113,7 +113,7 @@ fn without_the_process_that_copies_the_driver_copies_until_memory_has_stayed_onc
     rig.standin.fault("fail-copier-init", "999");
     fails(&mut supervisor, "the process that copies GPU memory cannot copy: ");
     let why = supervisor.said("the snapshot failed");
-    assert!(why.contains("since an earlier snapshot, and it cannot be copied now"), "{why}");
+    assert!(why.contains("since an earlier snapshot, and cannot be copied now"), "{why}");
     assert!(why.contains("the job continues"), "{why}");
     supervisor.assert_unharmed(1);
     // Memory that cannot be registered is copied more slowly.

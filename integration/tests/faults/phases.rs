@@ -261,7 +261,7 @@ pub(crate) fn locked_soon(rig: &Rig, ranks: usize) {
 #[test]
 fn four_processes_are_frozen_and_restored_at_once() {
     const RANKS: usize = 4;
-    const DELAY: Duration = Duration::from_millis(500);
+    const DELAY: Duration = Duration::from_millis(600);
     let Some(mut rig) = Rig::new() else { return };
     rig.ranks(RANKS, &[]);
     let mut supervisor = rig.start();
@@ -275,17 +275,18 @@ fn four_processes_are_frozen_and_restored_at_once() {
         rig.clear(&fault);
         let phases = &image.manifest().unwrap().phases;
         let took = Duration::from_micros(phases.iter().find(|it| it.phase == phase).unwrap().took_us);
-        assert!(took >= DELAY && took < DELAY * 5 / 2, "{operation} of {RANKS} processes took {took:?}");
+        // One after the other they would take longer.
+        assert!(took >= DELAY && took < DELAY * 4, "{operation} of {RANKS} processes took {took:?}");
         supervisor.assert_unharmed(RANKS);
     }
-    let delay = DELAY * 4;
+    let delay = DELAY * 3;
     rig.standin.fault("fail-unlock", &format!("0 delay={}", delay.as_millis()));
     let began = Instant::now();
     supervisor.kill_job();
     supervisor.said("the job was restored from image");
     let took = began.elapsed();
     rig.clear("fail-unlock");
-    assert!(took >= delay && took < delay * 3, "the restart took {took:?}");
+    assert!(took >= delay && took < delay * 4, "the restart took {took:?}");
     supervisor.assert_unharmed(RANKS);
     supervisor.stop();
     rig.assert_sequence();
