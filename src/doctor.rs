@@ -14,6 +14,7 @@
 mod boundaries;
 mod cgroup;
 mod criu;
+mod group;
 mod kernel;
 mod memory;
 mod network;
@@ -139,6 +140,7 @@ struct Facts {
     rights: rights::Facts,
     cgroup: cgroup::Facts,
     network: network::Facts,
+    group: group::Facts,
     nvidia: nvidia::Facts,
     memory: memory::Facts,
     staging: staging::Facts,
@@ -169,6 +171,7 @@ fn gather(config: &Config, named: Option<PathBuf>) -> Facts {
             rights: rights::gather(),
             cgroup: cgroup::gather(),
             network: network::gather(config),
+            group: group::gather(config),
             nvidia: nvidia.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
             memory: memory::gather(),
             staging: staging::gather(config),
@@ -186,6 +189,7 @@ fn judge(facts: &Facts, config: &Config) -> Report {
     let reserve = config.snapshot.memory_reserve.bytes();
     checks.push(cgroup::judge(&facts.cgroup, reserve));
     checks.extend(network::judge(&facts.network));
+    checks.extend(group::judge(&facts.group, &config.group));
     checks.extend(nvidia::judge(&facts.nvidia));
     checks.push(memory::judge_huge_pages(&facts.memory, &facts.nvidia.gpus.gpus));
     checks.push(memory::judge_room(&facts.memory, &facts.nvidia.gpus.gpus, facts.cgroup.headroom, reserve));

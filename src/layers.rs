@@ -1,8 +1,11 @@
 //! What imports what, read off the sources and off Cargo, so that a circle fails a test. And how large a struct may be.
 //!
 //! Crates are in layers, which Cargo enforces: a crate can only use its dependencies. Modules within a crate could form
-//! cycles, so those of most crates are in layers too: each may import only earlier ones. The rest is `native/preload`,
-//! whose table of hooks names the functions that use it, and `crates/group`, one state machine in several files.
+//! cycles, so those of most crates are in layers too: each may import only earlier ones. Modules within a module import
+//! each other in no circle ([`circles`]). The rest is `native/preload`, whose table of hooks names the functions that use
+//! it.
+
+mod circles;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -173,9 +176,9 @@ const PRODUCT: [&str; 15] = [
     "control",
     "job_api",
     "notifications",
-    "doctor",
     "report",
     "group",
+    "doctor",
     "supervisor",
     "cli",
 ];
@@ -189,6 +192,11 @@ fn sources(folder: &Path) -> Vec<PathBuf> {
 fn code(text: &str) -> String {
     let text = text.split("#[cfg(test)]\nmod tests").next().unwrap_or_default();
     text.lines().filter(|line| !line.trim_start().starts_with("//")).map(|line| format!("{line}\n")).collect()
+}
+
+/// Whether a file below the root of a crate has only tests, which may import anything.
+fn is_test(path: &Path) -> bool {
+    path.iter().any(|part| ["tests", "tests.rs", "simulator", "simulator.rs"].iter().any(|test| part == *test))
 }
 
 /// The name at the beginning of the text.
@@ -247,10 +255,7 @@ fn misplaced(root: &Path, layers: &[&str]) -> (Vec<String>, BTreeSet<String>) {
         let inside = path.strip_prefix(root).unwrap();
         let first = inside.components().next().unwrap().as_os_str().to_str().unwrap();
         let module = first.trim_end_matches(".rs");
-        let is_test = inside
-            .iter()
-            .any(|part| ["tests", "tests.rs", "simulator", "simulator.rs"].iter().any(|test| part == *test));
-        if ["lib", "main", "layers", "samples"].contains(&module) || is_test {
+        if ["lib", "main", "layers", "samples"].contains(&module) || is_test(inside) {
             continue;
         }
         let Some(layer) = layers.iter().position(|layer| *layer == module) else {

@@ -15,11 +15,13 @@ mod clients;
 mod control;
 mod deadline;
 mod deaths;
+mod destination;
 mod end;
 mod ends;
 mod event_lines;
 mod events;
 mod failed;
+mod finding;
 mod gpus;
 mod group;
 mod holds;
@@ -51,12 +53,14 @@ mod start;
 pub(crate) mod state;
 mod stops;
 mod tally;
+mod times;
 mod transfers;
 mod unread;
 mod verify;
 mod watch;
+mod work;
 
-pub(crate) use group::Membered;
+pub(crate) use group::GroupMember;
 pub use result::RunResult;
 pub(crate) use rewind::new_lineage;
 pub(crate) use setup::{Origin, Places, Program, Setup, Shown, Sockets, TimeLimit};
@@ -120,7 +124,7 @@ enum Message {
     Snapshot(Box<Result<Taken, snapshot::Error>>),
     Persisted(Box<images::Outcome>),
     Replicated(Box<replicate::Report>),
-    Watched(watch::Finding),
+    Watched(finding::Finding),
     Control(Box<control::Incoming>),
     JobApi(Box<crate::job_api::Call>),
     /// The scheduler's answer about the end of the job.
@@ -128,7 +132,7 @@ enum Message {
     Hook(crate::notifications::Report),
     Verified(Box<verify::Report>),
     Rehearsed(Box<rehearse::Rehearsed>),
-    Group(Box<group::News>),
+    Group(Box<group::GroupEvent>),
 }
 
 impl Message {
@@ -236,7 +240,7 @@ pub(crate) fn run(setup: Setup) -> Result<Finish, Error> {
     for message in messages.try_iter() {
         match message {
             Message::Hook(report) => owner.hook_failed(report),
-            Message::Group(news) => owner.hear_of_group_late(*news),
+            Message::Group(news) => owner.group_event_after_end(*news),
             _ => {}
         }
     }
@@ -404,7 +408,7 @@ impl Owner<'_> {
             }
             Action::Announce { from, after } => {
                 self.reporting.published.restarts += 1;
-                self.tell(What::Restarting { image: events::image_of(from), after_us: events::micros(after) });
+                self.tell(What::Restarting { image: events::image_of(from), after_us: times::micros(after) });
                 let after = humantime::format_duration(after);
                 match from {
                     StartPoint::Image(_) => tracing::warn!("continuing from {from} in {after}"),
@@ -437,7 +441,7 @@ impl Owner<'_> {
                     self.tell(what);
                 }
             }
-            Message::Group(news) => self.group_news(*news),
+            Message::Group(news) => self.group_event(*news),
             Message::Rehearsed(rehearsed) => {
                 self.rehearsed(*rehearsed);
                 self.publish();

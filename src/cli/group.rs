@@ -3,7 +3,7 @@
 use chrono::{DateTime, Utc};
 use serde::Serialize;
 
-use super::status::time;
+use super::output::time;
 use crate::published::{Group, GroupMember, Published, in_words};
 use crate::report::words;
 use rekindle_base::interval::Choice;

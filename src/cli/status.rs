@@ -9,7 +9,7 @@ use serde::{Serialize, Serializer};
 use serde_json::Value;
 
 use super::find::{self, Finder, PATIENCE};
-use super::output::{Column, Format, print_json, print_note, print_table, print_text};
+use super::output::{Column, Format, print_json, print_note, print_table, print_text, time};
 use super::{Exit, Global, complete, ended, group};
 use crate::control::client;
 use crate::control::protocol::{Answer, Request};
@@ -303,17 +303,6 @@ fn gpus(names: &[String]) -> String {
     }
     let text = |(name, count): (&str, usize)| if count > 1 { format!("{count}x {name}") } else { name.to_owned() };
     counted.into_iter().map(text).collect::<Vec<_>>().join(", ")
-}
-
-/// The two largest units are enough.
-pub(super) fn time(seconds: i64) -> String {
-    let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86400);
-    match () {
-        () if days > 0 => format!("{days}d {}h", hours % 24),
-        () if hours > 0 => format!("{hours}h {}m", minutes % 60),
-        () if minutes > 0 => format!("{minutes}m {}s", seconds % 60),
-        () => format!("{seconds}s"),
-    }
 }
 
 #[cfg(test)]

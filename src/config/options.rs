@@ -2,10 +2,12 @@
 
 use std::sync::Arc;
 
+use super::group::Group;
 use super::model::{Config, Log, Store};
 use super::storage::Repack;
 use rekindle_engine::launch::{Privileges, output};
 use rekindle_engine::snapshot;
+use rekindle_etcd::Secret;
 use rekindle_store::chunk::{Key, KeyError};
 use rekindle_store::pack::Unread;
 use rekindle_store::persist::{self, Packing};
@@ -70,6 +72,20 @@ impl Log {
     #[must_use]
     pub(crate) fn bounds(&self) -> output::Bounds {
         output::Bounds { size: self.max_size.bytes(), keep: self.keep }
+    }
+}
+
+impl Group {
+    /// How to reach these members of etcd. The prefix of the keys is the caller's.
+    #[must_use]
+    pub(crate) fn etcd(&self, members: &[String]) -> rekindle_etcd::Options {
+        let file = |path: &std::path::PathBuf| Secret::File(path.clone());
+        rekindle_etcd::Options {
+            ca: self.ca.as_ref().map(file),
+            identity: self.certificate.as_ref().map(file).zip(self.key.as_ref().map(file)),
+            login: self.user.clone().zip(self.password_file.as_ref().map(file)),
+            ..rekindle_etcd::Options::new(members, "/")
+        }
     }
 }
 

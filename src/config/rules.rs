@@ -207,7 +207,8 @@ fn job(config: &Config, rules: &mut Rules) {
             "must have a name without = or a zero byte".to_owned()
         });
         rules.that(!value.contains('\0'), &key, || "must not contain a zero byte".to_owned());
-        rules.that(!OF_JOB.contains(&name), &key, || "must not be set, because rekindle sets it for the job".to_owned());
+        rules
+            .that(!OF_JOB.contains(&name), &key, || "must not be set, because rekindle sets it for the job".to_owned());
     }
     let is_variable = |name: &String| {
         let beginning = name.strip_suffix('*').unwrap_or(name);

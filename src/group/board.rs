@@ -14,7 +14,7 @@ const LARGEST: usize = 1 << 20;
 
 /// What one machine has told.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Told {
+pub(super) struct Report {
     /// In this group snapshot.
     number: Number,
     operations: Operations,
@@ -26,9 +26,9 @@ pub struct Board(Arc<Mutex<Inner>>);
 
 #[derive(Debug, Default)]
 struct Inner {
-    of: BTreeMap<Rank, Told>,
+    of: BTreeMap<Rank, Report>,
     /// The latest of this machine.
-    ours: Option<Told>,
+    ours: Option<Report>,
     /// To be written. The session has been woken for it.
     unwritten: Option<Vec<u8>>,
 }
@@ -39,7 +39,7 @@ impl Board {
     }
 
     /// The other machines' documents, replaced by a new view of the coordinator.
-    pub(super) fn show(&self, of: &BTreeMap<Rank, Told>) {
+    pub(super) fn show(&self, of: &BTreeMap<Rank, Report>) {
         self.inner().of.clone_from(of);
     }
 
@@ -59,13 +59,13 @@ impl Board {
         let mut inner = self.inner();
         let is_told = inner.ours.as_ref().is_some_and(|told| told.number == number && told.operations == *operations);
         if !is_told {
-            let mut told = Told { number, operations: operations.clone() };
+            let mut told = Report { number, operations: operations.clone() };
             let mut bytes = serde_json::to_vec(&told).unwrap_or_default();
             if bytes.len() > LARGEST {
                 told.operations = Operations::uncounted();
                 bytes = serde_json::to_vec(&told).unwrap_or_default();
             }
-            inner.ours = Some(Told { number, operations: operations.clone() });
+            inner.ours = Some(Report { number, operations: operations.clone() });
             // If there was something unwritten, the session is awake.
             if inner.unwritten.replace(bytes).is_none() {
                 wake();
@@ -93,13 +93,13 @@ mod tests {
             |board: &Board, number| board.exchange((Number(number), Rank(0), 3), &operations(false), || woken += 1);
         assert_eq!(ask(&board, 7), None);
         assert_eq!(ask(&board, 7), None);
-        let told = |number| Told { number: Number(number), operations: operations(true) };
+        let told = |number| Report { number: Number(number), operations: operations(true) };
         board.show(&BTreeMap::from([(Rank(0), told(7)), (Rank(1), told(7)), (Rank(2), told(6))]));
         assert_eq!(ask(&board, 7), None, "rank 2 has told about an earlier one");
         board.show(&BTreeMap::from([(Rank(1), told(7)), (Rank(2), told(7))]));
         assert_eq!(ask(&board, 7), Some(vec![operations(true), operations(true)]));
         assert_eq!(woken, 1, "what has not changed is not written again");
-        let written: Told = serde_json::from_slice(&board.take().unwrap()).unwrap();
+        let written: Report = serde_json::from_slice(&board.take().unwrap()).unwrap();
         assert_eq!((written.number, board.take()), (Number(7), None));
     }
 }

@@ -20,13 +20,16 @@ use rekindle_store::JobName;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::board::Told;
+use super::board::Report;
 use super::node::Node;
 
-/// The prefix of a group's keys. The number is the version of the documents: another version has other keys, so
+/// The prefix of the keys of all groups. The number is the version of the documents: another version has other keys, so
 /// supervisors that do not understand each other never meet.
-pub(super) fn prefix(group: &JobName) -> String {
-    format!("/rekindle/1/{group}/")
+pub(crate) const PREFIX: &str = "/rekindle/1/";
+
+/// The prefix of a group's keys.
+pub(crate) fn prefix(group: &JobName) -> String {
+    format!("{PREFIX}{group}/")
 }
 
 /// The membership of a lease.
@@ -53,7 +56,7 @@ pub(super) struct Mirror {
     prefix: String,
     pub(super) view: View,
     pub(super) nodes: BTreeMap<Rank, Node>,
-    pub(super) told: BTreeMap<Rank, Told>,
+    pub(super) told: BTreeMap<Rank, Report>,
 }
 
 impl Mirror {

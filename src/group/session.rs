@@ -23,7 +23,7 @@ const FENCE_LOOKS: u32 = 20;
 
 /// News from the coordinator.
 #[derive(Debug)]
-pub enum Told {
+pub enum CoordinatorEvent {
     /// The group, as it is now.
     Group {
         /// The documents of the protocol.
@@ -155,7 +155,7 @@ impl Session {
     pub fn start(
         coordinator: Coordinator,
         identity: Identity,
-        tell: impl Fn(Told) + Clone + Send + 'static,
+        tell: impl Fn(CoordinatorEvent) + Clone + Send + 'static,
     ) -> std::io::Result<Session> {
         let (sender, asks) = mpsc::channel();
         let (alive, over) = mpsc::channel();
@@ -181,7 +181,7 @@ impl Session {
         (self.board.clone(), move || drop(asks.send(Ask::Tell)))
     }
 
-    /// Begins again, after [`Told::Moved`] and once nothing of the job is left. `former` is the membership before.
+    /// Begins again, after [`CoordinatorEvent::Moved`] and once nothing of the job is left. `former` is the membership before.
     pub fn afresh(&self, former: Option<Incarnation>) {
         let _ = self.asks.send(Ask::Afresh(former));
     }
@@ -220,14 +220,14 @@ enum Over {
     Moved,
 }
 
-impl<T: Fn(Told) + Clone + Send + 'static> Worker<T> {
+impl<T: Fn(CoordinatorEvent) + Clone + Send + 'static> Worker<T> {
     fn run(mut self) {
         while matches!(self.with_one(), Some(Over::Moved)) {
-            (self.tell)(Told::Moved);
+            (self.tell)(CoordinatorEvent::Moved);
             self.identity.former = loop {
                 match self.asks.recv() {
                     Ok(Ask::Afresh(former)) => break former,
-                    Ok(Ask::Write(_)) => (self.tell)(Told::Wrote(Answer::Conflict)),
+                    Ok(Ask::Write(_)) => (self.tell)(CoordinatorEvent::Wrote(Answer::Conflict)),
                     Ok(Ask::Tell | Ask::Lost(_)) => {}
                     Ok(Ask::Leave | Ask::Abandon) | Err(_) => return,
                 }
@@ -247,17 +247,17 @@ impl<T: Fn(Told) + Clone + Send + 'static> Worker<T> {
         let followed = client.follow(&self.prefix, move |event| match reflect(&mut mirror, &board, event) {
             Ok(told) => {
                 match &told {
-                    Told::Away { why } => drop(lock(&away).get_or_insert((Instant::now(), why.clone()))),
+                    CoordinatorEvent::Away { why } => drop(lock(&away).get_or_insert((Instant::now(), why.clone()))),
                     _ => *lock(&away) = None,
                 }
                 tell(told);
             }
-            Err(error) => tell(Told::Failed { why: error.to_string() }),
+            Err(error) => tell(CoordinatorEvent::Failed { why: error.to_string() }),
         });
         let _follower = match followed {
             Ok(follower) => follower,
             Err(error) => {
-                (self.tell)(Told::Failed { why: error.to_string() });
+                (self.tell)(CoordinatorEvent::Failed { why: error.to_string() });
                 return None;
             }
         };
@@ -292,7 +292,7 @@ impl<T: Fn(Told) + Clone + Send + 'static> Worker<T> {
             match ask {
                 Some(Ask::Write(write)) => {
                     let answer = self.write(&client, &lease, &write);
-                    (self.tell)(Told::Wrote(answer));
+                    (self.tell)(CoordinatorEvent::Wrote(answer));
                 }
                 Some(Ask::Tell) => {
                     // If it fails, the snapshot waits in vain, and is tried again.
@@ -324,7 +324,7 @@ impl<T: Fn(Told) + Clone + Send + 'static> Worker<T> {
         let limit = self.coordinator.patience().map(|limit| limit.max(self.identity.lease));
         let is_over = limit.is_some_and(|limit| since.elapsed() >= limit);
         if is_over {
-            (self.tell)(Told::Missing { why: why.to_owned() });
+            (self.tell)(CoordinatorEvent::Missing { why: why.to_owned() });
         }
         is_over
     }
@@ -338,7 +338,7 @@ impl<T: Fn(Told) + Clone + Send + 'static> Worker<T> {
             let (own, tell) = (self.own.clone(), self.tell.clone());
             let granted = client.lease(self.identity.lease, move |lost| {
                 let membership = keys::membership(lost.id);
-                tell(Told::Lost(membership));
+                tell(CoordinatorEvent::Lost(membership));
                 let _ = own.send(Ask::Lost(membership));
             });
             granted.map(Some)
@@ -346,7 +346,7 @@ impl<T: Fn(Told) + Clone + Send + 'static> Worker<T> {
         let Some(lease) = lease else { return Some(Joined::Moved) };
         let lease = Arc::new(lease);
         let incarnation = keys::membership(lease.id());
-        (self.tell)(Told::Joined(Membership { incarnation, lease: Arc::downgrade(&lease) }));
+        (self.tell)(CoordinatorEvent::Joined(Membership { incarnation, lease: Arc::downgrade(&lease) }));
         Some(Joined::With(lease))
     }
 
@@ -357,7 +357,7 @@ impl<T: Fn(Told) + Clone + Send + 'static> Worker<T> {
             match attempt() {
                 Ok(result) => {
                     if !said.is_empty() {
-                        (self.tell)(Told::Back);
+                        (self.tell)(CoordinatorEvent::Back);
                     }
                     return Some(result);
                 }
@@ -367,19 +367,19 @@ impl<T: Fn(Told) + Clone + Send + 'static> Worker<T> {
                         return None;
                     }
                     if said.is_empty() {
-                        (self.tell)(Told::Away { why: why.clone() });
+                        (self.tell)(CoordinatorEvent::Away { why: why.clone() });
                     }
                     said = why;
                 }
                 Err(error) => {
-                    (self.tell)(Told::Failed { why: error.to_string() });
+                    (self.tell)(CoordinatorEvent::Failed { why: error.to_string() });
                     return None;
                 }
             }
             match self.asks.recv_timeout(PAUSE) {
                 Ok(Ask::Leave | Ask::Abandon) | Err(mpsc::RecvTimeoutError::Disconnected) => return None,
                 // Without a membership nothing can be written.
-                Ok(Ask::Write(_)) => (self.tell)(Told::Wrote(Answer::Conflict)),
+                Ok(Ask::Write(_)) => (self.tell)(CoordinatorEvent::Wrote(Answer::Conflict)),
                 Ok(Ask::Lost(_) | Ask::Tell | Ask::Afresh(_)) | Err(mpsc::RecvTimeoutError::Timeout) => {}
             }
         }
@@ -394,7 +394,9 @@ impl<T: Fn(Told) + Clone + Send + 'static> Worker<T> {
         let txn = match self.writer(lease).transaction(write) {
             Ok(txn) => txn,
             Err(error) => {
-                (self.tell)(Told::Failed { why: format!("a document of the group cannot be written: {error}") });
+                (self.tell)(CoordinatorEvent::Failed {
+                    why: format!("a document of the group cannot be written: {error}"),
+                });
                 return Answer::Conflict;
             }
         };
@@ -426,15 +428,15 @@ fn lock<T>(of: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     of.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn reflect(mirror: &mut Mirror, board: &Board, event: Event) -> Result<Told, Unreadable> {
+fn reflect(mirror: &mut Mirror, board: &Board, event: Event) -> Result<CoordinatorEvent, Unreadable> {
     match event {
         Event::State(state) => mirror.set(state)?,
         Event::Changed { revision, changes } => mirror.change(revision, changes)?,
-        Event::Away { reason, .. } => return Ok(Told::Away { why: reason }),
-        Event::Back => return Ok(Told::Back),
+        Event::Away { reason, .. } => return Ok(CoordinatorEvent::Away { why: reason }),
+        Event::Back => return Ok(CoordinatorEvent::Back),
     }
     board.show(&mirror.told);
-    Ok(Told::Group { view: Arc::new(mirror.view.clone()), nodes: Arc::new(mirror.nodes.clone()) })
+    Ok(CoordinatorEvent::Group { view: Arc::new(mirror.view.clone()), nodes: Arc::new(mirror.nodes.clone()) })
 }
 
 #[cfg(test)]

@@ -20,7 +20,7 @@ const ABORTED: &str = "another member could not take part, or took too long";
 
 /// What the group orders.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Word {
+pub enum GroupOrder {
     /// All are locked: pull the cable.
     Pull,
     /// All cables are out: dump.
@@ -36,15 +36,15 @@ pub enum Word {
 pub struct Orders {
     /// The group snapshot.
     pub number: Number,
-    words: mpsc::Sender<Word>,
+    words: mpsc::Sender<GroupOrder>,
     /// Whether the part is to be kept.
     pub is_kept: bool,
 }
 
 impl Orders {
     /// Passes an order on. The thread may have ended.
-    pub fn give(&mut self, word: Word) {
-        self.is_kept |= matches!(word, Word::Keep(_));
+    pub fn give(&mut self, word: GroupOrder) {
+        self.is_kept |= matches!(word, GroupOrder::Keep(_));
         let _ = self.words.send(word);
     }
 }
@@ -71,9 +71,9 @@ impl std::fmt::Debug for Exchange {
 pub struct Turn {
     number: Number,
     part: GroupPart,
-    words: Mutex<mpsc::Receiver<Word>>,
+    words: Mutex<mpsc::Receiver<GroupOrder>>,
     /// The order that came before it was waited for.
-    early: Mutex<Option<Word>>,
+    early: Mutex<Option<GroupOrder>>,
     tell: Box<dyn Fn(Local) + Send + Sync>,
     exchange: Exchange,
     cancel: OnceLock<Arc<AtomicBool>>,
@@ -125,12 +125,12 @@ impl Turn {
     }
 
     /// Waits for an order. What was ordered before a cancellation counts: the group has recorded the part then.
-    fn next(&self) -> Result<Word, String> {
+    fn next(&self) -> Result<GroupOrder, String> {
         let words = lock(&self.words);
         let mut early = lock(&self.early).take().map(Ok);
         loop {
             match early.take().unwrap_or_else(|| words.recv_timeout(NAP)) {
-                Ok(Word::Abort) => return Err(ABORTED.into()),
+                Ok(GroupOrder::Abort) => return Err(ABORTED.into()),
                 Ok(word) => return Ok(word),
                 Err(mpsc::RecvTimeoutError::Timeout) if !self.is_cancelled() => {}
                 Err(mpsc::RecvTimeoutError::Timeout) => return Err("the job is being ended".into()),
@@ -139,7 +139,7 @@ impl Turn {
         }
     }
 
-    fn wait_for(&self, wanted: &Word) -> Result<(), String> {
+    fn wait_for(&self, wanted: &GroupOrder) -> Result<(), String> {
         let word = self.next()?;
         if word == *wanted { Ok(()) } else { Err(format!("the group ordered {word:?} instead of {wanted:?}")) }
     }
@@ -165,26 +165,26 @@ impl Barrier for Turn {
         let words = lock(&self.words);
         let mut early = lock(&self.early);
         *early = early.take().or_else(|| words.try_recv().ok());
-        (*early == Some(Word::Abort)).then(|| ABORTED.into())
+        (*early == Some(GroupOrder::Abort)).then(|| ABORTED.into())
     }
 
     fn locked(&self) -> Result<(), String> {
         (self.tell)(Local::Locked(self.number));
-        self.wait_for(&Word::Pull)?;
+        self.wait_for(&GroupOrder::Pull)?;
         self.all_wait.store(true, Ordering::Relaxed);
         Ok(())
     }
 
     fn quiet(&self) -> Result<(), String> {
         (self.tell)(Local::Quiet(self.number));
-        self.wait_for(&Word::Dump)
+        self.wait_for(&GroupOrder::Dump)
     }
 
     fn dumped(&self, image: ImageId) -> Result<Settled, String> {
         let part = Part { image: image.to_string(), digest: self.part.mark.clone() };
         (self.tell)(Local::Dumped(self.number, part));
         match self.next()? {
-            Word::Keep(settled) => Ok(settled),
+            GroupOrder::Keep(settled) => Ok(settled),
             word => Err(format!("the group ordered {word:?} after the dump")),
         }
     }
@@ -212,14 +212,14 @@ mod tests {
     fn each_step_waits_for_its_order() {
         let (turn, mut orders, told, cancel) = turn();
         assert_eq!(turn.called_off(), None);
-        orders.give(Word::Pull);
+        orders.give(GroupOrder::Pull);
         assert_eq!(turn.called_off(), None);
         assert_eq!((turn.all_wait(), turn.locked(), turn.all_wait()), (false, Ok(()), true));
-        orders.give(Word::Dump);
+        orders.give(GroupOrder::Dump);
         assert_eq!(turn.quiet(), Ok(()));
         let image = ImageId::new(7, Utc::now());
         // The group has recorded the part, although the job was then told to end.
-        orders.give(Word::Keep(Settled::End));
+        orders.give(GroupOrder::Keep(Settled::End));
         cancel.store(true, Ordering::Relaxed);
         assert_eq!(turn.dumped(image), Ok(Settled::End));
         assert!(orders.is_kept);
@@ -232,7 +232,7 @@ mod tests {
     #[test]
     fn a_wait_ends_by_an_abort_a_cancellation_and_the_end_of_the_supervisor() {
         let (turn, mut orders, _told, _) = self::turn();
-        orders.give(Word::Abort);
+        orders.give(GroupOrder::Abort);
         assert!(turn.called_off().is_some() && turn.called_off().is_some(), "while it still locks");
         assert!(turn.locked().is_err() && !turn.all_wait());
         let (turn, _orders, _told, cancel) = self::turn();
@@ -242,7 +242,7 @@ mod tests {
         drop(orders);
         assert!(turn.quiet().is_err());
         let (turn, mut orders, _told, _) = self::turn();
-        orders.give(Word::Dump);
+        orders.give(GroupOrder::Dump);
         assert!(turn.locked().unwrap_err().contains("Dump"), "an order too early");
     }
 

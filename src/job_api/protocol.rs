@@ -49,7 +49,7 @@ pub const REQUESTS: [&str; 4] = ["state", "snapshot", "hold", "release"];
 
 /// A parsed datagram.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Letter {
+pub struct Datagram {
     /// The id to repeat in the answer.
     pub id: Option<String>,
     /// The life of the job that it is for.
@@ -140,20 +140,20 @@ pub enum Answer {
     },
 }
 
-impl Letter {
+impl Datagram {
     /// Reads a datagram.
     #[must_use]
-    pub fn read(text: &[u8]) -> Letter {
+    pub fn read(text: &[u8]) -> Datagram {
         let mut fields = match fields(text) {
             Ok(fields) => fields,
-            Err(fault) => return Letter { id: None, life: None, request: Err(fault) },
+            Err(fault) => return Datagram { id: None, life: None, request: Err(fault) },
         };
         let (id, life) = (text_of(&mut fields, "id"), text_of(&mut fields, "life"));
         let request = match (&id, &life) {
             (Err(fault), _) | (_, Err(fault)) => Err(fault.clone()),
             _ => request(fields),
         };
-        Letter { id: id.ok().flatten(), life: life.ok().flatten(), request }
+        Datagram { id: id.ok().flatten(), life: life.ok().flatten(), request }
     }
 }
 
@@ -217,13 +217,13 @@ mod tests {
 
     #[test]
     fn requests_are_read() {
-        let read = |text: &str| Letter::read(text.as_bytes());
-        let plain = |request| Letter { id: None, life: None, request: Ok(request) };
+        let read = |text: &str| Datagram::read(text.as_bytes());
+        let plain = |request| Datagram { id: None, life: None, request: Ok(request) };
         assert_eq!(read(r#"{"version":1,"request":"state"}"#), plain(Request::State));
         assert_eq!(read(r#"{"version":1,"request":"release"}"#), plain(Request::Release { holder: "".into() }));
         let hold = read(r#"{"version":1,"request":"hold","seconds":1.5,"holder":"h","id":"7","life":"l"}"#);
         let request = Request::Hold { holder: "h".into(), time: Duration::from_millis(1500) };
-        assert_eq!(hold, Letter { id: Some("7".into()), life: Some("l".into()), request: Ok(request) });
+        assert_eq!(hold, Datagram { id: Some("7".into()), life: Some("l".into()), request: Ok(request) });
     }
 
     #[test]
@@ -242,7 +242,7 @@ mod tests {
             (&format!(r#"{{"version":1,"request":"release","holder":"{long}"}}"#), Code::BadRequest, "64"),
             (&"[".repeat(4000), Code::Malformed, ""),
         ] {
-            let fault = Letter::read(text.as_bytes()).request.unwrap_err();
+            let fault = Datagram::read(text.as_bytes()).request.unwrap_err();
             assert!(fault.code == code && fault.message.contains(word), "{text}: {fault:?}");
         }
     }
@@ -262,7 +262,7 @@ mod tests {
     proptest! {
         #[test]
         fn no_datagram_is_too_odd(text in proptest::collection::vec(any::<u8>(), 0..200)) {
-            let _ = Letter::read(&text);
+            let _ = Datagram::read(&text);
         }
     }
 }

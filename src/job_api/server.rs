@@ -21,7 +21,7 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, SockaddrLike, UnixAddr, recvmsg, sendto, setsockopt, sockopt};
 use nix::unistd::Uid;
 
-use super::protocol::{self, Answer, Facts, Letter, MAX_REQUEST, Request};
+use super::protocol::{self, Answer, Datagram, Facts, MAX_REQUEST, Request};
 use super::{Call, Reply};
 use crate::control::address::SocketPath;
 use crate::control::protocol::{Code, Fault};
@@ -264,10 +264,10 @@ impl Reader {
             return;
         }
         let letter = match received.whole {
-            true => Letter::read(text),
+            true => Datagram::read(text),
             false => {
                 let message = format!("a request has at most {MAX_REQUEST} bytes");
-                Letter { id: None, life: None, request: Err(Fault::new(Code::TooLong, message)) }
+                Datagram { id: None, life: None, request: Err(Fault::new(Code::TooLong, message)) }
             }
         };
         let reply = self.reply(socket, received, letter.id);

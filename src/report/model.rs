@@ -97,7 +97,7 @@ pub struct Report {
     /// The group, for a job over several machines: what this machine saw of it.
     pub group: Option<GroupHistory>,
     /// The newest events, oldest first.
-    pub events: Vec<Told>,
+    pub events: Vec<EventLine>,
     /// Total number of events.
     pub events_in_all: usize,
     /// How often the clock was set back.
@@ -261,7 +261,7 @@ fn us(us: u64) -> Duration {
 
 /// An event as text.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Told {
+pub struct EventLine {
     /// The time of the event.
     pub at: DateTime<Utc>,
     /// Its name.
@@ -270,12 +270,12 @@ pub struct Told {
     pub text: String,
 }
 
-impl Told {
+impl EventLine {
     /// Converts an event to text.
     #[must_use]
-    pub fn of(event: &Event) -> Told {
+    pub fn of(event: &Event) -> EventLine {
         let (name, text) = words::event(&event.what);
-        Told { at: event.time, event: name, text }
+        EventLine { at: event.time, event: name, text }
     }
 }
 
@@ -331,7 +331,7 @@ impl Report {
             snapshots,
             troubles,
             group: history.group().since(facts.since.map_or(i64::MIN, |since| since.timestamp_micros())),
-            events: recent.iter().skip(recent.len().saturating_sub(EVENTS)).map(|event| Told::of(event)).collect(),
+            events: recent.iter().skip(recent.len().saturating_sub(EVENTS)).map(|event| EventLine::of(event)).collect(),
             events_in_all: recent.len(),
             clock_set_back,
             clock_set_back_us,

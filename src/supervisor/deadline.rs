@@ -15,11 +15,10 @@ use chrono::{DateTime, Utc};
 
 use crate::policy::notices::Needs;
 use crate::published::{Forecast, Persisting, with_margin};
-pub(super) use forecast::in_seconds;
 use forecast::{Attended, Measured, Plan, Room, Route, left_of, plan, too_short};
 
-use super::events::micros;
 use super::state::{Event, Stop};
+use super::times::{in_full, in_seconds, micros};
 use super::{Message, Owner, Setup};
 use crate::scheduler;
 use crate::telemetry::events::{self, What};
@@ -250,10 +249,6 @@ struct LastCall {
     until: Instant,
     /// The expected time for the snapshot and for what it may have to wait for.
     lead: Duration,
-}
-
-pub(super) fn in_full(time: DateTime<Utc>) -> String {
-    rekindle_base::units::moment(time)
 }
 
 impl Owner<'_> {

@@ -14,8 +14,8 @@
 
 use std::time::{Duration, Instant};
 
+use super::finding::Finding;
 use super::state::{State, Verdict};
-use super::watch::Finding;
 use super::{Message, Owner};
 use crate::config::{OnProcessDeath, Restart};
 use crate::policy::StartPoint;

@@ -1,18 +1,20 @@
 //! Events about the job for its journal.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use super::images::shown;
 use super::result::RunResult;
 use super::state::{Finish, State};
-use super::watch::interrupted;
-use super::{Owner, hooks, result};
+use super::times::{micros, shown};
+use super::{Owner, Setup, hooks, result};
 use crate::notifications::Report;
 use crate::policy::StartPoint;
+use crate::published::{JobState, LastEnd, Published};
 use crate::telemetry::events::{Event, What};
 use rekindle_base::Moved;
+use rekindle_base::cause::Cause;
 use rekindle_engine::launch::Job;
 use rekindle_engine::snapshot::Taken;
+use rekindle_os::process;
 use rekindle_os::spawn::Ended;
 use rekindle_store::ImageId;
 
@@ -111,6 +113,13 @@ pub(super) fn image_of(from: StartPoint) -> Option<ImageId> {
     }
 }
 
-pub(super) fn micros(time: Duration) -> u64 {
-    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+/// Why the previous supervisor left a job that had not ended; `None` if it ended normally.
+fn interrupted(setup: &Setup) -> Option<LastEnd> {
+    let before = Published::read(&setup.folder.state_file()).ok()?;
+    let was_at_its_end = matches!(before.state, JobState::Done | JobState::Waiting | JobState::Suspended);
+    if was_at_its_end || before.boot_id.is_empty() {
+        return None;
+    }
+    let same_boot = process::boot_id().is_ok_and(|now| now == before.boot_id);
+    Some(LastEnd::now(None, if same_boot { Cause::SupervisorKilled } else { Cause::MachineRestart }))
 }

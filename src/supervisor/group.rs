@@ -1,7 +1,7 @@
 //! A job over several machines: carries out what [`rekindle_group`] orders, and reports to it.
 //!
 //! ```text
-//!   etcd <--> session (thread) --Told--> Owner --Event--> rekindle_group::Machine
+//!   etcd <--> session (thread) --CoordinatorEvent--> Owner --Event--> rekindle_group::Machine
 //!                ^                         ^                     |
 //!                +-------- Write ----------+------ Order --------+
 //!                                          |
@@ -36,7 +36,9 @@ use super::signals::STOPS;
 use super::state::{Event, Finish, Obstacle, Standing, State, Stop, Verdict};
 use super::{Error, Message, Owner, Setup};
 use crate::config::Interval;
-use crate::group::{Coordinator, Exchange, Identity, Layout, Membership, Node, Orders, OwnEtcd, Session, Told, Turn};
+use crate::group::{
+    Coordinator, CoordinatorEvent, Exchange, Identity, Layout, Membership, Node, Orders, OwnEtcd, Session, Turn,
+};
 use crate::policy;
 use crate::published::Forecast;
 use crate::telemetry::events::What;
@@ -57,7 +59,7 @@ const LOOKS: u32 = 8;
 
 /// What a member of a group is.
 #[derive(Debug)]
-pub(crate) struct Membered {
+pub(crate) struct GroupMember {
     /// Where the coordinator is.
     pub(crate) coordinator: Coordinator,
     /// The coordinator, if this member runs it.
@@ -106,11 +108,11 @@ pub(super) struct Member {
     pace: (Pace, Costs),
     /// The group, for those who look at it from outside.
     seen: Seen,
-    care: Care,
+    upkeep: Upkeep,
 }
 
 /// What the member has to look after.
-struct Care {
+struct Upkeep {
     /// The coordinator is another one now: once nothing of the job is left, the member begins again.
     has_moved: bool,
     /// When to look at the lease again.
@@ -126,7 +128,7 @@ impl Member {
         let io = |what| move |source| Error::Io { what, source };
         let memory = Memory::read(&Memory::file(&setup.folder)).map_err(io("reading group.json"))?;
         let sender = sender.clone();
-        let tell = move |told| drop(sender.send(Message::Group(Box::new(News::Told(told)))));
+        let tell = move |told| drop(sender.send(Message::Group(Box::new(GroupEvent::Coordinator(told)))));
         let identity = Identity { former: memory.former(), ..group.identity.clone() };
         let session = Session::start(group.coordinator.clone(), identity, tell)
             .map_err(io("starting the thread for the group"))?;
@@ -150,7 +152,7 @@ impl Member {
             },
             pace: Default::default(),
             seen: Seen::new(group.identity.group.clone(), group.options.rank, group.options.size),
-            care: Care { has_moved: false, looks: Instant::now(), taken_by: None },
+            upkeep: Upkeep { has_moved: false, looks: Instant::now(), taken_by: None },
         }))
     }
 
@@ -178,14 +180,14 @@ impl Member {
     /// When the member is to be woken. Renewals of the lease are not reported, and a start waits for one if too little
     /// time is left.
     pub(super) fn deadline(&self) -> Option<Instant> {
-        self.machine.deadline().into_iter().chain([self.care.looks]).min()
+        self.machine.deadline().into_iter().chain([self.upkeep.looks]).min()
     }
 
     /// Says that another supervisor has this rank: it may be the one before, and it may be a mistake.
     fn warn_if_taken(&mut self, view: &rekindle_group::View) {
         let Some(ours) = self.membership.as_ref().map(Membership::incarnation) else { return };
         let other = view.members.get(&self.rank).map(|report| report.incarnation).filter(|other| *other != ours);
-        if other.is_some() && self.care.taken_by != other {
+        if other.is_some() && self.upkeep.taken_by != other {
             let rank = self.rank;
             let host = self.nodes.get(&rank).map(|node| format!(" on {}", node.host)).unwrap_or_default();
             tracing::warn!(
@@ -193,7 +195,7 @@ impl Member {
                 still runs, stop it, or give this machine another number (--node-rank, group.node-rank)"
             );
         }
-        self.care.taken_by = other;
+        self.upkeep.taken_by = other;
     }
 
     /// The group image that this image is a part of.
@@ -202,10 +204,10 @@ impl Member {
     }
 }
 
-/// News for the member.
-pub(super) enum News {
+/// GroupEvent for the member.
+pub(super) enum GroupEvent {
     /// From the coordinator.
-    Told(Told),
+    Coordinator(CoordinatorEvent),
     /// From the thread that takes a snapshot.
     Local(Local),
     /// The parts in the replica.
@@ -220,26 +222,26 @@ impl Owner<'_> {
         self.group.is_some()
     }
 
-    pub(super) fn group_news(&mut self, news: News) {
+    pub(super) fn group_event(&mut self, news: GroupEvent) {
         match news {
-            News::Told(told) => self.group_told(told),
-            News::Local(local) => self.group_step(rekindle_group::Event::Local(local)),
-            News::Listed(listed) => self.listed(listed),
-            News::Fetched(fetched) => self.fetched(fetched),
+            GroupEvent::Coordinator(told) => self.coordinator_event(told),
+            GroupEvent::Local(local) => self.group_step(rekindle_group::Event::Local(local)),
+            GroupEvent::Listed(listed) => self.listed(listed),
+            GroupEvent::Fetched(fetched) => self.fetched(fetched),
         }
     }
 
-    fn group_told(&mut self, told: Told) {
+    fn coordinator_event(&mut self, told: CoordinatorEvent) {
         let Some(member) = &mut self.group else { return };
         let event = match told {
-            Told::Group { view, nodes } => {
+            CoordinatorEvent::Group { view, nodes } => {
                 let news = member.seen.changed(&view, &nodes);
                 member.nodes = nodes;
                 member.warn_if_taken(&view);
                 self.group_is_seen(news);
                 rekindle_group::Event::View(view)
             }
-            Told::Joined(membership) => {
+            CoordinatorEvent::Joined(membership) => {
                 let incarnation = membership.incarnation();
                 // Without it, the next supervisor waits for the lease to expire.
                 if let Err(error) = remember(self.setup, member.epoch.0, Some(&membership), member.machine.floor()) {
@@ -251,15 +253,15 @@ impl Owner<'_> {
                 member.warn_if_taken(&view);
                 rekindle_group::Event::Session(incarnation)
             }
-            Told::Lost(incarnation) => {
+            CoordinatorEvent::Lost(incarnation) => {
                 tracing::error!("this machine is no longer a member of the group: its lease has expired");
                 member.membership = member.membership.take().filter(|it| it.incarnation() != incarnation);
                 let machine = member.seen.us();
                 self.tell(What::GroupMemberLost { machine });
                 rekindle_group::Event::SessionLost
             }
-            Told::Wrote(answer) => rekindle_group::Event::Wrote(answer),
-            Told::Away { why } => {
+            CoordinatorEvent::Wrote(answer) => rekindle_group::Event::Wrote(answer),
+            CoordinatorEvent::Away { why } => {
                 tracing::warn!(
                     "the coordinator does not answer: {why}. The job is ended if it does not answer before the lease \
                      expires"
@@ -267,23 +269,23 @@ impl Owner<'_> {
                 member.seen.away(Some(why));
                 return self.publish_group();
             }
-            Told::Back => {
+            CoordinatorEvent::Back => {
                 tracing::info!("the coordinator answers again");
                 member.seen.away(None);
                 return self.publish_group();
             }
-            Told::Moved => {
+            CoordinatorEvent::Moved => {
                 tracing::warn!("the group's coordinator is another one now: this machine joins again");
-                member.care.has_moved = true;
+                member.upkeep.has_moved = true;
                 member.seen.afresh();
                 self.group_step(rekindle_group::Event::SessionLost);
                 return self.begin_afresh();
             }
-            Told::Missing { why } => {
+            CoordinatorEvent::Missing { why } => {
                 let why = format!("the group's coordinator did not answer in time: {why}");
                 return self.step(Event::Over(finish(End::Missing { why }, None)));
             }
-            Told::Failed { why } => {
+            CoordinatorEvent::Failed { why } => {
                 let why = format!("the group's coordinator: {why}");
                 return self.step(Event::Over(Finish::Impossible { why, obstacle: Obstacle::Machine }));
             }
@@ -332,10 +334,10 @@ impl Owner<'_> {
     fn begin_afresh(&mut self) {
         let is_idle = matches!(self.machine.state(), State::Idle | State::Suspended { .. });
         let Some(member) = &mut self.group else { return };
-        if !member.care.has_moved || !is_idle || member.threads.orders.is_some() {
+        if !member.upkeep.has_moved || !is_idle || member.threads.orders.is_some() {
             return;
         }
-        member.care.has_moved = false;
+        member.upkeep.has_moved = false;
         member.machine = member.machine.afresh();
         member.nodes = Arc::default();
         member.session.afresh(member.membership.take().map(|membership| membership.incarnation()));
@@ -365,7 +367,7 @@ impl Owner<'_> {
         let now = Instant::now();
         if self.group.as_ref().and_then(Member::deadline).is_some_and(|at| at <= now) {
             let lease = self.setup.group.as_ref().map_or(LEAVE, |group| group.options.lease);
-            self.group.iter_mut().for_each(|member| member.care.looks = now + lease / LOOKS);
+            self.group.iter_mut().for_each(|member| member.upkeep.looks = now + lease / LOOKS);
             self.group_step(rekindle_group::Event::Tick);
             self.publish_group_now();
         }

@@ -7,13 +7,14 @@ use std::time::{Duration, Instant};
 use bytesize::ByteSize;
 use chrono::Utc;
 
-use super::events::micros;
+use super::destination::Destination;
+use super::finding::Finding;
 use super::memory;
 use super::remarks::Repeats;
 use super::signals::STOPS;
 use super::state::{Event, Finish, Harm, State};
-use super::transfers::{self, Destination, PROGRESS, Source};
-use super::watch::Finding;
+use super::times::{micros, shown};
+use super::transfers::{self, PROGRESS, Source};
 use super::{Message, Owner, Setup};
 use crate::control::protocol::Snapped;
 use crate::notifications::Passed;
@@ -467,7 +468,7 @@ impl Owner<'_> {
                 Ok(Message::Control(incoming)) => self.heard_late(*incoming),
                 Ok(Message::Hook(report)) => self.hook_failed(report),
                 Ok(Message::Watched(Finding::Notice(change))) => self.announced(change),
-                Ok(Message::Group(news)) => self.hear_of_group_late(*news),
+                Ok(Message::Group(news)) => self.group_event_after_end(*news),
                 Ok(_) => {}
                 Err(mpsc::RecvTimeoutError::Timeout) => self.publish(),
                 Err(mpsc::RecvTimeoutError::Disconnected) => break,
@@ -522,11 +523,6 @@ fn empty_slots_on_disk(setup: &Setup, files_go: &Mutex<()>) {
             }
         }
     }
-}
-
-/// Rounded to whole milliseconds, for messages.
-pub(super) fn shown(time: Duration) -> humantime::FormattedDuration {
-    humantime::format_duration(Duration::from_millis(u64::try_from(time.as_millis()).unwrap_or(u64::MAX)))
 }
 
 /// Removes the images that retention does not keep; unreadable images are kept. This can take seconds, so it must not

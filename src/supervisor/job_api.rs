@@ -8,11 +8,10 @@ use std::time::{Duration, Instant};
 use chrono::{DateTime, TimeDelta, Utc};
 use nix::sys::utsname::uname;
 
-use super::events::micros;
 use super::holds::{self, Change, HOLDERS, Holder, Holds, How};
-use super::images::shown;
 use super::line::Line;
 use super::state::{Event, Machine, Wish};
+use super::times::{micros, shown};
 use super::{Message, Owner, Setup};
 use crate::control::protocol::{Code, Fault};
 use crate::job_api::protocol::{Answer, Facts, Gpu, Request};

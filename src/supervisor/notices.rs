@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 
 use chrono::{DateTime, Utc};
 
-use super::deadline::{in_full, in_seconds};
+use super::finding::Finding;
 use super::state::{Event, Finish, State, Stop};
-use super::watch::Finding;
+use super::times::{in_full, in_seconds};
 use super::{Message, Owner};
 use crate::config::Interruption;
 use crate::control::address;

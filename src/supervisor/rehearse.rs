@@ -13,8 +13,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use super::images::shown;
 use super::state::State;
+use super::times::shown;
 use super::{Message, Owner, Setup};
 use crate::telemetry::events::What;
 use rekindle_engine::launch::Privileges;

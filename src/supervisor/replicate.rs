@@ -10,15 +10,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use super::events::micros;
-use super::images::shown;
+use super::destination::Destination;
 use super::remarks::Repeats;
 use super::state::Finish;
-use super::transfers::Destination;
+use super::times::{micros, shown};
 use super::{Message, Owner, Setup};
 use crate::config::Rate;
 use crate::published::Persisting;
-use crate::telemetry::events::What as Told;
+use crate::telemetry::events;
 use rekindle_base::chain;
 use rekindle_os::process;
 use rekindle_replica::{self as replica, Keep, Patience, Removed, Replica, Uploaded};
@@ -190,7 +189,7 @@ impl Owner<'_> {
                     [repeats.succeeded("replica given up"), repeats.succeeded("replica")].into_iter().flatten().next();
                 let again = again.map(|again| format!("; {again}")).unwrap_or_default();
                 crate::routine!("image {image} was replicated in {}, {size} sent{again}", shown(took));
-                self.tell(Told::Replicated { image, took_us: micros(took), sent: uploaded.bytes });
+                self.tell(events::What::Replicated { image, took_us: micros(took), sent: uploaded.bytes });
                 self.reporting.published.last_replicated = Some(image);
                 self.reporting.published.replica_failure = None;
             }
@@ -200,7 +199,7 @@ impl Owner<'_> {
                     Some(line) => tracing::error!("{line}"),
                     None => tracing::debug!("{text}"),
                 }
-                self.tell(Told::NotReplicated { image, why: why.clone() });
+                self.tell(events::What::NotReplicated { image, why: why.clone() });
                 self.reporting.published.replica_failure = Some(why);
             }
             What::Cancelled => tracing::info!("image {image} was not replicated"),

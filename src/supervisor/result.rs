@@ -7,9 +7,9 @@ use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
 use super::Setup;
-use super::events::micros;
 use super::state::Finish;
-use super::watch::Work;
+use super::times::micros;
+use super::work::Work;
 use crate::published::{LastEnd, Published};
 use rekindle_os::durable;
 use rekindle_store::{ImageId, JobFolder};

@@ -47,7 +47,7 @@ pub(crate) struct Setup {
     /// Copies memory that stays on the GPU.
     pub(crate) copier: Copier,
     /// The group, if the job runs on several machines.
-    pub(crate) group: Option<super::Membered>,
+    pub(crate) group: Option<super::GroupMember>,
 }
 
 /// What a run writes to standard output.

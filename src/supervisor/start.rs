@@ -8,9 +8,9 @@ use chrono::Utc;
 
 use super::events::image_of;
 use super::failed::{Failed, Lives, without_damaged};
-use super::images::shown;
 use super::remarks::Said;
 use super::state::{Event, Obstacle, State};
+use super::times::shown;
 use super::{Message, Owner, Setup, replicate};
 use crate::config::{NetworkMode, PidNamespace};
 use crate::group::StartSignal;

@@ -34,10 +34,9 @@ mod transitions;
 use std::time::{Duration, Instant};
 
 pub(crate) use admission::Wish;
-pub(crate) use events::{Action, Event, Finish, Harm, NO_USABLE_IMAGE, Obstacle, Stop, Verdict};
+pub(crate) use events::{Action, Event, Finish, Harm, NO_USABLE_IMAGE, Obstacle, Standing, Stop, Verdict};
 pub(crate) use states::{Ending, Life, State, Then};
 
-pub(crate) use led::Standing;
 use transitions::{suspended, waiting};
 
 use super::pace::Pace;

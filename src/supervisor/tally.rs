@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::images::shown;
+use super::times::shown;
 use rekindle_base::units::counted;
 
 /// Snapshots of this run.

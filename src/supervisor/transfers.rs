@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use super::destination::Destination;
 use super::replicate::Replication;
 use crate::policy::StartPoint;
 use crate::published::{Persisting, Published};
@@ -16,13 +17,6 @@ use rekindle_store::{Image, ImageId};
 
 /// How often the progress of a transfer is published.
 pub(super) const PROGRESS: Duration = Duration::from_secs(1);
-
-/// Where an image is copied to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Destination {
-    Store,
-    Replica,
-}
 
 /// Where an image is copied from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

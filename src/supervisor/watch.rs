@@ -8,39 +8,28 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use super::deaths::ProcessDeaths;
-use super::events::micros;
+use super::finding::Finding;
 use super::gpus::{Gpus, Said};
-use super::images::shown;
 use super::line::Target;
 use super::notices::Notices;
 use super::state::{Ending, Event, State, Stop, Verdict};
-use super::{Message, Owner, Setup};
+use super::times::{micros, shown};
+use super::work::Work;
+use super::{Message, Owner};
 use crate::config::{GpuFaults, HangAction, Rule, RuleAction};
 use crate::policy::rules::{self, Case};
-use crate::published::{JobState, LastEnd, Published};
+use crate::published::LastEnd;
 use crate::telemetry::events::What;
 use crate::watch::deaths::Noticed;
 use crate::watch::gpu::{self, Fault};
 use crate::watch::hang_detector::{self, HangDetector, Order};
-use crate::watch::interruption::Change;
 use crate::watch::lines::{self, Hit, Turn};
 use crate::watch::witness::Witness;
 use rekindle_base::cause::{Cause, Facts, Missing, judge};
 use rekindle_base::chain;
 use rekindle_base::xid;
 use rekindle_engine::launch::Job;
-use rekindle_os::process;
 use rekindle_os::spawn::Ended;
-
-/// Reports of the threads that watch the job.
-pub(super) enum Finding {
-    /// The number of the life, and the finding.
-    HangDetector(u32, hang_detector::Finding),
-    Line(Hit),
-    Fault(Fault),
-    Process(Noticed),
-    Notice(Change),
-}
 
 /// What is known about the job's health.
 #[derive(Debug, Default)]
@@ -72,44 +61,6 @@ struct Output {
     turn: Turn,
     /// Length of the files when the previous life had ended.
     from: [u64; 2],
-}
-
-/// The job's work, and how much of it was lost.
-#[derive(Debug, Default)]
-pub(super) struct Work {
-    /// Since when work would be lost: the start of the life, or the newest image.
-    unsaved_since: Option<Instant>,
-    /// Work that was lost when lives ended, since the supervisor started.
-    lost: Duration,
-    /// How often the job was started or restored.
-    lives: u32,
-}
-
-impl Work {
-    fn life_begins(&mut self, now: Instant) {
-        self.unsaved_since = Some(now);
-        self.lives += 1;
-    }
-
-    /// An image was taken now.
-    fn is_saved(&mut self, now: Instant) {
-        self.unsaved_since = Some(now);
-    }
-
-    /// The life is over. Unless the job completed, its work since the last image is lost.
-    fn life_ends(&mut self, completed: bool, now: Instant) {
-        if let (Some(since), false) = (self.unsaved_since.take(), completed) {
-            self.lost += now.saturating_duration_since(since);
-        }
-    }
-
-    pub(super) fn lost(&self) -> Duration {
-        self.lost
-    }
-
-    pub(super) fn lives(&self) -> u32 {
-        self.lives
-    }
 }
 
 /// The result of a rule.
@@ -500,17 +451,6 @@ impl Owner<'_> {
     }
 }
 
-/// Why the previous supervisor left a job that had not ended; `None` if it ended normally.
-pub(super) fn interrupted(setup: &Setup) -> Option<LastEnd> {
-    let before = Published::read(&setup.folder.state_file()).ok()?;
-    let was_at_its_end = matches!(before.state, JobState::Done | JobState::Waiting | JobState::Suspended);
-    if was_at_its_end || before.boot_id.is_empty() {
-        return None;
-    }
-    let same_boot = process::boot_id().is_ok_and(|now| now == before.boot_id);
-    Some(LastEnd::now(None, if same_boot { Cause::SupervisorKilled } else { Cause::MachineRestart }))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -560,22 +500,6 @@ mod tests {
         assert_eq!(why(Ending::Rewind(image), Ended::Signal(9)), Cause::Rewound);
         assert_eq!(why(Ending::Stop(Stop::Requeue), Ended::Signal(9)), Cause::Requested);
         assert_eq!(why(Ending::Stop(Stop::Requeue), Ended::Exit(0)), Cause::Completed);
-    }
-
-    #[test]
-    fn work_is_lost_since_the_newest_image_and_none_where_the_job_completed() {
-        let now = Instant::now();
-        let at = |seconds| now + Duration::from_secs(seconds);
-        let mut work = Work::default();
-        work.life_begins(now);
-        work.is_saved(at(100));
-        work.life_ends(false, at(130));
-        assert_eq!((work.lost(), work.lives()), (Duration::from_secs(30), 1));
-        work.life_ends(false, at(500));
-        assert_eq!(work.lost(), Duration::from_secs(30), "an end counts once");
-        work.life_begins(at(200));
-        work.life_ends(true, at(900));
-        assert_eq!((work.lost(), work.lives()), (Duration::from_secs(30), 2));
     }
 
     #[test]

@@ -377,10 +377,14 @@ impl<'a> Run<'a> {
         let plugins = plugin.map_or(place.work, |plugin| plugin.folder);
         let first = [OsStr::new("--no-default-config"), OsStr::new("-W"), work.as_os_str()];
         let args = first.into_iter().chain(["-L".as_ref(), plugins.as_os_str(), "swrk".as_ref(), "3".as_ref()]);
-        let devices = plugin.and_then(|plugin| Some((variables::text(variables::DEVICES), OsString::from(plugin.devices?))));
+        let devices =
+            plugin.and_then(|plugin| Some((variables::text(variables::DEVICES), OsString::from(plugin.devices?))));
         let files_as = plugin.and_then(|plugin| {
             let preload = plugin.folder.join(PLUGIN_NAME).into_os_string();
-            Some([(variables::text(variables::FILES_AS), OsString::from(plugin.files?.to_string())), ("LD_PRELOAD", preload)])
+            Some([
+                (variables::text(variables::FILES_AS), OsString::from(plugin.files?.to_string())),
+                ("LD_PRELOAD", preload),
+            ])
         });
         let path = ("PATH", std::env::var_os("PATH").unwrap_or_default());
         let variables = [path].into_iter().chain(devices).chain(files_as.into_iter().flatten());

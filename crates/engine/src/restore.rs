@@ -34,8 +34,9 @@ use rekindle_store::persist::Progress;
 use rekindle_store::staging::Area;
 use rekindle_store::{Image, JobFolder, Manifest};
 
-pub(crate) use crate::parts::files::put_back::FileRollback;
-pub use crate::parts::files::put_back::{ChangedFiles, RollbackError};
+pub use crate::parts::files::put_back::ChangedFiles;
+pub(crate) use crate::parts::files::rollback::FileRollback;
+pub use crate::parts::files::rollback::RollbackError;
 pub(crate) use crate::parts::landing::put_back::Error as LandingError;
 pub(crate) use crate::parts::locks::Error as LockError;
 pub use error::{Blame, Error};

@@ -34,6 +34,7 @@
 //! - Nothing is in memory or in the store under an image's name before it is complete ([`rekindle_store`]). After a
 //!   power cut at most a draft remains, which the next start removes.
 
+mod barrier;
 pub mod dead;
 mod group;
 mod mapped;
@@ -68,9 +69,9 @@ pub(crate) use crate::parts::fds::InFlight;
 pub use crate::parts::gpu::capture::{Elsewhere, Operations};
 pub use crate::parts::tcp::capture::TcpChoice;
 pub use crate::parts::tcp::waiting::{Queues, Unaccepted};
+pub use barrier::{Barrier, Settled};
 pub use dead::Deaths;
 pub(crate) use dead::Unnoticed;
-pub use group::{Barrier, Settled};
 pub(crate) use preflight::Refusal;
 
 /// CRIU's images within an image.

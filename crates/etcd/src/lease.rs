@@ -125,12 +125,6 @@ impl Lease {
         Duration::from_nanos(self.shared.sure_until.load(Ordering::Acquire))
     }
 
-    /// The time for which the lease certainly does not expire.
-    #[must_use]
-    pub fn sure_for(&self) -> Duration {
-        self.sure_until().saturating_sub(since_boot())
-    }
-
     /// Whether it has expired or was revoked.
     #[must_use]
     pub fn is_lost(&self) -> bool {

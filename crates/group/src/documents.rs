@@ -103,18 +103,18 @@ pub struct Progress {
 /// What the job of a member starts from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum From {
+pub enum StartFrom {
     /// No image: the job begins.
     Beginning,
     /// This group image.
     Image(Number),
 }
 
-impl fmt::Display for From {
+impl fmt::Display for StartFrom {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            From::Beginning => f.write_str("the beginning"),
-            From::Image(number) => number.fmt(f),
+            StartFrom::Beginning => f.write_str("the beginning"),
+            StartFrom::Image(number) => number.fmt(f),
         }
     }
 }
@@ -378,7 +378,7 @@ pub enum Goal {
     /// End the job, and wait for a request.
     Suspended,
     /// Start the job, with the cable out.
-    Start(From),
+    Start(StartFrom),
     /// Plug the cable in and run.
     Run,
     /// Reach the cut and lock the processes. The cable stays in.
@@ -426,7 +426,7 @@ pub struct Plan {
     /// The number of the next snapshot.
     pub next: Number,
     /// What the epoch started from.
-    pub from: From,
+    pub from: StartFrom,
     /// Whether the epoch has run for long enough to count as healthy.
     pub healthy: bool,
     /// Points against group images: see `leader::FAILED_EARLY`.

@@ -3,9 +3,10 @@
 use std::collections::BTreeSet;
 
 use crate::documents::{
-    End, From, Goal, GroupImage, Number, Part, Plan, Progress, Rank, Replica, Replicated, Stored, Versioned, View,
+    End, Goal, GroupImage, Number, Part, Plan, Progress, Rank, Replica, Replicated, StartFrom, Stored, Versioned, View,
 };
-use crate::machine::{Options, Write};
+use crate::events::Write;
+use crate::options::Options;
 
 /// A group image with this many points against it is passed over.
 const PASSED_OVER: u32 = 4;
@@ -62,7 +63,7 @@ pub fn fetching(view: &View) -> Option<(Number, Vec<Rank>)> {
     if !matches!(plan.goal, Goal::Gather { .. }) {
         return None;
     }
-    let Ok(From::Image(number)) = choose(view, plan) else { return None };
+    let Ok(StartFrom::Image(number)) = choose(view, plan) else { return None };
     let away: Vec<Rank> = away(view, number).collect();
     (!away.is_empty()).then_some((number, away))
 }
@@ -141,13 +142,13 @@ pub(crate) fn of_another_size(view: &View, plan: &Plan, options: &Options) -> Op
 
 /// What the job would start from now.
 #[must_use]
-pub fn continues_from(view: &View) -> From {
+pub fn continues_from(view: &View) -> StartFrom {
     let plan = view.plan.as_ref().map(|plan| &plan.value);
-    plan.and_then(|plan| choose(view, plan).ok()).unwrap_or(From::Beginning)
+    plan.and_then(|plan| choose(view, plan).ok()).unwrap_or(StartFrom::Beginning)
 }
 
 /// The newest group image that all members can restore and that has few points against it.
-pub(crate) fn choose(view: &View, plan: &Plan) -> Result<From, End> {
+pub(crate) fn choose(view: &View, plan: &Plan) -> Result<StartFrom, End> {
     let usable = view.images.iter().rev().filter(|(number, _)| is_on_the_line(view, plan, **number));
     let (mut passed_over, mut missing) = (None, None);
     for (number, image) in usable {
@@ -157,7 +158,7 @@ pub(crate) fn choose(view: &View, plan: &Plan) -> Result<From, End> {
         } else if plan.failures.get(number).is_some_and(|count| *count >= PASSED_OVER) {
             passed_over = passed_over.or(Some(*number));
         } else {
-            return Ok(From::Image(*number));
+            return Ok(StartFrom::Image(*number));
         }
     }
     match (passed_over, missing) {
@@ -170,7 +171,7 @@ pub(crate) fn choose(view: &View, plan: &Plan) -> Result<From, End> {
             _ if view.images.iter().any(|(number, it)| it.value.committed && *number >= floor(view, plan)) => {
                 Err(End::Missing { why: "the group image that the job was rewound to no longer exists".into() })
             }
-            _ => Ok(From::Beginning),
+            _ => Ok(StartFrom::Beginning),
         },
         (Some(number), _) => {
             let why = format!("the job failed again and again after each group image, the newest of them {number}");
@@ -224,7 +225,7 @@ pub(crate) fn rebuilt(view: &View, plan: &Plan, options: &Options) -> Option<Wri
         let is_stored = parts.iter().all(|(_, progress)| progress.replicated != Replicated::Only);
         let is_last_resort = || {
             let chosen = choose(view, plan);
-            let nothing_else = matches!(chosen, Ok(From::Beginning) | Err(End::Missing { .. }));
+            let nothing_else = matches!(chosen, Ok(StartFrom::Beginning) | Err(End::Missing { .. }));
             nothing_else && is_on_the_line(view, plan, number)
         };
         (is_one && (is_stored || is_last_resort()))
@@ -252,11 +253,11 @@ pub(crate) fn unneeded(view: &View, present: &Versioned<Plan>, options: &Options
     let committed: Vec<Number> = committed.filter(on_the_line).collect();
     let newest = committed.first().copied()?;
     let mut kept: BTreeSet<Number> = committed.into_iter().take(options.keep.max(1)).collect();
-    if let From::Image(number) = plan.from {
+    if let StartFrom::Image(number) = plan.from {
         kept.insert(number);
     }
     // It may be older than those, if their parts are lost.
-    if let Ok(From::Image(number)) = choose(view, plan) {
+    if let Ok(StartFrom::Image(number)) = choose(view, plan) {
         kept.insert(number);
     }
     let wanted = view.images.iter().filter(|(_, it)| options.replicates && it.value.replica == Replica::Wanted);

@@ -8,11 +8,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::documents::{
-    Aim, Ask, End, Ending, Epoch, Fresh, From, Goal, GroupImage, Incarnation, Last, Left, Number, Part, Past, Plan,
-    Rank, Refusal, Replica, Report, State, Then, View,
+    Aim, Ask, End, Ending, Epoch, Fresh, Goal, GroupImage, Incarnation, Last, Left, Number, Part, Past, Plan, Rank,
+    Refusal, Replica, Report, StartFrom, State, Then, View,
 };
+use crate::events::Write;
 use crate::images;
-use crate::machine::{Options, Write};
+use crate::options::Options;
 use crate::reasons;
 use crate::requests::{admits, completed, without};
 
@@ -401,12 +402,12 @@ impl Leading {
         }
         // With the changes of a rewind that was just requested.
         let chosen = images::choose(view, next);
-        if next.aim.as_ref().is_some_and(|aim| chosen != Ok(From::Image(aim.to))) {
+        if next.aim.as_ref().is_some_and(|aim| chosen != Ok(StartFrom::Image(aim.to))) {
             next.goal = Goal::Gather { why: missed(next, "not all of its parts are there any more") };
             return;
         }
         match chosen {
-            Ok(from) if from == From::Beginning && plan.early_cold >= options.restart.early_deaths => {
+            Ok(from) if from == StartFrom::Beginning && plan.early_cold >= options.restart.early_deaths => {
                 let why = format!(
                     "there is no good group image, and the job died {} times within {:?} (restart.min-uptime) after a \
                     start from the beginning; the last time: {}",
@@ -417,7 +418,7 @@ impl Leading {
                 next.goal = end(view, next, End::Failed { why, last: plan.last });
             }
             // Each member fetches its part while nothing runs. It says so if it cannot.
-            Ok(From::Image(number)) if !images::is_here(view, number) => {}
+            Ok(StartFrom::Image(number)) if !images::is_here(view, number) => {}
             Ok(from) => {
                 next.epoch = Epoch(known.max(plan.epoch).0 + 1);
                 next.crew = view.members.iter().map(|(rank, report)| (*rank, report.incarnation)).collect();
@@ -553,7 +554,7 @@ fn first_plan(origin: Incarnation) -> Plan {
         goal: Goal::Gather { why: reasons::BEGINS.into() },
         then: Then::RunOn,
         next: Number(1),
-        from: From::Beginning,
+        from: StartFrom::Beginning,
         healthy: false,
         failures: BTreeMap::new(),
         in_a_row: 0,
@@ -690,12 +691,12 @@ fn nothing_runs(view: &View, plan: &Plan) -> bool {
 fn count_failure(next: &mut Plan, view: &View) {
     let newer = |from: Number| view.images.iter().any(|(number, it)| *number > from && it.value.epoch == next.epoch);
     match next.from {
-        From::Image(number) if !newer(number) => {
+        StartFrom::Image(number) if !newer(number) => {
             *next.failures.entry(number).or_default() += if next.healthy { FAILED_LATE } else { FAILED_EARLY };
         }
         _ => {}
     }
-    next.early_cold = if next.from == From::Beginning && !next.healthy { next.early_cold + 1 } else { 0 };
+    next.early_cold = if next.from == StartFrom::Beginning && !next.healthy { next.early_cold + 1 } else { 0 };
     next.in_a_row = if next.healthy { 0 } else { next.in_a_row + 1 };
 }
 

@@ -43,10 +43,12 @@
 //!   and the replica might never have a whole one.
 
 mod documents;
+mod events;
 mod images;
 mod leader;
 mod machine;
 mod member;
+mod options;
 mod reasons;
 mod requests;
 #[cfg(test)]
@@ -55,11 +57,13 @@ mod simulator;
 mod tests;
 
 pub use documents::{
-    Aim, Ask, Asked, Costs, End, Ending, Epoch, Fresh, From, Goal, GroupImage, Incarnation, Last, LastSnapshot, Left,
-    Number, Part, Past, Plan, Progress, Rank, Refusal, Replica, Replicated, Report, State, Stored, Then, Versioned,
+    Aim, Ask, Asked, Costs, End, Ending, Epoch, Fresh, Goal, GroupImage, Incarnation, Last, LastSnapshot, Left, Number,
+    Part, Past, Plan, Progress, Rank, Refusal, Replica, Replicated, Report, StartFrom, State, Stored, Then, Versioned,
     View,
 };
+pub use events::{Action, Answer, Event, Local, Order, Write};
 pub use images::{continues_from, fetching, newest_committed, usable, whole_in_replica};
-pub use machine::{Action, Answer, Event, Limits, Local, Machine, Options, Order, Restart, Write};
+pub use machine::Machine;
+pub use options::{Limits, Options, Restart};
 pub use reasons::{is_loss, named_ranks};
 pub use requests::{Outcome, Pending, admits, has_job_queued_again, is_suspended};

@@ -4,11 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
 use crate::documents::{
-    Ask, Asked, Costs, End, Ending, Epoch, Fresh, From, Goal, Incarnation, Number, Part, Plan, Progress, Rank, Replica,
-    Replicated, Report, State, Stored, View,
+    Ask, Asked, Costs, End, Ending, Epoch, Fresh, Goal, Incarnation, Number, Part, Plan, Progress, Rank, Replica,
+    Replicated, Report, StartFrom, State, Stored, View,
 };
+use crate::events::{Local, Order, Write};
 use crate::images;
-use crate::machine::{Local, Options, Order, Write};
+use crate::options::Options;
 
 /// The job of this member.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -512,10 +513,10 @@ impl Member {
         }
     }
 
-    fn start(&mut self, from: From, origin: Incarnation, view: &View) -> Option<Order> {
+    fn start(&mut self, from: StartFrom, origin: Incarnation, view: &View) -> Option<Order> {
         let part = match from {
-            From::Beginning => None,
-            From::Image(number) => {
+            StartFrom::Beginning => None,
+            StartFrom::Image(number) => {
                 let wanted = view.images.get(&number).and_then(|image| image.value.parts.get(&self.rank));
                 let ours = self.parts.get(&number).map(|progress| &progress.part);
                 let is_away = self.parts.get(&number).is_some_and(|part| part.replicated == Replicated::Only);

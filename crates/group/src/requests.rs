@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use crate::documents::{Ask, Asked, Ending, Epoch, From, Goal, Incarnation, Plan, Rank, Report, State, Then, View};
+use crate::documents::{
+    Ask, Asked, Ending, Epoch, Goal, Incarnation, Plan, Rank, Report, StartFrom, State, Then, View,
+};
 use crate::images;
 
 /// Whether the leader serves this request, as far as this view tells. A supervisor asks this before it passes a request
@@ -143,7 +145,7 @@ impl Pending {
             (Ask::Rewind(to), None) => match &plan.aim {
                 Some(aim) if aim.to == *to => Outcome::Open,
                 Some(_) => failed("the job goes back to another group image instead"),
-                None if runs(plan) && plan.from == From::Image(*to) => Outcome::Done,
+                None if runs(plan) && plan.from == StartFrom::Image(*to) => Outcome::Done,
                 None => trouble(),
             },
             (Ask::Snapshot | Ask::Stop { .. } | Ask::StopNow { .. }, None) => Outcome::Done,

@@ -7,10 +7,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::documents::{
-    Ask, End, Ending, Epoch, From, Goal, GroupImage, Incarnation, Number, Part, Progress, Rank, Replica, Replicated,
-    State, Stored, Versioned,
+    Ask, End, Ending, Epoch, Goal, GroupImage, Incarnation, Number, Part, Progress, Rank, Replica, Replicated,
+    StartFrom, State, Stored, Versioned,
 };
-use crate::machine::{Action, Answer, Event, Local, Machine, Order, Write};
+use crate::events::{Action, Answer, Event, Local, Order, Write};
+use crate::machine::Machine;
 use crate::simulator::coordinator::{Coordinator, TTL};
 use crate::simulator::node::options;
 
@@ -166,12 +167,12 @@ fn a_group_starts_together_and_takes_a_snapshot_that_is_committed_when_all_have_
     for at in 0..2 {
         assert_eq!(
             group.last(at),
-            Some(&Order::Start { epoch: Epoch(1), origin: Incarnation(1), from: From::Beginning, part: None })
+            Some(&Order::Start { epoch: Epoch(1), origin: Incarnation(1), from: StartFrom::Beginning, part: None })
         );
     }
     group.tell(0, Event::Local(Local::Started));
     group.settle();
-    assert_eq!(group.goal(), Goal::Start(From::Beginning), "one is missing");
+    assert_eq!(group.goal(), Goal::Start(StartFrom::Beginning), "one is missing");
     group.tell(1, Event::Local(Local::Started));
     group.settle();
     assert!((0..2).all(|at| group.last(at) == Some(&Order::Plug)));
@@ -251,7 +252,7 @@ fn the_death_of_one_takes_all_back_to_the_newest_group_image() {
         let part = Some(part(u32::try_from(at).unwrap(), ONE));
         assert_eq!(
             group.last(at),
-            Some(&Order::Start { epoch: Epoch(2), origin: Incarnation(1), from: From::Image(ONE), part })
+            Some(&Order::Start { epoch: Epoch(2), origin: Incarnation(1), from: StartFrom::Image(ONE), part })
         );
     }
 }
@@ -277,7 +278,7 @@ fn parts_are_kept_and_recorded_again_when_the_coordinator_has_lost_its_data() {
     let part = Some(part(0, Number(7)));
     assert_eq!(
         group.last(0),
-        Some(&Order::Start { epoch: Epoch(4), origin: Incarnation(1), from: From::Image(Number(7)), part })
+        Some(&Order::Start { epoch: Epoch(4), origin: Incarnation(1), from: StartFrom::Image(Number(7)), part })
     );
     group.starts();
     group.wait(INTERVAL);
@@ -348,7 +349,7 @@ fn a_group_of_another_number_of_machines_can_start_from_the_beginning() {
     group.machines = group.machines.into_iter().map(|machine| machine.starting(true, Number(0))).collect();
     (0..3).for_each(|at| group.join(at));
     group.wait(TTL);
-    assert_eq!(group.goal(), Goal::Start(From::Beginning));
+    assert_eq!(group.goal(), Goal::Start(StartFrom::Beginning));
 }
 
 #[test]
@@ -359,19 +360,27 @@ fn a_rewind_leaves_the_newer_group_images_and_keeps_them_out() {
     group.tell(1, Event::Asked(Ask::Rewind(Number(4))));
     group.settle();
     group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into(), last: None }));
-    assert!(matches!(group.last(1), Some(Order::Start { from: From::Image(Number(4)), .. })), "{:?}", group.goal());
+    assert!(
+        matches!(group.last(1), Some(Order::Start { from: StartFrom::Image(Number(4)), .. })),
+        "{:?}",
+        group.goal()
+    );
     group.starts();
     // What fails now goes back to the same one, not to what was left.
     group.tell(0, Event::Local(Local::Ended(Ending::Failed { why: "it failed".into(), last: None })));
     group.settle();
     group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into(), last: None }));
-    assert!(matches!(group.last(1), Some(Order::Start { from: From::Image(Number(4)), .. })));
+    assert!(matches!(group.last(1), Some(Order::Start { from: StartFrom::Image(Number(4)), .. })));
     // One that was left can be gone back to.
     group.starts();
     group.tell(0, Event::Asked(Ask::Rewind(Number(7))));
     group.settle();
     group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into(), last: None }));
-    assert!(matches!(group.last(1), Some(Order::Start { from: From::Image(Number(7)), .. })), "{:?}", group.goal());
+    assert!(
+        matches!(group.last(1), Some(Order::Start { from: StartFrom::Image(Number(7)), .. })),
+        "{:?}",
+        group.goal()
+    );
 }
 
 #[test]
@@ -384,7 +393,11 @@ fn a_rewind_that_is_requested_while_the_job_restarts_counts_at_once() {
     group.tell(0, Event::Asked(Ask::Rewind(Number(4))));
     group.tell(1, Event::Local(Local::Ended(Ending::Failed { why: "killed".into(), last: None })));
     group.settle();
-    assert!(matches!(group.last(1), Some(Order::Start { from: From::Image(Number(4)), .. })), "{:?}", group.last(1));
+    assert!(
+        matches!(group.last(1), Some(Order::Start { from: StartFrom::Image(Number(4)), .. })),
+        "{:?}",
+        group.last(1)
+    );
 }
 
 #[test]
@@ -450,7 +463,7 @@ fn a_suspended_job_runs_on_after_it_is_resumed() {
     assert_eq!(group.goal(), Goal::Suspended);
     group.tell(1, Event::Asked(Ask::Resume));
     group.settle();
-    assert!(matches!(group.last(1), Some(Order::Start { from: From::Image(ONE), .. })));
+    assert!(matches!(group.last(1), Some(Order::Start { from: StartFrom::Image(ONE), .. })));
     group.starts();
     group.wait(Duration::from_secs(1));
     assert_eq!(group.goal(), Goal::Run);

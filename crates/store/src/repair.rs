@@ -15,7 +15,7 @@
 //! and has nothing to do for those.
 
 mod images;
-mod mend;
+mod packs;
 mod salvage;
 
 use std::sync::{Mutex, PoisonError};
@@ -45,14 +45,14 @@ pub struct Repaired {
     /// Content that was taken from other packs or the replica, if any.
     pub healed: Option<Healed>,
     /// Images that have lost content, or may have; newest first.
-    pub images: Vec<Suffering>,
+    pub images: Vec<AffectedImage>,
 }
 
 impl Repaired {
     /// Whether every image is intact, and everything could be checked.
     #[must_use]
     pub fn is_whole(&self) -> bool {
-        let known = |pack: &PackRepair| matches!(pack.outcome, Outcome::Mended | Outcome::Lost | Outcome::Unreadable);
+        let known = |pack: &PackRepair| matches!(pack.outcome, Outcome::Repaired | Outcome::Lost | Outcome::Unreadable);
         self.images.is_empty() && self.packs.iter().all(known)
     }
 }
@@ -76,7 +76,7 @@ pub struct PackRepair {
 #[serde(rename_all = "kebab-case")]
 pub enum Outcome {
     /// All its content is intact again.
-    Mended,
+    Repaired,
     /// The remaining records can be used again; the others are lost. Whether an image needs those is reported with the
     /// images.
     Lost,
@@ -92,7 +92,7 @@ pub enum Outcome {
 impl std::fmt::Display for Outcome {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.pad(match self {
-            Outcome::Mended => "mended",
+            Outcome::Repaired => "repaired",
             Outcome::Lost => "lost some",
             Outcome::Unreadable => "unreadable",
             Outcome::NotChecked => "not checked",
@@ -103,7 +103,7 @@ impl std::fmt::Display for Outcome {
 
 /// An image that cannot be restored any more, or perhaps not.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Suffering {
+pub struct AffectedImage {
     /// The image.
     pub image: ImageId,
     /// Whether the loss is certain.
@@ -187,9 +187,9 @@ pub fn repair(
     progress.begin(names.iter().map(size).sum());
     let hold = Hold::new(mode);
     let known = Mutex::new(Known::default());
-    let mending = mend::Mending { packs: &packs, key, hold: &hold, known: &known, progress };
-    let mended = parallel::in_parallel(names.clone(), threads, |name| mending.pack(name))?;
-    let mut done = Repaired { packs: mended.into_iter().flatten().collect(), ..Repaired::default() };
+    let repairs = packs::PackRepairs { packs: &packs, key, hold: &hold, known: &known, progress };
+    let repaired = parallel::in_parallel(names.clone(), threads, |name| repairs.pack(name))?;
+    let mut done = Repaired { packs: repaired.into_iter().flatten().collect(), ..Repaired::default() };
     done.packs.sort_by_key(|report| report.pack);
     let mut known = known.into_inner().unwrap_or_else(PoisonError::into_inner);
     if let Mode::Repair(lock) = mode {

@@ -116,8 +116,8 @@ fn driver(library: &str, bytes: usize) -> anyhow::Result<Value> {
     let map = unsafe { library.get::<unsafe extern "C" fn(usize) -> usize>("standin_map") }?;
     // SAFETY: its documented signature.
     let rate = unsafe { library.get::<unsafe extern "C" fn(usize, usize, *mut [u64; 2]) -> i32>("standin_copy_rate") }?;
-    let landing = std::env::var_os(variables::LANDING)
-        .map(|folder| Path::new(&folder).join(std::process::id().to_string()));
+    let landing =
+        std::env::var_os(variables::LANDING).map(|folder| Path::new(&folder).join(std::process::id().to_string()));
     if let Some(file) = &landing {
         std::fs::write(file, "")?;
     }

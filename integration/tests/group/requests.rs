@@ -1,5 +1,6 @@
 //! Requests of users, from any machine: suspend, resume, rewind; a run that is given up, starts anew or has a deadline.
 
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
@@ -20,6 +21,25 @@ impl Lab {
 
     fn status(&self, rank: usize) -> String {
         self.request(rank, &["status", &format!("ring.{rank}")]).1
+    }
+}
+
+/// None of the variables that the job has is taken for configuration.
+#[test]
+fn the_job_can_run_rekindle_itself() {
+    if !gate() {
+        return;
+    }
+    let mut lab = Lab::new(2, 0);
+    for _ in 0..2 {
+        let mut job = Command::new(env!("CARGO_BIN_EXE_rekindle"));
+        job.args(["config", "show"]);
+        lab.jobs.push(job);
+    }
+    lab.run_all();
+    for rank in 0..2 {
+        assert_eq!(lab.ends(rank), 0, "{}", lab.log(rank));
+        assert!(!lab.log(rank).contains("unknown variable"), "{}", lab.log(rank));
     }
 }
 

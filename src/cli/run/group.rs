@@ -9,13 +9,12 @@ use crate::config::{self, Config, Group, GroupNetwork, Interval, SizeLimit};
 use crate::group::{Coordinator, Identity, Layout, Node, OwnEtcd, Underlay, own_address, wait_for_address};
 use crate::policy;
 use crate::scheduler::Scheduler;
-use crate::supervisor::Membered;
+use crate::supervisor::GroupMember;
 use crate::variables;
 use rekindle_base::interval::FIRST;
 use rekindle_criu::Criu;
 use rekindle_engine::launch::group::{DEVICE, Subnet, largest_packet};
 use rekindle_engine::launch::{JobSpec, host, identity};
-use rekindle_etcd::Secret;
 use rekindle_group::{Limits, Options, Rank, Restart};
 use rekindle_store::{JobFolder, JobName};
 
@@ -132,12 +131,12 @@ impl Place {
         criu: &Criu,
         keep: usize,
         (is_fresh, uses_replica): (bool, bool),
-    ) -> anyhow::Result<Membered> {
+    ) -> anyhow::Result<GroupMember> {
         let of = &config.group;
         let (coordinator, address, own) = match &of.coordinator {
             config::Coordinator::Members(members) => {
                 let address = of.address.map_or_else(|| address_towards(members), Ok)?;
-                (Coordinator::Given(options_of(of, members)), address, None)
+                (Coordinator::Given(of.etcd(members)), address, None)
             }
             config::Coordinator::Local(file) => {
                 let file = file.clone().map_or_else(|| self.address_file(folder), Ok)?;
@@ -181,7 +180,7 @@ impl Place {
         };
         let options = Options { leases_end_early: leases_end_early(&coordinator), ..options(config, self.rank, keep) };
         let identity = Identity { group: self.name, rank: self.rank, node, lease: of.lease, former: None };
-        Ok(Membered { coordinator, own, identity, options, layout, is_fresh, uses_replica })
+        Ok(GroupMember { coordinator, own, identity, options, layout, is_fresh, uses_replica })
     }
 }
 
@@ -202,17 +201,6 @@ fn leases_end_early(coordinator: &Coordinator) -> bool {
         Err(error) => tracing::debug!("it is unknown whether etcd may end leases too early: {error}"),
     }
     answer.unwrap_or(true)
-}
-
-fn options_of(of: &Group, members: &[String]) -> rekindle_etcd::Options {
-    let file = |path: &std::path::PathBuf| Secret::File(path.clone());
-    rekindle_etcd::Options {
-        ca: of.ca.as_ref().map(file),
-        identity: of.certificate.as_ref().map(file).zip(of.key.as_ref().map(file)),
-        login: of.user.clone().zip(of.password_file.as_ref().map(file)),
-        // The prefix is that of the group's name.
-        ..rekindle_etcd::Options::new(members, "/")
-    }
 }
 
 /// The settings of the protocol. All members must have the same.

@@ -10,7 +10,7 @@ use super::super::find::{Finder, Jobs};
 use super::super::group;
 use crate::published::{Group, Persisting, Published, ShownState};
 use crate::report::history::{History, Kind, between};
-use crate::report::model::{Times, Told};
+use crate::report::model::{EventLine, Times};
 use crate::report::{self};
 use crate::telemetry::tail::Tail;
 use rekindle_store::JobFolder;
@@ -37,7 +37,7 @@ pub(super) struct Row {
     /// The present problem.
     pub(super) trouble: Option<String>,
     pub(super) command: String,
-    pub(super) events: Vec<Told>,
+    pub(super) events: Vec<EventLine>,
     /// The group that it is a part of.
     pub(super) group: Option<Machines>,
 }
@@ -116,7 +116,7 @@ struct Followed {
     folder: JobFolder,
     tail: Tail,
     history: History,
-    events: VecDeque<Told>,
+    events: VecDeque<EventLine>,
     disk: Option<(Instant, u64)>,
 }
 
@@ -158,7 +158,7 @@ impl Followed {
                 for event in &events {
                     self.history.add(event);
                 }
-                self.events.extend(events.iter().skip(events.len().saturating_sub(EVENTS)).map(Told::of));
+                self.events.extend(events.iter().skip(events.len().saturating_sub(EVENTS)).map(EventLine::of));
                 self.events.drain(..self.events.len().saturating_sub(EVENTS));
             }
             Err(error) => trouble = Some(format!("cannot read the events: {error}")),

@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 
 use rekindle_etcd::{Local, LocalOptions, Options, Secret};
 use rekindle_group::{
-    self as group, Action, Ask, End, Ending, Epoch, Event, From, Incarnation, Limits, Local as Happened, Machine,
-    Number, Order, Part, Progress, Rank, Replicated, Restart, Stored,
+    self as group, Action, Ask, End, Ending, Epoch, Event, Incarnation, Limits, Local as Happened, Machine, Number,
+    Order, Part, Progress, Rank, Replicated, Restart, StartFrom, Stored,
 };
 use rekindle_testing::needs;
 
-use super::{Identity, Session, Told};
+use super::{CoordinatorEvent, Identity, Session};
 use crate::group::{Coordinator, Node};
 
 const LEASE: Duration = Duration::from_secs(2);
@@ -68,7 +68,7 @@ fn options(rank: Rank, size: u32) -> group::Options {
 
 /// What a test tells a member.
 enum Word {
-    Told(Told),
+    Told(CoordinatorEvent),
     Ask(Ask),
     /// Its job dies.
     Die,
@@ -79,7 +79,7 @@ enum Word {
 /// What it says.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Said {
-    Started(Epoch, From),
+    Started(Epoch, StartFrom),
     Runs,
     Finished(End),
 }
@@ -136,17 +136,17 @@ fn live(
             Ok(Word::Die) => {
                 [Event::Local(Happened::Ended(Ending::Failed { why: "it died".into(), last: None }))].into()
             }
-            Ok(Word::Told(Told::Group { view, .. })) => [Event::View(view)].into(),
-            Ok(Word::Told(Told::Joined(new))) => {
+            Ok(Word::Told(CoordinatorEvent::Group { view, .. })) => [Event::View(view)].into(),
+            Ok(Word::Told(CoordinatorEvent::Joined(new))) => {
                 let event = Event::Session(new.incarnation());
                 membership = Some(new);
                 [event].into()
             }
-            Ok(Word::Told(Told::Lost(_))) => [Event::SessionLost].into(),
-            Ok(Word::Told(Told::Wrote(answer))) => [Event::Wrote(answer)].into(),
-            Ok(Word::Told(Told::Away { .. } | Told::Back)) | Err(_) => [Event::Tick].into(),
-            Ok(Word::Told(Told::Failed { why } | Told::Missing { why })) => panic!("{why}"),
-            Ok(Word::Told(Told::Moved)) => panic!("it was given"),
+            Ok(Word::Told(CoordinatorEvent::Lost(_))) => [Event::SessionLost].into(),
+            Ok(Word::Told(CoordinatorEvent::Wrote(answer))) => [Event::Wrote(answer)].into(),
+            Ok(Word::Told(CoordinatorEvent::Away { .. } | CoordinatorEvent::Back)) | Err(_) => [Event::Tick].into(),
+            Ok(Word::Told(CoordinatorEvent::Failed { why } | CoordinatorEvent::Missing { why })) => panic!("{why}"),
+            Ok(Word::Told(CoordinatorEvent::Moved)) => panic!("it was given"),
         };
         events.extend(membership.as_ref().map(|it| Event::Sure(it.sure_until())));
         while let Some(event) = events.pop_front() {
@@ -233,7 +233,7 @@ fn a_group_starts_takes_images_and_goes_back_to_the_newest() {
             member.until(|said| said == wanted);
         }
     };
-    all(&group, &Said::Started(Epoch(1), From::Beginning));
+    all(&group, &Said::Started(Epoch(1), StartFrom::Beginning));
     all(&group, &Said::Runs);
 
     group[1].words.send(Word::Ask(Ask::Snapshot)).unwrap();
@@ -241,7 +241,7 @@ fn a_group_starts_takes_images_and_goes_back_to_the_newest() {
     group[2].words.send(Word::Ask(Ask::Snapshot)).unwrap();
     std::thread::sleep(Duration::from_secs(2));
     group[0].words.send(Word::Die).unwrap();
-    let restarted = |member: &Handle| member.until(|said| matches!(said, Said::Started(Epoch(2), From::Image(_))));
+    let restarted = |member: &Handle| member.until(|said| matches!(said, Said::Started(Epoch(2), StartFrom::Image(_))));
     let from = restarted(&group[0]);
     assert!(group[1..].iter().all(|member| restarted(member) == from), "{from:?}");
     all(&group, &Said::Runs);
@@ -263,7 +263,7 @@ fn a_group_starts_takes_images_and_goes_back_to_the_newest() {
     };
     group[2].words.send(Word::Vanish).unwrap();
     group[2] = member(&options, 2, 3, [parts(1), parts(2)].into());
-    let again = |member: &Handle| member.until(|said| matches!(said, Said::Started(Epoch(3), From::Image(_))));
+    let again = |member: &Handle| member.until(|said| matches!(said, Said::Started(Epoch(3), StartFrom::Image(_))));
     group.iter().for_each(|member| drop(again(member)));
     all(&group, &Said::Runs);
 
@@ -287,7 +287,7 @@ fn a_group_whose_coordinator_is_away_ends_its_job_and_goes_on() {
     std::thread::sleep(LEASE * 2);
     nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGCONT).unwrap();
     for member in &group {
-        member.until(|said| matches!(said, Said::Started(Epoch(2), From::Beginning)));
+        member.until(|said| matches!(said, Said::Started(Epoch(2), StartFrom::Beginning)));
         member.until(|said| *said == Said::Runs);
     }
     group[1].words.send(Word::Ask(Ask::StopNow { requeue: false })).unwrap();

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 
+use super::super::times::in_seconds;
 use crate::published::{Forecast, Persisting};
 use crate::telemetry::events::{Event, What};
 use rekindle_store::ImageId;
@@ -26,7 +27,7 @@ pub(super) struct Route {
 
 /// The transfer of an image from one place to another.
 #[derive(Debug, Clone, Copy)]
-struct Trip {
+struct Transfer {
     bytes: u64,
     took: Duration,
 }
@@ -39,8 +40,8 @@ pub(super) struct Measured {
     /// The newest image, and its size.
     newest: Option<(ImageId, u64)>,
     snapshots: VecDeque<Duration>,
-    stored: VecDeque<Trip>,
-    replicated: VecDeque<Trip>,
+    stored: VecDeque<Transfer>,
+    replicated: VecDeque<Transfer>,
 }
 
 impl Measured {
@@ -56,20 +57,20 @@ impl Measured {
             }
             What::SnapshotFailed { .. } => self.began = None,
             What::Stored { image, took_us, .. } => {
-                let trip = self.trip(*image, *took_us);
-                trip.into_iter().for_each(|trip| remember(&mut self.stored, trip));
+                let transfer = self.transfer(*image, *took_us);
+                transfer.into_iter().for_each(|transfer| remember(&mut self.stored, transfer));
             }
             What::Replicated { image, took_us, .. } => {
-                let trip = self.trip(*image, *took_us);
-                trip.into_iter().for_each(|trip| remember(&mut self.replicated, trip));
+                let transfer = self.transfer(*image, *took_us);
+                transfer.into_iter().for_each(|transfer| remember(&mut self.replicated, transfer));
             }
             _ => {}
         }
     }
 
-    fn trip(&self, image: ImageId, took_us: u64) -> Option<Trip> {
+    fn transfer(&self, image: ImageId, took_us: u64) -> Option<Transfer> {
         let (_, bytes) = self.newest.filter(|(newest, _)| *newest == image)?;
-        Some(Trip { bytes, took: Duration::from_micros(took_us) })
+        Some(Transfer { bytes, took: Duration::from_micros(took_us) })
     }
 
     /// How long the final snapshot will take; none before the first snapshot.
@@ -89,13 +90,13 @@ fn remember<T>(known: &mut VecDeque<T>, new: T) {
 }
 
 /// The time to transfer this many bytes at the slowest measured rate.
-fn slowest(trips: &VecDeque<Trip>, bytes: u64) -> Duration {
-    let scaled = |trip: &Trip| {
-        let micros = trip.took.as_micros().saturating_mul(u128::from(bytes)) / u128::from(trip.bytes.max(1));
+fn slowest(transfers: &VecDeque<Transfer>, bytes: u64) -> Duration {
+    let scaled = |transfer: &Transfer| {
+        let micros = transfer.took.as_micros().saturating_mul(u128::from(bytes)) / u128::from(transfer.bytes.max(1));
         // A transfer has fixed costs too.
-        Duration::from_micros(u64::try_from(micros).unwrap_or(u64::MAX)).max(trip.took)
+        Duration::from_micros(u64::try_from(micros).unwrap_or(u64::MAX)).max(transfer.took)
     };
-    trips.iter().map(scaled).max().unwrap_or_else(|| Duration::from_micros(bytes / UNKNOWN_RATE))
+    transfers.iter().map(scaled).max().unwrap_or_else(|| Duration::from_micros(bytes / UNKNOWN_RATE))
 }
 
 /// The time until an image is stored, if storing all of it is expected to take `whole`.
@@ -107,11 +108,6 @@ pub(super) fn left_of(seen: &Persisting, whole: Duration) -> Duration {
     let is_telling = seen.done.saturating_mul(4) >= seen.total;
     let at_its_rate = left.checked_div(seen.rate).filter(|_| is_telling).map(Duration::from_secs);
     expected.max(at_its_rate.unwrap_or_default())
-}
-
-/// For people: whole seconds, rounded up.
-pub(in crate::supervisor) fn in_seconds(time: Duration) -> humantime::FormattedDuration {
-    humantime::format_duration(Duration::from_secs(time.as_millis().div_ceil(1000).try_into().unwrap_or(u64::MAX)))
 }
 
 /// When the final snapshot starts, between the start of a run and its deadline.

@@ -72,7 +72,7 @@ mod tests {
 
     use super::*;
     use crate::config::{Config, Interval};
-    use rekindle_group::{Fresh, From, Goal, Incarnation, Past, Plan, Report, State, Then, Versioned};
+    use rekindle_group::{Fresh, Goal, Incarnation, Past, Plan, Report, StartFrom, State, Then, Versioned};
 
     const SECOND: Duration = Duration::from_secs(1);
     const DAY: Duration = Duration::from_secs(24 * 3600);
@@ -99,7 +99,7 @@ mod tests {
             goal: Goal::Run,
             then: Then::RunOn,
             next: Number(1),
-            from: From::Beginning,
+            from: StartFrom::Beginning,
             healthy: true,
             failures: BTreeMap::new(),
             in_a_row: 0,

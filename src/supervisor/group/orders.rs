@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use super::memory::remember;
-use super::{News, finish};
-use crate::group::{StartSignal, Turn, Word};
+use super::{GroupEvent, finish};
+use crate::group::{GroupOrder, StartSignal, Turn};
 use crate::policy::StartPoint;
 use crate::supervisor::events::image_of;
 use crate::supervisor::state::{Event, State};
@@ -12,7 +12,7 @@ use crate::supervisor::{Message, Owner};
 use crate::telemetry::events::What;
 use rekindle_base::chain;
 use rekindle_engine::snapshot::Settled;
-use rekindle_group::{Ending, Epoch, From, Incarnation, Local, Number, Order, Part, Progress, Replicated, Stored};
+use rekindle_group::{Ending, Epoch, Incarnation, Local, Number, Order, Part, Progress, Replicated, StartFrom, Stored};
 use rekindle_store::manifest::{Manifest, Reason};
 use rekindle_store::{ImageId, gc};
 
@@ -31,15 +31,15 @@ impl Owner<'_> {
                 }
             }
             Order::Prepare(number) => self.prepare_part(number),
-            Order::Pull(_) => self.give(Word::Pull),
-            Order::Dump(_) => self.give(Word::Dump),
-            Order::Resume(_) => self.give(Word::Keep(Settled::RunOn)),
-            Order::Store(_) => self.give(Word::Keep(Settled::End)),
+            Order::Pull(_) => self.give(GroupOrder::Pull),
+            Order::Dump(_) => self.give(GroupOrder::Dump),
+            Order::Resume(_) => self.give(GroupOrder::Keep(Settled::RunOn)),
+            Order::Store(_) => self.give(GroupOrder::Keep(Settled::End)),
             Order::Abort(number) => {
                 let in_progress = self.group.as_ref().and_then(|member| member.threads.orders.as_ref());
                 match in_progress.is_some_and(|orders| orders.number == number) {
                     // The thread ends, and that is reported.
-                    true => self.give(Word::Abort),
+                    true => self.give(GroupOrder::Abort),
                     false => self.report_to_group(Local::Aborted(number)),
                 }
             }
@@ -65,19 +65,19 @@ impl Owner<'_> {
     /// What the job that is started next waits for before it runs, if it is restored.
     pub(in crate::supervisor) fn group_start_signal(&mut self) -> Option<StartSignal> {
         let (sender, member) = (self.sender.clone(), self.group.as_mut()?);
-        let ready = move || drop(sender.send(Message::Group(Box::new(News::Local(Local::Started)))));
+        let ready = move || drop(sender.send(Message::Group(Box::new(GroupEvent::Local(Local::Started)))));
         let (signal, go) = StartSignal::new(ready);
         member.threads.go = Some(go);
         Some(signal)
     }
 
-    fn give(&mut self, word: Word) {
+    fn give(&mut self, word: GroupOrder) {
         if let Some(orders) = self.group.as_mut().and_then(|member| member.threads.orders.as_mut()) {
             orders.give(word);
         }
     }
 
-    fn start_epoch(&mut self, epoch: Epoch, origin: Incarnation, from: From, part: Option<&Part>) {
+    fn start_epoch(&mut self, epoch: Epoch, origin: Incarnation, from: StartFrom, part: Option<&Part>) {
         let setup = Arc::clone(self.setup);
         let (Some(member), Some(group)) = (&mut self.group, &setup.group) else { return };
         let written = remember(&setup, epoch, member.membership.as_ref(), member.machine.floor())
@@ -109,7 +109,7 @@ impl Owner<'_> {
             state => Some(format!("the job is {}", state.name())),
         };
         let sender = self.sender.clone();
-        let tell = move |local| drop(sender.send(Message::Group(Box::new(News::Local(local)))));
+        let tell = move |local| drop(sender.send(Message::Group(Box::new(GroupEvent::Local(local)))));
         let (Some(member), Some(group)) = (&mut self.group, &self.setup.group) else { return };
         let (rank, size) = (group.options.rank, group.options.size);
         let turn = match refused {

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::orders::progress_of;
-use super::{News, finish};
+use super::{GroupEvent, finish};
 use crate::supervisor::state::{Event, Finish, Obstacle};
 use crate::supervisor::{Message, Owner, Setup, replicate};
 use rekindle_base::chain;
@@ -69,7 +69,7 @@ impl Owner<'_> {
         let (setup, sender) = (Arc::clone(self.setup), self.sender.clone());
         self.spawn("list", move || {
             let listed = list(&setup);
-            drop(sender.send(Message::Group(Box::new(News::Listed(listed)))));
+            drop(sender.send(Message::Group(Box::new(GroupEvent::Listed(listed)))));
         });
     }
 
@@ -152,7 +152,7 @@ impl Owner<'_> {
         tracing::info!("fetching image {image}, the part of {number}, from the replica");
         self.spawn("fetch", move || {
             let result = fetch(&setup, image, wait, &cancel);
-            drop(sender.send(Message::Group(Box::new(News::Fetched(Fetched { number, image, result })))));
+            drop(sender.send(Message::Group(Box::new(GroupEvent::Fetched(Fetched { number, image, result })))));
         });
     }
 

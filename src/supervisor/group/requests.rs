@@ -8,7 +8,7 @@ use crate::policy::StartPoint;
 use crate::supervisor::Owner;
 use crate::supervisor::control::Open;
 use crate::supervisor::state::{self, Event, Finish, Standing, Stop, Wish};
-use rekindle_group::{Ask, From, Number, Outcome, Pending, Rank, Stored, Then};
+use rekindle_group::{Ask, Number, Outcome, Pending, Rank, StartFrom, Stored, Then};
 use rekindle_store::manifest::Reason;
 use rekindle_store::{ImageId, LATEST, nth_newest};
 
@@ -120,8 +120,8 @@ impl Member {
             Then::Stop { .. } => Standing::Stopping,
             _ if rekindle_group::is_suspended(plan) => {
                 Standing::Suspended(match rekindle_group::continues_from(view) {
-                    From::Beginning => StartPoint::Cold,
-                    From::Image(number) => {
+                    StartFrom::Beginning => StartPoint::Cold,
+                    StartFrom::Image(number) => {
                         let part = view.images.get(&number).and_then(|image| image.value.parts.get(&self.rank));
                         let image = part.and_then(|part| part.image.parse().ok());
                         image.map_or(StartPoint::Cold, StartPoint::Image)

@@ -8,9 +8,9 @@
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use super::News;
+use super::GroupEvent;
 use crate::config::Requeue;
-use crate::group::{Membership, Told};
+use crate::group::{CoordinatorEvent, Membership};
 use crate::supervisor::state::{Finish, Stop};
 use crate::supervisor::{Message, Owner};
 use rekindle_base::chain;
@@ -43,7 +43,7 @@ impl Owner<'_> {
                 return self.ask_to_requeue();
             }
             match messages.recv_timeout(LOOK) {
-                Ok(Message::Group(news)) => self.hear_of_group_late(*news),
+                Ok(Message::Group(news)) => self.group_event_after_end(*news),
                 Ok(_) => {}
                 Err(mpsc::RecvTimeoutError::Timeout) => self.step_late(vec![Event::Tick]),
                 Err(mpsc::RecvTimeoutError::Disconnected) => member.membership = None,
@@ -51,12 +51,17 @@ impl Owner<'_> {
         }
     }
 
-    /// News of the group after the end of the run.
-    pub(in crate::supervisor) fn hear_of_group_late(&mut self, news: News) {
+    /// GroupEvent of the group after the end of the run.
+    pub(in crate::supervisor) fn group_event_after_end(&mut self, news: GroupEvent) {
         let event = match news {
-            News::Told(Told::Group { view, .. }) => Event::View(view),
-            News::Told(Told::Wrote(answer)) => Event::Wrote(answer),
-            News::Told(Told::Lost(_) | Told::Moved | Told::Missing { .. } | Told::Failed { .. }) => {
+            GroupEvent::Coordinator(CoordinatorEvent::Group { view, .. }) => Event::View(view),
+            GroupEvent::Coordinator(CoordinatorEvent::Wrote(answer)) => Event::Wrote(answer),
+            GroupEvent::Coordinator(
+                CoordinatorEvent::Lost(_)
+                | CoordinatorEvent::Moved
+                | CoordinatorEvent::Missing { .. }
+                | CoordinatorEvent::Failed { .. },
+            ) => {
                 self.group.iter_mut().for_each(|member| member.membership = None);
                 Event::SessionLost
             }

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use rekindle_group::{Epoch, From, Goal, Number, Plan, Rank, View, is_loss, named_ranks};
+use rekindle_group::{Epoch, Goal, Number, Plan, Rank, StartFrom, View, is_loss, named_ranks};
 use rekindle_store::{ImageId, JobName};
 
 use super::super::remarks::Repeats;
@@ -181,8 +181,8 @@ impl Seen {
                 let lost = std::mem::take(&mut self.gone);
                 let why = self.loss.take()?;
                 let number = match from {
-                    From::Beginning => None,
-                    From::Image(number) => Some(*number),
+                    StartFrom::Beginning => None,
+                    StartFrom::Image(number) => Some(*number),
                 };
                 let image = number.and_then(|number| self.part(view, number));
                 let machines = self.machines(&why);

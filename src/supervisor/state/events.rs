@@ -2,7 +2,6 @@
 
 use std::time::{Duration, Instant};
 
-use super::led::Standing;
 use crate::policy::{Failure, Images, Mark, StartPoint};
 use rekindle_engine::snapshot;
 use rekindle_os::spawn::Ended;
@@ -245,4 +244,17 @@ pub(crate) enum Obstacle {
     Machine,
     /// The configuration.
     Configuration,
+}
+
+/// What the group does with its job, beside its orders.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Standing {
+    /// It runs the job, or gathers to start it.
+    Usual,
+    /// It takes a snapshot, to suspend the job.
+    Suspending,
+    /// It ends the job until it is resumed from here.
+    Suspended(StartPoint),
+    /// It takes a last snapshot, and ends the run.
+    Stopping,
 }

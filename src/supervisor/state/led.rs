@@ -15,25 +15,11 @@
 
 use std::time::Instant;
 
-use super::events::{Action, Event, Harm, Verdict};
+use super::events::{Action, Event, Harm, Standing, Verdict};
 use super::states::{Ending, Life, State, Then};
 use super::transitions::{finish, kill, start};
 use super::{History, Machine, Pace};
 use crate::config::Config;
-use crate::policy::StartPoint;
-
-/// What the group does with its job, beside its orders.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Standing {
-    /// It runs the job, or gathers to start it.
-    Usual,
-    /// It takes a snapshot, to suspend the job.
-    Suspending,
-    /// It ends the job until it is resumed from here.
-    Suspended(StartPoint),
-    /// It takes a last snapshot, and ends the run.
-    Stopping,
-}
 
 impl<'a> Machine<'a> {
     /// The machine of a member of a group. It waits for orders.

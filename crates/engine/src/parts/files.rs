@@ -5,3 +5,4 @@ mod content;
 pub(crate) mod moved;
 pub(crate) mod put_back;
 pub(crate) mod record;
+pub(crate) mod rollback;

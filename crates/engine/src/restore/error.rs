@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use super::compat::{self, Difference};
 use crate::launch::world;
 use crate::parts::access::{Fault, Refused};
-use crate::parts::files::put_back::RollbackError;
+use crate::parts::files::rollback::RollbackError;
 use crate::parts::gpu::put_back as gpu;
 use rekindle_criu as criu;
 use rekindle_os::spawn::Ended;

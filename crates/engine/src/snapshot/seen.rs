@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
-use super::group::Barrier;
+use super::barrier::Barrier;
 use super::pages::{Expected, expect};
 use super::{Env, Error, preflight};
 use crate::parts::files::capture::{Contents, View};

@@ -6,7 +6,7 @@ use std::time::Duration;
 use rekindle_etcd::{Change, Compare, Event, Op, Txn, check, may_end_leases_early};
 use rekindle_os::clock::since_boot;
 
-use crate::support::{Cluster, PREFIX, create, etcd, eventually, follow, key, next, put, quiet, value};
+use crate::support::{Cluster, PREFIX, create, etcd, eventually, follow, key, next, put, quiet, sure_for, value};
 
 #[test]
 fn transactions_compare_and_swap() {
@@ -56,12 +56,12 @@ fn a_lease_lives_as_long_as_it_is_renewed() {
     assert!(client.txn(Txn::when([Compare::Lease(key("mine"), lease.id())])).unwrap().succeeded);
     std::thread::sleep(ttl * 2);
     assert_eq!(client.get(&key("mine")).unwrap().entries[0].lease, Some(lease.id()));
-    assert!(lease.sure_for() > ttl / 3 && lease.sure_for() <= ttl, "{:?}", lease.sure_for());
+    assert!(sure_for(&lease) > ttl / 3 && sure_for(&lease) <= ttl, "{:?}", sure_for(&lease));
 
     // Another client ends it.
     cluster.control(0, &["lease", "revoke", &format!("{:x}", lease.id())]);
     assert_eq!(lost.recv_timeout(ttl * 3).unwrap().id, lease.id());
-    assert!(lease.is_lost() && lease.sure_for().is_zero());
+    assert!(lease.is_lost() && sure_for(&lease).is_zero());
     assert_eq!(value(&client, "mine"), None);
     let error = client.txn(Txn::default().then([op])).unwrap_err();
     assert!(error.lease_is_gone(), "{error}");
@@ -72,7 +72,7 @@ fn a_lease_lives_as_long_as_it_is_renewed() {
     let op = |id| Op::Put { key: key("mine"), value: b"x".into(), lease: Some(id) };
     client.txn(Txn::default().then([op(lease.id())])).unwrap();
     lease.revoke().unwrap();
-    assert!(lease.sure_for().is_zero());
+    assert!(sure_for(&lease).is_zero());
     assert_eq!(value(&client, "mine"), None);
     let lease = client.lease(ttl, |_| panic!("nobody listens any more")).unwrap();
     client.txn(Txn::default().then([op(lease.id())])).unwrap();

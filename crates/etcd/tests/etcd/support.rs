@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use rekindle_etcd::{Client, Compare, Event, Follower, Op, Options, Txn};
+use rekindle_etcd::{Client, Compare, Event, Follower, Lease, Op, Options, Txn};
+use rekindle_os::clock::since_boot;
 use rekindle_testing::needs;
 
 use crate::links::Links;
@@ -304,4 +305,9 @@ pub(crate) fn next(events: &Receiver<Event>) -> Event {
 /// That there is no event for a while.
 pub(crate) fn quiet(events: &Receiver<Event>, time: Duration) {
     assert_eq!(events.recv_timeout(time), Err(RecvTimeoutError::Timeout));
+}
+
+/// The time for which the lease certainly does not expire.
+pub(crate) fn sure_for(lease: &Lease) -> Duration {
+    lease.sure_until().saturating_sub(since_boot())
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::plants::Plant;
 use crate::documents::{Incarnation, Number, Rank, Versioned, View};
-use crate::machine::{Answer, Write};
+use crate::events::{Answer, Write};
 
 /// How long a lease lives without a renewal.
 pub(crate) const TTL: Duration = Duration::from_secs(10);

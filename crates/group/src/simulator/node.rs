@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use crate::documents::{End, Epoch, Incarnation, Number, Part, Progress, Rank, Replicated, Stored};
-use crate::machine::{Limits, Machine, Options, Restart};
+use crate::machine::Machine;
+use crate::options::{Limits, Options, Restart};
 
 /// One part, with facts that only the simulator knows.
 #[derive(Debug, Clone)]

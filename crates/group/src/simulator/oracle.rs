@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 use super::Facts;
 use super::coordinator::Coordinator;
 use super::node::{Cable, Node, Piece};
-use crate::documents::{Ask, End, Epoch, From, Goal, GroupImage, Incarnation, Number, Part, Plan, Rank, Replica, View};
+use crate::documents::{
+    Ask, End, Epoch, Goal, GroupImage, Incarnation, Number, Part, Plan, Rank, Replica, StartFrom, View,
+};
 use crate::requests::Outcome;
 
 /// The longest time without a cable.
@@ -374,12 +376,12 @@ impl Oracle {
         match goal {
             Goal::Start(from) => {
                 facts.epochs += 1;
-                if let From::Image(number) = from
+                if let StartFrom::Image(number) = from
                     && plan.value.left.iter().any(|left| left.has(*number))
                 {
                     return Err(format!("{number} was left by a rewind, and the job starts from it"));
                 }
-                if let From::Image(number) = from
+                if let StartFrom::Image(number) = from
                     && *number < *floor
                 {
                     return Err(format!("{number} was left by a start from the beginning, and the job starts from it"));
@@ -403,10 +405,13 @@ impl Oracle {
                 };
                 let told = view.members.values().map(|report| report.floor).max().unwrap_or_default().max(*floor);
                 let mut good = self.images.committed.iter().filter(|(number, _)| **number >= told);
-                if *from == From::Beginning && told == Number::default() && self.is_restorable(nodes, stores, facts) {
+                if *from == StartFrom::Beginning
+                    && told == Number::default()
+                    && self.is_restorable(nodes, stores, facts)
+                {
                     return Err("the job starts from the beginning although the replica has a whole image".into());
                 }
-                if *from == From::Beginning
+                if *from == StartFrom::Beginning
                     && let Some((number, _)) = good.find(|(number, image)| exists(number, image))
                 {
                     return Err(format!("the job starts from the beginning although there is {number}"));

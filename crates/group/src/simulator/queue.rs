@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::faults::Fault;
 use crate::documents::{Incarnation, Number};
-use crate::machine::{Event, Write};
+use crate::events::{Event, Write};
 
 #[derive(Debug, Clone)]
 pub(super) enum Happening {

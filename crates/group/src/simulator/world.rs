@@ -15,7 +15,7 @@ use super::oracle::{Oracle, Stores};
 use super::plants::Plant;
 use super::queue::{Happening, Queue, Request};
 use crate::documents::{Number, Rank};
-use crate::machine::{Action, Answer, Event, Write};
+use crate::events::{Action, Answer, Event, Write};
 use crate::requests::{Outcome, Pending};
 use rekindle_testing::random::Random;
 

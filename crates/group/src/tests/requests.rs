@@ -157,7 +157,11 @@ fn a_rewind_that_fails_costs_no_group_image() {
     assert_eq!((group.plan().in_a_row, group.plan().failures.len()), (0, 0));
     group.tell(0, Event::Local(Local::Ended(failed("killed"))));
     group.settle();
-    assert!(matches!(group.last(0), Some(Order::Start { from: From::Image(Number(7)), .. })), "{:?}", group.last(0));
+    assert!(
+        matches!(group.last(0), Some(Order::Start { from: StartFrom::Image(Number(7)), .. })),
+        "{:?}",
+        group.last(0)
+    );
 }
 
 #[test]
@@ -169,7 +173,7 @@ fn a_part_that_is_lost_during_a_rewind_does_not_lead_to_an_older_image() {
     group.settle();
     group.killed();
     assert!(why(group.learns(&mut client)).starts_with("cannot go back to group image 7"));
-    assert!(matches!(group.last(0), Some(Order::Start { from: From::Image(Number(4)), .. })), "where it was");
+    assert!(matches!(group.last(0), Some(Order::Start { from: StartFrom::Image(Number(4)), .. })), "where it was");
 }
 
 #[test]
@@ -195,7 +199,7 @@ fn a_suspended_group_of_which_nobody_is_left_is_a_new_run() {
     group.comes_back(0);
     assert_eq!(group.goal(), Goal::Suspended, "one that was there is still there");
     group.comes_back(1);
-    assert!(matches!(group.last(1), Some(Order::Start { from: From::Image(ONE), .. })), "{:?}", group.goal());
+    assert!(matches!(group.last(1), Some(Order::Start { from: StartFrom::Image(ONE), .. })), "{:?}", group.goal());
 }
 
 #[test]
@@ -250,7 +254,7 @@ fn a_job_that_dies_too_often_ends_the_run_with_its_last_exit_code() {
     // Another run tries it again.
     group.parts = (0..2).map(|rank| durable(rank, &[u64::from(most) + 1])).collect();
     (0..2).for_each(|at| group.comes_back(at));
-    assert!(matches!(group.last(1), Some(Order::Start { from: From::Image(_), .. })), "{:?}", group.goal());
+    assert!(matches!(group.last(1), Some(Order::Start { from: StartFrom::Image(_), .. })), "{:?}", group.goal());
 }
 
 #[test]
@@ -270,7 +274,7 @@ fn a_job_that_dies_at_once_after_each_beginning_is_given_up() {
 #[test]
 fn all_start_from_the_beginning_together_and_never_from_an_older_image_again() {
     let mut group = Group::told(&[true, true], &[4, 7]);
-    let begins = |order: Option<&Order>| matches!(order, Some(Order::Start { from: From::Beginning, .. }));
+    let begins = |order: Option<&Order>| matches!(order, Some(Order::Start { from: StartFrom::Beginning, .. }));
     assert!((0..2).all(|at| begins(group.last(at))), "{:?}", group.goal());
     group.starts();
     assert_eq!(group.machines[0].floor(), Number(8));
@@ -299,7 +303,7 @@ fn all_start_from_the_beginning_together_and_never_from_an_older_image_again() {
     again.machines = group.machines.iter().map(Machine::afresh).collect();
     (0..2).for_each(|at| again.join(at));
     again.wait(TTL);
-    let from = |order: Option<&Order>| matches!(order, Some(Order::Start { from: From::Image(Number(8)), .. }));
+    let from = |order: Option<&Order>| matches!(order, Some(Order::Start { from: StartFrom::Image(Number(8)), .. }));
     assert!(from(again.last(0)), "{:?}", again.goal());
     assert_eq!(again.machines[0].floor(), Number(8));
 }
@@ -317,7 +321,11 @@ fn one_that_alone_is_to_start_from_the_beginning_leaves() {
     // It is started again without the flag.
     group.machines[1] = Machine::new(options(Rank(1), 2), Epoch(3));
     group.comes_back(1);
-    assert!(matches!(group.last(0), Some(Order::Start { from: From::Image(Number(7)), .. })), "{:?}", group.goal());
+    assert!(
+        matches!(group.last(0), Some(Order::Start { from: StartFrom::Image(Number(7)), .. })),
+        "{:?}",
+        group.goal()
+    );
 }
 
 #[test]
@@ -332,7 +340,11 @@ fn a_supervisor_that_is_started_again_with_the_flag_does_not_begin_again() {
     group.comes_back(1);
     group.tell(0, Event::Local(Local::Ended(failed("killed"))));
     group.settle();
-    assert!(matches!(group.last(1), Some(Order::Start { from: From::Image(Number(5)), .. })), "{:?}", group.goal());
+    assert!(
+        matches!(group.last(1), Some(Order::Start { from: StartFrom::Image(Number(5)), .. })),
+        "{:?}",
+        group.goal()
+    );
     assert_eq!(group.coordinator.view.members[&Rank(0)].fresh, Fresh::Done);
 }
 
@@ -356,7 +368,7 @@ fn a_completed_job_runs_again_only_if_all_say_so() {
     group.wait(options(Rank(0), 2).limits.wait);
     assert!(matches!(group.last(0), Some(Order::Finish(End::Missing { .. }))), "{:?}", group.last(0));
     let group = completed(&[true, true]);
-    assert!((0..2).all(|at| matches!(group.last(at), Some(Order::Start { from: From::Beginning, .. }))));
+    assert!((0..2).all(|at| matches!(group.last(at), Some(Order::Start { from: StartFrom::Beginning, .. }))));
     let group = completed(&[false]);
     assert_eq!(group.last(0), Some(&Order::Finish(End::Completed)));
 }

@@ -5,7 +5,7 @@ use std::io;
 
 use chrono::Utc;
 
-use super::{Error, Hold, Loss, Suffering};
+use super::{AffectedImage, Error, Hold, Loss};
 use crate::chunk::ChunkId;
 use crate::chunk::map::Extent;
 use crate::format::ReadError;
@@ -52,7 +52,7 @@ impl Known {
 }
 
 /// Checks the images, and marks those that have lost content.
-pub(super) fn look(images: &[Image], known: &Known, hold: &Hold<'_>) -> Result<Vec<Suffering>, Error> {
+pub(super) fn look(images: &[Image], known: &Known, hold: &Hold<'_>) -> Result<Vec<AffectedImage>, Error> {
     let mut all = Vec::new();
     for image in images {
         hold.keep()?;
@@ -65,7 +65,7 @@ pub(super) fn look(images: &[Image], known: &Known, hold: &Hold<'_>) -> Result<V
             let mark = BadMark { why: BadWhy::Damaged, detail: what.clone(), when: Utc::now() };
             image.clone().mark_bad(mark)?;
         }
-        all.push(Suffering { image: image.id, loss, what });
+        all.push(AffectedImage { image: image.id, loss, what });
     }
     Ok(all)
 }

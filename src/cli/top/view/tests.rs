@@ -1,12 +1,13 @@
 use super::super::watch::{Machines, Snapshots, Work};
 use super::*;
 use crate::published::JobState;
-use crate::report::model::Told;
+use crate::report::model::EventLine;
 
 const RUNNING: ShownState = ShownState::Live(JobState::Running);
 
 fn row(job: &str, state: ShownState) -> Row {
-    let event = |n: u32| Told { at: crate::report::at(n.into()), event: "stored".into(), text: format!("event {n}") };
+    let event =
+        |n: u32| EventLine { at: crate::report::at(n.into()), event: "stored".into(), text: format!("event {n}") };
     Row {
         job: job.into(),
         state,

@@ -62,7 +62,7 @@ impl Coordinator {
             goal: Goal::Run,
             then: Then::RunOn,
             next: Number(1),
-            from: From::Beginning,
+            from: StartFrom::Beginning,
             healthy: true,
             failures: BTreeMap::new(),
             in_a_row: 0,
@@ -180,12 +180,12 @@ fn a_restart_names_its_cause_and_its_machine() {
     assert_eq!(it.show(), [What::GroupMemberLost { machine: machine(1, "b") }]);
     let lost = vec![machine(1, "b")];
     let restart = What::GroupRestarting { number, image, epoch: 2, why: why.into(), machines, lost };
-    assert_eq!(it.goal(Goal::Start(From::Image(Number(4)))), [restart]);
+    assert_eq!(it.goal(Goal::Start(StartFrom::Image(Number(4)))), [restart]);
     assert_eq!(it.goal(Goal::Run), []);
     // What somebody asked for is no restart.
     for wanted in ["rewound to group image 4", "resumed", "a new run"] {
         assert_eq!(it.goal(gather(wanted)), []);
-        assert_eq!(it.goal(Goal::Start(From::Image(Number(4)))), []);
+        assert_eq!(it.goal(Goal::Start(StartFrom::Image(Number(4)))), []);
     }
 }
 

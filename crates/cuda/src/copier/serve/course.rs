@@ -291,7 +291,7 @@ impl Copy {
                 Way::Out => {
                     copy.ranges.iter().try_for_each(|(offset, bytes)| mapped.check_marks(*offset, *bytes, gpus.mark))
                 }
-                Way::In => copy.pieces.iter().try_for_each(|piece| gpus.check(piece, mapped)),
+                Way::In => copy.pieces.iter().try_for_each(|piece| gpus.check(piece, &mapped.file)),
             }
         });
         self.let_go(gpus);

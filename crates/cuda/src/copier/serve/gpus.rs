@@ -3,12 +3,12 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::fs::File;
 use std::hash::{BuildHasher, RandomState};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::ptr;
 
 use super::super::Way;
-use super::mapped::Mapped;
 use crate::{Driver, GpuUuid, code};
 
 /// Copies over the bus that a GPU has on its way at once.
@@ -313,7 +313,7 @@ impl Gpus {
     }
 
     /// Compares words of the memory with those in the file.
-    pub(super) fn check(&mut self, piece: &Piece, mapped: &Mapped) -> Result<(), String> {
+    pub(super) fn check(&mut self, piece: &Piece, file: &File) -> Result<(), String> {
         use std::os::unix::fs::FileExt;
         let ends: Vec<u64> = (1..=piece.bytes.div_ceil(STRETCH)).map(|n| (n * STRETCH).min(piece.bytes) - 8).collect();
         let mut here = vec![[0_u8; 8]; ends.len()];
@@ -324,7 +324,7 @@ impl Gpus {
         self.finish().and(begun)?;
         for (at, here) in ends.iter().zip(here) {
             let mut there = [0_u8; 8];
-            mapped.file.read_exact_at(&mut there, piece.offset + at).map_err(|error| error.to_string())?;
+            file.read_exact_at(&mut there, piece.offset + at).map_err(|error| error.to_string())?;
             if here != there {
                 return Err("the GPU did not read the file: its pages were replaced".into());
             }

@@ -12,7 +12,7 @@ use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use super::put_back::{MOST_KEPT, RollbackError, RolledBack, failed, keep_rest, no_room};
+use super::rollback::{MOST_KEPT, RollbackError, RolledBack, failed, keep_rest, no_room};
 use rekindle_os::blocks::Medium;
 use rekindle_os::durable::{self, Unfinished};
 use rekindle_os::sparse;

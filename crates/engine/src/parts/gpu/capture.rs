@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
 use std::time::{Duration, Instant};
 
-use cut::{Cut, Without};
+use cut::{Cut, NotReached};
 pub use cut::{Elsewhere, Operations};
 use lock::Resting;
 use rekindle_cuda::sharing::{self, Own, Sharing, Staying};
@@ -344,9 +344,9 @@ impl Group {
     ) -> Result<(), Error> {
         self.cut = match cut::reach(&self.outer_pids(), elsewhere, timeout, cancelled) {
             Ok(cut) => Some(cut),
-            Err(Without::Counts) => None,
-            Err(Without::Late(who)) => return Err(Error::Late { timeout, who }),
-            Err(Without::Cancelled) => return Err(Error::Cancelled),
+            Err(NotReached::Counts) => None,
+            Err(NotReached::Late(who)) => return Err(Error::Late { timeout, who }),
+            Err(NotReached::Cancelled) => return Err(Error::Cancelled),
         };
         Ok(())
     }

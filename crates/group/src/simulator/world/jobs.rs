@@ -5,9 +5,9 @@ use super::super::oracle::newest_whole;
 use super::super::plants::Plant;
 use super::super::queue::{Happening, Request, Step};
 use super::World;
-use crate::documents::{End, Ending, From, Number, Part};
+use crate::documents::{End, Ending, Number, Part, StartFrom};
+use crate::events::{Event, Local, Order};
 use crate::images;
-use crate::machine::{Event, Local, Order};
 
 impl World {
     pub(super) fn obey(&mut self, at: usize, order: Order) {
@@ -33,10 +33,10 @@ impl World {
                     .chain(&self.nodes[at].images.memory)
                     .max_by_key(|(number, _)| **number);
                 let from = match (from, part) {
-                    (From::Image(_), _) if self.plant == Some(Plant::MixedParts) => {
+                    (StartFrom::Image(_), _) if self.plant == Some(Plant::MixedParts) => {
                         newest.map(|(number, piece)| (*number, piece.part.clone()))
                     }
-                    (From::Image(number), Some(part)) => Some((number, part)),
+                    (StartFrom::Image(number), Some(part)) => Some((number, part)),
                     _ => None,
                 };
                 let cable = Cable::Out(now);

@@ -8,7 +8,7 @@ use super::super::node::{Cable, Node};
 use super::super::queue::{Happening, Step};
 use super::{SETTLED, World};
 use crate::documents::{Ask, Ending, Epoch, Number};
-use crate::machine::{Event, Local};
+use crate::events::{Event, Local};
 
 impl World {
     pub(super) fn some(&mut self) -> usize {

@@ -101,7 +101,7 @@ fn an_index_of_another_pack() {
     fs::copy(case.index(1), case.index(0)).unwrap();
     assert!(!case.looks_sound(), "the chunks of the first pack are in no index");
     let done = case.dry_run();
-    assert!(done.packs[0].what.contains("of another pack") && done.packs[0].outcome == Outcome::Mended, "{done:?}");
+    assert!(done.packs[0].what.contains("of another pack") && done.packs[0].outcome == Outcome::Repaired, "{done:?}");
     case.check("of the same length", &[]);
 }
 

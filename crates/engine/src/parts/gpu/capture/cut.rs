@@ -88,7 +88,7 @@ impl Drop for Cut {
 
 /// Why the cut was not reached.
 #[derive(Debug)]
-pub(super) enum Without {
+pub(super) enum NotReached {
     /// No process uses NCCL, or not all operations are counted.
     Counts,
     /// Not all ranks arrived in time, or one has ended. Describes the missing one.
@@ -103,9 +103,9 @@ pub(super) fn reach(
     elsewhere: Option<&dyn Elsewhere>,
     timeout: Duration,
     cancelled: &dyn Fn() -> bool,
-) -> Result<Cut, Without> {
+) -> Result<Cut, NotReached> {
     let result = reach_with(pids, elsewhere, timeout, cancelled);
-    if let (Some(elsewhere), Err(Without::Counts)) = (elsewhere, &result) {
+    if let (Some(elsewhere), Err(NotReached::Counts)) = (elsewhere, &result) {
         // The others must not wait for a point that cannot be.
         elsewhere.exchange(&Operations::uncounted());
     }
@@ -117,7 +117,7 @@ fn reach_with(
     elsewhere: Option<&dyn Elsewhere>,
     timeout: Duration,
     cancelled: &dyn Fn() -> bool,
-) -> Result<Cut, Without> {
+) -> Result<Cut, NotReached> {
     let began = Instant::now();
     let mut all = Vec::new();
     for pid in pids {
@@ -126,18 +126,18 @@ fn reach_with(
             Ok(Some(ranks)) => {
                 if let Some(why) = ranks.untracked() {
                     tracing::debug!(pid = ranks.inner(), "ranks are locked without a common point: {why}");
-                    return Err(Without::Counts);
+                    return Err(NotReached::Counts);
                 }
                 all.push(ranks);
             }
             Err(error) => {
                 tracing::debug!(pid, "ranks are locked without a common point: {error}");
-                return Err(Without::Counts);
+                return Err(NotReached::Counts);
             }
         }
     }
     if all.is_empty() && elsewhere.is_none() {
-        return Err(Without::Counts);
+        return Err(NotReached::Counts);
     }
     let cut = Cut(all);
     cut.0.iter().for_each(|ranks| ranks.close(timeout + FOR_THE_LOCK));
@@ -148,13 +148,13 @@ fn reach_with(
         let ours = search.tell(cut.0.iter().map(Ranks::counts).collect());
         let others = elsewhere.map_or_else(|| Some(Vec::new()), |elsewhere| elsewhere.exchange(&ours));
         if others.iter().flatten().any(|operations| operations.are_uncounted) {
-            return Err(Without::Counts);
+            return Err(NotReached::Counts);
         }
         let all_told = others.is_some();
         let mut now = vec![ours];
         now.extend(others.unwrap_or_default());
         if all_told && now.iter().all(|operations| operations.counts.is_empty()) {
-            return Err(Without::Counts);
+            return Err(NotReached::Counts);
         }
         // A call counts before it looks at the gate, and takes that back if it has to wait. One read can have seen such
         // counts, of several ranks, and no call in progress. If the next one sees the same, they are true: by then the
@@ -165,7 +165,7 @@ fn reach_with(
             changed = Instant::now();
         }
         let is_stuck = all_told && changed.elapsed() > patience;
-        let [ours, others @ ..] = now.as_slice() else { return Err(Without::Counts) };
+        let [ours, others @ ..] = now.as_slice() else { return Err(NotReached::Counts) };
         // The program asks NCCL whether it has started an operation before it calls the next one, and may never do so
         // after the last one.
         let is_starting = ours.counts.iter().any(|counts| counts.pending > 0) && changed.elapsed() < TO_START;
@@ -177,7 +177,7 @@ fn reach_with(
             }
         }
         if cut.0.iter().any(|ranks| ranks.untracked().is_some()) {
-            return Err(Without::Counts);
+            return Err(NotReached::Counts);
         }
         if step.is_reached {
             tracing::debug!(took = ?began.elapsed(), raised, "all ranks wait at one point");
@@ -185,19 +185,19 @@ fn reach_with(
         }
         seen = now;
         if cancelled() {
-            return Err(Without::Cancelled);
+            return Err(NotReached::Cancelled);
         }
         if changed.elapsed() > SUSPICION
             && let Some(dead) = cut.0.iter().find(|ranks| has_ended(ranks.pid()))
         {
-            return Err(Without::Late(format!("process {} has ended", dead.inner())));
+            return Err(NotReached::Late(format!("process {} has ended", dead.inner())));
         }
         if began.elapsed() > timeout {
-            return Err(Without::Late(describe(&step.behind, &cut.0)));
+            return Err(NotReached::Late(describe(&step.behind, &cut.0)));
         }
         if is_stuck && step.behind.iter().any(|behind| behind.process.is_none()) {
             tracing::debug!("ranks are locked without a common point: {}", describe(&step.behind, &cut.0));
-            return Err(Without::Counts);
+            return Err(NotReached::Counts);
         }
         if is_stuck {
             (changed, patience, raised) = (Instant::now(), patience * 2, raised + 1);

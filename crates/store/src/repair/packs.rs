@@ -18,7 +18,7 @@ use crate::persist::Progress;
 use rekindle_os::durable;
 
 /// What is needed to repair packs.
-pub(super) struct Mending<'a> {
+pub(super) struct PackRepairs<'a> {
     pub(super) packs: &'a Packs,
     pub(super) key: Option<&'a Key>,
     pub(super) hold: &'a Hold<'a>,
@@ -34,7 +34,7 @@ struct Plan {
     remove_index: bool,
 }
 
-impl Mending<'_> {
+impl PackRepairs<'_> {
     /// Repairs a pack. `None` if there is nothing to report.
     pub(super) fn pack(&self, name: PackName) -> Result<Option<PackRepair>, Error> {
         let left_alone = |why: String| {
@@ -138,7 +138,7 @@ impl Mending<'_> {
         if is_lost && lost == 0 {
             said.push(format!("it is damaged in {damaged} places"));
         }
-        let mut outcome = if is_lost { Outcome::Lost } else { Outcome::Mended };
+        let mut outcome = if is_lost { Outcome::Lost } else { Outcome::Repaired };
         if let Some(why) = &unchecked {
             said.push(format!("its records are complete, but their content could not be checked: {why}"));
             outcome = if is_lost { Outcome::Lost } else { Outcome::NotChecked };

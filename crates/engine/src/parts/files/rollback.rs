@@ -1,0 +1,211 @@
+//! What becomes of the content that a file has before it is put back, and why a file cannot be put back.
+
+use std::ffi::OsString;
+use std::fmt;
+use std::fs::{File, Permissions};
+use std::io;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use bytesize::ByteSize;
+
+use crate::launch::output::Kept;
+use rekindle_os::durable::{self, Unfinished};
+use rekindle_os::sparse;
+
+/// A file that was put back.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum FileRollback {
+    /// The present content that is not in the snapshot is saved beside it.
+    Kept(RolledBack),
+    /// Output of the job. Only a configured amount of it is saved.
+    Cut(PathBuf, Kept),
+    /// It was missing, and was created from the image.
+    Made(PathBuf),
+    /// Output of the job; this many bytes that it had written are missing.
+    Begun(PathBuf, u64),
+    /// It did not exist at the snapshot, and was moved aside.
+    Aside(RolledBack),
+    /// A tracked folder.
+    Folder {
+        path: PathBuf,
+        /// Where the content that was too much is now.
+        kept: PathBuf,
+    },
+}
+
+impl FileRollback {
+    pub(super) fn is_in(&self, folder: &Path) -> bool {
+        match self {
+            FileRollback::Kept(RolledBack { path, .. }) | FileRollback::Aside(RolledBack { path, .. }) => {
+                path.starts_with(folder)
+            }
+            FileRollback::Made(path) | FileRollback::Cut(path, _) | FileRollback::Begun(path, _) => {
+                path.starts_with(folder)
+            }
+            FileRollback::Folder { .. } => false,
+        }
+    }
+}
+
+impl fmt::Display for FileRollback {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            FileRollback::Kept(RolledBack { path, kept, .. }) if kept.as_os_str().is_empty() => {
+                write!(f, "{} was put back", path.display())
+            }
+            FileRollback::Kept(RolledBack { path, kept, bytes }) => {
+                write!(f, "{} was put back; {bytes} newer bytes are kept in {}", path.display(), kept.display())
+            }
+            FileRollback::Cut(path, kept) => {
+                write!(f, "{} was put back", path.display())?;
+                if let Some(file) = &kept.file {
+                    write!(f, "; its last {} are kept in {}", ByteSize::b(kept.bytes), file.display())?;
+                }
+                match kept.lost {
+                    0 => Ok(()),
+                    lost => write!(f, "; {} is not kept (log.max-size, or a full disk)", ByteSize::b(lost)),
+                }
+            }
+            FileRollback::Made(path) => write!(f, "{} did not exist and was created from the image", path.display()),
+            FileRollback::Aside(RolledBack { path, kept, .. }) => {
+                write!(f, "{} did not exist at the snapshot: it was renamed to {}", path.display(), kept.display())
+            }
+            FileRollback::Folder { path, kept } => {
+                write!(f, "{} was put back; the version before is in {}", path.display(), kept.display())
+            }
+            FileRollback::Begun(path, bytes) => write!(
+                f,
+                "{} starts empty: the {} written before the snapshot are not here",
+                path.display(),
+                ByteSize::b(*bytes)
+            ),
+        }
+    }
+}
+
+/// A file with content that was moved elsewhere.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RolledBack {
+    pub(crate) path: PathBuf,
+    /// The file that has this content now.
+    pub(crate) kept: PathBuf,
+    /// Size of this content.
+    pub(crate) bytes: u64,
+}
+
+/// Why a file could not be put back.
+#[derive(Debug, thiserror::Error)]
+pub enum RollbackError {
+    /// No space to save what must be cut from the file.
+    #[error("cannot put {} back to its state at the snapshot: its file system has no space for a copy of the current content. Free space, or move the file's newest part away", path.display())]
+    NoRoom {
+        /// The file.
+        path: PathBuf,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// Too many copies exist that nobody removed.
+    #[error("cannot put {} back to its state at the snapshot: {MOST_KEPT} older copies exist (NAME.rolled-back.N). Remove those that you do not need", .0.display())]
+    TooMany(PathBuf),
+    /// It does not exist any more.
+    #[error("{} was open for writing at the snapshot and does not exist now, and its content is not in the image: put it back, or restore an older image", .0.display())]
+    Gone(PathBuf),
+    /// Its permission bits changed, which CRIU would refuse.
+    #[error("{} had mode {then:o} at the snapshot and has {now:o} now: change it back", path.display())]
+    Mode {
+        /// The file.
+        path: PathBuf,
+        /// Its permission bits at the snapshot.
+        then: u32,
+        /// Its permission bits now.
+        now: u32,
+    },
+    /// It is no regular file any more.
+    #[error("{} was a regular file at the snapshot and is not one now", .0.display())]
+    NotAFile(PathBuf),
+    /// Its content changed, and is not in the image.
+    #[error("{} changed after the snapshot and its earlier content is not in the image: the job would continue with a file that does not match its memory. Put the file back, restore an older image, or set restart.changed-files = \"warn\" if this is harmless for the job", .0.display())]
+    Changed(PathBuf),
+    /// It lost bytes that the image does not have.
+    #[error("{} had {had} bytes at the snapshot and has {has} now: the missing bytes are not in the image", path.display())]
+    Shorter {
+        /// The file.
+        path: PathBuf,
+        /// Bytes at the snapshot.
+        had: u64,
+        /// Bytes now.
+        has: u64,
+    },
+    /// The kernel refused.
+    #[error("cannot put {} back: {verb} failed", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// The call.
+        verb: &'static str,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+}
+
+impl RollbackError {
+    /// Whether the cause is the machine, not the image or the job: no space, no rights, a failing disk.
+    pub(crate) fn is_the_machines(&self) -> bool {
+        let RollbackError::Io { verb, source, .. } = self else { return false };
+        let codes = [libc::ENOSPC, libc::EDQUOT, libc::EIO, libc::EROFS, libc::ENOMEM, libc::EMFILE, libc::ENFILE];
+        *verb == SWITCH || source.raw_os_error().is_some_and(|code| codes.contains(&code))
+    }
+}
+
+/// The step that gives a thread the user's rights.
+pub(super) const SWITCH: &str = "switching to the job's user";
+
+pub(crate) fn failed<'a>(verb: &'static str, path: &'a Path) -> impl Fn(io::Error) -> RollbackError + 'a {
+    move |source| RollbackError::Io { path: path.into(), verb, source }
+}
+
+/// How many copies of one file are saved. Only the user removes these files, so the next copy is refused. Nobody needs
+/// more.
+pub(crate) const MOST_KEPT: u32 = 10_000;
+
+/// The error for a copy or a new file that could not be written.
+pub(crate) fn no_room(path: &Path) -> impl Fn(io::Error) -> RollbackError + '_ {
+    move |source| match source.raw_os_error() {
+        Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG) => RollbackError::NoRoom { path: path.into(), source },
+        _ => failed("copy", path)(source),
+    }
+}
+
+/// Copies what follows `from` to a new file beside `path`, on the disk before anything is cut. Holes stay holes: a job
+/// can make a file longer than any disk. An unfinished copy of a crash is replaced by the next.
+pub(crate) fn keep_rest(file: &File, path: &Path, from: u64) -> Result<(PathBuf, u64), RollbackError> {
+    let metadata = file.metadata().map_err(failed("stat", path))?;
+    let mut temp = OsString::from(durable::TEMP_PREFIX);
+    temp.push(path.file_name().unwrap_or_default());
+    temp.push(".rolled-back");
+    let mut copy = Unfinished::in_place_of_leftover(&path.with_file_name(temp)).map_err(no_room(path))?;
+    let bytes = metadata.size().saturating_sub(from);
+    sparse::copy(file, from..metadata.size(), copy.file(), 0).map_err(no_room(path))?;
+    copy.file().set_len(bytes).map_err(no_room(path))?;
+    // If we may not change the owner, the file belongs to the user already.
+    let _ = std::os::unix::fs::fchown(copy.file(), Some(metadata.uid()), Some(metadata.gid()));
+    let mode = Permissions::from_mode(metadata.permissions().mode() & 0o777);
+    copy.file().set_permissions(mode).map_err(failed("chmod", path))?;
+    for n in 1..=MOST_KEPT {
+        let mut name = path.as_os_str().to_os_string();
+        name.push(format!(".rolled-back.{n}"));
+        let kept = PathBuf::from(name);
+        if std::fs::symlink_metadata(&kept).is_ok() {
+            continue;
+        }
+        match copy.publish(&kept) {
+            Ok(()) => return Ok((kept, bytes)),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(no_room(path)(error)),
+        }
+    }
+    Err(RollbackError::TooMany(path.into()))
+}

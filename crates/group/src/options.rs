@@ -1,0 +1,70 @@
+//! The settings of the protocol.
+
+use std::time::Duration;
+
+use crate::documents::Rank;
+
+/// The settings of a group. All members must have the same.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Options {
+    /// This member.
+    pub rank: Rank,
+    /// Number of members.
+    pub size: u32,
+    /// Time limits of the steps.
+    pub limits: Limits,
+    /// Time between group snapshots.
+    pub interval: Option<Duration>,
+    /// The pause after a group snapshot that was aborted.
+    pub retry_after: Duration,
+    /// What is done after the job fails.
+    pub restart: Restart,
+    /// Number of committed group images that are kept.
+    pub keep: usize,
+    /// Whether the member has a replica.
+    pub replicates: bool,
+    /// How long a lease lives without a renewal.
+    pub lease: Duration,
+    /// A member ends its job this long before its lease can expire. Covers the time to end the job, and the error of
+    /// its clock.
+    pub fence: Duration,
+    /// Whether the coordinator may end a lease too early. Then a lost member may run its job for as long as a lease
+    /// lives.
+    pub leases_end_early: bool,
+}
+
+/// Time limits of the steps of a group.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Limits {
+    /// How long to wait for members that are missing.
+    pub wait: Duration,
+    /// Until all jobs are ready.
+    pub start: Duration,
+    /// From the order to reach the cut until all are locked, and as long again until all cables are out.
+    pub prepare: Duration,
+    /// Until all are dumped.
+    pub dump: Duration,
+    /// Until the last group image of a stop is stored.
+    pub store: Duration,
+}
+
+/// What is done after the job of a group fails.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Restart {
+    /// After this time an epoch counts as healthy.
+    pub min_uptime: Duration,
+    /// The pause before the second restart in a row; it doubles with each.
+    pub backoff: Duration,
+    /// The longest pause.
+    pub max_backoff: Duration,
+    /// After this many restarts, the next failure ends the run: restarts within `window`, and epochs in a row that
+    /// failed before they were healthy.
+    pub max_restarts: u32,
+    /// The time in which restarts count.
+    pub window: Duration,
+    /// After an epoch of this time, no earlier restart counts.
+    pub healthy_uptime: Duration,
+    /// After this many epochs in a row that started from the beginning and failed before they were healthy, the run
+    /// ends.
+    pub early_deaths: u32,
+}
