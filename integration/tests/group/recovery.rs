@@ -102,7 +102,7 @@ fn a_machine_with_an_empty_store_gets_its_part_from_the_replica() {
     if !gate() {
         return;
     }
-    let mut lab = Lab::with_spare(2, 6000);
+    let mut lab = Lab::with_spare(2, 10_000);
     let replica = format!("\"file://{}\"", lab.path("replica").display());
     std::fs::create_dir(lab.path("replica")).unwrap();
     lab.set("replica.url", &replica);
@@ -122,7 +122,7 @@ fn machines_with_empty_stores_continue_from_the_replica() {
     if !gate() {
         return;
     }
-    let mut lab = Lab::new(2, 6000);
+    let mut lab = Lab::new(2, 15_000);
     let replica = format!("\"file://{}\"", lab.path("replica").display());
     std::fs::create_dir(lab.path("replica")).unwrap();
     lab.set("replica.url", &replica);
@@ -151,7 +151,7 @@ fn a_new_coordinator_and_machines_with_empty_stores_continue_from_the_replica() 
     if !gate() {
         return;
     }
-    let mut lab = Lab::new(2, 6000);
+    let mut lab = Lab::new(2, 8000);
     let replica = format!("\"file://{}\"", lab.path("replica").display());
     std::fs::create_dir(lab.path("replica")).unwrap();
     lab.set("replica.url", &replica);
@@ -203,7 +203,7 @@ fn a_machine_whose_network_has_smaller_packets_takes_the_place_of_another() {
     if !gate() {
         return;
     }
-    let mut lab = Lab::with_spare(2, 4000);
+    let mut lab = Lab::with_spare(2, 6000);
     lab.machines[2].set_mtu(1300);
     lab.run_all();
     lab.said(1, STORED, 2);
