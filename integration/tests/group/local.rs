@@ -69,7 +69,7 @@ fn an_etcd_without_data_learns_from_the_members_what_there_was() {
     if !gate() {
         return;
     }
-    let mut lab = Lab::with_etcd(2, 3, 0, 6000);
+    let mut lab = Lab::with_etcd(2, 3, 0, 9000);
     let file = lab.path("etcd.json");
     lab.set("group.coordinator", &format!("\"local:{}\"", file.display()));
     lab.set("replica.url", &format!("\"file://{}\"", lab.path("replica").display()));

@@ -125,7 +125,7 @@ fn a_group_image_of_another_number_of_machines_is_refused_by_all_and_kept() {
     if !gate() {
         return;
     }
-    let mut lab = Lab::new(3, 3000);
+    let mut lab = Lab::new(3, 9000);
     lab.run_all();
     lab.said(0, "is committed", 1);
     lab.machines[0].signal(nix::sys::signal::Signal::SIGTERM);

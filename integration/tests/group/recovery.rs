@@ -16,7 +16,7 @@ fn all_go_back_together_when_a_process_a_supervisor_or_a_machine_is_lost() {
     if !gate() {
         return;
     }
-    let mut lab = Lab::with_spare(3, 6000);
+    let mut lab = Lab::with_spare(3, 9000);
     lab.run_all();
     lab.said(1, STORED, 1);
 
@@ -45,7 +45,7 @@ fn a_stop_is_one_of_all_and_the_next_run_continues() {
     if !gate() {
         return;
     }
-    let mut lab = Lab::new(2, 3000);
+    let mut lab = Lab::new(2, 9000);
     lab.run_all();
     lab.said(0, STORED, 1);
     lab.machines[1].signal(Signal::SIGTERM);
@@ -65,7 +65,7 @@ fn a_machine_that_is_cut_off_ends_its_job_before_its_lease_does() {
     if !gate() {
         return;
     }
-    let mut lab = Lab::new(2, 6000);
+    let mut lab = Lab::new(2, 9000);
     lab.run_all();
     lab.said(0, STORED, 2);
     lab.machines[1].cut_off(true);
@@ -83,7 +83,7 @@ fn a_supervisor_that_was_killed_and_runs_again_is_not_waited_for() {
     if !gate() {
         return;
     }
-    let mut lab = Lab::new(2, 6000);
+    let mut lab = Lab::new(2, 9000);
     lab.set("group.lease", "\"20s\"");
     lab.run_all();
     lab.said(1, STORED, 2);
@@ -203,7 +203,7 @@ fn a_machine_whose_network_has_smaller_packets_takes_the_place_of_another() {
     if !gate() {
         return;
     }
-    let mut lab = Lab::with_spare(2, 6000);
+    let mut lab = Lab::with_spare(2, 9000);
     lab.machines[2].set_mtu(1300);
     lab.run_all();
     lab.said(1, STORED, 2);

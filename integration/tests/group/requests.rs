@@ -48,7 +48,7 @@ fn a_group_is_suspended_and_resumed_from_any_machine() {
     if !gate() {
         return;
     }
-    let mut lab = Lab::new(3, 4000);
+    let mut lab = Lab::new(3, 9000);
     lab.run_all();
     lab.said(0, STORED, 1);
     let (code, said) = lab.request(1, &["resume", "ring.1"]);
@@ -98,7 +98,7 @@ fn a_group_goes_back_together_to_the_image_that_one_machine_names() {
     if !gate() {
         return;
     }
-    let mut lab = Lab::new(2, 6000);
+    let mut lab = Lab::new(2, 9000);
     lab.run_all();
     lab.said(0, STORED, 3);
     lab.said(1, STORED, 3);
@@ -120,7 +120,7 @@ fn a_rule_that_gives_up_on_one_machine_ends_the_run_on_all_with_the_exit_code() 
     if !gate() {
         return;
     }
-    let mut lab = Lab::new(2, 6000);
+    let mut lab = Lab::new(2, 9000);
     lab.set("rules", "[{ match = { signal = \"SIGSEGV\" }, action = \"give-up\" }]");
     lab.run_all();
     lab.said(1, STORED, 1);
@@ -135,7 +135,7 @@ fn all_start_from_the_beginning_together_or_it_is_refused() {
     if !gate() {
         return;
     }
-    let mut lab = Lab::new(2, 3000);
+    let mut lab = Lab::new(2, 9000);
     lab.run_all();
     lab.said(0, STORED, 1);
     lab.machines[1].signal(Signal::SIGTERM);

@@ -10,7 +10,7 @@ use crate::lab::{Lab, gate};
 /// A group whose Slurm writes each request to queue the job again into the file `requeued`. `first` is what `scontrol` does
 /// before.
 fn lab(first: &str) -> Lab {
-    let mut lab = Lab::new(3, 6000);
+    let mut lab = Lab::new(3, 9000);
     let file = lab.path("requeued");
     let programs = lab.path("slurm");
     fs::create_dir(&programs).unwrap();
