@@ -26,7 +26,7 @@ TABLE = [
     Elsewhere(r"cargo --config profile", "builds for minutes"),
     Elsewhere(r"cargo run --package rekindle-cuda", "needs a GPU"),
     Elsewhere(r"cargo install", "builds for minutes", "integration/run.sh", "cargo install --quiet --debug"),
-    Elsewhere(r"nice target/debug/deps/rekindle-HASH", "simulates for hours"),
+    Elsewhere(r"nice target/(debug|release)/deps/rekindle(_group)?-HASH", "simulates for hours"),
     Elsewhere(r"examples/demo\.sh", "runs by itself", "integration/run.sh", "examples/demo.sh"),
     Elsewhere(r"examples/crash-loop\.sh", "runs by itself", "integration/run.sh", "examples/crash-loop.sh"),
     Elsewhere(r"integration/run\.sh|\.ci/run", "this test is a part of it"),
