@@ -133,12 +133,15 @@ class World:
             over = self.first.poll() is not None
             lines = self.lines()
             for at, line in enumerate(lines):
-                writer = "supervisor" if shape(line).startswith("WHEN") else "job"
-                if at >= self.read[writer] and (wanted.search(line) if isinstance(wanted, re.Pattern) else shape(line) == wanted):
+                found = shape(line)
+                # Half a line of the job may stand before one of the supervisor.
+                writer = "supervisor" if "WHEN" in found else "job"
+                found = found[max(found.find("WHEN"), 0) :]
+                if at >= self.read[writer] and (wanted.search(line) if isinstance(wanted, re.Pattern) else found == wanted):
                     self.read[writer] = at + 1
                     return
             if over or time.monotonic() > end:
-                raise Failed(f"the first terminal does not say {wanted!r}; it says:\n" + "\n".join(lines[min(self.read.values()) :][:30]))
+                raise Failed(f"the first terminal does not say {wanted!r}; it says:\n" + "\n".join(lines[min(self.read.values()) :][-60:]))
             time.sleep(0.02)
 
     def shows(self, shown):
