@@ -9,7 +9,8 @@
 //! rights, filters and kernel options that look wrong are accepted.
 //!
 //! Nothing is changed: the store is not created, files of the trial are in a temporary folder that it removes, and a
-//! tmpfs is only mounted for a moment.
+//! tmpfs is only mounted for a moment. For a job over several machines, etcd has a key for a moment, which those who
+//! follow the group never see.
 
 mod boundaries;
 mod cgroup;

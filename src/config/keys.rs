@@ -276,7 +276,7 @@ pub(super) fn nearest_word<'a>(word: &str, words: impl IntoIterator<Item = &'a s
     best(words.into_iter().map(|candidate| (candidate, strsim::jaro_winkler(word, candidate), 0.0)))
 }
 
-/// Where CRIU is, for tests and `rekindle doctor`.
+/// The CRIU that is used instead of the one that is found.
 const CRIU: &str = "REKINDLE_CRIU";
 
 /// How the names of variables begin that only tests and scripts of this repository read.
