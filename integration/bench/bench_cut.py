@@ -1,11 +1,12 @@
 """How long ranks take to come to one point and be locked, by what they do, for one or more builds of rekindle in one run.
 
     bench_cut.py --rekindle FILE [--rekindle FILE] [--ranks N,N] [--snapshots N] [--kinds A,B] [--gib N,N] [--kill]
-                 [--torchrun] [--dir DIR] [--logs DIR]
+                 [--torchrun] [--no-store] [--dir DIR] [--logs DIR]
 
---ranks, --gib  each kind is tried with each of them; ddp and fsdp have that much GPU memory a rank
+--ranks, --gib  each kind is tried with each of them; each rank has that much GPU memory
 --kill          also kill -9 of a rank at the end, and how long it takes until the next step
 --torchrun      the ranks are started by torchrun, not by the job, which kills the others as soon as a rank has ended
+--no-store      one snapshot of each, which is not stored: the restart is from memory
 --dir           where the stores are; each snapshot waits until the one before is stored
 
 Only the standard library; the jobs (integration/jobs/cut_job.py) need PyTorch and a GPU a rank.
@@ -15,6 +16,7 @@ import argparse
 import itertools
 import os
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -61,7 +63,7 @@ def trial(args, work, rekindle, which, kind, ranks, gib, port):
         command[1:1] = launcher
     settings = {
         "snapshot.lock-timeout": "20s", "snapshot.rehearse": "off", "log.level": "debug", "snapshot.staging": "ram",
-        "store.keep-last": 1, "restart.min-uptime": "2s",
+        "store.keep-last": 1, "restart.min-uptime": "2s", "store.persist-rate": "1MiB" if args.no_store else "unlimited",
     }  # fmt: skip
     settings = {key: value for key, value in settings.items() if key in known_keys(rekindle)}
     environment = {"NCCL_NVLS_ENABLE": "0", **args.environment}
@@ -73,14 +75,15 @@ def trial(args, work, rekindle, which, kind, ranks, gib, port):
     try:
         job.start()
         job.wait_for("the first steps", lambda: last_step(steps) >= 5, 180)
-        for _ in range(args.snapshots):
+        for _ in range(1 if args.no_store else args.snapshots):
             # At any moment of a step.
             time.sleep(0.2 + 0.013 * len(found["snapshots"]))
             image, freeze = job.snapshot(90)
             manifest = job.manifest(image)
             found["snapshots"].append({**(seconds(manifest) if manifest else {}), "freeze": freeze})
             goes_on(job, steps, 3)
-            job.wait_for(f"image {image} in the store", lambda: job.stored(image), 120)
+            if not args.no_store:
+                job.wait_for(f"image {image} in the store", lambda: job.stored(image), 120)
         if job.state()["restarts"]:
             found["why"] = f"the job was restarted: {job.last_words()}"
         if args.kill:
@@ -119,25 +122,30 @@ def main():
     parser.add_argument("--minutes", type=float, default=9)
     parser.add_argument("--kill", action="store_true")
     parser.add_argument("--torchrun", action="store_true")
+    parser.add_argument("--no-store", action="store_true")
     parser.add_argument("--logs", type=Path)
     args = parser.parse_args()
     args.environment = {}
+    # The jobs are ended then, and the table is printed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     end = time.monotonic() + args.minutes * 60
     rows = []
     wanted = list(itertools.product(args.kinds.split(","), args.gib, args.ranks, enumerate(args.rekindle)))
-    with tempfile.TemporaryDirectory(prefix="rekindle-cut-", dir=args.dir) as work:
-        for at, (kind, gib, ranks, (which, rekindle)) in enumerate(wanted):
-            if time.monotonic() > end:
-                rows.append([kind, str(ranks), f"{gib:g}", str(which), "", *[""] * (len(PHASES) + 2), "no time left"])
-                continue
-            found = trial(args, Path(work), rekindle, f"build{which}", kind, ranks, gib, 10200 + 2 * at)
-            rows.append(row(found))
-            print(" | ".join(rows[-1]), flush=True)
-    head = ["kind", "ranks", "GiB a rank", "build", "snapshots", *PHASES, "freeze", "kill to step", "note"]
-    print("\nSeconds, median and (largest):\n")
-    print(" | ".join(head))
-    for cells in rows:
-        print(" | ".join(cells))
+    try:
+        with tempfile.TemporaryDirectory(prefix="rekindle-cut-", dir=args.dir) as work:
+            for at, (kind, gib, ranks, (which, rekindle)) in enumerate(wanted):
+                if time.monotonic() > end:
+                    rows.append([kind, str(ranks), f"{gib:g}", str(which), "", *[""] * (len(PHASES) + 2), "no time left"])
+                    continue
+                found = trial(args, Path(work), rekindle, f"build{which}", kind, ranks, gib, 10200 + 2 * at)
+                rows.append(row(found))
+                print(" | ".join(rows[-1]), flush=True)
+    finally:
+        head = ["kind", "ranks", "GiB a rank", "build", "snapshots", *PHASES, "freeze", "kill to step", "note"]
+        print("\nSeconds, median and (largest):\n")
+        print(" | ".join(head))
+        for cells in rows:
+            print(" | ".join(cells))
 
 
 main()

@@ -167,17 +167,18 @@ class Group:
 
 
 def reference(args, kind, gib, work):
-    """The same training without rekindle."""
+    """The same training without rekindle, over sockets too: with more than two ranks the order of a sum depends on how NCCL
+    joins them."""
     out = work / f"reference-{kind}-{gib:g}"
     out.mkdir()
     print(f"{kind} {gib:g} GiB: without rekindle", flush=True)
     logs = [open(out / f"{node}.log", "w+") for node in range(args.nodes)]
     # A rank that hangs writes where it does.
-    environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "GROUP_JOB_STACKS": "60"}
+    environment = {**os.environ, **SOCKETS, "NCCL_SOCKET_IFNAME": "lo", "GROUP_JOB_STACKS": "60"}
     nodes = [
         subprocess.Popen(
             ["sh", "-c", torchrun(args, kind, gib, out, node, "127.0.0.1")],
-            env={**environment, "CUDA_VISIBLE_DEVICES": str(node)},
+            env={**environment, "NCCL_HOSTID": f"node{node}", "CUDA_VISIBLE_DEVICES": str(node)},
             stdout=log, stderr=log, start_new_session=True,
         )
         for node, log in enumerate(logs)
@@ -305,6 +306,8 @@ def main():
     parser.add_argument("--logs", type=Path)
     parser.add_argument("--minutes", type=float, default=9)
     args = parser.parse_args()
+    # The jobs are ended then.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     args.kills = [what for what in args.kills.split(",") if what]
     end = time.monotonic() + args.minutes * 60
     rows = []

@@ -9,6 +9,8 @@ KIND: late      the last rank is late by 100 ms in each step
       fsdp      FullyShardedDataParallel (fully_shard) over a small transformer
       ddp       DistributedDataParallel
       graph     an all-reduce in a CUDA graph
+Each rank has N GiB of GPU memory: the weights and gradients of fsdp and ddp, memory that nothing changes with the others.
+With more ranks than GPUs the ranks share them, and use gloo.
 --patient: if a rank ends, the others are left alone, as launchers do that look only now and then.
 Rank 0 appends a line to FILE for each step: its number, and the time of day. Ends with 3 if a result is wrong.
 """
@@ -169,9 +171,11 @@ def rank(args):
     import torch.distributed as dist
 
     me = int(os.environ["RANK"])
-    torch.cuda.set_device(me)
+    gpus = torch.cuda.device_count()
+    torch.cuda.set_device(me % gpus)
     torch.manual_seed(7)
-    dist.init_process_group("nccl")
+    dist.init_process_group("nccl" if args.ranks <= gpus else "gloo")
+    ballast = None if args.kind in ("ddp", "fsdp") else torch.rand(int(args.gib * 2**28), device="cuda")
     job = KINDS[args.kind](torch, dist, me, args.ranks, args)
     # One rank may be far ahead of the others; the checks wait for the GPU anyway.
     with open(args.out if me == 0 else f"{args.out}.{me}", "a", buffering=1) as out:
