@@ -33,13 +33,14 @@ fn sum(all: Facts, one: Facts) -> Facts {
     }
 }
 
-/// Runs this many histories, on two threads.
+/// Runs this many histories, on a thread for each processor.
 fn live(first: u64, count: u64) -> Result<Facts, Box<Broken>> {
+    let threads = std::thread::available_parallelism().map_or(2, |all| all.get() as u64);
     let enough = AtomicBool::new(false);
-    let half = |part: u64| -> Result<Facts, Box<Broken>> {
+    let part = |part: u64| -> Result<Facts, Box<Broken>> {
         let mut seeds = Random::new(first.wrapping_add(part << 32));
         let mut facts = Facts::default();
-        for _ in 0..(count + part) / 2 {
+        for _ in 0..(count + part) / threads {
             if enough.load(Ordering::Relaxed) {
                 break;
             }
@@ -52,9 +53,9 @@ fn live(first: u64, count: u64) -> Result<Facts, Box<Broken>> {
         Ok(facts)
     };
     std::thread::scope(|scope| {
-        let other = scope.spawn(|| half(1));
-        let facts = half(0)?;
-        Ok(sum(facts, other.join().unwrap()?))
+        let part = &part;
+        let parts: Vec<_> = (0..threads).map(|number| scope.spawn(move || part(number))).collect();
+        parts.into_iter().try_fold(Facts::default(), |facts, part| Ok(sum(facts, part.join().unwrap()?)))
     })
 }
 
