@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """A job for the stand-in libcuda whose memory can stay on the GPU.
 
-    standin_kept.py OUT [--mib N,N,...] [--own N] [--ranks N] [--churn] [--do FILE]
+    standin_kept.py OUT [--mib N,N,...] [--still N] [--own N] [--ranks N] [--churn] [--turns] [--do FILE]
 
 Has an allocation of each of these sizes, with a pattern, and one small one; with --own one of N MiB that it makes with
-cuMemCreate itself. With --ranks as many processes do so, with the outputs
+cuMemCreate itself, with --still one of N MiB that it never changes, only compares. With --ranks as many processes do so, with the outputs
 OUT, OUT.1 and so on; the first one has --do. Each round it writes the round to the first and
 the last word of each, changes one more place that the round determines, compares all of one allocation with what it must
-be, and appends the round to the file OUT. With --churn each round also frees an allocation and makes it anew. The line of
-the file --do has it do something else once, and add what came of it to FILE.done:
+be, and appends the round to the file OUT. With --churn each round also frees an allocation and makes it anew.
+With --turns each round writes one of two contents to all of each allocation instead, in turn. The line of the file --do has it do something else once, and add what came of it to FILE.done:
   fork     tells how many descriptors of memory it has, and a child of it
   free     frees the last allocation
   first    frees the first allocation
@@ -157,9 +157,11 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("out")
     parser.add_argument("--mib", default="16,33,20")
+    parser.add_argument("--still", type=int)
     parser.add_argument("--own", type=int)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--churn", action="store_true")
+    parser.add_argument("--turns", action="store_true")
     parser.add_argument("--do")
     args = parser.parse_args()
     preload()
@@ -173,18 +175,26 @@ def main():
     all = [Allocation(cuda, number, size) for number, size in enumerate([*sizes, 4096])]
     if args.own:
         all.append(Own(cuda, len(all), args.own * MIB))
+    still = [Allocation(cuda, 98, args.still * MIB)] if args.still else []
+    turns = [random.Random(turn).randbytes(MIB) * max(int(size) for size in args.mib.split(",")) for turn in (5, 6)]
     chance = random.Random(1)
     step = 0
     with open(args.out, "a", buffering=1) as out:
         while True:
             step += 1
             word = step.to_bytes(8, "little")
-            for one in all:
+            for one in all if args.turns else []:
+                one.put(0, turns[step % 2][: one.size])
+                one.check()
+            for one in [] if args.turns else all:
                 one.put(0, word)
                 one.put(one.size - 8, word)
             one = all[step % len(all)]
-            one.put(chance.randrange(one.size - 8), word)
+            if not args.turns:
+                one.put(chance.randrange(one.size - 8), word)
             one.check()
+            for one in still:
+                one.check()
             if args.churn:
                 at = step % len(all)
                 size = all[at].size

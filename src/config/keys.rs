@@ -109,6 +109,7 @@ pub(super) const KEYS: &[Key] = &[
     key("gpu.nccl", Shape::Text, "\"auto\", \"no-peer\" or \"off\""),
     key("gpu.hwloc", Shape::Text, "\"auto\" or \"off\""),
     key("gpu.memory", Shape::Text, "\"copied\" or \"kept\""),
+    key("gpu.full-copy-every", Shape::Count, COUNT),
     key("snapshot.interval", Shape::Text, "\"auto\", \"off\" or a duration with a unit, such as \"90s\" or \"10m\""),
     key("snapshot.max-overhead", Shape::Text, "a percentage of the time, such as \"1%\" or \"0.5%\""),
     key(

@@ -103,6 +103,7 @@ impl Config {
             freeze_timeout: of.freeze_timeout,
             dump_timeout: of.dump_timeout,
             memory: self.gpu.memory,
+            full_copy_every: self.gpu.full_copy_every,
             memory_reserve: of.memory_reserve.bytes(),
             limits: self.store.limits(),
             threads: self.store.threads(),

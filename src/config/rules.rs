@@ -274,6 +274,9 @@ fn snapshot(config: &Config, rules: &mut Rules) {
     });
     config.files.track.iter().for_each(|folder| rules.path("files.track", Some(folder)));
     rules.path("snapshot.staging-directory", Some(&snapshot.staging_directory));
+    rules.that(config.gpu.full_copy_every >= 1, "gpu.full-copy-every", || {
+        "must be at least 1; with 1 each snapshot copies all GPU memory".to_owned()
+    });
 }
 
 fn store(config: &Config, rules: &mut Rules) {

@@ -75,6 +75,7 @@ limits = { nofile = 65536, memlock = "unlimited", stack = "64MiB" }
 nccl = "off"
 hwloc = "off"
 memory = "kept"
+full-copy-every = 16
 [group]
 nodes = 0
 node-rank = 3

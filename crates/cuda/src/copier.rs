@@ -5,6 +5,8 @@
 //! a context takes 0.2 s to make and 0.5 GiB of GPU memory, and registering the host memory of a file takes 1.4 s for 40
 //! GiB (H100, driver 580). Then a copy runs at the full rate of the bus.
 //!
+//! What has not changed since an earlier copy is not copied again: the GPU computes hashes that show it (`serve/names.rs`).
+//!
 //! A job need not wait for all of a copy out: [`Copying::leave`] moves what is not copied yet to room on the same GPU, if there
 //! is any, and the rest is copied from there while the job runs (`serve/course.rs`).
 //!
@@ -15,11 +17,13 @@
 mod serve;
 mod wire;
 
+use std::cell::Cell;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -95,6 +99,8 @@ pub enum Way {
 pub struct Copied {
     /// Bytes.
     pub bytes: u64,
+    /// How many of them were in a file already, and did not come from the GPU.
+    pub same: u64,
     /// From the first piece to the last byte.
     pub took: Duration,
 }
@@ -102,20 +108,49 @@ pub struct Copied {
 /// What is left of a copy when the job may run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Left {
-    /// Bytes that are yet to be copied out, from room on the GPU.
+    /// Bytes that are yet to be copied, from room on the GPU or from another file.
     pub bytes: u64,
     /// Bytes of that room.
     pub room: u64,
 }
 
+/// What a copy out takes from files that were copied to before, and not from the GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Reuse {
+    /// One of so many copies takes nothing, also not if nothing has changed. With 1 none does.
+    pub full_every: u32,
+    /// Whether it takes what another file has. That is copied by the processor once [`Copying::leave`] is called.
+    pub from_others: bool,
+}
+
+impl Reuse {
+    /// All comes from the GPU.
+    pub const NOTHING: Reuse = Reuse { full_every: 1, from_others: false };
+}
+
+/// The same, for one copy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Reused {
+    Nothing,
+    /// Only what the file itself has.
+    File,
+    Files,
+}
+
 /// The process, started when it is needed.
 #[derive(Debug, Default)]
-pub struct Copier(Mutex<Option<Running>>);
+pub struct Copier {
+    running: Mutex<Option<Running>>,
+    /// The GPUs could not compare: the process would have to be ended each time.
+    cannot_compare: AtomicBool,
+}
 
 #[derive(Debug)]
 struct Running {
     child: Child,
     socket: OwnedFd,
+    /// Copies out that it has begun.
+    copies: Cell<u32>,
 }
 
 impl Drop for Running {
@@ -141,6 +176,8 @@ impl Running {
             // CUDA_VISIBLE_DEVICES would hide GPUs of the job.
             let hidden = ["CUDA_VISIBLE_DEVICES", "LD_PRELOAD"];
             let environment = std::env::vars_os().filter(|(name, _)| !hidden.iter().any(|hidden| name == hidden));
+            // The driver would write compiled kernels to the home folder.
+            let environment = environment.chain([("CUDA_CACHE_DISABLE".into(), "1".into())]);
             // This program, even if its file was replaced meanwhile.
             let child = Spawn::new(Path::new("/proc/self/exe"), [COMMAND])
                 .and_then(|spawn| spawn.environment(environment))
@@ -153,7 +190,7 @@ impl Running {
                 .dies_with_us()
                 .start()
                 .map_err(io::Error::other)?;
-            Ok(Running { child, socket: ours })
+            Ok(Running { child, socket: ours, copies: Cell::new(0) })
         };
         start().map_err(Error::Start)
     }
@@ -196,19 +233,29 @@ impl Running {
 }
 
 impl Copier {
-    /// Makes it ready for these GPUs; for those it does not know yet this takes 0.2 s each.
+    /// Makes it ready for these GPUs; for those it does not know yet this takes 0.2 s each. If it `compares`, the GPUs are also
+    /// made ready to compare. Returns why they cannot, once; all is copied then.
     ///
     /// # Errors
-    /// When the process cannot be started, or cannot use one of them.
-    pub fn prepare(&self, gpus: &[GpuUuid]) -> Result<(), Error> {
-        let doing = "use the GPU";
-        self.with(|running| {
-            for gpu in gpus {
-                running.send(&Ask::gpu(*gpu), None, doing)?;
-                running.answer(PATIENCE, doing)?;
+    /// When the process cannot be started, or cannot use one of the GPUs.
+    pub fn prepare(&self, gpus: &[GpuUuid], compares: bool) -> Result<Option<Error>, Error> {
+        let ready = |compares: bool| {
+            let doing = "use the GPU";
+            self.with(|running| {
+                gpus.iter().try_for_each(|gpu| {
+                    running.send(&Ask::gpu(*gpu, compares), None, doing)?;
+                    running.answer(PATIENCE, doing).map(drop)
+                })
+            })
+        };
+        match ready(compares && !self.cannot_compare.load(Ordering::Relaxed)) {
+            Ok(()) => Ok(None),
+            Err(error) => {
+                ready(false)?;
+                self.cannot_compare.store(true, Ordering::Relaxed);
+                Ok(Some(error))
             }
-            Ok(())
-        })
+        }
     }
 
     /// Makes it ready to copy to and from the first `bytes` of this file, which must be there. Files that do not exist any
@@ -229,12 +276,13 @@ impl Copier {
     /// the process is doing; whoever works with it tells it again. Returns whether there is a process that was told.
     pub fn forget(&self) -> bool {
         // A process that has ended has forgotten all.
-        let slot = self.0.try_lock().ok();
+        let slot = self.running.try_lock().ok();
         slot.and_then(|slot| slot.as_ref().map(|running| running.send(&Ask::Forget, None, "forget files").is_ok()))
             .unwrap_or(false)
     }
 
-    /// Begins to copy pieces, each to or from its offset in a file that was named before.
+    /// Begins to copy pieces, each to or from its offset in a file that was named before. What the process has copied to its
+    /// files before need not be copied from the GPU again, as far as `reuse` allows.
     ///
     /// # Errors
     /// When the process has ended.
@@ -242,20 +290,29 @@ impl Copier {
         &self,
         way: Way,
         file: &File,
+        reuse: Reuse,
         pieces: impl IntoIterator<Item = (u64, &'p Staying)>,
     ) -> Result<Copying<'_>, Error> {
         let doing = "copy";
         let meta = file.metadata().map_err(Error::File)?;
+        let is_in_memory = pages::is_in_memory(file).map_err(Error::File)?;
         let mut bytes = 0;
         self.with(|running| {
-            running.send(&Ask::begin(way, meta.dev(), meta.ino()), None, doing)?;
+            let copies = running.copies.get();
+            let reused = match way == Way::Out && copies % reuse.full_every.max(1) != 0 {
+                false => Reused::Nothing,
+                true if reuse.from_others => Reused::Files,
+                true => Reused::File,
+            };
+            running.copies.set(copies.wrapping_add(u32::from(way == Way::Out)));
+            running.send(&Ask::begin(way, meta.dev(), meta.ino(), reused), None, doing)?;
             for (offset, piece) in pieces {
                 bytes = piece.bytes.saturating_add(bytes);
                 running.send(&Ask::piece(offset, piece.bytes), Some(piece.memory.as_fd()), doing)?;
             }
             running.send(&Ask::end(), None, doing)
         })?;
-        let limit = time_limit(bytes, pages::is_in_memory(file).map_err(Error::File)?);
+        let limit = time_limit(bytes, is_in_memory);
         Ok(Copying { copier: self, bytes, begun: Instant::now(), limit, is_left: false, is_over: false })
     }
 
@@ -266,7 +323,7 @@ impl Copier {
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Running>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Works with the process. After a failure its state is unknown, and it is ended.
@@ -310,32 +367,33 @@ impl Copying<'_> {
     /// # Errors
     /// As [`Copying::finish`].
     pub fn leave(&mut self) -> Result<Left, Error> {
-        let [bytes, room] = self.ask(&Ask::Leave, &|| false)?;
+        let [bytes, room, _] = self.ask(&Ask::Leave, &|| false)?;
         self.is_left = true;
         Ok(Left { bytes, room })
     }
 
-    /// Waits for its end, unless it is cancelled: then the process is ended.
+    /// Waits for its end, unless it is cancelled: then the process is ended. Call it before the memory may be changed, or
+    /// after [`Copying::leave`].
     ///
     /// # Errors
     /// When something was not copied. Then nothing is known about the file, or about memory on the GPU that was to be filled.
     pub fn finish(mut self, cancelled: &dyn Fn() -> bool) -> Result<Copied, Error> {
-        self.wait(cancelled)
+        self.wait(true, cancelled)
     }
 
-    fn wait(&mut self, cancelled: &dyn Fn() -> bool) -> Result<Copied, Error> {
-        let asked = self.ask(&Ask::Finish, cancelled);
+    fn wait(&mut self, is_right: bool, cancelled: &dyn Fn() -> bool) -> Result<Copied, Error> {
+        let asked = self.ask(&Ask::Finish(is_right), cancelled);
         self.is_over = true;
-        let [bytes, took] = asked?;
+        let [bytes, took, same] = asked?;
         if bytes == self.bytes {
-            return Ok(Copied { bytes, took: Duration::from_micros(took) });
+            return Ok(Copied { bytes, same, took: Duration::from_micros(took) });
         }
         *self.copier.lock() = None;
         Err(Error::Refused { doing: "copy", why: format!("it copied {bytes} bytes and not {}", self.bytes) })
     }
 
     /// Asks the process that the copy was begun with. After a failure it is ended.
-    fn ask(&mut self, ask: &Ask, cancelled: &dyn Fn() -> bool) -> Result<[u64; 2], Error> {
+    fn ask(&mut self, ask: &Ask, cancelled: &dyn Fn() -> bool) -> Result<[u64; 3], Error> {
         let left = self.limit.saturating_sub(self.begun.elapsed());
         let mut slot = self.copier.lock();
         let ended = || Error::Gone { doing: "copy", source: io::ErrorKind::BrokenPipe.into() };
@@ -355,7 +413,8 @@ impl Drop for Copying<'_> {
     fn drop(&mut self) {
         if !self.is_over {
             let is_left = self.is_left;
-            let _ = self.wait(&|| is_left);
+            // The job may have changed its memory meanwhile.
+            let _ = self.wait(false, &|| is_left);
         }
     }
 }

@@ -129,6 +129,8 @@ pub struct Options {
     pub dump_timeout: Duration,
     /// Where large allocations of GPU memory are meanwhile.
     pub memory: GpuMemory,
+    /// Of memory that stays on the GPU: one of so many snapshots copies all of it and compares nothing.
+    pub full_copy_every: u32,
     /// Bytes of host memory that must stay free.
     pub memory_reserve: u64,
     /// Limits that decide whether the store has room.

@@ -1,7 +1,7 @@
 //! Registered host memory and asynchronous copies, and what else a program that copies calls. Copies of other processes than the
 //! one that copies for rekindle are done at once.
 
-use std::ffi::{c_int, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -94,6 +94,96 @@ pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(device: usize, host: *const u8, by
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemcpyDtoDAsync_v2(to: usize, from: usize, bytes: usize, stream: usize) -> c_int {
     copy(Engine::Within, stream, "within", move || memory::copy(to, from, bytes))
+}
+
+/// Bytes of which the kernel `name_memory` computes one name, BLAKE3.
+const NAMED: usize = 256 << 10;
+/// What stands for that kernel, and for the module that it is in.
+const NAMER: usize = 0x6e61_6d65;
+
+/// Takes no module but one with that kernel.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuModuleLoadData(module: *mut usize, text: *const c_char) -> c_int {
+    answer(job::call(|| {
+        fault::inject_copier("module")?;
+        // SAFETY: the caller passes null or room for a pointer.
+        let module = unsafe { module.as_mut() }.ok_or(code::INVALID_VALUE)?;
+        // SAFETY: the caller passes a text that ends with NUL.
+        let text = unsafe { CStr::from_ptr(text) };
+        if !text.to_bytes().windows(19).any(|part| part == b".entry name_memory(") {
+            return Err(code::INVALID_VALUE);
+        }
+        *module = NAMER;
+        Ok(())
+    }))
+}
+
+/// That kernel.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuModuleGetFunction(function: *mut usize, module: usize, name: *const c_char) -> c_int {
+    // SAFETY: the caller passes null or room for a pointer.
+    let Some(function) = (unsafe { function.as_mut() }) else { return code::INVALID_VALUE };
+    // SAFETY: the caller passes a text that ends with NUL.
+    if module != NAMER || unsafe { CStr::from_ptr(name) } != c"name_memory" {
+        return code::INVALID_VALUE;
+    }
+    *function = NAMER;
+    code::SUCCESS
+}
+
+/// Does what that kernel does, with 256 threads a block.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuLaunchKernel(
+    function: usize,
+    blocks: c_uint,
+    _: c_uint,
+    _: c_uint,
+    threads: c_uint,
+    _: c_uint,
+    _: c_uint,
+    _shared: c_uint,
+    stream: usize,
+    arguments: *const [*const usize; 2],
+    _extra: usize,
+) -> c_int {
+    if function != NAMER || threads != 256 || blocks == 0 {
+        return code::INVALID_VALUE;
+    }
+    // SAFETY: the caller passes null, or the addresses of the kernel's two arguments.
+    let Some([memory, names]) = (unsafe { arguments.as_ref() }) else { return code::INVALID_VALUE };
+    // SAFETY: as above.
+    let memory = unsafe { **memory };
+    // SAFETY: as above.
+    let names = unsafe { **names };
+    copy(Engine::Within, stream, "name", move || {
+        let mut content = vec![0; NAMED];
+        for block in 0..blocks as usize {
+            // SAFETY: as many bytes as `content` has; device memory is checked.
+            unsafe { memory::read(content.as_mut_ptr(), memory + block * NAMED, NAMED) }?;
+            let to = std::ptr::with_exposed_provenance_mut::<[u8; 32]>(names + block * 32);
+            // SAFETY: the caller has room for a name of each block.
+            unsafe { to.write_unaligned(*blake3::hash(&content).as_bytes()) };
+        }
+        Ok(())
+    })
+}
+
+/// Memory of the host, which stays until the end.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemHostAlloc(host: *mut *mut c_void, bytes: usize, _flags: c_uint) -> c_int {
+    // SAFETY: the caller passes null or room for a pointer.
+    let Some(host) = (unsafe { host.as_mut() }) else { return code::INVALID_VALUE };
+    *host = Vec::<u64>::leak(vec![0; bytes.div_ceil(8)]).as_mut_ptr().cast();
+    code::SUCCESS
+}
+
+/// The same address.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemHostGetDevicePointer_v2(device: *mut usize, host: *mut c_void, _flags: c_uint) -> c_int {
+    // SAFETY: the caller passes null or room for an address.
+    let Some(device) = (unsafe { device.as_mut() }) else { return code::INVALID_VALUE };
+    *device = host.expose_provenance();
+    code::SUCCESS
 }
 
 /// Whether all of a stream has ended.

@@ -45,9 +45,17 @@ fn own_pid() -> i32 {
     unsafe { libc::getpid() }
 }
 
-/// The GPU that this process is on.
+/// The GPU that this process is on, or will be on.
 pub(crate) fn gpu() -> [u8; 16] {
-    job().gpu
+    let known = job().gpu;
+    let folder = std::env::var_os("STANDIN_CUDA_DIR").filter(|_| known == [0; 16]);
+    folder.and_then(|folder| first(Path::new(&folder))).unwrap_or(known)
+}
+
+/// The first GPU that it may use.
+fn first(folder: &Path) -> Option<[u8; 16]> {
+    let first = std::env::var("CUDA_VISIBLE_DEVICES").ok().and_then(|all| all.split(',').next()?.parse().ok());
+    Some(gpus::usable(folder).get(first.unwrap_or(0))?.uuid)
 }
 
 /// The same, as it is now.
@@ -73,8 +81,7 @@ pub(crate) fn start() -> Result<(), i32> {
     let end = if host::is_copier() { "copier" } else { "ctl" };
     let path = folder.join(format!("{pid}.{end}"));
     let control = create(&path, pid).map_err(|_| code::OPERATING_SYSTEM)?;
-    let first = std::env::var("CUDA_VISIBLE_DEVICES").ok().and_then(|all| all.split(',').next()?.parse().ok());
-    job.gpu = gpus::usable(&folder).get(first.unwrap_or(0)).ok_or(code::NO_DEVICE)?.uuid;
+    job.gpu = first(&folder).ok_or(code::NO_DEVICE)?;
     job.device = Some(open_device()?);
     // Its memory is never freed: the thread outlives everything.
     let thread = thread::Builder::new().name("standin-cuda".to_owned());

@@ -18,6 +18,7 @@ mod losses;
 mod phases;
 mod rig;
 mod room;
+mod same;
 mod sharing;
 mod snapshots;
 #[path = "../support/standin.rs"]

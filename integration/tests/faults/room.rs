@@ -16,7 +16,7 @@ const PIECES: u64 = 12;
 const SLOW: &str = "0 delay=400";
 /// Until it is cleared.
 const NEVER: &str = "hold";
-const BEHIND: &str = "the rest of the GPU memory is copied from room on the GPU while the job runs";
+const BEHIND: &str = "the rest of the GPU memory is copied while the job runs";
 
 /// A job on a GPU with so many MiB free.
 fn job(free: u64) -> Option<Rig> {

@@ -149,6 +149,7 @@ fn each_rule_refuses_with_key_value_and_rule() {
         ("snapshot", "staging-directory", "\"run\"", path),
         ("control", "directory", "\"run\"", path),
         ("job-api", "max-hold", "\"0s\"", "must be at least 1s"),
+        ("gpu", "full-copy-every", "0", "must be at least 1; with 1 each snapshot copies all GPU memory"),
         ("snapshot", "interposer", "\"on\"", "must be \"auto\" or \"off\""),
         ("store", "directory", "\"images\"", path),
         ("store", "directory", "\"/a\\u0000b\"", "must not contain a zero byte"),

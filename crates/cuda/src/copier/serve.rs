@@ -4,7 +4,10 @@
 
 mod course;
 mod gpus;
+mod kernel;
+mod known;
 mod mapped;
+mod names;
 
 use std::fs::File;
 use std::io;
@@ -17,7 +20,7 @@ use nix::poll::{PollFd, PollFlags, ppoll};
 
 use super::wire::{Answer, Ask};
 use crate::GpuUuid;
-use course::Copy;
+use course::{Copy, Done};
 use gpus::Gpus;
 use mapped::Mapped;
 
@@ -40,10 +43,12 @@ pub fn serve(socket: &OwnedFd) -> Result<(), String> {
         }
         let Some((ask, file)) = Ask::receive(socket.as_fd()).map_err(|error| error.to_string())? else { return Ok(()) };
         let result = match ask {
-            Ask::Gpu(uuid) => server.gpu(uuid).map(|()| [0; 2]),
-            Ask::File(bytes) => server.file(file, bytes).map(|registered| [registered, 0]),
-            Ask::Begin(way, file) => {
-                server.copy = Some(Copy::begin(way, file));
+            Ask::Gpu(uuid, names) => server.gpu(uuid, names).map(|()| [0; 3]),
+            Ask::File(bytes) => server.file(file, bytes).map(|registered| [registered, 0, 0]),
+            Ask::Begin(way, file, reused) => {
+                // What is left of one that nobody asked for ends first.
+                server.copy = None;
+                server.copy = Some(Copy::begin(way, file, reused, &mut server.files));
                 continue;
             }
             Ask::Piece(offset, bytes) => {
@@ -54,8 +59,8 @@ pub fn serve(socket: &OwnedFd) -> Result<(), String> {
                 server.copy.iter_mut().for_each(Copy::all_were_sent);
                 continue;
             }
-            Ask::Leave => server.leave(),
-            Ask::Finish => server.finish(),
+            Ask::Leave => server.leave().map(|[bytes, room]| [bytes, room, 0]),
+            Ask::Finish(is_right) => server.finish(is_right),
             Ask::Forget => {
                 server.forget();
                 continue;
@@ -63,7 +68,7 @@ pub fn serve(socket: &OwnedFd) -> Result<(), String> {
         };
         let answer = match result {
             Ok(numbers) => Answer { numbers, why: None },
-            Err(why) => Answer { numbers: [0; 2], why: Some(why) },
+            Err(why) => Answer { numbers: [0; 3], why: Some(why) },
         };
         answer.send(socket.as_fd()).map_err(|error| error.to_string())?;
     }
@@ -80,9 +85,10 @@ fn has_request(socket: &OwnedFd, limit: Duration) -> io::Result<bool> {
 }
 
 struct Server {
-    gpus: Option<Gpus>,
-    files: Vec<Mapped>,
+    /// First, because its threads use the files.
     copy: Option<Copy>,
+    files: Vec<Mapped>,
+    gpus: Option<Gpus>,
 }
 
 impl Server {
@@ -93,16 +99,20 @@ impl Server {
         }
     }
 
-    fn gpu(&mut self, uuid: GpuUuid) -> Result<(), String> {
+    fn gpu(&mut self, uuid: GpuUuid, names: bool) -> Result<(), String> {
         let gpus = self.gpus()?;
         let device = gpus.device_of(uuid)?;
-        gpus.enter(device)
+        gpus.enter(device)?;
+        if names { gpus.learn_to_name(device) } else { Ok(()) }
     }
 
     fn file(&mut self, file: Option<OwnedFd>, bytes: u64) -> Result<u64, String> {
         let file = File::from(file.ok_or("no file came with the request")?);
         let meta = file.metadata().map_err(|error| error.to_string())?;
         let key = [meta.dev(), meta.ino()];
+        if self.copy.is_some() {
+            return Err("a copy is under way".into());
+        }
         if bytes > meta.len() {
             return Err(format!("the file has {} bytes and not {bytes}", meta.len()));
         }
@@ -159,16 +169,22 @@ impl Server {
         let copy = self.copy.as_mut().ok_or("no copy has begun")?;
         match &mut self.gpus {
             Some(gpus) => copy.leave(gpus, &self.files),
-            None => copy.why(),
+            None => Err(copy.why()),
         }
     }
 
-    /// Copies the rest. Bytes that were copied, and the microseconds.
-    fn finish(&mut self) -> Result<[u64; 2], String> {
+    /// Copies the rest. If the file has what the memory had at the beginning, its names are known from now on.
+    fn finish(&mut self, is_right: bool) -> Result<Done, String> {
         let mut copy = self.copy.take().ok_or("no copy has begun")?;
         match &mut self.gpus {
-            Some(gpus) => copy.finish(gpus, &self.files),
-            None => copy.why(),
+            Some(gpus) => {
+                let done = copy.finish(gpus, &self.files)?;
+                if is_right {
+                    copy.know(&mut self.files);
+                }
+                Ok(done)
+            }
+            None => Err(copy.why()),
         }
     }
 }

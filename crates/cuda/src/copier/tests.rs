@@ -4,6 +4,8 @@ use std::thread::{self, JoinHandle};
 
 use super::*;
 
+const EACH_SECOND: Reuse = Reuse { full_every: 2, from_others: true };
+
 /// A copier whose process does nothing, and what answers in its place. It returns what it was asked.
 fn played(answer: impl Fn(Ask) -> Option<Answer> + Send + 'static) -> (Copier, JoinHandle<Vec<Ask>>) {
     let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).unwrap();
@@ -21,15 +23,16 @@ fn played(answer: impl Fn(Ask) -> Option<Answer> + Send + 'static) -> (Copier, J
         }
         asked
     };
-    (Copier(Mutex::new(Some(Running { child, socket: ours }))), thread::spawn(play))
+    let running = Mutex::new(Some(Running { child, socket: ours, copies: Cell::new(0) }));
+    (Copier { running, ..Copier::default() }, thread::spawn(play))
 }
 
-fn done(numbers: [u64; 2]) -> Option<Answer> {
+fn done(numbers: [u64; 3]) -> Option<Answer> {
     Some(Answer { numbers, why: None })
 }
 
 fn refused(why: &str) -> Option<Answer> {
-    Some(Answer { numbers: [0; 2], why: Some(why.into()) })
+    Some(Answer { numbers: [0; 3], why: Some(why.into()) })
 }
 
 fn piece(bytes: u64) -> Staying {
@@ -39,18 +42,40 @@ fn piece(bytes: u64) -> Staying {
 fn copied(copier: &Copier) -> Result<Copied, Error> {
     let file = tempfile::tempfile().unwrap();
     let pieces = [piece(8), piece(4)];
-    copier.begin(Way::Out, &file, [(0, &pieces[0]), (8, &pieces[1])])?.finish(&|| false)
+    copier.begin(Way::Out, &file, EACH_SECOND, [(0, &pieces[0]), (8, &pieces[1])])?.finish(&|| false)
 }
 
 #[test]
 fn a_copy_asks_for_each_piece_and_tells_what_it_did() {
-    let (copier, played) = played(|_| done([12, 5]));
-    assert_eq!(copied(&copier).unwrap(), Copied { bytes: 12, took: Duration::from_micros(5) });
+    let (copier, played) = played(|_| done([12, 5, 4]));
+    assert_eq!(copied(&copier).unwrap(), Copied { bytes: 12, same: 4, took: Duration::from_micros(5) });
     assert!(copier.pid().is_some(), "it stays for the next one");
     drop(copier);
     let asked = played.join().unwrap();
-    assert!(matches!(asked[0], Ask::Begin(Way::Out, [_, inode]) if inode != 0), "{asked:?}");
-    assert_eq!(asked[1..], [Ask::Piece(0, 8), Ask::Piece(8, 4), Ask::End, Ask::Finish]);
+    assert!(matches!(asked[0], Ask::Begin(Way::Out, [_, inode], Reused::Nothing) if inode != 0), "{asked:?}");
+    assert_eq!(asked[1..], [Ask::Piece(0, 8), Ask::Piece(8, 4), Ask::End, Ask::Finish(true)]);
+}
+
+#[test]
+fn the_first_copy_and_one_of_so_many_compare_nothing() {
+    let (copier, played) = played(|_| done([8, 5, 0]));
+    let (file, one) = (tempfile::tempfile().unwrap(), piece(8));
+    for way in [Way::Out, Way::In, Way::Out, Way::Out, Way::In, Way::Out, Way::Out] {
+        let reuse = Reuse { full_every: 3, from_others: true };
+        copier.begin(way, &file, reuse, [(0, &one)]).unwrap().finish(&|| false).unwrap();
+    }
+    for reuse in [Reuse::NOTHING, Reuse { full_every: 3, from_others: false }] {
+        copier.begin(Way::Out, &file, reuse, [(0, &one)]).unwrap().finish(&|| false).unwrap();
+    }
+    drop(copier);
+    let reused = played.join().unwrap().into_iter().filter_map(|ask| match ask {
+        Ask::Begin(Way::In, _, Reused::Nothing) => None,
+        Ask::Begin(_, _, reused) => Some(reused),
+        _ => None,
+    });
+    use Reused::{File, Files, Nothing};
+    assert_eq!(reused.collect::<Vec<_>>(), [Nothing, Files, Files, Nothing, Files, Nothing, Nothing]);
+    let _ = File;
 }
 
 #[test]
@@ -58,7 +83,7 @@ fn a_failure_ends_the_process_and_says_why() {
     type Play = fn(Ask) -> Option<Answer>;
     let plays: [(Play, &str); 3] = [
         (|_| refused("the copy failed: error 2"), "cannot copy: the copy failed: error 2"),
-        (|_| done([11, 5]), "it copied 11 bytes and not 12"),
+        (|_| done([11, 5, 0]), "it copied 11 bytes and not 12"),
         (|_| None, "does not answer (copy)"),
     ];
     for (play, words) in plays {
@@ -72,14 +97,14 @@ fn a_failure_ends_the_process_and_says_why() {
 
 #[test]
 fn a_process_that_died_before_a_request_is_not_asked() {
-    let (copier, played) = played(|_| done([0; 2]));
+    let (copier, played) = played(|_| done([0; 3]));
     let pid = copier.pid().unwrap();
     copier.lock().as_ref().unwrap().child.signal(libc::SIGKILL).unwrap();
     while !copier.lock().as_ref().unwrap().child.has_ended().unwrap() {
         thread::sleep(Duration::from_millis(1));
     }
     // The one that starts instead is this program, which is none.
-    let error = copier.prepare(&[GpuUuid::from_bytes([1; 16])]).unwrap_err();
+    let error = copier.prepare(&[GpuUuid::from_bytes([1; 16])], false).unwrap_err();
     assert!(matches!(error, Error::Gone { .. }), "{error}");
     assert_ne!(copier.pid(), Some(pid));
     assert_eq!(played.join().unwrap(), []);
@@ -89,11 +114,11 @@ fn a_process_that_died_before_a_request_is_not_asked() {
 fn a_copy_that_nobody_waits_for_is_over_when_it_is_dropped() {
     let (copier, played) = played(|_| {
         thread::sleep(Duration::from_millis(50));
-        done([8, 5])
+        done([8, 5, 0])
     });
     let (file, one) = (tempfile::tempfile().unwrap(), piece(8));
     let began = Instant::now();
-    drop(copier.begin(Way::In, &file, [(0, &one)]).unwrap());
+    drop(copier.begin(Way::In, &file, Reuse::NOTHING, [(0, &one)]).unwrap());
     assert!(began.elapsed() >= Duration::from_millis(50), "the job would change the memory meanwhile");
     // Its answer is not taken for that of the next request.
     assert_eq!(copier.file(&file, 0).unwrap(), 8);
@@ -117,27 +142,27 @@ fn the_size_of_nonsense_does_not_wrap() {
     let (copier, played) = played(|_| refused("the file is too short for the memory"));
     let file = tempfile::tempfile().unwrap();
     let pieces = [piece(u64::MAX), piece(2)];
-    let copying = copier.begin(Way::Out, &file, pieces.iter().map(|piece| (0, piece))).unwrap();
+    let copying = copier.begin(Way::Out, &file, EACH_SECOND, pieces.iter().map(|piece| (0, piece))).unwrap();
     assert!(matches!(copying.finish(&|| false), Err(Error::Refused { .. })));
     played.join().unwrap();
 }
 
 #[test]
 fn a_job_that_left_has_the_rest_copied_behind_it() {
-    let (copier, played) = played(|ask| done(if ask == Ask::Leave { [4, 6] } else { [8, 5] }));
+    let (copier, played) = played(|ask| done(if ask == Ask::Leave { [4, 6, 0] } else { [8, 5, 0] }));
     let (file, one) = (tempfile::tempfile().unwrap(), piece(8));
-    let mut copying = copier.begin(Way::Out, &file, [(0, &one)]).unwrap();
+    let mut copying = copier.begin(Way::Out, &file, EACH_SECOND, [(0, &one)]).unwrap();
     assert_eq!(copying.leave().unwrap(), Left { bytes: 4, room: 6 });
     assert_eq!(copying.finish(&|| false).unwrap().bytes, 8);
     drop(copier);
-    assert_eq!(played.join().unwrap()[2..], [Ask::End, Ask::Leave, Ask::Finish]);
+    assert_eq!(played.join().unwrap()[2..], [Ask::End, Ask::Leave, Ask::Finish(true)]);
 }
 
 #[test]
 fn after_a_failure_nothing_is_waited_for_a_second_time() {
     let (copier, played) = played(|_| None);
     let (file, one) = (tempfile::tempfile().unwrap(), piece(8));
-    let mut copying = copier.begin(Way::Out, &file, [(0, &one)]).unwrap();
+    let mut copying = copier.begin(Way::Out, &file, EACH_SECOND, [(0, &one)]).unwrap();
     assert!(matches!(copying.leave(), Err(Error::Gone { .. })));
     assert_eq!(copier.pid(), None);
     // This would ask another process, which knows of no copy.
@@ -150,10 +175,10 @@ fn after_a_failure_nothing_is_waited_for_a_second_time() {
 fn a_copy_that_is_cancelled_ends_the_process() {
     let (copier, played) = played(|_| {
         thread::sleep(Duration::from_secs(1));
-        done([8, 5])
+        done([8, 5, 0])
     });
     let (file, one) = (tempfile::tempfile().unwrap(), piece(8));
-    let copying = copier.begin(Way::Out, &file, [(0, &one)]).unwrap();
+    let copying = copier.begin(Way::Out, &file, EACH_SECOND, [(0, &one)]).unwrap();
     let began = Instant::now();
     assert!(matches!(copying.finish(&|| true), Err(Error::Cancelled)));
     assert!(began.elapsed() < Duration::from_millis(900), "{:?}", began.elapsed());

@@ -3,27 +3,27 @@
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
-use super::Way;
+use super::{Reused, Way};
 use crate::packet;
 use crate::{GpuUuid, GpuUuid as Uuid};
 
 /// A request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Ask {
-    /// Use this GPU. It is answered.
-    Gpu(Uuid),
+    /// Use this GPU, and whether its memory will be named. It is answered.
+    Gpu(Uuid, bool),
     /// Map the first bytes of the file that comes with it. It is answered with the bytes that are registered.
     File(u64),
     /// A copy begins, with the file of this device and inode.
-    Begin(Way, [u64; 2]),
+    Begin(Way, [u64; 2], Reused),
     /// A piece of it, at this offset, of so many bytes. The memory comes with it.
     Piece(u64, u64),
     /// The last one was sent.
     End,
     /// The job is to run. It is answered when the rest is in room on the GPU, with its bytes and those of the room.
     Leave,
-    /// The rest. It is answered with the bytes that were copied and the microseconds.
-    Finish,
+    /// The rest, and whether the file has what the memory had when the copy began. It is answered with all bytes, the microseconds, and the bytes that were in a file already.
+    Finish(bool),
     /// Forget files that do not exist any more. It is not answered.
     Forget,
 }
@@ -34,16 +34,16 @@ const LENGTH: usize = WORDS * 8;
 const TEXT: usize = 400;
 
 impl Ask {
-    pub(super) fn gpu(uuid: GpuUuid) -> Ask {
-        Ask::Gpu(uuid)
+    pub(super) fn gpu(uuid: GpuUuid, names: bool) -> Ask {
+        Ask::Gpu(uuid, names)
     }
 
     pub(super) fn file(bytes: u64) -> Ask {
         Ask::File(bytes)
     }
 
-    pub(super) fn begin(way: Way, device: u64, inode: u64) -> Ask {
-        Ask::Begin(way, [device, inode])
+    pub(super) fn begin(way: Way, device: u64, inode: u64, reused: Reused) -> Ask {
+        Ask::Begin(way, [device, inode], reused)
     }
 
     pub(super) fn piece(offset: u64, bytes: u64) -> Ask {
@@ -56,30 +56,40 @@ impl Ask {
 
     fn words(self) -> [u64; WORDS] {
         match self {
-            Ask::Gpu(uuid) => {
+            Ask::Gpu(uuid, names) => {
                 let [a, b] = halves(uuid.bytes());
-                [1, a, b, 0]
+                [1, a, b, u64::from(names)]
             }
             Ask::File(bytes) => [2, bytes, 0, 0],
-            Ask::Begin(way, [device, inode]) => [3, u64::from(way == Way::In), device, inode],
+            Ask::Begin(way, [device, inode], reused) => {
+                let reused = match reused {
+                    Reused::Nothing => 0,
+                    Reused::File => 2,
+                    Reused::Files => 4,
+                };
+                [3, u64::from(way == Way::In) + reused, device, inode]
+            }
             Ask::Piece(offset, bytes) => [4, offset, bytes, 0],
             Ask::End => [5, 0, 0, 0],
             Ask::Forget => [6, 0, 0, 0],
             Ask::Leave => [7, 0, 0, 0],
-            Ask::Finish => [8, 0, 0, 0],
+            Ask::Finish(is_right) => [8, u64::from(is_right), 0, 0],
         }
     }
 
     fn from_words(words: [u64; WORDS]) -> Option<Ask> {
         Some(match words {
-            [1, a, b, _] => Ask::Gpu(Uuid::from_bytes(whole([a, b]))),
+            [1, a, b, names] => Ask::Gpu(Uuid::from_bytes(whole([a, b])), names != 0),
             [2, bytes, ..] => Ask::File(bytes),
-            [3, way @ 0..=1, device, inode] => Ask::Begin(if way == 1 { Way::In } else { Way::Out }, [device, inode]),
+            [3, how @ 0..=5, device, inode] => {
+                let reused = [Reused::Nothing, Reused::File, Reused::Files][usize::try_from(how / 2).ok()?];
+                Ask::Begin(if how % 2 == 1 { Way::In } else { Way::Out }, [device, inode], reused)
+            }
             [4, offset, bytes, _] => Ask::Piece(offset, bytes),
             [5, ..] => Ask::End,
             [6, ..] => Ask::Forget,
             [7, ..] => Ask::Leave,
-            [8, ..] => Ask::Finish,
+            [8, is_right, ..] => Ask::Finish(is_right != 0),
             _ => return None,
         })
     }
@@ -105,15 +115,15 @@ impl Ask {
 /// An answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Answer {
-    pub(super) numbers: [u64; 2],
+    pub(super) numbers: [u64; 3],
     /// Why it failed, if it did.
     pub(super) why: Option<String>,
 }
 
 impl Answer {
     pub(super) fn send(&self, socket: BorrowedFd<'_>) -> io::Result<()> {
-        let [a, b] = self.numbers;
-        let mut packet = bytes([u64::from(self.why.is_some()), a, b, 0]).to_vec();
+        let [a, b, c] = self.numbers;
+        let mut packet = bytes([u64::from(self.why.is_some()), a, b, c]).to_vec();
         packet.extend(self.why.iter().flat_map(|why| why.bytes()).take(TEXT));
         packet::send(socket, &packet, None)
     }
@@ -124,9 +134,9 @@ impl Answer {
         let Some((numbers, text)) = bytes.get(..length).and_then(|bytes| bytes.split_at_checked(LENGTH)) else {
             return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it has ended"));
         };
-        let [failed, a, b, _] = words(numbers);
+        let [failed, a, b, c] = words(numbers);
         let why = (failed != 0).then(|| String::from_utf8_lossy(text).into_owned());
-        Ok(Answer { numbers: [a, b], why })
+        Ok(Answer { numbers: [a, b, c], why })
     }
 }
 
@@ -168,20 +178,23 @@ mod tests {
     fn requests_are_what_they_were() {
         let uuid = Uuid::from_bytes(std::array::from_fn(|at| u8::try_from(at).unwrap() * 3));
         let all = [
-            Ask::Gpu(uuid),
+            Ask::Gpu(uuid, false),
+            Ask::Gpu(uuid, true),
             Ask::File(7),
-            Ask::Begin(Way::In, [1, 2]),
-            Ask::Begin(Way::Out, [u64::MAX, 0]),
+            Ask::Begin(Way::In, [1, 2], Reused::Nothing),
+            Ask::Begin(Way::Out, [u64::MAX, 0], Reused::Files),
+            Ask::Begin(Way::Out, [3, 4], Reused::File),
             Ask::Piece(9, 10),
             Ask::End,
             Ask::Leave,
-            Ask::Finish,
+            Ask::Finish(true),
+            Ask::Finish(false),
             Ask::Forget,
         ];
         for ask in all {
             assert_eq!(Ask::from_words(words(&bytes(ask.words()))), Some(ask));
         }
         assert_eq!(Ask::from_words([0; WORDS]), None);
-        assert_eq!(Ask::from_words([3, 2, 0, 0]), None);
+        assert_eq!(Ask::from_words([3, 6, 0, 0]), None);
     }
 }

@@ -49,7 +49,8 @@ fn steps<'a>() -> [Step<Freeze<'a>, Error>; 9] {
 }
 
 /// How long the copy behind the job may take once the snapshot is cancelled. If the job has died, it is restored from this
-/// image: at 53 GB/s the memory of the largest GPUs (141 GB) takes 2.7 s. On a slow disk it would take minutes.
+/// image: at 53 GB/s the memory of the largest GPUs (141 GB) takes 2.7 s. On a slow disk it would take minutes, and what is copied
+/// from another file may take longer, too.
 const FOR_THE_REST: Duration = Duration::from_secs(5);
 
 /// When each phase began, and how long it took.

@@ -14,6 +14,7 @@ use crate::parts::devices::Devices;
 use crate::parts::kept::capture::Room;
 use crate::parts::landing::capture::{self as landing, Armed, Lander};
 use rekindle_base::chain;
+use rekindle_cuda::copier::Reuse;
 use rekindle_os::process;
 use rekindle_store::Manifest;
 use rekindle_store::staging::{Area, Filling};
@@ -64,7 +65,10 @@ fn room<'a>(env: &Env<'a>, target: &Filling, gpus: &Gpus, staying: &BTreeMap<i32
     if bytes == 0 {
         return None;
     }
-    match Room::make(env.subject.copier, target, bytes, &gpus.in_use()) {
+    // In a group the job is frozen until all of it is in the file, and a GPU copies faster than processors.
+    let from_others = env.subject.group.is_none();
+    let reuse = Reuse { full_every: env.subject.options.full_copy_every, from_others };
+    match Room::make(env.subject.copier, target, bytes, &gpus.in_use(), reuse) {
         Ok(room) => Some(room),
         Err(error) => {
             tracing::warn!("GPU memory cannot stay on the GPU in this snapshot: {}", chain(&error));

@@ -1,23 +1,29 @@
 //! The course of one copy.
 //!
 //! ```text
-//!  pieces arrive    each is cut into chunks, which are copied a few at a time; the job is frozen
+//!  pieces arrive    each is cut into chunks, which are named ([`super::names`]); what is in no file yet is copied, a few chunks
+//!                   at a time; the job is frozen
 //!  leave            the job waits: what has room on its GPU is copied there, at 30 times the rate, and the rest as before.
 //!                   Then the memory of the job is released, and the job runs
-//!  finish           the chunks in that room are copied out; each part of it is freed as soon as it is empty
+//!  finish           the chunks in that room are copied out; each part of it is freed as soon as it is empty. What another
+//!                   file has is copied from there
 //! ```
 //!
-//! Invariants: room is taken only in `leave`, so a copy that is over by then needs none. It never takes what the job may
+//! Invariants: bytes are taken from a file only if their names are those of the job's memory. Room is taken only in `leave`, so a copy that is over by then needs none. It never takes what the job may
 //! need at once ([`room`]). Whatever fails, no chunk is being copied any more when the outcome is reported.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::c_int;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::super::Way;
+use super::super::{Reused, Way};
 use super::gpus::{Gpus, Piece, SLOTS};
-use super::mapped::{GRANULE, Mapped};
+use super::kernel::{NAMED, Name};
+use super::known::Known;
+use super::mapped::{Between, GRANULE, Mapped, begin_between};
 use super::micros;
+use super::names::{self, Need};
 
 /// Bytes of one chunk: 1.2 ms at the full rate of the bus. The driver's calls take some 10 us. With [`SLOTS`] chunks on their
 /// way the GPU always has work, and a job waits 5 ms at most for those that were begun.
@@ -41,7 +47,8 @@ pub(super) fn room(free: u64, total: u64) -> u64 {
 struct Chunk {
     /// Where it is on the GPU.
     memory: u64,
-    /// Where it is in the mapping of the file.
+    /// Where it is in the file, and in its mapping.
+    offset: u64,
     host: usize,
     bytes: u64,
     /// The part of the room that it is in.
@@ -51,6 +58,9 @@ struct Chunk {
 /// The chunks of one GPU.
 #[derive(Default)]
 struct Lane {
+    /// To be named, and being named.
+    unnamed: VecDeque<Chunk>,
+    naming: [Option<Chunk>; SLOTS],
     waiting: VecDeque<Chunk>,
     flying: [Option<Chunk>; SLOTS],
     /// Copied within the GPU, to be copied out once the job runs.
@@ -63,8 +73,28 @@ impl Lane {
         self.waiting.iter().chain(self.flying.iter().flatten()).map(|chunk| chunk.bytes).sum()
     }
 
+    fn is_named(&self) -> bool {
+        self.unnamed.is_empty() && self.naming.iter().all(Option::is_none)
+    }
+
     fn is_over(&self) -> bool {
-        self.waiting.is_empty() && self.flying.iter().all(Option::is_none)
+        self.is_named() && self.waiting.is_empty() && self.flying.iter().all(Option::is_none)
+    }
+}
+
+/// What another file has.
+#[derive(Default)]
+struct Beside {
+    parts: Vec<Between>,
+    bytes: u64,
+    /// It begins when the job is about to run: until then CRIU needs the processors.
+    running: Option<JoinHandle<()>>,
+}
+
+impl Drop for Beside {
+    fn drop(&mut self) {
+        // Its threads use files.
+        let _ = self.running.take().map(JoinHandle::join);
     }
 }
 
@@ -86,29 +116,63 @@ pub(super) struct Copy {
     /// All were sent.
     is_whole: bool,
     pieces: Vec<Piece>,
-    /// Offset and size of each piece, also of those that were released.
-    ranges: Vec<(u64, u64)>,
+    /// Offset and size of each part that is copied from the GPU.
+    marked: Vec<(u64, u64)>,
     lanes: BTreeMap<c_int, Lane>,
     rooms: Vec<Room>,
-    bytes: u64,
+    content: Content,
+    beside: Beside,
+    /// The job need not wait any more.
+    has_left: bool,
+    /// Bytes that were copied, and bytes that the file had.
+    counts: [u64; 2],
     /// Why it has failed.
     failed: Option<String>,
     /// Once nothing is being copied any more.
-    outcome: Option<Result<[u64; 2], String>>,
+    outcome: Option<Result<Done, String>>,
+}
+
+/// Bytes, microseconds, and how many of the bytes were in the file before.
+pub(super) type Done = [u64; 3];
+
+/// The names of a copy out.
+#[derive(Default)]
+struct Content {
+    /// What the file had before, if that may be used.
+    before: Option<Known>,
+    /// Whether other files may be used.
+    from_others: bool,
+    /// The name of each 256 KiB that it gets, as far as it has one.
+    names: Vec<Option<Name>>,
 }
 
 impl Copy {
-    pub(super) fn begin(way: Way, file: [u64; 2]) -> Copy {
+    /// Begins one. What the file had before is not known any more, because it is written to. If nothing is reused, nothing is
+    /// known of any file afterwards: an error in one would otherwise be copied on.
+    pub(super) fn begin(way: Way, file: [u64; 2], reused: Reused, files: &mut [Mapped]) -> Copy {
+        let mut known = None;
+        for it in files.iter_mut().filter(|_| way == Way::Out) {
+            if it.key == file {
+                known = it.known.take();
+            } else if reused == Reused::Nothing {
+                it.known = None;
+            }
+        }
+        let before = known.filter(|_| reused != Reused::Nothing);
+        let content = Content { before, from_others: reused == Reused::Files, names: Vec::new() };
         Copy {
             way,
             file,
             begun: Instant::now(),
             is_whole: false,
             pieces: Vec::new(),
-            ranges: Vec::new(),
+            marked: Vec::new(),
             lanes: BTreeMap::new(),
             rooms: Vec::new(),
-            bytes: 0,
+            content,
+            beside: Beside::default(),
+            has_left: false,
+            counts: [0; 2],
             failed: None,
             outcome: None,
         }
@@ -127,8 +191,8 @@ impl Copy {
     }
 
     /// The outcome of one that no GPU was needed for.
-    pub(super) fn why(&self) -> Result<[u64; 2], String> {
-        Err(self.failed.clone().unwrap_or_else(|| "nothing was copied".into()))
+    pub(super) fn why(&self) -> String {
+        self.failed.clone().unwrap_or_else(|| "nothing was copied".into())
     }
 
     /// Adds memory that was just imported.
@@ -144,35 +208,95 @@ impl Copy {
         let address = piece.address;
         // Of GPUs that were not known when the file was.
         mapped.register(gpus);
-        if self.way == Way::Out {
+        let stretches = mapped.stretches(offset, bytes);
+        // What is read back from a disk need not be what was written.
+        let is_named = self.way == Way::Out
+            && mapped.is_in_memory
+            && gpus.can_name(device)
+            && stretches.iter().all(|(from, length)| from % GRANULE == 0 && length % GRANULE == 0);
+        if self.way == Way::Out && !is_named {
             mapped.mark(offset, bytes, gpus.mark);
+            self.marked.push((offset, bytes));
         }
-        self.ranges.push((offset, bytes));
         let lane = self.lanes.entry(device).or_default();
-        for (from, length) in mapped.stretches(offset, bytes) {
-            let (memory, host) = (address + (from - offset), mapped.address(from));
-            lane.waiting.extend(chunks(memory, host, length));
+        for (from, length) in stretches {
+            let all = chunks(address + (from - offset), from, mapped.address(from), length);
+            if is_named { lane.unnamed.extend(all) } else { lane.waiting.extend(all) }
         }
         Ok(())
     }
 
     pub(super) fn is_under_way(&self) -> bool {
-        self.outcome.is_none() && self.failed.is_none() && self.lanes.values().any(|lane| !lane.is_over())
+        let is_running = self.beside.running.as_ref().is_some_and(|running| !running.is_finished());
+        self.outcome.is_none() && self.failed.is_none() && (is_running || self.is_on_its_way())
+    }
+
+    /// Whether something is to be named or copied to or from a GPU.
+    fn is_on_its_way(&self) -> bool {
+        self.lanes.values().any(|lane| !lane.is_over())
     }
 
     /// Begins what can be begun now, and ends the copy when all of it has ended. Whether anything has changed.
     pub(super) fn go_on(&mut self, gpus: &mut Gpus, files: &[Mapped]) -> bool {
-        let has_moved = self.or_fails(|copy| copy.step(gpus)).unwrap_or(false);
+        let has_moved = self.or_fails(|copy| copy.step(gpus, files)).unwrap_or(false);
         if self.is_whole && self.outcome.is_none() && !self.is_under_way() {
-            self.end(gpus, files);
+            let is_left = !self.beside.parts.is_empty() && self.beside.running.is_none() && self.failed.is_none();
+            match is_left {
+                false => self.end(gpus, files),
+                true if self.has_left => {
+                    self.or_fails(Copy::begin_beside);
+                }
+                true => {}
+            }
         }
         has_moved
     }
 
+    /// Names memory: begins as much as there are slots for, and decides about what has names.
+    fn name(&mut self, gpus: &mut Gpus, files: &[Mapped]) -> Result<bool, String> {
+        let mut has_moved = false;
+        for (device, lane) in &mut self.lanes {
+            if lane.is_named() {
+                continue;
+            }
+            let mapped = files.iter().find(|known| known.key == self.file).ok_or("the file is not known")?;
+            let others = files.iter().filter(|other| self.content.from_others && other.key != self.file);
+            let others: Vec<_> = others.filter_map(|other| Some((other, other.known.as_ref()?))).collect();
+            for (slot, naming) in lane.naming.iter_mut().enumerate() {
+                if let Some(chunk) = *naming {
+                    let Some(all) = gpus.named(*device, slot, chunk.bytes)? else { continue };
+                    (*naming, has_moved) = (None, true);
+                    for (offset, bytes, need) in
+                        names::parts(chunk.offset, &all, mapped, self.content.before.as_ref(), &others)
+                    {
+                        let memory = chunk.memory + (offset - chunk.offset);
+                        match need {
+                            Need::Nothing => self.counts[1] += bytes,
+                            Need::Elsewhere(from) => {
+                                self.beside.parts.push((from, mapped.address(offset), bytes));
+                                self.beside.bytes += bytes;
+                            }
+                            Need::Copy => {
+                                mapped.mark(offset, bytes, gpus.mark);
+                                self.marked.push((offset, bytes));
+                                lane.waiting.extend(chunks(memory, offset, mapped.address(offset), bytes));
+                            }
+                        }
+                    }
+                    self.content.add(chunk.offset, all);
+                }
+                let Some(chunk) = lane.unnamed.pop_front() else { continue };
+                gpus.name(*device, slot, chunk.memory, chunk.bytes)?;
+                (*naming, has_moved) = (Some(chunk), true);
+            }
+        }
+        Ok(has_moved)
+    }
+
     /// Begins at most one chunk on each GPU, because one to or from memory that is not registered has ended when the call
     /// returns, and there may be a request.
-    fn step(&mut self, gpus: &mut Gpus) -> Result<bool, String> {
-        let (mut has_moved, mut empty) = (false, Vec::new());
+    fn step(&mut self, gpus: &mut Gpus, files: &[Mapped]) -> Result<bool, String> {
+        let (mut has_moved, mut empty) = (self.name(gpus, files)?, Vec::new());
         for (device, lane) in &mut self.lanes {
             let mut has_begun = false;
             for (slot, flying) in lane.flying.iter_mut().enumerate() {
@@ -182,7 +306,7 @@ impl Copy {
                     }
                     *flying = None;
                     has_moved = true;
-                    self.bytes += chunk.bytes;
+                    self.counts[0] += chunk.bytes;
                     empty.extend(chunk.room);
                 }
                 if has_begun {
@@ -208,14 +332,11 @@ impl Copy {
     /// Copies what has no room, and the rest into room. Returns its bytes, and those of the room.
     pub(super) fn leave(&mut self, gpus: &mut Gpus, files: &[Mapped]) -> Result<[u64; 2], String> {
         self.go_on(gpus, files);
-        if self.is_under_way() {
+        if self.outcome.is_none() && self.failed.is_none() {
+            self.step_while(gpus, files, |copy| copy.lanes.values().any(|lane| !lane.is_named()));
+            self.or_fails(Copy::begin_beside);
             self.take_room(gpus);
-            while self.is_under_way() {
-                // Not `go_on`: with these chunks the copy is not over.
-                if !self.or_fails(|copy| copy.step(gpus)).unwrap_or(false) {
-                    std::thread::sleep(LOOK);
-                }
-            }
+            self.step_while(gpus, files, Copy::is_on_its_way);
             self.or_fails(|_| gpus.wait_within());
             self.or_fails(|copy| {
                 // The job may free it from now on.
@@ -223,15 +344,41 @@ impl Copy {
                 for lane in copy.lanes.values_mut() {
                     lane.waiting.append(&mut lane.left);
                 }
+                copy.has_left = true;
                 Ok(())
             });
             self.go_on(gpus, files);
         }
         match (&self.outcome, &self.failed) {
             (Some(Err(why)), _) | (_, Some(why)) => Err(why.clone()),
+            (Some(Ok(_)), _) => Ok([0; 2]),
             _ => {
                 let rooms = self.rooms.iter().map(|room| room.bytes).sum();
-                Ok([self.lanes.values().map(Lane::bytes).sum(), rooms])
+                Ok([self.lanes.values().map(Lane::bytes).sum::<u64>() + self.beside.bytes, rooms])
+            }
+        }
+    }
+
+    fn begin_beside(&mut self) -> Result<(), String> {
+        if !self.beside.parts.is_empty() {
+            let begun = begin_between(&self.beside.parts);
+            self.beside.running = Some(begun.map_err(|error| format!("cannot start a thread: {error}"))?);
+        }
+        Ok(())
+    }
+
+    /// After its end: what the file has is known, if all of it has names.
+    pub(super) fn know(&mut self, files: &mut [Mapped]) {
+        if let Some(mapped) = files.iter_mut().find(|known| self.way == Way::Out && known.key == self.file) {
+            mapped.known = self.content.take().map(|names| names::known(names, mapped));
+        }
+    }
+
+    /// Continues, but not to the end: with the chunks that are in room the copy is not over.
+    fn step_while(&mut self, gpus: &mut Gpus, files: &[Mapped], is_so: impl Fn(&Copy) -> bool) {
+        while self.failed.is_none() && is_so(self) {
+            if !self.or_fails(|copy| copy.step(gpus, files)).unwrap_or(false) {
+                std::thread::sleep(LOOK);
             }
         }
     }
@@ -267,8 +414,8 @@ impl Copy {
     }
 
     /// The rest, and its outcome.
-    pub(super) fn finish(&mut self, gpus: &mut Gpus, files: &[Mapped]) -> Result<[u64; 2], String> {
-        self.is_whole = true;
+    pub(super) fn finish(&mut self, gpus: &mut Gpus, files: &[Mapped]) -> Result<Done, String> {
+        (self.is_whole, self.has_left) = (true, true);
         loop {
             let has_moved = self.go_on(gpus, files);
             if let Some(outcome) = self.outcome.take() {
@@ -283,13 +430,15 @@ impl Copy {
     /// Nothing is begun any more: looks whether all arrived.
     fn end(&mut self, gpus: &mut Gpus, files: &[Mapped]) {
         let finished = gpus.finish();
+        let beside = self.beside.running.take().map_or(Ok(()), JoinHandle::join);
         let took = self.begun.elapsed();
         self.or_fails(|_| finished);
         self.or_fails(|copy| {
+            beside.map_err(|_| "a thread that copies from another file has ended")?;
             let Some(mapped) = files.iter().find(|known| known.key == copy.file) else { return Ok(()) };
             match copy.way {
                 Way::Out => {
-                    copy.ranges.iter().try_for_each(|(offset, bytes)| mapped.check_marks(*offset, *bytes, gpus.mark))
+                    copy.marked.iter().try_for_each(|(offset, bytes)| mapped.check_marks(*offset, *bytes, gpus.mark))
                 }
                 Way::In => copy.pieces.iter().try_for_each(|piece| gpus.check(piece, &mapped.file)),
             }
@@ -301,7 +450,10 @@ impl Copy {
         }
         self.outcome = Some(match &self.failed {
             Some(why) => Err(why.clone()),
-            None => Ok([self.bytes, micros(took)]),
+            None => {
+                let same = self.counts[1] + self.beside.bytes;
+                Ok([self.counts[0] + same, micros(took), same])
+            }
         });
     }
 
@@ -310,12 +462,30 @@ impl Copy {
     }
 }
 
-fn chunks(memory: u64, host: usize, bytes: u64) -> impl Iterator<Item = Chunk> {
+fn chunks(memory: u64, offset: u64, host: usize, bytes: u64) -> impl Iterator<Item = Chunk> {
     (0..bytes.div_ceil(CHUNK)).map(move |number| {
         let at = number * CHUNK;
         let host = host + usize::try_from(at).unwrap_or(0);
-        Chunk { memory: memory + at, host, bytes: CHUNK.min(bytes - at), room: None }
+        Chunk { memory: memory + at, offset: offset + at, host, bytes: CHUNK.min(bytes - at), room: None }
     })
+}
+
+impl Content {
+    /// Adds the names of memory at this offset of the file.
+    fn add(&mut self, offset: u64, names: Vec<Name>) {
+        let first = usize::try_from(offset / NAMED).unwrap_or(usize::MAX);
+        if self.names.len() < first + names.len() {
+            self.names.resize(first + names.len(), None);
+        }
+        for (to, name) in self.names.iter_mut().skip(first).zip(names) {
+            *to = Some(name);
+        }
+    }
+
+    /// All names, unless one is missing.
+    fn take(&mut self) -> Option<Vec<Name>> {
+        std::mem::take(&mut self.names).into_iter().collect::<Option<Vec<Name>>>().filter(|names| !names.is_empty())
+    }
 }
 
 #[cfg(test)]
@@ -338,13 +508,13 @@ mod tests {
 
     #[test]
     fn a_piece_is_cut_into_chunks_beside_each_other() {
-        let all: Vec<Chunk> = chunks(1 << 40, 1 << 30, 2 * CHUNK + GRANULE).collect();
+        let all: Vec<Chunk> = chunks(1 << 40, 7, 1 << 30, 2 * CHUNK + GRANULE).collect();
         assert_eq!(all.iter().map(|chunk| chunk.bytes).collect::<Vec<_>>(), [CHUNK, CHUNK, GRANULE]);
         for pair in all.windows(2) {
             assert_eq!(pair[0].memory + pair[0].bytes, pair[1].memory);
             assert_eq!(pair[0].host as u64 + pair[0].bytes, pair[1].host as u64);
         }
-        assert_eq!(chunks(0, 0, CHUNK).count(), 1);
-        assert_eq!(chunks(0, 0, 0).count(), 0);
+        assert_eq!(chunks(0, 0, 0, CHUNK).count(), 1);
+        assert_eq!(chunks(0, 0, 0, 0).count(), 0);
     }
 }

@@ -9,10 +9,13 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::ptr;
 
 use super::super::Way;
+use super::kernel::{self, Name};
 use crate::{Driver, GpuUuid, code};
 
 /// Copies over the bus that a GPU has on its way at once.
 pub(super) const SLOTS: usize = 4;
+/// Names that one slot has room for: those of a chunk of 64 MiB.
+const NAMES: usize = 256;
 /// In a copy to the GPU a word of each stretch of so many bytes is compared.
 const STRETCH: u64 = 64 << 20;
 
@@ -27,18 +30,16 @@ pub(super) struct Piece {
 }
 
 macro_rules! functions {
-    ($($name:ident: $symbol:literal, fn($($argument:ty),*);)*) => {
-        /// The driver's functions (cuda.h of CUDA 13).
-        struct Functions {
+    ($(#[$doc:meta])* $group:ident: $($name:ident: $symbol:literal, fn($($argument:ty),* $(,)?);)*) => {
+        $(#[$doc])*
+        struct $group {
             $($name: unsafe extern "C" fn($($argument),*) -> c_int,)*
-            name: unsafe extern "C" fn(c_int, *mut *const c_char) -> c_int,
         }
 
-        impl Functions {
-            fn find(driver: &Driver) -> Result<Functions, String> {
-                Ok(Functions {
+        impl $group {
+            fn find(driver: &Driver) -> Result<$group, String> {
+                Ok($group {
                     $($name: driver.symbol($symbol).ok_or(concat!("the driver has no ", $symbol))?,)*
-                    name: driver.symbol("cuGetErrorName").ok_or("the driver has no cuGetErrorName")?,
                 })
             }
         }
@@ -46,6 +47,9 @@ macro_rules! functions {
 }
 
 functions! {
+    /// The driver's functions (cuda.h of CUDA 13).
+    Functions:
+    name: "cuGetErrorName", fn(c_int, *mut *const c_char);
     init: "cuInit", fn(c_uint);
     count: "cuDeviceGetCount", fn(*mut c_int);
     uuid: "cuDeviceGetUuid_v2", fn(*mut [u8; 16], c_int);
@@ -72,6 +76,18 @@ functions! {
     copy_within: "cuMemcpyDtoDAsync_v2", fn(u64, u64, usize, *mut c_void);
 }
 
+functions! {
+    /// Those that name memory.
+    Naming:
+    load: "cuModuleLoadData", fn(*mut *mut c_void, *const c_char);
+    function: "cuModuleGetFunction", fn(*mut *mut c_void, *mut c_void, *const c_char);
+    launch: "cuLaunchKernel", fn(
+        *mut c_void, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, *mut c_void, *mut *mut c_void, *mut *mut c_void
+    );
+    host: "cuMemHostAlloc", fn(*mut *mut c_void, usize, c_uint);
+    host_address: "cuMemHostGetDevicePointer_v2", fn(*mut u64, *mut c_void, c_uint);
+}
+
 /// The GPUs that are in use.
 pub(super) struct Gpus {
     functions: Functions,
@@ -86,6 +102,27 @@ pub(super) struct Device {
     slots: [*mut c_void; SLOTS],
     /// For copies within the GPU.
     within: *mut c_void,
+    /// Names memory, if that is wanted.
+    namer: Option<Namer>,
+}
+
+/// What names memory on a GPU.
+struct Namer {
+    naming: Naming,
+    kernel: *mut c_void,
+    streams: [*mut c_void; SLOTS],
+    /// Host memory for the names of [`SLOTS`] chunks, which the GPU writes to: here, and there.
+    names: *mut Name,
+    address: u64,
+}
+
+impl Namer {
+    /// The names in a slot, at most [`NAMES`]; nothing is being written to it.
+    fn read(&self, slot: usize, count: usize) -> impl Iterator<Item = Name> {
+        let first = self.names.wrapping_add(slot * NAMES);
+        // SAFETY: within the host memory; the GPU has written it, and writes no more.
+        (0..count).map(move |at| unsafe { first.wrapping_add(at).read_volatile() })
+    }
 }
 
 impl Gpus {
@@ -144,8 +181,120 @@ impl Gpus {
             *slot = self.new_stream()?;
         }
         let within = self.new_stream()?;
-        self.devices.insert(device, Device { context, slots, within });
+        self.devices.insert(device, Device { context, slots, within, namer: None });
         Ok(())
+    }
+
+    /// Has memory of this GPU named from now on. After an error the context may be unusable: end the process.
+    pub(super) fn learn_to_name(&mut self, device: c_int) -> Result<(), String> {
+        if !self.can_name(device) {
+            let namer = self.namer(device)?;
+            if let Some(device) = self.devices.get_mut(&device) {
+                device.namer = Some(namer);
+            }
+        }
+        Ok(())
+    }
+
+    /// Has the driver compile the kernel, and compares what it computes with what the processor does.
+    fn namer(&mut self, device: c_int) -> Result<Namer, String> {
+        let text = std::ffi::CString::new(kernel::ptx()).map_err(|error| error.to_string())?;
+        let (mut module, mut function, mut names) = (ptr::null_mut(), ptr::null_mut(), ptr::null_mut());
+        let mut address = 0;
+        let naming = Naming::find(&Driver::load().map_err(|error| error.to_string())?)?;
+        // SAFETY: a live local, and a text that ends with NUL.
+        self.check_code(unsafe { (naming.load)(&raw mut module, text.as_ptr()) }, "cuModuleLoadData")?;
+        // SAFETY: as above.
+        let result = unsafe { (naming.function)(&raw mut function, module, kernel::ENTRY.as_ptr()) };
+        self.check_code(result, "cuModuleGetFunction")?;
+        // SAFETY: a live local. CU_MEMHOSTALLOC_PORTABLE and CU_MEMHOSTALLOC_DEVICEMAP.
+        let result = unsafe { (naming.host)(&raw mut names, SLOTS * NAMES * size_of::<Name>(), 3) };
+        self.check_code(result, "cuMemHostAlloc")?;
+        // SAFETY: a live local, and memory that was just allocated.
+        let result = unsafe { (naming.host_address)(&raw mut address, names, 0) };
+        self.check_code(result, "cuMemHostGetDevicePointer")?;
+        let mut streams = [ptr::null_mut(); SLOTS];
+        for stream in &mut streams {
+            *stream = self.new_stream()?;
+        }
+        let namer = Namer { naming, kernel: function, streams, names: names.cast(), address };
+        // Two blocks: the number of a block counts.
+        let mut known = vec![0; usize::try_from(2 * kernel::NAMED).map_err(|error| error.to_string())?];
+        blake3::Hasher::new_keyed(&[7; 32]).finalize_xof().fill(&mut known);
+        let memory = self.allocate(device, 2 * kernel::NAMED)?;
+        let named = self
+            .copy(device, 0, Way::In, memory, known.as_mut_ptr().expose_provenance(), 2 * kernel::NAMED)
+            .and_then(|()| self.finish())
+            .and_then(|()| self.launch(&namer, 0, memory, 2))
+            .and_then(|()| self.wait(vec![(device, namer.streams[0])]));
+        let freed = self.free(device, memory);
+        named.and(freed)?;
+        let expected = known.chunks_exact(known.len() / 2).map(|half| *blake3::hash(half).as_bytes());
+        match expected.eq(namer.read(0, 2)) {
+            true => Ok(namer),
+            false => Err("the GPU computes wrong hashes".into()),
+        }
+    }
+
+    fn launch(&self, namer: &Namer, slot: usize, memory: u64, blocks: u32) -> Result<(), String> {
+        let mut memory = memory;
+        let mut names = namer.address + (slot * NAMES * size_of::<Name>()) as u64;
+        let mut arguments = [(&raw mut memory).cast::<c_void>(), (&raw mut names).cast::<c_void>()];
+        let stream = namer.streams.get(slot).copied().unwrap_or(ptr::null_mut());
+        let none = ptr::null_mut();
+        // SAFETY: the kernel takes two addresses, which the driver reads before the call returns. It reads `blocks` times 256
+        // KiB of memory that is mapped until it ends, and writes as many names to the slot's part of the host memory.
+        let result = unsafe {
+            (namer.naming.launch)(
+                namer.kernel,
+                blocks,
+                1,
+                1,
+                kernel::THREADS,
+                1,
+                1,
+                0,
+                stream,
+                arguments.as_mut_ptr(),
+                none,
+            )
+        };
+        self.check_code(result, "cuLaunchKernel")
+    }
+
+    /// Whether memory of this GPU can be named.
+    pub(super) fn can_name(&self, device: c_int) -> bool {
+        self.devices.get(&device).is_some_and(|device| device.namer.is_some())
+    }
+
+    /// Begins to name memory, in one of the [`SLOTS`]: at most [`NAMES`] times 256 KiB.
+    pub(super) fn name(&mut self, device: c_int, slot: usize, memory: u64, bytes: u64) -> Result<(), String> {
+        self.enter(device)?;
+        let blocks = bytes / kernel::NAMED;
+        if blocks > NAMES as u64 {
+            return Err(format!("too much for one launch: {bytes} bytes"));
+        }
+        let blocks = u32::try_from(blocks).unwrap_or(0);
+        match self.devices.get(&device).and_then(|device| device.namer.as_ref()) {
+            Some(namer) => self.launch(namer, slot, memory, blocks),
+            None => Err("the GPU cannot name memory".into()),
+        }
+    }
+
+    /// The names, once all are there.
+    pub(super) fn named(&mut self, device: c_int, slot: usize, bytes: u64) -> Result<Option<Vec<Name>>, String> {
+        self.enter(device)?;
+        let Some(namer) = self.devices.get(&device).and_then(|device| device.namer.as_ref()) else { return Ok(None) };
+        let stream = namer.streams.get(slot).copied().unwrap_or(ptr::null_mut());
+        // SAFETY: a stream of this context.
+        match unsafe { (self.functions.query)(stream) } {
+            code::NOT_READY => Ok(None),
+            result => {
+                self.check_code(result, "naming memory")?;
+                let count = usize::try_from(bytes / kernel::NAMED).map_err(|error| error.to_string())?;
+                Ok(Some(namer.read(slot, count.min(NAMES)).collect()))
+            }
+        }
     }
 
     fn new_stream(&self) -> Result<*mut c_void, String> {
@@ -296,7 +445,10 @@ impl Gpus {
 
     /// Waits for all copies.
     pub(super) fn finish(&mut self) -> Result<(), String> {
-        let streams = |it: &Device| it.slots.into_iter().chain([it.within]);
+        let namers = |it: &Device| it.namer.as_ref().map_or([ptr::null_mut(); SLOTS], |namer| namer.streams);
+        let streams = |it: &Device| {
+            it.slots.into_iter().chain([it.within]).chain(namers(it).into_iter().filter(|stream| !stream.is_null()))
+        };
         let all = self.devices.iter().flat_map(|(device, it)| streams(it).map(|stream| (*device, stream))).collect();
         self.wait(all)
     }

@@ -2,10 +2,14 @@
 #![allow(unsafe_code, reason = "mappings that the GPU reads and writes; each block says why it is sound")]
 
 use std::fs::File;
+use std::io;
 use std::os::fd::AsRawFd;
 use std::ptr;
+use std::sync::{Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
 
 use super::gpus::Gpus;
+use super::known::Known;
 use rekindle_os::pages;
 
 /// What the driver maps at once, and the size of a huge page.
@@ -26,9 +30,11 @@ pub(super) struct Mapped {
     pub(super) length: u64,
     /// Whether its pages may be registered: what a device writes to those of a disk's file is not known to be changed, and can
     /// be lost. Linux 6.5 and later refuses that for all files but those in memory.
-    is_in_memory: bool,
+    pub(super) is_in_memory: bool,
     /// Begin and end of each part, and whether it is registered.
     pub(super) ranges: Vec<(u64, u64, bool)>,
+    /// What was copied into it.
+    pub(super) known: Option<Known>,
 }
 
 impl Mapped {
@@ -43,7 +49,7 @@ impl Mapped {
         let reserved = base.expose_provenance();
         let base = reserved.next_multiple_of(usize::try_from(GRANULE).unwrap_or(1));
         let is_in_memory = pages::is_in_memory(&file).unwrap_or(false);
-        Ok(Mapped { file, key, reserved, base, length: 0, is_in_memory, ranges: Vec::new() })
+        Ok(Mapped { file, key, reserved, base, length: 0, is_in_memory, ranges: Vec::new(), known: None })
     }
 
     pub(super) fn address(&self, at: u64) -> usize {
@@ -69,6 +75,9 @@ impl Mapped {
             }
         }
         self.length = bytes;
+        if let Some(known) = &mut self.known {
+            known.cut(bytes);
+        }
     }
 
     /// Maps what is not mapped yet.
@@ -127,6 +136,13 @@ impl Mapped {
         ends.map(|end| ptr::with_exposed_provenance_mut::<u64>(self.address(end) - 8))
     }
 
+    /// The word before this offset.
+    pub(super) fn word_before(&self, offset: u64) -> u64 {
+        let word = ptr::with_exposed_provenance::<u64>(self.address(offset) - 8);
+        // SAFETY: the caller names a part that is mapped; whoever cuts the file ends this process, which is noticed.
+        unsafe { word.read_volatile() }
+    }
+
     pub(super) fn mark(&self, offset: u64, bytes: u64, mark: u64) {
         for word in self.words(offset, bytes) {
             // SAFETY: mapped, and writable; whoever cuts the file ends this process, which is noticed.
@@ -143,6 +159,44 @@ impl Mapped {
         }
         Ok(())
     }
+}
+
+/// A part of a file that is copied to another one: its address in the first, in the second, and its bytes.
+pub(super) type Between = (usize, usize, u64);
+
+/// Bytes that a thread takes at once.
+const TAKEN: u64 = 32 << 20;
+/// One thread copies some 10 GB/s. The job runs, and needs the processors.
+const THREADS: usize = 4;
+
+/// Begins to copy from files to another one.
+pub(super) fn begin_between(parts: &[Between]) -> io::Result<JoinHandle<()>> {
+    let pieces = parts.iter().flat_map(|&(from, to, bytes)| {
+        (0..bytes.div_ceil(TAKEN)).map(move |number| {
+            let at = usize::try_from(number * TAKEN).unwrap_or(0);
+            (from + at, to + at, usize::try_from(TAKEN.min(bytes - number * TAKEN)).unwrap_or(0))
+        })
+    });
+    let pieces = Mutex::new(pieces.collect::<Vec<_>>());
+    let next = move || pieces.lock().unwrap_or_else(PoisonError::into_inner).pop();
+    let threads = thread::available_parallelism().map_or(1, |all| all.get() / 4).clamp(1, THREADS);
+    thread::Builder::new().spawn(move || {
+        let copy = || {
+            while let Some((from, to, bytes)) = next() {
+                let from = ptr::with_exposed_provenance::<u8>(from);
+                // SAFETY: both are mapped until the end of this is awaited, and nobody else writes to either; whoever cuts
+                // one of the files ends this process, which is noticed. They are different files.
+                unsafe { ptr::copy_nonoverlapping(from, ptr::with_exposed_provenance_mut(to), bytes) };
+            }
+        };
+        thread::scope(|scope| {
+            for _ in 1..threads {
+                // Where none can be started there are fewer.
+                let _ = thread::Builder::new().spawn_scoped(scope, copy);
+            }
+            copy();
+        });
+    })
 }
 
 impl Drop for Mapped {

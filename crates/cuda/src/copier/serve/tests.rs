@@ -4,7 +4,7 @@ use std::os::unix::fs::FileExt;
 
 use super::mapped::GRANULE;
 use super::*;
-use crate::copier::Way;
+use crate::copier::{Reused, Way};
 
 /// A file in memory that is mapped in two parts.
 fn mapped() -> Mapped {
@@ -47,13 +47,16 @@ fn each_page_that_was_not_written_is_noticed() {
 #[test]
 fn a_copy_into_a_file_that_is_not_known_or_too_short_fails_at_its_end_in_words() {
     let mut server = Server { gpus: None, files: Vec::new(), copy: None };
-    assert_eq!(server.finish().unwrap_err(), "no copy has begun");
-    server.copy = Some(Copy::begin(Way::Out, [1, 2]));
+    assert_eq!(server.finish(true).unwrap_err(), "no copy has begun");
+    server.copy = Some(Copy::begin(Way::Out, [1, 2], Reused::Files, &mut []));
     server.piece(None, 0, 8);
     server.piece(None, 8, 8);
-    assert_eq!(server.finish().unwrap_err(), "no memory came with the request");
+    assert_eq!(server.finish(true).unwrap_err(), "no memory came with the request");
     let file = tempfile::tempfile().unwrap();
     file.set_len(7).unwrap();
+    server.copy = Some(Copy::begin(Way::Out, [1, 2], Reused::Files, &mut []));
+    assert_eq!(server.file(Some(file.try_clone().unwrap().into()), 7).unwrap_err(), "a copy is under way");
+    server.copy = None;
     assert_eq!(server.file(Some(file.into()), 8).unwrap_err(), "the file has 7 bytes and not 8");
 }
 

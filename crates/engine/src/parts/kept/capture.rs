@@ -8,8 +8,9 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 
+use rekindle_base::chain;
 use rekindle_cuda::GpuUuid;
-use rekindle_cuda::copier::{self, Copier, Copying, Way};
+use rekindle_cuda::copier::{self, Copier, Copying, Reuse, Way};
 use rekindle_cuda::sharing::Staying;
 use rekindle_os::{cgroup, pages};
 use rekindle_store::manifest::{Kept, KeptPiece};
@@ -38,18 +39,30 @@ pub(crate) struct Room<'a> {
     copier: &'a Copier,
     file: File,
     bytes: u64,
+    reuse: Reuse,
 }
 
 impl<'a> Room<'a> {
     /// Makes room for `bytes`, and makes the process that copies ready.
-    pub(crate) fn make(copier: &'a Copier, slot: &Filling, bytes: u64, gpus: &[GpuUuid]) -> Result<Room<'a>, Error> {
-        copier.prepare(gpus)?;
+    pub(crate) fn make(
+        copier: &'a Copier,
+        slot: &Filling,
+        bytes: u64,
+        gpus: &[GpuUuid],
+        reuse: Reuse,
+    ) -> Result<Room<'a>, Error> {
+        if let Some(error) = copier.prepare(gpus, reuse.full_every > 1)? {
+            tracing::warn!(
+                "the GPU cannot tell which memory has changed, so all of it is copied in each snapshot: {}",
+                chain(&error)
+            );
+        }
         let path = slot.kept_file();
         let failed = |source| Error::Room { bytes, source };
         let mut options = File::options();
         let options = options.read(true).write(true).create(true).truncate(false).mode(0o600);
         let file = options.open(&path).map_err(failed)?;
-        let mut room = Room { copier, file, bytes: 0 };
+        let mut room = Room { copier, file, bytes: 0, reuse };
         if let Err(error) = room.grow(bytes) {
             // The driver copies that memory now, and needs the room.
             let _ = std::fs::remove_file(&path);
@@ -94,7 +107,7 @@ impl<'a> Room<'a> {
             let is_it = |one: &&Staying| (one.pid, one.index) == (piece.pid, piece.index);
             Some((piece.offset, staying.iter().find(is_it)?))
         });
-        let copying = self.copier.begin(Way::Out, &self.file, wanted)?;
+        let copying = self.copier.begin(Way::Out, &self.file, self.reuse, wanted)?;
         Ok((Copy(copying), Kept { part: Filling::kept_part(), pieces }))
     }
 }
@@ -111,7 +124,7 @@ impl Copy<'_> {
             tracing::debug!(
                 bytes = left.bytes,
                 room = left.room,
-                "the rest of the GPU memory is copied from room on the GPU while the job runs"
+                "the rest of the GPU memory is copied while the job runs"
             );
         }
         Ok(())
@@ -120,7 +133,8 @@ impl Copy<'_> {
     /// Waits for its end.
     pub(crate) fn finish(self, cancelled: &dyn Fn() -> bool) -> Result<(), Error> {
         let copied = self.0.finish(cancelled)?;
-        tracing::debug!(bytes = copied.bytes, took = ?copied.took, "copied GPU memory that stayed on the GPU");
+        let (bytes, same, took) = (copied.bytes, copied.same, copied.took);
+        tracing::debug!(bytes, same, took = ?took, "copied GPU memory that stayed on the GPU");
         Ok(())
     }
 }
@@ -160,7 +174,7 @@ mod tests {
     #[test]
     fn a_size_that_memory_has_no_room_for_takes_none() {
         let file = tempfile::tempfile_in("/dev/shm").unwrap();
-        let mut room = Room { copier: &Copier::default(), file, bytes: 0 };
+        let mut room = Room { copier: &Copier::default(), file, bytes: 0, reuse: Reuse::NOTHING };
         // The second one fits into a tmpfs of any size, and its pages are not listed one by one.
         for bytes in [u64::MAX, 1 << 61, 1 << 45] {
             let error = room.grow(bytes).unwrap_err();

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
 
-use rekindle_cuda::copier::{self, Copier, Way};
+use rekindle_cuda::copier::{self, Copier, Reuse, Way};
 use rekindle_cuda::sharing::Staying;
 use rekindle_store::manifest::Kept;
 
@@ -47,7 +47,7 @@ pub(crate) fn fill(copier: &Copier, dir: &Path, kept: Option<&Kept>, made: &[Sta
     // A link could lead to a file that the job may not read.
     let file = kept.part.open_for_device(dir).map_err(Error::File)?;
     copier.file(&file, end)?;
-    let copied = copier.begin(Way::In, &file, pairs)?.finish(&|| false)?;
+    let copied = copier.begin(Way::In, &file, Reuse::NOTHING, pairs)?.finish(&|| false)?;
     tracing::debug!(bytes = copied.bytes, took = ?copied.took, "filled GPU memory from the image");
     Ok(())
 }
