@@ -1,7 +1,7 @@
 """GPU memory that stays on the GPU (gpu.memory = "kept") against the driver's copies. Needs a GPU and PyTorch.
 
     bench_kept.py --rekindle FILE --criu FILE [--sizes 1,8,32] [--only NAME,...] [--ways copied,kept]
-                  [--no-store] [--logs DIR] [--stand-in FILE]
+                  [--still SHARE] [--full-every N] [--no-store] [--logs DIR] [--stand-in FILE]
 
 Trials, each of which goes on when another one fails:
   table     per size and way: snapshots, then kill -9; the same steps must have the same bits in both ways
@@ -12,6 +12,8 @@ Trials, each of which goes on when another one fails:
   notice    what programs can notice: CUDA IPC, peer access, pools, graphs, attributes
   leak      kill -9 of everything with memory kept; nvidia-smi before and after
 --ways      of the table
+--still     the share of the memory that the job of the table never changes
+--full-every  gpu.full-copy-every; with more than 1 only what has changed is copied
 --no-store  one snapshot of each way in the table, which is not stored
 """
 
@@ -168,6 +170,7 @@ class Bench:
         return {
             "criu.path": self.args.criu, "restart.backoff": "0s", "restart.min-uptime": "0s", "store.keep-last": 1,
             "store.min-free": "0", "snapshot.staging": "ram", "log.level": "debug", "gpu.memory": memory,
+            "gpu.full-copy-every": self.args.full_every,
             # Where the disk has no room for two images, the first must not get there before the trial is over.
             "store.persist-rate": "unlimited" if self.stores(gib) else "1MiB",
         }  # fmt: skip
@@ -195,6 +198,7 @@ class Bench:
             command = [sys.executable, ROOT / "integration/jobs/standin_job.py", steps.path, "--mib", int(gib * 1024), "--times"]
         else:
             command = [sys.executable, ROOT / "integration/jobs/bench_torch.py", steps.path, "--gib", gib]
+            command += ["--still", self.args.still]
         return self.job(f"{name}-{memory}", memory, command, gib=gib), steps
 
     def steps_on(self, steps, more, job, limit=180):
@@ -218,6 +222,9 @@ class Bench:
                     found[name] = float(took[1]) * SCALE[took[2]] if took else None
                     if size:
                         found[name + " bytes"] = int(size[1])
+                    same = re.search(r"same=([1-9][0-9]*)", line)
+                    if same:
+                        found["same GiB"] = round(int(same[1]) / 2**30, 2)
         return found
 
     def snapshot(self, job, title):
@@ -443,6 +450,8 @@ def main():
     parser.add_argument("--only", default=",".join(TRIALS))
     parser.add_argument("--dir", default="/var/tmp")
     parser.add_argument("--ways", default="copied,kept")
+    parser.add_argument("--still", type=float, default=0)
+    parser.add_argument("--full-every", type=int, default=1)
     parser.add_argument("--no-store", action="store_true")
     parser.add_argument("--logs", type=Path)
     parser.add_argument("--stand-in")

@@ -1,11 +1,11 @@
 """A training loop for measurements: the same bits every time, and the clock beside every step.
 
-    bench_torch.py OUT --gib N [--pause FILE] [--resident] [--ranks N --backend gloo|nccl --port P]
+    bench_torch.py OUT --gib N [--still SHARE] [--pause FILE] [--resident] [--ranks N --backend gloo|nccl --port P]
 
 Appends a line a step to OUT: its number, the time of day at its end, its length in seconds, the loss as a hexadecimal
 float and the sum of the ballast; before the first, a line with 0, the bytes of device memory that PyTorch holds, and
 its version. Each step takes batches from pageable host memory to the device, as a data loader does, and rewrites all of
-the ballast. While the file of --pause is there, no step begins. With --resident the batches are on the device from the
+the ballast, except for the share that --still says, which it only reads. While the file of --pause is there, no step begins. With --resident the batches are on the device from the
 beginning: how fast pageable memory is copied differs by per cents between two processes that are otherwise the same.
 With --ranks it is so many processes, each on a GPU of its own and with all that memory, that train the network together
 (DistributedDataParallel); the first one writes OUT.
@@ -30,6 +30,7 @@ def options():
     parser = argparse.ArgumentParser()
     parser.add_argument("out")
     parser.add_argument("--gib", type=float, required=True)
+    parser.add_argument("--still", type=float, default=0)
     parser.add_argument("--pause")
     parser.add_argument("--resident", action="store_true")
     parser.add_argument("--ranks", type=int, default=0)
@@ -53,6 +54,7 @@ def work(rank, args):
         model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[rank])
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     chunks = ballast(args.gib, device)
+    moved = round(len(chunks) * (1 - args.still))
     data = torch.randn(BATCHES, BATCH, WIDTH)
     if args.resident:
         data = data.to(device)
@@ -66,7 +68,8 @@ def work(rank, args):
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())
-        return torch.stack(losses).sum().item(), stir(chunks)
+        still = sum(chunk.sum().item() for chunk in chunks[moved:])
+        return torch.stack(losses).sum().item(), (stir(chunks[:moved]) + still) % 2**64
 
     with open(args.out if rank == 0 else os.devnull, "a", buffering=1) as out:
         step = 0
