@@ -81,7 +81,7 @@ pub(crate) struct Machine<'a> {
     history: History,
     /// Whether an image is being stored.
     persisting: bool,
-    /// The postponed snapshot; only while the job runs or is being snapshotted.
+    /// The postponed snapshot; only while the job is started, runs or is being snapshotted.
     postponed: Option<Postponed>,
     /// What to do after the end of this life, if that is decided.
     verdict: Option<Verdict>,
@@ -259,6 +259,7 @@ impl<'a> Machine<'a> {
             _ => {}
         }
         let since = self.state.life().map(|life| life.since);
+        let was_starting = matches!(self.state, State::Starting { .. });
         let state = std::mem::replace(&mut self.state, State::Done);
         let (next, actions) = match state {
             state if self.led.is_some() => {
@@ -276,7 +277,13 @@ impl<'a> Machine<'a> {
         if let (Some(since), None) = (since, next.life()) {
             self.pace.lived(now.saturating_duration_since(since));
         }
-        if !matches!(next, State::Running(_) | State::Snapshotting { .. }) {
+        let may_wait = match next {
+            State::Running(_) | State::Snapshotting { .. } => true,
+            // One of the life before is over.
+            State::Starting { .. } => was_starting,
+            _ => false,
+        };
+        if !may_wait {
             self.postponed = None;
         }
         if !matches!(next, State::Running(_)) {

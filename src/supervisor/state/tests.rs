@@ -259,6 +259,22 @@ fn a_snapshot_waits_until_the_image_before_it_is_in_the_store() {
 }
 
 #[test]
+fn a_snapshot_that_a_signal_asks_for_while_the_job_starts_is_taken_then() {
+    let bench = Bench::new();
+    let (state, actions) = bench.run(&[(0, NOW), (1, Event::Started)]);
+    assert_eq!((state.name(), actions.last()), ("snapshotting", Some(&Action::Snapshot(Reason::Signal))));
+    // It waits for the image that is being stored.
+    let busy = [(0, Event::PersistBegan), (0, NOW), (1, Event::Started)];
+    assert_eq!(bench.run(&busy).0.name(), "running");
+    let (state, actions) = bench.run(&[busy.as_slice(), &[(1, PERSISTED)]].concat());
+    assert_eq!((state.name(), actions.last()), ("snapshotting", Some(&Action::Snapshot(Reason::Signal))));
+    // One that waits when the job dies is not for the next life.
+    let (state, actions) = bench
+        .run(&[busy.as_slice(), &[(60, killed(&[1])), (1, PERSISTED), (0, Event::Tick), (1, Event::Started)]].concat());
+    assert_eq!(state.name(), "running", "{actions:?}");
+}
+
+#[test]
 fn a_stop_waits_for_its_last_snapshot_as_long_as_the_grace_lasts() {
     let bench = Bench::new();
     let busy = [(0, Event::Started), (600, Event::Tick), (1, Event::PersistBegan), (0, TAKEN), (5, Event::Stop(TERM))];

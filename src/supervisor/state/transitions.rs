@@ -25,7 +25,18 @@ impl Machine<'_> {
         match (event, then) {
             (Event::Started, None | Some(Then::Suspend)) => {
                 let life = Life { from, since: now, next: self.due(now, now), failures: 0, missed: 0 };
-                (State::Running(life), vec![])
+                match self.postponed {
+                    Some(Postponed { reason, then }) if !self.is_busy() => {
+                        self.postponed = None;
+                        (State::Snapshotting { life, then, ended: None }, vec![Action::Snapshot(reason)])
+                    }
+                    _ => (State::Running(life), vec![]),
+                }
+            }
+            // The job may run already. Commands are refused with a reason; a signal has no answer.
+            (Event::SnapshotNow(reason), None) => {
+                self.postponed = Some(Postponed { reason, then: None });
+                (State::Starting { from, then }, vec![])
             }
             // A stop was requested during the start: nothing was done since the image, so there is nothing to save.
             (Event::Started, Some(Then::Stop(stop, _))) => {
