@@ -156,6 +156,10 @@ pub unsafe extern "C" fn cuLaunchKernel(
     // SAFETY: as above.
     let names = unsafe { **names };
     copy(Engine::Within, stream, "name", move || {
+        if fault::inject_copier("write-names").is_err() {
+            // As if it had not run.
+            return Ok(());
+        }
         let mut content = vec![0; NAMED];
         for block in 0..blocks as usize {
             // SAFETY: as many bytes as `content` has; device memory is checked.

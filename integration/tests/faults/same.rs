@@ -97,6 +97,7 @@ fn nothing_is_known_of_a_file_whose_copy_failed() {
     }
     for (fault, words) in [
         ("fail-copier-name", "the process that copies GPU memory cannot copy: "),
+        ("fail-copier-write-names", "the process that copies GPU memory cannot copy: the GPU has not named all memory"),
         ("fail-copier-out", "the process that copies GPU memory cannot copy: "),
         ("die-at-copier-name", "the process that copies GPU memory does not answer"),
     ] {

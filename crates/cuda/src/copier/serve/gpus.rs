@@ -16,6 +16,8 @@ use crate::{Driver, GpuUuid, code};
 pub(super) const SLOTS: usize = 4;
 /// Names that one slot has room for: those of a chunk of 64 MiB.
 const NAMES: usize = 256;
+/// What no memory has for a name.
+const NONE: Name = [0; 32];
 /// In a copy to the GPU a word of each stretch of so many bytes is compared.
 const STRETCH: u64 = 64 << 20;
 
@@ -123,6 +125,13 @@ impl Namer {
         // SAFETY: within the host memory; the GPU has written it, and writes no more.
         (0..count).map(move |at| unsafe { first.wrapping_add(at).read_volatile() })
     }
+
+    /// So that names of an earlier chunk are not taken for those of the next one.
+    fn clear(&self, slot: usize) {
+        let first = self.names.wrapping_add(slot * NAMES);
+        // SAFETY: within the host memory; nothing is being written to the slot.
+        (0..NAMES).for_each(|at| unsafe { first.wrapping_add(at).write_volatile(NONE) });
+    }
 }
 
 impl Gpus {
@@ -225,12 +234,13 @@ impl Gpus {
         let named = self
             .copy(device, 0, Way::In, memory, known.as_mut_ptr().expose_provenance(), 2 * kernel::NAMED)
             .and_then(|()| self.finish())
-            .and_then(|()| self.launch(&namer, 0, memory, 2))
-            .and_then(|()| self.wait(vec![(device, namer.streams[0])]));
+            .and_then(|()| (0..SLOTS).try_for_each(|slot| self.launch(&namer, slot, memory, 2)))
+            .and_then(|()| self.wait(namer.streams.map(|stream| (device, stream)).to_vec()));
         let freed = self.free(device, memory);
         named.and(freed)?;
-        let expected = known.chunks_exact(known.len() / 2).map(|half| *blake3::hash(half).as_bytes());
-        match expected.eq(namer.read(0, 2)) {
+        let expected: Vec<Name> =
+            known.chunks_exact(known.len() / 2).map(|half| *blake3::hash(half).as_bytes()).collect();
+        match (0..SLOTS).all(|slot| namer.read(slot, 2).eq(expected.iter().copied())) {
             true => Ok(namer),
             false => Err("the GPU computes wrong hashes".into()),
         }
@@ -242,6 +252,7 @@ impl Gpus {
         let mut arguments = [(&raw mut memory).cast::<c_void>(), (&raw mut names).cast::<c_void>()];
         let stream = namer.streams.get(slot).copied().unwrap_or(ptr::null_mut());
         let none = ptr::null_mut();
+        namer.clear(slot);
         // SAFETY: the kernel takes two addresses, which the driver reads before the call returns. It reads `blocks` times 256
         // KiB of memory that is mapped until it ends, and writes as many names to the slot's part of the host memory.
         let result = unsafe {
@@ -292,7 +303,11 @@ impl Gpus {
             result => {
                 self.check_code(result, "naming memory")?;
                 let count = usize::try_from(bytes / kernel::NAMED).map_err(|error| error.to_string())?;
-                Ok(Some(namer.read(slot, count.min(NAMES)).collect()))
+                let names: Vec<Name> = namer.read(slot, count.min(NAMES)).collect();
+                if names.contains(&NONE) {
+                    return Err("the GPU has not named all memory".into());
+                }
+                Ok(Some(names))
             }
         }
     }
