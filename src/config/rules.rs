@@ -26,6 +26,7 @@ pub(super) fn broken(config: &Config) -> Vec<Broken> {
     });
     job(config, &mut rules);
     group(config, &mut rules);
+    gpu(config, &mut rules);
     snapshot(config, &mut rules);
     store(config, &mut rules);
     replica(config, &mut rules);
@@ -226,6 +227,12 @@ fn job(config: &Config, rules: &mut Rules) {
     }
 }
 
+fn gpu(config: &Config, rules: &mut Rules) {
+    rules.that(config.gpu.full_copy_every >= 1, "gpu.full-copy-every", || {
+        "must be at least 1; with 1 each snapshot copies all GPU memory".to_owned()
+    });
+}
+
 fn snapshot(config: &Config, rules: &mut Rules) {
     let snapshot = &config.snapshot;
     let second = Duration::from_secs(1);
@@ -274,9 +281,6 @@ fn snapshot(config: &Config, rules: &mut Rules) {
     });
     config.files.track.iter().for_each(|folder| rules.path("files.track", Some(folder)));
     rules.path("snapshot.staging-directory", Some(&snapshot.staging_directory));
-    rules.that(config.gpu.full_copy_every >= 1, "gpu.full-copy-every", || {
-        "must be at least 1; with 1 each snapshot copies all GPU memory".to_owned()
-    });
 }
 
 fn store(config: &Config, rules: &mut Rules) {

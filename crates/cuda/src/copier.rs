@@ -248,13 +248,14 @@ impl Copier {
                 })
             })
         };
-        match ready(compares && !self.cannot_compare.load(Ordering::Relaxed)) {
-            Ok(()) => Ok(None),
-            Err(error) => {
+        let compares = compares && !self.cannot_compare.load(Ordering::Relaxed);
+        match ready(compares) {
+            Err(error) if compares => {
                 ready(false)?;
                 self.cannot_compare.store(true, Ordering::Relaxed);
                 Ok(Some(error))
             }
+            outcome => outcome.map(|()| None),
         }
     }
 

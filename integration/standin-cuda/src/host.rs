@@ -96,7 +96,7 @@ pub extern "C" fn cuMemcpyDtoDAsync_v2(to: usize, from: usize, bytes: usize, str
     copy(Engine::Within, stream, "within", move || memory::copy(to, from, bytes))
 }
 
-/// Bytes of which the kernel `name_memory` computes one name, BLAKE3.
+/// The kernel `name_memory` computes one name, BLAKE3, for so many bytes.
 const NAMED: usize = 256 << 10;
 /// What stands for that kernel, and for the module that it is in.
 const NAMER: usize = 0x6e61_6d65;

@@ -111,6 +111,15 @@ fn a_process_that_died_before_a_request_is_not_asked() {
 }
 
 #[test]
+fn a_process_that_fails_is_no_reason_not_to_compare_later() {
+    let (copier, played) = played(|_| refused("no GPU has the UUID"));
+    let error = copier.prepare(&[GpuUuid::from_bytes([1; 16])], false).unwrap_err();
+    assert!(error.to_string().contains("no GPU has the UUID"), "{error}");
+    assert!(!copier.cannot_compare.load(Ordering::Relaxed));
+    assert_eq!(played.join().unwrap().len(), 1, "without comparing there is nothing else to try");
+}
+
+#[test]
 fn a_copy_that_nobody_waits_for_is_over_when_it_is_dropped() {
     let (copier, played) = played(|_| {
         thread::sleep(Duration::from_millis(50));

@@ -9,8 +9,9 @@
 //!                   file has is copied from there
 //! ```
 //!
-//! Invariants: bytes are taken from a file only if their names are those of the job's memory. Room is taken only in `leave`, so a copy that is over by then needs none. It never takes what the job may
-//! need at once ([`room`]). Whatever fails, no chunk is being copied any more when the outcome is reported.
+//! Invariants: bytes are taken from a file only if their names are those of the job's memory. Room is taken only in `leave`, so a
+//! copy that is over by then needs none. It never takes what the job may need at once ([`room`]). Whatever fails, no chunk is
+//! being copied any more when the outcome is reported.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::c_int;
