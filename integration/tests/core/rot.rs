@@ -155,6 +155,8 @@ struct FailingDisk {
     back: PathBuf,
     length: u64,
     over: PathBuf,
+    /// Where the blocks of the file are in it.
+    blocks: Vec<u64>,
 }
 
 const BLOCK: u64 = 4096;
@@ -177,11 +179,17 @@ impl FailingDisk {
         fs::create_dir(&mount).unwrap();
         let device = command("losetup", &["--find", "--show", &text(&back)]);
         // From here on it is taken apart, whatever fails.
-        let disk = FailingDisk { device: device.clone(), mount: mount.clone(), back, length, over: file.to_owned() };
+        let over = file.to_owned();
+        let mut disk =
+            FailingDisk { device: device.clone(), mount: mount.clone(), back, length, over, blocks: Vec::new() };
         command("mount", &[&device, &text(&mount)]);
         fs::copy(file, mount.join("pack")).unwrap();
         // Anew, so that nothing of it is in memory.
         command("umount", &[&text(&mount)]);
+        // While it is mounted, debugfs may find a superblock that is being written.
+        let blocks = command("debugfs", &["-R", "blocks /pack", &text(&disk.back)]);
+        disk.blocks = blocks.split_whitespace().map(|block| block.parse().unwrap()).collect();
+        assert!(!disk.blocks.is_empty() && disk.blocks.is_sorted(), "{:?}", disk.blocks);
         command("mount", &[&device, &text(&mount)]);
         command("mount", &["--bind", &text(&mount.join("pack")), &text(file)]);
         disk
@@ -189,12 +197,9 @@ impl FailingDisk {
 
     /// Makes the file unreadable from that byte on.
     fn fails_from(&self, byte: u64) {
-        let back = self.back.to_str().unwrap();
-        let blocks = command("debugfs", &["-R", "blocks /pack", back]);
-        let blocks: Vec<u64> = blocks.split_whitespace().map(|block| block.parse().unwrap()).collect();
         let from = usize::try_from(byte.div_ceil(BLOCK)).unwrap();
-        assert!(blocks.windows(2).all(|pair| pair[0] < pair[1]) && from < blocks.len(), "{from} of {}", blocks.len());
-        self.ends_at(blocks[from] * BLOCK);
+        assert!(from < self.blocks.len(), "{from} of {}", self.blocks.len());
+        self.ends_at(self.blocks[from] * BLOCK);
     }
 
     fn ends_at(&self, length: u64) {

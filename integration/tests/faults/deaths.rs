@@ -323,11 +323,12 @@ fn a_launcher_that_kills_the_others_at_once_is_stopped_while_a_rank_dies() {
         let others: BTreeSet<i32> = children(&rig)[..2].iter().filter_map(|pid| inner(*pid)).collect();
         let pid = inner(victim).unwrap();
         ends(victim, Signal::SIGKILL);
-        // On a machine with much else to do it may be over before it is noticed.
-        if !supervisor.said("its launchers are stopped").contains("launchers=[]") {
+        // On a machine with much else to do it may be over before it is noticed, and the job too.
+        let noticed = supervisor.said_one_of(&["its launchers are stopped", "the job ended"]);
+        if noticed.contains("launchers=[") && !noticed.contains("launchers=[]") {
             break (pid, others);
         }
-        assert!(attempts < 3, "{}", rig.log());
+        assert!(attempts < 5, "{}", rig.log());
         attempts += 1;
         supervisor.said("the job was restored from image");
         supervisor.assert_unharmed(3);

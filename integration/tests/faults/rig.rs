@@ -355,12 +355,17 @@ impl Supervisor<'_> {
 
     /// Waits for a line of the log after the last one that was waited for.
     pub(crate) fn said(&mut self, words: &str) -> String {
+        self.said_one_of(&[words])
+    }
+
+    /// The same with the first line that has any of these.
+    pub(crate) fn said_one_of(&mut self, words: &[&str]) -> String {
         let mut found = None;
         let mark = self.mark;
-        self.until(&format!("it says {words:?}"), |rig| {
+        self.until(&format!("it says one of {words:?}"), |rig| {
             let log = rig.log();
             let news = &log[mark.min(log.len())..];
-            let Some(at) = news.find(words) else { return false };
+            let Some(at) = words.iter().filter_map(|words| news.find(words)).min() else { return false };
             let end = news[at..].find('\n').map(|end| at + end);
             let Some(end) = end else { return false };
             let start = news[..at].rfind('\n').map_or(0, |start| start + 1);
