@@ -17,6 +17,8 @@
 mod matching;
 mod wish;
 
+use std::collections::BTreeSet;
+
 use bytesize::ByteSize;
 
 use matching::{Ask, Faults, Room, place};
@@ -41,6 +43,8 @@ pub(crate) struct Device {
     pub(crate) total: Option<u64>,
     /// Whether it can be used.
     pub(crate) health: Health,
+    /// Whether a program uses it that will not have ended.
+    pub(crate) is_shared: bool,
 }
 
 /// Whether a GPU can be used.
@@ -79,6 +83,9 @@ impl Devices {
             let used = wishes.leaving.iter().filter_map(|pid| inventory.used_on(*pid)?.get(&uuid));
             used.sum()
         };
+        let stays = |pid: &u32| !wishes.leaving.iter().any(|leaving| u32::try_from(*leaving) == Ok(*pid));
+        let others = inventory.used_by_pid.iter().flatten().filter(|(pid, _)| stays(pid));
+        let shared: BTreeSet<GpuUuid> = others.flat_map(|(_, gpus)| gpus.keys().copied()).collect();
         let all = inventory.gpus.iter().map(|gpu| {
             let uuid = gpu.uuid.to_string();
             let is_it =
@@ -91,7 +98,8 @@ impl Devices {
             };
             let name = gpu.name.clone().unwrap_or_default();
             let free = gpu.memory_free.map(|free| free.saturating_add(coming(gpu.uuid)));
-            Device { uuid: gpu.uuid, name, index: gpu.index, free, total: gpu.memory_total, health }
+            let is_shared = shared.contains(&gpu.uuid);
+            Device { uuid: gpu.uuid, name, index: gpu.index, free, total: gpu.memory_total, health, is_shared }
         });
         let version = inventory.driver.as_deref().and_then(DriverVersion::parse);
         Devices { all: all.collect(), asked, too_old: version.is_some_and(|version| version.major() < FIRST_DRIVER) }

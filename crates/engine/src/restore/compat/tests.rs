@@ -20,7 +20,15 @@ fn gpu(name: &str, byte: u8) -> Gpu {
 fn devices<const N: usize>(all: [(&str, u8); N]) -> Devices {
     let device = |(name, byte): (&str, u8)| {
         let (uuid, name) = (GpuUuid::from_bytes([byte; 16]), name.to_owned());
-        Device { uuid, name, index: None, free: Some(70 * GIB), total: Some(140 * GIB), health: Health::Fine }
+        Device {
+            uuid,
+            name,
+            index: None,
+            free: Some(70 * GIB),
+            total: Some(140 * GIB),
+            health: Health::Fine,
+            is_shared: false,
+        }
     };
     Devices { all: all.map(device).into(), asked: true, too_old: false }
 }

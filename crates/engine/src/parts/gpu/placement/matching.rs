@@ -107,8 +107,9 @@ impl Search<'_> {
     fn find(&mut self, old: usize) -> bool {
         let mut fitting: Vec<usize> =
             (0..self.devices.len()).filter(|at| self.ask.fits(&self.olds[old], &self.devices[*at])).collect();
-        // A stable sort: with equal free memory the first comes first.
-        fitting.sort_by_key(|at| std::cmp::Reverse(self.devices[*at].free));
+        // A stable sort: with equal free memory the first comes first. Beside another program a job is slower, and both may need
+        // more memory later.
+        fitting.sort_by_key(|at| (self.devices[*at].is_shared, std::cmp::Reverse(self.devices[*at].free)));
         if let Some(at) = fitting.iter().copied().find(|at| self.holders[*at].is_none()) {
             self.holders[at] = Some(old);
             return true;

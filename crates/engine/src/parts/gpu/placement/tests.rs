@@ -27,7 +27,7 @@ fn image(gpus: &[(&str, u8, u64)]) -> Manifest {
 
 fn device(name: &str, byte: u8, free: u64) -> Device {
     let (free, total) = (Some(free * GIB), Some(140 * GIB));
-    Device { uuid: uuid(byte), name: name.into(), index: None, free, total, health: Health::Fine }
+    Device { uuid: uuid(byte), name: name.into(), index: None, free, total, health: Health::Fine, is_shared: false }
 }
 
 fn here(all: &[Device]) -> Devices {
@@ -233,10 +233,24 @@ fn what_the_job_itself_has_is_room_for_it() {
     let with = |leaving, faults| {
         let devices = Devices::of(&inventory, &Wishes { leaving, faults, ..Wishes::default() });
         assert!(devices.asked && !devices.too_old);
-        (devices.all[0].free, devices.all[0].health)
+        (devices.all[0].free, devices.all[0].health, devices.all[0].is_shared)
     };
-    assert_eq!(with(vec![], vec![]), (Some(10 * GIB), Health::Fine));
-    assert_eq!(with(vec![7, 9], vec![("0000:3b:00".into(), 79)]), (Some(110 * GIB), Health::Faulted(79)));
+    assert_eq!(with(vec![], vec![]), (Some(10 * GIB), Health::Fine, true));
+    assert_eq!(with(vec![7, 9], vec![("0000:3b:00".into(), 79)]), (Some(110 * GIB), Health::Faulted(79), true));
+    assert_eq!(with(vec![7, 8], vec![]), (Some(140 * GIB), Health::Fine, false));
+}
+
+#[test]
+fn one_that_nobody_else_uses_is_taken_before_one_with_more_free_memory() {
+    let job = image(&[(H200, 1, 18)]);
+    let faulted = Device { health: Health::Faulted(95), ..device(H200, 1, 140) };
+    let shared = Device { is_shared: true, ..device(H200, 2, 130) };
+    let all = [faulted.clone(), shared.clone(), device(H200, 3, 20), device(H200, 4, 30)];
+    assert_eq!(moves(automatic(&job, &all)).0, [(1, 4)]);
+    // One that others use is better than none.
+    assert_eq!(moves(automatic(&job, &[faulted, shared.clone(), device(H200, 3, 10)])).0, [(1, 2)]);
+    // A job stays beside others.
+    assert!(stays(&automatic(&job, &[Device { uuid: uuid(1), ..shared }, device(H200, 3, 140)])));
 }
 
 #[test]
