@@ -353,6 +353,45 @@ fn images_on_the_disk_have_it_too() {
     rig.assert_store_is_whole();
 }
 
+/// A GPU can have more memory than the host. What stays there is written to the disk piece by piece.
+#[test]
+fn memory_that_has_no_room_in_the_hosts_is_written_to_the_disk() {
+    let Some(mut rig) = job(&[]) else { return };
+    // More than the machine has.
+    rig.set("SNAPSHOT_MEMORY_RESERVE", "100TiB");
+    let mut supervisor = rig.start();
+    for restarts in 1..=2 {
+        supervisor.ask();
+        let why = supervisor.said("this image goes to a slot on the disk, and the job is frozen longer: an image of");
+        assert!(why.contains("does not fit into memory"), "{why}");
+        let image = supervisor.image();
+        assert_eq!(image.place, Place::Slot);
+        assert_eq!(bytes(&image).0, 70 * MIB);
+        assert!(image.verify().is_sound(), "{:?}", image.verify());
+        supervisor.assert_unharmed(1);
+        supervisor.kill_job();
+        comes_back(&rig, &mut supervisor, restarts);
+    }
+    // The driver copies only to the host's memory.
+    rig.standin.fault("fail-copier-out", "2 times=1");
+    rig.standin.fault("fail-copier-init", "999");
+    fails(&mut supervisor, "the process that copies GPU memory cannot copy: ");
+    let why = supervisor.said("the snapshot failed");
+    assert!(why.contains("does not fit into the free host memory") && why.contains("the job continues"), "{why}");
+    rig.clear("fail-copier-init");
+    let image = supervisor.image_from_now();
+    supervisor.said("was stored in");
+    supervisor.kill();
+    rig.assert_nothing_left();
+    rig.forget_memory();
+    let mut supervisor = rig.run();
+    supervisor.said(&format!("the job was restored from image {}", image.id));
+    supervisor.assert_unharmed(1);
+    supervisor.stop();
+    rig.assert_sequence();
+    rig.assert_store_is_whole();
+}
+
 #[test]
 fn memory_that_the_program_makes_itself_goes_the_drivers_way_beside_it() {
     for args in [&["--own", "18"][..], &["--own", "18", "--churn"]] {

@@ -15,7 +15,7 @@ use rekindle_os::process;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     /// Device memory does not fit into host memory.
-    #[error("the GPU memory of the job ({need}) does not fit into the free host memory ({free} is free, and {keep} must stay free: snapshot.memory-reserve)", need = ByteSize::b(*need), free = ByteSize::b(*free), keep = ByteSize::b(*keep))]
+    #[error("the GPU memory of the job ({need}) does not fit into the free host memory ({free} is free, and {keep} must stay free: snapshot.memory-reserve). With gpu.memory = \"kept\" large allocations need no host memory", need = ByteSize::b(*need), free = ByteSize::b(*free), keep = ByteSize::b(*keep))]
     Memory {
         /// Bytes of device memory.
         need: u64,
@@ -183,6 +183,9 @@ pub(super) fn check_memory(device: u64, subject: &Subject<'_>) -> Result<(), Ref
 }
 
 fn admit_memory(need: u64, available: Option<u64>, left: Option<u64>, keep: u64) -> Result<(), Refusal> {
+    if need == 0 {
+        return Ok(());
+    }
     if let Some(free) = available.filter(|free| need.saturating_add(keep) > *free) {
         return Err(Refusal::Memory { need, free, keep });
     }
@@ -238,6 +241,7 @@ mod tests {
         assert!(tight.to_string().contains("10.0 GiB"), "{tight}");
         assert!(matches!(admit_memory(10 * GIB, Some(64 * GIB), Some(9 * GIB), GIB), Err(Refusal::Cgroup { .. })));
         assert_eq!(admit_memory(u64::MAX, None, None, GIB), Ok(()));
+        assert_eq!(admit_memory(0, Some(0), Some(0), GIB), Ok(()), "nothing fits everywhere");
     }
 
     fn gpu(byte: u8) -> Gpu {

@@ -17,6 +17,7 @@ use rekindle_base::chain;
 use rekindle_cuda::copier::Reuse;
 use rekindle_os::process;
 use rekindle_store::Manifest;
+use rekindle_store::staging::admission::Refusal;
 use rekindle_store::staging::{Area, Filling};
 use rekindle_store::take::Need;
 
@@ -36,12 +37,12 @@ pub(super) struct Ready<'a> {
 impl<'a> Ready<'a> {
     pub(super) fn make(env: &Env<'a>, seen: &mut Seen, gpus: &Gpus) -> Result<Ready<'a>, Error> {
         let devices = Devices::find();
-        let memory = memory(env);
         let staying = match env.subject.options.memory {
             GpuMemory::Copied => BTreeMap::new(),
             GpuMemory::Kept => gpus.group.kept_bytes()?,
         };
-        let target = target(env, memory, seen, gpus, &staying)?;
+        let device = Device::of(gpus, &staying);
+        let (target, memory) = target(env, memory(env), seen, gpus, device)?;
         // Room in memory may be that of a file which it still has registered.
         env.subject.copier.forget();
         let (mut receivers, mut armed) = (None, Armed::default());
@@ -53,15 +54,18 @@ impl<'a> Ready<'a> {
         }
         let tree = process::tree(env.root());
         seen.contents.copy_ahead(&tree, env.view(), target.dir(), env.cancelled).map_err(copied)?;
-        let kept = room(env, &target, gpus, &staying);
+        let kept = room(env, &target, gpus, device.stays);
+        if kept.is_none() && memory.is_none() {
+            // The driver copies all of it, and to memory.
+            preflight::check_memory(device.all, env.subject)?;
+        }
         Ok(Ready { target, devices, receivers, armed, kept })
     }
 }
 
 /// Where memory that stays on the GPU is copied to. Without such memory, and where it cannot be copied, the driver copies
 /// all; what had stayed on the GPU before cannot be left to it, and then the lock fails.
-fn room<'a>(env: &Env<'a>, target: &Filling, gpus: &Gpus, staying: &BTreeMap<i32, u64>) -> Option<Room<'a>> {
-    let bytes = staying.values().copied().fold(0, u64::saturating_add);
+fn room<'a>(env: &Env<'a>, target: &Filling, gpus: &Gpus, bytes: u64) -> Option<Room<'a>> {
     if bytes == 0 {
         return None;
     }
@@ -90,40 +94,63 @@ fn memory<'a>(env: &Env<'a>) -> Option<&'a Area> {
     Some(area)
 }
 
-/// Checks that memory or disk has room, and begins the image.
-fn target(
-    env: &Env<'_>,
-    memory: Option<&Area>,
+/// Checks that memory or disk has room, and begins the image. Returns the place in memory if it is there.
+fn target<'a>(
+    env: &Env<'a>,
+    memory: Option<&'a Area>,
     seen: &mut Seen,
     gpus: &Gpus,
-    staying: &BTreeMap<i32, u64>,
-) -> Result<Filling, Error> {
-    let subject = env.subject;
-    let pids = gpus.group.outer_pids();
-    let device = device(pids.iter().copied().zip(gpus.memory.iter().copied()), staying);
+    device: Device,
+) -> Result<(Filling, Option<&'a Area>), Error> {
     let host: u64 = seen.expected.iter().map(|e| e.bytes).chain([seen.nameless]).sum();
-    let own = host.saturating_add(device);
-    let Some(area) = memory else {
-        preflight::check_memory(device, subject)?;
-        // No snapshot is begun while an image is being unpacked into memory.
-        let area = Area::on_disk(subject.folder, subject.lock)?;
-        let id = subject.folder.next_id(Utc::now())?;
-        let whole = own.saturating_add(seen.rewritten);
-        return Ok(area.take_on_disk(subject.folder, subject.lock, &subject.options.limits, id, whole)?);
-    };
-    let besides = if pids.iter().all(|pid| interposer::is_in(*pid)) { 0 } else { device };
-    match slot(env, area, own.saturating_add(seen.rewritten), besides) {
+    let own = host.saturating_add(device.all);
+    let whole = own.saturating_add(seen.rewritten);
+    let Some(area) = memory else { return Ok((on_disk(env, whole, device)?, None)) };
+    let besides = if gpus.group.outer_pids().iter().all(|pid| interposer::is_in(*pid)) { 0 } else { device.all };
+    let mut taken = slot(env, area, whole, besides);
+    if seen.rewritten > 0 && matches!(taken, Err(Error::NoRoom(_))) {
         // An image without these files is better than none: a restore is refused if one of them was changed.
-        Err(Error::NoRoom(_)) if seen.keep_no_files() => slot(env, area, own, besides),
-        slot => slot,
+        taken = slot(env, area, own, besides).inspect(|_| seen.keep_no_files());
+    }
+    match taken {
+        // What stays on the GPU need not be in memory at any time.
+        Err(Error::NoRoom(why @ Refusal::NoRoom { .. })) if device.stays > 0 => {
+            tracing::warn!("this image goes to a slot on the disk, and the job is frozen longer: {why}");
+            Ok((on_disk(env, whole, device)?, None))
+        }
+        taken => Ok((taken?, Some(area))),
     }
 }
 
-/// Bytes of device memory of processes, each with what NVML knows of. That may be less than what stays: NVML is not there, or
-/// does not know our pids. What stays is the job's word; a wrong one costs it the snapshot, and the machine no memory.
-fn device(known: impl Iterator<Item = (i32, u64)>, staying: &BTreeMap<i32, u64>) -> u64 {
-    let each = known.map(|(pid, known)| staying.get(&pid).map_or(known, |stays| known.max(*stays)));
-    each.fold(0, u64::saturating_add)
+fn on_disk(env: &Env<'_>, bytes: u64, device: Device) -> Result<Filling, Error> {
+    let subject = env.subject;
+    preflight::check_memory(device.all.saturating_sub(device.stays), subject)?;
+    // No snapshot is begun while an image is being unpacked into memory.
+    let area = Area::on_disk(subject.folder, subject.lock)?;
+    let id = subject.folder.next_id(Utc::now())?;
+    Ok(area.take_on_disk(subject.folder, subject.lock, &subject.options.limits, id, bytes)?)
+}
+
+/// Bytes of device memory of the job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Device {
+    all: u64,
+    /// What can stay on the GPU.
+    stays: u64,
+}
+
+impl Device {
+    fn of(gpus: &Gpus, staying: &BTreeMap<i32, u64>) -> Device {
+        Device::sum(gpus.group.outer_pids().into_iter().zip(gpus.memory.iter().copied()), staying)
+    }
+
+    /// Of processes, each with what NVML knows of. That may be less than what stays: NVML is not there, or does not know our
+    /// pids. What stays is the job's word; a wrong one costs it the snapshot, and the machine no memory.
+    fn sum(known: impl Iterator<Item = (i32, u64)>, staying: &BTreeMap<i32, u64>) -> Device {
+        let each = known.map(|(pid, known)| staying.get(&pid).map_or(known, |stays| known.max(*stays)));
+        let stays = staying.values().copied().fold(0, u64::saturating_add);
+        Device { all: each.fold(0, u64::saturating_add), stays }
+    }
 }
 
 fn slot(env: &Env<'_>, area: &Area, image: u64, besides: u64) -> Result<Filling, Error> {
@@ -184,11 +211,11 @@ mod tests {
     #[test]
     fn memory_that_stays_has_room_once_whatever_nvml_knows() {
         let staying = BTreeMap::from([(7, 30), (8, 5)]);
-        let device = |known: &[(i32, u64)]| device(known.iter().copied(), &staying);
+        let device = |known: &[(i32, u64)]| Device::sum(known.iter().copied(), &staying).all;
         assert_eq!(device(&[(7, 40), (8, 10), (9, 1)]), 51, "NVML counts it");
         assert_eq!(device(&[(7, 0), (8, 0), (9, 0)]), 35, "NVML knows nothing");
         let nonsense = BTreeMap::from([(7, u64::MAX), (8, 2)]);
-        assert_eq!(super::device([(7, 1), (8, 1)].into_iter(), &nonsense), u64::MAX);
+        assert_eq!(Device::sum([(7, 1), (8, 1)].into_iter(), &nonsense), Device { all: u64::MAX, stays: u64::MAX });
     }
 
     #[test]

@@ -56,10 +56,10 @@ impl Seen {
         Ok(Seen { job_pid, names, expected, nameless, contents, rewritten, tcp })
     }
 
-    /// Leaves out files on disk if memory has no room for them beside the job's memory. Returns whether that helps.
-    pub(super) fn keep_no_files(&mut self) -> bool {
+    /// Leaves out files on disk: memory has no room for them beside the job's memory.
+    pub(super) fn keep_no_files(&mut self) {
         self.contents.keep_none_of_the_disk();
-        std::mem::replace(&mut self.rewritten, 0) > 0
+        self.rewritten = 0;
     }
 }
 
