@@ -413,10 +413,10 @@ fn memory_that_the_program_makes_itself_goes_the_drivers_way_beside_it() {
 
 /// A snapshot in which the job has given its memory up and is being unlocked, for a while.
 fn is_being_unlocked(rig: &Rig, supervisor: &mut Supervisor<'_>) {
-    rig.standin.fault("fail-unlock", "0 delay=1500");
+    rig.standin.fault("fail-unlock", "0 delay=4000");
     supervisor.ask();
     supervisor.said("phase=\"copy\"");
-    std::thread::sleep(Duration::from_millis(500));
+    std::thread::sleep(Duration::from_millis(700));
 }
 
 #[test]

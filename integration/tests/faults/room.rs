@@ -13,7 +13,8 @@ use crate::rig::{Rig, Supervisor};
 const MIB: u64 = 1 << 20;
 /// Pieces of 16 MiB. Four at a time are on their way, and are waited for.
 const PIECES: u64 = 12;
-const SLOW: &str = "0 delay=400";
+/// A freeze on a busy machine takes seconds, and all pieces together must take longer.
+const SLOW: &str = "0 delay=1000";
 /// Until it is cleared.
 const NEVER: &str = "hold";
 const BEHIND: &str = "the rest of the GPU memory is copied while the job runs";
@@ -127,7 +128,8 @@ fn room_for_a_part_is_used_for_that_part_and_without_room_the_job_waits() {
         if !fault.is_empty() {
             rig.standin.fault(fault, text);
         }
-        rig.standin.fault("fail-copier-out", SLOW);
+        // The job waits for all of it.
+        rig.standin.fault("fail-copier-out", "0 delay=300");
         let image = supervisor.snapshot();
         assert_eq!(kept(&image), PIECES * 16 * MIB);
         assert!(!rig.log()[mark..].contains(BEHIND), "{fault}: {}", rig.log());

@@ -15,7 +15,7 @@ use nix::unistd::Pid;
 use rekindle_testing::random::Random;
 
 use self::checks::Checks;
-use crate::lab::{LIMIT, Lab, gate, number};
+use crate::lab::{ENDLESS, LIMIT, Lab, gate, number};
 
 /// Members of etcd.
 const ETCD: usize = 3;
@@ -87,7 +87,7 @@ struct Campaign {
 
 impl Campaign {
     fn new(members: usize, seed: u64) -> Campaign {
-        let mut lab = Lab::with_etcd(members as u32, members as u32 + 1, ETCD, u32::MAX);
+        let mut lab = Lab::with_etcd(members as u32, members as u32 + 1, ETCD, ENDLESS);
         // A job of a machine ends by itself when another machine is gone, and that counts as a restart.
         lab.set("restart.max-restarts", "100000");
         // They share two processors: a snapshot of all takes its time.

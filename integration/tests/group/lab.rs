@@ -15,6 +15,9 @@ use crate::support::Cluster;
 /// How long anything here may take.
 pub(crate) const LIMIT: Duration = Duration::from_secs(120);
 
+/// Steps of a job that runs until [`Lab::completes`].
+pub(crate) const ENDLESS: u32 = u32::MAX;
+
 /// Times short enough for a test.
 const CONFIG: &str = "version = 1
 log.level = \"debug\"
@@ -294,6 +297,7 @@ impl Lab {
         let (out, log) = (open(format!("out{rank}")), open(format!("log{rank}")));
         let size = self.members.to_string();
         let mut command = self.command(machine, rank);
+        command.env("RING_END", self.path("end"));
         command.envs(self.environment.iter().map(|(name, value)| (name, value)));
         command.args(["run", "--name", "ring", "--node-rank", &rank.to_string()]);
         if !more.contains(&"--nodes") {
@@ -336,6 +340,15 @@ impl Lab {
             code.is_some()
         });
         code.unwrap()
+    }
+
+    /// Lets the job on these machines complete, with all that it has to receive.
+    pub(crate) fn completes(&mut self, machines: &[usize]) {
+        fs::write(self.path("end"), "").unwrap();
+        for machine in machines {
+            assert_eq!(self.ends(*machine), 0, "machine {machine}");
+        }
+        self.assert_whole();
     }
 
     /// That all have received all, in order, and nothing else.

@@ -5,7 +5,7 @@ use std::time::Duration;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::lab::{Lab, gate, wait_for};
+use crate::lab::{ENDLESS, Lab, gate, wait_for};
 
 const STORED: &str = "was stored in";
 const RESTORED: &str = "the job was restored from image";
@@ -21,7 +21,7 @@ fn a_process_the_first_supervisor_and_a_whole_run_may_end() {
     if !gate() {
         return;
     }
-    let mut lab = lab(2, 2, 6000);
+    let mut lab = lab(2, 2, ENDLESS);
     lab.run_all();
     lab.said(1, STORED, 1);
     assert_eq!(lab.own_etcds().len(), 1);
@@ -44,8 +44,7 @@ fn a_process_the_first_supervisor_and_a_whole_run_may_end() {
 
     lab.run_all();
     (0..2).for_each(|rank| lab.said(rank, RESTORED, 3));
-    assert_eq!((lab.ends(0), lab.ends(1)), (0, 0));
-    lab.assert_whole();
+    lab.completes(&[0, 1]);
     assert!(lab.own_etcds().is_empty());
 }
 
@@ -54,14 +53,13 @@ fn rank_0_continues_on_another_machine_with_its_store() {
     if !gate() {
         return;
     }
-    let mut lab = lab(2, 3, 6000);
+    let mut lab = lab(2, 3, ENDLESS);
     lab.run_all();
     lab.said(1, STORED, 2);
     lab.machines[0].kill();
     lab.run(2, 0, &[]);
     (0..2).for_each(|rank| lab.said(rank, RESTORED, 1));
-    assert_eq!((lab.ends(1), lab.ends(2)), (0, 0));
-    lab.assert_whole();
+    lab.completes(&[1, 2]);
 }
 
 #[test]
@@ -69,7 +67,7 @@ fn an_etcd_without_data_learns_from_the_members_what_there_was() {
     if !gate() {
         return;
     }
-    let mut lab = Lab::with_etcd(2, 3, 0, 9000);
+    let mut lab = Lab::with_etcd(2, 3, 0, ENDLESS);
     let file = lab.path("etcd.json");
     lab.set("group.coordinator", &format!("\"local:{}\"", file.display()));
     lab.set("replica.url", &format!("\"file://{}\"", lab.path("replica").display()));
@@ -82,8 +80,7 @@ fn an_etcd_without_data_learns_from_the_members_what_there_was() {
     lab.run(2, 0, &[]);
     (0..2).for_each(|rank| lab.said(rank, RESTORED, 1));
     lab.said(1, "is another one now", 1);
-    assert_eq!((lab.ends(1), lab.ends(2)), (0, 0));
-    lab.assert_whole();
+    lab.completes(&[1, 2]);
 }
 
 #[test]
@@ -121,7 +118,7 @@ fn the_address_of_an_earlier_run_is_replaced() {
     if !gate() {
         return;
     }
-    let mut lab = lab(2, 3, 3000);
+    let mut lab = lab(2, 3, ENDLESS);
     lab.run_all();
     lab.said(1, STORED, 2);
     lab.machines[0].kill();
@@ -133,8 +130,7 @@ fn the_address_of_an_earlier_run_is_replaced() {
     std::thread::sleep(Duration::from_secs(1));
     lab.run(2, 0, &[]);
     (0..2).for_each(|rank| lab.said(rank, RESTORED, 1));
-    assert_eq!((lab.ends(1), lab.ends(2)), (0, 0));
-    lab.assert_whole();
+    lab.completes(&[1, 2]);
 }
 
 #[test]
@@ -142,7 +138,7 @@ fn a_first_rank_that_is_lost_is_waited_for_and_then_the_run_ends() {
     if !gate() {
         return;
     }
-    let mut lab = lab(2, 2, 6000);
+    let mut lab = lab(2, 2, ENDLESS);
     lab.set("group.wait", "\"8s\"");
     lab.run_all();
     lab.said(1, STORED, 1);

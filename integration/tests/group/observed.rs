@@ -4,7 +4,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
 
-use crate::lab::{Lab, gate, wait_for};
+use crate::lab::{ENDLESS, Lab, gate, wait_for};
 
 /// What a command prints about the job of a rank, on its own machine.
 fn json(lab: &Lab, rank: usize, command: &str) -> Value {
@@ -44,7 +44,7 @@ fn a_group_is_seen_from_each_machine_before_and_after_a_loss() {
     if !gate() {
         return;
     }
-    let mut lab = Lab::new(3, 1_000_000);
+    let mut lab = Lab::new(3, ENDLESS);
     let told = lab.path("told");
     lab.set("hooks.on-group", &format!("{:?}", ["/bin/sh", "-c", &format!("cat >>{}", told.display())]));
     lab.run_all();
@@ -120,7 +120,7 @@ fn an_automatic_interval_is_one_for_all_and_shown() {
     if !gate() {
         return;
     }
-    let mut lab = Lab::new(2, u32::MAX);
+    let mut lab = Lab::new(2, ENDLESS);
     lab.set("snapshot.interval", "\"auto\"");
     // The first after a tenth of it, then some seconds.
     lab.set("snapshot.mean-time-between-failures", "\"30s\"");

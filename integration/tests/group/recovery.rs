@@ -6,7 +6,7 @@ use std::time::Duration;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::lab::{Lab, gate, wait_for};
+use crate::lab::{ENDLESS, Lab, gate, wait_for};
 
 const STORED: &str = "was stored in";
 const RESTORED: &str = "the job was restored from image";
@@ -16,7 +16,7 @@ fn all_go_back_together_when_a_process_a_supervisor_or_a_machine_is_lost() {
     if !gate() {
         return;
     }
-    let mut lab = Lab::with_spare(3, 9000);
+    let mut lab = Lab::with_spare(3, ENDLESS);
     lab.run_all();
     lab.said(1, STORED, 1);
 
@@ -34,10 +34,7 @@ fn all_go_back_together_when_a_process_a_supervisor_or_a_machine_is_lost() {
     lab.run(3, 0, &[]);
     (0..3).for_each(|rank| lab.said(rank, RESTORED, 3));
 
-    for machine in 1..4 {
-        assert_eq!(lab.ends(machine), 0);
-    }
-    lab.assert_whole();
+    lab.completes(&[1, 2, 3]);
 }
 
 #[test]
@@ -45,7 +42,7 @@ fn a_stop_is_one_of_all_and_the_next_run_continues() {
     if !gate() {
         return;
     }
-    let mut lab = Lab::new(2, 9000);
+    let mut lab = Lab::new(2, ENDLESS);
     lab.run_all();
     lab.said(0, STORED, 1);
     lab.machines[1].signal(Signal::SIGTERM);
@@ -56,8 +53,7 @@ fn a_stop_is_one_of_all_and_the_next_run_continues() {
     lab.machines[0].signal(Signal::SIGUSR2);
     assert_eq!((lab.ends(0), lab.ends(1)), (75, 75));
     lab.run_all();
-    assert_eq!((lab.ends(0), lab.ends(1)), (0, 0));
-    lab.assert_whole();
+    lab.completes(&[0, 1]);
 }
 
 #[test]
@@ -65,7 +61,7 @@ fn a_machine_that_is_cut_off_ends_its_job_before_its_lease_does() {
     if !gate() {
         return;
     }
-    let mut lab = Lab::new(2, 9000);
+    let mut lab = Lab::new(2, ENDLESS);
     lab.run_all();
     lab.said(0, STORED, 2);
     lab.machines[1].cut_off(true);
@@ -74,8 +70,7 @@ fn a_machine_that_is_cut_off_ends_its_job_before_its_lease_does() {
     assert!(!lab.log(1).contains("its lease has expired"), "the job was ended before");
     lab.machines[1].cut_off(false);
     (0..2).for_each(|rank| lab.said(rank, RESTORED, 1));
-    assert_eq!((lab.ends(0), lab.ends(1)), (0, 0));
-    lab.assert_whole();
+    lab.completes(&[0, 1]);
 }
 
 #[test]
@@ -83,7 +78,7 @@ fn a_supervisor_that_was_killed_and_runs_again_is_not_waited_for() {
     if !gate() {
         return;
     }
-    let mut lab = Lab::new(2, 9000);
+    let mut lab = Lab::new(2, ENDLESS);
     lab.set("group.lease", "\"20s\"");
     lab.run_all();
     lab.said(1, STORED, 2);
@@ -93,8 +88,7 @@ fn a_supervisor_that_was_killed_and_runs_again_is_not_waited_for() {
     (0..2).for_each(|rank| lab.said(rank, RESTORED, 1));
     // Its lease would have lived for longer than this.
     assert!(began.elapsed() < std::time::Duration::from_secs(12), "{:?}", began.elapsed());
-    assert_eq!((lab.ends(0), lab.ends(1)), (0, 0));
-    lab.assert_whole();
+    lab.completes(&[0, 1]);
 }
 
 #[test]
@@ -102,7 +96,7 @@ fn a_machine_with_an_empty_store_gets_its_part_from_the_replica() {
     if !gate() {
         return;
     }
-    let mut lab = Lab::with_spare(2, 10_000);
+    let mut lab = Lab::with_spare(2, ENDLESS);
     let replica = format!("\"file://{}\"", lab.path("replica").display());
     std::fs::create_dir(lab.path("replica")).unwrap();
     lab.set("replica.url", &replica);
@@ -113,8 +107,7 @@ fn a_machine_with_an_empty_store_gets_its_part_from_the_replica() {
     std::fs::rename(lab.path("store0"), lab.path("gone")).unwrap();
     lab.run(2, 0, &[]);
     (0..2).for_each(|rank| lab.said(rank, RESTORED, 1));
-    assert_eq!((lab.ends(1), lab.ends(2)), (0, 0));
-    lab.assert_whole();
+    lab.completes(&[1, 2]);
 }
 
 #[test]
@@ -122,7 +115,7 @@ fn machines_with_empty_stores_continue_from_the_replica() {
     if !gate() {
         return;
     }
-    let mut lab = Lab::new(2, 15_000);
+    let mut lab = Lab::new(2, ENDLESS);
     let replica = format!("\"file://{}\"", lab.path("replica").display());
     std::fs::create_dir(lab.path("replica")).unwrap();
     lab.set("replica.url", &replica);
@@ -142,8 +135,7 @@ fn machines_with_empty_stores_continue_from_the_replica() {
     lab.run_all();
     (0..2).for_each(|rank| lab.said(rank, "was fetched from the replica", 1));
     (0..2).for_each(|rank| lab.said(rank, RESTORED, 1));
-    assert_eq!((lab.ends(0), lab.ends(1)), (0, 0));
-    lab.assert_whole();
+    lab.completes(&[0, 1]);
 }
 
 #[test]
@@ -151,7 +143,7 @@ fn a_new_coordinator_and_machines_with_empty_stores_continue_from_the_replica() 
     if !gate() {
         return;
     }
-    let mut lab = Lab::new(2, 8000);
+    let mut lab = Lab::new(2, ENDLESS);
     let replica = format!("\"file://{}\"", lab.path("replica").display());
     std::fs::create_dir(lab.path("replica")).unwrap();
     lab.set("replica.url", &replica);
@@ -167,8 +159,7 @@ fn a_new_coordinator_and_machines_with_empty_stores_continue_from_the_replica() 
     lab.cluster.control(0, &["del", "--prefix", "/rekindle/"]);
     lab.run_all();
     (0..2).for_each(|rank| lab.said(rank, RESTORED, 1));
-    assert_eq!((lab.ends(0), lab.ends(1)), (0, 0));
-    lab.assert_whole();
+    lab.completes(&[0, 1]);
 }
 
 #[test]
@@ -176,7 +167,7 @@ fn a_job_whose_supervisor_stands_still_has_ended_before_the_others_continue() {
     if !gate() {
         return;
     }
-    let mut lab = Lab::new(2, u32::MAX);
+    let mut lab = Lab::new(2, ENDLESS);
     lab.run_all();
     lab.said(0, STORED, 2);
     lab.machines[1].signal(Signal::SIGSTOP);
@@ -203,7 +194,7 @@ fn a_machine_whose_network_has_smaller_packets_takes_the_place_of_another() {
     if !gate() {
         return;
     }
-    let mut lab = Lab::with_spare(2, 9000);
+    let mut lab = Lab::with_spare(2, ENDLESS);
     lab.machines[2].set_mtu(1300);
     lab.run_all();
     lab.said(1, STORED, 2);
@@ -214,8 +205,7 @@ fn a_machine_whose_network_has_smaller_packets_takes_the_place_of_another() {
     for machine in [0, 2] {
         wait_for("small packets on all machines", || lab.machines[machine].device_of_job().contains("mtu 1250 "));
     }
-    assert_eq!((lab.ends(0), lab.ends(2)), (0, 0));
-    lab.assert_whole();
+    lab.completes(&[0, 2]);
 }
 
 /// The first rank accepts the connection of the second one late. Each ends with 0 if the other has received what it sent.

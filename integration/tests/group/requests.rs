@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::lab::{Lab, gate, wait_for};
+use crate::lab::{ENDLESS, Lab, gate, wait_for};
 
 const STORED: &str = "was stored in";
 const RESTORED: &str = "the job was restored from image";
@@ -48,7 +48,7 @@ fn a_group_is_suspended_and_resumed_from_any_machine() {
     if !gate() {
         return;
     }
-    let mut lab = Lab::new(3, 9000);
+    let mut lab = Lab::new(3, ENDLESS);
     lab.run_all();
     lab.said(0, STORED, 1);
     let (code, said) = lab.request(1, &["resume", "ring.1"]);
@@ -67,10 +67,7 @@ fn a_group_is_suspended_and_resumed_from_any_machine() {
     let (code, said) = lab.request(2, &["resume", "ring.2"]);
     assert!(code == 0 && said.contains("job ring.2 is running, from image"), "{said}");
     (0..3).for_each(|rank| lab.said(rank, RESTORED, 1));
-    for machine in 0..3 {
-        assert_eq!(lab.ends(machine), 0);
-    }
-    lab.assert_whole();
+    lab.completes(&[0, 1, 2]);
 }
 
 #[test]
@@ -78,7 +75,7 @@ fn a_suspension_that_one_machine_cannot_take_part_in_leaves_all_running() {
     if !gate() {
         return;
     }
-    let mut lab = Lab::new(2, 60_000);
+    let mut lab = Lab::new(2, ENDLESS);
     lab.set("snapshot.interval", "\"off\"");
     lab.set("hooks.on-error", "\"refuse\"");
     lab.set("hooks.before-snapshot", "[\"/bin/sh\", \"-c\", \"test $REKINDLE_JOB != ring.1\"]");
@@ -98,7 +95,7 @@ fn a_group_goes_back_together_to_the_image_that_one_machine_names() {
     if !gate() {
         return;
     }
-    let mut lab = Lab::new(2, 9000);
+    let mut lab = Lab::new(2, ENDLESS);
     lab.run_all();
     lab.said(0, STORED, 3);
     lab.said(1, STORED, 3);
@@ -111,8 +108,7 @@ fn a_group_goes_back_together_to_the_image_that_one_machine_names() {
     let (code, said) = lab.request(0, &["rewind", "ring.0", "-1"]);
     assert!(code == 0 && said.contains("job ring.0 is running, from image"), "{said}");
     (0..2).for_each(|rank| lab.said(rank, RESTORED, 2));
-    assert_eq!((lab.ends(0), lab.ends(1)), (0, 0));
-    lab.assert_whole();
+    lab.completes(&[0, 1]);
 }
 
 #[test]
@@ -120,7 +116,7 @@ fn a_rule_that_gives_up_on_one_machine_ends_the_run_on_all_with_the_exit_code() 
     if !gate() {
         return;
     }
-    let mut lab = Lab::new(2, 9000);
+    let mut lab = Lab::new(2, ENDLESS);
     lab.set("rules", "[{ match = { signal = \"SIGSEGV\" }, action = \"give-up\" }]");
     lab.run_all();
     lab.said(1, STORED, 1);
@@ -135,7 +131,7 @@ fn all_start_from_the_beginning_together_or_it_is_refused() {
     if !gate() {
         return;
     }
-    let mut lab = Lab::new(2, 9000);
+    let mut lab = Lab::new(2, ENDLESS);
     lab.run_all();
     lab.said(0, STORED, 1);
     lab.machines[1].signal(Signal::SIGTERM);
@@ -153,13 +149,12 @@ fn all_start_from_the_beginning_together_or_it_is_refused() {
     lab.machines[1].kill();
     lab.run(1, 1, &["--fresh"]);
     (0..2).for_each(|rank| lab.said(rank, RESTORED, 1));
-    assert_eq!((lab.ends(0), lab.ends(1)), (0, 0));
+    lab.completes(&[0, 1]);
     // A completed job, too.
     lab.run_all();
     assert_eq!((lab.ends(0), lab.ends(1)), (2, 2));
     (0..2).for_each(|rank| lab.run(rank, rank, &["--fresh"]));
-    assert_eq!((lab.ends(0), lab.ends(1)), (0, 0));
-    lab.assert_whole();
+    lab.completes(&[0, 1]);
 }
 
 #[test]
@@ -167,7 +162,7 @@ fn the_deadline_of_one_machine_ends_the_run_of_all_with_a_last_image() {
     if !gate() {
         return;
     }
-    let mut lab = Lab::new(2, 60_000);
+    let mut lab = Lab::new(2, ENDLESS);
     lab.set("snapshot.interval", "\"off\"");
     lab.set("snapshot.grace", "\"8s\"");
     let began = std::time::Instant::now();

@@ -5,12 +5,12 @@ use std::os::unix::fs::PermissionsExt;
 
 use nix::sys::signal::Signal;
 
-use crate::lab::{Lab, gate};
+use crate::lab::{ENDLESS, Lab, gate};
 
 /// A group whose Slurm writes each request to queue the job again into the file `requeued`. `first` is what `scontrol` does
 /// before.
 fn lab(first: &str) -> Lab {
-    let mut lab = Lab::new(3, 9000);
+    let mut lab = Lab::new(3, ENDLESS);
     let file = lab.path("requeued");
     let programs = lab.path("slurm");
     fs::create_dir(&programs).unwrap();
