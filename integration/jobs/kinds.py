@@ -552,6 +552,24 @@ def mixed():
     count(check, last)
 
 
+def ticks():
+    """A periodic timer whose ticks nobody reads until the end."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    timer = libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
+    # Interval and first time, in seconds and nanoseconds.
+    every = (ctypes.c_long * 4)(0, 50_000_000, 0, 50_000_000)
+    need(libc.timerfd_settime(timer, 0, every, None) == 0, "timerfd_settime")
+    select.select([timer], [], [])
+
+    def last(_):
+        for _ in range(3):
+            ready, _, _ = select.select([timer], [], [], 10)
+            need(ready, "the timer has stopped")
+            need(int.from_bytes(os.read(timer, 8), "little") > 0, "ticks")
+
+    count(last=last)
+
+
 def outside():
     """A connection that nobody outside has accepted, until the file `close` is there."""
     stream = socket.socket(socket.AF_UNIX)
@@ -720,6 +738,7 @@ KINDS = {
     "removed": removed,
     "shared": shared,
     "timers": timers,
+    "ticks": ticks,
     "signals": signals,
     "forks": forks,
     "fork-storm": fork_storm,

@@ -11,6 +11,7 @@ mod peers;
 mod queues;
 mod rewrite;
 mod sockets;
+mod timers;
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -28,6 +29,7 @@ pub use memfds::memfd_names;
 pub use peers::{Dangling, dangling_sockets};
 pub use queues::{Queues, Stuck, keep_in_flight};
 pub use sockets::{TcpSocket, close_connections_outwards, tcp_sockets};
+pub use timers::restart_timers;
 
 use super::proto::{FileEntry, PagemapEntry, PagemapHead, PstreeEntry, RemapEntry, StatsEntry};
 

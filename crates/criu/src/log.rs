@@ -180,6 +180,8 @@ const MOMENTS: &[&str] = &[
     "Found a closed in-flight socket",
     // It was connected or closed between two checks (criu/sk-inet.c).
     "obtained but expected",
+    // An answer of the kernel that is not read yet (criu/sk-netlink.c).
+    "The socket has data to read",
     // In the middle of a message of several sends with MSG_MORE (criu/sk-inet.c).
     "corked dgram",
     // A helper of CRIU, or a process that it examined (criu/util.c).
@@ -250,6 +252,24 @@ const HINTS: &[(&str, &str)] = &[
     ("chr 10:", "the job has a device open that CRIU cannot dump"),
     ("perf_event", "the job has a perf event open, which CRIU cannot dump: stop profiling it"),
     ("userfaultfd", "the job uses userfaultfd, which CRIU cannot dump"),
+    (
+        "Unsupported proto 262",
+        "the job has a socket of Multipath TCP, which CRIU cannot dump: set GODEBUG=multipathtcp=0 for Go programs, or switch it off (sysctl net.mptcp.enabled=0)",
+    ),
+    (
+        "landlock-ruleset",
+        "the job has a ruleset of Landlock open, which CRIU cannot dump: the program that makes a sandbox of it has to close it",
+    ),
+    ("secretmem", "the job uses memfd_secret, which CRIU cannot dump"),
+    ("packetized mode for pipes", "the job has a pipe with O_DIRECT (pipe2), which CRIU cannot dump"),
+    (
+        "The socket has data to read",
+        "the job has not read an answer of the kernel (netlink) yet; the next attempt may work",
+    ),
+    (
+        "Can't lookup mount=",
+        "a process has a file open of a file system that is not mounted where CRIU looks; POSIX message queues (mq_open) are such files, and CRIU cannot dump them",
+    ),
     ("Unseizable non-zombie", "a debugger or strace is attached to the job: detach it"),
     ("nested", "the job made namespaces of its own (a sandbox, a container), which CRIU cannot dump from outside"),
     (

@@ -271,6 +271,34 @@ pub(crate) struct NullFileEntry {
     pub name: String,
 }
 
+/// `timerfd_entry`.
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct TimerfdEntry {
+    #[prost(uint32, required, tag = "1")]
+    pub id: u32,
+    #[prost(uint32, required, tag = "2")]
+    pub flags: u32,
+    /// `fown_entry`, unchanged.
+    #[prost(bytes = "vec", required, tag = "3")]
+    pub owner: Vec<u8>,
+    #[prost(uint32, required, tag = "4")]
+    pub clock: u32,
+    /// Those that are not read yet.
+    #[prost(uint64, required, tag = "5")]
+    pub ticks: u64,
+    #[prost(uint32, required, tag = "6")]
+    pub set_flags: u32,
+    /// The time until the next one.
+    #[prost(uint64, required, tag = "7")]
+    pub value_s: u64,
+    #[prost(uint64, required, tag = "8")]
+    pub value_ns: u64,
+    #[prost(uint64, required, tag = "9")]
+    pub interval_s: u64,
+    #[prost(uint64, required, tag = "10")]
+    pub interval_ns: u64,
+}
+
 /// `ext_file_entry`.
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct ExtFileEntry {

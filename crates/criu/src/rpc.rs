@@ -393,7 +393,8 @@ impl<'a> Run<'a> {
             .and_then(|s| s.environment(variables))
             .and_then(|spawn| {
                 let spawn = spawn.open(null(0, libc::O_RDONLY)).open(null(1, libc::O_WRONLY));
-                let mut spawn = spawn.fd(log_end, 2).fd(theirs, 3);
+                // A session of its own: Ctrl-C, or a signal for our process group, is for us.
+                let mut spawn = spawn.fd(log_end, 2).fd(theirs, 3).session();
                 for (fd, file) in (FIRST_FILE..).zip(files) {
                     let flags = libc::O_WRONLY | libc::O_APPEND;
                     spawn = spawn.open(Open { fd, path: spawn::c_string(&file.now)?, flags });

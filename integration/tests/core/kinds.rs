@@ -60,6 +60,7 @@ kinds! {
     a_connection_within_the_job: "tcp-within",
     a_deleted_file: "ghost",
     timers_and_sleeps: "timers",
+    a_timer_whose_ticks_are_read_late: "ticks",
     signals_blocked_and_pending: "signals",
     short_lived_children: "forks",
     a_big_environment: "environment",

@@ -145,6 +145,34 @@ fn signals_that_come_together_are_one_request() {
     finish(&lab, run);
 }
 
+/// Ctrl-C and GNU timeout signal the whole process group: CRIU must not be in it.
+#[test]
+fn a_signal_for_the_group_does_not_end_criu_in_a_dump() {
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab.set_file("criu.path", "criu").leading_a_session();
+    let (real, slow, began) = (criu(), lab.file("slow"), lab.file("began"));
+    lab.script(
+        "criu",
+        &format!(
+            "case \"$*\" in *--version*) exec {real} \"$@\";; esac\n\
+             if [ -e {slow} ]; then rm {slow}; echo $$ > {began}; sleep 1; fi\nexec {real} \"$@\"",
+            real = real.display(),
+            slow = slow.display(),
+            began = began.display(),
+        ),
+    );
+    let mut run = again(&lab);
+    count_on(&lab, &mut run, 5);
+    std::fs::write(&slow, "").unwrap();
+    run.signal(Signal::SIGUSR1);
+    run.wait_for("CRIU dumps", || began.exists());
+    nix::sys::signal::killpg(nix::unistd::Pid::from_raw(run.pid()), Signal::SIGINT).unwrap();
+    let (_, said) = run.ends_with(130);
+    assert!(!said.contains("the final snapshot failed"), "{said}");
+    assert_eq!(lab.good().first(), Some(&1), "{said}");
+    finish(&lab, again(&lab));
+}
+
 #[test]
 fn a_stop_without_an_image_does_not_say_that_the_job_runs_on() {
     let Some(lab) = Lab::new() else { return };
