@@ -32,7 +32,8 @@ const BASE: [&str; 10] =
     ["chain", "ended", "micros", "moved", "notice", "percentage", "units", "xid", "cause", "interval"];
 
 /// The modules for Linux.
-const OS: [&str; 29] = [
+const OS: [&str; 30] = [
+    "affinity",
     "blocks",
     "clock",
     "detach",

@@ -570,6 +570,28 @@ def ticks():
     count(last=last)
 
 
+def bound():
+    """Two threads on one processor each, until there is the file `anywhere`."""
+    processors = sorted(os.sched_getaffinity(0))
+    mine, others = {processors[-1]}, {processors[0]}
+
+    def sleep():
+        os.sched_setaffinity(0, others)
+        while True:
+            time.sleep(0.1)
+            if not os.path.exists(path("anywhere")):
+                need(os.sched_getaffinity(0) == others, "the thread is not bound to", others)
+
+    threading.Thread(target=sleep, daemon=True).start()
+    os.sched_setaffinity(0, mine)
+
+    def check(_):
+        if not os.path.exists(path("anywhere")):
+            need(os.sched_getaffinity(0) == mine, "not bound to", mine)
+
+    count(check)
+
+
 def outside():
     """A connection that nobody outside has accepted, until the file `close` is there."""
     stream = socket.socket(socket.AF_UNIX)
@@ -739,6 +761,7 @@ KINDS = {
     "shared": shared,
     "timers": timers,
     "ticks": ticks,
+    "bound": bound,
     "signals": signals,
     "forks": forks,
     "fork-storm": fork_storm,

@@ -7,12 +7,14 @@
 //! | [`gpu`] | the CUDA processes: locked, checkpointed | restored, on other GPUs if they moved |
 //! | `tcp` | connections: kept or closed; the snapshot waits for those that are not accepted yet | ports that dead processes use are freed |
 //! | `groups` | control groups that the job made | created again and entered |
+//! | `affinity` | threads that are bound to processors | bound again, to those that we may use |
 //! | [`devices`] | NVIDIA's devices in processes without CUDA | left out of the image |
 //! | `fds` | descriptors in flight between processes | by CRIU; the snapshot waits for those that CRIU cannot restore |
 //! | `locks` | file locks, by CRIU | those that CRIU loses |
 //! | `access` | rights and open files of each process | compared before the job runs |
 
 pub(crate) mod access;
+pub(crate) mod affinity;
 pub mod devices;
 pub(crate) mod fds;
 pub(crate) mod files;

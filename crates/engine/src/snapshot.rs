@@ -489,6 +489,7 @@ fn describe(frozen: &phases::Frozen<'_>) -> Result<Manifest, Error> {
         folders: moment.folders.clone(),
         fifos: moment.fifos.clone(),
         control_groups: moment.control_groups.clone(),
+        bindings: moment.bindings.clone(),
         saved_links: frozen.saved_links.clone(),
         recreate: frozen.dumped.recreate.clone(),
         mapped_files: frozen.mapped_files()?,

@@ -19,8 +19,8 @@ use thiserror::Error;
 
 pub use contents::{Owner, Stamp, TrackedEntry, TrackedFolder, TrackedKind};
 pub use fields::{
-    Chunks, Fifo, Folder, GivenFile, Gpu, GroupPart, Host, JobRights, JobTree, Kept, KeptCopy, KeptPiece, Landing,
-    Manifest, MappedFile, OpenFile, Part, Phase, PidNamespace, Reason, Recreate, SavedLink, TreeProcess,
+    Binding, Chunks, Fifo, Folder, GivenFile, Gpu, GroupPart, Host, JobRights, JobTree, Kept, KeptCopy, KeptPiece,
+    Landing, Manifest, MappedFile, OpenFile, Part, Phase, PidNamespace, Reason, Recreate, SavedLink, TreeProcess,
 };
 
 pub use groups::ControlGroup;

@@ -61,6 +61,7 @@ kinds! {
     a_deleted_file: "ghost",
     timers_and_sleeps: "timers",
     a_timer_whose_ticks_are_read_late: "ticks",
+    threads_that_are_bound_to_processors: "bound",
     signals_blocked_and_pending: "signals",
     short_lived_children: "forks",
     a_big_environment: "environment",
@@ -282,6 +283,25 @@ fn a_terminals_number_is_the_jobs_own() {
         (0..16).map(|_| fs::File::options().read(true).write(true).open("/dev/ptmx").unwrap()).collect();
     let mut run = lab.python("kinds.py", &["terminals", lab.path().to_str().unwrap()]);
     run.wait_said("the job was restored from image");
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+}
+
+/// A scheduler gives the job other processors than before.
+#[test]
+fn a_binding_that_is_not_possible_here_is_told() {
+    let Some(lab) = Lab::new() else { return };
+    let several = std::thread::available_parallelism().is_ok_and(|processors| processors.get() > 1);
+    if !rekindle_testing::require("processors", several, "there is only one") {
+        return;
+    }
+    let run = until_after_snapshot(&lab, "bound");
+    std::fs::write(lab.file("anywhere"), "").unwrap();
+    run.kill_9();
+    let lab = lab.on_one_processor();
+    let mut run = lab.python("kinds.py", &["bound", lab.path().to_str().unwrap()]);
+    run.wait_said("1 thread of the job was bound to processors ");
+    run.wait_said("rekindle may not use them here. It runs on processors 0");
     count_on(&lab, &mut run, 5);
     finish(&lab, run);
 }

@@ -149,6 +149,12 @@ impl Lab {
         self
     }
 
+    /// The supervisor runs on the first processor only.
+    pub(crate) fn on_one_processor(mut self) -> Lab {
+        self.wrapper.splice(0..0, ["taskset", "-c", "0"].map(OsString::from));
+        self
+    }
+
     /// The supervisor leads a session of its own, without a terminal.
     pub(crate) fn leading_a_session(mut self) -> Lab {
         self.wrapper.insert(0, "setsid".into());

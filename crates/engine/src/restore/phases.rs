@@ -16,7 +16,7 @@ use crate::parts::files::moved::{self, Logs};
 use crate::parts::files::put_back as files;
 use crate::parts::gpu::placement::Relocation;
 use crate::parts::gpu::put_back as gpu;
-use crate::parts::{access, groups, locks, tcp};
+use crate::parts::{access, affinity, groups, locks, tcp};
 use crate::snapshot::CRIU_DIR;
 use crate::steps::{self, Failed, Step, Timer};
 use rekindle_base::chain;
@@ -311,6 +311,7 @@ pub(super) fn run_criu(
         }
         locks::hold(root, lost_locks);
         groups::put_back::put_back(root, manifest, request.identity);
+        affinity::put_back(root, manifest);
         // CRIU would send the signal only after it has resumed the tasks: until then a thread could read memory that is
         // not restored yet, or be stopped while it has a lock of the driver.
         if !manifest.tree.cuda.is_empty() {

@@ -14,12 +14,12 @@ use crate::parts::files::capture::Captured;
 use crate::parts::files::record;
 use crate::parts::gpu::capture as gpu;
 use crate::parts::tcp::waiting::{self, Unaccepted};
-use crate::parts::{access, fds::InFlight, groups, tcp};
+use crate::parts::{access, affinity, fds::InFlight, groups, tcp};
 use rekindle_base::chain;
 use rekindle_criu as criu;
 use rekindle_os::ptrace;
 use rekindle_store::ImageId;
-use rekindle_store::manifest::{ControlGroup, Fifo, Folder, GivenFile, JobRights, OpenFile, SavedLink};
+use rekindle_store::manifest::{Binding, ControlGroup, Fifo, Folder, GivenFile, JobRights, OpenFile, SavedLink};
 
 /// What was recorded.
 pub(super) struct Moment {
@@ -31,6 +31,7 @@ pub(super) struct Moment {
     pub(super) folders: Vec<Folder>,
     pub(super) fifos: Vec<Fifo>,
     pub(super) control_groups: Vec<ControlGroup>,
+    pub(super) bindings: Vec<Binding>,
     /// What could not be done, in words; none of it makes the image unusable.
     pub(super) notes: Vec<String>,
 }
@@ -98,6 +99,7 @@ impl Still<'_, '_> {
             folders,
             fifos,
             control_groups: groups.groups,
+            bindings: affinity::capture(&tree),
             notes,
         });
         Ok(())

@@ -72,6 +72,9 @@ pub struct Manifest {
     /// earlier version has none, and its job is restored in the supervisor's group.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub control_groups: Vec<ControlGroup>,
+    /// Threads that were bound to other processors than the supervisor. Empty in an image of an earlier version.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub bindings: Vec<Binding>,
     /// Hard links made for deleted files, so that a restore can open them.
     pub saved_links: Vec<SavedLink>,
     /// Files of ours that the job has mapped, and that must exist before a restore.
@@ -444,4 +447,13 @@ pub struct Part {
     /// packed one, which has a hash for each chunk.
     #[serde(default, with = "hex::optional", skip_serializing_if = "Option::is_none")]
     pub blake3: Option<blake3::Hash>,
+}
+
+/// Threads that were bound to the same processors.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Binding {
+    /// The processors, in the form of `taskset -c`.
+    pub processors: String,
+    /// The ids of the threads, as they see themselves.
+    pub threads: Vec<i32>,
 }

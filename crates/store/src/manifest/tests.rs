@@ -54,6 +54,7 @@ fn a_manifest_survives_its_bytes() {
                 ..OpenFile::new("/data/ü.csv".into(), 0)
             },
         ],
+        bindings: vec![Binding { processors: "0-1".into(), threads: vec![7] }],
         saved_links: vec![SavedLink { link: odd.into(), saved: "/data/.rekindle-link-1".into() }],
         recreate: vec![Recreate { path: "/x".into(), mode: 0o755, part: "bin/x".into() }],
         phases: vec![Phase { phase: "dump".to_owned(), started_us: 1, took_us: 2 }],
