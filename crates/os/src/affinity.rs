@@ -72,7 +72,7 @@ impl fmt::Debug for Processors {
 
 /// A text that is no set of processors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("not a list of processors such as 0-3,8")]
+#[error("a text that is no list of processors such as 0-3,8")]
 pub struct NoList;
 
 impl FromStr for Processors {

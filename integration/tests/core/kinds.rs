@@ -300,8 +300,8 @@ fn a_binding_that_is_not_possible_here_is_told() {
     run.kill_9();
     let lab = lab.on_one_processor();
     let mut run = lab.python("kinds.py", &["bound", lab.path().to_str().unwrap()]);
-    run.wait_said("1 thread of the job was bound to processors ");
-    run.wait_said("rekindle may not use them here. It runs on processors 0");
+    run.wait_said("threads of the job were bound to processors ");
+    run.wait_said("rekindle may not use them here. They run on processors 0 now");
     count_on(&lab, &mut run, 5);
     finish(&lab, run);
 }

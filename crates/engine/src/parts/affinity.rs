@@ -34,21 +34,24 @@ pub(crate) fn put_back(root: i32, manifest: &Manifest) {
     let threads = process::tree(root).into_iter().flat_map(process::threads);
     let threads: BTreeMap<i32, i32> =
         threads.filter_map(|thread| Some((process::inner_pid(thread)?, thread))).collect();
-    for binding in &manifest.bindings {
-        if let Err(why) = bind(binding, &ours, &threads) {
-            let (count, processors) = (binding.threads.len(), &binding.processors);
-            let (were, run) =
-                if count == 1 { ("thread of the job was", "It runs") } else { ("threads of the job were", "They run") };
-            tracing::warn!("{count} {were} bound to processors {processors}: {why}. {run} on processors {ours} now");
+    for Binding { processors, threads: bound } in &manifest.bindings {
+        let wanted: Processors = match processors.parse() {
+            Ok(wanted) => wanted,
+            Err(error) => {
+                tracing::warn!("threads of the job are not bound to processors again: the image has {error}");
+                continue;
+            }
+        };
+        let bound = bound.iter().filter_map(|inner| threads.get(inner).copied());
+        if let Err(why) = bind(bound, &wanted, &ours) {
+            tracing::warn!(
+                "threads of the job were bound to processors {wanted}: {why}. They run on processors {ours} now"
+            );
         }
     }
 }
 
-fn bind(binding: &Binding, ours: &Processors, threads: &BTreeMap<i32, i32>) -> Result<(), String> {
-    let wanted: Processors = binding.processors.parse().map_err(|error| format!("the image says {error}"))?;
-    let Some(here) = wanted.within(ours) else { return Err("rekindle may not use them here".into()) };
-    for thread in binding.threads.iter().filter_map(|inner| threads.get(inner)) {
-        here.bind(*thread).map_err(|error| error.to_string())?;
-    }
-    Ok(())
+fn bind(mut threads: impl Iterator<Item = i32>, wanted: &Processors, ours: &Processors) -> Result<(), String> {
+    let here = wanted.within(ours).ok_or("rekindle may not use them here")?;
+    threads.try_for_each(|thread| here.bind(thread)).map_err(|error| error.to_string())
 }
