@@ -8,6 +8,7 @@
 
 use std::ffi::{CString, OsStr, OsString};
 use std::io;
+use std::ops::RangeInclusive;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -15,7 +16,9 @@ use std::time::{Duration, Instant};
 use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sched::CloneFlags;
+use nix::sys::signal::{Signal, killpg};
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, recv, send, socketpair};
+use nix::unistd::Pid;
 use prost::Message;
 
 use super::log::{Log, Reader};
@@ -403,7 +406,7 @@ impl<'a> Run<'a> {
                     // Pids of the job begin far above.
                     Some(init) => {
                         let world = world_of(init)?;
-                        spawn.world(world).pid(CRIU_PID).start()
+                        spawn.world(world).pids(CRIU_PIDS).start()
                     }
                     None if orphan == Orphan::Dies => spawn.dies_with_us().start(),
                     None => spawn.start(),
@@ -552,8 +555,15 @@ impl<'a> Run<'a> {
         let talk = |what| move |source| RunError::Talk { what, source };
         // CRIU waits until the socket is closed, then exits; a CRIU that hangs is killed.
         drop(self.socket);
-        if outcome.is_err() && !matches!(outcome, Err(Stop::Closed | Stop::Hook(_))) {
-            self.child.signal(libc::SIGKILL).map_err(talk("kill"))?;
+        match outcome {
+            Ok(_) | Err(Stop::Hook(_)) => {}
+            // What it has started is in its process group. If it has ended itself, it has not been waited for yet, so the number
+            // is no other group's.
+            Err(Stop::Closed) => drop(killpg(Pid::from_raw(self.child.pid()), Signal::SIGKILL)),
+            Err(_) => {
+                let _ = killpg(Pid::from_raw(self.child.pid()), Signal::SIGKILL);
+                self.child.signal(libc::SIGKILL).map_err(talk("kill"))?;
+            }
         }
         let ended = wait_bounded(&self.child, Duration::from_secs(10)).map_err(talk("wait"))?;
         let log = self.log.finish(Duration::from_secs(2));
@@ -577,8 +587,9 @@ const LOOK: Duration = Duration::from_millis(200);
 /// milliseconds.
 const NOTICES_WITHIN: Duration = Duration::from_secs(2);
 
-/// The pid CRIU gets in the job's namespace, below every pid that a job can have.
-const CRIU_PID: i32 = 2;
+/// The pids for CRIU in the job's namespace, below every pid that a job can have. It gets the first one, unless processes of
+/// a CRIU that was killed still have that one's session.
+const CRIU_PIDS: RangeInclusive<i32> = 2..=9;
 
 /// Waits for the child to end, and kills it after `limit`.
 fn wait_bounded(child: &Child, limit: Duration) -> io::Result<Ended> {

@@ -16,6 +16,7 @@ mod handle;
 use std::collections::BTreeSet;
 use std::ffi::{CString, OsStr};
 use std::io;
+use std::ops::RangeInclusive;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -66,8 +67,8 @@ struct Program {
 #[derive(Debug)]
 struct Place {
     world: World,
-    /// The pid in the innermost namespace.
-    pid: Option<i32>,
+    /// The pid in the innermost namespace: the first of these that is free.
+    pids: Option<RangeInclusive<i32>>,
     /// A network namespace to be born into.
     network: Option<OwnedFd>,
     /// If the child gets a tunnel device that it may open: the mounts to leave out.
@@ -156,7 +157,7 @@ impl Spawn {
         }
         Ok(Spawn {
             program: Program { path, args: all, env: Vec::new() },
-            place: Place { world: World::Host, pid: None, network: None, own_tun: None, directory: None },
+            place: Place { world: World::Host, pids: None, network: None, own_tun: None, directory: None },
             descriptors: Descriptors::default(),
             rights: Rights::default(),
             umask: None,
@@ -196,10 +197,11 @@ impl Spawn {
         self
     }
 
-    /// Sets the child's pid in its innermost namespace (clone3's `set_tid`); it must be free there.
+    /// Sets the child's pid in its innermost namespace (clone3's `set_tid`): the first of these that is free there. One is not
+    /// free as long as a process is in its process group or session.
     #[must_use]
-    pub fn pid(mut self, pid: i32) -> Spawn {
-        self.place.pid = Some(pid);
+    pub fn pids(mut self, pids: RangeInclusive<i32>) -> Spawn {
+        self.place.pids = Some(pids);
         self
     }
 
@@ -353,8 +355,19 @@ impl Spawn {
     }
 
     fn clone_process(&self, plan: &mut child::Plan<'_>) -> io::Result<(i32, OwnedFd)> {
+        let Some(mut pids) = self.place.pids.clone() else { return self.clone_with_pid(plan, None) };
+        loop {
+            let Some(pid) = pids.next() else { return Err(io::Error::from_raw_os_error(libc::EEXIST)) };
+            match self.clone_with_pid(plan, Some(pid)) {
+                Err(error) if error.raw_os_error() == Some(libc::EEXIST) => {}
+                result => return result,
+            }
+        }
+    }
+
+    fn clone_with_pid(&self, plan: &mut child::Plan<'_>, pid: Option<i32>) -> io::Result<(i32, OwnedFd)> {
         let mut pidfd: RawFd = -1;
-        let set_tid = self.place.pid.map(|pid| [pid]);
+        let set_tid = pid.map(|pid| [pid]);
         // SAFETY: clone_args is plain numbers, for which all zeroes is valid.
         let mut args: libc::clone_args = unsafe { std::mem::zeroed() };
         args.flags = u64::from((libc::CLONE_PIDFD | self.place.new_namespaces().bits()).cast_unsigned());

@@ -136,9 +136,16 @@ fn a_child_in_a_new_world_is_its_first_and_another_can_join() {
     let first =
         Spawn::new(Path::new("/bin/sleep"), ["60"]).unwrap().world(World::New(CloneFlags::empty())).start().unwrap();
     assert_eq!(crate::process::inner_pid(first.pid()), Some(1));
-    let pidfd = first.pidfd().unwrap();
-    let (text, _) = output("echo $$", |s| s.world(World::Join(pidfd, CloneFlags::empty())).pid(500));
+    let join = |s: Spawn| s.world(World::Join(first.pidfd().unwrap(), CloneFlags::empty()));
+    let (text, _) = output("echo $$", |s| join(s).pids(500..=500));
     assert_eq!(text.trim(), "500");
+    // A process in its session keeps the number from being free.
+    let (text, _) = output("echo $$; exec sleep 60 >/dev/null 2>&1 & exit 0", |s| join(s).session().pids(500..=501));
+    assert_eq!(text.trim(), "500");
+    let (text, _) = output("echo $$", |s| join(s).pids(500..=501));
+    assert_eq!(text.trim(), "501");
+    let full = join(Spawn::new(Path::new("/bin/true"), [""; 0]).unwrap()).pids(500..=500).start().unwrap_err();
+    assert!(full.to_string().contains("fork"), "{full}");
     first.signal(libc::SIGKILL).unwrap();
     assert_eq!(first.wait().unwrap(), Ended::Signal(libc::SIGKILL));
     assert!(!is_known(first.pid()));
