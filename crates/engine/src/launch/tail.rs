@@ -163,13 +163,13 @@ impl Tail {
         }
     }
 
-    /// The content at `at` was rotated or cut: finds the position to continue at. The data of the file begins at
-    /// `begin` now. Returns false while a rotation is in progress.
+    /// The content at `at` was rotated or cut: finds the position to continue at. `older` and `begin` (where the data of the
+    /// file begins) were read just before. Returns false if a rotation is in progress.
     fn find_again(&mut self, file: &File, older: &[Signature], begin: u64, to: &mut dyn Write) -> io::Result<bool> {
         let new = older.iter().position(|one| self.older.contains(one)).unwrap_or(older.len());
         let Some(pieces) = open_rotated(&self.path, older.get(..new).unwrap_or_default())? else { return Ok(false) };
         if pieces.is_empty() {
-            return self.go_back(file, begin, to).map(|()| true);
+            return self.go_back(file, older, begin, to);
         }
         // Two candidates for where the pieces were in the file: the first began where the data began, or the last ended
         // where the data begins now.
@@ -200,14 +200,15 @@ impl Tail {
         Ok(true)
     }
 
-    /// The file was cut, and perhaps written again: once a line differs from what was shown, continues there.
-    fn go_back(&mut self, file: &File, data: u64, to: &mut dyn Write) -> io::Result<()> {
+    /// The file was cut, and perhaps written again: once a line or a frame of a progress bar differs from what was shown,
+    /// continues there. Returns false if the file was rotated meanwhile: then a hole was compared.
+    fn go_back(&mut self, file: &File, older: &[Signature], data: u64, to: &mut dyn Write) -> io::Result<bool> {
         let begin = self.at.saturating_sub(self.shown.len() as u64);
         let length = file.metadata()?.len();
         if length < begin {
             // Cut to before what is remembered.
             (self.at, self.shown) = (length, Vec::new());
-            return Ok(());
+            return Ok(true);
         }
         // The part before the data was rotated away, so it is unchanged.
         let kept = usize::try_from(data.saturating_sub(begin)).unwrap_or(usize::MAX).min(self.shown.len());
@@ -217,18 +218,28 @@ impl Tail {
             there.extend_from_slice(bytes);
             Ok(())
         })?;
+        if settled(&self.path)?.is_none_or(|now| now != older) || sparse::begin(file)? != data {
+            return Ok(false);
+        }
         let same = shown.iter().zip(&there).take_while(|(a, b)| a == b).count();
         if same == there.len() {
-            return Ok(());
+            return Ok(true);
         }
-        let same = kept + same;
-        let line = self.shown.iter().take(same).rposition(|byte| *byte == b'\n').map_or(0, |end| end + 1);
-        if self.shown.last().is_some_and(|last| *last != b'\n') {
+        let before = self.shown.get(..kept + same).unwrap_or_default();
+        let line = match before.iter().rposition(|byte| matches!(byte, b'\n' | b'\r')) {
+            // A frame begins with the carriage return: it is shown again, over the one that differs.
+            Some(at) if before.get(at) == Some(&b'\r') => at,
+            Some(at) => at + 1,
+            None => 0,
+        };
+        let line = line.max(kept);
+        let continues = there.get(line - kept) == Some(&b'\r');
+        if !continues && self.shown.last().is_some_and(|last| *last != b'\n') {
             to.write_all(b"\n")?;
         }
-        self.shown.truncate(line.max(kept));
-        self.at = begin + self.shown.len() as u64;
-        Ok(())
+        self.shown.truncate(line);
+        self.at = begin + line as u64;
+        Ok(true)
     }
 }
 
@@ -336,6 +347,8 @@ fn copy_some(file: &File, at: u64, most: u64, to: &mut dyn FnMut(&[u8]) -> io::R
 mod tests {
     use std::fs::OpenOptions;
 
+    use nix::fcntl::{FallocateFlags, fallocate};
+
     use super::*;
 
     struct Log {
@@ -421,6 +434,38 @@ mod tests {
         log.cut(0);
         log.write("n 1\nn 2\nother\nn 4\n");
         log.sees("");
+    }
+
+    #[test]
+    fn a_progress_bar_goes_back_to_the_frame_that_differs() {
+        let mut log = Log::new();
+        log.write("begin\n\rn 1 =\rn 2 =\rn 3 =");
+        log.sees("begin\n\rn 1 =\rn 2 =\rn 3 =");
+        log.cut(12);
+        log.write("\rn 2 =\rm 3 =\rm 4 =");
+        log.sees("\rm 3 =\rm 4 =");
+        log.cut(6);
+        log.write("end\n");
+        log.sees("\nend\n");
+    }
+
+    #[test]
+    fn a_rotation_that_begins_while_the_reader_compares_is_not_taken_for_a_cut() {
+        let mut log = Log::new();
+        let frames = |numbers: Range<u32>| -> String {
+            numbers.map(|number| format!("\rn {number:4} {}", "=".repeat(1000))).collect()
+        };
+        log.write(&frames(0..20));
+        log.sees(&frames(0..20));
+        let (older, begin) = (settled(&log.file()).unwrap().unwrap(), 0);
+        let hole = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+        std::fs::write(log.dir.path().join("log.1"), &frames(0..20).as_bytes()[..8192]).unwrap();
+        fallocate(OpenOptions::new().write(true).open(log.file()).unwrap(), hole, 0, 8192).unwrap();
+        let file = File::open(log.file()).unwrap();
+        assert!(!log.tail.find_again(&file, &older, begin, &mut log.seen).unwrap(), "it looks again");
+        assert_eq!(log.seen, b"");
+        log.write(&frames(20..21));
+        log.sees(&frames(20..21));
     }
 
     /// inotify wakes a reader between the two steps of a rotation.
