@@ -107,8 +107,14 @@ fn more() -> Roff {
         (code(Exit::Success), "The job completed."),
         ("that of the job".into(), "The job ended with this code and was given up."),
         ("128 + n".into(), "The job was ended by signal n, or rekindle was stopped by it."),
-        (code(Exit::Unsound), "verify, repair, cuda: something is wrong."),
-        (code(Exit::Usage), "Wrong usage, a wrong value of an option, unknown job or image."),
+        (
+            code(Exit::Unsound),
+            "verify, repair, cuda: something is wrong. snapshot, suspend and others: tried and failed.",
+        ),
+        (
+            code(Exit::Usage),
+            "Wrong usage, a wrong value of an option, unknown job or image, or not possible in the job's current state.",
+        ),
         (
             code(Exit::NoUsableImage),
             "There are images and none can be used. The job was not started from the beginning (restart.cold-start).",
@@ -124,7 +130,11 @@ fn more() -> Roff {
             from the newest image.",
         ),
         (code(Exit::OnlyInMemory), "Stopped. The last image could not be stored: it is only in memory."),
-        (code(Exit::Config), "The configuration or a variable is wrong, or the store cannot be trusted."),
+        (
+            code(Exit::Config),
+            "The configuration or a variable is wrong, root may not read a configuration file, the store cannot be \
+            trusted, or the image belongs to another user than job.user.",
+        ),
         (code(Exit::Internal), "rekindle itself failed."),
         (code(Exit::NotExecutable), "The command cannot be executed."),
         (code(Exit::NotFound), "The command was not found."),

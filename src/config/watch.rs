@@ -370,8 +370,6 @@ pub(crate) enum CauseName {
     Hang,
     /// The job could not be resumed after a snapshot.
     SnapshotLost,
-    /// The rest of its memory could not be restored.
-    MemoryLost,
 }
 
 /// A regular expression of the `regex` crate: time linear in the line, whatever the pattern.

@@ -55,7 +55,6 @@ fn is(name: CauseName, cause: &Cause) -> bool {
         CauseName::GpuFault => matches!(cause, Cause::GpuFault { .. }),
         CauseName::Hang => matches!(cause, Cause::Hang { .. }),
         CauseName::SnapshotLost => *cause == Cause::SnapshotLost,
-        CauseName::MemoryLost => *cause == Cause::MemoryLost,
     }
 }
 
