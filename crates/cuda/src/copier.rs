@@ -7,6 +7,9 @@
 //!
 //! What has not changed since an earlier copy is not copied again: the GPU computes hashes that show it (`serve/names.rs`).
 //!
+//! At a restore it can make the memory itself and fill it while CRIU works ([`Copier::make`]): the processes, which do not
+//! exist yet, get it afterwards.
+//!
 //! A job need not wait for all of a copy out: [`Copying::leave`] moves what is not copied yet to room on the same GPU, if there
 //! is any, and the rest is copied from there while the job runs (`serve/course.rs`).
 //!
@@ -95,7 +98,7 @@ pub enum Way {
 }
 
 /// What a copy did.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug)]
 pub struct Copied {
     /// Bytes.
     pub bytes: u64,
@@ -103,6 +106,17 @@ pub struct Copied {
     pub same: u64,
     /// From the first piece to the last byte.
     pub took: Duration,
+    /// Its pieces, in the order in which they were named.
+    pub pieces: Vec<Placed>,
+}
+
+/// A piece that was copied.
+#[derive(Debug)]
+pub struct Placed {
+    /// The GPU that it is on.
+    pub gpu: GpuUuid,
+    /// Its descriptor, if it was made for the copy. Once that is closed, the memory is free, unless a process has imported it.
+    pub memory: Option<OwnedFd>,
 }
 
 /// What is left of a copy when the job may run.
@@ -143,6 +157,8 @@ pub struct Copier {
     running: Mutex<Option<Running>>,
     /// The GPUs could not compare: the process would have to be ended each time.
     cannot_compare: AtomicBool,
+    /// Processes could not use memory that was made for them.
+    cannot_make: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -221,12 +237,16 @@ impl Running {
     }
 
     fn answer(&self, limit: Duration, doing: &'static str) -> Result<Answer, Error> {
+        self.answer_with_memory(limit, doing).map(|(answer, _)| answer)
+    }
+
+    fn answer_with_memory(&self, limit: Duration, doing: &'static str) -> Result<(Answer, Option<OwnedFd>), Error> {
         let gone = |source| Error::Gone { doing, source };
         let limit = TimeVal::milliseconds(i64::try_from(limit.as_millis()).unwrap_or(i64::MAX).max(1));
         setsockopt(&self.socket, ReceiveTimeout, &limit).map_err(|errno| gone(errno.into()))?;
-        let answer = Answer::receive(self.socket.as_fd()).map_err(gone)?;
+        let (answer, memory) = Answer::receive(self.socket.as_fd()).map_err(gone)?;
         match answer.why {
-            None => Ok(answer),
+            None => Ok((answer, memory)),
             Some(why) => Err(Error::Refused { doing, why }),
         }
     }
@@ -294,10 +314,37 @@ impl Copier {
         reuse: Reuse,
         pieces: impl IntoIterator<Item = (u64, &'p Staying)>,
     ) -> Result<Copying<'_>, Error> {
+        let ask = |(offset, piece): (u64, &'p Staying)| {
+            (Ask::piece(offset, piece.bytes), piece.bytes, Some(piece.memory.as_fd()))
+        };
+        self.begin_with(way, file, reuse, pieces.into_iter().map(ask))
+    }
+
+    /// Begins to make memory and to fill it from a file that was named before: pieces on these GPUs, each from its offset and of
+    /// so many bytes. [`Copying::finish`] has their descriptors. If it fails, all is free again.
+    ///
+    /// # Errors
+    /// When the process has ended.
+    pub fn make(
+        &self,
+        file: &File,
+        pieces: impl IntoIterator<Item = (GpuUuid, u64, u64)>,
+    ) -> Result<Copying<'_>, Error> {
+        let ask = |(gpu, offset, bytes)| (Ask::make(gpu, offset, bytes), bytes, None);
+        self.begin_with(Way::In, file, Reuse::NOTHING, pieces.into_iter().map(ask))
+    }
+
+    fn begin_with<'p>(
+        &self,
+        way: Way,
+        file: &File,
+        reuse: Reuse,
+        asks: impl Iterator<Item = (Ask, u64, Option<BorrowedFd<'p>>)>,
+    ) -> Result<Copying<'_>, Error> {
         let doing = "copy";
         let meta = file.metadata().map_err(Error::File)?;
         let is_in_memory = pages::is_in_memory(file).map_err(Error::File)?;
-        let mut bytes = 0;
+        let (mut pieces, mut bytes) = (0, 0_u64);
         self.with(|running| {
             let copies = running.copies.get();
             let reused = match way == Way::Out && copies % reuse.full_every.max(1) != 0 {
@@ -307,14 +354,26 @@ impl Copier {
             };
             running.copies.set(copies.wrapping_add(u32::from(way == Way::Out)));
             running.send(&Ask::begin(way, meta.dev(), meta.ino(), reused), None, doing)?;
-            for (offset, piece) in pieces {
-                bytes = piece.bytes.saturating_add(bytes);
-                running.send(&Ask::piece(offset, piece.bytes), Some(piece.memory.as_fd()), doing)?;
+            for (ask, more, memory) in asks {
+                (pieces, bytes) = (pieces + 1, bytes.saturating_add(more));
+                running.send(&ask, memory, doing)?;
             }
             running.send(&Ask::end(), None, doing)
         })?;
         let limit = time_limit(bytes, is_in_memory);
-        Ok(Copying { copier: self, bytes, begun: Instant::now(), limit, is_left: false, is_over: false })
+        let begun = Instant::now();
+        Ok(Copying { copier: self, pieces, bytes, begun, limit, is_left: false, is_over: false })
+    }
+
+    /// Whether memory can be made before its processes exist: this is worth while if the process runs already.
+    #[must_use]
+    pub fn can_make(&self) -> bool {
+        self.pid().is_some() && !self.cannot_make.load(Ordering::Relaxed)
+    }
+
+    /// No more of it from now on: the processes could not use it.
+    pub fn makes_no_more(&self) {
+        self.cannot_make.store(true, Ordering::Relaxed);
     }
 
     /// Whether the process runs.
@@ -350,6 +409,7 @@ impl Copier {
 #[derive(Debug)]
 pub struct Copying<'a> {
     copier: &'a Copier,
+    pieces: usize,
     bytes: u64,
     begun: Instant,
     limit: Duration,
@@ -368,7 +428,7 @@ impl Copying<'_> {
     /// # Errors
     /// As [`Copying::finish`].
     pub fn leave(&mut self) -> Result<Left, Error> {
-        let [bytes, room, _] = self.ask(&Ask::Leave, &|| false)?;
+        let ([bytes, room, _], _) = self.ask(&Ask::Leave, 0, &|| false)?;
         self.is_left = true;
         Ok(Left { bytes, room })
     }
@@ -383,30 +443,41 @@ impl Copying<'_> {
     }
 
     fn wait(&mut self, is_right: bool, cancelled: &dyn Fn() -> bool) -> Result<Copied, Error> {
-        let asked = self.ask(&Ask::Finish(is_right), cancelled);
+        let asked = self.ask(&Ask::Finish(is_right), if is_right { self.pieces } else { 0 }, cancelled);
         self.is_over = true;
-        let [bytes, took, same] = asked?;
+        let ([bytes, took, same], pieces) = asked?;
         if bytes == self.bytes {
-            return Ok(Copied { bytes, same, took: Duration::from_micros(took) });
+            return Ok(Copied { bytes, same, took: Duration::from_micros(took), pieces });
         }
         *self.copier.lock() = None;
         Err(Error::Refused { doing: "copy", why: format!("it copied {bytes} bytes and not {}", self.bytes) })
     }
 
-    /// Asks the process that the copy was begun with. After a failure it is ended.
-    fn ask(&mut self, ask: &Ask, cancelled: &dyn Fn() -> bool) -> Result<[u64; 3], Error> {
+    /// Asks the process that the copy was begun with; with its answer come those about so many pieces. After a failure it is
+    /// ended.
+    fn ask(
+        &mut self,
+        ask: &Ask,
+        pieces: usize,
+        cancelled: &dyn Fn() -> bool,
+    ) -> Result<([u64; 3], Vec<Placed>), Error> {
         let left = self.limit.saturating_sub(self.begun.elapsed());
         let mut slot = self.copier.lock();
         let ended = || Error::Gone { doing: "copy", source: io::ErrorKind::BrokenPipe.into() };
         let result = slot.as_ref().ok_or_else(ended).and_then(|running| {
             running.send(ask, None, "copy")?;
-            running.answer_unless(left, "copy", cancelled)
+            let numbers = running.answer_unless(left, "copy", cancelled)?.numbers;
+            let piece = |_| {
+                let (answer, memory) = running.answer_with_memory(PATIENCE, "copy")?;
+                Ok(Placed { gpu: answer.gpu(), memory })
+            };
+            Ok((numbers, (0..pieces).map(piece).collect::<Result<_, Error>>()?))
         });
         if result.is_err() {
             *slot = None;
             self.is_over = true;
         }
-        Ok(result?.numbers)
+        result
     }
 }
 

@@ -376,7 +376,7 @@ pub fn take_again(all: &[Sharing], staying: &[Staying]) -> Result<(), Error> {
     let sessions = open(&all)?;
     let imported = at_once(all.iter().zip(&sessions), |(one, session)| {
         let mut entries = Vec::new();
-        for (index, _, bytes) in one.kept().filter(|(_, import, _)| import.is_gone.load(Relaxed) != 0) {
+        for (index, bytes) in gone(one) {
             let is_it = |piece: &&Staying| (piece.pid, piece.index, piece.bytes) == (one.inner(), index, bytes);
             let piece = staying.iter().find(is_it);
             let missing = || Error::Missing { pid: one.inner() };
@@ -386,6 +386,17 @@ pub fn take_again(all: &[Sharing], staying: &[Staying]) -> Result<(), Error> {
     });
     imported?;
     map_all(&all, sessions)
+}
+
+/// What processes have released of their own memory: the pid of each as it sees itself, its number of the memory, and its bytes.
+#[must_use]
+pub fn lacking(all: &[Sharing]) -> Vec<(i32, u32, u64)> {
+    all.iter().flat_map(|one| gone(one).map(|(index, bytes)| (one.inner(), index, bytes))).collect()
+}
+
+fn gone(one: &Sharing) -> impl Iterator<Item = (u32, u64)> + '_ {
+    let is_gone = |(_, import, _): &(u32, &Import, u64)| import.is_gone.load(Relaxed) != 0;
+    one.kept().filter(is_gone).map(|(index, _, bytes)| (index, bytes))
 }
 
 /// Whether it has released something, or others have released something of it.
@@ -401,12 +412,8 @@ fn is_gone(one: &Sharing) -> bool {
 pub fn make_again(all: &[Sharing]) -> Result<Vec<Staying>, Error> {
     let all: Vec<&Sharing> = all.iter().filter(|one| is_gone(one)).collect();
     let sessions = open(&all)?;
-    let gone = |one: &Sharing| -> Vec<(u32, u64)> {
-        let is_gone = |(_, import, _): &(u32, &Import, u64)| import.is_gone.load(Relaxed) != 0;
-        one.kept().filter(is_gone).map(|(index, _, bytes)| (index, bytes)).collect()
-    };
     let make = |(one, session): (&&Sharing, &Mutex<Session<'_>>)| {
-        let (entries, session) = (gone(one), lock(session));
+        let (entries, session) = (gone(one).collect::<Vec<_>>(), lock(session));
         for (index, _) in &entries {
             session.ask(table::CREATE, *index, "allocate memory that stays on the GPU")?;
         }

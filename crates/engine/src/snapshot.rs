@@ -367,8 +367,10 @@ pub fn take(subject: &Subject<'_>, reason: Reason, cancelled: &(dyn Fn() -> bool
 fn manifest(frozen: &mut phases::Frozen<'_>) -> Result<Manifest, Error> {
     frozen.complete()?;
     // As soon as it can be: what is described are files, too, and the job may change or remove them.
-    let manifest = describe(frozen)?;
+    let mut manifest = describe(frozen)?;
     frozen.copied()?;
+    // Which GPU has what is known only now.
+    manifest.kept.clone_from(&frozen.kept);
     frozen.env.subject.lock.confirm()?;
     Ok(manifest)
 }
@@ -494,7 +496,7 @@ fn describe(frozen: &phases::Frozen<'_>) -> Result<Manifest, Error> {
         recreate: frozen.dumped.recreate.clone(),
         mapped_files: frozen.mapped_files()?,
         landing: frozen.landing.clone(),
-        kept: frozen.kept.clone(),
+        kept: None,
         tcp: frozen.seen.tcp,
         phases: frozen.timings.phases.clone(),
         freeze_us: u64::try_from(frozen.time().as_micros()).unwrap_or(u64::MAX),

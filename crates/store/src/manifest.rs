@@ -261,7 +261,7 @@ impl Manifest {
         pieces.sort_unstable_by_key(|piece| piece.offset);
         let (mut end, mut known) = (0, HashSet::new());
         for piece in pieces {
-            let KeptPiece { pid, index, offset, bytes } = *piece;
+            let KeptPiece { pid, index, offset, bytes, .. } = *piece;
             let wrong = |why| Err(ManifestError::Piece { pid, index, why });
             if !known.insert((pid, index)) {
                 return wrong("is there twice");

@@ -32,10 +32,10 @@
 //!   `times` it stays, with it the file goes away after N times. `pid` is the job's own number of itself.
 //! - `die-at-OP`: `[delay=MS] [pid=P]`. Waits, removes the file and kills itself with SIGKILL.
 //! - OP may also be `keeper-CALL`: `unmap`, `release`, `export`, `import`, `map`, `access` or `retain`, where a keeper
-//!   of the interposer calls it; or `copier-CALL` with these, or `register`, `allocate`, `free`, `info` (what is free), `out` (a
-//!   copy from the device), `in` and `within` (the device), `module` and `name` (the kernel that names memory) or `write-names`
-//!   (it ends well and writes nothing), where the process calls it with which rekindle copies memory that stays on the GPU.
-//!   Faults of copies come when the copy is done.
+//!   of the interposer calls it; or `copier-CALL` with these, or `create`, `register`, `allocate`, `free`, `info` (what
+//!   is free), `out` (a copy from the device), `in` and `within` (the device), `module` and `name` (the kernel that names
+//!   memory) or `write-names` (it ends well and writes nothing), where the process calls it with which rekindle copies
+//!   memory that stays on the GPU. Faults of copies come when the copy is done.
 //! - OP may also be `init`, for `cuInit`. The supervisor calls it too: `pid` tells them apart.
 //!
 //! A failed restore leaves the process FAILED; other failures leave the state as it was.

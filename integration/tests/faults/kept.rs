@@ -353,6 +353,116 @@ fn images_on_the_disk_have_it_too() {
     rig.assert_store_is_whole();
 }
 
+/// A job on a GPU that NVML shows: its images say which GPU has what.
+fn job_on_a_gpu(args: &[&str]) -> Option<Rig> {
+    let rig = job(args)?;
+    rig.standin.add_nvml();
+    rig.standin.gpus("a0 16384 0\n");
+    Some(rig)
+}
+
+const AHEAD: &str = "GPU memory was filled while CRIU worked";
+const NOT_AHEAD: &str = "GPU memory was not filled before its processes existed";
+
+#[test]
+fn the_process_that_copies_fills_memory_while_criu_works() {
+    for (ranks, args) in [(1, &[][..]), (2, &["--ranks", "2", "--mib", "16"])] {
+        let Some(rig) = job_on_a_gpu(args) else { return };
+        let mut supervisor = rig.start();
+        supervisor.ranks_count(ranks);
+        for restarts in 1..=3 {
+            // After a restore the processes have memory that they have not made.
+            for _ in 0..2 {
+                let image = supervisor.snapshot();
+                let kept = image.manifest().unwrap().kept.as_ref().unwrap();
+                assert!(kept.pieces.iter().all(|piece| piece.gpu == Some(0)), "{kept:?}");
+                supervisor.assert_unharmed(ranks);
+            }
+            supervisor.kill_job();
+            supervisor.said(AHEAD);
+            supervisor.said("the job was restored from image");
+            supervisor.assert_unharmed(ranks);
+            assert_eq!(rig.state().unwrap().restarts, restarts);
+        }
+        supervisor.snapshot();
+        supervisor.said("was stored in");
+        supervisor.kill();
+        rig.assert_nothing_left();
+        // Nothing copies in a new run yet, so nothing is made before there are processes.
+        let mut supervisor = rig.run();
+        let mark = rig.log().len();
+        supervisor.said("the job was restored from image");
+        supervisor.assert_unharmed(ranks);
+        assert!(!rig.log()[mark..].contains(AHEAD), "{}", rig.log());
+        supervisor.stop();
+        rig.assert_sequence();
+    }
+}
+
+#[test]
+fn where_the_process_that_copies_cannot_make_memory_the_job_does() {
+    let Some(rig) = job_on_a_gpu(&[]) else { return };
+    let mut supervisor = rig.start();
+    let faults = [
+        ("fail-copier-create", "2 times=1", "cuMemCreate failed"),
+        ("fail-copier-map", "2 times=1", "cuMemMap failed"),
+        ("fail-copier-in", "2 times=1", "the copy failed"),
+        ("fail-copier-export", "999 times=1", "cuMemExportToShareableHandle failed"),
+        ("die-at-copier-in", "", "does not answer"),
+    ];
+    for (restarts, (fault, text, words)) in (1..).zip(faults) {
+        supervisor.snapshot();
+        rig.standin.fault(fault, text);
+        supervisor.kill_job();
+        let why = supervisor.said(NOT_AHEAD);
+        assert!(why.contains(words), "{why}");
+        // In the same attempt.
+        comes_back(&rig, &mut supervisor, restarts);
+        assert!(!rig.log().contains("cannot restore image"), "{}", rig.log());
+    }
+    // Once it is there again, it does.
+    supervisor.snapshot();
+    supervisor.kill_job();
+    supervisor.said(AHEAD);
+    comes_back(&rig, &mut supervisor, 6);
+    // Memory that a process cannot use is not made a second time.
+    supervisor.snapshot();
+    rig.standin.fault("fail-keeper-import", "2 times=1");
+    supervisor.kill_job();
+    let why = supervisor.said("cannot restore image");
+    assert!(why.contains("the driver cannot import memory again"), "{why}");
+    let mark = rig.log().len();
+    // With the attempt that failed.
+    comes_back(&rig, &mut supervisor, 8);
+    assert!(rig.images().iter().all(Image::is_good), "no image is to blame");
+    supervisor.snapshot();
+    supervisor.kill_job();
+    comes_back(&rig, &mut supervisor, 9);
+    assert!(!rig.log()[mark..].contains(AHEAD), "{}", rig.log());
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+#[test]
+fn a_supervisor_that_is_killed_while_memory_is_filled_leaves_nothing() {
+    let Some(rig) = job_on_a_gpu(&[]) else { return };
+    let mut supervisor = rig.start();
+    let image = supervisor.snapshot();
+    rig.standin.fault("fail-copier-in", "0 delay=1000");
+    supervisor.kill_job();
+    supervisor.said("part=\"memory\"");
+    std::thread::sleep(Duration::from_millis(300));
+    supervisor.kill();
+    rig.assert_nothing_left();
+    rig.clear("fail-copier-in");
+    let mut supervisor = rig.run();
+    let line = supervisor.said("the job was restored from image");
+    assert!(line.contains(&image.id.to_string()), "{line}");
+    supervisor.assert_unharmed(1);
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
 /// A GPU can have more memory than the host. What stays there is written to the disk piece by piece.
 #[test]
 fn memory_that_has_no_room_in_the_hosts_is_written_to_the_disk() {

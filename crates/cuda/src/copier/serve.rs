@@ -18,10 +18,11 @@ use std::time::Duration;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, ppoll};
 
+use super::Placed;
 use super::wire::{Answer, Ask};
 use crate::GpuUuid;
 use course::{Copy, Done};
-use gpus::Gpus;
+use gpus::{Gpus, Piece};
 use mapped::Mapped;
 
 /// How long nothing is begun if no chunk has ended: pieces of 16 MiB, the smallest, take 0.3 ms each, and the GPU has several.
@@ -42,6 +43,7 @@ pub fn serve(socket: &OwnedFd) -> Result<(), String> {
             continue;
         }
         let Some((ask, file)) = Ask::receive(socket.as_fd()).map_err(|error| error.to_string())? else { return Ok(()) };
+        let mut placed = Vec::new();
         let result = match ask {
             Ask::Gpu(uuid, names) => server.gpu(uuid, names).map(|()| [0; 3]),
             Ask::File(bytes) => server.file(file, bytes).map(|registered| [registered, 0, 0]),
@@ -55,12 +57,19 @@ pub fn serve(socket: &OwnedFd) -> Result<(), String> {
                 server.piece(file, offset, bytes);
                 continue;
             }
+            Ask::Make(uuid, offset, bytes) => {
+                server.make(uuid, offset, bytes);
+                continue;
+            }
             Ask::End => {
                 server.copy.iter_mut().for_each(Copy::all_were_sent);
                 continue;
             }
             Ask::Leave => server.leave().map(|[bytes, room]| [bytes, room, 0]),
-            Ask::Finish(is_right) => server.finish(is_right),
+            Ask::Finish(is_right) => server.finish(is_right).map(|(done, all)| {
+                placed = all;
+                done
+            }),
             Ask::Forget => {
                 server.forget();
                 continue;
@@ -70,7 +79,11 @@ pub fn serve(socket: &OwnedFd) -> Result<(), String> {
             Ok(numbers) => Answer { numbers, why: None },
             Err(why) => Answer { numbers: [0; 3], why: Some(why) },
         };
-        answer.send(socket.as_fd()).map_err(|error| error.to_string())?;
+        answer.send(socket.as_fd(), None).map_err(|error| error.to_string())?;
+        for Placed { gpu, memory } in placed {
+            let memory = memory.as_ref().map(AsFd::as_fd);
+            Answer::piece(gpu).send(socket.as_fd(), memory).map_err(|error| error.to_string())?;
+        }
     }
 }
 
@@ -145,12 +158,26 @@ impl Server {
         });
     }
 
-    /// A failure is told when the copy is asked for.
     fn piece(&mut self, memory: Option<OwnedFd>, offset: u64, bytes: u64) {
+        self.add(|server| {
+            let memory = memory.ok_or("no memory came with the request")?;
+            server.gpus()?.import(&memory, offset, bytes)
+        });
+    }
+
+    fn make(&mut self, gpu: GpuUuid, offset: u64, bytes: u64) {
+        self.add(|server| {
+            let gpus = server.gpus()?;
+            let device = gpus.device_of(gpu)?;
+            gpus.make(device, offset, bytes)
+        });
+    }
+
+    /// Adds a piece. A failure is told when the copy is asked for.
+    fn add(&mut self, piece: impl FnOnce(&mut Server) -> Result<Piece, String>) {
         let Some(mut copy) = self.copy.take() else { return };
         copy.or_fails(|copy| {
-            let memory = memory.ok_or("no memory came with the request")?;
-            let piece = self.gpus()?.import(&memory, offset, bytes)?;
+            let piece = piece(self)?;
             let Server { gpus: Some(gpus), files, .. } = self else { return Err("no GPU".into()) };
             copy.add(gpus, files.iter_mut().find(|known| known.key == copy.file), piece)
         });
@@ -173,19 +200,18 @@ impl Server {
         }
     }
 
-    /// Copies the rest. If the file has what the memory had at the beginning, its names are known from now on.
-    fn finish(&mut self, is_right: bool) -> Result<Done, String> {
+    /// Copies the rest. If the file has what the memory had at the beginning, its names are known from now on, and the GPU of
+    /// each piece is told.
+    fn finish(&mut self, is_right: bool) -> Result<(Done, Vec<Placed>), String> {
         let mut copy = self.copy.take().ok_or("no copy has begun")?;
-        match &mut self.gpus {
-            Some(gpus) => {
-                let done = copy.finish(gpus, &self.files)?;
-                if is_right {
-                    copy.know(&mut self.files);
-                }
-                Ok(done)
-            }
-            None => Err(copy.why()),
+        let Some(gpus) = &mut self.gpus else { return Err(copy.why()) };
+        let done = copy.finish(gpus, &self.files)?;
+        if !is_right {
+            return Ok((done, Vec::new()));
         }
+        copy.know(&mut self.files);
+        let placed = copy.placed.into_iter().map(|(device, memory)| Ok(Placed { gpu: gpus.uuid_of(device)?, memory }));
+        Ok((done, placed.collect::<Result<_, String>>()?))
     }
 }
 

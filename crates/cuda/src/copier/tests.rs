@@ -11,12 +11,21 @@ fn played(answer: impl Fn(Ask) -> Option<Answer> + Send + 'static) -> (Copier, J
     let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).unwrap();
     let child = Spawn::new(Path::new("/bin/sleep"), ["60"]).unwrap().dies_with_us().start().unwrap();
     let play = move || {
-        let mut asked = Vec::new();
+        let (mut asked, mut pieces) = (Vec::new(), Vec::new());
         while let Ok(Some((ask, _))) = Ask::receive(theirs.as_fd()) {
             asked.push(ask);
+            let is_right = ask == Ask::Finish(true);
             match (ask, answer(ask)) {
-                (Ask::Begin(..) | Ask::Piece(..) | Ask::End, _) => {}
-                (_, Some(answer)) => answer.send(theirs.as_fd()).unwrap(),
+                (Ask::Begin(..), _) => pieces.clear(),
+                (Ask::Piece(..), _) => pieces.push((GpuUuid::from_bytes([1; 16]), None)),
+                (Ask::Make(gpu, ..), _) => pieces.push((gpu, Some(tempfile::tempfile().unwrap()))),
+                (Ask::End, _) => {}
+                (_, Some(answer)) => {
+                    answer.send(theirs.as_fd(), None).unwrap();
+                    for (gpu, memory) in pieces.iter().filter(|_| is_right && answer.why.is_none()) {
+                        Answer::piece(*gpu).send(theirs.as_fd(), memory.as_ref().map(AsFd::as_fd)).unwrap();
+                    }
+                }
                 // As if it had died.
                 (_, None) => break,
             }
@@ -48,7 +57,9 @@ fn copied(copier: &Copier) -> Result<Copied, Error> {
 #[test]
 fn a_copy_asks_for_each_piece_and_tells_what_it_did() {
     let (copier, played) = played(|_| done([12, 5, 4]));
-    assert_eq!(copied(&copier).unwrap(), Copied { bytes: 12, same: 4, took: Duration::from_micros(5) });
+    let copied = copied(&copier).unwrap();
+    assert_eq!((copied.bytes, copied.same, copied.took), (12, 4, Duration::from_micros(5)));
+    assert!(copied.pieces.iter().all(|piece| piece.memory.is_none()) && copied.pieces.len() == 2);
     assert!(copier.pid().is_some(), "it stays for the next one");
     drop(copier);
     let asked = played.join().unwrap();
@@ -178,6 +189,27 @@ fn after_a_failure_nothing_is_waited_for_a_second_time() {
     drop(copying);
     assert_eq!(copier.pid(), None);
     played.join().unwrap();
+}
+
+#[test]
+fn memory_that_is_made_comes_with_its_end() {
+    let gpus = [2, 3].map(|byte| GpuUuid::from_bytes([byte; 16]));
+    let (copier, played) = played(|_| done([12, 5, 0]));
+    let file = tempfile::tempfile().unwrap();
+    assert!(copier.can_make());
+    let made = copier.make(&file, [(gpus[0], 0, 8), (gpus[1], 8, 4)]).unwrap().finish(&|| false).unwrap();
+    assert!(made.pieces.iter().map(|piece| piece.gpu).eq(gpus));
+    assert!(made.pieces.iter().all(|piece| piece.memory.is_some()));
+    // One that nobody wants any more gives nothing, and what follows is understood.
+    drop(copier.make(&file, [(gpus[0], 0, 12)]).unwrap());
+    assert_eq!(copier.file(&file, 0).unwrap(), 12);
+    copier.makes_no_more();
+    assert!(!copier.can_make());
+    drop(copier);
+    let asked = played.join().unwrap();
+    assert!(matches!(asked[0], Ask::Begin(Way::In, _, Reused::Nothing)), "{asked:?}");
+    assert_eq!(asked[1..5], [Ask::Make(gpus[0], 0, 8), Ask::Make(gpus[1], 8, 4), Ask::End, Ask::Finish(true)]);
+    assert_eq!(asked[6..8], [Ask::Make(gpus[0], 0, 12), Ask::End]);
 }
 
 #[test]

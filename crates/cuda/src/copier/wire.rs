@@ -18,17 +18,21 @@ pub(super) enum Ask {
     Begin(Way, [u64; 2], Reused),
     /// A piece of it, at this offset, of so many bytes. The memory comes with it.
     Piece(u64, u64),
+    /// The same, of memory that is first made on this GPU.
+    Make(Uuid, u64, u64),
     /// The last one was sent.
     End,
     /// The job is to run. It is answered when the rest is in room on the GPU, with its bytes and those of the room.
     Leave,
-    /// The rest, and whether the file has what the memory had when the copy began. It is answered with all bytes, the microseconds, and the bytes that were in a file already.
+    /// The rest, and whether the file has what the memory had when the copy began. It is answered with all bytes, the
+    /// microseconds, and the bytes that were in a file already. If it has, an answer for each piece follows, with the two
+    /// halves of its GPU's UUID, and the memory if that was made.
     Finish(bool),
     /// Forget files that do not exist any more. It is not answered.
     Forget,
 }
 
-const WORDS: usize = 4;
+const WORDS: usize = 5;
 const LENGTH: usize = WORDS * 8;
 /// Maximum length of an answer's text.
 const TEXT: usize = 400;
@@ -50,6 +54,10 @@ impl Ask {
         Ask::Piece(offset, bytes)
     }
 
+    pub(super) fn make(gpu: GpuUuid, offset: u64, bytes: u64) -> Ask {
+        Ask::Make(gpu, offset, bytes)
+    }
+
     pub(super) fn end() -> Ask {
         Ask::End
     }
@@ -58,38 +66,43 @@ impl Ask {
         match self {
             Ask::Gpu(uuid, names) => {
                 let [a, b] = halves(uuid.bytes());
-                [1, a, b, u64::from(names)]
+                [1, a, b, u64::from(names), 0]
             }
-            Ask::File(bytes) => [2, bytes, 0, 0],
+            Ask::File(bytes) => [2, bytes, 0, 0, 0],
             Ask::Begin(way, [device, inode], reused) => {
                 let reused = match reused {
                     Reused::Nothing => 0,
                     Reused::File => 2,
                     Reused::Files => 4,
                 };
-                [3, u64::from(way == Way::In) + reused, device, inode]
+                [3, u64::from(way == Way::In) + reused, device, inode, 0]
             }
-            Ask::Piece(offset, bytes) => [4, offset, bytes, 0],
-            Ask::End => [5, 0, 0, 0],
-            Ask::Forget => [6, 0, 0, 0],
-            Ask::Leave => [7, 0, 0, 0],
-            Ask::Finish(is_right) => [8, u64::from(is_right), 0, 0],
+            Ask::Piece(offset, bytes) => [4, offset, bytes, 0, 0],
+            Ask::End => [5, 0, 0, 0, 0],
+            Ask::Forget => [6, 0, 0, 0, 0],
+            Ask::Leave => [7, 0, 0, 0, 0],
+            Ask::Finish(is_right) => [8, u64::from(is_right), 0, 0, 0],
+            Ask::Make(uuid, offset, bytes) => {
+                let [a, b] = halves(uuid.bytes());
+                [9, a, b, offset, bytes]
+            }
         }
     }
 
     fn from_words(words: [u64; WORDS]) -> Option<Ask> {
         Some(match words {
-            [1, a, b, names] => Ask::Gpu(Uuid::from_bytes(whole([a, b])), names != 0),
+            [1, a, b, names, _] => Ask::Gpu(Uuid::from_bytes(whole([a, b])), names != 0),
             [2, bytes, ..] => Ask::File(bytes),
-            [3, how @ 0..=5, device, inode] => {
+            [3, how @ 0..=5, device, inode, _] => {
                 let reused = [Reused::Nothing, Reused::File, Reused::Files][usize::try_from(how / 2).ok()?];
                 Ask::Begin(if how % 2 == 1 { Way::In } else { Way::Out }, [device, inode], reused)
             }
-            [4, offset, bytes, _] => Ask::Piece(offset, bytes),
+            [4, offset, bytes, ..] => Ask::Piece(offset, bytes),
             [5, ..] => Ask::End,
             [6, ..] => Ask::Forget,
             [7, ..] => Ask::Leave,
             [8, is_right, ..] => Ask::Finish(is_right != 0),
+            [9, a, b, offset, bytes] => Ask::Make(Uuid::from_bytes(whole([a, b])), offset, bytes),
             _ => return None,
         })
     }
@@ -121,22 +134,34 @@ pub(super) struct Answer {
 }
 
 impl Answer {
-    pub(super) fn send(&self, socket: BorrowedFd<'_>) -> io::Result<()> {
-        let [a, b, c] = self.numbers;
-        let mut packet = bytes([u64::from(self.why.is_some()), a, b, c]).to_vec();
-        packet.extend(self.why.iter().flat_map(|why| why.bytes()).take(TEXT));
-        packet::send(socket, &packet, None)
+    /// About a piece on this GPU.
+    pub(super) fn piece(gpu: GpuUuid) -> Answer {
+        let [a, b] = halves(gpu.bytes());
+        Answer { numbers: [a, b, 0], why: None }
     }
 
-    pub(super) fn receive(socket: BorrowedFd<'_>) -> io::Result<Answer> {
+    /// The GPU of an answer about a piece.
+    pub(super) fn gpu(&self) -> GpuUuid {
+        let [a, b, _] = self.numbers;
+        Uuid::from_bytes(whole([a, b]))
+    }
+
+    pub(super) fn send(&self, socket: BorrowedFd<'_>, memory: Option<BorrowedFd<'_>>) -> io::Result<()> {
+        let [a, b, c] = self.numbers;
+        let mut packet = bytes([u64::from(self.why.is_some()), a, b, c, 0]).to_vec();
+        packet.extend(self.why.iter().flat_map(|why| why.bytes()).take(TEXT));
+        packet::send(socket, &packet, memory)
+    }
+
+    pub(super) fn receive(socket: BorrowedFd<'_>) -> io::Result<(Answer, Option<OwnedFd>)> {
         let mut bytes = [0; LENGTH + TEXT];
-        let (length, _) = packet::receive(socket, &mut bytes)?;
+        let (length, memory) = packet::receive(socket, &mut bytes)?;
         let Some((numbers, text)) = bytes.get(..length).and_then(|bytes| bytes.split_at_checked(LENGTH)) else {
             return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "it has ended"));
         };
-        let [failed, a, b, c] = words(numbers);
+        let [failed, a, b, c, _] = words(numbers);
         let why = (failed != 0).then(|| String::from_utf8_lossy(text).into_owned());
-        Ok(Answer { numbers: [a, b, c], why })
+        Ok((Answer { numbers: [a, b, c], why }, memory))
     }
 }
 
@@ -185,6 +210,7 @@ mod tests {
             Ask::Begin(Way::Out, [u64::MAX, 0], Reused::Files),
             Ask::Begin(Way::Out, [3, 4], Reused::File),
             Ask::Piece(9, 10),
+            Ask::Make(uuid, 11, 12),
             Ask::End,
             Ask::Leave,
             Ask::Finish(true),
@@ -195,6 +221,7 @@ mod tests {
             assert_eq!(Ask::from_words(words(&bytes(ask.words()))), Some(ask));
         }
         assert_eq!(Ask::from_words([0; WORDS]), None);
-        assert_eq!(Ask::from_words([3, 6, 0, 0]), None);
+        assert_eq!(Ask::from_words([3, 6, 0, 0, 0]), None);
+        assert_eq!(Answer::piece(uuid).gpu(), uuid);
     }
 }

@@ -16,6 +16,7 @@ use crate::parts::files::moved::{self, Logs};
 use crate::parts::files::put_back as files;
 use crate::parts::gpu::placement::Relocation;
 use crate::parts::gpu::put_back as gpu;
+use crate::parts::kept::put_back::Ahead;
 use crate::parts::{access, affinity, groups, locks, tcp};
 use crate::snapshot::CRIU_DIR;
 use crate::steps::{self, Failed, Step, Timer};
@@ -28,8 +29,12 @@ use rekindle_store::Manifest;
 use rekindle_store::manifest::PidNamespace;
 
 /// The phases from the namespaces to the GPUs.
-fn steps<'a>() -> [Step<Restore<'a>, Error>; 7] {
+fn steps<'a>() -> [Step<Restore<'a>, Error>; 8] {
     [
+        // First, because it goes on while CRIU works.
+        Step::new("memory", |r: &mut Restore<'a>| r.begin_memory())
+            .undo(|r| r.drop_memory())
+            .only_if(|r| r.manifest.kept.is_some()),
         Step::new("world", |r: &mut Restore<'a>| r.make_world()).undo(|r| r.end_world()),
         // In a network namespace of its own every port is free.
         Step::new("ports", |r: &mut Restore<'a>| r.free_ports())
@@ -88,6 +93,8 @@ struct Restore<'a> {
     cancelled: &'a (dyn Fn() -> bool + Sync),
     made: Made,
     gpus: Gpus,
+    /// GPU memory that is being filled.
+    ahead: Option<Ahead<'a>>,
     stopped: gpu::Stopped,
 }
 
@@ -102,7 +109,8 @@ pub(super) fn revive(
 ) -> Result<Revived, Error> {
     let lost_locks = criu::image::lost_locks(&request.image.dir.join(CRIU_DIR)).map_err(criu::RunError::Image)?;
     let (made, gpus, stopped) = (Made::Nothing, Gpus::Back, gpu::Stopped::default());
-    let mut restore = Restore { request, manifest, relocation, lost_locks, cancelled, made, gpus, stopped };
+    let ahead = None;
+    let mut restore = Restore { request, manifest, relocation, lost_locks, cancelled, made, gpus, ahead, stopped };
     // CRIU and the driver look at `cancelled` while they work.
     match steps::run(&steps(), &mut restore, timings, &|| Ok(())) {
         Ok(()) => restore.revived(),
@@ -111,6 +119,19 @@ pub(super) fn revive(
 }
 
 impl Restore<'_> {
+    /// On other GPUs the processes make it themselves.
+    fn begin_memory(&mut self) -> Result<(), Error> {
+        if self.relocation.is_none() {
+            self.ahead = Ahead::begin(self.request.cuda.copier, &self.request.image.dir, self.manifest);
+        }
+        Ok(())
+    }
+
+    fn drop_memory(&mut self) -> Result<(), String> {
+        self.ahead = None;
+        Ok(())
+    }
+
     fn make_world(&mut self) -> Result<(), Error> {
         self.made = Made::World(match self.manifest.tree.pid_namespace {
             PidNamespace::Private => {
@@ -185,7 +206,8 @@ impl Restore<'_> {
     fn put_gpus_back(&mut self) -> Result<(), Error> {
         let pairs = self.relocation.map_or(&[][..], |relocation| &relocation.pairs);
         let (copier, dir) = (self.request.cuda.copier, &self.request.image.dir);
-        let put_back = |job: &Job| gpu::put_back(job, self.manifest, pairs, copier, dir);
+        let ahead = self.ahead.take();
+        let put_back = |job: &Job| gpu::put_back(job, self.manifest, pairs, copier, dir, ahead);
         match self.unless_it_ends(put_back)? {
             Some(stopped) => self.stopped = stopped,
             None => self.gpus = Gpus::Gone,

@@ -185,7 +185,7 @@ impl Freeze<'_> {
         // Until the network of a group is back, ranks would wait for each other on their GPUs, and the driver ends a
         // process that it has restored if it waits so for some seconds.
         if self.env.subject.group.is_some() {
-            return wait_for_copy(&mut self.copying, &self.env);
+            return wait_for_copy(&mut self.copying, self.kept.as_mut(), &self.gpus, &self.env);
         }
         self.copying.as_mut().map_or(Ok(()), |copying| Ok(copying.leave()?))
     }
@@ -315,7 +315,7 @@ impl Frozen<'_> {
 
     /// Waits until the memory that stayed on the GPU is in the image.
     pub(super) fn copied(&mut self) -> Result<(), Error> {
-        wait_for_copy(&mut self.copying, &self.env)
+        wait_for_copy(&mut self.copying, self.kept.as_mut(), &self.gpus, &self.env)
     }
 
     /// The files that a restore needs unchanged.
@@ -334,15 +334,25 @@ impl Frozen<'_> {
     }
 }
 
-/// Waits for the end of a copy, if there is one. After it was cancelled, it has a moment more.
-fn wait_for_copy(copying: &mut Option<kept::Copy<'_>>, env: &Env<'_>) -> Result<(), Error> {
+/// Waits for the end of a copy of `kept`, if there is one, and notes which GPU has what. After it was cancelled, it has a moment
+/// more.
+fn wait_for_copy(
+    copying: &mut Option<kept::Copy<'_>>,
+    kept: Option<&mut Kept>,
+    gpus: &Gpus,
+    env: &Env<'_>,
+) -> Result<(), Error> {
     let Some(copying) = copying.take() else { return Ok(()) };
     let asked = OnceCell::new();
     let is_late = || (env.cancelled)() && asked.get_or_init(Instant::now).elapsed() >= FOR_THE_REST;
-    match copying.finish(&is_late) {
-        Err(kept::Error::Copier(copier::Error::Cancelled)) => Err(Error::Cancelled),
-        outcome => Ok(outcome?),
+    let places = match copying.finish(&is_late) {
+        Err(kept::Error::Copier(copier::Error::Cancelled)) => return Err(Error::Cancelled),
+        outcome => outcome?,
+    };
+    for (piece, place) in kept.into_iter().flat_map(|kept| &mut kept.pieces).zip(places) {
+        piece.gpu = gpus.inventory.gpus.iter().position(|gpu| gpu.uuid == place);
     }
+    Ok(())
 }
 
 /// CRIU reported success, but never the end of the dump (post-dump): the state at the moment of the image was not

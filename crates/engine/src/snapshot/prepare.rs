@@ -221,7 +221,7 @@ mod tests {
     #[test]
     fn what_the_driver_copied_last_time_and_stays_now_has_no_second_room() {
         let landing = |pid, bytes| Landing { pid, path: job_path("/l"), part: part_path("gpu/1"), bytes };
-        let piece = |pid, bytes| KeptPiece { pid, index: 0, offset: 0, bytes };
+        let piece = |pid, bytes| KeptPiece { pid, index: 0, offset: 0, bytes, gpu: None };
         let pieces = vec![piece(7, 30), piece(8, 5), piece(7, 10)];
         let kept = Some(Kept { part: part_path("gpu/kept"), pieces });
         let image = Manifest { landing: vec![landing(7, 2), landing(9, 3)], kept, ..manifest() };

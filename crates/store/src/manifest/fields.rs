@@ -423,6 +423,9 @@ pub struct KeptPiece {
     pub offset: u64,
     /// Its size, in bytes.
     pub bytes: u64,
+    /// Its GPU, as a number in [`super::Manifest::gpus`]. `None` in images of earlier versions, and where the GPU is not known there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu: Option<usize>,
 }
 
 /// How long a phase of the snapshot took.

@@ -132,7 +132,10 @@ fn full() -> Manifest {
         recreate: vec![Recreate { path: "/x".into(), mode: 0o755, part: "a".into() }],
         mapped_files: vec![MappedFile { path: "/lib/m".into(), size: 1, mode: None, build_id: None, copy: None }],
         landing: vec![Landing { pid: 7, path: "/run/l/7".into(), part: "a".into(), bytes: 3 }],
-        kept: Some(Kept { part: "a".into(), pieces: vec![KeptPiece { pid: 7, index: 0, offset: 0, bytes: 1 }] }),
+        kept: Some(Kept {
+            part: "a".into(),
+            pieces: vec![KeptPiece { pid: 7, index: 0, offset: 0, bytes: 1, gpu: Some(0) }],
+        }),
         parts: vec![part("a")],
         ..manifest()
     }
@@ -207,6 +210,7 @@ fn pieces_of_device_memory_have_each_a_place_of_their_own() {
             index: u32::try_from(*index).unwrap(),
             offset: *offset,
             bytes: *bytes,
+            gpu: None,
         };
         let kept = Kept { part: "gpu/kept".into(), pieces: pieces.iter().map(piece).collect() };
         let parts = vec![Part { size: 100, ..part("gpu/kept") }];

@@ -15,6 +15,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::c_int;
+use std::os::fd::OwnedFd;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -117,6 +118,8 @@ pub(super) struct Copy {
     /// All were sent.
     is_whole: bool,
     pieces: Vec<Piece>,
+    /// The GPU of each, and its descriptor if it was made here, once the copy is over.
+    pub(super) placed: Vec<(c_int, Option<OwnedFd>)>,
     /// Offset and size of each part that is copied from the GPU.
     marked: Vec<(u64, u64)>,
     lanes: BTreeMap<c_int, Lane>,
@@ -167,6 +170,7 @@ impl Copy {
             begun: Instant::now(),
             is_whole: false,
             pieces: Vec::new(),
+            placed: Vec::new(),
             marked: Vec::new(),
             lanes: BTreeMap::new(),
             rooms: Vec::new(),
@@ -196,10 +200,11 @@ impl Copy {
         self.failed.clone().unwrap_or_else(|| "nothing was copied".into())
     }
 
-    /// Adds memory that was just imported.
+    /// Adds memory that was just imported or made.
     pub(super) fn add(&mut self, gpus: &mut Gpus, mapped: Option<&mut Mapped>, piece: Piece) -> Result<(), String> {
         let (offset, bytes, device) = (piece.offset, piece.bytes, piece.device);
         self.pieces.push(piece);
+        self.placed.push((device, None));
         let mapped = mapped.ok_or("the file is not known")?;
         if offset.checked_add(bytes).is_none_or(|end| end > mapped.length) {
             return Err("the file is too short for the memory".into());
@@ -443,6 +448,10 @@ impl Copy {
                 }
                 Way::In => copy.pieces.iter().try_for_each(|piece| gpus.check(piece, &mapped.file)),
             }
+        });
+        self.or_fails(|copy| {
+            let mut made = copy.pieces.iter().zip(&mut copy.placed).filter(|(piece, _)| piece.is_made);
+            made.try_for_each(|(piece, (_, memory))| gpus.export(piece).map(|exported| *memory = Some(exported)))
         });
         self.let_go(gpus);
         for room in self.rooms.drain(..).filter(|room| room.address != 0) {

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::fs::File;
 use std::hash::{BuildHasher, RandomState};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr;
 
 use super::super::Way;
@@ -29,6 +29,8 @@ pub(super) struct Piece {
     pub(super) bytes: u64,
     pub(super) device: c_int,
     is_mapped: bool,
+    /// It was made here, for a process that will get it.
+    pub(super) is_made: bool,
 }
 
 macro_rules! functions {
@@ -65,6 +67,9 @@ functions! {
     free: "cuMemFree_v2", fn(u64);
     register: "cuMemHostRegister_v2", fn(*mut c_void, usize, c_uint);
     unregister: "cuMemHostUnregister", fn(*mut c_void);
+    attribute: "cuDeviceGetAttribute", fn(*mut c_int, c_int, c_int);
+    create: "cuMemCreate", fn(*mut u64, usize, *const [u32; 8], u64);
+    export: "cuMemExportToShareableHandle", fn(*mut c_int, u64, c_uint, u64);
     import: "cuMemImportFromShareableHandle", fn(*mut u64, usize, c_uint);
     properties: "cuMemGetAllocationPropertiesFromHandle", fn(*mut [u32; 8], u64);
     reserve: "cuMemAddressReserve", fn(*mut u64, usize, usize, u64, u64);
@@ -164,13 +169,15 @@ impl Gpus {
         let mut count = 0;
         // SAFETY: a live local.
         self.check_code(unsafe { (self.functions.count)(&raw mut count) }, "cuDeviceGetCount")?;
-        let is_it = |device: &c_int| {
-            let mut uuid = [0; 16];
-            // SAFETY: a live local.
-            let result = unsafe { (self.functions.uuid)(&raw mut uuid, *device) };
-            result == code::SUCCESS && uuid == wanted.bytes()
-        };
-        (0..count).find(is_it).ok_or_else(|| format!("no GPU has the UUID {wanted}"))
+        let found = (0..count).find(|device| self.uuid_of(*device).is_ok_and(|uuid| uuid == wanted));
+        found.ok_or_else(|| format!("no GPU has the UUID {wanted}"))
+    }
+
+    pub(super) fn uuid_of(&self, device: c_int) -> Result<GpuUuid, String> {
+        let mut uuid = [0; 16];
+        // SAFETY: a live local.
+        self.check_code(unsafe { (self.functions.uuid)(&raw mut uuid, device) }, "cuDeviceGetUuid")?;
+        Ok(GpuUuid::from_bytes(uuid))
     }
 
     /// Makes the context of this GPU current, and first of all makes one if there is none.
@@ -350,7 +357,7 @@ impl Gpus {
             result = import(self, &mut handle);
         }
         self.check_code(result, "cuMemImportFromShareableHandle")?;
-        let mut piece = Piece { address: 0, handle, offset, bytes, device: 0, is_mapped: false };
+        let mut piece = Piece { address: 0, handle, offset, bytes, device: 0, is_mapped: false, is_made: false };
         // CUmemAllocationProp: the fourth word is the device.
         let mut properties = [0; 8];
         // SAFETY: a live local of the size of the structure.
@@ -361,6 +368,33 @@ impl Gpus {
         }
         piece.device = properties[3].cast_signed();
         Ok(piece)
+    }
+
+    /// Makes memory as the interposer does it for a program (`native/preload/src/kept.rs`).
+    pub(super) fn make(&mut self, device: c_int, offset: u64, bytes: u64) -> Result<Piece, String> {
+        self.enter(device)?;
+        let mut has_rdma = 0;
+        // SAFETY: a live local. CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED.
+        let result = unsafe { (self.functions.attribute)(&raw mut has_rdma, 110, device) };
+        let has_rdma = result == code::SUCCESS && has_rdma != 0;
+        // CUmemAllocationProp: pinned, as a descriptor, on a device; then a pointer, and flags: the second byte says that other
+        // devices may read and write it.
+        let properties = [1, 1, 1, device.cast_unsigned(), 0, 0, u32::from(has_rdma) << 8, 0];
+        let (mut handle, length) = (0, usize::try_from(bytes).map_err(|error| error.to_string())?);
+        // SAFETY: live locals.
+        let result = unsafe { (self.functions.create)(&raw mut handle, length, &raw const properties, 0) };
+        self.check_code(result, "cuMemCreate")?;
+        Ok(Piece { address: 0, handle, offset, bytes, device, is_mapped: false, is_made: true })
+    }
+
+    /// A descriptor of memory that was made here.
+    pub(super) fn export(&self, piece: &Piece) -> Result<OwnedFd, String> {
+        let mut number = -1;
+        // SAFETY: a live local; the driver makes a POSIX descriptor.
+        let result = unsafe { (self.functions.export)(&raw mut number, piece.handle, 1, 0) };
+        self.check_code(result, "cuMemExportToShareableHandle")?;
+        // SAFETY: the driver has just made it, for us alone.
+        Ok(unsafe { OwnedFd::from_raw_fd(number) })
     }
 
     pub(super) fn map(&mut self, piece: &mut Piece) -> Result<(), String> {

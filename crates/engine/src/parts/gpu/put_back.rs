@@ -5,7 +5,7 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use crate::launch::Job;
-use crate::parts::kept::put_back as kept;
+use crate::parts::kept::put_back::{self as kept, Ahead};
 use rekindle_cuda::copier::Copier;
 use rekindle_cuda::{self as cuda, sharing};
 use rekindle_os::{parallel, process, ptrace};
@@ -109,13 +109,14 @@ pub(crate) struct Stopped(Vec<(i32, cuda::Process)>);
 
 /// Restores the GPU memory of all CUDA processes at once; the driver does several in parallel (580, measured). `pairs`
 /// name other GPUs, if there are any.
-/// Memory that had stayed on the GPU is filled from the image in `dir`.
+/// Memory that had stayed on the GPU is that of `ahead`, or is filled from the image in `dir`.
 pub(crate) fn put_back(
     job: &Job,
     manifest: &Manifest,
     pairs: &[cuda::GpuMapping],
     copier: &Copier,
     dir: &Path,
+    ahead: Option<Ahead<'_>>,
 ) -> Result<Stopped, Error> {
     if manifest.tree.cuda.is_empty() {
         return Ok(Stopped::default());
@@ -143,7 +144,7 @@ pub(crate) fn put_back(
             .map_err(|source| Error::Cuda { pid: *pid, source })
     };
     parallel::at_once(&processes, restore).into_iter().collect::<Result<(), Error>>()?;
-    take_again(manifest, &processes, copier, dir)?;
+    take_again(manifest, &processes, copier, dir, ahead)?;
     Ok(Stopped(processes))
 }
 
@@ -183,6 +184,7 @@ fn take_again(
     processes: &[(i32, cuda::Process)],
     copier: &Copier,
     dir: &Path,
+    ahead: Option<Ahead<'_>>,
 ) -> Result<(), Error> {
     let pids: Vec<i32> = processes.iter().map(|(_, process)| process.pid()).collect();
     let sharing = sharing::of(&pids).map_err(Error::SharingUnread)?;
@@ -197,10 +199,13 @@ fn take_again(
     };
     parallel::at_once(processes, unlock).into_iter().collect::<Result<(), Error>>()?;
     let began = Instant::now();
-    let _room = sharing::room(&sharing)?;
-    let made = sharing::make_again(&sharing)?;
-    tracing::debug!(took = ?began.elapsed(), pieces = made.len(), "mapped GPU memory again");
-    kept::fill(copier, dir, manifest.kept.as_ref(), &made)?;
+    let is_handed_over = ahead.map_or(Ok(false), |ahead| ahead.hand_over(&sharing))?;
+    if !is_handed_over {
+        let _room = sharing::room(&sharing)?;
+        let made = sharing::make_again(&sharing)?;
+        tracing::debug!(took = ?began.elapsed(), pieces = made.len(), "mapped GPU memory again");
+        kept::fill(copier, dir, manifest.kept.as_ref(), &made)?;
+    }
     // Anybody can have sent a SIGCONT meanwhile.
     let check = |(pid, process): &(i32, cuda::Process)| {
         process.check_stopped().map_err(|source| Error::Cuda { pid: *pid, source })

@@ -130,12 +130,12 @@ impl Copy<'_> {
         Ok(())
     }
 
-    /// Waits for its end.
-    pub(crate) fn finish(self, cancelled: &dyn Fn() -> bool) -> Result<(), Error> {
+    /// Waits for its end. Returns the GPU of each piece.
+    pub(crate) fn finish(self, cancelled: &dyn Fn() -> bool) -> Result<Vec<GpuUuid>, Error> {
         let copied = self.0.finish(cancelled)?;
         let (bytes, same, took) = (copied.bytes, copied.same, copied.took);
         tracing::debug!(bytes, same, took = ?took, "copied GPU memory that stayed on the GPU");
-        Ok(())
+        Ok(copied.pieces.iter().map(|piece| piece.gpu).collect())
     }
 }
 
@@ -155,7 +155,7 @@ fn admit(file: &File, bytes: u64) -> io::Result<()> {
 
 /// One after the other, by process and number.
 fn laid_out(staying: &[Staying]) -> Vec<KeptPiece> {
-    let piece = |one: &Staying| KeptPiece { pid: one.pid, index: one.index, offset: 0, bytes: one.bytes };
+    let piece = |one: &Staying| KeptPiece { pid: one.pid, index: one.index, offset: 0, bytes: one.bytes, gpu: None };
     let mut pieces: Vec<KeptPiece> = staying.iter().map(piece).collect();
     pieces.sort_unstable();
     let mut offset = 0;

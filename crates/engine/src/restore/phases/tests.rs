@@ -1,7 +1,7 @@
 //! Each phase fails in a real world: what it and the phases before it made is gone afterwards.
 
 use std::path::PathBuf;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use super::super::{ChangedFiles, Cuda, Prepare, Unpacking};
 use super::*;
@@ -90,11 +90,12 @@ fn play(
         cancelled: &|| false,
         made: Made::Nothing,
         gpus: Gpus::Back,
+        ahead: None,
         stopped: gpu::Stopped::default(),
     };
     let mut table = steps();
     if let Some(run) = criu {
-        table[2].run = run;
+        table[3].run = run;
     }
     let mut timings = Timings::default();
     let result = match steps::run(&table, &mut restore, &mut timings, &|| Ok(())) {
@@ -106,7 +107,7 @@ fn play(
         }
     };
     let parts = timings.0.iter().map(|(part, _)| *part).collect();
-    (parts, inits.into_inner().unwrap_or_else(PoisonError::into_inner), result)
+    (parts, inits.lock().unwrap().clone(), result)
 }
 
 fn exists(pid: i32) -> bool {
