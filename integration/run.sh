@@ -43,7 +43,40 @@ if [ "$(id -u)" -ne 0 ]; then
   skip 'tests that need root' 'not root: those of CRIU, namespaces and users say SKIP one by one'
 fi
 
+work=$(mktemp -d)
+# What is installed beside the compiler's work, if anything is.
+ahead=''
+leave() {
+  [ -z "$ahead" ] || kill -- "-$ahead" 2>/dev/null || true
+  rm -rf -- "$work"
+}
+trap leave EXIT
+
 step 'dependencies: build' scripts/deps.sh build
+# The others are mostly downloaded: that goes on while the compiler works. The steps below say what is missing.
+if [ "$(id -u)" -eq 0 ]; then
+  later=(python s3 prometheus etcd shells slurm uplink databases disks stacks torch browser lint book package k8s helm notebook docs)
+  [ -n "${REKINDLE_CRIU:-}" ] || later=(criu "${later[@]}")
+  setsid scripts/deps.sh "${later[@]}" >"$work/dependencies.log" 2>&1 </dev/null &
+  ahead=$!
+fi
+
+step 'format' cargo fmt --all --check
+step 'format of the reaper' cargo fmt --manifest-path native/reaper/Cargo.toml --check
+step 'format of the interposer' cargo fmt --manifest-path native/preload/Cargo.toml --check
+step 'format of the plugin' cargo fmt --manifest-path native/plugin/Cargo.toml --check
+step 'clippy' cargo clippy --quiet --workspace --all-targets --locked -- -D warnings
+step 'clippy of the reaper' cargo clippy --quiet --manifest-path native/reaper/Cargo.toml -- -D warnings
+step 'clippy of the interposer' cargo clippy --quiet --manifest-path native/preload/Cargo.toml --all-targets -- -D warnings
+step 'clippy of the plugin' cargo clippy --quiet --manifest-path native/plugin/Cargo.toml --all-targets -- -D warnings
+step 'build' cargo build --quiet --workspace --locked
+step 'build of the tests' cargo test --quiet --workspace --locked --no-run
+
+if [ -n "$ahead" ]; then
+  # It may have failed. Then the step that it failed in fails again here.
+  step 'dependencies: the rest of the downloads' tail --pid="$ahead" -f /dev/null
+  ahead=''
+fi
 python=$root/.deps/venv/bin/python
 if [ "$(id -u)" -eq 0 ]; then
   step 'dependencies: python' scripts/deps.sh python
@@ -168,16 +201,6 @@ else
   skip 'a notebook' 'not root, no CRIU, or the kernel could not be had'
 fi
 
-step 'format' cargo fmt --all --check
-step 'format of the reaper' cargo fmt --manifest-path native/reaper/Cargo.toml --check
-step 'format of the interposer' cargo fmt --manifest-path native/preload/Cargo.toml --check
-step 'format of the plugin' cargo fmt --manifest-path native/plugin/Cargo.toml --check
-step 'clippy' cargo clippy --quiet --workspace --all-targets --locked -- -D warnings
-step 'clippy of the reaper' cargo clippy --quiet --manifest-path native/reaper/Cargo.toml -- -D warnings
-step 'clippy of the interposer' cargo clippy --quiet --manifest-path native/preload/Cargo.toml --all-targets -- -D warnings
-step 'clippy of the plugin' cargo clippy --quiet --manifest-path native/plugin/Cargo.toml --all-targets -- -D warnings
-step 'build' cargo build --quiet --workspace --locked
-step 'build of the tests' cargo test --quiet --workspace --locked --no-run
 # Most tests wait for something most of the time. One run names all tests that fail.
 step 'tests' env RUST_TEST_THREADS="${RUST_TEST_THREADS:-$((2 * $(nproc)))}" \
   cargo test --quiet --workspace --locked --no-fail-fast
@@ -196,8 +219,6 @@ fi
 step 'lock file of the fuzz targets' cargo tree --quiet --locked --depth 0 --manifest-path fuzz/Cargo.toml
 step 'measuring scripts' env PYTHONDONTWRITEBYTECODE=1 python3 -m unittest discover -s integration/bench
 rekindle=${CARGO_TARGET_DIR:-$root/target}/debug/rekindle
-work=$(mktemp -d)
-trap 'rm -rf -- "$work"' EXIT
 # As docs/install.md says, with the build that is there.
 step 'cargo install' cargo install --quiet --debug --locked --offline --no-track --target-dir "${CARGO_TARGET_DIR:-$root/target}" --path . --root "$work/cargo"
 step 'the executable of cargo install' "$work/cargo/bin/rekindle" --version
