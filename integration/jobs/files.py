@@ -204,7 +204,7 @@ def memory():
 def opened(name, size):
     """A file of some size that is changed in place, and what it holds."""
     file = open(path(name), "w+b", buffering=0)
-    own = bytearray(random.Random(name).randbytes(size))
+    own = bytearray(random.Random(os.fsencode(name)).randbytes(size))
     file.write(own)
 
     def check(n):
@@ -214,6 +214,20 @@ def opened(name, size):
         os.pwrite(file.fileno(), own[at : at + 8], at)
 
     return file, own, check
+
+
+def not_utf8():
+    # The name is Latin-1: Python shows the byte as a surrogate.
+    _, _, check = opened(os.fsdecode(b"caf\xe9"), 64 << 10)
+    with open(path(os.fsdecode(b"th\xe9")), "wb") as file:
+        file.write(b"only read")
+    read = os.open(path(os.fsdecode(b"th\xe9")), os.O_RDONLY)
+
+    def both(n):
+        check(n)
+        need(os.pread(read, 100, 0) == b"only read", "the file that is only read is another one, at", n)
+
+    count(both)
 
 
 def rewritten():
@@ -336,6 +350,7 @@ KINDS = {
     "two-writers": two_writers,
     "array": array,
     "memory": memory,
+    "not-utf8": not_utf8,
     "rewritten": rewritten,
     "renamed": renamed,
     "removed": removed,

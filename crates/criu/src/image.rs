@@ -266,9 +266,15 @@ fn names(dir: &Path) -> Result<BTreeMap<u32, PathBuf>, Error> {
             Some(remap) if remap.is_link() => &by_id(remap.remap_id)?.name,
             Some(_) => return None,
         };
-        Some((entry.id, Path::new("/").join(name.trim_start_matches('/'))))
+        Some((entry.id, absolute(name)))
     });
     Ok(named.collect())
+}
+
+/// The path of a file, whose name in the image may begin with a slash or not.
+fn absolute(name: &[u8]) -> PathBuf {
+    let slashes = name.iter().take_while(|byte| **byte == b'/').count();
+    Path::new("/").join(OsStr::from_bytes(name.get(slashes..).unwrap_or_default()))
 }
 
 /// The absolute paths that UNIX sockets of the image are bound to.
@@ -304,7 +310,7 @@ pub fn link_remaps(dir: &Path) -> Result<Vec<PathBuf>, Error> {
     }
     let entries: Vec<FileEntry> = Records::open(dir.join("files.img"), FILES)?.all()?;
     let linked = entries.into_iter().filter(|e| links.contains(&e.id)).filter_map(|e| e.reg);
-    Ok(linked.map(|reg| Path::new("/").join(reg.name.trim_start_matches('/'))).collect())
+    Ok(linked.map(|reg| absolute(&reg.name)).collect())
 }
 
 /// Compares every page map with the size of its pages file: CRIU reads past the end of a short one and then waits for

@@ -34,8 +34,8 @@ pub(crate) struct Request {
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct InheritFd {
     /// The path in the image, without the leading slash.
-    #[prost(string, required, tag = "1")]
-    pub key: String,
+    #[prost(bytes = "vec", required, tag = "1")]
+    pub key: Vec<u8>,
     /// The descriptor number in CRIU.
     #[prost(int32, required, tag = "2")]
     pub fd: i32,
@@ -224,9 +224,10 @@ pub(crate) struct RegFileEntry {
     pub flags: u32,
     #[prost(uint64, required, tag = "3")]
     pub pos: u64,
-    /// Without the leading slash if it is in the task's root.
-    #[prost(string, required, tag = "6")]
-    pub name: String,
+    /// Without the leading slash if it is in the task's root. CRIU writes any bytes into a field of type string: names of
+    /// files need not be UTF-8.
+    #[prost(bytes = "vec", required, tag = "6")]
+    pub name: Vec<u8>,
     /// Size of a regular file, unless it was opened only for appending: a restore compares it.
     #[prost(uint64, optional, tag = "8")]
     pub size: Option<u64>,
@@ -267,8 +268,9 @@ pub(crate) struct NullFileEntry {
     /// `fown_entry`, unchanged.
     #[prost(bytes = "vec", required, tag = "5")]
     pub owner: Vec<u8>,
-    #[prost(string, required, tag = "6")]
-    pub name: String,
+    /// Any bytes: the entry is also read of files that keep their name.
+    #[prost(bytes = "vec", required, tag = "6")]
+    pub name: Vec<u8>,
 }
 
 /// `timerfd_entry`.
@@ -439,8 +441,9 @@ pub(crate) struct VmaEntry {
 /// `memfd_inode_entry`, what is read of it.
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct MemfdEntry {
-    #[prost(string, required, tag = "1")]
-    pub name: String,
+    /// Any bytes, as the name of a file.
+    #[prost(bytes = "vec", required, tag = "1")]
+    pub name: Vec<u8>,
 }
 
 /// `remap_file_path_entry`: a file that was deleted at the time of the dump.

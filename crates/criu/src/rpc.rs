@@ -10,6 +10,7 @@ use std::ffi::{CString, OsStr, OsString};
 use std::io;
 use std::ops::RangeInclusive;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -54,7 +55,7 @@ pub enum Tcp {
     Close,
 }
 
-/// A file for appending that was open under another path at the dump.
+/// A file that we open for appending, instead of CRIU by its path at the dump.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Instead {
     /// Its path at the dump.
@@ -294,7 +295,7 @@ const FIRST_FILE: i32 = 4;
 pub fn restore(place: &Place<'_>, options: RestoreOptions<'_>, hooks: &mut Hooks<'_>) -> Result<Restored, RunError> {
     let RestoreOptions { tcp, instead, plugin } = options;
     image::check_pages(place.images)?;
-    let key = |file: &Instead| file.then.to_string_lossy().trim_start_matches('/').to_owned();
+    let key = |file: &Instead| file.then.strip_prefix("/").unwrap_or(&file.then).as_os_str().as_bytes().to_vec();
     let inherit_fd = (FIRST_FILE..).zip(instead).map(|(fd, file)| InheritFd { key: key(file), fd }).collect();
     let wanted = Options {
         rst_sibling: Some(true),

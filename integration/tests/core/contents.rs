@@ -45,6 +45,7 @@ contents! {
     shared_memory_with_a_name: "memory",
     files_that_are_rewritten: "rewritten",
     a_file_with_holes: "sparse",
+    a_file_whose_name_is_not_utf8: "not-utf8",
 }
 
 /// A shared mapping in /dev/shm is memory: a machine that went down has it no more, and the image has.

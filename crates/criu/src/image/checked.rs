@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use super::{Error, FILES, Records, remaps};
+use super::{Error, FILES, Records, absolute, remaps};
 use crate::proto::{FileEntry, RegFileEntry};
 
 /// A file that a restore needs unchanged, because nothing puts it back: mapped, executed, or open for reading.
@@ -31,7 +31,7 @@ pub fn checked_files(dir: &Path) -> Result<Vec<CheckedFile>, Error> {
     let mut found: BTreeMap<PathBuf, Option<CheckedFile>> = BTreeMap::new();
     for entry in &entries {
         let Some(reg) = &entry.reg else { continue };
-        let path = Path::new("/").join(reg.name.trim_start_matches('/'));
+        let path = absolute(&reg.name);
         if remapped.contains(&entry.id) || is_changed_by_the_job(reg) {
             found.insert(path, None);
             continue;

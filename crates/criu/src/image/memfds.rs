@@ -18,7 +18,7 @@ pub fn memfd_names(dir: &Path) -> Result<Vec<String>, Error> {
         return Ok(Vec::new());
     }
     let all: Vec<MemfdEntry> = Records::open(path, MEMFD)?.all()?;
-    Ok(all.into_iter().map(|entry| entry.name).collect())
+    Ok(all.into_iter().map(|entry| String::from_utf8_lossy(&entry.name).into_owned()).collect())
 }
 
 #[cfg(test)]

@@ -120,6 +120,31 @@ fn cut_records_and_foreign_files_are_refused() {
     assert!(ids(dir.path()).unwrap_err().to_string().contains("magic"));
 }
 
+/// Names of files may be any bytes.
+#[test]
+fn names_that_are_not_utf8_are_read_and_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    let reg = |id: u32, flags: i32| RegFileEntry {
+        id,
+        flags: flags.cast_unsigned(),
+        name: b"data/caf\xe9".to_vec(),
+        size: Some(1),
+        ..RegFileEntry::default()
+    };
+    let record = |reg: RegFileEntry| FileEntry { id: reg.id, reg: Some(reg), inet: None, unix: None }.encode_to_vec();
+    let path = dir.path().join("files.img");
+    let named = Path::new(OsStr::from_bytes(b"/data/caf\xe9"));
+    write(&path, FILES, &[record(reg(1, libc::O_RDONLY))]);
+    assert_eq!(checked_files(dir.path()).unwrap()[0].path, named);
+    write(&path, FILES, &[record(reg(1, libc::O_RDWR))]);
+    assert_eq!(open_files(dir.path()).unwrap()[0].path, named);
+    let link = RegFileEntry { name: b"data/link_remap.\xe9".to_vec(), ..reg(2, libc::O_RDWR) };
+    write(&path, FILES, &[record(reg(1, libc::O_RDWR)), record(link)]);
+    let remap = RemapEntry { orig_id: 1, remap_id: 2, remap_type: Some(0) };
+    write(&dir.path().join("remap-fpath.img"), REMAP, &[remap.encode_to_vec()]);
+    assert_eq!(link_remaps(dir.path()).unwrap(), [Path::new(OsStr::from_bytes(b"/data/link_remap.\xe9"))]);
+}
+
 #[test]
 fn files_that_a_restore_compares() {
     let dir = tempfile::tempdir().unwrap();

@@ -56,6 +56,9 @@ fn descriptor(file: u32, kind: u32, fd: u32) -> Vec<u8> {
     record
 }
 
+/// The name of a file that is no device: any bytes.
+const NAME: &[u8] = b"/data/caf\xe9";
+
 /// Three processes: 1001 with devices open and mapped, 1002 which shares one file with it, 1003 without.
 fn image() -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
@@ -66,7 +69,7 @@ fn image() -> tempfile::TempDir {
         PluginFileEntry { kind: EXT, id, reg: None, ext }.encode_to_vec()
     };
     let regular = |id| {
-        let reg = NullFileEntry { id, flags: 0, pos: 0, owner: owner.clone(), name: "/etc/passwd".into() };
+        let reg = NullFileEntry { id, flags: 0, pos: 0, owner: owner.clone(), name: NAME.to_vec() };
         [PluginFileEntry { kind: REG, id, reg: Some(reg), ext: None }.encode_to_vec(), UNKNOWN.to_vec()].concat()
     };
     write(&path("files.img"), FILES, &[regular(1), plugin_file(2), plugin_file(3)]);
@@ -95,8 +98,8 @@ fn devices_become_dev_null_and_memory() {
     ];
     assert_eq!(replaced, expected);
     let files: Vec<PluginFileEntry> = Records::open(dir.path().join("files.img"), FILES).unwrap().all().unwrap();
-    let names: Vec<&str> = files.iter().map(|file| file.reg.as_ref().unwrap().name.as_str()).collect();
-    assert_eq!(names, ["/etc/passwd", "/dev/null", "/dev/null"]);
+    let names: Vec<&[u8]> = files.iter().map(|file| file.reg.as_ref().unwrap().name.as_slice()).collect();
+    assert_eq!(names, [NAME, b"/dev/null", b"/dev/null"]);
     let ids: Vec<(u32, u32, u32)> = files.iter().map(|f| (f.kind, f.id, f.reg.as_ref().unwrap().id)).collect();
     assert_eq!(ids, [(REG, 1, 1), (REG, 2, 2), (REG, 3, 3)]);
     let first = std::fs::read(dir.path().join("files.img")).unwrap();
