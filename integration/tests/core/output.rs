@@ -69,6 +69,42 @@ fn a_restored_job_writes_on_in_the_same_file() {
     assert!(numbers(&kept).len() >= 15, "{kept}");
 }
 
+/// A program that wants a descriptor without O_NONBLOCK or with it often forgets the other flags.
+#[test]
+fn a_job_that_clears_o_append_is_restored_and_its_output_goes_on() {
+    for user in [None, Some("nobody")] {
+        let Some(lab) = Lab::new() else { return };
+        let lab = lab.set("log.max-size", "\"4KiB\"").set("restart.cold-start", "\"never\"");
+        let lab = match user {
+            Some(user) => lab.set("job.user", &format!("{user:?}")),
+            None => lab,
+        };
+        let text = "import fcntl, os, time\n\
+                    fcntl.fcntl(1, fcntl.F_SETFL, os.O_NONBLOCK)\n\
+                    for n in range(1, 100000):\n    os.write(1, b'n %d\\n' % n)\n    time.sleep(0.01)";
+        let Some(python) = python() else { return };
+        let mut run = lab.run([python.as_os_str(), "-c".as_ref(), text.as_ref()]);
+        for more in [900, 20] {
+            let at = numbers(&run.out()).len();
+            run.wait_printed(&format!("n {}\n", at + more));
+            // The first one rotates the file.
+            run.snapshot(&lab);
+            let at = *numbers(&run.out()).last().unwrap();
+            run.wait_printed(&format!("n {}\n", at + 20));
+            run.crash(&lab);
+            run.wait_printed(&format!("n {}\n", at + 60));
+        }
+        let flags = fs::read_to_string(format!("/proc/{}/fdinfo/1", run.job_pid(&lab))).unwrap();
+        let flags = flags.lines().find_map(|line| line.strip_prefix("flags:")).unwrap();
+        let flags = i32::from_str_radix(flags.trim(), 8).unwrap();
+        assert_ne!(flags & libc::O_APPEND, 0, "{flags:o}");
+        run.signal(Signal::SIGTERM);
+        run.ends_with(143);
+        let all = String::from_utf8(lab.rekindle(&["logs", "j"]).stdout).unwrap();
+        assert_counts_up(&all);
+    }
+}
+
 /// The numbers in the frames of a progress bar. The last frame may not be whole yet.
 fn frames(text: &str) -> Vec<u64> {
     let mut parts: Vec<&str> = text.split('\r').collect();

@@ -349,7 +349,7 @@ pub(super) fn run_criu(
     let folder = files.map(|_| plugin::unpack(&scratch)).transpose()?;
     let plugin = folder.as_deref().map(|folder| Plugin { folder, devices: None, files });
     files::put_links_back(manifest, request.identity)?;
-    let instead = moved::instead(manifest, request.folder, if plugin.is_some() { Logs::All } else { Logs::Moved });
+    let instead = moved::instead(manifest, request.folder, if plugin.is_some() { Logs::All } else { Logs::Needed });
     let options = RestoreOptions { tcp: manifest.tcp, instead: &instead, plugin };
     let restored = criu::restore(&place, options, &mut hooks);
     // CRIU removes them when it could use them; after a failure they would remain beside the user's files.

@@ -86,10 +86,19 @@ impl Still<'_, '_> {
         let folders = self.name_files(&mut open_files, &captured)?;
         let fifos = record::fifos(self.dir, self.env.root()).map_err(|e| e.to_string())?;
         self.correct_image(&mut notes)?;
-        if let Err(error) = self.env.subject.output.rotate() {
-            notes.push(format!("the output was not rotated: {}", chain(&error)));
+        let output = self.env.subject.output;
+        match record::append_again(&open_files, &tree, output) {
+            Ok(()) => {
+                if let Err(error) = output.rotate() {
+                    notes.push(format!("the output was not rotated: {}", chain(&error)));
+                }
+            }
+            Err(error) => notes.push(format!(
+                "the output was not rotated: the job has cleared O_APPEND of it, which cannot be set again: {}",
+                chain(&error)
+            )),
         }
-        record::record_sizes_again(&mut open_files, self.env.root(), self.env.subject.output);
+        record::record_sizes_again(&mut open_files, self.env.root(), output);
         self.moment = Some(Moment {
             taken,
             open_files,

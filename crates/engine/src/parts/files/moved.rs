@@ -1,13 +1,17 @@
-//! The job's output, if the store was at another path when the image was made.
+//! The job's output: files that CRIU must not open itself.
 //!
-//! CRIU opens files by their path. Files of the job's log folder are given to it as descriptors instead. So the job
-//! writes to this store's log folder, where its output is followed and rotated, whatever is at the old path now. Other
+//! CRIU opens files by their path, with the flags that they had. Files of the job's log folder are given to it as
+//! descriptors with O_APPEND instead, if the store was at another path when the image was made: the job writes to this
+//! store's log folder, where its output is followed and rotated, whatever is at the old path now. The same is done if the
+//! job has cleared O_APPEND (much code does so by mistake with `fcntl(1, F_SETFL, O_NONBLOCK)`): CRIU would compare the
+//! size, which a rotation changes, and the job would go on at an offset of a file that was cut since. Other
 //! files of rekindle are put back at the path in the image ([`Recreate`](rekindle_store::manifest::Recreate)).
 
 use std::path::{Path, PathBuf};
 
 use crate::launch::reaper;
 use rekindle_criu::Instead;
+use rekindle_store::manifest::OpenFile;
 use rekindle_store::{JobFolder, Manifest};
 
 /// Where a file of the job's log folder is here; None for every other file.
@@ -24,26 +28,27 @@ pub(crate) fn log_here(path: &Path, manifest: &Manifest, folder: &JobFolder) -> 
 /// Which files of the job's log folder are given to CRIU as descriptors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Logs {
-    /// Those that are elsewhere now.
-    Moved,
+    /// Those that are elsewhere now, or are no longer open for appending only.
+    Needed,
     /// All: they belong to root, and CRIU has the rights of the job's user.
     All,
 }
 
 /// The files that the job gets instead of those in the image.
 pub(crate) fn instead(manifest: &Manifest, folder: &JobFolder, which: Logs) -> Vec<Instead> {
-    let moved = |then: &PathBuf| {
-        let now = log_here(then, manifest, folder)?;
-        (which == Logs::All || now != *then).then(|| Instead { then: then.clone(), now })
+    let given = |file: &OpenFile| {
+        let now = log_here(&file.path, manifest, folder)?;
+        let is_needed = which == Logs::All || now != *file.path || !file.append;
+        is_needed.then(|| Instead { then: file.path.to_path_buf(), now })
     };
-    manifest.open_files.iter().filter(|file| file.append).filter_map(|file| moved(&file.path)).collect()
+    manifest.open_files.iter().filter_map(given).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::samples::{job_path, part_path};
-    use rekindle_store::manifest::{OpenFile, Recreate};
+    use rekindle_store::manifest::Recreate;
     use rekindle_store::{Access, Store};
 
     #[test]
@@ -61,11 +66,16 @@ mod tests {
         };
         let now = folder.log_dir().join("stdout.log");
         let old = Instead { then: "/old/j/log/stdout.log".into(), now };
-        assert_eq!(instead(&manifest, &folder, Logs::Moved), std::slice::from_ref(&old));
+        assert_eq!(instead(&manifest, &folder, Logs::Needed), std::slice::from_ref(&old));
         let own = Instead { then: ours.clone(), now: ours.clone() };
-        assert_eq!(instead(&manifest, &folder, Logs::All), [old, own]);
+        assert_eq!(instead(&manifest, &folder, Logs::All), [old.clone(), own.clone()]);
+        // The job has cleared O_APPEND.
+        manifest.open_files[1].append = false;
+        for which in [Logs::Needed, Logs::All] {
+            assert_eq!(instead(&manifest, &folder, which), [old.clone(), own.clone()]);
+        }
         assert_eq!(log_here(&ours, &manifest, &folder), Some(ours.clone()));
         manifest.recreate.clear();
-        assert_eq!(instead(&manifest, &folder, Logs::Moved), []);
+        assert_eq!(instead(&manifest, &folder, Logs::Needed), []);
     }
 }

@@ -5,6 +5,8 @@ use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+
 use crate::launch::identity::Identity;
 use crate::launch::output::Files;
 use crate::launch::reaper;
@@ -123,6 +125,28 @@ fn is_nameless(name: &[u8]) -> bool {
 /// The names in /proc/PID/map_files of the mappings of such files.
 fn nameless_ranges(maps: &[u8]) -> impl Iterator<Item = String> {
     maps::mappings(maps).filter(|mapping| is_nameless(mapping.name)).map(|mapping| mapping.range())
+}
+
+/// Sets O_APPEND of the frozen job's output again where the job has cleared it: otherwise it would write on at its old
+/// offset after a rotation, and leave a hole that looks like content that was rotated away. `tree` are pids as we see them.
+pub(crate) fn append_again(files: &[OpenFile], tree: &[i32], output: &Files) -> io::Result<()> {
+    let is_output = |path: &Path| path == output.stdout || path == output.stderr;
+    if !files.iter().any(|file| !file.append && is_output(&file.path)) {
+        return Ok(());
+    }
+    for pid in tree {
+        let pidfd = process::open_pidfd(*pid)?;
+        for (number, _) in process::descriptors(*pid).filter(|(_, path)| is_output(path)) {
+            let flags = process::open_flags(*pid, number)?;
+            // As a launch opens it. What the job has opened itself is its own matter.
+            if flags & (libc::O_ACCMODE | libc::O_APPEND) == libc::O_WRONLY {
+                let descriptor = process::fetch_descriptor(&pidfd, number)?;
+                let flags = OFlag::from_bits_retain(flags) | OFlag::O_APPEND;
+                fcntl(&descriptor, FcntlArg::F_SETFL(flags)).map_err(io::Error::from)?;
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Updates the sizes of the job's output, which may have been rotated since.
