@@ -75,6 +75,7 @@ mod tests {
             assert_eq!(instead(&manifest, &folder, which), [old.clone(), own.clone()]);
         }
         assert_eq!(log_here(&ours, &manifest, &folder), Some(ours.clone()));
+        manifest.open_files[1].append = true;
         manifest.recreate.clear();
         assert_eq!(instead(&manifest, &folder, Logs::Needed), []);
     }
