@@ -18,13 +18,14 @@ mod select;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::{self, File};
 use std::io;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use bytesize::ByteSize;
 
 use crate::launch::identity::Identity;
+use rekindle_base::chain;
 use rekindle_os::blocks::{self, Medium};
 use rekindle_os::process::path_in;
 use rekindle_os::{durable, identity};
@@ -109,10 +110,21 @@ struct Found {
     metadata: fs::Metadata,
     medium: Medium,
     mapped: bool,
-    /// Whether the job's user can read it.
-    is_readable: bool,
     /// The group of files that are put back together with it.
     group: PathBuf,
+}
+
+/// What was found of the job's files.
+#[derive(Default)]
+struct Survey {
+    found: Vec<Found>,
+    /// Names that do not exist beside databases.
+    absent: Vec<PathBuf>,
+    /// The content of tracked folders.
+    tracked: Vec<TrackedFolder>,
+    /// Groups of which something cannot be read, and the first such thing. They are left out: a restore would put only a
+    /// part of them back.
+    unread: BTreeMap<PathBuf, select::Unread>,
 }
 
 /// A file while it is captured.
@@ -137,9 +149,9 @@ impl Contents {
         // A folder within another one is part of that.
         let all = self.tracked.clone();
         self.tracked.retain(|folder| !all.iter().any(|other| other != folder && folder.starts_with(other)));
-        let found = self.find(select::written_now(tree), view)?.0;
-        let kept = self.within_limit(&found);
-        Ok(found.iter().filter(|file| kept.contains(&file.group)).map(Found::bytes).sum())
+        let survey = self.find(select::written_now(tree), view)?;
+        let kept = self.within_limit(&survey);
+        Ok(survey.found.iter().filter(|file| kept.contains(&file.group)).map(Found::bytes).sum())
     }
 
     /// Keeps no files from disk, because memory has no room for them; files in memory are still kept.
@@ -155,8 +167,9 @@ impl Contents {
         draft: &Path,
         cancelled: &(dyn Fn() -> bool + Sync),
     ) -> io::Result<()> {
-        let mut found = self.find(select::written_now(tree), view)?.0;
-        let kept = self.within_limit(&found);
+        let survey = self.find(select::written_now(tree), view)?;
+        let kept = self.within_limit(&survey);
+        let mut found = survey.found;
         found.retain(|file| kept.contains(&file.group) && file.bytes() >= AHEAD_FROM);
         for file in found {
             if cancelled() {
@@ -198,8 +211,9 @@ impl Contents {
         for path in mapped {
             written.entry(path).or_default().mapped = true;
         }
-        let (found, mut absent, mut tracked) = self.find(written, view)?;
-        let kept = self.within_limit(&found);
+        let survey = self.find(written, view)?;
+        let kept = self.within_limit(&survey);
+        let Survey { found, mut absent, mut tracked, unread } = survey;
         // If a folder is not put back, nothing in it is moved aside.
         tracked.retain(|folder| kept.contains(folder.path.as_path()));
         absent.retain(|path| select::beside(path).is_some_and(|database| kept.contains(&database)));
@@ -240,8 +254,10 @@ impl Contents {
         for (_, ahead) in std::mem::take(&mut self.ahead) {
             let _ = fs::remove_file(draft.join(&ahead.part));
         }
+        let group = |file: &OpenFile| file.group.as_ref().unwrap_or(&file.path).to_path_buf();
         let left_out = files.iter().filter(|file| file.part.is_none() && file.stamp.is_some());
-        captured.notes.extend(note(left_out, self.limit));
+        captured.notes.extend(note(left_out.filter(|file| !unread.contains_key(&group(file))), self.limit));
+        captured.notes.extend(note_unread(&unread));
         Ok(captured)
     }
 
@@ -328,19 +344,19 @@ impl Contents {
         Ok(part)
     }
 
-    /// Examines the files, the files that belong to them, and those of tracked folders. Also returns the names that do
-    /// not exist beside databases, and the content of tracked folders.
-    #[allow(clippy::type_complexity, reason = "three lists, used at two places in this file")]
-    fn find(
-        &self,
-        written: BTreeMap<PathBuf, select::Use>,
-        view: View<'_>,
-    ) -> io::Result<(Vec<Found>, Vec<PathBuf>, Vec<TrackedFolder>)> {
+    /// Examines the files, the files that belong to them, and those of tracked folders.
+    fn find(&self, written: BTreeMap<PathBuf, select::Use>, view: View<'_>) -> io::Result<Survey> {
         view.with(|way| {
-            let (mut wanted, mut absent, mut tracked) = (written, BTreeSet::new(), Vec::new());
+            let (mut wanted, mut absent, mut survey) = (written, BTreeSet::new(), Survey::default());
             wanted.retain(|path, _| !self.ours.iter().any(|ours| path.starts_with(ours)));
             for folder in &self.tracked {
-                let entries = select::below(folder, way);
+                let (entries, unread) = select::below(folder, view.user.map(|user| user.uid), way);
+                if let Some(unread) = unread {
+                    if is_ours(&unread.error) {
+                        return Err(unread.error);
+                    }
+                    survey.unread.insert(folder.clone(), unread);
+                }
                 if entries.is_empty() {
                     // It does not exist.
                     continue;
@@ -354,7 +370,7 @@ impl Contents {
                     .into_iter()
                     .filter_map(|(path, kind)| Some(TrackedEntry { path: JobPath::new(path).ok()?, kind }));
                 let entries = entries.collect();
-                tracked.extend(JobPath::new(folder.as_path()).ok().map(|path| TrackedFolder { path, entries }));
+                survey.tracked.extend(JobPath::new(folder.as_path()).ok().map(|path| TrackedFolder { path, entries }));
             }
             for path in wanted.keys().cloned().collect::<Vec<_>>() {
                 if !self.is_tracked(&path) {
@@ -365,36 +381,61 @@ impl Contents {
                     absent.extend(missing);
                 }
             }
-            let mut found = Vec::new();
             for (path, usage) in wanted {
-                found.extend(self.look(path, usage, way)?);
+                self.look(path, usage, way, &mut survey)?;
             }
-            Ok((found, absent.into_iter().collect(), tracked))
+            survey.absent = absent.into_iter().collect();
+            Ok(survey)
         })?
     }
 
-    /// `None` if its content is not part of the job's state, or if the file is gone: then only its size is known.
-    fn look(&self, path: PathBuf, usage: select::Use, way: &dyn Fn(&Path) -> PathBuf) -> io::Result<Option<Found>> {
-        let (metadata, medium, is_readable) = match durable::open_for_reading(&way(&path)) {
-            Ok(file) => (file.metadata()?, Medium::of(&file)?, true),
-            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => match fs::symlink_metadata(way(&path)) {
-                Ok(metadata) if metadata.is_file() => (metadata, Medium::Disk, false),
-                _ => return Ok(None),
+    /// Adds a file, unless its content is not part of the job's state, or it is gone: then only its size is known.
+    fn look(
+        &self,
+        path: PathBuf,
+        usage: select::Use,
+        way: &dyn Fn(&Path) -> PathBuf,
+        survey: &mut Survey,
+    ) -> io::Result<()> {
+        let (seen, refused) = match durable::open_for_reading(&way(&path)) {
+            Ok(file) => (Some((file.metadata()?, Medium::of(&file)?)), None),
+            // Another process may have a lease on it, or it is closed to the user.
+            Err(error) => match seen(&way(&path)) {
+                Ok((metadata, _)) if !metadata.is_file() => return Ok(()),
+                Ok(seen) => (Some(seen), Some(error)),
+                Err(error) => (None, Some(error)),
             },
-            // A shortage of resources on our side must not leave a file out of the image.
-            Err(error) if is_ours(&error) => return Err(error),
-            Err(_) => return Ok(None),
         };
-        let is_state = match medium {
+        match &refused {
+            Some(error) if select::is_gone(error) => return Ok(()),
+            // A shortage of resources on our side must not leave a file out of the image.
+            Some(error) if is_ours(error) => return Err(io::Error::new(error.kind(), error.to_string())),
+            _ => {}
+        }
+        let is_state = match seen.as_ref().map_or(Medium::Disk, |(_, medium)| *medium) {
             Medium::Memory => true,
             Medium::Kernel => false,
             Medium::Disk => usage.mapped || !usage.append,
         };
+        if !is_state {
+            return Ok(());
+        }
         let group = match self.tracked.iter().find(|folder| path.starts_with(folder)) {
             Some(folder) => folder.clone(),
             None => select::database_of(&path, way).unwrap_or_else(|| path.clone()),
         };
-        Ok(is_state.then_some(Found { path, metadata, medium, mapped: usage.mapped, is_readable, group }))
+        if let Some(error) = refused {
+            let unread = select::Unread { path: path.clone(), error };
+            survey.unread.entry(group.clone()).or_insert(unread);
+        }
+        survey.found.extend(seen.map(|(metadata, medium)| Found {
+            path,
+            metadata,
+            medium,
+            mapped: usage.mapped,
+            group,
+        }));
+        Ok(())
     }
 
     fn is_tracked(&self, path: &Path) -> bool {
@@ -402,15 +443,12 @@ impl Contents {
     }
 
     /// The groups whose files are kept: all that are in memory anyway, and of the others the smallest first.
-    fn within_limit(&self, found: &[Found]) -> BTreeSet<PathBuf> {
+    fn within_limit(&self, survey: &Survey) -> BTreeSet<PathBuf> {
         let mut groups: BTreeMap<&Path, (u64, bool)> = BTreeMap::new();
-        for file in found {
+        for file in survey.found.iter().filter(|file| !survey.unread.contains_key(&file.group)) {
             let group = groups.entry(&file.group).or_insert((0, true));
             group.0 = group.0.saturating_add(file.bytes());
             group.1 &= file.medium == Medium::Memory;
-            if !file.is_readable {
-                group.0 = u64::MAX;
-            }
         }
         let mut groups: Vec<_> =
             groups.into_iter().map(|(path, (bytes, in_memory))| (in_memory, bytes, path)).collect();
@@ -471,6 +509,12 @@ impl Found {
     }
 }
 
+/// A file that cannot be opened, or what is in its place.
+fn seen(path: &Path) -> io::Result<(fs::Metadata, Medium)> {
+    let file = File::options().read(true).custom_flags(libc::O_PATH | libc::O_NOFOLLOW).open(path)?;
+    Ok((file.metadata()?, Medium::of(&file)?))
+}
+
 /// Whether the error is about us or the machine, and not about the file.
 fn is_ours(error: &io::Error) -> bool {
     let codes = [libc::EMFILE, libc::ENFILE, libc::ENOMEM, libc::EIO];
@@ -508,11 +552,37 @@ fn note<'a>(left_out: impl Iterator<Item = &'a OpenFile>, limit: u64) -> Option<
     }
     let limit = match limit {
         0 => "there is not enough memory for it".to_owned(),
-        limit => format!("it does not fit into snapshot.file-limit, {}, or cannot be read", ByteSize::b(limit)),
+        limit => format!("it does not fit into snapshot.file-limit, {}", ByteSize::b(limit)),
     };
     Some(format!(
         "the job rewrites {names}, and the image does not contain the content, because {limit}. A restore is refused if one of \
          them changes after the snapshot (restart.changed-files): raise the limit"
+    ))
+}
+
+fn note_unread(unread: &BTreeMap<PathBuf, select::Unread>) -> Option<String> {
+    if unread.is_empty() {
+        return None;
+    }
+    let more = unread.len().saturating_sub(NAMED);
+    let shown = |(group, select::Unread { path, error }): (&PathBuf, &select::Unread)| {
+        let why = match error.kind() {
+            // The kernel asks the process to give the lease up, and lets nobody wait for that who asked not to.
+            io::ErrorKind::WouldBlock => "another process has a lease on it".to_owned(),
+            _ => chain(error),
+        };
+        match group == path {
+            true => format!("{} (it cannot be read: {why})", group.display()),
+            false => format!("{} ({} in it cannot be read: {why})", group.display(), path.display()),
+        }
+    };
+    let mut names = unread.iter().take(NAMED).map(shown).collect::<Vec<_>>().join(", ");
+    if more > 0 {
+        names.push_str(&format!(" and {more} more"));
+    }
+    Some(format!(
+        "the image does not contain the content of {names}. A restore is refused if one of these files changes after the \
+         snapshot (restart.changed-files): make them readable for the job's user"
     ))
 }
 

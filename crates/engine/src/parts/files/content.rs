@@ -296,18 +296,26 @@ pub(crate) fn put_folder_back(aside: &Aside<'_>, may_give: bool) -> Result<(), R
 
 /// What is in a folder now and was not at the snapshot. Of a new folder only the folder itself, without its content.
 fn unknown(folder: &TrackedFolder) -> io::Result<Vec<PathBuf>> {
-    let known: std::collections::HashSet<&Path> = folder.entries.iter().map(|entry| entry.path.as_path()).collect();
+    // What is `Other` was not looked into: sockets, and folders that are closed to the job's user.
+    let known: std::collections::HashMap<&Path, bool> =
+        folder.entries.iter().map(|entry| (entry.path.as_path(), !matches!(entry.kind, TrackedKind::Other))).collect();
+    let has_content = |within: &Path| known.keys().any(|path| path.parent() == Some(within));
     let (mut found, mut left) = (Vec::new(), vec![folder.path.to_path_buf()]);
     while let Some(within) = left.pop() {
-        for entry in fs::read_dir(&within)? {
+        let entries = match fs::read_dir(&within) {
+            // An image of an earlier version has closed folders as any others, without content.
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied && !has_content(&within) => continue,
+            entries => entries?,
+        };
+        for entry in entries {
             let entry = entry?;
             let (path, kind) = (entry.path(), entry.file_type()?);
-            match known.contains(path.as_path()) {
-                true if kind.is_dir() => left.push(path),
-                true => {}
+            match known.get(path.as_path()) {
+                Some(true) if kind.is_dir() => left.push(path),
+                Some(_) => {}
                 // Sockets, FIFOs and devices belong to processes, not to the content.
-                false if !(kind.is_file() || kind.is_dir() || kind.is_symlink()) => {}
-                false => found.push(path),
+                None if !(kind.is_file() || kind.is_dir() || kind.is_symlink()) => {}
+                None => found.push(path),
             }
         }
     }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fs;
-use std::io::Read;
+use std::io::{self, Read};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -79,7 +79,26 @@ pub(super) fn beside(path: &Path) -> Option<PathBuf> {
 
 /// The database that a file is, or belongs to.
 pub(super) fn database_of(path: &Path, way: &dyn Fn(&Path) -> PathBuf) -> Option<PathBuf> {
-    [beside(path), Some(path.to_path_buf())].into_iter().flatten().find(|path| is_database(&way(path)))
+    let is_one = |path: &PathBuf| is_database(&way(path)) || (is_closed(&way(path)) && has_companion(path, way));
+    [beside(path), Some(path.to_path_buf())].into_iter().flatten().find(is_one)
+}
+
+/// Whether it is a file whose first bytes cannot be read.
+fn is_closed(path: &Path) -> bool {
+    let refused = durable::open_for_reading(path).is_err_and(|error| !is_gone(&error));
+    refused && fs::symlink_metadata(path).is_ok_and(|metadata| metadata.is_file())
+}
+
+fn has_companion(path: &Path, way: &dyn Fn(&Path) -> PathBuf) -> bool {
+    names_beside(path).any(|path| fs::symlink_metadata(way(&path)).is_ok())
+}
+
+fn names_beside(database: &Path) -> impl Iterator<Item = PathBuf> {
+    BESIDE.iter().map(|ending| {
+        let mut name = database.as_os_str().to_owned();
+        name.push(ending);
+        PathBuf::from(name)
+    })
 }
 
 fn is_database(path: &Path) -> bool {
@@ -91,12 +110,7 @@ fn is_database(path: &Path) -> bool {
 /// journal that appears after the snapshot for the journal of the restored database.
 pub(super) fn companions(path: &Path, way: &dyn Fn(&Path) -> PathBuf) -> (Vec<PathBuf>, Vec<PathBuf>) {
     let Some(database) = database_of(path, way) else { return (Vec::new(), Vec::new()) };
-    let beside = BESIDE.iter().map(|ending| {
-        let mut name = database.clone().into_os_string();
-        name.push(ending);
-        PathBuf::from(name)
-    });
-    let all = beside.chain([database.clone()]);
+    let all = names_beside(&database).chain([database.clone()]);
     all.partition(|path| fs::symlink_metadata(way(path)).is_ok())
 }
 
@@ -118,21 +132,81 @@ pub(super) fn data_folders(tree: &[i32]) -> Vec<PathBuf> {
     found
 }
 
-/// A folder and everything below it, each folder before its content. What cannot be read is left out.
-pub(super) fn below(folder: &Path, way: &dyn Fn(&Path) -> PathBuf) -> Vec<(PathBuf, TrackedKind)> {
-    let Some(metadata) = fs::metadata(way(folder)).ok().filter(fs::Metadata::is_dir) else { return Vec::new() };
-    let owner = Owner { uid: metadata.uid(), gid: metadata.gid() };
-    let mut all = vec![(folder.to_path_buf(), TrackedKind::Folder { mode: metadata.mode(), owner })];
-    let mut left = vec![folder.to_path_buf()];
-    while let Some(folder) = left.pop() {
-        let Ok(entries) = fs::read_dir(way(&folder)) else { continue };
-        for entry in entries.flatten() {
+/// A file or folder that could not be read, so that what belongs to it is not in the image.
+#[derive(Debug)]
+pub(super) struct Unread {
+    pub(super) path: PathBuf,
+    pub(super) error: io::Error,
+}
+
+/// Whether the error says that there is no such file.
+pub(super) fn is_gone(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
+}
+
+/// A folder and everything below it, each folder before its content, and the first thing that could not be read.
+///
+/// A folder below it that is closed to `user` (`lost+found` of a file system) is not part of it: the job cannot change
+/// anything in there.
+pub(super) fn below(
+    folder: &Path,
+    user: Option<u32>,
+    way: &dyn Fn(&Path) -> PathBuf,
+) -> (Vec<(PathBuf, TrackedKind)>, Option<Unread>) {
+    let mut unread = None;
+    let mut fail = |path: &Path, error: io::Error| {
+        if !is_gone(&error) {
+            unread.get_or_insert(Unread { path: path.to_path_buf(), error });
+        }
+    };
+    let kind_of = |metadata: &fs::Metadata| {
+        let owner = Owner { uid: metadata.uid(), gid: metadata.gid() };
+        TrackedKind::Folder { mode: metadata.mode(), owner }
+    };
+    let mut all = Vec::new();
+    match fs::metadata(way(folder)) {
+        Ok(metadata) if metadata.is_dir() => all.push((folder.to_path_buf(), kind_of(&metadata))),
+        Ok(_) => {}
+        Err(error) => fail(folder, error),
+    }
+    let mut at = 0;
+    while let Some((folder, kind)) = all.get_mut(at) {
+        at += 1;
+        let TrackedKind::Folder { owner, .. } = kind else { continue };
+        let entries = match fs::read_dir(way(folder)) {
+            Ok(entries) => entries,
+            Err(error) => {
+                if error.kind() == io::ErrorKind::PermissionDenied
+                    && at > 1
+                    && user != Some(owner.uid)
+                    && is_shut(&way(folder))
+                {
+                    *kind = TrackedKind::Other;
+                } else {
+                    fail(folder, error);
+                }
+                continue;
+            }
+        };
+        let folder = folder.clone();
+        for entry in entries {
+            let entry = match entry {
+                Ok(entry) => entry,
+                Err(error) => {
+                    fail(&folder, error);
+                    break;
+                }
+            };
             let path = folder.join(entry.file_name());
-            let Ok(metadata) = entry.metadata() else { continue };
+            let metadata = match entry.metadata() {
+                Ok(metadata) => metadata,
+                Err(error) => {
+                    fail(&path, error);
+                    continue;
+                }
+            };
             let kind = if metadata.is_dir() {
-                left.push(path.clone());
-                let owner = Owner { uid: metadata.uid(), gid: metadata.gid() };
-                TrackedKind::Folder { mode: metadata.mode(), owner }
+                kind_of(&metadata)
             } else if metadata.is_file() {
                 TrackedKind::File
             } else if metadata.is_symlink() {
@@ -146,5 +220,10 @@ pub(super) fn below(folder: &Path, way: &dyn Fn(&Path) -> PathBuf) -> Vec<(PathB
             all.push((path, kind));
         }
     }
-    all
+    (all, unread)
+}
+
+/// Whether a folder cannot be entered: then nothing in it can be opened or made.
+fn is_shut(folder: &Path) -> bool {
+    fs::symlink_metadata(folder.join(".")).is_err()
 }

@@ -84,6 +84,103 @@ fn what_is_beyond_the_limit_is_left_out_with_all_that_belongs_to_it_and_named() 
     assert!(captured.notes.is_empty() && content(draft.path(), &files[0]) == fs::read(&shared).unwrap());
 }
 
+/// One file of a group from the snapshot and another from the future do not match.
+#[test]
+fn a_group_with_a_file_that_cannot_be_opened_is_left_out_and_named() {
+    /// A lease is broken by an open in any process, also its holder's.
+    const LEASE: &str = "import fcntl, os, signal, sys, time\n\
+                         signal.signal(signal.SIGIO, signal.SIG_IGN)\n\
+                         fcntl.fcntl(os.open(sys.argv[1], os.O_RDWR), fcntl.F_SETLEASE, fcntl.F_WRLCK)\n\
+                         print('held', flush=True)\n\
+                         time.sleep(60)";
+    struct Holder(std::process::Child);
+    impl Drop for Holder {
+        fn drop(&mut self) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+    let dir = on_disk();
+    let data = dir.path().join("data");
+    fs::create_dir(&data).unwrap();
+    let [database, log, one, other] =
+        [dir.path().join("data.db"), dir.path().join("data.db-wal"), data.join("one"), data.join("other")];
+    fs::write(&database, select_magic()).unwrap();
+    [&log, &one, &other].into_iter().for_each(|path| fs::write(path, "content").unwrap());
+    let lease = |path: &Path| {
+        let mut python = std::process::Command::new("python3");
+        let held = python.args(["-c", LEASE]).arg(path).stdout(std::process::Stdio::piped()).spawn();
+        let mut held = Holder(held.unwrap());
+        let mut said = [0; 5];
+        io::Read::read_exact(held.0.stdout.as_mut().unwrap(), &mut said).unwrap();
+        held
+    };
+    for (leased, group) in [(&one, &data), (&database, &database), (&log, &database)] {
+        let _held = lease(leased);
+        let draft = tempfile::tempdir().unwrap();
+        let mut contents = Contents::new(std::slice::from_ref(&data), Vec::new(), 1 << 30);
+        let mut files = written(&[&log]);
+        let captured = contents.capture(&mut files, Vec::new(), here(), draft.path()).unwrap();
+        assert_eq!(files.len(), 4, "{files:?}");
+        for file in &files {
+            assert!(file.stamp.is_some(), "{file:?}");
+            assert_eq!(file.part.is_none(), file.group.as_deref() == Some(group) || file.path == *group, "{file:?}");
+        }
+        assert_eq!(captured.tracked.is_empty(), *group == data);
+        assert_eq!(captured.absent.is_empty(), *group == database);
+        let [note] = captured.notes.as_slice() else { panic!("{captured:?}") };
+        let named = [group, leased].iter().all(|path| note.contains(path.to_str().unwrap()));
+        assert!(named && note.contains("a lease on it") && note.contains("restart.changed-files"), "{note}");
+    }
+}
+
+/// The folder `lost+found` of a file system is root's.
+#[test]
+fn a_folder_that_is_closed_to_the_user_is_no_part_of_a_tracked_one() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let nobody = crate::launch::identity::lookup("nobody").unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    let [lost, list, own] = ["lost+found", "list", "own"].map(|name| data.join(name));
+    let mode = |path: &Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+    [&lost, &list, &own].into_iter().for_each(|path| fs::create_dir_all(path).unwrap());
+    [data.join("state"), lost.join("x")].iter().for_each(|path| fs::write(path, "content").unwrap());
+    [dir.path(), &data, &list].into_iter().for_each(|path| mode(path, 0o755));
+    mode(&lost, 0o700);
+    std::os::unix::fs::chown(&own, Some(nobody.uid), Some(nobody.gid)).unwrap();
+    mode(&own, 0o755);
+    let capture = || {
+        let draft = tempfile::tempdir().unwrap();
+        let view = View { user: Some(&nobody), ..here() };
+        let mut contents = Contents::new(std::slice::from_ref(&data), Vec::new(), 1 << 30);
+        let mut files = Vec::new();
+        contents.capture(&mut files, Vec::new(), view, draft.path()).unwrap()
+    };
+    let captured = capture();
+    assert!(captured.notes.is_empty(), "{captured:?}");
+    let kind = |path: &Path| {
+        let entries = &captured.tracked[0].entries;
+        entries.iter().find(|entry| entry.path == path).map(|entry| entry.kind.clone())
+    };
+    assert_eq!((kind(&lost), kind(&lost.join("x"))), (Some(TrackedKind::Other), None));
+    assert!(matches!(kind(&list), Some(TrackedKind::Folder { .. })));
+    let put = || {
+        let aside = crate::parts::files::content::Aside::of(&captured.tracked[0])?;
+        crate::parts::files::content::put_folder_back(&aside, false)
+    };
+    identity::with_file_rights(nobody.uid, nobody.gid, &nobody.groups, put).unwrap().unwrap();
+    // What the job can change and we cannot see is not kept apart from the rest of the folder.
+    for (folder, bits) in [(&list, 0o711), (&own, 0o000)] {
+        mode(folder, bits);
+        let captured = capture();
+        let [note] = captured.notes.as_slice() else { panic!("{captured:?}") };
+        assert!(note.contains(folder.to_str().unwrap()) && captured.tracked.is_empty(), "{captured:?}");
+        mode(folder, 0o755);
+    }
+}
+
 fn select_magic() -> [u8; 16] {
     *b"SQLite format 3\0"
 }
