@@ -34,12 +34,23 @@ use rekindle_store::manifest::{GivenFile, JobRights};
 /// The cause of a refusal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
-    /// The image, or files that were replaced since.
+    /// The image.
     Image,
+    /// Files that were removed or replaced since.
+    Files,
     /// The image is intact, but does not match the configuration.
     Configuration,
-    /// This machine or this program.
+    /// This machine, as long as it closes a file to the user, or this program.
     Ours,
+}
+
+/// Why the user cannot open a file as a process has it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Obstacle {
+    /// The user has no right to it or to a folder above it.
+    Closed,
+    /// At its path is another file or none.
+    Other,
 }
 
 /// Why a restored job is not run, or no image of a job is taken.
@@ -55,7 +66,7 @@ pub enum Refused {
     },
     /// A process has a file that its user could not open.
     #[error(
-        "{} is {how} in the restored job, but user {user} may not open it: it was replaced since the snapshot. Put the original back, or restore another image",
+        "{} is {how} in the restored job, but user {user} may not open it now: it was replaced since the snapshot, or it or a folder above it was closed to the user. Undo that, or restore another image",
         path.display()
     )]
     File {
@@ -64,6 +75,7 @@ pub enum Refused {
         how: &'static str,
         /// The job's user.
         user: String,
+        obstacle: Obstacle,
     },
     /// A process has a kernel file open whose content depends on who opens it.
     #[error(
@@ -106,7 +118,10 @@ impl Refused {
     pub(crate) fn fault(&self) -> Fault {
         match self {
             Refused::Rights { fault, .. } => *fault,
-            Refused::File { .. } | Refused::KernelFile { .. } | Refused::Namespace { .. } => Fault::Image,
+            Refused::File { obstacle: Obstacle::Other, .. } => Fault::Files,
+            // It may be opened again, and an older image would lose work.
+            Refused::File { obstacle: Obstacle::Closed, .. } => Fault::Ours,
+            Refused::KernelFile { .. } | Refused::Namespace { .. } => Fault::Image,
             Refused::Unread { .. } | Refused::Switch { .. } | Refused::NoProcess => Fault::Ours,
         }
     }
@@ -131,7 +146,7 @@ pub(crate) fn note(root: i32, user: Option<&Identity>, privileges: Privileges) -
     let rights = rights::of(&tree, user)?;
     let Some(user) = user.filter(|user| user.uid != 0) else { return Ok(Noted { given: Vec::new(), rights }) };
     let mut given: Vec<GivenFile> = Vec::new();
-    for held in strange(root, &tree, user, &[])? {
+    for (held, _) in strange(root, &tree, user, &[])? {
         let access = Some(held.access);
         let file = GivenFile { path: held.path, device: held.device, inode: held.inode, access };
         if !given.contains(&file) {
@@ -186,9 +201,11 @@ pub(crate) fn check(root: i32, wanted: &Wanted<'_>) -> Result<(), Refused> {
 fn check_files(root: i32, tree: &[i32], user: &Identity, manifest: &Manifest, log_dir: &Path) -> Result<(), Refused> {
     let put_there = put_there(root, manifest);
     let mut strange = strange(root, tree, user, &put_there)?.into_iter();
-    match strange.find(|held| !(is_given(held, &manifest.given_files) || is_output(held, log_dir))) {
+    match strange.find(|(held, _)| !(is_given(held, &manifest.given_files) || is_output(held, log_dir))) {
         None => Ok(()),
-        Some(held) => Err(Refused::File { path: held.path, how: said(held.how), user: user.name.clone() }),
+        Some((held, obstacle)) => {
+            Err(Refused::File { path: held.path, how: said(held.how), user: user.name.clone(), obstacle })
+        }
     }
 }
 
@@ -230,7 +247,12 @@ fn put_there(root: i32, manifest: &Manifest) -> Vec<(u64, u64)> {
 }
 
 /// The files that the user could not open in the way these processes have them.
-fn strange(root: i32, tree: &[i32], user: &Identity, put_there: &[(u64, u64)]) -> Result<Vec<Held>, Refused> {
+fn strange(
+    root: i32,
+    tree: &[i32],
+    user: &Identity,
+    put_there: &[(u64, u64)],
+) -> Result<Vec<(Held, Obstacle)>, Refused> {
     let unread = |pid: i32| move |source: io::Error| Refused::Unread { pid, source };
     let kernels = Kernels::of(root).map_err(unread(root))?;
     let root_folder = std::fs::metadata(format!("/proc/{root}/root")).map_err(unread(root))?;
@@ -241,7 +263,7 @@ fn strange(root: i32, tree: &[i32], user: &Identity, put_there: &[(u64, u64)]) -
         // Only root can change the root of a process.
         if held.how == How::Root {
             if is != (root_folder.dev(), root_folder.ino()) {
-                strange.push(held);
+                strange.push((held, Obstacle::Other));
             }
             continue;
         }
@@ -255,8 +277,8 @@ fn strange(root: i32, tree: &[i32], user: &Identity, put_there: &[(u64, u64)]) -
             None => asked.push(held),
         }
     }
-    let opens = open_anew(root, user, &asked)?;
-    strange.extend(asked.into_iter().zip(opens).filter(|(_, opens)| !opens).map(|(held, _)| held));
+    let obstacles = open_anew(root, user, &asked)?;
+    strange.extend(asked.into_iter().zip(obstacles).filter_map(|(held, obstacle)| Some((held, obstacle?))));
     Ok(strange)
 }
 
@@ -267,15 +289,16 @@ fn judge_kernels(kernels: &Kernels, held: &Held, tree: &[i32], user: &Identity) 
     }
 }
 
-/// For each file: whether the user finds the same file at its path, and may open it in the same way.
-fn open_anew(root: i32, user: &Identity, files: &[Held]) -> Result<Vec<bool>, Refused> {
+/// For each file: `None` if the user finds the same file at its path, and may open it in the same way.
+fn open_anew(root: i32, user: &Identity, files: &[Held]) -> Result<Vec<Option<Obstacle>>, Refused> {
     let failed = |source| Refused::Switch { user: user.name.clone(), source };
     let world = std::fs::File::open(format!("/proc/{root}/ns/mnt")).map_err(failed)?;
-    let opens = |held: &Held| {
-        let found = identity::reach(&held.path, held.access);
-        found.is_ok_and(|found| (found.st_dev, found.st_ino) == (held.device, held.inode))
+    let obstacle = |held: &Held| match identity::reach(&held.path, held.access) {
+        Ok(found) if (found.st_dev, found.st_ino) == (held.device, held.inode) => None,
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Some(Obstacle::Closed),
+        Ok(_) | Err(_) => Some(Obstacle::Other),
     };
-    identity::with_file_rights_in(&world, user.uid, user.gid, &user.groups, || files.iter().map(opens).collect())
+    identity::with_file_rights_in(&world, user.uid, user.gid, &user.groups, || files.iter().map(obstacle).collect())
         .map_err(failed)
 }
 

@@ -143,7 +143,7 @@ pub enum Blame {
     Unread,
     /// The machine: another image would fail too, and this one is still good.
     Machine,
-    /// Files that the job wrote to are missing or changed: an older image may not need them.
+    /// Files that the job had are missing or changed: an older image may not need them.
     Files,
     /// The image does not fit this machine: another try would not help, and another image would lose work without the
     /// user's consent.
@@ -167,6 +167,7 @@ impl Error {
             Error::OtherUser(_) => Blame::Configuration,
             Error::Refused { why, .. } => match why.fault() {
                 Fault::Image => Blame::Image,
+                Fault::Files => Blame::Files,
                 Fault::Configuration => Blame::Configuration,
                 Fault::Ours => Blame::Machine,
             },
