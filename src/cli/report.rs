@@ -13,6 +13,7 @@ use super::output::{Format, print_json, print_text};
 use super::{Exit, Global, Misuse, complete};
 use crate::report;
 use rekindle_os::durable;
+use rekindle_os::regular::{self, Links};
 
 /// What to report.
 #[derive(Debug, clap::Args)]
@@ -78,7 +79,9 @@ fn write(path: &Path, text: &str, force: bool) -> anyhow::Result<()> {
 /// Whether a file may be replaced: it is a report, as a page or as JSON, or it is empty.
 fn is_report(path: &Path) -> bool {
     let mut head = Vec::new();
-    let read = fs::File::open(path).and_then(|file| file.take(4096).read_to_end(&mut head));
+    // It may be in a folder of another user, who can put a device there.
+    let opened = regular::find(path, Links::Follow).and_then(|found| found.read());
+    let read = opened.and_then(|file| file.take(4096).read_to_end(&mut head));
     read.is_ok() && (head.is_empty() || report::html::is_page(&head) || head.starts_with(JSON_BEGIN))
 }
 

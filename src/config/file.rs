@@ -7,14 +7,15 @@
 //! rule of sudo may allow that user one command line and no more, and must not become a shell of root by a file in the
 //! working directory.
 
-use std::fs::{self, File, Metadata};
-use std::io::Read;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::fs::{self, Metadata};
+use std::io::{self, Read};
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use nix::unistd::{Gid, Group, Uid, User};
 
 use super::Error;
+use rekindle_os::regular::{self, Links};
 
 /// Larger than any configuration: without a limit, a wrong path could fill the memory.
 const LARGEST: u64 = 1 << 20;
@@ -55,13 +56,15 @@ impl Friends {
 /// The text of the configuration, refused when running as root and others could have written it.
 pub(super) fn read(path: &Path, given: Given) -> Result<String, Error> {
     let failed = |source| Error::Read { path: path.to_owned(), source };
-    // Without O_NONBLOCK, opening a named pipe waits for a writer.
-    let flags = libc::O_NONBLOCK | libc::O_CLOEXEC;
-    let mut file = File::options().read(true).custom_flags(flags).open(path).map_err(failed)?;
+    // Others may be able to put a device or a FIFO there, which must not be opened.
+    let opened = regular::find(path, Links::Follow).and_then(|found| found.read());
+    let mut file = match opened {
+        Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
+            return Err(Error::NotAFile { path: path.to_owned() });
+        }
+        opened => opened.map_err(failed)?,
+    };
     let metadata = file.metadata().map_err(failed)?;
-    if !metadata.is_file() {
-        return Err(Error::NotAFile { path: path.to_owned() });
-    }
     if Uid::effective().is_root() {
         let friends = Friends::of(given);
         trusted(path, &metadata, friends)?;

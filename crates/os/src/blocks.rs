@@ -15,8 +15,35 @@ use nix::sys::statfs::{
 /// Missing in nix: include/uapi/linux/magic.h.
 const RAMFS_MAGIC: FsType = FsType(0x8584_58f6);
 
-/// File systems whose files the kernel generates when they are read.
-const MADE_UP: [FsType; 8] = [
+/// File systems whose files the kernel generates when they are read, or whose content is settings of the machine. The
+/// numbers are those of include/uapi/linux/magic.h, or of the file system's source.
+const MADE_UP: [FsType; 21] = [
+    // autofs
+    FsType(0x0187),
+    // binfmt_misc
+    FsType(0x4249_4e4d),
+    // configfs
+    FsType(0x6265_6570),
+    // devpts
+    FsType(0x1cd1),
+    // efivarfs
+    FsType(0xde5e_81e4),
+    // fusectl
+    FsType(0x6573_5543),
+    // mqueue
+    FsType(0x1980_0202),
+    // nfsd
+    FsType(0x6e66_7364),
+    // nsfs
+    FsType(0x6e73_6673),
+    // pstore
+    FsType(0x6165_676c),
+    // rpc_pipefs
+    FsType(0x6759_6969),
+    // selinuxfs
+    FsType(0xf97c_ff8c),
+    // smackfs
+    FsType(0x4341_5d53),
     BPF_FS_MAGIC,
     CGROUP_SUPER_MAGIC,
     CGROUP2_SUPER_MAGIC,

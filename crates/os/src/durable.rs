@@ -16,6 +16,7 @@ use nix::errno::Errno;
 use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
 
 use super::point::{Step, point};
+use super::regular::{self, Links};
 
 /// Prefix of the name of a file or folder while it is incomplete.
 pub const TEMP_PREFIX: &str = ".tmp-";
@@ -219,16 +220,12 @@ impl Drop for Unfinished {
 /// of a FIFO. A terminal does not become that of our session: when it hung up, SIGHUP would stop the supervisor.
 pub const NO_SURPRISE: i32 = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
 
-/// Opens a regular file for reading. Refuses a symbolic link, and does not hang on a FIFO in place of a file.
+/// Opens a regular file for reading. Refuses a symbolic link, and opens nothing but a regular file ([`regular`]).
 ///
 /// # Errors
 /// That of open(2); `InvalidInput` if it is no regular file.
 pub fn open_for_reading(path: &Path) -> io::Result<File> {
-    let file = OpenOptions::new().read(true).custom_flags(NO_SURPRISE).open(path)?;
-    if !file.metadata()?.is_file() {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
-    }
-    Ok(file)
+    regular::find(path, Links::Refuse)?.read()
 }
 
 fn write_new(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {

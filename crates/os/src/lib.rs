@@ -25,6 +25,7 @@ pub mod parallel;
 pub mod point;
 pub mod process;
 pub mod ptrace;
+pub mod regular;
 pub mod rights;
 pub mod sock_diag;
 pub mod sparse;

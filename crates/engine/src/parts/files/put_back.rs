@@ -28,6 +28,7 @@ use crate::launch::identity::Identity;
 use crate::launch::output::{Files, Held};
 use rekindle_os::durable;
 use rekindle_os::identity;
+use rekindle_os::regular::{self, Links};
 use rekindle_store::manifest::{Fifo, Folder, OpenFile, Stamp};
 use rekindle_store::{Image, JobFolder, Manifest};
 
@@ -299,7 +300,7 @@ fn put_one_back(
     aside: Option<&Aside<'_>>,
 ) -> Result<Option<FileRollback>, RollbackError> {
     let path = &*file.path;
-    let open = match (options().open(path), content) {
+    let open = match (regular::find(path, Links::Refuse).and_then(|found| found.change()), content) {
         (Ok(open), _) => open,
         (Err(error), Some(content)) if error.kind() == io::ErrorKind::NotFound && can_be_made(file) => {
             return content::make(file, content, may_give).map(|()| Some(FileRollback::Made(path.clone())));
@@ -307,15 +308,13 @@ fn put_one_back(
         (Err(source), _) => {
             return Err(match source.raw_os_error() {
                 Some(libc::ENOENT) => RollbackError::Gone(path.clone()),
-                Some(libc::ELOOP | libc::EISDIR | libc::ENXIO) => RollbackError::NotAFile(path.clone()),
+                Some(libc::ELOOP) => RollbackError::NotAFile(path.clone()),
+                _ if source.kind() == io::ErrorKind::InvalidInput => RollbackError::NotAFile(path.clone()),
                 _ => failed("open", path)(source),
             });
         }
     };
     let metadata = open.metadata().map_err(failed("stat", path))?;
-    if !metadata.is_file() {
-        return Err(RollbackError::NotAFile(path.clone()));
-    }
     match content {
         Some(content) => Ok(content::replace(&open, file, content, aside)?.map(FileRollback::Kept)),
         None if metadata.size() > file.size => cut(&open, path, file.size).map(FileRollback::Kept).map(Some),

@@ -9,7 +9,8 @@ use crate::launch::host;
 use crate::parts::gpu::placement::{Devices, Wishes};
 use rekindle_criu::Version;
 use rekindle_cuda::nvml::GpuInventory;
-use rekindle_os::{durable, elf};
+use rekindle_os::elf;
+use rekindle_os::regular::{self, Links};
 use rekindle_store::Manifest;
 use rekindle_store::manifest::Host;
 
@@ -74,10 +75,12 @@ fn look_at_gpus(manifest: &Manifest, wishes: &Wishes) -> (Devices, Option<String
     (Devices::of(&inventory, wishes), inventory.driver)
 }
 
-/// The job's user may replace the file at any moment: opening a FIFO must not block.
+/// The job's user may replace the file at any moment, by a FIFO or a device too: those must not be opened. CRIU follows
+/// a link that replaced the file.
 fn look_at(path: &Path, has_build_id: bool) -> FileHere {
-    let metadata = match std::fs::metadata(path) {
-        Ok(metadata) => metadata,
+    let looked = regular::find(path, Links::Follow).and_then(|found| Ok((found.metadata()?, found)));
+    let (metadata, found) = match looked {
+        Ok(looked) => looked,
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
             return FileHere::Missing;
         }
@@ -87,8 +90,7 @@ fn look_at(path: &Path, has_build_id: bool) -> FileHere {
         return FileHere::NotAFile;
     }
     let build_id = || {
-        // CRIU follows a link that replaced the file since.
-        let id = elf::build_id(&durable::open_for_reading(&path.canonicalize().ok()?).ok()?)?;
+        let id = elf::build_id(&found.read().ok()?)?;
         Some(id.iter().map(|byte| format!("{byte:02x}")).collect())
     };
     let build_id = if has_build_id { build_id() } else { None };
@@ -98,6 +100,7 @@ fn look_at(path: &Path, has_build_id: bool) -> FileHere {
 #[cfg(test)]
 mod tests {
     use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
+    use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 
     use super::*;
 
@@ -105,9 +108,28 @@ mod tests {
     #[test]
     fn a_fifo_put_in_place_of_a_file_does_not_hang_the_look() {
         let dir = tempfile::tempdir().unwrap();
-        let (path, other) = (dir.path().join("lib.so"), dir.path().join("fifo"));
-        std::fs::write(&path, b"\x7fELF\x02\x01").unwrap();
+        let other = dir.path().join("fifo");
         nix::unistd::mkfifo(&other, nix::sys::stat::Mode::from_bits_truncate(0o600)).unwrap();
+        look_while_exchanged(&dir.path().join("lib.so"), other);
+    }
+
+    /// Opening a device can have effects; that of a watchdog begins a countdown to a reset of the machine.
+    #[test]
+    fn what_a_link_put_in_place_of_a_file_leads_to_is_not_opened() {
+        let dir = tempfile::tempdir().unwrap();
+        let (opened, link) = (dir.path().join("fifo"), dir.path().join("link"));
+        nix::unistd::mkfifo(&opened, nix::sys::stat::Mode::from_bits_truncate(0o600)).unwrap();
+        std::os::unix::fs::symlink(&opened, &link).unwrap();
+        let opens = Inotify::init(InitFlags::IN_NONBLOCK).unwrap();
+        opens.add_watch(&opened, AddWatchFlags::IN_OPEN).unwrap();
+        look_while_exchanged(&dir.path().join("lib.so"), link);
+        assert_eq!(opens.read_events().map(|events| events.len()), Err(nix::errno::Errno::EAGAIN));
+    }
+
+    /// Looks at a file while it is exchanged with `other` all the time.
+    fn look_while_exchanged(path: &Path, other: PathBuf) {
+        let path = path.to_owned();
+        std::fs::write(&path, b"\x7fELF\x02\x01").unwrap();
         let (sender, done) = std::sync::mpsc::channel();
         let (from, to) = (path.clone(), other);
         let stop = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
