@@ -7,9 +7,8 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use nix::fcntl::{OFlag, open};
 use nix::sched::{CloneFlags, setns, unshare};
-use nix::sys::stat::{FileStat, Mode, fstat};
+use nix::sys::stat::{FileStat, fstat};
 use nix::unistd::{User, getgrouplist, setfsgid, setfsuid};
 use rustix::process::{Gid, Uid};
 use rustix::thread::{
@@ -17,9 +16,14 @@ use rustix::thread::{
     set_thread_res_uid,
 };
 
+use super::regular::{self, Links};
+
 /// Runs `work` in a thread with the user's file access: its ids and groups, and none of root's rights to override
 /// permissions (the kernel drops those with the file-system user id). Other threads are not changed: for the kernel
 /// these are properties of a thread, while the C library's functions would change all threads.
+///
+/// The thread still belongs to this process, so the kernel lets it pass the process's magic links in /proc, which lead
+/// to files that the user cannot reach. `work` must open what the user can exchange with [`regular`].
 ///
 /// # Errors
 /// When the kernel does not let us switch; `work` was not run then.
@@ -84,7 +88,7 @@ pub fn with_file_rights_in<T: Send>(
 /// # Errors
 /// When nothing exists there, the path cannot be followed, or the access is not allowed.
 pub fn reach(path: &Path, access: u32) -> io::Result<FileStat> {
-    let found: OwnedFd = open(path, OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC, Mode::empty())?;
+    let found = OwnedFd::from(regular::find(path, Links::Refuse)?);
     if access != 0 {
         // R_OK, W_OK and X_OK are the bits of a permission triple.
         let flags = libc::AT_EMPTY_PATH | libc::AT_EACCESS;

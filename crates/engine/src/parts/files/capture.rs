@@ -143,7 +143,8 @@ impl Contents {
 
     /// Bytes that the copies would take now. Also finds the data folders of databases.
     pub(crate) fn foresee(&mut self, tree: &[i32], view: View<'_>) -> io::Result<u64> {
-        self.tracked.extend(select::data_folders(tree));
+        let directories = select::directories(tree);
+        self.tracked.extend(view.with(|way| select::data_folders(directories, way))?);
         self.tracked.sort();
         self.tracked.dedup();
         // A folder within another one is part of that.

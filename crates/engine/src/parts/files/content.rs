@@ -15,6 +15,7 @@ use std::time::{Duration, SystemTime};
 use super::rollback::{MOST_KEPT, RollbackError, RolledBack, failed, keep_rest, no_room};
 use rekindle_os::blocks::Medium;
 use rekindle_os::durable::{self, Unfinished};
+use rekindle_os::regular;
 use rekindle_os::sparse;
 use rekindle_store::JobPath;
 use rekindle_store::manifest::{MappedFile, OpenFile, TrackedFolder, TrackedKind};
@@ -302,14 +303,16 @@ fn unknown(folder: &TrackedFolder) -> io::Result<Vec<PathBuf>> {
     let has_content = |within: &Path| known.keys().any(|path| path.parent() == Some(within));
     let (mut found, mut left) = (Vec::new(), vec![folder.path.to_path_buf()]);
     while let Some(within) = left.pop() {
-        let entries = match fs::read_dir(&within) {
+        // It stays open while its entries are read.
+        let listed = regular::Folder::at(&within).and_then(|open| Ok((open.entries()?, open)));
+        let (entries, _open) = match listed {
             // An image of an earlier version has closed folders as any others, without content.
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied && !has_content(&within) => continue,
-            entries => entries?,
+            listed => listed?,
         };
-        for entry in entries {
+        for entry in entries.into_iter().flatten() {
             let entry = entry?;
-            let (path, kind) = (entry.path(), entry.file_type()?);
+            let (path, kind) = (within.join(entry.file_name()), entry.file_type()?);
             match known.get(path.as_path()) {
                 Some(true) if kind.is_dir() => left.push(path),
                 Some(_) => {}

@@ -1,6 +1,6 @@
 //! Selects the files that the job writes, and the files that belong to them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::fs;
 use std::io::{self, Read};
@@ -12,7 +12,8 @@ use std::time::SystemTime;
 use rekindle_os::blocks::Medium;
 use rekindle_os::durable;
 use rekindle_os::maps::{self, Mapping};
-use rekindle_os::process::{self, path_in};
+use rekindle_os::process;
+use rekindle_os::regular::{self, Folder, Links};
 use rekindle_store::manifest::{Owner, TrackedKind};
 
 /// How a job writes to a file.
@@ -114,21 +115,30 @@ pub(super) fn companions(path: &Path, way: &dyn Fn(&Path) -> PathBuf) -> (Vec<Pa
     all.partition(|path| fs::symlink_metadata(way(path)).is_ok())
 }
 
-/// The data folders of PostgreSQL servers among these processes (a server's working directory), and the folders outside
+/// The working directories of these processes.
+pub(super) fn directories(tree: &[i32]) -> BTreeSet<PathBuf> {
+    tree.iter().filter_map(|pid| fs::read_link(format!("/proc/{pid}/cwd")).ok()).collect()
+}
+
+/// The data folders of PostgreSQL servers among these folders (a server's working directory), and the folders outside
 /// of them with tablespaces and the write-ahead log. A server writes to files that it has closed.
-pub(super) fn data_folders(tree: &[i32]) -> Vec<PathBuf> {
+pub(super) fn data_folders(directories: BTreeSet<PathBuf>, way: &dyn Fn(&Path) -> PathBuf) -> Vec<PathBuf> {
     let mut found: Vec<PathBuf> = Vec::new();
-    for pid in tree {
-        let Ok(folder) = fs::read_link(format!("/proc/{pid}/cwd")) else { continue };
-        let seen = |path: &Path| path_in(*pid, path);
-        if found.contains(&folder) || !seen(&folder.join("PG_VERSION")).is_file() {
+    for folder in directories {
+        let version = regular::find(&way(&folder.join("PG_VERSION")), Links::Follow);
+        if !version.and_then(|version| version.metadata()).is_ok_and(|version| version.is_file()) {
             continue;
         }
-        let spaces = fs::read_dir(seen(&folder.join("pg_tblspc"))).into_iter().flatten().flatten();
-        let links = spaces.map(|entry| entry.path()).chain([seen(&folder.join("pg_wal"))]);
-        found.extend(links.filter_map(|link| fs::read_link(link).ok()).filter(|target| target.is_absolute()));
+        let spaces = Folder::at(&way(&folder.join("pg_tblspc")));
+        if let Ok(spaces) = &spaces {
+            let entries = spaces.entries().ok().flatten().into_iter().flatten().flatten();
+            found.extend(entries.filter_map(|entry| fs::read_link(entry.path()).ok()));
+        }
+        let log = Folder::at(&way(&folder)).and_then(|folder| folder.link("pg_wal"));
+        found.extend(log.map(PathBuf::from));
         found.push(folder);
     }
+    found.retain(|folder| folder.is_absolute());
     found
 }
 
@@ -147,7 +157,7 @@ pub(super) fn is_gone(error: &io::Error) -> bool {
 /// A folder and everything below it, each folder before its content, and the first thing that could not be read.
 ///
 /// A folder below it that is closed to `user` (`lost+found` of a file system) is not part of it: the job cannot change
-/// anything in there.
+/// anything in there. Neither is what the kernel makes up (/proc below /).
 pub(super) fn below(
     folder: &Path,
     user: Option<u32>,
@@ -164,8 +174,11 @@ pub(super) fn below(
         TrackedKind::Folder { mode: metadata.mode(), owner }
     };
     let mut all = Vec::new();
-    match fs::metadata(way(folder)) {
-        Ok(metadata) if metadata.is_dir() => all.push((folder.to_path_buf(), kind_of(&metadata))),
+    let look = |path: &Path| Folder::at(&way(path)).and_then(|open| Ok((open.metadata()?, open)));
+    match look(folder) {
+        Ok((metadata, open)) if !matches!(open.entries(), Ok(None)) => {
+            all.push((folder.to_path_buf(), kind_of(&metadata)));
+        }
         Ok(_) => {}
         Err(error) => fail(folder, error),
     }
@@ -173,8 +186,9 @@ pub(super) fn below(
     while let Some((folder, kind)) = all.get_mut(at) {
         at += 1;
         let TrackedKind::Folder { owner, .. } = kind else { continue };
-        let entries = match fs::read_dir(way(folder)) {
-            Ok(entries) => entries,
+        // It stays open while its entries are read.
+        let (entries, _open) = match look(folder).and_then(|(_, open)| Ok((open.entries()?, open))) {
+            Ok(listed) => listed,
             Err(error) => {
                 if error.kind() == io::ErrorKind::PermissionDenied
                     && at > 1
@@ -189,7 +203,7 @@ pub(super) fn below(
             }
         };
         let folder = folder.clone();
-        for entry in entries {
+        for entry in entries.into_iter().flatten() {
             let entry = match entry {
                 Ok(entry) => entry,
                 Err(error) => {

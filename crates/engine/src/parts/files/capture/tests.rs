@@ -246,3 +246,45 @@ fn a_file_that_the_jobs_user_may_not_read_is_not_copied() {
     Contents::new(&[], Vec::new(), 1 << 30).capture(&mut files, vec![path], view, draft.path()).unwrap();
     assert_eq!(files[0].part, None);
 }
+
+/// The threads of this process may pass the links of /proc/PID whatever rights they have; the job's user may not.
+#[test]
+fn a_link_of_proc_leads_the_capture_to_nothing_that_the_jobs_user_cannot_reach() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let [dir, secret, draft] = std::array::from_fn(|_| tempfile::tempdir().unwrap());
+    let mode = |path: &Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+    let folder = secret.path().join("folder");
+    fs::create_dir(&folder).unwrap();
+    fs::write(folder.join("key"), "root's").unwrap();
+    mode(&folder.join("key"), 0o644);
+    mode(&folder, 0o755);
+    mode(secret.path(), 0o700);
+    mode(dir.path(), 0o755);
+    let open = File::open(&folder).unwrap();
+    let own = format!("/proc/{}/fd/{}", std::process::id(), std::os::fd::AsRawFd::as_raw_fd(&open));
+    let nobody = crate::launch::identity::lookup("nobody").unwrap();
+    let view = View { user: Some(&nobody), ..here() };
+    fs::write(dir.path().join("PG_VERSION"), "15\n").unwrap();
+    fs::create_dir(dir.path().join("pg_tblspc")).unwrap();
+    std::os::unix::fs::symlink(&own, dir.path().join("pg_tblspc/1")).unwrap();
+    let log = dir.path().join("pg_wal");
+    for target in [own.as_str(), "/proc", "/sys/kernel"] {
+        std::os::unix::fs::symlink(target, &log).unwrap();
+        let mut server = std::process::Command::new("sleep").arg("60").current_dir(dir.path()).spawn().unwrap();
+        let mut contents = Contents::new(&[PathBuf::from("/sys/fs")], Vec::new(), 1 << 30);
+        let foreseen = contents.foresee(&[server.id().cast_signed()], view);
+        let mut files = written(&[&Path::new(&own).join("key")]);
+        let captured = contents.capture(&mut files, Vec::new(), view, draft.path()).unwrap();
+        server.kill().unwrap();
+        server.wait().unwrap();
+        assert!(foreseen.unwrap() > 0, "the server was found");
+        let folders: Vec<_> = captured.tracked.iter().map(|folder| folder.path.as_path()).collect();
+        assert_eq!(folders, [dir.path()], "{target}");
+        let kept: Vec<_> = files.iter().filter(|file| file.part.is_some()).map(|file| file.path.as_path()).collect();
+        assert_eq!(kept, [dir.path().join("PG_VERSION")], "{target}");
+        fs::remove_file(&log).unwrap();
+        fs::remove_dir_all(draft.path().join("files")).unwrap();
+    }
+}
