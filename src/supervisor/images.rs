@@ -489,7 +489,8 @@ impl Owner<'_> {
 
 fn store_image(setup: &Setup, image: &Image, progress: &Progress, cancel: &AtomicBool) -> Result<Image, PersistError> {
     let store = &setup.config.store;
-    let whole = image.manifest().map_or(0, |manifest| manifest.bytes);
+    // Holes take no space.
+    let whole = image.data().unwrap_or_else(|_| image.manifest().map_or(0, |manifest| manifest.bytes));
     if image.is_staged() {
         survey::make_room(&setup.folder, &setup.lock, &store.limits(), whole, Written::Packed)?;
     } else {

@@ -28,13 +28,32 @@ where
     R: Send,
     E: Send,
 {
-    let threads = cores().min(threads).min(items.len());
-    let queue = Mutex::new(items);
+    in_parallel_from(items.into_iter().rev(), threads, work)
+}
+
+/// The same for items that are made only when a thread takes them, the first one first.
+///
+/// # Errors
+/// As [`in_parallel`].
+pub fn in_parallel_from<T, R, E>(
+    mut items: impl Iterator<Item = T> + Send,
+    threads: usize,
+    work: impl Fn(T) -> Result<R, E> + Sync,
+) -> Result<Vec<R>, E>
+where
+    T: Send,
+    R: Send,
+    E: Send,
+{
+    // No thread is started that would find nothing to do.
+    let first: Vec<T> = items.by_ref().take(cores().min(threads).max(1)).collect();
+    let threads = first.len();
+    let queue = Mutex::new(Some(first.into_iter().chain(items)));
     let queue = || queue.lock().unwrap_or_else(PoisonError::into_inner);
-    let next = || queue().pop();
+    let next = || queue().as_mut().and_then(Iterator::next);
     let run = || {
         let done = std::iter::from_fn(next).map(&work).collect::<Result<Vec<R>, E>>();
-        done.inspect_err(|_| queue().clear())
+        done.inspect_err(|_| *queue() = None)
     };
     thread::scope(|scope| {
         // A helper that cannot be started is not necessary: the running threads share the work.
@@ -69,6 +88,14 @@ mod tests {
             done.sort_unstable();
             assert_eq!(done, (0..n).collect::<Vec<_>>());
         }
+    }
+
+    #[test]
+    fn items_are_made_when_they_are_taken() {
+        let stops_at = |at: u64| move |n: u64| if n < at { Ok(()) } else { Err(n) };
+        // Nobody could make all of these first.
+        assert!(in_parallel_from(0..u64::MAX, 8, stops_at(1000)).is_err());
+        assert_eq!(in_parallel_from(0..0, 8, stops_at(0)), Ok(vec![]));
     }
 
     #[test]

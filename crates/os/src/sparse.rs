@@ -119,6 +119,16 @@ pub fn gather(from: &File, range: Range<u64>, most: u64, into: &File, to: u64) -
     Ok((copied, at.max(range.end)))
 }
 
+/// Copies `extent`, which has data, to the same place of another file. Returns how much was copied: less than the
+/// extent if the file has become shorter.
+///
+/// # Errors
+/// Those of pread(2) and pwrite(2).
+pub fn copy_data(from: &File, extent: Range<u64>, into: &File) -> io::Result<u64> {
+    let to = extent.start;
+    copy_extent(from, extent, into, to)
+}
+
 fn copy_extent(from: &File, extent: Range<u64>, into: &File, to: u64) -> io::Result<u64> {
     let mut buffer = vec![0; CHUNK];
     let mut at = extent.start;

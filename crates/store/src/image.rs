@@ -2,15 +2,17 @@
 
 use std::fs;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
+use super::chunk::CHUNK;
 use super::chunk::map::{self, ChunkMap};
 use super::error::{Error, Result};
-use super::format::ReadError;
+use super::format::{ReadError, size_of};
 use super::id::ImageId;
-use super::manifest::{Manifest, ManifestError};
+use super::manifest::{Manifest, ManifestError, Part};
 use super::mark::{self, BadMark};
 use super::trust::{Trust, Untrusted};
 use rekindle_os::durable;
@@ -240,6 +242,28 @@ impl Image {
         let map = ChunkMap::read(&path, &chunks.blake3)?;
         manifest.check_map(chunks, &map).map_err(|source| ReadError::Format { path, source })?;
         Ok(Some(map))
+    }
+
+    /// Bytes of its content without the holes.
+    ///
+    /// # Errors
+    /// Those of [`Image::chunk_map`]. A file of a loose image that cannot be examined counts with its length.
+    pub fn data(&self) -> Result<u64, ReadError> {
+        let Some(manifest) = self.manifest() else { return Ok(0) };
+        let Some(chunks) = &manifest.chunks else {
+            let of = |part: &Part| match fs::symlink_metadata(self.dir.join(&part.path)) {
+                // In units of 512 bytes (stat(2)). Small files can be stored without a block.
+                Ok(meta) => part.size.min(meta.blocks().saturating_mul(512).max(4096)),
+                Err(_) => part.size,
+            };
+            return Ok(manifest.parts.iter().map(of).sum());
+        };
+        // Without large holes nothing is read: the map of a large image has hundreds of megabytes.
+        if chunks.extents.saturating_mul(size_of(CHUNK)) >= manifest.bytes {
+            return Ok(manifest.bytes);
+        }
+        let map = self.chunk_map()?;
+        Ok(map.map_or(manifest.bytes, |map| map.chunks().map(|(_, len)| u64::from(len)).sum()))
     }
 
     /// Whether a restart may use it.

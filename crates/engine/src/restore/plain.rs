@@ -76,7 +76,9 @@ fn into_memory(
     // Host memory exists twice until the job runs; device memory moves from the landing file to the GPU.
     let pages = manifest.parts.iter().filter(|part| part.path.starts_with("criu/pages-"));
     let besides = pages.map(|part| part.size).sum();
-    let need = Need { image: manifest.bytes, besides, keep: request.unpacking.memory_reserve };
+    // Holes take no memory. A map that cannot be read is an error of the work below.
+    let image = request.image.data().unwrap_or(manifest.bytes);
+    let need = Need { image, besides, keep: request.unpacking.memory_reserve };
     let own = std::process::id().cast_signed();
     let filling = match area.take(request.folder, request.image.id, need, own, |_| {}) {
         Ok(filling) => filling,

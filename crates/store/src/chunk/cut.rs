@@ -9,12 +9,14 @@
 //! file is cut at fixed offsets.
 
 use std::collections::HashMap;
-use std::fs;
+use std::fs::{self, File};
+use std::io;
 use std::path::{Path, PathBuf};
 
 use super::CHUNK;
 use crate::format::size_of;
 use rekindle_criu::image::{self, PAGE, PageRun};
+use rekindle_os::sparse;
 
 /// The folder of CRIU's files in an image.
 const CRIU: &str = "criu/";
@@ -82,6 +84,32 @@ impl Cuts {
     #[must_use]
     pub(crate) fn of(dir: &Path, part: &str, size: u64) -> Cuts {
         Cutter::new(dir).cuts(part, size)
+    }
+}
+
+impl Cuts {
+    /// Whether there are no more.
+    pub(crate) fn are_over(&self) -> bool {
+        match &self.how {
+            How::Offsets { size } => self.at >= *size,
+            How::Addresses { runs, current } => runs.len() == 0 && current.is_none(),
+        }
+    }
+
+    /// Leaves out the pieces that are completely in a hole which begins here. Returns their bytes. Nothing is left out
+    /// of a file that is cut by addresses: pages have no holes.
+    pub(crate) fn skip_hole(&mut self, file: &File) -> io::Result<u64> {
+        let How::Offsets { size } = &self.how else { return Ok(0) };
+        // A file that became shorter has no hole there: it is an error for whoever reads it.
+        if self.at >= *size || file.metadata()?.len() < *size {
+            return Ok(0);
+        }
+        let begun = self.at;
+        self.at = match sparse::first_data(file, begun, *size)? {
+            Some(data) => (data - data % size_of(CHUNK)).max(begun),
+            None => *size,
+        };
+        Ok(self.at - begun)
     }
 }
 

@@ -1,11 +1,13 @@
 //! Divides the parts of an image into stretches of some tens of MiB, each for one thread: what one thread packs is
-//! contiguous, and a restore reads it sequentially.
+//! contiguous, and a restore reads it sequentially. Holes are passed over: a job creates exabytes of them with one call.
 
-use std::path::Path;
+use std::fs::File;
+use std::path::{Path, PathBuf};
 
 use crate::chunk::Cutter;
 use crate::chunk::cut::Cuts;
 use crate::manifest::Part;
+use rekindle_os::durable;
 
 /// Approximate bytes of a stretch.
 pub(super) const STRETCH: u64 = 32 << 20;
@@ -17,6 +19,8 @@ pub(super) struct Stretch {
     pub(super) number: usize,
     /// The number of the part.
     pub(super) part: usize,
+    /// Zeros before the first piece, or before the end of the part.
+    pub(super) zeros: u64,
     /// Offset and length of each piece.
     pub(super) pieces: Vec<(u64, usize)>,
 }
@@ -24,16 +28,24 @@ pub(super) struct Stretch {
 /// Returns one stretch after the other. Its memory does not grow with the image.
 pub(super) struct Stretches {
     cutter: Cutter,
+    dir: PathBuf,
     /// The parts that were not begun, in reverse order.
     parts: Vec<(usize, Part)>,
-    open: Option<(usize, std::iter::Peekable<Cuts>)>,
+    open: Option<Open>,
     number: usize,
+}
+
+struct Open {
+    part: usize,
+    cuts: Cuts,
+    /// None if it cannot be opened, which is an error for the thread that reads it.
+    file: Option<File>,
 }
 
 impl Stretches {
     pub(super) fn new(dir: &Path, parts: &[Part]) -> Stretches {
         let parts = parts.iter().cloned().enumerate().rev().collect();
-        Stretches { cutter: Cutter::new(dir), parts, open: None, number: 0 }
+        Stretches { cutter: Cutter::new(dir), dir: dir.to_owned(), parts, open: None, number: 0 }
     }
 }
 
@@ -42,14 +54,18 @@ impl Iterator for Stretches {
 
     fn next(&mut self) -> Option<Stretch> {
         loop {
-            let (part, cuts) = match &mut self.open {
+            let open = match &mut self.open {
                 Some(open) => open,
                 None => {
                     let (number, part) = self.parts.pop()?;
-                    self.open.insert((number, self.cutter.cuts(&part.path, part.size).peekable()))
+                    let file = durable::open_for_reading(&self.dir.join(&part.path)).ok();
+                    let cuts = self.cutter.cuts(&part.path, part.size);
+                    self.open.insert(Open { part: number, cuts, file })
                 }
             };
-            let part = *part;
+            let (part, cuts) = (open.part, &mut open.cuts);
+            // Where holes cannot be found, all is read.
+            let zeros = open.file.as_ref().and_then(|file| cuts.skip_hole(file).ok()).unwrap_or(0);
             let mut pieces = Vec::new();
             let mut bytes = 0;
             while bytes < STRETCH {
@@ -57,12 +73,12 @@ impl Iterator for Stretches {
                 bytes += u64::try_from(piece.1).unwrap_or(u64::MAX);
                 pieces.push(piece);
             }
-            if cuts.peek().is_none() {
+            if cuts.are_over() {
                 self.open = None;
             }
-            if !pieces.is_empty() {
+            if zeros > 0 || !pieces.is_empty() {
                 self.number += 1;
-                return Some(Stretch { number: self.number, part, pieces });
+                return Some(Stretch { number: self.number, part, zeros, pieces });
             }
         }
     }

@@ -178,6 +178,35 @@ fn holes_are_holes_again() {
     assert!(holes.blocks() * 512 < 6 * CHUNK as u64, "{}", holes.blocks());
 }
 
+/// With a piece of work for each 256 KiB of the length, storing this took an hour. A job creates such a file with one
+/// ftruncate(2). It was also told to need 512 TiB of free space.
+#[test]
+fn a_file_of_holes_takes_neither_time_nor_room() {
+    let ground = Ground::below(tempfile::tempdir_in("/dev/shm").unwrap());
+    let parts = [("files/content-1", b"0123456789".to_vec()), ("other", vec![b'x'; 1000])];
+    let mut image = ground.stage(1, &parts);
+    let length = 1_u64 << 49;
+    let file = fs::File::options().write(true).open(image.dir.join(parts[0].0)).unwrap();
+    file.set_len(length).unwrap();
+    file.write_all_at(b"middle", 1 << 48).unwrap();
+    let mut manifest = image.manifest().unwrap().clone();
+    manifest.parts[0].size = length;
+    manifest.bytes = length + 1000;
+    fs::write(image.dir.join("manifest.json"), manifest.to_bytes(&Default::default()).unwrap()).unwrap();
+    image.state = State::Good(Box::new(manifest));
+    assert!(image.data().unwrap() < 1 << 20, "{}", image.data().unwrap());
+    let began = std::time::Instant::now();
+    let stored = ground.persist(&image).unwrap();
+    let into = ground.unpack(&stored, None).unwrap();
+    assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
+    assert!(stored.data().unwrap() < 2 << 20, "{}", stored.data().unwrap());
+    let back = fs::File::open(into.path().join(parts[0].0)).unwrap();
+    let mut found = [0; 8];
+    back.read_exact_at(&mut found, (1 << 48) - 1).unwrap();
+    let meta = back.metadata().unwrap();
+    assert_eq!((&found, meta.len(), meta.blocks() * 512 < 2 << 20), (b"\0middle\0", length, true));
+}
+
 #[test]
 fn what_is_there_is_not_written_again() {
     let ground = Ground::new();

@@ -82,7 +82,11 @@ impl Work<'_> {
         let failed = |source| self.failed(&path, source);
         let file = durable::open_for_reading(&path).map_err(failed)?;
         let size = file.metadata().map_err(failed)?.len();
-        let mut extents = Vec::with_capacity(stretch.pieces.len());
+        let mut extents = Vec::with_capacity(stretch.pieces.len() + 1);
+        if stretch.zeros > 0 {
+            map::push(&mut extents, Extent::Zero { len: stretch.zeros });
+            self.pace.progress.add(usize::try_from(stretch.zeros).unwrap_or(usize::MAX));
+        }
         for (offset, len) in &stretch.pieces {
             self.pace.check().map_err(failed)?;
             self.lock.still_held()?;

@@ -64,6 +64,10 @@ const SETTLED: Duration = Duration::from_millis(100);
 const READ_UP_TO: u64 = 16 << 20;
 const ALL_READ_UP_TO: u64 = 128 << 20;
 
+/// Maximum length of all files in an image together, holes included. The store describes 1 GiB of zeros with 40 bytes
+/// (docs/format.md, chunk map), so this takes 40 MiB. A longer one cannot be stored.
+const ALL_LENGTHS: u64 = 1 << 50;
+
 /// A copy that was made before the freeze.
 #[derive(Debug)]
 struct Ahead {
@@ -127,6 +131,29 @@ struct Survey {
     unread: BTreeMap<PathBuf, select::Unread>,
 }
 
+/// Files that are put back together, or not at all.
+struct Group {
+    /// Bytes that the copies take.
+    bytes: u64,
+    /// The same with the holes.
+    length: u64,
+    /// Whether all are in memory.
+    in_memory: bool,
+}
+
+/// Which groups are in the image.
+#[derive(Default)]
+struct Groups {
+    kept: BTreeSet<PathBuf>,
+    too_long: BTreeSet<PathBuf>,
+}
+
+impl Groups {
+    fn keep(&self, file: &Found) -> bool {
+        self.kept.contains(&file.group)
+    }
+}
+
 /// A file while it is captured.
 struct Opened {
     file: File,
@@ -151,8 +178,8 @@ impl Contents {
         let all = self.tracked.clone();
         self.tracked.retain(|folder| !all.iter().any(|other| other != folder && folder.starts_with(other)));
         let survey = self.find(select::written_now(tree), view)?;
-        let kept = self.within_limit(&survey);
-        Ok(survey.found.iter().filter(|file| kept.contains(&file.group)).map(Found::bytes).sum())
+        let groups = self.within_limit(&survey);
+        Ok(survey.found.iter().filter(|file| groups.keep(file)).map(Found::bytes).sum())
     }
 
     /// Keeps no files from disk, because memory has no room for them; files in memory are still kept.
@@ -169,9 +196,9 @@ impl Contents {
         cancelled: &(dyn Fn() -> bool + Sync),
     ) -> io::Result<()> {
         let survey = self.find(select::written_now(tree), view)?;
-        let kept = self.within_limit(&survey);
+        let groups = self.within_limit(&survey);
         let mut found = survey.found;
-        found.retain(|file| kept.contains(&file.group) && file.bytes() >= AHEAD_FROM);
+        found.retain(|file| groups.keep(file) && file.bytes() >= AHEAD_FROM);
         for file in found {
             if cancelled() {
                 break;
@@ -213,17 +240,16 @@ impl Contents {
             written.entry(path).or_default().mapped = true;
         }
         let survey = self.find(written, view)?;
-        let kept = self.within_limit(&survey);
+        let groups = self.within_limit(&survey);
         let Survey { found, mut absent, mut tracked, unread } = survey;
         // If a folder is not put back, nothing in it is moved aside.
-        tracked.retain(|folder| kept.contains(folder.path.as_path()));
-        absent.retain(|path| select::beside(path).is_some_and(|database| kept.contains(&database)));
+        tracked.retain(|folder| groups.kept.contains(folder.path.as_path()));
+        absent.retain(|path| select::beside(path).is_some_and(|database| groups.kept.contains(&database)));
         let mut captured = Captured { tracked, ..Captured::default() };
         let places = files.iter().enumerate().map(|(at, file)| (file.path.to_path_buf(), at));
         let places: HashMap<PathBuf, usize> = places.collect();
         for batch in found.chunks(OPEN_AT_A_TIME) {
-            let copied: Vec<&Found> =
-                batch.iter().filter(|file| kept.contains(&file.group) && !self.is_copied(file)).collect();
+            let copied: Vec<&Found> = batch.iter().filter(|file| groups.keep(file) && !self.is_copied(file)).collect();
             // One switch to the user's rights for all files: each switch takes a thread.
             let opened = view.with(|way| {
                 let shares = self.shared.len() < OPEN_AT_A_TIME;
@@ -234,7 +260,7 @@ impl Contents {
                 copied.iter().zip(opened).filter_map(|(file, opened)| Some((file.path.as_path(), opened?))).collect();
             let mut copies = Vec::new();
             for file in batch {
-                let part = match kept.contains(&file.group) {
+                let part = match groups.keep(file) {
                     true => Some(self.take(file, opened.remove(file.path.as_path()), draft, &mut copies)?),
                     false => None,
                 };
@@ -247,7 +273,7 @@ impl Contents {
                 };
                 file.describe(part, known)?;
             }
-            copy::all(copies, &|| false)?;
+            copy::all(&copies, &|| false)?;
         }
         tracing::debug!(files = found.len(), shared = self.shared.len(), "files of the job");
         captured.absent = absent.iter().map(|path| job_path(path)).collect::<io::Result<_>>()?;
@@ -257,7 +283,11 @@ impl Contents {
         }
         let group = |file: &OpenFile| file.group.as_ref().unwrap_or(&file.path).to_path_buf();
         let left_out = files.iter().filter(|file| file.part.is_none() && file.stamp.is_some());
-        captured.notes.extend(note(left_out.filter(|file| !unread.contains_key(&group(file))), self.limit));
+        let left_out = left_out.filter(|file| !unread.contains_key(&group(file)));
+        let is_too_long = |file: &&OpenFile| groups.too_long.contains(&group(file));
+        let (too_long, too_large) = left_out.partition::<Vec<_>, _>(is_too_long);
+        captured.notes.extend(note(&too_large, Reason::Limit(self.limit)));
+        captured.notes.extend(note(&too_long, Reason::TooLong));
         captured.notes.extend(note_unread(&unread));
         Ok(captured)
     }
@@ -341,7 +371,7 @@ impl Contents {
                 (part, into)
             }
         };
-        copies.extend(copy::jobs(open, size, file.has_holes(), into)?);
+        copies.push(copy::Job::new(open, size, file.has_holes(), into)?);
         Ok(part)
     }
 
@@ -443,28 +473,34 @@ impl Contents {
         self.tracked.iter().any(|folder| path.starts_with(folder))
     }
 
-    /// The groups whose files are kept: all that are in memory anyway, and of the others the smallest first.
-    fn within_limit(&self, survey: &Survey) -> BTreeSet<PathBuf> {
-        let mut groups: BTreeMap<&Path, (u64, bool)> = BTreeMap::new();
+    /// The groups whose files are kept: all that are in memory anyway, and of the others the smallest first. But no
+    /// group that is too long.
+    fn within_limit(&self, survey: &Survey) -> Groups {
+        let mut groups: BTreeMap<&Path, Group> = BTreeMap::new();
         for file in survey.found.iter().filter(|file| !survey.unread.contains_key(&file.group)) {
-            let group = groups.entry(&file.group).or_insert((0, true));
-            group.0 = group.0.saturating_add(file.bytes());
-            group.1 &= file.medium == Medium::Memory;
+            let group = groups.entry(&file.group).or_insert(Group { bytes: 0, length: 0, in_memory: true });
+            group.bytes = group.bytes.saturating_add(file.bytes());
+            group.length = group.length.saturating_add(file.metadata.size());
+            group.in_memory &= file.medium == Medium::Memory;
         }
-        let mut groups: Vec<_> =
-            groups.into_iter().map(|(path, (bytes, in_memory))| (in_memory, bytes, path)).collect();
-        groups.sort_by_key(|(in_memory, bytes, _)| (!in_memory, *bytes));
-        let mut left = self.limit;
-        let mut kept = BTreeSet::new();
-        for (in_memory, bytes, path) in groups {
-            match (in_memory, left.checked_sub(bytes)) {
-                (true, _) => {}
-                (false, Some(rest)) => left = rest,
-                (false, None) => break,
+        let mut groups: Vec<_> = groups.into_iter().collect();
+        groups.sort_by_key(|(_, group)| (!group.in_memory, group.bytes, group.length));
+        let (mut left, mut length_left) = (self.limit, ALL_LENGTHS);
+        let mut all = Groups::default();
+        for (path, group) in groups {
+            let Some(shorter) = length_left.checked_sub(group.length) else {
+                all.too_long.insert(path.to_path_buf());
+                continue;
+            };
+            if !group.in_memory {
+                // Those that follow are not smaller.
+                let Some(rest) = left.checked_sub(group.bytes) else { break };
+                left = rest;
             }
-            kept.insert(path.to_path_buf());
+            all.kept.insert(path.to_path_buf());
+            length_left = shorter;
         }
-        kept
+        all
     }
 
     fn next_part(&mut self) -> io::Result<PartPath> {
@@ -541,23 +577,39 @@ fn create(draft: &Path, part: &PartPath) -> io::Result<File> {
 /// How many files a message names.
 const NAMED: usize = 5;
 
-fn note<'a>(left_out: impl Iterator<Item = &'a OpenFile>, limit: u64) -> Option<String> {
-    let left_out: Vec<_> = left_out.map(|file| file.path.display().to_string()).collect();
+/// Why files are not in the image.
+enum Reason {
+    /// `snapshot.file-limit`; 0 if memory has no room.
+    Limit(u64),
+    TooLong,
+}
+
+fn note(left_out: &[&OpenFile], reason: Reason) -> Option<String> {
     if left_out.is_empty() {
         return None;
     }
     let more = left_out.len().saturating_sub(NAMED);
-    let mut names = left_out.into_iter().take(NAMED).collect::<Vec<_>>().join(", ");
+    let names = left_out.iter().take(NAMED).map(|file| file.path.display().to_string());
+    let mut names = names.collect::<Vec<_>>().join(", ");
     if more > 0 {
         names.push_str(&format!(" and {more} more"));
     }
-    let limit = match limit {
-        0 => "there is not enough memory for it".to_owned(),
-        limit => format!("it does not fit into snapshot.file-limit, {}", ByteSize::b(limit)),
+    let (why, help) = match reason {
+        Reason::Limit(0) => ("there is not enough memory for it".to_owned(), "raise the limit"),
+        Reason::Limit(limit) => {
+            (format!("it does not fit into snapshot.file-limit, {}", ByteSize::b(limit)), "raise the limit")
+        }
+        Reason::TooLong => (
+            format!(
+                "it is too long: the files of an image may be {} long together, holes included",
+                ByteSize::b(ALL_LENGTHS)
+            ),
+            "create the file with a smaller length",
+        ),
     };
     Some(format!(
-        "the job rewrites {names}, and the image does not contain the content, because {limit}. A restore is refused if one of \
-         them changes after the snapshot (restart.changed-files): raise the limit"
+        "the job rewrites {names}, and the image does not contain the content, because {why}. A restore is refused if one \
+         of them changes after the snapshot (restart.changed-files): {help}"
     ))
 }
 

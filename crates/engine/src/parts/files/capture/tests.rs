@@ -181,6 +181,37 @@ fn a_folder_that_is_closed_to_the_user_is_no_part_of_a_tracked_one() {
     }
 }
 
+/// A job creates such a file with one ftruncate(2). With work for each 16 MiB of its length, this took 8 TiB of memory
+/// for the long one, and 2 GB and most of a minute in the freeze for the other one.
+#[test]
+fn holes_take_neither_memory_nor_time() {
+    let (dir, draft) = (tempfile::tempdir_in("/dev/shm").unwrap(), tempfile::tempdir_in("/dev/shm").unwrap());
+    let [long, longer] = ["long", "longer"].map(|name| dir.path().join(name));
+    let open = |path: &Path, length: u64, at: u64| {
+        let file = File::options().read(true).write(true).create_new(true).open(path).unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&file, b"data", at).unwrap();
+        file.set_len(length).unwrap();
+        file
+    };
+    let _open = [open(&long, 1 << 49, 1 << 48), open(&longer, 1 << 62, 0)];
+    let own = [std::process::id().cast_signed()];
+    let mut contents = Contents::new(&[], Vec::new(), 1 << 30);
+    let began = std::time::Instant::now();
+    assert!(contents.foresee(&own, here()).unwrap() < 1 << 20);
+    contents.copy_ahead(&own, here(), draft.path(), &|| false).unwrap();
+    let mut files = written(&[&long, &longer]);
+    let captured = contents.capture(&mut files, Vec::new(), here(), draft.path()).unwrap();
+    assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+    let copy = File::open(draft.path().join(files[0].part.as_ref().unwrap())).unwrap();
+    let mut found = [0; 6];
+    std::os::unix::fs::FileExt::read_exact_at(&copy, &mut found, (1 << 48) - 1).unwrap();
+    assert_eq!((&found, copy.metadata().unwrap().size()), (b"\0data\0", 1 << 49));
+    // A store cannot describe it.
+    assert_eq!((&files[1].part, files[1].size), (&None, 1 << 62));
+    let [note] = captured.notes.as_slice() else { panic!("{captured:?}") };
+    assert!(note.contains("/longer, and") && note.contains("1.0 PiB") && !note.contains("file-limit"), "{note}");
+}
+
 fn select_magic() -> [u8; 16] {
     *b"SQLite format 3\0"
 }
