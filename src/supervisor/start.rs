@@ -216,7 +216,7 @@ impl Owner<'_> {
         let job = self.setup.folder.name();
         format!(
             "image {} of job {job} cannot be used: {why}. Copy the file here as it was when the image was taken, with \
-            its mode (from the machine that the job ran on, or use a shared file system), and run the same command \
+            its mode and owner (from the machine that the job ran on, or use a shared file system), and run the same command \
             again; the image is kept. `rekindle run --fresh` starts from the beginning",
             image.id
         )

@@ -55,6 +55,15 @@ pub fn find(path: &Path, links: Links) -> io::Result<Found> {
     }
 }
 
+/// Finds the file of this name in a folder. A link is found itself, and cannot be opened.
+///
+/// # Errors
+/// When there is none.
+pub fn find_in(folder: &File, name: &OsStr) -> io::Result<Found> {
+    let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+    Ok(Found(openat(folder, name, flags, Mode::empty())?.into()))
+}
+
 /// Whether this thread works on files with the rights of another user than its process.
 fn has_others_rights() -> bool {
     // A call with an invalid id only returns the current one (setfsuid(2)).
@@ -185,6 +194,13 @@ impl Folder {
     /// That of readlink(2).
     pub fn link(&self, name: &str) -> io::Result<OsString> {
         Ok(readlinkat(&self.0.0, name)?)
+    }
+}
+
+impl From<File> for Found {
+    /// From a descriptor of `O_PATH`.
+    fn from(file: File) -> Found {
+        Found(file)
     }
 }
 

@@ -69,6 +69,12 @@ pub fn lookup(name: &str) -> Result<Identity, Error> {
     })
 }
 
+/// The name of a user for messages, or its number if the user database does not know it.
+pub(crate) fn name_of(uid: u32) -> String {
+    let user = User::from_uid(uid.into()).ok().flatten();
+    user.map_or_else(|| uid.to_string(), |user| user.name)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

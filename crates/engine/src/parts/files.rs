@@ -3,6 +3,7 @@
 pub(crate) mod capture;
 mod content;
 pub(crate) mod moved;
+pub(crate) mod place;
 pub(crate) mod put_back;
 pub(crate) mod record;
 pub(crate) mod rollback;

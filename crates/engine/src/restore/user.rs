@@ -33,17 +33,13 @@ pub fn check_user(manifest: &Manifest, user: Option<&Identity>) -> Result<(), Ot
     if then == Some(wanted) {
         return Ok(());
     }
-    let name_of = |uid: u32| {
-        let user = nix::unistd::User::from_uid(uid.into()).ok().flatten();
-        user.map_or_else(|| uid.to_string(), |user| user.name)
-    };
     // The image's user name may be another account on this machine.
     let known =
         manifest.user.clone().filter(|name| then.is_none() || identity::lookup(name).ok().map(|u| u.uid) == then);
-    let then = known.unwrap_or_else(|| then.map_or_else(|| "unknown".to_owned(), name_of));
+    let then = known.unwrap_or_else(|| then.map_or_else(|| "unknown".to_owned(), identity::name_of));
     let now = match user {
         Some(user) => format!("job.user is {} ({wanted})", user.name),
-        None => format!("job.user is not set (that is {})", name_of(own)),
+        None => format!("job.user is not set (that is {})", identity::name_of(own)),
     };
     Err(OtherUser { id: manifest.id, then, now })
 }

@@ -79,7 +79,7 @@ impl Still<'_, '_> {
         self.keep_cuda_processes_stopped();
         let (tree, mut notes) = self.refuse_what_a_restore_would_lose()?;
         let taken = Utc::now();
-        let (mut open_files, captured) = self.copy_files(&mut notes)?;
+        let (mut open_files, captured) = self.copy_files(&tree, &mut notes)?;
         let noted = self.note_access()?;
         let groups = groups::capture::find(&tree);
         notes.extend(groups.notes);
@@ -163,7 +163,7 @@ impl Still<'_, '_> {
         Ok((dead.tree, notes.chain(left_out).collect()))
     }
 
-    fn copy_files(&mut self, notes: &mut Vec<String>) -> Result<(Vec<OpenFile>, Captured), String> {
+    fn copy_files(&mut self, tree: &[i32], notes: &mut Vec<String>) -> Result<(Vec<OpenFile>, Captured), String> {
         let (dir, view) = (self.dir, self.env.view());
         let mut open_files = record::open_for_writing(dir, self.env.root()).map_err(|e| e.to_string())?;
         let mapped = criu::image::written_by_mappings(dir).map_err(|e| chain(&e))?;
@@ -172,6 +172,10 @@ impl Still<'_, '_> {
             .capture(&mut open_files, mapped, view, self.image)
             .map_err(|error| format!("cannot copy the files that the job writes: {error}"))?;
         notes.append(&mut captured.notes);
+        captured.owners = record::owners(tree);
+        for file in &mut open_files {
+            file.owner = captured.owners.get(&*file.path).copied().or(file.owner);
+        }
         let read = criu::image::checked_files(dir).map_err(|e| chain(&e))?.into_iter().map(|file| file.path);
         let read = read.filter(|path| !open_files.iter().any(|open| open.path == *path)).collect();
         let began = std::fs::metadata(self.env.subject.folder.path()).and_then(|folder| folder.created());

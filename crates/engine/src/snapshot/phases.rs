@@ -325,7 +325,7 @@ impl Frozen<'_> {
             recreate: &self.dumped.recreate,
             landing: &self.landing,
         };
-        mapped::files(&self.ready.target.dir().join(CRIU_DIR), put_back, &self.dumped.moment.captured.read)
+        mapped::files(&self.ready.target.dir().join(CRIU_DIR), put_back, &self.dumped.moment.captured)
     }
 
     pub(super) fn processes(&self, pids: &[i32]) -> Vec<TreeProcess> {

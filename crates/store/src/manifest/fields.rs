@@ -254,7 +254,7 @@ pub struct OpenFile {
     /// `None` in an image of an earlier version.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stamp: Option<Stamp>,
-    /// Its owner, if its content is in the image.
+    /// Its owner. An image of an earlier version has it only with the content.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub owner: Option<Owner>,
     /// The folder or file with which it is put back together; `None` if it is independent.
@@ -373,6 +373,9 @@ pub struct MappedFile {
     /// The build-id of an ELF file as CRIU stores it: hexadecimal, padded to a multiple of four bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub build_id: Option<String>,
+    /// Its owner. `None` in an image of an earlier version.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub owner: Option<Owner>,
     /// A copy, if the file is small and may be deleted with the job that made it: a restore creates it again if it is
     /// missing.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -130,7 +130,14 @@ fn full() -> Manifest {
         }],
         saved_links: vec![SavedLink { link: "/data/l".into(), saved: "/data/.rekindle-link-1".into() }],
         recreate: vec![Recreate { path: "/x".into(), mode: 0o755, part: "a".into() }],
-        mapped_files: vec![MappedFile { path: "/lib/m".into(), size: 1, mode: None, build_id: None, copy: None }],
+        mapped_files: vec![MappedFile {
+            path: "/lib/m".into(),
+            size: 1,
+            mode: None,
+            build_id: None,
+            owner: Some(Owner { uid: 1, gid: 2 }),
+            copy: None,
+        }],
         landing: vec![Landing { pid: 7, path: "/run/l/7".into(), part: "a".into(), bytes: 3 }],
         kept: Some(Kept {
             part: "a".into(),

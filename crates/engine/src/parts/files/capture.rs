@@ -106,6 +106,8 @@ pub(crate) struct Captured {
     pub(crate) notes: Vec<String>,
     /// Files that are only read, and that may not exist when the job is restored.
     pub(crate) read: BTreeMap<PathBuf, KeptCopy>,
+    /// The owners of the files that the job has open or mapped.
+    pub(crate) owners: BTreeMap<PathBuf, Owner>,
 }
 
 /// A file that was examined.
@@ -539,7 +541,7 @@ impl Found {
         let stamp = Stamp::of(&self.metadata);
         known.size = stamp.size;
         known.mode = Some(self.metadata.mode());
-        known.owner = part.is_some().then(|| Owner { uid: self.metadata.uid(), gid: self.metadata.gid() });
+        known.owner = Some(Owner { uid: self.metadata.uid(), gid: self.metadata.gid() });
         known.group = (self.group != self.path).then(|| job_path(&self.group)).transpose()?;
         (known.part, known.stamp) = (part, Some(stamp));
         Ok(())

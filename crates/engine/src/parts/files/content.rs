@@ -4,21 +4,22 @@
 //! saved, in a sparse file, and only the newest copy. Files in memory (tmpfs) are not saved. New files in a tracked
 //! folder, or that a database would take for its own, are moved aside.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, FileTimes, Permissions};
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use super::rollback::{MOST_KEPT, RollbackError, RolledBack, failed, keep_rest, no_room};
+use super::place::{Astray, Place, Trusted, find, reached};
+use super::rollback::{MOST_KEPT, RollbackError, RolledBack, failed, keep_rest, no_room, rolled_back, temporary};
 use rekindle_os::blocks::Medium;
 use rekindle_os::durable::{self, Unfinished};
 use rekindle_os::regular;
 use rekindle_os::sparse;
 use rekindle_store::JobPath;
-use rekindle_store::manifest::{MappedFile, OpenFile, TrackedFolder, TrackedKind};
+use rekindle_store::manifest::{MappedFile, OpenFile, Owner, TrackedFolder, TrackedKind};
 
 /// A file up to this size is saved completely, each time under a new name.
 const COPIED_UP_TO: u64 = 4 << 20;
@@ -30,11 +31,12 @@ const BLOCK: usize = 64 << 10;
 /// a database with the one it remembers.
 pub(crate) fn replace(
     present: &File,
+    place: &Place<'_>,
     file: &OpenFile,
     content: &File,
     aside: Option<&Aside<'_>>,
 ) -> Result<Option<RolledBack>, RollbackError> {
-    let path = &*file.path;
+    let path = place.path();
     let metadata = present.metadata().map_err(failed("stat", path))?;
     let size = content.metadata().map_err(failed("stat", path))?.size();
     let end = metadata.size().max(size);
@@ -45,15 +47,15 @@ pub(crate) fn replace(
     let in_memory = Medium::of(present).map_err(failed("stat", path))? == Medium::Memory;
     let (kept, bytes) = match aside {
         _ if in_memory => (PathBuf::new(), 0),
-        None if metadata.size() <= COPIED_UP_TO => keep_rest(present, path, 0)?,
-        _ => keep_blocks(present, path, &metadata, &differ, aside)?,
+        None if metadata.size() <= COPIED_UP_TO => keep_rest(present, place, 0)?,
+        _ => keep_blocks(present, place, &metadata, &differ, aside)?,
     };
     for range in &differ {
         overwrite(present, content, range.start..range.end.min(size)).map_err(no_room(path))?;
     }
     present.set_len(size).map_err(failed("truncate", path))?;
     set_times(present, file);
-    Ok(Some(RolledBack { path: path.clone(), kept, bytes }))
+    Ok(Some(RolledBack { path: path.into(), kept, bytes }))
 }
 
 /// The blocks below `end` that differ. Beyond the end of a file there are zeros: a hole is equal to them, data is not.
@@ -110,19 +112,24 @@ fn overwrite(present: &File, content: &File, range: Range<u64>) -> io::Result<()
 /// This takes as much space as the job has changed since, and only the newest copy is kept.
 fn keep_blocks(
     present: &File,
-    path: &Path,
+    place: &Place<'_>,
     metadata: &fs::Metadata,
     differ: &[Range<u64>],
     aside: Option<&Aside<'_>>,
 ) -> Result<(PathBuf, u64), RollbackError> {
-    let kept = match aside {
-        Some(aside) => aside.place(path)?,
-        None => free_name(path)?,
+    let path = place.path();
+    let within = aside.map(|aside| aside.folder_for(path)).transpose()?;
+    let (name, kept) = match aside {
+        Some(aside) => (place.name().to_os_string(), aside.shown(path)?),
+        None => {
+            let name = free_name(place)?;
+            let kept = path.with_file_name(&name);
+            (name, kept)
+        }
     };
-    let mut temp = OsString::from(durable::TEMP_PREFIX);
-    temp.push(path.file_name().unwrap_or_default());
-    temp.push(".rolled-back");
-    let mut copy = Unfinished::in_place_of_leftover(&kept.with_file_name(temp)).map_err(no_room(path))?;
+    let beside = |name: &OsStr| within.as_ref().map_or_else(|| place.beside(name), |within| reached(within).join(name));
+    let temp = beside(&temporary(place.name(), ".rolled-back"));
+    let mut copy = Unfinished::in_place_of_leftover(&temp).map_err(no_room(path))?;
     let mut bytes = 0;
     for range in differ {
         bytes += sparse::copy(present, range.clone(), copy.file(), range.start).map_err(no_room(path))?;
@@ -132,21 +139,19 @@ fn keep_blocks(
     let _ = std::os::unix::fs::fchown(copy.file(), Some(metadata.uid()), Some(metadata.gid()));
     let mode = Permissions::from_mode(metadata.mode() & 0o777);
     copy.file().set_permissions(mode).map_err(failed("chmod", path))?;
-    copy.publish(&kept).map_err(no_room(path))?;
+    copy.publish(&beside(&name)).map_err(no_room(path))?;
     if aside.is_none() {
-        forget_older(path, &kept);
+        forget_older(place, &name);
     }
     Ok((kept, bytes))
 }
 
 /// Creates a missing file. It gets its name only when it is complete, with mode and owner: a crash before that leaves
 /// none, and nobody reads an incomplete one.
-pub(crate) fn make(file: &OpenFile, content: &File, may_give: bool) -> Result<(), RollbackError> {
-    let path = &*file.path;
-    let mut temp = OsString::from(durable::TEMP_PREFIX);
-    temp.push(path.file_name().unwrap_or_default());
-    temp.push(".restored");
-    let unfinished = Unfinished::in_place_of_leftover(&path.with_file_name(temp)).map_err(failed("create", path))?;
+pub(crate) fn make(place: &Place<'_>, file: &OpenFile, content: &File, may_give: bool) -> Result<(), RollbackError> {
+    let path = place.path();
+    let temp = place.beside(&temporary(place.name(), ".restored"));
+    let unfinished = Unfinished::in_place_of_leftover(&temp).map_err(failed("create", path))?;
     let made = unfinished.file();
     let size = content.metadata().map_err(failed("stat", path))?.size();
     fill(made, path, content, size)?;
@@ -156,14 +161,29 @@ pub(crate) fn make(file: &OpenFile, content: &File, may_give: bool) -> Result<()
     let mode = Permissions::from_mode(file.mode.unwrap_or_default() & 0o7777);
     made.set_permissions(mode).map_err(failed("chmod", path))?;
     set_times(made, file);
-    unfinished.replace(path).map_err(failed("rename", path))
+    unfinished.replace(&place.here()).map_err(failed("rename", path))
 }
 
 /// Creates a missing file that the job only reads. Returns whether it was missing.
-pub(crate) fn make_read(file: &MappedFile, content: &File, may_give: bool) -> Result<bool, RollbackError> {
+pub(crate) fn make_read(
+    file: &MappedFile,
+    content: &File,
+    may_give: bool,
+    trusted: Trusted,
+) -> Result<bool, RollbackError> {
     let Some(copy) = &file.copy else { return Ok(false) };
-    if fs::symlink_metadata(&*file.path).is_ok() {
-        return Ok(false);
+    let place = Place::of(&file.path, trusted).map_err(Astray::at("find", &file.path))?;
+    // It was compared with the image before. CRIU opens it through a link, too.
+    match find(&file.path, trusted) {
+        Ok(present) => {
+            let now = present.metadata().map_err(failed("stat", &file.path))?;
+            let then = file.owner.unwrap_or(copy.owner);
+            return trusted.check(&file.path, now.uid(), Some(then.uid)).map(|()| false);
+        }
+        // A link that leads nowhere is not ours to change.
+        Err(error) if error.is_missing() && fs::symlink_metadata(place.here()).is_ok() => return Ok(false),
+        Err(error) if error.is_missing() => {}
+        Err(error) => return Err(Astray::at("find", &file.path)(error)),
     }
     let wanted = OpenFile {
         mode: Some(file.mode.unwrap_or(0o100_644)),
@@ -171,7 +191,7 @@ pub(crate) fn make_read(file: &MappedFile, content: &File, may_give: bool) -> Re
         stamp: Some(copy.stamp),
         ..OpenFile::new(file.path.clone(), file.size)
     };
-    make(&wanted, content, may_give).map(|()| true)
+    make(&place, &wanted, content, may_give).map(|()| true)
 }
 
 fn fill(into: &File, path: &Path, content: &File, size: u64) -> Result<(), RollbackError> {
@@ -186,23 +206,22 @@ fn set_times(file: &File, wanted: &OpenFile) {
     let _ = file.set_times(FileTimes::new().set_modified(SystemTime::UNIX_EPOCH + since));
 }
 
-fn rolled_back(path: &Path, n: u32) -> PathBuf {
-    let mut name = path.as_os_str().to_os_string();
-    name.push(format!(".rolled-back.{n}"));
-    PathBuf::from(name)
+/// The first unused name beside a file.
+fn free_name(place: &Place<'_>) -> Result<OsString, RollbackError> {
+    let mut names = (1..=MOST_KEPT).map(|n| rolled_back(place.name(), n));
+    let is_free = |name: &OsString| fs::symlink_metadata(place.beside(name)).is_err();
+    names.find(is_free).ok_or_else(|| RollbackError::TooMany(place.path().into()))
 }
 
-/// The first unused name beside a file.
-fn free_name(path: &Path) -> Result<PathBuf, RollbackError> {
-    let mut names = (1..=MOST_KEPT).map(|n| rolled_back(path, n));
-    let is_free = |name: &PathBuf| fs::symlink_metadata(name).is_err();
-    names.find(is_free).ok_or_else(|| RollbackError::TooMany(path.into()))
+/// The copies of a file beside it.
+fn copies(place: &Place<'_>) -> impl Iterator<Item = OsString> {
+    let names = (1..=MOST_KEPT).map(|n| rolled_back(place.name(), n));
+    names.take_while(|name| fs::symlink_metadata(place.beside(name)).is_ok())
 }
 
 /// Removes older large copies. They would fill the disk: a job that is restored every hour makes one each time.
-fn forget_older(path: &Path, newest: &Path) {
-    let older = (1..=MOST_KEPT).map(|n| rolled_back(path, n)).take_while(|name| fs::symlink_metadata(name).is_ok());
-    for name in older.filter(|name| name != newest) {
+fn forget_older(place: &Place<'_>, newest: &OsStr) {
+    for name in copies(place).filter(|name| name != newest).map(|name| place.beside(&name)) {
         if fs::symlink_metadata(&name).is_ok_and(|found| found.is_file() && found.size() > COPIED_UP_TO) {
             let _ = fs::remove_file(name);
         }
@@ -210,24 +229,36 @@ fn forget_older(path: &Path, newest: &Path) {
 }
 
 /// Moves a file aside that did not exist at the snapshot. Returns its new path, or `None` if there is no such file.
-pub(crate) fn move_aside(path: &Path) -> Result<Option<RolledBack>, RollbackError> {
-    let Some(metadata) = fs::symlink_metadata(path).ok().filter(fs::Metadata::is_file) else { return Ok(None) };
-    let kept = free_name(path)?;
-    durable::publish_file(path, &kept).map_err(failed("rename", path))?;
-    Ok(Some(RolledBack { path: path.into(), kept, bytes: metadata.size() }))
+pub(crate) fn move_aside(path: &Path, trusted: Trusted) -> Result<Option<RolledBack>, RollbackError> {
+    let place = match Place::of(path, trusted) {
+        Ok(place) => place,
+        Err(error) if error.is_missing() => return Ok(None),
+        Err(error) => return Err(Astray::at("find", path)(error)),
+    };
+    let Some(metadata) = fs::symlink_metadata(place.here()).ok().filter(fs::Metadata::is_file) else {
+        return Ok(None);
+    };
+    let name = free_name(&place)?;
+    durable::publish_file(&place.here(), &place.beside(&name)).map_err(failed("rename", path))?;
+    Ok(Some(RolledBack { path: path.into(), kept: path.with_file_name(name), bytes: metadata.size() }))
 }
 
 /// The folder beside a tracked folder, to which its new files are moved.
 #[derive(Debug)]
 pub(crate) struct Aside<'a> {
     folder: &'a TrackedFolder,
-    path: PathBuf,
+    /// The tracked folder.
+    place: Place<'a>,
+    /// The name of the folder beside it.
+    name: OsString,
+    trusted: Trusted,
 }
 
 impl<'a> Aside<'a> {
     /// The folder is created when something is moved into it.
-    pub(crate) fn of(folder: &'a TrackedFolder) -> Result<Aside<'a>, RollbackError> {
-        Ok(Aside { folder, path: free_name(&folder.path)? })
+    pub(crate) fn of(folder: &'a TrackedFolder, trusted: Trusted) -> Result<Aside<'a>, RollbackError> {
+        let place = Place::of(&folder.path, trusted).map_err(Astray::at("find", &folder.path))?;
+        Ok(Aside { folder, name: free_name(&place)?, place, trusted })
     }
 
     /// Whether files of the group are moved here.
@@ -235,27 +266,71 @@ impl<'a> Aside<'a> {
         group == Some(&self.folder.path)
     }
 
-    /// The path to which something below the folder is moved. Creates the folders above it.
-    fn place(&self, path: &Path) -> Result<PathBuf, RollbackError> {
-        let relative = path.strip_prefix(&**self.folder.path).map_err(|_| RollbackError::NotAFile(path.into()))?;
-        let target = self.path.join(relative);
-        let within = target.parent().unwrap_or(&self.path);
-        fs::DirBuilder::new().recursive(true).mode(0o700).create(within).map_err(no_room(within))?;
-        Ok(target)
+    /// The path of the folder, for messages.
+    fn path(&self) -> PathBuf {
+        self.place.path().with_file_name(&self.name)
+    }
+
+    /// The path to which something below the tracked folder is moved, for messages.
+    fn shown(&self, path: &Path) -> Result<PathBuf, RollbackError> {
+        Ok(self.path().join(self.relative(path)?))
+    }
+
+    fn relative<'p>(&self, path: &'p Path) -> Result<&'p Path, RollbackError> {
+        path.strip_prefix(&**self.folder.path).map_err(|_| RollbackError::NotAFile(path.into()))
+    }
+
+    /// The folder to which something below the tracked folder is moved. Creates it.
+    fn folder_for(&self, path: &Path) -> Result<File, RollbackError> {
+        let relative = self.relative(path)?;
+        let above = relative.parent().into_iter().flat_map(Path::iter);
+        let mut at = self.below(self.place.beside(&self.name), path)?;
+        for name in above {
+            at = self.below(reached(&at).join(name), path)?;
+        }
+        Ok(at)
+    }
+
+    /// A folder of ours that exists or is created, without following a link.
+    fn below(&self, folder: PathBuf, path: &Path) -> Result<File, RollbackError> {
+        match fs::DirBuilder::new().mode(0o700).create(&folder) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(no_room(path)(error)),
+            _ => open_folder(&folder).map_err(failed("open", &self.path())),
+        }
     }
 
     fn take(&self, path: &Path) -> Result<(), RollbackError> {
-        fs::rename(path, self.place(path)?).map_err(failed("rename", path))
+        let place = Place::of(path, self.trusted).map_err(Astray::at("find", path))?;
+        if path == &**self.folder.path {
+            // Something else is in the place of the tracked folder itself.
+            return fs::rename(place.here(), self.place.beside(&self.name)).map_err(failed("rename", path));
+        }
+        let folder = self.folder_for(path)?;
+        fs::rename(place.here(), reached(&folder).join(place.name())).map_err(failed("rename", path))
     }
 
     /// Removes the folders of earlier restores, if this restore moved anything. Returns the path of this one's folder.
     pub(crate) fn finish(self) -> Option<PathBuf> {
-        fs::symlink_metadata(&self.path).ok()?;
-        let names = (1..=MOST_KEPT).map(|n| rolled_back(&self.folder.path, n));
-        let older = names.take_while(|name| fs::symlink_metadata(name).is_ok()).filter(|name| *name != self.path);
-        older.for_each(|name| drop(fs::remove_dir_all(name)));
-        Some(self.path)
+        fs::symlink_metadata(self.place.beside(&self.name)).ok()?;
+        let older = copies(&self.place).filter(|name| *name != self.name);
+        older.for_each(|name| drop(fs::remove_dir_all(self.place.beside(&name))));
+        Some(self.path())
     }
+}
+
+/// Opens a folder that may be swapped for a link.
+pub(super) fn open_folder(path: &Path) -> io::Result<File> {
+    fs::OpenOptions::new().read(true).custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW).open(path)
+}
+
+/// Creates a folder with this mode, and with this owner if there is one.
+pub(super) fn make_folder(at: &Path, path: &Path, mode: u32, owner: Option<Owner>) -> Result<(), RollbackError> {
+    fs::DirBuilder::new().mode(0o700).create(at).map_err(failed("mkdir", path))?;
+    let made = open_folder(at).map_err(failed("open", path))?;
+    if let Some(owner) = owner {
+        std::os::unix::fs::fchown(&made, Some(owner.uid), Some(owner.gid)).map_err(failed("chown", path))?;
+    }
+    made.set_permissions(Permissions::from_mode(mode & 0o7777)).map_err(failed("chmod", path))
 }
 
 /// Gives a folder the folders and links that it had, and moves aside what is new in it. Its files are put back
@@ -264,12 +339,22 @@ pub(crate) fn put_folder_back(aside: &Aside<'_>, may_give: bool) -> Result<(), R
     let folder = aside.folder;
     for entry in &folder.entries {
         let path = &*entry.path;
-        // The path of the folder itself may lead through a link.
-        let present = if entry.path == folder.path { fs::metadata(path) } else { fs::symlink_metadata(path) }.ok();
+        let place = Place::of(path, aside.trusted).map_err(Astray::at("find", path))?;
+        let present = match fs::symlink_metadata(place.here()).ok() {
+            // The path of the folder itself may lead through a link.
+            Some(present) if present.is_symlink() && entry.path == folder.path => {
+                let found = find(path, aside.trusted);
+                match found {
+                    Err(error) if error.is_missing() => Some(present),
+                    found => Some(found.map_err(Astray::at("find", path))?.metadata().map_err(failed("stat", path))?),
+                }
+            }
+            present => present,
+        };
         let is_same = present.as_ref().is_some_and(|present| match &entry.kind {
             TrackedKind::File => present.is_file(),
             TrackedKind::Folder { .. } => present.is_dir(),
-            TrackedKind::Link { target } => fs::read_link(path).is_ok_and(|now| now.to_str() == Some(target)),
+            TrackedKind::Link { target } => fs::read_link(place.here()).is_ok_and(|now| now.to_str() == Some(target)),
             TrackedKind::Other => true,
         });
         if is_same {
@@ -280,14 +365,10 @@ pub(crate) fn put_folder_back(aside: &Aside<'_>, may_give: bool) -> Result<(), R
         }
         match &entry.kind {
             TrackedKind::Folder { mode, owner } => {
-                fs::DirBuilder::new().mode(0o700).create(path).map_err(failed("mkdir", path))?;
-                if may_give {
-                    std::os::unix::fs::lchown(path, Some(owner.uid), Some(owner.gid)).map_err(failed("chown", path))?;
-                }
-                fs::set_permissions(path, Permissions::from_mode(mode & 0o7777)).map_err(failed("chmod", path))?;
+                make_folder(&place.here(), path, *mode, Some(*owner).filter(|_| may_give))?;
             }
             TrackedKind::Link { target } => {
-                std::os::unix::fs::symlink(target, path).map_err(failed("link", path))?;
+                std::os::unix::fs::symlink(target, place.here()).map_err(failed("link", path))?;
             }
             TrackedKind::File | TrackedKind::Other => {}
         }

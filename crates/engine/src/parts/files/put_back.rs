@@ -10,12 +10,13 @@
 //! output files of the job do not prevent a restore.
 //!
 //! Work on the user's files is done with the user's rights. The user owns the folders, and could otherwise make root
-//! change somebody else's file.
+//! change somebody else's file. A job may also have files in folders of other users. So no link of theirs is followed,
+//! and no file of theirs is accepted in place of the file at the snapshot (`place`).
 
 use std::ffi::OsString;
 use std::fs::{File, Metadata, OpenOptions, Permissions};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
@@ -23,13 +24,13 @@ use serde::{Deserialize, Serialize};
 
 use super::content::{self, Aside};
 use super::moved;
+use super::place::{Astray, Place, Trusted, find, reached};
 use super::rollback::{FileRollback, RollbackError, RolledBack, SWITCH, failed, keep_rest};
 use crate::launch::identity::Identity;
 use crate::launch::output::{Files, Held};
 use rekindle_os::durable;
 use rekindle_os::identity;
-use rekindle_os::regular::{self, Links};
-use rekindle_store::manifest::{Fifo, Folder, OpenFile, Stamp};
+use rekindle_store::manifest::{Fifo, Folder, OpenFile, Owner, SavedLink, Stamp};
 use rekindle_store::{Image, JobFolder, Manifest};
 
 /// `restart.changed-files`.
@@ -50,8 +51,30 @@ pub(crate) fn check(
     user: Option<&Identity>,
     changed: ChangedFiles,
 ) -> Result<(), RollbackError> {
+    let trusted = Trusted::of(user);
+    let folders = manifest.folders.iter().map(|folder| (&folder.path, folder.uid));
+    let fifos = manifest.fifos.iter().map(|fifo| (&fifo.path, fifo.uid));
+    for (path, then) in folders.chain(fifos) {
+        match with_rights(path, user, || present(path, then, trusted)) {
+            Err(error @ (RollbackError::Owner { .. } | RollbackError::Link { .. })) => return Err(error),
+            // The job may have no use for a folder that cannot be reached.
+            Ok(_) | Err(_) => {}
+        }
+    }
     let mut theirs = manifest.open_files.iter().filter(|file| moved::log_here(&file.path, manifest, folder).is_none());
-    theirs.try_for_each(|file| with_rights(&file.path, user, || check_one(file, changed)))
+    theirs.try_for_each(|file| with_rights(&file.path, user, || check_one(file, changed, trusted)))
+}
+
+/// What is at the path of a folder or FIFO, if anything is. It must belong to its owner at the snapshot.
+fn present(path: &Path, then: u32, trusted: Trusted) -> Result<Option<File>, RollbackError> {
+    match find(path, trusted) {
+        Ok(found) => {
+            let now = found.metadata().map_err(failed("stat", path))?.uid();
+            trusted.check(path, now, Some(then)).map(|()| Some(found))
+        }
+        Err(error) if error.is_missing() => Ok(None),
+        Err(error) => Err(Astray::at("find", path)(error)),
+    }
 }
 
 /// Warns of changed files that an image of an older rekindle does not put back.
@@ -83,18 +106,20 @@ fn is_unknown(file: &OpenFile, taken: SystemTime) -> bool {
     !is_noted && std::fs::symlink_metadata(&*file.path).is_ok_and(has_changed)
 }
 
-fn check_one(file: &OpenFile, changed: ChangedFiles) -> Result<(), RollbackError> {
+fn check_one(file: &OpenFile, changed: ChangedFiles, trusted: Trusted) -> Result<(), RollbackError> {
     let path = &*file.path;
-    let metadata = match std::fs::symlink_metadata(path) {
+    let found = Place::of(path, trusted).and_then(|place| std::fs::symlink_metadata(place.here()).map_err(Astray::Io));
+    let metadata = match found {
         Ok(metadata) => metadata,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+        Err(error) if error.is_missing() => {
             return if can_be_made(file) { Ok(()) } else { Err(RollbackError::Gone(path.clone())) };
         }
-        Err(error) => return Err(failed("stat", path)(error)),
+        Err(error) => return Err(Astray::at("stat", path)(error)),
     };
     if !metadata.is_file() {
         return Err(RollbackError::NotAFile(path.clone()));
     }
+    trusted.check(path, metadata.uid(), file.owner.map(|owner| owner.uid))?;
     if let Some(then) = file.mode.filter(|then| *then != metadata.mode()) {
         let (then, now) = (then & 0o7777, metadata.mode() & 0o7777);
         return Err(RollbackError::Mode { path: path.clone(), then, now });
@@ -138,36 +163,40 @@ fn with_rights<T: Send>(
 
 /// Creates the folders that the image needs and that were removed since; returns how many.
 pub(crate) fn make_folders(manifest: &Manifest, user: Option<&Identity>) -> Result<usize, RollbackError> {
-    let mut made = 0;
+    let (mut made, trusted) = (0, Trusted::of(user));
     for folder in &manifest.folders {
-        made += usize::from(with_rights(&folder.path, user, || make_folder(folder, user.is_none()))?);
+        made += usize::from(with_rights(&folder.path, user, || make_folder(folder, user.is_none(), trusted))?);
     }
     Ok(made)
 }
 
 /// The name of a folder or FIFO until its mode and owner are set: a restore that finds the real name does not check more.
-fn unfinished(path: &Path) -> Option<PathBuf> {
+fn unfinished(place: &Place<'_>) -> PathBuf {
     let mut name = OsString::from(".");
-    name.push(path.file_name()?);
+    name.push(place.name());
     name.push(".rekindle");
-    Some(path.with_file_name(name))
+    place.beside(&name)
 }
 
-fn make_folder(folder: &Folder, may_give: bool) -> Result<bool, RollbackError> {
+/// The place where a folder or FIFO is missing; `None` if something is there. An existing file or folder is not ours to
+/// change.
+fn missing(path: &Path, then: u32, trusted: Trusted) -> Result<Option<Place<'_>>, RollbackError> {
+    if present(path, then, trusted)?.is_some() {
+        return Ok(None);
+    }
+    let place = Place::of(path, trusted).map_err(Astray::at("find", path))?;
+    // It may be a link that leads nowhere.
+    Ok(std::fs::symlink_metadata(place.here()).is_err().then_some(place))
+}
+
+fn make_folder(folder: &Folder, may_give: bool, trusted: Trusted) -> Result<bool, RollbackError> {
     let path = &*folder.path;
-    // An existing file or folder is not ours to change.
-    if std::fs::symlink_metadata(path).is_ok() {
-        return Ok(false);
-    }
-    let Some(unfinished) = unfinished(path) else { return Ok(false) };
+    let Some(place) = missing(path, folder.uid, trusted)? else { return Ok(false) };
+    let unfinished = unfinished(&place);
     let _ = std::fs::remove_dir(&unfinished);
-    std::fs::DirBuilder::new().mode(0o700).create(&unfinished).map_err(failed("mkdir", path))?;
-    if may_give {
-        std::os::unix::fs::lchown(&unfinished, Some(folder.uid), Some(folder.gid)).map_err(failed("chown", path))?;
-    }
-    let mode = Permissions::from_mode(folder.mode & 0o7777);
-    std::fs::set_permissions(&unfinished, mode).map_err(failed("chmod", path))?;
-    match durable::publish_dir(&unfinished, path) {
+    let owner = may_give.then_some(Owner { uid: folder.uid, gid: folder.gid });
+    content::make_folder(&unfinished, path, folder.mode, owner)?;
+    match durable::publish_dir(&unfinished, &place.here()) {
         Ok(()) => Ok(true),
         Err(error) => {
             let _ = std::fs::remove_dir(&unfinished);
@@ -181,30 +210,34 @@ fn make_folder(folder: &Folder, may_give: bool) -> Result<bool, RollbackError> {
 
 /// Creates the FIFOs that the image needs and that were removed since; returns how many.
 pub(crate) fn make_fifos(manifest: &Manifest, user: Option<&Identity>) -> Result<usize, RollbackError> {
-    let mut made = 0;
+    let (mut made, trusted) = (0, Trusted::of(user));
     for fifo in &manifest.fifos {
-        made += usize::from(with_rights(&fifo.path, user, || make_fifo(fifo, user.is_none()))?);
+        made += usize::from(with_rights(&fifo.path, user, || make_fifo(fifo, user.is_none(), trusted))?);
     }
     Ok(made)
 }
 
-fn make_fifo(fifo: &Fifo, may_give: bool) -> Result<bool, RollbackError> {
+fn make_fifo(fifo: &Fifo, may_give: bool, trusted: Trusted) -> Result<bool, RollbackError> {
     let path = &*fifo.path;
     // CRIU refuses what is there and is no FIFO.
-    if std::fs::symlink_metadata(path).is_ok() {
-        return Ok(false);
-    }
-    let Some(unfinished) = unfinished(path) else { return Ok(false) };
+    let Some(place) = missing(path, fifo.uid, trusted)? else { return Ok(false) };
+    let unfinished = unfinished(&place);
     let _ = std::fs::remove_file(&unfinished);
     let mode = nix::sys::stat::Mode::from_bits_truncate(0o600);
     nix::unistd::mkfifo(&unfinished, mode).map_err(io::Error::from).map_err(failed("mkfifo", path))?;
     let finish = || {
+        // Another user of the folder can swap it for a link: chmod(2) would follow that.
+        let flags = libc::O_PATH | libc::O_NOFOLLOW;
+        let open = OpenOptions::new().read(true).custom_flags(flags).open(&unfinished).map_err(failed("open", path))?;
+        if !open.metadata().map_err(failed("stat", path))?.file_type().is_fifo() {
+            return Err(failed("mkfifo", path)(io::ErrorKind::AlreadyExists.into()));
+        }
         if may_give {
-            std::os::unix::fs::lchown(&unfinished, Some(fifo.uid), Some(fifo.gid)).map_err(failed("chown", path))?;
+            std::os::unix::fs::chown(reached(&open), Some(fifo.uid), Some(fifo.gid)).map_err(failed("chown", path))?;
         }
         let mode = Permissions::from_mode(fifo.mode & 0o7777);
-        std::fs::set_permissions(&unfinished, mode).map_err(failed("chmod", path))?;
-        match std::fs::hard_link(&unfinished, path) {
+        std::fs::set_permissions(reached(&open), mode).map_err(failed("chmod", path))?;
+        match std::fs::hard_link(&unfinished, place.here()) {
             Ok(()) => Ok(true),
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(false),
             Err(error) => Err(failed("link", path)(error)),
@@ -224,12 +257,12 @@ pub(crate) fn put_back(
     output: &Files,
 ) -> Result<Vec<FileRollback>, RollbackError> {
     let mut done = Vec::new();
-    let may_give = user.is_none();
+    let (may_give, trusted) = (user.is_none(), Trusted::of(user));
     for file in &manifest.mapped_files {
         let Some(copy) = &file.copy else { continue };
         let path = image.dir.join(&copy.part);
         let content = copy.part.open(&image.dir).map_err(failed("read", &path))?;
-        let make = || content::make_read(file, &content, may_give);
+        let make = || content::make_read(file, &content, may_give, trusted);
         if with_rights(&file.path, user, make)? {
             done.push(FileRollback::Made(file.path.to_path_buf()));
         }
@@ -237,13 +270,13 @@ pub(crate) fn put_back(
     let mut asides = Vec::new();
     for tracked in &manifest.tracked_folders {
         let put = || {
-            let aside = content::Aside::of(tracked)?;
+            let aside = content::Aside::of(tracked, trusted)?;
             content::put_folder_back(&aside, may_give).map(|()| aside)
         };
         asides.push(with_rights(&tracked.path, user, put)?);
     }
     for path in &manifest.absent_files {
-        let moved = with_rights(path, user, || content::move_aside(path))?;
+        let moved = with_rights(path, user, || content::move_aside(path, trusted))?;
         done.extend(moved.map(FileRollback::Aside));
     }
     for file in &manifest.open_files {
@@ -261,7 +294,7 @@ pub(crate) fn put_back(
             None => None,
         };
         let aside = asides.iter().find(|aside| aside.is_for(file.group.as_ref()));
-        let put = || put_one_back(file, content.as_ref(), may_give, aside);
+        let put = || put_one_back(file, content.as_ref(), may_give, aside, trusted);
         done.extend(with_rights(&file.path, user, put)?);
     }
     for (tracked, aside) in manifest.tracked_folders.iter().zip(asides) {
@@ -298,12 +331,19 @@ fn put_one_back(
     content: Option<&File>,
     may_give: bool,
     aside: Option<&Aside<'_>>,
+    trusted: Trusted,
 ) -> Result<Option<FileRollback>, RollbackError> {
     let path = &*file.path;
-    let open = match (regular::find(path, Links::Refuse).and_then(|found| found.change()), content) {
+    let place = match Place::of(path, trusted) {
+        Ok(place) => place,
+        Err(error) if error.is_missing() && !can_be_made(file) => return Err(RollbackError::Gone(path.clone())),
+        Err(error) => return Err(Astray::at("open", path)(error)),
+    };
+    let open = match (place.find().and_then(|found| found.change()), content) {
         (Ok(open), _) => open,
         (Err(error), Some(content)) if error.kind() == io::ErrorKind::NotFound && can_be_made(file) => {
-            return content::make(file, content, may_give).map(|()| Some(FileRollback::Made(path.clone())));
+            let made = content::make(&place, file, content, may_give);
+            return made.map(|()| Some(FileRollback::Made(path.clone())));
         }
         (Err(source), _) => {
             return Err(match source.raw_os_error() {
@@ -315,9 +355,11 @@ fn put_one_back(
         }
     };
     let metadata = open.metadata().map_err(failed("stat", path))?;
+    // The check and the changes are of the same open file: another file of that name can appear at any time.
+    trusted.check(path, metadata.uid(), file.owner.map(|owner| owner.uid))?;
     match content {
-        Some(content) => Ok(content::replace(&open, file, content, aside)?.map(FileRollback::Kept)),
-        None if metadata.size() > file.size => cut(&open, path, file.size).map(FileRollback::Kept).map(Some),
+        Some(content) => Ok(content::replace(&open, &place, file, content, aside)?.map(FileRollback::Kept)),
+        None if metadata.size() > file.size => cut(&open, &place, file.size).map(FileRollback::Kept).map(Some),
         // Its owner rotated or emptied it; a program that appends is not affected.
         None if metadata.size() < file.size && !file.append => {
             Err(RollbackError::Shorter { path: path.clone(), had: file.size, has: metadata.size() })
@@ -326,26 +368,35 @@ fn put_one_back(
     }
 }
 
-fn cut(file: &File, path: &Path, size: u64) -> Result<RolledBack, RollbackError> {
-    let (kept, bytes) = keep_rest(file, path, size)?;
+fn cut(file: &File, place: &Place<'_>, size: u64) -> Result<RolledBack, RollbackError> {
+    let path = place.path();
+    let (kept, bytes) = keep_rest(file, place, size)?;
     file.set_len(size).map_err(failed("truncate", path))?;
     Ok(RolledBack { path: path.into(), kept, bytes })
 }
 
 /// Gives deleted files the name by which CRIU will open them.
 pub(crate) fn put_links_back(manifest: &Manifest, user: Option<&Identity>) -> Result<(), RollbackError> {
-    manifest.saved_links.iter().try_for_each(|link| {
-        with_rights(&link.link, user, || match std::fs::hard_link(&link.saved, &link.link) {
+    let trusted = Trusted::of(user);
+    let put = |link: &SavedLink| {
+        let saved = Place::of(&link.saved, trusted).map_err(Astray::at("find", &link.saved))?;
+        let place = Place::of(&link.link, trusted).map_err(Astray::at("find", &link.link))?;
+        match std::fs::hard_link(saved.here(), place.here()) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Err(RollbackError::Gone(link.saved.to_path_buf())),
             Err(e) if e.kind() != io::ErrorKind::AlreadyExists => Err(failed("link", &link.link)(e)),
             _ => Ok(()),
-        })
-    })
+        }
+    };
+    manifest.saved_links.iter().try_for_each(|link| with_rights(&link.link, user, || put(link)))
 }
 
 pub(crate) fn drop_links(manifest: &Manifest, user: Option<&Identity>) {
+    let trusted = Trusted::of(user);
     for link in &manifest.saved_links {
-        let remove = || std::fs::remove_file(&link.link).map_err(failed("remove", &link.link));
+        let remove = || {
+            let place = Place::of(&link.link, trusted).map_err(Astray::at("find", &link.link))?;
+            std::fs::remove_file(place.here()).map_err(failed("remove", &link.link))
+        };
         // CRIU has removed it, or we may not remove it.
         let _ = with_rights(&link.link, user, remove);
     }

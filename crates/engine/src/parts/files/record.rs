@@ -1,7 +1,9 @@
 //! Records files as part of the state: their sizes, and hard links for deleted names.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
 use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
@@ -14,7 +16,7 @@ use rekindle_criu::image;
 use rekindle_os::identity;
 use rekindle_os::maps;
 use rekindle_os::process::{self, path_in};
-use rekindle_store::manifest::{Fifo, Folder, OpenFile, Recreate, SavedLink};
+use rekindle_store::manifest::{Fifo, Folder, OpenFile, Owner, Recreate, SavedLink};
 use rekindle_store::{ImageId, JobPath, PartPath, PathError};
 
 /// The regular files that the frozen job has open for writing, with their present sizes. `root` is the root of the
@@ -45,6 +47,32 @@ pub(crate) fn open_for_writing(criu_dir: &Path, root: i32) -> Result<Vec<OpenFil
         });
     }
     Ok(found)
+}
+
+/// The owners of the files that these processes have open or mapped, by path. They are those of the open files
+/// themselves: at the path, another user of the folder may put another file at any time.
+pub(crate) fn owners(tree: &[i32]) -> BTreeMap<PathBuf, Owner> {
+    let mut found = BTreeMap::new();
+    let mut add = |path: &Path, through: String| {
+        // Files of the kernel belong to the process that they are about.
+        let is_kernels = ["/proc", "/sys"].iter().any(|kernels| path.starts_with(kernels));
+        if is_kernels || !path.is_absolute() || found.contains_key(path) {
+            return;
+        }
+        if let Ok(metadata) = std::fs::metadata(through) {
+            found.insert(path.to_path_buf(), Owner { uid: metadata.uid(), gid: metadata.gid() });
+        }
+    };
+    for pid in tree {
+        for (number, target) in process::descriptors(*pid) {
+            add(&target, format!("/proc/{pid}/fd/{number}"));
+        }
+        let maps = maps::read(*pid).unwrap_or_default();
+        for mapping in maps::mappings(&maps) {
+            add(Path::new(OsStr::from_bytes(mapping.name)), format!("/proc/{pid}/map_files/{}", mapping.range()));
+        }
+    }
+    found
 }
 
 /// The folders that a restore needs: those of FIFOs and of files that are open for writing, of other files that it puts back
@@ -266,6 +294,41 @@ mod tests {
 7f86f5990000-7f86f59a0000 rw-s 00000000 00:17 6                          /dev/shm/named
 ";
         assert_eq!(nameless_ranges(maps).collect::<Vec<_>>(), ["400000-401000", "7f86f5980000-7f86f5990000"]);
+    }
+
+    #[test]
+    fn an_owner_is_that_of_the_open_file_and_not_of_the_one_at_its_path() {
+        if !rekindle_testing::root() {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file");
+        let file = std::fs::File::create(&path).unwrap();
+        std::os::unix::fs::chown(&path, Some(65_534), Some(65_534)).unwrap();
+        let mut child = std::process::Command::new("sleep").arg("60").stdout(file).spawn().unwrap();
+        let pid = child.id().cast_signed();
+        // The kernel maps the program a moment after spawning has succeeded.
+        let is_root = |owner: &Owner| owner.uid == 0;
+        let until = std::time::Instant::now() + std::time::Duration::from_secs(10);
+        let mut before = owners(&[pid]);
+        while !before.keys().any(|path| path.ends_with("sleep") || path.ends_with("coreutils"))
+            && std::time::Instant::now() < until
+        {
+            before = owners(&[pid]);
+        }
+        std::fs::rename(dir.path(), dir.path().with_extension("moved")).unwrap();
+        std::fs::create_dir(dir.path()).unwrap();
+        std::fs::write(&path, "bob's").unwrap();
+        let after = owners(&[pid]);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let moved = dir.path().with_extension("moved");
+        std::fs::remove_dir_all(&moved).unwrap();
+        let alice = Owner { uid: 65_534, gid: 65_534 };
+        assert_eq!((before.get(&path), after.get(&moved.join("file"))), (Some(&alice), Some(&alice)));
+        assert_eq!(after.get(&path), None);
+        let program = before.iter().find(|(path, _)| path.ends_with("sleep") || path.ends_with("coreutils"));
+        assert!(program.is_some_and(|(_, owner)| is_root(owner)), "{before:?}");
     }
 
     #[test]

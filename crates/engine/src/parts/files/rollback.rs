@@ -1,6 +1,6 @@
 //! What becomes of the content that a file has before it is put back, and why a file cannot be put back.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fmt;
 use std::fs::{File, Permissions};
 use std::io;
@@ -9,6 +9,8 @@ use std::path::{Path, PathBuf};
 
 use bytesize::ByteSize;
 
+use super::place::Place;
+use crate::launch::identity;
 use crate::launch::output::Kept;
 use rekindle_os::durable::{self, Unfinished};
 use rekindle_os::sparse;
@@ -122,6 +124,37 @@ pub enum RollbackError {
         /// Its permission bits now.
         now: u32,
     },
+    /// It belongs to somebody who may have put it there.
+    #[error(
+        "{} belongs to user {} and belonged to user {} at the snapshot: somebody may have replaced it. If it is the right file, give it back to user {}; if it is not, put the right file in its place",
+        path.display(),
+        identity::name_of(*now),
+        identity::name_of(*then),
+        identity::name_of(*then)
+    )]
+    Owner {
+        /// The file.
+        path: PathBuf,
+        /// The number of its owner now.
+        now: u32,
+        /// The number of its owner at the snapshot.
+        then: u32,
+    },
+    /// Its path leads through a symbolic link of another user.
+    #[error(
+        "the path {} leads through {}, a symbolic link of user {}: rekindle follows only links of root and of the job's user. If the link is right, give it to root (`chown -h root LINK`); if it is not, put the original folder or file in its place",
+        path.display(),
+        link.display(),
+        identity::name_of(*owner)
+    )]
+    Link {
+        /// The file.
+        path: PathBuf,
+        /// The link.
+        link: PathBuf,
+        /// The number of the link's owner.
+        owner: u32,
+    },
     /// It is no regular file any more.
     #[error("{} was a regular file at the snapshot and is not one now", .0.display())]
     NotAFile(PathBuf),
@@ -179,14 +212,28 @@ pub(crate) fn no_room(path: &Path) -> impl Fn(io::Error) -> RollbackError + '_ {
     }
 }
 
-/// Copies what follows `from` to a new file beside `path`, on the disk before anything is cut. Holes stay holes: a job
-/// can make a file longer than any disk. An unfinished copy of a crash is replaced by the next.
-pub(crate) fn keep_rest(file: &File, path: &Path, from: u64) -> Result<(PathBuf, u64), RollbackError> {
-    let metadata = file.metadata().map_err(failed("stat", path))?;
+/// The name of the Nth copy of a file or folder of this name.
+pub(super) fn rolled_back(name: &OsStr, n: u32) -> OsString {
+    let mut name = name.to_os_string();
+    name.push(format!(".rolled-back.{n}"));
+    name
+}
+
+/// The name of a file that becomes the file of this name.
+pub(super) fn temporary(name: &OsStr, suffix: &str) -> OsString {
     let mut temp = OsString::from(durable::TEMP_PREFIX);
-    temp.push(path.file_name().unwrap_or_default());
-    temp.push(".rolled-back");
-    let mut copy = Unfinished::in_place_of_leftover(&path.with_file_name(temp)).map_err(no_room(path))?;
+    temp.push(name);
+    temp.push(suffix);
+    temp
+}
+
+/// Copies what follows `from` to a new file beside `place`, on the disk before anything is cut. Holes stay holes: a job
+/// can make a file longer than any disk. An unfinished copy of a crash is replaced by the next.
+pub(crate) fn keep_rest(file: &File, place: &Place<'_>, from: u64) -> Result<(PathBuf, u64), RollbackError> {
+    let path = place.path();
+    let metadata = file.metadata().map_err(failed("stat", path))?;
+    let temp = place.beside(&temporary(place.name(), ".rolled-back"));
+    let mut copy = Unfinished::in_place_of_leftover(&temp).map_err(no_room(path))?;
     let bytes = metadata.size().saturating_sub(from);
     sparse::copy(file, from..metadata.size(), copy.file(), 0).map_err(no_room(path))?;
     copy.file().set_len(bytes).map_err(no_room(path))?;
@@ -195,14 +242,13 @@ pub(crate) fn keep_rest(file: &File, path: &Path, from: u64) -> Result<(PathBuf,
     let mode = Permissions::from_mode(metadata.permissions().mode() & 0o777);
     copy.file().set_permissions(mode).map_err(failed("chmod", path))?;
     for n in 1..=MOST_KEPT {
-        let mut name = path.as_os_str().to_os_string();
-        name.push(format!(".rolled-back.{n}"));
-        let kept = PathBuf::from(name);
+        let name = rolled_back(place.name(), n);
+        let kept = place.beside(&name);
         if std::fs::symlink_metadata(&kept).is_ok() {
             continue;
         }
         match copy.publish(&kept) {
-            Ok(()) => return Ok((kept, bytes)),
+            Ok(()) => return Ok((path.with_file_name(name), bytes)),
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
             Err(error) => return Err(no_room(path)(error)),
         }

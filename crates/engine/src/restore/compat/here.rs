@@ -6,13 +6,14 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use crate::launch::host;
+use crate::parts::files::place::{self, Astray, Trusted};
 use crate::parts::gpu::placement::{Devices, Wishes};
 use rekindle_criu::Version;
 use rekindle_cuda::nvml::GpuInventory;
 use rekindle_os::elf;
-use rekindle_os::regular::{self, Links};
+use rekindle_os::regular::Found;
 use rekindle_store::Manifest;
-use rekindle_store::manifest::Host;
+use rekindle_store::manifest::{Host, MappedFile};
 
 /// The facts of this machine.
 #[derive(Debug, Clone)]
@@ -40,12 +41,21 @@ pub(crate) enum FileHere {
     NotAFile,
     /// It could not be examined.
     Unknown,
+    /// Its path leads through a symbolic link of a user who is neither root nor the job's.
+    Link {
+        /// The link.
+        link: PathBuf,
+        /// The number of the link's owner.
+        owner: u32,
+    },
     /// A regular file.
     File {
         /// In bytes.
         size: u64,
         /// `st_mode`.
         mode: u32,
+        /// The number of its owner.
+        owner: u32,
         /// Its build-id, as in a manifest; only read if the image has one.
         build_id: Option<String>,
     },
@@ -57,7 +67,13 @@ impl Here {
     pub fn look(manifest: &Manifest, criu: Option<Version>, wishes: &Wishes) -> Here {
         let (devices, driver) = look_at_gpus(manifest, wishes);
         let files = manifest.mapped_files.iter();
-        let files = files.map(|file| (file.path.to_path_buf(), look_at(&file.path, file.build_id.is_some())));
+        let trusted = trusted(manifest);
+        let look = |file: &MappedFile| {
+            // Images of earlier versions have neither owners nor, some of them, the job's user.
+            let trusted = trusted.filter(|_| file.owner.is_some());
+            (file.path.to_path_buf(), look_at(&file.path, file.build_id.is_some(), trusted))
+        };
+        let files = files.map(look);
         Here { host: host::describe(), criu, driver, devices, wishes: wishes.clone(), files: files.collect() }
     }
 
@@ -75,26 +91,32 @@ fn look_at_gpus(manifest: &Manifest, wishes: &Wishes) -> (Devices, Option<String
     (Devices::of(&inventory, wishes), inventory.driver)
 }
 
-/// The job's user may replace the file at any moment, by a FIFO or a device too: those must not be opened. CRIU follows
-/// a link that replaced the file.
-fn look_at(path: &Path, has_build_id: bool) -> FileHere {
-    let looked = regular::find(path, Links::Follow).and_then(|found| Ok((found.metadata()?, found)));
-    let (metadata, found) = match looked {
-        Ok(looked) => looked,
-        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+/// The user of the image's job. A restore checks that it is the user whom the job runs as now.
+pub(super) fn trusted(manifest: &Manifest) -> Option<Trusted> {
+    manifest.rights.as_ref().map(|rights| Trusted::user(rights.uid))
+}
+
+/// The job's user may replace the file at any moment, by a FIFO or a device too: those must not be opened.
+fn look_at(path: &Path, has_build_id: bool, trusted: Option<Trusted>) -> FileHere {
+    // CRIU follows a link that replaced the file since.
+    let found = match place::find(path, trusted) {
+        Ok(found) => found,
+        Err(Astray::Link { link, owner }) => return FileHere::Link { link, owner },
+        Err(Astray::Io(error)) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
             return FileHere::Missing;
         }
-        Err(_) => return FileHere::Unknown,
+        Err(Astray::Io(_)) => return FileHere::Unknown,
     };
+    let Ok(metadata) = found.metadata() else { return FileHere::Unknown };
     if !metadata.is_file() {
         return FileHere::NotAFile;
     }
     let build_id = || {
-        let id = elf::build_id(&found.read().ok()?)?;
+        let id = elf::build_id(&Found::from(found).read().ok()?)?;
         Some(id.iter().map(|byte| format!("{byte:02x}")).collect())
     };
     let build_id = if has_build_id { build_id() } else { None };
-    FileHere::File { size: metadata.len(), mode: metadata.mode(), build_id }
+    FileHere::File { size: metadata.len(), mode: metadata.mode(), owner: metadata.uid(), build_id }
 }
 
 #[cfg(test)]
@@ -143,7 +165,7 @@ mod tests {
             let (mut looks, mut files) = (0_u32, 0_u32);
             while looks < 20_000 || files < 100 {
                 looks += 1;
-                files += u32::from(matches!(look_at(&path, true), FileHere::File { .. }));
+                files += u32::from(matches!(look_at(&path, true, None), FileHere::File { .. }));
             }
             let _ = sender.send(());
         });

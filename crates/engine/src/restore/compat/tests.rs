@@ -48,10 +48,11 @@ fn image() -> (Manifest, Here) {
         size: 1000,
         mode: Some(0o100_755),
         build_id: build_id.clone(),
+        owner: None,
         copy: None,
     };
     manifest.mapped_files = vec![file];
-    let now = FileHere::File { size: 1000, mode: 0o100_755, build_id };
+    let now = FileHere::File { size: 1000, mode: 0o100_755, owner: 0, build_id };
     let here = Here {
         host: manifest.host.clone(),
         criu: Some(Version(4, 2, 1)),
@@ -218,7 +219,7 @@ fn a_job_without_cuda_needs_no_gpu() {
 #[test]
 fn files_must_be_what_they_were() {
     let now = |file: FileHere| move |here: &mut Here| drop(here.files.insert(PROGRAM.into(), file));
-    let file = |size, mode, id: Option<&str>| FileHere::File { size, mode, build_id: id.map(str::to_owned) };
+    let file = |size, mode, id: Option<&str>| FileHere::File { size, mode, owner: 0, build_id: id.map(str::to_owned) };
     fatal(&[PROGRAM, "the image has it, this machine has no file of that name"], now(FileHere::Missing));
     fatal(&["this machine has something else"], now(FileHere::NotAFile));
     fatal(&["1000 bytes", "one of 1001 bytes"], now(file(1001, 0o100_755, Some("0123abcd"))));
@@ -228,6 +229,66 @@ fn files_must_be_what_they_were() {
     assert_eq!(only(now(file(1000, 0o100_755, None))), None);
     assert_eq!(only(now(FileHere::Unknown)), None);
     assert_eq!(only(|here| here.files.clear()), None);
+}
+
+#[test]
+fn a_library_of_another_user_is_refused() {
+    use rekindle_store::manifest::{JobRights, Owner};
+    let (mut manifest, mut here) = image();
+    let (alice, bob, carol) = (65_534, 1, 2);
+    let compared = |manifest: &Manifest, here: &Here| {
+        compare(manifest, here).into_iter().map(|found| found.to_string()).collect::<Vec<_>>()
+    };
+    let by = |owner| FileHere::File { size: 1000, mode: 0o100_755, owner, build_id: Some("0123abcd".into()) };
+    let link = FileHere::Link { link: "/opt/job".into(), owner: bob };
+    // An earlier version recorded no owner.
+    here.files.insert(PROGRAM.into(), by(bob));
+    assert_eq!(compared(&manifest, &here), [""; 0]);
+    manifest.rights = Some(JobRights { uid: alice, groups: vec![], no_new_privileges: false, filtered: false });
+    manifest.mapped_files[0].owner = Some(Owner { uid: carol, gid: carol });
+    for owner in [0, alice, carol] {
+        here.files.insert(PROGRAM.into(), by(owner));
+        assert_eq!(compared(&manifest, &here), [""; 0], "{owner}");
+    }
+    here.files.insert(PROGRAM.into(), by(bob));
+    let text = compared(&manifest, &here).concat();
+    assert!(text.contains("one of user bin, this machine has one of user daemon; somebody may have"), "{text}");
+    assert!(compare(&manifest, &here)[0].is_fatal() && compare(&manifest, &here)[0].is_a_file());
+    here.files.insert(PROGRAM.into(), link);
+    let text = compared(&manifest, &here).concat();
+    assert!(text.contains("this machine has /opt/job, a symbolic link of user daemon; rekindle follows"), "{text}");
+}
+
+#[test]
+fn owners_and_links_are_those_of_this_machine() {
+    use rekindle_store::manifest::{JobRights, Owner};
+    if !rekindle_testing::root() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let (folder, link) = (dir.path().join("app"), dir.path().join("link"));
+    std::fs::create_dir(&folder).unwrap();
+    std::fs::write(folder.join("lib.so"), "bob's").unwrap();
+    std::os::unix::fs::symlink(&folder, &link).unwrap();
+    for path in [&folder.join("lib.so"), &link] {
+        std::os::unix::fs::lchown(path, Some(1), Some(1)).unwrap();
+    }
+    let (mut manifest, _) = image();
+    manifest.tree.cuda.clear();
+    manifest.rights = Some(JobRights { uid: 0, groups: vec![], no_new_privileges: false, filtered: false });
+    let owner = Some(Owner { uid: 0, gid: 0 });
+    let file = |folder: &std::path::Path| MappedFile {
+        path: job_path(folder.join("lib.so")),
+        size: 5,
+        mode: None,
+        build_id: None,
+        owner,
+        copy: None,
+    };
+    manifest.mapped_files = vec![file(&folder), file(&link)];
+    let here = Here::look(&manifest, None, &Wishes::default());
+    assert!(matches!(here.files[&folder.join("lib.so")], FileHere::File { owner: 1, .. }), "{:?}", here.files);
+    assert_eq!(here.files[&link.join("lib.so")], FileHere::Link { link, owner: 1 });
 }
 
 #[test]
@@ -241,6 +302,7 @@ fn the_worst_comes_first_and_a_summary_is_bounded() {
             size: 1,
             mode: None,
             build_id: None,
+            owner: None,
             copy: None,
         });
         here.files.insert(path, FileHere::Missing);
@@ -263,6 +325,7 @@ fn facts_are_those_of_this_machine() {
         size: 0,
         mode: None,
         build_id: Some(String::new()),
+        owner: None,
         copy: None,
     };
     let gone = folder.path().join("gone");

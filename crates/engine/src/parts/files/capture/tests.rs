@@ -166,8 +166,9 @@ fn a_folder_that_is_closed_to_the_user_is_no_part_of_a_tracked_one() {
     };
     assert_eq!((kind(&lost), kind(&lost.join("x"))), (Some(TrackedKind::Other), None));
     assert!(matches!(kind(&list), Some(TrackedKind::Folder { .. })));
+    let trusted = crate::parts::files::place::Trusted::of(Some(&nobody));
     let put = || {
-        let aside = crate::parts::files::content::Aside::of(&captured.tracked[0])?;
+        let aside = crate::parts::files::content::Aside::of(&captured.tracked[0], trusted)?;
         crate::parts::files::content::put_folder_back(&aside, false)
     };
     identity::with_file_rights(nobody.uid, nobody.gid, &nobody.groups, put).unwrap().unwrap();

@@ -12,11 +12,11 @@ fn put_one_back(file: &OpenFile, content: Option<&[u8]>) -> Result<Option<FileRo
         io::Write::write_all(&mut part, content).unwrap();
         part
     });
-    super::put_one_back(file, content.as_ref(), true, None)
+    super::put_one_back(file, content.as_ref(), true, None, Trusted::of(None))
 }
 
 fn check_one(file: &OpenFile) -> Result<(), RollbackError> {
-    super::check_one(file, ChangedFiles::Refuse)
+    super::check_one(file, ChangedFiles::Refuse, Trusted::of(None))
 }
 
 fn kept(result: Result<Option<FileRollback>, RollbackError>) -> RolledBack {
@@ -170,7 +170,7 @@ fn a_file_that_changed_and_is_not_in_the_image_is_refused_or_told() {
     assert!(matches!(error, RollbackError::Changed(_)), "{error}");
     assert!(error.to_string().contains("restart.changed-files"), "{error}");
     assert_eq!(crate::restore::Error::Rollback(error).blame(), crate::restore::Blame::Here);
-    super::check_one(&wanted, ChangedFiles::Warn).unwrap();
+    super::check_one(&wanted, ChangedFiles::Warn, Trusted::of(None)).unwrap();
 }
 
 #[test]
@@ -196,7 +196,7 @@ fn a_tracked_folder_is_what_it_was_and_what_was_too_much_lies_beside_it() {
             entry("link", TrackedKind::Link { target: "table".into() }),
         ],
     };
-    let aside = Aside::of(&folder).unwrap();
+    let aside = Aside::of(&folder, Trusted::of(None)).unwrap();
     super::super::content::put_folder_back(&aside, false).unwrap();
     for (name, content) in [("table", "as it was"), ("sub/gone", "here again")] {
         let mut part = tempfile::tempfile().unwrap();
@@ -207,7 +207,7 @@ fn a_tracked_folder_is_what_it_was_and_what_was_too_much_lies_beside_it() {
             group: Some(job_path(&data)),
             ..OpenFile::new(job_path(data.join(name)), content.len() as u64)
         };
-        super::put_one_back(&wanted, Some(&part), false, Some(&aside)).unwrap();
+        super::put_one_back(&wanted, Some(&part), false, Some(&aside), Trusted::of(None)).unwrap();
         assert_eq!(std::fs::read_to_string(data.join(name)).unwrap(), content);
     }
     let beside = aside.finish().unwrap();
@@ -218,7 +218,7 @@ fn a_tracked_folder_is_what_it_was_and_what_was_too_much_lies_beside_it() {
     assert_eq!(std::fs::read_link(data.join("link")).unwrap(), Path::new("table"));
     assert_eq!(std::fs::read_to_string(beside.join("new/within/file")).unwrap(), "new");
     assert_eq!(std::fs::read_to_string(beside.join("table")).unwrap(), "changed");
-    assert!(Aside::of(&folder).unwrap().finish().is_none(), "nothing differs any more");
+    assert!(Aside::of(&folder, Trusted::of(None)).unwrap().finish().is_none(), "nothing differs any more");
 }
 
 /// Images of older versions have neither content nor times.
@@ -236,4 +236,173 @@ fn what_an_older_image_does_not_put_back_is_known() {
     let stamp = Some(Stamp::of(&std::fs::metadata(&path).unwrap()));
     assert!(!is_unknown(&OpenFile { stamp, ..rewritten }, before), "the restore is refused");
     assert!(!is_unknown(&file(Path::new("/proc/self/comm"), 0, false), before));
+}
+
+/// Users of the machine; bob's files are none of the job's business.
+const ALICE: u32 = 65_534;
+const BOB: u32 = 1;
+
+fn give(path: &Path, uid: u32) {
+    std::os::unix::fs::lchown(path, Some(uid), Some(uid)).unwrap();
+}
+
+/// A file that was open in bob's folder, which bob has since replaced by a link to a folder that only root reaches.
+fn swapped(dir: &Path) -> (OpenFile, PathBuf) {
+    let (shared, secret) = (dir.join("shared"), dir.join("secret"));
+    std::fs::create_dir_all(&shared).unwrap();
+    std::fs::create_dir_all(&secret).unwrap();
+    std::os::unix::fs::symlink(&secret, shared.join("out")).unwrap();
+    give(&shared.join("out"), BOB);
+    let owner = Some(Owner { uid: BOB, gid: BOB });
+    let part = Some(part_path("files/open-0"));
+    let wanted = OpenFile { part, owner, mode: Some(0o100_644), ..file(&shared.join("out/passwd"), 4, false) };
+    (wanted, secret.join("passwd"))
+}
+
+#[test]
+fn a_folder_that_became_anothers_link_leads_to_no_file_of_root() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let (wanted, target) = swapped(dir.path());
+    for is_there in [false, true] {
+        if is_there {
+            std::fs::write(&target, "root's").unwrap();
+            std::fs::set_permissions(&target, Permissions::from_mode(0o644)).unwrap();
+        }
+        for result in [check_one(&wanted), put_one_back(&wanted, Some(b"evil")).map(drop)] {
+            let error = result.unwrap_err();
+            assert!(matches!(&error, RollbackError::Link { owner: BOB, .. }), "{error}");
+            let link = dir.path().join("shared/out").display().to_string();
+            assert!(error.to_string().contains(&link), "{error}");
+            assert_eq!(crate::restore::Error::Rollback(error).blame(), crate::restore::Blame::Files);
+        }
+        assert_eq!(std::fs::read(&target).ok().as_deref(), is_there.then_some(&b"root's"[..]));
+    }
+    // An administrator moved the folder.
+    give(&dir.path().join("shared/out"), 0);
+    check_one(&wanted).unwrap();
+    put_one_back(&wanted, Some(b"here")).unwrap();
+    assert_eq!(std::fs::read(&target).unwrap(), b"here");
+}
+
+#[test]
+fn the_file_of_another_user_is_not_taken_for_the_jobs() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("state");
+    std::fs::write(&path, "bob's").unwrap();
+    give(&path, BOB);
+    let of = |owner: Option<u32>| OpenFile {
+        part: Some(part_path("files/open-0")),
+        owner: owner.map(|uid| Owner { uid, gid: uid }),
+        ..file(&path, 5, false)
+    };
+    for (then, name) in [(ALICE, "nobody"), (0, "root")] {
+        for result in [check_one(&of(Some(then))), put_one_back(&of(Some(then)), Some(b"inner")).map(drop)] {
+            let error = result.unwrap_err();
+            assert!(matches!(error, RollbackError::Owner { now: BOB, .. }), "{error}");
+            let text = error.to_string();
+            assert!(text.contains("belongs to user daemon and belonged to user ") && text.contains(name), "{text}");
+        }
+        assert_eq!(std::fs::read(&path).unwrap(), b"bob's");
+    }
+    // It was bob's at the snapshot, or the image is old.
+    for then in [Some(BOB), None] {
+        check_one(&of(then)).unwrap();
+        put_one_back(&of(then), Some(b"as it was")).unwrap();
+    }
+    // A backup was put back by root, or the file is the job's user's.
+    for now in [0, ALICE] {
+        give(&path, now);
+        super::check_one(&of(Some(BOB)), ChangedFiles::Refuse, Trusted::user(ALICE)).unwrap();
+        let content = File::open(&path).unwrap();
+        super::put_one_back(&of(Some(BOB)), Some(&content), false, None, Trusted::user(ALICE)).unwrap();
+    }
+}
+
+#[test]
+fn a_fifo_or_folder_of_another_user_is_refused() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let (pipe, sub) = (dir.path().join("pipe"), dir.path().join("sub"));
+    let fifo = Fifo { path: job_path(&pipe), mode: 0o10_640, uid: ALICE, gid: ALICE };
+    let folder = Folder { path: job_path(&sub), mode: 0o40_751, uid: ALICE, gid: ALICE };
+    let manifest = Manifest { fifos: vec![fifo.clone()], folders: vec![folder.clone()], ..crate::samples::manifest() };
+    let trusted = Trusted::of(None);
+    assert!(make_fifo(&fifo, true, trusted).unwrap() && make_folder(&folder, true, trusted).unwrap());
+    assert_eq!([&pipe, &sub].map(|path| std::fs::metadata(path).unwrap().uid()), [ALICE; 2]);
+    assert_eq!([&pipe, &sub].map(|path| std::fs::metadata(path).unwrap().mode()), [0o10_640, 0o40_751]);
+    assert!(!make_fifo(&fifo, true, trusted).unwrap() && !make_folder(&folder, true, trusted).unwrap());
+    let store = rekindle_store::Store::open(&dir.path().join("store"), rekindle_store::Access::Write).unwrap();
+    let job = store.create_job(&"j".parse().unwrap()).unwrap();
+    check(&manifest, &job, None, ChangedFiles::Refuse).unwrap();
+    for path in [&pipe, &sub] {
+        give(path, BOB);
+        let error = check(&manifest, &job, None, ChangedFiles::Refuse).unwrap_err();
+        assert!(matches!(&error, RollbackError::Owner { path: named, .. } if named == path), "{error}");
+    }
+    make_fifo(&fifo, true, trusted).unwrap_err();
+    make_folder(&folder, true, trusted).unwrap_err();
+    // Nothing is created through bob's link.
+    let (root, link) = (dir.path().join("root"), dir.path().join("link"));
+    std::fs::create_dir(&root).unwrap();
+    std::os::unix::fs::symlink(&root, &link).unwrap();
+    give(&link, BOB);
+    make_fifo(&Fifo { path: job_path(link.join("pipe")), ..fifo }, true, trusted).unwrap_err();
+    make_folder(&Folder { path: job_path(link.join("sub")), ..folder }, true, trusted).unwrap_err();
+    assert_eq!(std::fs::read_dir(&root).unwrap().count(), 0);
+}
+
+/// A job of a user works with that user's rights, also on the folders that stay open.
+#[test]
+fn the_rights_of_the_jobs_user_are_enough_for_its_files() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::set_permissions(dir.path(), Permissions::from_mode(0o711)).unwrap();
+    let home = dir.path().join("home");
+    std::fs::create_dir(&home).unwrap();
+    std::fs::set_permissions(&home, Permissions::from_mode(0o700)).unwrap();
+    give(&home, ALICE);
+    let alice = crate::launch::identity::lookup("nobody").unwrap();
+    let owner = Some(Owner { uid: ALICE, gid: ALICE });
+    let part = Some(part_path("files/open-0"));
+    let wanted = OpenFile { part, owner, mode: Some(0o100_600), ..file(&home.join("state"), 4, false) };
+    let mut content = tempfile::tempfile().unwrap();
+    io::Write::write_all(&mut content, b"then").unwrap();
+    let put = || {
+        let put = || super::put_one_back(&wanted, Some(&content), false, None, Trusted::of(Some(&alice)));
+        with_rights(&wanted.path, Some(&alice), put).unwrap()
+    };
+    assert_eq!(put(), Some(FileRollback::Made(home.join("state"))));
+    std::fs::write(home.join("state"), "later").unwrap();
+    assert_eq!(kept(Ok(put())).kept, home.join("state.rolled-back.1"));
+    for name in ["state", "state.rolled-back.1"] {
+        assert_eq!(std::fs::metadata(home.join(name)).unwrap().uid(), ALICE);
+    }
+}
+
+#[test]
+fn a_tracked_folder_is_not_put_back_through_anothers_link() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let (real, link) = (dir.path().join("real"), dir.path().join("link"));
+    std::fs::create_dir_all(real.join("data")).unwrap();
+    std::fs::write(real.join("data/new"), "new").unwrap();
+    std::os::unix::fs::symlink(&real, &link).unwrap();
+    give(&link, BOB);
+    let folder = TrackedFolder { path: job_path(link.join("data")), entries: vec![] };
+    let error = Aside::of(&folder, Trusted::of(None)).unwrap_err();
+    assert!(matches!(error, RollbackError::Link { .. }), "{error}");
+    super::super::content::move_aside(&link.join("data/new"), Trusted::of(None)).unwrap_err();
+    assert!(real.join("data/new").exists());
 }

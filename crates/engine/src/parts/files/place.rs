@@ -1,0 +1,180 @@
+//! Where the paths of an image lead now, and whose files are there.
+//!
+//! The kernel gave these paths at the snapshot, so they had no symbolic links in them. A link that is there now was made
+//! since. An administrator may have moved a folder and left a link, so links of root and of the job's user are followed.
+//! A link of anybody else is refused: a restore may have root's rights, and would change whatever file the owner of the
+//! link chooses. For the same reason a file must belong to its owner at the snapshot, to root, or to the job's user.
+//!
+//! The folder that was found stays open, and all work on its files goes through this descriptor. So what was checked and
+//! what is changed are in the same folder, even if somebody swaps folders meanwhile.
+
+use std::collections::VecDeque;
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Component, Path, PathBuf};
+
+use nix::fcntl::{OFlag, open, openat, readlinkat};
+use nix::sys::stat::Mode;
+
+use super::rollback::{RollbackError, failed};
+use crate::launch::identity::Identity;
+use rekindle_os::regular;
+
+/// As many links in one path as the kernel follows (`MAXSYMLINKS`).
+const MOST_LINKS: u32 = 40;
+
+/// The user that the job runs as. Like root, this user may own what a restore finds.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Trusted(u32);
+
+impl Trusted {
+    /// Of a job of `user`; `None` is the supervisor's user.
+    pub(crate) fn of(user: Option<&Identity>) -> Trusted {
+        Trusted(user.map_or_else(|| nix::unistd::geteuid().as_raw(), |user| user.uid))
+    }
+
+    /// Of a job of the user with this number.
+    pub(crate) fn user(uid: u32) -> Trusted {
+        Trusted(uid)
+    }
+
+    /// Whether what belonged to `then` may belong to `now`.
+    pub(crate) fn accepts(self, now: u32, then: Option<u32>) -> bool {
+        now == 0 || now == self.0 || then.is_none_or(|then| now == then)
+    }
+
+    /// Refuses a file that somebody else than its owner at the snapshot has put there. Images of earlier versions do not
+    /// have all owners.
+    pub(crate) fn check(self, path: &Path, now: u32, then: Option<u32>) -> Result<(), RollbackError> {
+        match then.filter(|_| !self.accepts(now, then)) {
+            Some(then) => Err(RollbackError::Owner { path: path.into(), now, then }),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Why a path cannot be followed.
+#[derive(Debug)]
+pub(crate) enum Astray {
+    /// The kernel refused.
+    Io(io::Error),
+    /// It leads through a symbolic link of another user.
+    Link {
+        /// The link.
+        link: PathBuf,
+        /// Whose it is.
+        owner: u32,
+    },
+}
+
+impl From<nix::Error> for Astray {
+    fn from(error: nix::Error) -> Astray {
+        Astray::Io(error.into())
+    }
+}
+
+impl Astray {
+    pub(crate) fn is_missing(&self) -> bool {
+        matches!(self, Astray::Io(error) if error.kind() == io::ErrorKind::NotFound)
+    }
+
+    /// The error for the file at `path`; `verb` is the call that needed it.
+    pub(crate) fn at(verb: &'static str, path: &Path) -> impl Fn(Astray) -> RollbackError {
+        move |astray| match astray {
+            Astray::Io(error) => failed(verb, path)(error),
+            Astray::Link { link, owner } => RollbackError::Link { path: path.into(), link, owner },
+        }
+    }
+}
+
+/// What is at a path, with all links followed: whosever they are, if nobody is named whose links are trusted. It is not opened for reading, because it may be a FIFO or a device.
+pub(crate) fn find(path: &Path, trusted: impl Into<Option<Trusted>>) -> Result<File, Astray> {
+    let trusted = trusted.into();
+    let look = OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+    let root = || open("/", look, Mode::empty()).map(File::from);
+    let (mut at, mut shown, mut links) = (root()?, PathBuf::from("/"), 0);
+    let mut left: VecDeque<OsString> = steps(path).collect();
+    while let Some(step) = left.pop_front() {
+        let next = File::from(openat(&at, step.as_os_str(), look, Mode::empty())?);
+        let metadata = next.metadata().map_err(Astray::Io)?;
+        shown.push(&step);
+        if !metadata.is_symlink() {
+            at = next;
+            continue;
+        }
+        if trusted.is_some_and(|trusted| !trusted.accepts(metadata.uid(), Some(0))) {
+            return Err(Astray::Link { link: shown, owner: metadata.uid() });
+        }
+        links += 1;
+        if links > MOST_LINKS {
+            return Err(nix::Error::ELOOP.into());
+        }
+        let target = PathBuf::from(readlinkat(&next, "")?);
+        if target.is_absolute() {
+            (at, shown) = (root()?, PathBuf::from("/"));
+        } else {
+            shown.pop();
+        }
+        steps(&target).rev().for_each(|step| left.push_front(step));
+    }
+    Ok(at)
+}
+
+fn steps(path: &Path) -> impl DoubleEndedIterator<Item = OsString> {
+    path.components()
+        .filter(|part| matches!(part, Component::Normal(_) | Component::ParentDir))
+        .map(|part| part.as_os_str().into())
+}
+
+/// The name by which the kernel finds an open file again, whatever happened to its path.
+pub(crate) fn reached(file: &File) -> PathBuf {
+    PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()))
+}
+
+/// A name in a folder that stays open. There need not be a file of that name.
+#[derive(Debug)]
+pub(crate) struct Place<'a> {
+    path: &'a Path,
+    folder: File,
+    name: &'a OsStr,
+}
+
+impl<'a> Place<'a> {
+    /// Finds the folder of `path`. The last part of the path is not followed.
+    pub(crate) fn of(path: &'a Path, trusted: Trusted) -> Result<Place<'a>, Astray> {
+        // Only the root folder has neither.
+        let (within, name) = (path.parent().unwrap_or(path), path.file_name().unwrap_or(OsStr::new(".")));
+        Ok(Place { path, folder: find(within, trusted)?, name })
+    }
+
+    /// The path in the image, for messages.
+    pub(crate) fn path(&self) -> &'a Path {
+        self.path
+    }
+
+    /// The last part of the path.
+    pub(crate) fn name(&self) -> &'a OsStr {
+        self.name
+    }
+
+    /// What has this name now. It is not opened.
+    pub(crate) fn find(&self) -> io::Result<regular::Found> {
+        regular::find_in(&self.folder, self.name)
+    }
+
+    /// A path of the file that leads through the open folder.
+    pub(crate) fn here(&self) -> PathBuf {
+        self.beside(self.name)
+    }
+
+    /// A path of another name in this folder.
+    pub(crate) fn beside(&self, name: &OsStr) -> PathBuf {
+        reached(&self.folder).join(name)
+    }
+}
+
+#[cfg(test)]
+mod tests;
