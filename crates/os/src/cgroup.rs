@@ -2,6 +2,7 @@
 //! groups a job made.
 
 mod folder;
+mod freezer;
 mod hierarchy;
 mod setting;
 
@@ -9,6 +10,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 pub use folder::{Folder, NotSet, PROCS};
+pub use freezer::thaw;
 pub use hierarchy::{Hierarchy, hierarchies, memberships};
 pub use setting::settings;
 

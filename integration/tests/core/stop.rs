@@ -50,6 +50,39 @@ fn sigterm_takes_a_last_snapshot_and_the_next_run_goes_on() {
     finish(&lab, again(&lab));
 }
 
+/// SIGKILL does not end a process in a frozen group of cgroup v1.
+#[test]
+fn a_job_that_froze_a_child_is_stopped_at_once() {
+    struct Group(std::path::PathBuf);
+    impl Drop for Group {
+        fn drop(&mut self) {
+            let _ = std::fs::write(self.0.join("freezer.state"), "THAWED");
+            comes(Duration::from_secs(5), || std::fs::remove_dir(&self.0).is_ok());
+        }
+    }
+    for namespace in ["private", "host"] {
+        let Some(lab) = Lab::new() else { return };
+        let lab = lab.set("job.pid-namespace", &format!("{namespace:?}"));
+        let group = Group(format!("/sys/fs/cgroup/freezer/rekindle-{namespace}-{}", std::process::id()).into());
+        if std::fs::create_dir(&group.0).is_err() || !group.0.join("freezer.state").exists() {
+            println!("SKIP: there is no freezer of cgroup v1");
+            return;
+        }
+        let path = group.0.display();
+        let text = format!(
+            "sleep 1000 & echo $! > {path}/cgroup.procs && echo FROZEN > {path}/freezer.state && echo frozen; wait"
+        );
+        let mut run = lab.run(["sh", "-c", &text]);
+        run.wait_printed("frozen");
+        let begun = Instant::now();
+        let stopped = lab.rekindle(&["stop", "--now", "j"]);
+        assert!(stopped.status.success(), "{stopped:?}");
+        run.finish(Duration::from_secs(20));
+        assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+        lab.assert_all_gone();
+    }
+}
+
 #[test]
 fn sigusr2_is_for_the_queue() {
     let Some(lab) = Lab::new() else { return };

@@ -230,7 +230,13 @@ impl World {
     pub fn kill(&self, root: Option<&Child>) {
         match (self, root) {
             (World::Private { init, .. }, _) => drop(init.signal(libc::SIGKILL)),
-            (World::Host, Some(root)) => drop(root.signal(SIG_TEARDOWN)),
+            (World::Host, Some(root)) => {
+                let _ = root.signal(SIG_TEARDOWN);
+                // The reaper ends after all others.
+                if !ends_within(root, THAW_AFTER) {
+                    thaw(root);
+                }
+            }
             // A restore in the host's namespaces failed: its processes, dead or half restored, are children that we do
             // not know.
             (World::Host, None) => {
@@ -263,8 +269,13 @@ impl World {
             }
             // Processes of a failed restore are our children too, and some are still dying. Each has to be reaped:
             // otherwise init waits for it for ever, and we wait for init.
+            let mut asked = std::time::Instant::now();
             while !ends_within(init, Duration::from_millis(10)) {
                 spawn::reap_strays();
+                if asked.elapsed() >= THAW_AFTER {
+                    thaw(init);
+                    asked = std::time::Instant::now();
+                }
             }
             // The namespace is empty when this returns.
             let _ = init.wait();
@@ -293,6 +304,20 @@ fn connect(
 /// The descriptor number of the ready pipe in init, and of the fence's timer.
 const READY_FD: i32 = 3;
 const FENCE_FD: i32 = 4;
+
+/// Killed processes that are not gone after this time may be in a frozen group.
+const THAW_AFTER: Duration = Duration::from_millis(500);
+
+/// Lets killed processes below this one end that the job itself has frozen (the freezer of cgroup v1).
+fn thaw(root: &Child) {
+    match rekindle_os::cgroup::thaw(&process::tree(root.pid())) {
+        Ok(0) => {}
+        Ok(thawed) => tracing::info!(thawed, "thawed control groups of the job, so that killed processes can end"),
+        Err(error) => {
+            tracing::warn!("cannot thaw control groups of the job, so killed processes in them remain: {error}")
+        }
+    }
+}
 
 fn kill_tree(root: i32) {
     for pid in process::tree(root) {

@@ -58,7 +58,7 @@ fn parse(membership: &str, mounts: &[Mount]) -> Vec<Hierarchy> {
 
 /// The folder of a group, if this is a mount of its hierarchy that contains the group. In a container the mount may
 /// begin at the group.
-fn folder_in(mount: &Mount, controllers: &str, group: &str) -> Option<PathBuf> {
+pub(super) fn folder_in(mount: &Mount, controllers: &str, group: &str) -> Option<PathBuf> {
     let inside = Path::new(group).strip_prefix(&mount.root).ok().filter(|_| has(mount, controllers))?;
     Some(if inside == Path::new("") { mount.point.clone() } else { mount.point.join(inside) })
 }
