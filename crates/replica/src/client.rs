@@ -103,6 +103,7 @@ impl Client {
 
     /// A complete small object; None if it does not exist.
     pub(super) fn get(&self, name: &str, max: u64, cancelled: Cancelled<'_>) -> Result<Option<Vec<u8>>> {
+        self.check_regular(name)?;
         let path = self.path(name);
         let action = || format!("read {name} from");
         let got = async {
@@ -128,6 +129,7 @@ impl Client {
         range: std::ops::Range<u64>,
         cancelled: Cancelled<'_>,
     ) -> Result<Vec<u8>> {
+        self.check_regular(name)?;
         let path = self.path(name);
         let wanted = range.end.saturating_sub(range.start);
         let bytes = self.run(&format!("read {name} from"), cancelled, self.store.get_range(&path, range))?;
@@ -150,6 +152,23 @@ impl Client {
         match self.run(&format!("remove {name} from"), cancelled, self.store.delete(&path)) {
             Err(error) if error.is_missing() => Ok(()),
             result => result,
+        }
+    }
+
+    /// Refuses what is no regular file in a folder: its open(2) may wait for ever, as that of a FIFO does, and no
+    /// cancellation ends it.
+    fn check_regular(&self, name: &str) -> Result<()> {
+        if self.url.scheme() != Scheme::File {
+            return Ok(());
+        }
+        let path = std::path::Path::new(self.url.path()).join(self.path(name).as_ref());
+        match std::fs::metadata(&path) {
+            Ok(found) if !found.is_file() => {
+                let why = format!("{} is not a regular file: remove it", path.display());
+                Err(Error::Damaged { url: self.shown(), what: name.to_owned(), why })
+            }
+            // The call reports what is missing.
+            _ => Ok(()),
         }
     }
 
@@ -198,5 +217,35 @@ pub(super) async fn unless<T>(cancelled: Cancelled<'_>, work: impl Future<Output
         if let Ok(done) = tokio::time::timeout(NAP, work.as_mut()).await {
             return Some(done);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    /// `run` reads job.json before the job starts. It waited for ever, without a word.
+    #[test]
+    fn a_fifo_in_a_folder_is_refused_at_once() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::create_dir(folder.path().join("bert")).unwrap();
+        let path = folder.path().join("bert/job.json");
+        assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
+        let url: ReplicaUrl = format!("file://{}", folder.path().display()).parse().unwrap();
+        let (sender, answers) = mpsc::channel();
+        std::thread::spawn(move || {
+            let client = Client::new(&url, &"bert".parse().unwrap(), &Environment::new([]), Patience::Little).unwrap();
+            sender.send(client.get("job.json", 1000, &|| false).map(drop)).unwrap();
+            sender.send(client.get_range("job.json", 0..4, &|| false).map(drop)).unwrap();
+            sender.send(client.get("other.json", 1000, &|| false).map(drop)).unwrap();
+        });
+        let answer = || answers.recv_timeout(Duration::from_secs(10)).expect("it waits");
+        for refused in [answer().unwrap_err(), answer().unwrap_err()] {
+            let text = refused.to_string();
+            assert!(text.contains(&format!("{} is not a regular file", path.display())), "{text}");
+        }
+        answer().unwrap();
     }
 }
