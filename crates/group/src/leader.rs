@@ -21,6 +21,9 @@ use crate::requests::{admits, completed, without};
 const FAILED_EARLY: u32 = 2;
 const FAILED_LATE: u32 = 1;
 
+/// The longest time for a stop.
+const LONGEST_STOP: Duration = Duration::from_secs(365 * 24 * 60 * 60);
+
 /// The leader's watch: times at which this process first saw something.
 #[derive(Debug, Default)]
 pub(crate) struct Leading {
@@ -510,7 +513,8 @@ impl Leading {
             (Ask::StopNow { requeue }, _) => next.goal = end(view, next, End::Stopped { requeue: *requeue }),
             (Ask::Stop { requeue, within }, _) => {
                 next.then = Then::Stop { requeue: *requeue };
-                self.stop_by = Some(now + *within);
+                // Another member says how long: an Instant does not hold every time.
+                self.stop_by = Some(now + (*within).min(LONGEST_STOP));
             }
             (Ask::Snapshot, _) => self.wanted = true,
             (Ask::Suspend, Goal::Gather { .. }) => next.goal = Goal::Suspended,

@@ -451,6 +451,15 @@ fn a_stop_whose_time_is_over_does_not_wait_for_a_snapshot() {
 }
 
 #[test]
+fn a_stop_may_take_any_time() {
+    let mut group = Group::new(2);
+    group.starts();
+    group.tell(1, Event::Asked(Ask::Stop { requeue: false, within: Duration::MAX }));
+    group.settle();
+    assert_eq!(group.goal(), Goal::Prepare(ONE));
+}
+
+#[test]
 fn a_suspended_job_runs_on_after_it_is_resumed() {
     let mut group = Group::new(2);
     group.starts();
