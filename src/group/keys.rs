@@ -9,7 +9,8 @@
 //!   cut/RANK        what NCCL has started there, during a snapshot; removed with its lease
 //! ```
 //!
-//! Each membership has one lease, and the same number as its lease.
+//! Each membership has one lease, and the same number as its lease. A report or a leader without that lease was written
+//! by somebody else, or is left over: it does not count, and is replaced. It would never be removed.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -27,9 +28,17 @@ use super::node::Node;
 /// supervisors that do not understand each other never meet.
 pub(crate) const PREFIX: &str = "/rekindle/1/";
 
+/// What etcd compares with where a key has no lease, or does not exist.
+const NO_LEASE: LeaseId = 0;
+
 /// The prefix of a group's keys.
 pub(crate) fn prefix(group: &JobName) -> String {
     format!("{PREFIX}{group}/")
+}
+
+/// The key of a member's report, for messages.
+pub(crate) fn of_member(group: &JobName, rank: Rank) -> String {
+    Key::Member(rank).below(&prefix(group))
 }
 
 /// The membership of a lease.
@@ -88,10 +97,17 @@ impl Mirror {
     fn put(&mut self, entry: &Entry) -> Result<(), Unreadable> {
         let Some(name) = entry.key.strip_prefix(&self.prefix) else { return Ok(()) };
         match Key::of(name) {
-            Some(Key::Member(rank)) => drop(self.view.members.insert(rank, Arc::new(read(entry)?))),
+            Some(Key::Member(_) | Key::Leader) if entry.lease.is_none() => self.remove(&entry.key),
+            Some(Key::Member(rank)) => {
+                let report: rekindle_group::Report = read(entry)?;
+                match is_of(entry, report.incarnation) {
+                    true => drop(self.view.members.insert(rank, Arc::new(report))),
+                    false => self.remove(&entry.key),
+                }
+            }
             Some(Key::Node(rank)) => drop(self.nodes.insert(rank, read(entry)?)),
             Some(Key::Cut(rank)) => drop(self.told.insert(rank, read(entry)?)),
-            Some(Key::Leader) => self.view.leader = Some(read(entry)?),
+            Some(Key::Leader) => self.view.leader = Some(read(entry)?).filter(|leader| is_of(entry, *leader)),
             Some(Key::Plan) => self.view.plan = Some(Arc::new(versioned(entry)?)),
             Some(Key::Image(number)) => drop(self.view.images.insert(number, Arc::new(versioned(entry)?))),
             None => {}
@@ -148,6 +164,11 @@ impl Key {
     }
 }
 
+/// Whether the entry belongs to the lease of this membership.
+fn is_of(entry: &Entry, membership: Incarnation) -> bool {
+    entry.lease == Some(lease(membership))
+}
+
 fn read<T: DeserializeOwned>(entry: &Entry) -> Result<T, Unreadable> {
     serde_json::from_slice(&entry.value).map_err(|source| Unreadable { key: entry.key.clone(), source })
 }
@@ -172,14 +193,14 @@ impl Writer<'_> {
         let (member, leader) = (key(Key::Member(self.rank)), key(Key::Leader));
         let leads = || Compare::Lease(leader.clone(), self.lease);
         Ok(match write {
-            Write::Join(report) => Txn::when([Compare::Absent(member.clone())])
+            // There is none, or one without a lease, which no supervisor has written.
+            Write::Join(report) => Txn::when([Compare::Lease(member.clone(), NO_LEASE)])
                 .then([self.mine(member, report)?, self.mine(key(Key::Node(self.rank)), self.node)?]),
             Write::Report(report) => {
                 Txn::when([Compare::Lease(member.clone(), self.lease)]).then([self.mine(member, report)?])
             }
-            Write::Lead => {
-                Txn::when([Compare::Absent(leader.clone())]).then([self.mine(leader, &membership(self.lease))?])
-            }
+            Write::Lead => Txn::when([Compare::Lease(leader.clone(), NO_LEASE)])
+                .then([self.mine(leader, &membership(self.lease))?]),
             Write::Plan { plan, was, image } => {
                 let of_image = image.as_ref().map(|(number, image)| kept(key(Key::Image(*number)), image));
                 let plan_key = key(Key::Plan);
@@ -237,7 +258,8 @@ mod tests {
 
     fn entry(name: &str, value: &str, modified: Revision) -> Entry {
         let key = format!("{PREFIX}{name}");
-        Entry { key, value: value.into(), created: 1, modified, lease: None }
+        let lease = (name == "leader" || name.starts_with("members")).then_some(7);
+        Entry { key, value: value.into(), created: 1, modified, lease }
     }
 
     fn report() -> Report {
@@ -280,6 +302,22 @@ mod tests {
         let gone = ["leader", "members/3", "images/12"].map(|name| Change::Deleted(format!("{PREFIX}{name}")));
         changed.change(6, gone.to_vec()).unwrap();
         assert_eq!(changed.view, View { revision: 6, ..View::default() });
+    }
+
+    #[test]
+    fn a_report_without_its_lease_does_not_count() {
+        let text = serde_json::to_string(&report()).unwrap();
+        let own = [entry("members/3", &text, 2), entry("leader", "7", 3)];
+        for lease in [None, Some(8)] {
+            let mut mirror = Mirror::new(PREFIX);
+            mirror.set(State { revision: 3, entries: own.to_vec() }).unwrap();
+            assert!(mirror.view.leader.is_some() && mirror.view.members.len() == 1);
+            let others = own.clone().map(|entry| Change::Put(Entry { lease, ..entry }));
+            mirror.change(4, others.to_vec()).unwrap();
+            assert_eq!(mirror.view, View { revision: 4, ..View::default() });
+        }
+        // Text that is no report, for example.
+        Mirror::new(PREFIX).change(4, vec![Change::Put(Entry { lease: None, ..entry("members/3", "?", 4) })]).unwrap();
     }
 
     #[test]

@@ -34,7 +34,7 @@ pub enum CoordinatorEvent {
     /// There is a new membership.
     Joined(Membership),
     /// This membership is over.
-    Lost(Incarnation),
+    Lost(Incarnation, Loss),
     /// The answer to a write.
     Wrote(Answer),
     /// It cannot be reached.
@@ -57,6 +57,46 @@ pub enum CoordinatorEvent {
         /// The reason, for a message.
         why: String,
     },
+}
+
+/// How a membership was lost.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Loss {
+    /// Its lease is over.
+    Expired,
+    /// Its report was removed, or overwritten by somebody else. Nothing can be written for this membership any more.
+    NotReported,
+}
+
+/// The present membership, for the two threads that see its end.
+#[derive(Debug, Default)]
+struct Present {
+    membership: Option<Incarnation>,
+    /// Whether the group has seen its report.
+    is_reported: bool,
+}
+
+impl Present {
+    fn begins(&mut self, membership: Incarnation) {
+        *self = Present { membership: Some(membership), is_reported: false };
+    }
+
+    /// Returns whether it was the present one: its end is told once.
+    fn ends(&mut self, membership: Incarnation) -> bool {
+        let was = self.membership == Some(membership);
+        if was {
+            *self = Present::default();
+        }
+        was
+    }
+
+    /// The membership, if its report was there and is gone.
+    fn look(&mut self, view: &View, rank: Rank) -> Option<Incarnation> {
+        let ours = self.membership?;
+        let is_there = view.members.get(&rank).is_some_and(|report| report.incarnation == ours);
+        self.is_reported |= is_there;
+        (self.is_reported && !is_there).then_some(ours)
+    }
 }
 
 /// A membership, which lives as long as its lease. The session owns the lease.
@@ -117,6 +157,8 @@ enum Ask {
     Tell,
     /// The lease is lost.
     Lost(Incarnation),
+    /// The report of this membership is gone, although its lease may live.
+    Begin(Incarnation),
     /// Begin again with the coordinator that is there now.
     Afresh(Option<Incarnation>),
     Leave,
@@ -163,7 +205,8 @@ impl Session {
         let board = shared.clone();
         std::thread::Builder::new().name("group".into()).spawn(move || {
             let prefix = keys::prefix(&identity.group);
-            let worker = Worker { coordinator, prefix, identity, asks, own, tell, board, away: Arc::default() };
+            let (away, present) = (Arc::default(), Arc::default());
+            let worker = Worker { coordinator, prefix, identity, asks, own, tell, board, away, present };
             worker.run();
             drop(alive);
         })?;
@@ -210,6 +253,7 @@ struct Worker<T> {
     board: Board,
     /// Since when it does not answer, and why.
     away: Arc<Mutex<Option<(Instant, String)>>>,
+    present: Arc<Mutex<Present>>,
 }
 
 /// How the work with one coordinator ends.
@@ -228,7 +272,7 @@ impl<T: Fn(CoordinatorEvent) + Clone + Send + 'static> Worker<T> {
                 match self.asks.recv() {
                     Ok(Ask::Afresh(former)) => break former,
                     Ok(Ask::Write(_)) => (self.tell)(CoordinatorEvent::Wrote(Answer::Conflict)),
-                    Ok(Ask::Tell | Ask::Lost(_)) => {}
+                    Ok(Ask::Tell | Ask::Lost(_) | Ask::Begin(_)) => {}
                     Ok(Ask::Leave | Ask::Abandon) | Err(_) => return,
                 }
             };
@@ -244,13 +288,24 @@ impl<T: Fn(CoordinatorEvent) + Clone + Send + 'static> Worker<T> {
         })?;
         let mut mirror = Mirror::new(&self.prefix);
         let (tell, board, away) = (self.tell.clone(), self.board.clone(), Arc::clone(&self.away));
+        let (own, present, rank) = (self.own.clone(), Arc::clone(&self.present), self.identity.rank);
         let followed = client.follow(&self.prefix, move |event| match reflect(&mut mirror, &board, event) {
             Ok(told) => {
                 match &told {
                     CoordinatorEvent::Away { why } => drop(lock(&away).get_or_insert((Instant::now(), why.clone()))),
                     _ => *lock(&away) = None,
                 }
+                let gone = match &told {
+                    CoordinatorEvent::Group { view, .. } => lock(&present).look(view, rank),
+                    _ => None,
+                };
                 tell(told);
+                if let Some(gone) = gone
+                    && lock(&present).ends(gone)
+                {
+                    tell(CoordinatorEvent::Lost(gone, Loss::NotReported));
+                    let _ = own.send(Ask::Begin(gone));
+                }
             }
             Err(error) => tell(CoordinatorEvent::Failed { why: error.to_string() }),
         });
@@ -301,13 +356,19 @@ impl<T: Fn(CoordinatorEvent) + Clone + Send + 'static> Worker<T> {
                         tracing::debug!("cannot tell the other machines what NCCL has started: {error}");
                     }
                 }
-                Some(Ask::Lost(lost)) if keys::membership(lease.id()) == lost => {
+                Some(ask @ (Ask::Lost(over) | Ask::Begin(over))) if keys::membership(lease.id()) == over => {
+                    // What else belongs to the lease must not wait until it expires.
+                    if matches!(ask, Ask::Begin(_))
+                        && let Err(error) = lease.revoke()
+                    {
+                        tracing::debug!("cannot end the membership: {error}; it expires");
+                    }
                     lease = match self.join(&client, &options)? {
                         Joined::With(lease) => lease,
                         Joined::Moved => return Some(Over::Moved),
                     }
                 }
-                Some(Ask::Lost(_) | Ask::Afresh(_)) => {}
+                Some(Ask::Lost(_) | Ask::Begin(_) | Ask::Afresh(_)) => {}
                 Some(Ask::Leave) => break,
                 Some(Ask::Abandon) | None => return None,
             }
@@ -335,10 +396,12 @@ impl<T: Fn(CoordinatorEvent) + Clone + Send + 'static> Worker<T> {
             if self.coordinator.has_moved(options) {
                 return Ok(None);
             }
-            let (own, tell) = (self.own.clone(), self.tell.clone());
+            let (own, tell, present) = (self.own.clone(), self.tell.clone(), Arc::clone(&self.present));
             let granted = client.lease(self.identity.lease, move |lost| {
                 let membership = keys::membership(lost.id);
-                tell(CoordinatorEvent::Lost(membership));
+                if lock(&present).ends(membership) {
+                    tell(CoordinatorEvent::Lost(membership, Loss::Expired));
+                }
                 let _ = own.send(Ask::Lost(membership));
             });
             granted.map(Some)
@@ -346,6 +409,7 @@ impl<T: Fn(CoordinatorEvent) + Clone + Send + 'static> Worker<T> {
         let Some(lease) = lease else { return Some(Joined::Moved) };
         let lease = Arc::new(lease);
         let incarnation = keys::membership(lease.id());
+        lock(&self.present).begins(incarnation);
         (self.tell)(CoordinatorEvent::Joined(Membership { incarnation, lease: Arc::downgrade(&lease) }));
         Some(Joined::With(lease))
     }
@@ -380,7 +444,8 @@ impl<T: Fn(CoordinatorEvent) + Clone + Send + 'static> Worker<T> {
                 Ok(Ask::Leave | Ask::Abandon) | Err(mpsc::RecvTimeoutError::Disconnected) => return None,
                 // Without a membership nothing can be written.
                 Ok(Ask::Write(_)) => (self.tell)(CoordinatorEvent::Wrote(Answer::Conflict)),
-                Ok(Ask::Lost(_) | Ask::Tell | Ask::Afresh(_)) | Err(mpsc::RecvTimeoutError::Timeout) => {}
+                Ok(Ask::Lost(_) | Ask::Begin(_) | Ask::Tell | Ask::Afresh(_))
+                | Err(mpsc::RecvTimeoutError::Timeout) => {}
             }
         }
     }

@@ -37,7 +37,8 @@ use super::state::{Event, Finish, Obstacle, Standing, State, Stop, Verdict};
 use super::{Error, Message, Owner, Setup};
 use crate::config::Interval;
 use crate::group::{
-    Coordinator, CoordinatorEvent, Exchange, Identity, Layout, Membership, Node, Orders, OwnEtcd, Session, Turn,
+    Coordinator, CoordinatorEvent, Exchange, Identity, Layout, Loss, Membership, Node, Orders, OwnEtcd, Session, Turn,
+    of_member,
 };
 use crate::policy;
 use crate::published::Forecast;
@@ -53,6 +54,10 @@ use rekindle_store::ImageId;
 
 /// How long leaving the group may take; then the others wait for the lease to expire.
 const LEAVE: Duration = Duration::from_secs(3);
+
+/// How long a stop that is to happen at once waits for the group, which ends it on all machines. Then it happens here,
+/// whatever the group does: the group may not hear of it.
+const AT_ONCE: Duration = Duration::from_secs(10);
 
 /// How often in the time of a lease its renewal is looked at.
 const LOOKS: u32 = 8;
@@ -146,6 +151,7 @@ impl Member {
             remote: Remote::default(),
             requests: Requests {
                 stop: None,
+                at_once: None,
                 pending: Vec::new(),
                 is_start_requested: false,
                 standing: Standing::Usual,
@@ -180,7 +186,7 @@ impl Member {
     /// When the member is to be woken. Renewals of the lease are not reported, and a start waits for one if too little
     /// time is left.
     pub(super) fn deadline(&self) -> Option<Instant> {
-        self.machine.deadline().into_iter().chain([self.upkeep.looks]).min()
+        self.machine.deadline().into_iter().chain([self.upkeep.looks]).chain(self.requests.at_once).min()
     }
 
     /// Says that another supervisor has this rank: it may be the one before, and it may be a mistake.
@@ -253,8 +259,22 @@ impl Owner<'_> {
                 member.warn_if_taken(&view);
                 rekindle_group::Event::Session(incarnation)
             }
-            CoordinatorEvent::Lost(incarnation) => {
-                tracing::error!("this machine is no longer a member of the group: its lease has expired");
+            CoordinatorEvent::Lost(incarnation, loss) => {
+                match loss {
+                    Loss::Expired => {
+                        tracing::error!("this machine is no longer a member of the group: its lease has expired");
+                    }
+                    Loss::NotReported => {
+                        let group = self.setup.group.as_ref();
+                        let key = group.map(|group| of_member(&group.identity.group, member.rank)).unwrap_or_default();
+                        tracing::error!(
+                            "this machine is no longer a member of the group: its key in the coordinator, {key}, was \
+                             removed or overwritten. The job ends here, and this machine joins again. If its lease has \
+                             not expired, something else writes to the keys of this group: give only the group's \
+                             supervisors the right to"
+                        );
+                    }
+                }
                 member.membership = member.membership.take().filter(|it| it.incarnation() != incarnation);
                 let machine = member.seen.us();
                 self.tell(What::GroupMemberLost { machine });
@@ -365,6 +385,7 @@ impl Owner<'_> {
     pub(super) fn check_group(&mut self) {
         self.begin_afresh();
         let now = Instant::now();
+        self.stop_without_group(now);
         if self.group.as_ref().and_then(Member::deadline).is_some_and(|at| at <= now) {
             let lease = self.setup.group.as_ref().map_or(LEAVE, |group| group.options.lease);
             self.group.iter_mut().for_each(|member| member.upkeep.looks = now + lease / LOOKS);

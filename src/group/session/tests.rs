@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-use rekindle_etcd::{Local, LocalOptions, Options, Secret};
+use rekindle_etcd::{Client, Local, LocalOptions, Op, Options, Secret, Txn};
 use rekindle_group::{
     self as group, Action, Ask, End, Ending, Epoch, Event, Incarnation, Limits, Local as Happened, Machine, Number,
     Order, Part, Progress, Rank, Replicated, Restart, StartFrom, Stored,
@@ -142,7 +142,7 @@ fn live(
                 membership = Some(new);
                 [event].into()
             }
-            Ok(Word::Told(CoordinatorEvent::Lost(_))) => [Event::SessionLost].into(),
+            Ok(Word::Told(CoordinatorEvent::Lost(..))) => [Event::SessionLost].into(),
             Ok(Word::Told(CoordinatorEvent::Wrote(answer))) => [Event::Wrote(answer)].into(),
             Ok(Word::Told(CoordinatorEvent::Away { .. } | CoordinatorEvent::Back)) | Err(_) => [Event::Tick].into(),
             Ok(Word::Told(CoordinatorEvent::Failed { why } | CoordinatorEvent::Missing { why })) => panic!("{why}"),
@@ -290,6 +290,38 @@ fn a_group_whose_coordinator_is_away_ends_its_job_and_goes_on() {
         member.until(|said| matches!(said, Said::Started(Epoch(2), StartFrom::Beginning)));
         member.until(|said| *said == Said::Runs);
     }
+    group[1].words.send(Word::Ask(Ask::StopNow { requeue: false })).unwrap();
+    for member in &group {
+        member.until(|said| *said == Said::Finished(End::Stopped { requeue: false }));
+    }
+}
+
+/// Somebody else writes to the keys of the group. Such a member could write nothing any more, and the group waited for
+/// it for ever.
+#[test]
+fn a_member_whose_report_is_overwritten_or_removed_joins_again() {
+    if !etcd() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (_local, options) = local(folder.path());
+    let group: Vec<Handle> = (0..2).map(|rank| member(&options, rank, 2, BTreeMap::new())).collect();
+    let runs = |epoch| {
+        for member in &group {
+            member.until(|said| matches!(said, Said::Started(started, _) if *started == Epoch(epoch)));
+            member.until(|said| *said == Said::Runs);
+        }
+    };
+    runs(1);
+    let client = Client::connect(&options).unwrap();
+    let key = |rank| super::keys::of_member(&"test".parse().unwrap(), Rank(rank));
+    let write = |op| assert!(client.txn(Txn::when([]).then([op])).unwrap().succeeded);
+    let value = client.get(&key(1)).unwrap().entries.into_iter().next().unwrap().value;
+    write(Op::Put { key: key(1), value, lease: None });
+    runs(2);
+    write(Op::Delete(key(0)));
+    runs(3);
+    write(Op::Put { key: key(0).replace("members/0", "leader"), value: "7".into(), lease: None });
     group[1].words.send(Word::Ask(Ask::StopNow { requeue: false })).unwrap();
     for member in &group {
         member.until(|said| *said == Said::Finished(End::Stopped { requeue: false }));

@@ -2,13 +2,13 @@
 
 use std::time::{Duration, Instant};
 
-use super::Member;
+use super::{AT_ONCE, Member};
 use crate::group::Membership;
 use crate::policy::StartPoint;
 use crate::supervisor::Owner;
 use crate::supervisor::control::Open;
 use crate::supervisor::state::{self, Event, Finish, Standing, Stop, Wish};
-use rekindle_group::{Ask, Number, Outcome, Pending, Rank, StartFrom, Stored, Then};
+use rekindle_group::{Ask, Goal, Number, Outcome, Pending, Rank, StartFrom, Stored, Then};
 use rekindle_store::manifest::Reason;
 use rekindle_store::{ImageId, LATEST, nth_newest};
 
@@ -16,6 +16,8 @@ use rekindle_store::{ImageId, LATEST, nth_newest};
 pub(super) struct Requests {
     /// A stop that was requested here, for the exit code.
     pub(super) stop: Option<Stop>,
+    /// When this machine stops although the group has not ordered it.
+    pub(super) at_once: Option<Instant>,
     /// Requests that clients of this machine wait for.
     pub(super) pending: Vec<Pending>,
     /// Whether the next start is one that was requested, and no restart.
@@ -171,6 +173,9 @@ impl Owner<'_> {
                 return Some(Event::Over(Finish::Stopped(stop)));
             }
         }
+        if matches!(ask, Ask::StopNow { .. }) {
+            member.requests.at_once.get_or_insert(now + AT_ONCE);
+        }
         if let Err(why) = rekindle_group::admits(member.machine.view(), &ask) {
             tracing::warn!("the group does not serve the request: {why}");
         }
@@ -182,6 +187,19 @@ impl Owner<'_> {
             _ => self.not_done(&ask, "the group has another request to serve first: try again"),
         }
         None
+    }
+
+    /// Ends the run here if the group has not ended it in time.
+    pub(super) fn stop_without_group(&mut self, now: Instant) {
+        let Some(member) = &mut self.group else { return };
+        if member.requests.at_once.take_if(|at| *at <= now).is_none() {
+            return;
+        }
+        let plan = member.machine.view().plan.as_ref().map(|plan| &plan.value.goal);
+        if let (Some(stop), false) = (member.requests.stop, matches!(plan, Some(Goal::End(_)))) {
+            tracing::warn!("the group has not answered the request to stop: stopping on this machine alone");
+            self.step(Event::Over(Finish::Stopped(stop)));
+        }
     }
 
     /// Answers the clients whose requests are decided.

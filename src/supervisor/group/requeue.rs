@@ -57,7 +57,7 @@ impl Owner<'_> {
             GroupEvent::Coordinator(CoordinatorEvent::Group { view, .. }) => Event::View(view),
             GroupEvent::Coordinator(CoordinatorEvent::Wrote(answer)) => Event::Wrote(answer),
             GroupEvent::Coordinator(
-                CoordinatorEvent::Lost(_)
+                CoordinatorEvent::Lost(..)
                 | CoordinatorEvent::Moved
                 | CoordinatorEvent::Missing { .. }
                 | CoordinatorEvent::Failed { .. },
