@@ -29,20 +29,22 @@ pub struct Owned {
     pub user: OwnedFd,
     /// The network namespace.
     pub network: OwnedFd,
+    /// The id of the user, and of the user's only group.
+    pub owner: u32,
 }
 
-/// Creates both, for that user and group. Needs root.
+/// Creates both, for the user and the group of that number. Needs root.
 ///
 /// # Errors
 /// When the kernel refuses a step: user namespaces may be switched off (`user.max_user_namespaces`).
-pub fn owned_by(user: u32, group: u32) -> io::Result<Owned> {
+pub fn owned_by(owner: u32) -> io::Result<Owned> {
     let (report, report_end) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
     // SAFETY: the child makes system calls on its own memory only, and never returns.
     match unsafe { nix::unistd::fork() }? {
-        ForkResult::Child => child(user, group, &report_end),
+        ForkResult::Child => child(owner, &report_end),
         ForkResult::Parent { child } => {
             drop(report_end);
-            let made = open(child, user, group, File::from(report));
+            let made = open(child, owner, File::from(report));
             // The child only waits for this. ESRCH: somebody else has reaped it.
             let _ = nix::sys::signal::kill(child, Signal::SIGKILL);
             let _ = waitpid(child, None);
@@ -51,7 +53,7 @@ pub fn owned_by(user: u32, group: u32) -> io::Result<Owned> {
     }
 }
 
-fn open(child: Pid, user: u32, group: u32, mut report: File) -> io::Result<Owned> {
+fn open(child: Pid, owner: u32, mut report: File) -> io::Result<Owned> {
     let mut errno = [0; 4];
     report.read_exact(&mut errno)?;
     match i32::from_ne_bytes(errno) {
@@ -59,26 +61,26 @@ fn open(child: Pid, user: u32, group: u32, mut report: File) -> io::Result<Owned
         errno => return Err(io::Error::from_raw_os_error(errno)),
     }
     // Root in the namespace is that user.
-    fs::write(format!("/proc/{child}/uid_map"), format!("0 {user} 1\n"))?;
-    fs::write(format!("/proc/{child}/gid_map"), format!("0 {group} 1\n"))?;
+    fs::write(format!("/proc/{child}/uid_map"), format!("0 {owner} 1\n"))?;
+    fs::write(format!("/proc/{child}/gid_map"), format!("0 {owner} 1\n"))?;
     let namespace = |name: &str| File::open(format!("/proc/{child}/ns/{name}")).map(OwnedFd::from);
-    Ok(Owned { user: namespace("user")?, network: namespace("net")? })
+    Ok(Owned { user: namespace("user")?, network: namespace("net")?, owner })
 }
 
 /// Reports the error of the first step that failed, or 0, and waits to be killed.
-fn child(user: u32, group: u32, report: &OwnedFd) -> ! {
-    let errno = enter(user, group).err().map_or(0, |error| error.raw_os_error().unwrap_or(libc::EINVAL));
+fn child(owner: u32, report: &OwnedFd) -> ! {
+    let errno = enter(owner).err().map_or(0, |error| error.raw_os_error().unwrap_or(libc::EINVAL));
     let _ = nix::unistd::write(report, &errno.to_ne_bytes());
     loop {
         nix::unistd::pause();
     }
 }
 
-fn enter(user: u32, group: u32) -> io::Result<()> {
+fn enter(owner: u32) -> io::Result<()> {
     // A change of user keeps the capabilities then. One of them is needed to create a user namespace on machines that
     // do not let everybody do so.
     set_capabilities_secure_bits(CapabilitiesSecureBits::NO_SETUID_FIXUP)?;
-    become_user(user, group)?;
+    become_user(owner, owner)?;
     // The creator owns the user namespace, and the next namespace belongs to it.
     unshare(CloneFlags::CLONE_NEWUSER)?;
     unshare(CloneFlags::CLONE_NEWNET)?;
@@ -155,7 +157,7 @@ mod tests {
         if !rekindle_testing::root() {
             return;
         }
-        let owned = owned_by(65534, 65533).unwrap();
+        let owned = owned_by(65534).unwrap();
         // SAFETY: an ioctl without an argument (ioctl_nsfs(2)), on an open namespace.
         let owner = unsafe { owner_namespace(owned.network.as_raw_fd()) }.unwrap();
         // SAFETY: the ioctl answers a new descriptor, which nobody else owns.

@@ -170,6 +170,12 @@ pub fn be_prompt() {
     unsafe { libc::sched_setscheduler(0, libc::SCHED_FIFO | libc::SCHED_RESET_ON_FORK, &raw const first) };
 }
 
+/// The processes that we see.
+pub fn all() -> impl Iterator<Item = i32> {
+    let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+}
+
 /// Real, effective, saved and file system user id.
 #[must_use]
 pub fn user_ids(pid: i32) -> Option<Vec<u32>> {

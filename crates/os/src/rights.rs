@@ -34,6 +34,18 @@ pub fn is_whole(map: &str) -> bool {
     fields.is_empty() || fields == ["0", "0", "4294967295"]
 }
 
+/// Whether the map of a user namespace (its uid_map or gid_map) has this id. An empty map means a kernel without user
+/// namespaces.
+#[must_use]
+pub fn is_mapped(map: &str, id: u32) -> bool {
+    let mut ranges = map.lines().filter_map(|line| {
+        let mut fields = line.split_whitespace().map(str::parse::<u64>);
+        let (first, _, count) = (fields.next()?.ok()?, fields.next()?.ok()?, fields.next()?.ok()?);
+        Some(first..first + count)
+    });
+    map.trim().is_empty() || ranges.any(|range| range.contains(&u64::from(id)))
+}
+
 /// Whether io_uring_setup(2) works: the kernel has it, and neither `kernel.io_uring_disabled` nor a seccomp filter
 /// forbids it.
 #[must_use]
@@ -62,5 +74,12 @@ mod tests {
     fn the_initial_user_namespace_is_told_by_its_map() {
         assert!(is_whole("         0          0 4294967295\n") && is_whole(""));
         assert!(!is_whole("0 1000 1\n1 100000 65536\n"));
+    }
+
+    #[test]
+    fn a_map_has_the_ids_of_its_ranges() {
+        let map = "         0       1000          1\n         1     100000      65536\n";
+        assert!([0, 1, 65536].iter().all(|id| is_mapped(map, *id)) && !is_mapped(map, 65537));
+        assert!(is_mapped("0 0 4294967295\n", u32::MAX - 1) && is_mapped("", 7));
     }
 }

@@ -8,20 +8,23 @@
 //! - Addresses are the same in each world, so the job's sockets are valid after a restore.
 //! - If it dies, it is started again. At most the job loses its connections to the outside.
 //!
-//! It reads whatever the job sends, so it has no rights: it runs as a user that is neither root nor the job's user,
+//! It reads whatever the job sends, so it has no rights: it runs as a user that nothing else runs as ([`unused`]),
 //! without capabilities and without our environment, and filters its own system calls (no execve, mount, ptrace). It
 //! needs rights in the job's network to open its device there. Therefore that network belongs to a user namespace of
-//! this user ([`netns`]), with all rights over the job's network and none over anything else.
+//! this user ([`netns`]), with all rights over the job's network and none over anything else. Any other process of this
+//! user would have these rights too, and could trace slirp4netns.
 //!
 //! slirp4netns (1.2.0) is told not to enter its sandbox, for two reasons. While it runs, the sandbox has copies of all
 //! mounts below /run. These include images in memory, whose memory would then not be freed when they are unmounted. And
 //! slirp4netns becomes root in it.
 
+use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, Read};
+use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -34,6 +37,8 @@ use super::embedded;
 use rekindle_base::chain;
 use rekindle_os::mounts::{self, Mount};
 use rekindle_os::netns::{self, Owned};
+use rekindle_os::process;
+use rekindle_os::rights;
 use rekindle_os::spawn::{self, Child, Ended, Open, Spawn};
 use rekindle_store::staging;
 
@@ -46,8 +51,13 @@ const NAME_SERVER: &str = "10.0.2.3";
 /// The kernel's tap devices.
 const DEVICE: &str = "/dev/net/tun";
 
-/// nobody and nogroup, to which the kernel maps ids without a mapping (`overflowuid`). If the job itself runs as
-/// nobody, the number below is used: the owner of the job's network has all rights there, which a job must not have.
+/// Numbers of users and groups for uplinks. No distribution assigns numbers above 2^31 (systemd: "unused, because some
+/// programs take them for negative ones"), and the ranges of /etc/subuid and of container managers end below it.
+const OURS: Range<u32> = 0xe000_0000..0xf000_0000;
+
+/// nobody and nogroup, to which the kernel maps ids without a mapping (`overflowuid`): where rekindle itself is in a
+/// user namespace that lacks the numbers above. If the job itself runs as nobody, the number below is used: the owner
+/// of the job's network has all rights there, which a job must not have.
 const NOBODY: u32 = 65534;
 const NOBODY_ELSE: u32 = 65533;
 
@@ -130,7 +140,8 @@ fn quoted(said: &str) -> String {
 pub struct Plan {
     program: PathBuf,
     directory: PathBuf,
-    user: u32,
+    /// The job's user.
+    job: Option<u32>,
 }
 
 /// Finds what it needs on this machine.
@@ -149,13 +160,16 @@ impl Plan {
     /// as /etc/resolv.conf.
     #[must_use]
     pub fn new(program: PathBuf, directory: PathBuf, job: Option<u32>) -> Plan {
-        let user = if job == Some(NOBODY) { NOBODY_ELSE } else { NOBODY };
-        Plan { program, directory, user }
+        Plan { program, directory, job }
     }
 
-    /// Makes a network for a job.
+    /// Makes a network for a job, of a user of its own.
     pub(super) fn network(&self) -> Result<Owned, Error> {
-        netns::owned_by(self.user, self.user).map_err(|source| Error::Network { user: self.user, source })
+        let maps = ["uid_map", "gid_map"].map(|map| process::text("self", map).unwrap_or_default());
+        let is_mapped = |id| maps.iter().all(|map| rights::is_mapped(map, id));
+        let nobody = if self.job == Some(NOBODY) { NOBODY_ELSE } else { NOBODY };
+        let user = unused(&in_use(), own_number()).filter(|id| is_mapped(*id)).unwrap_or(nobody);
+        netns::owned_by(user).map_err(|source| Error::Network { user, source })
     }
 
     /// Writes the job's /etc/resolv.conf and returns its path. It is the machine's, except for the name servers: those
@@ -167,6 +181,26 @@ impl Plan {
         written.map_err(|source| Error::Names { path: path.clone(), source })?;
         Ok(path)
     }
+}
+
+/// A number that no other supervisor of this machine begins with at this moment: its pid, shifted by the number of its
+/// PID namespace, because the processes of another container cannot be seen.
+fn own_number() -> u32 {
+    let namespace = std::fs::metadata("/proc/self/ns/pid").map_or(0, |namespace| namespace.ino());
+    // Neighbouring numbers get far apart (Knuth's multiplicative hash).
+    let shift = u32::try_from(namespace & u64::from(u32::MAX)).unwrap_or_default().wrapping_mul(0x9e37_79b1);
+    shift ^ std::process::id()
+}
+
+/// A number for an uplink that is not among those in use.
+fn unused(in_use: &BTreeSet<u32>, own: u32) -> Option<u32> {
+    let first = OURS.start + own % (OURS.end - OURS.start);
+    (first..OURS.end).chain(OURS.start..first).find(|id| !in_use.contains(id))
+}
+
+/// The numbers of the users of all processes that we see.
+fn in_use() -> BTreeSet<u32> {
+    process::all().filter_map(process::user_ids).flatten().collect()
 }
 
 fn names_like(machine: &str) -> String {
@@ -190,7 +224,6 @@ pub struct Uplink {
 #[derive(Debug)]
 struct Shared {
     program: PathBuf,
-    user: u32,
     network: Owned,
     state: Mutex<State>,
     over: Condvar,
@@ -215,8 +248,8 @@ impl Uplink {
     /// # Errors
     /// When it does not start, or is not ready in time.
     pub(crate) fn start(plan: &Plan, network: Owned) -> Result<Uplink, Error> {
-        let (program, user) = (plan.program.clone(), plan.user);
-        let shared = Arc::new(Shared { program, user, network, state: Mutex::default(), over: Condvar::new() });
+        let program = plan.program.clone();
+        let shared = Arc::new(Shared { program, network, state: Mutex::default(), over: Condvar::new() });
         let first = shared.begin()?;
         let kept = Arc::clone(&shared);
         let keeper = std::thread::Builder::new().name("uplink".into()).spawn(move || kept.keep(first));
@@ -287,7 +320,8 @@ impl Shared {
         let null = Open { fd: 0, path: c"/dev/null".into(), flags: libc::O_RDONLY };
         let spawn = Spawn::new(&self.program, args)?.session().directory(Path::new("/"))?;
         let spawn = spawn.open(null).fd(copy, 1).fd(words_end, 2).fd(ready_end, 3).fd(network, 4).fd(owner, 5);
-        let spawn = spawn.environment::<&str, &str>([])?.identity(self.user, self.user).no_new_privileges();
+        let spawn =
+            spawn.environment::<&str, &str>([])?.identity(self.network.owner, self.network.owner).no_new_privileges();
         // On most machines /dev/net/tun is open to everybody; it grants no right by itself.
         let spawn = if is_open_to_all(Path::new(DEVICE)) { spawn } else { spawn.own_tun(&staging_mounts())? };
         let spawn = spawn.dies_with_us();
@@ -449,10 +483,33 @@ mod tests {
         assert_eq!(staging_mounts_of(mounts::parse(table)), [Path::new("/run/rekindle/a b-1")]);
     }
 
+    /// A process of the same user could trace slirp4netns and enter the job's network.
     #[test]
-    fn the_network_of_a_job_is_not_its_own_users() {
-        let user = |job| Plan::new("/bin/true".into(), "/".into(), job).user;
-        assert_eq!((user(None), user(Some(1000)), user(Some(NOBODY))), (NOBODY, NOBODY, NOBODY_ELSE));
+    fn the_network_of_a_job_belongs_to_a_user_of_its_own() {
+        if !rekindle_testing::root() {
+            return;
+        }
+        let network = || Plan::new("/bin/true".into(), "/".into(), None).network().unwrap();
+        let first = network();
+        if !rekindle_os::rights::over_the_machine() {
+            assert_eq!(first.owner, NOBODY);
+            return;
+        }
+        assert!(OURS.contains(&first.owner), "{}", first.owner);
+        let sleep = Spawn::new(Path::new("/bin/sleep"), ["60"]).unwrap().environment::<&str, &str>([]).unwrap();
+        let other = sleep.identity(first.owner, first.owner).dies_with_us().start().unwrap();
+        assert_ne!(network().owner, first.owner, "another process has that id");
+        other.signal(libc::SIGKILL).unwrap();
+        other.wait().unwrap();
+    }
+
+    #[test]
+    fn numbers_of_other_processes_are_passed_over() {
+        let used = |ids: &[u32]| ids.iter().map(|id| OURS.start + id).collect::<BTreeSet<_>>();
+        assert_eq!(unused(&used(&[]), 7), Some(OURS.start + 7));
+        assert_eq!(unused(&used(&[7, 8]), 7), Some(OURS.start + 9));
+        let last = OURS.end - OURS.start - 1;
+        assert_eq!(unused(&used(&[last]), last), Some(OURS.start));
     }
 
     #[test]
@@ -463,8 +520,7 @@ mod tests {
         let namespace = |name: &str| File::open(format!("/proc/self/ns/{name}")).unwrap().into();
         let shared = |program: &str| Shared {
             program: program.into(),
-            user: NOBODY,
-            network: Owned { user: namespace("user"), network: namespace("net") },
+            network: Owned { user: namespace("user"), network: namespace("net"), owner: NOBODY },
             state: Mutex::default(),
             over: Condvar::new(),
         };
