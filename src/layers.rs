@@ -32,9 +32,10 @@ const BASE: [&str; 10] =
     ["chain", "ended", "micros", "moved", "notice", "percentage", "units", "xid", "cause", "interval"];
 
 /// The modules for Linux.
-const OS: [&str; 30] = [
+const OS: [&str; 31] = [
     "affinity",
     "blocks",
+    "regular",
     "clock",
     "detach",
     "elf",
