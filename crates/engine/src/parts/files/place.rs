@@ -146,7 +146,7 @@ impl<'a> Place<'a> {
     /// Finds the folder of `path`. The last part of the path is not followed.
     pub(crate) fn of(path: &'a Path, trusted: Trusted) -> Result<Place<'a>, Astray> {
         // Only the root folder has neither.
-        let (within, name) = (path.parent().unwrap_or(path), path.file_name().unwrap_or(OsStr::new(".")));
+        let (within, name) = (path.parent().unwrap_or(path), path.file_name().unwrap_or_else(|| OsStr::new(".")));
         Ok(Place { path, folder: find(within, trusted)?, name })
     }
 
