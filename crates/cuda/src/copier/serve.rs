@@ -210,7 +210,8 @@ impl Server {
             return Ok((done, Vec::new()));
         }
         copy.know(&mut self.files);
-        let placed = copy.placed.into_iter().map(|(device, memory)| Ok(Placed { gpu: gpus.uuid_of(device)?, memory }));
+        let placed =
+            copy.placed().into_iter().map(|(device, memory)| Ok(Placed { gpu: gpus.uuid_of(device)?, memory }));
         Ok((done, placed.collect::<Result<_, String>>()?))
     }
 }

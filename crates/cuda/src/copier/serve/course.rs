@@ -109,6 +109,15 @@ struct Room {
     chunks: usize,
 }
 
+/// The memory of a copy.
+#[derive(Default)]
+struct Pieces {
+    /// What is mapped here.
+    mapped: Vec<Piece>,
+    /// The GPU of each that there was, and its descriptor if it was made here, once the copy is over.
+    placed: Vec<(c_int, Option<OwnedFd>)>,
+}
+
 /// A copy.
 pub(super) struct Copy {
     way: Way,
@@ -117,9 +126,7 @@ pub(super) struct Copy {
     begun: Instant,
     /// All were sent.
     is_whole: bool,
-    pieces: Vec<Piece>,
-    /// The GPU of each, and its descriptor if it was made here, once the copy is over.
-    pub(super) placed: Vec<(c_int, Option<OwnedFd>)>,
+    pieces: Pieces,
     /// Offset and size of each part that is copied from the GPU.
     marked: Vec<(u64, u64)>,
     lanes: BTreeMap<c_int, Lane>,
@@ -169,8 +176,7 @@ impl Copy {
             file,
             begun: Instant::now(),
             is_whole: false,
-            pieces: Vec::new(),
-            placed: Vec::new(),
+            pieces: Pieces::default(),
             marked: Vec::new(),
             lanes: BTreeMap::new(),
             rooms: Vec::new(),
@@ -203,13 +209,13 @@ impl Copy {
     /// Adds memory that was just imported or made.
     pub(super) fn add(&mut self, gpus: &mut Gpus, mapped: Option<&mut Mapped>, piece: Piece) -> Result<(), String> {
         let (offset, bytes, device) = (piece.offset, piece.bytes, piece.device);
-        self.pieces.push(piece);
-        self.placed.push((device, None));
+        self.pieces.mapped.push(piece);
+        self.pieces.placed.push((device, None));
         let mapped = mapped.ok_or("the file is not known")?;
         if offset.checked_add(bytes).is_none_or(|end| end > mapped.length) {
             return Err("the file is too short for the memory".into());
         }
-        let Some(piece) = self.pieces.last_mut() else { return Ok(()) };
+        let Some(piece) = self.pieces.mapped.last_mut() else { return Ok(()) };
         gpus.map(piece)?;
         let address = piece.address;
         // Of GPUs that were not known when the file was.
@@ -373,6 +379,11 @@ impl Copy {
         Ok(())
     }
 
+    /// After its end: the GPU of each piece, and the descriptor of one that was made here.
+    pub(super) fn placed(self) -> Vec<(c_int, Option<OwnedFd>)> {
+        self.pieces.placed
+    }
+
     /// After its end: what the file has is known, if all of it has names.
     pub(super) fn know(&mut self, files: &mut [Mapped]) {
         if let Some(mapped) = files.iter_mut().find(|known| self.way == Way::Out && known.key == self.file) {
@@ -446,11 +457,12 @@ impl Copy {
                 Way::Out => {
                     copy.marked.iter().try_for_each(|(offset, bytes)| mapped.check_marks(*offset, *bytes, gpus.mark))
                 }
-                Way::In => copy.pieces.iter().try_for_each(|piece| gpus.check(piece, &mapped.file)),
+                Way::In => copy.pieces.mapped.iter().try_for_each(|piece| gpus.check(piece, &mapped.file)),
             }
         });
         self.or_fails(|copy| {
-            let mut made = copy.pieces.iter().zip(&mut copy.placed).filter(|(piece, _)| piece.is_made);
+            let Pieces { mapped, placed } = &mut copy.pieces;
+            let mut made = mapped.iter().zip(placed).filter(|(piece, _)| piece.is_made);
             made.try_for_each(|(piece, (_, memory))| gpus.export(piece).map(|exported| *memory = Some(exported)))
         });
         self.let_go(gpus);
@@ -468,7 +480,7 @@ impl Copy {
     }
 
     fn let_go(&mut self, gpus: &mut Gpus) {
-        self.pieces.drain(..).for_each(|piece| gpus.let_go(&piece));
+        self.pieces.mapped.drain(..).for_each(|piece| gpus.let_go(&piece));
     }
 }
 

@@ -55,10 +55,11 @@ pub(crate) fn check(
     let folders = manifest.folders.iter().map(|folder| (&folder.path, folder.uid));
     let fifos = manifest.fifos.iter().map(|fifo| (&fifo.path, fifo.uid));
     for (path, then) in folders.chain(fifos) {
-        match with_rights(path, user, || present(path, then, trusted)) {
-            Err(error @ (RollbackError::Owner { .. } | RollbackError::Link { .. })) => return Err(error),
-            // The job may have no use for a folder that cannot be reached.
-            Ok(_) | Err(_) => {}
+        // The job may have no use for a folder that cannot be reached.
+        if let Err(error @ (RollbackError::Owner { .. } | RollbackError::Link { .. })) =
+            with_rights(path, user, || present(path, then, trusted))
+        {
+            return Err(error);
         }
     }
     let mut theirs = manifest.open_files.iter().filter(|file| moved::log_here(&file.path, manifest, folder).is_none());

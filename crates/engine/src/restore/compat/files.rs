@@ -26,7 +26,7 @@ pub(super) fn compare(manifest: &Manifest, here: &Here) -> Vec<Difference> {
 
 /// The difference if somebody else than its owner at the snapshot has put the file there.
 fn foreign(file: &MappedFile, now: &FileHere, trusted: Trusted) -> Option<Difference> {
-    let then = file.owner.or(file.copy.as_ref().map(|copy| copy.owner))?.uid;
+    let then = file.owner.or_else(|| file.copy.as_ref().map(|copy| copy.owner))?.uid;
     let (image, here, advice) = match now {
         FileHere::File { owner, .. } if !trusted.accepts(*owner, Some(then)) => (
             format!("one of user {}", name_of(then)),

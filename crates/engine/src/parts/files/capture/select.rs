@@ -166,7 +166,7 @@ pub(super) fn below(
     let mut unread = None;
     let mut fail = |path: &Path, error: io::Error| {
         if !is_gone(&error) {
-            unread.get_or_insert(Unread { path: path.to_path_buf(), error });
+            unread.get_or_insert_with(|| Unread { path: path.to_path_buf(), error });
         }
     };
     let kind_of = |metadata: &fs::Metadata| {
