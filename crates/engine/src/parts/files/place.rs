@@ -19,7 +19,6 @@ use std::path::{Component, Path, PathBuf};
 use nix::fcntl::{OFlag, open, openat, readlinkat};
 use nix::sys::stat::Mode;
 
-use super::rollback::{RollbackError, failed};
 use crate::launch::identity::Identity;
 use rekindle_os::regular;
 
@@ -44,15 +43,6 @@ impl Trusted {
     /// Whether what belonged to `then` may belong to `now`.
     pub(crate) fn accepts(self, now: u32, then: Option<u32>) -> bool {
         now == 0 || now == self.0 || then.is_none_or(|then| now == then)
-    }
-
-    /// Refuses a file that somebody else than its owner at the snapshot has put there. Images of earlier versions do not
-    /// have all owners.
-    pub(crate) fn check(self, path: &Path, now: u32, then: Option<u32>) -> Result<(), RollbackError> {
-        match then.filter(|_| !self.accepts(now, then)) {
-            Some(then) => Err(RollbackError::Owner { path: path.into(), now, then }),
-            None => Ok(()),
-        }
     }
 }
 
@@ -80,17 +70,10 @@ impl Astray {
     pub(crate) fn is_missing(&self) -> bool {
         matches!(self, Astray::Io(error) if error.kind() == io::ErrorKind::NotFound)
     }
-
-    /// The error for the file at `path`; `verb` is the call that needed it.
-    pub(crate) fn at(verb: &'static str, path: &Path) -> impl Fn(Astray) -> RollbackError {
-        move |astray| match astray {
-            Astray::Io(error) => failed(verb, path)(error),
-            Astray::Link { link, owner } => RollbackError::Link { path: path.into(), link, owner },
-        }
-    }
 }
 
-/// What is at a path, with all links followed: whosever they are, if nobody is named whose links are trusted. It is not opened for reading, because it may be a FIFO or a device.
+/// What is at a path, with all links followed: whosever they are, if nobody is named whose links are trusted. It is not
+/// opened for reading, because it may be a FIFO or a device.
 pub(crate) fn find(path: &Path, trusted: impl Into<Option<Trusted>>) -> Result<File, Astray> {
     let trusted = trusted.into();
     let look = OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use bytesize::ByteSize;
 
-use super::place::Place;
+use super::place::{Astray, Place, Trusted};
 use crate::launch::identity;
 use crate::launch::output::Kept;
 use rekindle_os::durable::{self, Unfinished};
@@ -225,6 +225,27 @@ pub(super) fn temporary(name: &OsStr, suffix: &str) -> OsString {
     temp.push(name);
     temp.push(suffix);
     temp
+}
+
+impl Trusted {
+    /// Refuses a file that somebody else than its owner at the snapshot has put there. Images of earlier versions do not
+    /// have all owners.
+    pub(crate) fn check(self, path: &Path, now: u32, then: Option<u32>) -> Result<(), RollbackError> {
+        match then.filter(|_| !self.accepts(now, then)) {
+            Some(then) => Err(RollbackError::Owner { path: path.into(), now, then }),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Astray {
+    /// The error for the file at `path`; `verb` is the call that needed it.
+    pub(crate) fn at(verb: &'static str, path: &Path) -> impl Fn(Astray) -> RollbackError {
+        move |astray| match astray {
+            Astray::Io(error) => failed(verb, path)(error),
+            Astray::Link { link, owner } => RollbackError::Link { path: path.into(), link, owner },
+        }
+    }
 }
 
 /// Copies what follows `from` to a new file beside `place`, on the disk before anything is cut. Holes stay holes: a job
