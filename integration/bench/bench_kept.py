@@ -41,6 +41,7 @@ TOLD = {
     "copied GPU memory that stayed": "out",
     "copied from room on the GPU": "room",
     "filled GPU memory": "in",
+    "GPU memory was filled while CRIU worked": "ahead",
     "released GPU memory": "release",
     "mapped GPU memory again": "map",
 }
