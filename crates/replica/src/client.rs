@@ -226,7 +226,7 @@ mod tests {
 
     use super::*;
 
-    /// `run` reads job.json before the job starts. It waited for ever, without a word.
+    /// `run` reads job.json before the job starts. It waited for ever and said nothing.
     #[test]
     fn a_fifo_in_a_folder_is_refused_at_once() {
         let folder = tempfile::tempdir().unwrap();

@@ -128,8 +128,8 @@ struct Survey {
     absent: Vec<PathBuf>,
     /// The content of tracked folders.
     tracked: Vec<TrackedFolder>,
-    /// Groups of which something cannot be read, and the first such thing. They are left out: a restore would put only a
-    /// part of them back.
+    /// Groups with a file or folder that cannot be read, and the first such one. They are not in the image: a restore would
+    /// put only a part of them back.
     unread: BTreeMap<PathBuf, select::Unread>,
 }
 
