@@ -321,8 +321,7 @@ pub fn start(world: &World, reaper: &Path, spec: &JobSpec, log: &output::Files) 
     let flags = format!("-{fixed}{without_uring}");
     let mut args: Vec<OsString> =
         ["reap".into(), parent.to_string(), uid, gid, groups, flags].into_iter().map(OsString::from).collect();
-    args.push(spec.program.clone().into());
-    args.push("--".into());
+    args.extend([spec.stdin.clone().into(), spec.program.clone().into(), "--".into()]);
     args.extend(spec.command.iter().cloned());
 
     let append = libc::O_WRONLY | libc::O_APPEND | libc::O_CREAT;
@@ -335,7 +334,8 @@ pub fn start(world: &World, reaper: &Path, spec: &JobSpec, log: &output::Files) 
         // The reaper receives signals one by one, and gives the job an empty mask.
         .signals_blocked()
         .directory(&spec.directory)?
-        .open(file(0, &spec.stdin, libc::O_RDONLY)?)
+        // The job opens its own, as its user.
+        .open(file(0, Path::new("/dev/null"), libc::O_RDONLY)?)
         .open(file(1, &log.stdout, append)?)
         .open(file(2, &log.stderr, append)?);
     if let Some(mask) = spec.umask {

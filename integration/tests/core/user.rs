@@ -67,6 +67,35 @@ fn the_rights_of_the_deployment_templates_are_enough() {
     end(&lab, run);
 }
 
+/// The file is looked at when rekindle starts, and opened each time the job starts from the beginning.
+#[test]
+fn standard_input_gives_a_user_no_file_of_root() {
+    let Some(lab) = Lab::new() else { return };
+    let (folder, secret) = (lab.file("theirs"), lab.file("secret"));
+    fs::create_dir(&folder).unwrap();
+    for (file, text) in [(&secret, "of root"), (&folder.join("unreadable"), "of root"), (&folder.join("in"), "theirs")]
+    {
+        fs::write(file, text).unwrap();
+        fs::set_permissions(file, fs::Permissions::from_mode(0o600)).unwrap();
+    }
+    let nobody = nix::unistd::User::from_name("nobody").unwrap().unwrap();
+    for theirs in [&folder, &folder.join("in")] {
+        nix::unistd::chown(theirs, Some(nobody.uid), Some(nobody.gid)).unwrap();
+    }
+    let lab = lab.set("job.user", "\"nobody\"").set_file("job.directory", "theirs").set("restart.max-restarts", "3");
+    let lab = lab.set_file("job.stdin", "theirs/unreadable");
+    let (_, said) = lab.run(["cat"]).ends_with(2);
+    assert!(said.contains("the job's user must be able to read it: Permission denied"), "{said}");
+
+    let lab = lab.set_file("job.stdin", "theirs/in").set("restart.backoff", "\"0s\"");
+    let attack = format!("cat; ln -sf {} in; exit 9", secret.display());
+    let (out, said) = lab.run(["sh", "-c", &attack]).ends_with(126);
+    assert_eq!(out, "theirs");
+    let input = folder.join("in");
+    let why = format!("cannot open the job's standard input {}: the user it runs as may not", input.display());
+    assert!(said.contains(&why), "{said}");
+}
+
 /// The capabilities in the manifest for Kubernetes.
 fn rights_of_the_template() -> Vec<String> {
     let manifest = fs::read_to_string("examples/deploy/kubernetes/job.yaml").unwrap();

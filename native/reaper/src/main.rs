@@ -24,6 +24,10 @@ use sys::{Errno, Process, exit};
 /// the tree. It is the last but one real-time signal: hardly any program uses it, and the reaper never forwards it.
 const SIG_TEARDOWN: i32 = 63;
 
+/// The exit codes of a shell for a program that it cannot execute, and for one that is not there.
+const NOT_EXECUTED: i32 = 126;
+const NOT_FOUND: i32 = 127;
+
 /// The exit code of an init whose timer has expired.
 const FENCED: i32 = 124;
 
@@ -82,7 +86,7 @@ extern "C" fn begin(stack: *const usize) -> ! {
             let fence = file(7).map(|number| parse(number.to_bytes()));
             init(args.number(2), args.number(3), loopback, [file(5), file(6)], fence)
         }
-        b"reap" if argc >= 8 => reap(&args, envp),
+        b"reap" if argc >= 9 => reap(&args, envp),
         _ => exit(2),
     }
 }
@@ -152,11 +156,11 @@ fn own_terminals() {
     }
 }
 
-/// `reap PARENT UID GID GROUPS FLAGS PROGRAM -- ARGV...`
+/// `reap PARENT UID GID GROUPS FLAGS INPUT PROGRAM -- ARGV...`
 ///
 /// PARENT is the supervisor's pid if its death must be watched (without a PID namespace), else 0. UID is `-` to keep
 /// the present user. GROUPS is a comma-separated list. FLAGS: `n` sets no-new-privileges, `u` disables io_uring for the
-/// job.
+/// job. INPUT is the file for its standard input.
 fn reap(args: &Args, envp: *const *const c_char) -> ! {
     let parent = args.number(2);
     let mut all = sys::block_all();
@@ -201,17 +205,20 @@ fn reap(args: &Args, envp: *const *const c_char) -> ! {
     }
 }
 
-/// In the forked child: sets its group and identity, and executes the job's program.
+/// In the forked child: sets its group and identity, opens its standard input, and executes the job's program.
 fn become_job(args: &Args, envp: *const *const c_char) -> ! {
-    let program = args.get(7);
-    let failed = |what: &[u8], errno: Errno, code: i32| -> ! {
+    let (input, program) = (args.get(7), args.get(8));
+    let failed_at = |what: &[u8], path: &CStr, errno: Errno, code: i32| -> ! {
         let _ = sys::write(2, b"rekindle: cannot ");
         let _ = sys::write(2, what);
         let _ = sys::write(2, b" ");
-        let _ = sys::write(2, program.to_bytes());
+        let _ = sys::write(2, path.to_bytes());
         let _ = sys::write(2, b": ");
         match errno {
-            sys::ENOENT => drop(sys::write(2, b"it, or the interpreter it names, is not there")),
+            sys::ENOENT if code == NOT_FOUND => {
+                let _ = sys::write(2, b"it, or the interpreter it names, is not there");
+            }
+            sys::ENOENT => drop(sys::write(2, b"it is not there")),
             sys::EACCES => drop(sys::write(2, b"the user it runs as may not")),
             sys::ENOEXEC => drop(sys::write(2, b"neither a program nor a script that begins with #!")),
             sys::E2BIG => drop(sys::write(2, b"its arguments and environment are too long")),
@@ -224,6 +231,7 @@ fn become_job(args: &Args, envp: *const *const c_char) -> ! {
         let _ = sys::write(2, b"\n");
         exit(code)
     };
+    let failed = |what: &[u8], errno: Errno, code: i32| -> ! { failed_at(what, program, errno, code) };
     // A separate process group within the reaper's session. Processes that the job leaves behind in this session become
     // children of the reaper, which CRIU can restore.
     if let Err(e) = sys::new_group() {
@@ -258,11 +266,15 @@ fn become_job(args: &Args, envp: *const *const c_char) -> ! {
     {
         failed(b"set no-new-privileges for", e, 125);
     }
+    // With the rights of the job: another user may have put another file there since rekindle looked at it.
+    if let Err(e) = sys::open_as_input(input) {
+        failed_at(b"open the job's standard input", input, e, NOT_EXECUTED);
+    }
     sys::unblock_all();
-    // SAFETY: argument 8 is the `--`; the job's argv follows it and ends with argv's own null.
-    let argv = unsafe { args.0.add(9) };
+    // SAFETY: argument 9 is the `--`; the job's argv follows it and ends with argv's own null.
+    let argv = unsafe { args.0.add(10) };
     let errno = sys::exec(program, argv, envp);
-    failed(b"execute", errno, if errno == sys::ENOENT { 127 } else { 126 })
+    failed(b"execute", errno, if errno == sys::ENOENT { NOT_FOUND } else { NOT_EXECUTED })
 }
 
 /// Stops all remaining processes in the job's PID namespace, in one step of the kernel. Processes that outlive the job

@@ -65,6 +65,13 @@ fn close(fd: i32) {
     let _ = call(3, [arg(fd), 0, 0, 0, 0]);
 }
 
+/// Opens a file as standard input. A terminal does not become the controlling one.
+pub(crate) fn open_as_input(path: &CStr) -> Result<(), Errno> {
+    // The lowest free number is given.
+    close(0);
+    open(path, 0o400).map(drop) // O_RDONLY | O_NOCTTY
+}
+
 /// Closes every descriptor, including the standard ones: the reaper needs none, and would delay readers that wait for
 /// the end of a pipe.
 pub(crate) fn close_all() -> Result<(), Errno> {

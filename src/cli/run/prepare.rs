@@ -9,7 +9,9 @@ use crate::cli::{Misuse, environment, named_criu, start_log};
 use crate::config::{Config, Limit, Stdin, UplinkMode};
 use rekindle_criu::Criu;
 use rekindle_engine::launch::{self, IoUring, JobSpec, Privileges, identity, uplink};
+use rekindle_os::identity::with_file_rights_of;
 use rekindle_os::inherited;
+use rekindle_os::regular::{self, Links};
 use rekindle_store::persist::Packing;
 use rekindle_store::staging::leftovers;
 use rekindle_store::{Access, JobFolder, JobName, Store, WriterLock};
@@ -59,10 +61,10 @@ impl Prepared {
             program,
             directory,
             environment,
+            stdin: standard_input(&config.job.stdin, config.job.user.as_deref())?,
             identity: user,
             umask: Some(config.job.umask.map_or(umask, |mask| mask.bits())),
             limits: config.job.limits.iter().map(|(name, limit)| resource(name, limit)).collect::<Result<_, _>>()?,
-            stdin: standard_input(&config.job.stdin)?,
             privileges: if config.job.keeps_its_rights() { Privileges::Fixed } else { Privileges::MayGrow },
             io_uring: match config.job.allow_io_uring {
                 true => IoUring::AsItIs,
@@ -116,34 +118,34 @@ pub(super) fn working_directory(configured: Option<&Path>) -> anyhow::Result<Pat
     }
 }
 
-/// The file for the job's standard input. A terminal or a pipe cannot be restored.
-fn standard_input(wanted: &Stdin) -> anyhow::Result<PathBuf> {
-    match wanted {
-        Stdin::Null => Ok("/dev/null".into()),
-        Stdin::File(path) => {
-            let metadata = std::fs::metadata(path).map_err(|e| Misuse(format!("job.stdin = {path:?}: {e}")))?;
-            // Opening a FIFO waits for a writer, perhaps for ever.
-            if !metadata.is_file() && path != Path::new("/dev/null") {
-                return Err(
-                    Misuse(format!("job.stdin = {path:?}: not a regular file, so it cannot be restored")).into()
-                );
-            }
-            Ok(path.clone())
-        }
+/// The file for the job's standard input, which its user must be able to read. A terminal or a pipe cannot be restored.
+fn standard_input(wanted: &Stdin, user: Option<&str>) -> anyhow::Result<PathBuf> {
+    let (path, named) = match wanted {
+        Stdin::Null => return Ok("/dev/null".into()),
+        Stdin::File(path) => (path.clone(), format!("job.stdin = {path:?}")),
         Stdin::Inherit => {
             let path = std::fs::read_link("/proc/self/fd/0")?;
-            let kind = std::fs::metadata(&path).map(|m| m.is_file()).unwrap_or(false);
-            if kind || path == Path::new("/dev/null") {
-                return Ok(path);
-            }
-            let shown = path.display();
-            Err(Misuse(format!(
-                "job.stdin = \"inherit\": standard input is {shown}, which cannot be restored. \
-                Redirect it from a file, or use \"null\""
-            ))
-            .into())
+            let named = format!("job.stdin = \"inherit\": standard input is {}", path.display());
+            (path, named)
         }
+    };
+    if path == Path::new("/dev/null") {
+        return Ok(path);
     }
+    let advice = match wanted {
+        Stdin::Inherit => ". Redirect it from a file, or use \"null\"",
+        Stdin::Null | Stdin::File(_) => "",
+    };
+    let metadata = std::fs::metadata(&path).map_err(|e| Misuse(format!("{named}: {e}{advice}")))?;
+    // Opening a FIFO waits for a writer, perhaps for ever.
+    if !metadata.is_file() {
+        return Err(Misuse(format!("{named}: not a regular file, so it cannot be restored{advice}")).into());
+    }
+    if let Some(user) = user {
+        with_file_rights_of(user, || regular::find(&path, Links::Follow)?.read())?
+            .map_err(|e| Misuse(format!("{named}: the job's user must be able to read it: {e}")))?;
+    }
+    Ok(path)
 }
 
 fn resource(name: &str, limit: &Limit) -> Result<(u32, u64), Misuse> {
