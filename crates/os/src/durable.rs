@@ -7,6 +7,7 @@
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions, Permissions};
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::{self, Write};
 use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -160,15 +161,16 @@ impl Unfinished {
     }
 
     /// Creates it under a fixed name, for places where nobody removes leftovers of a crash: the next call removes them.
+    /// What another user has put there and we may not remove (in a folder such as /tmp) stays; then it gets another name.
     ///
     /// # Errors
-    /// Those of unlink(2) and open(2).
+    /// Those of open(2).
     pub fn in_place_of_leftover(temp: &Path) -> io::Result<Unfinished> {
-        match fs::remove_file(temp) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-            _ => {}
+        let _ = fs::remove_file(temp);
+        match Unfinished::create(temp.to_owned()) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Unfinished::create(unforeseen(temp)),
+            created => created,
         }
-        Unfinished::create(temp.to_owned())
     }
 
     fn create(temp: PathBuf) -> io::Result<Unfinished> {
@@ -246,6 +248,16 @@ fn temp_name(path: &Path) -> io::Result<PathBuf> {
     Ok(path.with_file_name(temp))
 }
 
+/// The path with a suffix that nobody knows beforehand.
+#[must_use]
+pub fn unforeseen(path: &Path) -> PathBuf {
+    // Each has new random keys.
+    let number = RandomState::new().build_hasher().finish();
+    let mut name = path.as_os_str().to_owned();
+    name.push(format!("-{number:016x}"));
+    name.into()
+}
+
 fn parent(path: &Path) -> &Path {
     match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
@@ -306,6 +318,13 @@ mod tests {
         fs::write(&temp, "of a crash").unwrap();
         drop(Unfinished::in_place_of_leftover(&temp).unwrap());
         assert!(names(dir.path()).is_empty());
+        // What cannot be removed.
+        fs::create_dir_all(temp.join("folder")).unwrap();
+        let unfinished = [(); 2].map(|()| Unfinished::in_place_of_leftover(&temp).unwrap());
+        assert_eq!(names(dir.path()).len(), 3);
+        drop(unfinished);
+        assert_eq!(names(dir.path()), [".tmp-a"]);
+        fs::remove_dir_all(&temp).unwrap();
         fs::write(&path, "taken").unwrap();
         let mut unfinished = Unfinished::beside(&path).unwrap();
         unfinished.file().write_all_at(b"new", 0).unwrap();

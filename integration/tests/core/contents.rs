@@ -1,6 +1,7 @@
 //! Files that the job changes in place: after a restore they are what its memory says they are.
 
 use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 
 use crate::kinds::{count_on, finish};
 use crate::supervisor::{Lab, Running};
@@ -236,6 +237,35 @@ fn a_database_of_another_user() {
         count_on(&lab, &mut run, 20);
         run.crash(&lab);
         count_on(&lab, &mut run, 5);
+    }
+    fs::write(folder.join("finish"), "").unwrap();
+    finish(&lab, run);
+}
+
+/// In a folder such as /tmp, the job's user cannot remove what others put there.
+#[test]
+fn another_user_of_a_folder_does_not_prevent_a_restore() {
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab.set("job.user", "\"nobody\"");
+    let folder = lab.file("shared");
+    fs::create_dir(&folder).unwrap();
+    fs::set_permissions(&folder, fs::Permissions::from_mode(0o1777)).unwrap();
+    let mut run = lab.python("files.py", &["rewritten", folder.to_str().unwrap()]);
+    count_on(&lab, &mut run, 5);
+    run.snapshot(&lab);
+    count_on(&lab, &mut run, 20);
+    for name in ["small", "large"] {
+        for theirs in [format!(".tmp-{name}.rolled-back"), format!("{name}.rolled-back.1")] {
+            let theirs = folder.join(theirs);
+            fs::write(&theirs, "of somebody else").unwrap();
+            std::os::unix::fs::chown(&theirs, Some(4242), Some(4242)).unwrap();
+        }
+    }
+    run.crash(&lab);
+    count_on(&lab, &mut run, 5);
+    for name in ["small", "large"] {
+        assert_eq!(fs::read(folder.join(format!("{name}.rolled-back.1"))).unwrap(), b"of somebody else");
+        assert_eq!(fs::metadata(folder.join(format!("{name}.rolled-back.2"))).unwrap().uid(), 65534);
     }
     fs::write(folder.join("finish"), "").unwrap();
     finish(&lab, run);

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use super::place::{Astray, Place, Trusted, find, reached};
-use super::rollback::{MOST_KEPT, RollbackError, RolledBack, failed, keep_rest, no_room, rolled_back, temporary};
+use super::rollback::{RollbackError, RolledBack, failed, free_names, keep_rest, no_room, present_copies, temporary};
 use rekindle_os::blocks::Medium;
 use rekindle_os::durable::{self, Unfinished};
 use rekindle_os::regular;
@@ -208,20 +208,12 @@ fn set_times(file: &File, wanted: &OpenFile) {
 
 /// The first unused name beside a file.
 fn free_name(place: &Place<'_>) -> Result<OsString, RollbackError> {
-    let mut names = (1..=MOST_KEPT).map(|n| rolled_back(place.name(), n));
-    let is_free = |name: &OsString| fs::symlink_metadata(place.beside(name)).is_err();
-    names.find(is_free).ok_or_else(|| RollbackError::TooMany(place.path().into()))
-}
-
-/// The copies of a file beside it.
-fn copies(place: &Place<'_>) -> impl Iterator<Item = OsString> {
-    let names = (1..=MOST_KEPT).map(|n| rolled_back(place.name(), n));
-    names.take_while(|name| fs::symlink_metadata(place.beside(name)).is_ok())
+    free_names(place).next().ok_or_else(|| RollbackError::TooMany(place.path().into()))
 }
 
 /// Removes older large copies. They would fill the disk: a job that is restored every hour makes one each time.
 fn forget_older(place: &Place<'_>, newest: &OsStr) {
-    for name in copies(place).filter(|name| name != newest).map(|name| place.beside(&name)) {
+    for name in present_copies(place).filter(|name| name != newest).map(|name| place.beside(&name)) {
         if fs::symlink_metadata(&name).is_ok_and(|found| found.is_file() && found.size() > COPIED_UP_TO) {
             let _ = fs::remove_file(name);
         }
@@ -312,7 +304,7 @@ impl<'a> Aside<'a> {
     /// Removes the folders of earlier restores, if this restore moved anything. Returns the path of this one's folder.
     pub(crate) fn finish(self) -> Option<PathBuf> {
         fs::symlink_metadata(self.place.beside(&self.name)).ok()?;
-        let older = copies(&self.place).filter(|name| *name != self.name);
+        let older = present_copies(&self.place).filter(|name| *name != self.name);
         older.for_each(|name| drop(fs::remove_dir_all(self.place.beside(&name))));
         Some(self.path())
     }

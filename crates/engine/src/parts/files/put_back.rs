@@ -172,11 +172,15 @@ pub(crate) fn make_folders(manifest: &Manifest, user: Option<&Identity>) -> Resu
 }
 
 /// The name of a folder or FIFO until its mode and owner are set: a restore that finds the real name does not check more.
+/// Removes the leftover of a crash. What another user has put there in a folder such as /tmp stays.
 fn unfinished(place: &Place<'_>) -> PathBuf {
     let mut name = OsString::from(".");
     name.push(place.name());
     name.push(".rekindle");
-    place.beside(&name)
+    let usual = place.beside(&name);
+    let _ = std::fs::remove_file(&usual);
+    let _ = std::fs::remove_dir(&usual);
+    if std::fs::symlink_metadata(&usual).is_ok() { durable::unforeseen(&usual) } else { usual }
 }
 
 /// The place where a folder or FIFO is missing; `None` if something is there. An existing file or folder is not ours to
@@ -194,7 +198,6 @@ fn make_folder(folder: &Folder, may_give: bool, trusted: Trusted) -> Result<bool
     let path = &*folder.path;
     let Some(place) = missing(path, folder.uid, trusted)? else { return Ok(false) };
     let unfinished = unfinished(&place);
-    let _ = std::fs::remove_dir(&unfinished);
     let owner = may_give.then_some(Owner { uid: folder.uid, gid: folder.gid });
     content::make_folder(&unfinished, path, folder.mode, owner)?;
     match durable::publish_dir(&unfinished, &place.here()) {
@@ -223,7 +226,6 @@ fn make_fifo(fifo: &Fifo, may_give: bool, trusted: Trusted) -> Result<bool, Roll
     // CRIU refuses what is there and is no FIFO.
     let Some(place) = missing(path, fifo.uid, trusted)? else { return Ok(false) };
     let unfinished = unfinished(&place);
-    let _ = std::fs::remove_file(&unfinished);
     let mode = nix::sys::stat::Mode::from_bits_truncate(0o600);
     nix::unistd::mkfifo(&unfinished, mode).map_err(io::Error::from).map_err(failed("mkfifo", path))?;
     let finish = || {

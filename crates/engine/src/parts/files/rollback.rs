@@ -202,7 +202,7 @@ pub(crate) fn failed<'a>(verb: &'static str, path: &'a Path) -> impl Fn(io::Erro
 
 /// How many copies of one file are saved. Only the user removes these files, so the next copy is refused. Nobody needs
 /// more.
-pub(crate) const MOST_KEPT: u32 = 10_000;
+const MOST_KEPT: u32 = 10_000;
 
 /// The error for a copy or a new file that could not be written.
 pub(crate) fn no_room(path: &Path) -> impl Fn(io::Error) -> RollbackError + '_ {
@@ -212,11 +212,33 @@ pub(crate) fn no_room(path: &Path) -> impl Fn(io::Error) -> RollbackError + '_ {
     }
 }
 
-/// The name of the Nth copy of a file or folder of this name.
-pub(super) fn rolled_back(name: &OsStr, n: u32) -> OsString {
-    let mut name = name.to_os_string();
-    name.push(format!(".rolled-back.{n}"));
-    name
+/// The names for copies of a file or folder.
+fn copies<'a>(place: &'a Place<'_>) -> impl Iterator<Item = OsString> + use<'a> {
+    (1..=u32::MAX).map(|n| {
+        let mut name = place.name().to_os_string();
+        name.push(format!(".rolled-back.{n}"));
+        name
+    })
+}
+
+/// The names of its copies that are there.
+pub(super) fn present_copies<'a>(place: &'a Place<'_>) -> impl Iterator<Item = OsString> + use<'a> {
+    copies(place).take_while(|name| std::fs::symlink_metadata(place.beside(name)).is_ok())
+}
+
+/// Names for a new copy that are not taken. There are none if [`MOST_KEPT`] copies of its owner or of root are there. What
+/// other users put there does not count: in a folder such as /tmp they could prevent a restore.
+pub(super) fn free_names<'a>(place: &'a Place<'_>) -> impl Iterator<Item = OsString> + use<'a> {
+    let owner = place.find().and_then(|found| found.metadata()).map(|metadata| metadata.uid()).ok();
+    let mut kept = 0;
+    let looked_at = copies(place).map_while(move |name| match std::fs::symlink_metadata(place.beside(&name)) {
+        Err(_) => Some(Some(name)),
+        Ok(found) => {
+            kept += u32::from(found.uid() == 0 || owner.is_none_or(|owner| owner == found.uid()));
+            (kept < MOST_KEPT).then_some(None)
+        }
+    });
+    looked_at.flatten()
 }
 
 /// The name of a file that becomes the file of this name.
@@ -262,13 +284,8 @@ pub(crate) fn keep_rest(file: &File, place: &Place<'_>, from: u64) -> Result<(Pa
     let _ = std::os::unix::fs::fchown(copy.file(), Some(metadata.uid()), Some(metadata.gid()));
     let mode = Permissions::from_mode(metadata.permissions().mode() & 0o777);
     copy.file().set_permissions(mode).map_err(failed("chmod", path))?;
-    for n in 1..=MOST_KEPT {
-        let name = rolled_back(place.name(), n);
-        let kept = place.beside(&name);
-        if std::fs::symlink_metadata(&kept).is_ok() {
-            continue;
-        }
-        match copy.publish(&kept) {
+    for name in free_names(place) {
+        match copy.publish(&place.beside(&name)) {
             Ok(()) => return Ok((path.with_file_name(name), bytes)),
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
             Err(error) => return Err(no_room(path)(error)),
