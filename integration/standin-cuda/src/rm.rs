@@ -136,8 +136,8 @@ pub(crate) fn export(file: i32) -> Result<(), i32> {
     control(EXPORT_OBJECTS, &mut params)
 }
 
-/// Looks at an export and imports it. The object's number.
-pub(crate) fn import(file: i32) -> Result<u32, i32> {
+/// Looks at an export and imports its objects. Their numbers.
+pub(crate) fn import(file: i32, objects: usize) -> Result<Vec<u32>, i32> {
     for _ in 0..2 {
         let mut info = [0; 80];
         info[..4].copy_from_slice(&file.to_ne_bytes());
@@ -148,13 +148,15 @@ pub(crate) fn import(file: i32) -> Result<u32, i32> {
             return Err(code::INVALID_VALUE);
         }
     }
-    let object = object();
-    let mut params = [0; 2128];
-    for (at, value) in [(0, file.cast_unsigned()), (4, client(own_pid())), (8, object)] {
-        params[at..at + 4].copy_from_slice(&value.to_ne_bytes());
-    }
-    control(IMPORT_OBJECTS, &mut params)?;
-    Ok(object)
+    let one = |object| {
+        let mut params = [0; 2128];
+        for (at, value) in [(0, file.cast_unsigned()), (4, client(own_pid())), (8, object)] {
+            params[at..at + 4].copy_from_slice(&value.to_ne_bytes());
+        }
+        control(IMPORT_OBJECTS, &mut params)?;
+        Ok(object)
+    };
+    (0..objects).map(|_| one(object())).collect()
 }
 
 /// Takes an object of another process, as CUDA IPC does. The object's number.

@@ -5,6 +5,9 @@
 //! with the driver, a process that has something of another one is checkpointed, and not restored.
 //!
 //! Handles are used again at once when they are free, as the driver does it at times.
+//!
+//! A large import has two objects of the resource manager. With the driver (580) that is so for some on machines with
+//! several GPUs.
 
 use std::os::fd::{AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
 
@@ -14,15 +17,23 @@ use crate::rm;
 
 /// The first handle.
 const FIRST: u64 = 0x7f00_0000_0001;
+/// Imports of this size have two objects.
+const TWO_OBJECTS: usize = 32 << 20;
 
 #[derive(Debug)]
 struct Allocation {
     /// None while checkpointed.
     file: Option<OwnedFd>,
     size: usize,
-    /// The resource manager's number of what is another's.
-    foreign: Option<u32>,
+    /// The resource manager's numbers of what is another's.
+    foreign: Vec<u32>,
     references: u32,
+}
+
+impl Allocation {
+    fn is_own(&self) -> bool {
+        self.foreign.is_empty()
+    }
 }
 
 #[derive(Debug)]
@@ -65,7 +76,7 @@ impl Shared {
         found.filter(|allocation| allocation.references > 0).ok_or(code::INVALID_VALUE)
     }
 
-    fn add(&mut self, file: OwnedFd, size: usize, foreign: Option<u32>) -> u64 {
+    fn add(&mut self, file: OwnedFd, size: usize, foreign: Vec<u32>) -> u64 {
         let allocation = Some(Allocation { file: Some(file), size, foreign, references: 1 });
         let at = self.allocations.iter().position(Option::is_none).unwrap_or(self.allocations.len());
         if at == self.allocations.len() {
@@ -82,7 +93,7 @@ impl Shared {
             return Err(code::INVALID_VALUE);
         }
         let file = rm::device_file(size).map_err(|_| code::OUT_OF_MEMORY)?;
-        Ok(self.add(file, size, None))
+        Ok(self.add(file, size, Vec::new()))
     }
 
     pub(crate) fn export(&mut self, handle: u64) -> Result<i32, i32> {
@@ -104,8 +115,8 @@ impl Shared {
         let length = file.metadata().map_err(|_| code::INVALID_VALUE)?.len();
         let size = usize::try_from(length).ok().and_then(|length| length.checked_sub(SIZE));
         let size = size.ok_or(code::INVALID_VALUE)?;
-        let object = rm::import(descriptor)?;
-        Ok(self.add(file.into(), size, Some(object)))
+        let objects = rm::import(descriptor, if size < TWO_OBJECTS { 1 } else { 2 })?;
+        Ok(self.add(file.into(), size, objects))
     }
 
     pub(crate) fn release(&mut self, handle: u64) -> Result<(), i32> {
@@ -117,8 +128,8 @@ impl Shared {
         let is_over = self.allocations.get(at).and_then(Option::as_ref).is_some_and(|known| known.references == 0)
             && self.views.iter().all(|view| view.allocation != at);
         match is_over.then(|| self.allocations[at].take()).flatten() {
-            Some(Allocation { foreign: Some(object), .. }) => rm::free(object),
-            _ => Ok(()),
+            Some(allocation) => allocation.foreign.into_iter().try_for_each(rm::free),
+            None => Ok(()),
         }
     }
 
@@ -215,7 +226,7 @@ impl Shared {
         let size = usize::try_from(length).ok().and_then(|length| length.checked_sub(SIZE));
         let size = size.ok_or(code::INVALID_VALUE)?;
         let object = rm::duplicate(pid)?;
-        let handle = self.add(file.into(), size, Some(object));
+        let handle = self.add(file.into(), size, vec![object]);
         let address = self.reserve(size)?;
         self.map(address, size, 0, handle)?;
         self.set_access(address, size)?;
@@ -231,7 +242,7 @@ impl Shared {
     }
 
     fn own(&mut self) -> impl Iterator<Item = &mut Allocation> {
-        self.allocations.iter_mut().flatten().filter(|allocation| allocation.foreign.is_none())
+        self.allocations.iter_mut().flatten().filter(|allocation| allocation.is_own())
     }
 
     /// Where what is ours can be read or written for a moment: address and length of each.
@@ -249,7 +260,7 @@ impl Shared {
             map(view.address, view.size, libc::PROT_NONE)?;
         }
         for allocation in self.allocations.iter_mut().flatten() {
-            if let (Some(file), None) = (allocation.file.take(), allocation.foreign) {
+            if let (Some(file), true) = (allocation.file.take(), allocation.is_own()) {
                 // Whoever has a descriptor of it has nothing.
                 // SAFETY: our own descriptor.
                 unsafe { libc::pwrite(file.as_raw_fd(), [0_u8; 64].as_ptr().cast(), 64, 0) };
@@ -260,7 +271,7 @@ impl Shared {
 
     /// The device has room for it again; the content is to come.
     pub(crate) fn reopen(&mut self) -> Result<(), i32> {
-        if self.allocations.iter().flatten().any(|allocation| allocation.foreign.is_some()) {
+        if !self.allocations.iter().flatten().all(Allocation::is_own) {
             return Err(code::NOT_SUPPORTED);
         }
         for allocation in self.own() {

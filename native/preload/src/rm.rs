@@ -6,6 +6,9 @@
 //! function of CUDA they come from. A process that has one can be checkpointed but not restored, so their count decides
 //! whether a snapshot may be taken.
 //!
+//! One call of `cuMemImportFromShareableHandle` may import several objects: on machines with several GPUs some allocations
+//! have two (driver 580, two and four H200). They begin and end together and count as one.
+//!
 //! An exported object has 64 bytes of metadata; libcuda uses the first two (driver 580). The interposer writes the
 //! exporter's identity into the last 16 ([`Tag`]); an importer with the interposer reads it there and shows zeros to
 //! libcuda.
@@ -58,10 +61,13 @@ static FOREIGN_USED: AtomicU32 = AtomicU32::new(0);
 struct Pending {
     thread: AtomicI32,
     tag: [AtomicU32; 3],
+    /// Objects that were imported.
+    objects: AtomicU32,
 }
 
-static PENDING: [Pending; 16] =
-    [const { Pending { thread: AtomicI32::new(0), tag: [const { AtomicU32::new(0) }; 3] } }; 16];
+static PENDING: [Pending; 16] = [const {
+    Pending { thread: AtomicI32::new(0), tag: [const { AtomicU32::new(0) }; 3], objects: AtomicU32::new(0) }
+}; 16];
 
 /// Records that this thread is exporting or importing, until it is dropped.
 #[derive(Debug)]
@@ -77,6 +83,7 @@ impl Noted {
         for (slot, value) in pending.tag.iter().zip([pid, id, nonce]) {
             slot.store(value, Ordering::Relaxed);
         }
+        pending.objects.store(0, Ordering::Relaxed);
         pending.thread.store(thread, Ordering::Release);
         Some(Noted(pending))
     }
@@ -166,7 +173,12 @@ fn control(fd: i32, request: usize, argument: usize) -> i32 {
             }
         }
         // fd, hParent, the handles.
-        IMPORT_OBJECTS if size >= 12 => add_foreign(words.get(0), Words(params).get(2)),
+        IMPORT_OBJECTS if size >= 12 => {
+            let before = Pending::of_this_thread().map_or(0, |p| p.objects.fetch_add(1, Ordering::Relaxed));
+            if before == 0 {
+                add_foreign(words.get(0), Words(params).get(2));
+            }
+        }
         IMPORT_ONE | IMPORT_OBJECTS => sharing::obstacle(table::UNTRACKED),
         _ => {}
     }

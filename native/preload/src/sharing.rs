@@ -208,6 +208,7 @@ pub(crate) mod driver {
 
     pub(crate) fn import(new: &mut u64, descriptor: i32, kind: u32) -> i32 {
         let real = real!(Import, fn(*mut u64, usize, u32));
+        let _noted = Noted::begin(None);
         // SAFETY: a descriptor is passed as a pointer with its number.
         unsafe { real(new, descriptor as usize, kind) }
     }

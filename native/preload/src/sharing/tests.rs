@@ -359,6 +359,18 @@ fn objects_of_others_are_counted_and_their_exporter_is_told() {
     // The end of a client ends all its objects.
     ask(0x29, &mut [0xc1, 0, 0xc1, 0]);
     assert_eq!(foreign(), 0);
+    // Two objects of one import.
+    {
+        let _noted = Noted::begin(None);
+        for object in [13, 14] {
+            objects[8] = object;
+            control(0x3d0c, &mut objects);
+        }
+    }
+    assert_eq!(foreign(), 1);
+    ask(0x29, &mut [0xc1, 0xc1, 14, 0]);
+    ask(0x29, &mut [0xc1, 0xc1, 13, 0]);
+    assert_eq!(foreign(), 0);
     ask(0x34, &mut [0xc2, 0xc2, 7, 0xc1, 8, 0, 0]);
     assert_eq!(foreign(), 1, "it is no client of ours any more");
     ask(0x29, &mut [0xc2, 0, 0xc2, 0]);
