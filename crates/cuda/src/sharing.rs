@@ -32,7 +32,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rekindle_os::descriptors::{self, Room};
 use rekindle_os::parallel;
@@ -252,8 +252,8 @@ pub struct Staying {
     pub index: u32,
     /// Bytes.
     pub bytes: u64,
-    /// Its descriptor.
-    pub memory: OwnedFd,
+    /// Its descriptor. A copy under way has it, too.
+    pub memory: Arc<OwnedFd>,
 }
 
 /// Whether any of them has released memory that must be mapped again.
@@ -352,7 +352,7 @@ fn give(one: &Sharing, session: &Session<'_>, entries: &[(u32, u64)]) -> Result<
         pid: one.inner(),
         index: *index,
         bytes: *bytes,
-        memory,
+        memory: memory.into(),
     };
     Ok(entries.iter().zip(files).map(piece).collect())
 }

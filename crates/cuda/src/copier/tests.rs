@@ -45,7 +45,7 @@ fn refused(why: &str) -> Option<Answer> {
 }
 
 fn piece(bytes: u64) -> Staying {
-    Staying { pid: 7, index: 0, bytes, memory: tempfile::tempfile().unwrap().into() }
+    Staying { pid: 7, index: 0, bytes, memory: OwnedFd::from(tempfile::tempfile().unwrap()).into() }
 }
 
 fn copied(copier: &Copier) -> Result<Copied, Error> {

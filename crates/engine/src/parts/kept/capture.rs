@@ -169,6 +169,8 @@ fn laid_out(staying: &[Staying]) -> Vec<KeptPiece> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
 
     #[test]
@@ -187,7 +189,7 @@ mod tests {
 
     #[test]
     fn pieces_are_beside_each_other_in_a_fixed_order() {
-        let memory = || File::open("/dev/null").unwrap().into();
+        let memory = || Arc::new(File::open("/dev/null").unwrap().into());
         let one = |pid, index, bytes| Staying { pid, index, bytes, memory: memory() };
         let pieces = laid_out(&[one(7, 1, 4), one(6, 9, 2), one(7, 0, 8)]);
         let all: Vec<_> = pieces.iter().map(|piece| (piece.pid, piece.index, piece.offset, piece.bytes)).collect();

@@ -90,7 +90,7 @@ impl<'a> Ahead<'a> {
             }
         };
         let named = pieces.iter().zip(copied.pieces).filter_map(|(piece, placed)| {
-            Some(Staying { pid: piece.pid, index: piece.index, bytes: piece.bytes, memory: placed.memory? })
+            Some(Staying { pid: piece.pid, index: piece.index, bytes: piece.bytes, memory: placed.memory?.into() })
         });
         let made: Vec<Staying> = named.collect();
         let lacking: BTreeSet<_> = sharing::lacking(all).into_iter().collect();
