@@ -16,7 +16,8 @@ use rekindle_testing::needs;
 use super::{CoordinatorEvent, Identity, Session};
 use crate::group::{Coordinator, Node};
 
-const LEASE: Duration = Duration::from_secs(2);
+/// On a busy machine, etcd may need a second and more for a write.
+const LEASE: Duration = Duration::from_secs(4);
 const LONG: Duration = Duration::from_secs(60);
 
 fn node(size: u32) -> Node {
@@ -92,11 +93,12 @@ struct Handle {
 impl Handle {
     fn until(&self, wanted: impl Fn(&Said) -> bool) -> Said {
         let end = Instant::now() + LONG;
+        let mut others = Vec::new();
         loop {
-            let said =
-                self.said.recv_timeout(end.saturating_duration_since(Instant::now())).expect("it says so in time");
-            if wanted(&said) {
-                return said;
+            match self.said.recv_timeout(end.saturating_duration_since(Instant::now())) {
+                Ok(said) if wanted(&said) => return said,
+                Ok(said) => others.push(said),
+                Err(error) => panic!("it does not say so in time ({error}), only {others:?}"),
             }
         }
     }
