@@ -241,6 +241,25 @@ def rewritten():
     count(check)
 
 
+def tracked():
+    # Two folders: one is empty at the snapshot, the other is not there.
+    folders = [path("empty"), path("missing")]
+    os.mkdir(folders[0])
+    made = []
+
+    def step(n):
+        for folder in folders:
+            there = os.listdir(folder) if os.path.isdir(folder) else []
+            need(sorted(there) == sorted(made), folder, "has", there, "and not", made)
+        if os.path.exists(path("write")):
+            for folder in folders:
+                os.makedirs(folder, exist_ok=True)
+                open(os.path.join(folder, str(n)), "w").close()
+            made.append(str(n))
+
+    count(step)
+
+
 def renamed():
     # The name belongs to another file from some time on, while the first is still open.
     file, own, check = opened("data", 100_000)
@@ -352,6 +371,7 @@ KINDS = {
     "memory": memory,
     "not-utf8": not_utf8,
     "rewritten": rewritten,
+    "tracked": tracked,
     "renamed": renamed,
     "removed": removed,
     "sparse": sparse,

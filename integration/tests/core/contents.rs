@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::PathBuf;
 
 use crate::kinds::{count_on, finish};
 use crate::supervisor::{Lab, Running};
@@ -240,6 +241,25 @@ fn a_database_of_another_user() {
     }
     fs::write(folder.join("finish"), "").unwrap();
     finish(&lab, run);
+}
+
+#[test]
+fn tracked_folders_that_are_empty_or_not_there() {
+    let Some(lab) = Lab::new() else { return };
+    let folders = ["empty", "missing"].map(|name| lab.file(name));
+    let lab = lab.set("files.track", &format!("{folders:?}"));
+    let mut run = start(&lab, "tracked");
+    run.snapshot(&lab);
+    fs::write(lab.file("write"), "").unwrap();
+    count_on(&lab, &mut run, 5);
+    for _ in 0..2 {
+        run.crash(&lab);
+        count_on(&lab, &mut run, 5);
+    }
+    // With what is in them now.
+    goes_on(&lab, run);
+    let is_kept = |folder: &PathBuf| (1..5).any(|n| folder.with_extension(format!("rolled-back.{n}")).exists());
+    assert!(folders.iter().all(is_kept));
 }
 
 /// In a folder such as /tmp, the job's user cannot remove what others put there.

@@ -128,6 +128,8 @@ struct Survey {
     absent: Vec<PathBuf>,
     /// The content of tracked folders.
     tracked: Vec<TrackedFolder>,
+    /// Tracked folders that do not exist.
+    missing: Vec<PathBuf>,
     /// Groups with a file or folder that cannot be read, and the first such one. They are not in the image: a restore would
     /// put only a part of them back.
     unread: BTreeMap<PathBuf, select::Unread>,
@@ -243,10 +245,14 @@ impl Contents {
         }
         let survey = self.find(written, view)?;
         let groups = self.within_limit(&survey);
-        let Survey { found, mut absent, mut tracked, unread } = survey;
-        // If a folder is not put back, nothing in it is moved aside.
-        tracked.retain(|folder| groups.kept.contains(folder.path.as_path()));
+        let Survey { found, mut absent, mut tracked, missing, unread } = survey;
+        // If a folder is not put back, nothing in it is moved aside. One without files has nothing that could be left out.
+        let with_files: BTreeSet<&Path> = found.iter().map(|file| file.group.as_path()).collect();
+        let is_left_out =
+            |path: &Path| unread.contains_key(path) || with_files.contains(path) && !groups.kept.contains(path);
+        tracked.retain(|folder| !is_left_out(folder.path.as_path()));
         absent.retain(|path| select::beside(path).is_some_and(|database| groups.kept.contains(&database)));
+        absent.extend(missing);
         let mut captured = Captured { tracked, ..Captured::default() };
         let places = files.iter().enumerate().map(|(at, file)| (file.path.to_path_buf(), at));
         let places: HashMap<PathBuf, usize> = places.collect();
@@ -391,7 +397,8 @@ impl Contents {
                     survey.unread.insert(folder.clone(), unread);
                 }
                 if entries.is_empty() {
-                    // It does not exist.
+                    let found = fs::symlink_metadata(way(folder));
+                    survey.missing.extend(found.is_err_and(|error| select::is_gone(&error)).then(|| folder.clone()));
                     continue;
                 }
                 for (path, kind) in &entries {

@@ -220,19 +220,28 @@ fn forget_older(place: &Place<'_>, newest: &OsStr) {
     }
 }
 
-/// Moves a file aside that did not exist at the snapshot. Returns its new path, or `None` if there is no such file.
+/// Moves a file or a tracked folder aside that did not exist at the snapshot. Returns its new path, or `None` if there is
+/// none. Of folders that earlier restores moved aside, none is kept.
 pub(crate) fn move_aside(path: &Path, trusted: Trusted) -> Result<Option<RolledBack>, RollbackError> {
     let place = match Place::of(path, trusted) {
         Ok(place) => place,
         Err(error) if error.is_missing() => return Ok(None),
         Err(error) => return Err(Astray::at("find", path)(error)),
     };
-    let Some(metadata) = fs::symlink_metadata(place.here()).ok().filter(fs::Metadata::is_file) else {
-        return Ok(None);
-    };
+    let present = fs::symlink_metadata(place.here()).ok();
+    let Some(metadata) = present.filter(|found| found.is_file() || found.is_dir()) else { return Ok(None) };
     let name = free_name(&place)?;
     durable::publish_file(&place.here(), &place.beside(&name)).map_err(failed("rename", path))?;
+    if metadata.is_dir() {
+        remove_other_folders(&place, &name);
+    }
     Ok(Some(RolledBack { path: path.into(), kept: path.with_file_name(name), bytes: metadata.size() }))
+}
+
+/// Removes the folders of this name that earlier restores moved aside, except one.
+fn remove_other_folders(place: &Place<'_>, newest: &OsStr) {
+    let older = present_copies(place).filter(|name| name != newest);
+    older.for_each(|name| drop(fs::remove_dir_all(place.beside(&name))));
 }
 
 /// The folder beside a tracked folder, to which its new files are moved.
@@ -304,8 +313,7 @@ impl<'a> Aside<'a> {
     /// Removes the folders of earlier restores, if this restore moved anything. Returns the path of this one's folder.
     pub(crate) fn finish(self) -> Option<PathBuf> {
         fs::symlink_metadata(self.place.beside(&self.name)).ok()?;
-        let older = present_copies(&self.place).filter(|name| *name != self.name);
-        older.for_each(|name| drop(fs::remove_dir_all(self.place.beside(&name))));
+        remove_other_folders(&self.place, &self.name);
         Some(self.path())
     }
 }
