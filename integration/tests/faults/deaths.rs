@@ -88,6 +88,9 @@ fn comes_back(rig: &Rig, supervisor: &mut Supervisor<'_>, child: usize, signal: 
     supervisor.said("the job was restored from image");
     assert!(killed.elapsed() < AT_ONCE, "{:?}", killed.elapsed());
     supervisor.counts();
+    // The restored processes are watched a moment after they run.
+    supervisor.until("it runs", |rig| rig.state().is_some_and(|now| now.state.as_str() == "running"));
+    std::thread::sleep(Duration::from_millis(100));
     rig.assert_sequence();
     as_inside
 }
