@@ -300,8 +300,10 @@ impl<T: Fn(CoordinatorEvent) + Clone + Send + 'static> Worker<T> {
                     _ => None,
                 };
                 tell(told);
+                // Told with the lock held, here and where it expires: it must not arrive after the next membership.
+                let mut present = lock(&present);
                 if let Some(gone) = gone
-                    && lock(&present).ends(gone)
+                    && present.ends(gone)
                 {
                     tell(CoordinatorEvent::Lost(gone, Loss::NotReported));
                     let _ = own.send(Ask::Begin(gone));
@@ -399,9 +401,11 @@ impl<T: Fn(CoordinatorEvent) + Clone + Send + 'static> Worker<T> {
             let (own, tell, present) = (self.own.clone(), self.tell.clone(), Arc::clone(&self.present));
             let granted = client.lease(self.identity.lease, move |lost| {
                 let membership = keys::membership(lost.id);
-                if lock(&present).ends(membership) {
+                let mut present = lock(&present);
+                if present.ends(membership) {
                     tell(CoordinatorEvent::Lost(membership, Loss::Expired));
                 }
+                drop(present);
                 let _ = own.send(Ask::Lost(membership));
             });
             granted.map(Some)
@@ -456,6 +460,13 @@ impl<T: Fn(CoordinatorEvent) + Clone + Send + 'static> Worker<T> {
     }
 
     fn write(&self, client: &Client, lease: &Lease, write: &Write) -> Answer {
+        // Decided before the lease was lost. Under the present one it would name a membership that is over: it would not
+        // count, and prevent the report that does.
+        if let Write::Join(report) | Write::Report(report) = write
+            && report.incarnation != keys::membership(lease.id())
+        {
+            return Answer::Conflict;
+        }
         let txn = match self.writer(lease).transaction(write) {
             Ok(txn) => txn,
             Err(error) => {

@@ -330,6 +330,47 @@ fn a_member_whose_report_is_overwritten_or_removed_joins_again() {
     }
 }
 
+/// A machine decides to join, and loses the lease before that is written: its report came into the group under the next
+/// lease, counted for no membership, and prevented the next report. The group waited for the member in vain.
+#[test]
+fn a_report_of_a_membership_that_is_over_is_not_written_under_the_next() {
+    if !etcd() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (_local, options) = local(folder.path());
+    let identity =
+        Identity { group: "test".parse().unwrap(), rank: Rank(0), node: node(1), lease: LEASE, former: None };
+    let (sender, told) = channel();
+    let session = Session::start(Coordinator::Given(options.clone()), identity, move |it| drop(sender.send(it)));
+    let session = session.unwrap();
+    let joined = || loop {
+        if let CoordinatorEvent::Joined(new) = told.recv_timeout(LONG).unwrap() {
+            return new.incarnation();
+        }
+    };
+    let written = |incarnation| {
+        let mut machine = Machine::new(self::options(Rank(0), 1), Epoch::default());
+        let now = Instant::now();
+        machine.step(Event::Session(incarnation), now);
+        let actions = machine.step(Event::Local(Happened::Parts(BTreeMap::new())), now);
+        let Some(Action::Write(write)) = actions.into_iter().next() else { panic!("it does not join") };
+        session.write(write);
+        loop {
+            if let CoordinatorEvent::Wrote(answer) = told.recv_timeout(LONG).unwrap() {
+                return matches!(answer, group::Answer::Done(_));
+            }
+        }
+    };
+    let first = joined();
+    Client::connect(&options).unwrap().revoke(super::keys::lease(first)).unwrap();
+    let second = joined();
+    assert_ne!(first, second);
+    assert!(!written(first), "the membership is over");
+    assert!(written(second), "nothing is in the way");
+    session.leave(Duration::from_secs(5));
+}
+
 #[test]
 fn a_certificate_that_is_missing_for_a_moment_ends_no_job() {
     if !etcd() {
