@@ -2,10 +2,12 @@
 """A launcher that does not use CUDA and hears late of the deaths of its children.
 
     launcher_job.py OUT CHILDREN [--plain] [--reap] [--notice SECONDS] [--more FILE]
+                                 [--fatal FILE]
 
 Child 0 writes OUT, child N writes OUT.N. They use the stand-in libcuda (standin_job.py), or with --plain count without it. The
 launcher looks after its children every SECONDS, 30 by default, and ends with 6 if one has died. With --reap it waits for each as
 soon as it dies, and still ends no sooner. With --more it starts another child, the last, when FILE is there.
+With --fatal one more child removes FILE as soon as it is there, and kills itself.
 """
 
 import argparse
@@ -25,6 +27,15 @@ with open(sys.argv[1], "a", buffering=1) as out:
         out.write(f"{n}\\n")
         time.sleep(0.01)
 """
+FATAL = """
+import os, signal, sys
+while True:
+    try:
+        os.unlink(sys.argv[1])
+    except FileNotFoundError:
+        continue
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 def main():
@@ -34,12 +45,15 @@ def main():
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--reap", action="store_true")
     parser.add_argument("--more")
+    parser.add_argument("--fatal")
     parser.add_argument("--notice", type=float, default=30)
     args = parser.parse_args()
 
     program = [sys.executable, "-c", PLAIN] if args.plain else [sys.executable, JOB]
     names = [args.out if n == 0 else f"{args.out}.{n}" for n in range(args.children)]
     children = [subprocess.Popen([*program, name]) for name in names]
+    if args.fatal:
+        children.append(subprocess.Popen([sys.executable, "-c", FATAL, args.fatal]))
     if args.reap:
         signal.signal(signal.SIGCHLD, lambda *_: [child.poll() for child in children])
     while True:

@@ -25,6 +25,7 @@ use crate::watch::deaths::{Death, Watcher, Who};
 use rekindle_base::cause::Cause;
 use rekindle_base::chain;
 use rekindle_engine::snapshot::Taken;
+use rekindle_os::exits::Watched;
 use rekindle_os::spawn::Ended;
 use rekindle_os::stopped::StoppedProcesses;
 use rekindle_store::Manifest;
@@ -186,32 +187,32 @@ impl Owner<'_> {
     }
 
     /// The job was restored from this image, or the image was just taken.
-    fn watch_those_of(&self, manifest: &Manifest) {
+    fn watch_those_of(&self, manifest: &Manifest, open: Vec<Watched>) {
         let (Some(watcher), Some(job)) = (&self.watch.deaths.watcher, self.life.job()) else { return };
         let who = match self.setup.config.restart.on_process_death {
             // Used only to explain a GPU's fault by a death.
             OnProcessDeath::Root | OnProcessDeath::Cuda => Who::These(manifest.tree.cuda.clone()),
             OnProcessDeath::Any => Who::All,
         };
-        watcher.watch(self.life.number(), job.root.pid(), who, self.deaths_count() && job.has_ranks());
+        watcher.watch(self.life.number(), job.root.pid(), who, self.deaths_count() && job.has_ranks(), open);
     }
 
-    /// A life has begun.
-    pub(super) fn deaths_life(&self, from: StartPoint) {
+    /// A life has begun, with these processes.
+    pub(super) fn deaths_life(&self, from: StartPoint, open: Vec<Watched>) {
         let StartPoint::Image(id) = from else { return };
         if self.watch.deaths.watcher.is_none() {
             return;
         }
         let image = self.setup.folder.copies().unwrap_or_default().into_iter().find(|image| image.id == id);
         if let Some(manifest) = image.as_ref().and_then(|image| image.manifest()) {
-            self.watch_those_of(manifest);
+            self.watch_those_of(manifest, open);
         }
     }
 
     pub(super) fn deaths_image(&mut self, taken: &Taken) {
         let Some(manifest) = taken.image.manifest() else { return };
         self.watch.deaths.image_taken(&manifest.tree.ids);
-        self.watch_those_of(manifest);
+        self.watch_those_of(manifest, Vec::new());
     }
 
     pub(super) fn deaths_end_of_life(&mut self) {

@@ -25,6 +25,7 @@ use rekindle_engine::launch::{self, Job};
 use rekindle_engine::parts::gpu::placement::Wishes;
 use rekindle_engine::restore;
 use rekindle_engine::restore::compat::{self, Difference, Here};
+use rekindle_os::exits::Watched;
 use rekindle_os::fence::Fence;
 use rekindle_replica::OnDemand;
 use rekindle_store::persist::Progress;
@@ -33,6 +34,8 @@ use rekindle_store::{BadMark, BadWhy, Image, ImageId, JobName};
 
 pub(super) struct StartedJob {
     job: Job,
+    /// Its processes, opened before they ran.
+    open: Vec<Watched>,
     /// What was put back, for the log at the level `info`.
     details: Vec<String>,
     notes: Vec<String>,
@@ -109,7 +112,7 @@ impl Owner<'_> {
         if let State::Starting { from, .. } = self.machine.state() {
             let from = *from;
             self.arrived(from);
-            self.deaths_life(from);
+            self.deaths_life(from, started.open);
             self.word_of_life(image_of(from));
         }
         self.checks.proofs.end_of_life();
@@ -328,7 +331,7 @@ fn launch_job(setup: &Setup, network: Network<'_>) -> Result<StartedJob, StartFa
         Ok(root) => {
             let job = Job::new(world, root);
             job.wait_for_main();
-            Ok(StartedJob { job, details: Vec::new(), notes: Vec::new(), moved: Vec::new() })
+            Ok(StartedJob { job, open: Vec::new(), details: Vec::new(), notes: Vec::new(), moved: Vec::new() })
         }
         Err(error) => {
             world.end(None);
@@ -384,7 +387,11 @@ fn restore_job(
             progress,
             healing: Some(&healing),
         },
-        cuda: restore::Cuda { copier: &setup.copier, hold: signal.map(|_| restore::Hold(&may_run)) },
+        cuda: restore::Cuda {
+            copier: &setup.copier,
+            keeps: setup.config.gpu.memory == launch::memory::GpuMemory::Kept,
+            hold: signal.map(|_| restore::Hold(&may_run)),
+        },
     };
     let cancelled = || cancel.load(Ordering::Relaxed);
     // Logged once, not at every restart.
@@ -407,7 +414,7 @@ fn restore_job(
                     the job starts from now on will use it"
                 )
             }));
-            Ok(StartedJob { job: restored.job, details, notes, moved })
+            Ok(StartedJob { job: restored.job, open: restored.open, details, notes, moved })
         }
         Err(error) => Err(StartFailure::Restore(Box::new(image), Box::new(error))),
     }

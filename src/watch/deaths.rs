@@ -14,7 +14,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::mpsc;
 use std::time::Duration;
 
-use rekindle_os::exits::{self, Event, Events};
+use rekindle_os::exits::{self, Event, Events, MOST_WATCHED, Watched};
 use rekindle_os::process;
 use rekindle_os::spawn::Ended;
 
@@ -53,8 +53,9 @@ pub(crate) enum Who {
 /// An order to the thread.
 #[derive(Debug)]
 enum Order {
-    /// There is an image of this life of the job, which has this root. Watch these processes too from now on.
-    Watch { life: u32, root: i32, who: Who, early: bool },
+    /// There is an image of this life of the job, which has this root. Watch these processes too from now on. Those that
+    /// are open may have ended.
+    Watch { life: u32, root: i32, who: Who, early: bool, open: Vec<Watched> },
     /// The life is over.
     Rest,
 }
@@ -92,9 +93,10 @@ impl Watcher {
         Ok(Watcher { orders, wake })
     }
 
-    /// There is an image with these processes. With `early`, [`Noticed::Dying`] is told of them.
-    pub(crate) fn watch(&self, life: u32, root: i32, who: Who, early: bool) {
-        self.order(Order::Watch { life, root, who, early });
+    /// There is an image with these processes. With `early`, [`Noticed::Dying`] is told of them. Of those that were opened
+    /// before they ran, no death is missed.
+    pub(crate) fn watch(&self, life: u32, root: i32, who: Who, early: bool, open: Vec<Watched>) {
+        self.order(Order::Watch { life, root, who, early, open });
     }
 
     /// The life is over.
@@ -128,9 +130,6 @@ impl Member {
     }
 }
 
-/// The most pidfds: the supervisor may have 1024 descriptors, and needs some for other purposes.
-const MOST_PIDFDS: usize = 256;
-
 #[derive(Debug)]
 struct Watch {
     events: Option<Events>,
@@ -159,7 +158,7 @@ impl Watch {
             return;
         }
         let open = self.members.values().filter(|member| member.pidfd.is_some()).count();
-        let pidfd = (open < MOST_PIDFDS).then(|| process::open_pidfd(pid).ok()).flatten();
+        let pidfd = (open < MOST_WATCHED).then(|| process::open_pidfd(pid).ok()).flatten();
         if pidfd.is_some() || self.events.is_some() {
             self.members.insert(pid, Member { inner, name, pidfd, unknown: false, dying: None });
         } else {
@@ -205,20 +204,24 @@ impl Watch {
                 (self.root, self.whole) = (0, false);
                 self.listen_for(false);
             }
-            Order::Watch { life, root, who, early } => {
+            Order::Watch { life, root, who, early, open } => {
                 self.listen_for(early);
                 if life != self.life {
                     self.members.clear();
                 }
                 (self.life, self.root, self.whole) = (life, root, who == Who::All);
+                let is_wanted = |inner: i32| match &who {
+                    Who::These(these) => these.contains(&inner),
+                    Who::All => true,
+                };
+                for Watched { pid, inner, name, pidfd } in open.into_iter().filter(|it| is_wanted(it.inner)) {
+                    let member = Member { inner, name, pidfd: Some(pidfd), unknown: false, dying: None };
+                    self.members.insert(pid, member);
+                }
                 for pid in process::tree(root).into_iter().filter(|pid| *pid != root) {
-                    if self.members.contains_key(&pid) {
-                        continue;
+                    if !self.members.contains_key(&pid) {
+                        self.take(pid, is_wanted);
                     }
-                    self.take(pid, |inner| match &who {
-                        Who::These(these) => these.contains(&inner),
-                        Who::All => true,
-                    });
                 }
             }
         }
@@ -361,7 +364,7 @@ mod tests {
         }
         let (watcher, deaths) = watcher(false);
         let outer = root.id().cast_signed();
-        watcher.watch(3, outer, Who::These(vec![pids[0], pids[1]]), false);
+        watcher.watch(3, outer, Who::These(vec![pids[0], pids[1]]), false, Vec::new());
         // Waits until the thread knows of it.
         std::thread::sleep(Duration::from_millis(200));
         kill(pids[2], nix::sys::signal::Signal::SIGKILL);
@@ -392,7 +395,7 @@ mod tests {
         ));
         let pid: i32 = line(&mut root).parse().unwrap();
         let (watcher, deaths) = watcher(true);
-        watcher.watch(1, root.id().cast_signed(), Who::All, false);
+        watcher.watch(1, root.id().cast_signed(), Who::All, false, Vec::new());
         let begun = std::time::Instant::now();
         while process::state(pid) != Some('Z') {
             assert!(begun.elapsed() < SOON, "the first thread has not ended");
@@ -424,7 +427,7 @@ mod tests {
         let pid = process::children(root)[0];
         let (sender, noticed) = mpsc::channel();
         let watcher = watcher_with(false, move |noticed| sender.send((std::time::Instant::now(), noticed)).is_ok());
-        watcher.watch(1, root, Who::These(vec![pid]), true);
+        watcher.watch(1, root, Who::These(vec![pid]), true, Vec::new());
         std::thread::sleep(Duration::from_millis(200));
         kill(pid, nix::sys::signal::Signal::SIGKILL);
         let (first, dying) = noticed.recv_timeout(SOON).unwrap();
@@ -473,7 +476,7 @@ mod tests {
         let mut root = shell("sh -c 'echo $$; sleep 0.6; sleep 60 & echo $!; wait; sleep 60'");
         line(&mut root);
         let (watcher, deaths) = watcher(true);
-        watcher.watch(1, root.id().cast_signed(), Who::All, false);
+        watcher.watch(1, root.id().cast_signed(), Who::All, false, Vec::new());
         let pid: i32 = line(&mut root).parse().unwrap();
         while process::name(pid).as_deref() != Some("sleep") {
             std::thread::sleep(Duration::from_millis(5));

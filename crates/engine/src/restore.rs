@@ -28,6 +28,7 @@ use phases::{Gpus, Timings};
 use rekindle_base::Moved;
 use rekindle_criu::Criu;
 use rekindle_cuda::copier::Copier;
+use rekindle_os::exits::Watched;
 use rekindle_store::chunk::Key;
 use rekindle_store::heal::Healing;
 use rekindle_store::persist::Progress;
@@ -80,6 +81,8 @@ pub struct Request<'a> {
 pub struct Cuda<'a> {
     /// Copies memory to the GPU that had stayed there.
     pub copier: &'a Copier,
+    /// Whether memory stays on the GPU at the snapshots to come: then it may be made before the processes exist.
+    pub keeps: bool,
     /// What it waits for before it runs.
     pub hold: Option<Hold<'a>>,
 }
@@ -130,6 +133,8 @@ pub struct Unpacking<'a> {
 pub struct Restored {
     /// The running job.
     pub job: Job,
+    /// Its processes below the root, opened before they ran.
+    pub open: Vec<Watched>,
     /// Files that were put back to their size or content at the snapshot.
     pub put_back: Vec<FileRollback>,
     /// GPUs that were replaced, each with its replacement.
@@ -173,7 +178,7 @@ pub fn restore(
         (Gpus::Back, None) | (Gpus::Gone, _) => Vec::new(),
     };
     let visible = if moved.is_empty() { None } else { gpu::visible_devices(&revived.job, manifest) };
-    Ok(Restored { job: revived.job, put_back, moved, visible, timings: timings.0 })
+    Ok(Restored { job: revived.job, open: revived.open, put_back, moved, visible, timings: timings.0 })
 }
 
 /// Checks that the image asks only for what belongs to its job. Changes nothing.

@@ -54,6 +54,44 @@ pub fn ended(pidfd: BorrowedFd<'_>, pid: i32) -> Option<Ended> {
     info(pidfd).or_else(|| process::ended(pid)).or_else(|| info(pidfd))
 }
 
+/// A process whose end will be noticed, however early it comes.
+#[derive(Debug)]
+pub struct Watched {
+    /// Its pid as we see it.
+    pub pid: i32,
+    /// Its pid as it sees it.
+    pub inner: i32,
+    /// At most 15 bytes.
+    pub name: String,
+    /// Readable from its end on.
+    pub pidfd: OwnedFd,
+}
+
+impl Watched {
+    /// None if there is no such process, or no descriptor for it.
+    #[must_use]
+    pub fn open(pid: i32) -> Option<Watched> {
+        // First, so that the others are not those of a later process with this pid, unless it has ended already.
+        let pidfd = process::open_pidfd(pid).ok()?;
+        Some(Watched { pid, inner: process::inner_pid(pid)?, name: process::name(pid)?, pidfd })
+    }
+
+    /// The processes below this one, as many as can be watched.
+    #[must_use]
+    pub fn below(root: i32) -> Vec<Watched> {
+        process::tree(root)
+            .into_iter()
+            .filter(|pid| *pid != root)
+            .filter_map(Watched::open)
+            .take(MOST_WATCHED)
+            .collect()
+    }
+}
+
+/// The most processes that are watched by a descriptor each: the supervisor may have 1024, and needs some for other
+/// purposes.
+pub const MOST_WATCHED: usize = 256;
+
 /// Whether [`ended`] works for every process, by the version of the kernel.
 #[must_use]
 pub fn always_told() -> bool {

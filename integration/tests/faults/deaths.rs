@@ -226,6 +226,31 @@ fn a_process_that_dies_again_is_left_to_the_job() {
     supervisor.stop();
 }
 
+/// Its parent waits for it at once. The processes were looked for when the supervisor had heard that the job runs: this one
+/// was gone by then.
+#[test]
+fn a_process_that_dies_as_soon_as_it_is_restored_takes_the_job_back_too() {
+    let Some(mut rig) = Rig::new() else { return };
+    let fatal = rig.fatal();
+    rig.launcher(1, &["--plain", "--reap", "--fatal", &fatal.display().to_string()]);
+    rig.set("RESTART_ON_PROCESS_DEATH", "any");
+    let mut supervisor = start(&rig, 1);
+    supervisor.snapshot();
+    let [.., victim] = children(&rig)[..] else { panic!("it has children") };
+    let as_inside = inner(victim).unwrap();
+    // The one that is there must not see the file, the restored one sees it at once.
+    ends(victim, Signal::SIGSTOP);
+    fs::write(&fatal, "").unwrap();
+    let launcher = rekindle_os::process::parent(victim).unwrap();
+    ends(launcher, Signal::SIGKILL);
+    supervisor.said("the job was restored from image");
+    supervisor.said("the job was restored from image");
+    supervisor.counts();
+    assert_eq!(told(&rig), [(as_inside, Signal::SIGKILL as i32, "restart".to_owned())]);
+    assert_eq!((restarts(&rig), children(&rig).len()), (2, 2));
+    supervisor.stop();
+}
+
 /// A shell that waits for its child ends with it: its exit code is what counts.
 #[test]
 fn a_job_that_ends_with_its_process_ends_as_before() {

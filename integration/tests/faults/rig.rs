@@ -120,6 +120,11 @@ impl Rig {
         self.set_command("standin_nccl.py", &args);
     }
 
+    /// A process of launcher_job.py that is given this file kills itself once it is there.
+    pub(crate) fn fatal(&self) -> PathBuf {
+        self.standin.path().join("fatal")
+    }
+
     /// While this file is there, the last rank of such a job starts nothing.
     pub(crate) fn never(&self) -> PathBuf {
         self.standin.path().join("never")

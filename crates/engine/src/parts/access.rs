@@ -2,7 +2,8 @@
 //!
 //! CRIU takes both from the image, and opens files by their path with more rights than the job has. The user owns the
 //! folders. Between the snapshot and the restore, the user could have replaced a file that the job had open by a link
-//! to somebody else's file. So before the first instruction of the job runs:
+//! to somebody else's file. So before the first instruction of the job runs, the files twice (before the processes are
+//! the user's, and after):
 //! - The rights of every thread are compared with what a launch gives (`rights`).
 //! - Every file of every process (descriptors, mappings, programs, working directories) is looked up again by its path,
 //!   with the user's rights, in the job's mount namespace. It must be the same file, by device and inode, and the user
@@ -195,13 +196,35 @@ pub(crate) fn check(root: i32, wanted: &Wanted<'_>) -> Result<(), Refused> {
     if let Some(other) = tree.iter().find(|pid| world(**pid).is_ok_and(|its| its != ours)) {
         return Err(Refused::Namespace { process: rights::shown(*other) });
     }
-    check_files(root, &tree, user, wanted.manifest, wanted.log_dir)
+    check_files(root, &tree, user, wanted, &|_| false)
 }
 
-fn check_files(root: i32, tree: &[i32], user: &Identity, manifest: &Manifest, log_dir: &Path) -> Result<(), Refused> {
+/// Checks the files of the restored tree below `root` while its processes still have our rights. Once they have those of
+/// their user, other processes of the user can take descriptors from them, before [`check`] is done. CRIU has open files
+/// of its own in them, in the folder `scratch` too.
+///
+/// # Errors
+/// Names the first file that the user does not have.
+pub(crate) fn check_before_it_is_reached(root: i32, wanted: &Wanted<'_>, scratch: &Path) -> Result<(), Refused> {
+    let Some(user) = wanted.user.filter(|user| user.uid != 0) else { return Ok(()) };
+    let is_crius = |held: &Held| {
+        held.how == How::Open && (held.path.starts_with(scratch) || held.is_folder() && held.path == Path::new("/proc"))
+    };
+    check_files(root, &below(root), user, wanted, &is_crius)
+}
+
+fn check_files(
+    root: i32,
+    tree: &[i32],
+    user: &Identity,
+    wanted: &Wanted<'_>,
+    is_crius: &dyn Fn(&Held) -> bool,
+) -> Result<(), Refused> {
+    let Wanted { manifest, log_dir, .. } = wanted;
     let put_there = put_there(root, manifest);
     let mut strange = strange(root, tree, user, &put_there)?.into_iter();
-    match strange.find(|(held, _)| !(is_given(held, &manifest.given_files) || is_output(held, log_dir))) {
+    let is_allowed = |held: &Held| is_given(held, &manifest.given_files) || is_output(held, log_dir) || is_crius(held);
+    match strange.find(|(held, _)| !is_allowed(held)) {
         None => Ok(()),
         Some((held, obstacle)) => {
             Err(Refused::File { path: held.path, how: said(held.how), user: user.name.clone(), obstacle })

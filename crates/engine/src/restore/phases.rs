@@ -23,6 +23,7 @@ use crate::steps::{self, Failed, Step, Timer};
 use rekindle_base::chain;
 use rekindle_criu::image::LostLocks;
 use rekindle_criu::{self as criu, Hooks, Notify, Place, Plugin, RestoreOptions};
+use rekindle_os::exits::Watched;
 use rekindle_os::spawn::{Child, Ended};
 use rekindle_os::{process, ptrace};
 use rekindle_store::Manifest;
@@ -81,6 +82,8 @@ pub(super) enum Gpus {
 /// A job that CRIU has restored, with its locks and GPUs.
 pub(super) struct Revived {
     pub(super) job: Job,
+    /// Its processes below the root, opened before they ran.
+    pub(super) open: Vec<Watched>,
     pub(super) gpus: Gpus,
 }
 
@@ -92,6 +95,7 @@ struct Restore<'a> {
     lost_locks: LostLocks,
     cancelled: &'a (dyn Fn() -> bool + Sync),
     made: Made,
+    open: Vec<Watched>,
     gpus: Gpus,
     /// GPU memory that is being filled.
     ahead: Option<Ahead<'a>>,
@@ -109,8 +113,9 @@ pub(super) fn revive(
 ) -> Result<Revived, Error> {
     let lost_locks = criu::image::lost_locks(&request.image.dir.join(CRIU_DIR)).map_err(criu::RunError::Image)?;
     let (made, gpus, stopped) = (Made::Nothing, Gpus::Back, gpu::Stopped::default());
-    let ahead = None;
-    let mut restore = Restore { request, manifest, relocation, lost_locks, cancelled, made, gpus, ahead, stopped };
+    let (ahead, open) = (None, Vec::new());
+    let mut restore =
+        Restore { request, manifest, relocation, lost_locks, cancelled, made, open, gpus, ahead, stopped };
     // CRIU and the driver look at `cancelled` while they work.
     match steps::run(&steps(), &mut restore, timings, &|| Ok(())) {
         Ok(()) => restore.revived(),
@@ -119,9 +124,10 @@ pub(super) fn revive(
 }
 
 impl Restore<'_> {
-    /// On other GPUs the processes make it themselves.
+    /// On other GPUs the processes make it themselves. They also do if it is to be copied from now on: the memory of another
+    /// process stays where it is.
     fn begin_memory(&mut self) -> Result<(), Error> {
-        if self.relocation.is_none() {
+        if self.relocation.is_none() && self.request.cuda.keeps {
             self.ahead = Ahead::begin(self.request.cuda.copier, &self.request.image.dir, self.manifest);
         }
         Ok(())
@@ -167,7 +173,8 @@ impl Restore<'_> {
         let Made::World(world) = std::mem::replace(&mut self.made, Made::Nothing) else { return Err(self.lost()) };
         (self.request.prepare.0)(&world);
         match run_criu(self.request, self.manifest, &world, &self.lost_locks, Until::ItRuns, self.cancelled) {
-            Ok(Some(root)) => {
+            Ok(Some((root, open))) => {
+                self.open = open;
                 self.made = Made::Job(Job::restored(world, root, self.manifest.tree.job));
                 Ok(())
             }
@@ -264,7 +271,8 @@ impl Restore<'_> {
 
     fn revived(self) -> Result<Revived, Error> {
         let lost = self.lost();
-        if let Made::Job(job) = self.made { Ok(Revived { job, gpus: self.gpus }) } else { Err(lost) }
+        let Made::Job(job) = self.made else { return Err(lost) };
+        Ok(Revived { job, open: self.open, gpus: self.gpus })
     }
 
     /// The error of a restore that failed and was undone.
@@ -297,7 +305,7 @@ pub(super) enum Until {
     BeforeItRuns,
 }
 
-/// Runs CRIU. Returns the root of the restored tree, if it runs.
+/// Runs CRIU. Returns the root of the restored tree, if it runs, and the processes below it, opened before they ran.
 pub(super) fn run_criu(
     request: &Request<'_>,
     manifest: &Manifest,
@@ -305,7 +313,7 @@ pub(super) fn run_criu(
     lost_locks: &LostLocks,
     until: Until,
     cancelled: &dyn Fn() -> bool,
-) -> Result<Option<Child>, Error> {
+) -> Result<Option<(Child, Vec<Watched>)>, Error> {
     let images = request.image.dir.join(CRIU_DIR);
     let scratch = request.folder.scratch_dir()?;
     let place =
@@ -314,26 +322,36 @@ pub(super) fn run_criu(
     let died = || died_while_restored(&images);
     let log_dir = request.folder.log_dir();
     let wanted = access::Wanted { user: request.identity, privileges: request.privileges, manifest, log_dir: &log_dir };
-    let (mut refused, mut rehearsed) = (None, false);
+    let (mut refused, mut rehearsed, mut open) = (None, false, Vec::new());
     let mut before_it_runs = |moment| {
-        // All processes exist and still have our rights, so the user cannot reach them or what they see (CRIU changes
-        // the rights after this, `CR_STATE_RESTORE_CREDS`).
-        if let (Notify::PostRestore(_), Until::BeforeItRuns) = (moment, until) {
-            rehearsed = true;
-            return Err("this was a rehearsal".into());
-        }
-        if moment != Notify::PreResume {
-            return Ok(());
-        }
+        // At the first moment all processes exist and still have our rights, so the user cannot reach them or what they
+        // have (CRIU changes the rights after this, `CR_STATE_RESTORE_CREDS`).
+        let criu_has = match moment {
+            Notify::PostRestore(_) if until == Until::BeforeItRuns => {
+                rehearsed = true;
+                return Err("this was a rehearsal".into());
+            }
+            Notify::PostRestore(_) => Some(&*scratch),
+            Notify::PreResume => None,
+            _ => return Ok(()),
+        };
         let root = criu::find_restored(manifest.tree.root).ok_or("the restored tree cannot be found")?;
-        if let Err(error) = access::check(root, &wanted) {
+        let checked = match criu_has {
+            Some(scratch) => access::check_before_it_is_reached(root, &wanted, scratch),
+            None => access::check(root, &wanted),
+        };
+        if let Err(error) = checked {
             let why = error.to_string();
             refused = Some(error);
             return Err(why);
         }
+        if criu_has.is_some() {
+            return Ok(());
+        }
         locks::hold(root, lost_locks);
         groups::put_back::put_back(root, manifest, request.identity);
         affinity::put_back(root, manifest);
+        open = Watched::below(root);
         // CRIU would send the signal only after it has resumed the tasks: until then a thread could read memory that is
         // not restored yet, or be stopped while it has a lock of the driver.
         if !manifest.tree.cuda.is_empty() {
@@ -355,7 +373,7 @@ pub(super) fn run_criu(
     // CRIU removes them when it could use them; after a failure they would remain beside the user's files.
     files::drop_links(manifest, request.identity);
     match (restored, refused) {
-        (Ok(restored), _) => Ok(Some(restored.root)),
+        (Ok(restored), _) => Ok(Some((restored.root, open))),
         (Err(_), None) if rehearsed => Ok(None),
         (Err(_), Some(why)) => Err(Error::Refused { id: request.image.id, why }),
         (Err(error), None) => Err(error.into()),

@@ -298,7 +298,7 @@ fn restore(script: &Script, folder: &JobFolder, image: &Image, manifest: &Manife
             healing: None,
         },
         // It never comes to the GPUs.
-        cuda: Cuda { copier: &Copier::default(), hold: None },
+        cuda: Cuda { copier: &Copier::default(), keeps: false, hold: None },
     };
     let not_tried = |error: Error| Failure::of(&error);
     super::check_image(&request, manifest).and_then(|()| super::check_files(&request, manifest)).map_err(not_tried)?;

@@ -222,6 +222,8 @@ fn in_proc(parts: &[&str], writes: bool, is_folder: bool, tree: &[i32]) -> Verdi
         };
         return match names.first() {
             None => Verdict::Fine,
+            // Files with modes and owners of their own, of the network and not of the process.
+            Some(&"net") if names.len() > 1 => Verdict::IfItOpens,
             Some(name) if OF_A_PROCESS.contains(name) => Verdict::Fine,
             Some(_) => Verdict::Refused,
         };
@@ -281,10 +283,11 @@ mod tests {
         let judge = |name: &str, tree: &[i32]| {
             kernels.judge(device, Path::new(&format!("/proc/{own}/{name}")), READ, false, tree)
         };
-        for name in ["maps", "mem", "net/dev", &format!("task/{own}/stat")] {
+        for name in ["maps", "mem", "net", &format!("task/{own}/stat")] {
             assert_eq!(judge(name, &[own]), Some(Verdict::Fine), "{name}");
             assert_eq!(judge(name, &[]), Some(Verdict::Refused), "{name}");
         }
+        assert_eq!(judge("net/nf_conntrack", &[own]), Some(Verdict::IfItOpens), "it is of root only");
         assert_eq!(judge("maps (deleted)", &[]), Some(Verdict::Fine), "it has ended");
         for name in ["pagemap", "stack", "uid_map", "task/1/maps"] {
             assert_eq!(judge(name, &[own]), Some(Verdict::Refused), "{name}");

@@ -40,7 +40,13 @@ impl Drop for Tree {
 fn refused(tree: &Tree, given: &[GivenFile]) -> Option<String> {
     let manifest = Manifest { given_files: given.to_vec(), ..crate::samples::manifest() };
     let nobody = lookup("nobody").unwrap();
-    let files = check_files(tree.root(), &below(tree.root()), &nobody, &manifest, Path::new("/nowhere"));
+    let wanted = Wanted {
+        user: Some(&nobody),
+        privileges: Privileges::MayGrow,
+        manifest: &manifest,
+        log_dir: Path::new("/nowhere"),
+    };
+    let files = check_files(tree.root(), &below(tree.root()), &nobody, &wanted, &|_| false);
     files.err().map(|error| error.to_string())
 }
 

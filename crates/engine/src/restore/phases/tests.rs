@@ -80,7 +80,7 @@ fn play(
             progress: &Progress::default(),
             healing: None,
         },
-        cuda: Cuda { copier: &Copier::default(), hold: None },
+        cuda: Cuda { copier: &Copier::default(), keeps: true, hold: None },
     };
     let mut restore = Restore {
         request: &request,
@@ -89,6 +89,7 @@ fn play(
         lost_locks,
         cancelled: &|| false,
         made: Made::Nothing,
+        open: Vec::new(),
         gpus: Gpus::Back,
         ahead: None,
         stopped: gpu::Stopped::default(),
