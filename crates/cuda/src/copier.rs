@@ -437,13 +437,13 @@ fn time_limit(bytes: u64, is_in_memory: bool) -> Duration {
 }
 
 impl Copying<'_> {
-    /// Waits until all of it is copied, out or to room on the GPU. Afterwards the memory may be changed and freed. Call it at
-    /// most once, for a copy out, and [`Copying::finish`] after it.
+    /// Waits until all of it is copied, out or to room on the GPU, unless it is cancelled: then the process is ended. Afterwards
+    /// the memory may be changed and freed. Call it at most once, for a copy out, and [`Copying::finish`] after it.
     ///
     /// # Errors
     /// As [`Copying::finish`].
-    pub fn leave(&mut self) -> Result<Left, Error> {
-        let ([bytes, room, _], _) = self.ask(&Ask::Leave, 0, &|| false)?;
+    pub fn leave(&mut self, cancelled: &dyn Fn() -> bool) -> Result<Left, Error> {
+        let ([bytes, room, _], _) = self.ask(&Ask::Leave, 0, cancelled)?;
         self.is_left = true;
         Ok(Left { bytes, room })
     }

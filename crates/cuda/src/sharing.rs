@@ -33,9 +33,10 @@ use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use rekindle_os::descriptors::{self, Room};
-use rekindle_os::parallel;
+use rekindle_os::{parallel, process};
 use session::Session;
 pub use table::Sharing;
 use table::{HANDED, Import, Tag};
@@ -262,19 +263,34 @@ pub fn is_let_go(all: &[Sharing]) -> bool {
     all.iter().any(|one| one.table().state.load(Relaxed) != table::HELD)
 }
 
-/// Tells each interposer, `pids` as we see them, that CUDA is about to be locked, or is unlocked. A process that has
-/// ended, or whose table cannot be read, is skipped.
+/// Tells each interposer, `pids` as we see them, that CUDA is about to be locked, or is unlocked. Returns the processes
+/// that could not be told. One that has ended is skipped.
 ///
 /// The driver's lock (580) is a libc lock that API calls take for reading. A thread that waits for it gets it when it
 /// is unlocked, running or not: a stopped thread would never release it, and CUDA could not be locked again. Threads
 /// that arrive while this is announced poll instead.
-pub fn announce(pids: &[i32], is_locked: bool) {
-    parallel::at_once(pids, |pid| {
-        if let Ok(Some(one)) = Sharing::of(*pid) {
-            one.table().is_locked.store(is_locked.into(), Relaxed);
+pub fn announce(pids: &[i32], is_locked: bool) -> Vec<(i32, std::io::Error)> {
+    let tell = |pid: &i32| {
+        let begun = Instant::now();
+        loop {
+            match Sharing::of(*pid) {
+                Ok(one) => {
+                    one.iter().for_each(|one| one.table().is_locked.store(is_locked.into(), Relaxed));
+                    return None;
+                }
+                Err(_) if process::state(*pid).is_none_or(|state| matches!(state, 'Z' | 'X')) => return None,
+                // A shortage of ours, such as of descriptors. A thread of it may wait for as long as it is not told.
+                Err(_) if !is_locked && begun.elapsed() < ANNOUNCED => std::thread::sleep(PAUSE),
+                Err(error) => return Some((*pid, error)),
+            }
         }
-    });
+    };
+    parallel::at_once(pids, tell).into_iter().flatten().collect()
 }
+
+/// How long it is tried to tell a process.
+const ANNOUNCED: Duration = Duration::from_secs(2);
+const PAUSE: Duration = Duration::from_millis(10);
 
 /// Checks, while CUDA is locked, that all processes know it. A process that started to share after [`announce`] does
 /// not, and its threads may wait for the lock itself.

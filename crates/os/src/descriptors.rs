@@ -46,6 +46,15 @@ pub fn room_for(more: usize) -> io::Result<Room> {
     Ok(Room { before: Some(soft) })
 }
 
+/// Raises the soft limit to the hard one, for a process that starts no others.
+///
+/// # Errors
+/// When the limit cannot be read or set.
+pub fn raise() -> io::Result<()> {
+    let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
+    Ok(setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?)
+}
+
 impl Drop for Room {
     fn drop(&mut self) {
         if let Some(soft) = self.before

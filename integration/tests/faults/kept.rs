@@ -619,6 +619,27 @@ fn images_of_both_kinds_are_restored_with_either_setting() {
     }
 }
 
+/// The process that copies fills memory for the first restore here, and runs then: that of the second one must not be
+/// memory of that process, which stays on the GPU and could not be copied.
+#[test]
+fn a_job_whose_memory_is_to_be_copied_from_now_on_comes_back_twice() {
+    let Some(mut rig) = job_on_a_gpu(&[]) else { return };
+    let mut supervisor = rig.start();
+    supervisor.snapshot();
+    supervisor.kill();
+    rig.assert_nothing_left();
+    rig.set("GPU_MEMORY", "copied");
+    let mut supervisor = rig.run();
+    supervisor.said("the job was restored from image");
+    supervisor.assert_unharmed(1);
+    supervisor.kill_job();
+    supervisor.said("the job was restored from image");
+    supervisor.assert_unharmed(1);
+    assert_eq!(bytes(&supervisor.snapshot()).0, 0, "nothing stays on the GPU");
+    supervisor.assert_unharmed(1);
+    supervisor.stop();
+}
+
 /// Sets the soft limit of descriptors of a process; the one before.
 fn limit(pid: i32, soft: u64) -> u64 {
     let limits = process::text(pid, "limits").unwrap();
@@ -659,11 +680,14 @@ fn a_job_that_closes_its_descriptors_or_may_have_fewer_loses_snapshots_only() {
 fn the_process_that_copies_keeps_no_memory_of_files_that_are_gone() {
     let Some(rig) = job(&["--mib", "16"]) else { return };
     let mut supervisor = rig.start();
-    supervisor.snapshot();
-    supervisor.snapshot();
     let own = i32::try_from(supervisor.pid()).unwrap();
+    let few = limit(own, 256);
+    supervisor.snapshot();
+    limit(own, few);
+    supervisor.snapshot();
     let is_copier = |pid: &i32| process::text(*pid, "cmdline").is_ok_and(|line| line.contains("copy-gpu-memory"));
     let copier = process::children(own).into_iter().find(is_copier).unwrap();
+    assert!(limit(copier, 1024) > 256, "it has a descriptor for each piece of memory");
     let has = |end: &str| process::text(copier, "maps").unwrap().lines().filter(|line| line.ends_with(end)).count();
     assert!(has("gpu/kept") > 0);
     assert_eq!(supervisor.has_done("first"), "first: done\n");

@@ -312,12 +312,13 @@ fn forget(address: u64, mapping: &Mapping, import: &Import) -> i32 {
         Some(_changing) if is_it(import) => {
             import.is_live.store(0, Ordering::Relaxed);
             mapping.address.store(0, Ordering::Relaxed);
+            // Before another thread gets the entry: its memory has no descriptor yet, and this one would be lost.
+            close(at);
             Some((mapping.size.load(Ordering::Relaxed), import.handle.load(Ordering::Relaxed)))
         }
         _ => None,
     };
     let Some((size, handle)) = freed else { return INVALID_VALUE };
-    close(at);
     let unmapped = driver::unmap(address, size);
     let released = driver::release(handle);
     let freed = unreserve(address, size);

@@ -172,7 +172,7 @@ fn a_job_that_left_has_the_rest_copied_behind_it() {
     let (copier, played) = played(|ask| done(if ask == Ask::Leave { [4, 6, 0] } else { [8, 5, 0] }));
     let (file, one) = (tempfile::tempfile().unwrap(), piece(8));
     let mut copying = copier.begin(Way::Out, &file, EACH_SECOND, [(0, &one)]).unwrap();
-    assert_eq!(copying.leave().unwrap(), Left { bytes: 4, room: 6 });
+    assert_eq!(copying.leave(&|| false).unwrap(), Left { bytes: 4, room: 6 });
     assert_eq!(copying.finish(&|| false).unwrap().bytes, 8);
     drop(copier);
     assert_eq!(played.join().unwrap()[2..], [Ask::End, Ask::Leave, Ask::Finish(true)]);
@@ -183,7 +183,7 @@ fn after_a_failure_nothing_is_waited_for_a_second_time() {
     let (copier, played) = played(|_| None);
     let (file, one) = (tempfile::tempfile().unwrap(), piece(8));
     let mut copying = copier.begin(Way::Out, &file, EACH_SECOND, [(0, &one)]).unwrap();
-    assert!(matches!(copying.leave(), Err(Error::Gone { .. })));
+    assert!(matches!(copying.leave(&|| false), Err(Error::Gone { .. })));
     assert_eq!(copier.pid(), None);
     // This would ask another process, which knows of no copy.
     drop(copying);

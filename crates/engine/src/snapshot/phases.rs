@@ -187,7 +187,12 @@ impl Freeze<'_> {
         if self.env.subject.group.is_some() {
             return wait_for_copy(&mut self.copying, self.kept.as_mut(), &self.gpus, &self.env);
         }
-        self.copying.as_mut().map_or(Ok(()), |copying| Ok(copying.leave()?))
+        let asked = OnceCell::new();
+        let is_late = || is_late(&self.env, &asked);
+        match self.copying.as_mut().map_or(Ok(()), |copying| copying.leave(&is_late)) {
+            Err(kept::Error::Copier(copier::Error::Cancelled)) => Err(Error::Cancelled),
+            outcome => Ok(outcome?),
+        }
     }
 
     fn checkpoint(&mut self) -> Result<(), Error> {
@@ -336,6 +341,11 @@ impl Frozen<'_> {
 
 /// Waits for the end of a copy of `kept`, if there is one, and notes which GPU has what. After it was cancelled, it has a moment
 /// more.
+/// Whether a copy is given up: it was cancelled, and had time to end since.
+fn is_late(env: &Env<'_>, asked: &OnceCell<Instant>) -> bool {
+    (env.cancelled)() && asked.get_or_init(Instant::now).elapsed() >= FOR_THE_REST
+}
+
 fn wait_for_copy(
     copying: &mut Option<kept::Copy<'_>>,
     kept: Option<&mut Kept>,
@@ -344,8 +354,7 @@ fn wait_for_copy(
 ) -> Result<(), Error> {
     let Some(copying) = copying.take() else { return Ok(()) };
     let asked = OnceCell::new();
-    let is_late = || (env.cancelled)() && asked.get_or_init(Instant::now).elapsed() >= FOR_THE_REST;
-    let places = match copying.finish(&is_late) {
+    let places = match copying.finish(&|| is_late(env, &asked)) {
         Err(kept::Error::Copier(copier::Error::Cancelled)) => return Err(Error::Cancelled),
         outcome => outcome?,
     };

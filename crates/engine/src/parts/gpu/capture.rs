@@ -442,7 +442,8 @@ impl Group {
     }
 
     fn lock_once(&mut self, timeout: Duration, resting: Resting) -> Result<(), cuda::Error> {
-        sharing::announce(&self.outer_pids(), true);
+        // What is not told is found when it is locked.
+        let _ = sharing::announce(&self.outer_pids(), true);
         let members = &self.members;
         let lock = |at: usize, left| members.get(at).map_or(Ok(()), |member| member.process.lock(left));
         let unlock = |at: usize| members.get(at).map_or(Ok(()), |member| member.process.unlock());
@@ -535,7 +536,7 @@ impl Group {
                 Some(Err(source)) => result = result.and(Err(Error::Cuda { phase: "unlock", source })),
             }
         }
-        sharing::announce(&self.outer_pids(), false);
+        super::announce_unlocked(&self.outer_pids());
         result
     }
 

@@ -166,7 +166,7 @@ pub(crate) fn go_on(Stopped(processes): &Stopped) -> Result<(), Error> {
     parallel::at_once(processes, unlock).into_iter().collect::<Result<(), Error>>()?;
     // In the image, CUDA is announced as locked.
     let pids: Vec<i32> = processes.iter().map(|(_, process)| process.pid()).collect();
-    sharing::announce(&pids, false);
+    super::announce_unlocked(&pids);
     let check = |(pid, process): &(i32, cuda::Process)| {
         let error = |source| Error::Cuda { pid: *pid, source };
         match process.state().map_err(error)? {

@@ -118,8 +118,8 @@ pub(crate) struct Copy<'a>(Copying<'a>);
 
 impl Copy<'_> {
     /// Waits until the processes may have the memory again.
-    pub(crate) fn leave(&mut self) -> Result<(), Error> {
-        let left = self.0.leave()?;
+    pub(crate) fn leave(&mut self, cancelled: &dyn Fn() -> bool) -> Result<(), Error> {
+        let left = self.0.leave(cancelled)?;
         if left.bytes > 0 {
             tracing::debug!(
                 bytes = left.bytes,
