@@ -12,7 +12,7 @@ use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, Metadata, ReadDir};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Component, Path};
 
 use nix::errno::Errno;
@@ -134,6 +134,14 @@ impl Found {
     /// As [`Found::read`].
     pub fn change(&self) -> io::Result<File> {
         self.open(File::options().read(true).write(true))
+    }
+
+    /// Changes its permission bits.
+    ///
+    /// # Errors
+    /// That of chmod(2), which only its owner and root may call.
+    pub fn set_mode(&self, mode: u32) -> io::Result<()> {
+        fs::set_permissions(own(&self.0), fs::Permissions::from_mode(mode & 0o7777))
     }
 
     fn open(&self, options: &mut fs::OpenOptions) -> io::Result<File> {

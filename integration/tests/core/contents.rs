@@ -290,3 +290,73 @@ fn another_user_of_a_folder_does_not_prevent_a_restore() {
     fs::write(folder.join("finish"), "").unwrap();
     finish(&lab, run);
 }
+
+/// In such a folder, too: a database there is in the image although somebody else puts a journal beside it, whose
+/// content its user may not read.
+#[test]
+fn another_user_beside_a_database_does_not_prevent_a_restore() {
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab.set("job.user", "\"nobody\"");
+    let folder = lab.file("shared");
+    fs::create_dir(&folder).unwrap();
+    fs::set_permissions(&folder, fs::Permissions::from_mode(0o1777)).unwrap();
+    let mut run = lab.python("files.py", &["sqlite-wal", folder.to_str().unwrap()]);
+    count_on(&lab, &mut run, 5);
+    run.snapshot(&lab);
+    count_on(&lab, &mut run, 5);
+    let theirs = folder.join("data.db-journal");
+    fs::write(&theirs, "of somebody else").unwrap();
+    fs::set_permissions(&theirs, fs::Permissions::from_mode(0o600)).unwrap();
+    std::os::unix::fs::chown(&theirs, Some(4242), Some(4242)).unwrap();
+    run.crash(&lab);
+    count_on(&lab, &mut run, 5);
+    // It is there at a snapshot.
+    run.snapshot(&lab);
+    count_on(&lab, &mut run, 5);
+    run.crash(&lab);
+    count_on(&lab, &mut run, 5);
+    assert_eq!(fs::read(&theirs).unwrap(), b"of somebody else");
+    fs::write(folder.join("finish"), "").unwrap();
+    finish(&lab, run);
+}
+
+/// Git makes the files of its object store read-only, and a folder can have files of root. Nobody changes them: that they
+/// cannot be opened for writing prevented every restore.
+#[test]
+fn tracked_files_that_the_user_may_not_write() {
+    let Some(lab) = Lab::new() else { return };
+    let folder = lab.file("shared");
+    fs::create_dir(&folder).unwrap();
+    let lab = lab.set("job.user", "\"nobody\"").set("files.track", &format!("[{folder:?}]"));
+    let (object, of_root) = (folder.join("object"), folder.join("of-root"));
+    for (path, owner, mode) in [(&object, 65534, 0o444), (&of_root, 0, 0o644)] {
+        fs::write(path, "as it was").unwrap();
+        std::os::unix::fs::chown(path, Some(owner), Some(owner)).unwrap();
+        fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+    }
+    std::os::unix::fs::chown(&folder, Some(65534), Some(65534)).unwrap();
+    let command = lab.python_command("files.py", &["rewritten", folder.to_str().unwrap()]);
+    let mut run = lab.run(&command);
+    count_on(&lab, &mut run, 5);
+    run.snapshot(&lab);
+    count_on(&lab, &mut run, 5);
+    run.crash(&lab);
+    count_on(&lab, &mut run, 5);
+    // What its owner changes is put back, with its mode.
+    fs::write(&object, "as it is now").unwrap();
+    run.crash(&lab);
+    count_on(&lab, &mut run, 5);
+    assert_eq!(fs::read_to_string(&object).unwrap(), "as it was");
+    assert_eq!(fs::metadata(&object).unwrap().mode() & 0o7777, 0o444);
+    // The user cannot put back what root changes.
+    fs::write(&of_root, "as it is now").unwrap();
+    lab.kill_9(run);
+    let (_, said) = lab.run(&command).ends_with(69);
+    assert!(said.contains("of-root changed after the snapshot and cannot be written"), "{said}");
+    assert_eq!(lab.good().len(), 1, "{said}");
+    fs::write(&of_root, "as it was").unwrap();
+    let mut run = lab.run(&command);
+    count_on(&lab, &mut run, 5);
+    fs::write(folder.join("finish"), "").unwrap();
+    finish(&lab, run);
+}

@@ -24,6 +24,7 @@ use std::time::{Duration, SystemTime};
 
 use bytesize::ByteSize;
 
+use super::place::Trusted;
 use crate::launch::identity::Identity;
 use rekindle_base::chain;
 use rekindle_os::blocks::{self, Medium};
@@ -116,6 +117,7 @@ struct Found {
     metadata: fs::Metadata,
     medium: Medium,
     mapped: bool,
+    direct: bool,
     /// The group of files that are put back together with it.
     group: PathBuf,
 }
@@ -222,7 +224,7 @@ impl Contents {
                 done => done?,
             }
             // Writes through a mapping can leave the time stamp unchanged, and on tmpfs always do.
-            let is_telling = !file.mapped && file.medium == Medium::Disk && is_settled(&stamp, began);
+            let is_telling = !file.mapped && !file.direct && file.medium == Medium::Disk && is_settled(&stamp, began);
             self.ahead.insert(file.path, Ahead { part, stamp, is_telling });
         }
         Ok(())
@@ -237,8 +239,9 @@ impl Contents {
         view: View<'_>,
         draft: &Path,
     ) -> io::Result<Captured> {
-        let open =
-            files.iter().map(|file| (file.path.to_path_buf(), select::Use { append: file.append, mapped: false }));
+        let open = files
+            .iter()
+            .map(|file| (file.path.to_path_buf(), select::Use { append: file.append, ..select::Use::default() }));
         let mut written: BTreeMap<PathBuf, select::Use> = open.collect();
         for path in mapped {
             written.entry(path).or_default().mapped = true;
@@ -414,7 +417,7 @@ impl Contents {
             }
             for path in wanted.keys().cloned().collect::<Vec<_>>() {
                 if !self.is_tracked(&path) {
-                    let (there, missing) = select::companions(&path, way);
+                    let (there, missing) = select::companions(&path, Trusted::of(view.user), way);
                     for path in there {
                         wanted.entry(path).or_default();
                     }
@@ -473,6 +476,7 @@ impl Contents {
             metadata,
             medium,
             mapped: usage.mapped,
+            direct: usage.direct,
             group,
         }));
         Ok(())

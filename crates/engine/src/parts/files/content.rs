@@ -58,6 +58,14 @@ pub(crate) fn replace(
     Ok(Some(RolledBack { path: path.into(), kept, bytes }))
 }
 
+/// Whether a file has the content that it had at the snapshot. One that cannot be read counts as changed.
+pub(crate) fn is_same(present: &File, content: &File) -> bool {
+    let sizes = present.metadata().and_then(|present| Ok((present.size(), content.metadata()?.size())));
+    sizes.is_ok_and(|(now, then)| {
+        now == then && differences(present, content, now).is_ok_and(|differ| differ.is_empty())
+    })
+}
+
 /// The blocks below `end` that differ. Beyond the end of a file there are zeros: a hole is equal to them, data is not.
 fn differences(present: &File, content: &File, end: u64) -> io::Result<Vec<Range<u64>>> {
     let (mut here, mut there) = (vec![0; BLOCK], vec![0; BLOCK]);
@@ -231,11 +239,26 @@ pub(crate) fn move_aside(path: &Path, trusted: Trusted) -> Result<Option<RolledB
     let present = fs::symlink_metadata(place.here()).ok();
     let Some(metadata) = present.filter(|found| found.is_file() || found.is_dir()) else { return Ok(None) };
     let name = free_name(&place)?;
-    durable::publish_file(&place.here(), &place.beside(&name)).map_err(failed("rename", path))?;
+    match durable::publish_file(&place.here(), &place.beside(&name)) {
+        // Of another user, in a folder such as /tmp: it could have been there before the snapshot, too.
+        Err(error) if is_refused(&error) && !trusted.accepts(metadata.uid(), Some(0)) => {
+            tracing::warn!(
+                "{} did not exist at the snapshot and belongs to user {}: it is left as it is",
+                path.display(),
+                metadata.uid()
+            );
+            return Ok(None);
+        }
+        renamed => renamed.map_err(failed("rename", path))?,
+    }
     if metadata.is_dir() {
         remove_other_folders(&place, &name);
     }
     Ok(Some(RolledBack { path: path.into(), kept: path.with_file_name(name), bytes: metadata.size() }))
+}
+
+fn is_refused(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::PermissionDenied
 }
 
 /// Removes the folders of this name that earlier restores moved aside, except one.

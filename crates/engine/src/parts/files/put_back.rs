@@ -348,6 +348,9 @@ fn put_one_back(
             let made = content::make(&place, file, content, may_give);
             return made.map(|()| Some(FileRollback::Made(path.clone())));
         }
+        (Err(error), Some(content)) if is_write_protected(&error) => {
+            return put_protected_back(&place, file, content, aside, trusted);
+        }
         (Err(source), _) => {
             return Err(match source.raw_os_error() {
                 Some(libc::ENOENT) => RollbackError::Gone(path.clone()),
@@ -369,6 +372,39 @@ fn put_one_back(
         }
         None => Ok(None),
     }
+}
+
+/// Whether a file that refuses to be opened for writing with this error may still be readable.
+fn is_write_protected(error: &io::Error) -> bool {
+    use io::ErrorKind::{ExecutableFileBusy, PermissionDenied, ReadOnlyFilesystem};
+    matches!(error.kind(), PermissionDenied | ReadOnlyFilesystem | ExecutableFileBusy)
+}
+
+/// A file that cannot be opened for writing, as those of Git's object store or what root put into a tracked folder. The
+/// job could not change it either; only if somebody else has is there something to do.
+fn put_protected_back(
+    place: &Place<'_>,
+    file: &OpenFile,
+    content: &File,
+    aside: Option<&Aside<'_>>,
+    trusted: Trusted,
+) -> Result<Option<FileRollback>, RollbackError> {
+    let path = place.path();
+    let found = place.find().map_err(failed("open", path))?;
+    let metadata = found.metadata().map_err(failed("stat", path))?;
+    trusted.check(path, metadata.uid(), file.owner.map(|owner| owner.uid))?;
+    if found.read().is_ok_and(|present| content::is_same(&present, content)) {
+        return Ok(None);
+    }
+    // Its owner can lend the right to write it.
+    let refused = |source| RollbackError::Protected { path: path.into(), source };
+    found.set_mode(metadata.mode() | 0o600).map_err(refused)?;
+    let replaced = match found.change() {
+        Ok(open) => content::replace(&open, place, file, content, aside),
+        Err(error) => Err(refused(error)),
+    };
+    found.set_mode(metadata.mode()).map_err(failed("chmod", path))?;
+    Ok(replaced?.map(FileRollback::Kept))
 }
 
 fn cut(file: &File, place: &Place<'_>, size: u64) -> Result<RolledBack, RollbackError> {

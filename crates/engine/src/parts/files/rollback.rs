@@ -161,6 +161,15 @@ pub enum RollbackError {
     /// Its content changed, and is not in the image.
     #[error("{} changed after the snapshot and its earlier content is not in the image: the job would continue with a file that does not match its memory. Put the file back, restore an older image, or set restart.changed-files = \"warn\" if this is harmless for the job", .0.display())]
     Changed(PathBuf),
+    /// Its content changed, and it cannot be written.
+    #[error("{} changed after the snapshot and cannot be written with the rights of the job's user: put its earlier content back, or make it writable for that user", path.display())]
+    Protected {
+        /// The file.
+        path: PathBuf,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
     /// It lost bytes that the image does not have.
     #[error("{} had {had} bytes at the snapshot and has {has} now: the missing bytes are not in the image", path.display())]
     Shorter {

@@ -9,6 +9,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
+use super::super::place::Trusted;
 use rekindle_os::blocks::Medium;
 use rekindle_os::durable;
 use rekindle_os::maps::{self, Mapping};
@@ -23,6 +24,8 @@ pub(super) struct Use {
     pub(super) append: bool,
     /// Writes through a mapping.
     pub(super) mapped: bool,
+    /// Writes past the page cache (O_DIRECT): the time stamp is of the beginning of a write, not of its end.
+    pub(super) direct: bool,
 }
 
 /// The files that these processes (pids as we see them) write to now, from /proc. Files that a process opens or closes
@@ -31,8 +34,9 @@ pub(super) fn written_now(tree: &[i32]) -> BTreeMap<PathBuf, Use> {
     let mut found: BTreeMap<PathBuf, Use> = BTreeMap::new();
     for pid in tree {
         for (path, flags) in descriptors(*pid) {
-            let append = flags & libc::O_APPEND != 0;
-            found.entry(path).and_modify(|known| known.append &= append).or_insert(Use { append, mapped: false });
+            let known = found.entry(path).or_insert(Use { append: true, ..Use::default() });
+            known.append &= flags & libc::O_APPEND != 0;
+            known.direct |= flags & libc::O_DIRECT != 0;
         }
         let maps = maps::read(*pid).unwrap_or_default();
         for path in maps::mappings(&maps).filter_map(written_mapping) {
@@ -109,10 +113,30 @@ fn is_database(path: &Path) -> bool {
 
 /// The files of the database that `path` belongs to: those that exist, and those that do not. SQLite would take a
 /// journal that appears after the snapshot for the journal of the restored database.
-pub(super) fn companions(path: &Path, way: &dyn Fn(&Path) -> PathBuf) -> (Vec<PathBuf>, Vec<PathBuf>) {
+///
+/// What another user has put beside a database in a folder such as /tmp is neither: the job does not use it.
+pub(super) fn companions(
+    path: &Path,
+    trusted: Trusted,
+    way: &dyn Fn(&Path) -> PathBuf,
+) -> (Vec<PathBuf>, Vec<PathBuf>) {
     let Some(database) = database_of(path, way) else { return (Vec::new(), Vec::new()) };
-    let all = names_beside(&database).chain([database.clone()]);
-    all.partition(|path| fs::symlink_metadata(way(path)).is_ok())
+    let owner = |path: &Path| fs::symlink_metadata(way(path)).map(|metadata| metadata.uid()).ok();
+    let its = owner(&database);
+    let (mut there, mut missing) = (Vec::new(), Vec::new());
+    for path in names_beside(&database).chain([database.clone()]) {
+        match owner(&path) {
+            None => missing.push(path),
+            Some(owner) if trusted.accepts(owner, its.or(Some(0))) => there.push(path),
+            Some(owner) => {
+                tracing::warn!(
+                    "{} belongs to user {owner} and is not taken for a part of the database beside it",
+                    path.display()
+                );
+            }
+        }
+    }
+    (there, missing)
 }
 
 /// The working directories of these processes.
