@@ -48,7 +48,6 @@ const STATS: u32 = 0x5709_3306;
 pub const PAGE: u64 = 4096;
 /// `PE_PRESENT`: the page is in the pages file.
 const PRESENT: u32 = 4;
-const MAX_RECORD: usize = 16 << 20;
 
 /// Why an image file cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -113,8 +112,8 @@ impl Records {
         if self.at == self.bytes.len() {
             return Ok(None);
         }
-        let length = self.word().and_then(|n| usize::try_from(n).ok()).filter(|n| *n <= MAX_RECORD);
-        let record = length.and_then(|n| self.bytes.get(self.at..self.at + n));
+        let length = self.word().and_then(|n| usize::try_from(n).ok());
+        let record = length.and_then(|n| self.bytes.get(self.at..self.at.checked_add(n)?));
         let Some(record) = record else {
             return Err(damaged(&self.path, format!("a record is cut at byte {}", self.at)));
         };

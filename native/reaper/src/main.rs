@@ -266,11 +266,12 @@ fn become_job(args: &Args, envp: *const *const c_char) -> ! {
     {
         failed(b"set no-new-privileges for", e, 125);
     }
+    // First, because a FIFO that nobody writes to would be waited for: then the job can still be ended by a signal.
+    sys::unblock_all();
     // With the rights of the job: another user may have put another file there since rekindle looked at it.
     if let Err(e) = sys::open_as_input(input) {
         failed_at(b"open the job's standard input", input, e, NOT_EXECUTED);
     }
-    sys::unblock_all();
     // SAFETY: argument 9 is the `--`; the job's argv follows it and ends with argv's own null.
     let argv = unsafe { args.0.add(10) };
     let errno = sys::exec(program, argv, envp);

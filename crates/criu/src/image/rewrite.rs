@@ -5,7 +5,7 @@ use std::path::Path;
 use prost::Message;
 use prost::encoding::{decode_varint, encode_varint};
 
-use super::{COMMON, Error, MAX_RECORD, Records, damaged};
+use super::{COMMON, Error, Records, damaged};
 
 /// Rewrites an image file if `change` returns a new record for any of its records.
 pub(super) fn rewrite<M: Message + Default>(
@@ -23,7 +23,7 @@ pub(super) fn rewrite<M: Message + Default>(
         let new = change(entry, record)?;
         changed |= new.is_some();
         let record = new.as_deref().unwrap_or(record);
-        let length = u32::try_from(record.len()).ok().filter(|_| record.len() <= MAX_RECORD);
+        let length = u32::try_from(record.len()).ok();
         bytes.extend(length.ok_or_else(|| damaged(path, format!("a record at byte {at}")))?.to_le_bytes());
         bytes.extend(record);
     }
