@@ -5,10 +5,10 @@
 #   examples/crash-loop.sh [--rekindle FILE]      FILE: use this binary instead of building one
 #
 # Scene 1: the job's state goes bad, and some images contain the bad state before the job crashes. Restored from one of
-#          them, the job crashes at once. rekindle sets these images aside, newest first, until an older one works. The job
+#          them, the job crashes at once. rekindle passes over these images, newest first, until an older one works. The job
 #          completes.
-# Scene 2: the job always crashes. rekindle sets all images aside, starts the job from the beginning, then gives up and
-#          says why.
+# Scene 2: the job always crashes. rekindle passes over all images, starts the job from the beginning, which this script
+#          allows (restart.cold-start = "allow"; not the default), then gives up and says why.
 # Lines that begin with "job" are from the job, lines that begin with "   " from this script, all others from rekindle.
 # Exits 0 if both scenes went like this.
 set -euo pipefail
@@ -92,7 +92,7 @@ keep-last = 4
 [restart]
 backoff = "200ms"
 backoff-max = "500ms"
-# A job that dies sooner than this after a restore has died "at once". After the second time the image is set aside.
+# A job that dies sooner than this after a restore has died "at once". After the second time the image is passed over.
 min-uptime = "4s"
 # Enough to try every image twice and to start from the beginning.
 max-restarts = 12
@@ -140,7 +140,7 @@ rm "$work/poison"
 finish
 [ "$status" -eq 0 ] || die "the job should have ended well, rekindle ended with $status"
 [ "$(said 'job    starts at 0')" -eq 1 ] || die 'the job was started from the beginning although a sound image was there'
-[ "$(said 'crashes, its state is bad')" -ge 3 ] || die 'the bad images were not tried twice before they were set aside'
+[ "$(said 'crashes, its state is bad')" -ge 3 ] || die 'the bad images were not tried twice before they were passed over'
 say "crashed $(said 'crashes, its state is bad') times, went back to the sound image, and came to its end"
 echo
 

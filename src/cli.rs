@@ -210,7 +210,7 @@ enum ConfigCommand {
     Show,
     /// Check a configuration file
     Check {
-        /// The file; by default the one that `run` reads
+        /// The file; by default all that `run` reads
         file: Option<PathBuf>,
     },
 }

@@ -49,6 +49,7 @@ TABLE = [
     Elsewhere(r"podman (build|stop|exec)", "needs a container manager"),
     Elsewhere(r"kubectl ", "needs a cluster"),
     Elsewhere(r"helm (install|uninstall)", "needs a cluster; the chart is rendered", "integration/run.sh", "integration/deploy.py"),
+    Elsewhere(r"\(umask 077; mkdir -p /etc/rekindle;", "writes to /etc"),
     Elsewhere(r"systemctl ", "needs a systemd", "integration/systemd.sh", "systemctl"),
     Elsewhere(r"rekindle cuda \S+ --pid", "needs a GPU", code=69),
 ]

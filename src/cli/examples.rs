@@ -166,7 +166,7 @@ const EXAMPLES: &[(&str, &[Example])] = &[
     (
         "config check",
         &[
-            ("rekindle config check", "Check the file that `run` would read"),
+            ("rekindle config check", "Check the files that `run` would read"),
             ("rekindle config check rekindle.toml", "Check this file"),
         ],
     ),

@@ -21,7 +21,7 @@ use rekindle_store::{Access, Error, ImageId, JobFolder, JobName, Known, Place, S
 /// What to prune, and the rules for it.
 #[derive(Debug, clap::Args)]
 pub(crate) struct PruneArgs {
-    /// The job; by default all jobs
+    /// The job; by default all jobs that are not running
     #[arg(add = complete::jobs())]
     job: Option<String>,
     /// Print what would be removed and why; remove nothing

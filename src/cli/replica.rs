@@ -224,7 +224,7 @@ fn look(
                 return Ok(Some((fetched, new)));
             }
             Err(error @ (Error::Damaged { .. } | Error::NotWhole { .. })) => {
-                tracing::error!("looking for an older image: {}", chain(&error));
+                tracing::error!("{}; looking for an older image", chain(&error));
                 last = Some(error);
             }
             Err(error) => return Err(error),

@@ -19,8 +19,8 @@ pub(super) fn judge(facts: &Facts) -> Check {
     let name = "criu.version";
     let (wanted, _) = criu::required(&facts.kernel);
     let fix = format!(
-        "install CRIU {wanted} or newer (package criu; Ubuntu: ppa:criu/ppa), or set criu.path in the configuration \
-        or REKINDLE_CRIU in the environment"
+        "install a package of rekindle, which contains CRIU, or CRIU {wanted} or newer (package criu), or set criu.path \
+        in the configuration or REKINDLE_CRIU in the environment"
     );
     let found = match &facts.found {
         Ok(criu) => {

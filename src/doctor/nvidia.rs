@@ -93,7 +93,7 @@ fn driver(facts: &Facts) -> Option<Check> {
                 (NVIDIA/cuda-checkpoint#53). rekindle checkpoints such a process before killing it; this does not \
                 help if the process crashes, or if something else kills it or rekindle"
             ),
-            "install another NVIDIA driver than 595, such as 580",
+            "install an NVIDIA driver other than 595, such as 580",
         ),
         (Some(version), _) if version.major() < 580 => {
             Check::ok(name, format!("driver {version}; a restore to another GPU needs 580"))
