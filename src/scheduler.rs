@@ -43,10 +43,17 @@ pub(crate) enum Error {
         /// Its command line.
         command: String,
     },
+    /// It answered something else than what was asked for.
+    #[error("{command} answered {said:?}, which is no answer for one job")]
+    Unclear {
+        /// Its command line.
+        command: String,
+        said: String,
+    },
     /// There is no job to queue again.
     #[error(
         "scheduler.requeue = \"scontrol\" needs SLURM_JOB_ID, which is not set. With sudo, use \
-        --preserve-env=SLURM_JOB_ID"
+        --preserve-env=SLURM_JOB_ID,SLURM_ARRAY_JOB_ID,SLURM_ARRAY_TASK_ID"
     )]
     NoJob,
 }
@@ -58,12 +65,11 @@ pub(crate) struct Scheduler {
     profile: Profile,
     /// Its name for the job, including the task of an array.
     job: Option<String>,
-    /// The job's name for Slurm's commands.
+    /// The job's name for Slurm's commands, the same on all machines. In an array it includes the task: the number of
+    /// one of the tasks is that of the whole array, too.
     slurm_job: Option<String>,
     /// The job's deadline, if the environment has it.
     end: Option<DateTime<Utc>>,
-    /// Slurm's name for the job, which is the same on all machines.
-    group: Option<String>,
     /// The number of this machine among those of the job.
     node_rank: Option<u32>,
 }
@@ -84,19 +90,18 @@ impl Scheduler {
         // An Indexed Job of Kubernetes, whose pods are the machines.
         let node_rank = variable("SLURM_NODEID").or_else(|| variable("JOB_COMPLETION_INDEX"));
         let node_rank = node_rank.and_then(|rank| rank.parse().ok());
-        let none = Scheduler { profile, job: None, slurm_job: None, end: None, group: None, node_rank };
+        let none = Scheduler { profile, job: None, slurm_job: None, end: None, node_rank };
         match profile {
             Profile::Slurm => {
-                let slurm_job = variable("SLURM_JOB_ID");
                 let array = variable("SLURM_ARRAY_JOB_ID").zip(variable("SLURM_ARRAY_TASK_ID"));
-                let job = array.map(|(job, task)| format!("{job}_{task}")).or_else(|| slurm_job.clone());
-                let group = job.clone();
+                let task = array.map(|(job, task)| format!("{job}_{task}"));
+                let slurm_job = task.or_else(|| variable("SLURM_JOB_ID"));
                 // The tasks of one `srun` are separate jobs here, unless they are a group.
                 let rank = variable("SLURM_PROCID").filter(|rank| rank != "0");
-                let job = job.map(|job| rank.map_or_else(|| job.clone(), |rank| format!("{job}.{rank}")));
+                let job = slurm_job.clone().map(|job| rank.map_or_else(|| job.clone(), |rank| format!("{job}.{rank}")));
                 let end = variable("SLURM_JOB_END_TIME").and_then(|end| end.parse().ok());
                 let end = end.and_then(|end| DateTime::from_timestamp(end, 0));
-                Scheduler { job, slurm_job, end, group, ..none }
+                Scheduler { job, slurm_job, end, ..none }
             }
             Profile::Sge => {
                 let task = variable("SGE_TASK_ID").filter(|task| task != "undefined");
@@ -143,7 +148,7 @@ impl Scheduler {
     /// The name of a job over several machines, which all of them know.
     #[must_use]
     pub(crate) fn group_name(&self) -> Option<String> {
-        self.group.as_ref().map(|job| format!("slurm-{job}"))
+        self.slurm_job.as_ref().map(|job| format!("slurm-{job}"))
     }
 
     /// The number of this machine among those of the job, from 0.
@@ -177,8 +182,10 @@ impl Scheduler {
     /// When Slurm does not answer.
     pub(crate) fn ask_end(&self) -> Result<Option<DateTime<Utc>>, Error> {
         let Some(job) = &self.slurm_job else { return Ok(None) };
-        let left = run(&["squeue", "--noheader", "--jobs", job, "--format", "%L"])?;
-        Ok(time_left(left.trim()).map(|left| Utc::now() + left))
+        let left = ask(job, "%L")?;
+        let unclear = || Error::Unclear { command: squeue(job, "%L").join(" "), said: left.clone() };
+        let left = time_left(&left).ok_or_else(unclear)?;
+        Ok(left.map(|left| Utc::now() + left))
     }
 
     /// Whether [`Scheduler::requeue`] does something.
@@ -208,8 +215,7 @@ impl Scheduler {
     /// Whether the job still runs, and is not being ended.
     fn runs_here(&self) -> Result<bool, Error> {
         let job = self.slurm_job.as_ref().ok_or(Error::NoJob)?;
-        let state = run(&["squeue", "--noheader", "--jobs", job, "--format", "%T"])?;
-        Ok(matches!(state.trim(), "RUNNING" | "SUSPENDED"))
+        Ok(matches!(ask(job, "%T")?.as_str(), "RUNNING" | "SUSPENDED"))
     }
 
     /// Makes Slurm queue the job again, which ends it, so this must be the last action. Other schedulers use the exit
@@ -226,8 +232,38 @@ impl Scheduler {
     }
 }
 
-/// Slurm's time left: `[days-][hours:]minutes:seconds`, or a word if there is no limit.
-fn time_left(text: &str) -> Option<Duration> {
+/// The command that asks for this field of a job.
+fn squeue<'a>(job: &'a str, field: &'a str) -> [&'a str; 6] {
+    ["squeue", "--noheader", "--jobs", job, "--format", field]
+}
+
+/// Asks Slurm for this field of a job.
+fn ask(job: &str, field: &str) -> Result<String, Error> {
+    let line = squeue(job, field);
+    of_one_job(&line.join(" "), &run(&line)?)
+}
+
+/// The answer for one job. Slurm writes a line for each task if it takes the job for a whole array: then it is not
+/// known which of them is ours.
+fn of_one_job(command: &str, answer: &str) -> Result<String, Error> {
+    let answer = answer.trim();
+    if answer.lines().count() > 1 {
+        return Err(Error::Unclear { command: command.into(), said: answer.into() });
+    }
+    Ok(answer.into())
+}
+
+/// Slurm's time left: `[days-][hours:]minutes:seconds`, or a word if there is no limit (`Some(None)`). `None` if it is
+/// neither: INVALID, for example, says nothing about the limit.
+fn time_left(text: &str) -> Option<Option<Duration>> {
+    match text {
+        "UNLIMITED" | "NOT_SET" => Some(None),
+        text => duration(text).map(Some),
+    }
+}
+
+/// `[days-][hours:]minutes:seconds`.
+fn duration(text: &str) -> Option<Duration> {
     let (days, rest) = text.split_once('-').unwrap_or(("0", text));
     let mut seconds = days.parse::<u64>().ok()?;
     let fields: Vec<&str> = rest.split(':').collect();
@@ -339,13 +375,34 @@ mod tests {
             ("30-12:00:00", Some(2_635_200)),
             ("UNLIMITED", None),
             ("NOT_SET", None),
-            ("INVALID", None),
-            ("", None),
-            ("7", None),
-            ("-1:00", None),
         ] {
-            assert_eq!(time_left(text), seconds.map(Duration::from_secs), "{text}");
+            assert_eq!(time_left(text), Some(seconds.map(Duration::from_secs)), "{text}");
         }
+        for unclear in ["INVALID", "", "7", "-1:00", "0:07\n0:07", "unlimited"] {
+            assert_eq!(time_left(unclear), None, "{unclear}: the deadline that is known stays");
+        }
+    }
+
+    #[test]
+    fn an_answer_for_several_jobs_is_none() {
+        assert_eq!(of_one_job("squeue", "0:07\n").unwrap(), "0:07");
+        assert_eq!(of_one_job("squeue", "\n").unwrap(), "");
+        let said = of_one_job("squeue --jobs 7", "0:07\n2:00:00\n").unwrap_err().to_string();
+        assert!(said.contains("squeue --jobs 7") && said.contains("0:07"), "{said}");
+    }
+
+    /// Of one task of each array `SLURM_JOB_ID` is the number of the array.
+    #[test]
+    fn slurm_is_asked_about_one_task_of_an_array() {
+        let array = |job: &'static str, task: &'static str| {
+            [("SLURM_JOB_ID", job), ("SLURM_ARRAY_JOB_ID", "7"), ("SLURM_ARRAY_TASK_ID", task), ("SLURM_PROCID", "3")]
+        };
+        let asked = |environment: &[(&str, &str)]| find(Profile::Auto, environment).slurm_job;
+        assert_eq!(asked(&array("7", "2")).as_deref(), Some("7_2"));
+        assert_eq!(asked(&array("8", "1")).as_deref(), Some("7_1"));
+        assert_eq!(asked(&[("SLURM_JOB_ID", "7"), ("SLURM_PROCID", "3")]).as_deref(), Some("7"));
+        let known = find(Profile::Slurm, &array("7", "2")[1..]);
+        assert_eq!((known.can_be_asked(), known.group_name().as_deref()), (true, Some("slurm-7_2")));
     }
 
     #[test]
