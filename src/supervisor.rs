@@ -232,7 +232,7 @@ pub(crate) fn run(setup: Setup) -> Result<Finish, Error> {
         return owner.lease.into_lost().map_or(Ok(finish), |error| Err(error.into()));
     }
     // Before the remaining output is shown: a stuck reader must not prevent the end from being recorded.
-    let recorded = owner.wrap_up(&finish);
+    owner.wrap_up(&finish);
     // Only showing output remains: a user who does not want to wait for it can end us with a signal.
     inherited::let_end_us(&signals::OURS);
     owner.record_in_replica(&finish);
@@ -253,7 +253,7 @@ pub(crate) fn run(setup: Setup) -> Result<Finish, Error> {
         owner.queue_again(&messages);
         owner.leave_etcd(&messages);
     }
-    recorded.map(|()| finish)
+    owner.lease.into_lost().map_or(Ok(finish), |error| Err(error.into()))
 }
 
 /// The components of a run, and what their decisions are carried out with.

@@ -66,7 +66,7 @@ pub(super) fn stop(global: &Global, args: &StopArgs) -> anyhow::Result<Exit> {
     let stored = newest.is_some_and(|image| folder.is_stored(image));
     let name = folder.name();
     // An immediate stop does not wait for the store.
-    let is_short_of_one = outcome == Some("stopped") && newest.is_some() && !stored && !args.now;
+    let is_short_of_one = !args.now && is_short_of_one(outcome, newest, stored);
     match (global.format(), outcome) {
         (Format::Json, _) => print_json(&Stopped { job: name, outcome, image: newest, stored })?,
         (Format::Text, None) => print_text(&format!("job {name} is being stopped"))?,
@@ -85,6 +85,12 @@ pub(super) fn stop(global: &Global, args: &StopArgs) -> anyhow::Result<Exit> {
     Ok(if is_short_of_one { Exit::OnlyInMemory } else { Exit::Success })
 }
 
+/// Whether the job needs its newest image, and it is not in the store. A full store has no room for the record of the
+/// stop either, so that the run seems to be interrupted.
+fn is_short_of_one(outcome: Option<&str>, newest: Option<ImageId>, stored: bool) -> bool {
+    matches!(outcome, Some("stopped" | "interrupted")) && newest.is_some() && !stored
+}
+
 /// Waits until the job has no supervisor.
 fn wait(folder: &JobFolder, tell: &dyn Fn(String)) -> anyhow::Result<()> {
     while folder.writer()? != Writer::Nobody {
@@ -98,4 +104,17 @@ fn wait(folder: &JobFolder, tell: &dyn Fn(String)) -> anyhow::Result<()> {
         std::thread::sleep(LOOK);
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_image_that_is_not_stored_is_told_though_the_stop_could_not_be_recorded() {
+        let image = Some(ImageId::new(1, chrono::DateTime::UNIX_EPOCH));
+        assert!(is_short_of_one(Some("stopped"), image, false) && is_short_of_one(Some("interrupted"), image, false));
+        assert!(!is_short_of_one(Some("completed"), image, false) && !is_short_of_one(None, image, false));
+        assert!(!is_short_of_one(Some("stopped"), image, true) && !is_short_of_one(Some("interrupted"), None, false));
+    }
 }

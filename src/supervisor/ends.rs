@@ -6,7 +6,7 @@ use signal_hook::consts::SIGKILL;
 
 use super::life::Waits;
 use super::state::{Event, Finish, State};
-use super::{Error, Owner, unread};
+use super::{Owner, unread};
 use crate::config::OnSuccess;
 use crate::policy::Images;
 use rekindle_base::chain;
@@ -90,8 +90,9 @@ impl Owner<'_> {
         }
     }
 
-    /// Records how the run ended; removes the images of a completed job if configured.
-    pub(super) fn wrap_up(&mut self, finish: &Finish) -> Result<(), Error> {
+    /// Records how the run ended; removes the images of a completed job if configured. A failure changes nothing about
+    /// how the job ended, so it is only logged: whoever started this run must learn of the end itself.
+    pub(super) fn wrap_up(&mut self, finish: &Finish) {
         let (outcome, code) = match finish {
             Finish::Completed => (Outcome::Completed, Some(0)),
             Finish::Stopped(_) | Finish::StoppedInMemory { .. } => (Outcome::Stopped, None),
@@ -102,22 +103,41 @@ impl Owner<'_> {
                 (Outcome::Failed { why: why.clone() }, code)
             }
         };
-        self.record(outcome, code)?;
+        let recorded = self.record(outcome, code);
+        let is_recorded = recorded.is_ok();
+        if let Err(error) = self.lease.looked(recorded) {
+            tracing::error!(
+                "cannot record how the run ended, so `rekindle status` takes it for interrupted: {}",
+                chain(&error)
+            );
+        }
+        if !self.lease.is_held() {
+            return;
+        }
         self.tell_finish(finish, code);
-        if *finish == Finish::Completed && self.setup.config.store.on_success == OnSuccess::Remove {
-            let images = self.setup.folder.images()?;
-            for id in self.good_images()?.iter().filter(|id| images.iter().any(|image| image.id == **id)) {
-                match self.setup.folder.remove(&self.setup.lock, id) {
-                    Err(store::Error::Pinned(id)) => tracing::info!("image {id} is pinned and is kept"),
-                    other => other?,
-                }
-            }
-            // Nothing would remove the content after the grace period.
-            if let Err(error) = gc::sweep_now(&self.setup.folder, &self.setup.lock, self.setup.config.store.copies) {
-                tracing::warn!("unneeded content was not swept: {}", chain(&error));
-            }
+        // If it is not recorded that the job completed, the next run needs the images.
+        if is_recorded
+            && *finish == Finish::Completed
+            && self.setup.config.store.on_success == OnSuccess::Remove
+            && let Err(error) = self.remove_images()
+        {
+            tracing::error!("cannot remove the images of the completed job: {}", chain(&error));
         }
         self.publish();
+    }
+
+    fn remove_images(&self) -> Result<(), store::Error> {
+        let images = self.setup.folder.images()?;
+        for id in self.good_images()?.iter().filter(|id| images.iter().any(|image| image.id == **id)) {
+            match self.setup.folder.remove(&self.setup.lock, id) {
+                Err(store::Error::Pinned(id)) => tracing::info!("image {id} is pinned and is kept"),
+                other => other?,
+            }
+        }
+        // Nothing would remove the content after the grace period.
+        if let Err(error) = gc::sweep_now(&self.setup.folder, &self.setup.lock, self.setup.config.store.copies) {
+            tracing::warn!("unneeded content was not swept: {}", chain(&error));
+        }
         Ok(())
     }
 }

@@ -25,6 +25,7 @@ mod devices;
 mod environment;
 mod events;
 mod forks;
+mod full;
 mod groups;
 mod habit;
 mod hooks;

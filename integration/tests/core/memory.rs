@@ -159,15 +159,15 @@ fn a_store_that_is_slower_than_the_interval_stretches_it() {
 }
 
 /// No image of the store goes for the next one.
-fn pin_all(lab: &Lab) {
+pub(crate) fn pin_all(lab: &Lab) {
     lab.images().iter().for_each(|image| drop(image.change_tags(Change::Pin).unwrap()));
 }
 
 /// Unmounted when dropped.
-struct SmallStore(PathBuf);
+pub(crate) struct SmallStore(PathBuf);
 
 impl SmallStore {
-    fn mount(lab: &Lab, mib: u32) -> SmallStore {
+    pub(crate) fn mount(lab: &Lab, mib: u32) -> SmallStore {
         fs::create_dir(lab.store()).unwrap();
         let options = format!("size={mib}m,mode=700");
         mount(Some("none"), &lab.store(), Some("tmpfs"), MsFlags::empty(), Some(options.as_str())).unwrap();
@@ -176,10 +176,14 @@ impl SmallStore {
 
     /// Leaves 1 MiB, or what an image that is just being written leaves of that: the job's output goes there too.
     fn fill(&self) {
-        let mut file = fs::File::create(self.0.join("fill")).unwrap();
+        self.fill_up_to(1 << 20);
+    }
+
+    /// Leaves this many bytes.
+    pub(crate) fn fill_up_to(&self, left: u64) {
+        let mut file = fs::OpenOptions::new().create(true).append(true).open(self.0.join("fill")).unwrap();
         loop {
-            let free = nix::sys::statvfs::statvfs(&self.0).unwrap();
-            let bytes = (free.blocks_available() * free.fragment_size()).saturating_sub(1 << 20).min(1 << 20);
+            let bytes = self.free().saturating_sub(left).min(1 << 20);
             let written = file.write_all(&vec![0; usize::try_from(bytes).unwrap()]);
             if bytes == 0 || written.is_err_and(|error| error.kind() == io::ErrorKind::StorageFull) {
                 return;
@@ -187,7 +191,12 @@ impl SmallStore {
         }
     }
 
-    fn clear(&self) {
+    pub(crate) fn free(&self) -> u64 {
+        let free = nix::sys::statvfs::statvfs(&self.0).unwrap();
+        free.blocks_available() * free.fragment_size()
+    }
+
+    pub(crate) fn clear(&self) {
         fs::remove_file(self.0.join("fill")).unwrap();
     }
 }
