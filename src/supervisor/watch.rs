@@ -142,6 +142,16 @@ impl Watch {
         }
     }
 
+    /// Whether the job can be ended for a hang now. If a snapshot or the end came meanwhile, the hang is reported again
+    /// should the job still hang when it runs.
+    fn hears_hang(&self, what: Missing, state: &State) -> bool {
+        let hears = matches!(state, State::Running(_));
+        if !hears {
+            self.order(Order::Unheard(what));
+        }
+        hears
+    }
+
     /// If we end this life, it is for this cause.
     pub(super) fn is_to_end(&mut self, cause: Cause) {
         self.blame = Some(cause);
@@ -284,8 +294,7 @@ impl Owner<'_> {
                 self.tell(What::GoesOn { what });
                 self.publish();
             }
-            // A snapshot or the end came meanwhile.
-            hang_detector::Finding::Hung { .. } if !matches!(self.machine.state(), State::Running(_)) => {}
+            hang_detector::Finding::Hung { what, .. } if !self.watch.hears_hang(what, self.machine.state()) => {}
             hang_detector::Finding::Hung { what, idle, stacks } => {
                 let name = stacks.as_deref().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
                 self.hung(what, idle, name);
@@ -487,6 +496,18 @@ mod tests {
             "it can wait itself"
         );
         assert_eq!(watch.why_ended(Ended::Signal(9), &ending(Ending::Condemned, now), now), hang());
+    }
+
+    #[test]
+    fn a_hang_that_is_found_as_a_snapshot_begins_is_not_forgotten() {
+        let now = Instant::now();
+        let (orders, told) = mpsc::channel();
+        let watch = Watch { detector: Some(orders), ..Watch::default() };
+        assert!(watch.hears_hang(Missing::Output, &State::Running(life(now))));
+        assert!(told.try_recv().is_err());
+        let snapshot = State::Snapshotting { life: life(now), then: None, ended: None };
+        assert!(!watch.hears_hang(Missing::Work, &snapshot));
+        assert!(matches!(told.try_recv(), Ok(Order::Unheard(Missing::Work))));
     }
 
     #[test]

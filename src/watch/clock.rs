@@ -50,13 +50,19 @@ impl Clock {
         std::mem::take(&mut self.said)
     }
 
+    /// It was not heard that the limit is over: it is to be said again.
+    pub(crate) fn is_unheard(&mut self) {
+        self.said = false;
+    }
+
     /// How long there was no progress.
     #[must_use]
     pub(crate) fn idle(&self, now: Instant) -> Duration {
         self.idle + self.since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
     }
 
-    /// Returns the time without progress, if it has reached the limit. Returns it only once until there is progress.
+    /// Returns the time without progress, if it has reached the limit. Returns it only once until there is progress, or
+    /// until it is to be said again.
     pub(crate) fn due(&mut self, now: Instant) -> Option<Duration> {
         let idle = self.idle(now);
         let due = self.since.is_some() && !self.said && idle >= self.limit;
@@ -89,6 +95,8 @@ mod tests {
         assert!(clock.progress(start + 100 * SECOND));
         assert_eq!(clock.due(start + 109 * SECOND), None);
         assert_eq!(clock.due(start + 110 * SECOND), Some(10 * SECOND));
+        clock.is_unheard();
+        assert_eq!(clock.due(start + 111 * SECOND), Some(11 * SECOND), "nobody heard it");
     }
 
     #[derive(Debug, Clone, Copy)]

@@ -28,6 +28,8 @@ pub(crate) enum Order {
     Go,
     /// Stop the clocks.
     Hold,
+    /// This hang could not be acted on when it was reported: report it again if it lasts.
+    Unheard(Missing),
 }
 
 /// A report.
@@ -59,6 +61,8 @@ pub(crate) struct HangDetector {
     /// The job's log folder.
     logs: PathBuf,
     pause: Duration,
+    /// Whether the clocks count.
+    going: bool,
     life: u32,
     root: Option<i32>,
     seen: Seen,
@@ -97,35 +101,45 @@ impl HangDetector {
         let pause = (shortest / 10).clamp(Duration::from_millis(20), longest);
         let files = [files.stdout.clone(), files.stderr.clone()];
         let (seen, gpu) = (Seen::default(), GpuWork::default());
-        Some(HangDetector { clocks, silence, files, beats, logs, pause, life: 0, root: None, seen, gpu })
+        let going = false;
+        Some(HangDetector { clocks, silence, files, beats, logs, pause, going, life: 0, root: None, seen, gpu })
     }
 
     /// Runs until the sender of orders is gone.
     pub(crate) fn keep(mut self, orders: &Receiver<Order>, report: impl Fn(u32, Finding)) {
-        let mut going = false;
         loop {
             // While the clocks are stopped there is nothing to check: an idle job costs nothing.
-            let order = if going { orders.recv_timeout(self.pause) } else { orders.recv().map_err(Into::into) };
+            let order = if self.going { orders.recv_timeout(self.pause) } else { orders.recv().map_err(Into::into) };
             let now = Instant::now();
             match order {
-                Ok(Order::Life(life, root)) => {
-                    (self.life, self.root, going) = (life, Some(root), false);
-                    self.clocks().for_each(Clock::reset);
-                    self.gpu.forget();
-                    self.rebase(now);
-                }
-                Ok(Order::Go) => {
-                    going = true;
-                    self.look_at_output(now, &report);
-                    self.rebase(now);
-                    self.clocks().for_each(|clock| clock.go(now));
-                }
-                Ok(Order::Hold) => {
-                    going = false;
-                    self.clocks().for_each(|clock| clock.hold(now));
-                }
+                Ok(order) => self.obey(order, now, &report),
                 Err(RecvTimeoutError::Timeout) => self.look(now, &report),
                 Err(RecvTimeoutError::Disconnected) => return,
+            }
+        }
+    }
+
+    fn obey(&mut self, order: Order, now: Instant, report: &impl Fn(u32, Finding)) {
+        match order {
+            Order::Life(life, root) => {
+                (self.life, self.root, self.going) = (life, Some(root), false);
+                self.clocks().for_each(Clock::reset);
+                self.gpu.forget();
+                self.rebase(now);
+            }
+            Order::Go => {
+                self.going = true;
+                self.look_at_output(now, report);
+                self.rebase(now);
+                self.clocks().for_each(|clock| clock.go(now));
+            }
+            Order::Hold => {
+                self.going = false;
+                self.clocks().for_each(|clock| clock.hold(now));
+            }
+            Order::Unheard(missing) => {
+                let unheard = self.clocks.iter_mut().filter(|(what, _)| *what == missing);
+                unheard.for_each(|(_, clock)| clock.is_unheard());
             }
         }
     }
@@ -215,7 +229,49 @@ fn worked(before: u64, now: u64, over: Duration) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::RefCell;
+
     use super::*;
+    use crate::config::watch::Patience;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    /// A detector of hangs of a process that does not exist, ten seconds without output long.
+    fn detector(folder: &std::path::Path) -> HangDetector {
+        let files = output::Files::create(folder, output::Bounds::default()).unwrap();
+        let watch =
+            Watch { no_output_for: Patience::For(10 * SECOND), log_silence_after: Patience::Off, ..Watch::default() };
+        HangDetector::new(&watch, &files, folder.into(), Arc::default()).unwrap()
+    }
+
+    #[test]
+    fn a_hang_that_could_not_be_acted_on_is_found_again_when_the_job_runs() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut detector = detector(dir.path());
+        let (start, found) = (Instant::now(), RefCell::new(Vec::new()));
+        let report = |life, finding| match finding {
+            Finding::Hung { what, idle, .. } => found.borrow_mut().push((life, what, idle)),
+            other => panic!("{other:?}"),
+        };
+        detector.obey(Order::Life(1, i32::MAX), start, &report);
+        detector.obey(Order::Go, start, &report);
+        detector.look(start + 10 * SECOND, &report);
+        detector.look(start + 11 * SECOND, &report);
+        assert_eq!(found.take(), [(1, Missing::Output, 10 * SECOND)], "once");
+        // A snapshot had begun when that was received.
+        detector.obey(Order::Hold, start + 11 * SECOND, &report);
+        detector.obey(Order::Unheard(Missing::Output), start + 12 * SECOND, &report);
+        assert!(found.borrow().is_empty());
+        detector.obey(Order::Go, start + 60 * SECOND, &report);
+        detector.look(start + 61 * SECOND, &report);
+        detector.look(start + 62 * SECOND, &report);
+        assert_eq!(found.take(), [(1, Missing::Output, 12 * SECOND)]);
+        // If it prints after the snapshot, it did not hang.
+        detector.obey(Order::Unheard(Missing::Output), start + 62 * SECOND, &report);
+        std::fs::write(&detector.files[0], "goes on").unwrap();
+        detector.look(start + 63 * SECOND, &report);
+        assert!(found.borrow().is_empty());
+    }
 
     #[test]
     fn one_per_cent_of_a_processor_is_work() {
@@ -233,7 +289,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let files = output::Files::create(dir.path(), output::Bounds::default()).unwrap();
         let detector = |watch: &Watch| HangDetector::new(watch, &files, dir.path().into(), Arc::default());
-        let off = Watch { log_silence_after: crate::config::watch::Patience::Off, ..Watch::default() };
+        let off = Watch { log_silence_after: Patience::Off, ..Watch::default() };
         assert!(detector(&off).is_none());
         assert_eq!(detector(&Watch::default()).unwrap().pause, Duration::from_secs(60));
     }
