@@ -463,7 +463,7 @@ impl Owner<'_> {
                 Ok(Message::Persisted(outcome)) if destination == Destination::Store => self.persisted(*outcome),
                 Ok(Message::Replicated(report)) => self.replicated(*report),
                 Ok(Message::Signal(signal)) if STOPS.contains(&signal) => {
-                    let _ = self.end.stops.signal(Instant::now());
+                    let _ = self.end.stops.signal(signal, Instant::now());
                 }
                 Ok(Message::Control(incoming)) => self.heard_late(*incoming),
                 Ok(Message::Hook(report)) => self.hook_failed(report),

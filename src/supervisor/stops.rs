@@ -30,13 +30,15 @@ pub(super) enum Request {
 }
 
 impl Stops {
-    /// Counts a signal that requests a stop.
-    pub(super) fn signal(&mut self, now: Instant) -> Request {
+    /// Counts a signal that requests a stop. USR2 never means more than a first request: who sends it wants the final
+    /// image, and some schedulers send it several times.
+    pub(super) fn signal(&mut self, signal: i32, now: Instant) -> Request {
         match self.first {
             None => {
                 self.first = Some(now);
                 Request::First
             }
+            Some(_) if signal == SIGUSR2 => Request::Repeated,
             Some(first) if !self.at_once && now.saturating_duration_since(first) < TOGETHER => Request::Repeated,
             Some(_) => {
                 self.at_once = true;
@@ -48,9 +50,9 @@ impl Stops {
     /// The event for a signal that requests a stop.
     pub(super) fn event(&mut self, signal: i32, now: Instant) -> Event {
         let stop = if signal == SIGUSR2 { Stop::Requeue } else { Stop::Signal(signal) };
-        match self.signal(now) {
-            Request::AtOnce if signal != SIGUSR2 => Event::StopNow(stop),
-            Request::AtOnce | Request::First | Request::Repeated => Event::Stop(stop),
+        match self.signal(signal, now) {
+            Request::AtOnce => Event::StopNow(stop),
+            Request::First | Request::Repeated => Event::Stop(stop),
         }
     }
 
@@ -70,23 +72,42 @@ impl Stops {
 
 #[cfg(test)]
 mod tests {
+    use signal_hook::consts::SIGTERM;
+
     use super::*;
+
+    #[test]
+    fn only_signals_that_mean_it_end_the_wait_for_the_store() {
+        let now = Instant::now();
+        let later = now + Duration::from_secs(60);
+        let mut stops = Stops::default();
+        assert_eq!(stops.event(SIGUSR2, now), Event::Stop(Stop::Requeue));
+        assert_eq!(stops.event(SIGUSR2, later), Event::Stop(Stop::Requeue));
+        assert_eq!(stops.signal(SIGUSR2, later), Request::Repeated);
+        assert!(!stops.is_at_once(), "the final image would be lost, and the job is queued again");
+        assert_eq!(stops.event(SIGTERM, later), Event::StopNow(Stop::Signal(SIGTERM)));
+        assert_eq!(stops.event(SIGUSR2, later), Event::Stop(Stop::Requeue));
+        assert!(stops.is_at_once());
+    }
 
     #[test]
     fn signals_that_come_together_are_one_request() {
         let now = Instant::now();
         let at = |millis| now + Duration::from_millis(millis);
         let mut stops = Stops::default();
-        assert_eq!(stops.signal(at(0)), Request::First);
-        assert_eq!((stops.signal(at(20)), stops.signal(at(1999))), (Request::Repeated, Request::Repeated));
+        assert_eq!(stops.signal(SIGTERM, at(0)), Request::First);
+        assert_eq!(
+            (stops.signal(SIGTERM, at(20)), stops.signal(SIGTERM, at(1999))),
+            (Request::Repeated, Request::Repeated)
+        );
         assert!(!stops.is_at_once());
         assert_eq!(
-            stops.signal(at(2000)),
+            stops.signal(SIGTERM, at(2000)),
             Request::AtOnce,
             "from the first one on, or a sender that repeats is never heard"
         );
         assert!(stops.is_at_once());
-        assert_eq!(stops.signal(at(2001)), Request::AtOnce);
+        assert_eq!(stops.signal(SIGTERM, at(2001)), Request::AtOnce);
     }
 
     #[test]
@@ -98,6 +119,6 @@ mod tests {
         assert!(!stops.is_at_once());
         assert_eq!(stops.command(true, now), Request::AtOnce);
         assert!(stops.is_at_once());
-        assert_eq!(stops.signal(now), Request::AtOnce);
+        assert_eq!(stops.signal(SIGTERM, now), Request::AtOnce);
     }
 }

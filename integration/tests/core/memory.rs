@@ -365,6 +365,22 @@ fn a_second_stop_does_not_wait_for_the_store() {
     finish(&lab, run);
 }
 
+/// USR2 asks for the final image, however often it comes.
+#[test]
+fn a_second_request_to_be_queued_again_waits_for_the_store() {
+    let Some(lab) = Lab::new() else { return };
+    // An image takes some seconds.
+    let lab = lab.set("store.persist-rate", "\"4MiB\"").set("store.compression", "\"none\"");
+    let mut run = lab.python("memory_job.py", &[lab.path().to_str().unwrap(), "24"]);
+    count_on(&lab, &mut run, 5);
+    run.signal(Signal::SIGUSR2);
+    run.second_stop(Signal::SIGUSR2);
+    let (_, said) = run.ends_with(75);
+    assert!(!said.contains("is only in memory"), "{said}");
+    assert_eq!(stored(&lab).len(), 1, "{said}");
+    assert_sound(&lab);
+}
+
 #[test]
 fn memory_has_room_for_one_image_only() {
     let Some(lab) = Lab::new() else { return };

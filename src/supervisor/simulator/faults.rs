@@ -376,7 +376,7 @@ impl World {
         let Some(run) = &mut self.run else { return };
         if run.finish.is_some() {
             // The job is over, and its image is being stored.
-            let _ = run.stops.signal(now);
+            let _ = run.stops.signal(signal, now);
             if run.stops.is_at_once() {
                 run.work.persist.iter_mut().for_each(|persist| persist.cancelled = true);
             }
