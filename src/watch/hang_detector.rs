@@ -3,7 +3,8 @@
 //!
 //! It learns which life runs, and when its clocks must stop: while a snapshot is taken, while the job is suspended,
 //! being restored or without all of its memory. Activity in that time does not count: CRIU's own work in the job (its
-//! parasite) shows as the job's processor time.
+//! parasite) shows as the job's processor time. Time in which this process itself was stopped does not count either: the
+//! job was probably stopped with it (`scontrol suspend`, `docker pause`, a virtual machine that was paused).
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -18,6 +19,9 @@ use crate::config::Watch;
 use rekindle_base::cause::Missing;
 use rekindle_engine::launch::output;
 use rekindle_os::process;
+
+/// If a wait took so much longer than planned, this process was stopped.
+const SLEPT: Duration = Duration::from_secs(2);
 
 /// Messages to it.
 #[derive(Debug, Clone, Copy)]
@@ -109,14 +113,32 @@ impl HangDetector {
     pub(crate) fn keep(mut self, orders: &Receiver<Order>, report: impl Fn(u32, Finding)) {
         loop {
             // While the clocks are stopped there is nothing to check: an idle job costs nothing.
+            let began = Instant::now();
             let order = if self.going { orders.recv_timeout(self.pause) } else { orders.recv().map_err(Into::into) };
             let now = Instant::now();
+            let slept = self.has_slept(began, now, &report);
             match order {
                 Ok(order) => self.obey(order, now, &report),
+                Err(RecvTimeoutError::Timeout) if slept => {}
                 Err(RecvTimeoutError::Timeout) => self.look(now, &report),
                 Err(RecvTimeoutError::Disconnected) => return,
             }
         }
+    }
+
+    /// Whether this process was stopped while it waited since `began`. Nothing of that time counts then.
+    fn has_slept(&mut self, began: Instant, now: Instant, report: &impl Fn(u32, Finding)) -> bool {
+        let slept = self.going && now.saturating_duration_since(began) > self.pause + SLEPT;
+        if slept {
+            self.clocks().for_each(|clock| {
+                clock.hold(began);
+                clock.go(now);
+            });
+            self.look_at_output(now, report);
+            self.look_at_beats(now, report);
+            self.rebase(now);
+        }
+        slept
     }
 
     fn obey(&mut self, order: Order, now: Instant, report: &impl Fn(u32, Finding)) {
@@ -191,13 +213,17 @@ impl HangDetector {
         }
     }
 
-    fn look(&mut self, now: Instant, report: &impl Fn(u32, Finding)) {
-        self.look_at_output(now, report);
+    fn look_at_beats(&mut self, now: Instant, report: &impl Fn(u32, Finding)) {
         let beats = self.beats.load(Ordering::Relaxed);
         if beats != self.seen.beats {
             self.seen.beats = beats;
             self.progress(Missing::Notify, now, report);
         }
+    }
+
+    fn look(&mut self, now: Instant, report: &impl Fn(u32, Finding)) {
+        self.look_at_output(now, report);
+        self.look_at_beats(now, report);
         if self.watches(Missing::Work) {
             let ticks = self.ticks();
             let over = self.seen.at.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
@@ -271,6 +297,30 @@ mod tests {
         std::fs::write(&detector.files[0], "goes on").unwrap();
         detector.look(start + 63 * SECOND, &report);
         assert!(found.borrow().is_empty());
+    }
+
+    #[test]
+    fn a_pause_of_this_process_and_the_job_is_no_hang() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut detector = detector(dir.path());
+        let (start, found) = (Instant::now(), RefCell::new(Vec::new()));
+        let report = |_, finding| found.borrow_mut().push(finding);
+        let at = |seconds| start + seconds * SECOND;
+        detector.obey(Order::Life(1, i32::MAX), start, &report);
+        assert!(!detector.has_slept(start, at(1000), &report), "the clocks are stopped");
+        detector.obey(Order::Go, at(1000), &report);
+        assert!(!detector.has_slept(at(1000), at(1003), &report), "a busy machine");
+        detector.look(at(1009), &report);
+        assert!(detector.has_slept(at(1009), at(9000), &report));
+        detector.look(at(9000), &report);
+        assert!(found.borrow().is_empty());
+        detector.look(at(9001), &report);
+        let hung = Finding::Hung { what: Missing::Output, idle: 10 * SECOND, stacks: None };
+        let found = found.take().into_iter().map(|finding| match finding {
+            Finding::Hung { what, idle, .. } => Finding::Hung { what, idle, stacks: None },
+            other => other,
+        });
+        assert_eq!(found.collect::<Vec<_>>(), [hung], "the time before counts");
     }
 
     #[test]
