@@ -180,6 +180,11 @@ pub(crate) const EARLY_DEATHS: u32 = 2;
 const MACHINE_FAILURES: u32 = 5;
 
 impl History {
+    /// The job was started or restored: the machine can do it.
+    pub(crate) fn has_started(&mut self) {
+        self.machine = 0;
+    }
+
     /// Decides after a life has ended.
     #[must_use]
     pub(crate) fn after_death(
@@ -191,7 +196,6 @@ impl History {
         policy: &Restart,
         now: Instant,
     ) -> Decision {
-        self.machine = 0;
         if let Death::Ended(ended) | Death::Excused(ended) = death {
             match judge(ended, policy) {
                 Verdict::Complete => return Decision::Complete,

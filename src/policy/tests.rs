@@ -187,6 +187,12 @@ fn the_machine_is_not_the_images_fault() {
         let decision = history.after_machine_failure(StartPoint::Image(id(1)), "no driver", &p);
         assert!(matches!(decision, Decision::Again { from: StartPoint::Image(_), mark: None, .. }));
     }
+    // A start that succeeds shows that the machine is well.
+    history.has_started();
+    for _ in 0..5 {
+        let decision = history.after_machine_failure(StartPoint::Image(id(1)), "no driver", &p);
+        assert!(matches!(decision, Decision::Again { .. }), "{decision:?}");
+    }
     let last = history.after_machine_failure(StartPoint::Image(id(1)), "no driver", &p);
     assert!(matches!(last, Decision::GiveUp { ref why, mark: None } if why.contains("no driver")));
 }

@@ -252,7 +252,10 @@ impl<'a> Machine<'a> {
             Event::Judged(ref verdict) => self.verdict = Some(verdict.clone()),
             Event::Excused => self.excused = true,
             Event::Rewind { .. } if !self.is_stopping() => self.asked = Some(Asked::Rewind),
-            Event::Started => self.asked = None,
+            Event::Started => {
+                self.asked = None;
+                self.history.has_started();
+            }
             Event::Hold(until) => self.hold(until),
             Event::Release => self.held = None,
             Event::Group(standing) => self.led = self.led.map(|_| standing),

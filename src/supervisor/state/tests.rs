@@ -448,6 +448,16 @@ fn a_suspended_job_rests_until_it_is_called_back() {
     assert_eq!(then(&[(9, Event::Stop(TERM))]), [Action::Finish(Finish::Stopped(TERM))]);
 }
 
+/// A job that is suspended and resumed many times has no deaths between its starts.
+#[test]
+fn tries_before_a_start_that_succeeded_do_not_count_at_the_next() {
+    let busy = || Event::StartFailed { why: "the GPU is busy".into() };
+    let tries = [(0, busy()), (60, Event::Tick), (0, busy()), (60, Event::Tick), (0, Event::Started)];
+    let rests = [(5, Event::Suspend), (1, TAKEN), (0, killed(&[4])), (0, Event::Resume)];
+    let (state, actions) = Bench::new().run(&[&tries[..], &rests, &tries, &rests, &tries].concat());
+    assert_eq!(state.name(), "running", "{actions:?}");
+}
+
 #[test]
 fn a_suspension_whose_snapshot_fails_leaves_the_job_alone() {
     let bench = Bench::new();
