@@ -51,10 +51,11 @@ impl Owner<'_> {
             Ok(images) => images,
             Err(error) => match self.life.images_unread(self.machine.state(), self.machine.is_stopping(), now) {
                 Waits::Begins => {
+                    let limit = unread::patience(self.machine.state()).map(humantime::format_duration);
+                    let limit = limit.map(|limit| format!(". It is given up after {limit}")).unwrap_or_default();
                     return tracing::error!(
-                        "cannot read the images; the job waits until they can be read: {}. It is given up after {}",
-                        chain(&error),
-                        humantime::format_duration(unread::PATIENCE)
+                        "cannot read the images; the job waits until they can be read: {}{limit}",
+                        chain(&error)
                     );
                 }
                 Waits::Still => return,

@@ -3,10 +3,20 @@
 
 use std::time::{Duration, Instant};
 
-use super::state::State;
+use super::state::{Ending, State};
 
 /// After this time the end is reported without images.
 pub(super) const PATIENCE: Duration = Duration::from_secs(300);
+
+/// How long an end in this state waits; `None` if there is no limit. A job that is suspended needs nothing until it is
+/// resumed, and without the images it would be resumed from what it started with.
+pub(super) fn patience(state: &State) -> Option<Duration> {
+    match state {
+        State::Ending { stop: Ending::Suspend, .. } => None,
+        _ => Some(PATIENCE),
+    }
+}
+
 /// Interval of the tries.
 pub(super) const AGAIN: Duration = Duration::from_secs(1);
 
@@ -20,8 +30,8 @@ pub(super) struct Unread {
 impl Unread {
     /// Whether an end may wait, now that the images cannot be read.
     pub(super) fn waits(&self, state: &State, stopping: bool, now: Instant) -> bool {
-        let patient = self.since.is_none_or(|(since, _)| now.saturating_duration_since(since) < PATIENCE);
-        state.needs_images() && !stopping && patient
+        let waited = self.since.map_or(Duration::ZERO, |(since, _)| now.saturating_duration_since(since));
+        state.needs_images() && !stopping && patience(state).is_none_or(|patience| waited < patience)
     }
 
     /// It waits. Returns whether it only starts to wait now.
@@ -53,7 +63,7 @@ impl Unread {
 mod tests {
     use super::*;
     use crate::policy::StartPoint;
-    use crate::supervisor::state::{Ending, Life, Stop};
+    use crate::supervisor::state::{Life, Stop};
 
     #[test]
     fn an_end_waits_for_the_images_while_there_is_hope_and_use() {
@@ -69,6 +79,11 @@ mod tests {
         assert!(unread.is_waiting() && !unread.is_due(now + AGAIN) && unread.is_due(now + AGAIN * 2));
         assert!(
             unread.waits(&running, false, now + PATIENCE - AGAIN) && !unread.waits(&running, false, now + PATIENCE)
+        );
+        let later = now + PATIENCE * 100;
+        assert!(unread.waits(&ending(Ending::Suspend), false, later), "or it would be resumed from an old image");
+        assert!(
+            !unread.waits(&ending(Ending::Suspend), true, later) && !unread.waits(&ending(Ending::Lost), false, later)
         );
         assert_eq!((unread.over(), unread.over()), (Some(now), None));
     }
