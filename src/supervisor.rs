@@ -65,6 +65,7 @@ pub use result::RunResult;
 pub(crate) use rewind::new_lineage;
 pub(crate) use setup::{Origin, Places, Program, Setup, Shown, Sockets, TimeLimit};
 
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
@@ -85,7 +86,6 @@ use rekindle_base::chain;
 use rekindle_engine::launch::output;
 use rekindle_engine::snapshot::{self, Taken};
 use rekindle_os::clock;
-use rekindle_os::inherited;
 use rekindle_os::spawn::Ended;
 use rekindle_store::Outcome;
 use rekindle_store::manifest::Reason;
@@ -233,10 +233,11 @@ pub(crate) fn run(setup: Setup) -> Result<Finish, Error> {
     }
     // Before the remaining output is shown: a stuck reader must not prevent the end from being recorded.
     owner.wrap_up(&finish);
-    // Only showing output remains: a user who does not want to wait for it can end us with a signal.
-    inherited::let_end_us(&signals::OURS);
-    owner.record_in_replica(&finish);
-    owner.reporting.listeners.close(Instant::now() + setup.config.hooks.timeout);
+    let hurried = signals::after_the_end(finish.is_queued_again());
+    let hurries = || hurried.load(Ordering::Relaxed);
+    owner.record_in_replica(&finish, &hurries);
+    let at_once = owner.end.stops.is_at_once();
+    owner.reporting.listeners.close(Instant::now() + setup.config.hooks.timeout, &|| at_once || hurries());
     for message in messages.try_iter() {
         match message {
             Message::Hook(report) => owner.hook_failed(report),
@@ -246,15 +247,33 @@ pub(crate) fn run(setup: Setup) -> Result<Finish, Error> {
     }
     owner.reporting.listeners.close_metrics();
     owner.acknowledge(&finish);
-    drop(follower);
-    owner.reporting.lines = None;
+    show_rest((follower, owner.reporting.lines.take()), &hurries);
     if queues_again {
-        // The last thing: it ends this process.
+        // The last thing: it ends this process. Slurm does that with a signal, and another machine takes our place if it
+        // comes too soon.
+        signals::let_end_us();
         owner.queue_again(&messages);
         owner.leave_etcd(&messages);
     }
     owner.lease.into_lost().map_or(Ok(finish), |error| Err(error.into()))
 }
+
+/// Waits until the remaining output is shown. `hurries` ends the wait for a reader that is stuck: the output is in its
+/// files.
+fn show_rest(shown: impl Send + 'static, hurries: &dyn Fn() -> bool) {
+    let (ends, is_shown) = mpsc::channel::<()>();
+    let show = move || {
+        drop(shown);
+        drop(ends);
+    };
+    // Without a thread it is shown here.
+    if std::thread::Builder::new().name("show".into()).spawn(show).is_ok() {
+        while is_shown.recv_timeout(LAST_LOOK) == Err(mpsc::RecvTimeoutError::Timeout) && !hurries() {}
+    }
+}
+
+/// How often the wait for the output looks whether it must end.
+const LAST_LOOK: Duration = Duration::from_millis(500);
 
 /// The components of a run, and what their decisions are carried out with.
 struct Owner<'a> {

@@ -99,20 +99,27 @@ impl Runner {
         self.has(point).then(|| Gate { shared: Arc::clone(&self.0), point, document, limit })
     }
 
-    /// Waits for the remaining hooks, at most `hooks.timeout`; after that nothing runs any more.
-    pub(crate) fn close(&self) {
+    /// Waits for the remaining hooks, at most `hooks.timeout`, and no longer when the end `hurries`; after that nothing
+    /// runs any more.
+    pub(crate) fn close(&self, hurries: &dyn Fn() -> bool) {
         let began = Instant::now();
-        let last = began + self.0.hooks.timeout;
+        let mut last = began + self.0.hooks.timeout;
         let mut queue = self.0.queue();
         queue.closing = Some(Closing { others: began + self.0.hooks.timeout / 2, last });
         // A thread that could not be started does not empty the queue.
         while queue.has_thread && (queue.busy || !queue.waiting.is_empty()) {
+            let now = Instant::now();
+            if last > now && hurries() {
+                last = now;
+                queue.closing = Some(Closing { others: now, last });
+                queue.waiting.clear();
+            }
             // A hook that is killed now ends soon.
-            let left = (last + command::GRACE).saturating_duration_since(Instant::now());
+            let left = (last + command::GRACE).saturating_duration_since(now);
             if left.is_zero() {
                 break;
             }
-            queue = self.0.changed.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0;
+            queue = self.0.changed.wait_timeout(queue, left.min(LOOK)).unwrap_or_else(PoisonError::into_inner).0;
         }
         queue.waiting.clear();
     }
@@ -283,7 +290,7 @@ mod tests {
             runner.tell(Point::AfterSnapshot, format!("{n}").into_bytes());
         }
         runner.tell(Point::OnCompletion, b"done".to_vec());
-        runner.close();
+        runner.close(NEVER);
         assert_eq!(std::fs::read_to_string(&out).unwrap(), "01234done");
         assert!(reports.try_recv().is_err());
         assert!(!runner.has(Point::OnFailure) && runner.gate(Point::OnFailure, vec![], Duration::ZERO).is_none());
@@ -303,10 +310,29 @@ mod tests {
         (0..3).for_each(|_| runner.tell(Point::AfterSnapshot, Vec::new()));
         runner.tell(Point::OnCompletion, b"done".to_vec());
         let began = Instant::now();
-        runner.close();
+        runner.close(NEVER);
         assert!(began.elapsed() < hooks.timeout + 2 * command::GRACE, "{:?}", began.elapsed());
         assert_eq!(std::fs::read_to_string(&out).unwrap(), "done");
         assert_eq!(reports.try_iter().filter(|report| report.hook == "after-snapshot").count(), 3);
+    }
+
+    #[test]
+    fn the_end_does_not_wait_for_hooks_if_it_is_in_a_hurry() {
+        let dir = tempfile::tempdir().unwrap();
+        let out = dir.path().join("out");
+        let hooks = Hooks {
+            after_snapshot: sh("sleep 60"),
+            on_completion: sh(&format!("cat >{}", out.display())),
+            ..Hooks::default()
+        };
+        let (runner, _reports) = runner(&hooks);
+        runner.tell(Point::AfterSnapshot, Vec::new());
+        runner.tell(Point::OnCompletion, Vec::new());
+        let began = Instant::now();
+        // The signal comes while it waits.
+        runner.close(&|| began.elapsed() > Duration::from_millis(100));
+        assert!(began.elapsed() < hooks.timeout / 2, "{:?}", began.elapsed());
+        assert!(!out.exists());
     }
 
     #[test]
@@ -330,7 +356,7 @@ mod tests {
         let (slow, reports) = runner(&hooks);
         let began = Instant::now();
         assert_eq!(gate(&slow, "").pass(&|| true), Passed::CalledOff);
-        slow.close();
+        slow.close(NEVER);
         assert!(began.elapsed() < limit && reports.try_recv().is_err());
     }
 

@@ -25,6 +25,8 @@ const PAUSES: [Duration; 5] = [
 ];
 /// The pause when the run is over.
 const LAST_PAUSE: Duration = Duration::from_millis(500);
+/// How often the end of a run looks whether it must hurry.
+const LOOK: Duration = Duration::from_millis(20);
 /// Maximum queue: a job that dies again and again is one piece of news.
 const MOST: usize = 16;
 
@@ -84,17 +86,17 @@ impl Webhook {
         self.0.changed.notify_all();
     }
 
-    /// Waits for the queued documents, at most until then.
-    pub(crate) fn close(&self, until: Instant) {
+    /// Waits for the queued documents, at most until then, and no longer when the end `hurries`.
+    pub(crate) fn close(&self, until: Instant, hurries: &dyn Fn() -> bool) {
         let mut queue = self.0.queue();
         queue.closing = Some(until);
         self.0.changed.notify_all();
         while queue.has_thread && (queue.busy || !queue.waiting.is_empty()) {
             let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            if left.is_zero() || hurries() {
                 break;
             }
-            queue = self.0.changed.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0;
+            queue = self.0.changed.wait_timeout(queue, left.min(LOOK)).unwrap_or_else(PoisonError::into_inner).0;
         }
         if !queue.waiting.is_empty() || queue.busy {
             drop(queue);
@@ -243,6 +245,7 @@ mod tests {
     }
 
     const LIMIT: Duration = Duration::from_secs(20);
+    const NEVER: &dyn Fn() -> bool = &|| false;
 
     #[test]
     fn it_is_sent_again_until_it_is_taken() {
@@ -251,7 +254,7 @@ mod tests {
         webhook.send(b"{\"n\":1}".to_vec());
         webhook.send(b"{\"n\":2}".to_vec());
         // The pauses are short now.
-        webhook.close(Instant::now() + LIMIT);
+        webhook.close(Instant::now() + LIMIT, NEVER);
         let bodies: Vec<String> = requests.try_iter().collect();
         let ends: Vec<&str> = bodies.iter().filter_map(|request| request.lines().last()).collect();
         assert_eq!(ends, ["{\"n\":1}", "{\"n\":1}", "{\"n\":1}", "{\"n\":2}"]);
@@ -272,7 +275,7 @@ mod tests {
         let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let (webhook, reports) = webhook(port);
         webhook.send(b"{}".to_vec());
-        webhook.close(Instant::now() + Duration::from_millis(700));
+        webhook.close(Instant::now() + Duration::from_millis(700), NEVER);
         let why = reports.recv_timeout(LIMIT).unwrap().why;
         assert!(!why.contains("hunter2"), "{why}");
     }
@@ -283,8 +286,9 @@ mod tests {
         let (webhook, reports) = webhook(listener.local_addr().unwrap().port());
         (0..MOST + 2).for_each(|_| webhook.send(b"{}".to_vec()));
         let began = Instant::now();
-        webhook.close(began + Duration::from_millis(300));
-        assert!(began.elapsed() < Duration::from_secs(20));
+        webhook.close(began + Duration::from_millis(300), NEVER);
+        webhook.close(began + LIMIT, &|| true);
+        assert!(began.elapsed() < LIMIT);
         let said: Vec<String> = reports.try_iter().map(|report| report.why).collect();
         assert!(said.iter().any(|why| why.contains("dropped")) && said.iter().any(|why| why.contains("not all")));
     }

@@ -90,11 +90,11 @@ impl Listeners {
         self.runner.gate(point, document.bytes(), limit)
     }
 
-    /// Waits for the remaining hooks, at most until then.
-    pub(super) fn close(&mut self, until: Instant) {
-        self.runner.close();
+    /// Waits for the remaining hooks, at most until then, and no longer when the end `hurries`.
+    pub(super) fn close(&mut self, until: Instant, hurries: &dyn Fn() -> bool) {
+        self.runner.close(hurries);
         if let Some(webhook) = &self.webhook {
-            webhook.close(until);
+            webhook.close(until, hurries);
         }
     }
 

@@ -228,11 +228,12 @@ impl Owner<'_> {
     }
 
     /// Records in the replica how the job ended, so that a completed job is not continued elsewhere.
-    pub(super) fn record_in_replica(&self, finish: &Finish) {
+    /// `hurries` ends the attempt.
+    pub(super) fn record_in_replica(&self, finish: &Finish, hurries: &(dyn Fn() -> bool + Sync)) {
         let setup = self.setup;
         let said = open(setup, Patience::Little).transpose().map(|replica| {
             let record = setup.folder.record().map_err(replica::Error::from)?;
-            record.map_or(Ok(()), |record| replica?.put_record(&record, &|| false))
+            record.map_or(Ok(()), |record| replica?.put_record(&record, hurries))
         });
         if let Some(Err(error)) = said
             && !self.end.stops.is_at_once()

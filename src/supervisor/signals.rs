@@ -1,7 +1,8 @@
 //! The signals that the supervisor receives, and their meaning.
 
 use std::io;
-use std::sync::mpsc;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, mpsc};
 
 use signal_hook::consts as sig;
 use signal_hook::iterator::{Handle, Signals};
@@ -10,9 +11,11 @@ use super::Message;
 use rekindle_os::inherited;
 
 /// Signals that are for us.
-pub(super) const OURS: [i32; 5] = [sig::SIGTERM, sig::SIGINT, sig::SIGHUP, sig::SIGUSR1, sig::SIGUSR2];
+const OURS: [i32; 5] = [sig::SIGTERM, sig::SIGINT, sig::SIGHUP, sig::SIGUSR1, sig::SIGUSR2];
 /// Signals that request a stop.
 pub(super) const STOPS: [i32; 4] = [sig::SIGTERM, sig::SIGINT, sig::SIGHUP, sig::SIGUSR2];
+/// Signals that end the waiting at the end of a run. USR1 and USR2 ask for an image, and there is no job any more.
+const HURRY: [i32; 3] = [sig::SIGTERM, sig::SIGINT, sig::SIGHUP];
 /// Signals that are passed on to the job.
 const FORWARDED: [i32; 3] = [sig::SIGQUIT, sig::SIGCONT, sig::SIGWINCH];
 
@@ -27,4 +30,26 @@ pub(super) fn listen(sender: mpsc::Sender<Message>) -> io::Result<Handle> {
     let mut run = move || signals.forever().try_for_each(|signal| sender.send(Message::Signal(signal)));
     std::thread::Builder::new().name("signals".into()).spawn(move || drop(run()))?;
     Ok(handle)
+}
+
+/// The end of the run is recorded; hooks and the remaining output are left. A user who does not want to wait for them can
+/// end us with a signal. But if the job `is_queued_again`, whoever does that goes by our exit code or our request: then a
+/// signal only sets the flag that is returned.
+pub(super) fn after_the_end(is_queued_again: bool) -> Arc<AtomicBool> {
+    let hurried = Arc::default();
+    if !is_queued_again {
+        let_end_us();
+        return hurried;
+    }
+    for signal in HURRY.iter().filter(|signal| !inherited::is_ignored(**signal)) {
+        if let Err(error) = signal_hook::flag::register(*signal, Arc::clone(&hurried)) {
+            tracing::debug!("signal {signal} does not end the waiting: {error}");
+        }
+    }
+    hurried
+}
+
+/// From now on a signal that ends the waiting ends us.
+pub(super) fn let_end_us() {
+    inherited::let_end_us(&HURRY);
 }

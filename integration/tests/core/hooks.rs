@@ -161,6 +161,28 @@ fn a_stop_has_its_image_and_ends_though_every_hook_hangs() {
     lab.assert_all_gone();
 }
 
+/// Slurm sends SIGTERM at a time limit: to a supervisor that waits for its hooks then.
+#[test]
+fn a_job_is_queued_again_though_a_signal_ends_the_wait_for_hooks() {
+    let Some(lab) = Lab::new() else { return };
+    let mut lab = hook(lab, "after-snapshot", "sleep 600").set("hooks.timeout", "\"20s\"");
+    let asked = lab.file("requeued");
+    lab.script("scontrol", &format!("echo \"$@\" >>{}", asked.display()));
+    lab.script("squeue", "echo UNLIMITED");
+    let path = format!("{}:{}", lab.path().display(), std::env::var("PATH").unwrap());
+    lab.set_variable("PATH", &path);
+    lab.set_variable("SLURM_JOB_ID", "7");
+    let lab = lab.set("scheduler.requeue", "\"scontrol\"");
+    let mut run = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]);
+    count_on(&lab, &mut run, 2);
+    run.signal(Signal::SIGUSR2);
+    run.wait_said("job j stopped after");
+    run.signal(Signal::SIGUSR1);
+    run.signal(Signal::SIGTERM);
+    run.ends_with(75);
+    assert_eq!(lab.read("requeued"), "requeue 7\n");
+}
+
 /// Takes requests and answers each with 200; hands on their bodies.
 fn server() -> (u16, mpsc::Receiver<Value>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use super::GroupEvent;
 use crate::config::Requeue;
 use crate::group::{CoordinatorEvent, Membership};
-use crate::supervisor::state::{Finish, Stop};
+use crate::supervisor::state::Finish;
 use crate::supervisor::{Message, Owner};
 use rekindle_base::chain;
 use rekindle_group::{Action, Event, Local, Rank};
@@ -22,11 +22,9 @@ const LOOK: Duration = Duration::from_secs(1);
 impl Owner<'_> {
     /// Whether this member stays in the group after the end of the run, to have the job queued again.
     pub(in crate::supervisor) fn queues_again(&self, finish: &Finish) -> bool {
-        let is_wanted =
-            matches!(finish, Finish::Stopped(Stop::Requeue) | Finish::StoppedInMemory { stop: Stop::Requeue, .. });
         let setup = self.setup;
         let asks = setup.config.scheduler.requeue == Requeue::Scontrol && setup.time.scheduler.is_asked_to_requeue();
-        is_wanted && asks && self.group.is_some() && self.lease.is_held()
+        finish.is_queued_again() && asks && self.group.is_some() && self.lease.is_held()
     }
 
     /// Everything is done: has the job queued again, or waits until another machine does. Slurm ends this process.

@@ -52,6 +52,12 @@ pub(crate) enum Finish {
 }
 
 impl Finish {
+    /// Whether the scheduler is to queue the job again.
+    #[must_use]
+    pub(crate) fn is_queued_again(&self) -> bool {
+        matches!(self, Finish::Stopped(Stop::Requeue) | Finish::StoppedInMemory { stop: Stop::Requeue, .. })
+    }
+
     /// The same, if this image was not stored.
     #[must_use]
     pub(crate) fn with_left_in_memory(self, image: Option<ImageId>) -> Finish {
