@@ -4,14 +4,14 @@
 //! a new leader counts them from the beginning, because clocks of machines cannot be compared.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::documents::{
-    Aim, Ask, End, Ending, Epoch, Fresh, Goal, GroupImage, Incarnation, Last, Left, Number, Part, Past, Plan, Rank,
-    Refusal, Replica, Report, StartFrom, State, Then, View,
+    Aim, Ask, End, Ending, Epoch, Fresh, Goal, GroupImage, Incarnation, Left, Number, Part, Past, Plan, Rank, Refusal,
+    Replica, Report, StartFrom, State, Then, View,
 };
 use crate::events::Write;
+use crate::hands::{Hand, Loss, dumped, given_up, hands, late, loss, nothing_runs, refusal};
 use crate::images;
 use crate::options::Options;
 use crate::reasons;
@@ -47,15 +47,6 @@ pub(crate) struct Leading {
     wake: Option<Instant>,
 }
 
-/// A member of the present epoch.
-#[derive(Debug, Clone, Copy)]
-struct Hand<'a> {
-    rank: Rank,
-    incarnation: Incarnation,
-    /// None if the member is lost.
-    report: Option<&'a Report>,
-}
-
 /// How a member left.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Farewell {
@@ -63,14 +54,6 @@ enum Farewell {
     Over,
     /// It has not reported that. Lost since then.
     Gone(Instant),
-}
-
-/// What happened to the epoch.
-enum Loss {
-    /// A machine, a supervisor or its connection.
-    Member(String),
-    /// The job.
-    Job(String, Option<Last>),
 }
 
 impl Leading {
@@ -604,91 +587,11 @@ fn continues_fresh(view: &View) -> bool {
     view.members.values().any(|it| it.fresh == Fresh::Done)
 }
 
-fn hands<'a>(view: &'a View, plan: &Plan) -> Vec<Hand<'a>> {
-    let of = |(rank, incarnation): (&Rank, &Incarnation)| {
-        let report = view.members.get(rank).filter(|report| report.incarnation == *incarnation);
-        Hand { rank: *rank, incarnation: *incarnation, report: report.map(Arc::as_ref) }
-    };
-    plan.crew.iter().map(of).collect()
-}
-
-fn loss(hands: &[Hand<'_>], plan: &Plan) -> Option<Loss> {
-    let of = |hand: &Hand<'_>| {
-        let rank = hand.rank;
-        let Some(report) = hand.report else { return Some(Loss::Member(format!("{rank} is lost"))) };
-        if report.epoch != plan.epoch {
-            return None;
-        }
-        match &report.state {
-            State::Over(Ending::Failed { why, last }) => Some(Loss::Job(format!("{rank}: {why}"), *last)),
-            State::Over(Ending::NotStarted { why }) => Some(Loss::Job(format!("{rank}: {why}"), None)),
-            // It could not renew its lease in time.
-            State::Idle | State::Ending => Some(Loss::Member(format!("{rank} ended its job: it lost the coordinator"))),
-            _ => None,
-        }
-    };
-    hands.iter().find_map(of)
-}
-
-/// Why a member has given up the job of this epoch, and how its job ended. The others may have failed before, because of
-/// its end.
-fn given_up(hands: &[Hand<'_>], plan: &Plan) -> Option<(String, Option<Last>)> {
-    if matches!(plan.goal, Goal::Suspended | Goal::End(_)) || matches!(plan.then, Then::Stop { .. }) {
-        return None;
-    }
-    let of = |hand: &Hand<'_>| match hand.report.filter(|report| report.epoch == plan.epoch).map(|it| &it.state) {
-        Some(State::Over(Ending::GivenUp { why, last })) => Some((format!("{}: {why}", hand.rank), *last)),
-        _ => None,
-    };
-    hands.iter().find_map(of)
-}
-
-/// Why a snapshot cannot continue.
-fn refusal(hands: &[Hand<'_>], number: Number) -> Option<String> {
-    let of = |hand: &Hand<'_>| match &hand.report?.state {
-        State::Refused(refused, why) if *refused == number => Some(format!("{}: {why}", hand.rank)),
-        State::Over(_) => Some(format!("{}: its job is over", hand.rank)),
-        _ => None,
-    };
-    hands.iter().find_map(of)
-}
-
-fn dumped(hand: Hand<'_>, number: Number) -> Option<(Rank, Part)> {
-    match &hand.report?.state {
-        State::Dumped(dumped, part) if *dumped == number => Some((hand.rank, part.clone())),
-        _ => None,
-    }
-}
-
-/// The members that have not done what the plan demands, for a message.
-fn late(hands: &[Hand<'_>], plan: &Plan) -> String {
-    let is_late = |hand: &&Hand<'_>| {
-        let done = |report: &Report| match (&plan.goal, &report.state) {
-            _ if report.seen < plan.serial => false,
-            (Goal::Start(_), State::Ready) | (Goal::Resume(_) | Goal::Abort { .. }, State::Running) => true,
-            (Goal::Prepare(number), State::Locked(locked)) => number == locked,
-            (Goal::Pull(number), State::Quiet(quiet)) => number == quiet,
-            (Goal::Dump(number), State::Dumped(dumped, _)) => number == dumped,
-            _ => false,
-        };
-        !hand.report.is_some_and(done)
-    };
-    let names: Vec<String> = hands.iter().filter(is_late).map(|hand| hand.rank.to_string()).collect();
-    if names.is_empty() { "the group".into() } else { names.join(", ") }
-}
-
 fn why(plan: &Plan) -> &str {
     match &plan.goal {
         Goal::Gather { why } => why,
         _ => "",
     }
-}
-
-/// Whether no process of the epoch exists, and no member will start one for an older plan.
-fn nothing_runs(view: &View, plan: &Plan) -> bool {
-    let is_over = |report: &Report| report.state.nothing_runs() && report.seen >= plan.serial;
-    // A lost member has ended its job before its lease expired.
-    view.members.values().all(|report| is_over(report))
 }
 
 /// Counts a failure of the job, and the points against its group image.

@@ -44,7 +44,9 @@
 
 mod documents;
 mod events;
+mod hands;
 mod images;
+mod job;
 mod leader;
 mod machine;
 mod member;

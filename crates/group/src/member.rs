@@ -4,75 +4,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
 use crate::documents::{
-    Ask, Asked, Costs, End, Ending, Epoch, Fresh, Goal, Incarnation, Number, Part, Plan, Progress, Rank, Replica,
-    Replicated, Report, StartFrom, State, Stored, View,
+    Ask, Asked, Costs, End, Ending, Epoch, Fresh, Goal, Incarnation, Number, Plan, Progress, Rank, Replica, Replicated,
+    Report, StartFrom, Stored, View,
 };
 use crate::events::{Local, Order, Write};
 use crate::images;
+use crate::job::Job;
 use crate::options::Options;
-
-/// The job of this member.
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum Job {
-    None,
-    Starting,
-    Ready,
-    Running,
-    /// Runs, after it did not take part in this snapshot.
-    Refused(Number, String),
-    Preparing(Number),
-    Locked(Number),
-    Pulling(Number),
-    Quiet(Number),
-    Dumping(Number),
-    Dumped(Number, Part),
-    Aborting(Number),
-    /// It was told to end.
-    Ending,
-    Over(Ending),
-}
-
-impl Job {
-    fn exists(&self) -> bool {
-        !matches!(self, Job::None | Job::Over(_))
-    }
-
-    /// The snapshot in progress.
-    fn snapshot(&self) -> Option<Number> {
-        match self {
-            Job::Preparing(number) | Job::Locked(number) | Job::Pulling(number) => Some(*number),
-            Job::Quiet(number) | Job::Dumping(number) | Job::Dumped(number, _) => Some(*number),
-            _ => None,
-        }
-    }
-
-    fn state(&self) -> State {
-        match self {
-            Job::None => State::Idle,
-            Job::Starting => State::Starting,
-            Job::Ready => State::Ready,
-            Job::Running | Job::Preparing(_) => State::Running,
-            Job::Refused(number, why) => State::Refused(*number, why.clone()),
-            Job::Locked(number) | Job::Pulling(number) => State::Locked(*number),
-            Job::Quiet(number) | Job::Dumping(number) | Job::Aborting(number) => State::Quiet(*number),
-            Job::Dumped(number, part) => State::Dumped(*number, part.clone()),
-            Job::Ending => State::Ending,
-            Job::Over(ending) => State::Over(ending.clone()),
-        }
-    }
-
-    /// Whether this is [`Job::state`].
-    fn is_reported_as(&self, state: &State) -> bool {
-        match (self, state) {
-            (Job::Refused(number, why), State::Refused(of, written)) => (number, why) == (of, written),
-            (Job::Dumped(number, part), State::Dumped(of, written)) => (number, part) == (of, written),
-            (Job::Over(ending), State::Over(written)) => ending == written,
-            (Job::Refused(..) | Job::Dumped(..) | Job::Over(_), _) => false,
-            // The others are made without a copy.
-            _ => self.state() == *state,
-        }
-    }
-}
 
 /// What this member knows of its lease.
 #[derive(Debug, Default)]

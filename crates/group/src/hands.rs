@@ -1,0 +1,107 @@
+//! The members of an epoch: what their reports say of it, and what was lost.
+
+use std::sync::Arc;
+
+use crate::documents::{
+    Ending, Goal, Incarnation, Last, Number, Part, Plan, Rank, Report, State, Then, View,
+};
+
+/// A member of the present epoch.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Hand<'a> {
+    pub(crate) rank: Rank,
+    pub(crate) incarnation: Incarnation,
+    /// None if the member is lost.
+    pub(crate) report: Option<&'a Report>,
+}
+
+/// What happened to the epoch.
+pub(crate) enum Loss {
+    /// A machine, a supervisor or its connection.
+    Member(String),
+    /// The job.
+    Job(String, Option<Last>),
+}
+
+/// The members of the epoch of this plan.
+pub(crate) fn hands<'a>(view: &'a View, plan: &Plan) -> Vec<Hand<'a>> {
+    let of = |(rank, incarnation): (&Rank, &Incarnation)| {
+        let report = view.members.get(rank).filter(|report| report.incarnation == *incarnation);
+        Hand { rank: *rank, incarnation: *incarnation, report: report.map(Arc::as_ref) }
+    };
+    plan.crew.iter().map(of).collect()
+}
+
+/// What was lost, if something was.
+pub(crate) fn loss(hands: &[Hand<'_>], plan: &Plan) -> Option<Loss> {
+    let of = |hand: &Hand<'_>| {
+        let rank = hand.rank;
+        let Some(report) = hand.report else { return Some(Loss::Member(format!("{rank} is lost"))) };
+        if report.epoch != plan.epoch {
+            return None;
+        }
+        match &report.state {
+            State::Over(Ending::Failed { why, last }) => Some(Loss::Job(format!("{rank}: {why}"), *last)),
+            State::Over(Ending::NotStarted { why }) => Some(Loss::Job(format!("{rank}: {why}"), None)),
+            // It could not renew its lease in time.
+            State::Idle | State::Ending => Some(Loss::Member(format!("{rank} ended its job: it lost the coordinator"))),
+            _ => None,
+        }
+    };
+    hands.iter().find_map(of)
+}
+
+/// Why a member has given up the job of this epoch, and how its job ended. The others may have failed before, because of
+/// its end.
+pub(crate) fn given_up(hands: &[Hand<'_>], plan: &Plan) -> Option<(String, Option<Last>)> {
+    if matches!(plan.goal, Goal::Suspended | Goal::End(_)) || matches!(plan.then, Then::Stop { .. }) {
+        return None;
+    }
+    let of = |hand: &Hand<'_>| match hand.report.filter(|report| report.epoch == plan.epoch).map(|it| &it.state) {
+        Some(State::Over(Ending::GivenUp { why, last })) => Some((format!("{}: {why}", hand.rank), *last)),
+        _ => None,
+    };
+    hands.iter().find_map(of)
+}
+
+/// Why a snapshot cannot continue.
+pub(crate) fn refusal(hands: &[Hand<'_>], number: Number) -> Option<String> {
+    let of = |hand: &Hand<'_>| match &hand.report?.state {
+        State::Refused(refused, why) if *refused == number => Some(format!("{}: {why}", hand.rank)),
+        State::Over(_) => Some(format!("{}: its job is over", hand.rank)),
+        _ => None,
+    };
+    hands.iter().find_map(of)
+}
+
+/// Its part of this snapshot.
+pub(crate) fn dumped(hand: Hand<'_>, number: Number) -> Option<(Rank, Part)> {
+    match &hand.report?.state {
+        State::Dumped(dumped, part) if *dumped == number => Some((hand.rank, part.clone())),
+        _ => None,
+    }
+}
+
+/// The members that have not done what the plan demands, for a message.
+pub(crate) fn late(hands: &[Hand<'_>], plan: &Plan) -> String {
+    let is_late = |hand: &&Hand<'_>| {
+        let done = |report: &Report| match (&plan.goal, &report.state) {
+            _ if report.seen < plan.serial => false,
+            (Goal::Start(_), State::Ready) | (Goal::Resume(_) | Goal::Abort { .. }, State::Running) => true,
+            (Goal::Prepare(number), State::Locked(locked)) => number == locked,
+            (Goal::Pull(number), State::Quiet(quiet)) => number == quiet,
+            (Goal::Dump(number), State::Dumped(dumped, _)) => number == dumped,
+            _ => false,
+        };
+        !hand.report.is_some_and(done)
+    };
+    let names: Vec<String> = hands.iter().filter(is_late).map(|hand| hand.rank.to_string()).collect();
+    if names.is_empty() { "the group".into() } else { names.join(", ") }
+}
+
+/// Whether no process of the epoch exists, and no member will start one for an older plan.
+pub(crate) fn nothing_runs(view: &View, plan: &Plan) -> bool {
+    let is_over = |report: &Report| report.state.nothing_runs() && report.seen >= plan.serial;
+    // A lost member has ended its job before its lease expired.
+    view.members.values().all(|report| is_over(report))
+}
