@@ -25,7 +25,7 @@ pub enum Event {
     /// News of this member's job.
     Local(Local),
     /// A request of a user of this member. It replaces one that is not served yet; but a request for a snapshot does not
-    /// replace another request.
+    /// replace another request. With the membership all end, except a stop that is not served yet.
     Asked(Ask),
     /// Time has passed.
     Tick,

@@ -51,11 +51,13 @@ impl Machine {
         self
     }
 
-    /// This member for a coordinator that does not know it: it keeps what it knows of itself, and nothing of the group.
+    /// This member for a coordinator that does not know it: it keeps what it knows of itself and a stop that was not
+    /// served, and nothing of the group.
     #[must_use]
     pub fn afresh(&self) -> Machine {
         let mut machine = Machine::new(self.options.clone(), self.member.epoch());
         machine.member.starts(self.member.fresh(), self.member.floor());
+        machine.member.has_asked(self.member.unserved_stop(&self.view));
         machine
     }
 
@@ -116,9 +118,9 @@ impl Machine {
         match event {
             Event::View(view) if view.revision >= self.view.revision => self.view = view,
             Event::View(_) | Event::Tick => {}
-            Event::Session(incarnation) => orders.extend(self.member.joins(incarnation)),
+            Event::Session(incarnation) => orders.extend(self.member.joins(incarnation, &self.view)),
             Event::Sure(until) => self.member.sure(until),
-            Event::SessionLost => orders.extend(self.member.loses_session()),
+            Event::SessionLost => orders.extend(self.member.loses_session(&self.view)),
             Event::Wrote(answer) => {
                 self.is_writing = false;
                 match answer {

@@ -140,10 +140,10 @@ impl Member {
 
     // ---- the lease ----
 
-    pub(crate) fn joins(&mut self, incarnation: Incarnation) -> Option<Order> {
+    pub(crate) fn joins(&mut self, incarnation: Incarnation, view: &View) -> Option<Order> {
         let kill = self.kill();
+        self.asked = self.unserved_stop(view);
         self.fence = Fence { incarnation: Some(incarnation), sure: None };
-        self.asked = None;
         self.listed = Listed::No;
         kill
     }
@@ -154,7 +154,8 @@ impl Member {
         }
     }
 
-    pub(crate) fn loses_session(&mut self) -> Option<Order> {
+    pub(crate) fn loses_session(&mut self, view: &View) -> Option<Order> {
+        self.asked = self.unserved_stop(view);
         self.fence = Fence::default();
         self.kill()
     }
@@ -169,9 +170,27 @@ impl Member {
 
     // ---- this machine ----
 
-    pub(crate) fn asks(&mut self, ask: Ask, view: &View) {
+    /// The number of the latest request of this membership that was served.
+    fn served(&self, view: &View) -> u64 {
         let served = view.plan.as_ref().zip(self.fence.incarnation);
-        let served = served.and_then(|(plan, us)| plan.value.served.get(&us).copied()).unwrap_or_default();
+        served.and_then(|(plan, us)| plan.value.served.get(&us).copied()).unwrap_or_default()
+    }
+
+    /// The request of this member, if it is a stop that was not served yet. It outlives the membership: whoever has made it
+    /// does not make it again, and a deadline comes once.
+    pub(crate) fn unserved_stop(&self, view: &View) -> Option<Asked> {
+        let served = self.served(view);
+        let is_stop = |asked: &Asked| matches!(asked.ask, Ask::Stop { .. } | Ask::StopNow { .. });
+        self.asked.clone().filter(|asked| asked.number > served && is_stop(asked))
+    }
+
+    /// For a member that begins again: what it has asked for before.
+    pub(crate) fn has_asked(&mut self, asked: Option<Asked>) {
+        self.asked = asked;
+    }
+
+    pub(crate) fn asks(&mut self, ask: Ask, view: &View) {
+        let served = self.served(view);
         let waits = |asked: &Asked| asked.number > served && asked.ask != Ask::Snapshot;
         if ask == Ask::Snapshot && self.asked.as_ref().is_some_and(waits) {
             return;

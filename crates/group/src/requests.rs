@@ -80,6 +80,7 @@ pub enum Outcome {
 #[derive(Debug, Clone)]
 pub struct Pending {
     asked: Asked,
+    /// The membership that makes it. A stop that is not served is made again by the next one.
     membership: Incarnation,
     /// The epoch in which it was served, as far as we saw.
     served: Option<Epoch>,
@@ -103,6 +104,11 @@ impl Pending {
     /// Looks at a newer view. `membership` and `latest` are the present membership and its latest request.
     pub fn look(&mut self, view: &View, membership: Option<Incarnation>, latest: Option<&Asked>) -> Outcome {
         let failed = |why: &str| Outcome::Failed { why: why.into() };
+        let is_stop = matches!(self.asked.ask, Ask::Stop { .. } | Ask::StopNow { .. });
+        if is_stop && self.served.is_none() && latest == Some(&self.asked) {
+            let Some(membership) = membership else { return Outcome::Open };
+            self.membership = membership;
+        }
         if membership != Some(self.membership) {
             return failed(
                 "this machine was no longer a member of the group; `rekindle status` shows what the job does",

@@ -187,6 +187,54 @@ fn a_request_for_a_snapshot_does_not_replace_another_and_other_requests_do() {
 }
 
 #[test]
+fn a_stop_that_is_not_served_outlives_the_membership() {
+    let stop = Ask::Stop { requeue: true, within: Duration::from_secs(60) };
+    let is_over = |group: &Group| group.goal() == Goal::End(End::Stopped { requeue: true });
+    for ask in [stop, Ask::StopNow { requeue: true }] {
+        let mut group = Group::new(2);
+        group.starts();
+        // Its lease is over, and it does not know that yet: what it asks for is not written.
+        let lost = group.machines[1].incarnation().unwrap();
+        group.coordinator.revoke(lost);
+        let mut client = group.asks(1, ask.clone());
+        group.tell(1, Event::SessionLost);
+        assert_eq!(group.learns(&mut client), Outcome::Open, "it is made again");
+        group.settle();
+        group.killed();
+        assert!(!is_over(&group), "nobody has asked for that");
+        group.join(1);
+        assert!(is_over(&group), "{ask:?}: {:?}", group.goal());
+
+        // Another coordinator, which knows nothing.
+        let mut group = Group::new(2);
+        group.starts();
+        group.tell(1, Event::SessionLost);
+        group.tell(1, Event::Asked(ask));
+        let mut again = Group::unjoined(2, &|_| BTreeMap::new(), Epoch(1));
+        again.machines = group.machines.iter().map(Machine::afresh).collect();
+        (0..2).for_each(|at| again.join(at));
+        assert!(is_over(&again), "{:?}", again.goal());
+    }
+}
+
+#[test]
+fn a_request_that_was_served_or_is_no_stop_ends_with_the_membership() {
+    let mut group = Group::new(2);
+    group.starts();
+    group.tell(1, Event::Asked(Ask::Stop { requeue: true, within: Duration::from_secs(60) }));
+    group.settle();
+    assert_eq!(group.goal(), Goal::Prepare(ONE), "it is served");
+    group.tell(1, Event::SessionLost);
+    assert_eq!(group.machines[1].asked(), None);
+    for ask in [Ask::Snapshot, Ask::Suspend, Ask::Resume, Ask::Rewind(ONE)] {
+        let mut group = Group::new(2);
+        group.tell(1, Event::Asked(ask));
+        group.comes_back(1);
+        assert_eq!(group.machines[1].asked(), None);
+    }
+}
+
+#[test]
 fn a_suspended_group_of_which_nobody_is_left_is_a_new_run() {
     let mut group = Group::new(2);
     group.starts();
