@@ -275,6 +275,7 @@ mod tests {
             asked: None,
             fresh: rekindle_group::Fresh::No,
             floor: Number(0),
+            rests: false,
         }
     }
 

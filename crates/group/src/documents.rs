@@ -295,6 +295,10 @@ pub struct Report {
     /// but the coordinator may lose it.
     #[serde(default)]
     pub floor: Number,
+    /// The job is suspended, and this process was a member when that happened, or since one was there that says so. It may
+    /// have a new membership by now: as long as such a process is there, the job stays suspended.
+    #[serde(default)]
+    pub rests: bool,
 }
 
 /// Whether a supervisor was told to start the job from the beginning although there are group images.

@@ -4,6 +4,7 @@
 //! a new leader counts them from the beginning, because clocks of machines cannot be compared.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::documents::{
@@ -188,7 +189,9 @@ impl Leading {
         match &plan.goal {
             Goal::Gather { .. } => self.gathering(view, plan, next, runs_elsewhere, options, now),
             Goal::Suspended => {
-                let gone = !runs_elsewhere && hands.iter().all(|hand| hand.report.is_none());
+                let is_new = |report: &Arc<Report>| !report.rests;
+                let is_lost = |hand: &Hand<'_>| hand.report.is_none();
+                let gone = !runs_elsewhere && hands.iter().all(is_lost) && view.members.values().all(is_new);
                 self.suspended(view, plan, next, gone, options, now);
             }
             Goal::Start(_) => {
@@ -456,7 +459,7 @@ impl Leading {
         }
     }
 
-    /// `gone`: no member of the epoch that was suspended is there any more.
+    /// `gone`: no process is there any more that was when the job was suspended.
     fn suspended(&mut self, view: &View, plan: &Plan, next: &mut Plan, gone: bool, options: &Options, now: Instant) {
         self.asked(view, plan, next, now);
         if next.goal != Goal::Suspended {

@@ -16,6 +16,8 @@ use crate::options::Options;
 #[derive(Debug, Default)]
 struct Fence {
     incarnation: Option<Incarnation>,
+    /// The membership before.
+    former: Option<Incarnation>,
     /// The lease cannot expire before.
     sure: Option<Instant>,
 }
@@ -38,6 +40,15 @@ struct Transfers {
     sending: BTreeSet<Number>,
 }
 
+/// What the job may start from, as this member was told.
+#[derive(Debug, Default)]
+struct Line {
+    /// Whether the user wants to start from the beginning.
+    fresh: Fresh,
+    /// Group images before this one are not used.
+    floor: Number,
+}
+
 /// Since when it waits for other supervisors.
 #[derive(Debug, Default)]
 struct Waits {
@@ -45,6 +56,8 @@ struct Waits {
     taken: Option<Instant>,
     /// Since when it waits for others that want to start from the beginning too: the last run has completed.
     lone: Option<Instant>,
+    /// Since when others say that the job is suspended, and this process was not there then.
+    rest: Option<Instant>,
 }
 
 /// The end of the run here.
@@ -75,10 +88,9 @@ pub(crate) struct Member {
     costs: Costs,
     asked: Option<Asked>,
     waits: Waits,
-    /// Whether the user wants to start from the beginning.
-    fresh: Fresh,
-    /// Group images before this one are not used.
-    floor: Number,
+    line: Line,
+    /// See [`Report::rests`].
+    rests: bool,
     over: Over,
 }
 
@@ -96,8 +108,8 @@ impl Member {
             costs: Costs::default(),
             asked: None,
             waits: Waits::default(),
-            fresh: Fresh::No,
-            floor: Number::default(),
+            line: Line::default(),
+            rests: false,
             over: Over::default(),
         }
     }
@@ -109,11 +121,12 @@ impl Member {
     /// When this member must do something without an event.
     pub(crate) fn deadline(&self, options: &Options) -> Option<Instant> {
         let waits = [self.waits.taken, self.waits.lone].into_iter().flatten().map(|since| since + options.limits.wait);
-        self.fenced_at(options).into_iter().chain(waits).min()
+        let rest = self.waits.rest.filter(|_| !self.rests).map(|since| since + options.lease);
+        self.fenced_at(options).into_iter().chain(waits).chain(rest).min()
     }
 
     pub(crate) fn starts(&mut self, fresh: Fresh, floor: Number) {
-        (self.fresh, self.floor) = (fresh, floor);
+        self.line = Line { fresh, floor };
     }
 
     pub(crate) fn epoch(&self) -> Epoch {
@@ -121,11 +134,11 @@ impl Member {
     }
 
     pub(crate) fn fresh(&self) -> Fresh {
-        self.fresh
+        self.line.fresh
     }
 
     pub(crate) fn floor(&self) -> Number {
-        self.floor
+        self.line.floor
     }
 
     pub(crate) fn asked(&self) -> Option<&Asked> {
@@ -143,7 +156,8 @@ impl Member {
     pub(crate) fn joins(&mut self, incarnation: Incarnation, view: &View) -> Option<Order> {
         let kill = self.kill();
         self.asked = self.unserved_stop(view);
-        self.fence = Fence { incarnation: Some(incarnation), sure: None };
+        let former = self.fence.incarnation.or(self.fence.former);
+        self.fence = Fence { incarnation: Some(incarnation), former, sure: None };
         self.listed = Listed::No;
         kill
     }
@@ -156,7 +170,8 @@ impl Member {
 
     pub(crate) fn loses_session(&mut self, view: &View) -> Option<Order> {
         self.asked = self.unserved_stop(view);
-        self.fence = Fence::default();
+        let former = self.fence.incarnation.or(self.fence.former);
+        self.fence = Fence { former, ..Fence::default() };
         self.kill()
     }
 
@@ -268,9 +283,13 @@ impl Member {
         orders.extend(self.leave_if_taken(view, options, now));
         orders.extend(self.leave_if_alone(view, options, now));
         orders.extend(self.list(view));
-        let Some(plan) = view.plan.as_ref().map(|plan| &plan.value) else { return };
+        let Some(plan) = view.plan.as_ref().map(|plan| &plan.value) else {
+            self.waits.rest = None;
+            return;
+        };
         self.recorded.extend(view.images.keys().map(|number| (*number, plan.origin)));
         let ours = self.fence.incarnation.is_some() && plan.crew.get(&self.rank) == self.fence.incarnation.as_ref();
+        self.rests = self.sees_the_rest(view, plan, options, now);
         self.settle_snapshot(view, plan, options, orders);
         if self.job.exists() && !(ours && plan.goal.is_alive() && plan.epoch == self.epoch) {
             orders.extend(self.kill());
@@ -281,6 +300,21 @@ impl Member {
         self.forget(view, plan, orders);
         orders.extend(self.fetch(view));
         self.replicate(view, plan, options, orders);
+    }
+
+    /// Whether the job is suspended, and this process was a member when that happened, or another one is there that says so.
+    fn sees_the_rest(&mut self, view: &View, plan: &Plan, options: &Options, now: Instant) -> bool {
+        let of_crew = plan.crew.get(&self.rank).copied();
+        let was_there = of_crew.is_some() && [self.fence.incarnation, self.fence.former].contains(&of_crew);
+        let is_suspended = plan.goal == Goal::Suspended;
+        let is_known = is_suspended && (self.rests || was_there);
+        if is_known || !is_suspended || !view.members.values().any(|report| report.rests) {
+            self.waits.rest = None;
+            return is_known;
+        }
+        // A process that is lost says so too until its lease expires.
+        let since = *self.waits.rest.get_or_insert(now);
+        since + options.lease <= now
     }
 
     /// The job is to be started from a part that is only in the replica.
@@ -355,13 +389,13 @@ impl Member {
 
     /// Whether there is nothing to do for this member.
     fn is_completed(&self, plan: &Plan) -> bool {
-        plan.goal == Goal::End(End::Completed) && self.fresh != Fresh::Wanted
+        plan.goal == Goal::End(End::Completed) && self.line.fresh != Fresh::Wanted
     }
 
     /// The user wants to start from the beginning, and others do not.
     fn leave_if_alone(&mut self, view: &View, options: &Options, now: Instant) -> Option<Order> {
         let is_asked =
-            self.fresh == Fresh::Wanted && self.has_joined(view) && !self.job.exists() && !self.over.finished;
+            self.line.fresh == Fresh::Wanted && self.has_joined(view) && !self.job.exists() && !self.over.finished;
         if !is_asked {
             self.waits.lone = None;
             return None;
@@ -432,9 +466,9 @@ impl Member {
                 let time_is_left = self.fence.sure.and_then(|sure| sure.checked_sub(options.fence));
                 if time_is_left.is_some_and(|until| now < until) {
                     self.epoch = plan.epoch;
-                    self.floor = self.floor.max(plan.floor);
-                    if self.fresh == Fresh::Wanted {
-                        self.fresh = Fresh::Done;
+                    self.line.floor = self.line.floor.max(plan.floor);
+                    if self.line.fresh == Fresh::Wanted {
+                        self.line.fresh = Fresh::Done;
                     }
                     orders.extend(self.start(*from, plan.origin, view));
                 }
@@ -521,18 +555,19 @@ impl Member {
             costs: self.costs.clone(),
             done: self.over.done,
             asked: self.asked.clone(),
-            fresh: self.fresh,
-            floor: self.floor,
+            fresh: self.line.fresh,
+            floor: self.line.floor,
+            rests: self.rests,
         })
     }
 
     /// Whether a report of this membership says what [`Member::report`] says now. Each event asks this, and nearly always
     /// it does: so nothing is copied for it.
     fn is_reported(&self, written: &Report, view: &View) -> bool {
-        let Report { incarnation: _, seen: at, epoch, state, parts, storing, costs, done, asked, fresh, floor } =
+        let Report { incarnation: _, seen: at, epoch, state, parts, storing, costs, done, asked, fresh, floor, rests } =
             written;
-        (*at, *epoch, *fresh, *floor) == (seen(view), self.epoch, self.fresh, self.floor)
-            && (*storing, *done) == (!self.transfers.storing.is_empty(), self.over.done)
+        (*at, *epoch, *fresh, *floor) == (seen(view), self.epoch, self.line.fresh, self.line.floor)
+            && (*storing, *done, *rests) == (!self.transfers.storing.is_empty(), self.over.done, self.rests)
             && (parts, costs, asked) == (&self.parts, &self.costs, &self.asked)
             && self.job.is_reported_as(state)
     }

@@ -90,6 +90,7 @@ mod tests {
             asked: None,
             fresh: Fresh::No,
             floor: Number(0),
+            rests: false,
         };
         let plan = Plan {
             origin: Incarnation(7),

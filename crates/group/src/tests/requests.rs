@@ -234,8 +234,7 @@ fn a_request_that_was_served_or_is_no_stop_ends_with_the_membership() {
     }
 }
 
-#[test]
-fn a_suspended_group_of_which_nobody_is_left_is_a_new_run() {
+fn suspended() -> Group {
     let mut group = Group::new(2);
     group.starts();
     group.tell(0, Event::Asked(Ask::Suspend));
@@ -244,10 +243,91 @@ fn a_suspended_group_of_which_nobody_is_left_is_a_new_run() {
     group.killed();
     group.all(&|_| Local::Stored(ONE));
     group.parts = (0..2).map(|rank| durable(rank, &[1])).collect();
-    group.comes_back(0);
-    assert_eq!(group.goal(), Goal::Suspended, "one that was there is still there");
-    group.comes_back(1);
+    assert_eq!(group.goal(), Goal::Suspended);
+    group
+}
+
+/// The leases of both are over at once. `is_new`: other supervisors join in their place.
+fn both_come_back(group: &mut Group, is_new: bool) {
+    for at in 0..2 {
+        let former = group.machines[at].incarnation().unwrap();
+        group.coordinator.revoke(former);
+        group.tell(at, Event::SessionLost);
+    }
+    if is_new {
+        group.machines = (0..2).map(|rank| Machine::new(options(Rank(rank), 2), Epoch(1))).collect();
+    }
+    group.settle();
+    (0..2).for_each(|at| group.join(at));
+    group.wait(TTL);
+}
+
+#[test]
+fn a_suspended_group_of_which_nobody_is_left_is_a_new_run() {
+    let mut group = suspended();
+    both_come_back(&mut group, true);
     assert!(matches!(group.last(1), Some(Order::Start { from: StartFrom::Image(ONE), .. })), "{:?}", group.goal());
+
+    // All are lost at once. One is there again before the lease of the other has expired.
+    let mut group = suspended();
+    for at in 0..2 {
+        group.machines[at] = Machine::new(options(Rank(u32::try_from(at).unwrap()), 2), Epoch(1));
+        group.comes_back(at);
+        group.wait(TTL / 2);
+    }
+    group.wait(TTL);
+    assert!(matches!(group.last(1), Some(Order::Start { from: StartFrom::Image(ONE), .. })), "{:?}", group.goal());
+}
+
+#[test]
+fn a_suspended_job_stays_so_as_long_as_a_process_is_there_that_has_seen_it() {
+    // One after the other, or all at once, lose their leases and join again.
+    let mut group = suspended();
+    for at in [0, 1, 0] {
+        group.comes_back(at);
+        assert_eq!(group.goal(), Goal::Suspended);
+    }
+    for _ in 0..2 {
+        both_come_back(&mut group, false);
+        assert_eq!(group.goal(), Goal::Suspended);
+    }
+    // Each supervisor is replaced while the other is there.
+    for at in 0..2 {
+        group.machines[at] = Machine::new(options(Rank(u32::try_from(at).unwrap()), 2), Epoch(1));
+        group.comes_back(at);
+        group.wait(TTL);
+        assert_eq!(group.goal(), Goal::Suspended);
+    }
+    group.tell(1, Event::Asked(Ask::Resume));
+    group.settle();
+    assert!(matches!(group.last(0), Some(Order::Start { from: StartFrom::Image(ONE), .. })), "{:?}", group.goal());
+    assert!(group.coordinator.view.members.values().all(|report| !report.rests));
+}
+
+#[test]
+fn a_job_is_suspended_also_if_all_lose_their_leases_before_they_have_seen_it() {
+    let mut group = Group::new(2);
+    group.starts();
+    group.tell(0, Event::Asked(Ask::Suspend));
+    group.settle();
+    group.all(&|_| Local::Locked(ONE));
+    group.all(&|_| Local::Quiet(ONE));
+    group.tell(0, Event::Local(Local::Dumped(ONE, part(0, ONE))));
+    group.tell(1, Event::Local(Local::Dumped(ONE, part(1, ONE))));
+    // Rank 0 leads. Nobody hears of what it writes.
+    let view = Arc::clone(&group.coordinator.view);
+    group.tell(0, Event::View(view));
+    assert_eq!(group.goal(), Goal::Suspended);
+    group.parts = (0..2).map(|_| BTreeMap::new()).collect();
+    for at in 0..2 {
+        let former = group.machines[at].incarnation().unwrap();
+        group.coordinator.revoke(former);
+        group.tell(at, Event::SessionLost);
+        group.tell(at, Event::Local(Local::Ended(failed("killed"))));
+    }
+    (0..2).for_each(|at| group.join(at));
+    group.wait(TTL);
+    assert_eq!(group.goal(), Goal::Suspended);
 }
 
 #[test]

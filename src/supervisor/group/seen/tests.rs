@@ -53,6 +53,7 @@ impl Coordinator {
             asked: None,
             fresh: Fresh::default(),
             floor: Number(0),
+            rests: false,
         };
         let plan = Plan {
             origin: Incarnation(10),
