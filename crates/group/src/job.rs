@@ -37,6 +37,11 @@ impl Job {
         }
     }
 
+    /// Whether a snapshot is in progress, or is being undone: its processes may be locked or frozen.
+    pub(crate) fn is_in_snapshot(&self) -> bool {
+        self.snapshot().is_some() || matches!(self, Job::Aborting(_))
+    }
+
     pub(crate) fn state(&self) -> State {
         match self {
             Job::None => State::Idle,

@@ -58,6 +58,8 @@ struct Waits {
     lone: Option<Instant>,
     /// Since when others say that the job is suspended, and this process was not there then.
     rest: Option<Instant>,
+    /// The plan during a snapshot, and since when it is there.
+    step: Option<(u64, Instant)>,
 }
 
 /// The end of the run here.
@@ -121,8 +123,9 @@ impl Member {
     /// When this member must do something without an event.
     pub(crate) fn deadline(&self, options: &Options) -> Option<Instant> {
         let waits = [self.waits.taken, self.waits.lone].into_iter().flatten().map(|since| since + options.limits.wait);
+        let step = self.waits.step.map(|(_, since)| since + options.longest_step());
         let rest = self.waits.rest.filter(|_| !self.rests).map(|since| since + options.lease);
-        self.fenced_at(options).into_iter().chain(waits).chain(rest).min()
+        self.fenced_at(options).into_iter().chain(waits).chain(rest).chain(step).min()
     }
 
     pub(crate) fn starts(&mut self, fresh: Fresh, floor: Number) {
@@ -283,10 +286,14 @@ impl Member {
         orders.extend(self.leave_if_taken(view, options, now));
         orders.extend(self.leave_if_alone(view, options, now));
         orders.extend(self.list(view));
-        let Some(plan) = view.plan.as_ref().map(|plan| &plan.value) else {
-            self.waits.rest = None;
-            return;
-        };
+        match &view.plan {
+            Some(plan) => self.follow_plan(view, &plan.value, options, now, orders),
+            None => self.waits.rest = None,
+        }
+        orders.extend(self.leave_snapshot(view, options, now));
+    }
+
+    fn follow_plan(&mut self, view: &View, plan: &Plan, options: &Options, now: Instant, orders: &mut Vec<Order>) {
         self.recorded.extend(view.images.keys().map(|number| (*number, plan.origin)));
         let ours = self.fence.incarnation.is_some() && plan.crew.get(&self.rank) == self.fence.incarnation.as_ref();
         self.rests = self.sees_the_rest(view, plan, options, now);
@@ -300,6 +307,26 @@ impl Member {
         self.forget(view, plan, orders);
         orders.extend(self.fetch(view));
         self.replicate(view, plan, options, orders);
+    }
+
+    /// Ends the job if it is in a snapshot and the plan does not change any more: leases are renewed, but nothing can be
+    /// written, not even that the snapshot is aborted. The job would be frozen for ever.
+    fn leave_snapshot(&mut self, view: &View, options: &Options, now: Instant) -> Option<Order> {
+        let plan = seen(view);
+        if !self.job.is_in_snapshot() {
+            self.waits.step = None;
+            return None;
+        }
+        let since = match self.waits.step {
+            Some((known, since)) if known == plan => since,
+            _ => now,
+        };
+        self.waits.step = Some((plan, since));
+        if now < since + options.longest_step() {
+            return None;
+        }
+        self.waits.step = None;
+        self.kill()
     }
 
     /// Whether the job is suspended, and this process was a member when that happened, or another one is there that says so.

@@ -33,6 +33,13 @@ pub struct Options {
     pub leases_end_early: bool,
 }
 
+impl Options {
+    /// A step of a snapshot never takes longer, nor does its abort, if the leader can write the plan.
+    pub(crate) fn longest_step(&self) -> Duration {
+        self.limits.prepare + self.limits.dump + self.limits.start
+    }
+}
+
 /// Time limits of the steps of a group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Limits {

@@ -22,6 +22,8 @@ struct Group {
     orders: Vec<Vec<Order>>,
     parts: Vec<BTreeMap<Number, Progress>>,
     now: Instant,
+    /// The coordinator refuses to write.
+    is_full: bool,
 }
 
 impl Group {
@@ -46,6 +48,7 @@ impl Group {
             orders: vec![Vec::new(); count],
             parts: (0..size).map(parts).collect(),
             now: Instant::now(),
+            is_full: false,
         }
     }
 
@@ -84,6 +87,9 @@ impl Group {
     }
 
     fn write(&mut self, at: usize, write: Write) -> Answer {
+        if self.is_full {
+            return Answer::Conflict;
+        }
         let leader = self.coordinator.view.leader;
         let who = self.machines[at].report().map(|report| report.incarnation).or(leader).unwrap();
         self.coordinator.write(Rank(u32::try_from(at).unwrap()), who, write)
@@ -267,6 +273,38 @@ fn a_member_that_hears_nothing_ends_its_job_before_its_lease_runs_out() {
     group.tell(0, Event::Tick);
     assert_eq!(group.last(0), Some(&Order::Kill));
     assert_eq!(group.machines[0].report().unwrap().state, State::Ending);
+}
+
+#[test]
+fn a_job_is_not_frozen_for_ever_by_a_coordinator_that_refuses_to_write() {
+    let longest = options(Rank(0), 2).longest_step();
+    for steps in 0..4 {
+        let mut group = Group::new(2);
+        group.starts();
+        group.wait(INTERVAL);
+        if steps > 0 {
+            group.all(&|_| Local::Locked(ONE));
+        }
+        if steps > 1 {
+            group.all(&|_| Local::Quiet(ONE));
+        }
+        group.is_full = true;
+        if steps > 2 {
+            group.all(&|rank| Local::Dumped(ONE, part(rank, ONE)));
+        }
+        let goal = group.goal();
+        assert!(group.machines[1].deadline().is_some_and(|at| at <= group.now + longest));
+        group.wait(longest - Duration::from_secs(1));
+        assert!(group.orders.iter().flatten().all(|order| *order != Order::Kill), "{goal:?}");
+        group.wait(Duration::from_secs(1));
+        assert!((0..2).all(|at| group.last(at) == Some(&Order::Kill)), "{goal:?}");
+        assert_eq!(group.goal(), goal, "nothing was written");
+        // Once it can be written, the job starts again.
+        group.is_full = false;
+        group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into(), last: None }));
+        group.wait(Duration::from_secs(1));
+        assert!(matches!(group.goal(), Goal::Start(_)), "{:?}", group.goal());
+    }
 }
 
 #[test]
