@@ -1,5 +1,6 @@
 //! The thread that talks to etcd for this member: it renews the lease, writes, and reports changes.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError, Weak, mpsc};
 use std::time::{Duration, Instant};
@@ -44,6 +45,13 @@ pub enum CoordinatorEvent {
     },
     /// It answers again.
     Back,
+    /// It answers, and refuses to write what this member sends. Told once, until [`CoordinatorEvent::Accepts`].
+    Refuses {
+        /// The reason, for a message.
+        why: String,
+    },
+    /// It has written something again.
+    Accepts,
     /// It is another one now, which may have no data. The membership is over. Nothing is done until
     /// [`Session::afresh`].
     Moved,
@@ -205,8 +213,8 @@ impl Session {
         let board = shared.clone();
         std::thread::Builder::new().name("group".into()).spawn(move || {
             let prefix = keys::prefix(&identity.group);
-            let (away, present) = (Arc::default(), Arc::default());
-            let worker = Worker { coordinator, prefix, identity, asks, own, tell, board, away, present };
+            let (away, present, refuses) = (Arc::default(), Arc::default(), Cell::new(false));
+            let worker = Worker { coordinator, prefix, identity, asks, own, tell, board, away, present, refuses };
             worker.run();
             drop(alive);
         })?;
@@ -254,6 +262,8 @@ struct Worker<T> {
     /// Since when it does not answer, and why.
     away: Arc<Mutex<Option<(Instant, String)>>>,
     present: Arc<Mutex<Present>>,
+    /// It has refused the last write.
+    refuses: Cell<bool>,
 }
 
 /// How the work with one coordinator ends.
@@ -277,6 +287,7 @@ impl<T: Fn(CoordinatorEvent) + Clone + Send + 'static> Worker<T> {
                 }
             };
             *lock(&self.away) = None;
+            self.refuses.set(false);
         }
     }
 
@@ -477,19 +488,28 @@ impl<T: Fn(CoordinatorEvent) + Clone + Send + 'static> Worker<T> {
             }
         };
         match client.txn(txn) {
-            Ok(answer) if answer.succeeded => Answer::Done(answer.revision),
-            Ok(_) => Answer::Conflict,
+            Ok(answer) => {
+                if self.refuses.replace(false) {
+                    (self.tell)(CoordinatorEvent::Accepts);
+                }
+                if answer.succeeded { Answer::Done(answer.revision) } else { Answer::Conflict }
+            }
             Err(error) if error.is_unsure() => Answer::Unknown,
             Err(error) => {
-                // The job continues: a certificate or a password that is being replaced may be there in a moment. If it
-                // is not, the lease expires, and the next membership fails with this error.
-                if !error.may_pass() && !error.lease_is_gone() {
-                    tracing::warn!("cannot write to the coordinator; trying again: {error}");
-                } else {
-                    tracing::debug!("the coordinator did not write: {error}");
-                }
+                self.not_written(&error);
                 Answer::Conflict
             }
+        }
+    }
+
+    /// The job continues: somebody may make room in etcd, and a certificate or a password that is being replaced may be there
+    /// in a moment. If it is not, the lease expires, and the next membership fails with this error.
+    fn not_written(&self, error: &Error) {
+        tracing::debug!("the coordinator did not write: {error}");
+        // These are told by whoever follows the keys, and by the lease.
+        let is_away = matches!(error, Error::Unreachable { .. } | Error::NoQuorum { .. } | Error::LeaseGone);
+        if !is_away && !self.refuses.replace(true) {
+            (self.tell)(CoordinatorEvent::Refuses { why: error.to_string() });
         }
     }
 }

@@ -294,6 +294,20 @@ impl Owner<'_> {
                 member.seen.away(None);
                 return self.publish_group();
             }
+            CoordinatorEvent::Refuses { why } => {
+                let text = format!(
+                    "the coordinator refuses what this machine writes: {why}. The job runs on; until that is repaired, \
+                     the group takes no snapshot and restarts nothing"
+                );
+                self.reporting.remarks.repeats.warn("group-write", &text);
+                member.seen.refuses(Some(why));
+                return self.publish_group();
+            }
+            CoordinatorEvent::Accepts => {
+                tracing::info!("the coordinator accepts again what this machine writes");
+                member.seen.refuses(None);
+                return self.publish_group();
+            }
             CoordinatorEvent::Moved => {
                 tracing::warn!("the group's coordinator is another one now: this machine joins again");
                 member.upkeep.has_moved = true;

@@ -1,15 +1,16 @@
 //! Whole groups whose members speak through a real etcd. Their jobs are stand-ins that do at once what is asked.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::{IpAddr, Ipv4Addr, TcpListener};
 use std::path::Path;
+use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
 use rekindle_etcd::{Client, Local, LocalOptions, Op, Options, Secret, Txn};
 use rekindle_group::{
-    self as group, Action, Ask, End, Ending, Epoch, Event, Incarnation, Limits, Local as Happened, Machine, Number,
-    Order, Part, Progress, Rank, Replicated, Restart, StartFrom, Stored,
+    self as group, Action, Answer, Ask, End, Ending, Epoch, Event, Incarnation, Limits, Local as Happened, Machine, Number,
+    Order, Part, Progress, Rank, Replicated, Restart, StartFrom, Stored, Write,
 };
 use rekindle_testing::needs;
 
@@ -146,7 +147,13 @@ fn live(
             }
             Ok(Word::Told(CoordinatorEvent::Lost(..))) => [Event::SessionLost].into(),
             Ok(Word::Told(CoordinatorEvent::Wrote(answer))) => [Event::Wrote(answer)].into(),
-            Ok(Word::Told(CoordinatorEvent::Away { .. } | CoordinatorEvent::Back)) | Err(_) => [Event::Tick].into(),
+            Ok(Word::Told(
+                CoordinatorEvent::Away { .. }
+                | CoordinatorEvent::Back
+                | CoordinatorEvent::Refuses { .. }
+                | CoordinatorEvent::Accepts,
+            ))
+            | Err(_) => [Event::Tick].into(),
             Ok(Word::Told(CoordinatorEvent::Failed { why } | CoordinatorEvent::Missing { why })) => panic!("{why}"),
             Ok(Word::Told(CoordinatorEvent::Moved)) => panic!("it was given"),
         };
@@ -214,6 +221,102 @@ fn local(folder: &Path) -> (Local, Options) {
     let local = local.unwrap();
     let options = local.handout().options("/unused/");
     (local, options)
+}
+
+/// An etcd without keys and with little room, which starts when a test wants it.
+struct Small {
+    folder: tempfile::TempDir,
+    client: String,
+    peer: String,
+    child: Option<Child>,
+}
+
+impl Small {
+    fn new() -> Small {
+        let sockets = [(); 2].map(|()| TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap());
+        let [client, peer] = sockets.map(|socket| format!("http://{}", socket.local_addr().unwrap()));
+        Small { folder: tempfile::tempdir().unwrap(), client, peer, child: None }
+    }
+
+    fn start(&mut self) {
+        let mut command = Command::new("setpriv");
+        command.args(["--pdeathsig", "KILL", "etcd", "--data-dir"]).arg(self.folder.path());
+        command.args(["--listen-client-urls", &self.client, "--advertise-client-urls", &self.client]);
+        command.args(["--listen-peer-urls", &self.peer, "--initial-advertise-peer-urls", &self.peer]);
+        command.args(["--initial-cluster", &format!("default={}", self.peer), "--quota-backend-bytes", "1048576"]);
+        self.child = Some(command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap());
+    }
+
+    fn options(&self) -> Options {
+        Options::new([self.client.clone()], "/unused/")
+    }
+
+    fn connect(&self) -> Client {
+        let end = Instant::now() + LONG;
+        loop {
+            match Client::connect(&self.options()) {
+                Ok(client) => return client,
+                Err(error) => assert!(Instant::now() < end, "{error}"),
+            }
+        }
+    }
+
+    fn control(&self, args: &[&str]) {
+        let mut command = Command::new("etcdctl");
+        command.env("ETCDCTL_API", "3").args(["--endpoints", &self.client]).args(args);
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        if let Some(child) = &mut self.child {
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
+    }
+}
+
+/// A session alone, and what it tells.
+fn session(etcd: &Options) -> (Session, Receiver<CoordinatorEvent>) {
+    let identity =
+        Identity { group: "test".parse().unwrap(), rank: Rank(0), node: node(1), lease: LEASE, former: None };
+    let (sender, told) = channel();
+    let session = Session::start(Coordinator::Given(etcd.clone()), identity, move |it| drop(sender.send(it)));
+    (session.unwrap(), told)
+}
+
+fn joined(told: &Receiver<CoordinatorEvent>) -> super::Membership {
+    loop {
+        if let CoordinatorEvent::Joined(new) = told.recv_timeout(LONG).unwrap() {
+            return new;
+        }
+    }
+}
+
+/// What a member of this membership writes first.
+fn join(incarnation: Incarnation) -> Write {
+    let mut machine = Machine::new(options(Rank(0), 1), Epoch::default());
+    let now = Instant::now();
+    machine.step(Event::Session(incarnation), now);
+    let actions = machine.step(Event::Local(Happened::Parts(BTreeMap::new())), now);
+    let Some(Action::Write(write)) = actions.into_iter().next() else { panic!("it does not join") };
+    write
+}
+
+/// Writes. Returns the answer, and whether it was told before that etcd refuses or accepts it.
+fn written(session: &Session, told: &Receiver<CoordinatorEvent>, write: Write) -> (Answer, Vec<Result<(), String>>) {
+    session.write(write);
+    let mut others = Vec::new();
+    loop {
+        match told.recv_timeout(LONG).unwrap() {
+            CoordinatorEvent::Wrote(answer) => return (answer, others),
+            CoordinatorEvent::Refuses { why } => others.push(Err(why)),
+            CoordinatorEvent::Accepts => others.push(Ok(())),
+            _ => {}
+        }
+    }
 }
 
 /// Where there is no etcd, the test says so and ends.
@@ -339,35 +442,44 @@ fn a_report_of_a_membership_that_is_over_is_not_written_under_the_next() {
     }
     let folder = tempfile::tempdir().unwrap();
     let (_local, options) = local(folder.path());
-    let identity =
-        Identity { group: "test".parse().unwrap(), rank: Rank(0), node: node(1), lease: LEASE, former: None };
-    let (sender, told) = channel();
-    let session = Session::start(Coordinator::Given(options.clone()), identity, move |it| drop(sender.send(it)));
-    let session = session.unwrap();
-    let joined = || loop {
-        if let CoordinatorEvent::Joined(new) = told.recv_timeout(LONG).unwrap() {
-            return new.incarnation();
-        }
-    };
-    let written = |incarnation| {
-        let mut machine = Machine::new(self::options(Rank(0), 1), Epoch::default());
-        let now = Instant::now();
-        machine.step(Event::Session(incarnation), now);
-        let actions = machine.step(Event::Local(Happened::Parts(BTreeMap::new())), now);
-        let Some(Action::Write(write)) = actions.into_iter().next() else { panic!("it does not join") };
-        session.write(write);
-        loop {
-            if let CoordinatorEvent::Wrote(answer) = told.recv_timeout(LONG).unwrap() {
-                return matches!(answer, group::Answer::Done(_));
-            }
-        }
-    };
-    let first = joined();
+    let (session, told) = session(&options);
+    let is_written = |write| matches!(written(&session, &told, write), (Answer::Done(_), _));
+    let first = joined(&told).incarnation();
     Client::connect(&options).unwrap().revoke(super::keys::lease(first)).unwrap();
-    let second = joined();
+    let second = joined(&told).incarnation();
     assert_ne!(first, second);
-    assert!(!written(first), "the membership is over");
-    assert!(written(second), "nothing is in the way");
+    assert!(!is_written(join(first)), "the membership is over");
+    assert!(is_written(join(second)), "nothing is in the way");
+    session.leave(Duration::from_secs(5));
+}
+
+#[test]
+fn an_etcd_that_refuses_to_write_is_told_once_until_it_writes_again() {
+    if !etcd() {
+        return;
+    }
+    let mut etcd = Small::new();
+    etcd.start();
+    let client = etcd.connect();
+    let (session, told) = session(&etcd.options());
+    let join = join(joined(&told).incarnation());
+    let write = || written(&session, &told, join.clone());
+    assert!(matches!(write(), (Answer::Done(_), others) if others.is_empty()));
+    let mut numbers = 0..;
+    let put = |n: u32| Op::Put { key: format!("/large/{n}"), value: vec![b'x'; 200_000], lease: None };
+    while client.txn(Txn::default().then([put(numbers.next().unwrap())])).is_ok() {}
+    let (answer, others) = write();
+    assert!(matches!((answer, &others[..]), (Answer::Conflict, [Err(why)]) if why.contains("NOSPACE")), "{others:?}");
+    assert_eq!(write(), (Answer::Conflict, vec![]));
+
+    etcd.control(&["del", "--prefix", "/large/"]);
+    let revision = client.get("/large/").unwrap().revision.to_string();
+    for args in [&["compact", &revision][..], &["defrag"], &["alarm", "disarm"]] {
+        etcd.control(args);
+    }
+    // Its report is there already.
+    assert_eq!(write(), (Answer::Conflict, vec![Ok(())]));
+    assert_eq!(write(), (Answer::Conflict, vec![]));
     session.leave(Duration::from_secs(5));
 }
 

@@ -27,6 +27,8 @@ pub(super) struct Seen {
     hosts: BTreeMap<Rank, String>,
     /// Why the coordinator does not answer, if it does not.
     away: Option<String>,
+    /// Why the coordinator refuses what this machine writes, if it does.
+    refuses: Option<String>,
     /// Why the epoch ended, if something was lost.
     loss: Option<String>,
     /// The members that were lost since the last start.
@@ -39,8 +41,9 @@ pub(super) struct Seen {
 
 impl Seen {
     pub(super) fn new(name: JobName, rank: Rank, size: u32) -> Seen {
-        let (view, hosts, away, loss, aborted) = (None, BTreeMap::new(), None, None, None);
-        Seen { name, size, rank, view, hosts, away, loss, gone: Vec::new(), aborted, is_unpublished: false }
+        let (view, hosts, loss, gone, aborted) = (None, BTreeMap::new(), None, Vec::new(), None);
+        let (away, refuses, is_unpublished) = (None, None, false);
+        Seen { name, size, rank, view, hosts, away, refuses, loss, gone, aborted, is_unpublished }
     }
 
     /// Whether the coordinator cannot be reached.
@@ -52,9 +55,13 @@ impl Seen {
         self.away = why;
     }
 
+    pub(super) fn refuses(&mut self, why: Option<String>) {
+        self.refuses = why;
+    }
+
     /// The coordinator is another one.
     pub(super) fn afresh(&mut self) {
-        (self.view, self.away, self.loss, self.aborted) = (None, None, None, None);
+        (self.view, self.away, self.refuses, self.loss, self.aborted) = (None, None, None, None, None);
         self.gone.clear();
     }
 
@@ -75,9 +82,10 @@ impl Seen {
             image: self.part(view, *number),
             committed: image.value.committed,
         });
-        let waits_for = match &self.away {
-            Some(why) => Some(format!("the coordinator, which does not answer: {why}")),
-            None => waits_for(view, self.size, &self.hosts),
+        let waits_for = match (&self.away, &self.refuses) {
+            (Some(why), _) => Some(format!("the coordinator, which does not answer: {why}")),
+            (None, Some(why)) => Some(format!("the coordinator, which refuses what this machine writes: {why}")),
+            (None, None) => waits_for(view, self.size, &self.hosts),
         };
         let freeze = |(rank, report): (&Rank, &Arc<rekindle_group::Report>)| {
             let freeze_us = u64::try_from(report.costs.freeze?.as_micros()).ok()?;

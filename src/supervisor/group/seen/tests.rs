@@ -266,6 +266,9 @@ fn what_the_group_waits_for_is_named() {
     let _ = it.goal(Goal::Suspended);
     it.states([State::Idle, State::Idle, State::Idle]);
     assert_eq!(it.waits_for().as_deref(), Some("`rekindle resume`"));
+    it.seen.refuses(Some("it is full".into()));
+    let text = "the coordinator, which refuses what this machine writes: it is full";
+    assert_eq!(it.waits_for().as_deref(), Some(text));
     it.seen.away(Some("no route".into()));
     assert_eq!(it.waits_for().as_deref(), Some("the coordinator, which does not answer: no route"));
 }
