@@ -48,6 +48,12 @@ impl Board {
         self.inner().unwritten.take()
     }
 
+    /// What is to be written cannot be: it is told again.
+    pub(super) fn unsay(&self) {
+        let mut inner = self.inner();
+        (inner.ours, inner.unwritten) = (None, None);
+    }
+
     /// Tells what is started here, and returns what is started on the `size - 1` other machines once all have told.
     /// `wake` is called if there is something to write.
     pub(super) fn exchange(

@@ -282,7 +282,8 @@ impl<T: Fn(CoordinatorEvent) + Clone + Send + 'static> Worker<T> {
                 match self.asks.recv() {
                     Ok(Ask::Afresh(former)) => break former,
                     Ok(Ask::Write(_)) => (self.tell)(CoordinatorEvent::Wrote(Answer::Conflict)),
-                    Ok(Ask::Tell | Ask::Lost(_) | Ask::Begin(_)) => {}
+                    Ok(Ask::Tell) => self.board.unsay(),
+                    Ok(Ask::Lost(_) | Ask::Begin(_)) => {}
                     Ok(Ask::Leave | Ask::Abandon) | Err(_) => return,
                 }
             };
@@ -459,8 +460,8 @@ impl<T: Fn(CoordinatorEvent) + Clone + Send + 'static> Worker<T> {
                 Ok(Ask::Leave | Ask::Abandon) | Err(mpsc::RecvTimeoutError::Disconnected) => return None,
                 // Without a membership nothing can be written.
                 Ok(Ask::Write(_)) => (self.tell)(CoordinatorEvent::Wrote(Answer::Conflict)),
-                Ok(Ask::Lost(_) | Ask::Begin(_) | Ask::Tell | Ask::Afresh(_))
-                | Err(mpsc::RecvTimeoutError::Timeout) => {}
+                Ok(Ask::Tell) => self.board.unsay(),
+                Ok(Ask::Lost(_) | Ask::Begin(_) | Ask::Afresh(_)) | Err(mpsc::RecvTimeoutError::Timeout) => {}
             }
         }
     }

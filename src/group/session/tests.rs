@@ -7,6 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
+use rekindle_engine::snapshot::Operations;
 use rekindle_etcd::{Client, Local, LocalOptions, Op, Options, Secret, Txn};
 use rekindle_group::{
     self as group, Action, Answer, Ask, End, Ending, Epoch, Event, Incarnation, Limits, Local as Happened, Machine, Number,
@@ -480,6 +481,33 @@ fn an_etcd_that_refuses_to_write_is_told_once_until_it_writes_again() {
     // Its report is there already.
     assert_eq!(write(), (Answer::Conflict, vec![Ok(())]));
     assert_eq!(write(), (Answer::Conflict, vec![]));
+    session.leave(Duration::from_secs(5));
+}
+
+/// What was to be told while there was no membership counted as told for ever, and nothing else was.
+#[test]
+fn a_machine_tells_what_nccl_has_started_also_after_it_could_not() {
+    if !etcd() {
+        return;
+    }
+    let mut etcd = Small::new();
+    let (session, told) = session(&etcd.options());
+    while !matches!(told.recv_timeout(LONG).unwrap(), CoordinatorEvent::Away { .. }) {}
+    let (board, wake) = session.board();
+    let tell = |number| board.exchange((Number(number), Rank(0), 2), &Operations::default(), &wake);
+    assert_eq!(tell(1), None);
+    std::thread::sleep(super::PAUSE * 2);
+    etcd.start();
+    let client = etcd.connect();
+    let (answer, _) = written(&session, &told, join(joined(&told).incarnation()));
+    assert!(matches!(answer, Answer::Done(_)));
+    let key = super::keys::of_member(&"test".parse().unwrap(), Rank(0)).replace("members", "cut");
+    let end = Instant::now() + LONG;
+    while client.get(&key).unwrap().entries.is_empty() {
+        assert!(Instant::now() < end, "it tells nothing");
+        assert_eq!(tell(2), None);
+        std::thread::sleep(Duration::from_millis(50));
+    }
     session.leave(Duration::from_secs(5));
 }
 
