@@ -2,9 +2,8 @@
 
 use std::sync::Arc;
 
-use crate::documents::{
-    Ending, Goal, Incarnation, Last, Number, Part, Plan, Rank, Report, State, Then, View,
-};
+use crate::documents::{Ending, Goal, Incarnation, Last, Number, Part, Plan, Rank, Report, State, Then, View};
+use crate::options::Options;
 
 /// A member of the present epoch.
 #[derive(Debug, Clone, Copy)]
@@ -95,8 +94,7 @@ pub(crate) fn late(hands: &[Hand<'_>], plan: &Plan) -> String {
         };
         !hand.report.is_some_and(done)
     };
-    let names: Vec<String> = hands.iter().filter(is_late).map(|hand| hand.rank.to_string()).collect();
-    if names.is_empty() { "the group".into() } else { names.join(", ") }
+    names(hands.iter().filter(is_late).map(|hand| hand.rank)).unwrap_or_else(|| "the group".into())
 }
 
 /// Whether no process of the epoch exists, and no member will start one for an older plan.
@@ -104,4 +102,19 @@ pub(crate) fn nothing_runs(view: &View, plan: &Plan) -> bool {
     let is_over = |report: &Report| report.state.nothing_runs() && report.seen >= plan.serial;
     // A lost member has ended its job before its lease expired.
     view.members.values().all(|report| is_over(report))
+}
+
+/// The members that report a job which is not over, for a message.
+pub(crate) fn still_running(view: &View) -> Option<String> {
+    names(view.members.iter().filter(|(_, report)| !report.state.nothing_runs()).map(|(rank, _)| *rank))
+}
+
+/// The members that are not there, for a message.
+pub(crate) fn missing(view: &View, options: &Options) -> Option<String> {
+    names((0..options.size).map(Rank).filter(|rank| !view.members.contains_key(rank)))
+}
+
+fn names(ranks: impl Iterator<Item = Rank>) -> Option<String> {
+    let names: Vec<String> = ranks.map(|rank| rank.to_string()).collect();
+    (!names.is_empty()).then(|| names.join(", "))
 }

@@ -12,7 +12,7 @@ use crate::documents::{
     Replica, Report, StartFrom, State, Then, View,
 };
 use crate::events::Write;
-use crate::hands::{Hand, Loss, dumped, given_up, hands, late, loss, nothing_runs, refusal};
+use crate::hands::{Hand, Loss, dumped, given_up, hands, late, loss, missing, nothing_runs, refusal, still_running};
 use crate::images;
 use crate::options::Options;
 use crate::reasons;
@@ -344,18 +344,20 @@ impl Leading {
             next.goal = end(view, next, End::Failed { why, last: plan.last });
             return;
         }
+        // A process in an uninterruptible sleep cannot be killed.
+        if let Some(those) = still_running(view) {
+            if self.is_due(since + options.limits.wait, now) {
+                let why = format!("{those} did not end its job in time");
+                next.goal = end(view, next, End::Missing { why });
+            }
+            return;
+        }
         if runs_elsewhere || !nothing_runs(view, plan) {
             return;
         }
-        let missing: Vec<String> = (0..options.size)
-            .map(Rank)
-            .filter(|rank| !view.members.contains_key(rank))
-            .map(|rank| rank.to_string())
-            .collect();
-        if !missing.is_empty() {
+        if let Some(those) = missing(view, options) {
             if self.is_due(since + options.limits.wait, now) {
-                let why = format!("{} did not join in time", missing.join(", "));
-                next.goal = end(view, next, End::Missing { why });
+                next.goal = end(view, next, End::Missing { why: format!("{those} did not join in time") });
             }
             return;
         }

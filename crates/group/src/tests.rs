@@ -276,6 +276,30 @@ fn a_member_that_hears_nothing_ends_its_job_before_its_lease_runs_out() {
 }
 
 #[test]
+fn a_job_that_does_not_end_is_not_waited_for_without_a_limit() {
+    let mut group = Group::new(2);
+    group.starts();
+    group.tell(0, Event::Local(Local::Ended(Ending::Failed { why: "it died".into(), last: None })));
+    group.settle();
+    assert_eq!(group.last(1), Some(&Order::Kill));
+    let wait = options(Rank(0), 2).limits.wait;
+    group.wait(wait - Duration::from_secs(1));
+    assert!(matches!(group.goal(), Goal::Gather { .. }));
+    // A request is no reason to end it, nor is it waited for again.
+    group.tell(0, Event::Asked(Ask::Snapshot));
+    group.settle();
+    assert!(matches!(group.goal(), Goal::Gather { .. }));
+    assert!(group.machines[0].deadline().is_some_and(|at| at <= group.now + Duration::from_secs(1)));
+    group.wait(Duration::from_secs(1));
+    let end = End::Missing { why: "rank 1 did not end its job in time".into() };
+    assert_eq!(group.goal(), Goal::End(end.clone()));
+    assert_eq!(group.last(0), Some(&Order::Finish(end.clone())));
+    assert_eq!(group.last(1), Some(&Order::Kill), "it leaves once its job is over");
+    group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into(), last: None }));
+    assert_eq!(group.last(1), Some(&Order::Finish(end)));
+}
+
+#[test]
 fn a_job_is_not_frozen_for_ever_by_a_coordinator_that_refuses_to_write() {
     let longest = options(Rank(0), 2).longest_step();
     for steps in 0..4 {

@@ -251,6 +251,10 @@ impl Oracle {
                 End::Failed { why, .. } if self.failures == 0 => {
                     return Err(format!("it is said to have failed: {why}"));
                 }
+                // Each job of the model ends soon after it is killed.
+                End::Missing { why } if why.contains("did not end its job") => {
+                    return Err(format!("a job was not ended, or that was not reported: {why}"));
+                }
                 // The others may have left: they were told to stop while this one was away.
                 End::Missing { why } if why.contains("did not join in time") => {}
                 // Two machines claim the rank, because one was believed to be lost.
