@@ -44,6 +44,8 @@ pub(crate) struct Leading {
     stop_by: Option<Instant>,
     /// The members of the last epoch, and how the lost ones left.
     farewells: BTreeMap<Incarnation, Farewell>,
+    /// Whether a lost member may still run its job.
+    runs_elsewhere: bool,
     /// When something is due.
     wake: Option<Instant>,
 }
@@ -125,7 +127,7 @@ impl Leading {
     }
 
     /// Whether a lost member may still run its job.
-    fn runs_elsewhere(&mut self, hands: &[Hand<'_>], plan: &Plan, options: &Options, now: Instant) -> bool {
+    fn may_run_elsewhere(&mut self, hands: &[Hand<'_>], plan: &Plan, options: &Options, now: Instant) -> bool {
         if plan.goal.is_alive() {
             // Earlier reports are not about this epoch.
             self.farewells.clear();
@@ -163,7 +165,7 @@ impl Leading {
         now: Instant,
     ) -> Option<(Number, GroupImage)> {
         let hands = hands(view, plan);
-        let runs_elsewhere = self.runs_elsewhere(&hands, plan, options, now);
+        self.runs_elsewhere = self.may_run_elsewhere(&hands, plan, options, now);
         if let Some((why, last)) = given_up(&hands, plan) {
             next.last = last;
             next.goal = end(view, next, End::Failed { why, last });
@@ -187,11 +189,11 @@ impl Leading {
         let all =
             |is: &dyn Fn(&Report) -> bool| hands.iter().all(|hand| hand.report.is_some_and(|it| seen(it) && is(it)));
         match &plan.goal {
-            Goal::Gather { .. } => self.gathering(view, plan, next, runs_elsewhere, options, now),
+            Goal::Gather { .. } => self.gathering(view, plan, next, options, now),
             Goal::Suspended => {
                 let is_new = |report: &Arc<Report>| !report.rests;
                 let is_lost = |hand: &Hand<'_>| hand.report.is_none();
-                let gone = !runs_elsewhere && hands.iter().all(is_lost) && view.members.values().all(is_new);
+                let gone = !self.runs_elsewhere && hands.iter().all(is_lost) && view.members.values().all(is_new);
                 self.suspended(view, plan, next, gone, options, now);
             }
             Goal::Start(_) => {
@@ -264,7 +266,7 @@ impl Leading {
             }
             Goal::End(end) => {
                 // All earlier members have left: the present ones want to run it again.
-                let none = !runs_elsewhere && hands.iter().all(|hand| hand.report.is_none());
+                let none = !self.runs_elsewhere && hands.iter().all(|hand| hand.report.is_none());
                 if none && (*end != End::Completed || starts_fresh(view, options)) {
                     begin_anew(next);
                 }
@@ -323,15 +325,7 @@ impl Leading {
         self.stop_by.is_some_and(|by| self.is_due(by, now))
     }
 
-    fn gathering(
-        &mut self,
-        view: &View,
-        plan: &Plan,
-        next: &mut Plan,
-        runs_elsewhere: bool,
-        options: &Options,
-        now: Instant,
-    ) {
+    fn gathering(&mut self, view: &View, plan: &Plan, next: &mut Plan, options: &Options, now: Instant) {
         self.asked(view, plan, next, now);
         if let (Goal::Gather { .. }, Then::Stop { requeue }) = (&next.goal, next.then) {
             next.goal = end(view, next, End::Stopped { requeue });
@@ -352,7 +346,7 @@ impl Leading {
             }
             return;
         }
-        if runs_elsewhere || !nothing_runs(view, plan) {
+        if self.runs_elsewhere || !nothing_runs(view, plan) {
             return;
         }
         if let Some(those) = missing(view, options) {
@@ -412,7 +406,7 @@ impl Leading {
             Ok(StartFrom::Image(number)) if !images::is_here(view, number) => {}
             Ok(from) => {
                 next.epoch = Epoch(known.max(plan.epoch).0 + 1);
-                next.crew = view.members.iter().map(|(rank, report)| (*rank, report.incarnation)).collect();
+                next.crew = crew(view);
                 next.goal = Goal::Start(from);
                 (next.from, next.healthy) = (from, false);
             }
@@ -486,6 +480,8 @@ impl Leading {
         let is_later = |ask: &Ask| match (ask, &plan.goal) {
             // It is served when the job runs.
             (Ask::Snapshot | Ask::Suspend, Goal::Start(_) | Goal::Resume(_) | Goal::Abort { .. }) => true,
+            // Then it is known who was there, and no longer who was lost.
+            (Ask::Suspend, Goal::Gather { .. }) => self.runs_elsewhere,
             // The snapshot in progress may lack what was done since it began.
             (Ask::Snapshot, Goal::Prepare(_) | Goal::Pull(_) | Goal::Dump(_)) => true,
             _ => false,
@@ -505,7 +501,8 @@ impl Leading {
                 self.stop_by = Some(now + (*within).min(LONGEST_STOP));
             }
             (Ask::Snapshot, _) => self.wanted = true,
-            (Ask::Suspend, Goal::Gather { .. }) => next.goal = Goal::Suspended,
+            // As of now: they may have joined since the last epoch.
+            (Ask::Suspend, Goal::Gather { .. }) => (next.goal, next.crew) = (Goal::Suspended, crew(view)),
             (Ask::Suspend, _) => next.then = Then::Suspend,
             (Ask::Resume, _) => (next.goal, next.then) = (Goal::Gather { why: reasons::RESUMED.into() }, Then::RunOn),
             (Ask::Rewind(to), _) => {
@@ -614,8 +611,13 @@ fn count_failure(next: &mut Plan, view: &View) {
 
 /// The goal with which all members leave.
 fn end(view: &View, next: &mut Plan, end: End) -> Goal {
-    next.crew = view.members.iter().map(|(rank, report)| (*rank, report.incarnation)).collect();
+    next.crew = crew(view);
     Goal::End(end)
+}
+
+/// The present members.
+fn crew(view: &View) -> BTreeMap<Rank, Incarnation> {
+    view.members.iter().map(|(rank, report)| (*rank, report.incarnation)).collect()
 }
 
 /// The pause before the next restart: none before the first.

@@ -247,6 +247,59 @@ fn suspended() -> Group {
     group
 }
 
+#[test]
+fn a_job_that_is_suspended_before_it_starts_stays_so() {
+    // Nobody has run it, or those that did have new memberships.
+    for epoch in [0, 1] {
+        let mut group = Group::unjoined(2, &|_| BTreeMap::new(), Epoch(0));
+        if epoch > 0 {
+            (0..2).for_each(|at| group.join(at));
+            group.wait(TTL);
+            group.starts();
+            for at in 0..2 {
+                let former = group.machines[at].incarnation().unwrap();
+                group.coordinator.revoke(former);
+                group.tell(at, Event::SessionLost);
+                group.tell(at, Event::Local(Local::Ended(failed("killed"))));
+            }
+        }
+        group.join(0);
+        assert!(matches!(group.goal(), Goal::Gather { .. }));
+        let mut client = group.asks(0, Ask::Suspend);
+        group.settle();
+        assert_eq!((group.goal(), group.learns(&mut client)), (Goal::Suspended, Outcome::Done));
+        group.join(1);
+        group.wait(TTL);
+        assert_eq!(group.goal(), Goal::Suspended);
+        group.tell(1, Event::Asked(Ask::Resume));
+        group.settle();
+        group.wait(TTL);
+        assert_eq!(group.goal(), Goal::Start(StartFrom::Beginning));
+    }
+}
+
+#[test]
+fn a_suspension_waits_while_a_lost_machine_may_still_run_its_job() {
+    let early = |rank| crate::options::Options { leases_end_early: true, ..options(Rank(rank), 2) };
+    let mut group = Group::unjoined(2, &|_| BTreeMap::new(), Epoch(0));
+    group.machines = (0..2).map(|rank| Machine::new(early(rank), Epoch(0))).collect();
+    (0..2).for_each(|at| group.join(at));
+    group.wait(TTL);
+    group.starts();
+    // The coordinator has ended its lease too early.
+    let lost = group.machines[1].incarnation().unwrap();
+    group.coordinator.revoke(lost);
+    group.settle();
+    group.tell(0, Event::Local(Local::Ended(failed("killed"))));
+    group.settle();
+    let mut client = group.asks(0, Ask::Suspend);
+    group.settle();
+    assert!(matches!(group.goal(), Goal::Gather { .. }));
+    assert_eq!(group.learns(&mut client), Outcome::Open);
+    group.wait(TTL);
+    assert_eq!((group.goal(), group.learns(&mut client)), (Goal::Suspended, Outcome::Done));
+}
+
 /// The leases of both are over at once. `is_new`: other supervisors join in their place.
 fn both_come_back(group: &mut Group, is_new: bool) {
     for at in 0..2 {
