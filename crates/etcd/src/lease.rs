@@ -9,6 +9,8 @@
 //! proof of a quorum: a linearizable read by the same member, in the same term, finds a key that belongs to the lease.
 //! Then no other leader existed when the lease was renewed.
 //!
+//! Somebody may remove that key alone. Then it is written again: etcd writes no key of a lease that does not exist.
+//!
 //! The same versions may end a lease too early when such a leader continues (etcd#15247). No client can prevent that.
 //! So if the keys of a lease disappear, its owner may not know it yet ([`crate::Facts::may_end_leases_early`]).
 
@@ -94,11 +96,7 @@ impl Lease {
             return Err(Error::Refused(granted.error));
         }
         let marker = running.members.options.hidden(&format!("leases/{:x}", granted.id));
-        // Harmless if done twice or late: no other process has this key, and etcd removes it with the lease.
-        let op = Op::Put { key: marker.clone(), value: Vec::new(), lease: Some(granted.id) };
-        let marked = Txn::default().then([op]).into();
-        let call = running.members.call::<TxnRequest, TxnResponse>("/etcdserverpb.KV/Txn", marked, Kind::Repeatable);
-        running.wait(call)?;
+        running.wait(mark(&running.members, &marker, granted.id))?;
         shared.sure(sent, granted.ttl);
         let renewer = Renewer { id: granted.id, ttl: granted.ttl, marker, shared: Arc::clone(&shared) };
         running.spawn(renewer.run(Arc::clone(&running.members), lost));
@@ -150,6 +148,14 @@ pub(crate) fn revoke(running: &Running, id: LeaseId) -> Result<()> {
         Ok(_) | Err(Error::LeaseGone) => Ok(()),
         Err(error) => Err(error),
     }
+}
+
+/// Writes the key that belongs to the lease. Harmless if done twice or late: no other process has this key, and etcd removes
+/// it with the lease.
+async fn mark(members: &Members, marker: &str, id: LeaseId) -> Result<()> {
+    let op = Op::Put { key: marker.to_owned(), value: Vec::new(), lease: Some(id) };
+    let marked = Txn::default().then([op]).into();
+    members.call::<TxnRequest, TxnResponse>("/etcdserverpb.KV/Txn", marked, Kind::Repeatable).await.map(drop)
 }
 
 /// Renews a lease.
@@ -262,10 +268,19 @@ impl Renewer {
                 Renewed::Yes
             }
             (false, false) => Renewed::Gone,
-            (true, false) => Renewed::Failed("the key of the lease is gone".into()),
+            (true, false) => self.mark_again(members).await,
             // A new leader may not know all leases yet.
             (false, true) => Renewed::Failed("it does not know the lease yet".into()),
         })
+    }
+
+    /// Somebody has removed the key of the lease: without it, no renewal counts. The next try proves that the lease lives.
+    async fn mark_again(&self, members: &Members) -> Renewed {
+        match mark(members, &self.marker, self.id).await {
+            Ok(()) => Renewed::Failed("the key of the lease was gone, and is written again".into()),
+            Err(Error::LeaseGone) => Renewed::Gone,
+            Err(error) => Renewed::Failed(error.to_string()),
+        }
     }
 
     async fn keep_alive(

@@ -223,6 +223,35 @@ fn a_lease_is_not_sure_while_etcd_hangs() {
 }
 
 #[test]
+fn a_lease_whose_key_somebody_removes_lives_on() {
+    if !etcd() {
+        return;
+    }
+    let cluster = Cluster::start(1);
+    let client = cluster.client();
+    let ttl = Duration::from_secs(4);
+    let lease = client.lease(ttl, |_| ()).unwrap();
+    // All keys of a lease, as etcd lists them. Nothing else belongs to this one.
+    let keys = || {
+        let id = format!("{:x}", lease.id());
+        let listed = cluster.control(0, &["lease", "timetolive", &id, "--keys", "-w", "json"]);
+        let start = listed.find("\"keys\":[\"").map(|at| at + 9)?;
+        listed[start..].split('"').next().map(str::to_owned)
+    };
+    let first = keys();
+    assert!(first.is_some(), "it has one");
+    for _ in 0..2 {
+        cluster.control(0, &["del", "--prefix", PREFIX]);
+        let end = Instant::now() + ttl * 2;
+        while Instant::now() < end {
+            assert!(!lease.is_lost() && !sure_for(&lease).is_zero(), "no renewal counts");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        assert_eq!(keys(), first, "it is written again");
+    }
+}
+
+#[test]
 fn a_leader_that_is_cut_off_does_not_make_a_lease_sure() {
     if !etcd() {
         return;
