@@ -199,7 +199,7 @@ impl Writer<'_> {
             Write::Report(report) => {
                 Txn::when([Compare::Lease(member.clone(), self.lease)]).then([self.mine(member, report)?])
             }
-            Write::Lead => Txn::when([Compare::Lease(leader.clone(), NO_LEASE)])
+            Write::Lead(_) => Txn::when([Compare::Lease(leader.clone(), NO_LEASE)])
                 .then([self.mine(leader, &membership(self.lease))?]),
             Write::Plan { plan, was, image } => {
                 let of_image = image.as_ref().map(|(number, image)| kept(key(Key::Image(*number)), image));

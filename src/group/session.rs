@@ -472,11 +472,15 @@ impl<T: Fn(CoordinatorEvent) + Clone + Send + 'static> Worker<T> {
     }
 
     fn write(&self, client: &Client, lease: &Lease, write: &Write) -> Answer {
-        // Decided before the lease was lost. Under the present one it would name a membership that is over: it would not
-        // count, and prevent the report that does.
-        if let Write::Join(report) | Write::Report(report) = write
-            && report.incarnation != keys::membership(lease.id())
-        {
+        // Decided before the lease was lost. Under the present one a report would name a membership that is over: it would
+        // not count, and prevent the report that does. And one would lead that has not joined.
+        let of = match write {
+            Write::Join(report) | Write::Report(report) => Some(report.incarnation),
+            Write::Lead(incarnation) => Some(*incarnation),
+            // These need the lead, which was lost with the lease.
+            Write::Plan { .. } | Write::Record { .. } | Write::Remove { .. } => None,
+        };
+        if of.is_some_and(|of| of != keys::membership(lease.id())) {
             return Answer::Conflict;
         }
         let txn = match self.writer(lease).transaction(write) {

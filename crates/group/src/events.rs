@@ -95,8 +95,8 @@ pub enum Write {
     Join(Report),
     /// Changes the report. Condition: the report is from this membership.
     Report(Report),
-    /// Takes the lead, bound to the lease. Condition: there is no leader.
-    Lead,
+    /// Takes the lead for this membership, bound to its lease. Condition: there is no leader.
+    Lead(Incarnation),
     /// Writes the plan. Condition: we lead, and the plan has not changed.
     Plan {
         /// The plan.

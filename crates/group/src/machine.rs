@@ -154,7 +154,7 @@ impl Machine {
             return write;
         }
         if self.view.leader.is_none() {
-            return Some(Write::Lead);
+            return self.member.incarnation().map(Write::Lead);
         }
         if !self.leads() {
             return None;

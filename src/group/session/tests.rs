@@ -450,7 +450,9 @@ fn a_report_of_a_membership_that_is_over_is_not_written_under_the_next() {
     let second = joined(&told).incarnation();
     assert_ne!(first, second);
     assert!(!is_written(join(first)), "the membership is over");
+    assert!(!is_written(Write::Lead(first)), "the membership is over");
     assert!(is_written(join(second)), "nothing is in the way");
+    assert!(is_written(Write::Lead(second)), "nobody leads");
     session.leave(Duration::from_secs(5));
 }
 

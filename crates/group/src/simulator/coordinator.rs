@@ -137,7 +137,7 @@ impl Coordinator {
         let is_allowed = match &write {
             Write::Join(_) => !view.members.contains_key(&rank),
             Write::Report(_) => view.members.get(&rank).is_some_and(|old| old.incarnation == who),
-            Write::Lead => view.leader.is_none(),
+            Write::Lead(_) => view.leader.is_none(),
             Write::Plan { was, .. } => (leads && of_plan == *was) || unguarded,
             Write::Record { number, was, .. } => leads && of_image(number) == *was,
             Write::Remove { number, was, plan } => {
@@ -152,7 +152,7 @@ impl Coordinator {
         let revision = view.revision;
         match write {
             Write::Join(report) | Write::Report(report) => drop(view.members.insert(rank, Arc::new(report))),
-            Write::Lead => view.leader = Some(who),
+            Write::Lead(_) => view.leader = Some(who),
             Write::Plan { plan, image, .. } => {
                 view.plan = Some(Arc::new(Versioned { value: *plan, revision }));
                 if let Some((number, value)) = image {
