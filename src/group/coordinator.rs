@@ -46,10 +46,12 @@ impl Coordinator {
         }
     }
 
-    /// Whether another try may succeed. The address in a file may be that of an earlier run, where something else
-    /// listens now: rank 0 replaces the file.
+    /// Whether another try to connect or to join may succeed. The address in a file may be that of an earlier run, where
+    /// something else listens now: rank 0 replaces the file. A lease may be over before its first key is written, and the next
+    /// try gets another one.
     pub(super) fn may_pass(&self, error: &Error) -> bool {
-        error.may_pass() || matches!(self, Coordinator::File(..)) && !matches!(error, Error::Local(_))
+        let passes = error.may_pass() || error.lease_is_gone();
+        passes || matches!(self, Coordinator::File(..)) && !matches!(error, Error::Local(_))
     }
 
     /// Whether it is another one than the one with these options.
@@ -220,6 +222,13 @@ mod tests {
         let wrong = Error::OtherCluster { endpoint: String::new(), found: 1, expected: 2 };
         assert!(coordinator.may_pass(&wrong));
         assert!(!Coordinator::Given(Options::new(["http://h:1"], "/")).may_pass(&wrong));
+    }
+
+    #[test]
+    fn a_lease_that_is_over_at_once_is_asked_for_again() {
+        let coordinator = Coordinator::Given(Options::new(["http://h:1"], "/"));
+        assert!(coordinator.may_pass(&Error::LeaseGone));
+        assert!(!Error::LeaseGone.may_pass(), "a write of that lease is in vain");
     }
 
     #[test]
