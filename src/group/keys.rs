@@ -276,6 +276,7 @@ mod tests {
             fresh: rekindle_group::Fresh::No,
             floor: Number(0),
             rests: false,
+            rewound: None,
         }
     }
 

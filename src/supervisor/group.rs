@@ -140,7 +140,8 @@ impl Member {
         Ok(Some(Member {
             rank: group.options.rank,
             machine: Machine::new(group.options.clone(), Epoch(memory.epoch))
-                .starting(group.is_fresh, Number(memory.floor)),
+                .starting(group.is_fresh, Number(memory.floor))
+                .remembering(memory.rewound),
             session,
             membership: None,
             nodes: Arc::default(),
@@ -250,7 +251,7 @@ impl Owner<'_> {
             CoordinatorEvent::Joined(membership) => {
                 let incarnation = membership.incarnation();
                 // Without it, the next supervisor waits for the lease to expire.
-                if let Err(error) = remember(self.setup, member.epoch.0, Some(&membership), member.machine.floor()) {
+                if let Err(error) = remember(self.setup, member.epoch.0, Some(&membership), &member.machine) {
                     tracing::warn!("cannot record the membership in the group: {error}");
                 }
                 member.membership = Some(membership);

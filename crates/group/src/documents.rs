@@ -299,6 +299,9 @@ pub struct Report {
     /// have a new membership by now: as long as such a process is there, the job stays suspended.
     #[serde(default)]
     pub rests: bool,
+    /// What rewinds have abandoned, as the last plan said in which something had started. The coordinator may lose it.
+    #[serde(default)]
+    pub rewound: Option<Rewound>,
 }
 
 /// Whether a supervisor was told to start the job from the beginning although there are group images.
@@ -501,6 +504,15 @@ impl Left {
     pub fn has(self, number: Number) -> bool {
         self.after < number && number < self.before
     }
+}
+
+/// What rewinds have abandoned, as a member remembers it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Rewound {
+    /// The origin of the plan. Numbers begin again if the coordinator loses its data and no machine has parts.
+    pub origin: Incarnation,
+    /// The same as in the plan.
+    pub left: Vec<Left>,
 }
 
 /// Whether the replica has a group image, or is to have it.

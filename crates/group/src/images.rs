@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use crate::documents::{
-    End, Goal, GroupImage, Number, Part, Plan, Progress, Rank, Replica, Replicated, StartFrom, Stored, Versioned, View,
+    End, Goal, GroupImage, Left, Number, Part, Plan, Progress, Rank, Replica, Replicated, StartFrom, Stored, Versioned, View,
 };
 use crate::events::Write;
 use crate::options::Options;
@@ -34,6 +34,17 @@ fn floor(view: &View, plan: &Plan) -> Number {
 /// Whether a restart may use this group image: no rewind and no start from the beginning has abandoned it.
 fn is_on_the_line(view: &View, plan: &Plan, number: Number) -> bool {
     number >= floor(view, plan) && !plan.left.iter().any(|left| left.has(number))
+}
+
+/// What rewinds have abandoned, as the members remember it: the coordinator has lost the plan that said so. If they remember
+/// several plans, nothing is sure: numbers may have begun again in between.
+pub(crate) fn remembered(view: &View) -> Option<&Vec<Left>> {
+    let known = || view.members.values().filter_map(|report| report.rewound.as_ref());
+    let origin = known().next()?.origin;
+    let is_one = known().all(|rewound| rewound.origin == origin);
+    // The newest: the numbers of a later rewind are higher.
+    let newest = known().max_by_key(|rewound| rewound.left.last().map(|left| left.before));
+    newest.filter(|_| is_one).map(|rewound| &rewound.left)
 }
 
 /// A member's part of a group image, if it has exactly this one.

@@ -326,6 +326,10 @@ impl Leading {
     }
 
     fn gathering(&mut self, view: &View, plan: &Plan, next: &mut Plan, options: &Options, now: Instant) {
+        // Nothing has started yet since the coordinator began.
+        if plan.epoch == Epoch::default() && plan.aim.is_none() {
+            next.left.clone_from(images::remembered(view).unwrap_or(&plan.left));
+        }
         self.asked(view, plan, next, now);
         if let (Goal::Gather { .. }, Then::Stop { requeue }) = (&next.goal, next.then) {
             next.goal = end(view, next, End::Stopped { requeue });

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::documents::{Ask, Asked, Epoch, Fresh, Incarnation, Number, Report, View};
+use crate::documents::{Ask, Asked, Epoch, Fresh, Incarnation, Number, Report, Rewound, View};
 use crate::events::{Action, Answer, Event, Write};
 use crate::leader::Leading;
 use crate::member::Member;
@@ -56,9 +56,21 @@ impl Machine {
     #[must_use]
     pub fn afresh(&self) -> Machine {
         let mut machine = Machine::new(self.options.clone(), self.member.epoch());
-        machine.member.starts(self.member.fresh(), self.member.floor());
-        machine.member.has_asked(self.member.unserved_stop(&self.view));
+        machine.member.follows(&self.member, &self.view);
         machine
+    }
+
+    /// What rewinds have abandoned, as [`Machine::rewound`] said in an earlier process.
+    #[must_use]
+    pub fn remembering(mut self, rewound: Option<Rewound>) -> Machine {
+        self.member.remembers(rewound);
+        self
+    }
+
+    /// What rewinds have abandoned.
+    #[must_use]
+    pub fn rewound(&self) -> Option<&Rewound> {
+        self.member.rewound()
     }
 
     /// Group images before this one are not used.

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use crate::documents::{
     Ask, Asked, Costs, End, Ending, Epoch, Fresh, Goal, Incarnation, Number, Plan, Progress, Rank, Replica, Replicated,
-    Report, StartFrom, Stored, View,
+    Report, Rewound, StartFrom, Stored, View,
 };
 use crate::events::{Local, Order, Write};
 use crate::images;
@@ -41,12 +41,14 @@ struct Transfers {
 }
 
 /// What the job may start from, as this member was told.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Clone)]
 struct Line {
     /// Whether the user wants to start from the beginning.
     fresh: Fresh,
     /// Group images before this one are not used.
     floor: Number,
+    /// See [`Report::rewound`].
+    rewound: Option<Rewound>,
 }
 
 /// Since when it waits for other supervisors.
@@ -129,15 +131,25 @@ impl Member {
     }
 
     pub(crate) fn starts(&mut self, fresh: Fresh, floor: Number) {
-        self.line = Line { fresh, floor };
+        (self.line.fresh, self.line.floor) = (fresh, floor);
+    }
+
+    pub(crate) fn remembers(&mut self, rewound: Option<Rewound>) {
+        self.line.rewound = rewound;
+    }
+
+    /// Begins as this one, which was a member of a group of which nothing is known any more.
+    pub(crate) fn follows(&mut self, former: &Member, view: &View) {
+        self.line = former.line.clone();
+        self.asked = former.unserved_stop(view);
     }
 
     pub(crate) fn epoch(&self) -> Epoch {
         self.epoch
     }
 
-    pub(crate) fn fresh(&self) -> Fresh {
-        self.line.fresh
+    pub(crate) fn rewound(&self) -> Option<&Rewound> {
+        self.line.rewound.as_ref()
     }
 
     pub(crate) fn floor(&self) -> Number {
@@ -196,15 +208,10 @@ impl Member {
 
     /// The request of this member, if it is a stop that was not served yet. It outlives the membership: whoever has made it
     /// does not make it again, and a deadline comes once.
-    pub(crate) fn unserved_stop(&self, view: &View) -> Option<Asked> {
+    fn unserved_stop(&self, view: &View) -> Option<Asked> {
         let served = self.served(view);
         let is_stop = |asked: &Asked| matches!(asked.ask, Ask::Stop { .. } | Ask::StopNow { .. });
         self.asked.clone().filter(|asked| asked.number > served && is_stop(asked))
-    }
-
-    /// For a member that begins again: what it has asked for before.
-    pub(crate) fn has_asked(&mut self, asked: Option<Asked>) {
-        self.asked = asked;
     }
 
     pub(crate) fn asks(&mut self, ask: Ask, view: &View) {
@@ -295,6 +302,7 @@ impl Member {
 
     fn follow_plan(&mut self, view: &View, plan: &Plan, options: &Options, now: Instant, orders: &mut Vec<Order>) {
         self.recorded.extend(view.images.keys().map(|number| (*number, plan.origin)));
+        self.remember(plan);
         let ours = self.fence.incarnation.is_some() && plan.crew.get(&self.rank) == self.fence.incarnation.as_ref();
         self.rests = self.sees_the_rest(view, plan, options, now);
         self.settle_snapshot(view, plan, options, orders);
@@ -307,6 +315,14 @@ impl Member {
         self.forget(view, plan, orders);
         orders.extend(self.fetch(view));
         self.replicate(view, plan, options, orders);
+    }
+
+    /// The first plan of a coordinator knows of no rewind until the members have told of it.
+    fn remember(&mut self, plan: &Plan) {
+        let is_known = |it: &Rewound| it.origin == plan.origin && it.left == plan.left;
+        if plan.epoch > Epoch::default() && !self.line.rewound.as_ref().is_some_and(is_known) {
+            self.line.rewound = Some(Rewound { origin: plan.origin, left: plan.left.clone() });
+        }
     }
 
     /// Ends the job if it is in a snapshot and the plan does not change any more: leases are renewed, but nothing can be
@@ -585,17 +601,18 @@ impl Member {
             fresh: self.line.fresh,
             floor: self.line.floor,
             rests: self.rests,
+            rewound: self.line.rewound.clone(),
         })
     }
 
     /// Whether a report of this membership says what [`Member::report`] says now. Each event asks this, and nearly always
     /// it does: so nothing is copied for it.
     fn is_reported(&self, written: &Report, view: &View) -> bool {
-        let Report { incarnation: _, seen: at, epoch, state, parts, storing, costs, done, asked, fresh, floor, rests } =
+        let Report { incarnation: _, seen: at, epoch, state, parts, storing, costs, done, asked, fresh, floor, rests, rewound } =
             written;
         (*at, *epoch, *fresh, *floor) == (seen(view), self.epoch, self.line.fresh, self.line.floor)
             && (*storing, *done, *rests) == (!self.transfers.storing.is_empty(), self.over.done, self.rests)
-            && (parts, costs, asked) == (&self.parts, &self.costs, &self.asked)
+            && (parts, costs, asked, rewound) == (&self.parts, &self.costs, &self.asked, &self.line.rewound)
             && self.job.is_reported_as(state)
     }
 

@@ -91,6 +91,7 @@ mod tests {
             fresh: Fresh::No,
             floor: Number(0),
             rests: false,
+            rewound: None,
         };
         let plan = Plan {
             origin: Incarnation(7),

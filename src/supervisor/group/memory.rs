@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::group::Membership;
 use crate::supervisor::Setup;
-use rekindle_group::{Epoch, Incarnation, Number};
+use rekindle_group::{Epoch, Incarnation, Machine, Rewound};
 use rekindle_os::{durable, process};
 use rekindle_store::JobFolder;
 
@@ -24,6 +24,9 @@ pub(super) struct Memory {
     /// Group images before this one are not used: the job has started from the beginning since.
     #[serde(default)]
     pub(super) floor: u64,
+    /// What rewinds have abandoned.
+    #[serde(default)]
+    pub(super) rewound: Option<Rewound>,
 }
 
 impl Memory {
@@ -58,9 +61,10 @@ pub(super) fn remember(
     setup: &Setup,
     epoch: Epoch,
     membership: Option<&Membership>,
-    floor: Number,
+    machine: &Machine,
 ) -> std::io::Result<()> {
     let membership = membership.map(|membership| membership.incarnation().0);
-    let memory = Memory { epoch: epoch.0, membership, boot: process::boot_id().unwrap_or_default(), floor: floor.0 };
+    let (boot, rewound) = (process::boot_id().unwrap_or_default(), machine.rewound().cloned());
+    let memory = Memory { epoch: epoch.0, membership, boot, floor: machine.floor().0, rewound };
     memory.write(&Memory::file(&setup.folder))
 }

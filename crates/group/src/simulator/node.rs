@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use crate::documents::{End, Epoch, Incarnation, Number, Part, Progress, Rank, Replicated, Stored};
+use crate::documents::{End, Epoch, Incarnation, Number, Part, Progress, Rank, Replicated, Rewound, Stored};
 use crate::machine::Machine;
 use crate::options::{Limits, Options, Restart};
 
@@ -80,6 +80,8 @@ pub(super) struct Kept {
     pub(super) epoch: Epoch,
     /// Group images before this one are not used.
     pub(super) floor: Number,
+    /// What rewinds have abandoned.
+    pub(super) rewound: Option<Rewound>,
 }
 
 /// A machine's faults.
@@ -138,7 +140,7 @@ impl Node {
         self.images.memory.retain(|_, piece| piece.recorded);
         let machine =
             Machine::new(Options { leases_end_early, replicates, ..options(self.rank, size) }, self.kept.epoch);
-        self.machine = Some(machine.starting(fresh, self.kept.floor));
+        self.machine = Some(machine.starting(fresh, self.kept.floor).remembering(self.kept.rewound.clone()));
     }
 
     /// The parts that it can restore, also those that only the replica has.

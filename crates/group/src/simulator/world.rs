@@ -315,11 +315,11 @@ impl World {
         let (asks, looks) = (matches!(event, Event::Asked(_)), matches!(event, Event::View(_) | Event::SessionLost));
         let actions = machine.step(event, now);
         let deadline = machine.deadline();
-        let floor = machine.floor();
+        let (floor, rewound) = (machine.floor(), machine.rewound().cloned());
         if let (true, Some(asked), Some(membership)) = (asks, machine.asked(), machine.incarnation()) {
             self.users.waiting.push((at, process, Pending::new(asked.clone(), membership)));
         }
-        self.nodes[at].kept.floor = floor;
+        (self.nodes[at].kept.floor, self.nodes[at].kept.rewound) = (floor, rewound);
         if looks {
             self.answer_users(at);
         }

@@ -1,7 +1,7 @@
 //! What becomes of requests, and of a run that is given up or started from the beginning.
 
 use super::*;
-use crate::documents::{Fresh, Last};
+use crate::documents::{Fresh, Last, Rewound};
 use crate::requests::{Outcome, Pending};
 
 fn failed(why: &str) -> Ending {
@@ -487,6 +487,48 @@ fn all_start_from_the_beginning_together_and_never_from_an_older_image_again() {
     let from = |order: Option<&Order>| matches!(order, Some(Order::Start { from: StartFrom::Image(Number(8)), .. }));
     assert!(from(again.last(0)), "{:?}", again.goal());
     assert_eq!(again.machines[0].floor(), Number(8));
+}
+
+#[test]
+fn a_rewind_is_not_undone_by_a_coordinator_that_loses_its_data() {
+    let mut group = Group::with_images();
+    group.tell(1, Event::Asked(Ask::Rewind(Number(4))));
+    group.settle();
+    group.killed();
+    group.starts();
+    let known: Vec<_> = group.machines.iter().map(|machine| machine.rewound().cloned()).collect();
+    let begins = |machines: Vec<Machine>| {
+        let mut group = Group::unjoined(2, &|rank| durable(rank, &[4, 7]), Epoch(4));
+        group.machines = machines;
+        (0..2).for_each(|at| group.join(at));
+        group
+    };
+    let from = |group: &mut Group| {
+        group.wait(TTL);
+        let goal = group.goal();
+        match goal {
+            Goal::Start(StartFrom::Image(number)) => number,
+            other => panic!("{other:?}"),
+        }
+    };
+    // The same processes, or others on these machines; also if one of the machines is new.
+    assert_eq!(from(&mut begins(group.machines.iter().map(Machine::afresh).collect())), Number(4));
+    let others = |known: Vec<Option<Rewound>>| -> Vec<Machine> {
+        let ranks = (0..).map(|rank| Machine::new(options(Rank(rank), 2), Epoch(4)));
+        ranks.zip(known).map(|(machine, rewound)| machine.remembering(rewound)).collect()
+    };
+    assert_eq!(from(&mut begins(others(known.clone()))), Number(4));
+    assert_eq!(from(&mut begins(others(vec![None, known[1].clone()]))), Number(4));
+    // One was away since before all others were replaced: its numbers are not those of the others.
+    let other = Some(Rewound { origin: OLD, left: Vec::new() });
+    assert_eq!(from(&mut begins(others(vec![other, known[1].clone()]))), Number(7));
+
+    // What was abandoned can be gone back to.
+    let mut again = begins(others(known));
+    again.tell(0, Event::Asked(Ask::Rewind(Number(7))));
+    again.settle();
+    assert_eq!(from(&mut again), Number(7));
+    assert!(again.machines.iter().all(|machine| machine.rewound().is_some_and(|it| it.left.len() == 1)));
 }
 
 #[test]

@@ -54,6 +54,7 @@ impl Coordinator {
             fresh: Fresh::default(),
             floor: Number(0),
             rests: false,
+            rewound: None,
         };
         let plan = Plan {
             origin: Incarnation(10),

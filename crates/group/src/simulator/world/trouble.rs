@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::super::faults::Fault;
-use super::super::node::{Cable, Node};
+use super::super::node::{Cable, Kept, Node};
 use super::super::queue::{Happening, Step};
 use super::{SETTLED, World};
 use crate::documents::{Ask, Ending, Epoch, Number};
@@ -58,7 +58,7 @@ impl World {
                 self.nodes[at].images.disk.clear();
                 self.nodes[at].kept.epoch = Epoch::default();
                 if self.outside.shared.is_none() {
-                    self.nodes[at].kept.floor = Number::default();
+                    (self.nodes[at].kept.floor, self.nodes[at].kept.rewound) = (Number::default(), None);
                     self.oracle.loses_disk();
                 }
                 self.supervisor_dies(at);
@@ -68,7 +68,7 @@ impl World {
                     self.nodes[at].images.memory.clear();
                     self.nodes[at].images.disk.clear();
                     self.outside.shared.iter_mut().for_each(BTreeMap::clear);
-                    (self.nodes[at].kept.epoch, self.nodes[at].kept.floor) = (Epoch::default(), Number::default());
+                    self.nodes[at].kept = Kept::default();
                     if self.nodes[at].machine.is_some() {
                         self.supervisor_dies(at);
                     }
