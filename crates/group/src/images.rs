@@ -3,7 +3,8 @@
 use std::collections::BTreeSet;
 
 use crate::documents::{
-    End, Goal, GroupImage, Left, Number, Part, Plan, Progress, Rank, Replica, Replicated, StartFrom, Stored, Versioned, View,
+    End, Goal, GroupImage, Left, Number, Part, Plan, Progress, Rank, Replica, Replicated, StartFrom, Stored, Versioned,
+    View,
 };
 use crate::events::Write;
 use crate::options::Options;

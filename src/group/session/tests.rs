@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use rekindle_engine::snapshot::Operations;
 use rekindle_etcd::{Client, Local, LocalOptions, Op, Options, Secret, Txn};
 use rekindle_group::{
-    self as group, Action, Answer, Ask, End, Ending, Epoch, Event, Incarnation, Limits, Local as Happened, Machine, Number,
-    Order, Part, Progress, Rank, Replicated, Restart, StartFrom, Stored, Write,
+    self as group, Action, Answer, Ask, End, Ending, Epoch, Event, Incarnation, Limits, Local as Happened, Machine,
+    Number, Order, Part, Progress, Rank, Replicated, Restart, StartFrom, Stored, Write,
 };
 use rekindle_testing::needs;
 

@@ -80,8 +80,8 @@ impl Owner<'_> {
     fn start_epoch(&mut self, epoch: Epoch, origin: Incarnation, from: StartFrom, part: Option<&Part>) {
         let setup = Arc::clone(self.setup);
         let (Some(member), Some(group)) = (&mut self.group, &setup.group) else { return };
-        let written = remember(&setup, epoch, member.membership.as_ref(), &member.machine)
-            .map_err(|error| error.to_string());
+        let written =
+            remember(&setup, epoch, member.membership.as_ref(), &member.machine).map_err(|error| error.to_string());
         let point = match part.map(|part| part.image.parse::<ImageId>()) {
             None => Ok(StartPoint::Cold),
             Some(Ok(image)) => Ok(StartPoint::Image(image)),
