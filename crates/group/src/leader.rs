@@ -36,8 +36,8 @@ pub(crate) struct Leading {
     aborted: Option<Instant>,
     /// The end of the last snapshot, or the beginning of the epoch.
     last: Option<Instant>,
-    /// When the job was restarted after failures.
-    restarts: VecDeque<Instant>,
+    /// When the job was restarted after failures, and the epoch that had failed.
+    restarts: VecDeque<(Epoch, Instant)>,
     /// A snapshot was requested.
     wanted: bool,
     /// When a requested stop must be complete.
@@ -103,6 +103,7 @@ impl Leading {
             match plan.goal {
                 Goal::Abort { .. } => self.aborted = Some(now),
                 Goal::Resume(_) => (self.aborted, self.last) = (None, Some(now)),
+                Goal::Prepare(_) => self.wanted = false,
                 _ => {}
             }
         }
@@ -312,7 +313,6 @@ impl Leading {
         };
         let wanted = self.wanted || next.then != Then::RunOn || due.is_some_and(|at| self.is_due(at, now));
         if wanted && hands.iter().all(|hand| hand.report.is_some_and(can)) {
-            self.wanted = false;
             let number = unused(view, plan);
             next.goal = Goal::Prepare(number);
             next.next = Number(number.0 + 1);
@@ -421,7 +421,8 @@ impl Leading {
     /// Why the job is not restarted any more.
     fn is_given_up(&self, plan: &Plan, options: &Options, now: Instant) -> Option<String> {
         let restart = &options.restart;
-        let within = self.restarts.iter().filter(|at| now.saturating_duration_since(**at) <= restart.window).count();
+        let within =
+            self.restarts.iter().filter(|(_, at)| now.saturating_duration_since(*at) <= restart.window).count();
         let most = usize::try_from(restart.max_restarts).unwrap_or(usize::MAX);
         if within > most {
             let why = why(plan);
@@ -447,7 +448,10 @@ impl Leading {
                 if ran.is_some_and(|since| now.saturating_duration_since(since) >= options.restart.healthy_uptime) {
                     self.restarts.clear();
                 }
-                self.restarts.push_back(now);
+                // The plan that says so may be refused, and is decided again.
+                if self.restarts.back().is_none_or(|(epoch, _)| *epoch != next.epoch) {
+                    self.restarts.push_back((next.epoch, now));
+                }
                 next.last = last;
                 count_failure(next, view);
                 why

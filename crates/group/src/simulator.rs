@@ -60,6 +60,9 @@ const REQUESTS: u64 = 0x0072_6571;
 /// And those of the replica.
 const REPLICA: u64 = 0x7265_706c;
 
+/// And those of a coordinator that refuses writes.
+const REFUSALS: u64 = 0x6675_6c6c;
+
 /// Plays one history.
 fn history(seed: u64, plant: Option<Plant>) -> Result<Facts, Broken> {
     play(seed, plant, false).map_err(|(what, _)| Broken { seed, what })
@@ -82,5 +85,6 @@ fn play(seed: u64, plant: Option<Plant>, traced: bool) -> Result<Facts, (String,
     faults::plan(&mut world, length);
     faults::plan_requests(&mut world, Random::new(seed ^ REQUESTS), length);
     faults::plan_replica(&mut world, Random::new(seed ^ REPLICA), length);
+    faults::plan_refusals(&mut world, Random::new(seed ^ REFUSALS), length);
     world.run().map_err(|what| (what, world.take_trace()))
 }

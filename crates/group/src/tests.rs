@@ -22,8 +22,8 @@ struct Group {
     orders: Vec<Vec<Order>>,
     parts: Vec<BTreeMap<Number, Progress>>,
     now: Instant,
-    /// The coordinator refuses to write.
-    is_full: bool,
+    /// What the coordinator refuses to write.
+    refuses: fn(&Write) -> bool,
 }
 
 impl Group {
@@ -48,7 +48,7 @@ impl Group {
             orders: vec![Vec::new(); count],
             parts: (0..size).map(parts).collect(),
             now: Instant::now(),
-            is_full: false,
+            refuses: |_| false,
         }
     }
 
@@ -87,7 +87,7 @@ impl Group {
     }
 
     fn write(&mut self, at: usize, write: Write) -> Answer {
-        if self.is_full {
+        if (self.refuses)(&write) {
             return Answer::Conflict;
         }
         let leader = self.coordinator.view.leader;
@@ -312,7 +312,7 @@ fn a_job_is_not_frozen_for_ever_by_a_coordinator_that_refuses_to_write() {
         if steps > 1 {
             group.all(&|_| Local::Quiet(ONE));
         }
-        group.is_full = true;
+        group.refuses = |_| true;
         if steps > 2 {
             group.all(&|rank| Local::Dumped(ONE, part(rank, ONE)));
         }
@@ -324,11 +324,44 @@ fn a_job_is_not_frozen_for_ever_by_a_coordinator_that_refuses_to_write() {
         assert!((0..2).all(|at| group.last(at) == Some(&Order::Kill)), "{goal:?}");
         assert_eq!(group.goal(), goal, "nothing was written");
         // Once it can be written, the job starts again.
-        group.is_full = false;
+        group.refuses = |_| false;
         group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into(), last: None }));
         group.wait(Duration::from_secs(1));
         assert!(matches!(group.goal(), Goal::Start(_)), "{:?}", group.goal());
     }
+}
+
+#[test]
+fn a_restart_that_cannot_be_written_counts_once() {
+    let mut group = Group::new(2);
+    group.starts();
+    group.tell(0, Event::Local(Local::Ended(Ending::Failed { why: "it died".into(), last: None })));
+    group.refuses = |write| matches!(write, Write::Plan { .. });
+    for _ in 0..10 {
+        group.wait(Duration::from_secs(1));
+    }
+    assert_eq!(group.goal(), Goal::Run);
+    group.refuses = |_| false;
+    group.wait(Duration::from_secs(1));
+    group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into(), last: None }));
+    assert_eq!(group.goal(), Goal::Start(StartFrom::Beginning));
+}
+
+#[test]
+fn a_snapshot_that_was_requested_is_taken_once_it_can_be_written() {
+    let mut group = Group::new(2);
+    group.starts();
+    group.wait(INTERVAL);
+    group.dumps(ONE);
+    assert_eq!(group.goal(), Goal::Run);
+    group.tell(1, Event::Asked(Ask::Snapshot));
+    group.settle();
+    assert_eq!(group.goal(), Goal::Run, "parts are being stored");
+    group.refuses = |write| matches!(write, Write::Plan { .. });
+    group.all(&|_| Local::Stored(ONE));
+    group.refuses = |_| false;
+    group.wait(Duration::from_secs(1));
+    assert_eq!(group.goal(), Goal::Prepare(Number(2)));
 }
 
 #[test]

@@ -18,6 +18,8 @@ pub(crate) struct Coordinator {
     next: u64,
     /// It does not answer.
     pub(crate) away: bool,
+    /// It refuses to write, and to grant leases.
+    pub(crate) full: bool,
     /// It may end a lease that is being renewed.
     pub(crate) leases_end_early: bool,
     plant: Option<Plant>,
@@ -55,7 +57,8 @@ impl Leases {
 
 impl Coordinator {
     pub(crate) fn new(leases_end_early: bool, plant: Option<Plant>) -> Coordinator {
-        Coordinator { view: Arc::default(), leases: Leases::default(), next: 1, away: false, leases_end_early, plant }
+        let (view, leases, away, full) = (Arc::default(), Leases::default(), false, false);
+        Coordinator { view, leases, next: 1, away, full, leases_end_early, plant }
     }
 
     pub(crate) fn grant(&mut self, now: Instant) -> Incarnation {
@@ -126,7 +129,7 @@ impl Coordinator {
     }
 
     pub(crate) fn write(&mut self, rank: Rank, who: Incarnation, write: Write) -> Answer {
-        if !self.leases.until.contains_key(&who) {
+        if self.full || !self.leases.until.contains_key(&who) {
             return Answer::Conflict;
         }
         let unguarded = self.plant == Some(Plant::UnguardedPlan);

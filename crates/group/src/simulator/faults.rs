@@ -28,6 +28,8 @@ pub(super) enum Fault {
     CutOffAndReplaced,
     /// The coordinator does not answer.
     Away,
+    /// The coordinator refuses all writes, and renews leases.
+    Full,
     /// The coordinator ends a lease that is being renewed.
     LeaseEndsEarly,
     /// The coordinator has lost all its data.
@@ -108,6 +110,14 @@ pub(super) fn plan_replica(world: &mut World, mut other: Random, length: Duratio
     for _ in 0..other.below(3) {
         let at = world.began + other.time(Duration::from_secs(20), length);
         world.at(at, Happening::Fault(Fault::AllReplaced));
+    }
+}
+
+/// Lets the coordinator refuse writes in some histories, also for longer than any step may take. `other` is as above.
+pub(super) fn plan_refusals(world: &mut World, mut other: Random, length: Duration) {
+    if other.chance(5) {
+        let at = world.began + other.time(Duration::from_secs(5), length);
+        world.at(at, Happening::Fault(Fault::Full));
     }
 }
 

@@ -235,7 +235,7 @@ impl Oracle {
         facts: &mut Facts,
     ) -> Result<(), String> {
         if have_changed || self.due.is_some_and(|due| now > due) {
-            self.due = one_epoch(now, nodes)?;
+            self.due = one_epoch(now, nodes, self.disturbed_until + ECHO)?;
         }
         if let Some(broken) = self.broken.pop() {
             return Err(broken);
@@ -251,8 +251,9 @@ impl Oracle {
                 End::Failed { why, .. } if self.failures == 0 => {
                     return Err(format!("it is said to have failed: {why}"));
                 }
-                // Each job of the model ends soon after it is killed.
-                End::Missing { why } if why.contains("did not end its job") => {
+                // Each job of the model ends soon after it is killed. A coordinator that refuses writes may not let that be
+                // reported.
+                End::Missing { why } if why.contains("did not end its job") && now > self.disturbed_until + ECHO => {
                     return Err(format!("a job was not ended, or that was not reported: {why}"));
                 }
                 // The others may have left: they were told to stop while this one was away.
@@ -441,7 +442,7 @@ fn ranks(nodes: &[Node]) -> u32 {
 
 /// No two epochs run at once, and no cable stays out. Returns the time after which that must be looked at again although no
 /// machine has changed.
-fn one_epoch(now: Instant, nodes: &[Node]) -> Result<Option<Instant>, String> {
+fn one_epoch(now: Instant, nodes: &[Node], disturbed_until: Instant) -> Result<Option<Instant>, String> {
     let mut first: Option<(Rank, Epoch)> = None;
     let mut due: Option<Instant> = None;
     let mut again_after = |time: Instant| due = Some(due.map_or(time, |due| due.min(time)));
@@ -459,10 +460,14 @@ fn one_epoch(now: Instant, nodes: &[Node]) -> Result<Option<Instant>, String> {
             _ => first = Some((node.rank, job.epoch)),
         }
         if let Cable::Out(since) = job.cable {
-            if now.saturating_duration_since(since) > LONGEST_OUT {
+            // A job that was started and waits for the others does so as long as the coordinator refuses to write that all
+            // are ready. It does not run yet.
+            let until = since + LONGEST_OUT;
+            let until = if job.snapshot.is_none() { until.max(disturbed_until) } else { until };
+            if now > until {
                 return Err(format!("{} has had its cable out for {:?}", node.rank, now - since));
             }
-            again_after(since + LONGEST_OUT);
+            again_after(until);
         }
     }
     Ok(due)

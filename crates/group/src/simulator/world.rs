@@ -404,7 +404,8 @@ impl World {
     // ---- the coordinator ----
 
     fn asks(&mut self, at: usize, process: u64, request: Request) {
-        if self.nodes[at].trouble.cut_off || self.coordinator.away {
+        let is_refused = self.coordinator.full && matches!(request, Request::Grant { .. });
+        if self.nodes[at].trouble.cut_off || self.coordinator.away || is_refused {
             match request {
                 Request::Write { answered: true, .. } => {
                     self.at(self.now + TIMEOUT, Happening::Hears(at, process, Event::Wrote(Answer::Unknown)));

@@ -102,6 +102,12 @@ impl World {
                 self.coordinator.away = true;
                 self.at(until, Happening::Over(fault, at));
             }
+            Fault::Full => {
+                self.coordinator.full = true;
+                let until = self.now + long * 5;
+                self.oracle.disturbed(until);
+                self.at(until, Happening::Over(fault, at));
+            }
             Fault::LeaseEndsEarly => {
                 self.coordinator.ends_early(at);
                 self.changed();
@@ -178,6 +184,7 @@ impl World {
                 self.coordinator.is_back(self.now);
                 self.watch_leases();
             }
+            Fault::Full => self.coordinator.full = false,
             Fault::SlowNetwork => self.trouble.slow = false,
             Fault::DiskFull => self.nodes[at].images.disk_full = false,
             Fault::Refuses => drop(self.trouble.refusing.remove(&at)),
