@@ -204,8 +204,14 @@ fn look(
     }
     let newer = |image: &RemoteImage| newest.is_none_or(|newest| image.id > newest);
     let mut last = None;
+    let here = folder.images()?;
+    // A damaged copy here is replaced. Another one that cannot be used here could not be used again either.
+    let is_here = |id| here.iter().any(|image| image.id == id && !image.is_damaged());
     for image in replica.images(&never)?.into_iter().take_while(newer) {
         replica.check_trusted(&image)?;
+        if is_here(image.id) {
+            continue;
+        }
         if let State::Damaged { why } = &image.state {
             tracing::error!("image {} of the replica is skipped: {why}", image.id);
         }

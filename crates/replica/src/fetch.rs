@@ -6,7 +6,7 @@
 //!    index: what was fetched so far survives a network failure or a power cut, and the next call does not fetch it
 //!    again
 //! 3. map and mark are written into a draft `images/.tmp-ID`, then the manifest, durably
-//! 4. the draft gets its name
+//! 4. the draft gets its name; it takes the place of a damaged copy here
 //!
 //! A record that does not match its index is read once more, then other packs are tried; if that does not help, the
 //! image is not fetched.
@@ -217,7 +217,6 @@ impl Replica {
         lock: &WriterLock,
         cancelled: Cancelled<'_>,
     ) -> Result<Image> {
-        let lasting = folder.images_dir().join(image.id.to_string());
         // The original text: a newer rekindle may have written fields that are unknown here.
         let name = layout::of_image(image.id, Of::Manifest);
         let text = self.client.get(&name, manifest::MAX_BYTES, cancelled)?;
@@ -238,8 +237,7 @@ impl Replica {
         }
         write(manifest::FILE_NAME, &text)?;
         folder.check_lock(lock)?;
-        durable::publish_dir(draft.dir(), &lasting).map_err(|source| Error::Write { path: lasting.clone(), source })?;
-        Ok(Image::load(&lasting, image.id, folder.trust()))
+        draft.publish_copy().map_err(|FileError { path, source, .. }| Error::Write { path, source })
     }
 }
 

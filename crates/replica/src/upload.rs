@@ -17,7 +17,7 @@ use rekindle_store::image::State;
 use rekindle_store::manifest::{self, Manifest};
 use rekindle_store::pack::{Index, PackName, Packs};
 use rekindle_store::persist::Progress;
-use rekindle_store::{Image, JobFolder};
+use rekindle_store::{BadMark, BadWhy, Image, JobFolder};
 
 /// How often to look for missing packs: the second time for packs that were removed or repacked here, or removed there,
 /// in the meantime.
@@ -72,7 +72,8 @@ impl Replica {
         Ok(uploaded)
     }
 
-    /// Copies the marks of these images to the replica: bad, or not. Those that are not in the replica are skipped.
+    /// Copies the marks of these images to the replica: bad, or not. Those that are not in the replica are skipped. A
+    /// mark for damage is not copied.
     ///
     /// # Errors
     /// [`Error::Remote`], [`Error::Cancelled`].
@@ -92,16 +93,16 @@ impl Replica {
 
     fn send_mark(&self, image: &Image, is_there: bool, cancelled: Cancelled<'_>) -> Result<()> {
         let name = layout::of_image(image.id, Of::Mark);
-        match &image.state {
-            State::Bad { mark, .. } => {
+        match there(&image.state) {
+            There::Marked(mark) => {
                 let bytes = serde_json::to_vec_pretty(mark).map_err(io::Error::from);
                 let bytes = bytes.map_err(|source| Error::Read { path: image.dir.clone(), source })?;
                 let same =
                     is_there && self.client.get(&name, read_mark::MAX_BYTES, cancelled)?.as_ref() == Some(&bytes);
                 if same { Ok(()) } else { self.client.put(&name, bytes, cancelled) }
             }
-            _ if is_there => self.client.delete(&name, cancelled),
-            _ => Ok(()),
+            There::Unmarked if is_there => self.client.delete(&name, cancelled),
+            There::Unmarked | There::AsItIs => Ok(()),
         }
     }
 
@@ -165,6 +166,27 @@ impl Replica {
         self.client.send(&layout::of_pack(name, PackFile::Pack), &path, size, flow)?;
         self.client.put(&layout::of_pack(name, PackFile::Index), index.to_bytes(), flow.cancelled)?;
         Ok(size)
+    }
+}
+
+/// What the replica's copy of an image is to be, as far as the copy here tells.
+#[derive(Debug, PartialEq, Eq)]
+enum There<'a> {
+    /// It has this mark.
+    Marked(&'a BadMark),
+    /// It has none.
+    Unmarked,
+    /// It stays as it is.
+    AsItIs,
+}
+
+/// Damage is in one copy: the other one may be intact.
+fn there(state: &State) -> There<'_> {
+    match state {
+        State::Good(_) => There::Unmarked,
+        State::Bad { mark, .. } if mark.why == BadWhy::Damaged => There::AsItIs,
+        State::Bad { mark, .. } => There::Marked(mark),
+        State::Damaged { .. } => There::AsItIs,
     }
 }
 

@@ -18,6 +18,7 @@ use thiserror::Error;
 
 use super::chunk::map;
 use super::error::{Error, Result as StoreResult};
+use super::file_error::{FileError, failed};
 use super::folder::JobFolder;
 use super::folders::remove_all;
 use super::id::{ImageId, JobName};
@@ -47,6 +48,12 @@ pub enum PublishError {
         path: PathBuf,
         source: io::Error,
     },
+}
+
+impl From<FileError> for PublishError {
+    fn from(error: FileError) -> PublishError {
+        PublishError::Write { path: error.path, source: error.source }
+    }
 }
 
 #[cfg(test)]
@@ -121,7 +128,7 @@ impl Draft {
         };
         write(map::FILE_NAME, map)?;
         let loose = !from.is_staged();
-        carry_over(&from.dir, &self.dir)?;
+        carry_over(&from.dir, &self.dir, &BESIDE)?;
         write(manifest::FILE_NAME, &bytes)?;
         let named = match loose {
             false => durable::publish_dir(&self.dir, &self.lasting),
@@ -129,22 +136,44 @@ impl Draft {
         };
         named.map_err(|source| PublishError::Publish { path: self.lasting.clone(), source })?;
         // Repeated, because somebody may have tagged or marked it just before the names were exchanged.
-        carry_over(if loose { &self.dir } else { &from.dir }, &self.lasting)?;
+        carry_over(if loose { &self.dir } else { &from.dir }, &self.lasting, &BESIDE)?;
         if loose {
             // If it cannot be removed now, the next sweep removes it.
             let _ = remove_all(&self.dir);
         }
         Ok(Image::load(&self.lasting, self.id, &self.trust))
     }
+
+    /// Makes it an image that another store has, too. It takes the place of a damaged copy here, whose tags it gets;
+    /// no other one is replaced. The draft must be complete and synced.
+    ///
+    /// # Errors
+    /// One for each step; the draft is removed then.
+    pub fn publish_copy(self) -> Result<Image, FileError> {
+        let named = failed("write", &self.lasting);
+        let is_there = self.lasting.is_dir();
+        if is_there && Image::load(&self.lasting, self.id, &self.trust).is_damaged() {
+            carry_over(&self.lasting, &self.dir, &[tags::FILE_NAME])?;
+            durable::exchange_dirs(&self.dir, &self.lasting).map_err(named)?;
+            // Repeated, because somebody may have tagged it just before.
+            carry_over(&self.dir, &self.lasting, &[tags::FILE_NAME])?;
+        } else {
+            durable::publish_dir(&self.dir, &self.lasting).map_err(named)?;
+        }
+        Ok(Image::load(&self.lasting, self.id, &self.trust))
+    }
 }
 
-/// Copies what is stored beside the manifest of an image, a mark and tags, unless it is the same already.
-fn carry_over(from: &Path, to: &Path) -> Result<(), PublishError> {
-    for name in [mark::FILE_NAME, tags::FILE_NAME] {
+/// What is stored beside the manifest of an image.
+const BESIDE: [&str; 2] = [mark::FILE_NAME, tags::FILE_NAME];
+
+/// Copies these files of an image, unless they are the same already.
+fn carry_over(from: &Path, to: &Path, names: &[&str]) -> Result<(), FileError> {
+    for name in names {
         let path = to.join(name);
         let Ok(bytes) = fs::read(from.join(name)) else { continue };
         if fs::read(&path).ok().as_ref() != Some(&bytes) {
-            durable::write_file(&path, &bytes, 0o600).map_err(|source| PublishError::Write { path, source })?;
+            durable::write_file(&path, &bytes, 0o600).map_err(failed("write", &path))?;
         }
     }
     Ok(())

@@ -13,7 +13,7 @@ use super::error::{Error, Result};
 use super::format::{ReadError, size_of};
 use super::id::ImageId;
 use super::manifest::{Manifest, ManifestError, Part};
-use super::mark::{self, BadMark};
+use super::mark::{self, BadMark, BadWhy};
 use super::trust::{Trust, Untrusted};
 use rekindle_os::durable;
 
@@ -270,6 +270,16 @@ impl Image {
     #[must_use]
     pub fn is_good(&self) -> bool {
         matches!(self.state, State::Good(_))
+    }
+
+    /// Whether this copy is damaged, as far as is known. Another copy may be intact.
+    #[must_use]
+    pub fn is_damaged(&self) -> bool {
+        match &self.state {
+            State::Good(_) => false,
+            State::Bad { mark, .. } => mark.why == BadWhy::Damaged,
+            State::Damaged { why } => why.kind == DamageKind::Broken,
+        }
     }
 
     /// Its manifest, if it can be used.

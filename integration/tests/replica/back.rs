@@ -5,7 +5,7 @@ use std::fs;
 use rekindle_replica::{Error, Replica};
 use rekindle_store::chunk::PlainPacks;
 use rekindle_store::persist::Progress;
-use rekindle_store::{BadMark, BadWhy};
+use rekindle_store::{BadMark, BadWhy, Change};
 
 use crate::ground::{Machine, RECORD, chunks, folder_replica, id, newest_good, noise, s3_replica};
 use crate::proxy::Proxy;
@@ -117,6 +117,31 @@ fn bad_newer_and_damaged_images_are_passed_over() {
     images[3].mark_bad(mark).unwrap();
     replica.upload_marks(&images[3..], &|| false).unwrap();
     assert_eq!(newest_good(&replica, None).unwrap().id, id(1));
+}
+
+#[test]
+fn damage_is_of_one_copy_and_the_other_takes_its_place() {
+    let dir = tempfile::tempdir().unwrap();
+    let replica = folder_replica(dir.path());
+    let here = Machine::new();
+    let mut image = here.image(1, &chunks(0..3));
+    here.upload(&replica, &image).unwrap();
+    let mark = |why| BadMark { why, detail: "x".into(), when: chrono::Utc::now() };
+    image.mark_bad(mark(BadWhy::Damaged)).unwrap();
+    replica.upload_marks(std::slice::from_ref(&image), &|| false).unwrap();
+    assert_eq!(newest_good(&replica, None).unwrap().id, id(1));
+
+    image.change_tags(Change::Tag(vec!["best".parse().unwrap()])).unwrap();
+    fs::write(image.dir.join("chunks"), "no map").unwrap();
+    let (fetched, _) = here.fetch(&replica, id(1)).unwrap();
+    assert!(fetched.is_good() && fetched.tags().has(&"best".parse().unwrap()), "{fetched:?}");
+    assert_eq!(here.content(&fetched), chunks(0..3));
+    assert_eq!(fs::read_dir(here.folder.images_dir()).unwrap().count(), 1, "the damaged copy is gone");
+    // Nothing else is replaced.
+    let mut image = fetched;
+    image.mark_bad(mark(BadWhy::DiesAgain)).unwrap();
+    assert!(matches!(here.fetch(&replica, id(1)), Err(Error::Write { .. })));
+    assert_eq!(here.folder.images().unwrap(), [image]);
 }
 
 #[test]

@@ -10,7 +10,7 @@ fn url(dir: &tempfile::TempDir) -> String {
 }
 
 /// Waits until the newest image is in the replica, and answers its name.
-fn replicated(run: &mut Running, lab: &Lab) -> String {
+pub(crate) fn replicated(run: &mut Running, lab: &Lab) -> String {
     let number = run.snapshot(lab);
     let last = || lab.published().and_then(|published| published.last_replicated);
     run.wait_for("it is in the replica", || last().is_some_and(|image| image.sequence() == number));

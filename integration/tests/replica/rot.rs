@@ -3,8 +3,43 @@
 use std::fs;
 use std::os::unix::fs::FileExt;
 
-use crate::ground::folder_replica_of;
+use rekindle_store::{BadMark, BadWhy};
+
+use crate::elsewhere::replicated;
+use crate::ground::{folder_replica_of, newest_good};
 use crate::supervisor::Lab;
+
+/// Marks the newest image here.
+pub(crate) fn mark(lab: &Lab, why: BadWhy) {
+    let mark = BadMark { why, detail: "a test says so".into(), when: chrono::Utc::now() };
+    lab.images()[0].clone().mark_bad(mark).unwrap();
+}
+
+#[test]
+fn an_image_that_is_damaged_here_is_good_in_the_replica() {
+    let Some(lab) = Lab::new() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let lab = lab.set("replica.url", &format!("\"file://{}\"", dir.path().display()));
+    let folder = lab.path().to_str().unwrap().to_owned();
+    let replica = folder_replica_of(dir.path(), "j");
+    let mut run = lab.python("kinds.py", &["plain", &folder]);
+    run.job_pid(&lab);
+    let first = replicated(&mut run, &lab);
+    mark(&lab, BadWhy::Damaged);
+    replicated(&mut run, &lab);
+    assert!(replica.images(&|| false).unwrap().iter().any(|image| image.id.to_string() == first && image.is_good()));
+    lab.kill_9(run);
+    lab.forget_memory();
+
+    // If all are damaged here, the job continues from the copy there.
+    mark(&lab, BadWhy::Damaged);
+    let newest = newest_good(&replica, None).unwrap().id;
+    let mut run = lab.python("kinds.py", &["plain", &folder]);
+    run.wait_said(&format!("image {newest} was fetched from the replica"));
+    run.wait_said(&format!("the job was restored from image {newest}"));
+    lab.kill_9(run);
+    assert_eq!(lab.good(), [2]);
+}
 
 #[test]
 fn three_images_outlive_sixteen_damaged_bytes_of_what_they_share() {
