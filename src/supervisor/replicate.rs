@@ -22,7 +22,7 @@ use rekindle_base::chain;
 use rekindle_os::process;
 use rekindle_replica::{self as replica, Keep, Patience, Removed, Replica, Uploaded};
 use rekindle_store::persist::Progress;
-use rekindle_store::{Form, Image, ImageId, State};
+use rekindle_store::{Form, Image, ImageId};
 
 /// The first pause after an outage.
 const PAUSE: Duration = Duration::from_secs(30);
@@ -319,10 +319,9 @@ fn once(
         replica.put_record(&record, cancelled)?;
     }
     // The image is in the replica; the rest is housekeeping, which is repeated with the next one.
-    let bad: Vec<Image> =
-        folder.images()?.into_iter().filter(|image| matches!(image.state, State::Bad { .. })).collect();
+    let here = folder.images()?;
     let retain = || keep.map_or_else(|| Ok(Removed::default()), |keep| replica.retain(keep, folder, cancelled));
-    match replica.upload_marks(&bad, cancelled).and_then(|()| retain()) {
+    match replica.upload_marks(&here, cancelled).and_then(|()| retain()) {
         Ok(removed) => {
             removed.images.iter().for_each(|id| tracing::debug!("removed image {id} from the replica"));
             let blocked = removed.blocked.iter().map(|why| format!("no packs were removed from the replica: {why}"));

@@ -3,9 +3,11 @@
 use std::fs;
 
 use nix::sys::signal::Signal;
-use rekindle_store::{ImageId, Outcome};
+use rekindle_store::{BadWhy, ImageId, Outcome};
 
+use crate::elsewhere::replicated;
 use crate::ground::{folder_replica_of, newest_good};
+use crate::rot::mark;
 use crate::supervisor::Lab;
 
 const FRESH: [&str; 5] = ["run", "--fresh", "--name", "j", "--"];
@@ -41,6 +43,29 @@ fn the_last_image_of_a_stopped_job_is_there_and_comes_to_another_machine() {
     assert!(other.images().iter().any(|image| image.id == last && image.is_good()));
     run.wait_said(&format!("continues from image {last}"));
     run.kill_9();
+}
+
+#[test]
+fn a_mark_reaches_the_replica_and_so_does_its_removal() {
+    let Some(lab) = Lab::new() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let lab = lab.set("replica.url", &format!("\"file://{}\"", dir.path().display())).set("replica.keep-last", "9");
+    let folder = lab.path().to_str().unwrap().to_owned();
+    let mut run = lab.python("kinds.py", &["plain", &folder]);
+    run.job_pid(&lab);
+    let first = replicated(&mut run, &lab);
+    let replica = folder_replica_of(dir.path(), "j");
+    let is_good = || {
+        let images = replica.images(&|| false).unwrap();
+        images.iter().find(|image| image.id.to_string() == first).unwrap().is_good()
+    };
+    mark(&lab, BadWhy::DiesAgain);
+    replicated(&mut run, &lab);
+    assert!(!is_good());
+    assert!(lab.rekindle(&["unmark", &format!("j/{first}")]).status.success());
+    replicated(&mut run, &lab);
+    assert!(is_good());
+    lab.kill_9(run);
 }
 
 #[test]
