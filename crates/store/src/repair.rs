@@ -2,7 +2,7 @@
 //! have lost content.
 //!
 //! Damaged content that is intact in another pack or the replica is replaced ([`super::heal`]) before an image is
-//! judged.
+//! judged. If the replica cannot be asked, nothing is concluded about the images that may be complete with it.
 //!
 //! No content is removed. A damaged record is left out of the index, so that the next image with the same content
 //! stores it again; it stays in its pack until the pack is removed. A damaged header of a pack is rewritten in place,
@@ -34,7 +34,7 @@ use super::pack::set::PackInfo;
 use super::pack::{PackName, Unread};
 use super::persist::Progress;
 use crate::options::Copies;
-use images::Known;
+use images::{Known, NotAsked};
 use rekindle_os::parallel;
 
 /// The result of a repair.
@@ -200,6 +200,8 @@ pub fn repair(
         wanted.extend(heal::missing(folder)?);
         if !wanted.is_empty() {
             let healed = healing.heal(&wanted, &|| hold.keep().is_err())?;
+            let not_asked = |why: &String| NotAsked { chunks: healed.lost.clone(), why: why.clone() };
+            known.not_asked = healed.replica_failure.as_ref().map(not_asked);
             done.healed = Some(healed).filter(|healed| healed.from_copies + healed.from_replica > 0);
         }
     }

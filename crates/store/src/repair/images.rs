@@ -27,6 +27,27 @@ pub(super) struct Known {
     dark: usize,
     /// Chunks with a damaged or unreadable record.
     pub(super) harmed: BTreeSet<ChunkId>,
+    /// Chunks that are not intact here, and that the replica could not be asked for.
+    pub(super) not_asked: Option<NotAsked>,
+}
+
+/// Content that may be in the replica.
+#[derive(Debug)]
+pub(super) struct NotAsked {
+    pub(super) chunks: BTreeSet<ChunkId>,
+    /// Why the replica could not be asked.
+    pub(super) why: String,
+}
+
+/// Where a chunk is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Where {
+    Here,
+    /// Perhaps in a pack that could not be checked.
+    PerhapsHere,
+    /// Perhaps in the replica.
+    PerhapsThere,
+    Nowhere,
 }
 
 impl Known {
@@ -46,8 +67,16 @@ impl Known {
         self
     }
 
-    fn may_have(&self, id: &ChunkId) -> bool {
-        self.dark > 0 || self.perhaps.get(id).is_some()
+    fn find(&self, id: &ChunkId) -> Where {
+        if self.index.get(id).is_some() {
+            Where::Here
+        } else if self.dark > 0 || self.perhaps.get(id).is_some() {
+            Where::PerhapsHere
+        } else if self.not_asked.as_ref().is_some_and(|it| it.chunks.contains(id)) {
+            Where::PerhapsThere
+        } else {
+            Where::Nowhere
+        }
     }
 }
 
@@ -106,28 +135,51 @@ fn of_chunks(image: &Image, known: &Known) -> Option<(Loss, String)> {
         }
     };
     let manifest = image.manifest()?;
-    let (mut lost, mut perhaps, mut parts) = (0_u64, 0_u64, Vec::new());
+    let (mut missing, mut parts) = (Missing::default(), Vec::new());
     for (part, extents) in manifest.parts.iter().zip(&map.parts) {
-        let before = (lost, perhaps);
+        let before = missing;
         for extent in extents {
             let Extent::Chunk { id, len } = extent else { continue };
-            match (known.index.get(id), known.may_have(id)) {
-                (Some(_), _) => {}
-                (None, false) => lost += u64::from(*len),
-                (None, true) => perhaps += u64::from(*len),
-            }
+            missing.add(known.find(id), u64::from(*len));
         }
-        if before != (lost, perhaps) && parts.len() < SHOWN {
+        if before != missing && parts.len() < SHOWN {
             parts.push(part.path.as_str());
         }
     }
-    let size = bytesize::ByteSize::b;
-    let parts = parts.join(", ");
-    match (lost, perhaps) {
-        (0, 0) => None,
-        (0, perhaps) => {
-            Some((Loss::NotKnown, format!("{} are in packs that cannot be read, in {parts}", size(perhaps))))
+    let why = known.not_asked.as_ref().map_or("", |it| it.why.as_str());
+    missing.in_words(&parts.join(", "), why)
+}
+
+/// Bytes of an image that no checked pack has.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Missing {
+    lost: u64,
+    perhaps_here: u64,
+    perhaps_there: u64,
+}
+
+impl Missing {
+    fn add(&mut self, at: Where, bytes: u64) {
+        match at {
+            Where::Here => {}
+            Where::PerhapsHere => self.perhaps_here += bytes,
+            Where::PerhapsThere => self.perhaps_there += bytes,
+            Where::Nowhere => self.lost += bytes,
         }
-        (lost, _) => Some((Loss::Certain, format!("{} are lost, in {parts}", size(lost)))),
+    }
+
+    /// `why` the replica could not be asked.
+    fn in_words(self, parts: &str, why: &str) -> Option<(Loss, String)> {
+        let size = bytesize::ByteSize::b;
+        let here = |bytes| format!("{} are in packs that cannot be read, in {parts}", size(bytes));
+        let there = |bytes| {
+            format!("{} are not intact here, in {parts}, and the replica could not be asked: {why}", size(bytes))
+        };
+        match (self.lost, self.perhaps_here, self.perhaps_there) {
+            (0, 0, 0) => None,
+            (0, bytes, 0) => Some((Loss::NotKnown, here(bytes))),
+            (0, _, bytes) => Some((Loss::NotKnown, there(bytes))),
+            (lost, _, _) => Some((Loss::Certain, format!("{} are lost, in {parts}", size(lost)))),
+        }
     }
 }

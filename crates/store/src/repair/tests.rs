@@ -1,6 +1,6 @@
 //! Damage of every kind on real files, and its effect on reading, checking, repairing and storing again.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fs;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use std::time::Duration;
 use chrono::DateTime;
 
 use super::*;
-use crate::chunk::{ChunkMap, Compression};
+use crate::chunk::{ChunkId, ChunkMap, Compression};
 use crate::gc::{self, Bounds};
 use crate::options::Copies;
 use crate::pack::{PackIndex, Packs};
@@ -89,6 +89,13 @@ impl Case {
     fn repair_with(&self, key: Option<&Key>) -> Repaired {
         repair(&self.ground.folder, Mode::Repair(&self.ground.lock), key, &Sources::default(), 2, &Progress::default())
             .unwrap()
+    }
+
+    /// With a replica that cannot be reached.
+    fn repair_without_the_replica(&self) -> Repaired {
+        let sources = Sources { replica: Some(&Away), ..Sources::default() };
+        let mode = Mode::Repair(&self.ground.lock);
+        repair(&self.ground.folder, mode, self.key.as_ref(), &sources, 2, &Progress::default()).unwrap()
     }
 
     fn dry_run(&self) -> Repaired {
@@ -215,6 +222,22 @@ impl Case {
     }
 }
 
+/// A replica that cannot be reached.
+struct Away;
+
+impl ChunkSource for Away {
+    fn fetch(
+        &self,
+        _: HashSet<ChunkId>,
+        _: &Packs,
+        _: Option<&Key>,
+        _: &(dyn Fn() -> bool + Sync),
+        _: heal::Put<'_>,
+    ) -> Result<(), heal::FetchError> {
+        Err(heal::FetchError::Unavailable("no route to it".into()))
+    }
+}
+
 impl Ground {
     fn unpack_any(&self, image: &Image, key: Option<&Key>) -> Result<tempfile::TempDir, crate::unpack::Error> {
         let into = tempfile::tempdir_in(self.dir.path()).unwrap();
@@ -246,6 +269,27 @@ fn what_is_whole_stays_as_it_is() {
     assert!(case.repair().is_whole());
     assert!(case.bytes() == bytes);
     assert!(case.looks_sound() && case.reads_sound());
+}
+
+#[test]
+fn nothing_is_marked_while_the_replica_can_not_be_asked() {
+    let case = Case::new(None);
+    let at = case.indexes[0].entries()[0];
+    flip(&case.pack(0), at.offset + 100);
+    let is_good = |n: usize| Image::load(&case.images[n].0.dir, case.id(n), &Default::default()).is_good();
+    for _ in 0..2 {
+        let done = case.repair_without_the_replica();
+        assert!(!done.is_whole() && !done.images.is_empty(), "{done:?}");
+        for image in &done.images {
+            let why = "the replica could not be asked: no route to it";
+            assert!(image.loss == Loss::NotKnown && image.what.ends_with(why), "{image:?}");
+        }
+        assert!(is_good(0) && is_good(1));
+    }
+    // It is known without a replica.
+    let done = case.repair();
+    assert!(done.images.iter().all(|image| image.loss == Loss::Certain && image.what.contains("are lost")), "{done:?}");
+    assert!(!is_good(0));
 }
 
 #[test]
