@@ -770,6 +770,7 @@ KINDS = {
     "fresh-2": lambda: fresh(2),
     "fresh-8": lambda: fresh(8),
     "fresh-32": lambda: fresh(32),
+    "fresh-128": lambda: fresh(128),
     "large": large,
     "daemon": daemon,
     "mixed": mixed,

@@ -339,6 +339,7 @@ impl Owner<'_> {
         if !self.is_in_group() {
             self.line.aim(target);
         }
+        self.transfers.goes_to(self.setup.lock.hold(image));
         self.clients.control.rewinds(image, reply);
         self.step(Event::Rewind { image });
     }

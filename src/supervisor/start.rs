@@ -56,6 +56,9 @@ impl Owner<'_> {
         let cancel = self.life.start_begins(Instant::now());
         let (setup, sender) = (Arc::clone(self.setup), self.sender.clone());
         let (said, progress) = (self.reporting.remarks.said.clone(), self.transfers.start_begins(from));
+        if let StartPoint::Image(image) = from {
+            self.transfers.goes_to(self.setup.lock.hold(image));
+        }
         let files_go = self.transfers.files_go();
         let (wishes, group) = (self.wishes(), self.group.as_ref().and_then(|member| member.network()));
         let signal = self.group_start_signal();
@@ -119,6 +122,8 @@ impl Owner<'_> {
         if let State::Starting { from: StartPoint::Image(image), .. } = self.machine.state() {
             self.checks.proofs.expect(*image, self.setup, Instant::now());
         }
+        // Only now: rotation keeps the image because it is the first one to be proven, and the base of the line.
+        self.transfers.arrived();
         self.tell_start(&job, started.moved);
         for signal in self.life.take_unsent() {
             self.signal(signal);

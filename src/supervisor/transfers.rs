@@ -13,7 +13,7 @@ use super::replicate::Replication;
 use crate::policy::StartPoint;
 use crate::published::{Persisting, Published};
 use rekindle_store::persist::Progress;
-use rekindle_store::{Image, ImageId};
+use rekindle_store::{Hold, Image, ImageId};
 
 /// How often the progress of a transfer is published.
 pub(super) const PROGRESS: Duration = Duration::from_secs(1);
@@ -63,6 +63,8 @@ pub(super) struct Transfers<I = Image> {
     persist: Option<Persist>,
     /// The image that the start in progress reads.
     restoring: Option<Moving>,
+    /// Protects the image that the job goes back to, from the request until the job runs.
+    goal: Option<Hold>,
     /// Held while plain files may be removed, and while they are read.
     files_go: Arc<Mutex<()>>,
     pub(super) replication: Replication<I>,
@@ -70,7 +72,8 @@ pub(super) struct Transfers<I = Image> {
 
 impl<I> Default for Transfers<I> {
     fn default() -> Transfers<I> {
-        Transfers { persist: None, restoring: None, files_go: Arc::default(), replication: Replication::default() }
+        let (files_go, replication) = (Arc::default(), Replication::default());
+        Transfers { persist: None, restoring: None, goal: None, files_go, replication }
     }
 }
 
@@ -121,6 +124,16 @@ impl<I> Transfers<I> {
             persist.cancel.store(true, Ordering::Relaxed);
         }
         progress
+    }
+
+    /// No rule removes this image until the job runs, or goes back to another one.
+    pub(super) fn goes_to(&mut self, image: Hold) {
+        self.goal = Some(image);
+    }
+
+    /// The job runs.
+    pub(super) fn arrived(&mut self) {
+        self.goal = None;
     }
 
     pub(super) fn start_ends(&mut self) {

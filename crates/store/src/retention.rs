@@ -13,7 +13,7 @@
 //! - The image that will be proven next is kept until it is, unless there is no space: if images are taken faster than
 //!   they are proven, none would ever be proven.
 //! - No rule and no bound removes a pinned image, or a good one that is a part of a group image.
-//! - An image that is being replicated is kept until then, unless a new image has no space otherwise.
+//! - An image that is being replicated or restored is kept until then, unless a new image has no space otherwise.
 //! - Only an image whose manifest was read counts as good; an unreadable one is neither counted nor removed. Bad images
 //!   are kept for a while, not counted, so that a wrong mark loses nothing at once.
 //! - Newer means a higher number, whatever the clock said. Hours and days are those of the clock when the image was
@@ -142,7 +142,7 @@ fn expendable(facts: &[Facts], plan: &Plan) -> Vec<ImageId> {
         | KeepReason::Within(_)
         | KeepReason::FromTheFuture
         | KeepReason::Awaited
-        | KeepReason::Replicating
+        | KeepReason::Held
         | KeepReason::RecentBad(_) => false,
     };
     let is_expendable = |id: ImageId| {
@@ -156,7 +156,7 @@ fn expendable(facts: &[Facts], plan: &Plan) -> Vec<ImageId> {
 
 /// Whether it becomes expendable soon, but is not yet.
 fn is_needed_now(it: &Facts) -> bool {
-    it.in_use == Use::Replicating || it.proof == Proof::Awaited
+    it.in_use == Use::Held || it.proof == Proof::Awaited
 }
 
 /// Applies the rules, without size limits.
@@ -198,8 +198,8 @@ fn by_rules(facts: &[Facts], policy: &Policy, now: DateTime<Utc>) -> Plan {
         if it.kind == FactKind::Good && it.whole == Whole::Group {
             reasons.push(KeepReason::PartOfGroup);
         }
-        if it.in_use == Use::Replicating {
-            reasons.push(KeepReason::Replicating);
+        if it.in_use == Use::Held {
+            reasons.push(KeepReason::Held);
         }
         match otherwise.filter(|_| reasons.is_empty()) {
             Some(reason) => Verdict::Remove(reason),

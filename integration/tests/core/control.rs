@@ -185,6 +185,32 @@ fn a_rewind_goes_back_and_stays_there() {
     finish(&lab, run);
 }
 
+/// Rotation comes when an image was stored, which may be while the job is brought back from an older one.
+#[test]
+fn an_image_stays_while_the_job_goes_back_to_it() {
+    let Some(lab) = Lab::new().map(|lab| lab.set("store.keep-last", "2")) else { return };
+    let (begun, go) = (lab.file("begun"), lab.file("go"));
+    let script = format!(": >{}; until [ -e {} ]; do sleep 0.05; done", begun.display(), go.display());
+    let hook = format!("{:?}", ["/bin/sh", "-c", &script, lab.path().to_str().unwrap()]);
+    let lab = lab.set("hooks.before-restore", &hook).set("hooks.timeout", "\"100s\"");
+    let lab = lab.set("store.persist-threads", "1");
+    let mut run = until_after_snapshot(&lab, "fresh-128");
+    ask(&lab, &["snapshot", "j", "--stored"]);
+    let newest = ask(&lab, &["snapshot", "j"])["snapshot"]["image"].as_str().unwrap().to_owned();
+    let rewinding = lab.run_with(&["rewind", "j"], ["1"]);
+    run.wait_for("the restore begins", || begun.exists());
+    let stored = format!("image {newest} was stored in");
+    run.wait_said(&stored);
+    let said = run.err();
+    assert!(said.find("rewinding the job") < said.find(&stored), "storing is too fast for this test: {said}");
+    std::fs::write(go, "").unwrap();
+    rewinding.ends_with(0);
+    assert_eq!(lab.good(), [3, 2, 1]);
+    run.crash(&lab);
+    run.wait_said_times("the job was restored from image 000001", 2);
+    finish(&lab, run);
+}
+
 #[test]
 fn a_supervisor_that_stands_still_is_shown_from_what_it_published() {
     let Some(lab) = Lab::new() else { return };

@@ -11,7 +11,7 @@ use super::world::World;
 use crate::config::ColdStart;
 use crate::policy::{Failure, Mark, StartPoint};
 use crate::supervisor::line::{Candidate, Line};
-use crate::supervisor::state::{Ending, Event, State};
+use crate::supervisor::state::{Ending, Event, State, Then};
 use rekindle_os::spawn::Ended;
 use rekindle_store::{BadWhy, ImageId};
 
@@ -414,6 +414,20 @@ impl World {
         }
         self.oracle.expected = newest.filter(|id| self.ground.is_untouched(*id));
         self.oracle.expected_stored = newest.is_some_and(|newest| self.ground.is_stored(newest));
+    }
+
+    /// These images are about to be removed because no rule keeps them.
+    pub(super) fn check_rotation(&mut self, gone: &[ImageId]) {
+        let Some(run) = &self.run else { return };
+        let goal = match (run.machine.state(), run.work.start.as_ref().map(|start| &start.from)) {
+            (_, Some(StartPoint::Image(id)))
+            | (State::Ending { stop: Ending::Rewind(id), .. }, None)
+            | (State::Snapshotting { then: Some(Then::Rewind(id)), .. }, None) => *id,
+            _ => return,
+        };
+        if gone.contains(&goal) {
+            self.oracle.violate(format!("image {goal} is removed while the job goes back to it"));
+        }
     }
 
     /// A life is about to begin.

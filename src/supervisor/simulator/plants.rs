@@ -10,6 +10,8 @@ pub(super) enum Plant {
     RotationIgnoresTheLine,
     /// Retention ignores the image that is to be proven next: if images are taken quickly, none is ever proven.
     RotationIgnoresWhatIsNext,
+    /// Retention ignores the image that is being restored.
+    RotationIgnoresTheRestore,
     /// The next image overwrites a slot in memory with the newest proven image, which exists nowhere else.
     MemoryIgnoresProof,
     /// One failure is enough to mark an image.
@@ -45,10 +47,11 @@ pub(super) enum Plant {
 }
 
 /// All of them.
-pub(super) const ALL: [Plant; 19] = [
+pub(super) const ALL: [Plant; 20] = [
     Plant::RotationIgnoresProof,
     Plant::RotationIgnoresTheLine,
     Plant::RotationIgnoresWhatIsNext,
+    Plant::RotationIgnoresTheRestore,
     Plant::MemoryIgnoresProof,
     Plant::MarkAfterOneFailure,
     Plant::ColdOverImages,

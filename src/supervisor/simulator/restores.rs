@@ -20,7 +20,7 @@ use rekindle_store::{BadWhy, ImageId};
 #[derive(Debug)]
 pub(super) struct Restore {
     pub(super) op: u32,
-    from: StartPoint,
+    pub(super) from: StartPoint,
     cancelled: bool,
     pub(super) trouble: Option<Trouble>,
 }
@@ -71,6 +71,9 @@ impl World {
         let trouble = self.oracle.armed.take();
         let Some(run) = &mut self.run else { return };
         run.work.start = Some(Restore { op, from, cancelled: false, trouble });
+        if let StartPoint::Image(id) = from {
+            run.work.goal = Some(id);
+        }
         let takes = match (from, trouble) {
             (StartPoint::Cold, _) => self.random.millis(20, 100),
             (StartPoint::Image(_), Some(Trouble::Slow)) => self.config.restart.restore_timeout,
@@ -228,6 +231,7 @@ impl World {
         if let StartPoint::Image(id) = from {
             run.proofs.wait_for(id, now);
         }
+        run.work.goal = None;
         self.record(false);
         self.oracle_sees_life(from);
         self.step(Event::Started);
@@ -250,6 +254,7 @@ impl World {
         tell!(self, "a rewind to image {} is asked for", image.sequence());
         let Some(run) = &mut self.run else { return };
         run.line.aim(Target::new(image, good.first() != Some(&image)));
+        run.work.goal = Some(image);
         self.oracle.asked = Some(image);
         self.step(Event::Rewind { image });
     }

@@ -52,6 +52,8 @@ pub(super) struct Run {
 #[derive(Default)]
 pub(super) struct Work {
     pub(super) start: Option<Restore>,
+    /// The image that the job goes back to, from the request until the job runs.
+    pub(super) goal: Option<ImageId>,
     pub(super) shot: Option<Shot>,
     pub(super) persist: Option<Persist>,
     /// The number and the image of the upload to the replica.

@@ -13,7 +13,7 @@ use rekindle_store::retention::{self, FactKind, Facts, Gathering, Line, Pin, Pro
 
 impl World {
     fn facts(&self) -> (Vec<Facts>, Sizes, Room) {
-        let held = self.run.as_ref().and_then(|run| run.work.replicating).map(|(_, id)| id);
+        let held = self.held();
         let ignores_proof = self.plant == Some(Plant::RotationIgnoresProof);
         let line = self.line().filter(|_| self.plant != Some(Plant::RotationIgnoresTheLine));
         let mut sizes = Gathering::<u8>::default();
@@ -25,7 +25,7 @@ impl World {
                 taken: image.id.taken(),
                 kind: if copy.mark.is_some() { FactKind::Bad } else { FactKind::Good },
                 pin: Pin::None,
-                in_use: if held == Some(image.id) { Use::Replicating } else { Use::None },
+                in_use: if held.contains(&Some(image.id)) { Use::Held } else { Use::None },
                 proof: if proven { Proof::Proven } else { Proof::None },
                 line: if line.as_ref().is_none_or(|line| line.may_have(&candidate(&(image, copy)))) {
                     Line::Ours
@@ -44,13 +44,22 @@ impl World {
         (facts, sizes.finish(None), room)
     }
 
+    /// The images that are being replicated or restored.
+    fn held(&self) -> [Option<ImageId>; 2] {
+        let Some(run) = &self.run else { return [None; 2] };
+        let goal = run.work.goal.filter(|_| self.plant != Some(Plant::RotationIgnoresTheRestore));
+        [run.work.replicating.map(|(_, id)| id), goal]
+    }
+
     pub(super) fn rotate(&mut self) {
         if self.ground.disk.reads_fail || self.ground.disk.writes_fail {
             return;
         }
         let (facts, sizes, room) = self.facts();
         let plan = retention::plan(&facts, &self.config.store.policy(), self.clock(), &sizes, &room);
-        self.remove(&plan.removals().collect::<Vec<_>>());
+        let gone: Vec<ImageId> = plan.removals().collect();
+        self.check_rotation(&gone);
+        self.remove(&gone);
     }
 
     /// As `survey::make_room`.

@@ -1,5 +1,5 @@
-//! Images that the writer itself is reading, for example to replicate them: no rule removes them in the meantime. This
-//! is in memory only; the readers end with the process, too.
+//! Images that the writer itself is reading, to replicate or to restore them: no rule removes them in the meantime.
+//! This is in memory only; the readers end with the process, too.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

@@ -65,8 +65,8 @@ pub enum Proof {
 pub enum Use {
     /// It is not, as far as is known.
     None,
-    /// It is being replicated.
-    Replicating,
+    /// It is being replicated or restored.
+    Held,
 }
 
 /// The state of an image.

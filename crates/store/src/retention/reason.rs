@@ -51,8 +51,8 @@ pub enum KeepReason {
     MaybePinned,
     /// It is a part of a group image.
     PartOfGroup,
-    /// It is being replicated.
-    Replicating,
+    /// It is being replicated or restored.
+    Held,
     /// Bad, but one of this many; the mark may be wrong.
     RecentBad(u32),
     /// There is no good image: this may be the only usable one.
@@ -109,7 +109,7 @@ impl fmt::Display for KeepReason {
             KeepReason::Pinned => f.write_str("pinned"),
             KeepReason::MaybePinned => f.write_str("tags.json cannot be read, so it counts as pinned"),
             KeepReason::PartOfGroup => f.write_str("part of a group image: the group removes it"),
-            KeepReason::Replicating => f.write_str("being replicated"),
+            KeepReason::Held => f.write_str("being replicated or restored"),
             KeepReason::RecentBad(n) => write!(f, "bad, one of the last {n} bad ones"),
             KeepReason::NoGoodImage => f.write_str("there is no good image"),
             KeepReason::Unknown => f.write_str("cannot be read, so it is left alone"),

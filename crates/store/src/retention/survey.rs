@@ -87,7 +87,7 @@ impl Survey {
     /// Adds the images that the writer is reading, and those that the job may prove.
     fn with_held(mut self, lock: &WriterLock) -> Survey {
         let held = lock.held();
-        self.facts.iter_mut().filter(|it| held.contains(&it.id)).for_each(|it| it.in_use = Use::Replicating);
+        self.facts.iter_mut().filter(|it| held.contains(&it.id)).for_each(|it| it.in_use = Use::Held);
         await_proof(&mut self.facts, &lock.waiting());
         self
     }
@@ -129,7 +129,8 @@ pub fn rotate(folder: &JobFolder, lock: &WriterLock, policy: &Policy, min_free: 
     for decision in plan.decisions.iter().filter(|it| it.verdict.is_removal()) {
         tracing::debug!("removing image {}: {}", decision.id, decision.verdict);
     }
-    let gone = remove_all(folder, lock, removals)?;
+    // One may have been held since then.
+    let gone = remove_all(folder, lock, removals.into_iter().filter(|id| !lock.held().contains(id)))?;
     Ok((plan, gone))
 }
 

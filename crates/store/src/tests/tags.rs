@@ -198,7 +198,7 @@ fn what_is_on_its_way_to_the_replica_stays_and_makes_room_last() {
     let policy = Policy { keep_last: 2, max_total: Some(1), ..Policy::default() };
     let (plan, gone) = survey::rotate(&home.folder, &home.lock, &policy, 0).unwrap();
     assert_eq!(gone, [images[1].id, images[2].id], "a rule and a bound");
-    assert_eq!(plan.decisions[3].verdict.to_string(), "being replicated");
+    assert_eq!(plan.decisions[3].verdict.to_string(), "being replicated or restored");
     drop(hold);
     let (_, gone) = survey::rotate(&home.folder, &home.lock, &policy, 0).unwrap();
     assert_eq!(gone, []);
