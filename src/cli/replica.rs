@@ -207,7 +207,13 @@ fn look(
     let here = folder.images()?;
     // A damaged copy here is replaced. Another one that cannot be used here could not be used again either.
     let is_here = |id| here.iter().any(|image| image.id == id && !image.is_damaged());
-    for image in replica.images(&never)?.into_iter().take_while(newer) {
+    let images = replica.images(&never)?;
+    // One that cannot be read may have any name.
+    images.iter().filter(|image| image.manifest().is_some()).for_each(|image| folder.note_elsewhere(image.id));
+    // A machine that does not know the job goes by what the last one did.
+    let last_run = record.or(theirs.as_ref());
+    let mut left = false;
+    for image in images.into_iter().take_while(newer) {
         replica.check_trusted(&image)?;
         if is_here(image.id) {
             continue;
@@ -217,16 +223,16 @@ fn look(
         }
         let Some(manifest) = image.manifest().filter(|_| image.is_good()) else { continue };
         // A run that was started from the beginning after the image was taken has abandoned the image on purpose.
-        let left_behind = |record: &JobRecord| record.lineage != manifest.lineage && record.created > manifest.taken;
-        if record.is_some_and(left_behind) {
+        let is_of = |record: &JobRecord| record.has(image.id, &manifest.lineage);
+        if last_run.is_some_and(|record| !is_of(record) && record.created > manifest.taken) {
+            left = true;
             continue;
         }
         tracing::info!("fetching image {} from the replica: it is newer than the local images", image.id);
         match fetch(replica, folder, lock, key, image.id) {
             Ok(fetched) => {
-                let known = record.is_some_and(|record| record.lineage == manifest.lineage);
-                let theirs = theirs.filter(|theirs| theirs.lineage == manifest.lineage);
-                let new = (!known).then(|| theirs.unwrap_or_else(|| record_of(manifest)));
+                let theirs = theirs.as_ref().filter(|theirs| is_of(theirs)).cloned();
+                let new = (!record.is_some_and(is_of)).then(|| theirs.unwrap_or_else(|| record_of(manifest)));
                 return Ok(Some((fetched, new)));
             }
             Err(error @ (Error::Damaged { .. } | Error::NotWhole { .. })) => {
@@ -235,6 +241,9 @@ fn look(
             }
             Err(error) => return Err(error),
         }
+    }
+    if left && record.is_none() && last.is_none() {
+        tracing::info!("the images in the replica are not used: the last run left them and started from the beginning");
     }
     last.map_or(Ok(None), Err)
 }

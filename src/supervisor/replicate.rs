@@ -323,6 +323,7 @@ fn once(
     let retain = || keep.map_or_else(|| Ok(Removed::default()), |keep| replica.retain(keep, folder, cancelled));
     match replica.upload_marks(&here, cancelled).and_then(|()| retain()) {
         Ok(removed) => {
+            removed.highest.into_iter().for_each(|id| folder.note_elsewhere(id));
             removed.images.iter().for_each(|id| tracing::debug!("removed image {id} from the replica"));
             let blocked = removed.blocked.iter().map(|why| format!("no packs were removed from the replica: {why}"));
             (0..).zip(blocked).for_each(|(n, text)| repeats.warn(&format!("replica packs {n}"), &text));

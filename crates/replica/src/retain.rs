@@ -1,10 +1,11 @@
 //! Limits the number of images in the replica.
 //!
-//! By count only: images that the rules of the store keep longer are kept in the store. After the images, packs that no
-//! remaining image needs are removed. Parts of group images are counted from the newest whole one on: the others' replicas
-//! may not have newer ones yet. What cannot be read in the replica is never removed, and in that case no pack is
-//! removed either, because an image may need it. Maps and indexes are read here if they exist here too, so that not all
-//! of them are fetched each time.
+//! By count only: images that the rules of the store keep longer are kept in the store. Those of the present run count
+//! first: after a start from the beginning with an empty store, the older ones have higher numbers. After the images,
+//! packs that no remaining image needs are removed. Parts of group images are counted from the newest whole one on: the
+//! others' replicas may not have newer ones yet. What cannot be read in the replica is never removed, and in that case
+//! no pack is removed either, because an image may need it. Maps and indexes are read here if they exist here too, so
+//! that not all of them are fetched each time.
 
 use std::collections::{BTreeSet, HashSet};
 use std::time::Duration;
@@ -48,6 +49,8 @@ pub struct Removed {
     pub packs: usize,
     /// Bytes of the packs.
     pub bytes: u64,
+    /// The image with the highest number that was there.
+    pub highest: Option<ImageId>,
     /// Why no packs were removed, if that should be reported.
     pub blocked: Option<String>,
 }
@@ -60,8 +63,15 @@ impl Replica {
     /// [`Error::Remote`], [`Error::Cancelled`].
     pub fn retain(&self, keep: Keep, folder: &JobFolder, cancelled: Cancelled<'_>) -> Result<Removed> {
         let images = self.images(cancelled)?;
-        let mut removed = Removed::default();
-        for id in expendable(&images, keep, &folder.proven()?) {
+        // One that cannot be read may have any name.
+        let highest = images.iter().filter(|image| image.manifest().is_some()).map(|image| image.id).max();
+        let mut removed = Removed { highest, ..Removed::default() };
+        let record = folder.record().ok().flatten();
+        let is_ours = |image: &RemoteImage| match (&record, image.manifest()) {
+            (Some(record), Some(manifest)) => record.has(image.id, &manifest.lineage),
+            _ => true,
+        };
+        for id in expendable(&images, keep, &folder.proven()?, &is_ours) {
             for file in [Of::Manifest, Of::Chunks, Of::Mark] {
                 self.client.delete(&layout::of_image(id, file), cancelled)?;
             }
@@ -167,10 +177,15 @@ impl Old {
     }
 }
 
-/// The images to remove, oldest first: good ones beyond this many, and bad ones beyond as many bad ones, because a mark
-/// may be wrong. While there is no good one all are kept, and the newest proven one is kept until a newer one is
-/// proven; an unreadable one is neither counted nor removed.
-fn expendable(images: &[RemoteImage], kept: Keep, proven: &BTreeSet<ImageId>) -> Vec<ImageId> {
+/// The images to remove, oldest first: good ones beyond this many, where ours count first, and bad ones beyond as many
+/// bad ones, because a mark may be wrong. While there is no good one all are kept, and the newest proven one is kept
+/// until a newer one is proven; an unreadable one is neither counted nor removed.
+fn expendable(
+    images: &[RemoteImage],
+    kept: Keep,
+    proven: &BTreeSet<ImageId>,
+    is_ours: &dyn Fn(&RemoteImage) -> bool,
+) -> Vec<ImageId> {
     let (Keep::Newest(last) | Keep::Parts { last, .. }) = kept;
     let keep = usize::try_from(last.max(1)).unwrap_or(usize::MAX);
     let is_bad = |image: &&RemoteImage| match &image.state {
@@ -184,12 +199,18 @@ fn expendable(images: &[RemoteImage], kept: Keep, proven: &BTreeSet<ImageId>) ->
     }
     let newest_proven = good.clone().map(|image| image.id).filter(|id| proven.contains(id)).max();
     let number = |image: &RemoteImage| Some(image.manifest()?.group.as_ref()?.number);
-    let mut counted: Vec<&RemoteImage> = match kept {
-        Keep::Newest(_) => good.collect(),
-        Keep::Parts { whole, .. } => good.filter(|image| number(image).is_none_or(|number| number <= whole)).collect(),
-    };
     // On a machine with a new store, names of images may begin again. They are the newest first otherwise.
-    counted.sort_by_key(|image| std::cmp::Reverse(number(image)));
+    let counted: Vec<&RemoteImage> = match kept {
+        Keep::Newest(_) => {
+            let (ours, others): (Vec<_>, Vec<_>) = good.partition(|image| is_ours(image));
+            [ours, others].concat()
+        }
+        Keep::Parts { whole, .. } => {
+            let mut parts: Vec<_> = good.filter(|image| number(image).is_none_or(|number| number <= whole)).collect();
+            parts.sort_by_key(|image| std::cmp::Reverse(number(image)));
+            parts
+        }
+    };
     let mut gone: Vec<ImageId> = counted
         .into_iter()
         .skip(keep)
@@ -241,7 +262,7 @@ mod tests {
         let images = numbers
             .zip(kinds)
             .map(|(n, kind)| RemoteImage { id: ImageId::new(n, DateTime::UNIX_EPOCH), state: state(*kind) });
-        expendable(&images.collect::<Vec<_>>(), Keep::Newest(keep_last), &proven)
+        expendable(&images.collect::<Vec<_>>(), Keep::Newest(keep_last), &proven, &|_| true)
             .iter()
             .map(ImageId::sequence)
             .collect()
@@ -272,7 +293,7 @@ mod tests {
         };
         let gone = |images: &[RemoteImage], last, whole| -> Vec<u32> {
             let keep = Keep::Parts { last, whole };
-            expendable(images, keep, &BTreeSet::new()).iter().map(ImageId::sequence).collect()
+            expendable(images, keep, &BTreeSet::new(), &|_| true).iter().map(ImageId::sequence).collect()
         };
         let images = [part(5, 9), part(4, 8), part(3, 7), part(2, 6), part(1, 5)];
         assert_eq!(gone(&images, 1, 7), [1, 2], "the newer ones are not whole yet");
@@ -281,6 +302,24 @@ mod tests {
         assert_eq!(gone(&images, 1, 4), [0; 0]);
         // The numbers count, not the names.
         assert_eq!(gone(&[part(3, 5), part(2, 7), part(1, 8)], 1, 7), [3]);
+    }
+
+    #[test]
+    fn images_of_the_present_run_count_first_whatever_their_numbers() {
+        let image = |n: u32, lineage: &str| {
+            let mut manifest = Box::new(serde_json::from_str::<Manifest>(rekindle_testing::MANIFEST).unwrap());
+            manifest.lineage = lineage.into();
+            RemoteImage { id: ImageId::new(n, DateTime::UNIX_EPOCH), state: State::Good(manifest) }
+        };
+        let gone = |images: &[RemoteImage], last| -> Vec<u32> {
+            let is_ours = |image: &RemoteImage| image.manifest().unwrap().lineage == "new";
+            let gone = expendable(images, Keep::Newest(last), &BTreeSet::new(), &is_ours);
+            gone.iter().map(ImageId::sequence).collect()
+        };
+        let old = [image(102, "old"), image(101, "old"), image(100, "old")];
+        assert_eq!(gone(&[&old[..], &[image(1, "new")]].concat(), 2), [100, 101]);
+        assert_eq!(gone(&[&old[..], &[image(2, "new"), image(1, "new")]].concat(), 2), [100, 101, 102]);
+        assert_eq!(gone(&old, 2), [100]);
     }
 
     #[test]

@@ -1,6 +1,8 @@
 //! A job's folder: `lock`, `job.json`, `log/`, `bin/`, `images/`, `packs/`.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
 
 use super::error::{Error, Result};
 use super::folders::{is_there, list, make_folder};
@@ -18,6 +20,8 @@ pub struct JobFolder {
     name: JobName,
     path: PathBuf,
     trust: Trust,
+    /// The highest number of an image that is known to exist elsewhere.
+    pub(super) elsewhere: Arc<AtomicU32>,
 }
 
 impl JobFolder {
@@ -25,7 +29,7 @@ impl JobFolder {
     pub(super) fn existing(name: JobName, path: PathBuf, trust: &Trust) -> Result<JobFolder> {
         rights::check(&path)?;
         let trust = trust.for_job(&name);
-        Ok(JobFolder { name, path, trust })
+        Ok(JobFolder { name, path, trust, elsewhere: Arc::default() })
     }
 
     /// The same folder after it was renamed.
@@ -188,7 +192,7 @@ impl JobFolder {
     pub(super) fn line(&self) -> impl Fn(&Image) -> bool {
         let record = self.record().ok().flatten();
         move |image| match (&record, image.manifest()) {
-            (Some(record), Some(manifest)) => manifest.lineage == record.lineage || Some(image.id) == record.base,
+            (Some(record), Some(manifest)) => record.has(image.id, &manifest.lineage),
             _ => true,
         }
     }

@@ -1,6 +1,7 @@
 //! All images of a job with their copies, in memory and in the store; how a text finds one, and how the next is named.
 
 use std::slice;
+use std::sync::atomic::Ordering;
 
 use chrono::{DateTime, Utc};
 
@@ -62,7 +63,8 @@ impl JobFolder {
         known.iter().filter(|known| known.best().is_good() && ours(known.best())).map(Known::id).collect()
     }
 
-    /// A name for the next image, with a number higher than all numbers in the folder and in memory.
+    /// A name for the next image, with a number higher than all numbers in the folder and in memory, and those of
+    /// [`JobFolder::note_elsewhere`].
     ///
     /// # Errors
     /// [`Error::Read`], [`Error::NumbersUsedUp`].
@@ -73,9 +75,16 @@ impl JobFolder {
             id.parse::<ImageId>().ok()
         });
         let staged = self.staged().into_iter().map(|image| image.id);
-        let last = seen.chain(staged).map(|id| id.sequence()).max().unwrap_or(0);
+        let elsewhere = self.elsewhere.load(Ordering::Relaxed);
+        let last = seen.chain(staged).map(|id| id.sequence()).max().unwrap_or(0).max(elsewhere);
         let next = last.checked_add(1).ok_or_else(|| Error::NumbersUsedUp(self.name().clone()))?;
         Ok(ImageId::new(next, now))
+    }
+
+    /// This image of the job exists elsewhere: the next one gets a higher number, so that it counts as newer there,
+    /// too. This is only in memory.
+    pub fn note_elsewhere(&self, id: ImageId) {
+        self.elsewhere.fetch_max(id.sequence(), Ordering::Relaxed);
     }
 }
 

@@ -155,6 +155,12 @@ pub(super) fn write(path: &Path, record: &JobRecord, job: &JobName, trust: &Trus
 }
 
 impl JobRecord {
+    /// Whether an image is on the line of this run: it is of the same lineage, or the one that the run started from.
+    #[must_use]
+    pub fn has(&self, image: ImageId, lineage: &str) -> bool {
+        self.lineage == lineage || self.base == Some(image)
+    }
+
     /// How often the job failed until the end of this run. A run without a recorded end was killed, together with the
     /// job.
     #[must_use]

@@ -69,6 +69,46 @@ fn a_mark_reaches_the_replica_and_so_does_its_removal() {
 }
 
 #[test]
+fn images_of_a_new_start_take_the_place_of_those_that_it_left() {
+    let Some(lab) = Lab::new() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let lab = lab.set("replica.url", &format!("\"file://{}\"", dir.path().display())).set("replica.keep-last", "2");
+    let folder = lab.path().to_str().unwrap().to_owned();
+    let command = lab.python_command("kinds.py", &["plain", &folder]);
+    let lose = |run| {
+        lab.kill_9(run);
+        lab.forget_memory();
+        fs::remove_dir_all(lab.store()).unwrap();
+    };
+    let mut run = lab.run(&command);
+    run.job_pid(&lab);
+    for _ in 0..3 {
+        replicated(&mut run, &lab);
+    }
+    lose(run);
+
+    // On an empty store numbers begin again.
+    let mut run = lab.run_with(&FRESH, &command);
+    run.job_pid(&lab);
+    let first = replicated(&mut run, &lab);
+    assert!(first.starts_with("000001-"), "{first}");
+    let there = || -> Vec<u32> {
+        let images = folder_replica_of(dir.path(), "j").images(&|| false).unwrap();
+        images.iter().map(|image| image.id.sequence()).collect()
+    };
+    assert_eq!(there(), [3, 1], "what was reported as replicated is there");
+    lose(run);
+
+    // The next machine continues from that one. The numbers of its images are higher than all that are there.
+    let mut run = lab.run(&command);
+    run.wait_said(&format!("image {first} was fetched from the replica"));
+    run.wait_said(&format!("the job was restored from image {first}"));
+    replicated(&mut run, &lab);
+    assert_eq!((there(), lab.good()), (vec![4, 1], vec![4, 1]));
+    lab.kill_9(run);
+}
+
+#[test]
 fn a_replica_that_can_not_be_reached_is_no_reason_to_begin_anew() {
     let Some(lab) = Lab::new() else { return };
     let gone = lab.path().join("not-mounted");

@@ -50,7 +50,7 @@ pub(super) fn choose(folder: &JobFolder, command: &[OsString], fresh: bool, cold
     let mut images = folder.copies()?;
     if !is_same(&record, command) {
         // An image that cannot be read may be of this run.
-        let is_of_it = |it: &Manifest| it.lineage == record.lineage || Some(it.id) == record.base;
+        let is_of_it = |it: &Manifest| record.has(it.id, &it.lineage);
         if images.iter().any(|image| image.manifest().is_none_or(is_of_it)) {
             return Err(Misuse(other_command(&record, folder.name())).into());
         }
