@@ -3,6 +3,7 @@
 //! All content may be damaged: lengths are checked against the file before anything is allocated.
 
 mod checked;
+mod descriptors;
 mod devices;
 mod locks;
 mod mappings;
@@ -22,6 +23,7 @@ use std::path::{Path, PathBuf};
 use prost::Message;
 
 pub use checked::{CheckedFile, checked_files};
+pub use descriptors::descriptors;
 pub use devices::{Replaced, without_devices};
 pub use locks::{LostLock, LostLocks, lost_locks};
 pub use mappings::{correct_access, scarce, written_by_mappings};

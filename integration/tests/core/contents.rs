@@ -325,8 +325,8 @@ fn another_user_beside_a_database_does_not_prevent_a_restore() {
 #[test]
 fn tracked_files_that_the_user_may_not_write() {
     let Some(lab) = Lab::new() else { return };
-    let folder = lab.file("shared");
-    fs::create_dir(&folder).unwrap();
+    let folder = lab.file("theirs").join("shared");
+    fs::create_dir_all(&folder).unwrap();
     let lab = lab.set("job.user", "\"nobody\"").set("files.track", &format!("[{folder:?}]"));
     let (object, of_root) = (folder.join("object"), folder.join("of-root"));
     for (path, owner, mode) in [(&object, 65534, 0o444), (&of_root, 0, 0o644)] {
@@ -334,7 +334,9 @@ fn tracked_files_that_the_user_may_not_write() {
         std::os::unix::fs::chown(path, Some(owner), Some(owner)).unwrap();
         fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
     }
-    std::os::unix::fs::chown(&folder, Some(65534), Some(65534)).unwrap();
+    for path in [&folder, &lab.file("theirs")] {
+        std::os::unix::fs::chown(path, Some(65534), Some(65534)).unwrap();
+    }
     let command = lab.python_command("files.py", &["rewritten", folder.to_str().unwrap()]);
     let mut run = lab.run(&command);
     count_on(&lab, &mut run, 5);

@@ -5,6 +5,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpListener;
 use std::path::Path;
 use std::sync::mpsc;
+use std::time::Duration;
 
 use nix::sys::signal::Signal;
 use rekindle::telemetry::events::{What, read};
@@ -177,8 +178,12 @@ fn a_job_is_queued_again_though_a_signal_ends_the_wait_for_hooks() {
     count_on(&lab, &mut run, 2);
     run.signal(Signal::SIGUSR2);
     run.wait_said("job j stopped after");
-    run.signal(Signal::SIGUSR1);
-    run.signal(Signal::SIGTERM);
+    // Until it has ended: between its last steps, too.
+    while run.runs() {
+        run.signal(Signal::SIGUSR1);
+        run.signal(Signal::SIGTERM);
+        std::thread::sleep(Duration::from_millis(20));
+    }
     run.ends_with(75);
     assert_eq!(lab.read("requeued"), "requeue 7\n");
 }

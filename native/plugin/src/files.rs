@@ -39,7 +39,6 @@ const O_ACCMODE: i32 = 3;
 const O_CREAT: i32 = 0o100;
 const O_NOCTTY: i32 = 0o400;
 const O_NONBLOCK: i32 = 0o4_000;
-const O_DIRECTORY: i32 = 0o200_000;
 const O_NOFOLLOW: i32 = 0o400_000;
 const O_CLOEXEC: i32 = 0o2_000_000;
 const O_PATH: i32 = 0o10_000_000;
@@ -99,60 +98,30 @@ unsafe fn open_in(from: c_int, path: *const c_char, flags: c_int, mode: c_uint) 
     if stage() != RESTORE {
         return raw_open(from, path, flags, mode);
     }
-    // SAFETY: as the caller promises.
-    let name = unsafe { bytes(path) };
-    let is_in_proc = name.starts_with(b"/proc/") || (name.first() != Some(&b'/') && sys::is_proc(from));
-    let open = if is_in_proc { raw_open } else { open_past_magic_links };
-    let result = open_at_once(open, from, path, flags, mode);
+    let result = open_at_once(from, path, flags, mode);
     if !is_refused(result) {
         return result;
     }
-    let more = if is_in_proc {
+    // SAFETY: as the caller promises.
+    let name = unsafe { bytes(path) };
+    let more = if name.starts_with(b"/proc/") || (name.first() != Some(&b'/') && sys::is_proc(from)) {
         open_in_proc(from, path, flags, mode)
     } else if flags & O_CREAT != 0 {
         as_root_in(from, name, |place| raw_open(place.folder, place.name(), flags | O_NOFOLLOW, mode))
     } else {
-        open_what_is_there(open, from, path, flags)
+        open_what_is_there(from, path, flags)
     };
     // CRIU may know that a file does not exist, even if the user may not see that.
     more.unwrap_or(result)
 }
 
-type Open = fn(c_int, *const c_char, c_int, c_uint) -> isize;
-
-/// Follows no magic link (`/proc/PID/fd/N`). The job's files are opened by the paths that the kernel gave them, in which
-/// there are none. The user may have put one there since: it leads to files of other processes that have no path, and
-/// CRIU may pass it whosever they are.
-fn open_past_magic_links(from: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> isize {
-    /// What openat(2) ignores, openat2(2) refuses.
-    const KNOWN: c_int = 0o37_777_703;
-    const WITH_PATH: c_int = O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC;
-    let flags = if flags & O_PATH == 0 { flags & KNOWN } else { flags & WITH_PATH };
-    let opened = openat2(from, path, flags, mode & 0o7777, NO_MAGIC_LINKS);
-    // Before Linux 5.6.
-    if opened == ENOSYS { raw_open(from, path, flags, mode) } else { opened }
-}
-
-/// `RESOLVE_NO_XDEV` and `RESOLVE_NO_MAGICLINKS`.
-const NO_OTHER_DEVICE: u64 = 0x01;
-const NO_MAGIC_LINKS: u64 = 0x02;
-
-fn openat2(from: c_int, path: *const c_char, flags: c_int, mode: c_uint, resolve: u64) -> isize {
-    let mode = u64::from(mode) * u64::from(flags & O_CREAT != 0);
-    // `struct open_how`.
-    let how: [u64; 3] = [u64::from(flags.cast_unsigned()), mode, resolve];
-    let arguments = [argument(from), path.addr(), how.as_ptr().addr(), size_of_val(&how), 0, 0];
-    // SAFETY: a path that the caller gave, which ends with NUL, and a struct of the size that is told.
-    unsafe { sys::call(number::OPENAT2, arguments) }
-}
-
 /// Opens without blocking: a FIFO created by the user would make CRIU wait for its other end, and a lease for its
 /// holder. When CRIU opens a FIFO of the job, it has opened the other end before.
-fn open_at_once(open: Open, from: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> isize {
+fn open_at_once(from: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> isize {
     if flags & (O_NONBLOCK | O_PATH) != 0 {
-        return open(from, path, flags, mode);
+        return raw_open(from, path, flags, mode);
     }
-    let opened = open(from, path, flags | O_NONBLOCK, mode);
+    let opened = raw_open(from, path, flags | O_NONBLOCK, mode);
     wait_again(opened, flags);
     opened
 }
@@ -166,7 +135,13 @@ fn wait_again(opened: isize, flags: c_int) {
 }
 
 fn open_in_proc(from: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> Option<isize> {
-    let mut entry = raised(WRITE, || openat2(from, path, flags, mode, NO_OTHER_DEVICE | NO_MAGIC_LINKS));
+    /// RESOLVE_NO_XDEV, RESOLVE_NO_MAGICLINKS.
+    const WITHIN: u64 = 0x01 | 0x02;
+    // `struct open_how`.
+    let how: [u64; 3] = [u64::from(flags.cast_unsigned()), u64::from(mode) * u64::from(flags & O_CREAT != 0), WITHIN];
+    let arguments = [argument(from), path.addr(), how.as_ptr().addr(), size_of_val(&how), 0, 0];
+    // SAFETY: a path that the caller gave, which ends with NUL, and a struct of the size that is told.
+    let mut entry = raised(WRITE, || unsafe { sys::call(number::OPENAT2, arguments) });
     if entry == ENOSYS {
         // Before Linux 5.6. Such entries of CRIU have no link on their path except its own /proc/self.
         entry = raised(WRITE, || raw_open(from, path, flags | O_NOFOLLOW, mode));
@@ -174,12 +149,12 @@ fn open_in_proc(from: c_int, path: *const c_char, flags: c_int, mode: c_uint) ->
     if entry >= 0 {
         return Some(entry);
     }
-    open_what_is_there(raw_open, from, path, flags)
+    open_what_is_there(from, path, flags)
 }
 
 /// Opens a regular file or a folder even if the user may not enter all of its parent folders.
-fn open_what_is_there(open: Open, from: c_int, path: *const c_char, flags: c_int) -> Option<isize> {
-    let found = raised(READ, || open(from, path, O_PATH | O_CLOEXEC | (flags & O_NOFOLLOW), 0));
+fn open_what_is_there(from: c_int, path: *const c_char, flags: c_int) -> Option<isize> {
+    let found = raised(READ, || raw_open(from, path, O_PATH | O_CLOEXEC | (flags & O_NOFOLLOW), 0));
     if found < 0 {
         return Some(found);
     }

@@ -9,9 +9,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
+use super::descriptors::table_of;
 use super::devices::{MM, images};
-use super::{Error, FDINFO, IDS, Records, damaged, names};
-use crate::proto::{FdinfoEntry, FileLockEntry, KobjIds, MmEntry};
+use super::{Error, Records, damaged, names};
+use crate::proto::{FileLockEntry, MmEntry};
 use rekindle_os::ptrace::PosixLock;
 
 const FILE_LOCKS: u32 = 0x5432_3616;
@@ -88,13 +89,6 @@ fn users(dir: &Path, locks: &[LostLock], names: &BTreeMap<u32, PathBuf>) -> Resu
         }
     }
     Ok(users)
-}
-
-/// The descriptors of a process.
-fn table_of(dir: &Path, pid: i32) -> Result<Vec<FdinfoEntry>, Error> {
-    let ids: Option<KobjIds> = Records::open(dir.join(format!("ids-{pid}.img")), IDS)?.next()?;
-    let table = ids.map(|ids| dir.join(format!("fdinfo-{}.img", ids.files))).filter(|table| table.exists());
-    table.map_or(Ok(Vec::new()), |table| Records::open(table, FDINFO)?.all())
 }
 
 fn mapped_files(dir: &Path, pid: i32) -> Result<BTreeSet<u32>, Error> {

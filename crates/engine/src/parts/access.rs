@@ -26,6 +26,7 @@ use std::path::{Path, PathBuf};
 
 use crate::launch::Privileges;
 use crate::launch::identity::Identity;
+pub(crate) use files::Descriptors;
 use files::{Held, How, WRITE};
 use kernel::{Kernels, Verdict};
 use rekindle_os::{identity, process};
@@ -147,7 +148,7 @@ pub(crate) fn note(root: i32, user: Option<&Identity>, privileges: Privileges) -
     let rights = rights::of(&tree, user)?;
     let Some(user) = user.filter(|user| user.uid != 0) else { return Ok(Noted { given: Vec::new(), rights }) };
     let mut given: Vec<GivenFile> = Vec::new();
-    for (held, _) in strange(root, &tree, user, &[])? {
+    for (held, _) in strange(root, &tree, user, &[], None)? {
         let access = Some(held.access);
         let file = GivenFile { path: held.path, device: held.device, inode: held.inode, access };
         if !given.contains(&file) {
@@ -166,7 +167,7 @@ pub(crate) fn foresee(root: i32, user: Option<&Identity>, privileges: Privileges
     rights::check(&tree, &rights::Wanted { user, privileges, then: None })?;
     let Some(user) = user.filter(|user| user.uid != 0) else { return Ok(()) };
     let kernels = Kernels::of(root).map_err(|source| Refused::Unread { pid: root, source })?;
-    let held = files::held(&tree).map_err(|(pid, source)| Refused::Unread { pid, source })?;
+    let held = files::held(&tree, None).map_err(|(pid, source)| Refused::Unread { pid, source })?;
     held.into_iter().try_for_each(|held| judge_kernels(&kernels, &held, &tree, user).map(drop))
 }
 
@@ -196,21 +197,22 @@ pub(crate) fn check(root: i32, wanted: &Wanted<'_>) -> Result<(), Refused> {
     if let Some(other) = tree.iter().find(|pid| world(**pid).is_ok_and(|its| its != ours)) {
         return Err(Refused::Namespace { process: rights::shown(*other) });
     }
-    check_files(root, &tree, user, wanted, &|_| false)
+    check_files(root, &tree, user, wanted, None)
 }
 
 /// Checks the files of the restored tree below `root` while its processes still have our rights. Once they have those of
-/// their user, other processes of the user can take descriptors from them, before [`check`] is done. CRIU has open files
-/// of its own in them, in the folder `scratch` too.
+/// their user, other processes of the user can take descriptors from them, before [`check`] is done. CRIU has files of its
+/// own open in them then: only the `descriptors` of the image are checked.
 ///
 /// # Errors
 /// Names the first file that the user does not have.
-pub(crate) fn check_before_it_is_reached(root: i32, wanted: &Wanted<'_>, scratch: &Path) -> Result<(), Refused> {
+pub(crate) fn check_before_it_is_reached(
+    root: i32,
+    wanted: &Wanted<'_>,
+    descriptors: &Descriptors,
+) -> Result<(), Refused> {
     let Some(user) = wanted.user.filter(|user| user.uid != 0) else { return Ok(()) };
-    let is_crius = |held: &Held| {
-        held.how == How::Open && (held.path.starts_with(scratch) || held.is_folder() && held.path == Path::new("/proc"))
-    };
-    check_files(root, &below(root), user, wanted, &is_crius)
+    check_files(root, &below(root), user, wanted, Some(descriptors))
 }
 
 fn check_files(
@@ -218,13 +220,12 @@ fn check_files(
     tree: &[i32],
     user: &Identity,
     wanted: &Wanted<'_>,
-    is_crius: &dyn Fn(&Held) -> bool,
+    descriptors: Option<&Descriptors>,
 ) -> Result<(), Refused> {
     let Wanted { manifest, log_dir, .. } = wanted;
     let put_there = put_there(root, manifest);
-    let mut strange = strange(root, tree, user, &put_there)?.into_iter();
-    let is_allowed = |held: &Held| is_given(held, &manifest.given_files) || is_output(held, log_dir) || is_crius(held);
-    match strange.find(|(held, _)| !is_allowed(held)) {
+    let mut strange = strange(root, tree, user, &put_there, descriptors)?.into_iter();
+    match strange.find(|(held, _)| !(is_given(held, &manifest.given_files) || is_output(held, log_dir))) {
         None => Ok(()),
         Some((held, obstacle)) => {
             Err(Refused::File { path: held.path, how: said(held.how), user: user.name.clone(), obstacle })
@@ -275,13 +276,14 @@ fn strange(
     tree: &[i32],
     user: &Identity,
     put_there: &[(u64, u64)],
+    descriptors: Option<&Descriptors>,
 ) -> Result<Vec<(Held, Obstacle)>, Refused> {
     let unread = |pid: i32| move |source: io::Error| Refused::Unread { pid, source };
     let kernels = Kernels::of(root).map_err(unread(root))?;
     let root_folder = std::fs::metadata(format!("/proc/{root}/root")).map_err(unread(root))?;
     let mut asked = Vec::new();
     let mut strange = Vec::new();
-    for held in files::held(tree).map_err(|(pid, source)| unread(pid)(source))? {
+    for held in files::held(tree, descriptors).map_err(|(pid, source)| unread(pid)(source))? {
         let is = (held.device, held.inode);
         // Only root can change the root of a process.
         if held.how == How::Root {

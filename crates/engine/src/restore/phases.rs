@@ -322,30 +322,31 @@ pub(super) fn run_criu(
     let died = || died_while_restored(&images);
     let log_dir = request.folder.log_dir();
     let wanted = access::Wanted { user: request.identity, privileges: request.privileges, manifest, log_dir: &log_dir };
+    let descriptors = criu::image::descriptors(&images).map_err(criu::RunError::Image)?;
     let (mut refused, mut rehearsed, mut open) = (None, false, Vec::new());
     let mut before_it_runs = |moment| {
         // At the first moment all processes exist and still have our rights, so the user cannot reach them or what they
         // have (CRIU changes the rights after this, `CR_STATE_RESTORE_CREDS`).
-        let criu_has = match moment {
+        let first = match moment {
             Notify::PostRestore(_) if until == Until::BeforeItRuns => {
                 rehearsed = true;
                 return Err("this was a rehearsal".into());
             }
-            Notify::PostRestore(_) => Some(&*scratch),
-            Notify::PreResume => None,
+            Notify::PostRestore(_) => true,
+            Notify::PreResume => false,
             _ => return Ok(()),
         };
         let root = criu::find_restored(manifest.tree.root).ok_or("the restored tree cannot be found")?;
-        let checked = match criu_has {
-            Some(scratch) => access::check_before_it_is_reached(root, &wanted, scratch),
-            None => access::check(root, &wanted),
+        let checked = match first {
+            true => access::check_before_it_is_reached(root, &wanted, &descriptors),
+            false => access::check(root, &wanted),
         };
         if let Err(error) = checked {
             let why = error.to_string();
             refused = Some(error);
             return Err(why);
         }
-        if criu_has.is_some() {
+        if first {
             return Ok(());
         }
         locks::hold(root, lost_locks);

@@ -1,6 +1,6 @@
 //! The files of a process: descriptors, mappings, its program, its working directory and its root.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
@@ -66,14 +66,17 @@ impl Held {
     }
 }
 
-/// All files with a path that these processes have, each once.
+/// Descriptors by the pid of their process, as it sees itself.
+pub(crate) type Descriptors = BTreeMap<i32, BTreeSet<i32>>;
+
+/// All files with a path that these processes have, each once; if descriptors are given, no others.
 ///
 /// # Errors
 /// When a file of a live process cannot be examined.
-pub(crate) fn held(tree: &[i32]) -> Result<BTreeSet<Held>, (i32, io::Error)> {
+pub(crate) fn held(tree: &[i32], descriptors: Option<&Descriptors>) -> Result<BTreeSet<Held>, (i32, io::Error)> {
     let mut all = BTreeSet::new();
     for pid in tree {
-        match held_by(*pid, &mut all) {
+        match held_by(*pid, descriptors, &mut all) {
             // It has ended or is about to, so it has no files.
             Err(_) if process::state(*pid).is_none_or(|state| matches!(state, 'Z' | 'X')) => {}
             Err(error) => return Err((*pid, error)),
@@ -83,8 +86,11 @@ pub(crate) fn held(tree: &[i32]) -> Result<BTreeSet<Held>, (i32, io::Error)> {
     Ok(all)
 }
 
-fn held_by(pid: i32, all: &mut BTreeSet<Held>) -> io::Result<()> {
+fn held_by(pid: i32, descriptors: Option<&Descriptors>, all: &mut BTreeSet<Held>) -> io::Result<()> {
     let place = PathBuf::from(format!("/proc/{pid}"));
+    let of_it =
+        |all: &Descriptors| process::inner_pid(pid).and_then(|inner| all.get(&inner).cloned()).unwrap_or_default();
+    let wanted = descriptors.map(of_it);
     let program = look(&place.join("exe"), How::Program, EXECUTE)?;
     let program_is = program.as_ref().map(|held| (held.device, held.inode));
     all.extend(program);
@@ -93,6 +99,9 @@ fn held_by(pid: i32, all: &mut BTreeSet<Held>) -> io::Result<()> {
     for entry in std::fs::read_dir(place.join("fd"))? {
         let entry = entry?;
         let Some(number) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+        if wanted.as_ref().is_some_and(|wanted| !wanted.contains(&number)) {
+            continue;
+        }
         let Some(flags) = unless_gone(process::open_flags(pid, number))? else { continue };
         let access = access_of(flags);
         all.extend(look(&entry.path(), How::Open, access)?);

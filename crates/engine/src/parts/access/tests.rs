@@ -46,7 +46,7 @@ fn refused(tree: &Tree, given: &[GivenFile]) -> Option<String> {
         manifest: &manifest,
         log_dir: Path::new("/nowhere"),
     };
-    let files = check_files(tree.root(), &below(tree.root()), &nobody, &wanted, &|_| false);
+    let files = check_files(tree.root(), &below(tree.root()), &nobody, &wanted, None);
     files.err().map(|error| error.to_string())
 }
 
@@ -177,7 +177,7 @@ fn only_the_output_itself_is_taken_for_output() {
         let path = dir.path().join(name);
         let file = options.open(&path).unwrap();
         let own = std::process::id().cast_signed();
-        let found = files::held(&[own]).unwrap().into_iter().find(|held| held.path == path).unwrap();
+        let found = files::held(&[own], None).unwrap().into_iter().find(|held| held.path == path).unwrap();
         drop(file);
         found
     };
