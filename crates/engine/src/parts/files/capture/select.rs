@@ -34,7 +34,7 @@ pub(super) fn written_now(tree: &[i32]) -> BTreeMap<PathBuf, Use> {
     let mut found: BTreeMap<PathBuf, Use> = BTreeMap::new();
     for pid in tree {
         for (path, flags) in descriptors(*pid) {
-            let known = found.entry(path).or_insert(Use { append: true, ..Use::default() });
+            let known = found.entry(path).or_insert_with(|| Use { append: true, ..Use::default() });
             known.append &= flags & libc::O_APPEND != 0;
             known.direct |= flags & libc::O_DIRECT != 0;
         }
