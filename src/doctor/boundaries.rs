@@ -83,7 +83,7 @@ fn store(config: &Config) -> Check {
                 "no store.encryption-key: whoever can write {url} can become root on each machine that restores \
                 from it"
             ),
-            "(umask 077; head -c 32 /dev/urandom > /etc/rekindle/store.key), and set store.encryption-key to this file",
+            "(umask 077; mkdir -p /etc/rekindle; head -c 32 /dev/urandom > /etc/rekindle/store.key), and set store.encryption-key to this file",
         ),
         (None, None) => Check::not_here(
             name,

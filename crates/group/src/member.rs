@@ -120,7 +120,7 @@ impl Member {
         self.line.rewound = rewound;
     }
 
-    /// Begins as this one, which was a member of a group of which nothing is known any more.
+    /// Takes from the member before what outlives a coordinator that has lost its data.
     pub(crate) fn follows(&mut self, former: &Member, view: &View) {
         self.line = former.line.clone();
         self.asked = former.unserved_stop(view);

@@ -350,6 +350,13 @@ fn tracked_files_that_the_user_may_not_write() {
     count_on(&lab, &mut run, 5);
     assert_eq!(fs::read_to_string(&object).unwrap(), "as it was");
     assert_eq!(fs::metadata(&object).unwrap().mode() & 0o7777, 0o444);
+    // A restore that is killed leaves it writable.
+    fs::set_permissions(&object, fs::Permissions::from_mode(0o644)).unwrap();
+    fs::write(&object, "as it is now").unwrap();
+    run.crash(&lab);
+    count_on(&lab, &mut run, 5);
+    assert_eq!(fs::read_to_string(&object).unwrap(), "as it was");
+    assert_eq!(fs::metadata(&object).unwrap().mode() & 0o7777, 0o444);
     // The user cannot put back what root changes.
     fs::write(&of_root, "as it is now").unwrap();
     lab.kill_9(run);

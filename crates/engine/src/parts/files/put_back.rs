@@ -121,7 +121,8 @@ fn check_one(file: &OpenFile, changed: ChangedFiles, trusted: Trusted) -> Result
         return Err(RollbackError::NotAFile(path.clone()));
     }
     trusted.check(path, metadata.uid(), file.owner.map(|owner| owner.uid))?;
-    if let Some(then) = file.mode.filter(|then| *then != metadata.mode()) {
+    let is_lent = |then: u32| file.part.is_some() && metadata.mode() == lent(then);
+    if let Some(then) = file.mode.filter(|then| *then != metadata.mode() && !is_lent(*then)) {
         let (then, now) = (then & 0o7777, metadata.mode() & 0o7777);
         return Err(RollbackError::Mode { path: path.clone(), then, now });
     }
@@ -141,6 +142,12 @@ fn check_one(file: &OpenFile, changed: ChangedFiles, trusted: Trusted) -> Result
         return Err(RollbackError::Shorter { path: path.clone(), had: file.size, has: metadata.size() });
     }
     Ok(())
+}
+
+/// The mode of a file while its owner may write it to put it back. One that has it before was left so by a restore that
+/// was killed.
+fn lent(mode: u32) -> u32 {
+    mode | 0o600
 }
 
 /// Whether the file can be created with the mode at the snapshot, which CRIU compares.
@@ -364,7 +371,13 @@ fn put_one_back(
     // The check and the changes are of the same open file: another file of that name can appear at any time.
     trusted.check(path, metadata.uid(), file.owner.map(|owner| owner.uid))?;
     match content {
-        Some(content) => Ok(content::replace(&open, &place, file, content, aside)?.map(FileRollback::Kept)),
+        Some(content) => {
+            let replaced = content::replace(&open, &place, file, content, aside)?;
+            if let Some(then) = file.mode.filter(|then| *then != metadata.mode()) {
+                open.set_permissions(Permissions::from_mode(then & 0o7777)).map_err(failed("chmod", path))?;
+            }
+            Ok(replaced.map(FileRollback::Kept))
+        }
         None if metadata.size() > file.size => cut(&open, &place, file.size).map(FileRollback::Kept).map(Some),
         // Its owner rotated or emptied it; a program that appends is not affected.
         None if metadata.size() < file.size && !file.append => {
@@ -398,7 +411,7 @@ fn put_protected_back(
     }
     // Its owner can lend the right to write it.
     let refused = |source| RollbackError::Protected { path: path.into(), source };
-    found.set_mode(metadata.mode() | 0o600).map_err(refused)?;
+    found.set_mode(lent(metadata.mode())).map_err(refused)?;
     let replaced = match found.change() {
         Ok(open) => content::replace(&open, place, file, content, aside),
         Err(error) => Err(refused(error)),
