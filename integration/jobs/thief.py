@@ -2,10 +2,13 @@
 """Takes files from all processes of its user, until it is ended.
 
     thief.py STOLEN     writes STOLEN when it has read something that is hidden
+
+It reads regular files only: what it took from a pipe or a terminal would be missing in another job of this user.
 """
 
 import ctypes
 import os
+import stat
 import sys
 
 call = ctypes.CDLL(None, use_errno=True).syscall
@@ -28,7 +31,8 @@ def of_descriptors(pid):
         if taken < 0:
             continue
         try:
-            found(os.pread(taken, 64, 0))
+            if stat.S_ISREG(os.fstat(taken).st_mode):
+                found(os.pread(taken, 64, 0))
         except OSError:
             pass
         os.close(taken)
@@ -37,15 +41,13 @@ def of_descriptors(pid):
 
 def of_paths(pid):
     for path in ["cwd/data"] + [f"fd/{number}" for number in range(FIRST, LAST)]:
+        path = f"/proc/{pid}/{path}"
         try:
-            descriptor = os.open(f"/proc/{pid}/{path}", os.O_RDONLY | os.O_NONBLOCK)
+            if stat.S_ISREG(os.stat(path).st_mode):
+                with open(path, "rb", buffering=0) as file:
+                    found(file.read(64))
         except OSError:
             continue
-        try:
-            found(os.read(descriptor, 64))
-        except OSError:
-            pass
-        os.close(descriptor)
 
 
 def main():

@@ -118,7 +118,7 @@ fn without_criu_it_exits_69_and_says_the_fix() {
     assert_eq!(version.state, "missing");
     assert!(version.found.contains("/nowhere"), "{}", version.found);
     let fix = version.fix.unwrap();
-    assert!(fix.contains("install CRIU") && fix.contains("criu.path") && fix.contains("REKINDLE_CRIU"), "{fix}");
+    assert!(fix.contains("which contains CRIU") && fix.contains("criu.path") && fix.contains("REKINDLE_CRIU"), "{fix}");
     assert_eq!(row(&report, "criu.trial").state, "not-here");
     assert!(!bench.path("store").exists(), "doctor makes no store");
 }
@@ -134,7 +134,7 @@ fn the_sum_comes_first_and_the_workloads_last() {
     assert!(sum.contains("cannot work here") && sum.contains(" failed, "), "{sum}");
     let header: Vec<&str> = lines.nth(1).unwrap().split_whitespace().collect();
     assert_eq!(header, ["CHECK", "STATE", "FOUND", "FIX"]);
-    assert!(text.lines().any(|line| line.contains("criu.version") && line.contains("install CRIU")), "{text}");
+    assert!(text.lines().any(|line| line.contains("criu.version") && line.contains("which contains CRIU")), "{text}");
     assert!(text.contains("\njobs without a GPU: no, this needs criu.version"), "{text}");
 }
 
