@@ -54,7 +54,7 @@ fn no_rank_runs_before_all_are_restored() {
     wait_for("the first machine to run", || last(0).is_some_and(|time| time > ended));
     let first = last(0).unwrap() - killed;
     assert!(first > Duration::from_millis(2900), "the first rank ran {first:?} after the loss");
-    wait_for("the second machine to run", || last(1).is_some_and(|time| time > killed));
+    wait_for("the second machine to run", || last(1).is_some_and(|time| time > ended));
     assert!(last(1).unwrap() - killed > Duration::from_millis(2900));
     for machine in [0, 1] {
         lab.machines[machine].signal(Signal::SIGTERM);
