@@ -1,6 +1,7 @@
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use chrono::TimeDelta;
+use nix::time::{ClockId, clock_gettime};
 
 use super::*;
 use crate::published::{GroupMember, JobState, ShownState};
@@ -62,16 +63,18 @@ fn ten_thousand_snapshots_make_a_page_of_some_hundred_kilobytes_in_no_time() {
     let dir = tempfile::tempdir().unwrap();
     let mut written = Journal::in_folder(dir.path());
     journal(10_000).iter().for_each(|event| written.append(event));
-    let begun = Instant::now();
+    // Of the processor: other tests run on it, too.
+    let used = || Duration::from(clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).unwrap());
+    let begun = used();
     let events = events::read(dir.path()).unwrap();
     let report = Report::new(&events, facts(), at(7_000_000));
     let page = page(&report);
-    let took = begun.elapsed();
+    let took = used() - begun;
     assert_eq!((report.snapshots.len(), report.restarts), (10_000, 100));
     assert!(page.len() < 3 << 20, "{} bytes", page.len());
     println!("a report of 10,000 snapshots: {took:?}, {} bytes", page.len());
-    // Without optimisation, and beside other tests on two processors, it can take many times as long.
-    let limit = if cfg!(debug_assertions) { 30 } else { 1 };
+    // Without optimisation it takes many times as long.
+    let limit = if cfg!(debug_assertions) { 10 } else { 1 };
     assert!(took < Duration::from_secs(limit), "{took:?}");
 }
 
