@@ -53,6 +53,7 @@ mod start;
 pub(crate) mod state;
 mod stops;
 mod tally;
+mod threads;
 mod times;
 mod transfers;
 mod unread;
@@ -92,6 +93,7 @@ use rekindle_store::manifest::Reason;
 use reporting::Reporting;
 use start::{StartFailure, StartedJob};
 use state::{Action, Event, Finish, Machine};
+use threads::Threads;
 use transfers::Transfers;
 use watch::Watch;
 
@@ -178,6 +180,7 @@ pub(crate) fn run(setup: Setup) -> Result<Finish, Error> {
         clients: Clients::new(&setup),
         deadline: Deadline::new(&setup),
         lease: Lease::new(Instant::now()),
+        threads: Threads::default(),
         end: RunEnd::default(),
         group,
     };
@@ -300,6 +303,8 @@ struct Owner<'a> {
     reporting: Reporting,
     /// Whether the job's folder is still ours.
     lease: Lease,
+    /// What does not have to be done at once.
+    threads: Threads,
     /// The end of the run.
     end: RunEnd,
     /// The group that decides about the job, if it runs on several machines.
@@ -323,6 +328,7 @@ impl Owner<'_> {
 
     /// Does everything that is due.
     fn tick(&mut self) {
+        self.start_waiting_threads();
         self.check_deadline();
         self.check_holds();
         self.checks.note_proofs(self.setup, self.machine.state(), self.life.ended(), Instant::now());
@@ -331,6 +337,7 @@ impl Owner<'_> {
         self.check_deaths();
         self.check_group();
         self.report_late_end();
+        self.report_slow_work();
         self.beat();
     }
 
@@ -348,6 +355,7 @@ impl Owner<'_> {
             self.checks.next_wake(min_uptime, self.machine.state(), self.life.ended()),
             self.reporting.next_wake(now),
             self.transfers.next_wake(now),
+            self.threads.next_wake(),
             self.group.as_ref().and_then(group::Member::deadline),
             self.setup.images.staging.as_ref().map(|_| now + images::LOOK),
         ];
@@ -492,13 +500,6 @@ impl Owner<'_> {
             && let Err(error) = job.signal(signal)
         {
             tracing::warn!("cannot signal the job: {error}");
-        }
-    }
-
-    /// Starts a thread. If that fails, the run is over.
-    fn spawn(&mut self, name: &str, work: impl FnOnce() + Send + 'static) {
-        if let Err(error) = std::thread::Builder::new().name(name.into()).spawn(work) {
-            self.end.comes_without_thread(&error);
         }
     }
 

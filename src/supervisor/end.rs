@@ -1,7 +1,5 @@
 //! The end of the run: who asked for it, and its result.
 
-use std::io;
-
 use super::state::Finish;
 use super::stops::Stops;
 
@@ -16,11 +14,6 @@ impl RunEnd {
     /// Sets the result of the run.
     pub(super) fn comes(&mut self, finish: Finish) {
         self.finish = Some(finish);
-    }
-
-    /// Ends the run, because a thread cannot be started.
-    pub(super) fn comes_without_thread(&mut self, error: &io::Error) {
-        self.comes(Finish::Failed { why: format!("cannot start a thread: {error}"), last: None });
     }
 
     pub(super) fn is_there(&self) -> bool {

@@ -13,6 +13,7 @@ use super::memory;
 use super::remarks::Repeats;
 use super::signals::STOPS;
 use super::state::{Event, Finish, Harm, State};
+use super::threads::caught;
 use super::times::{micros, shown};
 use super::transfers::{self, PROGRESS, Source};
 use super::{Message, Owner, Setup};
@@ -57,6 +58,8 @@ enum PersistError {
     NotPacked { need: u64, free: u64, keep: u64 },
     #[error(transparent)]
     Persist(#[from] persist::Error),
+    #[error("{0}")]
+    Fault(String),
 }
 
 impl Owner<'_> {
@@ -97,8 +100,9 @@ impl Owner<'_> {
                 group: turn.as_ref().map(|turn| turn as &dyn Barrier),
             };
             let cancelled = || cancel.load(Ordering::Relaxed);
+            let take = || snapshot::take(&subject, reason, &cancelled);
             let result = match gate.map_or(Passed::Yes, |gate| gate.pass(&cancelled)) {
-                Passed::Yes => snapshot::take(&subject, reason, &cancelled),
+                Passed::Yes => caught(take).unwrap_or_else(|fault| Err(snapshot::Error::Fault(fault))),
                 Passed::Refused(refused) => Err(snapshot::Error::Hook(Box::new(refused))),
                 Passed::CalledOff => Err(snapshot::Error::Cancelled),
             };
@@ -108,6 +112,7 @@ impl Owner<'_> {
     }
 
     pub(super) fn snapshot_done(&mut self, result: Result<Taken, snapshot::Error>) {
+        self.life.snapshot_ends();
         let mut failed = None;
         let event = match result {
             Ok(taken) => {
@@ -266,7 +271,8 @@ impl Owner<'_> {
             let result = {
                 let _files_go =
                     (source == Source::PlainFiles).then(|| files_go.lock().unwrap_or_else(PoisonError::into_inner));
-                store_image(&setup, &image, &progress, &cancel)
+                let store = || store_image(&setup, &image, &progress, &cancel);
+                caught(store).unwrap_or_else(|fault| Err(PersistError::Fault(fault)))
             };
             let took = began.elapsed();
             if result.is_ok() {
@@ -452,6 +458,7 @@ impl Owner<'_> {
     /// The job is over: waits until an image is at its destination. A second signal to stop ends the wait.
     pub(super) fn wait_for(&mut self, destination: Destination, messages: &mpsc::Receiver<Message>) {
         while self.transfers.is_under_way(destination) {
+            self.start_waiting_threads();
             if self.end.stops.is_at_once() || !self.holds_the_lock() {
                 self.transfers.call_off(destination);
             }

@@ -40,6 +40,8 @@ pub(super) struct JobLife<J = Job> {
     cancel: Arc<AtomicBool>,
     /// When the start in progress began.
     started: Instant,
+    /// When the snapshot in progress began.
+    snapshot: Option<Instant>,
     /// Processes of the job that were killed and not waited for, as seen by snapshots.
     deaths: Arc<Deaths>,
     /// Connections that the job had not accepted, as seen by snapshots.
@@ -56,6 +58,7 @@ impl<J> JobLife<J> {
             unread: Unread::default(),
             cancel: Arc::default(),
             started: now,
+            snapshot: None,
             deaths: Arc::default(),
             queues: Arc::default(),
         }
@@ -72,7 +75,17 @@ impl<J> JobLife<J> {
     /// A snapshot of this job begins. Setting the returned flag cancels it.
     pub(super) fn snapshot_begins(&mut self) -> Option<(Arc<J>, Arc<AtomicBool>)> {
         let job = self.job.clone()?;
+        self.snapshot = Some(Instant::now());
         Some((job, self.new_cancel()))
+    }
+
+    pub(super) fn snapshot_ends(&mut self) {
+        self.snapshot = None;
+    }
+
+    /// When the snapshot in progress began.
+    pub(super) fn snapshot_begun(&self) -> Option<Instant> {
+        self.snapshot
     }
 
     fn new_cancel(&mut self) -> Arc<AtomicBool> {
@@ -218,6 +231,9 @@ mod tests {
         life.begins(());
         let (_, snapshot) = life.snapshot_begins().unwrap();
         assert!(start.load(Ordering::Relaxed) && !snapshot.load(Ordering::Relaxed));
+        assert!(life.snapshot_begun().is_some());
+        life.snapshot_ends();
+        assert!(life.snapshot_begun().is_none());
         life.call_off();
         assert!(snapshot.load(Ordering::Relaxed));
     }

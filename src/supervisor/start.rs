@@ -10,6 +10,7 @@ use super::events::image_of;
 use super::failed::{Failed, Lives, without_damaged};
 use super::remarks::Said;
 use super::state::{Event, Obstacle, State};
+use super::threads::caught;
 use super::times::shown;
 use super::{Message, Owner, Setup, replicate};
 use crate::config::{NetworkMode, PidNamespace};
@@ -49,6 +50,8 @@ pub(super) enum StartFailure {
     Store(rekindle_store::Error),
     /// A hook prevented it, or a stop came while the hook ran.
     NotTried(Option<Refused>),
+    /// A fault of rekindle.
+    Fault(String),
 }
 
 impl Owner<'_> {
@@ -84,7 +87,7 @@ impl Owner<'_> {
                 let failure = StartFailure::NotTried(Some(refused));
                 return drop(sender.send(Message::Started(Box::new(Err(failure)))));
             }
-            let result = match from {
+            let begin = || match from {
                 _ if passed == Passed::CalledOff => Err(StartFailure::NotTried(None)),
                 StartPoint::Cold => launch_job(&setup, network(&setup, group.as_deref(), fence.as_ref())),
                 StartPoint::Image(id) => {
@@ -96,6 +99,7 @@ impl Owner<'_> {
                     restore_job(&setup, id, network, &wishes, &said, &course)
                 }
             };
+            let result = caught(begin).unwrap_or_else(|fault| Err(StartFailure::Fault(fault)));
             let _ = sender.send(Message::Started(Box::new(result)));
         };
         self.spawn("start", work);
@@ -146,6 +150,10 @@ impl Owner<'_> {
             StartFailure::World(error) => impossible(chain(&error)),
             StartFailure::Launch(error) => impossible(chain(&error)),
             StartFailure::Store(error) => self.not_found(&error),
+            StartFailure::Fault(why) => {
+                tracing::error!("not started: {why}");
+                Event::StartFailed { why }
+            }
             StartFailure::NotTried(None) => Event::StartFailed { why: "cancelled".into() },
             StartFailure::NotTried(Some(refused)) => {
                 tracing::error!("not restored now: {refused}");

@@ -45,6 +45,7 @@ struct Persist {
     moving: Moving,
     cancel: Arc<AtomicBool>,
     source: Source,
+    since: Instant,
 }
 
 /// Shared between the thread that stores an image and the owner.
@@ -84,7 +85,7 @@ impl<I> Transfers<I> {
     pub(super) fn store_begins(&mut self, image: ImageId, source: Source) -> Store {
         let (progress, cancel) = (Arc::<Progress>::default(), Arc::<AtomicBool>::default());
         let moving = Moving { image, progress: Arc::clone(&progress) };
-        self.persist = Some(Persist { moving, cancel: Arc::clone(&cancel), source });
+        self.persist = Some(Persist { moving, cancel: Arc::clone(&cancel), source, since: Instant::now() });
         Store { progress, cancel, files_go: self.files_go() }
     }
 
@@ -99,6 +100,11 @@ impl<I> Transfers<I> {
     /// The image that is being stored.
     pub(super) fn storing(&self) -> Option<ImageId> {
         self.persist.as_ref().map(|persist| persist.moving.image)
+    }
+
+    /// When storing it began.
+    pub(super) fn storing_since(&self) -> Option<Instant> {
+        self.persist.as_ref().map(|persist| persist.since)
     }
 
     /// The progress of storing.

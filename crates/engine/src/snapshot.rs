@@ -245,6 +245,9 @@ pub enum Error {
     /// The cable to the group cannot be pulled.
     #[error(transparent)]
     Cable(#[from] launch::group::Error),
+    /// A fault of rekindle, at whatever point of the snapshot: the job may be frozen, and cannot be resumed.
+    #[error("{0}")]
+    Fault(String),
     /// A phase failed and so did its undo: the job does not run on.
     #[error("{cause}; and the job could not be resumed: {undo}")]
     Lost {
@@ -292,7 +295,7 @@ impl Error {
     /// Whether the job cannot continue and must be restored from an image.
     #[must_use]
     pub fn job_is_lost(&self) -> bool {
-        matches!(self, Error::Lost { .. })
+        matches!(self, Error::Lost { .. } | Error::Fault(_))
     }
 
     /// Whether the cause may disappear soon, so that another try is worthwhile.

@@ -53,6 +53,7 @@ mod rot;
 mod stacks;
 mod stop;
 mod sweep;
+mod threads;
 mod trees;
 mod uplink;
 mod user;
