@@ -48,6 +48,7 @@ impl<'a> Ready<'a> {
         let (mut receivers, mut armed) = (None, Armed::default());
         if let Some(area) = memory {
             let landers = landers(area, gpus, &staying);
+            target.free_landing_files(&landing::sizes(&landers), device.stays > 0)?;
             let dir = target.dir().join(CRIU_DIR);
             receivers = Some(Receivers::start(&dir, &target.spool(), &pages(seen, gpus, &landers))?);
             armed = landing::arm(area, &target, &landers)?;

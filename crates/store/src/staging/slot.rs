@@ -158,6 +158,34 @@ impl Filling {
         PartPath::of_process(pid)
     }
 
+    /// Frees the landing files that this image will not use: those of processes that are gone, and what others have far beyond
+    /// these sizes. Admission counts it as free, so it must be free before the image's own memory is made ready. `keeps`
+    /// means that device memory is copied by rekindle, too, to [`Filling::kept_file`].
+    ///
+    /// # Errors
+    /// When the files cannot be listed, removed or cut.
+    pub fn free_landing_files(&self, processes: &[(i32, u64)], keeps: bool) -> Result<(), Error> {
+        let dir = self.slot.dir.join(LASTING[0]);
+        for entry in fs::read_dir(&dir).map_err(failed("list", &dir))? {
+            let path = entry.map_err(failed("list", &dir))?.path();
+            if keeps && path == self.kept_file() {
+                continue;
+            }
+            let own = processes.iter().find(|(pid, _)| self.slot.dir.join(Filling::landing_part(*pid)) == path);
+            let Some((_, bytes)) = own else {
+                remove_file(&path)?;
+                continue;
+            };
+            let has = fs::symlink_metadata(&path).map_err(failed("look at", &path))?.len();
+            // A little more is left: the size that is expected is not exactly the one that is needed.
+            if has > bytes.saturating_add(bytes / 4) {
+                let cut = File::options().write(true).open(&path).and_then(|file| file.set_len(*bytes));
+                cut.map_err(failed("free memory of", &path))?;
+            }
+        }
+        Ok(())
+    }
+
     /// The landing files of processes, each with memory for at least so many bytes. All are made ready at once.
     ///
     /// # Errors

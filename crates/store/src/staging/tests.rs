@@ -82,6 +82,32 @@ fn an_image_is_there_when_it_was_sealed_and_gone_when_the_slot_begins_again() {
     assert!(ground.folder.staged().is_empty());
 }
 
+/// Admission counts what a slot has as room for the image that is made in it: it has 64 MiB here.
+#[test]
+fn landing_files_of_processes_that_are_gone_make_room_for_those_of_new_ones() {
+    let Some(ground) = Ground::new() else { return };
+    let area = ground.open();
+    let filling = area.slots()[0].begin(id(1)).unwrap();
+    filling.landing_files(&[(1, 20 << 20), (2, 24 << 20)]).unwrap();
+    fs::write(filling.kept_file(), [1; 4096]).unwrap();
+    drop(filling);
+
+    let filling = area.slots()[0].begin(id(2)).unwrap();
+    let now = [(2, 8 << 20), (3, 40 << 20)];
+    assert!(filling.landing_files(&now).is_err(), "there is no room beside those of the image before");
+    filling.free_landing_files(&now, true).unwrap();
+    let [cut, new] = filling.landing_files(&now).unwrap().try_into().unwrap();
+    assert_eq!([cut, new].map(|path| fs::metadata(path).unwrap().len()), [8 << 20, 40 << 20]);
+    assert!(filling.kept_file().exists());
+
+    // A little more than is expected stays, with its pages.
+    filling.free_landing_files(&[(3, 36 << 20)], false).unwrap();
+    let left: Vec<_> = fs::read_dir(area.slots()[0].dir().join("gpu")).unwrap().map(|e| e.unwrap()).collect();
+    assert_eq!((left.len(), left[0].metadata().unwrap().len()), (1, 40 << 20));
+    drop(filling);
+    area.close().unwrap();
+}
+
 #[test]
 fn a_full_tmpfs_is_an_error_and_a_lost_one_is_seen() {
     let Some(ground) = Ground::new() else { return };

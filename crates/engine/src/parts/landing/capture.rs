@@ -47,13 +47,17 @@ pub(crate) struct Landed {
     pub(crate) refused: Vec<i32>,
 }
 
+/// The processes and the expected sizes of their files.
+pub(crate) fn sizes(landers: &[Lander]) -> Vec<(i32, u64)> {
+    landers.iter().map(|lander| (lander.inner, lander.bytes)).collect()
+}
+
 /// Prepares the files and gives them their names.
 pub(crate) fn arm(area: &Area, slot: &Filling, landers: &[Lander]) -> Result<Armed, staging::Error> {
     let mut armed = Armed::default();
-    let sizes: Vec<(i32, u64)> = landers.iter().map(|lander| (lander.inner, lander.bytes)).collect();
     let cpus: Vec<(u64, Option<String>)> =
         landers.iter().map(|lander| (lander.bytes, process::status(lander.outer, "Cpus_allowed"))).collect();
-    for ((lander, file), own) in landers.iter().zip(slot.landing_files(&sizes)?).zip(&cpus) {
+    for ((lander, file), own) in landers.iter().zip(slot.landing_files(&sizes(landers))?).zip(&cpus) {
         let name = area.landing_dir().join(lander.inner.to_string());
         name_it(&file, &name, lander.outer).map_err(failed("name the landing file", &name))?;
         armed.files.push((*lander, name.clone()));
