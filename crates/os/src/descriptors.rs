@@ -5,6 +5,7 @@
 //! one that we were started with.
 
 use std::io;
+use std::sync::{Mutex, PoisonError};
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
@@ -14,6 +15,16 @@ const SPARE: u64 = 64;
 /// Room for more descriptors, until this is dropped. What is open then stays open.
 #[derive(Debug)]
 pub struct Room {
+    more: u64,
+}
+
+/// What all [`Room`]s of this process have raised.
+static RAISED: Mutex<Raised> = Mutex::new(Raised { more: 0, rooms: 0, before: None });
+
+struct Raised {
+    /// Asked for by all rooms together: what they have opened already is counted twice, which harms nothing.
+    more: u64,
+    rooms: u32,
     /// The soft limit before, if it was raised.
     before: Option<u64>,
 }
@@ -28,22 +39,26 @@ pub struct TooMany {
     pub limit: u64,
 }
 
-/// Makes room for so many descriptors beside those that are open. There is one caller at a time.
+/// Makes room for so many descriptors beside those that are open and those that others have made room for.
 ///
 /// # Errors
 /// [`TooMany`], as an [`io::Error`]; and when the limit cannot be read or set.
 pub fn room_for(more: usize) -> io::Result<Room> {
+    let mut raised = RAISED.lock().unwrap_or_else(PoisonError::into_inner);
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
-    let open = std::fs::read_dir("/proc/self/fd")?.count();
-    let wanted = u64::try_from(more.saturating_add(open)).unwrap_or(u64::MAX).saturating_add(SPARE);
-    if wanted <= soft {
-        return Ok(Room { before: None });
+    let open = u64::try_from(std::fs::read_dir("/proc/self/fd")?.count()).unwrap_or(u64::MAX);
+    let more = u64::try_from(more).unwrap_or(u64::MAX);
+    let wanted = [open, raised.more, SPARE].into_iter().fold(more, u64::saturating_add);
+    if wanted > soft {
+        if wanted > hard {
+            return Err(io::Error::other(TooMany { wanted, limit: hard }));
+        }
+        setrlimit(Resource::RLIMIT_NOFILE, wanted, hard)?;
+        raised.before = raised.before.or(Some(soft));
     }
-    if wanted > hard {
-        return Err(io::Error::other(TooMany { wanted, limit: hard }));
-    }
-    setrlimit(Resource::RLIMIT_NOFILE, wanted, hard)?;
-    Ok(Room { before: Some(soft) })
+    raised.more += more;
+    raised.rooms += 1;
+    Ok(Room { more })
 }
 
 /// Raises the soft limit to the hard one, for a process that starts no others.
@@ -57,7 +72,11 @@ pub fn raise() -> io::Result<()> {
 
 impl Drop for Room {
     fn drop(&mut self) {
-        if let Some(soft) = self.before
+        let mut raised = RAISED.lock().unwrap_or_else(PoisonError::into_inner);
+        raised.more -= self.more;
+        raised.rooms -= 1;
+        if raised.rooms == 0
+            && let Some(soft) = raised.before.take()
             && let Ok((_, hard)) = getrlimit(Resource::RLIMIT_NOFILE)
         {
             let _ = setrlimit(Resource::RLIMIT_NOFILE, soft.min(hard), hard);
@@ -81,7 +100,12 @@ mod tests {
         let much = room_for(400).unwrap();
         let (raised, _) = limits();
         assert!(raised > 400 + SPARE, "{raised}");
+        let besides = room_for(400).unwrap();
+        let (both, _) = limits();
+        assert!(both > 800 + SPARE, "{both}");
         drop(much);
+        assert_eq!(limits(), (both, hard), "the other one stays");
+        drop(besides);
         assert_eq!(limits(), (low, hard));
         let error = room_for(usize::MAX).unwrap_err().to_string();
         assert!(error.contains(&format!("the hard limit is {hard}")), "{error}");

@@ -48,6 +48,7 @@ use nix::fcntl::{FcntlArg, fcntl};
 use nix::sys::stat::Mode;
 
 pub(crate) use expect::{Expected, Source, expect};
+use rekindle_os::descriptors::{self, Room};
 use rekindle_os::parallel::cores;
 use supply::Supply;
 use workers::{Fifo, Name, Shared, Until};
@@ -88,6 +89,9 @@ pub enum Error {
         /// The size that could not be allocated.
         wanted: ByteSize,
     },
+    /// There may not be as many files open as the job has processes.
+    #[error("cannot open two files for each process of the job; raise the hard limit (ulimit -Hn, LimitNOFILE=)")]
+    Descriptors(#[source] io::Error),
     /// A FIFO cannot be created.
     #[error("cannot make the FIFO {}", .path.display())]
     Fifo {
@@ -155,6 +159,8 @@ pub(crate) struct Receivers {
     /// Nothing is sent: the channel closes when the last thread ends.
     ended: mpsc::Receiver<()>,
     spool: PathBuf,
+    /// For the descriptors of the FIFOs and of the spool.
+    room: Option<Room>,
 }
 
 impl Receivers {
@@ -168,13 +174,14 @@ impl Receivers {
     }
 
     fn start_with(criu_dir: &Path, spool: &Path, expected: &[Expected], threads: usize) -> Result<Receivers, Error> {
+        let room = room(expected.len() + EXTRA)?;
         let ready = spool::make_ready(spool, expected, threads)?;
         let fifos = (1..=expected.len() + EXTRA).map(|n| fifo(criu_dir.join(format!("pages-{n}.img"))));
         let fifos = fifos.collect::<Result<Vec<Fifo>, Error>>()?;
         let supply = Supply::new(criu_dir, spool, ready);
         let shared = Arc::new(Shared::new(fifos, supply).map_err(Error::Threads)?);
         let (alive, ended) = mpsc::channel::<()>();
-        let mut receivers = Receivers { shared, threads: Vec::new(), ended, spool: spool.into() };
+        let mut receivers = Receivers { shared, threads: Vec::new(), ended, spool: spool.into(), room: Some(room) };
         for n in 0..=threads.max(1) {
             let (shared, alive) = (Arc::clone(&receivers.shared), alive.clone());
             let body = move || {
@@ -210,7 +217,7 @@ impl Receivers {
             Some(fifo) => Err(Error::Undrained { path: fifo.name.path().into() }),
             // A thread may not have had the chance to look at all.
             None if !in_time => Err(Error::Undrained { path: self.spool.clone() }),
-            None => Ok(Drained { fifos, spool: self.spool.clone() }),
+            None => Ok(Drained { fifos, spool: self.spool.clone(), _room: self.room.take() }),
         }
     }
 
@@ -237,6 +244,7 @@ impl Drop for Receivers {
 pub(crate) struct Drained {
     fifos: Vec<Fifo>,
     spool: PathBuf,
+    _room: Option<Room>,
 }
 
 impl Drained {
@@ -283,6 +291,14 @@ pub fn fifo_room() -> io::Result<u64> {
     workers::enlarge(&pipe, FIFO_ROOM);
     let room = fcntl(&pipe, FcntlArg::F_GETPIPE_SZ)?;
     u64::try_from(room).map_err(io::Error::other)
+}
+
+/// Room for the descriptors that so many FIFOs need while a snapshot is taken.
+fn room(fifos: usize) -> Result<Room, Error> {
+    // A FIFO and a file of the spool. Then the pipes between the threads, and other parts' pidfds and folders.
+    let needed = 2 * fifos;
+    let others = 64 + 256;
+    descriptors::room_for(needed + others).or_else(|_| descriptors::room_for(needed)).map_err(Error::Descriptors)
 }
 
 fn fifo(path: PathBuf) -> Result<Fifo, Error> {

@@ -8,6 +8,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::time::Duration;
 
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 use super::*;
 
@@ -293,4 +294,19 @@ fn a_full_tmpfs_is_an_error_before_and_one_meanwhile() {
 
     // All of the available room, in small steps at the end; leftovers in the spool must not matter.
     receive(area, area.start(&[4 << 20], 2), &[13 * MIB + PAGE]);
+}
+
+/// A shell starts rekindle with a soft limit of 1024, for more than two descriptors for each process of a large job.
+#[test]
+fn a_job_may_have_more_processes_than_the_soft_limit_has_descriptors() {
+    let limits = || getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+    let ((before, hard), area) = (limits(), Area::new());
+    setrlimit(Resource::RLIMIT_NOFILE, 700.min(hard), hard).unwrap();
+    let receivers = Receivers::start_with(&area.criu(), &area.spool(), &processes(&[PAGE as u64; 500]), 2);
+    // Other tests of this process may need room, too.
+    let raised = limits().0;
+    setrlimit(Resource::RLIMIT_NOFILE, before, hard).unwrap();
+    assert!(raised > 1000, "{raised}");
+    drop(receivers.unwrap());
+    assert!(area.is_clean());
 }
