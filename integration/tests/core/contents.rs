@@ -369,3 +369,45 @@ fn tracked_files_that_the_user_may_not_write() {
     fs::write(folder.join("finish"), "").unwrap();
     finish(&lab, run);
 }
+
+/// /srv is root's, and /srv/data the user's: what a restore replaces cannot be kept beside it.
+#[test]
+fn a_tracked_folder_in_a_folder_that_the_user_may_not_write() {
+    let Some(lab) = Lab::new() else { return };
+    let folder = lab.file("theirs").join("data");
+    fs::create_dir_all(&folder).unwrap();
+    let (report, new) = (folder.join("report"), folder.join("new"));
+    let write = |path: &PathBuf, text: &str| {
+        fs::write(path, text).unwrap();
+        std::os::unix::fs::chown(path, Some(65534), Some(65534)).unwrap();
+    };
+    write(&report, "as it was");
+    std::os::unix::fs::chown(&folder, Some(65534), Some(65534)).unwrap();
+    let lab = lab.set("job.user", "\"nobody\"").set("files.track", &format!("[{folder:?}]"));
+    let mut run = lab.python("files.py", &["rewritten", folder.to_str().unwrap()]);
+    count_on(&lab, &mut run, 5);
+    let kept = |round: u32| folder.join(format!(".rekindle.rolled-back.{round}"));
+    for round in 1..=2 {
+        run.snapshot(&lab);
+        count_on(&lab, &mut run, 5);
+        let now = format!("as it is now, in round {round}");
+        write(&report, &now);
+        write(&new, "new");
+        run.crash(&lab);
+        count_on(&lab, &mut run, 5);
+        assert_eq!(fs::read_to_string(&report).unwrap(), "as it was");
+        assert!(!new.exists());
+        assert_eq!(fs::read_to_string(kept(round).join("report")).unwrap(), now);
+        assert_eq!(fs::read_to_string(kept(round).join("new")).unwrap(), "new");
+        let metadata = fs::metadata(kept(round)).unwrap();
+        assert_eq!((metadata.uid(), metadata.mode() & 0o7777), (65534, 0o700));
+    }
+    assert!(!kept(1).exists(), "only the newest is kept");
+    // What is kept is no part of the folder.
+    let images = lab.images();
+    let tracked = &images[0].manifest().unwrap().tracked_folders;
+    assert!(tracked[0].entries.iter().any(|entry| entry.path == report));
+    assert!(!tracked[0].entries.iter().any(|entry| entry.path.starts_with(kept(1))));
+    fs::write(folder.join("finish"), "").unwrap();
+    finish(&lab, run);
+}

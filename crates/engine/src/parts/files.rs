@@ -1,5 +1,6 @@
 //! Files of the job.
 
+mod aside;
 pub(crate) mod capture;
 mod content;
 pub(crate) mod moved;
@@ -7,3 +8,4 @@ pub(crate) mod place;
 pub(crate) mod put_back;
 pub(crate) mod record;
 pub(crate) mod rollback;
+mod tracked;

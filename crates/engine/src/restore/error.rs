@@ -213,7 +213,12 @@ impl Error {
             // A user can free space.
             Error::Rollback(RollbackError::NoRoom { .. } | RollbackError::TooMany(_)) => Blame::Machine,
             // An older image does not have its content either, and would lose work.
-            Error::Rollback(RollbackError::Changed(_) | RollbackError::Protected { .. }) => Blame::Here,
+            Error::Rollback(
+                RollbackError::Changed(_)
+                | RollbackError::Protected { .. }
+                | RollbackError::NoPlace { .. }
+                | RollbackError::Unmovable { .. },
+            ) => Blame::Here,
             Error::Rollback(_) => Blame::Files,
             Error::Criu(_) => Blame::Image,
         }

@@ -8,18 +8,17 @@ use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, FileTimes, Permissions};
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use super::place::{Astray, Place, Trusted, find, reached};
+use super::aside::Aside;
+use super::place::{Astray, Place, Trusted, find, open_folder, reached};
 use super::rollback::{RollbackError, RolledBack, failed, free_names, keep_rest, no_room, present_copies, temporary};
 use rekindle_os::blocks::Medium;
-use rekindle_os::durable::{self, Unfinished};
-use rekindle_os::regular;
+use rekindle_os::durable::Unfinished;
 use rekindle_os::sparse;
-use rekindle_store::JobPath;
-use rekindle_store::manifest::{MappedFile, OpenFile, Owner, TrackedFolder, TrackedKind};
+use rekindle_store::manifest::{MappedFile, OpenFile, Owner};
 
 /// A file up to this size is saved completely, each time under a new name.
 const COPIED_UP_TO: u64 = 4 << 20;
@@ -34,7 +33,7 @@ pub(crate) fn replace(
     place: &Place<'_>,
     file: &OpenFile,
     content: &File,
-    aside: Option<&Aside<'_>>,
+    aside: Option<&mut Aside<'_>>,
 ) -> Result<Option<RolledBack>, RollbackError> {
     let path = place.path();
     let metadata = present.metadata().map_err(failed("stat", path))?;
@@ -123,16 +122,18 @@ fn keep_blocks(
     place: &Place<'_>,
     metadata: &fs::Metadata,
     differ: &[Range<u64>],
-    aside: Option<&Aside<'_>>,
+    aside: Option<&mut Aside<'_>>,
 ) -> Result<(PathBuf, u64), RollbackError> {
     let path = place.path();
-    let within = aside.map(|aside| aside.folder_for(path)).transpose()?;
-    let (name, kept) = match aside {
-        Some(aside) => (place.name().to_os_string(), aside.shown(path)?),
+    let (within, name, kept) = match aside {
+        Some(aside) => {
+            let (within, kept) = aside.keep(path)?;
+            (Some(within), place.name().to_os_string(), kept)
+        }
         None => {
             let name = free_name(place)?;
             let kept = path.with_file_name(&name);
-            (name, kept)
+            (None, name, kept)
         }
     };
     let beside = |name: &OsStr| within.as_ref().map_or_else(|| place.beside(name), |within| reached(within).join(name));
@@ -148,7 +149,7 @@ fn keep_blocks(
     let mode = Permissions::from_mode(metadata.mode() & 0o777);
     copy.file().set_permissions(mode).map_err(failed("chmod", path))?;
     copy.publish(&beside(&name)).map_err(no_room(path))?;
-    if aside.is_none() {
+    if within.is_none() {
         forget_older(place, &name);
     }
     Ok((kept, bytes))
@@ -228,124 +229,6 @@ fn forget_older(place: &Place<'_>, newest: &OsStr) {
     }
 }
 
-/// Moves a file or a tracked folder aside that did not exist at the snapshot. Returns its new path, or `None` if there is
-/// none. Of folders that earlier restores moved aside, none is kept.
-pub(crate) fn move_aside(path: &Path, trusted: Trusted) -> Result<Option<RolledBack>, RollbackError> {
-    let place = match Place::of(path, trusted) {
-        Ok(place) => place,
-        Err(error) if error.is_missing() => return Ok(None),
-        Err(error) => return Err(Astray::at("find", path)(error)),
-    };
-    let present = fs::symlink_metadata(place.here()).ok();
-    let Some(metadata) = present.filter(|found| found.is_file() || found.is_dir()) else { return Ok(None) };
-    let name = free_name(&place)?;
-    match durable::publish_file(&place.here(), &place.beside(&name)) {
-        // Of another user, in a folder such as /tmp: it could have been there before the snapshot, too.
-        Err(error) if is_refused(&error) && !trusted.accepts(metadata.uid(), Some(0)) => {
-            tracing::warn!(
-                "{} did not exist at the snapshot and belongs to user {}: it is left as it is",
-                path.display(),
-                metadata.uid()
-            );
-            return Ok(None);
-        }
-        renamed => renamed.map_err(failed("rename", path))?,
-    }
-    if metadata.is_dir() {
-        remove_other_folders(&place, &name);
-    }
-    Ok(Some(RolledBack { path: path.into(), kept: path.with_file_name(name), bytes: metadata.size() }))
-}
-
-fn is_refused(error: &io::Error) -> bool {
-    error.kind() == io::ErrorKind::PermissionDenied
-}
-
-/// Removes the folders of this name that earlier restores moved aside, except one.
-fn remove_other_folders(place: &Place<'_>, newest: &OsStr) {
-    let older = present_copies(place).filter(|name| name != newest);
-    older.for_each(|name| drop(fs::remove_dir_all(place.beside(&name))));
-}
-
-/// The folder beside a tracked folder, to which its new files are moved.
-#[derive(Debug)]
-pub(crate) struct Aside<'a> {
-    folder: &'a TrackedFolder,
-    /// The tracked folder.
-    place: Place<'a>,
-    /// The name of the folder beside it.
-    name: OsString,
-    trusted: Trusted,
-}
-
-impl<'a> Aside<'a> {
-    /// The folder is created when something is moved into it.
-    pub(crate) fn of(folder: &'a TrackedFolder, trusted: Trusted) -> Result<Aside<'a>, RollbackError> {
-        let place = Place::of(&folder.path, trusted).map_err(Astray::at("find", &folder.path))?;
-        Ok(Aside { folder, name: free_name(&place)?, place, trusted })
-    }
-
-    /// Whether files of the group are moved here.
-    pub(crate) fn is_for(&self, group: Option<&JobPath>) -> bool {
-        group == Some(&self.folder.path)
-    }
-
-    /// The path of the folder, for messages.
-    fn path(&self) -> PathBuf {
-        self.place.path().with_file_name(&self.name)
-    }
-
-    /// The path to which something below the tracked folder is moved, for messages.
-    fn shown(&self, path: &Path) -> Result<PathBuf, RollbackError> {
-        Ok(self.path().join(self.relative(path)?))
-    }
-
-    fn relative<'p>(&self, path: &'p Path) -> Result<&'p Path, RollbackError> {
-        path.strip_prefix(&**self.folder.path).map_err(|_| RollbackError::NotAFile(path.into()))
-    }
-
-    /// The folder to which something below the tracked folder is moved. Creates it.
-    fn folder_for(&self, path: &Path) -> Result<File, RollbackError> {
-        let relative = self.relative(path)?;
-        let above = relative.parent().into_iter().flat_map(Path::iter);
-        let mut at = self.below(self.place.beside(&self.name), path)?;
-        for name in above {
-            at = self.below(reached(&at).join(name), path)?;
-        }
-        Ok(at)
-    }
-
-    /// A folder of ours that exists or is created, without following a link.
-    fn below(&self, folder: PathBuf, path: &Path) -> Result<File, RollbackError> {
-        match fs::DirBuilder::new().mode(0o700).create(&folder) {
-            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(no_room(path)(error)),
-            _ => open_folder(&folder).map_err(failed("open", &self.path())),
-        }
-    }
-
-    fn take(&self, path: &Path) -> Result<(), RollbackError> {
-        let place = Place::of(path, self.trusted).map_err(Astray::at("find", path))?;
-        if path == &**self.folder.path {
-            // Something else is in the place of the tracked folder itself.
-            return fs::rename(place.here(), self.place.beside(&self.name)).map_err(failed("rename", path));
-        }
-        let folder = self.folder_for(path)?;
-        fs::rename(place.here(), reached(&folder).join(place.name())).map_err(failed("rename", path))
-    }
-
-    /// Removes the folders of earlier restores, if this restore moved anything. Returns the path of this one's folder.
-    pub(crate) fn finish(self) -> Option<PathBuf> {
-        fs::symlink_metadata(self.place.beside(&self.name)).ok()?;
-        remove_other_folders(&self.place, &self.name);
-        Some(self.path())
-    }
-}
-
-/// Opens a folder that may be swapped for a link.
-pub(super) fn open_folder(path: &Path) -> io::Result<File> {
-    fs::OpenOptions::new().read(true).custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW).open(path)
-}
-
 /// Creates a folder with this mode, and with this owner if there is one.
 pub(super) fn make_folder(at: &Path, path: &Path, mode: u32, owner: Option<Owner>) -> Result<(), RollbackError> {
     fs::DirBuilder::new().mode(0o700).create(at).map_err(failed("mkdir", path))?;
@@ -354,77 +237,4 @@ pub(super) fn make_folder(at: &Path, path: &Path, mode: u32, owner: Option<Owner
         std::os::unix::fs::fchown(&made, Some(owner.uid), Some(owner.gid)).map_err(failed("chown", path))?;
     }
     made.set_permissions(Permissions::from_mode(mode & 0o7777)).map_err(failed("chmod", path))
-}
-
-/// Gives a folder the folders and links that it had, and moves aside what is new in it. Its files are put back
-/// afterwards, as all others.
-pub(crate) fn put_folder_back(aside: &Aside<'_>, may_give: bool) -> Result<(), RollbackError> {
-    let folder = aside.folder;
-    for entry in &folder.entries {
-        let path = &*entry.path;
-        let place = Place::of(path, aside.trusted).map_err(Astray::at("find", path))?;
-        let present = match fs::symlink_metadata(place.here()).ok() {
-            // The path of the folder itself may lead through a link.
-            Some(present) if present.is_symlink() && entry.path == folder.path => {
-                let found = find(path, aside.trusted);
-                match found {
-                    Err(error) if error.is_missing() => Some(present),
-                    found => Some(found.map_err(Astray::at("find", path))?.metadata().map_err(failed("stat", path))?),
-                }
-            }
-            present => present,
-        };
-        let is_same = present.as_ref().is_some_and(|present| match &entry.kind {
-            TrackedKind::File => present.is_file(),
-            TrackedKind::Folder { .. } => present.is_dir(),
-            TrackedKind::Link { target } => fs::read_link(place.here()).is_ok_and(|now| now.to_str() == Some(target)),
-            TrackedKind::Other => true,
-        });
-        if is_same {
-            continue;
-        }
-        if present.is_some() {
-            aside.take(path)?;
-        }
-        match &entry.kind {
-            TrackedKind::Folder { mode, owner } => {
-                make_folder(&place.here(), path, *mode, Some(*owner).filter(|_| may_give))?;
-            }
-            TrackedKind::Link { target } => {
-                std::os::unix::fs::symlink(target, place.here()).map_err(failed("link", path))?;
-            }
-            TrackedKind::File | TrackedKind::Other => {}
-        }
-    }
-    unknown(folder).map_err(failed("list", &folder.path))?.iter().try_for_each(|path| aside.take(path))
-}
-
-/// What is in a folder now and was not at the snapshot. Of a new folder only the folder itself, without its content.
-fn unknown(folder: &TrackedFolder) -> io::Result<Vec<PathBuf>> {
-    // What is `Other` was not looked into: sockets, and folders that are closed to the job's user.
-    let known: std::collections::HashMap<&Path, bool> =
-        folder.entries.iter().map(|entry| (entry.path.as_path(), !matches!(entry.kind, TrackedKind::Other))).collect();
-    let has_content = |within: &Path| known.keys().any(|path| path.parent() == Some(within));
-    let (mut found, mut left) = (Vec::new(), vec![folder.path.to_path_buf()]);
-    while let Some(within) = left.pop() {
-        // It stays open while its entries are read.
-        let listed = regular::Folder::at(&within).and_then(|open| Ok((open.entries()?, open)));
-        let (entries, _open) = match listed {
-            // An image of an earlier version has closed folders as any others, without content.
-            Err(error) if error.kind() == io::ErrorKind::PermissionDenied && !has_content(&within) => continue,
-            listed => listed?,
-        };
-        for entry in entries.into_iter().flatten() {
-            let entry = entry?;
-            let (path, kind) = (within.join(entry.file_name()), entry.file_type()?);
-            match known.get(path.as_path()) {
-                Some(true) if kind.is_dir() => left.push(path),
-                Some(_) => {}
-                // Sockets, FIFOs and devices belong to processes, not to the content.
-                None if !(kind.is_file() || kind.is_dir() || kind.is_symlink()) => {}
-                None => found.push(path),
-            }
-        }
-    }
-    Ok(found)
 }

@@ -8,12 +8,13 @@
 //! The folder that was found stays open, and all work on its files goes through this descriptor. So what was checked and
 //! what is changed are in the same folder, even if somebody swaps folders meanwhile.
 
+use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Component, Path, PathBuf};
 
 use nix::fcntl::{OFlag, open, openat, readlinkat};
@@ -38,6 +39,11 @@ impl Trusted {
     /// Of a job of the user with this number.
     pub(crate) fn user(uid: u32) -> Trusted {
         Trusted(uid)
+    }
+
+    /// Whether it is this user.
+    pub(crate) fn is(self, uid: u32) -> bool {
+        self.0 == uid
     }
 
     /// Whether what belonged to `then` may belong to `now`.
@@ -117,40 +123,54 @@ pub(crate) fn reached(file: &File) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()))
 }
 
+/// Opens a folder that may be swapped for a link.
+pub(super) fn open_folder(path: &Path) -> io::Result<File> {
+    File::options().read(true).custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW).open(path)
+}
+
 /// A name in a folder that stays open. There need not be a file of that name.
 #[derive(Debug)]
 pub(crate) struct Place<'a> {
-    path: &'a Path,
+    path: Cow<'a, Path>,
     folder: File,
-    name: &'a OsStr,
 }
 
 impl<'a> Place<'a> {
     /// Finds the folder of `path`. The last part of the path is not followed.
     pub(crate) fn of(path: &'a Path, trusted: Trusted) -> Result<Place<'a>, Astray> {
-        // Only the root folder has neither.
-        let (within, name) = (path.parent().unwrap_or(path), path.file_name().unwrap_or_else(|| OsStr::new(".")));
-        Ok(Place { path, folder: find(within, trusted)?, name })
+        Place::find_folder(path.into(), trusted)
+    }
+
+    /// The same for a path that nobody else has.
+    pub(crate) fn of_own(path: PathBuf, trusted: Trusted) -> Result<Place<'static>, Astray> {
+        Place::find_folder(path.into(), trusted)
+    }
+
+    fn find_folder(path: Cow<'_, Path>, trusted: Trusted) -> Result<Place<'_>, Astray> {
+        // Only the root folder has no parent.
+        let folder = find(path.parent().unwrap_or(&path), trusted)?;
+        Ok(Place { path, folder })
     }
 
     /// The path in the image, for messages.
-    pub(crate) fn path(&self) -> &'a Path {
-        self.path
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
     }
 
     /// The last part of the path.
-    pub(crate) fn name(&self) -> &'a OsStr {
-        self.name
+    pub(crate) fn name(&self) -> &OsStr {
+        // Only the root folder has none.
+        self.path.file_name().unwrap_or_else(|| OsStr::new("."))
     }
 
     /// What has this name now. It is not opened.
     pub(crate) fn find(&self) -> io::Result<regular::Found> {
-        regular::find_in(&self.folder, self.name)
+        regular::find_in(&self.folder, self.name())
     }
 
     /// A path of the file that leads through the open folder.
     pub(crate) fn here(&self) -> PathBuf {
-        self.beside(self.name)
+        self.beside(self.name())
     }
 
     /// A path of another name in this folder.

@@ -22,10 +22,12 @@ use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
 
-use super::content::{self, Aside};
+use super::aside::{self, Aside};
+use super::content;
 use super::moved;
 use super::place::{Astray, Place, Trusted, find, reached};
 use super::rollback::{FileRollback, RollbackError, RolledBack, SWITCH, failed, keep_rest};
+use super::tracked;
 use crate::launch::identity::Identity;
 use crate::launch::output::{Files, Held};
 use rekindle_os::durable;
@@ -278,15 +280,15 @@ pub(crate) fn put_back(
         }
     }
     let mut asides = Vec::new();
-    for tracked in &manifest.tracked_folders {
+    for folder in &manifest.tracked_folders {
         let put = || {
-            let aside = content::Aside::of(tracked, trusted)?;
-            content::put_folder_back(&aside, may_give).map(|()| aside)
+            let mut aside = Aside::of(folder, trusted)?;
+            tracked::put_folder_back(&mut aside, may_give).map(|()| aside)
         };
-        asides.push(with_rights(&tracked.path, user, put)?);
+        asides.push(with_rights(&folder.path, user, put)?);
     }
     for path in &manifest.absent_files {
-        let moved = with_rights(path, user, || content::move_aside(path, trusted))?;
+        let moved = with_rights(path, user, || aside::move_aside(path, trusted))?;
         done.extend(moved.map(FileRollback::Aside));
     }
     for file in &manifest.open_files {
@@ -303,14 +305,15 @@ pub(crate) fn put_back(
             }
             None => None,
         };
-        let aside = asides.iter().find(|aside| aside.is_for(file.group.as_ref()));
+        let aside = asides.iter_mut().find(|aside| aside.is_for(file.group.as_ref()));
         let put = || put_one_back(file, content.as_ref(), may_give, aside, trusted);
         done.extend(with_rights(&file.path, user, put)?);
     }
-    for (tracked, aside) in manifest.tracked_folders.iter().zip(asides) {
-        let kept = with_rights(&tracked.path, user, || Ok(aside.finish()))?;
-        done.retain(|done| !done.is_in(&tracked.path));
-        done.extend(kept.map(|kept| FileRollback::Folder { path: tracked.path.to_path_buf(), kept }));
+    for (folder, aside) in manifest.tracked_folders.iter().zip(asides) {
+        let path = &folder.path;
+        let kept = with_rights(path, user, || Ok(aside.finish()))?;
+        done.retain(|done| !done.is_in(path));
+        done.extend(kept.into_iter().map(|kept| FileRollback::Folder { path: path.to_path_buf(), kept }));
     }
     Ok(done)
 }
@@ -340,7 +343,7 @@ fn put_one_back(
     file: &OpenFile,
     content: Option<&File>,
     may_give: bool,
-    aside: Option<&Aside<'_>>,
+    aside: Option<&mut Aside<'_>>,
     trusted: Trusted,
 ) -> Result<Option<FileRollback>, RollbackError> {
     let path = &*file.path;
@@ -399,7 +402,7 @@ fn put_protected_back(
     place: &Place<'_>,
     file: &OpenFile,
     content: &File,
-    aside: Option<&Aside<'_>>,
+    aside: Option<&mut Aside<'_>>,
     trusted: Trusted,
 ) -> Result<Option<FileRollback>, RollbackError> {
     let path = place.path();

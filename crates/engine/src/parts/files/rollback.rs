@@ -170,6 +170,23 @@ pub enum RollbackError {
         #[source]
         source: io::Error,
     },
+    /// It must be moved aside, and cannot be.
+    #[error("{} was not there at the snapshot, or was something else, and cannot be moved with the rights of the job's user: move it away", path.display())]
+    Unmovable {
+        /// The file or folder.
+        path: PathBuf,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// What it replaces cannot be kept.
+    #[error("cannot put {} back: what it replaces must be kept, and the job's user may create a folder neither in {} nor beside it. Let that user write to one of the two", path.display(), folder.display())]
+    NoPlace {
+        /// The file.
+        path: PathBuf,
+        /// The tracked folder that it is in.
+        folder: PathBuf,
+    },
     /// It lost bytes that the image does not have.
     #[error("{} had {had} bytes at the snapshot and has {has} now: the missing bytes are not in the image", path.display())]
     Shorter {

@@ -9,6 +9,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
+use super::super::aside;
 use super::super::place::Trusted;
 use rekindle_os::blocks::Medium;
 use rekindle_os::durable;
@@ -181,7 +182,7 @@ pub(super) fn is_gone(error: &io::Error) -> bool {
 /// A folder and everything below it, each folder before its content, and the first thing that could not be read.
 ///
 /// A folder below it that is closed to `user` (`lost+found` of a file system) is not part of it: the job cannot change
-/// anything in there. Neither is what the kernel makes up (/proc below /).
+/// anything in there. Neither is what the kernel makes up (/proc below /), nor what a restore has kept.
 pub(super) fn below(
     folder: &Path,
     user: Option<u32>,
@@ -235,7 +236,8 @@ pub(super) fn below(
                     break;
                 }
             };
-            let path = folder.join(entry.file_name());
+            let name = entry.file_name();
+            let path = folder.join(&name);
             let metadata = match entry.metadata() {
                 Ok(metadata) => metadata,
                 Err(error) => {
@@ -244,6 +246,9 @@ pub(super) fn below(
                 }
             };
             let kind = if metadata.is_dir() {
+                if aside::is_ours(&name) {
+                    continue;
+                }
                 kind_of(&metadata)
             } else if metadata.is_file() {
                 TrackedKind::File

@@ -168,8 +168,8 @@ fn a_folder_that_is_closed_to_the_user_is_no_part_of_a_tracked_one() {
     assert!(matches!(kind(&list), Some(TrackedKind::Folder { .. })));
     let trusted = crate::parts::files::place::Trusted::of(Some(&nobody));
     let put = || {
-        let aside = crate::parts::files::content::Aside::of(&captured.tracked[0], trusted)?;
-        crate::parts::files::content::put_folder_back(&aside, false)
+        let mut aside = crate::parts::files::aside::Aside::of(&captured.tracked[0], trusted)?;
+        crate::parts::files::tracked::put_folder_back(&mut aside, false)
     };
     identity::with_file_rights(nobody.uid, nobody.gid, &nobody.groups, put).unwrap().unwrap();
     // What the job can change and we cannot see is not kept apart from the rest of the folder.

@@ -196,8 +196,8 @@ fn a_tracked_folder_is_what_it_was_and_what_was_too_much_lies_beside_it() {
             entry("link", TrackedKind::Link { target: "table".into() }),
         ],
     };
-    let aside = Aside::of(&folder, Trusted::of(None)).unwrap();
-    super::super::content::put_folder_back(&aside, false).unwrap();
+    let mut aside = Aside::of(&folder, Trusted::of(None)).unwrap();
+    super::super::tracked::put_folder_back(&mut aside, false).unwrap();
     for (name, content) in [("table", "as it was"), ("sub/gone", "here again")] {
         let mut part = tempfile::tempfile().unwrap();
         io::Write::write_all(&mut part, content.as_bytes()).unwrap();
@@ -207,18 +207,18 @@ fn a_tracked_folder_is_what_it_was_and_what_was_too_much_lies_beside_it() {
             group: Some(job_path(&data)),
             ..OpenFile::new(job_path(data.join(name)), content.len() as u64)
         };
-        super::put_one_back(&wanted, Some(&part), false, Some(&aside), Trusted::of(None)).unwrap();
+        super::put_one_back(&wanted, Some(&part), false, Some(&mut aside), Trusted::of(None)).unwrap();
         assert_eq!(std::fs::read_to_string(data.join(name)).unwrap(), content);
     }
-    let beside = aside.finish().unwrap();
-    assert_eq!(beside, dir.path().join("data.rolled-back.1"));
+    let beside = dir.path().join("data.rolled-back.1");
+    assert_eq!(aside.finish(), std::slice::from_ref(&beside));
     let mut names: Vec<_> = std::fs::read_dir(&data).unwrap().flatten().map(|entry| entry.file_name()).collect();
     names.sort();
     assert_eq!(names, ["link", "sub", "table"]);
     assert_eq!(std::fs::read_link(data.join("link")).unwrap(), Path::new("table"));
     assert_eq!(std::fs::read_to_string(beside.join("new/within/file")).unwrap(), "new");
     assert_eq!(std::fs::read_to_string(beside.join("table")).unwrap(), "changed");
-    assert!(Aside::of(&folder, Trusted::of(None)).unwrap().finish().is_none(), "nothing differs any more");
+    assert!(Aside::of(&folder, Trusted::of(None)).unwrap().finish().is_empty(), "nothing differs any more");
 }
 
 /// Images of older versions have neither content nor times.
@@ -403,6 +403,6 @@ fn a_tracked_folder_is_not_put_back_through_anothers_link() {
     let folder = TrackedFolder { path: job_path(link.join("data")), entries: vec![] };
     let error = Aside::of(&folder, Trusted::of(None)).unwrap_err();
     assert!(matches!(error, RollbackError::Link { .. }), "{error}");
-    super::super::content::move_aside(&link.join("data/new"), Trusted::of(None)).unwrap_err();
+    super::super::aside::move_aside(&link.join("data/new"), Trusted::of(None)).unwrap_err();
     assert!(real.join("data/new").exists());
 }

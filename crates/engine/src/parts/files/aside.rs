@@ -1,0 +1,236 @@
+//! Where what a restore replaces in a tracked folder is kept.
+//!
+//! It is moved to a folder that the restore creates: beside the tracked folder (`FOLDER.rolled-back.N`), or, if the job's
+//! user may create none there, in the tracked folder, or in the first folder below it where that is possible
+//! (`.rekindle.rolled-back.N`). A folder of that name is no part of the tracked one: it is neither captured nor put back.
+//!
+//! Nobody else can have prepared the folder: it is new, and closed to all others.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::{self, DirBuilder, File};
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use super::place::{Astray, Place, Trusted, open_folder, reached};
+use super::rollback::{RollbackError, RolledBack, failed, free_names, no_room, present_copies};
+use rekindle_os::durable::{self, Unfinished};
+use rekindle_store::JobPath;
+use rekindle_store::manifest::TrackedFolder;
+
+/// What our folders inside a tracked one are called, as if they were copies of a file of this name.
+const WITHIN: &str = ".rekindle";
+
+/// Whether a folder of this name inside a tracked one is ours.
+pub(crate) fn is_ours(name: &OsStr) -> bool {
+    let rest = name.as_bytes().strip_prefix(WITHIN.as_bytes());
+    let number = rest.and_then(|rest| rest.strip_prefix(b".rolled-back."));
+    number.is_some_and(|number| !number.is_empty() && number.iter().all(u8::is_ascii_digit))
+}
+
+/// Where a folder of ours is created.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Spot {
+    /// Beside the tracked folder.
+    Beside,
+    /// In it, or in a folder below it.
+    In(PathBuf),
+}
+
+/// What is kept of a tracked folder.
+#[derive(Debug)]
+pub(crate) struct Aside<'a> {
+    folder: &'a TrackedFolder,
+    trusted: Trusted,
+    /// The folders that this restore has created. There is none where none can be created.
+    homes: Vec<(Spot, Option<Home>)>,
+}
+
+impl<'a> Aside<'a> {
+    /// Folders are created when something is moved.
+    pub(crate) fn of(folder: &'a TrackedFolder, trusted: Trusted) -> Result<Aside<'a>, RollbackError> {
+        Place::of(&folder.path, trusted).map_err(Astray::at("find", &folder.path))?;
+        Ok(Aside { folder, trusted, homes: Vec::new() })
+    }
+
+    /// The tracked folder.
+    pub(super) fn folder(&self) -> &'a TrackedFolder {
+        self.folder
+    }
+
+    pub(super) fn trusted(&self) -> Trusted {
+        self.trusted
+    }
+
+    /// Whether files of the group are moved here.
+    pub(crate) fn is_for(&self, group: Option<&JobPath>) -> bool {
+        group == Some(&self.folder.path)
+    }
+
+    /// The folder to which something of this path is moved, and its path there, for messages.
+    pub(super) fn keep(&mut self, path: &Path) -> Result<(File, PathBuf), RollbackError> {
+        for spot in self.spots(path) {
+            if let Some(home) = self.home(&spot)? {
+                return home.keep(path);
+            }
+        }
+        Err(RollbackError::NoPlace { path: path.into(), folder: self.folder.path.to_path_buf() })
+    }
+
+    /// Moves something of this path.
+    pub(super) fn take(&mut self, path: &Path) -> Result<(), RollbackError> {
+        let place = Place::of(path, self.trusted).map_err(Astray::at("find", path))?;
+        let (folder, _) = self.keep(path)?;
+        match fs::rename(place.here(), reached(&folder).join(place.name())) {
+            Err(source) if is_refused(&source) => Err(RollbackError::Unmovable { path: path.into(), source }),
+            renamed => renamed.map_err(failed("rename", path)),
+        }
+    }
+
+    /// Removes the folders of earlier restores beside those of this one. Returns the paths of this one's.
+    pub(crate) fn finish(self) -> Vec<PathBuf> {
+        let homes = self.homes.into_iter().filter_map(|(_, home)| home);
+        homes.map(|home| home.finish()).collect()
+    }
+
+    /// The places for something of this path, the best first.
+    fn spots(&self, path: &Path) -> Vec<Spot> {
+        let above = path.ancestors().skip(1).take_while(|above| above.starts_with(&*self.folder.path));
+        let mut spots: Vec<Spot> = above.map(|above| Spot::In(above.into())).collect();
+        spots.push(Spot::Beside);
+        spots.reverse();
+        spots
+    }
+
+    /// Our folder there; `None` if none can be created.
+    fn home(&mut self, spot: &Spot) -> Result<Option<&mut Home>, RollbackError> {
+        if !self.homes.iter().any(|(known, _)| known == spot) {
+            let home = Home::make(spot, &self.folder.path, self.trusted)?;
+            self.homes.push((spot.clone(), home));
+        }
+        let found = self.homes.iter_mut().find(|(known, _)| known == spot);
+        Ok(found.and_then(|(_, home)| home.as_mut()))
+    }
+}
+
+/// A folder of ours.
+#[derive(Debug)]
+struct Home {
+    /// What it is named after.
+    place: Place<'static>,
+    name: OsString,
+    folder: File,
+    /// What is below this folder has the same relative path in ours.
+    base: PathBuf,
+}
+
+impl Home {
+    fn make(spot: &Spot, tracked: &Path, trusted: Trusted) -> Result<Option<Home>, RollbackError> {
+        let (base, named) = match spot {
+            Spot::Beside => (tracked.to_path_buf(), tracked.to_path_buf()),
+            Spot::In(folder) => (folder.clone(), folder.join(WITHIN)),
+        };
+        let place = Place::of_own(named, trusted).map_err(Astray::at("find", tracked))?;
+        let made = free_names(&place).find_map(|name| {
+            let made = create(&place, &name, trusted).transpose()?;
+            Some(made.map(|folder| (name, folder)))
+        });
+        match made {
+            Some(Ok((name, folder))) => Ok(Some(Home { place, name, folder, base })),
+            Some(Err(error)) if is_refused(&error) => Ok(None),
+            Some(Err(error)) => Err(no_room(tracked)(error)),
+            None => Err(RollbackError::TooMany(tracked.into())),
+        }
+    }
+
+    fn path(&self) -> PathBuf {
+        self.place.path().with_file_name(&self.name)
+    }
+
+    fn keep(&self, path: &Path) -> Result<(File, PathBuf), RollbackError> {
+        let relative = path.strip_prefix(&self.base).map_err(|_| RollbackError::NotAFile(path.into()))?;
+        let mut at = self.folder.try_clone().map_err(failed("open", path))?;
+        for name in relative.parent().into_iter().flat_map(Path::iter) {
+            let below = reached(&at).join(name);
+            match DirBuilder::new().mode(0o700).create(&below) {
+                Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(no_room(path)(error)),
+                _ => at = open_folder(&below).map_err(failed("open", path))?,
+            }
+        }
+        let name = if relative.as_os_str().is_empty() { Path::new(self.place.name()) } else { relative };
+        Ok((at, self.path().join(name)))
+    }
+
+    fn finish(self) -> PathBuf {
+        remove_other_folders(&self.place, &self.name);
+        self.path()
+    }
+}
+
+/// Creates a folder that only we can enter. `None` if there is something of that name.
+fn create(place: &Place<'_>, name: &OsStr, trusted: Trusted) -> io::Result<Option<File>> {
+    let path = place.beside(name);
+    match DirBuilder::new().mode(0o700).create(&path) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => return Ok(None),
+        made => made?,
+    }
+    // Another user who may rename what is there can have put a folder in its place.
+    let made = open_folder(&path)?;
+    let metadata = made.metadata()?;
+    let is_ours = || match trusted.is(metadata.uid()) {
+        true => Ok(true),
+        // A file server can give what is root's to somebody else (root_squash of NFS).
+        false => Unfinished::beside(&path).and_then(|file| Ok(file.file().metadata()?.uid() == metadata.uid())),
+    };
+    Ok((metadata.mode() & 0o077 == 0 && is_ours()?).then_some(made))
+}
+
+/// Whether the error says that none can be created there by us. A name can be too long.
+fn is_refused(error: &io::Error) -> bool {
+    let codes = [libc::EACCES, libc::EPERM, libc::EROFS, libc::ENAMETOOLONG];
+    error.raw_os_error().is_some_and(|code| codes.contains(&code))
+}
+
+/// Moves a file or a tracked folder aside that did not exist at the snapshot. Returns its new path, or `None` if there is
+/// none. Of folders that earlier restores moved aside, none is kept.
+pub(crate) fn move_aside(path: &Path, trusted: Trusted) -> Result<Option<RolledBack>, RollbackError> {
+    let place = match Place::of(path, trusted) {
+        Ok(place) => place,
+        Err(error) if error.is_missing() => return Ok(None),
+        Err(error) => return Err(Astray::at("find", path)(error)),
+    };
+    let present = fs::symlink_metadata(place.here()).ok();
+    let Some(metadata) = present.filter(|found| found.is_file() || found.is_dir()) else { return Ok(None) };
+    for name in free_names(&place) {
+        match durable::publish_file(&place.here(), &place.beside(&name)) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
+            // Of another user, in a folder such as /tmp: it could have been there before the snapshot, too.
+            Err(error)
+                if error.kind() == io::ErrorKind::PermissionDenied && !trusted.accepts(metadata.uid(), Some(0)) =>
+            {
+                tracing::warn!(
+                    "{} did not exist at the snapshot and belongs to user {}: it is left as it is",
+                    path.display(),
+                    metadata.uid()
+                );
+                return Ok(None);
+            }
+            renamed => renamed.map_err(failed("rename", path))?,
+        }
+        if metadata.is_dir() {
+            remove_other_folders(&place, &name);
+        }
+        return Ok(Some(RolledBack { path: path.into(), kept: path.with_file_name(name), bytes: metadata.size() }));
+    }
+    Err(RollbackError::TooMany(path.into()))
+}
+
+/// Removes the folders of this name that earlier restores moved aside, except one.
+fn remove_other_folders(place: &Place<'_>, newest: &OsStr) {
+    let older = present_copies(place).filter(|name| name != newest);
+    older.for_each(|name| drop(fs::remove_dir_all(place.beside(&name))));
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,86 @@
+//! Puts a tracked folder back: its folders and links. Its files are put back afterwards, as all others.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use super::aside::{Aside, is_ours};
+use super::content::make_folder;
+use super::place::{Astray, Place, find};
+use super::rollback::{RollbackError, failed};
+use rekindle_os::regular;
+use rekindle_store::manifest::{TrackedFolder, TrackedKind};
+
+/// Gives a folder the folders and links that it had, and moves aside what is new in it. Its files are put back
+/// afterwards, as all others.
+pub(crate) fn put_folder_back(aside: &mut Aside<'_>, may_give: bool) -> Result<(), RollbackError> {
+    let (folder, trusted) = (aside.folder(), aside.trusted());
+    for entry in &folder.entries {
+        let path = &*entry.path;
+        let place = Place::of(path, trusted).map_err(Astray::at("find", path))?;
+        let present = match fs::symlink_metadata(place.here()).ok() {
+            // The path of the folder itself may lead through a link.
+            Some(present) if present.is_symlink() && entry.path == folder.path => {
+                let found = find(path, trusted);
+                match found {
+                    Err(error) if error.is_missing() => Some(present),
+                    found => Some(found.map_err(Astray::at("find", path))?.metadata().map_err(failed("stat", path))?),
+                }
+            }
+            present => present,
+        };
+        let is_same = present.as_ref().is_some_and(|present| match &entry.kind {
+            TrackedKind::File => present.is_file(),
+            TrackedKind::Folder { .. } => present.is_dir(),
+            TrackedKind::Link { target } => fs::read_link(place.here()).is_ok_and(|now| now.to_str() == Some(target)),
+            TrackedKind::Other => true,
+        });
+        if is_same {
+            continue;
+        }
+        if present.is_some() {
+            aside.take(path)?;
+        }
+        match &entry.kind {
+            TrackedKind::Folder { mode, owner } => {
+                make_folder(&place.here(), path, *mode, Some(*owner).filter(|_| may_give))?;
+            }
+            TrackedKind::Link { target } => {
+                std::os::unix::fs::symlink(target, place.here()).map_err(failed("link", path))?;
+            }
+            TrackedKind::File | TrackedKind::Other => {}
+        }
+    }
+    unknown(folder).map_err(failed("list", &folder.path))?.iter().try_for_each(|path| aside.take(path))
+}
+
+/// What is in a folder now and was not at the snapshot. Of a new folder only the folder itself, without its content.
+fn unknown(folder: &TrackedFolder) -> io::Result<Vec<PathBuf>> {
+    // What is `Other` was not looked into: sockets, and folders that are closed to the job's user.
+    let known: std::collections::HashMap<&Path, bool> =
+        folder.entries.iter().map(|entry| (entry.path.as_path(), !matches!(entry.kind, TrackedKind::Other))).collect();
+    let has_content = |within: &Path| known.keys().any(|path| path.parent() == Some(within));
+    let (mut found, mut left) = (Vec::new(), vec![folder.path.to_path_buf()]);
+    while let Some(within) = left.pop() {
+        // It stays open while its entries are read.
+        let listed = regular::Folder::at(&within).and_then(|open| Ok((open.entries()?, open)));
+        let (entries, _open) = match listed {
+            // An image of an earlier version has closed folders as any others, without content.
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied && !has_content(&within) => continue,
+            listed => listed?,
+        };
+        for entry in entries.into_iter().flatten() {
+            let entry = entry?;
+            let (path, kind) = (within.join(entry.file_name()), entry.file_type()?);
+            match known.get(path.as_path()) {
+                Some(true) if kind.is_dir() => left.push(path),
+                Some(_) => {}
+                None if kind.is_dir() && is_ours(&entry.file_name()) => {}
+                // Sockets, FIFOs and devices belong to processes, not to the content.
+                None if !(kind.is_file() || kind.is_dir() || kind.is_symlink()) => {}
+                None => found.push(path),
+            }
+        }
+    }
+    Ok(found)
+}
