@@ -96,6 +96,8 @@ pub(crate) struct Contents {
     ahead: BTreeMap<PathBuf, Ahead>,
     shared: Vec<Shared>,
     parts: usize,
+    /// Notes from before the freeze.
+    notes: Vec<String>,
 }
 
 /// The result of the capture in the freeze.
@@ -185,6 +187,7 @@ impl Contents {
         self.tracked.retain(|folder| !all.iter().any(|other| other != folder && folder.starts_with(other)));
         let survey = self.find(select::written_now(tree), view)?;
         let groups = self.within_limit(&survey);
+        self.notes = without_place(&survey.tracked, view)?;
         Ok(survey.found.iter().filter(|file| groups.keep(file)).map(Found::bytes).sum())
     }
 
@@ -297,6 +300,7 @@ impl Contents {
         let left_out = left_out.filter(|file| !unread.contains_key(&group(file)));
         let is_too_long = |file: &&OpenFile| groups.too_long.contains(&group(file));
         let (too_long, too_large) = left_out.partition::<Vec<_>, _>(is_too_long);
+        captured.notes.extend(self.notes.clone());
         captured.notes.extend(note(&too_large, Reason::Limit(self.limit)));
         captured.notes.extend(note(&too_long, Reason::TooLong));
         captured.notes.extend(note_unread(&unread));
@@ -557,6 +561,25 @@ impl Found {
         (known.part, known.stamp) = (part, Some(stamp));
         Ok(())
     }
+}
+
+/// Notes on tracked folders with files that a restore could not put back with the rights of the job's user.
+fn without_place(tracked: &[TrackedFolder], view: View<'_>) -> io::Result<Vec<String>> {
+    let Some(user) = view.user else { return Ok(Vec::new()) };
+    let note = |folder: &TrackedFolder, file: PathBuf| {
+        format!(
+            "a restore is refused if {} has changed: what it replaces is kept in a new folder, and user {} may create none in \
+             {} or beside it. Let that user write to {}",
+            file.display(),
+            user.name,
+            folder.path.display(),
+            folder.path.display()
+        )
+    };
+    view.with(|way| {
+        let found = tracked.iter().filter_map(|folder| Some((folder, select::without_place(folder, user.uid, way)?)));
+        found.map(|(folder, file)| note(folder, file)).collect()
+    })
 }
 
 /// A file that cannot be opened, or what is in its place.

@@ -1,6 +1,6 @@
 //! Selects the files that the job writes, and the files that belong to them.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::ffi::OsString;
 use std::fs;
 use std::io::{self, Read};
@@ -13,10 +13,11 @@ use super::super::aside;
 use super::super::place::Trusted;
 use rekindle_os::blocks::Medium;
 use rekindle_os::durable;
+use rekindle_os::identity;
 use rekindle_os::maps::{self, Mapping};
 use rekindle_os::process;
 use rekindle_os::regular::{self, Folder, Links};
-use rekindle_store::manifest::{Owner, TrackedKind};
+use rekindle_store::manifest::{Owner, TrackedEntry, TrackedFolder, TrackedKind};
 
 /// How a job writes to a file.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -269,4 +270,31 @@ pub(super) fn below(
 /// Whether a folder cannot be entered: then nothing in it can be opened or made.
 fn is_shut(folder: &Path) -> bool {
     fs::symlink_metadata(folder.join(".")).is_err()
+}
+
+/// A file of a tracked folder that the user can change and a restore could not put back: what it replaces is kept in a
+/// new folder, and the user may create none that would do ([`aside`]).
+pub(super) fn without_place(tracked: &TrackedFolder, user: u32, way: &dyn Fn(&Path) -> PathBuf) -> Option<PathBuf> {
+    const WRITE: u32 = 2;
+    const ENTER: u32 = 1;
+    // The dot leads through a link.
+    let may_create = |folder: &Path| identity::reach(&way(&folder.join(".")), WRITE | ENTER).is_ok();
+    let may_change = |path: &Path| {
+        // Its owner can lend the right to write it.
+        let is_its_own = || identity::reach(&way(path), 0).is_ok_and(|found| found.st_uid == user);
+        identity::reach(&way(path), WRITE).is_ok() || is_its_own()
+    };
+    if tracked.path.parent().is_some_and(may_create) {
+        return None;
+    }
+    let mut served = HashSet::new();
+    for TrackedEntry { path, kind } in &tracked.entries {
+        let is_served = path.parent().is_some_and(|above| served.contains(above));
+        match kind {
+            TrackedKind::Folder { .. } if is_served || may_create(path) => drop(served.insert(path.as_path())),
+            TrackedKind::File if !is_served && may_change(path) => return Some(path.to_path_buf()),
+            _ => {}
+        }
+    }
+    None
 }

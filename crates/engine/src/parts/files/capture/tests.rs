@@ -182,6 +182,40 @@ fn a_folder_that_is_closed_to_the_user_is_no_part_of_a_tracked_one() {
     }
 }
 
+/// What a restore replaces is kept in a folder that the user must be allowed to create.
+#[test]
+fn a_file_that_a_restore_could_not_put_back_is_named() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let nobody = crate::launch::identity::lookup("nobody").unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    let [sub, file, read] = ["sub", "sub/file", "read"].map(|name| data.join(name));
+    fs::create_dir_all(&sub).unwrap();
+    [&file, &read].into_iter().for_each(|path| fs::write(path, "content").unwrap());
+    [dir.path(), &data, &sub].map(|path| fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap());
+    fs::set_permissions(&read, fs::Permissions::from_mode(0o644)).unwrap();
+    let give = |path: &Path, uid| std::os::unix::fs::chown(path, Some(uid), Some(uid)).unwrap();
+    let notes = || {
+        let draft = tempfile::tempdir().unwrap();
+        let view = View { user: Some(&nobody), ..here() };
+        let mut contents = Contents::new(std::slice::from_ref(&data), Vec::new(), 1 << 30);
+        contents.foresee(&[], view).unwrap();
+        contents.capture(&mut Vec::new(), Vec::new(), view, draft.path()).unwrap().notes
+    };
+    assert_eq!(notes(), [""; 0], "the user can change nothing");
+    give(&file, nobody.uid);
+    let [note] = &notes()[..] else { panic!("{:?}", notes()) };
+    let advice = format!("Let that user write to {}", data.display());
+    assert!(note.contains(file.to_str().unwrap()) && note.contains("user nobody") && note.contains(&advice), "{note}");
+    for writable in [sub.as_path(), &data, dir.path()] {
+        give(writable, nobody.uid);
+        assert_eq!(notes(), [""; 0], "{}", writable.display());
+        give(writable, 0);
+    }
+}
+
 /// A job creates such a file with one ftruncate(2). With work for each 16 MiB of its length, this took 8 TiB of memory
 /// for the long one, and 2 GB and most of a minute in the freeze for the other one.
 #[test]
