@@ -217,7 +217,8 @@ impl Error {
                 RollbackError::Changed(_)
                 | RollbackError::Protected { .. }
                 | RollbackError::NoPlace { .. }
-                | RollbackError::Unmovable { .. },
+                | RollbackError::Unmovable { .. }
+                | RollbackError::Mounted(_),
             ) => Blame::Here,
             Error::Rollback(_) => Blame::Files,
             Error::Criu(_) => Blame::Image,

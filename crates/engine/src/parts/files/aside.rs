@@ -1,8 +1,8 @@
 //! Where what a restore replaces in a tracked folder is kept.
 //!
 //! It is moved to a folder that the restore creates: beside the tracked folder (`FOLDER.rolled-back.N`), or, if the job's
-//! user may create none there, in the tracked folder, or in the first folder below it where that is possible
-//! (`.rekindle.rolled-back.N`). A folder of that name is no part of the tracked one: it is neither captured nor put back.
+//! user may create none there or it is on another mount, in the tracked folder, or in the first folder below it where
+//! that is possible (`.rekindle.rolled-back.N`). A folder of that name is no part of the tracked one: it is neither captured nor put back.
 //!
 //! Nobody else can have prepared the folder: it is new, and closed to all others.
 
@@ -13,9 +13,10 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use super::place::{Astray, Place, Trusted, open_folder, reached};
+use super::place::{Astray, Place, Trusted, find, open_folder, reached};
 use super::rollback::{RollbackError, RolledBack, failed, free_names, no_room, present_copies};
 use rekindle_os::durable::{self, Unfinished};
+use rekindle_os::regular;
 use rekindle_store::JobPath;
 use rekindle_store::manifest::TrackedFolder;
 
@@ -68,39 +69,85 @@ impl<'a> Aside<'a> {
         group == Some(&self.folder.path)
     }
 
-    /// The folder to which something of this path is moved, and its path there, for messages.
+    /// The folder to which a copy of this file is written, and its path there, for messages.
     pub(super) fn keep(&mut self, path: &Path) -> Result<(File, PathBuf), RollbackError> {
         for spot in self.spots(path) {
             if let Some(home) = self.home(&spot)? {
+                home.is_used = true;
                 return home.keep(path);
             }
         }
-        Err(RollbackError::NoPlace { path: path.into(), folder: self.folder.path.to_path_buf() })
+        Err(self.no_place(path))
     }
 
     /// Moves something of this path.
     pub(super) fn take(&mut self, path: &Path) -> Result<(), RollbackError> {
         let place = Place::of(path, self.trusted).map_err(Astray::at("find", path))?;
-        let (folder, _) = self.keep(path)?;
-        match fs::rename(place.here(), reached(&folder).join(place.name())) {
-            Err(source) if is_refused(&source) => Err(RollbackError::Unmovable { path: path.into(), source }),
-            renamed => renamed.map_err(failed("rename", path)),
+        for spot in self.spots(path) {
+            let Some(home) = self.home(&spot)? else { continue };
+            let (folder, _) = home.keep(path)?;
+            match fs::rename(place.here(), reached(&folder).join(place.name())) {
+                // It is on another mount, which can be of the same file system.
+                Err(error) if error.raw_os_error() == Some(libc::EXDEV) => {}
+                Err(error) if is_busy(&error) => return Err(RollbackError::Mounted(path.into())),
+                Err(source) if is_refused(&source) => {
+                    return Err(RollbackError::Unmovable { path: path.into(), source });
+                }
+                renamed => {
+                    renamed.map_err(failed("rename", path))?;
+                    home.is_used = true;
+                    return Ok(());
+                }
+            }
         }
+        Err(self.no_place(path))
+    }
+
+    /// Moves something that did not exist. A mount point stays, without its content.
+    pub(super) fn take_new(&mut self, path: &Path) -> Result<(), RollbackError> {
+        match self.take(path) {
+            Err(error @ RollbackError::Mounted(_)) => match regular::Folder::at(path) {
+                Ok(folder) => self.empty(path, &folder),
+                Err(_) => Err(error),
+            },
+            taken => taken,
+        }
+    }
+
+    fn empty(&mut self, path: &Path, folder: &regular::Folder) -> Result<(), RollbackError> {
+        for entry in folder.entries().map_err(failed("list", path))?.into_iter().flatten() {
+            let entry = entry.map_err(failed("list", path))?;
+            if !is_ours(&entry.file_name()) {
+                self.take_new(&path.join(entry.file_name()))?;
+            }
+        }
+        Ok(())
     }
 
     /// Removes the folders of earlier restores beside those of this one. Returns the paths of this one's.
     pub(crate) fn finish(self) -> Vec<PathBuf> {
         let homes = self.homes.into_iter().filter_map(|(_, home)| home);
-        homes.map(|home| home.finish()).collect()
+        homes.filter_map(Home::finish).collect()
     }
 
-    /// The places for something of this path, the best first.
+    /// The places for something of this path, the best first: those on its file system.
     fn spots(&self, path: &Path) -> Vec<Spot> {
-        let above = path.ancestors().skip(1).take_while(|above| above.starts_with(&*self.folder.path));
+        let tracked = &**self.folder.path;
+        let above = path.ancestors().skip(1).take_while(|above| above.starts_with(tracked));
         let mut spots: Vec<Spot> = above.map(|above| Spot::In(above.into())).collect();
         spots.push(Spot::Beside);
         spots.reverse();
+        let device = |folder: &Path| Some(find(folder, self.trusted).ok()?.metadata().ok()?.dev());
+        let own = path.parent().and_then(device);
+        spots.sort_by_cached_key(|spot| match spot {
+            Spot::Beside => tracked.parent().and_then(device) != own,
+            Spot::In(folder) => device(folder) != own,
+        });
         spots
+    }
+
+    fn no_place(&self, path: &Path) -> RollbackError {
+        RollbackError::NoPlace { path: path.into(), folder: self.folder.path.to_path_buf() }
     }
 
     /// Our folder there; `None` if none can be created.
@@ -123,6 +170,8 @@ struct Home {
     folder: File,
     /// What is below this folder has the same relative path in ours.
     base: PathBuf,
+    /// Whether something was moved to it.
+    is_used: bool,
 }
 
 impl Home {
@@ -137,7 +186,7 @@ impl Home {
             Some(made.map(|folder| (name, folder)))
         });
         match made {
-            Some(Ok((name, folder))) => Ok(Some(Home { place, name, folder, base })),
+            Some(Ok((name, folder))) => Ok(Some(Home { place, name, folder, base, is_used: false })),
             Some(Err(error)) if is_refused(&error) => Ok(None),
             Some(Err(error)) => Err(no_room(tracked)(error)),
             None => Err(RollbackError::TooMany(tracked.into())),
@@ -162,9 +211,13 @@ impl Home {
         Ok((at, self.path().join(name)))
     }
 
-    fn finish(self) -> PathBuf {
-        remove_other_folders(&self.place, &self.name);
-        self.path()
+    fn finish(self) -> Option<PathBuf> {
+        if self.is_used {
+            remove_other_folders(&self.place, &self.name);
+            return Some(self.path());
+        }
+        let _ = fs::remove_dir_all(self.place.beside(&self.name));
+        None
     }
 }
 
@@ -192,8 +245,14 @@ fn is_refused(error: &io::Error) -> bool {
     error.raw_os_error().is_some_and(|code| codes.contains(&code))
 }
 
+/// Whether the error says that something is mounted there.
+fn is_busy(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(libc::EBUSY)
+}
+
 /// Moves a file or a tracked folder aside that did not exist at the snapshot. Returns its new path, or `None` if there is
-/// none. Of folders that earlier restores moved aside, none is kept.
+/// none. Of folders that earlier restores moved aside, none is kept. A folder that cannot be moved stays, without its
+/// content.
 pub(crate) fn move_aside(path: &Path, trusted: Trusted) -> Result<Option<RolledBack>, RollbackError> {
     let place = match Place::of(path, trusted) {
         Ok(place) => place,
@@ -216,6 +275,9 @@ pub(crate) fn move_aside(path: &Path, trusted: Trusted) -> Result<Option<RolledB
                 );
                 return Ok(None);
             }
+            Err(error) if metadata.is_dir() && (is_busy(&error) || is_refused(&error)) => {
+                return move_content(path, trusted);
+            }
             renamed => renamed.map_err(failed("rename", path))?,
         }
         if metadata.is_dir() {
@@ -224,6 +286,15 @@ pub(crate) fn move_aside(path: &Path, trusted: Trusted) -> Result<Option<RolledB
         return Ok(Some(RolledBack { path: path.into(), kept: path.with_file_name(name), bytes: metadata.size() }));
     }
     Err(RollbackError::TooMany(path.into()))
+}
+
+fn move_content(path: &Path, trusted: Trusted) -> Result<Option<RolledBack>, RollbackError> {
+    let job_path = JobPath::new(path).map_err(|_| RollbackError::NotAFile(path.into()))?;
+    let folder = TrackedFolder { path: job_path, entries: Vec::new() };
+    let mut aside = Aside::of(&folder, trusted)?;
+    aside.empty(path, &regular::Folder::at(path).map_err(failed("list", path))?)?;
+    let kept = aside.finish().into_iter().next();
+    Ok(kept.map(|kept| RolledBack { path: path.into(), kept, bytes: 0 }))
 }
 
 /// Removes the folders of this name that earlier restores moved aside, except one.

@@ -71,7 +71,7 @@ impl fmt::Display for FileRollback {
             }
             FileRollback::Made(path) => write!(f, "{} did not exist and was created from the image", path.display()),
             FileRollback::Aside(RolledBack { path, kept, .. }) => {
-                write!(f, "{} did not exist at the snapshot: it was renamed to {}", path.display(), kept.display())
+                write!(f, "{} did not exist at the snapshot: what was there is now {}", path.display(), kept.display())
             }
             FileRollback::Folder { path, kept } => {
                 write!(f, "{} was put back; the version before is in {}", path.display(), kept.display())
@@ -179,6 +179,9 @@ pub enum RollbackError {
         #[source]
         source: io::Error,
     },
+    /// Something is mounted on it.
+    #[error("{} was something else at the snapshot, and is a mount point now: unmount it", .0.display())]
+    Mounted(PathBuf),
     /// What it replaces cannot be kept.
     #[error("cannot put {} back: what it replaces must be kept, and the job's user may create a folder neither in {} nor beside it. Let that user write to one of the two", path.display(), folder.display())]
     NoPlace {

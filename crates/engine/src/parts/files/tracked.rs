@@ -51,7 +51,7 @@ pub(crate) fn put_folder_back(aside: &mut Aside<'_>, may_give: bool) -> Result<(
             TrackedKind::File | TrackedKind::Other => {}
         }
     }
-    unknown(folder).map_err(failed("list", &folder.path))?.iter().try_for_each(|path| aside.take(path))
+    unknown(folder).map_err(failed("list", &folder.path))?.iter().try_for_each(|path| aside.take_new(path))
 }
 
 /// What is in a folder now and was not at the snapshot. Of a new folder only the folder itself, without its content.

@@ -133,3 +133,111 @@ fn nothing_is_moved_to_a_folder_that_somebody_else_has_prepared() {
     assert_eq!(as_alice(|| aside.finish()), [dir.path().join("data.rolled-back.2")]);
     assert!(theirs.exists());
 }
+
+/// A mount that ends with the test.
+struct Mounted(PathBuf);
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        let _ = nix::mount::umount2(&self.0, nix::mount::MntFlags::MNT_DETACH);
+    }
+}
+
+/// Mounts a folder, or a new tmpfs, on `at`, which is created.
+fn mount(from: Option<&PathBuf>, at: &Path) -> Mounted {
+    fs::create_dir_all(at).unwrap();
+    let flags = if from.is_some() { nix::mount::MsFlags::MS_BIND } else { nix::mount::MsFlags::empty() };
+    let source = from.map_or(Path::new("none"), PathBuf::as_path);
+    nix::mount::mount(Some(source), at, Some("tmpfs"), flags, None::<&str>).unwrap();
+    Mounted(at.into())
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let mut names: Vec<String> = entries.collect();
+    names.sort();
+    names
+}
+
+/// Nothing can be moved from one mount to another, not even from one of the same file system.
+#[test]
+fn what_is_replaced_on_a_mount_is_kept_on_it() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let dir = ground();
+    let data = dir.path().join("data");
+    let tracked = tracked(&data, &["sub"]);
+    let [other, third] = ["other", "third"].map(|name| dir.path().join(name));
+    [&other, &third].into_iter().for_each(|folder| fs::create_dir(folder).unwrap());
+    for is_other_file_system in [true, false] {
+        let from = |folder| Some(folder).filter(|_| !is_other_file_system);
+        let _data = mount(from(&other), &data);
+        let _sub = mount(from(&third), &data.join("sub"));
+        [data.join("new"), data.join("sub/new")].iter().for_each(|new| file(new, 0));
+        let mut aside = Aside::of(&tracked, Trusted::of(None)).unwrap();
+        super::super::tracked::put_folder_back(&mut aside, true).unwrap();
+        let homes = [data.join(".rekindle.rolled-back.1"), data.join("sub/.rekindle.rolled-back.1")];
+        assert_eq!(aside.finish(), homes);
+        for home in &homes {
+            assert_eq!(fs::read(home.join("new")).unwrap(), b"new");
+        }
+        assert_eq!(names(dir.path()), ["data", "other", "third"], "an empty folder is left");
+    }
+}
+
+#[test]
+fn a_mount_point_that_did_not_exist_loses_its_content_and_stays() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let dir = ground();
+    let data = dir.path().join("data");
+    let tracked = tracked(&data, &[]);
+    fs::create_dir(&data).unwrap();
+    let _new = mount(None, &data.join("new"));
+    let _within = mount(None, &data.join("new/within"));
+    file(&data.join("new/file"), 0);
+    file(&data.join("new/within/file"), 0);
+    let put_back = || {
+        let mut aside = Aside::of(&tracked, Trusted::of(None))?;
+        super::super::tracked::put_folder_back(&mut aside, true)?;
+        Ok::<_, RollbackError>(aside.finish())
+    };
+    let homes = ["new", "new/within"].map(|name| data.join(name).join(".rekindle.rolled-back.1"));
+    let mut kept = put_back().unwrap();
+    kept.sort();
+    let mut expected = homes.to_vec();
+    expected.sort();
+    assert_eq!(kept, expected);
+    assert!(homes.iter().all(|home| fs::read(home.join("file")).unwrap() == b"file"));
+    assert_eq!(put_back().unwrap(), [PathBuf::new(); 0]);
+    // The tracked folder itself.
+    file(&data.join("new/file"), 0);
+    let kept = move_aside(&data.join("new"), Trusted::of(None)).unwrap().unwrap();
+    assert_eq!(kept.kept, data.join("new/.rekindle.rolled-back.2"));
+    assert_eq!(fs::read(kept.kept.join("file")).unwrap(), b"file");
+    assert!(!homes[0].exists() && data.join("new/within").exists());
+    assert_eq!(move_aside(&data.join("new"), Trusted::of(None)).unwrap(), None);
+    // What was something else cannot be made.
+    let entries = vec![TrackedEntry { path: job_path(data.join("new")), kind: TrackedKind::File }];
+    let tracked = TrackedFolder { entries, ..tracked.clone() };
+    let mut aside = Aside::of(&tracked, Trusted::of(None)).unwrap();
+    let error = super::super::tracked::put_folder_back(&mut aside, true).unwrap_err();
+    assert!(matches!(&error, RollbackError::Mounted(path) if *path == data.join("new")), "{error}");
+}
+
+/// The user may write to it, and not to the folder above.
+#[test]
+fn a_folder_that_did_not_exist_and_cannot_be_moved_loses_its_content() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let dir = ground();
+    let data = dir.path().join("data");
+    folder(&data, ALICE, 0o755);
+    file(&data.join("new"), ALICE);
+    let kept = as_alice(|| move_aside(&data, Trusted::user(ALICE))).unwrap().unwrap();
+    assert_eq!(kept.kept, data.join(".rekindle.rolled-back.1"));
+    assert_eq!(fs::read(kept.kept.join("new")).unwrap(), b"new");
+}
