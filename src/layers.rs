@@ -32,10 +32,11 @@ const BASE: [&str; 10] =
     ["chain", "ended", "micros", "moved", "notice", "percentage", "units", "xid", "cause", "interval"];
 
 /// The modules for Linux.
-const OS: [&str; 31] = [
+const OS: [&str; 32] = [
     "affinity",
     "blocks",
     "regular",
+    "xattr",
     "clock",
     "detach",
     "elf",

@@ -14,6 +14,7 @@ import os
 import random
 import signal
 import sqlite3
+import struct
 import sys
 import time
 
@@ -287,6 +288,27 @@ def removed():
     count(step)
 
 
+def with_a_list():
+    # Its group may do nothing, but another user may: the mode has the mask of the list where the group's bits are.
+    file, own, check = opened("data", 100_000)
+    entries = [(1, 6, -1), (2, 6, 4242), (4, 0, -1), (0x10, 6, -1), (0x20, 0, -1)]
+    acl = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
+    os.setxattr(path("data"), "system.posix_acl_access", acl)
+    os.setxattr(path("data"), "user.mime_type", b"application/x-test")
+    need(os.stat(path("data")).st_mode & 0o777 == 0o660, "the mask is not in the mode")
+
+    def step(n):
+        check(n)
+        if os.path.exists(path("data")):
+            need(os.getxattr(path("data"), "system.posix_acl_access") == acl, "it has another list, at", n)
+            need(os.getxattr(path("data"), "user.mime_type") == b"application/x-test", "another attribute, at", n)
+        if os.path.exists(path("remove")):
+            os.unlink(path("data"))
+            os.unlink(path("remove"))
+
+    count(step)
+
+
 def sparse():
     file = open(path("sparse"), "w+b", buffering=0)
     file.truncate(2 << 30)
@@ -374,6 +396,7 @@ KINDS = {
     "tracked": tracked,
     "renamed": renamed,
     "removed": removed,
+    "with-a-list": with_a_list,
     "sparse": sparse,
     "mapped-twice": mapped_twice,
 }

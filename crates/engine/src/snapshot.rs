@@ -489,6 +489,7 @@ fn describe(frozen: &phases::Frozen<'_>) -> Result<Manifest, Error> {
         },
         open_files: moment.open_files.clone(),
         absent_files: moment.captured.absent.clone(),
+        attributes: Some(moment.captured.attributes.all().to_vec()),
         tracked_folders: moment.captured.tracked.clone(),
         given_files: moment.given_files.clone(),
         folders: moment.folders.clone(),

@@ -33,3 +33,4 @@ pub mod spawn;
 pub mod stopped;
 pub mod tcp_repair;
 pub mod view;
+pub mod xattr;

@@ -205,6 +205,13 @@ impl Folder {
     }
 }
 
+impl AsRef<File> for Folder {
+    /// A descriptor of `O_PATH`.
+    fn as_ref(&self) -> &File {
+        &self.0.0
+    }
+}
+
 impl From<File> for Found {
     /// From a descriptor of `O_PATH`.
     fn from(file: File) -> Found {

@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use thiserror::Error;
 
-pub use contents::{Owner, Stamp, TrackedEntry, TrackedFolder, TrackedKind};
+pub use contents::{Attributes, Bytes, Owner, Stamp, TrackedEntry, TrackedFolder, TrackedKind};
 pub use fields::{
     Binding, Chunks, Fifo, Folder, GivenFile, Gpu, GroupPart, Host, JobRights, JobTree, Kept, KeptCopy, KeptPiece,
     Landing, Manifest, MappedFile, OpenFile, Part, Phase, PidNamespace, Reason, Recreate, SavedLink, TreeProcess,
@@ -107,6 +107,9 @@ pub enum ManifestError {
         /// The rule that it breaks.
         why: &'static str,
     },
+    /// A file has a number of attributes that are not there.
+    #[error("its manifest is damaged: it has no extended attributes with the number {0}")]
+    NoSuchAttributes(u32),
     /// A file that a restore must create has no part.
     #[error("its manifest restores a file from the part \"{0}\", which it does not list")]
     NoSuchPart(String),
@@ -250,8 +253,28 @@ impl Manifest {
         let named = named.chain(self.open_files.iter().filter_map(|file| file.part.as_ref()));
         match named.into_iter().find(|part| !seen.contains(part.as_str())) {
             Some(part) => Err(ManifestError::NoSuchPart(part.to_string())),
-            None => self.kept.iter().try_for_each(|kept| self.validate_pieces(kept)),
+            None => {
+                self.validate_attributes()?;
+                self.kept.iter().try_for_each(|kept| self.validate_pieces(kept))
+            }
         }
+    }
+
+    /// Each number of attributes is that of some.
+    fn validate_attributes(&self) -> Result<(), ManifestError> {
+        let known = self.attributes.as_ref().map_or(0, Vec::len);
+        let copies = self.mapped_files.iter().filter_map(|file| file.copy.as_ref());
+        let entries = self.tracked_folders.iter().flat_map(|folder| &folder.entries);
+        let tracked = entries.filter_map(|entry| match entry.kind {
+            TrackedKind::Folder { attributes, .. } => attributes,
+            _ => None,
+        });
+        let files = self.open_files.iter().filter_map(|file| file.attributes);
+        let folders = self.folders.iter().filter_map(|folder| folder.attributes);
+        let fifos = self.fifos.iter().filter_map(|fifo| fifo.attributes);
+        let mut all = files.chain(copies.filter_map(|copy| copy.attributes)).chain(folders).chain(fifos).chain(tracked);
+        let unknown = all.find(|number| usize::try_from(*number).is_ok_and(|number| number >= known));
+        unknown.map_or(Ok(()), |number| Err(ManifestError::NoSuchAttributes(number)))
     }
 
     /// Each piece is in the part, is there once, and has its own place.

@@ -78,8 +78,18 @@ fn a_file_whose_name_another_one_took_is_put_back() {
 
 #[test]
 fn a_file_that_was_removed_since_is_made_again() {
+    is_made_again("removed");
+}
+
+/// And its group has no more rights to it than before.
+#[test]
+fn a_file_that_is_made_again_has_its_access_control_list() {
+    is_made_again("with-a-list");
+}
+
+fn is_made_again(kind: &str) {
     let Some(lab) = Lab::new() else { return };
-    let mut run = start(&lab, "removed");
+    let mut run = start(&lab, kind);
     run.snapshot(&lab);
     fs::write(lab.file("remove"), "").unwrap();
     run.wait_for("its end", || !lab.file("remove").exists());
@@ -409,5 +419,30 @@ fn a_tracked_folder_in_a_folder_that_the_user_may_not_write() {
     assert!(tracked[0].entries.iter().any(|entry| entry.path == report));
     assert!(!tracked[0].entries.iter().any(|entry| entry.path.starts_with(kept(1))));
     fs::write(folder.join("finish"), "").unwrap();
+    finish(&lab, run);
+}
+
+/// Nothing can be moved from a mount to the folder beside its mount point.
+#[test]
+fn a_tracked_folder_that_is_a_mount_point() {
+    let Some(lab) = Lab::new() else { return };
+    let folder = lab.file("disk");
+    fs::create_dir(&folder).unwrap();
+    let lab = lab.set("files.track", &format!("[{folder:?}]"));
+    let flags = nix::mount::MsFlags::empty();
+    nix::mount::mount(Some("none"), &folder, Some("tmpfs"), flags, None::<&str>).unwrap();
+    let disk = Disk(folder);
+    let mut run = lab.python("files.py", &["rewritten", disk.0.to_str().unwrap()]);
+    count_on(&lab, &mut run, 5);
+    run.snapshot(&lab);
+    for round in 1..=2 {
+        fs::write(disk.0.join("new"), "new").unwrap();
+        run.crash(&lab);
+        count_on(&lab, &mut run, 5);
+        assert!(!disk.0.join("new").exists());
+        let kept = disk.0.join(format!(".rekindle.rolled-back.{round}/new"));
+        assert_eq!(fs::read_to_string(kept).unwrap(), "new");
+    }
+    fs::write(disk.0.join("finish"), "").unwrap();
     finish(&lab, run);
 }

@@ -7,5 +7,6 @@ pub(crate) mod moved;
 pub(crate) mod place;
 pub(crate) mod put_back;
 pub(crate) mod record;
+pub(crate) mod rights;
 pub(crate) mod rollback;
 mod tracked;

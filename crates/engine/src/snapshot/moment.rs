@@ -79,12 +79,15 @@ impl Still<'_, '_> {
         self.keep_cuda_processes_stopped();
         let (tree, mut notes) = self.refuse_what_a_restore_would_lose()?;
         let taken = Utc::now();
-        let (mut open_files, captured) = self.copy_files(&tree, &mut notes)?;
+        let (mut open_files, mut captured) = self.copy_files(&tree, &mut notes)?;
         let noted = self.note_access()?;
         let groups = groups::capture::find(&tree);
         notes.extend(groups.notes);
-        let folders = self.name_files(&mut open_files, &captured)?;
-        let fifos = record::fifos(self.dir, self.env.root()).map_err(|e| e.to_string())?;
+        let mut folders = self.name_files(&mut open_files, &captured)?;
+        let mut fifos = record::fifos(self.dir, self.env.root()).map_err(|e| e.to_string())?;
+        captured
+            .add_attributes(&mut folders, &mut fifos, self.env.view())
+            .map_err(|error| format!("cannot read the attributes of the job's folders: {error}"))?;
         self.correct_image(&mut notes)?;
         let output = self.env.subject.output;
         match record::append_again(&open_files, &tree, output) {
@@ -181,7 +184,7 @@ impl Still<'_, '_> {
         let began = std::fs::metadata(self.env.subject.folder.path()).and_then(|folder| folder.created());
         let began = began.unwrap_or_else(|_| SystemTime::now());
         captured.read = contents
-            .keep_read(read, began, view, self.image)
+            .keep_read(read, began, view, self.image, &mut captured.attributes)
             .map_err(|error| format!("cannot copy the files that the job reads: {error}"))?;
         Ok((open_files, captured))
     }

@@ -1,9 +1,10 @@
 //! Fields of a manifest: the content of files.
 
+use std::collections::BTreeMap;
 use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt;
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 use crate::paths::JobPath;
 
@@ -50,6 +51,59 @@ pub struct Owner {
     pub gid: u32,
 }
 
+/// Extended attributes of a file or folder. A restore gives them to a new one in its place. Others, such as
+/// `security.capability`, cannot be expressed.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Attributes {
+    /// Its access control list: the value of `system.posix_acl_access`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub acl: Option<Bytes>,
+    /// The list that new files in a folder get: the value of `system.posix_acl_default`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub default_acl: Option<Bytes>,
+    /// Those of programs, by their names without `user.`. One whose name is not UTF-8 is not saved.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub user: BTreeMap<String, Bytes>,
+}
+
+impl Attributes {
+    /// Those of a file that has none.
+    pub const NONE: Attributes = Attributes { acl: None, default_acl: None, user: BTreeMap::new() };
+}
+
+/// Bytes; in JSON hexadecimal text, in lower case.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
+pub struct Bytes(pub Vec<u8>);
+
+impl Serialize for Bytes {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut text = String::with_capacity(self.0.len() * 2);
+        for byte in &self.0 {
+            for digit in [byte >> 4, byte & 15] {
+                text.extend(char::from_digit(digit.into(), 16));
+            }
+        }
+        serializer.serialize_str(&text)
+    }
+}
+
+impl<'de> Deserialize<'de> for Bytes {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Bytes, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        let digit = |digit: u8| match digit {
+            b'0'..=b'9' => Some(digit - b'0'),
+            b'a'..=b'f' => Some(digit - b'a' + 10),
+            _ => None,
+        };
+        let byte = |pair: &[u8]| match pair {
+            [high, low] => Some(digit(*high)? << 4 | digit(*low)?),
+            _ => None,
+        };
+        let bytes: Option<Vec<u8>> = text.as_bytes().chunks(2).map(byte).collect();
+        bytes.map(Bytes).ok_or_else(|| de::Error::custom("it is no hexadecimal text in lower case"))
+    }
+}
+
 /// A folder whose files are all in the image.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TrackedFolder {
@@ -81,6 +135,9 @@ pub enum TrackedKind {
         mode: u32,
         /// Its owner.
         owner: Owner,
+        /// The number of its extended attributes in [`Manifest::attributes`](super::Manifest::attributes), if it has any.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        attributes: Option<u32>,
     },
     /// A symbolic link.
     Link {

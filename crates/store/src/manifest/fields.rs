@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
-use super::contents::{Owner, Stamp, TrackedFolder};
+use super::contents::{Attributes, Owner, Stamp, TrackedFolder};
 use super::groups::ControlGroup;
 use crate::hex;
 use crate::id::{ImageId, JobName};
@@ -56,6 +56,10 @@ pub struct Manifest {
     /// Files that did not exist, and that would be taken for a part of a file that is put back: `DATABASE-journal`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub absent_files: Vec<JobPath>,
+    /// Extended attributes of files and folders, each once. `None` in an image of an earlier version, where those of no
+    /// file are known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub attributes: Option<Vec<Attributes>>,
     /// Folders that are put back completely.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub tracked_folders: Vec<TrackedFolder>,
@@ -260,6 +264,9 @@ pub struct OpenFile {
     /// The folder or file with which it is put back together; `None` if it is independent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub group: Option<JobPath>,
+    /// The number of its extended attributes in [`Manifest::attributes`], if it has any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub attributes: Option<u32>,
 }
 
 impl OpenFile {
@@ -276,6 +283,7 @@ impl OpenFile {
             stamp: None,
             owner: None,
             group: None,
+            attributes: None,
         }
     }
 }
@@ -319,6 +327,9 @@ pub struct Folder {
     pub uid: u32,
     /// Its group.
     pub gid: u32,
+    /// The number of its extended attributes in [`Manifest::attributes`], if it has any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub attributes: Option<u32>,
 }
 
 /// A FIFO that the job has open.
@@ -332,6 +343,9 @@ pub struct Fifo {
     pub uid: u32,
     /// Its group.
     pub gid: u32,
+    /// The number of its extended attributes in [`Manifest::attributes`], if it has any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub attributes: Option<u32>,
 }
 
 /// A hard link beside a file of the user that keeps a deleted file alive for the restore.
@@ -391,6 +405,9 @@ pub struct KeptCopy {
     pub owner: Owner,
     /// Its state.
     pub stamp: Stamp,
+    /// The number of its extended attributes in [`Manifest::attributes`], if it has any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub attributes: Option<u32>,
 }
 
 /// The landing file of a CUDA process: CRIU's image names it, and the driver reads it back at the restore.

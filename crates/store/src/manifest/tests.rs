@@ -109,16 +109,28 @@ fn full() -> Manifest {
             mode: Some(0o100_644),
             part: Some("a".into()),
             group: Some("/data".into()),
+            attributes: Some(0),
             ..OpenFile::new("/data/a".into(), 3)
         }],
         absent_files: vec!["/data/a-journal".into()],
         tracked_folders: vec![TrackedFolder {
             path: "/data".into(),
-            entries: vec![TrackedEntry { path: "/data/a".into(), kind: TrackedKind::File }],
+            entries: vec![
+                TrackedEntry { path: "/data/a".into(), kind: TrackedKind::File },
+                TrackedEntry {
+                    path: "/data/b".into(),
+                    kind: TrackedKind::Folder { mode: 0o40_755, owner: Owner { uid: 1, gid: 2 }, attributes: Some(0) },
+                },
+            ],
         }],
+        attributes: Some(vec![Attributes {
+            acl: Some(Bytes(vec![2, 0, 255])),
+            default_acl: Some(Bytes(Vec::new())),
+            user: [("mime_type".to_owned(), Bytes(b"text".to_vec()))].into(),
+        }]),
         given_files: vec![GivenFile { path: "/data/g".into(), device: 1, inode: 2, access: None }],
-        fifos: vec![Fifo { path: "/data/fifo".into(), mode: 0o10_600, uid: 0, gid: 0 }],
-        folders: vec![Folder { path: "/data".into(), mode: 0o40_755, uid: 0, gid: 0 }],
+        fifos: vec![Fifo { path: "/data/fifo".into(), mode: 0o10_600, uid: 0, gid: 0, attributes: Some(0) }],
+        folders: vec![Folder { path: "/data".into(), mode: 0o40_755, uid: 0, gid: 0, attributes: Some(0) }],
         control_groups: vec![ControlGroup {
             hierarchy: "pids".into(),
             path: "job/inner".parse().unwrap(),
@@ -136,7 +148,12 @@ fn full() -> Manifest {
             mode: None,
             build_id: None,
             owner: Some(Owner { uid: 1, gid: 2 }),
-            copy: None,
+            copy: Some(KeptCopy {
+                part: "a".into(),
+                owner: Owner { uid: 1, gid: 2 },
+                stamp: Stamp { inode: 1, size: 1, modified_ns: 1, changed_ns: 1 },
+                attributes: Some(0),
+            }),
         }],
         landing: vec![Landing { pid: 7, path: "/run/l/7".into(), part: "a".into(), bytes: 3 }],
         kept: Some(Kept {
@@ -207,6 +224,36 @@ fn a_reader_checks_what_the_parts_are_as_well() {
         let error = parse(&|body| *body.pointer_mut(place).unwrap() = "b".into());
         assert!(matches!(error, ManifestError::NoSuchPart(_)), "{place}: {error}");
     }
+}
+
+#[test]
+fn extended_attributes_are_in_a_table_that_has_them() {
+    let text = String::from_utf8(full().to_bytes(&Trust::default()).unwrap()).unwrap();
+    assert!(text.contains("\"acl\": \"0200ff\"") && text.contains("\"mime_type\": \"74657874\""), "{text}");
+    let parse = |place: &str, value: serde_json::Value| {
+        let bytes = changed(&full(), |body| *body.pointer_mut(place).unwrap() = value);
+        Manifest::parse(&bytes, &Trust::default())
+    };
+    let numbers = [
+        "/open_files/0/attributes",
+        "/tracked_folders/0/entries/1/attributes",
+        "/folders/0/attributes",
+        "/fifos/0/attributes",
+        "/mapped_files/0/copy/attributes",
+    ];
+    for place in numbers {
+        parse(place, 0.into()).unwrap();
+        let error = parse(place, 1.into()).unwrap_err();
+        assert!(matches!(error, ManifestError::NoSuchAttributes(1)), "{place}: {error}");
+    }
+    for bad in ["0", "0G", "FF", "é"] {
+        let error = parse("/attributes/0/acl", bad.into()).unwrap_err();
+        assert!(matches!(error, ManifestError::Parse(_)), "{bad}: {error}");
+    }
+    // Those of an earlier version are unknown, which is not the same as none.
+    assert_eq!(manifest().attributes, None);
+    let none = Manifest { attributes: Some(Vec::new()), ..manifest() };
+    assert_eq!(Manifest::parse(&none.to_bytes(&Trust::default()).unwrap(), &Trust::default()).unwrap(), none);
 }
 
 #[test]

@@ -60,10 +60,6 @@ impl<'a> Aside<'a> {
         self.folder
     }
 
-    pub(super) fn trusted(&self) -> Trusted {
-        self.trusted
-    }
-
     /// Whether files of the group are moved here.
     pub(crate) fn is_for(&self, group: Option<&JobPath>) -> bool {
         group == Some(&self.folder.path)

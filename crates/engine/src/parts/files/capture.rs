@@ -18,6 +18,7 @@ mod select;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::{self, File};
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
@@ -25,12 +26,16 @@ use std::time::{Duration, SystemTime};
 use bytesize::ByteSize;
 
 use super::place::Trusted;
+use super::rights::Table;
 use crate::launch::identity::Identity;
 use rekindle_base::chain;
 use rekindle_os::blocks::{self, Medium};
 use rekindle_os::process::path_in;
+use rekindle_os::regular::{self, Links};
 use rekindle_os::{durable, identity};
-use rekindle_store::manifest::{KeptCopy, OpenFile, Owner, Stamp, TrackedEntry, TrackedFolder, TrackedKind};
+use rekindle_store::manifest::{
+    Fifo, Folder, KeptCopy, OpenFile, Owner, Stamp, TrackedEntry, TrackedFolder, TrackedKind,
+};
 use rekindle_store::{JobPath, PartPath};
 
 /// How files of the job are reached: in its mount namespace, with the rights of its user.
@@ -111,6 +116,33 @@ pub(crate) struct Captured {
     pub(crate) read: BTreeMap<PathBuf, KeptCopy>,
     /// The owners of the files that the job has open or mapped.
     pub(crate) owners: BTreeMap<PathBuf, Owner>,
+    /// The extended attributes of all files and folders that a restore may create.
+    pub(crate) attributes: Table,
+}
+
+impl Captured {
+    /// Adds the attributes of these folders and FIFOs.
+    pub(crate) fn add_attributes(
+        &mut self,
+        folders: &mut [Folder],
+        fifos: &mut [Fifo],
+        view: View<'_>,
+    ) -> io::Result<()> {
+        let table = &mut self.attributes;
+        view.with(|way| {
+            // Where the user finds nothing, it cannot create anything either.
+            let mut number = |path: &Path, links| {
+                let found = regular::find(&way(path), links).ok()?;
+                table.add(&OwnedFd::from(found).into()).ok()?
+            };
+            for folder in folders {
+                folder.attributes = number(&folder.path, Links::Follow);
+            }
+            for fifo in fifos {
+                fifo.attributes = number(&fifo.path, Links::Refuse);
+            }
+        })
+    }
 }
 
 /// A file that was examined.
@@ -120,6 +152,8 @@ struct Found {
     medium: Medium,
     mapped: bool,
     direct: bool,
+    /// The number of its extended attributes.
+    attributes: Option<u32>,
     /// The group of files that are put back together with it.
     group: PathBuf,
 }
@@ -137,6 +171,7 @@ struct Survey {
     /// Groups with a file or folder that cannot be read, and the first such one. They are not in the image: a restore would
     /// put only a part of them back.
     unread: BTreeMap<PathBuf, select::Unread>,
+    attributes: Table,
 }
 
 /// Files that are put back together, or not at all.
@@ -251,7 +286,7 @@ impl Contents {
         }
         let survey = self.find(written, view)?;
         let groups = self.within_limit(&survey);
-        let Survey { found, mut absent, mut tracked, missing, unread } = survey;
+        let Survey { found, mut absent, mut tracked, missing, unread, attributes } = survey;
         // If a folder is not put back, nothing in it is moved aside. One without files has nothing that could be left out.
         let with_files: BTreeSet<&Path> = found.iter().map(|file| file.group.as_path()).collect();
         let is_left_out =
@@ -259,7 +294,7 @@ impl Contents {
         tracked.retain(|folder| !is_left_out(folder.path.as_path()));
         absent.retain(|path| select::beside(path).is_some_and(|database| groups.kept.contains(&database)));
         absent.extend(missing);
-        let mut captured = Captured { tracked, ..Captured::default() };
+        let mut captured = Captured { tracked, attributes, ..Captured::default() };
         let places = files.iter().enumerate().map(|(at, file)| (file.path.to_path_buf(), at));
         let places: HashMap<PathBuf, usize> = places.collect();
         for batch in found.chunks(OPEN_AT_A_TIME) {
@@ -304,6 +339,7 @@ impl Contents {
         captured.notes.extend(note(&too_large, Reason::Limit(self.limit)));
         captured.notes.extend(note(&too_long, Reason::TooLong));
         captured.notes.extend(note_unread(&unread));
+        captured.notes.extend(captured.attributes.note());
         Ok(captured)
     }
 
@@ -315,6 +351,7 @@ impl Contents {
         began: SystemTime,
         view: View<'_>,
         draft: &Path,
+        attributes: &mut Table,
     ) -> io::Result<BTreeMap<PathBuf, KeptCopy>> {
         let files: Vec<_> = view.with(|way| {
             let open = |path: PathBuf| {
@@ -331,11 +368,12 @@ impl Contents {
         let mut left = ALL_READ_UP_TO;
         for (path, file, metadata) in files {
             let Some(rest) = left.checked_sub(metadata.size()) else { continue };
+            let Ok(attributes) = attributes.add(&file) else { continue };
             left = rest;
             let part = self.next_part()?;
             copy::whole(&file, metadata.size(), &create(draft, &part)?, &|| false)?;
             let owner = Owner { uid: metadata.uid(), gid: metadata.gid() };
-            kept.insert(path, KeptCopy { part, owner, stamp: Stamp::of(&metadata) });
+            kept.insert(path, KeptCopy { part, owner, stamp: Stamp::of(&metadata), attributes });
         }
         Ok(kept)
     }
@@ -396,7 +434,8 @@ impl Contents {
             let (mut wanted, mut absent, mut survey) = (written, BTreeSet::new(), Survey::default());
             wanted.retain(|path, _| !self.ours.iter().any(|ours| path.starts_with(ours)));
             for folder in &self.tracked {
-                let (entries, unread) = select::below(folder, view.user.map(|user| user.uid), way);
+                let (entries, unread) =
+                    select::below(folder, view.user.map(|user| user.uid), way, &mut survey.attributes);
                 if let Some(unread) = unread {
                     if is_ours(&unread.error) {
                         return Err(unread.error);
@@ -444,8 +483,12 @@ impl Contents {
         way: &dyn Fn(&Path) -> PathBuf,
         survey: &mut Survey,
     ) -> io::Result<()> {
-        let (seen, refused) = match durable::open_for_reading(&way(&path)) {
-            Ok(file) => (Some((file.metadata()?, Medium::of(&file)?)), None),
+        let mut attributes = None;
+        let (seen, mut refused) = match durable::open_for_reading(&way(&path)) {
+            Ok(file) => {
+                attributes = Some(survey.attributes.add(&file));
+                (Some((file.metadata()?, Medium::of(&file)?)), None)
+            }
             // Another process may have a lease on it, or it is closed to the user.
             Err(error) => match seen(&way(&path)) {
                 Ok((metadata, _)) if !metadata.is_file() => return Ok(()),
@@ -467,6 +510,10 @@ impl Contents {
         if !is_state {
             return Ok(());
         }
+        let attributes = attributes.transpose().unwrap_or_else(|error| {
+            refused = Some(error);
+            None
+        });
         let group = match self.tracked.iter().find(|folder| path.starts_with(folder)) {
             Some(folder) => folder.clone(),
             None => select::database_of(&path, way).unwrap_or_else(|| path.clone()),
@@ -481,6 +528,7 @@ impl Contents {
             medium,
             mapped: usage.mapped,
             direct: usage.direct,
+            attributes: attributes.flatten(),
             group,
         }));
         Ok(())
@@ -556,6 +604,7 @@ impl Found {
         let stamp = Stamp::of(&self.metadata);
         known.size = stamp.size;
         known.mode = Some(self.metadata.mode());
+        known.attributes = self.attributes;
         known.owner = Some(Owner { uid: self.metadata.uid(), gid: self.metadata.gid() });
         known.group = (self.group != self.path).then(|| job_path(&self.group)).transpose()?;
         (known.part, known.stamp) = (part, Some(stamp));

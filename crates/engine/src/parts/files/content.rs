@@ -5,20 +5,21 @@
 //! folder, or that a database would take for its own, are moved aside.
 
 use std::ffi::{OsStr, OsString};
-use std::fs::{self, File, FileTimes, Permissions};
+use std::fs::{self, File, FileTimes};
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use super::aside::Aside;
-use super::place::{Astray, Place, Trusted, find, open_folder, reached};
+use super::place::{Astray, Place, find, open_folder, reached};
+use super::rights::{Maker, Rights, give_same};
 use super::rollback::{RollbackError, RolledBack, failed, free_names, keep_rest, no_room, present_copies, temporary};
 use rekindle_os::blocks::Medium;
 use rekindle_os::durable::Unfinished;
 use rekindle_os::sparse;
-use rekindle_store::manifest::{MappedFile, OpenFile, Owner};
+use rekindle_store::manifest::{MappedFile, OpenFile};
 
 /// A file up to this size is saved completely, each time under a new name.
 const COPIED_UP_TO: u64 = 4 << 20;
@@ -115,6 +116,27 @@ fn overwrite(present: &File, content: &File, range: Range<u64>) -> io::Result<()
     Ok(())
 }
 
+/// Copies what follows `from` to a new file beside `place`, on the disk before anything is cut. Holes stay holes: a job
+/// can make a file longer than any disk. An unfinished copy of a crash is replaced by the next.
+pub(crate) fn keep_rest(file: &File, place: &Place<'_>, from: u64) -> Result<(PathBuf, u64), RollbackError> {
+    let path = place.path();
+    let metadata = file.metadata().map_err(failed("stat", path))?;
+    let temp = place.beside(&temporary(place.name(), ".rolled-back"));
+    let mut copy = Unfinished::in_place_of_leftover(&temp).map_err(no_room(path))?;
+    let bytes = metadata.size().saturating_sub(from);
+    sparse::copy(file, from..metadata.size(), copy.file(), 0).map_err(no_room(path))?;
+    copy.file().set_len(bytes).map_err(no_room(path))?;
+    give_same(copy.file(), file, &metadata, path)?;
+    for name in free_names(place) {
+        match copy.publish(&place.beside(&name)) {
+            Ok(()) => return Ok((path.with_file_name(name), bytes)),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(no_room(path)(error)),
+        }
+    }
+    Err(RollbackError::TooMany(path.into()))
+}
+
 /// Saves the blocks that differ, each at its offset in a sparse file, on the disk before any of them is overwritten.
 /// This takes as much space as the job has changed since, and only the newest copy is kept.
 fn keep_blocks(
@@ -144,10 +166,7 @@ fn keep_blocks(
         bytes += sparse::copy(present, range.clone(), copy.file(), range.start).map_err(no_room(path))?;
     }
     copy.file().set_len(metadata.size()).map_err(no_room(path))?;
-    // If we may not change the owner, the file belongs to the user already.
-    let _ = std::os::unix::fs::fchown(copy.file(), Some(metadata.uid()), Some(metadata.gid()));
-    let mode = Permissions::from_mode(metadata.mode() & 0o777);
-    copy.file().set_permissions(mode).map_err(failed("chmod", path))?;
+    give_same(copy.file(), present, metadata, path)?;
     copy.publish(&beside(&name)).map_err(no_room(path))?;
     if within.is_none() {
         forget_older(place, &name);
@@ -155,32 +174,25 @@ fn keep_blocks(
     Ok((kept, bytes))
 }
 
-/// Creates a missing file. It gets its name only when it is complete, with mode and owner: a crash before that leaves
+/// Creates a missing file. It gets its name only when it is complete, with all its rights: a crash before that leaves
 /// none, and nobody reads an incomplete one.
-pub(crate) fn make(place: &Place<'_>, file: &OpenFile, content: &File, may_give: bool) -> Result<(), RollbackError> {
+pub(crate) fn make(place: &Place<'_>, file: &OpenFile, content: &File, maker: Maker<'_>) -> Result<(), RollbackError> {
     let path = place.path();
     let temp = place.beside(&temporary(place.name(), ".restored"));
     let unfinished = Unfinished::in_place_of_leftover(&temp).map_err(failed("create", path))?;
     let made = unfinished.file();
     let size = content.metadata().map_err(failed("stat", path))?.size();
     fill(made, path, content, size)?;
-    if let Some(owner) = file.owner.filter(|_| may_give) {
-        std::os::unix::fs::fchown(made, Some(owner.uid), Some(owner.gid)).map_err(failed("chown", path))?;
-    }
-    let mode = Permissions::from_mode(file.mode.unwrap_or_default() & 0o7777);
-    made.set_permissions(mode).map_err(failed("chmod", path))?;
+    let rights = Rights { mode: file.mode.unwrap_or_default(), owner: file.owner, attributes: file.attributes };
+    maker.give(made, path, rights)?;
     set_times(made, file);
     unfinished.replace(&place.here()).map_err(failed("rename", path))
 }
 
 /// Creates a missing file that the job only reads. Returns whether it was missing.
-pub(crate) fn make_read(
-    file: &MappedFile,
-    content: &File,
-    may_give: bool,
-    trusted: Trusted,
-) -> Result<bool, RollbackError> {
+pub(crate) fn make_read(file: &MappedFile, content: &File, maker: Maker<'_>) -> Result<bool, RollbackError> {
     let Some(copy) = &file.copy else { return Ok(false) };
+    let trusted = maker.trusted;
     let place = Place::of(&file.path, trusted).map_err(Astray::at("find", &file.path))?;
     // It was compared with the image before. CRIU opens it through a link, too.
     match find(&file.path, trusted) {
@@ -198,9 +210,10 @@ pub(crate) fn make_read(
         mode: Some(file.mode.unwrap_or(0o100_644)),
         owner: Some(copy.owner),
         stamp: Some(copy.stamp),
+        attributes: copy.attributes,
         ..OpenFile::new(file.path.clone(), file.size)
     };
-    make(&place, &wanted, content, may_give).map(|()| true)
+    make(&place, &wanted, content, maker).map(|()| true)
 }
 
 fn fill(into: &File, path: &Path, content: &File, size: u64) -> Result<(), RollbackError> {
@@ -229,12 +242,9 @@ fn forget_older(place: &Place<'_>, newest: &OsStr) {
     }
 }
 
-/// Creates a folder with this mode, and with this owner if there is one.
-pub(super) fn make_folder(at: &Path, path: &Path, mode: u32, owner: Option<Owner>) -> Result<(), RollbackError> {
+/// Creates a folder.
+pub(super) fn make_folder(at: &Path, path: &Path, rights: Rights, maker: Maker<'_>) -> Result<(), RollbackError> {
     fs::DirBuilder::new().mode(0o700).create(at).map_err(failed("mkdir", path))?;
     let made = open_folder(at).map_err(failed("open", path))?;
-    if let Some(owner) = owner {
-        std::os::unix::fs::fchown(&made, Some(owner.uid), Some(owner.gid)).map_err(failed("chown", path))?;
-    }
-    made.set_permissions(Permissions::from_mode(mode & 0o7777)).map_err(failed("chmod", path))
+    maker.give(&made, path, rights)
 }

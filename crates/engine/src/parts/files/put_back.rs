@@ -23,10 +23,11 @@ use std::time::SystemTime;
 use serde::{Deserialize, Serialize};
 
 use super::aside::{self, Aside};
-use super::content;
+use super::content::{self, keep_rest};
 use super::moved;
 use super::place::{Astray, Place, Trusted, find, reached};
-use super::rollback::{FileRollback, RollbackError, RolledBack, SWITCH, failed, keep_rest};
+use super::rights::{Maker, Rights};
+use super::rollback::{FileRollback, RollbackError, RolledBack, SWITCH, failed};
 use super::tracked;
 use crate::launch::identity::Identity;
 use crate::launch::output::{Files, Held};
@@ -173,9 +174,9 @@ fn with_rights<T: Send>(
 
 /// Creates the folders that the image needs and that were removed since; returns how many.
 pub(crate) fn make_folders(manifest: &Manifest, user: Option<&Identity>) -> Result<usize, RollbackError> {
-    let (mut made, trusted) = (0, Trusted::of(user));
+    let (mut made, maker) = (0, Maker::of(manifest, user));
     for folder in &manifest.folders {
-        made += usize::from(with_rights(&folder.path, user, || make_folder(folder, user.is_none(), trusted))?);
+        made += usize::from(with_rights(&folder.path, user, || make_folder(folder, maker))?);
     }
     Ok(made)
 }
@@ -203,12 +204,16 @@ fn missing(path: &Path, then: u32, trusted: Trusted) -> Result<Option<Place<'_>>
     Ok(std::fs::symlink_metadata(place.here()).is_err().then_some(place))
 }
 
-fn make_folder(folder: &Folder, may_give: bool, trusted: Trusted) -> Result<bool, RollbackError> {
+fn make_folder(folder: &Folder, maker: Maker<'_>) -> Result<bool, RollbackError> {
     let path = &*folder.path;
-    let Some(place) = missing(path, folder.uid, trusted)? else { return Ok(false) };
+    let Some(place) = missing(path, folder.uid, maker.trusted)? else { return Ok(false) };
     let unfinished = unfinished(&place);
-    let owner = may_give.then_some(Owner { uid: folder.uid, gid: folder.gid });
-    content::make_folder(&unfinished, path, folder.mode, owner)?;
+    let owner = Some(Owner { uid: folder.uid, gid: folder.gid });
+    let rights = Rights { mode: folder.mode, owner, attributes: folder.attributes };
+    if let Err(error) = content::make_folder(&unfinished, path, rights, maker) {
+        let _ = std::fs::remove_dir(&unfinished);
+        return Err(error);
+    }
     match durable::publish_dir(&unfinished, &place.here()) {
         Ok(()) => Ok(true),
         Err(error) => {
@@ -223,17 +228,17 @@ fn make_folder(folder: &Folder, may_give: bool, trusted: Trusted) -> Result<bool
 
 /// Creates the FIFOs that the image needs and that were removed since; returns how many.
 pub(crate) fn make_fifos(manifest: &Manifest, user: Option<&Identity>) -> Result<usize, RollbackError> {
-    let (mut made, trusted) = (0, Trusted::of(user));
+    let (mut made, maker) = (0, Maker::of(manifest, user));
     for fifo in &manifest.fifos {
-        made += usize::from(with_rights(&fifo.path, user, || make_fifo(fifo, user.is_none(), trusted))?);
+        made += usize::from(with_rights(&fifo.path, user, || make_fifo(fifo, maker))?);
     }
     Ok(made)
 }
 
-fn make_fifo(fifo: &Fifo, may_give: bool, trusted: Trusted) -> Result<bool, RollbackError> {
+fn make_fifo(fifo: &Fifo, maker: Maker<'_>) -> Result<bool, RollbackError> {
     let path = &*fifo.path;
     // CRIU refuses what is there and is no FIFO.
-    let Some(place) = missing(path, fifo.uid, trusted)? else { return Ok(false) };
+    let Some(place) = missing(path, fifo.uid, maker.trusted)? else { return Ok(false) };
     let unfinished = unfinished(&place);
     let mode = nix::sys::stat::Mode::from_bits_truncate(0o600);
     nix::unistd::mkfifo(&unfinished, mode).map_err(io::Error::from).map_err(failed("mkfifo", path))?;
@@ -244,11 +249,8 @@ fn make_fifo(fifo: &Fifo, may_give: bool, trusted: Trusted) -> Result<bool, Roll
         if !open.metadata().map_err(failed("stat", path))?.file_type().is_fifo() {
             return Err(failed("mkfifo", path)(io::ErrorKind::AlreadyExists.into()));
         }
-        if may_give {
-            std::os::unix::fs::chown(reached(&open), Some(fifo.uid), Some(fifo.gid)).map_err(failed("chown", path))?;
-        }
-        let mode = Permissions::from_mode(fifo.mode & 0o7777);
-        std::fs::set_permissions(reached(&open), mode).map_err(failed("chmod", path))?;
+        let owner = Some(Owner { uid: fifo.uid, gid: fifo.gid });
+        maker.give(&open, path, Rights { mode: fifo.mode, owner, attributes: fifo.attributes })?;
         match std::fs::hard_link(&unfinished, place.here()) {
             Ok(()) => Ok(true),
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(false),
@@ -269,12 +271,12 @@ pub(crate) fn put_back(
     output: &Files,
 ) -> Result<Vec<FileRollback>, RollbackError> {
     let mut done = Vec::new();
-    let (may_give, trusted) = (user.is_none(), Trusted::of(user));
+    let maker = Maker::of(manifest, user);
     for file in &manifest.mapped_files {
         let Some(copy) = &file.copy else { continue };
         let path = image.dir.join(&copy.part);
         let content = copy.part.open(&image.dir).map_err(failed("read", &path))?;
-        let make = || content::make_read(file, &content, may_give, trusted);
+        let make = || content::make_read(file, &content, maker);
         if with_rights(&file.path, user, make)? {
             done.push(FileRollback::Made(file.path.to_path_buf()));
         }
@@ -282,13 +284,13 @@ pub(crate) fn put_back(
     let mut asides = Vec::new();
     for folder in &manifest.tracked_folders {
         let put = || {
-            let mut aside = Aside::of(folder, trusted)?;
-            tracked::put_folder_back(&mut aside, may_give).map(|()| aside)
+            let mut aside = Aside::of(folder, maker.trusted)?;
+            tracked::put_folder_back(&mut aside, maker).map(|()| aside)
         };
         asides.push(with_rights(&folder.path, user, put)?);
     }
     for path in &manifest.absent_files {
-        let moved = with_rights(path, user, || aside::move_aside(path, trusted))?;
+        let moved = with_rights(path, user, || aside::move_aside(path, maker.trusted))?;
         done.extend(moved.map(FileRollback::Aside));
     }
     for file in &manifest.open_files {
@@ -306,7 +308,7 @@ pub(crate) fn put_back(
             None => None,
         };
         let aside = asides.iter_mut().find(|aside| aside.is_for(file.group.as_ref()));
-        let put = || put_one_back(file, content.as_ref(), may_give, aside, trusted);
+        let put = || put_one_back(file, content.as_ref(), aside, maker);
         done.extend(with_rights(&file.path, user, put)?);
     }
     for (folder, aside) in manifest.tracked_folders.iter().zip(asides) {
@@ -342,11 +344,10 @@ fn options() -> OpenOptions {
 fn put_one_back(
     file: &OpenFile,
     content: Option<&File>,
-    may_give: bool,
     aside: Option<&mut Aside<'_>>,
-    trusted: Trusted,
+    maker: Maker<'_>,
 ) -> Result<Option<FileRollback>, RollbackError> {
-    let path = &*file.path;
+    let (path, trusted) = (&*file.path, maker.trusted);
     let place = match Place::of(path, trusted) {
         Ok(place) => place,
         Err(error) if error.is_missing() && !can_be_made(file) => return Err(RollbackError::Gone(path.clone())),
@@ -355,7 +356,7 @@ fn put_one_back(
     let open = match (place.find().and_then(|found| found.change()), content) {
         (Ok(open), _) => open,
         (Err(error), Some(content)) if error.kind() == io::ErrorKind::NotFound && can_be_made(file) => {
-            let made = content::make(&place, file, content, may_give);
+            let made = content::make(&place, file, content, maker);
             return made.map(|()| Some(FileRollback::Made(path.clone())));
         }
         (Err(error), Some(content)) if is_write_protected(&error) => {

@@ -112,7 +112,7 @@ pub(crate) fn folders(
     let folder = |path: PathBuf| {
         let metadata = std::fs::metadata(path_in(root, &path)).ok().filter(|metadata| metadata.is_dir())?;
         let path = JobPath::new(path).ok()?;
-        Some(Folder { path, mode: metadata.mode(), uid: metadata.uid(), gid: metadata.gid() })
+        Some(Folder { path, mode: metadata.mode(), uid: metadata.uid(), gid: metadata.gid(), attributes: None })
     };
     // Names of processes and devices are created by the kernel only.
     let is_kernels = |path: &PathBuf| ["/proc", "/sys"].iter().any(|kernels| path.starts_with(kernels));
@@ -126,7 +126,7 @@ pub(crate) fn fifos(criu_dir: &Path, root: i32) -> Result<Vec<Fifo>, image::Erro
     let fifo = |path: PathBuf| {
         let metadata = std::fs::symlink_metadata(path_in(root, &path)).ok().filter(|it| it.file_type().is_fifo())?;
         let path = JobPath::new(path).ok()?;
-        Some(Fifo { path, mode: metadata.mode(), uid: metadata.uid(), gid: metadata.gid() })
+        Some(Fifo { path, mode: metadata.mode(), uid: metadata.uid(), gid: metadata.gid(), attributes: None })
     };
     let paths: BTreeSet<PathBuf> = image::open_files(criu_dir)?.into_iter().map(|file| file.path).collect();
     Ok(paths.into_iter().filter_map(fifo).collect())

@@ -2,9 +2,8 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fmt;
-use std::fs::{File, Permissions};
 use std::io;
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use bytesize::ByteSize;
@@ -12,8 +11,8 @@ use bytesize::ByteSize;
 use super::place::{Astray, Place, Trusted};
 use crate::launch::identity;
 use crate::launch::output::Kept;
-use rekindle_os::durable::{self, Unfinished};
-use rekindle_os::sparse;
+use rekindle_os::durable;
+use rekindle_store::manifest::Owner;
 
 /// A file that was put back.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -154,6 +153,30 @@ pub enum RollbackError {
         link: PathBuf,
         /// The number of the link's owner.
         owner: u32,
+    },
+    /// It must be created, and cannot have its access control list.
+    #[error("cannot create {} again: it had an access control list, without which others would have more rights to it. Mount its file system with support for these lists, or put the file back with its list", path.display())]
+    Acl {
+        /// The file or folder.
+        path: PathBuf,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// It must be created, and cannot have its owner or group.
+    #[error(
+        "cannot create {} again with the rights of the job's user: it belonged to user {} and group {}, and with mode {mode:o} it would give others more rights. Put it back with its owner and group",
+        path.display(),
+        identity::name_of(then.uid),
+        then.gid
+    )]
+    NotItsOwner {
+        /// The file or folder.
+        path: PathBuf,
+        /// Its owner at the snapshot.
+        then: Owner,
+        /// Its permission bits at the snapshot.
+        mode: u32,
     },
     /// It is no regular file any more.
     #[error("{} was a regular file at the snapshot and is not one now", .0.display())]
@@ -297,28 +320,4 @@ impl Astray {
             Astray::Link { link, owner } => RollbackError::Link { path: path.into(), link, owner },
         }
     }
-}
-
-/// Copies what follows `from` to a new file beside `place`, on the disk before anything is cut. Holes stay holes: a job
-/// can make a file longer than any disk. An unfinished copy of a crash is replaced by the next.
-pub(crate) fn keep_rest(file: &File, place: &Place<'_>, from: u64) -> Result<(PathBuf, u64), RollbackError> {
-    let path = place.path();
-    let metadata = file.metadata().map_err(failed("stat", path))?;
-    let temp = place.beside(&temporary(place.name(), ".rolled-back"));
-    let mut copy = Unfinished::in_place_of_leftover(&temp).map_err(no_room(path))?;
-    let bytes = metadata.size().saturating_sub(from);
-    sparse::copy(file, from..metadata.size(), copy.file(), 0).map_err(no_room(path))?;
-    copy.file().set_len(bytes).map_err(no_room(path))?;
-    // If we may not change the owner, the file belongs to the user already.
-    let _ = std::os::unix::fs::fchown(copy.file(), Some(metadata.uid()), Some(metadata.gid()));
-    let mode = Permissions::from_mode(metadata.permissions().mode() & 0o777);
-    copy.file().set_permissions(mode).map_err(failed("chmod", path))?;
-    for name in free_names(place) {
-        match copy.publish(&place.beside(&name)) {
-            Ok(()) => return Ok((path.with_file_name(name), bytes)),
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-            Err(error) => return Err(no_room(path)(error)),
-        }
-    }
-    Err(RollbackError::TooMany(path.into()))
 }

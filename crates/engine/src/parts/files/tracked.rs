@@ -7,14 +7,15 @@ use std::path::{Path, PathBuf};
 use super::aside::{Aside, is_ours};
 use super::content::make_folder;
 use super::place::{Astray, Place, find};
+use super::rights::{Maker, Rights};
 use super::rollback::{RollbackError, failed};
 use rekindle_os::regular;
 use rekindle_store::manifest::{TrackedFolder, TrackedKind};
 
 /// Gives a folder the folders and links that it had, and moves aside what is new in it. Its files are put back
 /// afterwards, as all others.
-pub(crate) fn put_folder_back(aside: &mut Aside<'_>, may_give: bool) -> Result<(), RollbackError> {
-    let (folder, trusted) = (aside.folder(), aside.trusted());
+pub(crate) fn put_folder_back(aside: &mut Aside<'_>, maker: Maker<'_>) -> Result<(), RollbackError> {
+    let (folder, trusted) = (aside.folder(), maker.trusted);
     for entry in &folder.entries {
         let path = &*entry.path;
         let place = Place::of(path, trusted).map_err(Astray::at("find", path))?;
@@ -42,8 +43,9 @@ pub(crate) fn put_folder_back(aside: &mut Aside<'_>, may_give: bool) -> Result<(
             aside.take(path)?;
         }
         match &entry.kind {
-            TrackedKind::Folder { mode, owner } => {
-                make_folder(&place.here(), path, *mode, Some(*owner).filter(|_| may_give))?;
+            TrackedKind::Folder { mode, owner, attributes } => {
+                let rights = Rights { mode: *mode, owner: Some(*owner), attributes: *attributes };
+                make_folder(&place.here(), path, rights, maker)?;
             }
             TrackedKind::Link { target } => {
                 std::os::unix::fs::symlink(target, place.here()).map_err(failed("link", path))?;

@@ -1,5 +1,6 @@
 use std::os::unix::fs::{PermissionsExt, chown};
 
+use super::super::rights::Maker;
 use super::*;
 use crate::samples::job_path;
 use rekindle_os::identity::with_file_rights;
@@ -8,6 +9,14 @@ use rekindle_store::manifest::{Owner, TrackedEntry, TrackedKind};
 /// The job's user, and another one.
 const ALICE: u32 = 65_534;
 const BOB: u32 = 1;
+
+fn alice() -> Maker<'static> {
+    Maker::plain(false, Trusted::user(ALICE))
+}
+
+fn root() -> Maker<'static> {
+    Maker::plain(true, Trusted::of(None))
+}
 
 fn as_alice<T: Send>(work: impl FnOnce() -> T + Send) -> T {
     with_file_rights(ALICE, ALICE, &[ALICE], work).unwrap()
@@ -28,15 +37,17 @@ fn file(path: &Path, owner: u32) {
 /// The tracked folder, with what it has: only folders.
 fn tracked(data: &Path, below: &[&str]) -> TrackedFolder {
     let owner = Owner { uid: ALICE, gid: ALICE };
-    let entry =
-        |path: PathBuf| TrackedEntry { path: job_path(path), kind: TrackedKind::Folder { mode: 0o40_755, owner } };
+    let entry = |path: PathBuf| TrackedEntry {
+        path: job_path(path),
+        kind: TrackedKind::Folder { mode: 0o40_755, owner, attributes: None },
+    };
     let entries = [data.to_path_buf()].into_iter().chain(below.iter().map(|name| data.join(name))).map(entry);
     TrackedFolder { path: job_path(data), entries: entries.collect() }
 }
 
 fn put_back(tracked: &TrackedFolder) -> Result<Vec<PathBuf>, RollbackError> {
     let mut aside = Aside::of(tracked, Trusted::user(ALICE))?;
-    super::super::tracked::put_folder_back(&mut aside, false)?;
+    super::super::tracked::put_folder_back(&mut aside, alice())?;
     Ok(aside.finish())
 }
 
@@ -127,7 +138,7 @@ fn nothing_is_moved_to_a_folder_that_somebody_else_has_prepared() {
     let mut aside = Aside::of(&tracked, Trusted::user(ALICE)).unwrap();
     let theirs = dir.path().join("data.rolled-back.1");
     folder(&theirs, BOB, 0o777);
-    as_alice(|| super::super::tracked::put_folder_back(&mut aside, false)).unwrap();
+    as_alice(|| super::super::tracked::put_folder_back(&mut aside, alice())).unwrap();
     assert_eq!(fs::read_dir(&theirs).unwrap().count(), 0);
     assert_eq!(fs::read(dir.path().join("data.rolled-back.2/secret")).unwrap(), b"secret");
     assert_eq!(as_alice(|| aside.finish()), [dir.path().join("data.rolled-back.2")]);
@@ -176,7 +187,7 @@ fn what_is_replaced_on_a_mount_is_kept_on_it() {
         let _sub = mount(from(&third), &data.join("sub"));
         [data.join("new"), data.join("sub/new")].iter().for_each(|new| file(new, 0));
         let mut aside = Aside::of(&tracked, Trusted::of(None)).unwrap();
-        super::super::tracked::put_folder_back(&mut aside, true).unwrap();
+        super::super::tracked::put_folder_back(&mut aside, root()).unwrap();
         let homes = [data.join(".rekindle.rolled-back.1"), data.join("sub/.rekindle.rolled-back.1")];
         assert_eq!(aside.finish(), homes);
         for home in &homes {
@@ -201,7 +212,7 @@ fn a_mount_point_that_did_not_exist_loses_its_content_and_stays() {
     file(&data.join("new/within/file"), 0);
     let put_back = || {
         let mut aside = Aside::of(&tracked, Trusted::of(None))?;
-        super::super::tracked::put_folder_back(&mut aside, true)?;
+        super::super::tracked::put_folder_back(&mut aside, root())?;
         Ok::<_, RollbackError>(aside.finish())
     };
     let homes = ["new", "new/within"].map(|name| data.join(name).join(".rekindle.rolled-back.1"));
@@ -223,7 +234,7 @@ fn a_mount_point_that_did_not_exist_loses_its_content_and_stays() {
     let entries = vec![TrackedEntry { path: job_path(data.join("new")), kind: TrackedKind::File }];
     let tracked = TrackedFolder { entries, ..tracked.clone() };
     let mut aside = Aside::of(&tracked, Trusted::of(None)).unwrap();
-    let error = super::super::tracked::put_folder_back(&mut aside, true).unwrap_err();
+    let error = super::super::tracked::put_folder_back(&mut aside, root()).unwrap_err();
     assert!(matches!(&error, RollbackError::Mounted(path) if *path == data.join("new")), "{error}");
 }
 

@@ -11,6 +11,7 @@ use std::time::SystemTime;
 
 use super::super::aside;
 use super::super::place::Trusted;
+use super::super::rights::Table;
 use rekindle_os::blocks::Medium;
 use rekindle_os::durable;
 use rekindle_os::identity;
@@ -188,6 +189,7 @@ pub(super) fn below(
     folder: &Path,
     user: Option<u32>,
     way: &dyn Fn(&Path) -> PathBuf,
+    attributes: &mut Table,
 ) -> (Vec<(PathBuf, TrackedKind)>, Option<Unread>) {
     let mut unread = None;
     let mut fail = |path: &Path, error: io::Error| {
@@ -197,7 +199,7 @@ pub(super) fn below(
     };
     let kind_of = |metadata: &fs::Metadata| {
         let owner = Owner { uid: metadata.uid(), gid: metadata.gid() };
-        TrackedKind::Folder { mode: metadata.mode(), owner }
+        TrackedKind::Folder { mode: metadata.mode(), owner, attributes: None }
     };
     let mut all = Vec::new();
     let look = |path: &Path| Folder::at(&way(path)).and_then(|open| Ok((open.metadata()?, open)));
@@ -211,9 +213,13 @@ pub(super) fn below(
     let mut at = 0;
     while let Some((folder, kind)) = all.get_mut(at) {
         at += 1;
-        let TrackedKind::Folder { owner, .. } = kind else { continue };
+        let TrackedKind::Folder { owner, attributes: number, .. } = kind else { continue };
         // It stays open while its entries are read.
-        let (entries, _open) = match look(folder).and_then(|(_, open)| Ok((open.entries()?, open))) {
+        let listed = look(folder).and_then(|(_, open)| {
+            *number = attributes.add(open.as_ref())?;
+            Ok((open.entries()?, open))
+        });
+        let (entries, _open) = match listed {
             Ok(listed) => listed,
             Err(error) => {
                 if error.kind() == io::ErrorKind::PermissionDenied

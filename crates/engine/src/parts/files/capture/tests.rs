@@ -167,9 +167,10 @@ fn a_folder_that_is_closed_to_the_user_is_no_part_of_a_tracked_one() {
     assert_eq!((kind(&lost), kind(&lost.join("x"))), (Some(TrackedKind::Other), None));
     assert!(matches!(kind(&list), Some(TrackedKind::Folder { .. })));
     let trusted = crate::parts::files::place::Trusted::of(Some(&nobody));
+    let maker = crate::parts::files::rights::Maker::plain(false, trusted);
     let put = || {
         let mut aside = crate::parts::files::aside::Aside::of(&captured.tracked[0], trusted)?;
-        crate::parts::files::tracked::put_folder_back(&mut aside, false)
+        crate::parts::files::tracked::put_folder_back(&mut aside, maker)
     };
     identity::with_file_rights(nobody.uid, nobody.gid, &nobody.groups, put).unwrap().unwrap();
     // What the job can change and we cannot see is not kept apart from the rest of the folder.

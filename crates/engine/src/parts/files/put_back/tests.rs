@@ -6,13 +6,17 @@ fn file(path: &Path, size: u64, append: bool) -> OpenFile {
     OpenFile { append, position: size, ..OpenFile::new(job_path(path), size) }
 }
 
+fn root() -> Maker<'static> {
+    Maker::plain(true, Trusted::of(None))
+}
+
 fn put_one_back(file: &OpenFile, content: Option<&[u8]>) -> Result<Option<FileRollback>, RollbackError> {
     let content = content.map(|content| {
         let mut part = tempfile::tempfile().unwrap();
         io::Write::write_all(&mut part, content).unwrap();
         part
     });
-    super::put_one_back(file, content.as_ref(), true, None, Trusted::of(None))
+    super::put_one_back(file, content.as_ref(), None, root())
 }
 
 fn check_one(file: &OpenFile) -> Result<(), RollbackError> {
@@ -189,15 +193,18 @@ fn a_tracked_folder_is_what_it_was_and_what_was_too_much_lies_beside_it() {
     let folder = TrackedFolder {
         path: job_path(&data),
         entries: vec![
-            TrackedEntry { path: job_path(&data), kind: TrackedKind::Folder { mode: 0o40_755, owner } },
-            entry("sub", TrackedKind::Folder { mode: 0o40_700, owner }),
+            TrackedEntry {
+                path: job_path(&data),
+                kind: TrackedKind::Folder { mode: 0o40_755, owner, attributes: None },
+            },
+            entry("sub", TrackedKind::Folder { mode: 0o40_700, owner, attributes: None }),
             entry("sub/gone", TrackedKind::File),
             entry("table", TrackedKind::File),
             entry("link", TrackedKind::Link { target: "table".into() }),
         ],
     };
     let mut aside = Aside::of(&folder, Trusted::of(None)).unwrap();
-    super::super::tracked::put_folder_back(&mut aside, false).unwrap();
+    super::super::tracked::put_folder_back(&mut aside, root()).unwrap();
     for (name, content) in [("table", "as it was"), ("sub/gone", "here again")] {
         let mut part = tempfile::tempfile().unwrap();
         io::Write::write_all(&mut part, content.as_bytes()).unwrap();
@@ -207,7 +214,7 @@ fn a_tracked_folder_is_what_it_was_and_what_was_too_much_lies_beside_it() {
             group: Some(job_path(&data)),
             ..OpenFile::new(job_path(data.join(name)), content.len() as u64)
         };
-        super::put_one_back(&wanted, Some(&part), false, Some(&mut aside), Trusted::of(None)).unwrap();
+        super::put_one_back(&wanted, Some(&part), Some(&mut aside), root()).unwrap();
         assert_eq!(std::fs::read_to_string(data.join(name)).unwrap(), content);
     }
     let beside = dir.path().join("data.rolled-back.1");
@@ -320,7 +327,7 @@ fn the_file_of_another_user_is_not_taken_for_the_jobs() {
         give(&path, now);
         super::check_one(&of(Some(BOB)), ChangedFiles::Refuse, Trusted::user(ALICE)).unwrap();
         let content = File::open(&path).unwrap();
-        super::put_one_back(&of(Some(BOB)), Some(&content), false, None, Trusted::user(ALICE)).unwrap();
+        super::put_one_back(&of(Some(BOB)), Some(&content), None, Maker::plain(false, Trusted::user(ALICE))).unwrap();
     }
 }
 
@@ -331,14 +338,13 @@ fn a_fifo_or_folder_of_another_user_is_refused() {
     }
     let dir = tempfile::tempdir().unwrap();
     let (pipe, sub) = (dir.path().join("pipe"), dir.path().join("sub"));
-    let fifo = Fifo { path: job_path(&pipe), mode: 0o10_640, uid: ALICE, gid: ALICE };
-    let folder = Folder { path: job_path(&sub), mode: 0o40_751, uid: ALICE, gid: ALICE };
+    let fifo = Fifo { path: job_path(&pipe), mode: 0o10_640, uid: ALICE, gid: ALICE, attributes: None };
+    let folder = Folder { path: job_path(&sub), mode: 0o40_751, uid: ALICE, gid: ALICE, attributes: None };
     let manifest = Manifest { fifos: vec![fifo.clone()], folders: vec![folder.clone()], ..crate::samples::manifest() };
-    let trusted = Trusted::of(None);
-    assert!(make_fifo(&fifo, true, trusted).unwrap() && make_folder(&folder, true, trusted).unwrap());
+    assert!(make_fifo(&fifo, root()).unwrap() && make_folder(&folder, root()).unwrap());
     assert_eq!([&pipe, &sub].map(|path| std::fs::metadata(path).unwrap().uid()), [ALICE; 2]);
     assert_eq!([&pipe, &sub].map(|path| std::fs::metadata(path).unwrap().mode()), [0o10_640, 0o40_751]);
-    assert!(!make_fifo(&fifo, true, trusted).unwrap() && !make_folder(&folder, true, trusted).unwrap());
+    assert!(!make_fifo(&fifo, root()).unwrap() && !make_folder(&folder, root()).unwrap());
     let store = rekindle_store::Store::open(&dir.path().join("store"), rekindle_store::Access::Write).unwrap();
     let job = store.create_job(&"j".parse().unwrap()).unwrap();
     check(&manifest, &job, None, ChangedFiles::Refuse).unwrap();
@@ -347,15 +353,15 @@ fn a_fifo_or_folder_of_another_user_is_refused() {
         let error = check(&manifest, &job, None, ChangedFiles::Refuse).unwrap_err();
         assert!(matches!(&error, RollbackError::Owner { path: named, .. } if named == path), "{error}");
     }
-    make_fifo(&fifo, true, trusted).unwrap_err();
-    make_folder(&folder, true, trusted).unwrap_err();
+    make_fifo(&fifo, root()).unwrap_err();
+    make_folder(&folder, root()).unwrap_err();
     // Nothing is created through bob's link.
     let (root, link) = (dir.path().join("root"), dir.path().join("link"));
     std::fs::create_dir(&root).unwrap();
     std::os::unix::fs::symlink(&root, &link).unwrap();
     give(&link, BOB);
-    make_fifo(&Fifo { path: job_path(link.join("pipe")), ..fifo }, true, trusted).unwrap_err();
-    make_folder(&Folder { path: job_path(link.join("sub")), ..folder }, true, trusted).unwrap_err();
+    make_fifo(&Fifo { path: job_path(link.join("pipe")), ..fifo }, root()).unwrap_err();
+    make_folder(&Folder { path: job_path(link.join("sub")), ..folder }, root()).unwrap_err();
     assert_eq!(std::fs::read_dir(&root).unwrap().count(), 0);
 }
 
@@ -378,7 +384,8 @@ fn the_rights_of_the_jobs_user_are_enough_for_its_files() {
     let mut content = tempfile::tempfile().unwrap();
     io::Write::write_all(&mut content, b"then").unwrap();
     let put = || {
-        let put = || super::put_one_back(&wanted, Some(&content), false, None, Trusted::of(Some(&alice)));
+        let maker = Maker::plain(false, Trusted::of(Some(&alice)));
+        let put = || super::put_one_back(&wanted, Some(&content), None, maker);
         with_rights(&wanted.path, Some(&alice), put).unwrap()
     };
     assert_eq!(put(), Some(FileRollback::Made(home.join("state"))));
