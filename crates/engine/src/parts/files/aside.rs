@@ -13,9 +13,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use super::place::{Astray, Place, Trusted, find, open_folder, reached};
+use super::place::{Astray, Place, Trusted, find, open_folder, own_folder, reached};
 use super::rollback::{RollbackError, RolledBack, failed, free_names, no_room, present_copies};
-use rekindle_os::durable::{self, Unfinished};
+use rekindle_os::durable;
 use rekindle_os::regular;
 use rekindle_store::JobPath;
 use rekindle_store::manifest::TrackedFolder;
@@ -178,7 +178,7 @@ impl Home {
         };
         let place = Place::of_own(named, trusted).map_err(Astray::at("find", tracked))?;
         let made = free_names(&place).find_map(|name| {
-            let made = create(&place, &name, trusted).transpose()?;
+            let made = own_folder(&place.beside(&name), trusted).transpose()?;
             Some(made.map(|folder| (name, folder)))
         });
         match made {
@@ -215,24 +215,6 @@ impl Home {
         let _ = fs::remove_dir_all(self.place.beside(&self.name));
         None
     }
-}
-
-/// Creates a folder that only we can enter. `None` if there is something of that name.
-fn create(place: &Place<'_>, name: &OsStr, trusted: Trusted) -> io::Result<Option<File>> {
-    let path = place.beside(name);
-    match DirBuilder::new().mode(0o700).create(&path) {
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => return Ok(None),
-        made => made?,
-    }
-    // Another user who may rename what is there can have put a folder in its place.
-    let made = open_folder(&path)?;
-    let metadata = made.metadata()?;
-    let is_ours = || match trusted.is(metadata.uid()) {
-        true => Ok(true),
-        // A file server can give what is root's to somebody else (root_squash of NFS).
-        false => Unfinished::beside(&path).and_then(|file| Ok(file.file().metadata()?.uid() == metadata.uid())),
-    };
-    Ok((metadata.mode() & 0o077 == 0 && is_ours()?).then_some(made))
 }
 
 /// Whether the error says that none can be created there by us. A name can be too long.

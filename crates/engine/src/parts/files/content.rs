@@ -8,16 +8,16 @@ use std::ffi::{OsStr, OsString};
 use std::fs::{self, File, FileTimes};
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt};
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use super::aside::Aside;
-use super::place::{Astray, Place, find, open_folder, reached};
+use super::place::{Astray, Place, find, own_folder, reached};
 use super::rights::{Maker, Rights, give_same};
 use super::rollback::{RollbackError, RolledBack, failed, free_names, keep_rest, no_room, present_copies, temporary};
 use rekindle_os::blocks::Medium;
-use rekindle_os::durable::Unfinished;
+use rekindle_os::durable::{self, Unfinished};
 use rekindle_os::sparse;
 use rekindle_store::manifest::{MappedFile, OpenFile};
 
@@ -242,9 +242,31 @@ fn forget_older(place: &Place<'_>, newest: &OsStr) {
     }
 }
 
-/// Creates a folder.
-pub(super) fn make_folder(at: &Path, path: &Path, rights: Rights, maker: Maker<'_>) -> Result<(), RollbackError> {
-    fs::DirBuilder::new().mode(0o700).create(at).map_err(failed("mkdir", path))?;
-    let made = open_folder(at).map_err(failed("open", path))?;
-    maker.give(&made, path, rights)
+/// Creates a folder. It gets its name only with all its rights: a restore that finds the name does not look at them.
+/// Returns false if something else has the name by now.
+pub(super) fn make_folder(place: &Place<'_>, rights: Rights, maker: Maker<'_>) -> Result<bool, RollbackError> {
+    let path = place.path();
+    let temp = unfinished(place);
+    let made = own_folder(&temp, maker.trusted).map_err(failed("mkdir", path))?;
+    let made = made.ok_or_else(|| failed("mkdir", path)(io::ErrorKind::AlreadyExists.into()))?;
+    let done = maker.give(&made, path, rights).and_then(|()| match durable::publish_dir(&temp, &place.here()) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(false),
+        published => published.map(|()| true).map_err(failed("rename", path)),
+    });
+    if !matches!(done, Ok(true)) {
+        let _ = fs::remove_dir(&temp);
+    }
+    done
+}
+
+/// The name of a folder or FIFO until it has its rights. Removes the leftover of a crash. What another user has put there
+/// in a folder such as /tmp stays.
+pub(super) fn unfinished(place: &Place<'_>) -> PathBuf {
+    let mut name = OsString::from(".");
+    name.push(place.name());
+    name.push(".rekindle");
+    let usual = place.beside(&name);
+    let _ = fs::remove_file(&usual);
+    let _ = fs::remove_dir(&usual);
+    if fs::symlink_metadata(&usual).is_ok() { durable::unforeseen(&usual) } else { usual }
 }

@@ -11,16 +11,17 @@
 use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::ffi::{OsStr, OsString};
-use std::fs::File;
+use std::fs::{self, File};
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Component, Path, PathBuf};
 
 use nix::fcntl::{OFlag, open, openat, readlinkat};
 use nix::sys::stat::Mode;
 
 use crate::launch::identity::Identity;
+use rekindle_os::durable::Unfinished;
 use rekindle_os::regular;
 
 /// As many links in one path as the kernel follows (`MAXSYMLINKS`).
@@ -126,6 +127,24 @@ pub(crate) fn reached(file: &File) -> PathBuf {
 /// Opens a folder that may be swapped for a link.
 pub(super) fn open_folder(path: &Path) -> io::Result<File> {
     File::options().read(true).custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW).open(path)
+}
+
+/// Creates a folder that only we can enter. `None` if there is something of that name.
+pub(super) fn own_folder(path: &Path, trusted: Trusted) -> io::Result<Option<File>> {
+    match fs::DirBuilder::new().mode(0o700).create(path) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => return Ok(None),
+        made => made?,
+    }
+    // Another user who may rename what is there can have put a folder in its place.
+    let made = open_folder(path)?;
+    let metadata = made.metadata()?;
+    let is_ours = || match trusted.is(metadata.uid()) {
+        true => Ok(true),
+        // A file server can give what is root's to somebody else (root_squash of NFS).
+        false => Unfinished::beside(path).and_then(|file| Ok(file.file().metadata()?.uid() == metadata.uid())),
+    };
+    let is_new = metadata.mode() & 0o077 == 0 && fs::read_dir(reached(&made))?.next().is_none();
+    Ok((is_new && is_ours()?).then_some(made))
 }
 
 /// A name in a folder that stays open. There need not be a file of that name.

@@ -13,7 +13,6 @@
 //! change somebody else's file. A job may also have files in folders of other users. So no link of theirs is followed,
 //! and no file of theirs is accepted in place of the file at the snapshot (`place`).
 
-use std::ffi::OsString;
 use std::fs::{File, Metadata, OpenOptions, Permissions};
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
@@ -31,7 +30,6 @@ use super::rollback::{FileRollback, RollbackError, RolledBack, SWITCH, failed};
 use super::tracked;
 use crate::launch::identity::Identity;
 use crate::launch::output::{Files, Held};
-use rekindle_os::durable;
 use rekindle_os::identity;
 use rekindle_store::manifest::{Fifo, Folder, OpenFile, Owner, SavedLink, Stamp};
 use rekindle_store::{Image, JobFolder, Manifest};
@@ -181,18 +179,6 @@ pub(crate) fn make_folders(manifest: &Manifest, user: Option<&Identity>) -> Resu
     Ok(made)
 }
 
-/// The name of a folder or FIFO until its mode and owner are set: a restore that finds the real name does not check more.
-/// Removes the leftover of a crash. What another user has put there in a folder such as /tmp stays.
-fn unfinished(place: &Place<'_>) -> PathBuf {
-    let mut name = OsString::from(".");
-    name.push(place.name());
-    name.push(".rekindle");
-    let usual = place.beside(&name);
-    let _ = std::fs::remove_file(&usual);
-    let _ = std::fs::remove_dir(&usual);
-    if std::fs::symlink_metadata(&usual).is_ok() { durable::unforeseen(&usual) } else { usual }
-}
-
 /// The place where a folder or FIFO is missing; `None` if something is there. An existing file or folder is not ours to
 /// change.
 fn missing(path: &Path, then: u32, trusted: Trusted) -> Result<Option<Place<'_>>, RollbackError> {
@@ -207,23 +193,8 @@ fn missing(path: &Path, then: u32, trusted: Trusted) -> Result<Option<Place<'_>>
 fn make_folder(folder: &Folder, maker: Maker<'_>) -> Result<bool, RollbackError> {
     let path = &*folder.path;
     let Some(place) = missing(path, folder.uid, maker.trusted)? else { return Ok(false) };
-    let unfinished = unfinished(&place);
     let owner = Some(Owner { uid: folder.uid, gid: folder.gid });
-    let rights = Rights { mode: folder.mode, owner, attributes: folder.attributes };
-    if let Err(error) = content::make_folder(&unfinished, path, rights, maker) {
-        let _ = std::fs::remove_dir(&unfinished);
-        return Err(error);
-    }
-    match durable::publish_dir(&unfinished, &place.here()) {
-        Ok(()) => Ok(true),
-        Err(error) => {
-            let _ = std::fs::remove_dir(&unfinished);
-            match error.kind() {
-                io::ErrorKind::AlreadyExists => Ok(false),
-                _ => Err(failed("rename", path)(error)),
-            }
-        }
-    }
+    content::make_folder(&place, Rights { mode: folder.mode, owner, attributes: folder.attributes }, maker)
 }
 
 /// Creates the FIFOs that the image needs and that were removed since; returns how many.
@@ -239,7 +210,7 @@ fn make_fifo(fifo: &Fifo, maker: Maker<'_>) -> Result<bool, RollbackError> {
     let path = &*fifo.path;
     // CRIU refuses what is there and is no FIFO.
     let Some(place) = missing(path, fifo.uid, maker.trusted)? else { return Ok(false) };
-    let unfinished = unfinished(&place);
+    let unfinished = content::unfinished(&place);
     let mode = nix::sys::stat::Mode::from_bits_truncate(0o600);
     nix::unistd::mkfifo(&unfinished, mode).map_err(io::Error::from).map_err(failed("mkfifo", path))?;
     let finish = || {

@@ -45,7 +45,7 @@ pub(crate) fn put_folder_back(aside: &mut Aside<'_>, maker: Maker<'_>) -> Result
         match &entry.kind {
             TrackedKind::Folder { mode, owner, attributes } => {
                 let rights = Rights { mode: *mode, owner: Some(*owner), attributes: *attributes };
-                make_folder(&place.here(), path, rights, maker)?;
+                make_folder(&place, rights, maker)?;
             }
             TrackedKind::Link { target } => {
                 std::os::unix::fs::symlink(target, place.here()).map_err(failed("link", path))?;

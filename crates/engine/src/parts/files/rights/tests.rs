@@ -1,10 +1,10 @@
 use std::os::unix::fs::OpenOptionsExt;
 
 use super::*;
-use crate::parts::files::{content, place::Place};
+use crate::parts::files::{aside::Aside, content, place::Place, tracked::put_folder_back};
 use crate::samples::{job_path, part_path};
 use rekindle_os::identity::with_file_rights;
-use rekindle_store::manifest::OpenFile;
+use rekindle_store::manifest::{OpenFile, TrackedEntry, TrackedFolder, TrackedKind};
 
 /// The job's user, and another one.
 const ALICE: u32 = 65_534;
@@ -111,7 +111,8 @@ fn a_new_file_has_no_list_that_it_did_not_have() {
     let sub = dir.path().join("sub");
     let rights = Rights { mode: 0o40_775, owner: None, attributes: None };
     let maker = Maker { may_give: true, trusted: Trusted::user(0), attributes: Some(&[]) };
-    content::make_folder(&sub, &sub, rights, maker).unwrap();
+    let sub_place = Place::of(&sub, Trusted::user(0)).unwrap();
+    assert!(content::make_folder(&sub_place, rights, maker).unwrap());
     let open = File::open(&sub).unwrap();
     assert_eq!([ACL, DEFAULT_ACL].map(|name| xattr::get(&open, name).unwrap()), [None, None]);
     assert_eq!(mode(&sub), 0o775);
@@ -143,7 +144,8 @@ fn folders_and_fifos_have_their_lists() {
     fs::remove_file(&pipe).unwrap();
     let maker = Maker { may_give: true, trusted: Trusted::user(0), attributes: Some(table.all()) };
     let rights = |n: usize| Rights { mode: modes[n], owner: None, attributes: numbers[n] };
-    content::make_folder(&sub, &sub, rights(0), maker).unwrap();
+    let place = Place::of(&sub, Trusted::user(0)).unwrap();
+    assert!(content::make_folder(&place, rights(0), maker).unwrap());
     nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::from_bits_truncate(0o600)).unwrap();
     maker.give(&find(&pipe), &pipe, rights(1)).unwrap();
     let get = |path: &Path, name| xattr::get(&find(path), name).unwrap();
@@ -248,5 +250,32 @@ fn attributes_that_are_too_long_for_an_image_are_left_out() {
         table.lists = ALL_LISTS;
         xattr::set(&open, ACL, &list(6, 6, 0, 6, 0)).unwrap();
         table.add(&open).unwrap_err();
+    }
+}
+
+/// The next restore would find it, and not look at its rights.
+#[test]
+fn a_tracked_folder_that_cannot_have_its_rights_is_not_left_without_them() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let dir = on_disk();
+    let (data, sub) = (dir.path().join("data"), dir.path().join("data/sub"));
+    fs::create_dir(&data).unwrap();
+    chown(&data, Some(ALICE), Some(ALICE)).unwrap();
+    let entry = |path: &Path, mode, uid| TrackedEntry {
+        path: job_path(path),
+        kind: TrackedKind::Folder { mode, owner: Owner { uid, gid: uid }, attributes: None },
+    };
+    let entries = vec![entry(&data, 0o40_755, ALICE), entry(&sub, 0o40_770, BOB)];
+    let folder = TrackedFolder { path: job_path(&data), entries };
+    let put_back = || {
+        let mut aside = Aside::of(&folder, Trusted::user(ALICE))?;
+        put_folder_back(&mut aside, Maker::plain(false, Trusted::user(ALICE)))
+    };
+    for _ in 0..2 {
+        let error = with_file_rights(ALICE, ALICE, &[], put_back).unwrap().unwrap_err();
+        assert!(matches!(error, RollbackError::NotItsOwner { .. }), "{error}");
+        assert_eq!(fs::read_dir(&data).unwrap().count(), 0);
     }
 }
