@@ -143,7 +143,10 @@ pub enum TrackedKind {
     Link {
         /// Its target; a target that is not UTF-8 is not saved, and such a link is not changed.
         target: String,
+        /// Its owner. `None` in an image of an earlier version.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        owner: Option<Owner>,
     },
-    /// A FIFO, a socket or a device: it is not changed.
+    /// A FIFO, a socket or a device, or with `job.user` a link of somebody else: it is not changed.
     Other,
 }

@@ -118,6 +118,10 @@ fn full() -> Manifest {
             entries: vec![
                 TrackedEntry { path: "/data/a".into(), kind: TrackedKind::File },
                 TrackedEntry {
+                    path: "/data/l".into(),
+                    kind: TrackedKind::Link { target: "a".into(), owner: Some(Owner { uid: 1, gid: 2 }) },
+                },
+                TrackedEntry {
                     path: "/data/b".into(),
                     kind: TrackedKind::Folder { mode: 0o40_755, owner: Owner { uid: 1, gid: 2 }, attributes: Some(0) },
                 },
@@ -236,7 +240,7 @@ fn extended_attributes_are_in_a_table_that_has_them() {
     };
     let numbers = [
         "/open_files/0/attributes",
-        "/tracked_folders/0/entries/1/attributes",
+        "/tracked_folders/0/entries/2/attributes",
         "/folders/0/attributes",
         "/fifos/0/attributes",
         "/mapped_files/0/copy/attributes",

@@ -140,6 +140,11 @@ impl<'a> Maker<'a> {
         fs::set_permissions(reached(made), mode).map_err(failed("chmod", path))
     }
 
+    /// The owner that something new is given to, if it had this one.
+    pub(crate) fn owner(self, then: Option<Owner>) -> Option<Owner> {
+        then.filter(|_| self.may_give)
+    }
+
     fn attributes(self, number: Option<u32>) -> Option<&'a Attributes> {
         const NONE: &Attributes = &Attributes::NONE;
         let all = self.attributes?;

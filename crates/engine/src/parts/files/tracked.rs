@@ -2,15 +2,16 @@
 
 use std::fs;
 use std::io;
+use std::os::unix::fs::{lchown, symlink};
 use std::path::{Path, PathBuf};
 
 use super::aside::{Aside, is_ours};
 use super::content::make_folder;
-use super::place::{Astray, Place, find};
+use super::place::{Astray, Place, Trusted, find, own_folder, reached};
 use super::rights::{Maker, Rights};
-use super::rollback::{RollbackError, failed};
-use rekindle_os::regular;
-use rekindle_store::manifest::{TrackedFolder, TrackedKind};
+use super::rollback::{RollbackError, failed, temporary};
+use rekindle_os::{durable, regular};
+use rekindle_store::manifest::{Owner, TrackedFolder, TrackedKind};
 
 /// Gives a folder the folders and links that it had, and moves aside what is new in it. Its files are put back
 /// afterwards, as all others.
@@ -33,7 +34,9 @@ pub(crate) fn put_folder_back(aside: &mut Aside<'_>, maker: Maker<'_>) -> Result
         let is_same = present.as_ref().is_some_and(|present| match &entry.kind {
             TrackedKind::File => present.is_file(),
             TrackedKind::Folder { .. } => present.is_dir(),
-            TrackedKind::Link { target } => fs::read_link(place.here()).is_ok_and(|now| now.to_str() == Some(target)),
+            TrackedKind::Link { target, .. } => {
+                fs::read_link(place.here()).is_ok_and(|now| now.to_str() == Some(target))
+            }
             TrackedKind::Other => true,
         });
         if is_same {
@@ -47,13 +50,30 @@ pub(crate) fn put_folder_back(aside: &mut Aside<'_>, maker: Maker<'_>) -> Result
                 let rights = Rights { mode: *mode, owner: Some(*owner), attributes: *attributes };
                 make_folder(&place, rights, maker)?;
             }
-            TrackedKind::Link { target } => {
-                std::os::unix::fs::symlink(target, place.here()).map_err(failed("link", path))?;
+            TrackedKind::Link { target, owner } => {
+                make_link(&place, target, maker.owner(*owner), trusted).map_err(failed("link", path))?;
             }
             TrackedKind::File | TrackedKind::Other => {}
         }
     }
     unknown(folder).map_err(failed("list", &folder.path))?.iter().try_for_each(|path| aside.take_new(path))
+}
+
+/// Creates a link. It gets its name only when it has its owner: until then it would be one of root, which everybody
+/// follows and whose target another user may have chosen.
+fn make_link(place: &Place<'_>, target: &str, owner: Option<Owner>, trusted: Trusted) -> io::Result<()> {
+    let Some(owner) = owner else { return symlink(target, place.here()) };
+    let temp = durable::unforeseen(&place.beside(&temporary(place.name(), ".restored")));
+    let workshop = own_folder(&temp, trusted)?.ok_or(io::ErrorKind::AlreadyExists)?;
+    let link = reached(&workshop).join("link");
+    let made = symlink(target, &link)
+        .and_then(|()| lchown(&link, Some(owner.uid), Some(owner.gid)))
+        .and_then(|()| durable::publish_file(&link, &place.here()));
+    if made.is_err() {
+        let _ = fs::remove_file(&link);
+    }
+    let _ = fs::remove_dir(&temp);
+    made
 }
 
 /// What is in a folder now and was not at the snapshot. Of a new folder only the folder itself, without its content.

@@ -260,9 +260,12 @@ pub(super) fn below(
             } else if metadata.is_file() {
                 TrackedKind::File
             } else if metadata.is_symlink() {
+                let owner = Owner { uid: metadata.uid(), gid: metadata.gid() };
+                // The user's link would be followed where that of somebody else is not.
+                let is_its_own = user.is_none_or(|user| owner.uid == user || owner.uid == 0);
                 match fs::read_link(entry.path()).ok().and_then(|target| target.to_str().map(str::to_owned)) {
-                    Some(target) => TrackedKind::Link { target },
-                    None => TrackedKind::Other,
+                    Some(target) if is_its_own => TrackedKind::Link { target, owner: Some(owner) },
+                    _ => TrackedKind::Other,
                 }
             } else {
                 TrackedKind::Other

@@ -1,3 +1,4 @@
+use super::super::capture;
 use super::*;
 use crate::samples::{job_path, part_path};
 use rekindle_store::manifest::{TrackedEntry, TrackedFolder, TrackedKind};
@@ -200,7 +201,7 @@ fn a_tracked_folder_is_what_it_was_and_what_was_too_much_lies_beside_it() {
             entry("sub", TrackedKind::Folder { mode: 0o40_700, owner, attributes: None }),
             entry("sub/gone", TrackedKind::File),
             entry("table", TrackedKind::File),
-            entry("link", TrackedKind::Link { target: "table".into() }),
+            entry("link", TrackedKind::Link { target: "table".into(), owner: Some(owner) }),
         ],
     };
     let mut aside = Aside::of(&folder, Trusted::of(None)).unwrap();
@@ -412,4 +413,33 @@ fn a_tracked_folder_is_not_put_back_through_anothers_link() {
     assert!(matches!(error, RollbackError::Link { .. }), "{error}");
     super::super::aside::move_aside(&link.join("data/new"), Trusted::of(None)).unwrap_err();
     assert!(real.join("data/new").exists());
+}
+
+/// A link of root is followed where one of bob is not: bob must not get one with a target of his choice.
+#[test]
+fn a_link_of_another_user_is_made_again_as_a_link_of_that_user() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let (data, link) = (dir.path().join("data"), dir.path().join("data/link"));
+    std::fs::create_dir(&data).unwrap();
+    std::fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).unwrap();
+    for of_job in [false, true] {
+        std::os::unix::fs::symlink("/etc", &link).unwrap();
+        give(&link, BOB);
+        let user = of_job.then(|| crate::launch::identity::lookup("nobody").unwrap());
+        let view = capture::View { root: std::process::id().cast_signed(), user: user.as_ref() };
+        let mut contents = capture::Contents::new(std::slice::from_ref(&data), Vec::new(), 1 << 30);
+        let captured = contents.capture(&mut Vec::new(), Vec::new(), view, dir.path()).unwrap();
+        std::fs::remove_file(&link).unwrap();
+        let maker = Maker::plain(!of_job, Trusted::of(user.as_ref()));
+        let mut aside = Aside::of(&captured.tracked[0], maker.trusted).unwrap();
+        tracked::put_folder_back(&mut aside, maker).unwrap();
+        let owner = std::fs::symlink_metadata(&link).map(|link| link.uid()).ok();
+        assert_eq!(owner, Some(BOB).filter(|_| !of_job));
+        let names: Vec<_> = std::fs::read_dir(&data).unwrap().flatten().map(|entry| entry.file_name()).collect();
+        assert_eq!(names.len(), usize::from(!of_job), "{names:?}");
+        let _ = std::fs::remove_file(&link);
+    }
 }
