@@ -218,6 +218,7 @@ impl Error {
                 | RollbackError::Protected { .. }
                 | RollbackError::NoPlace { .. }
                 | RollbackError::Unmovable { .. }
+                | RollbackError::InTheWay(_)
                 | RollbackError::Mounted(_),
             ) => Blame::Here,
             Error::Rollback(_) => Blame::Files,

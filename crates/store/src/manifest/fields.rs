@@ -355,6 +355,9 @@ pub struct SavedLink {
     pub link: JobPath,
     /// The name that we use; its last part starts with [`SavedLink::PREFIX`]. It is removed with the image.
     pub saved: JobPath,
+    /// The owner of the file. `None` in an image of an earlier version.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub owner: Option<Owner>,
 }
 
 impl SavedLink {

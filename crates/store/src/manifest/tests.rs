@@ -55,7 +55,7 @@ fn a_manifest_survives_its_bytes() {
             },
         ],
         bindings: vec![Binding { processors: "0-1".into(), threads: vec![7] }],
-        saved_links: vec![SavedLink { link: odd.into(), saved: "/data/.rekindle-link-1".into() }],
+        saved_links: vec![SavedLink { link: odd.into(), saved: "/data/.rekindle-link-1".into(), owner: None }],
         recreate: vec![Recreate { path: "/x".into(), mode: 0o755, part: "bin/x".into() }],
         phases: vec![Phase { phase: "dump".to_owned(), started_us: 1, took_us: 2 }],
         parts: vec![part("bin/x"), part("criu/core-1.img"), part("files/open-0")],
@@ -144,7 +144,11 @@ fn full() -> Manifest {
             settings: [("pids.max".to_owned(), "50".to_owned())].into(),
             processes: vec![7],
         }],
-        saved_links: vec![SavedLink { link: "/data/l".into(), saved: "/data/.rekindle-link-1".into() }],
+        saved_links: vec![SavedLink {
+            link: "/data/l".into(),
+            saved: "/data/.rekindle-link-1".into(),
+            owner: Some(Owner { uid: 1, gid: 2 }),
+        }],
         recreate: vec![Recreate { path: "/x".into(), mode: 0o755, part: "a".into() }],
         mapped_files: vec![MappedFile {
             path: "/lib/m".into(),

@@ -131,7 +131,7 @@ fn a_symbolic_link_in_place_of_a_leftover_is_not_followed() {
 /// Publishes an image with these links.
 fn publish_with_links(home: &Home, saved: &[&Path]) -> Image {
     let draft = home.folder.begin_image(&home.lock, at(0)).unwrap();
-    let link = |saved: &&Path| SavedLink { link: "/gone".into(), saved: saved.to_path_buf().into() };
+    let link = |saved: &&Path| SavedLink { link: "/gone".into(), saved: saved.to_path_buf().into(), owner: None };
     draft.publish_loose(Manifest { saved_links: saved.iter().map(link).collect(), ..manifest() })
 }
 

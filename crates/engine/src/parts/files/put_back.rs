@@ -405,24 +405,64 @@ fn cut(file: &File, place: &Place<'_>, size: u64) -> Result<RolledBack, Rollback
 /// Gives deleted files the name by which CRIU will open them.
 pub(crate) fn put_links_back(manifest: &Manifest, user: Option<&Identity>) -> Result<(), RollbackError> {
     let trusted = Trusted::of(user);
-    let put = |link: &SavedLink| {
-        let saved = Place::of(&link.saved, trusted).map_err(Astray::at("find", &link.saved))?;
-        let place = Place::of(&link.link, trusted).map_err(Astray::at("find", &link.link))?;
-        match std::fs::hard_link(saved.here(), place.here()) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => Err(RollbackError::Gone(link.saved.to_path_buf())),
-            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => Err(failed("link", &link.link)(e)),
-            _ => Ok(()),
-        }
-    };
-    manifest.saved_links.iter().try_for_each(|link| with_rights(&link.link, user, || put(link)))
+    let put = |link: &SavedLink| with_rights(&link.link, user, || put_link_back(link, trusted));
+    let done = manifest.saved_links.iter().try_for_each(put);
+    if done.is_err() {
+        drop_links(manifest, user);
+    }
+    done
 }
 
+fn put_link_back(link: &SavedLink, trusted: Trusted) -> Result<(), RollbackError> {
+    let [saved, place] = places(link, trusted)?;
+    let owner = saved.find().and_then(|found| found.metadata()).map(|metadata| metadata.uid());
+    match owner {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            return Err(RollbackError::Gone(link.saved.to_path_buf()));
+        }
+        owner => {
+            let owner = owner.map_err(failed("stat", &link.saved))?;
+            trusted.check(&link.saved, owner, link.owner.map(|owner| owner.uid))?;
+        }
+    }
+    let make = || match std::fs::hard_link(saved.here(), place.here()) {
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(is_same_file(&saved, &place)),
+        made => made.map(|()| true).map_err(failed("link", &link.link)),
+    };
+    // What a restore of another image has left, which was killed. The file has other names.
+    if make()? || is_leftover(&place) && std::fs::remove_file(place.here()).is_ok() && make()? {
+        return Ok(());
+    }
+    Err(RollbackError::InTheWay(link.link.to_path_buf()))
+}
+
+fn places(link: &SavedLink, trusted: Trusted) -> Result<[Place<'_>; 2], RollbackError> {
+    let place = |path| Place::of(path, trusted).map_err(Astray::at("find", path));
+    Ok([place(&link.saved)?, place(&link.link)?])
+}
+
+fn is_same_file(one: &Place<'_>, other: &Place<'_>) -> bool {
+    let id = |place: &Place<'_>| {
+        let metadata = place.find().and_then(|found| found.metadata()).ok()?;
+        Some((metadata.dev(), metadata.ino()))
+    };
+    id(one).is_some_and(|one| id(other) == Some(one))
+}
+
+fn is_leftover(place: &Place<'_>) -> bool {
+    place.find().and_then(|found| found.metadata()).is_ok_and(|found| found.is_file() && found.nlink() > 1)
+}
+
+/// Removes the names of [`put_links_back`].
 pub(crate) fn drop_links(manifest: &Manifest, user: Option<&Identity>) {
     let trusted = Trusted::of(user);
     for link in &manifest.saved_links {
         let remove = || {
-            let place = Place::of(&link.link, trusted).map_err(Astray::at("find", &link.link))?;
-            std::fs::remove_file(place.here()).map_err(failed("remove", &link.link))
+            let [saved, place] = places(link, trusted)?;
+            match is_same_file(&saved, &place) {
+                true => std::fs::remove_file(place.here()).map_err(failed("remove", &link.link)),
+                false => Ok(()),
+            }
         };
         // CRIU has removed it, or we may not remove it.
         let _ = with_rights(&link.link, user, remove);

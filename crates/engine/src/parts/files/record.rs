@@ -206,23 +206,30 @@ pub(crate) fn save_links(
     for link in image::link_remaps(criu_dir)? {
         let name = link.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
         let keep = link.with_file_name(format!("{}{id}-{name}", SavedLink::PREFIX));
-        if let Err(source) = in_their_folder(root, [&link, &keep], user, |[from, to]| std::fs::hard_link(from, to)) {
-            drop_links(&saved, root, user);
-            return Err(Error::Link { path: keep, source });
-        }
-        saved.push(SavedLink { link: JobPath::new(link)?, saved: JobPath::new(keep)? });
+        let made = in_their_folder(root, [&link, &keep], user, |[from, to]| {
+            std::fs::hard_link(from, &to)?;
+            std::fs::symlink_metadata(to)
+        });
+        let owner = match made {
+            Ok(metadata) => Some(Owner { uid: metadata.uid(), gid: metadata.gid() }),
+            Err(source) => {
+                drop_links(&saved, root, user);
+                return Err(Error::Link { path: keep, source });
+            }
+        };
+        saved.push(SavedLink { link: JobPath::new(link)?, saved: JobPath::new(keep)?, owner });
     }
     Ok(saved)
 }
 
 /// Works on names in a folder of the job. The user can replace the folder by a link at any time, so this is done with
 /// the user's rights if the job has a user.
-fn in_their_folder<const N: usize>(
+fn in_their_folder<const N: usize, T: Send>(
     root: i32,
     paths: [&Path; N],
     user: Option<&Identity>,
-    work: impl FnOnce([PathBuf; N]) -> io::Result<()> + Send,
-) -> io::Result<()> {
+    work: impl FnOnce([PathBuf; N]) -> io::Result<T> + Send,
+) -> io::Result<T> {
     match user {
         // The path through /proc needs rights over the reaper, which the user lacks; the job's mounts are ours.
         Some(user) => {

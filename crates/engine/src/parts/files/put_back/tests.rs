@@ -443,3 +443,39 @@ fn a_link_of_another_user_is_made_again_as_a_link_of_that_user() {
         let _ = std::fs::remove_file(&link);
     }
 }
+
+/// CRIU opens whatever has the name, if its size and mode are right.
+#[test]
+fn a_deleted_file_is_not_opened_by_a_name_that_another_file_has() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let [saved, link, other] = [".rekindle-link-1", "link_remap.5", "other"].map(|name| dir.path().join(name));
+    std::fs::write(&saved, "of the job").unwrap();
+    let owner = Some(Owner { uid: ALICE, gid: ALICE });
+    let wanted = SavedLink { link: job_path(&link), saved: job_path(&saved), owner };
+    let manifest = Manifest { saved_links: vec![wanted], ..crate::samples::manifest() };
+    let put = || put_links_back(&manifest, None);
+    give(&saved, BOB);
+    assert!(matches!(put(), Err(RollbackError::Owner { now: BOB, then: ALICE, .. })));
+    give(&saved, ALICE);
+    let is_put = || std::fs::read_to_string(&link).unwrap() == "of the job";
+    put().unwrap();
+    assert!(is_put());
+    put().unwrap();
+    assert!(is_put(), "it is the name of a restore that was killed");
+    drop_links(&manifest, None);
+    assert!(!link.exists() && saved.exists());
+    // So is this, of a restore of another image.
+    std::fs::write(&other, "of another").unwrap();
+    std::fs::hard_link(&other, &link).unwrap();
+    put().unwrap();
+    assert!(is_put() && std::fs::read_to_string(&other).unwrap() == "of another");
+    std::fs::rename(&other, &link).unwrap();
+    assert!(matches!(put(), Err(RollbackError::InTheWay(path)) if path == link));
+    drop_links(&manifest, None);
+    assert_eq!(std::fs::read_to_string(&link).unwrap(), "of another");
+    std::fs::remove_file(&saved).unwrap();
+    assert!(matches!(put(), Err(RollbackError::Gone(_))));
+}
