@@ -121,7 +121,7 @@ fn check_one(file: &OpenFile, changed: ChangedFiles, trusted: Trusted) -> Result
     if !metadata.is_file() {
         return Err(RollbackError::NotAFile(path.clone()));
     }
-    trusted.check(path, metadata.uid(), file.owner.map(|owner| owner.uid))?;
+    trusted.check_file(path, &metadata, file.owner)?;
     let is_lent = |then: u32| file.part.is_some() && metadata.mode() == lent(then);
     if let Some(then) = file.mode.filter(|then| *then != metadata.mode() && !is_lent(*then)) {
         let (then, now) = (then & 0o7777, metadata.mode() & 0o7777);
@@ -344,7 +344,7 @@ fn put_one_back(
     };
     let metadata = open.metadata().map_err(failed("stat", path))?;
     // The check and the changes are of the same open file: another file of that name can appear at any time.
-    trusted.check(path, metadata.uid(), file.owner.map(|owner| owner.uid))?;
+    trusted.check_file(path, &metadata, file.owner)?;
     match content {
         Some(content) => {
             let replaced = content::replace(&open, &place, file, content, aside)?;
@@ -380,7 +380,7 @@ fn put_protected_back(
     let path = place.path();
     let found = place.find().map_err(failed("open", path))?;
     let metadata = found.metadata().map_err(failed("stat", path))?;
-    trusted.check(path, metadata.uid(), file.owner.map(|owner| owner.uid))?;
+    trusted.check_file(path, &metadata, file.owner)?;
     if found.read().is_ok_and(|present| content::is_same(&present, content)) {
         return Ok(None);
     }

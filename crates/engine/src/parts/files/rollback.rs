@@ -2,6 +2,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fmt;
+use std::fs::Metadata;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -311,6 +312,16 @@ impl Trusted {
         match then.filter(|_| !self.accepts(now, then)) {
             Some(then) => Err(RollbackError::Owner { path: path.into(), now, then }),
             None => Ok(()),
+        }
+    }
+
+    /// The same for a file that is to be changed. If it has another owner than at the snapshot, it must have no other name:
+    /// in some kernels anybody can give a file of root a second one (`fs.protected_hardlinks` is 0).
+    pub(super) fn check_file(self, path: &Path, now: &Metadata, then: Option<Owner>) -> Result<(), RollbackError> {
+        let then = then.map(|owner| owner.uid);
+        match then.filter(|then| *then != now.uid() && now.nlink() > 1) {
+            Some(then) => Err(RollbackError::Owner { path: path.into(), now: now.uid(), then }),
+            None => self.check(path, now.uid(), then),
         }
     }
 }

@@ -323,6 +323,13 @@ fn the_file_of_another_user_is_not_taken_for_the_jobs() {
         check_one(&of(then)).unwrap();
         put_one_back(&of(then), Some(b"as it was")).unwrap();
     }
+    // A file of root that bob has given this name, as some kernels let him.
+    give(&path, 0);
+    std::fs::hard_link(&path, dir.path().join("elsewhere")).unwrap();
+    for result in [check_one(&of(Some(BOB))), put_one_back(&of(Some(BOB)), Some(b"inner")).map(drop)] {
+        assert!(matches!(result, Err(RollbackError::Owner { now: 0, then: BOB, .. })), "{result:?}");
+    }
+    std::fs::remove_file(dir.path().join("elsewhere")).unwrap();
     // A backup was put back by root, or the file is the job's user's.
     for now in [0, ALICE] {
         give(&path, now);
