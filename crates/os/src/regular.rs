@@ -172,8 +172,7 @@ impl Folder {
     /// # Errors
     /// As [`find`]; `ENOTDIR` if it is no folder.
     pub fn at(path: &Path) -> io::Result<Folder> {
-        let found = find(path, Links::Follow)?;
-        if found.metadata()?.is_dir() { Ok(Folder(found)) } else { Err(io::ErrorKind::NotADirectory.into()) }
+        Folder::try_from(find(path, Links::Follow)?.0)
     }
 
     /// Its metadata.
@@ -202,6 +201,15 @@ impl Folder {
     /// That of readlink(2).
     pub fn link(&self, name: &str) -> io::Result<OsString> {
         Ok(readlinkat(&self.0.0, name)?)
+    }
+}
+
+impl TryFrom<File> for Folder {
+    type Error = io::Error;
+
+    /// From a descriptor of `O_PATH`.
+    fn try_from(file: File) -> io::Result<Folder> {
+        if file.metadata()?.is_dir() { Ok(Folder(Found(file))) } else { Err(io::ErrorKind::NotADirectory.into()) }
     }
 }
 

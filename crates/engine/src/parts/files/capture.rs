@@ -14,12 +14,13 @@
 
 mod copy;
 mod select;
+mod way;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
@@ -30,13 +31,12 @@ use super::rights::Table;
 use crate::launch::identity::Identity;
 use rekindle_base::chain;
 use rekindle_os::blocks::{self, Medium};
-use rekindle_os::process::path_in;
-use rekindle_os::regular::{self, Links};
-use rekindle_os::{durable, identity};
+use rekindle_os::identity;
 use rekindle_store::manifest::{
     Fifo, Folder, KeptCopy, OpenFile, Owner, Stamp, TrackedEntry, TrackedFolder, TrackedKind,
 };
 use rekindle_store::{JobPath, PartPath};
+use way::Way;
 
 /// How files of the job are reached: in its mount namespace, with the rights of its user.
 #[derive(Debug, Clone, Copy)]
@@ -48,14 +48,11 @@ pub(crate) struct View<'a> {
 }
 
 impl View<'_> {
-    /// Runs `work` with the rights of the job's user. Its argument translates a path of the job.
-    fn with<T: Send>(self, work: impl FnOnce(&dyn Fn(&Path) -> PathBuf) -> T + Send) -> io::Result<T> {
+    /// Runs `work` with the rights of the job's user.
+    fn with<T: Send>(self, work: impl FnOnce(&Way) -> T + Send) -> io::Result<T> {
         match self.user {
-            // The path through /proc needs rights over the reaper, which the user lacks; the job's mounts are ours.
-            Some(user) => {
-                identity::with_file_rights(user.uid, user.gid, &user.groups, || work(&|path| path.to_path_buf()))
-            }
-            None => Ok(work(&|path| path_in(self.root, path))),
+            Some(user) => identity::with_file_rights(user.uid, user.gid, &user.groups, || work(&Way::of_user())),
+            None => Ok(work(&Way::of_job(self.root)?)),
         }
     }
 }
@@ -131,15 +128,13 @@ impl Captured {
         let table = &mut self.attributes;
         view.with(|way| {
             // Where the user finds nothing, it cannot create anything either.
-            let mut number = |path: &Path, links| {
-                let found = regular::find(&way(path), links).ok()?;
-                table.add(&OwnedFd::from(found).into()).ok()?
-            };
             for folder in folders {
-                folder.attributes = number(&folder.path, Links::Follow);
+                let number = way.folder(&folder.path).and_then(|found| table.add(found.as_ref()));
+                folder.attributes = number.ok().flatten();
             }
             for fifo in fifos {
-                fifo.attributes = number(&fifo.path, Links::Refuse);
+                let number = way.find(&fifo.path).and_then(|found| table.add(&OwnedFd::from(found).into()));
+                fifo.attributes = number.ok().flatten();
             }
         })
     }
@@ -355,7 +350,7 @@ impl Contents {
     ) -> io::Result<BTreeMap<PathBuf, KeptCopy>> {
         let files: Vec<_> = view.with(|way| {
             let open = |path: PathBuf| {
-                let file = durable::open_for_reading(&way(&path)).ok()?;
+                let file = way.open(&path).ok()?;
                 let (metadata, medium) = (file.metadata().ok()?, Medium::of(&file).ok()?);
                 let is_ours = self.ours.iter().any(|ours| path.starts_with(ours));
                 let is_small = metadata.size() <= READ_UP_TO;
@@ -443,7 +438,7 @@ impl Contents {
                     survey.unread.insert(folder.clone(), unread);
                 }
                 if entries.is_empty() {
-                    let found = fs::symlink_metadata(way(folder));
+                    let found = way.metadata(folder);
                     survey.missing.extend(found.is_err_and(|error| select::is_gone(&error)).then(|| folder.clone()));
                     continue;
                 }
@@ -476,21 +471,15 @@ impl Contents {
     }
 
     /// Adds a file, unless its content is not part of the job's state, or it is gone: then only its size is known.
-    fn look(
-        &self,
-        path: PathBuf,
-        usage: select::Use,
-        way: &dyn Fn(&Path) -> PathBuf,
-        survey: &mut Survey,
-    ) -> io::Result<()> {
+    fn look(&self, path: PathBuf, usage: select::Use, way: &Way, survey: &mut Survey) -> io::Result<()> {
         let mut attributes = None;
-        let (seen, mut refused) = match durable::open_for_reading(&way(&path)) {
+        let (seen, mut refused) = match way.open(&path) {
             Ok(file) => {
                 attributes = Some(survey.attributes.add(&file));
                 (Some((file.metadata()?, Medium::of(&file)?)), None)
             }
             // Another process may have a lease on it, or it is closed to the user.
-            Err(error) => match seen(&way(&path)) {
+            Err(error) => match seen(way, &path) {
                 Ok((metadata, _)) if !metadata.is_file() => return Ok(()),
                 Ok(seen) => (Some(seen), Some(error)),
                 Err(error) => (None, Some(error)),
@@ -587,15 +576,15 @@ impl Found {
 
     /// `None` if the file is gone. Also makes a copy that shares its blocks, if `shares` is set, the file is large
     /// enough and the file system can do it.
-    fn open(&self, way: &dyn Fn(&Path) -> PathBuf, shares: bool) -> io::Result<Option<Opened>> {
-        let file = match durable::open_for_reading(&way(&self.path)) {
+    fn open(&self, way: &Way, shares: bool) -> io::Result<Option<Opened>> {
+        let file = match way.open(&self.path) {
             Err(error) if is_ours(&error) => return Err(error),
             Err(_) => return Ok(None),
             Ok(file) => file,
         };
         let is_large = self.medium == Medium::Disk && self.metadata.size() >= AHEAD_FROM;
-        let folder = self.path.parent().filter(|_| shares && is_large);
-        let shared = folder.and_then(|folder| blocks::shared_copy(&file, &way(folder)).ok());
+        let share = || way.beside(&self.path, |folder| blocks::shared_copy(&file, folder)).ok();
+        let shared = (shares && is_large).then(share).flatten();
         Ok(Some(Opened { file, shared }))
     }
 
@@ -625,16 +614,16 @@ fn without_place(tracked: &[TrackedFolder], view: View<'_>) -> io::Result<Vec<St
             folder.path.display()
         )
     };
-    view.with(|way| {
-        let found = tracked.iter().filter_map(|folder| Some((folder, select::without_place(folder, user.uid, way)?)));
+    view.with(|_| {
+        let found = tracked.iter().filter_map(|folder| Some((folder, select::without_place(folder, user.uid)?)));
         found.map(|(folder, file)| note(folder, file)).collect()
     })
 }
 
 /// A file that cannot be opened, or what is in its place.
-fn seen(path: &Path) -> io::Result<(fs::Metadata, Medium)> {
-    let file = File::options().read(true).custom_flags(libc::O_PATH | libc::O_NOFOLLOW).open(path)?;
-    Ok((file.metadata()?, Medium::of(&file)?))
+fn seen(way: &Way, path: &Path) -> io::Result<(fs::Metadata, Medium)> {
+    let found = way.find(path)?;
+    Ok((found.metadata()?, found.medium()?))
 }
 
 /// Whether the error is about us or the machine, and not about the file.

@@ -53,6 +53,9 @@ impl Trusted {
     }
 }
 
+/// Finds without opening, and follows no link.
+const LOOK: OFlag = OFlag::O_PATH.union(OFlag::O_NOFOLLOW).union(OFlag::O_CLOEXEC);
+
 /// Why a path cannot be followed.
 #[derive(Debug)]
 pub(crate) enum Astray {
@@ -82,13 +85,19 @@ impl Astray {
 /// What is at a path, with all links followed: whosever they are, if nobody is named whose links are trusted. It is not
 /// opened for reading, because it may be a FIFO or a device.
 pub(crate) fn find(path: &Path, trusted: impl Into<Option<Trusted>>) -> Result<File, Astray> {
-    let trusted = trusted.into();
-    let look = OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-    let root = || open("/", look, Mode::empty()).map(File::from);
+    find_from(|| open("/", LOOK, Mode::empty()).map(File::from), path, trusted.into())
+}
+
+/// The same below another root folder.
+pub(super) fn find_below(root: &File, path: &Path, trusted: Trusted) -> Result<File, Astray> {
+    find_from(|| openat(root, ".", LOOK, Mode::empty()).map(File::from), path, Some(trusted))
+}
+
+fn find_from(root: impl Fn() -> nix::Result<File>, path: &Path, trusted: Option<Trusted>) -> Result<File, Astray> {
     let (mut at, mut shown, mut links) = (root()?, PathBuf::from("/"), 0);
     let mut left: VecDeque<OsString> = steps(path).collect();
     while let Some(step) = left.pop_front() {
-        let next = File::from(openat(&at, step.as_os_str(), look, Mode::empty())?);
+        let next = File::from(openat(&at, step.as_os_str(), LOOK, Mode::empty())?);
         let metadata = next.metadata().map_err(Astray::Io)?;
         shown.push(&step);
         if !metadata.is_symlink() {

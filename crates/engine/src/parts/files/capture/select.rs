@@ -12,12 +12,11 @@ use std::time::SystemTime;
 use super::super::aside;
 use super::super::place::Trusted;
 use super::super::rights::Table;
+use super::way::Way;
 use rekindle_os::blocks::Medium;
-use rekindle_os::durable;
 use rekindle_os::identity;
 use rekindle_os::maps::{self, Mapping};
 use rekindle_os::process;
-use rekindle_os::regular::{self, Folder, Links};
 use rekindle_store::manifest::{Owner, TrackedEntry, TrackedFolder, TrackedKind};
 
 /// How a job writes to a file.
@@ -86,19 +85,19 @@ pub(super) fn beside(path: &Path) -> Option<PathBuf> {
 }
 
 /// The database that a file is, or belongs to.
-pub(super) fn database_of(path: &Path, way: &dyn Fn(&Path) -> PathBuf) -> Option<PathBuf> {
-    let is_one = |path: &PathBuf| is_database(&way(path)) || (is_closed(&way(path)) && has_companion(path, way));
+pub(super) fn database_of(path: &Path, way: &Way) -> Option<PathBuf> {
+    let is_one = |path: &PathBuf| is_database(path, way) || (is_closed(path, way) && has_companion(path, way));
     [beside(path), Some(path.to_path_buf())].into_iter().flatten().find(is_one)
 }
 
 /// Whether it is a file whose first bytes cannot be read.
-fn is_closed(path: &Path) -> bool {
-    let refused = durable::open_for_reading(path).is_err_and(|error| !is_gone(&error));
-    refused && fs::symlink_metadata(path).is_ok_and(|metadata| metadata.is_file())
+fn is_closed(path: &Path, way: &Way) -> bool {
+    let refused = way.open(path).is_err_and(|error| !is_gone(&error));
+    refused && way.metadata(path).is_ok_and(|metadata| metadata.is_file())
 }
 
-fn has_companion(path: &Path, way: &dyn Fn(&Path) -> PathBuf) -> bool {
-    names_beside(path).any(|path| fs::symlink_metadata(way(&path)).is_ok())
+fn has_companion(path: &Path, way: &Way) -> bool {
+    names_beside(path).any(|path| way.metadata(&path).is_ok())
 }
 
 fn names_beside(database: &Path) -> impl Iterator<Item = PathBuf> {
@@ -109,22 +108,18 @@ fn names_beside(database: &Path) -> impl Iterator<Item = PathBuf> {
     })
 }
 
-fn is_database(path: &Path) -> bool {
+fn is_database(path: &Path, way: &Way) -> bool {
     let mut start = [0; SQLITE.len()];
-    durable::open_for_reading(path).and_then(|mut file| file.read_exact(&mut start)).is_ok() && start == *SQLITE
+    way.open(path).and_then(|mut file| file.read_exact(&mut start)).is_ok() && start == *SQLITE
 }
 
 /// The files of the database that `path` belongs to: those that exist, and those that do not. SQLite would take a
 /// journal that appears after the snapshot for the journal of the restored database.
 ///
 /// What another user has put beside a database in a folder such as /tmp is neither: the job does not use it.
-pub(super) fn companions(
-    path: &Path,
-    trusted: Trusted,
-    way: &dyn Fn(&Path) -> PathBuf,
-) -> (Vec<PathBuf>, Vec<PathBuf>) {
+pub(super) fn companions(path: &Path, trusted: Trusted, way: &Way) -> (Vec<PathBuf>, Vec<PathBuf>) {
     let Some(database) = database_of(path, way) else { return (Vec::new(), Vec::new()) };
-    let owner = |path: &Path| fs::symlink_metadata(way(path)).map(|metadata| metadata.uid()).ok();
+    let owner = |path: &Path| way.metadata(path).map(|metadata| metadata.uid()).ok();
     let its = owner(&database);
     let (mut there, mut missing) = (Vec::new(), Vec::new());
     for path in names_beside(&database).chain([database.clone()]) {
@@ -149,19 +144,18 @@ pub(super) fn directories(tree: &[i32]) -> BTreeSet<PathBuf> {
 
 /// The data folders of PostgreSQL servers among these folders (a server's working directory), and the folders outside
 /// of them with tablespaces and the write-ahead log. A server writes to files that it has closed.
-pub(super) fn data_folders(directories: BTreeSet<PathBuf>, way: &dyn Fn(&Path) -> PathBuf) -> Vec<PathBuf> {
+pub(super) fn data_folders(directories: BTreeSet<PathBuf>, way: &Way) -> Vec<PathBuf> {
     let mut found: Vec<PathBuf> = Vec::new();
     for folder in directories {
-        let version = regular::find(&way(&folder.join("PG_VERSION")), Links::Follow);
-        if !version.and_then(|version| version.metadata()).is_ok_and(|version| version.is_file()) {
+        if !way.metadata(&folder.join("PG_VERSION")).is_ok_and(|version| version.is_file()) {
             continue;
         }
-        let spaces = Folder::at(&way(&folder.join("pg_tblspc")));
+        let spaces = way.folder(&folder.join("pg_tblspc"));
         if let Ok(spaces) = &spaces {
             let entries = spaces.entries().ok().flatten().into_iter().flatten().flatten();
             found.extend(entries.filter_map(|entry| fs::read_link(entry.path()).ok()));
         }
-        let log = Folder::at(&way(&folder)).and_then(|folder| folder.link("pg_wal"));
+        let log = way.folder(&folder).and_then(|folder| folder.link("pg_wal"));
         found.extend(log.map(PathBuf::from));
         found.push(folder);
     }
@@ -188,7 +182,7 @@ pub(super) fn is_gone(error: &io::Error) -> bool {
 pub(super) fn below(
     folder: &Path,
     user: Option<u32>,
-    way: &dyn Fn(&Path) -> PathBuf,
+    way: &Way,
     attributes: &mut Table,
 ) -> (Vec<(PathBuf, TrackedKind)>, Option<Unread>) {
     let mut unread = None;
@@ -202,7 +196,7 @@ pub(super) fn below(
         TrackedKind::Folder { mode: metadata.mode(), owner, attributes: None }
     };
     let mut all = Vec::new();
-    let look = |path: &Path| Folder::at(&way(path)).and_then(|open| Ok((open.metadata()?, open)));
+    let look = |path: &Path| way.folder(path).and_then(|open| Ok((open.metadata()?, open)));
     match look(folder) {
         Ok((metadata, open)) if !matches!(open.entries(), Ok(None)) => {
             all.push((folder.to_path_buf(), kind_of(&metadata)));
@@ -225,7 +219,7 @@ pub(super) fn below(
                 if error.kind() == io::ErrorKind::PermissionDenied
                     && at > 1
                     && user != Some(owner.uid)
-                    && is_shut(&way(folder))
+                    && is_shut(folder, way)
                 {
                     *kind = TrackedKind::Other;
                 } else {
@@ -277,21 +271,21 @@ pub(super) fn below(
 }
 
 /// Whether a folder cannot be entered: then nothing in it can be opened or made.
-fn is_shut(folder: &Path) -> bool {
-    fs::symlink_metadata(folder.join(".")).is_err()
+fn is_shut(folder: &Path, way: &Way) -> bool {
+    way.metadata(&folder.join(".")).is_err()
 }
 
 /// A file of a tracked folder that the user can change and a restore could not put back: what it replaces is kept in a
 /// new folder, and the user may create none that would do ([`aside`]).
-pub(super) fn without_place(tracked: &TrackedFolder, user: u32, way: &dyn Fn(&Path) -> PathBuf) -> Option<PathBuf> {
+pub(super) fn without_place(tracked: &TrackedFolder, user: u32) -> Option<PathBuf> {
     const WRITE: u32 = 2;
     const ENTER: u32 = 1;
     // The dot leads through a link.
-    let may_create = |folder: &Path| identity::reach(&way(&folder.join(".")), WRITE | ENTER).is_ok();
+    let may_create = |folder: &Path| identity::reach(&folder.join("."), WRITE | ENTER).is_ok();
     let may_change = |path: &Path| {
         // Its owner can lend the right to write it.
-        let is_its_own = || identity::reach(&way(path), 0).is_ok_and(|found| found.st_uid == user);
-        identity::reach(&way(path), WRITE).is_ok() || is_its_own()
+        let is_its_own = || identity::reach(path, 0).is_ok_and(|found| found.st_uid == user);
+        identity::reach(path, WRITE).is_ok() || is_its_own()
     };
     if tracked.path.parent().is_some_and(may_create) {
         return None;

@@ -296,6 +296,35 @@ fn a_fifo_in_place_of_a_file_does_not_hang_the_copy() {
     }
 }
 
+/// A restore would write it to a file of the link's owner.
+#[test]
+fn a_file_behind_a_link_of_another_user_is_not_read_with_our_rights() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let (dir, draft) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let [theirs, secret] = ["theirs", "secret"].map(|name| dir.path().join(name));
+    [&theirs, &secret].into_iter().for_each(|folder| fs::create_dir(folder).unwrap());
+    fs::write(secret.join("state"), "root's").unwrap();
+    let link = theirs.join("work");
+    std::os::unix::fs::symlink(&secret, &link).unwrap();
+    let state = link.join("state");
+    for tracked in [vec![], vec![link.clone()]] {
+        for owner in [1, 0] {
+            std::os::unix::fs::lchown(&link, Some(owner), Some(owner)).unwrap();
+            let mut contents = Contents::new(&tracked, Vec::new(), 1 << 30);
+            contents.foresee(&[], here()).unwrap();
+            let mut files = written(&[&state]);
+            let captured = contents.capture(&mut files, vec![state.clone()], here(), draft.path()).unwrap();
+            assert_eq!(files[0].part.is_none(), owner == 1, "{tracked:?}");
+            // An administrator may move a folder.
+            assert_eq!(captured.notes.len(), usize::from(owner == 1), "{captured:?}");
+            assert!(captured.notes.iter().all(|note| note.contains(link.to_str().unwrap())));
+            let _ = fs::remove_dir_all(draft.path().join("files"));
+        }
+    }
+}
+
 /// Other users' files are not read with our rights, whatever their names are.
 #[test]
 fn a_file_that_the_jobs_user_may_not_read_is_not_copied() {
