@@ -64,7 +64,24 @@ pub(crate) fn check(
         }
     }
     let mut theirs = manifest.open_files.iter().filter(|file| moved::log_here(&file.path, manifest, folder).is_none());
-    theirs.try_for_each(|file| with_rights(&file.path, user, || check_one(file, changed, trusted)))
+    theirs.try_for_each(|file| match with_rights(&file.path, user, || check_one(file, changed, trusted)) {
+        // It is moved aside.
+        Err(error) if is_other_kind(&error) && can_be_made(file) && is_tracked(file, manifest) => Ok(()),
+        checked => checked,
+    })
+}
+
+fn is_tracked(file: &OpenFile, manifest: &Manifest) -> bool {
+    manifest.tracked_folders.iter().any(|folder| file.group.as_ref() == Some(&folder.path))
+}
+
+/// Whether a folder or a link is in the place of a file, or something else in the place of a folder.
+fn is_other_kind(error: &RollbackError) -> bool {
+    match error {
+        RollbackError::NotAFile(_) => true,
+        RollbackError::Io { source, .. } => source.kind() == io::ErrorKind::NotADirectory,
+        _ => false,
+    }
 }
 
 /// What is at the path of a folder or FIFO, if anything is. It must belong to its owner at the snapshot.
@@ -179,11 +196,13 @@ pub(crate) fn make_folders(manifest: &Manifest, user: Option<&Identity>) -> Resu
     Ok(made)
 }
 
-/// The place where a folder or FIFO is missing; `None` if something is there. An existing file or folder is not ours to
-/// change.
+/// The place where a folder or FIFO is missing; `None` if something is there, or in the place of a folder above. An
+/// existing file or folder is not ours to change: only in a tracked folder it is moved aside, later.
 fn missing(path: &Path, then: u32, trusted: Trusted) -> Result<Option<Place<'_>>, RollbackError> {
-    if present(path, then, trusted)?.is_some() {
-        return Ok(None);
+    match present(path, then, trusted) {
+        Ok(None) => {}
+        Err(error) if !is_other_kind(&error) => return Err(error),
+        Ok(Some(_)) | Err(_) => return Ok(None),
     }
     let place = Place::of(path, trusted).map_err(Astray::at("find", path))?;
     // It may be a link that leads nowhere.

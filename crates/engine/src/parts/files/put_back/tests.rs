@@ -229,6 +229,52 @@ fn a_tracked_folder_is_what_it_was_and_what_was_too_much_lies_beside_it() {
     assert!(Aside::of(&folder, Trusted::of(None)).unwrap().finish().is_empty(), "nothing differs any more");
 }
 
+/// As Git makes a folder of a branch's file, and the other way round.
+#[test]
+fn in_a_tracked_folder_a_file_can_take_the_place_of_a_folder() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    let (owner, attributes) =
+        (Owner { uid: nix::unistd::getuid().as_raw(), gid: nix::unistd::getgid().as_raw() }, None);
+    let entry = |name: &str, kind| TrackedEntry { path: job_path(data.join(name)), kind };
+    let folder = |name| entry(name, TrackedKind::Folder { mode: 0o40_755, owner, attributes });
+    let of_file = |name: &str| OpenFile {
+        mode: Some(0o100_644),
+        part: Some(part_path("files/content-1")),
+        group: Some(job_path(&data)),
+        ..file(&data.join(name), 4, false)
+    };
+    let mut entries = vec![folder(""), folder("a"), folder("a/c")];
+    entries.extend(["a/b", "x"].map(|name| entry(name, TrackedKind::File)));
+    let tracked_folders = vec![TrackedFolder { path: job_path(&data), entries }];
+    let open_files = vec![of_file("a/b"), of_file("x")];
+    let folders = ["a", "a/c"].map(|name| data.join(name));
+    let Owner { uid, gid } = owner;
+    let folders = folders.map(|path| Folder { path: job_path(path), mode: 0o40_755, uid, gid, attributes });
+    let folders = folders.to_vec();
+    let mut manifest = Manifest { folders, open_files, tracked_folders, ..crate::samples::manifest() };
+    std::fs::create_dir_all(data.join("x/y")).unwrap();
+    std::fs::write(data.join("a"), "now").unwrap();
+    let store = rekindle_store::Store::open(&dir.path().join("store"), rekindle_store::Access::Write).unwrap();
+    let job = store.create_job(&"j".parse().unwrap()).unwrap();
+    check(&manifest, &job, None, ChangedFiles::Refuse).unwrap();
+    assert_eq!(make_folders(&manifest, None).unwrap(), 0);
+    let mut aside = Aside::of(&manifest.tracked_folders[0], Trusted::of(None)).unwrap();
+    tracked::put_folder_back(&mut aside, root()).unwrap();
+    for file in &manifest.open_files {
+        put_one_back(file, Some(b"then")).unwrap();
+        assert_eq!(std::fs::read(&*file.path).unwrap(), b"then");
+    }
+    let kept = dir.path().join("data.rolled-back.1");
+    assert_eq!(std::fs::read(kept.join("a")).unwrap(), b"now");
+    assert!(kept.join("x/y").exists() && data.join("a/c").is_dir());
+    // What nothing moves aside is refused.
+    manifest.tracked_folders.clear();
+    std::fs::remove_file(data.join("x")).unwrap();
+    std::fs::create_dir(data.join("x")).unwrap();
+    assert!(matches!(check(&manifest, &job, None, ChangedFiles::Refuse), Err(RollbackError::NotAFile(_))));
+}
+
 /// Images of older versions have neither content nor times.
 #[test]
 fn what_an_older_image_does_not_put_back_is_known() {
