@@ -4,13 +4,15 @@
 //! user may create none there or it is on another mount, in the tracked folder, or in the first folder below it where
 //! that is possible (`.rekindle.rolled-back.N`). A folder of that name is no part of the tracked one: it is neither captured nor put back.
 //!
-//! Nobody else can have prepared the folder: it is new, and closed to all others.
+//! Nobody else can have prepared the folder: it is new, and closed to all others. When everything is in it, it is given to
+//! the owner of the folder whose content it has: a program of that owner may have to read all that it has in its folder,
+//! as pg_basebackup does.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, DirBuilder, File};
 use std::io;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, chown};
 use std::path::{Path, PathBuf};
 
 use super::place::{Astray, Place, Trusted, find, open_folder, own_folder, reached};
@@ -168,6 +170,9 @@ struct Home {
     base: PathBuf,
     /// Whether something was moved to it.
     is_used: bool,
+    /// The folders in it, by their relative paths: those that have the same path in the tracked folder.
+    below: Vec<PathBuf>,
+    trusted: Trusted,
 }
 
 impl Home {
@@ -182,7 +187,9 @@ impl Home {
             Some(made.map(|folder| (name, folder)))
         });
         match made {
-            Some(Ok((name, folder))) => Ok(Some(Home { place, name, folder, base, is_used: false })),
+            Some(Ok((name, folder))) => {
+                Ok(Some(Home { place, name, folder, base, is_used: false, below: Vec::new(), trusted }))
+            }
             Some(Err(error)) if is_refused(&error) => Ok(None),
             Some(Err(error)) => Err(no_room(tracked)(error)),
             None => Err(RollbackError::TooMany(tracked.into())),
@@ -193,15 +200,19 @@ impl Home {
         self.place.path().with_file_name(&self.name)
     }
 
-    fn keep(&self, path: &Path) -> Result<(File, PathBuf), RollbackError> {
+    fn keep(&mut self, path: &Path) -> Result<(File, PathBuf), RollbackError> {
         let relative = path.strip_prefix(&self.base).map_err(|_| RollbackError::NotAFile(path.into()))?;
         let mut at = self.folder.try_clone().map_err(failed("open", path))?;
+        let mut shown = PathBuf::new();
         for name in relative.parent().into_iter().flat_map(Path::iter) {
+            shown.push(name);
             let below = reached(&at).join(name);
             match DirBuilder::new().mode(0o700).create(&below) {
-                Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(no_room(path)(error)),
-                _ => at = open_folder(&below).map_err(failed("open", path))?,
+                Ok(()) => self.below.push(shown.clone()),
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(error) => return Err(no_room(path)(error)),
             }
+            at = open_folder(&below).map_err(failed("open", path))?;
         }
         let name = if relative.as_os_str().is_empty() { Path::new(self.place.name()) } else { relative };
         Ok((at, self.path().join(name)))
@@ -210,6 +221,13 @@ impl Home {
     fn finish(self) -> Option<PathBuf> {
         if self.is_used {
             remove_other_folders(&self.place, &self.name);
+            // The outermost last: until then nobody else can enter.
+            let inner = self.below.iter().map(|below| (reached(&self.folder).join(below), self.base.join(below)));
+            for (ours, original) in inner.chain([(reached(&self.folder), self.base.clone())]) {
+                let owner = find(&original, self.trusted).ok().and_then(|found| found.metadata().ok());
+                // With the rights of the job's user, it belongs to that user.
+                let _ = owner.map(|owner| chown(ours, Some(owner.uid()), Some(owner.gid())));
+            }
             return Some(self.path());
         }
         let _ = fs::remove_dir_all(self.place.beside(&self.name));

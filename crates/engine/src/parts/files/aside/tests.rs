@@ -145,6 +145,32 @@ fn nothing_is_moved_to_a_folder_that_somebody_else_has_prepared() {
     assert!(theirs.exists());
 }
 
+/// A program of the folder's owner may read everything in its folder, as pg_basebackup does. But not what was in a folder
+/// that is closed to it.
+#[test]
+fn what_is_kept_belongs_to_the_owners_of_its_folders() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let dir = ground();
+    let data = dir.path().join("data");
+    let tracked = tracked(&data, &["sub", "sub/closed"]);
+    folder(&data, ALICE, 0o755);
+    folder(&data.join("sub"), BOB, 0o755);
+    folder(&data.join("sub/closed"), 0, 0o700);
+    [data.join("new"), data.join("sub/closed/new")].iter().for_each(|new| file(new, 0));
+    let mut aside = Aside::of(&tracked, Trusted::of(None)).unwrap();
+    super::super::tracked::put_folder_back(&mut aside, root()).unwrap();
+    let kept = dir.path().join("data.rolled-back.1");
+    assert_eq!(fs::metadata(&kept).unwrap().uid(), 0, "until it is complete");
+    assert_eq!(aside.finish(), std::slice::from_ref(&kept));
+    for (name, owner) in [("", ALICE), ("sub", BOB), ("sub/closed", 0), ("new", 0), ("sub/closed/new", 0)] {
+        let found = fs::metadata(kept.join(name)).unwrap();
+        assert_eq!(found.uid(), owner, "{name}");
+        assert!(!found.is_dir() || found.mode() & 0o7777 == 0o700, "{name}");
+    }
+}
+
 /// A mount that ends with the test.
 struct Mounted(PathBuf);
 
