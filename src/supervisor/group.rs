@@ -46,7 +46,7 @@ use crate::telemetry::events::What;
 use rekindle_base::interval::Choice;
 use rekindle_engine::launch::group::Plan;
 use rekindle_group::{
-    Action, Costs, End, Ending, Epoch, Goal, Incarnation, Last, LastSnapshot, Local, Machine, Number, Rank,
+    Action, Blame, Costs, End, Ending, Epoch, Goal, Incarnation, Last, LastSnapshot, Local, Machine, Number, Rank,
 };
 use rekindle_os::fence::Fence;
 use rekindle_os::spawn::Ended;
@@ -486,8 +486,8 @@ impl Owner<'_> {
         self.report_to_group(Local::Started);
     }
 
-    pub(super) fn group_not_started(&mut self, why: String) {
-        self.report_to_group(Local::Ended(Ending::NotStarted { why }));
+    pub(super) fn group_not_started(&mut self, why: String, blame: Blame) {
+        self.report_to_group(Local::Ended(Ending::NotStarted { why, blame }));
     }
 
     /// The job has ended, and this was decided about it. It is reported once nothing of it is left, so not in the middle
@@ -594,6 +594,7 @@ fn finish(end: End, stop: Option<Stop>) -> Finish {
                 Last::Exit(code) => Ended::Exit(code),
                 Last::Signal(signal) => Ended::Signal(signal),
             });
+        End::Misfit { why } => Finish::Impossible { why, obstacle: Obstacle::Machine },
             Finish::Failed { why, last }
         }
         End::Refused { why } => Finish::Impossible { why, obstacle: Obstacle::Configuration },

@@ -26,6 +26,7 @@ use rekindle_engine::launch::{self, Job};
 use rekindle_engine::parts::gpu::placement::Wishes;
 use rekindle_engine::restore;
 use rekindle_engine::restore::compat::{self, Difference, Here};
+use rekindle_group::Blame;
 use rekindle_os::exits::Watched;
 use rekindle_os::fence::Fence;
 use rekindle_replica::OnDemand;
@@ -146,6 +147,8 @@ impl Owner<'_> {
 
     pub(super) fn start_failed(&mut self, failure: StartFailure) {
         self.transfers.start_ends();
+        // A group does without this machine, or tries it again: its network and its lease may be there in a moment.
+        let is_here = matches!(failure, StartFailure::World(_) | StartFailure::Launch(_));
         let event = match failure {
             StartFailure::World(error) => impossible(chain(&error)),
             StartFailure::Launch(error) => impossible(chain(&error)),
@@ -162,10 +165,10 @@ impl Owner<'_> {
             StartFailure::Restore(image, error) => self.restore_failed(*image, &error),
         };
         let event = self.did_not_arrive(event);
-        let why = self.group.is_some().then(|| not_started(&event));
+        let told = self.group.is_some().then(|| (not_started(&event), blame(&event, is_here)));
         self.step(event);
-        if let Some(why) = why {
-            self.group_not_started(why);
+        if let Some((why, blame)) = told {
+            self.group_not_started(why, blame);
         }
     }
 
@@ -290,6 +293,17 @@ fn not_started(event: &Event) -> String {
 
 fn impossible(why: String) -> Event {
     Event::Impossible { why, obstacle: Obstacle::Machine }
+}
+
+/// What the group is told to be the cause. `is_here`: the machine, whatever the event means for a job without a group.
+fn blame(event: &Event, is_here: bool) -> Blame {
+    match event {
+        _ if is_here => Blame::Machine,
+        Event::ImageFailed { .. } => Blame::Image,
+        Event::Impossible { obstacle: Obstacle::Machine, .. } => Blame::Misfit,
+        Event::Impossible { obstacle: Obstacle::Configuration, .. } => Blame::Configuration,
+        _ => Blame::Machine,
+    }
 }
 
 /// Returns whether it is marked now.
@@ -430,5 +444,31 @@ fn restore_job(
             Ok(StartedJob { job: restored.job, open: restored.open, details, notes, moved })
         }
         Err(error) => Err(StartFailure::Restore(Box::new(image), Box::new(error))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::Images;
+
+    #[test]
+    fn a_group_is_told_what_is_to_blame() {
+        let misfit = || impossible("another driver".into());
+        let configuration = Event::Impossible { why: "another user".into(), obstacle: Obstacle::Configuration };
+        let image = "000001-20260101T000000Z".parse().unwrap();
+        let failed = |failure| Event::ImageFailed { image, failure, images: Images::default() };
+        for (event, is_here, expected) in [
+            (Event::StartFailed { why: "no room".into() }, false, Blame::Machine),
+            (misfit(), false, Blame::Misfit),
+            // The network of the group, or its lease.
+            (misfit(), true, Blame::Machine),
+            (configuration, false, Blame::Configuration),
+            (failed(Failure::Damaged), false, Blame::Image),
+            (failed(Failure::Unexplained("CRIU failed".into())), false, Blame::Image),
+            (Event::gone(image, Images::default()), false, Blame::Image),
+        ] {
+            assert_eq!(blame(&event, is_here), expected, "{event:?}");
+        }
     }
 }

@@ -155,7 +155,25 @@ pub enum Ending {
     NotStarted {
         /// The reason, for people.
         why: String,
+        /// What has to change.
+        #[serde(default)]
+        blame: Blame,
     },
+}
+
+/// What prevented the start of a job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Blame {
+    /// The machine, as it is now: the same group image is tried again.
+    #[default]
+    Machine,
+    /// The image. Another one may be restored.
+    Image,
+    /// The image does not fit the machine, or files of the job are missing there: somebody has to decide what to do.
+    Misfit,
+    /// The image does not fit the configuration.
+    Configuration,
 }
 
 /// What a member's job does.
@@ -341,8 +359,14 @@ pub enum End {
         #[serde(default)]
         last: Option<Last>,
     },
-    /// This member does not fit into the group, and leaves; or, in a plan, the group images do not fit the group.
+    /// This member does not fit into the group, and leaves; or, in a plan, the group images do not fit the group, or an
+    /// image does not fit the configuration of its machine.
     Refused {
+        /// The reason, for people.
+        why: String,
+    },
+    /// A group image does not fit a machine: somebody has to change the machine, or to decide what to start from.
+    Misfit {
         /// The reason, for people.
         why: String,
     },
@@ -353,7 +377,9 @@ impl fmt::Display for End {
         match self {
             End::Completed => f.write_str("the job completed"),
             End::Stopped { .. } => f.write_str("the run was stopped"),
-            End::Missing { why } | End::Failed { why, .. } | End::Refused { why } => f.write_str(why),
+            End::Missing { why } | End::Failed { why, .. } | End::Refused { why } | End::Misfit { why } => {
+                f.write_str(why)
+            }
         }
     }
 }
@@ -439,7 +465,7 @@ pub struct Plan {
     /// Points against group images: see `leader::FAILED_EARLY`.
     #[serde(default)]
     pub failures: BTreeMap<Number, u32>,
-    /// How often in a row epochs failed before they were healthy.
+    /// How often in a row epochs failed before they were healthy, or the job could not be started.
     #[serde(default)]
     pub in_a_row: u32,
     /// How many of the latest epochs started from the beginning and failed before they were healthy.

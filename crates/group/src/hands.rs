@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use crate::documents::{Ending, Goal, Incarnation, Last, Number, Part, Plan, Rank, Report, State, Then, View};
+use crate::documents::{
+    Blame, End, Ending, Goal, Incarnation, Last, Number, Part, Plan, Rank, Report, State, Then, View,
+};
 use crate::options::Options;
 
 /// A member of the present epoch.
@@ -18,7 +20,9 @@ pub(crate) struct Hand<'a> {
 pub(crate) enum Loss {
     /// A machine, a supervisor or its connection.
     Member(String),
-    /// The job.
+    /// A machine cannot run the job now. Neither the job nor a group image is to blame.
+    Machine(String),
+    /// The job, or the group image that it started from.
     Job(String, Option<Last>),
 }
 
@@ -41,7 +45,10 @@ pub(crate) fn loss(hands: &[Hand<'_>], plan: &Plan) -> Option<Loss> {
         }
         match &report.state {
             State::Over(Ending::Failed { why, last }) => Some(Loss::Job(format!("{rank}: {why}"), *last)),
-            State::Over(Ending::NotStarted { why }) => Some(Loss::Job(format!("{rank}: {why}"), None)),
+            State::Over(Ending::NotStarted { why, blame: Blame::Image }) => {
+                Some(Loss::Job(format!("{rank}: {why}"), None))
+            }
+            State::Over(Ending::NotStarted { why, .. }) => Some(Loss::Machine(format!("{rank}: {why}"))),
             // It could not renew its lease in time.
             State::Idle | State::Ending => Some(Loss::Member(format!("{rank} ended its job: it lost the coordinator"))),
             _ => None,
@@ -58,6 +65,26 @@ pub(crate) fn given_up(hands: &[Hand<'_>], plan: &Plan) -> Option<(String, Optio
     }
     let of = |hand: &Hand<'_>| match hand.report.filter(|report| report.epoch == plan.epoch).map(|it| &it.state) {
         Some(State::Over(Ending::GivenUp { why, last })) => Some((format!("{}: {why}", hand.rank), *last)),
+        _ => None,
+    };
+    hands.iter().find_map(of)
+}
+
+/// Why a member can never start the job from what this plan names. A rewind that fails so costs nothing: the job continues
+/// from where it was.
+pub(crate) fn misfit(hands: &[Hand<'_>], plan: &Plan) -> Option<End> {
+    if !matches!(plan.goal, Goal::Start(_)) || plan.aim.is_some() {
+        return None;
+    }
+    let of = |hand: &Hand<'_>| match hand.report.filter(|report| report.epoch == plan.epoch).map(|it| &it.state) {
+        Some(State::Over(Ending::NotStarted { why, blame })) => {
+            let why = format!("{}: {why}", hand.rank);
+            match blame {
+                Blame::Machine | Blame::Image => None,
+                Blame::Misfit => Some(End::Misfit { why }),
+                Blame::Configuration => Some(End::Refused { why }),
+            }
+        }
         _ => None,
     };
     hands.iter().find_map(of)

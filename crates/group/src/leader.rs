@@ -12,7 +12,9 @@ use crate::documents::{
     Replica, Report, StartFrom, State, Then, View,
 };
 use crate::events::Write;
-use crate::hands::{Hand, Loss, dumped, given_up, hands, late, loss, missing, nothing_runs, refusal, still_running};
+use crate::hands::{
+    Hand, Loss, dumped, given_up, hands, late, loss, misfit, missing, nothing_runs, refusal, still_running,
+};
 use crate::images;
 use crate::options::Options;
 use crate::reasons;
@@ -179,6 +181,10 @@ impl Leading {
             return None;
         }
         if let (Then::Stop { requeue }, true) = (plan.then, self.stop_is_due(now))
+        if let Some(how) = misfit(&hands, plan) {
+            next.goal = end(view, next, how);
+            return None;
+        }
             && (plan.goal.is_alive() || plan.goal == Goal::Suspended)
         {
             // The dumped parts are kept: each member stores its part before it leaves.
@@ -205,7 +211,7 @@ impl Leading {
                     next.aim = None;
                 } else if self.is_due(since + options.limits.start, now) {
                     let why = format!("not ready in time: {}", late(&hands, plan));
-                    self.gather(next, view, Loss::Job(why, None), options, now);
+                    self.gather(next, view, Loss::Machine(why), options, now);
                 }
                 self.asked(view, plan, next, now);
             }
@@ -261,7 +267,7 @@ impl Leading {
                     }
                 } else if self.is_due(since + options.limits.start, now) {
                     let why = format!("not running again after a snapshot: {}", late(&hands, plan));
-                    self.gather(next, view, Loss::Job(why, None), options, now);
+                    self.gather(next, view, Loss::Machine(why), options, now);
                 }
                 self.asked(view, plan, next, now);
             }
@@ -432,7 +438,10 @@ impl Leading {
             ));
         }
         let is_over = plan.in_a_row > restart.max_restarts;
-        is_over.then(|| format!("the job failed {} times in a row; the last time: {}", plan.in_a_row, why(plan)))
+        let times = plan.in_a_row;
+        is_over.then(|| {
+            format!("the job failed or could not be started {times} times in a row; the last time: {}", why(plan))
+        })
     }
 
     /// Ends the epoch, and counts the points against its group image.
@@ -442,17 +451,16 @@ impl Leading {
         let why = match loss {
             Loss::Member(why) => why,
             // A rewind that fails costs the job nothing.
-            Loss::Job(why, _) if next.aim.is_some() && matches!(next.goal, Goal::Start(_)) => missed(next, &why),
+            Loss::Job(why, _) | Loss::Machine(why) if next.aim.is_some() && matches!(next.goal, Goal::Start(_)) => {
+                missed(next, &why)
+            }
+            // The restarts have their pauses and their limit, and nothing counts against the group image.
+            Loss::Machine(why) => {
+                self.count_restart(next, options, now);
+                next.last = None;
+                why
+            }
             Loss::Job(why, last) => {
-                let ran = self.run.filter(|(epoch, _)| *epoch == next.epoch).map(|(_, since)| since);
-                if ran.is_some_and(|since| now.saturating_duration_since(since) >= options.restart.healthy_uptime) {
-                    self.restarts.clear();
-                }
-                // The plan that says so may be refused, and is decided again.
-                if self.restarts.back().is_none_or(|(epoch, _)| *epoch != next.epoch) {
-                    self.restarts.push_back((next.epoch, now));
-                }
-                next.last = last;
                 count_failure(next, view);
                 why
             }
@@ -482,6 +490,8 @@ impl Leading {
     }
 
     /// Carries out the first request that was not carried out and can be now.
+                self.count_restart(next, options, now);
+                next.last = last;
     fn asked(&mut self, view: &View, plan: &Plan, next: &mut Plan, now: Instant) {
         let new = view.members.values().filter_map(|report| Some((report.incarnation, report.asked.as_ref()?)));
         let mut new = new.filter(|(who, asked)| plan.served.get(who).is_none_or(|served| *served < asked.number));
@@ -491,6 +501,18 @@ impl Leading {
             // Then it is known who was there, and no longer who was lost.
             (Ask::Suspend, Goal::Gather { .. }) => self.runs_elsewhere,
             // The snapshot in progress may lack what was done since it began.
+    fn count_restart(&mut self, next: &mut Plan, options: &Options, now: Instant) {
+        let ran = self.run.filter(|(epoch, _)| *epoch == next.epoch).map(|(_, since)| since);
+        if ran.is_some_and(|since| now.saturating_duration_since(since) >= options.restart.healthy_uptime) {
+            self.restarts.clear();
+        }
+        // The plan that says so may be refused, and is decided again.
+        if self.restarts.back().is_none_or(|(epoch, _)| *epoch != next.epoch) {
+            self.restarts.push_back((next.epoch, now));
+        }
+        next.in_a_row = if next.healthy { 0 } else { next.in_a_row + 1 };
+    }
+
             (Ask::Snapshot, Goal::Prepare(_) | Goal::Pull(_) | Goal::Dump(_)) => true,
             _ => false,
         };
@@ -604,7 +626,7 @@ fn why(plan: &Plan) -> &str {
     }
 }
 
-/// Counts a failure of the job, and the points against its group image.
+/// Counts the points of a failure of the job against its group image, or against the beginning.
 fn count_failure(next: &mut Plan, view: &View) {
     let newer = |from: Number| view.images.iter().any(|(number, it)| *number > from && it.value.epoch == next.epoch);
     match next.from {
@@ -614,7 +636,6 @@ fn count_failure(next: &mut Plan, view: &View) {
         _ => {}
     }
     next.early_cold = if next.from == StartFrom::Beginning && !next.healthy { next.early_cold + 1 } else { 0 };
-    next.in_a_row = if next.healthy { 0 } else { next.in_a_row + 1 };
 }
 
 /// The goal with which all members leave.

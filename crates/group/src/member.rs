@@ -6,8 +6,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
 use crate::documents::{
-    Ask, Asked, Costs, End, Ending, Epoch, Fresh, Goal, Incarnation, Number, Plan, Progress, Rank, Replica, Replicated,
-    Report, Rewound, StartFrom, Stored, View,
+    Ask, Asked, Blame, Costs, End, Ending, Epoch, Fresh, Goal, Incarnation, Number, Plan, Progress, Rank, Replica,
+    Replicated, Report, Rewound, StartFrom, Stored, View,
 };
 use crate::events::{Local, Order, Write};
 use crate::images;
@@ -446,7 +446,8 @@ impl Member {
                 let is_away = self.parts.get(&number).is_some_and(|part| part.replicated == Replicated::Only);
                 if wanted.is_none() || wanted != ours || is_away {
                     let why = format!("this machine does not have its part of {number}");
-                    self.job = Job::Over(Ending::NotStarted { why });
+                    // The next report says which part is there.
+                    self.job = Job::Over(Ending::NotStarted { why, blame: Blame::Machine });
                     return None;
                 }
                 wanted.cloned()

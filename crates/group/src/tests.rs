@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::documents::{
-    Ask, End, Ending, Epoch, Goal, GroupImage, Incarnation, Number, Part, Progress, Rank, Replica, Replicated,
+    Ask, Blame, End, Ending, Epoch, Goal, GroupImage, Incarnation, Number, Part, Progress, Rank, Replica, Replicated,
     StartFrom, State, Stored, Versioned,
 };
 use crate::events::{Action, Answer, Event, Local, Order, Write};
@@ -297,6 +297,73 @@ fn a_job_that_does_not_end_is_not_waited_for_without_a_limit() {
     assert_eq!(group.last(1), Some(&Order::Kill), "it leaves once its job is over");
     group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into(), last: None }));
     assert_eq!(group.last(1), Some(&Order::Finish(end)));
+}
+
+/// The job has started from group image 7 of 4 and 7.
+fn restored() -> Group {
+    let mut group = Group::with(2, &|rank| durable(rank, &[4, 7]), Epoch(3));
+    group.wait(TTL);
+    assert_eq!(group.goal(), Goal::Start(StartFrom::Image(Number(7))));
+    group
+}
+
+fn not_started(blame: Blame) -> Local {
+    Local::Ended(Ending::NotStarted { why: "it does not start".into(), blame })
+}
+
+#[test]
+fn a_machine_at_fault_does_not_count_against_a_group_image() {
+    // Of the restores, and of one that is not ready in time.
+    let of_limit = options(Rank(0), 2).limits.start;
+    let hindered: [&dyn Fn(&mut Group); 2] =
+        [&|group| group.tell(1, Event::Local(not_started(Blame::Machine))), &|group| group.wait(of_limit)];
+    for hindered in hindered {
+        let mut group = restored();
+        for times in 1..=4 {
+            hindered(&mut group);
+            group.settle();
+            group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into(), last: None }));
+            assert!(matches!(group.goal(), Goal::Gather { .. }) || times == 1, "restarts have a pause");
+            group.wait(Duration::from_secs(8));
+            assert_eq!(group.goal(), Goal::Start(StartFrom::Image(Number(7))), "try {times}");
+            let plan = &group.coordinator.view.plan.as_ref().unwrap().value;
+            assert_eq!((plan.in_a_row, plan.failures.len()), (times, 0));
+        }
+        // But there is a limit.
+        for _ in 5..=8 {
+            hindered(&mut group);
+            group.settle();
+            group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into(), last: None }));
+            group.wait(Duration::from_secs(8));
+        }
+        let Goal::End(End::Failed { why, .. }) = group.goal() else { panic!("{:?}", group.goal()) };
+        assert!(why.contains("could not be started 8 times in a row"), "{why}");
+    }
+    // An image at fault is passed over.
+    let mut group = restored();
+    for _ in 0..2 {
+        group.tell(1, Event::Local(not_started(Blame::Image)));
+        group.settle();
+        group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into(), last: None }));
+        group.wait(Duration::from_secs(8));
+    }
+    assert_eq!(group.goal(), Goal::Start(StartFrom::Image(Number(4))));
+}
+
+#[test]
+fn an_image_that_does_not_fit_ends_the_run_and_is_not_passed_over() {
+    let why = || "rank 1: it does not start".to_owned();
+    for (blame, end) in
+        [(Blame::Misfit, End::Misfit { why: why() }), (Blame::Configuration, End::Refused { why: why() })]
+    {
+        let mut group = restored();
+        group.tell(1, Event::Local(not_started(blame)));
+        group.settle();
+        assert_eq!(group.goal(), Goal::End(end.clone()));
+        group.tell(0, Event::Local(Local::Ended(Ending::Failed { why: "killed".into(), last: None })));
+        group.settle();
+        assert!((0..2).all(|at| group.last(at) == Some(&Order::Finish(end.clone()))));
+    }
 }
 
 #[test]

@@ -302,3 +302,37 @@ fn what_a_machine_has_sent_arrives_after_it_has_completed() {
     assert_eq!((lab.ends(0), lab.ends(1)), (0, 0));
     (0..2).for_each(|rank| assert!(!lab.log(rank).contains("all machines restart"), "{}", lab.log(rank)));
 }
+
+#[test]
+fn a_machine_that_cannot_restore_now_does_not_take_the_group_to_an_older_image() {
+    if !gate() {
+        return;
+    }
+    let mut lab = Lab::new(2, ENDLESS);
+    // A hook that refuses as long as this file is there, on all machines.
+    let (full, hook) = (lab.path("full"), lab.path("hook"));
+    std::fs::write(&hook, format!("#!/bin/sh\ntest ! -e {}\n", full.display())).unwrap();
+    std::fs::set_permissions(&hook, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    lab.set("hooks.before-restore", &format!("[{:?}]", hook.display().to_string()));
+    lab.set("hooks.on-error", "\"refuse\"");
+    lab.set("restart.backoff", "\"1s\"");
+    // Its newest group image stays the newest.
+    lab.set("snapshot.interval", "\"off\"");
+    lab.run_all();
+    lab.said(1, "the group starts from", 1);
+    for _ in 0..2 {
+        let output = lab.command(0, 0).args(["snapshot", "ring.0"]).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+    (0..2).for_each(|rank| lab.said(rank, STORED, 2));
+    lab.said(0, "group image 2 is committed", 1);
+    std::fs::write(&full, "").unwrap();
+    let victim = lab.machines[1].process_of_job().expect("a process of the job");
+    kill(Pid::from_raw(victim), Signal::SIGKILL).unwrap();
+    // An image with two such failures would be passed over.
+    lab.said(0, "the group starts from group image 2", 4);
+    std::fs::remove_file(&full).unwrap();
+    (0..2).for_each(|rank| lab.said(rank, RESTORED, 1));
+    (0..2).for_each(|rank| assert!(!lab.log(rank).contains("starts from group image 1"), "{}", lab.log(rank)));
+    lab.completes(&[0, 1]);
+}

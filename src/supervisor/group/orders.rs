@@ -12,7 +12,7 @@ use crate::supervisor::{Message, Owner};
 use crate::telemetry::events::What;
 use rekindle_base::chain;
 use rekindle_engine::snapshot::Settled;
-use rekindle_group::{Ending, Epoch, Incarnation, Local, Number, Order, Part, Progress, Replicated, StartFrom, Stored};
+use rekindle_group::{Blame, Epoch, Incarnation, Local, Number, Order, Part, Progress, Replicated, StartFrom, Stored};
 use rekindle_store::manifest::{Manifest, Reason};
 use rekindle_store::{ImageId, gc};
 
@@ -80,16 +80,16 @@ impl Owner<'_> {
     fn start_epoch(&mut self, epoch: Epoch, origin: Incarnation, from: StartFrom, part: Option<&Part>) {
         let setup = Arc::clone(self.setup);
         let (Some(member), Some(group)) = (&mut self.group, &setup.group) else { return };
-        let written =
-            remember(&setup, epoch, member.membership.as_ref(), &member.machine).map_err(|error| error.to_string());
+        let written = remember(&setup, epoch, member.membership.as_ref(), &member.machine)
+            .map_err(|error| (error.to_string(), Blame::Machine));
         let point = match part.map(|part| part.image.parse::<ImageId>()) {
             None => Ok(StartPoint::Cold),
             Some(Ok(image)) => Ok(StartPoint::Image(image)),
-            Some(Err(error)) => Err(error.to_string()),
+            Some(Err(error)) => Err((error.to_string(), Blame::Image)),
         };
         let point = match written.and(point) {
             Ok(point) => point,
-            Err(why) => return self.report_to_group(Local::Ended(Ending::NotStarted { why })),
+            Err((why, blame)) => return self.group_not_started(why, blame),
         };
         member.epoch = (epoch, origin);
         member.network = Some(Arc::new(group.layout.plan(origin, epoch, &member.nodes)));

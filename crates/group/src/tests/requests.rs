@@ -142,14 +142,13 @@ fn a_rewind_is_answered_when_the_job_runs_from_that_image_and_refused_with_a_rea
     assert_eq!(group.goal(), Goal::Run);
 }
 
-#[test]
-fn a_rewind_that_fails_costs_no_group_image() {
+fn cannot_go_back(blame: Blame) {
     let mut group = Group::with_images();
     let left = group.plan().left.clone();
     let mut client = group.asks(1, Ask::Rewind(Number(4)));
     group.settle();
     group.killed();
-    group.tell(1, Event::Local(Local::Ended(Ending::NotStarted { why: "a file is missing".into() })));
+    group.tell(1, Event::Local(Local::Ended(Ending::NotStarted { why: "a file is missing".into(), blame })));
     group.settle();
     let told = "cannot go back to group image 4: rank 1: a file is missing. The job continues from where it was";
     assert_eq!(why(group.learns(&mut client)), told);
@@ -162,6 +161,13 @@ fn a_rewind_that_fails_costs_no_group_image() {
         "{:?}",
         group.last(0)
     );
+}
+
+#[test]
+fn a_rewind_that_fails_costs_no_group_image() {
+    for blame in [Blame::Image, Blame::Machine, Blame::Misfit, Blame::Configuration] {
+        cannot_go_back(blame);
+    }
 }
 
 #[test]

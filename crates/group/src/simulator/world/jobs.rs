@@ -5,7 +5,7 @@ use super::super::oracle::newest_whole;
 use super::super::plants::Plant;
 use super::super::queue::{Happening, Request, Step};
 use super::World;
-use crate::documents::{End, Ending, Number, Part, StartFrom};
+use crate::documents::{Blame, End, Ending, Number, Part, StartFrom};
 use crate::events::{Event, Local, Order};
 use crate::images;
 
@@ -303,7 +303,7 @@ impl World {
         if let Some(why) = broken {
             self.nodes[at].job = None;
             self.oracle.job_fails();
-            self.hears(at, Event::Local(Local::Ended(Ending::NotStarted { why: why.into() })));
+            self.hears(at, Event::Local(Local::Ended(Ending::NotStarted { why: why.into(), blame: Blame::Image })));
             return;
         }
         match from {
