@@ -141,7 +141,7 @@ pub(crate) fn missing(view: &View, options: &Options) -> Option<String> {
     names((0..options.size).map(Rank).filter(|rank| !view.members.contains_key(rank)))
 }
 
-fn names(ranks: impl Iterator<Item = Rank>) -> Option<String> {
+pub(crate) fn names(ranks: impl Iterator<Item = Rank>) -> Option<String> {
     let names: Vec<String> = ranks.map(|rank| rank.to_string()).collect();
     (!names.is_empty()).then(|| names.join(", "))
 }

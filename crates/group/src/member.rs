@@ -279,6 +279,7 @@ impl Member {
             Some(plan) => self.follow_plan(view, &plan.value, options, now, orders),
             None => self.waits.rest = None,
         }
+        orders.extend(self.leave_if_none_begins(view, options, now));
         orders.extend(self.leave_snapshot(view, options, now));
     }
 

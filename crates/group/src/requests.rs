@@ -183,6 +183,13 @@ fn rests(view: &View, plan: &Plan) -> bool {
     view.members.values().all(|it| it.state.nothing_runs() && !it.storing && it.seen >= plan.serial)
 }
 
+/// Whether the member of this rank takes part in the present run.
+#[must_use]
+pub fn is_of_run(view: &View, rank: Rank) -> bool {
+    let of_crew = view.plan.as_ref().and_then(|plan| plan.value.crew.get(&rank));
+    of_crew.is_some() && view.members.get(&rank).map(|report| &report.incarnation) == of_crew
+}
+
 fn is_member(view: &View, membership: Incarnation) -> bool {
     view.members.values().any(|report| report.incarnation == membership)
 }

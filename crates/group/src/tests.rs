@@ -367,6 +367,32 @@ fn an_image_that_does_not_fit_ends_the_run_and_is_not_passed_over() {
 }
 
 #[test]
+fn a_new_run_does_not_wait_without_a_limit_for_a_member_that_cannot_leave() {
+    let wait = options(Rank(0), 3).limits.wait;
+    let mut group = Group::new(3);
+    group.starts();
+    group.tell(1, Event::Asked(Ask::StopNow { requeue: true }));
+    group.settle();
+    // The job of rank 2 does not end. The others leave, and are started again.
+    for at in 0..2 {
+        group.tell(at, Event::Local(Local::Ended(Ending::Failed { why: "killed".into(), last: None })));
+        assert!(matches!(group.last(at), Some(Order::Finish(End::Stopped { requeue: true }))));
+    }
+    for at in 0..2 {
+        let rank = Rank(u32::try_from(at).unwrap());
+        group.machines[at] = Machine::new(options(rank, 3), Epoch(1));
+        group.comes_back(at);
+    }
+    group.wait(wait - Duration::from_secs(1));
+    let is_over = |group: &Group, at: usize| matches!(group.last(at), Some(Order::Finish(End::Missing { .. })));
+    assert!((0..2).all(|at| !is_over(&group, at)));
+    assert!((0..2).all(|at| group.machines[at].deadline().is_some_and(|due| due <= group.now + TTL)));
+    group.wait(Duration::from_secs(1));
+    let why = "rank 2 of the run before did not leave the group in time: end the supervisors there";
+    assert!((0..2).all(|at| group.last(at) == Some(&Order::Finish(End::Missing { why: why.into() }))));
+}
+
+#[test]
 fn a_job_is_not_frozen_for_ever_by_a_coordinator_that_refuses_to_write() {
     let longest = options(Rank(0), 2).longest_step();
     for steps in 0..4 {

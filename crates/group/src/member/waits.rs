@@ -5,7 +5,9 @@ use std::time::Instant;
 use super::{Member, seen};
 use crate::documents::{End, Fresh, Goal, Plan, Rank, Report, View};
 use crate::events::Order;
+use crate::hands::names;
 use crate::options::Options;
+use crate::requests::is_of_run;
 
 /// Since when it waits.
 #[derive(Debug, Default)]
@@ -14,6 +16,8 @@ pub(super) struct Waits {
     pub(super) taken: Option<Instant>,
     /// Since when it waits for others that want to start from the beginning too: the last run has completed.
     pub(super) lone: Option<Instant>,
+    /// Since when it waits for the next run: the last one is over, and this process was not there.
+    pub(super) over: Option<Instant>,
     /// Since when others say that the job is suspended, and this process was not there then.
     pub(super) rest: Option<Instant>,
     /// The plan during a snapshot, and since when it is there.
@@ -23,7 +27,8 @@ pub(super) struct Waits {
 impl Member {
     /// When this member must do something without an event.
     pub(crate) fn deadline(&self, options: &Options) -> Option<Instant> {
-        let waits = [self.waits.taken, self.waits.lone].into_iter().flatten().map(|since| since + options.limits.wait);
+        let waits = [self.waits.taken, self.waits.lone, self.waits.over];
+        let waits = waits.into_iter().flatten().map(|since| since + options.limits.wait);
         let step = self.waits.step.map(|(_, since)| since + options.longest_step());
         let rest = self.waits.rest.filter(|_| !self.rests).map(|since| since + options.lease);
         self.fenced_at(options).into_iter().chain(waits).chain(rest).chain(step).min()
@@ -83,6 +88,30 @@ impl Member {
         }
         (self.over.finished, self.waits.lone) = (true, None);
         let why = "not all machines were started with --fresh in time".into();
+        Some(Order::Finish(End::Missing { why }))
+    }
+
+    /// The run is over, and the next one does not begin: a member of it has not left, because it cannot end its job or hangs,
+    /// or the leader hangs. A supervisor of that run leaves in [`Member::obey`].
+    pub(super) fn leave_if_none_begins(&mut self, view: &View, options: &Options, now: Instant) -> Option<Order> {
+        let plan = view.plan.as_ref().map(|plan| &plan.value);
+        let over = plan.filter(|plan| matches!(plan.goal, Goal::End(_)));
+        let of_run = |rank: &Rank| is_of_run(view, *rank);
+        if over.is_none() || !self.has_joined(view) || of_run(&self.rank) || self.over.finished {
+            self.waits.over = None;
+            return None;
+        }
+        let since = *self.waits.over.get_or_insert(now);
+        if now < since + options.limits.wait {
+            return None;
+        }
+        (self.over.finished, self.waits.over) = (true, None);
+        let why = match names(view.members.keys().filter(|rank| of_run(rank)).copied()) {
+            Some(those) => {
+                format!("{those} of the run before did not leave the group in time: end the supervisors there")
+            }
+            None => "the group's leader did not begin the next run in time".into(),
+        };
         Some(Order::Finish(End::Missing { why }))
     }
 
