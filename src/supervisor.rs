@@ -120,8 +120,8 @@ pub(crate) enum Error {
 /// Reports from the threads.
 enum Message {
     Signal(i32),
-    /// The reaper of this life has ended.
-    Ended(u32),
+    /// Nothing of this life is left, and so it ended.
+    Ended(u32, Ended),
     Started(Box<Result<StartedJob, StartFailure>>),
     Snapshot(Box<Result<Taken, snapshot::Error>>),
     Persisted(Box<images::Outcome>),
@@ -449,8 +449,8 @@ impl Owner<'_> {
     fn receive(&mut self, message: Message) {
         match message {
             Message::Signal(signal) => self.signalled(signal),
-            Message::Ended(life) if self.life.is_present(life) => self.job_ended(),
-            Message::Ended(_) => {}
+            Message::Ended(life, ended) if self.life.is_present(life) => self.job_ended(ended),
+            Message::Ended(..) => {}
             Message::Started(result) => match *result {
                 Ok(started) => self.started(started),
                 Err(failure) => self.start_failed(failure),

@@ -2,8 +2,6 @@
 
 use std::time::Instant;
 
-use signal_hook::consts::SIGKILL;
-
 use super::life::Waits;
 use super::state::{Event, Finish, State};
 use super::{Owner, unread};
@@ -14,10 +12,9 @@ use rekindle_os::spawn::Ended;
 use rekindle_store::{self as store, Outcome, gc};
 
 impl Owner<'_> {
-    pub(super) fn job_ended(&mut self) {
-        let Some(job) = self.life.job().cloned() else { return };
-        // Also ends daemons of the job, and a CRIU that works in the same namespace.
-        let ended = job.end().unwrap_or(Ended::Signal(SIGKILL));
+    /// Nothing of the job is left.
+    pub(super) fn job_ended(&mut self, ended: Ended) {
+        let Some(job) = self.life.job() else { return };
         if job.world.is_fenced() {
             tracing::error!(
                 "the job was ended by its init: this supervisor did not renew its membership of the group in time. \

@@ -29,6 +29,7 @@ use rekindle_engine::restore::compat::{self, Difference, Here};
 use rekindle_group::Blame;
 use rekindle_os::exits::Watched;
 use rekindle_os::fence::Fence;
+use rekindle_os::spawn::Ended;
 use rekindle_replica::OnDemand;
 use rekindle_store::persist::Progress;
 use rekindle_store::unpack;
@@ -137,8 +138,11 @@ impl Owner<'_> {
             let _ = waiting.root.wait_for_end();
             // At once, whatever the supervisor is doing: remaining processes of the job must not clean up its files.
             waiting.kill_rest();
+            // Also daemons of the job, and a CRIU that works in the same namespace. Here, because a process that waits in the
+            // kernel for a disk or a driver ends when that answers: until then the supervisor has other things to do.
+            let ended = waiting.end().unwrap_or(Ended::Signal(libc::SIGKILL));
             drop(waiting);
-            let _ = sender.send(Message::Ended(life));
+            let _ = sender.send(Message::Ended(life, ended));
         });
         self.step(Event::Started);
         self.group_started();
@@ -291,10 +295,6 @@ fn not_started(event: &Event) -> String {
     }
 }
 
-fn impossible(why: String) -> Event {
-    Event::Impossible { why, obstacle: Obstacle::Machine }
-}
-
 /// What the group is told to be the cause. `is_here`: the machine, whatever the event means for a job without a group.
 fn blame(event: &Event, is_here: bool) -> Blame {
     match event {
@@ -304,6 +304,10 @@ fn blame(event: &Event, is_here: bool) -> Blame {
         Event::Impossible { obstacle: Obstacle::Configuration, .. } => Blame::Configuration,
         _ => Blame::Machine,
     }
+}
+
+fn impossible(why: String) -> Event {
+    Event::Impossible { why, obstacle: Obstacle::Machine }
 }
 
 /// Returns whether it is marked now.

@@ -229,7 +229,9 @@ impl Job {
     fn pids(&self) -> BTreeSet<i32> {
         // Daemons that outlive the reaper become children of init.
         let roots = [Some(&self.root), self.world.init()];
-        roots.into_iter().flatten().flat_map(|root| process::tree(root.pid())).collect()
+        // The pid of one that was reaped may be another process by now.
+        let roots = roots.into_iter().flatten().filter(|root| root.has_ended().is_ok());
+        roots.flat_map(|root| process::tree(root.pid())).collect()
     }
 
     /// Whether several of its processes work together by NCCL.

@@ -407,6 +407,10 @@ fn frozen<'a>(
     reason: Reason,
     cancelled: &'a (dyn Fn() -> bool + Sync),
 ) -> Result<phases::Frozen<'a>, Error> {
+    // It may be reaped, and its pid another process, while others of the job have not ended.
+    if subject.job.root.has_ended().unwrap_or(true) {
+        return Err(Error::JobEnded);
+    }
     let root = subject.job.root.pid();
     let over = || cancelled() || subject.job.root.has_ended().unwrap_or(true);
     let mut attempt = 1;

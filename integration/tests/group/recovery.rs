@@ -336,3 +336,87 @@ fn a_machine_that_cannot_restore_now_does_not_take_the_group_to_an_older_image()
     (0..2).for_each(|rank| assert!(!lab.log(rank).contains("starts from group image 1"), "{}", lab.log(rank)));
     lab.completes(&[0, 1]);
 }
+
+/// A disk on which a write does not end, whatever kills the process: a file system that is frozen.
+struct Disk {
+    folder: std::path::PathBuf,
+}
+
+impl Disk {
+    fn new(lab: &Lab) -> Option<Disk> {
+        let (file, folder) = (lab.path("disk"), lab.path("mounted"));
+        std::fs::create_dir(&folder).unwrap();
+        std::fs::File::create(&file).unwrap().set_len(16 << 20).unwrap();
+        let run = |program: &str, args: &[&str]| {
+            let output = Command::new(program).args(args).arg(&file).output();
+            output.is_ok_and(|output| output.status.success())
+        };
+        let mounted = run("mkfs.ext4", &["-q"]) && {
+            let mount = Command::new("mount").args(["-o", "loop"]).arg(&file).arg(&folder).status();
+            mount.is_ok_and(|status| status.success())
+        };
+        rekindle_testing::require("disks", mounted, "no mkfs.ext4 or no loop devices").then_some(Disk { folder })
+    }
+
+    fn freeze(&self, how: &str) -> bool {
+        Command::new("fsfreeze").arg(how).arg(&self.folder).status().is_ok_and(|status| status.success())
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        self.freeze("-u");
+        let _ = Command::new("umount").arg("-l").arg(&self.folder).status();
+    }
+}
+
+#[test]
+fn a_leader_whose_job_cannot_be_killed_does_not_stop_the_others() {
+    if !gate() {
+        return;
+    }
+    let mut lab = Lab::new(2, ENDLESS);
+    let Some(disk) = Disk::new(&lab) else { return };
+    lab.set("group.wait", "\"8s\"");
+    lab.set("snapshot.interval", "\"off\"");
+    let ring = lab.ring().map(|word| format!("'{word}'")).join(" ");
+    for rank in 0..2 {
+        let written = disk.folder.join(rank.to_string());
+        let script = format!("(while :; do echo x > {}; sleep 0.1; done) & exec {ring}", written.display());
+        let mut job = Command::new("sh");
+        job.args(["-c", &script]);
+        lab.jobs.push(job);
+    }
+    // The first one leads.
+    lab.run(0, 0, &[]);
+    let leads = || {
+        let output = lab.command(0, 0).args(["status", "ring.0"]).output().unwrap();
+        String::from_utf8_lossy(&output.stdout).contains("rank 0 (node-0) leads")
+    };
+    wait_for("a leader", leads);
+    lab.run(1, 1, &[]);
+    wait_for("both jobs write", || (0..2).all(|rank| disk.folder.join(rank.to_string()).exists()));
+    (0..2).for_each(|rank| wait_for("the job runs", || lab.machines[rank].process_of_job().is_some()));
+    // The job of rank 1 does not write any more: only that of rank 0 gets stuck.
+    let writes = |rank: usize| {
+        let all = lab.machines[rank].processes();
+        all.into_iter().filter(|(_, line)| line.contains("while :")).map(|(pid, _)| pid).collect::<Vec<_>>()
+    };
+    for pid in writes(1) {
+        let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+    }
+    assert!(disk.freeze("-f"));
+    std::thread::sleep(Duration::from_secs(1));
+    let victim = lab.machines[1].process_of_job().expect("a process of the job");
+    kill(Pid::from_raw(victim), Signal::SIGKILL).unwrap();
+    assert_eq!(lab.ends(1), 75, "to be queued again");
+    assert!(lab.log(1).contains("rank 0 did not end its job in time"), "{}", lab.log(1));
+    // The next run does not wait for ever for the one that cannot leave.
+    lab.run(1, 1, &[]);
+    assert_eq!(lab.ends(1), 75);
+    let why = "rank 0 of the run before did not leave the group in time";
+    assert!(lab.log(1).contains(why), "{}", lab.log(1));
+    assert_eq!(lab.machines[0].has_ended(), None);
+    assert!(disk.freeze("-u"));
+    assert_eq!(lab.ends(0), 75);
+}
