@@ -212,6 +212,7 @@ pub(crate) fn run(setup: Setup) -> Result<Finish, Error> {
             Err(mpsc::RecvTimeoutError::Disconnected) => break,
         }
     }
+    owner.group_is_at_the_end();
     owner.checks.close();
     let mut finish = owner.end.take();
     if !owner.lease.is_held() {

@@ -19,6 +19,11 @@ use super::node::Node;
 /// The pause between two tries while etcd cannot be reached.
 const PAUSE: Duration = Duration::from_secs(1);
 
+/// The supervisor hangs if it has done nothing for so many leases, and for so long: it looks at its lease several times in
+/// each. A machine whose store does not answer for a moment does not lose its job for that.
+const HANGS: u32 = 4;
+const LEAST_HANG: Duration = Duration::from_secs(60);
+
 /// How often in the time of a lease the fence is moved ahead.
 const FENCE_LOOKS: u32 = 20;
 
@@ -74,6 +79,31 @@ pub enum Loss {
     Expired,
     /// Its report was removed, or overwritten by somebody else. Nothing can be written for this membership any more.
     NotReported,
+    /// The supervisor has done nothing for so long, so its lease is no longer renewed. The job's init ends the job before
+    /// the lease expires.
+    Hangs(Duration),
+}
+
+/// The life of the thread that decides. If it hangs, it does not lead, takes part in nothing, and does not end its job when
+/// it is ordered to: the others would wait for it for as long as its lease is renewed.
+#[derive(Debug, Default)]
+struct Pulse(Mutex<Option<Instant>>);
+
+impl Pulse {
+    fn beats(&self) {
+        *lock(&self.0) = Some(Instant::now());
+    }
+
+    /// It is not looked at any more.
+    fn is_over(&self) {
+        *lock(&self.0) = None;
+    }
+
+    /// Since when it has not done anything, if that is too long ago.
+    fn hangs(&self, lease: Duration) -> Option<Duration> {
+        let since = lock(&self.0).map(|beat| beat.elapsed());
+        since.filter(|since| *since > (lease * HANGS).max(LEAST_HANG))
+    }
 }
 
 /// The present membership, for the two threads that see its end.
@@ -178,6 +208,7 @@ enum Ask {
 pub struct Session {
     asks: mpsc::Sender<Ask>,
     board: Board,
+    pulse: Arc<Pulse>,
     /// Closed when the thread ends.
     over: mpsc::Receiver<()>,
 }
@@ -209,16 +240,29 @@ impl Session {
     ) -> std::io::Result<Session> {
         let (sender, asks) = mpsc::channel();
         let (alive, over) = mpsc::channel();
-        let (own, shared) = (sender.clone(), Board::default());
-        let board = shared.clone();
+        let (own, shared, pulse) = (sender.clone(), Board::default(), Arc::<Pulse>::default());
+        let (board, looked_at) = (shared.clone(), Arc::clone(&pulse));
         std::thread::Builder::new().name("group".into()).spawn(move || {
             let prefix = keys::prefix(&identity.group);
             let (away, present, refuses) = (Arc::default(), Arc::default(), Cell::new(false));
-            let worker = Worker { coordinator, prefix, identity, asks, own, tell, board, away, present, refuses };
+            let pulse = looked_at;
+            let worker =
+                Worker { coordinator, prefix, identity, asks, own, tell, board, pulse, away, present, refuses };
             worker.run();
             drop(alive);
         })?;
-        Ok(Session { asks: sender, board: shared, over })
+        Ok(Session { asks: sender, board: shared, pulse, over })
+    }
+
+    /// The supervisor is at work. From the first call on, this must be called several times in each lease until
+    /// [`Session::is_at_the_end`].
+    pub fn beats(&self) {
+        self.pulse.beats();
+    }
+
+    /// From now on the supervisor waits for what has no limit, such as the store, with nothing left to decide.
+    pub fn is_at_the_end(&self) {
+        self.pulse.is_over();
     }
 
     /// Writes, and reports the answer. One write at a time.
@@ -259,6 +303,7 @@ struct Worker<T> {
     own: mpsc::Sender<Ask>,
     tell: T,
     board: Board,
+    pulse: Arc<Pulse>,
     /// Since when it does not answer, and why.
     away: Arc<Mutex<Option<(Instant, String)>>>,
     present: Arc<Mutex<Present>>,
@@ -272,19 +317,30 @@ enum Over {
     Done,
     /// The coordinator is another one.
     Moved,
+    /// The supervisor hangs.
+    Hangs,
 }
 
 impl<T: Fn(CoordinatorEvent) + Clone + Send + 'static> Worker<T> {
     fn run(mut self) {
-        while matches!(self.with_one(), Some(Over::Moved)) {
-            (self.tell)(CoordinatorEvent::Moved);
+        loop {
+            let hangs = match self.with_one() {
+                Some(Over::Moved) => false,
+                Some(Over::Hangs) => true,
+                Some(Over::Done) | None => return,
+            };
+            if !hangs {
+                (self.tell)(CoordinatorEvent::Moved);
+            }
+            // The membership of a supervisor that hung has a job, until the lease expires.
             self.identity.former = loop {
-                match self.asks.recv() {
-                    Ok(Ask::Afresh(former)) => break former,
+                match self.asks.recv_timeout(PAUSE) {
+                    Err(mpsc::RecvTimeoutError::Timeout) if hangs && self.hangs().is_none() => break None,
+                    Ok(Ask::Afresh(former)) if !hangs => break former,
                     Ok(Ask::Write(_)) => (self.tell)(CoordinatorEvent::Wrote(Answer::Conflict)),
                     Ok(Ask::Tell) => self.board.unsay(),
-                    Ok(Ask::Lost(_) | Ask::Begin(_)) => {}
-                    Ok(Ask::Leave | Ask::Abandon) | Err(_) => return,
+                    Ok(Ask::Lost(_) | Ask::Begin(_) | Ask::Afresh(_)) | Err(mpsc::RecvTimeoutError::Timeout) => {}
+                    Ok(Ask::Leave | Ask::Abandon) | Err(mpsc::RecvTimeoutError::Disconnected) => return,
                 }
             };
             *lock(&self.away) = None;
@@ -340,23 +396,31 @@ impl<T: Fn(CoordinatorEvent) + Clone + Send + 'static> Worker<T> {
             Joined::Moved => return Some(Over::Moved),
         };
         loop {
-            let ask = match self.coordinator {
-                Coordinator::Given(_) => self.asks.recv().ok(),
-                _ => match self.asks.recv_timeout(PAUSE) {
-                    Ok(ask) => Some(ask),
-                    Err(mpsc::RecvTimeoutError::Disconnected) => None,
-                    Err(mpsc::RecvTimeoutError::Timeout) => {
-                        let away = lock(&self.away).clone();
-                        let Some((since, why)) = away else { continue };
-                        if self.coordinator.has_moved(&options) {
-                            return Some(Over::Moved);
+            let ask = match self.asks.recv_timeout(PAUSE) {
+                Ok(ask) => Some(ask),
+                Err(mpsc::RecvTimeoutError::Disconnected) => None,
+                Err(mpsc::RecvTimeoutError::Timeout) => {
+                    if let Some(since) = self.hangs() {
+                        let membership = keys::membership(lease.id());
+                        let mut present = lock(&self.present);
+                        if present.ends(membership) {
+                            (self.tell)(CoordinatorEvent::Lost(membership, Loss::Hangs(since)));
                         }
-                        if self.is_missing(since, &why) {
-                            return None;
-                        }
-                        continue;
+                        // Not revoked: it may have a job.
+                        return Some(Over::Hangs);
                     }
-                },
+                    let away = lock(&self.away).clone();
+                    let Some((since, why)) = away.filter(|_| !matches!(self.coordinator, Coordinator::Given(_))) else {
+                        continue;
+                    };
+                    if self.coordinator.has_moved(&options) {
+                        return Some(Over::Moved);
+                    }
+                    if self.is_missing(since, &why) {
+                        return None;
+                    }
+                    continue;
+                }
             };
             match ask {
                 Some(Ask::Write(write)) => {
@@ -391,6 +455,10 @@ impl<T: Fn(CoordinatorEvent) + Clone + Send + 'static> Worker<T> {
             tracing::debug!("cannot leave the group: {error}; the others wait until the lease expires");
         }
         Some(Over::Done)
+    }
+
+    fn hangs(&self) -> Option<Duration> {
+        self.pulse.hangs(self.identity.lease)
     }
 
     /// Whether it is waited for no longer. That is then told.

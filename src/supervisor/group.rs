@@ -276,6 +276,14 @@ impl Owner<'_> {
                         );
                     }
                 }
+                    Loss::Hangs(since) => {
+                        tracing::error!(
+                            "this machine is no longer a member of the group: its supervisor did nothing for {}, so its \
+                            lease was not renewed. Does the store or a disk not answer? The job ends here, and this \
+                            machine joins again",
+                            humantime::format_duration(Duration::from_secs(since.as_secs()))
+                        );
+                    }
                 member.membership = member.membership.take().filter(|it| it.incarnation() != incarnation);
                 let machine = member.seen.us();
                 self.tell(What::GroupMemberLost { machine });
@@ -381,6 +389,7 @@ impl Owner<'_> {
     /// Ends the run if another member has settings that must be equal. A member whose job runs is not the wrong one.
     fn disagrees(&mut self) -> bool {
         let (Some(member), Some(group)) = (&self.group, &self.setup.group) else { return false };
+        self.group.iter().for_each(|member| member.session.beats());
         if *self.machine.state() != State::Idle {
             return false;
         }
@@ -541,6 +550,11 @@ impl Owner<'_> {
     pub(super) fn group_persisted(&mut self, image: ImageId, stored: bool) {
         let Some(number) = self.group.as_ref().and_then(|member| member.number_of(image)) else { return };
         self.report_to_group(if stored { Local::Stored(number) } else { Local::NotStored(number) });
+    /// The run is over here: what follows takes any time.
+    pub(super) fn group_is_at_the_end(&self) {
+        self.group.iter().for_each(|member| member.session.is_at_the_end());
+    }
+
         self.look_for_lost_parts();
     }
 

@@ -15,7 +15,7 @@ use rekindle_group::{
 };
 use rekindle_testing::needs;
 
-use super::{CoordinatorEvent, Identity, Session};
+use super::{CoordinatorEvent, HANGS, Identity, LEAST_HANG, PAUSE, Session, lock};
 use crate::group::{Coordinator, Node};
 
 /// On a busy machine, etcd may need a second and more for a write.
@@ -545,4 +545,48 @@ fn a_certificate_that_is_missing_for_a_moment_ends_no_job() {
     for member in &group {
         member.until(|said| *said == Said::Finished(End::Stopped { requeue: true }));
     }
+}
+
+#[test]
+fn a_supervisor_that_hangs_loses_its_membership_until_it_works_again() {
+    if !etcd() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (_local, options) = local(folder.path());
+    let (session, told) = session(&options);
+    let membership = joined(&told);
+    session.write(join(membership.incarnation()));
+    // Nobody has said that it works: then it is not looked at.
+    std::thread::sleep(LEASE * 2);
+    assert!(membership.is_sure_until().is_some());
+    session.beats();
+    let worked = |ago| *lock(&session.pulse.0) = Some(Instant::now().checked_sub(ago).unwrap());
+    worked(LEASE * HANGS + Duration::from_secs(1));
+    std::thread::sleep(PAUSE * 3);
+    assert!(membership.is_sure_until().is_some(), "a short hang costs nothing");
+    worked(LEAST_HANG + Duration::from_secs(1));
+    let lost = |told: &Receiver<CoordinatorEvent>| loop {
+        match told.recv_timeout(LONG).unwrap() {
+            CoordinatorEvent::Lost(incarnation, loss) => return (incarnation, loss),
+            CoordinatorEvent::Joined(_) => panic!("it hangs"),
+            _ => {}
+        }
+    };
+    let (incarnation, loss) = lost(&told);
+    assert!(matches!(loss, super::Loss::Hangs(since) if since > LEAST_HANG), "{loss:?}");
+    assert_eq!(incarnation, membership.incarnation());
+    assert!(membership.is_sure_until().is_none(), "the fence is not moved ahead any more");
+    let client = Client::connect(&options).unwrap();
+    let is_there =
+        || !client.get(&crate::group::of_member(&"test".parse().unwrap(), Rank(0))).unwrap().entries.is_empty();
+    assert!(is_there(), "it is not revoked: its job may still run");
+    let end = Instant::now() + LEASE * 3;
+    while is_there() {
+        assert!(Instant::now() < end, "it does not expire");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    assert!(told.try_iter().all(|it| !matches!(it, CoordinatorEvent::Joined(_))), "it still hangs");
+    session.beats();
+    assert_ne!(joined(&told).incarnation(), incarnation);
 }
