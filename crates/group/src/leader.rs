@@ -74,9 +74,7 @@ impl Leading {
         };
         let plan = &old.value;
         self.watch(plan, now);
-        if let Some(write) = images::commit(view) {
-            return Some(write);
-        }
+        // All before one is committed: a member drops what is older than that and not recorded.
         if matches!(plan.goal, Goal::Gather { .. })
             && let Some(write) = images::rebuilt(view, plan, options)
         {
@@ -85,6 +83,9 @@ impl Leading {
         let mut next = plan.clone();
         let image = self.plan(view, plan, &mut next, options, now);
         if let Some((_, since)) = self.run.filter(|(epoch, _)| *epoch == plan.epoch && !next.goal.is_alive())
+        if let Some(write) = images::commit(view) {
+            return Some(write);
+        }
             && plan.goal.is_alive()
         {
             next.past.ran = next.past.ran.saturating_add(now.saturating_duration_since(since));

@@ -458,11 +458,15 @@ impl Member {
         Some(Order::Start { epoch: self.epoch, origin, from, part })
     }
 
-    /// Drops parts of group images whose record the leader has removed. If the coordinator has lost its data, all parts
-    /// are kept: nothing else is left.
+    /// Drops parts of group images whose record the leader has removed. It does so only while there is a newer one that is
+    /// committed. If there is none, somebody else has removed the record: then the parts are kept, and the group image is
+    /// recorded again from them. If the coordinator has lost its data, all parts are kept: nothing else is left.
     fn forget(&mut self, view: &View, plan: &Plan, orders: &mut Vec<Order>) {
-        let gone =
-            |number: &Number| !view.images.contains_key(number) && self.recorded.get(number) == Some(&plan.origin);
+        let committed = view.images.iter().rev().find(|(_, image)| image.value.committed).map(|(number, _)| *number);
+        let gone = |number: &Number| {
+            let is_older = committed.is_some_and(|newest| *number < newest);
+            is_older && !view.images.contains_key(number) && self.recorded.get(number) == Some(&plan.origin)
+        };
         let gone: Vec<Number> = self.parts.keys().copied().filter(gone).collect();
         for number in gone {
             // Storing it may then fail. That is reported, and does no harm.

@@ -393,6 +393,33 @@ fn a_new_run_does_not_wait_without_a_limit_for_a_member_that_cannot_leave() {
 }
 
 #[test]
+fn a_record_that_somebody_removes_costs_no_part() {
+    let mut group = restored();
+    group.starts();
+    let removes = |group: &mut Group, gone: &dyn Fn(&Number) -> bool| {
+        let view = Arc::make_mut(&mut group.coordinator.view);
+        view.revision += 1;
+        view.images.retain(|number, _| !gone(number));
+        group.settle();
+    };
+    let forgets = |group: &Group| group.orders.iter().flatten().any(|order| matches!(order, Order::Forget(_)));
+    removes(&mut group, &|number| *number == Number(7));
+    assert!(!forgets(&group), "it is the newest");
+    removes(&mut group, &|_| true);
+    assert!(!forgets(&group));
+    // Once the job stops, all are recorded again.
+    group.tell(0, Event::Local(Local::Ended(Ending::Failed { why: "it died".into(), last: None })));
+    group.settle();
+    group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into(), last: None }));
+    assert_eq!(group.coordinator.view.images.keys().collect::<Vec<_>>(), [&Number(4), &Number(7)]);
+    assert!(group.coordinator.view.images.values().all(|image| image.value.committed));
+    assert_eq!(group.goal(), Goal::Start(StartFrom::Image(Number(7))));
+    // As the leader does it: there is a newer one that is committed.
+    removes(&mut group, &|number| *number == Number(4));
+    assert!(group.orders.iter().all(|orders| orders.contains(&Order::Forget(Number(4)))));
+}
+
+#[test]
 fn a_job_is_not_frozen_for_ever_by_a_coordinator_that_refuses_to_write() {
     let longest = options(Rank(0), 2).longest_step();
     for steps in 0..4 {
