@@ -136,6 +136,14 @@ pub(crate) fn still_running(view: &View) -> Option<String> {
     names(view.members.iter().filter(|(_, report)| !report.state.nothing_runs()).map(|(rank, _)| *rank))
 }
 
+/// The members that have not seen this plan, although they have a lease: nothing that they report can be relied on. The
+/// limit begins again for a member that has.
+pub(crate) fn behind<'a>(view: &'a View, plan: &'a Plan) -> impl Iterator<Item = (Rank, Incarnation)> + 'a {
+    let is_behind = move |report: &Report| report.seen < plan.serial && report.state.nothing_runs();
+    let behind = view.members.iter().filter(move |(_, report)| is_behind(report));
+    behind.map(|(rank, report)| (*rank, report.incarnation))
+}
+
 /// The members that are not there, for a message.
 pub(crate) fn missing(view: &View, options: &Options) -> Option<String> {
     names((0..options.size).map(Rank).filter(|rank| !view.members.contains_key(rank)))

@@ -13,7 +13,8 @@ use crate::documents::{
 };
 use crate::events::Write;
 use crate::hands::{
-    Hand, Loss, dumped, given_up, hands, late, loss, misfit, missing, nothing_runs, refusal, still_running,
+    Hand, Loss, behind, dumped, given_up, hands, late, loss, misfit, missing, names, nothing_runs, refusal,
+    still_running,
 };
 use crate::images;
 use crate::options::Options;
@@ -46,6 +47,8 @@ pub(crate) struct Leading {
     stop_by: Option<Instant>,
     /// The members of the last epoch, and how the lost ones left.
     farewells: BTreeMap<Incarnation, Farewell>,
+    /// Since when members have not seen the plan, while the group gathers.
+    behind: BTreeMap<Incarnation, Instant>,
     /// Whether a lost member may still run its job.
     runs_elsewhere: bool,
     /// When something is due.
@@ -80,12 +83,12 @@ impl Leading {
         {
             return Some(write);
         }
-        let mut next = plan.clone();
-        let image = self.plan(view, plan, &mut next, options, now);
-        if let Some((_, since)) = self.run.filter(|(epoch, _)| *epoch == plan.epoch && !next.goal.is_alive())
         if let Some(write) = images::commit(view) {
             return Some(write);
         }
+        let mut next = plan.clone();
+        let image = self.plan(view, plan, &mut next, options, now);
+        if let Some((_, since)) = self.run.filter(|(epoch, _)| *epoch == plan.epoch && !next.goal.is_alive())
             && plan.goal.is_alive()
         {
             next.past.ran = next.past.ran.saturating_add(now.saturating_duration_since(since));
@@ -103,6 +106,7 @@ impl Leading {
         };
         if !self.goal.as_ref().is_some_and(is_same) {
             self.goal = Some((plan.origin, plan.epoch, plan.goal.clone(), now));
+            self.behind.clear();
             match plan.goal {
                 Goal::Abort { .. } => self.aborted = Some(now),
                 Goal::Resume(_) => (self.aborted, self.last) = (None, Some(now)),
@@ -175,6 +179,10 @@ impl Leading {
             next.goal = end(view, next, End::Failed { why, last });
             return None;
         }
+        if let Some(how) = misfit(&hands, plan) {
+            next.goal = end(view, next, how);
+            return None;
+        }
         if plan.goal.is_alive()
             && let Some(loss) = loss(&hands, plan)
         {
@@ -182,10 +190,6 @@ impl Leading {
             return None;
         }
         if let (Then::Stop { requeue }, true) = (plan.then, self.stop_is_due(now))
-        if let Some(how) = misfit(&hands, plan) {
-            next.goal = end(view, next, how);
-            return None;
-        }
             && (plan.goal.is_alive() || plan.goal == Goal::Suspended)
         {
             // The dumped parts are kept: each member stores its part before it leaves.
@@ -333,6 +337,7 @@ impl Leading {
     }
 
     fn gathering(&mut self, view: &View, plan: &Plan, next: &mut Plan, options: &Options, now: Instant) {
+        let silent = self.silent(view, plan, options, now);
         // Nothing has started yet since the coordinator began.
         if plan.epoch == Epoch::default() && plan.aim.is_none() {
             next.left.clone_from(images::remembered(view).unwrap_or(&plan.left));
@@ -355,6 +360,11 @@ impl Leading {
                 let why = format!("{those} did not end its job in time");
                 next.goal = end(view, next, End::Missing { why });
             }
+            return;
+        }
+        if let Some(those) = silent {
+            next.goal =
+                end(view, next, End::Missing { why: format!("{those} did not report in time that nothing runs") });
             return;
         }
         if self.runs_elsewhere || !nothing_runs(view, plan) {
@@ -425,6 +435,21 @@ impl Leading {
         }
     }
 
+    /// The members that have not seen the plan for too long: their supervisors hang, or cannot write. Not counted from the
+    /// beginning of the goal, because each request is a new plan, which nobody has seen at first.
+    fn silent(&mut self, view: &View, plan: &Plan, options: &Options, now: Instant) -> Option<String> {
+        let since = std::mem::take(&mut self.behind);
+        let mut late = Vec::new();
+        for (rank, incarnation) in behind(view, plan) {
+            let since = since.get(&incarnation).copied().unwrap_or(now);
+            self.behind.insert(incarnation, since);
+            if self.is_due(since + options.limits.wait, now) {
+                late.push(rank);
+            }
+        }
+        names(late.into_iter())
+    }
+
     /// Why the job is not restarted any more.
     fn is_given_up(&self, plan: &Plan, options: &Options, now: Instant) -> Option<String> {
         let restart = &options.restart;
@@ -463,6 +488,8 @@ impl Leading {
             }
             Loss::Job(why, last) => {
                 count_failure(next, view);
+                self.count_restart(next, options, now);
+                next.last = last;
                 why
             }
         };
@@ -470,6 +497,18 @@ impl Leading {
         if next.then == Then::Suspend {
             next.then = Then::RunOn;
         }
+    }
+
+    fn count_restart(&mut self, next: &mut Plan, options: &Options, now: Instant) {
+        let ran = self.run.filter(|(epoch, _)| *epoch == next.epoch).map(|(_, since)| since);
+        if ran.is_some_and(|since| now.saturating_duration_since(since) >= options.restart.healthy_uptime) {
+            self.restarts.clear();
+        }
+        // The plan that says so may be refused, and is decided again.
+        if self.restarts.back().is_none_or(|(epoch, _)| *epoch != next.epoch) {
+            self.restarts.push_back((next.epoch, now));
+        }
+        next.in_a_row = if next.healthy { 0 } else { next.in_a_row + 1 };
     }
 
     /// `gone`: no process is there any more that was when the job was suspended.
@@ -491,8 +530,6 @@ impl Leading {
     }
 
     /// Carries out the first request that was not carried out and can be now.
-                self.count_restart(next, options, now);
-                next.last = last;
     fn asked(&mut self, view: &View, plan: &Plan, next: &mut Plan, now: Instant) {
         let new = view.members.values().filter_map(|report| Some((report.incarnation, report.asked.as_ref()?)));
         let mut new = new.filter(|(who, asked)| plan.served.get(who).is_none_or(|served| *served < asked.number));
@@ -502,18 +539,6 @@ impl Leading {
             // Then it is known who was there, and no longer who was lost.
             (Ask::Suspend, Goal::Gather { .. }) => self.runs_elsewhere,
             // The snapshot in progress may lack what was done since it began.
-    fn count_restart(&mut self, next: &mut Plan, options: &Options, now: Instant) {
-        let ran = self.run.filter(|(epoch, _)| *epoch == next.epoch).map(|(_, since)| since);
-        if ran.is_some_and(|since| now.saturating_duration_since(since) >= options.restart.healthy_uptime) {
-            self.restarts.clear();
-        }
-        // The plan that says so may be refused, and is decided again.
-        if self.restarts.back().is_none_or(|(epoch, _)| *epoch != next.epoch) {
-            self.restarts.push_back((next.epoch, now));
-        }
-        next.in_a_row = if next.healthy { 0 } else { next.in_a_row + 1 };
-    }
-
             (Ask::Snapshot, Goal::Prepare(_) | Goal::Pull(_) | Goal::Dump(_)) => true,
             _ => false,
         };

@@ -367,6 +367,51 @@ fn an_image_that_does_not_fit_ends_the_run_and_is_not_passed_over() {
 }
 
 #[test]
+fn a_member_that_has_not_seen_the_plan_is_not_waited_for_without_a_limit() {
+    let wait = options(Rank(0), 2).limits.wait;
+    let mut group = Group::new(2);
+    group.starts();
+    group.tell(1, Event::Local(Local::Ended(Ending::Failed { why: "it died".into(), last: None })));
+    // From now on nothing that rank 1 reports is written, and its lease is renewed.
+    group.refuses = |write| matches!(write, Write::Report(report) if report.incarnation == Incarnation(2));
+    group.settle();
+    group.tell(0, Event::Local(Local::Ended(Ending::Failed { why: "killed".into(), last: None })));
+    group.settle();
+    group.wait(wait - Duration::from_secs(1));
+    // Nobody has seen the plan that answers this request when it is written.
+    group.tell(0, Event::Asked(Ask::Snapshot));
+    group.settle();
+    assert!(matches!(group.goal(), Goal::Gather { .. }));
+    group.wait(Duration::from_secs(2));
+    let end = End::Missing { why: "rank 1 did not report in time that nothing runs".into() };
+    assert_eq!(group.goal(), Goal::End(end));
+}
+
+#[test]
+fn a_request_after_a_long_wait_does_not_end_the_run() {
+    // Rank 0 fetches its part for a long time.
+    let parts = |rank: u32| {
+        let mut parts = durable(rank, &[7]);
+        if rank == 0 {
+            parts.values_mut().for_each(|progress| progress.replicated = Replicated::Only);
+        }
+        parts
+    };
+    let mut group = Group::with(2, &parts, Epoch(3));
+    group.wait(TTL);
+    assert_eq!(group.last(0), Some(&Order::Fetch(Number(7))));
+    for _ in 0..3 {
+        group.wait(options(Rank(0), 2).limits.wait);
+        group.tell(0, Event::Asked(Ask::Snapshot));
+        group.settle();
+        assert!(matches!(group.goal(), Goal::Gather { .. }), "{:?}", group.goal());
+    }
+    group.tell(0, Event::Local(Local::Fetched(Number(7))));
+    group.settle();
+    assert_eq!(group.goal(), Goal::Start(StartFrom::Image(Number(7))));
+}
+
+#[test]
 fn a_new_run_does_not_wait_without_a_limit_for_a_member_that_cannot_leave() {
     let wait = options(Rank(0), 3).limits.wait;
     let mut group = Group::new(3);
