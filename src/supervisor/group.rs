@@ -13,6 +13,7 @@
 //! only when the group orders it.
 
 mod costs;
+mod fit;
 mod memory;
 mod orders;
 mod replica;
@@ -275,7 +276,6 @@ impl Owner<'_> {
                              supervisors the right to"
                         );
                     }
-                }
                     Loss::Hangs(since) => {
                         tracing::error!(
                             "this machine is no longer a member of the group: its supervisor did nothing for {}, so its \
@@ -284,6 +284,7 @@ impl Owner<'_> {
                             humantime::format_duration(Duration::from_secs(since.as_secs()))
                         );
                     }
+                }
                 member.membership = member.membership.take().filter(|it| it.incarnation() != incarnation);
                 let machine = member.seen.us();
                 self.tell(What::GroupMemberLost { machine });
@@ -386,27 +387,9 @@ impl Owner<'_> {
         member.session.afresh(member.membership.take().map(|membership| membership.incarnation()));
     }
 
-    /// Ends the run if another member has settings that must be equal. A member whose job runs is not the wrong one.
-    fn disagrees(&mut self) -> bool {
-        let (Some(member), Some(group)) = (&self.group, &self.setup.group) else { return false };
-        self.group.iter().for_each(|member| member.session.beats());
-        if *self.machine.state() != State::Idle {
-            return false;
-        }
-        let own = &group.identity;
-        let others = member.nodes.iter().filter(|(rank, _)| **rank != own.rank);
-        let found = others.filter_map(|(rank, node)| Some((rank, node, own.node.disagrees(node)?))).next();
-        let Some((rank, node, disagreement)) = found else { return false };
-        let why = format!(
-            "{rank} of the group, on {}, does not fit: {disagreement}. Make them equal and start the group again",
-            node.host
-        );
-        self.step(Event::Over(Finish::Impossible { why, obstacle: Obstacle::Configuration }));
-        true
-    }
-
     /// Wakes the member when it is due.
     pub(super) fn check_group(&mut self) {
+        self.group.iter().for_each(|member| member.session.beats());
         self.begin_afresh();
         let now = Instant::now();
         self.stop_without_group(now);
@@ -550,11 +533,6 @@ impl Owner<'_> {
     pub(super) fn group_persisted(&mut self, image: ImageId, stored: bool) {
         let Some(number) = self.group.as_ref().and_then(|member| member.number_of(image)) else { return };
         self.report_to_group(if stored { Local::Stored(number) } else { Local::NotStored(number) });
-    /// The run is over here: what follows takes any time.
-    pub(super) fn group_is_at_the_end(&self) {
-        self.group.iter().for_each(|member| member.session.is_at_the_end());
-    }
-
         self.look_for_lost_parts();
     }
 
@@ -570,6 +548,11 @@ impl Owner<'_> {
             }
             self.report_to_group(Local::Gone(number));
         }
+    }
+
+    /// The run is over here: what follows takes any time.
+    pub(super) fn group_is_at_the_end(&self) {
+        self.group.iter().for_each(|member| member.session.is_at_the_end());
     }
 
     /// Leaves the group, so that the others need not wait.
@@ -608,9 +591,9 @@ fn finish(end: End, stop: Option<Stop>) -> Finish {
                 Last::Exit(code) => Ended::Exit(code),
                 Last::Signal(signal) => Ended::Signal(signal),
             });
-        End::Misfit { why } => Finish::Impossible { why, obstacle: Obstacle::Machine },
             Finish::Failed { why, last }
         }
         End::Refused { why } => Finish::Impossible { why, obstacle: Obstacle::Configuration },
+        End::Misfit { why } => Finish::Impossible { why, obstacle: Obstacle::Machine },
     }
 }

@@ -118,6 +118,12 @@ impl Machine {
         self.member.incarnation()
     }
 
+    /// Whether this process is a member of the present run, or was one before it lost its lease.
+    #[must_use]
+    pub fn is_of_run(&self) -> bool {
+        self.view.plan.as_ref().is_some_and(|plan| self.member.was_there(&plan.value))
+    }
+
     /// Whether this member leads.
     #[must_use]
     pub fn leads(&self) -> bool {

@@ -1,6 +1,6 @@
 //! What does not fit is told, and nothing is started half.
 
-use crate::lab::{ENDLESS, Lab, gate};
+use crate::lab::{ENDLESS, Lab, gate, wait_for};
 
 #[test]
 fn machines_that_disagree_say_about_what() {
@@ -84,6 +84,29 @@ fn a_machine_with_another_version_or_driver_is_named_and_nothing_starts() {
         assert!(log.contains("Make them equal and start the group again"), "{log}");
         assert!(!log.contains("the group starts from") && lab.out(0).is_empty(), "{log}");
     }
+}
+
+#[test]
+fn a_machine_that_joins_and_does_not_fit_does_not_end_the_run() {
+    if !gate() {
+        return;
+    }
+    let mut lab = Lab::new(2, ENDLESS);
+    lab.run_all();
+    lab.said(0, "was stored in", 2);
+    lab.machines[1].kill();
+    wait_for("the job ends", || lab.machines[0].process_of_job().is_none());
+    // As a member of another version writes it.
+    let node = r#"{"host":"elsewhere","address":"10.0.0.9","criu":"4.2","size":2,"subnet":"10.213.0.0/16","lease_s":5,
+        "rekindle":"9.9.9","driver":null}"#;
+    lab.cluster.control(0, &["put", "/rekindle/1/ring/nodes/1", node]);
+    lab.said(0, "rank 1 of the group, on elsewhere, does not fit: the version of rekindle is 9.9.9 there", 1);
+    lab.said(0, "The run waits for a machine that fits", 1);
+    std::thread::sleep(std::time::Duration::from_secs(2));
+    assert_eq!(lab.machines[0].has_ended(), None, "{}", lab.log(0));
+    lab.run(1, 1, &[]);
+    (0..2).for_each(|rank| lab.said(rank, "the job was restored from image", 1));
+    lab.completes(&[0, 1]);
 }
 
 #[test]

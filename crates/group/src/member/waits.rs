@@ -135,10 +135,15 @@ impl Member {
         self.kill()
     }
 
+    /// Whether this process is one of those that this plan is for, with the present or the former membership.
+    pub(crate) fn was_there(&self, plan: &Plan) -> bool {
+        let of_crew = plan.crew.get(&self.rank).copied();
+        of_crew.is_some() && [self.fence.incarnation, self.fence.former].contains(&of_crew)
+    }
+
     /// Whether the job is suspended, and this process was a member when that happened, or another one is there that says so.
     pub(super) fn sees_the_rest(&mut self, view: &View, plan: &Plan, options: &Options, now: Instant) -> bool {
-        let of_crew = plan.crew.get(&self.rank).copied();
-        let was_there = of_crew.is_some() && [self.fence.incarnation, self.fence.former].contains(&of_crew);
+        let was_there = self.was_there(plan);
         let is_suspended = plan.goal == Goal::Suspended;
         let is_known = is_suspended && (self.rests || was_there);
         if is_known || !is_suspended || !view.members.values().any(|report| report.rests) {
