@@ -11,6 +11,9 @@
 //!
 //! Somebody may remove that key alone. Then it is written again: etcd writes no key of a lease that does not exist.
 //!
+//! etcd may grant more time than was asked for: at least one and a half election timeouts. What is beyond does not count. The
+//! owner and those who wait for its end go by the time that was asked for, and the others do not know of the longer one.
+//!
 //! The same versions may end a lease too early when such a leader continues (etcd#15247). No client can prevent that.
 //! So if the keys of a lease disappear, its owner may not know it yet ([`crate::Facts::may_end_leases_early`]).
 
@@ -97,8 +100,9 @@ impl Lease {
         }
         let marker = running.members.options.hidden(&format!("leases/{:x}", granted.id));
         running.wait(mark(&running.members, &marker, granted.id))?;
-        shared.sure(sent, granted.ttl);
-        let renewer = Renewer { id: granted.id, ttl: granted.ttl, marker, shared: Arc::clone(&shared) };
+        let ttl = granted.ttl.min(seconds);
+        shared.sure(sent, ttl);
+        let renewer = Renewer { id: granted.id, ttl, marker, shared: Arc::clone(&shared) };
         running.spawn(renewer.run(Arc::clone(&running.members), lost));
         Ok(Lease { id: granted.id, shared, running })
     }
@@ -161,6 +165,7 @@ async fn mark(members: &Members, marker: &str, id: LeaseId) -> Result<()> {
 /// Renews a lease.
 struct Renewer {
     id: LeaseId,
+    /// The time that counts, in seconds.
     ttl: i64,
     /// A key that etcd removes with the lease.
     marker: String,
@@ -264,7 +269,7 @@ impl Renewer {
         let marked = proof.kvs.iter().any(|kv| kv.lease == self.id);
         Ok(match (answer.ttl > 0, marked) {
             (true, true) => {
-                self.shared.sure(sent, answer.ttl);
+                self.shared.sure(sent, answer.ttl.min(self.ttl));
                 Renewed::Yes
             }
             (false, false) => Renewed::Gone,

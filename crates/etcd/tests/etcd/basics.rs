@@ -40,6 +40,26 @@ fn transactions_compare_and_swap() {
 }
 
 #[test]
+fn time_beyond_what_was_asked_for_does_not_count() {
+    if !etcd() {
+        return;
+    }
+    // etcd grants nine seconds at least.
+    let cluster = Cluster::with(1, "http", &["--election-timeout", "6000", "--heartbeat-interval", "600"]);
+    let client = cluster.client();
+    let ttl = Duration::from_secs(2);
+    let lease = client.lease(ttl, |_| ()).unwrap();
+    let granted = cluster.control(0, &["lease", "timetolive", &format!("{:x}", lease.id())]);
+    assert!(granted.contains("granted with TTL(9s)"), "{granted}");
+    // And after renewals.
+    let end = since_boot() + ttl * 3;
+    while since_boot() < end {
+        assert!(sure_for(&lease) > Duration::ZERO && sure_for(&lease) <= ttl, "{:?}", sure_for(&lease));
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+#[test]
 fn a_lease_lives_as_long_as_it_is_renewed() {
     if !etcd() {
         return;
