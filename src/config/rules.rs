@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::auto::MeanTime;
-use super::group::Coordinator;
+use super::group::{Coordinator, GroupNetwork};
 use super::keys;
 use super::model::{Config, LIMITS, PidNamespace, VERSION};
 use super::network::{NetworkMode, UplinkMode};
@@ -145,6 +145,13 @@ fn group(config: &Config, rules: &mut Rules) {
     rules.time("group.lease", group.lease, SHORTEST_LEASE, "");
     rules.that(group.lease.subsec_nanos() == 0, "group.lease", || "must be whole seconds, as etcd counts".to_owned());
     rules.time("group.wait", group.wait, Duration::from_secs(1), "");
+    // All machines of a bridge are this one.
+    let of_vxlan = group.address.filter(|_| group.network == GroupNetwork::Vxlan);
+    let is_reached = of_vxlan.is_none_or(|address| !address.is_loopback() && !address.is_unspecified());
+    rules.that(is_reached, "group.address", || {
+        "must be an address at which the other machines reach this one, which they do not with a loopback address"
+            .to_owned()
+    });
     if !group.is_on() {
         return;
     }

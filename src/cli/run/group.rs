@@ -115,7 +115,7 @@ impl Place {
     ) -> anyhow::Result<(Coordinator, IpAddr, Option<OwnEtcd>)> {
         if self.rank != Rank(0) {
             let endpoints = wait_for_address(&file, of.wait)?;
-            let address = of.address.map_or_else(|| address_towards(&endpoints), Ok)?;
+            let address = address(of, &endpoints)?;
             return Ok((Coordinator::File(file, of.wait), address, None));
         }
         let address = of.address.map_or_else(own_address, Ok)?;
@@ -135,7 +135,7 @@ impl Place {
         let of = &config.group;
         let (coordinator, address, own) = match &of.coordinator {
             config::Coordinator::Members(members) => {
-                let address = of.address.map_or_else(|| address_towards(members), Ok)?;
+                let address = address(of, members)?;
                 (Coordinator::Given(of.etcd(members)), address, None)
             }
             config::Coordinator::Local(file) => {
@@ -252,6 +252,21 @@ pub(crate) struct NoAddress {
     source: std::io::Error,
 }
 
+/// This machine's address for the others, if the coordinator is at this address.
+fn address(of: &Group, coordinator: &[String]) -> anyhow::Result<IpAddr> {
+    if let Some(address) = of.address {
+        return Ok(address);
+    }
+    let address = address_towards(coordinator)?;
+    // The coordinator is on this machine, or its name leads to this machine here: Debian has 127.0.1.1 for it in /etc/hosts.
+    // All machines of a bridge are this one.
+    let is_ours_alone = address.is_loopback() || address.is_unspecified();
+    match of.network {
+        GroupNetwork::Vxlan if is_ours_alone => Ok(own_address()?),
+        GroupNetwork::Vxlan | GroupNetwork::Bridge(_) => Ok(address),
+    }
+}
+
 /// The address from which this machine reaches the coordinator. No packet is sent for that.
 fn address_towards(coordinator: &[String]) -> anyhow::Result<IpAddr> {
     let coordinator = coordinator.first().cloned().unwrap_or_default();
@@ -264,4 +279,24 @@ fn address_towards(coordinator: &[String]) -> anyhow::Result<IpAddr> {
         Ok(socket.local_addr()?.ip())
     };
     look().map_err(|source| NoAddress { coordinator: coordinator.clone(), source }.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_coordinator_on_this_machine_does_not_make_the_address_one_that_only_this_machine_has() {
+        let coordinator = ["http://127.0.0.1:2379".to_owned()];
+        assert!(address_towards(&coordinator).unwrap().is_loopback());
+        let mut of = Group { network: GroupNetwork::Vxlan, ..Group::default() };
+        match address(&of, &coordinator) {
+            Ok(address) => assert!(!address.is_loopback() && !address.is_unspecified(), "{address}"),
+            Err(error) => assert!(error.to_string().contains("Set group.address"), "{error}"),
+        }
+        of.network = GroupNetwork::Bridge("br0".into());
+        assert!(address(&of, &coordinator).unwrap().is_loopback(), "all are here");
+        of.address = Some([192, 0, 2, 7].into());
+        assert_eq!(address(&of, &coordinator).unwrap(), IpAddr::from([192, 0, 2, 7]));
+    }
 }

@@ -37,6 +37,20 @@ fn the_coordinator_is_local_or_a_list_of_addresses() {
 }
 
 #[test]
+fn an_address_that_only_this_machine_has_is_refused() {
+    let of = |more: &str| problems(&in_section("group", more));
+    for wrong in ["127.0.0.1", "127.0.1.1", "0.0.0.0", "::1"] {
+        let found = of(&format!("address = \"{wrong}\""));
+        assert!(found.len() == 1 && found[0].contains("group.address"), "{wrong}: {found:?}");
+        assert!(
+            of(&format!("address = \"{wrong}\"\nnetwork = \"bridge:br0\"")).is_empty(),
+            "all machines are this one"
+        );
+    }
+    assert!(of("address = \"10.0.0.7\"").is_empty());
+}
+
+#[test]
 fn a_table_with_another_name_now_says_which() {
     assert_eq!(problems("version = 1\n[word]\nmax-hold = \"2m\"\n"), ["2: [word] was removed: use [job-api]"]);
     let (name, value) = ("REKINDLE_WORD_MAX_HOLD", "2m");
