@@ -136,6 +136,8 @@ pub enum Error {
     },
 }
 
+/// How often a device of a supervisor that was killed is removed. It may disappear by itself meanwhile.
+const LEFTOVERS: u32 = 10;
 /// How long the devices of a supervisor that was killed may take to disappear.
 const LEFTOVERS_END: Duration = Duration::from_secs(5);
 
@@ -168,13 +170,12 @@ impl Plan {
         Ok(path)
     }
 
-    /// Makes the network in the namespace of a job, with the cable out. The names of devices in the supervisor's
-    /// namespace contain `unique`.
-    pub(super) fn join(&self, job: BorrowedFd<'_>, unique: i32) -> Result<Cable, Error> {
+    /// Makes the network in the namespace of a job, with the cable out.
+    pub(super) fn join(&self, job: BorrowedFd<'_>) -> Result<Cable, Error> {
         self.check()?;
         let cable = match &self.kind {
             Kind::Vxlan { vni, port, local } => self.lay_vxlan(job, *vni, *port, *local)?,
-            Kind::Bridge { name } => self.lay_veth(job, name, unique)?,
+            Kind::Bridge { name } => self.lay_veth(job, name)?,
         };
         cable.set_peers(&self.peers)?;
         let inside = Links::of(job).map_err(failed("entering the job's network"))?;
@@ -219,7 +220,7 @@ impl Plan {
         Ok(cable)
     }
 
-    fn lay_veth(&self, job: BorrowedFd<'_>, name: &str, unique: i32) -> Result<Cable, Error> {
+    fn lay_veth(&self, job: BorrowedFd<'_>, name: &str) -> Result<Cable, Error> {
         let links = Links::here().map_err(failed("opening rtnetlink"))?;
         match links.add_bridge(name) {
             Err(error) if error.raw_os_error() != Some(libc::EEXIST) => return Err(made("bridge")(error)),
@@ -227,15 +228,38 @@ impl Plan {
         }
         let bridge = links.find(name).map_err(failed("finding the bridge"))?;
         links.up(bridge.index).map_err(failed("switching on the bridge"))?;
-        let end = format!("rk{unique}");
+        let end = port(name, self.rank);
         let mac = self.subnet.mac(self.rank);
-        links.add_veth(&end, DEVICE, mac, self.mtu.unwrap_or(bridge.mtu), job).map_err(made("veth"))?;
+        let mut tries = LEFTOVERS;
+        while let Err(error) = links.add_veth(&end, DEVICE, mac, self.mtu.unwrap_or(bridge.mtu), job) {
+            tries -= 1;
+            if error.raw_os_error() != Some(libc::EEXIST) || tries == 0 {
+                return Err(made("veth")(error));
+            }
+            // Of a supervisor that was killed: this one has the rank now. Its namespace may live on with a connection whose
+            // data was not acknowledged, and answer for the job that is restored here.
+            match links.find(&end).and_then(|left| links.remove(left.index)) {
+                Err(error) if error.raw_os_error() != Some(libc::ENODEV) => {
+                    return Err(failed("removing the device of an earlier job")(error));
+                }
+                _ => {}
+            }
+        }
         let device = links.find(&end).map_err(failed("finding the veth device"))?;
         let cable = Cable { links, device, forwarding: None };
         cable.links.join_bridge(device.index, bridge.index).map_err(failed("joining the bridge"))?;
         cable.plug()?;
         Ok(cable)
     }
+}
+
+/// The device of a rank at a bridge. One rank has one there: the earlier one is found by this name. Of 15 bytes, which is all
+/// that the kernel takes.
+fn port(bridge: &str, rank: u32) -> String {
+    let mut hash = blake3::Hasher::new();
+    hash.update(bridge.as_bytes()).update(&[0]).update(&rank.to_le_bytes());
+    let hash = hash.finalize().to_hex();
+    format!("rk{}", hash.get(..13).unwrap_or_default())
 }
 
 /// The connection of `rk0` to the other nodes. All methods may be called at any time, repeatedly, and from any thread.

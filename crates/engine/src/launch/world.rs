@@ -294,7 +294,7 @@ fn connect(
 ) -> Result<Connected, Error> {
     let join = |plan: &group::Plan| -> Result<_, Error> {
         let job = std::fs::File::open(format!("/proc/{}/ns/net", init.pid())).map_err(Error::Talk)?;
-        Ok((plan.subnet, plan.join(std::os::fd::AsFd::as_fd(&job), init.pid())?))
+        Ok((plan.subnet, plan.join(std::os::fd::AsFd::as_fd(&job))?))
     };
     let group = network.group().map(join).transpose()?;
     let uplink = owned.map(|(plan, owned)| Uplink::start(plan, owned)).transpose()?;

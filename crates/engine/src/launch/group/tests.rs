@@ -63,7 +63,7 @@ fn an_address_that_the_machine_lacks_is_named() {
     }
     let job = links::new_namespace().unwrap();
     let local = "192.0.2.77".parse().unwrap();
-    let error = plan(Kind::Vxlan { vni: 1, port: 4790, local }).join(job.as_fd(), 1).unwrap_err();
+    let error = plan(Kind::Vxlan { vni: 1, port: 4790, local }).join(job.as_fd()).unwrap_err();
     assert!(matches!(error, Error::Underlay(_)), "{error:?}");
     assert!(matches!(largest_packet(local), Err(Error::Underlay(_))));
 }
@@ -77,7 +77,7 @@ fn a_cable_is_out_at_first_and_leaves_nothing() {
     // The same VNI again: a drop removes the first device.
     for _ in 0..2 {
         let job = links::new_namespace().unwrap();
-        let cable = plan(kind.clone()).join(job.as_fd(), 1).unwrap();
+        let cable = plan(kind.clone()).join(job.as_fd()).unwrap();
         let carrier = || {
             let inside = Links::of(job.as_fd()).unwrap();
             inside.find(DEVICE).unwrap()
@@ -109,4 +109,30 @@ fn this_machine_has_what_a_group_needs_unless_the_port_is_taken() {
     assert!(matches!(check_machine(port), Err(Error::Port(taken)) if taken == port));
     drop(socket);
     check_machine(port).unwrap();
+}
+
+#[test]
+fn the_network_of_a_killed_supervisor_is_not_at_the_bridge_any_more() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let name = format!("rkt{}", std::process::id());
+    let bridge = Plan { mtu: Some(1400), ..plan(Kind::Bridge { name: name.clone() }) };
+    let namespaces = [links::new_namespace().unwrap(), links::new_namespace().unwrap()];
+    let [left, ours] = &namespaces;
+    let devices = |of: &std::os::fd::OwnedFd| Links::of(of.as_fd()).unwrap().find(DEVICE).is_ok();
+    // Its supervisor is gone, and an orphaned connection keeps the namespace.
+    std::mem::forget(bridge.join(left.as_fd()).unwrap());
+    assert!(devices(left));
+    let cable = bridge.join(ours.as_fd()).unwrap();
+    assert!(!devices(left) && devices(ours), "it would answer for the job that is restored");
+    // Another rank, and the same one at another bridge, are somebody else.
+    let other = links::new_namespace().unwrap();
+    let second = Plan { rank: 1, ..bridge.clone() }.join(other.as_fd()).unwrap();
+    assert!(devices(ours) && devices(&other));
+    assert_ne!(port(&name, 0), port("another", 0));
+    assert!(port(&name, u32::MAX).len() <= 15);
+    drop((cable, second));
+    let here = Links::here().unwrap();
+    here.remove(here.find(&name).unwrap().index).unwrap();
 }
