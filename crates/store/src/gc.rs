@@ -39,7 +39,7 @@ use super::pack::set::{Index, Lost, Packs};
 use super::pack::stored::Stored;
 use super::pack::{Location, PackIndex, PackName};
 use super::{FileError, failed};
-pub(crate) use needed::Needed;
+pub(crate) use needed::{Needed, map_of};
 use rekindle_os::durable;
 
 /// What one round may do.

@@ -117,6 +117,11 @@ impl WriterLock {
         self.packs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Whether a thread of this process changes the job's packs now.
+    pub(super) fn changes_packs(&self) -> bool {
+        matches!(self.packs.try_lock(), Err(std::sync::TryLockError::WouldBlock))
+    }
+
     /// Checks with the file whether the lock is still ours. Call it before something is published, replaced or removed.
     ///
     /// # Errors

@@ -31,26 +31,9 @@ impl Needed {
 
     /// Adds the chunks of one image.
     fn add(&mut self, image: &Image) -> Result<(), Error> {
-        let unknown = |why: String| Error::Image { image: image.id, why };
-        let map = match &image.state {
-            State::Damaged { why } if !matches!(why.kind, DamageKind::Broken | DamageKind::Untrusted) => {
-                return Err(unknown(why.to_string()));
-            }
-            // The image is unusable, or perhaps only not readable by us. As long as it is kept, so are the chunks in
-            // its map.
-            State::Damaged { .. } => ChunkMap::read_any(&image.dir.join(map::FILE_NAME)).map(|(map, _)| Some(map)),
-            State::Good(_) | State::Bad { .. } => image.chunk_map(),
-        };
-        match map {
-            Ok(map) => {
-                self.0.extend(map.iter().flat_map(ChunkMap::chunks).filter_map(|(id, _)| prefix(id.as_bytes())));
-                Ok(())
-            }
-            // The map was read and is damaged, or is missing: the image cannot be restored any more.
-            Err(ReadError::Format { source, .. }) if !source.is_not_for_us() => Ok(()),
-            Err(ReadError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(()),
-            Err(error) => Err(unknown(chain(&error))),
-        }
+        let map = map_of(image)?;
+        self.0.extend(map.iter().flat_map(ChunkMap::chunks).filter_map(|(id, _)| prefix(id.as_bytes())));
+        Ok(())
     }
 
     pub(crate) fn has(&self, id: &crate::chunk::ChunkId) -> bool {
@@ -73,6 +56,30 @@ impl Needed {
             uses.push(PackUse { name: info.name, bytes: pack.pack_len(), needed });
         }
         Ok(uses)
+    }
+}
+
+/// The map of the chunks that an image needs; `None` if it needs none.
+///
+/// # Errors
+/// [`Error::Image`]: it is unknown what it needs.
+pub(crate) fn map_of(image: &Image) -> Result<Option<ChunkMap>, Error> {
+    let unknown = |why: String| Error::Image { image: image.id, why };
+    let map = match &image.state {
+        State::Damaged { why } if !matches!(why.kind, DamageKind::Broken | DamageKind::Untrusted) => {
+            return Err(unknown(why.to_string()));
+        }
+        // The image is unusable, or perhaps only not readable by us. As long as it is kept, so are the chunks in its
+        // map.
+        State::Damaged { .. } => ChunkMap::read_any(&image.dir.join(map::FILE_NAME)).map(|(map, _)| Some(map)),
+        State::Good(_) | State::Bad { .. } => image.chunk_map(),
+    };
+    match map {
+        Ok(map) => Ok(map),
+        // The map was read and is damaged, or is missing: the image cannot be restored any more.
+        Err(ReadError::Format { source, .. }) if !source.is_not_for_us() => Ok(None),
+        Err(ReadError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(unknown(chain(&error))),
     }
 }
 

@@ -13,7 +13,7 @@ use crate::{Access, BadMark, BadWhy, ImageId, Manifest, Place, State, Store};
 
 mod copies;
 mod damage;
-mod full;
+pub(crate) mod full;
 mod killed;
 
 /// A store, and a folder used as a slot.

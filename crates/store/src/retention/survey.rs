@@ -1,5 +1,6 @@
 //! Reads the facts for retention from a job's folder, and executes the plan: the only place that does either.
 
+use std::collections::HashSet;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::{fs, io};
@@ -12,9 +13,12 @@ use crate::error::{Error, Result};
 use crate::folder::JobFolder;
 use crate::gc;
 use crate::id::ImageId;
+use crate::chunk::ChunkMap;
 use crate::image::Image;
 use crate::lock::WriterLock;
 use crate::options::Copies;
+use crate::pack::set::{PackInfo, Problem};
+use crate::pack::PackName;
 
 /// The images of a job in the store, their sizes, and the available space.
 #[derive(Debug)]
@@ -22,6 +26,8 @@ pub struct Survey {
     facts: Vec<Facts>,
     sizes: Sizes,
     room: Room,
+    /// Bytes of the packs that have the mark of unneeded content.
+    marked: u64,
 }
 
 /// Why there is no space for an image.
@@ -62,30 +68,45 @@ impl Survey {
         let facts =
             facts.map(|image| Facts { proof: proof(image.id), line: line(image), ..Facts::from(image) }).collect();
         let index = folder.packs().index()?;
-        let mut sizes = Gathering::<[u8; 16]>::default();
+        let (mut sizes, mut needed) = (Gathering::<[u8; 16]>::default(), HashSet::<PackName>::new());
+        // While this is unknown of an image or a pack, no content is removed (gc.rs).
+        let mut is_known = index.problems().iter().all(Problem::is_harmless);
         for image in &images {
             sizes.own(image.id, allocated(&image.dir));
-            // Content of an unreadable map counts only for the other images. So the freed space is underestimated.
-            let Ok(Some(map)) = image.chunk_map() else { continue };
-            for (id, _) in map.chunks() {
+            let Ok(map) = gc::map_of(image) else {
+                is_known = false;
+                continue;
+            };
+            for (id, _) in map.iter().flat_map(ChunkMap::chunks) {
                 let Some(prefix) = id.as_bytes().first_chunk() else { continue };
                 // Including its second copy, if it has one, because both are removed together.
-                let places = index.kept(&id, Copies::Two.count()).map(|place| place.record_len()).sum();
-                sizes.share(image.id, *prefix, places);
+                let places = index.kept(&id, Copies::Two.count());
+                let places = places.inspect(|place| drop(needed.insert(place.pack))).map(|place| place.record_len());
+                sizes.share(image.id, *prefix, places.sum());
             }
         }
         let newest = images.iter().filter_map(Image::manifest).find_map(|manifest| manifest.chunks.as_ref());
-        let pending = index.packs().iter().filter(|pack| pack.gone).map(|pack| pack.pack_len).sum();
+        // Marked or not: packs that an interrupted persist left have no mark yet.
+        let bytes = |which: &dyn Fn(&PackInfo) -> bool| {
+            let unneeded = index.packs().iter().filter(|pack| is_known && !needed.contains(&pack.name) && which(pack));
+            unneeded.map(|pack| pack.pack_len).sum()
+        };
+        let (pending, marked) = (bytes(&|_| true), bytes(&|pack| pack.gone));
         let free = free_space(folder.path())?;
         Ok(Survey {
             facts,
             sizes: sizes.finish(newest.map(|chunks| chunks.stored)),
             room: Room { free, pending, min_free },
+            marked,
         })
     }
 
     /// Adds the images that the writer is reading, and those that the job may prove.
     fn with_held(mut self, lock: &WriterLock) -> Survey {
+        if lock.changes_packs() {
+            // Packs that a thread is writing belong to no image yet.
+            self.room.pending = self.marked;
+        }
         let held = lock.held();
         self.facts.iter_mut().filter(|it| held.contains(&it.id)).for_each(|it| it.in_use = Use::Held);
         await_proof(&mut self.facts, &lock.waiting());
@@ -227,3 +248,6 @@ fn allocated(dir: &Path) -> u64 {
     }
     sum
 }
+
+#[cfg(test)]
+mod tests;

@@ -5,10 +5,10 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use super::*;
 use rekindle_testing::require;
 
-struct SmallDisk(tempfile::TempDir);
+pub(crate) struct SmallDisk(pub(crate) tempfile::TempDir);
 
 impl SmallDisk {
-    fn mount(bytes: usize) -> Option<SmallDisk> {
+    pub(crate) fn mount(bytes: usize) -> Option<SmallDisk> {
         let dir = tempfile::tempdir().unwrap();
         let options = format!("size={bytes},mode=0700");
         let mounted = mount(Some("rekindle-test"), dir.path(), Some("tmpfs"), MsFlags::empty(), Some(options.as_str()));

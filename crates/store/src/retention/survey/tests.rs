@@ -1,0 +1,92 @@
+//! Space, with images whose content is in packs.
+
+use super::*;
+use crate::chunk::CHUNK;
+use crate::persist::tests::full::SmallDisk;
+use crate::persist::tests::{Ground, noise, packing};
+use crate::persist::{self, Progress, persist};
+use crate::{JobFolder, chunk::Compression};
+
+const CHUNKS: u64 = CHUNK as u64;
+
+impl Ground {
+    /// An image of so many chunks that no other image has.
+    fn add(&self, number: u8, chunks: usize) -> Image {
+        self.persist(&self.stage(number.into(), &[("a", noise(number, chunks * CHUNK))])).unwrap()
+    }
+
+    /// Packs an image and ends before it is published: its packs stay, as after a crash.
+    fn interrupt(&self, number: u8, chunks: usize) -> Image {
+        let staged = self.stage(number.into(), &[("a", noise(number, chunks * CHUNK))]);
+        self.interrupt_with(&staged);
+        staged
+    }
+
+    fn interrupt_with(&self, staged: &Image) {
+        let progress = Progress::default();
+        let is_packed = || progress.bytes().0 == staged.manifest().unwrap().bytes;
+        let packing = packing(Compression::None, None);
+        let ended = persist(staged, &self.folder, &self.lock, &packing, &progress, &is_packed);
+        assert!(matches!(ended, Err(persist::Error::Cancelled)), "{ended:?}");
+    }
+
+    fn ids(&self) -> Vec<u32> {
+        self.folder.images().unwrap().iter().map(|image| image.id.sequence()).collect()
+    }
+
+    /// The numbers of the images that are removed to store an image of these bytes, if so much must stay free.
+    fn room(&self, whole: u64, min_free: u64) -> Result<Vec<u32>, NoRoom> {
+        let policy = Policy { keep_last: 9, ..Policy::default() };
+        let limits = Limits { policy, min_free, copies: Copies::One };
+        let made = make_room(&self.folder, &self.lock, &limits, whole, Written::Packed)?;
+        Ok(made.iter().map(|removal| removal.id.sequence()).collect())
+    }
+}
+
+fn free(folder: &JobFolder) -> u64 {
+    free_space(folder.path()).unwrap()
+}
+
+#[test]
+fn packs_of_an_interrupted_persist_make_room_before_an_image_goes() {
+    // Once there is room if an image goes, once there would not be any.
+    for needed_beside in [CHUNKS, 12 * CHUNKS] {
+        let Some(disk) = SmallDisk::mount(16 << 20) else { return };
+        let source = Ground::new();
+        let ground = Ground::below(tempfile::tempdir_in(disk.0.path()).unwrap());
+        let [old, new] = [1, 2].map(|number| source.stage(number.into(), &[("a", noise(number, 8 * CHUNK))]));
+        let (old, new) = (ground.persist(&old).unwrap(), ground.persist(&new).unwrap());
+        let before = free(&ground.folder);
+        ground.interrupt_with(&source.stage(3, &[("a", noise(3, 24 * CHUNK))]));
+        assert_eq!(ground.packs(".pack").len(), 3, "its packs stay, for the next try");
+        assert!(free(&ground.folder) < before - 24 * CHUNKS);
+
+        let need = Survey::of(&ground.folder, 0).unwrap().need(24 * CHUNKS, Written::Packed).at_first;
+        let min_free = free(&ground.folder) + needed_beside - need;
+        assert_eq!(ground.room(24 * CHUNKS, min_free).unwrap(), [0; 0]);
+        assert_eq!((ground.ids(), ground.packs(".pack").len()), (vec![2, 1], 2));
+        ground.assert_holds(&old, &[("a", noise(1, 8 * CHUNK))], None);
+        ground.assert_holds(&new, &[("a", noise(2, 8 * CHUNK))], None);
+    }
+}
+
+#[test]
+fn packs_that_are_being_written_are_not_taken_for_left_ones() {
+    let ground = Ground::new();
+    ground.add(1, 1);
+    ground.interrupt(2, 4);
+    let pending = || Survey::of(&ground.folder, 0).unwrap().with_held(&ground.lock).room.pending;
+    assert!(pending() > 4 * CHUNKS);
+    let writer = ground.lock.packs();
+    assert_eq!(pending(), 0, "they may be of an image that is not published yet");
+    drop(writer);
+    // What an image needs never counts, and nothing does while it is not known what one needs.
+    ground.persist(&ground.interrupt(2, 4)).unwrap();
+    assert_eq!(pending(), 0);
+    ground.interrupt(3, 4);
+    assert!(pending() > 4 * CHUNKS);
+    let path = ground.folder.images().unwrap()[0].dir.join(crate::manifest::FILE_NAME);
+    let text = std::fs::read_to_string(&path).unwrap();
+    std::fs::write(&path, text.replacen("\"version\": 2", "\"version\": 99", 1)).unwrap();
+    assert_eq!(pending(), 0);
+}
