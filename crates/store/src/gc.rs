@@ -174,20 +174,28 @@ pub fn sweep_now(folder: &JobFolder, lock: &WriterLock, copies: Copies) -> Resul
     Ok(round()?.freed + round()?.freed)
 }
 
-/// Step 2. Any other problem of a pack ends the round.
-fn reindex(packs: &Packs, index: &Index, key: Option<&Key>, done: &mut Collected) -> Result<(), Error> {
+/// Whether a round can do anything with these packs.
+///
+/// # Errors
+/// [`Error::Pack`]: the content of one is unknown.
+pub(crate) fn check(index: &Index) -> Result<(), Error> {
     for problem in index.problems() {
         let why = match &problem.lost {
-            Lost::Nothing => None,
+            // Step 2.
+            Lost::Nothing => continue,
             Lost::From { offset, pack_len, why } => {
-                Some(format!("{why}, so {} of its {pack_len} bytes are unusable", pack_len.saturating_sub(*offset)))
+                format!("{why}, so {} of its {pack_len} bytes are unusable", pack_len.saturating_sub(*offset))
             }
-            Lost::All(why) => Some(rekindle_base::chain(why)),
+            Lost::All(why) => rekindle_base::chain(why),
         };
-        if let Some(why) = why {
-            return Err(Error::Pack { pack: problem.pack, why });
-        }
+        return Err(Error::Pack { pack: problem.pack, why });
     }
+    Ok(())
+}
+
+/// Step 2. Any other problem of a pack ends the round.
+fn reindex(packs: &Packs, index: &Index, key: Option<&Key>, done: &mut Collected) -> Result<(), Error> {
+    check(index)?;
     for problem in index.problems() {
         write_index(packs, problem.pack, key)?;
         done.reindexed.push(problem.pack);

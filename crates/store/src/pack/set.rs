@@ -50,13 +50,6 @@ pub struct Problem {
     pub(crate) lost: Lost,
 }
 
-impl Problem {
-    /// Whether its records were read instead of the index, and all are there.
-    pub(crate) fn is_harmless(&self) -> bool {
-        matches!(self.lost, Lost::Nothing)
-    }
-}
-
 /// Which part of a pack is unreadable.
 #[derive(Debug)]
 pub(crate) enum Lost {

@@ -13,33 +13,56 @@ use crate::id::ImageId;
 pub struct Sizes {
     groups: Vec<Group>,
     last_added: Option<u64>,
+    /// Whether content stays on the disk even if no image needs it.
+    stuck: bool,
 }
 
 /// Content that exactly these images have.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Group {
     owners: BTreeSet<ImageId>,
-    bytes: u64,
+    /// Bytes of files of their own, which are removed with the image.
+    own: u64,
+    /// Bytes in packs.
+    packed: u64,
+}
+
+impl Group {
+    fn bytes(&self) -> u64 {
+        self.own.saturating_add(self.packed)
+    }
 }
 
 impl Sizes {
     /// Bytes of all images together.
     #[must_use]
     pub fn total(&self) -> u64 {
-        sum(&self.groups, |_| true)
+        self.groups.iter().map(Group::bytes).fold(0, u64::saturating_add)
     }
 
     /// Bytes that become free if all of these are removed. This is at least the sum of what each would free alone.
     #[must_use]
     pub fn freed(&self, gone: &[ImageId]) -> u64 {
-        let gone: BTreeSet<ImageId> = gone.iter().copied().collect();
-        sum(&self.groups, |group| group.owners.is_subset(&gone))
+        self.only_of(gone, |group| if self.stuck { group.own } else { group.bytes() })
     }
 
-    /// Bytes that remain after all of these are removed.
+    /// Bytes of the images that remain after all of these are removed.
     #[must_use]
     pub(crate) fn left(&self, gone: &[ImageId]) -> u64 {
-        self.total().saturating_sub(self.freed(gone))
+        self.total().saturating_sub(self.only_of(gone, Group::bytes))
+    }
+
+    /// Sums up what no other image has.
+    fn only_of(&self, gone: &[ImageId], bytes: impl Fn(&Group) -> u64) -> u64 {
+        let gone: BTreeSet<ImageId> = gone.iter().copied().collect();
+        let only = self.groups.iter().filter(|group| group.owners.is_subset(&gone));
+        only.map(bytes).fold(0, u64::saturating_add)
+    }
+
+    /// The same while no content of packs can be removed.
+    #[must_use]
+    pub(crate) fn stuck(self) -> Sizes {
+        Sizes { stuck: true, ..self }
     }
 
     /// Bytes that the newest image added, if images share content: approximately what the next one will add. `None` if
@@ -48,10 +71,6 @@ impl Sizes {
     pub(crate) fn last_added(&self) -> Option<u64> {
         self.last_added
     }
-}
-
-fn sum(groups: &[Group], which: impl Fn(&Group) -> bool) -> u64 {
-    groups.iter().filter(|group| which(group)).fold(0, |sum, group| sum.saturating_add(group.bytes))
 }
 
 /// Collects [`Sizes`]. `K` is the name of a piece of content.
@@ -75,7 +94,9 @@ impl<K: Eq + Hash> Gathering<K> {
     /// Adds bytes that only this image has.
     pub fn own(&mut self, id: ImageId, bytes: u64) {
         let group = self.group_of(id);
-        self.add(group, bytes);
+        if let Some(group) = self.sizes.groups.get_mut(group) {
+            group.own = group.own.saturating_add(bytes);
+        }
     }
 
     /// Adds a piece of this size to an image; other images may have it too. Repetitions do not count.
@@ -90,7 +111,7 @@ impl<K: Eq + Hash> Gathering<K> {
             self.pieces.insert(piece, after);
             self.add(after, bytes);
             if let Some(group) = self.sizes.groups.get_mut(before) {
-                group.bytes = group.bytes.saturating_sub(bytes);
+                group.packed = group.packed.saturating_sub(bytes);
             }
         }
     }
@@ -103,7 +124,7 @@ impl<K: Eq + Hash> Gathering<K> {
 
     fn add(&mut self, group: usize, bytes: u64) {
         if let Some(group) = self.sizes.groups.get_mut(group) {
-            group.bytes = group.bytes.saturating_add(bytes);
+            group.packed = group.packed.saturating_add(bytes);
         }
     }
 
@@ -132,7 +153,7 @@ impl<K: Eq + Hash> Gathering<K> {
     fn group(&mut self, owners: BTreeSet<ImageId>) -> usize {
         let groups = &mut self.sizes.groups;
         groups.iter().position(|group| group.owners == owners).unwrap_or_else(|| {
-            groups.push(Group { owners, bytes: 0 });
+            groups.push(Group { owners, own: 0, packed: 0 });
             groups.len() - 1
         })
     }
@@ -161,6 +182,9 @@ mod tests {
         assert_eq!((freed(&[]), freed(&[1]), freed(&[2]), freed(&[3])), (0, 1000, 7, 0));
         assert_eq!((freed(&[1, 2]), freed(&[1, 2, 3]), freed(&[3, 3, 9])), (1007, 1012, 0));
         assert_eq!(sizes.left(&[id(1)]), 12);
+        // Its files go, and its content stays.
+        let stuck = sizes.stuck();
+        assert_eq!((stuck.freed(&[id(1), id(2), id(3)]), stuck.left(&[id(1), id(2)]), stuck.total()), (1000, 5, 1012));
     }
 
     proptest! {

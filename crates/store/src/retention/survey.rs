@@ -17,7 +17,7 @@ use crate::chunk::ChunkMap;
 use crate::image::Image;
 use crate::lock::WriterLock;
 use crate::options::Copies;
-use crate::pack::set::{PackInfo, Problem};
+use crate::pack::set::PackInfo;
 use crate::pack::PackName;
 
 /// The images of a job in the store, their sizes, and the available space.
@@ -28,6 +28,8 @@ pub struct Survey {
     room: Room,
     /// Bytes of the packs that have the mark of unneeded content.
     marked: u64,
+    /// Why no content can be removed from the packs.
+    stuck: Option<Box<gc::Error>>,
 }
 
 /// Why there is no space for an image.
@@ -39,6 +41,14 @@ pub enum NoRoom {
     /// The store could not be read, or an image could not be removed.
     #[error(transparent)]
     Store(#[from] Error),
+    /// Removing images would free no space, so none was removed for that.
+    #[error("{refusal}")]
+    Stuck {
+        /// The missing space.
+        refusal: Refusal,
+        /// Why their content would stay.
+        source: Box<gc::Error>,
+    },
     /// Unneeded content could not be removed.
     #[error(transparent)]
     Sweep(#[from] Box<gc::Error>),
@@ -69,13 +79,15 @@ impl Survey {
             facts.map(|image| Facts { proof: proof(image.id), line: line(image), ..Facts::from(image) }).collect();
         let index = folder.packs().index()?;
         let (mut sizes, mut needed) = (Gathering::<[u8; 16]>::default(), HashSet::<PackName>::new());
-        // While this is unknown of an image or a pack, no content is removed (gc.rs).
-        let mut is_known = index.problems().iter().all(Problem::is_harmless);
+        let mut stuck = gc::check(&index).err();
         for image in &images {
             sizes.own(image.id, allocated(&image.dir));
-            let Ok(map) = gc::map_of(image) else {
-                is_known = false;
-                continue;
+            let map = match gc::map_of(image) {
+                Ok(map) => map,
+                Err(error) => {
+                    stuck.get_or_insert(error);
+                    continue;
+                }
             };
             for (id, _) in map.iter().flat_map(ChunkMap::chunks) {
                 let Some(prefix) = id.as_bytes().first_chunk() else { continue };
@@ -88,17 +100,15 @@ impl Survey {
         let newest = images.iter().filter_map(Image::manifest).find_map(|manifest| manifest.chunks.as_ref());
         // Marked or not: packs that an interrupted persist left have no mark yet.
         let bytes = |which: &dyn Fn(&PackInfo) -> bool| {
-            let unneeded = index.packs().iter().filter(|pack| is_known && !needed.contains(&pack.name) && which(pack));
-            unneeded.map(|pack| pack.pack_len).sum()
+            let unneeded = index.packs().iter().filter(|pack| !needed.contains(&pack.name) && which(pack));
+            if stuck.is_none() { unneeded.map(|pack| pack.pack_len).sum() } else { 0 }
         };
         let (pending, marked) = (bytes(&|_| true), bytes(&|pack| pack.gone));
         let free = free_space(folder.path())?;
-        Ok(Survey {
-            facts,
-            sizes: sizes.finish(newest.map(|chunks| chunks.stored)),
-            room: Room { free, pending, min_free },
-            marked,
-        })
+        let sizes = sizes.finish(newest.map(|chunks| chunks.stored));
+        let sizes = if stuck.is_none() { sizes } else { sizes.stuck() };
+        let stuck = stuck.map(Box::new);
+        Ok(Survey { facts, sizes, room: Room { free, pending, min_free }, marked, stuck })
     }
 
     /// Adds the images that the writer is reading, and those that the job may prove.
@@ -183,26 +193,35 @@ pub fn make_room(
         let admission = survey.admit(survey.need(whole, written), policy, Utc::now(), folder.path());
         Ok((survey, admission))
     };
-    let removals = match look()? {
+    let (stuck, removals) = match look()? {
         (_, Admission::Admit) => return Ok(Vec::new()),
-        (_, Admission::Refuse(refusal)) => return Err(refusal.into()),
-        (_, Admission::AfterRemoving(removals)) => removals,
+        (survey, Admission::Refuse(refusal)) => return Err(refused(refusal, survey.stuck)),
+        (survey, Admission::AfterRemoving(removals)) => (survey.stuck, removals),
     };
     for Removal { id, why } in &removals {
         tracing::info!("removing image {id}: {why}");
     }
     let gone = remove_all(folder, lock, removals.iter().map(|removal| removal.id))?;
-    // Space is short, so unneeded content is removed without a grace period.
-    gc::sweep_now(folder, lock, limits.copies).map_err(Box::new)?;
+    if stuck.is_none() {
+        // Space is short, so unneeded content is removed without a grace period.
+        gc::sweep_now(folder, lock, limits.copies).map_err(Box::new)?;
+    }
     // Only once: a file system may free space late (btrfs does), and more images would be removed for nothing.
     match look()? {
         (_, Admission::Admit) => Ok(removals.into_iter().filter(|removal| gone.contains(&removal.id)).collect()),
-        (_, Admission::Refuse(refusal)) => Err(refusal.into()),
+        (survey, Admission::Refuse(refusal)) => Err(refused(refusal, survey.stuck)),
         (survey, Admission::AfterRemoving(_)) => {
             let need = survey.need(whole, written).at_first;
             let Room { free, min_free: keep, .. } = survey.room;
             Err(Refusal::NotYetFree { need, free, keep, path: folder.path().to_owned() }.into())
         }
+    }
+}
+
+fn refused(refusal: Refusal, stuck: Option<Box<gc::Error>>) -> NoRoom {
+    match (&refusal, stuck) {
+        (Refusal::Disk { .. }, Some(source)) => NoRoom::Stuck { refusal, source },
+        _ => refusal.into(),
     }
 }
 

@@ -90,3 +90,36 @@ fn packs_that_are_being_written_are_not_taken_for_left_ones() {
     std::fs::write(&path, text.replacen("\"version\": 2", "\"version\": 99", 1)).unwrap();
     assert_eq!(pending(), 0);
 }
+
+#[test]
+fn no_image_goes_while_its_content_would_stay() {
+    let Some(disk) = SmallDisk::mount(16 << 20) else { return };
+    let source = Ground::new();
+    let ground = Ground::below(tempfile::tempdir_in(disk.0.path()).unwrap());
+    for number in 1..=3 {
+        ground.persist(&source.stage(number.into(), &[("a", noise(number, 8 * CHUNK))])).unwrap();
+    }
+    // Something is wrong with a pack, so none is removed.
+    let strange = ground.folder.packs_dir().join(format!("{}.pack", "0".repeat(32)));
+    std::fs::write(&strange, "x").unwrap();
+    let need = Survey::of(&ground.folder, 0).unwrap().need(8 * CHUNKS, Written::Packed).at_first;
+    let min_free = free(&ground.folder) + CHUNKS - need;
+    for _ in 0..2 {
+        let error = ground.room(8 * CHUNKS, min_free).unwrap_err();
+        assert_eq!(ground.ids(), [3, 2, 1], "{error}");
+        let text = rekindle_base::chain(&error);
+        assert!(text.contains("store.min-free") && text.contains("rekindle repair"), "{text}");
+    }
+    let policy = Policy { keep_last: 9, ..Policy::default() };
+    let (plan, gone) = rotate(&ground.folder, &ground.lock, &policy, free(&ground.folder) + CHUNKS).unwrap();
+    assert_eq!((gone, plan.notes.len()), (Vec::new(), 1));
+    // A limit for their total size is about the images.
+    let total = Survey::of(&ground.folder, 0).unwrap().sizes().total();
+    let policy = Policy { max_total: Some(total), ..policy };
+    let limits = Limits { policy, min_free: 0, copies: Copies::One };
+    let made = make_room(&ground.folder, &ground.lock, &limits, CHUNKS, Written::Packed).unwrap();
+    assert_eq!((made.len(), ground.ids()), (1, vec![3, 2]));
+
+    std::fs::remove_file(strange).unwrap();
+    assert_eq!(ground.room(8 * CHUNKS, min_free).unwrap(), [0; 0], "the first one's content comes free now");
+}
