@@ -65,8 +65,20 @@ impl Client {
         let (store, path) = connected.map_err(|error| {
             unusable(format!("{}; {}", translate(&error, url.scheme(), &secrets), connect::help(url)))
         })?;
+        Client::over(url, job, store, path, secrets)
+    }
+
+    /// The client of an object store, in which all objects are below this path.
+    pub(super) fn over(
+        url: &ReplicaUrl,
+        job: &JobName,
+        store: Arc<dyn ObjectStore>,
+        path: Path,
+        secrets: Secrets,
+    ) -> Result<Client> {
         let runtime = Builder::new_current_thread().enable_all().build();
-        let runtime = runtime.map_err(|error| unusable(format!("cannot set up its runtime: {error}")))?;
+        let unusable = |error| Error::Open { url: url.to_string(), why: format!("cannot set up its runtime: {error}") };
+        let runtime = runtime.map_err(unusable)?;
         Ok(Client { url: url.clone(), store, root: path.join(job.as_str()), runtime, secrets })
     }
 

@@ -280,6 +280,7 @@ fn without_addresses(text: &str) -> String {
 }
 
 /// Values that must not be shown.
+#[derive(Default)]
 pub(super) struct Secrets(Vec<String>);
 
 /// Shorter values are no secrets, and would match everywhere.

@@ -27,9 +27,11 @@ use rekindle_os::durable;
 use rekindle_store::FileError;
 use rekindle_store::chunk::codec::Compression;
 use rekindle_store::chunk::{ChunkId, ChunkMap, Key, map};
+use rekindle_store::gc;
 use rekindle_store::pack::record::HEADER_BYTES;
-use rekindle_store::pack::{Entry, Index, PackHeader, PackName, Packs, RecordHeader};
+use rekindle_store::pack::{Entry, PackHeader, PackName, Packs, RecordHeader};
 use rekindle_store::pack::{Making, PackWriter};
+use rekindle_store::options::Copies;
 use rekindle_store::persist::Progress;
 use rekindle_store::retention::survey;
 use rekindle_store::{Image, ImageId, JobFolder, State, WriterLock, manifest, mark};
@@ -59,34 +61,39 @@ impl Replica {
         cancelled: Cancelled<'_>,
     ) -> Result<Image> {
         folder.check_lock(lock)?;
-        let _alone = lock.packs();
         let there = self.inventory(cancelled)?;
         let files = there.images.get(&id).ok_or_else(|| self.not_whole(id, "it does not exist"))?;
         let image = self.look(id, files, cancelled)?;
         let map = self.map_of(&image, folder, cancelled)?;
         let packs = folder.packs();
-        let index = packs.index()?;
-        let missing = missing(&map, &index, &packs)?;
-        let places = self.places(&image, &there, &packs, missing, cancelled)?;
-        let stored = |all: &BTreeMap<PackName, Vec<Entry>>| {
-            all.values().flatten().map(|it| u64::from(it.stored_len) + HEADER_BYTES).sum()
-        };
-        self.check_room(id, stored(&places.first), &map, folder)?;
-        progress.expect(stored(&places.first));
-        let key = self.key_for(&image, places.first.keys().copied(), key, cancelled)?;
-        let making = Making { compression: Compression::None, key, pack: CLOSE, way: Way::Direct };
-        let failed = |error: FileError| Error::Write { path: error.path, source: error.source };
-        let mut writer = PackWriter::new(&packs, making).map_err(failed)?;
-        for (pack, entries) in &places.first {
-            for span in spans(entries) {
-                for (header, stored) in self.read_span(*pack, &span, &places.other, key, cancelled)? {
-                    writer.append(&header, &stored).map_err(failed)?;
-                    progress.add(HEADER + stored.len());
+        let fetch = || {
+            let _alone = lock.packs();
+            let places = self.places(&image, &there, &packs, missing(&map, &packs)?, cancelled)?;
+            self.check_room(id, places.bytes(), &map, folder)?;
+            progress.expect(places.bytes());
+            let key = self.key_for(&image, places.first.keys().copied(), key, cancelled)?;
+            let making = Making { compression: Compression::None, key, pack: CLOSE, way: Way::Direct };
+            let failed = |error: FileError| Error::Write { path: error.path, source: error.source };
+            let mut writer = PackWriter::new(&packs, making).map_err(failed)?;
+            for (pack, entries) in &places.first {
+                for span in spans(entries) {
+                    for (header, stored) in self.read_span(*pack, &span, &places.other, key, cancelled)? {
+                        writer.append(&header, &stored).map_err(failed)?;
+                        progress.add(HEADER + stored.len());
+                    }
                 }
             }
+            writer.finish().map_err(failed)?;
+            self.publish(&image, &map, folder, lock, cancelled)
+        };
+        match fetch() {
+            // Another fetch or an interrupted persist may have left content that no image needs.
+            Err(error @ Error::NoRoom { .. }) => match gc::sweep_for(folder, lock, Copies::Two, &map) {
+                Ok(1..) => fetch(),
+                _ => Err(error),
+            },
+            fetched => fetched,
         }
-        writer.finish().map_err(failed)?;
-        self.publish(&image, &map, folder, lock, cancelled)
     }
 
     /// The place of each missing chunk in the replica.
@@ -250,9 +257,17 @@ struct Places {
     other: HashMap<ChunkId, Vec<(PackName, Entry)>>,
 }
 
+impl Places {
+    /// Bytes of the records to be fetched.
+    fn bytes(&self) -> u64 {
+        self.first.values().flatten().map(|entry| u64::from(entry.stored_len) + HEADER_BYTES).sum()
+    }
+}
+
 /// The chunks that are missing here. The packs of the other chunks are needed from now on: their marks are removed
 /// first, durably.
-fn missing(map: &ChunkMap, index: &Index, packs: &Packs) -> Result<HashSet<ChunkId>> {
+fn missing(map: &ChunkMap, packs: &Packs) -> Result<HashSet<ChunkId>> {
+    let index = packs.index()?;
     let (mut missing, mut marked) = (HashSet::new(), HashSet::new());
     for (id, _) in map.chunks() {
         match index.get(&id) {

@@ -48,3 +48,6 @@ pub use replica::{RemoteImage, Replica};
 pub use retain::{Keep, Removed};
 pub use upload::Uploaded;
 pub use url::ReplicaUrl;
+
+#[cfg(test)]
+mod tests;

@@ -70,13 +70,12 @@ impl Replica {
         patience: Patience,
         variables: impl IntoIterator<Item = (OsString, OsString)>,
     ) -> Result<Replica> {
-        Ok(Replica {
-            client: Client::new(url, job, &Environment::new(variables), patience)?,
-            rate: None,
-            min_free: 0,
-            trust: Trust::default(),
-            job: job.clone(),
-        })
+        Ok(Replica::over(Client::new(url, job, &Environment::new(variables), patience)?, job.clone()))
+    }
+
+    /// The same with this client.
+    pub(super) fn over(client: Client, job: JobName) -> Replica {
+        Replica { client, rate: None, min_free: 0, trust: Trust::default(), job }
     }
 
     /// Applies these rules of trust to content of the replica. By default all is trusted.

@@ -29,7 +29,7 @@ use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 
-use super::chunk::Key;
+use super::chunk::{ChunkMap, Key};
 use super::error::Error as StoreError;
 use super::folder::JobFolder;
 use super::id::ImageId;
@@ -127,6 +127,18 @@ pub fn collect(
     now: DateTime<Utc>,
     cancelled: &dyn Fn() -> bool,
 ) -> Result<Collected, Error> {
+    round(folder, lock, bounds, now, cancelled, None)
+}
+
+/// `besides` is the map of an image that is not in the store yet.
+fn round(
+    folder: &JobFolder,
+    lock: &WriterLock,
+    bounds: &Bounds<'_>,
+    now: DateTime<Utc>,
+    cancelled: &dyn Fn() -> bool,
+    besides: Option<&ChunkMap>,
+) -> Result<Collected, Error> {
     folder.check_lock(lock)?;
     let _alone = lock.packs();
     let packs = folder.packs();
@@ -136,7 +148,8 @@ pub fn collect(
     if !done.reindexed.is_empty() {
         index = packs.index()?;
     }
-    let needed = Needed::of(folder)?;
+    let mut needed = Needed::of(folder)?;
+    besides.into_iter().for_each(|map| needed.add_map(map));
     let uses = needed.of_packs(&packs, &index, bounds.copies)?;
     for pack in &uses {
         lock.still_held()?;
@@ -168,8 +181,25 @@ pub fn collect(
 /// # Errors
 /// As [`collect`].
 pub fn sweep_now(folder: &JobFolder, lock: &WriterLock, copies: Copies) -> Result<u64, Error> {
+    sweep_all(folder, lock, copies, None)
+}
+
+/// The same for an image with this map that is being fetched: what of its content is here stays, too.
+///
+/// # Errors
+/// As [`collect`].
+pub fn sweep_for(folder: &JobFolder, lock: &WriterLock, copies: Copies, map: &ChunkMap) -> Result<u64, Error> {
+    sweep_all(folder, lock, copies, Some(map))
+}
+
+fn sweep_all(
+    folder: &JobFolder,
+    lock: &WriterLock,
+    copies: Copies,
+    besides: Option<&ChunkMap>,
+) -> Result<u64, Error> {
     let bounds = Bounds { sweep_after: Duration::ZERO, repack: None, key: None, copies };
-    let round = || collect(folder, lock, &bounds, Utc::now(), &|| false);
+    let round = || round(folder, lock, &bounds, Utc::now(), &|| false, besides);
     // The first round marks, the second removes.
     Ok(round()?.freed + round()?.freed)
 }

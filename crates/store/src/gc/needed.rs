@@ -31,9 +31,12 @@ impl Needed {
 
     /// Adds the chunks of one image.
     fn add(&mut self, image: &Image) -> Result<(), Error> {
-        let map = map_of(image)?;
-        self.0.extend(map.iter().flat_map(ChunkMap::chunks).filter_map(|(id, _)| prefix(id.as_bytes())));
+        map_of(image)?.iter().for_each(|map| self.add_map(map));
         Ok(())
+    }
+
+    pub(super) fn add_map(&mut self, map: &ChunkMap) {
+        self.0.extend(map.chunks().filter_map(|(id, _)| prefix(id.as_bytes())));
     }
 
     pub(crate) fn has(&self, id: &crate::chunk::ChunkId) -> bool {
