@@ -113,6 +113,16 @@ impl Client {
         Ok(ours.collect())
     }
 
+    /// Looks up an object by its name; None if it does not exist. A listing may lag behind, and this does not.
+    pub(super) fn head(&self, name: &str, cancelled: Cancelled<'_>) -> Result<Option<Object>> {
+        self.check_regular(name)?;
+        match self.run(&format!("look up {name} in"), cancelled, self.store.head(&self.path(name))) {
+            Ok(found) => Ok(Some(Object { name: name.to_owned(), size: found.size, modified: found.last_modified })),
+            Err(error) if error.is_missing() => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
     /// A complete small object; None if it does not exist.
     pub(super) fn get(&self, name: &str, max: u64, cancelled: Cancelled<'_>) -> Result<Option<Vec<u8>>> {
         self.check_regular(name)?;

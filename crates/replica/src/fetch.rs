@@ -61,9 +61,8 @@ impl Replica {
         cancelled: Cancelled<'_>,
     ) -> Result<Image> {
         folder.check_lock(lock)?;
+        let image = self.look(id, cancelled)?.ok_or_else(|| self.not_whole(id, "it does not exist"))?;
         let there = self.inventory(cancelled)?;
-        let files = there.images.get(&id).ok_or_else(|| self.not_whole(id, "it does not exist"))?;
-        let image = self.look(id, files, cancelled)?;
         let map = self.map_of(&image, folder, cancelled)?;
         let packs = folder.packs();
         let fetch = || {

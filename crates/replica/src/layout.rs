@@ -10,6 +10,10 @@
 //! ```
 //!
 //! Other names are left alone.
+//!
+//! A listing may lag behind what was written and removed, in object stores that promise no more, and behind caches. So
+//! it only says where to look: before something is removed, or counted as good, the objects are looked up by their
+//! names.
 
 use std::collections::BTreeMap;
 
@@ -64,6 +68,12 @@ pub(super) fn of_pack(name: PackName, file: PackFile) -> String {
 pub(super) struct Found {
     pub(super) size: u64,
     pub(super) modified: DateTime<Utc>,
+}
+
+impl From<Object> for Found {
+    fn from(object: Object) -> Found {
+        Found { size: object.size, modified: object.modified }
+    }
 }
 
 /// The objects of a pack.
@@ -138,8 +148,8 @@ impl Inventory {
     }
 
     /// The images with a manifest, newest first.
-    pub(super) fn published(&self) -> impl Iterator<Item = (ImageId, &RemoteFiles)> {
-        self.images.iter().rev().filter(|(_, files)| files.manifest.is_some()).map(|(id, files)| (*id, files))
+    pub(super) fn published(&self) -> impl Iterator<Item = ImageId> {
+        self.images.iter().rev().filter(|(_, files)| files.manifest.is_some()).map(|(id, _)| *id)
     }
 }
 

@@ -6,7 +6,7 @@ use crate::client::{Cancelled, Client};
 use crate::connect::Patience;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
-use crate::layout::{self, Inventory, Of, RemoteFiles};
+use crate::layout::{self, Inventory, Of};
 use crate::read_mark;
 use crate::url::ReplicaUrl;
 use rekindle_store as store;
@@ -102,7 +102,7 @@ impl Replica {
     /// [`Error::Remote`], [`Error::Cancelled`].
     pub fn images(&self, cancelled: Cancelled<'_>) -> Result<Vec<RemoteImage>> {
         let there = self.inventory(cancelled)?;
-        there.published().map(|(id, files)| self.look(id, files, cancelled)).collect()
+        there.published().filter_map(|id| self.look(id, cancelled).transpose()).collect()
     }
 
     /// The newest image in the replica, in whatever state.
@@ -111,7 +111,7 @@ impl Replica {
     /// [`Error::Remote`], [`Error::Cancelled`].
     pub fn newest(&self, cancelled: Cancelled<'_>) -> Result<Option<RemoteImage>> {
         let there = self.inventory(cancelled)?;
-        there.published().next().map(|(id, files)| self.look(id, files, cancelled)).transpose()
+        there.published().find_map(|id| self.look(id, cancelled).transpose()).transpose()
     }
 
     /// Fails if the image cannot be used because it is not trusted.
@@ -160,15 +160,15 @@ impl Replica {
         Ok(Inventory::of(self.client.list(cancelled)?))
     }
 
-    /// Reads manifest and mark.
-    pub(super) fn look(&self, id: ImageId, files: &RemoteFiles, cancelled: Cancelled<'_>) -> Result<RemoteImage> {
+    /// Reads manifest and mark, whatever a listing says about them. `None` if there is no such image.
+    pub(super) fn look(&self, id: ImageId, cancelled: Cancelled<'_>) -> Result<Option<RemoteImage>> {
         let found = match self.client.get(&layout::of_image(id, Of::Manifest), manifest::MAX_BYTES, cancelled) {
             Ok(Some(bytes)) => Manifest::parse(&bytes, &self.trust),
-            Ok(None) => Err(ManifestError::Missing),
+            Ok(None) => return Ok(None),
             // Too large for a manifest.
             Err(Error::Damaged { why, .. }) => {
                 let why = Damage { kind: DamageKind::Broken, detail: why };
-                return Ok(RemoteImage { id, state: State::Damaged { why } });
+                return Ok(Some(RemoteImage { id, state: State::Damaged { why } }));
             }
             Err(error) => return Err(error),
         };
@@ -178,16 +178,13 @@ impl Replica {
         });
         let manifest = match found {
             Ok(manifest) => manifest,
-            Err(error) => return Ok(RemoteImage { id, state: State::Damaged { why: error.into() } }),
+            Err(error) => return Ok(Some(RemoteImage { id, state: State::Damaged { why: error.into() } })),
         };
-        let mark = match files.mark {
-            Some(_) => self.client.get(&layout::of_image(id, Of::Mark), read_mark::MAX_BYTES, cancelled)?,
-            None => None,
-        };
+        let mark = self.client.get(&layout::of_image(id, Of::Mark), read_mark::MAX_BYTES, cancelled)?;
         let state = match mark {
             Some(bytes) => State::Bad { mark: read_mark::parse(&bytes, manifest.taken), manifest },
             None => State::Good(manifest),
         };
-        Ok(RemoteImage { id, state })
+        Ok(Some(RemoteImage { id, state }))
     }
 }

@@ -81,8 +81,14 @@ impl Replica {
         let there = self.inventory(cancelled)?;
         let old = Old::of(&there);
         for (id, files) in there.images.iter().filter(|(_, files)| files.manifest.is_none()) {
-            for (file, found) in [(Of::Chunks, files.chunks), (Of::Mark, files.mark)] {
-                if found.is_some_and(|found| old.is_old(found.modified)) {
+            let left = [(Of::Chunks, files.chunks), (Of::Mark, files.mark)];
+            let mut left = left.into_iter().filter(|(_, found)| found.is_some_and(|it| old.is_old(it.modified)));
+            // The listing may not show yet that the image is complete.
+            let manifest = layout::of_image(*id, Of::Manifest);
+            if let Some(first) = left.next()
+                && self.client.head(&manifest, cancelled)?.is_none()
+            {
+                for (file, _) in std::iter::once(first).chain(left) {
                     self.client.delete(&layout::of_image(*id, file), cancelled)?;
                 }
             }
@@ -94,7 +100,7 @@ impl Replica {
             // next removal.
             return Ok(removed);
         }
-        let needed = match self.needed(&there, folder, cancelled)? {
+        let needed = match self.needed(&there, &removed.images, folder, cancelled)? {
             Ok(needed) => needed,
             Err(why) => return Ok(Removed { blocked: Some(why), ..removed }),
         };
@@ -120,16 +126,19 @@ impl Replica {
         Ok(removed)
     }
 
-    /// The chunks that the images need, or why they are unknown.
+    /// The chunks that the images need, or why they are unknown. `gone` were removed, whatever the listing says.
     fn needed(
         &self,
         there: &Inventory,
+        gone: &[ImageId],
         folder: &JobFolder,
         cancelled: Cancelled<'_>,
     ) -> Result<std::result::Result<HashSet<ChunkId>, String>> {
         let mut needed = HashSet::new();
-        for (id, files) in there.published() {
-            let image = self.look(id, files, cancelled)?;
+        for id in there.published().filter(|id| !gone.contains(id)) {
+            let Some(image) = self.look(id, cancelled)? else {
+                return Ok(Err(format!("image {id} is in the listing of the replica, and is not there")));
+            };
             match self.map_of(&image, folder, cancelled) {
                 Ok(map) => needed.extend(map.chunks().map(|(id, _)| id)),
                 Err(Error::NotWhole { why, .. } | Error::Damaged { why, .. }) => {

@@ -2,9 +2,11 @@
 
 use std::fs;
 use std::path::Path;
+use std::sync::Arc;
 
 use chrono::{DateTime, TimeDelta, Utc};
 
+use crate::client::Client;
 use crate::error::Result;
 use crate::{Patience, Replica, Uploaded};
 use rekindle_os::direct::Way;
@@ -14,7 +16,11 @@ use rekindle_store::pack::{Making, PackWriter};
 use rekindle_store::persist::Progress;
 use rekindle_store::{Access, Image, ImageId, JobFolder, JobName, Store, WriterLock};
 
+mod lagging;
+mod listing;
 mod room;
+
+use lagging::Lagging;
 
 /// A machine with a store.
 struct Machine {
@@ -97,4 +103,11 @@ fn noise(seed: u32) -> Vec<u8> {
 fn in_folder(dir: &Path) -> Replica {
     let url = format!("file://{}", dir.display()).parse().unwrap();
     Replica::open_with(&url, &job(), Patience::Little, []).unwrap()
+}
+
+/// A replica in this object store.
+fn over(store: &Arc<Lagging>) -> Replica {
+    let url = "s3://bucket/some/path".parse().unwrap();
+    let client = Client::over(&url, &job(), Arc::clone(store) as _, "some/path".into(), Default::default()).unwrap();
+    Replica::over(client, job())
 }
