@@ -65,7 +65,7 @@ impl Replica {
         let there = self.inventory(cancelled)?;
         let mut packs: Vec<(PackName, Found)> = Vec::new();
         for (name, pack) in &there.packs {
-            if let RemotePack { pack: Some(pack), index: Some(_) } = pack {
+            if let RemotePack { pack: Some(pack), index: Some(_), .. } = pack {
                 packs.push((*name, *pack));
             }
         }

@@ -109,7 +109,7 @@ impl Replica {
         // The newest pack first: it probably has most of the chunks, and the indexes of old packs may not be needed.
         let mut packs: Vec<(PackName, Found)> = Vec::new();
         for (name, pack) in &there.packs {
-            if let RemotePack { pack: Some(pack), index: Some(_) } = pack {
+            if let RemotePack { pack: Some(pack), index: Some(_), .. } = pack {
                 packs.push((*name, *pack));
             }
         }

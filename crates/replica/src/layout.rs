@@ -4,6 +4,7 @@
 //! PATH/JOB/
 //!   job.json                          how the last run ended
 //!   packs/NAME.pack  packs/NAME.idx   as in the store
+//!   packs/NAME.gone                   no image needed the pack when this was written
 //!   images/ID/manifest.json           written last, removed first: without it there is no image
 //!   images/ID/chunks                  which chunks it is made of
 //!   images/ID/bad.json                if restarts must skip it
@@ -53,6 +54,7 @@ pub(super) fn of_image(id: ImageId, file: Of) -> String {
 pub(super) enum PackFile {
     Pack,
     Index,
+    Gone,
 }
 
 /// The name of a file of a pack.
@@ -60,6 +62,7 @@ pub(super) fn of_pack(name: PackName, file: PackFile) -> String {
     match file {
         PackFile::Pack => format!("packs/{name}.pack"),
         PackFile::Index => format!("packs/{name}.idx"),
+        PackFile::Gone => format!("packs/{name}.gone"),
     }
 }
 
@@ -81,6 +84,8 @@ impl From<Object> for Found {
 pub(super) struct RemotePack {
     pub(super) pack: Option<Found>,
     pub(super) index: Option<Found>,
+    /// The mark of a pack that no image needs.
+    pub(super) gone: Option<Found>,
 }
 
 impl RemotePack {
@@ -128,6 +133,7 @@ impl Inventory {
                     match suffix {
                         "pack" => all.packs.entry(name).or_default().pack = found,
                         "idx" => all.packs.entry(name).or_default().index = found,
+                        "gone" => all.packs.entry(name).or_default().gone = found,
                         _ => {}
                     }
                 }
@@ -181,7 +187,7 @@ mod tests {
         let all = Inventory::of(objects);
         assert_eq!(all.packs.len(), 1);
         let found = |n: u32| Some(Found { size: n.into(), modified: at(n.into()) });
-        assert_eq!(all.packs[&pack.parse().unwrap()], RemotePack { pack: found(1), index: found(2) });
+        assert_eq!(all.packs[&pack.parse().unwrap()], RemotePack { pack: found(1), index: found(2), gone: found(3) });
         assert_eq!(all.images.len(), 1);
         assert_eq!(all.images[&id], RemoteFiles { manifest: found(7), chunks: found(8), mark: None });
         assert_eq!(all.newest, Some(at(12)));

@@ -6,14 +6,15 @@
 //!
 //! An image is replicated when its manifest is there, which is sent last:
 //!
-//! 1. a listing shows which of the needed packs are missing or have another size
-//! 2. those are sent, each as a whole or not at all, each followed by its index
-//! 3. the chunk map is sent
-//! 4. the listing is repeated, and what somebody removed in the meantime is sent again
+//! 1. a listing shows which of the needed packs are missing, have another size, or are marked for removal; those are
+//!    looked up by their names, because a listing may lag behind, and their marks are removed
+//! 2. what is not there is sent, each pack as a whole or not at all, each followed by its index
+//! 3. the listing is repeated, and what somebody removed in the meantime is sent again
+//! 4. the chunk map is sent
 //! 5. the manifest is sent
 //!
-//! An image is removed in the reverse order: manifest, map, and then the packs that no other image in the replica
-//! needs. If either is interrupted, by a network failure or a power cut, packs without an image remain: the next upload
+//! An image is removed in the reverse order: manifest, map, and then, an hour after they were marked, the packs that no
+//! other image in the replica needs (retain.rs). If either is interrupted, by a network failure or a power cut, packs without an image remain: the next upload
 //! uses them, or the next removal removes them. Nothing that was sent is sent again, except the pack in progress.
 //!
 //! Two machines that write images of one job to one address are not supported: each would remove the other's images by

@@ -2,7 +2,10 @@
 //!
 //! By count only: images that the rules of the store keep longer are kept in the store. Those of the present run count
 //! first: after a start from the beginning with an empty store, the older ones have higher numbers. After the images,
-//! packs that no remaining image needs are removed. Parts of group images are counted from the newest whole one on: the
+//! packs that no remaining image needs are marked (`NAME.gone`), and removed when the mark is an hour old and still no
+//! image needs them: an image that was just sent may need a pack, and not be in the listing yet. An upload removes the
+//! mark of a pack that it needs, and looks up whether the pack is still there. A mark stays for another hour after its
+//! pack, because a listing may show the pack that long. Parts of group images are counted from the newest whole one on: the
 //! others' replicas may not have newer ones yet. What cannot be read in the replica is never removed, and in that case
 //! no pack is removed either, because an image may need it. Maps and indexes are read here if they exist here too, so
 //! that not all of them are fetched each time.
@@ -22,8 +25,11 @@ use rekindle_store::chunk::ChunkId;
 use rekindle_store::pack::{PackIndex, PackName};
 use rekindle_store::{DamageKind, ImageId, JobFolder, State};
 
-/// Age, by the clock of the replica, below which a pack without an image may belong to one that is being sent.
+/// Age, by the clock of the replica, below which a pack without an image may belong to one that is being sent, and below
+/// which a listing may not show an object.
 const GRACE: Duration = Duration::from_secs(3600);
+/// The content of a mark. Its time is that of the object.
+const MARK: &[u8] = b"{}";
 
 /// Which good images stay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -93,9 +99,12 @@ impl Replica {
                 }
             }
         }
-        let candidates: Vec<(PackName, RemotePack)> = there.packs.iter().map(|(name, pack)| (*name, *pack)).collect();
-        let is_old = |(_, pack): &&(PackName, RemotePack)| pack.modified().is_some_and(|at| old.is_old(at));
-        if removed.images.is_empty() && !candidates.iter().any(|pack| is_old(&pack) && !pack.1.is_whole()) {
+        let is_old = |pack: &RemotePack| pack.modified().is_some_and(|at| old.is_old(at));
+        let is_due = |pack: &RemotePack| match pack.gone {
+            Some(mark) => old.is_old(mark.modified),
+            None => is_old(pack) && !pack.is_whole(),
+        };
+        if removed.images.is_empty() && !there.packs.values().any(is_due) {
             // Packs become unneeded only when an image is removed or an upload is given up; the latter wait for the
             // next removal.
             return Ok(removed);
@@ -116,14 +125,40 @@ impl Replica {
                 return Ok(Removed { blocked: Some(why), ..removed });
             }
         };
-        for (name, pack) in candidates.iter().filter(is_old).filter(|(name, _)| !keep.contains(name)) {
-            // The index first: a pack without an index does not count.
-            self.client.delete(&layout::of_pack(*name, PackFile::Index), cancelled)?;
-            self.client.delete(&layout::of_pack(*name, PackFile::Pack), cancelled)?;
-            removed.packs += 1;
-            removed.bytes += pack.pack.map_or(0, |found| found.size);
+        for (name, pack) in &there.packs {
+            let mark = layout::of_pack(*name, PackFile::Gone);
+            match (keep.contains(name), pack.gone) {
+                (true, None) => {}
+                (true, Some(_)) => self.client.delete(&mark, cancelled)?,
+                (false, None) if is_old(pack) => self.client.put(&mark, MARK.into(), cancelled)?,
+                (false, None) => {}
+                (false, Some(_)) => {
+                    if let Some(bytes) = self.sweep(*name, pack, &old, cancelled)? {
+                        removed.packs += 1;
+                        removed.bytes += bytes;
+                    }
+                }
+            }
         }
         Ok(removed)
+    }
+
+    /// Removes a pack whose mark is old enough. Returns its size.
+    fn sweep(&self, name: PackName, pack: &RemotePack, old: &Old, cancelled: Cancelled<'_>) -> Result<Option<u64>> {
+        let mark = layout::of_pack(name, PackFile::Gone);
+        // An upload may have removed it since.
+        if !self.client.head(&mark, cancelled)?.is_some_and(|found| old.is_old(found.modified)) {
+            return Ok(None);
+        }
+        if pack.modified().is_none() {
+            return self.client.delete(&mark, cancelled).map(|()| None);
+        }
+        // The index first: a pack without an index does not count.
+        self.client.delete(&layout::of_pack(name, PackFile::Index), cancelled)?;
+        self.client.delete(&layout::of_pack(name, PackFile::Pack), cancelled)?;
+        // Renewed, so that an upload to which a listing still shows the pack does not rely on it.
+        self.client.put(&mark, MARK.into(), cancelled)?;
+        Ok(Some(pack.pack.map_or(0, |found| found.size)))
     }
 
     /// The chunks that the images need, or why they are unknown. `gone` were removed, whatever the listing says.
@@ -160,7 +195,7 @@ impl Replica {
     ) -> Result<Vec<(PackName, PackIndex)>> {
         let mut whole = Vec::new();
         for (name, pack) in &there.packs {
-            let RemotePack { pack: Some(pack), index: Some(_) } = pack else { continue };
+            let RemotePack { pack: Some(pack), index: Some(_), .. } = pack else { continue };
             match self.index_by(indexes, *name, *pack, &folder.packs(), cancelled) {
                 Ok(index) => whole.push((*name, index)),
                 // It counts as missing; its content is then found missing, too.

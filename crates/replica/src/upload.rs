@@ -7,7 +7,7 @@ use std::path::Path;
 
 use crate::client::Cancelled;
 use crate::error::{Error, Result};
-use crate::layout::{self, Inventory, Of, PackFile, RemotePack};
+use crate::layout::{self, Found, Inventory, Of, PackFile, RemotePack};
 use crate::read_mark;
 use crate::replica::Replica;
 use crate::send::Flow;
@@ -55,20 +55,16 @@ impl Replica {
         }
         self.client.prepare()?;
         let mut flow = Flow::new(progress, self.rate, cancelled);
-        let (there, uploaded) = self.send_packs(image, &map, &folder.packs(), &mut flow)?;
-        let there = there.images.get(&image.id).copied().unwrap_or_default();
+        let uploaded = self.send_packs(image, &map, &folder.packs(), &mut flow)?;
+        // Looked up by their names: a listing may show what was removed, and not show what is there.
+        let find = |file| self.client.head(&layout::of_image(image.id, file), cancelled);
         let put = |file, bytes| self.client.put(&layout::of_image(image.id, file), bytes, cancelled);
-        let is_there = |found: Option<layout::Found>, bytes: &[u8]| {
-            found.is_some_and(|it| u64::try_from(bytes.len()) == Ok(it.size))
-        };
         let chunks = map.to_bytes();
-        if !is_there(there.chunks, &chunks) {
+        if !find(Of::Chunks)?.is_some_and(|found| u64::try_from(chunks.len()) == Ok(found.size)) {
             put(Of::Chunks, chunks)?;
         }
-        self.send_mark(image, there.mark.is_some(), cancelled)?;
-        if !is_there(there.manifest, &text) {
-            put(Of::Manifest, text)?;
-        }
+        self.send_mark(image, find(Of::Mark)?.is_some(), cancelled)?;
+        put(Of::Manifest, text)?;
         Ok(uploaded)
     }
 
@@ -106,18 +102,12 @@ impl Replica {
         }
     }
 
-    /// Steps 1, 2 and 4. Returns the resulting content of the replica.
-    fn send_packs(
-        &self,
-        image: &Image,
-        map: &ChunkMap,
-        packs: &Packs,
-        flow: &mut Flow<'_>,
-    ) -> Result<(Inventory, Uploaded)> {
+    /// Steps 1 to 3.
+    fn send_packs(&self, image: &Image, map: &ChunkMap, packs: &Packs, flow: &mut Flow<'_>) -> Result<Uploaded> {
         let mut uploaded = Uploaded::default();
         let mut index = packs.index()?;
         for round in 1.. {
-            let there = self.inventory(flow.cancelled)?;
+            let mut there = self.inventory(flow.cancelled)?;
             let needed = needed(map, &index, &there).ok_or(Error::NotWholeHere(image.id));
             let needed = match needed {
                 Err(error) if round >= ROUNDS => return Err(error),
@@ -128,11 +118,18 @@ impl Replica {
                 }
                 Ok(needed) => needed,
             };
+            for name in &needed {
+                self.correct(&mut there, &index, *name, flow.cancelled)?;
+            }
             let mut missing: Vec<PackName> =
                 needed.iter().copied().filter(|name| !is_whole(&index, &there, *name)).collect();
             uploaded.present = needed.len().saturating_sub(uploaded.packs + missing.len());
             if missing.is_empty() {
-                return Ok((there, uploaded));
+                return Ok(uploaded);
+            }
+            if round > ROUNDS {
+                let why = format!("{} of its packs were sent and are not there", missing.len());
+                return Err(self.not_whole(image.id, why));
             }
             let size = |name: &PackName| index.pack(*name).map_or(0, |info| info.pack_len);
             // Small ones first, so that more of them are complete if the connection fails.
@@ -154,6 +151,30 @@ impl Replica {
             }
         }
         Err(Error::NotWholeHere(image.id))
+    }
+
+    /// Looks up a pack that is needed, unless the listing shows it whole and without a mark. A mark is removed: the pack
+    /// is needed from now on.
+    fn correct(
+        &self,
+        there: &mut Inventory,
+        index: &Index,
+        name: PackName,
+        cancelled: Cancelled<'_>,
+    ) -> Result<()> {
+        let is_marked = there.packs.get(&name).is_some_and(|pack| pack.gone.is_some());
+        if is_marked {
+            self.client.delete(&layout::of_pack(name, PackFile::Gone), cancelled)?;
+        } else if is_whole(index, there, name) {
+            return Ok(());
+        }
+        let find = |file| -> Result<Option<Found>> {
+            Ok(self.client.head(&layout::of_pack(name, file), cancelled)?.map(Found::from))
+        };
+        let pack = find(PackFile::Pack)?;
+        let index = if pack.is_some() { find(PackFile::Index)? } else { None };
+        there.packs.insert(name, RemotePack { pack, index, gone: None });
+        Ok(())
     }
 
     fn send_pack(&self, name: PackName, packs: &Packs, flow: &mut Flow<'_>) -> Result<u64> {
@@ -209,7 +230,7 @@ fn needed(map: &ChunkMap, index: &Index, there: &Inventory) -> Option<BTreeSet<P
 fn is_whole(index: &Index, there: &Inventory, name: PackName) -> bool {
     let here = index.pack(name).map(|info| info.pack_len);
     match there.packs.get(&name) {
-        Some(RemotePack { pack: Some(pack), index: Some(_) }) => here == Some(pack.size),
+        Some(RemotePack { pack: Some(pack), index: Some(_), .. }) => here == Some(pack.size),
         _ => false,
     }
 }

@@ -107,6 +107,12 @@ impl Machine {
         Ok((image, progress.bytes().0))
     }
 
+    /// The name of the pack with the chunk of this number.
+    pub(crate) fn pack_of(&self, seed: u32) -> String {
+        let index = self.folder.packs().index().unwrap();
+        index.get(&chunk_id(self.key.as_ref(), &noise(seed, 100_000))).unwrap().pack.to_string()
+    }
+
     /// The number of complete packs.
     pub(crate) fn packs(&self) -> usize {
         self.folder.packs().names().unwrap().len()

@@ -22,7 +22,15 @@ fn age(dir: &Path, by: Duration) {
 const LONG_AGO: Duration = Duration::from_secs(7200);
 
 fn packs(dir: &Path) -> usize {
-    fs::read_dir(dir.join("train/packs")).unwrap().count() / 2
+    let names = fs::read_dir(dir.join("train/packs")).unwrap().map(|entry| entry.unwrap().path());
+    names.filter(|path| path.extension().is_some_and(|it| it == "pack")).count()
+}
+
+/// More than an hour passes, and something is written.
+fn wait(dir: &Path) {
+    age(dir, LONG_AGO);
+    let record = dir.join("train/job.json");
+    fs::write(record, "{}").unwrap();
 }
 
 #[test]
@@ -43,7 +51,11 @@ fn old_images_go_with_what_only_they_need() {
     // Something young is there: its age is what the others are compared with.
     here.upload(&replica, &here.image(4, &chunks([0, 10]))).unwrap();
     let removed = replica.retain(Keep::Newest(2), &here.folder, &|| false).unwrap();
-    assert_eq!((removed.images, removed.packs, removed.blocked), (vec![id(1), id(2)], 1, None));
+    assert_eq!((removed.images, removed.packs, removed.blocked), (vec![id(1), id(2)], 0, None));
+    assert_eq!(packs(dir.path()), 4, "a listing may not show yet that an image needs them");
+    wait(dir.path());
+    let removed = replica.retain(Keep::Newest(2), &here.folder, &|| false).unwrap();
+    assert_eq!((removed.images.len(), removed.packs, packs(dir.path())), (0, 1, 3));
     let other = Machine::new();
     for (n, content) in [(3, chunks([0, 9])), (4, chunks([0, 10]))] {
         let (image, _) = other.fetch(&replica, id(n)).unwrap();
@@ -70,8 +82,9 @@ fn a_young_pack_without_an_image_may_belong_to_one_on_its_way() {
     here.upload(&replica, &images[2]).unwrap();
     fs::remove_file(dir.path().join(format!("train/images/{}/manifest.json", id(3)))).unwrap();
     let removed = replica.retain(Keep::Newest(1), &here.folder, &|| false).unwrap();
-    assert_eq!((removed.images, removed.packs), (vec![id(1)], 1));
-    assert_eq!(packs(dir.path()), 2);
+    assert_eq!((removed.images, removed.packs), (vec![id(1)], 0));
+    let marks = |n| dir.path().join("train/packs").join(here.pack_of(n)).with_extension("gone").exists();
+    assert_eq!((marks(1), marks(2), marks(3)), (true, false, false));
     assert_eq!(here.upload(&replica, &images[2]).unwrap().packs, 0, "its pack is used");
 }
 
@@ -105,5 +118,7 @@ fn nothing_that_may_be_needed_goes_while_something_can_not_be_read() {
     let removed = replica.retain(Keep::Newest(2), &here.folder, &|| false).unwrap();
     assert_eq!(removed.images, [id(2)], "a broken image that is read as one goes by its manifest");
     assert_eq!(removed.blocked, None);
+    wait(dir.path());
+    replica.retain(Keep::Newest(2), &here.folder, &|| false).unwrap();
     assert_eq!(packs(dir.path()), 2, "what the fourth and the fifth need");
 }

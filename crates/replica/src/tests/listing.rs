@@ -73,3 +73,96 @@ fn an_image_that_a_listing_does_not_show_yet_keeps_its_map() {
     retain(&replica, 9, &here);
     assert!(!store.names().contains(&format!("images/{}/chunks", id(1))));
 }
+
+#[test]
+fn a_pack_stays_that_an_image_needs_which_a_listing_does_not_show_yet() {
+    let (store, here) = (Arc::new(Lagging::default()), Machine::new());
+    let replica = over(&store);
+    here.upload(&replica, &here.image(1, &[1])).unwrap();
+    here.upload(&replica, &here.image(2, &[2])).unwrap();
+    store.age(LONG_AGO);
+    here.upload(&replica, &here.image(3, &[3])).unwrap();
+    store.freeze();
+    // Its content is that of the first one again.
+    here.upload(&replica, &here.image(4, &[1])).unwrap();
+    let other = over(&store);
+    assert_eq!(retain(&other, 2, &here), [1]);
+    assert!(Machine::new().fetch(&replica, 4).unwrap().is_good());
+    // The mark that it got is removed when the listing shows the image, also long afterwards.
+    assert_eq!(store.puts(".gone"), 1);
+    store.thaw();
+    store.age(LONG_AGO);
+    here.upload(&replica, &here.image(5, &[5])).unwrap();
+    retain(&other, 2, &here);
+    assert!(Machine::new().fetch(&replica, 4).unwrap().is_good());
+    assert!(!store.names().contains(&format!("packs/{}.gone", pack_of(&here, 1))));
+}
+
+/// The name of the pack with this chunk.
+fn pack_of(here: &Machine, seed: u32) -> String {
+    let index = here.folder.packs().index().unwrap();
+    index.get(&chunk_id(None, &noise(seed))).unwrap().pack.to_string()
+}
+
+#[test]
+fn a_pack_goes_an_hour_after_it_was_found_unneeded() {
+    let (store, here) = (Arc::new(Lagging::default()), Machine::new());
+    let replica = over(&store);
+    for number in 1..=2 {
+        here.upload(&replica, &here.image(number, &[number])).unwrap();
+    }
+    let of_first = |end: &str| store.names().contains(&format!("packs/{}.{end}", pack_of(&here, 1)));
+    let next = |number: u32| {
+        here.upload(&replica, &here.image(number, &[number])).unwrap();
+        replica.retain(Keep::Newest(2), &here.folder, &|| false).unwrap()
+    };
+    store.age(LONG_AGO);
+    let removed = next(3);
+    assert_eq!((removed.images, removed.packs, of_first("gone")), (vec![id(1)], 0, true));
+    assert_eq!((next(4).packs, of_first("pack")), (0, true), "within the hour");
+    store.age(LONG_AGO);
+    assert_eq!((next(5).packs, of_first("pack"), of_first("idx"), of_first("gone")), (2, false, false, true));
+    // The mark stays for another hour.
+    next(6);
+    assert!(of_first("gone"));
+    store.age(LONG_AGO);
+    next(7);
+    assert!(!of_first("gone"));
+}
+
+#[test]
+fn what_a_listing_shows_of_a_removed_pack_is_not_relied_on() {
+    let (store, here) = (Arc::new(Lagging::default()), Machine::new());
+    let replica = over(&store);
+    for number in 1..=2 {
+        here.upload(&replica, &here.image(number, &[number])).unwrap();
+    }
+    store.age(LONG_AGO);
+    here.upload(&replica, &here.image(3, &[3])).unwrap();
+    retain(&replica, 1, &here);
+    store.age(LONG_AGO);
+    here.upload(&replica, &here.image(4, &[4])).unwrap();
+    store.freeze();
+    retain(&replica, 1, &here);
+    assert!(!store.names().contains(&format!("packs/{}.pack", pack_of(&here, 1))));
+    let sent = here.upload(&replica, &here.image(5, &[1, 4])).unwrap();
+    assert_eq!((sent.packs, sent.present), (1, 1));
+    assert!(Machine::new().fetch(&over(&thawed(&store)), 5).unwrap().is_good());
+}
+
+fn thawed(store: &Arc<Lagging>) -> Arc<Lagging> {
+    store.thaw();
+    Arc::clone(store)
+}
+
+#[test]
+fn what_was_sent_is_not_sent_again_because_a_listing_does_not_show_it() {
+    let (store, here) = (Arc::new(Lagging::default()), Machine::new());
+    let replica = over(&store);
+    store.freeze();
+    let image = here.image(1, &[1]);
+    let enough = || store.puts(".pack") > 3;
+    let sent = replica.upload(&image, &here.folder, &Progress::default(), &enough).unwrap();
+    assert_eq!((sent.packs, store.puts(".pack")), (1, 1));
+    assert_eq!(here.upload(&replica, &image).unwrap().packs, 0);
+}
