@@ -3,6 +3,7 @@
 //! ```text
 //! PATH/JOB/
 //!   job.json                          how the last run ended
+//!   newest.json                       which image was sent last: a listing may not show it yet
 //!   packs/NAME.pack  packs/NAME.idx   as in the store
 //!   packs/NAME.gone                   no image needed the pack when this was written
 //!   images/ID/manifest.json           written last, removed first: without it there is no image
@@ -25,6 +26,7 @@ use rekindle_store::ImageId;
 use rekindle_store::pack::PackName;
 
 pub(super) const RECORD: &str = "job.json";
+pub(super) const NEWEST: &str = "newest.json";
 
 /// The kind of file of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -12,6 +12,7 @@
 //! 3. the listing is repeated, and what somebody removed in the meantime is sent again
 //! 4. the chunk map is sent
 //! 5. the manifest is sent
+//! 6. `newest.json` names the image, for those to whom a listing does not show it yet
 //!
 //! An image is removed in the reverse order: manifest, map, and then, an hour after they were marked, the packs that no
 //! other image in the replica needs (retain.rs). If either is interrupted, by a network failure or a power cut, packs without an image remain: the next upload

@@ -1,6 +1,9 @@
 //! The replica of one job: its images and its record.
 
+use std::collections::BTreeSet;
 use std::ffi::OsString;
+
+use serde::{Deserialize, Serialize};
 
 use crate::client::{Cancelled, Client};
 use crate::connect::Patience;
@@ -24,6 +27,15 @@ pub struct Replica {
     pub(super) trust: Trust,
     job: JobName,
 }
+
+/// Which image was sent last.
+#[derive(Serialize, Deserialize)]
+struct Last {
+    image: ImageId,
+}
+
+/// Maximum size of that; it has some fifty bytes.
+const LAST_MAX: u64 = 4 << 10;
 
 /// An image in the replica.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -101,8 +113,8 @@ impl Replica {
     /// # Errors
     /// [`Error::Remote`], [`Error::Cancelled`].
     pub fn images(&self, cancelled: Cancelled<'_>) -> Result<Vec<RemoteImage>> {
-        let there = self.inventory(cancelled)?;
-        there.published().filter_map(|id| self.look(id, cancelled).transpose()).collect()
+        let ids = self.ids(cancelled)?.into_iter().rev();
+        ids.filter_map(|id| self.look(id, cancelled).transpose()).collect()
     }
 
     /// The newest image in the replica, in whatever state.
@@ -110,8 +122,27 @@ impl Replica {
     /// # Errors
     /// [`Error::Remote`], [`Error::Cancelled`].
     pub fn newest(&self, cancelled: Cancelled<'_>) -> Result<Option<RemoteImage>> {
-        let there = self.inventory(cancelled)?;
-        there.published().find_map(|id| self.look(id, cancelled).transpose()).transpose()
+        let mut ids = self.ids(cancelled)?.into_iter().rev();
+        ids.find_map(|id| self.look(id, cancelled).transpose()).transpose()
+    }
+
+    /// The images of a listing, and the one that was sent last, which may not be in it yet.
+    fn ids(&self, cancelled: Cancelled<'_>) -> Result<BTreeSet<ImageId>> {
+        let mut ids: BTreeSet<ImageId> = self.inventory(cancelled)?.published().collect();
+        // It is only a hint.
+        let last = match self.client.get(layout::NEWEST, LAST_MAX, cancelled) {
+            Err(Error::Damaged { .. }) => None,
+            last => last?,
+        };
+        ids.extend(last.and_then(|bytes| serde_json::from_slice::<Last>(&bytes).ok()).map(|last| last.image));
+        Ok(ids)
+    }
+
+    /// Records which image was sent last.
+    pub(super) fn put_last(&self, image: ImageId, cancelled: Cancelled<'_>) -> Result<()> {
+        let bytes = serde_json::to_vec(&Last { image }).map_err(std::io::Error::from);
+        let bytes = bytes.map_err(|source| Error::Write { path: layout::NEWEST.into(), source })?;
+        self.client.put(layout::NEWEST, bytes, cancelled)
     }
 
     /// Fails if the image cannot be used because it is not trusted.

@@ -65,6 +65,7 @@ impl Replica {
         }
         self.send_mark(image, find(Of::Mark)?.is_some(), cancelled)?;
         put(Of::Manifest, text)?;
+        self.put_last(image.id, cancelled)?;
         Ok(uploaded)
     }
 

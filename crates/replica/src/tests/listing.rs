@@ -166,3 +166,21 @@ fn what_was_sent_is_not_sent_again_because_a_listing_does_not_show_it() {
     assert_eq!((sent.packs, store.puts(".pack")), (1, 1));
     assert_eq!(here.upload(&replica, &image).unwrap().packs, 0);
 }
+
+#[test]
+fn the_image_that_was_sent_last_is_known_before_a_listing_shows_it() {
+    let (store, here) = (Arc::new(Lagging::default()), Machine::new());
+    let replica = over(&store);
+    here.upload(&replica, &here.image(1, &[1])).unwrap();
+    store.freeze();
+    here.upload(&replica, &here.image(2, &[2])).unwrap();
+    // The numbers of the next images follow it.
+    assert_eq!((good(&over(&store)), replica.newest(&|| false).unwrap().map(|image| image.id)), (vec![2, 1], Some(id(2))));
+    let removed = replica.retain(Keep::Newest(9), &here.folder, &|| false).unwrap();
+    assert_eq!(removed.highest, Some(id(2)));
+    // It is only a hint.
+    store.put("newest.json", "x");
+    assert_eq!(good(&replica), [1]);
+    store.put("newest.json", &format!("{{\"image\":\"{}\"}}", id(7)));
+    assert_eq!(good(&replica), [1]);
+}
