@@ -66,13 +66,14 @@ impl Replica {
     /// read.
     ///
     /// # Errors
-    /// [`Error::Remote`], [`Error::Cancelled`].
+    /// [`Error::Store`]: it is unknown which images are of the present run, or proven. [`Error::Remote`],
+    /// [`Error::Cancelled`].
     pub fn retain(&self, keep: Keep, folder: &JobFolder, cancelled: Cancelled<'_>) -> Result<Removed> {
         let images = self.images(cancelled)?;
         // One that cannot be read may have any name.
         let highest = images.iter().filter(|image| image.manifest().is_some()).map(|image| image.id).max();
         let mut removed = Removed { highest, ..Removed::default() };
-        let record = folder.record().ok().flatten();
+        let record = folder.record()?;
         let is_ours = |image: &RemoteImage| match (&record, image.manifest()) {
             (Some(record), Some(manifest)) => record.has(image.id, &manifest.lineage),
             _ => true,
@@ -222,8 +223,8 @@ impl Old {
 }
 
 /// The images to remove, oldest first: good ones beyond this many, where ours count first, and bad ones beyond as many
-/// bad ones, because a mark may be wrong. While there is no good one all are kept, and the newest proven one is kept
-/// until a newer one is proven; an unreadable one is neither counted nor removed.
+/// bad ones, because a mark may be wrong. While there is no good one all are kept. The newest proven one is kept until a
+/// newer one is proven, of all and of ours; an unreadable one is neither counted nor removed.
 fn expendable(
     images: &[RemoteImage],
     kept: Keep,
@@ -241,7 +242,10 @@ fn expendable(
     if good.clone().next().is_none() {
         return Vec::new();
     }
-    let newest_proven = good.clone().map(|image| image.id).filter(|id| proven.contains(id)).max();
+    let proven: Vec<&RemoteImage> = good.clone().filter(|image| proven.contains(&image.id)).collect();
+    let newest = |proven: &mut dyn Iterator<Item = &&RemoteImage>| proven.map(|image| image.id).max();
+    // The job does not go back to one of another line.
+    let proven = [newest(&mut proven.iter()), newest(&mut proven.iter().filter(|image| is_ours(image)))];
     let number = |image: &RemoteImage| Some(image.manifest()?.group.as_ref()?.number);
     // On a machine with a new store, names of images may begin again. They are the newest first otherwise.
     let counted: Vec<&RemoteImage> = match kept {
@@ -258,7 +262,7 @@ fn expendable(
     let mut gone: Vec<ImageId> = counted
         .into_iter()
         .skip(keep)
-        .filter(|image| Some(image.id) != newest_proven)
+        .filter(|image| !proven.contains(&Some(image.id)))
         .chain(images.iter().filter(is_bad).skip(keep))
         .map(|it| it.id)
         .collect();
@@ -348,6 +352,10 @@ mod tests {
         assert_eq!(gone(&[part(3, 5), part(2, 7), part(1, 8)], 1, 7), [3]);
     }
 
+    fn id_of(n: u32) -> ImageId {
+        ImageId::new(n, DateTime::UNIX_EPOCH)
+    }
+
     #[test]
     fn images_of_the_present_run_count_first_whatever_their_numbers() {
         let image = |n: u32, lineage: &str| {
@@ -360,6 +368,11 @@ mod tests {
             let gone = expendable(images, Keep::Newest(last), &BTreeSet::new(), &is_ours);
             gone.iter().map(ImageId::sequence).collect()
         };
+        // The job went back to an image, and none of those taken since is proven.
+        let proven = BTreeSet::from([id_of(4), id_of(9)]);
+        let rewound = [image(11, "new"), image(10, "new"), image(9, "old"), image(8, "old"), image(4, "new")];
+        let is_ours = |image: &RemoteImage| image.manifest().unwrap().lineage == "new";
+        assert_eq!(expendable(&rewound, Keep::Newest(2), &proven, &is_ours), [id_of(8)]);
         let old = [image(102, "old"), image(101, "old"), image(100, "old")];
         assert_eq!(gone(&[&old[..], &[image(1, "new")]].concat(), 2), [100, 101]);
         assert_eq!(gone(&[&old[..], &[image(2, "new"), image(1, "new")]].concat(), 2), [100, 101, 102]);

@@ -18,6 +18,7 @@ use rekindle_store::{Access, Image, ImageId, JobFolder, JobName, Store, WriterLo
 
 mod lagging;
 mod listing;
+mod retention;
 mod room;
 
 use lagging::Lagging;

@@ -10,11 +10,6 @@ use crate::{JobFolder, chunk::Compression};
 const CHUNKS: u64 = CHUNK as u64;
 
 impl Ground {
-    /// An image of so many chunks that no other image has.
-    fn add(&self, number: u8, chunks: usize) -> Image {
-        self.persist(&self.stage(number.into(), &[("a", noise(number, chunks * CHUNK))])).unwrap()
-    }
-
     /// Packs an image and ends before it is published: its packs stay, as after a crash.
     fn interrupt(&self, number: u8, chunks: usize) -> Image {
         let staged = self.stage(number.into(), &[("a", noise(number, chunks * CHUNK))]);
@@ -73,7 +68,7 @@ fn packs_of_an_interrupted_persist_make_room_before_an_image_goes() {
 #[test]
 fn packs_that_are_being_written_are_not_taken_for_left_ones() {
     let ground = Ground::new();
-    ground.add(1, 1);
+    ground.persist(&ground.stage(1, &[("a", noise(1, CHUNK))])).unwrap();
     ground.interrupt(2, 4);
     let pending = || Survey::of(&ground.folder, 0).unwrap().with_held(&ground.lock).room.pending;
     assert!(pending() > 4 * CHUNKS);
