@@ -102,10 +102,11 @@ const PLUGIN: [&str; 6] = ["accept", "sys", "rights", "trusted", "files", "hooks
 const ENGINE: [&str; 5] = ["steps", "launch", "parts", "snapshot", "restore"];
 
 /// The modules of the replica.
-const REPLICA: [&str; 16] = [
+const REPLICA: [&str; 17] = [
     "environment",
     "url",
     "error",
+    "folder",
     "connect",
     "client",
     "layout",

@@ -18,6 +18,12 @@ use rustix::thread::{
 
 use super::regular::{self, Links};
 
+/// The user whose rights this process has.
+#[must_use]
+pub fn effective_user() -> u32 {
+    nix::unistd::geteuid().as_raw()
+}
+
 /// Runs `work` in a thread with the user's file access: its ids and groups, and none of root's rights to override
 /// permissions (the kernel drops those with the file-system user id). Other threads are not changed: for the kernel
 /// these are properties of a thread, while the C library's functions would change all threads.

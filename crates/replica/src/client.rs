@@ -9,7 +9,6 @@
 //! `AbortIncompleteMultipartUpload`).
 
 use std::future::Future;
-use std::os::unix::fs::DirBuilderExt;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,6 +22,7 @@ use tokio::runtime::{Builder, Runtime};
 use crate::connect::{self, Patience};
 use crate::environment::Environment;
 use crate::error::{Error, Failure, Result, Secrets, translate};
+use crate::folder::{Entry, Folder};
 use crate::url::{ReplicaUrl, Scheme};
 use rekindle_store::JobName;
 
@@ -48,6 +48,8 @@ pub(super) struct Client {
     store: Arc<dyn ObjectStore>,
     /// The path of the job.
     root: Path,
+    /// The same, if the object store is a folder.
+    folder: Option<Folder>,
     runtime: Runtime,
     secrets: Secrets,
 }
@@ -65,7 +67,12 @@ impl Client {
         let (store, path) = connected.map_err(|error| {
             unusable(format!("{}; {}", translate(&error, url.scheme(), &secrets), connect::help(url)))
         })?;
-        Client::over(url, job, store, path, secrets)
+        let folder = match url.scheme() {
+            Scheme::File => Some(Folder::open(std::path::Path::new(url.path()), job.as_str())),
+            Scheme::S3 | Scheme::Gs | Scheme::Az => None,
+        };
+        let folder = folder.transpose().map_err(|error| unusable(format!("{error}; {}", connect::help(url))))?;
+        Ok(Client { folder, ..Client::over(url, job, store, path, secrets)? })
     }
 
     /// The client of an object store, in which all objects are below this path.
@@ -79,7 +86,7 @@ impl Client {
         let runtime = Builder::new_current_thread().enable_all().build();
         let unusable = |error| Error::Open { url: url.to_string(), why: format!("cannot set up its runtime: {error}") };
         let runtime = runtime.map_err(unusable)?;
-        Ok(Client { url: url.clone(), store, root: path.join(job.as_str()), runtime, secrets })
+        Ok(Client { url: url.clone(), store, root: path.join(job.as_str()), folder: None, runtime, secrets })
     }
 
     /// The address, which contains no credentials.
@@ -89,20 +96,29 @@ impl Client {
 
     /// Prepares the first write: a folder for the job that others cannot enter, as in the store.
     pub(super) fn prepare(&self) -> Result<()> {
-        if self.url.scheme() != Scheme::File {
-            return Ok(());
-        }
-        let path = std::path::Path::new(self.url.path()).join(self.root.as_ref());
-        match std::fs::DirBuilder::new().mode(0o700).create(&path) {
-            Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
-                Err(self.failed("create a folder in", Failure::Other(format!("{}: {error}", path.display()))))
+        self.folder.iter().try_for_each(|folder| {
+            folder.create().map_err(|why| self.failed("create a folder in", Failure::Other(why)))
+        })
+    }
+
+    /// Fails if the replica is this folder itself, perhaps through a link.
+    pub(super) fn check_is_not(&self, other: &std::path::Path) -> Result<()> {
+        match self.folder.as_ref().is_some_and(|folder| folder.is(other)) {
+            true => {
+                let why = format!("it leads to {}, the store itself: set replica.url to another place", other.display());
+                Err(Error::Open { url: self.shown(), why })
             }
-            _ => Ok(()),
+            false => Ok(()),
         }
     }
 
     /// All objects of the job.
     pub(super) fn list(&self, cancelled: Cancelled<'_>) -> Result<Vec<Object>> {
+        if let Some(folder) = &self.folder {
+            let found = folder.list().map_err(|why| self.failed("list", Failure::Other(why)))?;
+            let object = |Entry { name, size, modified }| Object { name, size, modified };
+            return Ok(found.into_iter().map(object).collect());
+        }
         let listed = self.store.list(Some(&self.root)).try_collect::<Vec<_>>();
         let objects = self.run("list", cancelled, listed)?;
         let ours = objects.into_iter().filter_map(|object| {
@@ -115,8 +131,9 @@ impl Client {
 
     /// Looks up an object by its name; None if it does not exist. A listing may lag behind, and this does not.
     pub(super) fn head(&self, name: &str, cancelled: Cancelled<'_>) -> Result<Option<Object>> {
-        self.check_regular(name)?;
-        match self.run(&format!("look up {name} in"), cancelled, self.store.head(&self.path(name))) {
+        let action = format!("look up {name} in");
+        self.check_regular(&action, name)?;
+        match self.run(&action, cancelled, self.store.head(&self.path(name))) {
             Ok(found) => Ok(Some(Object { name: name.to_owned(), size: found.size, modified: found.last_modified })),
             Err(error) if error.is_missing() => Ok(None),
             Err(error) => Err(error),
@@ -125,15 +142,14 @@ impl Client {
 
     /// A complete small object; None if it does not exist.
     pub(super) fn get(&self, name: &str, max: u64, cancelled: Cancelled<'_>) -> Result<Option<Vec<u8>>> {
-        self.check_regular(name)?;
-        let path = self.path(name);
-        let action = || format!("read {name} from");
+        let (path, action) = (self.path(name), format!("read {name} from"));
+        self.check_regular(&action, name)?;
         let got = async {
             let answer = self.store.get(&path).await?;
             let size = answer.meta.size;
             if size > max { Ok(Err(size)) } else { answer.bytes().await.map(Ok) }
         };
-        match self.run(&action(), cancelled, got) {
+        match self.run(&action, cancelled, got) {
             Ok(Ok(bytes)) => Ok(Some(bytes.to_vec())),
             Ok(Err(size)) => {
                 let why = format!("it has {size} bytes, and the maximum is {max}");
@@ -151,10 +167,10 @@ impl Client {
         range: std::ops::Range<u64>,
         cancelled: Cancelled<'_>,
     ) -> Result<Vec<u8>> {
-        self.check_regular(name)?;
-        let path = self.path(name);
+        let (path, action) = (self.path(name), format!("read {name} from"));
+        self.check_regular(&action, name)?;
         let wanted = range.end.saturating_sub(range.start);
-        let bytes = self.run(&format!("read {name} from"), cancelled, self.store.get_range(&path, range))?;
+        let bytes = self.run(&action, cancelled, self.store.get_range(&path, range))?;
         if u64::try_from(bytes.len()).is_ok_and(|len| len == wanted) {
             return Ok(bytes.to_vec());
         }
@@ -164,14 +180,16 @@ impl Client {
 
     /// Writes a small object, and replaces an existing one.
     pub(super) fn put(&self, name: &str, bytes: Vec<u8>, cancelled: Cancelled<'_>) -> Result<()> {
-        let path = self.path(name);
-        self.run(&format!("write {name} to"), cancelled, self.store.put(&path, bytes.into())).map(drop)
+        let (path, action) = (self.path(name), format!("write {name} to"));
+        self.check_way(&action, name)?;
+        self.run(&action, cancelled, self.store.put(&path, bytes.into())).map(drop)
     }
 
     /// Removes an object; a missing one is no error.
     pub(super) fn delete(&self, name: &str, cancelled: Cancelled<'_>) -> Result<()> {
-        let path = self.path(name);
-        match self.run(&format!("remove {name} from"), cancelled, self.store.delete(&path)) {
+        let (path, action) = (self.path(name), format!("remove {name} from"));
+        self.check_way(&action, name)?;
+        match self.run(&action, cancelled, self.store.delete(&path)) {
             Err(error) if error.is_missing() => Ok(()),
             result => result,
         }
@@ -179,19 +197,22 @@ impl Client {
 
     /// Refuses what is no regular file in a folder: its open(2) may wait for ever, as that of a FIFO does, and no
     /// cancellation ends it.
-    fn check_regular(&self, name: &str) -> Result<()> {
-        if self.url.scheme() != Scheme::File {
-            return Ok(());
-        }
-        let path = std::path::Path::new(self.url.path()).join(self.path(name).as_ref());
-        match std::fs::metadata(&path) {
-            Ok(found) if !found.is_file() => {
-                let why = format!("{} is not a regular file: remove it", path.display());
+    fn check_regular(&self, action: &str, name: &str) -> Result<()> {
+        let Some(folder) = &self.folder else { return Ok(()) };
+        match folder.find(name).map_err(|why| self.failed(action, Failure::Other(why)))? {
+            Some(found) if !found.is_file() => {
+                let why = format!("{} is not a regular file: remove it", folder.path().join(name).display());
                 Err(Error::Damaged { url: self.shown(), what: name.to_owned(), why })
             }
             // The call reports what is missing.
             _ => Ok(()),
         }
+    }
+
+    /// Checks the links on the way to an object that is written or removed.
+    pub(super) fn check_way(&self, action: &str, name: &str) -> Result<()> {
+        let Some(folder) = &self.folder else { return Ok(()) };
+        folder.check_way(name).map_err(|why| self.failed(action, Failure::Other(why)))
     }
 
     pub(super) fn path(&self, name: &str) -> Path {

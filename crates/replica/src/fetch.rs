@@ -61,6 +61,7 @@ impl Replica {
         cancelled: Cancelled<'_>,
     ) -> Result<Image> {
         folder.check_lock(lock)?;
+        self.client.check_is_not(folder.path())?;
         let image = self.look(id, cancelled)?.ok_or_else(|| self.not_whole(id, "it does not exist"))?;
         let there = self.inventory(cancelled)?;
         let map = self.map_of(&image, folder, cancelled)?;

@@ -32,6 +32,7 @@ mod cover;
 mod environment;
 mod error;
 mod fetch;
+mod folder;
 mod layout;
 mod read;
 mod read_mark;

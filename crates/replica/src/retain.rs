@@ -69,6 +69,7 @@ impl Replica {
     /// [`Error::Store`]: it is unknown which images are of the present run, or proven. [`Error::Remote`],
     /// [`Error::Cancelled`].
     pub fn retain(&self, keep: Keep, folder: &JobFolder, cancelled: Cancelled<'_>) -> Result<Removed> {
+        self.client.check_is_not(folder.path())?;
         let images = self.images(cancelled)?;
         // One that cannot be read may have any name.
         let highest = images.iter().filter(|image| image.manifest().is_some()).map(|image| image.id).max();

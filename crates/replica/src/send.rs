@@ -47,10 +47,12 @@ impl<'a> Flow<'a> {
 impl Client {
     /// Sends a file of this size. The object exists only when this returns.
     pub(super) fn send(&self, name: &str, path: &Path, size: u64, flow: &mut Flow<'_>) -> Result<()> {
+        let action = format!("write {name} to");
+        self.check_way(&action, name)?;
         let unreadable = |source| Error::Read { path: path.to_owned(), source };
         let file = durable::open_for_reading(path).map_err(unreadable)?;
         self.block_on(self.send_parts(name, &file, size, flow)).map_err(|error| match error {
-            Trouble::Remote(error) => self.translated(&format!("write {name} to"), &error),
+            Trouble::Remote(error) => self.translated(&action, &error),
             Trouble::Local(source) => unreadable(source),
             Trouble::Cancelled => Error::Cancelled,
         })

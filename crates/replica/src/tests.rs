@@ -16,6 +16,7 @@ use rekindle_store::pack::{Making, PackWriter};
 use rekindle_store::persist::Progress;
 use rekindle_store::{Access, Image, ImageId, JobFolder, JobName, Store, WriterLock};
 
+mod folder;
 mod lagging;
 mod listing;
 mod retention;

@@ -53,6 +53,7 @@ impl Replica {
         if Manifest::parse(&text, folder.trust()).ok().as_ref() != image.manifest() {
             return Err(Error::NotWholeHere(image.id));
         }
+        self.client.check_is_not(folder.path())?;
         self.client.prepare()?;
         let mut flow = Flow::new(progress, self.rate, cancelled);
         let uploaded = self.send_packs(image, &map, &folder.packs(), &mut flow)?;
