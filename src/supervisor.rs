@@ -63,7 +63,6 @@ mod work;
 
 pub(crate) use group::GroupMember;
 pub use result::RunResult;
-pub(crate) use rewind::new_lineage;
 pub(crate) use setup::{Origin, Places, Program, Setup, Shown, Sockets, TimeLimit};
 
 use std::sync::atomic::Ordering;

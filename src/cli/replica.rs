@@ -14,6 +14,7 @@ use rekindle_base::chain;
 use rekindle_base::units::size;
 use rekindle_replica::{Error, Patience, RemoteImage, Replica};
 use rekindle_store::chunk::Key;
+use rekindle_store::image::is_untrusted;
 use rekindle_store::persist::Progress;
 use rekindle_store::{
     self, Access, Image, ImageId, JobFolder, JobName, JobRecord, LATEST, Manifest, Outcome, State, Store, Trust,
@@ -71,29 +72,29 @@ pub(super) fn bring_newest(config: &Config, folder: &JobFolder, lock: &WriterLoc
     if record.as_ref().is_some_and(|record| record.outcome == Outcome::Completed) {
         return Ok(());
     }
-    let newest = folder.copies()?.into_iter().find(Image::is_good).map(|image| image.id);
+    let newest = newest_of_line(folder)?;
     let min_free = config.store.min_free.bytes();
     let fetched = Replica::open(url, folder.name(), Patience::Little)
         .map(|replica| replica.with_min_free(min_free).with_trust(folder.trust()))
-        .and_then(|replica| look(&replica, folder, lock, folder.trust().key(), record.as_ref(), newest));
-    match (fetched, newest) {
-        (Ok(None), _) => Ok(()),
-        (Ok(Some((image, new))), _) => {
-            if let Some(record) = new {
-                folder.write_record(lock, &record)?;
-            }
-            tracing::info!("image {} was fetched from the replica", image.id);
-            Ok(())
-        }
-        (Err(error @ Error::NoRoom { .. }), _) => Err(NotFetched(error).into()),
-        (Err(error @ (Error::Untrusted { .. } | Error::Key { .. })), None) => Err(refused(error)),
-        (Err(error), Some(newest)) => {
-            let why = chain(&error);
-            tracing::warn!("cannot check the replica for a newer image: {why}. Continuing from local image {newest}");
-            Ok(())
-        }
-        (Err(error), None) => Err(Unknown { why: chain(&error) }.into()),
+        .and_then(|replica| look(&replica, folder, lock, record.as_ref(), newest));
+    match fetched {
+        Ok(None) => Ok(()),
+        Ok(Some((image, new))) => Ok(came(folder, lock, &image, new)?),
+        Err(error @ Error::NoRoom { .. }) => Err(NotFetched(error).into()),
+        Err(error) => not_asked(error, newest),
     }
+}
+
+/// An image was fetched; `record` is that of its run, if the one here is of another.
+fn came(
+    folder: &JobFolder,
+    lock: &WriterLock,
+    image: &Image,
+    record: Option<JobRecord>,
+) -> Result<(), rekindle_store::Error> {
+    record.map_or(Ok(()), |record| folder.write_record(lock, &record))?;
+    tracing::info!("image {} was fetched from the replica", image.id);
+    Ok(())
 }
 
 /// Whether a member of a group may continue from parts in the replica. It may not if the job has completed on another
@@ -120,101 +121,179 @@ pub(super) fn may_have_parts(config: &Config, folder: &JobFolder, lock: &WriterL
 }
 
 /// Fetches the image that JOB or JOB/ID names if the replica has it and the store does not; JOB means the newest good
-/// one.
-pub(super) fn bring_named(config: &Config, text: &str) -> anyhow::Result<()> {
-    let Some(url) = &config.replica.url else { return Ok(()) };
+/// one of the line that the job is on. Returns the image with the highest number in the replica, if it was asked.
+pub(super) fn bring_named(config: &Config, text: &str) -> anyhow::Result<Option<ImageId>> {
+    let Some(url) = &config.replica.url else { return Ok(None) };
     let (job, wanted) = text.split_once('/').unwrap_or((text, LATEST));
     // An id alone is searched only in the store.
-    let Ok(name) = job.parse::<JobName>() else { return Ok(()) };
+    let Ok(name) = job.parse::<JobName>() else { return Ok(None) };
     let trust = config.store.trust()?;
     let here = Store::open(&config.store.directory, Access::Read).map(|store| store.with_trust(trust.clone()));
     let here = match here.and_then(|store| store.jobs()?.contains(&name).then(|| store.job(&name)).transpose()) {
         Err(rekindle_store::Error::NoStore(_)) => None,
         here => here?,
     };
-    let found = here.as_ref().and_then(|folder| folder.find(wanted).ok()).map(|image| image.id);
+    let found = match &here {
+        Some(folder) if wanted == LATEST => newest_of_line(folder)?,
+        Some(folder) => folder.find(wanted).ok().map(|image| image.id),
+        None => None,
+    };
     if found.is_some() && wanted != LATEST {
-        return Ok(());
+        return Ok(None);
     }
-    let unknown = |error: &Error| match found {
-        Some(id) => {
-            let why = chain(error);
-            tracing::warn!("cannot check the replica for an image newer than {id}: {why}");
-            Ok(())
-        }
-        None => Err(Unknown { why: chain(error) }.into()),
+    let record = here.as_ref().and_then(|folder| folder.record().ok().flatten());
+    let replica = Replica::open(url, &name, Patience::Little);
+    let replica = replica.map(|it| it.with_trust(&trust).with_min_free(config.store.min_free.bytes()));
+    let (there, replica) = match replica.and_then(|replica| Ok((There::ask(&replica)?, replica))) {
+        Ok(asked) => asked,
+        Err(error) => return not_asked(error, found).map(|()| None),
     };
-    let replica = Replica::open(url, &name, Patience::Little).map(|replica| replica.with_trust(&trust));
-    let images = replica.and_then(|replica| Ok((replica.images(&|| false)?, replica)));
-    let (images, replica) = match images {
-        Ok(found) => found,
-        Err(error) => return unknown(&error),
+    let highest = there.highest();
+    let (newer, named) = match wanted {
+        LATEST => (there.newer(record.as_ref(), found).images, None),
+        wanted => (Vec::new(), there.named(wanted)?),
     };
-    let is_wanted = |image: &&RemoteImage| match wanted {
-        LATEST => image.is_good() && found.is_none_or(|found| image.id > found),
-        number if number.parse() == Ok(image.id.sequence()) => true,
-        text => !text.is_empty() && image.id.to_string().starts_with(text),
-    };
-    if wanted == LATEST
-        && let Some(newest) = images.first().filter(|newest| found.is_none_or(|found| newest.id > found))
-    {
-        replica.check_trusted(newest).map_err(refused)?;
-    }
-    let mut matching = images.iter().filter(is_wanted);
-    let (image, more) = (matching.next(), matching.next());
-    if wanted != LATEST && more.is_some() {
-        return Err(Misuse(format!("{wanted:?} matches several images of the replica: use the full id")).into());
-    }
-    if let Some(image) = image {
-        replica.check_trusted(image).map_err(refused)?;
-    }
+    // One that is not trusted is reported before anything is written here.
+    let is_taken = |image: &&&RemoteImage| image.is_good() || is_untrusted(&image.state).is_some();
+    let first = newer.iter().find(is_taken).copied().or(named);
+    first.map_or(Ok(()), |image| replica.check_trusted(image)).map_err(refused)?;
     // If it is not in the replica either, the store reports it.
-    let Some((image, manifest)) = image.and_then(|image| Some((image, image.manifest()?))) else { return Ok(()) };
+    if first.and_then(RemoteImage::manifest).is_none() {
+        return Ok(highest);
+    }
     let store = Store::open(&config.store.directory, Access::Write)?.with_trust(trust);
     let folder = store.create_job(&name)?;
     let lock = folder.lock()?;
-    let replica = replica.with_min_free(config.store.min_free.bytes());
-    fetch(&replica, &folder, &lock, folder.trust().key(), image.id).map_err(|error| match error {
-        Error::NoRoom { .. } => NotFetched(error).into(),
-        error => refused(error),
-    })?;
-    if folder.record()?.is_none() {
-        folder.write_record(&lock, &record_of(manifest))?;
+    // An interrupted fetch may have left a draft of the image.
+    folder.sweep_leftovers(&lock)?;
+    let fetched = match named.and_then(|image| Some((image, image.manifest()?))) {
+        // The user wants this one, whatever the last run was.
+        Some((image, manifest)) => fetch(&replica, &folder, &lock, folder.trust().key(), image.id)
+            .map(|fetched| Some((fetched, record.is_none().then(|| record_of(manifest))))),
+        None => fetch_first(&replica, &newer, &there, &folder, &lock, record.as_ref()),
+    };
+    match fetched {
+        Ok(None) => {}
+        Ok(Some((image, new))) => came(&folder, &lock, &image, new)?,
+        Err(error @ Error::NoRoom { .. }) => return Err(NotFetched(error).into()),
+        Err(error @ (Error::Damaged { .. } | Error::NotWhole { .. })) if found.is_some() => not_asked(error, found)?,
+        Err(error) => return Err(refused(error)),
     }
-    tracing::info!("image {} was fetched from the replica", image.id);
-    Ok(())
+    Ok(highest)
+}
+
+/// The newest good local image that a run would continue from.
+fn newest_of_line(folder: &JobFolder) -> Result<Option<ImageId>, rekindle_store::Error> {
+    Ok(folder.to_continue_from(&folder.known()?).first().copied())
+}
+
+/// The replica does not help: the job continues from the local image, if there is one.
+fn not_asked(error: Error, found: Option<ImageId>) -> anyhow::Result<()> {
+    match (error, found) {
+        (error, Some(found)) => {
+            let why = chain(&error);
+            tracing::warn!("cannot check the replica for a newer image: {why}. Continuing from local image {found}");
+            Ok(())
+        }
+        (error @ (Error::Untrusted { .. } | Error::Key { .. }), None) => Err(refused(error)),
+        (error, None) => Err(Unknown { why: chain(&error) }.into()),
+    }
 }
 
 /// The image that was fetched, and its record if there is no matching one here.
 type Brought = Option<(Image, Option<JobRecord>)>;
 
+/// The content of the replica.
+struct There {
+    /// Its images, newest first.
+    images: Vec<RemoteImage>,
+    /// The record of the last run.
+    record: Option<JobRecord>,
+}
+
+/// Images of the replica that a run could continue from.
+struct Newer<'a> {
+    /// These, newest first; some may be unusable.
+    images: Vec<&'a RemoteImage>,
+    /// Whether there are others that the last run has left.
+    others: bool,
+}
+
+impl There {
+    fn ask(replica: &Replica) -> Result<There, Error> {
+        let never = || false;
+        Ok(There { record: replica.record(&never)?, images: replica.images(&never)? })
+    }
+
+    /// The image with the highest number. One that cannot be read may have any name.
+    fn highest(&self) -> Option<ImageId> {
+        self.images.iter().filter(|image| image.manifest().is_some()).map(|image| image.id).max()
+    }
+
+    /// The images that are newer than the newest one here, without those that the last run has left: it was started
+    /// from the beginning or went back to an older image since. `record` is of the last run here; a machine that does
+    /// not know the job goes by what the last one did.
+    fn newer(&self, record: Option<&JobRecord>, newest: Option<ImageId>) -> Newer<'_> {
+        let last_run = record.or(self.record.as_ref());
+        let is_left = |image: &RemoteImage| match (last_run, image.manifest()) {
+            (Some(run), Some(manifest)) => run.has_left(image.id, &manifest.lineage, manifest.taken),
+            _ => false,
+        };
+        let newer = self.images.iter().filter(|image| newest.is_none_or(|newest| image.id > newest));
+        let (left, images): (Vec<_>, Vec<_>) = newer.partition(|image| is_left(image));
+        Newer { images, others: !left.is_empty() }
+    }
+
+    /// The image with this number, id, or beginning of an id.
+    fn named(&self, wanted: &str) -> Result<Option<&RemoteImage>, Misuse> {
+        let is_wanted = |image: &&RemoteImage| match wanted.parse() {
+            Ok(number) if image.id.sequence() == number => true,
+            _ => !wanted.is_empty() && image.id.to_string().starts_with(wanted),
+        };
+        let mut matching = self.images.iter().filter(is_wanted);
+        match (matching.next(), matching.next()) {
+            (_, Some(_)) => Err(Misuse(format!("{wanted:?} matches several images of the replica: use the full id"))),
+            (image, None) => Ok(image),
+        }
+    }
+}
+
 fn look(
     replica: &Replica,
     folder: &JobFolder,
     lock: &WriterLock,
-    key: Option<&Key>,
     record: Option<&JobRecord>,
     newest: Option<ImageId>,
 ) -> Result<Brought, Error> {
-    let never = || false;
-    let theirs = replica.record(&never)?;
-    if record.is_none() && theirs.as_ref().is_some_and(|theirs| theirs.outcome == Outcome::Completed) {
+    let there = There::ask(replica)?;
+    if record.is_none() && there.record.as_ref().is_some_and(|theirs| theirs.outcome == Outcome::Completed) {
         tracing::info!("job {} was completed on another machine", folder.name());
         return Ok(None);
     }
-    let newer = |image: &RemoteImage| newest.is_none_or(|newest| image.id > newest);
+    there.highest().into_iter().for_each(|id| folder.note_elsewhere(id));
+    let newer = there.newer(record, newest);
+    let brought = fetch_first(replica, &newer.images, &there, folder, lock, record)?;
+    if brought.is_none() && newer.others && record.is_none() {
+        tracing::info!("the images in the replica are not used: the last run left them and started from the beginning");
+    }
+    Ok(brought)
+}
+
+/// Fetches the first of these images that can be used and is not here.
+fn fetch_first(
+    replica: &Replica,
+    images: &[&RemoteImage],
+    there: &There,
+    folder: &JobFolder,
+    lock: &WriterLock,
+    record: Option<&JobRecord>,
+) -> Result<Brought, Error> {
     let mut last = None;
     let here = folder.images()?;
     // A damaged copy here is replaced. Another one that cannot be used here could not be used again either.
     let is_here = |id| here.iter().any(|image| image.id == id && !image.is_damaged());
-    let images = replica.images(&never)?;
-    // One that cannot be read may have any name.
-    images.iter().filter(|image| image.manifest().is_some()).for_each(|image| folder.note_elsewhere(image.id));
-    // A machine that does not know the job goes by what the last one did.
-    let last_run = record.or(theirs.as_ref());
-    let mut left = false;
-    for image in images.into_iter().take_while(newer) {
-        replica.check_trusted(&image)?;
+    for image in images {
+        replica.check_trusted(image)?;
         if is_here(image.id) {
             continue;
         }
@@ -222,16 +301,11 @@ fn look(
             tracing::error!("image {} of the replica is skipped: {why}", image.id);
         }
         let Some(manifest) = image.manifest().filter(|_| image.is_good()) else { continue };
-        // A run that was started from the beginning after the image was taken has abandoned the image on purpose.
-        let is_of = |record: &JobRecord| record.has(image.id, &manifest.lineage);
-        if last_run.is_some_and(|record| !is_of(record) && record.created > manifest.taken) {
-            left = true;
-            continue;
-        }
         tracing::info!("fetching image {} from the replica: it is newer than the local images", image.id);
-        match fetch(replica, folder, lock, key, image.id) {
+        match fetch(replica, folder, lock, folder.trust().key(), image.id) {
             Ok(fetched) => {
-                let theirs = theirs.as_ref().filter(|theirs| is_of(theirs)).cloned();
+                let is_of = |record: &JobRecord| record.has(image.id, &manifest.lineage);
+                let theirs = there.record.as_ref().filter(|theirs| is_of(theirs)).cloned();
                 let new = (!record.is_some_and(is_of)).then(|| theirs.unwrap_or_else(|| record_of(manifest)));
                 return Ok(Some((fetched, new)));
             }
@@ -241,9 +315,6 @@ fn look(
             }
             Err(error) => return Err(error),
         }
-    }
-    if left && record.is_none() && last.is_none() {
-        tracing::info!("the images in the replica are not used: the last run left them and started from the beginning");
     }
     last.map_or(Ok(None), Err)
 }
@@ -292,4 +363,66 @@ fn fetch(
         drop(done);
         fetched
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use chrono::{DateTime, TimeDelta, Utc};
+    use rekindle_store::record::new_lineage;
+
+    use super::*;
+
+    fn id(number: u32) -> ImageId {
+        ImageId::new(number, DateTime::UNIX_EPOCH)
+    }
+
+    /// An image of this lineage, taken so many seconds ago.
+    fn image(number: u32, lineage: &str, seconds: i64) -> RemoteImage {
+        let mut manifest: Box<Manifest> = serde_json::from_str(rekindle_testing::MANIFEST).unwrap();
+        manifest.id = id(number);
+        manifest.lineage = lineage.into();
+        manifest.taken = Utc::now() - TimeDelta::seconds(seconds);
+        RemoteImage { id: id(number), state: State::Good(manifest) }
+    }
+
+    fn record(lineage: &str, base: Option<u32>, seconds: i64) -> JobRecord {
+        let mut record = record_of(image(1, lineage, seconds).manifest().unwrap());
+        record.base = base.map(id);
+        record
+    }
+
+    /// The numbers of the images that may be fetched.
+    fn newer(there: &There, record: Option<&JobRecord>, newest: Option<u32>) -> Vec<u32> {
+        there.newer(record, newest.map(id)).images.iter().map(|image| image.id.sequence()).collect()
+    }
+
+    #[test]
+    fn images_that_the_last_run_has_left_are_not_fetched_whatever_their_numbers() {
+        let images = vec![image(9, "first", 50), image(8, "first", 60), image(3, "first", 70)];
+        let there = There { images: images.clone(), record: Some(record("first", None, 100)) };
+        assert_eq!(newer(&there, None, None), [9, 8, 3]);
+        assert_eq!(newer(&there, None, Some(8)), [9]);
+        // The job went back to the third, in a run that began long ago. The record in the replica is older than that.
+        let rewound = record(&new_lineage(), Some(3), 100);
+        assert_eq!(newer(&there, Some(&rewound), None), [3]);
+        assert_eq!(newer(&there, Some(&rewound), Some(3)), [0; 0]);
+        let there = There { images: [vec![image(10, &rewound.lineage, -1)], images].concat(), record: None };
+        assert_eq!(newer(&there, Some(&rewound), Some(3)), [10]);
+        // A machine that does not know the job goes by the record in the replica.
+        let there = There { record: Some(rewound), ..there };
+        assert_eq!((newer(&there, None, None), there.newer(None, None).others), (vec![10, 3], true));
+        // Another machine took one since.
+        let there = There { images: vec![image(11, "other", -5)], ..there };
+        assert_eq!(newer(&there, Some(&record("first", None, 100)), Some(9)), [11]);
+        assert_eq!(there.highest(), Some(id(11)));
+    }
+
+    #[test]
+    fn an_image_is_named_by_its_number_or_the_beginning_of_its_id() {
+        let there = There { images: vec![image(12, "", 1), image(1, "", 1)], record: None };
+        let named = |wanted| there.named(wanted).map(|image| image.map(|image| image.id.sequence()));
+        assert_eq!((named("1").unwrap(), named("12").unwrap(), named("7").unwrap()), (Some(1), Some(12), None));
+        assert_eq!(named(&id(12).to_string()).unwrap(), Some(12));
+        assert!(named("0000").is_err());
+    }
 }

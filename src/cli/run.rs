@@ -97,7 +97,7 @@ struct Machines {
 /// What to restore.
 #[derive(Debug, clap::Args)]
 pub(crate) struct RestoreArgs {
-    /// JOB (its newest good image), JOB/ID, JOB/TAG, JOB/-N or ID
+    /// JOB (the image that the same `run` would continue from), JOB/ID, JOB/TAG, JOB/-N or ID
     #[arg(add = complete::images())]
     image: String,
     /// Run in the background: return when the job runs, and continue after this terminal is closed
@@ -282,19 +282,24 @@ fn restore_in_foreground(global: &Global, args: &RestoreArgs, caller: Option<Cal
     if let Ok(folder) = finder.only_job(args.image.split('/').next().unwrap_or_default()) {
         config.store.directory = folder.store().to_owned();
     }
-    replica::bring_named(&config, &args.image)?;
-    let (folder, image) = finder.image(&args.image).map_err(|error| match error.downcast_ref() {
+    let elsewhere = replica::bring_named(&config, &args.image)?;
+    let (folder, newest) = finder.image(&args.image).map_err(|error| match error.downcast_ref() {
         Some(rekindle_store::Error::NoGoodImage { job, known }) if known.is_empty() => {
             ended::no_image(global, job.as_str()).map_or(error, |text| Misuse(text).into())
         }
         _ => error,
     })?;
     config.store.directory = folder.store().to_owned();
+    let image = match means_newest(&folder, &args.image) {
+        true => {
+            refuse_part(&newest)?;
+            trust::check_newest(&folder)?;
+            start::newest_of_line(&folder, newest)?
+        }
+        false => newest,
+    };
     trust::refuse(&folder, &image)?;
     refuse_part(&image)?;
-    if means_newest(&folder, &args.image) {
-        trust::check_newest(&folder)?;
-    }
     let known = || Misuse(format!("image {} has no readable manifest: run `rekindle verify`", image.id));
     let manifest = image.manifest().ok_or_else(known)?.clone();
     let command: Vec<OsString> = manifest.command.iter().map(OsString::from).collect();
@@ -315,12 +320,9 @@ fn restore_in_foreground(global: &Global, args: &RestoreArgs, caller: Option<Cal
         tracing::warn!("image {} was marked as bad; the mark is removed", image.id);
         image.clear_bad()?;
     }
-    // Newer images are kept, but a later crash does not use them.
-    let newest = folder.copies()?.iter().find(|i| i.is_good()).map(|i| i.id);
-    let (lineage, base) = match newest == Some(image.id) {
-        true => (manifest.lineage, None),
-        false => (supervisor::new_lineage(), Some(image.id)),
-    };
+    // Its numbers must be higher than those in the replica.
+    elsewhere.into_iter().for_each(|id| folder.note_elsewhere(id));
+    let (lineage, base) = start::line_of(&folder, &image)?;
     supervise(
         global,
         prepared,

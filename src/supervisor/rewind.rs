@@ -1,7 +1,5 @@
 //! The images that a job continues from, and the rewind to one of them. [`super::line`] decides.
 
-use chrono::Utc;
-
 use super::control::Incoming;
 use super::line::{Candidate, Line, Target};
 use super::state::Event;
@@ -12,12 +10,8 @@ use crate::policy::{Images, StartPoint};
 use rekindle_base::chain;
 use rekindle_engine::restore;
 use rekindle_engine::restore::compat::{self, Difference, Here};
+use rekindle_store::record::new_lineage;
 use rekindle_store::{Image, ImageId, LATEST, State, nth_newest};
-
-/// An id for a run that starts from the beginning, or from an image that is not the newest.
-pub(crate) fn new_lineage() -> String {
-    format!("{}-{}", Utc::now().format("%Y%m%dT%H%M%S%3fZ"), std::process::id())
-}
 
 impl Owner<'_> {
     /// The good images of this line, newest first.

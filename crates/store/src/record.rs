@@ -4,7 +4,7 @@ use std::io::{self, Read};
 use std::path::Path;
 use std::time::Duration;
 
-use chrono::{DateTime, Utc};
+use chrono::{DateTime, NaiveDateTime, Utc};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
@@ -22,6 +22,16 @@ const VERSION: u32 = 2;
 /// Maximum size of the file: execve(2) takes at most 6 MiB of arguments (three quarters of `_STK_LIM`, fs/exec.c), and
 /// JSON uses at most six bytes for one.
 pub const MAX_BYTES: u64 = 64 << 20;
+
+/// How the name of a lineage begins.
+const LINEAGE_TIME: &str = "%Y%m%dT%H%M%S%3fZ";
+
+/// The name of a lineage that begins now: for a run that starts from the beginning, or from an image that is not the
+/// newest.
+#[must_use]
+pub fn new_lineage() -> String {
+    format!("{}-{}", Utc::now().format(LINEAGE_TIME), std::process::id())
+}
 
 /// The record of the last run of a job.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -161,6 +171,21 @@ impl JobRecord {
         self.lineage == lineage || self.base == Some(image)
     }
 
+    /// When the present line began: a rewind begins another one during a run, and its name tells when.
+    #[must_use]
+    pub fn line_began(&self) -> DateTime<Utc> {
+        let text = self.lineage.split_once('-').map_or(self.lineage.as_str(), |(when, _)| when);
+        let began = NaiveDateTime::parse_from_str(text, LINEAGE_TIME).map(|began| began.and_utc());
+        began.map_or(self.created, |began| began.max(self.created))
+    }
+
+    /// Whether this run has left an image that was taken at this time: the image is not on its line, and is older than
+    /// that. One that is younger may be of another machine.
+    #[must_use]
+    pub fn has_left(&self, image: ImageId, lineage: &str, taken: DateTime<Utc>) -> bool {
+        !self.has(image, lineage) && self.line_began() > taken
+    }
+
     /// How often the job failed until the end of this run. A run without a recorded end was killed, together with the
     /// job.
     #[must_use]
@@ -221,6 +246,24 @@ mod tests {
         assert_eq!(read(&old, &job, &Trust::default()).unwrap(), record());
         assert!(matches!(untrusted(read(&old, &job, &ours)), Untrusted::Unsigned { .. }));
         assert_eq!(read(&old, &job, &trust(7, Unsigned::Accepted)).unwrap(), record());
+    }
+
+    #[test]
+    fn an_image_is_left_if_it_is_older_than_the_line_and_not_on_it() {
+        let id = |n| ImageId::new(n, DateTime::UNIX_EPOCH);
+        let before = Utc::now() - chrono::TimeDelta::seconds(1);
+        let rewound = JobRecord { lineage: new_lineage(), base: Some(id(3)), ..record() };
+        let after = Utc::now() + chrono::TimeDelta::seconds(1);
+        assert!(before < rewound.line_began() && rewound.line_began() < after, "the run began long before");
+        assert!(rewound.has_left(id(4), "first", before));
+        assert!(!rewound.has_left(id(3), "first", before), "it goes on from there");
+        assert!(!rewound.has_left(id(4), &rewound.lineage, before));
+        assert!(!rewound.has_left(id(4), "other", after), "another machine took it since");
+        let later = JobRecord { created: after, ..rewound };
+        assert_eq!(later.line_began(), after);
+        for lineage in ["", "first", "20261120T132105Z-1", "group-7"] {
+            assert_eq!(JobRecord { lineage: lineage.into(), ..record() }.line_began(), record().created, "{lineage}");
+        }
     }
 
     #[test]

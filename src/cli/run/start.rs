@@ -7,11 +7,11 @@ use crate::cli::Misuse;
 use crate::config::ColdStart;
 use crate::policy::StartPoint;
 use crate::published::Published;
-use crate::supervisor;
 use crate::supervisor::line::{Begin, Candidate, Line};
 use crate::supervisor::state::NO_USABLE_IMAGE;
 use rekindle_base::units::moment;
-use rekindle_store::{ImageId, JobFolder, JobName, JobRecord, Manifest, Outcome};
+use rekindle_store::record::new_lineage;
+use rekindle_store::{Image, ImageId, JobFolder, JobName, JobRecord, Known, Manifest, Outcome};
 
 /// There are images to continue from, and none can be used.
 #[derive(Debug, thiserror::Error)]
@@ -37,7 +37,7 @@ pub(super) struct Start {
 /// Continues from the newest good image of the last run. A completed run is not silently started again, and one
 /// without an image takes another command: there is nothing to continue.
 pub(super) fn choose(folder: &JobFolder, command: &[OsString], fresh: bool, cold: ColdStart) -> anyhow::Result<Start> {
-    let anew = || Start { from: StartPoint::Cold, lineage: supervisor::new_lineage(), base: None, named: false };
+    let anew = || Start { from: StartPoint::Cold, lineage: new_lineage(), base: None, named: false };
     let Some(record) = folder.record()? else { return Ok(anew()) };
     if fresh {
         return Ok(anew());
@@ -78,6 +78,50 @@ pub(super) fn choose(folder: &JobFolder, command: &[OsString], fresh: bool, cold
         }
     };
     Ok(Start { from, lineage: record.lineage, base: record.base, named: false })
+}
+
+/// The image that `restore JOB` means: the newest good one that the same `run` would continue from. `newest` is the
+/// newest good one of all: after a rewind, images that the job has left can have higher numbers.
+pub(super) fn newest_of_line(folder: &JobFolder, newest: Image) -> anyhow::Result<Image> {
+    let (job, known) = (folder.name(), folder.known()?);
+    let Some(id) = folder.to_continue_from(&known).first().copied() else {
+        return Err(Misuse(format!(
+            "job {job} has no good image since it was last started from the beginning or went back to another image. \
+            `rekindle restore {job}/{}` continues from the newest one before that",
+            newest.id
+        ))
+        .into());
+    };
+    if id == newest.id {
+        return Ok(newest);
+    }
+    tracing::info!(
+        "restoring image {id}, the newest one of the present line. Image {} is newer, but the job has left it: `rekindle \
+        restore {job}/{}` continues from that one",
+        newest.id,
+        newest.id
+    );
+    let image = known.into_iter().find(|known| known.id() == id).map(|known| known.best().clone());
+    Ok(image.unwrap_or(newest))
+}
+
+/// The lineage and base of a run that begins with this image.
+pub(super) fn line_of(folder: &JobFolder, image: &Image) -> anyhow::Result<(String, Option<ImageId>)> {
+    let known = folder.known()?;
+    let is_newest = |ids: &[ImageId]| ids.first() == Some(&image.id);
+    let lineage = |image: &Image| image.manifest().map(|manifest| manifest.lineage.clone());
+    match folder.record().ok().flatten() {
+        // The present line goes on.
+        Some(record) if is_newest(&folder.to_continue_from(&known)) => Ok((record.lineage, record.base)),
+        _ => {
+            let good: Vec<ImageId> = known.iter().filter(|known| known.best().is_good()).map(Known::id).collect();
+            // Newer images are kept, but a later crash does not use them.
+            Ok(match lineage(image).filter(|_| is_newest(&good)) {
+                Some(lineage) => (lineage, None),
+                None => (new_lineage(), Some(image.id)),
+            })
+        }
+    }
 }
 
 /// The beginning of a member of a group: the group decides what the job starts from.
@@ -139,4 +183,73 @@ pub(super) fn default_name(command: &[OsString], directory: &Path) -> anyhow::Re
     }
     let plain = if plain.is_empty() || plain.starts_with('-') { "job" } else { &plain };
     Ok(format!("{plain}-{}", hash.finalize().to_hex().get(..8).unwrap_or_default()).parse()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use chrono::DateTime;
+    use rekindle_store::{Access, Store};
+
+    use super::*;
+
+    fn id(number: u32) -> ImageId {
+        ImageId::new(number, DateTime::UNIX_EPOCH)
+    }
+
+    /// A job with these images: their numbers and lineages.
+    fn job(dir: &Path, images: &[(u32, &str)]) -> JobFolder {
+        let store = Store::open(&dir.join("store"), Access::Write).unwrap();
+        let folder = store.create_job(&"train".parse().unwrap()).unwrap();
+        for (number, lineage) in images {
+            let mut manifest: Manifest = serde_json::from_str(rekindle_testing::MANIFEST).unwrap();
+            manifest.id = id(*number);
+            manifest.lineage = (*lineage).to_owned();
+            manifest.parts.clear();
+            let dir = folder.images_dir().join(manifest.id.to_string());
+            std::fs::create_dir(&dir).unwrap();
+            std::fs::write(dir.join("manifest.json"), manifest.to_bytes(folder.trust()).unwrap()).unwrap();
+        }
+        folder
+    }
+
+    fn record(folder: &JobFolder, lineage: &str, base: Option<u32>) {
+        let record = JobRecord {
+            command: vec!["train".into()],
+            directory: "/".parse().unwrap(),
+            lineage: lineage.into(),
+            base: base.map(id),
+            created: DateTime::UNIX_EPOCH,
+            outcome: Outcome::Running,
+            exit_code: None,
+            uptime: Duration::ZERO,
+            failures: 0,
+            restores: 0,
+        };
+        folder.write_record(&folder.lock().unwrap(), &record).unwrap();
+    }
+
+    #[test]
+    fn restore_takes_the_image_that_a_run_would_continue_from() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = job(dir.path(), &[(1, "first"), (3, "first"), (4, "first"), (5, "first")]);
+        let newest = || newest_of_line(&folder, folder.find("latest").unwrap()).map(|image| image.id);
+        assert_eq!(newest().unwrap(), id(5), "nothing is known about its line");
+        record(&folder, "first", None);
+        assert_eq!(newest().unwrap(), id(5));
+        // The job went back to an older one.
+        record(&folder, "second", Some(3));
+        assert_eq!(newest().unwrap(), id(3));
+        let chosen = choose(&folder, &["train".into()], false, ColdStart::Never).unwrap();
+        assert_eq!(chosen.from, StartPoint::Image(id(3)));
+        let line = |n: u32| line_of(&folder, &folder.find(&n.to_string()).unwrap()).unwrap();
+        assert_eq!(line(3), (chosen.lineage, chosen.base));
+        assert_eq!(line(5), ("first".to_owned(), None), "who names the newest of all goes back to its line");
+        assert_eq!((line(4).1, line(4).0 == "first"), (Some(id(4)), false));
+        // It was started from the beginning.
+        record(&folder, "third", None);
+        let error = newest().unwrap_err().to_string();
+        assert!(error.contains(&format!("rekindle restore train/{}", id(5))), "{error}");
+    }
 }
