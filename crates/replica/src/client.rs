@@ -5,7 +5,7 @@
 //!
 //! An object exists completely or not at all: object stores guarantee that for each upload, and the client for folders
 //! writes under a temporary name (`NAME#1`), syncs, and renames. After a power cut there is nothing, or a temporary
-//! file, or parts of an incomplete upload, which a rule of the provider removes (for S3:
+//! file, which is removed an hour later with other content that no image needs, or parts of an incomplete upload, which a rule of the provider removes (for S3:
 //! `AbortIncompleteMultipartUpload`).
 
 use std::future::Future;
@@ -127,6 +127,12 @@ impl Client {
             Some(Object { name: parts.join("/"), size: object.size, modified: object.last_modified })
         });
         Ok(ours.collect())
+    }
+
+    /// Removes what interrupted uploads left in a folder, if it is old. An object store has a rule of its provider.
+    pub(super) fn sweep(&self, is_old: &dyn Fn(DateTime<Utc>) -> bool) -> Result<()> {
+        let Some(folder) = &self.folder else { return Ok(()) };
+        folder.sweep(is_old).map_err(|why| self.failed("remove files of interrupted uploads from", Failure::Other(why)))
     }
 
     /// Looks up an object by its name; None if it does not exist. A listing may lag behind, and this does not.

@@ -98,6 +98,23 @@ impl Folder {
 
     /// The files where the layout has some: beside `job.json`, in `packs/`, and in the folders of images.
     pub(super) fn list(&self) -> Result<Vec<Entry>, String> {
+        Ok(self.files()?.into_iter().filter(|entry| !is_unfinished(&entry.name)).collect())
+    }
+
+    /// Removes files of interrupted uploads, if they are old.
+    pub(super) fn sweep(&self, is_old: &dyn Fn(DateTime<Utc>) -> bool) -> Result<(), String> {
+        let unfinished = |entry: &Entry| is_unfinished(&entry.name) && is_old(entry.modified);
+        for entry in self.files()?.into_iter().filter(unfinished) {
+            let path = self.path().join(&entry.name);
+            match fs::remove_file(&path) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(&path, &error)),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    fn files(&self) -> Result<Vec<Entry>, String> {
         let (path, mut found) = (self.path(), Vec::new());
         files(&path, "", &mut found)?;
         files(&path.join("packs"), "packs/", &mut found)?;
@@ -129,16 +146,20 @@ fn is_dir(path: &Path) -> Result<bool, String> {
     Ok(look(path)?.is_some_and(|meta| meta.is_dir()))
 }
 
-/// The names in a folder, which may not exist. Names of unfinished files (`NAME#1`) and those that are not UTF-8 are
-/// nobody's.
+/// Whether the client has not given the file its name yet: `NAME#1`.
+fn is_unfinished(name: &str) -> bool {
+    let number = name.rsplit_once('#').map(|(_, number)| number);
+    number.is_some_and(|number| !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit()))
+}
+
+/// The names in a folder, which may not exist. Those that are not UTF-8 are nobody's.
 fn names(folder: &Path) -> Result<Vec<String>, String> {
     if look(folder)?.is_none() {
         return Ok(Vec::new());
     }
     let entries = fs::read_dir(folder).and_then(Iterator::collect::<io::Result<Vec<_>>>);
     let entries = entries.map_err(|error| failed(folder, &error))?;
-    let names = entries.into_iter().filter_map(|entry| entry.file_name().into_string().ok());
-    Ok(names.filter(|name| !name.contains('#')).collect())
+    Ok(entries.into_iter().filter_map(|entry| entry.file_name().into_string().ok()).collect())
 }
 
 /// What is there, through a link that may be followed; `None` if there is nothing.

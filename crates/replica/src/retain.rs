@@ -88,6 +88,7 @@ impl Replica {
         // From here on the present listing is used, because another writer may have changed the replica.
         let there = self.inventory(cancelled)?;
         let old = Old::of(&there);
+        self.client.sweep(&|modified| old.is_old(modified))?;
         for (id, files) in there.images.iter().filter(|(_, files)| files.manifest.is_none()) {
             let left = [(Of::Chunks, files.chunks), (Of::Mark, files.mark)];
             let mut left = left.into_iter().filter(|(_, found)| found.is_some_and(|it| old.is_old(it.modified)));
