@@ -253,6 +253,8 @@ fn carry_out(folder: &JobFolder, policy: &Policy, config: &config::Store) -> any
         }
         other => other.into(),
     })?;
+    // As at the start of a run: a crash may have left files, and an image that is pinned under another name.
+    folder.sweep_leftovers(&lock)?;
     let done = survey::rotate(folder, &lock, policy, config.min_free.bytes())?;
     // Repacking takes long and needs the key: the supervisor does it in the background.
     let bounds = gc::Bounds { repack: None, ..config.garbage(None) };
@@ -285,5 +287,24 @@ mod tests {
         let policy = rules.over(configured);
         assert_eq!(policy, Policy { keep_last: 1, keep_hourly: 24, max_total: None, ..Policy::default() });
         assert_eq!(Rules::default().over(configured), configured);
+    }
+
+    #[test]
+    fn what_a_crash_left_is_removed_and_a_pinned_image_is_one_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(&dir.path().join("store"), Access::Write).unwrap();
+        let folder = store.create_job(&"j".parse().unwrap()).unwrap();
+        let unfinished = folder.packs_dir().join(".tmp-x.pack");
+        std::fs::write(&unfinished, "x").unwrap();
+        let mut manifest: rekindle_store::Manifest = serde_json::from_str(rekindle_testing::MANIFEST).unwrap();
+        manifest.parts.clear();
+        // Its removal was interrupted when it had just been pinned.
+        let half = folder.images_dir().join(format!(".del-{}", manifest.id));
+        std::fs::create_dir(&half).unwrap();
+        std::fs::write(half.join("manifest.json"), manifest.to_bytes(folder.trust()).unwrap()).unwrap();
+        std::fs::write(half.join("tags.json"), "{\"version\":1,\"pinned\":true,\"tags\":[]}").unwrap();
+        let (plan, _) = carry_out(&folder, &Policy::default(), &Config::default().store).unwrap();
+        assert!(!unfinished.exists());
+        assert_eq!(plan.decisions.iter().map(|it| it.id).collect::<Vec<_>>(), [manifest.id]);
     }
 }
