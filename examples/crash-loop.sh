@@ -50,8 +50,10 @@ if [ -z "$rekindle" ]; then
   rekindle=${CARGO_TARGET_DIR:-$root/target}/release/rekindle
 fi
 [ -x "$rekindle" ] || die "$rekindle is not there: build it, or name another with --rekindle"
-"$root/scripts/deps.sh" criu
-export REKINDLE_CRIU=${REKINDLE_CRIU:-$root/.deps/criu/criu}
+if [ -z "${REKINDLE_CRIU:-}" ]; then
+  "$root/scripts/deps.sh" criu
+  export REKINDLE_CRIU=$root/.deps/criu/criu
+fi
 
 # The job counts in memory. `poison` makes its state bad for good, as a flipped bit would. At `trigger` a job with a bad
 # state crashes. `doom` crashes any job.

@@ -250,8 +250,10 @@ if [ -z "$rekindle" ]; then
   rekindle=${CARGO_TARGET_DIR:-$root/target}/release/rekindle
 fi
 [ -x "$rekindle" ] || die "$rekindle is not there: build it, or name another with --rekindle"
-"$root/scripts/deps.sh" criu
-export REKINDLE_CRIU=${REKINDLE_CRIU:-$root/.deps/criu/criu}
+if [ -z "${REKINDLE_CRIU:-}" ]; then
+  "$root/scripts/deps.sh" criu
+  export REKINDLE_CRIU=$root/.deps/criu/criu
+fi
 
 # The real path of the Python that has PyTorch and sees a GPU. A version manager's shim is a script that starts it.
 torch_python() {
