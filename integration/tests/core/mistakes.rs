@@ -202,7 +202,7 @@ const OF_ANOTHER: &[Row] = &[
     ("rekindle list", &["Permission denied", "Use sudo"], 69),
     ("rekindle logs j", &["Permission denied", "Use sudo"], 69),
     ("rekindle stop j", &["Permission denied", "Use sudo"], 69),
-    ("rekindle run -- true", &["this needs root", "sudo"], 69),
+    ("rekindle run -- true", &["this needs root", "sudo \"$(command -v rekindle)\""], 69),
 ];
 
 /// Runs all rows, and fails with those that say something else.

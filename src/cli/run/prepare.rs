@@ -19,8 +19,8 @@ use rekindle_store::{Access, JobFolder, JobName, Store, WriterLock};
 /// The supervisor lacks rights.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "this needs root, for namespaces, CRIU and the CUDA checkpoint. Run it with sudo, and set job.user to run the job \
-    as a user"
+    "this needs root, for namespaces, CRIU and the CUDA checkpoint. Run it with sudo (`sudo \"$(command -v rekindle)\"` \
+    if sudo does not find it), and set job.user to run the job as a user"
 )]
 pub(crate) struct NoRights;
 
