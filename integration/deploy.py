@@ -8,10 +8,12 @@ With --helm the chart is rendered, too. --out gets every configuration of rekind
 
 import argparse
 import json
+import os
 import pathlib
 import re
 import subprocess
 import sys
+import tempfile
 import tomllib
 
 import kubernetes_validate
@@ -102,6 +104,7 @@ def check_job(documents):
     assert "/run/rekindle" not in mounts.values()
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert volumes.keys() == mounts.keys()
+    check_ownership(pod, container)
     if claim:
         assert volumes["store"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     assert volumes["configuration"]["configMap"]["name"] == configmap["metadata"]["name"]
@@ -110,6 +113,24 @@ def check_job(documents):
     if members > 1:
         check_group(by_kind, config)
     return text
+
+
+def check_ownership(pod, container):
+    """Before rekindle starts, the root of the volume belongs to root alone: many provisioners create it with mode 0777, which
+    rekindle refuses. The command is run here, on a folder."""
+    (first,) = pod["initContainers"]
+    assert first["image"] == container["image"] and first["volumeMounts"] == [{"name": "store", "mountPath": "/store"}]
+    assert first["securityContext"]["runAsUser"] == 0 and first["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}
+    if os.geteuid() != 0:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        os.chown(folder, 65534, 65534)
+        # Root with no capability but CHOWN, as in the pod.
+        few = ["setpriv", "--bounding-set", "-all,+chown", "--inh-caps", "-all", "--"]
+        subprocess.run([*few, *(word.replace("/store", folder) for word in first["command"])], check=True, timeout=60)
+        now = os.stat(folder)
+        assert (now.st_uid, now.st_gid, now.st_mode & 0o7777) == (0, 0, 0o700), now
 
 
 def check_group(by_kind, config):
