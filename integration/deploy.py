@@ -104,6 +104,8 @@ def check_job(documents):
     assert "/run/rekindle" not in mounts.values()
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert volumes.keys() == mounts.keys()
+    # NCCL uses it instead of what rekindle turns off, and by default it has 64 MiB.
+    assert mounts["shm"] == "/dev/shm" and volumes["shm"]["emptyDir"] == {"medium": "Memory"}
     check_ownership(pod, container)
     if claim:
         assert volumes["store"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
