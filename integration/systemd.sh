@@ -34,6 +34,10 @@ if [ "${1:-}" = --inside ]; then
   systemctl start "$unit"
   says 'running*' || fail "start came back, and it says: $(value StatusText)"
   goes_on
+  # That of rekindle's own files is another matter: they are its alone.
+  [ "$(cat /out/umask)" = 0o22 ] || fail "the job's umask is $(cat /out/umask)"
+  open=$(find /var/lib/rekindle ! -type l -perm /077 ! -name 'reaper-*')
+  [ -z "$open" ] || fail "others may read $open"
   systemctl reload "$unit"
   until_ 'there is an image' says 'running; image 1 taken just now,*'
   goes_on
@@ -134,6 +138,7 @@ install -m 755 integration/systemd.sh "$root/opt/tested/systemd.sh"
 sed 's#/usr/local/bin/rekindle#/opt/tested/rekindle#' config/rekindle@.service >"$root/etc/systemd/system/rekindle@.service"
 cat >"$root/opt/tested/job.py" <<'END'
 import os, time
+open("/out/umask", "w").write(oct(os.umask(0o22)))
 n, ballast = 0, b""
 while not os.path.exists("/out/finish"):
     n += 1
