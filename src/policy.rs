@@ -12,6 +12,9 @@
 //! but the image explains it. The death of the job is no evidence against a proven image: the job has lived on from it
 //! before, so something else is wrong.
 //!
+//! A job that hangs does not continue from an image of the hang: those since which it made no progress are passed over,
+//! however long it lived. If it makes no progress after a restore either, twice, that image is marked.
+//!
 //! If several lives in a row end soon and in the same way, and each one takes an image before it ends, the state was
 //! damaged earlier: then the newest proven image is used.
 
@@ -55,8 +58,10 @@ pub(crate) enum Death {
     Excused(Ended),
     /// It could not be resumed after a snapshot, and was killed.
     Lost,
-    /// It must be restarted, however it ended: it hung, or a rule matched.
+    /// It must be restarted, however it ended: a rule matched.
     Judged,
+    /// It was ended because it hung.
+    Hung,
 }
 
 /// Why an image was not restored.
@@ -83,6 +88,8 @@ pub(crate) struct Images {
     pub(crate) proven: BTreeSet<ImageId>,
     /// Whether there are others: marked as bad, or with a manifest that cannot be read.
     pub(crate) others: bool,
+    /// Those since which the job had made no progress when it was ended for a hang. They probably contain the hang.
+    pub(crate) stuck: BTreeSet<ImageId>,
 }
 
 impl Failure {
@@ -203,13 +210,19 @@ impl History {
                 Verdict::Retry => {}
             }
         }
-        let newest = images.good.first().copied();
+        for id in images.stuck.iter().filter(|id| from != StartPoint::Image(**id)) {
+            self.suspects.contains_hang(*id);
+        }
+        let is_of_hang = |id: &ImageId| images.stuck.contains(id) || self.suspects.is_of_hang(*id);
+        let newest = images.good.iter().copied().find(|id| !is_of_hang(id));
         let before = self.newest;
         if uptime >= policy.healthy_uptime {
-            *self = History::default();
+            *self = History { suspects: self.suspects.of_hangs(), ..History::default() };
         }
         self.newest = before.max(newest);
-        let early = uptime < policy.min_uptime;
+        // The job has not lived on from an image after which it made no progress.
+        let since_stuck = matches!(from, StartPoint::Image(id) if images.stuck.contains(&id));
+        let early = uptime < policy.min_uptime || since_stuck;
         if early {
             self.in_a_row = self.in_a_row.max(1);
         } else if newest > before {
@@ -309,7 +322,7 @@ impl History {
         }
         if images.good.iter().all(|id| self.suspects.is_passed_over(*id)) {
             // The end of the ladder: images that were skipped without evidence are tried again.
-            self.suspects.forget_passed_over();
+            self.suspects.forget_passed_over(&images.good);
         }
         let image = images.good.iter().find(|id| !self.suspects.is_passed_over(**id));
         let others = images.others || !images.good.is_empty();
@@ -345,6 +358,7 @@ fn evidence(death: Death, uptime: Duration) -> Option<Evidence> {
         Death::Ended(Ended::Signal(signal)) if FROM_OUTSIDE.contains(&signal) => None,
         Death::Ended(ended) => Some(Evidence::Died { ended: Some(ended), uptime }),
         Death::Judged => Some(Evidence::Died { ended: None, uptime }),
+        Death::Hung => Some(Evidence::Hung),
         Death::Excused(_) | Death::Lost => None,
     }
 }

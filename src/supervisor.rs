@@ -435,6 +435,10 @@ impl Owner<'_> {
             }
             Action::Announce { from, after } => {
                 self.reporting.published.restarts += 1;
+                if let StartPoint::Image(image) = from {
+                    // A rotation during the pause must not remove it.
+                    self.transfers.goes_to(self.setup.lock.hold(image));
+                }
                 self.tell(What::Restarting { image: events::image_of(from), after_us: times::micros(after) });
                 let after = humantime::format_duration(after);
                 match from {

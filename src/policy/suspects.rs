@@ -16,6 +16,8 @@ pub(super) enum Evidence {
         /// After this time.
         uptime: Duration,
     },
+    /// The job hung after a restore without any progress.
+    Hung,
     /// It was not restored, for this reason.
     Refused(String),
 }
@@ -32,7 +34,8 @@ impl Evidence {
                 ended == other && uptime.abs_diff(*before) <= AT_ONE_MOMENT.max(*uptime.min(before) / 4)
             }
             (Evidence::Refused(why), Evidence::Refused(other)) => why == other,
-            (Evidence::Died { .. }, Evidence::Refused(_)) | (Evidence::Refused(_), Evidence::Died { .. }) => false,
+            (Evidence::Hung, Evidence::Hung) => true,
+            (Evidence::Died { .. } | Evidence::Refused(_) | Evidence::Hung, _) => false,
         }
     }
 
@@ -41,6 +44,10 @@ impl Evidence {
             Evidence::Died { ended, .. } => {
                 let how = ended.map(|ended| format!(" ({ended})")).unwrap_or_default();
                 let detail = format!("the job died twice within restart.min-uptime after a restore from it{how}");
+                Finding::Mark { why: BadWhy::DiesAgain, detail }
+            }
+            Evidence::Hung => {
+                let detail = "the job hung twice after a restore from it, without any progress".to_string();
                 Finding::Mark { why: BadWhy::DiesAgain, detail }
             }
             Evidence::Refused(why) => Finding::Mark { why: BadWhy::DoesNotRestore, detail: why.clone() },
@@ -76,12 +83,23 @@ struct Suspect {
     passed: Passed,
 }
 
+impl Suspect {
+    /// Skips it for now, unless it is skipped for longer.
+    fn skip(&mut self) {
+        if self.passed == Passed::No {
+            self.passed = Passed::ForNow;
+        }
+    }
+}
+
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 enum Passed {
     #[default]
     No,
     /// Until all others were tried.
     ForNow,
+    /// It probably contains a hang: until all others were tried, also those passed over for now.
+    Hang,
     /// For this run.
     ForGood,
 }
@@ -105,20 +123,28 @@ impl Suspects {
         let before = std::mem::replace(&mut suspect.evidence, evidence);
         match &suspect.evidence {
             Some(now) if before.is_some_and(|before| now.is_like(&before)) => {
-                suspect.passed = Passed::ForNow;
+                suspect.skip();
                 now.mark()
             }
             _ if suspect.failures < TRIES => Finding::TryAgain,
             _ => {
-                suspect.passed = Passed::ForNow;
+                suspect.skip();
                 Finding::PassOver
             }
         }
     }
 
+    /// The image was taken while the job hung: it is skipped until nothing else is left.
+    pub(super) fn contains_hang(&mut self, id: ImageId) {
+        let suspect = self.images.entry(id).or_default();
+        if suspect.passed != Passed::ForGood {
+            suspect.passed = Passed::Hang;
+        }
+    }
+
     /// Skips the image for now.
     pub(super) fn pass_over(&mut self, id: ImageId) -> Finding {
-        self.images.entry(id).or_default().passed = Passed::ForNow;
+        self.images.entry(id).or_default().skip();
         Finding::PassOver
     }
 
@@ -159,9 +185,16 @@ impl Suspects {
 
     /// It was restored on request although it was skipped: earlier failures to restore it no longer count.
     pub(super) fn was_restored(&mut self, id: ImageId) {
-        if let Some(suspect) = self.images.get_mut(&id) {
+        if let Some(suspect) = self.images.get_mut(&id).filter(|suspect| suspect.passed != Passed::Hang) {
             suspect.passed = Passed::No;
         }
+    }
+
+    /// Only the images that probably contain a hang: that does not pass with time.
+    pub(super) fn of_hangs(&self) -> Suspects {
+        let hangs = self.images.iter().filter(|(_, suspect)| suspect.passed == Passed::Hang);
+        let suspect = |id: &ImageId| (*id, Suspect { passed: Passed::Hang, ..Suspect::default() });
+        Suspects { images: hangs.map(|(id, _)| suspect(id)).collect(), row: None }
     }
 
     /// The job has lived on from it.
@@ -169,12 +202,20 @@ impl Suspects {
         self.images.remove(&id);
     }
 
+    pub(super) fn is_of_hang(&self, id: ImageId) -> bool {
+        self.images.get(&id).is_some_and(|suspect| suspect.passed == Passed::Hang)
+    }
+
     pub(super) fn is_passed_over(&self, id: ImageId) -> bool {
         self.images.get(&id).is_some_and(|suspect| suspect.passed != Passed::No)
     }
 
-    /// Starts again with all images that are not skipped for the whole run.
-    pub(super) fn forget_passed_over(&mut self) {
-        self.images.retain(|_, suspect| suspect.passed == Passed::ForGood);
+    /// All of these are skipped: starts again with those that are not skipped for the whole run. Those that probably
+    /// contain a hang are left out if there is another one.
+    pub(super) fn forget_passed_over(&mut self, good: &[ImageId]) {
+        self.images.retain(|_, suspect| matches!(suspect.passed, Passed::Hang | Passed::ForGood));
+        if good.iter().all(|id| self.is_passed_over(*id)) {
+            self.images.retain(|_, suspect| suspect.passed == Passed::ForGood);
+        }
     }
 }

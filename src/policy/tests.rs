@@ -129,6 +129,41 @@ fn healthy_uptime_forgives() {
     }
 }
 
+#[test]
+fn a_hang_is_not_restored_from_an_image_of_it() {
+    let (mut history, p, now) = (History::default(), policy(), Instant::now());
+    let mut hangs = |history: &mut History, from, uptime, good: &[u32], stuck: &[u32]| {
+        let stuck = stuck.iter().map(|n| id(*n)).collect();
+        let images = Images { stuck, ..Images::good(good.iter().map(|n| id(*n))) };
+        let decision = history.after_death(Death::Hung, from, uptime, &images, &p, now);
+        (self::from(&decision), decision.mark().map(|mark| mark.image))
+    };
+    let image = |n| StartPoint::Image(id(n));
+    // However long it lived.
+    let healthy = p.healthy_uptime * 3;
+    assert_eq!(hangs(&mut history, StartPoint::Cold, healthy, &[3, 2, 1], &[3, 2]), (image(1), None));
+    assert_eq!(hangs(&mut history, image(1), healthy, &[3, 2, 1], &[]), (image(1), None), "it made progress");
+    // It takes a new image, and hangs again: then that is the newest, and older ones of the first hang stay out.
+    assert_eq!(hangs(&mut history, image(1), healthy, &[5, 4, 3, 2, 1], &[5]), (image(4), None));
+    let gone = Failure::FilesGone("/data".into());
+    let images = Images::good([5, 3, 2, 1].map(id));
+    assert_eq!(from(&history.after_image_failure(id(4), &gone, &images, &p, now)), image(1));
+    // Without any progress after its restore, the second time it is marked, and only images of a hang are left.
+    assert_eq!(hangs(&mut history, image(1), healthy, &[3, 2, 1], &[1]), (image(1), None));
+    assert_eq!(hangs(&mut history, image(1), healthy, &[3, 2, 1], &[1]), (image(3), Some(id(1))));
+}
+
+#[test]
+fn a_proven_image_is_not_marked_for_hangs_but_passed_over() {
+    let (mut history, p, now) = (History::default(), policy(), Instant::now());
+    let (stuck, proven) = (BTreeSet::from([id(2)]), BTreeSet::from([id(1), id(2)]));
+    let images = Images { stuck, proven, ..Images::good([id(2), id(1)]) };
+    let mut hangs = || history.after_death(Death::Hung, StartPoint::Image(id(2)), p.healthy_uptime, &images, &p, now);
+    let seen: Vec<(StartPoint, bool)> = (0..4).map(|_| hangs()).map(|it| (from(&it), it.mark().is_some())).collect();
+    let (again, older) = ((StartPoint::Image(id(2)), false), (StartPoint::Image(id(1)), false));
+    assert_eq!(seen, [again, again, again, older]);
+}
+
 fn wait(decision: &Decision) -> Duration {
     match decision {
         Decision::Again { after, .. } => *after,

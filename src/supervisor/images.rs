@@ -127,7 +127,7 @@ impl Owner<'_> {
                 self.reporting.published.taken(&taken);
                 self.reporting.tally.snapshot_taken(taken.freeze);
                 self.deaths_image(&taken);
-                self.checks.proofs.expect(taken.image.id, self.setup, Instant::now());
+                self.checks.proofs.expect(taken.image.id, self.watch.starts, self.setup, Instant::now());
                 self.tell_snapshot(&taken);
                 self.answer_taken(&taken);
                 self.clients.job_api.snapshot_ends(None);

@@ -31,6 +31,8 @@ struct Against {
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Seen {
     Died { ended: Option<Ended>, uptime: Duration },
+    /// It hung, and had done nothing since the restore.
+    Hung,
     Refused(String),
 }
 
@@ -43,7 +45,8 @@ impl Seen {
                 ended == other && uptime.abs_diff(*before) <= near
             }
             (Seen::Refused(why), Seen::Refused(other)) => why == other,
-            (Seen::Died { .. }, Seen::Refused(_)) | (Seen::Refused(_), Seen::Died { .. }) => false,
+            (Seen::Hung, Seen::Hung) => true,
+            (Seen::Died { .. } | Seen::Refused(_) | Seen::Hung, _) => false,
         }
     }
 }
@@ -75,6 +78,10 @@ pub(super) struct Failures {
     pub(super) machine_failed: bool,
     /// Deaths of ranks.
     pub(super) ranks: Account,
+    /// Images of hangs for which the job was ended: it did nothing after them.
+    hangs: BTreeSet<ImageId>,
+    /// The job is ended for a hang now.
+    by_hang: bool,
 }
 
 #[derive(Debug, Default)]
@@ -132,6 +139,7 @@ impl Oracle {
         (self.failures.row, self.failures.retry, self.failures.missed, self.failures.failed) = (None, None, 0, None);
         (self.stopping, self.asked, self.poisoned) = (None, None, None);
         self.failures.ranks = Account::default();
+        (self.failures.hangs, self.failures.by_hang) = (BTreeSet::new(), false);
     }
 
     /// Something was removed that no supervisor could have kept.
@@ -203,6 +211,7 @@ impl World {
         self.oracle.alive.clear();
         self.oracle.failures.retry = None;
         let by_rank = std::mem::take(&mut self.oracle.failures.ranks.by_rank);
+        let by_hang = std::mem::take(&mut self.oracle.failures.by_hang);
         let stopped = self
             .run
             .as_ref()
@@ -222,7 +231,8 @@ impl World {
         }
         let restart = &self.config.restart;
         if uptime >= restart.healthy_uptime {
-            self.oracle.failures.against.values_mut().for_each(|it| (it.failures, it.passed) = (0, false));
+            let Failures { against, hangs, .. } = &mut self.oracle.failures;
+            against.iter_mut().for_each(|(id, it)| (it.failures, it.passed) = (0, hangs.contains(id)));
             self.oracle.failures.row = None;
         }
         let StartPoint::Image(id) = job.from else { return };
@@ -230,26 +240,48 @@ impl World {
             matches!(end.ended, Ended::Signal(libc::SIGKILL | libc::SIGTERM | libc::SIGINT | libc::SIGHUP));
         let seen = match ending {
             Some(Ending::Condemned) if by_rank => None,
+            Some(Ending::Condemned) if by_hang => Some(Seen::Hung),
             Some(Ending::Condemned) => Some(Seen::Died { ended: None, uptime }),
             Some(_) => None,
             None if from_outside || excused => None,
             None => Some(Seen::Died { ended: Some(end.ended), uptime }),
         };
-        if uptime >= restart.min_uptime {
+        // A life that hung from its beginning is no life.
+        let did_nothing = by_hang && job.hung.is_some_and(|hung| hung <= job.since);
+        if uptime >= restart.min_uptime && !did_nothing {
             self.oracle.failures.against.remove(&id);
+            self.oracle.failures.hangs.remove(&id);
             self.oracle.failures.row = None;
             return;
         }
         let proven = self.ground.proven.contains(&id);
         match &seen {
-            Some(Seen::Died { ended, .. }) if !proven => {
-                let before =
-                    self.oracle.failures.row.take().filter(|(before, _)| before == ended).map_or(0, |(_, count)| count);
-                self.oracle.failures.row = Some((*ended, before + 1));
+            Some(seen @ (Seen::Died { .. } | Seen::Hung)) if !proven => {
+                let ended = if let Seen::Died { ended, .. } = seen { *ended } else { None };
+                let before = self.oracle.failures.row.take().filter(|(before, _)| *before == ended);
+                self.oracle.failures.row = Some((ended, before.map_or(0, |(_, count)| count) + 1));
             }
             _ => self.oracle.failures.row = None,
         }
         self.oracle.add(id, seen.filter(|_| !proven), self.now);
+    }
+
+    /// The job is ended for a hang. No supervisor can tell whether images that were taken since contain it.
+    pub(super) fn oracle_sees_hang(&mut self) {
+        let Some((job, hung)) = self.job.as_ref().and_then(|job| Some((job, job.hung?))) else { return };
+        let of_it = |(id, since): &(ImageId, Instant)| *since >= hung && job.from != StartPoint::Image(*id);
+        let ids: Vec<ImageId> = self.oracle.alive.iter().filter(|it| of_it(it)).map(|(id, _)| *id).collect();
+        ids.iter().for_each(|id| self.oracle.pass(*id));
+        self.oracle.failures.hangs.extend(ids);
+        self.oracle.failures.by_hang = true;
+    }
+
+    /// These are about to be proven.
+    pub(super) fn check_no_hang(&mut self, due: &[ImageId]) {
+        let hangs = |id: &ImageId| self.ground.image(*id).is_some_and(|image| image.hung);
+        if let Some(id) = due.iter().copied().find(hangs).filter(|_| self.fate.watch.is_some()) {
+            self.oracle.violate(format!("image {id} is proven by a job that hangs, although it is watched for that"));
+        }
     }
 
     /// The end of a life is reported, with the present images.
@@ -352,7 +384,10 @@ impl World {
         // A proven image is recorded.
         let alive = matches!(state, State::Running(_) | State::Snapshotting { .. }) && run.ended.is_none();
         let min = self.config.restart.min_uptime;
-        let lost = self.oracle.alive.iter().find(|(id, since)| {
+        // A job that hangs does not live on from the images of its hang.
+        let hung = self.job.as_ref().and_then(|job| job.hung).filter(|_| self.fate.watch.is_some());
+        let lives_on = |since: Instant| hung.is_none_or(|hung| since < hung);
+        let lost = self.oracle.alive.iter().filter(|(_, since)| lives_on(*since)).find(|(id, since)| {
             let at = (*since + min).max(self.oracle.writable_since.unwrap_or(*since));
             self.now > at + NOTED && !self.ground.proven.contains(id) && self.ground.has_good(*id)
         });
@@ -362,7 +397,8 @@ impl World {
         };
         let any = self.oracle.short_of_room || self.ground.proven.iter().any(|id| self.ground.is_stored(*id));
         let troubled = self.ground.disk.writes_fail || self.ground.disk.reads_fail;
-        if alive && !any && !troubled && self.oracle.alive.iter().any(|(id, since)| known(id, *since)) {
+        let in_time = |(id, since): &(ImageId, Instant)| lives_on(*since) && known(id, *since);
+        if alive && !any && !troubled && self.oracle.alive.iter().any(in_time) {
             let what = "images come faster than they are proven, and none stays until it is".into();
             return self.oracle.violate(what);
         }
@@ -422,7 +458,8 @@ impl World {
         let goal = match (run.machine.state(), run.work.start.as_ref().map(|start| &start.from)) {
             (_, Some(StartPoint::Image(id)))
             | (State::Ending { stop: Ending::Rewind(id), .. }, None)
-            | (State::Snapshotting { then: Some(Then::Rewind(id)), .. }, None) => *id,
+            | (State::Snapshotting { then: Some(Then::Rewind(id)), .. }, None)
+            | (State::Waiting { from: StartPoint::Image(id), .. }, None) => *id,
             _ => return,
         };
         if gone.contains(&goal) {
@@ -446,7 +483,14 @@ impl World {
         let over_images = chosen.is_none() && self.config.restart.cold_start != ColdStart::Allow;
         let better = newer.into_iter().find(|id| over_images || !justified(id));
         let any = copies.iter().map(candidate).any(|copy| line.may_have(&copy));
+        let hangs = &self.oracle.failures.hangs;
+        let mut others = copies.iter().filter(|copy| line.has(&candidate(copy)) && !copy.0.no_files);
+        let before = others.find(|(image, _)| !hangs.contains(&image.id)).map(|(image, _)| image.id);
         drop(copies);
+        if let (Some(id), Some(before)) = (chosen.filter(|id| hangs.contains(id)), before) {
+            let what = format!("the job hung, and begins from image {id} of the hang, not from image {before}");
+            return self.oracle.violate(what);
+        }
         if let Some(better) = better {
             return self
                 .oracle
@@ -481,7 +525,7 @@ impl World {
         // Whether the mark is justified is checked here.
         self.oracle.expected = self.oracle.expected.filter(|expected| *expected != mark.image);
         let wanted = |seen: &Seen| match mark.why {
-            BadWhy::DiesAgain => matches!(seen, Seen::Died { .. }),
+            BadWhy::DiesAgain => matches!(seen, Seen::Died { .. } | Seen::Hung),
             BadWhy::DoesNotRestore => matches!(seen, Seen::Refused(_)),
             BadWhy::Damaged => true,
         };

@@ -19,7 +19,7 @@ use crate::supervisor::proof::{Proofs, counts};
 use crate::supervisor::state::{Action, Event, Finish, Harm, Machine, State};
 use crate::supervisor::stops::Stops;
 use crate::supervisor::unread::{AGAIN, Unread};
-use rekindle_base::cause::{self, Facts, MemoryFacts};
+use rekindle_base::cause::{self, Facts, MemoryFacts, Missing};
 use rekindle_engine::snapshot::Deaths;
 use rekindle_os::spawn::Ended;
 use rekindle_store::{BadWhy, ImageId};
@@ -31,6 +31,7 @@ pub(super) struct Run {
     /// The lineage of the images that it takes.
     pub(super) lineage: Rc<str>,
     pub(super) proofs: Proofs,
+    pub(super) clocks: Clocks,
     pub(super) stops: Stops,
     pub(super) deaths: Deaths,
     /// Deaths of ranks, and the ranks that are watched.
@@ -46,6 +47,15 @@ pub(super) struct Run {
     /// Whether the memory of a suspended job was freed.
     pub(super) emptied: bool,
     pub(super) finish: Option<Finish>,
+}
+
+/// The clocks of the job's watch.
+#[derive(Default)]
+pub(super) struct Clocks {
+    /// Since when they run.
+    pub(super) since: Option<Instant>,
+    /// How often they were started.
+    pub(super) starts: u64,
 }
 
 /// Operations in progress.
@@ -126,11 +136,14 @@ impl World {
         self.ground.on_disk = self.config.snapshot.staging == Staging::Store;
         let (machine, actions) = Machine::new(self.config, from);
         let machine = if named { machine.asked_for() } else { machine };
+        let watches = self.fate.watch.is_some() && self.plant != Some(Plant::HangProves);
+        let watched = if watches { vec![Missing::Output] } else { Vec::new() };
         self.run = Some(Run {
             machine,
             line: Line::new(lineage.to_string(), base),
             lineage,
-            proofs: Proofs::default(),
+            proofs: Proofs::new(watched),
+            clocks: Clocks::default(),
             stops: Stops::default(),
             deaths: Deaths::default(),
             ranks: Ranks::default(),
@@ -192,6 +205,7 @@ impl World {
         for action in actions {
             self.act(action);
         }
+        self.watch_follows();
         self.settle_suspension();
     }
 
@@ -209,7 +223,12 @@ impl World {
                     self.mark(&mark);
                 }
             }
-            Action::Announce { after, .. } => self.check_wait(after),
+            Action::Announce { from, after } => {
+                if let (StartPoint::Image(id), Some(run)) = (from, &mut self.run) {
+                    run.work.goal = Some(id);
+                }
+                self.check_wait(after);
+            }
             Action::Finish(finish) => self.finish(finish),
         }
     }
@@ -255,6 +274,7 @@ impl World {
             }
             return;
         }
+        self.check_no_hang(&due);
         tell!(self, "proven: {}", due.iter().map(|id| id.sequence().to_string()).collect::<Vec<_>>().join(", "));
         let there: BTreeSet<ImageId> = self.ground.copies().iter().map(|(image, _)| image.id).collect();
         self.ground.proven.extend(due);

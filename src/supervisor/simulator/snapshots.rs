@@ -283,7 +283,7 @@ impl World {
         let now = self.now;
         self.oracle.taken(id, now);
         let Some(run) = &mut self.run else { return Event::Tick };
-        run.proofs.wait_for(id, now);
+        run.proofs.wait_for(id, run.clocks.starts, now);
         self.ranks_in_image();
         self.persist(id);
         Event::SnapshotTaken { freeze: shot.freeze }

@@ -34,6 +34,11 @@ pub(super) enum Happening {
     },
     /// The death of a rank is decided on.
     Decide,
+    /// The job's watch sees it work, for the first time since its clocks were started.
+    Moves {
+        life: u32,
+        start: u64,
+    },
     /// The job's watch notices that it hangs.
     Hangs {
         life: u32,
@@ -264,6 +269,7 @@ impl World {
             Happening::Ends { life, end, own } => self.life_ends(life, end, own),
             Happening::Noticed { life, pid } => self.death_noticed(life, pid),
             Happening::Decide => self.decide_on_ranks(),
+            Happening::Moves { life, start } => self.watch_looks(life, start),
             Happening::Hangs { life } => self.hang_seen(life),
             Happening::Restored { op } => self.start_over(op),
             Happening::Dump { op } => self.dump(op),
