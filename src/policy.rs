@@ -15,6 +15,9 @@
 //! A job that hangs does not continue from an image of the hang: those since which it made no progress are passed over,
 //! however long it lived. If it makes no progress after a restore either, twice, that image is marked.
 //!
+//! If four long lives in a row from one image end in the same way, and none took a newer image, that image is passed over
+//! too, without a mark: from an older one the job may get further.
+//!
 //! If several lives in a row end soon and in the same way, and each one takes an image before it ends, the state was
 //! damaged earlier: then the newest proven image is used.
 
@@ -217,7 +220,10 @@ impl History {
         let newest = images.good.iter().copied().find(|id| !is_of_hang(id));
         let before = self.newest;
         if uptime >= policy.healthy_uptime {
-            *self = History { suspects: self.suspects.of_hangs(), ..History::default() };
+            // Without a newer image it came no further than the lives before.
+            let suspects =
+                if newest > before { self.suspects.of_hangs() } else { std::mem::take(&mut self.suspects) };
+            *self = History { suspects, ..History::default() };
         }
         self.newest = before.max(newest);
         // The job has not lived on from an image after which it made no progress.
@@ -231,7 +237,11 @@ impl History {
         match from {
             StartPoint::Image(id) if early => {
                 self.suspects.was_restored(id);
-                let evidence = if images.proven.contains(&id) { None } else { evidence(death, uptime) };
+                let evidence = match death {
+                    _ if images.proven.contains(&id) => None,
+                    Death::Hung if since_stuck => Some(Evidence::Hung),
+                    death => evidence(death, uptime),
+                };
                 if self.suspects.is_row(evidence.as_ref()) {
                     self.suspects.pass_over_newer_than(images.good.iter().copied(), &images.proven);
                 }
@@ -245,9 +255,13 @@ impl History {
                 self.go_on(id, finding, images, policy, now)
             }
             StartPoint::Image(id) => {
-                self.suspects.clear(id);
                 self.suspects.end_row();
-                self.choose(images, policy, now, None)
+                if newest > before {
+                    self.suspects.clear(id);
+                    return self.choose(images, policy, now, None);
+                }
+                let finding = self.suspects.lived_without_progress(id, evidence(death, uptime));
+                self.go_on(id, finding, images, policy, now)
             }
             StartPoint::Cold => {
                 self.early_cold = if early { self.early_cold + 1 } else { 0 };
@@ -350,15 +364,14 @@ impl History {
     }
 }
 
-/// The evidence against the image from a death soon after a restore.
+/// The evidence against the image from a death after a restore.
 fn evidence(death: Death, uptime: Duration) -> Option<Evidence> {
     // Signals that are usually sent from outside; faults inside a program cause others.
     const FROM_OUTSIDE: [i32; 4] = [libc::SIGKILL, libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
     match death {
         Death::Ended(Ended::Signal(signal)) if FROM_OUTSIDE.contains(&signal) => None,
         Death::Ended(ended) => Some(Evidence::Died { ended: Some(ended), uptime }),
-        Death::Judged => Some(Evidence::Died { ended: None, uptime }),
-        Death::Hung => Some(Evidence::Hung),
+        Death::Judged | Death::Hung => Some(Evidence::Died { ended: None, uptime }),
         Death::Excused(_) | Death::Lost => None,
     }
 }

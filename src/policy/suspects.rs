@@ -81,6 +81,8 @@ struct Suspect {
     /// Evidence of the last failure.
     evidence: Option<Evidence>,
     passed: Passed,
+    /// The last end of a long life from it that took no newer image, and the number of similar ones in a row.
+    late: Option<(Evidence, u32)>,
 }
 
 impl Suspect {
@@ -197,7 +199,23 @@ impl Suspects {
         Suspects { images: hangs.map(|(id, _)| suspect(id)).collect(), row: None }
     }
 
-    /// The job has lived on from it.
+    /// A long life from it ended, and had taken no newer image. If such lives end in the same way again and again, the
+    /// job cannot get further from here, whatever the reason: then an older image is used.
+    pub(super) fn lived_without_progress(&mut self, id: ImageId, end: Option<Evidence>) -> Finding {
+        let before = self.images.remove(&id).and_then(|suspect| suspect.late);
+        // An end with a cause from outside.
+        let Some(end) = end else { return Finding::TryAgain };
+        let count = before.filter(|(before, _)| end.is_like(before)).map_or(0, |(_, count)| count) + 1;
+        let suspect = self.images.entry(id).or_default();
+        if count >= TRIES {
+            suspect.skip();
+            return Finding::PassOver;
+        }
+        suspect.late = Some((end, count));
+        Finding::TryAgain
+    }
+
+    /// The job has lived on from it, and has taken a newer image.
     pub(super) fn clear(&mut self, id: ImageId) {
         self.images.remove(&id);
     }

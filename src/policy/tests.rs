@@ -132,7 +132,7 @@ fn healthy_uptime_forgives() {
 #[test]
 fn a_hang_is_not_restored_from_an_image_of_it() {
     let (mut history, p, now) = (History::default(), policy(), Instant::now());
-    let mut hangs = |history: &mut History, from, uptime, good: &[u32], stuck: &[u32]| {
+    let hangs = |history: &mut History, from, uptime, good: &[u32], stuck: &[u32]| {
         let stuck = stuck.iter().map(|n| id(*n)).collect();
         let images = Images { stuck, ..Images::good(good.iter().map(|n| id(*n))) };
         let decision = history.after_death(Death::Hung, from, uptime, &images, &p, now);
@@ -162,6 +162,37 @@ fn a_proven_image_is_not_marked_for_hangs_but_passed_over() {
     let seen: Vec<(StartPoint, bool)> = (0..4).map(|_| hangs()).map(|it| (from(&it), it.mark().is_some())).collect();
     let (again, older) = ((StartPoint::Image(id(2)), false), (StartPoint::Image(id(1)), false));
     assert_eq!(seen, [again, again, again, older]);
+}
+
+#[test]
+fn a_job_that_comes_no_further_from_an_image_goes_back_to_an_older_one() {
+    let (p, now) = (policy(), Instant::now());
+    for uptime in [LATER, p.healthy_uptime * 2] {
+        let mut history = History::default();
+        let mut dies = |image, death, uptime, images: &[u32]| {
+            let images = Images::good(images.iter().map(|n| id(*n)));
+            let decision = history.after_death(death, StartPoint::Image(id(image)), uptime, &images, &p, now);
+            assert_eq!(decision.mark(), None, "it may be something else");
+            from(&decision)
+        };
+        let image = |n| StartPoint::Image(id(n));
+        // It takes an image in each life.
+        for n in 1..6 {
+            assert_eq!(dies(n, CRASH, uptime, &[n + 1, n]), image(n + 1));
+        }
+        // Then it takes none any more, and dies at the same moment each time.
+        for _ in 0..3 {
+            assert_eq!(dies(6, CRASH, uptime, &[6, 5]), image(6));
+        }
+        assert_eq!(dies(6, CRASH, uptime + SOON, &[6, 5]), image(5));
+        // From there it comes further.
+        assert_eq!(dies(5, CRASH, uptime, &[7, 6, 5]), image(7));
+        // Ends from outside, and ends at other moments, say nothing about the image.
+        for n in 0..8 {
+            assert_eq!(dies(7, KILLED, uptime, &[7, 6, 5]), image(7));
+            assert_eq!(dies(7, CRASH, uptime * (1 + n % 2), &[7, 6, 5]), image(7));
+        }
+    }
 }
 
 fn wait(decision: &Decision) -> Duration {

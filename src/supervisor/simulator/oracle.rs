@@ -26,6 +26,8 @@ struct Against {
     passed: bool,
     /// It was marked.
     marked: bool,
+    /// The last end of a long life from it, and the number of similar ones in a row.
+    late: Option<(Seen, u32)>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -37,6 +39,16 @@ enum Seen {
 }
 
 impl Seen {
+    /// Nobody would take it for another one.
+    fn is_the_same(&self, other: &Seen) -> bool {
+        match (self, other) {
+            (Seen::Died { ended, uptime }, Seen::Died { ended: other, uptime: before }) => {
+                ended == other && uptime.abs_diff(*before) <= Duration::from_millis(250)
+            }
+            _ => false,
+        }
+    }
+
     /// More generous than the policy: failures that the policy treats as alike are alike here too.
     fn is_like(&self, other: &Seen) -> bool {
         match (self, other) {
@@ -82,6 +94,10 @@ pub(super) struct Failures {
     hangs: BTreeSet<ImageId>,
     /// The job is ended for a hang now.
     by_hang: bool,
+    /// It had done nothing since it was restored.
+    did_nothing: bool,
+    /// Long lives in a row from one image that ended at the same moment, without a newer image.
+    streak: Option<(ImageId, Seen, u32)>,
 }
 
 #[derive(Debug, Default)]
@@ -139,7 +155,7 @@ impl Oracle {
         (self.failures.row, self.failures.retry, self.failures.missed, self.failures.failed) = (None, None, 0, None);
         (self.stopping, self.asked, self.poisoned) = (None, None, None);
         self.failures.ranks = Account::default();
-        (self.failures.hangs, self.failures.by_hang) = (BTreeSet::new(), false);
+        (self.failures.hangs, self.failures.by_hang, self.failures.streak) = (BTreeSet::new(), false, None);
     }
 
     /// Something was removed that no supervisor could have kept.
@@ -187,6 +203,20 @@ impl Oracle {
         against.failures += 1;
         against.seen.extend(seen);
         self.failures.failed = Some((id, now));
+        self.failures.streak = None;
+    }
+
+    /// A life from this image was long enough.
+    fn lived(&mut self, id: ImageId, seen: Option<Seen>, late: Option<(Seen, u32)>, took_none: bool) {
+        let streak = self.failures.streak.take();
+        let Some(seen) = seen else { return };
+        let count = late.filter(|(before, _)| seen.is_like(before)).map_or(0, |(_, count)| count) + 1;
+        let against = Against { late: Some((seen.clone(), count)), passed: count >= TRIES, ..Against::default() };
+        self.failures.against.insert(id, against);
+        if took_none {
+            let before = streak.filter(|(of, before, _)| *of == id && seen.is_the_same(before));
+            self.failures.streak = Some((id, seen, before.map_or(0, |(.., count)| count) + 1));
+        }
     }
 
     fn pass(&mut self, id: ImageId) {
@@ -208,8 +238,10 @@ impl World {
     }
 
     pub(super) fn oracle_sees_end(&mut self, end: End, excused: bool) {
+        let took_none = self.oracle.alive.len() <= 1;
         self.oracle.alive.clear();
         self.oracle.failures.retry = None;
+        self.oracle.failures.did_nothing = false;
         let by_rank = std::mem::take(&mut self.oracle.failures.ranks.by_rank);
         let by_hang = std::mem::take(&mut self.oracle.failures.by_hang);
         let stopped = self
@@ -231,8 +263,6 @@ impl World {
         }
         let restart = &self.config.restart;
         if uptime >= restart.healthy_uptime {
-            let Failures { against, hangs, .. } = &mut self.oracle.failures;
-            against.iter_mut().for_each(|(id, it)| (it.failures, it.passed) = (0, hangs.contains(id)));
             self.oracle.failures.row = None;
         }
         let StartPoint::Image(id) = job.from else { return };
@@ -248,11 +278,16 @@ impl World {
         };
         // A life that hung from its beginning is no life.
         let did_nothing = by_hang && job.hung.is_some_and(|hung| hung <= job.since);
+        self.oracle.failures.did_nothing = did_nothing;
         if uptime >= restart.min_uptime && !did_nothing {
-            self.oracle.failures.against.remove(&id);
+            let late = self.oracle.failures.against.remove(&id).and_then(|against| against.late);
             self.oracle.failures.hangs.remove(&id);
             self.oracle.failures.row = None;
-            return;
+            let seen = match seen {
+                Some(Seen::Hung) => Some(Seen::Died { ended: None, uptime }),
+                other => other,
+            };
+            return self.oracle.lived(id, seen, late, took_none);
         }
         let proven = self.ground.proven.contains(&id);
         match &seen {
@@ -264,6 +299,25 @@ impl World {
             _ => self.oracle.failures.row = None,
         }
         self.oracle.add(id, seen.filter(|_| !proven), self.now);
+    }
+
+    /// The policy was asked about a long life that had taken a new image: it forgets failures. Hangs do not pass.
+    pub(super) fn oracle_sees_health(&mut self, from: Option<ImageId>) {
+        let Failures { against, hangs, did_nothing, .. } = &mut self.oracle.failures;
+        let all = against.iter_mut().filter(|(id, _)| !(*did_nothing && Some(**id) == from));
+        all.for_each(|(id, it)| (it.failures, it.passed) = (0, hangs.contains(id)));
+    }
+
+    /// Whether the job was ended for a hang, and had done nothing since it was restored.
+    pub(super) fn did_nothing(&self) -> bool {
+        self.oracle.failures.did_nothing
+    }
+
+    /// The newest of these that is not known to be of a hang.
+    pub(super) fn newest_without_hang(&self, good: &[ImageId]) -> Option<ImageId> {
+        let from = self.job.as_ref().map(|job| job.from).filter(|_| self.did_nothing());
+        let is_of_hang = |id: &ImageId| self.oracle.failures.hangs.contains(id) || from == Some(StartPoint::Image(*id));
+        good.iter().copied().find(|id| !is_of_hang(id))
     }
 
     /// The job is ended for a hang. No supervisor can tell whether images that were taken since contain it.
@@ -486,11 +540,22 @@ impl World {
         let hangs = &self.oracle.failures.hangs;
         let mut others = copies.iter().filter(|copy| line.has(&candidate(copy)) && !copy.0.no_files);
         let before = others.find(|(image, _)| !hangs.contains(&image.id)).map(|(image, _)| image.id);
-        drop(copies);
-        if let (Some(id), Some(before)) = (chosen.filter(|id| hangs.contains(id)), before) {
-            let what = format!("the job hung, and begins from image {id} of the hang, not from image {before}");
+        // The first end of a run may count as one after progress.
+        let stuck = self.oracle.failures.streak.as_ref().filter(|(id, _, count)| Some(*id) == chosen && *count > TRIES);
+        let other = |copy: &&(&super::model::Image, super::model::Copy)| {
+            Some(copy.0.id) < chosen && line.has(&candidate(copy)) && !self.oracle.is_passed(copy.0.id)
+        };
+        if let (Some((id, ..)), Some((other, _))) = (stuck, copies.iter().find(other)) {
+            let what = format!("the job comes no further from image {id}, and image {} is not tried", other.id);
+            drop(copies);
             return self.oracle.violate(what);
         }
+        if let (Some(id), Some(before)) = (chosen.filter(|id| hangs.contains(id)), before) {
+            let what = format!("the job hung, and begins from image {id} of the hang, not from image {before}");
+            drop(copies);
+            return self.oracle.violate(what);
+        }
+        drop(copies);
         if let Some(better) = better {
             return self
                 .oracle

@@ -328,7 +328,7 @@ impl World {
         if !matches!(run.machine.state(), State::Snapshotting { .. }) {
             run.has_job = false;
         }
-        let newest = images.good.first().copied();
+        let newest = self.newest_without_hang(&images.good);
         self.oracle_sees_report();
         self.oracle_sees_progress(newest, at);
         self.step_at(Event::Ended { ended, images }, at);
