@@ -131,6 +131,8 @@ pub(crate) struct History {
     early_cold: u32,
     /// Failures in a row that are not the fault of an image.
     machine: u32,
+    /// Since when the store cannot be read, and how often a start failed because of that.
+    away: Option<(Instant, u32)>,
 }
 
 /// An image that no run should use, and why.
@@ -188,11 +190,15 @@ impl Decision {
 pub(crate) const EARLY_DEATHS: u32 = 2;
 /// How often a restore is tried again if the machine, not the image, was the cause.
 const MACHINE_FAILURES: u32 = 5;
+/// For so long a job waits for a store that cannot be read: a file server may be restarted meanwhile.
+pub(crate) const STORE_PATIENCE: Duration = Duration::from_secs(300);
+/// The longest pause between two tries to read the store.
+const STORE_AGAIN: Duration = Duration::from_secs(30);
 
 impl History {
     /// The job was started or restored: the machine can do it.
     pub(crate) fn has_started(&mut self) {
-        self.machine = 0;
+        (self.machine, self.away) = (0, None);
     }
 
     /// Decides after a life has ended.
@@ -281,6 +287,7 @@ impl History {
         now: Instant,
     ) -> Decision {
         self.in_a_row = self.in_a_row.max(1);
+        self.away = None;
         let finding = match failure {
             // Another copy may be intact.
             Failure::Damaged => Finding::PassOver,
@@ -301,6 +308,25 @@ impl History {
             return Decision::GiveUp { why, mark: None };
         }
         Decision::Again { from, after: back_off(self.machine, policy), mark: None }
+    }
+
+    /// Decides after a start failed because the store could not be read.
+    #[must_use]
+    pub(crate) fn after_store_failure(
+        &mut self,
+        from: StartPoint,
+        why: &str,
+        policy: &Restart,
+        now: Instant,
+    ) -> Decision {
+        let (since, tries) = self.away.map_or((now, 1), |(since, tries)| (since, tries + 1));
+        self.away = Some((since, tries));
+        if tries > MACHINE_FAILURES && now.saturating_duration_since(since) >= STORE_PATIENCE {
+            let patience = humantime::format_duration(STORE_PATIENCE);
+            let why = format!("the store could not be read for {patience}, at {tries} attempts. The last one: {why}");
+            return Decision::GiveUp { why, mark: None };
+        }
+        Decision::Again { from, after: back_off(tries, policy).min(STORE_AGAIN), mark: None }
     }
 
     /// Continues after a failure of this image.

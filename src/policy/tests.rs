@@ -263,6 +263,31 @@ fn the_machine_is_not_the_images_fault() {
     assert!(matches!(last, Decision::GiveUp { ref why, mark: None } if why.contains("no driver")));
 }
 
+#[test]
+fn a_store_that_is_away_for_some_minutes_does_not_end_the_run() {
+    let (mut history, p, start) = (History::default(), policy(), Instant::now());
+    let image = StartPoint::Image(id(1));
+    // Twice: a start that succeeds begins the count again.
+    for _ in 0..2 {
+        let mut waited = Duration::ZERO;
+        loop {
+            match history.after_store_failure(image, "EIO", &p, start + waited) {
+                Decision::Again { from, after, mark: None } => {
+                    assert!(from == image && after <= STORE_AGAIN, "soon after the store is back");
+                    waited += after;
+                }
+                Decision::GiveUp { why, mark: None } => {
+                    assert!(why.contains("the store could not be read for 5m") && why.contains("EIO"), "{why}");
+                    break;
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+        assert!(waited >= STORE_PATIENCE && waited <= STORE_PATIENCE + STORE_AGAIN, "{waited:?}");
+        history.has_started();
+    }
+}
+
 /// Plays one history; returns the image used each time, the wait, and the mark.
 struct Walk {
     history: History,

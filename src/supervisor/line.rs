@@ -151,7 +151,7 @@ impl Line {
     ) -> (Option<ImageId>, Event) {
         let Some(target) = self.target else { return (None, event) };
         let why = match &event {
-            Event::StartFailed { .. } => return (None, event),
+            Event::StartFailed { .. } | Event::StoreAway { .. } => return (None, event),
             Event::Impossible { why, .. } => why.clone(),
             Event::ImageFailed { failure, .. } => failure.why().unwrap_or("it is damaged").to_owned(),
             _ => String::new(),
@@ -161,7 +161,7 @@ impl Line {
             (event @ Event::ImageFailed { failure: Failure::Damaged, .. }, _) => event,
             // The image is not tried again: the job ran well without it.
             (_, Ok(images)) => Event::ImageFailed { image: target.image, failure: Failure::NotNow(why), images },
-            (_, Err(why)) => Event::StartFailed { why },
+            (_, Err(why)) => Event::StoreAway { why },
         };
         (Some(target.image), event)
     }

@@ -178,7 +178,7 @@ impl Owner<'_> {
 
     /// The store could not be read, or does not have the image. Waiting would not help.
     fn not_found(&self, error: &rekindle_store::Error) -> Event {
-        let failed = || Event::StartFailed { why: chain(error) };
+        let failed = || Event::StoreAway { why: chain(error) };
         match (error, self.machine.state()) {
             (rekindle_store::Error::UnknownImage { .. }, State::Starting { from: StartPoint::Image(image), .. }) => {
                 self.images_to_go_on_from().map_or_else(|_| failed(), |images| Event::gone(*image, images))
@@ -212,14 +212,14 @@ impl Owner<'_> {
                         let images = without_damaged(images, id, marked);
                         Event::ImageFailed { image: id, failure: Failure::Damaged, images }
                     }
-                    Err(error) => Event::StartFailed { why: chain(&error) },
+                    Err(error) => Event::StoreAway { why: chain(&error) },
                 };
             }
             Failed::Image(failure) => failure,
         };
         match self.images_to_go_on_from() {
             Ok(images) => Event::ImageFailed { image: id, failure, images },
-            Err(error) => Event::StartFailed { why: chain(&error) },
+            Err(error) => Event::StoreAway { why: chain(&error) },
         }
     }
 
@@ -287,7 +287,7 @@ impl Owner<'_> {
 /// Why the job was not started, in words.
 fn not_started(event: &Event) -> String {
     match event {
-        Event::StartFailed { why } | Event::Impossible { why, .. } => why.clone(),
+        Event::StartFailed { why } | Event::StoreAway { why } | Event::Impossible { why, .. } => why.clone(),
         Event::ImageFailed { image, failure, .. } => {
             format!("image {image} was not restored: {}", failure.why().unwrap_or("its content is damaged"))
         }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::state::{Ending, State};
 
 /// After this time the end is reported without images.
-pub(super) const PATIENCE: Duration = Duration::from_secs(300);
+pub(super) const PATIENCE: Duration = crate::policy::STORE_PATIENCE;
 
 /// How long an end in this state waits; `None` if there is no limit. A job that is suspended needs nothing until it is
 /// resumed, and without the images it would be resumed from what it started with.

@@ -21,6 +21,9 @@ impl World {
             {
                 self.oracle.violate(format!("given up for the machine, which has no fault: {why}"));
             }
+            Finish::Failed { why, .. } if why.contains("EIO") => {
+                self.oracle.violate(format!("given up because the store was away for a while: {why}"));
+            }
             Finish::Stopped(_) => {
                 let Some(Stopping { again: false, work: Some(work), .. }) = self.oracle.stopping else { return };
                 let Some(line) = self.line() else { return };

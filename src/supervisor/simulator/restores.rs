@@ -125,7 +125,7 @@ impl World {
             return Err(self.failed(id, &restore::Error::Cancelled));
         }
         if self.ground.disk.reads_fail {
-            return Err(Event::StartFailed { why: "EIO".into() });
+            return Err(Event::StoreAway { why: "EIO".into() });
         }
         let copies = self.ground.copies();
         let mut of_it = copies.iter().filter(|(image, _)| image.id == id);
@@ -162,7 +162,7 @@ impl World {
         }
         match self.images() {
             Ok(images) => Event::gone(id, images),
-            Err(why) => Event::StartFailed { why },
+            Err(why) => Event::StoreAway { why },
         }
     }
 
@@ -187,14 +187,14 @@ impl World {
                         failure: Failure::Damaged,
                         images: without_damaged(images, id, marked),
                     },
-                    Err(why) => Event::StartFailed { why },
+                    Err(why) => Event::StoreAway { why },
                 };
             }
             Failed::Image(failure) => failure,
         };
         match self.images() {
             Ok(images) => Event::ImageFailed { image: id, failure, images },
-            Err(why) => Event::StartFailed { why },
+            Err(why) => Event::StoreAway { why },
         }
     }
 

@@ -124,6 +124,11 @@ pub(crate) enum Event {
         /// The reason, as text.
         why: String,
     },
+    /// The start failed because the store could not be read.
+    StoreAway {
+        /// The reason, as text.
+        why: String,
+    },
     /// The start failed and always will: the command is wrong.
     Impossible {
         /// The reason, as text.

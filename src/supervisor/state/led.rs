@@ -47,7 +47,11 @@ impl<'a> Machine<'a> {
             (State::Starting { from, .. }, Event::Started) => kill(self.why_ordered(), lives(from)),
             (
                 State::Starting { .. },
-                Event::ImageFailed { .. } | Event::StartFailed { .. } | Event::Impossible { .. } | Event::Ended { .. },
+                Event::ImageFailed { .. }
+                | Event::StartFailed { .. }
+                | Event::StoreAway { .. }
+                | Event::Impossible { .. }
+                | Event::Ended { .. },
             ) => (State::Idle, vec![]),
             (State::Starting { from, .. }, Event::End) => {
                 (State::Starting { from, then: Some(Then::End) }, vec![Action::Cancel])

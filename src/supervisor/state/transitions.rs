@@ -49,16 +49,28 @@ impl Machine<'_> {
                 kill(Ending::Rewind(image), life)
             }
             (
-                Event::ImageFailed { .. } | Event::StartFailed { .. } | Event::Impossible { .. } | Event::Ended { .. },
+                Event::ImageFailed { .. }
+                | Event::StartFailed { .. }
+                | Event::StoreAway { .. }
+                | Event::Impossible { .. }
+                | Event::Ended { .. },
                 Some(Then::Stop(stop, _)),
             ) => finish(Finish::Stopped(stop)),
             (
-                Event::ImageFailed { .. } | Event::StartFailed { .. } | Event::Impossible { .. } | Event::Ended { .. },
+                Event::ImageFailed { .. }
+                | Event::StartFailed { .. }
+                | Event::StoreAway { .. }
+                | Event::Impossible { .. }
+                | Event::Ended { .. },
                 Some(Then::Rewind(image)),
             ) => start(StartPoint::Image(image)),
             (Event::ImageFailed { image, failure, images }, _) => self.not_restored(image, &failure, &images, now),
             (Event::StartFailed { why }, _) => {
                 let decision = self.history.after_machine_failure(from, &why, &self.config.restart);
+                decided(decision, None, now)
+            }
+            (Event::StoreAway { why }, _) => {
+                let decision = self.history.after_store_failure(from, &why, &self.config.restart, now);
                 decided(decision, None, now)
             }
             (Event::Impossible { why, obstacle }, _) => finish(Finish::Impossible { why, obstacle }),

@@ -44,6 +44,7 @@ fn event() -> impl Strategy<Value = Event> {
         2 => Just(Event::PersistBegan),
         3 => Just(Event::PersistEnded(Some(Duration::from_secs(3)))),
         1 => Just(Event::StartFailed { why: "why".into() }),
+        1 => Just(Event::StoreAway { why: "why".into() }),
         1 => Just(Event::Impossible { why: "why".into(), obstacle: Obstacle::Machine }),
         1 => (1u32..4, failure, images.clone())
             .prop_map(|(n, failure, images)| Event::ImageFailed { image: id(n), failure, images }),
@@ -105,7 +106,7 @@ proptest! {
         for (seconds, event) in events {
             now += Duration::from_secs(seconds);
             let possible = match &event {
-                Event::Started | Event::StartFailed { .. } | Event::Impossible { .. } | Event::ImageFailed { .. } => starting,
+                Event::Started | Event::StartFailed { .. } | Event::StoreAway { .. } | Event::Impossible { .. } | Event::ImageFailed { .. } => starting,
                 Event::SnapshotTaken { .. } | Event::SnapshotFailed(_) | Event::SnapshotMissed => snapshot,
                 Event::Ended { .. } => alive,
                 Event::PersistBegan => !persisting,
@@ -117,7 +118,7 @@ proptest! {
             }
             match &event {
                 Event::Started => (starting, alive) = (false, true),
-                Event::StartFailed { .. } | Event::Impossible { .. } | Event::ImageFailed { .. } => starting = false,
+                Event::StartFailed { .. } | Event::StoreAway { .. } | Event::Impossible { .. } | Event::ImageFailed { .. } => starting = false,
                 Event::SnapshotTaken { .. } | Event::SnapshotFailed(_) | Event::SnapshotMissed => snapshot = false,
                 // The loop reports an end again that came during a snapshot.
                 Event::Ended { .. } if !snapshot => alive = false,
