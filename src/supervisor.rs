@@ -334,6 +334,7 @@ impl Owner<'_> {
         self.checks.note_proofs(self.setup, self.machine.state(), self.life.ended(), Instant::now());
         self.checks.allow_verifier(self.machine.state(), self.transfers.is_idle());
         self.check_rehearsals();
+        self.store_again();
         self.check_deaths();
         self.check_group();
         self.report_late_end();
@@ -356,6 +357,7 @@ impl Owner<'_> {
             self.reporting.next_wake(now),
             self.transfers.next_wake(now),
             self.threads.next_wake(),
+            self.transfers.retry.at(self.machine.state()),
             self.group.as_ref().and_then(group::Member::deadline),
             self.setup.images.staging.as_ref().map(|_| now + images::LOOK),
         ];

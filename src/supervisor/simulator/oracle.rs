@@ -8,7 +8,7 @@ use super::model::{End, candidate};
 use super::ranks::Account;
 use super::restores::Trouble;
 use super::world::World;
-use crate::config::ColdStart;
+use crate::config::{ColdStart, Snapshot};
 use crate::policy::{Failure, Mark, StartPoint};
 use crate::supervisor::line::{Candidate, Line};
 use crate::supervisor::state::{Ending, Event, State, Then};
@@ -127,6 +127,9 @@ pub(super) struct Oracle {
     pub(super) short_of_room: bool,
     pub(super) failures: Failures,
     pub(super) stopping: Option<Stopping>,
+    /// When an image that could not be stored must have been tried again, and how many attempts failed in a row.
+    pub(super) store_by: Option<Instant>,
+    unstored: u32,
 }
 
 /// Requests to stop within this time count as one.
@@ -154,6 +157,7 @@ impl Oracle {
         self.failures.against.clear();
         (self.failures.row, self.failures.retry, self.failures.missed, self.failures.failed) = (None, None, 0, None);
         (self.stopping, self.asked, self.poisoned) = (None, None, None);
+        (self.store_by, self.unstored) = (None, 0);
         self.failures.ranks = Account::default();
         (self.failures.hangs, self.failures.by_hang, self.failures.streak) = (BTreeSet::new(), false, None);
     }
@@ -175,7 +179,15 @@ impl Oracle {
         }
     }
 
+    /// An image was not stored.
+    pub(super) fn not_stored(&mut self, config: &Snapshot, now: Instant) {
+        let pause = (config.retry_after * 2_u32.saturating_pow(self.unstored.min(16))).min(config.retry_max);
+        self.unstored += 1;
+        self.store_by = Some(now + pause + Duration::from_secs(1));
+    }
+
     pub(super) fn is_stored(&mut self, id: ImageId) {
+        (self.store_by, self.unstored) = (None, 0);
         self.stored.insert(id);
         self.ever_stored.insert(id);
     }
@@ -430,6 +442,15 @@ impl World {
         if self.oracle.failures.retry.is_some_and(|at| self.now > at) {
             self.oracle
                 .violate("a snapshot that failed for a moment was not tried again at once, then after 1 s".into());
+        }
+        if let Some(by) = self.oracle.store_by {
+            // In other states an image is being taken or read.
+            let may = matches!(state, State::Running(_) | State::Suspended { .. } | State::Waiting { .. });
+            if !may || self.ground.disk.reads_fail {
+                self.oracle.store_by = Some(by.max(self.now + Duration::from_secs(1)));
+            } else if self.now > by && self.only_in_memory().is_some() {
+                return self.oracle.violate("an image that could not be stored is not tried again".into());
+            }
         }
         let late = |stop: &Stopping| self.now > stop.until + MARGIN;
         if self.oracle.stopping.as_ref().is_some_and(late) {

@@ -48,10 +48,12 @@ pub(super) enum Plant {
     HangProves,
     /// A job that hangs goes back to its newest image, which hangs.
     HangIsForgotten,
+    /// An image that could not be stored is not tried again before the next snapshot.
+    StoreIsGivenUp,
 }
 
 /// All of them.
-pub(super) const ALL: [Plant; 22] = [
+pub(super) const ALL: [Plant; 23] = [
     Plant::RotationIgnoresProof,
     Plant::RotationIgnoresTheLine,
     Plant::RotationIgnoresWhatIsNext,
@@ -74,4 +76,5 @@ pub(super) const ALL: [Plant; 22] = [
     Plant::ImageWithoutTheRank,
     Plant::HangProves,
     Plant::HangIsForgotten,
+    Plant::StoreIsGivenUp,
 ];

@@ -18,6 +18,7 @@ use crate::supervisor::memory::{self, AtTheEnd};
 use crate::supervisor::proof::{Proofs, counts};
 use crate::supervisor::state::{Action, Event, Finish, Harm, Machine, State};
 use crate::supervisor::stops::Stops;
+use crate::supervisor::transfers::StoreRetry;
 use crate::supervisor::unread::{AGAIN, Unread};
 use rekindle_base::cause::{self, Facts, MemoryFacts, Missing};
 use rekindle_engine::snapshot::Deaths;
@@ -66,6 +67,7 @@ pub(super) struct Work {
     pub(super) goal: Option<ImageId>,
     pub(super) shot: Option<Shot>,
     pub(super) persist: Option<Persist>,
+    pub(super) retry: StoreRetry,
     /// The number and the image of the upload to the replica.
     pub(super) replicating: Option<(u32, ImageId)>,
     pub(super) next_replicated: Option<ImageId>,

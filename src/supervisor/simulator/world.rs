@@ -66,6 +66,8 @@ pub(super) enum Happening {
     Replicated {
         op: u32,
     },
+    /// An image that could not be stored is tried again.
+    Store,
     /// Tries again to read the images that an end waits for.
     Report,
     /// Checks how much memory is left.
@@ -225,6 +227,7 @@ impl World {
     pub(super) fn run(&mut self, faults_until: Instant) -> Result<u64, String> {
         loop {
             self.check_proofs();
+            self.store_again();
             self.check();
             if let Some(violation) = self.oracle.violation.take() {
                 return Err(violation);
@@ -277,6 +280,8 @@ impl World {
             Happening::Written { op } => self.persist_over(op),
             Happening::Synced { image } => self.synced(image),
             Happening::Replicated { op } => self.replicated(op),
+            // Before the next event.
+            Happening::Store => {}
             Happening::Report => self.report_again(),
             Happening::Look => self.give_memory_back(),
             Happening::Begin => self.begin(),
