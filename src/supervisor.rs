@@ -202,6 +202,11 @@ pub(crate) fn run(setup: Setup) -> Result<Finish, Error> {
         let (patience, began) = (owner.patience(), clock::since_boot());
         let message = messages.recv_timeout(patience);
         let slept = clock::since_boot().saturating_sub(began) > patience + SLEPT;
+        if slept {
+            // Before a message about what was measured meanwhile.
+            owner.deadline.was_stopped();
+            owner.step(Event::WasStopped);
+        }
         if (slept || message.as_ref().is_ok_and(Message::is_of_the_store)) && !owner.still_holds_the_lock() {
             break;
         }

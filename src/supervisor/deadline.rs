@@ -100,6 +100,11 @@ impl Deadline {
         self.measured.observe(event);
     }
 
+    /// This process was stopped for a while.
+    pub(super) fn was_stopped(&mut self) {
+        self.measured.was_stopped();
+    }
+
     /// How long the final snapshot will take; none before the first snapshot.
     fn forecast(&self) -> Option<Forecast> {
         self.measured.forecast(self.route)

@@ -246,8 +246,14 @@ impl<'a> Machine<'a> {
             Event::PersistBegan => self.persisting = true,
             Event::PersistEnded(took) => {
                 self.persisting = false;
-                took.into_iter().for_each(|took| self.pace.persisted(took));
+                self.pace.persisted(took);
+                self.recompute(now);
             }
+            Event::WasStopped => {
+                let snapshot = matches!(self.state, State::Snapshotting { .. });
+                self.pace.was_stopped(snapshot, self.persisting);
+            }
+            Event::SnapshotFailed(_) | Event::SnapshotMissed => self.pace.not_frozen(),
             Event::SnapshotTaken { freeze } if self.led.is_some() => self.pace.frozen(freeze),
             Event::Judged(ref verdict) => self.verdict = Some(verdict.clone()),
             Event::Excused => self.excused = true,
@@ -331,7 +337,17 @@ impl<'a> Machine<'a> {
 
     /// When the next snapshot is due of a life that started at `since`.
     fn due(&mut self, since: Instant, now: Instant) -> Option<Instant> {
-        Some(now + self.pace.next(&self.config.snapshot, now.saturating_duration_since(since))?)
+        self.pace.due(&self.config.snapshot, since, now)
+    }
+
+    /// When the next snapshot is due may depend on how long storing the last image took.
+    fn recompute(&mut self, now: Instant) {
+        if let State::Running(life) = &mut self.state
+            && life.next.is_some()
+            && (life.failures, life.missed) == (0, 0)
+        {
+            life.next = self.pace.due_now(&self.config.snapshot, life.since, now);
+        }
     }
 }
 

@@ -13,9 +13,10 @@
 //!
 //! 1. T is limited to between [`SHORTEST`] and [`LONGEST`].
 //! 2. T is raised until freezes take at most `snapshot.max-overhead` of the time, d / (T + d).
-//! 3. T is raised to the time that storing the last image took, because only one image is stored at a time.
+//! 3. T is raised to the time that storing an image takes, at most [`LONGEST`], because only one image is stored at a
+//!    time.
 //!
-//! Steps 2 and 3 may exceed [`LONGEST`]: the user asked for the first, and the second is a limit of the disk.
+//! Step 2 may exceed [`LONGEST`]: the user asked for it.
 //!
 //! - d is the median of the last [`FREEZES`] freezes. For an even number it is the larger one of the middle, because a
 //!   first image is often taken before the job has all its memory. A freeze of zero was not measured and does not
@@ -56,7 +57,7 @@ pub struct Choice {
     pub mtbf: Duration,
     /// The source of that.
     pub mtbf_source: MtbfSource,
-    /// How long the last copy of an image to the store took.
+    /// How long a copy of an image to the store takes: the shorter one of the last two.
     #[serde(rename = "persist_us", default, with = "micros::optional", skip_serializing_if = "Option::is_none")]
     pub persist: Option<Duration>,
     /// `snapshot.max-overhead`.
@@ -160,7 +161,7 @@ pub struct Facts {
     pub mtbf_source: MtbfSource,
     /// The maximum share of the time that freezes may take. Zero means no limit.
     pub max_overhead: Percentage,
-    /// How long the last copy of an image to the store took.
+    /// How long a copy of an image to the store takes.
     pub persist: Option<Duration>,
 }
 
@@ -177,7 +178,7 @@ pub fn choose(facts: &Facts) -> Choice {
         t if t > LONGEST => (LONGEST, Bound::Maximum),
         t => (whole_micros(t), Bound::Daly),
     };
-    let lower = [(least_for(freeze, facts.max_overhead), Bound::MaxOverhead), (persist, Bound::Persist)];
+    let lower = [(least_for(freeze, facts.max_overhead), Bound::MaxOverhead), (persist.map(|it| it.min(LONGEST)), Bound::Persist)];
     for (least, by) in lower {
         if let Some(least) = least.filter(|least| *least > interval) {
             (interval, bound) = (least, by);

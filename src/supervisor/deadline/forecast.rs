@@ -11,8 +11,12 @@ use crate::telemetry::events::{Event, What};
 use rekindle_store::ImageId;
 
 /// Number of measurements that are remembered of each kind. The slowest counts: being early costs seconds, being late
-/// costs the work since the previous image.
+/// costs the work since the previous image. But see [`UNUSUAL`].
 const REMEMBERED: usize = 5;
+
+/// Of at least three measurements, one that is so many times as long as the median does not count: the machine was
+/// stopped, or a file server was away. Otherwise one of them would end each run hours too early.
+const UNUSUAL: u32 = 8;
 
 /// Assumed bytes per microsecond for a transfer that was never measured: 100 MB/s, a slow disk or a network file
 /// system.
@@ -42,20 +46,38 @@ pub(super) struct Measured {
     snapshots: VecDeque<Duration>,
     stored: VecDeque<Transfer>,
     replicated: VecDeque<Transfer>,
+    /// This process was stopped for a while: what was in progress then is not measured.
+    stopped: Stopped,
+}
+
+#[derive(Debug, Default)]
+struct Stopped {
+    snapshot: bool,
+    store: bool,
+    replica: bool,
 }
 
 impl Measured {
+    /// This process was stopped for a while, and the job probably with it.
+    pub(super) fn was_stopped(&mut self) {
+        self.stopped = Stopped { snapshot: self.began.is_some(), store: true, replica: true };
+    }
+
     /// Updates the measurements with an event.
     pub(super) fn observe(&mut self, event: &Event) {
         match &event.what {
-            What::SnapshotBegan { .. } => self.began = Some(event.time),
+            What::SnapshotBegan { .. } => (self.began, self.stopped.snapshot) = (Some(event.time), false),
             What::SnapshotTaken { image, bytes, freeze_us, .. } => {
                 let took = self.began.take().and_then(|began| (event.time - began).to_std().ok());
-                // At least the freeze, because the wall clock may have been set back.
-                remember(&mut self.snapshots, took.unwrap_or_default().max(Duration::from_micros(*freeze_us)));
+                if !std::mem::take(&mut self.stopped.snapshot) {
+                    // At least the freeze, because the wall clock may have been set back.
+                    remember(&mut self.snapshots, took.unwrap_or_default().max(Duration::from_micros(*freeze_us)));
+                }
                 self.newest = Some((*image, *bytes));
             }
             What::SnapshotFailed { .. } => self.began = None,
+            What::Stored { .. } if std::mem::take(&mut self.stopped.store) => {}
+            What::Replicated { .. } if std::mem::take(&mut self.stopped.replica) => {}
             What::Stored { image, took_us, .. } => {
                 let transfer = self.transfer(*image, *took_us);
                 transfer.into_iter().for_each(|transfer| remember(&mut self.stored, transfer));
@@ -75,7 +97,7 @@ impl Measured {
 
     /// How long the final snapshot will take; none before the first snapshot.
     pub(super) fn forecast(&self, route: Route) -> Option<Forecast> {
-        let snapshot = self.snapshots.iter().max().copied()?;
+        let snapshot = slowest_usual(self.snapshots.iter().copied().collect())?;
         let bytes = self.newest.map_or(0, |(_, bytes)| bytes);
         let replica = if route.replica { slowest(&self.replicated, bytes) } else { Duration::ZERO };
         Some(Forecast { snapshot, store: slowest(&self.stored, bytes), replica })
@@ -89,6 +111,13 @@ fn remember<T>(known: &mut VecDeque<T>, new: T) {
     known.push_back(new);
 }
 
+fn slowest_usual(mut times: Vec<Duration>) -> Option<Duration> {
+    times.sort_unstable();
+    let median = times.get(times.len() / 2).copied()?;
+    let usual = |time: &&Duration| times.len() < 3 || **time <= median.saturating_mul(UNUSUAL);
+    times.iter().rev().find(usual).copied()
+}
+
 /// The time to transfer this many bytes at the slowest measured rate.
 fn slowest(transfers: &VecDeque<Transfer>, bytes: u64) -> Duration {
     let scaled = |transfer: &Transfer| {
@@ -96,7 +125,7 @@ fn slowest(transfers: &VecDeque<Transfer>, bytes: u64) -> Duration {
         // A transfer has fixed costs too.
         Duration::from_micros(u64::try_from(micros).unwrap_or(u64::MAX)).max(transfer.took)
     };
-    transfers.iter().map(scaled).max().unwrap_or_else(|| Duration::from_micros(bytes / UNKNOWN_RATE))
+    slowest_usual(transfers.iter().map(scaled).collect()).unwrap_or_else(|| Duration::from_micros(bytes / UNKNOWN_RATE))
 }
 
 /// The time until an image is stored, if storing all of it is expected to take `whole`.

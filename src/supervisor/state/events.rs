@@ -185,6 +185,8 @@ pub(crate) enum Event {
     Launch(StartPoint),
     /// The group orders the end of the job.
     End,
+    /// This process was stopped for a while, and the job probably with it.
+    WasStopped,
     /// What the group does has changed.
     Group(Standing),
     /// The group's run is over.

@@ -44,6 +44,34 @@ fn nothing_is_foretold_of_nothing() {
 }
 
 #[test]
+fn a_measurement_of_a_machine_that_was_stopped_does_not_count() {
+    let hours = 8 * 3600;
+    let mut known = Measured::default();
+    known.observe(&event(0, What::SnapshotBegan { reason: Reason::Interval }));
+    known.was_stopped();
+    let reason = Reason::Interval;
+    let phases = vec![];
+    let taken = What::SnapshotTaken { image: id(1), reason, freeze_us: 1_000_000, phases, bytes: 1_000_000_000 };
+    known.observe(&event(hours, taken));
+    assert_eq!(known.forecast(BOTH), None);
+    stored(&mut known, 1, 8 * 3600);
+    snapshot(&mut known, 2, 1_000_000_000, 4);
+    assert_eq!(known.forecast(BOTH).unwrap().store, seconds(10), "as if it was never measured");
+    stored(&mut known, 2, 3);
+    assert_eq!(known.forecast(BOTH).unwrap().store, seconds(3));
+    // An earlier run, of which only the journal is known.
+    let mut known = Measured::default();
+    for (n, took) in [(1, 4), (2, hours), (3, 5)] {
+        snapshot(&mut known, n, 1_000_000_000, took);
+        stored(&mut known, n, u64::try_from(took).unwrap());
+    }
+    let all = known.forecast(BOTH).unwrap();
+    assert_eq!((all.snapshot, all.store), (seconds(5), seconds(5)));
+    snapshot(&mut known, 4, 1_000_000_000, 30);
+    assert_eq!(known.forecast(BOTH).unwrap().snapshot, seconds(30), "that is only slow");
+}
+
+#[test]
 fn the_slowest_of_the_last_counts_and_grows_with_the_image() {
     let mut known = Measured::default();
     snapshot(&mut known, 1, 1_000_000_000, 4);
