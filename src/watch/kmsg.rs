@@ -35,6 +35,8 @@ pub(crate) enum Notice {
 #[derive(Debug)]
 pub(crate) struct KernelLog {
     file: File,
+    /// The time of the newest message read, whatever it is about.
+    newest: Duration,
 }
 
 impl KernelLog {
@@ -45,7 +47,7 @@ impl KernelLog {
     pub(crate) fn from_now() -> io::Result<KernelLog> {
         let mut file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open("/dev/kmsg")?;
         file.seek(SeekFrom::End(0))?;
-        Ok(KernelLog { file })
+        Ok(KernelLog { file, newest: Duration::ZERO })
     }
 
     /// Waits until there is something to read, at most so long.
@@ -56,7 +58,14 @@ impl KernelLog {
         }
     }
 
-    /// The messages since then, or since the last call, with the time since the machine's boot.
+    /// The time of the newest message that was read.
+    pub(crate) fn newest(&self) -> Duration {
+        self.newest
+    }
+
+    /// The messages since then, or since the last call, with their times. The log has a clock of its own: it stands still
+    /// while the machine is suspended, and nothing corrects its rate, so that it is minutes off after some months. Only
+    /// differences between messages mean anything.
     pub(crate) fn read(&mut self) -> Vec<(Duration, Notice)> {
         /// Maximum size of a record (`CONSOLE_EXT_LOG_MAX`, kernel/printk).
         const RECORD: usize = 8192;
@@ -69,8 +78,10 @@ impl KernelLog {
                     // "priority,number,time,flags;text", then lines that begin with a space.
                     let Some((head, text)) = record.split_once(';') else { continue };
                     let at = head.split(',').nth(2).and_then(|micros| micros.parse().ok()).unwrap_or_default();
+                    let at = Duration::from_micros(at);
+                    self.newest = self.newest.max(at);
                     let notice = text.lines().next().and_then(parse);
-                    found.extend(notice.map(|notice| (Duration::from_micros(at), notice)));
+                    found.extend(notice.map(|notice| (at, notice)));
                 }
                 // Messages that were not read in time are overwritten; the next read continues after them (EPIPE).
                 Err(error) if error.raw_os_error() == Some(libc::EPIPE) => {}
