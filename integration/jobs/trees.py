@@ -53,6 +53,30 @@ def falls_back():
     count(check)
 
 
+REQUEST_PERMISSION, NO_FEATURE, ONLY_X32 = 0x1023, 999, 1 << 30
+
+
+def arch_prctl(option, argument, number=158):
+    """arch_prctl(2): 0, or the error as a negative number."""
+    return 0 if LIBC.syscall(number, option, argument) == 0 else -ctypes.get_errno()
+
+
+def has_no_amx():
+    """Asks for a feature that no CPU has, so that the kernel's own answer is another error than the filter's."""
+    say("first", arch_prctl(REQUEST_PERMISSION, NO_FEATURE))
+
+    def check(_):
+        need(arch_prctl(REQUEST_PERMISSION, NO_FEATURE) == -errno.EOPNOTSUPP, "AMX can be requested")
+        need(arch_prctl(REQUEST_PERMISSION | 1 << 32, 18) == -errno.EOPNOTSUPP, "AMX can be requested by a long number")
+        need(arch_prctl(REQUEST_PERMISSION, 18, 158 | ONLY_X32) == -errno.EOPNOTSUPP, "AMX can be requested by the number of x32")
+        features = ctypes.c_uint64()
+        need(arch_prctl(0x1022, ctypes.byref(features)) == 0 and not features.value >> 18 & 1, "the permission", features.value)
+        need(arch_prctl(0x1011, 0) in (0, 1) or ctypes.get_errno() == errno.EINVAL, "ARCH_GET_CPUID says", ctypes.get_errno())
+        need(arch_prctl(9999, 0) == -errno.EINVAL, "an option that is none")
+
+    count(check)
+
+
 def has_a_ring():
     ring = set_up_ring()
     say("ring", ring)
@@ -473,6 +497,7 @@ KINDS = {
     "devices-other": lambda: devices(other=True),
     "uring": falls_back,
     "uring-open": has_a_ring,
+    "amx": has_no_amx,
     "deep": lambda: chain(60),
     "comers": comers,
     "terminal": terminal,

@@ -84,6 +84,7 @@ pub(super) const KEYS: &[Key] = &[
     key("job.pid-namespace", Shape::Text, "\"private\" or \"host\""),
     key("job.no-new-privileges", Shape::Flag, "true or false"),
     key("job.allow-io-uring", Shape::Flag, "true or false"),
+    key("job.allow-amx", Shape::Flag, "true or false"),
     key("network.mode", Shape::Text, "\"host\" or \"private\""),
     key("network.uplink", Shape::Text, "\"off\" or \"user\""),
     key("group.nodes", Shape::Count, "a whole number from 0 to 65533"),

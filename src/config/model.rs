@@ -104,6 +104,8 @@ pub(crate) struct Job {
     pub(crate) no_new_privileges: Option<bool>,
     /// Whether io_uring_setup(2) works in the job.
     pub(crate) allow_io_uring: bool,
+    /// Whether programs of the job can use AMX.
+    pub(crate) allow_amx: bool,
 }
 
 impl Job {

@@ -70,6 +70,7 @@ pass-environment = ["MASTER_ADDR", "SLURM_*"]
 pid-namespace = "host"
 no-new-privileges = true
 allow-io-uring = true
+allow-amx = true
 limits = { nofile = 65536, memlock = "unlimited", stack = "64MiB" }
 [gpu]
 nccl = "off"

@@ -14,7 +14,7 @@ use crate::config::PidNamespace;
 use rekindle_base::chain;
 use rekindle_criu::{self as criu, Criu, DumpOptions, Hooks, Place, Plugin, RestoreOptions, Tcp};
 use rekindle_engine::launch::world::{FIRST_PID, Network, World, last_pid_for};
-use rekindle_engine::launch::{self, IoUring, Job, JobSpec, Privileges, output, plugin, reaper};
+use rekindle_engine::launch::{self, Amx, IoUring, Job, JobSpec, Privileges, output, plugin, reaper};
 use rekindle_engine::parts::devices::Devices;
 use rekindle_os::process;
 
@@ -105,6 +105,7 @@ impl Trial<'_> {
             stdin: "/dev/null".into(),
             privileges: Privileges::MayGrow,
             io_uring: IoUring::refused_where_possible(),
+            amx: Amx::refused_where_possible(),
         };
         Ok(Trial {
             criu,

@@ -62,6 +62,8 @@ pub struct JobSpec {
     pub privileges: Privileges,
     /// Whether it may set up an io_uring.
     pub io_uring: IoUring,
+    /// Whether it may use AMX.
+    pub amx: Amx,
 }
 
 /// The no-new-privileges flag of prctl(2).
@@ -88,10 +90,33 @@ impl IoUring {
     /// (`PTRACE_SECCOMP_GET_FILTER`) needs CAP_SYS_ADMIN over the machine, not over a user namespace.
     #[must_use]
     pub fn refused_where_possible() -> IoUring {
-        let useful = rights::io_uring_works();
-        let possible = rights::filters_work() && rights::over_the_machine() && rights::has(rights::CAP_SYS_ADMIN);
-        if useful && possible { IoUring::Refused } else { IoUring::AsItIs }
+        if rights::io_uring_works() && can_filter() { IoUring::Refused } else { IoUring::AsItIs }
     }
+}
+
+/// Whether programs of the job can use AMX, the matrix instructions of newer Intel CPUs. Linux gives them only to a process that
+/// asks (arch_prctl, ARCH_REQ_XCOMP_PERM). CRIU (4.2) saves neither the permission nor the registers: a thread that it resumes
+/// in the middle of such code, or that uses AMX after a restore, dies of SIGILL.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Amx {
+    /// As on this machine.
+    AsItIs,
+    /// The request fails with EOPNOTSUPP, by a seccomp filter that is part of the image.
+    Refused,
+}
+
+impl Amx {
+    /// For a job that must not use AMX. There is also a filter on a CPU without AMX, because an image can be restored on
+    /// a CPU that has it. There is none on a kernel that never grants it (before 5.16), or where [`IoUring`] could have none.
+    #[must_use]
+    pub fn refused_where_possible() -> Amx {
+        if rights::amx_can_be_granted() && can_filter() { Amx::Refused } else { Amx::AsItIs }
+    }
+}
+
+/// Whether the job can have a seccomp filter that CRIU can dump.
+fn can_filter() -> bool {
+    rights::filters_work() && rights::over_the_machine() && rights::has(rights::CAP_SYS_ADMIN)
 }
 
 /// Why the command cannot be run.
@@ -320,7 +345,8 @@ pub fn start(world: &World, reaper: &Path, spec: &JobSpec, log: &output::Files) 
     };
     let fixed = if spec.privileges == Privileges::Fixed { "n" } else { "" };
     let without_uring = if spec.io_uring == IoUring::Refused { "u" } else { "" };
-    let flags = format!("-{fixed}{without_uring}");
+    let without_amx = if spec.amx == Amx::Refused { "a" } else { "" };
+    let flags = format!("-{fixed}{without_uring}{without_amx}");
     let mut args: Vec<OsString> =
         ["reap".into(), parent.to_string(), uid, gid, groups, flags].into_iter().map(OsString::from).collect();
     args.extend([spec.stdin.clone().into(), spec.program.clone().into(), "--".into()]);

@@ -57,6 +57,16 @@ pub fn io_uring_works() -> bool {
     !(result < 0 && matches!(refused, Some(libc::ENOSYS | libc::EPERM)))
 }
 
+/// Whether the kernel has arch_prctl(ARCH_REQ_XCOMP_PERM), by which a process gets AMX (Linux 5.16). It is the same on a CPU
+/// without AMX.
+#[must_use]
+pub fn amx_can_be_granted() -> bool {
+    const ARCH_GET_XCOMP_SUPP: libc::c_int = 0x1021;
+    let mut features: u64 = 0;
+    // SAFETY: the kernel writes one u64, which lives until the call is over.
+    unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_GET_XCOMP_SUPP, &raw mut features) == 0 }
+}
+
 /// Whether a seccomp filter that returns an error for a system call can be set: the kernel supports it
 /// (CONFIG_SECCOMP_FILTER), and nothing forbids it.
 #[must_use]

@@ -6,6 +6,7 @@ use std::net::{TcpListener, TcpStream};
 
 use nix::sys::signal::Signal;
 use rekindle::telemetry::events::What;
+use rekindle_os::rights;
 
 use crate::kinds::{count_on, finish, port};
 use crate::launch::{end, look};
@@ -65,6 +66,11 @@ fn status(pid: i32, field: &str) -> String {
     text.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':')).unwrap().trim().to_string()
 }
 
+/// The filters of a job: against io_uring, and against AMX where the kernel could grant it.
+fn filters() -> String {
+    (1 + u8::from(rights::amx_can_be_granted())).to_string()
+}
+
 #[test]
 fn an_io_uring_is_not_there_before_and_after_a_restore() {
     let Some(lab) = Lab::new() else { return };
@@ -76,9 +82,36 @@ fn an_io_uring_is_not_there_before_and_after_a_restore() {
         run.crash(&lab);
         count_on(&lab, &mut run, 3);
         let pid = run.job_pid(&lab);
-        assert_eq!((status(pid, "Seccomp_filters"), status(pid, "NoNewPrivs")), ("1".into(), "0".into()));
+        assert_eq!((status(pid, "Seccomp_filters"), status(pid, "NoNewPrivs")), (filters(), "0".into()));
     }
     finish(&lab, run);
+}
+
+#[test]
+fn amx_cannot_be_requested_before_and_after_a_restore() {
+    let Some(lab) = Lab::new() else { return };
+    if !rekindle_testing::require("kernel", rights::amx_can_be_granted(), "the kernel is older than 5.16") {
+        return;
+    }
+    let mut run = start(&lab, "amx");
+    assert!(lab.output().contains("first -95\n"), "{}", lab.output());
+    for _ in 0..2 {
+        run.snapshot(&lab);
+        count_on(&lab, &mut run, 3);
+        run.crash(&lab);
+        count_on(&lab, &mut run, 3);
+    }
+    finish(&lab, run);
+}
+
+#[test]
+fn a_job_that_may_use_amx_has_no_filter_for_it() {
+    let Some(lab) = Lab::new().map(|lab| lab.set("job.allow-amx", "true").set("job.allow-io-uring", "true")) else {
+        return;
+    };
+    let (mut run, _) = look(&lab);
+    assert_eq!(status(run.job_pid(&lab), "Seccomp"), "0");
+    end(&lab, run);
 }
 
 /// The filter is set while the job is root yet: setuid programs still work.

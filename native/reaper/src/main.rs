@@ -160,7 +160,7 @@ fn own_terminals() {
 ///
 /// PARENT is the supervisor's pid if its death must be watched (without a PID namespace), else 0. UID is `-` to keep
 /// the present user. GROUPS is a comma-separated list. FLAGS: `n` sets no-new-privileges, `u` disables io_uring for the
-/// job. INPUT is the file for its standard input.
+/// job, `a` AMX. INPUT is the file for its standard input.
 fn reap(args: &Args, envp: *const *const c_char) -> ! {
     let parent = args.number(2);
     let mut all = sys::block_all();
@@ -242,6 +242,11 @@ fn become_job(args: &Args, envp: *const *const c_char) -> ! {
         && let Err(e) = sys::refuse_io_uring()
     {
         failed(b"keep io_uring from", e, 125);
+    }
+    if args.get(6).to_bytes().contains(&b'a')
+        && let Err(e) = sys::refuse_amx()
+    {
+        failed(b"keep AMX from", e, 125);
     }
     if args.get(3).to_bytes() != b"-" {
         let mut groups = [0u32; 4096];

@@ -261,15 +261,43 @@ static NO_IO_URING: [Instruction; 5] = [
     instruction(0x06, 0, 0, 0x7fff_0000),       // SECCOMP_RET_ALLOW
 ];
 
+/// Allows every system call except arch_prctl(2) with ARCH_REQ_XCOMP_PERM, the request for AMX, which fails with
+/// EOPNOTSUPP as on a CPU without it.
+///
+/// The option is an int, so the lower half of the argument is all of it. The kernel (5.11 and newer) runs a filter once for
+/// each number and caches the result, if that does not depend on arguments: so only arch_prctl runs it each time.
+static NO_AMX: [Instruction; 11] = [
+    instruction(0x20, 0, 0, 4),                // BPF_LD | BPF_W | BPF_ABS: seccomp_data.arch
+    instruction(0x15, 0, 3, 0xc000_003e),      // BPF_JMP | BPF_JEQ | BPF_K: AUDIT_ARCH_X86_64
+    instruction(0x20, 0, 0, 0),                // seccomp_data.nr
+    instruction(0x54, 0, 0, !0x4000_0000),     // BPF_ALU | BPF_AND | BPF_K: without __X32_SYSCALL_BIT
+    instruction(0x15, 2, 5, 158),              // arch_prctl
+    instruction(0x20, 0, 0, 0),                // seccomp_data.nr
+    instruction(0x15, 0, 3, 384),              // arch_prctl in the table of i386, which a 64-bit process can reach
+    instruction(0x20, 0, 0, 16),               // seccomp_data.args[0], lower half
+    instruction(0x15, 0, 1, 0x1023),           // ARCH_REQ_XCOMP_PERM
+    instruction(0x06, 0, 0, 0x0005_0000 | 95), // BPF_RET | BPF_K: SECCOMP_RET_ERRNO, EOPNOTSUPP
+    instruction(0x06, 0, 0, 0x7fff_0000),      // SECCOMP_RET_ALLOW
+];
+
 /// Prevents this process and its children from using io_uring, which CRIU cannot dump. Needs CAP_SYS_ADMIN.
 pub(crate) fn refuse_io_uring() -> Result<(), Errno> {
+    set_filter(&NO_IO_URING)
+}
+
+/// Prevents this process and its children from using AMX, whose registers and permission CRIU loses. Needs CAP_SYS_ADMIN.
+pub(crate) fn refuse_amx() -> Result<(), Errno> {
+    set_filter(&NO_AMX)
+}
+
+fn set_filter(filter: &'static [Instruction]) -> Result<(), Errno> {
     /// `struct sock_fprog`.
     #[repr(C)]
     struct Program {
         length: u16,
         filter: *const Instruction,
     }
-    let program = Program { length: NO_IO_URING.len() as u16, filter: NO_IO_URING.as_ptr() };
+    let program = Program { length: filter.len() as u16, filter: filter.as_ptr() };
     // SECCOMP_SET_MODE_FILTER with SECCOMP_FILTER_FLAG_SPEC_ALLOW: otherwise kernels before 5.16 would disable
     // speculative store bypass for the whole job, which costs far more than the filter.
     call(317, [1, 4, (&raw const program).addr(), 0, 0]).map(drop)

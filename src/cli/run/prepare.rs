@@ -8,7 +8,7 @@ use std::time::Duration;
 use crate::cli::{Misuse, environment, named_criu, start_log};
 use crate::config::{Config, Limit, Stdin, UplinkMode};
 use rekindle_criu::Criu;
-use rekindle_engine::launch::{self, IoUring, JobSpec, Privileges, identity, uplink};
+use rekindle_engine::launch::{self, Amx, IoUring, JobSpec, Privileges, identity, uplink};
 use rekindle_os::identity::with_file_rights_of;
 use rekindle_os::inherited;
 use rekindle_os::regular::{self, Links};
@@ -69,6 +69,10 @@ impl Prepared {
             io_uring: match config.job.allow_io_uring {
                 true => IoUring::AsItIs,
                 false => IoUring::refused_where_possible(),
+            },
+            amx: match config.job.allow_amx {
+                true => Amx::AsItIs,
+                false => Amx::refused_where_possible(),
             },
         };
         let trust = config.store.trust()?;
