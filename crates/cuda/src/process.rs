@@ -12,7 +12,7 @@ use super::ffi::{GpuPair, LockArgs, RestoreArgs};
 use super::function::Function;
 use super::state::State;
 use super::uuid::GpuMapping;
-use rekindle_os::process::{find_thread, text};
+use rekindle_os::process::{text, threads};
 use rekindle_os::ptrace;
 
 /// How long the threads of a process may take to stop.
@@ -116,7 +116,8 @@ impl Process {
     }
 
     /// Runs `work` on a process whose threads are stopped. Only `thread` runs in that time, the one that the driver
-    /// uses ([`Process::restore_thread_id`], asked while it ran). A process that is not stopped is not changed.
+    /// uses ([`Process::restore_thread_id`], asked while it ran), by its id in the PID namespace of this process. A process
+    /// that is not stopped is not changed.
     ///
     /// A stopped thread may have a lock that the work waits for. Then it runs for a moment ([`ptrace::lend`]), and
     /// after `patience` all threads run: at that point they can only break a process that would have to be killed
@@ -129,8 +130,8 @@ impl Process {
             return work();
         }
         let failed = |source| Error::Thread { pid: self.pid, tid: thread, source };
-        // It is not documented to which namespace the number belongs.
-        let tid = find_thread(self.pid, thread).ok_or_else(|| failed(io::Error::from_raw_os_error(libc::ESRCH)))?;
+        let tid = threads(self.pid).into_iter().find(|tid| *tid == thread);
+        let tid = tid.ok_or_else(|| failed(io::Error::from_raw_os_error(libc::ESRCH)))?;
         let alone = ptrace::Alone::run(tid).map_err(failed)?;
         let result = std::thread::scope(|scope| {
             let (done, over) = mpsc::channel::<()>();

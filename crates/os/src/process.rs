@@ -96,14 +96,11 @@ pub fn status(pid: impl Display, field: &str) -> Option<String> {
     text.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':')).map(|value| value.trim().to_string())
 }
 
-/// The thread of `pid` with the id `tid`, which may be the id as we see it or as the process sees it.
+/// The thread of `pid` that has the id `inner` in the innermost namespace of the process. Another one can have that number as we
+/// see it.
 #[must_use]
-pub fn find_thread(pid: i32, tid: i32) -> Option<i32> {
-    let threads = threads(pid);
-    if threads.contains(&tid) {
-        return Some(tid);
-    }
-    threads.into_iter().find(|outer| inner_pid(*outer) == Some(tid))
+pub fn thread_by_inner(pid: i32, inner: i32) -> Option<i32> {
+    threads(pid).into_iter().find(|outer| inner_pid(*outer) == Some(inner))
 }
 
 /// The pid in the innermost namespace of the process.
@@ -350,6 +347,43 @@ mod tests {
         let pid = nix::unistd::Pid::from_raw(pid);
         let flags = nix::sys::wait::WaitPidFlag::WEXITED | nix::sys::wait::WaitPidFlag::WNOWAIT;
         nix::sys::wait::waitid(nix::sys::wait::Id::Pid(pid), flags).unwrap();
+    }
+
+    /// Starts a second thread that has in its PID namespace the id that the first one has for us.
+    const SAME_NUMBER_TWICE: &str = "
+import os, sys, threading
+found, over = [], threading.Event()
+def run():
+    found.append(int(os.readlink('/proc/thread-self').split('/')[-1]))
+    over.wait()
+def start():
+    before = len(found)
+    threading.Thread(target=run, daemon=True).start()
+    while len(found) == before: pass
+start()
+open('/proc/sys/kernel/ns_last_pid', 'w').write(str(found[0] - 1))
+start()
+print(os.readlink('/proc/self'), *found, flush=True)
+sys.stdin.read()
+";
+
+    #[test]
+    fn a_thread_is_found_by_the_number_that_its_process_sees() {
+        if !rekindle_testing::require("root", nix::unistd::geteuid().is_root(), "not root") {
+            return;
+        }
+        let mut command = Command::new("unshare");
+        command.args(["--pid", "--fork", "--kill-child", "python3", "-c", SAME_NUMBER_TWICE]);
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut line = String::new();
+        io::BufRead::read_line(&mut io::BufReader::new(child.stdout.take().unwrap()), &mut line).unwrap();
+        let numbers: Vec<i32> = line.split_whitespace().map(|number| number.parse().unwrap()).collect();
+        let [pid, first, second] = numbers[..] else { panic!("{line:?}") };
+        assert_eq!(inner_pid(second), Some(first), "the numbers are the same");
+        assert_eq!(thread_by_inner(pid, first), Some(second));
+        assert_eq!((thread_by_inner(pid, 1), thread_by_inner(pid, second)), (Some(pid), None));
+        drop(child.stdin.take());
+        child.wait().unwrap();
     }
 
     #[test]

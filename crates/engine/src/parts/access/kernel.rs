@@ -214,7 +214,7 @@ fn in_proc(parts: &[&str], writes: bool, is_folder: bool, tree: &[i32]) -> Verdi
         };
         let names = match parts {
             [_, "task", thread, rest @ ..] => match thread.parse().ok() {
-                Some(thread) if process::find_thread(*process, thread).is_some() => rest,
+                Some(thread) if process::thread_by_inner(*process, thread).is_some() => rest,
                 _ => return Verdict::Refused,
             },
             [_, rest @ ..] => rest,

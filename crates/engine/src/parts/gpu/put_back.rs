@@ -135,12 +135,12 @@ pub(crate) fn put_back(
         let _ = ptrace::stop(process.pid(), STOP_TIMEOUT);
         // Images of early versions do not say it. A process that had released no memory has all of it once the driver is
         // done; one that had is refused below.
-        let known = match thread(manifest, *pid) {
-            Err(error) if manifest.kept.is_some() => return Err(error),
-            known => known,
+        let known = match thread(manifest, *pid, process) {
+            Err(Error::NoThread(_)) if manifest.kept.is_none() => process.pid(),
+            known => known?,
         };
         process
-            .alone(known.unwrap_or(*pid), patience(manifest), || process.restore(pairs))
+            .alone(known, patience(manifest), || process.restore(pairs))
             .map_err(|source| Error::Cuda { pid: *pid, source })
     };
     parallel::at_once(&processes, restore).into_iter().collect::<Result<(), Error>>()?;
@@ -148,9 +148,17 @@ pub(crate) fn put_back(
     Ok(Stopped(processes))
 }
 
-/// The thread of a process that the driver works with, as the job sees it.
-fn thread(manifest: &Manifest, pid: i32) -> Result<i32, Error> {
-    manifest.tree.cuda_threads.get(&pid).copied().ok_or(Error::NoThread(pid))
+/// The thread of a process that the driver works with, as we see it. The image has its number as the job sees it.
+fn thread(manifest: &Manifest, pid: i32, process: &cuda::Process) -> Result<i32, Error> {
+    let inner = manifest.tree.cuda_threads.get(&pid).copied().ok_or(Error::NoThread(pid))?;
+    process::thread_by_inner(process.pid(), inner).ok_or_else(|| {
+        let source = cuda::Error::Thread {
+            pid: process.pid(),
+            tid: inner,
+            source: std::io::Error::from_raw_os_error(libc::ESRCH),
+        };
+        Error::Cuda { pid, source }
+    })
 }
 
 /// Lets the CUDA processes run.
@@ -194,7 +202,7 @@ fn take_again(
     let unlock = |(pid, process): &(i32, cuda::Process)| {
         // They run if the driver had to wait for one of them. Until the unlock they cannot use the GPU.
         let _ = ptrace::stop(process.pid(), STOP_TIMEOUT);
-        let unlocked = process.unlock_stopped(thread(manifest, *pid)?, patience(manifest));
+        let unlocked = process.unlock_stopped(thread(manifest, *pid, process)?, patience(manifest));
         unlocked.map_err(|source| Error::Cuda { pid: *pid, source })
     };
     parallel::at_once(processes, unlock).into_iter().collect::<Result<(), Error>>()?;
