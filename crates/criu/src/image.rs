@@ -11,6 +11,7 @@ mod memfds;
 mod peers;
 mod queues;
 mod rewrite;
+mod securebits;
 mod sockets;
 mod timers;
 
@@ -30,6 +31,7 @@ pub use mappings::{correct_access, scarce, written_by_mappings};
 pub use memfds::memfd_names;
 pub use peers::{Dangling, dangling_sockets};
 pub use queues::{Queues, Stuck, keep_in_flight};
+pub use securebits::securebits;
 pub use sockets::{TcpSocket, close_connections_outwards, tcp_sockets};
 pub use timers::restart_timers;
 

@@ -384,6 +384,27 @@ pub(crate) struct KobjIds {
     pub files: u32,
 }
 
+/// The used fields of `core_entry`.
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct CoreEntry {
+    #[prost(message, optional, tag = "5")]
+    pub(crate) thread: Option<ThreadCoreEntry>,
+}
+
+/// The used fields of `thread_core_entry`.
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct ThreadCoreEntry {
+    #[prost(message, optional, tag = "10")]
+    pub(crate) credentials: Option<CredsEntry>,
+}
+
+/// The used fields of `creds_entry`.
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct CredsEntry {
+    #[prost(uint32, required, tag = "13")]
+    pub(crate) securebits: u32,
+}
+
 /// `file_lock_entry`.
 #[derive(Clone, Copy, PartialEq, Message)]
 pub(crate) struct FileLockEntry {

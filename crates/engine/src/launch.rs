@@ -379,6 +379,73 @@ pub fn start(world: &World, reaper: &Path, spec: &JobSpec, log: &output::Files) 
 mod tests {
     use super::*;
 
+    /// As a container runtime may start rekindle: a change of user drops no capabilities.
+    #[allow(unsafe_code, reason = "no safe function; the block says why it is sound")]
+    fn keep_capabilities_at_a_change_of_user() {
+        const SECBIT_NO_SETUID_FIXUP: libc::c_ulong = 4;
+        // SAFETY: a system call on numbers; it changes this thread only.
+        assert_eq!(unsafe { libc::prctl(libc::PR_SET_SECUREBITS, SECBIT_NO_SETUID_FIXUP) }, 0);
+    }
+
+    /// Runs a shell script as a job of nobody. Returns how it ended, and what it said.
+    fn as_nobody(script: &str, stdin: &Path, amx: Amx) -> (Option<spawn::Ended>, String) {
+        let dir = tempfile::tempdir().unwrap();
+        let reaper = reaper::unpack(dir.path()).unwrap();
+        let log = output::Files::create(dir.path(), output::Bounds::default()).unwrap();
+        let spec = JobSpec {
+            command: ["sh", "-c", script].map(OsString::from).into(),
+            program: "/bin/sh".into(),
+            directory: "/".into(),
+            environment: [("PATH".into(), "/usr/bin:/bin".into())].into(),
+            identity: Some(Identity {
+                uid: 65534,
+                gid: 65534,
+                groups: Vec::new(),
+                home: "/".into(),
+                name: "nobody".into(),
+            }),
+            umask: None,
+            limits: Vec::new(),
+            stdin: stdin.into(),
+            privileges: Privileges::MayGrow,
+            io_uring: IoUring::AsItIs,
+            amx,
+        };
+        let world = World::private(&reaper, world::FIRST_PID - 1, world::Network::Host).unwrap();
+        let start = || {
+            keep_capabilities_at_a_change_of_user();
+            start(&world, &reaper, &spec, &log).unwrap()
+        };
+        let root = std::thread::scope(|scope| scope.spawn(start).join().unwrap());
+        let ended = root.wait().unwrap();
+        world.end(Some(&root));
+        let said = [&log.stdout, &log.stderr].map(|file| std::fs::read_to_string(file).unwrap_or_default());
+        (Some(ended), said.concat())
+    }
+
+    #[test]
+    fn a_job_of_another_user_has_no_capabilities_whatever_the_securebits_are() {
+        if !rekindle_testing::root() {
+            return;
+        }
+        let script = "grep -E 'Cap(Inh|Prm|Eff|Amb)' /proc/self/status";
+        let (ended, said) = as_nobody(script, Path::new("/dev/null"), Amx::AsItIs);
+        assert_eq!(ended, Some(spawn::Ended::Exit(0)), "{said}");
+        assert!(said.lines().count() == 4 && said.lines().all(|line| line.ends_with("\t0000000000000000")), "{said}");
+        let (ended, said) = as_nobody("cat", Path::new("/etc/shadow"), Amx::AsItIs);
+        assert!(ended == Some(spawn::Ended::Exit(126)) && said.contains("standard input"), "{ended:?} {said}");
+    }
+
+    #[test]
+    fn a_job_that_must_not_use_amx_has_a_filter() {
+        if !rekindle_testing::root() {
+            return;
+        }
+        let script = "sed -n 's/^Seccomp_filters:.//p' /proc/self/status";
+        let filters = |amx| as_nobody(script, Path::new("/dev/null"), amx).1.trim().parse::<u32>();
+        assert_eq!(filters(Amx::Refused).unwrap(), filters(Amx::AsItIs).unwrap() + 1);
+    }
+
     #[test]
     fn programs_are_found_as_a_shell_does() {
         let path = Some(OsStr::new("/nowhere:/bin:/usr/bin"));

@@ -108,13 +108,20 @@ pub fn reach(path: &Path, access: u32) -> io::Result<FileStat> {
     Ok(fstat(&found)?)
 }
 
-/// Makes this thread that user, with this group and no other one. With raw system calls: the C library's functions
+/// Makes this thread that user, with this group and no other one, and without capabilities if it is not root. With raw system calls: the C library's functions
 /// would signal other threads of the process (nptl(7)), which a forked copy does not have.
 pub(super) fn become_user(user: u32, group: u32) -> rustix::io::Result<()> {
     let (user, group) = (Uid::from_raw_unchecked(user), Gid::from_raw_unchecked(group));
     set_thread_groups(&[])?;
     set_thread_res_gid(group, group, group)?;
-    set_thread_res_uid(user, user, user)
+    set_thread_res_uid(user, user, user)?;
+    if user.is_root() {
+        return Ok(());
+    }
+    // The change of user drops them, unless the securebits say otherwise (SECBIT_NO_SETUID_FIXUP). The ambient ones go with the
+    // inheritable ones.
+    let none = CapabilitySet::empty();
+    set_capabilities(None, CapabilitySets { effective: none, permitted: none, inheritable: none })
 }
 
 fn switch(uid: u32, gid: u32, groups: &[u32]) -> io::Result<()> {

@@ -20,6 +20,14 @@ pub fn has(capability: u32) -> bool {
     effective().is_some_and(|bits| bits >> capability & 1 == 1)
 }
 
+/// The securebits of this thread (capabilities(7)); 0 where they cannot be read.
+#[must_use]
+pub fn securebits() -> u32 {
+    // SAFETY: a system call on numbers.
+    let bits = unsafe { libc::prctl(libc::PR_GET_SECUREBITS) };
+    u32::try_from(bits).unwrap_or(0)
+}
+
 /// Whether user 0 of this process is user 0 of the machine.
 #[must_use]
 pub fn over_the_machine() -> bool {

@@ -261,7 +261,9 @@ fn become_job(args: &Args, envp: *const *const c_char) -> ! {
         }
         let switched = sys::set_groups(&groups[..count])
             .and_then(|()| sys::set_gid(args.number(4)))
-            .and_then(|()| sys::set_uid(args.number(3)));
+            .and_then(|()| sys::set_uid(args.number(3)))
+            // The change of user drops them, unless the securebits say otherwise (SECBIT_NO_SETUID_FIXUP).
+            .and_then(|()| if args.number(3) == 0 { Ok(()) } else { sys::drop_capabilities() });
         if let Err(e) = switched {
             failed(b"switch user for", e, 125);
         }

@@ -311,6 +311,13 @@ pub(crate) fn keep_only_kill_capability() -> Result<(), Errno> {
     call(126, [header.as_ptr().addr(), data.as_ptr().addr(), 0, 0, 0]).map(drop)
 }
 
+/// Drops every capability. The ambient ones go with the inheritable ones.
+pub(crate) fn drop_capabilities() -> Result<(), Errno> {
+    let header: [u32; 2] = [0x2008_0522, 0]; // _LINUX_CAPABILITY_VERSION_3, this thread
+    let none = [0u32; 6];
+    call(126, [header.as_ptr().addr(), none.as_ptr().addr(), 0, 0, 0]).map(drop)
+}
+
 pub(crate) fn forbid_core() {
     let none: [u64; 2] = [0, 0];
     let _ = call(160, [4, none.as_ptr().addr(), 0, 0, 0]); // setrlimit RLIMIT_CORE

@@ -20,6 +20,7 @@ mod files;
 mod kernel;
 mod rights;
 
+use std::collections::BTreeMap;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -179,6 +180,14 @@ pub(crate) struct Wanted<'a> {
     pub(crate) manifest: &'a Manifest,
     /// Where the job's output is.
     pub(crate) log_dir: &'a Path,
+}
+
+/// Checks the securebits of an image ([`rekindle_criu::image::securebits`]), which cannot be seen of a process.
+///
+/// # Errors
+/// When a thread of a job of another user would get one that rekindle itself does not have.
+pub(crate) fn check_securebits(all: &BTreeMap<i32, u32>, user: Option<&Identity>) -> Result<(), Refused> {
+    rights::check_securebits(all, user, rekindle_os::rights::securebits())
 }
 
 /// Checks the restored tree below `root`, the reaper, whose own files are ours.

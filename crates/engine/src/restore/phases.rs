@@ -323,6 +323,9 @@ pub(super) fn run_criu(
     let log_dir = request.folder.log_dir();
     let wanted = access::Wanted { user: request.identity, privileges: request.privileges, manifest, log_dir: &log_dir };
     let descriptors = criu::image::descriptors(&images).map_err(criu::RunError::Image)?;
+    let securebits = criu::image::securebits(&images).map_err(criu::RunError::Image)?;
+    access::check_securebits(&securebits, request.identity)
+        .map_err(|why| Error::Refused { id: request.image.id, why })?;
     let (mut refused, mut rehearsed, mut open) = (None, false, Vec::new());
     let mut before_it_runs = |moment| {
         // At the first moment all processes exist and still have our rights, so the user cannot reach them or what they

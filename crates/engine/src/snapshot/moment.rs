@@ -192,6 +192,8 @@ impl Still<'_, '_> {
     fn note_access(&self) -> Result<access::Noted, String> {
         let corrected = criu::image::correct_access(self.dir).map_err(|e| chain(&e))?;
         tracing::debug!(corrected, "corrected file mappings that CRIU recorded as read-only");
+        let securebits = criu::image::securebits(self.dir).map_err(|e| chain(&e))?;
+        access::check_securebits(&securebits, self.env.user()).map_err(|error| chain(&error))?;
         let privileges = self.env.subject.options.privileges;
         access::note(self.env.root(), self.env.user(), privileges).map_err(|error| chain(&error))
     }

@@ -116,6 +116,25 @@ fn what_was_asked_for_is_what_the_child_finds() {
 }
 
 #[test]
+fn another_user_has_no_capabilities_whatever_the_securebits_are() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let (read, write) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).unwrap();
+    let ended = std::thread::spawn(move || {
+        // They belong to a thread.
+        rustix::thread::set_capabilities_secure_bits(rustix::thread::CapabilitiesSecureBits::NO_SETUID_FIXUP).unwrap();
+        let spawn =
+            Spawn::new(Path::new("/bin/sh"), ["-c", "grep -E 'Cap(Inh|Prm|Eff|Amb)' /proc/self/status"]).unwrap();
+        spawn.fd(write, 1).identity(65534, 65534).start_here().unwrap().wait().unwrap()
+    });
+    assert_eq!(ended.join().unwrap(), Ended::Exit(0));
+    let mut text = String::new();
+    std::fs::File::from(read).read_to_string(&mut text).unwrap();
+    assert!(text.lines().count() == 4 && text.lines().all(|line| line.ends_with("\t0000000000000000")), "{text}");
+}
+
+#[test]
 fn a_step_that_fails_is_named() {
     let shell = || Spawn::new(Path::new("/bin/sh"), ["-c", "true"]).unwrap();
     let gone = io::ErrorKind::NotFound;

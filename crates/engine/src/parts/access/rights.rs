@@ -2,9 +2,10 @@
 //!
 //! CRIU takes user and group ids, capabilities, no-new-privileges and seccomp filters from the image. It takes part of
 //! that (the list of groups) from memory that another process of the same user can write during a dump. So these checks
-//! use what the kernel says of each thread while the tree is stopped.
+//! use what the kernel says of each thread while the tree is stopped. It does not say the securebits, which are read from the
+//! image.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::ErrorKind;
 
 use super::{Fault, Refused};
@@ -182,6 +183,24 @@ fn excess(rights: &Rights, wanted: &Wanted<'_>, own: &Rights) -> Option<(String,
         .then(|| ("no seccomp filter, but had one at the snapshot".into(), Fault::Image))
 }
 
+/// `SECBIT_KEEP_CAPS`, and the bits for script interpreters of Linux 6.14 with their locks: any process can set them, and they
+/// give no rights.
+const ANYBODYS: u32 = 1 << 4 | 0xf00;
+
+/// Checks the securebits that a restore gives to the threads of a job of this user, where rekindle itself has `own`. With them a
+/// set-user-ID program that gives up root's rights would not lose them.
+pub(crate) fn check_securebits(all: &BTreeMap<i32, u32>, user: Option<&Identity>, own: u32) -> Result<(), Refused> {
+    let Some(user) = user.filter(|user| user.uid != 0) else { return Ok(()) };
+    match all.iter().map(|(thread, bits)| (thread, bits & !own & !ANYBODYS)).find(|(_, more)| *more != 0) {
+        None => Ok(()),
+        Some((thread, more)) => Err(Refused::Rights {
+            process: format!("thread {thread}"),
+            what: format!("the securebits {more:#x}, but user {} cannot set them", user.name),
+            fault: Fault::Image,
+        }),
+    }
+}
+
 /// Checks the reaper, which stays root and has no capability but CAP_KILL.
 pub(crate) fn check_reaper(root: i32, wanted: &Wanted<'_>) -> Result<(), Refused> {
     if wanted.other_user().is_none() {
@@ -283,6 +302,20 @@ Seccomp_filters:\t1
         for (from, to, words) in refused {
             let (what, fault) = fixed(from, to).unwrap_or_else(|| panic!("{to} passed"));
             assert!(what.contains(words) && fault == Fault::Image, "{to}: {what}");
+        }
+    }
+
+    #[test]
+    fn securebits_that_rekindle_does_not_have_are_found() {
+        let (user, root) = (nobody(), Identity { uid: 0, ..nobody() });
+        let check = |bits, own| check_securebits(&BTreeMap::from([(1001, 0), (1005, bits)]), Some(&user), own);
+        assert!(check(0, 0).is_ok() && check(0x2f, 0x2f).is_ok() && check(0, 0x2f).is_ok());
+        assert!(check(1 << 4 | 1 << 8 | 1 << 11, 0).is_ok(), "any process can set them");
+        let error = check(1 << 2, 1).unwrap_err();
+        assert!(error.to_string().contains("thread 1005 has the securebits 0x4"), "{error}");
+        assert_eq!(error.fault(), Fault::Image);
+        for user in [None, Some(&root)] {
+            assert!(check_securebits(&BTreeMap::from([(1001, 4)]), user, 0).is_ok());
         }
     }
 

@@ -1,0 +1,49 @@
+//! The securebits of the threads of an image.
+//!
+//! They say whether root's rights go with a change of user (capabilities(7)). CRIU (4.2) has them from memory of the process that
+//! another process of the same user can write during a dump, and the kernel does not show those of another process. So what is
+//! in the image is all there is to check.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use super::devices::images;
+use super::{Error, Records, damaged};
+use crate::proto::CoreEntry;
+
+const CORE: u32 = 0x5505_3847;
+
+/// The securebits that a restore gives to each thread, by its id as its process sees it. The dead have none.
+///
+/// # Errors
+/// When an image file is damaged.
+pub fn securebits(dir: &Path) -> Result<BTreeMap<i32, u32>, Error> {
+    let mut all = BTreeMap::new();
+    for (name, path) in images(dir, "core-")? {
+        let id: i32 = name.parse().map_err(|_| damaged(&path, "its name is not core-ID.img"))?;
+        let core: Option<CoreEntry> = Records::open(path, CORE)?.next()?;
+        let credentials = core.and_then(|core| core.thread?.credentials);
+        all.extend(credentials.map(|credentials| (id, credentials.securebits)));
+    }
+    Ok(all)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::write;
+    use super::*;
+
+    #[test]
+    fn the_bits_of_each_thread_are_read() {
+        let dir = tempfile::tempdir().unwrap();
+        // Field 1, the machine; field 5, the thread, with its nice value and field 10, credentials with a user id and field 13.
+        let core = |bits: u8| vec![8, 1, 5 << 3 | 2, 8, 3 << 3, 0, 10 << 3 | 2, 4, 8, 0, 13 << 3, bits];
+        write(&dir.path().join("core-1001.img"), CORE, &[core(0)]);
+        write(&dir.path().join("core-1002.img"), CORE, &[core(0x2f)]);
+        // A process that is dead and not reaped.
+        write(&dir.path().join("core-1003.img"), CORE, &[vec![8, 1]]);
+        assert_eq!(securebits(dir.path()).unwrap(), BTreeMap::from([(1001, 0), (1002, 0x2f)]));
+        write(&dir.path().join("core-1004.img"), CORE, &[vec![5 << 3 | 2, 8, 3]]);
+        assert!(securebits(dir.path()).is_err());
+    }
+}
