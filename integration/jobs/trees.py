@@ -340,6 +340,33 @@ def ranks():
     count(check)
 
 
+def late_connection():
+    """Has one connection, to a server outside, until CRIU is about to be started (its folder is there); then one inside."""
+    port, folder = sys.argv[3:5]
+    outside = socket.create_connection(("127.0.0.1", int(port)))
+    need(not os.path.exists(folder), "the folder is there already")
+    server = socket.socket()
+    server.bind(("127.0.0.1", 0))
+    server.listen()
+    ends = []
+
+    def wait():
+        while not os.path.exists(folder):
+            time.sleep(0.0002)
+        client = socket.create_connection(server.getsockname())
+        ends.extend([server.accept()[0], client])
+        say("connected", outside.fileno() > 0)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+    def check(n):
+        if ends:
+            ends[0].sendall(number(n))
+            need(ends[1].recv(8) == number(n), "the other end says")
+
+    count(check)
+
+
 def inside_and_outside():
     """One connection within the job, one with a server outside of it, which is connected anew when it breaks."""
     _, peer = connection()
@@ -507,6 +534,7 @@ KINDS = {
     "ghost-64": lambda: large_ghost(64),
     "ghost-1200": lambda: large_ghost(1200),
     "ranks": ranks,
+    "late-connection": late_connection,
     "inside-and-outside": inside_and_outside,
     "uplink": uplink,
     "waiting": waiting_to_be_accepted,

@@ -24,8 +24,8 @@
 //!
 //! The snapshot is taken again if the image has descriptors in flight between processes that could not be restored
 //! correctly (`in_flight`), a process that was killed and whose exit status was not collected (`dead`), one in the
-//! middle of cuInit, or if it lacks a connection inside the job that was not accepted yet (`waiting`). The job continues,
-//! and a moment later this has passed.
+//! middle of cuInit, or if it lacks a connection inside the job that was not accepted yet (`waiting`) or was made just now. The
+//! job continues, and a moment later this has passed.
 //!
 //! Invariants:
 //! - A phase that fails undoes all phases before it, in reverse order, and the job continues. If that is impossible
@@ -200,6 +200,14 @@ pub enum Error {
     /// Connections inside the job wait to be accepted.
     #[error("dump: {0}, and the image would not have them")]
     Unaccepted(Unaccepted),
+    /// CRIU has closed a connection inside the job, because there was none when it was told what to do.
+    #[error(
+        "dump: processes of the job have connected to each other since the snapshot began, and the image would not have that connection"
+    )]
+    Connected,
+    /// What would have prevented the attempt has come about since.
+    #[error("dump: {0}")]
+    Late(Refusal),
     /// A process was killed, and its parent has not collected its exit status.
     #[error("{0}: the snapshot would lose that status, so it is refused until the parent has it")]
     Unnoticed(Unnoticed),
@@ -306,6 +314,7 @@ impl Error {
             | Error::Starting(_)
             | Error::Unnoticed(_)
             | Error::Unaccepted(_)
+            | Error::Connected
             | Error::Dangling(_) => true,
             Error::Gpu(gpu::Error::Restless { .. } | gpu::Error::Initializing { .. } | gpu::Error::Ended { .. }) => {
                 true
@@ -322,7 +331,7 @@ impl Error {
     /// at once.
     fn passes_at_once(&self) -> bool {
         match self {
-            Error::Starting(_) | Error::Unaccepted(_) | Error::Gpu(gpu::Error::Ended { .. }) => true,
+            Error::Starting(_) | Error::Unaccepted(_) | Error::Connected | Error::Gpu(gpu::Error::Ended { .. }) => true,
             Error::Dump(criu::RunError::Refused { log }) => log.says_ending(),
             _ => false,
         }

@@ -205,6 +205,20 @@ fn connections_inside_are_kept_and_those_to_the_outside_closed() {
 }
 
 #[test]
+fn a_connection_inside_that_is_made_while_a_snapshot_begins_is_not_lost() {
+    let Some(lab) = Lab::new() else { return };
+    let (_listener, port) = server();
+    let folder = lab.store().join("j/scratch");
+    let mut run = start_with(&lab, "late-connection", &[&port.to_string(), folder.to_str().unwrap()]);
+    run.snapshot(&lab);
+    assert!(run.err().contains("have connected to each other since"), "{}", run.err());
+    count_on(&lab, &mut run, 3);
+    run.crash(&lab);
+    count_on(&lab, &mut run, 3);
+    finish(&lab, run);
+}
+
+#[test]
 fn tcp_close_closes_all() {
     let Some(lab) = Lab::new().map(|lab| lab.set("snapshot.tcp", "\"close\"")) else { return };
     let lab = lab.set("restart.cold-start", "\"never\"").set("restart.max-restarts", "1");

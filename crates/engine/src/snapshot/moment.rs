@@ -7,8 +7,9 @@ use chrono::{DateTime, Utc};
 
 use super::dead::Unnoticed;
 use super::pages::{Drained, Receivers};
+use super::preflight::{self, Refusal};
 use super::seen::{Gpus, Seen};
-use super::{Dead, Env};
+use super::{Dead, Env, Error};
 use crate::parts::devices::{Devices, Unsettled};
 use crate::parts::files::capture::Captured;
 use crate::parts::files::record;
@@ -17,7 +18,7 @@ use crate::parts::tcp::waiting::{self, Unaccepted};
 use crate::parts::{access, affinity, fds::InFlight, groups, tcp};
 use rekindle_base::chain;
 use rekindle_criu as criu;
-use rekindle_os::ptrace;
+use rekindle_os::{process, ptrace};
 use rekindle_store::ImageId;
 use rekindle_store::manifest::{Binding, ControlGroup, Fifo, Folder, GivenFile, JobRights, OpenFile, SavedLink};
 
@@ -49,6 +50,10 @@ pub(super) enum Wrong {
     Starting(String),
     /// Connections inside the job wait to be accepted.
     Unaccepted(Unaccepted),
+    /// A connection inside the job was made since the preflight, when it had none.
+    Connected,
+    /// What the preflight refuses has come about since.
+    Refused(Refusal),
 }
 
 /// Records it, from CRIU's `post-dump` notification.
@@ -72,6 +77,17 @@ pub(super) struct Still<'a, 'w> {
 }
 
 impl Still<'_, '_> {
+    /// Before CRIU stops the tasks: what it would do harm to.
+    pub(super) fn check_again(&mut self) -> Result<(), String> {
+        preflight::check_leases(&process::tree(self.env.root())).map_err(|refusal| self.refuse(refusal))
+    }
+
+    fn refuse(&mut self, refusal: Refusal) -> String {
+        let why = refusal.to_string();
+        self.wrong = Some(Wrong::Refused(refusal));
+        why
+    }
+
     /// The order matters: pages are taken before anything runs again, checks that can refuse come before anything is
     /// copied, and CRIU's image is changed after everything that reads it.
     pub(super) fn record(&mut self) -> Result<(), String> {
@@ -154,7 +170,17 @@ impl Still<'_, '_> {
             self.wrong = Some(Wrong::Initializing(error));
             return Err(why);
         }
+        let root = self.env.root();
+        dead.tree
+            .iter()
+            .try_for_each(|pid| preflight::check_namespaces(*pid, root))
+            .map_err(|refusal| self.refuse(refusal))?;
         let (subject, patience) = (self.env.subject, waiting::patience(self.env.reason));
+        let (wanted, subnet) = (subject.options.tcp, subject.job.world.subnet());
+        if tcp::capture::has_closed_too_many(wanted, self.seen.tcp, &dead.tree, subnet) {
+            self.wrong = Some(Wrong::Connected);
+            return Err(Error::Connected.to_string());
+        }
         let left_out = subject.queues.look(&dead.tree, subject.job.world.subnet(), patience);
         let left_out = left_out.map_err(|found| {
             let why = found.to_string();

@@ -252,7 +252,11 @@ impl Freeze<'_> {
             moment: None,
             saved_links: &mut self.saved_links,
         };
-        let mut notify = |notify| if notify == Notify::PostDump { still.record() } else { Ok(()) };
+        let mut notify = |notify| match notify {
+            Notify::PreDump => still.check_again(),
+            Notify::PostDump => still.record(),
+            Notify::PostRestore(_) | Notify::PreResume => Ok(()),
+        };
         let died = || died_traced(env.root());
         let mut hooks = Hooks { notify: &mut notify, cancelled: env.cancelled, died: &died, abandon: &|| {} };
         let log = criu::dump(&place, dump, &mut hooks);
@@ -265,6 +269,8 @@ impl Freeze<'_> {
             (Err(_), Some(Wrong::Initializing(error))) => return Err(error.into()),
             (Err(_), Some(Wrong::Starting(why))) => return Err(Error::Starting(why)),
             (Err(_), Some(Wrong::Unaccepted(found))) => return Err(Error::Unaccepted(found)),
+            (Err(_), Some(Wrong::Connected)) => return Err(Error::Connected),
+            (Err(_), Some(Wrong::Refused(refusal))) => return Err(Error::Late(refusal)),
             (Err(error), None) => return Err(error.into()),
         };
         let moment = moment.ok_or_else(silent)?;

@@ -89,6 +89,11 @@ pub enum Refusal {
 pub(super) fn check(tree: &[i32], subject: &Subject<'_>) -> Result<(), Refusal> {
     let root = subject.job.root.pid();
     tree.iter().try_for_each(|pid| check_process(*pid, root))?;
+    check_leases(tree)
+}
+
+/// Checks that none of these processes has a write lease.
+pub(super) fn check_leases(tree: &[i32]) -> Result<(), Refusal> {
     // CRIU opens files to read a build-id; the lease holder is stopped and does not answer.
     match WriteLease::all().into_iter().find(|lease| tree.contains(&lease.pid)) {
         None => Ok(()),
@@ -210,6 +215,17 @@ fn check_process(pid: i32, root: i32) -> Result<(), Refusal> {
         let (pid, name) = shown(pid);
         return Err(Refusal::Traced { pid, name, tracer });
     }
+    check_namespaces(pid, root)?;
+    if process::descriptors(pid).any(|(_, target)| target.as_os_str() == "anon_inode:[io_uring]") {
+        let (pid, name) = shown(pid);
+        let hint = ": set job.allow-io-uring = false, so that programs do not use it (for PyTorch's TCPStore, USE_LIBUV=0 is enough)";
+        return Err(Refusal::Unsupported { pid, name, what: "an io_uring", hint });
+    }
+    Ok(())
+}
+
+/// Checks that a process has the namespaces of the root. What is dead has none.
+pub(super) fn check_namespaces(pid: i32, root: i32) -> Result<(), Refusal> {
     let link = |pid: i32, kind: &str| std::fs::read_link(format!("/proc/{pid}/ns/{kind}")).ok();
     for (file, kind) in NAMESPACES {
         if let (Some(own), Some(ours)) = (link(pid, file), link(root, file))
@@ -218,11 +234,6 @@ fn check_process(pid: i32, root: i32) -> Result<(), Refusal> {
             let (pid, name) = shown(pid);
             return Err(Refusal::Namespace { pid, name, kind });
         }
-    }
-    if process::descriptors(pid).any(|(_, target)| target.as_os_str() == "anon_inode:[io_uring]") {
-        let (pid, name) = shown(pid);
-        let hint = ": set job.allow-io-uring = false, so that programs do not use it (for PyTorch's TCPStore, USE_LIBUV=0 is enough)";
-        return Err(Refusal::Unsupported { pid, name, what: "an io_uring", hint });
     }
     Ok(())
 }
@@ -290,6 +301,33 @@ mod tests {
         assert_eq!(all, BTreeMap::from([(1001, first), (1003, BTreeMap::new())]));
         assert_eq!(memory_by_gpu(&GpuInventory::default(), &[1], &[7]), BTreeMap::new());
         assert_eq!(device_memory(&inventory, &[7, 9]), [GIB, 0]);
+    }
+
+    #[test]
+    fn a_lease_and_a_namespace_are_found() {
+        use std::io::{BufRead, BufReader};
+        use std::process::{Command, Stdio};
+        if !rekindle_testing::root() {
+            return;
+        }
+        const SCRIPT: &str = "import fcntl, sys\n\
+            file = open(sys.argv[1], 'w')\n\
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)\n\
+            print(flush=True)\n\
+            sys.stdin.read()";
+        let dir = tempfile::tempdir().unwrap();
+        let mut command = Command::new("unshare");
+        command.args(["--net", "python3", "-c", SCRIPT]).arg(dir.path().join("leased"));
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut String::new()).unwrap();
+        let (own, pid) = (std::process::id().cast_signed(), child.id().cast_signed());
+        assert_eq!((check_leases(&[own]), check_namespaces(own, own)), (Ok(()), Ok(())));
+        let leased = check_leases(&[own, pid]).unwrap_err().to_string();
+        assert!(leased.contains("/leased (fcntl F_SETLEASE)"), "{leased}");
+        let apart = check_namespaces(pid, own).unwrap_err().to_string();
+        assert!(apart.contains("in a network namespace of its own"), "{apart}");
+        drop(child.stdin.take());
+        child.wait().unwrap();
     }
 
     #[test]

@@ -44,6 +44,12 @@ pub(crate) fn choose(wanted: TcpChoice, tree: &[i32], group: Option<Subnet>) -> 
     }
 }
 
+/// Whether CRIU, told to do with the connections as `dumped` says, has closed one in the image that must be kept: it was made
+/// after the choice.
+pub(crate) fn has_closed_too_many(wanted: TcpChoice, dumped: Tcp, tree: &[i32], group: Option<Subnet>) -> bool {
+    (wanted, dumped) == (TcpChoice::Auto, Tcp::Close) && has_inside(&connections(tree), group)
+}
+
 /// The two ends of an established connection, as /proc/net/tcp writes them.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct Connection {
@@ -65,10 +71,14 @@ fn address(end: &str) -> Option<IpAddr> {
 }
 
 fn automatic(all: &[Connection], group: Option<Subnet>) -> Tcp {
+    if all.is_empty() || has_inside(all, group) { Tcp::Keep } else { Tcp::Close }
+}
+
+fn has_inside(all: &[Connection], group: Option<Subnet>) -> bool {
     let known: HashSet<&Connection> = all.iter().collect();
     let other_end = |c: &Connection| Connection { local: c.remote.clone(), remote: c.local.clone() };
     let inside = |c: &Connection| known.contains(&other_end(c)) || group.is_some_and(|group| c.is_within(group));
-    if all.is_empty() || all.iter().any(inside) { Tcp::Keep } else { Tcp::Close }
+    all.iter().any(inside)
 }
 
 /// Closes the connections in the image that must not be kept; called while all tasks are frozen.
@@ -141,6 +151,20 @@ mod tests {
         assert_eq!(with(&["12", "13", "14"]), Tcp::Keep, "two ends of one are inside");
         assert_eq!(with(&["14"]), Tcp::Close);
         assert_eq!(with(&["12"]), Tcp::Close, "the other end belongs to somebody else");
+    }
+
+    #[test]
+    fn a_connection_inside_that_was_made_after_the_choice_is_seen() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let one = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let lost = |wanted, dumped| has_closed_too_many(wanted, dumped, &[std::process::id().cast_signed()], None);
+        let other = listener.accept().unwrap();
+        assert!(lost(TcpChoice::Auto, Tcp::Close));
+        assert!(
+            !lost(TcpChoice::Auto, Tcp::Keep) && !lost(TcpChoice::Close, Tcp::Close),
+            "it is not closed, or must be"
+        );
+        drop((one, other));
     }
 
     #[test]
