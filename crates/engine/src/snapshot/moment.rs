@@ -241,7 +241,7 @@ impl Still<'_, '_> {
         criu::image::adopt_daemons(self.dir).map_err(|e| e.to_string())?;
         let restarted = criu::image::restart_timers(self.dir).map_err(|e| chain(&e))?;
         if restarted > 0 {
-            tracing::debug!(restarted, "timers that had fired start again in a restore");
+            tracing::debug!(restarted, "corrected timers that had fired");
         }
         let subject = self.env.subject;
         tcp::capture::close_in_image(subject.options.tcp, self.seen.tcp, subject.job.world.subnet(), self.dir)
