@@ -340,6 +340,30 @@ def ranks():
     count(check)
 
 
+def late_event():
+    """Watches a folder, in which it makes a file when CRIU is about to be started; it learns of it a moment later."""
+    folder = sys.argv[3]
+    watch = LIBC.inotify_init1(os.O_NONBLOCK)
+    os.mkdir(path("watched"))
+    LIBC.inotify_add_watch(watch, path("watched").encode(), 0x100)  # IN_CREATE
+    learnt = []
+
+    def wait():
+        while not os.path.exists(folder):
+            time.sleep(0.0002)
+        made = time.monotonic()
+        open(path("watched/new"), "w").close()
+        time.sleep(0.4)
+        try:
+            learnt.append(b"new" in os.read(watch, 4096))
+        except BlockingIOError:
+            learnt.append(False)
+        say("learnt", time.monotonic() - made)
+
+    threading.Thread(target=wait, daemon=True).start()
+    count(lambda _: need(learnt in ([], [True]), "the event is lost"))
+
+
 def late_connection():
     """Has one connection, to a server outside, until CRIU is about to be started (its folder is there); then one inside."""
     port, folder = sys.argv[3:5]
@@ -534,6 +558,7 @@ KINDS = {
     "ghost-64": lambda: large_ghost(64),
     "ghost-1200": lambda: large_ghost(1200),
     "ranks": ranks,
+    "late-event": late_event,
     "late-connection": late_connection,
     "inside-and-outside": inside_and_outside,
     "uplink": uplink,

@@ -10,12 +10,14 @@
 //! | `affinity` | threads that are bound to processors | bound again, to those that we may use |
 //! | [`devices`] | NVIDIA's devices in processes without CUDA | left out of the image |
 //! | `fds` | descriptors in flight between processes | by CRIU; the snapshot waits for those that CRIU cannot restore |
+//! | `events` | nothing: the snapshot waits until events of inotify and fanotify are read | watches by CRIU |
 //! | `locks` | file locks, by CRIU | those that CRIU loses |
 //! | `access` | rights and open files of each process | compared before the job runs |
 
 pub(crate) mod access;
 pub(crate) mod affinity;
 pub mod devices;
+pub(crate) mod events;
 pub(crate) mod fds;
 pub(crate) mod files;
 pub mod gpu;

@@ -24,8 +24,8 @@
 //!
 //! The snapshot is taken again if the image has descriptors in flight between processes that could not be restored
 //! correctly (`in_flight`), a process that was killed and whose exit status was not collected (`dead`), one in the
-//! middle of cuInit, or if it lacks a connection inside the job that was not accepted yet (`waiting`) or was made just now. The
-//! job continues, and a moment later this has passed.
+//! middle of cuInit, or if it lacks a connection inside the job that was not accepted yet (`waiting`) or was made just now, or
+//! events for files that were not read (`events`). The job continues, and a moment later this has passed.
 //!
 //! Invariants:
 //! - A phase that fails undoes all phases before it, in reverse order, and the job continues. If that is impossible
@@ -65,6 +65,7 @@ use rekindle_store::staging::{self, Area, admission};
 use rekindle_store::take::TakeError;
 use rekindle_store::{Image, JobFolder, JobPath, WriterLock};
 
+pub(crate) use crate::parts::events::Unread;
 pub(crate) use crate::parts::fds::InFlight;
 pub use crate::parts::gpu::capture::{Elsewhere, Operations};
 pub use crate::parts::tcp::capture::TcpChoice;
@@ -205,6 +206,9 @@ pub enum Error {
         "dump: processes of the job have connected to each other since the snapshot began, and the image would not have that connection"
     )]
     Connected,
+    /// Events for files have come since, and CRIU would drop them.
+    #[error("dump: the image would not have {0}")]
+    Unread(Unread),
     /// What would have prevented the attempt has come about since.
     #[error("dump: {0}")]
     Late(Refusal),
@@ -315,6 +319,7 @@ impl Error {
             | Error::Unnoticed(_)
             | Error::Unaccepted(_)
             | Error::Connected
+            | Error::Unread(_)
             | Error::Dangling(_) => true,
             Error::Gpu(gpu::Error::Restless { .. } | gpu::Error::Initializing { .. } | gpu::Error::Ended { .. }) => {
                 true
@@ -394,12 +399,20 @@ enum Dead {
     Taken,
 }
 
+/// Whether an image may lack events for files that came just before it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Events {
+    Refused,
+    Dropped,
+}
+
 /// Inputs of all phases.
 #[derive(Clone, Copy)]
 struct Env<'a> {
     subject: &'a Subject<'a>,
     cancelled: &'a (dyn Fn() -> bool + Sync),
     dead: Dead,
+    events: Events,
     reason: Reason,
 }
 
@@ -409,6 +422,9 @@ const INITIALIZING: (u32, Duration) = (30, Duration::from_millis(100));
 
 /// The same while processes begin and end, with a pause that doubles each time.
 const COMING_AND_GOING: (u32, Duration) = (4, Duration::from_millis(50));
+
+/// How often it is tried again while there are events that were not read.
+const EVENTS: u32 = 3;
 
 /// Everything that is done while the job is frozen; more than once if a moment was not one to take an image of.
 fn frozen<'a>(
@@ -425,11 +441,14 @@ fn frozen<'a>(
     let mut attempt = 1;
     let (mut initializing, mut coming_and_going) = (0, 0);
     let mut until = None;
+    // An attempt that fails fails for the whole group.
+    let mut events = if subject.group.is_some() { 0 } else { EVENTS };
     loop {
         let late = until.is_some_and(|until| until <= Instant::now());
         let dead = if late { Dead::Taken } else { Dead::Refused };
         let none_is_ending = dead::let_end(root, &over);
-        let result = phases::freeze(Env { subject, cancelled, dead, reason });
+        let unread = if events == 0 { Events::Dropped } else { Events::Refused };
+        let result = phases::freeze(Env { subject, cancelled, dead, events: unread, reason });
         // The others are locked or dumped by now: this job cannot reach the cut again.
         if subject.group.is_some_and(Barrier::all_wait) {
             return result;
@@ -455,6 +474,11 @@ fn frozen<'a>(
                 tracing::info!("trying the snapshot again: {error}");
                 std::thread::sleep(COMING_AND_GOING.1 * (1 << coming_and_going));
                 coming_and_going += 1;
+            }
+            // What is read meanwhile is waited for by the next preflight.
+            Err(error @ Error::Unread(_)) if events > 0 && !over() => {
+                tracing::info!("trying the snapshot again: {error}");
+                events -= 1;
             }
             Err(Error::InFlight(found)) if attempt < fds::ATTEMPTS && found.moves(root, attempt, cancelled) => {
                 tracing::info!("trying the snapshot again: {found}");

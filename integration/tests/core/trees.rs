@@ -219,6 +219,19 @@ fn a_connection_inside_that_is_made_while_a_snapshot_begins_is_not_lost() {
 }
 
 #[test]
+fn an_event_that_comes_while_a_snapshot_begins_is_not_lost() {
+    let Some(lab) = Lab::new() else { return };
+    let folder = lab.store().join("j/scratch");
+    let mut run = start_with(&lab, "late-event", &[folder.to_str().unwrap()]);
+    run.snapshot(&lab);
+    assert!(run.err().contains("file events (inotify, fanotify) that process 1001"), "{}", run.err());
+    run.crash(&lab);
+    count_on(&lab, &mut run, 3);
+    assert!(lab.output().contains("learnt"), "{}", lab.output());
+    finish(&lab, run);
+}
+
+#[test]
 fn tcp_close_closes_all() {
     let Some(lab) = Lab::new().map(|lab| lab.set("snapshot.tcp", "\"close\"")) else { return };
     let lab = lab.set("restart.cold-start", "\"never\"").set("restart.max-restarts", "1");

@@ -9,8 +9,9 @@ use super::dead::Unnoticed;
 use super::pages::{Drained, Receivers};
 use super::preflight::{self, Refusal};
 use super::seen::{Gpus, Seen};
-use super::{Dead, Env, Error};
+use super::{Dead, Env, Error, Events};
 use crate::parts::devices::{Devices, Unsettled};
+use crate::parts::events::Unread;
 use crate::parts::files::capture::Captured;
 use crate::parts::files::record;
 use crate::parts::gpu::capture as gpu;
@@ -50,6 +51,8 @@ pub(super) enum Wrong {
     Starting(String),
     /// Connections inside the job wait to be accepted.
     Unaccepted(Unaccepted),
+    /// Events for files have come since the preflight.
+    Unread(Unread),
     /// A connection inside the job was made since the preflight, when it had none.
     Connected,
     /// What the preflight refuses has come about since.
@@ -187,9 +190,17 @@ impl Still<'_, '_> {
             self.wrong = Some(Wrong::Unaccepted(found));
             why
         })?;
+        let unread = Unread::of(&dead.tree);
+        let fresh = unread.besides(&self.seen.unread);
+        if !fresh.is_empty() && self.env.events == Events::Refused {
+            let why = fresh.to_string();
+            self.wrong = Some(Wrong::Unread(fresh));
+            return Err(why);
+        }
+        let dropped = (!unread.is_empty()).then(|| format!("the image lacks {unread}"));
         let notes = dead.fresh.iter().chain(&dead.old).map(|dead| format!("the image has dead processes: {dead}"));
         let left_out = left_out.map(|left_out| format!("the image lacks these connections: {left_out}"));
-        Ok((dead.tree, notes.chain(left_out).collect()))
+        Ok((dead.tree, notes.chain(left_out).chain(dropped).collect()))
     }
 
     fn copy_files(&mut self, tree: &[i32], notes: &mut Vec<String>) -> Result<(Vec<OpenFile>, Captured), String> {

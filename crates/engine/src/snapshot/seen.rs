@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use super::barrier::Barrier;
 use super::pages::{Expected, expect};
 use super::{Env, Error, preflight};
+use crate::parts::events::Unread;
 use crate::parts::files::capture::{Contents, View};
 use crate::parts::files::record;
 use crate::parts::gpu::capture::Elsewhere;
@@ -32,6 +33,8 @@ pub(super) struct Seen {
     pub(super) contents: Contents,
     pub(super) rewritten: u64,
     pub(super) tcp: Tcp,
+    /// Descriptors with events for files that nobody reads.
+    pub(super) unread: Unread,
 }
 
 impl Seen {
@@ -48,12 +51,13 @@ impl Seen {
         fds::let_pass(&tree, env.cancelled);
         let patience = tcp::waiting::patience(env.reason);
         subject.queues.let_pass(&tree, subject.job.world.subnet(), patience, env.cancelled);
+        let unread = Unread::let_pass(&tree, env.cancelled);
         let (expected, nameless) = (expect(&tree), record::nameless_bytes(&tree));
         let options = subject.options;
         let mut contents = Contents::new(&options.track, env.folders(), options.file_limit);
         let rewritten = contents.foresee(&tree, env.view()).map_err(copied)?;
         let tcp = tcp::capture::choose(options.tcp, &tree, subject.job.world.subnet());
-        Ok(Seen { job_pid, names, expected, nameless, contents, rewritten, tcp })
+        Ok(Seen { job_pid, names, expected, nameless, contents, rewritten, tcp, unread })
     }
 
     /// Leaves out files on disk: memory has no room for them beside the job's memory.
