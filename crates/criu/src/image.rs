@@ -32,7 +32,7 @@ pub use memfds::memfd_names;
 pub use peers::{Dangling, dangling_sockets};
 pub use queues::{Queues, Stuck, keep_in_flight};
 pub use securebits::securebits;
-pub use sockets::{TcpSocket, close_connections_outwards, tcp_sockets};
+pub use sockets::{TcpSocket, close_connections, close_connections_outwards, tcp_sockets};
 pub use timers::restart_timers;
 
 use super::proto::{FileEntry, PagemapEntry, PagemapHead, PstreeEntry, RemapEntry, StatsEntry};

@@ -32,5 +32,6 @@ pub mod sparse;
 pub mod spawn;
 pub mod stopped;
 pub mod tcp_repair;
+pub mod ulp;
 pub mod view;
 pub mod xattr;

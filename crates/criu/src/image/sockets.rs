@@ -70,17 +70,22 @@ pub fn tcp_sockets(dir: &Path) -> Result<Vec<TcpSocket>, Error> {
 /// # Errors
 /// When files.img is missing or damaged, or cannot be written.
 pub fn close_connections_outwards(dir: &Path, kept: &dyn Fn(IpAddr) -> bool) -> Result<usize, Error> {
-    let path = dir.join("files.img");
     let all = tcp_sockets(dir)?;
     let known: HashSet<(SocketAddr, SocketAddr)> = all.iter().filter_map(ends).collect();
-    let leads_out = |entry: &FileEntry| {
-        let ends = TcpSocket::of(entry).as_ref().and_then(ends);
-        let inside = |local: SocketAddr, remote: SocketAddr| kept(local.ip()) && kept(remote.ip());
-        ends.is_some_and(|(local, remote)| !known.contains(&(remote, local)) && !inside(local, remote))
-    };
+    let inside = |local: SocketAddr, remote: SocketAddr| kept(local.ip()) && kept(remote.ip());
+    close_connections(dir, &|local, remote| !known.contains(&(remote, local)) && !inside(local, remote))
+}
+
+/// Disconnects the sockets with these ends, and returns how many. The job sees a closed connection as reset.
+///
+/// # Errors
+/// When files.img is missing or damaged, or cannot be written.
+pub fn close_connections(dir: &Path, closes: &dyn Fn(SocketAddr, SocketAddr) -> bool) -> Result<usize, Error> {
+    let path = dir.join("files.img");
     let mut closed = 0;
     rewrite(&path, FILES, |entry: FileEntry, record| {
-        if !leads_out(&entry) {
+        let ends = TcpSocket::of(&entry).as_ref().and_then(ends);
+        if !ends.is_some_and(|(local, remote)| closes(local, remote)) {
             return Ok(None);
         }
         closed += 1;
@@ -161,6 +166,24 @@ mod tests {
         let unknown = written.windows(4).filter(|part| *part == [13 << 3 | 2, 2, 8, 1]);
         assert_eq!(unknown.count(), 5, "what is not read stays");
         assert_eq!(close_connections_outwards(dir.path(), &|_| false).unwrap(), 0);
+    }
+
+    #[test]
+    fn connections_that_are_named_are_closed() {
+        let dir = tempfile::tempdir().unwrap();
+        let lo = [u32::from_ne_bytes([127, 0, 0, 1])];
+        let records = [
+            socket(1, LISTEN, (&lo, 8000), (&[0], 0)),
+            socket(2, 1, (&lo, 8000), (&lo, 40000)),
+            socket(3, 1, (&lo, 40000), (&lo, 8000)),
+            socket(4, 1, (&lo, 8000), (&lo, 40001)),
+        ];
+        super::super::tests::write(&dir.path().join("files.img"), FILES, &records);
+        let closes = |one: SocketAddr, other: SocketAddr| [one, other].iter().any(|end| end.port() == 40000);
+        assert_eq!(close_connections(dir.path(), &closes).unwrap(), 2);
+        let end = |port| SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port);
+        let left = TcpSocket::Connected { local: end(8000), remote: end(40001) };
+        assert_eq!(tcp_sockets(dir.path()).unwrap(), [TcpSocket::Listening(end(8000)), left]);
     }
 
     #[test]

@@ -19,7 +19,7 @@ use crate::parts::tcp::waiting::{self, Unaccepted};
 use crate::parts::{access, affinity, fds::InFlight, groups, tcp};
 use rekindle_base::chain;
 use rekindle_criu as criu;
-use rekindle_os::{process, ptrace};
+use rekindle_os::{process, ptrace, ulp};
 use rekindle_store::ImageId;
 use rekindle_store::manifest::{Binding, ControlGroup, Fifo, Folder, GivenFile, JobRights, OpenFile, SavedLink};
 
@@ -107,7 +107,7 @@ impl Still<'_, '_> {
         captured
             .add_attributes(&mut folders, &mut fifos, self.env.view())
             .map_err(|error| format!("cannot read the attributes of the job's folders: {error}"))?;
-        self.correct_image(&mut notes)?;
+        self.correct_image(&tree, &mut notes)?;
         let output = self.env.subject.output;
         match record::append_again(&open_files, &tree, output) {
             Ok(()) => {
@@ -248,7 +248,7 @@ impl Still<'_, '_> {
         Ok(folders)
     }
 
-    fn correct_image(&mut self, notes: &mut Vec<String>) -> Result<(), String> {
+    fn correct_image(&mut self, tree: &[i32], notes: &mut Vec<String>) -> Result<(), String> {
         criu::image::adopt_daemons(self.dir).map_err(|e| e.to_string())?;
         let restarted = criu::image::restart_timers(self.dir).map_err(|e| chain(&e))?;
         if restarted > 0 {
@@ -257,6 +257,8 @@ impl Still<'_, '_> {
         let subject = self.env.subject;
         tcp::capture::close_in_image(subject.options.tcp, self.seen.tcp, subject.job.world.subnet(), self.dir)
             .map_err(|e| chain(&e))?;
+        let with_tls = ulp::connections(tree, ulp::TLS);
+        notes.extend(tcp::capture::close_with_tls(self.seen.tcp, &with_tls, self.dir).map_err(|e| chain(&e))?);
         if let Some(devices) = self.devices {
             match devices.settle(self.dir, self.env.root(), &self.gpus.group.outer_pids()) {
                 Ok(more) => notes.extend(more),

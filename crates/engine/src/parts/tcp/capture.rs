@@ -12,7 +12,7 @@
 //! it dumps. A job without connections inside avoids that.
 
 use std::collections::HashSet;
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -95,6 +95,25 @@ pub(crate) fn close_in_image(
     Ok(())
 }
 
+/// Closes the connections with kernel TLS in the image, and says so: CRIU (4.2) restores them as plain TCP, and what the program
+/// writes would go out as it is. `found` are their local and remote addresses. If CRIU has closed all connections, none is left.
+pub(crate) fn close_with_tls(
+    dumped: Tcp,
+    found: &[(SocketAddr, SocketAddr)],
+    criu_dir: &Path,
+) -> Result<Option<String>, image::Error> {
+    if found.is_empty() || dumped == Tcp::Close {
+        return Ok(None);
+    }
+    let closes = |local, remote| found.contains(&(local, remote)) || found.contains(&(remote, local));
+    image::close_connections(criu_dir, &closes)?;
+    let remote: Vec<String> = found.iter().map(|(_, remote)| remote.to_string()).collect();
+    Ok(Some(format!(
+        "connections with kernel TLS are closed in the image, because CRIU cannot restore it: to {}",
+        remote.join(", ")
+    )))
+}
+
 /// The established connections that belong to processes of the tree.
 fn connections(tree: &[i32]) -> Vec<Connection> {
     let sockets = tree.iter().flat_map(|pid| process::descriptors(*pid));
@@ -165,6 +184,19 @@ mod tests {
             "it is not closed, or must be"
         );
         drop((one, other));
+    }
+
+    #[test]
+    fn a_connection_with_tls_is_noted_unless_all_are_closed() {
+        let dir = tempfile::tempdir().unwrap();
+        // Without records.
+        std::fs::write(dir.path().join("files.img"), [0x5456_4319_u32, 0x5630_3138].map(u32::to_le_bytes).concat())
+            .unwrap();
+        let end = |port| SocketAddr::new(Ipv4Addr::LOCALHOST.into(), port);
+        let note = |dumped, found: &[_]| close_with_tls(dumped, found, dir.path()).unwrap();
+        assert_eq!((note(Tcp::Keep, &[]), note(Tcp::Close, &[(end(1), end(2))])), (None, None));
+        let text = note(Tcp::Keep, &[(end(1), end(2))]).unwrap();
+        assert!(text.contains("kernel TLS") && text.ends_with("to 127.0.0.1:2"), "{text}");
     }
 
     #[test]
