@@ -379,6 +379,12 @@ def locked():
             time.sleep(2)
             say("WRONG: the lock was free")
             os._exit(7)
+    stopped = os.fork()
+    if stopped == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        say("WRONG: the stopped process runs")
+        os._exit(7)
+    os.waitpid(stopped, os.WUNTRACED)
     count(lambda n: None)
 
 

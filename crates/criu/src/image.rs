@@ -3,6 +3,7 @@
 //! All content may be damaged: lengths are checked against the file before anything is allocated.
 
 mod checked;
+mod cores;
 mod descriptors;
 mod devices;
 mod locks;
@@ -11,7 +12,6 @@ mod memfds;
 mod peers;
 mod queues;
 mod rewrite;
-mod securebits;
 mod sockets;
 mod timers;
 
@@ -24,6 +24,7 @@ use std::path::{Path, PathBuf};
 use prost::Message;
 
 pub use checked::{CheckedFile, checked_files};
+pub use cores::{securebits, stopped};
 pub use descriptors::descriptors;
 pub use devices::{Replaced, without_devices};
 pub use locks::{LostLock, LostLocks, lost_locks};
@@ -31,7 +32,6 @@ pub use mappings::{correct_access, scarce, written_by_mappings};
 pub use memfds::memfd_names;
 pub use peers::{Dangling, dangling_sockets};
 pub use queues::{Queues, Stuck, keep_in_flight};
-pub use securebits::securebits;
 pub use sockets::{TcpSocket, close_connections, close_connections_outwards, tcp_sockets};
 pub use timers::restart_timers;
 

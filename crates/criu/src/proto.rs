@@ -387,8 +387,18 @@ pub(crate) struct KobjIds {
 /// The used fields of `core_entry`.
 #[derive(Clone, Copy, PartialEq, Message)]
 pub(crate) struct CoreEntry {
+    /// Of the first thread of a process only.
+    #[prost(message, optional, tag = "3")]
+    pub(crate) task: Option<TaskCoreEntry>,
     #[prost(message, optional, tag = "5")]
     pub(crate) thread: Option<ThreadCoreEntry>,
+}
+
+/// The used fields of `task_core_entry`.
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct TaskCoreEntry {
+    #[prost(uint32, required, tag = "1")]
+    pub(crate) state: u32,
 }
 
 /// The used fields of `thread_core_entry`.

@@ -522,6 +522,7 @@ fn describe(frozen: &phases::Frozen<'_>) -> Result<Manifest, Error> {
             ids: ids.all,
             cuda,
             cuda_threads: gpus.group.inner_threads(),
+            stopped: moment.stopped.clone(),
             cuda_memory: gpus.used(),
         },
         open_files: moment.open_files.clone(),

@@ -30,8 +30,8 @@ pub(crate) fn hold(root: i32, lost: &LostLocks) {
     }
 }
 
-/// Takes the locks again for the processes that had them. Those that are also `held` for something else stay stopped,
-/// the others are resumed.
+/// Takes the locks again for the processes that had them. Those that are also `held` for something else stay stopped, as
+/// do those that somebody had stopped before the image was taken; the others are resumed.
 pub(crate) fn take_again(root: i32, lost: &LostLocks, held: &[i32]) -> Result<(), Error> {
     let mut waiting = Vec::new();
     for pid in users(root, lost) {

@@ -205,7 +205,9 @@ impl Restore<'_> {
     }
 
     fn take_locks(&mut self) -> Result<(), Error> {
-        Ok(locks::take_again(self.job()?.root.pid(), &self.lost_locks, &self.manifest.tree.cuda)?)
+        let tree = &self.manifest.tree;
+        let held: Vec<i32> = tree.cuda.iter().chain(&tree.stopped).copied().collect();
+        Ok(locks::take_again(self.job()?.root.pid(), &self.lost_locks, &held)?)
     }
 
     /// If the job ends from here on, it was restored and ended afterwards: the policy counts early deaths to decide

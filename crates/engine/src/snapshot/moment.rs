@@ -34,6 +34,8 @@ pub(super) struct Moment {
     pub(super) fifos: Vec<Fifo>,
     pub(super) control_groups: Vec<ControlGroup>,
     pub(super) bindings: Vec<Binding>,
+    /// The processes that somebody else had stopped, as they see themselves.
+    pub(super) stopped: Vec<i32>,
     /// What could not be done, in words; none of it makes the image unusable.
     pub(super) notes: Vec<String>,
 }
@@ -102,6 +104,9 @@ impl Still<'_, '_> {
         let noted = self.note_access()?;
         let groups = groups::capture::find(&tree);
         notes.extend(groups.notes);
+        let ours = self.gpus.group.stopped_inner_pids();
+        let stopped = criu::image::stopped(self.dir).map_err(|e| chain(&e))?;
+        let stopped = stopped.into_iter().filter(|pid| !ours.contains(pid)).collect();
         let mut folders = self.name_files(&mut open_files, &captured)?;
         let mut fifos = record::fifos(self.dir, self.env.root()).map_err(|e| e.to_string())?;
         captured
@@ -131,6 +136,7 @@ impl Still<'_, '_> {
             fifos,
             control_groups: groups.groups,
             bindings: affinity::capture(&tree),
+            stopped,
             notes,
         });
         Ok(())

@@ -210,6 +210,9 @@ pub struct JobTree {
     /// stopped in the image.
     #[serde(default)]
     pub cuda_threads: BTreeMap<i32, i32>,
+    /// The processes that somebody had stopped (SIGSTOP, SIGTSTP), and not rekindle: they stay stopped after a restore.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub stopped: Vec<i32>,
     /// For each process, the GPUs on which it had memory before the freeze, and how many bytes, by UUID, as NVML
     /// reports it. Empty if NVML could not tell, and in an image of an earlier version. A process that is not in it had
     /// none.

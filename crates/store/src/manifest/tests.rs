@@ -66,6 +66,7 @@ fn a_manifest_survives_its_bytes() {
             max_overhead: rekindle_base::Percentage::millionths(10_000),
             persist: Some(Duration::from_secs(9)),
         })),
+        tree: JobTree { stopped: vec![2], ..manifest().tree },
         ..manifest()
     };
     assert_eq!(Manifest::parse(&manifest.to_bytes(&Trust::default()).unwrap(), &Trust::default()).unwrap(), manifest);

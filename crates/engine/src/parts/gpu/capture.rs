@@ -237,6 +237,11 @@ impl Group {
         self.members.iter().map(|m| m.process.pid()).collect()
     }
 
+    /// The same, as they see themselves.
+    pub(crate) fn stopped_inner_pids(&self) -> Vec<i32> {
+        self.members.iter().filter(|m| m.stopped).map(|m| m.inner).collect()
+    }
+
     /// Refuses if a process has memory of another one that it cannot release. Checked before anything is stopped.
     pub(crate) fn check_sharing(&self) -> Result<(), Error> {
         Ok(sharing::check(&self.sharing()?)?)

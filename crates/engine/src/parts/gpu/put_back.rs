@@ -1,5 +1,6 @@
 //! Restores the GPUs of a job before any of its threads runs.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
@@ -105,7 +106,12 @@ pub(crate) fn visible_devices(job: &Job, manifest: &Manifest) -> Option<String> 
 
 /// The CUDA processes of a job, each with its pid as the job sees it. They do not run yet.
 #[derive(Debug, Default)]
-pub(crate) struct Stopped(Vec<(i32, cuda::Process)>);
+pub(crate) struct Stopped {
+    processes: Vec<(i32, cuda::Process)>,
+    /// Those that somebody had stopped before the image was taken, with the driver's thread as we see it.
+    stay: BTreeMap<i32, i32>,
+    patience: Duration,
+}
 
 /// Restores the GPU memory of all CUDA processes at once; the driver does several in parallel (580, measured). `pairs`
 /// name other GPUs, if there are any.
@@ -145,7 +151,10 @@ pub(crate) fn put_back(
     };
     parallel::at_once(&processes, restore).into_iter().collect::<Result<(), Error>>()?;
     take_again(manifest, &processes, copier, dir, ahead)?;
-    Ok(Stopped(processes))
+    let stays = |(pid, _): &&(i32, cuda::Process)| manifest.tree.stopped.contains(pid);
+    let with_thread = |(pid, process): &(i32, cuda::Process)| Ok((*pid, thread(manifest, *pid, process)?));
+    let stay = processes.iter().filter(stays).map(with_thread).collect::<Result<_, Error>>()?;
+    Ok(Stopped { processes, stay, patience: patience(manifest) })
 }
 
 /// The thread of a process that the driver works with, as we see it. The image has its number as the job sees it.
@@ -161,15 +170,19 @@ fn thread(manifest: &Manifest, pid: i32, process: &cuda::Process) -> Result<i32,
     })
 }
 
-/// Lets the CUDA processes run.
-pub(crate) fn go_on(Stopped(processes): &Stopped) -> Result<(), Error> {
-    for (_, process) in processes {
+/// Lets the CUDA processes run, but those that somebody had stopped.
+pub(crate) fn go_on(Stopped { processes, stay, patience }: &Stopped) -> Result<(), Error> {
+    for (_, process) in processes.iter().filter(|(pid, _)| !stay.contains_key(pid)) {
         // A process that died is noticed below.
         let _ = ptrace::go_on(process.pid());
     }
     let unlock = |(pid, process): &(i32, cuda::Process)| match process.state() {
         Ok(cuda::State::Running) => Ok(()),
-        _ => process.unlock().map_err(|source| Error::Cuda { pid: *pid, source }),
+        _ => match stay.get(pid) {
+            Some(thread) => process.unlock_stopped(*thread, *patience),
+            None => process.unlock(),
+        }
+        .map_err(|source| Error::Cuda { pid: *pid, source }),
     };
     parallel::at_once(processes, unlock).into_iter().collect::<Result<(), Error>>()?;
     // In the image, CUDA is announced as locked.
