@@ -362,11 +362,13 @@ def reader():
     count(check)
 
 
-def locked():
+def locked(deleted=False):
     # A lock on a file that is mapped too.
     file = open(path("locked"), "w+b", buffering=0)
     file.truncate(4096)
     mapped("locked", 4096, os.O_RDWR, mmap.PROT_READ | mmap.PROT_WRITE)
+    if deleted:
+        os.unlink(path("locked"))
     fcntl.lockf(file, fcntl.LOCK_EX)
     if os.fork() == 0:
         # A child has none of its parent's locks.
@@ -390,6 +392,7 @@ def locked():
 
 KINDS = {
     "locked": locked,
+    "locked-deleted": lambda: locked(deleted=True),
     "reader": reader,
     "sqlite-wal": lambda: sqlite("wal"),
     "sqlite-journal": lambda: sqlite("delete"),

@@ -494,6 +494,11 @@ impl RemapEntry {
     pub(crate) fn is_link(&self) -> bool {
         self.remap_type.unwrap_or(0) == 0
     }
+
+    /// Whether the file has no name any more, and the image has its content.
+    pub(crate) fn is_ghost(&self) -> bool {
+        self.remap_type == Some(1)
+    }
 }
 
 /// `stats_entry`.

@@ -155,6 +155,21 @@ fn a_lock_on_a_file_that_is_mapped_is_held_when_the_job_runs_again() {
     finish(&lab, run);
 }
 
+/// Its other process tries to take it all the time.
+#[test]
+fn a_lock_on_a_deleted_file_that_is_mapped_is_held_when_the_job_runs_again() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = start(&lab, "locked-deleted");
+    for _ in 0..2 {
+        run.snapshot(&lab);
+        run.crash(&lab);
+        count_on(&lab, &mut run, 5);
+    }
+    std::thread::sleep(std::time::Duration::from_secs(3));
+    assert!(!lab.output().contains("WRONG"), "{}", lab.output());
+    finish(&lab, run);
+}
+
 #[test]
 fn what_does_not_fit_is_named_once_and_is_not_restored_over() {
     let Some(lab) = Lab::new() else { return };

@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 
 use super::descriptors::table_of;
 use super::devices::{MM, images};
-use super::{Error, Records, damaged, names};
-use crate::proto::{FileLockEntry, MmEntry};
+use super::{Error, FILES, Records, absolute, damaged, names, remaps};
+use crate::proto::{FileEntry, FileLockEntry, MmEntry};
 use rekindle_os::ptrace::PosixLock;
 
 const FILE_LOCKS: u32 = 0x5432_3616;
@@ -56,31 +56,64 @@ pub fn lost_locks(dir: &Path) -> Result<LostLocks, Error> {
     let locks: Vec<FileLockEntry> = Records::open(path_of_locks.clone(), FILE_LOCKS)?.all()?;
     let locks = locks.into_iter().filter(|lock| lock.flag & POSIX != 0);
     let (mut found, mut files): (Vec<LostLock>, Option<_>) = (Vec::new(), None);
+    let mut locked = BTreeSet::new();
     for lock in locks {
-        let names = match &files {
-            Some(names) => names,
-            None => files.insert(names(dir)?),
+        let files = match &files {
+            Some(files) => files,
+            None => files.insert(all_files(dir)?),
         };
         let file =
             table_of(dir, lock.pid)?.iter().find(|entry| entry.fd.cast_signed() == lock.fd).map(|entry| entry.id);
-        let Some(path) = file.and_then(|id| names.get(&id)) else { continue };
-        let mapped: BTreeSet<&PathBuf> = mapped_files(dir, lock.pid)?.iter().filter_map(|id| names.get(id)).collect();
-        if mapped.contains(path) {
+        let Some(file) = file.and_then(|id| files.get(&id)) else { continue };
+        let mapped = mapped_files(dir, lock.pid)?;
+        if mapped.iter().filter_map(|id| files.get(id)).any(|mapped| mapped.same == file.same) {
             let kind = i16::try_from(lock.kind).map_err(|error| damaged(&path_of_locks, error.to_string()))?;
             let held = PosixLock { kind, start: lock.start, length: lock.length };
-            found.push(LostLock { pid: lock.pid, fd: lock.fd, path: path.clone(), lock: held });
+            found.push(LostLock { pid: lock.pid, fd: lock.fd, path: file.path.clone(), lock: held });
+            locked.insert(file.same.clone());
         }
     }
     let mut lost = LostLocks { locks: found, users: BTreeSet::new() };
-    if let (false, Some(names)) = (lost.locks.is_empty(), files) {
-        lost.users = users(dir, &lost.locks, &names)?;
+    if let (false, Some(files)) = (lost.locks.is_empty(), files) {
+        lost.users = users(dir, &locked, &files)?;
     }
     Ok(lost)
 }
 
-/// The processes that have a file of these locks open or mapped.
-fn users(dir: &Path, locks: &[LostLock], names: &BTreeMap<u32, PathBuf>) -> Result<BTreeSet<i32>, Error> {
-    let is_one = |id: &u32| names.get(id).is_some_and(|path| locks.iter().any(|lock| lock.path == *path));
+/// What tells that two entries are of one file.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+enum Same {
+    Name(PathBuf),
+    /// A deleted file without another name, by the id of its content in the image.
+    Ghost(u32),
+}
+
+/// A regular file of files.img.
+struct File {
+    same: Same,
+    path: PathBuf,
+}
+
+/// All regular files, by their id.
+fn all_files(dir: &Path) -> Result<BTreeMap<u32, File>, Error> {
+    let named = |(id, path): (u32, PathBuf)| (id, File { same: Same::Name(path.clone()), path });
+    let mut all: BTreeMap<u32, File> = names(dir)?.into_iter().map(named).collect();
+    let ghosts: BTreeMap<u32, u32> =
+        remaps(dir)?.iter().filter(|remap| remap.is_ghost()).map(|remap| (remap.orig_id, remap.remap_id)).collect();
+    if ghosts.is_empty() {
+        return Ok(all);
+    }
+    let entries: Vec<FileEntry> = Records::open(dir.join("files.img"), FILES)?.all()?;
+    all.extend(entries.iter().filter_map(|entry| {
+        let (ghost, reg) = (ghosts.get(&entry.id)?, entry.reg.as_ref()?);
+        Some((entry.id, File { same: Same::Ghost(*ghost), path: absolute(&reg.name) }))
+    }));
+    Ok(all)
+}
+
+/// The processes that have one of these files open or mapped.
+fn users(dir: &Path, locked: &BTreeSet<Same>, files: &BTreeMap<u32, File>) -> Result<BTreeSet<i32>, Error> {
+    let is_one = |id: &u32| files.get(id).is_some_and(|file| locked.contains(&file.same));
     let mut users = BTreeSet::new();
     for (pid, _) in images(dir, "ids-")? {
         let Ok(pid) = pid.parse() else { continue };
