@@ -375,8 +375,12 @@ fn limit_for(taken: &[i32], machine: i32) -> i32 {
 }
 
 fn pid_max() -> i32 {
-    let limit = std::fs::read_to_string("/proc/sys/kernel/pid_max").ok().and_then(|t| t.trim().parse().ok());
-    limit.unwrap_or(32768)
+    read_pid_max().unwrap_or(32768)
+}
+
+/// The limit of our own PID namespace.
+pub(crate) fn read_pid_max() -> Option<i32> {
+    std::fs::read_to_string("/proc/sys/kernel/pid_max").ok()?.trim().parse().ok()
 }
 
 fn largest_gap(taken: &[i32], limit: i32) -> i32 {

@@ -5,7 +5,7 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use crate::launch::host;
+use crate::launch::{host, world};
 use crate::parts::files::place::{self, Astray, Trusted};
 use crate::parts::gpu::placement::{Devices, Wishes};
 use rekindle_criu::Version;
@@ -20,6 +20,8 @@ use rekindle_store::manifest::{Host, MappedFile};
 pub struct Here {
     /// Processor and kernel.
     pub(crate) host: Host,
+    /// The pids of this machine are below it (`kernel.pid_max`).
+    pub(crate) pid_max: Option<i32>,
     /// CRIU's version, if it is installed.
     pub(crate) criu: Option<Version>,
     /// The version of the NVIDIA driver; `None` without a driver, or if the job does not use CUDA.
@@ -74,7 +76,8 @@ impl Here {
             (file.path.to_path_buf(), look_at(&file.path, file.build_id.is_some(), trusted))
         };
         let files = files.map(look);
-        Here { host: host::describe(), criu, driver, devices, wishes: wishes.clone(), files: files.collect() }
+        let pid_max = world::read_pid_max();
+        Here { host: host::describe(), pid_max, criu, driver, devices, wishes: wishes.clone(), files: files.collect() }
     }
 
     /// Queries the GPUs again, because their free memory changes.

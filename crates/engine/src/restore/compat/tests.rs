@@ -6,7 +6,7 @@ use crate::parts::gpu::placement::{Device, Devices, Health, Wishes};
 use crate::samples::manifest as sample_manifest;
 use rekindle_criu::Version;
 use rekindle_cuda::GpuUuid;
-use rekindle_store::manifest::{Gpu, MappedFile};
+use rekindle_store::manifest::{Gpu, MappedFile, PidNamespace};
 
 const PROGRAM: &str = "/opt/job/program";
 
@@ -55,6 +55,7 @@ fn image() -> (Manifest, Here) {
     let now = FileHere::File { size: 1000, mode: 0o100_755, owner: 0, build_id };
     let here = Here {
         host: manifest.host.clone(),
+        pid_max: Some(32768),
         criu: Some(Version(4, 2, 1)),
         driver: manifest.driver.clone(),
         devices: devices([("NVIDIA H200", 0xa), ("NVIDIA H200", 0xb)]),
@@ -336,4 +337,31 @@ fn facts_are_those_of_this_machine() {
     assert_eq!(here.files[folder.path()], FileHere::NotAFile);
     assert_eq!(here.files[&gone], FileHere::Missing);
     assert!(!here.host.kernel.is_empty() && here.devices.all.is_empty());
+}
+
+#[test]
+fn pids_above_the_limit_of_an_older_kernel_are_fatal() {
+    let (mut manifest, mut here) = image();
+    manifest.tree.ids = vec![1, 40_000, 2];
+    let differences = compare(&manifest, &here);
+    let [difference] = &differences[..] else { panic!("{differences:#?}") };
+    assert!(difference.is_fatal());
+    let text = difference.to_string();
+    assert!(
+        text.contains("the pid 40000") && text.contains("kernel.pid_max = 32768; run `sysctl kernel.pid_max=4194304`"),
+        "{text}"
+    );
+    for (kernel, namespace, fits) in [
+        ("6.13.9", PidNamespace::Private, false),
+        ("6.14.0-rc1", PidNamespace::Private, true),
+        ("6.18.44", PidNamespace::Host, false),
+        ("odd", PidNamespace::Private, true),
+    ] {
+        (manifest.tree.pid_namespace, here.host.kernel) = (namespace, kernel.into());
+        manifest.host.kernel = kernel.into();
+        assert_eq!(compare(&manifest, &here).is_empty(), fits, "{kernel} {namespace:?}");
+    }
+    here.pid_max = Some(40_001);
+    here.host.kernel = manifest.host.kernel.clone();
+    assert_eq!(compare(&manifest, &here), []);
 }

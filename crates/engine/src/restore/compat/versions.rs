@@ -1,11 +1,27 @@
-//! The software below the job: CRIU and the kernel.
+//! The software below the job: CRIU and the kernel, and the pids that the kernel gives.
 
 use super::{Difference, Here, Severity};
 use rekindle_criu::Version;
 use rekindle_store::Manifest;
+use rekindle_store::manifest::PidNamespace;
 
 pub(super) fn compare(manifest: &Manifest, here: &Here) -> Vec<Difference> {
-    criu(manifest, here).into_iter().chain(kernel(manifest, here)).collect()
+    criu(manifest, here).into_iter().chain(kernel(manifest, here)).chain(pids(manifest, here)).collect()
+}
+
+fn release(text: &str) -> Option<(u32, u32)> {
+    Version::parse(text).map(|version| (version.0, version.1))
+}
+
+/// The kernel refuses a process with a pid that is not below its limit. Since Linux 6.14 a new PID namespace has the highest limit
+/// there is; before, that of the machine applies to all.
+fn pids(manifest: &Manifest, here: &Here) -> Option<Difference> {
+    let (highest, limit) = (manifest.tree.ids.iter().copied().max()?, here.pid_max?);
+    let has_its_own = manifest.tree.pid_namespace == PidNamespace::Private && release(&here.host.kernel)? >= (6, 14);
+    (highest >= limit && !has_its_own).then(|| {
+        Difference::new(Severity::Fatal, "pids", format!("the pid {highest}"), format!("kernel.pid_max = {limit}"))
+            .advise("run `sysctl kernel.pid_max=4194304`")
+    })
 }
 
 /// A newer CRIU can write images that an older one cannot read, and the older one does not always report it.
@@ -18,7 +34,6 @@ fn criu(manifest: &Manifest, here: &Here) -> Option<Difference> {
 /// The job may use system calls that an older kernel does not have, and may have checked for them only once. Kernels
 /// add no system calls within a release.
 fn kernel(manifest: &Manifest, here: &Here) -> Option<Difference> {
-    let release = |text: &str| Version::parse(text).map(|version| (version.0, version.1));
     let (then, now) = (&manifest.host.kernel, &here.host.kernel);
     let difference = || Difference::new(Severity::Warning, "kernel", then, now);
     (release(now)? < release(then)?).then(|| {
