@@ -25,7 +25,7 @@ use prost::Message;
 
 pub use checked::{CheckedFile, checked_files};
 pub use cores::{securebits, stopped};
-pub use descriptors::descriptors;
+pub use descriptors::{UnixListener, descriptors, unix_listeners};
 pub use devices::{Replaced, without_devices};
 pub use locks::{LostLock, LostLocks, lost_locks};
 pub use mappings::{correct_access, scarce, written_by_mappings};

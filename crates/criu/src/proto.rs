@@ -193,6 +193,25 @@ pub(crate) struct UnixSocketEntry {
     pub name: Vec<u8>,
 }
 
+/// `file_entry` of a UNIX socket that may listen.
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct ListenerFileEntry {
+    #[prost(uint32, required, tag = "2")]
+    pub id: u32,
+    #[prost(message, optional, tag = "16")]
+    pub unix: Option<ListenerEntry>,
+}
+
+/// The used fields of `unix_sk_entry`.
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct ListenerEntry {
+    /// As of TCP, in the kernel's `tcp_states.h`.
+    #[prost(uint32, required, tag = "4")]
+    pub state: u32,
+    #[prost(uint32, required, tag = "7")]
+    pub backlog: u32,
+}
+
 /// The used fields of `inet_sk_entry`.
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct InetSocketEntry {

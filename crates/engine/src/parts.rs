@@ -12,6 +12,7 @@
 //! | `fds` | descriptors in flight between processes | by CRIU; the snapshot waits for those that CRIU cannot restore |
 //! | `events` | nothing: the snapshot waits until events of inotify and fanotify are read | watches by CRIU |
 //! | `locks` | file locks, by CRIU | those that CRIU loses |
+//! | `listeners` | UNIX sockets, by CRIU | the user whom their clients see |
 //! | `access` | rights and open files of each process | compared before the job runs |
 
 pub(crate) mod access;
@@ -24,5 +25,6 @@ pub mod gpu;
 pub(crate) mod groups;
 pub(crate) mod kept;
 pub(crate) mod landing;
+pub(crate) mod listeners;
 pub(crate) mod locks;
 pub(crate) mod tcp;

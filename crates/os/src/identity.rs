@@ -88,6 +88,32 @@ pub fn with_file_rights_in<T: Send>(
     })
 }
 
+/// Runs `work` in a thread whose effective ids and groups are the user's. The real and saved ones stay root's, so that the user
+/// cannot signal the thread, and with it this process (kill(2)).
+///
+/// # Errors
+/// When the kernel does not let us switch; `work` was not run then.
+pub fn with_effective_ids<T: Send>(
+    uid: u32,
+    gid: u32,
+    groups: &[u32],
+    work: impl FnOnce() -> T + Send,
+) -> io::Result<T> {
+    let groups: Vec<_> = groups.iter().map(|group| Gid::from_raw_unchecked(*group)).collect();
+    let (uid, gid) = (Uid::from_raw_unchecked(uid), Gid::from_raw_unchecked(gid));
+    // -1 changes nothing.
+    let (same_user, same_group) = (Uid::from_raw_unchecked(u32::MAX), Gid::from_raw_unchecked(u32::MAX));
+    std::thread::scope(|scope| {
+        let thread = scope.spawn(move || {
+            set_thread_groups(&groups)?;
+            set_thread_res_gid(same_group, gid, same_group)?;
+            set_thread_res_uid(same_user, uid, same_user)?;
+            Ok(work())
+        });
+        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
+}
+
 /// Metadata of the file at this path, if this thread may open it with `access` (bits of a permission triple). Nothing
 /// is opened, because opening a device or a FIFO can have effects or block.
 ///

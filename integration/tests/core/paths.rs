@@ -100,6 +100,17 @@ fn an_untouched_job_is_restored_whole() {
     assert!(!left.iter().any(|name| name.to_string_lossy().contains("ghost")), "{left:?}");
 }
 
+#[test]
+fn clients_of_a_restored_socket_see_the_user_as_its_server() {
+    let Some(scene) = Scene::new(&["socket"]) else { return };
+    let mut run = scene.lab.run(&scene.command);
+    run.wait_said("the job was restored from image");
+    let client = std::os::unix::net::UnixStream::connect(scene.theirs.join("d/daemon.sock")).unwrap();
+    let server = nix::sys::socket::getsockopt(&client, nix::sys::socket::sockopt::PeerCredentials).unwrap();
+    assert_eq!(server.uid(), 65534);
+    scene.lab.kill_9(run);
+}
+
 /// CRIU unlinks the socket and binds it anew: through a link that would be root's.
 #[test]
 fn a_socket_of_roots_is_not_taken_through_a_link() {

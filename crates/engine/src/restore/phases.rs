@@ -17,7 +17,7 @@ use crate::parts::files::put_back as files;
 use crate::parts::gpu::placement::Relocation;
 use crate::parts::gpu::put_back as gpu;
 use crate::parts::kept::put_back::Ahead;
-use crate::parts::{access, affinity, groups, locks, tcp};
+use crate::parts::{access, affinity, groups, listeners, locks, tcp};
 use crate::snapshot::CRIU_DIR;
 use crate::steps::{self, Failed, Step, Timer};
 use rekindle_base::chain;
@@ -325,6 +325,7 @@ pub(super) fn run_criu(
     let log_dir = request.folder.log_dir();
     let wanted = access::Wanted { user: request.identity, privileges: request.privileges, manifest, log_dir: &log_dir };
     let descriptors = criu::image::descriptors(&images).map_err(criu::RunError::Image)?;
+    let unix_listeners = criu::image::unix_listeners(&images).map_err(criu::RunError::Image)?;
     let securebits = criu::image::securebits(&images).map_err(criu::RunError::Image)?;
     access::check_securebits(&securebits, request.identity)
         .map_err(|why| Error::Refused { id: request.image.id, why })?;
@@ -354,6 +355,7 @@ pub(super) fn run_criu(
         if first {
             return Ok(());
         }
+        listeners::own(root, &unix_listeners, request.identity);
         locks::hold(root, lost_locks);
         groups::put_back::put_back(root, manifest, request.identity);
         affinity::put_back(root, manifest);
