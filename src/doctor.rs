@@ -21,6 +21,7 @@ mod memory;
 mod network;
 mod nvidia;
 mod rights;
+mod scheduler;
 mod staging;
 mod store;
 mod trial;
@@ -31,6 +32,7 @@ use std::path::PathBuf;
 use serde::Serialize;
 
 use crate::config::Config;
+use crate::scheduler::Scheduler;
 pub(crate) use workloads::Workload;
 
 /// The result of a check.
@@ -146,6 +148,7 @@ struct Facts {
     memory: memory::Facts,
     staging: staging::Facts,
     store: store::Facts,
+    scheduler: Scheduler,
 }
 
 /// Looks at everything and judges it. `criu` is the CRIU that the user named, if any. Takes about a second: most of it
@@ -177,6 +180,7 @@ fn gather(config: &Config, named: Option<PathBuf>) -> Facts {
             memory: memory::gather(),
             staging: staging::gather(config),
             store: store::gather(&config.store.directory),
+            scheduler: scheduler::gather(config),
         }
     })
 }
@@ -196,6 +200,7 @@ fn judge(facts: &Facts, config: &Config) -> Report {
     checks.push(memory::judge_room(&facts.memory, &facts.nvidia.gpus.gpus, facts.cgroup.headroom, reserve));
     checks.extend(staging::judge(&facts.staging, config, &facts.memory, &facts.nvidia, facts.cgroup.headroom));
     checks.extend(store::judge(&facts.store, config.store.min_free.bytes()));
+    checks.extend(scheduler::judge(&facts.scheduler, config.scheduler.requeue));
     checks.extend(boundaries::judge(&facts.boundaries, config));
     let (counts, workloads) = (Counts::of(&checks), workloads::judge(&checks, &facts.nvidia));
     Report { run_works: counts.missing == 0, counts, checks, workloads }

@@ -18,6 +18,10 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// Machines that cannot agree ask one after the other: longer than a command may take, and than Slurm takes to end a job.
 const TURN: Duration = Duration::from_secs(60);
 
+/// How sudo passes the job's number on.
+pub(crate) const PRESERVE: &str =
+    "With sudo, use --preserve-env=SLURM_JOB_ID,SLURM_ARRAY_JOB_ID,SLURM_ARRAY_TASK_ID";
+
 /// Why a request to Slurm failed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
@@ -52,8 +56,9 @@ pub(crate) enum Error {
     },
     /// There is no job to queue again.
     #[error(
-        "scheduler.requeue = \"scontrol\" needs SLURM_JOB_ID, which is not set. With sudo, use \
-        --preserve-env=SLURM_JOB_ID,SLURM_ARRAY_JOB_ID,SLURM_ARRAY_TASK_ID"
+        "scheduler.requeue = \"scontrol\" needs a job of Slurm, and SLURM_JOB_ID is not set, or scheduler.profile is \
+        \"none\". {}",
+        PRESERVE
     )]
     NoJob,
 }
@@ -188,10 +193,15 @@ impl Scheduler {
         Ok(left.map(|left| Utc::now() + left))
     }
 
-    /// Whether [`Scheduler::requeue`] does something.
-    #[must_use]
-    pub(crate) fn is_asked_to_requeue(&self) -> bool {
-        self.profile == Profile::Slurm
+    /// The job that `scontrol requeue` queues again; none if the exit code does it.
+    ///
+    /// # Errors
+    /// When no job of Slurm is known, and nothing would queue the job again.
+    pub(crate) fn queued_by_slurm(&self) -> Result<Option<&str>, Error> {
+        match self.profile {
+            Profile::Sge | Profile::HtCondor => Ok(None),
+            Profile::Slurm | Profile::None | Profile::Auto => self.slurm_job.as_deref().map(Some).ok_or(Error::NoJob),
+        }
     }
 
     /// Makes Slurm queue a job of several machines again, unless another machine has done that. `turn` is the number of
@@ -200,9 +210,10 @@ impl Scheduler {
     /// # Errors
     /// When Slurm does not do it.
     pub(crate) fn requeue_in_turn(&self, turn: u32) -> Result<(), Error> {
+        let Some(job) = self.queued_by_slurm()? else { return Ok(()) };
         std::thread::sleep(TURN.saturating_mul(turn));
         // If Slurm does not say so, it is asked all the same: it refuses to queue a job twice.
-        if self.runs_here().is_ok_and(|runs| !runs) {
+        if ask(job, "%T").is_ok_and(|state| !matches!(state.as_str(), "RUNNING" | "SUSPENDED")) {
             tracing::info!("Slurm has queued the job again already");
             return Ok(());
         }
@@ -212,23 +223,16 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Whether the job still runs, and is not being ended.
-    fn runs_here(&self) -> Result<bool, Error> {
-        let job = self.slurm_job.as_ref().ok_or(Error::NoJob)?;
-        Ok(matches!(ask(job, "%T")?.as_str(), "RUNNING" | "SUSPENDED"))
-    }
-
-    /// Makes Slurm queue the job again, which ends it, so this must be the last action. Other schedulers use the exit
-    /// code.
+    /// Makes Slurm queue the job again, which ends it, so this must be the last action. Grid Engine and HTCondor use the
+    /// exit code.
     ///
     /// # Errors
-    /// When Slurm does not do it.
+    /// When Slurm does not do it, or no job of Slurm is known.
     pub(crate) fn requeue(&self) -> Result<(), Error> {
-        if self.profile != Profile::Slurm {
-            return Ok(());
+        match self.queued_by_slurm()? {
+            Some(job) => run(&["scontrol", "requeue", job]).map(drop),
+            None => Ok(()),
         }
-        let job = self.slurm_job.as_ref().ok_or(Error::NoJob)?;
-        run(&["scontrol", "requeue", job]).map(drop)
     }
 }
 
@@ -362,7 +366,20 @@ mod tests {
         let sge = find(Profile::Sge, &[]);
         assert_eq!((sge.requeue_code(), sge.job_name()), (99, None));
         assert!(sge.requeue().is_ok(), "the exit code does it");
-        assert!(matches!(find(Profile::Slurm, &[]).requeue(), Err(Error::NoJob)));
+    }
+
+    /// With sudo the variables may be missing, and the profile is none then.
+    #[test]
+    fn a_job_that_slurm_is_not_asked_to_queue_again_is_not_said_to_be() {
+        let none = find(Profile::None, &[("SLURM_JOB_ID", "7")]);
+        for unknown in [find(Profile::Auto, &[]), find(Profile::Slurm, &[]), none] {
+            assert!(matches!(unknown.requeue(), Err(Error::NoJob)), "{unknown:?}");
+            let began = Instant::now();
+            assert!(matches!(unknown.requeue_in_turn(1), Err(Error::NoJob)), "{unknown:?}");
+            assert!(began.elapsed() < TURN, "it waits for nobody");
+        }
+        assert_eq!(find(Profile::Auto, &[("SLURM_JOB_ID", "7")]).queued_by_slurm().unwrap(), Some("7"));
+        assert!(find(Profile::HtCondor, &[]).requeue_in_turn(1).is_ok(), "the exit code does it");
     }
 
     #[test]

@@ -460,6 +460,10 @@ fn supervise(
     let job_api = provide::job_api(&config, &mut spec, &folder);
     let scheduler = find_scheduler(&config);
     let requeue = config.scheduler.requeue;
+    let queued_by_slurm = scheduler.queued_by_slurm().map(|job| job.is_some());
+    if let (Requeue::Scontrol, Err(error)) = (requeue, &queued_by_slurm) {
+        tracing::warn!("a job that is stopped to be queued again will not be queued again: {error}");
+    }
     let member =
         terms.place.map(|it| it.place.member(&config, &folder, &criu, it.keep, (it.is_fresh, it.uses_replica)));
     let member = member.transpose();
@@ -495,8 +499,9 @@ fn supervise(
         group: member,
     };
     let job = setup.folder.name().clone();
-    // The machines of a group agree about who asks.
-    let requeue = if setup.group.is_some() { Requeue::ExitCode } else { requeue };
+    // The machines of a group agree about who asks Slurm.
+    let is_done = setup.group.is_some() && queued_by_slurm.is_ok();
+    let requeue = if is_done { Requeue::ExitCode } else { requeue };
     let finish = supervisor::run(setup)?;
     if let (Finish::Completed, Some(seen)) = (&finish, seen) {
         trust::forget(&seen, &lineage);

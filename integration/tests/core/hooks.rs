@@ -188,6 +188,19 @@ fn a_job_is_queued_again_though_a_signal_ends_the_wait_for_hooks() {
     assert_eq!(lab.read("requeued"), "requeue 7\n");
 }
 
+/// As with sudo, which drops SLURM_JOB_ID.
+#[test]
+fn a_job_that_slurm_cannot_be_asked_for_says_so_at_its_start_and_at_its_end() {
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab.set("scheduler.requeue", "\"scontrol\"");
+    let mut run = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]);
+    run.wait_said("will not be queued again: scheduler.requeue");
+    count_on(&lab, &mut run, 2);
+    run.signal(Signal::SIGUSR2);
+    run.wait_said("the job is not queued again: scheduler.requeue");
+    run.ends_with(75);
+}
+
 /// Takes requests and answers each with 200; hands on their bodies.
 fn server() -> (u16, mpsc::Receiver<Value>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();

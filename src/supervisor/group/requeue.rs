@@ -23,7 +23,8 @@ impl Owner<'_> {
     /// Whether this member stays in the group after the end of the run, to have the job queued again.
     pub(in crate::supervisor) fn queues_again(&self, finish: &Finish) -> bool {
         let setup = self.setup;
-        let asks = setup.config.scheduler.requeue == Requeue::Scontrol && setup.time.scheduler.is_asked_to_requeue();
+        let by_slurm = || setup.time.scheduler.queued_by_slurm().is_ok_and(|job| job.is_some());
+        let asks = setup.config.scheduler.requeue == Requeue::Scontrol && by_slurm();
         finish.is_queued_again() && asks && self.group.is_some() && self.lease.is_held()
     }
 
