@@ -4,13 +4,18 @@
 //! Only the environment is read; [`Scheduler::ask_end`] and [`Scheduler::requeue`] run Slurm's commands and wait for
 //! them, so they must be called on a thread that may block.
 
-use std::io::Read;
-use std::process::{Command, Stdio};
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use chrono::{DateTime, Utc};
+use nix::fcntl::OFlag;
 
 use crate::config::Profile;
+use rekindle_base::Ended;
+use rekindle_engine::launch::find_program;
+use rekindle_os::spawn::{Child, Open, Spawn};
 
 /// Time limit for Slurm's commands. They give up on a controller that does not answer after MessageTimeout, 10 s by
 /// default, and some tries.
@@ -32,7 +37,7 @@ pub(crate) enum Error {
         command: String,
         /// The kernel's answer.
         #[source]
-        source: std::io::Error,
+        source: io::Error,
     },
     /// It failed.
     #[error("{command} failed: {said}")]
@@ -285,39 +290,48 @@ fn duration(text: &str) -> Option<Duration> {
 /// Runs a command of Slurm and returns its output.
 fn run(line: &[&str]) -> Result<String, Error> {
     let command = line.join(" ");
-    let (program, args) = line.split_first().unwrap_or((&"true", &[]));
     let failed = |source| Error::Run { command: command.clone(), source };
-    let mut child = Command::new(program)
-        .args(args)
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .map_err(failed)?;
+    let (child, mut out, mut err) = start(line).map_err(failed)?;
     let deadline = Instant::now() + PATIENCE;
     // Its output is one line, which fits in a pipe.
-    let status = loop {
-        match child.try_wait().map_err(failed)? {
-            Some(status) => break status,
-            None if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(20)),
-            None => {
-                let _ = child.kill();
-                let _ = child.wait();
-                return Err(Error::Silent { command });
-            }
+    while !child.has_ended().map_err(failed)? {
+        if Instant::now() >= deadline {
+            let _ = child.signal(libc::SIGKILL);
+            let _ = child.wait();
+            return Err(Error::Silent { command });
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let mut text = String::new();
+    match child.wait().map_err(failed)? {
+        Ended::Exit(0) => out.read_to_string(&mut text).map_err(failed)?,
+        ended => {
+            err.read_to_string(&mut text).map_err(failed)?;
+            return Err(Error::Failed { command, said: format!("{ended}, {}", text.trim().replace('\n', "; ")) });
         }
     };
-    let mut text = String::new();
-    if status.success() {
-        if let Some(mut out) = child.stdout.take() {
-            out.read_to_string(&mut text).map_err(failed)?;
-        }
-        return Ok(text);
-    }
-    if let Some(mut err) = child.stderr.take() {
-        err.read_to_string(&mut text).map_err(failed)?;
-    }
-    Err(Error::Failed { command, said: format!("{status}, {}", text.trim().replace('\n', "; ")) })
+    Ok(text)
+}
+
+/// Starts a command. Returns its process, its output, and its error messages.
+///
+/// It is a known child: the supervisor takes unknown ones for those of a failed restore, kills and reaps them.
+fn start(line: &[&str]) -> io::Result<(Child, File, File)> {
+    let (program, args) = line.split_first().unwrap_or((&"true", &[]));
+    let path = std::env::var_os("PATH");
+    let program = find_program(program.as_ref(), Path::new("/"), path.as_deref()).map_err(io::Error::other)?;
+    let (out, to_out) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
+    let (err, to_err) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
+    let child = Spawn::new(&program, args)
+        .map_err(io::Error::other)?
+        .open(Open { fd: 0, path: c"/dev/null".into(), flags: libc::O_RDONLY })
+        .fd(to_out, 1)
+        .fd(to_err, 2)
+        // Ctrl-C is for the job.
+        .session()
+        .start()
+        .map_err(io::Error::other)?;
+    Ok((child, out.into(), err.into()))
 }
 
 #[cfg(test)]
@@ -428,5 +442,24 @@ mod tests {
         let said = run(&["sh", "-c", "echo no such job >&2; exit 3"]).unwrap_err().to_string();
         assert!(said.contains("no such job") && said.contains('3'), "{said}");
         assert!(matches!(run(&["/nowhere/squeue"]), Err(Error::Run { .. })));
+    }
+
+    /// Otherwise a failed restore would kill it (`job.pid-namespace = "host"`), or reap it before its result is known.
+    #[test]
+    fn a_command_is_a_known_child_of_the_supervisor() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("pid");
+        let script = format!("echo $$ >{0}.new; mv {0}.new {0}; exec sleep 60", file.display());
+        let asked = std::thread::spawn(move || run(&["sh", "-c", &script]));
+        let until = Instant::now() + Duration::from_secs(20);
+        while !file.exists() {
+            assert!(Instant::now() < until);
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let pid: i32 = std::fs::read_to_string(&file).unwrap().trim().parse().unwrap();
+        let is_known = rekindle_os::spawn::is_known(pid);
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL).unwrap();
+        assert!(matches!(asked.join().unwrap(), Err(Error::Failed { .. })));
+        assert!(is_known, "pid {pid}");
     }
 }

@@ -2,8 +2,9 @@
 //! stopped, to be queued again.
 //!
 //! The deadline is the configured one, otherwise the scheduler's. A separate thread asks the scheduler: at the start,
-//! and again before the final snapshot, because a time limit can be changed. A [`forecast`] says how early the snapshot
-//! must start. It is computed each time the owner wakes, from the events of this and earlier runs.
+//! and again before the final snapshot, because a time limit can be changed. As long as it fails and no deadline is known,
+//! it asks every two minutes. A [`forecast`] says how early the snapshot must start. It is computed each time the owner
+//! wakes, from the events of this and earlier runs.
 //!
 //! A power cut loses nothing: all of this is determined again.
 
@@ -26,6 +27,8 @@ use rekindle_base::chain;
 
 /// How long before the final snapshot the scheduler is asked again: longer than the timeout of its commands.
 const ASK_AGAIN: Duration = Duration::from_secs(40);
+/// How long after an attempt that failed the scheduler is asked again, if the deadline is not known.
+const ASK_AGAIN_AFTER: Duration = Duration::from_secs(120);
 /// How many bytes of the journal are read: some hundred events.
 const LOOK_BACK: u64 = 128 << 10;
 
@@ -38,6 +41,8 @@ enum Asked {
     /// Not again for the present end: that is done shortly before the final snapshot.
     Once,
     Again,
+    /// It did not answer, and no end is known. It is asked at this time.
+    InVain(Instant),
 }
 
 /// The deadline of the run, and the final snapshot before it.
@@ -125,8 +130,8 @@ impl Deadline {
         self.end.into_iter().chain(self.notice).min()
     }
 
-    /// Records the scheduler's answer.
-    fn is_known(&mut self, answer: Answer) {
+    /// Records the scheduler's answer at `now`.
+    fn is_known(&mut self, answer: Answer, now: Instant) {
         match answer {
             Ok(Some(end)) => {
                 // The scheduler reports the time left in whole seconds.
@@ -138,9 +143,17 @@ impl Deadline {
                     self.asked = Asked::Once;
                 }
             }
-            Ok(None) => self.end = None,
+            Ok(None) => (self.end, self.asked) = (None, Asked::Once),
             Err(error) if self.end.is_none() => {
-                tracing::warn!("the deadline is unknown, so no final snapshot is taken before it: {}", chain(&error));
+                let before = std::mem::replace(&mut self.asked, Asked::InVain(now + ASK_AGAIN_AFTER));
+                if !matches!(before, Asked::InVain(_)) {
+                    tracing::warn!(
+                        "the deadline is unknown, so no final snapshot is taken before it: {}. The scheduler is asked \
+                        again every {}",
+                        chain(&error),
+                        humantime::format_duration(ASK_AGAIN_AFTER)
+                    );
+                }
             }
             Err(error) => tracing::debug!("the deadline is unchanged: {}", chain(&error)),
         }
@@ -148,9 +161,14 @@ impl Deadline {
 
     /// Plans the final snapshot at `now`, which is `time` on the wall clock.
     fn plan(&mut self, facts: &Facts, now: Instant, time: DateTime<Utc>) -> Planned {
+        let asks_again = matches!(self.asked, Asked::InVain(at) if at <= now);
+        if asks_again {
+            // Until it answers.
+            self.asked = Asked::InVain(now + ASK_AGAIN_AFTER);
+        }
         let Some(end) = self.end().filter(|_| !self.done) else {
             self.begin = None;
-            return Planned::default();
+            return Planned { asks: asks_again, ..Planned::default() };
         };
         let forecast = facts.forecast;
         // A stop waits for the image that is being stored.
@@ -187,7 +205,7 @@ impl Deadline {
         self.done = left.is_zero();
         Planned {
             no_interval_from: now.checked_add(left.saturating_sub(busy)),
-            asks,
+            asks: asks || asks_again,
             last_call: left.is_zero().then(|| LastCall {
                 end,
                 until: now + (end - time).to_std().unwrap_or_default(),
@@ -216,10 +234,12 @@ impl Deadline {
         })
     }
 
-    /// When the final snapshot starts.
+    /// When the final snapshot starts, or the scheduler is asked again.
     pub(super) fn next_wake(&self, now: Instant, time: DateTime<Utc>) -> Option<Instant> {
-        let begin = self.begin.filter(|_| !self.done)?;
-        now.checked_add((begin - time).to_std().unwrap_or_default())
+        let begin = self.begin.filter(|_| !self.done);
+        let begin = begin.and_then(|begin| now.checked_add((begin - time).to_std().unwrap_or_default()));
+        let again = if let Asked::InVain(at) = self.asked { Some(at) } else { None };
+        begin.into_iter().chain(again).min()
     }
 }
 
@@ -268,7 +288,7 @@ impl Owner<'_> {
     }
 
     pub(super) fn end_is_known(&mut self, answer: Answer) {
-        self.deadline.is_known(answer);
+        self.deadline.is_known(answer, Instant::now());
     }
 
     /// The expected times of a final snapshot that starts now; none before the first snapshot.
@@ -392,7 +412,7 @@ mod tests {
         assert_eq!(deadline.next_wake(now, time), Some(now + 60 * MINUTE - lead));
         deadline.is_noticed(Some(time + 61 * MINUTE));
         assert!(!deadline.is_by_notice());
-        deadline.is_known(Ok(None));
+        deadline.is_known(Ok(None), now);
         deadline.plan(&facts(), now, time);
         assert_eq!(deadline.next_wake(now, time), Some(now + 61 * MINUTE - lead));
     }
@@ -402,12 +422,40 @@ mod tests {
         let (now, time) = (Instant::now(), Utc::now());
         let mut deadline = deadline(time);
         deadline.asked = Asked::Again;
-        deadline.is_known(Ok(Some(time + 60 * MINUTE + Duration::from_secs(2))));
+        deadline.is_known(Ok(Some(time + 60 * MINUTE + Duration::from_secs(2))), now);
         assert_eq!((deadline.asked, deadline.end), (Asked::Again, Some(time + 60 * MINUTE)), "the same");
-        deadline.is_known(Ok(Some(time + 90 * MINUTE)));
+        deadline.is_known(Ok(Some(time + 90 * MINUTE)), now);
         assert_eq!((deadline.asked, deadline.end), (Asked::Once, Some(time + 90 * MINUTE)));
-        deadline.is_known(Ok(None));
+        deadline.is_known(Ok(None), now);
         assert_eq!((deadline.plan(&facts(), now, time), deadline.next_wake(now, time)), (Planned::default(), None));
+    }
+
+    #[test]
+    fn a_scheduler_that_did_not_answer_is_asked_until_it_does() {
+        let (now, time) = (Instant::now(), Utc::now());
+        let mut deadline = Deadline { end: None, ..deadline(time) };
+        let silent = || Err(scheduler::Error::Silent { command: "squeue".into() });
+        assert_eq!((deadline.plan(&facts(), now, time), deadline.next_wake(now, time)), (Planned::default(), None));
+        for asked in 0..3 {
+            let at = now + ASK_AGAIN_AFTER * asked;
+            deadline.is_known(silent(), at);
+            let next = at + ASK_AGAIN_AFTER;
+            assert_eq!(deadline.next_wake(at, time), Some(next));
+            assert!(!deadline.plan(&facts(), next - Duration::from_secs(1), time).asks);
+            assert!(deadline.plan(&facts(), next, time).asks);
+            assert!(!deadline.plan(&facts(), next, time).asks, "it has not answered yet");
+        }
+        deadline.is_known(Ok(Some(time + 60 * MINUTE)), now);
+        assert!(!deadline.plan(&facts(), now, time).asks);
+        assert_eq!(deadline.next_wake(now, time), Some(now + 60 * MINUTE - with_margin(4 * MINUTE)));
+        // What is known stays.
+        deadline.is_known(silent(), now);
+        assert_eq!((deadline.asked, deadline.end), (Asked::Once, Some(time + 60 * MINUTE)));
+        // A cloud's notice is no answer.
+        deadline.is_known(Ok(None), now);
+        deadline.is_known(silent(), now);
+        deadline.is_noticed(Some(time + 60 * MINUTE));
+        assert!(deadline.plan(&facts(), now + ASK_AGAIN_AFTER, time).asks);
     }
 
     #[test]
