@@ -396,6 +396,10 @@ impl Journal {
     fn write(&mut self, event: &Event) -> io::Result<()> {
         let mut line = event.to_line()?.into_bytes();
         line.push(b'\n');
+        if self.file.as_ref().map(File::metadata).transpose()?.is_some_and(|file| file.size() > MAX_SIZE) {
+            // To be moved.
+            self.file = None;
+        }
         let file = match &mut self.file {
             Some(file) => file,
             none => none.insert(open(&self.path)?),
@@ -501,6 +505,19 @@ mod tests {
         Journal::in_folder(dir.path()).append(&began(Reason::Final));
         assert_eq!(read(dir.path()).unwrap().len(), 2);
         assert!(std::fs::metadata(&path).unwrap().size() < 1000);
+    }
+
+    #[test]
+    fn a_journal_that_grows_too_long_in_one_run_is_moved_too() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(FILE_NAME);
+        let mut journal = Journal::in_folder(dir.path());
+        journal.append(&began(Reason::Interval));
+        OpenOptions::new().append(true).open(&path).unwrap().set_len(MAX_SIZE + 1).unwrap();
+        journal.append(&began(Reason::Final));
+        journal.append(&began(Reason::Request));
+        assert!(std::fs::metadata(&path).unwrap().size() < 1000);
+        assert_eq!(read(dir.path()).unwrap().len(), 3);
     }
 
     #[test]
