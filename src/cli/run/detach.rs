@@ -17,6 +17,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::Context;
+use chrono::{DateTime, Utc};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{Signal, kill};
@@ -51,6 +52,9 @@ struct Settled {
     log: PathBuf,
     /// Where in it this supervisor begins.
     from: u64,
+    /// When the last run began whose state is in `state.json`, if there is one. In a container its supervisor may have had
+    /// the same pid.
+    before: Option<DateTime<Utc>>,
 }
 
 /// The job that was started, for programs.
@@ -79,7 +83,8 @@ impl Caller {
             Ok(from)
         };
         let from = redirect().with_context(|| format!("cannot write the supervisor's log {}", log.display()))?;
-        let settled = Settled { job: folder.name().clone(), folder: folder.path().to_owned(), log, from };
+        let before = published(folder.path()).map(|before| before.begun);
+        let settled = Settled { job: folder.name().clone(), folder: folder.path().to_owned(), log, from, before };
         // A caller that is gone needs no answer.
         let _ = self.0.write_all(&serde_json::to_vec(&settled)?);
         Ok(())
@@ -158,8 +163,14 @@ enum Outcome {
 
 /// The pid of the job's process, if it has one under this supervisor.
 fn runs(settled: &Settled, supervisor: Pid) -> Option<i32> {
-    let published = Published::read(&settled.folder.join("state.json")).ok()?;
-    published.pid.filter(|_| published.supervisor.cast_signed() == supervisor.as_raw())
+    let published = published(&settled.folder)?;
+    let is_its = published.supervisor.cast_signed() == supervisor.as_raw() && Some(published.begun) != settled.before;
+    published.pid.filter(|_| is_its)
+}
+
+/// What the last supervisor of this job has published.
+fn published(folder: &Path) -> Option<Published> {
+    Published::read(&folder.join("state.json")).ok()
 }
 
 fn said(global: &Global, settled: &Settled, supervisor: Pid, pid: i32) -> anyhow::Result<Exit> {
@@ -196,4 +207,39 @@ fn code(ended: WaitStatus) -> Exit {
         _ => None,
     };
     code.map_or(Exit::Internal, Exit::Job)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_state_of_an_earlier_run_does_not_tell_that_the_job_runs() {
+        let dir = tempfile::tempdir().unwrap();
+        let publish = |begun: &str| {
+            let text = format!(
+                r#"{{"version":1,"state":"running","since":"{begun}","begun":"{begun}","supervisor":7,"lineage":"l",
+                "pid":8,"restarts":0,"last_image":null,"last_freeze_us":null,"last_failure":null}}"#
+            );
+            fs::write(dir.path().join("state.json"), text).unwrap();
+        };
+        let settled = |before| Settled {
+            job: "j".parse().unwrap(),
+            folder: dir.path().to_owned(),
+            log: PathBuf::new(),
+            from: 0,
+            before,
+        };
+        let none = settled(published(dir.path()).map(|before| before.begun));
+        assert_eq!(runs(&none, Pid::from_raw(7)), None);
+        // Killed while its job ran, in a container: the next supervisor has the same pid.
+        publish("2026-11-21T20:00:00Z");
+        let after = settled(published(dir.path()).map(|before| before.begun));
+        assert_eq!(runs(&after, Pid::from_raw(7)), None);
+        // The clock may have been set back since.
+        publish("2026-11-21T19:00:00Z");
+        assert_eq!(runs(&after, Pid::from_raw(7)), Some(8));
+        assert_eq!(runs(&none, Pid::from_raw(7)), Some(8));
+        assert_eq!(runs(&after, Pid::from_raw(9)), None, "another supervisor");
+    }
 }
