@@ -5,9 +5,11 @@
 //! goes into a pipe or a file is complete.
 
 use std::io::{self, IsTerminal, Write};
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use comfy_table::{Table, TableStyle};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use serde::Serialize;
 
 use crate::telemetry::clean;
@@ -232,6 +234,15 @@ pub(crate) fn print_text(text: &str) -> io::Result<()> {
     }
 }
 
+/// Whether nobody reads what is written here any more, such as to standard output in `rekindle status --watch | head`.
+pub(crate) fn is_unread(out: BorrowedFd<'_>) -> bool {
+    // These are always reported (poll(2)): of a pipe without a reader, a socket, a terminal that was closed.
+    let gone = PollFlags::POLLERR | PollFlags::POLLHUP;
+    let mut fds = [PollFd::new(out, PollFlags::empty())];
+    let _ = poll(&mut fds, PollTimeout::ZERO);
+    fds.iter().any(|fd| fd.revents().is_some_and(|seen| seen.intersects(gone)))
+}
+
 /// A duration in seconds. The two largest units are enough.
 pub(super) fn time(seconds: i64) -> String {
     let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86400);
@@ -278,6 +289,18 @@ mod tests {
         assert!(!shown(Some(60)).contains("PID"));
         // With less, the names are still whole.
         assert!(shown(Some(10)).contains("bert-large-uncased-42"));
+    }
+
+    #[test]
+    fn the_reader_of_a_pipe_is_seen_to_leave() {
+        use std::os::fd::AsFd;
+        let (reader, writer) = io::pipe().unwrap();
+        assert!(!is_unread(writer.as_fd()));
+        (&writer).write_all(b"x").unwrap();
+        assert!(!is_unread(writer.as_fd()), "it may read it later");
+        drop(reader);
+        assert!(is_unread(writer.as_fd()));
+        assert!(!is_unread(tempfile::tempfile().unwrap().as_fd()), "a file is there for ever");
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! `rekindle status`: the state of jobs, from their supervisors, or how their last run ended.
 
 use std::io::{IsTerminal, Write, stdout};
+use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -9,7 +10,7 @@ use serde::{Serialize, Serializer};
 use serde_json::Value;
 
 use super::find::{self, Finder, PATIENCE};
-use super::output::{Column, Format, print_json, print_note, print_table, print_text, time};
+use super::output::{Column, Format, is_unread, print_json, print_note, print_table, print_text, time};
 use super::{Exit, Global, complete, ended, group};
 use crate::control::client;
 use crate::control::protocol::{Answer, Request};
@@ -161,6 +162,9 @@ pub(super) fn status(global: &Global, args: &StatusArgs) -> anyhow::Result<Exit>
             return Ok(Exit::Success);
         }
         std::thread::sleep(args.every);
+        if is_unread(stdout().as_fd()) {
+            return Ok(Exit::Success);
+        }
     }
 }
 

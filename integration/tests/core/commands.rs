@@ -107,6 +107,26 @@ fn keys_in_json_have_one_style() {
     assert!(found.len() > 100 && odd.is_empty(), "{odd:?}");
 }
 
+#[test]
+fn a_watch_whose_reader_is_gone_ends() {
+    let Some(lab) = Lab::new() else { return };
+    assert!(lab.rekindle(&["list"]).status.success());
+    let mut command = lab.command(["status", "--watch", "--every", "100ms"]);
+    let mut watch = command.stdout(std::process::Stdio::piped()).spawn().unwrap();
+    // As head does.
+    drop(watch.stdout.take());
+    let until = std::time::Instant::now() + std::time::Duration::from_secs(20);
+    let ended = loop {
+        match watch.try_wait().unwrap() {
+            Some(ended) => break Some(ended),
+            None if std::time::Instant::now() >= until => break None,
+            None => std::thread::sleep(std::time::Duration::from_millis(20)),
+        }
+    };
+    let _ = watch.kill();
+    assert_eq!(ended.and_then(|ended| ended.code()), Some(0), "{ended:?}");
+}
+
 /// The text without what clap sends to a terminal, and without progress that was overwritten.
 fn without_styles(text: &str) -> String {
     let line = |line: &str| {
