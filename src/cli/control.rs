@@ -1,6 +1,7 @@
 //! `rekindle snapshot`, `suspend`, `resume` and `rewind`: one request to a job's supervisor, and the answer as text.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use super::find::Finder;
 use super::output::{Format, print_json, print_text};
@@ -85,13 +86,16 @@ pub(super) fn rewind(global: &Global, args: &RewindArgs) -> anyhow::Result<Exit>
 fn ask(global: &Global, job: &str, request: &Request, doing: &str) -> anyhow::Result<Exit> {
     let folder = Finder::new(global)?.job(job)?;
     let path = socket(&folder)?;
-    let answer = progress::waited(doing, || client::ask(&path, request, None))?;
+    let answer = progress::waited(doing, || client::ask_one_that_runs(&path, request, PATIENCE))?;
     match global.format() {
         Format::Json => print_json(&answer)?,
         Format::Text => print_text(&words(&folder, &answer))?,
     }
     Ok(Exit::Success)
 }
+
+/// How long a supervisor may take to answer: it does so at once, unless it is stuck.
+pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The address of the job's supervisor.
 pub(super) fn socket(folder: &JobFolder) -> anyhow::Result<PathBuf> {

@@ -28,8 +28,6 @@ pub(crate) struct StopArgs {
 
 /// How often to check whether it has ended.
 const LOOK: Duration = Duration::from_millis(50);
-/// A supervisor accepts the request at once, unless it is stuck.
-const PATIENCE: Duration = Duration::from_secs(10);
 
 /// How it ended.
 #[derive(Debug, Serialize)]
@@ -47,7 +45,7 @@ pub(super) fn stop(global: &Global, args: &StopArgs) -> anyhow::Result<Exit> {
     let folder = Finder::new(global)?.job(&args.job)?;
     let path = control::socket(&folder)?;
     let request = Request::Stop(protocol::Stop { now: args.now });
-    match client::ask(&path, &request, Some(Instant::now() + PATIENCE)) {
+    match client::ask(&path, &request, Some(Instant::now() + control::PATIENCE)) {
         // It ended just now, by itself or because of another request.
         Ok(_) | Err(client::Error::Ended | client::Error::Gone(_)) => {}
         Err(error) => return Err(error.into()),

@@ -30,7 +30,11 @@ pub(crate) enum Error {
         source: io::Error,
     },
     /// It did not answer in time.
-    #[error("the supervisor at {} does not answer", .0.display())]
+    #[error(
+        "the supervisor at {} does not answer: it may be stopped (SIGSTOP), in a frozen control group, or on an \
+        overloaded machine",
+        .0.display()
+    )]
     Silent(PathBuf),
     /// It ended in the meantime.
     #[error("the supervisor ended before it answered")]
@@ -134,6 +138,20 @@ pub(crate) fn ask(path: &Path, request: &Request, until: Option<Instant>) -> Res
         Err(Error::Ended) => client.answer(until),
         Err(error) => Err(error),
         Ok(()) => client.answer(until),
+    }
+}
+
+/// Asks one supervisor for something that takes as long as it takes. Before, it has to show within `patience` that it runs:
+/// one that is stopped (SIGSTOP) or in a frozen control group would be waited for in vain.
+///
+/// # Errors
+/// Any.
+pub(crate) fn ask_one_that_runs(path: &Path, request: &Request, patience: Duration) -> Result<Answer, Error> {
+    // The thread that answers this waits for nobody.
+    match ask(path, &Request::Status, Some(Instant::now() + patience)) {
+        Err(error @ Error::Silent(_)) => Err(error),
+        // It runs, or the request says what is wrong.
+        _ => ask(path, request, None),
     }
 }
 

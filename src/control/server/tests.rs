@@ -133,6 +133,25 @@ fn a_hundred_clients_at_once_are_all_answered() {
 }
 
 #[test]
+fn a_supervisor_that_is_stopped_is_not_waited_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("j.sock");
+    // The kernel accepts connections for it, and it reads nothing.
+    let _stopped = std::os::unix::net::UnixListener::bind(&path).unwrap();
+    let (answer, answers) = std::sync::mpsc::channel();
+    let ask = move |path: PathBuf, patience| {
+        let request = Request::Snapshot(Snapshot { tags: Vec::new(), stored: false });
+        client::ask_one_that_runs(&path, &request, patience)
+    };
+    std::thread::spawn(move || answer.send(ask(path, Duration::from_millis(50))));
+    let answer = answers.recv_timeout(Duration::from_secs(20)).expect("it waits for ever");
+    assert!(matches!(answer, Err(client::Error::Silent(_))), "{answer:?}");
+    // One that runs may take longer for a snapshot.
+    let stand = Stand::new(Duration::from_secs(2));
+    assert_eq!(ask(stand.server.path().to_owned(), Duration::from_secs(1)).unwrap(), snapped());
+}
+
+#[test]
 fn a_client_that_goes_before_its_answer_is_forgotten() {
     let stand = Stand::new(Duration::from_millis(200));
     for _ in 0..CLIENTS + 10 {
