@@ -35,6 +35,7 @@ use rekindle_engine::restore;
 use rekindle_engine::snapshot::Launch;
 use rekindle_os::detach::Side;
 use rekindle_os::spawn::Ended;
+use rekindle_store::manifest::words;
 use rekindle_store::{Image, JobFolder, JobName, JobPath, Outcome, State, WriterLock};
 pub(crate) use start::NoUsableImage;
 use start::{Start, choose, default_name, nothing_to_do};
@@ -302,7 +303,7 @@ fn restore_in_foreground(global: &Global, args: &RestoreArgs, caller: Option<Cal
     refuse_part(&image)?;
     let known = || Misuse(format!("image {} has no readable manifest: run `rekindle verify`", image.id));
     let manifest = image.manifest().ok_or_else(known)?.clone();
-    let command: Vec<OsString> = manifest.command.iter().map(OsString::from).collect();
+    let command = words::command_of(&manifest.command);
     let named = !means_newest(&folder, &args.image);
     args.accepted.apply(&mut config)?;
     if config.restart.cold_start == ColdStart::Allow {
@@ -410,7 +411,7 @@ fn supervise(
         spec.environment.insert(name.into(), value.into());
     }
     let launch = Launch {
-        command: spec.command.iter().map(|part| part.to_string_lossy().into_owned()).collect(),
+        command: words::text_of(&spec.command),
         directory: JobPath::new(spec.directory.as_path())?,
         user: config.job.user.clone(),
         identity: spec.identity.clone(),

@@ -8,6 +8,7 @@
 mod contents;
 mod fields;
 mod groups;
+pub mod words;
 
 use std::collections::HashSet;
 use std::io::{self, Read};

@@ -36,7 +36,7 @@ pub fn new_lineage() -> String {
 /// The record of the last run of a job.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JobRecord {
-    /// The command line; bytes that are not UTF-8 are replaced.
+    /// The command line, as [`super::manifest::words::text_of`] writes it.
     pub command: Vec<String>,
     /// The working directory.
     pub directory: JobPath,

@@ -10,6 +10,7 @@ use crate::published::Published;
 use crate::supervisor::line::{Begin, Candidate, Line};
 use crate::supervisor::state::NO_USABLE_IMAGE;
 use rekindle_base::units::moment;
+use rekindle_store::manifest::words;
 use rekindle_store::record::new_lineage;
 use rekindle_store::{Image, ImageId, JobFolder, JobName, JobRecord, Known, Manifest, Outcome};
 
@@ -48,7 +49,7 @@ pub(super) fn choose(folder: &JobFolder, command: &[OsString], fresh: bool, cold
     }
     let line = Line::new(record.lineage.clone(), record.base);
     let mut images = folder.copies()?;
-    if !is_same(&record, command) {
+    if !is_same(&record.command, command) {
         // An image that cannot be read may be of this run.
         let is_of_it = |it: &Manifest| record.has(it.id, &it.lineage);
         if images.iter().any(|image| image.manifest().is_none_or(is_of_it)) {
@@ -137,7 +138,7 @@ pub(super) fn of_group(
             let text = format!("{done}: use --fresh on all machines to run it again, or another --name");
             return Err(Misuse(text).into());
         }
-        if !is_same(&record, command) && !folder.copies()?.is_empty() {
+        if !is_same(&record.command, command) && !folder.copies()?.is_empty() {
             return Err(Misuse(other_command(&record, folder.name())).into());
         }
     }
@@ -146,9 +147,8 @@ pub(super) fn of_group(
 
 /// Whether the command is the one of the last run. A restored image runs the command that was started then, whatever is
 /// typed now.
-fn is_same(record: &JobRecord, command: &[OsString]) -> bool {
-    let typed: Vec<String> = command.iter().map(|part| part.to_string_lossy().into_owned()).collect();
-    typed == record.command
+fn is_same(recorded: &[String], command: &[OsString]) -> bool {
+    words::text_of(command) == recorded
 }
 
 fn other_command(record: &JobRecord, name: &JobName) -> String {
@@ -187,6 +187,7 @@ pub(super) fn default_name(command: &[OsString], directory: &Path) -> anyhow::Re
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::ffi::OsStringExt;
     use std::time::Duration;
 
     use chrono::DateTime;
@@ -251,5 +252,13 @@ mod tests {
         record(&folder, "third", None);
         let error = newest().unwrap_err().to_string();
         assert!(error.contains(&format!("rekindle restore train/{}", id(5))), "{error}");
+    }
+
+    #[test]
+    fn a_command_with_other_bytes_is_another_command() {
+        let command = |word: &[u8]| [OsString::from("prog"), OsString::from_vec(word.to_vec())];
+        let recorded = words::text_of(command(b"\xff"));
+        assert!(is_same(&recorded, &command(b"\xff")));
+        assert!(!is_same(&recorded, &command(b"\xfe")) && !is_same(&recorded, &command("\u{fffd}".as_bytes())));
     }
 }

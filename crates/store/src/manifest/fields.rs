@@ -30,7 +30,7 @@ pub struct Manifest {
     pub taken: DateTime<Utc>,
     /// Why the snapshot was taken.
     pub reason: Reason,
-    /// The command line that launched the job; bytes that are not UTF-8 are replaced.
+    /// The command line that launched the job, as [`super::words::text_of`] writes it.
     pub command: Vec<String>,
     /// The working directory that the job was launched in.
     pub directory: JobPath,
