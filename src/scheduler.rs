@@ -24,8 +24,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 const TURN: Duration = Duration::from_secs(60);
 
 /// How sudo passes the job's number on.
-pub(crate) const PRESERVE: &str =
-    "With sudo, use --preserve-env=SLURM_JOB_ID,SLURM_ARRAY_JOB_ID,SLURM_ARRAY_TASK_ID";
+pub(crate) const PRESERVE: &str = "With sudo, use --preserve-env=SLURM_JOB_ID,SLURM_ARRAY_JOB_ID,SLURM_ARRAY_TASK_ID";
 
 /// Why a request to Slurm failed.
 #[derive(Debug, thiserror::Error)]

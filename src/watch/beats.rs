@@ -13,10 +13,18 @@ use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, SockaddrStorage, recvmsg, setsockopt, sockopt};
 use nix::unistd::Uid;
+
+/// Messages are counted in windows of this length.
+const WINDOW: Duration = Duration::from_millis(100);
+/// Maximum number of messages in a window. A job sends some in a second at most; all that fit into the socket's queue
+/// (net.unix.max_dgram_qlen, 512 with systemd) are read in about a second.
+const PER_WINDOW: u32 = 50;
+/// Pause after the kernel could not deliver a message.
+const RETRY: Duration = Duration::from_secs(1);
 
 /// The socket, and the thread that reads from it; its file is removed when this is dropped.
 #[derive(Debug)]
@@ -42,11 +50,7 @@ impl Beats {
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
         std::os::unix::fs::chown(path, user, None)?;
         setsockopt(&socket, sockopt::PassCred, &true)?;
-        let run = move || {
-            while let Ok(is_beat) = receive(&socket, user) {
-                count.fetch_add(u64::from(is_beat), Ordering::Relaxed);
-            }
-        };
+        let run = move || listen(|| receive(&socket, user), &count, std::thread::sleep);
         std::thread::Builder::new().name("beats".into()).spawn(run)?;
         Ok(beats)
     }
@@ -70,6 +74,31 @@ impl Beats {
 impl Drop for Beats {
     fn drop(&mut self) {
         let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+/// Counts the messages that `receive` waits for, for ever: without them a healthy job would be taken for one that hangs.
+fn listen(mut receive: impl FnMut() -> io::Result<bool>, count: &AtomicU64, mut pause: impl FnMut(Duration)) -> ! {
+    let (mut since, mut received, mut has_complained) = (Instant::now(), 0, false);
+    loop {
+        match receive() {
+            Ok(is_beat) => drop(count.fetch_add(u64::from(is_beat), Ordering::Relaxed)),
+            Err(error) => {
+                if !std::mem::replace(&mut has_complained, true) {
+                    tracing::warn!("cannot receive the job's WATCHDOG=1: {error}. Trying again every second");
+                }
+                pause(RETRY);
+            }
+        }
+        if since.elapsed() >= WINDOW {
+            (since, received) = (Instant::now(), 0);
+        }
+        received += 1;
+        if received >= PER_WINDOW {
+            // Whoever sends more waits, because the queue of the socket is full.
+            pause(WINDOW.saturating_sub(since.elapsed()));
+            (since, received) = (Instant::now(), 0);
+        }
     }
 }
 
@@ -125,5 +154,35 @@ mod tests {
         assert_eq!(beats.count.load(Ordering::Relaxed), 3);
         drop(beats);
         assert!(!path.exists());
+    }
+
+    /// The first pauses, and how many messages were counted before each.
+    fn listens(receive: impl FnMut() -> io::Result<bool> + Send + 'static, pauses: usize) -> Vec<(Duration, u64)> {
+        let (paused, all) = std::sync::mpsc::channel();
+        // It does not end, but when nobody wants to know any more.
+        std::thread::spawn(move || {
+            let count = AtomicU64::new(0);
+            listen(receive, &count, |time| paused.send((time, count.load(Ordering::Relaxed))).unwrap())
+        });
+        (0..pauses).map(|_| all.recv_timeout(Duration::from_secs(20)).unwrap()).collect()
+    }
+
+    #[test]
+    fn a_flood_is_read_slowly() {
+        let all = listens(|| Ok(true), 3);
+        // More only if this machine was too busy to read so many in one window.
+        assert!(all.iter().all(|(pause, _)| *pause <= WINDOW) && all[0].1 >= u64::from(PER_WINDOW), "{all:?}");
+    }
+
+    #[test]
+    fn an_error_is_not_the_end() {
+        let mut told = 0;
+        let receive = move || {
+            told += 1;
+            if told <= 2 { Err(io::ErrorKind::OutOfMemory.into()) } else { Ok(true) }
+        };
+        let all = listens(receive, 3);
+        assert_eq!(all[..2], [(RETRY, 0); 2]);
+        assert!(all[2].0 <= WINDOW && all[2].1 > 0, "{all:?}");
     }
 }
