@@ -105,61 +105,55 @@ pub(super) fn prune(global: &Global, args: &PruneArgs) -> anyhow::Result<Exit> {
         Err(error) => return Err(error.into()),
     };
     let policy = args.rules.over(config.policy());
+    let mut failed = false;
+    let mut fails = |name: &JobName, error: &dyn std::error::Error| {
+        complain(&format!("job {name}: {}", chain(error)));
+        failed = true;
+    };
     let folders: Vec<JobFolder> = match (&store, named) {
         (_, Some(folder)) => vec![folder],
-        (Some(store), None) => store.jobs()?.iter().map(|name| store.job(name)).collect::<Result<_, _>>()?,
+        (Some(store), None) => {
+            let all = store.jobs()?;
+            all.iter().filter_map(|name| store.job(name).inspect_err(|error| fails(name, error)).ok()).collect()
+        }
         (None, None) => Vec::new(),
     };
     let (mut rows, mut freed) = (Vec::new(), 0);
     for folder in &folders {
+        let name = folder.name();
+        let is_left = "is running, and its supervisor prunes after each snapshot: left as it is";
         // One that is named is refused below.
-        if !args.dry_run && args.job.is_none() && folder.writer()? != Writer::Nobody {
-            let name = folder.name();
-            complain(&format!("job {name} is running, and its supervisor prunes after each snapshot: left as it is"));
+        let is_tried = args.dry_run || args.job.is_some();
+        if !is_tried && folder.writer().is_ok_and(|writer| writer != Writer::Nobody) {
+            complain(&format!("job {name} {is_left}"));
             continue;
         }
-        // Collected before anything is removed.
-        let survey = Survey::of(folder, config.min_free.bytes())?;
-        let known = folder.known()?;
-        let (plan, gone) = match args.dry_run {
-            true => (survey.plan(&policy, Utc::now()), Vec::new()),
-            false => carry_out(folder, &policy, &config)?,
-        };
-        let removed = plan.decisions.iter().filter(|decision| match decision.verdict {
-            Verdict::Remove(_) => args.dry_run || gone.contains(&decision.id),
-            Verdict::Keep(_) => false,
-        });
-        // Together: images that share content free it only if all of them go.
-        freed += survey.sizes().freed(&removed.map(|decision| decision.id).collect::<Vec<_>>());
-        rows.extend(known.iter().filter(|known| known.copy(Place::Stored).is_none()).map(|known| Row {
-            job: folder.name().clone(),
-            image: Some(known.id()),
-            action: "keep",
-            bytes: bytes(known),
-            frees: None,
-            reason: "only in memory: removed when a newer image replaces it".into(),
-        }));
-        rows.extend(plan.decisions.iter().map(|decision| {
-            let (action, reason) = match (&decision.verdict, args.dry_run) {
-                (Verdict::Remove(_), true) => ("would remove", decision.verdict.to_string()),
-                (Verdict::Remove(_), false) if gone.contains(&decision.id) => ("removed", decision.verdict.to_string()),
-                (Verdict::Remove(_), false) => ("keep", "pinned in the meantime".to_owned()),
-                (Verdict::Keep(_), _) => ("keep", decision.verdict.to_string()),
-            };
-            Row {
-                job: folder.name().clone(),
-                image: Some(decision.id),
-                action,
-                bytes: known.iter().find(|known| known.id() == decision.id).and_then(bytes),
-                frees: Some(survey.sizes().freed(&[decision.id])),
-                reason,
+        match one(folder, args, &policy, &config) {
+            Ok((of_job, bytes)) => {
+                rows.extend(of_job);
+                freed += bytes;
             }
-        }));
-        plan.notes.iter().for_each(|note| complain(&format!("job {}: {note}", folder.name())));
+            Err(error @ (Error::Supervised { .. } | Error::PerhapsSupervised { .. })) if args.job.is_some() => {
+                return Err(Misuse(format!(
+                    "{error}. Its supervisor prunes after each snapshot; `--dry-run` shows its plan"
+                ))
+                .into());
+            }
+            // It started just now.
+            Err(Error::Supervised { .. } | Error::PerhapsSupervised { .. }) => {
+                complain(&format!("job {name} {is_left}"));
+            }
+            Err(error) if args.job.is_some() => return Err(error.into()),
+            // The others are pruned, and what was removed is told.
+            Err(error) => fails(name, &error),
+        }
     }
     let mut left = Vec::new();
     for folder in &folders {
-        left.extend(Leftover::of(folder)?);
+        match Leftover::of(folder) {
+            Err(error) if args.job.is_none() => fails(folder.name(), &error),
+            found => left.extend(found?),
+        }
     }
     if args.job.is_none() {
         left.extend(leftovers::elsewhere(&snapshot.staging_directory, &config.directory, &trust));
@@ -167,9 +161,10 @@ pub(super) fn prune(global: &Global, args: &PruneArgs) -> anyhow::Result<Exit> {
     if let Some(store) = store.as_ref().filter(|_| args.job.is_none()) {
         for job in store.half_removed()? {
             let action = match args.dry_run {
-                true => "would remove",
-                false => store.finish_removal(&job).map(|_| "removed")?,
+                true => Ok("would remove"),
+                false => store.finish_removal(&job).map(|_| "removed"),
             };
+            let Ok(action) = action.inspect_err(|error| fails(&job, error)) else { continue };
             let reason = "the rest of a removal that was interrupted".to_owned();
             rows.push(Row { job, image: None, action, bytes: None, frees: None, reason });
         }
@@ -179,9 +174,12 @@ pub(super) fn prune(global: &Global, args: &PruneArgs) -> anyhow::Result<Exit> {
         freed += if row.action == "keep" { 0 } else { left.bytes };
         rows.push(row);
     }
+    let exit = if failed { Exit::Unsound } else { Exit::Success };
     if rows.is_empty() && global.format() == Format::Text {
-        print_text(&nothing(&folders, args))?;
-        return Ok(Exit::Success);
+        if !failed {
+            print_text(&nothing(&folders, args))?;
+        }
+        return Ok(exit);
     }
     let or_dash = |bytes: Option<u64>| bytes.map_or_else(|| "-".to_owned(), size);
     let cells = rows.iter().map(|row| {
@@ -203,7 +201,56 @@ pub(super) fn prune(global: &Global, args: &PruneArgs) -> anyhow::Result<Exit> {
         }
         print_text(&sum(rows.iter().filter(|row| row.action != "keep").count(), freed, args.dry_run))?;
     }
-    Ok(Exit::Success)
+    Ok(exit)
+}
+
+/// Prunes a job, or plans that. Returns a row for each of its images, and how many bytes become free.
+fn one(
+    folder: &JobFolder,
+    args: &PruneArgs,
+    policy: &Policy,
+    config: &config::Store,
+) -> rekindle_store::Result<(Vec<Row>, u64)> {
+    // Collected before anything is removed.
+    let survey = Survey::of(folder, config.min_free.bytes())?;
+    let known = folder.known()?;
+    let (plan, gone) = match args.dry_run {
+        true => (survey.plan(policy, Utc::now()), Vec::new()),
+        false => carry_out(folder, policy, config)?,
+    };
+    let removed = plan.decisions.iter().filter(|decision| match decision.verdict {
+        Verdict::Remove(_) => args.dry_run || gone.contains(&decision.id),
+        Verdict::Keep(_) => false,
+    });
+    // Together: images that share content free it only if all of them go.
+    let freed = survey.sizes().freed(&removed.map(|decision| decision.id).collect::<Vec<_>>());
+    let staged = known.iter().filter(|known| known.copy(Place::Stored).is_none()).map(|known| Row {
+        job: folder.name().clone(),
+        image: Some(known.id()),
+        action: "keep",
+        bytes: bytes(known),
+        frees: None,
+        reason: "only in memory: removed when a newer image replaces it".into(),
+    });
+    let stored = plan.decisions.iter().map(|decision| {
+        let (action, reason) = match (&decision.verdict, args.dry_run) {
+            (Verdict::Remove(_), true) => ("would remove", decision.verdict.to_string()),
+            (Verdict::Remove(_), false) if gone.contains(&decision.id) => ("removed", decision.verdict.to_string()),
+            (Verdict::Remove(_), false) => ("keep", "pinned in the meantime".to_owned()),
+            (Verdict::Keep(_), _) => ("keep", decision.verdict.to_string()),
+        };
+        Row {
+            job: folder.name().clone(),
+            image: Some(decision.id),
+            action,
+            bytes: known.iter().find(|known| known.id() == decision.id).and_then(bytes),
+            frees: Some(survey.sizes().freed(&[decision.id])),
+            reason,
+        }
+    });
+    let rows = staged.chain(stored).collect();
+    plan.notes.iter().for_each(|note| complain(&format!("job {}: {note}", folder.name())));
+    Ok((rows, freed))
 }
 
 /// What all of it frees.
@@ -244,15 +291,12 @@ fn bytes(known: &Known) -> Option<u64> {
 }
 
 /// Removes the images, unless the job has a supervisor, which prunes by itself.
-fn carry_out(folder: &JobFolder, policy: &Policy, config: &config::Store) -> anyhow::Result<(Plan, Vec<ImageId>)> {
-    let lock = folder.lock().map_err(|error| match error {
-        rekindle_store::Error::Supervised { .. } | rekindle_store::Error::PerhapsSupervised { .. } => {
-            anyhow::Error::from(Misuse(format!(
-                "{error}. Its supervisor prunes after each snapshot; `--dry-run` shows its plan"
-            )))
-        }
-        other => other.into(),
-    })?;
+fn carry_out(
+    folder: &JobFolder,
+    policy: &Policy,
+    config: &config::Store,
+) -> rekindle_store::Result<(Plan, Vec<ImageId>)> {
+    let lock = folder.lock()?;
     // As at the start of a run: a crash may have left files, and an image that is pinned under another name.
     folder.sweep_leftovers(&lock)?;
     let done = survey::rotate(folder, &lock, policy, config.min_free.bytes())?;

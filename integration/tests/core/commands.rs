@@ -316,6 +316,27 @@ fn total(lab: &Lab) -> u64 {
 }
 
 #[test]
+fn a_job_that_cannot_be_pruned_does_not_hinder_the_others() {
+    let Some(lab) = Lab::new().map(|lab| lab.set("store.keep-last", "4")) else { return };
+    let mut run = until_after_snapshot(&lab, "plain");
+    (0..3).for_each(|_| run.snapshot(&lab));
+    finish(&lab, run);
+    // One before it in the list, and one after it.
+    for name in ["a", "z"] {
+        let folder = lab.store().join(name);
+        fs::create_dir(&folder).unwrap();
+        fs::write(folder.join("images"), "").unwrap();
+    }
+    let (code, out, said) = text(&lab.rekindle(&["prune", "--keep-last", "2"]));
+    assert_eq!((code, lab.good()), (1, vec![4, 3]), "{out} {said}");
+    assert!(
+        said.contains("job a: cannot") && said.contains("job z: cannot") && !said.contains("job j: cannot"),
+        "{said}"
+    );
+    assert!(out.contains("removed") && out.contains("2 removals free"), "{out}");
+}
+
+#[test]
 fn pins_and_tags_are_kept_by_prune_and_found_again() {
     let Some(lab) = Lab::new().map(|lab| lab.set("store.keep-last", "9")) else { return };
     let mut run = until_after_snapshot(&lab, "fresh-8");
