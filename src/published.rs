@@ -42,6 +42,9 @@ pub struct Published {
     pub supervisor: u32,
     /// The id of the run that started from the beginning.
     pub lineage: String,
+    /// The id of the user that the job runs as; `None` from an earlier version.
+    #[serde(default)]
+    pub uid: Option<u32>,
     /// The pid of the command's process, as the host sees it.
     pub pid: Option<i32>,
     /// Restarts since this supervisor started.

@@ -2,10 +2,12 @@
 //!
 //! What the job wrote to its standard error goes to ours, as if it ran here. Colours and progress bars are part of the
 //! output, so it is printed unchanged. Control sequences are escaped ([`clean`]) only on a terminal of a user other
-//! than the job's, who did not choose to run it.
+//! than the job's, who did not choose to run it. If it is not known whose job it is, they are escaped, too.
 
+use std::fs;
 use std::io::{self, IsTerminal, Write, stderr, stdout};
 use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
 use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -14,6 +16,7 @@ use nix::unistd::Uid;
 
 use super::find::Finder;
 use super::{Exit, Global, Misuse, complete};
+use crate::published::Published;
 use crate::telemetry::clean;
 use rekindle_engine::launch::identity;
 use rekindle_engine::launch::tail::Tail;
@@ -109,13 +112,29 @@ fn streams(global: &Global, folder: &JobFolder, args: &LogsArgs) -> anyhow::Resu
     Ok(streams)
 }
 
-/// Whether the job is known to run as another user than the reader.
+/// Whether the job may run as another user than the reader.
 fn is_anothers(global: &Global, folder: &JobFolder) -> anyhow::Result<bool> {
     let configured = global.settings(global.overrides())?.job.user;
+    Ok(is_foreign(Uid::current().as_raw(), &users(folder, configured.as_deref())?))
+}
+
+/// Whether not all of these users are the reader. If nobody is known, nobody knows who writes the output.
+fn is_foreign(reader: u32, users: &[Option<u32>]) -> bool {
+    users.is_empty() || users.iter().any(|user| *user != Some(reader))
+}
+
+/// The users that the job has run as, as far as anything tells; `None` for one that this machine does not know.
+fn users(folder: &JobFolder, configured: Option<&str>) -> anyhow::Result<Vec<Option<u32>>> {
+    let look_up = |user: &str| identity::lookup(user).ok().map(|user| user.uid);
+    // Of the last run, also before it has an image.
+    let published = Published::read(&folder.state_file()).ok().and_then(|published| published.uid);
     let known = folder.known()?;
-    let recorded = known.iter().find_map(|known| known.best().manifest()).and_then(|manifest| manifest.user.clone());
-    let is_other = |user: &String| identity::lookup(user).map_or(true, |user| user.uid != Uid::current().as_raw());
-    Ok(configured.iter().chain(&recorded).any(is_other))
+    let recorded = known.iter().find_map(|known| known.best().manifest()).map(|manifest| match &manifest.user {
+        Some(user) => look_up(user),
+        // That of its supervisor.
+        None => fs::metadata(folder.path()).ok().map(|folder| folder.uid()),
+    });
+    Ok(published.map(Some).into_iter().chain(recorded).chain(configured.map(look_up)).collect())
 }
 
 /// The destination of the output.
@@ -163,6 +182,33 @@ mod tests {
         let mut out = Out { to: Vec::new(), is_foreign, rest: Vec::new() };
         parts.iter().for_each(|part| out.write_all(part).unwrap());
         out.to
+    }
+
+    /// The user is that of REKINDLE_JOB_USER, which the reader does not have.
+    #[test]
+    fn a_job_without_an_image_is_known_to_be_anothers() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = rekindle_store::Store::open(&dir.path().join("store"), rekindle_store::Access::Write).unwrap();
+        let folder = store.create_job(&"j".parse().unwrap()).unwrap();
+        let foreign = |reader, configured| is_foreign(reader, &users(&folder, configured).unwrap());
+        assert!(foreign(0, None), "nothing tells whose job it is");
+        assert!(!foreign(0, Some("root")) && foreign(0, Some("nobody")) && foreign(0, Some("no such user")));
+        let publish = |uid: &str| {
+            let text = format!(
+                r#"{{"version":1,"state":"running","since":"2026-11-21T20:00:00Z","begun":"2026-11-21T20:00:00Z",{uid}
+                "supervisor":7,"lineage":"l","pid":8,"restarts":0,"last_image":null,"last_freeze_us":null,
+                "last_failure":null}}"#
+            );
+            fs::write(folder.state_file(), text).unwrap();
+        };
+        // An earlier version.
+        publish("");
+        assert!(foreign(0, None));
+        publish(r#""uid":1000,"#);
+        assert!(foreign(0, None) && !foreign(1000, None));
+        assert!(foreign(0, Some("root")), "the reader's configuration is not that of the job");
+        publish(r#""uid":0,"#);
+        assert!(!foreign(0, None) && foreign(1000, None));
     }
 
     #[test]

@@ -5,11 +5,13 @@ use std::path::Path;
 use std::time::Instant;
 
 use chrono::{TimeDelta, Utc};
+use nix::unistd::Uid;
 
 use super::state::State;
 use crate::published::{JobState, Published};
 use rekindle_base::interval::Choice;
 use rekindle_engine::launch::Job;
+use rekindle_engine::launch::identity::Identity;
 use rekindle_engine::snapshot::Taken;
 use rekindle_os::{durable, process};
 use rekindle_store::JobFolder;
@@ -26,6 +28,7 @@ impl Published {
             begun: now,
             supervisor: std::process::id(),
             lineage: lineage.into(),
+            uid: None,
             pid: None,
             restarts: 0,
             last_image: None,
@@ -56,9 +59,11 @@ impl Published {
         }
     }
 
-    /// The same, with the job's name and its store, so a command can find the job through the socket alone.
-    pub(super) fn of(self, folder: &JobFolder) -> Published {
-        Published { job: Some(folder.name().clone()), store: Some(folder.store().to_owned()), ..self }
+    /// The same, with the job's name and its store, so a command can find the job through the socket alone, and with its
+    /// user.
+    pub(super) fn of(self, folder: &JobFolder, user: Option<&Identity>) -> Published {
+        let uid = Some(user.map_or_else(|| Uid::effective().as_raw(), |user| user.uid));
+        Published { job: Some(folder.name().clone()), store: Some(folder.store().to_owned()), uid, ..self }
     }
 
     pub(super) fn update(&mut self, state: &State, job: Option<&Job>) {

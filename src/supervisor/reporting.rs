@@ -32,7 +32,8 @@ impl Reporting {
     pub(super) fn new(setup: &Setup, sender: &mpsc::Sender<Message>) -> Reporting {
         Reporting {
             listeners: Listeners::new(setup, sender),
-            published: Published::new(&setup.program.launch.lineage).of(&setup.folder),
+            published: Published::new(&setup.program.launch.lineage)
+                .of(&setup.folder, setup.program.launch.identity.as_ref()),
             remarks: Remarks::default(),
             tally: Tally::default(),
             journal: Journal::in_folder(&setup.folder.log_dir()),
