@@ -125,8 +125,9 @@ impl Suspects {
         let before = std::mem::replace(&mut suspect.evidence, evidence);
         match &suspect.evidence {
             Some(now) if before.is_some_and(|before| now.is_like(&before)) => {
+                let mark = now.mark();
                 suspect.skip();
-                now.mark()
+                mark
             }
             _ if suspect.failures < TRIES => Finding::TryAgain,
             _ => {

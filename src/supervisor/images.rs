@@ -13,7 +13,6 @@ use super::memory;
 use super::remarks::Repeats;
 use super::signals::STOPS;
 use super::state::{Event, Finish, Harm, State};
-use super::threads::caught;
 use super::times::{micros, shown};
 use super::transfers::{self, PROGRESS, Source};
 use super::{Message, Owner, Setup};
@@ -58,8 +57,8 @@ enum PersistError {
     NotPacked { need: u64, free: u64, keep: u64 },
     #[error(transparent)]
     Persist(#[from] persist::Error),
-    #[error("{0}")]
-    Fault(String),
+    #[error(transparent)]
+    Panicked(#[from] snapshot::Panicked),
 }
 
 impl Owner<'_> {
@@ -100,12 +99,15 @@ impl Owner<'_> {
                 group: turn.as_ref().map(|turn| turn as &dyn Barrier),
             };
             let cancelled = || cancel.load(Ordering::Relaxed);
-            let take = || snapshot::take(&subject, reason, &cancelled);
-            let result = match gate.map_or(Passed::Yes, |gate| gate.pass(&cancelled)) {
-                Passed::Yes => caught(take).unwrap_or_else(|fault| Err(snapshot::Error::Fault(fault))),
-                Passed::Refused(refused) => Err(snapshot::Error::Hook(Box::new(refused))),
-                Passed::CalledOff => Err(snapshot::Error::Cancelled),
-            };
+            // A phase of the freeze that panics is undone, so the job runs on whatever happens here. Without a message the
+            // supervisor would wait for this thread for ever.
+            let result =
+                snapshot::guarded("the snapshot", || match gate.map_or(Passed::Yes, |gate| gate.pass(&cancelled)) {
+                    Passed::Yes => snapshot::take(&subject, reason, &cancelled),
+                    Passed::Refused(refused) => Err(snapshot::Error::Hook(Box::new(refused))),
+                    Passed::CalledOff => Err(snapshot::Error::Cancelled),
+                });
+            let result = result.unwrap_or_else(|panicked| Err(panicked.into()));
             drop(job);
             let _ = sender.send(Message::Snapshot(Box::new(result)));
         });
@@ -279,7 +281,7 @@ impl Owner<'_> {
                 let _files_go =
                     (source == Source::PlainFiles).then(|| files_go.lock().unwrap_or_else(PoisonError::into_inner));
                 let store = || store_image(&setup, &image, &progress, &cancel);
-                caught(store).unwrap_or_else(|fault| Err(PersistError::Fault(fault)))
+                snapshot::guarded("storing it", store).unwrap_or_else(|panicked| Err(panicked.into()))
             };
             let took = began.elapsed();
             if result.is_ok() {

@@ -10,7 +10,6 @@ use super::events::image_of;
 use super::failed::{Failed, Lives, without_damaged};
 use super::remarks::Said;
 use super::state::{Event, Obstacle, State};
-use super::threads::caught;
 use super::times::shown;
 use super::{Message, Owner, Setup, replicate};
 use crate::config::{NetworkMode, PidNamespace};
@@ -26,6 +25,7 @@ use rekindle_engine::launch::{self, Job};
 use rekindle_engine::parts::gpu::placement::Wishes;
 use rekindle_engine::restore;
 use rekindle_engine::restore::compat::{self, Difference, Here};
+use rekindle_engine::snapshot::{Panicked, guarded};
 use rekindle_group::Blame;
 use rekindle_os::exits::Watched;
 use rekindle_os::fence::Fence;
@@ -52,8 +52,8 @@ pub(super) enum StartFailure {
     Store(rekindle_store::Error),
     /// A hook prevented it, or a stop came while the hook ran.
     NotTried(Option<Refused>),
-    /// A fault of rekindle.
-    Fault(String),
+    /// A fault of rekindle. Processes of the job may be left, so that it is not started again beside them.
+    Panicked(Panicked),
 }
 
 impl Owner<'_> {
@@ -82,14 +82,13 @@ impl Owner<'_> {
             }
             StartPoint::Cold => None,
         };
-        let work = move || {
+        let start = move || {
             let cancelled = || cancel.load(Ordering::Relaxed);
             let passed = gate.map_or(Passed::Yes, |gate| gate.pass(&cancelled));
             if let Passed::Refused(refused) = passed {
-                let failure = StartFailure::NotTried(Some(refused));
-                return drop(sender.send(Message::Started(Box::new(Err(failure)))));
+                return Err(StartFailure::NotTried(Some(refused)));
             }
-            let begin = || match from {
+            match from {
                 _ if passed == Passed::CalledOff => Err(StartFailure::NotTried(None)),
                 StartPoint::Cold => launch_job(&setup, network(&setup, group.as_deref(), fence.as_ref())),
                 StartPoint::Image(id) => {
@@ -100,8 +99,11 @@ impl Owner<'_> {
                     let course = Course { progress: &progress, cancel: &cancel, signal: signal.as_ref() };
                     restore_job(&setup, id, network, &wishes, &said, &course)
                 }
-            };
-            let result = caught(begin).unwrap_or_else(|fault| Err(StartFailure::Fault(fault)));
+            }
+        };
+        // Without a message the supervisor would wait for this thread for ever.
+        let work = move || {
+            let result = guarded("the start", start).unwrap_or_else(|panicked| Err(StartFailure::Panicked(panicked)));
             let _ = sender.send(Message::Started(Box::new(result)));
         };
         self.spawn("start", work);
@@ -156,11 +158,8 @@ impl Owner<'_> {
         let event = match failure {
             StartFailure::World(error) => impossible(chain(&error)),
             StartFailure::Launch(error) => impossible(chain(&error)),
+            StartFailure::Panicked(panicked) => impossible(panicked.to_string()),
             StartFailure::Store(error) => self.not_found(&error),
-            StartFailure::Fault(why) => {
-                tracing::error!("not started: {why}");
-                Event::StartFailed { why }
-            }
             StartFailure::NotTried(None) => Event::StartFailed { why: "cancelled".into() },
             StartFailure::NotTried(Some(refused)) => {
                 tracing::error!("not restored now: {refused}");

@@ -1,8 +1,6 @@
 //! The threads that do what takes long: they report with a message.
 
-use std::any::Any;
 use std::io;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::Builder;
 use std::time::{Duration, Instant};
@@ -76,20 +74,6 @@ fn start(name: &str, work: Work) -> Result<(), (io::Error, Work)> {
     }
 }
 
-/// Does the work. A panic is a fault of rekindle, and becomes an error: whoever waits for a message would wait for ever.
-pub(super) fn caught<T>(work: impl FnOnce() -> T) -> Result<T, String> {
-    // Nothing that the work had is used after a panic.
-    catch_unwind(AssertUnwindSafe(work)).map_err(|what| {
-        let words = words(&*what);
-        format!("a fault of rekindle itself; please report it with the lines above: {words}")
-    })
-}
-
-fn words(what: &(dyn Any + Send)) -> &str {
-    let text = what.downcast_ref::<&str>().copied();
-    text.or_else(|| what.downcast_ref::<String>().map(String::as_str)).unwrap_or("a panic")
-}
-
 impl Owner<'_> {
     /// Starts a thread, now or as soon as one can be started.
     pub(super) fn spawn(&mut self, name: &str, work: impl FnOnce() + Send + 'static) {
@@ -160,14 +144,5 @@ mod tests {
         threads.start_waiting(begun + 2 * AGAIN);
         drop((sender, threads));
         assert!(done.recv().is_err());
-    }
-
-    #[test]
-    fn a_panic_becomes_an_error_in_words() {
-        assert_eq!(caught(|| 7), Ok(7));
-        let of = |work: fn()| caught(work).unwrap_err();
-        assert!(of(|| panic!("it is {}", 5)).ends_with(": it is 5"));
-        assert!(of(|| panic!("plain")).ends_with(": plain"));
-        assert!(of(|| std::panic::panic_any(5)).ends_with(": a panic"));
     }
 }

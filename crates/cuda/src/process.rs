@@ -2,7 +2,6 @@
 #![allow(unsafe_code, reason = "calls of the CUDA driver; each block says why it is sound")]
 
 use std::ffi::{c_int, c_void};
-use std::sync::mpsc;
 use std::time::Duration;
 use std::{io, ptr};
 
@@ -13,7 +12,7 @@ use super::function::Function;
 use super::state::State;
 use super::uuid::GpuMapping;
 use rekindle_os::process::{text, threads};
-use rekindle_os::ptrace;
+use rekindle_os::{parallel, ptrace};
 
 /// How long the threads of a process may take to stop.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
@@ -133,13 +132,7 @@ impl Process {
         let tid = threads(self.pid).into_iter().find(|tid| *tid == thread);
         let tid = tid.ok_or_else(|| failed(io::Error::from_raw_os_error(libc::ESRCH)))?;
         let alone = ptrace::Alone::run(tid).map_err(failed)?;
-        let result = std::thread::scope(|scope| {
-            let (done, over) = mpsc::channel::<()>();
-            scope.spawn(move || ptrace::lend(self.pid, tid, patience, &over));
-            let result = work();
-            drop(done);
-            result
-        });
+        let result = parallel::with_helper(|over| ptrace::lend(self.pid, tid, patience, over), work);
         drop(alone);
         result
     }

@@ -70,6 +70,7 @@ pub(crate) use crate::parts::fds::InFlight;
 pub use crate::parts::gpu::capture::{Elsewhere, Operations};
 pub use crate::parts::tcp::capture::TcpChoice;
 pub use crate::parts::tcp::waiting::{Queues, Unaccepted};
+pub use crate::steps::{Panicked, guarded};
 pub use barrier::{Barrier, Settled};
 pub use dead::Deaths;
 pub(crate) use dead::Unnoticed;
@@ -245,6 +246,9 @@ pub enum Error {
         #[source]
         source: std::io::Error,
     },
+    /// A fault of rekindle.
+    #[error(transparent)]
+    Panicked(#[from] Panicked),
     /// The job ended meanwhile.
     #[error("the job ended during the snapshot")]
     JobEnded,
@@ -257,9 +261,6 @@ pub enum Error {
     /// The cable to the group cannot be pulled.
     #[error(transparent)]
     Cable(#[from] launch::group::Error),
-    /// A fault of rekindle, at whatever point of the snapshot: the job may be frozen, and cannot be resumed.
-    #[error("{0}")]
-    Fault(String),
     /// A phase failed and so did its undo: the job does not run on.
     #[error("{cause}; and the job could not be resumed: {undo}")]
     Lost {
@@ -307,7 +308,7 @@ impl Error {
     /// Whether the job cannot continue and must be restored from an image.
     #[must_use]
     pub fn job_is_lost(&self) -> bool {
-        matches!(self, Error::Lost { .. } | Error::Fault(_))
+        matches!(self, Error::Lost { .. })
     }
 
     /// Whether the cause may disappear soon, so that another try is worthwhile.

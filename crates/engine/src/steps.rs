@@ -1,7 +1,10 @@
 //! The runner of a freeze and of a restore: a table of named steps, each with an undo.
 //!
 //! Invariant: if a step fails, its undo and those of all steps before it run, in reverse order. The failed step is undone
-//! too, because it may have done half of its work. Steps that were skipped are not undone.
+//! too, because it may have done half of its work. Steps that were skipped are not undone. A panic is a failure: without
+//! the undo the job would stay stopped.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// One step of work on a state `S`.
 pub(crate) struct Step<S, E> {
@@ -41,6 +44,19 @@ pub(crate) trait Timer {
     fn run<T>(&mut self, name: &'static str, work: impl FnOnce() -> T) -> T;
 }
 
+/// A fault of rekindle: the work panicked. The message is on standard error.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0} failed by an error in rekindle (a panic, which is described on standard error): please report it")]
+pub struct Panicked(pub String);
+
+/// Runs `work`, which is called `name`.
+///
+/// # Errors
+/// When it panics.
+pub fn guarded<T>(name: &str, work: impl FnOnce() -> T) -> Result<T, Panicked> {
+    catch_unwind(AssertUnwindSafe(work)).map_err(|_| Panicked(name.to_owned()))
+}
+
 /// A step failed, and all steps so far were undone.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Failed<E> {
@@ -51,7 +67,7 @@ pub(crate) struct Failed<E> {
 }
 
 /// Runs the steps in their order. `go_on` is the check for a cancellation.
-pub(crate) fn run<S, E>(
+pub(crate) fn run<S, E: From<Panicked>>(
     steps: &[Step<S, E>],
     state: &mut S,
     timer: &mut impl Timer,
@@ -64,9 +80,14 @@ pub(crate) fn run<S, E>(
         }
         begun.push(step);
         let asked = if step.cancellable { go_on() } else { Ok(()) };
-        let result = asked.and_then(|()| timer.run(step.name, || (step.run)(state)));
+        let work = || guarded(step.name, || (step.run)(state)).unwrap_or_else(|panicked| Err(panicked.into()));
+        let result = asked.and_then(|()| timer.run(step.name, work));
         if let Err(cause) = result {
-            let not_undone = begun.iter().rev().filter_map(|step| (step.undo)(state).err()).collect();
+            let undo = |step: &&Step<S, E>| {
+                let what = || format!("the undo of {}", step.name);
+                guarded(&what(), || (step.undo)(state)).unwrap_or_else(|panicked| Err(panicked.to_string())).err()
+            };
+            let not_undone = begun.iter().rev().filter_map(undo).collect();
             return Err(Failed { cause, not_undone });
         }
     }
@@ -83,18 +104,31 @@ mod tests {
         calls: Vec<String>,
         fails: &'static str,
         stuck: Vec<&'static str>,
+        panics: Vec<&'static str>,
         without_c: bool,
     }
 
     impl State {
         fn run(&mut self, name: &'static str) -> Result<(), &'static str> {
             self.calls.push(name.into());
+            if self.panics.contains(&name) {
+                std::panic::resume_unwind(Box::new(name));
+            }
             if self.fails == name { Err(name) } else { Ok(()) }
         }
 
         fn undo(&mut self, name: &'static str) -> Result<(), String> {
             self.calls.push(format!("-{name}"));
+            if self.panics.contains(&"undo") {
+                std::panic::resume_unwind(Box::new(name));
+            }
             if self.stuck.contains(&name) { Err(format!("{name} is stuck")) } else { Ok(()) }
+        }
+    }
+
+    impl From<Panicked> for &'static str {
+        fn from(_: Panicked) -> &'static str {
+            "panicked"
         }
     }
 
@@ -143,6 +177,17 @@ mod tests {
         let not_undone = vec!["c is stuck".to_owned(), "a is stuck".to_owned()];
         assert_eq!(play(&mut state, false).1, Err(Failed { cause: "d", not_undone }));
         assert_eq!(state.calls.join(" "), "a b c d -c -b -a");
+    }
+
+    #[test]
+    fn a_step_that_panics_is_undone_and_so_is_the_rest_if_an_undo_panics() {
+        let mut state = State { panics: vec!["b"], ..State::default() };
+        assert_eq!(play(&mut state, false).1, Err(Failed { cause: "panicked", not_undone: Vec::new() }));
+        assert_eq!(state.calls.join(" "), "a b -b -a");
+        let mut state = State { panics: vec!["undo"], fails: "b", ..State::default() };
+        let Failed { cause, not_undone } = play(&mut state, false).1.unwrap_err();
+        assert_eq!((cause, not_undone.len(), state.calls.join(" ").as_str()), ("b", 2, "a b -b -a"));
+        assert!(not_undone[0].contains("the undo of b") && not_undone[1].contains("the undo of a"), "{not_undone:?}");
     }
 
     #[test]

@@ -35,10 +35,10 @@ pub fn effective_user() -> u32 {
 /// When the kernel does not let us switch; `work` was not run then.
 pub fn with_file_rights<T: Send>(uid: u32, gid: u32, groups: &[u32], work: impl FnOnce() -> T + Send) -> io::Result<T> {
     std::thread::scope(|scope| {
-        let thread = scope.spawn(move || {
+        let thread = std::thread::Builder::new().spawn_scoped(scope, move || {
             switch(uid, gid, groups)?;
             Ok(work())
-        });
+        })?;
         thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     })
 }
@@ -75,7 +75,7 @@ pub fn with_file_rights_in<T: Send>(
     // Entering the namespace that we are in would lose our root folder if it was changed (chroot).
     let elsewhere = (here.dev(), here.ino()) != (there.dev(), there.ino());
     std::thread::scope(|scope| {
-        let thread = scope.spawn(move || {
+        let thread = std::thread::Builder::new().spawn_scoped(scope, move || {
             if elsewhere {
                 // The kernel refuses a thread that shares its working directory with others.
                 unshare(CloneFlags::CLONE_FS)?;
@@ -83,7 +83,7 @@ pub fn with_file_rights_in<T: Send>(
             }
             switch(uid, gid, groups)?;
             Ok(work())
-        });
+        })?;
         thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     })
 }

@@ -82,8 +82,10 @@ pub fn new_namespace() -> io::Result<OwnedFd> {
 
 /// Runs this on a thread of its own, which may change its namespace because it ends then.
 fn on_a_thread<T: Send>(work: impl FnOnce() -> io::Result<T> + Send) -> io::Result<T> {
-    std::thread::scope(|scope| scope.spawn(work).join())
-        .unwrap_or_else(|_| Err(io::Error::other("the thread panicked")))
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().spawn_scoped(scope, work)?;
+        thread.join().unwrap_or_else(|_| Err(io::Error::other("the thread panicked")))
+    })
 }
 
 impl Links {

@@ -103,7 +103,8 @@ pub fn own_all_addresses(pid: i32) -> io::Result<()> {
         let _ = route_all_to_loopback(libc::AF_INET6);
         Ok(())
     };
-    std::thread::spawn(work).join().unwrap_or_else(|_| Err(io::Error::other("the thread panicked")))
+    let thread = std::thread::Builder::new().spawn(work)?;
+    thread.join().unwrap_or_else(|_| Err(io::Error::other("the thread panicked")))
 }
 
 /// `ip route add local default dev lo` (rtnetlink(7)).

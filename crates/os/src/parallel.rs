@@ -1,19 +1,42 @@
 //! The same work for many items, on a few threads.
 
 use std::num::NonZeroUsize;
-use std::sync::{Mutex, PoisonError};
+use std::panic::resume_unwind;
+use std::sync::{Mutex, PoisonError, mpsc};
 use std::thread;
 
 /// Runs `work` for all items at once, each on its own thread, and returns the results in their order. For work that
-/// mostly waits.
+/// mostly waits. Items for which no thread can be started are done on this one, while the others run.
 pub fn at_once<T: Send, R: Send>(items: impl IntoIterator<Item = T>, work: impl Fn(T) -> R + Sync) -> Vec<R> {
     let mut items: Vec<T> = items.into_iter().collect();
     if items.len() == 1 {
         return items.pop().map(work).into_iter().collect();
     }
+    // A thread that cannot be started loses what it was given.
+    let items: Vec<_> = items.into_iter().map(|item| Mutex::new(Some(item))).collect();
+    let run = &|item: &Mutex<Option<T>>| {
+        let item = item.lock().unwrap_or_else(PoisonError::into_inner).take();
+        item.map(&work)
+    };
     thread::scope(|scope| {
-        let threads: Vec<_> = items.into_iter().map(|item| scope.spawn(|| work(item))).collect();
-        threads.into_iter().map(|t| t.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+        let start = |item| (item, thread::Builder::new().spawn_scoped(scope, move || run(item)));
+        let started: Vec<_> = items.iter().map(start).collect();
+        let here = started.into_iter().map(|(item, thread)| thread.map_err(|_| run(item)));
+        let done: Vec<_> = here.collect();
+        let join = |thread: thread::ScopedJoinHandle<'_, _>| thread.join().unwrap_or_else(|panic| resume_unwind(panic));
+        done.into_iter().filter_map(|done| done.map_or_else(|here| here, join)).collect()
+    })
+}
+
+/// Runs `work`, and `helper` on another thread until then: its channel is closed when the work ends. Without a thread
+/// only the work is done.
+pub fn with_helper<T>(helper: impl FnOnce(&mpsc::Receiver<()>) + Send, work: impl FnOnce() -> T) -> T {
+    thread::scope(|scope| {
+        let (done, over) = mpsc::channel();
+        let _helper = thread::Builder::new().spawn_scoped(scope, move || helper(&over));
+        let result = work();
+        drop(done);
+        result
     })
 }
 
@@ -61,7 +84,7 @@ where
         let helpers: Vec<_> = helpers.collect();
         let mut done = run();
         for helper in helpers {
-            let more = helper.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            let more = helper.join().unwrap_or_else(|panic| resume_unwind(panic));
             done = done.and_then(|mut done| {
                 done.extend(more?);
                 Ok(done)
@@ -79,6 +102,8 @@ pub fn cores() -> usize {
 
 #[cfg(test)]
 mod tests {
+    use rekindle_testing::threads::without_threads;
+
     use super::*;
 
     #[test]
@@ -88,6 +113,23 @@ mod tests {
             done.sort_unstable();
             assert_eq!(done, (0..n).collect::<Vec<_>>());
         }
+    }
+
+    #[test]
+    fn without_threads_the_work_is_done_here() {
+        let done = without_threads(|| at_once(1..=5, |n| (n, thread::current().id())));
+        assert_eq!(done.iter().map(|(n, _)| *n).collect::<Vec<_>>(), [1, 2, 3, 4, 5]);
+        assert!(done.iter().all(|(_, thread)| *thread == done[0].1));
+    }
+
+    #[test]
+    fn a_helper_ends_with_the_work_and_is_not_necessary() {
+        let helped = std::sync::atomic::AtomicBool::new(false);
+        let helper =
+            |over: &mpsc::Receiver<()>| helped.store(over.recv().is_err(), std::sync::atomic::Ordering::Relaxed);
+        assert_eq!(with_helper(helper, || 1), 1);
+        assert!(helped.into_inner());
+        assert_eq!(without_threads(|| with_helper(|_| unreachable!(), || 2)), 2);
     }
 
     #[test]

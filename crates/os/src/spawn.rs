@@ -305,7 +305,9 @@ impl Spawn {
             // pid_for_children is a property of the thread and cannot be left again: a thread of its own enters.
             World::Join(..) => std::thread::scope(|scope| {
                 let spawn = &self;
-                scope.spawn(move || spawn.start_here()).join().unwrap_or_else(|_| Err(self.lost()))
+                let thread = std::thread::Builder::new().spawn_scoped(scope, move || spawn.start_here());
+                let thread = thread.map_err(|source| self.fork_error(source))?;
+                thread.join().unwrap_or_else(|_| Err(self.lost()))
             }),
             World::Host | World::New(_) => {
                 let lost = self.lost();

@@ -3,6 +3,7 @@
 pub mod metadata;
 pub mod points;
 pub mod random;
+pub mod threads;
 
 /// The manifest of an image, for tests that change one thing in it.
 pub const MANIFEST: &str = include_str!("manifest.json");

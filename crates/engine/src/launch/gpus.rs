@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 use rekindle_base::chain;
 use rekindle_cuda::nccl::Ranks;
 use rekindle_cuda::{self as cuda, DriverVersion, Process, State};
+use rekindle_os::parallel;
 
 /// The affected drivers, by major version. No such report is known for 580, with which most was measured, or for 610.
 const HANG_THE_HOST: RangeInclusive<u32> = 595..=595;
@@ -47,20 +48,13 @@ pub(super) fn with_peers(pids: impl IntoIterator<Item = i32>) -> Vec<Ranks> {
 /// Stops these processes, and ends the NCCL kernels that wait for other ranks. They can only be killed then.
 pub(super) fn call_off(ranks: &[Ranks]) {
     let began = Instant::now();
-    let done = thread::scope(|scope| {
-        let calls: Vec<_> = ranks.iter().map(|rank| scope.spawn(move || (rank.pid(), rank.abort(CALL_OFF)))).collect();
-        let mut done = 0;
-        for call in calls {
-            match call.join() {
-                Ok((_, Ok(()))) => done += 1,
-                Ok((pid, Err(error))) => {
-                    tracing::debug!(pid, "cannot abort the NCCL operations: {}", chain(&error));
-                }
-                Err(_) => {}
-            }
+    let mut done = 0;
+    for (pid, outcome) in parallel::at_once(ranks, |rank| (rank.pid(), rank.abort(CALL_OFF))) {
+        match outcome {
+            Ok(()) => done += 1,
+            Err(error) => tracing::debug!(pid, "cannot abort the NCCL operations: {}", chain(&error)),
         }
-        done
-    });
+    }
     if done > 0 {
         thread::sleep(KERNELS_END);
         tracing::debug!(processes = done, took = ?began.elapsed(), "aborted the NCCL operations");

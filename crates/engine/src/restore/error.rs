@@ -7,6 +7,7 @@ use crate::launch::world;
 use crate::parts::access::{Fault, Refused};
 use crate::parts::files::rollback::RollbackError;
 use crate::parts::gpu::put_back as gpu;
+use crate::steps::Panicked;
 use rekindle_criu as criu;
 use rekindle_os::spawn::Ended;
 
@@ -111,6 +112,9 @@ pub enum Error {
     /// The GPUs were not restored.
     #[error(transparent)]
     Gpu(gpu::Error),
+    /// A fault of rekindle.
+    #[error(transparent)]
+    Panicked(#[from] Panicked),
     /// It was cancelled.
     #[error("cancelled")]
     Cancelled,
@@ -188,7 +192,8 @@ impl Error {
             | Error::Staging(_)
             | Error::Recreate { .. }
             | Error::Lock(_)
-            | Error::Landing(_) => Blame::Machine,
+            | Error::Landing(_)
+            | Error::Panicked(_) => Blame::Machine,
             // It may be a zombie of the previous life, which pid 1 has not reaped yet.
             Error::PidTaken(_) => Blame::Machine,
             Error::Gpu(gpu::Error::NoThread(_)) => Blame::Image,

@@ -45,7 +45,7 @@ impl Lagging {
         let by = TimeDelta::from_std(by).unwrap();
         let listed = self.listed();
         let mut written = self.written.lock().unwrap();
-        listed.into_iter().for_each(|it| drop(written.insert(it.location, it.last_modified - by)));
+        written.extend(listed.into_iter().map(|it| (it.location, it.last_modified - by)));
     }
 
     /// The names of all objects, below the path of the job.

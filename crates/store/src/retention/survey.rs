@@ -92,9 +92,12 @@ impl Survey {
             for (id, _) in map.iter().flat_map(ChunkMap::chunks) {
                 let Some(prefix) = id.as_bytes().first_chunk() else { continue };
                 // Including its second copy, if it has one, because both are removed together.
-                let places = index.kept(&id, Copies::Two.count());
-                let places = places.inspect(|place| drop(needed.insert(place.pack))).map(|place| place.record_len());
-                sizes.share(image.id, *prefix, places.sum());
+                let mut bytes = 0;
+                for place in index.kept(&id, Copies::Two.count()) {
+                    needed.insert(place.pack);
+                    bytes += place.record_len();
+                }
+                sizes.share(image.id, *prefix, bytes);
             }
         }
         let newest = images.iter().filter_map(Image::manifest).find_map(|manifest| manifest.chunks.as_ref());

@@ -38,8 +38,10 @@ impl Undelivered {
             Ok(())
         };
         // A thread of its own: it stays in that network.
-        let joined = std::thread::scope(|scope| scope.spawn(wait).join());
-        joined.unwrap_or_else(|_| Err(io::Error::other("the thread panicked")))
+        std::thread::scope(|scope| {
+            let thread = std::thread::Builder::new().spawn_scoped(scope, wait)?;
+            thread.join().unwrap_or_else(|_| Err(io::Error::other("the thread panicked")))
+        })
     }
 }
 

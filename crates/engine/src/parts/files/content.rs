@@ -15,7 +15,7 @@ use std::time::{Duration, SystemTime};
 use super::aside::Aside;
 use super::place::{Astray, Place, find, own_folder, reached};
 use super::rights::{Maker, Rights, give_same};
-use super::rollback::{RollbackError, RolledBack, failed, free_names, keep_rest, no_room, present_copies, temporary};
+use super::rollback::{RollbackError, RolledBack, failed, free_names, no_room, present_copies, temporary};
 use rekindle_os::blocks::Medium;
 use rekindle_os::durable::{self, Unfinished};
 use rekindle_os::sparse;

@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 use super::aside::{self, Aside};
 use super::content::{self, keep_rest};
 use super::moved;
-use super::place::{Astray, Place, Trusted, find, reached};
+use super::place::{Astray, Place, Trusted, find};
 use super::rights::{Maker, Rights};
 use super::rollback::{FileRollback, RollbackError, RolledBack, SWITCH, failed};
 use super::tracked;

@@ -49,6 +49,11 @@ pub enum Error {
         /// The time limit.
         limit: Duration,
     },
+    /// There is no thread for the driver's calls, which could not be ended without one.
+    #[error(
+        "cannot start a thread for the CUDA driver's calls: {0}. Raise pids.max of the control group, or end other processes"
+    )]
+    Unwatched(#[source] std::io::Error),
     /// It was cancelled.
     #[error("cancelled")]
     Cancelled,
@@ -77,11 +82,12 @@ pub(crate) fn watched<T: Send>(
     let deadline = Instant::now() + limit;
     std::thread::scope(|scope| {
         let (done, finished) = mpsc::channel::<()>();
-        let worker = scope.spawn(move || {
+        let watched = move || {
             // Closed when the work ends, in whatever way.
             let _done = done;
             work()
-        });
+        };
+        let worker = std::thread::Builder::new().spawn_scoped(scope, watched).map_err(Error::Unwatched)?;
         loop {
             if finished.recv_timeout(WATCH) == Err(mpsc::RecvTimeoutError::Disconnected) {
                 return worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));

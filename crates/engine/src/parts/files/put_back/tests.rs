@@ -410,13 +410,13 @@ fn a_fifo_or_folder_of_another_user_is_refused() {
     make_fifo(&fifo, root()).unwrap_err();
     make_folder(&folder, root()).unwrap_err();
     // Nothing is created through bob's link.
-    let (root, link) = (dir.path().join("root"), dir.path().join("link"));
-    std::fs::create_dir(&root).unwrap();
-    std::os::unix::fs::symlink(&root, &link).unwrap();
+    let (of_root, link) = (dir.path().join("root"), dir.path().join("link"));
+    std::fs::create_dir(&of_root).unwrap();
+    std::os::unix::fs::symlink(&of_root, &link).unwrap();
     give(&link, BOB);
     make_fifo(&Fifo { path: job_path(link.join("pipe")), ..fifo }, root()).unwrap_err();
     make_folder(&Folder { path: job_path(link.join("sub")), ..folder }, root()).unwrap_err();
-    assert_eq!(std::fs::read_dir(&root).unwrap().count(), 0);
+    assert_eq!(std::fs::read_dir(&of_root).unwrap().count(), 0);
 }
 
 /// A job of a user works with that user's rights, also on the folders that stay open.
