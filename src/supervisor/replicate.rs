@@ -227,6 +227,28 @@ impl Owner<'_> {
         self.wait_for(Destination::Replica, messages);
     }
 
+    /// Records in the replica that the job went back to an older image: another machine must not continue from a newer
+    /// one. With the next image it is recorded again.
+    pub(super) fn record_rewind_in_replica(&mut self) {
+        if self.setup.config.replica.url.is_none() {
+            return;
+        }
+        let setup = Arc::clone(self.setup);
+        self.spawn("record", move || {
+            let record = || setup.folder.record().map_err(replica::Error::from);
+            let said = needed(&setup).and_then(|replica| {
+                record()?.map_or(Ok(()), |record| replica.put_record(&record, &|| false))
+            });
+            if let Err(error) = said {
+                tracing::warn!(
+                    "cannot record in the replica that the job went back to an older image: {}. Until the next image is \
+                    replicated, another machine would continue from a newer one",
+                    chain(&error)
+                );
+            }
+        });
+    }
+
     /// Records in the replica how the job ended, so that a completed job is not continued elsewhere.
     /// `hurries` ends the attempt.
     pub(super) fn record_in_replica(&self, finish: &Finish, hurries: &(dyn Fn() -> bool + Sync)) {

@@ -53,6 +53,7 @@ impl Owner<'_> {
         if let Err(error) = self.record(rekindle_store::Outcome::Running, None) {
             tracing::warn!("cannot record the rewind to image {image}: {}", chain(&error));
         }
+        self.record_rewind_in_replica();
     }
 
     /// A start failed. If it was the start of a rewind, the job continues from where it was.

@@ -109,6 +109,56 @@ fn images_of_a_new_start_take_the_place_of_those_that_it_left() {
 }
 
 #[test]
+fn images_that_a_rewind_left_are_neither_fetched_nor_restored() {
+    let Some(lab) = Lab::new() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let lab = lab.set("replica.url", &format!("\"file://{}\"", dir.path().display())).set("replica.keep-last", "9");
+    let lab = lab.set("store.keep-last", "9");
+    let folder = lab.path().to_str().unwrap().to_owned();
+    let command = lab.python_command("kinds.py", &["plain", &folder]);
+    let mut run = lab.run(&command);
+    run.job_pid(&lab);
+    let images = [(); 3].map(|()| replicated(&mut run, &lab));
+    assert!(lab.rekindle(&["rewind", "j", "1"]).status.success());
+    run.wait_for("the rewind is recorded", || lab.job().record().unwrap().is_some_and(|record| record.base.is_some()));
+    let there = folder_replica_of(dir.path(), "j");
+    let base = || there.record(&|| false).unwrap().and_then(|record| record.base);
+    run.wait_for("the replica knows it", || base().is_some_and(|base| base.to_string() == images[0]));
+    lab.kill_9(run);
+    lab.forget_memory();
+
+    // The newest images here are damaged, and the copies in the replica are good.
+    let damaged = images[1..].iter().map(|id| lab.store().join("j/images").join(id).join("manifest.json"));
+    let damaged: Vec<_> = damaged.map(|path| (fs::read(&path).unwrap(), path)).collect();
+    damaged.iter().for_each(|(_, path)| fs::write(path, "{").unwrap());
+    let mut run = lab.run(&command);
+    run.wait_said(&format!("the job was restored from image {}", images[0]));
+    assert!(!run.err().contains("was fetched"), "{}", run.err());
+    lab.kill_9(run);
+    lab.forget_memory();
+
+    damaged.iter().for_each(|(bytes, path)| fs::write(path, bytes).unwrap());
+    let line = lab.job().record().unwrap().unwrap();
+    let mut run = lab.run_with(&["restore", "j"], [""; 0]);
+    run.wait_said(&format!("restoring image {}, the newest one of the present line. Image {} is", images[0], images[2]));
+    run.wait_said(&format!("the job was restored from image {}", images[0]));
+    let record = lab.job().record().unwrap().unwrap();
+    assert_eq!((record.lineage, record.base), (line.lineage, line.base), "the same line goes on");
+    lab.kill_9(run);
+    lab.forget_memory();
+
+    // On an empty machine, too. Images get numbers after those in the replica.
+    for (machine, args) in [("first", ["restore", "j"]), ("second", ["restore", &format!("j/{}", images[0])])] {
+        fs::rename(lab.store(), lab.file(machine)).unwrap();
+        let mut run = lab.run_with(&args, [""; 0]);
+        run.wait_said(&format!("the job was restored from image {}", images[0]));
+        assert_eq!(run.snapshot(&lab), 4, "{}", run.err());
+        lab.kill_9(run);
+        lab.forget_memory();
+    }
+}
+
+#[test]
 fn a_replica_that_can_not_be_reached_is_no_reason_to_begin_anew() {
     let Some(lab) = Lab::new() else { return };
     let gone = lab.path().join("not-mounted");
