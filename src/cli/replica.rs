@@ -246,7 +246,7 @@ impl There {
 
     /// The image with this number, id, or beginning of an id.
     fn named(&self, wanted: &str) -> Result<Option<&RemoteImage>, Misuse> {
-        let is_wanted = |image: &&RemoteImage| match wanted.parse() {
+        let is_wanted = |image: &&RemoteImage| match wanted.parse::<u32>() {
             Ok(number) if image.id.sequence() == number => true,
             _ => !wanted.is_empty() && image.id.to_string().starts_with(wanted),
         };
@@ -422,7 +422,8 @@ mod tests {
         let there = There { images: vec![image(12, "", 1), image(1, "", 1)], record: None };
         let named = |wanted| there.named(wanted).map(|image| image.map(|image| image.id.sequence()));
         assert_eq!((named("1").unwrap(), named("12").unwrap(), named("7").unwrap()), (Some(1), Some(12), None));
-        assert_eq!(named(&id(12).to_string()).unwrap(), Some(12));
+        let whole = id(12).to_string();
+        assert_eq!(named(&whole).unwrap(), Some(12));
         assert!(named("0000").is_err());
     }
 }

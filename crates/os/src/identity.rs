@@ -134,8 +134,9 @@ pub fn reach(path: &Path, access: u32) -> io::Result<FileStat> {
     Ok(fstat(&found)?)
 }
 
-/// Makes this thread that user, with this group and no other one, and without capabilities if it is not root. With raw system calls: the C library's functions
-/// would signal other threads of the process (nptl(7)), which a forked copy does not have.
+/// Makes this thread that user, with this group and no other one, and without capabilities if it is not root. With raw
+/// system calls: the C library's functions would signal other threads of the process (nptl(7)), which a forked copy does not
+/// have.
 pub(super) fn become_user(user: u32, group: u32) -> rustix::io::Result<()> {
     let (user, group) = (Uid::from_raw_unchecked(user), Gid::from_raw_unchecked(group));
     set_thread_groups(&[])?;

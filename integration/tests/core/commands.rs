@@ -319,7 +319,9 @@ fn total(lab: &Lab) -> u64 {
 fn a_job_that_cannot_be_pruned_does_not_hinder_the_others() {
     let Some(lab) = Lab::new().map(|lab| lab.set("store.keep-last", "4")) else { return };
     let mut run = until_after_snapshot(&lab, "plain");
-    (0..3).for_each(|_| run.snapshot(&lab));
+    for _ in 0..3 {
+        run.snapshot(&lab);
+    }
     finish(&lab, run);
     // One before it in the list, and one after it.
     for name in ["a", "z"] {

@@ -112,7 +112,7 @@ impl World {
                 tell!(self, "it failed: {event:?}");
                 let images = self.images();
                 let Some(run) = &mut self.run else { return };
-                let (_, event) = run.line.did_not_arrive(event, || images);
+                let (_, event) = run.line.did_not_arrive(*event, || images);
                 self.oracle_sees_failure(&event, start.trouble.is_some());
                 self.step(event);
             }
@@ -120,18 +120,18 @@ impl World {
     }
 
     /// Whether the restore succeeds; otherwise the resulting event.
-    fn restore(&mut self, id: ImageId, start: &Restore) -> Result<(), Event> {
+    fn restore(&mut self, id: ImageId, start: &Restore) -> Result<(), Box<Event>> {
         if start.cancelled {
-            return Err(self.failed(id, &restore::Error::Cancelled));
+            return Err(self.failed(id, &restore::Error::Cancelled).into());
         }
         if self.ground.disk.reads_fail {
-            return Err(Event::StoreAway { why: "EIO".into() });
+            return Err(Event::StoreAway { why: "EIO".into() }.into());
         }
         let copies = self.ground.copies();
         let mut of_it = copies.iter().filter(|(image, _)| image.id == id);
         let chosen = of_it.clone().find(|(_, copy)| copy.mark.is_none()).or_else(|| of_it.next());
         let Some((image, copy)) = chosen.map(|(image, copy)| (*image, *copy)) else {
-            return Err(self.gone(id));
+            return Err(self.gone(id).into());
         };
         let refused = image.refused;
         let error = if let Some(trouble) = start.trouble {
@@ -152,7 +152,7 @@ impl World {
         } else {
             return Ok(());
         };
-        Err(self.failed(id, &error))
+        Err(self.failed(id, &error).into())
     }
 
     /// A chosen image does not exist any more.

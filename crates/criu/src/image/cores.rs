@@ -1,8 +1,8 @@
 //! What the image has of each thread besides its registers.
 //!
-//! The securebits say whether root's rights go with a change of user (capabilities(7)). CRIU (4.2) has them from memory of the process that
-//! another process of the same user can write during a dump, and the kernel does not show those of another process. So what is
-//! in the image is all there is to check.
+//! The securebits say whether root's rights go with a change of user (capabilities(7)). CRIU (4.2) has them from memory of the
+//! process that another process of the same user can write during a dump, and the kernel does not show those of another process.
+//! So what is in the image is all there is to check.
 
 use std::collections::BTreeMap;
 use std::path::Path;
