@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::documents::{
     Ask, Blame, End, Ending, Epoch, Goal, GroupImage, Incarnation, Number, Part, Progress, Rank, Replica, Replicated,
-    StartFrom, State, Stored, Versioned,
+    Report, StartFrom, State, Stored, Versioned,
 };
 use crate::events::{Action, Answer, Event, Local, Order, Write};
 use crate::machine::Machine;
@@ -435,6 +435,26 @@ fn a_new_run_does_not_wait_without_a_limit_for_a_member_that_cannot_leave() {
     group.wait(Duration::from_secs(1));
     let why = "rank 2 of the run before did not leave the group in time: end the supervisors there";
     assert!((0..2).all(|at| group.last(at) == Some(&Order::Finish(End::Missing { why: why.into() }))));
+}
+
+#[test]
+fn a_member_whose_rank_is_taken_is_not_woken_again_and_again_while_its_job_does_not_end() {
+    let mut group = Group::new(2);
+    group.starts();
+    // Another supervisor takes its place.
+    let (view, other) = (Arc::clone(&group.coordinator.view), group.coordinator.grant(group.now));
+    let report = &view.members[&Rank(1)];
+    group.coordinator.revoke(report.incarnation);
+    let join = Write::Join(Report { incarnation: other, state: State::Idle, ..(**report).clone() });
+    assert!(matches!(group.coordinator.write(Rank(1), other, join), Answer::Done(_)));
+    group.tell(1, Event::SessionLost);
+    assert_eq!(group.last(1), Some(&Order::Kill));
+    group.join(1);
+    group.wait(options(Rank(0), 2).limits.wait * 2);
+    assert_eq!(group.last(1), Some(&Order::Kill));
+    assert!(group.machines[1].deadline().is_none_or(|at| at > group.now));
+    group.tell(1, Event::Local(Local::Ended(Ending::Failed { why: "killed".into(), last: None })));
+    assert!(matches!(group.last(1), Some(Order::Finish(End::Missing { .. }))), "{:?}", group.last(1));
 }
 
 #[test]

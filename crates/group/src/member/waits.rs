@@ -27,7 +27,9 @@ pub(super) struct Waits {
 impl Member {
     /// When this member must do something without an event.
     pub(crate) fn deadline(&self, options: &Options) -> Option<Instant> {
-        let waits = [self.waits.taken, self.waits.lone, self.waits.over];
+        // With a job it does not leave. The end of that wakes it.
+        let taken = self.waits.taken.filter(|_| !self.job.exists());
+        let waits = [taken, self.waits.lone, self.waits.over];
         let waits = waits.into_iter().flatten().map(|since| since + options.limits.wait);
         let step = self.waits.step.map(|(_, since)| since + options.longest_step());
         let rest = self.waits.rest.filter(|_| !self.rests).map(|since| since + options.lease);
