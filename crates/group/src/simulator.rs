@@ -62,6 +62,8 @@ const REPLICA: u64 = 0x7265_706c;
 
 /// And those of a coordinator that refuses writes.
 const REFUSALS: u64 = 0x6675_6c6c;
+/// And those of machines that cannot do what they are told, and of people who change keys.
+const OBSTACLES: u64 = 0x6f62_7374;
 
 /// Plays one history.
 fn history(seed: u64, plant: Option<Plant>) -> Result<Facts, Broken> {
@@ -86,5 +88,6 @@ fn play(seed: u64, plant: Option<Plant>, traced: bool) -> Result<Facts, (String,
     faults::plan_requests(&mut world, Random::new(seed ^ REQUESTS), length);
     faults::plan_replica(&mut world, Random::new(seed ^ REPLICA), length);
     faults::plan_refusals(&mut world, Random::new(seed ^ REFUSALS), length);
+    faults::plan_obstacles(&mut world, Random::new(seed ^ OBSTACLES), length);
     world.run().map_err(|what| (what, world.take_trace()))
 }

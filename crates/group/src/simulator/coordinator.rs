@@ -90,6 +90,13 @@ impl Coordinator {
         self.leases = Leases::default();
     }
 
+    /// Somebody removes these records.
+    pub(crate) fn remove_records(&mut self, numbers: &[Number]) {
+        let view = Arc::make_mut(&mut self.view);
+        view.revision += 1;
+        view.images.retain(|number, _| !numbers.contains(number));
+    }
+
     pub(crate) fn next_expiry(&self) -> Option<Instant> {
         self.leases.first.filter(|_| !self.away)
     }

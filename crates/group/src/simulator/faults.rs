@@ -40,6 +40,14 @@ pub(super) enum Fault {
     DiskFull,
     /// The next snapshots cannot be taken on this machine.
     Refuses,
+    /// The machine cannot start the job, or takes too long. The image is good.
+    Hindered,
+    /// The machine cannot end its job: a process is in an uninterruptible sleep.
+    Stuck,
+    /// The coordinator refuses what one machine writes, and renews its lease.
+    Mute,
+    /// Somebody removes records of group images.
+    RecordsRemoved,
     /// One part cannot be restored, from now on.
     Rotten,
     /// The job dies of its state after each restore of an image that was taken from now on.
@@ -56,6 +64,17 @@ pub(super) enum Fault {
 
 /// Requests in addition to the faults, in some histories.
 const REQUESTS: [Fault; 5] = [Fault::Suspend, Fault::Resume, Fault::Rewind, Fault::Snapshot, Fault::FreshRun];
+
+/// Obstacles in addition to the faults, in some histories, with what makes them matter.
+const OBSTACLES: [Fault; 7] = [
+    Fault::Hindered,
+    Fault::Stuck,
+    Fault::Mute,
+    Fault::RecordsRemoved,
+    Fault::JobDies,
+    Fault::StopNow,
+    Fault::SupervisorDies,
+];
 
 /// The faults of all histories, without a coordinator that ends leases early: that has its own histories.
 const ALL: [Fault; 20] = [
@@ -118,6 +137,18 @@ pub(super) fn plan_refusals(world: &mut World, mut other: Random, length: Durati
     if other.chance(5) {
         let at = world.began + other.time(Duration::from_secs(5), length);
         world.at(at, Happening::Fault(Fault::Full));
+    }
+}
+
+/// Adds obstacles to some histories. `other` is as above.
+pub(super) fn plan_obstacles(world: &mut World, mut other: Random, length: Duration) {
+    if !other.chance(10) {
+        return;
+    }
+    for _ in 0..1 + other.below(5) {
+        let fault = other.pick(&OBSTACLES);
+        let at = world.began + other.time(Duration::from_secs(20), length);
+        world.at(at, Happening::Fault(fault));
     }
 }
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use crate::documents::{End, Epoch, Incarnation, Number, Part, Progress, Rank, Replicated, Rewound, Stored};
+use crate::documents::{End, Epoch, Goal, Incarnation, Number, Part, Progress, Rank, Replicated, Rewound, Stored};
 use crate::machine::Machine;
 use crate::options::{Limits, Options, Restart};
 
@@ -91,6 +91,14 @@ pub(super) struct Trouble {
     pub(super) cut_off: bool,
     /// Another machine has taken its place, although this one still runs.
     pub(super) replaced: bool,
+    /// A job that was killed does not end before.
+    pub(super) stuck_until: Option<Instant>,
+    /// The coordinator refuses what it writes.
+    pub(super) mute: bool,
+    /// It cannot start the job.
+    pub(super) hindered: bool,
+    /// Since when it waits for the next run, as it has seen.
+    pub(super) waits_since: Option<Instant>,
 }
 
 /// The parts on a machine.
@@ -169,6 +177,21 @@ impl Node {
     /// Its supervisor has ended with a result after which the scheduler does not start it again.
     pub(super) fn is_over_for_good(&self) -> bool {
         self.finished.as_ref().is_some_and(|end| !is_started_again(end))
+    }
+
+    /// It was killed, and only its processes in the kernel are left.
+    pub(super) fn is_stuck(&self) -> bool {
+        self.trouble.stuck_until.is_some() && self.job.as_ref().is_some_and(|job| job.killed)
+    }
+
+    /// Whether its supervisor waits for the next run: the last one is over, and it was not a part of it.
+    pub(super) fn waits_for_a_run(&self) -> bool {
+        let Some(machine) = self.machine.as_ref() else { return false };
+        let (view, us) = (machine.view(), machine.incarnation());
+        let joined = view.members.get(&self.rank).map(|report| report.incarnation);
+        let plan = view.plan.as_ref().map(|plan| &plan.value);
+        let of_run = plan.and_then(|plan| plan.crew.get(&self.rank)).copied();
+        plan.is_some_and(|plan| matches!(plan.goal, Goal::End(_))) && us.is_some() && joined == us && of_run != us
     }
 
     pub(super) fn is_paused(&self, now: Instant) -> bool {

@@ -70,6 +70,8 @@ pub(super) struct Oracle {
     /// Memberships of supervisors that were told to start from the beginning.
     fresh: BTreeSet<Incarnation>,
     failures: u64,
+    /// Group images whose restore has failed, or after which the job has died.
+    blamed: BTreeSet<Number>,
     losses: Losses,
     ends: Vec<End>,
     disturbed_until: Instant,
@@ -95,6 +97,10 @@ struct Losses {
     memory: bool,
     /// The coordinator's data was lost.
     records: bool,
+    /// Somebody has removed these records, and they are not there again,
+    removed: BTreeSet<Number>,
+    /// or they are.
+    once_removed: BTreeSet<Number>,
     /// A rewind has abandoned group images.
     rewound: bool,
     /// The run ended because parts are missing.
@@ -113,6 +119,7 @@ impl Oracle {
             completed: None,
             fresh: BTreeSet::new(),
             failures: 0,
+            blamed: BTreeSet::new(),
             losses: Losses::default(),
             ends: Vec::new(),
             disturbed_until: began + Duration::from_secs(5),
@@ -166,8 +173,10 @@ impl Oracle {
         self.fresh.insert(membership);
     }
 
-    pub(super) fn job_fails(&mut self) {
+    /// The job has died, or could not be started. `from`: the group image that may be the cause.
+    pub(super) fn job_fails(&mut self, from: Option<Number>) {
         self.failures += 1;
+        self.blamed.extend(from);
     }
 
     pub(super) fn breaks(&mut self, what: String) {
@@ -184,6 +193,13 @@ impl Oracle {
 
     pub(super) fn loses_records(&mut self) {
         self.losses.records = true;
+    }
+
+    /// Somebody removes these records.
+    pub(super) fn removes_records(&mut self, numbers: &[Number]) {
+        self.losses.records = true;
+        self.losses.removed.extend(numbers);
+        self.losses.once_removed.extend(numbers);
     }
 
     pub(super) fn rewinds(&mut self) {
@@ -241,8 +257,12 @@ impl Oracle {
             return Err(broken);
         }
         for (rank, number) in self.images.forgotten.drain(..) {
-            if coordinator.view.images.contains_key(&number) {
+            // It may be recorded again just when a member takes it for an old one.
+            if coordinator.view.images.contains_key(&number) && !self.losses.once_removed.contains(&number) {
                 return Err(format!("{rank} removed its part of {number}, which is recorded"));
+            }
+            if self.images.committed.keys().next_back() == Some(&number) {
+                return Err(format!("{rank} removed its part of {number}, the newest committed one"));
             }
         }
         for end in std::mem::take(&mut self.ends) {
@@ -322,14 +342,17 @@ impl Oracle {
             && before.plan.is_some()
             && view.images.keys().all(|other| other < number)
             && !self.losses.rewound
+            && !self.losses.removed.contains(number)
             && !view.images.is_empty()
         {
             return Err(format!("{number}, the newest committed one, was removed"));
         }
         if view.plan.is_some() {
             let gone: Vec<Number> = before.images.keys().copied().filter(|it| !view.images.contains_key(it)).collect();
-            gone.iter().for_each(|number| drop(self.images.committed.remove(number)));
+            let gone = gone.iter().filter(|number| !self.losses.removed.contains(number));
+            gone.for_each(|number| drop(self.images.committed.remove(number)));
         }
+        self.losses.removed.retain(|number| !view.images.contains_key(number));
         Ok(())
     }
 
@@ -416,6 +439,13 @@ impl Oracle {
                 {
                     return Err("the job starts from the beginning although the replica has a whole image".into());
                 }
+                if let (StartFrom::Image(from), false) = (from, self.losses.rewound)
+                    && let Some((number, _)) = good.clone().find(|(number, image)| {
+                        **number > *from && !self.blamed.contains(number) && exists(number, image)
+                    })
+                {
+                    return Err(format!("the job goes back to {from}, and nothing is wrong with {number}"));
+                }
                 if *from == StartFrom::Beginning
                     && let Some((number, _)) = good.find(|(number, image)| exists(number, image))
                 {
@@ -452,7 +482,7 @@ fn one_epoch(now: Instant, nodes: &[Node], disturbed_until: Instant) -> Result<O
             node.trouble.paused_until.into_iter().for_each(&mut again_after);
             continue;
         }
-        let Some(job) = &node.job else { continue };
+        let Some(job) = node.job.as_ref().filter(|_| !node.is_stuck()) else { continue };
         match first {
             Some((rank, epoch)) if epoch != job.epoch => {
                 return Err(format!("{rank} runs {epoch}, and {} runs {}", node.rank, job.epoch));

@@ -158,7 +158,9 @@ impl World {
             self.now = time;
             self.record.facts.events += 1;
             self.note(|| format!("{what:?}"));
+            let at = if let Happening::Renew(at, _) = &what { Some(*at) } else { None };
             self.happens(what);
+            at.map_or(Ok(()), |at| self.waits_for_a_run(at))?;
             let stores = Stores { shared: self.outside.shared.as_ref(), replica: self.outside.replica.as_ref() };
             let has_changed = self.nodes.look();
             let (nodes, facts) = (&self.nodes, &mut self.record.facts);
@@ -179,6 +181,20 @@ impl World {
             }
         }
         if self.nodes.standing().is_over { Ok(self.record.facts) } else { Err("nothing happens any more".into()) }
+    }
+
+    /// A supervisor waits for the next run with a limit. Its clock is up to 2 % wrong, and this looks every 3 s.
+    fn waits_for_a_run(&mut self, at: usize) -> Result<(), String> {
+        let node = &self.nodes[at];
+        let since = node.waits_for_a_run().then(|| node.trouble.waits_since.unwrap_or(self.now));
+        if since != node.trouble.waits_since {
+            self.nodes[at].trouble.waits_since = since;
+        }
+        let wait = super::node::options(Rank(0), 2).limits.wait;
+        match since.filter(|since| self.now > *since + wait + Duration::from_secs(10)) {
+            Some(since) => Err(format!("{} waits for the next run since {:?}", self.nodes[at].rank, self.now - since)),
+            None => Ok(()),
+        }
     }
 
     /// Whether a user waits for an answer of a supervisor that can give one.
@@ -439,7 +455,10 @@ impl World {
                 self.watch_leases();
             }
             Request::Write { session, write, answered } => {
-                let answer = self.coordinator.write(self.nodes[at].rank, session, *write);
+                let answer = match self.nodes[at].trouble.mute {
+                    true => Answer::Conflict,
+                    false => self.coordinator.write(self.nodes[at].rank, session, *write),
+                };
                 if answered {
                     self.answer(at, process, Event::Wrote(answer));
                 }

@@ -43,7 +43,10 @@ impl World {
                 let job = Job { id, epoch, origin, from, cable, snapshot: None, killed: false };
                 self.nodes[at].job = Some(job);
                 self.nodes[at].kept.epoch = epoch;
-                self.job_step(at, 100, 3000, Step::Start);
+                // Longer than a start may take.
+                let is_slow = self.nodes[at].trouble.hindered && self.random.chance(30);
+                let (least, most) = if is_slow { (21_000, 26_000) } else { (100, 3000) };
+                self.job_step(at, least, most, Step::Start);
             }
             Order::Plug => self.plug(at, None),
             Order::Prepare(number) => {
@@ -70,7 +73,10 @@ impl World {
             }
             Order::Kill => {
                 self.nodes[at].job.iter_mut().for_each(|job| job.killed = true);
-                self.job_step(at, 0, 1000, Step::Killed);
+                let stuck = self.nodes[at].trouble.stuck_until.map_or(0, |until| {
+                    u64::try_from(until.saturating_duration_since(now).as_millis()).unwrap_or(u64::MAX)
+                });
+                self.job_step(at, stuck, stuck + 1000, Step::Killed);
             }
             Order::Forget(number) => {
                 self.oracle.forgets(self.nodes[at].rank, number);
@@ -300,10 +306,15 @@ impl World {
             Some((number, _)) if self.trouble.rotten.contains(&(rank, *number)) => Some("its part cannot be restored"),
             _ => None,
         };
-        if let Some(why) = broken {
+        let broken = match broken {
+            Some(why) => Some((why, Blame::Image)),
+            None if self.nodes[at].trouble.hindered => Some(("its GPU is full", Blame::Machine)),
+            None => None,
+        };
+        if let Some((why, blame)) = broken {
             self.nodes[at].job = None;
-            self.oracle.job_fails();
-            self.hears(at, Event::Local(Local::Ended(Ending::NotStarted { why: why.into(), blame: Blame::Image })));
+            self.oracle.job_fails(from.map(|(number, _)| number).filter(|_| blame == Blame::Image));
+            self.hears(at, Event::Local(Local::Ended(Ending::NotStarted { why: why.into(), blame })));
             return;
         }
         match from {
@@ -314,9 +325,8 @@ impl World {
     }
 
     pub(super) fn job_dies(&mut self, at: usize, why: &str) {
-        if self.nodes[at].job.as_ref().is_some_and(|job| !job.killed) {
-            self.nodes[at].job = None;
-            self.oracle.job_fails();
+        if let Some(job) = self.nodes[at].job.take_if(|job| !job.killed) {
+            self.oracle.job_fails(job.from.map(|(number, _)| number));
             self.hears(at, Event::Local(Local::Ended(Ending::Failed { why: why.into(), last: None })));
         }
     }

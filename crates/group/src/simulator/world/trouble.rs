@@ -129,6 +129,28 @@ impl World {
                 self.trouble.refusing.insert(at);
                 self.at(until, Happening::Over(fault, at));
             }
+            Fault::Hindered => {
+                self.nodes[at].trouble.hindered = true;
+                self.at(until, Happening::Over(fault, at));
+            }
+            // Also for longer than the others wait.
+            Fault::Stuck | Fault::Mute => {
+                let until = self.now + long * 8;
+                self.oracle.disturbed(until);
+                match fault {
+                    Fault::Stuck => self.nodes[at].trouble.stuck_until = Some(until),
+                    _ => self.nodes[at].trouble.mute = true,
+                }
+                // A job that was stuck takes up to a second to end.
+                self.at(until + Duration::from_secs(2), Happening::Over(fault, at));
+            }
+            Fault::RecordsRemoved => {
+                let all: Vec<Number> = self.coordinator.view.images.keys().copied().collect();
+                let gone = if requeue { all.as_slice() } else { &all[all.len().saturating_sub(1)..] };
+                self.oracle.removes_records(gone);
+                self.coordinator.remove_records(gone);
+                self.changed();
+            }
             Fault::Rotten => {
                 let newest = self.coordinator.view.images.keys().next_back().copied();
                 let rank = self.nodes[at].rank;
@@ -188,6 +210,11 @@ impl World {
             Fault::SlowNetwork => self.trouble.slow = false,
             Fault::DiskFull => self.nodes[at].images.disk_full = false,
             Fault::Refuses => drop(self.trouble.refusing.remove(&at)),
+            Fault::Hindered => self.nodes[at].trouble.hindered = false,
+            Fault::Mute => self.nodes[at].trouble.mute = false,
+            Fault::Stuck => {
+                self.nodes[at].trouble.stuck_until = self.nodes[at].trouble.stuck_until.filter(|it| *it > self.now);
+            }
             _ => {}
         }
     }
