@@ -195,7 +195,9 @@ fn a_file_that_a_restore_could_not_put_back_is_named() {
     let [sub, file, read] = ["sub", "sub/file", "read"].map(|name| data.join(name));
     fs::create_dir_all(&sub).unwrap();
     [&file, &read].into_iter().for_each(|path| fs::write(path, "content").unwrap());
-    [dir.path(), &data, &sub].map(|path| fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap());
+    for path in [dir.path(), &data, &sub] {
+        fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
+    }
     fs::set_permissions(&read, fs::Permissions::from_mode(0o644)).unwrap();
     let give = |path: &Path, uid| std::os::unix::fs::chown(path, Some(uid), Some(uid)).unwrap();
     let notes = || {
