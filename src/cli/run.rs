@@ -5,6 +5,7 @@ mod group;
 mod prepare;
 mod provide;
 mod start;
+mod turn;
 
 use std::ffi::{OsStr, OsString};
 
@@ -25,7 +26,7 @@ use crate::variables;
 use detach::Caller;
 use group::Place;
 pub(crate) use prepare::NoRights;
-use prepare::{Prepared, working_directory};
+use prepare::{Other, Prepared, working_directory};
 use rekindle_base::chain;
 use rekindle_cuda::copier::Copier;
 use rekindle_cuda::nvml::names_instance;
@@ -214,7 +215,7 @@ fn in_foreground(global: &Global, args: &RunArgs, caller: Option<Caller>) -> any
         trust::check(&config, &name)?;
     }
     let prepared = Prepared::prepare(config, directory, command)?;
-    let (folder, lock) = prepared.open(&name).map_err(|error| match error.downcast() {
+    let (folder, lock) = prepared.open(&name, Other::IsAwaited).map_err(|error| match error.downcast() {
         Ok(error @ rekindle_store::Error::Supervised { .. }) => Taken(error).into(),
         Ok(error) => error.into(),
         Err(error) => error,
@@ -313,7 +314,8 @@ fn restore_in_foreground(global: &Global, args: &RestoreArgs, caller: Option<Cal
     let user = config.job.user.as_deref().map(identity::lookup).transpose()?;
     restore::check_user(&manifest, user.as_ref())?;
     let prepared = Prepared::prepare(config, manifest.directory.to_path_buf(), &command)?;
-    let (folder, lock) = prepared.open(folder.name())?;
+    // The image was chosen from what the store had before a wait.
+    let (folder, lock) = prepared.open(folder.name(), Other::IsRefused)?;
     let shown = leave(global, caller, &folder, &prepared.config)?;
     let mut image = image;
     if matches!(image.state, State::Bad { .. }) {

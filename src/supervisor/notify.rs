@@ -30,7 +30,7 @@ pub(crate) const VARIABLES: [&str; 3] = ["NOTIFY_SOCKET", "WATCHDOG_USEC", "WATC
 /// request.
 const EXTENSION: Duration = Duration::from_secs(60);
 /// How often a time-out is extended.
-const EXTEND_EVERY: Duration = Duration::from_secs(15);
+pub(crate) const EXTEND_EVERY: Duration = Duration::from_secs(15);
 /// The pause after a message could not be sent.
 const RETRY: Duration = Duration::from_secs(1);
 /// Without progress for this long, plus the time that a single step may take, no more time is requested: the manager
@@ -114,6 +114,11 @@ impl Notify {
         let percent = (done.saturating_mul(100) / total.max(1)).min(99);
         let status = format!("fetching image {image} from the replica, {percent} %");
         self.send(&[NotifyState::Status(&status), extension()]);
+    }
+
+    /// Reports that the job cannot start yet, and asks for more time.
+    pub(crate) fn waiting(&self, why: &str) {
+        self.send(&[NotifyState::Status(why), extension()]);
     }
 
     /// Reports that the service is over before it began. Without READY=1, or with STOPPING=1 beside it, systemd would

@@ -8,7 +8,7 @@ use super::error::{Error, Result};
 use super::folders::{is_there, list, make_folder};
 use super::id::{ImageId, JobName};
 use super::image::{Image, State};
-use super::lock::{self, Writer, WriterLock};
+use super::lock::{self, Waiting, Writer, WriterLock};
 use super::pack::Packs;
 use super::record::{self, JobRecord};
 use super::rights;
@@ -132,6 +132,16 @@ impl JobFolder {
     /// it; [`Error::TakenOver`] if another process was faster; [`Error::Lock`] if the file system cannot lock.
     pub fn lock(&self) -> Result<WriterLock> {
         lock::acquire(&self.path, &self.name)
+    }
+
+    /// The same for who has time: waits while another machine may have it and shows no sign of life, and takes over from
+    /// it at the end. `tell` is called every few seconds in the meantime.
+    ///
+    /// # Errors
+    /// As [`JobFolder::lock`]; [`Error::Supervised`] and [`Error::PerhapsSupervised`] only for a holder on this machine, for
+    /// one that shows a sign of life, and for one that has the kernel's lock all the time.
+    pub fn lock_or_wait(&self, tell: &mut dyn FnMut(&Waiting<'_>)) -> Result<WriterLock> {
+        lock::acquire_or_wait(&self.path, &self.name, tell)
     }
 
     /// The present holder of the lock.

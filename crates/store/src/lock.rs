@@ -16,11 +16,13 @@
 //! writes check again and again ([`WriterLock::still_held`]). A process that is stopped between the check and its write
 //! still does that write when it continues; no file system can prevent this.
 //!
-//! After a power cut the name remains. The other boot, the dead pid or the age of the time stamp then show that the
-//! holder is gone.
+//! After a power cut, and after a holder was killed, the name remains. The other boot, the dead pid or the age of the time
+//! stamp then show that the holder is gone. If that holder was on another machine, [`acquire_or_wait`] waits for a sign
+//! of life ([`watch`]), and takes over if there is none.
 
 mod held;
 mod judge;
+mod watch;
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Read, Write};
@@ -36,6 +38,7 @@ use nix::sys::time::TimeSpec;
 
 pub use held::Hold;
 use judge::{Facts, Verdict};
+use watch::{Sign, Terms, Watch};
 
 use super::error::{Error, Result};
 use super::holder::{Holder, STALE};
@@ -206,7 +209,105 @@ impl Drop for WriterLock {
     }
 }
 
+/// Why the lock is not there yet: a holder on another machine, which may be dead.
+#[derive(Debug)]
+pub struct Waiting<'a> {
+    /// The lock file.
+    pub file: &'a Path,
+    /// The holder that it names.
+    pub holder: &'a Holder,
+    /// What is waited for.
+    pub until: Until,
+    /// For how long, if there is no sign of life.
+    pub left: Duration,
+}
+
+/// What a wait for the lock ends with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Until {
+    /// The kernel's lock is free. If the holder then shows no sign of life, its lock is taken over.
+    TakenOver,
+    /// The holder has the kernel's lock, so it is not taken over, however long it is silent.
+    Refused,
+}
+
+/// How the word of a file about a holder on another machine counts.
+#[derive(Debug, Clone, Copy)]
+enum Proof<'a> {
+    /// It is dead if its time stamp is old, by the clock of the file system.
+    Stamp,
+    /// It is dead if it has been watched for long enough.
+    Watched(Option<&'a Watch>, &'a Terms),
+}
+
+impl Proof<'_> {
+    fn weighs(self, verdict: Verdict, sign: &Sign, me: &Holder) -> Verdict {
+        let Proof::Watched(watch, terms) = self else { return verdict };
+        let age = match verdict {
+            Verdict::Silent(age) => age,
+            Verdict::Alive { silent } if sign.holder.boot_id != me.boot_id => silent,
+            Verdict::Dead | Verdict::Alive { .. } => return verdict,
+        };
+        let watched = watch.map_or(Duration::ZERO, |watch| watch.unchanged(sign));
+        if watched >= terms.needed(age) { Verdict::Silent(age.max(watched)) } else { Verdict::Alive { silent: age } }
+    }
+}
+
 pub(super) fn acquire(folder: &Path, job: &JobName) -> Result<WriterLock> {
+    take(folder, job, Proof::Stamp)
+}
+
+/// The same for who has time: waits while the file names a holder on another machine that shows no sign of life, and
+/// takes over at the end. `tell` is called again and again in the meantime.
+pub(super) fn acquire_or_wait(folder: &Path, job: &JobName, tell: &mut dyn FnMut(&Waiting<'_>)) -> Result<WriterLock> {
+    wait(folder, job, &Terms::USUAL, tell)
+}
+
+fn wait(folder: &Path, job: &JobName, terms: &Terms, tell: &mut dyn FnMut(&Waiting<'_>)) -> Result<WriterLock> {
+    let (path, here) = (folder.join(FILE_NAME), Holder::this_process().boot_id);
+    let mut watch: Option<Watch> = None;
+    loop {
+        let mut is_silent = true;
+        if let Some(sign) = sign(&path).map_err(|source| Error::Read { path: path.clone(), source })? {
+            let now = Instant::now();
+            match &mut watch {
+                Some(watch) => is_silent = watch.sees(&sign, terms.gap, now),
+                None => watch = Some(Watch::begin(sign, now)),
+            }
+        }
+        // Who shows a sign of life is not watched any more: whatever the file says now is refused, unless it names nobody
+        // or a dead process of this machine.
+        let watched = watch.as_ref().filter(|_| is_silent);
+        let error = match take(folder, job, Proof::Watched(watched, terms)) {
+            Ok(lock) => return Ok(lock),
+            Err(error) => error,
+        };
+        let (holder, until, needed) = match &error {
+            Error::PerhapsSupervised { holder, silent, .. } => (holder, Until::TakenOver, terms.needed(*silent)),
+            Error::Supervised { holder: Some(holder), .. } => (holder, Until::Refused, terms.stale),
+            _ => return Err(error),
+        };
+        let watched = watched.map_or(Duration::ZERO, Watch::length);
+        let left = needed.saturating_sub(watched);
+        if !is_silent || holder.boot_id == here || (until == Until::Refused && left.is_zero()) {
+            return Err(error);
+        }
+        tell(&Waiting { file: &path, holder, until, left });
+        thread::sleep(terms.look);
+    }
+}
+
+/// The holder that the file names, and its time stamp.
+fn sign(path: &Path) -> io::Result<Option<Sign>> {
+    let file = match open(path, Create::No) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        file => file?,
+    };
+    let Some(holder) = read_holder(&file)? else { return Ok(None) };
+    Ok(Some(Sign { holder, stamp: file.metadata()?.modified()? }))
+}
+
+fn take(folder: &Path, job: &JobName, proof: Proof<'_>) -> Result<WriterLock> {
     let path = folder.join(FILE_NAME);
     let failed = |source| Error::Lock { path: path.clone(), source };
     let file = open(&path, Create::Yes).map_err(failed)?;
@@ -222,7 +323,7 @@ pub(super) fn acquire(folder: &Path, job: &JobName) -> Result<WriterLock> {
         }
     }
     let me = Holder::this_process();
-    let (silent, last_seen) = earlier_holder(&file, folder, &me, job)?;
+    let (silent, last_seen) = earlier_holder(&file, folder, &me, job, proof)?;
     let written = |source| Error::Write { path: path.clone(), source };
     write_holder(&file, &me).map_err(written)?;
     let lock = WriterLock {
@@ -250,7 +351,7 @@ pub(super) fn acquire(folder: &Path, job: &JobName) -> Result<WriterLock> {
 type Earlier = (Option<(Holder, Duration)>, Option<SystemTime>);
 
 /// Judges whether the holder named in the file is alive.
-fn earlier_holder(file: &File, folder: &Path, me: &Holder, job: &JobName) -> Result<Earlier> {
+fn earlier_holder(file: &File, folder: &Path, me: &Holder, job: &JobName, proof: Proof<'_>) -> Result<Earlier> {
     let path = folder.join(FILE_NAME);
     let begun = Instant::now();
     loop {
@@ -258,7 +359,11 @@ fn earlier_holder(file: &File, folder: &Path, me: &Holder, job: &JobName) -> Res
         let Some(holder) = read_holder(file).map_err(read)? else { return Ok((None, None)) };
         let heartbeat = file.metadata().and_then(|metadata| metadata.modified()).map_err(read)?;
         let now = clock_of(folder).unwrap_or_else(SystemTime::now);
-        match judge::judge(&holder, &Facts::now(me, heartbeat, now)) {
+        let verdict = judge::judge(&holder, &Facts::now(me, heartbeat, now));
+        let sign = Sign { holder, stamp: heartbeat };
+        let verdict = proof.weighs(verdict, &sign, me);
+        let holder = sign.holder;
+        match verdict {
             Verdict::Dead => return Ok((None, Some(heartbeat))),
             Verdict::Silent(silent) => return Ok((Some((holder, silent)), Some(heartbeat))),
             Verdict::Alive { .. } if holder.boot_id == me.boot_id && begun.elapsed() < DYING => thread::sleep(PAUSE),

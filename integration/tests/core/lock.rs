@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use nix::sys::signal::Signal;
 use rekindle_store::{HEARTBEAT, Writer};
@@ -32,19 +32,50 @@ fn a_supervisor_that_was_taken_over_stops_and_touches_nothing() {
     assert_eq!(fs::read(&file).unwrap(), other, "the name is that of the other one");
     assert_eq!(fs::read(lab.job().path().join("job.json")).unwrap(), record);
 
-    // That one has just given a sign of life, as far as the file says.
+    // That one gives another sign of life.
+    let stamp = |time| fs::File::options().write(true).open(&file).unwrap().set_modified(time).unwrap();
     let again = |lab: &Lab| lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]);
-    let (_, said) = again(&lab).ends_with(69);
+    let mut waits = again(&lab);
+    waits.wait_said("on host elsewhere");
+    waits.wait_said("for its next heartbeat");
+    stamp(SystemTime::now());
+    let (_, said) = waits.ends_with(69);
     assert!(said.contains("may be supervised by pid") && said.contains("/lock to continue"), "{said}");
     assert!(matches!(lab.job().writer().unwrap(), Writer::Known(holder) if holder.host == "elsewhere"));
-    let long_ago = std::time::SystemTime::now() - Duration::from_secs(600);
-    fs::File::options().write(true).open(&file).unwrap().set_modified(long_ago).unwrap();
+    // Other commands do not wait.
+    let pruned = lab.rekindle(&["prune", "j"]);
+    let said = String::from_utf8_lossy(&pruned.stderr);
+    assert!(pruned.status.code() == Some(2) && said.contains("may be supervised by pid"), "{said}");
+    stamp(SystemTime::now() - Duration::from_secs(600));
     let mut run = again(&lab);
     run.wait_said("taking the job over");
     run.wait_said("the job was restored from image 000001");
     count_on(&lab, &mut run, 2);
     finish(&lab, run);
     assert_eq!(fs::read(&file).unwrap(), b"", "a supervisor that ends empties it");
+}
+
+/// It was killed, with its machine or by who stopped waiting for it, and the next one is elsewhere.
+#[test]
+fn after_a_supervisor_elsewhere_was_killed_the_next_one_waits_and_does_not_fail() {
+    let Some(lab) = Lab::new() else { return };
+    let run = until_after_snapshot(&lab, "plain");
+    let file = lab.job().path().join("lock");
+    let holder = fs::read_to_string(&file).unwrap();
+    lab.kill_9(run);
+    let mut holder: serde_json::Value = serde_json::from_str(&holder).unwrap();
+    holder["host"] = "elsewhere".into();
+    holder["boot_id"] = "another".into();
+    fs::write(&file, serde_json::to_vec(&holder).unwrap()).unwrap();
+    let mut next = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]);
+    next.wait_said("for its next heartbeat. Without one this run continues the job");
+    std::thread::sleep(Duration::from_secs(3));
+    assert!(next.runs() && fs::read(&file).unwrap().starts_with(b"{"), "{}", next.err());
+    // As somebody does who knows that it is dead.
+    fs::write(&file, "").unwrap();
+    next.wait_said("the job was restored from image 000001");
+    count_on(&lab, &mut next, 2);
+    finish(&lab, next);
 }
 
 /// All that is in the job's folder, but for what the job itself writes and the lock.

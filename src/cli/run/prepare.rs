@@ -5,6 +5,7 @@ use std::ffi::{OsStr, OsString};
 use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
+use super::turn::Report;
 use crate::cli::{Misuse, environment, named_criu, start_log};
 use crate::config::{Config, Limit, Stdin, UplinkMode};
 use rekindle_criu::Criu;
@@ -33,6 +34,15 @@ pub(super) struct Prepared {
     pub(super) uplink: Option<PathBuf>,
     pub(super) packing: Packing,
     pub(super) store: Store,
+}
+
+/// What to do about a supervisor on another machine that may be dead.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Other {
+    /// Its job is not taken.
+    IsRefused,
+    /// A sign of life is waited for.
+    IsAwaited,
 }
 
 impl Prepared {
@@ -82,9 +92,15 @@ impl Prepared {
     }
 
     /// Becomes the only writer of the job's folder, and removes remnants of crashes from it.
-    pub(super) fn open(&self, name: &JobName) -> anyhow::Result<(JobFolder, WriterLock)> {
+    pub(super) fn open(&self, name: &JobName, other: Other) -> anyhow::Result<(JobFolder, WriterLock)> {
         let folder = self.store.create_job(name)?;
-        let lock = folder.lock()?;
+        let lock = match other {
+            Other::IsRefused => folder.lock()?,
+            Other::IsAwaited => {
+                let mut report = Report::new(name);
+                folder.lock_or_wait(&mut |waiting| report.tell(waiting))?
+            }
+        };
         if self.store.finish_removal(name)? {
             tracing::info!("the removal of an earlier job of that name was interrupted; removing the rest of it now");
         }

@@ -205,6 +205,179 @@ fn a_lock_that_is_given_back_names_nobody() {
     lock(dir.path()).unwrap();
 }
 
+// ---- waiting for a holder on another machine ----
+
+/// A fraction of the usual time.
+const SHORT: Terms = Terms {
+    stale: Duration::from_millis(600),
+    silent: Duration::from_millis(300),
+    look: Duration::from_millis(10),
+    gap: Duration::from_secs(20),
+};
+
+/// Longer than anything takes on a machine under load.
+const LONG: Terms = Terms { stale: Duration::from_secs(60), silent: Duration::from_secs(60), ..SHORT };
+
+fn waited(folder: &Path, during: impl FnMut(u32, &Waiting<'_>)) -> (Result<WriterLock>, Duration) {
+    waited_for(&SHORT, folder, during)
+}
+
+/// Waits, and counts how often it was told what is waited for.
+fn waited_for(
+    terms: &Terms,
+    folder: &Path,
+    mut during: impl FnMut(u32, &Waiting<'_>),
+) -> (Result<WriterLock>, Duration) {
+    let (mut told, began) = (0, Instant::now());
+    let lock = wait(folder, &job(), terms, &mut |waiting| {
+        told += 1;
+        during(told, waiting);
+    });
+    (lock, began.elapsed())
+}
+
+fn stamp(folder: &Path, time: SystemTime) {
+    File::options().write(true).open(folder.join(FILE_NAME)).unwrap().set_modified(time).unwrap();
+}
+
+#[test]
+fn a_machine_that_shows_no_sign_of_life_is_taken_over_from_whatever_its_clock_says() {
+    for heartbeat in [ago(Duration::from_secs(20)), SystemTime::now() + Duration::from_secs(7200)] {
+        let dir = tempfile::tempdir().unwrap();
+        leave(dir.path(), &elsewhere(), heartbeat);
+        let mut first = None;
+        let (lock, took) = waited(dir.path(), |_, waiting| {
+            assert_eq!((waiting.until, &waiting.holder.host[..]), (Until::TakenOver, "elsewhere"));
+            assert_eq!(named(dir.path()).unwrap().host, "elsewhere", "it is left as it was");
+            first.get_or_insert(waiting.left);
+        });
+        let lock = lock.unwrap();
+        assert!(took >= SHORT.stale && first.unwrap() == SHORT.stale, "{took:?} {first:?}");
+        let (holder, silent) = lock.silent_holder().unwrap();
+        assert!(holder.host == "elsewhere" && silent >= SHORT.stale, "{silent:?}");
+        assert_eq!(named(dir.path()).unwrap().pid, std::process::id());
+    }
+}
+
+#[test]
+fn a_machine_that_shows_a_sign_of_life_keeps_its_lock() {
+    let dir = tempfile::tempdir().unwrap();
+    // However old its stamps are by our clock.
+    for (before, after) in [(20, 10), (5000, 4970), (10, 20), (0, 400)] {
+        leave(dir.path(), &elsewhere(), ago(Duration::from_secs(before)));
+        let (lock, _) = waited_for(&LONG, dir.path(), |told, _| {
+            if told == 2 {
+                stamp(dir.path(), ago(Duration::from_secs(after)));
+            }
+        });
+        assert!(
+            matches!(&lock, Err(Error::PerhapsSupervised { holder, .. }) if holder.host == "elsewhere"),
+            "{lock:?}"
+        );
+        assert_eq!(named(dir.path()).unwrap().host, "elsewhere");
+    }
+    // Another one has taken over in the meantime.
+    leave(dir.path(), &elsewhere(), ago(Duration::from_secs(20)));
+    let third = Holder { host: "third".into(), ..elsewhere() };
+    let (lock, _) = waited_for(&LONG, dir.path(), |told, _| {
+        if told == 2 {
+            leave(dir.path(), &third, ago(Duration::from_secs(20)));
+        }
+    });
+    assert!(matches!(&lock, Err(Error::PerhapsSupervised { holder, .. }) if **holder == third), "{lock:?}");
+    assert_eq!(named(dir.path()), Some(third));
+}
+
+#[test]
+fn an_old_stamp_is_watched_for_more_than_a_heartbeat() {
+    let dir = tempfile::tempdir().unwrap();
+    leave(dir.path(), &elsewhere(), ago(STALE + Duration::from_secs(60)));
+    let (lock, took) = waited(dir.path(), |_, _| {});
+    assert!(took >= SHORT.silent && lock.unwrap().silent_holder().unwrap().1 > STALE, "{took:?}");
+    assert!(Terms::USUAL.silent > HEARTBEAT && Terms::USUAL.stale == STALE && Terms::USUAL.gap <= HEARTBEAT);
+}
+
+#[test]
+fn who_waits_continues_at_once_when_the_lock_is_given_back() {
+    let dir = tempfile::tempdir().unwrap();
+    leave(dir.path(), &elsewhere(), ago(Duration::from_secs(20)));
+    let (lock, took) = waited_for(&LONG, dir.path(), |told, _| {
+        if told == 3 {
+            fs::write(dir.path().join(FILE_NAME), "").unwrap();
+        }
+    });
+    assert!(lock.unwrap().silent_holder().is_none() && took < LONG.stale / 2, "{took:?}");
+}
+
+#[test]
+fn a_lock_that_the_kernel_says_is_held_is_not_taken_over() {
+    let dir = tempfile::tempdir().unwrap();
+    leave(dir.path(), &elsewhere(), ago(Duration::from_secs(20)));
+    // As of a machine that the locks of the file system reach.
+    let theirs = File::open(dir.path().join(FILE_NAME)).unwrap();
+    theirs.lock().unwrap();
+    let (lock, took) = waited(dir.path(), |_, waiting| assert_eq!(waiting.until, Until::Refused));
+    assert!(matches!(&lock, Err(Error::Supervised { holder: Some(h), .. }) if h.host == "elsewhere"), "{lock:?}");
+    assert!(took >= SHORT.stale, "{took:?}");
+    // It is killed while somebody waits: its server knows that later, and the name stays.
+    let mut theirs = Some(theirs);
+    let some = Terms { stale: Duration::from_secs(5), ..SHORT };
+    let (lock, _) = waited_for(&some, dir.path(), |told, waiting| {
+        if told == 3 {
+            drop(theirs.take());
+        }
+        assert!(told <= 3 || waiting.until == Until::TakenOver);
+    });
+    assert_eq!(lock.unwrap().silent_holder().unwrap().0.host, "elsewhere");
+}
+
+#[test]
+fn who_is_on_this_machine_is_not_waited_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut child = another(dir.path());
+    let none = |_: u32, _: &Waiting<'_>| panic!("it waits");
+    let (refused, _) = waited(dir.path(), none);
+    assert!(matches!(&refused, Err(Error::Supervised { holder: Some(h), .. }) if h.pid == child.id()), "{refused:?}");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let (lock, _) = waited(dir.path(), none);
+    assert!(lock.unwrap().silent_holder().is_none());
+    // Nor is a machine that restarted.
+    let before = Holder { boot_id: "last".into(), ..Holder::this_process() };
+    leave(dir.path(), &before, SystemTime::UNIX_EPOCH);
+    assert!(waited(dir.path(), none).0.is_ok());
+}
+
+#[test]
+fn of_two_that_wait_for_the_same_holder_one_takes_over() {
+    let dir = tempfile::tempdir().unwrap();
+    leave(dir.path(), &elsewhere(), ago(Duration::from_secs(20)));
+    let both = thread::scope(|scope| {
+        let one = || scope.spawn(|| waited(dir.path(), |_, _| {}).0);
+        [one(), one()].map(|thread| thread.join().unwrap())
+    });
+    assert_eq!(both.iter().filter(|lock| lock.is_ok()).count(), 1, "{both:?}");
+}
+
+#[test]
+fn only_time_counts_in_which_it_was_looked_at() {
+    let (gap, second) = (Duration::from_secs(30), Duration::from_secs(1));
+    let sign = Sign { holder: elsewhere(), stamp: SystemTime::UNIX_EPOCH };
+    let begun = Instant::now();
+    let mut watch = Watch::begin(sign.clone(), begun);
+    assert!((1..=100).all(|look| watch.sees(&sign, gap, begun + second * look)));
+    assert_eq!(watch.length(), second * 100);
+    // The machine slept, or the file server did not answer.
+    assert!(watch.sees(&sign, gap, begun + second * 131));
+    assert_eq!(watch.length(), Duration::ZERO);
+    assert!(watch.sees(&sign, gap, begun + second * 160));
+    assert_eq!((watch.unchanged(&sign), watch.length()), (second * 29, second * 29));
+    let renewed = Sign { stamp: SystemTime::now(), ..sign };
+    assert!(!watch.sees(&renewed, gap, begun + second * 161) && watch.unchanged(&renewed).is_zero());
+    assert_eq!(Terms::USUAL.needed(STALE), Terms::USUAL.silent);
+    assert_eq!(Terms::USUAL.needed(STALE - second), STALE);
+}
+
 // ---- the judgement, without files ----
 
 fn verdict(change: impl FnOnce(&mut Holder, &mut Facts<'_>)) -> Verdict {
