@@ -16,6 +16,7 @@ mod control;
 mod deadline;
 mod deaths;
 mod destination;
+mod early;
 mod end;
 mod ends;
 mod event_lines;
@@ -61,6 +62,7 @@ mod verify;
 mod watch;
 mod work;
 
+pub(crate) use early::Early;
 pub(crate) use group::GroupMember;
 pub use result::RunResult;
 pub(crate) use setup::{Origin, Places, Program, Setup, Shown, Sockets, TimeLimit};
@@ -143,11 +145,11 @@ impl Message {
     }
 }
 
-/// Supervises the job until it is over.
+/// Supervises the job until it is over. `early` has the signals until the loop has them.
 ///
 /// # Errors
 /// When the supervisor itself fails; the result of the job is in [`Finish`].
-pub(crate) fn run(setup: Setup) -> Result<Finish, Error> {
+pub(crate) fn run(setup: Setup, early: Early) -> Result<Finish, Error> {
     let setup = Arc::new(setup);
     let files = &setup.output;
     let _rotation =
@@ -159,6 +161,8 @@ pub(crate) fn run(setup: Setup) -> Result<Finish, Error> {
     let follower = follower.map_err(|source| Error::Io { what: "following the output", source })?;
     let (sender, messages) = mpsc::channel();
     let signals = signals::listen(sender.clone()).map_err(|source| Error::Io { what: "handling signals", source })?;
+    // A signal in between goes to both: no job runs yet, so the process may end.
+    drop(early);
     let (machine, actions) = match &setup.group {
         Some(_) => (Machine::led(&setup.config), Vec::new()),
         None => Machine::new(&setup.config, setup.origin.from),
@@ -258,8 +262,13 @@ pub(crate) fn run(setup: Setup) -> Result<Finish, Error> {
     show_rest((follower, owner.reporting.lines.take()), &hurries);
     if queues_again {
         // The last thing: it ends this process. Slurm does that with a signal, and another machine takes our place if it
-        // comes too soon.
-        signals::let_end_us();
+        // comes too soon. The job may begin again on other machines, which must not wait for this one.
+        let (lock, scheduler) = (setup.lock.release_at_exit(), setup.time.scheduler.clone());
+        let ends_us = Early::after_the_loop(lock, scheduler);
+        if let Err(error) = &ends_us {
+            tracing::debug!("the lock is not given back when Slurm ends this process: {error}");
+            signals::let_end_us();
+        }
         owner.queue_again(&messages);
         owner.leave_etcd(&messages);
     }

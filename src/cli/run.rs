@@ -14,13 +14,13 @@ use chrono::{DateTime, Utc};
 
 use super::find::Finder;
 use super::{Exit, Global, Misuse, complete, ended, replica, trust};
-use crate::config::{self as settings, ColdStart, Config, Deadline, Overrides, Requeue};
+use crate::config::{self as settings, ColdStart, Config, Deadline, Overrides, Profile, Requeue};
 use crate::group::NoFirst;
 use crate::policy::StartPoint;
 use crate::scheduler::Scheduler;
 use crate::supervisor::notify::Notify;
 use crate::supervisor::state::{Finish, Obstacle, Stop};
-use crate::supervisor::{self, Origin, Places, Program, Setup, Shown, Sockets, TimeLimit};
+use crate::supervisor::{self, Early, Origin, Places, Program, Setup, Shown, Sockets, TimeLimit};
 use crate::telemetry;
 use crate::variables;
 use detach::Caller;
@@ -172,8 +172,14 @@ fn here_or_detached(
     }
 }
 
+/// From now on a signal ends this run with the right exit code.
+fn take_signals() -> anyhow::Result<Early> {
+    Early::before_the_loop(Scheduler::find(Profile::Auto, variable)).context("cannot set up the supervisor's signals")
+}
+
 /// Runs the job; with a caller, as its supervisor in the background.
 fn in_foreground(global: &Global, args: &RunArgs, caller: Option<Caller>) -> anyhow::Result<Exit> {
+    let early = take_signals()?;
     let overrides = Overrides {
         name: args.name.clone(),
         interval: args.interval.clone(),
@@ -202,6 +208,10 @@ fn in_foreground(global: &Global, args: &RunArgs, caller: Option<Caller>) -> any
         None => scheduler.group_name().map(|name| name.parse()).transpose()?,
     };
     let place = Place::of(&config, group, &scheduler)?;
+    match &place {
+        Some(_) => early.group_queues_again(scheduler.clone(), config.scheduler.requeue),
+        None => early.queues_again(scheduler.clone(), config.scheduler.requeue),
+    }
     let name: JobName = match (&place, &config.job.name) {
         (Some(place), _) => place.job()?,
         (None, Some(name)) => name.parse()?,
@@ -220,6 +230,7 @@ fn in_foreground(global: &Global, args: &RunArgs, caller: Option<Caller>) -> any
         Ok(error) => error.into(),
         Err(error) => error,
     })?;
+    early.gives_back(lock.release_at_exit());
     let shown = leave(global, caller, &folder, &prepared.config)?;
     let mut uses_replica = true;
     if !args.fresh {
@@ -271,13 +282,15 @@ fn in_foreground(global: &Global, args: &RunArgs, caller: Option<Caller>) -> any
         }
     }
     let place = place.zip(keep).map(|(place, keep)| Joining { place, keep, is_fresh: args.fresh, uses_replica });
-    let terms = Terms { map: &args.devices.pairs, deadline, shown, place };
+    let terms = Terms { map: &args.devices.pairs, deadline, shown, place, early };
     supervise(global, prepared, folder, lock, start, terms)
 }
 
 /// Restores the job; with a caller, as its supervisor in the background.
 fn restore_in_foreground(global: &Global, args: &RestoreArgs, caller: Option<Caller>) -> anyhow::Result<Exit> {
+    let early = take_signals()?;
     let mut config = global.settings_and_log(global.overrides())?;
+    early.queues_again(find_scheduler(&config), config.scheduler.requeue);
     let deadline = deadline(&config, None, Utc::now())?;
     let finder = Finder::with_key(global)?;
     // One that runs with another store is not fetched into this one.
@@ -316,6 +329,7 @@ fn restore_in_foreground(global: &Global, args: &RestoreArgs, caller: Option<Cal
     let prepared = Prepared::prepare(config, manifest.directory.to_path_buf(), &command)?;
     // The image was chosen from what the store had before a wait.
     let (folder, lock) = prepared.open(folder.name(), Other::IsRefused)?;
+    early.gives_back(lock.release_at_exit());
     let shown = leave(global, caller, &folder, &prepared.config)?;
     let mut image = image;
     if matches!(image.state, State::Bad { .. }) {
@@ -332,7 +346,7 @@ fn restore_in_foreground(global: &Global, args: &RestoreArgs, caller: Option<Cal
         folder,
         lock,
         Start { from: StartPoint::Image(image.id), lineage, base, named },
-        Terms { map: &args.devices.pairs, deadline, shown, place: None },
+        Terms { map: &args.devices.pairs, deadline, shown, place: None, early },
     )
 }
 
@@ -374,6 +388,8 @@ struct Terms<'a> {
     shown: Shown,
     /// The member of a group that this run is.
     place: Option<Joining>,
+    /// Has the signals until the supervisor's loop has them.
+    early: Early,
 }
 
 /// The member of a group that a run is.
@@ -505,7 +521,7 @@ fn supervise(
     // The machines of a group agree about who asks Slurm.
     let is_done = setup.group.is_some() && queued_by_slurm.is_ok();
     let requeue = if is_done { Requeue::ExitCode } else { requeue };
-    let finish = supervisor::run(setup)?;
+    let finish = supervisor::run(setup, terms.early)?;
     if let (Finish::Completed, Some(seen)) = (&finish, seen) {
         trust::forget(&seen, &lineage);
     }

@@ -15,16 +15,21 @@ const OURS: [i32; 5] = [sig::SIGTERM, sig::SIGINT, sig::SIGHUP, sig::SIGUSR1, si
 /// Signals that request a stop.
 pub(super) const STOPS: [i32; 4] = [sig::SIGTERM, sig::SIGINT, sig::SIGHUP, sig::SIGUSR2];
 /// Signals that end the waiting at the end of a run. USR1 and USR2 ask for an image, and there is no job any more.
-const HURRY: [i32; 3] = [sig::SIGTERM, sig::SIGINT, sig::SIGHUP];
+pub(super) const HURRY: [i32; 3] = [sig::SIGTERM, sig::SIGINT, sig::SIGHUP];
 /// Signals that are passed on to the job.
 const FORWARDED: [i32; 3] = [sig::SIGQUIT, sig::SIGCONT, sig::SIGWINCH];
 
 /// Signals that stay ignored if the caller ignored them: with `nohup`, closing the terminal ends nothing.
 const MAY_BE_IGNORED: [i32; 3] = [sig::SIGHUP, sig::SIGINT, sig::SIGQUIT];
 
+/// Whether the caller lets us have this signal.
+pub(super) fn is_wanted(signal: i32) -> bool {
+    !(MAY_BE_IGNORED.contains(&signal) && inherited::is_ignored(signal))
+}
+
 /// Turns signals into messages, on a separate thread.
 pub(super) fn listen(sender: mpsc::Sender<Message>) -> io::Result<Handle> {
-    let wanted = OURS.iter().chain(&FORWARDED).filter(|s| !(MAY_BE_IGNORED.contains(s) && inherited::is_ignored(**s)));
+    let wanted = OURS.iter().chain(&FORWARDED).filter(|signal| is_wanted(**signal));
     let mut signals = Signals::new(wanted)?;
     let handle = signals.handle();
     let mut run = move || signals.forever().try_for_each(|signal| sender.send(Message::Signal(signal)));

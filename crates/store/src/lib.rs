@@ -77,7 +77,7 @@ pub use holder::{HEARTBEAT, Holder};
 pub use id::{ImageId, JobName, NameError};
 pub use image::{Damage, DamageKind, Form, Image, Place, State};
 pub use known::Known;
-pub use lock::{Hold, Until, Waiting, Writer, WriterLock};
+pub use lock::{Hold, ReleaseAtExit, Until, Waiting, Writer, WriterLock};
 pub use manifest::Manifest;
 pub use mark::{BadMark, BadWhy};
 pub use paths::{GroupPath, JobPath, PartPath, PathError};

@@ -29,7 +29,7 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -64,7 +64,7 @@ const MAX_BYTES: u64 = 4 << 10;
 pub struct WriterLock {
     folder: PathBuf,
     job: JobName,
-    file: File,
+    file: Arc<File>,
     me: Holder,
     /// The previous holder on another machine, and the time since its last heartbeat.
     silent: Option<(Holder, Duration)>,
@@ -151,20 +151,8 @@ impl WriterLock {
 
     /// The holder in the file, if that is us, or `None` if the file was emptied by hand; an error if it is another one.
     fn look(&self) -> Result<Option<Holder>> {
-        let path = self.folder.join(FILE_NAME);
-        let failed = |source| Error::Read { path: path.clone(), source };
         let asked = clock::since_boot();
-        // The file is opened by name again, so that a network file system asks its server.
-        let file = open(&path, Create::No).map_err(failed)?;
-        let holder = read_holder(&file).map_err(failed)?;
-        if let Some(holder) = holder.as_ref().filter(|holder| **holder != self.me) {
-            return Err(Error::TakenOver { job: self.job.clone(), holder: holder.clone().into() });
-        }
-        let [there, ours] = [&file, &self.file].map(File::metadata);
-        let (there, ours) = (there.map_err(failed)?, ours.map_err(failed)?);
-        if (there.dev(), there.ino()) != (ours.dev(), ours.ino()) {
-            return Err(Error::LockReplaced { job: self.job.clone(), file: path });
-        }
+        let holder = named_in(&self.folder, &self.job, &self.file, &self.me)?;
         self.confirmed.store(u64::try_from(asked.as_millis()).unwrap_or(0), Ordering::Relaxed);
         Ok(holder)
     }
@@ -200,13 +188,66 @@ impl WriterLock {
     }
 }
 
+impl WriterLock {
+    /// Gives the lock back if the process ends without dropping it.
+    #[must_use]
+    pub fn release_at_exit(&self) -> ReleaseAtExit {
+        let (folder, job, file) = (self.folder.clone(), self.job.clone(), Arc::downgrade(&self.file));
+        ReleaseAtExit { folder, job, file, me: self.me.clone() }
+    }
+}
+
 impl Drop for WriterLock {
     fn drop(&mut self) {
-        if self.look().is_ok() {
-            // If the name stays, it is recognised as that of a dead process.
-            let _ = self.file.set_len(0);
+        forget_us(&self.folder, &self.job, &self.file, &self.me);
+    }
+}
+
+/// Gives a lock back at the end of the process: a supervisor on another machine then need not wait until this one counts
+/// as dead.
+#[derive(Debug)]
+pub struct ReleaseAtExit {
+    folder: PathBuf,
+    job: JobName,
+    file: Weak<File>,
+    me: Holder,
+}
+
+impl ReleaseAtExit {
+    /// Empties the file, if the lock is still there and ours. The process must end at once: where the locks of the file
+    /// system do not work, another one may take the lock from now on.
+    pub fn release(&self) {
+        if let Some(file) = self.file.upgrade() {
+            forget_us(&self.folder, &self.job, &file, &self.me);
         }
     }
+}
+
+/// Empties the file if the lock is still ours.
+fn forget_us(folder: &Path, job: &JobName, ours: &File, me: &Holder) {
+    if named_in(folder, job, ours, me).is_ok() {
+        // If the name stays, it is recognised as that of a dead process.
+        let _ = ours.set_len(0);
+    }
+}
+
+/// The holder in the file, if that is us, or `None` if the file was emptied by hand; an error if it is another one, or
+/// another file than ours.
+fn named_in(folder: &Path, job: &JobName, ours: &File, me: &Holder) -> Result<Option<Holder>> {
+    let path = folder.join(FILE_NAME);
+    let failed = |source| Error::Read { path: path.clone(), source };
+    // The file is opened by name again, so that a network file system asks its server.
+    let file = open(&path, Create::No).map_err(failed)?;
+    let holder = read_holder(&file).map_err(failed)?;
+    if let Some(holder) = holder.as_ref().filter(|holder| *holder != me) {
+        return Err(Error::TakenOver { job: job.clone(), holder: holder.clone().into() });
+    }
+    let [there, ours] = [&file, ours].map(File::metadata);
+    let (there, ours) = (there.map_err(failed)?, ours.map_err(failed)?);
+    if (there.dev(), there.ino()) != (ours.dev(), ours.ino()) {
+        return Err(Error::LockReplaced { job: job.clone(), file: path });
+    }
+    Ok(holder)
 }
 
 /// Why the lock is not there yet: a holder on another machine, which may be dead.
@@ -329,7 +370,7 @@ fn take(folder: &Path, job: &JobName, proof: Proof<'_>) -> Result<WriterLock> {
     let lock = WriterLock {
         folder: folder.to_owned(),
         job: job.clone(),
-        file,
+        file: Arc::new(file),
         me,
         silent,
         last_seen,

@@ -49,6 +49,7 @@ mod paths;
 mod proven;
 mod rehearse;
 mod repair;
+mod requeue;
 mod rot;
 mod stacks;
 mod stop;

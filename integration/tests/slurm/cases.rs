@@ -291,9 +291,13 @@ fn a_group(case: &Case<'_>, second: &str, requeue: &str) -> String {
     say(LIMIT, "was stored in", 4);
     // As before the time limit.
     case.cluster.ask("scancel", ["--signal=USR2", "--batch", &id]);
+    let state = || case.cluster.ask("scontrol", ["show", "job", &id]);
+    // On other nodes the next supervisors would wait for those whose names are in the locks.
+    let lock = |rank| std::fs::read(lab.store().join(format!("slurm-{id}.{rank}/lock"))).unwrap();
+    let given_back = || lock(0).is_empty() && lock(1).is_empty() && state().contains("JobState=PENDING");
+    assert!(comes(MINUTES, given_back), "{}\n{}", state(), tail(&said()));
     say(MINUTES, "the job was restored from image", 2);
     say(MINUTES, "done ", 2);
-    let state = || case.cluster.ask("scontrol", ["show", "job", &id]);
     assert!(comes(LIMIT, || state().contains("JobState=COMPLETED")), "{}\n{}", state(), tail(&said()));
     assert!(state().contains("Restarts=1") && !said().contains("WRONG"), "{}", state());
     let _ = Command::new("ip").args(["link", "del", &bridge]).status();

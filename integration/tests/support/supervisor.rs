@@ -155,6 +155,13 @@ impl Lab {
         self
     }
 
+    /// The supervisor is process 1 of a PID namespace, as in a container.
+    pub(crate) fn as_process_one(mut self) -> Lab {
+        let unshare = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"];
+        self.wrapper.splice(0..0, unshare.map(OsString::from));
+        self
+    }
+
     /// The supervisor leads a session of its own, without a terminal.
     pub(crate) fn leading_a_session(mut self) -> Lab {
         self.wrapper.insert(0, "setsid".into());

@@ -205,6 +205,26 @@ fn a_lock_that_is_given_back_names_nobody() {
     lock(dir.path()).unwrap();
 }
 
+#[test]
+fn a_process_that_ends_on_a_signal_gives_its_lock_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let content = || fs::read(dir.path().join(FILE_NAME)).unwrap();
+    let first = lock(dir.path()).unwrap();
+    let (at_exit, again) = (first.release_at_exit(), first.release_at_exit());
+    at_exit.release();
+    assert_eq!(content(), b"");
+    // But not the lock of another one.
+    leave(dir.path(), &elsewhere(), SystemTime::now());
+    again.release();
+    assert_eq!(named(dir.path()).unwrap().host, "elsewhere");
+    drop(first);
+    // A lock that was dropped is not held by what is left of it.
+    fs::write(dir.path().join(FILE_NAME), "").unwrap();
+    let second = lock(dir.path()).unwrap();
+    again.release();
+    assert_eq!(named(dir.path()), Some(second.me.clone()));
+}
+
 // ---- waiting for a holder on another machine ----
 
 /// A fraction of the usual time.

@@ -1,0 +1,88 @@
+//! What a queue is told: the exit code, and what Slurm is asked for. This Slurm is two scripts.
+
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+use nix::sys::signal::Signal;
+
+use crate::supervisor::{Lab, Running};
+
+/// Puts a Slurm in its PATH that notes what it is asked.
+fn under_slurm(lab: &mut Lab) {
+    lab.script("scontrol", &format!("echo \"$*\" >> {}/asked", lab.path().display()));
+    lab.script("squeue", "echo UNLIMITED");
+    lab.set_variable("PATH", &format!("{}:{}", lab.path().display(), std::env::var("PATH").unwrap()));
+    lab.set_variable("SLURM_JOB_ID", "7");
+}
+
+/// A member of a group whose first machine has not come yet.
+fn waits_for_the_first_machine(lab: &Lab) -> Running {
+    let place = format!("local:{}/none.json", lab.path().display());
+    let mut run = lab
+        .run_with(&["run", "--name", "j", "--nodes", "2", "--node-rank", "1", "--coordinator", &place, "--"], ["true"]);
+    let lock = lab.store().join("j.1/lock");
+    run.wait_for("it has the lock", || fs::metadata(&lock).is_ok_and(|file| file.len() > 0));
+    // It has taken its place, and waits.
+    std::thread::sleep(Duration::from_secs(1));
+    run
+}
+
+/// Before the job is started a run can wait for minutes.
+#[test]
+fn a_signal_before_the_job_is_started_ends_the_run_with_its_code_and_gives_the_lock_back() {
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab.set("group.wait", "\"10m\"");
+    let stops = [(Signal::SIGUSR2, 75), (Signal::SIGTERM, 143), (Signal::SIGINT, 130), (Signal::SIGHUP, 129)];
+    for (signal, code) in stops {
+        let mut run = waits_for_the_first_machine(&lab);
+        run.signal(Signal::SIGUSR1);
+        run.wait_said("the job does not run yet");
+        assert!(run.runs());
+        run.signal(signal);
+        let (_, said) = run.ends_with(code);
+        assert!(said.contains(&format!("received {signal} before the job was started")), "{said}");
+        let lock = lab.store().join("j.1/lock");
+        assert_eq!(fs::read(lock).unwrap(), b"", "after {signal} another machine waits for who is gone");
+    }
+}
+
+/// The kernel drops a signal to process 1 of a container that has no handler for it.
+#[test]
+fn process_one_of_a_container_is_ended_by_a_signal_before_its_job_is_started() {
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab.set("group.wait", "\"10m\"").as_process_one();
+    for (signal, code) in [(Signal::SIGUSR2, 75), (Signal::SIGTERM, 143)] {
+        let run = waits_for_the_first_machine(&lab);
+        let children = format!("/proc/{0}/task/{0}/children", run.pid());
+        let first: i32 = fs::read_to_string(children).unwrap().trim().parse().unwrap();
+        crate::supervisor::kill(first, signal);
+        run.ends_with(code);
+    }
+}
+
+/// `scheduler.requeue = "scontrol"`: a run that has no job yet asks as well.
+#[test]
+fn slurm_is_asked_by_a_run_that_waits_for_the_lock() {
+    let Some(lab) = Lab::new() else { return };
+    let mut lab = lab.set("scheduler.requeue", "\"scontrol\"");
+    under_slurm(&mut lab);
+    leave_a_lock(&lab.store().join("j"));
+    let mut run = lab.run(["true"]);
+    run.wait_said("for its next heartbeat");
+    run.signal(Signal::SIGUSR2);
+    run.ends_with(75);
+    assert_eq!(lab.read("asked"), "requeue 7\n");
+    assert!(fs::read(lab.store().join("j/lock")).unwrap().starts_with(b"{"), "the lock is that of the other one");
+}
+
+/// A job's folder, with the lock of a supervisor on another machine that lived a moment ago.
+fn leave_a_lock(folder: &Path) {
+    let holder = serde_json::json!({
+        "pid": 77, "host": "elsewhere", "boot_id": "another", "since": "2026-11-22T06:00:00Z", "started": 1,
+        "pid_namespace": "pid:[1]"
+    });
+    fs::create_dir_all(folder).unwrap();
+    std::process::Command::new("chmod").args(["-R", "go="]).arg(folder.parent().unwrap()).status().unwrap();
+    fs::write(folder.join("lock"), holder.to_string()).unwrap();
+}
