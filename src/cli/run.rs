@@ -609,12 +609,28 @@ fn exit(finish: Finish, scheduler: &Scheduler, requeue: Requeue, job: &JobName) 
             tracing::error!("given up: {}", NoUsableImage { job: job.clone(), why });
             Exit::NoUsableImage
         }
-        Finish::Failed { last, .. } => match last {
-            Some(Ended::Exit(code)) => u8::try_from(code).map_or(Exit::Internal, Exit::Job),
-            Some(Ended::Signal(n)) => signalled(n),
-            None => Exit::Internal,
-        },
+        Finish::Failed { last, .. } => {
+            let exit = match last {
+                Some(Ended::Exit(code)) => u8::try_from(code).map_or(Exit::Internal, Exit::Job),
+                Some(Ended::Signal(n)) => signalled(n),
+                None => Exit::Internal,
+            };
+            let code = exit.code();
+            if !means_stopped(code, scheduler) {
+                return exit;
+            }
+            tracing::error!(
+                "the exit code of the job, {code}, would say that it was stopped to be continued: this run exits with 1"
+            );
+            Exit::Job(1)
+        }
     }
+}
+
+/// Whether queues and service managers take this exit code for a run that was stopped by a request, and continues.
+fn means_stopped(code: u8, scheduler: &Scheduler) -> bool {
+    const SIGTERM: u8 = 128 + 15;
+    code == SIGTERM || code == scheduler.requeue_code()
 }
 
 #[cfg(test)]
@@ -634,5 +650,16 @@ mod tests {
         assert!(short.starts_with("--deadline \"30s\": ") && short.contains("may take 30s"), "{short}");
         let past = look("2020-01-01T00:00:00Z", None).unwrap_err();
         assert!(past.contains("scheduler.deadline = \"2020-01-01T00:00:00Z\": it has passed"), "{past}");
+    }
+
+    #[test]
+    fn only_a_run_that_was_stopped_ends_with_the_code_of_one() {
+        let scheduler = Scheduler::find(Profile::Sge, |_| None);
+        let code = |finish| exit(finish, &scheduler, Requeue::ExitCode, &"j".parse().unwrap()).code();
+        let failed = |last| code(Finish::Failed { why: "it failed".into(), last: Some(last) });
+        assert_eq!([99, 143, 75, 3].map(|code| failed(Ended::Exit(code))), [1, 1, 75, 3]);
+        assert_eq!([15, 9, 1].map(|signal| failed(Ended::Signal(signal))), [1, 137, 129]);
+        assert_eq!(code(Finish::Stopped(Stop::Signal(15))), 143);
+        assert_eq!(code(Finish::Stopped(Stop::Requeue)), 99);
     }
 }

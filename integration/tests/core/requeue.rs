@@ -16,6 +16,24 @@ fn under_slurm(lab: &mut Lab) {
     lab.set_variable("SLURM_JOB_ID", "7");
 }
 
+/// A queue takes these exit codes for a run that was stopped and continues, and would start the job for ever.
+#[test]
+fn a_job_that_is_given_up_does_not_ask_to_be_queued_again() {
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab.set("restart.max-restarts", "0");
+    for (script, code) in
+        [("exit 75", 1), ("exit 143", 1), ("kill -TERM $$", 1), ("exit 74", 74), ("kill -HUP $$", 129)]
+    {
+        let run = lab.run_with(&["run", "--name", "j", "--fresh", "--"], ["sh", "-c", script]);
+        let (_, said) = run.ends_with(code);
+        assert_eq!(said.contains("this run exits with 1"), code == 1, "{script}: {said}");
+        // What the job itself ended with is kept.
+        let result: serde_json::Value =
+            serde_json::from_slice(&fs::read(lab.store().join("j/result.json")).unwrap()).unwrap();
+        assert_ne!(result["exit_code"], 1, "{script}: {result}");
+    }
+}
+
 /// A member of a group whose first machine has not come yet.
 fn waits_for_the_first_machine(lab: &Lab) -> Running {
     let place = format!("local:{}/none.json", lab.path().display());
