@@ -208,6 +208,11 @@ impl Scheduler {
         }
     }
 
+    /// Whether Slurm can be asked to queue the job again.
+    pub(crate) fn is_asked_to_requeue(&self) -> bool {
+        matches!(self.queued_by_slurm(), Ok(Some(_)))
+    }
+
     /// Makes Slurm queue a job of several machines again, unless another machine has done that. `turn` is the number of
     /// machines that may do it first. Waits for them.
     ///

@@ -36,6 +36,7 @@ mod memory;
 mod metrics;
 mod notices;
 pub(crate) mod notify;
+mod oom;
 mod pace;
 mod proof;
 mod publish;
@@ -64,6 +65,7 @@ mod work;
 
 pub(crate) use early::Early;
 pub(crate) use group::GroupMember;
+pub(crate) use oom::OomKills;
 pub use result::RunResult;
 pub(crate) use setup::{Origin, Places, Program, Setup, Shown, Sockets, TimeLimit};
 

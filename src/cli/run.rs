@@ -20,7 +20,7 @@ use crate::policy::StartPoint;
 use crate::scheduler::Scheduler;
 use crate::supervisor::notify::Notify;
 use crate::supervisor::state::{Finish, Obstacle, Stop};
-use crate::supervisor::{self, Early, Origin, Places, Program, Setup, Shown, Sockets, TimeLimit};
+use crate::supervisor::{self, Early, OomKills, Origin, Places, Program, Setup, Shown, Sockets, TimeLimit};
 use crate::telemetry;
 use crate::variables;
 use detach::Caller;
@@ -502,6 +502,7 @@ fn supervise(
         member => member?,
     };
     let output = output::Files::create(&folder.log_dir(), config.log.bounds())?;
+    let oom_kills = OomKills::until_now();
     let setup = Setup {
         copier: Copier::default(),
         config,
@@ -512,16 +513,22 @@ fn supervise(
         sockets: Sockets { beats, job_api },
         images: Places { staging, packing },
         origin: Origin { from, named, base, wishes },
-        time: TimeLimit { scheduler: scheduler.clone(), deadline: terms.deadline },
+        time: TimeLimit { scheduler: scheduler.clone(), deadline: terms.deadline, oom_kills: oom_kills.clone() },
         output,
         shown: terms.shown,
         group: member,
     };
     let job = setup.folder.name().clone();
     // The machines of a group agree about who asks Slurm.
-    let is_done = setup.group.is_some() && queued_by_slurm.is_ok();
-    let requeue = if is_done { Requeue::ExitCode } else { requeue };
+    let is_group = setup.group.is_some();
+    let requeue = if is_group && queued_by_slurm.is_ok() { Requeue::ExitCode } else { requeue };
     let finish = supervisor::run(setup, terms.early)?;
+    let requeue = match requeue {
+        Requeue::ExitCode if finish.is_queued_again() && !is_group && ignores_us(&scheduler, &oom_kills) => {
+            Requeue::Scontrol
+        }
+        requeue => requeue,
+    };
     if let (Finish::Completed, Some(seen)) = (&finish, seen) {
         trust::forget(&seen, &lineage);
     }
@@ -529,6 +536,18 @@ fn supervise(
         tracing::error!("given up: {why}. `rekindle logs --stderr {job}{flag}` shows the job's error messages");
     }
     Ok(exit(finish, &scheduler, requeue, &job))
+}
+
+/// Whether Slurm does not queue the job again by our exit code.
+fn ignores_us(scheduler: &Scheduler, oom_kills: &OomKills) -> bool {
+    let ignores = scheduler.is_asked_to_requeue() && oom_kills.went_up();
+    if ignores {
+        tracing::warn!(
+            "the OOM killer killed a process in this job's control group, so Slurm will report OUT_OF_MEMORY instead of \
+            our exit code: asking it to queue the job again"
+        );
+    }
+    ignores
 }
 
 /// The flag that commands for this job need, with a blank before it: none where they find the supervisor by itself.

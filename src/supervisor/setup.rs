@@ -135,4 +135,6 @@ pub(crate) struct TimeLimit {
     pub(crate) scheduler: Scheduler,
     /// The deadline, if the user gave one.
     pub(crate) deadline: Option<DateTime<Utc>>,
+    /// Kills for lack of memory before the run, after which Slurm ignores our exit code.
+    pub(crate) oom_kills: super::OomKills,
 }

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use nix::sys::signal::Signal;
 
-use crate::supervisor::{Lab, Running};
+use crate::memory_group::MemoryGroup;
+use crate::supervisor::{Lab, Running, python};
 
 /// Puts a Slurm in its PATH that notes what it is asked.
 fn under_slurm(lab: &mut Lab) {
@@ -14,6 +15,45 @@ fn under_slurm(lab: &mut Lab) {
     lab.script("squeue", "echo UNLIMITED");
     lab.set_variable("PATH", &format!("{}:{}", lab.path().display(), std::env::var("PATH").unwrap()));
     lab.set_variable("SLURM_JOB_ID", "7");
+}
+
+/// Starts a child that takes more memory than there is, when it is told, and survives it.
+fn survivor(lab: &Lab) -> Running {
+    let program = "import os, subprocess, sys, time
+glutton = 'open(\"/proc/self/oom_score_adj\", \"w\").write(\"1000\"); held = b\"x\" * (4 << 30)'
+print('ready', flush=True)
+while not os.path.exists('finish'):
+    if os.path.exists('eat'):
+        os.remove('eat')
+        print('ended with', subprocess.call([sys.executable, '-Sc', glutton]), flush=True)
+    time.sleep(0.05)
+";
+    lab.run([python().unwrap().to_str().unwrap(), "-Sc", program])
+}
+
+/// Slurm replaces the exit code of a step by OUT_OF_MEMORY if its control group has counted a kill.
+#[test]
+fn after_a_kill_for_lack_of_memory_slurm_is_asked_to_queue_the_job_again() {
+    let Some(lab) = Lab::new() else { return };
+    let Some(group) = MemoryGroup::gate(512 << 20) else { return };
+    let mut lab = lab.within(group.path());
+    under_slurm(&mut lab);
+    // Nothing happened: the exit code does it.
+    let mut run = survivor(&lab);
+    run.wait_printed("ready");
+    run.job_pid(&lab);
+    run.signal(Signal::SIGUSR2);
+    run.ends_with(75);
+    assert_eq!(lab.read("asked"), "");
+
+    let mut run = survivor(&lab);
+    run.wait_said("the job was restored from image");
+    fs::write(lab.file("eat"), "").unwrap();
+    run.wait_for("the child is killed", || lab.output().contains("ended with -9"));
+    run.signal(Signal::SIGUSR2);
+    let (_, said) = run.ends_with(75);
+    assert!(said.contains("Slurm will report OUT_OF_MEMORY"), "{said}");
+    assert_eq!(lab.read("asked"), "requeue 7\n", "{said}");
 }
 
 /// A queue takes these exit codes for a run that was stopped and continues, and would start the job for ever.

@@ -1,5 +1,6 @@
 //! `scheduler.requeue = "scontrol"` in a group: the request ends the processes on all machines, so one machine makes it, and
-//! only after all have stored and replicated their parts.
+//! only after all have stored and replicated their parts. The same on a machine whose exit code Slurm ignores
+//! ([`crate::supervisor::OomKills`]).
 //!
 //! Who has done that stays in the group and says so. The lowest rank that is there makes the request, and stays until its
 //! lease expires: Slurm has ended all by then. If it dies before, or Slurm refuses, the next one makes the request. Before
@@ -23,9 +24,9 @@ impl Owner<'_> {
     /// Whether this member stays in the group after the end of the run, to have the job queued again.
     pub(in crate::supervisor) fn queues_again(&self, finish: &Finish) -> bool {
         let setup = self.setup;
-        let by_slurm = || setup.time.scheduler.queued_by_slurm().is_ok_and(|job| job.is_some());
-        let asks = setup.config.scheduler.requeue == Requeue::Scontrol && by_slurm();
-        finish.is_queued_again() && asks && self.group.is_some() && self.lease.is_held()
+        let may_ask = || self.group.is_some() && self.lease.is_held() && setup.time.scheduler.is_asked_to_requeue();
+        let asks = || setup.config.scheduler.requeue == Requeue::Scontrol || setup.time.oom_kills.went_up();
+        finish.is_queued_again() && may_ask() && asks()
     }
 
     /// Everything is done: has the job queued again, or waits until another machine does. Slurm ends this process.
