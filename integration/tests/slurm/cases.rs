@@ -228,6 +228,8 @@ pub(crate) fn the_tasks_of_an_array(case: &Case<'_>) {
     let (one, seven) = (task(1), task(7));
     one.counts();
     seven.counts();
+    // As examples/deploy/slurm/rekindle-slurm asks.
+    assert_eq!(case.cluster.ask("squeue", ["--noheader", "--jobs", &one.id, "--format", "%U"]), "0");
     case.cluster.tell(Command::new("scancel").args(["--signal=USR2", "--batch", &one.id]));
     one.goes_on(LIMIT, 1);
     assert!(!seven.said().contains("SIGUSR2"), "{}", tail(&seven.said()));
