@@ -39,13 +39,18 @@ impl<T: Shared> Drop for JobTable<T> {
 }
 
 impl<T: Shared> JobTable<T> {
-    /// Opens the table of process `pid`, as we see it, in the memfd `name`; None if it has no table. The names of all
-    /// versions begin with `family`.
+    /// Opens the table of process `pid`, as we see it, in the memfd `name`; None if it has no table, or has ended. The
+    /// names of all versions begin with `family`.
     ///
     /// # Errors
     /// When the table cannot be read, or is of another version of the interposer.
     pub(crate) fn of(pid: i32, family: &str, name: &CStr) -> io::Result<Option<JobTable<T>>> {
-        let Ok(maps) = maps::read(pid) else { return Ok(None) };
+        let maps = match maps::read(pid) {
+            Ok(maps) => maps,
+            Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH)) => return Ok(None),
+            // Whoever took this for a process without a table would let it run without its memory.
+            Err(error) => return Err(error),
+        };
         let prefix = format!("/memfd:{family}");
         let is_it = |mapping: &maps::Mapping<'_>| mapping.name.starts_with(prefix.as_bytes());
         let Some(mapping) = maps::mappings(&maps).find(is_it) else { return Ok(None) };

@@ -235,7 +235,7 @@ impl Ranks {
         // Not private: the waiter is another process.
         let _ = futex::wake(&table.abort, futex::Flags::empty(), 1);
         while table.aborted.load(Acquire) == 0 {
-            if Instant::now() > deadline || process::state(self.pid).is_none_or(|state| matches!(state, 'Z' | 'X')) {
+            if Instant::now() > deadline || process::has_ended(self.pid) {
                 return Err(io::Error::other("the interposer's thread does not answer"));
             }
             std::thread::sleep(PAUSE);

@@ -278,7 +278,7 @@ pub fn announce(pids: &[i32], is_locked: bool) -> Vec<(i32, std::io::Error)> {
                     one.iter().for_each(|one| one.table().is_locked.store(is_locked.into(), Relaxed));
                     return None;
                 }
-                Err(_) if process::state(*pid).is_none_or(|state| matches!(state, 'Z' | 'X')) => return None,
+                Err(_) if process::has_ended(*pid) => return None,
                 // A shortage of ours, such as of descriptors. A thread of it may wait for as long as it is not told.
                 Err(_) if !is_locked && begun.elapsed() < ANNOUNCED => std::thread::sleep(PAUSE),
                 Err(error) => return Some((*pid, error)),

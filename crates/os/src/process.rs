@@ -12,7 +12,10 @@ use std::time::Duration;
 
 use procfs_core::FromRead;
 use procfs_core::process::Stat;
-use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open, setpriority_process};
+use rustix::io::Errno;
+use rustix::process::{
+    Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open, setpriority_process, test_kill_process,
+};
 
 use super::maps;
 
@@ -119,6 +122,16 @@ pub fn name(pid: i32) -> Option<String> {
 #[must_use]
 pub fn state(pid: i32) -> Option<char> {
     status(pid, "State")?.chars().next()
+}
+
+/// Whether it is dead, even if it is not reaped yet. A process whose state cannot be read, for want of a descriptor, is
+/// not taken for dead while its pid exists.
+#[must_use]
+pub fn has_ended(pid: i32) -> bool {
+    match state(pid) {
+        Some(state) => matches!(state, 'Z' | 'X'),
+        None => Pid::from_raw(pid).is_none_or(|pid| test_kill_process(pid) == Err(Errno::SRCH)),
+    }
 }
 
 /// How a process ended that is dead and not reaped yet, which only root may read.
@@ -304,6 +317,14 @@ mod tests {
     use std::process::{Command, Stdio};
 
     use super::*;
+
+    #[test]
+    fn a_process_that_cannot_be_looked_at_has_not_ended() {
+        let own = std::process::id().cast_signed();
+        assert!(!has_ended(own) && has_ended(i32::MAX) && has_ended(0));
+        let seen = rekindle_testing::threads::without_descriptors(|| (state(own), has_ended(own), has_ended(i32::MAX)));
+        assert_eq!(seen, (None, false, true));
+    }
 
     #[test]
     fn a_descriptor_that_cannot_be_one_is_an_error() {

@@ -269,7 +269,7 @@ pub fn stop(pid: i32, limit: Duration) -> io::Result<bool> {
     signal(pid, libc::SIGSTOP)?;
     let deadline = Instant::now() + limit;
     while !is_stopped(pid) {
-        if Instant::now() > deadline || process::state(pid).is_none_or(|state| matches!(state, 'Z' | 'X')) {
+        if Instant::now() > deadline || process::has_ended(pid) {
             if !was_stopped {
                 let _ = signal(pid, libc::SIGCONT);
             }

@@ -39,7 +39,7 @@ impl Drop for Session<'_> {
         // An image must not contain its descriptor, so the keeper may stop with the others only after closing it.
         let deadline = Instant::now() + PATIENCE;
         while self.sharing.table().socket.load(Acquire) != -1 && Instant::now() < deadline {
-            if has_ended(self.sharing.pid()) {
+            if process::has_ended(self.sharing.pid()) {
                 return;
             }
             std::thread::sleep(PAUSE);
@@ -62,7 +62,7 @@ impl<'a> Session<'a> {
         wake(table);
         let deadline = Instant::now() + PATIENCE;
         while table.answered.load(Acquire) != call {
-            if Instant::now() > deadline || has_ended(pid) {
+            if Instant::now() > deadline || process::has_ended(pid) {
                 return Err(io::Error::other("the interposer's thread does not answer"));
             }
             std::thread::sleep(PAUSE);
@@ -145,11 +145,6 @@ impl<'a> Session<'a> {
     fn busy(&self, source: io::Error) -> Error {
         Error::Busy { pid: self.sharing.inner(), source }
     }
-}
-
-/// Dead, even if not reaped yet.
-fn has_ended(pid: i32) -> bool {
-    process::state(pid).is_none_or(|state| matches!(state, 'Z' | 'X'))
 }
 
 fn receive(socket: BorrowedFd<'_>) -> io::Result<(Reply, Option<OwnedFd>)> {

@@ -48,7 +48,9 @@ fn a_table_is_believed_in_nothing() {
     let pid = std::process::id().cast_signed();
     let name = table::NAME.to_str().unwrap();
     let size = size_of::<table::Table>();
-    assert!(Sharing::of(pid).unwrap().is_none());
+    assert!(Sharing::of(pid).unwrap().is_none() && Sharing::of(i32::MAX).unwrap().is_none());
+    let unread = rekindle_testing::threads::without_descriptors(|| Sharing::of(pid).map(drop));
+    assert_eq!(unread.unwrap_err().raw_os_error(), Some(libc::EMFILE), "it may have one");
     for (name, size, seals, why) in [
         ("rekindle-sharing-999", size, SEALS, "another version of rekindle"),
         (name, 4096, SEALS, "another size"),

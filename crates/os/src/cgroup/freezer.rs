@@ -48,7 +48,7 @@ pub fn thaw(pids: &[i32]) -> io::Result<usize> {
 fn has_only(folder: &Path, pids: &[i32]) -> bool {
     let Ok(text) = fs::read_to_string(folder.join(PROCS)) else { return false };
     let mut inside = text.lines().filter_map(|line| line.parse().ok());
-    let is_one = |pid: i32| pids.contains(&pid) || process::state(pid).is_none_or(|state| matches!(state, 'Z' | 'X'));
+    let is_one = |pid: i32| pids.contains(&pid) || process::has_ended(pid);
     let Ok(entries) = fs::read_dir(folder) else { return false };
     let mut below = entries.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
     inside.all(is_one) && below.all(|entry| has_only(&entry.path(), pids))

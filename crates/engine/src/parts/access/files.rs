@@ -78,7 +78,7 @@ pub(crate) fn held(tree: &[i32], descriptors: Option<&Descriptors>) -> Result<BT
     for pid in tree {
         match held_by(*pid, descriptors, &mut all) {
             // It has ended or is about to, so it has no files.
-            Err(_) if process::state(*pid).is_none_or(|state| matches!(state, 'Z' | 'X')) => {}
+            Err(_) if process::has_ended(*pid) => {}
             Err(error) => return Err((*pid, error)),
             Ok(()) => {}
         }

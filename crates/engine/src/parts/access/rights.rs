@@ -92,7 +92,7 @@ pub(crate) fn check(tree: &[i32], wanted: &Wanted<'_>) -> Result<(), Refused> {
     let own = Rights::of(own, own)?.ok_or(Refused::NoProcess)?;
     for pid in tree {
         // A process that has ended has no rights, and CRIU gives it none.
-        if process::state(*pid).is_none_or(|state| matches!(state, 'Z' | 'X')) {
+        if process::has_ended(*pid) {
             continue;
         }
         for thread in process::threads(*pid) {
