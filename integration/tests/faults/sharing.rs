@@ -1,5 +1,8 @@
 //! Memory that processes share: released for a snapshot and mapped again, or the snapshot is refused.
 
+use std::fs;
+use std::path::{Path, PathBuf};
+
 use crate::rig::{Rig, Supervisor};
 
 fn job(ranks: usize, args: &[&str]) -> Option<Rig> {
@@ -247,6 +250,59 @@ fn what_can_not_be_taken_again_ends_the_life_and_the_job_comes_back() {
     supervisor.stop();
     rig.assert_sequence();
     rig.assert_store_is_whole();
+}
+
+/// Another file in the place of /proc/PID/maps, for all but the process itself.
+struct Hidden(PathBuf);
+
+impl Hidden {
+    /// Without the interposer's table of shared memory, or with one of another version.
+    fn table_of(pid: i32, copy: &Path, instead: Option<&str>) -> Hidden {
+        let place = PathBuf::from(format!("/proc/{pid}/maps"));
+        let name = "/memfd:rekindle-sharing-";
+        let text = fs::read_to_string(&place).unwrap();
+        let change = |line: &str| match (line.contains(name), instead) {
+            (true, None) => String::new(),
+            (true, Some(instead)) => line.replace(name, instead) + "\n",
+            (false, _) => format!("{line}\n"),
+        };
+        fs::write(copy, text.lines().map(change).collect::<String>()).unwrap();
+        let none = None::<&str>;
+        nix::mount::mount(Some(copy), &place, none, nix::mount::MsFlags::MS_BIND, none).unwrap();
+        Hidden(place)
+    }
+}
+
+impl Drop for Hidden {
+    fn drop(&mut self) {
+        // It is gone if the process is.
+        let _ = nix::mount::umount2(&self.0, nix::mount::MntFlags::MNT_DETACH);
+    }
+}
+
+#[test]
+fn no_rank_runs_without_its_memory_because_its_table_is_not_found() {
+    let Some(rig) = job(2, &[]) else { return };
+    let mut supervisor = rig.start();
+    supervisor.ranks_count(2);
+    supervisor.snapshot();
+    let (dumps, may) = (rig.standin.path().join("dumps"), rig.standin.path().join("may"));
+    for (restarts, instead) in [(1, None), (2, Some("/memfd:rekindle-sharing-9"))] {
+        let text = format!("while [ ! -e '{}' ]; do sleep 0.01; done", may.display());
+        rig.criu_fault(&format!("rm -f \"$0-fault\"; : > '{}'; {text}; rm -f '{}'", dumps.display(), may.display()));
+        supervisor.ask();
+        supervisor.until("the job is being dumped", |_| dumps.exists());
+        fs::remove_file(&dumps).unwrap();
+        let copy = rig.standin.path().join("maps");
+        let hidden = Hidden::table_of(*rig.cuda_pids().first().unwrap(), &copy, instead);
+        fs::write(&may, "").unwrap();
+        let why = supervisor.said("the snapshot failed");
+        assert!(why.contains("and the job cannot continue") && why.contains("cannot use its GPU again"), "{why}");
+        drop(hidden);
+        comes_back(&rig, &mut supervisor, restarts);
+    }
+    supervisor.stop();
+    rig.assert_sequence();
 }
 
 #[test]

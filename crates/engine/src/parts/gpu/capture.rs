@@ -130,13 +130,16 @@ const PATIENCE: Duration = Duration::from_secs(120);
 /// How long the threads of a process may take to stop.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// How long it is tried to read what processes have released.
+const UNREAD: Duration = Duration::from_secs(2);
+
 /// How long CUDA may take to be locked while all threads are stopped and the GPUs are idle. It takes some milliseconds,
 /// unless one of the threads has a lock of the driver.
 const AT_REST: Duration = Duration::from_secs(2);
 
 impl Member {
     fn has_ended(&self) -> bool {
-        has_ended(self.process.pid())
+        process::has_ended(self.process.pid())
     }
 
     /// Runs `work` with only the driver's thread running, if the process is stopped.
@@ -163,17 +166,14 @@ impl Member {
     }
 }
 
-/// Whether it is dead, even if it is not reaped yet.
-fn has_ended(pid: i32) -> bool {
-    process::state(pid).is_none_or(|state| matches!(state, 'Z' | 'X'))
-}
-
 /// The CUDA processes of one job.
 #[derive(Debug, Default)]
 pub(crate) struct Group {
     members: Vec<Member>,
     /// From the lock until all threads are stopped: all ranks wait at one point.
     cut: Option<Cut>,
+    /// The processes, as we see them, that may lack memory: they were told to release some, and do not have it again.
+    lacking: Vec<i32>,
     /// While they are checkpointed: their memory that stays on the GPU.
     staying: Vec<Staying>,
     /// For the descriptors of that.
@@ -208,7 +208,7 @@ impl Group {
                     members.push(Member { process, inner, thread, inner_thread, state, stopped: false });
                 }
                 Err(error) if error.is_not_cuda() => {}
-                Err(_) if has_ended(pid) => {}
+                Err(_) if process::has_ended(pid) => {}
                 Err(error) => return Err(error),
             }
         }
@@ -373,6 +373,7 @@ impl Group {
         }
         self.stop()?;
         self.unlock_alone()?;
+        self.lacking = sharing.iter().map(Sharing::pid).collect();
         sharing::let_go(&sharing, own, &mut self.staying)?;
         let timeout = timeout.min(AT_REST);
         for (member, outcome) in self.at_once(|member| member.alone(|process| process.lock(timeout))) {
@@ -425,12 +426,14 @@ impl Group {
 
     /// Maps again, in each process, the memory of others that it released, before any of their threads runs.
     fn take_again(&mut self) -> Result<(), Error> {
-        let sharing = self.sharing()?;
-        if !sharing::is_let_go(&sharing) {
+        if self.lacking.is_empty() {
             return Ok(());
         }
         let began = Instant::now();
-        let taken = self.unlock_alone().and_then(|()| Ok(sharing::take_again(&sharing, &self.staying)?));
+        let taken = self.sharing_again().and_then(|sharing| match sharing::is_let_go(&sharing) {
+            true => self.unlock_alone().and_then(|()| Ok(sharing::take_again(&sharing, &self.staying)?)),
+            false => Ok(()),
+        });
         if taken.is_err() {
             // If they ran, they would use memory that is not mapped.
             for member in self.members.iter_mut().filter(|m| matches!(m.state, GpuState::Locked | GpuState::Running)) {
@@ -439,11 +442,34 @@ impl Group {
         }
         if taken.is_ok() {
             // The processes have it.
+            self.lacking.clear();
             self.staying.clear();
             self.room = None;
         }
         tracing::debug!(took = ?began.elapsed(), "mapped GPU memory again");
         taken
+    }
+
+    /// The tables of the processes that may lack memory, and of the others. A failure costs the job its life, so a shortage
+    /// of ours, such as of descriptors, may pass.
+    fn sharing_again(&self) -> Result<Vec<Sharing>, Error> {
+        let began = Instant::now();
+        loop {
+            let sharing = self.sharing().and_then(|all| {
+                let is_missing = |pid: &&i32| !all.iter().any(|one| one.pid() == **pid) && !process::has_ended(**pid);
+                match self.lacking.iter().find(is_missing) {
+                    None => Ok(all),
+                    Some(pid) => Err(Error::Io {
+                        what: format!("cannot find the table of the GPU memory that process {pid} released"),
+                        source: std::io::Error::from_raw_os_error(libc::ENOENT),
+                    }),
+                }
+            });
+            match sharing {
+                Err(_) if began.elapsed() < UNREAD => std::thread::sleep(Duration::from_millis(20)),
+                sharing => return sharing,
+            }
+        }
     }
 
     fn lock_once(&mut self, timeout: Duration, resting: Resting) -> Result<(), cuda::Error> {
@@ -634,11 +660,11 @@ fn look_at(pid: i32) -> Result<(Process, [i32; 2]), cuda::Error> {
 
 /// Asks for the state several times over 100 ms: one failed call must not cost the job its life.
 fn ask_again(member: &Member) -> Result<State, cuda::Error> {
-    let process = &member.process;
+    let pid = member.process.pid();
     let ask = || member.alone(Process::state);
     let mut answer = ask();
     for _ in 0..5 {
-        if answer.is_ok() || has_ended(process.pid()) {
+        if answer.is_ok() || process::has_ended(pid) {
             break;
         }
         std::thread::sleep(Duration::from_millis(20));

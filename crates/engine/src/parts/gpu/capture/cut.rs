@@ -23,10 +23,9 @@ use std::time::{Duration, Instant};
 
 use plan::{Behind, Channel};
 use rekindle_cuda::nccl::{Counts, Ranks};
+use rekindle_os::process;
 use search::{Look, Search, Stage};
 use serde::{Deserialize, Serialize};
-
-use super::has_ended;
 
 /// What the processes of one machine have started.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -188,7 +187,7 @@ fn reach_with(
             return Err(NotReached::Cancelled);
         }
         if changed.elapsed() > SUSPICION
-            && let Some(dead) = cut.0.iter().find(|ranks| has_ended(ranks.pid()))
+            && let Some(dead) = cut.0.iter().find(|ranks| process::has_ended(ranks.pid()))
         {
             return Err(NotReached::Late(format!("process {} has ended", dead.inner())));
         }
