@@ -301,6 +301,47 @@ def two_libcudas():
         no_helpers()
 
 
+def functions_of_two_libcudas():
+    """Those of the one that was found first are ours, and lead to it; the other one keeps its own."""
+    path, _ = second_libcuda()
+    libc.dlsym.restype = ctypes.c_void_p
+    libc.dlsym.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+    libc.dlopen.restype = ctypes.c_void_p
+    call = ctypes.CFUNCTYPE(ctypes.c_int)
+    context, handle = ctypes.c_void_p(), ctypes.c_uint64()
+    assert cuda.cuCtxCreate_v2(ctypes.byref(context), 0, 0) == 0
+    arguments = ctypes.byref(handle), ctypes.c_size_t(2 * MIB), None, ctypes.c_uint64(0)
+    first = libc.dlsym(cuda._handle, b"cuMemCreate")
+    assert is_in("interposer-", first) and call(first)(*arguments) == 304
+    # It has no context.
+    other = libc.dlsym(libc.dlopen(path.encode(), os.RTLD_LAZY), b"cuMemCreate")
+    assert is_in("libcuda.so.2", other) and call(other)(*arguments) == 3
+    assert call(first)(*arguments) == 304
+    assert libc.dlsym(cuda._handle, b"cuMemCreate") == first
+
+
+def a_libcuda_that_is_loaded_again():
+    """At another address. Its functions are ours again, and lead to where it is now."""
+    path = os.path.join(os.path.dirname(sys.argv[1]), "libcuda.so.2")
+    shutil.copy(sys.argv[1], path)
+    libc.dlsym.restype = ctypes.c_void_p
+    libc.dlsym.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+    libc.dlopen.restype = ctypes.c_void_p
+    libc.dlclose.argtypes = [ctypes.c_void_p]
+    call = ctypes.CFUNCTYPE(ctypes.c_int)
+    handle = ctypes.c_uint64()
+    arguments = ctypes.byref(handle), ctypes.c_size_t(2 * MIB), None, ctypes.c_uint64(0)
+    for _ in range(3):
+        library = libc.dlopen(path.encode(), os.RTLD_LAZY)
+        found = [libc.dlsym(library, name) for name in [b"cuMemCreate", b"cuMemRelease"]]
+        assert all(is_in("interposer-", address) for address in found)
+        assert call(found[0])(*arguments) == 3
+        place = next(mapping for mapping in objects("libcuda.so") if mapping[3] == path)
+        assert libc.dlclose(library) == 0
+        assert not any(mapping[3] == path for mapping in objects("libcuda.so"))
+        assert libc.mmap(place[0], MIB, 0, 0x32, -1, 0) == place[0]
+
+
 def small():
     arm()
     plain(4 * MIB - 4096)

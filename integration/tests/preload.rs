@@ -101,6 +101,8 @@ scenarios! {
     ends_that_nobody_tells_of_do_no_harm: "missed_ends",
     a_second_libcuda_has_a_table_of_its_own: "two_libcudas",
     every_way_to_cuinit_marks_it_while_it_lasts: "init_is_marked",
+    a_second_libcuda_keeps_its_functions: "functions_of_two_libcudas",
+    a_libcuda_at_another_address_has_its_functions_replaced_again: "a_libcuda_that_is_loaded_again",
 }
 
 #[test]

@@ -48,6 +48,12 @@ pub(crate) fn function(name: &[u8], is_wanted: impl Fn(&Mapping) -> bool) -> Opt
     found
 }
 
+/// The object whose code is at this address.
+pub(crate) fn object_at(address: usize) -> Option<Object> {
+    let mut object = Object::new();
+    object.find(&maps::find(address)?, address).map(|()| object)
+}
+
 /// Calls `visit` for the loaded objects with such a mapping of their code, until it returns false.
 pub(crate) fn objects(is_wanted: impl Fn(&Mapping) -> bool, mut visit: impl FnMut(&Object) -> bool) {
     maps::scan(|mapping| {
@@ -94,6 +100,16 @@ impl Object {
         let is_base = |part: &&Mapping| part.offset == 0 && self.is_base(part.start, code, address);
         self.base = self.parts().iter().filter(|_| fits).find(is_base)?.start;
         Some(())
+    }
+
+    /// Its load address.
+    pub(crate) fn base(&self) -> usize {
+        self.base
+    }
+
+    /// By the name of its file.
+    pub(crate) fn is_libcuda(&self) -> bool {
+        self.parts().first().is_some_and(|part| part.is_libcuda)
     }
 
     /// Of its file.
@@ -224,7 +240,7 @@ impl Object {
 
     /// The address of the function `name` that the object defines. Its symbols are searched linearly: the table ends
     /// where the strings begin, with all linkers.
-    fn defined(&self, name: &[u8]) -> Option<usize> {
+    pub(crate) fn defined(&self, name: &[u8]) -> Option<usize> {
         const STT_FUNC: usize = 2;
         let dynamic = self.dynamic()?;
         let count = dynamic.strings.checked_sub(dynamic.symbols)? / SYM_SIZE;

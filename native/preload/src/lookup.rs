@@ -4,11 +4,15 @@
 //! everything else; dlsym with a library ignores preloaded objects. So dlsym is one of our hooks. It acts only on names
 //! that begin with `cu`: any other costs one compare and a jump. The jump also leaves the caller's address where libc
 //! expects it: RTLD_NEXT counts from there, and RTLD_DEFAULT uses the libraries of the caller.
+//!
+//! A process can have a second library with these functions: the stubs of the toolkit, or an object that the job preloads
+//! and that calls the driver itself. Ours are those of the library that was found first, for as long as it is loaded. The
+//! other one's are found as without us: its calls must not end in the first one, nor the first one's in it.
 
 use core::ffi::{CStr, c_char, c_void};
 use core::mem::transmute;
 use core::ptr::{null_mut, with_exposed_provenance_mut};
-use core::sync::atomic::{AtomicPtr, Ordering};
+use core::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 
 use crate::{elf, init, kept, libc, nccl, sharing};
 
@@ -107,8 +111,7 @@ impl Function {
         // RTLD_LOCAL, and then RTLD_NEXT does not find libcuda.
         let mut next = libc::next(entry.symbol);
         if next.is_null() || entry.is_ours(next) {
-            let found = elf::function(entry.symbol.to_bytes_with_nul(), |mapping| mapping.is_libcuda);
-            next = found.map_or(null_mut(), with_exposed_provenance_mut);
+            next = beside_the_others(entry.symbol);
         }
         entry.real.store(next, Ordering::Relaxed);
         next
@@ -143,12 +146,63 @@ fn of(symbol: *const c_char) -> Option<&'static Entry> {
 pub(crate) fn instead(symbol: *const c_char, found: *mut c_void) -> *mut c_void {
     let Some(entry) = of(symbol) else { return found };
     if !entry.is_ours(found) {
-        entry.real.store(found, Ordering::Relaxed);
+        let first = entry.real.compare_exchange(null_mut(), found, Ordering::Relaxed, Ordering::Relaxed);
+        match first {
+            Err(known) if known != found => match compare(entry.symbol, known, found) {
+                // cuGetProcAddress may return another address than dlsym.
+                Origin::Same => entry.real.store(found, Ordering::Relaxed),
+                Origin::Other => return found,
+                Origin::Gone => {
+                    forget();
+                    entry.real.store(found, Ordering::Relaxed);
+                }
+            },
+            _ => {}
+        }
     } else if entry.function.real().is_null() {
         // Only this object defines it: without us, nothing would be found.
         return null_mut();
     }
     entry.ours.cast_mut().cast()
+}
+
+/// Where a function is, in comparison with the known one of its name.
+enum Origin {
+    /// In the same library; also if that cannot be told.
+    Same,
+    /// In another one, while the known one is loaded.
+    Other,
+    /// The library of the known one is not loaded any more.
+    Gone,
+}
+
+fn compare(symbol: &CStr, known: *mut c_void, found: *mut c_void) -> Origin {
+    let Some(new) = elf::object_at(found.addr()) else { return Origin::Same };
+    let defines_it =
+        |object: &elf::Object| object.is_libcuda() || object.defined(symbol.to_bytes_with_nul()) == Some(known.addr());
+    match elf::object_at(known.addr()) {
+        Some(old) if old.base() == new.base() => Origin::Same,
+        Some(old) if defines_it(&old) => Origin::Other,
+        _ => Origin::Gone,
+    }
+}
+
+/// Forgets the functions of a library that is not loaded any more.
+fn forget() {
+    FUNCTIONS.iter().for_each(|entry| entry.real.store(null_mut(), Ordering::Relaxed));
+    FORGOTTEN.fetch_add(1, Ordering::Relaxed);
+}
+
+/// How often that happened.
+static FORGOTTEN: AtomicUsize = AtomicUsize::new(0);
+
+/// The function of this name in the library whose functions are known, or in any libcuda; null if there is none.
+fn beside_the_others(symbol: &CStr) -> *mut c_void {
+    let name = symbol.to_bytes_with_nul();
+    let known = FUNCTIONS.iter().map(|entry| entry.real.load(Ordering::Relaxed)).find(|real| !real.is_null());
+    let found = known.and_then(|known| elf::object_at(known.addr())?.defined(name));
+    let found = found.or_else(|| elf::function(name, |mapping| mapping.is_libcuda));
+    found.map_or(null_mut(), with_exposed_provenance_mut)
 }
 
 /// dlsym(3) of a name that begins with `cu` or `nc`, in one library.
@@ -164,27 +218,30 @@ pub(crate) unsafe extern "C" fn dlsym(library: *mut c_void, name: *const c_char)
 pub(crate) struct Plain {
     symbol: &'static CStr,
     found: AtomicPtr<c_void>,
+    /// [`FORGOTTEN`] at that time.
+    forgotten: AtomicUsize,
 }
 
 impl Plain {
     pub(crate) const fn new(symbol: &'static CStr) -> Plain {
-        Plain { symbol, found: AtomicPtr::new(null_mut()) }
+        Plain { symbol, found: AtomicPtr::new(null_mut()), forgotten: AtomicUsize::new(0) }
     }
 
     /// Null if there is none.
     pub(crate) fn real(&self) -> *mut c_void {
-        let known = self.found.load(Ordering::Relaxed);
-        if !known.is_null() {
+        let (known, forgotten) = (self.found.load(Ordering::Acquire), FORGOTTEN.load(Ordering::Relaxed));
+        if !known.is_null() && self.forgotten.load(Ordering::Relaxed) == forgotten {
             return known;
         }
-        let name = self.symbol.to_bytes_with_nul();
-        let found = elf::function(name, |mapping| mapping.is_libcuda).map_or(null_mut(), with_exposed_provenance_mut);
-        self.found.store(found, Ordering::Relaxed);
+        let found = beside_the_others(self.symbol);
+        self.forgotten.store(forgotten, Ordering::Relaxed);
+        self.found.store(found, Ordering::Release);
         found
     }
 
     #[cfg(test)]
     pub(crate) fn set(&self, found: *mut c_void) {
+        self.forgotten.store(FORGOTTEN.load(Ordering::Relaxed), Ordering::Relaxed);
         self.found.store(found, Ordering::Relaxed);
     }
 }
