@@ -201,11 +201,14 @@ fn without_a_driver_there_are_none_of_its_functions() {
 }
 
 /// Runs nccl_ways.py; what it has started when it says that it is ready, and why that is not all.
-fn counts_of(way: &str, library: &Path, rig: &Rig) -> (Vec<(Kind, u64)>, Option<&'static str>) {
+fn counts_of(way: &str, libraries: &[&Path], rig: &Rig, preload: &[&Path]) -> (Vec<(Kind, u64)>, Option<&'static str>) {
     let job = Path::new(env!("CARGO_MANIFEST_DIR")).join("integration/jobs/nccl_ways.py");
     let mut command = Command::new("python3");
-    command.arg(job).arg(way).arg(library).stdin(Stdio::piped()).stdout(Stdio::piped());
-    let mut child = rig.install(&mut command).spawn().unwrap();
+    command.arg(job).arg(way).args(libraries).stdin(Stdio::piped()).stdout(Stdio::piped());
+    rig.install(&mut command);
+    let preloaded =
+        [rig.preload.as_path()].into_iter().chain(preload.iter().copied()).map(|path| path.to_str().unwrap());
+    let mut child = command.env("LD_PRELOAD", preloaded.collect::<Vec<_>>().join(":")).spawn().unwrap();
     let mut line = String::new();
     BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
     assert_eq!(line, "ok\n", "{way}");
@@ -228,11 +231,45 @@ fn every_way_to_a_function_of_nccl_leads_there() {
     let linked = rig.standin.add_nccl();
     let nccl = rig.standin.path().join("libnccl.so.2");
     for (way, library) in [("name", &nccl), ("global", &nccl), ("symbol", &linked)] {
-        let counts = counts_of(way, library, &rig);
+        let counts = counts_of(way, &[library], &rig, &[]);
         // A broadcast in place is one: NCCL calls its broadcast by symbol.
         let expected = vec![(Kind::Collective, 5), (Kind::Send, 1), (Kind::Receive, 1)];
         assert_eq!(counts, (expected, None), "{way}");
     }
+}
+
+/// A copy of NCCL that is not called so, and a library that is linked to it.
+fn another_nccl(rig: &Rig) -> [PathBuf; 2] {
+    let [nccl, linked] = ["libown.so", "linked-to-own.so"].map(|name| rig.standin.path().join(name));
+    fs::copy(rig.standin.path().join("libnccl.so.2"), &nccl).unwrap();
+    let link = format!("-Clink-arg={}", nccl.display());
+    compile("linked_to_libnccl.rs", &linked, &["-Clink-arg=-nostdlib", &link]);
+    [nccl, linked]
+}
+
+#[test]
+fn a_preloaded_nccl_is_called_as_the_loader_would_do_it() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let rig = rig();
+    let linked = rig.standin.add_nccl();
+    let [preloaded, _] = another_nccl(&rig);
+    let counts = counts_of("symbol", &[&linked], &rig, &[&preloaded]);
+    let expected = vec![(Kind::Collective, 5), (Kind::Send, 1), (Kind::Receive, 1)];
+    assert_eq!(counts, (expected, None));
+}
+
+#[test]
+fn an_nccl_within_another_library_has_its_own_communicators() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let rig = rig();
+    let linked = rig.standin.add_nccl();
+    let [_, other] = another_nccl(&rig);
+    let (_, untracked) = counts_of("symbol", &[&linked, &other], &rig, &[]);
+    assert_eq!(untracked, Some("it uses NCCL in a way that is not counted"));
 }
 
 #[test]

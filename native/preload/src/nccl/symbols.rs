@@ -2,9 +2,11 @@
 //!
 //! PyTorch and CuPy are linked to libnccl: the loader gives them our functions, because this object is first. JAX opens
 //! the library and calls dlsym(3). A process can have two libraries that contain NCCL, of different versions, and a
-//! program must get the one that it was linked to. So the first call of a function by its symbol looks in the libraries
-//! of its caller. If there is more than one NCCL, calls by symbol are passed on to the caller's own, uncounted. The
-//! first call of each function, and each new communicator, check whether there is more than one.
+//! program must get the one that the loader would give it: the next one of all libraries that have their symbols in common
+//! (LD_PRELOAD, RTLD_GLOBAL), else the one in the libraries of the caller. The first call of a function by its symbol looks
+//! there. If there is more than one NCCL, calls by symbol are passed on to the caller's own, uncounted. The first call of
+//! each function checks whether there is more than one, by the names of their files. So does each new communicator, which
+//! also checks whether the caller's NCCL is the one that is counted: another one can be within any library.
 //!
 //! NCCL has each function under a second name for tools (`pncclAllReduce`). Calls by those symbols are passed on, and
 //! reported.
@@ -192,16 +194,22 @@ extern "C" fn choose(caller: usize, index: usize) -> *mut c_void {
     let Some(entry) = FUNCTIONS.get(index) else { return null_mut() };
     // Before the first call, and before a communicator is made: the known function may be of another NCCL, which a
     // program has found by dlsym. Its handles are not valid in this caller's NCCL.
-    if index <= Function::InitAll as usize || entry.was_called.load(Ordering::Relaxed) == 0 {
+    let makes_one = index <= Function::InitAll as usize;
+    if makes_one || entry.was_called.load(Ordering::Relaxed) == 0 {
         look_for_others();
         entry.was_called.store(1, Ordering::Relaxed);
     }
     let known = entry.real.load(Ordering::Relaxed);
-    let has_one = SEVERAL.load(Ordering::Relaxed) == 0;
-    let real = match known.is_null() || !has_one {
+    let real = match known.is_null() || makes_one || SEVERAL.load(Ordering::Relaxed) != 0 {
         true => of_caller(entry, caller),
         false => known,
     };
+    // Nothing is found where the caller is in no object, as code that was made at run time.
+    let real = if real.is_null() { known } else { real };
+    if makes_one && !known.is_null() && known != real {
+        SEVERAL.store(1, Ordering::Relaxed);
+    }
+    let has_one = SEVERAL.load(Ordering::Relaxed) == 0;
     if real.is_null() {
         return absent as *const () as *mut c_void;
     }
@@ -222,15 +230,16 @@ unsafe extern "C" fn absent() -> i32 {
     2 // ncclSystemError
 }
 
-/// The function that the caller's object was linked to; else the next of this name, or the one of any NCCL.
+/// The function that the caller would have without us: the next of this name, else the one in the libraries of the caller's
+/// object. Else the one of any NCCL.
 fn of_caller(entry: &Entry, caller: usize) -> *mut c_void {
-    let found = libc::in_libraries_of(caller, entry.symbol);
-    if !found.is_null() && !entry.is_ours(found) {
-        return found;
-    }
     let next = libc::next(entry.symbol);
     if !next.is_null() && !entry.is_ours(next) {
         return next;
+    }
+    let found = libc::in_libraries_of(caller, entry.symbol);
+    if !found.is_null() && !entry.is_ours(found) {
+        return found;
     }
     let found = elf::function(entry.symbol.to_bytes_with_nul(), |mapping| mapping.is_libnccl);
     found.map_or(null_mut(), with_exposed_provenance_mut)
