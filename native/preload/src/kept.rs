@@ -10,6 +10,7 @@
 //!  cuMemAlloc     reserve addresses, create, map, give access; anything that fails: the driver's own cuMemAlloc
 //!  snapshot       export (the first time), hand over, unmap, release | the driver's checkpoint and restore | import, map
 //!  cuMemFree      wait for the GPU, unmap, release, close the descriptor, free the addresses
+//!  cuMemFreeAsync wait for the stream, then the same
 //! ```
 //!
 //! An imported piece cannot be exported again (driver 580), so from its first snapshot on the process itself has its
@@ -24,7 +25,7 @@
 //! why), and so is SYNC_MEMOPS; its context attribute is null; destroying a context does not free it. Access from other
 //! GPUs is given where the program enables peer access.
 
-use core::ffi::c_void;
+use core::ffi::{CStr, c_void};
 use core::mem::transmute;
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
@@ -65,6 +66,8 @@ static CURRENT_CONTEXT: Plain = Plain::new(c"cuCtxGetCurrent");
 static PUSH: Plain = Plain::new(c"cuCtxPushCurrent_v2");
 static POP: Plain = Plain::new(c"cuCtxPopCurrent_v2");
 static SYNCHRONIZE: Plain = Plain::new(c"cuCtxSynchronize");
+static STREAM_SYNCHRONIZE: ForStreams = ForStreams::new(c"cuStreamSynchronize", c"cuStreamSynchronize_ptsz");
+static CAPTURING: ForStreams = ForStreams::new(c"cuStreamIsCapturing", c"cuStreamIsCapturing_ptsz");
 static ATTRIBUTE: Plain = Plain::new(c"cuDeviceGetAttribute");
 static RESERVE: Plain = Plain::new(c"cuMemAddressReserve");
 static UNRESERVE: Plain = Plain::new(c"cuMemAddressFree");
@@ -72,8 +75,35 @@ static UNRESERVE: Plain = Plain::new(c"cuMemAddressFree");
 /// CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED.
 const RDMA_SUPPORTED: i32 = 110;
 
+/// The driver has two functions for streams: for the second one the stream 0 is that of the calling thread
+/// (CUDA_API_PER_THREAD_DEFAULT_STREAM).
+struct ForStreams {
+    legacy: Plain,
+    per_thread: Plain,
+}
+
+/// What stream 0 is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Default {
+    Legacy,
+    OfThread,
+}
+
+impl ForStreams {
+    const fn new(legacy: &'static CStr, per_thread: &'static CStr) -> ForStreams {
+        ForStreams { legacy: Plain::new(legacy), per_thread: Plain::new(per_thread) }
+    }
+
+    fn of(&self, default: Default) -> &Plain {
+        match default {
+            Default::Legacy => &self.legacy,
+            Default::OfThread => &self.per_thread,
+        }
+    }
+}
+
 macro_rules! plain {
-    ($function:ident, fn($($argument:ty),*)) => {{
+    ($function:expr, fn($($argument:ty),*)) => {{
         let found = $function.real();
         if found.is_null() {
             return NOT_INITIALIZED;
@@ -116,6 +146,23 @@ fn synchronize() -> i32 {
     let real = plain!(SYNCHRONIZE, fn());
     // SAFETY: no argument.
     unsafe { real() }
+}
+
+/// Whether work of this stream goes to a graph. If that cannot be told, it does.
+fn is_capturing(stream: u64, default: Default) -> bool {
+    let mut status = 0;
+    let mut ask = || {
+        let real = plain!(CAPTURING.of(default), fn(u64, *mut i32));
+        // SAFETY: the caller's stream, and a live local.
+        unsafe { real(stream, &raw mut status) }
+    };
+    ask() != SUCCESS || status != 0
+}
+
+fn synchronize_stream(stream: u64, default: Default) -> i32 {
+    let real = plain!(STREAM_SYNCHRONIZE.of(default), fn(u64));
+    // SAFETY: the caller's stream.
+    unsafe { real(stream) }
 }
 
 fn attribute(value: &mut i32, which: i32, device: i32) -> i32 {
@@ -287,16 +334,44 @@ pub(crate) unsafe extern "C" fn free(address: u64) -> i32 {
     if let Some(table) = sharing::table()
         && let Some((mapping, import)) = find(table, |start, _| start == address)
     {
-        return forget(address, mapping, import);
+        // cuMemFree waits for what uses the memory, cuMemUnmap does not.
+        let at = mapping.import.load(Ordering::Relaxed) as usize;
+        let context = CONTEXTS.get(at).map_or(0, |context| context.load(Ordering::Relaxed));
+        return forget(address, mapping, import, || synchronize_in(context));
     }
     // SAFETY: the caller's argument.
     unsafe { real(address) }
 }
 
-fn forget(address: u64, mapping: &Mapping, import: &Import) -> i32 {
+/// cuMemFreeAsync, which also takes memory of cuMemAlloc. The driver itself does not know ours.
+pub(crate) unsafe extern "C" fn free_async(address: u64, stream: u64) -> i32 {
+    let real = real!(FreeAsync, fn(u64, u64));
+    // SAFETY: the caller's arguments.
+    free_in_order(address, stream, Default::Legacy, || unsafe { real(address, stream) })
+}
+
+/// cuMemFreeAsync_ptsz.
+pub(crate) unsafe extern "C" fn free_async_per_thread(address: u64, stream: u64) -> i32 {
+    let real = real!(FreeAsyncPerThread, fn(u64, u64));
+    // SAFETY: the caller's arguments.
+    free_in_order(address, stream, Default::OfThread, || unsafe { real(address, stream) })
+}
+
+/// The program has seen to it that all use of the memory comes before the free in the order of the stream. In a graph there
+/// can be no such free: the driver's error says so.
+fn free_in_order(address: u64, stream: u64, default: Default, real: impl FnOnce() -> i32) -> i32 {
+    if let Some(table) = sharing::table()
+        && let Some((mapping, import)) = find(table, |start, _| start == address)
+        && !is_capturing(stream, default)
+    {
+        return forget(address, mapping, import, || synchronize_stream(stream, default));
+    }
+    real()
+}
+
+fn forget(address: u64, mapping: &Mapping, import: &Import, wait: impl FnOnce() -> i32) -> i32 {
     let at = mapping.import.load(Ordering::Relaxed) as usize;
-    // cuMemFree waits for what uses the memory, cuMemUnmap does not.
-    let code = synchronize_in(CONTEXTS.get(at).map_or(0, |context| context.load(Ordering::Relaxed)));
+    let code = wait();
     if code != SUCCESS {
         return code;
     }

@@ -31,6 +31,8 @@ pub(crate) enum Function {
     Multicast,
     Allocate,
     Free,
+    FreeAsync,
+    FreeAsyncPerThread,
     EnablePeer,
     IpcHandle,
     CreateUserObject,
@@ -74,7 +76,7 @@ macro_rules! entry {
     }};
 }
 
-static FUNCTIONS: [Entry; 18] = [
+static FUNCTIONS: [Entry; 20] = [
     entry!(Function::Import, cuMemImportFromShareableHandle, sharing::import),
     entry!(Function::Export, cuMemExportToShareableHandle, sharing::export),
     entry!(Function::Create, cuMemCreate, sharing::create),
@@ -87,6 +89,8 @@ static FUNCTIONS: [Entry; 18] = [
     entry!(Function::Multicast, cuMulticastAddDevice, sharing::multicast),
     entry!(Function::Allocate, cuMemAlloc_v2, kept::allocate),
     entry!(Function::Free, cuMemFree_v2, kept::free),
+    entry!(Function::FreeAsync, cuMemFreeAsync, kept::free_async),
+    entry!(Function::FreeAsyncPerThread, cuMemFreeAsync_ptsz, kept::free_async_per_thread),
     entry!(Function::EnablePeer, cuCtxEnablePeerAccess, kept::enable_peer),
     entry!(Function::IpcHandle, cuIpcGetMemHandle, kept::ipc_handle),
     entry!(Function::CreateUserObject, cuUserObjectCreate, create_user_object),
@@ -282,7 +286,7 @@ unsafe extern "C" fn get_proc_address(
     let real: Real = unsafe { transmute(real) };
     // SAFETY: the caller's arguments.
     let code = unsafe { real(name, found, version, flags, status) };
-    lead(code, name, found, version);
+    lead(code, name, found, version, flags);
     code
 }
 
@@ -302,11 +306,14 @@ unsafe extern "C" fn old_get_proc_address(
     let real: Real = unsafe { transmute(real) };
     // SAFETY: the caller's arguments.
     let code = unsafe { real(name, found, version, flags) };
-    lead(code, name, found, version);
+    lead(code, name, found, version, flags);
     code
 }
 
-fn lead(code: i32, name: *const c_char, found: *mut *mut c_void, version: i32) {
+/// CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM.
+const PER_THREAD: u64 = 2;
+
+fn lead(code: i32, name: *const c_char, found: *mut *mut c_void, version: i32, flags: u64) {
     if code != sharing::SUCCESS || name.is_null() || found.is_null() {
         return;
     }
@@ -322,7 +329,10 @@ fn lead(code: i32, name: *const c_char, found: *mut *mut c_void, version: i32) {
         (3_020, c"cuMemFree", c"cuMemFree_v2"),
     ];
     let symbol = newer.iter().find(|(since, asked, _)| version >= *since && is_named(name, asked));
-    *found = instead(symbol.map_or(name, |(_, _, symbol)| symbol.as_ptr()), *found);
+    let symbol = symbol.map_or(name, |(_, _, symbol)| symbol.as_ptr());
+    // The flag selects one of another two.
+    let of_thread = flags & PER_THREAD != 0 && is_named(name, c"cuMemFreeAsync");
+    *found = instead(if of_thread { c"cuMemFreeAsync_ptsz".as_ptr() } else { symbol }, *found);
 }
 
 /// These names as symbols of this object, for programs that are linked to libcuda.
@@ -363,6 +373,8 @@ mod symbols {
         cuMulticastAddDevice = s::multicast;
         cuMemAlloc_v2 = crate::kept::allocate;
         cuMemFree_v2 = crate::kept::free;
+        cuMemFreeAsync = crate::kept::free_async;
+        cuMemFreeAsync_ptsz = crate::kept::free_async_per_thread;
         cuCtxEnablePeerAccess = crate::kept::enable_peer;
         cuIpcGetMemHandle = crate::kept::ipc_handle;
         cuUserObjectCreate = super::create_user_object;

@@ -99,6 +99,26 @@ unsafe extern "C" fn wait_for_all() -> i32 {
     called("synchronize", "")
 }
 
+/// What is asked of this stream, which captures if it is 8.
+unsafe extern "C" fn is_capturing(stream: u64, status: *mut i32) -> i32 {
+    // SAFETY: a live local of the caller.
+    unsafe { *status = (stream == 8).into() };
+    SUCCESS
+}
+
+unsafe extern "C" fn wait_for_one(stream: u64) -> i32 {
+    called("wait for", &stream.to_string())
+}
+
+unsafe extern "C" fn wait_for_one_of_this_thread(stream: u64) -> i32 {
+    called("wait for own", &stream.to_string())
+}
+
+unsafe extern "C" fn driver_free_async(address: u64, stream: u64) -> i32 {
+    called("free async", &format!("{address} {stream}"));
+    if address == 5 { SUCCESS } else { INVALID_VALUE }
+}
+
 unsafe extern "C" fn peer(_: u64, _: u32) -> i32 {
     called("peer", "")
 }
@@ -149,6 +169,8 @@ fn start() -> (MutexGuard<'static, ()>, &'static Table) {
         (c"cuMemUnmap", unmap_it as *const ()),
         (c"cuMemSetAccess", set_access as *const ()),
         (c"cuMemRelease", release_it as *const ()),
+        (c"cuMemFreeAsync", driver_free_async as *const ()),
+        (c"cuMemFreeAsync_ptsz", driver_free_async as *const ()),
         (c"cuCtxEnablePeerAccess", peer as *const ()),
         (c"cuIpcGetMemHandle", no_handle as *const ()),
     ];
@@ -161,6 +183,10 @@ fn start() -> (MutexGuard<'static, ()>, &'static Table) {
         (&PUSH, push_context as *const ()),
         (&POP, pop_context as *const ()),
         (&SYNCHRONIZE, wait_for_all as *const ()),
+        (&CAPTURING.legacy, is_capturing as *const ()),
+        (&CAPTURING.per_thread, is_capturing as *const ()),
+        (&STREAM_SYNCHRONIZE.legacy, wait_for_one as *const ()),
+        (&STREAM_SYNCHRONIZE.per_thread, wait_for_one_of_this_thread as *const ()),
         (&ATTRIBUTE, no_attribute as *const ()),
         (&RESERVE, reserve_addresses as *const ()),
         (&UNRESERVE, unreserve_addresses as *const ()),
@@ -214,6 +240,40 @@ fn large_allocations_are_made_so_that_they_can_stay_and_freed_whole() {
     // The driver says what it says of an address that it does not know.
     free_one(address);
     assert_eq!(calls(), [format!("free {address}")]);
+}
+
+#[test]
+fn what_is_freed_in_the_order_of_a_stream_is_freed_when_that_has_come_so_far() {
+    let (_guard, table) = start();
+    let size = 16 * MIB;
+    let freed =
+        |wait: &str| vec![wait.to_owned(), format!("unmap {size}"), "release".to_owned(), format!("unreserve {size}")];
+    let address = allocate_one(size);
+    calls();
+    // SAFETY: numbers, for the fake, here and below.
+    assert_eq!(unsafe { free_async(address, 7) }, SUCCESS);
+    assert_eq!((calls(), live(table)), (freed("wait for 7"), 0));
+    let address = allocate_one(size);
+    calls();
+    // SAFETY: as above.
+    assert_eq!(unsafe { free_async_per_thread(address, 0) }, SUCCESS);
+    assert_eq!((calls(), live(table)), (freed("wait for own 0"), 0));
+    // A wait would end the capture.
+    let address = allocate_one(size);
+    calls();
+    // SAFETY: as above.
+    assert_eq!(unsafe { free_async(address, 8) }, INVALID_VALUE);
+    assert_eq!((calls(), live(table)), (vec![format!("free async {address} 8")], 1));
+    fake().fails = "wait for";
+    // SAFETY: as above.
+    assert_eq!((unsafe { free_async(address, 7) }, live(table)), (FULL, 1));
+    fake().fails = "";
+    calls();
+    // All else is the driver's.
+    // SAFETY: as above.
+    assert_eq!(unsafe { free_async(5, 8) }, SUCCESS);
+    assert_eq!(calls(), ["free async 5 8"]);
+    free_one(address);
 }
 
 #[test]
