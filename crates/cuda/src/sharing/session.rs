@@ -18,8 +18,19 @@ use crate::packet;
 use rekindle_os::process;
 use rekindle_os::ptrace::{self, Alone};
 
-/// Time limit for one answer of the keeper. The driver needs 0.1 ms for a piece; releasing 112 of them takes 7 ms.
+/// Time limit for one answer of the keeper that is about one piece.
 const PATIENCE: Duration = Duration::from_secs(5);
+
+/// More for each piece, where the keeper does all at once. The driver needs 0.1 ms for one; releasing 112 of them takes 7 ms.
+const FOR_EACH: Duration = Duration::from_millis(2);
+
+/// Time limit for what the keeper does with all that the process has: at most 103 s. The keeper itself waits for 120 s.
+pub(super) fn patience(table: &table::Table) -> Duration {
+    let used = [&table.exports_used, &table.imports_used, &table.mappings_used];
+    // The job can write any number.
+    let pieces = used.map(|used| used.load(Relaxed).min(u32::try_from(table::MOST).unwrap_or(u32::MAX)));
+    PATIENCE + FOR_EACH * pieces.iter().sum::<u32>()
+}
 
 /// How often to check for the keeper's socket.
 const PAUSE: Duration = Duration::from_micros(100);
@@ -37,7 +48,7 @@ impl Drop for Session<'_> {
         // SAFETY: it is not used any more.
         unsafe { ManuallyDrop::drop(&mut self.socket) };
         // An image must not contain its descriptor, so the keeper may stop with the others only after closing it.
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + patience(self.sharing.table());
         while self.sharing.table().socket.load(Acquire) != -1 && Instant::now() < deadline {
             if process::has_ended(self.sharing.pid()) {
                 return;
@@ -60,7 +71,8 @@ impl<'a> Session<'a> {
         let alone = Alone::run(thread)?;
         let call = table.calls.fetch_add(1, SeqCst).wrapping_add(1);
         wake(table);
-        let deadline = Instant::now() + PATIENCE;
+        // It may still do what it was asked for in a session that was given up.
+        let deadline = Instant::now() + patience(table);
         while table.answered.load(Acquire) != call {
             if Instant::now() > deadline || process::has_ended(pid) {
                 return Err(io::Error::other("the interposer's thread does not answer"));
@@ -68,10 +80,9 @@ impl<'a> Session<'a> {
             std::thread::sleep(PAUSE);
         }
         let socket = process::fetch_descriptor(&process::open_pidfd(pid)?, table.socket.load(Relaxed))?;
-        let seconds = i64::try_from(PATIENCE.as_secs()).unwrap_or(i64::MAX);
-        setsockopt(&socket, ReceiveTimeout, &TimeVal::seconds(seconds))?;
+        setsockopt(&socket, ReceiveTimeout, &time(PATIENCE))?;
         // The job provides the socket: it may be one that nobody reads from.
-        setsockopt(&socket, SendTimeout, &TimeVal::seconds(seconds))?;
+        setsockopt(&socket, SendTimeout, &time(PATIENCE))?;
         let session = Session { sharing, socket: ManuallyDrop::new(socket), _alone: alone };
         // After this request the keeper has closed its copy of our end, and notices when we close it. The answer does
         // not matter.
@@ -83,6 +94,9 @@ impl<'a> Session<'a> {
 
     /// Makes the keeper do something; `doing` describes it for errors.
     pub(super) fn ask(&self, what: u32, index: u32, doing: &'static str) -> Result<(), Error> {
+        let is_about_all = matches!(what, table::RELEASE | table::MAP);
+        let limit = if is_about_all { patience(self.sharing.table()) } else { PATIENCE };
+        setsockopt(&self.socket(), ReceiveTimeout, &time(limit)).map_err(|error| self.busy(error.into()))?;
         self.send(Request { what, index }, None)?;
         self.receive(doing).map(drop)
     }
@@ -145,6 +159,10 @@ impl<'a> Session<'a> {
     fn busy(&self, source: io::Error) -> Error {
         Error::Busy { pid: self.sharing.inner(), source }
     }
+}
+
+fn time(limit: Duration) -> TimeVal {
+    TimeVal::milliseconds(i64::try_from(limit.as_millis()).unwrap_or(i64::MAX))
 }
 
 fn receive(socket: BorrowedFd<'_>) -> io::Result<(Reply, Option<OwnedFd>)> {

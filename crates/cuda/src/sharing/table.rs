@@ -6,12 +6,12 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use crate::job_table::JobTable;
 
-pub(super) use rekindle_abi::sharing::{
-    BEGIN, CREATE, EXPORT, FOREIGN, GIVE, HANDED, HELD, IMPORT, Import, LOST, MAP, MULTICAST, NO_DESCRIPTOR, PROBE,
-    RELEASE, Reply, Request, Table, Tag, UNRELEASED, UNTRACKED,
-};
 #[cfg(test)]
-pub(super) use rekindle_abi::sharing::{MOST, NAME};
+pub(super) use rekindle_abi::sharing::NAME;
+pub(super) use rekindle_abi::sharing::{
+    BEGIN, CREATE, EXPORT, FOREIGN, GIVE, HANDED, HELD, IMPORT, Import, LOST, MAP, MOST, MULTICAST, NO_DESCRIPTOR,
+    PROBE, RELEASE, Reply, Request, Table, Tag, UNRELEASED, UNTRACKED,
+};
 
 /// The shared memory of one process.
 #[derive(Debug)]

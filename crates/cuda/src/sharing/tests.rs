@@ -95,6 +95,8 @@ fn a_table_is_believed_in_nothing() {
         used.store(u32::MAX, Relaxed);
     }
     assert!(check(&all).is_ok() && !is_any(&all, Own::IsCopied) && !is_let_go(&all));
+    // The keeper has time for all that there may be, and no more.
+    assert_eq!(session::patience(table).as_millis(), 5000 + 3 * 2 * table::MOST as u128);
     table.foreign.store(1, Relaxed);
     table.under_way.store(0, Relaxed);
     assert!(matches!(check(&all), Err(Error::Unmanaged { pid: 7, why: Obstacle::Unseen(1) })));
