@@ -144,7 +144,12 @@ pub(super) fn bring_named(config: &Config, text: &str) -> anyhow::Result<Option<
     let record = here.as_ref().and_then(|folder| folder.record().ok().flatten());
     let replica = Replica::open(url, &name, Patience::Little);
     let replica = replica.map(|it| it.with_trust(&trust).with_min_free(config.store.min_free.bytes()));
-    let (there, replica) = match replica.and_then(|replica| Ok((There::ask(&replica)?, replica))) {
+    // For an image that is named, the last run does not matter.
+    let ask = |replica: &Replica| match wanted {
+        LATEST => There::ask(replica),
+        _ => Ok(There { images: replica.images(&|| false)?, record: None }),
+    };
+    let (there, replica) = match replica.and_then(|replica| Ok((ask(&replica)?, replica))) {
         Ok(asked) => asked,
         Err(error) => return not_asked(error, found).map(|()| None),
     };
@@ -164,6 +169,8 @@ pub(super) fn bring_named(config: &Config, text: &str) -> anyhow::Result<Option<
     let store = Store::open(&config.store.directory, Access::Write)?.with_trust(trust);
     let folder = store.create_job(&name)?;
     let lock = folder.lock()?;
+    // A record that cannot be read must not be replaced.
+    folder.record()?;
     // An interrupted fetch may have left a draft of the image.
     folder.sweep_leftovers(&lock)?;
     let fetched = match named.and_then(|image| Some((image, image.manifest()?))) {
@@ -420,7 +427,7 @@ mod tests {
     #[test]
     fn an_image_is_named_by_its_number_or_the_beginning_of_its_id() {
         let there = There { images: vec![image(12, "", 1), image(1, "", 1)], record: None };
-        let named = |wanted| there.named(wanted).map(|image| image.map(|image| image.id.sequence()));
+        let named = |wanted: &str| there.named(wanted).map(|image| image.map(|image| image.id.sequence()));
         assert_eq!((named("1").unwrap(), named("12").unwrap(), named("7").unwrap()), (Some(1), Some(12), None));
         let whole = id(12).to_string();
         assert_eq!(named(&whole).unwrap(), Some(12));

@@ -8,7 +8,7 @@ use std::fmt;
 
 use crate::client::Cancelled;
 use crate::error::{Error, Result};
-use crate::layout::{self, Found, PackFile, RemotePack};
+use crate::layout::{self, PackFile};
 use crate::read::{Indexes, checked};
 use crate::replica::Replica;
 use crate::spans::spans;
@@ -63,13 +63,7 @@ impl Replica {
         put: Put<'_>,
     ) -> Result<HashSet<ChunkId>> {
         let there = self.inventory(cancelled)?;
-        let mut packs: Vec<(PackName, Found)> = Vec::new();
-        for (name, pack) in &there.packs {
-            if let RemotePack { pack: Some(pack), index: Some(_), .. } = pack {
-                packs.push((*name, *pack));
-            }
-        }
-        packs.sort_by_key(|(name, found)| (std::cmp::Reverse(found.modified), *name));
+        let packs = self.whole_packs(&there, cancelled)?;
         for indexes in [Indexes::Here, Indexes::There] {
             for (name, found) in &packs {
                 if wanted.is_empty() {

@@ -18,7 +18,7 @@ use std::path::Path;
 
 use crate::client::Cancelled;
 use crate::error::{Error, Result};
-use crate::layout::{self, Found, Inventory, Of, PackFile, RemotePack};
+use crate::layout::{self, Inventory, Of, PackFile};
 use crate::read::{HEADER, Indexes, checked};
 use crate::replica::{RemoteImage, Replica};
 use crate::spans::{Span, spans};
@@ -107,14 +107,8 @@ impl Replica {
     ) -> Result<Places> {
         let all = missing.clone();
         let mut places = Places::default();
-        // The newest pack first: it probably has most of the chunks, and the indexes of old packs may not be needed.
-        let mut packs: Vec<(PackName, Found)> = Vec::new();
-        for (name, pack) in &there.packs {
-            if let RemotePack { pack: Some(pack), index: Some(_), .. } = pack {
-                packs.push((*name, *pack));
-            }
-        }
-        packs.sort_by_key(|(name, found)| (std::cmp::Reverse(found.modified), *name));
+        // In this order, because the indexes of old packs may not be needed.
+        let packs = self.whole_packs(there, cancelled)?;
         // Indexes that exist here first, because they need not be fetched. Damaged records are not in them.
         for (indexes, (name, found)) in
             [Indexes::Here, Indexes::There].into_iter().flat_map(|it| packs.iter().map(move |pack| (it, *pack)))

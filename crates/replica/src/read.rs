@@ -2,7 +2,7 @@
 
 use crate::client::Cancelled;
 use crate::error::{Error, Result};
-use crate::layout::{self, Found, Of, PackFile};
+use crate::layout::{self, Found, Inventory, Of, PackFile, RemotePack};
 use crate::replica::{RemoteImage, Replica};
 use rekindle_store::chunk::{ChunkMap, Key, map};
 use rekindle_store::pack::index::MAX_BYTES as INDEX_MAX;
@@ -50,6 +50,25 @@ impl Replica {
         let map = ChunkMap::parse(&bytes).map_err(|error| damaged(error.to_string()))?;
         manifest.check_map(chunks, &map).map_err(|error| damaged(error.to_string()))?;
         Ok(map)
+    }
+
+    /// The complete packs, the newest first: it probably has most of what is wanted. A pack that is marked for removal may
+    /// be gone although the listing still shows it.
+    pub(super) fn whole_packs(
+        &self,
+        there: &Inventory,
+        cancelled: Cancelled<'_>,
+    ) -> Result<Vec<(PackName, Found)>> {
+        let mut packs = Vec::new();
+        for (name, pack) in &there.packs {
+            let RemotePack { pack: Some(found), index: Some(_), gone } = pack else { continue };
+            let object = layout::of_pack(*name, PackFile::Pack);
+            if gone.is_none() || self.client.head(&object, cancelled)?.is_some() {
+                packs.push((*name, *found));
+            }
+        }
+        packs.sort_by_key(|(name, found)| (std::cmp::Reverse(found.modified), *name));
+        Ok(packs)
     }
 
     /// The index of a pack there; read here if `indexes` allows it and it exists here too.
