@@ -227,8 +227,7 @@ impl History {
         let before = self.newest;
         if uptime >= policy.healthy_uptime {
             // Without a newer image it came no further than the lives before.
-            let suspects =
-                if newest > before { self.suspects.of_hangs() } else { std::mem::take(&mut self.suspects) };
+            let suspects = if newest > before { self.suspects.of_hangs() } else { std::mem::take(&mut self.suspects) };
             *self = History { suspects, ..History::default() };
         }
         self.newest = before.max(newest);

@@ -357,7 +357,10 @@ impl Owner<'_> {
         if let Some(Verdict::Hung(images)) = verdict.as_ref().filter(|_| !self.is_in_group()) {
             let names: Vec<String> = images.iter().map(ToString::to_string).collect();
             if !names.is_empty() {
-                tracing::warn!("the job has made no progress since these images: {}. Older ones come first", names.join(", "));
+                tracing::warn!(
+                    "the job has made no progress since these images: {}. Older ones come first",
+                    names.join(", ")
+                );
             }
         }
         match verdict {

@@ -178,7 +178,10 @@ pub fn choose(facts: &Facts) -> Choice {
         t if t > LONGEST => (LONGEST, Bound::Maximum),
         t => (whole_micros(t), Bound::Daly),
     };
-    let lower = [(least_for(freeze, facts.max_overhead), Bound::MaxOverhead), (persist.map(|it| it.min(LONGEST)), Bound::Persist)];
+    let lower = [
+        (least_for(freeze, facts.max_overhead), Bound::MaxOverhead),
+        (persist.map(|it| it.min(LONGEST)), Bound::Persist),
+    ];
     for (least, by) in lower {
         if let Some(least) = least.filter(|least| *least > interval) {
             (interval, bound) = (least, by);

@@ -105,7 +105,8 @@ impl Client {
     pub(super) fn check_is_not(&self, other: &std::path::Path) -> Result<()> {
         match self.folder.as_ref().is_some_and(|folder| folder.is(other)) {
             true => {
-                let why = format!("it leads to {}, the store itself: set replica.url to another place", other.display());
+                let why =
+                    format!("it leads to {}, the store itself: set replica.url to another place", other.display());
                 Err(Error::Open { url: self.shown(), why })
             }
             false => Ok(()),

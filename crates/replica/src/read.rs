@@ -54,11 +54,7 @@ impl Replica {
 
     /// The complete packs, the newest first: it probably has most of what is wanted. A pack that is marked for removal may
     /// be gone although the listing still shows it.
-    pub(super) fn whole_packs(
-        &self,
-        there: &Inventory,
-        cancelled: Cancelled<'_>,
-    ) -> Result<Vec<(PackName, Found)>> {
+    pub(super) fn whole_packs(&self, there: &Inventory, cancelled: Cancelled<'_>) -> Result<Vec<(PackName, Found)>> {
         let mut packs = Vec::new();
         for (name, pack) in &there.packs {
             let RemotePack { pack: Some(found), index: Some(_), gone } = pack else { continue };

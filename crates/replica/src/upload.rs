@@ -157,13 +157,7 @@ impl Replica {
 
     /// Looks up a pack that is needed, unless the listing shows it whole and without a mark. A mark is removed: the pack
     /// is needed from now on.
-    fn correct(
-        &self,
-        there: &mut Inventory,
-        index: &Index,
-        name: PackName,
-        cancelled: Cancelled<'_>,
-    ) -> Result<()> {
+    fn correct(&self, there: &mut Inventory, index: &Index, name: PackName, cancelled: Cancelled<'_>) -> Result<()> {
         let is_marked = there.packs.get(&name).is_some_and(|pack| pack.gone.is_some());
         if is_marked {
             self.client.delete(&layout::of_pack(name, PackFile::Gone), cancelled)?;

@@ -192,12 +192,7 @@ pub fn sweep_for(folder: &JobFolder, lock: &WriterLock, copies: Copies, map: &Ch
     sweep_all(folder, lock, copies, Some(map))
 }
 
-fn sweep_all(
-    folder: &JobFolder,
-    lock: &WriterLock,
-    copies: Copies,
-    besides: Option<&ChunkMap>,
-) -> Result<u64, Error> {
+fn sweep_all(folder: &JobFolder, lock: &WriterLock, copies: Copies, besides: Option<&ChunkMap>) -> Result<u64, Error> {
     let bounds = Bounds { sweep_after: Duration::ZERO, repack: None, key: None, copies };
     let round = || round(folder, lock, &bounds, Utc::now(), &|| false, besides);
     // The first round marks, the second removes.

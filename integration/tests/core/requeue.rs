@@ -109,7 +109,7 @@ fn a_signal_before_the_job_is_started_ends_the_run_with_its_code_and_gives_the_l
 #[test]
 fn process_one_of_a_container_is_ended_by_a_signal_before_its_job_is_started() {
     let Some(lab) = Lab::new() else { return };
-    let lab = lab.set("group.wait", "\"10m\"").as_process_one();
+    let lab = lab.set("group.wait", "\"10m\"").being_process_one();
     for (signal, code) in [(Signal::SIGUSR2, 75), (Signal::SIGTERM, 143)] {
         let run = waits_for_the_first_machine(&lab);
         let children = format!("/proc/{0}/task/{0}/children", run.pid());

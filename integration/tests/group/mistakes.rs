@@ -95,6 +95,7 @@ fn a_machine_that_joins_and_does_not_fit_does_not_end_the_run() {
     lab.run_all();
     lab.said(0, "was stored in", 2);
     lab.machines[1].kill();
+    lab.said(0, "the group has lost rank 1", 1);
     wait_for("the job ends", || lab.machines[0].process_of_job().is_none());
     // As a member of another version writes it.
     let node = r#"{"host":"elsewhere","address":"10.0.0.9","criu":"4.2","size":2,"subnet":"10.213.0.0/16","lease_s":5,

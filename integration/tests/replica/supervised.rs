@@ -140,7 +140,10 @@ fn images_that_a_rewind_left_are_neither_fetched_nor_restored() {
     damaged.iter().for_each(|(bytes, path)| fs::write(path, bytes).unwrap());
     let line = lab.job().record().unwrap().unwrap();
     let mut run = lab.run_with(&["restore", "j"], [""; 0]);
-    run.wait_said(&format!("restoring image {}, the newest one of the present line. Image {} is", images[0], images[2]));
+    run.wait_said(&format!(
+        "restoring image {}, the newest one of the present line. Image {} is",
+        images[0], images[2]
+    ));
     run.wait_said(&format!("the job was restored from image {}", images[0]));
     let record = lab.job().record().unwrap().unwrap();
     assert_eq!((record.lineage, record.base), (line.lineage, line.base), "the same line goes on");

@@ -156,7 +156,7 @@ impl Lab {
     }
 
     /// The supervisor is process 1 of a PID namespace, as in a container.
-    pub(crate) fn as_process_one(mut self) -> Lab {
+    pub(crate) fn being_process_one(mut self) -> Lab {
         let unshare = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"];
         self.wrapper.splice(0..0, unshare.map(OsString::from));
         self

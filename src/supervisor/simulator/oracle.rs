@@ -32,7 +32,10 @@ struct Against {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Seen {
-    Died { ended: Option<Ended>, uptime: Duration },
+    Died {
+        ended: Option<Ended>,
+        uptime: Duration,
+    },
     /// It hung, and had done nothing since the restore.
     Hung,
     Refused(String),

@@ -95,7 +95,12 @@ impl fmt::Display for Lagging {
 }
 
 impl ObjectStore for Lagging {
-    fn put_opts<'s, 'l, 'a>(&'s self, location: &'l Path, payload: PutPayload, opts: PutOptions) -> Answer<'a, PutResult>
+    fn put_opts<'s, 'l, 'a>(
+        &'s self,
+        location: &'l Path,
+        payload: PutPayload,
+        opts: PutOptions,
+    ) -> Answer<'a, PutResult>
     where
         's: 'a,
         'l: 'a,

@@ -175,7 +175,10 @@ fn the_image_that_was_sent_last_is_known_before_a_listing_shows_it() {
     store.freeze();
     here.upload(&replica, &here.image(2, &[2])).unwrap();
     // The numbers of the next images follow it.
-    assert_eq!((good(&over(&store)), replica.newest(&|| false).unwrap().map(|image| image.id)), (vec![2, 1], Some(id(2))));
+    assert_eq!(
+        (good(&over(&store)), replica.newest(&|| false).unwrap().map(|image| image.id)),
+        (vec![2, 1], Some(id(2)))
+    );
     let removed = replica.retain(Keep::Newest(9), &here.folder, &|| false).unwrap();
     assert_eq!(removed.highest, Some(id(2)));
     // It is only a hint.

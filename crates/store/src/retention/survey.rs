@@ -9,16 +9,16 @@ use chrono::{DateTime, Utc};
 
 use super::admission::{self, Admission, Need, Refusal, Removal};
 use super::{Facts, Gathering, Line, Plan, Policy, Proof, Room, Sizes, Use, await_proof, plan};
+use crate::chunk::ChunkMap;
 use crate::error::{Error, Result};
 use crate::folder::JobFolder;
 use crate::gc;
 use crate::id::ImageId;
-use crate::chunk::ChunkMap;
 use crate::image::Image;
 use crate::lock::WriterLock;
 use crate::options::Copies;
-use crate::pack::set::PackInfo;
 use crate::pack::PackName;
+use crate::pack::set::PackInfo;
 
 /// The images of a job in the store, their sizes, and the available space.
 #[derive(Debug)]

@@ -138,7 +138,10 @@ impl World {
                 let until = self.now + long * 8;
                 self.oracle.disturbed(until);
                 match fault {
-                    Fault::Stuck => self.nodes[at].trouble.stuck_until = Some(until),
+                    Fault::Stuck => {
+                        let longer = self.nodes[at].trouble.stuck_until.map_or(until, |before| before.max(until));
+                        self.nodes[at].trouble.stuck_until = Some(longer);
+                    }
                     _ => self.nodes[at].trouble.mute = true,
                 }
                 // A job that was stuck takes up to a second to end.
