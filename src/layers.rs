@@ -32,7 +32,7 @@ const BASE: [&str; 10] =
     ["chain", "ended", "micros", "moved", "notice", "percentage", "units", "xid", "cause", "interval"];
 
 /// The modules for Linux.
-const OS: [&str; 32] = [
+const OS: [&str; 33] = [
     "affinity",
     "blocks",
     "regular",
@@ -64,6 +64,7 @@ const OS: [&str; 32] = [
     "rights",
     "spawn",
     "tcp_repair",
+    "ulp",
     "exits",
 ];
 

@@ -12,12 +12,6 @@
 //! but the image explains it. The death of the job is no evidence against a proven image: the job has lived on from it
 //! before, so something else is wrong.
 //!
-//! A job that hangs does not continue from an image of the hang: those since which it made no progress are passed over,
-//! however long it lived. If it makes no progress after a restore either, twice, that image is marked.
-//!
-//! If four long lives in a row from one image end in the same way, and none took a newer image, that image is passed over
-//! too, without a mark: from an older one the job may get further.
-//!
 //! If several lives in a row end soon and in the same way, and each one takes an image before it ends, the state was
 //! damaged earlier: then the newest proven image is used.
 
@@ -61,10 +55,8 @@ pub(crate) enum Death {
     Excused(Ended),
     /// It could not be resumed after a snapshot, and was killed.
     Lost,
-    /// It must be restarted, however it ended: a rule matched.
+    /// It must be restarted, however it ended: it hung, or a rule matched.
     Judged,
-    /// It was ended because it hung.
-    Hung,
 }
 
 /// Why an image was not restored.
@@ -91,8 +83,6 @@ pub(crate) struct Images {
     pub(crate) proven: BTreeSet<ImageId>,
     /// Whether there are others: marked as bad, or with a manifest that cannot be read.
     pub(crate) others: bool,
-    /// Those since which the job had made no progress when it was ended for a hang. They probably contain the hang.
-    pub(crate) stuck: BTreeSet<ImageId>,
 }
 
 impl Failure {
@@ -219,21 +209,13 @@ impl History {
                 Verdict::Retry => {}
             }
         }
-        for id in images.stuck.iter().filter(|id| from != StartPoint::Image(**id)) {
-            self.suspects.contains_hang(*id);
-        }
-        let is_of_hang = |id: &ImageId| images.stuck.contains(id) || self.suspects.is_of_hang(*id);
-        let newest = images.good.iter().copied().find(|id| !is_of_hang(id));
+        let newest = images.good.first().copied();
         let before = self.newest;
         if uptime >= policy.healthy_uptime {
-            // Without a newer image it came no further than the lives before.
-            let suspects = if newest > before { self.suspects.of_hangs() } else { std::mem::take(&mut self.suspects) };
-            *self = History { suspects, ..History::default() };
+            *self = History::default();
         }
         self.newest = before.max(newest);
-        // The job has not lived on from an image after which it made no progress.
-        let since_stuck = matches!(from, StartPoint::Image(id) if images.stuck.contains(&id));
-        let early = uptime < policy.min_uptime || since_stuck;
+        let early = uptime < policy.min_uptime;
         if early {
             self.in_a_row = self.in_a_row.max(1);
         } else if newest > before {
@@ -242,11 +224,7 @@ impl History {
         match from {
             StartPoint::Image(id) if early => {
                 self.suspects.was_restored(id);
-                let evidence = match death {
-                    _ if images.proven.contains(&id) => None,
-                    Death::Hung if since_stuck => Some(Evidence::Hung),
-                    death => evidence(death, uptime),
-                };
+                let evidence = if images.proven.contains(&id) { None } else { evidence(death, uptime) };
                 if self.suspects.is_row(evidence.as_ref()) {
                     self.suspects.pass_over_newer_than(images.good.iter().copied(), &images.proven);
                 }
@@ -260,13 +238,9 @@ impl History {
                 self.go_on(id, finding, images, policy, now)
             }
             StartPoint::Image(id) => {
+                self.suspects.clear(id);
                 self.suspects.end_row();
-                if newest > before {
-                    self.suspects.clear(id);
-                    return self.choose(images, policy, now, None);
-                }
-                let finding = self.suspects.lived_without_progress(id, evidence(death, uptime));
-                self.go_on(id, finding, images, policy, now)
+                self.choose(images, policy, now, None)
             }
             StartPoint::Cold => {
                 self.early_cold = if early { self.early_cold + 1 } else { 0 };
@@ -361,7 +335,7 @@ impl History {
         }
         if images.good.iter().all(|id| self.suspects.is_passed_over(*id)) {
             // The end of the ladder: images that were skipped without evidence are tried again.
-            self.suspects.forget_passed_over(&images.good);
+            self.suspects.forget_passed_over();
         }
         let image = images.good.iter().find(|id| !self.suspects.is_passed_over(**id));
         let others = images.others || !images.good.is_empty();
@@ -389,14 +363,14 @@ impl History {
     }
 }
 
-/// The evidence against the image from a death after a restore.
+/// The evidence against the image from a death soon after a restore.
 fn evidence(death: Death, uptime: Duration) -> Option<Evidence> {
     // Signals that are usually sent from outside; faults inside a program cause others.
     const FROM_OUTSIDE: [i32; 4] = [libc::SIGKILL, libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
     match death {
         Death::Ended(Ended::Signal(signal)) if FROM_OUTSIDE.contains(&signal) => None,
         Death::Ended(ended) => Some(Evidence::Died { ended: Some(ended), uptime }),
-        Death::Judged | Death::Hung => Some(Evidence::Died { ended: None, uptime }),
+        Death::Judged => Some(Evidence::Died { ended: None, uptime }),
         Death::Excused(_) | Death::Lost => None,
     }
 }

@@ -175,7 +175,7 @@ pub(crate) fn run(setup: Setup, early: Early) -> Result<Finish, Error> {
     let mut owner = Owner {
         setup: &setup,
         reporting: Reporting::new(&setup, &sender),
-        sender,
+        threads: Threads::new(sender),
         machine,
         life: JobLife::new(Instant::now()),
         line: Line::new(setup.program.launch.lineage.clone(), setup.origin.base),
@@ -185,7 +185,6 @@ pub(crate) fn run(setup: Setup, early: Early) -> Result<Finish, Error> {
         clients: Clients::new(&setup),
         deadline: Deadline::new(&setup),
         lease: Lease::new(Instant::now()),
-        threads: Threads::default(),
         end: RunEnd::default(),
         group,
     };
@@ -202,7 +201,7 @@ pub(crate) fn run(setup: Setup, early: Early) -> Result<Finish, Error> {
     owner.persist_newest();
     owner.replicate_newest();
     owner.ask_for_the_end();
-    owner.checks.open(&setup, &owner.sender);
+    owner.checks.open(&setup, &owner.threads.sender);
     while !owner.end.is_there() && owner.holds_the_lock() {
         owner.tick();
         let (patience, began) = (owner.patience(), clock::since_boot());
@@ -297,8 +296,8 @@ const LAST_LOOK: Duration = Duration::from_millis(500);
 /// The components of a run, and what their decisions are carried out with.
 struct Owner<'a> {
     setup: &'a Arc<Setup>,
-    /// For threads, which send their reports here.
-    sender: mpsc::Sender<Message>,
+    /// What does not have to be done at once.
+    threads: Threads,
     /// Decides what to do with the job.
     machine: Machine<'a>,
     /// The job, and its end.
@@ -319,8 +318,6 @@ struct Owner<'a> {
     reporting: Reporting,
     /// Whether the job's folder is still ours.
     lease: Lease,
-    /// What does not have to be done at once.
-    threads: Threads,
     /// The end of the run.
     end: RunEnd,
     /// The group that decides about the job, if it runs on several machines.
@@ -350,7 +347,6 @@ impl Owner<'_> {
         self.checks.note_proofs(self.setup, self.machine.state(), self.life.ended(), Instant::now());
         self.checks.allow_verifier(self.machine.state(), self.transfers.is_idle());
         self.check_rehearsals();
-        self.store_again();
         self.check_deaths();
         self.check_group();
         self.report_late_end();
@@ -373,7 +369,6 @@ impl Owner<'_> {
             self.reporting.next_wake(now),
             self.transfers.next_wake(now),
             self.threads.next_wake(),
-            self.transfers.retry.at(self.machine.state()),
             self.group.as_ref().and_then(group::Member::deadline),
             self.setup.images.staging.as_ref().map(|_| now + images::LOOK),
         ];
@@ -453,10 +448,6 @@ impl Owner<'_> {
             }
             Action::Announce { from, after } => {
                 self.reporting.published.restarts += 1;
-                if let StartPoint::Image(image) = from {
-                    // A rotation during the pause must not remove it.
-                    self.transfers.goes_to(self.setup.lock.hold(image));
-                }
                 self.tell(What::Restarting { image: events::image_of(from), after_us: times::micros(after) });
                 let after = humantime::format_duration(after);
                 match from {

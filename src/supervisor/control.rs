@@ -264,7 +264,7 @@ impl Control {
 impl Owner<'_> {
     /// Opens the job's socket. The job is also supervised without one.
     pub(super) fn open_control(&mut self) {
-        let sender = self.sender.clone();
+        let sender = self.threads.sender.clone();
         let deliver = move |call| sender.send(Message::Control(Box::new(Incoming::Call(call)))).is_ok();
         let directory = &self.setup.config.control.directory;
         match Server::start(directory, &self.setup.folder.place_name(), Box::new(deliver)) {

@@ -283,7 +283,7 @@ impl Owner<'_> {
         if time.deadline.is_some() || !time.scheduler.can_be_asked() {
             return;
         }
-        let (scheduler, sender) = (time.scheduler.clone(), self.sender.clone());
+        let (scheduler, sender) = (time.scheduler.clone(), self.threads.sender.clone());
         self.spawn("scheduler", move || drop(sender.send(Message::End(scheduler.ask_end()))));
     }
 

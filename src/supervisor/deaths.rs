@@ -177,7 +177,7 @@ impl Owner<'_> {
     /// Starts the thread that notices deaths.
     pub(super) fn watch_deaths(&mut self) {
         let mode = self.setup.config.restart.on_process_death;
-        let sender = self.sender.clone();
+        let sender = self.threads.sender.clone();
         let report = move |noticed| sender.send(Message::Watched(Finding::Process(noticed))).is_ok();
         let watcher = Watcher::new(|work| self.spawn("deaths", work), report, mode == OnProcessDeath::Any);
         match watcher {

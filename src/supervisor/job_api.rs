@@ -173,7 +173,7 @@ impl Owner<'_> {
     /// Serves the job's socket, if it has one.
     pub(super) fn open_word(&mut self) {
         let Some(socket) = &self.setup.sockets.job_api else { return };
-        let sender = self.sender.clone();
+        let sender = self.threads.sender.clone();
         let deliver = move |call| sender.send(Message::JobApi(Box::new(call))).is_ok();
         match Server::start(socket, Box::new(deliver)) {
             Ok(server) => self.clients.job_api.server = Some(server),

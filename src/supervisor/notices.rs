@@ -76,7 +76,7 @@ impl Owner<'_> {
             tracing::debug!("asking {cloud} whether it interrupts this machine");
             let silent = Silent::default();
             for source in interruption::sources(cloud) {
-                let (sender, silent) = (self.sender.clone(), silent.clone());
+                let (sender, silent) = (self.threads.sender.clone(), silent.clone());
                 let report = move |change| sender.send(Message::Watched(Finding::Notice(change))).is_ok();
                 self.spawn("notices", move || match Client::new() {
                     Ok(client) => interruption::watch(source, &silent, &client, report),

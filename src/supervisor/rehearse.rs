@@ -162,7 +162,7 @@ impl Owner<'_> {
             self.setup.folder.staged().into_iter().find(|image| image.is_good() && image.place == Place::Staged);
         let Some(image) = newest.map(|image| image.id) else { return };
         let cancel = self.checks.rehearsals.begins();
-        let (setup, sender) = (Arc::clone(self.setup), self.sender.clone());
+        let (setup, sender) = (Arc::clone(self.setup), self.threads.sender.clone());
         self.spawn("rehearse", move || {
             let outcome = rehearse(&setup, image, &cancel)
                 .unwrap_or_else(|error| Outcome::NotTried { why: format!("the rehearsal's process failed: {error}") });

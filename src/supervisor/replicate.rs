@@ -139,7 +139,7 @@ impl Owner<'_> {
         }
         let upload = self.transfers.replication.begin(image.id, image, self.end.is_there());
         let Some(Upload { image, progress, flags }) = upload else { return };
-        let (setup, sender) = (Arc::clone(self.setup), self.sender.clone());
+        let (setup, sender) = (Arc::clone(self.setup), self.threads.sender.clone());
         let repeats = self.reporting.remarks.repeats.clone();
         // The image is kept until then, even if retention would remove it.
         let hold = self.setup.lock.hold(image.id);

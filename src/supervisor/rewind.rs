@@ -38,7 +38,7 @@ impl Owner<'_> {
             Some(Ok(to)) => to,
             Some(Err(why)) => return reply(Err(Fault::new(Code::Refused, why))),
         };
-        let (setup, sender, line) = (self.setup.clone(), self.sender.clone(), self.line.clone());
+        let (setup, sender, line) = (self.setup.clone(), self.threads.sender.clone(), self.line.clone());
         self.spawn("rewind", move || match target(&setup, &line, &to) {
             Ok(target) => drop(sender.send(Message::Control(Box::new(Incoming::Rewind(target, reply))))),
             Err(why) => reply(Err(Fault::new(Code::Refused, why))),

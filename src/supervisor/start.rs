@@ -59,7 +59,7 @@ pub(super) enum StartFailure {
 impl Owner<'_> {
     pub(super) fn start(&mut self, from: StartPoint) {
         let cancel = self.life.start_begins(Instant::now());
-        let (setup, sender) = (Arc::clone(self.setup), self.sender.clone());
+        let (setup, sender) = (Arc::clone(self.setup), self.threads.sender.clone());
         let (said, progress) = (self.reporting.remarks.said.clone(), self.transfers.start_begins(from));
         if let StartPoint::Image(image) = from {
             self.transfers.goes_to(self.setup.lock.hold(image));
@@ -119,7 +119,7 @@ impl Owner<'_> {
         started.details.iter().for_each(|detail| crate::routine!("{detail}"));
         started.notes.iter().for_each(|note| tracing::info!("{note}"));
         let job = self.life.begins(started.job);
-        let (life, sender, waiting) = (self.life.number(), self.sender.clone(), Arc::clone(&job));
+        let (life, sender, waiting) = (self.life.number(), self.threads.sender.clone(), Arc::clone(&job));
         if let State::Starting { from, .. } = self.machine.state() {
             let from = *from;
             self.arrived(from);
@@ -128,7 +128,7 @@ impl Owner<'_> {
         }
         self.checks.proofs.end_of_life();
         if let State::Starting { from: StartPoint::Image(image), .. } = self.machine.state() {
-            self.checks.proofs.expect(*image, self.watch.starts, self.setup, Instant::now());
+            self.checks.proofs.expect(*image, self.setup, Instant::now());
         }
         // Only now: rotation keeps the image because it is the first one to be proven, and the base of the line.
         self.transfers.arrived();

@@ -1,11 +1,11 @@
 //! The threads that do what takes long: they report with a message.
 
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread::Builder;
 use std::time::{Duration, Instant};
 
-use super::Owner;
+use super::{Message, Owner};
 
 /// How often it is tried again to start threads.
 const AGAIN: Duration = Duration::from_secs(1);
@@ -20,13 +20,18 @@ type Work = Box<dyn FnOnce() + Send>;
 
 /// Threads that are to be started. The job and the supervisor often have one limit of threads together (of a pod, a unit or a
 /// Slurm job). If the job uses it up, the work waits: that is no reason to end the job.
-#[derive(Default)]
 pub(super) struct Threads {
+    /// They send their reports here.
+    pub(super) sender: mpsc::Sender<Message>,
     waiting: Vec<(String, Work)>,
     tried: Option<Instant>,
 }
 
 impl Threads {
+    pub(super) fn new(sender: mpsc::Sender<Message>) -> Threads {
+        Threads { sender, waiting: Vec::new(), tried: None }
+    }
+
     /// Starts a thread, or lets the work wait, and says why it has to.
     fn start(&mut self, name: &str, work: Work, now: Instant) -> io::Result<()> {
         let Err((error, work)) = start(name, work) else { return Ok(()) };
@@ -118,14 +123,12 @@ impl Owner<'_> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::mpsc;
-
     use super::*;
 
     #[test]
     fn work_without_a_thread_waits_and_is_done_once() {
         let (sender, done) = mpsc::channel();
-        let mut threads = Threads::default();
+        let mut threads = Threads::new(mpsc::channel().0);
         let begun = Instant::now();
         let send = |word: &'static str| {
             let sender = sender.clone();

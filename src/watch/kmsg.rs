@@ -35,8 +35,6 @@ pub(crate) enum Notice {
 #[derive(Debug)]
 pub(crate) struct KernelLog {
     file: File,
-    /// The time of the newest message read, whatever it is about.
-    newest: Duration,
 }
 
 impl KernelLog {
@@ -47,7 +45,7 @@ impl KernelLog {
     pub(crate) fn from_now() -> io::Result<KernelLog> {
         let mut file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open("/dev/kmsg")?;
         file.seek(SeekFrom::End(0))?;
-        Ok(KernelLog { file, newest: Duration::ZERO })
+        Ok(KernelLog { file })
     }
 
     /// Waits until there is something to read, at most so long.
@@ -58,14 +56,7 @@ impl KernelLog {
         }
     }
 
-    /// The time of the newest message that was read.
-    pub(crate) fn newest(&self) -> Duration {
-        self.newest
-    }
-
-    /// The messages since then, or since the last call, with their times. The log has a clock of its own: it stands still
-    /// while the machine is suspended, and nothing corrects its rate, so that it is minutes off after some months. Only
-    /// differences between messages mean anything.
+    /// The messages since then, or since the last call, with the time since the machine's boot.
     pub(crate) fn read(&mut self) -> Vec<(Duration, Notice)> {
         /// Maximum size of a record (`CONSOLE_EXT_LOG_MAX`, kernel/printk).
         const RECORD: usize = 8192;
@@ -78,10 +69,8 @@ impl KernelLog {
                     // "priority,number,time,flags;text", then lines that begin with a space.
                     let Some((head, text)) = record.split_once(';') else { continue };
                     let at = head.split(',').nth(2).and_then(|micros| micros.parse().ok()).unwrap_or_default();
-                    let at = Duration::from_micros(at);
-                    self.newest = self.newest.max(at);
                     let notice = text.lines().next().and_then(parse);
-                    found.extend(notice.map(|notice| (at, notice)));
+                    found.extend(notice.map(|notice| (Duration::from_micros(at), notice)));
                 }
                 // Messages that were not read in time are overwritten; the next read continues after them (EPIPE).
                 Err(error) if error.raw_os_error() == Some(libc::EPIPE) => {}

@@ -16,8 +16,6 @@ pub(crate) struct Witness {
     counters: Vec<PathBuf>,
     kills: u64,
     log: Option<KernelLog>,
-    /// What the log said until the last check, with the time since the boot.
-    heard: Vec<(Duration, Notice)>,
     /// The job's processes at the last check, as we see them.
     pids: Vec<i32>,
     /// The reaper's pid.
@@ -42,29 +40,14 @@ impl Witness {
     pub(crate) fn begin(root: i32) -> Witness {
         let counters = cgroup::kill_counters(root);
         let kills = cgroup::kills(&counters);
-        let log = KernelLog::from_now().ok();
-        Witness { counters, kills, log, heard: Vec::new(), pids: process::tree(root), root }
+        Witness { counters, kills, log: KernelLog::from_now().ok(), pids: process::tree(root), root }
     }
 
-    /// Records the present processes of the job, and what the kernel's log says. Cheap enough for each snapshot, but not
-    /// for each second.
+    /// Records the present processes of the job. Cheap enough for each snapshot, but not for each second.
     pub(crate) fn look(&mut self) {
         let now = process::tree(self.root);
         if now.len() > 1 {
             self.pids = now;
-        }
-        self.listen();
-    }
-
-    fn forget_old(&mut self, now: Duration) {
-        self.heard.retain(|(at, _)| *at + RECENT >= now);
-    }
-
-    fn listen(&mut self) {
-        if let Some(log) = &mut self.log {
-            let (found, now) = (log.read(), clock::since_boot());
-            self.heard.extend(dated(found, log.newest(), now));
-            self.forget_old(now);
         }
     }
 
@@ -72,16 +55,12 @@ impl Witness {
     #[must_use]
     pub(crate) fn testify(&mut self, kin: &Kin) -> DeathEvidence {
         let counted = cgroup::kills(&self.counters) > self.kills;
-        self.listen();
-        let notices = self.log.as_ref().map(|_| std::mem::take(&mut self.heard));
+        let now = clock::uptime().unwrap_or_default();
+        let fresh = |(at, notice): (Duration, Notice)| (at + RECENT >= now).then_some((at, notice));
+        let notices: Option<Vec<(Duration, Notice)>> =
+            self.log.as_mut().map(|log| log.read().into_iter().filter_map(fresh).collect());
         evidence(counted, notices.as_deref(), &self.pids, |process| kin.whose(process))
     }
-}
-
-/// Messages that were read now, with the times by our clock instead of the log's: as long ago as they are older than the
-/// newest message. They may be older, if nothing was logged since.
-fn dated(found: Vec<(Duration, Notice)>, newest: Duration, now: Duration) -> Vec<(Duration, Notice)> {
-    found.into_iter().map(|(at, notice)| (now.saturating_sub(newest.saturating_sub(at)), notice)).collect()
 }
 
 fn evidence(
@@ -109,26 +88,6 @@ fn evidence(
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_age_of_a_message_does_not_depend_on_the_clock_of_the_log() {
-        let killed = |pid| Notice::OutOfMemory { pid, name: "x".into() };
-        let seconds = Duration::from_secs;
-        // The machine was suspended for a day, and the log's clock stood still.
-        let (log, now) = (seconds(1_000_000), seconds(1_086_400));
-        let found = vec![(log - seconds(500), killed(1)), (log - seconds(3), killed(2))];
-        let mut witness = Witness {
-            counters: Vec::new(),
-            kills: 0,
-            log: None,
-            heard: dated(found, log, now),
-            pids: vec![1, 2],
-            root: i32::MAX,
-        };
-        assert_eq!(witness.heard, [(now - seconds(500), killed(1)), (now - seconds(3), killed(2))]);
-        witness.forget_old(now);
-        assert_eq!(witness.heard, [(now - seconds(3), killed(2))]);
-    }
 
     #[test]
     fn only_what_concerns_the_job_is_told() {

@@ -127,7 +127,9 @@ fn a_user_has_no_io_uring_and_keeps_setuid_programs() {
 
 #[test]
 fn a_job_that_may_have_an_io_uring_is_not_dumped_while_it_has_one() {
-    let Some(lab) = Lab::new().map(|lab| lab.set("job.allow-io-uring", "true")) else { return };
+    let Some(lab) = Lab::new().map(|lab| lab.set("job.allow-io-uring", "true").set("job.allow-amx", "true")) else {
+        return;
+    };
     let disabled = fs::read_to_string("/proc/sys/kernel/io_uring_disabled").is_ok_and(|text| text.trim() != "0");
     if !rekindle_testing::require("io_uring", !disabled, "kernel.io_uring_disabled is set") {
         return;

@@ -99,7 +99,7 @@ fn standard_input_gives_a_user_no_file_of_root() {
 /// The capabilities in the manifest for Kubernetes.
 fn rights_of_the_template() -> Vec<String> {
     let manifest = fs::read_to_string("examples/deploy/kubernetes/job.yaml").unwrap();
-    let added = manifest.split("add: [").nth(1).unwrap().split(']').next().unwrap().to_lowercase();
+    let added = manifest.rsplit("add: [").next().unwrap().split(']').next().unwrap().to_lowercase();
     added.split(", ").map(|name| format!("+{name}")).collect()
 }
 

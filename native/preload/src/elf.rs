@@ -48,10 +48,12 @@ pub(crate) fn function(name: &[u8], is_wanted: impl Fn(&Mapping) -> bool) -> Opt
     found
 }
 
-/// The object whose code is at this address.
-pub(crate) fn object_at(address: usize) -> Option<Object> {
+/// Looks at the object whose code is at this address.
+pub(crate) fn at<T>(address: usize, look: impl FnOnce(&Object) -> Option<T>) -> Option<T> {
+    // Not returned: the compiler would copy it with the job's memcpy.
     let mut object = Object::new();
-    object.find(&maps::find(address)?, address).map(|()| object)
+    object.find(&maps::find(address)?, address)?;
+    look(&object)
 }
 
 /// Calls `visit` for the loaded objects with such a mapping of their code, until it returns false.

@@ -181,12 +181,13 @@ enum Origin {
 }
 
 fn compare(symbol: &CStr, known: *mut c_void, found: *mut c_void) -> Origin {
-    let Some(new) = elf::object_at(found.addr()) else { return Origin::Same };
+    let Some(new) = elf::at(found.addr(), |object| Some(object.base())) else { return Origin::Same };
     let defines_it =
         |object: &elf::Object| object.is_libcuda() || object.defined(symbol.to_bytes_with_nul()) == Some(known.addr());
-    match elf::object_at(known.addr()) {
-        Some(old) if old.base() == new.base() => Origin::Same,
-        Some(old) if defines_it(&old) => Origin::Other,
+    let old = elf::at(known.addr(), |old| Some((old.base() == new, defines_it(old))));
+    match old {
+        Some((true, _)) => Origin::Same,
+        Some((false, true)) => Origin::Other,
         _ => Origin::Gone,
     }
 }
@@ -204,7 +205,7 @@ static FORGOTTEN: AtomicUsize = AtomicUsize::new(0);
 fn beside_the_others(symbol: &CStr) -> *mut c_void {
     let name = symbol.to_bytes_with_nul();
     let known = FUNCTIONS.iter().map(|entry| entry.real.load(Ordering::Relaxed)).find(|real| !real.is_null());
-    let found = known.and_then(|known| elf::object_at(known.addr())?.defined(name));
+    let found = known.and_then(|known| elf::at(known.addr(), |object| object.defined(name)));
     let found = found.or_else(|| elf::function(name, |mapping| mapping.is_libcuda));
     found.map_or(null_mut(), with_exposed_provenance_mut)
 }

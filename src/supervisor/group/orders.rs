@@ -64,7 +64,7 @@ impl Owner<'_> {
 
     /// What the job that is started next waits for before it runs, if it is restored.
     pub(in crate::supervisor) fn group_start_signal(&mut self) -> Option<StartSignal> {
-        let (sender, member) = (self.sender.clone(), self.group.as_mut()?);
+        let (sender, member) = (self.threads.sender.clone(), self.group.as_mut()?);
         let ready = move || drop(sender.send(Message::Group(Box::new(GroupEvent::Local(Local::Started)))));
         let (signal, go) = StartSignal::new(ready);
         member.threads.go = Some(go);
@@ -108,7 +108,7 @@ impl Owner<'_> {
             State::Running(_) => None,
             state => Some(format!("the job is {}", state.name())),
         };
-        let sender = self.sender.clone();
+        let sender = self.threads.sender.clone();
         let tell = move |local| drop(sender.send(Message::Group(Box::new(GroupEvent::Local(local)))));
         let (Some(member), Some(group)) = (&mut self.group, &self.setup.group) else { return };
         let (rank, size) = (group.options.rank, group.options.size);

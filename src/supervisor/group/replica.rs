@@ -66,7 +66,7 @@ impl Owner<'_> {
         if !uses_replica || self.setup.config.replica.url.is_none() {
             return self.listed(Ok(Vec::new()));
         }
-        let (setup, sender) = (Arc::clone(self.setup), self.sender.clone());
+        let (setup, sender) = (Arc::clone(self.setup), self.threads.sender.clone());
         self.spawn("list", move || {
             let listed = list(&setup);
             drop(sender.send(Message::Group(Box::new(GroupEvent::Listed(listed)))));
@@ -148,7 +148,7 @@ impl Owner<'_> {
             return self.report_to_group(Local::Gone(number));
         };
         let (cancel, wait) = (Arc::clone(&member.remote.cancel), group.options.limits.wait);
-        let (setup, sender) = (Arc::clone(self.setup), self.sender.clone());
+        let (setup, sender) = (Arc::clone(self.setup), self.threads.sender.clone());
         tracing::info!("fetching image {image}, the part of {number}, from the replica");
         self.spawn("fetch", move || {
             let result = fetch(&setup, image, wait, &cancel);

@@ -8,7 +8,7 @@ use super::model::{End, candidate};
 use super::ranks::Account;
 use super::restores::Trouble;
 use super::world::World;
-use crate::config::{ColdStart, Snapshot};
+use crate::config::ColdStart;
 use crate::policy::{Failure, Mark, StartPoint};
 use crate::supervisor::line::{Candidate, Line};
 use crate::supervisor::state::{Ending, Event, State, Then};
@@ -26,32 +26,15 @@ struct Against {
     passed: bool,
     /// It was marked.
     marked: bool,
-    /// The last end of a long life from it, and the number of similar ones in a row.
-    late: Option<(Seen, u32)>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Seen {
-    Died {
-        ended: Option<Ended>,
-        uptime: Duration,
-    },
-    /// It hung, and had done nothing since the restore.
-    Hung,
+    Died { ended: Option<Ended>, uptime: Duration },
     Refused(String),
 }
 
 impl Seen {
-    /// Nobody would take it for another one.
-    fn is_the_same(&self, other: &Seen) -> bool {
-        match (self, other) {
-            (Seen::Died { ended, uptime }, Seen::Died { ended: other, uptime: before }) => {
-                ended == other && uptime.abs_diff(*before) <= Duration::from_millis(250)
-            }
-            _ => false,
-        }
-    }
-
     /// More generous than the policy: failures that the policy treats as alike are alike here too.
     fn is_like(&self, other: &Seen) -> bool {
         match (self, other) {
@@ -60,8 +43,7 @@ impl Seen {
                 ended == other && uptime.abs_diff(*before) <= near
             }
             (Seen::Refused(why), Seen::Refused(other)) => why == other,
-            (Seen::Hung, Seen::Hung) => true,
-            (Seen::Died { .. } | Seen::Refused(_) | Seen::Hung, _) => false,
+            (Seen::Died { .. }, Seen::Refused(_)) | (Seen::Refused(_), Seen::Died { .. }) => false,
         }
     }
 }
@@ -93,14 +75,6 @@ pub(super) struct Failures {
     pub(super) machine_failed: bool,
     /// Deaths of ranks.
     pub(super) ranks: Account,
-    /// Images of hangs for which the job was ended: it did nothing after them.
-    hangs: BTreeSet<ImageId>,
-    /// The job is ended for a hang now.
-    by_hang: bool,
-    /// It had done nothing since it was restored.
-    did_nothing: bool,
-    /// Long lives in a row from one image that ended at the same moment, without a newer image.
-    streak: Option<(ImageId, Seen, u32)>,
 }
 
 #[derive(Debug, Default)]
@@ -130,9 +104,6 @@ pub(super) struct Oracle {
     pub(super) short_of_room: bool,
     pub(super) failures: Failures,
     pub(super) stopping: Option<Stopping>,
-    /// When an image that could not be stored must have been tried again, and how many attempts failed in a row.
-    pub(super) store_by: Option<Instant>,
-    unstored: u32,
 }
 
 /// Requests to stop within this time count as one.
@@ -160,9 +131,7 @@ impl Oracle {
         self.failures.against.clear();
         (self.failures.row, self.failures.retry, self.failures.missed, self.failures.failed) = (None, None, 0, None);
         (self.stopping, self.asked, self.poisoned) = (None, None, None);
-        (self.store_by, self.unstored) = (None, 0);
         self.failures.ranks = Account::default();
-        (self.failures.hangs, self.failures.by_hang, self.failures.streak) = (BTreeSet::new(), false, None);
     }
 
     /// Something was removed that no supervisor could have kept.
@@ -182,15 +151,7 @@ impl Oracle {
         }
     }
 
-    /// An image was not stored.
-    pub(super) fn not_stored(&mut self, config: &Snapshot, now: Instant) {
-        let pause = (config.retry_after * 2_u32.saturating_pow(self.unstored.min(16))).min(config.retry_max);
-        self.unstored += 1;
-        self.store_by = Some(now + pause + Duration::from_secs(1));
-    }
-
     pub(super) fn is_stored(&mut self, id: ImageId) {
-        (self.store_by, self.unstored) = (None, 0);
         self.stored.insert(id);
         self.ever_stored.insert(id);
     }
@@ -218,20 +179,6 @@ impl Oracle {
         against.failures += 1;
         against.seen.extend(seen);
         self.failures.failed = Some((id, now));
-        self.failures.streak = None;
-    }
-
-    /// A life from this image was long enough.
-    fn lived(&mut self, id: ImageId, seen: Option<Seen>, late: Option<(Seen, u32)>, took_none: bool) {
-        let streak = self.failures.streak.take();
-        let Some(seen) = seen else { return };
-        let count = late.filter(|(before, _)| seen.is_like(before)).map_or(0, |(_, count)| count) + 1;
-        let against = Against { late: Some((seen.clone(), count)), passed: count >= TRIES, ..Against::default() };
-        self.failures.against.insert(id, against);
-        if took_none {
-            let before = streak.filter(|(of, before, _)| *of == id && seen.is_the_same(before));
-            self.failures.streak = Some((id, seen, before.map_or(0, |(.., count)| count) + 1));
-        }
     }
 
     fn pass(&mut self, id: ImageId) {
@@ -253,12 +200,9 @@ impl World {
     }
 
     pub(super) fn oracle_sees_end(&mut self, end: End, excused: bool) {
-        let took_none = self.oracle.alive.len() <= 1;
         self.oracle.alive.clear();
         self.oracle.failures.retry = None;
-        self.oracle.failures.did_nothing = false;
         let by_rank = std::mem::take(&mut self.oracle.failures.ranks.by_rank);
-        let by_hang = std::mem::take(&mut self.oracle.failures.by_hang);
         let stopped = self
             .run
             .as_ref()
@@ -278,6 +222,7 @@ impl World {
         }
         let restart = &self.config.restart;
         if uptime >= restart.healthy_uptime {
+            self.oracle.failures.against.values_mut().for_each(|it| (it.failures, it.passed) = (0, false));
             self.oracle.failures.row = None;
         }
         let StartPoint::Image(id) = job.from else { return };
@@ -285,72 +230,26 @@ impl World {
             matches!(end.ended, Ended::Signal(libc::SIGKILL | libc::SIGTERM | libc::SIGINT | libc::SIGHUP));
         let seen = match ending {
             Some(Ending::Condemned) if by_rank => None,
-            Some(Ending::Condemned) if by_hang => Some(Seen::Hung),
             Some(Ending::Condemned) => Some(Seen::Died { ended: None, uptime }),
             Some(_) => None,
             None if from_outside || excused => None,
             None => Some(Seen::Died { ended: Some(end.ended), uptime }),
         };
-        // A life that hung from its beginning is no life.
-        let did_nothing = by_hang && job.hung.is_some_and(|hung| hung <= job.since);
-        self.oracle.failures.did_nothing = did_nothing;
-        if uptime >= restart.min_uptime && !did_nothing {
-            let late = self.oracle.failures.against.remove(&id).and_then(|against| against.late);
-            self.oracle.failures.hangs.remove(&id);
+        if uptime >= restart.min_uptime {
+            self.oracle.failures.against.remove(&id);
             self.oracle.failures.row = None;
-            let seen = match seen {
-                Some(Seen::Hung) => Some(Seen::Died { ended: None, uptime }),
-                other => other,
-            };
-            return self.oracle.lived(id, seen, late, took_none);
+            return;
         }
         let proven = self.ground.proven.contains(&id);
         match &seen {
-            Some(seen @ (Seen::Died { .. } | Seen::Hung)) if !proven => {
-                let ended = if let Seen::Died { ended, .. } = seen { *ended } else { None };
-                let before = self.oracle.failures.row.take().filter(|(before, _)| *before == ended);
-                self.oracle.failures.row = Some((ended, before.map_or(0, |(_, count)| count) + 1));
+            Some(Seen::Died { ended, .. }) if !proven => {
+                let before =
+                    self.oracle.failures.row.take().filter(|(before, _)| before == ended).map_or(0, |(_, count)| count);
+                self.oracle.failures.row = Some((*ended, before + 1));
             }
             _ => self.oracle.failures.row = None,
         }
         self.oracle.add(id, seen.filter(|_| !proven), self.now);
-    }
-
-    /// The policy was asked about a long life that had taken a new image: it forgets failures. Hangs do not pass.
-    pub(super) fn oracle_sees_health(&mut self, from: Option<ImageId>) {
-        let Failures { against, hangs, did_nothing, .. } = &mut self.oracle.failures;
-        let all = against.iter_mut().filter(|(id, _)| !(*did_nothing && Some(**id) == from));
-        all.for_each(|(id, it)| (it.failures, it.passed) = (0, hangs.contains(id)));
-    }
-
-    /// Whether the job was ended for a hang, and had done nothing since it was restored.
-    pub(super) fn did_nothing(&self) -> bool {
-        self.oracle.failures.did_nothing
-    }
-
-    /// The newest of these that is not known to be of a hang.
-    pub(super) fn newest_without_hang(&self, good: &[ImageId]) -> Option<ImageId> {
-        let from = self.job.as_ref().map(|job| job.from).filter(|_| self.did_nothing());
-        let is_of_hang = |id: &ImageId| self.oracle.failures.hangs.contains(id) || from == Some(StartPoint::Image(*id));
-        good.iter().copied().find(|id| !is_of_hang(id))
-    }
-
-    /// The job is ended for a hang. No supervisor can tell whether images that were taken since contain it.
-    pub(super) fn oracle_sees_hang(&mut self) {
-        let Some((job, hung)) = self.job.as_ref().and_then(|job| Some((job, job.hung?))) else { return };
-        let of_it = |(id, since): &(ImageId, Instant)| *since >= hung && job.from != StartPoint::Image(*id);
-        let ids: Vec<ImageId> = self.oracle.alive.iter().filter(|it| of_it(it)).map(|(id, _)| *id).collect();
-        ids.iter().for_each(|id| self.oracle.pass(*id));
-        self.oracle.failures.hangs.extend(ids);
-        self.oracle.failures.by_hang = true;
-    }
-
-    /// These are about to be proven.
-    pub(super) fn check_no_hang(&mut self, due: &[ImageId]) {
-        let hangs = |id: &ImageId| self.ground.image(*id).is_some_and(|image| image.hung);
-        if let Some(id) = due.iter().copied().find(hangs).filter(|_| self.fate.watch.is_some()) {
-            self.oracle.violate(format!("image {id} is proven by a job that hangs, although it is watched for that"));
-        }
     }
 
     /// The end of a life is reported, with the present images.
@@ -446,15 +345,6 @@ impl World {
             self.oracle
                 .violate("a snapshot that failed for a moment was not tried again at once, then after 1 s".into());
         }
-        if let Some(by) = self.oracle.store_by {
-            // In other states an image is being taken or read.
-            let may = matches!(state, State::Running(_) | State::Suspended { .. } | State::Waiting { .. });
-            if !may || self.ground.disk.reads_fail {
-                self.oracle.store_by = Some(by.max(self.now + Duration::from_secs(1)));
-            } else if self.now > by && self.only_in_memory().is_some() {
-                return self.oracle.violate("an image that could not be stored is not tried again".into());
-            }
-        }
         let late = |stop: &Stopping| self.now > stop.until + MARGIN;
         if self.oracle.stopping.as_ref().is_some_and(late) {
             self.oracle.violate("a stop does not come to its end".into());
@@ -462,10 +352,7 @@ impl World {
         // A proven image is recorded.
         let alive = matches!(state, State::Running(_) | State::Snapshotting { .. }) && run.ended.is_none();
         let min = self.config.restart.min_uptime;
-        // A job that hangs does not live on from the images of its hang.
-        let hung = self.job.as_ref().and_then(|job| job.hung).filter(|_| self.fate.watch.is_some());
-        let lives_on = |since: Instant| hung.is_none_or(|hung| since < hung);
-        let lost = self.oracle.alive.iter().filter(|(_, since)| lives_on(*since)).find(|(id, since)| {
+        let lost = self.oracle.alive.iter().find(|(id, since)| {
             let at = (*since + min).max(self.oracle.writable_since.unwrap_or(*since));
             self.now > at + NOTED && !self.ground.proven.contains(id) && self.ground.has_good(*id)
         });
@@ -475,8 +362,7 @@ impl World {
         };
         let any = self.oracle.short_of_room || self.ground.proven.iter().any(|id| self.ground.is_stored(*id));
         let troubled = self.ground.disk.writes_fail || self.ground.disk.reads_fail;
-        let in_time = |(id, since): &(ImageId, Instant)| lives_on(*since) && known(id, *since);
-        if alive && !any && !troubled && self.oracle.alive.iter().any(in_time) {
+        if alive && !any && !troubled && self.oracle.alive.iter().any(|(id, since)| known(id, *since)) {
             let what = "images come faster than they are proven, and none stays until it is".into();
             return self.oracle.violate(what);
         }
@@ -536,8 +422,7 @@ impl World {
         let goal = match (run.machine.state(), run.work.start.as_ref().map(|start| &start.from)) {
             (_, Some(StartPoint::Image(id)))
             | (State::Ending { stop: Ending::Rewind(id), .. }, None)
-            | (State::Snapshotting { then: Some(Then::Rewind(id)), .. }, None)
-            | (State::Waiting { from: StartPoint::Image(id), .. }, None) => *id,
+            | (State::Snapshotting { then: Some(Then::Rewind(id)), .. }, None) => *id,
             _ => return,
         };
         if gone.contains(&goal) {
@@ -561,24 +446,6 @@ impl World {
         let over_images = chosen.is_none() && self.config.restart.cold_start != ColdStart::Allow;
         let better = newer.into_iter().find(|id| over_images || !justified(id));
         let any = copies.iter().map(candidate).any(|copy| line.may_have(&copy));
-        let hangs = &self.oracle.failures.hangs;
-        let mut others = copies.iter().filter(|copy| line.has(&candidate(copy)) && !copy.0.no_files);
-        let before = others.find(|(image, _)| !hangs.contains(&image.id)).map(|(image, _)| image.id);
-        // The first end of a run may count as one after progress.
-        let stuck = self.oracle.failures.streak.as_ref().filter(|(id, _, count)| Some(*id) == chosen && *count > TRIES);
-        let other = |copy: &&(&super::model::Image, super::model::Copy)| {
-            Some(copy.0.id) < chosen && line.has(&candidate(copy)) && !self.oracle.is_passed(copy.0.id)
-        };
-        if let (Some((id, ..)), Some((other, _))) = (stuck, copies.iter().find(other)) {
-            let what = format!("the job comes no further from image {id}, and image {} is not tried", other.id);
-            drop(copies);
-            return self.oracle.violate(what);
-        }
-        if let (Some(id), Some(before)) = (chosen.filter(|id| hangs.contains(id)), before) {
-            let what = format!("the job hung, and begins from image {id} of the hang, not from image {before}");
-            drop(copies);
-            return self.oracle.violate(what);
-        }
         drop(copies);
         if let Some(better) = better {
             return self
@@ -614,7 +481,7 @@ impl World {
         // Whether the mark is justified is checked here.
         self.oracle.expected = self.oracle.expected.filter(|expected| *expected != mark.image);
         let wanted = |seen: &Seen| match mark.why {
-            BadWhy::DiesAgain => matches!(seen, Seen::Died { .. } | Seen::Hung),
+            BadWhy::DiesAgain => matches!(seen, Seen::Died { .. }),
             BadWhy::DoesNotRestore => matches!(seen, Seen::Refused(_)),
             BadWhy::Damaged => true,
         };

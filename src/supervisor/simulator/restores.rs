@@ -229,7 +229,7 @@ impl World {
         self.ranks_of_life();
         let Some(run) = &mut self.run else { return };
         if let StartPoint::Image(id) = from {
-            run.proofs.wait_for(id, run.clocks.starts, now);
+            run.proofs.wait_for(id, now);
         }
         run.work.goal = None;
         self.record(false);

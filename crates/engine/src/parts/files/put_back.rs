@@ -456,8 +456,9 @@ fn put_link_back(link: &SavedLink, trusted: Trusted) -> Result<(), RollbackError
 }
 
 fn places(link: &SavedLink, trusted: Trusted) -> Result<[Place<'_>; 2], RollbackError> {
-    let place = |path| Place::of(path, trusted).map_err(Astray::at("find", path));
-    Ok([place(&link.saved)?, place(&link.link)?])
+    let saved = Place::of(&link.saved, trusted).map_err(Astray::at("find", &link.saved))?;
+    let place = Place::of(&link.link, trusted).map_err(Astray::at("find", &link.link))?;
+    Ok([saved, place])
 }
 
 fn is_same_file(one: &Place<'_>, other: &Place<'_>) -> bool {

@@ -167,7 +167,7 @@ fn keep_group(made: &File, path: &Path, owner: Owner, mode: u32, has_list: bool)
     let now = made.metadata().map_err(failed("stat", path))?;
     // A user may give a file to each of his groups.
     let has_group = now.gid() == owner.gid || chown(reached(made), None, Some(owner.gid)).is_ok();
-    let (group, others) = (mode >> 3 & 0o7, mode & 0o7);
+    let (group, others) = ((mode >> 3) & 0o7, mode & 0o7);
     let acts_as_group = !now.is_dir() && mode & libc::S_ISGID != 0;
     let gains_group = !has_group && (group != others || has_list || acts_as_group);
     let acts_as_user = now.uid() != owner.uid && mode & libc::S_ISUID != 0;

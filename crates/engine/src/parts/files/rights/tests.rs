@@ -21,7 +21,12 @@ fn list(owner: u16, bob: u16, group: u16, mask: u16, others: u16) -> Vec<u8> {
 
 /// A file system that has lists and attributes: the folder for temporary files may have none.
 fn on_disk() -> tempfile::TempDir {
-    let dir = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+    tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap()
+}
+
+/// A folder that other users reach, too.
+fn reachable() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
     fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).unwrap();
     dir
 }
@@ -183,7 +188,7 @@ fn a_file_of_the_jobs_user_gives_no_other_group_rights() {
     if !rekindle_testing::root() {
         return;
     }
-    let dir = on_disk();
+    let dir = reachable();
     chown(dir.path(), Some(ALICE), Some(ALICE)).unwrap();
     let path = dir.path().join("file");
     let made = |owner: Owner, mode: u32| {
@@ -215,7 +220,7 @@ fn a_copy_gives_nobody_more_than_the_original() {
     if !rekindle_testing::root() {
         return;
     }
-    let dir = on_disk();
+    let dir = reachable();
     chown(dir.path(), Some(ALICE), Some(ALICE)).unwrap();
     let path = dir.path().join("file");
     let original = file(&path, 0o600);
@@ -259,7 +264,7 @@ fn a_tracked_folder_that_cannot_have_its_rights_is_not_left_without_them() {
     if !rekindle_testing::root() {
         return;
     }
-    let dir = on_disk();
+    let dir = reachable();
     let (data, sub) = (dir.path().join("data"), dir.path().join("data/sub"));
     fs::create_dir(&data).unwrap();
     chown(&data, Some(ALICE), Some(ALICE)).unwrap();
