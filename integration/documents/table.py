@@ -46,7 +46,7 @@ TABLE = [
     Elsewhere(r"venv/bin/python -m rekindle", "needs a wheel", "integration/install.sh", "-m rekindle"),
     Elsewhere(r"rekindle run .*-- jupyter server", "needs Jupyter", code=127),
     Elsewhere(r"(srun .*)?rekindle run .*--(group|nodes)", "needs several machines", "integration/tests/group/lab.rs", "--nodes"),
-    Elsewhere(r"podman (build|stop|exec)", "needs a container manager"),
+    Elsewhere(r"podman (build|run|stop|exec)", "needs a container manager"),
     Elsewhere(r"kubectl ", "needs a cluster"),
     Elsewhere(r"helm (install|uninstall)", "needs a cluster; the chart is rendered", "integration/run.sh", "integration/deploy.py"),
     Elsewhere(r"\(umask 077; mkdir -p /etc/rekindle;", "writes to /etc"),
