@@ -19,6 +19,8 @@ pub use coordinator::{Coordinator, OwnEtcd};
 pub(crate) use coordinator::{NoFirst, NoOwnAddress, own_address, wait_for_address};
 pub(crate) use keys::{PREFIX, of_member, prefix};
 pub use layout::{Layout, Underlay};
+#[cfg(test)]
+pub(crate) use node::any_node;
 pub use node::{Disagreement, Node};
 pub use session::{CoordinatorEvent, Identity, Loss, Membership, Session};
 pub use start_signal::StartSignal;

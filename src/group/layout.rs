@@ -96,22 +96,11 @@ fn names(group: &JobName, nodes: &BTreeMap<Rank, Node>) -> BTreeMap<u32, Vec<Str
 
 #[cfg(test)]
 mod tests {
+    use super::super::node::any_node;
     use super::*;
 
     fn node(host: &str, address: [u8; 4]) -> Node {
-        Node {
-            host: host.into(),
-            address: address.into(),
-            rekindle: "0.1.0".into(),
-            criu: "4.2".into(),
-            driver: None,
-            size: 3,
-            subnet: "10.213.0.0/16".into(),
-            lease_s: 30,
-            network: "vxlan, UDP port 4789".into(),
-            packet: Some(1450),
-            user: 0,
-        }
+        Node { host: host.into(), address: address.into(), ..any_node() }
     }
 
     #[test]

@@ -77,25 +77,31 @@ impl Node {
     }
 }
 
+/// What a machine of a group of three tells of itself, for tests.
+#[cfg(test)]
+pub(crate) fn any_node() -> Node {
+    Node {
+        host: "a".into(),
+        address: [10, 0, 0, 1].into(),
+        rekindle: "0.1.0".into(),
+        criu: "4.2".into(),
+        driver: None,
+        size: 3,
+        subnet: "10.213.0.0/16".into(),
+        lease_s: 30,
+        network: "vxlan, UDP port 4789".into(),
+        packet: Some(1450),
+        user: 0,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn what_must_be_equal_is_named() {
-        let node = Node {
-            host: "a".into(),
-            address: [10, 0, 0, 1].into(),
-            rekindle: "0.1.0".into(),
-            criu: "4.2".into(),
-            driver: None,
-            size: 3,
-            subnet: "10.213.0.0/16".into(),
-            lease_s: 30,
-            network: "vxlan, UDP port 4789".into(),
-            packet: Some(1450),
-            user: 1000,
-        };
+        let node = any_node();
         for (other, what) in [
             (Node { network: "vxlan, UDP port 4790".into(), ..node.clone() }, "group.port"),
             (Node { address: "fd00::1".parse().unwrap(), ..node.clone() }, "group.address"),

@@ -66,21 +66,10 @@ impl Owner<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::group::any_node;
 
     fn node(size: u32) -> Node {
-        Node {
-            host: "a".into(),
-            address: [10, 0, 0, 1].into(),
-            rekindle: "0.1.0".into(),
-            criu: "4.2".into(),
-            driver: None,
-            size,
-            subnet: "10.213.0.0/16".into(),
-            lease_s: 30,
-            network: "vxlan, UDP port 4789".into(),
-            packet: Some(1450),
-            user: 0,
-        }
+        Node { size, ..any_node() }
     }
 
     #[test]

@@ -131,21 +131,26 @@ fn a_pack_goes_an_hour_after_it_was_found_unneeded() {
     assert!(!of_first("gone"));
 }
 
+/// Four images come, and the last one stays. The listing still shows the pack of the first one, which is removed.
+fn removes_the_first_pack(store: &Lagging, here: &Machine, replica: &Replica) {
+    for number in 1..=2 {
+        here.upload(replica, &here.image(number, &[number])).unwrap();
+    }
+    store.age(LONG_AGO);
+    here.upload(replica, &here.image(3, &[3])).unwrap();
+    retain(replica, 1, here);
+    store.age(LONG_AGO);
+    here.upload(replica, &here.image(4, &[4])).unwrap();
+    store.freeze();
+    retain(replica, 1, here);
+    assert!(!store.names().contains(&format!("packs/{}.pack", pack_of(here, 1))));
+}
+
 #[test]
 fn what_a_listing_shows_of_a_removed_pack_is_not_relied_on() {
     let (store, here) = (Arc::new(Lagging::default()), Machine::new());
     let replica = over(&store);
-    for number in 1..=2 {
-        here.upload(&replica, &here.image(number, &[number])).unwrap();
-    }
-    store.age(LONG_AGO);
-    here.upload(&replica, &here.image(3, &[3])).unwrap();
-    retain(&replica, 1, &here);
-    store.age(LONG_AGO);
-    here.upload(&replica, &here.image(4, &[4])).unwrap();
-    store.freeze();
-    retain(&replica, 1, &here);
-    assert!(!store.names().contains(&format!("packs/{}.pack", pack_of(&here, 1))));
+    removes_the_first_pack(&store, &here, &replica);
     let sent = here.upload(&replica, &here.image(5, &[1, 4])).unwrap();
     assert_eq!((sent.packs, sent.present), (1, 1));
     assert!(Machine::new().fetch(&over(&thawed(&store)), 5).unwrap().is_good());
@@ -193,19 +198,9 @@ fn the_image_that_was_sent_last_is_known_before_a_listing_shows_it() {
 fn a_fetch_does_not_look_for_content_in_a_removed_pack_that_a_listing_shows() {
     let (store, here, other) = (Arc::new(Lagging::default()), Machine::new(), Machine::new());
     let replica = over(&store);
-    // The same chunk is in two packs, of which one is unneeded. It is the newer one, which is looked at first.
+    // The same chunk is in two packs. The newer one, which is looked at first, is not needed by any image.
     other.upload(&replica, &other.image(6, &[1, 8])).unwrap();
     store.age(LONG_AGO);
-    for number in 1..=2 {
-        here.upload(&replica, &here.image(number, &[number])).unwrap();
-    }
-    store.age(LONG_AGO);
-    here.upload(&replica, &here.image(3, &[3])).unwrap();
-    retain(&replica, 1, &here);
-    store.age(LONG_AGO);
-    here.upload(&replica, &here.image(4, &[4])).unwrap();
-    store.freeze();
-    retain(&replica, 1, &here);
-    assert!(!store.names().contains(&format!("packs/{}.pack", pack_of(&here, 1))));
+    removes_the_first_pack(&store, &here, &replica);
     assert!(Machine::new().fetch(&replica, 6).unwrap().is_good());
 }

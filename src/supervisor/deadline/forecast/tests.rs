@@ -59,7 +59,7 @@ fn a_measurement_of_a_machine_that_was_stopped_does_not_count() {
     assert_eq!(known.forecast(BOTH).unwrap().store, seconds(10), "as if it was never measured");
     stored(&mut known, 2, 3);
     assert_eq!(known.forecast(BOTH).unwrap().store, seconds(3));
-    // An earlier run, of which only the journal is known.
+    // Only the journal is left of an earlier run.
     let mut known = Measured::default();
     for (n, took) in [(1, 4), (2, hours), (3, 5)] {
         snapshot(&mut known, n, 1_000_000_000, took);
