@@ -60,7 +60,8 @@ impl Process {
         State::from_raw(value).ok_or(Error::UnknownState { pid: self.pid, value })
     }
 
-    /// The id of the thread that must run during a restore, while the others may be stopped.
+    /// The id of the thread that must run during a restore, while the others may be stopped. Driver 580.159.04 answers the
+    /// id in the PID namespace of the caller, which is not documented.
     ///
     /// # Errors
     /// [`Error::is_not_cuda`] for a process that does not use CUDA.

@@ -106,6 +106,13 @@ pub fn thread_by_inner(pid: i32, inner: i32) -> Option<i32> {
     threads(pid).into_iter().find(|outer| inner_pid(*outer) == Some(inner))
 }
 
+/// The thread of `pid` that has the id `tid` as we see it. If it has none, the one with this id in the innermost namespace of
+/// the process.
+#[must_use]
+pub fn thread_by_outer_or_inner(pid: i32, tid: i32) -> Option<i32> {
+    threads(pid).into_iter().find(|outer| *outer == tid).or_else(|| thread_by_inner(pid, tid))
+}
+
 /// The pid in the innermost namespace of the process.
 #[must_use]
 pub fn inner_pid(pid: i32) -> Option<i32> {
@@ -403,6 +410,8 @@ sys.stdin.read()
         assert_eq!(inner_pid(second), Some(first), "the numbers are the same");
         assert_eq!(thread_by_inner(pid, first), Some(second));
         assert_eq!((thread_by_inner(pid, 1), thread_by_inner(pid, second)), (Some(pid), None));
+        assert_eq!(thread_by_outer_or_inner(pid, first), Some(first), "as we see it");
+        assert_eq!(thread_by_outer_or_inner(pid, 1), Some(pid));
         drop(child.stdin.take());
         child.wait().unwrap();
     }

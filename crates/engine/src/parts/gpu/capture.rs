@@ -650,9 +650,8 @@ fn look_at(pid: i32) -> Result<(Process, [i32; 2]), cuda::Error> {
         state => return Err(cuda::Error::Busy { pid, state }),
     }
     let told = process.restore_thread_id()?;
-    // It is not documented to which namespace the number belongs. The driver asks the process itself.
-    let by_outer = || process::threads(pid).into_iter().find(|outer| *outer == told);
-    let thread = process::thread_by_inner(pid, told).or_else(by_outer);
+    // It is not documented to which namespace the number belongs. Driver 580 answers the caller's.
+    let thread = process::thread_by_outer_or_inner(pid, told);
     let thread = thread.and_then(|thread| Some([thread, process::inner_pid(thread)?]));
     let gone = || cuda::Error::Thread { pid, tid: told, source: std::io::Error::from_raw_os_error(libc::ESRCH) };
     Ok((process, thread.ok_or_else(gone)?))
