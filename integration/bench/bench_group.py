@@ -26,7 +26,7 @@ from pathlib import Path
 
 from supervised import ROOT, Failed, Job, seconds, wait_for
 
-PHASES = ["barrier", "lock", "cable", "checkpoint", "dump", "restore", "settle", "unlock"]
+PHASES = ["barrier", "lock", "cable", "checkpoint", "dump", "restore", "others", "settle", "unlock"]
 # One host looks like several to NCCL, and its ranks use sockets.
 SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 PORT = 23790

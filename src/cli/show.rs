@@ -236,7 +236,7 @@ fn phases(phases: &[Phase], freeze_us: u64, has_cuda: bool) -> Vec<String> {
     // In tenths of a millisecond, as they are shown, so that the lines add up.
     let tenths = |us: u64| us / 100;
     let within = |name: &str| match has_cuda {
-        true => ["lock", "checkpoint", "dump", "restore", "copy", "unlock"].contains(&name),
+        true => ["lock", "checkpoint", "dump", "restore", "copy", "others", "unlock"].contains(&name),
         false => name == "dump",
     };
     let freeze = tenths(freeze_us);

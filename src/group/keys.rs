@@ -6,7 +6,8 @@
 //!   leader          the membership that leads; removed with its lease
 //!   plan            what all members are to do
 //!   images/NUMBER   a group image
-//!   cut/RANK        what NCCL has started there, during a snapshot; removed with its lease
+//!   cut/RANK        during a snapshot: what NCCL has started there, and whether GPU memory is restored; removed with its
+//!                   lease
 //! ```
 //!
 //! Each membership has one lease, and the same number as its lease. A report or a leader without that lease was written
@@ -224,7 +225,7 @@ impl Writer<'_> {
         })
     }
 
-    /// The transaction that tells what NCCL has started here.
+    /// The transaction that tells the other machines how far the snapshot is here.
     pub(super) fn tell(self, bytes: Vec<u8>) -> Txn {
         let key = |key: Key| key.below(self.prefix);
         let told = Op::Put { key: key(Key::Cut(self.rank)), value: bytes, lease: Some(self.lease) };

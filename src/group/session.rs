@@ -428,10 +428,10 @@ impl<T: Fn(CoordinatorEvent) + Clone + Send + 'static> Worker<T> {
                     (self.tell)(CoordinatorEvent::Wrote(answer));
                 }
                 Some(Ask::Tell) => {
-                    // If it fails, the snapshot waits in vain, and is tried again.
+                    // If it fails, the snapshot waits in vain: it is tried again, or goes on without the others.
                     let told = self.board.take().map(|bytes| client.txn(self.writer(&lease).tell(bytes)));
                     if let Some(Err(error)) = told {
-                        tracing::debug!("cannot tell the other machines what NCCL has started: {error}");
+                        tracing::debug!("cannot tell the other machines how far the snapshot is here: {error}");
                     }
                 }
                 Some(ask @ (Ask::Lost(over) | Ask::Begin(over))) if keys::membership(lease.id()) == over => {

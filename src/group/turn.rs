@@ -49,7 +49,7 @@ impl Orders {
     }
 }
 
-/// How the snapshot's thread learns what NCCL has started on the other machines.
+/// How the snapshot's thread learns what NCCL has started on the other machines, and that they have restored.
 pub struct Exchange {
     /// This member.
     pub rank: Rank,
@@ -180,6 +180,11 @@ impl Barrier for Turn {
         self.wait_for(&GroupOrder::Dump)
     }
 
+    fn restored(&self) -> bool {
+        let Exchange { rank, size, board, wake } = &self.exchange;
+        board.restored((self.number, *rank, *size), wake)
+    }
+
     fn dumped(&self, image: ImageId) -> Result<Settled, String> {
         let part = Part { image: image.to_string(), digest: self.part.mark.clone() };
         (self.tell)(Local::Dumped(self.number, part));
@@ -244,6 +249,22 @@ mod tests {
         let (turn, mut orders, _told, _) = self::turn();
         orders.give(GroupOrder::Dump);
         assert!(turn.locked().unwrap_err().contains("Dump"), "an order too early");
+    }
+
+    #[test]
+    fn it_is_told_that_the_memory_is_restored_and_the_others_are_looked_at() {
+        let turn_of = |rank, size, number| {
+            let exchange = Exchange { rank: Rank(rank), size, board: Board::default(), wake: Box::new(|| ()) };
+            Turn::new(Number(number), (Epoch(2), Incarnation(9)), exchange, |_| ()).unwrap().0
+        };
+        let written = |turn: &Turn| serde_json::from_slice(&turn.exchange.board.take().unwrap()).unwrap();
+        let (turn, other, earlier) = (turn_of(0, 2, 3), turn_of(1, 2, 3), turn_of(1, 2, 2));
+        assert!(!turn.restored() && !other.restored() && !earlier.restored());
+        turn.exchange.board.show(&[(Rank(1), written(&earlier))].into());
+        assert!(!turn.restored());
+        turn.exchange.board.show(&[(Rank(1), written(&other))].into());
+        assert!(turn.restored());
+        assert!(turn_of(0, 1, 3).restored());
     }
 
     #[test]

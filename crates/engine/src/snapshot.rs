@@ -12,6 +12,7 @@
 //!  restore     host memory to device memory
 //!  copy        only with gpu.memory = "kept": wait until the memory that stayed on the GPU is copied,
 //!              to the image or to room on the same GPU
+//!  others      only in a group, with CUDA: all members have restored theirs, or 10 s are over
 //!  unlock
 //!  check       every CUDA process is running again                                  ---- freeze ends
 //!  complete    what was copied to room on the GPU goes to the image                  job runs
@@ -20,7 +21,8 @@
 //! ```
 //!
 //! In a group the job runs on after its own dump, and its cable stays out until all members have dumped. So no packet
-//! and no acknowledgement crosses the cut, and nobody waits frozen for a slow member.
+//! and no acknowledgement crosses the cut, and nobody waits frozen for a slow member; but for its GPU memory, for some seconds:
+//! a rank that runs meanwhile waits on its GPU, and the driver may end it.
 //!
 //! The snapshot is taken again if the image has descriptors in flight between processes that could not be restored
 //! correctly (`in_flight`), a process that was killed and whose exit status was not collected (`dead`), one in the

@@ -510,6 +510,13 @@ fn a_machine_tells_what_nccl_has_started_also_after_it_could_not() {
         assert_eq!(tell(2), None);
         std::thread::sleep(Duration::from_millis(50));
     }
+    let told = || String::from_utf8(client.get(&key).unwrap().entries.remove(0).value).unwrap();
+    assert!(told().contains(r#""restored":false"#), "{}", told());
+    while !told().contains(r#""restored":true"#) {
+        assert!(Instant::now() < end, "it tells only {}", told());
+        assert!(!board.restored((Number(2), Rank(0), 2), &wake));
+        std::thread::sleep(Duration::from_millis(50));
+    }
     session.leave(Duration::from_secs(5));
 }
 

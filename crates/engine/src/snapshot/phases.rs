@@ -29,7 +29,7 @@ use rekindle_os::{process, tcp_repair};
 use rekindle_store::manifest::{Kept, Landing, MappedFile, Phase, Recreate, SavedLink, TreeProcess};
 
 /// The phases of the freeze. After the last cancellable one the job is resumed in any case.
-fn steps<'a>() -> [Step<Freeze<'a>, Error>; 9] {
+fn steps<'a>() -> [Step<Freeze<'a>, Error>; 10] {
     [
         Step::new("lock", |f: &mut Freeze<'a>| f.lock()).cancellable().undo(|f| f.gpus.group.undo_lock()),
         Step::new("barrier", |f: &mut Freeze<'a>| f.wait_for_locks()).cancellable().only_if(|f| f.env.is_in_group()),
@@ -43,6 +43,8 @@ fn steps<'a>() -> [Step<Freeze<'a>, Error>; 9] {
         Step::new("dump", |f: &mut Freeze<'a>| f.dump()).undo(|f| f.undo_dump()),
         Step::new("restore", |f: &mut Freeze<'a>| Ok(f.gpus.group.restore()?)),
         Step::new("copy", |f: &mut Freeze<'a>| f.leave_copy()).only_if(|f| f.copying.is_some()),
+        Step::new("others", |f: &mut Freeze<'a>| f.wait_for_restores())
+            .only_if(|f| f.env.is_in_group() && !f.gpus.group.is_empty()),
         Step::new("unlock", |f: &mut Freeze<'a>| Ok(f.gpus.group.unlock()?)),
         Step::new("check", |f: &mut Freeze<'a>| f.check()),
     ]
@@ -196,6 +198,10 @@ impl Freeze<'_> {
     }
 
     fn checkpoint(&mut self) -> Result<(), Error> {
+        // Without CUDA there is nothing to restore, and the others must not wait for the dump.
+        if self.gpus.group.is_empty() {
+            self.tell_restored();
+        }
         self.gpus.group.checkpoint()?;
         let landed = self.ready.armed.landed();
         self.landing = landed.taken;
