@@ -22,13 +22,8 @@ while True:
     time.sleep(0.01)
 "#;
 
-/// A rank that runs waits for the others on the GPU, and the driver ends it after some seconds.
-#[test]
-fn no_rank_runs_before_all_are_restored() {
-    if !gate() {
-        return;
-    }
-    // Both jobs have the same pids, and the stand-in is controlled by pid.
+/// Two machines with a driver each. Both jobs have the same pids, and the stand-in is controlled by pid.
+fn two_machines() -> (Lab, [Standin; 2]) {
     let (mut lab, standins) = (Lab::new(2, 0), [Standin::new(), Standin::new()]);
     for standin in &standins {
         let mut job = Command::new("python3");
@@ -36,15 +31,80 @@ fn no_rank_runs_before_all_are_restored() {
         standin.install(&mut job);
         lab.jobs.push(job);
     }
+    (lab, standins)
+}
+
+fn now() -> Duration {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap()
+}
+
+/// When a job ran, in whole lines.
+fn times(standin: &Standin) -> Vec<Duration> {
+    let text = fs::read_to_string(standin.output()).unwrap_or_default();
+    let whole = text.rfind('\n').map_or("", |end| &text[..end]);
+    whole.lines().filter_map(|line| line.parse().ok().map(Duration::from_secs_f64)).collect()
+}
+
+/// When a job ran again after it had stood, since a time.
+fn ran_again(standin: &Standin, since: Duration) -> Duration {
+    let times = times(standin);
+    let gaps = times.windows(2).filter(|pair| pair[1] > since);
+    gaps.max_by_key(|pair| pair[1] - pair[0]).expect("it runs")[1]
+}
+
+/// A rank that runs waits for the others on the GPU. Where machines share a driver, that does not get on with their restores
+/// meanwhile, and ends the rank after some seconds.
+#[test]
+fn no_rank_runs_while_the_driver_restores_another() {
+    if !gate() {
+        return;
+    }
+    const SLOW: Duration = Duration::from_secs(3);
+    // Later than this, the other one's word was not waited for.
+    const AFTER: Duration = Duration::from_secs(2);
+    let (mut lab, standins) = two_machines();
+    lab.set("snapshot.interval", "\"off\"");
+    lab.run_all();
+    wait_for("both jobs to run", || standins.iter().all(|standin| !times(standin).is_empty()));
+    // With code 0 it only takes its time.
+    standins[1].fault("fail-restore", &format!("0 delay={}", SLOW.as_millis()));
+
+    let began = now();
+    let output = lab.command(0, 0).args(["snapshot", "ring.0"]).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let both_ran = |since| {
+        let ran = |standin| times(standin).last().is_some_and(|last| *last > since + SLOW);
+        wait_for("both jobs to run again", || standins.iter().all(ran));
+        standins.each_ref().map(|standin| ran_again(standin, since))
+    };
+    let [first, slow] = both_ran(began);
+    assert!(slow - began > SLOW, "the snapshot: the second restores in {:?}", slow - began);
+    assert!(first + AFTER > slow && first < slow + AFTER, "the snapshot: {:?}, {:?}", first - began, slow - began);
+
+    lab.said(0, "group image 1 is committed", 1);
+    let victim = lab.machines[1].process_of_job().expect("a process of the job");
+    let killed = now();
+    kill(Pid::from_raw(victim), Signal::SIGKILL).unwrap();
+    let [first, slow] = both_ran(killed);
+    assert!(slow - killed > SLOW, "the restart: the second restores in {:?}", slow - killed);
+    assert!(first + AFTER > slow && first < slow + AFTER, "the restart: {:?}, {:?}", first - killed, slow - killed);
+    for machine in [0, 1] {
+        lab.machines[machine].kill();
+    }
+}
+
+/// A rank that runs waits for the others on the GPU, and the driver ends it after some seconds.
+#[test]
+fn no_rank_runs_before_all_are_restored() {
+    if !gate() {
+        return;
+    }
+    let (mut lab, standins) = two_machines();
     // The second machine is slow.
     lab.set("hooks.before-restore", r#"["sh", "-c", "case $REKINDLE_JOB in *.1) sleep 3;; esac"]"#);
     lab.run_all();
     lab.said(0, "was stored in", 2);
-    let now = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
-    let last = |rank: usize| -> Option<Duration> {
-        let times = fs::read_to_string(standins[rank].output()).ok()?;
-        times.lines().last()?.parse().ok().map(Duration::from_secs_f64)
-    };
+    let last = |rank: usize| times(&standins[rank]).last().copied();
     let victim = lab.machines[1].process_of_job().expect("a process of the job");
     let killed = now();
     kill(Pid::from_raw(victim), Signal::SIGKILL).unwrap();
