@@ -12,6 +12,12 @@
 //! but the image explains it. The death of the job is no evidence against a proven image: the job has lived on from it
 //! before, so something else is wrong.
 //!
+//! A job that hangs does not continue from an image of the hang: those since which it made no progress are passed over,
+//! however long it lived. If it makes no progress after a restore either, twice, that image is marked.
+//!
+//! If four long lives in a row from one image end in the same way, and none took a newer image, that image is passed over
+//! too, without a mark: from an older one the job may get further.
+//!
 //! If several lives in a row end soon and in the same way, and each one takes an image before it ends, the state was
 //! damaged earlier: then the newest proven image is used.
 
@@ -55,8 +61,10 @@ pub(crate) enum Death {
     Excused(Ended),
     /// It could not be resumed after a snapshot, and was killed.
     Lost,
-    /// It must be restarted, however it ended: it hung, or a rule matched.
+    /// It must be restarted, however it ended: a rule matched.
     Judged,
+    /// It was ended because it hung.
+    Hung,
 }
 
 /// Why an image was not restored.
@@ -83,6 +91,8 @@ pub(crate) struct Images {
     pub(crate) proven: BTreeSet<ImageId>,
     /// Whether there are others: marked as bad, or with a manifest that cannot be read.
     pub(crate) others: bool,
+    /// Those since which the job had made no progress when it was ended for a hang. They probably contain the hang.
+    pub(crate) stuck: BTreeSet<ImageId>,
 }
 
 impl Failure {
@@ -119,6 +129,8 @@ pub(crate) struct History {
     suspects: Suspects,
     /// Deaths soon after a start from the beginning, in a row.
     early_cold: u32,
+    /// Lives in a row that hung without any progress since their restore.
+    hangs: u32,
     /// Failures in a row that are not the fault of an image.
     machine: u32,
     /// Since when the store cannot be read, and how often a start failed because of that.
@@ -178,6 +190,8 @@ impl Decision {
 
 /// How often a job may die soon after a start from the beginning.
 pub(crate) const EARLY_DEATHS: u32 = 2;
+/// How often in a row a job may hang after a restore without any progress, if all images that are left are of a hang.
+const HANGS: u32 = 4;
 /// How often a restore is tried again if the machine, not the image, was the cause.
 const MACHINE_FAILURES: u32 = 5;
 /// For so long a job waits for a store that cannot be read: a file server may be restarted meanwhile.
@@ -209,13 +223,22 @@ impl History {
                 Verdict::Retry => {}
             }
         }
-        let newest = images.good.first().copied();
+        for id in &images.stuck {
+            // One that was restored may hang for a reason from outside: it is tried again.
+            self.suspects.contains_hang(*id, from != StartPoint::Image(*id));
+        }
+        let newest = images.good.iter().copied().find(|id| !self.suspects.is_of_hang(*id));
         let before = self.newest;
         if uptime >= policy.healthy_uptime {
-            *self = History::default();
+            // Without a newer image it came no further than the lives before.
+            let suspects = if newest > before { self.suspects.of_hangs() } else { std::mem::take(&mut self.suspects) };
+            *self = History { suspects, hangs: self.hangs, ..History::default() };
         }
         self.newest = before.max(newest);
-        let early = uptime < policy.min_uptime;
+        // The job has not lived on from an image after which it made no progress.
+        let since_stuck = matches!(from, StartPoint::Image(id) if images.stuck.contains(&id));
+        let early = uptime < policy.min_uptime || since_stuck;
+        self.hangs = if since_stuck { self.hangs + 1 } else { 0 };
         if early {
             self.in_a_row = self.in_a_row.max(1);
         } else if newest > before {
@@ -224,7 +247,11 @@ impl History {
         match from {
             StartPoint::Image(id) if early => {
                 self.suspects.was_restored(id);
-                let evidence = if images.proven.contains(&id) { None } else { evidence(death, uptime) };
+                let evidence = match death {
+                    _ if images.proven.contains(&id) => None,
+                    Death::Hung if since_stuck => Some(Evidence::Hung),
+                    death => evidence(death, uptime),
+                };
                 if self.suspects.is_row(evidence.as_ref()) {
                     self.suspects.pass_over_newer_than(images.good.iter().copied(), &images.proven);
                 }
@@ -238,9 +265,13 @@ impl History {
                 self.go_on(id, finding, images, policy, now)
             }
             StartPoint::Image(id) => {
-                self.suspects.clear(id);
                 self.suspects.end_row();
-                self.choose(images, policy, now, None)
+                if newest > before {
+                    self.suspects.clear(id);
+                    return self.choose(images, policy, now, None);
+                }
+                let finding = self.suspects.lived_without_progress(id, evidence(death, uptime));
+                self.go_on(id, finding, images, policy, now)
             }
             StartPoint::Cold => {
                 self.early_cold = if early { self.early_cold + 1 } else { 0 };
@@ -333,9 +364,17 @@ impl History {
             let why = format!("{} restarts within {window} (restart.max-restarts)", self.restarts.len());
             return Decision::GiveUp { why, mark };
         }
+        if self.hangs >= HANGS && self.suspects.only_hangs_are_left(&images.good) {
+            let why = format!(
+                "the job hung after each of {} restores without any progress, and no image from before the hang can be used. \
+                 Find out why it hangs from the stacks in its log folder, or start it from the beginning with --fresh",
+                self.hangs
+            );
+            return Decision::GiveUp { why, mark };
+        }
         if images.good.iter().all(|id| self.suspects.is_passed_over(*id)) {
             // The end of the ladder: images that were skipped without evidence are tried again.
-            self.suspects.forget_passed_over();
+            self.suspects.forget_passed_over(&images.good);
         }
         let image = images.good.iter().find(|id| !self.suspects.is_passed_over(**id));
         let others = images.others || !images.good.is_empty();
@@ -363,14 +402,14 @@ impl History {
     }
 }
 
-/// The evidence against the image from a death soon after a restore.
+/// The evidence against the image from a death after a restore.
 fn evidence(death: Death, uptime: Duration) -> Option<Evidence> {
     // Signals that are usually sent from outside; faults inside a program cause others.
     const FROM_OUTSIDE: [i32; 4] = [libc::SIGKILL, libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
     match death {
         Death::Ended(Ended::Signal(signal)) if FROM_OUTSIDE.contains(&signal) => None,
         Death::Ended(ended) => Some(Evidence::Died { ended: Some(ended), uptime }),
-        Death::Judged => Some(Evidence::Died { ended: None, uptime }),
+        Death::Judged | Death::Hung => Some(Evidence::Died { ended: None, uptime }),
         Death::Excused(_) | Death::Lost => None,
     }
 }

@@ -347,6 +347,7 @@ impl Owner<'_> {
         self.checks.note_proofs(self.setup, self.machine.state(), self.life.ended(), Instant::now());
         self.checks.allow_verifier(self.machine.state(), self.transfers.is_idle());
         self.check_rehearsals();
+        self.store_again();
         self.check_deaths();
         self.check_group();
         self.report_late_end();
@@ -369,6 +370,7 @@ impl Owner<'_> {
             self.reporting.next_wake(now),
             self.transfers.next_wake(now),
             self.threads.next_wake(),
+            self.transfers.retry.at(self.machine.state()),
             self.group.as_ref().and_then(group::Member::deadline),
             self.setup.images.staging.as_ref().map(|_| now + images::LOOK),
         ];
@@ -448,6 +450,10 @@ impl Owner<'_> {
             }
             Action::Announce { from, after } => {
                 self.reporting.published.restarts += 1;
+                if let StartPoint::Image(image) = from {
+                    // A rotation during the pause must not remove it.
+                    self.transfers.goes_to(self.setup.lock.hold(image));
+                }
                 self.tell(What::Restarting { image: events::image_of(from), after_us: times::micros(after) });
                 let after = humantime::format_duration(after);
                 match from {

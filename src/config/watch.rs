@@ -6,6 +6,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use nix::sys::signal::Signal;
+use rekindle_base::cause::Missing;
 use rekindle_base::notice::Cloud;
 use serde::de::IntoDeserializer;
 use serde::{Deserialize, Serialize};
@@ -43,6 +44,18 @@ impl Default for Watch {
             gpu_faults: GpuFaults::default(),
             interruption: Interruption::default(),
         }
+    }
+}
+
+impl Watch {
+    /// The activities whose absence is a hang.
+    pub(crate) fn watched(&self) -> Vec<Missing> {
+        let limits = [
+            (Missing::Output, self.no_output_for),
+            (Missing::Work, self.no_cpu_for),
+            (Missing::Notify, self.no_notify_for),
+        ];
+        limits.into_iter().filter(|(_, patience)| patience.limit().is_some()).map(|(what, _)| what).collect()
     }
 }
 

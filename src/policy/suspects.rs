@@ -16,6 +16,8 @@ pub(super) enum Evidence {
         /// After this time.
         uptime: Duration,
     },
+    /// The job hung after a restore without any progress.
+    Hung,
     /// It was not restored, for this reason.
     Refused(String),
 }
@@ -32,7 +34,8 @@ impl Evidence {
                 ended == other && uptime.abs_diff(*before) <= AT_ONE_MOMENT.max(*uptime.min(before) / 4)
             }
             (Evidence::Refused(why), Evidence::Refused(other)) => why == other,
-            (Evidence::Died { .. }, Evidence::Refused(_)) | (Evidence::Refused(_), Evidence::Died { .. }) => false,
+            (Evidence::Hung, Evidence::Hung) => true,
+            (Evidence::Died { .. } | Evidence::Refused(_) | Evidence::Hung, _) => false,
         }
     }
 
@@ -41,6 +44,10 @@ impl Evidence {
             Evidence::Died { ended, .. } => {
                 let how = ended.map(|ended| format!(" ({ended})")).unwrap_or_default();
                 let detail = format!("the job died twice within restart.min-uptime after a restore from it{how}");
+                Finding::Mark { why: BadWhy::DiesAgain, detail }
+            }
+            Evidence::Hung => {
+                let detail = "the job hung twice after a restore from it, without any progress".to_string();
                 Finding::Mark { why: BadWhy::DiesAgain, detail }
             }
             Evidence::Refused(why) => Finding::Mark { why: BadWhy::DoesNotRestore, detail: why.clone() },
@@ -74,6 +81,19 @@ struct Suspect {
     /// Evidence of the last failure.
     evidence: Option<Evidence>,
     passed: Passed,
+    /// It was taken while the job hung, or the job hung since it was restored from it.
+    of_hang: bool,
+    /// The last end of a long life from it that took no newer image, and the number of similar ones in a row.
+    late: Option<(Evidence, u32)>,
+}
+
+impl Suspect {
+    /// Skips it for now, unless it is skipped for longer.
+    fn skip(&mut self) {
+        if self.passed == Passed::No {
+            self.passed = Passed::ForNow;
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -82,6 +102,8 @@ enum Passed {
     No,
     /// Until all others were tried.
     ForNow,
+    /// It probably contains a hang: until all others were tried, also those passed over for now.
+    Hang,
     /// For this run.
     ForGood,
 }
@@ -105,20 +127,30 @@ impl Suspects {
         let before = std::mem::replace(&mut suspect.evidence, evidence);
         match &suspect.evidence {
             Some(now) if before.is_some_and(|before| now.is_like(&before)) => {
-                suspect.passed = Passed::ForNow;
-                now.mark()
+                let mark = now.mark();
+                suspect.skip();
+                mark
             }
             _ if suspect.failures < TRIES => Finding::TryAgain,
             _ => {
-                suspect.passed = Passed::ForNow;
+                suspect.skip();
                 Finding::PassOver
             }
         }
     }
 
+    /// The job made no progress since this image. If `skipped`, it is skipped until nothing else is left.
+    pub(super) fn contains_hang(&mut self, id: ImageId, skipped: bool) {
+        let suspect = self.images.entry(id).or_default();
+        suspect.of_hang = true;
+        if skipped && suspect.passed != Passed::ForGood {
+            suspect.passed = Passed::Hang;
+        }
+    }
+
     /// Skips the image for now.
     pub(super) fn pass_over(&mut self, id: ImageId) -> Finding {
-        self.images.entry(id).or_default().passed = Passed::ForNow;
+        self.images.entry(id).or_default().skip();
         Finding::PassOver
     }
 
@@ -159,22 +191,68 @@ impl Suspects {
 
     /// It was restored on request although it was skipped: earlier failures to restore it no longer count.
     pub(super) fn was_restored(&mut self, id: ImageId) {
-        if let Some(suspect) = self.images.get_mut(&id) {
+        if let Some(suspect) = self.images.get_mut(&id).filter(|suspect| suspect.passed != Passed::Hang) {
             suspect.passed = Passed::No;
         }
     }
 
-    /// The job has lived on from it.
+    /// Only what is known about hangs in images: that does not pass with time.
+    pub(super) fn of_hangs(&self) -> Suspects {
+        let hangs = self.images.iter().filter(|(_, suspect)| suspect.of_hang);
+        let suspect = |(id, known): (&ImageId, &Suspect)| {
+            let passed = if known.passed == Passed::Hang { Passed::Hang } else { Passed::No };
+            (*id, Suspect { of_hang: true, passed, ..Suspect::default() })
+        };
+        Suspects { images: hangs.map(suspect).collect(), row: None }
+    }
+
+    /// A long life from it ended, and had taken no newer image. If such lives end in the same way again and again, the
+    /// job cannot get further from here, whatever the reason: then an older image is used.
+    pub(super) fn lived_without_progress(&mut self, id: ImageId, end: Option<Evidence>) -> Finding {
+        let before = self.images.remove(&id).and_then(|suspect| suspect.late);
+        // An end with a cause from outside.
+        let Some(end) = end else { return Finding::TryAgain };
+        let count = before.filter(|(before, _)| end.is_like(before)).map_or(0, |(_, count)| count) + 1;
+        let suspect = self.images.entry(id).or_default();
+        if count >= TRIES {
+            suspect.skip();
+            return Finding::PassOver;
+        }
+        suspect.late = Some((end, count));
+        Finding::TryAgain
+    }
+
+    /// The job has lived on from it, and has taken a newer image.
     pub(super) fn clear(&mut self, id: ImageId) {
         self.images.remove(&id);
+    }
+
+    pub(super) fn is_of_hang(&self, id: ImageId) -> bool {
+        self.images.get(&id).is_some_and(|suspect| suspect.of_hang)
+    }
+
+    /// Whether there are images of hangs among these, and no others that can be used in this run.
+    pub(super) fn only_hangs_are_left(&self, good: &[ImageId]) -> bool {
+        let is_out = |id: &ImageId| self.images.get(id).is_some_and(|suspect| suspect.passed == Passed::ForGood);
+        let mut left = good.iter().filter(|id| !is_out(id)).peekable();
+        left.peek().is_some() && left.all(|id| self.is_of_hang(*id))
     }
 
     pub(super) fn is_passed_over(&self, id: ImageId) -> bool {
         self.images.get(&id).is_some_and(|suspect| suspect.passed != Passed::No)
     }
 
-    /// Starts again with all images that are not skipped for the whole run.
-    pub(super) fn forget_passed_over(&mut self) {
+    /// All of these are skipped: starts again with those that are not skipped for the whole run. Those that probably
+    /// contain a hang are left out if there is another one.
+    pub(super) fn forget_passed_over(&mut self, good: &[ImageId]) {
+        let of_hangs = self.of_hangs();
         self.images.retain(|_, suspect| suspect.passed == Passed::ForGood);
+        for (id, suspect) in of_hangs.images {
+            self.images.entry(id).or_insert(suspect);
+        }
+        if good.iter().all(|id| self.is_passed_over(*id)) {
+            let hangs = self.images.values_mut().filter(|suspect| suspect.passed == Passed::Hang);
+            hangs.for_each(|suspect| suspect.passed = Passed::No);
+        }
     }
 }

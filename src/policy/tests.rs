@@ -129,6 +129,94 @@ fn healthy_uptime_forgives() {
     }
 }
 
+#[test]
+fn a_hang_is_not_restored_from_an_image_of_it() {
+    let (mut history, p, now) = (History::default(), policy(), Instant::now());
+    let hangs = |history: &mut History, from, uptime, good: &[u32], stuck: &[u32]| {
+        let stuck = stuck.iter().map(|n| id(*n)).collect();
+        let images = Images { stuck, ..Images::good(good.iter().map(|n| id(*n))) };
+        let decision = history.after_death(Death::Hung, from, uptime, &images, &p, now);
+        (self::from(&decision), decision.mark().map(|mark| mark.image))
+    };
+    let image = |n| StartPoint::Image(id(n));
+    // However long it lived.
+    let healthy = p.healthy_uptime * 3;
+    assert_eq!(hangs(&mut history, StartPoint::Cold, healthy, &[3, 2, 1], &[3, 2]), (image(1), None));
+    assert_eq!(hangs(&mut history, image(1), healthy, &[3, 2, 1], &[]), (image(1), None), "it made progress");
+    // It takes a new image, and hangs again: then that is the newest, and older ones of the first hang stay out.
+    assert_eq!(hangs(&mut history, image(1), healthy, &[5, 4, 3, 2, 1], &[5]), (image(4), None));
+    let gone = Failure::FilesGone("/data".into());
+    let images = Images::good([5, 3, 2, 1].map(id));
+    assert_eq!(from(&history.after_image_failure(id(4), &gone, &images, &p, now)), image(1));
+    // Without any progress after its restore, the second time it is marked, and only images of a hang are left.
+    assert_eq!(hangs(&mut history, image(1), healthy, &[3, 2, 1], &[1]), (image(1), None));
+    assert_eq!(hangs(&mut history, image(1), healthy, &[3, 2, 1], &[1]), (image(3), Some(id(1))));
+}
+
+#[test]
+fn a_job_that_has_only_images_of_its_hang_is_given_up() {
+    let (mut history, p, now) = (History::default(), policy(), Instant::now());
+    // It hung before its first image, and each life takes more of them.
+    let (mut from, mut good, mut lives) = (StartPoint::Cold, vec![id(1)], 0);
+    loop {
+        let images = Images { stuck: good.iter().copied().collect(), ..Images::good(good.iter().rev().copied()) };
+        let decision = history.after_death(Death::Hung, from, p.healthy_uptime, &images, &p, now);
+        good.retain(|image| decision.mark().is_none_or(|mark| mark.image != *image));
+        good.push(id(lives + 2));
+        match decision {
+            Decision::Again { from: next, .. } => (from, lives) = (next, lives + 1),
+            Decision::GiveUp { why, .. } => {
+                assert!(why.contains("4 restores") && why.contains("--fresh"), "{why}");
+                break;
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!(lives, 4);
+}
+
+#[test]
+fn a_proven_image_is_not_marked_for_hangs_but_passed_over() {
+    let (mut history, p, now) = (History::default(), policy(), Instant::now());
+    let (stuck, proven) = (BTreeSet::from([id(2)]), BTreeSet::from([id(1), id(2)]));
+    let images = Images { stuck, proven, ..Images::good([id(2), id(1)]) };
+    let mut hangs = || history.after_death(Death::Hung, StartPoint::Image(id(2)), p.healthy_uptime, &images, &p, now);
+    let seen: Vec<(StartPoint, bool)> = (0..4).map(|_| hangs()).map(|it| (from(&it), it.mark().is_some())).collect();
+    let (again, older) = ((StartPoint::Image(id(2)), false), (StartPoint::Image(id(1)), false));
+    assert_eq!(seen, [again, again, again, older]);
+}
+
+#[test]
+fn a_job_that_comes_no_further_from_an_image_goes_back_to_an_older_one() {
+    let (p, now) = (Restart { max_restarts: 100, ..policy() }, Instant::now());
+    for uptime in [LATER, p.healthy_uptime * 2] {
+        let mut history = History::default();
+        let mut dies = |image, death, uptime, images: &[u32]| {
+            let images = Images::good(images.iter().map(|n| id(*n)));
+            let decision = history.after_death(death, StartPoint::Image(id(image)), uptime, &images, &p, now);
+            assert_eq!(decision.mark(), None, "it may be something else");
+            from(&decision)
+        };
+        let image = |n| StartPoint::Image(id(n));
+        // It takes an image in each life.
+        for n in 1..6 {
+            assert_eq!(dies(n, CRASH, uptime, &[n + 1, n]), image(n + 1));
+        }
+        // Then it takes none any more, and dies at the same moment each time.
+        for _ in 0..3 {
+            assert_eq!(dies(6, CRASH, uptime, &[6, 5]), image(6));
+        }
+        assert_eq!(dies(6, CRASH, uptime + SOON, &[6, 5]), image(5));
+        // From there it comes further.
+        assert_eq!(dies(5, CRASH, uptime, &[7, 6, 5]), image(7));
+        // Ends from outside, and ends at other moments, say nothing about the image.
+        for n in 0..8 {
+            assert_eq!(dies(7, KILLED, uptime, &[7, 6, 5]), image(7));
+            assert_eq!(dies(7, CRASH, uptime * (1 + n % 2), &[7, 6, 5]), image(7));
+        }
+    }
+}
+
 fn wait(decision: &Decision) -> Duration {
     match decision {
         Decision::Again { after, .. } => *after,

@@ -21,7 +21,7 @@ pub(super) struct Checks {
 impl Checks {
     pub(super) fn new(setup: &Setup) -> Checks {
         let rehearsals = Rehearsals::new(setup.config.snapshot.rehearse.limit());
-        Checks { proofs: Proofs::default(), rehearsals, verifier: None }
+        Checks { proofs: Proofs::new(setup.config.watch.watched()), rehearsals, verifier: None }
     }
 
     /// Starts the search of the store.
@@ -65,7 +65,7 @@ mod tests {
     fn a_proof_that_falls_due_while_the_job_ends_is_not_waited_for() {
         let (now, min) = (Instant::now(), Duration::from_secs(30));
         let mut checks = Checks { proofs: Proofs::default(), rehearsals: Rehearsals::new(None), verifier: None };
-        checks.proofs.wait_for(ImageId::new(1, chrono::DateTime::UNIX_EPOCH), now);
+        checks.proofs.wait_for(ImageId::new(1, chrono::DateTime::UNIX_EPOCH), 0, now);
         let life = Life { from: StartPoint::Cold, since: now, next: None, failures: 0, missed: 0 };
         let ending = State::Ending { stop: Ending::Stop(Stop::Requeue), deadline: None, life: life.clone() };
         let running = State::Running(life);

@@ -129,7 +129,7 @@ impl Owner<'_> {
                 self.reporting.published.taken(&taken);
                 self.reporting.tally.snapshot_taken(taken.freeze);
                 self.deaths_image(&taken);
-                self.checks.proofs.expect(taken.image.id, self.setup, Instant::now());
+                self.checks.proofs.expect(taken.image.id, self.watch.starts, self.setup, Instant::now());
                 self.tell_snapshot(&taken);
                 self.answer_taken(&taken);
                 self.clients.job_api.snapshot_ends(None);
@@ -233,6 +233,13 @@ impl Owner<'_> {
         }
     }
 
+    /// Tries again to store an image, if that is due. Nothing else may come that would: a suspended job takes no snapshot.
+    pub(super) fn store_again(&mut self) {
+        if self.transfers.retry.takes(self.machine.state(), Instant::now()) {
+            self.persist_newest();
+        }
+    }
+
     /// Packs the newest image if it is plain files. Not while a restart may read those: they are removed when it is
     /// packed.
     pub(super) fn pack_newest(&mut self) {
@@ -302,6 +309,12 @@ impl Owner<'_> {
         let stored = outcome.result.is_ok();
         let image = outcome.image;
         let called_off = matches!(outcome.result, Err(PersistError::Persist(persist::Error::Cancelled)));
+        if !called_off {
+            match stored {
+                true => self.transfers.retry.succeeded(),
+                false => self.transfers.retry.failed(&self.setup.config.snapshot, Instant::now()),
+            }
+        }
         match outcome.result {
             Ok(image) => {
                 let again = self.reporting.remarks.repeats.succeeded("store");

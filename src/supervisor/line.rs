@@ -106,7 +106,7 @@ impl Line {
         proven: BTreeSet<ImageId>,
     ) -> Images {
         let others = copies.clone().into_iter().any(|copy| !copy.good && self.may_have(&copy));
-        Images { good: self.good(copies), proven, others }
+        Images { good: self.good(copies), proven, others, ..Images::default() }
     }
 
     /// Whether a new run removes the mark of this copy. The cause may be gone: another CRIU, another driver, a port

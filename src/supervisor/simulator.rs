@@ -127,7 +127,12 @@ fn prepare(world: &mut World, interval: Duration) -> std::time::Instant {
     world.ground.memory = random.pick(&faults::MEMORY);
     world.ground.disk.total = IMAGE * (4 + random.below(12));
     world.ground.has_replica = random.chance(30);
-    world.fate.watch = random.chance(50).then(|| random.millis(5_000, 60_000));
+    world.fate.watch = match random.below(10) {
+        0..3 => Some(random.millis(5_000, 60_000)),
+        // Longer than a life must be to count as healthy.
+        3..5 => Some(random.millis(300_000, 720_000)),
+        _ => None,
+    };
     world.oracle.unrestorable = if random.chance(25) { 30 } else { 0 };
     let length = interval * u32::try_from(2 + random.below(10)).unwrap_or(2);
     world.fate.total = random.chance(10).then(|| random.time(interval, length * 2));

@@ -128,7 +128,7 @@ impl Owner<'_> {
         }
         self.checks.proofs.end_of_life();
         if let State::Starting { from: StartPoint::Image(image), .. } = self.machine.state() {
-            self.checks.proofs.expect(*image, self.setup, Instant::now());
+            self.checks.proofs.expect(*image, self.watch.starts, self.setup, Instant::now());
         }
         // Only now: rotation keeps the image because it is the first one to be proven, and the base of the line.
         self.transfers.arrived();

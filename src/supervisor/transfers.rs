@@ -10,6 +10,8 @@ use std::time::{Duration, Instant};
 
 use super::destination::Destination;
 use super::replicate::Replication;
+use super::state::State;
+use crate::config::Snapshot;
 use crate::policy::StartPoint;
 use crate::published::{Persisting, Published};
 use rekindle_store::persist::Progress;
@@ -58,10 +60,53 @@ pub(super) struct Store {
     pub(super) files_go: Arc<Mutex<()>>,
 }
 
+/// An image that could not be stored is tried again: no other snapshot may come.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct StoreRetry {
+    /// Number of failures in a row.
+    failures: u32,
+    /// When it is tried again.
+    at: Option<Instant>,
+}
+
+impl StoreRetry {
+    /// An attempt begins.
+    pub(super) fn begins(&mut self) {
+        self.at = None;
+    }
+
+    /// It failed.
+    pub(super) fn failed(&mut self, config: &Snapshot, now: Instant) {
+        let factor = 1u32.checked_shl(self.failures).unwrap_or(u32::MAX);
+        self.failures = self.failures.saturating_add(1);
+        self.at = Some(now + config.retry_after.saturating_mul(factor).min(config.retry_max));
+    }
+
+    pub(super) fn succeeded(&mut self) {
+        *self = StoreRetry::default();
+    }
+
+    /// When the next attempt begins, if the job is in this state.
+    pub(super) fn at(&self, state: &State) -> Option<Instant> {
+        // In others an image is being taken or read, or the next step stores it anyway.
+        self.at.filter(|_| matches!(state, State::Running(_) | State::Suspended { .. } | State::Waiting { .. }))
+    }
+
+    /// Whether to try now; then that is the attempt.
+    pub(super) fn takes(&mut self, state: &State, now: Instant) -> bool {
+        let due = self.at(state).is_some_and(|at| at <= now);
+        if due {
+            self.at = None;
+        }
+        due
+    }
+}
+
 /// All transfers in progress. `I` is another type in tests only.
 #[derive(Debug)]
 pub(super) struct Transfers<I = Image> {
     persist: Option<Persist>,
+    pub(super) retry: StoreRetry,
     /// The image that the start in progress reads.
     restoring: Option<Moving>,
     /// Protects the image that the job goes back to, from the request until the job runs.
@@ -74,7 +119,8 @@ pub(super) struct Transfers<I = Image> {
 impl<I> Default for Transfers<I> {
     fn default() -> Transfers<I> {
         let (files_go, replication) = (Arc::default(), Replication::default());
-        Transfers { persist: None, restoring: None, goal: None, files_go, replication }
+        let retry = StoreRetry::default();
+        Transfers { persist: None, retry, restoring: None, goal: None, files_go, replication }
     }
 }
 
@@ -86,6 +132,7 @@ impl<I> Transfers<I> {
         let (progress, cancel) = (Arc::<Progress>::default(), Arc::<AtomicBool>::default());
         let moving = Moving { image, progress: Arc::clone(&progress) };
         self.persist = Some(Persist { moving, cancel: Arc::clone(&cancel), source, since: Instant::now() });
+        self.retry.begins();
         Store { progress, cancel, files_go: self.files_go() }
     }
 
@@ -191,6 +238,31 @@ impl<I> Transfers<I> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_image_that_could_not_be_stored_is_tried_again_with_growing_pauses() {
+        let (config, now) = (crate::config::Config::default().snapshot, Instant::now());
+        let (from, until) = (StartPoint::Cold, now);
+        let suspended = State::Suspended { from };
+        let mut retry = StoreRetry::default();
+        assert_eq!(retry.at(&suspended), None);
+        let pauses: Vec<Duration> = (0..9)
+            .map(|_| {
+                retry.failed(&config, now);
+                retry.at(&suspended).unwrap() - now
+            })
+            .collect();
+        let (after, max) = (config.retry_after, config.retry_max);
+        assert_eq!((&pauses[..3], pauses[8]), (&[after, after * 2, after * 4][..], max));
+        assert_eq!(retry.at(&State::Starting { from, then: None }), None, "an image is being read");
+        assert!(!retry.takes(&suspended, now + max - Duration::from_secs(1)));
+        assert!(retry.takes(&State::Waiting { from, until }, now + max));
+        assert!(!retry.takes(&suspended, now + max), "once");
+        retry.failed(&config, now);
+        retry.succeeded();
+        retry.failed(&config, now);
+        assert_eq!(retry.at(&suspended), Some(now + after));
+    }
 
     fn id(n: u32) -> ImageId {
         ImageId::new(n, chrono::DateTime::UNIX_EPOCH)

@@ -1,6 +1,6 @@
 //! The health of the running job, the causes of ends, and what the rules decide about both.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -17,6 +17,7 @@ use super::times::{micros, shown};
 use super::work::Work;
 use super::{Message, Owner};
 use crate::config::{GpuFaults, HangAction, Rule, RuleAction};
+use crate::policy::StartPoint;
 use crate::policy::rules::{self, Case};
 use crate::published::LastEnd;
 use crate::telemetry::events::What;
@@ -30,6 +31,7 @@ use rekindle_base::chain;
 use rekindle_base::xid;
 use rekindle_engine::launch::Job;
 use rekindle_os::spawn::Ended;
+use rekindle_store::ImageId;
 
 /// What is known about the job's health.
 #[derive(Debug, Default)]
@@ -43,6 +45,8 @@ pub(super) struct Watch {
     /// The thread that watches for hangs, and whether its clocks count.
     detector: Option<mpsc::Sender<Order>>,
     going: bool,
+    /// How often the clocks were started.
+    pub(super) starts: u64,
     output: Output,
     /// Deaths of single processes of the job.
     pub(super) deaths: ProcessDeaths,
@@ -52,6 +56,8 @@ pub(super) struct Watch {
     pub(super) work: Work,
     /// How often each rule has rewound the job, by its number from 0.
     rewinds: BTreeMap<usize, u32>,
+    /// While a hang is handled: the images since which the job has made no progress.
+    stuck: BTreeSet<ImageId>,
 }
 
 /// Which part of the output files belongs to the present life.
@@ -61,6 +67,28 @@ struct Output {
     turn: Turn,
     /// Length of the files when the previous life had ended.
     from: [u64; 2],
+}
+
+/// What follows from a hang, if this is to be done. The job has made no progress since the images `stuck` were taken or
+/// restored.
+fn of_a_hang(verdict: Verdict, restored: Option<StartPoint>, stuck: BTreeSet<ImageId>) -> Verdict {
+    let since_its_restore = matches!(restored, Some(StartPoint::Image(image)) if stuck.contains(&image));
+    match verdict {
+        Verdict::Restart => Verdict::Hung(stuck),
+        // Another final image would hang like this one, and so would every further run.
+        Verdict::Stop if since_its_restore => {
+            tracing::warn!("no final snapshot is taken: the job has made no progress since it was restored");
+            Verdict::Hung(stuck)
+        }
+        other => other,
+    }
+}
+
+/// The Nth newest of these images, from before a hang; 1 is the newest. If there are fewer, the oldest one.
+fn target(good: &[ImageId], stuck: &BTreeSet<ImageId>, n: usize) -> Option<ImageId> {
+    let before: Vec<ImageId> = good.iter().copied().filter(|image| !stuck.contains(image)).collect();
+    let of = if before.is_empty() { good } else { &before };
+    of.get(n.saturating_sub(1)).or_else(|| of.last()).copied()
 }
 
 /// The result of a rule.
@@ -106,7 +134,8 @@ impl Watch {
     fn follow(&mut self, goes: bool) -> Option<Verdict> {
         if goes != self.going {
             self.going = goes;
-            self.order(if goes { Order::Go } else { Order::Hold });
+            self.starts += u64::from(goes);
+            self.order(if goes { Order::Go(self.starts) } else { Order::Hold });
         }
         self.pending.take_if(|_| goes)
     }
@@ -288,6 +317,7 @@ impl Owner<'_> {
 
     fn noticed(&mut self, finding: hang_detector::Finding) {
         match finding {
+            hang_detector::Finding::Moves(start, what) => self.checks.proofs.moves(start, what),
             hang_detector::Finding::Silent(idle) => tracing::warn!("the job has printed nothing for {}", shown(idle)),
             hang_detector::Finding::GoesOn(what) => {
                 tracing::info!("the job is making progress again (was: {what})");
@@ -306,6 +336,7 @@ impl Owner<'_> {
     fn hung(&mut self, what: Missing, idle: Duration, stacks: Option<String>) {
         let cause = Cause::Hang { what };
         let words = format!("{what} for {}", shown(idle));
+        self.watch.stuck = self.checks.proofs.since_last(what);
         let setup = Arc::clone(self.setup);
         let (action, verdict) = match (self.ruled_for(&cause, &words), setup.config.watch.action) {
             (Some((action, verdict)), _) => (action, Some(verdict)),
@@ -313,10 +344,26 @@ impl Owner<'_> {
             (None, HangAction::Restart) => ("restart".into(), Some(Verdict::Restart)),
             (None, HangAction::SnapshotAndStop) => ("snapshot-and-stop".into(), Some(Verdict::Stop)),
         };
+        let stuck = std::mem::take(&mut self.watch.stuck);
+        let restored = self.machine.state().life().map(|life| life.from);
+        let verdict = verdict.map(|verdict| of_a_hang(verdict, restored, stuck));
+        let verdict = match verdict {
+            Some(Verdict::Hung(stuck)) if self.is_in_group() => Some(self.back_before(&stuck)),
+            other => other,
+        };
         let at = stacks.as_ref().map_or_else(String::new, |name| format!("; stacks are in log/{name}"));
         tracing::error!("the job hangs: {words} ({action}){at}");
         self.reporting.published.hang = Some(words);
         self.tell(What::Hung { what, idle_us: micros(idle), stacks, action });
+        if let Some(Verdict::Hung(images)) = verdict.as_ref().filter(|_| !self.is_in_group()) {
+            let names: Vec<String> = images.iter().map(ToString::to_string).collect();
+            if !names.is_empty() {
+                tracing::warn!(
+                    "the job has made no progress since these images: {}. Older ones come first",
+                    names.join(", ")
+                );
+            }
+        }
         match verdict {
             Some(verdict) => self.carry(cause, verdict),
             None => self.publish(),
@@ -404,14 +451,15 @@ impl Owner<'_> {
         }
     }
 
-    /// Rewinds to the Nth newest image; 1 is the newest. Newer images then belong to an abandoned line.
+    /// Rewinds to the Nth newest image; 1 is the newest. Images of a hang do not count. Newer images then belong to an
+    /// abandoned line.
     fn back_by(&mut self, images: usize) -> Verdict {
         let of_group = self.group.as_ref().map(|member| Ok(member.usable()));
         let good = of_group.unwrap_or_else(|| self.good_images()).unwrap_or_else(|error| {
             tracing::error!("cannot read the images: {}", chain(&error));
             Vec::new()
         });
-        let Some(image) = good.get(images.saturating_sub(1)).or_else(|| good.last()).copied() else {
+        let Some(image) = target(&good, &self.watch.stuck, images) else {
             tracing::warn!("there is no image to rewind to");
             return Verdict::Restart;
         };
@@ -420,6 +468,18 @@ impl Owner<'_> {
         }
         tracing::warn!("rewinding to image {image}");
         Verdict::Rewind(image)
+    }
+
+    /// What a member of a group asks for when its job hangs: the group would use its newest image.
+    fn back_before(&self, stuck: &BTreeSet<ImageId>) -> Verdict {
+        let usable = self.group.as_ref().map(|member| member.usable()).unwrap_or_default();
+        match target(&usable, stuck, 1).filter(|image| usable.first() != Some(image)) {
+            Some(image) => {
+                tracing::warn!("asking the group to go back to image {image}: newer ones are of the hang");
+                Verdict::Rewind(image)
+            }
+            None => Verdict::Restart,
+        }
     }
 
     /// Ends the running job, for this cause.
@@ -464,9 +524,7 @@ impl Owner<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::StartPoint;
     use crate::supervisor::state::Life;
-    use rekindle_store::ImageId;
 
     fn life(now: Instant) -> Life {
         Life { from: StartPoint::Cold, since: now, next: None, failures: 0, missed: 0 }
@@ -522,6 +580,25 @@ mod tests {
         assert_eq!(why(Ending::Rewind(image), Ended::Signal(9)), Cause::Rewound);
         assert_eq!(why(Ending::Stop(Stop::Requeue), Ended::Signal(9)), Cause::Requested);
         assert_eq!(why(Ending::Stop(Stop::Requeue), Ended::Exit(0)), Cause::Completed);
+    }
+
+    #[test]
+    fn a_hang_is_not_restored_from_an_image_of_it() {
+        let image = |n| ImageId::new(n, chrono::DateTime::UNIX_EPOCH);
+        let stuck = || BTreeSet::from([image(4), image(5)]);
+        let from = |n| Some(StartPoint::Image(image(n)));
+        assert_eq!(of_a_hang(Verdict::Restart, from(3), stuck()), Verdict::Hung(stuck()));
+        assert_eq!(of_a_hang(Verdict::Stop, from(3), stuck()), Verdict::Stop);
+        assert_eq!(of_a_hang(Verdict::Stop, Some(StartPoint::Cold), stuck()), Verdict::Stop);
+        assert_eq!(of_a_hang(Verdict::Stop, from(4), stuck()), Verdict::Hung(stuck()), "or every run stops so");
+        // A rule that rewinds, and a group.
+        let good = [5, 4, 3, 2].map(image);
+        assert_eq!(target(&good, &stuck(), 1), Some(image(3)));
+        assert_eq!(target(&good, &stuck(), 2), Some(image(2)));
+        assert_eq!(target(&good, &stuck(), 9), Some(image(2)));
+        assert_eq!(target(&good, &BTreeSet::new(), 1), Some(image(5)));
+        assert_eq!(target(&good[..2], &stuck(), 1), Some(image(5)), "there is no other");
+        assert_eq!(target(&[], &stuck(), 1), None);
     }
 
     #[test]

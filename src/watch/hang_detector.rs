@@ -28,8 +28,8 @@ const SLEPT: Duration = Duration::from_secs(2);
 pub(crate) enum Order {
     /// A new life, with this number and this pid of its root. Its clocks are stopped until they are started.
     Life(u32, i32),
-    /// Start the clocks.
-    Go,
+    /// Start the clocks. The number is reported with the progress since then ([`Finding::Moves`]).
+    Go(u64),
     /// Stop the clocks.
     Hold,
     /// This hang could not be acted on when it was reported: report it again if it lasts.
@@ -52,6 +52,8 @@ pub(crate) enum Finding {
     },
     /// The missing activity has returned.
     GoesOn(Missing),
+    /// This activity was seen for the first time since the clocks were started with this number.
+    Moves(u64, Missing),
 }
 
 /// The detector and what it watches.
@@ -71,6 +73,8 @@ pub(crate) struct HangDetector {
     root: Option<i32>,
     seen: Seen,
     gpu: GpuWork,
+    /// The number of the last start of the clocks, and the activities not seen since.
+    unseen: (u64, Vec<Missing>),
 }
 
 /// The values at the last check.
@@ -105,8 +109,8 @@ impl HangDetector {
         let pause = (shortest / 10).clamp(Duration::from_millis(20), longest);
         let files = [files.stdout.clone(), files.stderr.clone()];
         let (seen, gpu) = (Seen::default(), GpuWork::default());
-        let going = false;
-        Some(HangDetector { clocks, silence, files, beats, logs, pause, going, life: 0, root: None, seen, gpu })
+        let (going, unseen) = (false, (0, Vec::new()));
+        Some(HangDetector { clocks, silence, files, beats, logs, pause, going, life: 0, root: None, seen, gpu, unseen })
     }
 
     /// Runs until the sender of orders is gone.
@@ -145,17 +149,28 @@ impl HangDetector {
         match order {
             Order::Life(life, root) => {
                 (self.life, self.root, self.going) = (life, Some(root), false);
+                self.unseen.1.clear();
                 self.clocks().for_each(Clock::reset);
                 self.gpu.forget();
                 self.rebase(now);
             }
-            Order::Go => {
+            Order::Go(number) => {
                 self.going = true;
+                // The job may have printed this before the snapshot: it is progress, but not since then.
                 self.look_at_output(now, report);
                 self.rebase(now);
+                if self.watches(Missing::Work) {
+                    // Earlier samples are of the time before.
+                    let _ = self.root.is_some_and(|root| self.gpu.is_working(root));
+                }
                 self.clocks().for_each(|clock| clock.go(now));
+                self.unseen = (number, self.clocks.iter().map(|(what, _)| *what).collect());
             }
             Order::Hold => {
+                // CRIU's work in the job may have begun, but it does not print.
+                self.look_at_output(now, report);
+                self.look_at_beats(now, report);
+                self.unseen.1.clear();
                 self.going = false;
                 self.clocks().for_each(|clock| clock.hold(now));
             }
@@ -192,6 +207,10 @@ impl HangDetector {
 
     fn progress(&mut self, wanted: Missing, now: Instant, report: &impl Fn(u32, Finding)) {
         let life = self.life;
+        if let Some(at) = self.unseen.1.iter().position(|what| *what == wanted) {
+            self.unseen.1.swap_remove(at);
+            report(life, Finding::Moves(self.unseen.0, wanted));
+        }
         for (what, clock) in self.clocks.iter_mut().filter(|(what, _)| *what == wanted) {
             if clock.progress(now) {
                 report(life, Finding::GoesOn(*what));
@@ -277,10 +296,11 @@ mod tests {
         let (start, found) = (Instant::now(), RefCell::new(Vec::new()));
         let report = |life, finding| match finding {
             Finding::Hung { what, idle, .. } => found.borrow_mut().push((life, what, idle)),
+            Finding::Moves(..) => {}
             other => panic!("{other:?}"),
         };
         detector.obey(Order::Life(1, i32::MAX), start, &report);
-        detector.obey(Order::Go, start, &report);
+        detector.obey(Order::Go(1), start, &report);
         detector.look(start + 10 * SECOND, &report);
         detector.look(start + 11 * SECOND, &report);
         assert_eq!(found.take(), [(1, Missing::Output, 10 * SECOND)], "once");
@@ -288,7 +308,7 @@ mod tests {
         detector.obey(Order::Hold, start + 11 * SECOND, &report);
         detector.obey(Order::Unheard(Missing::Output), start + 12 * SECOND, &report);
         assert!(found.borrow().is_empty());
-        detector.obey(Order::Go, start + 60 * SECOND, &report);
+        detector.obey(Order::Go(1), start + 60 * SECOND, &report);
         detector.look(start + 61 * SECOND, &report);
         detector.look(start + 62 * SECOND, &report);
         assert_eq!(found.take(), [(1, Missing::Output, 12 * SECOND)]);
@@ -300,6 +320,36 @@ mod tests {
     }
 
     #[test]
+    fn progress_after_a_snapshot_is_told_from_progress_before_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut detector = detector(dir.path());
+        let (start, found) = (Instant::now(), RefCell::new(Vec::new()));
+        let report = |_, finding| found.borrow_mut().push(finding);
+        let at = |seconds| start + seconds * SECOND;
+        let output = detector.files[0].clone();
+        let prints = || std::fs::write(&output, format!("{}.", std::fs::read_to_string(&output).unwrap())).unwrap();
+        detector.obey(Order::Life(1, i32::MAX), start, &report);
+        detector.obey(Order::Go(1), start, &report);
+        detector.look(at(1), &report);
+        assert_eq!(found.take(), []);
+        prints();
+        detector.look(at(2), &report);
+        prints();
+        detector.look(at(3), &report);
+        assert_eq!(found.take(), [Finding::Moves(1, Missing::Output)], "once");
+        // A snapshot begins and ends. What the job prints before the clocks are started may be from before the image.
+        detector.obey(Order::Hold, at(4), &report);
+        prints();
+        detector.obey(Order::Go(2), at(8), &report);
+        detector.look(at(9), &report);
+        assert_eq!(found.take(), []);
+        // What it prints before the next snapshot is not.
+        prints();
+        detector.obey(Order::Hold, at(10), &report);
+        assert_eq!(found.take(), [Finding::Moves(2, Missing::Output)]);
+    }
+
+    #[test]
     fn a_pause_of_this_process_and_the_job_is_no_hang() {
         let dir = tempfile::tempdir().unwrap();
         let mut detector = detector(dir.path());
@@ -308,7 +358,7 @@ mod tests {
         let at = |seconds| start + seconds * SECOND;
         detector.obey(Order::Life(1, i32::MAX), start, &report);
         assert!(!detector.has_slept(start, at(1000), &report), "the clocks are stopped");
-        detector.obey(Order::Go, at(1000), &report);
+        detector.obey(Order::Go(1), at(1000), &report);
         assert!(!detector.has_slept(at(1000), at(1003), &report), "a busy machine");
         detector.look(at(1009), &report);
         assert!(detector.has_slept(at(1009), at(9000), &report));

@@ -1,12 +1,15 @@
 //! Faults of a job and its supervisor, and requests of users. All of them can come at any time.
 
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use super::model::{DeadChild, Doom, End, GIB, IMAGE, candidate};
+use super::plants::Plant;
 use super::restores::Trouble;
 use super::world::{Calm, Happening, World, tell};
 use crate::supervisor::state::{Event, State, Stop, Verdict, Wish};
 use crate::supervisor::stops::Request;
+use rekindle_base::cause::Missing;
 use rekindle_os::spawn::Ended;
 use rekindle_store::manifest::Reason;
 
@@ -245,10 +248,57 @@ impl World {
         }
         let Some(run) = self.run.as_ref().filter(|run| run.finish.is_none()) else { return };
         if run.is_running() {
+            let stuck = match self.plant {
+                Some(Plant::HangIsForgotten) => BTreeSet::new(),
+                _ => run.proofs.since_last(Missing::Output),
+            };
             self.oracle.disturb();
-            self.step(Event::Condemn(Verdict::Restart));
+            self.oracle_sees_hang();
+            self.step(Event::Condemn(Verdict::Hung(stuck)));
         } else {
             self.after(Duration::from_secs(3), Happening::Hangs { life });
+        }
+    }
+
+    /// As `Owner::watch_follows`: the clocks run while the job does.
+    pub(super) fn watch_follows(&mut self) {
+        let Some(run) = &mut self.run else { return };
+        let goes = run.is_running() && run.ended.is_none() && run.finish.is_none();
+        match (goes, run.work.clocks.since) {
+            (true, None) => {
+                run.work.clocks.since = Some(self.now);
+                run.work.clocks.starts += 1;
+                let start = run.work.clocks.starts;
+                if let (Some(job), true) = (&self.job, self.fate.watch.is_some()) {
+                    let life = job.life;
+                    let wait = self.random.millis(20, 5000);
+                    self.after(wait, Happening::Moves { life, start });
+                }
+            }
+            (false, Some(since)) => {
+                self.has_moved(since);
+                if let Some(run) = &mut self.run {
+                    run.work.clocks.since = None;
+                }
+            }
+            _ => {}
+        }
+    }
+
+    pub(super) fn watch_looks(&mut self, life: u32, start: u64) {
+        let is_present = self.job.as_ref().is_some_and(|job| job.life == life);
+        let since =
+            self.run.as_ref().filter(|run| run.work.clocks.starts == start).and_then(|run| run.work.clocks.since);
+        if let Some(since) = since.filter(|_| is_present) {
+            self.has_moved(since);
+        }
+    }
+
+    /// The watch looks whether the job has worked since then.
+    fn has_moved(&mut self, since: Instant) {
+        let hangs = self.job.as_ref().is_none_or(|job| job.hung.is_some_and(|hung| hung <= since));
+        if let (Some(run), false) = (&mut self.run, hangs) {
+            run.proofs.moves(run.work.clocks.starts, Missing::Output);
         }
     }
 
@@ -470,6 +520,7 @@ impl World {
     pub(super) fn has_arrived(&mut self) -> bool {
         let Some(calm) = self.fate.calm else { return false };
         let Some(run) = &self.run else { return false };
+        let hangs = self.fate.watch.is_some() && self.job.as_ref().is_some_and(|job| job.hung.is_some());
         if matches!(run.machine.state(), State::Suspended { .. }) && run.finish.is_none() {
             self.wish(Wish::Resume, Event::Resume);
             return false;
@@ -480,7 +531,7 @@ impl World {
             .filter(|job| job.ended.is_none())
             .map(|job| self.now.saturating_duration_since(job.since));
         let lives = run.is_running() && !run.machine.is_stopping();
-        if !lives || lived.is_none_or(|lived| lived < self.config.restart.min_uptime) {
+        if !lives || hangs || lived.is_none_or(|lived| lived < self.config.restart.min_uptime) {
             return false;
         }
         if !calm.stop {

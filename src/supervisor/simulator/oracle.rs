@@ -8,7 +8,7 @@ use super::model::{End, candidate};
 use super::ranks::Account;
 use super::restores::Trouble;
 use super::world::World;
-use crate::config::ColdStart;
+use crate::config::{ColdStart, Snapshot};
 use crate::policy::{Failure, Mark, StartPoint};
 use crate::supervisor::line::{Candidate, Line};
 use crate::supervisor::state::{Ending, Event, State, Then};
@@ -26,15 +26,34 @@ struct Against {
     passed: bool,
     /// It was marked.
     marked: bool,
+    /// It was to be marked, which may have failed: it is left out of the choice that follows.
+    condemned: bool,
+    /// The last end of a long life from it, and the number of similar ones in a row.
+    late: Option<(Seen, u32)>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Seen {
-    Died { ended: Option<Ended>, uptime: Duration },
+    Died {
+        ended: Option<Ended>,
+        uptime: Duration,
+    },
+    /// It hung, and had done nothing since the restore.
+    Hung,
     Refused(String),
 }
 
 impl Seen {
+    /// Nobody would take it for another one.
+    fn is_the_same(&self, other: &Seen) -> bool {
+        match (self, other) {
+            (Seen::Died { ended, uptime }, Seen::Died { ended: other, uptime: before }) => {
+                ended == other && uptime.abs_diff(*before) <= Duration::from_millis(250)
+            }
+            _ => false,
+        }
+    }
+
     /// More generous than the policy: failures that the policy treats as alike are alike here too.
     fn is_like(&self, other: &Seen) -> bool {
         match (self, other) {
@@ -43,7 +62,8 @@ impl Seen {
                 ended == other && uptime.abs_diff(*before) <= near
             }
             (Seen::Refused(why), Seen::Refused(other)) => why == other,
-            (Seen::Died { .. }, Seen::Refused(_)) | (Seen::Refused(_), Seen::Died { .. }) => false,
+            (Seen::Hung, Seen::Hung) => true,
+            (Seen::Died { .. } | Seen::Refused(_) | Seen::Hung, _) => false,
         }
     }
 }
@@ -58,6 +78,30 @@ pub(super) struct Stopping {
     pub(super) again: bool,
     /// The job's work at that time, if it ran and nothing happened since that prevents an image.
     pub(super) work: Option<Duration>,
+}
+
+/// An image that could not be stored.
+#[derive(Debug, Default)]
+pub(super) struct Unstored {
+    /// When it must have been tried again.
+    pub(super) by: Option<Instant>,
+    /// How many attempts failed in a row.
+    count: u32,
+}
+
+/// What is known about hangs.
+#[derive(Debug, Default)]
+struct Hangs {
+    /// Images of hangs for which the job was ended: it did nothing after them.
+    images: BTreeSet<ImageId>,
+    /// The job was ended for a hang, and had done nothing since it was restored from these.
+    stuck: BTreeSet<ImageId>,
+    /// The job has lived on from this one of them. Until the policy is asked about that life, it is one of them.
+    lived_on: Option<ImageId>,
+    /// The job is ended for a hang now.
+    by_hang: bool,
+    /// It had done nothing since it was restored.
+    did_nothing: bool,
 }
 
 /// The failures, and how often they occurred.
@@ -75,6 +119,10 @@ pub(super) struct Failures {
     pub(super) machine_failed: bool,
     /// Deaths of ranks.
     pub(super) ranks: Account,
+    pub(super) unstored: Unstored,
+    hangs: Hangs,
+    /// Long lives in a row from one image that ended at the same moment, without a newer image.
+    streak: Option<(ImageId, Seen, u32)>,
 }
 
 #[derive(Debug, Default)]
@@ -131,7 +179,9 @@ impl Oracle {
         self.failures.against.clear();
         (self.failures.row, self.failures.retry, self.failures.missed, self.failures.failed) = (None, None, 0, None);
         (self.stopping, self.asked, self.poisoned) = (None, None, None);
+        self.failures.unstored = Unstored::default();
         self.failures.ranks = Account::default();
+        (self.failures.hangs, self.failures.streak) = (Hangs::default(), None);
     }
 
     /// Something was removed that no supervisor could have kept.
@@ -151,7 +201,16 @@ impl Oracle {
         }
     }
 
+    /// An image was not stored.
+    pub(super) fn not_stored(&mut self, config: &Snapshot, now: Instant) {
+        let unstored = &mut self.failures.unstored;
+        let pause = (config.retry_after * 2_u32.saturating_pow(unstored.count.min(16))).min(config.retry_max);
+        unstored.count += 1;
+        unstored.by = Some(now + pause + Duration::from_secs(1));
+    }
+
     pub(super) fn is_stored(&mut self, id: ImageId) {
+        self.failures.unstored = Unstored::default();
         self.stored.insert(id);
         self.ever_stored.insert(id);
     }
@@ -179,6 +238,20 @@ impl Oracle {
         against.failures += 1;
         against.seen.extend(seen);
         self.failures.failed = Some((id, now));
+        self.failures.streak = None;
+    }
+
+    /// A life from this image was long enough.
+    fn lived(&mut self, id: ImageId, seen: Option<Seen>, late: Option<(Seen, u32)>, took_none: bool) {
+        let streak = self.failures.streak.take();
+        let Some(seen) = seen else { return };
+        let count = late.filter(|(before, _)| seen.is_like(before)).map_or(0, |(_, count)| count) + 1;
+        let against = Against { late: Some((seen.clone(), count)), passed: count >= TRIES, ..Against::default() };
+        self.failures.against.insert(id, against);
+        if took_none {
+            let before = streak.filter(|(of, before, _)| *of == id && seen.is_the_same(before));
+            self.failures.streak = Some((id, seen, before.map_or(0, |(.., count)| count) + 1));
+        }
     }
 
     fn pass(&mut self, id: ImageId) {
@@ -200,9 +273,12 @@ impl World {
     }
 
     pub(super) fn oracle_sees_end(&mut self, end: End, excused: bool) {
+        let took_none = self.oracle.alive.len() <= 1;
         self.oracle.alive.clear();
         self.oracle.failures.retry = None;
+        self.oracle.failures.hangs.did_nothing = false;
         let by_rank = std::mem::take(&mut self.oracle.failures.ranks.by_rank);
+        let by_hang = std::mem::take(&mut self.oracle.failures.hangs.by_hang);
         let stopped = self
             .run
             .as_ref()
@@ -222,7 +298,6 @@ impl World {
         }
         let restart = &self.config.restart;
         if uptime >= restart.healthy_uptime {
-            self.oracle.failures.against.values_mut().for_each(|it| (it.failures, it.passed) = (0, false));
             self.oracle.failures.row = None;
         }
         let StartPoint::Image(id) = job.from else { return };
@@ -230,26 +305,84 @@ impl World {
             matches!(end.ended, Ended::Signal(libc::SIGKILL | libc::SIGTERM | libc::SIGINT | libc::SIGHUP));
         let seen = match ending {
             Some(Ending::Condemned) if by_rank => None,
+            Some(Ending::Condemned) if by_hang => Some(Seen::Hung),
             Some(Ending::Condemned) => Some(Seen::Died { ended: None, uptime }),
             Some(_) => None,
             None if from_outside || excused => None,
             None => Some(Seen::Died { ended: Some(end.ended), uptime }),
         };
-        if uptime >= restart.min_uptime {
-            self.oracle.failures.against.remove(&id);
+        // A life that hung from its beginning is no life.
+        let did_nothing = by_hang && job.hung.is_some_and(|hung| hung <= job.since);
+        self.oracle.failures.hangs.did_nothing = did_nothing;
+        if did_nothing {
+            self.oracle.failures.hangs.stuck.insert(id);
+        }
+        if uptime >= restart.min_uptime && !did_nothing {
+            let late = self.oracle.failures.against.remove(&id).and_then(|against| against.late);
+            self.oracle.failures.hangs.lived_on = Some(id);
             self.oracle.failures.row = None;
-            return;
+            let seen = match seen {
+                Some(Seen::Hung) => Some(Seen::Died { ended: None, uptime }),
+                other => other,
+            };
+            return self.oracle.lived(id, seen, late, took_none);
         }
         let proven = self.ground.proven.contains(&id);
         match &seen {
-            Some(Seen::Died { ended, .. }) if !proven => {
-                let before =
-                    self.oracle.failures.row.take().filter(|(before, _)| before == ended).map_or(0, |(_, count)| count);
-                self.oracle.failures.row = Some((*ended, before + 1));
+            Some(seen @ (Seen::Died { .. } | Seen::Hung)) if !proven => {
+                let ended = if let Seen::Died { ended, .. } = seen { *ended } else { None };
+                let before = self.oracle.failures.row.take().filter(|(before, _)| *before == ended);
+                self.oracle.failures.row = Some((ended, before.map_or(0, |(_, count)| count) + 1));
             }
             _ => self.oracle.failures.row = None,
         }
         self.oracle.add(id, seen.filter(|_| !proven), self.now);
+    }
+
+    /// The policy was asked about a long life that had taken a new image: it forgets failures. Hangs do not pass.
+    pub(super) fn oracle_sees_health(&mut self, from: Option<ImageId>) {
+        let Failures { against, hangs, .. } = &mut self.oracle.failures;
+        let all = against.iter_mut().filter(|(id, _)| !(hangs.did_nothing && Some(**id) == from));
+        all.for_each(|(id, it)| (it.failures, it.passed) = (0, hangs.images.contains(id)));
+    }
+
+    /// The policy was asked about that life.
+    pub(super) fn oracle_sees_report_of_life(&mut self) {
+        let hangs = &mut self.oracle.failures.hangs;
+        if let Some(id) = hangs.lived_on.take() {
+            hangs.images.remove(&id);
+            hangs.stuck.remove(&id);
+        }
+    }
+
+    /// Whether the job was ended for a hang, and had done nothing since it was restored.
+    pub(super) fn did_nothing(&self) -> bool {
+        self.oracle.failures.hangs.did_nothing
+    }
+
+    /// The newest of these that is not known to be of a hang.
+    pub(super) fn newest_without_hang(&self, good: &[ImageId]) -> Option<ImageId> {
+        let hangs = &self.oracle.failures.hangs;
+        let is_of_hang = |id: &ImageId| hangs.images.contains(id) || hangs.stuck.contains(id);
+        good.iter().copied().find(|id| !is_of_hang(id))
+    }
+
+    /// The job is ended for a hang. No supervisor can tell whether images that were taken since contain it.
+    pub(super) fn oracle_sees_hang(&mut self) {
+        let Some((job, hung)) = self.job.as_ref().and_then(|job| Some((job, job.hung?))) else { return };
+        let of_it = |(id, since): &(ImageId, Instant)| *since >= hung && job.from != StartPoint::Image(*id);
+        let ids: Vec<ImageId> = self.oracle.alive.iter().filter(|it| of_it(it)).map(|(id, _)| *id).collect();
+        ids.iter().for_each(|id| self.oracle.pass(*id));
+        self.oracle.failures.hangs.images.extend(ids);
+        self.oracle.failures.hangs.by_hang = true;
+    }
+
+    /// These are about to be proven.
+    pub(super) fn check_no_hang(&mut self, due: &[ImageId]) {
+        let hangs = |id: &ImageId| self.ground.image(*id).is_some_and(|image| image.hung);
+        if let Some(id) = due.iter().copied().find(hangs).filter(|_| self.fate.watch.is_some()) {
+            self.oracle.violate(format!("image {id} is proven by a job that hangs, although it is watched for that"));
+        }
     }
 
     /// The end of a life is reported, with the present images.
@@ -345,6 +478,15 @@ impl World {
             self.oracle
                 .violate("a snapshot that failed for a moment was not tried again at once, then after 1 s".into());
         }
+        if let Some(by) = self.oracle.failures.unstored.by {
+            // In other states an image is being taken or read.
+            let may = matches!(state, State::Running(_) | State::Suspended { .. } | State::Waiting { .. });
+            if !may || self.ground.disk.reads_fail {
+                self.oracle.failures.unstored.by = Some(by.max(self.now + Duration::from_secs(1)));
+            } else if self.now > by && self.only_in_memory().is_some() {
+                return self.oracle.violate("an image that could not be stored is not tried again".into());
+            }
+        }
         let late = |stop: &Stopping| self.now > stop.until + MARGIN;
         if self.oracle.stopping.as_ref().is_some_and(late) {
             self.oracle.violate("a stop does not come to its end".into());
@@ -352,7 +494,10 @@ impl World {
         // A proven image is recorded.
         let alive = matches!(state, State::Running(_) | State::Snapshotting { .. }) && run.ended.is_none();
         let min = self.config.restart.min_uptime;
-        let lost = self.oracle.alive.iter().find(|(id, since)| {
+        // A job that hangs does not live on from the images of its hang.
+        let hung = self.job.as_ref().and_then(|job| job.hung).filter(|_| self.fate.watch.is_some());
+        let lives_on = |since: Instant| hung.is_none_or(|hung| since < hung);
+        let lost = self.oracle.alive.iter().filter(|(_, since)| lives_on(*since)).find(|(id, since)| {
             let at = (*since + min).max(self.oracle.writable_since.unwrap_or(*since));
             self.now > at + NOTED && !self.ground.proven.contains(id) && self.ground.has_good(*id)
         });
@@ -362,7 +507,8 @@ impl World {
         };
         let any = self.oracle.short_of_room || self.ground.proven.iter().any(|id| self.ground.is_stored(*id));
         let troubled = self.ground.disk.writes_fail || self.ground.disk.reads_fail;
-        if alive && !any && !troubled && self.oracle.alive.iter().any(|(id, since)| known(id, *since)) {
+        let in_time = |(id, since): &(ImageId, Instant)| lives_on(*since) && known(id, *since);
+        if alive && !any && !troubled && self.oracle.alive.iter().any(in_time) {
             let what = "images come faster than they are proven, and none stays until it is".into();
             return self.oracle.violate(what);
         }
@@ -419,10 +565,13 @@ impl World {
     /// These images are about to be removed because no rule keeps them.
     pub(super) fn check_rotation(&mut self, gone: &[ImageId]) {
         let Some(run) = &self.run else { return };
-        let goal = match (run.machine.state(), run.work.start.as_ref().map(|start| &start.from)) {
+        // What a cancelled restore reads is not needed any more.
+        let start = run.work.start.as_ref().filter(|start| !start.cancelled);
+        let goal = match (run.machine.state(), start.map(|start| &start.from)) {
             (_, Some(StartPoint::Image(id)))
             | (State::Ending { stop: Ending::Rewind(id), .. }, None)
-            | (State::Snapshotting { then: Some(Then::Rewind(id)), .. }, None) => *id,
+            | (State::Snapshotting { then: Some(Then::Rewind(id)), .. }, None)
+            | (State::Waiting { from: StartPoint::Image(id), .. }, None) => *id,
             _ => return,
         };
         if gone.contains(&goal) {
@@ -446,6 +595,26 @@ impl World {
         let over_images = chosen.is_none() && self.config.restart.cold_start != ColdStart::Allow;
         let better = newer.into_iter().find(|id| over_images || !justified(id));
         let any = copies.iter().map(candidate).any(|copy| line.may_have(&copy));
+        let hangs = &self.oracle.failures.hangs.images;
+        let mut good = line.good(copies.iter().map(candidate)).into_iter();
+        let is_there = |id: &ImageId| copies.iter().any(|(image, _)| image.id == *id && !image.no_files);
+        let condemned = |id: &ImageId| self.oracle.failures.against.get(id).is_some_and(|against| against.condemned);
+        let before = good.find(|id| !hangs.contains(id) && is_there(id) && !condemned(id) && !justified(id));
+        // The first end of a run may count as one after progress.
+        let stuck = self.oracle.failures.streak.as_ref().filter(|(id, _, count)| Some(*id) == chosen && *count > TRIES);
+        let other = |copy: &&(&super::model::Image, super::model::Copy)| {
+            Some(copy.0.id) < chosen && line.has(&candidate(copy)) && !self.oracle.is_passed(copy.0.id)
+        };
+        if let (Some((id, ..)), Some((other, _))) = (stuck, copies.iter().find(other)) {
+            let what = format!("the job comes no further from image {id}, and image {} is not tried", other.id);
+            drop(copies);
+            return self.oracle.violate(what);
+        }
+        if let (Some(id), Some(before)) = (chosen.filter(|id| hangs.contains(id)), before) {
+            let what = format!("the job hung, and begins from image {id} of the hang, not from image {before}");
+            drop(copies);
+            return self.oracle.violate(what);
+        }
         drop(copies);
         if let Some(better) = better {
             return self
@@ -464,6 +633,8 @@ impl World {
             && id < failed
             && !justified(&id)
             && self.ground.has_good(failed)
+            // One of a hang was passed over before it failed.
+            && !self.oracle.failures.hangs.images.contains(&failed)
             && self.oracle.failures.row.is_none_or(|(_, count)| count < TRIES)
             && self.now > at
             && self.oracle.failures.against.get(&failed).is_some_and(|against| (1..=TRIES).contains(&against.failures))
@@ -478,10 +649,11 @@ impl World {
         let against = self.oracle.failures.against.entry(mark.image).or_default();
         against.passed = true;
         against.marked = !self.ground.disk.writes_fail;
+        against.condemned = true;
         // Whether the mark is justified is checked here.
         self.oracle.expected = self.oracle.expected.filter(|expected| *expected != mark.image);
         let wanted = |seen: &Seen| match mark.why {
-            BadWhy::DiesAgain => matches!(seen, Seen::Died { .. }),
+            BadWhy::DiesAgain => matches!(seen, Seen::Died { .. } | Seen::Hung),
             BadWhy::DoesNotRestore => matches!(seen, Seen::Refused(_)),
             BadWhy::Damaged => true,
         };

@@ -44,10 +44,16 @@ pub(super) enum Plant {
     GoesBackForEver,
     /// A snapshot under way goes on when a rank dies.
     ImageWithoutTheRank,
+    /// A job that hangs proves the images of its hang by living on.
+    HangProves,
+    /// A job that hangs goes back to its newest image, which hangs.
+    HangIsForgotten,
+    /// An image that could not be stored is not tried again before the next snapshot.
+    StoreIsGivenUp,
 }
 
 /// All of them.
-pub(super) const ALL: [Plant; 20] = [
+pub(super) const ALL: [Plant; 23] = [
     Plant::RotationIgnoresProof,
     Plant::RotationIgnoresTheLine,
     Plant::RotationIgnoresWhatIsNext,
@@ -68,4 +74,7 @@ pub(super) const ALL: [Plant; 20] = [
     Plant::MarkLeftBehind,
     Plant::GoesBackForEver,
     Plant::ImageWithoutTheRank,
+    Plant::HangProves,
+    Plant::HangIsForgotten,
+    Plant::StoreIsGivenUp,
 ];

@@ -176,6 +176,11 @@ impl World {
     pub(super) fn oracle_sees_progress(&mut self, newest: Option<ImageId>, now: Instant) {
         let min = self.config.restart.min_uptime;
         let Some((since, run)) = self.job.as_ref().map(|job| job.since).zip(self.run.as_ref()) else { return };
+        let from = self.job.as_ref().and_then(|job| match job.from {
+            crate::policy::StartPoint::Image(id) => Some(id),
+            crate::policy::StartPoint::Cold => None,
+        });
+        let did_nothing = self.did_nothing();
         let account = &mut self.oracle.failures.ranks;
         let asked = match run.machine.state() {
             State::Running(_) => !run.machine.is_stopping(),
@@ -184,9 +189,14 @@ impl World {
             }
             _ => false,
         };
-        account.progress = asked && now.saturating_duration_since(since) >= min && newest > account.newest;
+        let (uptime, is_new) = (now.saturating_duration_since(since), asked && newest > account.newest);
+        account.progress = is_new && uptime >= min && !did_nothing;
         if asked {
             account.newest = account.newest.max(newest);
+            self.oracle_sees_report_of_life();
+        }
+        if is_new && uptime >= self.config.restart.healthy_uptime {
+            self.oracle_sees_health(from);
         }
     }
 

@@ -21,7 +21,7 @@ use rekindle_store::{BadWhy, ImageId};
 pub(super) struct Restore {
     pub(super) op: u32,
     pub(super) from: StartPoint,
-    cancelled: bool,
+    pub(super) cancelled: bool,
     pub(super) trouble: Option<Trouble>,
 }
 
@@ -229,7 +229,7 @@ impl World {
         self.ranks_of_life();
         let Some(run) = &mut self.run else { return };
         if let StartPoint::Image(id) = from {
-            run.proofs.wait_for(id, now);
+            run.proofs.wait_for(id, run.work.clocks.starts, now);
         }
         run.work.goal = None;
         self.record(false);

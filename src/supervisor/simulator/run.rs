@@ -18,8 +18,9 @@ use crate::supervisor::memory::{self, AtTheEnd};
 use crate::supervisor::proof::{Proofs, counts};
 use crate::supervisor::state::{Action, Event, Finish, Harm, Machine, State};
 use crate::supervisor::stops::Stops;
+use crate::supervisor::transfers::StoreRetry;
 use crate::supervisor::unread::{AGAIN, Unread};
-use rekindle_base::cause::{self, Facts, MemoryFacts};
+use rekindle_base::cause::{self, Facts, MemoryFacts, Missing};
 use rekindle_engine::snapshot::Deaths;
 use rekindle_os::spawn::Ended;
 use rekindle_store::{BadWhy, ImageId};
@@ -48,14 +49,25 @@ pub(super) struct Run {
     pub(super) finish: Option<Finish>,
 }
 
-/// Operations in progress.
+/// The clocks of the job's watch.
+#[derive(Default)]
+pub(super) struct Clocks {
+    /// Since when they run.
+    pub(super) since: Option<Instant>,
+    /// How often they were started.
+    pub(super) starts: u64,
+}
+
+/// Operations in progress, and the clocks that run beside them.
 #[derive(Default)]
 pub(super) struct Work {
+    pub(super) clocks: Clocks,
     pub(super) start: Option<Restore>,
     /// The image that the job goes back to, from the request until the job runs.
     pub(super) goal: Option<ImageId>,
     pub(super) shot: Option<Shot>,
     pub(super) persist: Option<Persist>,
+    pub(super) retry: StoreRetry,
     /// The number and the image of the upload to the replica.
     pub(super) replicating: Option<(u32, ImageId)>,
     pub(super) next_replicated: Option<ImageId>,
@@ -126,11 +138,13 @@ impl World {
         self.ground.on_disk = self.config.snapshot.staging == Staging::Store;
         let (machine, actions) = Machine::new(self.config, from);
         let machine = if named { machine.asked_for() } else { machine };
+        let watches = self.fate.watch.is_some() && self.plant != Some(Plant::HangProves);
+        let watched = if watches { vec![Missing::Output] } else { Vec::new() };
         self.run = Some(Run {
             machine,
             line: Line::new(lineage.to_string(), base),
             lineage,
-            proofs: Proofs::default(),
+            proofs: Proofs::new(watched),
             stops: Stops::default(),
             deaths: Deaths::default(),
             ranks: Ranks::default(),
@@ -192,6 +206,7 @@ impl World {
         for action in actions {
             self.act(action);
         }
+        self.watch_follows();
         self.settle_suspension();
     }
 
@@ -209,7 +224,12 @@ impl World {
                     self.mark(&mark);
                 }
             }
-            Action::Announce { after, .. } => self.check_wait(after),
+            Action::Announce { from, after } => {
+                if let (StartPoint::Image(id), Some(run)) = (from, &mut self.run) {
+                    run.work.goal = Some(id);
+                }
+                self.check_wait(after);
+            }
             Action::Finish(finish) => self.finish(finish),
         }
     }
@@ -255,6 +275,7 @@ impl World {
             }
             return;
         }
+        self.check_no_hang(&due);
         tell!(self, "proven: {}", due.iter().map(|id| id.sequence().to_string()).collect::<Vec<_>>().join(", "));
         let there: BTreeSet<ImageId> = self.ground.copies().iter().map(|(image, _)| image.id).collect();
         self.ground.proven.extend(due);
@@ -308,7 +329,7 @@ impl World {
         if !matches!(run.machine.state(), State::Snapshotting { .. }) {
             run.has_job = false;
         }
-        let newest = images.good.first().copied();
+        let newest = self.newest_without_hang(&images.good);
         self.oracle_sees_report();
         self.oracle_sees_progress(newest, at);
         self.step_at(Event::Ended { ended, images }, at);

@@ -6,8 +6,9 @@ use super::model::{Copy, Doom, IMAGE, Image, Slot, candidate};
 use super::plants::Plant;
 use super::restores::Trouble;
 use super::world::{Happening, World, tell};
+use crate::policy::StartPoint;
 use crate::supervisor::memory::only_there;
-use crate::supervisor::state::{Event, Harm};
+use crate::supervisor::state::{Event, Harm, State};
 use rekindle_engine::snapshot::{self, dead};
 use rekindle_store::ImageId;
 use rekindle_store::manifest::Reason;
@@ -283,7 +284,7 @@ impl World {
         let now = self.now;
         self.oracle.taken(id, now);
         let Some(run) = &mut self.run else { return Event::Tick };
-        run.proofs.wait_for(id, now);
+        run.proofs.wait_for(id, run.work.clocks.starts, now);
         self.ranks_in_image();
         self.persist(id);
         Event::SnapshotTaken { freeze: shot.freeze }
@@ -299,6 +300,20 @@ impl World {
         match only_here {
             Some(id) if run.work.persist.is_none() => self.persist(id),
             _ => {}
+        }
+    }
+
+    /// As `Owner::store_again`.
+    pub(super) fn store_again(&mut self) {
+        let now = self.now;
+        let Some(run) = self.run.as_mut().filter(|run| run.finish.is_none() && run.work.persist.is_none()) else {
+            return;
+        };
+        let state = run.machine.state().clone();
+        if run.work.retry.takes(&state, now) {
+            self.persist_newest();
+            // There may be nothing to store any more.
+            self.oracle.failures.unstored.by = None;
         }
     }
 
@@ -329,6 +344,8 @@ impl World {
         let op = self.number();
         let Some(run) = &mut self.run else { return };
         run.work.persist = Some(Persist { op, image, cancelled: false, refused: false });
+        run.work.retry.begins();
+        self.oracle.failures.unstored.by = None;
         self.step(Event::PersistBegan);
         let refused = self.make_room(IMAGE.into()).is_err();
         if let Some(persist) = self.run.as_mut().and_then(|run| run.work.persist.as_mut()) {
@@ -369,8 +386,22 @@ impl World {
             self.empty_slots_on_disk();
             self.rotate();
         }
+        let now = self.now;
         let Some(run) = &mut self.run else { return };
-        run.work.persist = None;
+        let cancelled = run.work.persist.take().is_some_and(|persist| persist.cancelled);
+        match stored {
+            _ if cancelled => {}
+            Some(_) => run.work.retry.succeeded(),
+            None => {
+                run.work.retry.failed(&self.config.snapshot, now);
+                let due = run.work.retry.at(&State::Suspended { from: StartPoint::Cold });
+                if self.plant == Some(Plant::StoreIsGivenUp) {
+                    run.work.retry.begins();
+                }
+                self.oracle.not_stored(&self.config.snapshot, now);
+                due.into_iter().for_each(|due| self.at(due, Happening::Store));
+            }
+        }
         if stored.is_some() {
             self.replicate(id);
         }

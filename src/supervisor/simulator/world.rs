@@ -34,6 +34,11 @@ pub(super) enum Happening {
     },
     /// The death of a rank is decided on.
     Decide,
+    /// The job's watch sees it work, for the first time since its clocks were started.
+    Moves {
+        life: u32,
+        start: u64,
+    },
     /// The job's watch notices that it hangs.
     Hangs {
         life: u32,
@@ -61,6 +66,8 @@ pub(super) enum Happening {
     Replicated {
         op: u32,
     },
+    /// An image that could not be stored is tried again.
+    Store,
     /// Tries again to read the images that an end waits for.
     Report,
     /// Checks how much memory is left.
@@ -220,6 +227,7 @@ impl World {
     pub(super) fn run(&mut self, faults_until: Instant) -> Result<u64, String> {
         loop {
             self.check_proofs();
+            self.store_again();
             self.check();
             if let Some(violation) = self.oracle.violation.take() {
                 return Err(violation);
@@ -264,6 +272,7 @@ impl World {
             Happening::Ends { life, end, own } => self.life_ends(life, end, own),
             Happening::Noticed { life, pid } => self.death_noticed(life, pid),
             Happening::Decide => self.decide_on_ranks(),
+            Happening::Moves { life, start } => self.watch_looks(life, start),
             Happening::Hangs { life } => self.hang_seen(life),
             Happening::Restored { op } => self.start_over(op),
             Happening::Dump { op } => self.dump(op),
@@ -271,6 +280,8 @@ impl World {
             Happening::Written { op } => self.persist_over(op),
             Happening::Synced { image } => self.synced(image),
             Happening::Replicated { op } => self.replicated(op),
+            // Before the next event.
+            Happening::Store => {}
             Happening::Report => self.report_again(),
             Happening::Look => self.give_memory_back(),
             Happening::Begin => self.begin(),

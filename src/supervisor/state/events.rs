@@ -1,5 +1,6 @@
 //! Inputs and outputs of a step.
 
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use crate::policy::{Failure, Images, Mark, StartPoint};
@@ -77,6 +78,8 @@ pub(crate) const NO_USABLE_IMAGE: &str = "the run has images and none can be use
 pub(crate) enum Verdict {
     /// Restart the job, whatever its exit code; it counts as a failure.
     Restart,
+    /// It hangs. It has made no progress since these images were taken or restored, so a restart passes over them.
+    Hung(BTreeSet<ImageId>),
     /// One of its processes was killed by this signal: it goes back to its newest image.
     Died(i32),
     /// Give up.
@@ -97,6 +100,7 @@ impl Verdict {
         match self {
             Verdict::Died(signal) => format!("one of its processes was killed by {}", Ended::Signal(*signal)),
             Verdict::GiveUp { why } => why.clone(),
+            Verdict::Hung(_) => "it hangs".into(),
             Verdict::Restart => "it hangs, or a rule matched".into(),
             Verdict::Stop | Verdict::Rewind(_) => "a rule matched".into(),
         }

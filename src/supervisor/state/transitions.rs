@@ -1,5 +1,6 @@
 //! How each state handles an event.
 
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use super::events::{Action, Event, Finish, Harm, NO_USABLE_IMAGE, Stop, Verdict};
@@ -326,15 +327,17 @@ impl Machine<'_> {
             _ if died.is_some() => died,
             Death::Ended(ended) | Death::Excused(ended) => Some(ended),
             // It was killed for the verdict.
-            Death::Judged => Some(Ended::Signal(libc::SIGKILL)),
+            Death::Judged | Death::Hung => Some(Ended::Signal(libc::SIGKILL)),
             Death::Lost => None,
         };
+        let mut stuck = BTreeSet::new();
         if last != Some(Ended::Exit(0)) {
             match self.verdict.take() {
                 Some(Verdict::GiveUp { why }) => return decided(Decision::GiveUp { why, mark: None }, last, now),
                 Some(Verdict::Stop) => return finish(Finish::Stopped(Stop::Requeue)),
                 Some(Verdict::Rewind(image)) => return start(StartPoint::Image(image)),
                 Some(Verdict::Restart) => death = Death::Judged,
+                Some(Verdict::Hung(images)) => (death, stuck) = (Death::Hung, images),
                 // As if the whole job had died of it.
                 Some(Verdict::Died(signal)) => death = Death::Ended(Ended::Signal(signal)),
                 None => {}
@@ -345,7 +348,8 @@ impl Machine<'_> {
         }
         let uptime = now.saturating_duration_since(life.since);
         let policy = &self.config.restart;
-        let decision = self.history.after_death(death, life.from, uptime, images, policy, now);
+        let images = Images { stuck, ..images.clone() };
+        let decision = self.history.after_death(death, life.from, uptime, &images, policy, now);
         // A job that dies sooner has a bad image or a wrong command, against which more snapshots do not help.
         if decision != Decision::Complete && uptime >= policy.min_uptime {
             self.pace.failed();

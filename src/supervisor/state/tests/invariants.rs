@@ -10,6 +10,7 @@ fn verdict() -> impl Strategy<Value = Verdict> {
         Just(Verdict::Stop),
         Just(Verdict::GiveUp { why: "rule 1".into() }),
         (1u32..4).prop_map(|n| Verdict::Rewind(id(n))),
+        (1u32..4).prop_map(|n| Verdict::Hung([id(n)].into())),
     ]
 }
 
