@@ -319,7 +319,8 @@ fn a_machine_that_cannot_restore_now_does_not_take_the_group_to_an_older_image()
     // Its newest group image stays the newest.
     lab.set("snapshot.interval", "\"off\"");
     lab.run_all();
-    lab.said(1, "the group starts from", 1);
+    // Not before their connections are accepted.
+    wait_for("the jobs to talk", || (0..2).all(|rank| !lab.out(rank).is_empty()));
     for _ in 0..2 {
         let output = lab.command(0, 0).args(["snapshot", "ring.0"]).output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
