@@ -299,6 +299,7 @@ impl World {
         let hangs = self.job.as_ref().is_none_or(|job| job.hung.is_some_and(|hung| hung <= since));
         if let (Some(run), false) = (&mut self.run, hangs) {
             run.proofs.moves(run.work.clocks.starts, Missing::Output);
+            self.oracle.sees_progress(since);
         }
     }
 

@@ -102,6 +102,8 @@ struct Hangs {
     by_hang: bool,
     /// It had done nothing since it was restored.
     did_nothing: bool,
+    /// The last start of the watch's clocks after which it saw progress.
+    moved: Option<Instant>,
 }
 
 /// The failures, and how often they occurred.
@@ -239,6 +241,11 @@ impl Oracle {
         against.seen.extend(seen);
         self.failures.failed = Some((id, now));
         self.failures.streak = None;
+    }
+
+    /// The watch has seen progress since this start of its clocks.
+    pub(super) fn sees_progress(&mut self, since: Instant) {
+        self.failures.hangs.moved = Some(since);
     }
 
     /// A life from this image was long enough.
@@ -496,7 +503,8 @@ impl World {
         let min = self.config.restart.min_uptime;
         // A job that hangs does not live on from the images of its hang.
         let hung = self.job.as_ref().and_then(|job| job.hung).filter(|_| self.fate.watch.is_some());
-        let lives_on = |since: Instant| hung.is_none_or(|hung| since < hung);
+        // What it does during a snapshot is not seen.
+        let lives_on = |since: Instant| hung.is_none() || self.oracle.failures.hangs.moved >= Some(since);
         let lost = self.oracle.alive.iter().filter(|(_, since)| lives_on(*since)).find(|(id, since)| {
             let at = (*since + min).max(self.oracle.writable_since.unwrap_or(*since));
             self.now > at + NOTED && !self.ground.proven.contains(id) && self.ground.has_good(*id)
