@@ -352,13 +352,13 @@ impl Frozen<'_> {
     }
 }
 
-/// Waits for the end of a copy of `kept`, if there is one, and notes which GPU has what. After it was cancelled, it has a moment
-/// more.
 /// Whether a copy is given up: it was cancelled, and had time to end since.
 fn is_late(env: &Env<'_>, asked: &OnceCell<Instant>) -> bool {
     (env.cancelled)() && asked.get_or_init(Instant::now).elapsed() >= FOR_THE_REST
 }
 
+/// Waits for the end of a copy of `kept`, if there is one, and notes which GPU has what. After it was cancelled, it has a moment
+/// more.
 fn wait_for_copy(
     copying: &mut Option<kept::Copy<'_>>,
     kept: Option<&mut Kept>,
