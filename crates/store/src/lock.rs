@@ -22,6 +22,7 @@
 
 mod held;
 mod judge;
+mod wait;
 mod watch;
 
 use std::fs::{File, OpenOptions, TryLockError};
@@ -38,7 +39,8 @@ use nix::sys::time::TimeSpec;
 
 pub use held::Hold;
 use judge::{Facts, Verdict};
-use watch::{Sign, Terms, Watch};
+pub use wait::{Until, Waiting};
+use watch::{Proof, Sign, Terms};
 
 use super::error::{Error, Result};
 use super::holder::{Holder, STALE};
@@ -186,9 +188,7 @@ impl WriterLock {
         }
         beat(&self.file).map_err(failed)
     }
-}
 
-impl WriterLock {
     /// Gives the lock back if the process ends without dropping it.
     #[must_use]
     pub fn release_at_exit(&self) -> ReleaseAtExit {
@@ -250,102 +250,14 @@ fn named_in(folder: &Path, job: &JobName, ours: &File, me: &Holder) -> Result<Op
     Ok(holder)
 }
 
-/// Why the lock is not there yet: a holder on another machine, which may be dead.
-#[derive(Debug)]
-pub struct Waiting<'a> {
-    /// The lock file.
-    pub file: &'a Path,
-    /// The holder that it names.
-    pub holder: &'a Holder,
-    /// What is waited for.
-    pub until: Until,
-    /// For how long, if there is no sign of life.
-    pub left: Duration,
-}
-
-/// What a wait for the lock ends with.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Until {
-    /// The kernel's lock is free. If the holder then shows no sign of life, its lock is taken over.
-    TakenOver,
-    /// The holder has the kernel's lock, so it is not taken over, however long it is silent.
-    Refused,
-}
-
-/// How the word of a file about a holder on another machine counts.
-#[derive(Debug, Clone, Copy)]
-enum Proof<'a> {
-    /// It is dead if its time stamp is old, by the clock of the file system.
-    Stamp,
-    /// It is dead if it has been watched for long enough.
-    Watched(Option<&'a Watch>, &'a Terms),
-}
-
-impl Proof<'_> {
-    fn weighs(self, verdict: Verdict, sign: &Sign, me: &Holder) -> Verdict {
-        let Proof::Watched(watch, terms) = self else { return verdict };
-        let age = match verdict {
-            Verdict::Silent(age) => age,
-            Verdict::Alive { silent } if sign.holder.boot_id != me.boot_id => silent,
-            Verdict::Dead | Verdict::Alive { .. } => return verdict,
-        };
-        let watched = watch.map_or(Duration::ZERO, |watch| watch.unchanged(sign));
-        if watched >= terms.needed(age) { Verdict::Silent(age.max(watched)) } else { Verdict::Alive { silent: age } }
-    }
-}
-
 pub(super) fn acquire(folder: &Path, job: &JobName) -> Result<WriterLock> {
     take(folder, job, Proof::Stamp)
 }
 
-/// The same for who has time: waits while the file names a holder on another machine that shows no sign of life, and
-/// takes over at the end. `tell` is called again and again in the meantime.
+/// The same for a caller that can wait: waits while the file names a holder on another machine that shows no sign of
+/// life, and takes over at the end. `tell` is called again and again in the meantime.
 pub(super) fn acquire_or_wait(folder: &Path, job: &JobName, tell: &mut dyn FnMut(&Waiting<'_>)) -> Result<WriterLock> {
-    wait(folder, job, &Terms::USUAL, tell)
-}
-
-fn wait(folder: &Path, job: &JobName, terms: &Terms, tell: &mut dyn FnMut(&Waiting<'_>)) -> Result<WriterLock> {
-    let (path, here) = (folder.join(FILE_NAME), Holder::this_process().boot_id);
-    let mut watch: Option<Watch> = None;
-    loop {
-        let mut is_silent = true;
-        if let Some(sign) = sign(&path).map_err(|source| Error::Read { path: path.clone(), source })? {
-            let now = Instant::now();
-            match &mut watch {
-                Some(watch) => is_silent = watch.sees(&sign, terms.gap, now),
-                None => watch = Some(Watch::begin(sign, now)),
-            }
-        }
-        // Who shows a sign of life is not watched any more: whatever the file says now is refused, unless it names nobody
-        // or a dead process of this machine.
-        let watched = watch.as_ref().filter(|_| is_silent);
-        let error = match take(folder, job, Proof::Watched(watched, terms)) {
-            Ok(lock) => return Ok(lock),
-            Err(error) => error,
-        };
-        let (holder, until, needed) = match &error {
-            Error::PerhapsSupervised { holder, silent, .. } => (holder, Until::TakenOver, terms.needed(*silent)),
-            Error::Supervised { holder: Some(holder), .. } => (holder, Until::Refused, terms.stale),
-            _ => return Err(error),
-        };
-        let watched = watched.map_or(Duration::ZERO, Watch::length);
-        let left = needed.saturating_sub(watched);
-        if !is_silent || holder.boot_id == here || (until == Until::Refused && left.is_zero()) {
-            return Err(error);
-        }
-        tell(&Waiting { file: &path, holder, until, left });
-        thread::sleep(terms.look);
-    }
-}
-
-/// The holder that the file names, and its time stamp.
-fn sign(path: &Path) -> io::Result<Option<Sign>> {
-    let file = match open(path, Create::No) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        file => file?,
-    };
-    let Some(holder) = read_holder(&file)? else { return Ok(None) };
-    Ok(Some(Sign { holder, stamp: file.metadata()?.modified()? }))
+    wait::wait(folder, job, &Terms::USUAL, tell)
 }
 
 fn take(folder: &Path, job: &JobName, proof: Proof<'_>) -> Result<WriterLock> {
@@ -397,12 +309,16 @@ fn earlier_holder(file: &File, folder: &Path, me: &Holder, job: &JobName, proof:
     let begun = Instant::now();
     loop {
         let read = |source| Error::Read { path: path.clone(), source };
+        if read_holder(file).map_err(read)?.is_none() {
+            return Ok((None, None));
+        }
+        // First the clock, because the file system may take its time for it: what the file says must be new.
+        let now = clock_of(folder).unwrap_or_else(SystemTime::now);
         let Some(holder) = read_holder(file).map_err(read)? else { return Ok((None, None)) };
         let heartbeat = file.metadata().and_then(|metadata| metadata.modified()).map_err(read)?;
-        let now = clock_of(folder).unwrap_or_else(SystemTime::now);
         let verdict = judge::judge(&holder, &Facts::now(me, heartbeat, now));
         let sign = Sign { holder, stamp: heartbeat };
-        let verdict = proof.weighs(verdict, &sign, me);
+        let verdict = proof.weighs(verdict, &sign, me, Instant::now());
         let holder = sign.holder;
         match verdict {
             Verdict::Dead => return Ok((None, Some(heartbeat))),

@@ -1,6 +1,7 @@
 use std::fs;
 use std::process::{Child, Command, Stdio};
 
+use super::watch::Watch;
 use super::*;
 use crate::HEARTBEAT;
 
@@ -249,7 +250,7 @@ fn waited_for(
     mut during: impl FnMut(u32, &Waiting<'_>),
 ) -> (Result<WriterLock>, Duration) {
     let (mut told, began) = (0, Instant::now());
-    let lock = wait(folder, &job(), terms, &mut |waiting| {
+    let lock = wait::wait(folder, &job(), terms, &mut |waiting| {
         told += 1;
         during(told, waiting);
     });
@@ -391,9 +392,12 @@ fn only_time_counts_in_which_it_was_looked_at() {
     assert!(watch.sees(&sign, gap, begun + second * 131));
     assert_eq!(watch.length(), Duration::ZERO);
     assert!(watch.sees(&sign, gap, begun + second * 160));
-    assert_eq!((watch.unchanged(&sign), watch.length()), (second * 29, second * 29));
+    assert_eq!(watch.length(), second * 29);
+    // It is a proof only for a while, and only for what was seen.
+    let proves = |sign: &Sign, later: u32| watch.proves(sign, gap, begun + second * (160 + later));
+    assert_eq!((proves(&sign, 30), proves(&sign, 31)), (second * 29, Duration::ZERO));
     let renewed = Sign { stamp: SystemTime::now(), ..sign };
-    assert!(!watch.sees(&renewed, gap, begun + second * 161) && watch.unchanged(&renewed).is_zero());
+    assert!(proves(&renewed, 1).is_zero() && !watch.sees(&renewed, gap, begun + second * 161));
     assert_eq!(Terms::USUAL.needed(STALE), Terms::USUAL.silent);
     assert_eq!(Terms::USUAL.needed(STALE - second), STALE);
 }

@@ -3,10 +3,11 @@
 //! Clocks of machines and of file servers may be wrong, so the age of a time stamp alone never says that a holder is
 //! dead. Only time counts during which this process looked again and again, and found the same name with the same stamp.
 //! Time in which it did not look does not count: the machine slept, or the file server answered nobody, the holder
-//! included. The file is opened by name for each look, so that a network file system asks its server.
+//! included. Pure: no clock, no files.
 
 use std::time::{Duration, Instant, SystemTime};
 
+use super::judge::Verdict;
 use super::{Holder, STALE};
 use crate::holder::HEARTBEAT;
 
@@ -76,8 +77,32 @@ impl Watch {
         self.seen.saturating_duration_since(self.since)
     }
 
-    /// The same, if it is this one.
-    pub(super) fn unchanged(&self, sign: &Sign) -> Duration {
-        if *sign == self.sign { self.length() } else { Duration::ZERO }
+    /// The same, if the sign is still this one, and the last look was a moment ago.
+    pub(super) fn proves(&self, sign: &Sign, gap: Duration, now: Instant) -> Duration {
+        let is_new = now.saturating_duration_since(self.seen) <= gap;
+        if *sign == self.sign && is_new { self.length() } else { Duration::ZERO }
+    }
+}
+
+/// What shows that a holder on another machine is dead.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Proof<'a> {
+    /// The age of its time stamp, by the clock of the file system.
+    Stamp,
+    /// That it was watched for long enough.
+    Watched(Option<&'a Watch>, &'a Terms),
+}
+
+impl Proof<'_> {
+    /// The verdict, which goes by the time stamp, by this proof.
+    pub(super) fn weighs(self, verdict: Verdict, sign: &Sign, me: &Holder, now: Instant) -> Verdict {
+        let Proof::Watched(watch, terms) = self else { return verdict };
+        let age = match verdict {
+            Verdict::Silent(age) => age,
+            Verdict::Alive { silent } if sign.holder.boot_id != me.boot_id => silent,
+            Verdict::Dead | Verdict::Alive { .. } => return verdict,
+        };
+        let watched = watch.map_or(Duration::ZERO, |watch| watch.proves(sign, terms.gap, now));
+        if watched >= terms.needed(age) { Verdict::Silent(age.max(watched)) } else { Verdict::Alive { silent: age } }
     }
 }
