@@ -31,6 +31,9 @@ pub(crate) struct SnapshotArgs {
     /// Wait until the image is stored, so that it survives a restart of the machine
     #[arg(long)]
     stored: bool,
+    /// Copy all GPU memory of the job on this machine, also where gpu.full-copy-every would leave out what has not changed
+    #[arg(long)]
+    full: bool,
 }
 
 /// Which job, and which image.
@@ -46,7 +49,7 @@ pub(crate) struct RewindArgs {
 }
 
 pub(super) fn snapshot(global: &Global, args: &SnapshotArgs) -> anyhow::Result<Exit> {
-    let how = Snapshot { tags: args.tags.clone(), stored: args.stored };
+    let how = Snapshot { tags: args.tags.clone(), stored: args.stored, full: args.full };
     ask(global, &args.job, &Request::Snapshot(how), "taking a snapshot")
 }
 

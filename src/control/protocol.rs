@@ -49,6 +49,10 @@ pub struct Snapshot {
     pub tags: Vec<Tag>,
     /// Whether the answer is sent when the image is stored, not when it is in memory.
     pub stored: bool,
+    /// Whether all GPU memory is copied, also what has not changed (`gpu.full-copy-every`). Only sent if it is true, so
+    /// that older supervisors understand the other requests.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub full: bool,
 }
 
 /// `stop`.
@@ -296,7 +300,7 @@ mod tests {
         let tags = vec!["a".parse().unwrap(), "b".parse().unwrap()];
         let all = [
             Request::Status,
-            Request::Snapshot(Snapshot { tags, stored: true }),
+            Request::Snapshot(Snapshot { tags, stored: true, full: true }),
             Request::Suspend,
             Request::Resume,
             Request::Stop(Stop { now: true }),
@@ -310,6 +314,8 @@ mod tests {
             Request::parse(br#"{"version":1,"request":"snapshot"}"#).unwrap(),
             Request::Snapshot(Snapshot::default())
         );
+        let line = String::from_utf8(Request::Snapshot(Snapshot::default()).to_line()).unwrap();
+        assert!(!line.contains("full"), "a supervisor that does not know the field would refuse the request: {line}");
     }
 
     #[test]

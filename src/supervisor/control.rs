@@ -151,9 +151,10 @@ impl Control {
 
     // ---- snapshots ----
 
-    /// A snapshot begins: it serves all clients that wait for one.
-    pub(super) fn snapshot_begins(&mut self) {
+    /// A snapshot begins: it serves all clients that wait for one. Returns whether one of them wants all GPU memory copied.
+    pub(super) fn snapshot_begins(&mut self) -> bool {
         self.attached.append(&mut self.waiting);
+        self.attached.iter().any(|asked| asked.how.full)
     }
 
     /// The snapshot succeeded.

@@ -71,7 +71,7 @@ impl Owner<'_> {
         }
         let interval = self.chosen_interval();
         let (deaths, queues) = (Arc::clone(self.life.deaths()), Arc::clone(self.life.queues()));
-        self.clients.control.snapshot_begins();
+        let full = self.clients.control.snapshot_begins();
         self.check_holds();
         self.clients.job_api.snapshot_begins();
         self.reporting.remarks.is_asked_for = reason != Reason::Interval;
@@ -81,7 +81,10 @@ impl Owner<'_> {
         let turn = turn.map(|turn| turn.cancelled_by(Arc::clone(&cancel)));
         let launch = Launch { lineage: self.line.lineage.clone(), ..self.setup.program.launch.clone() };
         self.spawn("snapshot", move || {
-            let options = setup.config.snapshot_options();
+            let mut options = setup.config.snapshot_options();
+            if full {
+                options.full_copy_every = 1;
+            }
             let subject = Subject {
                 job: &job,
                 folder: &setup.folder,

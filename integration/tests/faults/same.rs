@@ -18,6 +18,10 @@ fn job(still: &str, full_every: &str) -> Option<Rig> {
 /// How many MiB the next snapshot does not copy from the GPU, of how many.
 fn same(supervisor: &mut Supervisor<'_>) -> [u64; 2] {
     supervisor.ask();
+    same_of_the_next(supervisor)
+}
+
+fn same_of_the_next(supervisor: &mut Supervisor<'_>) -> [u64; 2] {
     let line = supervisor.said("copied GPU memory that stayed on the GPU");
     let number = |name: &str| line.split(name).nth(1).unwrap().split(' ').next().unwrap().parse::<u64>().unwrap() / MIB;
     supervisor.image();
@@ -48,6 +52,9 @@ fn memory_that_has_not_changed_is_not_copied_from_the_gpu_again() {
         assert!((64..80).contains(&same) && all == 80, "{same} of {all}");
         supervisor.assert_unharmed(1);
     }
+    let (code, said) = rig.ask(&["snapshot", "j", "--full"]);
+    assert_eq!((code, same_of_the_next(&mut supervisor)), (Some(0), [0, 80]), "{said}");
+    assert!(same(&mut supervisor)[0] >= 64, "only one was full");
     supervisor.kill_job();
     comes_back(&rig, &mut supervisor, 1);
     assert!(same(&mut supervisor)[0] >= 64, "the process that copies is the same");

@@ -140,7 +140,7 @@ fn a_supervisor_that_is_stopped_is_not_waited_for() {
     let _stopped = std::os::unix::net::UnixListener::bind(&path).unwrap();
     let (answer, answers) = std::sync::mpsc::channel();
     let ask = move |path: PathBuf, patience| {
-        let request = Request::Snapshot(Snapshot { tags: Vec::new(), stored: false });
+        let request = Request::Snapshot(Snapshot::default());
         client::ask_one_that_runs(&path, &request, patience)
     };
     std::thread::spawn(move || answer.send(ask(path, Duration::from_millis(50))));

@@ -53,10 +53,25 @@ impl<'a> Asker<'a> {
     fn snapshot(&mut self, stored: bool) -> Said {
         self.ask(Request::Snapshot(protocol::Snapshot { stored, ..protocol::Snapshot::default() }))
     }
+
+    fn full_snapshot(&mut self) -> Said {
+        self.ask(Request::Snapshot(protocol::Snapshot { full: true, ..protocol::Snapshot::default() }))
+    }
 }
 
 fn code(said: &Said) -> Code {
     said.try_recv().unwrap().unwrap_err().code
+}
+
+#[test]
+fn a_snapshot_is_full_if_one_client_of_it_wants_that() {
+    let config = Config::default();
+    let mut asker = Asker::new(&config);
+    let (_any, _full) = (asker.snapshot(false), asker.full_snapshot());
+    assert!(asker.control.snapshot_begins());
+    asker.control.snapshot_taken(&snapped(1));
+    let _next = asker.snapshot(false);
+    assert!(!asker.control.snapshot_begins(), "only the one that it was asked for");
 }
 
 #[test]
