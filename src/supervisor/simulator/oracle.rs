@@ -304,10 +304,12 @@ impl World {
             return;
         }
         let restart = &self.config.restart;
-        if uptime >= restart.healthy_uptime {
-            self.oracle.failures.row = None;
-        }
-        let StartPoint::Image(id) = job.from else { return };
+        let StartPoint::Image(id) = job.from else {
+            if uptime >= restart.healthy_uptime {
+                self.oracle.failures.row = None;
+            }
+            return;
+        };
         let from_outside =
             matches!(end.ended, Ended::Signal(libc::SIGKILL | libc::SIGTERM | libc::SIGINT | libc::SIGHUP));
         let seen = match ending {
@@ -321,6 +323,10 @@ impl World {
         // A life that hung from its beginning is no life.
         let did_nothing = by_hang && job.hung.is_some_and(|hung| hung <= job.since);
         self.oracle.failures.hangs.did_nothing = did_nothing;
+        // A life without a newer image came no further than the lives before.
+        if uptime >= restart.healthy_uptime && !took_none && !did_nothing {
+            self.oracle.failures.row = None;
+        }
         if did_nothing {
             self.oracle.failures.hangs.stuck.insert(id);
         }
