@@ -8,6 +8,8 @@ Trials, each of which goes on when another one fails:
   cross     images of each way restored with the other setting, from memory
   machine   the image of the kept way from the store, with nothing left in memory
   allocate  a program that allocates and frees 20, 64 and 256 MiB all the time, under both settings
+  uncached  training without PyTorch's cache of memory, so that each tensor is an allocation, by turns under both settings
+  disk      the table's job with images on the disk, and dd of as much on the same disk
   ranks     two ranks on two GPUs, NCCL
   notice    what programs can notice: CUDA IPC, peer access, pools, graphs, attributes
   leak      kill -9 of everything with memory kept; nvidia-smi before and after
@@ -35,7 +37,7 @@ from steps import Steps
 from supervised import ROOT, Failed, Job, known_keys, seconds, wait_for
 
 PHASES = ["prepare", "lock", "checkpoint", "dump", "restore", "copy", "unlock"]
-TRIALS = ["table", "cross", "machine", "allocate", "ranks", "notice", "leak"]
+TRIALS = ["table", "cross", "machine", "allocate", "uncached", "disk", "ranks", "notice", "leak"]
 # Of the log, with the word for the table.
 TOLD = {
     "copied GPU memory that stayed": "out",
@@ -65,16 +67,6 @@ for mib in (2, 20, 64, 256, 1024):
     times.sort(key=sum)
     a, f = times[len(times) // 2]
     print(f"cuMemAlloc {mib} MiB: {a * 1e6:.0f} us, cuMemFree: {f * 1e6:.0f} us", flush=True)
-import os
-os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-x = torch.randn(4096, 4096, device="cuda")
-torch.cuda.synchronize(); began = time.perf_counter()
-for _ in range(200):
-    y = x @ x
-    z = y + x
-    del y, z
-torch.cuda.synchronize()
-print(f"200 products of 64 MiB, no caching: {time.perf_counter() - began:.3f} s", flush=True)
 """
 
 NOTICE = """
@@ -186,21 +178,20 @@ class Bench:
         preload = {"LD_PRELOAD": str(folder / "libcuda.so.1")}
         return {"LD_LIBRARY_PATH": str(folder), "STANDIN_CUDA_DIR": str(folder), **preload}
 
-    def job(self, name, memory, command, environment=None, gib=1):
+    def job(self, name, memory, command, environment=None, gib=1, settings=None):
         name = f"kept{os.getpid()}-{name}"
         environment = {**self.environment(name), **(environment or {})}
-        return Job(
-            self.args.rekindle, self.work, name, command, settings=self.settings(memory, gib), environment=environment
-        )
+        settings = {**self.settings(memory, gib), **(settings or {})}
+        return Job(self.args.rekindle, self.work, name, command, settings=settings, environment=environment)
 
-    def training(self, name, memory, gib):
+    def training(self, name, memory, gib, environment=None, settings=None):
         steps = Steps(self.work / f"{name}-{memory}.steps")
         if self.args.stand_in:
             command = [sys.executable, ROOT / "integration/jobs/standin_job.py", steps.path, "--mib", int(gib * 1024), "--times"]
         else:
             command = [sys.executable, ROOT / "integration/jobs/bench_torch.py", steps.path, "--gib", gib]
             command += ["--still", self.args.still]
-        return self.job(f"{name}-{memory}", memory, command, gib=gib), steps
+        return self.job(f"{name}-{memory}", memory, command, environment, gib, settings), steps
 
     def steps_on(self, steps, more, job, limit=180):
         begun = steps.last()
@@ -349,8 +340,55 @@ class Bench:
             finally:
                 job.end()
 
+    def uncached(self):
+        """By turns, so that what changes on the machine meanwhile changes both."""
+        lengths = {"copied": [], "kept": []}
+        for turn in range(1, 4):
+            for memory in lengths:
+                job, steps = self.training(f"uncached{turn}", memory, 0.25, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+                try:
+                    job.start()
+                    self.steps_on(steps, 40, job)
+                    # The first ones prepare the libraries.
+                    lengths[memory] += [length for _, _, length, _ in steps.all()][5:]
+                    if turn == 1 and memory == "kept":
+                        self.snapshot(job, "uncached")
+                    self.compare(steps, "uncached")
+                finally:
+                    job.end()
+        median = {memory: sorted(all)[len(all) // 2] for memory, all in lengths.items()}
+        self.say(
+            f"uncached: median step {median['copied'] * 1000:.2f} ms copied, {median['kept'] * 1000:.2f} ms kept, "
+            f"{(median['kept'] / median['copied'] - 1) * 100:+.1f} %, {len(lengths['kept'])} steps each"
+        )
+
+    def disk(self):
+        gib = self.args.sizes[0]
+        file = self.work / "dd"
+        for _ in range(2):
+            began = time.monotonic()
+            dd = ["dd", "if=/dev/zero", f"of={file}", "bs=4M", f"count={int(gib * 256)}", "conv=fsync"]
+            subprocess.run(dd, stderr=subprocess.DEVNULL, check=True, timeout=120)
+            self.say(f"dd to this disk, with fsync: {gib * 1.074 / (time.monotonic() - began):.2f} GB/s")
+        file.unlink()
+        for memory in ("copied", "kept"):
+            settings = {"snapshot.staging": "store"}
+            job, steps = self.training("disk", memory, gib, settings=settings)
+            try:
+                job.start()
+                self.steps_on(steps, 3, job)
+                for number in (1, 2):
+                    self.snapshot(job, f"disk, {memory} {gib} GiB, snapshot {number}")
+                    self.steps_on(steps, 3, job)
+                self.crash(job, steps, f"disk, {memory}")
+                self.steps_on(steps, 3, job)
+                self.compare(steps, gib)
+            finally:
+                job.end()
+                shutil.rmtree(job.store, ignore_errors=True)
+
     def printed(self, job):
-        words = ("cuMem", "200 ", "Error", "error", ":")
+        words = ("cuMem", "Error", "error", ":")
         lines = job.log.read_text(errors="replace").splitlines()
         return [line for line in lines if not line.startswith("20") and any(word in line for word in words)]
 
