@@ -69,8 +69,8 @@ step 'clippy' cargo clippy --quiet --workspace --all-targets --locked -- -D warn
 step 'clippy of the reaper' cargo clippy --quiet --manifest-path native/reaper/Cargo.toml -- -D warnings
 step 'clippy of the interposer' cargo clippy --quiet --manifest-path native/preload/Cargo.toml --all-targets -- -D warnings
 step 'clippy of the plugin' cargo clippy --quiet --manifest-path native/plugin/Cargo.toml --all-targets -- -D warnings
-step 'build' cargo build --quiet --workspace --locked
-step 'build of the tests' cargo test --quiet --workspace --locked --no-run
+# All at once, so that tests are compiled while a large crate keeps one processor busy.
+step 'build, with the tests' cargo build --quiet --workspace --all-targets --locked
 
 if [ -n "$ahead" ]; then
   # It may have failed. Then the step that it failed in fails again here.
