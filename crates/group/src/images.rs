@@ -121,8 +121,12 @@ pub(crate) fn replicate(view: &View, plan: &Plan, options: &Options) -> Option<W
             return record(*number, image, Replica::Whole);
         }
     }
+    // What is older than the whole one is removed from the replica again.
+    let whole = whole_in_replica(view);
     let is_hopeless = |number: Number, image: &GroupImage| {
-        !is_on_the_line(view, plan, number) || image.parts.iter().any(|part| cannot_be_sent(number, part))
+        !is_on_the_line(view, plan, number)
+            || whole.is_some_and(|whole| number < whole)
+            || image.parts.iter().any(|part| cannot_be_sent(number, part))
     };
     if let Some((number, image)) = committed().find(|(_, image)| image.value.replica == Replica::Wanted) {
         return is_hopeless(*number, &image.value).then(|| record(*number, image, Replica::No)).flatten();

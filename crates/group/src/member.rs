@@ -41,6 +41,8 @@ struct Transfers {
     fetching: Option<Number>,
     /// Those that are being sent to the replica.
     sending: BTreeSet<Number>,
+    /// The newest group image that was seen to be whole in the replica.
+    whole: Number,
 }
 
 /// What the job may start from, as this member was told.
@@ -249,7 +251,9 @@ impl Member {
             }
             (Local::Replicated(number), _) => {
                 self.transfers.sending.remove(&number);
-                self.replicated(number, Replicated::Yes);
+                // One that is older than the whole one there is removed again.
+                let stays = number >= self.transfers.whole;
+                self.replicated(number, if stays { Replicated::Yes } else { Replicated::Failed });
             }
             (Local::NotReplicated(number), _) => {
                 self.transfers.sending.remove(&number);
@@ -295,6 +299,7 @@ impl Member {
             // A member that joins after the end leaves too.
             self.obey(view, plan, options, now, orders);
         }
+        self.see_replica(view);
         self.forget(view, plan, orders);
         orders.extend(self.fetch(view));
         self.replicate(view, plan, options, orders);
@@ -456,6 +461,14 @@ impl Member {
         };
         self.job = Job::Starting;
         Some(Order::Start { epoch: self.epoch, origin, from, part })
+    }
+
+    /// Parts that are older than the whole one in the replica may be removed from there, and not only by this process.
+    fn see_replica(&mut self, view: &View) {
+        let Some(whole) = images::whole_in_replica(view).filter(|whole| *whole > self.transfers.whole) else { return };
+        let older = self.parts.range_mut(..whole).filter(|(_, part)| part.replicated == Replicated::Yes);
+        older.for_each(|(_, part)| part.replicated = Replicated::No);
+        self.transfers.whole = whole;
     }
 
     /// Drops parts of group images whose record the leader has removed. It does so only while there is a newer one that is

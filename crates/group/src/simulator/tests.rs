@@ -94,7 +94,7 @@ fn a_seed_gives_the_same_history_again() {
 }
 
 /// Seeds of histories that found a bug, each once: docs/simulator.md says which.
-const KEPT: [u64; 21] = [
+const KEPT: [u64; 22] = [
     6_771_225_392_452_221_716,
     1_519_156_796_706_109_399,
     14_754_079_629_986_087_460,
@@ -116,6 +116,7 @@ const KEPT: [u64; 21] = [
     18_146_815_473_582_978_166,
     12_969_298_116_110_818_279,
     11_124_681_096_456_974_945,
+    4_423_947_620_304_410_292,
 ];
 
 #[test]
