@@ -597,8 +597,12 @@ impl World {
     pub(super) fn check_start(&mut self, from: StartPoint) {
         let Some(line) = self.line() else { return };
         let copies = self.ground.copies();
+        let is_asked = matches!(from, StartPoint::Image(id) if self.oracle.asked == Some(id));
+        // Lives in a row are from one image, and nobody has asked for it in between.
+        let streak = self.oracle.failures.streak.take();
+        self.oracle.failures.streak = streak.filter(|(id, ..)| from == StartPoint::Image(*id) && !is_asked);
         let chosen = match from {
-            StartPoint::Image(id) if self.oracle.asked == Some(id) => return,
+            StartPoint::Image(_) if is_asked => return,
             StartPoint::Image(id) => Some(id),
             StartPoint::Cold => None,
         };
