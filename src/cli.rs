@@ -162,8 +162,8 @@ enum Command {
     Verify(verify::VerifyArgs),
     /// Repair a job's damaged packs from other packs and the replica; mark images that lost content as bad
     Repair(repair::RepairArgs),
-    /// Remove images from the store that no rule keeps (store.keep-last and others) or that exceed a size limit; images
-    /// in memory are removed automatically
+    /// Remove images from the store that no rule keeps (store.keep-last and others), and the oldest ones if a job is
+    /// above its size limit; images in memory are removed automatically
     Prune(prune::PruneArgs),
     /// Remove jobs that are not running, with their images, output and memory
     Rm(rm::RmArgs),

@@ -87,7 +87,7 @@ probe("address range", base)
 def attribute(which):
     value = ctypes.c_uint64()
     return cuda.cuPointerGetAttribute(ctypes.byref(value), which, ctypes.c_size_t(x.data_ptr())), hex(value.value)
-for which, name in ((1, "context"), (2, "memory type"), (9, "device"), (10, "legacy IPC"), (13, "handle types"), (15, "GPU direct RDMA")):
+for which, name in ((1, "context"), (2, "memory type"), (9, "device"), (10, "legacy IPC"), (13, "mapped"), (14, "handle types"), (15, "GPU direct RDMA")):
     probe("attribute " + name, lambda: attribute(which))
 probe("IPC handle", lambda: cuda.cuIpcGetMemHandle(ctypes.create_string_buffer(64), ctypes.c_size_t(x.data_ptr())))
 probe("torch share", lambda: len(x.untyped_storage()._share_cuda_()))

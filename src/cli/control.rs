@@ -31,7 +31,7 @@ pub(crate) struct SnapshotArgs {
     /// Wait until the image is stored, so that it survives a restart of the machine
     #[arg(long)]
     stored: bool,
-    /// Copy all GPU memory of the job on this machine, also where gpu.full-copy-every would leave out what has not changed
+    /// Copy all GPU memory of the job on this machine, even what has not changed (see gpu.full-copy-every)
     #[arg(long)]
     full: bool,
 }

@@ -56,7 +56,7 @@ pub(crate) struct Target {
 /// The time limit of a lock.
 #[derive(Debug, clap::Args)]
 pub(crate) struct LockTimeout {
-    /// Give up the lock after this time; the process then continues
+    /// Give up the lock after this time; the process then continues. A number without a unit is milliseconds
     // A number alone is milliseconds, as with NVIDIA's utility.
     #[arg(long = "timeout", value_name = "TIME", default_value = "10s", value_parser = limit)]
     limit: Duration,

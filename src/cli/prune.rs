@@ -27,7 +27,7 @@ pub(crate) struct PruneArgs {
     /// Print what would be removed and why; remove nothing
     #[arg(long)]
     dry_run: bool,
-    /// Also free memory of dead supervisors that has the only copy of an image: the image is lost
+    /// Also free memory that a dead supervisor left, even if it contains the only copy of an image; that image is lost
     #[arg(long)]
     discard_memory: bool,
     #[command(flatten)]

@@ -44,7 +44,8 @@ use start::{Start, choose, default_name, nothing_to_do};
 /// What to run.
 #[derive(Debug, clap::Args)]
 pub(crate) struct RunArgs {
-    /// The job's name; by default made from the command and its directory
+    /// The job's name (job.name); by default the scheduler's name for it, else one made from the command and its
+    /// directory
     #[arg(long, add = complete::jobs_at_rest())]
     name: Option<String>,
     /// Time between two snapshots: "10m", "auto" or "off" (snapshot.interval)
@@ -90,8 +91,8 @@ struct Machines {
     /// The number of this machine in the group, from 0 (group.node-rank)
     #[arg(long, value_name = "N")]
     node_rank: Option<u32>,
-    /// The addresses of etcd; "local": rank 0 starts one; "local:FILE": its address is in this file
-    /// (group.coordinator)
+    /// The addresses of etcd. "local": rank 0 starts an etcd, and the others find it through the shared store;
+    /// "local:FILE": the same, but through this file (group.coordinator)
     #[arg(long, value_name = "WHERE", value_delimiter = ',')]
     coordinator: Option<Vec<String>>,
 }
@@ -114,8 +115,8 @@ pub(crate) struct RestoreArgs {
 /// What is accepted about the image that the run continues from.
 #[derive(Debug, clap::Args)]
 struct Accepted {
-    /// Continue from an image of USER, as USER, even if job.user is another user. Applies to this run only; does not
-    /// start the job from the beginning
+    /// Continue from an image that belongs to USER, and run the job as USER, even if job.user names another user. For
+    /// this run only. If no image can be used, the job is not started from the beginning
     #[arg(long = "accept-user", value_name = "USER")]
     user: Option<String>,
 }
