@@ -312,9 +312,11 @@ fn earlier_holder(file: &File, folder: &Path, me: &Holder, job: &JobName, proof:
         if read_holder(file).map_err(read)?.is_none() {
             return Ok((None, None));
         }
-        // First the clock, because the file system may take its time for it: what the file says must be new.
+        // First the clock, because the file system may take its time for it: what the file says must be new. NFS asks the
+        // server when a file is opened; of an open file it may know the attributes of a minute ago.
         let now = clock_of(folder).unwrap_or_else(SystemTime::now);
-        let Some(holder) = read_holder(file).map_err(read)? else { return Ok((None, None)) };
+        let file = open(&path, Create::No).map_err(read)?;
+        let Some(holder) = read_holder(&file).map_err(read)? else { return Ok((None, None)) };
         let heartbeat = file.metadata().and_then(|metadata| metadata.modified()).map_err(read)?;
         let verdict = judge::judge(&holder, &Facts::now(me, heartbeat, now));
         let sign = Sign { holder, stamp: heartbeat };
