@@ -249,7 +249,10 @@ impl History {
                 self.suspects.was_restored(id);
                 let evidence = match death {
                     _ if images.proven.contains(&id) => None,
-                    Death::Hung if since_stuck => Some(Evidence::Hung),
+                    // Without another one, a hang from outside would end the run.
+                    Death::Hung if since_stuck => {
+                        (!self.suspects.only_hangs_are_left(&images.good)).then_some(Evidence::Hung)
+                    }
                     death => evidence(death, uptime),
                 };
                 if self.suspects.is_row(evidence.as_ref()) {
