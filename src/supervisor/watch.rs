@@ -8,6 +8,7 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use super::deaths::ProcessDeaths;
+use super::events::image_of;
 use super::finding::Finding;
 use super::gpus::{Gpus, Said};
 use super::line::Target;
@@ -89,6 +90,28 @@ fn target(good: &[ImageId], stuck: &BTreeSet<ImageId>, n: usize) -> Option<Image
     let before: Vec<ImageId> = good.iter().copied().filter(|image| !stuck.contains(image)).collect();
     let of = if before.is_empty() { good } else { &before };
     of.get(n.saturating_sub(1)).or_else(|| of.last()).copied()
+}
+
+/// How often a group goes back to the image that its job was restored from, if it hangs again and takes images meanwhile.
+const SAME_IMAGE: usize = 4;
+
+/// The image that a group goes back to for a hang; `None` if a restart does that, because it is the newest one. The group
+/// leaves newer ones, so the image that the job was restored from is not left at once: the hang may come from outside. A
+/// restart from it counts as a failure, and after some of these the group uses an older one.
+fn before_hang(
+    usable: &[ImageId],
+    stuck: &BTreeSet<ImageId>,
+    restored: Option<ImageId>,
+    rewinds: usize,
+) -> Option<ImageId> {
+    let newest = usable.first()?;
+    let again = restored.filter(|image| stuck.contains(image));
+    if again == Some(*newest) {
+        return None;
+    }
+    let again = again.filter(|_| rewinds < SAME_IMAGE);
+    let stuck: BTreeSet<ImageId> = stuck.iter().copied().filter(|image| Some(*image) != again).collect();
+    target(usable, &stuck, 1).filter(|image| image != newest)
 }
 
 /// The result of a rule.
@@ -348,7 +371,9 @@ impl Owner<'_> {
         let restored = self.machine.state().life().map(|life| life.from);
         let verdict = verdict.map(|verdict| of_a_hang(verdict, restored, stuck));
         let verdict = match verdict {
-            Some(Verdict::Hung(stuck)) if self.is_in_group() => Some(self.back_before(&stuck)),
+            Some(Verdict::Hung(stuck)) if self.is_in_group() => {
+                Some(self.back_before(&stuck, restored.and_then(image_of)))
+            }
             other => other,
         };
         let at = stacks.as_ref().map_or_else(String::new, |name| format!("; stacks are in log/{name}"));
@@ -471,9 +496,10 @@ impl Owner<'_> {
     }
 
     /// What a member of a group asks for when its job hangs: the group would use its newest image.
-    fn back_before(&self, stuck: &BTreeSet<ImageId>) -> Verdict {
+    fn back_before(&self, stuck: &BTreeSet<ImageId>, restored: Option<ImageId>) -> Verdict {
         let usable = self.group.as_ref().map(|member| member.usable()).unwrap_or_default();
-        match target(&usable, stuck, 1).filter(|image| usable.first() != Some(image)) {
+        let rewinds = self.group.as_ref().zip(restored).map_or(0, |(member, image)| member.rewinds_to(image));
+        match before_hang(&usable, stuck, restored, rewinds) {
             Some(image) => {
                 tracing::warn!("asking the group to go back to image {image}: newer ones are of the hang");
                 Verdict::Rewind(image)
@@ -580,6 +606,25 @@ mod tests {
         assert_eq!(why(Ending::Rewind(image), Ended::Signal(9)), Cause::Rewound);
         assert_eq!(why(Ending::Stop(Stop::Requeue), Ended::Signal(9)), Cause::Requested);
         assert_eq!(why(Ending::Stop(Stop::Requeue), Ended::Exit(0)), Cause::Completed);
+    }
+
+    #[test]
+    fn a_group_does_not_leave_the_image_that_it_was_restored_from_at_once() {
+        let id = |n: u32| ImageId::new(n, chrono::DateTime::UNIX_EPOCH);
+        let all = [4, 3, 2, 1].map(id);
+        let stuck = |ids: &[u32]| ids.iter().map(|n| id(*n)).collect::<BTreeSet<_>>();
+        let to = |stuck: &BTreeSet<ImageId>, restored, rewinds| before_hang(&all, stuck, restored, rewinds);
+        // The job was restored from 2, went on, and hung after 3.
+        assert_eq!(to(&stuck(&[4]), Some(id(2)), 0), Some(id(3)));
+        // It came no further: only what it took since then is left.
+        assert_eq!(to(&stuck(&[4, 3, 2]), Some(id(2)), 0), Some(id(2)));
+        assert_eq!(to(&stuck(&[4, 3, 2]), Some(id(2)), SAME_IMAGE), Some(id(1)));
+        // It took nothing: a restart, which counts as a failure.
+        assert_eq!(to(&stuck(&[4]), Some(id(4)), 0), None);
+        assert_eq!(to(&stuck(&[4]), Some(id(4)), SAME_IMAGE), None);
+        // It hangs since its first start.
+        assert_eq!(to(&stuck(&[4, 3]), None, 0), Some(id(2)));
+        assert_eq!(before_hang(&[], &stuck(&[1]), None, 0), None);
     }
 
     #[test]

@@ -86,6 +86,13 @@ impl Member {
             .collect()
     }
 
+    /// How often the group has gone back to this image.
+    pub(in crate::supervisor) fn rewinds_to(&self, image: ImageId) -> usize {
+        let plan = self.machine.view().plan.as_ref();
+        let number = self.number_of(image);
+        plan.map_or(0, |plan| plan.value.left.iter().filter(|left| Some(left.after) == number).count())
+    }
+
     /// The requests that are not decided yet.
     pub(in crate::supervisor) fn open(&self) -> Open {
         let any = |is: fn(&Ask) -> bool| self.requests.pending.iter().any(|pending| is(pending.ask()));
