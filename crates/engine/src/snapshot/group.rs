@@ -50,8 +50,8 @@ impl Freeze<'_> {
     /// with the other restores: after 4 to 6 s it ends the waiting process (Xid 109; driver 580, measured).
     ///
     /// This is a help, and not needed for an image: it never fails.
-    pub(super) fn wait_for_restores(&self) -> Result<(), Error> {
-        let Some(group) = self.env.subject.group else { return Ok(()) };
+    pub(super) fn wait_for_restores(&self) {
+        let Some(group) = self.env.subject.group else { return };
         let root = &self.env.subject.job.root;
         let is_over = || (self.env.cancelled)() || group.called_off().is_some() || root.has_ended().unwrap_or(true);
         match wait(FOR_THE_OTHERS, || group.restored(), is_over) {
@@ -61,7 +61,6 @@ impl Freeze<'_> {
                 humantime::format_duration(FOR_THE_OTHERS)
             ),
         }
-        Ok(())
     }
 
     pub(super) fn plug_cable(&mut self) -> Result<(), String> {

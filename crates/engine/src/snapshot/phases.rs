@@ -37,14 +37,15 @@ fn steps<'a>() -> [Step<Freeze<'a>, Error>; 10] {
             .cancellable()
             .only_if(|f| f.env.is_in_group())
             .undo(|f| f.plug_cable()),
-        Step::new("checkpoint", |f: &mut Freeze<'a>| f.checkpoint())
-            .cancellable()
-            .undo(|f| f.gpus.group.undo_checkpoint()),
+        Step::new("checkpoint", |f: &mut Freeze<'a>| f.checkpoint()).cancellable().undo(|f| f.undo_checkpoint()),
         Step::new("dump", |f: &mut Freeze<'a>| f.dump()).undo(|f| f.undo_dump()),
         Step::new("restore", |f: &mut Freeze<'a>| Ok(f.gpus.group.restore()?)),
         Step::new("copy", |f: &mut Freeze<'a>| f.leave_copy()).only_if(|f| f.copying.is_some()),
-        Step::new("others", |f: &mut Freeze<'a>| f.wait_for_restores())
-            .only_if(|f| f.env.is_in_group() && !f.gpus.group.is_empty()),
+        Step::new("others", |f: &mut Freeze<'a>| {
+            f.wait_for_restores();
+            Ok(())
+        })
+        .only_if(|f| f.env.is_in_group() && !f.gpus.group.is_empty()),
         Step::new("unlock", |f: &mut Freeze<'a>| Ok(f.gpus.group.unlock()?)),
         Step::new("check", |f: &mut Freeze<'a>| f.check()),
     ]
@@ -214,6 +215,15 @@ impl Freeze<'_> {
         Ok(())
     }
 
+    /// The ranks must not run before the memory of the other machines is restored either: they may be past this step.
+    fn undo_checkpoint(&mut self) -> Result<(), String> {
+        let undone = self.gpus.group.undo_checkpoint();
+        if !self.gpus.group.is_empty() {
+            self.wait_for_restores();
+        }
+        undone
+    }
+
     fn dump(&mut self) -> Result<(), Error> {
         let (env, subject, options) = (self.env, self.env.subject, self.env.subject.options);
         let image = self.ready.target.dir().to_path_buf();
@@ -301,6 +311,10 @@ impl Freeze<'_> {
     }
 
     fn check(&mut self) -> Result<(), Error> {
+        if self.gpus.group.is_empty() {
+            // Once more: what was told before may not have arrived.
+            self.tell_restored();
+        }
         self.gpus.group.check_running()?;
         if self.env.subject.job.root.has_ended().unwrap_or(true) {
             return Err(Error::JobEnded);
