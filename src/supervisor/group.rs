@@ -529,6 +529,13 @@ impl Owner<'_> {
         self.report_to_group(Local::Refused(orders.number, why));
     }
 
+    /// It is tried again to store an image: meanwhile the group takes no snapshot.
+    pub(super) fn group_stores(&mut self, image: ImageId) {
+        if let Some(number) = self.group.as_ref().and_then(|member| member.number_of(image)) {
+            self.report_to_group(Local::Storing(number));
+        }
+    }
+
     /// An image was stored, or was not.
     pub(super) fn group_persisted(&mut self, image: ImageId, stored: bool) {
         let Some(number) = self.group.as_ref().and_then(|member| member.number_of(image)) else { return };

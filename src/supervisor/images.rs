@@ -230,7 +230,10 @@ impl Owner<'_> {
     /// Stores the newest image that is only in memory, unless one is being stored.
     pub(super) fn persist_newest(&mut self) {
         match self.only_in_memory().filter(|image| self.is_usable(image)) {
-            Some(image) if !self.transfers.is_storing() => self.persist(image),
+            Some(image) if !self.transfers.is_storing() => {
+                self.group_stores(image.id);
+                self.persist(image);
+            }
             Some(_) => {}
             None => self.pack_newest(),
         }
@@ -307,7 +310,7 @@ impl Owner<'_> {
     }
 
     pub(super) fn persisted(&mut self, outcome: Outcome) {
-        self.transfers.store_ends();
+        self.transfers.store_ends(outcome.image);
         let took = outcome.took;
         let stored = outcome.result.is_ok();
         let image = outcome.image;

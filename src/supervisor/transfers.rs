@@ -136,8 +136,9 @@ impl<I> Transfers<I> {
         Store { progress, cancel, files_go: self.files_go() }
     }
 
-    pub(super) fn store_ends(&mut self) {
-        self.persist = None;
+    /// Storing this image has ended.
+    pub(super) fn store_ends(&mut self, image: ImageId) {
+        self.persist.take_if(|persist| persist.moving.image == image);
     }
 
     pub(super) fn is_storing(&self) -> bool {
@@ -274,7 +275,7 @@ mod tests {
         let staged = transfers.store_begins(id(1), Source::Memory);
         transfers.start_begins(StartPoint::Image(id(1)));
         assert!(!staged.cancel.load(Ordering::Relaxed), "from memory to the store");
-        transfers.store_ends();
+        transfers.store_ends(id(1));
         let loose = transfers.store_begins(id(1), Source::PlainFiles);
         transfers.start_begins(StartPoint::Cold);
         assert!(loose.cancel.load(Ordering::Relaxed));

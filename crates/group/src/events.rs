@@ -59,6 +59,8 @@ pub enum Local {
     Aborted(Number),
     /// It is over, or could not be started. Nothing runs.
     Ended(Ending),
+    /// It is tried again to store its part of this group image.
+    Storing(Number),
     /// Its part of this group image is stored.
     Stored(Number),
     /// Its part of this group image could not be stored. It may still be in memory.

@@ -116,6 +116,16 @@ pub(crate) fn replicate(view: &View, plan: &Plan, options: &Options) -> Option<W
         view.members.contains_key(rank) && part_of(view, number, *rank, part).is_none_or(failed)
     };
     let committed = || view.images.iter().rev().filter(|(_, image)| image.value.committed);
+    // It was whole, and was removed as older than another one that no longer counts, because of a rewind.
+    let is_gone = |number: Number, (rank, part): (&Rank, &Part)| {
+        part_of(view, number, *rank, part).is_some_and(|it| it.replicated == Replicated::No)
+    };
+    if let Some((number, image)) = committed().find(|(number, _)| is_on_the_line(view, plan, **number))
+        && image.value.replica == Replica::Whole
+        && image.value.parts.iter().any(|part| is_gone(*number, part))
+    {
+        return record(*number, image, Replica::No);
+    }
     for (number, image) in committed().take_while(|(_, image)| image.value.replica != Replica::Whole) {
         if image.value.parts.iter().all(|part| is_sent(*number, part)) {
             return record(*number, image, Replica::Whole);

@@ -41,7 +41,7 @@ struct Transfers {
     fetching: Option<Number>,
     /// Those that are being sent to the replica.
     sending: BTreeSet<Number>,
-    /// The newest group image that was seen to be whole in the replica.
+    /// The newest group image that is whole in the replica, as far as it was seen.
     whole: Number,
 }
 
@@ -239,6 +239,9 @@ impl Member {
             }
             (Local::Costs(costs), _) => self.costs = costs,
             (Local::Done, _) => self.over.done = true,
+            (Local::Storing(number), _) if self.parts.contains_key(&number) => {
+                self.transfers.storing.insert(number);
+            }
             (Local::NotStored(number), _) => drop(self.transfers.storing.remove(&number)),
             (Local::Gone(number), _) => {
                 self.transfers.storing.remove(&number);
@@ -465,9 +468,11 @@ impl Member {
 
     /// Parts that are older than the whole one in the replica may be removed from there, and not only by this process.
     fn see_replica(&mut self, view: &View) {
-        let Some(whole) = images::whole_in_replica(view).filter(|whole| *whole > self.transfers.whole) else { return };
-        let older = self.parts.range_mut(..whole).filter(|(_, part)| part.replicated == Replicated::Yes);
-        older.for_each(|(_, part)| part.replicated = Replicated::No);
+        let whole = images::whole_in_replica(view).unwrap_or_default();
+        if whole > self.transfers.whole {
+            let older = self.parts.range_mut(..whole).filter(|(_, part)| part.replicated == Replicated::Yes);
+            older.for_each(|(_, part)| part.replicated = Replicated::No);
+        }
         self.transfers.whole = whole;
     }
 

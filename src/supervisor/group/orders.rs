@@ -127,7 +127,12 @@ impl Owner<'_> {
     }
 
     fn forget_part(&mut self, number: Number) {
-        let Some(image) = self.group.as_mut().and_then(|member| member.parts.remove(&number)) else { return };
+        let Some(member) = &mut self.group else { return };
+        let Some(image) = member.parts.remove(&number) else { return };
+        let is_in_replica = member.machine.report().and_then(|report| report.parts.get(&number).cloned());
+        if is_in_replica.is_some_and(|part| part.replicated == Replicated::Only) {
+            member.remote.keeps(number, image);
+        }
         let (setup, bounds) = (Arc::clone(self.setup), self.setup.config.store.copies);
         self.spawn("forget", move || {
             for slot in setup.images.staging.iter().flat_map(|area| area.slots()) {

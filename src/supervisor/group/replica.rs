@@ -42,6 +42,11 @@ impl Remote {
     pub(super) fn only_has(&self, number: Number) -> bool {
         self.only.contains_key(&number)
     }
+
+    /// The replica still has a part that is removed from the store.
+    pub(super) fn keeps(&mut self, number: Number, image: ImageId) {
+        self.only.insert(number, image);
+    }
 }
 
 /// A part in the replica.
