@@ -110,6 +110,40 @@ fn a_machine_with_an_empty_store_gets_its_part_from_the_replica() {
     lab.completes(&[1, 2]);
 }
 
+/// Somebody removes the records of the group images. The machine that stays has removed its part of the one that is whole in
+/// the replica, because a newer one was committed, and then the other machine is lost.
+#[test]
+fn the_replica_has_all_that_is_left_and_its_record_was_removed() {
+    if !gate() {
+        return;
+    }
+    let mut lab = Lab::with_spare(2, ENDLESS);
+    let (replica, away) = (lab.path("replica"), lab.path("away"));
+    std::fs::create_dir(&replica).unwrap();
+    lab.set("replica.url", &format!("\"file://{}\"", replica.display()));
+    lab.set("store.keep-last", "1");
+    lab.run_all();
+    (0..2).for_each(|rank| lab.said(rank, "was replicated", 1));
+    std::fs::rename(&replica, &away).unwrap();
+    let is_ours = |line: &&str| line.contains("was replicated");
+    let id = |line: &str| line.split("image ").nth(1).unwrap().split(' ').next().unwrap().to_owned();
+    let replicated: Vec<String> = lab.log(1).lines().filter(is_ours).map(id).collect();
+    let removed = lab.cluster.control(0, &["del", "--prefix", "/rekindle/1/ring/images/"]);
+    assert_ne!(removed.trim(), "0");
+    wait_for("newer images only", || {
+        let listed = lab.command(1, 1).args(["list", "ring.1"]).output().unwrap();
+        let listed = String::from_utf8_lossy(&listed.stdout).into_owned();
+        listed.contains("Z") && replicated.iter().all(|id| !listed.contains(id.as_str()))
+    });
+    lab.machines[0].kill();
+    std::fs::rename(lab.path("store0"), lab.path("gone")).unwrap();
+    std::fs::rename(&away, &replica).unwrap();
+    lab.run(2, 0, &[]);
+    (0..2).for_each(|rank| lab.said(rank, "was fetched from the replica", 1));
+    (0..2).for_each(|rank| lab.said(rank, RESTORED, 1));
+    lab.completes(&[1, 2]);
+}
+
 #[test]
 fn machines_with_empty_stores_continue_from_the_replica() {
     if !gate() {
