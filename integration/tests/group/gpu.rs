@@ -1,6 +1,7 @@
 //! Jobs that use CUDA, with the stand-in for the driver.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -120,4 +121,41 @@ fn no_rank_runs_before_all_are_restored() {
         lab.machines[machine].signal(Signal::SIGTERM);
     }
     assert_eq!((lab.ends(0), lab.ends(1)), (143, 143));
+}
+
+/// The same if the snapshot fails on one machine: the other one may still be restoring.
+#[test]
+fn no_rank_runs_before_all_are_restored_after_a_snapshot_that_failed() {
+    if !gate() {
+        return;
+    }
+    const SLOW: Duration = Duration::from_secs(3);
+    let (mut lab, standins) = two_machines();
+    let (criu, fails) = (lab.path("criu"), lab.path("criu-fails"));
+    let real = std::env::var("REKINDLE_CRIU").unwrap_or_else(|_| "criu".into());
+    let script = format!(
+        "#!/bin/sh\n[ \"$1\" != --version ] && [ -e {fails}.$(hostname) ] && exit 1\nexec {real} \"$@\"\n",
+        fails = fails.display()
+    );
+    fs::write(&criu, script).unwrap();
+    fs::set_permissions(&criu, fs::Permissions::from_mode(0o755)).unwrap();
+    lab.environment.push(("REKINDLE_CRIU".into(), criu.display().to_string()));
+    lab.set("snapshot.interval", "\"off\"");
+    lab.run_all();
+    wait_for("both jobs to run", || standins.iter().all(|standin| !times(standin).is_empty()));
+    standins[1].fault("fail-restore", &format!("0 delay={}", SLOW.as_millis()));
+    fs::write(lab.path("criu-fails.node-0"), "").unwrap();
+
+    let began = now();
+    let output = lab.command(1, 1).args(["snapshot", "ring.1"]).output().unwrap();
+    assert!(!output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+    wait_for("both jobs to run again", || {
+        standins.iter().all(|standin| times(standin).last().is_some_and(|last| *last > began + SLOW))
+    });
+    let [first, slow] = standins.each_ref().map(|standin| ran_again(standin, began));
+    assert!(slow - began > SLOW, "the second restores in {:?}", slow - began);
+    assert!(first + Duration::from_secs(2) > slow, "{:?}, {:?}", first - began, slow - began);
+    for machine in [0, 1] {
+        lab.machines[machine].kill();
+    }
 }
