@@ -494,9 +494,11 @@ impl Member {
             match self.parts.get_mut(&number) {
                 Some(part) if stays && part.replicated == Replicated::Only => continue,
                 Some(part) if stays && part.replicated == Replicated::Yes => part.replicated = Replicated::Only,
-                // Storing it may then fail. That is reported, and does no harm.
+                // Storing it may then fail, which does no harm.
                 _ => drop(self.parts.remove(&number)),
             }
+            // The end of that is not reported: nobody knows the part any more.
+            self.transfers.storing.remove(&number);
             orders.push(Order::Forget(number));
         }
     }
