@@ -486,11 +486,10 @@ impl Member {
             is_older && !view.images.contains_key(number) && self.recorded.get(number) == Some(&plan.origin)
         };
         let gone: Vec<Number> = self.parts.keys().copied().filter(gone).collect();
-        let whole = images::whole_in_replica(view);
         for number in gone {
             // Nothing removes it from the replica while no newer one is whole there. If somebody has removed the record of
             // the one that is whole, it may be all that is left.
-            let stays = whole.is_none_or(|newest| number > newest);
+            let stays = number > self.transfers.whole;
             match self.parts.get_mut(&number) {
                 Some(part) if stays && part.replicated == Replicated::Only => continue,
                 Some(part) if stays && part.replicated == Replicated::Yes => part.replicated = Replicated::Only,
