@@ -437,6 +437,27 @@ fn time_limit(bytes: u64, is_in_memory: bool) -> Duration {
 }
 
 impl Copying<'_> {
+    /// Before the driver restores the job, which takes longer while the bus is busy: nothing is begun until [`Copying::leave`],
+    /// if all that is left has room on the GPU. Does not wait.
+    pub fn pause(&self) {
+        // While pieces are sent nobody knows how much is left.
+        if self.sending.as_ref().is_none_or(JoinHandle::is_finished) {
+            self.tell(&Ask::Pause);
+        }
+    }
+
+    /// The job runs. Until then nothing is begun after [`Copying::leave`], because the job maps its memory. Does not wait.
+    pub fn resume(&self) {
+        self.tell(&Ask::Resume);
+    }
+
+    /// If the process has ended, the next request that is answered says so.
+    fn tell(&self, ask: &Ask) {
+        if let Some(running) = self.copier.lock().as_ref() {
+            let _ = running.send(ask, None, "copy");
+        }
+    }
+
     /// Waits until all of it is copied, out or to room on the GPU, unless it is cancelled: then the process is ended. Afterwards
     /// the memory may be changed and freed. Call it at most once, for a copy out, and [`Copying::finish`] after it.
     ///

@@ -100,7 +100,7 @@ fn a_copy_that_would_be_waited_for_goes_on_behind_the_job() {
 fn a_copy_that_is_over_in_time_takes_no_room() {
     let Some(rig) = job(8192) else { return };
     let mut supervisor = rig.start();
-    rig.standin.fault("fail-restore", "0 delay=2000");
+    rig.standin.fault("fail-checkpoint", "0 delay=2000");
     // It would be gone if it had been met.
     rig.standin.fault("fail-copier-allocate", "2 times=1");
     supervisor.snapshot();
@@ -108,6 +108,25 @@ fn a_copy_that_is_over_in_time_takes_no_room() {
     assert!(!rig.log().contains(BEHIND), "{}", rig.log());
     supervisor.assert_unharmed(1);
     supervisor.stop();
+}
+
+#[test]
+fn while_the_driver_restores_the_job_nothing_is_copied_that_has_room() {
+    let Some(rig) = job(8192) else { return };
+    let mut supervisor = rig.start();
+    // All copies take 6 s, and would be over when this is.
+    rig.standin.fault("fail-copier-out", "0 delay=500");
+    rig.standin.fault("fail-restore", "0 delay=9000");
+    supervisor.ask();
+    supervisor.said(BEHIND);
+    rig.clear("fail-restore");
+    rig.clear("fail-copier-out");
+    assert_eq!(kept(&supervisor.image()), PIECES * 16 * MIB);
+    has_no_room(&rig, &mut supervisor);
+    supervisor.kill_job();
+    supervisor.said("the job was restored from image");
+    supervisor.assert_unharmed(1);
+    ends_well(&rig, &mut supervisor);
 }
 
 #[test]

@@ -65,6 +65,14 @@ pub fn serve(socket: &OwnedFd) -> Result<(), String> {
                 server.copy.iter_mut().for_each(Copy::all_were_sent);
                 continue;
             }
+            Ask::Pause => {
+                server.pause();
+                continue;
+            }
+            Ask::Resume => {
+                server.copy.iter_mut().for_each(Copy::resume);
+                continue;
+            }
             Ask::Leave => server.leave().map(|[bytes, room]| [bytes, room, 0]),
             Ask::Finish(is_right) => server.finish(is_right).map(|(done, all)| {
                 placed = all;
@@ -189,6 +197,12 @@ impl Server {
         let Server { gpus: Some(gpus), files, copy: Some(copy) } = self else { return (false, false) };
         let has_moved = copy.go_on(gpus, files);
         (copy.is_under_way(), has_moved)
+    }
+
+    fn pause(&mut self) {
+        if let Server { gpus: Some(gpus), copy: Some(copy), .. } = self {
+            copy.pause(gpus);
+        }
     }
 
     /// Copies so much that the job may run. Bytes that are in room on the GPU now, and the size of that room.

@@ -19,7 +19,7 @@ fn played(answer: impl Fn(Ask) -> Option<Answer> + Send + 'static) -> (Copier, J
                 (Ask::Begin(..), _) => pieces.clear(),
                 (Ask::Piece(..), _) => pieces.push((GpuUuid::from_bytes([1; 16]), None)),
                 (Ask::Make(gpu, ..), _) => pieces.push((gpu, Some(tempfile::tempfile().unwrap()))),
-                (Ask::End, _) => {}
+                (Ask::End | Ask::Pause | Ask::Resume, _) => {}
                 (_, Some(answer)) => {
                     answer.send(theirs.as_fd(), None).unwrap();
                     for (gpu, memory) in pieces.iter().filter(|_| is_right && answer.why.is_none()) {
@@ -172,10 +172,13 @@ fn a_job_that_left_has_the_rest_copied_behind_it() {
     let (copier, played) = played(|ask| done(if ask == Ask::Leave { [4, 6, 0] } else { [8, 5, 0] }));
     let (file, one) = (tempfile::tempfile().unwrap(), piece(8));
     let mut copying = copier.begin(Way::Out, &file, EACH_SECOND, [(0, &one)]).unwrap();
+    copying.sending.take().map(JoinHandle::join);
+    copying.pause();
     assert_eq!(copying.leave(&|| false).unwrap(), Left { bytes: 4, room: 6 });
+    copying.resume();
     assert_eq!(copying.finish(&|| false).unwrap().bytes, 8);
     drop(copier);
-    assert_eq!(played.join().unwrap()[2..], [Ask::End, Ask::Leave, Ask::Finish(true)]);
+    assert_eq!(played.join().unwrap()[2..], [Ask::End, Ask::Pause, Ask::Leave, Ask::Resume, Ask::Finish(true)]);
 }
 
 #[test]

@@ -22,6 +22,10 @@ pub(super) enum Ask {
     Make(Uuid, u64, u64),
     /// The last one was sent.
     End,
+    /// The driver is to work for the job: begin nothing until then, if all that is left has room on the GPU. It is not answered.
+    Pause,
+    /// The job runs. It is not answered.
+    Resume,
     /// The job is to run. It is answered when the rest is in room on the GPU, with its bytes and those of the room.
     Leave,
     /// The rest, and whether the file has what the memory had when the copy began. It is answered with all bytes, the
@@ -86,6 +90,8 @@ impl Ask {
                 let [a, b] = halves(uuid.bytes());
                 [9, a, b, offset, bytes]
             }
+            Ask::Pause => [10, 0, 0, 0, 0],
+            Ask::Resume => [11, 0, 0, 0, 0],
         }
     }
 
@@ -103,6 +109,8 @@ impl Ask {
             [7, ..] => Ask::Leave,
             [8, is_right, ..] => Ask::Finish(is_right != 0),
             [9, a, b, offset, bytes] => Ask::Make(Uuid::from_bytes(whole([a, b])), offset, bytes),
+            [10, ..] => Ask::Pause,
+            [11, ..] => Ask::Resume,
             _ => return None,
         })
     }
@@ -212,6 +220,8 @@ mod tests {
             Ask::Piece(9, 10),
             Ask::Make(uuid, 11, 12),
             Ask::End,
+            Ask::Pause,
+            Ask::Resume,
             Ask::Leave,
             Ask::Finish(true),
             Ask::Finish(false),

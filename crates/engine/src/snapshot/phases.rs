@@ -39,14 +39,14 @@ fn steps<'a>() -> [Step<Freeze<'a>, Error>; 10] {
             .undo(|f| f.plug_cable()),
         Step::new("checkpoint", |f: &mut Freeze<'a>| f.checkpoint()).cancellable().undo(|f| f.undo_checkpoint()),
         Step::new("dump", |f: &mut Freeze<'a>| f.dump()).undo(|f| f.undo_dump()),
-        Step::new("restore", |f: &mut Freeze<'a>| Ok(f.gpus.group.restore()?)),
+        Step::new("restore", |f: &mut Freeze<'a>| f.restore()),
         Step::new("copy", |f: &mut Freeze<'a>| f.leave_copy()).only_if(|f| f.copying.is_some()),
         Step::new("others", |f: &mut Freeze<'a>| {
             f.wait_for_restores();
             Ok(())
         })
         .only_if(|f| f.env.is_in_group() && !f.gpus.group.is_empty()),
-        Step::new("unlock", |f: &mut Freeze<'a>| Ok(f.gpus.group.unlock()?)),
+        Step::new("unlock", |f: &mut Freeze<'a>| f.unlock()),
         Step::new("check", |f: &mut Freeze<'a>| f.check()),
     ]
 }
@@ -181,6 +181,20 @@ impl Freeze<'_> {
             (self.copying, self.kept) = (Some(copying), Some(kept));
         }
         Ok(())
+    }
+
+    fn restore(&mut self) -> Result<(), Error> {
+        // The machines of a group wait for the whole copy.
+        if let Some(copying) = self.copying.as_ref().filter(|_| !self.env.is_in_group()) {
+            copying.pause();
+        }
+        Ok(self.gpus.group.restore()?)
+    }
+
+    fn unlock(&mut self) -> Result<(), Error> {
+        let unlocked = self.gpus.group.unlock();
+        self.copying.iter().for_each(Copy::resume);
+        Ok(unlocked?)
     }
 
     /// Waits until the processes may change that memory again. The copy may continue while the job runs.

@@ -3,9 +3,11 @@
 //! ```text
 //!  pieces arrive    each is cut into chunks, which are named ([`super::names`]); what is in no file yet is copied, a few chunks
 //!                   at a time; the job is frozen
+//!  pause            the driver restores the job, which takes longer while the bus is busy: nothing is begun, if all that is left
+//!                   has room on its GPU
 //!  leave            the job waits: what has room on its GPU is copied there, at 30 times the rate, and the rest as before.
-//!                   Then the memory of the job is released, and the job runs
-//!  finish           the chunks in that room are copied out; each part of it is freed as soon as it is empty. What another
+//!                   Then the memory of the job is released, nothing is begun while the job maps it, and the job runs
+//!  resume, finish   the chunks in that room are copied out; each part of it is freed as soon as it is empty. What another
 //!                   file has is copied from there
 //! ```
 //!
@@ -118,14 +120,24 @@ struct Pieces {
     placed: Vec<(c_int, Option<OwnedFd>)>,
 }
 
+/// How far a copy is.
+#[derive(Default)]
+struct Stage {
+    /// All pieces were sent.
+    is_whole: bool,
+    /// No chunk is begun.
+    is_paused: bool,
+    /// The job need not wait any more.
+    has_left: bool,
+}
+
 /// A copy.
 pub(super) struct Copy {
     way: Way,
     /// Device and inode of the file.
     pub(super) file: [u64; 2],
     begun: Instant,
-    /// All were sent.
-    is_whole: bool,
+    stage: Stage,
     pieces: Pieces,
     /// Offset and size of each part that is copied from the GPU.
     marked: Vec<(u64, u64)>,
@@ -133,8 +145,6 @@ pub(super) struct Copy {
     rooms: Vec<Room>,
     content: Content,
     beside: Beside,
-    /// The job need not wait any more.
-    has_left: bool,
     /// Bytes that were copied, and bytes that the file had.
     counts: [u64; 2],
     /// Why it has failed.
@@ -175,14 +185,13 @@ impl Copy {
             way,
             file,
             begun: Instant::now(),
-            is_whole: false,
+            stage: Stage::default(),
             pieces: Pieces::default(),
             marked: Vec::new(),
             lanes: BTreeMap::new(),
             rooms: Vec::new(),
             content,
             beside: Beside::default(),
-            has_left: false,
             counts: [0; 2],
             failed: None,
             outcome: None,
@@ -190,7 +199,7 @@ impl Copy {
     }
 
     pub(super) fn all_were_sent(&mut self) {
-        self.is_whole = true;
+        self.stage.is_whole = true;
     }
 
     /// Does `work`, unless it has failed before.
@@ -251,11 +260,11 @@ impl Copy {
     /// Begins what can be begun now, and ends the copy when all of it has ended. Whether anything has changed.
     pub(super) fn go_on(&mut self, gpus: &mut Gpus, files: &[Mapped]) -> bool {
         let has_moved = self.or_fails(|copy| copy.step(gpus, files)).unwrap_or(false);
-        if self.is_whole && self.outcome.is_none() && !self.is_under_way() {
+        if self.stage.is_whole && self.outcome.is_none() && !self.is_under_way() {
             let is_left = !self.beside.parts.is_empty() && self.beside.running.is_none() && self.failed.is_none();
             match is_left {
                 false => self.end(gpus, files),
-                true if self.has_left => {
+                true if self.stage.has_left => {
                     self.or_fails(Copy::begin_beside);
                 }
                 true => {}
@@ -321,7 +330,7 @@ impl Copy {
                     self.counts[0] += chunk.bytes;
                     empty.extend(chunk.room);
                 }
-                if has_begun {
+                if has_begun || self.stage.is_paused {
                     continue;
                 }
                 let Some(chunk) = lane.waiting.pop_front() else { continue };
@@ -341,6 +350,21 @@ impl Copy {
         Ok(has_moved)
     }
 
+    /// Begins nothing until [`Copy::leave`] or [`Copy::resume`], if all that is left has room. The driver puts memory of its own
+    /// back before that, and then less is free: half of the room must be enough.
+    pub(super) fn pause(&mut self, gpus: &mut Gpus) {
+        let has_room = |(device, lane): (&c_int, &Lane)| {
+            let left =
+                lane.bytes() + lane.unnamed.iter().chain(lane.naming.iter().flatten()).map(|it| it.bytes).sum::<u64>();
+            gpus.memory(*device).is_ok_and(|(free, total)| left <= room(free, total) / 2)
+        };
+        self.stage.is_paused = self.stage.is_whole && self.lanes.iter().all(has_room);
+    }
+
+    pub(super) fn resume(&mut self) {
+        self.stage.is_paused = false;
+    }
+
     /// Copies what has no room, and the rest into room. Returns its bytes, and those of the room.
     pub(super) fn leave(&mut self, gpus: &mut Gpus, files: &[Mapped]) -> Result<[u64; 2], String> {
         self.go_on(gpus, files);
@@ -348,6 +372,8 @@ impl Copy {
             self.step_while(gpus, files, |copy| copy.lanes.values().any(|lane| !lane.is_named()));
             self.or_fails(Copy::begin_beside);
             self.take_room(gpus);
+            // What has no room.
+            self.stage.is_paused = false;
             self.step_while(gpus, files, Copy::is_on_its_way);
             self.or_fails(|_| gpus.wait_within());
             self.or_fails(|copy| {
@@ -356,7 +382,8 @@ impl Copy {
                 for lane in copy.lanes.values_mut() {
                     lane.waiting.append(&mut lane.left);
                 }
-                copy.has_left = true;
+                copy.stage.is_paused = true;
+                copy.stage.has_left = true;
                 Ok(())
             });
             self.go_on(gpus, files);
@@ -432,7 +459,7 @@ impl Copy {
 
     /// The rest, and its outcome.
     pub(super) fn finish(&mut self, gpus: &mut Gpus, files: &[Mapped]) -> Result<Done, String> {
-        (self.is_whole, self.has_left) = (true, true);
+        self.stage = Stage { is_whole: true, is_paused: false, has_left: true };
         loop {
             let has_moved = self.go_on(gpus, files);
             if let Some(outcome) = self.outcome.take() {

@@ -117,6 +117,16 @@ impl<'a> Room<'a> {
 pub(crate) struct Copy<'a>(Copying<'a>);
 
 impl Copy<'_> {
+    /// Before the driver restores the job.
+    pub(crate) fn pause(&self) {
+        self.0.pause();
+    }
+
+    /// The job runs.
+    pub(crate) fn resume(&self) {
+        self.0.resume();
+    }
+
     /// Waits until the processes may have the memory again.
     pub(crate) fn leave(&mut self, cancelled: &dyn Fn() -> bool) -> Result<(), Error> {
         let left = self.0.leave(cancelled)?;
