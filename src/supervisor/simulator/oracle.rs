@@ -320,8 +320,9 @@ impl World {
             None if from_outside || excused => None,
             None => Some(Seen::Died { ended: Some(end.ended), uptime }),
         };
-        // A life that hung from its beginning is no life.
-        let did_nothing = by_hang && job.hung.is_some_and(|hung| hung <= job.since);
+        // A life that hung from its beginning is no life; nor is one that did too little to be seen.
+        let was_seen = self.oracle.failures.hangs.moved >= Some(job.since);
+        let did_nothing = by_hang && job.hung.is_some_and(|hung| hung <= job.since || !was_seen);
         self.oracle.failures.hangs.did_nothing = did_nothing;
         // A life without a newer image came no further than the lives before.
         if uptime >= restart.healthy_uptime && !took_none && !did_nothing {
@@ -602,7 +603,12 @@ impl World {
         let streak = self.oracle.failures.streak.take();
         self.oracle.failures.streak = streak.filter(|(id, ..)| from == StartPoint::Image(*id) && !is_asked);
         let chosen = match from {
-            StartPoint::Image(_) if is_asked => return,
+            StartPoint::Image(id) if is_asked => {
+                // From now on it is one that was restored: it is tried again after a hang.
+                drop(copies);
+                self.oracle.failures.hangs.images.remove(&id);
+                return;
+            }
             StartPoint::Image(id) => Some(id),
             StartPoint::Cold => None,
         };

@@ -190,8 +190,15 @@ impl Node {
         let (view, us) = (machine.view(), machine.incarnation());
         let joined = view.members.get(&self.rank).map(|report| report.incarnation);
         let plan = view.plan.as_ref().map(|plan| &plan.value);
-        let of_run = plan.and_then(|plan| plan.crew.get(&self.rank)).copied();
-        plan.is_some_and(|plan| matches!(plan.goal, Goal::End(_))) && us.is_some() && joined == us && of_run != us
+        let is_over = plan.is_some_and(|plan| matches!(plan.goal, Goal::End(_)));
+        is_over && us.is_some() && joined == us && self.is_out_of_crew()
+    }
+
+    /// Whether its supervisor knows that another one has its place.
+    pub(super) fn is_out_of_crew(&self) -> bool {
+        let Some(machine) = self.machine.as_ref() else { return false };
+        let plan = machine.view().plan.as_ref().map(|plan| &plan.value);
+        plan.and_then(|plan| plan.crew.get(&self.rank)).copied() != machine.incarnation()
     }
 
     pub(super) fn is_paused(&self, now: Instant) -> bool {

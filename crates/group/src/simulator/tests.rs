@@ -94,7 +94,8 @@ fn a_seed_gives_the_same_history_again() {
 }
 
 /// Seeds of histories that found a bug, each once: docs/simulator.md says which.
-const KEPT: [u64; 22] = [
+const KEPT: [u64; 23] = [
+    9_650_324_718_012_789_893,
     6_771_225_392_452_221_716,
     1_519_156_796_706_109_399,
     14_754_079_629_986_087_460,
