@@ -1,6 +1,6 @@
 """GPU memory that stays on the GPU (gpu.memory = "kept") against the driver's copies. Needs a GPU and PyTorch.
 
-    bench_kept.py --rekindle FILE --criu FILE [--sizes 1,8,32] [--only NAME,...] [--ways copied,kept]
+    bench_kept.py --rekindle FILE --criu FILE [--sizes 1,8,32] [--only NAME,...] [--ways copied,kept,plain]
                   [--still SHARE] [--full-every N] [--no-store] [--logs DIR] [--stand-in FILE]
 
 Trials, each of which goes on when another one fails:
@@ -13,7 +13,7 @@ Trials, each of which goes on when another one fails:
   ranks     two ranks on two GPUs, NCCL
   notice    what programs can notice: CUDA IPC, peer access, pools, graphs, attributes
   leak      kill -9 of everything with memory kept; nvidia-smi before and after
---ways      of the table
+--ways      of the table: copied and kept by default; plain is cuda-checkpoint's four actions around criu dump
 --still     the share of the memory that the job of the table never changes
 --full-every  gpu.full-copy-every; with more than 1 only what has changed is copied
 --no-store  one snapshot of each way in the table, which is not stored
@@ -33,6 +33,7 @@ from pathlib import Path
 
 from host import free_on
 from matrix_lines import ranked
+from plain import Plain
 from steps import Steps
 from supervised import ROOT, Failed, Job, known_keys, seconds, wait_for
 
@@ -184,13 +185,17 @@ class Bench:
         settings = {**self.settings(memory, gib), **(settings or {})}
         return Job(self.args.rekindle, self.work, name, command, settings=settings, environment=environment)
 
-    def training(self, name, memory, gib, environment=None, settings=None):
+    def trained(self, name, memory, gib):
         steps = Steps(self.work / f"{name}-{memory}.steps")
         if self.args.stand_in:
             command = [sys.executable, ROOT / "integration/jobs/standin_job.py", steps.path, "--mib", int(gib * 1024), "--times"]
         else:
             command = [sys.executable, ROOT / "integration/jobs/bench_torch.py", steps.path, "--gib", gib]
             command += ["--still", self.args.still]
+        return command, steps
+
+    def training(self, name, memory, gib, environment=None, settings=None):
+        command, steps = self.trained(name, memory, gib)
         return self.job(f"{name}-{memory}", memory, command, environment, gib, settings), steps
 
     def steps_on(self, steps, more, job, limit=180):
@@ -258,7 +263,8 @@ class Bench:
     def table(self):
         for gib in self.args.sizes:
             for memory in self.args.ways.split(","):
-                self.guard(f"{memory} {gib} GiB", lambda: self.row(memory, gib))
+                row = self.plain if memory == "plain" else self.row
+                self.guard(f"{memory} {gib} GiB", lambda: row(memory, gib))
 
     def row(self, memory, gib):
         job, steps = self.training(f"table{gib}", memory, gib)
@@ -286,6 +292,25 @@ class Bench:
         finally:
             job.end()
             shutil.rmtree(job.store, ignore_errors=True)
+
+    def plain(self, memory, gib):
+        """Without rekindle. One snapshot: each takes as long."""
+        command, steps = self.trained(f"table{gib}", memory, gib)
+        name = f"kept{os.getpid()}-plain{gib}"
+        job = Plain(self.args.rekindle, self.args.criu, self.work, name, command, self.environment(name))
+        try:
+            self.steps_on(steps, 3, job)
+            took = job.snapshot(300)
+            phases = ", ".join(f"{phase} {took[phase]:.2f}" for phase in PHASES if phase in took)
+            self.say(f"plain {gib} GiB: freeze {took['freeze']:.2f} s ({phases})")
+            self.steps_on(steps, 3, job)
+            when = job.crash()
+            job.restore(300)
+            wait_for("step after the crash", lambda: steps.first_after(when) is not None, 300, lambda: None)
+            self.say(f"plain {gib} GiB: crash to step {steps.first_after(when) - when:.2f} s")
+            self.compare(steps, gib)
+        finally:
+            job.end()
 
     def cross(self):
         gib = self.args.sizes[0]
