@@ -112,7 +112,7 @@ class Ddp:
 
         self.torch = torch
         model = layers(torch, args.gib)
-        self.model = DistributedDataParallel(model, device_ids=[me])
+        self.model = DistributedDataParallel(model, device_ids=[torch.cuda.current_device()])
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
 
     def step(self, number):
