@@ -263,6 +263,13 @@ fn in_foreground(global: &Global, args: &RunArgs, caller: Option<Caller>) -> any
                 restore::check_user(manifest, prepared.spec.identity.as_ref())?;
             }
         }
+        (StartPoint::Cold, Some(user)) if place.is_some() => {
+            return Err(Misuse(format!(
+                "--accept-user {user} is not for a group, whose images all machines restore together: set job.user to \
+                {user} on all machines instead"
+            ))
+            .into());
+        }
         (StartPoint::Cold, Some(user)) => {
             return Err(Misuse(format!(
                 "--accept-user {user} needs an image to continue from, and there is none: leave it out to start the \

@@ -278,6 +278,7 @@ mod tests {
             floor: Number(0),
             rests: false,
             rewound: None,
+            begun: false,
         }
     }
 

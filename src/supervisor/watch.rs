@@ -93,25 +93,28 @@ fn target(good: &[ImageId], stuck: &BTreeSet<ImageId>, n: usize) -> Option<Image
 }
 
 /// How often a group goes back to the image that its job was restored from, if it hangs again and takes images meanwhile.
-const SAME_IMAGE: usize = 4;
+const SAME_IMAGE: u32 = 4;
 
-/// The image that a group goes back to for a hang; `None` if a restart does that, because it is the newest one. The group
-/// leaves newer ones, so the image that the job was restored from is not left at once: the hang may come from outside. A
-/// restart from it counts as a failure, and after some of these the group uses an older one.
-fn before_hang(
-    usable: &[ImageId],
-    stuck: &BTreeSet<ImageId>,
-    restored: Option<ImageId>,
-    rewinds: usize,
-) -> Option<ImageId> {
-    let newest = usable.first()?;
+/// What a member of a group asks for when its job hangs. A restart continues from the newest image, and counts as a failure:
+/// after some of these the group uses an older one. A rewind leaves newer images, so the image that the job was restored from
+/// is not left at once: the hang may come from outside.
+fn before_hang(usable: &[ImageId], stuck: &BTreeSet<ImageId>, restored: Option<ImageId>, rewinds: u32) -> Verdict {
+    let Some(newest) = usable.first() else { return Verdict::Restart };
     let again = restored.filter(|image| stuck.contains(image));
-    if again == Some(*newest) {
-        return None;
+    let before = usable.iter().find(|image| !stuck.contains(image));
+    match (again, before) {
+        (Some(again), _) if again == *newest => Verdict::Restart,
+        (Some(again), _) if rewinds < SAME_IMAGE => Verdict::Rewind(again),
+        (_, Some(before)) if before != newest => Verdict::Rewind(*before),
+        (Some(_), None) => Verdict::GiveUp {
+            why: format!(
+                "the job hung after each of {rewinds} restores without any progress, and no group image from before the \
+                 hang can be used. Find out why it hangs from the stacks in its log folder, or start it from the beginning \
+                 with --fresh on all machines"
+            ),
+        },
+        _ => Verdict::Restart,
     }
-    let again = again.filter(|_| rewinds < SAME_IMAGE);
-    let stuck: BTreeSet<ImageId> = stuck.iter().copied().filter(|image| Some(*image) != again).collect();
-    target(usable, &stuck, 1).filter(|image| image != newest)
 }
 
 /// The result of a rule.
@@ -499,13 +502,11 @@ impl Owner<'_> {
     fn back_before(&self, stuck: &BTreeSet<ImageId>, restored: Option<ImageId>) -> Verdict {
         let usable = self.group.as_ref().map(|member| member.usable()).unwrap_or_default();
         let rewinds = self.group.as_ref().zip(restored).map_or(0, |(member, image)| member.rewinds_to(image));
-        match before_hang(&usable, stuck, restored, rewinds) {
-            Some(image) => {
-                tracing::warn!("asking the group to go back to image {image}: newer ones are of the hang");
-                Verdict::Rewind(image)
-            }
-            None => Verdict::Restart,
+        let verdict = before_hang(&usable, stuck, restored, rewinds);
+        if let Verdict::Rewind(image) = verdict {
+            tracing::warn!("asking the group to go back to image {image}: newer ones are of the hang");
         }
+        verdict
     }
 
     /// Ends the running job, for this cause.
@@ -615,16 +616,21 @@ mod tests {
         let stuck = |ids: &[u32]| ids.iter().map(|n| id(*n)).collect::<BTreeSet<_>>();
         let to = |stuck: &BTreeSet<ImageId>, restored, rewinds| before_hang(&all, stuck, restored, rewinds);
         // The job was restored from 2, went on, and hung after 3.
-        assert_eq!(to(&stuck(&[4]), Some(id(2)), 0), Some(id(3)));
+        assert_eq!(to(&stuck(&[4]), Some(id(2)), 0), Verdict::Rewind(id(3)));
         // It came no further: only what it took since then is left.
-        assert_eq!(to(&stuck(&[4, 3, 2]), Some(id(2)), 0), Some(id(2)));
-        assert_eq!(to(&stuck(&[4, 3, 2]), Some(id(2)), SAME_IMAGE), Some(id(1)));
+        assert_eq!(to(&stuck(&[4, 3, 2]), Some(id(2)), 0), Verdict::Rewind(id(2)));
+        assert_eq!(to(&stuck(&[4, 3, 2]), Some(id(2)), SAME_IMAGE), Verdict::Rewind(id(1)));
+        assert!(
+            matches!(to(&stuck(&[4, 3, 2, 1]), Some(id(1)), SAME_IMAGE), Verdict::GiveUp { .. }),
+            "there is no other"
+        );
         // It took nothing: a restart, which counts as a failure.
-        assert_eq!(to(&stuck(&[4]), Some(id(4)), 0), None);
-        assert_eq!(to(&stuck(&[4]), Some(id(4)), SAME_IMAGE), None);
+        assert_eq!(to(&stuck(&[4]), Some(id(4)), 0), Verdict::Restart);
+        assert_eq!(to(&stuck(&[4]), Some(id(4)), SAME_IMAGE), Verdict::Restart);
         // It hangs since its first start.
-        assert_eq!(to(&stuck(&[4, 3]), None, 0), Some(id(2)));
-        assert_eq!(before_hang(&[], &stuck(&[1]), None, 0), None);
+        assert_eq!(to(&stuck(&[4, 3]), None, 0), Verdict::Rewind(id(2)));
+        assert_eq!(to(&stuck(&[4, 3, 2, 1]), None, 0), Verdict::Restart, "the newest one comes first");
+        assert_eq!(before_hang(&[], &stuck(&[1]), None, 0), Verdict::Restart);
     }
 
     #[test]

@@ -309,6 +309,9 @@ pub struct Report {
     /// Whether it was told to start from the beginning.
     #[serde(default)]
     pub fresh: Fresh,
+    /// Whether this process has started the job, in any epoch: a restart from the beginning would repeat what was done.
+    #[serde(default)]
+    pub begun: bool,
     /// Group images before this one are not used: the job has started from the beginning since. The plan says the same,
     /// but the coordinator may lose it.
     #[serde(default)]
@@ -522,6 +525,9 @@ pub struct Left {
     pub after: Number,
     /// The first number after the rewind.
     pub before: Number,
+    /// How often the job went back to that group image.
+    #[serde(default)]
+    pub times: u32,
 }
 
 impl Left {

@@ -10,7 +10,7 @@ use crate::events::Write;
 use crate::options::Options;
 
 /// A group image with this many points against it is passed over.
-const PASSED_OVER: u32 = 4;
+pub(crate) const PASSED_OVER: u32 = 4;
 
 /// The members that cannot restore their parts.
 pub(crate) fn lacking(view: &View, image: &GroupImage) -> impl Iterator<Item = Rank> {
@@ -27,7 +27,7 @@ fn is_there(view: &View, image: &GroupImage) -> bool {
 }
 
 /// Group images before this one were abandoned by a start from the beginning.
-fn floor(view: &View, plan: &Plan) -> Number {
+pub(crate) fn floor(view: &View, plan: &Plan) -> Number {
     let told = view.members.values().map(|report| report.floor).max().unwrap_or_default();
     told.max(plan.floor)
 }

@@ -17,7 +17,7 @@ use crate::hands::{
     still_running,
 };
 use crate::images;
-use crate::options::Options;
+use crate::options::{ColdStart, Options};
 use crate::reasons;
 use crate::requests::{admits, completed, without};
 
@@ -43,8 +43,7 @@ pub(crate) struct Leading {
     restarts: VecDeque<(Epoch, Instant)>,
     /// A snapshot was requested.
     wanted: bool,
-    /// When a requested stop must be complete.
-    stop_by: Option<Instant>,
+    stop: Stop,
     /// The members of the last epoch, and how the lost ones left.
     farewells: BTreeMap<Incarnation, Farewell>,
     /// Since when members have not seen the plan, while the group gathers.
@@ -53,6 +52,15 @@ pub(crate) struct Leading {
     runs_elsewhere: bool,
     /// When something is due.
     wake: Option<Instant>,
+}
+
+/// A stop that was requested.
+#[derive(Debug, Clone, Copy, Default)]
+struct Stop {
+    /// When it must be complete.
+    by: Option<Instant>,
+    /// Final snapshots that were aborted.
+    tries: u32,
 }
 
 /// How a member left.
@@ -108,7 +116,10 @@ impl Leading {
             self.goal = Some((plan.origin, plan.epoch, plan.goal.clone(), now));
             self.behind.clear();
             match plan.goal {
-                Goal::Abort { .. } => self.aborted = Some(now),
+                Goal::Abort { .. } => {
+                    self.aborted = Some(now);
+                    self.stop.tries += u32::from(matches!(plan.then, Then::Stop { .. }));
+                }
                 Goal::Resume(_) => (self.aborted, self.last) = (None, Some(now)),
                 Goal::Prepare(_) => self.wanted = false,
                 _ => {}
@@ -264,7 +275,9 @@ impl Leading {
                 if all(&|it| matches!(it.state, State::Running | State::Refused(..) | State::Over(Ending::Completed))) {
                     next.goal = match (plan.then, &plan.goal) {
                         // The run ends without its final image; the images that it has are kept.
-                        (Then::Stop { requeue }, Goal::Abort { .. }) => end(view, next, End::Stopped { requeue }),
+                        (Then::Stop { requeue }, Goal::Abort { .. }) if !self.tries_again(view, plan, now) => {
+                            end(view, next, End::Stopped { requeue })
+                        }
                         _ => Goal::Run,
                     };
                     if plan.then == Then::Suspend {
@@ -322,6 +335,10 @@ impl Leading {
             (Some(aborted), _) => options.interval.map(|_| aborted + options.retry_after),
             (None, last) => options.interval.map(|interval| last.unwrap_or(now) + interval),
         };
+        let stops = matches!(next.then, Then::Stop { .. });
+        if stops && self.aborted.is_some_and(|aborted| !self.is_due(aborted + again(self.stop.tries), now)) {
+            return;
+        }
         let wanted = self.wanted || next.then != Then::RunOn || due.is_some_and(|at| self.is_due(at, now));
         if wanted && hands.iter().all(|hand| hand.report.is_some_and(can)) {
             let number = unused(view, plan);
@@ -330,10 +347,17 @@ impl Leading {
         }
     }
 
+    /// Whether the final snapshot is tried again after one that was aborted: the job may have blocked it for a moment, or it was
+    /// an earlier snapshot.
+    fn tries_again(&self, view: &View, plan: &Plan, now: Instant) -> bool {
+        let at = self.aborted.unwrap_or(now) + again(self.stop.tries);
+        completed(view, plan).is_none() && self.stop.by.is_some_and(|by| at < by)
+    }
+
     /// Whether the time limit of a stop has passed. It is unknown if another leader has accepted the stop: then the
     /// limits of each step apply.
     fn stop_is_due(&mut self, now: Instant) -> bool {
-        self.stop_by.is_some_and(|by| self.is_due(by, now))
+        self.stop.by.is_some_and(|by| self.is_due(by, now))
     }
 
     fn gathering(&mut self, view: &View, plan: &Plan, next: &mut Plan, options: &Options, now: Instant) {
@@ -384,7 +408,9 @@ impl Leading {
             parts.map_or(report.epoch, |epoch| epoch.max(report.epoch))
         };
         let known = view.members.values().map(|report| epochs(report)).max().unwrap_or_default();
-        if !self.is_due(since + pause(plan.in_a_row, options).max(leases), now) {
+        // A job that hangs after each restore goes back to one image again and again, without a failure.
+        let in_a_row = plan.aim.as_ref().map_or(0, |aim| times(&plan.left, aim.to)).max(plan.in_a_row);
+        if !self.is_due(since + pause(in_a_row, options).max(leases), now) {
             return;
         }
         if starts_fresh(view, options) {
@@ -412,7 +438,19 @@ impl Leading {
             next.goal = Goal::Gather { why: missed(next, "not all of its parts are there any more") };
             return;
         }
+        let cold_start = options.restart.cold_start;
+        let chosen = match chosen {
+            Err(End::Missing { .. } | End::Failed { .. }) if cold_start == ColdStart::Allow => Ok(StartFrom::Beginning),
+            chosen => chosen,
+        };
         match chosen {
+            Ok(StartFrom::Beginning) if cold_start == ColdStart::Never && has_begun(view) => {
+                let why = format!(
+                    "there is no group image to continue from, and restart.cold-start is \"never\"; the last time: {}",
+                    why(plan)
+                );
+                next.goal = end(view, next, End::Failed { why, last: plan.last });
+            }
             Ok(from) if from == StartFrom::Beginning && plan.early_cold >= options.restart.early_deaths => {
                 let why = format!(
                     "there is no good group image, and the job died {} times within {:?} (restart.min-uptime) after a \
@@ -548,13 +586,16 @@ impl Leading {
             (refused.is_some() || !is_later(&asked.ask)).then_some((who, asked, refused))
         });
         let Some((who, asked, refused)) = found else { return };
+        if plan.then == Then::RunOn {
+            self.stop.tries = 0;
+        }
         match (&asked.ask, &plan.goal) {
             _ if refused.is_some() => {}
             (Ask::StopNow { requeue }, _) => next.goal = end(view, next, End::Stopped { requeue: *requeue }),
             (Ask::Stop { requeue, within }, _) => {
                 next.then = Then::Stop { requeue: *requeue };
                 // Another member says how long: an Instant does not hold every time.
-                self.stop_by = Some(now + (*within).min(LONGEST_STOP));
+                self.stop = Stop { by: Some(now + (*within).min(LONGEST_STOP)), ..self.stop };
             }
             (Ask::Snapshot, _) => self.wanted = true,
             // As of now: they may have joined since the last epoch.
@@ -565,9 +606,10 @@ impl Leading {
                 next.next = unused(view, plan);
                 let left = next.aim.take().map_or_else(|| next.left.clone(), |aim| aim.left);
                 next.left.clone_from(&left);
+                let times = times(&next.left, *to) + 1;
                 // It may be one that an earlier rewind abandoned: images abandoned since it was taken are usable again.
                 next.left.retain(|left| left.before <= *to);
-                next.left.push(Left { after: *to, before: next.next });
+                next.left.push(Left { after: *to, before: next.next, times });
                 next.failures.remove(to);
                 next.aim = Some(Aim { to: *to, left, of: (who, asked.number) });
                 next.goal = Goal::Gather { why: format!("{}{to}", reasons::REWOUND) };
@@ -581,6 +623,11 @@ impl Leading {
             next.refused.insert(who, Refusal { number: asked.number, why });
         }
     }
+}
+
+/// How often the job went back to this group image.
+pub(crate) fn times(left: &[Left], to: Number) -> u32 {
+    left.iter().find(|left| left.after == to).map_or(0, |left| left.times)
 }
 
 /// A number for a snapshot. If the coordinator has lost its data, members may have parts with later numbers.
@@ -645,6 +692,11 @@ fn continues_fresh(view: &View) -> bool {
     view.members.values().any(|it| it.fresh == Fresh::Done)
 }
 
+/// Whether the job has begun in this run: a process is there that has started it.
+fn has_begun(view: &View) -> bool {
+    view.members.values().any(|report| report.begun)
+}
+
 fn why(plan: &Plan) -> &str {
     match &plan.goal {
         Goal::Gather { why } => why,
@@ -676,6 +728,14 @@ fn crew(view: &View) -> BTreeMap<Rank, Incarnation> {
 }
 
 /// The pause before the next restart: none before the first.
+/// After the beginning of an abort, so many of the final snapshot.
+fn again(tries: u32) -> Duration {
+    match tries {
+        0 => Duration::ZERO,
+        tries => Duration::from_secs(1 << (tries - 1).min(5)),
+    }
+}
+
 fn pause(in_a_row: u32, options: &Options) -> Duration {
     if in_a_row < 2 {
         return Duration::ZERO;

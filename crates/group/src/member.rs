@@ -50,6 +50,8 @@ struct Transfers {
 struct Line {
     /// Whether the user wants to start from the beginning.
     fresh: Fresh,
+    /// See [`Report::begun`].
+    begun: bool,
     /// Group images before this one are not used.
     floor: Number,
     /// See [`Report::rewound`].
@@ -204,10 +206,16 @@ impl Member {
         if ask == Ask::Snapshot && self.asked.as_ref().is_some_and(waits) {
             return;
         }
+        // A deadline comes once.
+        let is_stop = matches!(ask, Ask::Stop { .. } | Ask::StopNow { .. });
+        if !is_stop && self.unserved_stop(view).is_some() {
+            return;
+        }
         self.asked = Some(Asked::after(self.asked.as_ref(), ask));
     }
 
     pub(crate) fn happened(&mut self, local: Local) {
+        self.line.begun |= local == Local::Started;
         match (local, &self.job) {
             (Local::Started, Job::Starting) => self.job = Job::Ready,
             (Local::Locked(number), Job::Preparing(wanted)) if number == *wanted => self.job = Job::Locked(number),
@@ -522,6 +530,7 @@ impl Member {
             done: self.over.done,
             asked: self.asked.clone(),
             fresh: self.line.fresh,
+            begun: self.line.begun,
             floor: self.line.floor,
             rests: self.rests,
             rewound: self.line.rewound.clone(),
@@ -542,11 +551,13 @@ impl Member {
             done,
             asked,
             fresh,
+            begun,
             floor,
             rests,
             rewound,
         } = written;
-        (*at, *epoch, *fresh, *floor) == (seen(view), self.epoch, self.line.fresh, self.line.floor)
+        (*at, *epoch) == (seen(view), self.epoch)
+            && (*fresh, *begun, *floor) == (self.line.fresh, self.line.begun, self.line.floor)
             && (*storing, *done, *rests) == (!self.transfers.storing.is_empty(), self.over.done, self.rests)
             && (parts, costs, asked, rewound) == (&self.parts, &self.costs, &self.asked, &self.line.rewound)
             && self.job.is_reported_as(state)

@@ -74,4 +74,19 @@ pub struct Restart {
     /// After this many epochs in a row that started from the beginning and failed before they were healthy, the run
     /// ends.
     pub early_deaths: u32,
+    /// Whether a restart may be from the beginning.
+    pub cold_start: ColdStart,
+}
+
+/// Whether the job may start from its beginning once it has begun in a run. A run of which no process is left may always
+/// begin, if it has no group image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum ColdStart {
+    /// If there is no group image.
+    #[default]
+    NoImages,
+    /// Also if no group image can be used.
+    Allow,
+    /// Never: the job is given up.
+    Never,
 }

@@ -29,6 +29,9 @@ pub fn admits(view: &View, ask: &Ask) -> Result<(), String> {
         _ if matches!(plan.then, Then::Stop { .. }) => Err("the run is being stopped".into()),
         (Ask::Rewind(to), _) => {
             let Some(image) = view.images.get(to) else { return Err(format!("there is no {to}")) };
+            if *to < images::floor(view, plan) {
+                return Err(format!("{to} is from before the job was started from the beginning (--fresh)"));
+            }
             let lacking: Vec<String> = images::lacking(view, &image.value).map(|rank| rank.to_string()).collect();
             match lacking.is_empty() {
                 true => Ok(()),

@@ -7,11 +7,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::documents::{
-    Ask, Blame, End, Ending, Epoch, Goal, GroupImage, Incarnation, Number, Part, Progress, Rank, Replica, Replicated,
-    Report, StartFrom, State, Stored, Versioned,
+    Ask, Blame, End, Ending, Epoch, Goal, GroupImage, Incarnation, Last, Number, Part, Progress, Rank, Replica,
+    Replicated, Report, StartFrom, State, Stored, Versioned,
 };
 use crate::events::{Action, Answer, Event, Local, Order, Write};
 use crate::machine::Machine;
+use crate::options::ColdStart;
 use crate::simulator::coordinator::{Coordinator, TTL};
 use crate::simulator::node::options;
 
@@ -40,6 +41,15 @@ impl Group {
         group
     }
 
+    /// The same with this `restart.cold-start`.
+    fn cold(size: u32, parts: &dyn Fn(u32) -> BTreeMap<Number, Progress>, allowed: ColdStart) -> Group {
+        let mut group = Group::unjoined(size, parts, Epoch::default());
+        group.machines = (0..size).map(|rank| machine(rank, size, allowed)).collect();
+        (0..group.machines.len()).for_each(|at| group.join(at));
+        group.wait(TTL);
+        group
+    }
+
     fn unjoined(size: u32, parts: &dyn Fn(u32) -> BTreeMap<Number, Progress>, epoch: Epoch) -> Group {
         let count = usize::try_from(size).unwrap();
         Group {
@@ -61,12 +71,25 @@ impl Group {
 
     /// Its supervisor, or another one in its place, has lost its membership and joins again.
     fn comes_back(&mut self, at: usize) {
-        let rank = Rank(u32::try_from(at).unwrap());
-        let former = self.coordinator.view.members.get(&rank).map(|report| report.incarnation);
-        former.into_iter().for_each(|former| self.coordinator.revoke(former));
+        self.leaves(at);
         self.tell(at, Event::SessionLost);
         self.settle();
         self.join(at);
+    }
+
+    /// Another supervisor takes its place.
+    fn is_replaced(&mut self, at: usize, by: Machine) {
+        self.leaves(at);
+        self.machines[at] = by;
+        self.settle();
+        self.join(at);
+    }
+
+    /// Its membership ends.
+    fn leaves(&mut self, at: usize) {
+        let rank = Rank(u32::try_from(at).unwrap());
+        let former = self.coordinator.view.members.get(&rank).map(|report| report.incarnation);
+        former.into_iter().for_each(|former| self.coordinator.revoke(former));
     }
 
     fn tell(&mut self, at: usize, event: Event) {
@@ -147,6 +170,13 @@ impl Group {
         assert_eq!(self.goal(), Goal::Dump(number));
         self.all(&|rank| Local::Dumped(number, part(rank, number)));
     }
+}
+
+/// A supervisor that has started nothing, with this `restart.cold-start`.
+fn machine(rank: u32, size: u32, allowed: ColdStart) -> Machine {
+    let mut options = options(Rank(rank), size);
+    options.restart.cold_start = allowed;
+    Machine::new(options, Epoch::default())
 }
 
 fn part(rank: u32, number: Number) -> Part {
@@ -261,6 +291,64 @@ fn the_death_of_one_takes_all_back_to_the_newest_group_image() {
             Some(&Order::Start { epoch: Epoch(2), origin: Incarnation(1), from: StartFrom::Image(ONE), part })
         );
     }
+}
+
+#[test]
+fn a_job_that_must_never_begin_again_is_given_up_if_there_is_no_image() {
+    let begun = || {
+        let mut group = Group::cold(2, &|_| BTreeMap::new(), ColdStart::Never);
+        // The first start is no restart.
+        group.starts();
+        group
+    };
+    let dies = |group: &mut Group| {
+        let last = Some(Last::Signal(9));
+        group.all(&|_| Local::Ended(Ending::Failed { why: "it died".into(), last }));
+    };
+    let why = |cause: &str| {
+        format!("there is no group image to continue from, and restart.cold-start is \"never\"; the last time: {cause}")
+    };
+    let mut group = begun();
+    dies(&mut group);
+    assert_eq!(group.goal(), Goal::End(End::Failed { why: why("rank 0: it died"), last: Some(Last::Signal(9)) }));
+    let mut group = begun();
+    group.wait(INTERVAL);
+    group.dumps(ONE);
+    dies(&mut group);
+    assert_eq!(group.goal(), Goal::Start(StartFrom::Image(ONE)));
+    // The supervisor of one machine is new: the other one has started the job.
+    let mut group = begun();
+    group.is_replaced(0, machine(0, 2, ColdStart::Never));
+    group.tell(1, Event::Local(Local::Ended(Ending::Failed { why: "killed".into(), last: None })));
+    group.settle();
+    assert_eq!(group.goal(), Goal::End(End::Failed { why: why("rank 0 is lost"), last: None }));
+    // All are new: this is another run.
+    let mut group = begun();
+    (0..2).for_each(|rank| group.leaves(rank));
+    (0..2).for_each(|rank| group.machines[rank] = machine(u32::try_from(rank).unwrap(), 2, ColdStart::Never));
+    (0..2).for_each(|rank| group.join(rank));
+    assert_eq!(group.goal(), Goal::Start(StartFrom::Beginning));
+}
+
+#[test]
+fn a_job_that_may_always_begin_again_does_not_need_its_images() {
+    // Rank 1 has lost its part.
+    let parts = |rank| durable(rank, if rank == 0 { &[7] } else { &[] });
+    for (allowed, goal) in [
+        (
+            ColdStart::NoImages,
+            Goal::End(End::Missing {
+                why: "the coordinator has no record of group image 7, and not all of its parts are there".into(),
+            }),
+        ),
+        (ColdStart::Allow, Goal::Start(StartFrom::Beginning)),
+    ] {
+        assert_eq!(Group::cold(2, &parts, allowed).goal(), goal);
+    }
+    let mut group = Group::cold(2, &parts, ColdStart::Allow);
+    group.starts();
+    group.wait(INTERVAL);
+    assert_eq!(group.goal(), Goal::Prepare(Number(8)), "a number is not used again");
 }
 
 #[test]

@@ -15,7 +15,7 @@ use rekindle_base::interval::FIRST;
 use rekindle_criu::Criu;
 use rekindle_engine::launch::group::{DEVICE, Subnet, largest_packet};
 use rekindle_engine::launch::{JobSpec, host, identity};
-use rekindle_group::{Limits, Options, Rank, Restart};
+use rekindle_group::{ColdStart, Limits, Options, Rank, Restart};
 use rekindle_store::{JobFolder, JobName};
 
 /// A member ends its job when this part of the lease is left.
@@ -231,6 +231,11 @@ fn options(config: &Config, rank: Rank, keep: usize) -> Options {
             window: restart.window,
             healthy_uptime: restart.healthy_uptime,
             early_deaths: policy::EARLY_DEATHS,
+            cold_start: match restart.cold_start {
+                config::ColdStart::NoImages => ColdStart::NoImages,
+                config::ColdStart::Allow => ColdStart::Allow,
+                config::ColdStart::Never => ColdStart::Never,
+            },
         },
         keep,
         replicates: config.replica.url.is_some(),

@@ -60,6 +60,7 @@ fn options(rank: Rank, size: u32) -> group::Options {
             window: seconds(60),
             healthy_uptime: seconds(60),
             early_deaths: 4,
+            cold_start: rekindle_group::ColdStart::NoImages,
         },
         keep: 2,
         replicates: false,

@@ -92,6 +92,7 @@ mod tests {
             floor: Number(0),
             rests: false,
             rewound: None,
+            begun: false,
         };
         let plan = Plan {
             origin: Incarnation(7),

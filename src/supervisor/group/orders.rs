@@ -12,7 +12,9 @@ use crate::supervisor::{Message, Owner};
 use crate::telemetry::events::What;
 use rekindle_base::chain;
 use rekindle_engine::snapshot::Settled;
-use rekindle_group::{Blame, Epoch, Incarnation, Local, Number, Order, Part, Progress, Replicated, StartFrom, Stored};
+use rekindle_group::{
+    Blame, Epoch, Incarnation, Local, Number, Order, Part, Progress, Replicated, StartFrom, Stored, newest_committed,
+};
 use rekindle_store::manifest::{Manifest, Reason};
 use rekindle_store::{ImageId, gc};
 
@@ -94,6 +96,12 @@ impl Owner<'_> {
         member.epoch = (epoch, origin);
         member.network = Some(Arc::new(group.layout.plan(origin, epoch, &member.nodes)));
         tracing::info!("the group starts from {from} ({epoch})");
+        if let (StartFrom::Beginning, Some(number)) = (from, newest_committed(member.machine.view())) {
+            tracing::warn!(
+                "neither {number} nor an older group image can be used: the job starts from the beginning \
+                (restart.cold-start)"
+            );
+        }
         let is_requested = std::mem::take(&mut member.requests.is_start_requested);
         if self.life.number() > 0 && !is_requested {
             self.reporting.published.restarts += 1;
@@ -122,7 +130,11 @@ impl Owner<'_> {
                 (member.threads.turn, member.threads.orders) = (Some(turn), Some(orders));
                 self.step(Event::SnapshotNow(Reason::Group));
             }
-            Err(why) => self.report_to_group(Local::Refused(number, why)),
+            Err(why) => {
+                // It does not wait for the next one: there may be none.
+                self.clients.control.not_begun(&why);
+                self.report_to_group(Local::Refused(number, why));
+            }
         }
     }
 

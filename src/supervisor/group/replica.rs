@@ -20,6 +20,8 @@ use rekindle_store::{Image, ImageId};
 
 /// The pause before a fetch is tried again.
 const PAUSE: Duration = Duration::from_secs(5);
+/// How long the list of its parts is tried again.
+const MOMENT: Duration = Duration::from_secs(12);
 /// How often a pause checks whether it is over.
 const NAP: Duration = Duration::from_millis(100);
 
@@ -73,7 +75,14 @@ impl Owner<'_> {
         }
         let (setup, sender) = (Arc::clone(self.setup), self.threads.sender.clone());
         self.spawn("list", move || {
-            let listed = list(&setup);
+            let began = Instant::now();
+            let listed = loop {
+                match list(&setup) {
+                    // Without it the group may start from an older image than the replica has.
+                    Err(error) if error.is_unreachable() && began.elapsed() < MOMENT => std::thread::sleep(PAUSE),
+                    listed => break listed,
+                }
+            };
             drop(sender.send(Message::Group(Box::new(GroupEvent::Listed(listed)))));
         });
     }
@@ -128,10 +137,7 @@ impl Owner<'_> {
             }
             // Without the numbers of its group images, a later start could take one of them for a new one.
             Err(error) if parts.is_empty() || is_fresh => {
-                let obstacle = match error {
-                    Error::Untrusted { .. } | Error::Key { .. } => Obstacle::Configuration,
-                    _ => Obstacle::Machine,
-                };
+                let obstacle = obstacle(&error);
                 let why = format!(
                     "it is not known which parts of group images the replica has: {}. Fix that and run again",
                     chain(&error)
@@ -172,18 +178,23 @@ impl Owner<'_> {
                 self.report_to_group(Local::Fetched(number));
             }
             Err(Error::Cancelled) => {}
-            Err(error @ Error::NoRoom { .. }) => {
-                let why = format!("{}. Then run the same command again", chain(&error));
-                self.step(Event::Over(Finish::Impossible { why, obstacle: Obstacle::Machine }));
+            Err(error @ (Error::Damaged { .. } | Error::NotWhole { .. })) => {
+                tracing::error!("the part of {number} in the replica cannot be used: {}", chain(&error));
+                member.remote.only.remove(&number);
+                self.report_to_group(Local::Gone(number));
             }
             Err(error) if error.is_unreachable() => {
                 let why = format!("the part of {number} cannot be fetched from the replica: {}", chain(&error));
                 self.step(Event::Over(finish(End::Missing { why }, None)));
             }
+            // The part may be good: an older group image would lose work.
             Err(error) => {
-                tracing::error!("the part of {number} in the replica cannot be used: {}", chain(&error));
-                member.remote.only.remove(&number);
-                self.report_to_group(Local::Gone(number));
+                let why = format!(
+                    "the part of {number} cannot be fetched from the replica: {}. Remedy that, then run the same command \
+                     again",
+                    chain(&error)
+                );
+                self.step(Event::Over(Finish::Impossible { why, obstacle: obstacle(&error) }));
             }
         }
     }
@@ -222,6 +233,14 @@ impl Owner<'_> {
                 Some(Keep::Parts { last, whole: whole.0 })
             }
         }
+    }
+}
+
+/// What has to be changed before the replica can be used.
+fn obstacle(error: &Error) -> Obstacle {
+    match error {
+        Error::Untrusted { .. } | Error::Key { .. } => Obstacle::Configuration,
+        _ => Obstacle::Machine,
     }
 }
 

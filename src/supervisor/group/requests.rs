@@ -87,10 +87,11 @@ impl Member {
     }
 
     /// How often the group has gone back to this image.
-    pub(in crate::supervisor) fn rewinds_to(&self, image: ImageId) -> usize {
-        let plan = self.machine.view().plan.as_ref();
+    pub(in crate::supervisor) fn rewinds_to(&self, image: ImageId) -> u32 {
         let number = self.number_of(image);
-        plan.map_or(0, |plan| plan.value.left.iter().filter(|left| Some(left.after) == number).count())
+        let plan = self.machine.view().plan.as_ref();
+        let left = plan.and_then(|plan| plan.value.left.iter().find(|left| Some(left.after) == number));
+        left.map_or(0, |left| left.times)
     }
 
     /// The requests that are not decided yet.

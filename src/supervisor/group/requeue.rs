@@ -15,7 +15,7 @@ use crate::group::{CoordinatorEvent, Membership};
 use crate::supervisor::state::Finish;
 use crate::supervisor::{Message, Owner};
 use rekindle_base::chain;
-use rekindle_group::{Action, Event, Local, Rank};
+use rekindle_group::{Action, Event, Goal, Local, Rank};
 
 /// How often the lease is looked at.
 const LOOK: Duration = Duration::from_secs(1);
@@ -26,7 +26,14 @@ impl Owner<'_> {
         let setup = self.setup;
         let may_ask = || self.group.is_some() && self.lease.is_held() && setup.time.scheduler.is_asked_to_requeue();
         let asks = || setup.config.scheduler.requeue == Requeue::Scontrol || setup.time.oom_kills.went_up();
-        finish.is_queued_again() && may_ask() && asks()
+        finish.is_queued_again() && may_ask() && asks() && !self.leaves_alone()
+    }
+
+    /// Whether only this member leaves, and the run goes on or ends without it. The others would wait for one that stays.
+    fn leaves_alone(&self) -> bool {
+        let Some(member) = self.group.as_ref().filter(|member| member.membership.is_some()) else { return false };
+        let plan = member.machine.view().plan.as_ref();
+        !plan.is_some_and(|plan| matches!(plan.value.goal, Goal::End(_)))
     }
 
     /// Everything is done: has the job queued again, or waits until another machine does. Slurm ends this process.
@@ -37,8 +44,11 @@ impl Owner<'_> {
         loop {
             let Some(member) = &mut self.group else { return };
             let Some(us) = member.membership.as_ref().map(Membership::incarnation) else {
-                return self.queue_again_alone(rank);
+                return self.queue_again_alone(rank, "the group's coordinator is away");
             };
+            if !rekindle_group::is_of_run(member.machine.view(), rank) {
+                return self.queue_again_alone(rank, "the next run of the group does not begin");
+            }
             if rekindle_group::has_job_queued_again(member.machine.view(), us) {
                 return self.ask_to_requeue();
             }
@@ -81,11 +91,9 @@ impl Owner<'_> {
         }
     }
 
-    /// The coordinator is away, so that the machines cannot agree.
-    fn queue_again_alone(&mut self, rank: Rank) {
-        tracing::warn!(
-            "the group's coordinator is away: the machines ask Slurm one after the other to queue the job again"
-        );
+    /// The machines cannot agree.
+    fn queue_again_alone(&mut self, rank: Rank, why: &str) {
+        tracing::warn!("{why}: the machines ask Slurm one after the other to queue the job again");
         if let Err(error) = self.setup.time.scheduler.requeue_in_turn(rank.0) {
             tracing::error!("the job is not queued again by this machine: {}", chain(&error));
         }

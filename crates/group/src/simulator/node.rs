@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::documents::{End, Epoch, Goal, Incarnation, Number, Part, Progress, Rank, Replicated, Rewound, Stored};
 use crate::machine::Machine;
-use crate::options::{Limits, Options, Restart};
+use crate::options::{ColdStart, Limits, Options, Restart};
 
 /// One part, with facts that only the simulator knows.
 #[derive(Debug, Clone)]
@@ -140,14 +140,13 @@ impl Node {
     }
 
     /// Its supervisor starts.
-    pub(super) fn boot(&mut self, size: u32, leases_end_early: bool, replicates: bool, fresh: bool) {
+    pub(super) fn boot(&mut self, options: Options, fresh: bool) {
         self.process += 1;
         self.fresh = fresh;
         self.finished = None;
         self.session = None;
         self.images.memory.retain(|_, piece| piece.recorded);
-        let machine =
-            Machine::new(Options { leases_end_early, replicates, ..options(self.rank, size) }, self.kept.epoch);
+        let machine = Machine::new(options, self.kept.epoch);
         self.machine = Some(machine.starting(fresh, self.kept.floor).remembering(self.kept.rewound.clone()));
     }
 
@@ -240,6 +239,7 @@ pub(crate) fn options(rank: Rank, size: u32) -> Options {
             window: seconds(20),
             healthy_uptime: seconds(60),
             early_deaths: 4,
+            cold_start: ColdStart::NoImages,
         },
         keep: 2,
         replicates: false,

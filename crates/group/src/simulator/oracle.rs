@@ -10,10 +10,15 @@ use super::node::{Cable, Node, Piece};
 use crate::documents::{
     Ask, End, Epoch, Goal, GroupImage, Incarnation, Number, Part, Plan, Rank, Replica, StartFrom, View,
 };
+use crate::images::PASSED_OVER;
+use crate::options::ColdStart;
 use crate::requests::Outcome;
 
 /// The longest time without a cable.
 const LONGEST_OUT: Duration = Duration::from_secs(75);
+
+/// In the reason why a job is given up that must not start from the beginning again.
+const COLD: &str = "restart.cold-start";
 
 /// A disturbance can let a step take too long for this time.
 const ECHO: Duration = Duration::from_secs(40);
@@ -72,11 +77,20 @@ pub(super) struct Oracle {
     failures: u64,
     /// Group images whose restore has failed, or after which the job has died.
     blamed: BTreeSet<Number>,
+    cold: Cold,
     losses: Losses,
     ends: Vec<End>,
     disturbed_until: Instant,
     /// After this time, [`one_epoch`] may have another result although no machine has changed.
     due: Option<Instant>,
+}
+
+/// Whether the job may start from the beginning again.
+#[derive(Debug)]
+struct Cold {
+    allowed: ColdStart,
+    /// The processes of supervisors that have started the job, each with the machine.
+    begun: BTreeSet<(usize, u64)>,
 }
 
 /// What became of the images.
@@ -108,7 +122,7 @@ struct Losses {
 }
 
 impl Oracle {
-    pub(super) fn new(began: Instant) -> Oracle {
+    pub(super) fn new(began: Instant, allowed: ColdStart) -> Oracle {
         Oracle {
             seen: None,
             dumps: BTreeMap::new(),
@@ -120,6 +134,7 @@ impl Oracle {
             fresh: BTreeSet::new(),
             failures: 0,
             blamed: BTreeSet::new(),
+            cold: Cold { allowed, begun: BTreeSet::new() },
             losses: Losses::default(),
             ends: Vec::new(),
             disturbed_until: began + Duration::from_secs(5),
@@ -171,6 +186,10 @@ impl Oracle {
 
     pub(super) fn joins_fresh(&mut self, membership: Incarnation) {
         self.fresh.insert(membership);
+    }
+
+    pub(super) fn begins(&mut self, at: usize, process: u64) {
+        self.cold.begun.insert((at, process));
     }
 
     /// The job has died, or could not be started. `from`: the group image that may be the cause.
@@ -270,6 +289,7 @@ impl Oracle {
         for end in std::mem::take(&mut self.ends) {
             match end {
                 End::Completed if self.completed.is_none() => return Err("it is said to be completed".into()),
+                End::Failed { why, .. } if self.cold.allowed == ColdStart::Never && why.contains(COLD) => {}
                 End::Failed { why, .. } if self.failures == 0 => {
                     return Err(format!("it is said to have failed: {why}"));
                 }
@@ -421,38 +441,30 @@ impl Oracle {
                 {
                     return Err(format!("{} after {}", plan.value.epoch, old.value.epoch));
                 }
-                let is_member = |node: &Node| {
-                    let member = view.members.get(&node.rank).map(|report| report.incarnation);
-                    member.is_some() && member == node.session
-                };
-                let exists = |number: &Number, image: &GroupImage| {
-                    let has = |(rank, part): (&Rank, &Part)| {
-                        let node = nodes.iter().find(|node| node.rank == *rank && is_member(node));
-                        let here = node.and_then(|node| node.piece(*number)).is_some_and(|piece| piece.part == *part);
-                        here || stores.shared.is_some_and(|shared| shared.contains_key(&(*rank, *number)))
-                    };
-                    image.parts.iter().all(has)
-                };
-                let told = view.members.values().map(|report| report.floor).max().unwrap_or_default().max(*floor);
-                let mut good = self.images.committed.iter().filter(|(number, _)| **number >= told);
-                if *from == StartFrom::Beginning
-                    && told == Number::default()
-                    && self.is_restorable(nodes, stores, facts)
-                {
-                    return Err("the job starts from the beginning although the replica has a whole image".into());
-                }
                 if let (StartFrom::Image(from), false) = (from, self.losses.rewound)
-                    && let Some((number, _)) = good.clone().find(|(number, image)| {
-                        **number > *from && !self.blamed.contains(number) && exists(number, image)
+                    && let Some((number, _)) = self.good(view, &plan.value).find(|(number, image)| {
+                        **number > *from
+                            && !self.blamed.contains(number)
+                            && exists(view, nodes, stores, **number, image)
                     })
                 {
                     return Err(format!("the job goes back to {from}, and nothing is wrong with {number}"));
                 }
-                if *from == StartFrom::Beginning
-                    && let Some((number, _)) = good.find(|(number, image)| exists(number, image))
-                {
-                    return Err(format!("the job starts from the beginning although there is {number}"));
+                if *from == StartFrom::Beginning {
+                    self.has_nothing_else(view, &plan.value, nodes, stores, facts)?;
+                    let of_crew =
+                        |node: &Node| node.session.is_some_and(|session| crew.values().any(|it| *it == session));
+                    let has_begun =
+                        |(at, node): (usize, &Node)| of_crew(node) && self.cold.begun.contains(&(at, node.process));
+                    // Not the same start with another request that was served.
+                    let is_new = old.is_none_or(|old| old.value.goal != *goal || old.value.epoch != plan.value.epoch);
+                    if self.cold.allowed == ColdStart::Never && is_new && nodes.iter().enumerate().any(has_begun) {
+                        return Err("the job starts from the beginning again, which is never allowed".into());
+                    }
                 }
+            }
+            Goal::End(End::Failed { why, .. }) if why.contains(COLD) => {
+                self.has_nothing_else(view, &plan.value, nodes, stores, facts)?;
             }
             Goal::Abort { .. } => facts.aborted += 1,
             Goal::Gather { why }
@@ -465,6 +477,59 @@ impl Oracle {
         }
         Ok(())
     }
+}
+
+impl Oracle {
+    /// The committed group images that no start from the beginning has left.
+    fn good(&self, view: &View, plan: &Plan) -> impl Iterator<Item = (&Number, &GroupImage)> + Clone {
+        let told = floor(view, plan);
+        self.images.committed.iter().filter(move |(number, _)| **number >= told)
+    }
+
+    /// The job starts from the beginning, or is given up because it must not: there is nothing to continue from.
+    fn has_nothing_else(
+        &self,
+        view: &View,
+        plan: &Plan,
+        nodes: &[Node],
+        stores: Stores<'_>,
+        facts: &Facts,
+    ) -> Result<(), String> {
+        // The job failed again and again after these, or was taken back to an older one.
+        let is_useless = |number: &Number| {
+            let is_passed_over = plan.failures.get(number).is_some_and(|points| *points >= PASSED_OVER);
+            let is_left = plan.left.iter().any(|left| left.has(*number));
+            self.cold.allowed == ColdStart::Allow && (is_passed_over || is_left)
+        };
+        let told = floor(view, plan);
+        let mut good = self.good(view, plan).filter(|(number, _)| !is_useless(number));
+        let whole = stores.whole(ranks(nodes)).filter(|number| !is_useless(number));
+        if told == Number::default() && whole.is_some() && self.is_restorable(nodes, stores, facts) {
+            return Err("the job starts from the beginning although the replica has a whole image".into());
+        }
+        if let Some((number, _)) = good.find(|(number, image)| exists(view, nodes, stores, **number, image)) {
+            return Err(format!("the job starts from the beginning although there is {number}"));
+        }
+        Ok(())
+    }
+}
+
+/// Group images before this one are not used.
+fn floor(view: &View, plan: &Plan) -> Number {
+    view.members.values().map(|report| report.floor).max().unwrap_or_default().max(plan.floor)
+}
+
+/// Whether all parts of a group image are with members, or in the replica.
+fn exists(view: &View, nodes: &[Node], stores: Stores<'_>, number: Number, image: &GroupImage) -> bool {
+    let is_member = |node: &Node| {
+        let member = view.members.get(&node.rank).map(|report| report.incarnation);
+        member.is_some() && member == node.session
+    };
+    image.parts.iter().all(|(rank, part)| {
+        let node = nodes.iter().find(|node| node.rank == *rank && is_member(node));
+        let here = node.and_then(|node| node.piece(number)).is_some_and(|piece| piece.part == *part);
+        here || stores.shared.is_some_and(|shared| shared.contains_key(&(*rank, number)))
+    })
 }
 
 /// The size of the group.

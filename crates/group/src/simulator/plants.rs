@@ -30,10 +30,12 @@ pub(crate) enum Plant {
     SendsItsNewest,
     /// A lost member is believed to have ended its job, although the coordinator may end leases early.
     GoneIsOver,
+    /// The machines are not told that the job must never start from the beginning again.
+    ColdStartIgnored,
 }
 
 /// All of them.
-pub(super) const ALL: [Plant; 13] = [
+pub(super) const ALL: [Plant; 14] = [
     Plant::LostFence,
     Plant::LeaseFromTheAnswer,
     Plant::CommitBeforeStored,
@@ -47,4 +49,5 @@ pub(super) const ALL: [Plant; 13] = [
     Plant::ReplicaForgetsWhole,
     Plant::SendsItsNewest,
     Plant::GoneIsOver,
+    Plant::ColdStartIgnored,
 ];

@@ -9,13 +9,14 @@ use std::time::{Duration, Instant};
 
 use super::Facts;
 use super::coordinator::{Coordinator, TTL};
-use super::node::{Node, Piece, Tick};
+use super::node::{Node, Piece, Tick, options};
 use super::nodes::Nodes;
 use super::oracle::{Oracle, Stores};
 use super::plants::Plant;
 use super::queue::{Happening, Queue, Request};
 use crate::documents::{Number, Rank};
 use crate::events::{Action, Answer, Event, Write};
+use crate::options::{ColdStart, Options};
 use crate::requests::{Outcome, Pending};
 use rekindle_testing::random::Random;
 
@@ -84,6 +85,8 @@ struct Users {
     waiting: Vec<(usize, u64, Pending)>,
     /// The ranks whose supervisors are started with the wish to start from the beginning.
     fresh: BTreeSet<Rank>,
+    /// `restart.cold-start`.
+    cold_start: ColdStart,
 }
 
 /// The trace of the history.
@@ -97,7 +100,7 @@ impl World {
     pub(super) fn new(
         mut random: Random,
         size: u32,
-        leases_end_early: bool,
+        (leases_end_early, cold_start): (bool, ColdStart),
         plant: Option<Plant>,
         traced: bool,
     ) -> World {
@@ -115,8 +118,8 @@ impl World {
             queue: Queue::new(began),
             jobs: 0,
             trouble: Trouble::default(),
-            users: Users::default(),
-            oracle: Oracle::new(began),
+            users: Users { cold_start, ..Users::default() },
+            oracle: Oracle::new(began, cold_start),
             record: Record { facts: Facts::default(), trace: traced.then(Vec::new) },
             plant,
             nodes,
@@ -255,7 +258,15 @@ impl World {
         let size = self.nodes.ranks();
         let fresh = self.users.fresh.contains(&self.nodes[at].rank);
         let leases_end_early = self.coordinator.leases_end_early && self.plant != Some(Plant::GoneIsOver);
-        self.nodes[at].boot(size, leases_end_early, self.outside.replica.is_some(), fresh);
+        let mut options = Options {
+            leases_end_early,
+            replicates: self.outside.replica.is_some(),
+            ..options(self.nodes[at].rank, size)
+        };
+        if self.plant != Some(Plant::ColdStartIgnored) {
+            options.restart.cold_start = self.users.cold_start;
+        }
+        self.nodes[at].boot(options, fresh);
         self.grant(at);
         self.show(at);
     }

@@ -190,6 +190,73 @@ fn a_request_for_a_snapshot_does_not_replace_another_and_other_requests_do() {
     assert_eq!(group.machines[0].asked().unwrap().ask, Ask::Suspend, "it is served when the job runs");
     group.tell(0, Event::Asked(Ask::StopNow { requeue: true }));
     assert_eq!(why(group.learns(&mut client)), "another request came before it was served");
+    // The coordinator is slow.
+    group.tell(0, Event::Asked(Ask::Rewind(ONE)));
+    assert_eq!(group.machines[0].asked().unwrap().ask, Ask::StopNow { requeue: true }, "a deadline comes once");
+}
+
+#[test]
+fn a_job_that_hangs_after_each_restore_waits_longer_each_time() {
+    let mut group = Group::with_images();
+    for (times, seconds) in (1..).zip([0, 1, 2, 4, 8]) {
+        group.tell(1, Event::Asked(Ask::Rewind(Number(7))));
+        group.settle();
+        assert!(matches!(group.plan().left[..], [left] if left.times == times), "{:?}", group.plan().left);
+        group.killed();
+        if let Some(almost) = Duration::from_secs(seconds).checked_sub(Duration::from_millis(10)) {
+            group.wait(almost);
+            assert!(matches!(group.goal(), Goal::Gather { .. }), "{times}");
+            group.wait(Duration::from_millis(20));
+        }
+        assert_eq!(group.goal(), Goal::Start(StartFrom::Image(Number(7))), "{times}");
+        group.starts();
+        // It lives for long enough to be no failure.
+        group.wait(Duration::from_secs(3));
+    }
+}
+
+#[test]
+fn no_job_goes_back_to_before_its_new_beginning() {
+    let mut group = Group::told(&[true, true], &[4]);
+    group.starts();
+    let mut client = group.asks(0, Ask::Rewind(Number(4)));
+    group.settle();
+    let why = why(group.learns(&mut client));
+    assert_eq!(why, "group image 4 is from before the job was started from the beginning (--fresh)");
+    assert_eq!(group.goal(), Goal::Run);
+}
+
+#[test]
+fn a_stop_tries_its_final_snapshot_again_while_there_is_time() {
+    let stop = Ask::Stop { requeue: true, within: Duration::from_secs(30) };
+    let mut group = Group::new(2);
+    group.starts();
+    // An earlier snapshot is being undone.
+    group.wait(INTERVAL);
+    group.tell(0, Event::Local(Local::Refused(ONE, "no memory".into())));
+    group.settle();
+    group.tell(1, Event::Asked(stop));
+    group.settle();
+    group.tell(1, Event::Local(Local::Aborted(ONE)));
+    group.settle();
+    // The job holds snapshots for some seconds.
+    for number in [2, 3, 4].map(Number) {
+        assert_eq!(group.goal(), Goal::Prepare(number));
+        group.tell(0, Event::Local(Local::Refused(number, "the job blocks snapshots now".into())));
+        group.settle();
+        group.tell(1, Event::Local(Local::Aborted(number)));
+        group.settle();
+        assert_eq!(group.goal(), Goal::Run);
+        group.wait(Duration::from_millis(990 << (number.0 - 2)));
+        assert_eq!(group.goal(), Goal::Run, "not at once");
+        group.wait(Duration::from_millis(200));
+    }
+    group.dumps(Number(5));
+    group.killed();
+    group.all(&|_| Local::Stored(Number(5)));
+    group.wait(Duration::from_secs(1));
+    assert_eq!(group.goal(), Goal::End(End::Stopped { requeue: true }));
+    assert!(group.coordinator.view.images.contains_key(&Number(5)));
 }
 
 #[test]

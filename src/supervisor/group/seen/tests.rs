@@ -55,6 +55,7 @@ impl Coordinator {
             floor: Number(0),
             rests: false,
             rewound: None,
+            begun: false,
         };
         let plan = Plan {
             origin: Incarnation(10),

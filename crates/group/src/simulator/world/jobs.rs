@@ -321,6 +321,7 @@ impl World {
             Some((number, _)) if self.trouble.doomed.contains(&number) => self.job_step(at, 4000, 8000, Step::Dies),
             _ => self.trouble.dooms = false,
         }
+        self.oracle.begins(at, self.nodes[at].process);
         self.hears(at, Event::Local(Local::Started));
     }
 
