@@ -417,8 +417,7 @@ struct Asked {
     memory: Option<Arc<OwnedFd>>,
 }
 
-/// A copy under way. If this is dropped, it is awaited and forgotten; after [`Copying::leave`] it is given up at once,
-/// with the process.
+/// A copy under way. If this is dropped, it is given up; after [`Copying::leave`] with the process.
 #[derive(Debug)]
 pub struct Copying<'a> {
     copier: &'a Copier,
@@ -447,7 +446,8 @@ impl Copying<'_> {
     }
 
     /// The job runs. Until then nothing is begun after [`Copying::leave`], because the job maps its memory. Does not wait.
-    pub fn resume(&self) {
+    pub fn resume(&mut self) {
+        self.begun = Instant::now();
         self.tell(&Ask::Resume);
     }
 
@@ -464,6 +464,8 @@ impl Copying<'_> {
     /// # Errors
     /// As [`Copying::finish`].
     pub fn leave(&mut self, cancelled: &dyn Fn() -> bool) -> Result<Left, Error> {
+        // It was paused, and is again until the job runs.
+        self.begun = Instant::now();
         let ([bytes, room, _], _) = self.ask(&Ask::Leave, 0, cancelled)?;
         self.is_left = true;
         Ok(Left { bytes, room })
@@ -482,7 +484,7 @@ impl Copying<'_> {
         let asked = self.ask(&Ask::Finish(is_right), if is_right { self.pieces } else { 0 }, cancelled);
         self.is_over = true;
         let ([bytes, took, same], pieces) = asked?;
-        if bytes == self.bytes {
+        if bytes == self.bytes || !is_right {
             return Ok(Copied { bytes, same, took: Duration::from_micros(took), pieces });
         }
         *self.copier.lock() = None;

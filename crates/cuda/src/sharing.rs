@@ -109,7 +109,7 @@ pub enum Error {
         source: std::io::Error,
     },
     /// A keeper did not answer in time.
-    #[error("process {pid}: cannot release other processes' GPU memory now: {source}")]
+    #[error("process {pid}: cannot release GPU memory that is shared or stays on the GPU now: {source}")]
     Busy {
         /// The process, as the job sees it.
         pid: i32,

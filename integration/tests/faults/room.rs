@@ -3,7 +3,7 @@
 use std::fs;
 use std::os::unix::fs::FileExt;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 use rekindle_store::Image;
@@ -123,6 +123,25 @@ fn while_the_driver_restores_the_job_nothing_is_copied_that_has_room() {
     rig.clear("fail-copier-out");
     assert_eq!(kept(&supervisor.image()), PIECES * 16 * MIB);
     has_no_room(&rig, &mut supervisor);
+    supervisor.kill_job();
+    supervisor.said("the job was restored from image");
+    supervisor.assert_unharmed(1);
+    ends_well(&rig, &mut supervisor);
+}
+
+#[test]
+fn a_freeze_that_fails_gives_up_what_is_not_copied_yet() {
+    let Some(rig) = job(8192) else { return };
+    let mut supervisor = rig.start();
+    supervisor.snapshot();
+    // All copies would take 24 s, those that are begun 8 s.
+    rig.standin.fault("fail-copier-out", "0 delay=2000");
+    rig.standin.fault("fail-checkpoint", "304 times=1");
+    let began = Instant::now();
+    assert!(supervisor.failing_snapshot().contains("the job continues"));
+    assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
+    rig.clear("fail-copier-out");
+    assert_eq!(kept(&supervisor.snapshot()), PIECES * 16 * MIB);
     supervisor.kill_job();
     supervisor.said("the job was restored from image");
     supervisor.assert_unharmed(1);

@@ -347,7 +347,8 @@ fn children_and_a_want_of_descriptors_do_no_harm() {
     supervisor.has_rank(1, "crowd");
     let why = supervisor.failing_snapshot();
     assert!(
-        why.contains("cannot release other processes' GPU memory now") && why.contains("the job continues"),
+        why.contains("cannot release GPU memory that is shared or stays on the GPU now")
+            && why.contains("the job continues"),
         "{why}"
     );
     supervisor.assert_unharmed(2);

@@ -22,18 +22,21 @@ const PATIENCE_SECONDS: usize = 120;
 /// Number of entries that a probe uses.
 const PROBED: usize = 16;
 
-/// Starts the keeper if it does not exist. A process without one can still share memory, but no snapshot is possible.
-pub(crate) fn start(table: &'static Table) {
+/// Starts the keeper if it does not exist. A process without one can still share memory, but no snapshot is possible. Returns
+/// whether it exists.
+pub(crate) fn start(table: &'static Table) -> bool {
     let pid = sys::pid();
     if STARTED.swap(pid, Ordering::Relaxed) == pid {
-        return;
+        return true;
     }
     api_lock::watch();
     let mask = sys::set_signal_mask(!0);
-    if !libc::start_thread(main, core::ptr::from_ref(table).cast_mut().cast()) {
+    let is_started = libc::start_thread(main, core::ptr::from_ref(table).cast_mut().cast());
+    if !is_started {
         STARTED.store(0, Ordering::Relaxed);
     }
     sys::set_signal_mask(mask);
+    is_started
 }
 
 unsafe extern "C" fn main(table: *mut c_void) -> *mut c_void {

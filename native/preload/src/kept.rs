@@ -268,6 +268,10 @@ fn make(size: usize) -> Option<u64> {
     }
     close_in_children();
     wait_for_unlock();
+    // Without it nothing could let go of this memory, and the driver can copy it.
+    if !keeper::start(table) {
+        return None;
+    }
     let (mut device, mut context) = (0, 0);
     succeeded(current_device(&mut device))?;
     succeeded(current_context(&mut context))?;
@@ -280,7 +284,6 @@ fn make(size: usize) -> Option<u64> {
     succeeded(driver::set_access(making.address, size, &access(device)))?;
     note(table, &making, device, context)?;
     making.is_complete = true;
-    keeper::start(table);
     let mapping = sharing::mappings(table).find(|mapping| mapping.address.load(Ordering::Relaxed) == making.address)?;
     for peer in peers(device) {
         // Without it an access from there fails, as it would without peer access.
@@ -522,11 +525,22 @@ pub(crate) fn keep_file(at: usize, import: &Import, file: &sys::File) -> Result<
     // Rather a low number than none.
     let own = own.or_else(|_| file.duplicate(0)).map_err(|_| table::NO_DESCRIPTOR)?;
     let stamp = stamp(&own).ok_or(table::NO_DESCRIPTOR)?;
+    // The kernel has just given it: whoever else has noted this number has lost its own, because the program closed it. All
+    // descriptors of device memory can have one stamp, which does not show that.
+    lose(own.number());
     close(at);
     known.store(stamp, Ordering::Relaxed);
     slot.store(own.into_number() + 1, Ordering::Relaxed);
     import.id.store(1, Ordering::Relaxed);
     Ok(())
+}
+
+/// No entry has a descriptor with this number.
+fn lose(number: i32) {
+    let used = FILES.iter().take(USED.load(Ordering::Relaxed) as usize);
+    for slot in used.filter(|slot| slot.load(Ordering::Relaxed) == number + 1) {
+        slot.store(0, Ordering::Relaxed);
+    }
 }
 
 /// Closes the descriptor of an entry, if it has one.

@@ -134,6 +134,9 @@ impl Server {
         if self.copy.is_some() {
             return Err("a copy is under way".into());
         }
+        if bytes > mapped::MOST {
+            return Err(format!("a file of {bytes} bytes is too large: {} are the most", mapped::MOST));
+        }
         if bytes > meta.len() {
             return Err(format!("the file has {} bytes and not {bytes}", meta.len()));
         }
@@ -215,14 +218,15 @@ impl Server {
     }
 
     /// Copies the rest. If the file has what the memory had at the beginning, its names are known from now on, and the GPU of
-    /// each piece is told.
+    /// each piece is told. Otherwise nobody wants the file, and the job may need the memory: the rest is given up.
     fn finish(&mut self, is_right: bool) -> Result<(Done, Vec<Placed>), String> {
         let mut copy = self.copy.take().ok_or("no copy has begun")?;
         let Some(gpus) = &mut self.gpus else { return Err(copy.why()) };
-        let done = copy.finish(gpus, &self.files)?;
         if !is_right {
-            return Ok((done, Vec::new()));
+            copy.give_up(gpus, &self.files);
+            return Ok(([0; 3], Vec::new()));
         }
+        let done = copy.finish(gpus, &self.files)?;
         copy.know(&mut self.files);
         let placed =
             copy.placed().into_iter().map(|(device, memory)| Ok(Placed { gpu: gpus.uuid_of(device)?, memory }));

@@ -29,7 +29,7 @@ pub(super) enum Ask {
     /// The job is to run. It is answered when the rest is in room on the GPU, with its bytes and those of the room.
     Leave,
     /// The rest, and whether the file has what the memory had when the copy began. It is answered with all bytes, the
-    /// microseconds, and the bytes that were in a file already. If it has, an answer for each piece follows, with the two
+    /// microseconds, and the bytes that were in a file already. If it has not, the rest is given up. If it has, an answer for each piece follows, with the two
     /// halves of its GPU's UUID, and the memory if that was made.
     Finish(bool),
     /// Forget files that do not exist any more. It is not answered.

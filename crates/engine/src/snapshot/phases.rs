@@ -31,7 +31,7 @@ use rekindle_store::manifest::{Kept, Landing, MappedFile, Phase, Recreate, Saved
 /// The phases of the freeze. After the last cancellable one the job is resumed in any case.
 fn steps<'a>() -> [Step<Freeze<'a>, Error>; 10] {
     [
-        Step::new("lock", |f: &mut Freeze<'a>| f.lock()).cancellable().undo(|f| f.gpus.group.undo_lock()),
+        Step::new("lock", |f: &mut Freeze<'a>| f.lock()).cancellable().undo(|f| f.undo_lock()),
         Step::new("barrier", |f: &mut Freeze<'a>| f.wait_for_locks()).cancellable().only_if(|f| f.env.is_in_group()),
         Step::new("cable", |f: &mut Freeze<'a>| f.pull_cable())
             .cancellable()
@@ -148,8 +148,6 @@ pub(super) fn freeze<'a>(env: Env<'a>) -> Result<Frozen<'a>, Error> {
     let (kept, copying, dumped, cable) = (None, None, None, None);
     let mut freeze = Freeze { env, seen, gpus, ready, landing, kept, copying, saved_links, dumped, cable };
     if let Err(failed) = steps::run(&steps(), &mut freeze, &mut timings, &go_on) {
-        // Before the slot is given up: the copy writes to it.
-        drop(freeze.copying.take());
         return Err(freeze.failed(failed));
     }
     let Freeze { env, seen, gpus, mut ready, landing, kept, copying, saved_links, dumped, cable } = freeze;
@@ -183,6 +181,12 @@ impl Freeze<'_> {
         Ok(())
     }
 
+    fn undo_lock(&mut self) -> Result<(), String> {
+        // Before the job runs and may free the memory.
+        self.copying = None;
+        self.gpus.group.undo_lock()
+    }
+
     fn restore(&mut self) -> Result<(), Error> {
         // The machines of a group wait for the whole copy.
         if let Some(copying) = self.copying.as_ref().filter(|_| !self.env.is_in_group()) {
@@ -193,7 +197,7 @@ impl Freeze<'_> {
 
     fn unlock(&mut self) -> Result<(), Error> {
         let unlocked = self.gpus.group.unlock();
-        self.copying.iter().for_each(Copy::resume);
+        self.copying.iter_mut().for_each(Copy::resume);
         Ok(unlocked?)
     }
 

@@ -73,7 +73,8 @@ fn room<'a>(env: &Env<'a>, target: &Filling, gpus: &Gpus, bytes: u64) -> Option<
     // In a group the job is frozen until all of it is in the file, and a GPU copies faster than processors.
     let from_others = env.subject.group.is_none();
     let reuse = Reuse { full_every: env.subject.options.full_copy_every, from_others };
-    match Room::make(env.subject.copier, target, bytes, &gpus.in_use(), reuse) {
+    let reserve = env.subject.options.memory_reserve;
+    match Room::make(env.subject.copier, target, bytes, &gpus.in_use(), reserve, reuse) {
         Ok(room) => Some(room),
         Err(error) => {
             tracing::warn!("GPU memory cannot stay on the GPU in this snapshot: {}", chain(&error));

@@ -382,6 +382,8 @@ unsafe extern "C" {
     fn getrlimit(resource: i32, limits: *mut [u64; 2]) -> i32;
     fn setrlimit(resource: i32, limits: *const [u64; 2]) -> i32;
     fn dup2(from: i32, to: i32) -> i32;
+    #[link_name = "close"]
+    fn libc_close(number: i32) -> i32;
 }
 
 /// Sets the soft limit of descriptors; the one before.
@@ -447,6 +449,40 @@ fn a_descriptor_that_the_program_closed_is_neither_used_nor_closed() {
     for number in [number, again] {
         drop(sys::File::from_number(number));
     }
+}
+
+#[test]
+fn a_number_that_the_program_closed_belongs_to_no_other_memory() {
+    let (_guard, table) = start();
+    let folder = std::env::temp_dir();
+    let is_open = |number: i32| std::fs::read_link(format!("/proc/self/fd/{number}")).is_ok_and(|to| to == folder);
+    let entry = |address| {
+        let (mapping, import) = find(table, |start, _| start == address).unwrap();
+        (mapping.import.load(Ordering::Relaxed) as usize, import)
+    };
+    // All are of one file, as all device memory is of one device.
+    let held = |(at, import): (usize, _)| {
+        let file = File::open(&folder).unwrap();
+        let lent = sys::File::from_number(file.as_raw_fd());
+        keep_file(at, import, &lent).unwrap();
+        lent.into_number();
+        FILES[at].load(Ordering::Relaxed) - 1
+    };
+    let [first, second] = [16, 20].map(|size| allocate_one(size * MIB));
+    let [one, two] = [first, second].map(entry);
+    let [_, number] = [one, two].map(held);
+    // SAFETY: a descriptor of the test.
+    assert_eq!(unsafe { libc_close(number) }, 0);
+    assert_eq!(held(one), number, "the next one gets its number");
+    assert!(own_number(two.0).is_none() && own_number(one.0) == Some(number));
+    // Its own number, the lowest one that is free.
+    let number = held(one);
+    // SAFETY: a descriptor of the test.
+    assert_eq!(unsafe { libc_close(number) }, 0);
+    assert_eq!(held(one), number);
+    assert!(is_open(number), "it is not closed as the one before");
+    [first, second].into_iter().for_each(|address| assert_eq!(free_one(address), SUCCESS));
+    assert!(!is_open(number));
 }
 
 #[test]

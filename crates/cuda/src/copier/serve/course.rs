@@ -471,6 +471,17 @@ impl Copy {
         }
     }
 
+    /// Waits only for what was begun.
+    pub(super) fn give_up(&mut self, gpus: &mut Gpus, files: &[Mapped]) {
+        for lane in self.lanes.values_mut() {
+            [&mut lane.unnamed, &mut lane.waiting, &mut lane.left].into_iter().for_each(VecDeque::clear);
+        }
+        self.failed.get_or_insert_with(|| "it was given up".into());
+        if self.outcome.is_none() {
+            self.end(gpus, files);
+        }
+    }
+
     /// Nothing is begun any more: looks whether all arrived.
     fn end(&mut self, gpus: &mut Gpus, files: &[Mapped]) {
         let finished = gpus.finish();

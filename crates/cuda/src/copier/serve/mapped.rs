@@ -16,6 +16,8 @@ use rekindle_os::pages;
 pub(super) const GRANULE: u64 = 2 << 20;
 /// Addresses for a file, as many as one may ever need.
 const ADDRESSES: usize = 1 << 41;
+/// Bytes of a file that can be mapped: it begins at a multiple of [`GRANULE`].
+pub(super) const MOST: u64 = ADDRESSES as u64 - GRANULE;
 
 /// A file, mapped. Its pages are registered with the driver, so that the GPU reads and writes them itself: they do not move,
 /// and they are the file's only as long as it is not cut. So a copy leaves marks in the pages before it begins, through the

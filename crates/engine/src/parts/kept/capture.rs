@@ -39,6 +39,8 @@ pub(crate) struct Room<'a> {
     copier: &'a Copier,
     file: File,
     bytes: u64,
+    /// Bytes of memory that must stay free (`snapshot.memory-reserve`).
+    reserve: u64,
     reuse: Reuse,
 }
 
@@ -49,6 +51,7 @@ impl<'a> Room<'a> {
         slot: &Filling,
         bytes: u64,
         gpus: &[GpuUuid],
+        reserve: u64,
         reuse: Reuse,
     ) -> Result<Room<'a>, Error> {
         if let Some(error) = copier.prepare(gpus, reuse.full_every > 1)? {
@@ -62,7 +65,7 @@ impl<'a> Room<'a> {
         let mut options = File::options();
         let options = options.read(true).write(true).create(true).truncate(false).mode(0o600);
         let file = options.open(&path).map_err(failed)?;
-        let mut room = Room { copier, file, bytes: 0, reuse };
+        let mut room = Room { copier, file, bytes: 0, reserve, reuse };
         if let Err(error) = room.grow(bytes) {
             // The driver copies that memory now, and needs the room.
             let _ = std::fs::remove_file(&path);
@@ -76,7 +79,7 @@ impl<'a> Room<'a> {
     /// first.
     fn grow(&mut self, bytes: u64) -> Result<(), Error> {
         let failed = |source| Error::Room { bytes, source };
-        admit(&self.file, bytes).map_err(failed)?;
+        admit(&self.file, bytes, self.reserve).map_err(failed)?;
         if self.file.metadata().map_err(failed)?.size() > bytes {
             self.copier.file(&self.file, bytes)?;
             self.file.set_len(bytes).map_err(failed)?;
@@ -123,7 +126,7 @@ impl Copy<'_> {
     }
 
     /// The job runs.
-    pub(crate) fn resume(&self) {
+    pub(crate) fn resume(&mut self) {
         self.0.resume();
     }
 
@@ -151,14 +154,15 @@ impl Copy<'_> {
 
 /// Refuses a size that the machine's memory has no room for. The job names it, and a tmpfs as large as the memory would take
 /// all of it.
-fn admit(file: &File, bytes: u64) -> io::Result<()> {
+fn admit(file: &File, bytes: u64, reserve: u64) -> io::Result<()> {
     let more = bytes.saturating_sub(file.metadata()?.blocks().saturating_mul(512));
     let is_in_memory = pages::is_in_memory(file)?;
-    match cgroup::memory_available().filter(|available| is_in_memory && more > *available) {
+    match cgroup::memory_available().filter(|available| is_in_memory && more > available.saturating_sub(reserve)) {
         None => Ok(()),
         Some(_) => Err(io::Error::new(
             io::ErrorKind::StorageFull,
-            "there is not enough free memory for it: free some, or set snapshot.staging = \"store\"",
+            "there is not enough free memory for it, with what must stay free (snapshot.memory-reserve): free some, or set \
+             snapshot.staging = \"store\"",
         )),
     }
 }
@@ -186,7 +190,7 @@ mod tests {
     #[test]
     fn a_size_that_memory_has_no_room_for_takes_none() {
         let file = tempfile::tempfile_in("/dev/shm").unwrap();
-        let mut room = Room { copier: &Copier::default(), file, bytes: 0, reuse: Reuse::NOTHING };
+        let mut room = Room { copier: &Copier::default(), file, bytes: 0, reserve: 0, reuse: Reuse::NOTHING };
         // The second one fits into a tmpfs of any size, and its pages are not listed one by one.
         for bytes in [u64::MAX, 1 << 61, 1 << 45] {
             let error = room.grow(bytes).unwrap_err();
@@ -194,7 +198,11 @@ mod tests {
             assert_eq!(room.file.metadata().unwrap().blocks(), 0);
         }
         // On the disk it is the file system that has room or not.
-        admit(&tempfile::tempfile_in("/var/tmp").unwrap(), 1 << 45).unwrap();
+        admit(&tempfile::tempfile_in("/var/tmp").unwrap(), 1 << 45, 0).unwrap();
+        // With what must stay free.
+        let file = tempfile::tempfile_in("/dev/shm").unwrap();
+        admit(&file, 1 << 20, 0).unwrap();
+        assert_eq!(admit(&file, 1 << 20, u64::MAX).unwrap_err().kind(), io::ErrorKind::StorageFull);
     }
 
     #[test]
