@@ -100,7 +100,7 @@ const SAME_IMAGE: u32 = 4;
 /// is not left at once: the hang may come from outside.
 fn before_hang(usable: &[ImageId], stuck: &BTreeSet<ImageId>, restored: Option<ImageId>, rewinds: u32) -> Verdict {
     let Some(newest) = usable.first() else { return Verdict::Restart };
-    let again = restored.filter(|image| stuck.contains(image));
+    let again = restored.filter(|image| stuck.contains(image) && usable.contains(image));
     let before = usable.iter().find(|image| !stuck.contains(image));
     match (again, before) {
         (Some(again), _) if again == *newest => Verdict::Restart,
@@ -625,6 +625,7 @@ mod tests {
             "there is no other"
         );
         // It took nothing: a restart, which counts as a failure.
+        assert_eq!(to(&stuck(&[4, 3, 2]), Some(id(9)), 0), Verdict::Rewind(id(1)), "it cannot be used any more");
         assert_eq!(to(&stuck(&[4]), Some(id(4)), 0), Verdict::Restart);
         assert_eq!(to(&stuck(&[4]), Some(id(4)), SAME_IMAGE), Verdict::Restart);
         // It hangs since its first start.

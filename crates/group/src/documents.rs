@@ -525,7 +525,7 @@ pub struct Left {
     pub after: Number,
     /// The first number after the rewind.
     pub before: Number,
-    /// How often the job went back to that group image.
+    /// How often in a row the job went back to that group image.
     #[serde(default)]
     pub times: u32,
 }

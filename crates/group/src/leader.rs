@@ -28,6 +28,9 @@ const FAILED_LATE: u32 = 1;
 /// The longest time for a stop.
 const LONGEST_STOP: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 
+/// More rewinds to one group image do not make the pause before the next start longer: people ask for some, too.
+const MOST_REWINDS: u32 = 5;
+
 /// The leader's watch: times at which this process first saw something.
 #[derive(Debug, Default)]
 pub(crate) struct Leading {
@@ -409,7 +412,8 @@ impl Leading {
         };
         let known = view.members.values().map(|report| epochs(report)).max().unwrap_or_default();
         // A job that hangs after each restore goes back to one image again and again, without a failure.
-        let in_a_row = plan.aim.as_ref().map_or(0, |aim| times(&plan.left, aim.to)).max(plan.in_a_row);
+        let rewinds = plan.aim.as_ref().map_or(0, |aim| times(&plan.left, aim.to).min(MOST_REWINDS));
+        let in_a_row = plan.in_a_row.max(rewinds);
         if !self.is_due(since + pause(in_a_row, options).max(leases), now) {
             return;
         }
@@ -606,7 +610,9 @@ impl Leading {
                 next.next = unused(view, plan);
                 let left = next.aim.take().map_or_else(|| next.left.clone(), |aim| aim.left);
                 next.left.clone_from(&left);
-                let times = times(&next.left, *to) + 1;
+                // In a row: otherwise the job has started from another image since.
+                let in_a_row = plan.from == StartFrom::Image(*to);
+                let times = if in_a_row { times(&next.left, *to) + 1 } else { 1 };
                 // It may be one that an earlier rewind abandoned: images abandoned since it was taken are usable again.
                 next.left.retain(|left| left.before <= *to);
                 next.left.push(Left { after: *to, before: next.next, times });
@@ -625,8 +631,8 @@ impl Leading {
     }
 }
 
-/// How often the job went back to this group image.
-pub(crate) fn times(left: &[Left], to: Number) -> u32 {
+/// How often in a row the job went back to this group image.
+fn times(left: &[Left], to: Number) -> u32 {
     left.iter().find(|left| left.after == to).map_or(0, |left| left.times)
 }
 

@@ -268,13 +268,13 @@ fn make(size: usize) -> Option<u64> {
     }
     close_in_children();
     wait_for_unlock();
+    let (mut device, mut context) = (0, 0);
+    succeeded(current_device(&mut device))?;
+    succeeded(current_context(&mut context))?;
     // Without it nothing could let go of this memory, and the driver can copy it.
     if !keeper::start(table) {
         return None;
     }
-    let (mut device, mut context) = (0, 0);
-    succeeded(current_device(&mut device))?;
-    succeeded(current_context(&mut context))?;
     let _under_way = UnderWay::begin();
     let mut making = Making { address: 0, size, handle: 0, is_mapped: false, is_complete: false };
     succeeded(reserve(&mut making.address, size))?;

@@ -86,7 +86,7 @@ impl Member {
             .collect()
     }
 
-    /// How often the group has gone back to this image.
+    /// How often in a row the group has gone back to this image.
     pub(in crate::supervisor) fn rewinds_to(&self, image: ImageId) -> u32 {
         let number = self.number_of(image);
         let plan = self.machine.view().plan.as_ref();

@@ -4,7 +4,8 @@
 //!
 //! Who has done that stays in the group and says so. The lowest rank that is there makes the request, and stays until its
 //! lease expires: Slurm has ended all by then. If it dies before, or Slurm refuses, the next one makes the request. Before
-//! that it asks Slurm whether the job still runs here.
+//! that it asks Slurm whether the job still runs here. A machine that ends alone makes the request itself, unless another
+//! supervisor has its rank: then the run goes on.
 
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
@@ -26,14 +27,14 @@ impl Owner<'_> {
         let setup = self.setup;
         let may_ask = || self.group.is_some() && self.lease.is_held() && setup.time.scheduler.is_asked_to_requeue();
         let asks = || setup.config.scheduler.requeue == Requeue::Scontrol || setup.time.oom_kills.went_up();
-        finish.is_queued_again() && may_ask() && asks() && !self.leaves_alone()
+        finish.is_queued_again() && may_ask() && asks() && !self.is_taken()
     }
 
-    /// Whether only this member leaves, and the run goes on or ends without it. The others would wait for one that stays.
-    fn leaves_alone(&self) -> bool {
-        let Some(member) = self.group.as_ref().filter(|member| member.membership.is_some()) else { return false };
-        let plan = member.machine.view().plan.as_ref();
-        !plan.is_some_and(|plan| matches!(plan.value.goal, Goal::End(_)))
+    /// Whether another supervisor has this rank: the run goes on with it.
+    fn is_taken(&self) -> bool {
+        let Some(member) = &self.group else { return false };
+        let has_it = member.machine.view().members.get(&member.rank).map(|report| report.incarnation);
+        has_it.is_some_and(|has_it| member.membership.as_ref().is_some_and(|us| us.incarnation() != has_it))
     }
 
     /// Everything is done: has the job queued again, or waits until another machine does. Slurm ends this process.
@@ -41,12 +42,20 @@ impl Owner<'_> {
         let Some(rank) = self.group.as_ref().map(|member| member.rank) else { return };
         tracing::info!("waiting for the other machines of the group, to have Slurm queue the job again");
         self.step_late(vec![Event::Local(Local::Done)]);
+        // The others wait for a member that stays, so it does not stay if the run is not over by then.
+        let lease = self.setup.group.as_ref().map_or(Duration::ZERO, |group| group.options.lease);
+        let alone_from = Instant::now() + lease;
         loop {
             let Some(member) = &mut self.group else { return };
             let Some(us) = member.membership.as_ref().map(Membership::incarnation) else {
                 return self.queue_again_alone(rank, "the group's coordinator is away");
             };
-            if !rekindle_group::is_of_run(member.machine.view(), rank) {
+            let view = member.machine.view();
+            let is_over = view.plan.as_ref().is_some_and(|plan| matches!(plan.value.goal, Goal::End(_)));
+            if !is_over && Instant::now() >= alone_from {
+                return self.queue_again_alone(rank, "this machine cannot continue");
+            }
+            if is_over && !rekindle_group::is_of_run(view, rank) {
                 return self.queue_again_alone(rank, "the next run of the group does not begin");
             }
             if rekindle_group::has_job_queued_again(member.machine.view(), us) {
@@ -91,7 +100,7 @@ impl Owner<'_> {
         }
     }
 
-    /// The machines cannot agree.
+    /// The machines cannot agree, or this one ends alone.
     fn queue_again_alone(&mut self, rank: Rank, why: &str) {
         tracing::warn!("{why}: the machines ask Slurm one after the other to queue the job again");
         if let Err(error) = self.setup.time.scheduler.requeue_in_turn(rank.0) {

@@ -74,15 +74,21 @@ pub(super) struct Oracle {
     completed: Option<Epoch>,
     /// Memberships of supervisors that were told to start from the beginning.
     fresh: BTreeSet<Incarnation>,
-    failures: u64,
-    /// Group images whose restore has failed, or after which the job has died.
-    blamed: BTreeSet<Number>,
+    failures: Failures,
     cold: Cold,
     losses: Losses,
     ends: Vec<End>,
     disturbed_until: Instant,
     /// After this time, [`one_epoch`] may have another result although no machine has changed.
     due: Option<Instant>,
+}
+
+/// Failures of the job.
+#[derive(Debug, Default)]
+struct Failures {
+    count: u64,
+    /// Group images whose restore has failed, or after which the job has died.
+    blamed: BTreeSet<Number>,
 }
 
 /// Whether the job may start from the beginning again.
@@ -132,8 +138,7 @@ impl Oracle {
             images: Images::default(),
             completed: None,
             fresh: BTreeSet::new(),
-            failures: 0,
-            blamed: BTreeSet::new(),
+            failures: Failures::default(),
             cold: Cold { allowed, begun: BTreeSet::new() },
             losses: Losses::default(),
             ends: Vec::new(),
@@ -194,8 +199,8 @@ impl Oracle {
 
     /// The job has died, or could not be started. `from`: the group image that may be the cause.
     pub(super) fn job_fails(&mut self, from: Option<Number>) {
-        self.failures += 1;
-        self.blamed.extend(from);
+        self.failures.count += 1;
+        self.failures.blamed.extend(from);
     }
 
     pub(super) fn breaks(&mut self, what: String) {
@@ -290,7 +295,7 @@ impl Oracle {
             match end {
                 End::Completed if self.completed.is_none() => return Err("it is said to be completed".into()),
                 End::Failed { why, .. } if self.cold.allowed == ColdStart::Never && why.contains(COLD) => {}
-                End::Failed { why, .. } if self.failures == 0 => {
+                End::Failed { why, .. } if self.failures.count == 0 => {
                     return Err(format!("it is said to have failed: {why}"));
                 }
                 // Each job of the model ends soon after it is killed. A coordinator that refuses writes may not let that be
@@ -444,7 +449,7 @@ impl Oracle {
                 if let (StartFrom::Image(from), false) = (from, self.losses.rewound)
                     && let Some((number, _)) = self.good(view, &plan.value).find(|(number, image)| {
                         **number > *from
-                            && !self.blamed.contains(number)
+                            && !self.failures.blamed.contains(number)
                             && exists(view, nodes, stores, **number, image)
                     })
                 {
