@@ -624,8 +624,8 @@ mod tests {
             matches!(to(&stuck(&[4, 3, 2, 1]), Some(id(1)), SAME_IMAGE), Verdict::GiveUp { .. }),
             "there is no other"
         );
-        // It took nothing: a restart, which counts as a failure.
         assert_eq!(to(&stuck(&[4, 3, 2]), Some(id(9)), 0), Verdict::Rewind(id(1)), "it cannot be used any more");
+        // It took nothing: a restart, which counts as a failure.
         assert_eq!(to(&stuck(&[4]), Some(id(4)), 0), Verdict::Restart);
         assert_eq!(to(&stuck(&[4]), Some(id(4)), SAME_IMAGE), Verdict::Restart);
         // It hangs since its first start.

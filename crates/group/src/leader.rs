@@ -733,8 +733,7 @@ fn crew(view: &View) -> BTreeMap<Rank, Incarnation> {
     view.members.iter().map(|(rank, report)| (*rank, report.incarnation)).collect()
 }
 
-/// The pause before the next restart: none before the first.
-/// After the beginning of an abort, so many of the final snapshot.
+/// How long after an abort began the final snapshot is tried again, if so many were aborted.
 fn again(tries: u32) -> Duration {
     match tries {
         0 => Duration::ZERO,
@@ -742,6 +741,7 @@ fn again(tries: u32) -> Duration {
     }
 }
 
+/// The pause before the next restart: none before the first.
 fn pause(in_a_row: u32, options: &Options) -> Duration {
     if in_a_row < 2 {
         return Duration::ZERO;

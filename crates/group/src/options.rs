@@ -78,8 +78,8 @@ pub struct Restart {
     pub cold_start: ColdStart,
 }
 
-/// Whether the job may start from its beginning once it has begun in a run. A run of which no process is left may always
-/// begin, if it has no group image.
+/// Whether the job may start from its beginning once it has begun in a run. If no supervisor of that run is left and there is
+/// no group image, the next run starts it from its beginning in any case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ColdStart {
     /// If there is no group image.

@@ -70,6 +70,13 @@ fn ends_well(rig: &Rig, supervisor: &mut Supervisor<'_>) {
     rig.assert_store_is_whole();
 }
 
+fn comes_back_and_ends(rig: &Rig, supervisor: &mut Supervisor<'_>) {
+    supervisor.kill_job();
+    supervisor.said("the job was restored from image");
+    supervisor.assert_unharmed(1);
+    ends_well(rig, supervisor);
+}
+
 #[test]
 fn a_copy_that_would_be_waited_for_goes_on_behind_the_job() {
     let Some(rig) = job(8192) else { return };
@@ -123,10 +130,7 @@ fn while_the_driver_restores_the_job_nothing_is_copied_that_has_room() {
     rig.clear("fail-copier-out");
     assert_eq!(kept(&supervisor.image()), PIECES * 16 * MIB);
     has_no_room(&rig, &mut supervisor);
-    supervisor.kill_job();
-    supervisor.said("the job was restored from image");
-    supervisor.assert_unharmed(1);
-    ends_well(&rig, &mut supervisor);
+    comes_back_and_ends(&rig, &mut supervisor);
 }
 
 #[test]
@@ -142,10 +146,7 @@ fn a_freeze_that_fails_gives_up_what_is_not_copied_yet() {
     assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
     rig.clear("fail-copier-out");
     assert_eq!(kept(&supervisor.snapshot()), PIECES * 16 * MIB);
-    supervisor.kill_job();
-    supervisor.said("the job was restored from image");
-    supervisor.assert_unharmed(1);
-    ends_well(&rig, &mut supervisor);
+    comes_back_and_ends(&rig, &mut supervisor);
 }
 
 #[test]
@@ -174,10 +175,7 @@ fn room_for_a_part_is_used_for_that_part_and_without_room_the_job_waits() {
         supervisor.assert_unharmed(1);
         rig.clear(fault);
     }
-    supervisor.kill_job();
-    supervisor.said("the job was restored from image");
-    supervisor.assert_unharmed(1);
-    ends_well(&rig, &mut supervisor);
+    comes_back_and_ends(&rig, &mut supervisor);
 }
 
 #[test]
@@ -216,10 +214,7 @@ fn a_copy_that_fails_or_whose_process_dies_behind_the_job_costs_one_snapshot() {
     rig.clear("fail-copier-out");
     supervisor.image();
     assert_eq!(rig.state().unwrap().restarts, 0);
-    supervisor.kill_job();
-    supervisor.said("the job was restored from image");
-    supervisor.assert_unharmed(1);
-    ends_well(&rig, &mut supervisor);
+    comes_back_and_ends(&rig, &mut supervisor);
 }
 
 #[test]
