@@ -12,6 +12,8 @@ struct Fault {
     delay: Duration,
     /// Until the file says something else.
     hold: bool,
+    /// Only while the process is stopped.
+    stopped: bool,
     pid: Option<i32>,
 }
 
@@ -20,6 +22,7 @@ fn parse(text: &str) -> Option<Fault> {
     for word in text.split_whitespace() {
         match word.split_once('=') {
             None if word == "hold" => fault.hold = true,
+            None if word == "stopped" => fault.stopped = true,
             None => fault.code = word.parse().ok()?,
             Some(("times", value)) => fault.times = Some(value.parse().ok()?),
             Some(("delay", value)) => fault.delay = Duration::from_millis(value.parse().ok()?),
@@ -54,7 +57,8 @@ pub(crate) fn inject(folder: &Path, op: &str, pid: i32) -> Result<(), i32> {
         }
         Some(times) => {
             let pid = fault.pid.map_or_else(String::new, |pid| format!(" pid={pid}"));
-            let rest = format!("{} times={} delay={}{pid}", fault.code, times - 1, fault.delay.as_millis());
+            let stopped = if fault.stopped { " stopped" } else { "" };
+            let rest = format!("{} times={} delay={}{pid}{stopped}", fault.code, times - 1, fault.delay.as_millis());
             // Not truncated first: another job may be reading.
             let _ = fs::write(path.with_extension("new"), rest);
             let _ = fs::rename(path.with_extension("new"), &path);
@@ -97,5 +101,12 @@ pub(crate) fn inject_copier(call: &str) -> Result<(), i32> {
 fn read(path: &Path, pid: i32) -> Result<Option<Fault>, i32> {
     let Ok(text) = fs::read_to_string(path) else { return Ok(None) };
     let fault = parse(&text).ok_or(-1)?;
-    Ok(fault.pid.is_none_or(|wanted| wanted == pid).then_some(fault))
+    let is_meant = fault.pid.is_none_or(|wanted| wanted == pid) && (!fault.stopped || is_stopped(pid));
+    Ok(is_meant.then_some(fault))
+}
+
+/// Its main thread.
+fn is_stopped(pid: i32) -> bool {
+    let state = |stat: &str| stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['T', 't']));
+    fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| state(&stat))
 }

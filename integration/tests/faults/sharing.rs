@@ -157,6 +157,25 @@ fn a_thread_that_stands_with_a_lock_of_the_driver_is_waited_for() {
     rig.assert_sequence();
 }
 
+/// Where ranks wait for each other, the next attempt must not hold those that it has locked: it would take its 10 s.
+#[test]
+fn an_attempt_that_fails_after_the_lock_does_not_change_how_ranks_are_locked() {
+    let Some(rig) = job(2, &["--collective", "60"]) else { return };
+    let mut supervisor = rig.start();
+    supervisor.ranks_count(2);
+    // Once they are at rest and let go of their memory.
+    rig.standin.fault("fail-lock", "600 stopped times=1");
+    let image = supervisor.snapshot();
+    let manifest = image.manifest().unwrap();
+    let lock = manifest.phases.iter().find(|phase| phase.phase == "lock").unwrap();
+    let log = rig.log();
+    assert!(log.contains("the attempt to lock failed"), "{log}");
+    assert!(lock.took_us < 9_000_000, "{lock:?}\n{log}");
+    supervisor.assert_unharmed(2);
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
 fn both(rig: &Rig) -> [i32; 2] {
     let mut pids: Vec<i32> = rig.cuda_pids().into_iter().filter_map(crate::rig::inner).collect();
     pids.sort_unstable();

@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 use cut::{Cut, NotReached};
 pub use cut::{Elsewhere, Operations};
 use lock::Resting;
+use rekindle_base::chain;
 use rekindle_cuda::sharing::{self, Own, Sharing, Staying};
 use rekindle_cuda::{self as cuda, Process, State};
 use rekindle_os::descriptors::Room;
@@ -289,10 +290,9 @@ impl Group {
     ) -> Result<(), Error> {
         let error = |source| Error::Cuda { phase: "lock", source };
         let mut wedged = false;
+        let mut resting = Resting::LetGo;
         for attempt in 1..=ATTEMPTS {
-            // The two ways alternate, because each can lock processes that the other cannot.
-            let resting = if attempt % 2 == 1 { Resting::LetGo } else { Resting::Held };
-            let mut outcome = if wedged && attempt % 2 == 0 {
+            let mut outcome = if wedged && resting == Resting::Held {
                 tracing::debug!("ranks are locked without a common point: at that point a GPU did not finish");
                 Ok(())
             } else {
@@ -302,6 +302,8 @@ impl Group {
                 let is_at_one_point = self.cut.is_some();
                 outcome = self.lock_once(timeout, resting).map_err(|source| {
                     wedged |= is_at_one_point && source.is_not_ready();
+                    // Each way can lock processes that the other cannot. A failure after the lock says nothing about it.
+                    resting = resting.other();
                     Error::Cuda { phase: if wedged { WEDGED } else { "lock" }, source }
                 });
             }
@@ -318,6 +320,7 @@ impl Group {
                 Err(failure) if !ended => failure,
                 _ => Error::Restless { attempts: attempt },
             };
+            tracing::debug!(attempt, error = %chain(&cause), "the attempt to lock failed");
             if let Err(undo) = self.undo_lock() {
                 return Err(Error::Lost { cause: Box::new(cause), undo });
             }

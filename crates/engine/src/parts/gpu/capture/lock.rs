@@ -68,6 +68,15 @@ pub(super) enum Resting {
     Held,
 }
 
+impl Resting {
+    pub(super) fn other(self) -> Resting {
+        match self {
+            Resting::LetGo => Resting::Held,
+            Resting::Held => Resting::LetGo,
+        }
+    }
+}
+
 /// Locks `count` processes within `timeout`; returns which are locked, and the first failure. `lock` gets its time
 /// limit.
 pub(super) fn together<E: Send>(
