@@ -26,6 +26,7 @@ use super::image::Image;
 use super::lock::WriterLock;
 use super::manifest::{self, Manifest, ManifestError};
 use super::mark;
+use super::names::DELETED_PREFIX;
 use super::tags;
 use super::trust::Trust;
 use rekindle_os::durable::{self, TEMP_PREFIX};
@@ -154,13 +155,31 @@ impl Draft {
         let is_there = self.lasting.is_dir();
         if is_there && Image::load(&self.lasting, self.id, &self.trust).is_damaged() {
             carry_over(&self.lasting, &self.dir, &[tags::FILE_NAME])?;
-            durable::exchange_dirs(&self.dir, &self.lasting).map_err(named)?;
+            let replaced = self.replace(durable::exchange_dirs).map_err(named)?;
             // Repeated, because somebody may have tagged it just before.
-            carry_over(&self.dir, &self.lasting, &[tags::FILE_NAME])?;
+            carry_over(&replaced, &self.lasting, &[tags::FILE_NAME])?;
+            // If it cannot be removed now, the next sweep removes it.
+            let _ = fs::remove_dir_all(&replaced);
         } else {
             durable::publish_dir(&self.dir, &self.lasting).map_err(named)?;
         }
         Ok(Image::load(&self.lasting, self.id, &self.trust))
+    }
+
+    /// Gives it the name of the damaged copy; returns where that is now. Where two names cannot be exchanged (NFS), there is
+    /// a moment without the image: after a power cut then, there is neither, and the replica still has it.
+    pub(crate) fn replace(&self, exchange: impl FnOnce(&Path, &Path) -> io::Result<()>) -> io::Result<PathBuf> {
+        match exchange(&self.dir, &self.lasting) {
+            Err(error) if error.kind() == io::ErrorKind::Unsupported => {}
+            exchanged => return exchanged.map(|()| self.dir.clone()),
+        }
+        let replaced = self.lasting.with_file_name(format!("{DELETED_PREFIX}{}", self.id));
+        durable::publish_dir(&self.lasting, &replaced)?;
+        if let Err(error) = durable::publish_dir(&self.dir, &self.lasting) {
+            let _ = durable::publish_dir(&replaced, &self.lasting);
+            return Err(error);
+        }
+        Ok(replaced)
     }
 }
 

@@ -44,6 +44,23 @@ fn a_dropped_draft_leaves_nothing() {
     assert!(snapshot(&home.folder.images_dir()).is_empty());
 }
 
+/// As on NFS.
+#[test]
+fn a_copy_takes_the_place_of_a_damaged_one_where_names_cannot_be_exchanged() {
+    let home = Home::new();
+    let image = home.publish(0);
+    fs::write(image.dir.join("damaged"), "").unwrap();
+    let draft = home.folder.begin_image_as(&home.lock, image.id).unwrap();
+    fs::write(draft.dir().join("intact"), "").unwrap();
+    let replaced = draft.replace(|_, _| Err(std::io::ErrorKind::Unsupported.into())).unwrap();
+    assert!(image.dir.join("intact").exists() && !image.dir.join("damaged").exists());
+    assert!(replaced.join("damaged").exists());
+    drop(draft);
+    assert!(image.dir.join("intact").exists());
+    // After a crash the next start removes it.
+    assert_eq!(home.folder.sweep_leftovers(&home.lock).unwrap(), [replaced]);
+}
+
 #[test]
 fn a_clock_that_goes_back_does_not_change_the_order() {
     let home = Home::new();
