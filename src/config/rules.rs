@@ -14,6 +14,7 @@ use super::value::{ByteSize, Interval, Rate, Stdin};
 use super::watch::RuleAction;
 use crate::variables::OF_JOB;
 use rekindle_base::Percentage;
+use rekindle_replica::ReplicaUrl;
 
 /// A key (or an entry of it), and the rule that its value breaks.
 pub(super) type Broken = (String, String);
@@ -286,8 +287,30 @@ fn snapshot(config: &Config, rules: &mut Rules) {
     rules.that(u32::try_from(snapshot.ghost_limit.bytes()).is_ok(), "snapshot.ghost-limit", || {
         "must be less than 4GiB, because CRIU's limit is a 32-bit number of bytes".to_owned()
     });
-    config.files.track.iter().for_each(|folder| rules.path("files.track", Some(folder)));
+    for folder in &config.files.track {
+        rules.path("files.track", Some(folder));
+        // A restore would take the images away that were made since.
+        for (key, own) in rekindle_folders(config) {
+            rules.that(!own.starts_with(folder), "files.track", || {
+                let (folder, own) = (folder.display(), own.display());
+                format!(
+                    "must not contain {own} ({key}), as {folder} does: name only the folders that the job writes to"
+                )
+            });
+        }
+    }
     rules.path("snapshot.staging-directory", Some(&snapshot.staging_directory));
+}
+
+/// The folders with images, and the key of each.
+fn rekindle_folders(config: &Config) -> Vec<(&'static str, &Path)> {
+    let replica = config.replica.url.as_ref().and_then(ReplicaUrl::folder);
+    let mut all = vec![
+        ("store.directory", &*config.store.directory),
+        ("snapshot.staging-directory", &*config.snapshot.staging_directory),
+    ];
+    all.extend(replica.map(|folder| ("replica.url", folder)));
+    all
 }
 
 fn store(config: &Config, rules: &mut Rules) {

@@ -244,6 +244,22 @@ fn every_key_can_be_set() {
 }
 
 #[test]
+fn a_tracked_folder_does_not_contain_what_is_rekindles() {
+    let at = |track: &str, rest: &str| problems(&format!("version = 1\n[files]\ntrack = ['{track}']\n{rest}"));
+    for rest in [
+        "[store]\ndirectory = '/data/rekindle'",
+        "[snapshot]\nstaging-directory = '/data/rekindle'",
+        "[replica]\nurl = 'file:///data/rekindle/'",
+    ] {
+        for track in ["/data", "/data/rekindle"] {
+            let told = at(track, rest);
+            assert!(told.len() == 1 && told[0].contains("must not contain /data/rekindle"), "{told:?}");
+        }
+        load_text(&format!("version = 1\n[files]\ntrack = ['/data/run', '/data/rekindle2']\n{rest}")).unwrap();
+    }
+}
+
+#[test]
 fn the_list_of_keys_is_complete() {
     let all = table(&load_text(FULL).unwrap());
     let mut paths = BTreeSet::new();

@@ -1,6 +1,7 @@
 //! The address of a replica.
 
 use std::fmt;
+use std::path::Path;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
@@ -56,6 +57,12 @@ impl ReplicaUrl {
     pub fn path(&self) -> &str {
         let path = self.text.get(self.path..).unwrap_or_default().trim_end_matches('/');
         if self.scheme == Scheme::File { path } else { path.trim_start_matches('/') }
+    }
+
+    /// The folder, if it is one (`file://`).
+    #[must_use]
+    pub fn folder(&self) -> Option<&Path> {
+        (self.scheme == Scheme::File).then(|| Path::new(self.path()))
     }
 
     /// Whether the text may contain something secret: a password before an @, a token after a question mark.
