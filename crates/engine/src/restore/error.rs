@@ -222,6 +222,7 @@ impl Error {
                 RollbackError::Changed(_)
                 | RollbackError::Protected { .. }
                 | RollbackError::NoPlace { .. }
+                | RollbackError::NoCopy { .. }
                 | RollbackError::Unmovable { .. }
                 | RollbackError::InTheWay(_)
                 | RollbackError::Mounted(_),

@@ -54,7 +54,8 @@ impl Seen {
         let unread = Unread::let_pass(&tree, env.cancelled);
         let (expected, nameless) = (expect(&tree), record::nameless_bytes(&tree));
         let options = subject.options;
-        let mut contents = Contents::new(&options.track, env.folders(), options.file_limit);
+        let contents = Contents::new(&options.track, env.folders(), options.file_limit);
+        let mut contents = contents.without_store(subject.folder.store());
         let rewritten = contents.foresee(&tree, env.view()).map_err(copied)?;
         let tcp = tcp::capture::choose(options.tcp, &tree, subject.job.world.subnet());
         Ok(Seen { job_pid, names, expected, nameless, contents, rewritten, tcp, unread })

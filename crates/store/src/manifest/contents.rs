@@ -12,7 +12,7 @@ use crate::paths::JobPath;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stamp {
     /// `st_ino`.
-    pub(crate) inode: u64,
+    pub inode: u64,
     /// Size in bytes.
     pub size: u64,
     /// `st_mtim`, in nanoseconds since 1970.

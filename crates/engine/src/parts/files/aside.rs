@@ -16,8 +16,9 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, chown};
 use std::path::{Path, PathBuf};
 
 use super::place::{Astray, Place, Trusted, find, open_folder, own_folder, reached};
-use super::rollback::{RollbackError, RolledBack, failed, free_names, no_room, present_copies};
+use super::rollback::{Expiry, RollbackError, RolledBack, failed, free_names, no_room};
 use rekindle_os::durable;
+use rekindle_os::mounts::{self, Mount};
 use rekindle_os::regular;
 use rekindle_store::JobPath;
 use rekindle_store::manifest::TrackedFolder;
@@ -46,15 +47,33 @@ enum Spot {
 pub(crate) struct Aside<'a> {
     folder: &'a TrackedFolder,
     trusted: Trusted,
+    /// The store, which may be in it.
+    store: Option<&'a Path>,
+    expiry: Expiry,
     /// The folders that this restore has created. There is none where none can be created.
     homes: Vec<(Spot, Option<Home>)>,
 }
 
 impl<'a> Aside<'a> {
     /// Folders are created when something is moved.
-    pub(crate) fn of(folder: &'a TrackedFolder, trusted: Trusted) -> Result<Aside<'a>, RollbackError> {
+    pub(crate) fn of(folder: &'a TrackedFolder, trusted: Trusted, expiry: Expiry) -> Result<Aside<'a>, RollbackError> {
         Place::of(&folder.path, trusted).map_err(Astray::at("find", &folder.path))?;
-        Ok(Aside { folder, trusted, homes: Vec::new() })
+        Ok(Aside { folder, trusted, store: None, expiry, homes: Vec::new() })
+    }
+
+    /// The same, but the store is not part of the folder: a restore would take newer images away.
+    pub(crate) fn without_store(self, store: &'a Path) -> Aside<'a> {
+        Aside { store: Some(store), ..self }
+    }
+
+    /// Whether it is the store, or in it.
+    pub(super) fn is_in_store(&self, path: &Path) -> bool {
+        self.store.is_some_and(|store| path.starts_with(store))
+    }
+
+    /// Whether the store is below it.
+    pub(super) fn leads_to_store(&self, path: &Path) -> bool {
+        self.store.is_some_and(|store| store.starts_with(path))
     }
 
     /// The tracked folder.
@@ -81,6 +100,9 @@ impl<'a> Aside<'a> {
     /// Moves something of this path.
     pub(super) fn take(&mut self, path: &Path) -> Result<(), RollbackError> {
         let place = Place::of(path, self.trusted).map_err(Astray::at("find", path))?;
+        if let Some(point) = mounts_in(&place).map_err(failed("stat", path))?.into_iter().next() {
+            return Err(RollbackError::Mounted(point));
+        }
         for spot in self.spots(path) {
             let Some(home) = self.home(&spot)? else { continue };
             let (folder, _) = home.keep(path)?;
@@ -101,9 +123,17 @@ impl<'a> Aside<'a> {
         Err(self.no_place(path))
     }
 
-    /// Moves something that did not exist. A mount point stays, without its content.
+    /// Moves something that did not exist. What is mounted there since stays as it is: others may use it, too.
     pub(super) fn take_new(&mut self, path: &Path) -> Result<(), RollbackError> {
         match self.take(path) {
+            Err(RollbackError::Mounted(point)) if point == path => {
+                tracing::warn!(
+                    "{} was mounted after the snapshot: it is left as it is, although {} is put back",
+                    path.display(),
+                    self.folder.path.display()
+                );
+                Ok(())
+            }
             Err(error @ RollbackError::Mounted(_)) => match regular::Folder::at(path) {
                 Ok(folder) => self.empty(path, &folder),
                 Err(_) => Err(error),
@@ -122,10 +152,10 @@ impl<'a> Aside<'a> {
         Ok(())
     }
 
-    /// Removes the folders of earlier restores beside those of this one. Returns the paths of this one's.
+    /// Removes outdated folders of earlier restores beside those of this one. Returns the paths of this one's.
     pub(crate) fn finish(self) -> Vec<PathBuf> {
         let homes = self.homes.into_iter().filter_map(|(_, home)| home);
-        homes.filter_map(Home::finish).collect()
+        homes.filter_map(|home| home.finish(self.expiry)).collect()
     }
 
     /// The places for something of this path, the best first: those on its file system.
@@ -218,9 +248,9 @@ impl Home {
         Ok((at, self.path().join(name)))
     }
 
-    fn finish(self) -> Option<PathBuf> {
+    fn finish(self, expiry: Expiry) -> Option<PathBuf> {
         if self.is_used {
-            remove_other_folders(&self.place, &self.name);
+            remove_other_folders(&self.place, &self.name, expiry);
             // The outermost last: until then nobody else can enter.
             let inner = self.below.iter().map(|below| (reached(&self.folder).join(below), self.base.join(below)));
             for (ours, original) in inner.chain([(reached(&self.folder), self.base.clone())]) {
@@ -247,9 +277,9 @@ fn is_busy(error: &io::Error) -> bool {
 }
 
 /// Moves a file or a tracked folder aside that did not exist at the snapshot. Returns its new path, or `None` if there is
-/// none. Of folders that earlier restores moved aside, none is kept. A folder that cannot be moved stays, without its
-/// content.
-pub(crate) fn move_aside(path: &Path, trusted: Trusted) -> Result<Option<RolledBack>, RollbackError> {
+/// none. Folders that earlier restores moved aside are removed, as [`Expiry`] says. A folder that cannot be moved stays,
+/// without its content.
+pub(crate) fn move_aside(path: &Path, trusted: Trusted, expiry: Expiry) -> Result<Option<RolledBack>, RollbackError> {
     let place = match Place::of(path, trusted) {
         Ok(place) => place,
         Err(error) if error.is_missing() => return Ok(None),
@@ -257,6 +287,9 @@ pub(crate) fn move_aside(path: &Path, trusted: Trusted) -> Result<Option<RolledB
     };
     let present = fs::symlink_metadata(place.here()).ok();
     let Some(metadata) = present.filter(|found| found.is_file() || found.is_dir()) else { return Ok(None) };
+    if !mounts_in(&place).map_err(failed("stat", path))?.is_empty() {
+        return move_content(path, trusted, expiry);
+    }
     for name in free_names(&place) {
         match durable::publish_file(&place.here(), &place.beside(&name)) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
@@ -272,31 +305,50 @@ pub(crate) fn move_aside(path: &Path, trusted: Trusted) -> Result<Option<RolledB
                 return Ok(None);
             }
             Err(error) if metadata.is_dir() && (is_busy(&error) || is_refused(&error)) => {
-                return move_content(path, trusted);
+                return move_content(path, trusted, expiry);
             }
             renamed => renamed.map_err(failed("rename", path))?,
         }
         if metadata.is_dir() {
-            remove_other_folders(&place, &name);
+            remove_other_folders(&place, &name, expiry);
         }
         return Ok(Some(RolledBack { path: path.into(), kept: path.with_file_name(name), bytes: metadata.size() }));
     }
     Err(RollbackError::TooMany(path.into()))
 }
 
-fn move_content(path: &Path, trusted: Trusted) -> Result<Option<RolledBack>, RollbackError> {
+fn move_content(path: &Path, trusted: Trusted, expiry: Expiry) -> Result<Option<RolledBack>, RollbackError> {
     let job_path = JobPath::new(path).map_err(|_| RollbackError::NotAFile(path.into()))?;
     let folder = TrackedFolder { path: job_path, entries: Vec::new() };
-    let mut aside = Aside::of(&folder, trusted)?;
+    let mut aside = Aside::of(&folder, trusted, expiry)?;
     aside.empty(path, &regular::Folder::at(path).map_err(failed("list", path))?)?;
     let kept = aside.finish().into_iter().next();
     Ok(kept.map(|kept| RolledBack { path: path.into(), kept, bytes: 0 }))
 }
 
-/// Removes the folders of this name that earlier restores moved aside, except one.
-fn remove_other_folders(place: &Place<'_>, newest: &OsStr) {
-    let older = present_copies(place).filter(|name| name != newest);
-    older.for_each(|name| drop(fs::remove_dir_all(place.beside(&name))));
+/// The mount points below a folder: they would move with it, and what is in them would be removed with it.
+fn mounts_in(place: &Place<'_>) -> io::Result<Vec<PathBuf>> {
+    if !fs::symlink_metadata(place.here()).is_ok_and(|found| found.is_dir()) {
+        return Ok(Vec::new());
+    }
+    mounts_below(&place.real()?).map(|all| all.into_iter().map(|below| place.path().join(below)).collect())
+}
+
+/// The same, with their paths from there.
+fn mounts_below(folder: &Path) -> io::Result<Vec<PathBuf>> {
+    let below = |mount: Mount| Some(mount.point.strip_prefix(folder).ok()?.to_path_buf());
+    let all = mounts::of("self")?.into_iter().filter_map(below);
+    Ok(all.filter(|below| !below.as_os_str().is_empty()).collect())
+}
+
+/// Removes folders of this name that earlier restores moved aside. One in which something is mounted stays.
+fn remove_other_folders(place: &Place<'_>, newest: &OsStr, expiry: Expiry) {
+    for name in expiry.outdated(place, newest) {
+        let real = place.real().map(|real| real.with_file_name(&name));
+        if real.and_then(|real| mounts_below(&real)).is_ok_and(|mounts| mounts.is_empty()) {
+            let _ = fs::remove_dir_all(place.beside(&name));
+        }
+    }
 }
 
 #[cfg(test)]

@@ -26,7 +26,7 @@ use std::time::{Duration, SystemTime};
 
 use bytesize::ByteSize;
 
-use super::place::Trusted;
+use super::place::{Trusted, may_create_in};
 use super::rights::Table;
 use crate::launch::identity::Identity;
 use rekindle_base::chain;
@@ -94,6 +94,8 @@ pub(crate) struct Contents {
     tracked: Vec<PathBuf>,
     /// Folders of rekindle's own files that the job has open or mapped.
     ours: Vec<PathBuf>,
+    /// Folders that are not part of a tracked one.
+    apart: Vec<PathBuf>,
     limit: u64,
     ahead: BTreeMap<PathBuf, Ahead>,
     shared: Vec<Shared>,
@@ -203,13 +205,19 @@ const OPEN_AT_A_TIME: usize = 200;
 
 impl Contents {
     pub(crate) fn new(tracked: &[PathBuf], ours: Vec<PathBuf>, limit: u64) -> Contents {
-        Contents { tracked: tracked.to_vec(), ours, limit, ..Contents::default() }
+        Contents { tracked: tracked.to_vec(), apart: ours.clone(), ours, limit, ..Contents::default() }
+    }
+
+    /// The same, but the store is no part of a tracked folder.
+    pub(crate) fn without_store(mut self, store: &Path) -> Contents {
+        self.apart.push(store.to_path_buf());
+        self
     }
 
     /// Bytes that the copies would take now. Also finds the data folders of databases.
     pub(crate) fn foresee(&mut self, tree: &[i32], view: View<'_>) -> io::Result<u64> {
-        let directories = select::directories(tree);
-        self.tracked.extend(view.with(|way| select::data_folders(directories, way))?);
+        let servers = select::servers(tree);
+        self.tracked.extend(view.with(|way| select::data_folders(servers, way))?);
         self.tracked.sort();
         self.tracked.dedup();
         // A folder within another one is part of that.
@@ -218,6 +226,8 @@ impl Contents {
         let survey = self.find(select::written_now(tree), view)?;
         let groups = self.within_limit(&survey);
         self.notes = without_place(&survey.tracked, view)?;
+        let alone = survey.found.iter().filter(|file| groups.keep(file) && !self.is_tracked(&file.path));
+        self.notes.extend(without_copy(alone.filter(|file| file.medium == Medium::Disk), view)?);
         Ok(survey.found.iter().filter(|file| groups.keep(file)).map(Found::bytes).sum())
     }
 
@@ -419,7 +429,7 @@ impl Contents {
                 (part, into)
             }
         };
-        copies.push(copy::Job::new(open, size, file.has_holes(), into)?);
+        copies.push(copy::Job::new(open, size, into)?);
         Ok(part)
     }
 
@@ -430,7 +440,7 @@ impl Contents {
             wanted.retain(|path, _| !self.ours.iter().any(|ours| path.starts_with(ours)));
             for folder in &self.tracked {
                 let (entries, unread) =
-                    select::below(folder, view.user.map(|user| user.uid), way, &mut survey.attributes);
+                    select::below(folder, view.user.map(|user| user.uid), &self.apart, way, &mut survey.attributes);
                 if let Some(unread) = unread {
                     if is_ours(&unread.error) {
                         return Err(unread.error);
@@ -570,10 +580,6 @@ impl Found {
         self.metadata.size().min((self.metadata.blocks() * 512).max(4096))
     }
 
-    fn has_holes(&self) -> bool {
-        self.metadata.blocks() * 512 < self.metadata.size()
-    }
-
     /// `None` if the file is gone. Also makes a copy that shares its blocks, if `shares` is set, the file is large
     /// enough and the file system can do it.
     fn open(&self, way: &Way, shares: bool) -> io::Result<Option<Opened>> {
@@ -618,6 +624,24 @@ fn without_place(tracked: &[TrackedFolder], view: View<'_>) -> io::Result<Vec<St
         let found = tracked.iter().filter_map(|folder| Some((folder, select::without_place(folder, user.uid)?)));
         found.map(|(folder, file)| note(folder, file)).collect()
     })
+}
+
+/// A note on files whose content a restore could not save with the rights of the job's user.
+fn without_copy<'a>(files: impl Iterator<Item = &'a Found>, view: View<'_>) -> io::Result<Option<String>> {
+    let Some(user) = view.user else { return Ok(None) };
+    let files: Vec<&Path> = files.map(|file| file.path.as_path()).collect();
+    let found = view.with(|_| {
+        files.iter().find(|path| path.parent().is_some_and(|folder| may_create_in(folder).is_err())).copied()
+    })?;
+    Ok(found.map(|file| {
+        let folder = file.parent().unwrap_or(file).display();
+        format!(
+            "a restore is refused if {} has changed: what it replaces is kept beside it, and user {} may create no file in \
+             {folder}. Let that user write to {folder}",
+            file.display(),
+            user.name
+        )
+    }))
 }
 
 /// A file that cannot be opened, or what is in its place.

@@ -15,7 +15,9 @@ use std::time::{Duration, SystemTime};
 use super::aside::Aside;
 use super::place::{Astray, Place, find, own_folder, reached};
 use super::rights::{Maker, Rights, give_same};
-use super::rollback::{RollbackError, RolledBack, failed, free_names, no_room, present_copies, temporary};
+use super::rollback::{
+    Expiry, RollbackError, RolledBack, UNFORESEEN, failed, free_names, no_copy, no_room, shortened, temporary,
+};
 use rekindle_os::blocks::Medium;
 use rekindle_os::durable::{self, Unfinished};
 use rekindle_os::sparse;
@@ -34,7 +36,7 @@ pub(crate) fn replace(
     place: &Place<'_>,
     file: &OpenFile,
     content: &File,
-    aside: Option<&mut Aside<'_>>,
+    keeper: Keeper<'_, '_>,
 ) -> Result<Option<RolledBack>, RollbackError> {
     let path = place.path();
     let metadata = present.metadata().map_err(failed("stat", path))?;
@@ -44,18 +46,98 @@ pub(crate) fn replace(
     if differ.is_empty() && metadata.size() == size {
         return Ok(None);
     }
-    let in_memory = Medium::of(present).map_err(failed("stat", path))? == Medium::Memory;
-    let (kept, bytes) = match aside {
-        _ if in_memory => (PathBuf::new(), 0),
-        None if metadata.size() <= COPIED_UP_TO => keep_rest(present, place, 0)?,
-        _ => keep_blocks(present, place, &metadata, &differ, aside)?,
-    };
+    let kept = keeper.keep(present, place, &metadata, &differ)?;
     for range in &differ {
         overwrite(present, content, range.start..range.end.min(size)).map_err(no_room(path))?;
     }
     present.set_len(size).map_err(failed("truncate", path))?;
     set_times(present, file);
-    Ok(Some(RolledBack { path: path.into(), kept, bytes }))
+    Ok(Some(kept))
+}
+
+/// Where what a file has now is saved.
+pub(crate) enum Keeper<'a, 'b> {
+    /// Beside it.
+    Beside(Expiry),
+    /// In the folder for its tracked folder.
+    Aside(&'a mut Aside<'b>),
+}
+
+impl Keeper<'_, '_> {
+    fn keep(
+        self,
+        present: &File,
+        place: &Place<'_>,
+        metadata: &fs::Metadata,
+        differ: &[Range<u64>],
+    ) -> Result<RolledBack, RollbackError> {
+        let path = place.path();
+        let in_memory = Medium::of(present).map_err(failed("stat", path))? == Medium::Memory;
+        let (kept, bytes) = match self {
+            _ if in_memory => (PathBuf::new(), 0),
+            Keeper::Beside(_) if metadata.size() <= COPIED_UP_TO => keep_rest(present, place, 0)?,
+            _ => self.keep_blocks(present, place, metadata, differ)?,
+        };
+        Ok(RolledBack { path: path.into(), kept, bytes })
+    }
+
+    /// Saves the blocks that differ, each at its offset in a sparse file, on the disk before any of them is overwritten.
+    /// This takes as much space as the job has changed since, and older copies are removed.
+    fn keep_blocks(
+        self,
+        present: &File,
+        place: &Place<'_>,
+        metadata: &fs::Metadata,
+        differ: &[Range<u64>],
+    ) -> Result<(PathBuf, u64), RollbackError> {
+        let path = place.path();
+        let (within, name, kept, expiry) = match self {
+            Keeper::Aside(aside) => {
+                let (within, kept) = aside.keep(path)?;
+                (Some(within), place.name().to_os_string(), kept, None)
+            }
+            Keeper::Beside(expiry) => {
+                let name = free_name(place)?;
+                let kept = path.with_file_name(&name);
+                (None, name, kept, Some(expiry))
+            }
+        };
+        let beside =
+            |name: &OsStr| within.as_ref().map_or_else(|| place.beside(name), |within| reached(within).join(name));
+        let temp = beside(&temporary(place.name(), ".rolled-back"));
+        let mut copy = Unfinished::in_place_of_leftover(&temp).map_err(no_copy(path))?;
+        let mut bytes = 0;
+        for range in differ {
+            bytes += sparse::copy(present, range.clone(), copy.file(), range.start).map_err(no_room(path))?;
+        }
+        copy.file().set_len(metadata.size()).map_err(no_room(path))?;
+        give_same(copy.file(), present, metadata, path)?;
+        copy.publish(&beside(&name)).map_err(no_room(path))?;
+        if let Some(expiry) = expiry {
+            forget_older(place, &name, expiry);
+        }
+        Ok((kept, bytes))
+    }
+}
+
+/// The same for a name that has been given to another file since, which has other names too: what they have stays as it
+/// is, and this name gets a file of its own again.
+pub(crate) fn replace_link(
+    present: &File,
+    place: &Place<'_>,
+    file: &OpenFile,
+    content: &File,
+    maker: Maker<'_>,
+    keeper: Keeper<'_, '_>,
+) -> Result<Option<RolledBack>, RollbackError> {
+    let path = place.path();
+    let metadata = present.metadata().map_err(failed("stat", path))?;
+    let size = content.metadata().map_err(failed("stat", path))?.size();
+    let end = metadata.size().max(size);
+    let differ = differences(present, content, end).map_err(failed("compare", path))?;
+    let is_same = differ.is_empty() && metadata.size() == size;
+    let kept = if is_same { None } else { Some(keeper.keep(present, place, &metadata, &differ)?) };
+    make(place, file, content, maker).map(|()| kept)
 }
 
 /// Whether a file has the content that it had at the snapshot. One that cannot be read counts as changed.
@@ -122,7 +204,7 @@ pub(crate) fn keep_rest(file: &File, place: &Place<'_>, from: u64) -> Result<(Pa
     let path = place.path();
     let metadata = file.metadata().map_err(failed("stat", path))?;
     let temp = place.beside(&temporary(place.name(), ".rolled-back"));
-    let mut copy = Unfinished::in_place_of_leftover(&temp).map_err(no_room(path))?;
+    let mut copy = Unfinished::in_place_of_leftover(&temp).map_err(no_copy(path))?;
     let bytes = metadata.size().saturating_sub(from);
     sparse::copy(file, from..metadata.size(), copy.file(), 0).map_err(no_room(path))?;
     copy.file().set_len(bytes).map_err(no_room(path))?;
@@ -137,46 +219,13 @@ pub(crate) fn keep_rest(file: &File, place: &Place<'_>, from: u64) -> Result<(Pa
     Err(RollbackError::TooMany(path.into()))
 }
 
-/// Saves the blocks that differ, each at its offset in a sparse file, on the disk before any of them is overwritten.
-/// This takes as much space as the job has changed since, and only the newest copy is kept.
-fn keep_blocks(
-    present: &File,
-    place: &Place<'_>,
-    metadata: &fs::Metadata,
-    differ: &[Range<u64>],
-    aside: Option<&mut Aside<'_>>,
-) -> Result<(PathBuf, u64), RollbackError> {
-    let path = place.path();
-    let (within, name, kept) = match aside {
-        Some(aside) => {
-            let (within, kept) = aside.keep(path)?;
-            (Some(within), place.name().to_os_string(), kept)
-        }
-        None => {
-            let name = free_name(place)?;
-            let kept = path.with_file_name(&name);
-            (None, name, kept)
-        }
-    };
-    let beside = |name: &OsStr| within.as_ref().map_or_else(|| place.beside(name), |within| reached(within).join(name));
-    let temp = beside(&temporary(place.name(), ".rolled-back"));
-    let mut copy = Unfinished::in_place_of_leftover(&temp).map_err(no_room(path))?;
-    let mut bytes = 0;
-    for range in differ {
-        bytes += sparse::copy(present, range.clone(), copy.file(), range.start).map_err(no_room(path))?;
-    }
-    copy.file().set_len(metadata.size()).map_err(no_room(path))?;
-    give_same(copy.file(), present, metadata, path)?;
-    copy.publish(&beside(&name)).map_err(no_room(path))?;
-    if within.is_none() {
-        forget_older(place, &name);
-    }
-    Ok((kept, bytes))
+/// Creates a missing file, or replaces one. It gets its name only when it is complete, with all its rights: nobody reads
+/// an incomplete one. If the power fails, it can be without its content; the next restore puts that back.
+pub(crate) fn make(place: &Place<'_>, file: &OpenFile, content: &File, maker: Maker<'_>) -> Result<(), RollbackError> {
+    write(place, file, content, maker)?.replace(&place.here()).map_err(failed("rename", place.path()))
 }
 
-/// Creates a missing file. It gets its name only when it is complete, with all its rights: a crash before that leaves
-/// none, and nobody reads an incomplete one.
-pub(crate) fn make(place: &Place<'_>, file: &OpenFile, content: &File, maker: Maker<'_>) -> Result<(), RollbackError> {
+fn write(place: &Place<'_>, file: &OpenFile, content: &File, maker: Maker<'_>) -> Result<Unfinished, RollbackError> {
     let path = place.path();
     let temp = place.beside(&temporary(place.name(), ".restored"));
     let unfinished = Unfinished::in_place_of_leftover(&temp).map_err(failed("create", path))?;
@@ -186,7 +235,7 @@ pub(crate) fn make(place: &Place<'_>, file: &OpenFile, content: &File, maker: Ma
     let rights = Rights { mode: file.mode.unwrap_or_default(), owner: file.owner, attributes: file.attributes };
     maker.give(made, path, rights)?;
     set_times(made, file);
-    unfinished.replace(&place.here()).map_err(failed("rename", path))
+    Ok(unfinished)
 }
 
 /// Creates a missing file that the job only reads. Returns whether it was missing.
@@ -213,7 +262,11 @@ pub(crate) fn make_read(file: &MappedFile, content: &File, maker: Maker<'_>) -> 
         attributes: copy.attributes,
         ..OpenFile::new(file.path.clone(), file.size)
     };
-    make(&place, &wanted, content, maker).map(|()| true)
+    let made = write(&place, &wanted, content, maker)?;
+    // The next restore accepts it only if its content is right.
+    made.file().sync_all().map_err(failed("sync", &file.path))?;
+    made.replace(&place.here()).map_err(failed("rename", &file.path))?;
+    Ok(true)
 }
 
 fn fill(into: &File, path: &Path, content: &File, size: u64) -> Result<(), RollbackError> {
@@ -234,8 +287,8 @@ fn free_name(place: &Place<'_>) -> Result<OsString, RollbackError> {
 }
 
 /// Removes older large copies. They would fill the disk: a job that is restored every hour makes one each time.
-fn forget_older(place: &Place<'_>, newest: &OsStr) {
-    for name in present_copies(place).filter(|name| name != newest).map(|name| place.beside(&name)) {
+fn forget_older(place: &Place<'_>, newest: &OsStr, expiry: Expiry) {
+    for name in expiry.outdated(place, newest).into_iter().map(|name| place.beside(&name)) {
         if fs::symlink_metadata(&name).is_ok_and(|found| found.is_file() && found.size() > COPIED_UP_TO) {
             let _ = fs::remove_file(name);
         }
@@ -262,9 +315,10 @@ pub(super) fn make_folder(place: &Place<'_>, rights: Rights, maker: Maker<'_>) -
 /// The name of a folder or FIFO until it has its rights. Removes the leftover of a crash. What another user has put there
 /// in a folder such as /tmp stays.
 pub(super) fn unfinished(place: &Place<'_>) -> PathBuf {
+    const SUFFIX: &str = ".rekindle";
     let mut name = OsString::from(".");
-    name.push(place.name());
-    name.push(".rekindle");
+    name.push(shortened(place.name(), name.len() + SUFFIX.len() + UNFORESEEN));
+    name.push(SUFFIX);
     let usual = place.beside(&name);
     let _ = fs::remove_file(&usual);
     let _ = fs::remove_dir(&usual);

@@ -22,7 +22,7 @@ use nix::sys::stat::Mode;
 
 use crate::launch::identity::Identity;
 use rekindle_os::durable::Unfinished;
-use rekindle_os::regular;
+use rekindle_os::{identity, regular};
 
 /// As many links in one path as the kernel follows (`MAXSYMLINKS`).
 const MOST_LINKS: u32 = 40;
@@ -138,6 +138,14 @@ pub(super) fn open_folder(path: &Path) -> io::Result<File> {
     File::options().read(true).custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW).open(path)
 }
 
+/// Whether this thread may create a file in a folder.
+pub(super) fn may_create_in(folder: &Path) -> io::Result<()> {
+    const WRITE: u32 = 2;
+    const ENTER: u32 = 1;
+    // The dot leads through a link.
+    identity::reach(&folder.join("."), WRITE | ENTER).map(drop)
+}
+
 /// Creates a folder that only we can enter. `None` if there is something of that name.
 pub(super) fn own_folder(path: &Path, trusted: Trusted) -> io::Result<Option<File>> {
     match fs::DirBuilder::new().mode(0o700).create(path) {
@@ -199,6 +207,11 @@ impl<'a> Place<'a> {
     /// A path of the file that leads through the open folder.
     pub(crate) fn here(&self) -> PathBuf {
         self.beside(self.name())
+    }
+
+    /// Where it is now, without links.
+    pub(crate) fn real(&self) -> io::Result<PathBuf> {
+        Ok(fs::read_link(reached(&self.folder))?.join(self.name()))
     }
 
     /// A path of another name in this folder.

@@ -13,6 +13,7 @@
 //! change somebody else's file. A job may also have files in folders of other users. So no link of theirs is followed,
 //! and no file of theirs is accepted in place of the file at the snapshot (`place`).
 
+use std::collections::HashMap;
 use std::fs::{File, Metadata, OpenOptions, Permissions};
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
@@ -22,14 +23,15 @@ use std::time::SystemTime;
 use serde::{Deserialize, Serialize};
 
 use super::aside::{self, Aside};
-use super::content::{self, keep_rest};
+use super::content::{self, Keeper, keep_rest};
 use super::moved;
-use super::place::{Astray, Place, Trusted, find};
+use super::place::{Astray, Place, Trusted, find, may_create_in};
 use super::rights::{Maker, Rights};
-use super::rollback::{FileRollback, RollbackError, RolledBack, SWITCH, failed};
+use super::rollback::{Expiry, FileRollback, RollbackError, RolledBack, SWITCH, failed};
 use super::tracked;
 use crate::launch::identity::Identity;
 use crate::launch::output::{Files, Held};
+use rekindle_os::blocks::Medium;
 use rekindle_os::identity;
 use rekindle_store::manifest::{Fifo, Folder, OpenFile, Owner, SavedLink, Stamp};
 use rekindle_store::{Image, JobFolder, Manifest};
@@ -63,16 +65,45 @@ pub(crate) fn check(
             return Err(error);
         }
     }
-    let mut theirs = manifest.open_files.iter().filter(|file| moved::log_here(&file.path, manifest, folder).is_none());
+    let files = manifest.open_files.iter().filter(|file| !is_of_the_store(file, manifest, folder));
+    let mut theirs = files.filter(|file| moved::log_here(&file.path, manifest, folder).is_none());
     theirs.try_for_each(|file| match with_rights(&file.path, user, || check_one(file, changed, trusted)) {
         // It is moved aside.
         Err(error) if is_other_kind(&error) && can_be_made(file) && is_tracked(file, manifest) => Ok(()),
-        checked => checked,
+        checked => checked.and_then(|()| match is_tracked(file, manifest) {
+            true => Ok(()),
+            false => with_rights(&file.path, user, || check_copy(file, trusted)),
+        }),
     })
+}
+
+/// Whether what a changed file has now can be saved beside it.
+fn check_copy(file: &OpenFile, trusted: Trusted) -> Result<(), RollbackError> {
+    let path = &*file.path;
+    let (Some(_), Some(then)) = (&file.part, file.stamp) else { return Ok(()) };
+    let Ok(found) = find(path, trusted) else { return Ok(()) };
+    let has_changed = found.metadata().is_ok_and(|now| then.differs(&Stamp::of(&now)));
+    if !has_changed || Medium::of(&found).is_ok_and(|medium| medium == Medium::Memory) {
+        return Ok(());
+    }
+    match may_create_in(path.parent().unwrap_or(path)) {
+        Err(source) if source.kind() == io::ErrorKind::PermissionDenied => {
+            Err(RollbackError::NoCopy { path: path.clone(), source })
+        }
+        _ => Ok(()),
+    }
 }
 
 fn is_tracked(file: &OpenFile, manifest: &Manifest) -> bool {
     manifest.tracked_folders.iter().any(|folder| file.group.as_ref() == Some(&folder.path))
+}
+
+/// Whether it is in the image only because the store is in a tracked folder. An image of an earlier version has such files.
+fn is_of_the_store(file: &OpenFile, manifest: &Manifest, folder: &JobFolder) -> bool {
+    let store = folder.store();
+    file.path.starts_with(store)
+        && is_tracked(file, manifest)
+        && file.group.as_ref().is_some_and(|it| store.starts_with(it))
 }
 
 /// Whether a folder or a link is in the place of a file, or something else in the place of a folder.
@@ -271,19 +302,19 @@ pub(crate) fn put_back(
             done.push(FileRollback::Made(file.path.to_path_buf()));
         }
     }
-    let mut asides = Vec::new();
-    for folder in &manifest.tracked_folders {
+    let (mut asides, links, expiry) = (Vec::new(), Links::of(manifest), Expiry::of(manifest, folder));
+    for tracked in &manifest.tracked_folders {
         let put = || {
-            let mut aside = Aside::of(folder, maker.trusted)?;
+            let mut aside = Aside::of(tracked, maker.trusted, expiry)?.without_store(folder.store());
             tracked::put_folder_back(&mut aside, maker).map(|()| aside)
         };
-        asides.push(with_rights(&folder.path, user, put)?);
+        asides.push(with_rights(&tracked.path, user, put)?);
     }
     for path in &manifest.absent_files {
-        let moved = with_rights(path, user, || aside::move_aside(path, maker.trusted))?;
+        let moved = with_rights(path, user, || aside::move_aside(path, maker.trusted, expiry))?;
         done.extend(moved.map(FileRollback::Aside));
     }
-    for file in &manifest.open_files {
+    for file in manifest.open_files.iter().filter(|file| !is_of_the_store(file, manifest, folder)) {
         if let Some(path) = moved::log_here(&file.path, manifest, folder) {
             // Locked, so that a terminal shows what is cut before it shows what replaces it.
             let mut held = output.hold();
@@ -298,11 +329,12 @@ pub(crate) fn put_back(
             None => None,
         };
         let aside = asides.iter_mut().find(|aside| aside.is_for(file.group.as_ref()));
-        let put = || put_one_back(file, content.as_ref(), aside, maker);
+        let keeper = aside.map_or(Keeper::Beside(expiry), Keeper::Aside);
+        let put = || put_one_back(file, content.as_ref(), keeper, maker, links.is_alone(file));
         done.extend(with_rights(&file.path, user, put)?);
     }
-    for (folder, aside) in manifest.tracked_folders.iter().zip(asides) {
-        let path = &folder.path;
+    for (tracked, aside) in manifest.tracked_folders.iter().zip(asides) {
+        let path = &tracked.path;
         let kept = with_rights(path, user, || Ok(aside.finish()))?;
         done.retain(|done| !done.is_in(path));
         done.extend(kept.into_iter().map(|kept| FileRollback::Folder { path: path.to_path_buf(), kept }));
@@ -325,6 +357,28 @@ fn put_log_back(file: &OpenFile, path: &Path, held: &mut Held<'_>) -> Result<Opt
     }
 }
 
+/// How many files of the image had each inode: those with the same one were names of one file.
+struct Links(HashMap<u64, u32>);
+
+impl Links {
+    fn of(manifest: &Manifest) -> Links {
+        let mut all = HashMap::new();
+        for stamp in manifest.open_files.iter().filter_map(|file| file.stamp) {
+            *all.entry(stamp.inode).or_default() += 1;
+        }
+        Links(all)
+    }
+
+    fn is_alone(&self, file: &OpenFile) -> bool {
+        file.stamp.is_some_and(|stamp| self.0.get(&stamp.inode).is_none_or(|count| *count < 2))
+    }
+}
+
+/// Whether its name leads to another file than at the snapshot, which has other names too.
+fn is_other_link(file: &OpenFile, now: &Metadata) -> bool {
+    now.nlink() > 1 && file.stamp.is_some_and(|then| then.inode != now.ino())
+}
+
 fn options() -> OpenOptions {
     let mut options = OpenOptions::new();
     options.read(true).write(true).custom_flags(rekindle_os::durable::NO_SURPRISE);
@@ -334,8 +388,9 @@ fn options() -> OpenOptions {
 fn put_one_back(
     file: &OpenFile,
     content: Option<&File>,
-    aside: Option<&mut Aside<'_>>,
+    keeper: Keeper<'_, '_>,
     maker: Maker<'_>,
+    is_alone: bool,
 ) -> Result<Option<FileRollback>, RollbackError> {
     let (path, trusted) = (&*file.path, maker.trusted);
     let place = match Place::of(path, trusted) {
@@ -350,7 +405,7 @@ fn put_one_back(
             return made.map(|()| Some(FileRollback::Made(path.clone())));
         }
         (Err(error), Some(content)) if is_write_protected(&error) => {
-            return put_protected_back(&place, file, content, aside, trusted);
+            return put_protected_back(&place, file, content, keeper, trusted);
         }
         (Err(source), _) => {
             return Err(match source.raw_os_error() {
@@ -365,14 +420,30 @@ fn put_one_back(
     // The check and the changes are of the same open file: another file of that name can appear at any time.
     trusted.check_file(path, &metadata, file.owner)?;
     match content {
+        Some(content) if is_alone && is_other_link(file, &metadata) => {
+            let replaced = content::replace_link(&open, &place, file, content, maker, keeper)?;
+            Ok(replaced.map(FileRollback::Kept))
+        }
         Some(content) => {
-            let replaced = content::replace(&open, &place, file, content, aside)?;
+            let replaced = content::replace(&open, &place, file, content, keeper)?;
             if let Some(then) = file.mode.filter(|then| *then != metadata.mode()) {
                 open.set_permissions(Permissions::from_mode(then & 0o7777)).map_err(failed("chmod", path))?;
             }
             Ok(replaced.map(FileRollback::Kept))
         }
-        None if metadata.size() > file.size => cut(&open, &place, file.size).map(FileRollback::Kept).map(Some),
+        None if metadata.size() > file.size => match cut(&open, &place, file.size) {
+            // Its program appends, whatever its length.
+            Err(RollbackError::NoCopy { .. }) if file.append => {
+                tracing::warn!(
+                    "{} keeps its last {} bytes, which were written after the snapshot: the job's user may create no file \
+                     beside it to save them",
+                    path.display(),
+                    metadata.size() - file.size
+                );
+                Ok(None)
+            }
+            cut => cut.map(FileRollback::Kept).map(Some),
+        },
         // Its owner rotated or emptied it; a program that appends is not affected.
         None if metadata.size() < file.size && !file.append => {
             Err(RollbackError::Shorter { path: path.clone(), had: file.size, has: metadata.size() })
@@ -393,7 +464,7 @@ fn put_protected_back(
     place: &Place<'_>,
     file: &OpenFile,
     content: &File,
-    aside: Option<&mut Aside<'_>>,
+    keeper: Keeper<'_, '_>,
     trusted: Trusted,
 ) -> Result<Option<FileRollback>, RollbackError> {
     let path = place.path();
@@ -407,7 +478,7 @@ fn put_protected_back(
     let refused = |source| RollbackError::Protected { path: path.into(), source };
     found.set_mode(lent(metadata.mode())).map_err(refused)?;
     let replaced = match found.change() {
-        Ok(open) => content::replace(&open, place, file, content, aside),
+        Ok(open) => content::replace(&open, place, file, content, keeper),
         Err(error) => Err(refused(error)),
     };
     found.set_mode(metadata.mode()).map_err(failed("chmod", path))?;

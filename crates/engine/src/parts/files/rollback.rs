@@ -4,8 +4,10 @@ use std::ffi::{OsStr, OsString};
 use std::fmt;
 use std::fs::Metadata;
 use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use bytesize::ByteSize;
 
@@ -14,6 +16,7 @@ use crate::launch::identity;
 use crate::launch::output::Kept;
 use rekindle_os::durable;
 use rekindle_store::manifest::Owner;
+use rekindle_store::{JobFolder, Manifest};
 
 /// A file that was put back.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -217,6 +220,15 @@ pub enum RollbackError {
         /// The tracked folder that it is in.
         folder: PathBuf,
     },
+    /// What it replaces cannot be kept beside it.
+    #[error("cannot put {} back: its current content must be kept, and the job's user may create no file in {}. Let that user write to that folder, or move the file away", path.display(), path.parent().unwrap_or(path).display())]
+    NoCopy {
+        /// The file.
+        path: PathBuf,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
     /// It lost bytes that the image does not have.
     #[error("{} had {had} bytes at the snapshot and has {has} now: the missing bytes are not in the image", path.display())]
     Shorter {
@@ -268,13 +280,79 @@ pub(crate) fn no_room(path: &Path) -> impl Fn(io::Error) -> RollbackError + '_ {
     }
 }
 
+/// The error for a copy that could not be created.
+pub(super) fn no_copy(path: &Path) -> impl Fn(io::Error) -> RollbackError + '_ {
+    move |source| match source.kind() {
+        io::ErrorKind::PermissionDenied => RollbackError::NoCopy { path: path.into(), source },
+        _ => no_room(path)(source),
+    }
+}
+
+/// Which older copies a restore removes: all but the newest, and but the first one since this time, that of the newest
+/// image. If a restore fails, another image is tried: then that copy has what the job had last.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Expiry(SystemTime);
+
+impl Expiry {
+    /// With the images that there are.
+    pub(crate) fn of(manifest: &Manifest, folder: &JobFolder) -> Expiry {
+        let stored = folder.images().unwrap_or_default().into_iter().map(|image| image.id.taken());
+        Expiry(stored.chain([manifest.taken]).max().unwrap_or(manifest.taken).into())
+    }
+
+    #[cfg(test)]
+    pub(crate) fn since(time: SystemTime) -> Expiry {
+        Expiry(time)
+    }
+
+    #[cfg(test)]
+    pub(crate) fn of_all_but_the_newest() -> Expiry {
+        Expiry(SystemTime::now() + std::time::Duration::from_secs(3600))
+    }
+
+    /// The names of the copies to be removed, beside the newest one.
+    pub(super) fn outdated(self, place: &Place<'_>, newest: &OsStr) -> Vec<OsString> {
+        let mut older: Vec<_> = present_copies(place)
+            .filter(|name| name != newest)
+            .map(|name| {
+                let made =
+                    std::fs::symlink_metadata(place.beside(&name)).map(|found| (found.ctime(), found.ctime_nsec()));
+                (made.ok(), name)
+            })
+            .collect();
+        let since = self.0.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let since = (i64::try_from(since.as_secs()).unwrap_or(i64::MAX), i64::from(since.subsec_nanos()));
+        let first = older.iter().filter_map(|(made, _)| made.filter(|made| *made >= since)).min();
+        older.retain(|(made, _)| made.is_none() || *made != first);
+        older.into_iter().map(|(_, name)| name).collect()
+    }
+}
+
 /// The names for copies of a file or folder.
 fn copies<'a>(place: &'a Place<'_>) -> impl Iterator<Item = OsString> + use<'a> {
     (1..=u32::MAX).map(|n| {
-        let mut name = place.name().to_os_string();
-        name.push(format!(".rolled-back.{n}"));
+        let suffix = format!(".rolled-back.{n}");
+        let mut name = shortened(place.name(), suffix.len());
+        name.push(suffix);
         name
     })
+}
+
+/// As many bytes as a name may have (NAME_MAX of Linux).
+const LONGEST_NAME: usize = 255;
+
+/// The name, or if it would be too long with so many bytes more, its beginning and a hash.
+pub(super) fn shortened(name: &OsStr, more: usize) -> OsString {
+    const HASH: usize = 16;
+    let bytes = name.as_bytes();
+    if bytes.len() + more <= LONGEST_NAME {
+        return name.to_owned();
+    }
+    let begin = bytes.get(..LONGEST_NAME.saturating_sub(more + HASH + 1)).unwrap_or_default();
+    let mut short = OsStr::from_bytes(begin).to_owned();
+    let hash = blake3::hash(bytes).to_hex();
+    short.push(format!("-{}", hash.get(..HASH).unwrap_or_default()));
+    short
 }
 
 /// The names of its copies that are there.
@@ -297,10 +375,13 @@ pub(super) fn free_names<'a>(place: &'a Place<'_>) -> impl Iterator<Item = OsStr
     looked_at.flatten()
 }
 
+/// What [`durable::unforeseen`] may add to a name, bytes.
+pub(super) const UNFORESEEN: usize = 32;
+
 /// The name of a file that becomes the file of this name.
 pub(super) fn temporary(name: &OsStr, suffix: &str) -> OsString {
     let mut temp = OsString::from(durable::TEMP_PREFIX);
-    temp.push(name);
+    temp.push(shortened(name, temp.len() + suffix.len() + UNFORESEEN));
     temp.push(suffix);
     temp
 }

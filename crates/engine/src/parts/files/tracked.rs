@@ -19,6 +19,9 @@ pub(crate) fn put_folder_back(aside: &mut Aside<'_>, maker: Maker<'_>) -> Result
     let (folder, trusted) = (aside.folder(), maker.trusted);
     for entry in &folder.entries {
         let path = &*entry.path;
+        if aside.is_in_store(path) {
+            continue;
+        }
         let place = Place::of(path, trusted).map_err(Astray::at("find", path))?;
         let present = match fs::symlink_metadata(place.here()).ok() {
             // The path of the folder itself may lead through a link.
@@ -56,7 +59,8 @@ pub(crate) fn put_folder_back(aside: &mut Aside<'_>, maker: Maker<'_>) -> Result
             TrackedKind::File | TrackedKind::Other => {}
         }
     }
-    unknown(folder).map_err(failed("list", &folder.path))?.iter().try_for_each(|path| aside.take_new(path))
+    let new = unknown(folder, aside).map_err(failed("list", &folder.path))?;
+    new.iter().try_for_each(|path| aside.take_new(path))
 }
 
 /// Creates a link. It gets its name only when it has its owner: until then it would be one of root, which everybody
@@ -77,7 +81,7 @@ fn make_link(place: &Place<'_>, target: &str, owner: Option<Owner>, trusted: Tru
 }
 
 /// What is in a folder now and was not at the snapshot. Of a new folder only the folder itself, without its content.
-fn unknown(folder: &TrackedFolder) -> io::Result<Vec<PathBuf>> {
+fn unknown(folder: &TrackedFolder, aside: &Aside<'_>) -> io::Result<Vec<PathBuf>> {
     // What is `Other` was not looked into: sockets, and folders that are closed to the job's user.
     let known: std::collections::HashMap<&Path, bool> =
         folder.entries.iter().map(|entry| (entry.path.as_path(), !matches!(entry.kind, TrackedKind::Other))).collect();
@@ -95,6 +99,8 @@ fn unknown(folder: &TrackedFolder) -> io::Result<Vec<PathBuf>> {
             let entry = entry?;
             let (path, kind) = (within.join(entry.file_name()), entry.file_type()?);
             match known.get(path.as_path()) {
+                _ if aside.is_in_store(&path) => {}
+                None if kind.is_dir() && aside.leads_to_store(&path) => left.push(path),
                 Some(true) if kind.is_dir() => left.push(path),
                 Some(_) => {}
                 None if kind.is_dir() && is_ours(&entry.file_name()) => {}

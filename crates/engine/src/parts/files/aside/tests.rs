@@ -46,7 +46,7 @@ fn tracked(data: &Path, below: &[&str]) -> TrackedFolder {
 }
 
 fn put_back(tracked: &TrackedFolder) -> Result<Vec<PathBuf>, RollbackError> {
-    let mut aside = Aside::of(tracked, Trusted::user(ALICE))?;
+    let mut aside = Aside::of(tracked, Trusted::user(ALICE), Expiry::of_all_but_the_newest())?;
     super::super::tracked::put_folder_back(&mut aside, alice())?;
     Ok(aside.finish())
 }
@@ -135,7 +135,7 @@ fn nothing_is_moved_to_a_folder_that_somebody_else_has_prepared() {
     folder(&data, ALICE, 0o700);
     file(&data.join("secret"), ALICE);
     let tracked = tracked(&data, &[]);
-    let mut aside = Aside::of(&tracked, Trusted::user(ALICE)).unwrap();
+    let mut aside = Aside::of(&tracked, Trusted::user(ALICE), Expiry::of_all_but_the_newest()).unwrap();
     let theirs = dir.path().join("data.rolled-back.1");
     folder(&theirs, BOB, 0o777);
     as_alice(|| super::super::tracked::put_folder_back(&mut aside, alice())).unwrap();
@@ -159,7 +159,7 @@ fn what_is_kept_belongs_to_the_owners_of_its_folders() {
     folder(&data.join("sub"), BOB, 0o755);
     folder(&data.join("sub/closed"), 0, 0o700);
     [data.join("new"), data.join("sub/closed/new")].iter().for_each(|new| file(new, 0));
-    let mut aside = Aside::of(&tracked, Trusted::of(None)).unwrap();
+    let mut aside = Aside::of(&tracked, Trusted::of(None), Expiry::of_all_but_the_newest()).unwrap();
     super::super::tracked::put_folder_back(&mut aside, root()).unwrap();
     let kept = dir.path().join("data.rolled-back.1");
     assert_eq!(fs::metadata(&kept).unwrap().uid(), 0, "until it is complete");
@@ -212,7 +212,7 @@ fn what_is_replaced_on_a_mount_is_kept_on_it() {
         let _data = mount(from(&other), &data);
         let _sub = mount(from(&third), &data.join("sub"));
         [data.join("new"), data.join("sub/new")].iter().for_each(|new| file(new, 0));
-        let mut aside = Aside::of(&tracked, Trusted::of(None)).unwrap();
+        let mut aside = Aside::of(&tracked, Trusted::of(None), Expiry::of_all_but_the_newest()).unwrap();
         super::super::tracked::put_folder_back(&mut aside, root()).unwrap();
         let homes = [data.join(".rekindle.rolled-back.1"), data.join("sub/.rekindle.rolled-back.1")];
         assert_eq!(aside.finish(), homes);
@@ -223,8 +223,9 @@ fn what_is_replaced_on_a_mount_is_kept_on_it() {
     }
 }
 
+/// Others may use what is mounted there.
 #[test]
-fn a_mount_point_that_did_not_exist_loses_its_content_and_stays() {
+fn what_was_mounted_since_is_neither_moved_nor_removed() {
     if !rekindle_testing::root() {
         return;
     }
@@ -232,36 +233,61 @@ fn a_mount_point_that_did_not_exist_loses_its_content_and_stays() {
     let data = dir.path().join("data");
     let tracked = tracked(&data, &[]);
     fs::create_dir(&data).unwrap();
+    let inputs = data.join("inputs");
+    fs::create_dir(&inputs).unwrap();
+    let set = mount(None, &inputs.join("set"));
     let _new = mount(None, &data.join("new"));
-    let _within = mount(None, &data.join("new/within"));
-    file(&data.join("new/file"), 0);
-    file(&data.join("new/within/file"), 0);
     let put_back = || {
-        let mut aside = Aside::of(&tracked, Trusted::of(None))?;
+        let mut aside = Aside::of(&tracked, Trusted::of(None), Expiry::of_all_but_the_newest())?;
         super::super::tracked::put_folder_back(&mut aside, root())?;
         Ok::<_, RollbackError>(aside.finish())
     };
-    let homes = ["new", "new/within"].map(|name| data.join(name).join(".rekindle.rolled-back.1"));
-    let mut kept = put_back().unwrap();
-    kept.sort();
-    let mut expected = homes.to_vec();
-    expected.sort();
-    assert_eq!(kept, expected);
-    assert!(homes.iter().all(|home| fs::read(home.join("file")).unwrap() == b"file"));
+    let mounted = [inputs.join("set/file"), data.join("new/file")];
+    for round in 1..=3 {
+        mounted.iter().for_each(|path| file(path, 0));
+        file(&inputs.join("list"), 0);
+        let kept = put_back().unwrap();
+        assert_eq!(kept, [dir.path().join(format!("data.rolled-back.{}", 1 + (round + 1) % 2))]);
+        assert_eq!(fs::read(kept[0].join("inputs/list")).unwrap(), b"list");
+        assert!(mounted.iter().all(|path| fs::read(path).unwrap() == b"file"), "round {round}");
+    }
     assert!(put_back().unwrap().is_empty());
-    // The tracked folder itself.
-    file(&data.join("new/file"), 0);
-    let kept = move_aside(&data.join("new"), Trusted::of(None)).unwrap().unwrap();
-    assert_eq!(kept.kept, data.join("new/.rekindle.rolled-back.2"));
-    assert_eq!(fs::read(kept.kept.join("file")).unwrap(), b"file");
-    assert!(!homes[0].exists() && data.join("new/within").exists());
-    assert_eq!(move_aside(&data.join("new"), Trusted::of(None)).unwrap(), None);
+    // The tracked folder itself: what is mounted below it stays, too.
+    file(&inputs.join("list"), 0);
+    let kept = move_aside(&inputs, Trusted::of(None), Expiry::of_all_but_the_newest()).unwrap().unwrap();
+    assert_eq!(fs::read(kept.kept.join("list")).unwrap(), b"list");
+    assert!(mounted[0].exists());
+    // What an earlier version has moved with a mount in it.
+    drop(set);
+    let old = dir.path().join("data.rolled-back.9");
+    let _moved = mount(None, &old.join("set"));
+    file(&old.join("set/file"), 0);
+    (1..9).for_each(|n| drop(fs::create_dir(dir.path().join(format!("data.rolled-back.{n}")))));
+    file(&data.join("more"), 0);
+    put_back().unwrap();
+    assert!(old.join("set/file").exists());
     // What was something else cannot be made.
     let entries = vec![TrackedEntry { path: job_path(data.join("new")), kind: TrackedKind::File }];
     let tracked = TrackedFolder { entries, ..tracked.clone() };
-    let mut aside = Aside::of(&tracked, Trusted::of(None)).unwrap();
+    let mut aside = Aside::of(&tracked, Trusted::of(None), Expiry::of_all_but_the_newest()).unwrap();
     let error = super::super::tracked::put_folder_back(&mut aside, root()).unwrap_err();
     assert!(matches!(&error, RollbackError::Mounted(path) if *path == data.join("new")), "{error}");
+}
+
+/// It is tracked, so what is in it is the job's.
+#[test]
+fn a_tracked_mount_point_that_did_not_exist_loses_its_content_and_stays() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let dir = ground();
+    let new = dir.path().join("new");
+    let _new = mount(None, &new);
+    file(&new.join("file"), 0);
+    let kept = move_aside(&new, Trusted::of(None), Expiry::of_all_but_the_newest()).unwrap().unwrap();
+    assert_eq!(kept.kept, new.join(".rekindle.rolled-back.1"));
+    assert_eq!(fs::read(kept.kept.join("file")).unwrap(), b"file");
+    assert_eq!(move_aside(&new, Trusted::of(None), Expiry::of_all_but_the_newest()).unwrap(), None);
 }
 
 /// The user may write to it, and not to the folder above.
@@ -274,7 +300,7 @@ fn a_folder_that_did_not_exist_and_cannot_be_moved_loses_its_content() {
     let data = dir.path().join("data");
     folder(&data, ALICE, 0o755);
     file(&data.join("new"), ALICE);
-    let kept = as_alice(|| move_aside(&data, Trusted::user(ALICE))).unwrap().unwrap();
+    let kept = as_alice(|| move_aside(&data, Trusted::user(ALICE), Expiry::of_all_but_the_newest())).unwrap().unwrap();
     assert_eq!(kept.kept, data.join(".rekindle.rolled-back.1"));
     assert_eq!(fs::read(kept.kept.join("new")).unwrap(), b"new");
 }

@@ -22,9 +22,11 @@ pub(super) struct Job {
 
 impl Job {
     /// Makes `into` equal to the first `size` bytes of `from`, once its data is copied.
-    pub(super) fn new(from: File, size: u64, has_holes: bool, into: File) -> io::Result<Job> {
+    pub(super) fn new(from: File, size: u64, into: File) -> io::Result<Job> {
         // The earlier copy may have data where the file has a hole now. Without holes, the pages of the copy are reused.
-        if has_holes {
+        // The number of blocks does not tell: those of posix_fallocate(3) count, and are holes for lseek(2).
+        let first = sparse::next_data(&from, 0, size)?;
+        if first != Some(0..size) {
             into.set_len(0)?;
         }
         into.set_len(size)?;
@@ -60,5 +62,5 @@ pub(super) fn all(jobs: &[Job], cancelled: &(dyn Fn() -> bool + Sync)) -> io::Re
 
 /// Copies the first `size` bytes of a file.
 pub(super) fn whole(from: &File, size: u64, into: &File, cancelled: &(dyn Fn() -> bool + Sync)) -> io::Result<()> {
-    all(&[Job::new(from.try_clone()?, size, true, into.try_clone()?)?], cancelled)
+    all(&[Job::new(from.try_clone()?, size, into.try_clone()?)?], cancelled)
 }

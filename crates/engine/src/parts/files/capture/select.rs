@@ -1,16 +1,16 @@
 //! Selects the files that the job writes, and the files that belong to them.
 
-use std::collections::{BTreeMap, BTreeSet, HashSet};
-use std::ffi::OsString;
+use std::collections::{BTreeMap, HashSet};
+use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::io::{self, Read};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::time::SystemTime;
 
 use super::super::aside;
-use super::super::place::Trusted;
+use super::super::place::{Trusted, may_create_in};
 use super::super::rights::Table;
 use super::way::Way;
 use rekindle_os::blocks::Medium;
@@ -86,8 +86,19 @@ pub(super) fn beside(path: &Path) -> Option<PathBuf> {
 
 /// The database that a file is, or belongs to.
 pub(super) fn database_of(path: &Path, way: &Way) -> Option<PathBuf> {
-    let is_one = |path: &PathBuf| is_database(path, way) || (is_closed(path, way) && has_companion(path, way));
+    let is_one = |path: &PathBuf| {
+        is_database(path, way) || may_be_encrypted(path, way) || (is_closed(path, way) && has_companion(path, way))
+    };
     [beside(path), Some(path.to_path_buf())].into_iter().flatten().find(is_one)
+}
+
+/// Whether it can be an SQLite database of which all bytes are encrypted (SQLCipher, SEE): it has whole pages, and is no
+/// file of a database itself.
+fn may_be_encrypted(path: &Path, way: &Way) -> bool {
+    const LEAST_PAGE: u64 = 512;
+    let has_pages =
+        |found: fs::Metadata| found.is_file() && found.size() > 0 && found.size().is_multiple_of(LEAST_PAGE);
+    beside(path).is_none() && way.metadata(path).is_ok_and(has_pages)
 }
 
 /// Whether it is a file whose first bytes cannot be read.
@@ -137,30 +148,66 @@ pub(super) fn companions(path: &Path, trusted: Trusted, way: &Way) -> (Vec<PathB
     (there, missing)
 }
 
-/// The working directories of these processes.
-pub(super) fn directories(tree: &[i32]) -> BTreeSet<PathBuf> {
-    tree.iter().filter_map(|pid| fs::read_link(format!("/proc/{pid}/cwd")).ok()).collect()
+/// Names of the program of a PostgreSQL server; forks of PostgreSQL have the last ones.
+const SERVERS: [&str; 4] = ["postgres", "postmaster", "edb-postgres", "agensgraph"];
+
+/// The working directories of the processes that are PostgreSQL servers, and the user of each.
+pub(super) fn servers(tree: &[i32]) -> BTreeMap<PathBuf, u32> {
+    let is_server = |pid: &i32| {
+        let program = process::executable(*pid);
+        // What it was started from may have been replaced by an update.
+        let name = program.as_deref().and_then(Path::file_name).map(OsStr::as_bytes).unwrap_or_default();
+        let name = name.strip_suffix(b" (deleted)").unwrap_or(name);
+        SERVERS.iter().any(|server| name == server.as_bytes())
+    };
+    let server = |pid: &i32| {
+        let user = process::user_ids(*pid)?.get(1).copied()?;
+        Some((fs::read_link(format!("/proc/{pid}/cwd")).ok()?, user))
+    };
+    tree.iter().filter(|pid| is_server(pid)).filter_map(server).collect()
 }
 
-/// The data folders of PostgreSQL servers among these folders (a server's working directory), and the folders outside
-/// of them with tablespaces and the write-ahead log. A server writes to files that it has closed.
-pub(super) fn data_folders(directories: BTreeSet<PathBuf>, way: &Way) -> Vec<PathBuf> {
+/// The data folders of these servers (their working directories), and the folders outside of them with tablespaces and
+/// the write-ahead log. A server writes to files that it has closed.
+///
+/// As the server does, this accepts only folders that nobody but its user can change: their files are put back.
+pub(super) fn data_folders(servers: BTreeMap<PathBuf, u32>, way: &Way) -> Vec<PathBuf> {
     let mut found: Vec<PathBuf> = Vec::new();
-    for folder in directories {
-        if !way.metadata(&folder.join("PG_VERSION")).is_ok_and(|version| version.is_file()) {
+    for (folder, user) in servers {
+        const WRITE: u32 = 0o022;
+        let is_its_own = |path: &Path| {
+            let metadata = way.folder(path).and_then(|folder| folder.metadata());
+            metadata.is_ok_and(|metadata| metadata.uid() == user && metadata.mode() & WRITE == 0)
+        };
+        let is_version = |version: fs::Metadata| version.is_file() && version.uid() == user;
+        if !is_its_own(&folder) || !way.metadata(&folder.join("PG_VERSION")).is_ok_and(is_version) {
             continue;
         }
-        let spaces = way.folder(&folder.join("pg_tblspc"));
-        if let Ok(spaces) = &spaces {
-            let entries = spaces.entries().ok().flatten().into_iter().flatten().flatten();
-            found.extend(entries.filter_map(|entry| fs::read_link(entry.path()).ok()));
+        let mut targets = Vec::new();
+        let within = folder.join("pg_tblspc");
+        if let Ok(spaces) = way.folder(&within).and_then(|spaces| Ok((spaces.entries()?, spaces))) {
+            let entries = spaces.0.into_iter().flatten().flatten();
+            targets.extend(entries.filter_map(|entry| Some(within.join(fs::read_link(entry.path()).ok()?))));
         }
         let log = way.folder(&folder).and_then(|folder| folder.link("pg_wal"));
-        found.extend(log.map(PathBuf::from));
+        targets.extend(log.map(|target| folder.join(target)));
+        found.extend(targets.into_iter().filter(|target| is_its_own(target)).map(|target| plain(&target)));
         found.push(folder);
     }
-    found.retain(|folder| folder.is_absolute());
     found
+}
+
+/// The path without the steps that lead back: those of the kernel have none.
+fn plain(path: &Path) -> PathBuf {
+    let mut plain = PathBuf::new();
+    for part in path.components() {
+        match part {
+            Component::ParentDir => drop(plain.pop()),
+            Component::CurDir => {}
+            part => plain.push(part),
+        }
+    }
+    plain
 }
 
 /// A file or folder that could not be read, so that what belongs to it is not in the image.
@@ -178,10 +225,12 @@ pub(super) fn is_gone(error: &io::Error) -> bool {
 /// A folder and everything below it, each folder before its content, and the first thing that could not be read.
 ///
 /// A folder below it that is closed to `user` (`lost+found` of a file system) is not part of it: the job cannot change
-/// anything in there. Neither is what the kernel makes up (/proc below /), nor what a restore has kept.
+/// anything in there. Neither is what the kernel makes up (/proc below /), nor what a restore has kept, nor what is
+/// `apart`: the store.
 pub(super) fn below(
     folder: &Path,
     user: Option<u32>,
+    apart: &[PathBuf],
     way: &Way,
     attributes: &mut Table,
 ) -> (Vec<(PathBuf, TrackedKind)>, Option<Unread>) {
@@ -247,7 +296,7 @@ pub(super) fn below(
                 }
             };
             let kind = if metadata.is_dir() {
-                if aside::is_ours(&name) {
+                if aside::is_ours(&name) || apart.contains(&path) {
                     continue;
                 }
                 kind_of(&metadata)
@@ -279,9 +328,7 @@ fn is_shut(folder: &Path, way: &Way) -> bool {
 /// new folder, and the user may create none that would do ([`aside`]).
 pub(super) fn without_place(tracked: &TrackedFolder, user: u32) -> Option<PathBuf> {
     const WRITE: u32 = 2;
-    const ENTER: u32 = 1;
-    // The dot leads through a link.
-    let may_create = |folder: &Path| identity::reach(&folder.join("."), WRITE | ENTER).is_ok();
+    let may_create = |folder: &Path| may_create_in(folder).is_ok();
     let may_change = |path: &Path| {
         // Its owner can lend the right to write it.
         let is_its_own = || identity::reach(path, 0).is_ok_and(|found| found.st_uid == user);

@@ -1,3 +1,4 @@
+use crate::parts::files::rollback::Expiry;
 use crate::samples::job_path;
 use std::os::unix::fs::PermissionsExt;
 use std::sync::mpsc;
@@ -42,7 +43,7 @@ fn a_copy_from_before_the_freeze_is_made_equal_in_it() {
     let mut files = written(&[&same, &changed, &holes]);
     let captured = contents.capture(&mut files, Vec::new(), here(), draft.path()).unwrap();
     contents.complete(draft.path()).unwrap();
-    assert!(captured.notes.is_empty() && captured.absent.is_empty(), "{captured:?}");
+    assert!(captured.notes.is_empty(), "{captured:?}");
     for (file, path) in files.iter().zip([&same, &changed, &holes]) {
         assert!(content(draft.path(), file) == fs::read(path).unwrap(), "{}", path.display());
         assert_eq!(file.size, fs::metadata(path).unwrap().size());
@@ -169,7 +170,8 @@ fn a_folder_that_is_closed_to_the_user_is_no_part_of_a_tracked_one() {
     let trusted = crate::parts::files::place::Trusted::of(Some(&nobody));
     let maker = crate::parts::files::rights::Maker::plain(false, trusted);
     let put = || {
-        let mut aside = crate::parts::files::aside::Aside::of(&captured.tracked[0], trusted)?;
+        let mut aside =
+            crate::parts::files::aside::Aside::of(&captured.tracked[0], trusted, Expiry::of_all_but_the_newest())?;
         crate::parts::files::tracked::put_folder_back(&mut aside, maker)
     };
     identity::with_file_rights(nobody.uid, nobody.gid, &nobody.groups, put).unwrap().unwrap();
@@ -364,13 +366,15 @@ fn a_link_of_proc_leads_the_capture_to_nothing_that_the_jobs_user_cannot_reach()
     let own = format!("/proc/{}/fd/{}", std::process::id(), std::os::fd::AsRawFd::as_raw_fd(&open));
     let nobody = crate::launch::identity::lookup("nobody").unwrap();
     let view = View { user: Some(&nobody), ..here() };
+    let program = secret.path().join("postgres");
+    fs::copy("/bin/sleep", &program).unwrap();
     fs::write(dir.path().join("PG_VERSION"), "15\n").unwrap();
     fs::create_dir(dir.path().join("pg_tblspc")).unwrap();
     std::os::unix::fs::symlink(&own, dir.path().join("pg_tblspc/1")).unwrap();
     let log = dir.path().join("pg_wal");
     for target in [own.as_str(), "/proc", "/sys/kernel"] {
         std::os::unix::fs::symlink(target, &log).unwrap();
-        let mut server = std::process::Command::new("sleep").arg("60").current_dir(dir.path()).spawn().unwrap();
+        let mut server = std::process::Command::new(&program).arg("60").current_dir(dir.path()).spawn().unwrap();
         let mut contents = Contents::new(&[PathBuf::from("/sys/fs")], Vec::new(), 1 << 30);
         let foreseen = contents.foresee(&[server.id().cast_signed()], view);
         let mut files = written(&[&Path::new(&own).join("key")]);
@@ -385,4 +389,93 @@ fn a_link_of_proc_leads_the_capture_to_nothing_that_the_jobs_user_cannot_reach()
         fs::remove_file(&log).unwrap();
         fs::remove_dir_all(draft.path().join("files")).unwrap();
     }
+}
+
+/// A server in this folder. Its program is `sleep`.
+struct Server {
+    process: std::process::Child,
+    _programs: tempfile::TempDir,
+}
+
+impl Server {
+    fn start(name: &str, folder: &Path) -> Server {
+        let programs = tempfile::tempdir().unwrap();
+        let program = programs.path().join(name);
+        fs::copy("/bin/sleep", &program).unwrap();
+        let process = std::process::Command::new(&program).arg("60").current_dir(folder).spawn().unwrap();
+        Server { process, _programs: programs }
+    }
+
+    fn folders(&self) -> Vec<PathBuf> {
+        let servers = select::servers(&[self.process.id().cast_signed()]);
+        here().with(|way| select::data_folders(servers, way)).unwrap()
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.process.kill().unwrap();
+        self.process.wait().unwrap();
+    }
+}
+
+#[test]
+fn only_a_server_of_postgresql_has_a_data_folder_and_only_folders_of_its_user_belong_to_it() {
+    let all = tempfile::tempdir().unwrap();
+    let at = |name: &str| all.path().join(name);
+    for name in ["data", "data/pg_tblspc", "space", "wal", "shared"] {
+        fs::create_dir(at(name)).unwrap();
+        fs::set_permissions(at(name), fs::Permissions::from_mode(0o700)).unwrap();
+    }
+    fs::set_permissions(at("shared"), fs::Permissions::from_mode(0o777)).unwrap();
+    fs::write(at("data/PG_VERSION"), "15\n").unwrap();
+    std::os::unix::fs::symlink("../../space", at("data/pg_tblspc/1")).unwrap();
+    std::os::unix::fs::symlink(at("shared"), at("data/pg_tblspc/2")).unwrap();
+    std::os::unix::fs::symlink("../wal", at("data/pg_wal")).unwrap();
+    assert_eq!(Server::start("sleep", &at("data")).folders(), [] as [PathBuf; 0], "a program that was started there");
+    let server = Server::start("postgres", &at("data"));
+    assert_eq!(server.folders(), [at("space"), at("wal"), at("data")]);
+    if rekindle_testing::root() {
+        std::os::unix::fs::chown(at("space"), Some(65534), None).unwrap();
+        assert_eq!(server.folders(), [at("wal"), at("data")]);
+        std::os::unix::fs::chown(at("data/PG_VERSION"), Some(65534), None).unwrap();
+        assert_eq!(server.folders(), [] as [PathBuf; 0]);
+        std::os::unix::fs::chown(at("data/PG_VERSION"), Some(0), None).unwrap();
+    }
+    // Anybody could have put a link there.
+    fs::set_permissions(at("data"), fs::Permissions::from_mode(0o1777)).unwrap();
+    assert_eq!(server.folders(), [] as [PathBuf; 0]);
+}
+
+/// As posix_fallocate(3) leaves it: the blocks are there, and lseek(2) has a hole.
+#[test]
+fn zeros_of_allocated_blocks_replace_what_was_copied_ahead() {
+    let (dir, draft) = (on_disk(), tempfile::tempdir().unwrap());
+    let path = dir.path().join("table");
+    fs::write(&path, vec![7; 4 << 20]).unwrap();
+    let open = File::options().write(true).open(&path).unwrap();
+    let own = [std::process::id().cast_signed()];
+    let mut contents = Contents::new(&[], Vec::new(), 1 << 30);
+    contents.foresee(&own, here()).unwrap();
+    contents.copy_ahead(&own, here(), draft.path(), &|| false).unwrap();
+    open.set_len(2 << 20).unwrap();
+    nix::fcntl::fallocate(&open, nix::fcntl::FallocateFlags::empty(), 0, 4 << 20).unwrap();
+    let mut files = written(&[&path]);
+    contents.capture(&mut files, Vec::new(), here(), draft.path()).unwrap();
+    contents.complete(draft.path()).unwrap();
+    assert!(content(draft.path(), &files[0]) == [vec![7; 2 << 20], vec![0; 2 << 20]].concat());
+}
+
+/// A journal that appears later would be played into the restored database.
+#[test]
+fn an_encrypted_database_has_its_missing_journals_recorded() {
+    let (dir, draft) = (on_disk(), tempfile::tempdir().unwrap());
+    let [encrypted, text] = ["secret.db", "text"].map(|name| dir.path().join(name));
+    fs::write(&encrypted, [0x5a; 4096]).unwrap();
+    fs::write(&text, "text").unwrap();
+    let mut files = written(&[&encrypted, &text]);
+    let mut contents = Contents::new(&[], Vec::new(), 1 << 30);
+    let captured = contents.capture(&mut files, Vec::new(), here(), draft.path()).unwrap();
+    let absent: Vec<_> = captured.absent.iter().map(|path| path.to_path_buf()).collect();
+    assert_eq!(absent, ["-journal", "-shm", "-wal"].map(|end| dir.path().join(format!("secret.db{end}"))));
 }

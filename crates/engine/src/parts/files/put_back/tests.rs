@@ -11,13 +11,17 @@ fn root() -> Maker<'static> {
     Maker::plain(true, Trusted::of(None))
 }
 
+fn beside() -> Keeper<'static, 'static> {
+    Keeper::Beside(Expiry::of_all_but_the_newest())
+}
+
 fn put_one_back(file: &OpenFile, content: Option<&[u8]>) -> Result<Option<FileRollback>, RollbackError> {
     let content = content.map(|content| {
         let mut part = tempfile::tempfile().unwrap();
         io::Write::write_all(&mut part, content).unwrap();
         part
     });
-    super::put_one_back(file, content.as_ref(), None, root())
+    super::put_one_back(file, content.as_ref(), beside(), root(), true)
 }
 
 fn check_one(file: &OpenFile) -> Result<(), RollbackError> {
@@ -204,7 +208,7 @@ fn a_tracked_folder_is_what_it_was_and_what_was_too_much_lies_beside_it() {
             entry("link", TrackedKind::Link { target: "table".into(), owner: Some(owner) }),
         ],
     };
-    let mut aside = Aside::of(&folder, Trusted::of(None)).unwrap();
+    let mut aside = Aside::of(&folder, Trusted::of(None), Expiry::of_all_but_the_newest()).unwrap();
     super::super::tracked::put_folder_back(&mut aside, root()).unwrap();
     for (name, content) in [("table", "as it was"), ("sub/gone", "here again")] {
         let mut part = tempfile::tempfile().unwrap();
@@ -215,7 +219,7 @@ fn a_tracked_folder_is_what_it_was_and_what_was_too_much_lies_beside_it() {
             group: Some(job_path(&data)),
             ..OpenFile::new(job_path(data.join(name)), content.len() as u64)
         };
-        super::put_one_back(&wanted, Some(&part), Some(&mut aside), root()).unwrap();
+        super::put_one_back(&wanted, Some(&part), Keeper::Aside(&mut aside), root(), true).unwrap();
         assert_eq!(std::fs::read_to_string(data.join(name)).unwrap(), content);
     }
     let beside = dir.path().join("data.rolled-back.1");
@@ -226,7 +230,10 @@ fn a_tracked_folder_is_what_it_was_and_what_was_too_much_lies_beside_it() {
     assert_eq!(std::fs::read_link(data.join("link")).unwrap(), Path::new("table"));
     assert_eq!(std::fs::read_to_string(beside.join("new/within/file")).unwrap(), "new");
     assert_eq!(std::fs::read_to_string(beside.join("table")).unwrap(), "changed");
-    assert!(Aside::of(&folder, Trusted::of(None)).unwrap().finish().is_empty(), "nothing differs any more");
+    assert!(
+        Aside::of(&folder, Trusted::of(None), Expiry::of_all_but_the_newest()).unwrap().finish().is_empty(),
+        "nothing differs any more"
+    );
 }
 
 /// As Git makes a folder of a branch's file, and the other way round.
@@ -259,7 +266,8 @@ fn in_a_tracked_folder_a_file_can_take_the_place_of_a_folder() {
     let job = store.create_job(&"j".parse().unwrap()).unwrap();
     check(&manifest, &job, None, ChangedFiles::Refuse).unwrap();
     assert_eq!(make_folders(&manifest, None).unwrap(), 0);
-    let mut aside = Aside::of(&manifest.tracked_folders[0], Trusted::of(None)).unwrap();
+    let mut aside =
+        Aside::of(&manifest.tracked_folders[0], Trusted::of(None), Expiry::of_all_but_the_newest()).unwrap();
     tracked::put_folder_back(&mut aside, root()).unwrap();
     for file in &manifest.open_files {
         put_one_back(file, Some(b"then")).unwrap();
@@ -381,7 +389,8 @@ fn the_file_of_another_user_is_not_taken_for_the_jobs() {
         give(&path, now);
         super::check_one(&of(Some(BOB)), ChangedFiles::Refuse, Trusted::user(ALICE)).unwrap();
         let content = File::open(&path).unwrap();
-        super::put_one_back(&of(Some(BOB)), Some(&content), None, Maker::plain(false, Trusted::user(ALICE))).unwrap();
+        super::put_one_back(&of(Some(BOB)), Some(&content), beside(), Maker::plain(false, Trusted::user(ALICE)), true)
+            .unwrap();
     }
 }
 
@@ -439,7 +448,7 @@ fn the_rights_of_the_jobs_user_are_enough_for_its_files() {
     io::Write::write_all(&mut content, b"then").unwrap();
     let put = || {
         let maker = Maker::plain(false, Trusted::of(Some(&alice)));
-        let put = || super::put_one_back(&wanted, Some(&content), None, maker);
+        let put = || super::put_one_back(&wanted, Some(&content), beside(), maker, true);
         with_rights(&wanted.path, Some(&alice), put).unwrap()
     };
     assert_eq!(put(), Some(FileRollback::Made(home.join("state"))));
@@ -462,9 +471,10 @@ fn a_tracked_folder_is_not_put_back_through_anothers_link() {
     std::os::unix::fs::symlink(&real, &link).unwrap();
     give(&link, BOB);
     let folder = TrackedFolder { path: job_path(link.join("data")), entries: vec![] };
-    let error = Aside::of(&folder, Trusted::of(None)).unwrap_err();
+    let error = Aside::of(&folder, Trusted::of(None), Expiry::of_all_but_the_newest()).unwrap_err();
     assert!(matches!(error, RollbackError::Link { .. }), "{error}");
-    super::super::aside::move_aside(&link.join("data/new"), Trusted::of(None)).unwrap_err();
+    super::super::aside::move_aside(&link.join("data/new"), Trusted::of(None), Expiry::of_all_but_the_newest())
+        .unwrap_err();
     assert!(real.join("data/new").exists());
 }
 
@@ -487,7 +497,7 @@ fn a_link_of_another_user_is_made_again_as_a_link_of_that_user() {
         let captured = contents.capture(&mut Vec::new(), Vec::new(), view, dir.path()).unwrap();
         std::fs::remove_file(&link).unwrap();
         let maker = Maker::plain(!of_job, Trusted::of(user.as_ref()));
-        let mut aside = Aside::of(&captured.tracked[0], maker.trusted).unwrap();
+        let mut aside = Aside::of(&captured.tracked[0], maker.trusted, Expiry::of_all_but_the_newest()).unwrap();
         tracked::put_folder_back(&mut aside, maker).unwrap();
         let owner = std::fs::symlink_metadata(&link).map(|link| link.uid()).ok();
         assert_eq!(owner, Some(BOB).filter(|_| !of_job));
@@ -531,4 +541,144 @@ fn a_deleted_file_is_not_opened_by_a_name_that_another_file_has() {
     assert_eq!(std::fs::read_to_string(&link).unwrap(), "of another");
     std::fs::remove_file(&saved).unwrap();
     assert!(matches!(put(), Err(RollbackError::Gone(_))));
+}
+
+/// The names that the other file has too keep its content.
+#[test]
+fn a_name_that_was_given_to_another_file_gets_a_file_of_its_own_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let [best, last] = ["best", "last"].map(|name| dir.path().join(name));
+    std::fs::write(&best, "the best").unwrap();
+    std::fs::write(&last, "the last").unwrap();
+    let recorded = |path: &Path| OpenFile {
+        mode: Some(0o100_644),
+        part: Some(part_path("files/content-1")),
+        stamp: Some(Stamp::of(&std::fs::metadata(path).unwrap())),
+        ..file(path, 8, false)
+    };
+    let files = [&best, &last].map(|path| recorded(path));
+    std::fs::write(&last, "the next").unwrap();
+    std::fs::remove_file(&best).unwrap();
+    std::fs::hard_link(&last, &best).unwrap();
+    for (file, content) in files.iter().zip(["the best", "the last"]) {
+        let kept = kept(put_one_back(file, Some(content.as_bytes()))).kept;
+        assert_eq!(std::fs::read_to_string(kept).unwrap(), "the next");
+    }
+    assert_eq!([&best, &last].map(|path| std::fs::read_to_string(path).unwrap()), ["the best", "the last"]);
+    // What was one file stays one.
+    let links = Links::of(&Manifest { open_files: files.to_vec(), ..crate::samples::manifest() });
+    assert!(files.iter().all(|file| links.is_alone(file)));
+    let one = Links::of(&Manifest { open_files: vec![files[0].clone(); 2], ..crate::samples::manifest() });
+    assert!(!one.is_alone(&files[0]));
+}
+
+#[test]
+fn a_file_with_the_longest_name_is_put_back_and_its_content_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    for length in [226, 241, 255] {
+        let path = dir.path().join("n".repeat(length));
+        std::fs::write(&path, "before and later").unwrap();
+        let back = kept(put_one_back(&file(&path, 6, true), None));
+        assert_eq!((std::fs::read_to_string(&path).unwrap(), back.bytes), ("before".into(), 10));
+        assert_eq!(std::fs::read_to_string(&back.kept).unwrap(), " and later", "{}", back.kept.display());
+        std::fs::write(&path, "before and again").unwrap();
+        let again = kept(put_one_back(&file(&path, 6, true), None));
+        assert!(again.kept != back.kept && back.kept.exists());
+        // One that is gone, too.
+        std::fs::remove_file(&path).unwrap();
+        let gone =
+            OpenFile { mode: Some(0o100_600), part: Some(part_path("files/content-1")), ..file(&path, 4, false) };
+        assert!(matches!(put_one_back(&gone, Some(b"here")), Ok(Some(FileRollback::Made(_)))));
+    }
+}
+
+/// A restore that fails is followed by one of another image. What the job had last must not be lost by that.
+#[test]
+fn the_first_copy_since_the_newest_image_is_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("large");
+    let wanted = OpenFile { part: Some(part_path("files/content-1")), ..file(&path, 5 << 20, false) };
+    let put = |byte: u8, expiry| {
+        std::fs::write(&path, vec![byte; 5 << 20]).unwrap();
+        let mut part = tempfile::tempfile().unwrap();
+        io::Write::write_all(&mut part, &vec![9; 5 << 20]).unwrap();
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        kept(super::put_one_back(&wanted, Some(&part), Keeper::Beside(expiry), root(), true)).kept
+    };
+    let before = put(1, Expiry::of_all_but_the_newest());
+    std::thread::sleep(std::time::Duration::from_millis(20));
+    let expiry = Expiry::since(SystemTime::now());
+    let first = put(2, expiry);
+    assert!(!before.exists());
+    let [second, third] = [3, 4].map(|byte| put(byte, expiry));
+    assert_eq!(std::fs::read(&first).unwrap()[0], 2);
+    assert!(!second.exists() || second == third);
+    assert_eq!(std::fs::read(&third).unwrap()[0], 4);
+    let fourth = put(5, expiry);
+    assert_eq!([&first, &fourth].map(|path| std::fs::read(path).unwrap()[0]), [2, 5]);
+    assert!(!third.exists());
+    let copies = std::fs::read_dir(dir.path()).unwrap().count() - 1;
+    assert_eq!(copies, 2);
+}
+
+#[test]
+fn what_cannot_be_saved_beside_a_file_is_found_before_anything_is_changed() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).unwrap();
+    let path = dir.path().join("app.log");
+    std::fs::write(&path, "before").unwrap();
+    give(&path, ALICE);
+    let then = Stamp::of(&std::fs::metadata(&path).unwrap());
+    std::fs::write(&path, "before and later").unwrap();
+    let as_alice = |work: &(dyn Fn() -> Result<(), RollbackError> + Sync)| {
+        identity::with_file_rights(ALICE, ALICE, &[ALICE], work).unwrap()
+    };
+    let trusted = Trusted::user(ALICE);
+    let rewritten = OpenFile { part: Some(part_path("files/content-1")), stamp: Some(then), ..file(&path, 6, false) };
+    let refused = as_alice(&|| check_copy(&rewritten, trusted)).unwrap_err();
+    assert!(matches!(&refused, RollbackError::NoCopy { .. }), "{refused}");
+    assert!(refused.to_string().contains(&format!("in {}", dir.path().display())), "{refused}");
+    // A log that is only appended to can stay as it is.
+    let maker = Maker::plain(false, trusted);
+    as_alice(&|| super::put_one_back(&file(&path, 6, true), None, beside(), maker, true).map(drop)).unwrap();
+    assert_eq!(std::fs::read_to_string(&path).unwrap(), "before and later");
+    let names: Vec<_> = std::fs::read_dir(dir.path()).unwrap().flatten().map(|entry| entry.file_name()).collect();
+    assert_eq!(names, ["app.log"]);
+    // Where it can be saved, there is no objection.
+    std::fs::set_permissions(dir.path(), Permissions::from_mode(0o777)).unwrap();
+    as_alice(&|| check_copy(&rewritten, trusted)).unwrap();
+}
+
+/// The newer images would be gone, and with them the lock.
+#[test]
+fn the_store_in_a_tracked_folder_is_left_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    let store = data.join("deep/store");
+    std::fs::create_dir_all(store.join("images/1")).unwrap();
+    std::fs::write(data.join("table"), "as it was").unwrap();
+    let here = capture::View { root: std::process::id().cast_signed(), user: None };
+    let draft = tempfile::tempdir().unwrap();
+    let mut files = Vec::new();
+    let mut contents = capture::Contents::new(std::slice::from_ref(&data), Vec::new(), 1 << 30).without_store(&store);
+    let captured = contents.capture(&mut files, Vec::new(), here, draft.path()).unwrap();
+    assert_eq!(files.iter().map(|file| file.path.to_path_buf()).collect::<Vec<_>>(), [data.join("table")]);
+    let known: Vec<_> = captured.tracked[0].entries.iter().map(|entry| entry.path.to_path_buf()).collect();
+    assert!(known.iter().all(|path| !path.starts_with(&store)), "{known:?}");
+    std::fs::create_dir_all(store.join("images/2")).unwrap();
+    std::fs::write(data.join("new"), "new").unwrap();
+    for is_known in [true, false] {
+        let mut folder = captured.tracked[0].clone();
+        // On another machine the store can be in a new folder.
+        folder.entries.retain(|entry| is_known || entry.path != data.join("deep"));
+        let aside = Aside::of(&folder, Trusted::of(None), Expiry::of_all_but_the_newest()).unwrap();
+        let mut aside = aside.without_store(&store);
+        tracked::put_folder_back(&mut aside, root()).unwrap();
+        aside.finish();
+        assert!(store.join("images/1").is_dir() && store.join("images/2").is_dir());
+        assert!(!data.join("new").exists());
+    }
 }

@@ -1,7 +1,7 @@
 use std::os::unix::fs::OpenOptionsExt;
 
 use super::*;
-use crate::parts::files::{aside::Aside, content, place::Place, tracked::put_folder_back};
+use crate::parts::files::{aside::Aside, content, place::Place, rollback::Expiry, tracked::put_folder_back};
 use crate::samples::{job_path, part_path};
 use rekindle_os::identity::with_file_rights;
 use rekindle_store::manifest::{OpenFile, TrackedEntry, TrackedFolder, TrackedKind};
@@ -275,7 +275,7 @@ fn a_tracked_folder_that_cannot_have_its_rights_is_not_left_without_them() {
     let entries = vec![entry(&data, 0o40_755, ALICE), entry(&sub, 0o40_770, BOB)];
     let folder = TrackedFolder { path: job_path(&data), entries };
     let put_back = || {
-        let mut aside = Aside::of(&folder, Trusted::user(ALICE))?;
+        let mut aside = Aside::of(&folder, Trusted::user(ALICE), Expiry::of_all_but_the_newest())?;
         put_folder_back(&mut aside, Maker::plain(false, Trusted::user(ALICE)))
     };
     for _ in 0..2 {
