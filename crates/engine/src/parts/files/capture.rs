@@ -13,6 +13,7 @@
 //! A file that is left out is in the manifest with its state at the snapshot, and is reported once.
 
 mod copy;
+mod notes;
 mod select;
 mod way;
 
@@ -24,12 +25,10 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use bytesize::ByteSize;
-
-use super::place::{Trusted, may_create_in};
+use super::place::Trusted;
 use super::rights::Table;
 use crate::launch::identity::Identity;
-use rekindle_base::chain;
+use notes::Reason;
 use rekindle_os::blocks::{self, Medium};
 use rekindle_os::identity;
 use rekindle_store::manifest::{
@@ -225,9 +224,9 @@ impl Contents {
         self.tracked.retain(|folder| !all.iter().any(|other| other != folder && folder.starts_with(other)));
         let survey = self.find(select::written_now(tree), view)?;
         let groups = self.within_limit(&survey);
-        self.notes = without_place(&survey.tracked, view)?;
+        self.notes = notes::without_place(&survey.tracked, view)?;
         let alone = survey.found.iter().filter(|file| groups.keep(file) && !self.is_tracked(&file.path));
-        self.notes.extend(without_copy(alone.filter(|file| file.medium == Medium::Disk), view)?);
+        self.notes.extend(notes::without_copy(alone.filter(|file| file.medium == Medium::Disk), view)?);
         Ok(survey.found.iter().filter(|file| groups.keep(file)).map(Found::bytes).sum())
     }
 
@@ -341,9 +340,9 @@ impl Contents {
         let is_too_long = |file: &&OpenFile| groups.too_long.contains(&group(file));
         let (too_long, too_large) = left_out.partition::<Vec<_>, _>(is_too_long);
         captured.notes.extend(self.notes.clone());
-        captured.notes.extend(note(&too_large, Reason::Limit(self.limit)));
-        captured.notes.extend(note(&too_long, Reason::TooLong));
-        captured.notes.extend(note_unread(&unread));
+        captured.notes.extend(notes::left_out(&too_large, Reason::Limit(self.limit)));
+        captured.notes.extend(notes::left_out(&too_long, Reason::TooLong));
+        captured.notes.extend(notes::unread(&unread));
         captured.notes.extend(captured.attributes.note());
         Ok(captured)
     }
@@ -607,43 +606,6 @@ impl Found {
     }
 }
 
-/// Notes on tracked folders with files that a restore could not put back with the rights of the job's user.
-fn without_place(tracked: &[TrackedFolder], view: View<'_>) -> io::Result<Vec<String>> {
-    let Some(user) = view.user else { return Ok(Vec::new()) };
-    let note = |folder: &TrackedFolder, file: PathBuf| {
-        format!(
-            "a restore is refused if {} has changed: what it replaces is kept in a new folder, and user {} may create none in \
-             {} or beside it. Let that user write to {}",
-            file.display(),
-            user.name,
-            folder.path.display(),
-            folder.path.display()
-        )
-    };
-    view.with(|_| {
-        let found = tracked.iter().filter_map(|folder| Some((folder, select::without_place(folder, user.uid)?)));
-        found.map(|(folder, file)| note(folder, file)).collect()
-    })
-}
-
-/// A note on files whose content a restore could not save with the rights of the job's user.
-fn without_copy<'a>(files: impl Iterator<Item = &'a Found>, view: View<'_>) -> io::Result<Option<String>> {
-    let Some(user) = view.user else { return Ok(None) };
-    let files: Vec<&Path> = files.map(|file| file.path.as_path()).collect();
-    let found = view.with(|_| {
-        files.iter().find(|path| path.parent().is_some_and(|folder| may_create_in(folder).is_err())).copied()
-    })?;
-    Ok(found.map(|file| {
-        let folder = file.parent().unwrap_or(file).display();
-        format!(
-            "a restore is refused if {} has changed: what it replaces is kept beside it, and user {} may create no file in \
-             {folder}. Let that user write to {folder}",
-            file.display(),
-            user.name
-        )
-    }))
-}
-
 /// A file that cannot be opened, or what is in its place.
 fn seen(way: &Way, path: &Path) -> io::Result<(fs::Metadata, Medium)> {
     let found = way.find(path)?;
@@ -670,71 +632,6 @@ fn create(draft: &Path, part: &PartPath) -> io::Result<File> {
     let path = draft.join(part);
     fs::create_dir_all(path.parent().unwrap_or(draft))?;
     File::options().read(true).write(true).create_new(true).open(path)
-}
-
-/// How many files a message names.
-const NAMED: usize = 5;
-
-/// Why files are not in the image.
-enum Reason {
-    /// `snapshot.file-limit`; 0 if memory has no room.
-    Limit(u64),
-    TooLong,
-}
-
-fn note(left_out: &[&OpenFile], reason: Reason) -> Option<String> {
-    if left_out.is_empty() {
-        return None;
-    }
-    let more = left_out.len().saturating_sub(NAMED);
-    let names = left_out.iter().take(NAMED).map(|file| file.path.display().to_string());
-    let mut names = names.collect::<Vec<_>>().join(", ");
-    if more > 0 {
-        names.push_str(&format!(" and {more} more"));
-    }
-    let (why, help) = match reason {
-        Reason::Limit(0) => ("there is not enough memory for it".to_owned(), "raise the limit"),
-        Reason::Limit(limit) => {
-            (format!("it does not fit into snapshot.file-limit, {}", ByteSize::b(limit)), "raise the limit")
-        }
-        Reason::TooLong => (
-            format!(
-                "it is too long: the files of an image may be {} long together, holes included",
-                ByteSize::b(ALL_LENGTHS)
-            ),
-            "create the file with a smaller length",
-        ),
-    };
-    Some(format!(
-        "the job rewrites {names}, and the image does not contain the content, because {why}. A restore is refused if one \
-         of them changes after the snapshot (restart.changed-files): {help}"
-    ))
-}
-
-fn note_unread(unread: &BTreeMap<PathBuf, select::Unread>) -> Option<String> {
-    if unread.is_empty() {
-        return None;
-    }
-    let more = unread.len().saturating_sub(NAMED);
-    let shown = |(group, select::Unread { path, error }): (&PathBuf, &select::Unread)| {
-        let why = match error.kind() {
-            // The kernel asks the process to give the lease up, and lets nobody wait for that who asked not to.
-            io::ErrorKind::WouldBlock => "another process has a lease on it".to_owned(),
-            _ => chain(error),
-        };
-        match group == path {
-            true => format!("{} (it cannot be read: {why})", group.display()),
-            false => format!("{} ({} in it cannot be read: {why})", group.display(), path.display()),
-        }
-    };
-    let mut names = unread.iter().take(NAMED).map(shown).collect::<Vec<_>>().join(", ");
-    if more > 0 {
-        names.push_str(&format!(" and {more} more"));
-    }
-    Some(format!(
-        "the image does not contain the content of {names}. A restore is refused if one of these files changes after the \
-         snapshot (restart.changed-files): make them readable for the job's user"
-    ))
 }
 
 #[cfg(test)]
