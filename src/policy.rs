@@ -339,6 +339,8 @@ impl History {
     /// Continues after a failure of this image.
     fn go_on(&mut self, id: ImageId, finding: Finding, images: &Images, policy: &Restart, now: Instant) -> Decision {
         match finding {
+            // One of a hang, which was restored on request.
+            Finding::TryAgain if self.suspects.is_passed_over(id) => self.next(images, policy, now, None),
             Finding::TryAgain => self.choose(images, policy, now, None),
             Finding::PassOver => self.next(images, policy, now, None),
             Finding::Mark { why, detail } => {

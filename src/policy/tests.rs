@@ -159,6 +159,22 @@ fn a_hang_is_not_restored_from_an_image_of_it() {
 }
 
 #[test]
+fn after_a_rewind_to_an_image_of_a_hang_the_way_back_has_no_pause() {
+    let (mut history, p, now) = (History::default(), policy(), Instant::now());
+    let images = |stuck: &[u32]| Images {
+        stuck: stuck.iter().map(|n| id(*n)).collect(),
+        proven: BTreeSet::from([id(1)]),
+        ..Images::good([id(2), id(1)])
+    };
+    let image = |n| StartPoint::Image(id(n));
+    assert_eq!(from(&history.after_death(Death::Hung, image(1), LATER, &images(&[2]), &p, now)), image(1));
+    assert_eq!(from(&history.after_death(KILLED, image(1), LATER, &images(&[]), &p, now)), image(1));
+    // The user has it restored, and it hangs.
+    let back = history.after_death(Death::Hung, image(2), LATER, &images(&[2]), &p, now);
+    assert_eq!(back, Decision::Again { from: image(1), after: Duration::ZERO, mark: None });
+}
+
+#[test]
 fn a_job_that_has_only_images_of_its_hang_is_given_up() {
     let (mut history, p, now) = (History::default(), policy(), Instant::now());
     // It hung before its first image, and each life takes more of them.
