@@ -33,6 +33,12 @@ use rekindle_store::{Form, Image, ImageId, Place, Seen};
 /// How often the free memory is checked.
 pub(super) const LOOK: Duration = Duration::from_secs(2);
 
+/// What follows if snapshots end the job again and again.
+const NO_MORE: &str = "the snapshots before this one ended the job, too. So that it gets further, no more are taken at the \
+    interval, and the job runs on without new images. Find out why it cannot be resumed: it may use CUDA IPC without the \
+    interposer (snapshot.interposer), or another program may take the GPU memory that it gives up for a moment. Then try with \
+    `rekindle snapshot`: once one succeeds, the interval goes on";
+
 /// The result of storing an image.
 pub(super) struct Outcome {
     image: ImageId,
@@ -155,7 +161,11 @@ impl Owner<'_> {
                 self.clients.control.snapshot_failed(&chain(&error));
                 self.clients.job_api.snapshot_ends(Some(chain(&error)));
                 if self.life.ended().is_none() {
-                    let why = chain(&error);
+                    let mut why = chain(&error);
+                    if lost && !stops && self.machine.is_last_try() {
+                        why.push_str("; ");
+                        why.push_str(NO_MORE);
+                    }
                     self.keep_criu_log("dump", error.criu_log());
                     match error {
                         _ if lost => tracing::error!("the snapshot failed and the job cannot continue: {why}"),

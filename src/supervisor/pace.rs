@@ -18,8 +18,13 @@ pub(crate) struct Pace {
     /// When the present interval began.
     began: Option<Instant>,
     failures: Failures,
+    /// How many snapshots in a row ended the job.
+    fatal: u32,
     choice: Option<Choice>,
 }
+
+/// If so many snapshots in a row end the job, no more are taken at the interval: the job would never get further.
+const FATAL: u32 = 3;
 
 /// What was in progress while this process, and the job probably with it, was stopped (`scontrol suspend`, `docker
 /// pause`, a virtual machine that was paused).
@@ -49,8 +54,26 @@ impl Pace {
         self.stopped.snapshot = false;
     }
 
+    /// The snapshot in progress has ended the job.
+    pub(crate) fn was_fatal(&mut self) {
+        self.fatal = self.fatal.saturating_add(1);
+    }
+
+    /// Whether snapshots end the job, so that none may be taken at the interval. The next one that succeeds changes it.
+    #[must_use]
+    pub(crate) fn is_deadly(&self) -> bool {
+        self.fatal >= FATAL
+    }
+
+    /// Whether it is so after one more snapshot that ends the job, and is not yet.
+    #[must_use]
+    pub(crate) fn is_nearly_deadly(&self) -> bool {
+        self.fatal + 1 == FATAL
+    }
+
     /// A snapshot froze the job for this long.
     pub(crate) fn frozen(&mut self, freeze: Duration) {
+        self.fatal = 0;
         if std::mem::take(&mut self.stopped.snapshot) || freeze.is_zero() {
             return;
         }

@@ -40,7 +40,7 @@ pub(crate) use states::{Ending, Life, State, Then};
 use transitions::{suspended, waiting};
 
 use super::pace::Pace;
-use crate::config::Config;
+use crate::config::{Config, Interval};
 use crate::policy::{History, StartPoint};
 use rekindle_base::interval::{Choice, Failures};
 use rekindle_store::manifest::Reason;
@@ -201,6 +201,12 @@ impl<'a> Machine<'a> {
         self.pace.measured()
     }
 
+    /// Whether the interval is over if this snapshot ends the job, because those before it did.
+    #[must_use]
+    pub(crate) fn is_last_try(&self) -> bool {
+        self.led.is_none() && self.config.snapshot.interval != Interval::Off && self.pace.is_nearly_deadly()
+    }
+
     /// What is decided about the end of this life.
     #[must_use]
     pub(crate) fn verdict(&self) -> Option<&Verdict> {
@@ -330,9 +336,9 @@ impl<'a> Machine<'a> {
         now + self.last_takes.map_or(left / 2, |takes| left.saturating_sub(takes))
     }
 
-    /// When the next snapshot of this life is due, unless the interval is suspended.
+    /// When the next snapshot of this life is due, unless the interval is suspended, or snapshots end the job.
     fn next(&self, life: &Life) -> Option<Instant> {
-        life.next.filter(|at| self.quiet.is_none_or(|quiet| *at < quiet))
+        life.next.filter(|at| !self.pace.is_deadly() && self.quiet.is_none_or(|quiet| *at < quiet))
     }
 
     /// When the next snapshot is due of a life that started at `since`.

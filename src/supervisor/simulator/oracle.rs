@@ -11,8 +11,9 @@ use super::world::World;
 use crate::config::{ColdStart, Snapshot};
 use crate::policy::{Failure, Mark, StartPoint};
 use crate::supervisor::line::{Candidate, Line};
-use crate::supervisor::state::{Ending, Event, State, Then};
+use crate::supervisor::state::{Ending, Event, Harm, State, Then};
 use rekindle_os::spawn::Ended;
+use rekindle_store::manifest::Reason;
 use rekindle_store::{BadWhy, ImageId};
 
 /// Observations about an image in this run.
@@ -115,6 +116,8 @@ pub(super) struct Failures {
     /// When a snapshot that failed temporarily must have been tried again, and how many failed so in a row.
     retry: Option<Instant>,
     missed: u32,
+    /// Number of snapshots in a row that ended the job.
+    fatal: u32,
     /// The image that failed last, and when.
     failed: Option<(ImageId, Instant)>,
     /// Whether the machine caused a failure.
@@ -156,6 +159,8 @@ pub(super) struct Oracle {
     pub(super) stopping: Option<Stopping>,
 }
 
+/// So many snapshots in a row may end the job.
+const FATAL: u32 = 3;
 /// Requests to stop within this time count as one.
 const TOGETHER: Duration = Duration::from_secs(2);
 /// How many different failures an image may have.
@@ -183,7 +188,7 @@ impl Oracle {
         (self.stopping, self.asked, self.poisoned) = (None, None, None);
         self.failures.unstored = Unstored::default();
         self.failures.ranks = Account::default();
-        (self.failures.hangs, self.failures.streak) = (Hangs::default(), None);
+        (self.failures.hangs, self.failures.streak, self.failures.fatal) = (Hangs::default(), None, 0);
     }
 
     /// Something was removed that no supervisor could have kept.
@@ -191,13 +196,16 @@ impl Oracle {
         self.expected = None;
     }
 
-    pub(super) fn snapshot_begins(&mut self) {
+    pub(super) fn snapshot_begins(&mut self, reason: Reason) {
         self.failures.retry = None;
+        if reason == Reason::Interval && self.failures.fatal >= FATAL {
+            self.violate("a snapshot is taken at the interval, and those before it ended the job".into());
+        }
     }
 
     pub(super) fn taken(&mut self, id: ImageId, now: Instant) {
         self.alive.push((id, now));
-        self.failures.missed = 0;
+        (self.failures.missed, self.failures.fatal) = (0, 0);
         if self.poisoned.take() == Some(id) {
             self.violate(format!("image {id} has a death that the job has yet to hear of"));
         }
@@ -434,13 +442,15 @@ impl World {
             self.oracle.disturb();
         }
         self.oracle.poisoned = None;
+        self.oracle.failures.fatal += u32::from(*event == Event::SnapshotFailed(Harm::Lost) && !ended);
         if !matches!(event, Event::SnapshotMissed) {
             return;
         }
         self.oracle.failures.missed += 1;
         // A retry is required only if nothing else prevents it.
         let state = self.run.as_ref().map(|run| run.machine.state());
-        if ended || !matches!(state, Some(State::Snapshotting { then: None, .. })) {
+        let deadly = self.oracle.failures.fatal >= FATAL;
+        if ended || deadly || !matches!(state, Some(State::Snapshotting { then: None, .. })) {
             return;
         }
         self.oracle.failures.retry = match self.oracle.failures.missed {

@@ -48,7 +48,7 @@ impl World {
     // ---- a snapshot ----
 
     pub(super) fn snapshot(&mut self, reason: Reason) {
-        self.oracle.snapshot_begins();
+        self.oracle.snapshot_begins(reason);
         let op = self.number();
         let id = self.next_id();
         let trouble = self.oracle.armed.take();

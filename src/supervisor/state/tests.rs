@@ -243,6 +243,35 @@ fn a_job_that_was_lost_in_a_snapshot_comes_back() {
     assert!(matches!(state, State::Waiting { from: StartPoint::Image(i), .. } if i == id(2)));
 }
 
+#[test]
+fn a_job_that_every_snapshot_ends_is_left_alone() {
+    let bench = Bench::new();
+    let (mut machine, _) = Machine::new(&bench.config, StartPoint::Cold);
+    let mut now = Instant::now();
+    let mut lives = |machine: &mut Machine<'_>, event: Event| {
+        machine.step(Event::Started, now);
+        now += Duration::from_secs(3600);
+        let taken = machine.step(event, now);
+        let last = machine.is_last_try();
+        machine.step(Event::SnapshotFailed(Harm::Lost), now);
+        machine.step(killed(&[]), now);
+        now += Duration::from_secs(3600);
+        assert_eq!(machine.step(Event::Tick, now), [Action::Start(StartPoint::Cold)]);
+        (taken.contains(&Action::Snapshot(Reason::Interval)), last)
+    };
+    assert_eq!([(); 3].map(|()| lives(&mut machine, Event::Tick)), [(true, false), (true, false), (true, true)]);
+    machine.step(Event::Started, now);
+    assert_eq!((machine.deadline(), machine.next_snapshot()), (None, None));
+    assert_eq!(machine.step(Event::Tick, now + Duration::from_secs(36_000)), []);
+    // Somebody tries one: it fails, and does no harm.
+    assert_eq!(machine.step(NOW, now), [Action::Snapshot(Reason::Signal)]);
+    machine.step(Event::SnapshotFailed(Harm::None), now);
+    assert_eq!(machine.deadline(), None, "it is not tried again by itself");
+    machine.step(NOW, now);
+    machine.step(TAKEN, now);
+    assert_eq!(machine.deadline(), Some(now + Duration::from_secs(600)), "the interval goes on");
+}
+
 const PERSISTED: Event = Event::PersistEnded(Some(Duration::from_secs(40)));
 
 #[test]

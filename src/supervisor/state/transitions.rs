@@ -206,6 +206,10 @@ impl Machine<'_> {
                     self.pace.frozen(freeze);
                 }
                 let lost = event == Event::SnapshotFailed(Harm::Lost);
+                // One that had ended by itself could not be resumed in any case.
+                if lost && ended.is_none() {
+                    self.pace.was_fatal();
+                }
                 life.next = match event {
                     Event::SnapshotTaken { .. } => {
                         (life.failures, life.missed) = (0, 0);
