@@ -5,7 +5,7 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicI32, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nvml_wrapper::bitmasks::event::EventTypes;
 use nvml_wrapper::enums::event::XidError;
@@ -31,6 +31,8 @@ pub(crate) struct Fault {
 
 /// How often to check whether a job has started to use a GPU.
 const LOOK: Duration = Duration::from_secs(5);
+/// How often to check which GPUs it has open.
+const LOOK_AGAIN: Duration = Duration::from_secs(60);
 /// How long NVML waits for an event at a time, in milliseconds; in between, the end of the job is noticed.
 const WAIT_MS: u32 = 2000;
 
@@ -125,9 +127,41 @@ pub(crate) fn watch_faults(root: &AtomicI32, kin: &Kin, report: impl Fn(Fault) -
     while !uses_gpu(&pids()) {
         std::thread::sleep(LOOK);
     }
+    kin.look();
+    let mut looks = Looks { root, kin, last: Instant::now() };
     match load() {
-        Some(nvml) if events_of(&nvml, &pids, kin, &report).is_ok() => {}
-        _ => log_of(kin, &report),
+        Some(nvml) if events_of(&nvml, &pids, &mut looks, &report).is_ok() => {}
+        _ => log_of(&mut looks, &report),
+    }
+}
+
+/// Looks which GPUs the job has open: from time to time, as a fault may end it before its first image.
+struct Looks<'a> {
+    root: &'a AtomicI32,
+    kin: &'a Kin,
+    last: Instant,
+}
+
+impl Looks<'_> {
+    fn again(&mut self) {
+        if self.last.elapsed() >= LOOK_AGAIN {
+            self.now();
+        }
+    }
+
+    /// A fault that names nobody is the job's if it uses that GPU.
+    fn before(&mut self, named: Option<&Named>) {
+        if named.is_none() {
+            self.now();
+        }
+    }
+
+    fn now(&mut self) {
+        self.last = Instant::now();
+        // Between two lives the root's pid may be another program's.
+        if self.root.load(Ordering::Relaxed) != 0 {
+            self.kin.look();
+        }
     }
 }
 
@@ -164,21 +198,21 @@ impl Lines {
     }
 }
 
-/// NVML writes `00000000:3B:00.0`, the log `0000:3b:00`.
-fn is_same_gpu(nvml: &str, log: &str) -> bool {
+/// The PCI address as the log has it: NVML writes `00000000:3B:00.0`, the log `0000:3b:00`.
+fn in_log(nvml: &str) -> Option<String> {
     let device = nvml.to_lowercase();
-    let device = device.split('.').next().unwrap_or_default();
-    let (Some((domain, place)), Some((other, there))) = (device.split_once(':'), log.split_once(':')) else {
-        return false;
-    };
-    let number = |text: &str| u32::from_str_radix(text, 16).ok();
-    place == there && number(domain) == number(other)
+    let (domain, place) = device.split('.').next()?.split_once(':')?;
+    Some(format!("{:04x}:{place}", u32::from_str_radix(domain, 16).ok()?))
+}
+
+fn is_same_gpu(nvml: &str, log: &str) -> bool {
+    in_log(nvml).is_some_and(|gpu| gpu == log)
 }
 
 fn events_of(
     nvml: &Nvml,
     pids: &impl Fn() -> Vec<i32>,
-    kin: &Kin,
+    looks: &mut Looks<'_>,
     report: &impl Fn(Fault) -> bool,
 ) -> Result<(), NvmlError> {
     let mut lines = Lines { log: KernelLog::from_now().ok(), waiting: Vec::new() };
@@ -194,6 +228,7 @@ fn events_of(
         return Err(NvmlError::NotSupported);
     }
     loop {
+        looks.again();
         match set.wait(WAIT_MS) {
             Ok(event) => {
                 let xid = match event.event_data {
@@ -202,7 +237,13 @@ fn events_of(
                 };
                 let at = clock::since_boot();
                 let place = event.device.pci_info().ok().map(|pci| pci.bus_id);
-                let whose = kin.whose(lines.take(place.as_deref(), xid));
+                let named = lines.take(place.as_deref(), xid);
+                looks.before(named.as_ref());
+                let whose = match place.and_then(|place| in_log(&place)) {
+                    Some(gpu) => looks.kin.struck(&gpu, named),
+                    None => Some(looks.kin.whose(named)),
+                };
+                let Some(whose) = whose else { continue };
                 // A lost GPU cannot be asked for its processes.
                 if whose != Whose::Job && runs(&event.device, &pids()) == Some(false) {
                     continue;
@@ -218,15 +259,18 @@ fn events_of(
     }
 }
 
-fn log_of(kin: &Kin, report: &impl Fn(Fault) -> bool) {
+fn log_of(looks: &mut Looks<'_>, report: &impl Fn(Fault) -> bool) {
     let Ok(mut log) = KernelLog::from_now() else { return };
     loop {
+        looks.again();
         log.wait(Duration::from_millis(u64::from(WAIT_MS)));
         // The log has a clock of its own.
         let at = clock::since_boot();
         for (_, notice) in log.read() {
-            if let Notice::Xid { gpu, xid, process } = notice
-                && !report(Fault { gpu, xid, whose: kin.whose(process), at })
+            let Notice::Xid { gpu, xid, process } = notice else { continue };
+            looks.before(process.as_ref());
+            if let Some(whose) = looks.kin.struck(&gpu, process)
+                && !report(Fault { gpu, xid, whose, at })
             {
                 return;
             }

@@ -3,7 +3,7 @@
 //! The log has pids of the first PID namespace, also of processes that have ended since. So the pids and names that the
 //! job had are remembered.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -43,11 +43,42 @@ pub(crate) enum Whose {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct Seen {
     root: i32,
-    before: BTreeSet<i32>,
-    pids: BTreeSet<i32>,
+    before: Pids,
+    pids: Pids,
     names: BTreeSet<String>,
     /// The last pid that the kernel had given away at the last look.
     last: i32,
+    /// The PCI addresses of the GPUs that it has had open, as the log has them; `None` for one whose address nobody
+    /// says.
+    gpus: BTreeSet<Option<String>>,
+}
+
+/// Processes by pid, with the time of their start, unless they were gone when we heard of them.
+type Pids = BTreeMap<i32, Option<u64>>;
+
+/// A process that a line names.
+#[derive(Debug, Clone, Copy)]
+enum Fate {
+    /// It exists, or another one that has its pid now. It started then, if the kernel says.
+    Alive(Option<u64>),
+    Dead,
+}
+
+impl Fate {
+    fn of(pid: i32) -> Fate {
+        match Path::new(&format!("/proc/{pid}")).exists() {
+            true => Fate::Alive(process::start_time(pid)),
+            false => Fate::Dead,
+        }
+    }
+
+    /// Whether it is the one of these that has this pid. Pids are used again.
+    fn is_of(self, pids: &Pids, pid: i32) -> bool {
+        pids.get(&pid).is_some_and(|start| match self {
+            Fate::Dead => true,
+            Fate::Alive(now) => now.is_some() && now == *start,
+        })
+    }
 }
 
 /// The same, for several threads.
@@ -60,6 +91,7 @@ impl Kin {
         let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         seen.root = root;
         seen.before = std::mem::take(&mut seen.pids);
+        seen.gpus.clear();
         drop(seen);
         self.look();
     }
@@ -70,16 +102,20 @@ impl Kin {
         let tree = process::tree(root);
         let last = last_pid();
         let names: Vec<String> = tree.iter().filter_map(|pid| process::name(*pid)).collect();
+        let gpus = open_gpus(&tree, Path::new("/proc/driver/nvidia/gpus"));
+        let tree: Pids = tree.into_iter().map(|pid| (pid, process::start_time(pid))).collect();
         let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         seen.pids.extend(tree);
         seen.last = last;
         seen.names.extend(names);
+        seen.gpus.extend(gpus);
     }
 
     /// One that has died.
     pub(crate) fn add(&self, pid: i32, name: &str) {
         let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        seen.pids.insert(pid);
+        // A dead process that its parent has not heard of still says when it started.
+        seen.pids.entry(pid).or_insert_with(|| process::start_time(pid));
         seen.names.insert(name.to_owned());
     }
 
@@ -88,19 +124,33 @@ impl Kin {
         let Some(named) = named else { return Whose::Unknown };
         let seen = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let pid = named.pid;
-        let alive = Path::new(&format!("/proc/{pid}")).exists();
         let in_tree = || process::tree(seen.root).contains(&pid);
-        whose(&seen, named, in_first_namespace(), alive, in_tree)
+        whose(&seen, named, in_first_namespace(), Fate::of(pid), in_tree)
+    }
+
+    /// Whose process a fault of the GPU with this PCI address struck. `None` if nobody says, and the job does not use
+    /// that GPU: then it is another program's.
+    pub(crate) fn struck(&self, gpu: &str, named: Option<Named>) -> Option<Whose> {
+        let whose = self.whose(named);
+        let may_be_ours = || self.0.lock().unwrap_or_else(PoisonError::into_inner).may_use(gpu);
+        (whose != Whose::Unknown || may_be_ours()).then_some(whose)
     }
 }
 
-fn whose(seen: &Seen, named: Named, first: bool, alive: bool, in_tree: impl FnOnce() -> bool) -> Whose {
+impl Seen {
+    /// Whether the job may use this GPU: it has had it open, or nobody knows which it has open.
+    fn may_use(&self, gpu: &str) -> bool {
+        self.gpus.is_empty() || self.gpus.iter().any(|one| one.as_ref().is_none_or(|one| one == &gpu.to_lowercase()))
+    }
+}
+
+fn whose(seen: &Seen, named: Named, first: bool, fate: Fate, in_tree: impl FnOnce() -> bool) -> Whose {
     let same_name = named.name.as_ref().is_some_and(|name| seen.names.contains(name));
-    if first && seen.before.contains(&named.pid) && !seen.pids.contains(&named.pid) {
+    let known = fate.is_of(&seen.pids, named.pid);
+    if first && !known && fate.is_of(&seen.before, named.pid) {
         return Whose::Before;
     }
-    let known = seen.pids.contains(&named.pid);
-    let is_ours = match (first, alive) {
+    let is_ours = match (first, matches!(fate, Fate::Alive(_))) {
         // Pids of another namespace say nothing here.
         (false, _) if named.name.is_none() => return Whose::Unknown,
         (false, _) => same_name,
@@ -109,6 +159,35 @@ fn whose(seen: &Seen, named: Named, first: bool, alive: bool, in_tree: impl FnOn
         (true, false) => known || same_name && named.pid > seen.last,
     };
     if is_ours { Whose::Job } else { Whose::Other(named) }
+}
+
+/// The GPUs that these processes have open. `folder` has a folder for each, named by its PCI address.
+fn open_gpus(pids: &[i32], folder: &Path) -> BTreeSet<Option<String>> {
+    let targets = pids.iter().flat_map(|pid| process::descriptors(*pid));
+    let minors: BTreeSet<u32> = targets.filter_map(|(_, target)| minor(&target)).collect();
+    if minors.is_empty() {
+        return BTreeSet::new();
+    }
+    let known = addresses(folder);
+    minors.iter().map(|minor| known.get(minor).cloned()).collect()
+}
+
+/// The number of a GPU's device.
+fn minor(device: &Path) -> Option<u32> {
+    device.to_str()?.strip_prefix("/dev/nvidia")?.parse().ok()
+}
+
+/// The PCI addresses of GPUs by the numbers of their devices, as the kernel module tells them.
+fn addresses(folder: &Path) -> BTreeMap<u32, String> {
+    let gpus = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let of = |gpu: std::fs::DirEntry| {
+        let text = std::fs::read_to_string(gpu.path().join("information")).ok()?;
+        let minor = text.lines().find_map(|line| line.strip_prefix("Device Minor:"))?.trim().parse().ok()?;
+        // The log leaves out the function.
+        let address = gpu.file_name().to_str()?.split('.').next()?.to_lowercase();
+        Some((minor, address))
+    };
+    gpus.filter_map(of).collect()
 }
 
 /// The last pid that was given away; 0 if nobody says.
@@ -136,19 +215,30 @@ mod tests {
     fn a_process_is_the_jobs_by_its_pid_and_after_its_end_by_its_name() {
         let seen = Seen {
             root: 6,
-            before: [3, 7].into(),
-            pids: [6, 7].into(),
+            before: [(3, Some(30)), (7, Some(70))].into(),
+            pids: [(6, Some(160)), (7, Some(170)), (5000, None)].into(),
             names: ["pt_main_thread".into()].into(),
             last: 8,
+            gpus: BTreeSet::new(),
         };
         let (ours, other) = (named(7, "x"), named(8, "Xorg"));
-        let whose = |named: &Named, first, alive, in_tree| whose(&seen, named.clone(), first, alive, || in_tree);
+        let at = |named: &Named, first, fate, in_tree| whose(&seen, named.clone(), first, fate, || in_tree);
+        let whose = |named: &Named, first, alive, in_tree| {
+            let start = seen.pids.get(&named.pid).copied().flatten().unwrap_or(999);
+            at(named, first, if alive { Fate::Alive(Some(start)) } else { Fate::Dead }, in_tree)
+        };
         assert_eq!(whose(&ours, true, true, false), Whose::Job);
         assert_eq!(whose(&ours, true, false, false), Whose::Job, "it has died just now");
         assert_eq!(whose(&other, true, true, true), Whose::Job, "it has begun just now");
         assert_eq!(whose(&other, true, true, false), Whose::Other(other.clone()));
         assert_eq!(whose(&other, true, false, false), Whose::Other(other.clone()));
         assert_eq!(whose(&named(3, "x"), true, false, false), Whose::Before);
+        // Another program has the pid now.
+        let again = |pid| at(&named(pid, "x"), true, Fate::Alive(Some(500)), false);
+        for pid in [3, 7, 5000] {
+            assert_eq!(again(pid), Whose::Other(named(pid, "x")));
+        }
+        assert_eq!(at(&named(5000, "x"), true, Fate::Dead, false), Whose::Job, "it was gone when we heard of it");
         let old = named(5, "pt_main_thread");
         assert_eq!(whose(&old, true, false, false), Whose::Other(old.clone()), "it was there at the last look");
         let young = named(9, "pt_main_thread");
@@ -158,6 +248,33 @@ mod tests {
         assert_eq!(whose(&named(7, "Xorg"), false, true, true), Whose::Other(named(7, "Xorg")));
         assert_eq!(whose(&named(4711, "pt_main_thread"), false, false, false), Whose::Job);
         assert_eq!(whose(&Named { pid: 7, name: None }, false, true, true), Whose::Unknown);
+    }
+
+    #[test]
+    fn a_fault_that_names_nobody_concerns_the_job_only_on_its_gpus() {
+        let dir = tempfile::tempdir().unwrap();
+        for (address, number) in [("0000:3B:00.0", 0), ("0000:5d:00.0", 11)] {
+            let gpu = dir.path().join(address);
+            std::fs::create_dir(&gpu).unwrap();
+            let text = format!("Model: \t\t NVIDIA H200\nBus Location: \t {address}\nDevice Minor: \t {number}\n");
+            std::fs::write(gpu.join("information"), text).unwrap();
+        }
+        let known = addresses(dir.path());
+        assert_eq!(known, [(0, "0000:3b:00".to_owned()), (11, "0000:5d:00".to_owned())].into());
+        assert_eq!(minor(Path::new("/dev/nvidia11")), Some(11));
+        for other in ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-caps/nvidia-cap1", "/dev/null"] {
+            assert_eq!(minor(Path::new(other)), None);
+        }
+        let kin = |gpus: &[Option<&str>]| {
+            let gpus = gpus.iter().map(|gpu| gpu.map(ToOwned::to_owned)).collect();
+            Kin(Arc::new(Mutex::new(Seen { gpus, ..Seen::default() })))
+        };
+        let (ours, both) = (kin(&[Some("0000:3b:00")]), kin(&[Some("0000:3b:00"), None]));
+        assert_eq!(ours.struck("0000:3b:00", None), Some(Whose::Unknown));
+        assert_eq!(ours.struck("0000:5d:00", None), None);
+        assert_eq!(both.struck("0000:5d:00", None), Some(Whose::Unknown), "it may be the other one");
+        assert_eq!(kin(&[]).struck("0000:5d:00", None), Some(Whose::Unknown), "nobody knows");
+        assert!(ours.struck("0000:5d:00", Some(named(1, "init"))).is_some());
     }
 
     #[test]
