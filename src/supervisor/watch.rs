@@ -25,6 +25,7 @@ use crate::telemetry::events::What;
 use crate::watch::deaths::Noticed;
 use crate::watch::gpu::{self, Fault};
 use crate::watch::hang_detector::{self, HangDetector, Order};
+use crate::watch::kmsg::Listener;
 use crate::watch::lines::{self, Hit, Turn};
 use crate::watch::witness::Witness;
 use rekindle_base::cause::{Cause, Facts, Missing, judge};
@@ -37,6 +38,8 @@ use rekindle_store::ImageId;
 /// What is known about the job's health.
 #[derive(Debug, Default)]
 pub(super) struct Watch {
+    /// What the kernel's log says, if we can read it.
+    log: Option<Listener>,
     /// The witness of this life.
     witness: Option<Witness>,
     /// Why we end the job, if the reason is a rule or a hang.
@@ -128,7 +131,7 @@ enum Ruled {
 impl Watch {
     /// A life with this number begins. `lengths` are those of the output files.
     fn life_begins(&mut self, number: u32, root: i32, lengths: [u64; 2], now: Instant) {
-        self.witness = Some(Witness::begin(root));
+        self.witness = Some(Witness::begin(root, self.log.clone()));
         self.blame = None;
         self.pending = None;
         self.gpus.faults.clear();
@@ -272,6 +275,7 @@ impl Owner<'_> {
     /// Starts the threads that the configuration needs.
     pub(super) fn watch_begin(&mut self) {
         self.watch.output.from = self.output_lengths();
+        self.watch.log = Listener::new(|work| self.spawn("kernel-log", work)).ok();
         let setup = Arc::clone(self.setup);
         let beats = setup.sockets.beats.as_ref().map(|beats| beats.count()).unwrap_or_default();
         if let Some(detector) =

@@ -1,16 +1,19 @@
 //! The kernel's log: messages about processes killed for lack of memory, and about GPU faults.
 //!
-//! It is a second source, read through a descriptor positioned at the start of the life. In a container it is often
-//! missing or not readable; then there are no messages.
+//! It is a second source. In a container it is often missing or not readable; then there are no messages.
+//!
+//! The log has a clock of its own: it is not corrected as the others are, and after weeks it differs from them by
+//! minutes. So a thread reads messages as they come, and they have the time at which they were read.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom};
 use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use super::kin::Named;
-use rekindle_os::exits;
+use rekindle_os::{clock, exits};
 
 /// A message that concerns a job.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -56,7 +59,7 @@ impl KernelLog {
         }
     }
 
-    /// The messages since then, or since the last call, with the time since the machine's boot.
+    /// The messages since then, or since the last call, with the time since the machine's boot by the log's own clock.
     pub(crate) fn read(&mut self) -> Vec<(Duration, Notice)> {
         /// Maximum size of a record (`CONSOLE_EXT_LOG_MAX`, kernel/printk).
         const RECORD: usize = 8192;
@@ -78,6 +81,76 @@ impl KernelLog {
                 Err(_) => return found,
             }
         }
+    }
+}
+
+/// Messages longer ago are forgotten: they did not end the job.
+pub(crate) const RECENT: Duration = Duration::from_secs(120);
+/// How long to wait for a message at a time; in between, the end of the run is noticed.
+const WAIT: Duration = Duration::from_secs(10);
+
+/// What the log has said lately.
+#[derive(Debug)]
+struct Heard {
+    log: KernelLog,
+    /// Whether a thread reads messages as they come.
+    at_once: bool,
+    /// When they came, since the boot.
+    notices: Vec<(Duration, Notice)>,
+}
+
+impl Heard {
+    fn read(&mut self) {
+        let (read, now) = (self.log.read(), clock::since_boot());
+        let at_once = self.at_once;
+        // Without the thread the log's own clock is all there is.
+        self.notices.extend(read.into_iter().map(|(at, notice)| (if at_once { now } else { at }, notice)));
+        self.notices.retain(|(at, _)| *at + RECENT >= now);
+    }
+}
+
+/// Hears what the log says, for as long as it exists.
+#[derive(Debug, Clone)]
+pub(crate) struct Listener(Arc<Mutex<Heard>>);
+
+impl Listener {
+    /// Hears messages from now on. Gives `spawn` the work of the thread that reads them.
+    ///
+    /// # Errors
+    /// When we cannot read the log.
+    pub(crate) fn new(spawn: impl FnOnce(Box<dyn FnOnce() + Send>)) -> io::Result<Listener> {
+        let log = KernelLog::from_now()?;
+        // It is waited for without the lock. Both read from the same place.
+        let waits = KernelLog { file: log.file.try_clone()? };
+        let heard = Arc::new(Mutex::new(Heard { log, at_once: false, notices: Vec::new() }));
+        let weak = Arc::downgrade(&heard);
+        spawn(Box::new(move || listen(&waits, &weak)));
+        Ok(Listener(heard))
+    }
+
+    /// Forgets what was said until now.
+    pub(crate) fn forget(&self) {
+        let mut heard = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        heard.read();
+        heard.notices.clear();
+    }
+
+    /// The messages since then, at most [`RECENT`] ago, with the time since the machine's boot.
+    pub(crate) fn notices(&self) -> Vec<(Duration, Notice)> {
+        let mut heard = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        heard.read();
+        heard.notices.clone()
+    }
+}
+
+fn listen(log: &KernelLog, heard: &Weak<Mutex<Heard>>) {
+    while let Some(heard) = heard.upgrade() {
+        let mut now = heard.lock().unwrap_or_else(PoisonError::into_inner);
+        now.read();
+        now.at_once = true;
+        drop(now);
+        drop(heard);
+        log.wait(WAIT);
     }
 }
 
@@ -169,6 +242,30 @@ mod tests {
         }
     }
 
+    /// The log's clock may differ from the others by minutes.
+    #[test]
+    fn a_message_that_is_read_as_it_comes_has_the_time_of_that() {
+        let heard = |at_once, stamp: Duration| {
+            let mut file = tempfile::tempfile().unwrap();
+            let line = format!("4,1,{},-;NVRM: Xid (PCI:0000:3b:00): 109, pid=1, name=x\n", stamp.as_micros());
+            io::Write::write_all(&mut file, line.as_bytes()).unwrap();
+            file.rewind().unwrap();
+            let mut heard = Heard { log: KernelLog { file }, at_once, notices: Vec::new() };
+            let before = clock::since_boot();
+            heard.read();
+            (before, heard.notices)
+        };
+        for stamp in [Duration::ZERO, clock::since_boot() + 2 * RECENT] {
+            let (before, notices) = heard(true, stamp);
+            assert_eq!(notices.len(), 1);
+            assert!(before <= notices[0].0 && notices[0].0 <= clock::since_boot());
+        }
+        let stamp = Duration::from_secs(clock::since_boot().as_secs());
+        assert_eq!(heard(false, stamp).1[0].0, stamp, "it may have come long ago");
+        let old = stamp.saturating_sub(2 * RECENT);
+        assert_eq!(heard(false, old).1.len(), usize::from(old.is_zero()));
+    }
+
     /// A message written to the log is read back; earlier messages are not.
     #[test]
     fn the_log_is_read_from_where_it_was_opened() {
@@ -201,5 +298,21 @@ mod tests {
         };
         assert_eq!(ours(log.read()), [2]);
         assert_eq!(ours(log.read()), [0; 0]);
+        // A thread reads it as it comes.
+        let listener = Listener::new(|work| drop(std::thread::spawn(work))).unwrap();
+        let listens = |is: &dyn Fn(&Heard) -> bool| {
+            let until = std::time::Instant::now() + Duration::from_secs(20);
+            while !is(&listener.0.lock().unwrap()) && std::time::Instant::now() < until {
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            is(&listener.0.lock().unwrap())
+        };
+        assert!(listens(&|heard| heard.at_once));
+        write(&line(3)).unwrap();
+        assert!(listens(&|heard| ours(heard.notices.clone()) == [3]));
+        assert_eq!(ours(listener.notices()), [3]);
+        listener.forget();
+        write(&line(4)).unwrap();
+        assert_eq!(ours(listener.notices()), [4]);
     }
 }
