@@ -1,5 +1,7 @@
 """A job with things in a folder of its own that CRIU makes anew by their path: what it is asked for, of
 
+    owner      a file whose signals go to the job (F_SETOWN), opened before all others
+    keys       writes the keys that it can see to FOLDER/keys
     socket     a bound UNIX socket, d/daemon.sock
     ghost      a file that has lost its name, d/ghost, executable
     hardlink   a file that has lost one of its names, d/first, and is d/second still
@@ -14,6 +16,8 @@
 It says "ready", then counts in the file FOLDER/alive.
 """
 
+import ctypes
+import fcntl
 import mmap
 import os
 import socket
@@ -24,6 +28,10 @@ folder, wanted = sys.argv[1], set(sys.argv[2:])
 d = os.path.join(folder, "d")
 os.makedirs(d, exist_ok=True)
 held = []
+if "owner" in wanted:
+    fd = os.open(os.path.join(folder, "owned"), os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
+    held.append(fd)
 if "socket" in wanted:
     listener = socket.socket(socket.AF_UNIX)
     path = os.path.join(d, "daemon.sock")
@@ -69,6 +77,12 @@ if "cwd" in wanted:
     os.chdir(os.path.join(d, "deep/further"))
 alive = os.open(os.path.join(folder, "alive"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 print("ready", flush=True)
+libc = ctypes.CDLL(None)
 while True:
+    if "keys" in wanted:
+        # KEYCTL_READ of the session keyring: the number of bytes of its keys.
+        size = libc.syscall(250, 11, -3, None, 0)
+        with open(os.path.join(folder, "keys"), "w") as keys:
+            keys.write(f"{size}\n")
     os.write(alive, b".")
     time.sleep(0.02)

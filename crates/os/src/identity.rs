@@ -134,6 +134,15 @@ pub fn reach(path: &Path, access: u32) -> io::Result<FileStat> {
     Ok(fstat(&found)?)
 }
 
+/// Leaves the session keyring, which setuid(2) and execve(2) keep: the keys in it are those of this process. Some
+/// sandboxes do not allow the call: then nobody in them can use keys.
+pub(super) fn leave_keyring() {
+    /// `KEYCTL_JOIN_SESSION_KEYRING`; without a name it is a new one.
+    const JOIN: libc::c_long = 1;
+    // SAFETY: numbers only.
+    unsafe { libc::syscall(libc::SYS_keyctl, JOIN, 0) };
+}
+
 /// Makes this thread that user, with this group and no other one, and without capabilities if it is not root. With raw
 /// system calls: the C library's functions would signal other threads of the process (nptl(7)), which a forked copy does not
 /// have.

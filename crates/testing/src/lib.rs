@@ -1,5 +1,6 @@
 //! Helpers for the tests of all crates: gates that report what a machine lacks, and faults at each point of a protocol.
 
+pub mod keys;
 pub mod metadata;
 pub mod points;
 pub mod random;

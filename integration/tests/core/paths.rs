@@ -124,6 +124,30 @@ fn a_socket_of_roots_is_not_taken_through_a_link() {
     assert_eq!(look(&scene.ours), before, "{refused}");
 }
 
+/// For a descriptor with an owner for signals, CRIU takes other ids, and is root again afterwards.
+#[test]
+fn no_socket_comes_into_a_folder_of_roots_after_a_descriptor_with_an_owner() {
+    let Some(scene) = Scene::new(&["owner", "socket"]) else { return };
+    let before = (look(&scene.ours), changed(&scene.ours));
+    scene.link_to_ours();
+    let refused = scene.restores().unwrap_err();
+    assert_eq!((look(&scene.ours), changed(&scene.ours)), before, "{refused}");
+}
+
+/// Root's session keyring, as a login gives it, stays root's.
+#[test]
+fn the_keys_of_roots_session_are_not_the_jobs() {
+    if !rekindle_testing::keys::begin_session() {
+        return;
+    }
+    let Some(scene) = Scene::new(&["keys", "owner"]) else { return };
+    let seen = || fs::read_to_string(scene.theirs.join("keys")).unwrap_or_default();
+    assert_eq!(seen().trim(), "0", "at its start");
+    fs::remove_file(scene.theirs.join("keys")).unwrap();
+    scene.restores().unwrap();
+    assert_eq!(seen().trim(), "0", "after a restore");
+}
+
 /// The same without a link: a folder of root's within the user's is given the name.
 #[test]
 fn a_socket_of_roots_is_not_taken_by_another_name_of_its_folder() {

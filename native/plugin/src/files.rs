@@ -57,6 +57,7 @@ pub(crate) fn begin(stage: i32) -> bool {
         None => sys::variable(variables::FILES_AS).is_none(),
         Some(rights) if stage == CRIU_RESTORES => {
             STAGE.store(RESTORE, Ordering::Relaxed);
+            leave_keyring();
             rights.take()
         }
         Some(_) => {
@@ -64,6 +65,14 @@ pub(crate) fn begin(stage: i32) -> bool {
             true
         }
     }
+}
+
+/// The tasks that CRIU creates would have the keys of rekindle's session, which is root's. Some sandboxes do not allow the
+/// call: then nobody in them can use keys.
+fn leave_keyring() {
+    /// `KEYCTL_JOIN_SESSION_KEYRING`; without a name it is a new one.
+    const JOIN: usize = 1;
+    sys::numbers(number::KEYCTL, [JOIN, 0, 0]);
 }
 
 fn stage() -> u8 {
@@ -367,6 +376,18 @@ unsafe extern "C" fn linkat(from: c_int, old: *const c_char, to: c_int, new: *co
 unsafe extern "C" fn fchownat(from: c_int, path: *const c_char, uid: c_uint, gid: c_uint, flags: c_int) -> c_int {
     // SAFETY: as fchownat(2) asks of its callers.
     answer(unsafe { change(number::FCHOWNAT, from, path, [uid as usize, gid as usize], flags) }) as c_int
+}
+
+/// Of a descriptor with an owner for signals (F_SETOWN), CRIU takes the ids for a moment. The way back to root gives the
+/// task root's rights over files again: then it takes those of the user anew.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn setresuid(real: c_uint, effective: c_uint, saved: c_uint) -> c_int {
+    let done = sys::numbers(number::SETRESUID, [real as usize, effective as usize, saved as usize]);
+    let is_root_again = done == 0 && effective == 0 && stage() == RESTORE;
+    if is_root_again && !rights().is_none_or(|rights| rights.take()) {
+        return answer(EPERM) as c_int;
+    }
+    answer(done) as c_int
 }
 
 /// `lutimes(3)`: the times of a name, no link followed, in seconds and microseconds.

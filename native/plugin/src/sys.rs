@@ -24,6 +24,7 @@ pub(crate) mod number {
     pub(crate) const CAPSET: usize = 126;
     pub(crate) const FSTATFS: usize = 138;
     pub(crate) const PRCTL: usize = 157;
+    pub(crate) const KEYCTL: usize = 250;
     pub(crate) const OPENAT: usize = 257;
     pub(crate) const UTIMENSAT: usize = 280;
     pub(crate) const FCHOWNAT: usize = 260;

@@ -259,6 +259,7 @@ fn become_job(args: &Args, envp: *const *const c_char) -> ! {
             groups[count] = parse(group).cast_unsigned();
             count += 1;
         }
+        sys::leave_keyring();
         let switched = sys::set_groups(&groups[..count])
             .and_then(|()| sys::set_gid(args.number(4)))
             .and_then(|()| sys::set_uid(args.number(3)))

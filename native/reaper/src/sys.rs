@@ -285,6 +285,14 @@ pub(crate) fn refuse_io_uring() -> Result<(), Errno> {
     set_filter(&NO_IO_URING)
 }
 
+/// Leaves the session keyring, which setuid(2) and execve(2) keep: the keys in it are root's. Some sandboxes do not allow
+/// the call: then nobody in them can use keys.
+pub(crate) fn leave_keyring() {
+    /// `KEYCTL_JOIN_SESSION_KEYRING`; without a name it is a new one.
+    const JOIN: usize = 1;
+    let _ = call(250, [JOIN, 0, 0, 0, 0]);
+}
+
 /// Prevents this process and its children from using AMX, whose registers and permission CRIU loses. Needs CAP_SYS_ADMIN.
 pub(crate) fn refuse_amx() -> Result<(), Errno> {
     set_filter(&NO_AMX)

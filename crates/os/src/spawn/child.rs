@@ -19,7 +19,7 @@ use nix::sys::stat::{FchmodatFlags, Mode, SFlag, fchmodat, makedev, mknod, umask
 use rustix::thread::{Timespec, nanosleep};
 
 use super::{Open, Spawn, World};
-use crate::identity::become_user;
+use crate::identity::{become_user, leave_keyring};
 
 /// The steps of the child, by the number it reports when one fails.
 const STEPS: [&str; 13] = [
@@ -119,6 +119,7 @@ impl<'a> Plan<'a> {
             self.make_tun(without);
         }
         if let Some((user, group)) = spawn.rights.identity {
+            leave_keyring();
             self.check(10, become_user(user, group));
         }
         if spawn.rights.no_new_privileges {
