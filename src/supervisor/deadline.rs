@@ -29,6 +29,8 @@ use rekindle_base::chain;
 const ASK_AGAIN: Duration = Duration::from_secs(40);
 /// How long after an attempt that failed the scheduler is asked again, if the deadline is not known.
 const ASK_AGAIN_AFTER: Duration = Duration::from_secs(120);
+/// How often the scheduler is asked whether it has changed the deadline.
+const REFRESHED_AFTER: Duration = Duration::from_secs(600);
 /// How many bytes of the journal are read: some hundred events.
 const LOOK_BACK: u64 = 128 << 10;
 
@@ -57,6 +59,8 @@ pub(super) struct Deadline {
     /// When a cloud ends the machine, if it announces that.
     notice: Option<DateTime<Utc>>,
     asked: Asked,
+    /// When it is asked whether the deadline has changed, if it can be asked.
+    refresh: Option<Instant>,
     /// When the final snapshot starts.
     begin: Option<DateTime<Utc>>,
     /// It was started.
@@ -93,6 +97,7 @@ impl Deadline {
             end: setup.time.deadline.or_else(|| setup.time.scheduler.end()),
             notice: None,
             asked: Asked::Once,
+            refresh: setup.time.scheduler.can_be_asked().then(|| Instant::now() + REFRESHED_AFTER),
             begin: None,
             done: false,
             warned: None,
@@ -161,10 +166,15 @@ impl Deadline {
 
     /// Plans the final snapshot at `now`, which is `time` on the wall clock.
     fn plan(&mut self, facts: &Facts, now: Instant, time: DateTime<Utc>) -> Planned {
-        let asks_again = matches!(self.asked, Asked::InVain(at) if at <= now);
+        let mut asks_again = matches!(self.asked, Asked::InVain(at) if at <= now);
         if asks_again {
             // Until it answers.
             self.asked = Asked::InVain(now + ASK_AGAIN_AFTER);
+        }
+        // An administrator can shorten the limit, or set one.
+        if self.refresh.is_some_and(|at| at <= now) {
+            asks_again = true;
+            self.refresh = now.checked_add(REFRESHED_AFTER);
         }
         let Some(end) = self.end().filter(|_| !self.done) else {
             self.begin = None;
@@ -239,7 +249,7 @@ impl Deadline {
         let begin = self.begin.filter(|_| !self.done);
         let begin = begin.and_then(|begin| now.checked_add((begin - time).to_std().unwrap_or_default()));
         let again = if let Asked::InVain(at) = self.asked { Some(at) } else { None };
-        begin.into_iter().chain(again).min()
+        begin.into_iter().chain(again).chain(self.refresh).min()
     }
 }
 
@@ -349,10 +359,27 @@ mod tests {
             end: Some(now + 60 * MINUTE),
             notice: None,
             asked: Asked::Once,
+            refresh: None,
             begin: None,
             done: false,
             warned: None,
             told_short: false,
+        }
+    }
+
+    /// An administrator can shorten a limit, or set one.
+    #[test]
+    fn the_scheduler_is_asked_now_and_then_whether_the_deadline_has_changed() {
+        let (now, time) = (Instant::now(), Utc::now());
+        for end in [Some(time + 24 * 60 * MINUTE), None] {
+            let next = now + REFRESHED_AFTER;
+            let mut deadline = Deadline { end, refresh: Some(next), ..deadline(time) };
+            assert!(!deadline.plan(&facts(), now, time).asks, "it was asked at the start");
+            assert!(deadline.next_wake(now, time).is_some_and(|at| at <= next));
+            assert!(!deadline.plan(&facts(), next - MINUTE, time).asks);
+            assert!(deadline.plan(&facts(), next, time).asks);
+            assert!(!deadline.plan(&facts(), next + MINUTE, time).asks);
+            assert!(deadline.plan(&facts(), next + REFRESHED_AFTER, time).asks);
         }
     }
 

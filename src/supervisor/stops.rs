@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use signal_hook::consts::SIGUSR2;
+use signal_hook::consts::{SIGTERM, SIGUSR2};
 
 use super::state::{Event, Stop};
 
@@ -14,6 +14,8 @@ const TOGETHER: Duration = Duration::from_secs(2);
 #[derive(Debug, Default)]
 pub(super) struct Stops {
     first: Option<Instant>,
+    /// The first was USR2.
+    queues_again: bool,
     /// Whether there was a second one.
     at_once: bool,
 }
@@ -31,14 +33,15 @@ pub(super) enum Request {
 
 impl Stops {
     /// Counts a signal that requests a stop. USR2 never means more than a first request: who sends it wants the final
-    /// image, and some schedulers send it several times.
+    /// image, and some schedulers send it several times. Nor does TERM after it: at its time limit Slurm sends that to all
+    /// processes, and lets them live for some time more (KillWait).
     pub(super) fn signal(&mut self, signal: i32, now: Instant) -> Request {
         match self.first {
             None => {
-                self.first = Some(now);
+                (self.first, self.queues_again) = (Some(now), signal == SIGUSR2);
                 Request::First
             }
-            Some(_) if signal == SIGUSR2 => Request::Repeated,
+            Some(_) if signal == SIGUSR2 || signal == SIGTERM && self.queues_again => Request::Repeated,
             Some(first) if !self.at_once && now.saturating_duration_since(first) < TOGETHER => Request::Repeated,
             Some(_) => {
                 self.at_once = true;
@@ -72,7 +75,7 @@ impl Stops {
 
 #[cfg(test)]
 mod tests {
-    use signal_hook::consts::SIGTERM;
+    use signal_hook::consts::SIGINT;
 
     use super::*;
 
@@ -84,8 +87,10 @@ mod tests {
         assert_eq!(stops.event(SIGUSR2, now), Event::Stop(Stop::Requeue));
         assert_eq!(stops.event(SIGUSR2, later), Event::Stop(Stop::Requeue));
         assert_eq!(stops.signal(SIGUSR2, later), Request::Repeated);
+        assert_eq!(stops.event(SIGTERM, later), Event::Stop(Stop::Signal(SIGTERM)));
+        assert_eq!(stops.signal(SIGTERM, later + later.duration_since(now)), Request::Repeated);
         assert!(!stops.is_at_once(), "the final image would be lost, and the job is queued again");
-        assert_eq!(stops.event(SIGTERM, later), Event::StopNow(Stop::Signal(SIGTERM)));
+        assert_eq!(stops.event(SIGINT, later), Event::StopNow(Stop::Signal(SIGINT)));
         assert_eq!(stops.event(SIGUSR2, later), Event::Stop(Stop::Requeue));
         assert!(stops.is_at_once());
     }

@@ -133,11 +133,13 @@ struct Tail {
     at: u64,
     /// The beginning of an incomplete line.
     rest: Vec<u8>,
+    /// The last line ended with a carriage return.
+    returned: bool,
 }
 
 impl Tail {
     fn open(path: &Path) -> io::Result<Tail> {
-        Ok(Tail { file: File::open(path)?, at: 0, rest: Vec::new() })
+        Ok(Tail { file: File::open(path)?, at: 0, rest: Vec::new(), returned: false })
     }
 
     fn length(&self) -> u64 {
@@ -147,6 +149,7 @@ impl Tail {
     fn begin(&mut self, from: u64) {
         self.at = from;
         self.rest.clear();
+        self.returned = false;
     }
 
     /// The lines completed since the last call, within the limits.
@@ -164,14 +167,17 @@ impl Tail {
         bytes.truncate(count);
         self.at += count as u64;
         let mut lines: Vec<Vec<u8>> = Vec::new();
-        let mut parts = bytes.split(|byte| *byte == b'\n');
-        let last = parts.next_back().unwrap_or_default();
-        for part in parts {
-            let mut line = std::mem::take(&mut self.rest);
-            line.extend(part);
-            lines.push(line);
+        // A progress bar writes its line anew after each carriage return.
+        for part in bytes.split_inclusive(|byte| matches!(byte, b'\n' | b'\r')) {
+            // The two together end one line.
+            if std::mem::take(&mut self.returned) && part == b"\n" {
+                continue;
+            }
+            self.rest.extend(part);
+            let Some(end) = self.rest.pop_if(|byte| matches!(byte, b'\n' | b'\r')) else { continue };
+            self.returned = end == b'\r';
+            lines.push(std::mem::take(&mut self.rest));
         }
-        self.rest.extend(last);
         lines.iter_mut().for_each(|line| line.truncate(LINE));
         self.rest.truncate(LINE);
         lines
@@ -207,6 +213,11 @@ mod tests {
         assert_eq!(texts(tail.lines()), ["one"]);
         write!(writer, "o\n\nthree").unwrap();
         assert_eq!(texts(tail.lines()), ["two", ""]);
+        assert_eq!(texts(tail.lines()), [""; 0]);
+        // A progress bar, and lines as Windows has them.
+        write!(writer, "\rloss=1\rloss=nan\rcrlf\r\n\r").unwrap();
+        assert_eq!(texts(tail.lines()), ["three", "loss=1", "loss=nan", "crlf", ""]);
+        write!(writer, "\nthree").unwrap();
         assert_eq!(texts(tail.lines()), [""; 0]);
         write!(writer, "{}\nend\n", "x".repeat(2 * LINE)).unwrap();
         let long = texts(tail.lines());

@@ -18,6 +18,14 @@ pub(crate) enum Stop {
     Requeue,
 }
 
+impl Stop {
+    /// Whether a job that exits with 0 while it is being stopped may have been told to. Schedulers send SIGTERM to all
+    /// processes, and many programs then exit with 0 before their work is done; USR2 is for rekindle only.
+    pub(crate) fn may_reach_the_job(self) -> bool {
+        matches!(self, Stop::Signal(_))
+    }
+}
+
 /// How the run ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Finish {

@@ -140,7 +140,7 @@ impl Machine<'_> {
                 kill(Ending::Condemned, life)
             }
             Event::Ended { ended, images } => match self.postponed.and_then(Postponed::stop) {
-                Some(_) if ended == Ended::Exit(0) => finish(Finish::Completed),
+                Some((stop, _)) if ended == Ended::Exit(0) && !stop.may_reach_the_job() => finish(Finish::Completed),
                 Some((stop, _)) => finish(Finish::Stopped(stop)),
                 None => self.died(Death::Ended(ended), &life, &images, now),
             },
@@ -243,7 +243,10 @@ impl Machine<'_> {
                     (None | Some(Then::Suspend), _) => kill(Ending::Lost, life),
                     // Everything is saved: further work of the job would be done twice.
                     (Some(Then::Stop(stop, _)), _) if taken || lost => kill(Ending::Stop(stop), life),
-                    (Some(Then::Stop(..)), Some(Ended::Exit(0))) => finish(Finish::Completed),
+                    (Some(Then::Stop(stop, _)), Some(Ended::Exit(0))) if !stop.may_reach_the_job() => {
+                        finish(Finish::Completed)
+                    }
+                    (Some(Then::Stop(stop, _)), Some(Ended::Exit(0))) => finish(Finish::Stopped(stop)),
                     (Some(Then::Stop(stop, until)), _) => {
                         let ending = State::Ending { stop: Ending::Stop(stop), deadline: Some(until), life };
                         (ending, vec![Action::Terminate])
@@ -299,8 +302,10 @@ impl Machine<'_> {
     ) -> (State, Vec<Action>) {
         match (event, stop) {
             (Event::Ended { .. }, Ending::Rewind(image)) => start(StartPoint::Image(image)),
-            // It ended by itself just before it would have been killed. After a SIGTERM, exit code 0 does not mean
-            // completion: many programs exit so on request, before their work is done.
+            // It ended by itself just before it would have been killed, and nobody had told it to.
+            (Event::Ended { ended: Ended::Exit(0), .. }, Ending::Stop(stop)) if deadline.is_none() => {
+                finish(if stop.may_reach_the_job() { Finish::Stopped(stop) } else { Finish::Completed })
+            }
             (Event::Ended { ended: Ended::Exit(0), .. }, _) if deadline.is_none() => finish(Finish::Completed),
             (Event::Ended { .. }, Ending::Stop(stop)) => finish(Finish::Stopped(stop)),
             (Event::Ended { images, .. }, Ending::Lost) => self.died(Death::Lost, &life, &images, now),
