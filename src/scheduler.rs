@@ -213,14 +213,23 @@ impl Scheduler {
         matches!(self.queued_by_slurm(), Ok(Some(_)))
     }
 
+    /// How long [`Scheduler::requeue_in_turn`] waits.
+    pub(crate) fn pause_before(turn: u32) -> Duration {
+        TURN.saturating_mul(turn)
+    }
+
     /// Makes Slurm queue a job of several machines again, unless another machine has done that. `turn` is the number of
-    /// machines that may do it first. Waits for them.
+    /// machines that may do it first. Waits for them. `is_over` says after that whether nobody wants it any more.
     ///
     /// # Errors
     /// When Slurm does not do it.
-    pub(crate) fn requeue_in_turn(&self, turn: u32) -> Result<(), Error> {
+    pub(crate) fn requeue_in_turn(&self, turn: u32, is_over: impl FnOnce() -> bool) -> Result<(), Error> {
         let Some(job) = self.queued_by_slurm()? else { return Ok(()) };
-        std::thread::sleep(TURN.saturating_mul(turn));
+        std::thread::sleep(Self::pause_before(turn));
+        if is_over() {
+            tracing::info!("the run has ended meanwhile, and is not to be queued again");
+            return Ok(());
+        }
         // If Slurm does not say so, it is asked all the same: it refuses to queue a job twice.
         if ask(job, "%T").is_ok_and(|state| !matches!(state.as_str(), "RUNNING" | "SUSPENDED")) {
             tracing::info!("Slurm has queued the job again already");
@@ -393,11 +402,11 @@ mod tests {
         for unknown in [find(Profile::Auto, &[]), find(Profile::Slurm, &[]), none] {
             assert!(matches!(unknown.requeue(), Err(Error::NoJob)), "{unknown:?}");
             let began = Instant::now();
-            assert!(matches!(unknown.requeue_in_turn(1), Err(Error::NoJob)), "{unknown:?}");
+            assert!(matches!(unknown.requeue_in_turn(1, || false), Err(Error::NoJob)), "{unknown:?}");
             assert!(began.elapsed() < TURN, "it waits for nobody");
         }
         assert_eq!(find(Profile::Auto, &[("SLURM_JOB_ID", "7")]).queued_by_slurm().unwrap(), Some("7"));
-        assert!(find(Profile::HtCondor, &[]).requeue_in_turn(1).is_ok(), "the exit code does it");
+        assert!(find(Profile::HtCondor, &[]).requeue_in_turn(1, || false).is_ok(), "the exit code does it");
     }
 
     #[test]

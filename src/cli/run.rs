@@ -501,6 +501,8 @@ fn supervise(
             if requeue == Requeue::Scontrol
                 && let Err(error) = scheduler.requeue_in_turn(
                     config.group.node_rank.or_else(|| scheduler.node_rank()).unwrap_or(1).saturating_sub(1),
+                    // No coordinator is known.
+                    || false,
                 )
             {
                 tracing::error!("the job is not queued again by this machine: {}", chain(&error));

@@ -12,9 +12,10 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rekindle_etcd::{Client, Error, Handout, Local, LocalOptions, Options};
+use rekindle_group::Plan;
 use rekindle_store::JobName;
 
-use super::keys;
+use super::keys::{self, Mirror};
 
 /// The program.
 const ETCD: &str = "etcd";
@@ -58,6 +59,15 @@ impl Coordinator {
     pub(super) fn has_moved(&self, options: &Options) -> bool {
         let Coordinator::File(..) = self else { return false };
         self.options().is_ok_and(|now| now.endpoints != options.endpoints || now.ca != options.ca)
+    }
+
+    /// The plan of a group, for a machine that is no member of it. None also if the coordinator does not answer.
+    pub(crate) fn plan(&self, group: &JobName) -> Option<Plan> {
+        let prefix = keys::prefix(group);
+        let client = Client::connect(&Options { prefix: prefix.clone(), ..self.options().ok()? }).ok()?;
+        let mut mirror = Mirror::new(&prefix);
+        mirror.set(client.get(&prefix).ok()?).ok()?;
+        mirror.view.plan.map(|plan| plan.value.clone())
     }
 
     /// How long to wait for it.

@@ -375,6 +375,14 @@ pub enum End {
     },
 }
 
+impl End {
+    /// Whether the run is to be queued again.
+    #[must_use]
+    pub fn is_queued_again(&self) -> bool {
+        matches!(self, End::Missing { .. } | End::Stopped { requeue: true })
+    }
+}
+
 impl fmt::Display for End {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -68,4 +68,4 @@ pub use images::{continues_from, fetching, newest_committed, usable, whole_in_re
 pub use machine::Machine;
 pub use options::{ColdStart, Limits, Options, Restart};
 pub use reasons::{is_loss, named_ranks};
-pub use requests::{Outcome, Pending, admits, has_job_queued_again, is_of_run, is_suspended};
+pub use requests::{Outcome, Pending, admits, has_job_queued_again, is_of_run, is_over_for_good, is_suspended};

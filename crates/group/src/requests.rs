@@ -169,10 +169,21 @@ impl Pending {
 #[must_use]
 pub fn has_job_queued_again(view: &View, us: Incarnation) -> bool {
     let Some(plan) = view.plan.as_ref().map(|plan| &plan.value) else { return false };
+    if !matches!(&plan.goal, Goal::End(end) if end.is_queued_again()) {
+        return false;
+    }
     let is_of_run = |(rank, report): &(&Rank, &Arc<Report>)| plan.crew.get(rank) == Some(&report.incarnation);
     let mut there = view.members.iter().filter(is_of_run).map(|(_, report)| report).peekable();
     let is_first = there.peek().is_some_and(|first| first.incarnation == us);
-    is_first && matches!(plan.goal, Goal::End(_)) && there.all(|report| report.done)
+    is_first && there.all(|report| report.done)
+}
+
+/// Whether the run of this member has ended for all, and is not to be queued again. A member that has ended alone may want
+/// that, but a later request to stop, or the end of the job, counts for all.
+#[must_use]
+pub fn is_over_for_good(view: &View, rank: Rank) -> bool {
+    let goal = view.plan.as_ref().map(|plan| &plan.value.goal);
+    matches!(goal, Some(Goal::End(end)) if !end.is_queued_again()) && is_of_run(view, rank)
 }
 
 /// Whether the job is suspended, or is being ended for that with its group image taken.

@@ -4,8 +4,9 @@
 //!
 //! Who has done that stays in the group and says so. The lowest rank that is there makes the request, and stays until its
 //! lease expires: Slurm has ended all by then. If it dies before, or Slurm refuses, the next one makes the request. Before
-//! that it asks Slurm whether the job still runs here. A machine that ends alone makes the request itself, unless another
-//! supervisor has its rank: then the run goes on.
+//! that it asks Slurm whether the job still runs here. A machine that ends alone leaves the group and makes the request
+//! itself, unless another supervisor has its rank: then the run goes on. If the run ends for all meanwhile and is not to be
+//! queued again, nobody makes the request.
 
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
@@ -13,6 +14,7 @@ use std::time::{Duration, Instant};
 use super::GroupEvent;
 use crate::config::Requeue;
 use crate::group::{CoordinatorEvent, Membership};
+use crate::scheduler::Scheduler;
 use crate::supervisor::state::Finish;
 use crate::supervisor::{Message, Owner};
 use rekindle_base::chain;
@@ -58,6 +60,10 @@ impl Owner<'_> {
             if is_over && !rekindle_group::is_of_run(view, rank) {
                 return self.queue_again_alone(rank, "the next run of the group does not begin");
             }
+            if rekindle_group::is_over_for_good(view, rank) {
+                tracing::info!("the run has ended for all machines, and is not to be queued again");
+                return self.leave();
+            }
             if rekindle_group::has_job_queued_again(member.machine.view(), us) {
                 return self.ask_to_requeue();
             }
@@ -100,21 +106,41 @@ impl Owner<'_> {
         }
     }
 
-    /// The machines cannot agree, or this one ends alone.
+    /// The machines cannot agree, or this one ends alone. It leaves before it waits: the others would wait for a member that
+    /// does nothing more.
     fn queue_again_alone(&mut self, rank: Rank, why: &str) {
-        tracing::warn!("{why}: the machines ask Slurm one after the other to queue the job again");
-        if let Err(error) = self.setup.time.scheduler.requeue_in_turn(rank.0) {
+        let pause = Scheduler::pause_before(rank.0);
+        let after = match pause.is_zero() {
+            true => String::new(),
+            false => format!(" in {}, unless another one has done it by then", humantime::format_duration(pause)),
+        };
+        tracing::warn!("{why}: this machine leaves the group, and asks Slurm to queue the job again{after}");
+        let before =
+            self.group.as_ref().and_then(|member| member.machine.view().plan.as_ref()).map(|it| it.value.clone());
+        self.leave();
+        // Another machine may have been told to stop meanwhile.
+        let is_over = || {
+            let group = self.setup.group.as_ref();
+            let plan = group.filter(|_| !pause.is_zero()).and_then(|it| it.coordinator.plan(&it.identity.group));
+            let is_new = plan.filter(|plan| before.as_ref() != Some(plan));
+            is_new.is_some_and(|plan| matches!(plan.goal, Goal::End(end) if !end.is_queued_again()))
+        };
+        if let Err(error) = self.setup.time.scheduler.requeue_in_turn(rank.0, is_over) {
             tracing::error!("the job is not queued again by this machine: {}", chain(&error));
         }
     }
 
     fn ask_to_requeue(&mut self) {
         // The membership is not ended if Slurm does it: another machine would take that for a death before the request.
-        if let Err(error) = self.setup.time.scheduler.requeue_in_turn(0) {
+        if let Err(error) = self.setup.time.scheduler.requeue_in_turn(0, || false) {
             tracing::error!("the job is not queued again by this machine: {}", chain(&error));
-            if let Some(member) = self.group.take() {
-                member.session.leave(super::LEAVE);
-            }
+            self.leave();
+        }
+    }
+
+    fn leave(&mut self) {
+        if let Some(member) = self.group.take() {
+            member.session.leave(super::LEAVE);
         }
     }
 }

@@ -745,3 +745,33 @@ fn a_suspension_is_given_up_when_the_job_of_one_machine_completes() {
     assert_eq!(why(group.learns(&mut client)), "the job of rank 1 has completed, so no snapshot can be taken");
     assert_eq!((group.goal(), group.plan().then), (Goal::Run, crate::documents::Then::RunOn));
 }
+
+#[test]
+fn a_run_that_is_stopped_for_all_is_not_queued_again_by_a_machine_that_had_ended_alone() {
+    use crate::requests::{has_job_queued_again, is_over_for_good};
+    for (requeue, asks) in [(true, true), (false, false)] {
+        let mut group = Group::new(2);
+        group.starts();
+        // Its supervisor has ended the run here, to be queued again, and waits for the others.
+        group.tell(1, Event::Local(Local::Ended(failed("its part cannot be fetched"))));
+        group.settle();
+        let us = group.machines[1].incarnation().unwrap();
+        let wants = |group: &Group| {
+            let view = &group.coordinator.view;
+            (has_job_queued_again(view, us), is_over_for_good(view, Rank(1)))
+        };
+        assert_eq!(wants(&group), (false, false), "the run is not over");
+        group.tell(0, Event::Asked(Ask::StopNow { requeue }));
+        group.settle();
+        group.killed();
+        assert_eq!(group.goal(), Goal::End(End::Stopped { requeue }));
+        group.tell(1, Event::Local(Local::Done));
+        group.leaves(0);
+        assert_eq!(wants(&group), (asks, !asks));
+        // The end of an earlier run says nothing.
+        group.comes_back(1);
+        let us = group.machines[1].incarnation().unwrap();
+        let view = &group.coordinator.view;
+        assert!(!has_job_queued_again(view, us) && !is_over_for_good(view, Rank(1)));
+    }
+}
