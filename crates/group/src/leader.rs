@@ -733,11 +733,12 @@ fn crew(view: &View) -> BTreeMap<Rank, Incarnation> {
     view.members.iter().map(|(rank, report)| (*rank, report.incarnation)).collect()
 }
 
-/// How long after an abort began the final snapshot is tried again, if so many were aborted.
+/// How long after an abort began the final snapshot is tried again, if so many were aborted. Longer pauses would leave the
+/// end of the time limit unused, when the job may allow a snapshot again.
 fn again(tries: u32) -> Duration {
     match tries {
         0 => Duration::ZERO,
-        tries => Duration::from_secs(1 << (tries - 1).min(5)),
+        tries => Duration::from_secs(1 << (tries - 1).min(2)),
     }
 }
 

@@ -260,6 +260,29 @@ fn a_stop_tries_its_final_snapshot_again_while_there_is_time() {
 }
 
 #[test]
+fn a_stop_tries_its_final_snapshot_until_its_time_is_over() {
+    let mut group = Group::new(2);
+    group.starts();
+    group.tell(1, Event::Asked(Ask::Stop { requeue: true, within: Duration::from_secs(30) }));
+    group.settle();
+    // The job holds snapshots for nearly all of that time.
+    let (began, mut number) = (group.now, ONE);
+    while group.now - began < Duration::from_secs(26) {
+        if group.goal() == Goal::Prepare(number) {
+            group.tell(0, Event::Local(Local::Refused(number, "the job blocks snapshots now".into())));
+            group.settle();
+            group.tell(1, Event::Local(Local::Aborted(number)));
+            group.settle();
+            number = Number(number.0 + 1);
+        }
+        assert_eq!(group.goal(), Goal::Run, "after {:?}", group.now - began);
+        group.wait(Duration::from_secs(1));
+    }
+    group.wait(Duration::from_secs(3));
+    assert_eq!(group.goal(), Goal::Prepare(number));
+}
+
+#[test]
 fn a_stop_that_is_not_served_outlives_the_membership() {
     let stop = Ask::Stop { requeue: true, within: Duration::from_secs(60) };
     let is_over = |group: &Group| group.goal() == Goal::End(End::Stopped { requeue: true });
