@@ -309,7 +309,8 @@ pub struct Report {
     /// Whether it was told to start from the beginning.
     #[serde(default)]
     pub fresh: Fresh,
-    /// Whether this process has started the job, in any epoch: a restart from the beginning would repeat what was done.
+    /// Whether the job has run under this process, in any epoch: a restart from the beginning would repeat what was done. It
+    /// has not if another machine could not start it.
     #[serde(default)]
     pub begun: bool,
     /// Group images before this one are not used: the job has started from the beginning since. The plan says the same,

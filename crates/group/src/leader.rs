@@ -698,7 +698,7 @@ fn continues_fresh(view: &View) -> bool {
     view.members.values().any(|it| it.fresh == Fresh::Done)
 }
 
-/// Whether the job has begun in this run: a process is there that has started it.
+/// Whether the job has begun in this run: a process is there under which it has run.
 fn has_begun(view: &View) -> bool {
     view.members.values().any(|report| report.begun)
 }

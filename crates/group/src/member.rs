@@ -215,7 +215,6 @@ impl Member {
     }
 
     pub(crate) fn happened(&mut self, local: Local) {
-        self.line.begun |= local == Local::Started;
         match (local, &self.job) {
             (Local::Started, Job::Starting) => self.job = Job::Ready,
             (Local::Locked(number), Job::Preparing(wanted)) if number == *wanted => self.job = Job::Locked(number),
@@ -234,7 +233,11 @@ impl Member {
             (Local::Ended(ending @ Ending::GivenUp { .. }), Job::Ending) => self.job = Job::Over(ending),
             // The job was ended on order; it did not fail.
             (Local::Ended(_), Job::Ending) => self.job = Job::None,
-            (Local::Ended(ending), job) if job.exists() => self.job = Job::Over(ending),
+            (Local::Ended(ending), job) if job.exists() => {
+                // It did something, if only on this machine.
+                self.line.begun |= !matches!(ending, Ending::NotStarted { .. });
+                self.job = Job::Over(ending);
+            }
             (Local::Stored(number), _) => {
                 self.transfers.storing.remove(&number);
                 if let Some(part) = self.parts.get_mut(&number) {
@@ -425,6 +428,7 @@ impl Member {
             }
             (Goal::Run, Job::Ready) => {
                 self.job = Job::Running;
+                self.line.begun = true;
                 orders.push(Order::Plug);
             }
             (Goal::Prepare(number), Job::Running | Job::Refused(..)) => {

@@ -322,6 +322,21 @@ fn a_job_that_must_never_begin_again_is_given_up_if_there_is_no_image() {
     group.tell(1, Event::Local(Local::Ended(Ending::Failed { why: "killed".into(), last: None })));
     group.settle();
     assert_eq!(group.goal(), Goal::End(End::Failed { why: why("rank 0 is lost"), last: None }));
+    // Another machine cannot start it: it has done nothing yet.
+    let mut group = Group::cold(2, &|_| BTreeMap::new(), ColdStart::Never);
+    group.tell(0, Event::Local(Local::Started));
+    group.tell(1, Event::Local(not_started(Blame::Machine)));
+    group.settle();
+    group.tell(0, Event::Local(Local::Ended(Ending::Failed { why: "killed".into(), last: None })));
+    group.settle();
+    assert_eq!(group.goal(), Goal::Start(StartFrom::Beginning));
+    // It dies by itself before the others are ready.
+    group.tell(0, Event::Local(Local::Started));
+    group.tell(0, Event::Local(Local::Ended(Ending::Failed { why: "it died".into(), last: None })));
+    group.settle();
+    group.tell(1, Event::Local(Local::Ended(Ending::Failed { why: "killed".into(), last: None })));
+    group.wait(Duration::from_secs(1));
+    assert_eq!(group.goal(), Goal::End(End::Failed { why: why("rank 0: it died"), last: None }));
     // All are new: this is another run.
     let mut group = begun();
     (0..2).for_each(|rank| group.leaves(rank));

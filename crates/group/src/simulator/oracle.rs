@@ -95,7 +95,7 @@ struct Failures {
 #[derive(Debug)]
 struct Cold {
     allowed: ColdStart,
-    /// The processes of supervisors that have started the job, each with the machine.
+    /// The processes of supervisors under which the job has run, each with the machine.
     begun: BTreeSet<(usize, u64)>,
 }
 

@@ -48,7 +48,10 @@ impl World {
                 let (least, most) = if is_slow { (21_000, 26_000) } else { (100, 3000) };
                 self.job_step(at, least, most, Step::Start);
             }
-            Order::Plug => self.plug(at, None),
+            Order::Plug => {
+                self.oracle.begins(at, self.nodes[at].process);
+                self.plug(at, None);
+            }
             Order::Prepare(number) => {
                 self.nodes[at].job.iter_mut().for_each(|job| job.snapshot = Some(number));
                 self.job_step(at, 5, 2000, Step::Lock(number));
@@ -321,12 +324,12 @@ impl World {
             Some((number, _)) if self.trouble.doomed.contains(&number) => self.job_step(at, 4000, 8000, Step::Dies),
             _ => self.trouble.dooms = false,
         }
-        self.oracle.begins(at, self.nodes[at].process);
         self.hears(at, Event::Local(Local::Started));
     }
 
     pub(super) fn job_dies(&mut self, at: usize, why: &str) {
         if let Some(job) = self.nodes[at].job.take_if(|job| !job.killed) {
+            self.oracle.begins(at, self.nodes[at].process);
             self.oracle.job_fails(job.from.map(|(number, _)| number));
             self.hears(at, Event::Local(Local::Ended(Ending::Failed { why: why.into(), last: None })));
         }
