@@ -32,6 +32,7 @@ use rekindle_base::cause::{Cause, Facts, Missing, judge};
 use rekindle_base::chain;
 use rekindle_base::xid;
 use rekindle_engine::launch::Job;
+use rekindle_group::Number;
 use rekindle_os::spawn::Ended;
 use rekindle_store::ImageId;
 
@@ -98,25 +99,33 @@ fn target(good: &[ImageId], stuck: &BTreeSet<ImageId>, n: usize) -> Option<Image
 /// How often a group goes back to the image that its job was restored from, if it hangs again and takes images meanwhile.
 const SAME_IMAGE: u32 = 4;
 
-/// What a member of a group asks for when its job hangs. A restart continues from the newest image, and counts as a failure:
-/// after some of these the group uses an older one. A rewind leaves newer images, so the image that the job was restored from
-/// is not left at once: the hang may come from outside.
-fn before_hang(usable: &[ImageId], stuck: &BTreeSet<ImageId>, restored: Option<ImageId>, rewinds: u32) -> Verdict {
-    let Some(newest) = usable.first() else { return Verdict::Restart };
+/// What a member of a group does when its job hangs.
+#[derive(Debug, PartialEq, Eq)]
+enum OutOfHang {
+    Restart,
+    Back(Number),
+    GiveUp { why: String },
+}
+
+/// A restart continues from the newest image, and counts as a failure: after some of these the group uses an older one. A
+/// rewind leaves newer images, so the image that the job was restored from is not left at once: the hang may come from
+/// outside. `usable`: also those whose part the group would have to fetch.
+fn before_hang(usable: &[Number], stuck: &BTreeSet<Number>, restored: Option<Number>, rewinds: u32) -> OutOfHang {
+    let Some(newest) = usable.first() else { return OutOfHang::Restart };
     let again = restored.filter(|image| stuck.contains(image) && usable.contains(image));
     let before = usable.iter().find(|image| !stuck.contains(image));
     match (again, before) {
-        (Some(again), _) if again == *newest => Verdict::Restart,
-        (Some(again), _) if rewinds < SAME_IMAGE => Verdict::Rewind(again),
-        (_, Some(before)) if before != newest => Verdict::Rewind(*before),
-        (Some(_), None) => Verdict::GiveUp {
+        (Some(again), _) if again == *newest => OutOfHang::Restart,
+        (Some(again), _) if rewinds < SAME_IMAGE => OutOfHang::Back(again),
+        (_, Some(before)) if before != newest => OutOfHang::Back(*before),
+        (Some(_), None) => OutOfHang::GiveUp {
             why: format!(
                 "the job hung after each of {rewinds} restores without any progress, and no group image from before the \
                  hang can be used. Find out why it hangs from the stacks in its log folder, or start it from the beginning \
                  with --fresh on all machines"
             ),
         },
-        _ => Verdict::Restart,
+        _ => OutOfHang::Restart,
     }
 }
 
@@ -377,17 +386,15 @@ impl Owner<'_> {
         let stuck = std::mem::take(&mut self.watch.stuck);
         let restored = self.machine.state().life().map(|life| life.from);
         let verdict = verdict.map(|verdict| of_a_hang(verdict, restored, stuck));
-        let verdict = match verdict {
-            Some(Verdict::Hung(stuck)) if self.is_in_group() => {
-                Some(self.back_before(&stuck, restored.and_then(image_of)))
-            }
-            other => other,
+        let of_group = match &verdict {
+            Some(Verdict::Hung(stuck)) => self.back_before(stuck, restored.and_then(image_of)),
+            _ => None,
         };
         let at = stacks.as_ref().map_or_else(String::new, |name| format!("; stacks are in log/{name}"));
         tracing::error!("the job hangs: {words} ({action}){at}");
         self.reporting.published.hang = Some(words);
         self.tell(What::Hung { what, idle_us: micros(idle), stacks, action });
-        if let Some(Verdict::Hung(images)) = verdict.as_ref().filter(|_| !self.is_in_group()) {
+        if let Some(Verdict::Hung(images)) = verdict.as_ref().filter(|_| of_group.is_none()) {
             let names: Vec<String> = images.iter().map(ToString::to_string).collect();
             if !names.is_empty() {
                 tracing::warn!(
@@ -396,9 +403,16 @@ impl Owner<'_> {
                 );
             }
         }
-        match verdict {
-            Some(verdict) => self.carry(cause, verdict),
-            None => self.publish(),
+        match (of_group, verdict) {
+            (Some(OutOfHang::Restart), _) => self.carry(cause, Verdict::Restart),
+            (Some(OutOfHang::GiveUp { why }), _) => self.carry(cause, Verdict::GiveUp { why }),
+            (Some(OutOfHang::Back(number)), _) => {
+                tracing::warn!("asking the group to go back to {number}: newer ones are of the hang");
+                self.watch.is_to_end(cause);
+                self.leave_hang(number);
+            }
+            (None, Some(verdict)) => self.carry(cause, verdict),
+            (None, None) => self.publish(),
         }
     }
 
@@ -502,15 +516,13 @@ impl Owner<'_> {
         Verdict::Rewind(image)
     }
 
-    /// What a member of a group asks for when its job hangs: the group would use its newest image.
-    fn back_before(&self, stuck: &BTreeSet<ImageId>, restored: Option<ImageId>) -> Verdict {
-        let usable = self.group.as_ref().map(|member| member.usable()).unwrap_or_default();
-        let rewinds = self.group.as_ref().zip(restored).map_or(0, |(member, image)| member.rewinds_to(image));
-        let verdict = before_hang(&usable, stuck, restored, rewinds);
-        if let Verdict::Rewind(image) = verdict {
-            tracing::warn!("asking the group to go back to image {image}: newer ones are of the hang");
-        }
-        verdict
+    /// What a member of a group does when its job hangs: the group would use its newest image.
+    fn back_before(&self, stuck: &BTreeSet<ImageId>, restored: Option<ImageId>) -> Option<OutOfHang> {
+        let member = self.group.as_ref()?;
+        let stuck = stuck.iter().filter_map(|image| member.group_image_of(*image)).collect();
+        let restored = restored.and_then(|image| member.group_image_of(image));
+        let rewinds = restored.map_or(0, |number| member.rewinds_to(number));
+        Some(before_hang(&member.trusted(), &stuck, restored, rewinds))
     }
 
     /// Ends the running job, for this cause.
@@ -615,27 +627,29 @@ mod tests {
 
     #[test]
     fn a_group_does_not_leave_the_image_that_it_was_restored_from_at_once() {
-        let id = |n: u32| ImageId::new(n, chrono::DateTime::UNIX_EPOCH);
-        let all = [4, 3, 2, 1].map(id);
-        let stuck = |ids: &[u32]| ids.iter().map(|n| id(*n)).collect::<BTreeSet<_>>();
-        let to = |stuck: &BTreeSet<ImageId>, restored, rewinds| before_hang(&all, stuck, restored, rewinds);
+        let all = [4, 3, 2, 1].map(Number);
+        let stuck = |ids: &[u64]| ids.iter().map(|n| Number(*n)).collect::<BTreeSet<_>>();
+        let to = |stuck: &BTreeSet<Number>, restored: Option<u64>, rewinds| {
+            before_hang(&all, stuck, restored.map(Number), rewinds)
+        };
+        let back = |number| OutOfHang::Back(Number(number));
         // The job was restored from 2, went on, and hung after 3.
-        assert_eq!(to(&stuck(&[4]), Some(id(2)), 0), Verdict::Rewind(id(3)));
+        assert_eq!(to(&stuck(&[4]), Some(2), 0), back(3));
         // It came no further: only what it took since then is left.
-        assert_eq!(to(&stuck(&[4, 3, 2]), Some(id(2)), 0), Verdict::Rewind(id(2)));
-        assert_eq!(to(&stuck(&[4, 3, 2]), Some(id(2)), SAME_IMAGE), Verdict::Rewind(id(1)));
+        assert_eq!(to(&stuck(&[4, 3, 2]), Some(2), 0), back(2));
+        assert_eq!(to(&stuck(&[4, 3, 2]), Some(2), SAME_IMAGE), back(1));
         assert!(
-            matches!(to(&stuck(&[4, 3, 2, 1]), Some(id(1)), SAME_IMAGE), Verdict::GiveUp { .. }),
+            matches!(to(&stuck(&[4, 3, 2, 1]), Some(1), SAME_IMAGE), OutOfHang::GiveUp { .. }),
             "there is no other"
         );
-        assert_eq!(to(&stuck(&[4, 3, 2]), Some(id(9)), 0), Verdict::Rewind(id(1)), "it cannot be used any more");
+        assert_eq!(to(&stuck(&[4, 3, 2]), Some(9), 0), back(1), "it cannot be used any more");
         // It took nothing: a restart, which counts as a failure.
-        assert_eq!(to(&stuck(&[4]), Some(id(4)), 0), Verdict::Restart);
-        assert_eq!(to(&stuck(&[4]), Some(id(4)), SAME_IMAGE), Verdict::Restart);
+        assert_eq!(to(&stuck(&[4]), Some(4), 0), OutOfHang::Restart);
+        assert_eq!(to(&stuck(&[4]), Some(4), SAME_IMAGE), OutOfHang::Restart);
         // It hangs since its first start.
-        assert_eq!(to(&stuck(&[4, 3]), None, 0), Verdict::Rewind(id(2)));
-        assert_eq!(to(&stuck(&[4, 3, 2, 1]), None, 0), Verdict::Restart, "the newest one comes first");
-        assert_eq!(before_hang(&[], &stuck(&[1]), None, 0), Verdict::Restart);
+        assert_eq!(to(&stuck(&[4, 3]), None, 0), back(2));
+        assert_eq!(to(&stuck(&[4, 3, 2, 1]), None, 0), OutOfHang::Restart, "the newest one comes first");
+        assert_eq!(before_hang(&[], &stuck(&[1]), None, 0), OutOfHang::Restart);
     }
 
     #[test]

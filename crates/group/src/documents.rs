@@ -235,6 +235,8 @@ pub enum Ask {
     Resume,
     /// Go back to this group image.
     Rewind(Number),
+    /// The same, because the job hangs: it counts, and so does a failure to do it.
+    LeaveHang(Number),
 }
 
 /// A request with its number, which increases with each request of a member.
@@ -525,6 +527,9 @@ pub struct Aim {
     pub left: Vec<Left>,
     /// Who has requested it, and the number of the request.
     pub of: (Incarnation, u64),
+    /// Whether it is because the job hangs.
+    #[serde(default)]
+    pub for_hang: bool,
 }
 
 /// Group images that a rewind has abandoned.
@@ -534,7 +539,7 @@ pub struct Left {
     pub after: Number,
     /// The first number after the rewind.
     pub before: Number,
-    /// How often in a row the job went back to that group image.
+    /// How often in a row the job went back to that group image because it hung.
     #[serde(default)]
     pub times: u32,
 }

@@ -154,6 +154,17 @@ pub fn usable(view: &View) -> Vec<Number> {
     all.filter(|(_, image)| is_there(view, &image.value)).map(|(number, _)| *number).collect()
 }
 
+/// Those of [`usable`] that a restart would not pass over for their failures.
+#[must_use]
+pub fn trusted(view: &View) -> Vec<Number> {
+    let Some(plan) = view.plan.as_ref().map(|plan| &plan.value) else { return Vec::new() };
+    usable(view).into_iter().filter(|number| !is_passed_over(plan, *number)).collect()
+}
+
+fn is_passed_over(plan: &Plan, number: Number) -> bool {
+    plan.failures.get(&number).is_some_and(|count| *count >= PASSED_OVER)
+}
+
 /// The newest group image that a restart may use, and the number of its parts, if the group now has another number of
 /// members.
 pub(crate) fn of_another_size(view: &View, plan: &Plan, options: &Options) -> Option<(Number, u32)> {
@@ -181,7 +192,7 @@ pub(crate) fn choose(view: &View, plan: &Plan) -> Result<StartFrom, End> {
         if !is_there(view, &image.value) {
             // An image that was not committed is lost with the machine that had a part of it.
             missing = missing.or_else(|| image.value.committed.then_some(*number));
-        } else if plan.failures.get(number).is_some_and(|count| *count >= PASSED_OVER) {
+        } else if is_passed_over(plan, *number) {
             passed_over = passed_over.or(Some(*number));
         } else {
             return Ok(StartFrom::Image(*number));

@@ -28,7 +28,7 @@ const FAILED_LATE: u32 = 1;
 /// The longest time for a stop.
 const LONGEST_STOP: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 
-/// More rewinds to one group image do not make the pause before the next start longer: people ask for some, too.
+/// More rewinds to one group image do not make the pause before the next start longer.
 const MOST_REWINDS: u32 = 5;
 
 /// The leader's watch: times at which this process first saw something.
@@ -412,7 +412,8 @@ impl Leading {
         };
         let known = view.members.values().map(|report| epochs(report)).max().unwrap_or_default();
         // A job that hangs after each restore goes back to one image again and again, without a failure.
-        let rewinds = plan.aim.as_ref().map_or(0, |aim| times(&plan.left, aim.to).min(MOST_REWINDS));
+        let aim = plan.aim.as_ref().filter(|aim| aim.for_hang);
+        let rewinds = aim.map_or(0, |aim| times(&plan.left, aim.to).min(MOST_REWINDS));
         let in_a_row = plan.in_a_row.max(rewinds);
         if !self.is_due(since + pause(in_a_row, options).max(leases), now) {
             return;
@@ -518,8 +519,14 @@ impl Leading {
         next.past.failures = next.past.failures.saturating_add(u32::from(next.healthy));
         let why = match loss {
             Loss::Member(why) => why,
-            // A rewind that fails costs the job nothing.
-            Loss::Job(why, _) | Loss::Machine(why) if next.aim.is_some() && matches!(next.goal, Goal::Start(_)) => {
+            // A rewind that fails costs the job nothing. But if it hung, it hangs again soon, and would go back again without
+            // an end.
+            Loss::Job(why, _) if next.aim.is_some() && matches!(next.goal, Goal::Start(_)) => {
+                self.count_missed(next, FAILED_EARLY, options, now);
+                missed(next, &why)
+            }
+            Loss::Machine(why) if next.aim.is_some() && matches!(next.goal, Goal::Start(_)) => {
+                self.count_missed(next, FAILED_LATE, options, now);
                 missed(next, &why)
             }
             // The restarts have their pauses and their limit, and nothing counts against the group image.
@@ -539,6 +546,13 @@ impl Leading {
         if next.then == Then::Suspend {
             next.then = Then::RunOn;
         }
+    }
+
+    /// Counts a rewind that failed, if the job hung: as a restart, and against the group image.
+    fn count_missed(&mut self, next: &mut Plan, points: u32, options: &Options, now: Instant) {
+        let Some(to) = next.aim.as_ref().filter(|aim| aim.for_hang).map(|aim| aim.to) else { return };
+        *next.failures.entry(to).or_default() += points;
+        self.count_restart(next, options, now);
     }
 
     fn count_restart(&mut self, next: &mut Plan, options: &Options, now: Instant) {
@@ -606,18 +620,22 @@ impl Leading {
             (Ask::Suspend, Goal::Gather { .. }) => (next.goal, next.crew) = (Goal::Suspended, crew(view)),
             (Ask::Suspend, _) => next.then = Then::Suspend,
             (Ask::Resume, _) => (next.goal, next.then) = (Goal::Gather { why: reasons::RESUMED.into() }, Then::RunOn),
-            (Ask::Rewind(to), _) => {
+            (ask @ (Ask::Rewind(to) | Ask::LeaveHang(to)), _) => {
+                let for_hang = matches!(ask, Ask::LeaveHang(_));
                 next.next = unused(view, plan);
                 let left = next.aim.take().map_or_else(|| next.left.clone(), |aim| aim.left);
                 next.left.clone_from(&left);
                 // In a row: otherwise the job has started from another image since.
-                let in_a_row = plan.from == StartFrom::Image(*to);
-                let times = if in_a_row { times(&next.left, *to) + 1 } else { 1 };
+                let before = if plan.from == StartFrom::Image(*to) { times(&next.left, *to) } else { 0 };
+                let times = before + u32::from(for_hang);
                 // It may be one that an earlier rewind abandoned: images abandoned since it was taken are usable again.
                 next.left.retain(|left| left.before <= *to);
                 next.left.push(Left { after: *to, before: next.next, times });
-                next.failures.remove(to);
-                next.aim = Some(Aim { to: *to, left, of: (who, asked.number) });
+                // Somebody wants it, whatever failed before.
+                if !for_hang {
+                    next.failures.remove(to);
+                }
+                next.aim = Some(Aim { to: *to, left, of: (who, asked.number), for_hang });
                 next.goal = Goal::Gather { why: format!("{}{to}", reasons::REWOUND) };
                 next.then = Then::RunOn;
             }
@@ -631,7 +649,7 @@ impl Leading {
     }
 }
 
-/// How often in a row the job went back to this group image.
+/// How often in a row the job went back to this group image because it hung.
 fn times(left: &[Left], to: Number) -> u32 {
     left.iter().find(|left| left.after == to).map_or(0, |left| left.times)
 }
@@ -678,7 +696,7 @@ fn begin_anew(next: &mut Plan) {
 
 /// The rewind cannot be carried out: the job continues from where it was. Returns why, for people.
 fn missed(next: &mut Plan, why: &str) -> String {
-    let Some(Aim { to, left, of: (who, number) }) = next.aim.take() else { return why.into() };
+    let Some(Aim { to, left, of: (who, number), .. }) = next.aim.take() else { return why.into() };
     next.left = left;
     let why = format!("cannot go back to {to}: {why}. The job continues from where it was");
     if next.served.get(&who) == Some(&number) {

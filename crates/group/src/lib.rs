@@ -64,7 +64,7 @@ pub use documents::{
     Then, Versioned, View,
 };
 pub use events::{Action, Answer, Event, Local, Order, Write};
-pub use images::{continues_from, fetching, newest_committed, usable, whole_in_replica};
+pub use images::{continues_from, fetching, newest_committed, trusted, usable, whole_in_replica};
 pub use machine::Machine;
 pub use options::{ColdStart, Limits, Options, Restart};
 pub use reasons::{is_loss, named_ranks};

@@ -27,7 +27,7 @@ pub fn admits(view: &View, ask: &Ask) -> Result<(), String> {
         // Also if it is being stopped already: the newest time limit counts.
         (Ask::Stop { .. } | Ask::StopNow { .. }, _) => Ok(()),
         _ if matches!(plan.then, Then::Stop { .. }) => Err("the run is being stopped".into()),
-        (Ask::Rewind(to), _) => {
+        (Ask::Rewind(to) | Ask::LeaveHang(to), _) => {
             let Some(image) = view.images.get(to) else { return Err(format!("there is no {to}")) };
             if *to < images::floor(view, plan) {
                 return Err(format!("{to} is from before the job was started from the beginning (--fresh)"));
@@ -151,7 +151,7 @@ impl Pending {
                 Goal::Suspended => failed("the job was suspended again"),
                 _ => Outcome::Done,
             },
-            (Ask::Rewind(to), None) => match &plan.aim {
+            (Ask::Rewind(to) | Ask::LeaveHang(to), None) => match &plan.aim {
                 Some(aim) if aim.to == *to => Outcome::Open,
                 Some(_) => failed("the job goes back to another group image instead"),
                 None if runs(plan) && plan.from == StartFrom::Image(*to) => Outcome::Done,

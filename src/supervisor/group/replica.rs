@@ -45,6 +45,16 @@ impl Remote {
         self.only.contains_key(&number)
     }
 
+    /// The part of this group image that only the replica has.
+    pub(super) fn image_of(&self, number: Number) -> Option<ImageId> {
+        self.only.get(&number).copied()
+    }
+
+    /// The group image that this image, which only the replica has, is a part of.
+    pub(super) fn number_of(&self, image: ImageId) -> Option<Number> {
+        self.only.iter().find(|(_, id)| **id == image).map(|(number, _)| *number)
+    }
+
     /// The replica still has a part that is removed from the store.
     pub(super) fn keeps(&mut self, number: Number, image: ImageId) {
         self.only.insert(number, image);

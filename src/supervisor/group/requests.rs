@@ -78,19 +78,27 @@ impl Member {
         Ok(image.to_string())
     }
 
-    /// This machine's parts of the group images that can be used, the newest first.
+    /// This machine's parts of the group images that can be used, the newest first. Some may have to be fetched from the
+    /// replica.
     pub(in crate::supervisor) fn usable(&self) -> Vec<ImageId> {
-        rekindle_group::usable(self.machine.view())
-            .iter()
-            .filter_map(|number| self.parts.get(number).copied())
-            .collect()
+        let part = |number: &Number| self.parts.get(number).copied().or_else(|| self.remote.image_of(*number));
+        rekindle_group::usable(self.machine.view()).iter().filter_map(part).collect()
     }
 
-    /// How often in a row the group has gone back to this image.
-    pub(in crate::supervisor) fn rewinds_to(&self, image: ImageId) -> u32 {
-        let number = self.number_of(image);
+    /// The group images that can be used and that no failures count against, the newest first.
+    pub(in crate::supervisor) fn trusted(&self) -> Vec<Number> {
+        rekindle_group::trusted(self.machine.view())
+    }
+
+    /// The group image that this image is a part of, also if only the replica has the part.
+    pub(in crate::supervisor) fn group_image_of(&self, image: ImageId) -> Option<Number> {
+        self.number_of(image).or_else(|| self.remote.number_of(image))
+    }
+
+    /// How often in a row the group has gone back to this image because the job hung.
+    pub(in crate::supervisor) fn rewinds_to(&self, number: Number) -> u32 {
         let plan = self.machine.view().plan.as_ref();
-        let left = plan.and_then(|plan| plan.value.left.iter().find(|left| Some(left.after) == number));
+        let left = plan.and_then(|plan| plan.value.left.iter().find(|left| left.after == number));
         left.map_or(0, |left| left.times)
     }
 
@@ -150,7 +158,7 @@ impl Member {
             Event::SnapshotNow(reason) if *reason != Reason::Group => Ask::Snapshot,
             Event::Suspend => Ask::Suspend,
             Event::Resume => Ask::Resume,
-            Event::Rewind { image } => Ask::Rewind(self.number_of(*image)?),
+            Event::Rewind { image } => Ask::Rewind(self.group_image_of(*image)?),
             Event::Stop(stop) => {
                 self.requests.stop = Some(*stop);
                 Ask::Stop { requeue: requeue(stop), within: grace }
@@ -184,17 +192,27 @@ impl Owner<'_> {
         if matches!(ask, Ask::StopNow { .. }) {
             member.requests.at_once.get_or_insert(now + AT_ONCE);
         }
+        self.pass_on(ask);
+        None
+    }
+
+    /// Asks the group to go back to this image, because the job hangs.
+    pub(in crate::supervisor) fn leave_hang(&mut self, number: Number) {
+        self.pass_on(Ask::LeaveHang(number));
+    }
+
+    fn pass_on(&mut self, ask: Ask) {
+        let Some(member) = &mut self.group else { return };
         if let Err(why) = rekindle_group::admits(member.machine.view(), &ask) {
             tracing::warn!("the group does not serve the request: {why}");
         }
         let membership = member.membership.as_ref().map(Membership::incarnation);
         self.group_step(rekindle_group::Event::Asked(ask.clone()));
-        let Some(member) = &mut self.group else { return None };
+        let Some(member) = &mut self.group else { return };
         match (member.machine.asked().filter(|asked| asked.ask == ask), membership) {
             (Some(asked), Some(membership)) => member.requests.pending.push(Pending::new(asked.clone(), membership)),
             _ => self.not_done(&ask, "the group has another request to serve first: try again"),
         }
-        None
     }
 
     /// Ends the run here if the group has not ended it in time.
@@ -241,7 +259,8 @@ impl Owner<'_> {
             Ask::Snapshot => control.not_begun(why),
             Ask::Suspend => control.not_suspended(why),
             Ask::Resume | Ask::Rewind(_) => control.not_started(why),
-            Ask::Stop { .. } | Ask::StopNow { .. } => {}
+            // Nobody waits for an answer.
+            Ask::LeaveHang(_) | Ask::Stop { .. } | Ask::StopNow { .. } => {}
         }
     }
 

@@ -249,7 +249,7 @@ impl Oracle {
     pub(super) fn answers(&mut self, ask: &Ask, outcome: &Outcome, node: &Node) {
         let from = node.job.as_ref().map(|job| job.from.as_ref().map(|(number, _)| *number));
         // A machine that was replaced learns what the group has done, and ends its own job in the same moment.
-        if let (Ask::Rewind(to), Outcome::Done, Some(from)) = (ask, outcome, from)
+        if let (Ask::Rewind(to) | Ask::LeaveHang(to), Outcome::Done, Some(from)) = (ask, outcome, from)
             && from != Some(*to)
             && !node.is_out_of_crew()
         {

@@ -199,7 +199,7 @@ fn a_request_for_a_snapshot_does_not_replace_another_and_other_requests_do() {
 fn a_job_that_hangs_after_each_restore_waits_longer_each_time() {
     let mut group = Group::with_images();
     for (times, seconds) in (1..).zip([0, 1, 2, 4, 8, 8]) {
-        group.tell(1, Event::Asked(Ask::Rewind(Number(7))));
+        group.tell(1, Event::Asked(Ask::LeaveHang(Number(7))));
         group.settle();
         assert!(matches!(group.plan().left[..], [left] if left.times == times), "{:?}", group.plan().left);
         group.killed();
@@ -212,6 +212,58 @@ fn a_job_that_hangs_after_each_restore_waits_longer_each_time() {
         group.starts();
         // It lives for long enough to be no failure.
         group.wait(Duration::from_secs(3));
+    }
+}
+
+#[test]
+fn only_hangs_count_as_hangs() {
+    let mut group = Group::with_images();
+    let mut goes_back = |ask: Ask| {
+        group.tell(1, Event::Asked(ask));
+        group.settle();
+        group.killed();
+        group.wait(Duration::from_secs(8));
+        group.starts();
+        group.wait(Duration::from_secs(3));
+        group.plan().left[0].times
+    };
+    let times = [Ask::Rewind(Number(7)), Ask::Rewind(Number(7)), Ask::LeaveHang(Number(7)), Ask::Rewind(Number(7))];
+    assert_eq!(times.map(&mut goes_back), [0, 0, 1, 1]);
+    assert_eq!(goes_back(Ask::LeaveHang(Number(7))), 2);
+    // Somebody who goes back again and again does not wait for it.
+    group.tell(1, Event::Asked(Ask::Rewind(Number(7))));
+    group.settle();
+    group.killed();
+    assert_eq!(group.goal(), Goal::Start(StartFrom::Image(Number(7))));
+}
+
+#[test]
+fn a_group_image_that_cannot_be_restored_after_a_hang_is_not_tried_without_an_end() {
+    for (blame, most) in [(Blame::Image, 2), (Blame::Machine, 4)] {
+        let mut group = Group::with_images();
+        for times in 1..=most {
+            assert_eq!(crate::images::trusted(&group.coordinator.view), [7, 4].map(Number), "{times}");
+            let mut client = group.asks(1, Ask::LeaveHang(Number(4)));
+            group.settle();
+            group.killed();
+            group.wait(Duration::from_secs(8));
+            assert_eq!(group.goal(), Goal::Start(StartFrom::Image(Number(4))));
+            group.tell(1, Event::Local(Local::Ended(Ending::NotStarted { why: "no".into(), blame })));
+            group.settle();
+            assert!(why(group.learns(&mut client)).starts_with("cannot go back to group image 4"));
+            assert_eq!((group.plan().in_a_row, group.plan().aim.is_some()), (1, false), "it counts as a restart");
+            group.tell(0, Event::Local(Local::Ended(failed("killed"))));
+            group.wait(Duration::from_secs(8));
+            assert_eq!(group.goal(), Goal::Start(StartFrom::Image(Number(7))), "where it was");
+            group.starts();
+            // It is healthy, until it hangs again.
+            group.wait(Duration::from_secs(30));
+            // No new image: the job holds snapshots.
+            if let Goal::Prepare(number) = group.goal() {
+                group.all(&|_| Local::Refused(number, "the job blocks snapshots now".into()));
+            }
+        }
+        assert_eq!(crate::images::trusted(&group.coordinator.view), [Number(7)]);
     }
 }
 

@@ -175,7 +175,7 @@ impl World {
             Fault::Rewind => {
                 if let Some(number) = self.coordinator.view.images.keys().next().copied() {
                     self.oracle.rewinds();
-                    ask(self, Ask::Rewind(number));
+                    ask(self, if requeue { Ask::Rewind(number) } else { Ask::LeaveHang(number) });
                 }
             }
             _ => {}
