@@ -218,8 +218,8 @@ pub(super) enum GroupEvent {
     Coordinator(CoordinatorEvent),
     /// From the thread that takes a snapshot.
     Local(Local),
-    /// The parts in the replica.
-    Listed(Result<Vec<Listed>, rekindle_replica::Error>),
+    /// The parts in the replica, and the number of the listing.
+    Listed(u64, Result<Vec<Listed>, rekindle_replica::Error>),
     /// A part was fetched from the replica, or was not.
     Fetched(Fetched),
 }
@@ -234,7 +234,7 @@ impl Owner<'_> {
         match news {
             GroupEvent::Coordinator(told) => self.coordinator_event(told),
             GroupEvent::Local(local) => self.group_step(rekindle_group::Event::Local(local)),
-            GroupEvent::Listed(listed) => self.listed(listed),
+            GroupEvent::Listed(listing, listed) => self.listed(listing, listed),
             GroupEvent::Fetched(fetched) => self.fetched(fetched),
         }
     }

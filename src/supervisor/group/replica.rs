@@ -30,6 +30,8 @@ const NAP: Duration = Duration::from_millis(100);
 pub(super) struct Remote {
     /// Those that the store does not have.
     only: BTreeMap<Number, ImageId>,
+    /// The last listing that was begun. A membership that is lost may leave one behind, and its result comes late.
+    listing: u64,
     /// Cancels the fetch in progress.
     cancel: Arc<AtomicBool>,
 }
@@ -38,6 +40,17 @@ impl Remote {
     /// The run is over.
     pub(super) fn call_off(&self) {
         self.cancel.store(true, Ordering::Relaxed);
+    }
+
+    /// The number of a new listing.
+    fn begins_listing(&mut self) -> u64 {
+        self.listing += 1;
+        self.listing
+    }
+
+    /// Whether the result of this listing counts.
+    fn is_newest(&self, listing: u64) -> bool {
+        self.listing == listing
     }
 
     /// Whether the replica has the part of this group image, and the store does not.
@@ -79,9 +92,11 @@ pub(in crate::supervisor) struct Fetched {
 impl Owner<'_> {
     /// Lists the parts that can be restored here. The replica is asked on a separate thread.
     pub(super) fn list_parts(&mut self) {
+        let Some(member) = &mut self.group else { return };
+        let listing = member.remote.begins_listing();
         let uses_replica = self.setup.group.as_ref().is_some_and(|group| group.uses_replica);
         if !uses_replica || self.setup.config.replica.url.is_none() {
-            return self.listed(Ok(Vec::new()));
+            return self.listed(listing, Ok(Vec::new()));
         }
         let (setup, sender) = (Arc::clone(self.setup), self.threads.sender.clone());
         self.spawn("list", move || {
@@ -93,12 +108,15 @@ impl Owner<'_> {
                     listed => break listed,
                 }
             };
-            drop(sender.send(Message::Group(Box::new(GroupEvent::Listed(listed)))));
+            drop(sender.send(Message::Group(Box::new(GroupEvent::Listed(listing, listed)))));
         });
     }
 
     /// The parts in the replica are known, or why they are not.
-    pub(super) fn listed(&mut self, remote: Result<Vec<Listed>, Error>) {
+    pub(super) fn listed(&mut self, listing: u64, remote: Result<Vec<Listed>, Error>) {
+        if !self.group.as_ref().is_some_and(|member| member.remote.is_newest(listing)) {
+            return;
+        }
         let copies = match self.setup.folder.copies() {
             Ok(copies) => copies,
             Err(error) => {
@@ -296,5 +314,20 @@ fn fetch(setup: &Setup, image: ImageId, wait: Duration, cancel: &AtomicBool) -> 
             }
             std::thread::sleep(NAP);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_newest_listing_counts() {
+        let mut remote = Remote::default();
+        let first = remote.begins_listing();
+        assert!(remote.is_newest(first));
+        // The membership is lost, and the next one lists the parts too.
+        let second = remote.begins_listing();
+        assert!(!remote.is_newest(first) && remote.is_newest(second));
     }
 }
