@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use rekindle_engine::snapshot::Operations;
 use rekindle_etcd::{Client, Local, LocalOptions, Op, Options, Secret, Txn};
 use rekindle_group::{
-    self as group, Action, Answer, Ask, End, Ending, Epoch, Event, Incarnation, Limits, Local as Happened, Machine,
-    Number, Order, Part, Progress, Rank, Replicated, Restart, StartFrom, Stored, Write,
+    self as group, Action, Answer, Ask, End, Ending, Epoch, Event, Goal, Incarnation, Limits, Local as Happened,
+    Machine, Number, Order, Part, Progress, Rank, Replicated, Restart, StartFrom, Stored, Write,
 };
 use rekindle_testing::needs;
 
@@ -376,6 +376,9 @@ fn a_group_starts_takes_images_and_goes_back_to_the_newest() {
 
     group[0].words.send(Word::Ask(Ask::StopNow { requeue: true })).unwrap();
     all(&group, &Said::Finished(End::Stopped { requeue: true }));
+    // A machine that has left before can still read how the run ended.
+    let plan = Coordinator::Given(options).plan(&"test".parse().unwrap());
+    assert_eq!(plan.map(|plan| plan.goal), Some(Goal::End(End::Stopped { requeue: true })));
 }
 
 #[test]
