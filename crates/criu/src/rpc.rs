@@ -7,6 +7,7 @@
 //!   module waits for the end of the log, because the tasks have its pipe open.
 
 use std::ffi::{CString, OsStr, OsString};
+use std::fmt::Display;
 use std::io;
 use std::ops::RangeInclusive;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -315,7 +316,7 @@ pub fn restore(place: &Place<'_>, options: RestoreOptions<'_>, hooks: &mut Hooks
     }
     let result = run.end(outcome, place.timeout).and_then(|(response, log)| {
         let pid = response.restore.map_or(0, |r| r.pid);
-        let root = find_restored(pid).and_then(|root| Child::adopt(root).ok()).ok_or(RunError::Lost { pid })?;
+        let root = find_restored(pid, place.init).and_then(|root| Child::adopt(root).ok()).ok_or(RunError::Lost { pid })?;
         Ok(Restored { root, log })
     });
     if result.is_err() {
@@ -325,13 +326,15 @@ pub fn restore(place: &Place<'_>, options: RestoreOptions<'_>, hooks: &mut Hooks
     result
 }
 
-/// The pid of our child that has `pid` in its own namespace and that we did not start: the root of a restore in
-/// progress.
+/// The pid of our child that has `pid` in the namespaces of `init` (`None`: in the host's) and that we did not start: the
+/// root of a restore in progress. As pid 1 of a container we get the orphans of others as children; they are elsewhere.
 #[must_use]
-pub fn find_restored(pid: i32) -> Option<i32> {
-    let children = rekindle_os::process::children(std::process::id().cast_signed());
-    let mut found = children.into_iter().filter(|c| !spawn::is_known(*c));
-    found.find(|c| rekindle_os::process::inner_pid(*c) == Some(pid))
+pub fn find_restored(pid: i32, init: Option<&Child>) -> Option<i32> {
+    let of = |process: &dyn Display| std::fs::read_link(format!("/proc/{process}/ns/pid")).ok();
+    let wanted = init.map_or_else(|| of(&"self"), |init| of(&init.pid()));
+    let children = process::children(std::process::id().cast_signed());
+    let mut found = children.into_iter().filter(|child| !spawn::is_known(*child));
+    found.find(|child| process::inner_pid(*child) == Some(pid) && of(child) == wanted)
 }
 
 /// Why a conversation ended without an answer.

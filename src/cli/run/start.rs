@@ -45,6 +45,13 @@ pub(super) fn choose(folder: &JobFolder, command: &[OsString], fresh: bool, cold
     }
     if record.outcome == Outcome::Completed {
         let done = completed(folder, &record);
+        if !is_same(&record.command, command) {
+            return Err(Misuse(format!(
+                "{done}, and this is another command: give it another name (--name), as each of several commands of one \
+                 batch job needs it"
+            ))
+            .into());
+        }
         return Err(Misuse(format!("{done}: use --fresh to run it again from the beginning, or another --name")).into());
     }
     let line = Line::new(record.lineage.clone(), record.base);

@@ -334,7 +334,7 @@ const LEFTOVERS_END: Duration = Duration::from_secs(5);
 pub(crate) fn end_leftovers(root: i32, pids: &[i32], cancelled: &dyn Fn() -> bool) {
     let deadline = std::time::Instant::now() + LEFTOVERS_END;
     loop {
-        let left = rekindle_criu::find_restored(root);
+        let left = rekindle_criu::find_restored(root, None);
         let is_dead = |pid: &i32| process::state(*pid) == Some('Z');
         if left.is_none() && !pids.iter().any(is_dead) {
             return;

@@ -342,7 +342,7 @@ pub(super) fn run_criu(
             Notify::PreResume => false,
             _ => return Ok(()),
         };
-        let root = criu::find_restored(manifest.tree.root).ok_or("the restored tree cannot be found")?;
+        let root = criu::find_restored(manifest.tree.root, world.init()).ok_or("the restored tree cannot be found")?;
         let checked = match first {
             true => access::check_before_it_is_reached(root, &wanted, &descriptors),
             false => access::check(root, &wanted),
