@@ -64,6 +64,10 @@ const PAUSE: Duration = Duration::from_micros(300);
 /// without NCCL. The time doubles each time, because the rank may also just be computing.
 const PATIENCE: Duration = Duration::from_millis(250);
 
+/// If a rank is in no process for this long, no point is searched for: it has left without ending its communicator, and
+/// the others may use NCCL for ever. All calls pass meanwhile.
+const MISSING: Duration = Duration::from_secs(2);
+
 /// If nothing changes for this long, NCCL is taken to have started what a call on a communicator that does not block has
 /// left to it. It takes less than 1 ms unless there is no CPU for it. If it takes longer, the lock waits.
 const TO_START: Duration = Duration::from_millis(20);
@@ -143,6 +147,7 @@ fn reach_with(
     let mut search = Search::new(std::hash::RandomState::new().build_hasher().finish());
     let mut seen: Vec<Operations> = Vec::new();
     let (mut changed, mut patience, mut raised) = (Instant::now(), PATIENCE, 0_u32);
+    let mut missing = Missing::default();
     loop {
         let ours = search.tell(cut.0.iter().map(Ranks::counts).collect());
         let others = elsewhere.map_or_else(|| Some(Vec::new()), |elsewhere| elsewhere.exchange(&ours));
@@ -182,6 +187,10 @@ fn reach_with(
             tracing::debug!(took = ?began.elapsed(), raised, "all ranks wait at one point");
             return Ok(cut);
         }
+        // What the others have not told yet may have the rank, and so may a communicator that is being made.
+        let is_making = || now.iter().flat_map(|operations| &operations.counts).any(|counts| counts.making > 0);
+        let lacks_rank = step.behind.iter().any(|behind| behind.process.is_none());
+        let is_missing = missing.lasts(lacks_rank && all_told && !is_making(), Instant::now());
         seen = now;
         if cancelled() {
             return Err(NotReached::Cancelled);
@@ -194,7 +203,7 @@ fn reach_with(
         if began.elapsed() > timeout {
             return Err(NotReached::Late(describe(&step.behind, &cut.0)));
         }
-        if is_stuck && step.behind.iter().any(|behind| behind.process.is_none()) {
+        if is_missing || is_stuck && lacks_rank {
             tracing::debug!("ranks are locked without a common point: {}", describe(&step.behind, &cut.0));
             return Err(NotReached::Counts);
         }
@@ -202,6 +211,18 @@ fn reach_with(
             (changed, patience, raised) = (Instant::now(), patience * 2, raised + 1);
         }
         std::thread::sleep(PAUSE);
+    }
+}
+
+/// Since when a rank is in no process, without a pause.
+#[derive(Debug, Default)]
+struct Missing(Option<Instant>);
+
+impl Missing {
+    /// Whether that has lasted for [`MISSING`], if a rank is missing now. The counts of the others may change all the time.
+    fn lasts(&mut self, is_missing: bool, now: Instant) -> bool {
+        self.0 = self.0.or(Some(now)).filter(|_| is_missing);
+        self.0.is_some_and(|since| now.duration_since(since) > MISSING)
     }
 }
 
@@ -225,4 +246,19 @@ fn describe(behind: &[Behind], all: &[Ranks]) -> String {
     let others = behind.len() - 1;
     let others = if others > 0 { format!("; {others} more are behind") } else { String::new() };
     format!("{who} has not started {what} {target} of a communicator; it has started {started}{others}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_is_missing_only_after_a_time_without_a_pause() {
+        let (mut missing, began) = (Missing::default(), Instant::now());
+        let at = |tenths: u32| began + MISSING * tenths / 10;
+        assert!(!missing.lasts(true, at(0)) && !missing.lasts(true, at(9)));
+        assert!(!missing.lasts(false, at(9)), "it was found");
+        assert!(!missing.lasts(true, at(11)) && !missing.lasts(true, at(20)));
+        assert!(missing.lasts(true, at(22)));
+    }
 }

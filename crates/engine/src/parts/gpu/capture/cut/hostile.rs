@@ -107,6 +107,25 @@ fn a_rank_that_has_used_nothing_yet_is_behind_until_its_communicator_ends() {
     assert!(step.is_reached, "{:?}", step.behind);
 }
 
+#[test]
+fn a_rank_that_has_left_is_behind_only_while_a_communicator_with_it_is_used() {
+    let mut first = communicator(1, 0, 3);
+    let second = communicator(1, 1, 3);
+    // Rank 2 has left.
+    let all = |first: &Communicator, second: &Communicator| {
+        [
+            process(vec![first.clone()], vec![counter(0, 0, 512)]),
+            process(vec![second.clone()], vec![counter(0, 0, 512)]),
+        ]
+    };
+    first.has_ended = true;
+    let step = Targets::default().step(&all(&first, &second), 2, false);
+    assert!(!step.is_reached && step.behind[0].process.is_none(), "{:?}", step.behind);
+    let second = Communicator { has_ended: true, ..second };
+    let step = Targets::default().step(&all(&first, &second), 2, false);
+    assert!(step.is_reached, "{:?}", step.behind);
+}
+
 fn number() -> impl Strategy<Value = u64> {
     prop_oneof![0..4_u64, Just(u64::MAX), Just(u64::MAX - 1), Just(1 << 63)]
 }

@@ -63,6 +63,8 @@ enum Action {
     End(usize),
     /// The place of a communicator that was destroyed is used for something else.
     Forget(usize),
+    /// The process ends.
+    Leave,
 }
 
 #[derive(Default)]
@@ -89,6 +91,8 @@ struct Process {
     met: usize,
     /// Calls return before NCCL has started the operations.
     is_nonblocking: bool,
+    /// Nothing of it can be read.
+    has_left: bool,
 }
 
 /// A communicator: its ranks, by process.
@@ -279,6 +283,19 @@ impl World {
                 }
             }
         }
+        if threads == 1 && random.one_in(2) {
+            // All communicators end, and some processes leave.
+            for (process, programs) in programs.iter_mut().enumerate() {
+                programs[0].push(Action::Synchronise);
+                let has = |at: &usize| lives[*at] == Life::Live && members[*at].ranks.contains(&process);
+                programs[0].extend((0..members.len()).filter(has).map(Action::End));
+                if random.one_in(2) {
+                    programs[0].push(Action::Leave);
+                } else {
+                    (0..random.below(3)).for_each(|_| programs[0].push(Action::Compute(random.below(400))));
+                }
+            }
+        }
         let is_nonblocking = random.one_in(3);
         let processes = programs.into_iter().enumerate().map(|(process, programs)| {
             let entries = members.iter().enumerate().map(|(at, it)| match made.get(at) {
@@ -296,6 +313,7 @@ impl World {
                 limits: Vec::new(),
                 met: 0,
                 is_nonblocking,
+                has_left: false,
             }
         });
         let processes = processes.collect();
@@ -379,6 +397,11 @@ impl World {
                 let of_it = process.counts.counters.iter_mut().filter(|counter| counter.communicator == old);
                 of_it.for_each(|counter| (counter.started, counter.wanted) = (0, None));
                 true
+            }
+            // If one leaves during a cut, that cut is given up.
+            Action::Leave => {
+                process.has_left = !is_closed;
+                process.has_left
             }
         };
         self.processes[at].threads[thread].at += usize::from(moved);
@@ -482,7 +505,8 @@ impl Reader {
             self.step = 1;
             return None;
         }
-        let counts = &processes[self.all.len() - 1].counts;
+        let (process, nothing) = (&processes[self.all.len() - 1], Counts::default());
+        let counts = if process.has_left { &nothing } else { &process.counts };
         let read = self.all.last_mut()?;
         match self.step {
             1 => read.communicators.clone_from(&counts.communicators),

@@ -133,7 +133,11 @@ impl Targets {
         let mut behind = Vec::new();
         for (channel, members) in channels {
             let target = self.0.get(channel).copied().unwrap_or(0);
-            for member in members.iter().filter(|member| member.started < target && !member.has_ended) {
+            // A process that has left is in no table. Nobody needs its rank once all who used the channel have ended
+            // their communicator: that of the others stays in their tables.
+            let is_used = members.iter().any(|member| member.started > 0 && !member.has_ended);
+            let is_awaited = |member: &&Member| !member.has_ended && (member.process.is_some() || is_used);
+            for member in members.iter().filter(|member| member.started < target).filter(is_awaited) {
                 let Member { process, rank, started, .. } = *member;
                 behind.push(Behind { channel: *channel, process, rank, started, target });
             }
