@@ -230,7 +230,7 @@ impl Ranks {
         let thread = process::threads(self.pid).into_iter().find(|tid| process::inner_pid(*tid) == Some(aborter));
         let thread = thread.ok_or_else(|| io::Error::other("the interposer has no thread in the process"))?;
         ptrace::stop(self.pid, limit)?;
-        let _alone = ptrace::Alone::run(thread)?;
+        let _alone = ptrace::Alone::run(thread, limit)?;
         table.abort.store(1, SeqCst);
         // Not private: the waiter is another process.
         let _ = futex::wake(&table.abort, futex::Flags::empty(), 1);

@@ -132,7 +132,7 @@ impl Process {
         let failed = |source| Error::Thread { pid: self.pid, tid: thread, source };
         let tid = threads(self.pid).into_iter().find(|tid| *tid == thread);
         let tid = tid.ok_or_else(|| failed(io::Error::from_raw_os_error(libc::ESRCH)))?;
-        let alone = ptrace::Alone::run(tid).map_err(failed)?;
+        let alone = ptrace::Alone::run(tid, STOP_TIMEOUT).map_err(failed)?;
         let result = parallel::with_helper(|over| ptrace::lend(self.pid, tid, patience, over), work);
         drop(alone);
         result

@@ -34,19 +34,28 @@ pub struct Alone {
 }
 
 impl Alone {
-    /// Lets thread `tid` of a stopped process run.
+    /// Lets thread `tid` of a stopped process run. Another tracer, such as a profiler that looks at the process, and a
+    /// shortage of threads may pass: tries for `limit`.
     ///
     /// # Errors
-    /// When it cannot be traced: it has another tracer, or a right is missing.
-    pub fn run(tid: i32) -> io::Result<Alone> {
-        Alone::with(tid, Signals::Wait)
+    /// When it cannot be traced: it has ended, it has another tracer, or a right is missing.
+    pub fn run(tid: i32, limit: Duration) -> io::Result<Alone> {
+        let deadline = Instant::now() + limit;
+        loop {
+            match Alone::with(tid, Signals::Wait) {
+                Err(error) if error.raw_os_error() != Some(libc::ESRCH) && Instant::now() < deadline => {
+                    std::thread::sleep(AGAIN);
+                }
+                outcome => return outcome,
+            }
+        }
     }
 
     /// Lets it run for a moment, with signals delivered as usual: the thread may be about to change its signal mask,
     /// and would then save and restore ours.
     ///
     /// # Errors
-    /// As [`Alone::run`].
+    /// When it cannot be traced now.
     pub fn turn(tid: i32) -> io::Result<Alone> {
         Alone::with(tid, Signals::Come)
     }
@@ -97,6 +106,9 @@ const STOPS: [i32; 4] = [libc::SIGSTOP, libc::SIGTSTP, libc::SIGTTIN, libc::SIGT
 /// while after each it polls without a pause.
 const PAUSE: Duration = Duration::from_micros(50);
 const ATTENTION: Duration = Duration::from_millis(1);
+
+/// How often it is tried to trace a thread.
+const AGAIN: Duration = Duration::from_millis(10);
 
 /// How long helpers may take to end; they do within 2 ms of their last work, unless there is no CPU for them.
 const HELPERS_END: Duration = Duration::from_millis(100);
@@ -335,6 +347,8 @@ mod tests {
 
     use super::*;
 
+    const SOON: Duration = Duration::from_secs(5);
+
     struct Reaped(Child);
 
     impl Drop for Reaped {
@@ -358,7 +372,7 @@ mod tests {
         let pid = child.0.id().cast_signed();
         assert!(stop(pid, Duration::from_secs(5)).unwrap());
         assert!(!stop(pid, Duration::from_secs(5)).unwrap(), "it was stopped before");
-        let alone = Alone::run(pid).unwrap();
+        let alone = Alone::run(pid, SOON).unwrap();
         until(|| process::state(pid) == Some('R'));
         drop(alone);
         until(|| is_stopped(pid));
@@ -412,7 +426,7 @@ mod tests {
         };
         let before = blocked(pid);
         assert!(stop(pid, Duration::from_secs(5)).unwrap());
-        let alone = Alone::run(pid).unwrap();
+        let alone = Alone::run(pid, SOON).unwrap();
         child.0.stdin.take().unwrap().write_all(b"x").unwrap();
         let mut ran = [0; 4];
         child.0.stdout.take().unwrap().read_exact(&mut ran).unwrap();
@@ -441,18 +455,36 @@ mod tests {
         assert!(!stands(pid, limit), "it runs");
         assert!(stop(pid, limit).unwrap());
         for _ in 0..200 {
-            drop(Alone::run(pid).unwrap());
+            drop(Alone::run(pid, SOON).unwrap());
             assert!(stands(pid, limit));
         }
-        let alone = Alone::run(pid).unwrap();
+        let alone = Alone::run(pid, SOON).unwrap();
         assert!(!stands(pid, Duration::from_millis(20)), "one runs");
         drop(alone);
         go_on(pid).unwrap();
     }
 
     #[test]
+    fn another_tracer_is_waited_for() {
+        let child = Reaped(Command::new("sh").args(["-c", "while :; do :; done"]).spawn().unwrap());
+        let pid = child.0.id().cast_signed();
+        assert!(stop(pid, Duration::from_secs(5)).unwrap());
+        let other = Alone::turn(pid).unwrap();
+        assert!(Alone::turn(pid).is_err());
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_millis(200));
+                drop(other);
+            });
+            drop(Alone::run(pid, SOON).unwrap());
+        });
+        until(|| is_stopped(pid));
+        go_on(pid).unwrap();
+    }
+
+    #[test]
     fn a_thread_that_is_not_there_is_an_error() {
-        assert!(Alone::run(i32::MAX).is_err());
+        assert!(Alone::run(i32::MAX, SOON).is_err());
         assert!(stop(i32::MAX, Duration::from_secs(1)).is_err());
     }
 }

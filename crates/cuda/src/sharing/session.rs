@@ -68,7 +68,7 @@ impl<'a> Session<'a> {
         let thread = thread.ok_or_else(|| io::Error::other("the interposer has no thread in the process"))?;
         // The driver's thread may not have stopped with the others yet.
         ptrace::stop(pid, PATIENCE)?;
-        let alone = Alone::run(thread)?;
+        let alone = Alone::run(thread, PATIENCE)?;
         let call = table.calls.fetch_add(1, SeqCst).wrapping_add(1);
         wake(table);
         // It may still do what it was asked for in a session that was given up.
