@@ -133,6 +133,23 @@ fn a_rank_that_dies_in_a_snapshot_takes_the_job_back_too() {
 }
 
 #[test]
+fn a_rank_that_dies_after_the_dump_is_in_the_image() {
+    let Some(rig) = job(2, &["--reap"]) else { return };
+    let mut supervisor = start(&rig, 2);
+    for op in ["restore", "unlock"] {
+        let rank = inner(children(&rig)[1]).unwrap();
+        rig.standin.fault(&format!("die-at-{op}"), &format!("pid={rank}"));
+        let image = supervisor.snapshot().id;
+        let line = supervisor.said("the job was restored from image");
+        assert!(line.contains(&image.to_string()), "{op}: {line}");
+        supervisor.assert_unharmed(2);
+    }
+    assert!(!rig.log().contains("the snapshot failed"), "{}", rig.log());
+    supervisor.stop();
+    rig.assert_store_is_whole();
+}
+
+#[test]
 fn a_process_that_was_asked_to_end_is_the_jobs_own() {
     let Some(rig) = job(3, &[]) else { return };
     let mut supervisor = start(&rig, 3);

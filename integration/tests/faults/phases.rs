@@ -227,6 +227,32 @@ fn one_lock_that_is_not_ready_is_tried_again_with_all() {
     rig.assert_sequence();
 }
 
+/// It used CUDA when it was found, and does not any more when it is locked.
+#[test]
+fn a_process_that_executes_another_program_meanwhile_does_no_harm() {
+    let Some(mut rig) = Rig::new() else { return };
+    rig.ranks(2, &[]);
+    let mut supervisor = rig.start();
+    supervisor.ranks_count(2);
+    let second = rig.cuda_pids().into_iter().filter_map(crate::rig::inner).max().unwrap();
+    // The state is asked before the thread.
+    rig.standin.fault("fail-tid", &format!("hold pid={second}"));
+    supervisor.ask();
+    supervisor.said("phase=\"preflight\"");
+    std::thread::sleep(Duration::from_millis(300));
+    for fault in ["fail-lock", "fail-state"] {
+        rig.standin.fault(fault, &format!("3 pid={second}"));
+    }
+    rig.clear("fail-tid");
+    let why = supervisor.said("the snapshot failed");
+    assert!(why.contains("lock: ") && !why.contains("cannot continue"), "{why}");
+    ["fail-lock", "fail-state"].iter().for_each(|fault| rig.clear(fault));
+    supervisor.image();
+    supervisor.assert_unharmed(2);
+    assert_eq!(rig.state().unwrap().restarts, 0);
+    supervisor.stop();
+}
+
 /// The others are in a collective nearly all the time, and wait there for the one that is late.
 #[test]
 fn ranks_that_wait_for_a_late_one_in_collectives_are_locked_soon() {

@@ -47,8 +47,8 @@ pub(super) enum Wrong {
     InFlight(InFlight),
     /// A process was killed, and its parent has not waited for it yet.
     Unnoticed(Unnoticed),
-    /// A process is in the middle of cuInit.
-    Initializing(gpu::Error),
+    /// A process is in the middle of cuInit, or one that uses CUDA has ended.
+    Gpu(gpu::Error),
     /// A process has NVIDIA devices open, and has just begun.
     Starting(String),
     /// Connections inside the job wait to be accepted.
@@ -90,6 +90,12 @@ impl Still<'_, '_> {
     fn refuse(&mut self, refusal: Refusal) -> String {
         let why = refusal.to_string();
         self.wrong = Some(Wrong::Refused(refusal));
+        why
+    }
+
+    fn refuse_for_gpus(&mut self, error: gpu::Error) -> String {
+        let why = error.to_string();
+        self.wrong = Some(Wrong::Gpu(error));
         why
     }
 
@@ -170,14 +176,13 @@ impl Still<'_, '_> {
             self.wrong = Some(Wrong::Unnoticed(found));
             return Err(why);
         }
+        self.gpus.group.check_alive().map_err(|error| self.refuse_for_gpus(error))?;
         // The processes that are not stopped for their CUDA; CRIU has looked at their memory already.
         let names = criu::image::memfd_names(self.dir).map_err(|e| chain(&e))?;
         if names.iter().any(|name| rekindle_cuda::is_init_mark(name.as_bytes()))
             && let Err(error) = gpu::check_initialized(&dead.tree)
         {
-            let why = error.to_string();
-            self.wrong = Some(Wrong::Initializing(error));
-            return Err(why);
+            return Err(self.refuse_for_gpus(error));
         }
         let root = self.env.root();
         dead.tree

@@ -300,7 +300,7 @@ impl Freeze<'_> {
             (Err(criu::RunError::Cancelled), _) => return Err(Error::Cancelled),
             (Err(_), Some(Wrong::InFlight(lost))) => return Err(Error::InFlight(lost)),
             (Err(_), Some(Wrong::Unnoticed(found))) => return Err(Error::Unnoticed(found)),
-            (Err(_), Some(Wrong::Initializing(error))) => return Err(error.into()),
+            (Err(_), Some(Wrong::Gpu(error))) => return Err(error.into()),
             (Err(_), Some(Wrong::Starting(why))) => return Err(Error::Starting(why)),
             (Err(_), Some(Wrong::Unaccepted(found))) => return Err(Error::Unaccepted(found)),
             (Err(_), Some(Wrong::Unread(found))) => return Err(Error::Unread(found)),

@@ -111,6 +111,22 @@ enum GpuState {
     Gone,
 }
 
+impl GpuState {
+    /// The state after this answer of the driver.
+    fn after(self, answer: &Result<State, cuda::Error>, has_ended: bool) -> GpuState {
+        match answer {
+            Ok(State::Running) => GpuState::Running,
+            Ok(State::Locked) => GpuState::Locked,
+            Ok(State::Checkpointed) => GpuState::Checkpointed,
+            _ if has_ended => GpuState::Gone,
+            // It has executed another program, which nothing was done to. While it is checkpointed it cannot: it is stopped.
+            Err(error) if error.is_not_cuda() && self != GpuState::Checkpointed => GpuState::Gone,
+            // Failed, or its state is unknown and it may be locked or in transition.
+            _ => GpuState::Lost,
+        }
+    }
+}
+
 #[derive(Debug)]
 struct Member {
     process: Process,
@@ -119,6 +135,8 @@ struct Member {
     thread: i32,
     /// The same, as the job sees it. The image is described when the process may be dead.
     inner_thread: i32,
+    /// Where its program has its stack: another one that it executes has another.
+    stack: Option<u64>,
     state: GpuState,
     /// Stopped by us, and to be resumed.
     stopped: bool,
@@ -141,6 +159,11 @@ const AT_REST: Duration = Duration::from_secs(2);
 impl Member {
     fn has_ended(&self) -> bool {
         process::has_ended(self.process.pid())
+    }
+
+    /// It has ended, or executed another program, which may use CUDA as well.
+    fn is_another(&self) -> bool {
+        self.has_ended() || runs_another(self.process.pid(), self.stack, self.thread)
     }
 
     /// Runs `work` with only the driver's thread running, if the process is stopped.
@@ -205,8 +228,8 @@ impl Group {
             let Some((inner, answer)) = answer else { continue };
             match answer {
                 Ok((process, [thread, inner_thread])) => {
-                    let state = GpuState::Running;
-                    members.push(Member { process, inner, thread, inner_thread, state, stopped: false });
+                    let (stack, state) = (process::stack_start(pid), GpuState::Running);
+                    members.push(Member { process, inner, thread, inner_thread, stack, state, stopped: false });
                 }
                 Err(error) if error.is_not_cuda() => {}
                 Err(_) if process::has_ended(pid) => {}
@@ -315,9 +338,9 @@ impl Group {
                     return Ok(());
                 }
             }
-            let ended = self.members.iter().any(Member::has_ended);
+            let has_another = self.members.iter().any(Member::is_another);
             let cause = match outcome {
-                Err(failure) if !ended => failure,
+                Err(failure) if !has_another => failure,
                 _ => Error::Restless { attempts: attempt },
             };
             tracing::debug!(attempt, error = %chain(&cause), "the attempt to lock failed");
@@ -488,9 +511,9 @@ impl Group {
         result
     }
 
-    /// Whether there is a CUDA process that is not in the group, or one in the group that has ended.
+    /// Whether there is a CUDA process that is not in the group, or one in the group that is not the same any more.
     fn has_changed(&self, root: i32) -> bool {
-        if self.members.iter().any(Member::has_ended) {
+        if self.members.iter().any(Member::is_another) {
             return true;
         }
         let known = self.outer_pids();
@@ -535,10 +558,9 @@ impl Group {
             match outcome {
                 None => {}
                 Some(Ok(())) => member.state = GpuState::Locked,
+                Some(Err(_)) if is_dead(member) => member.state = GpuState::Gone,
                 Some(Err(source)) => {
-                    // A process that is being killed may take a moment to be seen as dead.
-                    let _ = ask_again(member);
-                    member.state = if member.has_ended() { GpuState::Gone } else { GpuState::Lost };
+                    member.state = GpuState::Lost;
                     result = result.and(Err(Error::Cuda { phase: "restore", source }));
                 }
             }
@@ -556,7 +578,7 @@ impl Group {
     pub(crate) fn unlock(&mut self) -> Result<(), Error> {
         self.cut = None;
         let mut result = self.take_again();
-        for member in self.members.iter_mut().filter(|m| matches!(m.state, GpuState::Locked | GpuState::Running)) {
+        for member in self.members.iter_mut().filter(|m| m.state == GpuState::Locked || m.may_run_on()) {
             if std::mem::take(&mut member.stopped) {
                 // A process that died needs nothing.
                 let _ = ptrace::go_on(member.process.pid());
@@ -567,6 +589,7 @@ impl Group {
             match outcome {
                 None => {}
                 Some(Ok(())) => member.state = GpuState::Running,
+                Some(Err(_)) if is_dead(member) => member.state = GpuState::Gone,
                 Some(Err(source)) => result = result.and(Err(Error::Cuda { phase: "unlock", source })),
             }
         }
@@ -590,14 +613,7 @@ impl Group {
         let ask = |member: &Member| (member.state != GpuState::Lost).then(|| ask_again(member));
         for (member, answer) in self.at_once(ask) {
             let Some(answer) = answer else { continue };
-            member.state = match answer {
-                Ok(State::Running) => GpuState::Running,
-                Ok(State::Locked) => GpuState::Locked,
-                Ok(State::Checkpointed) => GpuState::Checkpointed,
-                _ if member.has_ended() => GpuState::Gone,
-                // Failed, or its state is unknown and it may be locked or in transition.
-                _ => GpuState::Lost,
-            };
+            member.state = member.state.after(&answer, member.has_ended());
         }
     }
 
@@ -608,6 +624,14 @@ impl Group {
         (!stuck.is_empty()).then(|| format!("{} cannot use its GPU again", stuck.join(", ")))
     }
 
+    /// Refuses an image that would lack one of them.
+    pub(crate) fn check_alive(&self) -> Result<(), Error> {
+        match self.members.iter().find(|member| member.has_ended()) {
+            None => Ok(()),
+            Some(member) => Err(Error::Ended { pid: member.inner }),
+        }
+    }
+
     pub(crate) fn check_running(&self) -> Result<(), Error> {
         let states = parallel::at_once(&self.members, |member| member.process.state());
         for (member, state) in self.members.iter().zip(states) {
@@ -616,11 +640,18 @@ impl Group {
                 Ok(state) => return Err(Error::NotRunning { pid: member.inner, state }),
                 // It ended as soon as it was resumed; the supervisor sees whether the job continues.
                 Err(_) if member.has_ended() => {}
+                // Or it executed another program.
+                Err(source) if source.is_not_cuda() => {}
                 Err(source) => return Err(Error::Cuda { phase: "check", source }),
             }
         }
         Ok(())
     }
+}
+
+/// Whether a process does not run the program any more that had its stack here, and this thread.
+fn runs_another(pid: i32, stack: Option<u64>, thread: i32) -> bool {
+    process::stack_start(pid) != stack || !process::threads(pid).contains(&thread)
 }
 
 /// Whether none of these, as we see them, is in cuInit. While they run, the answer is valid for this moment only.
@@ -660,19 +691,30 @@ fn look_at(pid: i32) -> Result<(Process, [i32; 2]), cuda::Error> {
     Ok((process, thread.ok_or_else(gone)?))
 }
 
-/// Asks for the state several times over 100 ms: one failed call must not cost the job its life.
+/// Asks for the state several times over 100 ms: one failed call must not cost the job its life. If the driver cannot be
+/// asked, that was tried for longer.
 fn ask_again(member: &Member) -> Result<State, cuda::Error> {
     let pid = member.process.pid();
     let ask = || member.alone(Process::state);
     let mut answer = ask();
     for _ in 0..5 {
-        if answer.is_ok() || process::has_ended(pid) {
+        if matches!(answer, Ok(_) | Err(cuda::Error::Thread { .. })) || process::has_ended(pid) {
             break;
         }
         std::thread::sleep(Duration::from_millis(20));
         answer = ask();
     }
     answer
+}
+
+/// Whether a call has failed because the process died. One that is being killed may take a moment to be seen as dead.
+fn is_dead(member: &Member) -> bool {
+    let _ = ask_again(member);
+    let has_ended = member.has_ended();
+    if has_ended {
+        tracing::debug!(pid = member.inner, "it ended before its GPU was restored");
+    }
+    has_ended
 }
 
 /// From 40 to 120 ms after the first attempt, from 160 to 480 ms after the fourth: time for ranks to leave the
@@ -683,4 +725,53 @@ fn pause(attempt: u32) -> Duration {
     // Each hasher has another random seed.
     let chance = RandomState::new().hash_one(attempt);
     Duration::from_millis(least + chance % (2 * least + 1))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::process::{Command, Stdio};
+
+    use super::*;
+
+    fn answer(code: i32) -> Result<State, cuda::Error> {
+        Err(cuda::Error::Call { pid: 7, function: cuda::Function::GetState, code, name: String::new() })
+    }
+
+    #[test]
+    fn a_process_with_another_program_is_gone_and_one_that_does_not_answer_lost() {
+        let (not_cuda, no_answer) = (answer(3), answer(304));
+        for before in [GpuState::Running, GpuState::Locked] {
+            assert_eq!(before.after(&not_cuda, false), GpuState::Gone);
+            assert_eq!(before.after(&no_answer, false), GpuState::Lost);
+            assert_eq!(before.after(&no_answer, true), GpuState::Gone);
+            assert_eq!(before.after(&Ok(State::Running), false), GpuState::Running, "it uses CUDA again");
+        }
+        assert_eq!(GpuState::Checkpointed.after(&not_cuda, false), GpuState::Lost, "its memory is not there");
+        assert_eq!(GpuState::Running.after(&Ok(State::Failed), false), GpuState::Lost);
+    }
+
+    #[test]
+    fn another_program_is_noticed() {
+        let mut child = Command::new("sh");
+        let child = child.args(["-c", "read line; exec sleep 60"]).stdin(Stdio::piped());
+        let mut child = child.spawn().unwrap();
+        let pid = child.id().cast_signed();
+        let until = |what: &dyn Fn() -> bool| {
+            let begun = Instant::now();
+            while !what() {
+                assert!(begun.elapsed() < Duration::from_secs(10));
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        };
+        until(&|| process::name(pid).as_deref() == Some("sh"));
+        let stack = process::stack_start(pid);
+        assert!(!runs_another(pid, stack, pid) && runs_another(pid, stack, i32::MAX));
+        child.stdin.take().unwrap().write_all(b"\n").unwrap();
+        until(&|| process::name(pid).as_deref() == Some("sleep"));
+        let is_noticed = runs_another(pid, stack, pid);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(is_noticed);
+    }
 }
