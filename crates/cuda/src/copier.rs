@@ -51,6 +51,10 @@ pub const COMMAND: &str = "copy-gpu-memory";
 const PATIENCE: Duration = Duration::from_secs(60);
 /// How long the process may take to end once it is killed: with 0.5 GiB of contexts and 40 GiB registered 1 s.
 const LAST: Duration = Duration::from_secs(10);
+/// How long a copy that is given up may take to end: a chunk to a slow disk takes a second. Then the process is ended.
+const TO_GIVE_UP: Duration = Duration::from_secs(3);
+/// Between two looks whether all pieces are sent.
+const PAUSE: Duration = Duration::from_micros(200);
 /// Milliseconds between two looks whether a copy is cancelled.
 const LOOK: u8 = 50;
 /// A copy at less than this rate, in bytes per microsecond, is given up: memory that is not registered is copied at 5 GB/s.
@@ -346,6 +350,7 @@ impl Copier {
         let is_in_memory = pages::is_in_memory(file).map_err(Error::File)?;
         let bytes = pieces.iter().fold(0_u64, |sum, piece| sum.saturating_add(piece.bytes));
         let count = pieces.len();
+        let nobody_wants_it = Arc::new(AtomicBool::new(false));
         let sending = self.with(|running| {
             let copies = running.copies.get();
             let reused = match way == Way::Out && copies % reuse.full_every.max(1) != 0 {
@@ -357,8 +362,12 @@ impl Copier {
             running.send(&Ask::begin(way, meta.dev(), meta.ino(), reused), None, doing)?;
             let gone = |source| Error::Gone { doing, source };
             let socket = running.socket.try_clone().map_err(gone)?;
+            let nobody = Arc::clone(&nobody_wants_it);
             let send = move || -> io::Result<()> {
                 for Asked { ask, memory, .. } in pieces {
+                    if nobody.load(Ordering::Relaxed) {
+                        break;
+                    }
                     ask.send(socket.as_fd(), memory.as_ref().map(|memory| memory.as_fd()))?;
                 }
                 Ask::end().send(socket.as_fd(), None)
@@ -367,8 +376,17 @@ impl Copier {
         })?;
         let limit = time_limit(bytes, is_in_memory);
         let begun = Instant::now();
-        let sending = Some(sending);
-        Ok(Copying { copier: self, sending, pieces: count, bytes, begun, limit, is_left: false, is_over: false })
+        Ok(Copying {
+            copier: self,
+            sending: Some(sending),
+            nobody_wants_it,
+            pieces: count,
+            bytes,
+            begun,
+            limit,
+            is_left: false,
+            is_over: false,
+        })
     }
 
     /// Whether memory can be made before its processes exist: this is worth while if the process runs already.
@@ -423,6 +441,8 @@ pub struct Copying<'a> {
     copier: &'a Copier,
     /// Sends the pieces, and has their memory until it ends.
     sending: Option<JoinHandle<io::Result<()>>>,
+    /// No more pieces are sent.
+    nobody_wants_it: Arc<AtomicBool>,
     pieces: usize,
     bytes: u64,
     begun: Instant,
@@ -491,6 +511,19 @@ impl Copying<'_> {
         Err(Error::Refused { doing: "copy", why: format!("it copied {bytes} bytes and not {}", self.bytes) })
     }
 
+    /// Waits until all pieces are sent, at most until the copy's time is over. None if the thread that sends them has not ended
+    /// in its way: then it ends with the process.
+    fn wait_for_pieces(&mut self) -> Option<io::Result<()>> {
+        let Some(sending) = self.sending.take() else { return Some(Ok(())) };
+        while !sending.is_finished() {
+            if self.begun.elapsed() > self.limit {
+                return None;
+            }
+            std::thread::sleep(PAUSE);
+        }
+        sending.join().ok()
+    }
+
     /// Asks the process that the copy was begun with; with its answer come those about so many pieces. After a failure it is
     /// ended.
     fn ask(
@@ -500,7 +533,7 @@ impl Copying<'_> {
         cancelled: &dyn Fn() -> bool,
     ) -> Result<([u64; 3], Vec<Placed>), Error> {
         let ended = || io::Error::from(io::ErrorKind::BrokenPipe);
-        let sent = self.sending.take().map_or(Ok(()), |sending| sending.join().unwrap_or_else(|_| Err(ended())));
+        let sent = self.wait_for_pieces().unwrap_or_else(|| Err(ended()));
         let left = self.limit.saturating_sub(self.begun.elapsed());
         let mut slot = self.copier.lock();
         let running = sent.and_then(|()| slot.as_ref().ok_or_else(ended));
@@ -525,6 +558,9 @@ impl Drop for Copying<'_> {
     fn drop(&mut self) {
         if !self.is_over {
             let is_left = self.is_left;
+            self.nobody_wants_it.store(true, Ordering::Relaxed);
+            // The job is stopped meanwhile.
+            self.limit = self.limit.min(self.begun.elapsed() + TO_GIVE_UP);
             // The job may have changed its memory meanwhile.
             let _ = self.wait(false, &|| is_left);
         }

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -44,20 +45,25 @@ fn behind(rig: &Rig, supervisor: &mut Supervisor<'_>) -> u64 {
     line.split("bytes=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap().parse().unwrap()
 }
 
-/// Bytes of the GPU that the processes that copy have now: of one that is dead none.
-fn room(rig: &Rig) -> u64 {
+/// The files of the processes that copy and are not dead.
+fn copiers(rig: &Rig) -> Vec<PathBuf> {
     let entries = fs::read_dir(rig.standin.path()).unwrap().flatten().map(|entry| entry.path());
     let copiers = entries.filter(|path| path.extension().is_some_and(|end| end == "copier"));
-    let runs = copiers.filter(|path| {
+    let runs = |path: &PathBuf| {
         let pid = path.file_stem().unwrap().to_str().unwrap();
         fs::read_to_string(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.contains("copy-gpu-memory"))
-    });
+    };
+    copiers.filter(runs).collect()
+}
+
+/// Bytes of the GPU that they have now.
+fn room(rig: &Rig) -> u64 {
     let used = |path| {
         let mut bytes = [0; 8];
         fs::File::open(path).unwrap().read_exact_at(&mut bytes, 16).unwrap();
         u64::from_ne_bytes(bytes)
     };
-    runs.map(used).sum()
+    copiers(rig).into_iter().map(used).sum()
 }
 
 fn has_no_room(rig: &Rig, supervisor: &mut Supervisor<'_>) {
@@ -145,6 +151,23 @@ fn a_freeze_that_fails_gives_up_what_is_not_copied_yet() {
     assert!(supervisor.failing_snapshot().contains("the job continues"));
     assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
     rig.clear("fail-copier-out");
+    assert_eq!(kept(&supervisor.snapshot()), PIECES * 16 * MIB);
+    comes_back_and_ends(&rig, &mut supervisor);
+}
+
+/// Its context may be of no use any more.
+#[test]
+fn a_process_whose_copy_had_failed_when_it_was_given_up_copies_no_more() {
+    let Some(rig) = job(8192) else { return };
+    let mut supervisor = rig.start();
+    supervisor.snapshot();
+    let before = copiers(&rig);
+    assert_eq!(before.len(), 1);
+    rig.standin.fault("fail-copier-out", "999");
+    rig.standin.fault("fail-checkpoint", "304 times=1 delay=500");
+    assert!(supervisor.failing_snapshot().contains("the job continues"));
+    rig.clear("fail-copier-out");
+    assert!(copiers(&rig).is_empty(), "{before:?}");
     assert_eq!(kept(&supervisor.snapshot()), PIECES * 16 * MIB);
     comes_back_and_ends(&rig, &mut supervisor);
 }

@@ -218,13 +218,12 @@ impl Server {
     }
 
     /// Copies the rest. If the file has what the memory had at the beginning, its names are known from now on, and the GPU of
-    /// each piece is told. Otherwise nobody wants the file, and the job may need the memory: the rest is given up.
+    /// each piece is told. Otherwise nobody wants the file, and the job may need the memory: the rest is given up. That fails if the copy or its GPU had failed: a context may be of no use any more.
     fn finish(&mut self, is_right: bool) -> Result<(Done, Vec<Placed>), String> {
         let mut copy = self.copy.take().ok_or("no copy has begun")?;
         let Some(gpus) = &mut self.gpus else { return Err(copy.why()) };
         if !is_right {
-            copy.give_up(gpus, &self.files);
-            return Ok(([0; 3], Vec::new()));
+            return copy.give_up(gpus, &self.files).map(|()| ([0; 3], Vec::new()));
         }
         let done = copy.finish(gpus, &self.files)?;
         copy.know(&mut self.files);

@@ -138,12 +138,48 @@ fn a_copy_that_nobody_waits_for_is_over_when_it_is_dropped() {
     });
     let (file, one) = (tempfile::tempfile().unwrap(), piece(8));
     let began = Instant::now();
-    drop(copier.begin(Way::In, &file, Reuse::NOTHING, [(0, &one)]).unwrap());
+    let mut copying = copier.begin(Way::In, &file, Reuse::NOTHING, [(0, &one)]).unwrap();
+    copying.sending.take().map(JoinHandle::join);
+    drop(copying);
     assert!(began.elapsed() >= Duration::from_millis(50), "the job would change the memory meanwhile");
     // Its answer is not taken for that of the next request.
     assert_eq!(copier.file(&file, 0).unwrap(), 8);
     drop(copier);
     assert_eq!(played.join().unwrap().len(), 5);
+}
+
+#[test]
+fn pieces_of_a_copy_that_nobody_wants_are_not_sent() {
+    // As if each took long to copy.
+    let (copier, played) = played(|ask| {
+        thread::sleep(Duration::from_millis(if matches!(ask, Ask::Piece(..)) { 20 } else { 0 }));
+        done([0; 3])
+    });
+    let (file, one) = (tempfile::tempfile().unwrap(), piece(8));
+    drop(copier.begin(Way::Out, &file, EACH_SECOND, (0..2000).map(|_| (0, &one))).unwrap());
+    assert!(copier.pid().is_some(), "it has answered");
+    drop(copier);
+    let asked = played.join().unwrap();
+    assert!(asked.len() < 1000 && asked.ends_with(&[Ask::End, Ask::Finish(false)]), "{}", asked.len());
+}
+
+#[test]
+fn a_process_that_does_not_end_a_copy_that_nobody_wants_is_ended() {
+    let (open, closed) = std::sync::mpsc::channel::<()>();
+    let closed = Mutex::new(closed);
+    // It is in the driver, and reads nothing.
+    let (copier, played) = played(move |_| {
+        let _ = closed.lock().unwrap().recv();
+        None
+    });
+    let (file, one) = (tempfile::tempfile().unwrap(), piece(8));
+    let began = Instant::now();
+    drop(copier.begin(Way::Out, &file, EACH_SECOND, (0..2000).map(|_| (0, &one))).unwrap());
+    let took = began.elapsed();
+    assert!(took >= TO_GIVE_UP && took < 2 * TO_GIVE_UP, "{took:?}");
+    assert_eq!(copier.pid(), None);
+    drop(open);
+    played.join().unwrap();
 }
 
 #[test]
@@ -204,7 +240,9 @@ fn memory_that_is_made_comes_with_its_end() {
     assert!(made.pieces.iter().map(|piece| piece.gpu).eq(gpus));
     assert!(made.pieces.iter().all(|piece| piece.memory.is_some()));
     // One that nobody wants any more gives nothing, and what follows is understood.
-    drop(copier.make(&file, [(gpus[0], 0, 12)]).unwrap());
+    let mut making = copier.make(&file, [(gpus[0], 0, 12)]).unwrap();
+    making.sending.take().map(JoinHandle::join);
+    drop(making);
     assert_eq!(copier.file(&file, 0).unwrap(), 12);
     copier.makes_no_more();
     assert!(!copier.can_make());

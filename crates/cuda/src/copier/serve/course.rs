@@ -471,15 +471,20 @@ impl Copy {
         }
     }
 
-    /// Waits only for what was begun.
-    pub(super) fn give_up(&mut self, gpus: &mut Gpus, files: &[Mapped]) {
+    /// Waits only for what was begun. Fails if something had failed until then.
+    pub(super) fn give_up(&mut self, gpus: &mut Gpus, files: &[Mapped]) -> Result<(), String> {
         for lane in self.lanes.values_mut() {
             [&mut lane.unnamed, &mut lane.waiting, &mut lane.left].into_iter().for_each(VecDeque::clear);
         }
-        self.failed.get_or_insert_with(|| "it was given up".into());
-        if self.outcome.is_none() {
-            self.end(gpus, files);
+        if let Some(outcome) = &self.outcome {
+            return outcome.clone().map(drop);
         }
+        let finished = gpus.finish();
+        self.or_fails(|_| finished);
+        let failed = self.failed.clone();
+        self.failed.get_or_insert_with(|| "it was given up".into());
+        self.end(gpus, files);
+        failed.map_or(Ok(()), Err)
     }
 
     /// Nothing is begun any more: looks whether all arrived.
