@@ -12,7 +12,7 @@ use crate::sharing::{self, SUCCESS, driver};
 use crate::{api_lock, kept, libc, sys};
 use rekindle_abi::sharing::{self as table, Import, Mapping, Reply, Request, Table, Tag};
 
-/// The process with a keeper.
+/// The process with a keeper; negative while a thread of it starts one.
 static STARTED: AtomicI32 = AtomicI32::new(0);
 
 /// How long the keeper waits for the supervisor: before anything has been released, and afterwards.
@@ -22,19 +22,30 @@ const PATIENCE_SECONDS: usize = 120;
 /// Number of entries that a probe uses.
 const PROBED: usize = 16;
 
+/// Whether process `pid` has a keeper. None if the caller has to start it. While another thread does so, there is none.
+fn is_there(started: &AtomicI32, pid: i32) -> Option<bool> {
+    let known = started.load(Ordering::Acquire);
+    if known.abs() == pid {
+        return Some(known == pid);
+    }
+    // Nobody, or the process that this one was forked from.
+    match started.compare_exchange(known, -pid, Ordering::Acquire, Ordering::Acquire) {
+        Ok(_) => None,
+        Err(now) => Some(now == pid),
+    }
+}
+
 /// Starts the keeper if it does not exist. A process without one can still share memory, but no snapshot is possible. Returns
 /// whether it exists.
 pub(crate) fn start(table: &'static Table) -> bool {
     let pid = sys::pid();
-    if STARTED.swap(pid, Ordering::Relaxed) == pid {
-        return true;
+    if let Some(is_there) = is_there(&STARTED, pid) {
+        return is_there;
     }
     api_lock::watch();
     let mask = sys::set_signal_mask(!0);
     let is_started = libc::start_thread(main, core::ptr::from_ref(table).cast_mut().cast());
-    if !is_started {
-        STARTED.store(0, Ordering::Relaxed);
-    }
+    STARTED.store(if is_started { pid } else { 0 }, Ordering::Release);
     sys::set_signal_mask(mask);
     is_started
 }
@@ -279,4 +290,20 @@ fn map(table: &'static Table) -> (i32, u32) {
         table.state.store(table::HELD, Ordering::Relaxed);
     }
     (code, count)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_thread_starts_it_and_nobody_has_it_before_it_is_there() {
+        let started = AtomicI32::new(0);
+        assert_eq!([is_there(&started, 7), is_there(&started, 7)], [None, Some(false)]);
+        started.store(7, Ordering::Relaxed);
+        assert_eq!(is_there(&started, 7), Some(true));
+        // In a child that was forked then, or while it was started.
+        assert_eq!(is_there(&started, 8), None);
+        assert_eq!(is_there(&started, 9), None);
+    }
 }

@@ -522,7 +522,12 @@ unsafe extern "C" fn group_end() -> i32 {
     let real = real!(GroupEnd, fn());
     // SAFETY: no arguments.
     let call = || unsafe { real() };
-    let (Some(table), Some(group)) = (current(), Group::of_this_thread()) else { return call() };
+    let Some(table) = current() else { return call() };
+    let Some(group) = Group::of_this_thread() else {
+        // There was no table when it began: it makes the first communicators.
+        let _making = Making::begin();
+        return call();
+    };
     if !group.is_outermost() {
         group.end();
         return call();

@@ -17,6 +17,8 @@ static CODE: AtomicU32 = AtomicU32::new(0);
 static CALLS: AtomicU32 = AtomicU32::new(0);
 /// Whether a CUDA graph captures the calls.
 static CAPTURES: AtomicBool = AtomicBool::new(false);
+/// Whether the last call about a group counted as one that makes communicators.
+static IS_MAKING: AtomicBool = AtomicBool::new(false);
 
 fn called() -> i32 {
     CALLS.fetch_add(1, Ordering::SeqCst);
@@ -57,6 +59,8 @@ unsafe extern "C" fn fake_async_error(_: u64, state: *mut i32) -> i32 {
 }
 
 unsafe extern "C" fn fake_group() -> i32 {
+    let making = current().map_or(0, |table| table.making.load(Ordering::SeqCst));
+    IS_MAKING.store(making > 0, Ordering::SeqCst);
     called()
 }
 
@@ -245,6 +249,22 @@ fn a_group_counts_at_its_outermost_end() {
     reduces(handle);
     assert_eq!(started(), [4, 2, 1]);
     assert_eq!((untracked_of(table), table.inside.load(Ordering::SeqCst)), (0, 0));
+}
+
+#[test]
+fn a_group_that_makes_communicators_says_so_also_the_first() {
+    let (_guard, table) = begin();
+    let is_making = || IS_MAKING.load(Ordering::SeqCst);
+    let mut handle = 0;
+    groups(|| handle = communicator_of(1));
+    assert!(is_making());
+    groups(|| assert_eq!(reduces(handle), SUCCESS));
+    assert!(!is_making());
+    // There was no table when it began.
+    // SAFETY: no arguments.
+    assert_eq!(unsafe { group_end() }, SUCCESS);
+    assert!(is_making());
+    assert_eq!([&table.making, &table.inside].map(|number| number.load(Ordering::SeqCst)), [0, 0]);
 }
 
 #[test]
