@@ -316,7 +316,8 @@ pub fn restore(place: &Place<'_>, options: RestoreOptions<'_>, hooks: &mut Hooks
     }
     let result = run.end(outcome, place.timeout).and_then(|(response, log)| {
         let pid = response.restore.map_or(0, |r| r.pid);
-        let root = find_restored(pid, place.init).and_then(|root| Child::adopt(root).ok()).ok_or(RunError::Lost { pid })?;
+        let root =
+            find_restored(pid, place.init).and_then(|root| Child::adopt(root).ok()).ok_or(RunError::Lost { pid })?;
         Ok(Restored { root, log })
     });
     if result.is_err() {

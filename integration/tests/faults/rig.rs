@@ -150,6 +150,11 @@ impl Rig {
         self.command = first.chain(args.iter().map(|arg| (*arg).to_owned())).collect();
     }
 
+    /// Has the command started by these words.
+    pub(crate) fn below(&mut self, words: &[&str]) {
+        self.command.splice(..0, words.iter().map(|word| (*word).to_owned()));
+    }
+
     /// For a job of another user: a Python below a home directory is not for others.
     pub(crate) fn for_another_user(&mut self) {
         self.command[0] = python().unwrap().display().to_string();

@@ -212,3 +212,25 @@ fn a_snapshot_whose_criu_is_killed_is_tried_again_at_once() {
     assert_eq!(reason, rekindle_store::manifest::Reason::Final, "the stop has its image");
     rig.assert_store_is_whole();
 }
+
+/// They stop themselves when their child is stopped, and a shell with job control goes on without it.
+#[test]
+fn programs_above_the_job_do_not_notice_that_it_is_stopped() {
+    for words in [&["runuser", "-u", "root", "--"][..], &["bash", "-c", "set -m; \"$@\"; exit $?", "bash"]] {
+        let Some(mut rig) = Rig::new() else { return };
+        rig.job(&["--until", "800"]);
+        rig.below(words);
+        let mut supervisor = rig.start();
+        supervisor.snapshot();
+        supervisor.assert_unharmed(1);
+        let image = supervisor.image_from_now();
+        assert_eq!(image.manifest().unwrap().tree.stopped, [0; 0]);
+        supervisor.assert_unharmed(1);
+        let pid = rig.cuda_pids()[0];
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL).unwrap();
+        supervisor.said("the job was restored from image");
+        supervisor.assert_unharmed(1);
+        assert_eq!(supervisor.wait(), Some(0), "{words:?}");
+        rig.assert_sequence();
+    }
+}

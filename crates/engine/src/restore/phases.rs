@@ -206,8 +206,10 @@ impl Restore<'_> {
 
     fn take_locks(&mut self) -> Result<(), Error> {
         let tree = &self.manifest.tree;
-        let held: Vec<i32> = tree.cuda.iter().chain(&tree.stopped).copied().collect();
-        Ok(locks::take_again(self.job()?.root.pid(), &self.lost_locks, &held)?)
+        let root = self.job()?.root.pid();
+        let launchers = gpu::launchers(root, self.manifest).into_iter().map(|(_, inner)| inner);
+        let held: Vec<i32> = tree.cuda.iter().chain(&tree.stopped).copied().chain(launchers).collect();
+        Ok(locks::take_again(root, &self.lost_locks, &held)?)
     }
 
     /// If the job ends from here on, it was restored and ended afterwards: the policy counts early deaths to decide

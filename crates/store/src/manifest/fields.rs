@@ -207,7 +207,7 @@ pub struct JobTree {
     /// The processes that had a CUDA context and were checkpointed by the driver.
     pub cuda: Vec<i32>,
     /// The thread of each that the driver works with (`cuCheckpointProcessGetRestoreThreadId`): the other threads are
-    /// stopped in the image.
+    /// stopped in the image. So are the programs above these processes.
     #[serde(default)]
     pub cuda_threads: BTreeMap<i32, i32>,
     /// The processes that somebody had stopped (SIGSTOP, SIGTSTP), and not rekindle: they stay stopped after a restore.

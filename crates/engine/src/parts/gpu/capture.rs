@@ -2,7 +2,8 @@
 //!
 //! From the checkpoint to the restore all threads of these processes are stopped, except the driver's own while it
 //! works ([`rekindle_os::ptrace`] says why). They are stopped in the image too: after a restart they continue once
-//! their GPU is restored.
+//! their GPU is restored. The programs above them are stopped first and continue last: `su`, `sudo` or a shell with job
+//! control would see that their child is stopped, and stop themselves or go on without it.
 //!
 //! Invariants: the undo uses the state that this module has recorded for each process. A process that the driver could
 //! not restore is `Lost`, because there is no second try, and is never touched again. A process whose state can no
@@ -149,6 +150,9 @@ const PATIENCE: Duration = Duration::from_secs(120);
 /// How long the threads of a process may take to stop.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// The same for a program above them. One that does not stop by then is left running.
+const LAUNCHER_STOPS: Duration = Duration::from_secs(1);
+
 /// How long it is tried to read what processes have released.
 const UNREAD: Duration = Duration::from_secs(2);
 
@@ -194,6 +198,10 @@ impl Member {
 #[derive(Debug, Default)]
 pub(crate) struct Group {
     members: Vec<Member>,
+    /// All are below this process.
+    root: i32,
+    /// The programs above them that we stopped, as we see them and as they see themselves.
+    launchers: Vec<(i32, i32)>,
     /// From the lock until all threads are stopped: all ranks wait at one point.
     cut: Option<Cut>,
     /// The processes, as we see them, that may lack memory: they were told to release some, and do not have it again.
@@ -236,7 +244,7 @@ impl Group {
                 Err(error) => return Err(error),
             }
         }
-        Ok(Group { members, ..Group::default() })
+        Ok(Group { members, root, ..Group::default() })
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -254,7 +262,8 @@ impl Group {
 
     /// The processes that we stopped, as we see them.
     pub(crate) fn stopped_pids(&self) -> Vec<i32> {
-        self.members.iter().filter(|m| m.stopped).map(|m| m.process.pid()).collect()
+        let members = self.members.iter().filter(|m| m.stopped).map(|m| m.process.pid());
+        self.launchers.iter().map(|(pid, _)| *pid).chain(members).collect()
     }
 
     pub(crate) fn outer_pids(&self) -> Vec<i32> {
@@ -263,7 +272,8 @@ impl Group {
 
     /// The same, as they see themselves.
     pub(crate) fn stopped_inner_pids(&self) -> Vec<i32> {
-        self.members.iter().filter(|m| m.stopped).map(|m| m.inner).collect()
+        let members = self.members.iter().filter(|m| m.stopped).map(|m| m.inner);
+        self.launchers.iter().map(|(_, inner)| *inner).chain(members).collect()
     }
 
     /// Refuses if a process has memory of another one that it cannot release. Checked before anything is stopped.
@@ -413,6 +423,14 @@ impl Group {
 
     /// Stops all threads of all processes. Their gates are open then: in an image, nobody would open a closed one.
     fn stop(&mut self) -> Result<(), Error> {
+        for pid in super::launchers(self.root, &self.outer_pids()) {
+            // One that does not stop may miss that its child does.
+            if ptrace::stop(pid, LAUNCHER_STOPS).unwrap_or(false)
+                && let Some(inner) = process::inner_pid(pid)
+            {
+                self.launchers.push((pid, inner));
+            }
+        }
         let stop = |member: &Member| match member.stopped {
             true => Ok(true),
             false => ptrace::stop(member.process.pid(), STOP_TIMEOUT),
@@ -594,6 +612,12 @@ impl Group {
             }
         }
         super::announce_unlocked(&self.outer_pids());
+        // They would see that one is still stopped. The job is killed then.
+        if self.stuck().is_none() {
+            for (pid, _) in self.launchers.drain(..).rev() {
+                let _ = ptrace::go_on(pid);
+            }
+        }
         result
     }
 

@@ -116,7 +116,19 @@ pub(crate) struct Stopped {
     processes: Vec<(i32, cuda::Process)>,
     /// Those that somebody had stopped before the image was taken, with the driver's thread as we see it.
     stay: BTreeMap<i32, i32>,
+    /// The programs above them that rekindle had stopped, as we see them.
+    launchers: Vec<i32>,
     patience: Duration,
+}
+
+/// The programs above the CUDA processes of an image, as we see them and as they see themselves. They are stopped in it
+/// (`super::capture`), and those that somebody else had stopped stay so.
+pub(crate) fn launchers(root: i32, manifest: &Manifest) -> Vec<(i32, i32)> {
+    let tree = &manifest.tree;
+    let is_cuda = |pid: &i32| process::inner_pid(*pid).is_some_and(|inner| tree.cuda.contains(&inner));
+    let cuda: Vec<i32> = process::tree(root).into_iter().filter(is_cuda).collect();
+    let launchers = super::launchers(root, &cuda).into_iter().filter_map(|pid| Some((pid, process::inner_pid(pid)?)));
+    launchers.filter(|(_, inner)| !tree.stopped.contains(inner)).collect()
 }
 
 /// Restores the GPU memory of all CUDA processes at once; the driver does several in parallel (580, measured). `pairs`
@@ -160,7 +172,8 @@ pub(crate) fn put_back(
     let stays = |(pid, _): &&(i32, cuda::Process)| manifest.tree.stopped.contains(pid);
     let with_thread = |(pid, process): &(i32, cuda::Process)| Ok((*pid, thread(manifest, *pid, process)?));
     let stay = processes.iter().filter(stays).map(with_thread).collect::<Result<_, Error>>()?;
-    Ok(Stopped { processes, stay, patience: patience(manifest) })
+    let launchers = launchers(job.root.pid(), manifest).into_iter().map(|(pid, _)| pid).collect();
+    Ok(Stopped { processes, stay, launchers, patience: patience(manifest) })
 }
 
 /// The thread of a process that the driver works with, as we see it. The image has its number as the job sees it.
@@ -177,7 +190,7 @@ fn thread(manifest: &Manifest, pid: i32, process: &cuda::Process) -> Result<i32,
 }
 
 /// Lets the CUDA processes run, but those that somebody had stopped.
-pub(crate) fn go_on(Stopped { processes, stay, patience }: &Stopped) -> Result<(), Error> {
+pub(crate) fn go_on(Stopped { processes, stay, launchers, patience }: &Stopped) -> Result<(), Error> {
     for (_, process) in processes.iter().filter(|(pid, _)| !stay.contains_key(pid)) {
         // A process that died is noticed below.
         let _ = ptrace::go_on(process.pid());
@@ -191,6 +204,9 @@ pub(crate) fn go_on(Stopped { processes, stay, patience }: &Stopped) -> Result<(
         .map_err(|source| Error::Cuda { pid: *pid, source }),
     };
     parallel::at_once(processes, unlock).into_iter().collect::<Result<(), Error>>()?;
+    for pid in launchers.iter().rev() {
+        let _ = ptrace::go_on(*pid);
+    }
     // In the image, CUDA is announced as locked.
     let pids: Vec<i32> = processes.iter().map(|(_, process)| process.pid()).collect();
     super::announce_unlocked(&pids);
