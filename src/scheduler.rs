@@ -23,6 +23,10 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// Machines that cannot agree ask one after the other: longer than a command may take, and than Slurm takes to end a job.
 const TURN: Duration = Duration::from_secs(60);
 
+/// How often a job is tried to be queued again while Slurm's controller is away, as when it is restarted, and the pause.
+const TRIES: u32 = 40;
+const PAUSE: Duration = Duration::from_secs(15);
+
 /// How sudo passes the job's number on.
 pub(crate) const PRESERVE: &str = "With sudo, use --preserve-env=SLURM_JOB_ID,SLURM_ARRAY_JOB_ID,SLURM_ARRAY_TASK_ID";
 
@@ -65,6 +69,20 @@ pub(crate) enum Error {
         PRESERVE
     )]
     NoJob,
+}
+
+impl Error {
+    /// Whether the controller cannot be reached now.
+    fn is_away(&self) -> bool {
+        /// Of Slurm's `slurm_strerror`.
+        const SIGNS: [&str; 4] =
+            ["Unable to contact slurm controller", "Connection refused", "Connection timed out", "Socket timed out"];
+        match self {
+            Error::Silent { .. } => true,
+            Error::Failed { said, .. } => SIGNS.iter().any(|sign| said.contains(sign)),
+            Error::Run { .. } | Error::Unclear { .. } | Error::NoJob => false,
+        }
+    }
 }
 
 /// The scheduler.
@@ -248,10 +266,27 @@ impl Scheduler {
     /// When Slurm does not do it, or no job of Slurm is known.
     pub(crate) fn requeue(&self) -> Result<(), Error> {
         match self.queued_by_slurm()? {
-            Some(job) => run(&["scontrol", "requeue", job]).map(drop),
+            Some(job) => while_away(|| run(&["scontrol", "requeue", job]), std::thread::sleep).map(drop),
             None => Ok(()),
         }
     }
+}
+
+/// Tries it again while Slurm's controller cannot be reached: a job that is not queued again now never is.
+fn while_away<T>(mut request: impl FnMut() -> Result<T, Error>, pause: impl Fn(Duration)) -> Result<T, Error> {
+    for tries in 1..TRIES {
+        match request() {
+            Err(error) if error.is_away() => {
+                if tries == 1 {
+                    let time = humantime::format_duration(PAUSE * (TRIES - 1));
+                    tracing::warn!("{}. This is tried again for {time}", rekindle_base::chain(&error));
+                }
+                pause(PAUSE);
+            }
+            answer => return answer,
+        }
+    }
+    request()
 }
 
 /// The command that asks for this field of a job.
@@ -355,6 +390,26 @@ mod tests {
         Scheduler::find(wanted, |name| {
             environment.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
         })
+    }
+
+    #[test]
+    fn a_job_is_queued_again_once_the_controller_is_back() {
+        let said = |said: &str| Error::Failed { command: "scontrol requeue 7".into(), said: said.into() };
+        let away = || said("exit code 1, slurm_requeue error: Unable to contact slurm controller (connect failure)");
+        let after = |failures: u32, error: &dyn Fn() -> Error| {
+            let (asked, paused) = (std::cell::Cell::new(0), std::cell::Cell::new(Duration::ZERO));
+            let request = || {
+                asked.set(asked.get() + 1);
+                if asked.get() > failures { Ok(()) } else { Err(error()) }
+            };
+            let answer = while_away(request, |pause| paused.set(paused.get() + pause));
+            (answer.is_ok(), asked.get(), paused.get())
+        };
+        assert_eq!(after(0, &away), (true, 1, Duration::ZERO));
+        assert_eq!(after(3, &away), (true, 4, PAUSE * 3));
+        assert_eq!(after(1000, &away), (false, TRIES, PAUSE * (TRIES - 1)));
+        let refused = || said("exit code 1, Requested operation is presently disabled");
+        assert_eq!(after(1000, &refused), (false, 1, Duration::ZERO), "it will not be done later either");
     }
 
     #[test]

@@ -39,13 +39,8 @@ pub(crate) fn replace(
     keeper: Keeper<'_, '_>,
 ) -> Result<Option<RolledBack>, RollbackError> {
     let path = place.path();
-    let metadata = present.metadata().map_err(failed("stat", path))?;
     let size = content.metadata().map_err(failed("stat", path))?.size();
-    let end = metadata.size().max(size);
-    let differ = differences(present, content, end).map_err(failed("compare", path))?;
-    if differ.is_empty() && metadata.size() == size {
-        return Ok(None);
-    }
+    let Some((metadata, differ)) = compare(present, content, path)? else { return Ok(None) };
     let kept = keeper.keep(present, place, &metadata, &differ)?;
     for range in &differ {
         overwrite(present, content, range.start..range.end.min(size)).map_err(no_room(path))?;
@@ -130,14 +125,23 @@ pub(crate) fn replace_link(
     maker: Maker<'_>,
     keeper: Keeper<'_, '_>,
 ) -> Result<Option<RolledBack>, RollbackError> {
-    let path = place.path();
+    let kept = match compare(present, content, place.path())? {
+        Some((metadata, differ)) => Some(keeper.keep(present, place, &metadata, &differ)?),
+        None => None,
+    };
+    make(place, file, content, maker).map(|()| kept)
+}
+
+/// What a file has now, and where that differs; `None` if it does not.
+fn compare(
+    present: &File,
+    content: &File,
+    path: &Path,
+) -> Result<Option<(fs::Metadata, Vec<Range<u64>>)>, RollbackError> {
     let metadata = present.metadata().map_err(failed("stat", path))?;
     let size = content.metadata().map_err(failed("stat", path))?.size();
-    let end = metadata.size().max(size);
-    let differ = differences(present, content, end).map_err(failed("compare", path))?;
-    let is_same = differ.is_empty() && metadata.size() == size;
-    let kept = if is_same { None } else { Some(keeper.keep(present, place, &metadata, &differ)?) };
-    make(place, file, content, maker).map(|()| kept)
+    let differ = differences(present, content, metadata.size().max(size)).map_err(failed("compare", path))?;
+    Ok((!differ.is_empty() || metadata.size() != size).then_some((metadata, differ)))
 }
 
 /// Whether a file has the content that it had at the snapshot. One that cannot be read counts as changed.

@@ -1,0 +1,45 @@
+use std::io::Write;
+use std::process::{Command, Stdio};
+
+use super::*;
+
+fn answer(code: i32) -> Result<State, cuda::Error> {
+    Err(cuda::Error::Call { pid: 7, function: cuda::Function::GetState, code, name: String::new() })
+}
+
+#[test]
+fn a_process_with_another_program_is_gone_and_one_that_does_not_answer_lost() {
+    let (not_cuda, no_answer) = (answer(3), answer(304));
+    for before in [GpuState::Running, GpuState::Locked] {
+        assert_eq!(before.after(&not_cuda, false), GpuState::Gone);
+        assert_eq!(before.after(&no_answer, false), GpuState::Lost);
+        assert_eq!(before.after(&no_answer, true), GpuState::Gone);
+        assert_eq!(before.after(&Ok(State::Running), false), GpuState::Running, "it uses CUDA again");
+    }
+    assert_eq!(GpuState::Checkpointed.after(&not_cuda, false), GpuState::Lost, "its memory is not there");
+    assert_eq!(GpuState::Running.after(&Ok(State::Failed), false), GpuState::Lost);
+}
+
+#[test]
+fn another_program_is_noticed() {
+    let mut child = Command::new("sh");
+    let child = child.args(["-c", "read line; exec sleep 60"]).stdin(Stdio::piped());
+    let mut child = child.spawn().unwrap();
+    let pid = child.id().cast_signed();
+    let until = |what: &dyn Fn() -> bool| {
+        let begun = Instant::now();
+        while !what() {
+            assert!(begun.elapsed() < Duration::from_secs(10));
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    };
+    until(&|| process::name(pid).as_deref() == Some("sh"));
+    let stack = process::stack_start(pid);
+    assert!(!runs_another(pid, stack, pid) && runs_another(pid, stack, i32::MAX));
+    child.stdin.take().unwrap().write_all(b"\n").unwrap();
+    until(&|| process::name(pid).as_deref() == Some("sleep"));
+    let is_noticed = runs_another(pid, stack, pid);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(is_noticed);
+}
