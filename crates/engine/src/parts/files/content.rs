@@ -40,9 +40,9 @@ pub(crate) fn replace(
 ) -> Result<Option<RolledBack>, RollbackError> {
     let path = place.path();
     let size = content.metadata().map_err(failed("stat", path))?.size();
-    let Some((metadata, differ)) = compare(present, content, path)? else { return Ok(None) };
-    let kept = keeper.keep(present, place, &metadata, &differ)?;
-    for range in &differ {
+    let Some(changed) = Changed::of(present, content, path)? else { return Ok(None) };
+    let kept = keeper.keep(present, place, &changed)?;
+    for range in &changed.differ {
         overwrite(present, content, range.start..range.end.min(size)).map_err(no_room(path))?;
     }
     present.set_len(size).map_err(failed("truncate", path))?;
@@ -59,19 +59,13 @@ pub(crate) enum Keeper<'a, 'b> {
 }
 
 impl Keeper<'_, '_> {
-    fn keep(
-        self,
-        present: &File,
-        place: &Place<'_>,
-        metadata: &fs::Metadata,
-        differ: &[Range<u64>],
-    ) -> Result<RolledBack, RollbackError> {
+    fn keep(self, present: &File, place: &Place<'_>, changed: &Changed) -> Result<RolledBack, RollbackError> {
         let path = place.path();
         let in_memory = Medium::of(present).map_err(failed("stat", path))? == Medium::Memory;
         let (kept, bytes) = match self {
             _ if in_memory => (PathBuf::new(), 0),
-            Keeper::Beside(_) if metadata.size() <= COPIED_UP_TO => keep_rest(present, place, 0)?,
-            _ => self.keep_blocks(present, place, metadata, differ)?,
+            Keeper::Beside(_) if changed.metadata.size() <= COPIED_UP_TO => keep_rest(present, place, 0)?,
+            _ => self.keep_blocks(present, place, changed)?,
         };
         Ok(RolledBack { path: path.into(), kept, bytes })
     }
@@ -82,8 +76,7 @@ impl Keeper<'_, '_> {
         self,
         present: &File,
         place: &Place<'_>,
-        metadata: &fs::Metadata,
-        differ: &[Range<u64>],
+        Changed { metadata, differ }: &Changed,
     ) -> Result<(PathBuf, u64), RollbackError> {
         let path = place.path();
         let (within, name, kept, expiry) = match self {
@@ -125,23 +118,27 @@ pub(crate) fn replace_link(
     maker: Maker<'_>,
     keeper: Keeper<'_, '_>,
 ) -> Result<Option<RolledBack>, RollbackError> {
-    let kept = match compare(present, content, place.path())? {
-        Some((metadata, differ)) => Some(keeper.keep(present, place, &metadata, &differ)?),
-        None => None,
-    };
+    let changed = Changed::of(present, content, place.path())?;
+    let kept = changed.map(|changed| keeper.keep(present, place, &changed)).transpose()?;
     make(place, file, content, maker).map(|()| kept)
 }
 
-/// What a file has now, and where that differs; `None` if it does not.
-fn compare(
-    present: &File,
-    content: &File,
-    path: &Path,
-) -> Result<Option<(fs::Metadata, Vec<Range<u64>>)>, RollbackError> {
-    let metadata = present.metadata().map_err(failed("stat", path))?;
-    let size = content.metadata().map_err(failed("stat", path))?.size();
-    let differ = differences(present, content, metadata.size().max(size)).map_err(failed("compare", path))?;
-    Ok((!differ.is_empty() || metadata.size() != size).then_some((metadata, differ)))
+/// A file that differs from its content at the snapshot.
+struct Changed {
+    metadata: fs::Metadata,
+    /// Where, up to the end of the longer one.
+    differ: Vec<Range<u64>>,
+}
+
+impl Changed {
+    /// `None` if it does not differ.
+    fn of(present: &File, content: &File, path: &Path) -> Result<Option<Changed>, RollbackError> {
+        let metadata = present.metadata().map_err(failed("stat", path))?;
+        let size = content.metadata().map_err(failed("stat", path))?.size();
+        let differ = differences(present, content, metadata.size().max(size)).map_err(failed("compare", path))?;
+        let has_changed = !differ.is_empty() || metadata.size() != size;
+        Ok(has_changed.then_some(Changed { metadata, differ }))
+    }
 }
 
 /// Whether a file has the content that it had at the snapshot. One that cannot be read counts as changed.
