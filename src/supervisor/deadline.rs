@@ -2,7 +2,7 @@
 //! stopped, to be queued again.
 //!
 //! The deadline is the configured one, otherwise the scheduler's. A separate thread asks the scheduler: at the start,
-//! and again before the final snapshot, because a time limit can be changed. As long as it fails and no deadline is known,
+//! every ten minutes, and again before the final snapshot, because a time limit can be changed. As long as it fails and no deadline is known,
 //! it asks every two minutes. A [`forecast`] says how early the snapshot must start. It is computed each time the owner
 //! wakes, from the events of this and earlier runs.
 //!

@@ -25,13 +25,12 @@ use serde::{Deserialize, Serialize};
 use super::aside::{self, Aside};
 use super::content::{self, Keeper, keep_rest};
 use super::moved;
-use super::place::{Astray, Place, Trusted, find, may_create_in};
+use super::place::{Astray, Place, Trusted, find};
 use super::rights::{Maker, Rights};
 use super::rollback::{Expiry, FileRollback, RollbackError, RolledBack, SWITCH, failed};
 use super::tracked;
 use crate::launch::identity::Identity;
 use crate::launch::output::{Files, Held};
-use rekindle_os::blocks::Medium;
 use rekindle_os::identity;
 use rekindle_store::manifest::{Fifo, Folder, OpenFile, Owner, SavedLink, Stamp};
 use rekindle_store::{Image, JobFolder, Manifest};
@@ -70,28 +69,8 @@ pub(crate) fn check(
     theirs.try_for_each(|file| match with_rights(&file.path, user, || check_one(file, changed, trusted)) {
         // It is moved aside.
         Err(error) if is_other_kind(&error) && can_be_made(file) && is_tracked(file, manifest) => Ok(()),
-        checked => checked.and_then(|()| match is_tracked(file, manifest) {
-            true => Ok(()),
-            false => with_rights(&file.path, user, || check_copy(file, trusted)),
-        }),
+        checked => checked,
     })
-}
-
-/// Whether what a changed file has now can be saved beside it.
-fn check_copy(file: &OpenFile, trusted: Trusted) -> Result<(), RollbackError> {
-    let path = &*file.path;
-    let (Some(_), Some(then)) = (&file.part, file.stamp) else { return Ok(()) };
-    let Ok(found) = find(path, trusted) else { return Ok(()) };
-    let has_changed = found.metadata().is_ok_and(|now| then.differs(&Stamp::of(&now)));
-    if !has_changed || Medium::of(&found).is_ok_and(|medium| medium == Medium::Memory) {
-        return Ok(());
-    }
-    match may_create_in(path.parent().unwrap_or(path)) {
-        Err(source) if source.kind() == io::ErrorKind::PermissionDenied => {
-            Err(RollbackError::NoCopy { path: path.clone(), source })
-        }
-        _ => Ok(()),
-    }
 }
 
 fn is_tracked(file: &OpenFile, manifest: &Manifest) -> bool {

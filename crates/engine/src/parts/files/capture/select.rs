@@ -92,8 +92,8 @@ pub(super) fn database_of(path: &Path, way: &Way) -> Option<PathBuf> {
     [beside(path), Some(path.to_path_buf())].into_iter().flatten().find(is_one)
 }
 
-/// Whether it can be an SQLite database of which all bytes are encrypted (SQLCipher, SEE): it has whole pages, and is no
-/// file of a database itself.
+/// Whether it can be an encrypted SQLite database (SQLCipher, SEE), which has no known first bytes: it has whole pages, and
+/// its name is not that of a log or journal.
 fn may_be_encrypted(path: &Path, way: &Way) -> bool {
     const LEAST_PAGE: u64 = 512;
     let has_pages =

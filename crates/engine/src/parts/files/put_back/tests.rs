@@ -622,7 +622,7 @@ fn the_first_copy_since_the_newest_image_is_kept() {
 }
 
 #[test]
-fn what_cannot_be_saved_beside_a_file_is_found_before_anything_is_changed() {
+fn what_cannot_be_saved_beside_a_file_is_not_overwritten() {
     if !rekindle_testing::root() {
         return;
     }
@@ -637,19 +637,29 @@ fn what_cannot_be_saved_beside_a_file_is_found_before_anything_is_changed() {
         identity::with_file_rights(ALICE, ALICE, &[ALICE], work).unwrap()
     };
     let trusted = Trusted::user(ALICE);
+    let maker = Maker::plain(false, trusted);
     let rewritten = OpenFile { part: Some(part_path("files/content-1")), stamp: Some(then), ..file(&path, 6, false) };
-    let refused = as_alice(&|| check_copy(&rewritten, trusted)).unwrap_err();
+    let mut content = tempfile::tempfile().unwrap();
+    io::Write::write_all(&mut content, b"before").unwrap();
+    let put = || super::put_one_back(&rewritten, Some(&content), beside(), maker, true).map(drop);
+    let refused = as_alice(&put).unwrap_err();
     assert!(matches!(&refused, RollbackError::NoCopy { .. }), "{refused}");
     assert!(refused.to_string().contains(&format!("in {}", dir.path().display())), "{refused}");
     // A log that is only appended to can stay as it is.
-    let maker = Maker::plain(false, trusted);
     as_alice(&|| super::put_one_back(&file(&path, 6, true), None, beside(), maker, true).map(drop)).unwrap();
     assert_eq!(std::fs::read_to_string(&path).unwrap(), "before and later");
     let names: Vec<_> = std::fs::read_dir(dir.path()).unwrap().flatten().map(|entry| entry.file_name()).collect();
     assert_eq!(names, ["app.log"]);
     // Where it can be saved, there is no objection.
     std::fs::set_permissions(dir.path(), Permissions::from_mode(0o777)).unwrap();
-    as_alice(&|| check_copy(&rewritten, trusted)).unwrap();
+    as_alice(&put).unwrap();
+    assert_eq!(std::fs::read_to_string(&path).unwrap(), "before");
+    // One that has not changed needs no copy, wherever it is now.
+    std::fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).unwrap();
+    std::fs::rename(&path, dir.path().join("other")).unwrap();
+    std::fs::copy(dir.path().join("other"), &path).unwrap();
+    give(&path, ALICE);
+    as_alice(&put).unwrap();
 }
 
 /// The newer images would be gone, and with them the lock.
