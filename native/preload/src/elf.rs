@@ -88,12 +88,12 @@ impl Object {
     }
 
     /// Finds the object with `address`, which is in the mapping `code`. A file can be mapped more than once: the object
-    /// is the one whose program headers explain that mapping.
+    /// is the one whose program headers explain that mapping. Memory of no file is not read: other threads may unmap it.
     pub(crate) fn find(&mut self, code: &Mapping, address: usize) -> Option<()> {
         self.count = 0;
         let mut fits = true;
         maps::scan(|mapping| {
-            if mapping.inode == code.inode && mapping.is_libcuda == code.is_libcuda {
+            if mapping.is_of_file(code) {
                 fits = self.parts.get_mut(self.count).map(|part| part.write(*mapping)).is_some();
                 self.count += usize::from(fits);
             }
@@ -268,6 +268,7 @@ impl Object {
 #[cfg(test)]
 mod tests {
     use core::ffi::{c_int, c_void};
+    use core::sync::atomic::{AtomicBool, Ordering};
 
     use super::*;
     use crate::sys;
@@ -322,6 +323,24 @@ mod tests {
         assert!(object.word(usize::MAX - 3).is_none() && object.word(0).is_none());
     }
 
+    #[test]
+    fn memory_that_another_thread_unmaps_is_not_read() {
+        let (local, is_over) = (1, AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_over.load(Ordering::Relaxed) {
+                    let around = sys::MAP_PRIVATE | sys::MAP_ANONYMOUS;
+                    let page = sys::map(0, 4096, PROT_READ | sys::PROT_WRITE, around, -1, 0).unwrap();
+                    sys::unmap(page, 4096).unwrap();
+                }
+            });
+            for _ in 0..500 {
+                assert!(found_around((&raw const local).addr()).is_none());
+            }
+            is_over.store(true, Ordering::Relaxed);
+        });
+    }
+
     const IMAGE: usize = 512;
 
     /// A small object: headers, dynamic section, one relocation with a symbol, and tables.
@@ -356,6 +375,7 @@ mod tests {
             start,
             end,
             offset: 0,
+            device: 0,
             inode: 1,
             prot: PROT_READ,
             is_private: true,

@@ -2,12 +2,12 @@
 //!
 //! No thread is relied on: a helper that never runs takes no chunk, and the others do its share. `ticket` contains the
 //! number of the copy and its next chunk in one word. A thread reads the parameters of the copy and then takes a chunk
-//! by a compare-and-swap of exactly the ticket that it saw; if the copy has ended in the meantime, the ticket is
-//! different. Numbers of copies repeat after 2^32 of them, which no thread sleeps through.
+//! by a compare-and-swap of exactly the ticket that it saw; before the parameters of the next copy are written, the
+//! ticket becomes a different one, of which no chunk can be taken. Numbers of copies repeat after 2^32 of them, which no thread sleeps through.
 
 use core::hint::spin_loop;
 use core::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
-use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
 
 use crate::stream::{self, Way};
 use crate::sys;
@@ -15,6 +15,9 @@ use crate::sys;
 /// 32 KiB: 64 chunks per piece of the driver, so that eight threads finish within 6 us (one chunk) of each other; and a
 /// multiple of the page size, so that the prefetchers of two cores do not overlap.
 const CHUNK: usize = 32 << 10;
+
+/// The next chunk of a copy whose parameters are being written: 128 TiB from its beginning.
+const CLOSED: u64 = 0xffff_ffff;
 
 /// Parameters of a copy.
 #[derive(Clone, Copy, Debug)]
@@ -59,13 +62,22 @@ impl Job {
     /// # Safety
     /// Memory as for memcpy(3), untouched by others until [`Job::finish`] has returned.
     pub(crate) unsafe fn publish(&self, copy: Copy) {
+        let number = self.prepare(copy);
+        self.ticket.0.store(number << 32, Ordering::Release);
+    }
+
+    /// Writes the parameters of a copy; returns its number. Nobody can take a chunk yet.
+    fn prepare(&self, copy: Copy) -> u64 {
+        let number = (self.ticket.0.load(Ordering::Relaxed) >> 32).wrapping_add(1) & 0xffff_ffff;
+        self.ticket.0.store(number << 32 | CLOSED, Ordering::Relaxed);
+        // A thread that sees a new parameter sees that the old ticket is over: the other fence is in `take_one`.
+        fence(Ordering::Release);
         self.done.0.store(0, Ordering::Relaxed);
         self.to.0.store(copy.to, Ordering::Relaxed);
         self.from.store(copy.from, Ordering::Relaxed);
         self.length.store(copy.length, Ordering::Relaxed);
         self.way.store(copy.way.to_word(), Ordering::Relaxed);
-        let number = (self.ticket.0.load(Ordering::Relaxed) >> 32).wrapping_add(1);
-        self.ticket.0.store(number << 32, Ordering::Release);
+        number
     }
 
     /// Copies chunks until none is left. Returns whether there was one.
@@ -91,6 +103,7 @@ impl Job {
             if at >= length {
                 return false;
             }
+            fence(Ordering::Acquire);
             if self.ticket.0.compare_exchange(ticket, ticket + 1, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
                 let (to, from) = (with_exposed_provenance_mut(to + at), with_exposed_provenance(from + at));
                 // SAFETY: the promise made to `publish`; this chunk is ours alone, and the copy is not over before it
@@ -121,6 +134,25 @@ mod tests {
 
     use super::*;
     use crate::cpu;
+
+    #[test]
+    fn nothing_is_copied_while_the_parameters_are_written() {
+        let (job, from, mut to) = (Job::new(), vec![7; 4 * CHUNK], vec![0; 4 * CHUNK]);
+        let mut copy = |length| Copy {
+            to: to.as_mut_ptr().expose_provenance(),
+            from: from.as_ptr().expose_provenance(),
+            length,
+            way: Way { level: cpu::level(), flush_source: false },
+        };
+        // SAFETY: both vectors outlive the copy.
+        unsafe { job.publish(copy(2 * CHUNK)) };
+        assert!(job.work());
+        job.finish();
+        // A helper comes while a longer one begins: it would be the third chunk of the first one.
+        job.prepare(copy(4 * CHUNK));
+        assert!(!job.work());
+        assert!(to[2 * CHUNK..].iter().all(|byte| *byte == 0));
+    }
 
     #[test]
     fn every_copy_is_whole_with_helpers_that_come_and_go() {

@@ -5,13 +5,16 @@ use core::mem::MaybeUninit;
 
 use crate::sys::{File, PROT_EXEC, PROT_READ, PROT_WRITE};
 
-/// A mapping of a file.
+/// A mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Mapping {
     pub(crate) start: usize,
     pub(crate) end: usize,
     /// Its offset in the file.
     pub(crate) offset: usize,
+    /// Its device, as the kernel writes it: up to nine characters of seven bits.
+    pub(crate) device: usize,
+    /// 0 if it is not a file's.
     pub(crate) inode: usize,
     /// PROT_READ, PROT_WRITE and PROT_EXEC.
     pub(crate) prot: i32,
@@ -21,6 +24,14 @@ pub(crate) struct Mapping {
     pub(crate) is_libcuda: bool,
     /// The same for `libnccl.so`.
     pub(crate) is_libnccl: bool,
+}
+
+impl Mapping {
+    /// Whether both are of the same file, by the same name where that is libcuda's. Not if they are of none.
+    pub(crate) fn is_of_file(&self, other: &Mapping) -> bool {
+        let file = |mapping: &Mapping| (mapping.device, mapping.inode, mapping.is_libcuda);
+        self.inode != 0 && file(self) == file(other)
+    }
 }
 
 /// The mapping that contains `address`.
@@ -72,6 +83,7 @@ impl Line {
             start: 0,
             end: 0,
             offset: 0,
+            device: 0,
             inode: 0,
             prot: 0,
             is_private: false,
@@ -128,6 +140,7 @@ impl Line {
                         _ => {}
                     },
                     2 => self.mapping.offset = self.mapping.offset.wrapping_mul(16).wrapping_add(digit),
+                    3 => self.mapping.device = self.mapping.device << 7 | usize::from(byte & 0x7f),
                     4 => self.mapping.inode = self.mapping.inode.wrapping_mul(10).wrapping_add(digit),
                     _ => {}
                 }
@@ -172,6 +185,20 @@ mod tests {
         let expected =
             [(0x1000, 5, true), (0, 3, true), (0, 3, true), (0, 5, true), (0, 5, true), (0, 1, false), (0, 5, true)];
         assert_eq!(rights, expected);
+    }
+
+    #[test]
+    fn a_file_is_known_by_its_device_and_its_number() {
+        let text = "1000-2000 r--p 00000000 08:01 1234    /usr/lib/libnccl.so.2\n\
+                    2000-3000 r-xp 00001000 08:01 1234    /usr/lib/libnccl.so.2\n\
+                    4000-5000 rw-s 00000000 00:2b 1234    /data/table\n\
+                    6000-7000 rw-p 00000000 00:00 0 \n\
+                    8000-9000 rw-p 00000000 00:00 0 \n";
+        let mappings = parse(text);
+        let same = |one: usize| mappings.iter().map(|other| other.is_of_file(&mappings[one])).collect::<Vec<_>>();
+        assert_eq!(same(0), [true, true, false, false, false]);
+        assert_eq!(same(2), [false, false, true, false, false]);
+        assert_eq!(same(3), [false; 5]);
     }
 
     #[test]
