@@ -99,9 +99,24 @@ impl Object {
             }
             fits
         });
-        let is_base = |part: &&Mapping| part.offset == 0 && self.is_base(part.start, code, address);
-        self.base = self.parts().iter().filter(|_| fits).find(is_base)?.start;
+        self.base = if fits { self.base_below(code, address)? } else { return None };
         Some(())
+    }
+
+    /// The start of the object: a loader maps all of it in one piece, the holes too. Other mappings of its file are not
+    /// read, because whoever made them may unmap them, and those above and below cannot be told from its own.
+    fn base_below(&self, code: &Mapping, address: usize) -> Option<usize> {
+        let mut end = None;
+        for part in self.parts().iter().rev().filter(|part| part.start <= code.start) {
+            if end.is_some_and(|end| part.end != end) {
+                return None;
+            }
+            end = Some(part.start);
+            if part.offset == 0 && self.is_base(part.start, code, address) {
+                return Some(part.start);
+            }
+        }
+        None
     }
 
     /// Its load address.
@@ -326,16 +341,28 @@ mod tests {
     #[test]
     fn memory_that_another_thread_unmaps_is_not_read() {
         let (local, is_over) = (1, AtomicBool::new(false));
+        // libc, and its file once more, below it.
+        let there = getpid as *const () as usize;
+        let found = maps::find(there).unwrap();
+        let text = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let line = text.lines().find(|line| line.starts_with(&format!("{:x}-", found.start))).unwrap();
+        let path = std::ffi::CString::new(&line[line.find('/').unwrap()..]).unwrap();
+        let library = sys::File::read_only(&path).unwrap();
+        let base = found_around(there).unwrap().base();
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 while !is_over.load(Ordering::Relaxed) {
-                    let around = sys::MAP_PRIVATE | sys::MAP_ANONYMOUS;
-                    let page = sys::map(0, 4096, PROT_READ | sys::PROT_WRITE, around, -1, 0).unwrap();
-                    sys::unmap(page, 4096).unwrap();
+                    // Memory, and the file of an object, as a debugger's library reads it.
+                    for (flags, file) in [(sys::MAP_ANONYMOUS, -1), (0, library.number())] {
+                        let place = base - (1 << 24);
+                        let page = sys::map(place, 4096, PROT_READ, sys::MAP_PRIVATE | flags, file, 0).unwrap();
+                        sys::unmap(page, 4096).unwrap();
+                    }
                 }
             });
             for _ in 0..500 {
                 assert!(found_around((&raw const local).addr()).is_none());
+                assert!(found_around(there).is_some_and(|found| found.base() == base));
             }
             is_over.store(true, Ordering::Relaxed);
         });

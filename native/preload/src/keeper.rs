@@ -2,7 +2,7 @@
 //!
 //! It exists from the first memory that the process shares, and sleeps (futex) except for a snapshot or a restart; then
 //! all other threads of the program are stopped. It is a libc thread, because the driver uses thread-local storage,
-//! with all signals blocked. Between snapshots it has no descriptor open.
+//! which gets no signals. Between snapshots it has no descriptor open.
 
 use core::ffi::c_void;
 use core::ptr::null_mut;
@@ -43,10 +43,8 @@ pub(crate) fn start(table: &'static Table) -> bool {
         return is_there;
     }
     api_lock::watch();
-    let mask = sys::set_signal_mask(!0);
     let is_started = libc::start_thread(main, core::ptr::from_ref(table).cast_mut().cast());
     STARTED.store(if is_started { pid } else { 0 }, Ordering::Release);
-    sys::set_signal_mask(mask);
     is_started
 }
 

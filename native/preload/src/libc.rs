@@ -234,7 +234,11 @@ pub(crate) fn at_fork_in_child(work: extern "C" fn()) {
     }
 }
 
-/// Starts a thread of libc. Returns whether it was started.
+/// The signals that glibc sends to its threads itself (32 and 33). A thread that blocks the second would make setuid(2)
+/// and its like wait for ever: glibc sends it to all threads, and waits until each has changed its ids.
+const LIBCS_OWN: sys::SignalSet = 1 << 31 | 1 << 32;
+
+/// Starts a thread of libc that gets no signal of the program. Returns whether it was started.
 pub(crate) fn start_thread(main: ThreadMain, argument: *mut c_void) -> bool {
     let create = next(c"pthread_create");
     if create.is_null() {
@@ -243,8 +247,12 @@ pub(crate) fn start_thread(main: ThreadMain, argument: *mut c_void) -> bool {
     // SAFETY: the libc's function of this name.
     let create: CreateThread = unsafe { transmute(create) };
     let mut thread = 0;
+    // It inherits the mask.
+    let mask = sys::set_signal_mask(!LIBCS_OWN);
     // SAFETY: a live local takes the thread's name; it is never joined, and ends with the process.
-    unsafe { create(&raw mut thread, core::ptr::null(), main, argument) == 0 }
+    let is_started = unsafe { create(&raw mut thread, core::ptr::null(), main, argument) == 0 };
+    sys::set_signal_mask(mask);
+    is_started
 }
 
 /// # Safety
@@ -309,4 +317,44 @@ fn set_errno(errno: Errno) {
     let location: ErrnoLocation = unsafe { transmute(location) };
     // SAFETY: the errno of the calling thread.
     unsafe { *location() = errno.0 };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    unsafe extern "C" {
+        fn fork() -> i32;
+        fn waitpid(pid: i32, status: *mut i32, options: i32) -> i32;
+        fn kill(pid: i32, signal: i32) -> i32;
+        fn getgid() -> u32;
+        fn setgid(gid: u32) -> i32;
+        fn _exit(code: i32) -> !;
+    }
+
+    unsafe extern "C" fn sleep(_: *mut c_void) -> *mut c_void {
+        loop {
+            sys::sleep(1_000_000_000);
+        }
+    }
+
+    #[test]
+    fn a_thread_of_ours_does_not_keep_the_program_from_changing_its_ids() {
+        // SAFETY: the child starts a thread, asks for an id that it has, and ends.
+        let child = unsafe { fork() };
+        if child == 0 {
+            // SAFETY: as above.
+            unsafe { _exit(i32::from(!start_thread(sleep, core::ptr::null_mut()) || setgid(getgid()) != 0)) };
+        }
+        let (mut status, deadline) = (-1, sys::now() + 20_000_000_000);
+        // SAFETY: our own child, and a live local.
+        while unsafe { waitpid(child, &raw mut status, 1) } == 0 {
+            if sys::now() > deadline {
+                // SAFETY: our own child.
+                unsafe { kill(child, 9) };
+            }
+            sys::sleep(10_000_000);
+        }
+        assert_eq!(status, 0);
+    }
 }

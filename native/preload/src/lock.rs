@@ -12,6 +12,10 @@ pub(crate) struct Lock(AtomicI32);
 #[derive(Debug)]
 pub(crate) struct Held<'a>(&'a Lock);
 
+/// Tries after the second is over, and the pause between two.
+const TRIES: u32 = 100;
+const PAUSE_NS: u64 = 1_000_000;
+
 impl Lock {
     pub(crate) const fn new() -> Lock {
         Lock(AtomicI32::new(0))
@@ -27,16 +31,25 @@ impl Lock {
 
     /// Waits for a holder that needs it for a moment only. None after a second: a signal handler has interrupted it.
     pub(crate) fn wait(&self) -> Option<Held<'_>> {
-        let (pid, deadline) = (sys::pid(), sys::now() + 1_000_000_000);
-        loop {
+        self.wait_until(sys::now() + 1_000_000_000, || sys::sleep(PAUSE_NS))
+    }
+
+    fn wait_until(&self, deadline: u64, mut pause: impl FnMut()) -> Option<Held<'_>> {
+        let pid = sys::pid();
+        while sys::now() <= deadline {
             if let Some(held) = self.take(pid) {
                 return Some(held);
             }
-            if sys::now() > deadline {
-                return None;
-            }
             sys::yield_now();
         }
+        // The process may have been stopped for that second: then the holder gets another moment.
+        for _ in 0..TRIES {
+            if let Some(held) = self.take(pid) {
+                return Some(held);
+            }
+            pause();
+        }
+        None
     }
 }
 
@@ -49,6 +62,21 @@ impl Drop for Held<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn after_a_stop_of_the_process_its_holder_gets_another_moment() {
+        let lock = Lock::new();
+        let mut held = lock.take(sys::pid());
+        let mut pauses = 0;
+        let taken = lock.wait_until(0, || {
+            pauses += 1;
+            held.take_if(|_| pauses == 3);
+        });
+        assert!(taken.is_some());
+        drop(taken);
+        let _held = lock.take(sys::pid());
+        assert!(lock.wait_until(0, || {}).is_none());
+    }
 
     #[test]
     fn it_is_held_once_in_a_process_and_not_across_a_fork() {

@@ -29,7 +29,7 @@ use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering}
 
 use crate::landing::PAGE;
 use crate::lock::{Held, Lock};
-use crate::sys;
+use crate::{libc, sys};
 use groups::Group;
 use rekindle_abi::nccl::{self as table, Communicator, Counter, Table};
 use symbols::real;
@@ -72,6 +72,8 @@ fn current_or_new() -> Option<&'static Table> {
     }
     if PLACE.load(Ordering::Relaxed).is_null() {
         PLACE.store(with_exposed_provenance_mut(sys::unforked_page(PAGE).ok()?), Ordering::Release);
+        // CRIU before 4.2 does not restore that a child gets an empty page.
+        libc::at_fork_in_child(forget_in_child);
     }
     let address = sys::shared_memory(table::NAME, size_of::<Table>()).ok()?;
     // SAFETY: it has the table's size, is zero, and is never unmapped.
@@ -80,6 +82,11 @@ fn current_or_new() -> Option<&'static Table> {
     // SAFETY: never unmapped.
     unsafe { PLACE.load(Ordering::Relaxed).as_ref() }?.store(address, Ordering::Release);
     Some(table)
+}
+
+/// The parent's table is not mapped in a child of fork(3).
+extern "C" fn forget_in_child() {
+    PLACE.store(null_mut(), Ordering::Relaxed);
 }
 
 /// The right to make entries, which a thread has only for a moment. None if a signal handler has interrupted that

@@ -52,9 +52,11 @@ pub(crate) static RENAMED: AtomicBool = AtomicBool::new(false);
 
 /// The table of this process, if it has one.
 pub(crate) fn table() -> Option<&'static Table> {
-    let table = TABLE.load(Ordering::Acquire);
+    // In this order: whoever sees that it is this process's has its address, and not that of the parent's.
+    let is_ours = OWNER.load(Ordering::Acquire) == sys::pid();
+    let table = TABLE.load(Ordering::Relaxed);
     // SAFETY: mapped in this process for good, and all of it atomics.
-    (!table.is_null() && OWNER.load(Ordering::Relaxed) == sys::pid()).then(|| unsafe { &*table })
+    (is_ours && !table.is_null()).then(|| unsafe { &*table })
 }
 
 /// Whether the supervisor has locked CUDA, or is about to.
@@ -79,8 +81,8 @@ pub(crate) fn table_or_new() -> Option<&'static Table> {
     table.nonce.store(sys::now() as u32 | 1, Ordering::Relaxed);
     table.socket.store(-1, Ordering::Relaxed);
     table.pid.store(pid, Ordering::Release);
-    OWNER.store(pid, Ordering::Relaxed);
-    TABLE.store(made, Ordering::Release);
+    TABLE.store(made, Ordering::Relaxed);
+    OWNER.store(pid, Ordering::Release);
     Some(table)
 }
 
@@ -132,8 +134,13 @@ pub(crate) fn is_kept(import: &Import) -> bool {
     import.kept.load(Ordering::Relaxed) != table::FOREIGN
 }
 
+fn has_name(import: &Import, name: u64) -> bool {
+    is_live(import) && !is_kept(import) && import.name.load(Ordering::Relaxed) == name
+}
+
+/// The import that the program calls by this name. One that is only mapped has no name, until it is retained.
 fn named(table: &Table, name: u64) -> Option<(usize, &Import)> {
-    let is_it = |import: &Import| is_live(import) && !is_kept(import) && import.name.load(Ordering::Relaxed) == name;
+    let is_it = |import: &Import| has_name(import, name) && import.references.load(Ordering::Relaxed) > 0;
     imports(table).enumerate().find(|(_, import)| is_it(import))
 }
 
@@ -145,7 +152,8 @@ fn handle(name: u64) -> u64 {
 
 /// Whether a new handle equals a name in use.
 fn is_taken(handle: u64) -> bool {
-    RENAMED.load(Ordering::Relaxed) && table().is_some_and(|table| named(table, handle).is_some())
+    RENAMED.load(Ordering::Relaxed)
+        && table().is_some_and(|table| imports(table).any(|import| has_name(import, handle)))
 }
 
 fn forget_if_over(import: &Import) {
@@ -254,6 +262,8 @@ pub(crate) mod driver {
 /// cuMemImportFromShareableHandle.
 pub(crate) unsafe extern "C" fn import(new: *mut u64, shared: usize, kind: u32) -> i32 {
     let real = real!(Import, fn(*mut u64, usize, u32));
+    // The call that makes the table is under way, too.
+    table_or_new();
     let _under_way = UnderWay::begin();
     // SAFETY: the caller's arguments.
     create_unnamed(new, || unsafe { real(new, shared, kind) }, |handle, tag| note_import(handle, kind, tag))
@@ -315,14 +325,24 @@ pub(crate) unsafe extern "C" fn create(new: *mut u64, size: usize, properties: u
 /// cuMemExportToShareableHandle.
 pub(crate) unsafe extern "C" fn export(shared: usize, name: u64, kind: u32, flags: u64) -> i32 {
     let real = real!(Export, fn(usize, u64, u32, u64));
+    table_or_new();
     let _under_way = UnderWay::begin();
-    let tag = (kind == DESCRIPTOR).then(|| note_export(name, kind)).flatten();
-    let _noted = Noted::begin(tag);
+    let noted = (kind == DESCRIPTOR).then(|| note_export(name, kind)).flatten();
+    let _noted = Noted::begin(noted.map(|(tag, _)| tag));
     // SAFETY: the caller's arguments.
-    unsafe { real(shared, handle(name), kind, flags) }
+    let code = unsafe { real(shared, handle(name), kind, flags) };
+    if code != SUCCESS
+        && let Some((_, Some(new))) = noted
+        && let Some(_changing) = wait()
+    {
+        // The driver would refuse it to the keeper, too.
+        new.handle.store(0, Ordering::Relaxed);
+    }
+    code
 }
 
-fn note_export(handle: u64, kind: u32) -> Option<Tag> {
+/// The tag of this export, and its entry if that is new.
+fn note_export(handle: u64, kind: u32) -> Option<(Tag, Option<&'static Export>)> {
     let table = table_or_new()?;
     // Memory of another process cannot be exported again as ours.
     if named(table, handle).is_some() {
@@ -335,7 +355,7 @@ fn note_export(handle: u64, kind: u32) -> Option<Tag> {
         nonce: table.nonce.load(Ordering::Relaxed),
     };
     if let Some(known) = exports(table).find(|export| export.handle.load(Ordering::Relaxed) == handle) {
-        return Some(tag(known));
+        return Some((tag(known), None));
     }
     let free = |(_, export): &(usize, &Export)| export.handle.load(Ordering::Relaxed) == 0;
     let (at, entry) = table.exports.iter().enumerate().find(free)?;
@@ -345,7 +365,7 @@ fn note_export(handle: u64, kind: u32) -> Option<Tag> {
     entry.handle.store(handle, Ordering::Release);
     table.exports_used.fetch_max(at as u32 + 1, Ordering::Relaxed);
     keeper::start(table);
-    Some(tag(entry))
+    Some((tag(entry), Some(entry)))
 }
 
 /// cuMemMap.
@@ -393,44 +413,56 @@ pub(crate) unsafe extern "C" fn unmap(address: u64, size: u64) -> i32 {
     let _under_way = UnderWay::begin();
     if let Some(table) = table()
         && table.mappings_used.load(Ordering::Relaxed) > 0
-        && let Some(_changing) = wait()
     {
-        for mapping in mappings(table).filter(|mapping| is_within(mapping, address, size)) {
-            mapping.address.store(0, Ordering::Relaxed);
-            if let Some(import) = import_of(table, mapping) {
-                import.mappings.fetch_sub(1, Ordering::Relaxed);
-                forget_if_over(import);
-            }
+        match wait() {
+            Some(_changing) => forget_mappings(table, address, size),
+            None => obstacle(table::UNTRACKED),
         }
     }
     // SAFETY: the caller's arguments.
     unsafe { real(address, size) }
 }
 
+fn forget_mappings(table: &Table, address: u64, size: u64) {
+    for mapping in mappings(table).filter(|mapping| is_within(mapping, address, size)) {
+        mapping.address.store(0, Ordering::Relaxed);
+        if let Some(import) = import_of(table, mapping) {
+            import.mappings.fetch_sub(1, Ordering::Relaxed);
+            forget_if_over(import);
+        }
+    }
+}
+
 fn is_within(mapping: &Mapping, address: u64, size: u64) -> bool {
     mapping.address.load(Ordering::Relaxed).wrapping_sub(address) < size
 }
 
-/// cuMemRelease.
+/// cuMemRelease. Recorded before it is done: afterwards another thread may get the same handle.
 pub(crate) unsafe extern "C" fn release(name: u64) -> i32 {
     let real = real!(Release, fn(u64));
     let _under_way = UnderWay::begin();
+    let handle = handle(name);
+    let is_recorded = table().is_none_or(|table| note_release(table, name).is_some());
     // SAFETY: the caller's argument.
-    let code = unsafe { real(handle(name)) };
-    if code == SUCCESS
-        && let Some(table) = table()
-        && let Some(_changing) = wait()
-    {
-        if let Some((_, import)) = named(table, name) {
-            lower(&import.references);
-            forget_if_over(import);
-        } else if let Some(export) = exports(table).find(|export| export.handle.load(Ordering::Relaxed) == name)
-            && lower(&export.references) == 0
-        {
-            export.handle.store(0, Ordering::Relaxed);
-        }
+    let code = unsafe { real(handle) };
+    if !is_recorded {
+        obstacle(table::UNTRACKED);
     }
     code
+}
+
+/// None if it could not be recorded. The driver refuses only handles that it does not know, and neither does the table.
+fn note_release(table: &Table, name: u64) -> Option<()> {
+    let _changing = wait()?;
+    if let Some((_, import)) = named(table, name) {
+        lower(&import.references);
+        forget_if_over(import);
+    } else if let Some(export) = exports(table).find(|export| export.handle.load(Ordering::Relaxed) == name)
+        && lower(&export.references) == 0
+    {
+        export.handle.store(0, Ordering::Relaxed);
+    }
+    Some(())
 }
 
 /// Decrements the count, and returns the rest.

@@ -7,7 +7,7 @@
 //! set, and ncclCommAbort sets it first of all. The rest of its work, to tear the communicator down, is put off to the end
 //! of a group call (NCCL 2.14 to 2.30): here a group begins and never ends.
 //!
-//! This is a thread of libc, as the keeper is, with all signals blocked. It sleeps from the first communicator on. The
+//! This is a thread of libc, as the keeper is, and gets no signals. It sleeps from the first communicator on. The
 //! supervisor stops all other threads before it wakes this one, and kills the process afterwards: the program never sees
 //! the result of an operation that was called off.
 
@@ -28,11 +28,9 @@ pub(super) fn start(table: &'static Table) {
     if STARTED.swap(pid, Ordering::Relaxed) == pid {
         return;
     }
-    let mask = sys::set_signal_mask(!0);
     if !libc::start_thread(main, core::ptr::from_ref(table).cast_mut().cast()) {
         STARTED.store(0, Ordering::Relaxed);
     }
-    sys::set_signal_mask(mask);
 }
 
 unsafe extern "C" fn main(table: *mut c_void) -> *mut c_void {

@@ -387,6 +387,7 @@ fn a_new_counter_waits_at_a_closed_gate() {
 fn a_forked_child_has_no_table_and_is_not_held() {
     unsafe extern "C" {
         fn fork() -> i32;
+        fn madvise(address: *mut c_void, length: usize, advice: i32) -> i32;
         fn waitpid(pid: i32, status: *mut i32, options: i32) -> i32;
         fn _exit(code: i32) -> !;
     }
@@ -395,17 +396,22 @@ fn a_forked_child_has_no_table_and_is_not_held() {
     reduces(handle);
     close(table, Duration::from_secs(60));
     limit(table, 0, 1);
-    // SAFETY: the child makes system calls only, and ends.
-    let child = unsafe { fork() };
-    if child == 0 {
-        let is_free = current().is_none() && reduces(handle) == SUCCESS && sends(handle, 1) == SUCCESS;
-        // SAFETY: no destructors are needed.
-        unsafe { _exit(if is_free { 0 } else { 1 }) };
+    // MADV_WIPEONFORK, and MADV_KEEPONFORK: CRIU restores pages so.
+    for advice in [19, 18] {
+        // SAFETY: the page of the table's address.
+        assert_eq!(unsafe { madvise(PLACE.load(Ordering::Relaxed).cast(), PAGE, advice) }, 0);
+        // SAFETY: the child makes system calls only, and ends.
+        let child = unsafe { fork() };
+        if child == 0 {
+            let is_free = current().is_none() && reduces(handle) == SUCCESS && sends(handle, 1) == SUCCESS;
+            // SAFETY: no destructors are needed.
+            unsafe { _exit(if is_free { 0 } else { 1 }) };
+        }
+        let mut status = -1;
+        // SAFETY: our own child, and a live local.
+        assert_eq!(unsafe { waitpid(child, &raw mut status, 0) }, child);
+        assert_eq!(status, 0, "{advice}");
     }
-    let mut status = -1;
-    // SAFETY: our own child, and a live local.
-    assert_eq!(unsafe { waitpid(child, &raw mut status, 0) }, child);
-    assert_eq!(status, 0);
     assert_eq!((counts(table).len(), counts(table)[0].3), (1, 1), "it is the parent's");
 }
 

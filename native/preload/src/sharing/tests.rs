@@ -10,9 +10,16 @@ struct Fake {
     /// Handles that the next calls return.
     handles: Vec<u64>,
     calls: Vec<String>,
+    /// Whether exports fail.
+    exports_fail: bool,
+    /// What another thread does once the next handle is released.
+    then: Option<fn()>,
+    /// The calls under way when a handle was made.
+    under_way: Option<u32>,
 }
 
-static FAKE: Mutex<Fake> = Mutex::new(Fake { handles: Vec::new(), calls: Vec::new() });
+static FAKE: Mutex<Fake> =
+    Mutex::new(Fake { handles: Vec::new(), calls: Vec::new(), exports_fail: false, then: None, under_way: None });
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 fn fake() -> MutexGuard<'static, Fake> {
@@ -26,6 +33,7 @@ fn called(call: String) -> i32 {
 
 unsafe extern "C" fn make(new: *mut u64, _: usize, _: usize, _: u64) -> i32 {
     let mut fake = fake();
+    fake.under_way = table().map(|table| table.under_way.load(Ordering::Relaxed));
     let handle = fake.handles.remove(0);
     fake.calls.push(format!("make {handle}"));
     // SAFETY: the tests pass a live local.
@@ -38,6 +46,8 @@ fn one(name: &'static str, number: u64) -> i32 {
 }
 
 unsafe extern "C" fn fake_release(handle: u64) -> i32 {
+    let then = fake().then.take();
+    then.into_iter().for_each(|then| then());
     one("release", handle)
 }
 
@@ -54,7 +64,8 @@ unsafe extern "C" fn fake_access(address: u64, _: u64, _: *const [i32; 3], count
 }
 
 unsafe extern "C" fn fake_export(_: *mut i32, handle: u64, _: u32, _: u64) -> i32 {
-    one("export", handle)
+    let code = one("export", handle);
+    if fake().exports_fail { INVALID_VALUE } else { code }
 }
 
 unsafe extern "C" fn fake_properties(_: usize, handle: u64) -> i32 {
@@ -228,6 +239,69 @@ fn an_export_has_one_number_as_long_as_it_has_references() {
 }
 
 #[test]
+fn a_handle_that_the_driver_gives_again_at_once_is_the_new_import() {
+    let (_guard, table) = begin();
+    gives(&[50, 60]);
+    assert_eq!([import_one(), import_one()], [50, 60]);
+    map_at(0x1000, 0x100, 60);
+    // SAFETY: a number, for the fake. The first entry becomes free.
+    unsafe { release(50) };
+    // The driver knows 60 no more, and another thread gets it.
+    fake().then = Some(|| {
+        gives(&[60]);
+        import_one();
+    });
+    // SAFETY: as above.
+    unsafe { release(60) };
+    assert_eq!(live(table), [(60, 1, 0), (60, 0, 1)]);
+    map_at(0x2000, 0x100, 60);
+    assert_eq!(live(table), [(60, 1, 1), (60, 0, 1)]);
+}
+
+#[test]
+fn an_export_that_fails_is_none() {
+    let (_guard, table) = begin();
+    let mut descriptor = -1;
+    // SAFETY: a live local, for the fake.
+    let mut export_one = || unsafe { export((&raw mut descriptor).expose_provenance(), 40, DESCRIPTOR, 0) };
+    let known = || exports(table).filter(|export| export.handle.load(Ordering::Relaxed) == 40).count();
+    fake().exports_fail = true;
+    assert_eq!((export_one(), known()), (INVALID_VALUE, 0));
+    fake().exports_fail = false;
+    assert_eq!((export_one(), known()), (SUCCESS, 1));
+    fake().exports_fail = true;
+    assert_eq!((export_one(), known()), (INVALID_VALUE, 1), "it was exported before");
+}
+
+#[test]
+fn what_cannot_be_recorded_is_an_obstacle() {
+    let (_guard, table) = begin();
+    gives(&[50]);
+    map_at(0x1000, 0x100, import_one());
+    // A signal handler has interrupted who has it.
+    let held = CHANGING.take(sys::pid()).unwrap();
+    // SAFETY: numbers, for the fake, here and below.
+    assert_eq!(unsafe { unmap(0x1000, 0x100) }, SUCCESS);
+    assert_eq!(table.obstacles.swap(0, Ordering::Relaxed), table::UNTRACKED);
+    // SAFETY: as above.
+    assert_eq!(unsafe { release(50) }, SUCCESS);
+    assert_eq!(table.obstacles.swap(0, Ordering::Relaxed), table::UNTRACKED);
+    drop(held);
+    assert_eq!((wait().is_some(), table.obstacles.load(Ordering::Relaxed)), (true, 0));
+}
+
+#[test]
+fn the_first_import_is_under_way() {
+    let (_guard, table) = begin();
+    // As before it.
+    OWNER.store(0, Ordering::Relaxed);
+    gives(&[50]);
+    import_one();
+    assert_eq!(fake().under_way, Some(1));
+    assert!(!core::ptr::eq(table, super::table().unwrap()));
+}
+
+#[test]
 fn access_is_kept_by_place() {
     let (_guard, table) = begin();
     gives(&[70]);
@@ -261,7 +335,7 @@ fn what_the_table_has_no_room_for_is_seen_all_the_same() {
     assert!(named(table, 7000).is_none());
     table.imports.iter().for_each(|import| import.is_live.store(0, Ordering::Relaxed));
     table.exports.iter().for_each(|export| export.handle.store(1, Ordering::Relaxed));
-    assert_eq!(note_export(40, DESCRIPTOR), None);
+    assert!(note_export(40, DESCRIPTOR).is_none());
     table.exports.iter().for_each(|export| export.handle.store(0, Ordering::Relaxed));
     // A mapping of a known import without a free entry could not be released.
     gives(&[71]);
