@@ -207,7 +207,10 @@ fn obstacle(one: &Sharing, all: &[Sharing]) -> Option<Obstacle> {
     let foreign = table.foreign.load(Relaxed);
     let handed = one.kept().filter(|(_, import, _)| import.kept.load(Relaxed) == table::HANDED).count();
     let known = u32::try_from(imports.len() + handed).unwrap_or(u32::MAX);
-    if handed > 0 && table.keeper.load(Relaxed) == 0 {
+    // The call that starts it may be in progress.
+    let has_no_keeper =
+        |one: &Sharing| one.table().keeper.load(Relaxed) == 0 && one.table().under_way.load(Relaxed) == 0;
+    if handed > 0 && has_no_keeper(one) {
         return Some(Obstacle::NoKeeper);
     }
     // A call in progress may be between the driver and its record; nothing is released while there is one.
@@ -219,8 +222,7 @@ fn obstacle(one: &Sharing, all: &[Sharing]) -> Option<Obstacle> {
     for import in imports {
         match exporters.get(&table::origin(import)) {
             None => return Some(Obstacle::NoExporter),
-            Some(exporter) if exporter.table().keeper.load(Relaxed) == 0 => return Some(Obstacle::NoKeeper),
-            Some(_) if table.keeper.load(Relaxed) == 0 => return Some(Obstacle::NoKeeper),
+            Some(exporter) if has_no_keeper(exporter) || has_no_keeper(one) => return Some(Obstacle::NoKeeper),
             Some(_) => {}
         }
     }

@@ -52,6 +52,7 @@ unsafe extern "C" fn main(table: *mut c_void) -> *mut c_void {
     sys::name_thread(c"rekindle-keeper");
     // SAFETY: what `start` gave: mapped for good.
     let table = unsafe { &*table.cast::<Table>() };
+    sharing::driver::find();
     table.keeper.store(sys::thread(), Ordering::Release);
     loop {
         let calls = table.calls.load(Ordering::Acquire);

@@ -200,6 +200,14 @@ macro_rules! real {
 pub(crate) mod driver {
     use super::*;
 
+    /// Looks all of them up, as long as the program runs: later a thread that is stopped may have the loader's lock.
+    pub(crate) fn find() {
+        use Function::{Create, Export, Import, Map, Release, Retain, SetAccess, Unmap};
+        for function in [Create, Export, Import, Map, Release, Retain, SetAccess, Unmap] {
+            function.real();
+        }
+    }
+
     /// `properties` is a CUmemAllocationProp.
     pub(crate) fn create(new: &mut u64, size: u64, properties: &[u32; 8]) -> i32 {
         let real = real!(Create, fn(*mut u64, u64, *const u32, u64));

@@ -106,6 +106,10 @@ fn a_table_is_believed_in_nothing() {
     table.imports[0].pid.store(7, Relaxed);
     table.exports[0].handle.store(1, Relaxed);
     assert!(matches!(check(&all), Err(Error::Unmanaged { why: Obstacle::NoKeeper, .. })));
+    table.under_way.store(1, Relaxed);
+    assert!(check(&all).is_ok(), "the call that starts it is in progress");
+    assert!(let_go(&all, Own::Stays, &mut Vec::new()).unwrap_err().is_busy());
+    table.under_way.store(0, Relaxed);
     // It learns of a lock, even if another process cannot.
     assert!(matches!(check_announced(&all), Err(Error::Busy { pid: 7, .. })));
     assert!(announce(&[i32::MAX, pid], true).is_empty());
