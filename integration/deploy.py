@@ -101,7 +101,9 @@ def check_job(documents):
     assert added == essential_capabilities(), added ^ essential_capabilities()
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert mounts["store"] == config["store"]["directory"]
-    assert mounts["configuration"] == "/etc/rekindle"
+    # A file, not a folder: that of a ConfigMap has mode 0777, which root refuses.
+    files = [mount["subPath"] for mount in container["volumeMounts"] if mount["name"] == "configuration"]
+    assert mounts["configuration"] == "/etc/rekindle/rekindle.toml" and files == ["rekindle.toml"]
     assert "/run/rekindle" not in mounts.values()
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert volumes.keys() == mounts.keys()

@@ -163,7 +163,7 @@ enum Command {
     /// Repair a job's damaged packs from other packs and the replica; mark images that lost content as bad
     Repair(repair::RepairArgs),
     /// Remove images from the store that no rule keeps (store.keep-last and others), and the oldest ones if a job is
-    /// above its size limit; images in memory are removed automatically
+    /// above its size limit; free memory that dead supervisors left
     Prune(prune::PruneArgs),
     /// Remove jobs that are not running, with their images, output and memory
     Rm(rm::RmArgs),

@@ -183,6 +183,19 @@ fn a_job_runs_as_its_user_with_a_store_of_its_own() {
     assert!(array.iter().all(|(name, value)| started.environment[*name] == *value));
 }
 
+/// All users share the coordinator: nobody may join or end a group of another user's, such as one that waits in the queue.
+#[test]
+fn the_name_of_a_group_is_its_users_own() {
+    let Some(node) = Node::new() else { return };
+    let name = |name: &str, args: &[&str]| {
+        let started = node.starts(&[("REKINDLE_JOB_NAME", name)], args);
+        started.environment["REKINDLE_JOB_NAME"].clone()
+    };
+    assert_eq!(name("slurm-8", &["--group", "train"]), format!("{USER}-slurm-8"));
+    assert_eq!(name("slurm-8", &["train"]), "slurm-8", "its folder is below the user's own");
+    assert!(!node.starts(&[], &["--group", "train"]).environment.contains_key("REKINDLE_JOB_NAME"));
+}
+
 #[test]
 fn no_argument_is_an_option_of_rekindle() {
     let Some(node) = Node::new() else { return };

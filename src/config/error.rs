@@ -61,7 +61,7 @@ pub(crate) enum Error {
         path: PathBuf,
     },
     /// A file was found that must not be read, and a job must not run without what it says.
-    #[error("{} would be ignored: {}. {}", path.display(), rekindle_base::chain(why), way_out(path, why))]
+    #[error("the job does not start without the configuration {}, which cannot be used: {}. {}", path.display(), rekindle_base::chain(why), way_out(path, why))]
     Ignored {
         path: PathBuf,
         /// Why it must not be read.

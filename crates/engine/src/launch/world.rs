@@ -97,7 +97,7 @@ pub enum World {
 pub enum Error {
     /// Init did not start.
     #[error(
-        "cannot create the job's namespaces: run rekindle as root in the initial user namespace, or try pid-namespace = \"host\""
+        "cannot create the job's namespaces: run rekindle as root in the initial user namespace, or try job.pid-namespace = \"host\""
     )]
     Start(#[from] spawn::Error),
     /// Init could not prepare the namespaces.
