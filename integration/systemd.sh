@@ -15,7 +15,7 @@ if [ "${1:-}" = --inside ]; then
   value() { systemctl show -P "$1" "$unit"; }
   counted() { local n; n=$(sed -n '$s/^n //p' "$log" 2>/dev/null || true); echo "${n:-0}"; }
   until_() { # WHAT COMMAND...
-    local what=$1 end=$((SECONDS + 30))
+    local what=$1 end=$((SECONDS + 90))
     shift
     until "$@"; do
       [ $SECONDS -lt $end ] || { systemctl status "$unit" --no-pager -l; fail "waited in vain until $what"; }
@@ -99,7 +99,7 @@ if [ -z "$work" ]; then
   trap 'rm -rf -- "$work"' EXIT
   mkdir "$work/out" "$work/ground"
   status=0
-  REKINDLE_SYSTEMD_INSIDE=$work timeout -k 5 150 unshare --mount --pid --fork --kill-child --cgroup --uts \
+  REKINDLE_SYSTEMD_INSIDE=$work timeout -k 5 600 unshare --mount --pid --fork --kill-child --cgroup --uts \
     --propagation private integration/systemd.sh --binary "$binary" >"$work/log" 2>&1 || status=$?
   cat "$work/out/said" 2>/dev/null || true
   [ -f "$work/out/rc" ] || { tail -n 30 "$work/log"; fail "systemd did not come up (status $status)"; }

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """A launcher that does not use CUDA and hears late of the deaths of its children.
 
-    launcher_job.py OUT CHILDREN [--plain] [--reap] [--notice SECONDS] [--more FILE]
-                                 [--fatal FILE]
+    launcher_job.py OUT CHILDREN [--plain] [--reap] [--notice SECONDS] [--at-once]
+                                 [--more FILE] [--fatal FILE]
 
 Child 0 writes OUT, child N writes OUT.N. They use the stand-in libcuda (standin_job.py), or with --plain count without it. The
 launcher looks after its children every SECONDS, 30 by default, and ends with 6 if one has died. With --reap it waits for each as
-soon as it dies, and still ends no sooner. With --more it starts another child, the last, when FILE is there.
+soon as it dies, and still ends no sooner. With --at-once it ends as soon as one dies. With --more it starts another child, the last, when FILE is there.
 With --fatal one more child removes FILE as soon as it is there, and kills itself.
 """
 
@@ -44,6 +44,7 @@ def main():
     parser.add_argument("children", type=int)
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--reap", action="store_true")
+    parser.add_argument("--at-once", action="store_true")
     parser.add_argument("--more")
     parser.add_argument("--fatal")
     parser.add_argument("--notice", type=float, default=30)
@@ -56,6 +57,9 @@ def main():
         children.append(subprocess.Popen([sys.executable, "-c", FATAL, args.fatal]))
     if args.reap:
         signal.signal(signal.SIGCHLD, lambda *_: [child.poll() for child in children])
+    if args.at_once:
+        # Not by way of the interpreter's end, which takes a while.
+        signal.signal(signal.SIGCHLD, lambda *_: any(child.poll() is not None for child in children) and os._exit(6))
     while True:
         until = time.monotonic() + args.notice
         while time.monotonic() < until:

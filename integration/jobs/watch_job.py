@@ -114,4 +114,7 @@ while not there("finish"):
         else:
             {"stop": stop, "futex": futex, "pipe": pipe, "sleep": sleep, "spin": spin, "eat": eat, "child": child,
              "leave": leave, "nan": nan, "last-words": last_words}[KIND]()
+    # Some milliseconds, so that the kernel, which counts in ticks of 10 ms, counts it on a slow machine too.
+    for _ in range(100000):
+        pass
     time.sleep(0.02)

@@ -419,25 +419,31 @@ mod tests {
         // It gives back this memory last.
         let script = "import threading, time\nfor _ in range(3): threading.Thread(target=time.sleep, args=(60,)).start()\n\
                       memory = b\"x\" * (1 << 30)\nprint(flush=True)\ntime.sleep(60)";
-        let mut child = Command::new("sh");
-        let mut child =
-            child.args(["-c", &format!("python3 -c '{script}'; sleep 60")]).stdout(Stdio::piped()).spawn().unwrap();
-        line(&mut child);
-        let root = child.id().cast_signed();
-        let pid = process::children(root)[0];
-        let (sender, noticed) = mpsc::channel();
-        let watcher = watcher_with(false, move |noticed| sender.send((std::time::Instant::now(), noticed)).is_ok());
-        watcher.watch(1, root, Who::These(vec![pid]), true, Vec::new());
-        std::thread::sleep(Duration::from_millis(200));
-        kill(pid, nix::sys::signal::Signal::SIGKILL);
-        let (first, dying) = noticed.recv_timeout(SOON).unwrap();
-        let expected = Death { life: 1, pid, outer: pid, name: "python3".into(), signal: libc::SIGKILL };
-        assert_eq!(dying, Noticed::Dying(expected.clone()));
-        let (then, died) = noticed.recv_timeout(SOON).unwrap();
-        assert_eq!(died, Noticed::Died(expected));
-        assert!(then - first > Duration::from_millis(10), "{:?}", then - first);
-        process::tree(root).into_iter().rev().for_each(|pid| kill(pid, nix::sys::signal::Signal::SIGKILL));
-        child.wait().unwrap();
+        let attempt = || {
+            let mut child = Command::new("sh");
+            let mut child =
+                child.args(["-c", &format!("python3 -c '{script}'; sleep 60")]).stdout(Stdio::piped()).spawn().unwrap();
+            line(&mut child);
+            let root = child.id().cast_signed();
+            let pid = process::children(root)[0];
+            let (sender, noticed) = mpsc::channel();
+            let watcher = watcher_with(false, move |noticed| sender.send((std::time::Instant::now(), noticed)).is_ok());
+            watcher.watch(1, root, Who::These(vec![pid]), true, Vec::new());
+            std::thread::sleep(Duration::from_millis(200));
+            kill(pid, nix::sys::signal::Signal::SIGKILL);
+            let expected = Death { life: 1, pid, outer: pid, name: "python3".into(), signal: libc::SIGKILL };
+            let (first, dying) = noticed.recv_timeout(SOON).unwrap();
+            let is_told_before = dying == Noticed::Dying(expected.clone()) && {
+                let (then, died) = noticed.recv_timeout(SOON).unwrap();
+                assert_eq!(died, Noticed::Died(expected));
+                then - first > Duration::from_millis(10)
+            };
+            process::tree(root).into_iter().rev().for_each(|pid| kill(pid, nix::sys::signal::Signal::SIGKILL));
+            child.wait().unwrap();
+            is_told_before
+        };
+        // On a machine with much else to do the process may have ended before it is noticed.
+        assert!((0..5).any(|_| attempt()));
     }
 
     /// As on a kernel whose pidfds do not tell it, or with too many processes.

@@ -244,15 +244,22 @@ mod tests {
         for at in pieces() {
             file.write_all_at(&piece, at).unwrap();
         }
-        let begun = Instant::now();
-        for at in pieces() {
-            file.read_exact_at(&mut piece, at).unwrap();
-        }
-        let (reading, begun) = (begun.elapsed(), Instant::now());
-        for at in pieces() {
-            assert_eq!(first_data(&file, at, at + CHUNK as u64).unwrap(), Some(at));
-        }
-        assert!(begun.elapsed() < reading, "{:?}, and {reading:?} to read it", begun.elapsed());
+        let mut round = || {
+            let begun = Instant::now();
+            for at in pieces() {
+                file.read_exact_at(&mut piece, at).unwrap();
+            }
+            let (reading, begun) = (begun.elapsed(), Instant::now());
+            for at in pieces() {
+                assert_eq!(first_data(&file, at, at + CHUNK as u64).unwrap(), Some(at));
+            }
+            (begun.elapsed(), reading)
+        };
+        // The least of each: a machine with much else to do may interrupt either.
+        let rounds: Vec<_> = (0..5).map(|_| round()).collect();
+        let asking = rounds.iter().map(|(asking, _)| asking).min().unwrap();
+        let reading = rounds.iter().map(|(_, reading)| reading).min().unwrap();
+        assert!(asking < reading, "{asking:?}, and {reading:?} to read it");
     }
 
     #[test]

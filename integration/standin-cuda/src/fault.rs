@@ -46,6 +46,8 @@ pub(crate) fn inject(folder: &Path, op: &str, pid: i32) -> Result<(), i32> {
     let path = folder.join(format!("fail-{op}"));
     let Some(fault) = read(&path, pid)? else { return Ok(()) };
     if fault.hold {
+        // For who waits until the call is held.
+        let _ = fs::write(path.with_extension("held"), "");
         while read(&path, pid)?.is_some_and(|fault| fault.hold) {
             std::thread::sleep(Duration::from_millis(2));
         }

@@ -26,34 +26,38 @@ fn last_calls(lab: &Lab) -> Vec<Duration> {
 
 #[test]
 fn a_deadline_is_kept_and_the_next_run_knows_what_a_snapshot_takes() {
-    let Some(lab) = Lab::new().map(|lab| lab.set("snapshot.grace", "\"7s\"")) else { return };
+    let Some(lab) = Lab::new().map(|lab| lab.set("snapshot.grace", "\"15s\"")) else { return };
     // Nothing was measured: it is begun snapshot.grace before, and after half of the time at the earliest.
     let begun = Instant::now();
-    let mut run = until(&lab, "8s");
+    let mut run = until(&lab, "20s");
     run.wait_for("the deadline is known", || lab.published().is_some_and(|now| now.deadline.is_some()));
     count_on(&lab, &mut run, 5);
     run.wait_said("taking a final snapshot, then stopping the job");
-    assert!(begun.elapsed() >= Duration::from_secs(4));
+    assert!(begun.elapsed() >= Duration::from_secs(10));
     run.ends_with(75);
     assert_eq!(lab.good(), [1]);
-    assert_eq!(last_calls(&lab), [Duration::from_secs(7)]);
+    assert_eq!(last_calls(&lab), [Duration::from_secs(15)]);
 
-    // Now something is.
-    let deadline = Utc::now() + chrono::TimeDelta::seconds(12);
-    let mut run = until(&lab, &deadline.to_rfc3339());
-    run.wait_for("it is predicted", || run_is_predicted(&lab));
-    run.wait_said("continues from image 000001");
-    run.wait_said("taking a final snapshot, then stopping the job");
-    let expected = last_calls(&lab)[1];
-    assert_ne!(expected, Duration::from_secs(7));
-    let early = (deadline - Utc::now()).to_std().unwrap_or_default();
-    assert!(early <= expected.max(Duration::from_secs(6)), "{early:?}, where {expected:?} were expected");
-    assert!(!run.err().contains("may not be complete") || expected > Duration::from_secs(5), "{}", run.err());
-    run.ends_with(75);
-    assert_eq!(lab.good(), [2, 1]);
+    // Now something is. A machine that is much slower now may not be done in time.
+    let mut attempts = 0;
+    while lab.good().len() < 2 {
+        attempts += 1;
+        assert!(attempts <= 3, "{:?}", lab.good());
+        let deadline = Utc::now() + chrono::TimeDelta::seconds(20);
+        let mut run = until(&lab, &deadline.to_rfc3339());
+        run.wait_for("it is predicted", || run_is_predicted(&lab));
+        run.wait_said("continues from image 000001");
+        run.wait_said("taking a final snapshot, then stopping the job");
+        let expected = last_calls(&lab)[attempts];
+        assert_ne!(expected, Duration::from_secs(15));
+        let early = (deadline - Utc::now()).to_std().unwrap_or_default();
+        assert!(early <= expected.max(Duration::from_secs(6)), "{early:?}, where {expected:?} were expected");
+        assert!(!run.err().contains("may not be complete") || expected > Duration::from_secs(5), "{}", run.err());
+        run.ends_with(75);
+    }
 
     let mut run = until(&lab, "1h");
-    run.wait_said("continues from image 000002");
+    run.wait_said(&format!("continues from image {:06}", lab.good()[0]));
     count_on(&lab, &mut run, 5);
     finish(&lab, run);
 }

@@ -183,7 +183,9 @@ fn a_snapshot_waits_until_the_job_lets_go() {
     let mut run = start(&lab, "module");
     holds(&lab, &mut run, 1);
     run.wait_said("a snapshot waits: the job blocks it");
-    run.wait_for("the state says so", || lab.published().is_some_and(|p| p.held.is_some()));
+    run.wait_for("the state says so, and no image is on its way", || {
+        lab.published().is_some_and(|p| p.held.is_some() && p.persisting.is_none())
+    });
     let before = lab.good().len();
     std::thread::sleep(Duration::from_millis(500));
     assert_eq!(lab.good().len(), before);
@@ -200,7 +202,7 @@ fn a_snapshot_waits_until_the_job_lets_go() {
 #[test]
 fn a_hold_ends_at_its_bound_and_with_the_holder_and_with_the_job() {
     let Some(lab) = Lab::new() else { return };
-    let lab = lab.set("job-api.max-hold", "\"2s\"");
+    let lab = lab.set("job-api.max-hold", "\"6s\"");
     let mut run = start(&lab, "module");
     holds(&lab, &mut run, 1);
     run.signal(Signal::SIGUSR1);
@@ -271,7 +273,12 @@ fn garbage_floods_and_strangers_leave_the_supervisor_well() {
     let pid = run.pid();
     let threads = || fs::read_dir(format!("/proc/{pid}/task")).unwrap().count();
     let files = || fs::read_dir(format!("/proc/{pid}/fd")).unwrap().count();
-    let before = (threads(), files());
+    // What begins with the job may still be under way.
+    let mut before = (threads(), files());
+    run.wait_for("it has what it needs", || {
+        std::thread::sleep(Duration::from_millis(300));
+        std::mem::replace(&mut before, (threads(), files())) == before
+    });
     let client = UnixDatagram::unbound().unwrap();
     client.set_nonblocking(true).unwrap();
     let until = Instant::now() + Duration::from_secs(3);

@@ -134,7 +134,13 @@ fn the_watchdog_is_not_fed_while_the_owner_of_the_state_is_stuck() {
     assert!(fed() as u128 <= often, "far too often: {} times in {:?}", fed(), begun.elapsed());
     // The one that the state belongs to is the first.
     let stuck = Stuck::thread(run.pid());
-    let (before, printed) = (fed(), lab.output().len());
+    // What it sent before may be read late.
+    let mut before = fed();
+    wait_for("no more is read", || {
+        std::thread::sleep(Duration::from_millis(500));
+        std::mem::replace(&mut before, fed()) == before
+    });
+    let printed = lab.output().len();
     std::thread::sleep(Duration::from_millis(1500));
     assert_eq!(fed(), before);
     assert!(lab.output().len() > printed, "the rest goes on");

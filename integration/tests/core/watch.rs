@@ -143,7 +143,7 @@ fn stacks(lab: &Lab) -> String {
 /// A job that no longer does anything comes back from its image.
 fn comes_back_from(kind: &str, state: &str) {
     let Some(lab) = Lab::new() else { return };
-    let lab = lab.set("watch.no-cpu-for", "\"3s\"").set("watch.action", "\"restart\"");
+    let lab = lab.set("watch.no-cpu-for", "\"6s\"").set("watch.action", "\"restart\"");
     let mut run = start(&lab, kind, "");
     run.snapshot(&lab);
     assert!(!run.err().contains("hangs"), "{}", run.err());
@@ -180,7 +180,7 @@ fn a_job_that_waits_for_a_pipe_for_ever_comes_back() {
 #[test]
 fn a_job_that_only_spins_is_told_by_its_silence() {
     let Some(lab) = Lab::new() else { return };
-    let lab = lab.set("watch.no-cpu-for", "\"1s\"").set("watch.no-output-for", "\"2s\"");
+    let lab = lab.set("watch.no-cpu-for", "\"3s\"").set("watch.no-output-for", "\"6s\"");
     let mut run = start(&lab, "spin", "");
     go_wrong(&lab);
     run.wait_for("the state says that it hangs", || lab.published().is_some_and(|p| p.hang.is_some()));
@@ -195,7 +195,7 @@ fn a_job_that_only_spins_is_told_by_its_silence() {
 #[test]
 fn a_job_that_goes_on_is_told_so() {
     let Some(lab) = Lab::new() else { return };
-    let lab = lab.set("watch.no-output-for", "\"3s\"").set("watch.log-silence-after", "\"400ms\"");
+    let lab = lab.set("watch.no-output-for", "\"6s\"").set("watch.log-silence-after", "\"400ms\"");
     let mut run = start(&lab, "sleep", "");
     let pid = run.job_pid(&lab);
     crate::supervisor::kill(pid, Signal::SIGSTOP);
@@ -211,7 +211,7 @@ fn a_job_that_goes_on_is_told_so() {
 #[test]
 fn a_job_that_no_longer_says_that_it_lives_is_saved_and_stopped() {
     let Some(lab) = Lab::new() else { return };
-    let lab = lab.set("watch.no-notify-for", "\"3s\"").set("watch.action", "\"snapshot-and-stop\"");
+    let lab = lab.set("watch.no-notify-for", "\"6s\"").set("watch.action", "\"snapshot-and-stop\"");
     let mut run = start(&lab, "notify", "");
     run.snapshot(&lab);
     run.crash(&lab);
@@ -234,9 +234,9 @@ fn a_snapshot_that_takes_longer_than_the_limit_is_no_hang() {
     let criu = crate::supervisor::criu();
     let slow = lab.script(
         "slow-criu",
-        &format!("[ \"$1\" = --version ] || [ \"$1\" = check ] || sleep 4\nexec {} \"$@\"", criu.display()),
+        &format!("[ \"$1\" = --version ] || [ \"$1\" = check ] || sleep 10\nexec {} \"$@\"", criu.display()),
     );
-    let lab = lab.set("watch.no-output-for", "\"2s\"").set("criu.path", &format!("{slow:?}"));
+    let lab = lab.set("watch.no-output-for", "\"6s\"").set("criu.path", &format!("{slow:?}"));
     let mut run = start(&lab, "futex", "");
     run.signal(Signal::SIGUSR1);
     go_wrong(&lab);

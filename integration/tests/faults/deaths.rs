@@ -271,7 +271,7 @@ fn a_process_that_dies_as_soon_as_it_is_restored_takes_the_job_back_too() {
 /// A shell that waits for its child ends with it: its exit code is what counts.
 #[test]
 fn a_job_that_ends_with_its_process_ends_as_before() {
-    let Some(mut rig) = job(2, &["--notice", "0.05"]) else { return };
+    let Some(mut rig) = job(2, &["--at-once"]) else { return };
     rig.set("RESTART_NEVER_RETRY_EXIT_CODES", "6");
     let mut supervisor = start(&rig, 2);
     supervisor.snapshot();
@@ -308,6 +308,8 @@ fn faults_that_follow_a_death_and_those_of_others_are_no_cause() {
     supervisor.snapshot();
     let victim = children(&rig)[0];
     driver_says(31, victim, "rank");
+    // A line counts from when it was read, which is a little later.
+    std::thread::sleep(Duration::from_secs(1));
     ends(victim, Signal::SIGABRT);
     supervisor.said("the job was restored from image");
     assert_eq!(causes(&rig)[1], Cause::GpuFault { xid: 31 });

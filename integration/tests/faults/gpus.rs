@@ -288,7 +288,8 @@ fn ranks_get_their_gpus_back_at_once() {
     supervisor.kill_job();
     supervisor.said("the job was restored from image");
     let took = began.elapsed();
-    assert!(took >= Duration::from_secs(6) && took < Duration::from_secs(12), "{took:?}");
+    // One after the other they would take 18 s.
+    assert!(took >= Duration::from_secs(6) && took < Duration::from_secs(17), "{took:?}");
     rig.clear("fail-restore");
     supervisor.assert_running(3);
     // All of them move together.

@@ -239,7 +239,8 @@ fn a_process_that_executes_another_program_meanwhile_does_no_harm() {
     rig.standin.fault("fail-tid", &format!("hold pid={second}"));
     supervisor.ask();
     supervisor.said("phase=\"preflight\"");
-    std::thread::sleep(Duration::from_millis(300));
+    let held = rig.standin.path().join("fail-tid.held");
+    supervisor.until("its thread is asked for", |_| held.exists());
     for fault in ["fail-lock", "fail-state"] {
         rig.standin.fault(fault, &format!("3 pid={second}"));
     }

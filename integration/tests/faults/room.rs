@@ -113,7 +113,7 @@ fn a_copy_that_would_be_waited_for_goes_on_behind_the_job() {
 fn a_copy_that_is_over_in_time_takes_no_room() {
     let Some(rig) = job(8192) else { return };
     let mut supervisor = rig.start();
-    rig.standin.fault("fail-checkpoint", "0 delay=2000");
+    rig.standin.fault("fail-checkpoint", "0 delay=6000");
     // It would be gone if it had been met.
     rig.standin.fault("fail-copier-allocate", "2 times=1");
     supervisor.snapshot();
