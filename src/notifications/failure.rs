@@ -45,7 +45,7 @@ impl Failure {
             (_, What::Ended { cause: Some(cause), .. }) => cause.to_string(),
             (_, What::Hung { what, idle_us, action, .. }) => {
                 let idle = humantime::format_duration(Duration::from_secs(idle_us / 1_000_000));
-                format!("it hangs: {what} for {idle} (watch.action is {action})")
+                format!("it hangs: {what} for {idle} (action: {action})")
             }
             (_, What::GpuFault { gpu, words, .. }) => format!("GPU {gpu} has a fault: {words}"),
             (_, What::ImageBad { image, why }) => format!("image {image} is bad: {why}"),
