@@ -107,6 +107,7 @@ fn is_wanted(cause: Option<&Cause>) -> bool {
 mod tests {
     use super::*;
     use crate::published::GroupMember;
+    use rekindle_base::cause::Missing;
     use rekindle_base::notice::{Cloud, Kind};
     use rekindle_store::manifest::Reason;
 
@@ -163,5 +164,11 @@ mod tests {
         assert_eq!(failures.hear(&finished("stopped")), None);
         assert_eq!(failures.hear(&finished("failed")), Some(Failure::GivenUp));
         assert_eq!(Failure::GivenUp.in_words(&finished("failed")), "given up: enough");
+        let hung = What::Hung { what: Missing::Output, idle_us: 60_000_000, stacks: None, action: "notify".into() };
+        assert!(
+            Failure::Hung.in_words(&hung).ends_with(" for 1m (action: notify)"),
+            "{}",
+            Failure::Hung.in_words(&hung)
+        );
     }
 }
