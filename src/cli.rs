@@ -237,7 +237,9 @@ pub fn main() -> ExitCode {
         output::complain(&format!("cannot reset signal handling: {error}"));
         return Exit::Internal.into();
     }
-    main_with(std::env::args_os())
+    let exit = main_with(std::env::args_os());
+    telemetry::log::flush();
+    exit
 }
 
 fn main_with(args: impl IntoIterator<Item = OsString>) -> ExitCode {

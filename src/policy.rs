@@ -386,7 +386,9 @@ impl History {
         let from = match (image, policy.cold_start) {
             (Some(id), _) => StartPoint::Image(*id),
             (None, ColdStart::Never) => {
-                let why = "there is no good image, and restart.cold-start is \"never\"".to_string();
+                let why = "there is no good image, and restart.cold-start is \"never\". `rekindle list JOB` shows the \
+                           images; `rekindle run --fresh` with the same command starts from the beginning"
+                    .to_string();
                 return Decision::GiveUp { why, mark };
             }
             (None, ColdStart::NoImages) if others => return Decision::NoUsableImage { mark },

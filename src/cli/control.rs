@@ -116,7 +116,18 @@ pub(super) fn socket(folder: &JobFolder) -> anyhow::Result<PathBuf> {
         Writer::Known(holder) if holder.boot_id != here.boot_id => {
             format!("job {name} is supervised by {holder}: run this command there")
         }
-        _ => format!("the supervisor of job {name} has no control socket: see its log, or it is about to exit"),
+        _ => {
+            let last = match published {
+                Some(published) => {
+                    format!("; `kill -TERM {}` stops the job with a final snapshot", published.supervisor)
+                }
+                None => String::new(),
+            };
+            format!(
+                "the supervisor of job {name} has no control socket: its log says why. If it is about to exit, try \
+                again{last}"
+            )
+        }
     };
     Err(Misuse(why).into())
 }

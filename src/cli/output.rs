@@ -12,7 +12,7 @@ use comfy_table::{Table, TableStyle};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use serde::Serialize;
 
-use crate::telemetry::clean;
+use crate::telemetry::{clean, log};
 use rekindle_base::without_numbers;
 
 /// How a command prints its result.
@@ -198,15 +198,15 @@ pub(crate) fn print_json<J: Serialize>(json: &J) -> io::Result<()> {
     print_text(&clean::json(&serde_json::to_string_pretty(json)?))
 }
 
-/// Prints an error or a warning. Standard error may be closed or full: `eprintln` would panic then, and the exit code
-/// would be wrong.
+/// Prints an error or a warning, after what was logged. Standard error may be closed or full: `eprintln` would panic then,
+/// and the exit code would be wrong.
 pub(crate) fn complain(text: &str) {
     if SPEAKS_JSON.load(Ordering::Relaxed) {
         return complain_line(&serde_json::json!({ "warning": without_numbers(text) }));
     }
     // A path may contain line breaks, so continuation lines are indented.
     let text = clean::lines(&without_numbers(text)).replace('\n', "\n  ");
-    let _ = writeln!(io::stderr().lock(), "rekindle: {text}");
+    log::print(&format!("rekindle: {text}\n"));
 }
 
 /// Prints the error as one line of JSON, for a program that asked for JSON.
@@ -215,7 +215,7 @@ pub(crate) fn complain_json(text: &str, code: u8) {
 }
 
 fn complain_line(line: &serde_json::Value) {
-    let _ = writeln!(io::stderr().lock(), "{}", clean::json(&line.to_string()));
+    log::print(&format!("{}\n", clean::json(&line.to_string())));
 }
 
 /// Whether this process was asked for JSON.

@@ -645,21 +645,24 @@ fn exit(finish: Finish, scheduler: &Scheduler, requeue: Requeue, job: &JobName) 
                 None => Exit::Internal,
             };
             let code = exit.code();
-            if !means_stopped(code, scheduler) {
+            if last.is_none() || !means_again(code, scheduler) {
                 return exit;
             }
             tracing::error!(
-                "the exit code of the job, {code}, would say that it was stopped to be continued: this run exits with 1"
+                "the job exited with {code}, which schedulers and systemd take for \"stopped, start it again\": rekindle \
+                exits with 1 instead"
             );
             Exit::Job(1)
         }
     }
 }
 
-/// Whether queues and service managers take this exit code for a run that was stopped by a request, and continues.
-fn means_stopped(code: u8, scheduler: &Scheduler) -> bool {
+/// Whether queues and service managers start a run with this exit code again: one that was stopped by a request, or one
+/// in which rekindle failed or lacked something (RestartForceExitStatus= of our units). `timeout`, `env` and `docker run`
+/// end with 125, too.
+fn means_again(code: u8, scheduler: &Scheduler) -> bool {
     const SIGTERM: u8 = 128 + 15;
-    code == SIGTERM || code == scheduler.requeue_code()
+    [SIGTERM, scheduler.requeue_code(), Exit::Missing.code(), Exit::Internal.code()].contains(&code)
 }
 
 #[cfg(test)]
@@ -682,11 +685,13 @@ mod tests {
     }
 
     #[test]
-    fn only_a_run_that_was_stopped_ends_with_the_code_of_one() {
+    fn a_job_that_was_given_up_does_not_end_with_a_code_that_starts_it_again() {
         let scheduler = Scheduler::find(Profile::Sge, |_| None);
         let code = |finish| exit(finish, &scheduler, Requeue::ExitCode, &"j".parse().unwrap()).code();
         let failed = |last| code(Finish::Failed { why: "it failed".into(), last: Some(last) });
         assert_eq!([99, 143, 75, 3].map(|code| failed(Ended::Exit(code))), [1, 1, 75, 3]);
+        assert_eq!([69, 125].map(|code| failed(Ended::Exit(code))), [1, 1], "the units start these again");
+        assert_eq!(code(Finish::Failed { why: "the machine failed".into(), last: None }), 125, "it is ours");
         assert_eq!([15, 9, 1].map(|signal| failed(Ended::Signal(signal))), [1, 137, 129]);
         assert_eq!(code(Finish::Stopped(Stop::Signal(15))), 143);
         assert_eq!(code(Finish::Stopped(Stop::Requeue)), 99);

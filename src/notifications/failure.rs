@@ -45,7 +45,7 @@ impl Failure {
             (_, What::Ended { cause: Some(cause), .. }) => cause.to_string(),
             (_, What::Hung { what, idle_us, action, .. }) => {
                 let idle = humantime::format_duration(Duration::from_secs(idle_us / 1_000_000));
-                format!("it hangs: {what} for {idle} (watch.action is {action})")
+                format!("it hangs: {what} for {idle} (action: {action})")
             }
             (_, What::GpuFault { gpu, words, .. }) => format!("GPU {gpu} has a fault: {words}"),
             (_, What::ImageBad { image, why }) => format!("image {image} is bad: {why}"),
@@ -107,6 +107,7 @@ fn is_wanted(cause: Option<&Cause>) -> bool {
 mod tests {
     use super::*;
     use crate::published::GroupMember;
+    use rekindle_base::cause::Missing;
     use rekindle_base::notice::{Cloud, Kind};
     use rekindle_store::manifest::Reason;
 
@@ -163,5 +164,11 @@ mod tests {
         assert_eq!(failures.hear(&finished("stopped")), None);
         assert_eq!(failures.hear(&finished("failed")), Some(Failure::GivenUp));
         assert_eq!(Failure::GivenUp.in_words(&finished("failed")), "given up: enough");
+        let hung = What::Hung { what: Missing::Output, idle_us: 60_000_000, stacks: None, action: "notify".into() };
+        assert!(
+            Failure::Hung.in_words(&hung).ends_with(" for 1m (action: notify)"),
+            "{}",
+            Failure::Hung.in_words(&hung)
+        );
     }
 }

@@ -79,18 +79,28 @@ impl Runner {
         !point.command(&self.0.hooks).is_empty()
     }
 
-    /// Queues a hook.
+    /// Queues a hook. If too many wait, the oldest of those that only tell of a success makes room: failures and the end
+    /// are told.
     pub(crate) fn tell(&self, point: Point, document: Vec<u8>) {
         let mut queue = self.0.queue();
-        if queue.waiting.len() >= MOST {
-            if !std::mem::replace(&mut queue.left_out, true) {
-                drop(queue);
-                self.0.report(point, format!("dropped: {MOST} others are waiting"));
-            }
-            return;
+        let mut task = Some(Task { point, document, gate: None });
+        let mut dropped = None;
+        if queue.waiting.len() < MOST {
+            queue.left_out = false;
+        } else {
+            let minor =
+                |task: &Task| task.gate.is_none() && matches!(task.point, Point::AfterSnapshot | Point::AfterRestore);
+            let oldest = queue.waiting.iter().position(minor).and_then(|at| queue.waiting.remove(at));
+            let left_out = oldest.or_else(|| task.take());
+            dropped = left_out.filter(|_| !std::mem::replace(&mut queue.left_out, true));
         }
-        queue.left_out = false;
-        self.0.push(queue, Task { point, document, gate: None });
+        match task {
+            Some(task) => self.0.push(queue, task),
+            None => drop(queue),
+        }
+        if let Some(dropped) = dropped {
+            self.0.report(dropped.point, format!("dropped: {MOST} others are waiting"));
+        }
     }
 
     /// A hook that something waits for. `None` if there is no such hook.
@@ -358,6 +368,37 @@ mod tests {
         assert_eq!(gate(&slow, "").pass(&|| true), Passed::CalledOff);
         slow.close(NEVER);
         assert!(began.elapsed() < limit && reports.try_recv().is_err());
+    }
+
+    #[test]
+    fn a_failure_and_the_end_are_told_though_too_many_wait() {
+        let dir = tempfile::tempdir().unwrap();
+        let (out, go) = (dir.path().join("out"), dir.path().join("go"));
+        let tell = sh(&format!("while [ ! -e {} ]; do sleep 0.01; done; cat >>{}", go.display(), out.display()));
+        let hooks = Hooks {
+            after_snapshot: tell.clone(),
+            on_failure: tell.clone(),
+            on_completion: tell,
+            timeout: Duration::from_secs(60),
+            ..Hooks::default()
+        };
+        let (runner, reports) = runner(&hooks);
+        runner.tell(Point::OnFailure, b"first ".to_vec());
+        let began = Instant::now();
+        while !runner.0.queue().busy {
+            assert!(began.elapsed() < Duration::from_secs(20));
+            std::thread::sleep(LOOK);
+        }
+        (0..MOST + 2).for_each(|n| runner.tell(Point::AfterSnapshot, format!("{n} ").into_bytes()));
+        runner.tell(Point::OnFailure, b"failure ".to_vec());
+        runner.tell(Point::OnCompletion, b"end".to_vec());
+        assert_eq!(runner.0.queue().waiting.len(), MOST);
+        let dropped: Vec<_> = reports.try_iter().map(|report| report.hook).collect();
+        assert_eq!(dropped, ["after-snapshot"], "it is said once");
+        std::fs::write(&go, "").unwrap();
+        runner.close(NEVER);
+        let snapshots: String = (4..MOST + 2).map(|n| format!("{n} ")).collect();
+        assert_eq!(std::fs::read_to_string(&out).unwrap(), format!("first {snapshots}failure end"));
     }
 
     #[test]

@@ -94,7 +94,7 @@ fn no_cold_start_where_it_is_forbidden() {
     p.cold_start = ColdStart::Never;
     let decision =
         History::default().after_death(CRASH, StartPoint::Cold, LATER, &Images::good([]), &p, Instant::now());
-    assert!(matches!(decision, Decision::GiveUp { ref why, .. } if why.contains("cold-start")));
+    assert!(matches!(decision, Decision::GiveUp { ref why, .. } if why.contains("`rekindle run --fresh`")));
 }
 
 #[test]

@@ -4,8 +4,6 @@
 //! reason. Its answer comes when the state shows the result ([`Owner::settle`], after every step), or with the snapshot
 //! that it asked for. Every request gets an answer: a [`Reply`] that is dropped answers that the supervisor ended.
 
-use std::time::Instant;
-
 use signal_hook::consts::SIGTERM;
 
 use super::events::image_of;
@@ -99,7 +97,6 @@ impl Control {
         admits: impl Fn(Wish) -> Result<(), String>,
         published: &Published,
         stops: &mut Stops,
-        now: Instant,
     ) -> Todo {
         let Call { request, reply } = call;
         let wish = match &request {
@@ -131,7 +128,7 @@ impl Control {
                 Todo::Step(Event::Resume)
             }
             Request::Stop(stop) => {
-                let request = stops.command(stop.now, now);
+                let request = stops.command(stop.now);
                 reply(Ok(Answer::Stopping {}));
                 let how = Stop::Signal(SIGTERM);
                 match request {
@@ -300,7 +297,7 @@ impl Owner<'_> {
     pub(super) fn heard_late(&mut self, incoming: Incoming) {
         match incoming {
             Incoming::Call(Call { request: Request::Stop(stop), reply }) => {
-                self.end.stops.command(stop.now, Instant::now());
+                self.end.stops.command(stop.now);
                 reply(Ok(Answer::Stopping {}));
             }
             Incoming::Call(Call { request: Request::Status, reply }) => reply(Ok(status(&self.reporting.published))),
@@ -317,7 +314,7 @@ impl Owner<'_> {
             None => machine.admits(wish).map_err(Into::into),
         };
         let (control, published) = (&mut self.clients.control, &self.reporting.published);
-        match control.called(call, admits, published, &mut self.end.stops, Instant::now()) {
+        match control.called(call, admits, published, &mut self.end.stops) {
             Todo::Nothing => {}
             Todo::Step(event) => self.step(event),
             Todo::Find { to, reply } => self.look_at_target(to, reply),

@@ -2,8 +2,10 @@
 //! stopped, to be queued again.
 //!
 //! The deadline is the configured one, otherwise the scheduler's. A separate thread asks the scheduler: at the start,
-//! every ten minutes, and again before the final snapshot, because a time limit can be changed. As long as it fails and no deadline is known,
-//! it asks every two minutes. A [`forecast`] says how early the snapshot must start. It is computed each time the owner
+//! every ten minutes, after this process was stopped, and again before the final snapshot, because a time limit can be
+//! changed. As long as it fails and no deadline is known, it asks every two minutes. Until the scheduler has answered, its
+//! deadline may be out of date, also in the past: in a shell of `salloc` whose limit was extended, or after `scontrol
+//! suspend`. Then the final snapshot waits for the answer, for a short time. A [`forecast`] says how early the snapshot must start. It is computed each time the owner
 //! wakes, from the events of this and earlier runs.
 //!
 //! A power cut loses nothing: all of this is determined again.
@@ -31,6 +33,8 @@ const ASK_AGAIN: Duration = Duration::from_secs(40);
 const ASK_AGAIN_AFTER: Duration = Duration::from_secs(120);
 /// How often the scheduler is asked whether it has changed the deadline.
 const REFRESHED_AFTER: Duration = Duration::from_secs(600);
+/// How long the final snapshot waits for the scheduler's answer: longer than the timeout of its commands.
+const ANSWERED_WITHIN: Duration = Duration::from_secs(35);
 /// How many bytes of the journal are read: some hundred events.
 const LOOK_BACK: u64 = 128 << 10;
 
@@ -47,6 +51,17 @@ enum Asked {
     InVain(Instant),
 }
 
+/// Whether the deadline that the scheduler gave is still its deadline.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Confirmed {
+    /// It has answered, or it is not asked.
+    Yes,
+    /// It must be asked: it has not answered since the start, or since this process was stopped.
+    No,
+    /// It was asked, and is waited for until this time.
+    Awaited(Instant),
+}
+
 /// The deadline of the run, and the final snapshot before it.
 #[derive(Debug)]
 pub(super) struct Deadline {
@@ -59,6 +74,7 @@ pub(super) struct Deadline {
     /// When a cloud ends the machine, if it announces that.
     notice: Option<DateTime<Utc>>,
     asked: Asked,
+    confirmed: Confirmed,
     /// When it is asked whether the deadline has changed, if it can be asked.
     refresh: Option<Instant>,
     /// When the final snapshot starts.
@@ -97,6 +113,11 @@ impl Deadline {
             end: setup.time.deadline.or_else(|| setup.time.scheduler.end()),
             notice: None,
             asked: Asked::Once,
+            confirmed: if setup.time.deadline.is_none() && setup.time.scheduler.can_be_asked() {
+                Confirmed::No
+            } else {
+                Confirmed::Yes
+            },
             refresh: setup.time.scheduler.can_be_asked().then(|| Instant::now() + REFRESHED_AFTER),
             begin: None,
             done: false,
@@ -113,6 +134,25 @@ impl Deadline {
     /// This process was stopped for a while.
     pub(super) fn was_stopped(&mut self) {
         self.measured.was_stopped();
+        // The scheduler may have stopped us, and add that time.
+        if self.refresh.is_some() {
+            self.confirmed = Confirmed::No;
+        }
+    }
+
+    /// The scheduler is being asked.
+    fn is_asked(&mut self, now: Instant) {
+        if self.confirmed == Confirmed::No {
+            self.confirmed = Confirmed::Awaited(now + ANSWERED_WITHIN);
+        }
+    }
+
+    /// Until when the final snapshot waits for the scheduler. A cloud's notice and a configured deadline need no answer.
+    fn awaited(&self) -> Option<Instant> {
+        match self.confirmed {
+            Confirmed::Awaited(until) if !self.is_by_notice() => Some(until),
+            _ => None,
+        }
     }
 
     /// How long the final snapshot will take; none before the first snapshot.
@@ -137,6 +177,7 @@ impl Deadline {
 
     /// Records the scheduler's answer at `now`.
     fn is_known(&mut self, answer: Answer, now: Instant) {
+        self.confirmed = Confirmed::Yes;
         match answer {
             Ok(Some(end)) => {
                 // The scheduler reports the time left in whole seconds.
@@ -171,6 +212,10 @@ impl Deadline {
             // Until it answers.
             self.asked = Asked::InVain(now + ASK_AGAIN_AFTER);
         }
+        if self.confirmed == Confirmed::No {
+            asks_again = true;
+            self.is_asked(now);
+        }
         // An administrator can shorten the limit, or set one.
         if self.refresh.is_some_and(|at| at <= now) {
             asks_again = true;
@@ -196,7 +241,8 @@ impl Deadline {
             true => Plan::until(end, lead),
             false => plan(self.begun, end, lead),
         };
-        if let Some(forecast) = forecast.filter(|forecast| self.is_short_for(forecast, end)) {
+        let awaited = self.awaited().is_some_and(|until| now < until);
+        if let Some(forecast) = forecast.filter(|forecast| !awaited && self.is_short_for(forecast, end)) {
             tracing::warn!(
                 "the deadline is in {}, and the final snapshot is expected to take {}: it may not be complete in \
                 time. Give the job more time (Slurm's --time)",
@@ -212,14 +258,14 @@ impl Deadline {
         if asks {
             self.asked = Asked::Again;
         }
-        self.done = left.is_zero();
+        self.done = left.is_zero() && !awaited;
         Planned {
             no_interval_from: now.checked_add(left.saturating_sub(busy)),
             asks: asks || asks_again,
-            last_call: left.is_zero().then(|| LastCall {
-                end,
-                until: now + (end - time).to_std().unwrap_or_default(),
-                lead,
+            last_call: self.done.then(|| {
+                // One that has passed did not end us: there is time for a final snapshot.
+                let until = now + (end - time).to_std().ok().filter(|left| !left.is_zero()).unwrap_or(facts.grace);
+                LastCall { end, until, lead }
             }),
         }
     }
@@ -248,6 +294,7 @@ impl Deadline {
     pub(super) fn next_wake(&self, now: Instant, time: DateTime<Utc>) -> Option<Instant> {
         let begin = self.begin.filter(|_| !self.done);
         let begin = begin.and_then(|begin| now.checked_add((begin - time).to_std().unwrap_or_default()));
+        let begin = begin.map(|begin| begin.max(self.awaited().unwrap_or(begin)));
         let again = if let Asked::InVain(at) = self.asked { Some(at) } else { None };
         begin.into_iter().chain(again).chain(self.refresh).min()
     }
@@ -291,8 +338,10 @@ impl Owner<'_> {
     pub(super) fn ask_for_the_end(&mut self) {
         let time = &self.setup.time;
         if time.deadline.is_some() || !time.scheduler.can_be_asked() {
+            self.deadline.confirmed = Confirmed::Yes;
             return;
         }
+        self.deadline.is_asked(Instant::now());
         let (scheduler, sender) = (time.scheduler.clone(), self.threads.sender.clone());
         self.spawn("scheduler", move || drop(sender.send(Message::End(scheduler.ask_end()))));
     }
@@ -359,12 +408,56 @@ mod tests {
             end: Some(now + 60 * MINUTE),
             notice: None,
             asked: Asked::Once,
+            confirmed: Confirmed::Yes,
             refresh: None,
             begin: None,
             done: false,
             warned: None,
             told_short: false,
         }
+    }
+
+    /// After `scontrol suspend`, or in a shell of `salloc` whose limit was extended.
+    #[test]
+    fn an_end_that_may_be_out_of_date_ends_nothing_before_the_scheduler_has_answered() {
+        let (now, time) = (Instant::now(), Utc::now());
+        let later = |secs| (now + Duration::from_secs(secs), time + Duration::from_secs(secs));
+        let past =
+            || Deadline { end: Some(time - MINUTE), refresh: Some(now + 60 * MINUTE), ..deadline(time - 2 * MINUTE) };
+        // At the start: the owner has asked.
+        let mut fresh = Deadline { confirmed: Confirmed::No, ..past() };
+        fresh.is_asked(now);
+        let planned = fresh.plan(&facts(), now, time);
+        assert_eq!((planned.last_call, fresh.next_wake(now, time)), (None, Some(now + ANSWERED_WITHIN)));
+        fresh.is_known(Ok(Some(time + 60 * MINUTE)), now);
+        assert_eq!(fresh.plan(&facts(), now, time).last_call, None);
+        // This process was stopped: it is asked, and once.
+        let mut stopped = past();
+        stopped.was_stopped();
+        let planned = stopped.plan(&facts(), now, time);
+        assert!(planned.asks && planned.last_call.is_none());
+        assert!(!stopped.plan(&facts(), now, time).asks && stopped.awaited().is_some());
+        // The end has passed all the same, and the scheduler has not ended us.
+        let (at, on_the_wall) = later(5);
+        stopped.is_known(Ok(Some(time - MINUTE)), at);
+        let call = stopped.plan(&facts(), at, on_the_wall).last_call.unwrap();
+        assert_eq!((call.end, call.until), (time - MINUTE, at + facts().grace));
+        // It does not answer.
+        let mut silent = past();
+        silent.was_stopped();
+        assert!(silent.plan(&facts(), now, time).last_call.is_none());
+        let (at, on_the_wall) = later(34);
+        assert!(silent.plan(&facts(), at, on_the_wall).last_call.is_none());
+        let (at, on_the_wall) = later(35);
+        assert!(silent.plan(&facts(), at, on_the_wall).last_call.is_some());
+        // What a cloud announces needs no answer.
+        let mut noticed = Deadline { confirmed: Confirmed::No, notice: Some(time - 2 * MINUTE), ..past() };
+        noticed.is_asked(now);
+        assert!(noticed.plan(&facts(), now, time).last_call.is_some());
+        // Nobody can be asked.
+        let mut alone = Deadline { refresh: None, ..past() };
+        alone.was_stopped();
+        assert!(alone.plan(&facts(), now, time).last_call.is_some());
     }
 
     /// An administrator can shorten a limit, or set one.

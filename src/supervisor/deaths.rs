@@ -182,7 +182,9 @@ impl Owner<'_> {
         let watcher = Watcher::new(|work| self.spawn("deaths", work), report, mode == OnProcessDeath::Any);
         match watcher {
             Ok(watcher) => self.watch.deaths.watcher = Some(watcher),
-            Err(error) => tracing::error!("deaths of single processes of the job are not noticed: {error}"),
+            Err(error) => tracing::error!(
+                "cannot watch the job's processes: {error}. If one of them dies, rekindle acts only when the job itself ends"
+            ),
         }
     }
 

@@ -7,9 +7,8 @@
 //! else is undone: whatever the process was doing, it may be killed at any time.
 
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
 
 use signal_hook::consts as sig;
 use signal_hook::iterator::{Handle, Signals};
@@ -18,12 +17,10 @@ use signal_hook::low_level;
 use super::signals::{HURRY, STOPS, is_wanted};
 use crate::config::Requeue;
 use crate::scheduler::Scheduler;
+use crate::telemetry::log;
 use rekindle_base::chain;
 use rekindle_os::spawn::Ended;
 use rekindle_store::ReleaseAtExit;
-
-/// How long a message may take: nobody may read our standard error.
-const SAY: Duration = Duration::from_secs(1);
 
 /// The thread, which ends the process.
 #[derive(Debug)]
@@ -87,7 +84,7 @@ impl Early {
         let (handle, duties) = (signals.handle(), Arc::new(Mutex::new(duties)));
         let ours = Arc::clone(&duties);
         let receive = move |signal| match signal {
-            sig::SIGUSR1 => say("received SIGUSR1, which has no effect: the job does not run yet".into()),
+            sig::SIGUSR1 => say("received SIGUSR1, which has no effect: the job does not run yet"),
             signal => locked(&ours).end(signal),
         };
         let run = move || {
@@ -135,18 +132,17 @@ impl Duties {
     fn end(&mut self, signal: i32) -> ! {
         if let Some(text) = self.text {
             let name = Ended::Signal(signal).to_string();
-            say(format!("received {} {text}", name.trim_start_matches("signal ")));
+            say(&format!("received {} {text}", name.trim_start_matches("signal ")));
         }
         match self.request {
             Request::Ours if signal == sig::SIGUSR2 => {
                 if let Err(error) = self.scheduler.requeue() {
-                    say(format!("the job is not queued again: {}", chain(&error)));
+                    say(&format!("the job is not queued again: {}", chain(&error)));
                 }
             }
             Request::OfTheGroup if signal == sig::SIGUSR2 => say(
                 "another machine of the group asks Slurm to queue the job again. If none has a supervisor yet, use \
-                `scontrol requeue`"
-                    .into(),
+                `scontrol requeue`",
             ),
             _ => {}
         }
@@ -158,14 +154,8 @@ impl Duties {
     }
 }
 
-/// Logs it, but does not wait for a reader who is stuck.
-fn say(text: String) {
-    let (ends, is_said) = mpsc::channel::<()>();
-    let log = move || {
-        tracing::info!("{text}");
-        drop(ends);
-    };
-    if std::thread::Builder::new().name("say".into()).spawn(log).is_ok() {
-        let _ = is_said.recv_timeout(SAY);
-    }
+/// Logs it, but does not wait long for a reader who is stuck: this process may be about to end.
+fn say(text: &str) {
+    tracing::info!("{text}");
+    log::flush();
 }

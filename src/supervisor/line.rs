@@ -131,10 +131,22 @@ impl Line {
         self.target = Some(target);
     }
 
-    /// A start succeeded. If it was a rewind to an older image, a new line starts there; returns that image.
-    pub(super) fn arrived(&mut self, from: StartPoint, lineage: impl FnOnce() -> String) -> Option<ImageId> {
+    /// A start from there succeeded. If it was a rewind to an older image, a new line starts there; returns that image.
+    /// `next` is the image that the job goes to now, because a rewind was requested during the start. `newest` is the
+    /// image that a restart would use now: a snapshot may have been completed since the rewind was requested.
+    pub(super) fn arrived(
+        &mut self,
+        from: StartPoint,
+        next: Option<ImageId>,
+        newest: impl FnOnce() -> Option<ImageId>,
+        lineage: impl FnOnce() -> String,
+    ) -> Option<ImageId> {
         let target = self.target.take()?;
-        if from != StartPoint::Image(target.image) || !target.older {
+        if from != StartPoint::Image(target.image) {
+            self.target = Some(target).filter(|target| next == Some(target.image));
+            return None;
+        }
+        if !target.older && newest() <= Some(target.image) {
             return None;
         }
         self.lineage = lineage();
@@ -142,14 +154,17 @@ impl Line {
         self.base
     }
 
-    /// A start failed. If it was the start of a rewind, the job continues from where it was: returns that image, and
-    /// the event that replaces this one.
+    /// A start from there failed. If it was the start of a rewind, the job continues from where it was: returns that
+    /// image, and the event that replaces this one. `next` is the same as in [`arrived`](Line::arrived).
     pub(super) fn did_not_arrive(
         &mut self,
+        from: StartPoint,
+        next: Option<ImageId>,
         event: Event,
         images: impl FnOnce() -> Result<Images, String>,
     ) -> (Option<ImageId>, Event) {
-        let Some(target) = self.target else { return (None, event) };
+        let ours = |target: &Target| from == StartPoint::Image(target.image) && next != Some(target.image);
+        let Some(target) = self.target.filter(ours) else { return (None, event) };
         let why = match &event {
             Event::StartFailed { .. } | Event::StoreAway { .. } => return (None, event),
             Event::Impossible { why, .. } => why.clone(),
@@ -164,5 +179,74 @@ impl Line {
             (_, Err(why)) => Event::StoreAway { why },
         };
         (Some(target.image), event)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn id(n: u32) -> ImageId {
+        ImageId::new(n, chrono::DateTime::UNIX_EPOCH)
+    }
+
+    /// Aims at image 1, while image 3 is being started.
+    fn aimed() -> Line {
+        let mut line = Line::new("old".into(), None);
+        line.aim(Target::new(id(1), true));
+        line
+    }
+
+    fn newest() -> Option<ImageId> {
+        Some(id(3))
+    }
+
+    fn damaged(n: u32) -> Event {
+        Event::ImageFailed { image: id(n), failure: Failure::Damaged, images: Images::default() }
+    }
+
+    #[test]
+    fn a_rewind_during_the_start_of_another_image_begins_a_line_when_it_arrives() {
+        let (old, new) = (StartPoint::Image(id(3)), StartPoint::Image(id(1)));
+        let lineage = || "new".to_owned();
+        // The start was too far to be called off.
+        let mut line = aimed();
+        assert_eq!((line.arrived(old, Some(id(1)), newest, lineage), line.lineage.as_str()), (None, "old"));
+        assert_eq!((line.arrived(new, None, newest, lineage), line.lineage.as_str()), (Some(id(1)), "new"));
+        // It failed: that says nothing about the image of the rewind.
+        let mut line = aimed();
+        let event = line.did_not_arrive(old, Some(id(1)), damaged(3), || Ok(Images::default()));
+        assert_eq!(event, (None, damaged(3)));
+        assert_eq!(line.arrived(new, None, newest, lineage), Some(id(1)));
+        // The same rewind was requested twice: the first was called off.
+        let mut line = aimed();
+        let impossible =
+            || Event::Impossible { why: "no GPU".into(), obstacle: super::super::state::Obstacle::Machine };
+        let event = line.did_not_arrive(new, Some(id(1)), impossible(), || Ok(Images::default()));
+        assert_eq!(event, (None, impossible()));
+        assert_eq!(line.arrived(new, None, newest, lineage), Some(id(1)));
+    }
+
+    #[test]
+    fn a_rewind_leaves_an_image_behind_that_was_completed_after_the_request() {
+        let lineage = || "new".to_owned();
+        for (newest, begins) in [(1, None), (2, Some(id(1)))] {
+            let mut line = Line::new("old".into(), None);
+            line.aim(Target::new(id(1), false));
+            assert_eq!(line.arrived(StartPoint::Image(id(1)), None, || Some(id(newest)), lineage), begins);
+        }
+    }
+
+    #[test]
+    fn a_rewind_that_came_to_nothing_is_forgotten() {
+        let (old, new) = (StartPoint::Image(id(3)), StartPoint::Image(id(1)));
+        let lineage = || "new".to_owned();
+        let mut line = aimed();
+        let (missed, event) = line.did_not_arrive(new, None, damaged(1), || Ok(Images::default()));
+        assert_eq!((missed, event), (Some(id(1)), damaged(1)));
+        assert_eq!(line.arrived(new, None, newest, lineage), None, "an older image because of failures is no rewind");
+        // Something else came between.
+        let mut line = aimed();
+        assert_eq!((line.arrived(old, None, newest, lineage), line.arrived(new, None, newest, lineage)), (None, None));
     }
 }

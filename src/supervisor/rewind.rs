@@ -2,7 +2,7 @@
 
 use super::control::Incoming;
 use super::line::{Candidate, Line, Target};
-use super::state::Event;
+use super::state::{self, Event};
 use super::{Message, Owner, Setup};
 use crate::control::Reply;
 use crate::control::protocol::{Code, Fault};
@@ -47,7 +47,12 @@ impl Owner<'_> {
 
     /// A start succeeded: if it was a rewind, the job is on the image's line now.
     pub(super) fn arrived(&mut self, from: StartPoint) {
-        let Some(image) = self.line.arrived(from, new_lineage) else { return };
+        let next = self.machine.state().rewinds_next();
+        let mut line = self.line.clone();
+        let newest = || self.good_images().ok()?.first().copied();
+        let begun = line.arrived(from, next, newest, new_lineage);
+        self.line = line;
+        let Some(image) = begun else { return };
         self.reporting.published.lineage.clone_from(&self.line.lineage);
         // A later run must not continue from the newer images.
         if let Err(error) = self.record(rekindle_store::Outcome::Running, None) {
@@ -58,8 +63,10 @@ impl Owner<'_> {
 
     /// A start failed. If it was the start of a rewind, the job continues from where it was.
     pub(super) fn did_not_arrive(&mut self, event: Event) -> Event {
-        let mut line = self.line.clone();
-        let (missed, event) = line.did_not_arrive(event, || self.images_to_go_on_from().map_err(|error| chain(&error)));
+        let state::State::Starting { from, .. } = *self.machine.state() else { return event };
+        let (mut line, next) = (self.line.clone(), self.machine.state().rewinds_next());
+        let images = || self.images_to_go_on_from().map_err(|error| chain(&error));
+        let (missed, event) = line.did_not_arrive(from, next, event, images);
         self.line = line;
         if let Some(image) = missed {
             tracing::error!("cannot rewind to image {image}; the job continues from where it was");

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use signal_hook::consts::{SIGTERM, SIGUSR2};
+use signal_hook::consts::{SIGHUP, SIGTERM, SIGUSR2};
 
 use super::state::{Event, Stop};
 
@@ -13,10 +13,13 @@ const TOGETHER: Duration = Duration::from_secs(2);
 /// The requests so far.
 #[derive(Debug, Default)]
 pub(super) struct Stops {
-    first: Option<Instant>,
-    /// The first was USR2.
+    /// The first signal.
+    signal: Option<Instant>,
+    /// That was USR2.
     queues_again: bool,
-    /// Whether there was a second one.
+    /// There was a command.
+    command: bool,
+    /// Nothing more is waited for.
     at_once: bool,
 }
 
@@ -34,12 +37,18 @@ pub(super) enum Request {
 impl Stops {
     /// Counts a signal that requests a stop. USR2 never means more than a first request: who sends it wants the final
     /// image, and some schedulers send it several times. Nor does TERM after it: at its time limit Slurm sends that to all
-    /// processes, and lets them live for some time more (KillWait).
+    /// processes, and lets them live for some time more (KillWait). Nor does HUP after another request: the terminal was
+    /// closed. The first signal after a command may be from somebody who does not know of that, as at a shutdown.
     pub(super) fn signal(&mut self, signal: i32, now: Instant) -> Request {
-        match self.first {
+        match self.signal {
+            _ if signal == SIGHUP && (self.command || self.signal.is_some()) => Request::Repeated,
             None => {
-                (self.first, self.queues_again) = (Some(now), signal == SIGUSR2);
-                Request::First
+                (self.signal, self.queues_again) = (Some(now), signal == SIGUSR2);
+                match (self.command, self.at_once) {
+                    (false, _) => Request::First,
+                    (true, false) => Request::Repeated,
+                    (true, true) => Request::AtOnce,
+                }
             }
             Some(_) if signal == SIGUSR2 || signal == SIGTERM && self.queues_again => Request::Repeated,
             Some(first) if !self.at_once && now.saturating_duration_since(first) < TOGETHER => Request::Repeated,
@@ -60,9 +69,10 @@ impl Stops {
     }
 
     /// Counts a command that requests a stop; the program says which of the two it wants.
-    pub(super) fn command(&mut self, at_once: bool, now: Instant) -> Request {
-        let request = if self.first.is_none() { Request::First } else { Request::Repeated };
-        self.first.get_or_insert(now);
+    pub(super) fn command(&mut self, at_once: bool) -> Request {
+        let is_first = !self.command && self.signal.is_none();
+        let request = if is_first { Request::First } else { Request::Repeated };
+        self.command = true;
         self.at_once |= at_once;
         if at_once { Request::AtOnce } else { request }
     }
@@ -119,11 +129,33 @@ mod tests {
     fn a_command_says_what_it_wants() {
         let now = Instant::now();
         let mut stops = Stops::default();
-        assert_eq!(stops.command(false, now), Request::First);
-        assert_eq!(stops.command(false, now + Duration::from_secs(9)), Request::Repeated);
+        assert_eq!((stops.command(false), stops.command(false)), (Request::First, Request::Repeated));
         assert!(!stops.is_at_once());
-        assert_eq!(stops.command(true, now), Request::AtOnce);
+        assert_eq!(stops.command(true), Request::AtOnce);
         assert!(stops.is_at_once());
         assert_eq!(stops.signal(SIGTERM, now), Request::AtOnce);
+    }
+
+    /// The machine is shut down, or the terminal closed, while the final image of a command is taken or stored.
+    #[test]
+    fn a_signal_after_a_command_does_not_give_up_the_final_image() {
+        let now = Instant::now();
+        let at = |secs| now + Duration::from_secs(secs);
+        let mut stops = Stops::default();
+        assert_eq!(stops.command(false), Request::First);
+        assert_eq!(
+            (stops.signal(SIGHUP, at(10)), stops.signal(SIGHUP, at(20))),
+            (Request::Repeated, Request::Repeated)
+        );
+        assert_eq!(stops.signal(SIGTERM, at(30)), Request::Repeated);
+        assert_eq!(stops.event(SIGHUP, at(40)), Event::Stop(Stop::Signal(SIGHUP)));
+        assert!(!stops.is_at_once());
+        assert_eq!(stops.event(SIGTERM, at(50)), Event::StopNow(Stop::Signal(SIGTERM)));
+        assert!(stops.is_at_once());
+        let mut stops = Stops::default();
+        assert_eq!((stops.signal(SIGINT, at(0)), stops.signal(SIGHUP, at(10))), (Request::First, Request::Repeated));
+        assert_eq!(stops.signal(SIGINT, at(20)), Request::AtOnce);
+        let mut stops = Stops::default();
+        assert_eq!((stops.signal(SIGHUP, at(0)), stops.signal(SIGTERM, at(10))), (Request::First, Request::AtOnce));
     }
 }

@@ -398,7 +398,7 @@ impl Owner<'_> {
             let names: Vec<String> = images.iter().map(ToString::to_string).collect();
             if !names.is_empty() {
                 tracing::warn!(
-                    "the job has made no progress since these images: {}. Older ones come first",
+                    "the images {} were taken during the hang: restarts use older ones first",
                     names.join(", ")
                 );
             }
@@ -407,7 +407,9 @@ impl Owner<'_> {
             (Some(OutOfHang::Restart), _) => self.carry(cause, Verdict::Restart),
             (Some(OutOfHang::GiveUp { why }), _) => self.carry(cause, Verdict::GiveUp { why }),
             (Some(OutOfHang::Back(number)), _) => {
-                tracing::warn!("asking the group to go back to {number}: newer ones are of the hang");
+                tracing::warn!(
+                    "asking the group to go back to {number}: newer group images were taken during the hang"
+                );
                 self.watch.is_to_end(cause);
                 self.leave_hang(number);
             }

@@ -1,10 +1,15 @@
 //! Our own log: lines on standard error, for people or, in JSON, for programs.
+//!
+//! A thread writes them ([`queue`]), so that a reader who does not read blocks nobody who logs. [`flush`] waits for it:
+//! before the process ends, and before standard error becomes another file.
 
 mod json;
+mod queue;
 
 use std::fmt;
-use std::io::IsTerminal;
+use std::io::{self, IsTerminal, Write};
 use std::sync::OnceLock;
+use std::time::Duration;
 
 use tracing::field::Field;
 use tracing_subscriber::EnvFilter;
@@ -15,12 +20,19 @@ use tracing_subscriber::fmt::time::ChronoLocal;
 
 use super::clean;
 use crate::config::{Level, LogFormat};
+use queue::Queue;
 use rekindle_base::without_numbers;
 
 /// The job that lines in JSON are about, once it is known.
 static JOB: OnceLock<String> = OnceLock::new();
 static FORMAT: OnceLock<LogFormat> = OnceLock::new();
 static PLAIN: OnceLock<()> = OnceLock::new();
+static QUEUE: Queue = Queue::new();
+/// Whether the thread that writes the queue runs.
+static IS_WRITTEN: OnceLock<bool> = OnceLock::new();
+
+/// How long the process waits for the last lines: nobody may read our standard error.
+const FLUSH: Duration = Duration::from_secs(1);
 
 /// The log goes to a file, even if standard error is a terminal now. Call it before [`start`].
 pub(crate) fn without_colours() {
@@ -48,7 +60,45 @@ macro_rules! routine {
     ($($message:tt)*) => { ::tracing::info!(target: "rekindle::routine", $($message)*) };
 }
 
-/// Starts logging. RUST_LOG overrides the configuration, if set.
+/// Waits until the lines so far are written, for a second at most.
+pub(crate) fn flush() {
+    if IS_WRITTEN.get() == Some(&true) {
+        QUEUE.flush(FLUSH);
+    }
+}
+
+/// Writes a whole line to standard error, after the lines of the log so far.
+pub(crate) fn print(line: &str) {
+    // There is nobody to tell that standard error does not work.
+    let _ = Lines.write_all(line.as_bytes());
+}
+
+/// Where lines are written: by the thread, once logging has started.
+struct Lines;
+
+impl Write for Lines {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        match IS_WRITTEN.get() {
+            Some(true) => QUEUE.push(line),
+            _ => queue::write_out(line),
+        }
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Starts the thread that writes. Without it those who log write themselves.
+fn start_writing() -> bool {
+    let tell = |dropped: u64| {
+        tracing::warn!("{dropped} lines of this log were dropped here, because nobody read standard error");
+    };
+    std::thread::Builder::new().name("log".into()).spawn(move || QUEUE.work(queue::write_out, tell)).is_ok()
+}
+
+/// Starts logging. The configuration alone says what is logged: RUST_LOG is set for the libraries of the job.
 pub(crate) fn start(level: Level, format: LogFormat) {
     let default = match level {
         Level::Error => "error",
@@ -58,16 +108,17 @@ pub(crate) fn start(level: Level, format: LogFormat) {
         Level::Debug => "rekindle=debug,info",
         Level::Trace => "rekindle=trace,info",
     };
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(default));
+    let filter = EnvFilter::new(default);
     // Messages of the clients of object stores quote requests, which contain signatures and tokens.
     let quiet = SILENT.iter().filter_map(|target| format!("{target}=off").parse().ok());
     let filter = quiet.fold(filter, EnvFilter::add_directive);
     let may_colour = PLAIN.get().is_none() && std::env::var_os("NO_COLOR").is_none();
-    let colours = may_colour && std::io::stderr().is_terminal();
+    let colours = may_colour && io::stderr().is_terminal();
+    IS_WRITTEN.get_or_init(start_writing);
     let logger = tracing_subscriber::fmt()
         .fmt_fields(fields())
         .with_env_filter(filter)
-        .with_writer(std::io::stderr)
+        .with_writer(|| Lines)
         .with_ansi(colours)
         .with_target(false)
         // Otherwise a line that cannot be written would be reported with eprintln, which panics if standard error has

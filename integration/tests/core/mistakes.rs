@@ -73,6 +73,12 @@ const ANEW: &[Row] = &[
     ("rekindle run --name j --", &["no command to run"], 2),
     ("rekindle run -- no-such-program", &["command not found: no-such-program"], 127),
     ("rekindle run -- ./no/such/program", &["command not found: ./no/such/program"], 127),
+    // Set for the libraries of a job, it must not hide what rekindle says.
+    (
+        "RUST_LOG=polars=debug REKINDLE_LOG_FORMAT=json rekindle run -- no-such-program",
+        &["command not found: no-such-program"],
+        127,
+    ),
     ("rekindle run -- --lr 1", &["command not found: --lr"], 127),
     ("rekindle run -- /etc", &["cannot execute /etc", "directory"], 126),
     ("rekindle run -- /etc/passwd", &["/etc/passwd", "execute permission", "chmod +x"], 126),
@@ -226,7 +232,7 @@ fn try_one(lab: &Lab, path: &str, &(typed, parts, code): &Row) -> Result<(), Str
     let mut shell = Command::new("timeout");
     shell.args(["20", "sh", "-c", typed]).current_dir(lab.path()).env("PATH", path).envs(lab.variables());
     shell.env("REKINDLE_CONTROL_DIRECTORY", lab.file("control")).env("REKINDLE_STORE_SEEN_DIRECTORY", lab.file("seen"));
-    let done = shell.env_remove("RUST_LOG").output().unwrap();
+    let done = shell.output().unwrap();
     let said = String::from_utf8_lossy(&done.stderr).into_owned();
     let report = |why: String| Err(format!("$ {typed}\n{}  => {:?}: {why}", said, done.status.code()));
     if done.status.code() != Some(code) {

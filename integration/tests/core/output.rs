@@ -168,6 +168,37 @@ fn nobody_reads_the_output() {
     assert_eq!(lab.output().lines().count(), 100_000);
 }
 
+/// Ctrl-S, a pager, a connection that stalls: the reader is there and does not read.
+#[test]
+fn a_reader_of_standard_error_that_does_not_read_stops_neither_restarts_nor_the_end() {
+    let Some(lab) = Lab::new() else { return };
+    let text = "seq 40000 >&2; echo all; while :; do sleep 0.1; done";
+    let mut command = lab.command(["run", "-v", "--name", "j", "--", "sh", "-c", text]);
+    let (reader, writer) = std::io::pipe().unwrap();
+    let mut child = command.stdout(std::process::Stdio::null()).stderr(writer).spawn().unwrap();
+    // The command has the writer's end, too.
+    drop(command);
+    wait_for("the job has written more than a pipe takes", || lab.output().contains("all\n"));
+    let job = lab.published().unwrap().pid.unwrap();
+    crate::supervisor::kill(job, Signal::SIGKILL);
+    wait_for("it is started again", || {
+        lab.published().is_some_and(|now| now.restarts == 1 && now.pid.is_some_and(|pid| pid != job))
+    });
+    wait_for("it has written again", || lab.output().matches("all\n").count() == 2);
+    let supervisor = i32::try_from(child.id()).unwrap();
+    crate::supervisor::kill(supervisor, Signal::SIGUSR2);
+    wait_for("it has stopped", || lab.store().join("j/result.json").exists());
+    assert_eq!(lab.good().len(), 1, "the final image");
+    // The rest of the job's output waits for the reader until a signal says that nobody waits for it.
+    let ended = crate::supervisor::comes(crate::supervisor::LIMIT, || {
+        crate::supervisor::kill(supervisor, Signal::SIGTERM);
+        child.try_wait().unwrap().is_some()
+    });
+    let _ = child.kill();
+    assert_eq!((ended, child.wait().unwrap().code()), (true, Some(75)));
+    drop(reader);
+}
+
 /// Bytes on the disk of the job's log folder.
 fn log_blocks(lab: &Lab) -> u64 {
     let files = fs::read_dir(lab.store().join("j/log")).into_iter().flatten().flatten();

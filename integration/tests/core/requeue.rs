@@ -62,11 +62,11 @@ fn a_job_that_is_given_up_does_not_ask_to_be_queued_again() {
     let Some(lab) = Lab::new() else { return };
     let lab = lab.set("restart.max-restarts", "0");
     for (script, code) in
-        [("exit 75", 1), ("exit 143", 1), ("kill -TERM $$", 1), ("exit 74", 74), ("kill -HUP $$", 129)]
+        [("exit 75", 1), ("exit 69", 1), ("exit 125", 1), ("kill -TERM $$", 1), ("exit 74", 74), ("kill -HUP $$", 129)]
     {
         let run = lab.run_with(&["run", "--name", "j", "--fresh", "--"], ["sh", "-c", script]);
         let (_, said) = run.ends_with(code);
-        assert_eq!(said.contains("this run exits with 1"), code == 1, "{script}: {said}");
+        assert_eq!(said.contains("rekindle exits with 1 instead"), code == 1, "{script}: {said}");
         // What the job itself ended with is kept.
         let result: serde_json::Value =
             serde_json::from_slice(&fs::read(lab.store().join("j/result.json")).unwrap()).unwrap();

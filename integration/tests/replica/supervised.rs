@@ -141,7 +141,7 @@ fn images_that_a_rewind_left_are_neither_fetched_nor_restored() {
     let line = lab.job().record().unwrap().unwrap();
     let mut run = lab.run_with(&["restore", "j"], [""; 0]);
     run.wait_said(&format!(
-        "restoring image {}, the newest one of the present line. Image {} is",
+        "restoring image {}, the newest one that the job continues from. Image {} is",
         images[0], images[2]
     ));
     run.wait_said(&format!("the job was restored from image {}", images[0]));

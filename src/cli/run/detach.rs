@@ -29,7 +29,7 @@ use super::store_flag;
 use crate::cli::output::{Format, print_json, print_text};
 use crate::cli::{Exit, Global, progress};
 use crate::published::Published;
-use crate::telemetry::clean;
+use crate::telemetry::{clean, log};
 use rekindle_os::detach;
 use rekindle_store::{JobFolder, JobName};
 
@@ -72,19 +72,21 @@ impl Caller {
     /// From now on messages go to the log in the job's folder, which only its supervisor writes. A log of more than
     /// `most` bytes makes room for a new one.
     pub(super) fn leave(mut self, folder: &JobFolder, most: u64) -> anyhow::Result<()> {
-        let log = folder.log_dir().join(LOG);
+        let path = folder.log_dir().join(LOG);
         let redirect = || -> io::Result<u64> {
-            if fs::metadata(&log).is_ok_and(|log| log.len() > most) {
-                fs::rename(&log, folder.log_dir().join(format!("{LOG}.1")))?;
+            if fs::metadata(&path).is_ok_and(|log| log.len() > most) {
+                fs::rename(&path, folder.log_dir().join(format!("{LOG}.1")))?;
             }
-            let file = File::options().append(true).create(true).mode(0o600).open(&log)?;
+            let file = File::options().append(true).create(true).mode(0o600).open(&path)?;
             let from = file.metadata()?.len();
+            // What was logged so far is for the caller.
+            log::flush();
             detach::redirect(&file)?;
             Ok(from)
         };
-        let from = redirect().with_context(|| format!("cannot write the supervisor's log {}", log.display()))?;
+        let from = redirect().with_context(|| format!("cannot write the supervisor's log {}", path.display()))?;
         let before = published(folder.path()).map(|before| before.begun);
-        let settled = Settled { job: folder.name().clone(), folder: folder.path().to_owned(), log, from, before };
+        let settled = Settled { job: folder.name().clone(), folder: folder.path().to_owned(), log: path, from, before };
         // A caller that is gone needs no answer.
         let _ = self.0.write_all(&serde_json::to_vec(&settled)?);
         Ok(())

@@ -104,8 +104,8 @@ pub(super) fn newest_of_line(folder: &JobFolder, newest: Image) -> anyhow::Resul
         return Ok(newest);
     }
     tracing::info!(
-        "restoring image {id}, the newest one of the present line. Image {} is newer, but the job has left it: `rekindle \
-        restore {job}/{}` continues from that one",
+        "restoring image {id}, the newest one that the job continues from. Image {} is newer, but a rewind or --fresh left \
+        it behind: `rekindle restore {job}/{}` continues from that one",
         newest.id,
         newest.id
     );

@@ -55,7 +55,7 @@ fn text(job: &JobName, holder: &Holder, until: Until, end: DateTime<Utc>, file: 
         ),
         Until::Refused => format!(
             "job \"{job}\" is locked by {holder}, on another machine: waiting until {end} for the lock. If that supervisor \
-            gives a sign of life before, this run ends"
+            renews its heartbeat before, this run ends"
         ),
     }
 }

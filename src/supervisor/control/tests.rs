@@ -1,5 +1,5 @@
 use std::sync::mpsc::{self, Receiver};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::*;
 use crate::config::Config;
@@ -37,7 +37,7 @@ impl<'a> Asker<'a> {
         let published = Published::new("lineage");
         let machine = &self.machine;
         let admits = |wish| machine.admits(wish).map_err(Into::into);
-        match self.control.called(call, admits, &published, &mut self.stops, Instant::now()) {
+        match self.control.called(call, admits, &published, &mut self.stops) {
             Todo::Step(event) => self.step(event),
             Todo::Find { reply, .. } => self.control.rewinds(id(1), reply),
             Todo::Nothing => {}

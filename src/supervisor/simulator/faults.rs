@@ -443,14 +443,13 @@ impl World {
     }
 
     fn stop_command(&mut self, at_once: bool) {
-        let now = self.now;
         if at_once {
             self.oracle_sees_stop_at_once();
         } else {
             self.oracle_sees_stop();
         }
         let Some(run) = &mut self.run else { return };
-        let request = run.stops.command(at_once, now);
+        let request = run.stops.command(at_once);
         if run.finish.is_some() {
             return;
         }

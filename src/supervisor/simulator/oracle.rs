@@ -278,7 +278,14 @@ impl World {
     // ---- what the oracle sees ----
 
     pub(super) fn oracle_sees_life(&mut self, from: StartPoint) {
-        (self.oracle.asked, self.oracle.failures.failed) = (None, None);
+        let next = self.run.as_ref().and_then(|run| run.machine.state().rewinds_next());
+        let asked = self.oracle.asked.take();
+        if let Some(id) = asked.filter(|id| from == StartPoint::Image(*id)) {
+            self.check_line_after_rewind(id);
+        }
+        // A rewind that was requested during the start is still to come.
+        self.oracle.asked = asked.filter(|id| next == Some(*id));
+        self.oracle.failures.failed = None;
         self.oracle.ever_stored.retain(|id| self.ground.is_stored(*id));
         self.oracle.alive.clear();
         self.oracle.failures.missed = 0;
@@ -539,6 +546,16 @@ impl World {
         }
         if let (Some((id, _)), true, false) = (lost, alive, troubled) {
             let what = format!("the job has lived on from image {id}, and it is not noted as proven");
+            self.oracle.violate(what);
+        }
+    }
+
+    /// The job runs from the image that was asked for: a later restart must not use a newer one from before.
+    fn check_line_after_rewind(&mut self, id: ImageId) {
+        let Some(line) = self.line() else { return };
+        let newest = line.good(self.ground.copies().iter().map(candidate)).into_iter().next();
+        if let Some(newer) = newest.filter(|newest| *newest > id) {
+            let what = format!("the job was rewound to image {id}, and a restart would use image {newer}");
             self.oracle.violate(what);
         }
     }

@@ -112,7 +112,8 @@ impl World {
                 tell!(self, "it failed: {event:?}");
                 let images = self.images();
                 let Some(run) = &mut self.run else { return };
-                let (_, event) = run.line.did_not_arrive(*event, || images);
+                let next = run.machine.state().rewinds_next();
+                let (_, event) = run.line.did_not_arrive(start.from, next, *event, || images);
                 self.oracle_sees_failure(&event, start.trouble.is_some());
                 self.step(event);
             }
@@ -121,7 +122,8 @@ impl World {
 
     /// Whether the restore succeeds; otherwise the resulting event.
     fn restore(&mut self, id: ImageId, start: &Restore) -> Result<(), Box<Event>> {
-        if start.cancelled {
+        // A start that is almost over succeeds all the same.
+        if start.cancelled && !self.random.chance(30) {
             return Err(self.failed(id, &restore::Error::Cancelled).into());
         }
         if self.ground.disk.reads_fail {
@@ -216,13 +218,15 @@ impl World {
 
     fn started(&mut self, from: StartPoint) {
         tell!(self, "the job runs, from {from}");
-        let (now, lineage) = (self.now, self.lineage());
+        let (now, lineage, copies) = (self.now, self.lineage(), self.ground.copies());
+        let good = self.run.as_ref().map(|run| run.line.good(copies.iter().map(candidate))).unwrap_or_default();
         self.bring_to_life(from);
         let Some(run) = &mut self.run else { return };
         run.lives += 1;
         run.ended = None;
         run.has_job = true;
-        if run.line.arrived(from, || lineage.to_string()).is_some() {
+        let next = run.machine.state().rewinds_next();
+        if run.line.arrived(from, next, || good.first().copied(), || lineage.to_string()).is_some() {
             run.lineage = lineage;
         }
         run.proofs.end_of_life();

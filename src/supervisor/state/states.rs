@@ -95,6 +95,15 @@ pub(crate) struct Life {
 }
 
 impl State {
+    /// The image that the job goes to once the start under way is over, because a rewind was requested meanwhile.
+    #[must_use]
+    pub(crate) fn rewinds_next(&self) -> Option<ImageId> {
+        match self {
+            State::Starting { then: Some(Then::Rewind(image)), .. } => Some(*image),
+            _ => None,
+        }
+    }
+
     /// When [`Event::Tick`](super::Event::Tick) is needed.
     #[must_use]
     pub(crate) fn deadline(&self) -> Option<Instant> {

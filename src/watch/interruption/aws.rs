@@ -26,6 +26,8 @@ const LONGEST_TOKEN: usize = 1024;
 #[derive(Debug, Default)]
 pub(crate) struct Aws {
     token: Option<String>,
+    /// The recommendation that was read last.
+    likely: Option<Notice>,
 }
 
 impl Aws {
@@ -72,8 +74,14 @@ impl Source for Aws {
 
     fn ask(&mut self, client: &Client) -> Result<Vec<Notice>, Error> {
         let action = self.read(client, ACTION)?.map(|answer| action(&answer.body)).transpose()?;
-        let rebalance = self.read(client, REBALANCE)?.map(|answer| rebalance(&answer.body)).transpose()?;
-        Ok(action.into_iter().chain(rebalance).collect())
+        let likely = self.read(client, REBALANCE).and_then(|likely| likely.map(|it| rebalance(&it.body)).transpose());
+        match likely {
+            Ok(likely) => self.likely = likely,
+            // An end that is certain is reported, whatever becomes of a request about one that is likely.
+            Err(error) if action.is_some() => tracing::debug!("AWS does not say what it recommends: {error}"),
+            Err(error) => return Err(error),
+        }
+        Ok(action.into_iter().chain(self.likely.clone()).collect())
     }
 
     fn pause(&self) -> Duration {

@@ -79,6 +79,20 @@ fn aws_announces_an_end_and_that_one_is_likely() {
     assert_eq!(service.count("PUT"), 2);
 }
 
+/// The end is two minutes away: it does not wait for the other answer.
+#[test]
+fn aws_announces_an_end_though_the_recommendation_cannot_be_read() {
+    let (service, client) = service();
+    let mut aws = aws::Aws::default();
+    service.says(REBALANCE, "{\"noticeTime\":\"2026-11-23T07:55:00Z\"}");
+    assert_eq!(kinds(&aws.ask(&client).unwrap()), [Kind::Rebalance]);
+    service.says(ACTION, "{\"action\":\"terminate\",\"time\":\"2026-11-23T08:00:00Z\"}");
+    for bad in garbage() {
+        service.set(REBALANCE, Some(bad));
+        assert_eq!(kinds(&aws.ask(&client).unwrap()), [Kind::Terminate, Kind::Rebalance], "it is not withdrawn either");
+    }
+}
+
 #[test]
 fn aws_with_tokens_that_are_none_is_an_error() {
     let (service, client) = service();

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{self, Write};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -29,7 +29,11 @@ impl Follower {
     /// # Errors
     /// When they cannot be watched.
     pub fn start(files: &Files) -> io::Result<Follower> {
-        Follower::copy_to(files, Box::new(io::stdout()), Box::new(io::stderr()))
+        // Descriptors of its own: a write blocks if nobody reads, and the standard library holds its lock meanwhile, in
+        // which everybody else who writes there would wait.
+        let own = |ours: BorrowedFd<'_>| ours.try_clone_to_owned().map(File::from);
+        let (out, err) = (own(io::stdout().as_fd())?, own(io::stderr().as_fd())?);
+        Follower::copy_to(files, Box::new(out), Box::new(err))
     }
 
     /// The same where nobody looks: what happens to the files is noted for a follower, who must keep up with it.
