@@ -35,7 +35,8 @@ pub struct Uploaded {
 }
 
 impl Replica {
-    /// Sends the missing content of a packed image, so that it can be restored from the replica.
+    /// Sends the missing content of a packed image, so that it can be restored from the replica. If the replica seems to
+    /// be full, packs there that no image has needed for long are removed: otherwise that only follows an upload.
     ///
     /// # Errors
     /// [`Error::NotPacked`] for a loose one, [`Error::NotWholeHere`], [`Error::Remote`], [`Error::Read`],
@@ -48,6 +49,23 @@ impl Replica {
         cancelled: Cancelled<'_>,
     ) -> Result<Uploaded> {
         let map = image.chunk_map()?.ok_or(Error::NotPacked(image.id))?;
+        match self.upload_once(image, &map, folder, progress, cancelled) {
+            Err(error) if error.may_be_full() => match self.sweep_for(&map, folder, cancelled) {
+                Ok(1..) => self.upload_once(image, &map, folder, progress, cancelled),
+                _ => Err(error),
+            },
+            done => done,
+        }
+    }
+
+    fn upload_once(
+        &self,
+        image: &Image,
+        map: &ChunkMap,
+        folder: &JobFolder,
+        progress: &Progress,
+        cancelled: Cancelled<'_>,
+    ) -> Result<Uploaded> {
         // Exactly what was checked is sent: the map is checked with its hash, the manifest with its own.
         let text = read(&image.dir.join(manifest::FILE_NAME), manifest::MAX_BYTES)?;
         if Manifest::parse(&text, folder.trust()).ok().as_ref() != image.manifest() {
