@@ -163,7 +163,7 @@ impl Replica {
             };
             // The records may be intact: each of them is checked.
             let Ok(header) = PackHeader::parse(&bytes) else {
-                damaged = damaged.or(entries.first().map(|entry| (object, entry)));
+                damaged = damaged.or_else(|| entries.first().map(|entry| (object, entry)));
                 continue;
             };
             let wrong = |why: String| Error::Key { url: self.client.shown(), image: image.id, why };

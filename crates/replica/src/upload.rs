@@ -74,7 +74,7 @@ impl Replica {
         self.client.check_is_not(folder.path())?;
         self.client.prepare()?;
         let mut flow = Flow::new(progress, self.rate, cancelled);
-        let uploaded = self.send_packs(image, &map, &folder.packs(), &mut flow)?;
+        let uploaded = self.send_packs(image, map, &folder.packs(), &mut flow)?;
         // Looked up by their names: a listing may show what was removed, and not show what is there.
         let find = |file| self.client.head(&layout::of_image(image.id, file), cancelled);
         let put = |file, bytes| self.client.put(&layout::of_image(image.id, file), bytes, cancelled);
