@@ -302,11 +302,11 @@ fn carry_out(
     let done = survey::rotate(folder, &lock, policy, config.min_free.bytes())?;
     // Repacking takes long and needs the key: the supervisor does it in the background.
     let bounds = gc::Bounds { repack: None, ..config.garbage(None) };
-    let swept =
-        gc::collect(folder, &lock, &bounds, Utc::now(), &|| false).and_then(|first| match first.marked.is_empty() {
-            false if config.sweep_after.is_zero() => gc::sweep_now(folder, &lock, config.copies).map(|_| first),
-            _ => Ok(first),
-        });
+    let swept = match gc::collect(folder, &lock, &bounds, Utc::now(), &|| false) {
+        // There is no room for the marks, so there will be none after store.sweep-after either.
+        Err(error) if error.is_full() => gc::sweep_now(folder, &lock, config.copies).map(|_| gc::Collected::default()),
+        swept => swept,
+    };
     match swept {
         Ok(swept) if !swept.marked.is_empty() && !config.sweep_after.is_zero() => complain(&format!(
             "job {}: the disk space is free in {} (store.sweep-after), after the next sweep by the job's supervisor \

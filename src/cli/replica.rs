@@ -1,28 +1,23 @@
 //! Before a job continues, a newer image in its replica is fetched.
 //!
 //! A start from the beginning because the network is down would lose the work in the replica, so it is refused without
-//! a local image. With a local image the job continues from that, and the log says that there may be a newer one.
+//! a local image. With a local image the job continues from that, and the log says that there may be a newer one. If
+//! the replica is known to have a newer one that is intact, the job does not continue without it: later images would
+//! take its place in the replica.
 
-use std::sync::mpsc::{self, RecvTimeoutError};
-use std::thread;
-use std::time::{Duration, Instant};
+mod fetch;
+
+use std::time::Duration;
 
 use super::Misuse;
 use crate::config::Config;
-use crate::supervisor::notify::Notify;
 use rekindle_base::chain;
-use rekindle_base::units::size;
 use rekindle_replica::{Error, Patience, RemoteImage, Replica};
-use rekindle_store::chunk::Key;
 use rekindle_store::image::is_untrusted;
-use rekindle_store::persist::Progress;
 use rekindle_store::{
     self, Access, Image, ImageId, JobFolder, JobName, JobRecord, LATEST, Manifest, Outcome, State, Store, Trust,
     WriterLock,
 };
-
-/// How often a fetch logs its progress.
-const SAY: Duration = Duration::from_secs(3);
 
 /// The replica is needed and cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -36,7 +31,10 @@ pub(crate) struct Unknown {
 
 /// The replica has a newer image that cannot be fetched now. Continuing from an older one would lose work.
 #[derive(Debug, thiserror::Error)]
-#[error("the replica has an image that is not here, and it cannot be fetched. Fix that and run the same command again")]
+#[error(
+    "the replica has an image that is not here, and it cannot be fetched. Fix that and run the same command again. To \
+    continue from an image that is here all the same, use `rekindle restore JOB/ID`"
+)]
 pub(crate) struct NotFetched(#[source] Error);
 
 /// The images of the replica are not trusted, or cannot be decrypted: the configuration must be corrected.
@@ -74,14 +72,18 @@ pub(super) fn bring_newest(config: &Config, folder: &JobFolder, lock: &WriterLoc
     }
     let newest = newest_of_line(folder)?;
     let min_free = config.store.min_free.bytes();
-    let fetched = Replica::open(url, folder.name(), Patience::Little)
-        .map(|replica| replica.with_min_free(min_free).with_trust(folder.trust()))
-        .and_then(|replica| look(&replica, folder, lock, record.as_ref(), newest));
-    match fetched {
+    let open = |patience| {
+        let replica = Replica::open(url, folder.name(), patience);
+        replica.map(|replica| replica.with_min_free(min_free).with_trust(folder.trust()))
+    };
+    let there = match open(Patience::Little).and_then(|replica| There::ask(&replica)) {
+        Ok(there) => there,
+        Err(error) => return not_asked(error, newest),
+    };
+    match open(Patience::Much).and_then(|replica| look(&replica, &there, folder, lock, record.as_ref(), newest)) {
         Ok(None) => Ok(()),
         Ok(Some((image, new))) => Ok(came(folder, lock, &image, new)?),
-        Err(error @ Error::NoRoom { .. }) => Err(NotFetched(error).into()),
-        Err(error) => not_asked(error, newest),
+        Err(error) => not_brought(error, newest),
     }
 }
 
@@ -175,7 +177,7 @@ pub(super) fn bring_named(config: &Config, text: &str) -> anyhow::Result<Option<
     folder.sweep_leftovers(&lock)?;
     let fetched = match named.and_then(|image| Some((image, image.manifest()?))) {
         // The user wants this one, whatever the last run was.
-        Some((image, manifest)) => fetch(&replica, &folder, &lock, folder.trust().key(), image.id)
+        Some((image, manifest)) => fetch::once(&replica, &folder, &lock, image.id)
             .map(|fetched| Some((fetched, record.is_none().then(|| record_of(manifest))))),
         None => fetch_first(&replica, &newer, &there, &folder, &lock, record.as_ref()),
     };
@@ -183,7 +185,8 @@ pub(super) fn bring_named(config: &Config, text: &str) -> anyhow::Result<Option<
         Ok(None) => {}
         Ok(Some((image, new))) => came(&folder, &lock, &image, new)?,
         Err(error @ Error::NoRoom { .. }) => return Err(NotFetched(error).into()),
-        Err(error @ (Error::Damaged { .. } | Error::NotWhole { .. })) if found.is_some() => not_asked(error, found)?,
+        Err(error @ (Error::Untrusted { .. } | Error::Key { .. })) => return Err(refused(error)),
+        Err(error) if found.is_some() => not_brought(error, found)?,
         Err(error) => return Err(refused(error)),
     }
     Ok(highest)
@@ -204,6 +207,21 @@ fn not_asked(error: Error, found: Option<ImageId>) -> anyhow::Result<()> {
         }
         (error @ (Error::Untrusted { .. } | Error::Key { .. }), None) => Err(refused(error)),
         (error, None) => Err(Unknown { why: chain(&error) }.into()),
+    }
+}
+
+/// The replica has newer images, and none was fetched. The job continues from the local image only if that cannot
+/// change: none of them is intact, or none is trusted.
+fn not_brought(error: Error, found: Option<ImageId>) -> anyhow::Result<()> {
+    use Error::{Damaged, Key, NotWhole, Untrusted};
+    match (error, found) {
+        (error @ (Damaged { .. } | NotWhole { .. } | Untrusted { .. } | Key { .. }), Some(found)) => {
+            let why = chain(&error);
+            tracing::warn!("no newer image of the replica can be used: {why}. Continuing from local image {found}");
+            Ok(())
+        }
+        (error @ (Damaged { .. } | NotWhole { .. } | Untrusted { .. } | Key { .. }), None) => not_asked(error, None),
+        (error, _) => Err(NotFetched(error).into()),
     }
 }
 
@@ -267,19 +285,19 @@ impl There {
 
 fn look(
     replica: &Replica,
+    there: &There,
     folder: &JobFolder,
     lock: &WriterLock,
     record: Option<&JobRecord>,
     newest: Option<ImageId>,
 ) -> Result<Brought, Error> {
-    let there = There::ask(replica)?;
     if record.is_none() && there.record.as_ref().is_some_and(|theirs| theirs.outcome == Outcome::Completed) {
         tracing::info!("job {} was completed on another machine", folder.name());
         return Ok(None);
     }
     there.highest().into_iter().for_each(|id| folder.note_elsewhere(id));
     let newer = there.newer(record, newest);
-    let brought = fetch_first(replica, &newer.images, &there, folder, lock, record)?;
+    let brought = fetch_first(replica, &newer.images, there, folder, lock, record)?;
     if brought.is_none() && newer.others && record.is_none() {
         tracing::info!("the images in the replica are not used: the last run left them and started from the beginning");
     }
@@ -309,7 +327,7 @@ fn fetch_first(
         }
         let Some(manifest) = image.manifest().filter(|_| image.is_good()) else { continue };
         tracing::info!("fetching image {} from the replica: it is newer than the local images", image.id);
-        match fetch(replica, folder, lock, folder.trust().key(), image.id) {
+        match fetch::patiently(replica, folder, lock, image.id) {
             Ok(fetched) => {
                 let is_of = |record: &JobRecord| record.has(image.id, &manifest.lineage);
                 let theirs = there.record.as_ref().filter(|theirs| is_of(theirs)).cloned();
@@ -342,42 +360,21 @@ fn record_of(manifest: &Manifest) -> JobRecord {
     }
 }
 
-/// Fetches, and logs the progress every few seconds.
-fn fetch(
-    replica: &Replica,
-    folder: &JobFolder,
-    lock: &WriterLock,
-    key: Option<&Key>,
-    id: ImageId,
-) -> Result<Image, Error> {
-    let (progress, began) = (Progress::default(), Instant::now());
-    let (done, waiting) = mpsc::channel::<()>();
-    let manager = Notify::from_environment();
-    manager.fetching(id.sequence(), &progress);
-    thread::scope(|scope| {
-        let progress = &progress;
-        let say = move || {
-            while waiting.recv_timeout(SAY) == Err(RecvTimeoutError::Timeout) {
-                manager.fetching(id.sequence(), progress);
-                let (bytes, total) = progress.bytes();
-                let rate = bytes / began.elapsed().as_secs().max(1);
-                tracing::info!("image {id}: {} of {} fetched, {}/s", size(bytes), size(total), size(rate));
-            }
-        };
-        // If the thread cannot be started, only the progress is missing.
-        let _ = thread::Builder::new().name("progress".into()).spawn_scoped(scope, say);
-        let fetched = replica.fetch(id, folder, lock, key, progress, &|| false);
-        drop(done);
-        fetched
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use chrono::{DateTime, TimeDelta, Utc};
+    use rekindle_store::chunk::Compression;
+    use rekindle_store::options::Copies;
+    use rekindle_store::pack::Unread;
+    use rekindle_store::persist::{Bounds, Packing, Progress, persist};
     use rekindle_store::record::new_lineage;
+    use rekindle_store::retention::{Policy, survey::Limits};
+    use rekindle_store::staging::Area;
+
+    use rekindle_replica::Failure;
 
     use super::*;
+    use crate::cli::exit::{Exit, of_error};
 
     fn id(number: u32) -> ImageId {
         ImageId::new(number, DateTime::UNIX_EPOCH)
@@ -432,5 +429,76 @@ mod tests {
         let whole = id(12).to_string();
         assert_eq!(named(&whole).unwrap(), Some(12));
         assert!(named("0000").is_err());
+    }
+
+    /// Stores an image and sends it to the replica.
+    fn replicated(number: u32, folder: &JobFolder, lock: &WriterLock, replica: &Replica) -> Image {
+        let limits = Limits { policy: Policy::default(), min_free: 0, copies: Copies::One };
+        let area = Area::on_disk(folder, lock).unwrap();
+        let filling = area.take_on_disk(folder, lock, &limits, id(number), 100).unwrap();
+        std::fs::write(filling.dir().join("criu/core-1.img"), format!("registers {number}")).unwrap();
+        let State::Good(manifest) = image(number, "first", 0).state else { unreachable!() };
+        let staged = filling.seal(*manifest, 1).unwrap();
+        let (bounds, copies) = (Bounds { rate: None, threads: 1 }, Copies::One);
+        let packing = Packing { compression: Compression::None, key: None, bounds, copies, unread: Unread::default() };
+        let stored = persist(&staged, folder, lock, &packing, &Progress::default(), &|| false).unwrap();
+        area.close().unwrap();
+        replica.upload(&stored, folder, &Progress::default(), &|| false).unwrap();
+        stored
+    }
+
+    #[test]
+    fn a_newer_image_that_can_not_be_fetched_is_not_passed_over() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(&dir.path().join("store"), Access::Write).unwrap();
+        let folder = store.create_job(&"j".parse().unwrap()).unwrap();
+        let lock = folder.lock().unwrap();
+        let there = dir.path().join("replica");
+        std::fs::create_dir(&there).unwrap();
+        let mut config = Config::default();
+        config.replica.url = Some(format!("file://{}", there.display()).parse().unwrap());
+        let url = config.replica.url.as_ref().unwrap();
+        let replica = Replica::open(url, folder.name(), Patience::Little).unwrap();
+        replicated(1, &folder, &lock, &replica);
+        let lost = replicated(2, &folder, &lock, &replica);
+        folder.write_record(&lock, &record("first", None, 100)).unwrap();
+        std::fs::remove_dir_all(&lost.dir).unwrap();
+
+        // The disk fails.
+        let (packs, away) = (folder.packs_dir(), dir.path().join("packs"));
+        std::fs::rename(&packs, &away).unwrap();
+        std::fs::write(&packs, "no folder").unwrap();
+        let error = bring_newest(&config, &folder, &lock).unwrap_err();
+        assert!(error.is::<NotFetched>() && of_error(&error, false) == Exit::Missing, "{error:#}");
+        assert_eq!(folder.images().unwrap().len(), 1);
+
+        // It is damaged in the replica: no more waiting helps.
+        std::fs::remove_file(&packs).unwrap();
+        std::fs::create_dir(&packs).unwrap();
+        let images = there.join("j/images").join(id(2).to_string());
+        let chunks = std::fs::read(images.join("chunks")).unwrap();
+        std::fs::write(images.join("chunks"), "damaged").unwrap();
+        bring_newest(&config, &folder, &lock).unwrap();
+        assert_eq!(folder.images().unwrap().len(), 1);
+
+        // All is well again.
+        std::fs::write(images.join("chunks"), chunks).unwrap();
+        bring_newest(&config, &folder, &lock).unwrap();
+        assert_eq!(folder.images().unwrap()[0].id, id(2));
+    }
+
+    #[test]
+    fn the_local_image_is_continued_from_only_if_no_newer_one_is_intact() {
+        let url = || "s3://b/p".to_owned();
+        let busy = Failure::Status { status: 503, code: None };
+        let busy = || Error::Remote { url: url(), action: "read x from".into(), failure: busy.clone() };
+        assert!(not_asked(busy(), Some(id(1))).is_ok(), "whether there is one is not known");
+        assert!(not_brought(busy(), Some(id(1))).unwrap_err().is::<NotFetched>());
+        assert!(not_brought(busy(), None).unwrap_err().is::<NotFetched>());
+        let full = Error::Write { path: "/p".into(), source: std::io::ErrorKind::StorageFull.into() };
+        assert!(not_brought(full, Some(id(1))).unwrap_err().is::<NotFetched>());
+        let damaged = || Error::Damaged { url: url(), what: "a chunk".into(), why: "its hash is wrong".into() };
+        assert!(not_brought(damaged(), Some(id(1))).is_ok());
+        assert!(not_brought(damaged(), None).unwrap_err().is::<Unknown>());
     }
 }

@@ -53,7 +53,7 @@ impl Store {
             Repack::Off => None,
             Repack::UpTo(size) => Some(size.bytes()),
         };
-        gc::Bounds { sweep_after: self.sweep_after, repack, key, copies: self.copies }
+        gc::Bounds { sweep_after: self.sweep_after, repack, key, copies: self.copies, min_free: self.min_free.bytes() }
     }
 
     /// The rules for trusting files of the store. Reads the key.

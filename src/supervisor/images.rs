@@ -25,8 +25,8 @@ use rekindle_engine::snapshot::{self, Barrier, Launch, Subject, Taken};
 use rekindle_os::{cgroup, process};
 use rekindle_store::gc;
 use rekindle_store::manifest::Reason;
-use rekindle_store::persist::{self, Progress};
-use rekindle_store::retention::survey::{self, NoRoom, Written};
+use rekindle_store::persist::{self, Progress, Unstored};
+use rekindle_store::retention::survey::{self, NoRoom};
 use rekindle_store::staging::{Area, Medium, Slot};
 use rekindle_store::{Form, Image, ImageId, Place, Seen};
 
@@ -526,20 +526,22 @@ impl Owner<'_> {
 }
 
 fn store_image(setup: &Setup, image: &Image, progress: &Progress, cancel: &AtomicBool) -> Result<Image, PersistError> {
-    let store = &setup.config.store;
-    // Holes take no space.
-    let whole = image.data().unwrap_or_else(|_| image.manifest().map_or(0, |manifest| manifest.bytes));
-    if image.is_staged() {
-        survey::make_room(&setup.folder, &setup.lock, &store.limits(), whole, Written::Packed)?;
-    } else {
-        // It is stored already; no other image must be removed to pack it.
-        let (free, keep) = (survey::free_space(setup.folder.path())?, store.min_free.bytes());
-        if free < whole.saturating_add(keep) {
-            return Err(PersistError::NotPacked { need: whole, free, keep });
-        }
-    }
+    let (store, folder, packing) = (&setup.config.store, &setup.folder, &setup.images.packing);
     let cancelled = || cancel.load(Ordering::Relaxed);
-    Ok(persist::persist(image, &setup.folder, &setup.lock, &setup.images.packing, progress, &cancelled)?)
+    if image.is_staged() {
+        let stored = persist::store(image, folder, &setup.lock, &store.limits(), packing, progress, &cancelled);
+        return stored.map_err(|error| match error {
+            Unstored::NoRoom(error) => error.into(),
+            Unstored::Persist(error) => error.into(),
+        });
+    }
+    // It is stored already; no other image must be removed to pack it. Holes take no space.
+    let whole = image.data().unwrap_or_else(|_| image.manifest().map_or(0, |manifest| manifest.bytes));
+    let (free, keep) = (survey::free_space(folder.path())?, store.min_free.bytes());
+    if free < whole.saturating_add(keep) {
+        return Err(PersistError::NotPacked { need: whole, free, keep });
+    }
+    Ok(persist::persist(image, folder, &setup.lock, packing, progress, &cancelled)?)
 }
 
 fn slot_in(place: Place) -> &'static str {

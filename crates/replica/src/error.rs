@@ -154,6 +154,11 @@ pub enum Failure {
         /// The short code of the answer, such as `NoSuchBucket`.
         code: Option<String>,
     },
+    /// There is no space for more.
+    Full {
+        /// The short code of the answer, such as `QuotaExceeded`.
+        code: Option<String>,
+    },
     /// Another answer with an error status.
     Status {
         /// The HTTP status.
@@ -180,6 +185,12 @@ impl fmt::Display for Failure {
             Failure::NotThere { code: of } => {
                 write!(f, "not found{}: check that the bucket or folder exists, and the region", code(of))
             }
+            Failure::Full { code: of } => write!(
+                f,
+                "it is full{}: give it more space. What no image needs there is removed by itself two hours after the \
+                image that needed it",
+                code(of)
+            ),
             Failure::Status { status, code: of } => write!(f, "it answered {status}{}", code(of)),
             Failure::Other(why) => f.write_str(why),
         }
@@ -191,6 +202,26 @@ impl Error {
     #[must_use]
     pub fn is_unreachable(&self) -> bool {
         matches!(self, Error::Open { .. } | Error::Remote { .. })
+    }
+
+    /// Whether trying again later may help without anybody's doing: the connection or the replica failed.
+    #[must_use]
+    pub fn may_pass(&self) -> bool {
+        match self {
+            Error::Remote { failure, .. } => !matches!(failure, Failure::Refused { .. } | Failure::NoCredentials(_)),
+            _ => false,
+        }
+    }
+
+    /// Whether the replica may have no space for more. Not every service says so clearly.
+    pub(super) fn may_be_full(&self) -> bool {
+        let Error::Remote { failure, .. } = self else { return false };
+        match failure {
+            Failure::Full { .. } | Failure::Refused { .. } | Failure::Other(_) => true,
+            // These pass.
+            Failure::Status { status, .. } => !matches!(status, 429 | 502..=504),
+            Failure::Unreachable(_) | Failure::TimedOut | Failure::NoCredentials(_) | Failure::NotThere { .. } => false,
+        }
     }
 
     /// Whether the object does not exist.
@@ -224,6 +255,7 @@ pub(super) fn translate(error: &object_store::Error, scheme: Scheme, secrets: &S
     let text = texts(error);
     let (status, code) = (status_in(&text), code_in(&text));
     match (error, status) {
+        _ if is_full(error, status, code.as_deref()) => Failure::Full { code },
         (E::NotFound { .. }, _) | (_, Some(404)) => Failure::NotThere { code },
         (E::PermissionDenied { .. } | E::Unauthenticated { .. }, _) | (_, Some(401 | 403)) => {
             Failure::Refused { code, help }
@@ -236,6 +268,17 @@ pub(super) fn translate(error: &object_store::Error, scheme: Scheme, secrets: &S
             None => Failure::Other(without_addresses(&secrets.strike_out(&innermost(error)))),
         },
     }
+}
+
+/// Whether there is no space for more: the kernel says so of a folder, and each service in its own way.
+fn is_full(error: &object_store::Error, status: Option<u16>, code: Option<&str>) -> bool {
+    let of_kernel = |cause: &(dyn std::error::Error + 'static)| {
+        let kind = cause.downcast_ref::<io::Error>().map(io::Error::kind);
+        matches!(kind, Some(io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded))
+    };
+    let named =
+        code.is_some_and(|code| ["Quota", "StorageFull", "InsufficientStorage"].iter().any(|it| code.contains(it)));
+    status == Some(507) || named || causes(error).any(of_kernel)
 }
 
 fn causes<'a>(
@@ -330,6 +373,13 @@ mod tests {
         let answer = "Server returned non-2xx status code: 503 Service Unavailable: <Error><Code>SlowDown</Code><X>Authorization: hunter22</X>";
         let failure = translate(&generic(answer), Scheme::S3, &secrets);
         assert_eq!(failure, Failure::Status { status: 503, code: Some("SlowDown".into()) });
+        for answer in [
+            "status code: 507 Insufficient Storage: <Error><Code>XMinioStorageFull</Code>",
+            "status code: 403 Forbidden: <Error><Code>QuotaExceeded</Code>",
+        ] {
+            let failure = translate(&generic(answer), Scheme::S3, &secrets);
+            assert!(matches!(failure, Failure::Full { code: Some(_) }), "{failure:?}");
+        }
         let hostile = "status code: 400 x: <Error><Code>AWS4 hunter22</Code>";
         assert_eq!(translate(&generic(hostile), Scheme::S3, &secrets), Failure::Status { status: 400, code: None });
     }

@@ -71,7 +71,7 @@ impl Replica {
             let places = self.places(&image, &there, &packs, missing(&map, &packs)?, cancelled)?;
             self.check_room(id, places.bytes(), &map, folder)?;
             progress.expect(places.bytes());
-            let key = self.key_for(&image, places.first.keys().copied(), key, cancelled)?;
+            let key = self.key_for(&image, &places, key, cancelled)?;
             let making = Making { compression: Compression::None, key, pack: CLOSE, way: Way::Direct };
             let failed = |error: FileError| Error::Write { path: error.path, source: error.source };
             let mut writer = PackWriter::new(&packs, making).map_err(failed)?;
@@ -150,20 +150,33 @@ impl Replica {
     fn key_for<'k>(
         &self,
         image: &RemoteImage,
-        packs: impl Iterator<Item = PackName>,
+        places: &Places,
         key: Option<&'k Key>,
         cancelled: Cancelled<'_>,
     ) -> Result<Option<&'k Key>> {
-        let mut found = None;
-        for name in packs {
-            let object = layout::of_pack(name, PackFile::Pack);
-            let bytes = self.client.get_range(&object, 0..HEADER_BYTES, cancelled)?;
-            let damaged = |why: String| Error::Damaged { url: self.client.shown(), what: object.clone(), why };
-            let header = PackHeader::parse(&bytes).map_err(|error| damaged(error.to_string()))?;
+        let (mut found, mut damaged) = (None, None);
+        for (name, entries) in &places.first {
+            let object = layout::of_pack(*name, PackFile::Pack);
+            let bytes = match self.client.get_range(&object, 0..HEADER_BYTES, cancelled) {
+                Err(Error::Damaged { .. }) => Vec::new(),
+                bytes => bytes?,
+            };
+            // The records may be intact: each of them is checked.
+            let Ok(header) = PackHeader::parse(&bytes) else {
+                damaged = damaged.or_else(|| entries.first().map(|entry| (object, entry)));
+                continue;
+            };
             let wrong = |why: String| Error::Key { url: self.client.shown(), image: image.id, why };
-            found = header.key_for(key).map_err(|error| wrong(error.to_string()))?;
+            found = Some(header.key_for(key).map_err(|error| wrong(error.to_string()))?);
         }
-        Ok(found)
+        if let (None, Some(_), Some((object, entry))) = (found, key, damaged)
+            && PackHeader::of(None).key_for(key).is_ok()
+        {
+            // Plain records would be accepted. One of them tells whether they are.
+            let bytes = self.client.get_range(&object, entry.offset..entry.end(), cancelled)?;
+            return Ok(key.filter(|_| checked(&bytes, entry, None).is_err()));
+        }
+        Ok(found.unwrap_or(key))
     }
 
     /// Reads the records of a stretch, and checks each.

@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::layout::{self, Inventory, Of, PackFile, RemotePack};
 use crate::read::Indexes;
 use crate::replica::{RemoteImage, Replica};
-use rekindle_store::chunk::ChunkId;
+use rekindle_store::chunk::{ChunkId, ChunkMap};
 use rekindle_store::pack::{PackIndex, PackName};
 use rekindle_store::{DamageKind, ImageId, JobFolder, State};
 
@@ -116,12 +116,7 @@ impl Replica {
             Ok(needed) => needed,
             Err(why) => return Ok(Removed { blocked: Some(why), ..removed }),
         };
-        let mut keep = cover(needed.clone(), &self.whole(Indexes::Here, &there, folder, cancelled)?);
-        if keep.is_err() {
-            // The pack is damaged here, but not in the replica.
-            keep = cover(needed, &self.whole(Indexes::There, &there, folder, cancelled)?);
-        }
-        let keep = match keep {
+        let keep = match self.kept(&needed, None, &there, folder, cancelled)? {
             Ok(keep) => keep,
             Err(chunk) => {
                 let why = format!("chunk {chunk:?} of an image in the replica is in none of its packs");
@@ -144,6 +139,50 @@ impl Replica {
             }
         }
         Ok(removed)
+    }
+
+    /// Removes packs that were marked long ago, for an image with this map that has no space. No image is removed, and
+    /// what the replica has of this one stays. Returns the number of bytes.
+    pub(super) fn sweep_for(&self, map: &ChunkMap, folder: &JobFolder, cancelled: Cancelled<'_>) -> Result<u64> {
+        let there = self.inventory(cancelled)?;
+        let old = Old::of(&there).or_by_our_clock();
+        self.client.sweep(&|modified| old.is_old(modified))?;
+        let is_due = |pack: &RemotePack| pack.gone.is_some_and(|mark| old.is_old(mark.modified));
+        if !there.packs.values().any(is_due) {
+            return Ok(0);
+        }
+        let Ok(needed) = self.needed(&there, &[], folder, cancelled)? else { return Ok(0) };
+        let Ok(keep) = self.kept(&needed, Some(map), &there, folder, cancelled)? else { return Ok(0) };
+        let mut freed = 0;
+        for (name, pack) in there.packs.iter().filter(|(name, pack)| is_due(pack) && !keep.contains(name)) {
+            freed += self.sweep(*name, pack, &old, cancelled)?.unwrap_or(0);
+        }
+        Ok(freed)
+    }
+
+    /// Packs that have all of this, and of an image with this map what is there. An error is a chunk that is in none.
+    fn kept(
+        &self,
+        needed: &HashSet<ChunkId>,
+        besides: Option<&ChunkMap>,
+        there: &Inventory,
+        folder: &JobFolder,
+        cancelled: Cancelled<'_>,
+    ) -> Result<std::result::Result<BTreeSet<PackName>, ChunkId>> {
+        let cover = |indexes| -> Result<_> {
+            let whole = self.whole(indexes, there, folder, cancelled)?;
+            let has: HashSet<ChunkId> = match besides {
+                None => HashSet::new(),
+                Some(_) => whole.iter().flat_map(|(_, index)| index.entries()).map(|entry| entry.id).collect(),
+            };
+            let more = besides.iter().flat_map(|map| map.chunks()).map(|(id, _)| id).filter(|id| has.contains(id));
+            Ok(cover(needed.iter().copied().chain(more).collect(), &whole))
+        };
+        match cover(Indexes::Here)? {
+            // The pack is damaged here, but not in the replica.
+            Err(_) => cover(Indexes::There),
+            keep => Ok(keep),
+        }
     }
 
     /// Removes a pack whose mark is old enough. Returns its size.
@@ -217,6 +256,13 @@ impl Old {
     fn of(there: &Inventory) -> Old {
         let grace = TimeDelta::from_std(GRACE).unwrap_or(TimeDelta::MAX);
         Old(there.newest.and_then(|newest| newest.min(Utc::now()).checked_sub_signed(grace)))
+    }
+
+    /// Also what is old by our own clock. To a full replica nothing is sent, so its newest object tells no time. The
+    /// clocks agree to about a minute (docs/replica.md); twice the time is certain enough.
+    fn or_by_our_clock(self) -> Old {
+        let grace = TimeDelta::from_std(2 * GRACE).unwrap_or(TimeDelta::MAX);
+        Old(self.0.max(Utc::now().checked_sub_signed(grace)))
     }
 
     fn is_old(&self, modified: DateTime<Utc>) -> bool {

@@ -35,7 +35,8 @@ pub struct Uploaded {
 }
 
 impl Replica {
-    /// Sends the missing content of a packed image, so that it can be restored from the replica.
+    /// Sends the missing content of a packed image, so that it can be restored from the replica. If the replica seems to
+    /// be full, packs there that no image has needed for long are removed: otherwise that only follows an upload.
     ///
     /// # Errors
     /// [`Error::NotPacked`] for a loose one, [`Error::NotWholeHere`], [`Error::Remote`], [`Error::Read`],
@@ -48,6 +49,23 @@ impl Replica {
         cancelled: Cancelled<'_>,
     ) -> Result<Uploaded> {
         let map = image.chunk_map()?.ok_or(Error::NotPacked(image.id))?;
+        match self.upload_once(image, &map, folder, progress, cancelled) {
+            Err(error) if error.may_be_full() => match self.sweep_for(&map, folder, cancelled) {
+                Ok(1..) => self.upload_once(image, &map, folder, progress, cancelled),
+                _ => Err(error),
+            },
+            done => done,
+        }
+    }
+
+    fn upload_once(
+        &self,
+        image: &Image,
+        map: &ChunkMap,
+        folder: &JobFolder,
+        progress: &Progress,
+        cancelled: Cancelled<'_>,
+    ) -> Result<Uploaded> {
         // Exactly what was checked is sent: the map is checked with its hash, the manifest with its own.
         let text = read(&image.dir.join(manifest::FILE_NAME), manifest::MAX_BYTES)?;
         if Manifest::parse(&text, folder.trust()).ok().as_ref() != image.manifest() {
@@ -56,7 +74,7 @@ impl Replica {
         self.client.check_is_not(folder.path())?;
         self.client.prepare()?;
         let mut flow = Flow::new(progress, self.rate, cancelled);
-        let uploaded = self.send_packs(image, &map, &folder.packs(), &mut flow)?;
+        let uploaded = self.send_packs(image, map, &folder.packs(), &mut flow)?;
         // Looked up by their names: a listing may show what was removed, and not show what is there.
         let find = |file| self.client.head(&layout::of_image(image.id, file), cancelled);
         let put = |file, bytes| self.client.put(&layout::of_image(image.id, file), bytes, cancelled);

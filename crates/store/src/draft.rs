@@ -57,18 +57,6 @@ impl From<FileError> for PublishError {
     }
 }
 
-#[cfg(test)]
-impl PublishError {
-    /// Whether the cause is a lack of space.
-    #[must_use]
-    pub(crate) fn is_full(&self) -> bool {
-        let (PublishError::Write { source, .. } | PublishError::Publish { source, .. }) = self else {
-            return false;
-        };
-        matches!(source.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
-    }
-}
-
 /// An image that is being made. If it is dropped before it is published, its files are removed.
 #[derive(Debug)]
 pub struct Draft {

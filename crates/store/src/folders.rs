@@ -2,7 +2,7 @@
 
 use std::fs::{self, DirBuilder};
 use std::io;
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::Path;
 use std::time::Duration;
 
@@ -40,7 +40,8 @@ const STEP: u64 = 128 << 20;
 /// Pause in which others can write.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// Frees the space of large files in steps. A file that cannot be shortened is removed at once.
+/// Frees the space of large files in steps. A file that cannot be shortened is removed at once. One that has another name,
+/// too (a backup with `cp -al`), is not shortened: it is the same file, and nothing becomes free.
 fn shorten(folder: &Path) {
     for entry in files::walk(folder).unwrap_or_default() {
         let Kind::File { size } = entry.kind else { continue };
@@ -48,6 +49,9 @@ fn shorten(folder: &Path) {
             continue;
         }
         let Ok(file) = fs::File::options().write(true).open(folder.join(entry.relative)) else { continue };
+        if !file.metadata().is_ok_and(|meta| meta.nlink() == 1) {
+            continue;
+        }
         let mut left = size;
         while left > STEP && file.set_len(left - STEP).is_ok() {
             left -= STEP;
@@ -67,4 +71,33 @@ pub(super) fn remove_all(path: &Path) -> Result<()> {
         Err(error) => Err(error),
     };
     removed.map_err(|source| Error::Remove { path: path.to_owned(), source })
+}
+
+/// Bytes that a user without special rights can still write to the file system of `path`.
+///
+/// # Errors
+/// [`Error::Read`] when the file system cannot be asked.
+pub fn free_space(path: &Path) -> Result<u64> {
+    let stat = nix::sys::statvfs::statvfs(path);
+    let stat = stat.map_err(|source| Error::Read { path: path.to_owned(), source: source.into() })?;
+    Ok(stat.blocks_available().saturating_mul(stat.fragment_size()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_backup_by_hard_links_keeps_its_content() {
+        let dir = tempfile::tempdir().unwrap();
+        let (folder, backup) = (dir.path().join("image"), dir.path().join("backup"));
+        fs::create_dir(&folder).unwrap();
+        let file = fs::File::create(folder.join("pages")).unwrap();
+        // Sparse.
+        file.set_len(STEP * 3).unwrap();
+        fs::hard_link(folder.join("pages"), &backup).unwrap();
+        remove_all(&folder).unwrap();
+        assert!(!folder.exists());
+        assert_eq!(fs::metadata(&backup).unwrap().len(), STEP * 3);
+    }
 }

@@ -8,7 +8,7 @@
 //!    intact
 //! 3. remove the mark of a pack that is needed again
 //! 4. remove packs whose mark is old enough: index, pack, mark, in this order
-//! 5. mark packs that no image needs, with a file `NAME.gone`
+//! 5. mark packs that no image needs, with a file `NAME.gone`; without a grace period remove them
 //! 6. copy the needed content of packs that are mostly unneeded to new packs, checked on reading; mark the old packs
 //!
 //! A chunk may be in two packs (`store.copies`). A second copy stays as long as any image needs the chunk, and both are
@@ -25,6 +25,7 @@ mod mark;
 mod needed;
 mod repack;
 
+use std::io;
 use std::time::Duration;
 
 use chrono::{DateTime, Utc};
@@ -32,12 +33,13 @@ use chrono::{DateTime, Utc};
 use super::chunk::{ChunkMap, Key};
 use super::error::Error as StoreError;
 use super::folder::JobFolder;
+use super::folders;
 use super::id::ImageId;
 use super::lock::WriterLock;
 use super::options::Copies;
 use super::pack::set::{Index, Lost, Packs};
 use super::pack::stored::Stored;
-use super::pack::{Location, PackIndex, PackName};
+use super::pack::{Location, PACK, PackIndex, PackName};
 use super::{FileError, failed};
 pub(crate) use needed::{Needed, map_of};
 use rekindle_os::durable;
@@ -53,6 +55,8 @@ pub struct Bounds<'k> {
     pub key: Option<&'k Key>,
     /// In how many packs a chunk is kept. If more packs have it, only the places that a reader prefers count as needed.
     pub copies: Copies,
+    /// Bytes of the file system that copying must leave free.
+    pub min_free: u64,
 }
 
 /// What one round did.
@@ -114,6 +118,15 @@ pub enum Error {
     },
 }
 
+impl Error {
+    /// Whether the disk has no room for a file.
+    #[must_use]
+    pub fn is_full(&self) -> bool {
+        let Error::File(FileError { source, .. }) = self else { return false };
+        matches!(source.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
+    }
+}
+
 pub(crate) use super::pack::CopyError;
 
 /// Does one round. The grace period is computed with `now`.
@@ -127,10 +140,14 @@ pub fn collect(
     now: DateTime<Utc>,
     cancelled: &dyn Fn() -> bool,
 ) -> Result<Collected, Error> {
-    round(folder, lock, bounds, now, cancelled, None)
+    match round(folder, lock, bounds, now, cancelled, None)? {
+        (done, None) => Ok(done),
+        (_, Some(full)) => Err(full),
+    }
 }
 
-/// `besides` is the map of an image that is not in the store yet.
+/// `besides` is the map of an image that is not in the store yet. A disk without room for an index or a mark does not
+/// prevent that packs are removed; that error is returned beside what was done.
 fn round(
     folder: &JobFolder,
     lock: &WriterLock,
@@ -138,13 +155,16 @@ fn round(
     now: DateTime<Utc>,
     cancelled: &dyn Fn() -> bool,
     besides: Option<&ChunkMap>,
-) -> Result<Collected, Error> {
+) -> Result<(Collected, Option<Error>), Error> {
     folder.check_lock(lock)?;
     let _alone = lock.packs();
     let packs = folder.packs();
     let mut done = Collected::default();
     let mut index = packs.index()?;
-    reindex(&packs, &index, bounds.key, &mut done)?;
+    let mut full = match reindex(&packs, &index, bounds.key, &mut done) {
+        Err(error) if error.is_full() => Some(error),
+        reindexed => reindexed.map(|()| None)?,
+    };
     if !done.reindexed.is_empty() {
         index = packs.index()?;
     }
@@ -162,17 +182,30 @@ fn round(
             sweep(&packs, pack.name)?;
             done.swept.push(pack.name);
             done.freed += pack.bytes;
+        } else if !is_gone && pack.needed == 0 && bounds.sweep_after.is_zero() {
+            // Nobody waits for the mark, and a full disk has no room for it.
+            sweep(&packs, pack.name)?;
+            done.swept.push(pack.name);
+            done.freed += pack.bytes;
         } else if !is_gone && pack.needed == 0 {
-            mark::set(&packs, pack.name, now)?;
-            index.set_gone(pack.name, true);
-            done.marked.push(pack.name);
+            match mark::set(&packs, pack.name, now).map_err(Error::from) {
+                Ok(()) => {
+                    index.set_gone(pack.name, true);
+                    done.marked.push(pack.name);
+                }
+                Err(error) if error.is_full() => full = Some(error),
+                Err(error) => return Err(error),
+            }
         }
     }
     sweep_remains(&packs, &index)?;
-    if let Some(bound) = bounds.repack {
+    if let Some(bound) = bounds.repack.filter(|_| full.is_none()) {
+        // What is copied is there twice until the old packs are removed.
+        let room = folders::free_space(packs.dir())?.saturating_sub(bounds.min_free).saturating_sub(PACK);
+        let bound = bound.min(room);
         repack::run(&packs, &index, &needed, &uses, bounds, bound, lock, now, cancelled, &mut done)?;
     }
-    Ok(done)
+    Ok((done, full))
 }
 
 /// Removes unneeded content at once, without a grace period, for when space is short. A reader of an image that was
@@ -193,10 +226,11 @@ pub fn sweep_for(folder: &JobFolder, lock: &WriterLock, copies: Copies, map: &Ch
 }
 
 fn sweep_all(folder: &JobFolder, lock: &WriterLock, copies: Copies, besides: Option<&ChunkMap>) -> Result<u64, Error> {
-    let bounds = Bounds { sweep_after: Duration::ZERO, repack: None, key: None, copies };
-    let round = || round(folder, lock, &bounds, Utc::now(), &|| false, besides);
-    // The first round marks, the second removes.
-    Ok(round()?.freed + round()?.freed)
+    let bounds = Bounds { sweep_after: Duration::ZERO, repack: None, key: None, copies, min_free: 0 };
+    match round(folder, lock, &bounds, Utc::now(), &|| false, besides)? {
+        (Collected { freed: 0, .. }, Some(full)) => Err(full),
+        (done, _) => Ok(done.freed),
+    }
 }
 
 /// Whether a round can do anything with these packs.

@@ -154,18 +154,13 @@ impl Image {
             if manifest.id != id {
                 return Err(ManifestError::OtherImage(manifest.id));
             }
-            // The parts of a packed image are hashed chunk by chunk.
-            let hashed = manifest.chunks.is_some();
-            match manifest.parts.iter().find(|part| part.blake3.is_none() && !hashed) {
-                Some(part) => Err(ManifestError::NoChecksum(part.path.to_string())),
-                None => Ok(Box::new(manifest)),
-            }
+            hashed(manifest).map(Box::new)
         });
         Image::judge(dir, id, found, Place::Stored, trust)
     }
 
-    /// An image that was unpacked to `dir`, with a manifest beside its parts. Like an image in memory it has no hashes:
-    /// they were checked while unpacking.
+    /// An image that was unpacked to `dir`. Like an image in memory it has no hashes: they were checked while unpacking.
+    /// So its manifest must not be written there: with a signature it would vouch for any content.
     pub fn unpacked(dir: &Path, manifest: Manifest, trust: &Trust) -> Image {
         let (state, trust) = (State::Good(Box::new(manifest.clone())), trust.clone());
         Image { id: manifest.id, dir: dir.to_owned(), state, place: Place::Staged, trust }
@@ -173,11 +168,13 @@ impl Image {
 
     /// Loads the image in the slot `dir`; `None` if there is no complete image.
     pub(super) fn load_staged(dir: &Path, place: Place, trust: &Trust) -> Option<Image> {
-        let found = Manifest::read(dir, trust);
+        let found = read_staged(dir, place, trust);
         // It is not used, but reported: it may be from before there was a key.
         let id = match &found {
             Ok(manifest) => manifest.id,
-            Err(ManifestError::Untrusted(_)) => Manifest::read(dir, &Trust::default()).ok()?.id,
+            Err(ManifestError::Untrusted(_) | ManifestError::NoChecksum(_)) => {
+                Manifest::read(dir, &Trust::default()).ok()?.id
+            }
             Err(_) => return None,
         };
         Some(Image::judge(dir, id, found.map(Box::new), place, trust))
@@ -205,7 +202,8 @@ impl Image {
         match self.place {
             Place::Stored => Image::load(&self.dir, self.id, &self.trust),
             Place::Staged | Place::Slot => {
-                let found = Manifest::read(&self.dir, &self.trust).and_then(|manifest| match manifest.id == self.id {
+                let found = read_staged(&self.dir, self.place, &self.trust);
+                let found = found.and_then(|manifest| match manifest.id == self.id {
                     true => Ok(Box::new(manifest)),
                     false => Err(ManifestError::OtherImage(manifest.id)),
                 });
@@ -317,5 +315,20 @@ impl Image {
         }
         *self = self.look_again();
         Ok(())
+    }
+}
+
+/// Reads the manifest of an image that is not in the store yet. Only what is in memory may lack hashes: others may be
+/// able to write the disk, and the signature of a manifest without hashes says nothing about the content.
+fn read_staged(dir: &Path, place: Place, trust: &Trust) -> Result<Manifest, ManifestError> {
+    let manifest = Manifest::read(dir, trust)?;
+    if place == Place::Staged { Ok(manifest) } else { hashed(manifest) }
+}
+
+/// Refuses a manifest that does not cover the content. The parts of a packed image are hashed chunk by chunk.
+fn hashed(manifest: Manifest) -> Result<Manifest, ManifestError> {
+    match manifest.parts.iter().find(|part| part.blake3.is_none() && manifest.chunks.is_none()) {
+        Some(part) => Err(ManifestError::NoChecksum(part.path.to_string())),
+        None => Ok(manifest),
     }
 }

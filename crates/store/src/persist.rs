@@ -18,6 +18,7 @@
 
 mod known;
 mod pace;
+mod room;
 mod stretches;
 mod worker;
 
@@ -44,6 +45,7 @@ use super::pack::{Making, Unread, strike};
 use rekindle_os::parallel;
 
 pub use self::pace::Progress;
+pub use self::room::{Unstored, store};
 
 /// Limits of the work beside the job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -122,19 +124,23 @@ pub enum Error {
     Cancelled,
 }
 
-#[cfg(test)]
 impl Error {
     /// Whether the cause is a lack of space.
     #[must_use]
     pub(crate) fn is_full(&self) -> bool {
+        matches!(self.kind(), Some(io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded))
+    }
+
+    /// The kernel's answer to an access to the store.
+    fn kind(&self) -> Option<io::ErrorKind> {
         match self {
             Error::Pack(FileError { source, .. })
             | Error::Copy { source, .. }
-            | Error::Store(super::Error::Create { source, .. } | super::Error::Write { source, .. }) => {
-                matches!(source.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
+            | Error::Store(super::Error::Create { source, .. } | super::Error::Write { source, .. })
+            | Error::Publish(PublishError::Write { source, .. } | PublishError::Publish { source, .. }) => {
+                Some(source.kind())
             }
-            Error::Publish(error) => error.is_full(),
-            _ => false,
+            _ => None,
         }
     }
 }

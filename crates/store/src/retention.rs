@@ -14,8 +14,9 @@
 //!   they are proven, none would ever be proven.
 //! - No rule and no bound removes a pinned image, or a good one that is a part of a group image.
 //! - An image that is being replicated or restored is kept until then, unless a new image has no space otherwise.
-//! - Only an image whose manifest was read counts as good; an unreadable one is neither counted nor removed. Bad images
-//!   are kept for a while, not counted, so that a wrong mark loses nothing at once.
+//! - Only an image whose manifest was read, and whose content is there, counts as good; an unreadable one is neither
+//!   counted nor removed. Bad images, and those that lost content, are kept for a while, not counted, so that a wrong
+//!   mark loses nothing at once.
 //! - Newer means a higher number, whatever the clock said. Hours and days are those of the clock when the image was
 //!   taken; if the clock was set back, images with a later time than now count as young.
 //! - After a plan for [`Policy::max_total`] the remaining images are within it, or the plan says that this is
@@ -124,7 +125,7 @@ fn first_that(gone: &[ImageId], order: &[ImageId], enough: impl Fn(&[ImageId]) -
     None
 }
 
-/// The images kept by rules that size limits may remove, in this order: bad ones before good ones, the oldest first;
+/// The images kept by rules that size limits may remove, in this order: bad ones before others, the oldest first;
 /// last of all those being read.
 fn expendable(facts: &[Facts], plan: &Plan) -> Vec<ImageId> {
     let firm = |reason: &KeepReason| match reason {
@@ -150,7 +151,7 @@ fn expendable(facts: &[Facts], plan: &Plan) -> Vec<ImageId> {
         matches!(decision.map(|it| &it.verdict), Some(Verdict::Keep(reasons)) if !reasons.iter().any(firm))
     };
     let mut order: Vec<&Facts> = facts.iter().filter(|it| is_expendable(it.id)).collect();
-    order.sort_by_key(|it| (is_needed_now(it), it.kind == FactKind::Good, it.id));
+    order.sort_by_key(|it| (is_needed_now(it), it.kind != FactKind::Bad, it.id));
     order.into_iter().map(|it| it.id).collect()
 }
 
@@ -176,8 +177,8 @@ fn by_rules(facts: &[Facts], policy: &Policy, now: DateTime<Utc>) -> Plan {
         let (mut reasons, otherwise) = match it.kind {
             FactKind::Unknown => (vec![KeepReason::Unknown], None),
             FactKind::Good => (rules.keep(it.taken), Some(RemoveReason::NotKept(*policy))),
-            FactKind::Bad if !any_good => (vec![KeepReason::NoGoodImage], None),
-            FactKind::Bad => {
+            FactKind::Bad | FactKind::Incomplete if !any_good => (vec![KeepReason::NoGoodImage], None),
+            FactKind::Bad | FactKind::Incomplete => {
                 bad = bad.saturating_add(1);
                 let recent = if bad <= keep { vec![KeepReason::RecentBad(keep)] } else { Vec::new() };
                 (recent, Some(RemoveReason::OlderBad(keep)))

@@ -271,10 +271,13 @@ fn left(folder: &Path) -> Vec<(PathBuf, Medium)> {
     memory.into_iter().chain(disk).collect()
 }
 
-/// The staging area that the job's folder names, if it is mounted and its permissions are unchanged.
+/// The staging area that the job's folder names, if a tmpfs is mounted there and its permissions are unchanged. The link
+/// is on the store's disk, where others may be able to change it, and images in memory have no hashes: so nothing but
+/// memory counts, and a disk that is mounted there does not.
 fn mounted(folder: &Path) -> Option<PathBuf> {
     let path = fs::read_link(folder.join(LINK)).ok()?;
-    (rights::check(&path).is_ok() && is_mounted(&path).unwrap_or(false)).then_some(path)
+    let is_memory = || statfs(&path).is_ok_and(|there| there.filesystem_type() == TMPFS_MAGIC);
+    (rights::check(&path).is_ok() && is_mounted(&path).unwrap_or(false) && is_memory()).then_some(path)
 }
 
 fn slots(path: &Path, medium: Medium, trust: &Trust) -> [Slot; 2] {

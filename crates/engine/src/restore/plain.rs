@@ -12,7 +12,6 @@ use std::path::PathBuf;
 
 use super::{Error, Request};
 use rekindle_base::chain;
-use rekindle_os::durable;
 use rekindle_store::take::{Need, TakeError};
 use rekindle_store::unpack;
 use rekindle_store::{Form, Image, Manifest};
@@ -111,9 +110,8 @@ fn into_folder(
     fs::DirBuilder::new().mode(0o700).create(&path).map_err(failed)?;
     let folder = Unpacked(path.clone());
     run(request, &path, cancelled)?;
+    // Not written: see `Image::unpacked`.
     let plain = Manifest { chunks: None, ..manifest.clone() };
-    let bytes = plain.to_bytes(request.folder.trust()).map_err(io::Error::other).map_err(failed)?;
-    durable::replace_file(&path.join(rekindle_store::manifest::FILE_NAME), &bytes, 0o600).map_err(failed)?;
     Ok(Plain { image: Image::unpacked(&path, plain, request.folder.trust()), folder: Some(folder) })
 }
 
@@ -129,5 +127,105 @@ fn run(request: &Request<'_>, into: &std::path::Path, cancelled: &(dyn Fn() -> b
         Err(unpack::Error::Cancelled) => Err(Error::Cancelled),
         Err(error) if error.is_damage() => Err(Error::Damaged { id: request.image.id, what: chain(&error) }),
         Err(error) => Err(Error::Unpack(error)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::launch::Privileges;
+    use crate::launch::output::{self, Bounds};
+    use crate::launch::world::Network;
+    use crate::parts::gpu::placement::Wishes;
+    use crate::restore::{ChangedFiles, Cuda, Prepare, Unpacking};
+    use crate::samples;
+    use rekindle_criu::{Criu, Version};
+    use rekindle_cuda::copier::Copier;
+    use rekindle_os::process;
+    use rekindle_store::chunk::{Compression, Key};
+    use rekindle_store::options::Copies;
+    use rekindle_store::pack::Unread;
+    use rekindle_store::persist::{self, Packing, Progress, persist};
+    use rekindle_store::retention::{Policy, survey::Limits};
+    use rekindle_store::staging::Area;
+    use rekindle_store::{Access, JobFolder, Store, Trust, Unsigned, WriterLock};
+
+    /// Packs an image with one part.
+    fn packed(folder: &JobFolder, lock: &WriterLock, key: &Key) -> Image {
+        let limits = Limits { policy: Policy::default(), min_free: 0, copies: Copies::One };
+        let area = Area::on_disk(folder, lock).unwrap();
+        let filling = area.take_on_disk(folder, lock, &limits, samples::manifest().id, 100).unwrap();
+        fs::write(filling.dir().join("criu/core-1.img"), "registers").unwrap();
+        let staged = filling.seal(samples::manifest(), 1).unwrap();
+        let packing = Packing {
+            compression: Compression::None,
+            key: Some(std::sync::Arc::new(key.clone())),
+            bounds: persist::Bounds { rate: None, threads: 1 },
+            copies: Copies::One,
+            unread: Unread::default(),
+        };
+        let image = persist(&staged, folder, lock, &packing, &Progress::default(), &|| false).unwrap();
+        area.close().unwrap();
+        image
+    }
+
+    fn unpack_to_disk(image: &Image, folder: &JobFolder, key: &Key, then: impl FnOnce(&Path)) {
+        let dir = tempfile::tempdir().unwrap();
+        let request = Request {
+            image,
+            folder,
+            criu: &Criu { path: "/bin/false".into(), version: Version(4, 2, 0) },
+            reaper: dir.path(),
+            output: &output::Files::create(dir.path(), Bounds::default()).unwrap(),
+            identity: None,
+            privileges: Privileges::MayGrow,
+            timeout: std::time::Duration::from_secs(5),
+            network: Network::Host,
+            changed_files: ChangedFiles::Warn,
+            wishes: &Wishes::default(),
+            prepare: Prepare(&|_| ()),
+            unpacking: Unpacking {
+                staging: None,
+                memory_reserve: 0,
+                key: Some(key),
+                threads: 1,
+                progress: &Progress::default(),
+                healing: None,
+            },
+            cuda: Cuda { copier: &Copier::default(), keeps: false, hold: None },
+        };
+        let plain = make(&request, &|| false).unwrap();
+        assert!(plain.image.is_good() && plain.image.form() == Form::Loose);
+        then(&plain.image.dir);
+    }
+
+    /// Somebody who has the disk, and not the key, keeps what a restore leaves there, and puts other content beside it.
+    #[test]
+    fn an_image_unpacked_to_the_disk_vouches_for_no_other_content() {
+        let dir = tempfile::tempdir().unwrap();
+        let key = Key::new(&[7; 32]);
+        let trust = Trust::new(key.clone(), Path::new("/etc/key"), Unsigned::Refused);
+        let store = Store::open(&dir.path().join("store"), Access::Write).unwrap().with_trust(trust);
+        let folder = store.create_job(&samples::manifest().job).unwrap();
+        let lock = folder.lock().unwrap();
+        let image = packed(&folder, &lock, &key);
+        assert!(image.is_good() && folder.staged().is_empty());
+
+        let slots = folder.path().join("slots");
+        unpack_to_disk(&image, &folder, &key, |from| {
+            assert_eq!(fs::read(from.join("criu/core-1.img")).unwrap(), b"registers");
+            let slot = slots.join("0");
+            fs::create_dir_all(slot.join("criu")).unwrap();
+            let kept = fs::read_dir(from).unwrap().flatten().filter(|entry| entry.path().is_file());
+            for entry in kept {
+                fs::copy(entry.path(), slot.join(entry.file_name())).unwrap();
+            }
+            fs::write(slot.join("criu/core-1.img"), "mischief!").unwrap();
+            fs::write(slots.join("boot"), process::boot_id().unwrap()).unwrap();
+        });
+        assert_eq!(folder.staged(), [], "nothing signed was on the disk");
+        assert_eq!(folder.find("latest").unwrap().dir, image.dir);
     }
 }

@@ -38,7 +38,8 @@ pub(super) fn is_due(packs: &Packs, pack: PackName, grace: Duration, now: DateTi
     let since = read(packs, pack).and_then(|mark| now.signed_duration_since(mark.when).to_std().ok());
     match since {
         Some(since) => Ok(since >= grace),
-        None => set(packs, pack, now).map(|()| grace.is_zero()),
+        None if grace.is_zero() => Ok(true),
+        None => set(packs, pack, now).map(|()| false),
     }
 }
 

@@ -18,7 +18,7 @@ fn at(seconds: i64) -> DateTime<Utc> {
 const GRACE: Duration = Duration::from_secs(600);
 
 fn bounds(repack: Option<u64>) -> Bounds<'static> {
-    Bounds { sweep_after: GRACE, repack, key: None, copies: Copies::One }
+    Bounds { sweep_after: GRACE, repack, key: None, copies: Copies::One, min_free: 0 }
 }
 
 impl Ground {
@@ -197,4 +197,54 @@ fn a_damaged_record_is_not_copied_and_its_pack_stays() {
     let error = ground.repack(0).unwrap_err();
     assert!(matches!(error, Error::Copy { .. }), "{error}");
     assert_eq!((ground.packs(".pack").len(), ground.packs(".gone").len()), (1, 0));
+}
+
+#[test]
+fn a_full_disk_has_no_room_for_marks_and_is_swept_all_the_same() {
+    let Some(disk) = crate::persist::tests::full::SmallDisk::mount(16 << 20) else { return };
+    let ground = Ground::below(tempfile::tempdir_in(disk.0.path()).unwrap());
+    let [mut marked, mut due, kept] = [1, 2, 3].map(|n| ground.add(n.into(), &four(n)));
+    let pack_of = |image: &Image| ground.folder.packs().index().unwrap().get(&chunk_of(image)).unwrap().pack;
+    // The packs are looked at in this order.
+    if pack_of(&due) < pack_of(&marked) {
+        std::mem::swap(&mut due, &mut marked);
+    }
+    ground.drop_image(&due);
+    assert_eq!(ground.collect(0).unwrap().marked.len(), 1);
+    ground.drop_image(&marked);
+    let rest = fs::File::create(disk.0.path().join("rest")).unwrap();
+    let fill = || {
+        let mut size = 1 << 20;
+        while size >= 4096 {
+            let len = rest.metadata().unwrap().len();
+            let filled = nix::fcntl::fallocate(&rest, nix::fcntl::FallocateFlags::empty(), len.cast_signed(), size);
+            size = if filled.is_ok() { size } else { size / 2 };
+        }
+    };
+    fill();
+    // The mark of the one that was removed last has no room. What is due goes.
+    assert!(ground.collect(600).unwrap_err().is_full());
+    assert_eq!((ground.packs(".pack").len(), ground.packs(".gone").len()), (2, 0));
+    fill();
+    assert!(sweep_now(&ground.folder, &ground.lock, Copies::One).unwrap() > 4 * CHUNK as u64);
+    assert_eq!(ground.packs(".pack").len(), 1);
+    drop(fs::remove_file(disk.0.path().join("rest")));
+    drop(rest);
+    assert!(kept.verify_content(None, 1, &Default::default(), &|| false).unwrap().is_sound());
+}
+
+#[test]
+fn nothing_is_copied_into_the_space_that_must_stay_free() {
+    let ground = Ground::new();
+    let old = ground.add(1, &[("a", noise(1, CHUNK)), ("b", noise(2, 4 * CHUNK))]);
+    let kept = ground.add(2, &[("a", noise(1, CHUNK))]);
+    ground.drop_image(&old);
+    let free = folders::free_space(ground.folder.path()).unwrap();
+    let repack = |min_free| {
+        let bounds = Bounds { min_free, ..bounds(Some(u64::MAX)) };
+        collect(&ground.folder, &ground.lock, &bounds, at(0), &|| false).unwrap().copied
+    };
+    assert_eq!(repack(free), 0);
+    assert!(repack(0) > CHUNK as u64);
+    ground.assert_holds(&kept, &[("a", noise(1, CHUNK))], None);
 }

@@ -273,6 +273,7 @@ fn a_record_that_was_struck_does_not_take_the_place_of_the_whole_one_when_its_in
                 repack: Some(u64::MAX),
                 key: None,
                 copies: Copies::One,
+                min_free: 0,
             };
             let now = chrono::DateTime::from_timestamp(1_800_000_000 + seconds, 0).unwrap();
             crate::gc::collect(&three.ground.folder, &three.ground.lock, &bounds, now, &|| false).unwrap();

@@ -11,17 +11,19 @@ pub(super) struct Facts<'a> {
     pub(super) me: &'a Holder,
     /// Tells whether a process of our PID namespace is alive.
     pub(super) lives: fn(&Holder) -> bool,
-    /// When this machine was booted, by its own clock.
+    /// When this machine was booted, by the same clock.
     pub(super) booted: Option<SystemTime>,
     /// The last heartbeat.
     pub(super) heartbeat: SystemTime,
-    /// Now, by the same clock.
+    /// Now, by the clock of the heartbeat.
     pub(super) now: SystemTime,
 }
 
 impl<'a> Facts<'a> {
     pub(super) fn now(me: &'a Holder, heartbeat: SystemTime, now: SystemTime) -> Facts<'a> {
-        Facts { me, lives: Holder::lives, booted: booted(), heartbeat, now }
+        // By that clock, too: the clock of this machine may be wrong.
+        let booted = rekindle_os::clock::uptime().and_then(|uptime| now.checked_sub(uptime));
+        Facts { me, lives: Holder::lives, booted, heartbeat, now }
     }
 }
 
@@ -61,8 +63,4 @@ pub(super) fn judge(holder: &Holder, facts: &Facts<'_>) -> Verdict {
         return Verdict::Dead;
     }
     if silent >= STALE { Verdict::Silent(silent) } else { Verdict::Alive { silent } }
-}
-
-fn booted() -> Option<SystemTime> {
-    SystemTime::now().checked_sub(rekindle_os::clock::uptime()?)
 }

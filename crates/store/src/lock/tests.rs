@@ -445,6 +445,16 @@ fn of_another_boot_of_this_machine_nothing_is_left() {
 }
 
 #[test]
+fn a_wrong_clock_of_this_machine_ends_no_other_one_with_its_name() {
+    let me = Holder::this_process();
+    let other = Holder { boot_id: "another".into(), ..me.clone() };
+    // The clock of the file system is right.
+    let now = SystemTime::now() - Duration::from_secs(10 * 365 * 24 * 3600);
+    assert!(rekindle_os::clock::uptime().is_some_and(|uptime| uptime > TEN), "this machine was not booted just now");
+    assert_eq!(judge::judge(&other, &Facts::now(&me, now - TEN, now)), Verdict::Alive { silent: TEN });
+}
+
+#[test]
 fn of_another_machine_the_heartbeat_says_if_it_lives() {
     let far = |heartbeat: fn(SystemTime) -> SystemTime| {
         verdict(|holder, facts| {

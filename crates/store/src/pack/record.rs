@@ -43,7 +43,7 @@ pub struct PackHeader {
 impl PackHeader {
     /// The header of a pack written with this key, or without one.
     #[must_use]
-    pub(crate) fn of(key: Option<&Key>) -> PackHeader {
+    pub fn of(key: Option<&Key>) -> PackHeader {
         PackHeader { key: key.map(Key::id) }
     }
 

@@ -37,6 +37,9 @@ impl Progress {
 
     pub(crate) fn begin(&self, total: u64) {
         let _ = self.begun.set(Instant::now());
+        // It may be another attempt.
+        self.done.store(0, Ordering::Relaxed);
+        self.written.store(0, Ordering::Relaxed);
         self.total.store(total, Ordering::Relaxed);
     }
 

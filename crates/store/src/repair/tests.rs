@@ -104,8 +104,13 @@ impl Case {
     }
 
     fn collect(&self) -> Result<gc::Collected, gc::Error> {
-        let bounds =
-            Bounds { sweep_after: Duration::from_secs(600), repack: None, key: self.key.as_ref(), copies: Copies::One };
+        let bounds = Bounds {
+            sweep_after: Duration::from_secs(600),
+            repack: None,
+            key: self.key.as_ref(),
+            copies: Copies::One,
+            min_free: 0,
+        };
         gc::collect(&self.ground.folder, &self.ground.lock, &bounds, DateTime::UNIX_EPOCH, &|| false)
     }
 

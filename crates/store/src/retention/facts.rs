@@ -76,6 +76,8 @@ pub enum FactKind {
     Good,
     /// It is marked as bad, or its manifest is broken.
     Bad,
+    /// Some of its content is in no pack: it cannot be restored, unless a later image stores that content again.
+    Incomplete,
     /// Unknown: its manifest cannot be read, or a newer rekindle wrote it.
     Unknown,
 }

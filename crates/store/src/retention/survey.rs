@@ -8,10 +8,11 @@ use std::{fs, io};
 use chrono::{DateTime, Utc};
 
 use super::admission::{self, Admission, Need, Refusal, Removal};
-use super::{Facts, Gathering, Line, Plan, Policy, Proof, Room, Sizes, Use, await_proof, plan};
+use super::{FactKind, Facts, Gathering, Line, Plan, Policy, Proof, Room, Sizes, Use, await_proof, plan};
 use crate::chunk::ChunkMap;
 use crate::error::{Error, Result};
 use crate::folder::JobFolder;
+pub use crate::folders::free_space;
 use crate::gc;
 use crate::id::ImageId;
 use crate::image::Image;
@@ -75,12 +76,14 @@ impl Survey {
         let ours = folder.line();
         let line = |image: &Image| if ours(image) { Line::Ours } else { Line::Other };
         let facts = images.iter();
-        let facts =
+        let mut facts: Vec<Facts> =
             facts.map(|image| Facts { proof: proof(image.id), line: line(image), ..Facts::from(image) }).collect();
         let index = folder.packs().index()?;
         let (mut sizes, mut needed) = (Gathering::<[u8; 16]>::default(), HashSet::<PackName>::new());
         let mut stuck = gc::check(&index).err();
-        for image in &images {
+        // If a pack has a problem, it is not certain that something is in none.
+        let is_certain = index.problems().is_empty();
+        for (image, facts) in images.iter().zip(&mut facts) {
             sizes.own(image.id, allocated(&image.dir));
             let map = match gc::map_of(image) {
                 Ok(map) => map,
@@ -92,10 +95,14 @@ impl Survey {
             for (id, _) in map.iter().flat_map(ChunkMap::chunks) {
                 let Some(prefix) = id.as_bytes().first_chunk() else { continue };
                 // Including its second copy, if it has one, because both are removed together.
-                let mut bytes = 0;
+                let (mut bytes, mut is_lost) = (0, true);
                 for place in index.kept(&id, Copies::Two.count()) {
                     needed.insert(place.pack);
                     bytes += place.record_len();
+                    is_lost = false;
+                }
+                if is_lost && is_certain && facts.kind == FactKind::Good {
+                    facts.kind = FactKind::Incomplete;
                 }
                 sizes.share(image.id, *prefix, bytes);
             }
@@ -179,6 +186,15 @@ pub struct Limits {
     pub copies: Copies,
 }
 
+/// What an attempt to store an image has shown: the disk was full.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Seen {
+    /// Bytes that the image needs, at least.
+    pub(crate) least: u64,
+    /// Whether less can be written than the file system has free, because of a quota. Then nothing counts as free.
+    pub(crate) is_limited: bool,
+}
+
 /// Makes space for an image of this size, by removing older ones if necessary. Returns the removed images.
 ///
 /// # Errors
@@ -190,10 +206,43 @@ pub fn make_room(
     whole: u64,
     written: Written,
 ) -> Result<Vec<Removal>, NoRoom> {
+    make(folder, lock, limits, whole, written, None)
+}
+
+/// The same for an image to be packed for which there was not enough space.
+///
+/// # Errors
+/// [`NoRoom`].
+pub(crate) fn make_room_again(
+    folder: &JobFolder,
+    lock: &WriterLock,
+    limits: &Limits,
+    whole: u64,
+    seen: &Seen,
+) -> Result<Vec<Removal>, NoRoom> {
+    make(folder, lock, limits, whole, Written::Packed, Some(seen))
+}
+
+fn make(
+    folder: &JobFolder,
+    lock: &WriterLock,
+    limits: &Limits,
+    whole: u64,
+    written: Written,
+    seen: Option<&Seen>,
+) -> Result<Vec<Removal>, NoRoom> {
     let policy = &limits.policy;
+    let is_limited = seen.is_some_and(|seen| seen.is_limited);
+    let need_of = |survey: &Survey| match seen {
+        Some(seen) => Need::from(seen.least.max(survey.need(whole, written).lasting)),
+        None => survey.need(whole, written),
+    };
     let look = || -> Result<(Survey, Admission)> {
-        let survey = Survey::of(folder, limits.min_free)?.with_held(lock);
-        let admission = survey.admit(survey.need(whole, written), policy, Utc::now(), folder.path());
+        let mut survey = Survey::of(folder, limits.min_free)?.with_held(lock);
+        if is_limited {
+            (survey.room.free, survey.room.min_free) = (0, 0);
+        }
+        let admission = survey.admit(need_of(&survey), policy, Utc::now(), folder.path());
         Ok((survey, admission))
     };
     let (stuck, removals) = match look()? {
@@ -209,12 +258,16 @@ pub fn make_room(
         // Space is short, so unneeded content is removed without a grace period.
         gc::sweep_now(folder, lock, limits.copies).map_err(Box::new)?;
     }
+    if is_limited {
+        // Only the next attempt shows what the quota allows now.
+        return Ok(removals.into_iter().filter(|removal| gone.contains(&removal.id)).collect());
+    }
     // Only once: a file system may free space late (btrfs does), and more images would be removed for nothing.
     match look()? {
         (_, Admission::Admit) => Ok(removals.into_iter().filter(|removal| gone.contains(&removal.id)).collect()),
         (survey, Admission::Refuse(refusal)) => Err(refused(refusal, survey.stuck)),
         (survey, Admission::AfterRemoving(_)) => {
-            let need = survey.need(whole, written).at_first;
+            let need = need_of(&survey).at_first;
             let Room { free, min_free: keep, .. } = survey.room;
             Err(Refusal::NotYetFree { need, free, keep, path: folder.path().to_owned() }.into())
         }
@@ -240,16 +293,6 @@ fn remove_all(folder: &JobFolder, lock: &WriterLock, ids: impl IntoIterator<Item
         }
     }
     Ok(gone)
-}
-
-/// Bytes that a user without special rights can still write to the file system of `path`.
-///
-/// # Errors
-/// [`Error::Read`] when the file system cannot be asked.
-pub fn free_space(path: &Path) -> Result<u64> {
-    let stat = nix::sys::statvfs::statvfs(path);
-    let stat = stat.map_err(|source| Error::Read { path: path.to_owned(), source: source.into() })?;
-    Ok(stat.blocks_available().saturating_mul(stat.fragment_size()))
 }
 
 /// Bytes that a folder occupies on the disk. What cannot be examined counts as zero, so the freed space is never

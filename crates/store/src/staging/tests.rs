@@ -1,4 +1,5 @@
 use super::*;
+use crate::manifest;
 use crate::manifest::{Landing, Reason};
 use crate::options::Copies;
 use crate::retention::Policy;
@@ -236,4 +237,50 @@ fn an_area_of_another_store_is_left_over_once_its_supervisor_is_dead() {
     assert!(!left[0].free(&Trust::default(), OnlyCopies::Discard) && area.is_there());
     drop(open);
     assert!(left[0].free(&Trust::default(), OnlyCopies::Discard) && !area.path().exists());
+}
+
+/// What is in memory has no hashes, and its signature is worth nothing on a disk.
+#[test]
+fn with_a_key_nothing_on_a_disk_is_believed_without_hashes() {
+    let Some(ground) = Ground::new() else { return };
+    let trust = crate::Trust::new(crate::chunk::Key::new(&[7; 32]), Path::new("/etc/key"), crate::Unsigned::Refused);
+    let store = Store::open(ground.folder.store(), Access::Write).unwrap().with_trust(trust.clone());
+    let folder = store.job(&"j".parse().unwrap()).unwrap();
+    let area = Area::open(&ground.base, &folder, &ground.lock, 1 << 20).unwrap();
+    let filling = area.slots()[0].begin(id(1)).unwrap();
+    fs::write(filling.dir().join("criu/x.img"), [1; 100]).unwrap();
+    let mut ours = manifest();
+    ours.job = folder.name().clone();
+    let image = filling.seal(ours, 1).unwrap();
+    assert!(image.is_good() && folder.staged() == std::slice::from_ref(&image), "memory is believed");
+    let signed = fs::read(image.dir.join(manifest::FILE_NAME)).unwrap();
+    let plant = |slot: &Path| {
+        fs::create_dir_all(slot.join("criu")).unwrap();
+        fs::write(slot.join(manifest::FILE_NAME), &signed).unwrap();
+        fs::write(slot.join("criu/x.img"), [6; 100]).unwrap();
+    };
+
+    // In a slot on the disk.
+    let on_disk = Area::on_disk(&folder, &ground.lock).unwrap();
+    plant(on_disk.slots()[0].dir());
+    let planted = &on_disk.images()[0];
+    assert!(planted.is_damaged() && planted.id == id(1), "{planted:?}");
+    let known = folder.known().unwrap();
+    assert_eq!(known.iter().map(|known| &known.best().dir).collect::<Vec<_>>(), [&image.dir]);
+    let before = Image { place: crate::Place::Slot, dir: planted.dir.clone(), ..image.clone() };
+    assert!(!before.verify().is_sound(), "nor if it was good when it was found");
+    on_disk.close().unwrap();
+
+    // On another file system, where the link on the disk leads.
+    let other = ground.base.join("other");
+    fs::create_dir(&other).unwrap();
+    mount(Some("x"), &other, Some("ramfs"), MsFlags::empty(), Some("mode=0711")).unwrap();
+    plant(&other.join("slots/0"));
+    let link = folder.path().join(LINK);
+    fs::remove_file(&link).unwrap();
+    std::os::unix::fs::symlink(&other, &link).unwrap();
+    let found = folder.staged();
+    umount2(&other, MntFlags::MNT_DETACH).unwrap();
+    area.close().unwrap();
+    assert_eq!(found, []);
 }

@@ -41,7 +41,8 @@ fn lives() {
                 assert!(rekindle_base::chain(&error).contains("no storage space"), "{error:?}");
             }
         }
-        let bounds = Bounds { sweep_after: Duration::ZERO, repack: Some(u64::MAX), key: None, copies: Copies::One };
+        let bounds =
+            Bounds { sweep_after: Duration::ZERO, repack: Some(u64::MAX), key: None, copies: Copies::One, min_free: 0 };
         for seconds in 0..3 {
             let _ = collect(&ground.folder, &ground.lock, &bounds, at(i64::from(number) * 10 + seconds), &|| false);
         }
@@ -69,7 +70,8 @@ fn check(path: &Path) {
         }
         // The next start, and what it finds.
         folder.sweep_leftovers(&lock).unwrap();
-        let bounds = Bounds { sweep_after: Duration::ZERO, repack: Some(u64::MAX), key: None, copies: Copies::One };
+        let bounds =
+            Bounds { sweep_after: Duration::ZERO, repack: Some(u64::MAX), key: None, copies: Copies::One, min_free: 0 };
         collect(&folder, &lock, &bounds, at(1000), &|| false).unwrap();
     }
     let (bytes, needed) = usage(&folder, Copies::One).unwrap();

@@ -47,7 +47,13 @@ impl Ground {
     }
 
     fn gc(&self, seconds: i64, copies: Copies) -> gc::Collected {
-        let bounds = gc::Bounds { sweep_after: Duration::from_secs(600), repack: Some(u64::MAX), key: None, copies };
+        let bounds = gc::Bounds {
+            sweep_after: Duration::from_secs(600),
+            repack: Some(u64::MAX),
+            key: None,
+            copies,
+            min_free: 0,
+        };
         collect(&self.folder, &self.lock, &bounds, at(seconds), &|| false).unwrap()
     }
 

@@ -118,3 +118,82 @@ fn no_image_goes_while_its_content_would_stay() {
     std::fs::remove_file(strange).unwrap();
     assert_eq!(ground.room(8 * CHUNKS, min_free).unwrap(), [0; 0], "the first one's content comes free now");
 }
+
+/// An image adds much more than the one before. Images that may go, go.
+#[test]
+fn an_image_that_adds_much_more_than_the_one_before_is_stored() {
+    let Some(disk) = SmallDisk::mount(24 << 20) else { return };
+    let source = Ground::new();
+    let ground = Ground::below(tempfile::tempdir_in(disk.0.path()).unwrap());
+    // Two large ones, and two that share all but a chunk with the second.
+    let base = |number: u8| [noise(2, 24 * CHUNK), noise(number, CHUNK)].concat();
+    for (number, content) in [(1, noise(1, 24 * CHUNK)), (2, base(2)), (3, base(3)), (4, base(4))] {
+        ground.persist(&source.stage(number, &[("a", content)])).unwrap();
+    }
+    let limits =
+        Limits { policy: Policy { keep_last: 9, ..Policy::default() }, min_free: 1 << 20, copies: Copies::One };
+    let packing = packing(Compression::None, None);
+    let store = |staged: &Image| {
+        let progress = Progress::default();
+        persist::store(staged, &ground.folder, &ground.lock, &limits, &packing, &progress, &|| false)
+    };
+    let large = source.stage(5, &[("a", noise(5, 48 * CHUNK))]);
+    let expected = Survey::of(&ground.folder, 0).unwrap().need(48 * CHUNKS, Written::Packed).lasting;
+    assert!(expected < CHUNKS * 2 && free(&ground.folder) < 48 * CHUNKS + (1 << 20), "it is thought to fit");
+    let stored = store(&large).unwrap();
+    assert_eq!(ground.ids(), [5, 4, 3, 2], "no more than necessary");
+    assert!(stored.verify_content(None, 2, &Progress::default(), &|| false).unwrap().is_sound());
+    let added = stored.manifest().unwrap().chunks.as_ref().unwrap().stored;
+    assert!((48 * CHUNKS..50 * CHUNKS).contains(&added), "the next one is expected to add as much: {added}");
+
+    // What can never fit is refused, and nothing goes for it.
+    let error = store(&source.stage(6, &[("a", noise(6, 120 * CHUNK))])).unwrap_err();
+    assert!(matches!(error, persist::Unstored::NoRoom(NoRoom::Refused(Refusal::Disk { .. }))), "{error:?}");
+    assert_eq!(ground.ids(), [5, 4, 3, 2]);
+}
+
+/// A quota allows less than the file system has free.
+#[test]
+fn what_a_quota_allows_is_not_what_is_free() {
+    let ground = Ground::new();
+    for number in 1..=3 {
+        ground.persist(&ground.stage(number.into(), &[("a", noise(number, 8 * CHUNK))])).unwrap();
+    }
+    let limits = Limits { policy: Policy { keep_last: 9, ..Policy::default() }, min_free: 0, copies: Copies::One };
+    let room = |is_limited| {
+        let seen = Seen { least: 12 * CHUNKS, is_limited };
+        let made = make_room_again(&ground.folder, &ground.lock, &limits, 12 * CHUNKS, &seen).unwrap();
+        made.iter().map(|removal| removal.id.sequence()).collect::<Vec<_>>()
+    };
+    assert_eq!(room(false), [0; 0]);
+    assert_eq!(room(true), [1, 2]);
+    assert_eq!(ground.ids(), [3]);
+}
+
+/// The content of an image that was damaged everywhere is struck from the indexes.
+#[test]
+fn an_image_that_lost_content_takes_no_place_of_an_intact_one() {
+    let ground = Ground::new();
+    let images = [1_u8, 2, 3]
+        .map(|number| ground.persist(&ground.stage(number.into(), &[("a", noise(number, 2 * CHUNK))])).unwrap());
+    ground.folder.note_proven(&ground.lock, [images[0].id, images[2].id]).unwrap();
+    let packs = ground.folder.packs();
+    for image in &images[1..] {
+        let (id, _) = image.chunk_map().unwrap().unwrap().chunks().next().unwrap();
+        let place = packs.index().unwrap().get(&id).unwrap();
+        crate::pack::strike::strike(&packs, &ground.lock, &[(place.pack, id)]).unwrap();
+    }
+    let policy = Policy { keep_last: 1, ..Policy::default() };
+    let (_, gone) = rotate(&ground.folder, &ground.lock, &policy, 0).unwrap();
+    assert_eq!((gone, ground.ids()), (vec![images[1].id], vec![3, 1]), "the first is the only one to go back to");
+    // While a pack cannot be read, its content may be there.
+    let strange = ground.folder.packs_dir().join(format!("{}.pack", "0".repeat(32)));
+    std::fs::write(&strange, "x").unwrap();
+    let survey = Survey::of(&ground.folder, 0).unwrap();
+    assert!(survey.facts.iter().all(|facts| facts.kind == FactKind::Good));
+    std::fs::remove_file(strange).unwrap();
+    // The content is stored again.
+    ground.persist(&ground.stage(4, &[("a", noise(3, 2 * CHUNK))])).unwrap();
+    let survey = Survey::of(&ground.folder, 0).unwrap();
+    assert!(survey.facts.iter().all(|facts| facts.kind == FactKind::Good));
+}

@@ -1,0 +1,68 @@
+//! Stores an image, and makes room for it.
+//!
+//! How much an image adds is a guess from what the one before it added. One that adds much more fills the disk although
+//! room was made. Then more is known: how much was written, how much of the image is left, and whether a quota allows
+//! less than the file system has free. With that, room is made once more, by the same rules.
+
+use std::io;
+
+use super::{Error, Packing, Progress, persist};
+use crate::folder::JobFolder;
+use crate::image::Image;
+use crate::lock::WriterLock;
+use crate::retention::survey::{self, Limits, NoRoom, Seen, Written};
+
+/// Why an image could not be stored. It is still in its old place.
+#[derive(Debug, thiserror::Error)]
+pub enum Unstored {
+    /// There is no room for it.
+    #[error(transparent)]
+    NoRoom(#[from] NoRoom),
+    /// It could not be packed.
+    #[error(transparent)]
+    Persist(#[from] Error),
+}
+
+/// How often it is tried at once. Each attempt knows more, so the second one is enough unless others use the disk, too.
+const ATTEMPTS: u32 = 3;
+/// What the files of an image need beside its content, as one part in so many, and at least so many bytes.
+const BESIDE: u64 = 64;
+const BESIDE_AT_LEAST: u64 = 1 << 20;
+
+/// Makes room for a staged image, removing older ones if necessary, and packs it.
+///
+/// # Errors
+/// When there is no room, or as [`persist`].
+pub fn store(
+    image: &Image,
+    folder: &JobFolder,
+    lock: &WriterLock,
+    limits: &Limits,
+    packing: &Packing,
+    progress: &Progress,
+    cancelled: &(dyn Fn() -> bool + Sync),
+) -> Result<Image, Unstored> {
+    // Holes take no space.
+    let whole = image.data().unwrap_or_else(|_| image.manifest().map_or(0, |manifest| manifest.bytes));
+    survey::make_room(folder, lock, limits, whole, Written::Packed)?;
+    for _ in 1..ATTEMPTS {
+        let free = survey::free_space(folder.path()).map_err(NoRoom::from)?;
+        let error = match persist(image, folder, lock, packing, progress, cancelled) {
+            Err(error) if error.is_full() => error,
+            done => return Ok(done?),
+        };
+        let (done, total) = progress.bytes();
+        let more = progress.written().saturating_add(total.saturating_sub(done));
+        let is_limited = error.kind() == Some(io::ErrorKind::QuotaExceeded);
+        // All that was free was not enough.
+        let least = if is_limited { more } else { more.max(free) };
+        let least = least.saturating_add(least / BESIDE).saturating_add(BESIDE_AT_LEAST);
+        tracing::info!("the store is full: image {} needs more than expected", image.id);
+        match survey::make_room_again(folder, lock, limits, whole, &Seen { least, is_limited }) {
+            // What the file system has free explains nothing.
+            Err(NoRoom::Refused(_) | NoRoom::Stuck { .. }) if is_limited => return Err(error.into()),
+            made => made?,
+        };
+    }
+    Ok(persist(image, folder, lock, packing, progress, cancelled)?)
+}
