@@ -260,6 +260,7 @@ impl Still<'_, '_> {
     }
 
     fn correct_image(&mut self, tree: &[i32], notes: &mut Vec<String>) -> Result<(), String> {
+        record::name_apart(self.dir, self.saved_links).map_err(|e| e.to_string())?;
         criu::image::adopt_daemons(self.dir).map_err(|e| e.to_string())?;
         let restarted = criu::image::restart_timers(self.dir).map_err(|e| chain(&e))?;
         if restarted > 0 {
