@@ -307,6 +307,8 @@ pub fn restore(place: &Place<'_>, options: RestoreOptions<'_>, hooks: &mut Hooks
         ..common(place, tcp)
     };
     let mut run = Run::start(place, Orphan::CleansUp, instead, plugin)?;
+    // Dropped before `run`: the tasks continue when CRIU is gone.
+    let _abandon = AbandonOnPanic(hooks.abandon);
     let restricted = plugin.and_then(|plugin| plugin.files);
     let outcome = run
         .check_plugin(restricted, place.timeout, hooks)
@@ -358,9 +360,44 @@ enum Orphan {
     CleansUp,
 }
 
+/// CRIU's process. It is killed and reaped when this is dropped before its end, as by a panic: a CRIU that only sees its
+/// socket closed resumes the tasks.
+struct Process(Child);
+
+impl Process {
+    /// Also kills what it has started, which is in its process group. If it has ended itself, it has not been waited for yet, so
+    /// the number is no other group's.
+    fn kill(&self) -> io::Result<()> {
+        let _ = killpg(Pid::from_raw(self.0.pid()), Signal::SIGKILL);
+        self.0.signal(libc::SIGKILL)
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // An error means that it was waited for.
+        if self.0.has_ended().is_ok() {
+            let _ = self.kill();
+            let _ = self.0.wait();
+        }
+    }
+}
+
+/// Kills what a restore has made if one of our own steps panics.
+struct AbandonOnPanic<'a>(&'a dyn Fn());
+
+impl Drop for AbandonOnPanic<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            (self.0)();
+        }
+    }
+}
+
 struct Run<'a> {
     criu: &'a Path,
-    child: Child,
+    /// Before the socket, which is closed after it.
+    child: Process,
     socket: OwnedFd,
     log: Reader,
     /// The user whose file access rights a restore must use.
@@ -418,7 +455,7 @@ impl<'a> Run<'a> {
                 }
             })
             .map_err(RunError::Start)?;
-        Ok(Run { criu: &place.criu.path, child, socket, log, restricted: None })
+        Ok(Run { criu: &place.criu.path, child: Process(child), socket, log, restricted: None })
     }
 
     /// Before CRIU reads the image: checks that our plugin is loaded. From then on the restore uses these file access
@@ -437,7 +474,7 @@ impl<'a> Run<'a> {
         // the shell of a wrapper or the loader.
         self.send(&Request { kind: Kind::Version.into(), keep_open: Some(true), ..Request::default() })?;
         self.receive(Instant::now() + timeout, hooks.cancelled, hooks.died)?;
-        match process::has_mapped(self.child.pid(), PLUGIN_NAME) {
+        match process::has_mapped(self.child.0.pid(), PLUGIN_NAME) {
             true => Ok(()),
             false => Err(Stop::Unrestricted("it did not load the object that LD_PRELOAD names")),
         }
@@ -449,7 +486,7 @@ impl<'a> Run<'a> {
         /// CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER and CAP_FSETID.
         const OVER_FILES: u64 = 0b1_1111;
         let Some(rights) = self.restricted else { return Ok(()) };
-        let pid = self.child.pid();
+        let pid = self.child.0.pid();
         let ids = |ids: Option<Vec<u32>>| ids.and_then(|ids| ids.get(3).copied());
         let is_user =
             ids(process::user_ids(pid)) == Some(rights.uid) && ids(process::group_ids(pid)) == Some(rights.gid);
@@ -562,15 +599,11 @@ impl<'a> Run<'a> {
         drop(self.socket);
         match outcome {
             Ok(_) | Err(Stop::Hook(_)) => {}
-            // What it has started is in its process group. If it has ended itself, it has not been waited for yet, so the number
-            // is no other group's.
-            Err(Stop::Closed) => drop(killpg(Pid::from_raw(self.child.pid()), Signal::SIGKILL)),
-            Err(_) => {
-                let _ = killpg(Pid::from_raw(self.child.pid()), Signal::SIGKILL);
-                self.child.signal(libc::SIGKILL).map_err(talk("kill"))?;
-            }
+            // What it has started. Its own status remains if it has ended itself.
+            Err(Stop::Closed) => drop(killpg(Pid::from_raw(self.child.0.pid()), Signal::SIGKILL)),
+            Err(_) => self.child.kill().map_err(talk("kill"))?,
         }
-        let ended = wait_bounded(&self.child, Duration::from_secs(10)).map_err(talk("wait"))?;
+        let ended = wait_bounded(&self.child.0, Duration::from_secs(10)).map_err(talk("wait"))?;
         let log = self.log.finish(Duration::from_secs(2));
         match outcome {
             Ok(response) if response.success => Ok((response, log)),

@@ -170,26 +170,27 @@ impl Restore<'_> {
     }
 
     fn run_criu(&mut self) -> Result<(), Error> {
-        let Made::World(world) = std::mem::replace(&mut self.made, Made::Nothing) else { return Err(self.lost()) };
-        (self.request.prepare.0)(&world);
-        match run_criu(self.request, self.manifest, &world, &self.lost_locks, Until::ItRuns, self.cancelled) {
+        // The world stays where the undo finds it, also if this panics.
+        let Made::World(world) = &self.made else { return Err(self.lost()) };
+        (self.request.prepare.0)(world);
+        let taken = matches!(world, World::Host);
+        match run_criu(self.request, self.manifest, world, &self.lost_locks, Until::ItRuns, self.cancelled) {
             Ok(Some((root, open))) => {
                 self.open = open;
-                self.made = Made::Job(Job::restored(world, root, self.manifest.tree.job));
-                Ok(())
-            }
-            result => {
-                let taken = matches!(world, World::Host);
-                self.made = Made::World(world);
-                Err(match result {
-                    Ok(_) => self.lost(),
-                    Err(Error::Criu(criu::RunError::Cancelled)) => Error::Cancelled,
-                    Err(Error::Criu(error)) if taken && error.log().is_some_and(criu::Log::says_pid_taken) => {
-                        Error::PidTaken(error)
+                match std::mem::replace(&mut self.made, Made::Nothing) {
+                    Made::World(world) => {
+                        self.made = Made::Job(Job::restored(world, root, self.manifest.tree.job));
+                        Ok(())
                     }
-                    Err(other) => other,
-                })
+                    _ => Err(self.lost()),
+                }
             }
+            Ok(None) => Err(self.lost()),
+            Err(Error::Criu(criu::RunError::Cancelled)) => Err(Error::Cancelled),
+            Err(Error::Criu(error)) if taken && error.log().is_some_and(criu::Log::says_pid_taken) => {
+                Err(Error::PidTaken(error))
+            }
+            Err(other) => Err(other),
         }
     }
 
