@@ -132,37 +132,6 @@ pub(crate) fn fifos(criu_dir: &Path, root: i32) -> Result<Vec<Fifo>, image::Erro
     Ok(paths.into_iter().filter_map(fifo).collect())
 }
 
-/// Bytes on disk of the deleted files that these processes have open or mapped: CRIU copies each of them (a ghost file,
-/// `dump_ghost_file`). pids are as we see them.
-pub(crate) fn nameless_bytes(tree: &[i32]) -> u64 {
-    let mut found: BTreeMap<(u64, u64), u64> = BTreeMap::new();
-    for pid in tree {
-        let opened =
-            process::descriptors(*pid).filter(|(_, target)| is_nameless(target.as_os_str().as_encoded_bytes()));
-        let opened = opened.map(|(number, _)| format!("/proc/{pid}/fd/{number}"));
-        let maps = maps::read(*pid).unwrap_or_default();
-        let mapped = nameless_ranges(&maps).map(|range| format!("/proc/{pid}/map_files/{range}"));
-        for metadata in opened.chain(mapped).filter_map(|path| std::fs::metadata(path).ok()) {
-            if metadata.is_file() && metadata.nlink() == 0 {
-                found.insert((metadata.dev(), metadata.ino()), metadata.blocks() * 512);
-            }
-        }
-    }
-    found.values().sum()
-}
-
-/// Whether a name in /proc is that of a deleted file. The kernel uses the same form for memory that is in no file
-/// system, which CRIU writes to page files.
-fn is_nameless(name: &[u8]) -> bool {
-    let memory = [&b"/memfd:"[..], b"/dev/zero ", b"/SYSV", b"/[aio]"];
-    name.starts_with(b"/") && name.ends_with(b" (deleted)") && !memory.iter().any(|start| name.starts_with(start))
-}
-
-/// The names in /proc/PID/map_files of the mappings of such files.
-fn nameless_ranges(maps: &[u8]) -> impl Iterator<Item = String> {
-    maps::mappings(maps).filter(|mapping| is_nameless(mapping.name)).map(|mapping| mapping.range())
-}
-
 /// Sets O_APPEND of the frozen job's output again where the job has cleared it: otherwise it would write on at its old
 /// offset after a rotation, and leave a hole that looks like content that was rotated away. `tree` are pids as we see them.
 pub(crate) fn append_again(files: &[OpenFile], tree: &[i32], output: &Files) -> io::Result<()> {
@@ -266,7 +235,7 @@ pub(crate) fn name_apart(criu_dir: &Path, links: &mut [SavedLink]) -> Result<(),
 
 /// Works on names in a folder of the job. The user can replace the folder by a link at any time, so this is done with
 /// the user's rights if the job has a user.
-fn in_their_folder<const N: usize, T: Send>(
+pub(super) fn in_their_folder<const N: usize, T: Send>(
     root: i32,
     paths: [&Path; N],
     user: Option<&Identity>,
@@ -344,20 +313,6 @@ pub(crate) enum Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn mappings_of_files_without_a_name_are_found() {
-        let maps = b"\
-00400000-00401000 r--p 00000000 fe:00 1  /tmp/gone (deleted)
-7f86f4000000-7f86f4400000 rw-p 00000000 00:00 0
-7f86f5000000-7f86f5400000 rw-s 00000000 00:01 2                          /dev/zero (deleted)
-7f86f585e000-7f86f595e000 r--s 00000000 00:01 3                          /memfd:mm (deleted)
-7f86f5960000-7f86f5970000 rw-s 00000000 00:01 4                          /SYSV00000000 (deleted)
-7f86f5980000-7f86f5990000 rw-s 00000000 00:17 5                          /dev/shm/torch_1 2 (deleted)
-7f86f5990000-7f86f59a0000 rw-s 00000000 00:17 6                          /dev/shm/named
-";
-        assert_eq!(nameless_ranges(maps).collect::<Vec<_>>(), ["400000-401000", "7f86f5980000-7f86f5990000"]);
-    }
 
     #[test]
     fn an_owner_is_that_of_the_open_file_and_not_of_the_one_at_its_path() {
@@ -466,21 +421,5 @@ mod tests {
         assert!(matches!(&error, Error::Another(path) if *path == link), "{error}");
         let names = || std::fs::read_dir(dir).unwrap().flatten().map(|entry| entry.file_name());
         assert!(!names().any(|name| name.to_string_lossy().starts_with(SavedLink::PREFIX)));
-    }
-
-    #[test]
-    fn a_file_without_a_name_counts_once() {
-        let mut file = tempfile::tempfile().unwrap();
-        io::Write::write_all(&mut file, &vec![1; 3 << 20]).unwrap();
-        file.sync_all().unwrap();
-        let expected = file.metadata().unwrap().blocks() * 512;
-        let mut sleep = std::process::Command::new("sleep");
-        let mut child = sleep.arg("60").stdout(file.try_clone().unwrap()).stderr(file).spawn().unwrap();
-        let pid = child.id().cast_signed();
-        let found = nameless_bytes(&[pid, pid]);
-        child.kill().unwrap();
-        child.wait().unwrap();
-        assert_eq!(found, expected);
-        assert!(found >= 3 << 20);
     }
 }
