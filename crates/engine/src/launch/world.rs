@@ -237,14 +237,18 @@ impl World {
                     thaw(root);
                 }
             }
-            // A restore in the host's namespaces failed: its processes, dead or half restored, are children that we do
-            // not know.
-            (World::Host, None) => {
-                for child in process::children(std::process::id().cast_signed()) {
-                    if !spawn::is_known(child) {
-                        kill_tree(child);
-                    }
-                }
+            // See `abandon`.
+            (World::Host, None) => {}
+        }
+    }
+
+    /// Kills what a restore has made that failed.
+    pub fn abandon(&self, attempt: Attempt<'_>) {
+        match self {
+            World::Private { .. } => self.kill(None),
+            World::Host => {
+                let children = process::children(std::process::id().cast_signed());
+                children.into_iter().filter(|child| attempt.made(*child)).for_each(kill_tree);
             }
         }
     }
@@ -281,6 +285,26 @@ impl World {
             let _ = init.wait();
         }
         ended
+    }
+}
+
+/// A restore under way.
+#[derive(Debug, Clone, Copy)]
+pub struct Attempt<'a> {
+    /// The numbers that the processes of the image have.
+    pub pids: &'a [i32],
+    /// When it began, since the boot.
+    pub began: Duration,
+}
+
+impl Attempt<'_> {
+    /// Whether it has made this child of ours in the host's namespaces, dead or half restored. As pid 1 of a container we get
+    /// the orphans of others as children too, which we do not know either.
+    fn made(&self, child: i32) -> bool {
+        /// The unit of start times.
+        const TICK: Duration = Duration::from_millis(10);
+        let is_new = || process::began(child).is_some_and(|began| began + TICK >= self.began);
+        !spawn::is_known(child) && self.pids.contains(&child) && is_new()
     }
 }
 
@@ -485,6 +509,28 @@ mod tests {
             world.end(None);
         }
         assert!(bridge("del").success());
+    }
+
+    #[test]
+    fn a_failed_restore_in_the_hosts_namespaces_kills_no_orphans_of_others() {
+        let before = since_boot();
+        let mut children = [(); 3].map(|()| std::process::Command::new("/bin/sleep").arg("60").spawn().unwrap());
+        let [restored, other, older] = [0, 1, 2].map(|at| children[at].id().cast_signed());
+        World::Host.abandon(Attempt { pids: &[1, restored], began: before });
+        World::Host.abandon(Attempt { pids: &[1, older], began: since_boot() + Duration::from_secs(60) });
+        World::Host.kill(None);
+        let is_alive = |pid: i32| process::state(pid).is_some_and(|state| state != 'Z');
+        let deadline = std::time::Instant::now() + Duration::from_secs(10);
+        while is_alive(restored) && std::time::Instant::now() < deadline {
+            std::thread::yield_now();
+        }
+        let alive = [restored, other, older].map(is_alive);
+        // Another test may have reaped one.
+        for child in &mut children {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+        assert_eq!(alive, [false, true, true]);
     }
 
     #[test]

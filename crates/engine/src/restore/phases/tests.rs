@@ -92,6 +92,7 @@ fn play(
         relocation: None,
         lost_locks,
         cancelled: &|| false,
+        began: since_boot(),
         made: Made::Nothing,
         open: Vec::new(),
         gpus: Gpus::Back,
