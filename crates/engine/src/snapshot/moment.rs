@@ -84,7 +84,7 @@ pub(super) struct Still<'a, 'w> {
 impl Still<'_, '_> {
     /// Before CRIU stops the tasks: what it would do harm to.
     pub(super) fn check_again(&mut self) -> Result<(), String> {
-        preflight::check_leases(&process::tree(self.env.root())).map_err(|refusal| self.refuse(refusal))
+        preflight::check_stop(&process::tree(self.env.root())).map_err(|refusal| self.refuse(refusal))
     }
 
     fn refuse(&mut self, refusal: Refusal) -> String {
