@@ -6,6 +6,8 @@
 //! - If a restore fails, the half-restored tasks are killed (the caller's `abandon` kills their world) before this
 //!   module waits for the end of the log, because the tasks have its pipe open.
 
+mod ending;
+
 use std::ffi::{CString, OsStr, OsString};
 use std::fmt::Display;
 use std::io;
@@ -23,6 +25,7 @@ use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, recv, send, 
 use nix::unistd::Pid;
 use prost::Message;
 
+use self::ending::{AbandonOnPanic, Process, wait_bounded};
 use super::log::{Log, Reader};
 use super::plugin::{FileRights, PLUGIN_NAME, Plugin};
 use super::proto::{InheritFd, Kind, Options, Request, Response};
@@ -360,40 +363,6 @@ enum Orphan {
     CleansUp,
 }
 
-/// CRIU's process. It is killed and reaped when this is dropped before its end, as by a panic: a CRIU that only sees its
-/// socket closed resumes the tasks.
-struct Process(Child);
-
-impl Process {
-    /// Also kills what it has started, which is in its process group. If it has ended itself, it has not been waited for yet, so
-    /// the number is no other group's.
-    fn kill(&self) -> io::Result<()> {
-        let _ = killpg(Pid::from_raw(self.0.pid()), Signal::SIGKILL);
-        self.0.signal(libc::SIGKILL)
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        // An error means that it was waited for.
-        if self.0.has_ended().is_ok() {
-            let _ = self.kill();
-            let _ = self.0.wait();
-        }
-    }
-}
-
-/// Kills what a restore has made if one of our own steps panics.
-struct AbandonOnPanic<'a>(&'a dyn Fn());
-
-impl Drop for AbandonOnPanic<'_> {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            (self.0)();
-        }
-    }
-}
-
 struct Run<'a> {
     criu: &'a Path,
     /// Before the socket, which is closed after it.
@@ -628,20 +597,6 @@ const NOTICES_WITHIN: Duration = Duration::from_secs(2);
 /// The pids for CRIU in the job's namespace, below every pid that a job can have. It gets the first one, unless processes of
 /// a CRIU that was killed still have that one's session.
 const CRIU_PIDS: RangeInclusive<i32> = 2..=9;
-
-/// Waits for the child to end, and kills it after `limit`.
-fn wait_bounded(child: &Child, limit: Duration) -> io::Result<Ended> {
-    let deadline = Instant::now() + limit;
-    while Instant::now() < deadline {
-        if let Some(ended) = child.try_wait()? {
-            return Ok(ended);
-        }
-        // CRIU exits within a millisecond of its answer.
-        std::thread::sleep(Duration::from_micros(500));
-    }
-    child.signal(libc::SIGKILL)?;
-    child.wait()
-}
 
 #[cfg(test)]
 mod tests;

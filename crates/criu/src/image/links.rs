@@ -68,7 +68,7 @@ fn holders(dir: &Path) -> Result<BTreeMap<u32, Holder>, Error> {
     let mut found = BTreeMap::new();
     for pid in images(dir, "ids-")?.into_iter().filter_map(|(pid, _)| pid.parse().ok()) {
         for entry in table_of(dir, pid)? {
-            found.entry(entry.id).or_insert(Holder::Descriptor { pid, fd: entry.fd.cast_signed() });
+            found.entry(entry.id).or_insert_with(|| Holder::Descriptor { pid, fd: entry.fd.cast_signed() });
         }
     }
     for (name, path) in images(dir, "mm-")? {
