@@ -13,9 +13,10 @@ use super::Check;
 use crate::config::PidNamespace;
 use rekindle_base::chain;
 use rekindle_criu::{self as criu, Criu, DumpOptions, Hooks, Place, Plugin, RestoreOptions, Tcp};
-use rekindle_engine::launch::world::{FIRST_PID, Network, World, last_pid_for};
+use rekindle_engine::launch::world::{Attempt, FIRST_PID, Network, World, last_pid_for};
 use rekindle_engine::launch::{self, Amx, IoUring, Job, JobSpec, Privileges, output, plugin, reaper};
 use rekindle_engine::parts::devices::Devices;
+use rekindle_os::clock::since_boot;
 use rekindle_os::process;
 
 /// Time limit for a CRIU request. A normal one takes less than a tenth of a second, on a busy machine less than one.
@@ -121,7 +122,8 @@ impl Trial<'_> {
     fn go(&self) -> Result<(), Failure> {
         let ids = self.dump()?;
         let world = self.world(last_pid_for(&ids))?;
-        let abandon = || world.kill(None);
+        let attempt = Attempt { pids: &ids, began: since_boot() };
+        let abandon = || world.abandon(attempt);
         let mut hooks = Hooks { notify: &mut |_| Ok(()), cancelled: &|| false, abandon: &abandon, died: &|| None };
         let restored = criu::restore(&self.place(&world), RestoreOptions::default(), &mut hooks);
         let root = match restored {

@@ -6,6 +6,7 @@ mod checked;
 mod cores;
 mod descriptors;
 mod devices;
+mod links;
 mod locks;
 mod mappings;
 mod memfds;
@@ -27,6 +28,7 @@ pub use checked::{CheckedFile, checked_files};
 pub use cores::{securebits, stopped};
 pub use descriptors::{UnixListener, descriptors, unix_listeners};
 pub use devices::{Replaced, without_devices};
+pub use links::{Holder, LinkRemap, link_remaps, rename_link_remaps};
 pub use locks::{LostLock, LostLocks, lost_locks};
 pub use mappings::{correct_access, scarce, written_by_mappings};
 pub use memfds::memfd_names;
@@ -299,21 +301,6 @@ fn remaps(dir: &Path) -> Result<Vec<RemapEntry>, Error> {
         return Ok(Vec::new());
     }
     Records::open(path, REMAP)?.all()
-}
-
-/// The names that CRIU gave to deleted files with another hard link (`link_remap.N`). CRIU removes them after a dump
-/// that leaves the tasks running, and needs them for a restore.
-///
-/// # Errors
-/// When an image file is damaged.
-pub fn link_remaps(dir: &Path) -> Result<Vec<PathBuf>, Error> {
-    let links: Vec<u32> = remaps(dir)?.iter().filter(|remap| remap.is_link()).map(|remap| remap.remap_id).collect();
-    if links.is_empty() {
-        return Ok(Vec::new());
-    }
-    let entries: Vec<FileEntry> = Records::open(dir.join("files.img"), FILES)?.all()?;
-    let linked = entries.into_iter().filter(|e| links.contains(&e.id)).filter_map(|e| e.reg);
-    Ok(linked.map(|reg| absolute(&reg.name)).collect())
 }
 
 /// Compares every page map with the size of its pages file: CRIU reads past the end of a short one and then waits for

@@ -146,10 +146,18 @@ impl Log {
         first.is_some_and(|line| says(line))
     }
 
-    /// Whether a dump failed because of something that the job was just doing, and that will probably be over soon.
+    /// Whether a dump failed because of something that the job was just doing, or that the undo of a dump removes, and that
+    /// will probably be over soon.
     #[must_use]
     pub fn says_moment(&self) -> bool {
-        self.says_killed() || self.errors().iter().any(|line| MOMENTS.iter().any(|mark| line.contains(mark)))
+        let passes = |line: &String| MOMENTS.iter().any(|mark| line.contains(mark));
+        self.says_killed() || self.says_name_taken() || self.errors().iter().any(passes)
+    }
+
+    /// Whether CRIU could not give a deleted file a name, because the name exists: a dump that was killed has left it.
+    #[must_use]
+    pub fn says_name_taken(&self) -> bool {
+        self.errors().iter().any(|line| line.contains(LINK_REMAP) && line.contains("File exists"))
     }
 
     /// What to do about it, if the failure is a known one.
@@ -169,6 +177,9 @@ fn error_text(line: &str) -> Option<String> {
 
 /// A process whose first thread has ended, and whose other threads will end soon (compel/src/lib/infect.c).
 const ENDING: &str = "Zombies with threads";
+
+/// A deleted file cannot be given a name for the time of a dump (criu/files-reg.c).
+const LINK_REMAP: &str = "Can't link remap to";
 
 /// Messages of CRIU 4.2 for temporary problems.
 const MOMENTS: &[&str] = &[
@@ -224,6 +235,10 @@ const HINTS: &[(&str, &str)] = &[
     (
         "Can't create link remap",
         "a file that the job has open was deleted and has another hard link, and its folder is not writable",
+    ),
+    (
+        LINK_REMAP,
+        "a file that the job has open was deleted and has another hard link, and it gets a further name (link_remap.N) in its folder during a snapshot: is the folder writable? A name that an interrupted snapshot has left is removed before the next attempt",
     ),
     ("Can't link ", "a file that was deleted before the snapshot cannot be restored: its saved hard link is gone"),
     ("Connected TCP socket", "the job has a TCP connection: set snapshot.tcp to \"close\" or \"keep\""),
@@ -350,7 +365,17 @@ mod tests {
         assert!(says("inet: Socket state 8 obtained but expected 1"));
         assert!(says("unix: Non-empty write queue on an in-flight socket 0x971f78"));
         assert!(says("1231 was killed by 9 unexpectedly: Killed"));
+        assert!(says("Can't link remap to dev/shm/sem.a: File exists"));
+        assert!(!says("Can't link remap to data/a: Permission denied"));
         assert!(!says("File /x has bad size 3 (expect 4)") && !says("anon_inode:[io_uring] is not supported"));
+    }
+
+    /// Two messages of CRIU begin with the same words.
+    #[test]
+    fn a_name_that_cannot_be_given_in_a_dump_is_told_from_one_that_is_gone_in_a_restore() {
+        let hint = |line: &str| log(&[&format!("(00.018) Error (criu/files-reg.c:1): {line}")]).hint().unwrap();
+        assert!(hint("Can't link remap to dev/shm/sem.a: File exists").contains("interrupted snapshot"));
+        assert!(hint("Can't link dev/shm/link_remap.4 -> dev/shm/sem.a: No such file").contains("is gone"));
     }
 
     #[test]

@@ -6,6 +6,8 @@
 //! - If a restore fails, the half-restored tasks are killed (the caller's `abandon` kills their world) before this
 //!   module waits for the end of the log, because the tasks have its pipe open.
 
+mod ending;
+
 use std::ffi::{CString, OsStr, OsString};
 use std::fmt::Display;
 use std::io;
@@ -23,6 +25,7 @@ use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, recv, send, 
 use nix::unistd::Pid;
 use prost::Message;
 
+use self::ending::{AbandonOnPanic, Process, wait_bounded};
 use super::log::{Log, Reader};
 use super::plugin::{FileRights, PLUGIN_NAME, Plugin};
 use super::proto::{InheritFd, Kind, Options, Request, Response};
@@ -307,6 +310,8 @@ pub fn restore(place: &Place<'_>, options: RestoreOptions<'_>, hooks: &mut Hooks
         ..common(place, tcp)
     };
     let mut run = Run::start(place, Orphan::CleansUp, instead, plugin)?;
+    // Dropped before `run`: the tasks continue when CRIU is gone.
+    let _abandon = AbandonOnPanic(hooks.abandon);
     let restricted = plugin.and_then(|plugin| plugin.files);
     let outcome = run
         .check_plugin(restricted, place.timeout, hooks)
@@ -360,7 +365,8 @@ enum Orphan {
 
 struct Run<'a> {
     criu: &'a Path,
-    child: Child,
+    /// Before the socket, which is closed after it.
+    child: Process,
     socket: OwnedFd,
     log: Reader,
     /// The user whose file access rights a restore must use.
@@ -418,7 +424,7 @@ impl<'a> Run<'a> {
                 }
             })
             .map_err(RunError::Start)?;
-        Ok(Run { criu: &place.criu.path, child, socket, log, restricted: None })
+        Ok(Run { criu: &place.criu.path, child: Process(child), socket, log, restricted: None })
     }
 
     /// Before CRIU reads the image: checks that our plugin is loaded. From then on the restore uses these file access
@@ -437,7 +443,7 @@ impl<'a> Run<'a> {
         // the shell of a wrapper or the loader.
         self.send(&Request { kind: Kind::Version.into(), keep_open: Some(true), ..Request::default() })?;
         self.receive(Instant::now() + timeout, hooks.cancelled, hooks.died)?;
-        match process::has_mapped(self.child.pid(), PLUGIN_NAME) {
+        match process::has_mapped(self.child.0.pid(), PLUGIN_NAME) {
             true => Ok(()),
             false => Err(Stop::Unrestricted("it did not load the object that LD_PRELOAD names")),
         }
@@ -449,7 +455,7 @@ impl<'a> Run<'a> {
         /// CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER and CAP_FSETID.
         const OVER_FILES: u64 = 0b1_1111;
         let Some(rights) = self.restricted else { return Ok(()) };
-        let pid = self.child.pid();
+        let pid = self.child.0.pid();
         let ids = |ids: Option<Vec<u32>>| ids.and_then(|ids| ids.get(3).copied());
         let is_user =
             ids(process::user_ids(pid)) == Some(rights.uid) && ids(process::group_ids(pid)) == Some(rights.gid);
@@ -562,15 +568,11 @@ impl<'a> Run<'a> {
         drop(self.socket);
         match outcome {
             Ok(_) | Err(Stop::Hook(_)) => {}
-            // What it has started is in its process group. If it has ended itself, it has not been waited for yet, so the number
-            // is no other group's.
-            Err(Stop::Closed) => drop(killpg(Pid::from_raw(self.child.pid()), Signal::SIGKILL)),
-            Err(_) => {
-                let _ = killpg(Pid::from_raw(self.child.pid()), Signal::SIGKILL);
-                self.child.signal(libc::SIGKILL).map_err(talk("kill"))?;
-            }
+            // What it has started. Its own status remains if it has ended itself.
+            Err(Stop::Closed) => drop(killpg(Pid::from_raw(self.child.0.pid()), Signal::SIGKILL)),
+            Err(_) => self.child.kill().map_err(talk("kill"))?,
         }
-        let ended = wait_bounded(&self.child, Duration::from_secs(10)).map_err(talk("wait"))?;
+        let ended = wait_bounded(&self.child.0, Duration::from_secs(10)).map_err(talk("wait"))?;
         let log = self.log.finish(Duration::from_secs(2));
         match outcome {
             Ok(response) if response.success => Ok((response, log)),
@@ -595,20 +597,6 @@ const NOTICES_WITHIN: Duration = Duration::from_secs(2);
 /// The pids for CRIU in the job's namespace, below every pid that a job can have. It gets the first one, unless processes of
 /// a CRIU that was killed still have that one's session.
 const CRIU_PIDS: RangeInclusive<i32> = 2..=9;
-
-/// Waits for the child to end, and kills it after `limit`.
-fn wait_bounded(child: &Child, limit: Duration) -> io::Result<Ended> {
-    let deadline = Instant::now() + limit;
-    while Instant::now() < deadline {
-        if let Some(ended) = child.try_wait()? {
-            return Ok(ended);
-        }
-        // CRIU exits within a millisecond of its answer.
-        std::thread::sleep(Duration::from_micros(500));
-    }
-    child.signal(libc::SIGKILL)?;
-    child.wait()
-}
 
 #[cfg(test)]
 mod tests;

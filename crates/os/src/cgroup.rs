@@ -10,7 +10,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 pub use folder::{Folder, NotSet, PROCS};
-pub use freezer::thaw;
+pub use freezer::{frozen, thaw};
 pub use hierarchy::{Hierarchy, hierarchies, memberships};
 pub use setting::settings;
 

@@ -7,9 +7,11 @@ use rekindle_base::Ended;
 use std::fmt::Display;
 use std::io;
 use std::os::fd::{OwnedFd, RawFd};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use nix::sched::CloneFlags;
 use procfs_core::FromRead;
 use procfs_core::process::Stat;
 use rustix::io::Errno;
@@ -159,10 +161,16 @@ pub fn cpu_ticks(pid: i32) -> Option<u64> {
     Some(stat.utime + stat.stime + stat.cutime.cast_unsigned() + stat.cstime.cast_unsigned())
 }
 
-/// The pid of the tracer, 0 without one.
+/// The pid of the tracer of a process or thread, 0 without one.
 #[must_use]
 pub fn tracer(pid: i32) -> Option<i32> {
     status(pid, "TracerPid")?.parse().ok()
+}
+
+/// The pid of the first tracer that any thread of the process has.
+#[must_use]
+pub fn tracer_of_any_thread(pid: i32) -> Option<i32> {
+    threads(pid).into_iter().find_map(|thread| tracer(thread).filter(|tracer| *tracer > 0))
 }
 
 /// Lowers the priority for the processor; applies to this thread and those that it starts (setpriority(2), NPTL).
@@ -255,6 +263,8 @@ pub struct Memory {
     pub anonymous: u64,
     /// Present pages of memory that can be shared (anonymous, memfd, tmpfs, System V).
     pub shared: u64,
+    /// Huge pages (hugetlbfs), its own and those that can be shared. The other two do not count them.
+    pub huge: u64,
 }
 
 /// The memory that an image of this process must contain; zero for a process that has ended.
@@ -264,7 +274,38 @@ pub fn memory(pid: i32) -> Memory {
         let kib = status(pid, field).and_then(|v| v.split_whitespace().next()?.parse::<u64>().ok());
         kib.unwrap_or(0) * 1024
     };
-    Memory { anonymous: bytes("RssAnon") + bytes("VmSwap"), shared: bytes("RssShmem") }
+    Memory { anonymous: bytes("RssAnon") + bytes("VmSwap"), shared: bytes("RssShmem"), huge: bytes("HugetlbPages") }
+}
+
+/// Ids and bytes of the System V segments that no process has attached, in the IPC namespace of this process. None if that
+/// is our own.
+///
+/// # Errors
+/// When the namespace cannot be entered, or the list cannot be read.
+pub fn detached_segments(pid: i32) -> io::Result<Vec<(u64, u64)>> {
+    let namespace = std::fs::File::open(format!("/proc/{pid}/ns/ipc"))?;
+    let inode = |path: &str| std::fs::metadata(path).map(|namespace| namespace.ino());
+    if namespace.metadata()?.ino() == inode("/proc/self/ns/ipc")? {
+        return Ok(Vec::new());
+    }
+    // The list is that of the thread which opens it. This one stays in that namespace until it ends.
+    let read = move || {
+        nix::sched::setns(&namespace, CloneFlags::CLONE_NEWIPC)?;
+        std::fs::read_to_string("/proc/sysvipc/shm")
+    };
+    let thread = std::thread::Builder::new().spawn(read)?;
+    let list = thread.join().unwrap_or_else(|_| Err(io::Error::other("the thread panicked")))?;
+    Ok(detached(&list))
+}
+
+/// Of lines with key, shmid, perms, size, cpid, lpid, nattch, uid, gid, cuid, cgid, atime, dtime, ctime, rss and swap.
+fn detached(list: &str) -> Vec<(u64, u64)> {
+    let segment = |line: &str| {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let number = |at: usize| fields.get(at)?.parse::<u64>().ok();
+        (number(6)? == 0).then_some((number(1)?, number(14)?.saturating_add(number(15)?)))
+    };
+    list.lines().filter_map(segment).collect()
 }
 
 /// A variable of the environment that the process was started with; its own later changes are not seen.

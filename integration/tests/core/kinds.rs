@@ -143,6 +143,22 @@ fn a_name_that_went_while_another_stays() {
     finish(&lab, run);
 }
 
+/// CRIU leaves its names of deleted files if it is killed in a dump, and uses the same names in the next one.
+#[test]
+fn names_that_a_killed_dump_has_left_do_not_hinder_the_next_one() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = until_after_snapshot(&lab, "link-remap");
+    for number in 1..=100 {
+        std::fs::hard_link(lab.path().join("kept"), lab.path().join(format!("link_remap.{number}"))).unwrap();
+    }
+    run.snapshot(&lab);
+    let left: Vec<String> = ours(&lab).into_iter().filter(|name| name.starts_with("link_remap.")).collect();
+    assert_eq!(left, [""; 0]);
+    run.crash(&lab);
+    count_on(&lab, &mut run, 3);
+    finish(&lab, run);
+}
+
 #[test]
 fn folders_that_the_job_removed_since_are_made_again() {
     let Some(lab) = Lab::new() else { return };

@@ -10,8 +10,9 @@ use super::rewrite::{rewrite, with_fields};
 use super::{Error, Records, damaged, names};
 use crate::proto::{MmEntry, VmaEntry};
 
-/// Status of a mapping (`include/image.h`): `VMA_FILE_SHARED`, `VMA_AREA_MEMFD`, and `VMA_EXT_PLUGIN` for a mapping
-/// that a plugin accepted.
+/// Status of a mapping (`include/image.h`): `VMA_FILE_PRIVATE`, `VMA_FILE_SHARED`, `VMA_AREA_MEMFD`, and `VMA_EXT_PLUGIN`
+/// for a mapping that a plugin accepted.
+const FILE_PRIVATE: u32 = 1 << 6;
 const FILE_SHARED: u32 = 1 << 7;
 const MEMFD: u32 = 1 << 14;
 const EXT_PLUGIN: u32 = 1 << 27;
@@ -86,6 +87,11 @@ pub fn correct_access(dir: &Path) -> Result<usize, Error> {
 }
 
 const ACCESS: u32 = libc::O_ACCMODE.cast_unsigned();
+
+/// Whether it maps a file, privately or not, whose id it has.
+pub(super) fn has_a_file(vma: &VmaEntry) -> bool {
+    vma.status & (FILE_PRIVATE | FILE_SHARED) != 0 && vma.status & (MEMFD | EXT_PLUGIN) == 0
+}
 
 fn is_of_a_file(vma: &VmaEntry) -> bool {
     vma.status & FILE_SHARED != 0 && vma.status & (MEMFD | EXT_PLUGIN) == 0

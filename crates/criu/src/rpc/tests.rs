@@ -43,6 +43,41 @@ fn one_that_hangs_is_killed_and_so_is_one_that_is_not_wanted_any_more() {
     assert!(began.elapsed() < LONG);
 }
 
+/// A CRIU that only sees its socket closed resumes the tasks, which nobody would watch.
+#[test]
+fn a_panic_in_a_step_of_ours_ends_criu_and_what_it_restored() {
+    let dir = tempfile::tempdir().unwrap();
+    let [path, draft, message, pid] = ["criu", "draft", "message", "pid"].map(|name| dir.path().join(name));
+    let notify = super::super::proto::Notify { script: Some("post-restore".into()), pid: Some(1000) };
+    let response = Response {
+        kind: Kind::Notify.into(),
+        success: true,
+        restore: None,
+        notify: Some(notify),
+        cr_errno: None,
+        features: None,
+    };
+    std::fs::write(&message, response.encode_to_vec()).unwrap();
+    let (message, number) = (message.display(), pid.display());
+    std::fs::write(&draft, format!("#!/bin/sh\necho $$ > {number}\ncat {message} >&3\nexec sleep 300")).unwrap();
+    let install = std::process::Command::new("install").args([&draft, &path]).status().unwrap();
+    assert!(install.success());
+    let criu = Criu { path, version: Version(4, 2, 0) };
+    let place = Place { criu: &criu, init: None, images: dir.path(), work: dir.path(), timeout: LONG };
+    let was_running = std::cell::Cell::new(None);
+    let is_running = || {
+        let pid = std::fs::read_to_string(&pid).unwrap();
+        Path::new(&format!("/proc/{}", pid.trim())).exists()
+    };
+    let mut notify = |_| std::panic::resume_unwind(Box::new("a fault of ours"));
+    let abandon = || was_running.set(Some(is_running()));
+    let mut hooks = Hooks { notify: &mut notify, cancelled: &|| false, abandon: &abandon, died: &|| None };
+    let restored = || restore(&place, RestoreOptions::default(), &mut hooks);
+    assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(restored)).is_err());
+    assert_eq!(was_running.get(), Some(true), "the tasks continue when CRIU is gone");
+    assert!(!is_running());
+}
+
 #[test]
 fn an_answer_that_is_none_and_a_program_that_is_none() {
     // The socket is descriptor 3; the shell's echo is one packet.

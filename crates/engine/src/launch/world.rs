@@ -237,14 +237,18 @@ impl World {
                     thaw(root);
                 }
             }
-            // A restore in the host's namespaces failed: its processes, dead or half restored, are children that we do
-            // not know.
-            (World::Host, None) => {
-                for child in process::children(std::process::id().cast_signed()) {
-                    if !spawn::is_known(child) {
-                        kill_tree(child);
-                    }
-                }
+            // See `abandon`.
+            (World::Host, None) => {}
+        }
+    }
+
+    /// Kills what a restore has made that failed.
+    pub fn abandon(&self, attempt: Attempt<'_>) {
+        match self {
+            World::Private { .. } => self.kill(None),
+            World::Host => {
+                let children = process::children(std::process::id().cast_signed());
+                children.into_iter().filter(|child| attempt.made(*child)).for_each(kill_tree);
             }
         }
     }
@@ -252,6 +256,19 @@ impl World {
     /// Kills and reaps everything, the root first: a dying init waits for the zombies that have their parent outside of
     /// the namespace (`zap_pid_ns_processes`). Returns how the root ended.
     pub fn end(&self, root: Option<&Child>) -> Option<Ended> {
+        self.end_with(root, REPORTED_AFTER, &mut |remain| tracing::warn!("{remain}"))
+    }
+
+    /// The same. After `patience`, and from time to time after that, tells which processes remain.
+    fn end_with(&self, root: Option<&Child>, patience: Duration, tell: &mut dyn FnMut(String)) -> Option<Ended> {
+        let asked = std::time::Instant::now();
+        let mut due = patience;
+        let mut tell_if_due = |below: &Child| {
+            if asked.elapsed() >= due {
+                due = asked.elapsed() + patience.max(REPORTED_EVERY);
+                remaining(&process::tree(below.pid()), asked.elapsed()).into_iter().for_each(&mut *tell);
+            }
+        };
         self.kill(root);
         let mut ended = None;
         if let Some(root) = root {
@@ -259,6 +276,9 @@ impl World {
             // host's namespaces the reaper may take a moment to end the others first.
             if matches!(self, World::Host) && !ends_within(root, Duration::from_secs(5)) {
                 kill_tree(root.pid());
+            }
+            while !ends_within(root, LOOK) {
+                tell_if_due(root);
             }
             ended = root.wait().ok();
         }
@@ -269,18 +289,39 @@ impl World {
             }
             // Processes of a failed restore are our children too, and some are still dying. Each has to be reaped:
             // otherwise init waits for it for ever, and we wait for init.
-            let mut asked = std::time::Instant::now();
+            let mut thawed = std::time::Instant::now();
             while !ends_within(init, Duration::from_millis(10)) {
                 spawn::reap_strays();
-                if asked.elapsed() >= THAW_AFTER {
+                if thawed.elapsed() >= THAW_AFTER {
                     thaw(init);
-                    asked = std::time::Instant::now();
+                    thawed = std::time::Instant::now();
                 }
+                tell_if_due(init);
             }
             // The namespace is empty when this returns.
             let _ = init.wait();
         }
         ended
+    }
+}
+
+/// A restore under way.
+#[derive(Debug, Clone, Copy)]
+pub struct Attempt<'a> {
+    /// The numbers that the processes of the image have.
+    pub pids: &'a [i32],
+    /// When it began, since the boot.
+    pub began: Duration,
+}
+
+impl Attempt<'_> {
+    /// Whether it has made this child of ours in the host's namespaces, dead or half restored. As pid 1 of a container we get
+    /// the orphans of others as children too, which we do not know either.
+    fn made(&self, child: i32) -> bool {
+        /// The unit of start times.
+        const TICK: Duration = Duration::from_millis(10);
+        let is_new = || process::began(child).is_some_and(|began| began + TICK >= self.began);
+        !spawn::is_known(child) && self.pids.contains(&child) && is_new()
     }
 }
 
@@ -307,6 +348,38 @@ const FENCE_FD: i32 = 4;
 
 /// Killed processes that are not gone after this time may be in a frozen group.
 const THAW_AFTER: Duration = Duration::from_millis(500);
+
+/// Killed processes that are not gone after this time are reported, and how often again.
+const REPORTED_AFTER: Duration = Duration::from_secs(30);
+const REPORTED_EVERY: Duration = Duration::from_secs(600);
+
+/// How often that is looked at.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// What a user is told of killed processes of a job that have not ended; `None` if there are none.
+fn remaining(pids: &[i32], since: Duration) -> Option<String> {
+    /// How many of them are named.
+    const NAMED: usize = 5;
+    let shown = |pid: &i32| {
+        let state = process::state(*pid).filter(|state| !matches!(state, 'Z' | 'X'))?;
+        let place = process::text(*pid, "wchan").ok().filter(|place| !matches!(place.as_str(), "" | "0"));
+        let place = place.map(|place| format!(" in {place}")).unwrap_or_default();
+        Some(format!("{pid} ({}, state {state}{place})", process::name(*pid).unwrap_or_default()))
+    };
+    // Init, or the reaper, only waits for the others.
+    let below: Vec<String> = pids.iter().skip(1).filter_map(shown).collect();
+    let all = if below.is_empty() { pids.iter().filter_map(shown).collect() } else { below };
+    let (named, more) = all.split_at(all.len().min(NAMED));
+    let more = if more.is_empty() { String::new() } else { format!(" and {} more", more.len()) };
+    (!named.is_empty()).then(|| {
+        format!(
+            "the job was killed {} ago, and these processes have not ended: {}{more}. A process in state D waits in the kernel \
+             for a disk, a network file system or a driver; `dmesg` may say more. rekindle waits for their end",
+            humantime::format_duration(Duration::from_secs(since.as_secs())),
+            named.join(", ")
+        )
+    })
+}
 
 /// Lets killed processes below this one end that the job itself has frozen (the freezer of cgroup v1).
 fn thaw(root: &Child) {
@@ -392,113 +465,4 @@ fn largest_gap(taken: &[i32], limit: i32) -> i32 {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::collections::BTreeMap;
-
-    use super::*;
-    use rekindle_os::clock::since_boot;
-
-    fn outer_parent(pid: i32) -> Option<i32> {
-        process::status(pid, "PPid")?.parse().ok()
-    }
-
-    #[test]
-    fn a_world_counts_pids_from_where_it_is_told_and_ends_with_all_in_it() {
-        if !rekindle_testing::root() {
-            return;
-        }
-        let dir = tempfile::tempdir().unwrap();
-        let reaper = crate::launch::reaper::unpack(dir.path()).unwrap();
-        let world = World::private(&reaper, FIRST_PID - 1, Network::Host).unwrap();
-        let init = world.init().unwrap().pid();
-        assert_eq!(process::inner_pid(init), Some(1));
-        // Init reports that it is ready, and closes the pipe a moment later.
-        let descriptors = || std::fs::read_dir(format!("/proc/{init}/fd")).unwrap().count();
-        let deadline = std::time::Instant::now() + Duration::from_secs(5);
-        while descriptors() > 0 {
-            assert!(std::time::Instant::now() < deadline, "init holds {} of ours open", descriptors());
-            std::thread::sleep(Duration::from_millis(1));
-        }
-
-        // A shell that leaves a grandchild behind, which becomes a child of init.
-        let script = "sleep 60 & exit 7";
-        let spawn = Spawn::new(Path::new("/bin/sh"), ["-c", script]).unwrap().world(world.entrance().unwrap());
-        let child = spawn.start().unwrap();
-        assert_eq!(process::inner_pid(child.pid()).unwrap_or(FIRST_PID), FIRST_PID);
-        assert_eq!(child.wait().unwrap(), Ended::Exit(7));
-        let orphan = process::children(init).first().copied().unwrap();
-        assert_eq!(outer_parent(orphan), Some(init));
-
-        let root =
-            Spawn::new(Path::new("/bin/sleep"), ["60"]).unwrap().world(world.entrance().unwrap()).start().unwrap();
-        assert_eq!(world.end(Some(&root)), Some(Ended::Signal(libc::SIGKILL)));
-        for pid in [init, orphan, root.pid()] {
-            assert!(!Path::new(&format!("/proc/{pid}")).exists(), "{pid} is left");
-        }
-        let late = Spawn::new(Path::new("/bin/true"), [""; 0]).unwrap().world(world.entrance().unwrap()).start();
-        assert!(matches!(late, Err(spawn::Error::Fork { .. })), "nothing can enter a world that has ended");
-    }
-
-    #[test]
-    fn a_world_with_a_fence_ends_when_it_is_reached_and_not_before() {
-        if !rekindle_testing::root() {
-            return;
-        }
-        let dir = tempfile::tempdir().unwrap();
-        let reaper = crate::launch::reaper::unpack(dir.path()).unwrap();
-        let plan = group::Plan {
-            subnet: group::Subnet::default(),
-            rank: 0,
-            size: 1,
-            kind: group::Kind::Bridge { name: format!("rkf{}", std::process::id() % 100_000) },
-            mtu: None,
-            peers: BTreeMap::new(),
-            names: BTreeMap::new(),
-            directory: dir.path().to_owned(),
-        };
-        let bridge = |verb: &str| {
-            let group::Kind::Bridge { name } = &plan.kind else { unreachable!() };
-            let kind: &[&str] = if verb == "add" { &["type", "bridge"] } else { &[] };
-            std::process::Command::new("ip").args(["link", verb, name]).args(kind).status().unwrap()
-        };
-        assert!(bridge("add").success());
-        let soon = || since_boot() + Duration::from_millis(400);
-        let start =
-            |fence: &Arc<Fence>| World::private(&reaper, FIRST_PID - 1, Network::Group(&plan, None, Some(fence)));
-        let fence = Arc::new(Fence::new(soon()).unwrap());
-        let world = start(&fence).unwrap();
-        // Signals from inside and orphans neither end the wait nor delay it.
-        let script = "for i in 1 2 3; do (sleep 0.1 &); kill -TERM 1; kill -CHLD 1; kill -STOP 1; done; sleep 60";
-        let spawn = Spawn::new(Path::new("/bin/sh"), ["-c", script]).unwrap().world(world.entrance().unwrap());
-        let child = spawn.start().unwrap();
-        for _ in 0..10 {
-            std::thread::sleep(Duration::from_millis(100));
-            fence.extend(soon()).unwrap();
-        }
-        assert!(!child.has_ended().unwrap() && !world.is_fenced(), "it is moved ahead");
-        assert!(ends_within(&child, Duration::from_secs(2)) && world.is_fenced());
-        assert_eq!(world.end(Some(&child)), Some(Ended::Signal(libc::SIGKILL)));
-        // If it was reached before there is a world, nothing runs.
-        let past = Arc::new(Fence::new(Duration::ZERO).unwrap());
-        if let Ok(world) = start(&past) {
-            assert!(ends_within(world.init().unwrap(), Duration::from_secs(2)));
-            world.end(None);
-        }
-        assert!(bridge("del").success());
-    }
-
-    #[test]
-    fn the_next_pid_is_in_the_largest_gap() {
-        assert_eq!(largest_gap(&[], 32768), 999);
-        assert_eq!(largest_gap(&[1000, 1001, 1500], 32768), 1500);
-        assert_eq!(largest_gap(&[1000, 32000, 32700], 32768), 1000);
-        assert_eq!(largest_gap(&[2, 30000, 1000], 32768), 1000);
-    }
-
-    #[test]
-    fn a_namespace_may_have_higher_pids_than_the_machine() {
-        let limit = |taken: &[i32]| limit_for(taken, 32768);
-        assert_eq!((limit(&[1000, 32767]), limit(&[1000, 32768])), (32768, 4 << 20));
-        assert_eq!(largest_gap(&[1000, 39000], limit(&[1000, 39000])), 39000);
-    }
-}
+mod tests;

@@ -4,6 +4,7 @@ mod aside;
 pub(crate) mod capture;
 mod content;
 pub(crate) mod moved;
+pub(crate) mod nameless;
 pub(crate) mod place;
 pub(crate) mod put_back;
 pub(crate) mod record;

@@ -10,7 +10,7 @@ use super::compat::{self, Here};
 use super::{Error, Request};
 use crate::launch::group::Cable;
 use crate::launch::identity::Identity;
-use crate::launch::world::{self, Network, World};
+use crate::launch::world::{self, Attempt, Network, World};
 use crate::launch::{Job, plugin};
 use crate::parts::files::moved::{self, Logs};
 use crate::parts::files::put_back as files;
@@ -23,6 +23,7 @@ use crate::steps::{self, Failed, Step, Timer};
 use rekindle_base::chain;
 use rekindle_criu::image::LostLocks;
 use rekindle_criu::{self as criu, Hooks, Notify, Place, Plugin, RestoreOptions};
+use rekindle_os::clock::since_boot;
 use rekindle_os::exits::Watched;
 use rekindle_os::spawn::{Child, Ended};
 use rekindle_os::{process, ptrace};
@@ -94,6 +95,8 @@ struct Restore<'a> {
     relocation: Option<&'a Relocation>,
     lost_locks: LostLocks,
     cancelled: &'a (dyn Fn() -> bool + Sync),
+    /// When it began, since the boot.
+    began: Duration,
     made: Made,
     open: Vec<Watched>,
     gpus: Gpus,
@@ -113,9 +116,9 @@ pub(super) fn revive(
 ) -> Result<Revived, Error> {
     let lost_locks = criu::image::lost_locks(&request.image.dir.join(CRIU_DIR)).map_err(criu::RunError::Image)?;
     let (made, gpus, stopped) = (Made::Nothing, Gpus::Back, gpu::Stopped::default());
-    let (ahead, open) = (None, Vec::new());
+    let (ahead, open, began) = (None, Vec::new(), since_boot());
     let mut restore =
-        Restore { request, manifest, relocation, lost_locks, cancelled, made, open, gpus, ahead, stopped };
+        Restore { request, manifest, relocation, lost_locks, cancelled, began, made, open, gpus, ahead, stopped };
     // CRIU and the driver look at `cancelled` while they work.
     match steps::run(&steps(), &mut restore, timings, &|| Ok(())) {
         Ok(()) => restore.revived(),
@@ -151,6 +154,7 @@ impl Restore<'_> {
 
     fn end_world(&mut self) -> Result<(), String> {
         if let Made::World(world) = std::mem::replace(&mut self.made, Made::Nothing) {
+            world.abandon(Attempt { pids: &self.manifest.tree.ids, began: self.began });
             world.end(None);
             if matches!(world, World::Host) {
                 world::end_leftovers(self.manifest.tree.root, &self.manifest.tree.ids, self.cancelled);
@@ -170,26 +174,27 @@ impl Restore<'_> {
     }
 
     fn run_criu(&mut self) -> Result<(), Error> {
-        let Made::World(world) = std::mem::replace(&mut self.made, Made::Nothing) else { return Err(self.lost()) };
-        (self.request.prepare.0)(&world);
-        match run_criu(self.request, self.manifest, &world, &self.lost_locks, Until::ItRuns, self.cancelled) {
+        // The world stays where the undo finds it, also if this panics.
+        let Made::World(world) = &self.made else { return Err(self.lost()) };
+        (self.request.prepare.0)(world);
+        let taken = matches!(world, World::Host);
+        match run_criu(self.request, self.manifest, world, &self.lost_locks, Until::ItRuns, self.cancelled) {
             Ok(Some((root, open))) => {
                 self.open = open;
-                self.made = Made::Job(Job::restored(world, root, self.manifest.tree.job));
-                Ok(())
-            }
-            result => {
-                let taken = matches!(world, World::Host);
-                self.made = Made::World(world);
-                Err(match result {
-                    Ok(_) => self.lost(),
-                    Err(Error::Criu(criu::RunError::Cancelled)) => Error::Cancelled,
-                    Err(Error::Criu(error)) if taken && error.log().is_some_and(criu::Log::says_pid_taken) => {
-                        Error::PidTaken(error)
+                match std::mem::replace(&mut self.made, Made::Nothing) {
+                    Made::World(world) => {
+                        self.made = Made::Job(Job::restored(world, root, self.manifest.tree.job));
+                        Ok(())
                     }
-                    Err(other) => other,
-                })
+                    _ => Err(self.lost()),
+                }
             }
+            Ok(None) => Err(self.lost()),
+            Err(Error::Criu(criu::RunError::Cancelled)) => Err(Error::Cancelled),
+            Err(Error::Criu(error)) if taken && error.log().is_some_and(criu::Log::says_pid_taken) => {
+                Err(Error::PidTaken(error))
+            }
+            Err(other) => Err(other),
         }
     }
 
@@ -322,7 +327,8 @@ pub(super) fn run_criu(
     let scratch = request.folder.scratch_dir()?;
     let place =
         Place { criu: request.criu, init: world.init(), images: &images, work: &scratch, timeout: request.timeout };
-    let abandon = || world.kill(None);
+    let attempt = Attempt { pids: &manifest.tree.ids, began: since_boot() };
+    let abandon = || world.abandon(attempt);
     let died = || died_while_restored(&images);
     let log_dir = request.folder.log_dir();
     let wanted = access::Wanted { user: request.identity, privileges: request.privileges, manifest, log_dir: &log_dir };

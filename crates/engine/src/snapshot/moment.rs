@@ -84,7 +84,7 @@ pub(super) struct Still<'a, 'w> {
 impl Still<'_, '_> {
     /// Before CRIU stops the tasks: what it would do harm to.
     pub(super) fn check_again(&mut self) -> Result<(), String> {
-        preflight::check_leases(&process::tree(self.env.root())).map_err(|refusal| self.refuse(refusal))
+        preflight::check_stop(&process::tree(self.env.root())).map_err(|refusal| self.refuse(refusal))
     }
 
     fn refuse(&mut self, refusal: Refusal) -> String {
@@ -260,6 +260,7 @@ impl Still<'_, '_> {
     }
 
     fn correct_image(&mut self, tree: &[i32], notes: &mut Vec<String>) -> Result<(), String> {
+        record::name_apart(self.dir, self.saved_links).map_err(|e| e.to_string())?;
         criu::image::adopt_daemons(self.dir).map_err(|e| e.to_string())?;
         let restarted = criu::image::restart_timers(self.dir).map_err(|e| chain(&e))?;
         if restarted > 0 {

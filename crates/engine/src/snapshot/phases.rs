@@ -17,7 +17,7 @@ use crate::launch::group::Unplugged;
 use crate::launch::identity::Identity;
 use crate::launch::plugin;
 use crate::parts::devices::Devices;
-use crate::parts::files::record;
+use crate::parts::files::{nameless, record};
 use crate::parts::kept::capture::{self as kept, Copy};
 use crate::parts::landing;
 use crate::steps::{self, Failed, Step, Timer};
@@ -320,8 +320,10 @@ impl Freeze<'_> {
     fn undo_dump(&mut self) -> Result<(), String> {
         record::drop_links(&self.saved_links, self.env.root(), self.env.user());
         self.saved_links.clear();
-        // A CRIU that was killed during the dump has left connections in repair mode.
-        let repaired = tcp_repair::leave(&process::tree(self.env.root()));
+        // A CRIU that was killed during the dump has left names of deleted files, and connections in repair mode.
+        let tree = process::tree(self.env.root());
+        nameless::remove_names(&nameless::nameless(&tree), self.env.root(), self.env.user());
+        let repaired = tcp_repair::leave(&tree);
         if repaired > 0 {
             tracing::debug!("restarted {repaired} TCP connections of the job that CRIU had stopped");
         }

@@ -40,6 +40,12 @@ pub enum Refusal {
         /// The tracing process.
         tracer: i32,
     },
+    /// CRIU would wait for it while the rest of the job is stopped.
+    #[error(
+        "process {pid} ({name}) is in the control group {group}, which is frozen, so CRIU cannot stop it: thaw the group \
+         (echo 0 > {group}/cgroup.freeze, or docker unpause, systemctl thaw)"
+    )]
+    Frozen { pid: i32, name: String, group: String },
     /// CRIU cannot dump something a process has.
     #[error("process {pid} ({name}) has {what} open, which CRIU cannot dump{hint}")]
     Unsupported {
@@ -89,11 +95,21 @@ pub enum Refusal {
 pub(super) fn check(tree: &[i32], subject: &Subject<'_>) -> Result<(), Refusal> {
     let root = subject.job.root.pid();
     tree.iter().try_for_each(|pid| check_process(*pid, root))?;
+    check_stop(tree)
+}
+
+/// Checks that CRIU can stop these processes without harm, and will not wait for one of them. Cheap enough for the moment
+/// before it begins.
+pub(super) fn check_stop(tree: &[i32]) -> Result<(), Refusal> {
+    if let Some((pid, group)) = cgroup::frozen(tree) {
+        let (pid, name) = shown(pid);
+        return Err(Refusal::Frozen { pid, name, group: group.display().to_string() });
+    }
     check_leases(tree)
 }
 
 /// Checks that none of these processes has a write lease.
-pub(super) fn check_leases(tree: &[i32]) -> Result<(), Refusal> {
+fn check_leases(tree: &[i32]) -> Result<(), Refusal> {
     // CRIU opens files to read a build-id; the lease holder is stopped and does not answer.
     match WriteLease::all().into_iter().find(|lease| tree.contains(&lease.pid)) {
         None => Ok(()),
@@ -211,7 +227,8 @@ fn shown(pid: i32) -> (i32, String) {
 }
 
 fn check_process(pid: i32, root: i32) -> Result<(), Refusal> {
-    if let Some(tracer @ 1..) = process::tracer(pid) {
+    // A debugger can be attached to a single thread.
+    if let Some(tracer) = process::tracer_of_any_thread(pid) {
         let (pid, name) = shown(pid);
         return Err(Refusal::Traced { pid, name, tracer });
     }
@@ -328,6 +345,75 @@ mod tests {
         assert!(apart.contains("in a network namespace of its own"), "{apart}");
         drop(child.stdin.take());
         child.wait().unwrap();
+    }
+
+    #[test]
+    fn a_tracer_of_any_thread_is_found() {
+        use std::io::{BufRead, BufReader};
+        use std::process::{Command, Stdio};
+        if !rekindle_testing::root() {
+            return;
+        }
+        // A child with two threads, and its parent that attaches to the second one (PTRACE_SEIZE).
+        const SCRIPT: &str = "import ctypes, os, sys, threading\n\
+            ready, over = os.pipe(), os.pipe()\n\
+            child = os.fork()\n\
+            if child == 0:\n\
+            \x20   os.close(over[1])\n\
+            \x20   threading.Thread(target=os.read, args=(over[0], 1)).start()\n\
+            \x20   os.write(ready[1], b'x')\n\
+            \x20   os.read(over[0], 1)\n\
+            \x20   os._exit(0)\n\
+            os.read(ready[0], 1)\n\
+            second = max(int(tid) for tid in os.listdir(f'/proc/{child}/task'))\n\
+            failed = ctypes.CDLL(None).ptrace(0x4206, second, None, None)\n\
+            print(child, second, failed, flush=True)\n\
+            sys.stdin.read()";
+        let mut command = Command::new("python3");
+        command.args(["-c", SCRIPT]);
+        let mut tracer = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(tracer.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        let numbers: Vec<i32> = line.split_whitespace().map(|number| number.parse().unwrap()).collect();
+        let [pid, second, failed] = numbers[..] else { panic!("{line:?}") };
+        let (first, checked) = (process::tracer(pid), check_process(pid, pid));
+        drop(tracer.stdin.take());
+        let _ = tracer.wait();
+        assert!(second != pid && failed == 0 && first == Some(0), "{line:?} {first:?}");
+        let expected = tracer.id().cast_signed();
+        assert!(matches!(checked, Err(Refusal::Traced { tracer, .. }) if tracer == expected), "{checked:?}");
+    }
+
+    /// What is asked again when CRIU is about to stop the job.
+    #[test]
+    fn a_process_in_a_frozen_group_is_refused() {
+        use std::time::{Duration, Instant};
+        let two = cgroup::hierarchies().unwrap_or_default().into_iter().find(cgroup::Hierarchy::is_two);
+        let group = two.and_then(|two| two.folder).map(|two| two.join(format!("rekindle-stop-{}", std::process::id())));
+        let made = group.as_ref().is_some_and(|group| std::fs::create_dir(group).is_ok());
+        if !rekindle_testing::require("groups", made, "no group of cgroup v2 can be made") {
+            return;
+        }
+        let group = group.unwrap();
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let pid = child.id().cast_signed();
+        let moved = std::fs::write(group.join(cgroup::PROCS), pid.to_string());
+        let before = check_stop(&[pid]);
+        let frozen = std::fs::write(group.join("cgroup.freeze"), "1");
+        let deadline = Instant::now() + Duration::from_secs(10);
+        let mut after = check_stop(&[pid]);
+        while after.is_ok() && Instant::now() < deadline {
+            std::thread::yield_now();
+            after = check_stop(&[pid]);
+        }
+        let _ = std::fs::write(group.join("cgroup.freeze"), "0");
+        let _ = child.kill();
+        let _ = child.wait();
+        let removed = std::fs::remove_dir(&group);
+        assert!(moved.is_ok() && frozen.is_ok() && removed.is_ok(), "{moved:?} {frozen:?} {removed:?}");
+        assert_eq!(before, Ok(()));
+        let text = after.unwrap_err().to_string();
+        assert!(text.contains(&format!("{}/cgroup.freeze", group.display())), "{text}");
     }
 
     #[test]

@@ -8,7 +8,7 @@ use super::pages::{Expected, expect};
 use super::{Env, Error, preflight};
 use crate::parts::events::Unread;
 use crate::parts::files::capture::{Contents, View};
-use crate::parts::files::record;
+use crate::parts::files::nameless::{self, nameless};
 use crate::parts::gpu::capture::Elsewhere;
 use crate::parts::gpu::capture::{self as gpu, Group};
 use crate::parts::{access, fds, tcp};
@@ -52,7 +52,10 @@ impl Seen {
         let patience = tcp::waiting::patience(env.reason);
         subject.queues.let_pass(&tree, subject.job.world.subnet(), patience, env.cancelled);
         let unread = Unread::let_pass(&tree, env.cancelled);
-        let (expected, nameless) = (expect(&tree), record::nameless_bytes(&tree));
+        let deleted = nameless(&tree);
+        // Of a dump in an earlier life of the job, which was killed with its supervisor.
+        nameless::remove_names(&deleted, root, env.user());
+        let (expected, nameless) = (expect(&tree), nameless::bytes(&deleted));
         let options = subject.options;
         let contents = Contents::new(&options.track, env.folders(), options.file_limit);
         let mut contents = contents.without_store(subject.folder.store());

@@ -1,6 +1,6 @@
-//! The freezer of cgroup v1: even SIGKILL does not end a process in a frozen group. (Version 2 lets it end.)
+//! The freezers of control groups. In a frozen group of cgroup v1 even SIGKILL does not end a process; version 2 lets it end.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -44,6 +44,28 @@ pub fn thaw(pids: &[i32]) -> io::Result<usize> {
     Ok(thawed)
 }
 
+/// The first of these processes that is in a frozen group of cgroup v2, with the group that was frozen: its own one, or one
+/// above. None where no such group can be seen.
+#[must_use]
+pub fn frozen(pids: &[i32]) -> Option<(i32, PathBuf)> {
+    let mounts = mounts::of("self").ok()?;
+    let mut known: BTreeMap<String, bool> = BTreeMap::new();
+    pids.iter().find_map(|pid| {
+        let text = process::text(*pid, "cgroup").ok()?;
+        let (_, group) = memberships(&text).find(|(controllers, _)| controllers.is_empty())?;
+        let folder = |group: &Path| mounts.iter().find_map(|mount| folder_in(mount, "", group.to_str()?));
+        let look = || {
+            let events =
+                folder(Path::new(group)).and_then(|folder| fs::read_to_string(folder.join("cgroup.events")).ok());
+            events.is_some_and(|events| events.lines().any(|line| line == "frozen 1"))
+        };
+        let is_frozen = *known.entry(group.to_owned()).or_insert_with(look);
+        let frozen = |group: &PathBuf| fs::read_to_string(group.join("cgroup.freeze")).is_ok_and(|it| it.trim() == "1");
+        let cause = || Path::new(group).ancestors().filter_map(folder).find(frozen);
+        is_frozen.then(|| (*pid, cause().or_else(|| folder(Path::new(group))).unwrap_or_else(|| group.into())))
+    })
+}
+
 /// Whether all live processes of a group and of those below it are among these.
 fn has_only(folder: &Path, pids: &[i32]) -> bool {
     let Ok(text) = fs::read_to_string(folder.join(PROCS)) else { return false };
@@ -52,4 +74,49 @@ fn has_only(folder: &Path, pids: &[i32]) -> bool {
     let Ok(entries) = fs::read_dir(folder) else { return false };
     let mut below = entries.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
     inside.all(is_one) && below.all(|entry| has_only(&entry.path(), pids))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use super::*;
+    use crate::cgroup::Hierarchy;
+
+    #[test]
+    fn a_process_in_a_frozen_group_is_found_with_the_group_that_was_frozen() {
+        let two = hierarchies().unwrap_or_default().into_iter().find(Hierarchy::is_two).and_then(|two| two.folder);
+        let above = two.map(|two| two.join(format!("rekindle-frozen-{}", std::process::id())));
+        let made = above.as_ref().is_some_and(|above| fs::create_dir_all(above.join("below")).is_ok());
+        if !rekindle_testing::require("groups", made, "no group of cgroup v2 can be made") {
+            return;
+        }
+        let above = above.unwrap();
+        let below = above.join("below");
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let pids = [std::process::id().cast_signed(), child.id().cast_signed()];
+        let look = || -> io::Result<_> {
+            fs::write(below.join(PROCS), pids[1].to_string())?;
+            let before = frozen(&pids);
+            let freeze = |group: &Path, value: &str| {
+                fs::write(group.join("cgroup.freeze"), value)?;
+                let reached = format!("frozen {value}");
+                let deadline = Instant::now() + Duration::from_secs(10);
+                while !fs::read_to_string(below.join("cgroup.events"))?.contains(&reached) && Instant::now() < deadline
+                {
+                    std::thread::yield_now();
+                }
+                io::Result::Ok(frozen(&pids))
+            };
+            Ok([before, freeze(&below, "1")?, freeze(&below, "0")?, freeze(&above, "1")?, freeze(&above, "0")?])
+        };
+        let found = look();
+        let _ = fs::write(above.join("cgroup.freeze"), "0");
+        let _ = child.kill();
+        let _ = child.wait();
+        let removed = [&below, &above].map(|group| fs::remove_dir(group).is_ok());
+        let expected = [None, Some((pids[1], below.clone())), None, Some((pids[1], above.clone())), None];
+        assert_eq!(found.unwrap(), expected);
+        assert_eq!(removed, [true; 2]);
+    }
 }

@@ -354,7 +354,7 @@ pub struct Fifo {
 /// A hard link beside a file of the user that keeps a deleted file alive for the restore.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedLink {
-    /// The name that CRIU expects.
+    /// The name that CRIU expects. No other image has it, except of an earlier version (`link_remap.N`).
     pub link: JobPath,
     /// The name that we use; its last part starts with [`SavedLink::PREFIX`]. It is removed with the image.
     pub saved: JobPath,

@@ -155,6 +155,23 @@ fn saved_links_go_with_the_last_image_that_needs_them() {
     assert!(!shared.exists() && users.exists());
 }
 
+/// A restore that was killed has left the name by which CRIU was to open the file.
+#[test]
+fn the_name_of_a_killed_restore_goes_with_its_image() {
+    let home = Home::new();
+    let [saved, open, old] =
+        [".rekindle-link-a", ".rekindle-link-a.open", "link_remap.5"].map(|n| home.dir.path().join(n));
+    for path in [&saved, &open, &old] {
+        fs::write(path, b"x").unwrap();
+    }
+    let draft = home.folder.begin_image(&home.lock, at(0)).unwrap();
+    let link = |link: &Path| SavedLink { link: link.to_path_buf().into(), saved: saved.clone().into(), owner: None };
+    let image = draft.publish_loose(Manifest { saved_links: vec![link(&open), link(&old)], ..manifest() });
+    home.folder.remove(&home.lock, &image.id).unwrap();
+    assert!(!saved.exists() && !open.exists());
+    assert!(old.exists(), "an image of an earlier version, and another job may use that name");
+}
+
 #[test]
 fn saved_links_stay_while_an_image_may_need_them() {
     let home = Home::new();

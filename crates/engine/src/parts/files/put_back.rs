@@ -494,15 +494,15 @@ fn put_link_back(link: &SavedLink, trusted: Trusted) -> Result<(), RollbackError
             trusted.check(&link.saved, owner, link.owner.map(|owner| owner.uid))?;
         }
     }
-    let make = || match std::fs::hard_link(saved.here(), place.here()) {
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(is_same_file(&saved, &place)),
-        made => made.map(|()| true).map_err(failed("link", &link.link)),
-    };
-    // What a restore of another image has left, which was killed. The file has other names.
-    if make()? || is_leftover(&place) && std::fs::remove_file(place.here()).is_ok() && make()? {
-        return Ok(());
+    match std::fs::hard_link(saved.here(), place.here()) {
+        // What a restore of this image has left, which was killed. Another file is never replaced: images of earlier
+        // versions have the same names, and a restore of another job may be about to open this one.
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists && is_same_file(&saved, &place) => Ok(()),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+            Err(RollbackError::InTheWay(link.link.to_path_buf()))
+        }
+        made => made.map_err(failed("link", &link.link)),
     }
-    Err(RollbackError::InTheWay(link.link.to_path_buf()))
 }
 
 fn places(link: &SavedLink, trusted: Trusted) -> Result<[Place<'_>; 2], RollbackError> {
@@ -517,10 +517,6 @@ fn is_same_file(one: &Place<'_>, other: &Place<'_>) -> bool {
         Some((metadata.dev(), metadata.ino()))
     };
     id(one).is_some_and(|one| id(other) == Some(one))
-}
-
-fn is_leftover(place: &Place<'_>) -> bool {
-    place.find().and_then(|found| found.metadata()).is_ok_and(|found| found.is_file() && found.nlink() > 1)
 }
 
 /// Removes the names of [`put_links_back`].

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -13,7 +13,7 @@ use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use crate::launch::identity::Identity;
 use crate::launch::output::Files;
 use crate::launch::reaper;
-use rekindle_criu::image;
+use rekindle_criu::image::{self, Holder};
 use rekindle_os::identity;
 use rekindle_os::maps;
 use rekindle_os::parallel;
@@ -132,37 +132,6 @@ pub(crate) fn fifos(criu_dir: &Path, root: i32) -> Result<Vec<Fifo>, image::Erro
     Ok(paths.into_iter().filter_map(fifo).collect())
 }
 
-/// Bytes on disk of the deleted files that these processes have open or mapped: CRIU copies each of them (a ghost file,
-/// `dump_ghost_file`). pids are as we see them.
-pub(crate) fn nameless_bytes(tree: &[i32]) -> u64 {
-    let mut found: BTreeMap<(u64, u64), u64> = BTreeMap::new();
-    for pid in tree {
-        let opened =
-            process::descriptors(*pid).filter(|(_, target)| is_nameless(target.as_os_str().as_encoded_bytes()));
-        let opened = opened.map(|(number, _)| format!("/proc/{pid}/fd/{number}"));
-        let maps = maps::read(*pid).unwrap_or_default();
-        let mapped = nameless_ranges(&maps).map(|range| format!("/proc/{pid}/map_files/{range}"));
-        for metadata in opened.chain(mapped).filter_map(|path| std::fs::metadata(path).ok()) {
-            if metadata.is_file() && metadata.nlink() == 0 {
-                found.insert((metadata.dev(), metadata.ino()), metadata.blocks() * 512);
-            }
-        }
-    }
-    found.values().sum()
-}
-
-/// Whether a name in /proc is that of a deleted file. The kernel uses the same form for memory that is in no file
-/// system, which CRIU writes to page files.
-fn is_nameless(name: &[u8]) -> bool {
-    let memory = [&b"/memfd:"[..], b"/dev/zero ", b"/SYSV", b"/[aio]"];
-    name.starts_with(b"/") && name.ends_with(b" (deleted)") && !memory.iter().any(|start| name.starts_with(start))
-}
-
-/// The names in /proc/PID/map_files of the mappings of such files.
-fn nameless_ranges(maps: &[u8]) -> impl Iterator<Item = String> {
-    maps::mappings(maps).filter(|mapping| is_nameless(mapping.name)).map(|mapping| mapping.range())
-}
-
 /// Sets O_APPEND of the frozen job's output again where the job has cleared it: otherwise it would write on at its old
 /// offset after a rotation, and leave a hole that looks like content that was rotated away. `tree` are pids as we see them.
 pub(crate) fn append_again(files: &[OpenFile], tree: &[i32], output: &Files) -> io::Result<()> {
@@ -195,7 +164,8 @@ pub(crate) fn record_sizes_again(files: &mut [OpenFile], root: i32, output: &Fil
 }
 
 /// Makes a hard link to each file that CRIU gave a temporary name (`link_remap.N`): CRIU removes that name when the
-/// dump is over, and needs it at a restore.
+/// dump is over, and needs it at a restore. No other image has a link of that name, also none of another job that was
+/// taken at the same time.
 pub(crate) fn save_links(
     criu_dir: &Path,
     root: i32,
@@ -203,28 +173,69 @@ pub(crate) fn save_links(
     user: Option<&Identity>,
 ) -> Result<Vec<SavedLink>, Error> {
     let mut saved = Vec::new();
-    for link in image::link_remaps(criu_dir)? {
+    let remaps = image::link_remaps(criu_dir)?;
+    if remaps.is_empty() {
+        return Ok(saved);
+    }
+    let unique =
+        std::fs::read_to_string("/proc/sys/kernel/random/uuid").map_err(Error::Unique)?.trim().replace('-', "");
+    for image::LinkRemap { path: link, holder } in remaps {
         let name = link.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
-        let keep = link.with_file_name(format!("{}{id}-{name}", SavedLink::PREFIX));
+        let keep = link.with_file_name(format!("{}{id}-{unique}-{name}", SavedLink::PREFIX));
         let made = in_their_folder(root, [&link, &keep], user, |[from, to]| {
             std::fs::hard_link(from, &to)?;
             std::fs::symlink_metadata(to)
         });
-        let owner = match made {
-            Ok(metadata) => Some(Owner { uid: metadata.uid(), gid: metadata.gid() }),
-            Err(source) => {
-                drop_links(&saved, root, user);
-                return Err(Error::Link { path: keep, source });
+        let checked = match made {
+            Ok(metadata) => {
+                let owner = Some(Owner { uid: metadata.uid(), gid: metadata.gid() });
+                saved.push(SavedLink { link: JobPath::new(link.as_path())?, saved: JobPath::new(keep)?, owner });
+                // Anybody who may write to the folder can have replaced the name.
+                if is_another(&metadata, holder, root) { Err(Error::Another(link)) } else { Ok(()) }
             }
+            Err(source) => Err(Error::Link { path: keep, source }),
         };
-        saved.push(SavedLink { link: JobPath::new(link)?, saved: JobPath::new(keep)?, owner });
+        if let Err(error) = checked {
+            drop_links(&saved, root, user);
+            return Err(error);
+        }
     }
     Ok(saved)
 }
 
+/// Whether this is another file than the one that a process of the job has there.
+fn is_another(named: &std::fs::Metadata, holder: Option<Holder>, root: i32) -> bool {
+    let Some(holder) = holder else { return false };
+    let (Holder::Descriptor { pid, .. } | Holder::Mapping { pid, .. }) = holder;
+    let Some(pid) = process::tree(root).into_iter().find(|outer| process::inner_pid(*outer) == Some(pid)) else {
+        return false;
+    };
+    let file = std::fs::metadata(match holder {
+        Holder::Descriptor { fd, .. } => format!("/proc/{pid}/fd/{fd}"),
+        Holder::Mapping { start, end, .. } => format!("/proc/{pid}/map_files/{start:x}-{end:x}"),
+    });
+    file.is_ok_and(|file| (file.dev(), file.ino()) != (named.dev(), named.ino()))
+}
+
+/// Changes CRIU's names in the image to names that no other image has: CRIU numbers them from the beginning in each dump.
+/// Two jobs that are restored at the same time would otherwise get each other's files.
+pub(crate) fn name_apart(criu_dir: &Path, links: &mut [SavedLink]) -> Result<(), Error> {
+    let name = |link: &SavedLink| {
+        let mut name = link.saved.file_name().unwrap_or_default().to_owned();
+        name.push(".open");
+        name
+    };
+    let names: BTreeMap<PathBuf, OsString> = links.iter().map(|link| (link.link.to_path_buf(), name(link))).collect();
+    image::rename_link_remaps(criu_dir, &names)?;
+    for link in links {
+        link.link = JobPath::new(link.link.with_file_name(name(link)))?;
+    }
+    Ok(())
+}
+
 /// Works on names in a folder of the job. The user can replace the folder by a link at any time, so this is done with
 /// the user's rights if the job has a user.
-fn in_their_folder<const N: usize, T: Send>(
+pub(super) fn in_their_folder<const N: usize, T: Send>(
     root: i32,
     paths: [&Path; N],
     user: Option<&Identity>,
@@ -291,25 +302,17 @@ pub(crate) enum Error {
     Path(#[from] PathError),
     #[error("cannot create a hard link at {path}: {source}")]
     Link { path: PathBuf, source: io::Error },
+    #[error(
+        "{0} has become the name of another file while CRIU used it for a deleted file of the job. The next attempt may work"
+    )]
+    Another(PathBuf),
+    #[error("cannot read a random number of the kernel: {0}")]
+    Unique(io::Error),
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn mappings_of_files_without_a_name_are_found() {
-        let maps = b"\
-00400000-00401000 r--p 00000000 fe:00 1  /tmp/gone (deleted)
-7f86f4000000-7f86f4400000 rw-p 00000000 00:00 0
-7f86f5000000-7f86f5400000 rw-s 00000000 00:01 2                          /dev/zero (deleted)
-7f86f585e000-7f86f595e000 r--s 00000000 00:01 3                          /memfd:mm (deleted)
-7f86f5960000-7f86f5970000 rw-s 00000000 00:01 4                          /SYSV00000000 (deleted)
-7f86f5980000-7f86f5990000 rw-s 00000000 00:17 5                          /dev/shm/torch_1 2 (deleted)
-7f86f5990000-7f86f59a0000 rw-s 00000000 00:17 6                          /dev/shm/named
-";
-        assert_eq!(nameless_ranges(maps).collect::<Vec<_>>(), ["400000-401000", "7f86f5980000-7f86f5990000"]);
-    }
 
     #[test]
     fn an_owner_is_that_of_the_open_file_and_not_of_the_one_at_its_path() {
@@ -346,19 +349,77 @@ mod tests {
         assert!(program.is_some_and(|(_, owner)| is_root(owner)), "{before:?}");
     }
 
+    /// An image of CRIU in which this process has a deleted file open, which has the name `link_remap.2` meanwhile.
+    fn image_with_link(dir: &Path, fd: i32) -> PathBuf {
+        let number = |field: u8, value: u32| {
+            let mut bytes = vec![field << 3];
+            let mut left = value;
+            while left > 0x7f {
+                bytes.push(u8::try_from(left & 0x7f | 0x80).unwrap());
+                left >>= 7;
+            }
+            bytes.push(u8::try_from(left).unwrap());
+            bytes
+        };
+        let text = |field: u8, text: &[u8]| [&[field << 3 | 2, u8::try_from(text.len()).unwrap()], text].concat();
+        let write = |name: &str, magic: u32, records: &[Vec<u8>]| {
+            let mut bytes = [0x5456_4319_u32.to_le_bytes(), magic.to_le_bytes()].concat();
+            for record in records {
+                bytes.extend(u32::try_from(record.len()).unwrap().to_le_bytes());
+                bytes.extend(record);
+            }
+            std::fs::write(dir.join(name), bytes).unwrap();
+        };
+        let link = dir.join("link_remap.2");
+        let file = |id: u32, path: &Path| {
+            let name = path.strip_prefix("/").unwrap().as_os_str().as_bytes();
+            let reg = [number(1, id), number(2, 2), number(3, 0), text(6, name)].concat();
+            [number(1, 1), number(2, id), text(3, &reg)].concat()
+        };
+        write("files.img", 0x5630_3138, &[file(1, &dir.join("gone")), file(2, &link)]);
+        write("remap-fpath.img", 0x5913_3954, &[[number(1, 1), number(2, 2), number(3, 0)].concat()]);
+        write(&format!("ids-{}.img", std::process::id()), 0x5443_2030, &[[number(1, 1), number(2, 9)].concat()]);
+        let fd = [number(1, 1), number(2, 0), number(3, 1), number(4, fd.cast_unsigned())].concat();
+        write("fdinfo-9.img", 0x5621_3732, &[fd]);
+        link
+    }
+
+    /// CRIU gives the same names in the dumps of all jobs of the same shape.
     #[test]
-    fn a_file_without_a_name_counts_once() {
-        let mut file = tempfile::tempfile().unwrap();
-        io::Write::write_all(&mut file, &vec![1; 3 << 20]).unwrap();
-        file.sync_all().unwrap();
-        let expected = file.metadata().unwrap().blocks() * 512;
-        let mut sleep = std::process::Command::new("sleep");
-        let mut child = sleep.arg("60").stdout(file.try_clone().unwrap()).stderr(file).spawn().unwrap();
-        let pid = child.id().cast_signed();
-        let found = nameless_bytes(&[pid, pid]);
-        child.kill().unwrap();
-        child.wait().unwrap();
-        assert_eq!(found, expected);
-        assert!(found >= 3 << 20);
+    fn no_two_images_share_the_names_of_deleted_files() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path();
+        let file = std::fs::File::create(dir.join("other-name")).unwrap();
+        let link = image_with_link(dir, std::os::fd::AsRawFd::as_raw_fd(&file));
+        std::fs::hard_link(dir.join("other-name"), &link).unwrap();
+        let (root, id) = (std::process::id().cast_signed(), ImageId::new(1, chrono::DateTime::UNIX_EPOCH));
+        let first = save_links(dir, root, &id, None).unwrap();
+        // Another job takes its first image in the same second.
+        let mut second = save_links(dir, root, &id, None).unwrap();
+        let inode = |path: &Path| std::fs::metadata(path).unwrap().ino();
+        let [one, other] = [&first, &second].map(|links| links[0].saved.to_path_buf());
+        assert_ne!(one, other);
+        assert_eq!([inode(&one), inode(&other)], [file.metadata().unwrap().ino(); 2]);
+
+        name_apart(dir, &mut second).unwrap();
+        let named = image::link_remaps(dir).unwrap();
+        assert_eq!(named[0].path, *second[0].link);
+        let name = named[0].path.file_name().unwrap().to_str().unwrap();
+        assert!(name.starts_with(SavedLink::PREFIX) && named[0].path != other, "{name}");
+        assert_eq!(named[0].path.parent(), Some(dir));
+    }
+
+    #[test]
+    fn a_name_that_leads_to_another_file_by_now_is_not_saved() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path();
+        let file = std::fs::File::create(dir.join("own")).unwrap();
+        let link = image_with_link(dir, std::os::fd::AsRawFd::as_raw_fd(&file));
+        std::fs::write(&link, "of another job").unwrap();
+        let (root, id) = (std::process::id().cast_signed(), ImageId::new(1, chrono::DateTime::UNIX_EPOCH));
+        let error = save_links(dir, root, &id, None).unwrap_err();
+        assert!(matches!(&error, Error::Another(path) if *path == link), "{error}");
+        let names = || std::fs::read_dir(dir).unwrap().flatten().map(|entry| entry.file_name());
+        assert!(!names().any(|name| name.to_string_lossy().starts_with(SavedLink::PREFIX)));
     }
 }

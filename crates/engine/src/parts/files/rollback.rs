@@ -207,7 +207,7 @@ pub enum RollbackError {
         source: io::Error,
     },
     /// Something else has a name that is needed for a moment.
-    #[error("{} is in the way: a restore opens a deleted file of the job by this name. Move it away", .0.display())]
+    #[error("{} is in the way: a restore opens a deleted file of the job by this name. If no other job is being restored, move it away", .0.display())]
     InTheWay(PathBuf),
     /// Something is mounted on it.
     #[error("{} was something else at the snapshot, and is a mount point now: unmount it", .0.display())]

@@ -44,10 +44,11 @@ fn process_of(restore: &mut Restore<'_>, seconds: &str) -> Result<(), Error> {
     Ok(())
 }
 
-/// A restore of this image up to its end. Returns the parts that were timed, the pids of the inits, and the result.
+/// A restore of this image up to its end; `prepared` is called when there is a world, before CRIU starts. Returns the parts that were timed, the pids of the inits, and the result.
 fn play(
     change: impl FnOnce(&mut Manifest, &mut LostLocks, &mut PathBuf),
     criu: Option<Run>,
+    prepared: fn(),
 ) -> (Vec<&'static str>, Vec<i32>, Result<Revived, Error>) {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::open(&dir.path().join("store"), Access::Write).unwrap();
@@ -58,7 +59,10 @@ fn play(
     let image = Image::unpacked(dir.path(), manifest.clone(), &Trust::default());
     let false_criu = Criu { path: "/bin/false".into(), version: Version(4, 2, 0) };
     let inits = Mutex::new(Vec::new());
-    let note = |world: &World| inits.lock().unwrap().push(world.init().unwrap().pid());
+    let note = |world: &World| {
+        inits.lock().unwrap().push(world.init().unwrap().pid());
+        prepared();
+    };
     let request = Request {
         image: &image,
         folder: &folder,
@@ -88,6 +92,7 @@ fn play(
         relocation: None,
         lost_locks,
         cancelled: &|| false,
+        began: since_boot(),
         made: Made::Nothing,
         open: Vec::new(),
         gpus: Gpus::Back,
@@ -117,7 +122,7 @@ fn exists(pid: i32) -> bool {
 
 /// A restore whose last part is the one that fails. Returns the error.
 fn fails(parts: &[&str], change: impl FnOnce(&mut Manifest, &mut LostLocks, &mut PathBuf), criu: Option<Run>) -> Error {
-    let (timed, inits, result) = play(change, criu);
+    let (timed, inits, result) = play(change, criu, || ());
     assert_eq!(timed, parts);
     // When init is gone, so is everything in its namespaces.
     assert!(inits.iter().all(|pid| !exists(*pid)), "{inits:?}");
@@ -151,13 +156,29 @@ fn each_phase_fails_and_nothing_is_left() {
 }
 
 #[test]
+fn a_panic_while_criu_restores_leaves_no_world() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let (timed, inits, result) = play(|_, _, _| (), None, || std::panic::resume_unwind(Box::new("a fault of ours")));
+    assert!(matches!(result.err(), Some(Error::Panicked(_))));
+    assert_eq!((timed.last(), inits.len()), (Some(&"criu"), 1));
+    let left: Vec<_> = inits.into_iter().filter(|pid| exists(*pid)).collect();
+    // They would run for as long as this process.
+    for pid in &left {
+        let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(*pid), nix::sys::signal::SIGKILL);
+    }
+    assert_eq!(left, [0; 0]);
+}
+
+#[test]
 fn a_job_that_ends_before_its_gpus_are_back_was_restored() {
     if !rekindle_testing::root() {
         return;
     }
     let all = ["world", "ports", "criu", "locks", "cuda"];
     for (criu, cuda, gpus) in [(one_process as Run, vec![], Gpus::Back), (one_dead_process, vec![4242], Gpus::Gone)] {
-        let (timed, inits, result) = play(|manifest, _, _| manifest.tree.cuda = cuda, Some(criu));
+        let (timed, inits, result) = play(|manifest, _, _| manifest.tree.cuda = cuda, Some(criu), || ());
         let revived = result.unwrap_or_else(|error| panic!("{error}"));
         assert_eq!((timed.as_slice(), revived.gpus), (&all[..], gpus));
         assert!(inits.iter().all(|pid| exists(*pid)), "{inits:?}");

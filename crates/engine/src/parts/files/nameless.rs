@@ -1,0 +1,155 @@
+//! Deleted files that the job has open or mapped: how much of them is copied, and names that CRIU has left for them.
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::fs::Metadata;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use super::record::in_their_folder;
+use crate::launch::identity::Identity;
+use rekindle_os::maps;
+use rekindle_os::process::{self, path_in};
+
+/// What the kernel adds to the name of a deleted file.
+const DELETED: &[u8] = b" (deleted)";
+
+/// A deleted file.
+#[derive(Debug)]
+pub(crate) struct Nameless {
+    /// The name that it had.
+    path: PathBuf,
+    metadata: Metadata,
+}
+
+/// The deleted regular files that these processes have open or mapped, each once. pids are as we see them.
+pub(crate) fn nameless(tree: &[i32]) -> Vec<Nameless> {
+    let mut found: BTreeMap<(u64, u64), Nameless> = BTreeMap::new();
+    let mut add = |name: &[u8], through: String| {
+        let path = name.strip_suffix(DELETED).filter(|_| is_nameless(name));
+        if let Some((path, metadata)) = path.zip(std::fs::metadata(through).ok().filter(Metadata::is_file)) {
+            let path = PathBuf::from(OsStr::from_bytes(path));
+            found.insert((metadata.dev(), metadata.ino()), Nameless { path, metadata });
+        }
+    };
+    for pid in tree {
+        for (number, target) in process::descriptors(*pid) {
+            add(target.as_os_str().as_bytes(), format!("/proc/{pid}/fd/{number}"));
+        }
+        let maps = maps::read(*pid).unwrap_or_default();
+        for mapping in maps::mappings(&maps) {
+            add(mapping.name, format!("/proc/{pid}/map_files/{}", mapping.range()));
+        }
+    }
+    found.into_values().collect()
+}
+
+/// Bytes on disk of those without another name: CRIU copies each of them (a ghost file, `dump_ghost_file`).
+pub(crate) fn bytes(found: &[Nameless]) -> u64 {
+    found.iter().filter(|file| file.metadata.nlink() == 0).map(|file| file.metadata.blocks() * 512).sum()
+}
+
+/// Whether a name in /proc is that of a deleted file. The kernel uses the same form for memory that is in no file
+/// system, which CRIU writes to page files.
+fn is_nameless(name: &[u8]) -> bool {
+    let memory = [&b"/memfd:"[..], b"/dev/zero ", b"/SYSV", b"/[aio]"];
+    name.starts_with(b"/") && name.ends_with(DELETED) && !memory.iter().any(|start| name.starts_with(start))
+}
+
+/// Removes the names that a dump gave to those with another name, if CRIU was killed before it removed them itself
+/// (`create_link_remap`): each further dump would use the same names, and fail. Returns how many there were.
+///
+/// No other file is removed. If another job has the same file and is being dumped at this moment, its snapshot fails and is
+/// tried again.
+pub(crate) fn remove_names(found: &[Nameless], root: i32, user: Option<&Identity>) -> usize {
+    found.iter().filter(|file| file.metadata.nlink() > 0).map(|file| remove_names_of(file, root, user)).sum()
+}
+
+fn remove_names_of(file: &Nameless, root: i32, user: Option<&Identity>) -> usize {
+    // CRIU takes the next folder above if the file's own one is gone.
+    let folder = file.path.ancestors().skip(1).find(|folder| path_in(root, folder).is_dir());
+    let remove = |[folder]: [PathBuf; 1]| {
+        let mut removed = 0;
+        for entry in std::fs::read_dir(folder)?.flatten() {
+            let is_criu_s = entry.file_name().as_bytes().starts_with(b"link_remap.");
+            let is_same = |now: Metadata| (now.dev(), now.ino()) == (file.metadata.dev(), file.metadata.ino());
+            if is_criu_s && entry.metadata().is_ok_and(is_same) && std::fs::remove_file(entry.path()).is_ok() {
+                removed += 1;
+            }
+        }
+        Ok(removed)
+    };
+    folder.map_or(0, |folder: &Path| in_their_folder(root, [folder], user, remove).unwrap_or(0))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+
+    #[test]
+    fn mappings_of_files_without_a_name_are_found() {
+        let maps = b"\
+00400000-00401000 r--p 00000000 fe:00 1  /tmp/gone (deleted)
+7f86f4000000-7f86f4400000 rw-p 00000000 00:00 0
+7f86f5000000-7f86f5400000 rw-s 00000000 00:01 2                          /dev/zero (deleted)
+7f86f585e000-7f86f595e000 r--s 00000000 00:01 3                          /memfd:mm (deleted)
+7f86f5960000-7f86f5970000 rw-s 00000000 00:01 4                          /SYSV00000000 (deleted)
+7f86f5980000-7f86f5990000 rw-s 00000000 00:17 5                          /dev/shm/torch_1 2 (deleted)
+7f86f5990000-7f86f59a0000 rw-s 00000000 00:17 6                          /dev/shm/named
+";
+        let found = maps::mappings(maps).filter(|mapping| is_nameless(mapping.name)).map(|mapping| mapping.range());
+        assert_eq!(found.collect::<Vec<_>>(), ["400000-401000", "7f86f5980000-7f86f5990000"]);
+    }
+
+    #[test]
+    fn a_file_without_a_name_counts_once() {
+        let mut file = tempfile::tempfile().unwrap();
+        io::Write::write_all(&mut file, &vec![1; 3 << 20]).unwrap();
+        file.sync_all().unwrap();
+        let expected = file.metadata().unwrap().blocks() * 512;
+        let mut sleep = std::process::Command::new("sleep");
+        let mut child = sleep.arg("60").stdout(file.try_clone().unwrap()).stderr(file).spawn().unwrap();
+        let pid = child.id().cast_signed();
+        let found = bytes(&nameless(&[pid, pid]));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!(found, expected);
+        assert!(found >= 3 << 20);
+    }
+
+    /// As CRIU leaves them if it is killed in a dump.
+    #[test]
+    fn names_that_criu_has_left_are_removed_and_no_others() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().join("folder");
+        std::fs::create_dir(&folder).unwrap();
+        let [gone, kept, left, other] = ["gone", "kept", "link_remap.7", "link_remap.8"].map(|name| folder.join(name));
+        let file = std::fs::File::create(&gone).unwrap();
+        std::fs::hard_link(&gone, &kept).unwrap();
+        std::fs::hard_link(&gone, &left).unwrap();
+        std::fs::remove_file(&gone).unwrap();
+        std::fs::write(&other, "of another job").unwrap();
+        // Its folder is gone too: CRIU takes the one above.
+        let above = dir.path().join("link_remap.9");
+        std::fs::create_dir(folder.join("below")).unwrap();
+        let lower = std::fs::File::create(folder.join("below/file")).unwrap();
+        let lower_left = folder.join("link_remap.9");
+        std::fs::hard_link(folder.join("below/file"), &lower_left).unwrap();
+        std::fs::hard_link(folder.join("below/file"), &above).unwrap();
+        std::fs::remove_dir_all(folder.join("below")).unwrap();
+
+        let mut sleep = std::process::Command::new("sleep");
+        let mut child = sleep.arg("60").stdout(file).stderr(lower).spawn().unwrap();
+        let pid = child.id().cast_signed();
+        let removed = remove_names(&nameless(&[pid]), pid, None);
+        let again = remove_names(&nameless(&[pid]), pid, None);
+        let _ = child.kill();
+        let _ = child.wait();
+        assert_eq!((removed, again), (2, 0));
+        assert!(!left.exists() && !lower_left.exists());
+        assert!(kept.exists() && other.exists() && above.exists());
+    }
+}
