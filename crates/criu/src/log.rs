@@ -227,7 +227,10 @@ const HINTS: &[(&str, &str)] = &[
         "has bad build-ID",
         "a library that the job uses was upgraded since the snapshot: install the version used at the snapshot",
     ),
-    ("Can't fork for", "a pid of the image is in use: set job.pid-namespace = \"private\", or end the process that has it"),
+    (
+        "Can't fork for",
+        "a pid of the image is in use: set job.pid-namespace = \"private\", or end the process that has it",
+    ),
     (
         "increase limit",
         "a deleted file that the job still has open is larger than snapshot.ghost-limit: raise it (at most 4095MiB)",

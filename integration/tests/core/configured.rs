@@ -87,7 +87,10 @@ fn a_job_does_not_start_without_what_a_file_says_that_is_not_trusted() {
         chown(&own, Some(owner), None).unwrap();
         for line in ["run -- true", "run --detach -- true", "restore j", "config check"] {
             let (code, said) = by_sudo(project, line);
-            assert!(code == 78 && said.contains(way) && said.contains("does not start without"), "{line}: {code} {said}");
+            assert!(
+                code == 78 && said.contains(way) && said.contains("does not start without"),
+                "{line}: {code} {said}"
+            );
         }
         // Commands that only look go on.
         let (code, said) = by_sudo(project, "status");

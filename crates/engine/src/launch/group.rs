@@ -114,8 +114,10 @@ pub enum Error {
     #[error("the kernel has no {0} devices, which the group's network needs: run `modprobe {0}`")]
     Kind(&'static str),
     /// The port is in use.
-    #[error("UDP port {0} is used by another program, or by another group with the same VXLAN network identifier: end that program, or set another \
-         group.port on all machines")]
+    #[error(
+        "UDP port {0} is used by another program, or by another group with the same VXLAN network identifier: end that program, or set another \
+         group.port on all machines"
+    )]
     Port(u16),
     /// The file for /etc/hosts cannot be written.
     #[error("cannot write {}", path.display())]

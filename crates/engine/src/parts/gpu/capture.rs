@@ -39,8 +39,10 @@ pub enum Error {
         source: cuda::Error,
     },
     /// The set of CUDA processes changed at every attempt to lock it.
-    #[error("lock: the job starts and ends CUDA processes too fast: each of {attempts} attempts met a new one. The \
-             snapshot is tried again at the next interval")]
+    #[error(
+        "lock: the job starts and ends CUDA processes too fast: each of {attempts} attempts met a new one. The \
+             snapshot is tried again at the next interval"
+    )]
     Restless {
         /// How often it was tried.
         attempts: u32,
@@ -83,8 +85,10 @@ pub enum Error {
         source: std::io::Error,
     },
     /// The ranks did not reach one point of their communicators.
-    #[error("lock: the ranks did not reach a common point of their NCCL communicators within {timeout:?}: {who}. If steps \
-             take longer than that, raise snapshot.lock-timeout")]
+    #[error(
+        "lock: the ranks did not reach a common point of their NCCL communicators within {timeout:?}: {who}. If steps \
+             take longer than that, raise snapshot.lock-timeout"
+    )]
     Late {
         /// The time limit.
         timeout: Duration,
