@@ -465,7 +465,8 @@ pub fn is_known(pid: i32) -> bool {
     register().contains(&pid)
 }
 
-/// Reaps children that ended and were not started here. Returns how many.
+/// Reaps children that ended and were not started here. Returns how many. So a test beside which another one calls it may
+/// find its child reaped.
 pub fn reap_strays() -> usize {
     let known = register();
     let strays = super::process::children(std::process::id().cast_signed());

@@ -339,7 +339,7 @@ mod tests {
         std::fs::write(&path, "bob's").unwrap();
         let after = owners(&[pid]);
         child.kill().unwrap();
-        child.wait().unwrap();
+        let _ = child.wait();
         let moved = dir.path().with_extension("moved");
         std::fs::remove_dir_all(&moved).unwrap();
         let alice = Owner { uid: 65_534, gid: 65_534 };

@@ -81,7 +81,7 @@ impl Machine {
         // The thread that forks belongs to the namespace of whoever needs it first, and serves all tests of this
         // process.
         let first = Spawn::new(Path::new("/bin/true"), [""; 0]).unwrap().dies_with_us().start().unwrap();
-        first.wait().unwrap();
+        let _ = first.wait();
         std::thread::scope(|scope| {
             let on_it = || {
                 setns(&self.namespace, CloneFlags::CLONE_NEWNET).unwrap();
