@@ -116,18 +116,10 @@ pub(super) fn socket(folder: &JobFolder) -> anyhow::Result<PathBuf> {
         Writer::Known(holder) if holder.boot_id != here.boot_id => {
             format!("job {name} is supervised by {holder}: run this command there")
         }
-        _ => {
-            let last = match published {
-                Some(published) => {
-                    format!("; `kill -TERM {}` stops the job with a final snapshot", published.supervisor)
-                }
-                None => String::new(),
-            };
-            format!(
-                "the supervisor of job {name} has no control socket: its log says why. If it is about to exit, try \
-                again{last}"
-            )
-        }
+        _ => format!(
+            "the supervisor of job {name} has no control socket: it has just begun, or is about to exit, or its log says \
+            why. Try again"
+        ),
     };
     Err(Misuse(why).into())
 }

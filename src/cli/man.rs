@@ -95,8 +95,8 @@ fn more() -> Roff {
         ),
         (
             "SIGTERM, SIGINT, SIGHUP",
-            "Take a final snapshot within snapshot.grace and stop. A second signal ends the job at once and does not \
-            wait until the image is stored.",
+            "Take a final snapshot within snapshot.grace and stop. A second SIGTERM or SIGINT, 2 s or more later, ends the \
+            job at once and does not wait until the image is stored.",
         ),
         ("SIGQUIT, SIGCONT, SIGWINCH", "Forwarded to the job. During a snapshot they wait for its end."),
     ];

@@ -241,6 +241,14 @@ impl Deadline {
             true => Plan::until(end, lead),
             false => plan(self.begun, end, lead),
         };
+        // Not at the cost of the final snapshot, if the end is right after all.
+        if let (Confirmed::Awaited(until), Ok(left)) = (self.confirmed, (end - time).to_std())
+            && !left.is_zero()
+        {
+            let total = |forecast: Forecast| forecast.total().saturating_add(waits).saturating_add(held);
+            let needed = forecast.map_or(lead, total);
+            self.confirmed = Confirmed::Awaited(until.min(now + left.saturating_sub(needed)));
+        }
         let awaited = self.awaited().is_some_and(|until| now < until);
         if let Some(forecast) = forecast.filter(|forecast| !awaited && self.is_short_for(forecast, end)) {
             tracing::warn!(
@@ -450,6 +458,14 @@ mod tests {
         assert!(silent.plan(&facts(), at, on_the_wall).last_call.is_none());
         let (at, on_the_wall) = later(35);
         assert!(silent.plan(&facts(), at, on_the_wall).last_call.is_some());
+        // The end is right, and soon.
+        let mut soon = Deadline { end: Some(time + Duration::from_secs(30)), ..past() };
+        soon.was_stopped();
+        let quick = Facts { forecast: None, grace: Duration::from_secs(20), ..facts() };
+        let planned = soon.plan(&quick, now, time);
+        assert!(planned.last_call.is_none() && soon.next_wake(now, time).unwrap() <= later(30).0);
+        let (at, on_the_wall) = later(29);
+        assert!(soon.plan(&quick, at, on_the_wall).last_call.is_some(), "before the wait is over");
         // What a cloud announces needs no answer.
         let mut noticed = Deadline { confirmed: Confirmed::No, notice: Some(time - 2 * MINUTE), ..past() };
         noticed.is_asked(now);

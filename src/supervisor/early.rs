@@ -147,6 +147,7 @@ impl Duties {
             _ => {}
         }
         self.lock.iter().for_each(ReleaseAtExit::release);
+        log::flush();
         low_level::exit(match signal {
             sig::SIGUSR2 => self.scheduler.requeue_code().into(),
             signal => 128 + signal,

@@ -146,18 +146,11 @@ impl Log {
         first.is_some_and(|line| says(line))
     }
 
-    /// Whether a dump failed because of something that the job was just doing, or that the undo of a dump removes, and that
-    /// will probably be over soon.
+    /// Whether a dump failed because of something that the job was just doing, and that will probably be over soon.
     #[must_use]
     pub fn says_moment(&self) -> bool {
         let passes = |line: &String| MOMENTS.iter().any(|mark| line.contains(mark));
-        self.says_killed() || self.says_name_taken() || self.errors().iter().any(passes)
-    }
-
-    /// Whether CRIU could not give a deleted file a name, because the name exists: a dump that was killed has left it.
-    #[must_use]
-    pub fn says_name_taken(&self) -> bool {
-        self.errors().iter().any(|line| line.contains(LINK_REMAP) && line.contains("File exists"))
+        self.says_killed() || self.errors().iter().any(passes)
     }
 
     /// What to do about it, if the failure is a known one.
@@ -241,7 +234,7 @@ const HINTS: &[(&str, &str)] = &[
     ),
     (
         LINK_REMAP,
-        "a file that the job has open was deleted and has another hard link, and it gets a further name (link_remap.N) in its folder during a snapshot: is the folder writable? A name that an interrupted snapshot has left is removed before the next attempt",
+        "a file that the job has open was deleted and has another hard link, and it gets a further name (link_remap.N) in its folder during a snapshot: is the folder writable? If such a name exists and no other job takes a snapshot there, remove it",
     ),
     ("Can't link ", "a file that was deleted before the snapshot cannot be restored: its saved hard link is gone"),
     ("Connected TCP socket", "the job has a TCP connection: set snapshot.tcp to \"close\" or \"keep\""),

@@ -340,7 +340,7 @@ impl Error {
     fn passes_at_once(&self) -> bool {
         match self {
             Error::Starting(_) | Error::Unaccepted(_) | Error::Connected | Error::Gpu(gpu::Error::Ended { .. }) => true,
-            Error::Dump(criu::RunError::Refused { log }) => log.says_ending() || log.says_name_taken(),
+            Error::Dump(criu::RunError::Refused { log }) => log.says_ending(),
             _ => false,
         }
     }

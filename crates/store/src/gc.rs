@@ -170,7 +170,9 @@ fn round(
     }
     let mut needed = Needed::of(folder)?;
     besides.into_iter().for_each(|map| needed.add_map(map));
-    let uses = needed.of_packs(&packs, &index, bounds.copies)?;
+    // Without a new index, records that were damaged count again: they must not take the place of good ones.
+    let copies = if full.is_some() { usize::MAX } else { bounds.copies.count() };
+    let uses = needed.of_packs(&packs, &index, copies)?;
     for pack in &uses {
         lock.still_held()?;
         let is_gone = index.is_gone(pack.name);
@@ -201,8 +203,11 @@ fn round(
     sweep_remains(&packs, &index)?;
     if let Some(bound) = bounds.repack.filter(|_| full.is_none()) {
         // What is copied is there twice until the old packs are removed.
-        let room = folders::free_space(packs.dir())?.saturating_sub(bounds.min_free).saturating_sub(PACK);
-        let bound = bound.min(room);
+        let free = folders::free_space(packs.dir())?;
+        let room = free.saturating_sub(bounds.min_free).saturating_sub(PACK);
+        // On a disk that is kept full, a little at a time.
+        let little = if free >= 2 * PACK { PACK } else { 0 };
+        let bound = bound.min(room.max(little));
         repack::run(&packs, &index, &needed, &uses, bounds, bound, lock, now, cancelled, &mut done)?;
     }
     Ok((done, full))
@@ -316,7 +321,7 @@ pub(super) struct PackUse {
 #[cfg(test)]
 pub(crate) fn usage(folder: &JobFolder, copies: Copies) -> Result<(u64, u64), Error> {
     let packs = folder.packs();
-    let uses = Needed::of(folder)?.of_packs(&packs, &packs.index()?, copies)?;
+    let uses = Needed::of(folder)?.of_packs(&packs, &packs.index()?, copies.count())?;
     Ok(uses.iter().fold((0, 0), |(bytes, needed), pack| (bytes + pack.bytes, needed + pack.needed)))
 }
 

@@ -198,7 +198,8 @@ impl Image {
     }
 
     /// The same image in its present state. An image in a slot that was replaced meanwhile is damaged.
-    pub(super) fn look_again(&self) -> Image {
+    #[must_use]
+    pub fn look_again(&self) -> Image {
         match self.place {
             Place::Stored => Image::load(&self.dir, self.id, &self.trust),
             Place::Staged | Place::Slot => {

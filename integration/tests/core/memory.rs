@@ -222,7 +222,7 @@ fn a_full_store_keeps_the_image_in_memory() {
     run.wait_said(&format!("image {second} is only in memory"));
     run.wait_for("the state says so", || failed(&lab).is_some());
     let why = failed(&lab).unwrap();
-    assert!(why.contains(&second.to_string()) && why.contains("No space left"), "{why}");
+    assert!(why.contains(&second.to_string()) && why.contains("the image needs about"), "{why}");
     assert_eq!(lab.good(), [first]);
     run.crash(&lab);
     run.wait_said(&format!("the job was restored from image {second}"));

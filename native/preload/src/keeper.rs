@@ -52,8 +52,9 @@ unsafe extern "C" fn main(table: *mut c_void) -> *mut c_void {
     sys::name_thread(c"rekindle-keeper");
     // SAFETY: what `start` gave: mapped for good.
     let table = unsafe { &*table.cast::<Table>() };
-    sharing::driver::find();
     table.keeper.store(sys::thread(), Ordering::Release);
+    // It answers nothing before it has these.
+    sharing::driver::find();
     loop {
         let calls = table.calls.load(Ordering::Acquire);
         if calls == table.answered.load(Ordering::Relaxed) {

@@ -340,21 +340,25 @@ mod tests {
 
     #[test]
     fn a_thread_of_ours_does_not_keep_the_program_from_changing_its_ids() {
-        // SAFETY: the child starts a thread, asks for an id that it has, and ends.
-        let child = unsafe { fork() };
-        if child == 0 {
-            // SAFETY: as above.
-            unsafe { _exit(i32::from(!start_thread(sleep, core::ptr::null_mut()) || setgid(getgid()) != 0)) };
-        }
-        let (mut status, deadline) = (-1, sys::now() + 20_000_000_000);
-        // SAFETY: our own child, and a live local.
-        while unsafe { waitpid(child, &raw mut status, 1) } == 0 {
-            if sys::now() > deadline {
-                // SAFETY: our own child.
-                unsafe { kill(child, 9) };
+        let ends_well = |_| {
+            // SAFETY: the child starts a thread, asks for an id that it has, and ends.
+            let child = unsafe { fork() };
+            if child == 0 {
+                // SAFETY: as above.
+                unsafe { _exit(i32::from(!start_thread(sleep, core::ptr::null_mut()) || setgid(getgid()) != 0)) };
             }
-            sys::sleep(10_000_000);
-        }
-        assert_eq!(status, 0);
+            let (mut status, deadline) = (-1, sys::now() + 5_000_000_000);
+            // SAFETY: our own child, and a live local.
+            while unsafe { waitpid(child, &raw mut status, 1) } == 0 {
+                if sys::now() > deadline {
+                    // SAFETY: our own child.
+                    unsafe { kill(child, 9) };
+                }
+                sys::sleep(10_000_000);
+            }
+            status == 0
+        };
+        // Another test's thread may have had a lock of the loader's at the fork.
+        assert!((0..5).any(ends_well));
     }
 }

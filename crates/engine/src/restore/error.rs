@@ -217,6 +217,8 @@ impl Error {
             Error::Rollback(RollbackError::Io { .. }) => Blame::Unknown,
             // A user can free space.
             Error::Rollback(RollbackError::NoRoom { .. } | RollbackError::TooMany(_)) => Blame::Machine,
+            // A restore of another job may have it there for a moment.
+            Error::Rollback(RollbackError::InTheWay(_)) => Blame::Machine,
             // An older image does not have its content either, and would lose work.
             Error::Rollback(
                 RollbackError::Changed(_)
@@ -224,7 +226,6 @@ impl Error {
                 | RollbackError::NoPlace { .. }
                 | RollbackError::NoCopy { .. }
                 | RollbackError::Unmovable { .. }
-                | RollbackError::InTheWay(_)
                 | RollbackError::Mounted(_),
             ) => Blame::Here,
             Error::Rollback(_) => Blame::Files,

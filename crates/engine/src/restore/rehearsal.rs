@@ -182,7 +182,7 @@ fn try_it(script: &Script) -> Result<Duration, Failure> {
     let took = began.elapsed();
     // When the slot has a later image, this image's files are gone or replaced.
     match result {
-        Err(Failure::Refused(_)) if find(&folder, script.image).is_err() => {
+        Err(Failure::Refused(_)) if !image.look_again().is_good() => {
             Err(Failure::NotTried("a newer image replaced it".into()))
         }
         Err(failure) => Err(failure),

@@ -53,7 +53,7 @@ impl Seen {
         subject.queues.let_pass(&tree, subject.job.world.subnet(), patience, env.cancelled);
         let unread = Unread::let_pass(&tree, env.cancelled);
         let deleted = nameless(&tree);
-        // Of a dump in an earlier life of the job, which was killed with its supervisor.
+        // Of a dump that was killed with its supervisor.
         nameless::remove_names(&deleted, root, env.user());
         let (expected, nameless) = (expect(&tree), nameless::bytes(&deleted));
         let options = subject.options;

@@ -8,7 +8,6 @@ use crate::chunk::map::{self, ChunkMap};
 use crate::folder::JobFolder;
 use crate::format::ReadError;
 use crate::image::{DamageKind, Image, State};
-use crate::options::Copies;
 use crate::pack::set::{Index, Packs};
 use rekindle_base::chain;
 
@@ -45,7 +44,7 @@ impl Needed {
 
     /// How much of each pack is needed. If a chunk is in more packs than necessary, only the places that a reader
     /// prefers count.
-    pub(super) fn of_packs(&self, packs: &Packs, index: &Index, copies: Copies) -> Result<Vec<PackUse>, Error> {
+    pub(super) fn of_packs(&self, packs: &Packs, index: &Index, copies: usize) -> Result<Vec<PackUse>, Error> {
         let mut uses = Vec::new();
         for info in index.packs() {
             let pack = packs.pack_index(info.name).map_err(|problem| Error::Pack {
@@ -53,7 +52,7 @@ impl Needed {
                 why: problem.index.as_ref().map_or_else(|| "it is missing".into(), |error| chain(error)),
             })?;
             let from_here = |entry: &&crate::pack::index::Entry| {
-                self.has(&entry.id) && index.kept(&entry.id, copies.count()).any(|place| place.pack == info.name)
+                self.has(&entry.id) && index.kept(&entry.id, copies).any(|place| place.pack == info.name)
             };
             let needed = pack.entries().iter().filter(from_here).map(|entry| entry.end() - entry.offset).sum();
             uses.push(PackUse { name: info.name, bytes: pack.pack_len(), needed });

@@ -1,8 +1,8 @@
 //! Stores an image, and makes room for it.
 //!
 //! How much an image adds is a guess from what the one before it added. One that adds much more fills the disk although
-//! room was made. Then more is known: how much was written, how much of the image is left, and whether a quota allows
-//! less than the file system has free. With that, room is made once more, by the same rules.
+//! room was made. Then more is known: how much was written for the part of the image that is done, and whether a quota
+//! allows less than the file system has free. With that, room is made once more, by the same rules.
 
 use std::io;
 
@@ -29,6 +29,13 @@ const ATTEMPTS: u32 = 3;
 const BESIDE: u64 = 64;
 const BESIDE_AT_LEAST: u64 = 1 << 20;
 
+/// What an image adds, if the rest of it adds as much as what is done has added. The image can contain holes, and content
+/// that is there already: these are done, and add nothing. None if nothing is done.
+fn in_all(written: u64, (done, total): (u64, u64)) -> Option<u64> {
+    let all = u128::from(written) * u128::from(total.max(done));
+    Some(u64::try_from(all.checked_div(done.into())?).unwrap_or(u64::MAX))
+}
+
 /// Makes room for a staged image, removing older ones if necessary, and packs it.
 ///
 /// # Errors
@@ -51,11 +58,11 @@ pub fn store(
             Err(error) if error.is_full() => error,
             done => return Ok(done?),
         };
-        let (done, total) = progress.bytes();
-        let more = progress.written().saturating_add(total.saturating_sub(done));
         let is_limited = error.kind() == Some(io::ErrorKind::QuotaExceeded);
-        // All that was free was not enough.
-        let least = if is_limited { more } else { more.max(free) };
+        let expected = in_all(progress.written(), progress.bytes()).unwrap_or(whole);
+        // All that was free was not enough, unless others filled the disk.
+        let expected = if is_limited { expected } else { expected.max(free) };
+        let least = expected.min(whole);
         let least = least.saturating_add(least / BESIDE).saturating_add(BESIDE_AT_LEAST);
         tracing::info!("the store is full: image {} needs more than expected", image.id);
         match survey::make_room_again(folder, lock, limits, whole, &Seen { least, is_limited }) {
@@ -65,4 +72,15 @@ pub fn store(
         };
     }
     Ok(persist(image, folder, lock, packing, progress, cancelled)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_an_image_adds_follows_from_what_it_has_added() {
+        assert_eq!([in_all(20, (250, 500)), in_all(20, (20, 40)), in_all(7, (9, 0))], [Some(40), Some(40), Some(7)]);
+        assert_eq!([in_all(0, (0, 40)), in_all(u64::MAX, (1, 3))], [None, Some(u64::MAX)]);
+    }
 }

@@ -1,6 +1,6 @@
 //! Deleted files that the job has open or mapped: how much of them is copied, and names that CRIU has left for them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::fs::Metadata;
 use std::os::unix::ffi::OsStrExt;
@@ -26,20 +26,21 @@ pub(crate) struct Nameless {
 /// The deleted regular files that these processes have open or mapped, each once. pids are as we see them.
 pub(crate) fn nameless(tree: &[i32]) -> Vec<Nameless> {
     let mut found: BTreeMap<(u64, u64), Nameless> = BTreeMap::new();
-    let mut add = |name: &[u8], through: String| {
-        let path = name.strip_suffix(DELETED).filter(|_| is_nameless(name));
-        if let Some((path, metadata)) = path.zip(std::fs::metadata(through).ok().filter(Metadata::is_file)) {
+    let mut add = |name: &[u8], through: &dyn Fn() -> String| {
+        let Some(path) = name.strip_suffix(DELETED).filter(|_| is_nameless(name)) else { return };
+        // Only now: a file system that does not answer holds up who looks at its files.
+        if let Some(metadata) = std::fs::metadata(through()).ok().filter(Metadata::is_file) {
             let path = PathBuf::from(OsStr::from_bytes(path));
             found.insert((metadata.dev(), metadata.ino()), Nameless { path, metadata });
         }
     };
     for pid in tree {
         for (number, target) in process::descriptors(*pid) {
-            add(target.as_os_str().as_bytes(), format!("/proc/{pid}/fd/{number}"));
+            add(target.as_os_str().as_bytes(), &|| format!("/proc/{pid}/fd/{number}"));
         }
         let maps = maps::read(*pid).unwrap_or_default();
         for mapping in maps::mappings(&maps) {
-            add(mapping.name, format!("/proc/{pid}/map_files/{}", mapping.range()));
+            add(mapping.name, &|| format!("/proc/{pid}/map_files/{}", mapping.range()));
         }
     }
     found.into_values().collect()
@@ -60,27 +61,35 @@ fn is_nameless(name: &[u8]) -> bool {
 /// Removes the names that a dump gave to those with another name, if CRIU was killed before it removed them itself
 /// (`create_link_remap`): each further dump would use the same names, and fail. Returns how many there were.
 ///
-/// No other file is removed. If another job has the same file and is being dumped at this moment, its snapshot fails and is
-/// tried again.
+/// No other file is removed. If another job has the same file and is being dumped at this moment, its snapshot fails.
 pub(crate) fn remove_names(found: &[Nameless], root: i32, user: Option<&Identity>) -> usize {
-    found.iter().filter(|file| file.metadata.nlink() > 0).map(|file| remove_names_of(file, root, user)).sum()
+    let mut folders: BTreeMap<&Path, BTreeSet<(u64, u64)>> = BTreeMap::new();
+    for file in found.iter().filter(|file| file.metadata.nlink() > 0) {
+        // CRIU takes the next folder above if the file's own one is gone.
+        if let Some(folder) = file.path.ancestors().skip(1).find(|folder| path_in(root, folder).is_dir()) {
+            folders.entry(folder).or_default().insert(identity(&file.metadata));
+        }
+    }
+    folders.into_iter().map(|(folder, files)| remove_names_in(folder, &files, root, user)).sum()
 }
 
-fn remove_names_of(file: &Nameless, root: i32, user: Option<&Identity>) -> usize {
-    // CRIU takes the next folder above if the file's own one is gone.
-    let folder = file.path.ancestors().skip(1).find(|folder| path_in(root, folder).is_dir());
+fn identity(metadata: &Metadata) -> (u64, u64) {
+    (metadata.dev(), metadata.ino())
+}
+
+fn remove_names_in(folder: &Path, files: &BTreeSet<(u64, u64)>, root: i32, user: Option<&Identity>) -> usize {
     let remove = |[folder]: [PathBuf; 1]| {
         let mut removed = 0;
         for entry in std::fs::read_dir(folder)?.flatten() {
             let is_criu_s = entry.file_name().as_bytes().starts_with(b"link_remap.");
-            let is_same = |now: Metadata| (now.dev(), now.ino()) == (file.metadata.dev(), file.metadata.ino());
-            if is_criu_s && entry.metadata().is_ok_and(is_same) && std::fs::remove_file(entry.path()).is_ok() {
+            let is_theirs = || entry.metadata().is_ok_and(|now| files.contains(&identity(&now)));
+            if is_criu_s && is_theirs() && std::fs::remove_file(entry.path()).is_ok() {
                 removed += 1;
             }
         }
         Ok(removed)
     };
-    folder.map_or(0, |folder: &Path| in_their_folder(root, [folder], user, remove).unwrap_or(0))
+    in_their_folder(root, [folder], user, remove).unwrap_or(0)
 }
 
 #[cfg(test)]

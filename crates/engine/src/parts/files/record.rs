@@ -179,6 +179,8 @@ pub(crate) fn save_links(
     }
     let unique =
         std::fs::read_to_string("/proc/sys/kernel/random/uuid").map_err(Error::Unique)?.trim().replace('-', "");
+    let pids: BTreeMap<i32, i32> =
+        process::tree(root).into_iter().filter_map(|outer| process::inner_pid(outer).zip(Some(outer))).collect();
     for image::LinkRemap { path: link, holder } in remaps {
         let name = link.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
         let keep = link.with_file_name(format!("{}{id}-{unique}-{name}", SavedLink::PREFIX));
@@ -191,7 +193,7 @@ pub(crate) fn save_links(
                 let owner = Some(Owner { uid: metadata.uid(), gid: metadata.gid() });
                 saved.push(SavedLink { link: JobPath::new(link.as_path())?, saved: JobPath::new(keep)?, owner });
                 // Anybody who may write to the folder can have replaced the name.
-                if is_another(&metadata, holder, root) { Err(Error::Another(link)) } else { Ok(()) }
+                if is_another(&metadata, holder, &pids) { Err(Error::Another(link)) } else { Ok(()) }
             }
             Err(source) => Err(Error::Link { path: keep, source }),
         };
@@ -203,13 +205,12 @@ pub(crate) fn save_links(
     Ok(saved)
 }
 
-/// Whether this is another file than the one that a process of the job has there.
-fn is_another(named: &std::fs::Metadata, holder: Option<Holder>, root: i32) -> bool {
+/// Whether this is another file than the one that a process of the job has there. `pids` leads from pids as processes see
+/// themselves to those that we see.
+fn is_another(named: &std::fs::Metadata, holder: Option<Holder>, pids: &BTreeMap<i32, i32>) -> bool {
     let Some(holder) = holder else { return false };
     let (Holder::Descriptor { pid, .. } | Holder::Mapping { pid, .. }) = holder;
-    let Some(pid) = process::tree(root).into_iter().find(|outer| process::inner_pid(*outer) == Some(pid)) else {
-        return false;
-    };
+    let Some(pid) = pids.get(&pid) else { return false };
     let file = std::fs::metadata(match holder {
         Holder::Descriptor { fd, .. } => format!("/proc/{pid}/fd/{fd}"),
         Holder::Mapping { start, end, .. } => format!("/proc/{pid}/map_files/{start:x}-{end:x}"),
