@@ -55,7 +55,7 @@ pub struct Bounds<'k> {
     pub key: Option<&'k Key>,
     /// In how many packs a chunk is kept. If more packs have it, only the places that a reader prefers count as needed.
     pub copies: Copies,
-    /// Bytes of the file system that copying must leave free.
+    /// `store.min-free`, in bytes: copying leaves at least half of it free.
     pub min_free: u64,
 }
 
@@ -202,12 +202,10 @@ fn round(
     }
     sweep_remains(&packs, &index)?;
     if let Some(bound) = bounds.repack.filter(|_| full.is_none()) {
-        // What is copied is there twice until the old packs are removed.
-        let free = folders::free_space(packs.dir())?;
-        let room = free.saturating_sub(bounds.min_free).saturating_sub(PACK);
-        // On a disk that is kept full, a little at a time.
-        let little = if free >= 2 * PACK { PACK } else { 0 };
-        let bound = bound.min(room.max(little));
+        // What is copied is there twice until the old packs are removed. A store that fills its disk has nothing free but
+        // this, and would never get back what it does not need.
+        let room = folders::free_space(packs.dir())?.saturating_sub(bounds.min_free / 2).saturating_sub(PACK);
+        let bound = bound.min(room);
         repack::run(&packs, &index, &needed, &uses, bounds, bound, lock, now, cancelled, &mut done)?;
     }
     Ok((done, full))
