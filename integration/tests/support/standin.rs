@@ -109,7 +109,10 @@ impl Standin {
 
     /// Asks for a fault; the stand-in's documentation lists them.
     pub(crate) fn fault(&self, name: &str, text: &str) {
-        fs::write(self.path().join(name), text).unwrap();
+        // Not truncated first: a call that is held reads it all the time, and an empty file is no fault.
+        let draft = self.path().join(format!(".{name}.draft"));
+        fs::write(&draft, text).unwrap();
+        fs::rename(draft, self.path().join(name)).unwrap();
     }
 
     /// Lets `command` find the stand-in as its libcuda.
