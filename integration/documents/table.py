@@ -45,6 +45,7 @@ TABLE = [
     Elsewhere(r"pip install --target", "is said not to work"),
     Elsewhere(r"venv/bin/python -m rekindle", "needs a wheel", "integration/install.sh", "-m rekindle"),
     Elsewhere(r"rekindle run .*-- jupyter server", "needs Jupyter", code=127),
+    Elsewhere(r'"\$\(command -v rekindle\)" run', "is for a user who is not root", "integration/tests/core/user.rs", "job.user"),
     Elsewhere(r"(srun .*)?rekindle run .*--(group|nodes)", "needs several machines", "integration/tests/group/lab.rs", "--nodes"),
     Elsewhere(r"podman (build|run|stop|exec)", "needs a container manager"),
     Elsewhere(r"kubectl ", "needs a cluster"),
