@@ -5,7 +5,9 @@
 //! every ten minutes, after this process was stopped, and again before the final snapshot, because a time limit can be
 //! changed. As long as it fails and no deadline is known, it asks every two minutes. Until the scheduler has answered, its
 //! deadline may be out of date, also in the past: in a shell of `salloc` whose limit was extended, or after `scontrol
-//! suspend`. Then the final snapshot waits for the answer, for a short time. A [`forecast`] says how early the snapshot must start. It is computed each time the owner
+//! suspend`. Then the final snapshot waits for the answer, for a short time.
+//!
+//! A [`forecast`] says how early the snapshot must start. It is computed each time the owner
 //! wakes, from the events of this and earlier runs.
 //!
 //! A power cut loses nothing: all of this is determined again.

@@ -2,8 +2,9 @@
 //!
 //! No thread is relied on: a helper that never runs takes no chunk, and the others do its share. `ticket` contains the
 //! number of the copy and its next chunk in one word. A thread reads the parameters of the copy and then takes a chunk
-//! by a compare-and-swap of exactly the ticket that it saw; before the parameters of the next copy are written, the
-//! ticket becomes a different one, of which no chunk can be taken. Numbers of copies repeat after 2^32 of them, which no thread sleeps through.
+//! by a compare-and-swap of exactly the ticket that it saw. Before the parameters of the next copy are written, the
+//! ticket is replaced by a closed one, which has no chunks. Numbers of copies repeat after 2^32 of them, which no thread
+//! sleeps through.
 
 use core::hint::spin_loop;
 use core::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
