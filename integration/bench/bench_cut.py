@@ -1,11 +1,12 @@
 """How long ranks take to come to one point and be locked, by what they do, for one or more builds of rekindle in one run.
 
     bench_cut.py --rekindle FILE [--rekindle FILE] [--ranks N,N] [--snapshots N] [--kinds A,B] [--gib N,N] [--kill]
-                 [--torchrun] [--no-store] [--dir DIR] [--logs DIR]
+                 [--torchrun] [--own-gpu] [--no-store] [--dir DIR] [--logs DIR]
 
 --ranks, --gib  each kind is tried with each of them; each rank has that much GPU memory
 --kill          also kill -9 of a rank at the end, and how long it takes until the next step
 --torchrun      the ranks are started by torchrun, not by the job, which kills the others as soon as a rank has ended
+--own-gpu       each rank sees only its own GPU (CUDA_VISIBLE_DEVICES)
 --no-store      one snapshot of each, which is not stored: the restart is from memory
 --dir           where the stores are; each snapshot waits until the one before is stored
 
@@ -61,6 +62,7 @@ def trial(args, work, rekindle, which, kind, ranks, gib, port):
     if args.torchrun:
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", ranks, "--master-port", port]
         command[1:1] = launcher
+    options = ["--port", port, "--gib", gib, *(["--own-gpu"] if args.own_gpu else [])]
     settings = {
         "snapshot.lock-timeout": "20s", "snapshot.rehearse": "off", "log.level": "debug", "snapshot.staging": "ram",
         "store.keep-last": 1, "restart.min-uptime": "2s", "store.persist-rate": "1MiB" if args.no_store else "unlimited",
@@ -68,9 +70,8 @@ def trial(args, work, rekindle, which, kind, ranks, gib, port):
     settings = {key: value for key, value in settings.items() if key in known_keys(rekindle)}
     environment = {"NCCL_NVLS_ENABLE": "0", **args.environment}
     job = Job(
-        rekindle, work, f"cut{os.getpid()}-{name}", [*command, "--port", port, "--gib", gib],
-        settings=settings, environment=environment,
-    )  # fmt: skip
+        rekindle, work, f"cut{os.getpid()}-{name}", [*command, *options], settings=settings, environment=environment
+    )
     found = {"kind": kind, "which": which, "ranks": ranks, "gib": gib, "snapshots": [], "why": "", "back": None}
     try:
         job.start()
@@ -91,6 +92,9 @@ def trial(args, work, rekindle, which, kind, ranks, gib, port):
     except Failed as error:
         found["why"] = str(error)
     finally:
+        if args.no_store:
+            # It would wait for an image that is stored at 1 MiB/s.
+            job.kill_supervisor()
         job.end()
         if args.logs:
             shutil.copy(job.log, args.logs / f"{name}.log")
@@ -122,6 +126,7 @@ def main():
     parser.add_argument("--minutes", type=float, default=9)
     parser.add_argument("--kill", action="store_true")
     parser.add_argument("--torchrun", action="store_true")
+    parser.add_argument("--own-gpu", action="store_true")
     parser.add_argument("--no-store", action="store_true")
     parser.add_argument("--logs", type=Path)
     args = parser.parse_args()

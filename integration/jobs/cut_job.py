@@ -1,6 +1,6 @@
 """Ranks that use NCCL in ways that are hard to stop at one point; each checks what it receives.
 
-    cut_job.py KIND --out FILE --ranks N --port P [--gib N] [--patient]
+    cut_job.py KIND --out FILE --ranks N --port P [--gib N] [--patient] [--own-gpu]
 
 KIND: late      the last rank is late by 100 ms in each step
       ahead     all-reduces are started up to 50 steps ahead of the GPU
@@ -12,6 +12,7 @@ KIND: late      the last rank is late by 100 ms in each step
 Each rank has N GiB of GPU memory: the weights and gradients of fsdp and ddp, memory that nothing changes with the others.
 With more ranks than GPUs the ranks share them, and use gloo.
 --patient: if a rank ends, the others are left alone, as launchers do that look only now and then.
+--own-gpu: each rank sees only its own GPU.
 Rank 0 appends a line to FILE for each step: its number, and the time of day. Ends with 3 if a result is wrong.
 """
 
@@ -167,14 +168,18 @@ KINDS = {
 
 
 def rank(args):
+    me = int(os.environ["RANK"])
+    if args.own_gpu:
+        # Before CUDA is initialized.
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(me)
+
     import torch
     import torch.distributed as dist
 
-    me = int(os.environ["RANK"])
     gpus = torch.cuda.device_count()
     torch.cuda.set_device(me % gpus)
     torch.manual_seed(7)
-    dist.init_process_group("nccl" if args.ranks <= gpus else "gloo")
+    dist.init_process_group("nccl" if args.own_gpu or args.ranks <= gpus else "gloo")
     ballast = None if args.kind in ("ddp", "fsdp") else torch.rand(int(args.gib * 2**28), device="cuda")
     job = KINDS[args.kind](torch, dist, me, args.ranks, args)
     # One rank may be far ahead of the others; the checks wait for the GPU anyway.
@@ -194,6 +199,7 @@ def main():
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--gib", type=float, default=0.5)
     parser.add_argument("--patient", action="store_true")
+    parser.add_argument("--own-gpu", action="store_true")
     args = parser.parse_args()
     if "RANK" in os.environ:
         return rank(args)
