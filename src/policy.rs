@@ -91,6 +91,8 @@ pub(crate) struct Images {
     pub(crate) proven: BTreeSet<ImageId>,
     /// Whether there are others: marked as bad, or with a manifest that cannot be read.
     pub(crate) others: bool,
+    /// They could not be read, so that nothing is known of them.
+    pub(crate) unread: bool,
     /// Those since which the job had made no progress when it was ended for a hang. They probably contain the hang.
     pub(crate) stuck: BTreeSet<ImageId>,
 }
@@ -173,6 +175,8 @@ pub(crate) enum Decision {
         /// An image to be marked first.
         mark: Option<Mark>,
     },
+    /// Whether there are images is not known: the store could not be read for too long.
+    Unread,
 }
 
 impl Decision {
@@ -180,7 +184,7 @@ impl Decision {
     #[must_use]
     pub(crate) fn mark(&self) -> Option<&Mark> {
         match self {
-            Decision::Complete => None,
+            Decision::Complete | Decision::Unread => None,
             Decision::Again { mark, .. } | Decision::GiveUp { mark, .. } | Decision::NoUsableImage { mark } => {
                 mark.as_ref()
             }
@@ -361,6 +365,10 @@ impl History {
     }
 
     fn choose(&mut self, images: &Images, policy: &Restart, now: Instant, mark: Option<Mark>) -> Decision {
+        if images.unread {
+            // From the beginning, also if that is allowed, would lose what the images have.
+            return Decision::Unread;
+        }
         while self.restarts.front().is_some_and(|at| now.saturating_duration_since(*at) > policy.window) {
             self.restarts.pop_front();
         }

@@ -250,7 +250,7 @@ pub(crate) fn run(setup: Setup, early: Early) -> Result<Finish, Error> {
     let hurries = || hurried.load(Ordering::Relaxed);
     owner.record_in_replica(&finish, &hurries);
     let at_once = owner.end.stops.is_at_once();
-    owner.reporting.listeners.close(Instant::now() + setup.config.hooks.timeout, &|| at_once || hurries());
+    owner.reporting.close(Instant::now() + setup.config.hooks.timeout, &|| at_once || hurries());
     for message in messages.try_iter() {
         match message {
             Message::Hook(report) => owner.hook_failed(report),
@@ -352,6 +352,9 @@ impl Owner<'_> {
         self.check_group();
         self.report_late_end();
         self.report_slow_work();
+        if self.checks.looks_at_memory(Instant::now()) {
+            self.give_memory_back();
+        }
         self.beat();
     }
 
@@ -372,7 +375,7 @@ impl Owner<'_> {
             self.threads.next_wake(),
             self.transfers.retry.at(self.machine.state()),
             self.group.as_ref().and_then(group::Member::deadline),
-            self.setup.images.staging.as_ref().map(|_| now + images::LOOK),
+            self.setup.images.staging.as_ref().map(|_| self.checks.next_look_at_memory()),
         ];
         wakes.into_iter().flatten().min().map_or(LONG, |at| at.saturating_duration_since(now).min(LONG))
     }
@@ -388,7 +391,6 @@ impl Owner<'_> {
         } else if !self.transfers.is_idle() {
             self.publish();
         }
-        self.give_memory_back();
     }
 
     // ---- the lock ----

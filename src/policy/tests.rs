@@ -62,6 +62,23 @@ fn down_the_ladder() {
 }
 
 #[test]
+fn a_job_whose_images_cannot_be_read_is_not_decided_about() {
+    let unread = Images { unread: true, ..Images::default() };
+    for cold_start in [ColdStart::Never, ColdStart::NoImages, ColdStart::Allow] {
+        let p = Restart { cold_start, ..policy() };
+        for start in [StartPoint::Cold, StartPoint::Image(id(1))] {
+            for uptime in [SOON, LATER] {
+                let after = History::default().after_death(CRASH, start, uptime, &unread, &p, Instant::now());
+                assert_eq!(after, Decision::Unread, "{cold_start:?} {start:?}");
+            }
+        }
+        let ended = Death::Ended(Ended::Exit(0));
+        let after = History::default().after_death(ended, StartPoint::Cold, SOON, &unread, &p, Instant::now());
+        assert_eq!(after, Decision::Complete);
+    }
+}
+
+#[test]
 fn a_job_is_not_started_from_nothing_over_its_images() {
     let (p, now) = (policy(), Instant::now());
     let others = Images { others: true, ..Images::default() };

@@ -4,6 +4,7 @@
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
+use super::images::LOOK;
 use super::proof::{Proofs, counts};
 use super::rehearse::Rehearsals;
 use super::state::State;
@@ -16,12 +17,33 @@ pub(super) struct Checks {
     pub(super) proofs: Proofs,
     pub(super) rehearsals: Rehearsals,
     verifier: Option<Verifier>,
+    /// When to look next whether memory is short.
+    memory: Instant,
 }
 
 impl Checks {
     pub(super) fn new(setup: &Setup) -> Checks {
         let rehearsals = Rehearsals::new(setup.config.snapshot.rehearse.limit());
-        Checks { proofs: Proofs::new(setup.config.watch.watched()), rehearsals, verifier: None }
+        Checks {
+            proofs: Proofs::new(setup.config.watch.watched()),
+            rehearsals,
+            verifier: None,
+            memory: Instant::now() + LOOK,
+        }
+    }
+
+    /// Whether it is time to look if memory is short. Not only when nothing else happens: a job may send requests all the
+    /// time.
+    pub(super) fn looks_at_memory(&mut self, now: Instant) -> bool {
+        let is_due = self.memory <= now;
+        if is_due {
+            self.memory = now + LOOK;
+        }
+        is_due
+    }
+
+    pub(super) fn next_look_at_memory(&self) -> Instant {
+        self.memory
     }
 
     /// Starts the search of the store.
@@ -61,10 +83,26 @@ mod tests {
     use crate::supervisor::state::{Ending, Life, Stop};
     use rekindle_store::ImageId;
 
+    fn checks(now: Instant) -> Checks {
+        Checks { proofs: Proofs::default(), rehearsals: Rehearsals::new(None), verifier: None, memory: now }
+    }
+
+    #[test]
+    fn memory_is_looked_at_however_often_messages_come() {
+        let (mut now, mut looks) = (Instant::now(), 0);
+        let mut checks = checks(now);
+        for _ in 0..100 {
+            looks += u32::from(checks.looks_at_memory(now));
+            assert!(checks.next_look_at_memory() > now && checks.next_look_at_memory() <= now + LOOK);
+            now += Duration::from_millis(100);
+        }
+        assert_eq!(looks, 5);
+    }
+
     #[test]
     fn a_proof_that_falls_due_while_the_job_ends_is_not_waited_for() {
         let (now, min) = (Instant::now(), Duration::from_secs(30));
-        let mut checks = Checks { proofs: Proofs::default(), rehearsals: Rehearsals::new(None), verifier: None };
+        let mut checks = checks(now);
         checks.proofs.wait_for(ImageId::new(1, chrono::DateTime::UNIX_EPOCH), 0, now);
         let life = Life { from: StartPoint::Cold, since: now, next: None, failures: 0, missed: 0 };
         let ending = State::Ending { stop: Ending::Stop(Stop::Requeue), deadline: None, life: life.clone() };

@@ -58,8 +58,7 @@ impl Owner<'_> {
                 Waits::Still => return,
                 Waits::No => {
                     tracing::error!("cannot read the images: {}", chain(&error));
-                    // Images that cannot be read may exist.
-                    Images { others: true, ..Images::default() }
+                    Images { unread: true, ..Images::default() }
                 }
             },
         };

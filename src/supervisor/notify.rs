@@ -4,6 +4,7 @@
 //! block it: `sd_notify::notify` waits while the manager's queue is full, so messages are sent without waiting, and
 //! repeated at the next beat if that failed. No message is sent twice in a row, and none without NOTIFY_SOCKET.
 
+use std::cell::Cell;
 use std::ffi::OsStr;
 use std::io;
 use std::os::linux::net::SocketAddrExt;
@@ -125,6 +126,16 @@ impl Notify {
     /// count it as failed ("protocol").
     pub(crate) fn nothing_to_do(&self, status: &str) {
         self.send(&[NotifyState::Ready, NotifyState::Status(status)]);
+    }
+
+    /// At the end of the run something is waited for that has a time limit of its own: reports that we are alive, and asks
+    /// for more time, as often as it must be. `said` is when that was done.
+    pub(super) fn waits_at_the_end(&self, said: &Cell<Option<Instant>>, now: Instant) {
+        let every = self.said.watchdog.map_or(EXTEND_EVERY, |watchdog| watchdog.min(EXTEND_EVERY));
+        if said.get().is_none_or(|at| now.saturating_duration_since(at) >= every) {
+            said.set(Some(now));
+            self.send(&[NotifyState::Watchdog, extension()]);
+        }
     }
 
     /// When the next beat is due.

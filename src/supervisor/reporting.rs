@@ -1,6 +1,7 @@
 //! Publishes the run's events and state: the journal of events, hooks, the webhook and metrics, `state.json`, the
 //! service manager and the log.
 
+use std::cell::Cell;
 use std::sync::mpsc;
 use std::time::Instant;
 
@@ -70,6 +71,18 @@ impl Reporting {
     /// Reports changes to the service manager, and that the owner's thread is alive.
     pub(super) fn beat(&mut self, machine: &Machine<'_>, is_over: bool, now: Instant) {
         self.notify.beat(Phase::of(machine, is_over), &self.published, now);
+    }
+
+    /// Waits for the hooks and the webhook of the end, until this time. The service manager hears meanwhile that this takes
+    /// longer: it would kill the hooks, and start the run again.
+    pub(super) fn close(&mut self, until: Instant, hurries: &dyn Fn() -> bool) {
+        let said = Cell::new(None);
+        let notify = &self.notify;
+        let looks = || {
+            notify.waits_at_the_end(&said, Instant::now());
+            hurries()
+        };
+        self.listeners.close(until, &looks);
     }
 
     pub(super) fn next_wake(&self, now: Instant) -> Option<Instant> {

@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use rekindle_os::process;
 
@@ -45,6 +46,8 @@ struct Seen {
     root: i32,
     before: Pids,
     pids: Pids,
+    /// When each of them was last seen.
+    when: BTreeMap<i32, Instant>,
     names: BTreeSet<String>,
     /// The last pid that the kernel had given away at the last look.
     last: i32,
@@ -55,6 +58,13 @@ struct Seen {
 
 /// Processes by pid, with the time of their start, unless they were gone when we heard of them.
 type Pids = BTreeMap<i32, Option<u64>>;
+
+/// For so long a process that has ended is remembered. The log tells of a fault within seconds; much later another
+/// program may have had its pid.
+const REMEMBERED: Duration = Duration::from_secs(600);
+
+/// Names of dead processes that are remembered. Some programs name theirs by numbers.
+const NAMES: usize = 4096;
 
 /// A process that a line names.
 #[derive(Debug, Clone, Copy)]
@@ -91,6 +101,7 @@ impl Kin {
         let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         seen.root = root;
         seen.before = std::mem::take(&mut seen.pids);
+        seen.when.clear();
         seen.gpus.clear();
         drop(seen);
         self.look();
@@ -105,9 +116,8 @@ impl Kin {
         let gpus = open_gpus(&tree, Path::new("/proc/driver/nvidia/gpus"));
         let tree: Pids = tree.into_iter().map(|pid| (pid, process::start_time(pid))).collect();
         let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        seen.pids.extend(tree);
+        seen.sees(tree, names, Instant::now());
         seen.last = last;
-        seen.names.extend(names);
         seen.gpus.extend(gpus);
     }
 
@@ -116,6 +126,7 @@ impl Kin {
         let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         // A dead process that its parent has not heard of still says when it started.
         seen.pids.entry(pid).or_insert_with(|| process::start_time(pid));
+        seen.when.insert(pid, Instant::now());
         seen.names.insert(name.to_owned());
     }
 
@@ -138,6 +149,18 @@ impl Kin {
 }
 
 impl Seen {
+    /// These are there now. Forgets those that ended long ago.
+    fn sees(&mut self, tree: Pids, names: Vec<String>, now: Instant) {
+        self.when.extend(tree.keys().map(|pid| (*pid, now)));
+        self.pids.extend(tree);
+        self.when.retain(|_, at| now.saturating_duration_since(*at) < REMEMBERED);
+        self.pids.retain(|pid, _| self.when.contains_key(pid));
+        if self.names.len() > NAMES {
+            self.names.clear();
+        }
+        self.names.extend(names);
+    }
+
     /// Whether the job may use this GPU: it has had it open, or nobody knows which it has open.
     fn may_use(&self, gpu: &str) -> bool {
         self.gpus.is_empty() || self.gpus.iter().any(|one| one.as_ref().is_none_or(|one| one == &gpu.to_lowercase()))
@@ -217,6 +240,7 @@ mod tests {
             root: 6,
             before: [(3, Some(30)), (7, Some(70))].into(),
             pids: [(6, Some(160)), (7, Some(170)), (5000, None)].into(),
+            when: BTreeMap::new(),
             names: ["pt_main_thread".into()].into(),
             last: 8,
             gpus: BTreeSet::new(),
@@ -248,6 +272,24 @@ mod tests {
         assert_eq!(whose(&named(7, "Xorg"), false, true, true), Whose::Other(named(7, "Xorg")));
         assert_eq!(whose(&named(4711, "pt_main_thread"), false, false, false), Whose::Job);
         assert_eq!(whose(&Named { pid: 7, name: None }, false, true, true), Whose::Unknown);
+    }
+
+    #[test]
+    fn processes_that_ended_long_ago_are_forgotten() {
+        let (mut seen, began) = (Seen::default(), Instant::now());
+        for minute in 0..60 {
+            let tree = [(6, Some(160)), (1000 + minute, Some(7))].into();
+            seen.sees(tree, vec![format!("worker-{minute}")], began + Duration::from_secs(60) * minute.cast_unsigned());
+        }
+        assert_eq!(seen.pids.len(), 11, "the root, and ten minutes of others");
+        let old = Named { pid: 1003, name: None };
+        assert_eq!(
+            whose(&seen, old.clone(), true, Fate::Dead, || false),
+            Whose::Other(old),
+            "another one has had its pid"
+        );
+        let young = Named { pid: 1058, name: None };
+        assert_eq!(whose(&seen, young, true, Fate::Dead, || false), Whose::Job);
     }
 
     #[test]

@@ -94,6 +94,23 @@ fn a_service_says_when_it_is_up_what_it_does_and_that_it_ends() {
     );
 }
 
+#[test]
+fn a_service_whose_last_hook_takes_long_is_not_taken_for_stuck() {
+    let Some(lab) = Lab::new() else { return };
+    let (began, goes_on) = (lab.file("began"), lab.file("goes-on"));
+    let hook = format!("touch {}; while [ ! -e {} ]; do sleep 0.1; done", began.display(), goes_on.display());
+    let hook = format!("[\"sh\", \"-c\", {hook:?}]");
+    let lab = lab.set("hooks.on-completion", &hook).set("hooks.timeout", "\"2m\"");
+    let manager = Manager::listen(&lab);
+    let mut run = service(&lab, &["true".to_owned()]);
+    wait_for("the hook", || began.exists());
+    let heard = manager.lines().len();
+    let since = |what: &str| manager.lines()[heard..].iter().filter(|line| line.starts_with(what)).count();
+    wait_for("signs of life", || since("WATCHDOG=1") >= 3 && since("EXTEND_TIMEOUT_USEC=") >= 2);
+    std::fs::write(goes_on, "").unwrap();
+    run.ends_with(0);
+}
+
 /// Stops one thread, and the others not.
 struct Stuck(Child);
 

@@ -323,7 +323,7 @@ impl World {
                 run.unread.begins(now);
                 return self.after(AGAIN, Happening::Report);
             }
-            Err(_) => Images { others: true, ..Images::default() },
+            Err(_) => Images { unread: true, ..Images::default() },
         };
         let at = run.unread.over().unwrap_or(now);
         if !matches!(run.machine.state(), State::Snapshotting { .. }) {

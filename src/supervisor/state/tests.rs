@@ -37,6 +37,18 @@ fn killed(images: &[u32]) -> Event {
     Event::Ended { ended: Ended::Signal(9), images: Images::good(images.iter().map(|n| id(*n))) }
 }
 
+#[test]
+fn a_run_whose_images_cannot_be_read_may_be_started_again() {
+    let mut config = Config::default();
+    config.restart.cold_start = crate::config::ColdStart::Allow;
+    let (mut machine, _) = Machine::new(&config, StartPoint::Image(id(1)));
+    machine.step(Event::Started, Instant::now());
+    let images = Images { unread: true, ..Images::default() };
+    let actions = machine.step(Event::Ended { ended: Ended::Signal(9), images }, Instant::now());
+    let [Action::Finish(Finish::Failed { why, last: None })] = &actions[..] else { panic!("{actions:?}") };
+    assert!(why.contains("could not be read"), "{why}");
+}
+
 const TAKEN: Event = Event::SnapshotTaken { freeze: Duration::from_secs(2) };
 const NOW: Event = Event::SnapshotNow(Reason::Signal);
 const TERM: Stop = Stop::Signal(15);

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::events::{Action, Event, Finish, Harm, NO_USABLE_IMAGE, Stop, Verdict};
 use super::states::{Ending, Life, State, Then};
 use super::{Asked, Machine, Postponed};
-use crate::policy::{Death, Decision, Failure, Images, Mark, StartPoint};
+use crate::policy::{Death, Decision, Failure, Images, Mark, STORE_PATIENCE, StartPoint};
 use rekindle_os::spawn::Ended;
 use rekindle_store::ImageId;
 use rekindle_store::manifest::Reason;
@@ -413,11 +413,20 @@ fn decided(decision: Decision, last: Option<Ended>, now: Instant) -> (State, Vec
             let end = Action::Finish(Finish::Failed { why, last });
             (State::Done, marked(mark).into_iter().chain([end]).collect())
         }
+        Decision::Unread => finish(Finish::Failed { why: unread(), last: None }),
         Decision::NoUsableImage { mark } => {
             let end = Action::Finish(Finish::NoUsableImage { why: NO_USABLE_IMAGE.into() });
             (State::Done, marked(mark).into_iter().chain([end]).collect())
         }
     }
+}
+
+fn unread() -> String {
+    let patience = humantime::format_duration(STORE_PATIENCE);
+    format!(
+        "the job ended, and its images could not be read for {patience}. Once the store can be read, run the same \
+        command again: the job continues from its newest image"
+    )
 }
 
 pub(super) fn finish(how: Finish) -> (State, Vec<Action>) {
