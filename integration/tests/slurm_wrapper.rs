@@ -306,6 +306,21 @@ fn only_a_user_with_a_job_of_its_own_is_served() {
     }
 }
 
+/// Without --config rekindle also reads `rekindle.toml` in the caller's folder.
+#[test]
+fn without_the_configuration_of_the_administrators_nothing_starts() {
+    let Some(node) = Node::new() else { return };
+    fs::rename(node.path("rekindle.toml"), node.path("moved.toml")).unwrap();
+    node.refuses(&[], "rekindle.toml: the administrators must create it");
+    fs::create_dir(node.path("rekindle.toml")).unwrap();
+    node.refuses(&[], "there is no configuration");
+    node.set("CONFIG", "");
+    node.refuses(&[], "the administrators must set CONFIG");
+    node.set("CONFIG", "moved.toml");
+    let config = node.path("moved.toml").display().to_string();
+    assert_eq!(node.starts(&[], &["true"]).args, ["--config", &config, "run", "--", "true"]);
+}
+
 #[test]
 fn neither_the_environment_nor_the_folder_makes_it_run_code() {
     let Some(node) = Node::new() else { return };
