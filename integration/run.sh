@@ -213,7 +213,7 @@ if [ -n "$lint" ]; then
   # cargo-deny looks at the crates of all platforms; builds have fetched those of this one only.
   step 'crates of all platforms' cargo fetch --quiet --locked
   step 'licences and sources' env PATH="$root/.deps/cargo/bin:$PATH" cargo deny --offline --log-level error check bans licenses sources
-  step 'shell scripts' shellcheck .ci/run scripts/*.sh examples/*.sh examples/deploy/*/*.sbatch examples/deploy/slurm/rekindle-slurm \
+  step 'shell scripts' shellcheck .ci/run scripts/*.sh examples/*.sh examples/deploy/*/*.sbatch examples/deploy/slurm/rekindle-* \
     integration/*.sh integration/*/*.sh
 fi
 step 'lock file of the fuzz targets' cargo tree --quiet --locked --depth 0 --manifest-path fuzz/Cargo.toml

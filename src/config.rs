@@ -43,8 +43,8 @@ pub(crate) use auto::MeanTime;
 pub(crate) use error::{Error, Fault, Problem};
 pub(crate) use group::{Coordinator, Group, GroupNetwork};
 pub(crate) use model::{
-    ColdStart, Config, EnvironmentMode, Interposer, Level, OnProcessDeath, OnSuccess, PidNamespace, Restart, Snapshot,
-    Staging, Store,
+    ColdStart, Config, EnvironmentMode, Interposer, Job, Level, OnProcessDeath, OnSuccess, PidNamespace, Restart,
+    Snapshot, Staging, Store,
 };
 pub(crate) use network::{NetworkMode, UplinkMode};
 pub(crate) use notifications::{Hooks, LogFormat, OnError, WebhookUrl};
@@ -250,7 +250,7 @@ pub(crate) fn effective(
     for path in places {
         match file::read(&path, given) {
             Ok(text) => layers.file(&path, &text),
-            Err(error) if given == Given::Found && error.is_absent() => continue,
+            Err(error) if given == Given::Found && (error.is_absent() || is_out_of_sight(&path)) => continue,
             // Somebody may have put it there for root to find: that must neither be followed nor stop commands that
             // only look.
             Err(error) if given == Given::Found && path != Path::new(DEFAULT_FILE) && error.is_distrust() => {
@@ -272,6 +272,13 @@ pub(crate) fn effective(
     let (config, settings) = merge(layers)?;
     let origins = settings.into_iter().map(|(key, setting)| (key, setting.origin)).collect();
     Ok(Effective { config, files, strangers, ignored, origins })
+}
+
+/// Whether the file would be in the working directory, which this user may not search: the home of somebody, on a file
+/// system that gives root no rights (NFS with root_squash). A job cannot run there as root.
+fn is_out_of_sight(path: &Path) -> bool {
+    let hidden = |path: &Path| path.symlink_metadata().is_err_and(|e| e.kind() == std::io::ErrorKind::PermissionDenied);
+    path == Path::new(FILE_NAME) && hidden(path)
 }
 
 /// Merges the settings over the defaults, and checks types and rules.

@@ -11,7 +11,7 @@ pub(crate) mod address;
 pub(crate) mod client;
 pub mod protocol;
 pub mod server;
-mod trust;
+pub(crate) mod trust;
 
 use protocol::{Answer, Fault, Request};
 

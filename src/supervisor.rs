@@ -229,6 +229,9 @@ pub(crate) fn run(setup: Setup, early: Early) -> Result<Finish, Error> {
     }
     owner.end_job();
     if owner.lease.is_held() {
+        if let Err(error) = files.settle() {
+            tracing::warn!("space that the job reserved may stay taken: {}", chain(&error));
+        }
         let left = owner.leave_memory(&finish, &messages);
         finish = finish.with_left_in_memory(left);
         owner.leave_replica(&finish, &messages);

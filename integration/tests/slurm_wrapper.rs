@@ -1,5 +1,6 @@
 //! `examples/deploy/slurm/rekindle-slurm`, which lets users of Slurm run rekindle as root: what they may and may not do with
-//! it. sudo, Slurm and rekindle are stand-ins here, except in the last test, which runs a job.
+//! it. And `rekindle-epilog`, which frees memory. sudo, Slurm and rekindle are stand-ins here, except in the last tests, which run
+//! a job.
 
 #![allow(clippy::unwrap_used, reason = "tests: a panic is the report")]
 
@@ -10,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/deploy/slurm/rekindle-slurm");
+const EPILOG: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/deploy/slurm/rekindle-epilog");
 /// The user of the tests, `nobody`.
 const USER: &str = "65534";
 
@@ -102,6 +104,25 @@ impl Node {
         );
         fs::write(self.path("rekindle-slurm"), text).unwrap();
         self.allow("rekindle-slurm", 0o755);
+    }
+
+    /// Runs the Epilog as slurmd does, with this line in it.
+    fn epilog(&self, line: &str) -> Output {
+        let config = format!("CONFIG={}", self.path("rekindle.toml").display());
+        let program = format!("REKINDLE={}", self.path("bin/rekindle").display());
+        let lines = fs::read_to_string(EPILOG).unwrap();
+        let line_of = |text: &str| {
+            let name = text.split_once('=').map(|(name, _)| format!("{name}="));
+            [line, &config, &program]
+                .into_iter()
+                .find(|new| name.as_ref().is_some_and(|name| new.starts_with(name)))
+                .map_or_else(|| format!("{text}\n"), |new| format!("{new}\n"))
+        };
+        self.write("epilog", &lines.lines().map(line_of).collect::<String>());
+        self.allow("epilog", 0o755);
+        let mut command = Command::new(self.path("epilog"));
+        command.env_clear().env("PATH", "/usr/bin:/bin").env("SLURM_JOB_ID", "7").env("REKINDLE_JOB_USER", "root");
+        command.current_dir(self.folder.path()).output().unwrap()
     }
 
     /// As sudo starts it for a user in a job of Slurm, with these variables besides.
@@ -306,6 +327,21 @@ fn only_a_user_with_a_job_of_its_own_is_served() {
     }
 }
 
+/// Without --config rekindle also reads `rekindle.toml` in the caller's folder.
+#[test]
+fn without_the_configuration_of_the_administrators_nothing_starts() {
+    let Some(node) = Node::new() else { return };
+    fs::rename(node.path("rekindle.toml"), node.path("moved.toml")).unwrap();
+    node.refuses(&[], "rekindle.toml: the administrators must create it");
+    fs::create_dir(node.path("rekindle.toml")).unwrap();
+    node.refuses(&[], "there is no configuration");
+    node.set("CONFIG", "");
+    node.refuses(&[], "the administrators must set CONFIG");
+    node.set("CONFIG", "moved.toml");
+    let config = node.path("moved.toml").display().to_string();
+    assert_eq!(node.starts(&[], &["true"]).args, ["--config", &config, "run", "--", "true"]);
+}
+
 #[test]
 fn neither_the_environment_nor_the_folder_makes_it_run_code() {
     let Some(node) = Node::new() else { return };
@@ -391,7 +427,7 @@ fn the_administrators_must_name_a_folder_that_only_root_may_write() {
 fn shellcheck_has_nothing_to_say() {
     let found = Command::new("shellcheck").arg("--version").output().is_ok();
     if rekindle_testing::require("lint", found, "there is no shellcheck: scripts/deps.sh lint") {
-        let done = Command::new("shellcheck").arg(SCRIPT).output().unwrap();
+        let done = Command::new("shellcheck").args([SCRIPT, EPILOG]).output().unwrap();
         assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stdout));
     }
 }
@@ -419,4 +455,71 @@ fn a_job_of_a_user_runs() {
     assert_eq!(lines.next().map(Path::new), Some(node.folder.path()));
     let stores = fs::metadata(node.path("stores/nobody")).unwrap();
     assert_eq!(stores.permissions().mode() & 0o777, 0o700);
+}
+
+#[test]
+fn the_epilog_frees_memory_and_never_drains_the_node() {
+    let Some(node) = Node::new() else { return };
+    let config = node.path("rekindle.toml").display().to_string();
+    let discards = &["--config", &config, "prune", "--discard-memory"][..];
+    for (line, args) in [("DISCARD=no", &discards[..3]), ("DISCARD=yes", discards)] {
+        // The stand-in ends with 7.
+        let done = node.epilog(line);
+        assert!(done.status.success() && done.stderr.is_empty() && done.stdout.is_empty(), "{done:?}");
+        let got = fs::read_to_string(node.path("args")).unwrap();
+        assert_eq!(got.split_terminator('\0').collect::<Vec<_>>(), args);
+        let environment = fs::read_to_string(node.path("environment")).unwrap();
+        assert!(environment.contains("REKINDLE_STORE_DIRECTORY=/nonexistent\0"), "{environment}");
+        assert!(!environment.contains("REKINDLE_JOB_USER"), "{environment}");
+    }
+    fs::remove_file(node.path("bin/rekindle")).unwrap();
+    assert!(node.epilog("DISCARD=no").status.success());
+}
+
+/// With rekindle itself, which is killed as by slurmstepd.
+#[test]
+fn the_epilog_frees_what_a_killed_rekindle_left() {
+    let Some(node) = Node::new() else { return };
+    let Some(criu) = rekindle_testing::criu() else { return };
+    let (memory, store) = (node.path("memory"), node.path("stores/nobody"));
+    node.write(
+        "rekindle.toml",
+        &format!(
+            "version = 1\n[store]\nmin-free = \"1MiB\"\n[criu]\npath = {criu:?}\n[control]\ndirectory = {:?}\n\
+             [snapshot]\nstaging-directory = {memory:?}\ninterval = \"off\"\n",
+            node.path("control")
+        ),
+    );
+    fs::remove_file(node.path("bin/rekindle")).unwrap();
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_rekindle"), node.path("bin/rekindle")).unwrap();
+    let rekindle = |args: &[&str]| {
+        let mut command = Command::new(node.path("bin/rekindle"));
+        command.arg("--config").arg(node.path("rekindle.toml")).arg("--store").arg(&store).args(args);
+        command
+    };
+    let mounted = || fs::read_to_string("/proc/mounts").unwrap().contains(&*memory.to_string_lossy());
+    let wait = |what: &str, done: &dyn Fn() -> bool| {
+        let until = std::time::Instant::now() + std::time::Duration::from_secs(60);
+        while !done() {
+            assert!(std::time::Instant::now() < until, "{what}");
+            std::thread::sleep(std::time::Duration::from_millis(50));
+        }
+    };
+    /// Ends with the test, also if that fails.
+    struct Ends(std::process::Child);
+    impl Drop for Ends {
+        fn drop(&mut self) {
+            let _ = self.0.kill().and_then(|()| self.0.wait());
+        }
+    }
+    let run = Ends(rekindle(&["run", "--name", "j", "--", "sleep", "300"]).spawn().unwrap());
+    wait("there is no snapshot", &|| rekindle(&["snapshot", "j"]).output().unwrap().status.success());
+    let is_stored = |entry: fs::DirEntry| entry.file_name().to_string_lossy().starts_with("0000");
+    wait("it is not stored", &|| fs::read_dir(store.join("j/images")).unwrap().flatten().any(is_stored));
+    // Not while it lives.
+    assert!(node.epilog("DISCARD=yes").status.success() && mounted());
+    drop(run);
+    assert!(mounted());
+    assert!(node.epilog("DISCARD=no").status.success());
+    assert!(!mounted());
 }

@@ -51,14 +51,31 @@ pub(super) struct Jobs {
     pub(super) troubles: Vec<String>,
 }
 
+/// A job that cannot be shown.
+#[derive(Debug)]
+pub(super) struct Refused {
+    pub(super) job: JobName,
+    pub(super) store: PathBuf,
+    pub(super) error: anyhow::Error,
+}
+
+impl Refused {
+    /// The end of a command that has shown all other jobs: its error is that of the first one.
+    pub(super) fn end(all: Vec<Refused>) -> anyhow::Result<()> {
+        let mut errors = all.into_iter().map(|refused| refused.error);
+        let first = errors.next();
+        errors.for_each(|error| complain(&chain(error.as_ref())));
+        first.map_or(Ok(()), Err)
+    }
+}
+
 impl Jobs {
-    /// The jobs, for a command that shows all or fails. What else there is to say goes to standard error.
-    pub(super) fn all(self) -> Result<Vec<JobFolder>, store::Error> {
-        if let Some((_, error)) = self.refused.into_iter().next() {
-            return Err(error);
-        }
+    /// The jobs, for a command that shows all that it can. What else there is to say goes to standard error.
+    pub(super) fn all(self, finder: &Finder) -> (Vec<JobFolder>, Vec<Refused>) {
         self.troubles.iter().for_each(|trouble| complain(trouble));
-        Ok(self.folders)
+        let refused =
+            |(job, error): (_, store::Error)| Refused { job, store: finder.store.clone(), error: error.into() };
+        (self.folders, self.refused.into_iter().map(refused).collect())
     }
 }
 

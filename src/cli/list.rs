@@ -6,12 +6,13 @@ use std::path::PathBuf;
 use chrono::{DateTime, TimeDelta, Utc};
 use serde::Serialize;
 
-use super::find::{self, Finder};
+use super::find::{self, Finder, Refused};
 use super::group::{self, PartOf};
 use super::output::{Column, Format, print_note, print_table, print_text, terminal_width};
 use super::{Exit, Global, Misuse, complete};
 use crate::published::{Group, Persisting, Published, ShownState};
 use crate::report;
+use rekindle_base::chain;
 use rekindle_base::interval::Choice;
 use rekindle_base::units::{moment, size};
 use rekindle_replica::{Patience, Replica};
@@ -148,7 +149,16 @@ impl Replicating {
 }
 
 fn jobs(finder: &Finder, format: Format) -> anyhow::Result<()> {
-    let rows = finder.jobs()?.all()?.iter().map(job_row).collect::<anyhow::Result<Vec<_>>>()?;
+    let (folders, mut refused) = finder.jobs()?.all(finder);
+    let mut rows = Vec::new();
+    for folder in &folders {
+        match job_row(folder) {
+            Ok(row) => rows.push(row),
+            Err(error) => refused.push(Refused { job: folder.name().clone(), store: folder.store().to_owned(), error }),
+        }
+    }
+    rows.extend(refused.iter().map(JobRow::unreadable));
+    rows.sort_by(|a, b| (&a.job, &a.store).cmp(&(&b.job, &b.store)));
     if rows.is_empty() && format == Format::Text {
         return Ok(print_text(&find::no_jobs(finder))?);
     }
@@ -157,9 +167,9 @@ fn jobs(finder: &Finder, format: Format) -> anyhow::Result<()> {
         let mut cells = vec![
             row.job.to_string(),
             row.storing.after(row.state),
-            row.images.to_string(),
+            if row.state == ShownState::Unreadable { "-".into() } else { row.images.to_string() },
             row.newest.map_or_else(|| "-".into(), |id| id.to_string()),
-            size(row.frees),
+            if row.state == ShownState::Unreadable { "-".into() } else { size(row.frees) },
             if row.memory_bytes > 0 { size(row.memory_bytes) } else { "-".into() },
             row.command.join(" "),
         ];
@@ -168,7 +178,31 @@ fn jobs(finder: &Finder, format: Format) -> anyhow::Result<()> {
     });
     let mut columns = JOBS.to_vec();
     columns.extend(stores.then_some(Column::short("IN STORE")));
-    Ok(print_table(format, &columns, cells, &rows)?)
+    print_table(format, &columns, cells, &rows)?;
+    Refused::end(refused)
+}
+
+impl JobRow {
+    /// The row of a job whose files cannot be read.
+    fn unreadable(refused: &Refused) -> JobRow {
+        JobRow {
+            job: refused.job.clone(),
+            store: refused.store.clone(),
+            state: ShownState::Unreadable,
+            pid: None,
+            restarts: 0,
+            images: 0,
+            newest: None,
+            bytes: 0,
+            frees: 0,
+            memory_bytes: 0,
+            storing: Storing::default(),
+            replica: Replicating::default(),
+            interval: None,
+            last_failure: Some(chain(refused.error.as_ref())),
+            command: Vec::new(),
+        }
+    }
 }
 
 fn job_row(folder: &JobFolder) -> anyhow::Result<JobRow> {

@@ -68,7 +68,7 @@ fn copy(global: &Global, folder: &JobFolder, args: &LogsArgs) -> anyhow::Result<
     let mut streams = streams(global, folder, args)?;
     for Stream { tail, out } in &mut streams {
         match args.lines {
-            Some(lines) => tail.skip_to_last(lines)?,
+            Some(lines) => tail.skip_to_last(lines, out)?,
             None => tail.copy_older(out)?,
         }
     }

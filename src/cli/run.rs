@@ -202,7 +202,7 @@ fn in_foreground(global: &Global, args: &RunArgs, caller: Option<Caller>) -> any
         return Err(Misuse("there is no command to run: give one after --, or set job.command".into()).into());
     }
     let deadline = deadline(&config, args.deadline.as_deref(), Utc::now())?;
-    let directory = working_directory(config.job.directory.as_deref())?;
+    let directory = working_directory(&config.job)?;
     let scheduler = find_scheduler(&config);
     let group = match &config.job.name {
         Some(name) => Some(name.parse()?),

@@ -9,12 +9,13 @@ use chrono::{DateTime, TimeDelta, Utc};
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 
-use super::find::{self, Finder, PATIENCE};
+use super::find::{self, Finder, PATIENCE, Refused};
 use super::output::{Column, Format, is_unread, print_json, print_note, print_table, print_text, time};
 use super::{Exit, Global, complete, ended, group};
 use crate::control::client;
 use crate::control::protocol::{Answer, Request};
 use crate::published::{Group, Published, ShownState};
+use rekindle_base::chain;
 use rekindle_base::units::size;
 use rekindle_store::staging::leftovers::Leftover;
 use rekindle_store::{JobFolder, JobName, JobRecord, Outcome};
@@ -124,11 +125,11 @@ impl Shown {
 pub(super) fn status(global: &Global, args: &StatusArgs) -> anyhow::Result<Exit> {
     let finder = Finder::new(global)?;
     loop {
-        let folders = match &args.job {
-            Some(job) => vec![finder.job(job)?],
-            None => finder.jobs()?.all()?,
+        let (folders, mut refused) = match &args.job {
+            Some(job) => (vec![finder.job(job)?], Vec::new()),
+            None => finder.jobs()?.all(&finder),
         };
-        let rows = rows(&folders)?;
+        let rows = rows(&folders, args.job.is_some(), &mut refused)?;
         if args.watch && global.format() == Format::Text && stdout().is_terminal() {
             // Moves the cursor to the top left and clears the screen (ECMA-48 CUP, ED).
             let mut out = stdout().lock();
@@ -152,6 +153,9 @@ pub(super) fn status(global: &Global, args: &StatusArgs) -> anyhow::Result<Exit>
                 }
             }
         }
+        if args.watch && global.format() == Format::Text {
+            refused.iter().try_for_each(|it| print_note(it.job.as_str(), &chain(it.error.as_ref())))?;
+        }
         if args.job.is_none() && global.format() == Format::Text {
             for left in finder.left_elsewhere() {
                 let name = format!("job {} in {}", left.job, left.store.display());
@@ -159,7 +163,7 @@ pub(super) fn status(global: &Global, args: &StatusArgs) -> anyhow::Result<Exit>
             }
         }
         if !args.watch {
-            return Ok(Exit::Success);
+            return Refused::end(refused).map(|()| Exit::Success);
         }
         std::thread::sleep(args.every);
         if is_unread(stdout().as_fd()) {
@@ -168,21 +172,50 @@ pub(super) fn status(global: &Global, args: &StatusArgs) -> anyhow::Result<Exit>
     }
 }
 
-fn rows(folders: &[JobFolder]) -> anyhow::Result<Vec<Row>> {
-    let live = folders.iter().map(Published::live).collect::<Result<Vec<_>, _>>()?;
-    let sockets: Vec<_> = live.iter().map(|live| live.as_ref().and_then(|live| live.control.clone())).collect();
+/// The rows of the jobs, sorted. One that cannot be read is put to the `refused`, unless it was `named`.
+fn rows(folders: &[JobFolder], named: bool, refused: &mut Vec<Refused>) -> anyhow::Result<Vec<Row>> {
+    let live: Vec<_> = folders.iter().map(Published::live).collect();
+    let socket = |live: &Result<Option<Published>, _>| live.as_ref().ok()?.as_ref()?.control.clone();
+    let sockets: Vec<_> = live.iter().map(socket).collect();
     let answers = client::ask_all(&sockets, &Request::Status, PATIENCE);
-    let now = Utc::now();
-    let all = folders.iter().zip(live).zip(answers);
-    all.map(|((folder, live), answer)| {
-        let (published, source) = match (answer, live) {
-            (Some(Ok(Answer::Status(published))), _) => (Some(*published), "supervisor"),
-            (_, Some(live)) => (Some(live), "state-file"),
-            (_, None) => (None, "record"),
-        };
-        row(folder, published, source, now)
-    })
-    .collect()
+    let (now, mut rows) = (Utc::now(), Vec::new());
+    for ((folder, live), answer) in folders.iter().zip(live).zip(answers) {
+        let read = live.map_err(anyhow::Error::from).and_then(|live| {
+            let (published, source) = match (answer, live) {
+                (Some(Ok(Answer::Status(published))), _) => (Some(*published), "supervisor"),
+                (_, Some(live)) => (Some(live), "state-file"),
+                (_, None) => (None, "record"),
+            };
+            row(folder, published, source, now)
+        });
+        match read {
+            Ok(row) => rows.push(row),
+            Err(error) if named => return Err(error),
+            Err(error) => refused.push(Refused { job: folder.name().clone(), store: folder.store().to_owned(), error }),
+        }
+    }
+    rows.extend(refused.iter().map(Row::unreadable));
+    rows.sort_by(|a, b| (&a.job, &a.store).cmp(&(&b.job, &b.store)));
+    Ok(rows)
+}
+
+impl Row {
+    /// The row of a job whose files cannot be read.
+    fn unreadable(refused: &Refused) -> Row {
+        Row {
+            job: refused.job.clone(),
+            store: refused.store.clone(),
+            state: ShownState::Unreadable,
+            source: "record",
+            why: Some(chain(refused.error.as_ref())),
+            uptime_s: None,
+            last_age_s: None,
+            group_image_age_s: None,
+            published: None,
+            command: Vec::new(),
+            left_in_memory: None,
+        }
+    }
 }
 
 fn row(folder: &JobFolder, live: Option<Published>, source: &'static str, now: DateTime<Utc>) -> anyhow::Result<Row> {
@@ -279,7 +312,9 @@ fn end(published: &Published, now: DateTime<Utc>) -> Option<String> {
 fn notes(row: &Row) -> Vec<String> {
     let known = row.published.as_ref().map(|shown| &shown.typed);
     let failure = |text: Option<&String>, what: &str| text.map(|why| format!("{what}: {why}"));
-    let mut notes = vec![failure(row.why.as_ref(), "given up")];
+    // Why a job cannot be read is told at the end.
+    let given_up = row.why.as_ref().filter(|_| row.state != ShownState::Unreadable);
+    let mut notes = vec![failure(given_up, "given up")];
     if let Some(it) = known.filter(|_| row.uptime_s.is_some()) {
         notes.extend(it.group.iter().flat_map(|group| group::notes(group, it.interval.as_ref(), Utc::now())).map(Some));
         notes.push(failure(it.hang.as_ref(), "hangs"));

@@ -5,11 +5,12 @@
 
 use serde::Serialize;
 
-use super::find::{self, Finder};
+use super::find::{self, Finder, Refused};
 use super::list::no_images;
 use super::output::{Column, Format, complain, print_json, print_note, print_table, print_text, terminal_width};
 use super::{Exit, Global, Misuse, complete, progress};
 use crate::config::{self, Config};
+use rekindle_base::chain;
 use rekindle_store::chunk::Key;
 use rekindle_store::{Form, Image, JobFolder, JobName, PackReport, PacksReport, Place, Report, Share, check_packs};
 
@@ -62,8 +63,9 @@ pub(super) fn verify(global: &Global, args: &VerifyArgs) -> anyhow::Result<Exit>
     let Config { store: config, replica, .. } = global.settings(global.overrides())?;
     let from_there = if replica.url.is_some() { ", from the replica if possible" } else { "" };
     let finder = Finder::with_key(global)?;
-    let chosen = chosen(&finder, args.image.as_deref())?;
-    if matches!(&chosen, Chosen::Jobs(folders) if folders.is_empty()) && global.format() == Format::Text {
+    let (chosen, refused) = chosen(&finder, args.image.as_deref())?;
+    let is_empty = matches!(&chosen, Chosen::Jobs(folders) if folders.is_empty()) && refused.is_empty();
+    if is_empty && global.format() == Format::Text {
         print_text(&find::no_jobs(&finder))?;
         return Ok(Exit::Success);
     }
@@ -108,7 +110,11 @@ pub(super) fn verify(global: &Global, args: &VerifyArgs) -> anyhow::Result<Exit>
             {job}` repairs what it can{from_there}"
         ));
     }
-    Ok(if unsound.is_empty() { Exit::Success } else { Exit::Unsound })
+    if unsound.is_empty() {
+        return Refused::end(refused).map(|()| Exit::Success);
+    }
+    refused.iter().for_each(|refused| complain(&chain(refused.error.as_ref())));
+    Ok(Exit::Unsound)
 }
 
 /// The key of encrypted packs. Not needed if no content is read.
@@ -124,16 +130,22 @@ enum Chosen {
     Jobs(Vec<JobFolder>),
 }
 
-fn chosen(finder: &Finder, text: Option<&str>) -> anyhow::Result<Chosen> {
-    match text {
-        None => Ok(Chosen::Jobs(finder.jobs()?.all()?)),
-        Some(text) if text.contains('/') => finder.image(text).map(|(folder, image)| Chosen::One(folder, image)),
+/// What to check, and the jobs that cannot be checked.
+fn chosen(finder: &Finder, text: Option<&str>) -> anyhow::Result<(Chosen, Vec<Refused>)> {
+    let one = |(folder, image)| Chosen::One(folder, image);
+    let chosen = match text {
+        None => {
+            let (folders, refused) = finder.jobs()?.all(finder);
+            return Ok((Chosen::Jobs(folders), refused));
+        }
+        Some(text) if text.contains('/') => finder.image(text).map(one)?,
         Some(text) => match finder.only_job(text) {
-            Ok(folder) => Ok(Chosen::Jobs(vec![folder])),
+            Ok(folder) => Chosen::Jobs(vec![folder]),
             // It may be the id of an image.
-            Err(_) => finder.image(text).map(|(folder, image)| Chosen::One(folder, image)),
+            Err(_) => finder.image(text).map(one)?,
         },
-    }
+    };
+    Ok((chosen, Vec::new()))
 }
 
 struct Reading {

@@ -16,19 +16,28 @@ use std::path::{Component, Path, PathBuf};
 enum Distrust {
     /// Because of its mode.
     #[error(
-        "{} has mode {mode:o}, so others can write there and could replace a job's socket. Run `chmod go-w {}`, or \
-        set control.directory to another folder",
+        "{} has mode {mode:o}, so others can write there and could replace a job's socket. Run `chmod go-w {}`",
         path.display(), path.display()
     )]
     Writable { path: PathBuf, mode: u32 },
     /// Because of its owner.
     #[error(
-        "{} belongs to user {owner}, who could replace a job's socket. Run `chown root {}`, or set control.directory \
-        to another folder",
+        "{} belongs to user {owner}, who could replace a job's socket. Run `chown root {}`",
         path.display(), path.display()
     )]
     Owner { path: PathBuf, owner: u32 },
 }
+
+/// Why a folder is refused, and which setting names another one.
+#[derive(Debug, thiserror::Error)]
+#[error("{why}, or set {setting} to another folder")]
+struct Refused {
+    why: Distrust,
+    setting: &'static str,
+}
+
+/// The setting of the folder of the sockets.
+const CONTROL: &str = "control.directory";
 
 /// The position of a folder in the path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,7 +55,7 @@ const MOST_LINKS: u32 = 40;
 /// `PermissionDenied` with advice if somebody else can change the content; the kernel's error if a folder cannot be
 /// examined.
 pub(super) fn check(directory: &Path) -> io::Result<()> {
-    walk(directory, Place::Last)
+    walk(directory, Place::Last, CONTROL)
 }
 
 /// Checks a folder as a parent of the used one.
@@ -54,14 +63,22 @@ pub(super) fn check(directory: &Path) -> io::Result<()> {
 /// # Errors
 /// As [`check`].
 pub(super) fn check_above(directory: &Path) -> io::Result<()> {
-    walk(directory, Place::Above)
+    walk(directory, Place::Above, CONTROL)
 }
 
-fn walk(directory: &Path, last: Place) -> io::Result<()> {
+/// Checks the folder of `setting`, which may be sticky: nobody can replace a file of ours there either.
+///
+/// # Errors
+/// As [`check`].
+pub(crate) fn check_setting(setting: &'static str, directory: &Path) -> io::Result<()> {
+    walk(directory, Place::Above, setting)
+}
+
+fn walk(directory: &Path, last: Place, setting: &'static str) -> io::Result<()> {
     let we = nix::unistd::geteuid().as_raw();
     let mut left = components(&std::path::absolute(directory)?);
     let (mut here, mut links) = (PathBuf::from("/"), 0);
-    look(&here, if left.is_empty() { last } else { Place::Above }, we)?;
+    look(&here, if left.is_empty() { last } else { Place::Above }, we, setting)?;
     while let Some(name) = left.pop() {
         if name == ".." {
             here.pop();
@@ -69,7 +86,7 @@ fn walk(directory: &Path, last: Place) -> io::Result<()> {
         }
         let path = here.join(&name);
         let place = if left.is_empty() { last } else { Place::Above };
-        let Some(target) = look(&path, place, we)? else {
+        let Some(target) = look(&path, place, we, setting)? else {
             here = path;
             continue;
         };
@@ -98,9 +115,9 @@ fn components(path: &Path) -> Vec<OsString> {
 }
 
 /// The target of a link; `None` for a folder.
-fn look(path: &Path, place: Place, we: u32) -> io::Result<Option<PathBuf>> {
+fn look(path: &Path, place: Place, we: u32, setting: &'static str) -> io::Result<Option<PathBuf>> {
     let metadata = fs::symlink_metadata(path)?;
-    let refused = |why: Distrust| io::Error::new(io::ErrorKind::PermissionDenied, why);
+    let refused = |why: Distrust| io::Error::new(io::ErrorKind::PermissionDenied, Refused { why, setting });
     if metadata.is_symlink() {
         judge_owner(path, metadata.uid(), we).map_err(refused)?;
         return fs::read_link(path).map(Some);

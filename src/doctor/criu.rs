@@ -48,7 +48,7 @@ mod tests {
 
     #[test]
     fn a_criu_that_is_found_is_ok() {
-        let (state, found, _) = judged("6.1.0", Ok(Criu { path: "/usr/sbin/criu".into(), version: Version(4, 2, 1) }));
+        let (state, found, _) = judged("6.1.0", Ok(Criu::known("/usr/sbin/criu".into(), Version(4, 2, 1))));
         assert_eq!((state, found.as_str()), (State::Ok, "CRIU 4.2.1 at /usr/sbin/criu; kernel 6.1.0 needs 4.0.0"));
     }
 

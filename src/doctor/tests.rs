@@ -27,7 +27,7 @@ fn every_check_has_a_name_of_its_own() {
 fn run_works_when_nothing_is_missing_whatever_is_warned_of() {
     let mut facts = facts();
     let path = PathBuf::from("/usr/sbin/criu");
-    facts.criu.found = Ok(rekindle_criu::Criu { path, version: rekindle_criu::Version(9, 0, 0) });
+    facts.criu.found = Ok(rekindle_criu::Criu::known(path, rekindle_criu::Version(9, 0, 0)));
     facts.trial = trial::worked();
     facts.rights.euid = 0;
     facts.rights.seccomp = rights::Seccomp::Filtered;

@@ -251,7 +251,7 @@ mod tests {
         if !rekindle_testing::root() {
             return;
         }
-        let criu = Criu { path: "/bin/false".into(), version: criu::Version(4, 2, 0) };
+        let criu = Criu::known("/bin/false".into(), criu::Version(4, 2, 0));
         let outcome = run(Some(&criu), PidNamespace::Private, Path::new("/"));
         assert!(matches!(outcome, Outcome::Failed { step: "dump", .. }), "{outcome:?}");
     }

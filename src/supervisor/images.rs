@@ -91,12 +91,13 @@ impl Owner<'_> {
             if full {
                 options.full_copy_every = 1;
             }
+            let criu = setup.criu.again();
             let subject = Subject {
                 job: &job,
                 folder: &setup.folder,
                 lock: &setup.lock,
                 options: &options,
-                criu: &setup.criu,
+                criu: &criu,
                 launch: &launch,
                 ours: setup.program.ours(),
                 staging: setup.images.staging.as_ref(),

@@ -202,12 +202,13 @@ impl Owner<'_> {
 
 /// Runs the rehearsal in a separate process.
 fn rehearse(setup: &Setup, image: ImageId, cancel: &AtomicBool) -> io::Result<Outcome> {
-    let version = setup.criu.version;
+    let criu = setup.criu.again();
+    let version = criu.version;
     let script = Script {
         store: setup.folder.path().parent().map(Path::to_path_buf).unwrap_or_default(),
         job: setup.folder.name().clone(),
         image,
-        criu: (setup.criu.path.clone(), (version.0, version.1, version.2)),
+        criu: (criu.path, (version.0, version.1, version.2)),
         reaper: setup.program.reaper.clone(),
         names: setup.program.uplink.as_ref().and_then(|plan| plan.names().ok()),
         user: setup.program.spec.identity.clone(),

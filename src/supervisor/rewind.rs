@@ -100,7 +100,7 @@ fn target(setup: &Setup, line: &Line, to: &str) -> Result<Target, String> {
         return Err(format!("image {id} is of another command or user: use `rekindle restore` to continue from it"));
     }
     // Only permanent obstacles are checked; resources that are in use now do not count.
-    let here = Here::look(manifest, Some(setup.criu.version), &setup.origin.wishes);
+    let here = Here::look(manifest, Some(setup.criu.again().version), &setup.origin.wishes);
     let fatal: Vec<String> = compat::compare(manifest, &here)
         .iter()
         .filter(|difference| Difference::is_fatal(difference))

@@ -251,9 +251,10 @@ impl Owner<'_> {
         let older = self.setup.folder.copies().unwrap_or_default().into_iter().filter(|other| other.id < image.id);
         // If this image cannot be unpacked, the others cannot either.
         let older = older.filter(|_| !matches!(error, restore::Error::Unpack(_)));
+        let criu = self.setup.criu.again().version;
         let fits = older.filter(|other| self.is_usable(other)).find_map(|other| {
             let manifest = other.manifest()?;
-            let here = Here::look(manifest, Some(self.setup.criu.version), &self.wishes());
+            let here = Here::look(manifest, Some(criu), &self.wishes());
             (!compat::compare(manifest, &here).iter().any(Difference::is_fatal)).then_some(other.id)
         });
         let other = fits.map_or_else(String::new, |id| {
@@ -396,10 +397,11 @@ fn restore_job(
     };
     let replica = OnDemand(|| replicate::needed(setup));
     let healing = setup.healing(&replica);
+    let criu = setup.criu.again();
     let request = restore::Request {
         image: &image,
         folder: &setup.folder,
-        criu: &setup.criu,
+        criu: &criu,
         reaper: &setup.program.reaper,
         output: &setup.output,
         identity: setup.program.spec.identity.as_ref(),

@@ -34,7 +34,7 @@ pub(crate) struct Beats {
 }
 
 impl Beats {
-    /// Listens at `path`, in an existing folder. Only root and `user` may send.
+    /// Listens at `path`, in an existing folder where nobody else can replace files. Only root and `user` may send.
     ///
     /// # Errors
     /// When it cannot be created.
@@ -48,7 +48,7 @@ impl Beats {
         // If a step fails, this is dropped, which removes the file.
         let beats = Beats { path: path.to_owned(), count: Arc::clone(&count) };
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
-        std::os::unix::fs::chown(path, user, None)?;
+        std::os::unix::fs::lchown(path, user, None)?;
         setsockopt(&socket, sockopt::PassCred, &true)?;
         let run = move || listen(|| receive(&socket, user), &count, std::thread::sleep);
         std::thread::Builder::new().name("beats".into()).spawn(run)?;
@@ -102,29 +102,23 @@ fn listen(mut receive: impl FnMut() -> io::Result<bool>, count: &AtomicU64, mut 
     }
 }
 
-fn close(fd: std::os::fd::RawFd) {
-    let _ = nix::unistd::close(fd);
-}
-
 /// Waits for a message; returns whether it is a watchdog message of the job.
 fn receive(socket: &UnixDatagram, user: Option<u32>) -> io::Result<bool> {
     let mut text = [0; 4096];
-    let mut space = nix::cmsg_space!(libc::ucred, [i32; 4]);
+    // No room for anything else: descriptors in the message are not received (`scm_detach_fds`).
+    let mut space = nix::cmsg_space!(libc::ucred);
     let mut into = [IoSliceMut::new(&mut text)];
-    // Descriptors in the message are closed on exec, and here at once.
     let flags = MsgFlags::MSG_CMSG_CLOEXEC;
     let received = match recvmsg::<SockaddrStorage>(socket.as_raw_fd(), &mut into, Some(&mut space), flags) {
         Err(nix::errno::Errno::EINTR) => return Ok(false),
         other => other?,
     };
-    let (length, mut sender) = (received.bytes, None);
-    for message in received.cmsgs().into_iter().flatten() {
-        match message {
-            ControlMessageOwned::ScmCredentials(who) => sender = Some(who.uid()),
-            ControlMessageOwned::ScmRights(fds) => fds.into_iter().for_each(close),
-            _ => {}
-        }
-    }
+    let length = received.bytes;
+    // A message with descriptors is truncated, and `cmsgs` returns an error: it has no sender then.
+    let sender = received.cmsgs().into_iter().flatten().find_map(|message| match message {
+        ControlMessageOwned::ScmCredentials(who) => Some(who.uid()),
+        _ => None,
+    });
     let may = sender.is_some_and(|uid| uid == 0 || uid == user.unwrap_or_else(|| Uid::effective().as_raw()));
     let text = text.get(..length).unwrap_or_default();
     Ok(may && text.split(|byte| *byte == b'\n').any(|line| line == b"WATCHDOG=1"))
@@ -154,6 +148,30 @@ mod tests {
         assert_eq!(beats.count.load(Ordering::Relaxed), 3);
         drop(beats);
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn descriptors_are_not_received() {
+        let (ours, theirs) = UnixDatagram::pair().unwrap();
+        setsockopt(&ours, sockopt::PassCred, &true).unwrap();
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let path = file.path().canonicalize().unwrap();
+        // Other tests open descriptors too, but not of this file.
+        let open = || {
+            let all = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
+            all.filter(|fd| std::fs::read_link(fd.path()).is_ok_and(|to| to == path)).count()
+        };
+        for many in (0..100).map(|n| 1 + n % 8) {
+            let fds = vec![file.as_raw_fd(); many];
+            let text = [std::io::IoSlice::new(b"WATCHDOG=1")];
+            let rights = [nix::sys::socket::ControlMessage::ScmRights(&fds)];
+            nix::sys::socket::sendmsg::<SockaddrStorage>(theirs.as_raw_fd(), &text, &rights, MsgFlags::empty(), None)
+                .unwrap();
+            receive(&ours, None).unwrap();
+        }
+        assert_eq!(open(), 1);
+        theirs.send(b"WATCHDOG=1").unwrap();
+        assert!(receive(&ours, None).unwrap());
     }
 
     /// The first pauses, and how many messages were counted before each.

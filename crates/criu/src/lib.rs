@@ -10,6 +10,7 @@ pub(crate) mod proto;
 mod rpc;
 
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -28,7 +29,12 @@ pub struct Criu {
     pub path: PathBuf,
     /// The version that it reports.
     pub version: Version,
+    /// The file that reported it; `None` if nobody asked it.
+    stamp: Option<Stamp>,
 }
+
+/// Identifies a file and its content: device, inode, and modification time in seconds and nanoseconds.
+type Stamp = (u64, u64, i64, i64);
 
 /// Major, minor and patch level.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -95,6 +101,20 @@ pub enum FindError {
 }
 
 impl Criu {
+    /// A program that is known to be of this version.
+    #[must_use]
+    pub fn known(path: PathBuf, version: Version) -> Criu {
+        Criu { path, version, stamp: None }
+    }
+
+    /// The same program with the version that it has now: an upgrade may have replaced it since it was found.
+    #[must_use]
+    pub fn again(&self) -> Criu {
+        let is_replaced = self.stamp.is_some() && stamp(&self.path).is_some_and(|now| Some(now) != self.stamp);
+        // If it cannot be asked, what uses it fails and says so.
+        if is_replaced { Criu::ask(&self.path).unwrap_or_else(|_| self.clone()) } else { self.clone() }
+    }
+
     /// Finds CRIU: the named one, else the first usable one of: `criu` in PATH, the sbin folders, the bundle beside our
     /// own executable.
     ///
@@ -136,17 +156,24 @@ impl Criu {
 
     fn ask(path: &Path) -> Result<Criu, FindError> {
         let run = |source| FindError::Run { path: path.into(), source };
+        // Before: if it is replaced meanwhile, it is asked again.
+        let stamp = stamp(path);
         let output = Command::new(path).arg("--version").output().map_err(run)?;
         let said = String::from_utf8_lossy(&output.stdout).trim().to_string();
         let version = said.lines().find_map(|line| Version::parse(line.strip_prefix("Version:")?));
         match version {
             Some(version) => {
                 let path = std::path::absolute(path).map_err(run)?;
-                Ok(Criu { path, version })
+                Ok(Criu { path, version, stamp })
             }
             None => Err(FindError::Answer { path: path.into(), said }),
         }
     }
+}
+
+fn stamp(path: &Path) -> Option<Stamp> {
+    let meta = std::fs::metadata(path).ok()?;
+    Some((meta.dev(), meta.ino(), meta.mtime(), meta.mtime_nsec()))
 }
 
 fn candidates() -> Vec<PathBuf> {
@@ -231,6 +258,22 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let old = stand_in(folder.path(), "old", "3.17.1");
         assert!(matches!(Criu::find(Some(&old)), Err(FindError::Old { .. })));
+    }
+
+    #[test]
+    fn one_that_was_replaced_is_asked_for_its_version_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let found = Criu::find(Some(&stand_in(folder.path(), "criu", "98.1"))).unwrap();
+        assert_eq!(found.again(), found);
+        // As a package manager replaces a file.
+        std::fs::rename(stand_in(folder.path(), "new", "99.2"), folder.path().join("criu")).unwrap();
+        let again = found.again();
+        assert_eq!((&again.path, again.version), (&found.path, Version(99, 2, 0)));
+        assert_eq!(again.again(), again);
+        std::fs::remove_file(&found.path).unwrap();
+        assert_eq!(again.again(), again, "what uses it says that it is gone");
+        let known = Criu::known(stand_in(folder.path(), "criu", "99.2"), Version(4, 2, 0));
+        assert_eq!(known.again(), known);
     }
 
     #[test]

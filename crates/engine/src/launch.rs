@@ -321,6 +321,9 @@ pub enum Error {
     /// The world's init is gone.
     #[error("cannot enter the job's namespaces")]
     World(#[source] io::Error),
+    /// The groups of this process are unknown.
+    #[error("cannot start the job as another user")]
+    User(#[source] io::Error),
     /// The reaper did not start.
     #[error("cannot start the job")]
     Spawn(#[from] spawn::Error),
@@ -366,6 +369,9 @@ pub fn start(world: &World, reaper: &Path, spec: &JobSpec, log: &output::Files) 
         .open(file(0, Path::new("/dev/null"), libc::O_RDONLY)?)
         .open(file(1, &log.stdout, append)?)
         .open(file(2, &log.stderr, append)?);
+    if let Some(user) = &spec.identity {
+        spawn = spawn.directory_of(user.uid, user.gid, &user.groups).map_err(Error::User)?;
+    }
     if let Some(mask) = spec.umask {
         spawn = spawn.umask(mask);
     }

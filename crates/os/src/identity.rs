@@ -160,6 +160,37 @@ pub(super) fn become_user(user: u32, group: u32) -> rustix::io::Result<()> {
     set_capabilities(None, CapabilitySets { effective: none, permitted: none, inheritable: none })
 }
 
+/// A user's file rights, and our own to return to, for a forked copy, which may not allocate.
+#[derive(Debug)]
+pub(super) struct FileUser {
+    uid: u32,
+    gid: u32,
+    groups: Vec<Gid>,
+    ours: Vec<Gid>,
+}
+
+impl FileUser {
+    /// # Errors
+    /// When our groups cannot be read.
+    pub(super) fn new(uid: u32, gid: u32, groups: &[u32]) -> io::Result<FileUser> {
+        let known = |group: u32| Gid::from_raw_unchecked(group);
+        let ours = nix::unistd::getgroups()?.into_iter().map(|group| known(group.as_raw())).collect();
+        Ok(FileUser { uid, gid, groups: groups.iter().copied().map(known).collect(), ours })
+    }
+
+    /// Changes to the folder with the rights of the user, and takes our own again.
+    pub(super) fn chdir(&self, directory: &std::ffi::CStr) -> io::Result<()> {
+        set_thread_groups(&self.groups)?;
+        setfsgid(self.gid.into());
+        setfsuid(self.uid.into());
+        let changed = nix::unistd::chdir(directory);
+        setfsuid(nix::unistd::geteuid());
+        setfsgid(nix::unistd::getegid());
+        set_thread_groups(&self.ours)?;
+        Ok(changed?)
+    }
+}
+
 fn switch(uid: u32, gid: u32, groups: &[u32]) -> io::Result<()> {
     let groups: Vec<_> = groups.iter().map(|group| Gid::from_raw_unchecked(*group)).collect();
     set_thread_groups(&groups)?;

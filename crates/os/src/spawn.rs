@@ -26,6 +26,8 @@ pub use handle::Child;
 use nix::sched::CloneFlags;
 use nix::sys::wait::{WaitPidFlag, WaitStatus};
 use nix::unistd::Pid;
+
+use crate::identity::FileUser;
 pub use rekindle_base::Ended;
 
 /// A file for the child, opened by the child itself after it entered its mount namespace: CRIU refuses descriptors that
@@ -74,6 +76,8 @@ struct Place {
     /// If the child gets a tunnel device that it may open: the mounts to leave out.
     own_tun: Option<Vec<CString>>,
     directory: Option<CString>,
+    /// Who may enter that folder if we may not.
+    visitor: Option<FileUser>,
 }
 
 /// The child's descriptors, by their numbers there. It has no others.
@@ -157,7 +161,14 @@ impl Spawn {
         }
         Ok(Spawn {
             program: Program { path, args: all, env: Vec::new() },
-            place: Place { world: World::Host, pids: None, network: None, own_tun: None, directory: None },
+            place: Place {
+                world: World::Host,
+                pids: None,
+                network: None,
+                own_tun: None,
+                directory: None,
+                visitor: None,
+            },
             descriptors: Descriptors::default(),
             rights: Rights::default(),
             umask: None,
@@ -225,6 +236,16 @@ impl Spawn {
     /// If the path contains a NUL byte.
     pub fn directory(mut self, directory: &Path) -> Result<Spawn, Error> {
         self.place.directory = Some(c_string(directory)?);
+        Ok(self)
+    }
+
+    /// Enters the working directory with the rights of this user where root may not: in a home on a file system that
+    /// gives root no rights (NFS with root_squash).
+    ///
+    /// # Errors
+    /// When our groups cannot be read.
+    pub fn directory_of(mut self, uid: u32, gid: u32, groups: &[u32]) -> io::Result<Spawn> {
+        self.place.visitor = Some(FileUser::new(uid, gid, groups)?);
         Ok(self)
     }
 

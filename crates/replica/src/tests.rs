@@ -17,6 +17,7 @@ use rekindle_store::persist::Progress;
 use rekindle_store::{Access, Image, ImageId, JobFolder, JobName, Store, WriterLock};
 
 mod folder;
+mod forged;
 mod lagging;
 mod listing;
 mod retention;

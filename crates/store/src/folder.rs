@@ -1,5 +1,6 @@
 //! A job's folder: `lock`, `job.json`, `log/`, `bin/`, `images/`, `packs/`.
 
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
@@ -181,13 +182,23 @@ impl JobFolder {
     /// [`Error::Read`]: a folder that cannot be listed is never treated as empty.
     pub fn images(&self) -> Result<Vec<Image>> {
         let dir = self.images_dir();
-        let mut ids: Vec<ImageId> = list(&dir)?.iter().filter_map(|name| name.parse().ok()).collect();
+        let names = match list(&dir) {
+            // No job has ever run here: somebody created the folder, or a run was interrupted at its very beginning.
+            Err(Error::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound && self.is_bare() => Vec::new(),
+            names => names?,
+        };
+        let mut ids: Vec<ImageId> = names.iter().filter_map(|name| name.parse().ok()).collect();
         ids.sort_by(|a, b| b.cmp(a));
         let mut images: Vec<_> =
             ids.into_iter().map(|id| Image::load(&dir.join(id.to_string()), id, &self.trust)).collect();
         // A writer may have removed an image since the folder was listed: that is no damage.
         images.retain(|image| !matches!(image.state, State::Damaged { .. }) || is_there(&image.dir));
         Ok(images)
+    }
+
+    /// Whether it has nothing of a job.
+    fn is_bare(&self) -> bool {
+        !is_there(&self.path.join(record::FILE_NAME)) && !is_there(&self.packs_dir())
     }
 
     /// Whether the store has the image, good or not. If this is unknown, the answer is no: then the image in memory is

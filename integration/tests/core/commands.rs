@@ -1,6 +1,7 @@
 //! The commands around `run`, and what they say to wrong input.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::process::Output;
 
 use nix::sys::signal::Signal;
@@ -529,4 +530,41 @@ sys.exit('it hangs')";
     python.args(["-c", script]).arg(&command).arg("top").envs(lab.variables());
     let (code, _, said) = text(&python.output().unwrap());
     assert!(code == 0, "{code} {said}");
+}
+
+/// A folder of somebody else's, and one in which no job has ever run, hide no job of the store.
+#[test]
+fn a_folder_that_is_no_job_hides_no_other() {
+    let Some(lab) = Lab::new() else { return };
+    lab.run(["true"]).ends_with(0);
+    let (empty, notes) = (lab.store().join("empty"), lab.store().join("notes"));
+    fs::create_dir(&empty).unwrap();
+    fs::set_permissions(&empty, fs::Permissions::from_mode(0o700)).unwrap();
+    let rows = |args: &[&str], code: i32| {
+        let done = lab.rekindle(args);
+        let said = String::from_utf8(done.stderr).unwrap();
+        assert_eq!(done.status.code(), Some(code), "{args:?}: {said}");
+        assert_eq!(said.contains("notes belongs to user 1000"), code == 78, "{args:?}: {said}");
+        serde_json::from_slice::<serde_json::Value>(&done.stdout).unwrap()
+    };
+    let states = |rows: serde_json::Value| {
+        let pair = |row: &serde_json::Value| format!("{} {}", row["job"], row["state"]).replace('"', "");
+        rows.as_array().unwrap().iter().map(pair).collect::<Vec<_>>()
+    };
+    for command in ["list", "status"] {
+        assert_eq!(states(rows(&[command, "--json"], 0)), ["empty new", "j completed"]);
+    }
+    rows(&["verify", "--json"], 0);
+    fs::create_dir(&notes).unwrap();
+    std::os::unix::fs::chown(&notes, Some(1000), None).unwrap();
+    for command in ["list", "status"] {
+        assert_eq!(states(rows(&[command, "--json"], 78)), ["empty new", "j completed", "notes ?"]);
+    }
+    rows(&["verify", "--json"], 78);
+    // What a job should have is missed.
+    fs::remove_dir(&notes).unwrap();
+    fs::remove_dir_all(lab.job().images_dir()).unwrap();
+    let done = lab.rekindle(&["list", "--json"]);
+    assert_eq!(done.status.code(), Some(125));
+    assert_eq!(states(serde_json::from_slice(&done.stdout).unwrap()), ["empty new", "j ?"]);
 }

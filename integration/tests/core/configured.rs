@@ -107,3 +107,39 @@ fn a_job_does_not_start_without_what_a_file_says_that_is_not_trusted() {
         assert_eq!(code, expected, "{mode:o} {group}: {said}");
     }
 }
+
+/// A home on a file system that gives root no rights (NFS with root_squash): root without those rights stands in for it.
+#[test]
+fn a_user_runs_jobs_in_a_home_that_root_cannot_enter() {
+    let Some(criu) = rekindle_testing::criu().filter(|_| root()) else { return };
+    let lab = tempfile::tempdir().unwrap();
+    let (home, stores) = (lab.path().join("home"), lab.path().join("stores"));
+    fs::set_permissions(lab.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    fs::create_dir(&home).unwrap();
+    let nobody = nix::unistd::User::from_name("nobody").unwrap().unwrap();
+    for (name, text, mode) in [("job", "#!/bin/sh\npwd; id -u; cat\n", 0o700), ("in", "input\n", 0o600)] {
+        fs::write(home.join(name), text).unwrap();
+        fs::set_permissions(home.join(name), fs::Permissions::from_mode(mode)).unwrap();
+        chown(home.join(name), Some(nobody.uid.as_raw()), None).unwrap();
+    }
+    fs::set_permissions(&home, fs::Permissions::from_mode(0o700)).unwrap();
+    chown(&home, Some(nobody.uid.as_raw()), None).unwrap();
+    let without = "-dac_override,-dac_read_search";
+    let run = |name: &str, from: &Path, settings: &[(&str, &Path)], command: &str| {
+        let mut line = Command::new("setpriv");
+        line.args(["--bounding-set", without, "--inh-caps", without, "--", env!("CARGO_BIN_EXE_rekindle")]);
+        line.args(["run", "--name", name, "--", command]).current_dir(from).env("REKINDLE_CRIU_PATH", &criu);
+        line.env("HOME", "/nowhere").env_remove("XDG_CONFIG_HOME").env("REKINDLE_JOB_USER", "nobody");
+        line.env("REKINDLE_STORE_DIRECTORY", &stores).env("REKINDLE_STORE_MIN_FREE", "1MiB");
+        line.env("REKINDLE_CONTROL_DIRECTORY", lab.path().join("control")).env("REKINDLE_SNAPSHOT_STAGING", "store");
+        line.envs(settings.iter().copied());
+        let done = line.output().unwrap();
+        assert!(done.status.success(), "{name}: {}", String::from_utf8_lossy(&done.stderr));
+        fs::read_to_string(stores.join(name).join("log/stdout.log")).unwrap()
+    };
+    let (at, uid) = (home.display(), nobody.uid);
+    assert_eq!(run("a", &home, &[], "./job"), format!("{at}\n{uid}\n"));
+    let input = home.join("in");
+    let settings = [("REKINDLE_JOB_DIRECTORY", &*home), ("REKINDLE_JOB_STDIN", &input)];
+    assert_eq!(run("b", lab.path(), &settings, "./job"), format!("{at}\n{uid}\ninput\n"));
+}

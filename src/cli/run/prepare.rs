@@ -2,12 +2,13 @@
 //! and limits.
 
 use std::ffi::{OsStr, OsString};
+use std::io;
 use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
 use super::turn::Report;
 use crate::cli::{Misuse, environment, named_criu, start_log};
-use crate::config::{Config, Limit, Stdin, UplinkMode};
+use crate::config::{Config, Job, Limit, Stdin, UplinkMode};
 use rekindle_criu::Criu;
 use rekindle_engine::launch::{self, Amx, IoUring, JobSpec, Privileges, identity, uplink};
 use rekindle_os::identity::with_file_rights_of;
@@ -55,7 +56,13 @@ impl Prepared {
         let path = environment.get(OsStr::new("PATH")).map(OsString::as_os_str);
         let program = command.first().map_or_else(
             || Err(Misuse("there is no command to run".into()).into()),
-            |name| Ok::<_, anyhow::Error>(launch::find_program(name, &directory, path)?),
+            |name| {
+                let find = || launch::find_program(name, &directory, path);
+                // The user's rights decide what is executed. What the user cannot execute is found with our own, for
+                // the message.
+                let theirs = config.job.user.as_deref().and_then(|user| with_file_rights_of(user, find).ok()?.ok());
+                Ok::<_, anyhow::Error>(theirs.map_or_else(find, Ok)?)
+            },
         )?;
         if !nix::unistd::geteuid().is_root() {
             return Err(NoRights.into());
@@ -120,17 +127,32 @@ impl Prepared {
     }
 }
 
-pub(super) fn working_directory(configured: Option<&Path>) -> anyhow::Result<PathBuf> {
-    match configured {
-        Some(directory) => match std::fs::metadata(directory) {
-            // An image knows a folder by one name only.
-            Ok(metadata) if metadata.is_dir() && directory.components().any(|it| it == Component::ParentDir) => {
-                Ok(std::fs::canonicalize(directory)?)
-            }
-            Ok(metadata) if metadata.is_dir() => Ok(directory.to_path_buf()),
-            Ok(_) => Err(Misuse(format!("job.directory = {directory:?}: not a folder")).into()),
-            Err(e) => Err(Misuse(format!("job.directory = {directory:?}: {e}")).into()),
-        },
+/// Looks at something as root, and as the job's user where root may not: root has no rights in a home on a file system
+/// with root_squash.
+fn look<T: Send>(user: Option<&str>, at: impl Fn() -> io::Result<T> + Sync) -> io::Result<T> {
+    match (at(), user) {
+        (Err(refused), Some(user)) if refused.kind() == io::ErrorKind::PermissionDenied => {
+            with_file_rights_of(user, &at).unwrap_or(Err(refused))
+        }
+        (seen, _) => seen,
+    }
+}
+
+pub(super) fn working_directory(job: &Job) -> anyhow::Result<PathBuf> {
+    match job.directory.as_deref() {
+        Some(directory) => {
+            let refused = |e: &dyn std::fmt::Display| Misuse(format!("job.directory = {directory:?}: {e}"));
+            let path = || match std::fs::metadata(directory)?.is_dir() {
+                // An image knows a folder by one name only.
+                true if directory.components().any(|it| it == Component::ParentDir) => {
+                    std::fs::canonicalize(directory).map(Some)
+                }
+                true => Ok(Some(directory.to_path_buf())),
+                false => Ok(None),
+            };
+            let found = look(job.user.as_deref(), path).map_err(|e| refused(&e))?;
+            Ok(found.ok_or_else(|| refused(&"not a folder"))?)
+        }
         None => std::env::current_dir().map_err(|e| {
             Misuse(format!("cannot find the working directory: {e}. Change to an existing one, or set job.directory"))
                 .into()
@@ -156,7 +178,7 @@ fn standard_input(wanted: &Stdin, user: Option<&str>) -> anyhow::Result<PathBuf>
         Stdin::Inherit => ". Redirect it from a file, or use \"null\"",
         Stdin::Null | Stdin::File(_) => "",
     };
-    let metadata = std::fs::metadata(&path).map_err(|e| Misuse(format!("{named}: {e}{advice}")))?;
+    let metadata = look(user, || std::fs::metadata(&path)).map_err(|e| Misuse(format!("{named}: {e}{advice}")))?;
     // Opening a FIFO waits for a writer, perhaps for ever.
     if !metadata.is_file() {
         return Err(Misuse(format!("{named}: not a regular file, so it cannot be restored{advice}")).into());

@@ -3,12 +3,14 @@
 //! Only the watchdog's socket is required where it is configured. Without the others the job still runs.
 
 use std::ffi::{OsStr, OsString};
+use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 
 use crate::config::{Config, Interposer, Staging};
+use crate::control::trust;
 use crate::job_api::server::Socket;
 use crate::variables;
 use crate::watch::beats::Beats;
@@ -46,21 +48,24 @@ pub(super) fn staging_area(config: &Config, folder: &JobFolder, lock: &WriterLoc
 /// Gives the job a socket for its watchdog messages, if that is configured.
 pub(super) fn beats(config: &Config, spec: &mut JobSpec, folder: &JobFolder) -> anyhow::Result<Option<Beats>> {
     let Some(limit) = config.watch.no_notify_for.limit() else { return Ok(None) };
-    let base = &config.snapshot.staging_directory;
-    let path = base.join(format!("{}.notify", folder.place_name()));
-    let listen = || {
-        if !base.exists() {
-            std::fs::create_dir_all(base)?;
-            // The job's user must get to it, whatever the umask.
-            std::fs::set_permissions(base, std::fs::Permissions::from_mode(0o755))?;
-        }
-        Beats::listen(&path, spec.identity.as_ref().map(|identity| identity.uid))
-    };
-    let beats = listen().with_context(|| {
+    let path = config.snapshot.staging_directory.join(format!("{}.notify", folder.place_name()));
+    let beats = listen(&path, spec.identity.as_ref().map(|identity| identity.uid)).with_context(|| {
         format!("watch.no-notify-for needs a socket for the job, and {} cannot be created", path.display())
     })?;
     spec.environment.extend(beats.variables(limit));
     Ok(Some(beats))
+}
+
+fn listen(path: &Path, user: Option<u32>) -> io::Result<Beats> {
+    let base = path.parent().unwrap_or(path);
+    if !base.exists() {
+        std::fs::create_dir_all(base)?;
+        // The job's user must get to it, whatever the umask.
+        std::fs::set_permissions(base, std::fs::Permissions::from_mode(0o755))?;
+    }
+    // Somebody who can replace the socket by a link would get the file that it leads to.
+    trust::check_setting("snapshot.staging-directory", base)?;
+    Beats::listen(path, user)
 }
 
 /// Gives the job a socket for its requests. It also runs without one.
@@ -143,5 +148,27 @@ pub(super) fn interposer(
             );
             None
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_watchdog_socket_is_only_where_nobody_else_can_replace_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let base = dir.path().join("base");
+        let path = base.join("a.notify");
+        drop(listen(&path, None).unwrap());
+        for mode in [0o777, 0o775] {
+            std::fs::set_permissions(&base, std::fs::Permissions::from_mode(mode)).unwrap();
+            let error = listen(&path, None).unwrap_err().to_string();
+            assert!(error.contains("others can write") && error.contains("snapshot.staging-directory"), "{error}");
+            assert!(!path.exists());
+        }
+        // As /dev/shm.
+        std::fs::set_permissions(&base, std::fs::Permissions::from_mode(0o1777)).unwrap();
+        drop(listen(&path, None).unwrap());
     }
 }

@@ -11,7 +11,7 @@ fn ask(script: &str, timeout: Duration, cancelled: &dyn Fn() -> bool) -> Result<
     // Another test may reap it: what counts is the file.
     let _ = std::process::Command::new("install").args([&draft, &path]).status();
     assert!(path.exists());
-    let criu = Criu { path, version: Version(4, 2, 0) };
+    let criu = Criu::known(path, Version(4, 2, 0));
     let place = Place { criu: &criu, init: None, images: dir.path(), work: dir.path(), timeout };
     let options = DumpOptions {
         root: 1000,
@@ -64,7 +64,7 @@ fn a_panic_in_a_step_of_ours_ends_criu_and_what_it_restored() {
     // Another test may reap it: what counts is the file.
     let _ = std::process::Command::new("install").args([&draft, &path]).status();
     assert!(path.exists());
-    let criu = Criu { path, version: Version(4, 2, 0) };
+    let criu = Criu::known(path, Version(4, 2, 0));
     let place = Place { criu: &criu, init: None, images: dir.path(), work: dir.path(), timeout: LONG };
     let was_running = std::cell::Cell::new(None);
     let is_running = || {
@@ -85,7 +85,7 @@ fn an_answer_that_is_none_and_a_program_that_is_none() {
     // The socket is descriptor 3; the shell's echo is one packet.
     let error = ask("echo nonsense >&3\nexec sleep 300", LONG, &|| false).unwrap_err();
     assert!(matches!(error, RunError::Talk { what: "decode", .. }), "{error:?}");
-    let criu = Criu { path: "/nowhere/criu".into(), version: Version(4, 2, 0) };
+    let criu = Criu::known("/nowhere/criu".into(), Version(4, 2, 0));
     let place = Place { criu: &criu, init: None, images: Path::new("/"), work: Path::new("/"), timeout: LONG };
     assert!(matches!(
         Run::start(&place, Orphan::Dies, &[], None),

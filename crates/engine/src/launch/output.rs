@@ -162,6 +162,18 @@ impl Files {
         Ok(())
     }
 
+    /// Frees the space that the job reserved behind the ends of the files. Only when it has ended: nothing may be written
+    /// meanwhile.
+    ///
+    /// # Errors
+    /// When a file cannot be opened or cut.
+    pub fn settle(&self) -> Result<(), Error> {
+        for path in self.paths() {
+            rotate::settle(path).map_err(error("free the reserved space of", path))?;
+        }
+        Ok(())
+    }
+
     /// Prevents the follower from reading while files are put back.
     #[must_use]
     pub(crate) fn hold(&self) -> Held<'_> {

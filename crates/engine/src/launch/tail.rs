@@ -70,27 +70,41 @@ impl Tail {
         Err(io::Error::other("it is rotated faster than it can be read"))
     }
 
-    /// Skips all but the last `lines` lines.
+    /// Skips all but the last `lines` lines. Those of them that are in rotated files are written.
     ///
     /// # Errors
-    /// When the file cannot be read.
-    pub fn skip_to_last(&mut self, lines: usize) -> io::Result<()> {
-        let Some(file) = open(&self.path)? else { return Ok(()) };
-        let length = file.metadata()?.len();
-        let start = length.saturating_sub(REMEMBERED as u64).max(sparse::begin(&file)?);
-        let mut bytes = Vec::new();
-        copy_some(&file, start, length - start, &mut |more| {
-            bytes.extend_from_slice(more);
-            Ok(())
-        })?;
-        let ends = bytes.iter().enumerate().rev().skip(1).filter(|(_, byte)| **byte == b'\n').map(|(n, _)| n + 1);
-        let from = match lines {
-            0 => bytes.len(),
-            lines => ends.take(lines).nth(lines - 1).unwrap_or(0),
-        };
-        self.at = start + from as u64;
-        self.shown = bytes.get(..from).unwrap_or_default().to_vec();
-        Ok(())
+    /// When it cannot be read or written.
+    pub fn skip_to_last(&mut self, lines: usize, to: &mut dyn Write) -> io::Result<()> {
+        for _ in 0..LONGEST_ROTATION {
+            let Some(file) = open(&self.path)? else { return Ok(()) };
+            let Some(older) = settled(&self.path)? else {
+                std::thread::sleep(MOMENT);
+                continue;
+            };
+            let (length, begin) = (file.metadata()?.len(), sparse::begin(&file)?);
+            let start = length.saturating_sub(REMEMBERED as u64).max(begin);
+            let mut bytes = Vec::new();
+            copy_some(&file, start, length.saturating_sub(start), &mut |more| {
+                bytes.extend_from_slice(more);
+                Ok(())
+            })?;
+            let (from, missing) = last_lines(&bytes, lines, bytes.len().saturating_sub(1));
+            let mut before = Vec::new();
+            if missing > 0 && start == begin {
+                let Some(rotated) = open_rotated(&self.path, &older)? else { continue };
+                // A rotation in a snapshot may split a line.
+                before = last_of(rotated, missing, bytes.is_empty())?;
+            }
+            if settled(&self.path)?.as_ref() != Some(&older) || sparse::begin(&file)? != begin {
+                continue;
+            }
+            to.write_all(&before)?;
+            self.at = start + from as u64;
+            self.shown = bytes.get(..from).unwrap_or_default().to_vec();
+            (self.older, self.begin) = (older, begin);
+            return Ok(());
+        }
+        Err(io::Error::other("it is rotated faster than it can be read"))
     }
 
     /// Writes what is new, after a rotation that is in progress.
@@ -295,6 +309,42 @@ fn settled(path: &Path) -> io::Result<Option<Vec<Signature>>> {
     let Some(opened) = open_rotated(path, std::slice::from_ref(newest))? else { return Ok(None) };
     let is_in_progress = opened.iter().any(|(file, _)| is_being_rotated(file));
     Ok((!is_in_progress).then_some(older))
+}
+
+/// Where the last `lines` lines begin, if lines end at line feeds before `end`; and how many of them begin before.
+fn last_lines(bytes: &[u8], lines: usize, end: usize) -> (usize, usize) {
+    if lines == 0 {
+        return (bytes.len(), 0);
+    }
+    let mut left = lines;
+    for (n, _) in bytes.iter().enumerate().take(end).rev().filter(|(_, byte)| **byte == b'\n') {
+        left -= 1;
+        if left == 0 {
+            return (n + 1, 0);
+        }
+    }
+    (0, left)
+}
+
+/// The last lines of rotated files, which are given oldest first, at most [`REMEMBERED`] bytes. Nothing follows them if they
+/// are the `end`: then a line feed at their end begins no line.
+fn last_of(rotated: Vec<(File, u64)>, lines: usize, end: bool) -> io::Result<Vec<u8>> {
+    let mut text = Vec::new();
+    for (file, length) in rotated.into_iter().rev() {
+        let most = length.min(REMEMBERED.saturating_sub(text.len()) as u64);
+        let mut more = Vec::new();
+        copy_some(&file, length - most, most, &mut |bytes| {
+            more.extend_from_slice(bytes);
+            Ok(())
+        })?;
+        more.append(&mut text);
+        text = more;
+        let (from, missing) = last_lines(&text, lines, text.len().saturating_sub(usize::from(end)));
+        if missing == 0 {
+            return Ok(text.split_off(from));
+        }
+    }
+    Ok(text)
 }
 
 fn open(path: &Path) -> io::Result<Option<File>> {
@@ -510,12 +560,26 @@ mod tests {
         log.write("c\nd\ne\n");
         log.tail.copy_older(&mut log.seen).unwrap();
         log.sees("a\nb\nc\nd\ne\n");
-        for (lines, text) in [(0, ""), (1, "e\n"), (2, "d\ne\n"), (3, "c\nd\ne\n"), (9, "c\nd\ne\n")] {
+        let all = "a\nb\nc\nd\ne\n";
+        for (lines, from) in [(0, 10), (1, 8), (2, 6), (3, 4), (4, 2), (5, 0), (9, 0), (usize::MAX, 0)] {
             log.tail = Tail::new(&log.file());
-            log.tail.skip_to_last(lines).unwrap();
-            log.sees(text);
+            log.tail.skip_to_last(lines, &mut log.seen).unwrap();
+            log.sees(&all[from..]);
         }
         log.write("f\n");
         log.sees("f\n");
+        // In the middle of a line, and with an empty file.
+        log.write("g");
+        log.rotate();
+        for (written, all) in [("", "d\ne\nf\ng"), ("h\n", "d\ne\nf\ngh\n"), ("i", "e\nf\ngh\ni")] {
+            log.write(written);
+            for (lines, from) in [(3, all.find('\n').unwrap() + 1), (4, 0)] {
+                log.tail = Tail::new(&log.file());
+                log.tail.skip_to_last(lines, &mut log.seen).unwrap();
+                log.sees(&all[from..]);
+            }
+        }
+        log.write("k\n");
+        log.sees("k\n");
     }
 }

@@ -176,7 +176,7 @@ mod tests {
         let request = Request {
             image,
             folder,
-            criu: &Criu { path: "/bin/false".into(), version: Version(4, 2, 0) },
+            criu: &Criu::known("/bin/false".into(), Version(4, 2, 0)),
             reaper: dir.path(),
             output: &output::Files::create(dir.path(), Bounds::default()).unwrap(),
             identity: None,

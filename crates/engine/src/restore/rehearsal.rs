@@ -271,7 +271,7 @@ fn memory_of(folder: &JobFolder) -> Option<Area> {
 
 fn restore(script: &Script, folder: &JobFolder, image: &Image, manifest: &Manifest) -> Result<(), Failure> {
     let (path, version) = &script.criu;
-    let criu = Criu { path: path.clone(), version: Version(version.0, version.1, version.2) };
+    let criu = Criu::known(path.clone(), Version(version.0, version.1, version.2));
     let files = output::Files::create(&folder.log_dir(), Bounds::default()).map_err(|error| Failure::of(&error))?;
     let (staging, wishes, progress) =
         (memory_of(folder), crate::parts::gpu::placement::Wishes::default(), Progress::default());

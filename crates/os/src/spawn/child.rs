@@ -104,7 +104,10 @@ impl<'a> Plan<'a> {
             self.check(1, nix::unistd::setsid());
         }
         if let Some(directory) = &spawn.place.directory {
-            self.check(2, nix::unistd::chdir(directory.as_c_str()));
+            match (nix::unistd::chdir(directory.as_c_str()), &spawn.place.visitor) {
+                (Err(Errno::EACCES), Some(visitor)) => self.check(2, visitor.chdir(directory)),
+                (changed, _) => self.check(2, changed),
+            }
         }
         let top = self.place_descriptors();
         if let Some(mask) = spawn.umask {

@@ -197,6 +197,12 @@ fn read_bytes(path: &Path) -> Result<Vec<u8>, ReadError> {
     Ok(bytes)
 }
 
+/// The size of the file of a map with these numbers of parts and extents, at most [`MAX_BYTES`].
+#[must_use]
+pub fn bytes_of(parts: usize, extents: u64) -> u64 {
+    file_size(size_of(parts), extents).map_or(MAX_BYTES, |size| size.min(MAX_BYTES))
+}
+
 /// The size of the file; `None` if it overflows.
 fn file_size(parts: u64, extents: u64) -> Option<u64> {
     let content = extents.checked_mul(size_of(EXTENT))?.checked_add(parts.checked_mul(8)?)?;

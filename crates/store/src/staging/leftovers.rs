@@ -171,6 +171,7 @@ impl Leftover {
         let owner = Owner::read(point)?;
         let folder = owner.open(trust);
         if let Ok(folder) = &folder
+            && !is_run_elsewhere(folder)
             && fs::read_link(folder.path().join(LINK)).is_ok_and(|target| target == point)
         {
             return Leftover::of(folder).ok()?.into_iter().find(|left| left.path == point);
@@ -178,10 +179,12 @@ impl Leftover {
         if owner.may_live() {
             return None;
         }
-        // The job was removed, or its store cannot be read. Any image may be the only copy.
         let area = area_at(point, &owner.folder, trust)?;
-        let is_stored = |id: ImageId| folder.as_ref().is_ok_and(|folder| folder.is_stored(id));
-        let needed = area.images().into_iter().map(|image| image.id).find(|id| !is_stored(*id));
+        if let Ok(left) = folder.and_then(|folder| Leftover::judge(&folder, &area)) {
+            return Some(left);
+        }
+        // The job was removed, or its store cannot be read. Any image may be the only copy.
+        let needed = area.images().into_iter().map(|image| image.id).next();
         let store = owner.folder.parent().unwrap_or(&owner.folder);
         Some(Leftover::new(&owner.job, store, &area, needed))
     }
@@ -192,6 +195,7 @@ impl Leftover {
         let folder = Store::open(&self.store, Access::Read).and_then(|it| it.with_trust(trust.clone()).job(&self.job));
         let area = |folder| Area::all_of(folder).into_iter().find(|area| area.path() == self.path);
         if let Ok(folder) = &folder
+            && !is_run_elsewhere(folder)
             && let Some(area) = area(folder)
         {
             // A supervisor may have been started since.
@@ -203,21 +207,29 @@ impl Leftover {
             return area.close().is_ok();
         }
         match Leftover::mounted(&self.path, trust) {
-            Some(left) if may_go(&left) => self.unmount(trust).is_ok(),
+            Some(left) if may_go(&left) => self.unmount(folder.as_ref().ok(), trust).is_ok(),
             _ => false,
         }
     }
 
-    /// Unmounts an area without a job. Never by force: a file that is open there means that it is in use.
-    fn unmount(&self, trust: &Trust) -> Result<(), Error> {
+    /// Unmounts an area without a job, or whose job runs elsewhere. Never by force: a file that is open there means that
+    /// it is in use. Links that the store's copy of an image needs stay, as in [`JobFolder::drop_links`].
+    fn unmount(&self, folder: Option<&JobFolder>, trust: &Trust) -> Result<(), Error> {
         let area = area_at(&self.path, &self.store.join(self.job.as_str()), trust);
-        let images: Vec<Image> = area.map(|area| area.images()).unwrap_or_default();
+        let mut images: Vec<Image> = area.map(|area| area.images()).unwrap_or_default();
+        images.retain(|image| !folder.is_some_and(|folder| folder.is_stored(image.id)));
         umount2(&self.path, MntFlags::empty()).map_err(|error| failed("unmount", &self.path)(error.into()))?;
         for manifest in images.iter().filter_map(Image::manifest) {
             manifest.saved_links.iter().for_each(|link| links::remove(manifest, link));
         }
         Ok(fs::remove_dir(&self.path).map_err(failed("remove", &self.path))?)
     }
+}
+
+/// Whether another machine has continued the job since. Its area there can have the same path as one here.
+fn is_run_elsewhere(folder: &JobFolder) -> bool {
+    let here = Holder::this_process().boot_id;
+    matches!(folder.writer(), Ok(Writer::Known(holder)) if holder.boot_id != here)
 }
 
 fn area_at(point: &Path, folder: &Path, trust: &Trust) -> Option<Area> {

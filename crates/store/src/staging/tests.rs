@@ -239,6 +239,43 @@ fn an_area_of_another_store_is_left_over_once_its_supervisor_is_dead() {
     assert!(left[0].free(&Trust::default(), OnlyCopies::Discard) && !area.path().exists());
 }
 
+/// The supervisor here was killed, and Slurm has started the job on another node since.
+#[test]
+fn an_area_of_a_job_that_runs_on_another_machine_is_left_over() {
+    use leftovers::{OnlyCopies, elsewhere};
+    let Some(ground) = Ground::new() else { return };
+    let area = ground.open();
+    let filling = area.slots()[0].begin(id(1)).unwrap();
+    fs::write(filling.dir().join("criu/x.img"), [1; 100]).unwrap();
+    filling.seal(manifest(), 1).unwrap();
+    let Ground { _dir: dir, folder, lock, base } = ground;
+    let find = || elsewhere(&base, &dir.path().join("nowhere"), &Trust::default());
+    let held = folder.path().join("lock");
+    let mut holder: serde_json::Value = serde_json::from_slice(&fs::read(&held).unwrap()).unwrap();
+    drop(lock);
+    holder["boot_id"] = "another".into();
+    holder["host"] = "elsewhere".into();
+    fs::write(&held, holder.to_string()).unwrap();
+    assert!(matches!(folder.writer().unwrap(), crate::lock::Writer::Known(other) if other.host == "elsewhere"));
+    assert!(find().is_empty(), "the supervisor here lives");
+    rewrite_owner(&area, |owner| owner["supervisor"]["started"] = 1.into());
+    let left = find();
+    assert_eq!((left.len(), left[0].needed), (1, Some(id(1))), "no newer image is in the store");
+    assert!(!left[0].free(&Trust::default(), OnlyCopies::Keep) && area.is_there());
+    // The other machine has stored a newer image.
+    let newer = folder.images_dir().join(id(2).to_string());
+    fs::create_dir(&newer).unwrap();
+    fs::write(newer.join("manifest.json"), {
+        let mut manifest = manifest();
+        (manifest.id, manifest.parts, manifest.bytes) = (id(2), Vec::new(), 0);
+        manifest.to_bytes(folder.trust()).unwrap()
+    })
+    .unwrap();
+    let left = find();
+    assert_eq!((left.len(), left[0].needed), (1, None), "{:?}", folder.images());
+    assert!(left[0].free(&Trust::default(), OnlyCopies::Keep) && !area.path().exists());
+}
+
 /// What is in memory has no hashes, and its signature is worth nothing on a disk.
 #[test]
 fn with_a_key_nothing_on_a_disk_is_believed_without_hashes() {

@@ -1,6 +1,6 @@
 //! Rotation: in a snapshot the file is emptied; between snapshots the copied part becomes a hole.
 
-use std::fs::{File, OpenOptions, TryLockError};
+use std::fs::{File, Metadata, OpenOptions, TryLockError};
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -87,9 +87,16 @@ pub(super) fn relieve(path: &Path, states: &Mutex<States>, which: usize, bounds:
         let Some(state) = states.get_mut(which) else { return Ok(false) };
         state.look_again(&file)?;
         if is_full {
-            // Holes can have been filled with blocks since (fallocate(2)). Blocks behind the end cannot be freed while
-            // the job may write there; a snapshot or a restart frees them.
+            // Holes can have been filled with blocks since (fallocate(2)).
             sparse::punch(&file, 0..state.gone)?;
+            let meta = file.metadata()?;
+            if meta.blocks().saturating_mul(512).saturating_sub(most_on_disk(bounds))
+                > meta.len().saturating_sub(state.gone)
+            {
+                // What the job writes just now may be lost. Only a job that reserves so much can lose something, and it
+                // would fill the disk otherwise.
+                free_behind_the_end(&file, &meta)?;
+            }
         }
         // The length must be of this epoch. With a length from before the file was emptied, new output would be taken
         // for a hole.
@@ -126,6 +133,24 @@ pub(super) fn relieve(path: &Path, states: &Mutex<States>, which: usize, bounds:
     drop(published);
     Ok(length.saturating_sub(end) > bounds.size)
 }
+
+/// Frees blocks that are reserved behind the end (FALLOC_FL_KEEP_SIZE). Not by a hole, which ext4 does not make there.
+fn free_behind_the_end(file: &File, meta: &Metadata) -> io::Result<()> {
+    file.set_len(meta.len())
+}
+
+/// Frees what a job that has ended reserved behind the end of its output.
+pub(super) fn settle(path: &Path) -> io::Result<()> {
+    let file = OpenOptions::new().write(true).open(path)?;
+    let meta = file.metadata()?;
+    if meta.blocks().saturating_mul(512).saturating_sub(UNNOTICED) > meta.len() {
+        free_behind_the_end(&file, &meta)?;
+    }
+    Ok(())
+}
+
+/// A file system rounds up, and may count some blocks of its own.
+const UNNOTICED: u64 = 1 << 20;
 
 /// Most bytes that a file may occupy on the disk, including reserved blocks; its length says nothing.
 pub(super) fn most_on_disk(bounds: Bounds) -> u64 {

@@ -281,6 +281,22 @@ fn no_length_of_a_file_costs_more_than_its_data() {
         tail.copy();
         outside.copy(&mut seen).unwrap();
     }
+    // A short file, with nothing to move.
+    for (reserved, has_ended) in [(64 << 20, false), (3 << 20, true)] {
+        file.set_len(0).unwrap();
+        let mut appended = OpenOptions::new().append(true).open(&files.stdout).unwrap();
+        appended.write_all(b"short\n").unwrap();
+        let before = on_disk();
+        nix::fcntl::fallocate(&file, nix::fcntl::FallocateFlags::FALLOC_FL_KEEP_SIZE, 0, reserved).unwrap();
+        assert!(on_disk() - before >= (2 << 20), "{} {before}", on_disk());
+        if has_ended {
+            files.settle().unwrap()
+        } else {
+            files.relieve(0).unwrap()
+        }
+        assert!(on_disk() - before < 1 << 20, "{} {before}", on_disk());
+        assert_eq!(std::fs::read(&files.stdout).unwrap(), b"short\n");
+    }
     assert!(screen.text().len() < 4 << 20 && seen.len() < 4 << 20, "{} {}", screen.text().len(), seen.len());
     let mut older = Vec::new();
     crate::launch::tail::Tail::new(&files.stdout).copy_older(&mut older).unwrap();
