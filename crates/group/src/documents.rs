@@ -161,6 +161,14 @@ pub enum Ending {
     },
 }
 
+impl Ending {
+    /// It failed by itself.
+    #[must_use]
+    pub fn failed(why: impl Into<String>, last: Option<Last>) -> Ending {
+        Ending::Failed { why: why.into(), last }
+    }
+}
+
 /// What prevented the start of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -476,7 +484,7 @@ pub struct Plan {
     pub from: StartFrom,
     /// Whether the epoch has run for long enough to count as healthy.
     pub healthy: bool,
-    /// Points against group images: see `leader::FAILED_EARLY`.
+    /// Points against group images: see `leader::failures`.
     #[serde(default)]
     pub failures: BTreeMap<Number, u32>,
     /// How often in a row epochs failed before they were healthy, or the job could not be started.

@@ -3,6 +3,8 @@
 //! Nothing but the plan is remembered, so that another member can take the lead at any time. Only times are not in it:
 //! a new leader counts them from the beginning, because clocks of machines cannot be compared.
 
+mod failures;
+
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -20,10 +22,7 @@ use crate::images;
 use crate::options::{ColdStart, Options};
 use crate::reasons;
 use crate::requests::{admits, completed, without};
-
-/// Points against a group image if an epoch that started from it fails, early or later, before a newer one was taken.
-const FAILED_EARLY: u32 = 2;
-const FAILED_LATE: u32 = 1;
+use failures::pause;
 
 /// The longest time for a stop.
 const LONGEST_STOP: Duration = Duration::from_secs(365 * 24 * 60 * 60);
@@ -493,80 +492,6 @@ impl Leading {
         names(late.into_iter())
     }
 
-    /// Why the job is not restarted any more.
-    fn is_given_up(&self, plan: &Plan, options: &Options, now: Instant) -> Option<String> {
-        let restart = &options.restart;
-        let within =
-            self.restarts.iter().filter(|(_, at)| now.saturating_duration_since(*at) <= restart.window).count();
-        let most = usize::try_from(restart.max_restarts).unwrap_or(usize::MAX);
-        if within > most {
-            let why = why(plan);
-            return Some(format!(
-                "{most} restarts within {:?} (restart.max-restarts); the last time: {why}",
-                restart.window
-            ));
-        }
-        let is_over = plan.in_a_row > restart.max_restarts;
-        let times = plan.in_a_row;
-        is_over.then(|| {
-            format!("the job failed or could not be started {times} times in a row; the last time: {}", why(plan))
-        })
-    }
-
-    /// Ends the epoch, and counts the points against its group image.
-    fn gather(&mut self, next: &mut Plan, view: &View, loss: Loss, options: &Options, now: Instant) {
-        // One that fails sooner has a bad image or a wrong command, against which more snapshots do not help.
-        next.past.failures = next.past.failures.saturating_add(u32::from(next.healthy));
-        let why = match loss {
-            Loss::Member(why) => why,
-            // A rewind that fails costs the job nothing. But if it hung, it hangs again soon, and would go back again without
-            // an end.
-            Loss::Job(why, _) if next.aim.is_some() && matches!(next.goal, Goal::Start(_)) => {
-                self.count_missed(next, FAILED_EARLY, options, now);
-                missed(next, &why)
-            }
-            Loss::Machine(why) if next.aim.is_some() && matches!(next.goal, Goal::Start(_)) => {
-                self.count_missed(next, FAILED_LATE, options, now);
-                missed(next, &why)
-            }
-            // The restarts have their pauses and their limit, and nothing counts against the group image.
-            Loss::Machine(why) => {
-                self.count_restart(next, options, now);
-                next.last = None;
-                why
-            }
-            Loss::Job(why, last) => {
-                count_failure(next, view);
-                self.count_restart(next, options, now);
-                next.last = last;
-                why
-            }
-        };
-        next.goal = Goal::Gather { why };
-        if next.then == Then::Suspend {
-            next.then = Then::RunOn;
-        }
-    }
-
-    /// Counts a rewind that failed, if the job hung: as a restart, and against the group image.
-    fn count_missed(&mut self, next: &mut Plan, points: u32, options: &Options, now: Instant) {
-        let Some(to) = next.aim.as_ref().filter(|aim| aim.for_hang).map(|aim| aim.to) else { return };
-        *next.failures.entry(to).or_default() += points;
-        self.count_restart(next, options, now);
-    }
-
-    fn count_restart(&mut self, next: &mut Plan, options: &Options, now: Instant) {
-        let ran = self.run.filter(|(epoch, _)| *epoch == next.epoch).map(|(_, since)| since);
-        if ran.is_some_and(|since| now.saturating_duration_since(since) >= options.restart.healthy_uptime) {
-            self.restarts.clear();
-        }
-        // The plan that says so may be refused, and is decided again.
-        if self.restarts.back().is_none_or(|(epoch, _)| *epoch != next.epoch) {
-            self.restarts.push_back((next.epoch, now));
-        }
-        next.in_a_row = if next.healthy { 0 } else { next.in_a_row + 1 };
-    }
-
     /// `gone`: no process is there any more that was when the job was suspended.
     fn suspended(&mut self, view: &View, plan: &Plan, next: &mut Plan, gone: bool, options: &Options, now: Instant) {
         self.asked(view, plan, next, now);
@@ -728,18 +653,6 @@ fn why(plan: &Plan) -> &str {
     }
 }
 
-/// Counts the points of a failure of the job against its group image, or against the beginning.
-fn count_failure(next: &mut Plan, view: &View) {
-    let newer = |from: Number| view.images.iter().any(|(number, it)| *number > from && it.value.epoch == next.epoch);
-    match next.from {
-        StartFrom::Image(number) if !newer(number) => {
-            *next.failures.entry(number).or_default() += if next.healthy { FAILED_LATE } else { FAILED_EARLY };
-        }
-        _ => {}
-    }
-    next.early_cold = if next.from == StartFrom::Beginning && !next.healthy { next.early_cold + 1 } else { 0 };
-}
-
 /// The goal with which all members leave.
 fn end(view: &View, next: &mut Plan, end: End) -> Goal {
     next.crew = crew(view);
@@ -758,13 +671,4 @@ fn again(tries: u32) -> Duration {
         0 => Duration::ZERO,
         tries => Duration::from_secs(1 << (tries - 1).min(2)),
     }
-}
-
-/// The pause before the next restart: none before the first.
-fn pause(in_a_row: u32, options: &Options) -> Duration {
-    if in_a_row < 2 {
-        return Duration::ZERO;
-    }
-    let factor = 1u32.checked_shl(in_a_row - 2).unwrap_or(u32::MAX);
-    options.restart.backoff.saturating_mul(factor).min(options.restart.max_backoff)
 }

@@ -139,7 +139,7 @@ fn live(
             Ok(Word::Vanish) => return,
             Ok(Word::Ask(ask)) => [Event::Asked(ask)].into(),
             Ok(Word::Die) => {
-                [Event::Local(Happened::Ended(Ending::Failed { why: "it died".into(), last: None }))].into()
+                [Event::Local(Happened::Ended(Ending::failed("it died", None)))].into()
             }
             Ok(Word::Told(CoordinatorEvent::Group { view, .. })) => [Event::View(view)].into(),
             Ok(Word::Told(CoordinatorEvent::Joined(new))) => {

@@ -5,7 +5,7 @@ use crate::documents::{Fresh, Last, Rewound};
 use crate::requests::{Outcome, Pending};
 
 fn failed(why: &str) -> Ending {
-    Ending::Failed { why: why.into(), last: Some(Last::Exit(3)) }
+    Ending::failed(why, Some(Last::Exit(3)))
 }
 
 /// A request of a member, and what somebody who waits for it learns.
@@ -31,7 +31,7 @@ impl Group {
     }
 
     fn killed(&mut self) {
-        self.all(&|_| Local::Ended(Ending::Failed { why: "killed".into(), last: None }));
+        self.all(&|_| Local::Ended(Ending::failed("killed", None)));
     }
 
     fn with_images() -> Group {

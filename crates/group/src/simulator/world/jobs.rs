@@ -229,7 +229,7 @@ impl World {
             // It may have ended by itself.
             if self.nodes[at].job.as_ref().is_none_or(|job| job.id == id) {
                 self.nodes[at].job = None;
-                self.hears(at, Event::Local(Local::Ended(Ending::Failed { why: "killed".into(), last: None })));
+                self.hears(at, Event::Local(Local::Ended(Ending::failed("killed", None))));
             }
             return;
         }
@@ -331,7 +331,7 @@ impl World {
         if let Some(job) = self.nodes[at].job.take_if(|job| !job.killed) {
             self.oracle.begins(at, self.nodes[at].process);
             self.oracle.job_fails(job.from.map(|(number, _)| number));
-            self.hears(at, Event::Local(Local::Ended(Ending::Failed { why: why.into(), last: None })));
+            self.hears(at, Event::Local(Local::Ended(Ending::failed(why, None))));
         }
     }
 }

@@ -198,7 +198,7 @@ impl World {
                 self.step(at, Event::Tick);
                 if self.nodes[at].job.as_ref().is_some_and(|job| job.killed) {
                     self.nodes[at].job = None;
-                    self.hears(at, Event::Local(Local::Ended(Ending::Failed { why: "killed".into(), last: None })));
+                    self.hears(at, Event::Local(Local::Ended(Ending::failed("killed", None))));
                 }
             }
             Fault::CutOff | Fault::CutOffAndReplaced => {
