@@ -152,6 +152,7 @@ impl Member {
             parts: BTreeMap::new(),
             remote: Remote::default(),
             requests: Requests {
+                by: None,
                 stop: None,
                 at_once: None,
                 pending: Vec::new(),
@@ -544,7 +545,7 @@ impl Owner<'_> {
     }
 
     /// Reports parts that exist no more: the slot of one that could not be stored is used again.
-    fn look_for_lost_parts(&mut self) {
+    pub(super) fn look_for_lost_parts(&mut self) {
         let Ok(copies) = self.setup.folder.copies() else { return };
         let Some(member) = &mut self.group else { return };
         let exists = |id: &ImageId| copies.iter().any(|image| image.id == *id);
