@@ -5,7 +5,7 @@
 
 mod failures;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -37,8 +37,10 @@ pub(crate) struct Leading {
     goal: Option<(Incarnation, Epoch, Goal, Instant)>,
     /// The epoch, and when all of its jobs began to run.
     run: Option<(Epoch, Instant)>,
-    /// The end of the last snapshot of this epoch, if it was aborted.
+    /// The end of the last snapshot of this epoch, if it was aborted, or the beginning of its end.
     aborted: Option<Instant>,
+    /// How many snapshots of this epoch were aborted in a row.
+    aborts: u32,
     /// The end of the last snapshot, or the beginning of the epoch.
     last: Option<Instant>,
     /// When the job was restarted after failures, and the epoch that had failed.
@@ -115,21 +117,26 @@ impl Leading {
             (*origin, *epoch, goal) == (plan.origin, plan.epoch, &plan.goal)
         };
         if !self.goal.as_ref().is_some_and(is_same) {
+            let was_aborted = self.goal.as_ref().is_some_and(|(.., goal, _)| matches!(goal, Goal::Abort { .. }));
             self.goal = Some((plan.origin, plan.epoch, plan.goal.clone(), now));
             self.behind.clear();
             match plan.goal {
                 Goal::Abort { .. } => {
                     self.aborted = Some(now);
+                    self.aborts = self.aborts.saturating_add(1);
                     self.stop.tries += u32::from(matches!(plan.then, Then::Stop { .. }));
                 }
-                Goal::Resume(_) => (self.aborted, self.last) = (None, Some(now)),
+                // To undo it may take as long as the pause.
+                Goal::Run if was_aborted => self.aborted = Some(now),
+                Goal::Resume(_) => (self.aborted, self.aborts, self.last) = (None, 0, Some(now)),
                 Goal::Prepare(_) => self.wanted = false,
                 _ => {}
             }
         }
         let runs = plan.goal.is_alive() && !matches!(plan.goal, Goal::Start(_));
         if runs && self.run.is_none_or(|(epoch, _)| epoch != plan.epoch) {
-            (self.run, self.last, self.aborted) = (Some((plan.epoch, now)), Some(now), None);
+            (self.run, self.last) = (Some((plan.epoch, now)), Some(now));
+            (self.aborted, self.aborts) = (None, 0);
         }
     }
 
@@ -275,6 +282,9 @@ impl Leading {
             }
             Goal::Resume(_) | Goal::Abort { .. } => {
                 if all(&|it| matches!(it.state, State::Running | State::Refused(..) | State::Over(Ending::Completed))) {
+                    if let Goal::Resume(_) = plan.goal {
+                        next.fatal = 0;
+                    }
                     next.goal = match (plan.then, &plan.goal) {
                         // The run ends without its final image; the images that it has are kept.
                         (Then::Stop { requeue }, Goal::Abort { .. }) if !self.tries_again(view, plan, now) => {
@@ -317,7 +327,11 @@ impl Leading {
         }
         let began = self.run.map_or(now, |(_, since)| since);
         if !plan.healthy && self.is_due(began + options.restart.min_uptime, now) {
-            (next.healthy, next.in_a_row) = (true, 0);
+            (next.healthy, next.in_a_row, next.lost) = (true, 0, 0);
+            next.proven.retain(|number| view.images.contains_key(number));
+            if let StartFrom::Image(number) = plan.from {
+                next.proven.insert(number);
+            }
         }
         self.asked(view, plan, next, now);
         if next.goal != Goal::Run {
@@ -332,10 +346,12 @@ impl Leading {
             let runs = matches!(report.state, State::Running | State::Refused(..));
             runs && report.epoch == plan.epoch && report.seen >= plan.serial && !report.storing
         };
+        let is_quiet = hands.iter().any(|hand| hand.report.is_some_and(|it| it.costs.quiet));
+        let interval = options.interval.filter(|_| !is_quiet && !plan.snapshots_end_the_job());
         // After an aborted snapshot, the next one does not wait for a whole interval.
         let due = match (self.aborted, self.last) {
-            (Some(aborted), _) => options.interval.map(|_| aborted + options.retry_after),
-            (None, last) => options.interval.map(|interval| last.unwrap_or(now) + interval),
+            (Some(aborted), _) => interval.map(|_| aborted + retry(self.aborts, options)),
+            (None, last) => interval.map(|interval| last.unwrap_or(now) + interval),
         };
         let stops = matches!(next.then, Then::Stop { .. });
         if stops && self.aborted.is_some_and(|aborted| !self.is_due(aborted + again(self.stop.tries), now)) {
@@ -413,7 +429,7 @@ impl Leading {
         // A job that hangs after each restore goes back to one image again and again, without a failure.
         let aim = plan.aim.as_ref().filter(|aim| aim.for_hang);
         let rewinds = aim.map_or(0, |aim| times(&plan.left, aim.to).min(MOST_REWINDS));
-        let in_a_row = plan.in_a_row.max(rewinds);
+        let in_a_row = plan.in_a_row.max(plan.lost).max(rewinds);
         if !self.is_due(since + pause(in_a_row, options).max(leases), now) {
             return;
         }
@@ -421,6 +437,7 @@ impl Leading {
             next.next = unused(view, plan);
             (next.floor, next.aim) = (next.next, None);
             (next.in_a_row, next.early_cold) = (0, 0);
+            (next.lost, next.fatal) = (0, 0);
             next.left.clear();
             next.failures.clear();
         } else if view.members.values().any(|it| it.fresh == Fresh::Wanted) && !continues_fresh(view) {
@@ -598,7 +615,10 @@ fn first_plan(origin: Incarnation) -> Plan {
         from: StartFrom::Beginning,
         healthy: false,
         failures: BTreeMap::new(),
+        proven: BTreeSet::new(),
         in_a_row: 0,
+        lost: 0,
+        fatal: 0,
         early_cold: 0,
         last: None,
         past: Past::default(),
@@ -615,6 +635,7 @@ fn begin_anew(next: &mut Plan) {
     (next.goal, next.then) = (Goal::Gather { why: reasons::NEW_RUN.into() }, Then::RunOn);
     next.crew.clear();
     (next.in_a_row, next.early_cold, next.last) = (0, 0, None);
+    (next.lost, next.fatal) = (0, 0);
     // What was passed over in a run is tried again in the next.
     next.failures.clear();
 }
@@ -671,4 +692,10 @@ fn again(tries: u32) -> Duration {
         0 => Duration::ZERO,
         tries => Duration::from_secs(1 << (tries - 1).min(2)),
     }
+}
+
+/// The pause after this many aborted snapshots in a row.
+fn retry(aborts: u32, options: &Options) -> Duration {
+    let factor = 1u32.checked_shl(aborts.saturating_sub(1)).unwrap_or(u32::MAX);
+    options.retry_after.saturating_mul(factor).min(options.retry_max)
 }

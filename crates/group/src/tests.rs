@@ -1,13 +1,15 @@
 //! The protocol step by step, without faults of the network: each write is answered at once, each order carried out.
 
+mod failures;
 mod requests;
+mod snapshots;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::documents::{
-    Ask, Blame, End, Ending, Epoch, Goal, GroupImage, Incarnation, Last, Number, Part, Progress, Rank, Replica,
+    Ask, Blame, End, Ending, Epoch, Goal, GroupImage, Incarnation, Last, Number, Part, Plan, Progress, Rank, Replica,
     Replicated, Report, StartFrom, State, Stored, Versioned,
 };
 use crate::events::{Action, Answer, Event, Local, Order, Write};
@@ -151,6 +153,15 @@ impl Group {
 
     fn goal(&self) -> Goal {
         self.coordinator.view.plan.as_ref().unwrap().value.goal.clone()
+    }
+
+    fn plan(&self) -> &Plan {
+        &self.coordinator.view.plan.as_ref().unwrap().value
+    }
+
+    /// What was ordered to end ends.
+    fn killed(&mut self) {
+        self.all(&|_| Local::Ended(Ending::failed("killed", None)));
     }
 
     fn last(&self, at: usize) -> Option<&Order> {

@@ -94,7 +94,7 @@ fn called_off((state, actions): (State, Vec<Action>)) -> (State, Vec<Action>) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::{Images, StartPoint};
+    use crate::policy::{Death, Images, StartPoint};
     use crate::supervisor::state::Wish;
     use rekindle_os::spawn::Ended;
     use rekindle_store::manifest::Reason;
@@ -177,6 +177,30 @@ mod tests {
         assert_eq!(machine.step(Event::SnapshotFailed(Harm::None), now), []);
         assert_eq!(machine.step(ended(), now), []);
         assert_eq!(*machine.state(), State::Idle);
+    }
+
+    #[test]
+    fn the_group_learns_how_a_life_ended() {
+        let (config, now) = (Config::default(), Instant::now());
+        let exit = Ended::Exit(1);
+        let mut machine = running(&config);
+        assert_eq!(machine.death(exit), Death::Ended(exit));
+        machine.step(Event::Excused, now);
+        assert_eq!(machine.death(exit), Death::Excused(exit));
+        machine.step(ended(), now);
+        let mut lives = |event| {
+            machine.step(Event::Launch(StartPoint::Cold), now);
+            machine.step(Event::Started, now);
+            machine.step(Event::SnapshotNow(Reason::Group), now);
+            machine.step(event, now);
+            let death = machine.death(exit);
+            machine.step(ended(), now);
+            death
+        };
+        assert_eq!(lives(Event::SnapshotFailed(Harm::Lost)), Death::Lost);
+        assert_eq!(lives(Event::Condemn(Verdict::Restart)), Death::Judged);
+        assert_eq!(lives(Event::Condemn(Verdict::Died(9))), Death::Ended(Ended::Signal(9)));
+        assert_eq!(lives(Event::End), Death::Ended(exit), "the lives before are over");
     }
 
     #[test]

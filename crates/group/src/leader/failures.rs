@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::{Leading, missed, why};
-use crate::documents::{Goal, Number, Plan, StartFrom, Then, View};
+use crate::documents::{Fault, Goal, Number, Plan, StartFrom, Then, View};
 use crate::hands::Loss;
 use crate::options::Options;
 
@@ -36,11 +36,17 @@ impl Leading {
     pub(super) fn gather(&mut self, next: &mut Plan, view: &View, loss: Loss, options: &Options, now: Instant) {
         // One that fails sooner has a bad image or a wrong command, against which more snapshots do not help.
         next.past.failures = next.past.failures.saturating_add(u32::from(next.healthy));
+        let ends_job = is_of_snapshot(&loss, next);
+        next.fatal = next.fatal.saturating_add(u32::from(ends_job));
         let why = match loss {
-            Loss::Member(why) => why,
+            // Only the pause becomes longer: it may be lost each time because of the job, which fills its memory.
+            Loss::Member(why) => {
+                next.lost = if next.healthy { 0 } else { next.lost.saturating_add(1) };
+                why
+            }
             // A rewind that fails costs the job nothing. But if it hung, it hangs again soon, and would go back again without
             // an end.
-            Loss::Job(why, _) if next.aim.is_some() && matches!(next.goal, Goal::Start(_)) => {
+            Loss::Job(why, ..) if next.aim.is_some() && matches!(next.goal, Goal::Start(_)) => {
                 self.count_missed(next, FAILED_EARLY, options, now);
                 missed(next, &why)
             }
@@ -54,8 +60,8 @@ impl Leading {
                 next.last = None;
                 why
             }
-            Loss::Job(why, last) => {
-                count_failure(next, view);
+            Loss::Job(why, last, fault) => {
+                count_failure(next, view, if ends_job { Fault::Snapshot } else { fault });
                 self.count_restart(next, options, now);
                 next.last = last;
                 why
@@ -87,14 +93,39 @@ impl Leading {
     }
 }
 
-/// Counts the points of a failure of the job against its group image, or against the beginning.
-fn count_failure(next: &mut Plan, view: &View) {
+/// Whether a snapshot has ended the job. Its end may be reported after the snapshot was aborted.
+fn is_of_snapshot(loss: &Loss, plan: &Plan) -> bool {
+    let in_snapshot =
+        matches!(plan.goal, Goal::Prepare(_) | Goal::Pull(_) | Goal::Dump(_) | Goal::Resume(_) | Goal::Abort { .. });
+    match loss {
+        Loss::Member(_) | Loss::Job(_, _, Fault::Outside) => false,
+        Loss::Machine(_) | Loss::Job(_, _, Fault::Job) => in_snapshot,
+        Loss::Job(_, _, Fault::Snapshot) => true,
+    }
+}
+
+/// Counts the points of a failure of the job against its group image, or against the beginning. As on one machine, it takes
+/// more early deaths to pass an image over if the cause is outside, or if the job has lived on from this image before.
+fn count_failure(next: &mut Plan, view: &View, fault: Fault) {
     let newer = |from: Number| view.images.iter().any(|(number, it)| *number > from && it.value.epoch == next.epoch);
-    match next.from {
-        StartFrom::Image(number) if !newer(number) => {
-            *next.failures.entry(number).or_default() += if next.healthy { FAILED_LATE } else { FAILED_EARLY };
+    if let StartFrom::Image(number) = next.from
+        && !newer(number)
+    {
+        // A job that has lived on from this image before has another reason to die early. Not so if it cannot be restored.
+        let is_proven = next.proven.contains(&number) && !matches!(next.goal, Goal::Start(_));
+        let points = match fault {
+            Fault::Job if next.healthy || is_proven => FAILED_LATE,
+            Fault::Job => FAILED_EARLY,
+            Fault::Outside if next.healthy => 0,
+            Fault::Outside => FAILED_LATE,
+            Fault::Snapshot => 0,
+        };
+        if points > 0 {
+            *next.failures.entry(number).or_default() += points;
         }
-        _ => {}
+    }
+    if fault == Fault::Snapshot {
+        return;
     }
     next.early_cold = if next.from == StartFrom::Beginning && !next.healthy { next.early_cold + 1 } else { 0 };
 }

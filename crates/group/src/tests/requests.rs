@@ -30,19 +30,11 @@ impl Group {
         client.pending.look(&self.coordinator.view, membership, machine.asked())
     }
 
-    fn killed(&mut self) {
-        self.all(&|_| Local::Ended(Ending::failed("killed", None)));
-    }
-
     fn with_images() -> Group {
         let mut group = Group::with(2, &|rank| durable(rank, &[4, 7]), Epoch(3));
         group.wait(TTL);
         group.starts();
         group
-    }
-
-    fn plan(&self) -> &crate::documents::Plan {
-        &self.coordinator.view.plan.as_ref().unwrap().value
     }
 
     /// Members that were told to start from the beginning, or not.

@@ -1,5 +1,6 @@
 //! Views of a coordinator, one after the other.
 
+use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr};
 
 use rekindle_group::{
@@ -68,7 +69,10 @@ impl Coordinator {
             from: StartFrom::Beginning,
             healthy: true,
             failures: BTreeMap::new(),
+            proven: BTreeSet::new(),
             in_a_row: 0,
+            lost: 0,
+            fatal: 0,
             early_cold: 0,
             last: None,
             past: Past::default(),
