@@ -518,6 +518,9 @@ pub struct Plan {
     /// How many snapshots in a row ended the job.
     #[serde(default)]
     pub fatal: u32,
+    /// What the last failure of the job has counted, while the group gathers.
+    #[serde(default)]
+    pub counted: Option<Counted>,
     /// How many of the latest epochs started from the beginning and failed before they were healthy.
     #[serde(default)]
     pub early_cold: u32,
@@ -542,6 +545,20 @@ pub struct Plan {
     /// Of these requests, those that were refused.
     #[serde(default)]
     pub refused: BTreeMap<Incarnation, Refusal>,
+}
+
+/// What a failure of the job has counted. If a member of its epoch is lost too before the next start, it is taken back: the
+/// connections of the job broke with that member, and the coordinator tells of its end only when its lease expires.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Counted {
+    /// The points against this group image.
+    pub points: Option<(Number, u32)>,
+    /// `in_a_row` of the plan before.
+    pub in_a_row: u32,
+    /// `fatal` of the plan before.
+    pub fatal: u32,
+    /// `early_cold` of the plan before.
+    pub early_cold: u32,
 }
 
 /// If so many snapshots in a row end the job, no more are taken at the interval: the job would never get further.

@@ -105,6 +105,9 @@ impl Leading {
         {
             next.past.ran = next.past.ran.saturating_add(now.saturating_duration_since(since));
         }
+        if !matches!(next.goal, Goal::Gather { .. }) {
+            next.counted = None;
+        }
         if next != *plan {
             next.serial += 1;
             return Some(Write::Plan { plan: Box::new(next), was: Some(old.revision), image });
@@ -391,6 +394,10 @@ impl Leading {
         if !matches!(next.goal, Goal::Gather { .. }) || next.crew != plan.crew {
             return;
         }
+        if plan.counted.is_some() && hands(view, plan).iter().any(|hand| hand.report.is_none()) {
+            self.take_back(next);
+            return;
+        }
         let since = self.since(now);
         if let Some(why) = self.is_given_up(plan, options, now) {
             next.goal = end(view, next, End::Failed { why, last: plan.last });
@@ -619,6 +626,7 @@ fn first_plan(origin: Incarnation) -> Plan {
         in_a_row: 0,
         lost: 0,
         fatal: 0,
+        counted: None,
         early_cold: 0,
         last: None,
         past: Past::default(),

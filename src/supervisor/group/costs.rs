@@ -109,6 +109,7 @@ mod tests {
             in_a_row: 0,
             lost: 0,
             fatal: 0,
+            counted: None,
             early_cold: 0,
             last: None,
             past,

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::{Leading, missed, why};
-use crate::documents::{Fault, Goal, Number, Plan, StartFrom, Then, View};
+use crate::documents::{Counted, Fault, Goal, Number, Plan, StartFrom, Then, View};
 use crate::hands::Loss;
 use crate::options::Options;
 
@@ -41,7 +41,7 @@ impl Leading {
         let why = match loss {
             // Only the pause becomes longer: it may be lost each time because of the job, which fills its memory.
             Loss::Member(why) => {
-                next.lost = if next.healthy { 0 } else { next.lost.saturating_add(1) };
+                count_lost(next);
                 why
             }
             // A rewind that fails costs the job nothing. But if it hung, it hangs again soon, and would go back again without
@@ -61,7 +61,10 @@ impl Leading {
                 why
             }
             Loss::Job(why, last, fault) => {
-                count_failure(next, view, if ends_job { Fault::Snapshot } else { fault });
+                let (in_a_row, early_cold) = (next.in_a_row, next.early_cold);
+                let points = count_failure(next, view, if ends_job { Fault::Snapshot } else { fault });
+                let fatal = next.fatal - u32::from(ends_job);
+                next.counted = Some(Counted { points, in_a_row, fatal, early_cold });
                 self.count_restart(next, options, now);
                 next.last = last;
                 why
@@ -80,6 +83,18 @@ impl Leading {
         self.count_restart(next, options, now);
     }
 
+    /// A member was lost, and the failure of the job was its consequence.
+    pub(super) fn take_back(&mut self, next: &mut Plan) {
+        let Some(Counted { points, in_a_row, fatal, early_cold }) = next.counted.take() else { return };
+        if let Some((number, points)) = points {
+            let left = next.failures.remove(&number).unwrap_or_default().saturating_sub(points);
+            next.failures.extend((left > 0).then_some((number, left)));
+        }
+        (next.in_a_row, next.fatal, next.early_cold) = (in_a_row, fatal, early_cold);
+        self.restarts.pop_back_if(|(epoch, _)| *epoch == next.epoch);
+        count_lost(next);
+    }
+
     fn count_restart(&mut self, next: &mut Plan, options: &Options, now: Instant) {
         let ran = self.run.filter(|(epoch, _)| *epoch == next.epoch).map(|(_, since)| since);
         if ran.is_some_and(|since| now.saturating_duration_since(since) >= options.restart.healthy_uptime) {
@@ -93,6 +108,11 @@ impl Leading {
     }
 }
 
+/// Counts the loss of a member, for the pause.
+fn count_lost(next: &mut Plan) {
+    next.lost = if next.healthy { 0 } else { next.lost.saturating_add(1) };
+}
+
 /// Whether a snapshot has ended the job. Its end may be reported after the snapshot was aborted.
 fn is_of_snapshot(loss: &Loss, plan: &Plan) -> bool {
     let in_snapshot =
@@ -104,30 +124,31 @@ fn is_of_snapshot(loss: &Loss, plan: &Plan) -> bool {
     }
 }
 
-/// Counts the points of a failure of the job against its group image, or against the beginning. As on one machine, it takes
-/// more early deaths to pass an image over if the cause is outside, or if the job has lived on from this image before.
-fn count_failure(next: &mut Plan, view: &View, fault: Fault) {
-    let newer = |from: Number| view.images.iter().any(|(number, it)| *number > from && it.value.epoch == next.epoch);
-    if let StartFrom::Image(number) = next.from
-        && !newer(number)
-    {
-        // A job that has lived on from this image before has another reason to die early. Not so if it cannot be restored.
-        let is_proven = next.proven.contains(&number) && !matches!(next.goal, Goal::Start(_));
-        let points = match fault {
-            Fault::Job if next.healthy || is_proven => FAILED_LATE,
-            Fault::Job => FAILED_EARLY,
-            Fault::Outside if next.healthy => 0,
-            Fault::Outside => FAILED_LATE,
-            Fault::Snapshot => 0,
-        };
-        if points > 0 {
-            *next.failures.entry(number).or_default() += points;
-        }
-    }
+/// Counts the points of a failure of the job against its group image, or against the beginning. Returns the points. As on
+/// one machine, it takes more early deaths to pass an image over if the cause is outside, or if the job has lived on from this
+/// image before.
+fn count_failure(next: &mut Plan, view: &View, fault: Fault) -> Option<(Number, u32)> {
     if fault == Fault::Snapshot {
-        return;
+        return None;
     }
     next.early_cold = if next.from == StartFrom::Beginning && !next.healthy { next.early_cold + 1 } else { 0 };
+    let newer = |from: Number| view.images.iter().any(|(number, it)| *number > from && it.value.epoch == next.epoch);
+    let StartFrom::Image(number) = next.from else { return None };
+    // A job that has lived on from this image before has another reason to die early. Not so if it cannot be restored.
+    let is_proven = next.proven.contains(&number) && !matches!(next.goal, Goal::Start(_));
+    let points = match fault {
+        _ if newer(number) => 0,
+        Fault::Job if next.healthy || is_proven => FAILED_LATE,
+        Fault::Job => FAILED_EARLY,
+        Fault::Outside if next.healthy => 0,
+        Fault::Outside => FAILED_LATE,
+        Fault::Snapshot => 0,
+    };
+    if points == 0 {
+        return None;
+    }
+    *next.failures.entry(number).or_default() += points;
+    Some((number, points))
 }
 
 /// The pause before the next restart: none before the first.

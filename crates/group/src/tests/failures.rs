@@ -145,3 +145,61 @@ fn losses_of_machines_have_longer_pauses_and_no_limit() {
     group.killed();
     assert_eq!(group.goal(), Goal::Start(StartFrom::Image(Number(7))));
 }
+
+/// All restarts of the test count against `restart.max-restarts`.
+fn restored_in_a_long_window() -> Group {
+    let mut group = Group::unjoined(2, &|rank| durable(rank, &[4, 7]), Epoch(3));
+    let machine = |rank| {
+        let mut options = options(Rank(rank), 2);
+        options.restart.window = Duration::from_secs(3600);
+        Machine::new(options, Epoch(3))
+    };
+    group.machines = (0..2).map(machine).collect();
+    (0..2).for_each(|at| group.join(at));
+    group.wait(TTL);
+    group
+}
+
+#[test]
+fn a_job_that_fails_because_a_machine_is_lost_does_not_count() {
+    let uptime = options(Rank(0), 2).restart.min_uptime;
+    for is_in_snapshot in [false, true] {
+        let mut group = restored_in_a_long_window();
+        // More often than the restarts in a row that are allowed.
+        for times in 1..=10 {
+            group.starts();
+            if is_in_snapshot {
+                group.tell(1, Event::Asked(Ask::Snapshot));
+                group.settle();
+                assert!(matches!(group.goal(), Goal::Prepare(_)));
+            }
+            // The supervisor of rank 1 is killed, with its job. The job of rank 0 sees the end of its connection.
+            group.tell(0, Event::Local(Local::Ended(Ending::failed("the connection was closed", None))));
+            group.settle();
+            assert!(matches!(group.goal(), Goal::Gather { .. }));
+            group.comes_back(1);
+            group.killed();
+            group.wait(Duration::from_secs(8));
+            assert_eq!(group.goal(), Goal::Start(StartFrom::Image(Number(7))), "try {times}");
+            let plan = group.plan();
+            assert_eq!((plan.failures.len(), plan.in_a_row, plan.fatal, plan.lost), (0, 0, 0, times));
+            assert_eq!(plan.counted, None);
+        }
+        // Nobody is lost any more: it fails by itself.
+        group.starts();
+        group.wait(uptime);
+        group.loses(Fault::Job);
+        assert_eq!(group.plan().failures, BTreeMap::from([(Number(7), 1)]));
+    }
+    // Nor from the beginning.
+    let mut group = Group::new(2);
+    for _ in 0..10 {
+        group.starts();
+        group.tell(0, Event::Local(Local::Ended(Ending::failed("the connection was closed", None))));
+        group.settle();
+        group.comes_back(1);
+        group.killed();
+        group.wait(Duration::from_secs(8));
+        assert_eq!(group.goal(), Goal::Start(StartFrom::Beginning));
+    }
+}

@@ -73,6 +73,7 @@ impl Coordinator {
             in_a_row: 0,
             lost: 0,
             fatal: 0,
+            counted: None,
             early_cold: 0,
             last: None,
             past: Past::default(),
