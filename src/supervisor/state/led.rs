@@ -93,6 +93,8 @@ fn called_off((state, actions): (State, Vec<Action>)) -> (State, Vec<Action>) {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
     use crate::policy::{Death, Images, StartPoint};
     use crate::supervisor::state::Wish;
@@ -177,6 +179,16 @@ mod tests {
         assert_eq!(machine.step(Event::SnapshotFailed(Harm::None), now), []);
         assert_eq!(machine.step(ended(), now), []);
         assert_eq!(*machine.state(), State::Idle);
+    }
+
+    #[test]
+    fn the_group_learns_that_the_final_snapshot_is_near() {
+        let (config, now) = (Config::default(), Instant::now());
+        let mut machine = running(&config);
+        assert!(!machine.is_quiet(now));
+        let near = now + Duration::from_secs(60);
+        machine.no_interval_from(Some(near));
+        assert!(!machine.is_quiet(now) && machine.is_quiet(near));
     }
 
     #[test]

@@ -279,3 +279,14 @@ fn what_the_group_waits_for_is_named() {
     it.seen.away(Some("no route".into()));
     assert_eq!(it.waits_for().as_deref(), Some("the coordinator, which does not answer: no route"));
 }
+
+#[test]
+fn snapshots_that_end_the_job_are_seen() {
+    let mut it = Coordinator::running();
+    let mut after = |fatal| {
+        Arc::make_mut(it.view.plan.as_mut().unwrap()).value.fatal = fatal;
+        let _ = it.show();
+        it.seen.snapshots_end_the_job()
+    };
+    assert_eq!([0, 2, 3, 4, 0].map(&mut after), [false, false, true, true, false]);
+}
