@@ -91,7 +91,7 @@ impl Leading {
             next.failures.extend((left > 0).then_some((number, left)));
         }
         (next.in_a_row, next.fatal, next.early_cold) = (in_a_row, fatal, early_cold);
-        self.restarts.pop_back_if(|(epoch, _)| *epoch == next.epoch);
+        self.restarts.retain(|(epoch, _)| *epoch != next.epoch);
         count_lost(next);
     }
 

@@ -72,7 +72,8 @@ fn ordered(group: &mut Group) -> Option<Number> {
 #[test]
 fn no_more_snapshots_are_taken_at_the_interval_if_each_ends_the_job() {
     // What the group sees of it: the job cannot continue, dies, or does not run again in time.
-    let lost: [&dyn Fn(&mut Group, Number); 4] = [
+    type Loses = dyn Fn(&mut Group, Number);
+    let lost: [&Loses; 4] = [
         &|group, number| {
             group.tell(0, Event::Local(Local::Refused(number, "it cannot continue".into())));
             group.settle();
