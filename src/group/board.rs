@@ -222,8 +222,7 @@ mod tests {
             told.when = told.when.checked_sub(AGAIN).unwrap();
         };
         let (is_restored, is_not) = (is_restored(7), Report { restored: false, ..is_restored(7) });
-        let ways: [(&dyn Fn(&Board) -> bool, Report); 2] = [(&restored, is_restored), (&exchange, is_not)];
-        for (tells, told) in ways {
+        let look = |tells: &dyn Fn(&Board) -> bool, told: Report| {
             let board = Board::default();
             assert!(tells(&board) && !tells(&board));
             board.unsay();
@@ -233,7 +232,9 @@ mod tests {
             long_ago(&board);
             board.show(&BTreeMap::from([(Rank(0), told)]));
             assert!(!tells(&board), "it was not");
-        }
+        };
+        look(&restored, is_restored);
+        look(&exchange, is_not);
     }
 
     #[test]
