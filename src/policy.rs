@@ -429,6 +429,12 @@ fn evidence(death: Death, uptime: Duration) -> Option<Evidence> {
     }
 }
 
+/// Whether a death says nothing about the image that the job was restored from.
+#[must_use]
+pub(crate) fn is_from_outside(death: Death) -> bool {
+    evidence(death, Duration::ZERO).is_none()
+}
+
 /// Why a job that ended so is not started again, if the configuration says that.
 #[must_use]
 pub(crate) fn never_again(ended: Ended, policy: &Restart) -> Option<String> {

@@ -34,23 +34,44 @@ pub(super) struct Report {
 #[derive(Debug, Clone, Default)]
 pub struct Board(Arc<Mutex<Inner>>);
 
+/// What this machine has told.
+#[derive(Debug)]
+struct Told {
+    what: Report,
+    /// The same, unless that is too large.
+    written: Report,
+    when: Instant,
+}
+
 #[derive(Debug, Default)]
 struct Inner {
     of: BTreeMap<Rank, Report>,
-    /// The latest of this machine, and when it was told.
-    ours: Option<(Report, Instant)>,
+    /// The latest of this machine.
+    ours: Option<Told>,
     /// To be written. The session has been woken for it.
     unwritten: Option<Vec<u8>>,
 }
 
 impl Inner {
-    /// `report` is what is compared with what is told next; `bytes` are written.
-    fn tell(&mut self, report: Report, bytes: Vec<u8>, wake: impl FnOnce()) {
-        self.ours = Some((report, Instant::now()));
+    /// `what` is what is compared with what is told next.
+    fn tell(&mut self, what: Report, wake: impl FnOnce()) {
+        let mut written = what.clone();
+        let mut bytes = serde_json::to_vec(&written).unwrap_or_default();
+        if bytes.len() > LARGEST {
+            written.operations = Operations::uncounted();
+            bytes = serde_json::to_vec(&written).unwrap_or_default();
+        }
+        self.ours = Some(Told { what, written, when: Instant::now() });
         // If there was something unwritten, the session is awake.
         if self.unwritten.replace(bytes).is_none() {
             wake();
         }
+    }
+
+    /// Whether this machine has told this, and need not tell it again.
+    fn is_told(&self, rank: Rank, is_this: impl Fn(&Report) -> bool) -> bool {
+        let arrived = |told: &Told| told.when.elapsed() < AGAIN || self.of.get(&rank) == Some(&told.written);
+        self.ours.as_ref().is_some_and(|told| is_this(&told.what) && arrived(told))
     }
 
     /// What the others have told in this group snapshot.
@@ -95,19 +116,9 @@ impl Board {
         wake: impl FnOnce(),
     ) -> Option<Vec<Operations>> {
         let mut inner = self.inner();
-        let is_told = inner
-            .ours
-            .as_ref()
-            .is_some_and(|(told, _)| told.number == number && !told.restored && told.operations == *operations);
-        if !is_told {
-            let ours = Report { number, operations: operations.clone(), restored: false };
-            let mut told = ours.clone();
-            let mut bytes = serde_json::to_vec(&told).unwrap_or_default();
-            if bytes.len() > LARGEST {
-                told.operations = Operations::uncounted();
-                bytes = serde_json::to_vec(&told).unwrap_or_default();
-            }
-            inner.tell(ours, bytes, wake);
+        let is_this = |told: &Report| told.number == number && !told.restored && told.operations == *operations;
+        if !inner.is_told(rank, is_this) {
+            inner.tell(Report { number, operations: operations.clone(), restored: false }, wake);
         }
         let others: Vec<Operations> = inner.others(number, rank).map(|told| told.operations.clone()).collect();
         are_all(others.len(), size).then_some(others)
@@ -118,12 +129,8 @@ impl Board {
     pub(super) fn restored(&self, (number, rank, size): (Number, Rank, u32), wake: impl FnOnce()) -> bool {
         let mut inner = self.inner();
         let ours = Report { number, operations: Operations::default(), restored: true };
-        let is_told = inner.ours.as_ref().is_some_and(|(told, when)| {
-            *told == ours && (when.elapsed() < AGAIN || inner.of.get(&rank) == Some(&ours))
-        });
-        if !is_told {
-            let bytes = serde_json::to_vec(&ours).unwrap_or_default();
-            inner.tell(ours, bytes, wake);
+        if !inner.is_told(rank, |told| *told == ours) {
+            inner.tell(ours, wake);
         }
         are_all(inner.others(number, rank).filter(|told| told.restored).count(), size)
     }
@@ -197,26 +204,37 @@ mod tests {
 
     #[test]
     fn what_did_not_arrive_is_told_again() {
-        let board = Board::default();
-        let restored = || {
+        let at = (Number(7), Rank(0), 2);
+        let restored = |board: &Board| {
             let mut is_woken = false;
-            board.restored((Number(7), Rank(0), 2), || is_woken = true);
+            board.restored(at, || is_woken = true);
             is_woken
         };
-        assert!(restored() && !restored());
-        board.unsay();
-        assert!(restored(), "there was no membership to write it with");
+        let exchange = |board: &Board| {
+            let mut is_woken = false;
+            board.exchange(at, &operations(false), || is_woken = true);
+            is_woken
+        };
         let long_ago = |board: &Board| {
             board.take();
             let mut inner = board.inner();
-            let (_, when) = inner.ours.as_mut().unwrap();
-            *when = when.checked_sub(AGAIN).unwrap();
+            let told = inner.ours.as_mut().unwrap();
+            told.when = told.when.checked_sub(AGAIN).unwrap();
         };
-        long_ago(&board);
-        assert!(restored(), "the write was lost");
-        long_ago(&board);
-        board.show(&BTreeMap::from([(Rank(0), is_restored(7))]));
-        assert!(!restored(), "it was not");
+        let (is_restored, is_not) = (is_restored(7), Report { restored: false, ..is_restored(7) });
+        let look = |tells: &dyn Fn(&Board) -> bool, told: Report| {
+            let board = Board::default();
+            assert!(tells(&board) && !tells(&board));
+            board.unsay();
+            assert!(tells(&board), "there was no membership to write it with");
+            long_ago(&board);
+            assert!(tells(&board), "the write was lost");
+            long_ago(&board);
+            board.show(&BTreeMap::from([(Rank(0), told)]));
+            assert!(!tells(&board), "it was not");
+        };
+        look(&restored, is_restored);
+        look(&exchange, is_not);
     }
 
     #[test]

@@ -371,7 +371,6 @@ impl Owner<'_> {
     /// Plans the final snapshot, and starts it in time.
     pub(super) fn check_deadline(&mut self) {
         let own = self.deadline.forecast();
-        self.report_costs(own);
         // In a group, the slowest machine counts.
         let (forecast, grace) = (self.last_of_all(own), self.setup.config.snapshot.grace);
         let published = &mut self.reporting.published;
@@ -387,6 +386,7 @@ impl Owner<'_> {
         let facts = Facts { forecast, storing, others, grace, held: self.machine.held() };
         let planned = self.deadline.plan(&facts, Instant::now(), Utc::now());
         self.machine.no_interval_from(planned.no_interval_from);
+        self.report_costs(own);
         if planned.asks {
             self.ask_for_the_end();
         }

@@ -67,10 +67,10 @@ impl Owner<'_> {
         if !matches!(self.machine.state(), State::Snapshotting { .. }) {
             drop(self.life.take_job());
         }
-        let verdict = self.machine.verdict().cloned();
+        let (verdict, death) = (self.machine.verdict().cloned(), self.machine.death(ended));
         let actions = self.machine.step(Event::Ended { ended, images }, at);
         self.carry_out(actions);
-        self.group_ended(ended, verdict);
+        self.group_ended(ended, verdict, death);
         self.remember();
     }
 

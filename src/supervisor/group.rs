@@ -13,6 +13,7 @@
 //! only when the group orders it.
 
 mod costs;
+mod ends;
 mod fit;
 mod memory;
 mod orders;
@@ -26,31 +27,29 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use signal_hook::consts::SIGTERM;
-
 use self::costs::Pace;
+use self::ends::finish;
 use self::memory::{Memory, remember};
 use self::replica::{Fetched, Listed, Remote};
 use self::requests::Requests;
 use self::seen::Seen;
+use super::images::NO_MORE;
 use super::signals::STOPS;
-use super::state::{Event, Finish, Obstacle, Standing, State, Stop, Verdict};
+use super::state::{Event, Finish, Obstacle, Standing, State};
 use super::{Error, Message, Owner, Setup};
 use crate::config::Interval;
 use crate::group::{
     Coordinator, CoordinatorEvent, Exchange, Identity, Layout, Loss, Membership, Node, Orders, OwnEtcd, Session, Turn,
     of_member,
 };
-use crate::policy;
 use crate::published::Forecast;
 use crate::telemetry::events::What;
 use rekindle_base::interval::Choice;
 use rekindle_engine::launch::group::Plan;
 use rekindle_group::{
-    Action, Blame, Costs, End, Ending, Epoch, Goal, Incarnation, Last, LastSnapshot, Local, Machine, Number, Rank,
+    Action, Blame, Costs, End, Ending, Epoch, Goal, Incarnation, LastSnapshot, Local, Machine, Number, Rank,
 };
 use rekindle_os::fence::Fence;
-use rekindle_os::spawn::Ended;
 use rekindle_store::ImageId;
 
 /// How long leaving the group may take; then the others wait for the lease to expire.
@@ -153,6 +152,7 @@ impl Member {
             remote: Remote::default(),
             requests: Requests {
                 stop: None,
+                by: None,
                 at_once: None,
                 pending: Vec::new(),
                 is_start_requested: false,
@@ -243,7 +243,14 @@ impl Owner<'_> {
         let Some(member) = &mut self.group else { return };
         let event = match told {
             CoordinatorEvent::Group { view, nodes } => {
+                let was_deadly = member.seen.snapshots_end_the_job();
                 let news = member.seen.changed(&view, &nodes);
+                if !was_deadly
+                    && member.seen.snapshots_end_the_job()
+                    && self.setup.config.snapshot.interval != Interval::Off
+                {
+                    tracing::error!("a group snapshot has ended the job; {NO_MORE}");
+                }
                 member.nodes = nodes;
                 member.warn_if_taken(&view);
                 self.group_is_seen(news);
@@ -445,8 +452,11 @@ impl Owner<'_> {
     /// Reports what snapshots cost here, if that has changed.
     pub(super) fn report_costs(&mut self, last: Option<Forecast>) {
         let (freeze, store) = self.machine.measured();
+        let lease = self.setup.group.as_ref().map(|group| group.options.lease).unwrap_or_default();
+        // It is not asked again before.
+        let quiet = self.machine.is_quiet(Instant::now() + lease / LOOKS);
         let last = last.map(|Forecast { snapshot, store, replica }| LastSnapshot { snapshot, store, replica });
-        let costs = Costs { freeze, store, last };
+        let costs = Costs { freeze, store, last, quiet };
         // A report in the middle of a snapshot would delay it.
         let Some(member) = self.group.as_mut().filter(|member| !member.is_in_snapshot()) else { return };
         if member.pace.1 != costs {
@@ -482,35 +492,6 @@ impl Owner<'_> {
         self.report_to_group(Local::Ended(Ending::NotStarted { why, blame }));
     }
 
-    /// The job has ended, and this was decided about it. It is reported once nothing of it is left, so not in the middle
-    /// of a snapshot.
-    pub(super) fn group_ended(&mut self, ended: Ended, verdict: Option<Verdict>) {
-        if !matches!(self.machine.state(), State::Idle | State::Suspended { .. }) {
-            return;
-        }
-        let last = Some(match (ended, &verdict) {
-            (_, Some(Verdict::Died(signal))) => Last::Signal(*signal),
-            (Ended::Exit(code), _) => Last::Exit(code),
-            (Ended::Signal(signal), _) => Last::Signal(signal),
-        });
-        let never = policy::never_again(ended, &self.setup.config.restart).filter(|_| verdict.is_none());
-        let ending = match (ended, verdict, never) {
-            (Ended::Exit(0), None, _) => Ending::Completed,
-            (_, Some(Verdict::GiveUp { why }), _) | (_, None, Some(why)) => Ending::GivenUp { why, last },
-            (ended, None, None) => Ending::Failed { why: format!("the job ended: {ended}"), last },
-            (_, Some(verdict), _) => {
-                // The request comes first: the group must not restart the job otherwise.
-                match &verdict {
-                    Verdict::Stop => self.step(Event::Stop(Stop::Requeue)),
-                    Verdict::Rewind(image) => self.step(Event::Rewind { image: *image }),
-                    _ => {}
-                }
-                Ending::Failed { why: verdict.in_words(), last }
-            }
-        };
-        self.report_to_group(Local::Ended(ending));
-    }
-
     /// A snapshot was taken.
     pub(super) fn group_snapped(&mut self, image: ImageId) {
         let Some(member) = &mut self.group else { return };
@@ -544,7 +525,7 @@ impl Owner<'_> {
     }
 
     /// Reports parts that exist no more: the slot of one that could not be stored is used again.
-    fn look_for_lost_parts(&mut self) {
+    pub(super) fn look_for_lost_parts(&mut self) {
         let Ok(copies) = self.setup.folder.copies() else { return };
         let Some(member) = &mut self.group else { return };
         let exists = |id: &ImageId| copies.iter().any(|image| image.id == *id);
@@ -578,29 +559,5 @@ impl Owner<'_> {
             let is_stop = |message| matches!(message, Message::Signal(signal) if STOPS.contains(&signal));
             own.see_off(&group.identity.group, group.options.limits.store, || messages.try_iter().any(is_stop));
         }
-    }
-}
-
-/// The end of this run; `stop` was requested here.
-fn finish(end: End, stop: Option<Stop>) -> Finish {
-    match end {
-        End::Completed => Finish::Completed,
-        End::Stopped { requeue: true } => Finish::Stopped(Stop::Requeue),
-        End::Stopped { requeue: false } => {
-            Finish::Stopped(stop.filter(|stop| *stop != Stop::Requeue).unwrap_or(Stop::Signal(SIGTERM)))
-        }
-        End::Missing { why } => {
-            tracing::error!("the group's run ends, to be queued again: {why}");
-            Finish::Stopped(Stop::Requeue)
-        }
-        End::Failed { why, last } => {
-            let last = last.map(|last| match last {
-                Last::Exit(code) => Ended::Exit(code),
-                Last::Signal(signal) => Ended::Signal(signal),
-            });
-            Finish::Failed { why, last }
-        }
-        End::Refused { why } => Finish::Impossible { why, obstacle: Obstacle::Configuration },
-        End::Misfit { why } => Finish::Impossible { why, obstacle: Obstacle::Machine },
     }
 }

@@ -34,7 +34,7 @@ use rekindle_store::{Form, Image, ImageId, Place, Seen};
 pub(super) const LOOK: Duration = Duration::from_secs(2);
 
 /// What follows if snapshots end the job again and again.
-const NO_MORE: &str = "the snapshots before this one ended the job, too. So that it gets further, no more are taken at the \
+pub(super) const NO_MORE: &str = "the snapshots before this one ended the job, too. So that it gets further, no more are taken at the \
     interval, and the job runs on without new images. Find out why it cannot be resumed: it may use CUDA IPC without the \
     interposer (snapshot.interposer), or another program may take the GPU memory that it gives up for a moment. Then try with \
     `rekindle snapshot`: once one succeeds, the interval goes on";

@@ -159,7 +159,11 @@ impl Owner<'_> {
             StartFailure::World(error) => impossible(chain(&error)),
             StartFailure::Launch(error) => impossible(chain(&error)),
             StartFailure::Panicked(panicked) => impossible(panicked.to_string()),
-            StartFailure::Store(error) => self.not_found(&error),
+            StartFailure::Store(error) => {
+                // Before the group is told that the start failed: it must not choose an image that is gone.
+                self.look_for_lost_parts();
+                self.not_found(&error)
+            }
             StartFailure::NotTried(None) => Event::StartFailed { why: "cancelled".into() },
             StartFailure::NotTried(Some(refused)) => {
                 tracing::error!("not restored now: {refused}");
@@ -299,6 +303,8 @@ fn not_started(event: &Event) -> String {
 fn blame(event: &Event, is_here: bool) -> Blame {
     match event {
         _ if is_here => Blame::Machine,
+        // Slow or unreadable storage: another image would be as slow. Or the image is gone, which is told with the parts.
+        Event::ImageFailed { failure: Failure::NotNow(_), .. } => Blame::Machine,
         Event::ImageFailed { .. } => Blame::Image,
         Event::Impossible { obstacle: Obstacle::Machine, .. } => Blame::Misfit,
         Event::Impossible { obstacle: Obstacle::Configuration, .. } => Blame::Configuration,
@@ -471,7 +477,9 @@ mod tests {
             (configuration, false, Blame::Configuration),
             (failed(Failure::Damaged), false, Blame::Image),
             (failed(Failure::Unexplained("CRIU failed".into())), false, Blame::Image),
-            (Event::gone(image, Images::default()), false, Blame::Image),
+            (failed(Failure::NotNow("CRIU did not finish".into())), false, Blame::Machine),
+            (failed(Failure::FilesGone("a file is missing".into())), false, Blame::Image),
+            (Event::gone(image, Images::default()), false, Blame::Machine),
         ] {
             assert_eq!(blame(&event, is_here), expected, "{event:?}");
         }

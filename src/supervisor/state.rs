@@ -41,8 +41,9 @@ use transitions::{suspended, waiting};
 
 use super::pace::Pace;
 use crate::config::{Config, Interval};
-use crate::policy::{History, StartPoint};
+use crate::policy::{Death, History, StartPoint};
 use rekindle_base::interval::{Choice, Failures};
+use rekindle_os::spawn::Ended;
 use rekindle_store::manifest::Reason;
 
 /// A snapshot that waits until the previous one is over, its image is stored, and the memory of the job is restored.
@@ -213,6 +214,19 @@ impl<'a> Machine<'a> {
         self.verdict.as_ref()
     }
 
+    /// How the present life ends if its processes end so.
+    #[must_use]
+    pub(crate) fn death(&self, ended: Ended) -> Death {
+        let ended = match (&self.state, &self.verdict) {
+            (State::Ending { stop: Ending::Lost, .. }, _) => return Death::Lost,
+            // As if the whole job had died of it.
+            (_, Some(Verdict::Died(signal))) => Ended::Signal(*signal),
+            (_, Some(_)) => return Death::Judged,
+            (_, None) => ended,
+        };
+        if self.excused { Death::Excused(ended) } else { Death::Ended(ended) }
+    }
+
     /// The state of the job.
     #[must_use]
     pub(crate) fn state(&self) -> &State {
@@ -222,6 +236,12 @@ impl<'a> Machine<'a> {
     /// From this time on the interval starts no snapshot: the final one is near, and would have to wait for it.
     pub(crate) fn no_interval_from(&mut self, time: Option<Instant>) {
         self.quiet = time;
+    }
+
+    /// Whether the interval starts no snapshot now, for that reason.
+    #[must_use]
+    pub(crate) fn is_quiet(&self, now: Instant) -> bool {
+        self.quiet.is_some_and(|from| from <= now)
     }
 
     /// How long the final snapshot is expected to take, if known: a hold must leave that much of a stop's time.

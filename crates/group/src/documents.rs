@@ -1,6 +1,6 @@
 //! The documents in the coordinator: small, and JSON, so that people can read them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -142,6 +142,9 @@ pub enum Ending {
         /// Its exit code or signal.
         #[serde(default)]
         last: Option<Last>,
+        /// What its end counts against.
+        #[serde(default)]
+        fault: Fault,
     },
     /// It failed, and the member's configuration says that it is not to be started again.
     GivenUp {
@@ -159,6 +162,27 @@ pub enum Ending {
         #[serde(default)]
         blame: Blame,
     },
+}
+
+impl Ending {
+    /// It failed by itself.
+    #[must_use]
+    pub fn failed(why: impl Into<String>, last: Option<Last>) -> Ending {
+        Ending::Failed { why: why.into(), last, fault: Fault::Job }
+    }
+}
+
+/// What is at fault when a job fails.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Fault {
+    /// The job, or the group image that it was restored from.
+    #[default]
+    Job,
+    /// Something outside: lack of memory, a GPU that failed, somebody who killed it.
+    Outside,
+    /// A snapshot, after which it could not continue.
+    Snapshot,
 }
 
 /// What prevented the start of a job.
@@ -260,6 +284,9 @@ pub struct Costs {
     /// How long the final snapshot of a run would take.
     #[serde(default)]
     pub last: Option<LastSnapshot>,
+    /// The final snapshot is near, and would have to wait for another one: none is taken at the interval.
+    #[serde(default)]
+    pub quiet: bool,
 }
 
 /// The expected time for the final snapshot of a run on a machine.
@@ -476,12 +503,24 @@ pub struct Plan {
     pub from: StartFrom,
     /// Whether the epoch has run for long enough to count as healthy.
     pub healthy: bool,
-    /// Points against group images: see `leader::FAILED_EARLY`.
+    /// Points against group images: see `leader::failures`.
     #[serde(default)]
     pub failures: BTreeMap<Number, u32>,
+    /// The group images from which an epoch was healthy.
+    #[serde(default)]
+    pub proven: BTreeSet<Number>,
     /// How often in a row epochs failed before they were healthy, or the job could not be started.
     #[serde(default)]
     pub in_a_row: u32,
+    /// How often in a row a machine, a supervisor or its connection was lost before the epoch was healthy.
+    #[serde(default)]
+    pub lost: u32,
+    /// How many snapshots in a row ended the job.
+    #[serde(default)]
+    pub fatal: u32,
+    /// What the last failure of the job has counted, while the group gathers.
+    #[serde(default)]
+    pub counted: Option<Counted>,
     /// How many of the latest epochs started from the beginning and failed before they were healthy.
     #[serde(default)]
     pub early_cold: u32,
@@ -506,6 +545,31 @@ pub struct Plan {
     /// Of these requests, those that were refused.
     #[serde(default)]
     pub refused: BTreeMap<Incarnation, Refusal>,
+}
+
+/// What a failure of the job has counted. If a member of its epoch is lost too before the next start, it is taken back: the
+/// connections of the job broke with that member, and the coordinator tells of its end only when its lease expires.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Counted {
+    /// The points against this group image.
+    pub points: Option<(Number, u32)>,
+    /// `in_a_row` of the plan before.
+    pub in_a_row: u32,
+    /// `fatal` of the plan before.
+    pub fatal: u32,
+    /// `early_cold` of the plan before.
+    pub early_cold: u32,
+}
+
+/// If so many snapshots in a row end the job, no more are taken at the interval: the job would never get further.
+const FATAL: u32 = 3;
+
+impl Plan {
+    /// Whether snapshots end the job, so that none is taken at the interval. The next one that succeeds changes it.
+    #[must_use]
+    pub fn snapshots_end_the_job(&self) -> bool {
+        self.fatal >= FATAL
+    }
 }
 
 /// Why a request was refused.

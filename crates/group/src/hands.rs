@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::documents::{
-    Blame, End, Ending, Goal, Incarnation, Last, Number, Part, Plan, Rank, Report, State, Then, View,
+    Blame, End, Ending, Fault, Goal, Incarnation, Last, Number, Part, Plan, Rank, Report, State, Then, View,
 };
 use crate::options::Options;
 
@@ -23,7 +23,7 @@ pub(crate) enum Loss {
     /// A machine cannot run the job now. Neither the job nor a group image is to blame.
     Machine(String),
     /// The job, or the group image that it started from.
-    Job(String, Option<Last>),
+    Job(String, Option<Last>, Fault),
 }
 
 /// The members of the epoch of this plan.
@@ -44,9 +44,11 @@ pub(crate) fn loss(hands: &[Hand<'_>], plan: &Plan) -> Option<Loss> {
             return None;
         }
         match &report.state {
-            State::Over(Ending::Failed { why, last }) => Some(Loss::Job(format!("{rank}: {why}"), *last)),
+            State::Over(Ending::Failed { why, last, fault }) => {
+                Some(Loss::Job(format!("{rank}: {why}"), *last, *fault))
+            }
             State::Over(Ending::NotStarted { why, blame: Blame::Image }) => {
-                Some(Loss::Job(format!("{rank}: {why}"), None))
+                Some(Loss::Job(format!("{rank}: {why}"), None, Fault::Job))
             }
             State::Over(Ending::NotStarted { why, .. }) => Some(Loss::Machine(format!("{rank}: {why}"))),
             // It could not renew its lease in time.

@@ -154,6 +154,12 @@ pub fn usable(view: &View) -> Vec<Number> {
     all.filter(|(_, image)| is_there(view, &image.value)).map(|(number, _)| *number).collect()
 }
 
+/// Whether a part of this group image is lost, and a newer one is whole: a restart uses it in no case.
+pub(crate) fn is_lost(view: &View, number: Number, lacks: impl FnOnce() -> bool) -> bool {
+    let newest = usable(view).first().copied();
+    newest.is_some_and(|newest| number < newest) && lacks()
+}
+
 /// Those of [`usable`] that a restart would not pass over for their failures.
 #[must_use]
 pub fn trusted(view: &View) -> Vec<Number> {
@@ -275,8 +281,8 @@ pub(crate) fn rebuilt(view: &View, plan: &Plan, options: &Options) -> Option<Wri
 
 /// A group image that is not kept: its record is removed first, then each member removes its part.
 ///
-/// The group keeps the newest `keep` committed images that no rewind has abandoned, all images that are newer, the
-/// image that the job was started from, the one that it would continue from, the one that is being sent to the
+/// The group keeps the newest `keep` committed images that no rewind has abandoned, all images that are newer and not lost,
+/// the image that the job was started from, the one that it would continue from, the one that is being sent to the
 /// replica, and the newest one that is whole there.
 ///
 /// While a machine is missing, nothing is removed: what it has may decide what the job continues from.
@@ -288,7 +294,7 @@ pub(crate) fn unneeded(view: &View, present: &Versioned<Plan>, options: &Options
     let on_the_line = |number: &Number| is_on_the_line(view, plan, *number);
     let committed = view.images.iter().rev().filter(|(_, image)| image.value.committed).map(|(number, _)| *number);
     let committed: Vec<Number> = committed.filter(on_the_line).collect();
-    let newest = committed.first().copied()?;
+    let newest = committed.first().copied();
     let mut kept: BTreeSet<Number> = committed.into_iter().take(options.keep.max(1)).collect();
     if let StartFrom::Image(number) = plan.from {
         kept.insert(number);
@@ -301,7 +307,12 @@ pub(crate) fn unneeded(view: &View, present: &Versioned<Plan>, options: &Options
     kept.extend(wanted.map(|(number, _)| *number));
     // A machine that is replaced has only this one, and the others must still have their parts.
     kept.extend(whole_in_replica(view).filter(|_| options.replicates));
-    let mut others = view.images.iter().filter(|(number, _)| !kept.contains(number) && **number < newest);
-    let (number, image) = others.next()?;
+    // If a machine cannot store its parts, none is committed any more.
+    let is_lost = |number: Number, image: &GroupImage| {
+        !image.committed && is_lost(view, number, || lacking(view, image).next().is_some())
+    };
+    let is_old = |number: Number| newest.is_some_and(|newest| number < newest);
+    let mut others = view.images.iter().filter(|(number, _)| !kept.contains(number));
+    let (number, image) = others.find(|(number, image)| is_old(**number) || is_lost(**number, &image.value))?;
     Some(Write::Remove { number: *number, was: image.revision, plan: Box::new(present.clone()) })
 }

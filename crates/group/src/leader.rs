@@ -3,7 +3,9 @@
 //! Nothing but the plan is remembered, so that another member can take the lead at any time. Only times are not in it:
 //! a new leader counts them from the beginning, because clocks of machines cannot be compared.
 
-use std::collections::{BTreeMap, VecDeque};
+mod failures;
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -20,10 +22,7 @@ use crate::images;
 use crate::options::{ColdStart, Options};
 use crate::reasons;
 use crate::requests::{admits, completed, without};
-
-/// Points against a group image if an epoch that started from it fails, early or later, before a newer one was taken.
-const FAILED_EARLY: u32 = 2;
-const FAILED_LATE: u32 = 1;
+use failures::pause;
 
 /// The longest time for a stop.
 const LONGEST_STOP: Duration = Duration::from_secs(365 * 24 * 60 * 60);
@@ -38,8 +37,10 @@ pub(crate) struct Leading {
     goal: Option<(Incarnation, Epoch, Goal, Instant)>,
     /// The epoch, and when all of its jobs began to run.
     run: Option<(Epoch, Instant)>,
-    /// The end of the last snapshot of this epoch, if it was aborted.
+    /// The end of the last snapshot of this epoch, if it was aborted, or the beginning of its end.
     aborted: Option<Instant>,
+    /// How many snapshots of this epoch were aborted in a row.
+    aborts: u32,
     /// The end of the last snapshot, or the beginning of the epoch.
     last: Option<Instant>,
     /// When the job was restarted after failures, and the epoch that had failed.
@@ -104,6 +105,9 @@ impl Leading {
         {
             next.past.ran = next.past.ran.saturating_add(now.saturating_duration_since(since));
         }
+        if !matches!(next.goal, Goal::Gather { .. }) {
+            next.counted = None;
+        }
         if next != *plan {
             next.serial += 1;
             return Some(Write::Plan { plan: Box::new(next), was: Some(old.revision), image });
@@ -116,21 +120,26 @@ impl Leading {
             (*origin, *epoch, goal) == (plan.origin, plan.epoch, &plan.goal)
         };
         if !self.goal.as_ref().is_some_and(is_same) {
+            let was_aborted = self.goal.as_ref().is_some_and(|(.., goal, _)| matches!(goal, Goal::Abort { .. }));
             self.goal = Some((plan.origin, plan.epoch, plan.goal.clone(), now));
             self.behind.clear();
             match plan.goal {
                 Goal::Abort { .. } => {
                     self.aborted = Some(now);
+                    self.aborts = self.aborts.saturating_add(1);
                     self.stop.tries += u32::from(matches!(plan.then, Then::Stop { .. }));
                 }
-                Goal::Resume(_) => (self.aborted, self.last) = (None, Some(now)),
+                // To undo it may take as long as the pause.
+                Goal::Run if was_aborted => self.aborted = Some(now),
+                Goal::Resume(_) => (self.aborted, self.aborts, self.last) = (None, 0, Some(now)),
                 Goal::Prepare(_) => self.wanted = false,
                 _ => {}
             }
         }
         let runs = plan.goal.is_alive() && !matches!(plan.goal, Goal::Start(_));
         if runs && self.run.is_none_or(|(epoch, _)| epoch != plan.epoch) {
-            (self.run, self.last, self.aborted) = (Some((plan.epoch, now)), Some(now), None);
+            (self.run, self.last) = (Some((plan.epoch, now)), Some(now));
+            (self.aborted, self.aborts) = (None, 0);
         }
     }
 
@@ -276,6 +285,9 @@ impl Leading {
             }
             Goal::Resume(_) | Goal::Abort { .. } => {
                 if all(&|it| matches!(it.state, State::Running | State::Refused(..) | State::Over(Ending::Completed))) {
+                    if let Goal::Resume(_) = plan.goal {
+                        next.fatal = 0;
+                    }
                     next.goal = match (plan.then, &plan.goal) {
                         // The run ends without its final image; the images that it has are kept.
                         (Then::Stop { requeue }, Goal::Abort { .. }) if !self.tries_again(view, plan, now) => {
@@ -318,7 +330,11 @@ impl Leading {
         }
         let began = self.run.map_or(now, |(_, since)| since);
         if !plan.healthy && self.is_due(began + options.restart.min_uptime, now) {
-            (next.healthy, next.in_a_row) = (true, 0);
+            (next.healthy, next.in_a_row, next.lost) = (true, 0, 0);
+            next.proven.retain(|number| view.images.contains_key(number));
+            if let StartFrom::Image(number) = plan.from {
+                next.proven.insert(number);
+            }
         }
         self.asked(view, plan, next, now);
         if next.goal != Goal::Run {
@@ -333,10 +349,12 @@ impl Leading {
             let runs = matches!(report.state, State::Running | State::Refused(..));
             runs && report.epoch == plan.epoch && report.seen >= plan.serial && !report.storing
         };
+        let is_quiet = hands.iter().any(|hand| hand.report.is_some_and(|it| it.costs.quiet));
+        let interval = options.interval.filter(|_| !is_quiet && !plan.snapshots_end_the_job());
         // After an aborted snapshot, the next one does not wait for a whole interval.
         let due = match (self.aborted, self.last) {
-            (Some(aborted), _) => options.interval.map(|_| aborted + options.retry_after),
-            (None, last) => options.interval.map(|interval| last.unwrap_or(now) + interval),
+            (Some(aborted), _) => interval.map(|_| aborted + retry(self.aborts, options)),
+            (None, last) => interval.map(|interval| last.unwrap_or(now) + interval),
         };
         let stops = matches!(next.then, Then::Stop { .. });
         if stops && self.aborted.is_some_and(|aborted| !self.is_due(aborted + again(self.stop.tries), now)) {
@@ -374,6 +392,10 @@ impl Leading {
             next.goal = end(view, next, End::Stopped { requeue });
         }
         if !matches!(next.goal, Goal::Gather { .. }) || next.crew != plan.crew {
+            return;
+        }
+        if plan.counted.is_some() && hands(view, plan).iter().any(|hand| hand.report.is_none()) {
+            self.take_back(next);
             return;
         }
         let since = self.since(now);
@@ -414,7 +436,7 @@ impl Leading {
         // A job that hangs after each restore goes back to one image again and again, without a failure.
         let aim = plan.aim.as_ref().filter(|aim| aim.for_hang);
         let rewinds = aim.map_or(0, |aim| times(&plan.left, aim.to).min(MOST_REWINDS));
-        let in_a_row = plan.in_a_row.max(rewinds);
+        let in_a_row = plan.in_a_row.max(plan.lost).max(rewinds);
         if !self.is_due(since + pause(in_a_row, options).max(leases), now) {
             return;
         }
@@ -422,6 +444,7 @@ impl Leading {
             next.next = unused(view, plan);
             (next.floor, next.aim) = (next.next, None);
             (next.in_a_row, next.early_cold) = (0, 0);
+            (next.lost, next.fatal) = (0, 0);
             next.left.clear();
             next.failures.clear();
         } else if view.members.values().any(|it| it.fresh == Fresh::Wanted) && !continues_fresh(view) {
@@ -491,80 +514,6 @@ impl Leading {
             }
         }
         names(late.into_iter())
-    }
-
-    /// Why the job is not restarted any more.
-    fn is_given_up(&self, plan: &Plan, options: &Options, now: Instant) -> Option<String> {
-        let restart = &options.restart;
-        let within =
-            self.restarts.iter().filter(|(_, at)| now.saturating_duration_since(*at) <= restart.window).count();
-        let most = usize::try_from(restart.max_restarts).unwrap_or(usize::MAX);
-        if within > most {
-            let why = why(plan);
-            return Some(format!(
-                "{most} restarts within {:?} (restart.max-restarts); the last time: {why}",
-                restart.window
-            ));
-        }
-        let is_over = plan.in_a_row > restart.max_restarts;
-        let times = plan.in_a_row;
-        is_over.then(|| {
-            format!("the job failed or could not be started {times} times in a row; the last time: {}", why(plan))
-        })
-    }
-
-    /// Ends the epoch, and counts the points against its group image.
-    fn gather(&mut self, next: &mut Plan, view: &View, loss: Loss, options: &Options, now: Instant) {
-        // One that fails sooner has a bad image or a wrong command, against which more snapshots do not help.
-        next.past.failures = next.past.failures.saturating_add(u32::from(next.healthy));
-        let why = match loss {
-            Loss::Member(why) => why,
-            // A rewind that fails costs the job nothing. But if it hung, it hangs again soon, and would go back again without
-            // an end.
-            Loss::Job(why, _) if next.aim.is_some() && matches!(next.goal, Goal::Start(_)) => {
-                self.count_missed(next, FAILED_EARLY, options, now);
-                missed(next, &why)
-            }
-            Loss::Machine(why) if next.aim.is_some() && matches!(next.goal, Goal::Start(_)) => {
-                self.count_missed(next, FAILED_LATE, options, now);
-                missed(next, &why)
-            }
-            // The restarts have their pauses and their limit, and nothing counts against the group image.
-            Loss::Machine(why) => {
-                self.count_restart(next, options, now);
-                next.last = None;
-                why
-            }
-            Loss::Job(why, last) => {
-                count_failure(next, view);
-                self.count_restart(next, options, now);
-                next.last = last;
-                why
-            }
-        };
-        next.goal = Goal::Gather { why };
-        if next.then == Then::Suspend {
-            next.then = Then::RunOn;
-        }
-    }
-
-    /// Counts a rewind that failed, if the job hung: as a restart, and against the group image.
-    fn count_missed(&mut self, next: &mut Plan, points: u32, options: &Options, now: Instant) {
-        let Some(to) = next.aim.as_ref().filter(|aim| aim.for_hang).map(|aim| aim.to) else { return };
-        *next.failures.entry(to).or_default() += points;
-        self.count_restart(next, options, now);
-    }
-
-    fn count_restart(&mut self, next: &mut Plan, options: &Options, now: Instant) {
-        let ran = self.run.filter(|(epoch, _)| *epoch == next.epoch).map(|(_, since)| since);
-        if ran.is_some_and(|since| now.saturating_duration_since(since) >= options.restart.healthy_uptime) {
-            self.restarts.clear();
-        }
-        // The plan that says so may be refused, and is decided again.
-        if self.restarts.back().is_none_or(|(epoch, _)| *epoch != next.epoch) {
-            self.restarts.push_back((next.epoch, now));
-        }
-        next.in_a_row = if next.healthy { 0 } else { next.in_a_row + 1 };
     }
 
     /// `gone`: no process is there any more that was when the job was suspended.
@@ -673,7 +622,11 @@ fn first_plan(origin: Incarnation) -> Plan {
         from: StartFrom::Beginning,
         healthy: false,
         failures: BTreeMap::new(),
+        proven: BTreeSet::new(),
         in_a_row: 0,
+        lost: 0,
+        fatal: 0,
+        counted: None,
         early_cold: 0,
         last: None,
         past: Past::default(),
@@ -690,6 +643,7 @@ fn begin_anew(next: &mut Plan) {
     (next.goal, next.then) = (Goal::Gather { why: reasons::NEW_RUN.into() }, Then::RunOn);
     next.crew.clear();
     (next.in_a_row, next.early_cold, next.last) = (0, 0, None);
+    (next.lost, next.fatal) = (0, 0);
     // What was passed over in a run is tried again in the next.
     next.failures.clear();
 }
@@ -728,18 +682,6 @@ fn why(plan: &Plan) -> &str {
     }
 }
 
-/// Counts the points of a failure of the job against its group image, or against the beginning.
-fn count_failure(next: &mut Plan, view: &View) {
-    let newer = |from: Number| view.images.iter().any(|(number, it)| *number > from && it.value.epoch == next.epoch);
-    match next.from {
-        StartFrom::Image(number) if !newer(number) => {
-            *next.failures.entry(number).or_default() += if next.healthy { FAILED_LATE } else { FAILED_EARLY };
-        }
-        _ => {}
-    }
-    next.early_cold = if next.from == StartFrom::Beginning && !next.healthy { next.early_cold + 1 } else { 0 };
-}
-
 /// The goal with which all members leave.
 fn end(view: &View, next: &mut Plan, end: End) -> Goal {
     next.crew = crew(view);
@@ -760,11 +702,8 @@ fn again(tries: u32) -> Duration {
     }
 }
 
-/// The pause before the next restart: none before the first.
-fn pause(in_a_row: u32, options: &Options) -> Duration {
-    if in_a_row < 2 {
-        return Duration::ZERO;
-    }
-    let factor = 1u32.checked_shl(in_a_row - 2).unwrap_or(u32::MAX);
-    options.restart.backoff.saturating_mul(factor).min(options.restart.max_backoff)
+/// The pause after this many aborted snapshots in a row.
+fn retry(aborts: u32, options: &Options) -> Duration {
+    let factor = 1u32.checked_shl(aborts.saturating_sub(1)).unwrap_or(u32::MAX);
+    options.retry_after.saturating_mul(factor).min(options.retry_max)
 }

@@ -59,9 +59,9 @@ mod simulator;
 mod tests;
 
 pub use documents::{
-    Aim, Ask, Asked, Blame, Costs, End, Ending, Epoch, Fresh, Goal, GroupImage, Incarnation, Last, LastSnapshot, Left,
-    Number, Part, Past, Plan, Progress, Rank, Refusal, Replica, Replicated, Report, Rewound, StartFrom, State, Stored,
-    Then, Versioned, View,
+    Aim, Ask, Asked, Blame, Costs, Counted, End, Ending, Epoch, Fault, Fresh, Goal, GroupImage, Incarnation, Last,
+    LastSnapshot, Left, Number, Part, Past, Plan, Progress, Rank, Refusal, Replica, Replicated, Report, Rewound,
+    StartFrom, State, Stored, Then, Versioned, View,
 };
 pub use events::{Action, Answer, Event, Local, Order, Write};
 pub use images::{continues_from, fetching, newest_committed, trusted, usable, whole_in_replica};

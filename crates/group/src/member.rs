@@ -489,13 +489,16 @@ impl Member {
     }
 
     /// Drops parts of group images whose record the leader has removed. It does so only while there is a newer one that is
-    /// committed. If there is none, somebody else has removed the record: then the parts are kept, and the group image is
-    /// recorded again from them. If the coordinator has lost its data, all parts are kept: nothing else is left.
+    /// committed, or whole if the removed one was not. If there is none, somebody else has removed the record: then the
+    /// parts are kept, and the group image is recorded again from them. If the coordinator has lost its data, all parts are
+    /// kept: nothing else is left.
     fn forget(&mut self, view: &View, plan: &Plan, orders: &mut Vec<Order>) {
         let committed = view.images.iter().rev().find(|(_, image)| image.value.committed).map(|(number, _)| *number);
         let gone = |number: &Number| {
+            let is_removed = !view.images.contains_key(number) && self.recorded.get(number) == Some(&plan.origin);
             let is_older = committed.is_some_and(|newest| *number < newest);
-            is_older && !view.images.contains_key(number) && self.recorded.get(number) == Some(&plan.origin)
+            let lacks = || view.members.values().any(|report| !report.parts.contains_key(number));
+            is_removed && (is_older || images::is_lost(view, *number, lacks))
         };
         let gone: Vec<Number> = self.parts.keys().copied().filter(gone).collect();
         for number in gone {

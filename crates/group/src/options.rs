@@ -15,8 +15,10 @@ pub struct Options {
     pub limits: Limits,
     /// Time between group snapshots.
     pub interval: Option<Duration>,
-    /// The pause after a group snapshot that was aborted.
+    /// The pause after a group snapshot that was aborted; it doubles with each in a row.
     pub retry_after: Duration,
+    /// The longest of these pauses.
+    pub retry_max: Duration,
     /// What is done after the job fails.
     pub restart: Restart,
     /// Number of committed group images that are kept.

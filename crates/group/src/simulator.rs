@@ -65,6 +65,8 @@ const REPLICA: u64 = 0x7265_706c;
 const REFUSALS: u64 = 0x6675_6c6c;
 /// And those of machines that cannot do what they are told, and of people who change keys.
 const OBSTACLES: u64 = 0x6f62_7374;
+/// And those of snapshots that the job does not survive.
+const FATAL: u64 = 0x6661_7461;
 
 /// And that of `restart.cold-start`. With this number the seeds in [`tests`] that found a bug have the default.
 const COLD_START: u64 = 0x7a65_726f;
@@ -98,6 +100,7 @@ fn play(seed: u64, plant: Option<Plant>, traced: bool) -> Result<Facts, (String,
     faults::plan_requests(&mut world, Random::new(seed ^ REQUESTS), length);
     faults::plan_replica(&mut world, Random::new(seed ^ REPLICA), length);
     faults::plan_refusals(&mut world, Random::new(seed ^ REFUSALS), length);
+    faults::plan_fatal(&mut world, Random::new(seed ^ FATAL), length);
     faults::plan_obstacles(&mut world, Random::new(seed ^ OBSTACLES), length);
     world.run().map_err(|what| (what, world.take_trace()))
 }

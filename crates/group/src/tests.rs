@@ -1,13 +1,15 @@
 //! The protocol step by step, without faults of the network: each write is answered at once, each order carried out.
 
+mod failures;
 mod requests;
+mod snapshots;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::documents::{
-    Ask, Blame, End, Ending, Epoch, Goal, GroupImage, Incarnation, Last, Number, Part, Progress, Rank, Replica,
+    Ask, Blame, End, Ending, Epoch, Goal, GroupImage, Incarnation, Last, Number, Part, Plan, Progress, Rank, Replica,
     Replicated, Report, StartFrom, State, Stored, Versioned,
 };
 use crate::events::{Action, Answer, Event, Local, Order, Write};
@@ -153,6 +155,15 @@ impl Group {
         self.coordinator.view.plan.as_ref().unwrap().value.goal.clone()
     }
 
+    fn plan(&self) -> &Plan {
+        &self.coordinator.view.plan.as_ref().unwrap().value
+    }
+
+    /// What was ordered to end ends.
+    fn killed(&mut self) {
+        self.all(&|_| Local::Ended(Ending::failed("killed", None)));
+    }
+
     fn last(&self, at: usize) -> Option<&Order> {
         self.orders[at].last()
     }
@@ -278,11 +289,11 @@ fn the_death_of_one_takes_all_back_to_the_newest_group_image() {
     group.starts();
     group.wait(INTERVAL);
     group.dumps(ONE);
-    group.tell(1, Event::Local(Local::Ended(Ending::Failed { why: "killed by signal 9".into(), last: None })));
+    group.tell(1, Event::Local(Local::Ended(Ending::failed("killed by signal 9", None))));
     group.settle();
     assert_eq!(group.last(0), Some(&Order::Kill));
     assert!(matches!(group.goal(), Goal::Gather { why } if why == "rank 1: killed by signal 9"));
-    group.tell(0, Event::Local(Local::Ended(Ending::Failed { why: "killed".into(), last: None })));
+    group.tell(0, Event::Local(Local::Ended(Ending::failed("killed", None))));
     group.settle();
     for at in 0..2 {
         let part = Some(part(u32::try_from(at).unwrap(), ONE));
@@ -303,7 +314,7 @@ fn a_job_that_must_never_begin_again_is_given_up_if_there_is_no_image() {
     };
     let dies = |group: &mut Group| {
         let last = Some(Last::Signal(9));
-        group.all(&|_| Local::Ended(Ending::Failed { why: "it died".into(), last }));
+        group.all(&|_| Local::Ended(Ending::failed("it died", last)));
     };
     let why = |cause: &str| {
         format!("there is no group image to continue from, and restart.cold-start is \"never\"; the last time: {cause}")
@@ -319,7 +330,7 @@ fn a_job_that_must_never_begin_again_is_given_up_if_there_is_no_image() {
     // The supervisor of one machine is new: the other one has started the job.
     let mut group = begun();
     group.is_replaced(0, machine(0, 2, ColdStart::Never));
-    group.tell(1, Event::Local(Local::Ended(Ending::Failed { why: "killed".into(), last: None })));
+    group.tell(1, Event::Local(Local::Ended(Ending::failed("killed", None))));
     group.settle();
     assert_eq!(group.goal(), Goal::End(End::Failed { why: why("rank 0 is lost"), last: None }));
     // Another machine cannot start it: it has done nothing yet.
@@ -327,14 +338,14 @@ fn a_job_that_must_never_begin_again_is_given_up_if_there_is_no_image() {
     group.tell(0, Event::Local(Local::Started));
     group.tell(1, Event::Local(not_started(Blame::Machine)));
     group.settle();
-    group.tell(0, Event::Local(Local::Ended(Ending::Failed { why: "killed".into(), last: None })));
+    group.tell(0, Event::Local(Local::Ended(Ending::failed("killed", None))));
     group.settle();
     assert_eq!(group.goal(), Goal::Start(StartFrom::Beginning));
     // It dies by itself before the others are ready.
     group.tell(0, Event::Local(Local::Started));
-    group.tell(0, Event::Local(Local::Ended(Ending::Failed { why: "it died".into(), last: None })));
+    group.tell(0, Event::Local(Local::Ended(Ending::failed("it died", None))));
     group.settle();
-    group.tell(1, Event::Local(Local::Ended(Ending::Failed { why: "killed".into(), last: None })));
+    group.tell(1, Event::Local(Local::Ended(Ending::failed("killed", None))));
     group.wait(Duration::from_secs(1));
     assert_eq!(group.goal(), Goal::End(End::Failed { why: why("rank 0: it died"), last: None }));
     // All are new: this is another run.
@@ -382,7 +393,7 @@ fn a_member_that_hears_nothing_ends_its_job_before_its_lease_runs_out() {
 fn a_job_that_does_not_end_is_not_waited_for_without_a_limit() {
     let mut group = Group::new(2);
     group.starts();
-    group.tell(0, Event::Local(Local::Ended(Ending::Failed { why: "it died".into(), last: None })));
+    group.tell(0, Event::Local(Local::Ended(Ending::failed("it died", None))));
     group.settle();
     assert_eq!(group.last(1), Some(&Order::Kill));
     let wait = options(Rank(0), 2).limits.wait;
@@ -398,7 +409,7 @@ fn a_job_that_does_not_end_is_not_waited_for_without_a_limit() {
     assert_eq!(group.goal(), Goal::End(end.clone()));
     assert_eq!(group.last(0), Some(&Order::Finish(end.clone())));
     assert_eq!(group.last(1), Some(&Order::Kill), "it leaves once its job is over");
-    group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into(), last: None }));
+    group.all(&|_| Local::Ended(Ending::failed("killed", None)));
     assert_eq!(group.last(1), Some(&Order::Finish(end)));
 }
 
@@ -425,7 +436,7 @@ fn a_machine_at_fault_does_not_count_against_a_group_image() {
         for times in 1..=4 {
             hindered(&mut group);
             group.settle();
-            group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into(), last: None }));
+            group.all(&|_| Local::Ended(Ending::failed("killed", None)));
             assert!(matches!(group.goal(), Goal::Gather { .. }) || times == 1, "restarts have a pause");
             group.wait(Duration::from_secs(8));
             assert_eq!(group.goal(), Goal::Start(StartFrom::Image(Number(7))), "try {times}");
@@ -436,7 +447,7 @@ fn a_machine_at_fault_does_not_count_against_a_group_image() {
         for _ in 5..=8 {
             hindered(&mut group);
             group.settle();
-            group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into(), last: None }));
+            group.all(&|_| Local::Ended(Ending::failed("killed", None)));
             group.wait(Duration::from_secs(8));
         }
         let Goal::End(End::Failed { why, .. }) = group.goal() else { panic!("{:?}", group.goal()) };
@@ -447,7 +458,7 @@ fn a_machine_at_fault_does_not_count_against_a_group_image() {
     for _ in 0..2 {
         group.tell(1, Event::Local(not_started(Blame::Image)));
         group.settle();
-        group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into(), last: None }));
+        group.all(&|_| Local::Ended(Ending::failed("killed", None)));
         group.wait(Duration::from_secs(8));
     }
     assert_eq!(group.goal(), Goal::Start(StartFrom::Image(Number(4))));
@@ -463,7 +474,7 @@ fn an_image_that_does_not_fit_ends_the_run_and_is_not_passed_over() {
         group.tell(1, Event::Local(not_started(blame)));
         group.settle();
         assert_eq!(group.goal(), Goal::End(end.clone()));
-        group.tell(0, Event::Local(Local::Ended(Ending::Failed { why: "killed".into(), last: None })));
+        group.tell(0, Event::Local(Local::Ended(Ending::failed("killed", None))));
         group.settle();
         assert!((0..2).all(|at| group.last(at) == Some(&Order::Finish(end.clone()))));
     }
@@ -474,11 +485,11 @@ fn a_member_that_has_not_seen_the_plan_is_not_waited_for_without_a_limit() {
     let wait = options(Rank(0), 2).limits.wait;
     let mut group = Group::new(2);
     group.starts();
-    group.tell(1, Event::Local(Local::Ended(Ending::Failed { why: "it died".into(), last: None })));
+    group.tell(1, Event::Local(Local::Ended(Ending::failed("it died", None))));
     // From now on nothing that rank 1 reports is written, and its lease is renewed.
     group.refuses = |write| matches!(write, Write::Report(report) if report.incarnation == Incarnation(2));
     group.settle();
-    group.tell(0, Event::Local(Local::Ended(Ending::Failed { why: "killed".into(), last: None })));
+    group.tell(0, Event::Local(Local::Ended(Ending::failed("killed", None))));
     group.settle();
     group.wait(wait - Duration::from_secs(1));
     // Nobody has seen the plan that answers this request when it is written.
@@ -523,7 +534,7 @@ fn a_new_run_does_not_wait_without_a_limit_for_a_member_that_cannot_leave() {
     group.settle();
     // The job of rank 2 does not end. The others leave, and are started again.
     for at in 0..2 {
-        group.tell(at, Event::Local(Local::Ended(Ending::Failed { why: "killed".into(), last: None })));
+        group.tell(at, Event::Local(Local::Ended(Ending::failed("killed", None))));
         assert!(matches!(group.last(at), Some(Order::Finish(End::Stopped { requeue: true }))));
     }
     for at in 0..2 {
@@ -556,7 +567,7 @@ fn a_member_whose_rank_is_taken_is_not_woken_again_and_again_while_its_job_does_
     group.wait(options(Rank(0), 2).limits.wait * 2);
     assert_eq!(group.last(1), Some(&Order::Kill));
     assert!(group.machines[1].deadline().is_none_or(|at| at > group.now));
-    group.tell(1, Event::Local(Local::Ended(Ending::Failed { why: "killed".into(), last: None })));
+    group.tell(1, Event::Local(Local::Ended(Ending::failed("killed", None))));
     assert!(matches!(group.last(1), Some(Order::Finish(End::Missing { .. }))), "{:?}", group.last(1));
 }
 
@@ -576,9 +587,9 @@ fn a_record_that_somebody_removes_costs_no_part() {
     removes(&mut group, &|_| true);
     assert!(!forgets(&group));
     // Once the job stops, all are recorded again.
-    group.tell(0, Event::Local(Local::Ended(Ending::Failed { why: "it died".into(), last: None })));
+    group.tell(0, Event::Local(Local::Ended(Ending::failed("it died", None))));
     group.settle();
-    group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into(), last: None }));
+    group.all(&|_| Local::Ended(Ending::failed("killed", None)));
     assert_eq!(group.coordinator.view.images.keys().collect::<Vec<_>>(), [&Number(4), &Number(7)]);
     assert!(group.coordinator.view.images.values().all(|image| image.value.committed));
     assert_eq!(group.goal(), Goal::Start(StartFrom::Image(Number(7))));
@@ -613,7 +624,7 @@ fn a_job_is_not_frozen_for_ever_by_a_coordinator_that_refuses_to_write() {
         assert_eq!(group.goal(), goal, "nothing was written");
         // Once it can be written, the job starts again.
         group.refuses = |_| false;
-        group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into(), last: None }));
+        group.all(&|_| Local::Ended(Ending::failed("killed", None)));
         group.wait(Duration::from_secs(1));
         assert!(matches!(group.goal(), Goal::Start(_)), "{:?}", group.goal());
     }
@@ -623,7 +634,7 @@ fn a_job_is_not_frozen_for_ever_by_a_coordinator_that_refuses_to_write() {
 fn a_restart_that_cannot_be_written_counts_once() {
     let mut group = Group::new(2);
     group.starts();
-    group.tell(0, Event::Local(Local::Ended(Ending::Failed { why: "it died".into(), last: None })));
+    group.tell(0, Event::Local(Local::Ended(Ending::failed("it died", None))));
     group.refuses = |write| matches!(write, Write::Plan { .. });
     for _ in 0..10 {
         group.wait(Duration::from_secs(1));
@@ -631,7 +642,7 @@ fn a_restart_that_cannot_be_written_counts_once() {
     assert_eq!(group.goal(), Goal::Run);
     group.refuses = |_| false;
     group.wait(Duration::from_secs(1));
-    group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into(), last: None }));
+    group.all(&|_| Local::Ended(Ending::failed("killed", None)));
     assert_eq!(group.goal(), Goal::Start(StartFrom::Beginning));
 }
 
@@ -742,7 +753,7 @@ fn a_rewind_leaves_the_newer_group_images_and_keeps_them_out() {
     group.starts();
     group.tell(1, Event::Asked(Ask::Rewind(Number(4))));
     group.settle();
-    group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into(), last: None }));
+    group.all(&|_| Local::Ended(Ending::failed("killed", None)));
     assert!(
         matches!(group.last(1), Some(Order::Start { from: StartFrom::Image(Number(4)), .. })),
         "{:?}",
@@ -750,15 +761,15 @@ fn a_rewind_leaves_the_newer_group_images_and_keeps_them_out() {
     );
     group.starts();
     // What fails now goes back to the same one, not to what was left.
-    group.tell(0, Event::Local(Local::Ended(Ending::Failed { why: "it failed".into(), last: None })));
+    group.tell(0, Event::Local(Local::Ended(Ending::failed("it failed", None))));
     group.settle();
-    group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into(), last: None }));
+    group.all(&|_| Local::Ended(Ending::failed("killed", None)));
     assert!(matches!(group.last(1), Some(Order::Start { from: StartFrom::Image(Number(4)), .. })));
     // One that was left can be gone back to.
     group.starts();
     group.tell(0, Event::Asked(Ask::Rewind(Number(7))));
     group.settle();
-    group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into(), last: None }));
+    group.all(&|_| Local::Ended(Ending::failed("killed", None)));
     assert!(
         matches!(group.last(1), Some(Order::Start { from: StartFrom::Image(Number(7)), .. })),
         "{:?}",
@@ -771,10 +782,10 @@ fn a_rewind_that_is_requested_while_the_job_restarts_counts_at_once() {
     let mut group = Group::with(2, &|rank| durable(rank, &[4, 7]), Epoch(3));
     group.wait(TTL);
     group.starts();
-    group.tell(0, Event::Local(Local::Ended(Ending::Failed { why: "it failed".into(), last: None })));
+    group.tell(0, Event::Local(Local::Ended(Ending::failed("it failed", None))));
     group.settle();
     group.tell(0, Event::Asked(Ask::Rewind(Number(4))));
-    group.tell(1, Event::Local(Local::Ended(Ending::Failed { why: "killed".into(), last: None })));
+    group.tell(1, Event::Local(Local::Ended(Ending::failed("killed", None))));
     group.settle();
     assert!(
         matches!(group.last(1), Some(Order::Start { from: StartFrom::Image(Number(4)), .. })),
@@ -814,7 +825,7 @@ fn a_stop_ends_with_a_group_image_that_is_stored() {
     group.dumps(ONE);
     assert_eq!(group.goal(), Goal::Suspended);
     assert!((0..2).all(|at| group.orders[at].ends_with(&[Order::Store(ONE), Order::Kill])));
-    group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into(), last: None }));
+    group.all(&|_| Local::Ended(Ending::failed("killed", None)));
     assert_eq!(group.goal(), Goal::Suspended, "the parts are still being stored");
     group.all(&|_| Local::Stored(ONE));
     assert!((0..2).all(|at| group.last(at) == Some(&Order::Finish(End::Stopped { requeue: true }))));
@@ -849,7 +860,7 @@ fn a_suspended_job_runs_on_after_it_is_resumed() {
     group.tell(0, Event::Asked(Ask::Suspend));
     group.settle();
     group.dumps(ONE);
-    group.all(&|_| Local::Ended(Ending::Failed { why: "killed".into(), last: None }));
+    group.all(&|_| Local::Ended(Ending::failed("killed", None)));
     group.all(&|_| Local::Stored(ONE));
     group.wait(Duration::from_secs(600));
     assert_eq!(group.goal(), Goal::Suspended);
@@ -881,7 +892,7 @@ fn a_request_that_is_not_admitted_changes_nothing() {
             group.dumps(ONE);
         }),
         ("gathers", &|group| {
-            group.tell(0, Event::Local(Local::Ended(Ending::Failed { why: "it failed".into(), last: None })));
+            group.tell(0, Event::Local(Local::Ended(Ending::failed("it failed", None))));
             group.settle();
         }),
         ("is over", &|group| {

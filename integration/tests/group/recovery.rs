@@ -372,6 +372,42 @@ fn a_machine_that_cannot_restore_now_does_not_take_the_group_to_an_older_image()
     lab.completes(&[0, 1]);
 }
 
+#[test]
+fn a_part_that_is_gone_takes_the_group_to_an_older_image() {
+    if !gate() {
+        return;
+    }
+    let mut lab = Lab::new(2, ENDLESS);
+    lab.set("snapshot.interval", "\"off\"");
+    lab.run_all();
+    wait_for("the jobs to talk", || (0..2).all(|rank| !lab.out(rank).is_empty()));
+    for _ in 0..2 {
+        let output = lab.command(0, 0).args(["snapshot", "ring.0"]).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+    (0..2).for_each(|rank| lab.said(rank, STORED, 2));
+    lab.said(0, "group image 2 is committed", 1);
+    // All copies of one machine's part: a slot in memory without its manifest is empty.
+    let mut manifests = Command::new("grep");
+    manifests.args(["-rl", "--include=manifest.json", "\"id\": *\"000002-"]);
+    let manifests = manifests.arg(lab.job(1)).arg(lab.memory_of(1)).output().unwrap();
+    let manifests = String::from_utf8_lossy(&manifests.stdout).into_owned();
+    let is_stored = |folder: &std::path::Path| folder.to_string_lossy().contains("/000002-");
+    let folders: Vec<_> = manifests.lines().map(|path| std::path::Path::new(path).parent().unwrap()).collect();
+    assert!(folders.iter().any(|folder| is_stored(folder)), "{manifests}");
+    for folder in folders {
+        match is_stored(folder) {
+            true => std::fs::remove_dir_all(folder).unwrap(),
+            false => std::fs::remove_file(folder.join("manifest.json")).unwrap(),
+        }
+    }
+    let victim = lab.machines[0].process_of_job().expect("a process of the job");
+    kill(Pid::from_raw(victim), Signal::SIGKILL).unwrap();
+    (0..2).for_each(|rank| lab.said(rank, RESTORED, 1));
+    (0..2).for_each(|rank| lab.said(rank, "the group starts from group image 1", 1));
+    lab.completes(&[0, 1]);
+}
+
 /// A disk on which a write does not end, whatever kills the process: a file system that is frozen.
 struct Disk {
     folder: std::path::PathBuf,

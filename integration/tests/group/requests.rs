@@ -158,6 +158,47 @@ fn all_start_from_the_beginning_together_or_it_is_refused() {
     lab.completes(&[0, 1]);
 }
 
+const ALONE: &str = "the coordinator is away, so the group cannot be asked to stop";
+
+#[test]
+fn a_stop_is_served_while_the_coordinator_is_away_once_the_job_has_ended() {
+    if !gate() {
+        return;
+    }
+    let mut lab = Lab::new(2, ENDLESS);
+    // Longer than this test.
+    lab.set("snapshot.grace", "\"1h\"");
+    lab.run_all();
+    (0..2).for_each(|rank| lab.said(rank, STORED, 1));
+    lab.cluster.stop(0);
+    // One machine is told while its job runs. It ends its job before its lease (5 s) can expire.
+    lab.machines[0].signal(Signal::SIGTERM);
+    lab.said(1, "the coordinator does not answer", 1);
+    wait_for("the end of the job", || lab.machines[1].process_of_job().is_none());
+    lab.machines[1].signal(Signal::SIGTERM);
+    assert_eq!((lab.ends(0), lab.ends(1)), (143, 143));
+    (0..2).for_each(|rank| lab.said(rank, ALONE, 1));
+}
+
+#[test]
+fn a_stop_whose_time_is_over_does_not_wait_for_the_coordinator() {
+    if !gate() {
+        return;
+    }
+    let mut lab = Lab::new(2, ENDLESS);
+    lab.set("snapshot.grace", "\"1s\"");
+    lab.set("group.lease", "\"20s\"");
+    lab.run_all();
+    (0..2).for_each(|rank| lab.said(rank, STORED, 1));
+    lab.cluster.stop(0);
+    (0..2).for_each(|rank| lab.machines[rank].signal(Signal::SIGTERM));
+    assert_eq!((lab.ends(0), lab.ends(1)), (143, 143));
+    for rank in 0..2 {
+        lab.said(rank, ALONE, 1);
+        assert!(!lab.log(rank).contains("order=Kill"), "the job still ran: {}", lab.log(rank));
+    }
+}
+
 #[test]
 fn the_deadline_of_one_machine_ends_the_run_of_all_with_a_last_image() {
     if !gate() {

@@ -223,6 +223,7 @@ fn options(config: &Config, rank: Rank, keep: usize) -> Options {
             Interval::Off => None,
         },
         retry_after: snapshot.retry_after,
+        retry_max: snapshot.retry_max,
         restart: Restart {
             min_uptime: restart.min_uptime,
             backoff: restart.backoff,

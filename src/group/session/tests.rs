@@ -52,6 +52,7 @@ fn options(rank: Rank, size: u32) -> group::Options {
         },
         interval: None,
         retry_after: seconds(1),
+        retry_max: seconds(1),
         restart: Restart {
             min_uptime: seconds(1),
             backoff: seconds(1),
@@ -138,9 +139,7 @@ fn live(
             // Without leaving, as if it was killed.
             Ok(Word::Vanish) => return,
             Ok(Word::Ask(ask)) => [Event::Asked(ask)].into(),
-            Ok(Word::Die) => {
-                [Event::Local(Happened::Ended(Ending::Failed { why: "it died".into(), last: None }))].into()
-            }
+            Ok(Word::Die) => [Event::Local(Happened::Ended(Ending::failed("it died", None)))].into(),
             Ok(Word::Told(CoordinatorEvent::Group { view, .. })) => [Event::View(view)].into(),
             Ok(Word::Told(CoordinatorEvent::Joined(new))) => {
                 let event = Event::Session(new.incarnation());

@@ -67,7 +67,7 @@ pub(super) fn others_store(view: &View, us: Rank) -> Duration {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
+    use std::collections::{BTreeMap, BTreeSet};
     use std::sync::Arc;
 
     use super::*;
@@ -105,7 +105,11 @@ mod tests {
             from: StartFrom::Beginning,
             healthy: true,
             failures: BTreeMap::new(),
+            proven: BTreeSet::new(),
             in_a_row: 0,
+            lost: 0,
+            fatal: 0,
+            counted: None,
             early_cold: 0,
             last: None,
             past,
@@ -123,7 +127,12 @@ mod tests {
     }
 
     fn costs(freeze: u64, store: u64) -> Costs {
-        Costs { freeze: Some(Duration::from_secs(freeze)), store: Some(Duration::from_secs(store)), last: None }
+        Costs {
+            freeze: Some(Duration::from_secs(freeze)),
+            store: Some(Duration::from_secs(store)),
+            last: None,
+            quiet: false,
+        }
     }
 
     #[test]

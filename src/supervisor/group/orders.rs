@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
+use super::GroupEvent;
+use super::ends::finish;
 use super::memory::remember;
-use super::{GroupEvent, finish};
 use crate::group::{GroupOrder, StartSignal, Turn};
 use crate::policy::StartPoint;
 use crate::supervisor::events::image_of;

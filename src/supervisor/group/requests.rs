@@ -7,7 +7,7 @@ use crate::group::Membership;
 use crate::policy::StartPoint;
 use crate::supervisor::Owner;
 use crate::supervisor::control::Open;
-use crate::supervisor::state::{self, Event, Finish, Standing, Stop, Wish};
+use crate::supervisor::state::{self, Event, Finish, Standing, State, Stop, Wish};
 use rekindle_group::{Ask, Goal, Number, Outcome, Pending, Rank, StartFrom, Stored, Then};
 use rekindle_store::manifest::Reason;
 use rekindle_store::{ImageId, LATEST, nth_newest};
@@ -16,6 +16,8 @@ use rekindle_store::{ImageId, LATEST, nth_newest};
 pub(super) struct Requests {
     /// A stop that was requested here, for the exit code.
     pub(super) stop: Option<Stop>,
+    /// When that stop must be over.
+    pub(super) by: Option<Instant>,
     /// When this machine stops although the group has not ordered it.
     pub(super) at_once: Option<Instant>,
     /// Requests that clients of this machine wait for.
@@ -176,6 +178,18 @@ impl Member {
     }
 }
 
+impl Member {
+    /// Whether a stop is not waited for any more: the coordinator does not answer, and either the time for the stop is
+    /// over, or the job is gone and the lease too, so that no snapshot can follow.
+    fn is_alone(&self, is_gone: bool, now: Instant) -> bool {
+        let is_due = self.requests.by.is_some_and(|by| by <= now);
+        // That of a lease that is over is the present.
+        let sure_until = || self.membership.as_ref().map(Membership::sure_until);
+        let is_expired = || sure_until().is_none_or(|until| until <= Instant::now());
+        self.seen.is_away() && (is_due || (is_gone && is_expired()))
+    }
+}
+
 impl Owner<'_> {
     /// A request becomes one to the group. Returns the event if it is none.
     pub(in crate::supervisor) fn ask_group(&mut self, event: Event) -> Option<Event> {
@@ -189,8 +203,11 @@ impl Owner<'_> {
                 return Some(Event::Over(Finish::Stopped(stop)));
             }
         }
-        if matches!(ask, Ask::StopNow { .. }) {
-            member.requests.at_once.get_or_insert(now + AT_ONCE);
+        match ask {
+            Ask::StopNow { .. } => drop(member.requests.at_once.get_or_insert(now + AT_ONCE)),
+            // Without a limit it waits until the job is gone.
+            Ask::Stop { within, .. } => member.requests.by = now.checked_add(within),
+            _ => {}
         }
         self.pass_on(ask);
         None
@@ -215,17 +232,23 @@ impl Owner<'_> {
         }
     }
 
-    /// Ends the run here if the group has not ended it in time.
+    /// Ends the run here if the group has not ended it in time, or cannot be asked any more.
     pub(super) fn stop_without_group(&mut self, now: Instant) {
+        let is_gone = match self.machine.state() {
+            State::Done => return,
+            state => matches!(state, State::Idle | State::Suspended { .. }),
+        };
         let Some(member) = &mut self.group else { return };
-        if member.requests.at_once.take_if(|at| *at <= now).is_none() {
-            return;
-        }
+        let is_late = member.requests.at_once.take_if(|at| *at <= now).is_some();
         let plan = member.machine.view().plan.as_ref().map(|plan| &plan.value.goal);
-        if let (Some(stop), false) = (member.requests.stop, matches!(plan, Some(Goal::End(_)))) {
-            tracing::warn!("the group has not answered the request to stop: stopping on this machine alone");
-            self.step(Event::Over(Finish::Stopped(stop)));
-        }
+        let Some(stop) = member.requests.stop.filter(|_| !matches!(plan, Some(Goal::End(_)))) else { return };
+        let why = match member.is_alone(is_gone, now) {
+            _ if is_late => "the group has not answered the request to stop",
+            true => "the coordinator is away, so the group cannot be asked to stop",
+            false => return,
+        };
+        tracing::warn!("{why}: stopping on this machine alone");
+        self.step(Event::Over(Finish::Stopped(stop)));
     }
 
     /// Answers the clients whose requests are decided.

@@ -51,6 +51,12 @@ impl Seen {
         self.away.is_some()
     }
 
+    /// Whether the group takes no snapshots at the interval, because they end the job.
+    pub(super) fn snapshots_end_the_job(&self) -> bool {
+        let plan = self.view.as_ref().and_then(|view| view.plan.as_ref());
+        plan.is_some_and(|plan| plan.value.snapshots_end_the_job())
+    }
+
     pub(super) fn away(&mut self, why: Option<String>) {
         self.away = why;
     }

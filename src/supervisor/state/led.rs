@@ -93,8 +93,10 @@ fn called_off((state, actions): (State, Vec<Action>)) -> (State, Vec<Action>) {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
-    use crate::policy::{Images, StartPoint};
+    use crate::policy::{Death, Images, StartPoint};
     use crate::supervisor::state::Wish;
     use rekindle_os::spawn::Ended;
     use rekindle_store::manifest::Reason;
@@ -177,6 +179,40 @@ mod tests {
         assert_eq!(machine.step(Event::SnapshotFailed(Harm::None), now), []);
         assert_eq!(machine.step(ended(), now), []);
         assert_eq!(*machine.state(), State::Idle);
+    }
+
+    #[test]
+    fn the_group_learns_that_the_final_snapshot_is_near() {
+        let (config, now) = (Config::default(), Instant::now());
+        let mut machine = running(&config);
+        assert!(!machine.is_quiet(now));
+        let near = now + Duration::from_secs(60);
+        machine.no_interval_from(Some(near));
+        assert!(!machine.is_quiet(now) && machine.is_quiet(near));
+    }
+
+    #[test]
+    fn the_group_learns_how_a_life_ended() {
+        let (config, now) = (Config::default(), Instant::now());
+        let exit = Ended::Exit(1);
+        let mut machine = running(&config);
+        assert_eq!(machine.death(exit), Death::Ended(exit));
+        machine.step(Event::Excused, now);
+        assert_eq!(machine.death(exit), Death::Excused(exit));
+        machine.step(ended(), now);
+        let mut lives = |event| {
+            machine.step(Event::Launch(StartPoint::Cold), now);
+            machine.step(Event::Started, now);
+            machine.step(Event::SnapshotNow(Reason::Group), now);
+            machine.step(event, now);
+            let death = machine.death(exit);
+            machine.step(ended(), now);
+            death
+        };
+        assert_eq!(lives(Event::SnapshotFailed(Harm::Lost)), Death::Lost);
+        assert_eq!(lives(Event::Condemn(Verdict::Restart)), Death::Judged);
+        assert_eq!(lives(Event::Condemn(Verdict::Died(9))), Death::Ended(Ended::Signal(9)));
+        assert_eq!(lives(Event::End), Death::Ended(exit), "the lives before are over");
     }
 
     #[test]

@@ -40,6 +40,8 @@ pub(super) enum Fault {
     DiskFull,
     /// The next snapshots cannot be taken on this machine.
     Refuses,
+    /// The job does not survive the next snapshots on this machine.
+    Fatal,
     /// The machine cannot start the job, or takes too long. The image is good.
     Hindered,
     /// The machine cannot end its job: a process is in an uninterruptible sleep.
@@ -137,6 +139,14 @@ pub(super) fn plan_refusals(world: &mut World, mut other: Random, length: Durati
     if other.chance(5) {
         let at = world.began + other.time(Duration::from_secs(5), length);
         world.at(at, Happening::Fault(Fault::Full));
+    }
+}
+
+/// Lets the job not survive snapshots in some histories. `other` is as above.
+pub(super) fn plan_fatal(world: &mut World, mut other: Random, length: Duration) {
+    if other.chance(10) {
+        let at = world.began + other.time(Duration::from_secs(5), length);
+        world.at(at, Happening::Fault(Fault::Fatal));
     }
 }
 

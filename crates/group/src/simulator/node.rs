@@ -231,6 +231,7 @@ pub(crate) fn options(rank: Rank, size: u32) -> Options {
         },
         interval: Some(seconds(15)),
         retry_after: seconds(3),
+        retry_max: seconds(20),
         restart: Restart {
             min_uptime: seconds(10),
             backoff: seconds(1),

@@ -61,6 +61,8 @@ struct Trouble {
     slow: bool,
     /// Machines that refuse snapshots.
     refusing: BTreeSet<usize>,
+    /// Machines on which the job does not survive a snapshot.
+    fatal: BTreeSet<usize>,
     /// Parts that cannot be restored.
     rotten: BTreeSet<(Rank, Number)>,
     /// Group images of a state that the job dies of.

@@ -5,7 +5,7 @@ use crate::documents::{Fresh, Last, Rewound};
 use crate::requests::{Outcome, Pending};
 
 fn failed(why: &str) -> Ending {
-    Ending::Failed { why: why.into(), last: Some(Last::Exit(3)) }
+    Ending::failed(why, Some(Last::Exit(3)))
 }
 
 /// A request of a member, and what somebody who waits for it learns.
@@ -30,19 +30,11 @@ impl Group {
         client.pending.look(&self.coordinator.view, membership, machine.asked())
     }
 
-    fn killed(&mut self) {
-        self.all(&|_| Local::Ended(Ending::Failed { why: "killed".into(), last: None }));
-    }
-
     fn with_images() -> Group {
         let mut group = Group::with(2, &|rank| durable(rank, &[4, 7]), Epoch(3));
         group.wait(TTL);
         group.starts();
         group
-    }
-
-    fn plan(&self) -> &crate::documents::Plan {
-        &self.coordinator.view.plan.as_ref().unwrap().value
     }
 
     /// Members that were told to start from the beginning, or not.

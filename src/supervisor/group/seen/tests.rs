@@ -1,5 +1,6 @@
 //! Views of a coordinator, one after the other.
 
+use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr};
 
 use rekindle_group::{
@@ -68,7 +69,11 @@ impl Coordinator {
             from: StartFrom::Beginning,
             healthy: true,
             failures: BTreeMap::new(),
+            proven: BTreeSet::new(),
             in_a_row: 0,
+            lost: 0,
+            fatal: 0,
+            counted: None,
             early_cold: 0,
             last: None,
             past: Past::default(),
@@ -273,4 +278,15 @@ fn what_the_group_waits_for_is_named() {
     assert_eq!(it.waits_for().as_deref(), Some(text));
     it.seen.away(Some("no route".into()));
     assert_eq!(it.waits_for().as_deref(), Some("the coordinator, which does not answer: no route"));
+}
+
+#[test]
+fn snapshots_that_end_the_job_are_seen() {
+    let mut it = Coordinator::running();
+    let mut after = |fatal| {
+        Arc::make_mut(it.view.plan.as_mut().unwrap()).value.fatal = fatal;
+        let _ = it.show();
+        it.seen.snapshots_end_the_job()
+    };
+    assert_eq!([0, 2, 3, 4, 0].map(&mut after), [false, false, true, true, false]);
 }

@@ -5,7 +5,7 @@ use super::super::oracle::newest_whole;
 use super::super::plants::Plant;
 use super::super::queue::{Happening, Request, Step};
 use super::World;
-use crate::documents::{Blame, End, Ending, Number, Part, StartFrom};
+use crate::documents::{Blame, End, Ending, Fault, Number, Part, StartFrom};
 use crate::events::{Event, Local, Order};
 use crate::images;
 
@@ -229,7 +229,7 @@ impl World {
             // It may have ended by itself.
             if self.nodes[at].job.as_ref().is_none_or(|job| job.id == id) {
                 self.nodes[at].job = None;
-                self.hears(at, Event::Local(Local::Ended(Ending::Failed { why: "killed".into(), last: None })));
+                self.hears(at, Event::Local(Local::Ended(Ending::failed("killed", None))));
             }
             return;
         }
@@ -263,6 +263,15 @@ impl World {
             }
             Step::CableOut if job.snapshot.is_some() => self.unplug(at),
             Step::Dump(number) if job.snapshot == Some(number) => {
+                if self.trouble.fatal.contains(&at) {
+                    // It is told that the snapshot failed, and the end of the job only once nothing of it is left. Or it
+                    // ends by itself.
+                    let fault = if self.random.chance(50) { Fault::Snapshot } else { Fault::Job };
+                    if fault == Fault::Snapshot {
+                        self.hears(at, Event::Local(Local::Refused(number, "it cannot continue".into())));
+                    }
+                    return self.job_fails(at, "it did not survive the snapshot", fault);
+                }
                 let full = self.nodes[at].images.memory.values().filter(|piece| piece.recorded).count() > 1;
                 if full || (self.trouble.refusing.contains(&at) && self.random.chance(50)) {
                     self.plug(at, None);
@@ -328,10 +337,14 @@ impl World {
     }
 
     pub(super) fn job_dies(&mut self, at: usize, why: &str) {
+        self.job_fails(at, why, Fault::Job);
+    }
+
+    fn job_fails(&mut self, at: usize, why: &str, fault: Fault) {
         if let Some(job) = self.nodes[at].job.take_if(|job| !job.killed) {
             self.oracle.begins(at, self.nodes[at].process);
             self.oracle.job_fails(job.from.map(|(number, _)| number));
-            self.hears(at, Event::Local(Local::Ended(Ending::Failed { why: why.into(), last: None })));
+            self.hears(at, Event::Local(Local::Ended(Ending::Failed { why: why.into(), last: None, fault })));
         }
     }
 }

@@ -129,6 +129,13 @@ impl World {
                 self.trouble.refusing.insert(at);
                 self.at(until, Happening::Over(fault, at));
             }
+            // Sometimes for good: the job goes on without new images.
+            Fault::Fatal => {
+                self.trouble.fatal.insert(at);
+                if requeue {
+                    self.at(until, Happening::Over(fault, at));
+                }
+            }
             Fault::Hindered => {
                 self.nodes[at].trouble.hindered = true;
                 self.at(until, Happening::Over(fault, at));
@@ -198,7 +205,7 @@ impl World {
                 self.step(at, Event::Tick);
                 if self.nodes[at].job.as_ref().is_some_and(|job| job.killed) {
                     self.nodes[at].job = None;
-                    self.hears(at, Event::Local(Local::Ended(Ending::Failed { why: "killed".into(), last: None })));
+                    self.hears(at, Event::Local(Local::Ended(Ending::failed("killed", None))));
                 }
             }
             Fault::CutOff | Fault::CutOffAndReplaced => {
@@ -213,6 +220,7 @@ impl World {
             Fault::SlowNetwork => self.trouble.slow = false,
             Fault::DiskFull => self.nodes[at].images.disk_full = false,
             Fault::Refuses => drop(self.trouble.refusing.remove(&at)),
+            Fault::Fatal => drop(self.trouble.fatal.remove(&at)),
             Fault::Hindered => self.nodes[at].trouble.hindered = false,
             Fault::Mute => self.nodes[at].trouble.mute = false,
             Fault::Stuck => {
