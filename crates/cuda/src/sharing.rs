@@ -35,6 +35,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::code;
 use rekindle_os::descriptors::{self, Room};
 use rekindle_os::{parallel, process};
 use session::{ONCE_RELEASED, Session};
@@ -133,6 +134,12 @@ impl Error {
     #[must_use]
     pub fn is_busy(&self) -> bool {
         matches!(self, Error::Busy { .. })
+    }
+
+    /// Whether the driver refused something, and not because the GPU is full.
+    #[must_use]
+    pub fn is_refusal(&self) -> bool {
+        matches!(self, Error::Driver { code, .. } if *code != code::OUT_OF_MEMORY)
     }
 }
 
