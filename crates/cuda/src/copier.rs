@@ -309,6 +309,12 @@ impl Copier {
             .unwrap_or(false)
     }
 
+    /// Ends the process, so that it has nothing on the GPUs: the next one who needs it starts another. Call it only while
+    /// nothing is copied. Waits until it has ended, 10 s at most.
+    pub fn end(&self) {
+        *self.lock() = None;
+    }
+
     /// Begins to copy pieces, each to or from its offset in a file that was named before. What the process has copied to its
     /// files before need not be copied from the GPU again, as far as `reuse` allows. Does not wait until the process has all
     /// pieces: it needs 0.15 ms to import one.
