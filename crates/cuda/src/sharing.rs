@@ -284,7 +284,7 @@ pub fn announce(pids: &[i32], is_locked: bool) -> Vec<(i32, std::io::Error)> {
         loop {
             match Sharing::of(*pid) {
                 Ok(one) => {
-                    one.iter().for_each(|one| one.table().is_locked.store(is_locked.into(), Relaxed));
+                    one.iter().for_each(|one| one.announce(is_locked));
                     return None;
                 }
                 Err(_) if process::has_ended(*pid) => return None,
