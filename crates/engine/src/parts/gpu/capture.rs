@@ -526,8 +526,11 @@ impl Group {
         let members = &self.members;
         // What is not told is found when it is locked.
         let tables = parallel::at_once(members, |member| Sharing::of(member.process.pid()).ok().flatten());
-        let tell =
-            |at: usize, is_locked| tables.get(at).iter().copied().flatten().for_each(|it| it.announce(is_locked));
+        let tell = |at: usize, is_locked| {
+            if let Some(Some(table)) = tables.get(at) {
+                table.announce(is_locked);
+            }
+        };
         (0..members.len()).for_each(|at| tell(at, true));
         let lock = |at: usize, left| {
             tell(at, true);
