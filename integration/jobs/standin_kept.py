@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """A job for the stand-in libcuda whose memory can stay on the GPU.
 
-    standin_kept.py OUT [--mib N,N,...] [--still N] [--own N] [--ranks N] [--churn] [--turns] [--do FILE]
+    standin_kept.py OUT [--mib N,N,...] [--still N] [--own N] [--ranks N] [--churn] [--turns]
+                    [--collective MS] [--do FILE]
 
 Has an allocation of each of these sizes, with a pattern, and one small one; with --own one of N MiB that it makes with
 cuMemCreate itself, with --still one of N MiB that it never changes, only compares. With --ranks as many processes do so, with the outputs
 OUT, OUT.1 and so on; the first one has --do. Each round it writes the round to the first and
 the last word of each, changes one more place that the round determines, compares all of one allocation with what it must
 be, and appends the round to the file OUT. With --churn each round also frees an allocation and makes it anew.
+With --collective each round then has a collective of all ranks, for which the last rank is late by so many milliseconds.
 With --turns each round writes one of two contents to all of each allocation instead, in turn. The line of the file --do has it do something else once, and add what came of it to FILE.done:
   fork     tells how many descriptors of memory it has, and a child of it
   free     frees the last allocation
@@ -20,6 +22,7 @@ Ends with 3 when memory is not what it was, with 5 when a call fails.
 
 import argparse
 import ctypes
+import mmap
 import os
 import random
 import sys
@@ -162,12 +165,15 @@ def main():
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--churn", action="store_true")
     parser.add_argument("--turns", action="store_true")
+    parser.add_argument("--collective", type=int)
     parser.add_argument("--do")
     args = parser.parse_args()
     preload()
+    # Shared with the children.
+    begun, is_late = ctypes.c_uint64.from_buffer(mmap.mmap(-1, mmap.PAGESIZE)), False
     for rank in range(1, args.ranks):
         if os.fork() == 0:
-            args.out, args.do = f"{args.out}.{rank}", None
+            args.out, args.do, is_late = f"{args.out}.{rank}", None, rank == args.ranks - 1
             break
 
     cuda = Cuda()
@@ -200,6 +206,9 @@ def main():
                 size = all[at].size
                 all[at].free()
                 all[at] = type(all[at])(cuda, step, size)
+            if args.collective is not None:
+                time.sleep(args.collective / 1000 if is_late else 0)
+                cuda("standin_collective", ctypes.byref(begun), ctypes.c_uint64(args.ranks))
             if args.do and os.path.exists(args.do):
                 word = open(args.do).read().strip()
                 os.unlink(args.do)

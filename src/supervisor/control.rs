@@ -388,7 +388,7 @@ impl Owner<'_> {
         self.clients.control.suspended(image_of(from), why);
     }
 
-    /// Frees the memory of all images but these.
+    /// Frees the memory of all images but these, and what rekindle itself has on the GPUs.
     fn empty_memory(&self, needed: Needed) {
         for slot in self.setup.images.staging.iter().flat_map(|area| area.slots()) {
             if needed.has(slot.image().map(|image| image.id)) {
@@ -399,7 +399,7 @@ impl Owner<'_> {
                 tracing::warn!("cannot free memory of images: {}", chain(&error));
             }
         }
-        self.setup.copier.forget();
+        self.setup.copier.end();
     }
 }
 

@@ -1,9 +1,9 @@
 //! Copies memory that stays on the GPU to files and back, in a process of its own.
 //!
 //! The process ([`serve()`]) has contexts of its own on the GPUs, which the supervisor must not have: it would have the
-//! devices open, and a fault of the driver would end it. It is started for the first snapshot with such memory and stays:
-//! a context takes 0.2 s to make and 0.5 GiB of GPU memory, and registering the host memory of a file takes 1.4 s for 40
-//! GiB (H100, driver 580). Then a copy runs at the full rate of the bus.
+//! devices open, and a fault of the driver would end it. It is started for the first snapshot with such memory and stays
+//! until the job is suspended ([`Copier::end`]): a context takes 0.2 s to make and 0.5 GiB of GPU memory, and registering the
+//! host memory of a file takes 1.4 s for 40 GiB (H100, driver 580). Then a copy runs at the full rate of the bus.
 //!
 //! What has not changed since an earlier copy is not copied again: the GPU computes hashes that show it (`serve/names.rs`).
 //!
@@ -307,6 +307,12 @@ impl Copier {
         let slot = self.running.try_lock().ok();
         slot.and_then(|slot| slot.as_ref().map(|running| running.send(&Ask::Forget, None, "forget files").is_ok()))
             .unwrap_or(false)
+    }
+
+    /// Ends the process, so that it has nothing on the GPUs: the next one who needs it starts another. Call it only while
+    /// nothing is copied. Waits until it has ended, 10 s at most.
+    pub fn end(&self) {
+        *self.lock() = None;
     }
 
     /// Begins to copy pieces, each to or from its offset in a file that was named before. What the process has copied to its

@@ -35,9 +35,10 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::code;
 use rekindle_os::descriptors::{self, Room};
 use rekindle_os::{parallel, process};
-use session::Session;
+use session::{ONCE_RELEASED, Session};
 pub use table::Sharing;
 use table::{HANDED, Import, Tag};
 
@@ -133,6 +134,12 @@ impl Error {
     #[must_use]
     pub fn is_busy(&self) -> bool {
         matches!(self, Error::Busy { .. })
+    }
+
+    /// Whether the driver refused something, and not because the GPU is full.
+    #[must_use]
+    pub fn is_refusal(&self) -> bool {
+        matches!(self, Error::Driver { code, .. } if *code != code::OUT_OF_MEMORY)
     }
 }
 
@@ -277,7 +284,7 @@ pub fn announce(pids: &[i32], is_locked: bool) -> Vec<(i32, std::io::Error)> {
         loop {
             match Sharing::of(*pid) {
                 Ok(one) => {
-                    one.iter().for_each(|one| one.table().is_locked.store(is_locked.into(), Relaxed));
+                    one.iter().for_each(|one| one.announce(is_locked));
                     return None;
                 }
                 Err(_) if process::has_ended(*pid) => return None,
@@ -327,7 +334,7 @@ pub fn let_go(all: &[Sharing], own: Own, staying: &mut Vec<Staying>) -> Result<(
         return Err(Error::Busy { pid: one.inner(), source });
     }
     let all: Vec<&Sharing> = all.iter().filter(|one| is_concerned(one, own)).collect();
-    let sessions = open(&all)?;
+    let sessions = open(&all, None)?;
     // A thread that was stopped with a lock of the driver would block the keeper. This is found out before anything is
     // changed.
     each(&sessions, |session| session.ask(table::PROBE, 0, "use memory that has to be released"))?;
@@ -391,7 +398,7 @@ pub fn room(all: &[Sharing]) -> Result<Room, Error> {
 /// Then the processes must not be resumed.
 pub fn take_again(all: &[Sharing], staying: &[Staying]) -> Result<(), Error> {
     let all: Vec<&Sharing> = all.iter().filter(|one| is_gone(one)).collect();
-    let sessions = open(&all)?;
+    let sessions = open_again(&all)?;
     let imported = at_once(all.iter().zip(&sessions), |(one, session)| {
         let mut entries = Vec::new();
         for (index, bytes) in gone(one) {
@@ -429,7 +436,7 @@ fn is_gone(one: &Sharing) -> bool {
 /// Then the processes must not be resumed.
 pub fn make_again(all: &[Sharing]) -> Result<Vec<Staying>, Error> {
     let all: Vec<&Sharing> = all.iter().filter(|one| is_gone(one)).collect();
-    let sessions = open(&all)?;
+    let sessions = open_again(&all)?;
     let make = |(one, session): (&&Sharing, &Mutex<Session<'_>>)| {
         let (entries, session) = (gone(one).collect::<Vec<_>>(), lock(session));
         for (index, _) in &entries {
@@ -501,9 +508,14 @@ fn hand_over(sessions: &[Mutex<Session<'_>>], wanted: &mut [Vec<Wanted>]) -> Res
     })
 }
 
-fn open<'a>(all: &[&'a Sharing]) -> Result<Vec<Mutex<Session<'a>>>, Error> {
+/// Where something is released.
+fn open_again<'a>(all: &[&'a Sharing]) -> Result<Vec<Mutex<Session<'a>>>, Error> {
+    open(all, Some(Instant::now() + ONCE_RELEASED))
+}
+
+fn open<'a>(all: &[&'a Sharing], until: Option<Instant>) -> Result<Vec<Mutex<Session<'a>>>, Error> {
     let busy = |one: &Sharing, source| Error::Busy { pid: one.inner(), source };
-    let open = |one: &&'a Sharing| Session::open(one).map(Mutex::new).map_err(|source| busy(one, source));
+    let open = |one: &&'a Sharing| Session::open(one, until).map(Mutex::new).map_err(|source| busy(one, source));
     parallel::at_once(all, open).into_iter().collect()
 }
 

@@ -475,6 +475,29 @@ fn a_lock_that_fails_opens_the_gates() {
     rig.assert_sequence();
 }
 
+/// Ranks wait in ncclCommInitRank for one that does something else first, such as loading its data.
+#[test]
+fn ranks_that_wait_for_one_to_join_are_locked_without_a_common_point() {
+    let Some(mut rig) = rig("joins", Calls::BySymbol) else { return };
+    rig.set("SNAPSHOT_LOCK_TIMEOUT", "2s");
+    let mut supervisor = start(&rig);
+    hold_last(&rig);
+    let is_making = |pid: &i32| Ranks::of(*pid).unwrap().unwrap().counts().making > 0;
+    supervisor.until("the others wait", |rig| ranks(rig).iter().filter(|pid| is_making(pid)).count() == RANKS - 1);
+    supervisor.ask();
+    let line = supervisor.said_one_of(&["the job was frozen for", "the snapshot failed"]);
+    assert!(line.contains("the job was frozen for"), "{line}");
+    assert!(rig.log().contains("locked without a common point: a communicator is being made"), "{}", rig.log());
+    assert!(ranks(&rig).iter().filter(|pid| is_making(pid)).count() == RANKS - 1);
+    supervisor.kill_job();
+    supervisor.said("the job was restored from image");
+    let_last_go(&rig);
+    supervisor.assert_unharmed(RANKS);
+    snapshots(&rig, &mut supervisor, 1);
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
 /// At one point of all communicators a GPU may still not finish: a kernel waits for another rank in a way that is no NCCL.
 #[test]
 fn ranks_whose_gpus_do_not_finish_at_one_point_are_locked_without_it() {

@@ -1,5 +1,9 @@
 //! Failures that cannot be undone: the life ends, and the supervisor restores the job from the newest image.
 
+use std::fs;
+
+use rekindle_store::Image;
+
 use crate::rig::{Rig, Supervisor};
 
 /// Waits until the job is back from its newest image and unharmed.
@@ -164,4 +168,30 @@ fn a_driver_that_hangs_in_a_restart_is_not_waited_for() {
     assert_eq!(supervisor.wait(), Some(143));
     rig.assert_nothing_left();
     rig.assert_sequence();
+}
+
+/// Nothing but the image explains it, so an older one is used. The image may still be good for a later version.
+#[test]
+fn an_image_whose_memory_is_not_that_of_its_processes_is_passed_over() {
+    let Some(mut rig) = Rig::new() else { return };
+    rig.kept(&[]);
+    let mut supervisor = rig.start();
+    let older = supervisor.snapshot().id;
+    let newest = supervisor.snapshot().id;
+    supervisor.said("was stored in");
+    supervisor.kill();
+    rig.assert_nothing_left();
+    for image in rig.copies().into_iter().filter(|image| image.id == newest) {
+        let mut manifest = image.manifest().unwrap().clone();
+        manifest.kept.as_mut().unwrap().pieces.pop();
+        fs::write(image.dir.join("manifest.json"), manifest.to_bytes(&Default::default()).unwrap()).unwrap();
+    }
+    let mut supervisor = rig.run();
+    let why = supervisor.said(&format!("image {newest} was not restored and is not marked as bad"));
+    assert!(why.contains("the processes have 3 pieces of such memory, and 2 of the 2 in the image"), "{why}");
+    let line = supervisor.said_one_of(&["the job was restored from image", "none because of the image"]);
+    assert!(line.contains(&format!("the job was restored from image {older}")), "{line}");
+    supervisor.assert_unharmed(1);
+    assert!(rig.images().iter().all(Image::is_good), "{}", rig.log());
+    supervisor.stop();
 }

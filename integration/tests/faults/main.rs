@@ -20,6 +20,7 @@ mod rig;
 mod room;
 mod same;
 mod sharing;
+mod slow;
 mod snapshots;
 #[path = "../support/standin.rs"]
 #[allow(dead_code, reason = "this binary starts its jobs under rekindle")]

@@ -264,6 +264,16 @@ fn ranks_that_wait_for_a_late_one_in_collectives_are_locked_soon() {
     }
 }
 
+/// A rank that is unlocked for a moment makes memory that can stay on the GPU before it starts its part of a collective.
+#[test]
+fn ranks_that_make_memory_before_each_collective_are_locked_soon() {
+    for (ranks, late) in [(2, "60"), (3, "150")] {
+        let Some(mut rig) = Rig::new() else { return };
+        rig.kept(&["--ranks", &ranks.to_string(), "--mib", "16,16", "--churn", "--collective", late]);
+        locked_soon(&rig, ranks);
+    }
+}
+
 /// Six snapshots, and a death.
 pub(crate) fn locked_soon(rig: &Rig, ranks: usize) {
     let mut supervisor = rig.start();

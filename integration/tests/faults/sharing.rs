@@ -260,7 +260,7 @@ fn what_can_not_be_taken_again_ends_the_life_and_the_job_comes_back() {
         for pid in both(&rig) {
             rig.standin.fault(&format!("fail-keeper-{call}"), &format!("999 times=1 pid={pid}"));
             supervisor.kill_job();
-            let why = supervisor.said("cannot restore image");
+            let why = supervisor.said("was not restored and is not marked as bad");
             assert!(why.contains(&format!("process {pid}")) && why.contains("(error 999)"), "{call}: {why}");
             restarts += 2;
             comes_back(&rig, &mut supervisor, restarts);

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use nix::sys::signal::Signal;
+use rekindle_os::process;
 
 use crate::rig::Rig;
 
@@ -166,4 +167,28 @@ fn where_the_driver_needs_it_a_process_lets_its_gpu_go_before_a_kill() {
         assert_eq!(supervisor.wait(), Some(143), "{version}");
         rig.assert_nothing_left();
     }
+}
+
+#[test]
+fn a_suspended_job_has_nothing_on_the_gpu() {
+    let Some(mut rig) = Rig::new() else { return };
+    rig.kept(&[]);
+    let mut supervisor = rig.start();
+    let own = supervisor.pid().cast_signed();
+    let is_copier = |pid: &i32| process::text(*pid, "cmdline").is_ok_and(|line| line.contains("copy-gpu-memory"));
+    let copiers = || process::children(own).into_iter().filter(is_copier).count();
+    for _ in 0..2 {
+        supervisor.snapshot();
+        assert_eq!(copiers(), 1);
+        let (code, said) = rig.ask(&["suspend", "j"]);
+        assert_eq!(code, Some(0), "{said}");
+        assert_eq!(copiers(), 0, "{}", rig.log());
+        assert_eq!(rig.cuda_pids(), Vec::<i32>::new());
+        let (code, said) = rig.ask(&["resume", "j"]);
+        assert_eq!(code, Some(0), "{said}");
+        supervisor.said("the job was restored from image");
+        supervisor.assert_unharmed(1);
+    }
+    supervisor.stop();
+    rig.assert_sequence();
 }

@@ -244,10 +244,20 @@ fn operation(handle: u64, kind: u32, peer: i32, call: impl FnOnce() -> i32) -> i
     let Some(table) = current() else { return call() };
     let Some((at, entry)) = communicator(table, handle) else {
         // Reported as long as it lives if there was no place for it.
-        if table.unregistered.load(Ordering::Relaxed) == 0 {
-            table.untracked.fetch_or(table::UNKNOWN, Ordering::Relaxed);
+        if table.unregistered.load(Ordering::Relaxed) > 0 {
+            return call();
         }
-        return call();
+        let unknown = || table.untracked.fetch_or(table::UNKNOWN, Ordering::Relaxed);
+        if !places::has_ended(table, handle) {
+            unknown();
+            return call();
+        }
+        // NCCL refuses it, and so nothing was started: another thread may just have aborted it.
+        let code = call();
+        if matches!(code, SUCCESS | IN_PROGRESS) {
+            unknown();
+        }
+        return code;
     };
     if entry.ranks.load(Ordering::Relaxed) == 0 {
         learn_rank(entry, handle);

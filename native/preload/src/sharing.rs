@@ -41,6 +41,9 @@ pub(crate) const DESCRIPTOR: u32 = 1;
 /// How many new handles are requested until one is not in use as a name.
 const TRIES: usize = 8;
 
+/// The pause between two checks whether memory is mapped again.
+const PAUSE_NS: u64 = 100_000;
+
 static TABLE: AtomicPtr<Table> = AtomicPtr::new(null_mut());
 /// The process that it belongs to: a forked child has the pointer, but not the memory.
 static OWNER: AtomicI32 = AtomicI32::new(0);
@@ -171,6 +174,12 @@ impl UnderWay {
         let table = table();
         if let Some(table) = table {
             table.under_way.fetch_add(1, Ordering::SeqCst);
+            // A stopped thread may be lent a moment while memory is released: its handles are invalid until it is mapped again.
+            while table.state.load(Ordering::SeqCst) == table::LET_GO {
+                table.under_way.fetch_sub(1, Ordering::SeqCst);
+                sys::sleep(PAUSE_NS);
+                table.under_way.fetch_add(1, Ordering::SeqCst);
+            }
         }
         UnderWay(table)
     }

@@ -18,13 +18,21 @@ use crate::packet;
 use rekindle_os::process;
 use rekindle_os::ptrace::{self, Alone};
 
-/// Time limit for one answer of the keeper that is about one piece.
+/// Time limit for one answer of the keeper that is about one piece, before anything is released: then a late answer costs
+/// one snapshot.
 const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Time limit for all answers together once something is released: a late one costs the job, and the driver's calls can wait
+/// while it initialises GPUs for another process. The keeper itself waits for 120 s.
+pub(super) const ONCE_RELEASED: Duration = Duration::from_secs(100);
+
+/// For a time limit that is over: for a socket, zero would be no limit at all.
+const NO_TIME: Duration = Duration::from_millis(1);
 
 /// More for each piece, where the keeper does all at once. The driver needs 0.1 ms for one; releasing 112 of them takes 7 ms.
 const FOR_EACH: Duration = Duration::from_millis(2);
 
-/// Time limit for what the keeper does with all that the process has: at most 103 s. The keeper itself waits for 120 s.
+/// Time limit for what the keeper does with all that the process has: at most 103 s.
 pub(super) fn patience(table: &table::Table) -> Duration {
     let used = [&table.exports_used, &table.imports_used, &table.mappings_used];
     // The job can write any number.
@@ -40,6 +48,8 @@ const PAUSE: Duration = Duration::from_micros(100);
 pub(super) struct Session<'a> {
     sharing: &'a Sharing,
     socket: ManuallyDrop<OwnedFd>,
+    /// Once something is released: when all of it must be done.
+    until: Option<Instant>,
     _alone: Alone,
 }
 
@@ -59,7 +69,8 @@ impl Drop for Session<'_> {
 }
 
 impl<'a> Session<'a> {
-    pub(super) fn open(sharing: &'a Sharing) -> io::Result<Session<'a>> {
+    /// With `until` each answer may take until then, otherwise as long as is usual.
+    pub(super) fn open(sharing: &'a Sharing, until: Option<Instant>) -> io::Result<Session<'a>> {
         let table = sharing.table();
         let pid = sharing.pid();
         let keeper = table.keeper.load(Acquire);
@@ -67,12 +78,12 @@ impl<'a> Session<'a> {
         let thread = process::threads(pid).into_iter().find(is_it);
         let thread = thread.ok_or_else(|| io::Error::other("the interposer has no thread in the process"))?;
         // The driver's thread may not have stopped with the others yet.
-        ptrace::stop(pid, PATIENCE)?;
-        let alone = Alone::run(thread, PATIENCE)?;
+        ptrace::stop(pid, limit(until, PATIENCE))?;
+        let alone = Alone::run(thread, limit(until, PATIENCE))?;
         let call = table.calls.fetch_add(1, SeqCst).wrapping_add(1);
         wake(table);
         // It may still do what it was asked for in a session that was given up.
-        let deadline = Instant::now() + patience(table);
+        let deadline = Instant::now() + limit(until, patience(table));
         while table.answered.load(Acquire) != call {
             if Instant::now() > deadline || process::has_ended(pid) {
                 return Err(io::Error::other("the interposer's thread does not answer"));
@@ -80,10 +91,10 @@ impl<'a> Session<'a> {
             std::thread::sleep(PAUSE);
         }
         let socket = process::fetch_descriptor(&process::open_pidfd(pid)?, table.socket.load(Relaxed))?;
-        setsockopt(&socket, ReceiveTimeout, &time(PATIENCE))?;
+        setsockopt(&socket, ReceiveTimeout, &time(limit(until, PATIENCE)))?;
         // The job provides the socket: it may be one that nobody reads from.
         setsockopt(&socket, SendTimeout, &time(PATIENCE))?;
-        let session = Session { sharing, socket: ManuallyDrop::new(socket), _alone: alone };
+        let session = Session { sharing, socket: ManuallyDrop::new(socket), until, _alone: alone };
         // After this request the keeper has closed its copy of our end, and notices when we close it. The answer does
         // not matter.
         let began = session.send(Request { what: table::BEGIN, index: 0 }, None);
@@ -95,10 +106,9 @@ impl<'a> Session<'a> {
     /// Makes the keeper do something; `doing` describes it for errors.
     pub(super) fn ask(&self, what: u32, index: u32, doing: &'static str) -> Result<(), Error> {
         let is_about_all = matches!(what, table::RELEASE | table::MAP);
-        let limit = if is_about_all { patience(self.sharing.table()) } else { PATIENCE };
-        setsockopt(&self.socket(), ReceiveTimeout, &time(limit)).map_err(|error| self.busy(error.into()))?;
+        let usual = if is_about_all { patience(self.sharing.table()) } else { PATIENCE };
         self.send(Request { what, index }, None)?;
-        self.receive(doing).map(drop)
+        self.receive_within(usual, doing).map(drop)
     }
 
     /// Exports these entries again. All requests are sent before the first answer is read, so that the keeper need not
@@ -142,6 +152,12 @@ impl<'a> Session<'a> {
 
     /// The next answer, with its descriptor.
     fn receive(&self, what: &'static str) -> Result<Option<OwnedFd>, Error> {
+        self.receive_within(PATIENCE, what)
+    }
+
+    fn receive_within(&self, usual: Duration, what: &'static str) -> Result<Option<OwnedFd>, Error> {
+        let limit = time(limit(self.until, usual));
+        setsockopt(&self.socket(), ReceiveTimeout, &limit).map_err(|error| self.busy(error.into()))?;
         let (reply, descriptor) = receive(self.socket()).map_err(|source| self.busy(source))?;
         let pid = self.sharing.inner();
         match reply.code {
@@ -159,6 +175,10 @@ impl<'a> Session<'a> {
     fn busy(&self, source: io::Error) -> Error {
         Error::Busy { pid: self.sharing.inner(), source }
     }
+}
+
+fn limit(until: Option<Instant>, usual: Duration) -> Duration {
+    until.map_or(usual, |until| until.saturating_duration_since(Instant::now()).max(NO_TIME))
 }
 
 fn time(limit: Duration) -> TimeVal {

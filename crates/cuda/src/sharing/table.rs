@@ -54,6 +54,11 @@ impl Sharing {
         self.table().pid.load(Relaxed)
     }
 
+    /// Tells the process that CUDA is about to be locked, or is unlocked ([`super::announce`]).
+    pub fn announce(&self, is_locked: bool) {
+        self.table().is_locked.store(is_locked.into(), Relaxed);
+    }
+
     /// Memory that it has of other processes.
     pub(super) fn imports(&self) -> impl Iterator<Item = (u32, &Import)> {
         self.entries().filter(|(_, import)| import.kept.load(Relaxed) == FOREIGN)

@@ -7,8 +7,10 @@ use crate::launch::world;
 use crate::parts::access::{Fault, Refused};
 use crate::parts::files::rollback::RollbackError;
 use crate::parts::gpu::put_back as gpu;
+use crate::parts::kept::put_back as kept;
 use crate::steps::Panicked;
 use rekindle_criu as criu;
+use rekindle_cuda::sharing;
 use rekindle_os::spawn::Ended;
 
 /// Why an image was not restored.
@@ -138,7 +140,7 @@ pub enum Blame {
     Damaged,
     /// The image, as far as is known: it was refused for a reason in it.
     Image,
-    /// Unknown, or somebody outside: this is no evidence against the image.
+    /// Unknown, or somebody outside: this is no evidence against the image. After some attempts an older one is used.
     Unknown,
     /// It took too long, which says nothing about the image; another try would take as long.
     Slow,
@@ -197,6 +199,14 @@ impl Error {
             // It may be a zombie of the previous life, which pid 1 has not reaped yet.
             Error::PidTaken(_) => Blame::Machine,
             Error::Gpu(gpu::Error::NoThread(_)) => Blame::Image,
+            // The processes of the image have other memory than it says, or miss some: the same comes of each attempt, and
+            // an older image may be right.
+            Error::Gpu(gpu::Error::Kept(kept::Error::Other { .. })) => Blame::Unknown,
+            Error::Gpu(gpu::Error::Sharing(sharing::Error::Unmanaged { .. } | sharing::Error::Missing { .. })) => {
+                Blame::Unknown
+            }
+            // It may pass, or have its cause in what the image had the driver do.
+            Error::Gpu(gpu::Error::Sharing(error)) if error.is_busy() || error.is_refusal() => Blame::Unknown,
             // No driver, no permission, a GPU that is full or missing, a process killed meanwhile: the image cannot
             // cause any of these.
             Error::Gpu(_) => Blame::Machine,

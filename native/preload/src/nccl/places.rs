@@ -47,6 +47,14 @@ pub(super) fn free_communicator(table: &'static Table, handle: u64) -> Option<&'
     })
 }
 
+/// Whether there was a communicator with this handle that has ended.
+pub(super) fn has_ended(table: &Table, handle: u64) -> bool {
+    let state = |entry: &Communicator| entry.state.load(Ordering::Acquire);
+    let all = probe(handle >> 4, MOST_COMMUNICATORS).filter_map(|at| table.communicators.get(at));
+    all.take_while(|entry| state(entry) != FREE)
+        .any(|entry| matches!(state(entry), ENDED | REUSABLE) && entry.handle.load(Ordering::Relaxed) == handle)
+}
+
 /// Index of a counter that nobody uses, with the count 0.
 pub(super) fn free_counter(table: &Table) -> Option<u32> {
     let new = table.counters_used.load(Ordering::Relaxed);

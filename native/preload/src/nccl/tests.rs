@@ -424,6 +424,25 @@ fn what_is_not_known_is_reported_and_passed_on() {
     assert_eq!((untracked_of(table), counts(table).len(), CALLS.load(Ordering::SeqCst)), (UNKNOWN, 0, 2));
 }
 
+/// As from a thread that does not know yet that another one has aborted it.
+#[test]
+fn a_call_on_a_communicator_that_has_ended_counts_as_nothing_if_nccl_refuses_it() {
+    const INVALID_ARGUMENT: u32 = 4;
+    let (_guard, table) = begin();
+    let handle = communicator_of(1);
+    reduces(handle);
+    // SAFETY: a number, for the fake.
+    assert_eq!(unsafe { abort(handle) }, SUCCESS);
+    CODE.store(INVALID_ARGUMENT, Ordering::SeqCst);
+    let calls = CALLS.load(Ordering::SeqCst);
+    assert_eq!([reduces(handle), sends(handle, 1)], [INVALID_ARGUMENT as i32; 2]);
+    assert_eq!(CALLS.load(Ordering::SeqCst), calls + 2);
+    assert_eq!((untracked_of(table), counts(table).len()), (0, 1));
+    CODE.store(0, Ordering::SeqCst);
+    assert_eq!(reduces(handle), SUCCESS);
+    assert_eq!(untracked_of(table), UNKNOWN, "it was started, and is not counted");
+}
+
 #[test]
 fn an_operation_in_progress_has_started() {
     let (_guard, table) = begin();

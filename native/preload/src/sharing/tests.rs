@@ -301,6 +301,30 @@ fn the_first_import_is_under_way() {
     assert!(!core::ptr::eq(table, super::table().unwrap()));
 }
 
+/// A stopped thread can be lent a moment while memory is released.
+#[test]
+fn a_call_that_begins_while_memory_is_released_has_the_handle_of_later() {
+    let (_guard, table) = begin();
+    gives(&[60]);
+    let name = import_one();
+    calls();
+    table.state.store(table::LET_GO, Ordering::SeqCst);
+    let begins = std::sync::Barrier::new(2);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            begins.wait();
+            map_at(0x1000, 0x100, name);
+        });
+        begins.wait();
+        // Time for a call that does not wait.
+        std::thread::sleep(std::time::Duration::from_millis(100));
+        table.imports[0].handle.store(61, Ordering::SeqCst);
+        table.state.store(table::HELD, Ordering::SeqCst);
+    });
+    assert_eq!(calls(), ["map 4096 61"]);
+    assert_eq!(table.under_way.load(Ordering::SeqCst), 0);
+}
+
 #[test]
 fn access_is_kept_by_place() {
     let (_guard, table) = begin();

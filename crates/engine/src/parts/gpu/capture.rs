@@ -523,11 +523,25 @@ impl Group {
     }
 
     fn lock_once(&mut self, timeout: Duration, resting: Resting) -> Result<(), cuda::Error> {
-        // What is not told is found when it is locked.
-        let _ = sharing::announce(&self.outer_pids(), true);
         let members = &self.members;
-        let lock = |at: usize, left| members.get(at).map_or(Ok(()), |member| member.process.lock(left));
-        let unlock = |at: usize| members.get(at).map_or(Ok(()), |member| member.process.unlock());
+        // What is not told is found when it is locked.
+        let tables = parallel::at_once(members, |member| Sharing::of(member.process.pid()).ok().flatten());
+        let tell = |at: usize, is_locked| {
+            if let Some(Some(table)) = tables.get(at) {
+                table.announce(is_locked);
+            }
+        };
+        (0..members.len()).for_each(|at| tell(at, true));
+        let lock = |at: usize, left| {
+            tell(at, true);
+            members.get(at).map_or(Ok(()), |member| member.process.lock(left))
+        };
+        // Its threads wait for as long as it is told that CUDA is locked, and others may wait for what they start then.
+        let unlock = |at: usize| {
+            members.get(at).map_or(Ok(()), |member| member.process.unlock())?;
+            tell(at, false);
+            Ok(())
+        };
         let (locked, result) = lock::together(members.len(), timeout, resting, lock, unlock);
         for (member, locked) in self.members.iter_mut().zip(locked) {
             member.state = if locked { GpuState::Locked } else { member.state };

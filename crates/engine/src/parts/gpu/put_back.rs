@@ -59,10 +59,12 @@ pub enum Error {
     Cancelled,
 }
 
-/// Time limit for the driver before the other threads are resumed: five seconds, plus the time for the image's memory
-/// at a seventh of the slowest observed rate (6.8 GB/s from host memory).
+/// Time limit for the driver before the other threads are resumed: a minute, plus the time for the image's memory at a
+/// seventh of the slowest observed rate (6.8 GB/s from host memory). Eight processes on four GPUs took 4.7 s, with little
+/// memory. To resume the threads in the middle of a restore that is only slow can break the process, and
+/// `restart.restore-timeout` limits the restore anyway.
 fn patience(manifest: &Manifest) -> Duration {
-    Duration::from_secs(5) + Duration::from_nanos(manifest.bytes)
+    Duration::from_secs(60) + Duration::from_nanos(manifest.bytes)
 }
 
 /// How long the threads of a process may take to stop.

@@ -201,6 +201,12 @@ fn reach_with(
             return Err(NotReached::Late(format!("process {} has ended", dead.inner())));
         }
         if began.elapsed() > timeout {
+            if all_told && step.behind.is_empty() && are_being_made(&seen) {
+                tracing::debug!(
+                    "ranks are locked without a common point: a communicator is being made, and one of its ranks is late"
+                );
+                return Err(NotReached::Counts);
+            }
             return Err(NotReached::Late(describe(&step.behind, &cut.0)));
         }
         if is_missing || is_stuck && lacks_rank {
@@ -212,6 +218,13 @@ fn reach_with(
         }
         std::thread::sleep(PAUSE);
     }
+}
+
+/// Whether the only calls of NCCL that have not returned make or end communicators. They wait for a rank that may be busy with
+/// something else for minutes. The GPUs do not wait for it: every operation was started by all of its ranks.
+fn are_being_made(all: &[Operations]) -> bool {
+    let all = || all.iter().flat_map(|operations| &operations.counts);
+    all().any(|counts| counts.making > 0) && all().all(|counts| counts.inside == counts.making)
 }
 
 /// Since when a rank is in no process, without a pause.
