@@ -113,7 +113,11 @@ impl World {
                 let images = self.images();
                 let Some(run) = &mut self.run else { return };
                 let next = run.machine.state().rewinds_next();
-                let (_, event) = run.line.did_not_arrive(start.from, next, *event, || images);
+                let (missed, event) = run.line.did_not_arrive(start.from, next, *event, || images);
+                if missed.is_some() && missed == self.oracle.asked {
+                    // Who asked is told. If the job continues from that image after all, it is because of others.
+                    self.oracle.asked = None;
+                }
                 self.oracle_sees_failure(&event, start.trouble.is_some());
                 self.step(event);
             }
