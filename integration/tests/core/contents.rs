@@ -288,6 +288,21 @@ fn tracked_folders_that_are_empty_or_not_there() {
 }
 
 /// In a folder such as /tmp, the job's user cannot remove what others put there.
+/// A restore that takes away the name by which the image has the file would give the job a file of its own.
+#[test]
+fn a_deleted_name_in_a_tracked_folder_leads_to_the_file_of_the_other_name() {
+    let Some(lab) = Lab::new() else { return };
+    let folder = lab.path().join("tracked");
+    let lab = lab.set("files.track", &format!("[{folder:?}]"));
+    // Of an image of another job.
+    fs::create_dir(&folder).unwrap();
+    let theirs = folder.join(".rekindle-link-theirs");
+    fs::write(&theirs, "theirs").unwrap();
+    let run = start(&lab, "tracked-link");
+    goes_on(&lab, run);
+    assert!(theirs.exists());
+}
+
 #[test]
 fn another_user_of_a_folder_does_not_prevent_a_restore() {
     let Some(lab) = Lab::new() else { return };

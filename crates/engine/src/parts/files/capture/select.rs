@@ -10,6 +10,7 @@ use std::path::{Component, Path, PathBuf};
 use std::time::SystemTime;
 
 use super::super::aside;
+use super::super::nameless;
 use super::super::place::{Trusted, may_create_in};
 use super::super::rights::Table;
 use super::way::Way;
@@ -226,7 +227,8 @@ pub(super) fn is_gone(error: &io::Error) -> bool {
 ///
 /// A folder below it that is closed to `user` (`lost+found` of a file system) is not part of it: the job cannot change
 /// anything in there. Neither is what the kernel makes up (/proc below /), nor what a restore has kept, nor what is
-/// `apart`: the store.
+/// `apart`: the store. Nor are names that CRIU and images have for deleted files: a restore would create files of these
+/// names when the images and the dump are long gone.
 pub(super) fn below(
     folder: &Path,
     user: Option<u32>,
@@ -300,6 +302,8 @@ pub(super) fn below(
                     continue;
                 }
                 kind_of(&metadata)
+            } else if nameless::is_of_a_dump(&name) || nameless::is_of_an_image(&name) {
+                continue;
             } else if metadata.is_file() {
                 TrackedKind::File
             } else if metadata.is_symlink() {

@@ -263,6 +263,10 @@ fn a_tracked_folder_is_captured_with_the_files_that_nobody_has_open() {
     fs::create_dir_all(data.join("base/1")).unwrap();
     fs::write(data.join("base/1/table"), "rows").unwrap();
     std::os::unix::fs::symlink("base", data.join("link")).unwrap();
+    // Names of deleted files, in a dump that is under way and in an image.
+    for name in ["link_remap.5", ".rekindle-link-000001-link_remap.5"] {
+        fs::write(data.join(name), "of another job").unwrap();
+    }
     let mut contents = Contents::new(std::slice::from_ref(&data), Vec::new(), 1 << 30);
     let mut files = Vec::new();
     let captured = contents.capture(&mut files, Vec::new(), here(), draft.path()).unwrap();
