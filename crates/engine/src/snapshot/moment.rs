@@ -57,6 +57,8 @@ pub(super) enum Wrong {
     Unread(Unread),
     /// A connection inside the job was made since the preflight, when it had none.
     Connected,
+    /// Data inside the job was on its way while the tasks were dumped.
+    OnItsWay(String),
     /// What the preflight refuses has come about since.
     Refused(Refusal),
 }
@@ -271,6 +273,19 @@ impl Still<'_, '_> {
             .map_err(|e| chain(&e))?;
         let with_tls = ulp::connections(tree, ulp::TLS);
         notes.extend(tcp::capture::close_with_tls(self.seen.tcp, &with_tls, self.dir).map_err(|e| chain(&e))?);
+        match tcp::streams::complete(self.dir, tree) {
+            Ok(0) => {}
+            Ok(completed) => {
+                tracing::debug!(completed, "added data to connections that was on its way during the dump")
+            }
+            Err(error) => {
+                let why = chain(&error);
+                if let tcp::streams::Error::OnItsWay(_) = error {
+                    self.wrong = Some(Wrong::OnItsWay(why.clone()));
+                }
+                return Err(why);
+            }
+        }
         if let Some(devices) = self.devices {
             match devices.settle(self.dir, self.env.root(), &self.gpus.group.outer_pids()) {
                 Ok(more) => notes.extend(more),

@@ -305,6 +305,7 @@ impl Freeze<'_> {
             (Err(_), Some(Wrong::Unaccepted(found))) => return Err(Error::Unaccepted(found)),
             (Err(_), Some(Wrong::Unread(found))) => return Err(Error::Unread(found)),
             (Err(_), Some(Wrong::Connected)) => return Err(Error::Connected),
+            (Err(_), Some(Wrong::OnItsWay(why))) => return Err(Error::OnItsWay(why)),
             (Err(_), Some(Wrong::Refused(refusal))) => return Err(Error::Late(refusal)),
             (Err(error), None) => return Err(error.into()),
         };
