@@ -336,20 +336,25 @@ fn put_log_back(file: &OpenFile, path: &Path, held: &mut Held<'_>) -> Result<Opt
     }
 }
 
-/// How many files of the image had each inode: those with the same one were names of one file.
-struct Links(HashMap<u64, u32>);
+/// How many files of the image had each stamp: those with the same one were names of one file. The inode alone would also be
+/// that of a file on another file system.
+struct Links(HashMap<(u64, u64, i64, i64), u32>);
 
 impl Links {
     fn of(manifest: &Manifest) -> Links {
         let mut all = HashMap::new();
         for stamp in manifest.open_files.iter().filter_map(|file| file.stamp) {
-            *all.entry(stamp.inode).or_default() += 1;
+            *all.entry(Links::key(&stamp)).or_default() += 1;
         }
         Links(all)
     }
 
+    fn key(stamp: &Stamp) -> (u64, u64, i64, i64) {
+        (stamp.inode, stamp.size, stamp.modified_ns, stamp.changed_ns)
+    }
+
     fn is_alone(&self, file: &OpenFile) -> bool {
-        file.stamp.is_some_and(|stamp| self.0.get(&stamp.inode).is_none_or(|count| *count < 2))
+        file.stamp.is_some_and(|stamp| self.0.get(&Links::key(&stamp)).is_none_or(|count| *count < 2))
     }
 }
 

@@ -494,7 +494,7 @@ fn a_link_of_another_user_is_made_again_as_a_link_of_that_user() {
         let user = of_job.then(|| crate::launch::identity::lookup("nobody").unwrap());
         let view = capture::View { root: std::process::id().cast_signed(), user: user.as_ref() };
         let mut contents = capture::Contents::new(std::slice::from_ref(&data), Vec::new(), 1 << 30);
-        let captured = contents.capture(&mut Vec::new(), Vec::new(), view, dir.path()).unwrap();
+        let captured = contents.capture(&mut Vec::new(), Vec::new(), view, dir.path(), &|| false).unwrap();
         std::fs::remove_file(&link).unwrap();
         let maker = Maker::plain(!of_job, Trusted::of(user.as_ref()));
         let mut aside = Aside::of(&captured.tracked[0], maker.trusted, Expiry::of_all_but_the_newest()).unwrap();
@@ -567,6 +567,11 @@ fn a_name_that_was_given_to_another_file_gets_a_file_of_its_own_again() {
     assert!(files.iter().all(|file| links.is_alone(file)));
     let one = Links::of(&Manifest { open_files: vec![files[0].clone(); 2], ..crate::samples::manifest() });
     assert!(!one.is_alone(&files[0]));
+    // A file of another file system can have the same inode.
+    let mut elsewhere = files[0].clone();
+    elsewhere.stamp.as_mut().unwrap().changed_ns += 1;
+    let two = Links::of(&Manifest { open_files: vec![files[0].clone(), elsewhere], ..crate::samples::manifest() });
+    assert!(two.is_alone(&files[0]));
 }
 
 #[test]
@@ -671,7 +676,7 @@ fn the_store_in_a_tracked_folder_is_left_alone() {
     let draft = tempfile::tempdir().unwrap();
     let mut files = Vec::new();
     let mut contents = capture::Contents::new(std::slice::from_ref(&data), Vec::new(), 1 << 30).without_store(&store);
-    let captured = contents.capture(&mut files, Vec::new(), here, draft.path()).unwrap();
+    let captured = contents.capture(&mut files, Vec::new(), here, draft.path(), &|| false).unwrap();
     assert_eq!(files.iter().map(|file| file.path.to_path_buf()).collect::<Vec<_>>(), [data.join("table")]);
     let known: Vec<_> = captured.tracked[0].entries.iter().map(|entry| entry.path.to_path_buf()).collect();
     assert!(known.iter().all(|path| !path.starts_with(&store)), "{known:?}");
