@@ -99,6 +99,22 @@ fn is_made_again(kind: &str) {
     finish(&lab, run);
 }
 
+#[test]
+fn files_whose_permissions_somebody_changed_get_them_back() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = start(&lab, "rewritten");
+    let id = run.snapshot(&lab);
+    let before = fs::metadata(lab.file("small")).unwrap().mode();
+    for name in ["small", "large"] {
+        fs::set_permissions(lab.file(name), fs::Permissions::from_mode(0o444)).unwrap();
+    }
+    run.crash(&lab);
+    assert!(run.err().contains(&format!("restored from image {id:06}-")), "{}", run.err());
+    count_on(&lab, &mut run, 5);
+    assert_eq!(["small", "large"].map(|name| fs::metadata(lab.file(name)).unwrap().mode()), [before; 2]);
+    finish(&lab, run);
+}
+
 /// What survives the first process of a job removes its temporary files before it dies: orted, gcc, resource trackers.
 #[test]
 fn temporary_files_that_are_only_read_are_made_again() {

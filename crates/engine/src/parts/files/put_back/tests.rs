@@ -117,11 +117,32 @@ fn a_file_that_is_gone_is_made_from_the_image_with_its_mode() {
     assert_eq!(std::fs::read_to_string(&path).unwrap(), "epoch 7");
     assert_eq!(std::fs::metadata(&path).unwrap().mode(), 0o100_640);
     check_one(&wanted).unwrap();
-    wanted.mode = Some(0o100_644);
-    assert!(matches!(check_one(&wanted), Err(RollbackError::Mode { then: 0o644, now: 0o640, .. })));
     wanted.mode = None;
     std::fs::remove_file(&path).unwrap();
     assert!(matches!(check_one(&wanted), Err(RollbackError::Gone(_))), "CRIU would find another mode");
+}
+
+#[test]
+fn a_file_gets_the_permissions_back_that_somebody_has_changed() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("progress");
+    std::fs::write(&path, "epoch 7").unwrap();
+    let mode = |mode| std::fs::set_permissions(&path, Permissions::from_mode(mode)).unwrap();
+    mode(0o444);
+    let part = Some(part_path("files/open-0"));
+    let wanted = OpenFile { part, mode: Some(0o100_644), ..file(&path, 7, false) };
+    check_one(&wanted).unwrap();
+    assert_eq!(put_one_back(&wanted, Some(b"epoch 7")).unwrap(), None);
+    assert_eq!(std::fs::metadata(&path).unwrap().mode(), 0o100_644);
+    // Without its content it stays as it is: a log that others may read no more.
+    mode(0o600);
+    let log = OpenFile { part: None, append: true, ..wanted.clone() };
+    check_one(&log).unwrap();
+    assert_eq!(put_one_back(&log, None).unwrap(), None);
+    assert_eq!(std::fs::metadata(&path).unwrap().mode(), 0o100_600);
+    // CRIU compares the others.
+    mode(0o4644);
+    assert!(matches!(check_one(&wanted), Err(RollbackError::Mode { then: 0o644, now: 0o4644, .. })));
 }
 
 #[test]
@@ -457,6 +478,19 @@ fn the_rights_of_the_jobs_user_are_enough_for_its_files() {
     for name in ["state", "state.rolled-back.1"] {
         assert_eq!(std::fs::metadata(home.join(name)).unwrap().uid(), ALICE);
     }
+    // Also where the user must first get the right to write.
+    let mode = || std::fs::metadata(home.join("state")).unwrap().mode();
+    for content in ["then", "later"] {
+        std::fs::write(home.join("state"), content).unwrap();
+        std::fs::set_permissions(home.join("state"), Permissions::from_mode(0o400)).unwrap();
+        assert_eq!(put().is_some(), content == "later");
+        assert_eq!((mode(), std::fs::read(home.join("state")).unwrap()), (0o100_600, b"then".to_vec()));
+    }
+    std::fs::set_permissions(home.join("state"), Permissions::from_mode(0o400)).unwrap();
+    let log = OpenFile { part: None, append: true, ..wanted.clone() };
+    let maker = Maker::plain(false, Trusted::of(Some(&alice)));
+    let error = with_rights(&log.path, Some(&alice), || super::put_one_back(&log, None, beside(), maker, true));
+    assert!(matches!(error, Err(RollbackError::Mode { then: 0o600, now: 0o400, .. })), "{error:?}");
 }
 
 #[test]
