@@ -154,8 +154,11 @@ mod tests {
     use super::*;
     use crate::proto::InetSocketEntry;
 
-    /// An image with the two ends of a connection: state, queues, and the numbers of their ends.
-    fn image(ends: [(u32, &[u8], u32, &[u8], u32); 2]) -> tempfile::TempDir {
+    /// Of both ends of a connection: the state, the queues, and the numbers of their ends.
+    type Ends<'a> = [(u32, &'a [u8], u32, &'a [u8], u32); 2];
+
+    /// An image with the two ends of a connection.
+    fn image(ends: Ends<'_>) -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         let address = u32::from_ne_bytes([127, 0, 0, 1]);
         let mut sockets = Vec::new();
@@ -182,7 +185,7 @@ mod tests {
         dir
     }
 
-    fn missing(ends: [(u32, &[u8], u32, &[u8], u32); 2]) -> Vec<(u32, u32, u32)> {
+    fn missing(ends: Ends<'_>) -> Vec<(u32, u32, u32)> {
         let found = behind(image(ends).path()).unwrap();
         found.into_iter().map(|end| (end.inode, end.received, end.missing)).collect()
     }

@@ -490,7 +490,7 @@ fn put_protected_back(
         Ok(open) => content::replace(&open, place, file, content, keeper),
         Err(error) => Err(refused(error)),
     };
-    found.set_mode(file.mode.unwrap_or(metadata.mode())).map_err(failed("chmod", path))?;
+    found.set_mode(file.mode.unwrap_or_else(|| metadata.mode())).map_err(failed("chmod", path))?;
     Ok(replaced?.map(FileRollback::Kept))
 }
 
