@@ -261,6 +261,21 @@ def tracked():
     count(step)
 
 
+def tracked_link():
+    # A file that lost its first name while it has another one, in a tracked folder.
+    file = open(path("tracked/gone"), "w+b", buffering=0)
+    os.link(path("tracked/gone"), path("tracked/kept"))
+    os.unlink(path("tracked/gone"))
+
+    def step(n):
+        need(os.fstat(file.fileno()).st_ino == os.stat(path("tracked/kept")).st_ino, "they are two files, at", n)
+        with open(path("tracked/kept"), "rb") as kept:
+            need(kept.read() == (b"%d" % (n - 1) if n > 1 else b""), "the other name has other content, at", n)
+        os.pwrite(file.fileno(), b"%d" % n, 0)
+
+    count(step)
+
+
 def renamed():
     # The name belongs to another file from some time on, while the first is still open.
     file, own, check = opened("data", 100_000)
@@ -403,6 +418,7 @@ KINDS = {
     "not-utf8": not_utf8,
     "rewritten": rewritten,
     "tracked": tracked,
+    "tracked-link": tracked_link,
     "renamed": renamed,
     "removed": removed,
     "with-a-list": with_a_list,

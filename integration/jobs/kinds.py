@@ -180,6 +180,52 @@ def tcp_within():
     count(check)
 
 
+def tcp_flowing():
+    """Data that waits to be acknowledged at any time, from the process that CRIU dumps last to the one that it dumps first."""
+    server = socket.socket()
+    server.bind(("127.0.0.1", 0))
+    server.listen(100)
+    ended, end = os.pipe()
+    for _ in range(20):
+        if os.fork() == 0:
+            os.close(end)
+            os.read(ended, 1)
+            os._exit(0)
+    if os.fork() == 0:
+        os.close(end)
+        clients = [socket.create_connection(server.getsockname()) for _ in range(8)]
+        n = 0
+        while not os.path.exists(path("finish")):
+            for client in clients:
+                client.sendall(struct.pack("Q", n))
+            n += 1
+            time.sleep(0.001)
+        os._exit(0)
+    connections = [server.accept()[0] for _ in range(8)]
+    left, wanted = [b""] * 8, [0] * 8
+
+    def read(i):
+        # What is lost never comes.
+        connections[i].settimeout(30)
+        data = connections[i].recv(1 << 20)
+        left[i] += data
+        whole = len(left[i]) // 8
+        numbers = struct.unpack("%dQ" % whole, left[i][: 8 * whole])
+        need(numbers == tuple(range(wanted[i], wanted[i] + whole)), "another number than", wanted[i])
+        wanted[i] += whole
+        left[i] = left[i][8 * whole :]
+        return data
+
+    def last(n):
+        for i in range(8):
+            while read(i):
+                pass
+        need(len(set(wanted)) == 1, "they got", wanted)
+
+    # One at a time: the kernel acknowledges late what is not read.
+    count(lambda n: read(n % 8), last, 0.03)
+
+
 def nameless(keep_link):
     """A file that lost its name; with keep_link, another name of it stays."""
     file = open(path("gone"), "w+b", buffering=0)
@@ -759,6 +805,7 @@ KINDS = {
     "udp": udp,
     "tcp-listening": tcp_listening,
     "tcp-within": tcp_within,
+    "tcp-flowing": tcp_flowing,
     "ghost": lambda: nameless(False),
     "link-remap": lambda: nameless(True),
     "files": files,

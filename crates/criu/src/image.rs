@@ -14,6 +14,7 @@ mod peers;
 mod queues;
 mod rewrite;
 mod sockets;
+mod streams;
 mod timers;
 
 use std::collections::BTreeMap;
@@ -35,6 +36,7 @@ pub use memfds::memfd_names;
 pub use peers::{Dangling, dangling_sockets};
 pub use queues::{Queues, Stuck, keep_in_flight};
 pub use sockets::{TcpSocket, close_connections, close_connections_outwards, tcp_sockets};
+pub use streams::{Behind, behind, complete};
 pub use timers::restart_timers;
 
 use super::proto::{FileEntry, PagemapEntry, PagemapHead, PstreeEntry, RemapEntry, StatsEntry};

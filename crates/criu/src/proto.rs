@@ -215,6 +215,8 @@ pub(crate) struct ListenerEntry {
 /// The used fields of `inet_sk_entry`.
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct InetSocketEntry {
+    #[prost(uint32, required, tag = "2")]
+    pub inode: u32,
     /// `IPPROTO_TCP`, `IPPROTO_UDP`.
     #[prost(uint32, required, tag = "5")]
     pub protocol: u32,
@@ -231,6 +233,26 @@ pub(crate) struct InetSocketEntry {
     pub source: Vec<u32>,
     #[prost(uint32, repeated, packed = "false", tag = "12")]
     pub destination: Vec<u32>,
+}
+
+/// The used fields of `tcp_stream_entry`.
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct TcpStreamEntry {
+    /// Bytes received and not read.
+    #[prost(uint32, required, tag = "1")]
+    pub(crate) inq_len: u32,
+    /// The number of the next byte to be received.
+    #[prost(uint32, required, tag = "2")]
+    pub(crate) inq_seq: u32,
+    /// Bytes written and not acknowledged.
+    #[prost(uint32, required, tag = "3")]
+    pub(crate) outq_len: u32,
+    /// The number of the next byte to be written.
+    #[prost(uint32, required, tag = "4")]
+    pub(crate) outq_seq: u32,
+    /// The number of the byte after those that were acknowledged.
+    #[prost(uint32, optional, tag = "17")]
+    pub(crate) rcv_wup: Option<u32>,
 }
 
 /// `reg_file_entry`.

@@ -5,7 +5,7 @@
 //! | [`files`] | content, sizes and names of files | before CRIU opens them |
 //! | `landing` | GPU memory, in files of the image | mapped by CRIU, read by the driver |
 //! | [`gpu`] | the CUDA processes: locked, checkpointed | restored, on other GPUs if they moved |
-//! | `tcp` | connections: kept or closed; the snapshot waits for those that are not accepted yet | ports that dead processes use are freed |
+//! | `tcp` | connections: kept, with what arrives during the dump, or closed; the snapshot waits for those that are not accepted yet | ports that dead processes use are freed |
 //! | `groups` | control groups that the job made | created again and entered |
 //! | `affinity` | threads that are bound to processors | bound again, to those that we may use |
 //! | [`devices`] | NVIDIA's devices in processes without CUDA | left out of the image |

@@ -209,6 +209,9 @@ pub enum Error {
         "dump: processes of the job have connected to each other since the snapshot began, and the image would not have that connection"
     )]
     Connected,
+    /// Data between processes of the job was on its way, and could not be added to the image.
+    #[error("dump: {0}, and the image would not have it")]
+    OnItsWay(String),
     /// Events for files have come since, and CRIU would drop them.
     #[error("dump: the image would not have {0}")]
     Unread(Unread),
@@ -322,6 +325,7 @@ impl Error {
             | Error::Unnoticed(_)
             | Error::Unaccepted(_)
             | Error::Connected
+            | Error::OnItsWay(_)
             | Error::Unread(_)
             | Error::Dangling(_) => true,
             Error::Gpu(gpu::Error::Restless { .. } | gpu::Error::Initializing { .. } | gpu::Error::Ended { .. }) => {
@@ -335,11 +339,15 @@ impl Error {
         }
     }
 
-    /// Whether a process was just beginning or ending, or a connection was just made, so that the next attempt should be made
-    /// at once.
+    /// Whether a process was just beginning or ending, or a connection was just made or closed, so that the next attempt should
+    /// be made at once.
     fn passes_at_once(&self) -> bool {
         match self {
-            Error::Starting(_) | Error::Unaccepted(_) | Error::Connected | Error::Gpu(gpu::Error::Ended { .. }) => true,
+            Error::Starting(_)
+            | Error::Unaccepted(_)
+            | Error::Connected
+            | Error::OnItsWay(_)
+            | Error::Gpu(gpu::Error::Ended { .. }) => true,
             Error::Dump(criu::RunError::Refused { log }) => log.says_ending(),
             _ => false,
         }

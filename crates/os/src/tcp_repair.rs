@@ -1,8 +1,10 @@
-//! TCP connections that CRIU left in the kernel's repair mode (`TCP_REPAIR`), in which they send nothing.
+//! TCP connections that CRIU put into the kernel's repair mode (`TCP_REPAIR`), in which they send nothing, but receive.
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
+
+use nix::sys::socket::{MsgFlags, recv};
 
 use super::process;
 
@@ -25,19 +27,44 @@ pub fn leave(tree: &[i32]) -> usize {
     found
 }
 
+/// The first bytes that a connection in repair mode has received and its process has not read, up to `length` of them.
+/// They stay in its queue.
+///
+/// # Errors
+/// When it is not in repair mode, or has nothing to read.
+pub fn received(socket: &OwnedFd, length: usize) -> io::Result<Vec<u8>> {
+    /// `TCP_RECV_QUEUE` of linux/tcp.h: which queue recv(2) looks into.
+    const RECEIVED: libc::c_int = 1;
+    let before = get(socket, libc::TCP_REPAIR_QUEUE)?;
+    set(socket, libc::TCP_REPAIR_QUEUE, RECEIVED)?;
+    let mut queue = vec![0; length];
+    let flags = MsgFlags::MSG_PEEK | MsgFlags::MSG_DONTWAIT;
+    let found = recv(socket.as_raw_fd(), &mut queue, flags);
+    set(socket, libc::TCP_REPAIR_QUEUE, before)?;
+    queue.truncate(found?);
+    Ok(queue)
+}
+
 /// Whether repair mode is on; getsockopt fails for every socket that is not TCP.
 fn is_on(socket: &OwnedFd) -> bool {
-    let mut value: libc::c_int = 0;
-    let mut length: libc::socklen_t = 4;
-    let (fd, level, option) = (socket.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_REPAIR);
-    // SAFETY: value and length are valid, and length is the value's.
-    let result = unsafe { libc::getsockopt(fd, level, option, (&raw mut value).cast(), &raw mut length) };
-    result == 0 && value != 0
+    get(socket, libc::TCP_REPAIR).is_ok_and(|value| value != 0)
 }
 
 fn switch_off(socket: &OwnedFd) -> io::Result<()> {
-    let value: libc::c_int = 0;
-    let (fd, level, option) = (socket.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_REPAIR);
+    set(socket, libc::TCP_REPAIR, 0)
+}
+
+fn get(socket: &OwnedFd, option: libc::c_int) -> io::Result<libc::c_int> {
+    let mut value: libc::c_int = 0;
+    let mut length: libc::socklen_t = 4;
+    let (fd, level) = (socket.as_raw_fd(), libc::IPPROTO_TCP);
+    // SAFETY: value and length are valid, and length is the value's.
+    let result = unsafe { libc::getsockopt(fd, level, option, (&raw mut value).cast(), &raw mut length) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(value) }
+}
+
+fn set(socket: &OwnedFd, option: libc::c_int, value: libc::c_int) -> io::Result<()> {
+    let (fd, level) = (socket.as_raw_fd(), libc::IPPROTO_TCP);
     // SAFETY: the value is valid, of 4 bytes.
     let result = unsafe { libc::setsockopt(fd, level, option, (&raw const value).cast(), 4) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
@@ -50,11 +77,46 @@ mod tests {
 
     use super::*;
 
+    /// One test counts the connections of this process that are in repair mode.
+    static ALONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
+
+    #[test]
+    fn what_arrives_in_repair_mode_is_seen_and_stays() {
+        if !rekindle_testing::root() {
+            return;
+        }
+        let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let mut server = listener.accept().unwrap().0;
+        server.set_read_timeout(Some(std::time::Duration::from_secs(10))).unwrap();
+        client.write_all(b"early ").unwrap();
+        server.peek(&mut [0; 6]).unwrap();
+        let socket = OwnedFd::from(server.try_clone().unwrap());
+        assert!(received(&socket, 6).is_err(), "it is not in repair mode");
+        set(&socket, libc::TCP_REPAIR, 1).unwrap();
+        // As CRIU leaves it.
+        set(&socket, libc::TCP_REPAIR_QUEUE, 2).unwrap();
+        client.write_all(b"late").unwrap();
+        let until = std::time::Instant::now() + std::time::Duration::from_secs(10);
+        while received(&socket, 20).unwrap().len() < 10 && std::time::Instant::now() < until {
+            std::thread::yield_now();
+        }
+        assert_eq!(received(&socket, 20).unwrap(), b"early late");
+        assert_eq!(received(&socket, 8).unwrap(), b"early la");
+        assert_eq!(get(&socket, libc::TCP_REPAIR_QUEUE).unwrap(), 2);
+        switch_off(&socket).unwrap();
+        let mut heard = [0; 10];
+        server.read_exact(&mut heard).unwrap();
+        assert_eq!(&heard, b"early late");
+    }
+
     #[test]
     fn a_connection_in_repair_goes_on() {
         if !rekindle_testing::root() {
             return;
         }
+        let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let mut server = listener.accept().unwrap().0;
@@ -64,7 +126,7 @@ mod tests {
         let result = unsafe { libc::setsockopt(client.as_raw_fd(), level, option, (&raw const on).cast(), 4) };
         assert_eq!(result, 0, "{}", io::Error::last_os_error());
         let own = [std::process::id().cast_signed()];
-        // Other tests of this process may have connections, but none in repair.
+        // Other tests of this process may have connections, but none in repair at the same time.
         assert_eq!(leave(&own), 1);
         assert_eq!(leave(&own), 0);
         client.write_all(b"on").unwrap();

@@ -99,6 +99,22 @@ fn is_made_again(kind: &str) {
     finish(&lab, run);
 }
 
+#[test]
+fn files_whose_permissions_somebody_changed_get_them_back() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = start(&lab, "rewritten");
+    let id = run.snapshot(&lab);
+    let before = fs::metadata(lab.file("small")).unwrap().mode();
+    for name in ["small", "large"] {
+        fs::set_permissions(lab.file(name), fs::Permissions::from_mode(0o444)).unwrap();
+    }
+    run.crash(&lab);
+    assert!(run.err().contains(&format!("restored from image {id:06}-")), "{}", run.err());
+    count_on(&lab, &mut run, 5);
+    assert_eq!(["small", "large"].map(|name| fs::metadata(lab.file(name)).unwrap().mode()), [before; 2]);
+    finish(&lab, run);
+}
+
 /// What survives the first process of a job removes its temporary files before it dies: orted, gcc, resource trackers.
 #[test]
 fn temporary_files_that_are_only_read_are_made_again() {
@@ -288,6 +304,21 @@ fn tracked_folders_that_are_empty_or_not_there() {
 }
 
 /// In a folder such as /tmp, the job's user cannot remove what others put there.
+/// A restore that takes away the name by which the image has the file would give the job a file of its own.
+#[test]
+fn a_deleted_name_in_a_tracked_folder_leads_to_the_file_of_the_other_name() {
+    let Some(lab) = Lab::new() else { return };
+    let folder = lab.path().join("tracked");
+    let lab = lab.set("files.track", &format!("[{folder:?}]"));
+    // Of an image of another job.
+    fs::create_dir(&folder).unwrap();
+    let theirs = folder.join(".rekindle-link-theirs");
+    fs::write(&theirs, "theirs").unwrap();
+    let run = start(&lab, "tracked-link");
+    goes_on(&lab, run);
+    assert!(theirs.exists());
+}
+
 #[test]
 fn another_user_of_a_folder_does_not_prevent_a_restore() {
     let Some(lab) = Lab::new() else { return };

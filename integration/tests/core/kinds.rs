@@ -58,6 +58,7 @@ kinds! {
     two_hundred_threads: "200-threads",
     children_and_pipes_in_flight: "pipes",
     a_connection_within_the_job: "tcp-within",
+    data_between_processes_that_arrives_during_the_dump: "tcp-flowing",
     a_deleted_file: "ghost",
     timers_and_sleeps: "timers",
     a_timer_whose_ticks_are_read_late: "ticks",

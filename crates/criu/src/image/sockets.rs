@@ -28,7 +28,7 @@ pub enum TcpSocket {
 }
 
 impl TcpSocket {
-    fn of(entry: &FileEntry) -> Option<TcpSocket> {
+    pub(super) fn of(entry: &FileEntry) -> Option<TcpSocket> {
         let socket = entry.inet.as_ref().filter(|socket| socket.protocol == TCP)?;
         let end = |words: &[u32], port: u32| Some(SocketAddr::new(address(words)?, u16::try_from(port).ok()?));
         let local = end(&socket.source, socket.source_port)?;
@@ -94,7 +94,7 @@ pub fn close_connections(dir: &Path, closes: &dyn Fn(SocketAddr, SocketAddr) -> 
     Ok(closed)
 }
 
-fn ends(socket: &TcpSocket) -> Option<(SocketAddr, SocketAddr)> {
+pub(super) fn ends(socket: &TcpSocket) -> Option<(SocketAddr, SocketAddr)> {
     match socket {
         TcpSocket::Connected { local, remote } => Some((*local, *remote)),
         TcpSocket::Listening(_) => None,
@@ -120,6 +120,7 @@ mod tests {
     /// An entry with an unknown field: 13, as a message.
     fn socket(id: u32, state: u32, source: (&[u32], u32), destination: (&[u32], u32)) -> Vec<u8> {
         let inet = InetSocketEntry {
+            inode: id,
             protocol: TCP,
             state,
             source_port: source.1,

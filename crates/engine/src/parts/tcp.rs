@@ -2,4 +2,5 @@
 
 pub(crate) mod capture;
 pub(crate) mod put_back;
+pub(crate) mod streams;
 pub(crate) mod waiting;

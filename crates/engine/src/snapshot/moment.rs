@@ -1,5 +1,7 @@
 //! Records the state at the moment of the image, while CRIU has all tasks stopped.
 
+use std::collections::HashSet;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Instant, SystemTime};
 
@@ -57,6 +59,8 @@ pub(super) enum Wrong {
     Unread(Unread),
     /// A connection inside the job was made since the preflight, when it had none.
     Connected,
+    /// Data inside the job was on its way while the tasks were dumped.
+    OnItsWay(String),
     /// What the preflight refuses has come about since.
     Refused(Refusal),
 }
@@ -219,16 +223,23 @@ impl Still<'_, '_> {
         let mut open_files = record::open_for_writing(dir, self.env.root()).map_err(|e| e.to_string())?;
         let mapped = criu::image::written_by_mappings(dir).map_err(|e| chain(&e))?;
         let contents = &mut self.seen.contents;
-        let mut captured = contents
-            .capture(&mut open_files, mapped, view, self.image)
-            .map_err(|error| format!("cannot copy the files that the job writes: {error}"))?;
+        let (cancelled, deadline) = (self.env.cancelled, self.deadline);
+        let stopped = || cancelled() || Instant::now() >= deadline;
+        let mut captured = contents.capture(&mut open_files, mapped, view, self.image, &stopped).map_err(|error| {
+            let why = match error.kind() {
+                io::ErrorKind::Interrupted => "it took longer than snapshot.dump-timeout".to_owned(),
+                _ => error.to_string(),
+            };
+            format!("cannot copy the files that the job writes: {why}")
+        })?;
         notes.append(&mut captured.notes);
         captured.owners = record::owners(tree);
         for file in &mut open_files {
             file.owner = captured.owners.get(&*file.path).copied().or(file.owner);
         }
         let read = criu::image::checked_files(dir).map_err(|e| chain(&e))?.into_iter().map(|file| file.path);
-        let read = read.filter(|path| !open_files.iter().any(|open| open.path == *path)).collect();
+        let open: HashSet<&Path> = open_files.iter().map(|file| file.path.as_path()).collect();
+        let read = read.filter(|path| !open.contains(path.as_path())).collect();
         let began = std::fs::metadata(self.env.subject.folder.path()).and_then(|folder| folder.created());
         let began = began.unwrap_or_else(|_| SystemTime::now());
         captured.read = contents
@@ -271,6 +282,19 @@ impl Still<'_, '_> {
             .map_err(|e| chain(&e))?;
         let with_tls = ulp::connections(tree, ulp::TLS);
         notes.extend(tcp::capture::close_with_tls(self.seen.tcp, &with_tls, self.dir).map_err(|e| chain(&e))?);
+        match tcp::streams::complete(self.dir, tree) {
+            Ok(0) => {}
+            Ok(completed) => {
+                tracing::debug!(completed, "added data to connections that was on its way during the dump")
+            }
+            Err(error) => {
+                let why = chain(&error);
+                if let tcp::streams::Error::OnItsWay(_) = error {
+                    self.wrong = Some(Wrong::OnItsWay(why.clone()));
+                }
+                return Err(why);
+            }
+        }
         if let Some(devices) = self.devices {
             match devices.settle(self.dir, self.env.root(), &self.gpus.group.outer_pids()) {
                 Ok(more) => notes.extend(more),

@@ -305,7 +305,9 @@ impl Freeze<'_> {
             (Err(_), Some(Wrong::Unaccepted(found))) => return Err(Error::Unaccepted(found)),
             (Err(_), Some(Wrong::Unread(found))) => return Err(Error::Unread(found)),
             (Err(_), Some(Wrong::Connected)) => return Err(Error::Connected),
+            (Err(_), Some(Wrong::OnItsWay(why))) => return Err(Error::OnItsWay(why)),
             (Err(_), Some(Wrong::Refused(refusal))) => return Err(Error::Late(refusal)),
+            (Err(criu::RunError::Hook { .. }), None) if (env.cancelled)() => return Err(Error::Cancelled),
             (Err(error), None) => return Err(error.into()),
         };
         let moment = moment.ok_or_else(silent)?;

@@ -31,6 +31,7 @@ use crate::launch::identity::Identity;
 use notes::Reason;
 use rekindle_os::blocks::{self, Medium};
 use rekindle_os::identity;
+use rekindle_os::process;
 use rekindle_store::manifest::{
     Fifo, Folder, KeptCopy, OpenFile, Owner, Stamp, TrackedEntry, TrackedFolder, TrackedKind,
 };
@@ -58,6 +59,8 @@ impl View<'_> {
 
 /// Smaller files are copied in the freeze only.
 const AHEAD_FROM: u64 = 1 << 20;
+/// Bytes of files that are examined together before they are copied: what changes meanwhile is copied again in the freeze.
+const AHEAD_AT_A_TIME: u64 = 256 << 20;
 /// If a file was changed less than this before its copy began, a later change may have the same time stamp: the clock
 /// for time stamps advances every few milliseconds.
 const SETTLED: Duration = Duration::from_millis(100);
@@ -247,39 +250,51 @@ impl Contents {
         let groups = self.within_limit(&survey);
         let mut found = survey.found;
         found.retain(|file| groups.keep(file) && file.bytes() >= AHEAD_FROM);
-        for file in found {
-            if cancelled() {
-                break;
+        let mut found = found.into_iter().peekable();
+        while found.peek().is_some() && !cancelled() {
+            let (mut batch, mut bytes) = (Vec::new(), 0);
+            while batch.len() < OPEN_AT_A_TIME && bytes < AHEAD_AT_A_TIME {
+                let Some(file) = found.next() else { break };
+                // The file can be gone by now.
+                let Some(Opened { file: open, shared }) = view.with(|way| file.open(way, true))?? else { continue };
+                if shared.is_some() {
+                    // A copy that shares blocks first writes dirty pages to the disk: better now than in the freeze.
+                    let _ = open.sync_data();
+                    continue;
+                }
+                bytes += file.bytes();
+                let began = SystemTime::now();
+                let stamp = Stamp::of(&open.metadata()?);
+                batch.push((file, open, stamp, is_settled(&stamp, began)));
             }
-            // The file can be gone by now.
-            let Some(Opened { file: open, shared }) = view.with(|way| file.open(way, true))?? else { continue };
-            if shared.is_some() {
-                // A copy that shares blocks first writes dirty pages to the disk: better now than in the freeze.
-                let _ = open.sync_data();
-                continue;
+            // A file can have been mapped and written to since it was examined. Such a page is written to again without a new
+            // time stamp, and when the job is frozen, the file may be mapped no more. The look comes after the stamps, because a
+            // mapping that is made later changes them; and before the copies, which have what was written before it.
+            let uses = select::uses_now(&process::tree(view.root));
+            for (file, open, stamp, is_settled) in batch {
+                let part = self.next_part()?;
+                match copy::whole(&open, stamp.size, &create(draft, &part)?, cancelled) {
+                    Err(_) if cancelled() => return Ok(()),
+                    done => done?,
+                }
+                // Writes through a mapping can leave the time stamp unchanged, and on tmpfs always do.
+                let is_used = file.mapped || file.direct || uses.has(&file.path, stamp.inode);
+                let is_telling = !is_used && file.medium == Medium::Disk && is_settled;
+                self.ahead.insert(file.path, Ahead { part, stamp, is_telling });
             }
-            let part = self.next_part()?;
-            let began = SystemTime::now();
-            let stamp = Stamp::of(&open.metadata()?);
-            match copy::whole(&open, stamp.size, &create(draft, &part)?, cancelled) {
-                Err(_) if cancelled() => break,
-                done => done?,
-            }
-            // Writes through a mapping can leave the time stamp unchanged, and on tmpfs always do.
-            let is_telling = !file.mapped && !file.direct && file.medium == Medium::Disk && is_settled(&stamp, began);
-            self.ahead.insert(file.path, Ahead { part, stamp, is_telling });
         }
         Ok(())
     }
 
     /// Captures the files while the job is frozen. `files` are open for writing, `mapped` can be written through a
-    /// mapping.
+    /// mapping. Returns `Interrupted` once `stopped` says so: the job waits meanwhile.
     pub(crate) fn capture(
         &mut self,
         files: &mut Vec<OpenFile>,
         mapped: Vec<PathBuf>,
         view: View<'_>,
         draft: &Path,
+        stopped: &(dyn Fn() -> bool + Sync),
     ) -> io::Result<Captured> {
         let open = files
             .iter()
@@ -302,6 +317,9 @@ impl Contents {
         let places = files.iter().enumerate().map(|(at, file)| (file.path.to_path_buf(), at));
         let places: HashMap<PathBuf, usize> = places.collect();
         for batch in found.chunks(OPEN_AT_A_TIME) {
+            if stopped() {
+                return Err(io::ErrorKind::Interrupted.into());
+            }
             let copied: Vec<&Found> = batch.iter().filter(|file| groups.keep(file) && !self.is_copied(file)).collect();
             // One switch to the user's rights for all files: each switch takes a thread.
             let opened = view.with(|way| {
@@ -326,7 +344,7 @@ impl Contents {
                 };
                 file.describe(part, known)?;
             }
-            copy::all(&copies, &|| false)?;
+            copy::all(&copies, stopped)?;
         }
         tracing::debug!(files = found.len(), shared = self.shared.len(), "files of the job");
         captured.absent = absent.iter().map(|path| job_path(path)).collect::<io::Result<_>>()?;

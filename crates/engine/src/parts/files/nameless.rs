@@ -11,6 +11,7 @@ use super::record::in_their_folder;
 use crate::launch::identity::Identity;
 use rekindle_os::maps;
 use rekindle_os::process::{self, path_in};
+use rekindle_store::manifest::SavedLink;
 
 /// What the kernel adds to the name of a deleted file.
 const DELETED: &[u8] = b" (deleted)";
@@ -58,6 +59,16 @@ fn is_nameless(name: &[u8]) -> bool {
     name.starts_with(b"/") && name.ends_with(DELETED) && !memory.iter().any(|start| name.starts_with(start))
 }
 
+/// Whether CRIU gives such names to deleted files during a dump.
+pub(super) fn is_of_a_dump(name: &OsStr) -> bool {
+    name.as_bytes().starts_with(b"link_remap.")
+}
+
+/// Whether an image has such names for deleted files. The image needs the file itself, not its content.
+pub(super) fn is_of_an_image(name: &OsStr) -> bool {
+    name.as_bytes().starts_with(SavedLink::PREFIX.as_bytes())
+}
+
 /// Removes the names that a dump gave to those with another name, if CRIU was killed before it removed them itself
 /// (`create_link_remap`): each further dump would use the same names, and fail. Returns how many there were.
 ///
@@ -81,7 +92,7 @@ fn remove_names_in(folder: &Path, files: &BTreeSet<(u64, u64)>, root: i32, user:
     let remove = |[folder]: [PathBuf; 1]| {
         let mut removed = 0;
         for entry in std::fs::read_dir(folder)?.flatten() {
-            let is_criu_s = entry.file_name().as_bytes().starts_with(b"link_remap.");
+            let is_criu_s = is_of_a_dump(&entry.file_name());
             let is_theirs = || entry.metadata().is_ok_and(|now| files.contains(&identity(&now)));
             if is_criu_s && is_theirs() && std::fs::remove_file(entry.path()).is_ok() {
                 removed += 1;

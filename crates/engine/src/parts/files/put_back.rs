@@ -149,10 +149,14 @@ fn check_one(file: &OpenFile, changed: ChangedFiles, trusted: Trusted) -> Result
         return Err(RollbackError::NotAFile(path.clone()));
     }
     trusted.check_file(path, &metadata, file.owner)?;
-    let is_lent = |then: u32| file.part.is_some() && metadata.mode() == lent(then);
-    if let Some(then) = file.mode.filter(|then| *then != metadata.mode() && !is_lent(*then)) {
-        let (then, now) = (then & 0o7777, metadata.mode() & 0o7777);
-        return Err(RollbackError::Mode { path: path.clone(), then, now });
+    if let Some(then) = file.mode.filter(|then| *then != metadata.mode()) {
+        let (before, now) = (then & 0o7777, metadata.mode() & 0o7777);
+        if without_access(then) != without_access(metadata.mode()) {
+            return Err(RollbackError::Mode { path: path.clone(), then: before, now });
+        }
+        if file.part.is_none() {
+            tracing::warn!("{} had mode {before:o} at the snapshot and keeps {now:o}", path.display());
+        }
     }
     let then = file.stamp.filter(|_| file.part.is_none());
     if then.is_some_and(|then| then.differs(&Stamp::of(&metadata))) {
@@ -172,13 +176,18 @@ fn check_one(file: &OpenFile, changed: ChangedFiles, trusted: Trusted) -> Result
     Ok(())
 }
 
-/// The mode of a file while its owner may write it to put it back. One that has it before was left so by a restore that
-/// was killed.
+/// A mode without the bits that a restore gives back, or CRIU accepts as they are (`skip_file_rwx_check`). A restore that was
+/// killed can have left others, too ([`lent`]).
+fn without_access(mode: u32) -> u32 {
+    mode & !0o777
+}
+
+/// The mode of a file while its owner may write it to put it back.
 fn lent(mode: u32) -> u32 {
     mode | 0o600
 }
 
-/// Whether the file can be created with the mode at the snapshot, which CRIU compares.
+/// Whether the file can be created with the mode at the snapshot, whose special bits CRIU compares.
 fn can_be_made(file: &OpenFile) -> bool {
     file.part.is_some() && file.mode.is_some()
 }
@@ -336,20 +345,25 @@ fn put_log_back(file: &OpenFile, path: &Path, held: &mut Held<'_>) -> Result<Opt
     }
 }
 
-/// How many files of the image had each inode: those with the same one were names of one file.
-struct Links(HashMap<u64, u32>);
+/// How many files of the image had each stamp: those with the same one were names of one file. The inode alone would also be
+/// that of a file on another file system.
+struct Links(HashMap<(u64, u64, i64, i64), u32>);
 
 impl Links {
     fn of(manifest: &Manifest) -> Links {
         let mut all = HashMap::new();
         for stamp in manifest.open_files.iter().filter_map(|file| file.stamp) {
-            *all.entry(stamp.inode).or_default() += 1;
+            *all.entry(Links::key(&stamp)).or_default() += 1;
         }
         Links(all)
     }
 
+    fn key(stamp: &Stamp) -> (u64, u64, i64, i64) {
+        (stamp.inode, stamp.size, stamp.modified_ns, stamp.changed_ns)
+    }
+
     fn is_alone(&self, file: &OpenFile) -> bool {
-        file.stamp.is_some_and(|stamp| self.0.get(&stamp.inode).is_none_or(|count| *count < 2))
+        file.stamp.is_some_and(|stamp| self.0.get(&Links::key(&stamp)).is_none_or(|count| *count < 2))
     }
 }
 
@@ -387,10 +401,18 @@ fn put_one_back(
             return put_protected_back(&place, file, content, keeper, trusted);
         }
         (Err(source), _) => {
+            let now = place.find().and_then(|found| found.metadata()).map(|found| found.mode() & 0o7777).ok();
+            let then = file.mode.map(|then| then & 0o7777);
             return Err(match source.raw_os_error() {
                 Some(libc::ENOENT) => RollbackError::Gone(path.clone()),
                 Some(libc::ELOOP) => RollbackError::NotAFile(path.clone()),
                 _ if source.kind() == io::ErrorKind::InvalidInput => RollbackError::NotAFile(path.clone()),
+                // Neither could CRIU open it.
+                Some(libc::EACCES) if then.is_some() && now.is_some() && then != now => RollbackError::Mode {
+                    path: path.clone(),
+                    then: then.unwrap_or_default(),
+                    now: now.unwrap_or_default(),
+                },
                 _ => failed("open", path)(source),
             });
         }
@@ -405,9 +427,7 @@ fn put_one_back(
         }
         Some(content) => {
             let replaced = content::replace(&open, &place, file, content, keeper)?;
-            if let Some(then) = file.mode.filter(|then| *then != metadata.mode()) {
-                open.set_permissions(Permissions::from_mode(then & 0o7777)).map_err(failed("chmod", path))?;
-            }
+            give_mode(file, metadata.mode(), |mode| open.set_permissions(Permissions::from_mode(mode)));
             Ok(replaced.map(FileRollback::Kept))
         }
         None if metadata.size() > file.size => match cut(&open, &place, file.size) {
@@ -431,6 +451,15 @@ fn put_one_back(
     }
 }
 
+/// Gives a file with content the mode of the snapshot. Only its owner can; CRIU opens it with another one, too.
+fn give_mode(file: &OpenFile, now: u32, set: impl FnOnce(u32) -> io::Result<()>) {
+    let Some(then) = file.mode.map(|then| then & 0o7777).filter(|then| *then != now & 0o7777) else { return };
+    if let Err(error) = set(then) {
+        let now = now & 0o7777;
+        tracing::warn!("{} had mode {then:o} at the snapshot and keeps {now:o}: {error}", file.path.display());
+    }
+}
+
 /// Whether a file that refuses to be opened for writing with this error may still be readable.
 fn is_write_protected(error: &io::Error) -> bool {
     use io::ErrorKind::{ExecutableFileBusy, PermissionDenied, ReadOnlyFilesystem};
@@ -451,6 +480,7 @@ fn put_protected_back(
     let metadata = found.metadata().map_err(failed("stat", path))?;
     trusted.check_file(path, &metadata, file.owner)?;
     if found.read().is_ok_and(|present| content::is_same(&present, content)) {
+        give_mode(file, metadata.mode(), |mode| found.set_mode(mode));
         return Ok(None);
     }
     // Its owner can lend the right to write it.
@@ -460,7 +490,7 @@ fn put_protected_back(
         Ok(open) => content::replace(&open, place, file, content, keeper),
         Err(error) => Err(refused(error)),
     };
-    found.set_mode(metadata.mode()).map_err(failed("chmod", path))?;
+    found.set_mode(file.mode.unwrap_or_else(|| metadata.mode())).map_err(failed("chmod", path))?;
     Ok(replaced?.map(FileRollback::Kept))
 }
 

@@ -1,6 +1,6 @@
 //! Records files as part of the state: their sizes, and hard links for deleted names.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::convert::Infallible;
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -25,12 +25,14 @@ use rekindle_store::{ImageId, JobPath, PartPath, PathError};
 /// tree, as we see it: files are looked at through its mount namespace.
 pub(crate) fn open_for_writing(criu_dir: &Path, root: i32) -> Result<Vec<OpenFile>, image::Error> {
     let mut found: Vec<OpenFile> = Vec::new();
+    // A server has tens of thousands, and the job is frozen.
+    let mut places: HashMap<PathBuf, usize> = HashMap::new();
     for file in image::open_files(criu_dir)? {
         if file.flags & libc::O_ACCMODE == libc::O_RDONLY {
             continue;
         }
         let append = file.flags & libc::O_APPEND != 0;
-        if let Some(known) = found.iter_mut().find(|f| f.path == file.path) {
+        if let Some(known) = places.get(&file.path).and_then(|at| found.get_mut(*at)) {
             // With several descriptors, the file counts as appended only if all of them append.
             known.append &= append;
             continue;
@@ -41,6 +43,7 @@ pub(crate) fn open_for_writing(criu_dir: &Path, root: i32) -> Result<Vec<OpenFil
         };
         // The kernel reports absolute paths only.
         let Ok(path) = JobPath::new(file.path) else { continue };
+        places.insert(path.to_path_buf(), found.len());
         found.push(OpenFile {
             append,
             position: file.position,

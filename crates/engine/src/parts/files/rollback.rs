@@ -117,7 +117,7 @@ pub enum RollbackError {
     /// It does not exist any more.
     #[error("{} was open for writing at the snapshot and does not exist now, and its content is not in the image: put it back, or restore an older image", .0.display())]
     Gone(PathBuf),
-    /// Its permission bits changed, which CRIU would refuse.
+    /// Its mode changed, so that CRIU would refuse it or could not open it.
     #[error("{} had mode {then:o} at the snapshot and has {now:o} now: change it back", path.display())]
     Mode {
         /// The file.

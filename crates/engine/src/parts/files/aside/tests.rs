@@ -102,6 +102,21 @@ fn what_is_replaced_is_kept_where_the_user_may_create_a_folder() {
     }
 }
 
+/// The image is restored from this file; a file with the same content would not be the one with the other names.
+#[test]
+fn names_that_images_have_for_deleted_files_are_not_moved() {
+    let dir = ground();
+    let data = dir.path().join("data");
+    fs::create_dir_all(&data).unwrap();
+    let names = [".rekindle-link-000001-theirs", "new"].map(|name| data.join(name));
+    names.iter().for_each(|name| fs::write(name, "x").unwrap());
+    let tracked = tracked(&data, &[]);
+    let mut aside = Aside::of(&tracked, Trusted::of(None), Expiry::of_all_but_the_newest()).unwrap();
+    super::super::tracked::put_folder_back(&mut aside, root()).unwrap();
+    aside.finish();
+    assert_eq!(names.map(|name| name.exists()), [true, false]);
+}
+
 #[test]
 fn what_cannot_be_kept_or_moved_is_named() {
     if !rekindle_testing::root() {

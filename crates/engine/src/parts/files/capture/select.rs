@@ -10,6 +10,7 @@ use std::path::{Component, Path, PathBuf};
 use std::time::SystemTime;
 
 use super::super::aside;
+use super::super::nameless;
 use super::super::place::{Trusted, may_create_in};
 use super::super::rights::Table;
 use super::way::Way;
@@ -48,6 +49,32 @@ pub(super) fn written_now(tree: &[i32]) -> BTreeMap<PathBuf, Use> {
     found
 }
 
+/// The files whose content can change without a new time stamp.
+#[derive(Debug, Default)]
+pub(super) struct Uses {
+    /// Inodes of files that are mapped, whatever name they have now.
+    mapped: HashSet<u64>,
+    direct: HashSet<PathBuf>,
+}
+
+impl Uses {
+    pub(super) fn has(&self, path: &Path, inode: u64) -> bool {
+        self.mapped.contains(&inode) || self.direct.contains(path)
+    }
+}
+
+/// How these processes use files now.
+pub(super) fn uses_now(tree: &[i32]) -> Uses {
+    let mut found = Uses::default();
+    for pid in tree {
+        let direct = descriptors(*pid).into_iter().filter(|(_, flags)| flags & libc::O_DIRECT != 0);
+        found.direct.extend(direct.map(|(path, _)| path));
+        let maps = maps::read(*pid).unwrap_or_default();
+        found.mapped.extend(maps::mappings(&maps).filter(is_written).map(|mapping| mapping.inode));
+    }
+    found
+}
+
 /// The files that a process has open for writing, with the flags.
 fn descriptors(pid: i32) -> Vec<(PathBuf, i32)> {
     let files = process::descriptors(pid).filter(|(_, path)| path.is_absolute());
@@ -57,9 +84,12 @@ fn descriptors(pid: i32) -> Vec<(PathBuf, i32)> {
 
 /// The file of a mapping, if it is mapped shared and writable and has a name.
 fn written_mapping(mapping: Mapping<'_>) -> Option<PathBuf> {
-    let is_written = mapping.access.contains('w') && mapping.is_shared();
     let is_named = mapping.name.starts_with(b"/") && !mapping.name.ends_with(b" (deleted)");
-    (is_written && is_named).then(|| PathBuf::from(OsString::from_vec(mapping.name.to_vec())))
+    (is_written(&mapping) && is_named).then(|| PathBuf::from(OsString::from_vec(mapping.name.to_vec())))
+}
+
+fn is_written(mapping: &Mapping<'_>) -> bool {
+    mapping.access.contains('w') && mapping.is_shared()
 }
 
 /// Folders for files that programs remove themselves.
@@ -226,7 +256,8 @@ pub(super) fn is_gone(error: &io::Error) -> bool {
 ///
 /// A folder below it that is closed to `user` (`lost+found` of a file system) is not part of it: the job cannot change
 /// anything in there. Neither is what the kernel makes up (/proc below /), nor what a restore has kept, nor what is
-/// `apart`: the store.
+/// `apart`: the store. Nor are names that CRIU and images have for deleted files: a restore would create files of these
+/// names when the images and the dump are long gone.
 pub(super) fn below(
     folder: &Path,
     user: Option<u32>,
@@ -300,6 +331,8 @@ pub(super) fn below(
                     continue;
                 }
                 kind_of(&metadata)
+            } else if nameless::is_of_a_dump(&name) || nameless::is_of_an_image(&name) {
+                continue;
             } else if metadata.is_file() {
                 TrackedKind::File
             } else if metadata.is_symlink() {

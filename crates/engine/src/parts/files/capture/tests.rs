@@ -41,7 +41,7 @@ fn a_copy_from_before_the_freeze_is_made_equal_in_it() {
     open[2].set_len(1 << 20).unwrap();
     open[2].set_len(2 << 20).unwrap();
     let mut files = written(&[&same, &changed, &holes]);
-    let captured = contents.capture(&mut files, Vec::new(), here(), draft.path()).unwrap();
+    let captured = contents.capture(&mut files, Vec::new(), here(), draft.path(), &|| false).unwrap();
     contents.complete(draft.path()).unwrap();
     assert!(captured.notes.is_empty(), "{captured:?}");
     for (file, path) in files.iter().zip([&same, &changed, &holes]) {
@@ -50,6 +50,75 @@ fn a_copy_from_before_the_freeze_is_made_equal_in_it() {
     }
     let after = [0, 1].map(|n: usize| fs::metadata(draft.path().join(files[n].part.as_ref().unwrap())).unwrap().ino());
     assert_eq!(before, after, "the copies of before are used");
+}
+
+/// The kernel notes the time of a write through a mapping only at the first one to a page.
+#[test]
+fn a_file_that_was_mapped_while_it_was_copied_ahead_is_copied_again() {
+    use std::io::{BufRead, BufReader, Write};
+
+    const MAPS: &str = "import mmap, sys\n\
+                        for line in sys.stdin:\n\
+                        \x20   if line == 'map\\n':\n\
+                        \x20       with open(sys.argv[1], 'r+b') as file: memory = mmap.mmap(file.fileno(), 0)\n\
+                        \x20       memory[0] = 1\n\
+                        \x20   if line == 'unmap\\n':\n\
+                        \x20       memory[0] = 2\n\
+                        \x20       memory.close()\n\
+                        \x20   print('done', flush=True)";
+    let (dir, draft) = (on_disk(), tempfile::tempdir().unwrap());
+    let path = dir.path().join("data");
+    fs::write(&path, vec![7; 3 << 20]).unwrap();
+    let _open = File::options().write(true).open(&path).unwrap();
+    let mut python = std::process::Command::new("python3");
+    let piped = std::process::Stdio::piped;
+    let mut child = python.arg("-c").arg(MAPS).arg(&path).stdin(piped()).stdout(piped()).spawn().unwrap();
+    let pipes = (child.stdin.take().unwrap(), BufReader::new(child.stdout.take().unwrap()));
+    let pipes = std::sync::Mutex::new((pipes, Vec::<&str>::new()));
+    let tell = |word: &'static str| {
+        let ((into, from), told) = &mut *pipes.lock().unwrap();
+        if !told.contains(&word) {
+            told.push(word);
+            writeln!(into, "{word}").unwrap();
+            from.read_line(&mut String::new()).unwrap();
+            std::thread::sleep(SETTLED + SETTLED);
+        }
+    };
+    let own = [std::process::id().cast_signed()];
+    let mut contents = Contents::new(&[], Vec::new(), 1 << 30);
+    contents.foresee(&own, here()).unwrap();
+    // Asked after the files were examined.
+    let map = || {
+        tell("map");
+        false
+    };
+    contents.copy_ahead(&own, here(), draft.path(), &map).unwrap();
+    assert!(contents.ahead.contains_key(&path));
+    tell("unmap");
+    let mut files = written(&[&path]);
+    contents.capture(&mut files, Vec::new(), here(), draft.path(), &|| false).unwrap();
+    let _ = child.kill();
+    let _ = child.wait();
+    assert_eq!(fs::read(&path).unwrap()[0], 2);
+    assert!(content(draft.path(), &files[0]) == fs::read(&path).unwrap(), "the copy is the one from before");
+}
+
+/// The job is frozen meanwhile.
+#[test]
+fn a_copy_in_the_freeze_can_be_stopped() {
+    let (dir, draft) = (on_disk(), tempfile::tempdir().unwrap());
+    let paths = ["one", "other"].map(|name| dir.path().join(name));
+    paths.iter().for_each(|path| fs::write(path, [7; 5000]).unwrap());
+    let asked = std::sync::atomic::AtomicU32::new(0);
+    for after in 0..3 {
+        asked.store(0, std::sync::atomic::Ordering::SeqCst);
+        let stopped = || asked.fetch_add(1, std::sync::atomic::Ordering::SeqCst) >= after;
+        let mut files = written(&[&paths[0], &paths[1]]);
+        let mut contents = Contents::new(&[], Vec::new(), 1 << 30);
+        let error = contents.capture(&mut files, Vec::new(), here(), draft.path(), &stopped).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::Interrupted, "after {after}");
+        let _ = fs::remove_dir_all(draft.path().join("files"));
+    }
 }
 
 #[test]
@@ -61,7 +130,7 @@ fn what_is_beyond_the_limit_is_left_out_with_all_that_belongs_to_it_and_named() 
     fs::write(&small, "small").unwrap();
     let mut contents = Contents::new(&[], Vec::new(), 80 << 10);
     let mut files = written(&[&database, &small]);
-    let captured = contents.capture(&mut files, Vec::new(), here(), draft.path()).unwrap();
+    let captured = contents.capture(&mut files, Vec::new(), here(), draft.path(), &|| false).unwrap();
     let part = |path: &Path| files.iter().find(|file| file.path == path).unwrap().part.is_some();
     assert_eq!((part(&database), part(&log), part(&small)), (false, false, true));
     assert!(files.iter().all(|file| file.stamp.is_some()));
@@ -70,7 +139,7 @@ fn what_is_beyond_the_limit_is_left_out_with_all_that_belongs_to_it_and_named() 
     assert!(captured.absent.is_empty(), "nothing is moved aside beside a database that is not put back");
     let (mut all, draft_of_all) = (written(&[&database]), tempfile::tempdir().unwrap());
     let mut unlimited = Contents::new(&[], Vec::new(), 1 << 30);
-    let captured = unlimited.capture(&mut all, Vec::new(), here(), draft_of_all.path()).unwrap();
+    let captured = unlimited.capture(&mut all, Vec::new(), here(), draft_of_all.path(), &|| false).unwrap();
     assert_eq!(
         captured.absent.iter().map(|path| path.to_path_buf()).collect::<Vec<_>>(),
         [dir.path().join("data.db-journal"), dir.path().join("data.db-shm")]
@@ -81,7 +150,7 @@ fn what_is_beyond_the_limit_is_left_out_with_all_that_belongs_to_it_and_named() 
     fs::write(&shared, [3; 200 << 10]).unwrap();
     let mut files = written(&[&shared]);
     files[0].append = true;
-    let captured = contents.capture(&mut files, vec![shared.clone()], here(), draft.path()).unwrap();
+    let captured = contents.capture(&mut files, vec![shared.clone()], here(), draft.path(), &|| false).unwrap();
     assert!(captured.notes.is_empty() && content(draft.path(), &files[0]) == fs::read(&shared).unwrap());
 }
 
@@ -121,7 +190,7 @@ fn a_group_with_a_file_that_cannot_be_opened_is_left_out_and_named() {
         let draft = tempfile::tempdir().unwrap();
         let mut contents = Contents::new(std::slice::from_ref(&data), Vec::new(), 1 << 30);
         let mut files = written(&[&log]);
-        let captured = contents.capture(&mut files, Vec::new(), here(), draft.path()).unwrap();
+        let captured = contents.capture(&mut files, Vec::new(), here(), draft.path(), &|| false).unwrap();
         assert_eq!(files.len(), 4, "{files:?}");
         for file in &files {
             assert!(file.stamp.is_some(), "{file:?}");
@@ -157,7 +226,7 @@ fn a_folder_that_is_closed_to_the_user_is_no_part_of_a_tracked_one() {
         let view = View { user: Some(&nobody), ..here() };
         let mut contents = Contents::new(std::slice::from_ref(&data), Vec::new(), 1 << 30);
         let mut files = Vec::new();
-        contents.capture(&mut files, Vec::new(), view, draft.path()).unwrap()
+        contents.capture(&mut files, Vec::new(), view, draft.path(), &|| false).unwrap()
     };
     let captured = capture();
     assert!(captured.notes.is_empty(), "{captured:?}");
@@ -207,7 +276,7 @@ fn a_file_that_a_restore_could_not_put_back_is_named() {
         let view = View { user: Some(&nobody), ..here() };
         let mut contents = Contents::new(std::slice::from_ref(&data), Vec::new(), 1 << 30);
         contents.foresee(&[], view).unwrap();
-        contents.capture(&mut Vec::new(), Vec::new(), view, draft.path()).unwrap().notes
+        contents.capture(&mut Vec::new(), Vec::new(), view, draft.path(), &|| false).unwrap().notes
     };
     assert_eq!(notes(), [""; 0], "the user can change nothing");
     give(&file, nobody.uid);
@@ -240,7 +309,7 @@ fn holes_take_neither_memory_nor_time() {
     assert!(contents.foresee(&own, here()).unwrap() < 1 << 20);
     contents.copy_ahead(&own, here(), draft.path(), &|| false).unwrap();
     let mut files = written(&[&long, &longer]);
-    let captured = contents.capture(&mut files, Vec::new(), here(), draft.path()).unwrap();
+    let captured = contents.capture(&mut files, Vec::new(), here(), draft.path(), &|| false).unwrap();
     assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
     let copy = File::open(draft.path().join(files[0].part.as_ref().unwrap())).unwrap();
     let mut found = [0; 6];
@@ -263,9 +332,13 @@ fn a_tracked_folder_is_captured_with_the_files_that_nobody_has_open() {
     fs::create_dir_all(data.join("base/1")).unwrap();
     fs::write(data.join("base/1/table"), "rows").unwrap();
     std::os::unix::fs::symlink("base", data.join("link")).unwrap();
+    // Names of deleted files, in a dump that is under way and in an image.
+    for name in ["link_remap.5", ".rekindle-link-000001-link_remap.5"] {
+        fs::write(data.join(name), "of another job").unwrap();
+    }
     let mut contents = Contents::new(std::slice::from_ref(&data), Vec::new(), 1 << 30);
     let mut files = Vec::new();
-    let captured = contents.capture(&mut files, Vec::new(), here(), draft.path()).unwrap();
+    let captured = contents.capture(&mut files, Vec::new(), here(), draft.path(), &|| false).unwrap();
     assert_eq!(content(draft.path(), &files[0]), b"rows");
     assert_eq!(files[0].group.as_deref(), Some(&data));
     let [folder] = captured.tracked.as_slice() else { panic!("{captured:?}") };
@@ -292,7 +365,7 @@ fn a_fifo_in_place_of_a_file_does_not_hang_the_copy() {
         std::thread::spawn(move || {
             let view = View { user: user.as_ref(), ..here() };
             let mut files = written(&[&path]);
-            Contents::new(&[], Vec::new(), 1 << 30).capture(&mut files, vec![path], view, &draft).unwrap();
+            Contents::new(&[], Vec::new(), 1 << 30).capture(&mut files, vec![path], view, &draft, &|| false).unwrap();
             let _ = sender.send(files[0].part.clone());
         });
         let part = done.recv_timeout(Duration::from_secs(10));
@@ -319,7 +392,7 @@ fn a_file_behind_a_link_of_another_user_is_not_read_with_our_rights() {
             let mut contents = Contents::new(&tracked, Vec::new(), 1 << 30);
             contents.foresee(&[], here()).unwrap();
             let mut files = written(&[&state]);
-            let captured = contents.capture(&mut files, vec![state.clone()], here(), draft.path()).unwrap();
+            let captured = contents.capture(&mut files, vec![state.clone()], here(), draft.path(), &|| false).unwrap();
             assert_eq!(files[0].part.is_none(), owner == 1, "{tracked:?}");
             // An administrator may move a folder.
             assert_eq!(captured.notes.len(), usize::from(owner == 1), "{captured:?}");
@@ -343,7 +416,7 @@ fn a_file_that_the_jobs_user_may_not_read_is_not_copied() {
     let nobody = crate::launch::identity::lookup("nobody").unwrap();
     let view = View { user: Some(&nobody), ..here() };
     let mut files = written(&[&path]);
-    Contents::new(&[], Vec::new(), 1 << 30).capture(&mut files, vec![path], view, draft.path()).unwrap();
+    Contents::new(&[], Vec::new(), 1 << 30).capture(&mut files, vec![path], view, draft.path(), &|| false).unwrap();
     assert_eq!(files[0].part, None);
 }
 
@@ -378,7 +451,7 @@ fn a_link_of_proc_leads_the_capture_to_nothing_that_the_jobs_user_cannot_reach()
         let mut contents = Contents::new(&[PathBuf::from("/sys/fs")], Vec::new(), 1 << 30);
         let foreseen = contents.foresee(&[server.id().cast_signed()], view);
         let mut files = written(&[&Path::new(&own).join("key")]);
-        let captured = contents.capture(&mut files, Vec::new(), view, draft.path()).unwrap();
+        let captured = contents.capture(&mut files, Vec::new(), view, draft.path(), &|| false).unwrap();
         server.kill().unwrap();
         let _ = server.wait();
         assert!(foreseen.unwrap() > 0, "the server was found");
@@ -461,7 +534,7 @@ fn zeros_of_allocated_blocks_replace_what_was_copied_ahead() {
     open.set_len(2 << 20).unwrap();
     nix::fcntl::fallocate(&open, nix::fcntl::FallocateFlags::empty(), 0, 4 << 20).unwrap();
     let mut files = written(&[&path]);
-    contents.capture(&mut files, Vec::new(), here(), draft.path()).unwrap();
+    contents.capture(&mut files, Vec::new(), here(), draft.path(), &|| false).unwrap();
     contents.complete(draft.path()).unwrap();
     assert!(content(draft.path(), &files[0]) == [vec![7; 2 << 20], vec![0; 2 << 20]].concat());
 }
@@ -475,7 +548,7 @@ fn an_encrypted_database_has_its_missing_journals_recorded() {
     fs::write(&text, "text").unwrap();
     let mut files = written(&[&encrypted, &text]);
     let mut contents = Contents::new(&[], Vec::new(), 1 << 30);
-    let captured = contents.capture(&mut files, Vec::new(), here(), draft.path()).unwrap();
+    let captured = contents.capture(&mut files, Vec::new(), here(), draft.path(), &|| false).unwrap();
     let absent: Vec<_> = captured.absent.iter().map(|path| path.to_path_buf()).collect();
     assert_eq!(absent, ["-journal", "-shm", "-wal"].map(|end| dir.path().join(format!("secret.db{end}"))));
 }

@@ -117,11 +117,32 @@ fn a_file_that_is_gone_is_made_from_the_image_with_its_mode() {
     assert_eq!(std::fs::read_to_string(&path).unwrap(), "epoch 7");
     assert_eq!(std::fs::metadata(&path).unwrap().mode(), 0o100_640);
     check_one(&wanted).unwrap();
-    wanted.mode = Some(0o100_644);
-    assert!(matches!(check_one(&wanted), Err(RollbackError::Mode { then: 0o644, now: 0o640, .. })));
     wanted.mode = None;
     std::fs::remove_file(&path).unwrap();
     assert!(matches!(check_one(&wanted), Err(RollbackError::Gone(_))), "CRIU would find another mode");
+}
+
+#[test]
+fn a_file_gets_the_permissions_back_that_somebody_has_changed() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("progress");
+    std::fs::write(&path, "epoch 7").unwrap();
+    let mode = |mode| std::fs::set_permissions(&path, Permissions::from_mode(mode)).unwrap();
+    mode(0o444);
+    let part = Some(part_path("files/open-0"));
+    let wanted = OpenFile { part, mode: Some(0o100_644), ..file(&path, 7, false) };
+    check_one(&wanted).unwrap();
+    assert_eq!(put_one_back(&wanted, Some(b"epoch 7")).unwrap(), None);
+    assert_eq!(std::fs::metadata(&path).unwrap().mode(), 0o100_644);
+    // Without its content it stays as it is: a log that others may read no more.
+    mode(0o600);
+    let log = OpenFile { part: None, append: true, ..wanted.clone() };
+    check_one(&log).unwrap();
+    assert_eq!(put_one_back(&log, None).unwrap(), None);
+    assert_eq!(std::fs::metadata(&path).unwrap().mode(), 0o100_600);
+    // CRIU compares the others.
+    mode(0o4644);
+    assert!(matches!(check_one(&wanted), Err(RollbackError::Mode { then: 0o644, now: 0o4644, .. })));
 }
 
 #[test]
@@ -457,6 +478,19 @@ fn the_rights_of_the_jobs_user_are_enough_for_its_files() {
     for name in ["state", "state.rolled-back.1"] {
         assert_eq!(std::fs::metadata(home.join(name)).unwrap().uid(), ALICE);
     }
+    // Also where the user must first get the right to write.
+    let mode = || std::fs::metadata(home.join("state")).unwrap().mode();
+    for content in ["then", "later"] {
+        std::fs::write(home.join("state"), content).unwrap();
+        std::fs::set_permissions(home.join("state"), Permissions::from_mode(0o400)).unwrap();
+        assert_eq!(put().is_some(), content == "later");
+        assert_eq!((mode(), std::fs::read(home.join("state")).unwrap()), (0o100_600, b"then".to_vec()));
+    }
+    std::fs::set_permissions(home.join("state"), Permissions::from_mode(0o400)).unwrap();
+    let log = OpenFile { part: None, append: true, ..wanted.clone() };
+    let maker = Maker::plain(false, Trusted::of(Some(&alice)));
+    let error = with_rights(&log.path, Some(&alice), || super::put_one_back(&log, None, beside(), maker, true));
+    assert!(matches!(error, Err(RollbackError::Mode { then: 0o600, now: 0o400, .. })), "{error:?}");
 }
 
 #[test]
@@ -494,7 +528,7 @@ fn a_link_of_another_user_is_made_again_as_a_link_of_that_user() {
         let user = of_job.then(|| crate::launch::identity::lookup("nobody").unwrap());
         let view = capture::View { root: std::process::id().cast_signed(), user: user.as_ref() };
         let mut contents = capture::Contents::new(std::slice::from_ref(&data), Vec::new(), 1 << 30);
-        let captured = contents.capture(&mut Vec::new(), Vec::new(), view, dir.path()).unwrap();
+        let captured = contents.capture(&mut Vec::new(), Vec::new(), view, dir.path(), &|| false).unwrap();
         std::fs::remove_file(&link).unwrap();
         let maker = Maker::plain(!of_job, Trusted::of(user.as_ref()));
         let mut aside = Aside::of(&captured.tracked[0], maker.trusted, Expiry::of_all_but_the_newest()).unwrap();
@@ -567,6 +601,11 @@ fn a_name_that_was_given_to_another_file_gets_a_file_of_its_own_again() {
     assert!(files.iter().all(|file| links.is_alone(file)));
     let one = Links::of(&Manifest { open_files: vec![files[0].clone(); 2], ..crate::samples::manifest() });
     assert!(!one.is_alone(&files[0]));
+    // A file of another file system can have the same inode.
+    let mut elsewhere = files[0].clone();
+    elsewhere.stamp.as_mut().unwrap().changed_ns += 1;
+    let two = Links::of(&Manifest { open_files: vec![files[0].clone(), elsewhere], ..crate::samples::manifest() });
+    assert!(two.is_alone(&files[0]));
 }
 
 #[test]
@@ -671,7 +710,7 @@ fn the_store_in_a_tracked_folder_is_left_alone() {
     let draft = tempfile::tempdir().unwrap();
     let mut files = Vec::new();
     let mut contents = capture::Contents::new(std::slice::from_ref(&data), Vec::new(), 1 << 30).without_store(&store);
-    let captured = contents.capture(&mut files, Vec::new(), here, draft.path()).unwrap();
+    let captured = contents.capture(&mut files, Vec::new(), here, draft.path(), &|| false).unwrap();
     assert_eq!(files.iter().map(|file| file.path.to_path_buf()).collect::<Vec<_>>(), [data.join("table")]);
     let known: Vec<_> = captured.tracked[0].entries.iter().map(|entry| entry.path.to_path_buf()).collect();
     assert!(known.iter().all(|path| !path.starts_with(&store)), "{known:?}");

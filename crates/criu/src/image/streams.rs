@@ -1,0 +1,241 @@
+//! The data of TCP connections whose two ends are in the image.
+//!
+//! CRIU dumps one task after the other, and the kernel goes on with the connections of frozen tasks until CRIU comes to
+//! them: it sends what is in their queues, and acknowledges what arrives. If CRIU comes to the receiving end first, data
+//! that arrives later is not in its queue in the image. If it is acknowledged before CRIU comes to the sending end, it is
+//! in that end's queue no more either, and thus nowhere in the image. The queue of the receiving end still has it: its
+//! task is frozen, and the kernel takes in data also in repair mode.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+
+use prost::encoding::encode_varint;
+
+use super::sockets::{TcpSocket, ends};
+use super::{COMMON, Error, FILES, Records, damaged};
+use crate::proto::{FileEntry, TcpStreamEntry};
+
+const STREAM: u32 = 0x5146_5506;
+
+/// States of the kernel's `tcp_states.h`.
+const ESTABLISHED: u32 = 1;
+const FIN_WAIT1: u32 = 4;
+const FIN_WAIT2: u32 = 5;
+const CLOSE_WAIT: u32 = 8;
+const LAST_ACK: u32 = 9;
+const CLOSING: u32 = 11;
+
+/// An end of a connection whose queue in the image lacks what the other end sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Behind {
+    /// The inode of the socket.
+    pub inode: u32,
+    /// The address of this end.
+    pub local: SocketAddr,
+    /// The address of the end that sent it.
+    pub remote: SocketAddr,
+    /// Bytes in its queue in the image.
+    pub received: u32,
+    /// Bytes that are missing after those. The end of the connection, if it was closed for writing, counts as a byte.
+    pub missing: u32,
+}
+
+/// One end, as CRIU found it.
+struct End {
+    inode: u32,
+    state: u32,
+    stream: TcpStreamEntry,
+}
+
+impl End {
+    /// The sequence number up to which the other end has acknowledged what this one sent. CRIU counts the FIN in the number,
+    /// but not in the length of the queue (`refresh_sk` in soccr/soccr.c).
+    fn acknowledged(&self) -> u32 {
+        let waits_for_end = matches!(self.state, FIN_WAIT1 | LAST_ACK | CLOSING);
+        self.stream.outq_seq.wrapping_sub(self.stream.outq_len).wrapping_sub(u32::from(waits_for_end))
+    }
+}
+
+/// The ends of connections inside the image that lack data which is nowhere in the image.
+///
+/// # Errors
+/// When an image file is missing or damaged.
+pub fn behind(dir: &Path) -> Result<Vec<Behind>, Error> {
+    let entries: Vec<FileEntry> = Records::open(dir.join("files.img"), FILES)?.all()?;
+    let mut sockets: HashMap<(SocketAddr, SocketAddr), (u32, u32)> = HashMap::new();
+    for entry in &entries {
+        // One that was reset has no queues, and another connection can have its addresses by now.
+        let Some(inet) = entry
+            .inet
+            .as_ref()
+            .filter(|inet| matches!(inet.state, ESTABLISHED | FIN_WAIT1 | FIN_WAIT2 | CLOSE_WAIT | LAST_ACK | CLOSING))
+        else {
+            continue;
+        };
+        if let Some(ends) = TcpSocket::of(entry).as_ref().and_then(ends) {
+            sockets.insert(ends, (inet.inode, inet.state));
+        }
+    }
+    let is_known = |ends: &(SocketAddr, SocketAddr)| sockets.contains_key(ends);
+    let mut pairs: HashMap<(SocketAddr, SocketAddr), End> = HashMap::new();
+    for (&(local, remote), &(inode, state)) in sockets.iter().filter(|((here, there), _)| is_known(&(*there, *here))) {
+        if let Some(stream) = stream(dir, inode)? {
+            pairs.insert((local, remote), End { inode, state, stream });
+        }
+    }
+    let lacks = |(&(local, remote), here): (&(SocketAddr, SocketAddr), &End)| {
+        // Sequence numbers wrap around; queues are much shorter than half of their range.
+        let missing = pairs.get(&(remote, local))?.acknowledged().wrapping_sub(here.stream.inq_seq);
+        let end = Behind { inode: here.inode, local, remote, received: here.stream.inq_len, missing };
+        (missing != 0 && missing < 1 << 31).then_some(end)
+    };
+    Ok(pairs.iter().filter_map(lacks).collect())
+}
+
+/// CRIU's file of a connection. There is none if CRIU was told to close it.
+fn path(dir: &Path, inode: u32) -> PathBuf {
+    dir.join(format!("tcp-stream-{inode:x}.img"))
+}
+
+fn stream(dir: &Path, inode: u32) -> Result<Option<TcpStreamEntry>, Error> {
+    let path = path(dir, inode);
+    if !path.exists() {
+        return Ok(None);
+    }
+    let entry: Option<TcpStreamEntry> = Records::open(path.clone(), STREAM)?.next()?;
+    entry.map(Some).ok_or_else(|| damaged(&path, "no entry"))
+}
+
+/// Adds to an end of a connection what it lacks. `queue` is its whole queue: what the image has of it, and what is missing.
+/// Returns false, and changes nothing, if it is not.
+///
+/// # Errors
+/// When the file of the connection is missing or damaged, or cannot be written.
+pub fn complete(dir: &Path, end: &Behind, queue: &[u8]) -> Result<bool, Error> {
+    let path = path(dir, end.inode);
+    let mut records = Records::open(path.clone(), STREAM)?;
+    let at = records.at + 4;
+    let stream: TcpStreamEntry = records.next()?.ok_or_else(|| damaged(&path, "no entry"))?;
+    let record = records.bytes.get(at..records.at).unwrap_or_default();
+    let queues = records.bytes.get(records.at..).unwrap_or_default();
+    let cut = || damaged(&path, "the queue is cut");
+    let (received, sent) =
+        usize::try_from(stream.inq_len).ok().and_then(|it| queues.split_at_checked(it)).ok_or_else(cut)?;
+    let length = u32::try_from(queue.len()).unwrap_or(u32::MAX);
+    if !queue.starts_with(received) || stream.inq_len.checked_add(end.missing) != Some(length) {
+        return Ok(false);
+    }
+    let mut record = record.to_vec();
+    let next = stream.inq_seq.wrapping_add(end.missing);
+    // Of a field that occurs twice, the last one counts. The window is that of an end that has acknowledged all of it: the
+    // other end may send as much again as before.
+    let mut set = |field: u64, value: u32| {
+        encode_varint(field << 3, &mut record);
+        encode_varint(value.into(), &mut record);
+    };
+    set(1, length);
+    set(2, next);
+    if stream.rcv_wup.is_some() {
+        set(17, next);
+    }
+    let size = u32::try_from(record.len()).map_err(|error| damaged(&path, error.to_string()))?;
+    let mut bytes: Vec<u8> = [COMMON, STREAM, size].iter().flat_map(|word| word.to_le_bytes()).collect();
+    bytes.extend([record.as_slice(), queue, sent].concat());
+    std::fs::write(&path, bytes).map_err(|source| Error::Write { path, source })?;
+    Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use prost::Message;
+
+    use super::super::tests::write;
+    use super::*;
+    use crate::proto::InetSocketEntry;
+
+    /// Of both ends of a connection: the state, the queues, and the numbers of their ends.
+    type Ends<'a> = [(u32, &'a [u8], u32, &'a [u8], u32); 2];
+
+    /// An image with the two ends of a connection.
+    fn image(ends: Ends<'_>) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        let address = u32::from_ne_bytes([127, 0, 0, 1]);
+        let mut sockets = Vec::new();
+        for (at, (state, inq, inq_seq, outq, outq_seq)) in (0_u32..).zip(ends) {
+            let inet = InetSocketEntry {
+                inode: 0xa0 + at,
+                protocol: 6,
+                state,
+                source_port: 8000 + at,
+                destination_port: 8001 - at,
+                source: vec![address],
+                destination: vec![address],
+            };
+            sockets.push(FileEntry { id: at + 1, reg: None, inet: Some(inet), unix: None }.encode_to_vec());
+            let [inq_len, outq_len] = [inq, outq].map(|queue| u32::try_from(queue.len()).unwrap());
+            let stream = TcpStreamEntry { inq_len, inq_seq, outq_len, outq_seq, rcv_wup: Some(inq_seq) };
+            let path = dir.path().join(format!("tcp-stream-a{at}.img"));
+            // A field that is not read: 7, a number.
+            write(&path, STREAM, &[[stream.encode_to_vec(), vec![7 << 3, 5]].concat()]);
+            let image = std::fs::read(&path).unwrap();
+            std::fs::write(&path, [&image, inq, outq].concat()).unwrap();
+        }
+        write(&dir.path().join("files.img"), FILES, &sockets);
+        dir
+    }
+
+    fn missing(ends: Ends<'_>) -> Vec<(u32, u32, u32)> {
+        let found = behind(image(ends).path()).unwrap();
+        found.into_iter().map(|end| (end.inode, end.received, end.missing)).collect()
+    }
+
+    #[test]
+    fn what_is_in_no_queue_is_missing() {
+        let idle = (ESTABLISHED, &b""[..], 500, &b""[..], 1000);
+        assert_eq!(missing([idle, (ESTABLISHED, b"ab", 1000, b"", 500)]), []);
+        // The receiving end was dumped first: what the sender still has is sent again.
+        let sender = |outq: &'static [u8]| (ESTABLISHED, &b""[..], 500, outq, 1000);
+        assert_eq!(missing([sender(b"0123456789"), (ESTABLISHED, b"ab", 990, b"", 500)]), []);
+        assert_eq!(missing([sender(b"6789"), (ESTABLISHED, b"ab", 990, b"", 500)]), [(0xa1, 2, 6)]);
+        // It was dumped last: it has some of it already.
+        assert_eq!(missing([sender(b"0123456789"), (ESTABLISHED, b"0123", 994, b"", 500)]), []);
+        // In the other direction, and where the numbers begin again.
+        let receiver = (ESTABLISHED, &b""[..], 3, &b""[..], 1000);
+        assert_eq!(missing([receiver, (ESTABLISHED, b"", 1000, b"", 10)]), [(0xa0, 0, 7)]);
+        let receiver = (ESTABLISHED, &b""[..], u32::MAX - 3, &b""[..], 1000);
+        assert_eq!(missing([receiver, (ESTABLISHED, b"", 1000, b"xy", 4)]), [(0xa0, 0, 6)]);
+    }
+
+    /// CRIU does not count the FIN in the length of a queue.
+    #[test]
+    fn the_end_of_a_stream_counts_only_when_it_is_acknowledged() {
+        let closed = |state, outq: &'static [u8]| (state, &b""[..], 500, outq, 1001);
+        for state in [FIN_WAIT1, LAST_ACK, CLOSING] {
+            assert_eq!(missing([closed(state, b"89"), (ESTABLISHED, b"", 998, b"", 500)]), [], "{state}");
+            assert_eq!(missing([closed(state, b"9"), (ESTABLISHED, b"", 998, b"", 500)]), [(0xa1, 0, 1)], "{state}");
+        }
+        assert_eq!(missing([closed(FIN_WAIT2, b""), (CLOSE_WAIT, b"", 1001, b"", 500)]), []);
+        assert_eq!(missing([closed(FIN_WAIT2, b""), (ESTABLISHED, b"", 1000, b"", 500)]), [(0xa1, 0, 1)]);
+        // A reset one.
+        assert_eq!(missing([closed(7, b""), (ESTABLISHED, b"", 900, b"", 500)]), []);
+    }
+
+    #[test]
+    fn a_queue_is_completed() {
+        let ends = [(ESTABLISHED, &b""[..], 500, &b"6789"[..], 1000), (ESTABLISHED, b"ab", 990, b"answer", 506)];
+        let dir = image(ends);
+        let [end] = behind(dir.path()).unwrap().try_into().unwrap();
+        for other in [&b"ab01234"[..], b"ab0123456", b"xy012345"] {
+            assert!(!complete(dir.path(), &end, other).unwrap());
+        }
+        assert_eq!(behind(dir.path()).unwrap(), [end], "nothing has changed");
+        assert!(complete(dir.path(), &end, b"ab012345").unwrap());
+        assert_eq!(behind(dir.path()).unwrap(), []);
+        let wanted = TcpStreamEntry { inq_len: 8, inq_seq: 996, outq_len: 6, outq_seq: 506, rcv_wup: Some(996) };
+        assert_eq!(stream(dir.path(), 0xa1).unwrap(), Some(wanted));
+        let written = std::fs::read(dir.path().join("tcp-stream-a1.img")).unwrap();
+        assert!(written.ends_with(b"ab012345answer"));
+        assert!(written.windows(2).any(|part| part == [7 << 3, 5]), "what is not read stays");
+    }
+}
