@@ -102,7 +102,7 @@ fn a_service_whose_last_hook_takes_long_is_not_taken_for_stuck() {
     let hook = format!("[\"sh\", \"-c\", {hook:?}]");
     let lab = lab.set("hooks.on-completion", &hook).set("hooks.timeout", "\"2m\"");
     let manager = Manager::listen(&lab);
-    let mut run = service(&lab, &["true".to_owned()]);
+    let run = service(&lab, &["true".to_owned()]);
     wait_for("the hook", || began.exists());
     let heard = manager.lines().len();
     let since = |what: &str| manager.lines()[heard..].iter().filter(|line| line.starts_with(what)).count();
