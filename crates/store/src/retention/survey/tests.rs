@@ -197,3 +197,39 @@ fn an_image_that_lost_content_takes_no_place_of_an_intact_one() {
     let survey = Survey::of(&ground.folder, 0).unwrap();
     assert!(survey.facts.iter().all(|facts| facts.kind == FactKind::Good));
 }
+
+/// Nobody can put an image together without its map, so no intact image is removed for it.
+#[test]
+fn an_image_that_lost_its_map_takes_no_place_of_an_intact_one() {
+    let flip = |path: &Path| {
+        let mut bytes = fs::read(path).unwrap();
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 1;
+        fs::write(path, bytes).unwrap();
+    };
+    let delete = |path: &Path| fs::remove_file(path).unwrap();
+    // Reading it fails, as on a disk with an unreadable sector.
+    let unreadable = |path: &Path| {
+        fs::remove_file(path).unwrap();
+        fs::create_dir(path).unwrap();
+    };
+    for (harm, kind) in [
+        (&flip as &dyn Fn(&Path), FactKind::Incomplete),
+        (&delete, FactKind::Incomplete),
+        (&unreadable, FactKind::Unknown),
+    ] {
+        let ground = Ground::new();
+        let images = [1_u8, 2, 3]
+            .map(|number| ground.persist(&ground.stage(number.into(), &[("a", noise(number, 2 * CHUNK))])).unwrap());
+        harm(&images[2].dir.join(crate::chunk::map::FILE_NAME));
+        let survey = Survey::of(&ground.folder, 0).unwrap();
+        assert_eq!(
+            survey.facts.iter().map(|facts| facts.kind).collect::<Vec<_>>(),
+            [kind, FactKind::Good, FactKind::Good]
+        );
+        assert_eq!(survey.doubtful.iter().map(|(id, _)| *id).collect::<Vec<_>>(), [images[2].id]);
+        let policy = Policy { keep_last: 1, ..Policy::default() };
+        let (_, gone) = rotate(&ground.folder, &ground.lock, &policy, 0).unwrap();
+        assert_eq!((gone, ground.ids()), (vec![images[0].id], vec![3, 2]), "{kind:?}");
+    }
+}
