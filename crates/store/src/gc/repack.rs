@@ -1,7 +1,7 @@
 //! Rewrites packs that are mostly unneeded.
 //!
 //! Needed records are read, checked as in a restore, and copied one by one. If a record is damaged and another pack has
-//! it intact, that one is copied. Two copies of a chunk go to different packs. The old pack is marked only when the new
+//! it intact, that one is copied; if none has, the pack stays as it is. Two copies of a chunk go to different packs. The old pack is marked only when the new
 //! packs and their indexes are on the disk. After a crash before that, chunks are in more places than before, which
 //! costs space until the next round and nothing else.
 
@@ -69,13 +69,19 @@ pub(super) fn run(
     let making = Making::new(Compression::None, key);
     let (first, second, written) = (PackWriter::new(packs, making)?, None, HashSet::new());
     let mut copying = Copying { packs, index, needed, key, copies: bounds.copies, making, first, second, written };
-    let mut copied = Vec::new();
+    let (mut copied, mut damaged) = (Vec::new(), None);
     for pack in chosen {
         if cancelled() {
             break;
         }
-        let bytes = copying.pack(pack.name, lock)?;
-        copied.push((pack.name, bytes));
+        match copying.pack(pack.name, lock) {
+            Ok(bytes) => copied.push((pack.name, bytes)),
+            // That pack stays. The others do not wait until it can be read.
+            Err(error @ Error::Copy { .. }) => {
+                damaged.get_or_insert(error);
+            }
+            Err(error) => return Err(error),
+        }
     }
     lock.still_held()?;
     copying.first.finish()?;
@@ -86,7 +92,7 @@ pub(super) fn run(
         done.repacked.push(name);
         done.copied += bytes;
     }
-    Ok(())
+    damaged.map_or(Ok(()), Err)
 }
 
 struct Copying<'a> {
@@ -113,19 +119,26 @@ impl Copying<'_> {
         entries.retain(|entry| self.needed.has(&entry.id) && is_kept(entry));
         entries.sort_unstable_by_key(|entry| entry.offset);
         let (mut record, mut bytes) = (Stored::default(), 0);
-        for entry in entries {
+        // Nothing of a pack with a damaged record is written: each round would write it again.
+        for entry in &entries {
             lock.still_held()?;
-            let at = Location::of(pack, &entry);
-            let header = match record.read(|bytes| file.read_exact_at(bytes, at.offset), &entry.id, &at, self.key) {
-                Ok(header) => header,
-                Err(source) => {
-                    let whole = self.elsewhere(&entry.id, &at, &mut record);
-                    whole.ok_or(Error::Copy { pack, source })?
-                }
-            };
+            self.read(&file, pack, entry, &mut record)?;
+        }
+        for entry in &entries {
+            lock.still_held()?;
+            let header = self.read(&file, pack, entry, &mut record)?;
             bytes += self.write(&header, &record)?;
         }
         Ok(bytes)
+    }
+
+    /// Reads a record of a pack, or the same chunk from another one.
+    fn read(&self, file: &File, pack: PackName, entry: &Entry, record: &mut Stored) -> Result<RecordHeader, Error> {
+        let at = Location::of(pack, entry);
+        match record.read(|bytes| file.read_exact_at(bytes, at.offset), &entry.id, &at, self.key) {
+            Ok(header) => Ok(header),
+            Err(source) => self.elsewhere(&entry.id, &at, record).ok_or(Error::Copy { pack, source }),
+        }
     }
 
     /// Reads the same chunk from another pack with the same encryption.
