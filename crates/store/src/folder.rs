@@ -197,6 +197,14 @@ impl JobFolder {
         self.images_dir().join(id.to_string()).is_dir()
     }
 
+    /// Whether the store has the image that this copy in memory or in a slot is of. A damaged one does not count while
+    /// this copy is good: it is the only one to continue from.
+    #[must_use]
+    pub fn is_stored_besides(&self, copy: &Image) -> bool {
+        let stored = || Image::load(&self.images_dir().join(copy.id.to_string()), copy.id, &self.trust);
+        self.is_stored(copy.id) && !(copy.is_good() && stored().is_damaged())
+    }
+
     /// Whether an image is on the job's current line. After a rewind the newer images of the old line are not. If the
     /// line cannot be read, all images count as on it.
     pub(super) fn line(&self) -> impl Fn(&Image) -> bool {

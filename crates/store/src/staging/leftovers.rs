@@ -148,8 +148,9 @@ impl Leftover {
         let stored = folder.images()?.into_iter().find(Image::is_good).map(|image| image.id);
         // An image older than one in the store is of no use. An image that is marked, or that we cannot read, may be of
         // use to others.
-        let is_needed = |id: &ImageId| !folder.is_stored(*id) && stored.is_none_or(|stored| stored < *id);
-        let needed = area.images().into_iter().map(|image| image.id).find(|id| !over && is_needed(id));
+        let is_needed =
+            |image: &Image| !folder.is_stored_besides(image) && stored.is_none_or(|stored| stored < image.id);
+        let needed = area.images().into_iter().find(|image| !over && is_needed(image)).map(|image| image.id);
         let store = folder.store();
         Ok(Leftover::new(folder.name(), store, area, needed))
     }
@@ -180,8 +181,8 @@ impl Leftover {
         }
         // The job was removed, or its store cannot be read. Any image may be the only copy.
         let area = area_at(point, &owner.folder, trust)?;
-        let is_stored = |id: ImageId| folder.as_ref().is_ok_and(|folder| folder.is_stored(id));
-        let needed = area.images().into_iter().map(|image| image.id).find(|id| !is_stored(*id));
+        let is_stored = |image: &Image| folder.as_ref().is_ok_and(|folder| folder.is_stored_besides(image));
+        let needed = area.images().into_iter().find(|image| !is_stored(image)).map(|image| image.id);
         let store = owner.folder.parent().unwrap_or(&owner.folder);
         Some(Leftover::new(&owner.job, store, &area, needed))
     }
