@@ -300,8 +300,8 @@ fn carry_out(
     // As at the start of a run: a crash may have left files, and an image that is pinned under another name.
     folder.sweep_leftovers(&lock)?;
     let done = survey::rotate(folder, &lock, policy, config.min_free.bytes())?;
-    // Repacking takes long and needs the key: the supervisor does it in the background.
-    let bounds = gc::Bounds { repack: None, ..config.garbage(None) };
+    // Repacking takes long: the supervisor does it in the background.
+    let bounds = gc::Bounds { repack: None, ..config.garbage(folder.trust().key()) };
     let swept = match gc::collect(folder, &lock, &bounds, Utc::now(), &|| false) {
         // There is no room for the marks, so there will be none after store.sweep-after either.
         Err(error) if error.is_full() => gc::sweep_now(folder, &lock, config.copies).map(|_| gc::Collected::default()),

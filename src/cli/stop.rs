@@ -10,7 +10,7 @@ use super::{Exit, Global, complete, control, progress};
 use crate::control::client;
 use crate::control::protocol::{self, Request};
 use crate::published::Published;
-use rekindle_store::{ImageId, JobFolder, JobName, Outcome, Writer};
+use rekindle_store::{Image, ImageId, JobFolder, JobName, Outcome, Writer};
 
 /// What to stop, and how.
 #[derive(Debug, clap::Args)]
@@ -53,7 +53,7 @@ pub(super) fn stop(global: &Global, args: &StopArgs) -> anyhow::Result<Exit> {
     if !args.no_wait {
         progress::told("stopping", |tell| wait(&folder, tell))?;
     }
-    let newest = folder.known()?.into_iter().find(|known| known.best().is_good()).map(|known| known.id());
+    let newest = folder.known()?.into_iter().map(|known| known.best().clone()).find(Image::is_good);
     let outcome = match folder.record()?.map(|record| record.outcome).filter(|_| !args.no_wait) {
         Some(Outcome::Completed) => Some("completed"),
         Some(Outcome::Failed { .. }) => Some("failed"),
@@ -61,7 +61,8 @@ pub(super) fn stop(global: &Global, args: &StopArgs) -> anyhow::Result<Exit> {
         Some(Outcome::Running) => Some("interrupted"),
         None => None,
     };
-    let stored = newest.is_some_and(|image| folder.is_stored(image));
+    let stored = newest.as_ref().is_some_and(|image| folder.is_stored_besides(image));
+    let newest = newest.map(|image| image.id);
     let name = folder.name();
     // An immediate stop does not wait for the store.
     let is_short_of_one = !args.now && is_short_of_one(outcome, newest, stored);

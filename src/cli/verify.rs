@@ -63,7 +63,7 @@ pub(super) fn verify(global: &Global, args: &VerifyArgs) -> anyhow::Result<Exit>
     let Config { store: config, replica, .. } = global.settings(global.overrides())?;
     let from_there = if replica.url.is_some() { ", from the replica if possible" } else { "" };
     let finder = Finder::with_key(global)?;
-    let (chosen, refused) = chosen(&finder, args.image.as_deref())?;
+    let (chosen, mut refused) = chosen(&finder, args.image.as_deref())?;
     let is_empty = matches!(&chosen, Chosen::Jobs(folders) if folders.is_empty()) && refused.is_empty();
     if is_empty && global.format() == Format::Text {
         print_text(&find::no_jobs(&finder))?;
@@ -93,7 +93,13 @@ pub(super) fn verify(global: &Global, args: &VerifyArgs) -> anyhow::Result<Exit>
         Chosen::One(folder, image) => found.images.extend(reading.image(&folder, &image)?),
         Chosen::Jobs(folders) => {
             for folder in folders {
-                reading.job(&folder, &mut found)?;
+                match reading.job(&folder, &mut found) {
+                    Err(error) if args.image.is_none() => {
+                        let (job, store) = (folder.name().clone(), folder.store().to_owned());
+                        refused.push(Refused { job, store, error });
+                    }
+                    read => read?,
+                }
             }
         }
     }

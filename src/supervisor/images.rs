@@ -274,7 +274,7 @@ impl Owner<'_> {
         let of = |which: &dyn Fn(&Image) -> bool| {
             let newest = staged.iter().find(|image| which(image))?;
             let stored = stored.iter().find(|image| which(image)).map(|image| image.id);
-            memory::only_there(newest.id, stored, |id| folder.is_stored(id)).then(|| newest.clone())
+            memory::only_there(newest.id, stored, |_| folder.is_stored_besides(newest)).then(|| newest.clone())
         };
         of(&|image| self.is_usable(image)).or_else(|| of(&Image::is_good))
     }
@@ -558,7 +558,7 @@ fn empty_slots_on_disk(setup: &Setup, files_go: &Mutex<()>) {
         Err(TryLockError::WouldBlock) => return,
     };
     for area in Area::all_of(&setup.folder).iter().filter(|area| area.medium() == Medium::Disk) {
-        let is_stored = |slot: &Slot| slot.image().is_some_and(|image| setup.folder.is_stored(image.id));
+        let is_stored = |slot: &Slot| slot.image().is_some_and(|image| setup.folder.is_stored_besides(&image));
         for slot in area.slots().iter().filter(|slot| is_stored(slot)) {
             if let Err(error) = slot.empty() {
                 tracing::warn!("{} is not given back: {}", slot.dir().display(), chain(&error));

@@ -5,7 +5,7 @@ use rekindle_store::ImageId;
 
 /// Whether `newest`, the newest image in memory, exists nowhere else. An older image that was not stored is of no use
 /// once a newer one is stored. `stored` is the newest good image in the store; `is_stored` tells whether the store has
-/// an image, good or not.
+/// an image, good or not, unless its copy there is damaged and the one in memory is good.
 pub(super) fn only_there(newest: ImageId, stored: Option<ImageId>, is_stored: impl FnOnce(ImageId) -> bool) -> bool {
     stored.is_none_or(|stored| stored < newest) && !is_stored(newest)
 }

@@ -98,7 +98,8 @@ impl Draft {
     }
 
     /// Makes it an image whose content is in packs: steps 5 to 8 of `persist.rs`. `from` is the image that was packed.
-    /// A loose one is replaced; marks on it, or on an image in memory, are kept. Sets `id` and `job` of the manifest.
+    /// A loose one is replaced; marks on it, or on an image in memory, are kept. An image in memory replaces a damaged copy,
+    /// as in [`Draft::publish_copy`]. Sets `id` and `job` of the manifest.
     ///
     /// # Errors
     /// One for each step; the draft is removed then.
@@ -119,11 +120,12 @@ impl Draft {
         let loose = !from.is_staged();
         carry_over(&from.dir, &self.dir, &BESIDE)?;
         write(manifest::FILE_NAME, &bytes)?;
-        let named = match loose {
-            false => durable::publish_dir(&self.dir, &self.lasting),
-            true => durable::exchange_dirs(&self.dir, &self.lasting),
-        };
-        named.map_err(|source| PublishError::Publish { path: self.lasting.clone(), source })?;
+        let publish = |source| PublishError::Publish { path: self.lasting.clone(), source };
+        match loose {
+            true => durable::exchange_dirs(&self.dir, &self.lasting).map_err(publish)?,
+            false if self.is_for_a_damaged_one() => self.replace_damaged()?,
+            false => durable::publish_dir(&self.dir, &self.lasting).map_err(publish)?,
+        }
         // Repeated, because somebody may have tagged or marked it just before the names were exchanged.
         carry_over(if loose { &self.dir } else { &from.dir }, &self.lasting, &BESIDE)?;
         if loose {
@@ -139,19 +141,27 @@ impl Draft {
     /// # Errors
     /// One for each step; the draft is removed then.
     pub fn publish_copy(self) -> Result<Image, FileError> {
-        let named = failed("write", &self.lasting);
-        let is_there = self.lasting.is_dir();
-        if is_there && Image::load(&self.lasting, self.id, &self.trust).is_damaged() {
-            carry_over(&self.lasting, &self.dir, &[tags::FILE_NAME])?;
-            let replaced = self.replace(durable::exchange_dirs).map_err(named)?;
-            // Repeated, because somebody may have tagged it just before.
-            carry_over(&replaced, &self.lasting, &[tags::FILE_NAME])?;
-            // If it cannot be removed now, the next sweep removes it.
-            let _ = fs::remove_dir_all(&replaced);
-        } else {
-            durable::publish_dir(&self.dir, &self.lasting).map_err(named)?;
+        match self.is_for_a_damaged_one() {
+            true => self.replace_damaged()?,
+            false => durable::publish_dir(&self.dir, &self.lasting).map_err(failed("write", &self.lasting))?,
         }
         Ok(Image::load(&self.lasting, self.id, &self.trust))
+    }
+
+    /// Whether the store has a damaged copy of the image.
+    fn is_for_a_damaged_one(&self) -> bool {
+        self.lasting.is_dir() && Image::load(&self.lasting, self.id, &self.trust).is_damaged()
+    }
+
+    /// Takes the place of the damaged copy, and its tags.
+    fn replace_damaged(&self) -> Result<(), FileError> {
+        carry_over(&self.lasting, &self.dir, &[tags::FILE_NAME])?;
+        let replaced = self.replace(durable::exchange_dirs).map_err(failed("write", &self.lasting))?;
+        // Repeated, because somebody may have tagged it just before.
+        carry_over(&replaced, &self.lasting, &[tags::FILE_NAME])?;
+        // If it cannot be removed now, the next sweep removes it.
+        let _ = fs::remove_dir_all(&replaced);
+        Ok(())
     }
 
     /// Gives it the name of the damaged copy; returns where that is now. Where two names cannot be exchanged (NFS), there is

@@ -196,9 +196,9 @@ impl JobFolder {
         Ok(images)
     }
 
-    /// Whether it has nothing of a job.
+    /// Whether it is there and has nothing of a job. If a file system was unmounted, nothing is there.
     fn is_bare(&self) -> bool {
-        !is_there(&self.path.join(record::FILE_NAME)) && !is_there(&self.packs_dir())
+        self.path.is_dir() && !is_there(&self.path.join(record::FILE_NAME)) && !is_there(&self.packs_dir())
     }
 
     /// Whether the store has the image, good or not. If this is unknown, the answer is no: then the image in memory is
@@ -206,6 +206,14 @@ impl JobFolder {
     #[must_use]
     pub fn is_stored(&self, id: ImageId) -> bool {
         self.images_dir().join(id.to_string()).is_dir()
+    }
+
+    /// Whether the store has the image that this copy in memory or in a slot is of. A damaged one does not count while
+    /// this copy is good: it is the only one to continue from.
+    #[must_use]
+    pub fn is_stored_besides(&self, copy: &Image) -> bool {
+        let stored = || Image::load(&self.images_dir().join(copy.id.to_string()), copy.id, &self.trust);
+        self.is_stored(copy.id) && !(copy.is_good() && stored().is_damaged())
     }
 
     /// Whether an image is on the job's current line. After a rewind the newer images of the old line are not. If the

@@ -5,7 +5,7 @@
 //!
 //! 1. read from all chunk maps which chunks the images need, and from all indexes which chunks the packs have
 //! 2. rebuild an index that is missing or damaged, without damaged records, if all record headers of its pack are
-//!    intact
+//!    intact and the key of the pack is there
 //! 3. remove the mark of a pack that is needed again
 //! 4. remove packs whose mark is old enough: index, pack, mark, in this order
 //! 5. mark packs that no image needs, with a file `NAME.gone`; without a grace period remove them
@@ -161,9 +161,9 @@ fn round(
     let packs = folder.packs();
     let mut done = Collected::default();
     let mut index = packs.index()?;
-    let mut full = match reindex(&packs, &index, bounds.key, &mut done) {
-        Err(error) if error.is_full() => Some(error),
-        reindexed => reindexed.map(|()| None)?,
+    let (checked, mut full) = match reindex(&packs, &index, bounds.key, &mut done) {
+        Err(error) if error.is_full() => (Checked::No, Some(error)),
+        reindexed => (reindexed?, None),
     };
     if !done.reindexed.is_empty() {
         index = packs.index()?;
@@ -171,7 +171,7 @@ fn round(
     let mut needed = Needed::of(folder)?;
     besides.into_iter().for_each(|map| needed.add_map(map));
     // Without a new index, records that were damaged count again: they must not take the place of good ones.
-    let copies = if full.is_some() { usize::MAX } else { bounds.copies.count() };
+    let copies = if checked == Checked::No { usize::MAX } else { bounds.copies.count() };
     let uses = needed.of_packs(&packs, &index, copies)?;
     for pack in &uses {
         lock.still_held()?;
@@ -229,7 +229,8 @@ pub fn sweep_for(folder: &JobFolder, lock: &WriterLock, copies: Copies, map: &Ch
 }
 
 fn sweep_all(folder: &JobFolder, lock: &WriterLock, copies: Copies, besides: Option<&ChunkMap>) -> Result<u64, Error> {
-    let bounds = Bounds { sweep_after: Duration::ZERO, repack: None, key: None, copies, min_free: 0 };
+    let key = folder.trust().key();
+    let bounds = Bounds { sweep_after: Duration::ZERO, repack: None, key, copies, min_free: 0 };
     match round(folder, lock, &bounds, Utc::now(), &|| false, besides)? {
         (Collected { freed: 0, .. }, Some(full)) => Err(full),
         (done, _) => Ok(done.freed),
@@ -255,32 +256,44 @@ pub(crate) fn check(index: &Index) -> Result<(), Error> {
     Ok(())
 }
 
+/// Whether all records in the indexes were intact when their index was written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Checked {
+    Yes,
+    /// Those of a pack without an index count as they are.
+    No,
+}
+
 /// Step 2. Any other problem of a pack ends the round.
-fn reindex(packs: &Packs, index: &Index, key: Option<&Key>, done: &mut Collected) -> Result<(), Error> {
+fn reindex(packs: &Packs, index: &Index, key: Option<&Key>, done: &mut Collected) -> Result<Checked, Error> {
     check(index)?;
+    let mut checked = Checked::Yes;
     for problem in index.problems() {
-        write_index(packs, problem.pack, key)?;
-        done.reindexed.push(problem.pack);
+        match write_index(packs, problem.pack, key)? {
+            Checked::Yes => done.reindexed.push(problem.pack),
+            Checked::No => checked = Checked::No,
+        }
     }
-    Ok(())
+    Ok(checked)
 }
 
 /// Rebuilds the index of a pack from its records. Damaged records are left out: they may have been removed from the old
-/// index ([`super::heal`]), and must not replace an intact copy.
-fn write_index(packs: &Packs, pack: PackName, key: Option<&Key>) -> Result<(), Error> {
+/// index ([`super::heal`]), and must not replace an intact copy. Without the key they cannot be told from others; then
+/// no index is written.
+fn write_index(packs: &Packs, pack: PackName, key: Option<&Key>) -> Result<Checked, Error> {
     let why = |error: &dyn std::error::Error| Error::Pack { pack, why: rekindle_base::chain(error) };
     let scan = packs.scan(pack).map_err(|error| why(&error))?;
+    let Ok(key) = scan.header.key_for(key) else { return Ok(Checked::No) };
     let mut entries = scan.index.entries().to_vec();
-    if let Ok(key) = scan.header.key_for(key) {
-        let mut stored = Stored::default();
-        entries.retain(|entry| {
-            let read = stored.read_from_disk(packs, &entry.id, &Location::of(pack, entry), key);
-            !matches!(read, Err(CopyError::Damaged { source, .. }) if !source.is_not_for_us())
-        });
-    }
+    let mut stored = Stored::default();
+    entries.retain(|entry| {
+        let read = stored.read_from_disk(packs, &entry.id, &Location::of(pack, entry), key);
+        !matches!(read, Err(CopyError::Damaged { source, .. }) if !source.is_not_for_us())
+    });
     let path = packs.index_path(pack);
     let bytes = PackIndex::new(scan.index.pack_len(), entries).to_bytes();
-    Ok(durable::write_file(&path, &bytes, 0o600).map_err(failed("write", &path))?)
+    durable::write_file(&path, &bytes, 0o600).map_err(failed("write", &path))?;
+    Ok(Checked::Yes)
 }
 
 /// Step 4.

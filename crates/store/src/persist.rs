@@ -18,6 +18,7 @@
 
 mod known;
 mod pace;
+mod reserve;
 mod room;
 mod stretches;
 mod worker;
@@ -27,8 +28,11 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
+use bytesize::ByteSize;
+
 use self::known::Known;
 use self::pace::Pace;
+use self::reserve::Reserve;
 use self::stretches::Stretches;
 use self::worker::{Packed, Work};
 use super::FileError;
@@ -119,6 +123,14 @@ pub enum Error {
     /// The image could not be published.
     #[error(transparent)]
     Publish(#[from] PublishError),
+    /// It would take space that must stay free.
+    #[error("{free} is free, and {keep} must stay free (store.min-free)", free = ByteSize::b(*free), keep = ByteSize::b(*min_free))]
+    MinFree {
+        /// Bytes free.
+        free: u64,
+        /// Bytes that must stay free.
+        min_free: u64,
+    },
     /// It was cancelled.
     #[error("cancelled")]
     Cancelled,
@@ -140,6 +152,7 @@ impl Error {
             | Error::Publish(PublishError::Write { source, .. } | PublishError::Publish { source, .. }) => {
                 Some(source.kind())
             }
+            Error::MinFree { .. } => Some(io::ErrorKind::StorageFull),
             _ => None,
         }
     }
@@ -161,6 +174,19 @@ pub fn persist(
     folder: &JobFolder,
     lock: &WriterLock,
     packing: &Packing,
+    progress: &Progress,
+    cancelled: &(dyn Fn() -> bool + Sync),
+) -> Result<Image, Error> {
+    persist_within(image, folder, lock, packing, Reserve::none(), progress, cancelled)
+}
+
+/// The same, and leaves the reserve free.
+fn persist_within(
+    image: &Image,
+    folder: &JobFolder,
+    lock: &WriterLock,
+    packing: &Packing,
+    reserve: Reserve,
     progress: &Progress,
     cancelled: &(dyn Fn() -> bool + Sync),
 ) -> Result<Image, Error> {
@@ -190,12 +216,22 @@ pub fn persist(
         known: Known::new(&packs, &index, shared.as_ref(), &packing.unread),
         stretches: Mutex::new(Some(Stretches::new(&image.dir, &manifest.parts))),
         pace,
+        reserve,
         lock,
     };
     let worth = usize::try_from(manifest.bytes.div_ceil(WORTH_A_THREAD)).unwrap_or(usize::MAX);
     let workers = packing.bounds.threads.min(worth).clamp(1, MAX_WORKERS);
     let packed = parallel::in_parallel(vec![(); workers], workers, |()| work.run())?;
     let again = work.known.written_again();
+    let skipped = work.reserve.skipped();
+    if skipped > 0 {
+        tracing::warn!(
+            "{} of image {} has one copy only: there is no room for second copies beside store.min-free \
+            (store.copies = 2). Make room on the disk; the next image tries again",
+            bytesize::ByteSize::b(skipped),
+            image.id
+        );
+    }
     drop(work);
     drop(index);
     drop(shared);

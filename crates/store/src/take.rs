@@ -5,7 +5,7 @@ use crate::id::ImageId;
 use crate::lock::WriterLock;
 use crate::retention::survey::{self, Limits, NoRoom, Written};
 use crate::staging::admission::{self, Choice, Memory, Refusal, SlotFacts, Worth};
-use crate::staging::{Area, Error, Filling};
+use crate::staging::{Area, Error, Filling, Slot};
 use rekindle_os::cgroup;
 
 /// With two images in memory, at least the machine's memory divided by this stays free.
@@ -61,7 +61,11 @@ impl Area {
             keep_beside: cgroup::memory_total().unwrap_or(0) / KEPT_BESIDE,
         };
         let facts = self.facts(folder);
-        let at = match admission::choose(&facts, &memory, |id| folder.is_stored(id))? {
+        let is_stored = |id| {
+            let copy = slots.iter().filter_map(Slot::image).find(|image| image.id == id);
+            copy.is_some_and(|image| folder.is_stored_besides(&image))
+        };
+        let at = match admission::choose(&facts, &memory, is_stored)? {
             Choice::Beside(at) => at,
             Choice::Instead(at) => {
                 if let Some(newest) = facts[at].image {

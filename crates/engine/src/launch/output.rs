@@ -72,6 +72,8 @@ struct State {
     epoch: u64,
     /// What the follower has not shown yet, the oldest first.
     changes: VecDeque<Change>,
+    /// The length when space was found to be reserved behind the end.
+    reserved_at: Option<u64>,
 }
 
 /// What happened to a file, other than that it grew. Offsets are those of the file until it is emptied.

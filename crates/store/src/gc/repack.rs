@@ -1,9 +1,9 @@
 //! Rewrites packs that are mostly unneeded.
 //!
 //! Needed records are read, checked as in a restore, and copied one by one. If a record is damaged and another pack has
-//! it intact, that one is copied. Two copies of a chunk go to different packs. The old pack is marked only when the new
-//! packs and their indexes are on the disk. After a crash before that, chunks are in more places than before, which
-//! costs space until the next round and nothing else.
+//! it intact, that one is copied; if none has, the pack stays as it is. Two copies of a chunk go to different packs. The
+//! old pack is marked only when the new packs and their indexes are on the disk. After a crash before that, chunks are in
+//! more places than before, which costs space until the next round and nothing else.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -30,19 +30,14 @@ const WORTH: u64 = 2;
 const SMALL: u64 = PACK / 8;
 const MANY: usize = 32;
 
-/// The packs worth copying, those first that free most for the bytes copied. `bound` limits the bytes copied.
-fn choose(uses: &[PackUse], usable: impl Fn(PackName) -> bool, bound: u64) -> Vec<PackUse> {
+/// The packs worth copying, those first that free most for the bytes copied.
+fn choose(uses: &[PackUse], usable: impl Fn(PackName) -> bool) -> Vec<PackUse> {
     let alive = |pack: &&PackUse| pack.needed > 0 && usable(pack.name);
     let small = uses.iter().filter(alive).filter(|pack| pack.bytes < SMALL).count();
     let worth = |pack: &&PackUse| pack.needed * WORTH < pack.bytes || (pack.bytes < SMALL && small >= MANY);
     let mut chosen: Vec<PackUse> = uses.iter().filter(alive).filter(worth).copied().collect();
     // In parts per million: no pack is large enough to make this overflow.
     chosen.sort_by_key(|pack| pack.needed * 1_000_000 / pack.bytes.max(1));
-    let mut sum = 0_u64;
-    chosen.retain(|pack| {
-        sum = sum.saturating_add(pack.needed);
-        sum <= bound
-    });
     chosen
 }
 
@@ -62,20 +57,31 @@ pub(super) fn run(
     let key = bounds.key;
     // A pack with another key could be copied, but not checked.
     let usable = |name| index.pack(name).is_some_and(|info| !info.gone && info.key == key.map(Key::id));
-    let chosen = choose(uses, usable, bound);
+    let chosen = choose(uses, usable);
     if chosen.is_empty() || cancelled() {
         return Ok(());
     }
     let making = Making::new(Compression::None, key);
     let (first, second, written) = (PackWriter::new(packs, making)?, None, HashSet::new());
     let mut copying = Copying { packs, index, needed, key, copies: bounds.copies, making, first, second, written };
-    let mut copied = Vec::new();
+    let (mut copied, mut damaged, mut left) = (Vec::new(), None, bound);
     for pack in chosen {
         if cancelled() {
             break;
         }
-        let bytes = copying.pack(pack.name, lock)?;
-        copied.push((pack.name, bytes));
+        // One that cannot be copied takes nothing of what the others may.
+        let Some(rest) = left.checked_sub(pack.needed) else { continue };
+        match copying.pack(pack.name, lock) {
+            Ok(bytes) => {
+                copied.push((pack.name, bytes));
+                left = rest;
+            }
+            // That pack stays. The others do not wait until it can be read.
+            Err(error @ Error::Copy { .. }) => {
+                damaged.get_or_insert(error);
+            }
+            Err(error) => return Err(error),
+        }
     }
     lock.still_held()?;
     copying.first.finish()?;
@@ -86,7 +92,7 @@ pub(super) fn run(
         done.repacked.push(name);
         done.copied += bytes;
     }
-    Ok(())
+    damaged.map_or(Ok(()), Err)
 }
 
 struct Copying<'a> {
@@ -113,19 +119,26 @@ impl Copying<'_> {
         entries.retain(|entry| self.needed.has(&entry.id) && is_kept(entry));
         entries.sort_unstable_by_key(|entry| entry.offset);
         let (mut record, mut bytes) = (Stored::default(), 0);
-        for entry in entries {
+        // Nothing of a pack with a damaged record is written: each round would write it again.
+        for entry in &entries {
             lock.still_held()?;
-            let at = Location::of(pack, &entry);
-            let header = match record.read(|bytes| file.read_exact_at(bytes, at.offset), &entry.id, &at, self.key) {
-                Ok(header) => header,
-                Err(source) => {
-                    let whole = self.elsewhere(&entry.id, &at, &mut record);
-                    whole.ok_or(Error::Copy { pack, source })?
-                }
-            };
+            self.read(&file, pack, entry, &mut record)?;
+        }
+        for entry in &entries {
+            lock.still_held()?;
+            let header = self.read(&file, pack, entry, &mut record)?;
             bytes += self.write(&header, &record)?;
         }
         Ok(bytes)
+    }
+
+    /// Reads a record of a pack, or the same chunk from another one.
+    fn read(&self, file: &File, pack: PackName, entry: &Entry, record: &mut Stored) -> Result<RecordHeader, Error> {
+        let at = Location::of(pack, entry);
+        match record.read(|bytes| file.read_exact_at(bytes, at.offset), &entry.id, &at, self.key) {
+            Ok(header) => Ok(header),
+            Err(source) => self.elsewhere(&entry.id, &at, record).ok_or(Error::Copy { pack, source }),
+        }
     }
 
     /// Reads the same chunk from another pack with the same encryption.
@@ -159,25 +172,23 @@ mod tests {
         PackUse { name: PackName::from([n; 16]), bytes, needed }
     }
 
-    fn chosen(uses: &[PackUse], bound: u64) -> Vec<u8> {
+    fn chosen(uses: &[PackUse]) -> Vec<u8> {
         let number = |pack: &PackUse| u8::from_str_radix(&pack.name.to_string()[..2], 16).unwrap();
-        choose(uses, |_| true, bound).iter().map(number).collect()
+        choose(uses, |_| true).iter().map(number).collect()
     }
 
     #[test]
     fn those_of_which_less_than_half_is_needed_the_emptiest_first() {
         let uses = [pack(1, PACK, PACK / 2), pack(2, PACK, PACK / 3), pack(3, PACK, 1000), pack(4, PACK, 0)];
-        assert_eq!(chosen(&uses, u64::MAX), [3, 2], "half is enough to stay, and what nothing is needed of is swept");
-        assert_eq!(chosen(&uses, 2000), [3], "within the bound");
-        assert!(chosen(&uses, 10).is_empty());
-        assert!(choose(&uses, |_| false, u64::MAX).is_empty(), "another key");
+        assert_eq!(chosen(&uses), [3, 2], "half is enough to stay, and what nothing is needed of is swept");
+        assert!(choose(&uses, |_| false).is_empty(), "another key");
     }
 
     #[test]
     fn small_ones_when_there_are_many() {
         let few: Vec<PackUse> = (0..31).map(|n| pack(n, 1 << 20, 1 << 20)).collect();
-        assert!(chosen(&few, u64::MAX).is_empty());
+        assert!(chosen(&few).is_empty());
         let many: Vec<PackUse> = (0..32).map(|n| pack(n, 1 << 20, 1 << 20)).collect();
-        assert_eq!(chosen(&many, u64::MAX).len(), 32);
+        assert_eq!(chosen(&many).len(), 32);
     }
 }

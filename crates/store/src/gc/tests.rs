@@ -200,6 +200,34 @@ fn a_damaged_record_is_not_copied_and_its_pack_stays() {
 }
 
 #[test]
+fn a_damaged_record_keeps_no_other_pack_from_being_copied() {
+    let ground = Ground::new();
+    let mut kept = Vec::new();
+    for (number, seed) in [(1, 1), (3, 2)] {
+        let old = ground.add(number, &[("criu/a", noise(seed, 8 * CHUNK))]);
+        kept.push(ground.add(number + 1, &[("criu/a", noise(seed, 2 * CHUNK))]));
+        ground.drop_image(&old);
+    }
+    let packs = ground.folder.packs();
+    let (last, _) = kept[0].chunk_map().unwrap().unwrap().chunks().last().unwrap();
+    let damaged = packs.index().unwrap().get(&last).unwrap();
+    let mut bytes = fs::read(packs.pack_path(damaged.pack)).unwrap();
+    bytes[usize::try_from(damaged.offset).unwrap() + 100] ^= 1;
+    fs::write(packs.pack_path(damaged.pack), bytes).unwrap();
+    let whole = packs.index().unwrap().get(&chunk_of(&kept[1])).unwrap().pack;
+    for round in 0..2 {
+        let error = ground.repack(round).unwrap_err();
+        assert!(matches!(error, Error::Copy { pack, .. } if pack == damaged.pack), "{error}");
+        assert_eq!(ground.packs(".gone"), [format!("{whole}.gone")]);
+        assert_eq!(ground.packs(".pack").len(), 3, "nothing of the damaged one is copied, in no round");
+    }
+    let index = packs.index().unwrap();
+    let new = index.packs().iter().find(|pack| pack.name != damaged.pack && pack.name != whole).unwrap();
+    assert_eq!(new.pack_len, 64 + 2 * (64 + CHUNK as u64));
+    ground.assert_holds(&kept[1], &[("criu/a", noise(2, 2 * CHUNK))], None);
+}
+
+#[test]
 fn a_full_disk_has_no_room_for_marks_and_is_swept_all_the_same() {
     let Some(disk) = crate::persist::tests::full::SmallDisk::mount(16 << 20) else { return };
     let ground = Ground::below(tempfile::tempdir_in(disk.0.path()).unwrap());

@@ -260,23 +260,30 @@ fn what_the_disk_does_not_give_is_stored_again_and_struck_only_then() {
 
 #[test]
 fn a_record_that_was_struck_does_not_take_the_place_of_the_whole_one_when_its_index_is_lost() {
-    for which in 0..2 {
-        let three = Three::new(Copies::Two, None);
+    let key = Key::new(&[5; 32]);
+    for (which, of_store) in (0..2).flat_map(|which| [(which, None), (which, Some(&key))]) {
+        let three = Three::new(Copies::Two, of_store.cloned());
         let (_, places) = three.ground.first(&three.images[0]);
         three.ground.harm(&places[which]);
         let ids = BTreeSet::from([three.ground.first(&three.images[0]).0]);
         three.healing(None).heal(&ids, &|| false).unwrap();
-        fs::remove_file(three.ground.folder.packs().index_path(places[which].pack)).unwrap();
-        for seconds in [0, 700, 1400] {
+        let (lost, packs) = (three.ground.folder.packs().index_path(places[which].pack), three.ground.packs(".pack"));
+        fs::remove_file(&lost).unwrap();
+        // The round that finds no index does not have the key.
+        for (seconds, key) in [(0, None), (700, of_store), (1400, of_store), (2100, of_store)] {
             let bounds = crate::gc::Bounds {
                 sweep_after: std::time::Duration::from_secs(600),
                 repack: Some(u64::MAX),
-                key: None,
+                key,
                 copies: Copies::One,
                 min_free: 0,
             };
             let now = chrono::DateTime::from_timestamp(1_800_000_000 + seconds, 0).unwrap();
             crate::gc::collect(&three.ground.folder, &three.ground.lock, &bounds, now, &|| false).unwrap();
+            if key.is_none() && of_store.is_some() {
+                assert!(!lost.exists(), "an index must not name what nobody has checked");
+                assert_eq!(three.ground.packs(".pack").len(), packs.len(), "nothing goes before it was checked");
+            }
         }
         three.assert_whole();
     }

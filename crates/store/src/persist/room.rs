@@ -2,14 +2,16 @@
 //!
 //! How much an image adds is a guess from what the one before it added. One that adds much more fills the disk although
 //! room was made. Then more is known: how much was written for the part of the image that is done, and whether a quota
-//! allows less than the file system has free. With that, room is made once more, by the same rules.
+//! allows less than the file system has free. With that, room is made once more, by the same rules. The same happens
+//! before it takes space that must stay free.
 
 use std::io;
 
-use super::{Error, Packing, Progress, persist};
+use super::{Error, Packing, Progress, Reserve, persist_within};
 use crate::folder::JobFolder;
 use crate::image::Image;
 use crate::lock::WriterLock;
+use crate::retention::admission::predict;
 use crate::retention::survey::{self, Limits, NoRoom, Seen, Written};
 
 /// Why an image could not be stored. It is still in its old place.
@@ -54,14 +56,14 @@ pub fn store(
     survey::make_room(folder, lock, limits, whole, Written::Packed)?;
     for _ in 1..ATTEMPTS {
         let free = survey::free_space(folder.path()).map_err(NoRoom::from)?;
-        let error = match persist(image, folder, lock, packing, progress, cancelled) {
+        let error = match attempt(image, folder, lock, limits, packing, progress, cancelled) {
             Err(error) if error.is_full() => error,
             done => return Ok(done?),
         };
         let is_limited = error.kind() == Some(io::ErrorKind::QuotaExceeded);
         let expected = in_all(progress.written(), progress.bytes()).unwrap_or(whole);
-        // All that was free was not enough, unless others filled the disk.
-        let expected = if is_limited { expected } else { expected.max(free) };
+        // All that was free and could be used was not enough, unless others filled the disk.
+        let expected = if is_limited { expected } else { expected.max(free.saturating_sub(limits.min_free)) };
         let least = expected.min(whole);
         let least = least.saturating_add(least / BESIDE).saturating_add(BESIDE_AT_LEAST);
         tracing::info!("the store is full: image {} needs more than expected", image.id);
@@ -71,7 +73,27 @@ pub fn store(
             made => made?,
         };
     }
-    Ok(persist(image, folder, lock, packing, progress, cancelled)?)
+    Ok(attempt(image, folder, lock, limits, packing, progress, cancelled)?)
+}
+
+/// Packs the image into what may be used. Second copies get what the image probably does not need.
+fn attempt(
+    image: &Image,
+    folder: &JobFolder,
+    lock: &WriterLock,
+    limits: &Limits,
+    packing: &Packing,
+    progress: &Progress,
+    cancelled: &(dyn Fn() -> bool + Sync),
+) -> Result<Image, Error> {
+    let images = folder.images()?;
+    let last = images.iter().filter_map(Image::manifest).find_map(|manifest| manifest.chunks.as_ref());
+    let whole = image.manifest().map_or(0, |manifest| manifest.bytes);
+    let need = predict(whole, last.map(|chunks| chunks.stored)).saturating_add(BESIDE_AT_LEAST);
+    let packs = folder.packs_dir();
+    let spare = survey::free_space(&packs)?.saturating_sub(limits.min_free).saturating_sub(need);
+    let reserve = Reserve::new(packs, limits.min_free, spare);
+    persist_within(image, folder, lock, packing, reserve, progress, cancelled)
 }
 
 #[cfg(test)]

@@ -10,10 +10,12 @@ use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use super::Error;
 use super::known::{Claim, Known};
 use super::pace::Pace;
+use super::reserve::Reserve;
 use super::stretches::{Stretch, Stretches};
 use crate::WriterLock;
 use crate::chunk::chunk_id;
 use crate::chunk::map::{self, Extent};
+use crate::format::HEADER;
 use crate::image::{Image, Place};
 use crate::manifest::Manifest;
 use crate::pack::{Making, PackWriter, Packs};
@@ -28,6 +30,7 @@ pub(super) struct Work<'a> {
     pub(super) known: Known<'a>,
     pub(super) stretches: Mutex<Option<Stretches>>,
     pub(super) pace: Pace<'a>,
+    pub(super) reserve: Reserve,
     pub(super) lock: &'a WriterLock,
 }
 
@@ -107,6 +110,8 @@ impl Work<'_> {
                 let written = match self.known.claim(&id)? {
                     Claim::None => 0,
                     Claim::First => writer.keep(id, *len)?,
+                    // The next image tries again.
+                    Claim::Second if !self.reserve.has_spare(HEADER + *len) => 0,
                     Claim::Second => {
                         if second.is_none() {
                             *second = Some(PackWriter::new(self.packs, self.making)?);
@@ -118,6 +123,7 @@ impl Work<'_> {
                 };
                 if written > 0 {
                     self.pace.wrote(written).map_err(failed)?;
+                    self.reserve.wrote(written)?;
                 }
                 extents.push(Extent::Chunk { id, len: u32::try_from(*len).unwrap_or(0) });
             }

@@ -15,7 +15,7 @@ use crate::folder::JobFolder;
 pub use crate::folders::free_space;
 use crate::gc;
 use crate::id::ImageId;
-use crate::image::Image;
+use crate::image::{Form, Image};
 use crate::lock::WriterLock;
 use crate::options::Copies;
 use crate::pack::PackName;
@@ -31,6 +31,8 @@ pub struct Survey {
     marked: u64,
     /// Why no content can be removed from the packs.
     stuck: Option<Box<gc::Error>>,
+    /// Images without a mark whose chunk map cannot be used, and why: a restart cannot use them either.
+    doubtful: Vec<(ImageId, String)>,
 }
 
 /// Why there is no space for an image.
@@ -81,17 +83,30 @@ impl Survey {
         let index = folder.packs().index()?;
         let (mut sizes, mut needed) = (Gathering::<[u8; 16]>::default(), HashSet::<PackName>::new());
         let mut stuck = gc::check(&index).err();
+        let mut doubtful = Vec::new();
         // If a pack has a problem, it is not certain that something is in none.
         let is_certain = index.problems().is_empty();
         for (image, facts) in images.iter().zip(&mut facts) {
             sizes.own(image.id, allocated(&image.dir));
+            let is_good = facts.kind == FactKind::Good;
             let map = match gc::map_of(image) {
                 Ok(map) => map,
                 Err(error) => {
+                    if is_good {
+                        facts.kind = FactKind::Unknown;
+                        doubtful.push((image.id, rekindle_base::chain(&error)));
+                    }
                     stuck.get_or_insert(error);
                     continue;
                 }
             };
+            if map.is_none() && is_good && image.form() == Form::Packed {
+                facts.kind = FactKind::Incomplete;
+                doubtful.push((
+                    image.id,
+                    "its chunk map is damaged or missing; run `rekindle repair` when the job does not run".to_owned(),
+                ));
+            }
             for (id, _) in map.iter().flat_map(ChunkMap::chunks) {
                 let Some(prefix) = id.as_bytes().first_chunk() else { continue };
                 // Including its second copy, if it has one, because both are removed together.
@@ -118,7 +133,7 @@ impl Survey {
         let sizes = sizes.finish(newest.map(|chunks| chunks.stored));
         let sizes = if stuck.is_none() { sizes } else { sizes.stuck() };
         let stuck = stuck.map(Box::new);
-        Ok(Survey { facts, sizes, room: Room { free, pending, min_free }, marked, stuck })
+        Ok(Survey { facts, sizes, room: Room { free, pending, min_free }, marked, stuck, doubtful })
     }
 
     /// Adds the images that the writer is reading, and those that the job may prove.
@@ -165,7 +180,11 @@ impl Survey {
 /// # Errors
 /// [`Error::Read`], [`Error::Remove`], [`Error::WrongLock`].
 pub fn rotate(folder: &JobFolder, lock: &WriterLock, policy: &Policy, min_free: u64) -> Result<(Plan, Vec<ImageId>)> {
-    let plan = Survey::of(folder, min_free)?.with_held(lock).plan(policy, Utc::now());
+    let survey = Survey::of(folder, min_free)?.with_held(lock);
+    for (id, why) in &survey.doubtful {
+        tracing::warn!("image {id} does not count as good when images are removed: {why}");
+    }
+    let plan = survey.plan(policy, Utc::now());
     let removals: Vec<ImageId> = plan.removals().collect();
     for decision in plan.decisions.iter().filter(|it| it.verdict.is_removal()) {
         tracing::debug!("removing image {}: {}", decision.id, decision.verdict);

@@ -148,8 +148,9 @@ impl Leftover {
         let stored = folder.images()?.into_iter().find(Image::is_good).map(|image| image.id);
         // An image older than one in the store is of no use. An image that is marked, or that we cannot read, may be of
         // use to others.
-        let is_needed = |id: &ImageId| !folder.is_stored(*id) && stored.is_none_or(|stored| stored < *id);
-        let needed = area.images().into_iter().map(|image| image.id).find(|id| !over && is_needed(id));
+        let is_needed =
+            |image: &Image| !folder.is_stored_besides(image) && stored.is_none_or(|stored| stored < image.id);
+        let needed = area.images().into_iter().find(|image| !over && is_needed(image)).map(|image| image.id);
         let store = folder.store();
         Ok(Leftover::new(folder.name(), store, area, needed))
     }
@@ -251,12 +252,19 @@ pub fn find(store: &Store) -> Vec<Leftover> {
     jobs.filter_map(|job| Leftover::of(&store.job(&job).ok()?).ok()).flatten().collect()
 }
 
-/// Leftovers in memory below `base` that belong to other stores than this one, or to jobs that are gone.
+/// Leftovers in memory below `base` that belong to other stores than this one, to jobs that are gone, or to jobs that
+/// another machine has continued.
 #[must_use]
 pub fn elsewhere(base: &Path, store: &Path, trust: &Trust) -> Vec<Leftover> {
     // A store without links in its path, as areas note it.
     let store = fs::canonicalize(store).unwrap_or_else(|_| store.to_owned());
-    let is_found = |left: &Leftover| left.store == store && store.join(left.job.as_str()).is_dir();
+    let is_elsewhere = |left: &Leftover| {
+        let folder = Store::open(&left.store, Access::Read).and_then(|it| it.with_trust(trust.clone()).job(&left.job));
+        folder.is_ok_and(|folder| is_run_elsewhere(&folder))
+    };
+    let is_found = |left: &Leftover| {
+        left.store == store && store.join(left.job.as_str()).is_dir() && !is_elsewhere(left)
+    };
     mount_points(base).filter_map(|point| Leftover::mounted(&point, trust)).filter(|left| !is_found(left)).collect()
 }
 

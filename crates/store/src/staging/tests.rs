@@ -261,6 +261,7 @@ fn an_area_of_a_job_that_runs_on_another_machine_is_left_over() {
     rewrite_owner(&area, |owner| owner["supervisor"]["started"] = 1.into());
     let left = find();
     assert_eq!((left.len(), left[0].needed), (1, Some(id(1))), "no newer image is in the store");
+    assert_eq!(elsewhere(&base, folder.store(), &Trust::default()).len(), 1, "of the store that is configured, too");
     assert!(!left[0].free(&Trust::default(), OnlyCopies::Keep) && area.is_there());
     // The other machine has stored a newer image.
     let newer = folder.images_dir().join(id(2).to_string());
@@ -320,4 +321,45 @@ fn with_a_key_nothing_on_a_disk_is_believed_without_hashes() {
     umount2(&other, MntFlags::MNT_DETACH).unwrap();
     area.close().unwrap();
     assert_eq!(found, []);
+}
+
+/// The store lost content of an image that is whole in memory.
+#[test]
+fn an_image_whose_stored_copy_is_damaged_is_needed_in_memory_and_is_stored_again() {
+    use crate::persist::tests::packing;
+    use crate::persist::{Progress, persist};
+    use crate::tag::Change;
+    use crate::{BadMark, BadWhy};
+    let Some(ground) = Ground::new() else { return };
+    let area = ground.open();
+    let filling = area.slots()[0].begin(id(1)).unwrap();
+    fs::write(filling.dir().join("criu/x.img"), [1; 100]).unwrap();
+    let staged = filling.seal(manifest(), 1).unwrap();
+    let folder = ground.folder.clone();
+    let store = |lock: &WriterLock| {
+        let packing = packing(crate::chunk::Compression::None, None);
+        persist(&staged, &folder, lock, &packing, &Progress::default(), &|| false).unwrap()
+    };
+    let mut stored = store(&ground.lock);
+    assert!(ground.folder.is_stored_besides(&staged));
+    stored.change_tags(Change::Pin).unwrap();
+    let packs = ground.folder.packs();
+    let (chunk, _) = stored.chunk_map().unwrap().unwrap().chunks().next().unwrap();
+    let lost = packs.index().unwrap().get(&chunk).unwrap();
+    fs::write(packs.pack_path(lost.pack), "x").unwrap();
+    fs::remove_file(packs.index_path(lost.pack)).unwrap();
+    stored.mark_bad(BadMark { why: BadWhy::Damaged, detail: String::new(), when: Default::default() }).unwrap();
+    assert!(!ground.folder.is_stored_besides(&staged));
+    let Ground { _dir: dir, lock, .. } = ground;
+    drop(lock);
+    let whole = Store::open(folder.store(), Access::Write).unwrap();
+    assert_eq!(leftovers::find(&whole)[0].needed, Some(id(1)));
+
+    let lock = folder.lock().unwrap();
+    let again = store(&lock);
+    assert!(again.is_good() && again.tags().is_pinned() && folder.is_stored_besides(&again));
+    assert!(again.verify_content(None, 1, &Progress::default(), &|| false).unwrap().is_sound());
+    assert_eq!(folder.images().unwrap(), [again]);
+    area.close().unwrap();
+    drop(dir);
 }

@@ -90,12 +90,18 @@ pub(super) fn relieve(path: &Path, states: &Mutex<States>, which: usize, bounds:
             // Holes can have been filled with blocks since (fallocate(2)).
             sparse::punch(&file, 0..state.gone)?;
             let meta = file.metadata()?;
-            if meta.blocks().saturating_mul(512).saturating_sub(most_on_disk(bounds))
-                > meta.len().saturating_sub(state.gone)
-            {
-                // What the job writes just now may be lost. Only a job that reserves so much can lose something, and it
-                // would fill the disk otherwise.
-                free_behind_the_end(&file, &meta)?;
+            let data = meta.len().saturating_sub(state.gone);
+            let reserved = meta.blocks().saturating_mul(512).saturating_sub(data);
+            // What the job writes at this moment would be lost. So not while the file grows, unless it is more than a file
+            // system reserves by itself.
+            let is_idle = state.reserved_at == Some(meta.len());
+            state.reserved_at = None;
+            if reserved > most_on_disk(bounds) {
+                if is_idle || reserved > MOST_BY_ITSELF {
+                    free_behind_the_end(&file, &meta)?;
+                } else {
+                    state.reserved_at = Some(meta.len());
+                }
             }
         }
         // The length must be of this epoch. With a length from before the file was emptied, new output would be taken
@@ -148,6 +154,9 @@ pub(super) fn settle(path: &Path) -> io::Result<()> {
     }
     Ok(())
 }
+
+/// XFS reserves up to 8 GiB behind the end of a file that grows.
+const MOST_BY_ITSELF: u64 = 16 << 30;
 
 /// A file system rounds up, and may count some blocks of its own.
 const UNNOTICED: u64 = 1 << 20;

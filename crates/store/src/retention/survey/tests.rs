@@ -152,6 +152,55 @@ fn an_image_that_adds_much_more_than_the_one_before_is_stored() {
     assert_eq!(ground.ids(), [5, 4, 3, 2]);
 }
 
+/// The same where the disk has room, but so much must stay free.
+#[test]
+fn an_image_that_adds_more_than_was_expected_leaves_free_what_must_stay_free() {
+    let Some(disk) = SmallDisk::mount(80 << 20) else { return };
+    let source = Ground::new();
+    let ground = Ground::below(tempfile::tempdir_in(disk.0.path()).unwrap());
+    for (number, chunks) in [(1, 120), (2, 1), (3, 1)] {
+        ground.persist(&source.stage(number.into(), &[("a", noise(number, chunks * CHUNK))])).unwrap();
+    }
+    let policy = Policy { keep_last: 9, ..Policy::default() };
+    let limits = Limits { policy, min_free: free(&ground.folder) - (6 << 20), copies: Copies::One };
+    let large = source.stage(4, &[("a", noise(4, 128 * CHUNK))]);
+    let (packing, progress) = (packing(Compression::None, None), Progress::default());
+    persist::store(&large, &ground.folder, &ground.lock, &limits, &packing, &progress, &|| false).unwrap();
+    assert_eq!(ground.ids(), [4, 3, 2], "the first one had to go for it");
+    assert!(free(&ground.folder) >= limits.min_free);
+
+    // If too little can go, nothing goes, and nothing is stored.
+    let limits = Limits { min_free: free(&ground.folder) - (6 << 20), ..limits };
+    let large = source.stage(5, &[("a", noise(5, 160 * CHUNK))]);
+    let error = persist::store(&large, &ground.folder, &ground.lock, &limits, &packing, &progress, &|| false);
+    assert!(matches!(error, Err(persist::Unstored::NoRoom(_))), "{error:?}");
+    assert_eq!(ground.ids(), [4, 3, 2]);
+}
+
+/// `store.copies` was changed to 2, and the disk has no room for all second copies.
+#[test]
+fn second_copies_take_no_space_that_an_image_needs() {
+    let Some(disk) = SmallDisk::mount(20 << 20) else { return };
+    let source = Ground::new();
+    let ground = Ground::below(tempfile::tempdir_in(disk.0.path()).unwrap());
+    let shared = |number: u8| [noise(9, 48 * CHUNK), noise(number, CHUNK)].concat();
+    for number in [1, 2] {
+        ground.persist(&source.stage(number.into(), &[("a", shared(number))])).unwrap();
+    }
+    let policy = Policy { keep_last: 9, ..Policy::default() };
+    let limits = Limits { policy, min_free: 1 << 20, copies: Copies::Two };
+    let packing = persist::Packing { copies: Copies::Two, ..packing(Compression::None, None) };
+    let staged = source.stage(3, &[("a", shared(3))]);
+    let progress = Progress::default();
+    persist::store(&staged, &ground.folder, &ground.lock, &limits, &packing, &progress, &|| false).unwrap();
+    assert_eq!(ground.ids(), [3, 2, 1]);
+    assert!(free(&ground.folder) >= limits.min_free);
+    let images = ground.folder.images().unwrap();
+    assert!(images[0].verify_content(None, 2, &progress, &|| false).unwrap().is_sound());
+    let twice = ground.places(&images[0]).iter().filter(|places| **places == 2).count();
+    assert!((8..30).contains(&twice), "as many as there was room for: {twice}");
+}
+
 /// A quota allows less than the file system has free.
 #[test]
 fn what_a_quota_allows_is_not_what_is_free() {
@@ -196,4 +245,40 @@ fn an_image_that_lost_content_takes_no_place_of_an_intact_one() {
     ground.persist(&ground.stage(4, &[("a", noise(3, 2 * CHUNK))])).unwrap();
     let survey = Survey::of(&ground.folder, 0).unwrap();
     assert!(survey.facts.iter().all(|facts| facts.kind == FactKind::Good));
+}
+
+/// Nobody can put an image together without its map, so no intact image is removed for it.
+#[test]
+fn an_image_that_lost_its_map_takes_no_place_of_an_intact_one() {
+    let flip = |path: &Path| {
+        let mut bytes = fs::read(path).unwrap();
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 1;
+        fs::write(path, bytes).unwrap();
+    };
+    let delete = |path: &Path| fs::remove_file(path).unwrap();
+    // Reading it fails, as on a disk with an unreadable sector.
+    let unreadable = |path: &Path| {
+        fs::remove_file(path).unwrap();
+        fs::create_dir(path).unwrap();
+    };
+    for (harm, kind) in [
+        (&flip as &dyn Fn(&Path), FactKind::Incomplete),
+        (&delete, FactKind::Incomplete),
+        (&unreadable, FactKind::Unknown),
+    ] {
+        let ground = Ground::new();
+        let images = [1_u8, 2, 3]
+            .map(|number| ground.persist(&ground.stage(number.into(), &[("a", noise(number, 2 * CHUNK))])).unwrap());
+        harm(&images[2].dir.join(crate::chunk::map::FILE_NAME));
+        let survey = Survey::of(&ground.folder, 0).unwrap();
+        assert_eq!(
+            survey.facts.iter().map(|facts| facts.kind).collect::<Vec<_>>(),
+            [kind, FactKind::Good, FactKind::Good]
+        );
+        assert_eq!(survey.doubtful.iter().map(|(id, _)| *id).collect::<Vec<_>>(), [images[2].id]);
+        let policy = Policy { keep_last: 1, ..Policy::default() };
+        let (_, gone) = rotate(&ground.folder, &ground.lock, &policy, 0).unwrap();
+        assert_eq!((gone, ground.ids()), (vec![images[0].id], vec![3, 2]), "{kind:?}");
+    }
 }
