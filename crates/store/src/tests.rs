@@ -132,3 +132,18 @@ fn eventually<T>(mut ask: impl FnMut() -> Option<T>) -> T {
     }
     panic!("not within half a minute")
 }
+
+#[test]
+fn a_folder_that_is_gone_is_not_one_without_images() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(dir.path(), Access::Write).unwrap();
+    let folder = store.create_job(&"j".parse().unwrap()).unwrap();
+    std::fs::remove_dir_all(folder.path()).unwrap();
+    assert!(matches!(folder.images(), Err(Error::Read { .. })));
+    // Somebody has made a folder of that name, and nothing else.
+    std::fs::create_dir(folder.path()).unwrap();
+    assert!(folder.images().unwrap().is_empty());
+    // The records of a job without its images.
+    std::fs::create_dir(folder.packs_dir()).unwrap();
+    assert!(matches!(folder.images(), Err(Error::Read { .. })));
+}

@@ -33,7 +33,13 @@ impl Reserve {
 
     /// Ends packing when less than `min_free` bytes are free beside these packs. Second copies may take `spare` bytes.
     pub(super) fn new(packs: PathBuf, min_free: u64, spare: u64) -> Reserve {
-        Reserve { packs, min_free, written: AtomicU64::new(0), spare: AtomicU64::new(spare), skipped: AtomicU64::new(0) }
+        Reserve {
+            packs,
+            min_free,
+            written: AtomicU64::new(0),
+            spare: AtomicU64::new(spare),
+            skipped: AtomicU64::new(0),
+        }
     }
 
     /// Whether there is room for a second copy of this many bytes, which then counts as made.

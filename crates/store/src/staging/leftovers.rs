@@ -262,9 +262,8 @@ pub fn elsewhere(base: &Path, store: &Path, trust: &Trust) -> Vec<Leftover> {
         let folder = Store::open(&left.store, Access::Read).and_then(|it| it.with_trust(trust.clone()).job(&left.job));
         folder.is_ok_and(|folder| is_run_elsewhere(&folder))
     };
-    let is_found = |left: &Leftover| {
-        left.store == store && store.join(left.job.as_str()).is_dir() && !is_elsewhere(left)
-    };
+    let is_found =
+        |left: &Leftover| left.store == store && store.join(left.job.as_str()).is_dir() && !is_elsewhere(left);
     mount_points(base).filter_map(|point| Leftover::mounted(&point, trust)).filter(|left| !is_found(left)).collect()
 }
 
