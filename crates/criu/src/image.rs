@@ -19,7 +19,8 @@ mod timers;
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
-use std::io;
+use std::fs::File;
+use std::io::{self, Read};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
@@ -101,7 +102,19 @@ struct Records {
 
 impl Records {
     fn open(path: PathBuf, magic: u32) -> Result<Records, Error> {
-        let bytes = std::fs::read(&path).map_err(|source| Error::Read { path: path.clone(), source })?;
+        let read = std::fs::read(&path);
+        Records::of(path, read, magic)
+    }
+
+    /// The same, but only the first `most` bytes.
+    fn begin(path: PathBuf, most: u64, magic: u32) -> Result<Records, Error> {
+        let mut bytes = Vec::new();
+        let read = File::open(&path).and_then(|file| file.take(most).read_to_end(&mut bytes));
+        Records::of(path, read.map(|_| bytes), magic)
+    }
+
+    fn of(path: PathBuf, read: io::Result<Vec<u8>>, magic: u32) -> Result<Records, Error> {
+        let bytes = read.map_err(|source| Error::Read { path: path.clone(), source })?;
         let mut records = Records { path, bytes, at: 0 };
         let first = records.word();
         if !matches!(first, Some(COMMON | SERVICE)) || records.word() != Some(magic) {

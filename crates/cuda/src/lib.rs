@@ -60,16 +60,26 @@ pub mod code {
     pub const NOT_INITIALIZED: i32 = 3;
     /// libcuda.so.1 is the toolkit's stub for linking, not a driver.
     pub const STUB_LIBRARY: i32 = 34;
+    /// Another process has the GPU for itself, or its mode does not allow any.
+    pub const DEVICE_UNAVAILABLE: i32 = 46;
     /// There is no GPU, or the named one does not exist.
     pub const NO_DEVICE: i32 = 100;
     /// The named GPU is invalid, or cannot be used.
     pub const INVALID_DEVICE: i32 = 101;
+    /// The GPU's memory has an error that cannot be corrected.
+    pub const ECC_UNCORRECTABLE: i32 = 214;
     /// No right to trace the process, or it has ended.
     pub const OPERATING_SYSTEM: i32 = 304;
     /// The process is in the wrong state for this call.
     pub const ILLEGAL_STATE: i32 = 401;
     /// The lock timed out; the process continues.
     pub const NOT_READY: i32 = 600;
+    /// The user has no right to do this.
+    pub const NOT_PERMITTED: i32 = 800;
     /// The process uses something that cannot be checkpointed.
     pub const NOT_SUPPORTED: i32 = 801;
+    /// A service that the GPUs need is not ready, such as the Fabric Manager.
+    pub const SYSTEM_NOT_READY: i32 = 802;
+    /// The kernel module and libcuda.so.1 are of different versions.
+    pub const SYSTEM_DRIVER_MISMATCH: i32 = 803;
 }

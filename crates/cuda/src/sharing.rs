@@ -136,12 +136,23 @@ impl Error {
         matches!(self, Error::Busy { .. })
     }
 
-    /// Whether the driver refused something, and not because the GPU is full.
+    /// Whether the driver refused something, and not because of the machine: a GPU that is full, missing or broken.
     #[must_use]
     pub fn is_refusal(&self) -> bool {
-        matches!(self, Error::Driver { code, .. } if *code != code::OUT_OF_MEMORY)
+        matches!(self, Error::Driver { code, .. } if !MACHINES.contains(code))
     }
 }
+
+/// Codes whose cause is the machine, whatever the processes ask for.
+const MACHINES: [i32; 7] = [
+    code::OUT_OF_MEMORY,
+    code::DEVICE_UNAVAILABLE,
+    code::NO_DEVICE,
+    code::ECC_UNCORRECTABLE,
+    code::NOT_PERMITTED,
+    code::SYSTEM_NOT_READY,
+    code::SYSTEM_DRIVER_MISMATCH,
+];
 
 /// Why memory of another process cannot be released.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -303,7 +303,6 @@ fn tracked_folders_that_are_empty_or_not_there() {
     assert!(folders.iter().all(is_kept));
 }
 
-/// In a folder such as /tmp, the job's user cannot remove what others put there.
 /// A restore that takes away the name by which the image has the file would give the job a file of its own.
 #[test]
 fn a_deleted_name_in_a_tracked_folder_leads_to_the_file_of_the_other_name() {
@@ -319,6 +318,7 @@ fn a_deleted_name_in_a_tracked_folder_leads_to_the_file_of_the_other_name() {
     assert!(theirs.exists());
 }
 
+/// In a folder such as /tmp, the job's user cannot remove what others put there.
 #[test]
 fn another_user_of_a_folder_does_not_prevent_a_restore() {
     let Some(lab) = Lab::new() else { return };

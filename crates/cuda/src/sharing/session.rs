@@ -92,8 +92,6 @@ impl<'a> Session<'a> {
         }
         let socket = process::fetch_descriptor(&process::open_pidfd(pid)?, table.socket.load(Relaxed))?;
         setsockopt(&socket, ReceiveTimeout, &time(limit(until, PATIENCE)))?;
-        // The job provides the socket: it may be one that nobody reads from.
-        setsockopt(&socket, SendTimeout, &time(PATIENCE))?;
         let session = Session { sharing, socket: ManuallyDrop::new(socket), until, _alone: alone };
         // After this request the keeper has closed its copy of our end, and notices when we close it. The answer does
         // not matter.
@@ -145,6 +143,9 @@ impl<'a> Session<'a> {
 
     fn send(&self, Request { what, index }: Request, descriptor: Option<BorrowedFd<'_>>) -> Result<(), Error> {
         let [a, b] = [what.to_ne_bytes(), index.to_ne_bytes()];
+        // The job provides the socket: it may be one that nobody reads from.
+        let limit = time(limit(self.until, PATIENCE));
+        setsockopt(&self.socket(), SendTimeout, &limit).map_err(|error| self.busy(error.into()))?;
         let sent = packet::send(self.socket(), &[a, b].concat(), descriptor);
         sent.map_err(|source| self.busy(source))?;
         Ok(())

@@ -60,7 +60,9 @@ impl View<'_> {
 /// Smaller files are copied in the freeze only.
 const AHEAD_FROM: u64 = 1 << 20;
 /// Bytes of files that are examined together before they are copied: what changes meanwhile is copied again in the freeze.
+/// With many processes it is as many for each [`LOOKED_AT`] of them: their maps are read once for these files.
 const AHEAD_AT_A_TIME: u64 = 256 << 20;
+const LOOKED_AT: usize = 50;
 /// If a file was changed less than this before its copy began, a later change may have the same time stamp: the clock
 /// for time stamps advances every few milliseconds.
 const SETTLED: Duration = Duration::from_millis(100);
@@ -251,9 +253,10 @@ impl Contents {
         let mut found = survey.found;
         found.retain(|file| groups.keep(file) && file.bytes() >= AHEAD_FROM);
         let mut found = found.into_iter().peekable();
+        let at_a_time = AHEAD_AT_A_TIME.saturating_mul((tree.len() / LOOKED_AT).max(1) as u64);
         while found.peek().is_some() && !cancelled() {
             let (mut batch, mut bytes) = (Vec::new(), 0);
-            while batch.len() < OPEN_AT_A_TIME && bytes < AHEAD_AT_A_TIME {
+            while batch.len() < OPEN_AT_A_TIME && bytes < at_a_time {
                 let Some(file) = found.next() else { break };
                 // The file can be gone by now.
                 let Some(Opened { file: open, shared }) = view.with(|way| file.open(way, true))?? else { continue };
@@ -270,7 +273,7 @@ impl Contents {
             // A file can have been mapped and written to since it was examined. Such a page is written to again without a new
             // time stamp, and when the job is frozen, the file may be mapped no more. The look comes after the stamps, because a
             // mapping that is made later changes them; and before the copies, which have what was written before it.
-            let uses = select::uses_now(&process::tree(view.root));
+            let Some(uses) = select::uses_now(&process::tree(view.root), cancelled) else { return Ok(()) };
             for (file, open, stamp, is_settled) in batch {
                 let part = self.next_part()?;
                 match copy::whole(&open, stamp.size, &create(draft, &part)?, cancelled) {

@@ -61,7 +61,8 @@ fn is_nameless(name: &[u8]) -> bool {
 
 /// Whether CRIU gives such names to deleted files during a dump.
 pub(super) fn is_of_a_dump(name: &OsStr) -> bool {
-    name.as_bytes().starts_with(b"link_remap.")
+    let number = name.as_bytes().strip_prefix(b"link_remap.").unwrap_or_default();
+    !number.is_empty() && number.iter().all(u8::is_ascii_digit)
 }
 
 /// Whether an image has such names for deleted files. The image needs the file itself, not its content.
@@ -138,6 +139,14 @@ mod tests {
         let _ = child.wait();
         assert_eq!(found, expected);
         assert!(found >= 3 << 20);
+    }
+
+    #[test]
+    fn a_file_of_the_job_is_not_taken_for_a_name_of_a_dump() {
+        for (name, expected) in [("7", true), ("12345", true), ("cfg", false), ("", false), ("7.bak", false)] {
+            assert_eq!(is_of_a_dump(OsStr::new(&format!("link_remap.{name}"))), expected, "{name}");
+        }
+        assert!(!is_of_a_dump(OsStr::new("7")));
     }
 
     /// As CRIU leaves them if it is killed in a dump.

@@ -137,9 +137,10 @@ fn is_unknown(file: &OpenFile, taken: SystemTime) -> bool {
 
 fn check_one(file: &OpenFile, changed: ChangedFiles, trusted: Trusted) -> Result<(), RollbackError> {
     let path = &*file.path;
-    let found = Place::of(path, trusted).and_then(|place| std::fs::symlink_metadata(place.here()).map_err(Astray::Io));
-    let metadata = match found {
-        Ok(metadata) => metadata,
+    let found = Place::of(path, trusted)
+        .and_then(|place| Ok((std::fs::symlink_metadata(place.here()).map_err(Astray::Io)?, place)));
+    let (metadata, place) = match found {
+        Ok(found) => found,
         Err(error) if error.is_missing() => {
             return if can_be_made(file) { Ok(()) } else { Err(RollbackError::Gone(path.clone())) };
         }
@@ -151,7 +152,9 @@ fn check_one(file: &OpenFile, changed: ChangedFiles, trusted: Trusted) -> Result
     trusted.check_file(path, &metadata, file.owner)?;
     if let Some(then) = file.mode.filter(|then| *then != metadata.mode()) {
         let (before, now) = (then & 0o7777, metadata.mode() & 0o7777);
-        if without_access(then) != without_access(metadata.mode()) {
+        // Without its content nothing gives its mode back, and neither we nor CRIU could open it.
+        let is_closed = || file.part.is_none() && is_denied(place.find().and_then(|found| found.change()));
+        if without_access(then) != without_access(metadata.mode()) || is_closed() {
             return Err(RollbackError::Mode { path: path.clone(), then: before, now });
         }
         if file.part.is_none() {
@@ -174,6 +177,10 @@ fn check_one(file: &OpenFile, changed: ChangedFiles, trusted: Trusted) -> Result
         return Err(RollbackError::Shorter { path: path.clone(), had: file.size, has: metadata.size() });
     }
     Ok(())
+}
+
+fn is_denied(opened: io::Result<File>) -> bool {
+    opened.is_err_and(|error| error.raw_os_error() == Some(libc::EACCES))
 }
 
 /// A mode without the bits that a restore gives back, or CRIU accepts as they are (`skip_file_rwx_check`). A restore that was
@@ -490,7 +497,8 @@ fn put_protected_back(
         Ok(open) => content::replace(&open, place, file, content, keeper),
         Err(error) => Err(refused(error)),
     };
-    found.set_mode(file.mode.unwrap_or_else(|| metadata.mode())).map_err(failed("chmod", path))?;
+    let then = file.mode.filter(|_| replaced.is_ok());
+    found.set_mode(then.unwrap_or_else(|| metadata.mode())).map_err(failed("chmod", path))?;
     Ok(replaced?.map(FileRollback::Kept))
 }
 

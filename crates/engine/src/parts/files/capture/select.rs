@@ -63,16 +63,19 @@ impl Uses {
     }
 }
 
-/// How these processes use files now.
-pub(super) fn uses_now(tree: &[i32]) -> Uses {
+/// How these processes use files now; `None` once it is cancelled.
+pub(super) fn uses_now(tree: &[i32], cancelled: &dyn Fn() -> bool) -> Option<Uses> {
     let mut found = Uses::default();
     for pid in tree {
+        if cancelled() {
+            return None;
+        }
         let direct = descriptors(*pid).into_iter().filter(|(_, flags)| flags & libc::O_DIRECT != 0);
         found.direct.extend(direct.map(|(path, _)| path));
         let maps = maps::read(*pid).unwrap_or_default();
         found.mapped.extend(maps::mappings(&maps).filter(is_written).map(|mapping| mapping.inode));
     }
-    found
+    Some(found)
 }
 
 /// The files that a process has open for writing, with the flags.

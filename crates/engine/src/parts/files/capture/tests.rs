@@ -103,6 +103,17 @@ fn a_file_that_was_mapped_while_it_was_copied_ahead_is_copied_again() {
     assert!(content(draft.path(), &files[0]) == fs::read(&path).unwrap(), "the copy is the one from before");
 }
 
+/// A job can have thousands of processes.
+#[test]
+fn looking_at_the_processes_can_be_cancelled() {
+    let own = [std::process::id().cast_signed(); 3];
+    let asked = std::cell::Cell::new(0);
+    let cancelled = || asked.replace(asked.get() + 1) == 1;
+    assert!(select::uses_now(&own, &cancelled).is_none());
+    assert_eq!(asked.get(), 2, "not after it is cancelled");
+    assert!(select::uses_now(&own, &|| false).is_some());
+}
+
 /// The job is frozen meanwhile.
 #[test]
 fn a_copy_in_the_freeze_can_be_stopped() {

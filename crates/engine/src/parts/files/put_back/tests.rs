@@ -698,6 +698,59 @@ fn what_cannot_be_saved_beside_a_file_is_not_overwritten() {
     as_alice(&put).unwrap();
 }
 
+/// Nothing is put back then.
+#[test]
+fn a_file_that_the_user_may_write_no_more_is_refused_before_anything_is_changed() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).unwrap();
+    let path = dir.path().join("app.log");
+    std::fs::write(&path, "before").unwrap();
+    give(&path, ALICE);
+    let log = OpenFile { mode: Some(0o100_644), ..file(&path, 6, true) };
+    let with_content = OpenFile { part: Some(part_path("files/content-1")), ..log.clone() };
+    let check = |file: &OpenFile| {
+        let check = || super::check_one(file, ChangedFiles::Refuse, Trusted::user(ALICE));
+        identity::with_file_rights(ALICE, ALICE, &[ALICE], check).unwrap()
+    };
+    for mode in [0o644, 0o600] {
+        std::fs::set_permissions(&path, Permissions::from_mode(mode)).unwrap();
+        check(&log).unwrap();
+    }
+    std::fs::set_permissions(&path, Permissions::from_mode(0o444)).unwrap();
+    assert!(matches!(check(&log), Err(RollbackError::Mode { then: 0o644, now: 0o444, .. })));
+    // Its mode is given back with its content.
+    check(&with_content).unwrap();
+}
+
+#[test]
+fn a_protected_file_that_is_not_put_back_stays_protected() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).unwrap();
+    let path = dir.path().join("object");
+    std::fs::write(&path, "changed").unwrap();
+    give(&path, ALICE);
+    std::fs::set_permissions(&path, Permissions::from_mode(0o444)).unwrap();
+    let part = Some(part_path("files/content-1"));
+    let wanted = OpenFile { part, mode: Some(0o100_640), ..file(&path, 6, false) };
+    let mut content = tempfile::tempfile().unwrap();
+    io::Write::write_all(&mut content, b"before").unwrap();
+    let maker = Maker::plain(false, Trusted::user(ALICE));
+    let put = || super::put_one_back(&wanted, Some(&content), beside(), maker, true).map(drop);
+    let put = || identity::with_file_rights(ALICE, ALICE, &[ALICE], put).unwrap();
+    // Its content can be kept nowhere.
+    assert!(matches!(put(), Err(RollbackError::NoCopy { .. })));
+    assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o7777, 0o444);
+    std::fs::set_permissions(dir.path(), Permissions::from_mode(0o777)).unwrap();
+    put().unwrap();
+    assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o7777, 0o640);
+}
+
 /// The newer images would be gone, and with them the lock.
 #[test]
 fn the_store_in_a_tracked_folder_is_left_alone() {
