@@ -47,7 +47,7 @@ use crate::telemetry::events::What;
 use rekindle_base::interval::Choice;
 use rekindle_engine::launch::group::Plan;
 use rekindle_group::{
-    Action, Blame, Costs, End, Ending, Epoch, Goal, Incarnation, LastSnapshot, Local, Machine, Number, Rank,
+    Action, Blame, Costs, End, Ending, Epoch, Fault, Goal, Incarnation, LastSnapshot, Local, Machine, Number, Rank,
 };
 use rekindle_os::fence::Fence;
 use rekindle_store::ImageId;
@@ -488,8 +488,8 @@ impl Owner<'_> {
         self.report_to_group(Local::Started);
     }
 
-    pub(super) fn group_not_started(&mut self, why: String, blame: Blame) {
-        self.report_to_group(Local::Ended(Ending::NotStarted { why, blame }));
+    pub(super) fn group_not_started(&mut self, why: String, (blame, fault): (Blame, Fault)) {
+        self.report_to_group(Local::Ended(Ending::NotStarted { why, blame, fault }));
     }
 
     /// A snapshot was taken.

@@ -26,7 +26,7 @@ use rekindle_engine::parts::gpu::placement::Wishes;
 use rekindle_engine::restore;
 use rekindle_engine::restore::compat::{self, Difference, Here};
 use rekindle_engine::snapshot::{Panicked, guarded};
-use rekindle_group::Blame;
+use rekindle_group::{Blame, Fault};
 use rekindle_os::exits::Watched;
 use rekindle_os::fence::Fence;
 use rekindle_os::spawn::Ended;
@@ -153,8 +153,9 @@ impl Owner<'_> {
 
     pub(super) fn start_failed(&mut self, failure: StartFailure) {
         self.transfers.start_ends();
-        // A group does without this machine, or tries it again: its network and its lease may be there in a moment.
-        let is_here = matches!(failure, StartFailure::World(_) | StartFailure::Launch(_));
+        // A group does without this machine, or tries it again: its network and its lease may be there in a moment. An image
+        // that is gone is told with the parts.
+        let is_here = matches!(failure, StartFailure::World(_) | StartFailure::Launch(_) | StartFailure::Store(_));
         let event = match failure {
             StartFailure::World(error) => impossible(chain(&error)),
             StartFailure::Launch(error) => impossible(chain(&error)),
@@ -300,16 +301,17 @@ fn not_started(event: &Event) -> String {
 }
 
 /// What the group is told to be the cause. `is_here`: the machine, whatever the event means for a job without a group.
-fn blame(event: &Event, is_here: bool) -> Blame {
-    match event {
+fn blame(event: &Event, is_here: bool) -> (Blame, Fault) {
+    let blame = match event {
         _ if is_here => Blame::Machine,
-        // Slow or unreadable storage: another image would be as slow. Or the image is gone, which is told with the parts.
-        Event::ImageFailed { failure: Failure::NotNow(_), .. } => Blame::Machine,
+        // Slow or unreadable storage, which may be so for this image only. It is tried more often than a bad one.
+        Event::ImageFailed { failure: Failure::NotNow(_), .. } => return (Blame::Image, Fault::Outside),
         Event::ImageFailed { .. } => Blame::Image,
         Event::Impossible { obstacle: Obstacle::Machine, .. } => Blame::Misfit,
         Event::Impossible { obstacle: Obstacle::Configuration, .. } => Blame::Configuration,
         _ => Blame::Machine,
-    }
+    };
+    (blame, Fault::Job)
 }
 
 fn impossible(why: String) -> Event {
@@ -477,11 +479,12 @@ mod tests {
             (configuration, false, Blame::Configuration),
             (failed(Failure::Damaged), false, Blame::Image),
             (failed(Failure::Unexplained("CRIU failed".into())), false, Blame::Image),
-            (failed(Failure::NotNow("CRIU did not finish".into())), false, Blame::Machine),
             (failed(Failure::FilesGone("a file is missing".into())), false, Blame::Image),
-            (Event::gone(image, Images::default()), false, Blame::Machine),
+            (Event::gone(image, Images::default()), true, Blame::Machine),
         ] {
-            assert_eq!(blame(&event, is_here), expected, "{event:?}");
+            assert_eq!(blame(&event, is_here), (expected, Fault::Job), "{event:?}");
         }
+        let slow = failed(Failure::NotNow("CRIU did not finish".into()));
+        assert_eq!(blame(&slow, false), (Blame::Image, Fault::Outside), "it may be the image");
     }
 }

@@ -161,6 +161,9 @@ pub enum Ending {
         /// What has to change.
         #[serde(default)]
         blame: Blame,
+        /// What it counts against if the image is to blame.
+        #[serde(default)]
+        fault: Fault,
     },
 }
 
@@ -169,6 +172,12 @@ impl Ending {
     #[must_use]
     pub fn failed(why: impl Into<String>, last: Option<Last>) -> Ending {
         Ending::Failed { why: why.into(), last, fault: Fault::Job }
+    }
+
+    /// It could not be started.
+    #[must_use]
+    pub fn not_started(why: impl Into<String>, blame: Blame) -> Ending {
+        Ending::NotStarted { why: why.into(), blame, fault: Fault::Job }
     }
 }
 

@@ -47,8 +47,8 @@ pub(crate) fn loss(hands: &[Hand<'_>], plan: &Plan) -> Option<Loss> {
             State::Over(Ending::Failed { why, last, fault }) => {
                 Some(Loss::Job(format!("{rank}: {why}"), *last, *fault))
             }
-            State::Over(Ending::NotStarted { why, blame: Blame::Image }) => {
-                Some(Loss::Job(format!("{rank}: {why}"), None, Fault::Job))
+            State::Over(Ending::NotStarted { why, blame: Blame::Image, fault }) => {
+                Some(Loss::Job(format!("{rank}: {why}"), None, *fault))
             }
             State::Over(Ending::NotStarted { why, .. }) => Some(Loss::Machine(format!("{rank}: {why}"))),
             // It could not renew its lease in time.
@@ -79,7 +79,7 @@ pub(crate) fn misfit(hands: &[Hand<'_>], plan: &Plan) -> Option<End> {
         return None;
     }
     let of = |hand: &Hand<'_>| match hand.report.filter(|report| report.epoch == plan.epoch).map(|it| &it.state) {
-        Some(State::Over(Ending::NotStarted { why, blame })) => {
+        Some(State::Over(Ending::NotStarted { why, blame, .. })) => {
             let why = format!("{}: {why}", hand.rank);
             match blame {
                 Blame::Machine | Blame::Image => None,

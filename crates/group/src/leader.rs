@@ -37,9 +37,9 @@ pub(crate) struct Leading {
     goal: Option<(Incarnation, Epoch, Goal, Instant)>,
     /// The epoch, and when all of its jobs began to run.
     run: Option<(Epoch, Instant)>,
-    /// The end of the last snapshot of this epoch, if it was aborted, or the beginning of its end.
+    /// When the last snapshot of this epoch was undone, if it was aborted. Until then, when its abort began.
     aborted: Option<Instant>,
-    /// How many snapshots of this epoch were aborted in a row.
+    /// How many snapshots of this epoch were aborted in a row. Not those that the job blocked, which cost nothing.
     aborts: u32,
     /// The end of the last snapshot, or the beginning of the epoch.
     last: Option<Instant>,
@@ -123,10 +123,10 @@ impl Leading {
             let was_aborted = self.goal.as_ref().is_some_and(|(.., goal, _)| matches!(goal, Goal::Abort { .. }));
             self.goal = Some((plan.origin, plan.epoch, plan.goal.clone(), now));
             self.behind.clear();
-            match plan.goal {
-                Goal::Abort { .. } => {
+            match &plan.goal {
+                Goal::Abort { why, .. } => {
                     self.aborted = Some(now);
-                    self.aborts = self.aborts.saturating_add(1);
+                    self.aborts = self.aborts.saturating_add(u32::from(!why.ends_with(reasons::BLOCKED)));
                     self.stop.tries += u32::from(matches!(plan.then, Then::Stop { .. }));
                 }
                 // To undo it may take as long as the pause.
@@ -353,7 +353,7 @@ impl Leading {
         let interval = options.interval.filter(|_| !is_quiet && !plan.snapshots_end_the_job());
         // After an aborted snapshot, the next one does not wait for a whole interval.
         let due = match (self.aborted, self.last) {
-            (Some(aborted), _) => interval.map(|_| aborted + retry(self.aborts, options)),
+            (Some(aborted), _) => interval.map(|interval| aborted + retry(self.aborts, interval, options)),
             (None, last) => interval.map(|interval| last.unwrap_or(now) + interval),
         };
         let stops = matches!(next.then, Then::Stop { .. });
@@ -371,7 +371,7 @@ impl Leading {
     /// Whether the final snapshot is tried again after one that was aborted: the job may have blocked it for a moment, or it was
     /// an earlier snapshot.
     fn tries_again(&self, view: &View, plan: &Plan, now: Instant) -> bool {
-        let at = self.aborted.unwrap_or(now) + again(self.stop.tries);
+        let at = now + again(self.stop.tries);
         completed(view, plan).is_none() && self.stop.by.is_some_and(|by| at < by)
     }
 
@@ -399,10 +399,6 @@ impl Leading {
             return;
         }
         let since = self.since(now);
-        if let Some(why) = self.is_given_up(plan, options, now) {
-            next.goal = end(view, next, End::Failed { why, last: plan.last });
-            return;
-        }
         // A process in an uninterruptible sleep cannot be killed.
         if let Some(those) = still_running(view) {
             if self.is_due(since + options.limits.wait, now) {
@@ -423,6 +419,11 @@ impl Leading {
             if self.is_due(since + options.limits.wait, now) {
                 next.goal = end(view, next, End::Missing { why: format!("{those} did not join in time") });
             }
+            return;
+        }
+        // Not before: a machine may have been lost, and what failed because of that is taken back once its lease is over.
+        if let Some(why) = self.is_given_up(plan, options, since) {
+            next.goal = end(view, next, End::Failed { why, last: plan.last });
             return;
         }
         // The coordinator is new or has lost its data, with the leases. Another machine may still believe that it has
@@ -693,7 +694,7 @@ fn crew(view: &View) -> BTreeMap<Rank, Incarnation> {
     view.members.iter().map(|(rank, report)| (*rank, report.incarnation)).collect()
 }
 
-/// How long after an abort began the final snapshot is tried again, if so many were aborted. Longer pauses would leave the
+/// How long after an aborted snapshot was undone the final one is tried again, if so many were aborted. Longer pauses would leave the
 /// end of the time limit unused, when the job may allow a snapshot again.
 fn again(tries: u32) -> Duration {
     match tries {
@@ -702,8 +703,9 @@ fn again(tries: u32) -> Duration {
     }
 }
 
-/// The pause after this many aborted snapshots in a row.
-fn retry(aborts: u32, options: &Options) -> Duration {
+/// The pause after this many aborted snapshots in a row. Not longer than the interval, at which one would be due anyway.
+fn retry(aborts: u32, interval: Duration, options: &Options) -> Duration {
     let factor = 1u32.checked_shl(aborts.saturating_sub(1)).unwrap_or(u32::MAX);
-    options.retry_after.saturating_mul(factor).min(options.retry_max)
+    let most = options.retry_max.min(interval.max(options.retry_after));
+    options.retry_after.saturating_mul(factor).min(most)
 }

@@ -67,5 +67,5 @@ pub use events::{Action, Answer, Event, Local, Order, Write};
 pub use images::{continues_from, fetching, newest_committed, trusted, usable, whole_in_replica};
 pub use machine::Machine;
 pub use options::{ColdStart, Limits, Options, Restart};
-pub use reasons::{is_loss, named_ranks};
+pub use reasons::{BLOCKED, is_loss, named_ranks};
 pub use requests::{Outcome, Pending, admits, has_job_queued_again, is_of_run, is_over_for_good, is_suspended};

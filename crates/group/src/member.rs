@@ -127,6 +127,7 @@ impl Member {
     /// Takes from the member before what outlives a coordinator that has lost its data.
     pub(crate) fn follows(&mut self, former: &Member, view: &View) {
         self.line = former.line.clone();
+        self.costs = former.costs.clone();
         self.asked = former.unserved_stop(view);
     }
 
@@ -468,7 +469,7 @@ impl Member {
                 if wanted.is_none() || wanted != ours || is_away {
                     let why = format!("this machine does not have its part of {number}");
                     // The next report says which part is there.
-                    self.job = Job::Over(Ending::NotStarted { why, blame: Blame::Machine });
+                    self.job = Job::Over(Ending::not_started(why, Blame::Machine));
                     return None;
                 }
                 wanted.cloned()

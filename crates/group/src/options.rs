@@ -17,7 +17,7 @@ pub struct Options {
     pub interval: Option<Duration>,
     /// The pause after a group snapshot that was aborted; it doubles with each in a row.
     pub retry_after: Duration,
-    /// The longest of these pauses.
+    /// The longest of these pauses, if the interval is not shorter.
     pub retry_max: Duration,
     /// What is done after the job fails.
     pub restart: Restart,

@@ -14,6 +14,9 @@ pub(crate) const RESUMED: &str = "resumed";
 /// The beginning of the reason of a rewind.
 pub(crate) const REWOUND: &str = "rewound to ";
 
+/// Why a member refuses a snapshot while its job holds snapshots.
+pub const BLOCKED: &str = "the job blocks snapshots now";
+
 /// Whether the job starts for this reason because something was lost, and not because somebody wants it.
 #[must_use]
 pub fn is_loss(why: &str) -> bool {

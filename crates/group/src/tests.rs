@@ -422,7 +422,7 @@ fn restored() -> Group {
 }
 
 fn not_started(blame: Blame) -> Local {
-    Local::Ended(Ending::NotStarted { why: "it does not start".into(), blame })
+    Local::Ended(Ending::not_started("it does not start", blame))
 }
 
 #[test]

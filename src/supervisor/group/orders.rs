@@ -14,7 +14,8 @@ use crate::telemetry::events::What;
 use rekindle_base::chain;
 use rekindle_engine::snapshot::Settled;
 use rekindle_group::{
-    Blame, Epoch, Incarnation, Local, Number, Order, Part, Progress, Replicated, StartFrom, Stored, newest_committed,
+    BLOCKED, Blame, Epoch, Fault, Incarnation, Local, Number, Order, Part, Progress, Replicated, StartFrom, Stored,
+    newest_committed,
 };
 use rekindle_store::manifest::{Manifest, Reason};
 use rekindle_store::{ImageId, gc};
@@ -92,7 +93,7 @@ impl Owner<'_> {
         };
         let point = match written.and(point) {
             Ok(point) => point,
-            Err((why, blame)) => return self.group_not_started(why, blame),
+            Err((why, blame)) => return self.group_not_started(why, (blame, Fault::Job)),
         };
         member.epoch = (epoch, origin);
         member.network = Some(Arc::new(group.layout.plan(origin, epoch, &member.nodes)));
@@ -113,7 +114,7 @@ impl Owner<'_> {
 
     fn prepare_part(&mut self, number: Number) {
         let refused = match self.machine.state() {
-            State::Running(_) if self.machine.held().is_some() => Some("the job blocks snapshots now".to_owned()),
+            State::Running(_) if self.machine.held().is_some() => Some(BLOCKED.to_owned()),
             State::Running(_) => None,
             state => Some(format!("the job is {}", state.name())),
         };

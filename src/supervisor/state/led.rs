@@ -62,6 +62,10 @@ impl<'a> Machine<'a> {
             (State::Running(life), Event::End) => kill(self.why_ordered(), life),
             (State::Running(life), Event::Condemn(verdict)) => self.condemn(life, verdict),
             (State::Running(_) | State::Ending { .. }, Event::Ended { .. }) => (State::Idle, vec![]),
+            // One that had ended by itself could not be resumed in any case.
+            (State::Snapshotting { life, ended: Some(_), .. }, Event::SnapshotFailed(Harm::Lost)) => {
+                (State::Running(life), vec![])
+            }
             (State::Snapshotting { life, .. }, Event::SnapshotFailed(Harm::Lost)) => kill(Ending::Lost, life),
             // An end that came in the meantime is reported after this.
             (
@@ -154,13 +158,17 @@ mod tests {
     #[test]
     fn an_end_in_a_snapshot_is_reported_after_it() {
         let (config, now) = (Config::default(), Instant::now());
-        let mut machine = running(&config);
-        assert_eq!(machine.step(Event::SnapshotNow(Reason::Group), now), [Action::Snapshot(Reason::Group)]);
-        assert_eq!(machine.step(ended(), now), [Action::Cancel]);
-        assert_eq!(machine.step(Event::SnapshotFailed(Harm::None), now), []);
-        assert!(matches!(machine.state(), State::Running(_)));
-        assert_eq!(machine.step(ended(), now), []);
-        assert_eq!(*machine.state(), State::Idle);
+        let exit = Ended::Exit(1);
+        for harm in [Harm::None, Harm::Lost] {
+            let mut machine = running(&config);
+            assert_eq!(machine.step(Event::SnapshotNow(Reason::Group), now), [Action::Snapshot(Reason::Group)]);
+            assert_eq!(machine.step(ended(), now), [Action::Cancel]);
+            assert_eq!(machine.step(Event::SnapshotFailed(harm), now), []);
+            assert!(matches!(machine.state(), State::Running(_)));
+            assert_eq!(machine.death(exit), Death::Ended(exit), "the snapshot did not end it");
+            assert_eq!(machine.step(ended(), now), []);
+            assert_eq!(*machine.state(), State::Idle);
+        }
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::{Leading, missed, why};
-use crate::documents::{Counted, Fault, Goal, Number, Plan, StartFrom, Then, View};
+use crate::documents::{Counted, Epoch, Fault, Goal, Number, Plan, StartFrom, Then, View};
 use crate::hands::Loss;
 use crate::options::Options;
 
@@ -12,11 +12,12 @@ const FAILED_EARLY: u32 = 2;
 const FAILED_LATE: u32 = 1;
 
 impl Leading {
-    /// Why the job is not restarted any more.
-    pub(super) fn is_given_up(&self, plan: &Plan, options: &Options, now: Instant) -> Option<String> {
+    /// Why the job is not restarted any more. `at`: when it was lost.
+    pub(super) fn is_given_up(&self, plan: &Plan, options: &Options, at: Instant) -> Option<String> {
         let restart = &options.restart;
-        let within =
-            self.restarts.iter().filter(|(_, at)| now.saturating_duration_since(*at) <= restart.window).count();
+        let is_within =
+            |(_, restart_at): &&(Epoch, Instant)| at.saturating_duration_since(*restart_at) <= restart.window;
+        let within = self.restarts.iter().filter(is_within).count();
         let most = usize::try_from(restart.max_restarts).unwrap_or(usize::MAX);
         if within > most {
             let why = why(plan);
@@ -46,8 +47,9 @@ impl Leading {
             }
             // A rewind that fails costs the job nothing. But if it hung, it hangs again soon, and would go back again without
             // an end.
-            Loss::Job(why, ..) if next.aim.is_some() && matches!(next.goal, Goal::Start(_)) => {
-                self.count_missed(next, FAILED_EARLY, options, now);
+            Loss::Job(why, _, fault) if next.aim.is_some() && matches!(next.goal, Goal::Start(_)) => {
+                let points = if fault == Fault::Outside { FAILED_LATE } else { FAILED_EARLY };
+                self.count_missed(next, points, options, now);
                 missed(next, &why)
             }
             Loss::Machine(why) if next.aim.is_some() && matches!(next.goal, Goal::Start(_)) => {

@@ -34,6 +34,23 @@ fn an_image_is_not_passed_over_for_two_kills_from_outside() {
 }
 
 #[test]
+fn an_image_that_is_not_restored_now_is_passed_over_after_four_tries() {
+    let mut group = restored();
+    for times in 1..=4 {
+        assert_eq!(group.goal(), Goal::Start(StartFrom::Image(Number(7))), "try {times}");
+        let why = "a part of it cannot be read".into();
+        let ending = Ending::NotStarted { why, blame: Blame::Image, fault: Fault::Outside };
+        group.tell(1, Event::Local(Local::Ended(ending)));
+        group.settle();
+        group.killed();
+        assert!(matches!(group.goal(), Goal::Gather { .. }) || times == 1, "restarts have a pause");
+        group.wait(Duration::from_secs(8));
+        assert_eq!(group.plan().in_a_row, times);
+    }
+    assert_eq!(group.goal(), Goal::Start(StartFrom::Image(Number(4))));
+}
+
+#[test]
 fn a_life_that_was_healthy_counts_for_its_image() {
     let uptime = options(Rank(0), 2).restart.min_uptime;
     // What ended it from outside says nothing about the image.
@@ -56,6 +73,29 @@ fn a_life_that_was_healthy_counts_for_its_image() {
     group.killed();
     group.wait(Duration::from_secs(8));
     assert_eq!(group.goal(), Goal::Start(StartFrom::Image(Number(4))), "{:?}", group.plan().failures);
+}
+
+#[test]
+fn a_lost_machine_does_not_use_up_the_last_restart() {
+    let most = options(Rank(0), 2).restart.max_restarts;
+    let mut group = restored();
+    for _ in 0..most {
+        group.tell(1, Event::Local(not_started(Blame::Machine)));
+        group.settle();
+        group.killed();
+        group.wait(Duration::from_secs(8));
+    }
+    assert_eq!(group.plan().in_a_row, most);
+    // The machine of rank 1 is lost, which its lease tells later than the job of rank 0.
+    group.tell(0, Event::Local(Local::Ended(Ending::failed("the connection was closed", None))));
+    group.settle();
+    assert_eq!(group.plan().in_a_row, most + 1);
+    assert!(matches!(group.goal(), Goal::Gather { .. }), "{:?}", group.goal());
+    group.comes_back(1);
+    group.killed();
+    group.wait(Duration::from_secs(8));
+    assert_eq!(group.goal(), Goal::Start(StartFrom::Image(Number(7))));
+    assert_eq!(group.plan().in_a_row, most);
 }
 
 /// Waits until a snapshot is ordered, and returns its number.

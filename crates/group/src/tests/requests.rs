@@ -1,7 +1,7 @@
 //! What becomes of requests, and of a run that is given up or started from the beginning.
 
 use super::*;
-use crate::documents::{Fresh, Last, Rewound};
+use crate::documents::{Costs, Fault, Fresh, Last, Rewound};
 use crate::requests::{Outcome, Pending};
 
 fn failed(why: &str) -> Ending {
@@ -140,7 +140,7 @@ fn cannot_go_back(blame: Blame) {
     let mut client = group.asks(1, Ask::Rewind(Number(4)));
     group.settle();
     group.killed();
-    group.tell(1, Event::Local(Local::Ended(Ending::NotStarted { why: "a file is missing".into(), blame })));
+    group.tell(1, Event::Local(Local::Ended(Ending::not_started("a file is missing", blame))));
     group.settle();
     let told = "cannot go back to group image 4: rank 1: a file is missing. The job continues from where it was";
     assert_eq!(why(group.learns(&mut client)), told);
@@ -231,7 +231,9 @@ fn only_hangs_count_as_hangs() {
 
 #[test]
 fn a_group_image_that_cannot_be_restored_after_a_hang_is_not_tried_without_an_end() {
-    for (blame, most) in [(Blame::Image, 2), (Blame::Machine, 4)] {
+    for (blame, fault, most) in
+        [(Blame::Image, Fault::Job, 2), (Blame::Image, Fault::Outside, 4), (Blame::Machine, Fault::Job, 4)]
+    {
         let mut group = Group::with_images();
         for times in 1..=most {
             assert_eq!(crate::images::trusted(&group.coordinator.view), [7, 4].map(Number), "{times}");
@@ -240,7 +242,7 @@ fn a_group_image_that_cannot_be_restored_after_a_hang_is_not_tried_without_an_en
             group.killed();
             group.wait(Duration::from_secs(8));
             assert_eq!(group.goal(), Goal::Start(StartFrom::Image(Number(4))));
-            group.tell(1, Event::Local(Local::Ended(Ending::NotStarted { why: "no".into(), blame })));
+            group.tell(1, Event::Local(Local::Ended(Ending::NotStarted { why: "no".into(), blame, fault })));
             group.settle();
             assert!(why(group.learns(&mut client)).starts_with("cannot go back to group image 4"));
             assert_eq!((group.plan().in_a_row, group.plan().aim.is_some()), (1, false), "it counts as a restart");
@@ -324,6 +326,32 @@ fn a_stop_tries_its_final_snapshot_until_its_time_is_over() {
     }
     group.wait(Duration::from_secs(3));
     assert_eq!(group.goal(), Goal::Prepare(number));
+}
+
+#[test]
+fn a_stop_ends_at_once_if_no_time_is_left_for_another_final_snapshot() {
+    let mut group = Group::new(2);
+    group.starts();
+    group.tell(1, Event::Asked(Ask::Stop { requeue: true, within: Duration::from_secs(10) }));
+    group.settle();
+    group.tell(0, Event::Local(Local::Refused(ONE, "no memory".into())));
+    group.settle();
+    // Another one would begin a second after this one is undone.
+    group.wait(Duration::from_millis(9500));
+    group.tell(1, Event::Local(Local::Aborted(ONE)));
+    group.settle();
+    assert_eq!(group.goal(), Goal::End(End::Stopped { requeue: true }));
+}
+
+#[test]
+fn what_snapshots_cost_is_told_to_another_coordinator() {
+    let mut group = Group::new(1);
+    let costs = Costs { quiet: true, ..Costs::default() };
+    group.tell(0, Event::Local(Local::Costs(costs.clone())));
+    let mut again = Group::unjoined(1, &|_| BTreeMap::new(), Epoch(1));
+    again.machines = group.machines.iter().map(Machine::afresh).collect();
+    again.join(0);
+    assert_eq!(again.coordinator.view.members[&Rank(0)].costs, costs);
 }
 
 #[test]

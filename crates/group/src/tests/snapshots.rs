@@ -34,12 +34,27 @@ fn each_aborted_snapshot_in_a_row_doubles_the_pause() {
     for undone_after in [0, 5, 0, 7, 0] {
         pauses.push(aborts(&mut group, undone_after));
     }
-    assert_eq!(pauses, [3, 6, 12, 20, 20].map(Some), "retry_after, up to retry_max");
+    assert_eq!(pauses, [3, 6, 12, 15, 15].map(Some), "retry_after, up to the interval");
     let Goal::Prepare(number) = group.goal() else { panic!("{:?}", group.goal()) };
     group.dumps(number);
     group.all(&|_| Local::Stored(number));
     assert_eq!(begins_within(&mut group, 60), Some(INTERVAL.as_secs()));
     assert_eq!(aborts(&mut group, 0), Some(3), "in a row");
+}
+
+#[test]
+fn the_pause_does_not_grow_while_the_job_blocks_snapshots() {
+    let mut group = Group::new(2);
+    group.starts();
+    group.wait(INTERVAL);
+    for _ in 0..5 {
+        let Goal::Prepare(number) = group.goal() else { panic!("{:?}", group.goal()) };
+        group.tell(0, Event::Local(Local::Refused(number, crate::BLOCKED.into())));
+        group.settle();
+        group.tell(1, Event::Local(Local::Aborted(number)));
+        group.settle();
+        assert_eq!(begins_within(&mut group, 60), Some(3), "retry_after");
+    }
 }
 
 #[test]

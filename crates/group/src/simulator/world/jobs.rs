@@ -326,7 +326,7 @@ impl World {
         if let Some((why, blame)) = broken {
             self.nodes[at].job = None;
             self.oracle.job_fails(from.map(|(number, _)| number).filter(|_| blame == Blame::Image));
-            self.hears(at, Event::Local(Local::Ended(Ending::NotStarted { why: why.into(), blame })));
+            self.hears(at, Event::Local(Local::Ended(Ending::not_started(why, blame))));
             return;
         }
         match from {
