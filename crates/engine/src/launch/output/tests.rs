@@ -293,7 +293,7 @@ fn no_length_of_a_file_costs_more_than_its_data() {
             files.settle().unwrap()
         } else {
             files.relieve(0).unwrap();
-            assert!(on_disk() > reserved, "the job may be writing just now");
+            assert!(on_disk() > 60 << 20, "the job may be writing just now");
             files.relieve(0).unwrap();
         }
         assert!(on_disk().saturating_sub(before) < 1 << 20, "{} {before}", on_disk());
