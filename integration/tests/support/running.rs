@@ -250,11 +250,15 @@ impl Running {
     pub(crate) fn crash(&mut self, lab: &Lab) {
         let pid = self.job_pid(lab);
         let restarts = lab.published().unwrap().restarts;
+        let restored = |run: &Running| run.err().matches("the job was restored from ").count();
+        let before = restored(self);
         kill(pid, Signal::SIGKILL);
         self.wait_for("the job is back", || {
             lab.published()
                 .is_some_and(|p| p.restarts > restarts && p.state.as_str() == "running" && p.pid.is_some_and(alive))
         });
+        // Another thread writes the log, and may be later than the state. With some levels nothing is said.
+        comes(Duration::from_secs(2), || restored(self) > before);
         let said = self.err();
         assert!(!said.contains("starting again from the beginning"), "it is not back, it began anew:\n{}", tail(&said));
     }

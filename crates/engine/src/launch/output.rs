@@ -164,6 +164,11 @@ impl Files {
         Ok(())
     }
 
+    /// Whether space is reserved that is freed at the next look, if the file does not grow until then.
+    fn looks_again(&self) -> bool {
+        lock(&self.states).iter().any(|state| state.reserved_at.is_some())
+    }
+
     /// Frees the space that the job reserved behind the ends of the files. Only when it has ended: nothing may be written
     /// meanwhile.
     ///

@@ -24,6 +24,10 @@ use rekindle_os::durable;
 
 use super::needed::Needed;
 
+/// After so many packs that cannot be copied, a round ends: a disk that fails can need half a minute for each, and the next
+/// image waits.
+const MOST_DAMAGED: usize = 3;
+
 /// A pack is copied if less than one part in this many is needed.
 const WORTH: u64 = 2;
 /// Smaller packs are merged, as soon as there are [`MANY`]: each costs a file or two, and a seek.
@@ -64,9 +68,9 @@ pub(super) fn run(
     let making = Making::new(Compression::None, key);
     let (first, second, written) = (PackWriter::new(packs, making)?, None, HashSet::new());
     let mut copying = Copying { packs, index, needed, key, copies: bounds.copies, making, first, second, written };
-    let (mut copied, mut damaged, mut left) = (Vec::new(), None, bound);
+    let (mut copied, mut damaged, mut left) = (Vec::new(), Vec::new(), bound);
     for pack in chosen {
-        if cancelled() {
+        if cancelled() || damaged.len() >= MOST_DAMAGED {
             break;
         }
         // One that cannot be copied takes nothing of what the others may.
@@ -77,9 +81,7 @@ pub(super) fn run(
                 left = rest;
             }
             // That pack stays. The others do not wait until it can be read.
-            Err(error @ Error::Copy { .. }) => {
-                damaged.get_or_insert(error);
-            }
+            Err(error @ Error::Copy { .. }) => damaged.push(error),
             Err(error) => return Err(error),
         }
     }
@@ -92,7 +94,7 @@ pub(super) fn run(
         done.repacked.push(name);
         done.copied += bytes;
     }
-    damaged.map_or(Ok(()), Err)
+    damaged.into_iter().next().map_or(Ok(()), Err)
 }
 
 struct Copying<'a> {

@@ -53,6 +53,13 @@ impl Reserve {
         is_made
     }
 
+    /// A second copy was compressed: it took only this much of its room.
+    pub(super) fn needed_less(&self, room: usize, written: u64) {
+        let rest = u64::try_from(room).unwrap_or(u64::MAX).saturating_sub(written);
+        let more = |spare: u64| Some(spare.saturating_add(rest));
+        let _ = self.spare.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
+    }
+
     /// Bytes of second copies that had no room.
     pub(super) fn skipped(&self) -> u64 {
         self.skipped.load(Ordering::Relaxed)

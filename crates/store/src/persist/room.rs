@@ -61,9 +61,11 @@ pub fn store(
             done => return Ok(done?),
         };
         let is_limited = error.kind() == Some(io::ErrorKind::QuotaExceeded);
-        let expected = in_all(progress.written(), progress.bytes()).unwrap_or(whole);
-        // All that was free and could be used was not enough, unless others filled the disk.
-        let expected = if is_limited { expected } else { expected.max(free.saturating_sub(limits.min_free)) };
+        let expected = in_all(progress.written(), progress.bytes()).unwrap_or(whole).max(progress.written());
+        // On a full disk all that was free and could be used was not enough, unless others filled it. What must stay free
+        // is soon reached by others: then only what was written here counts.
+        let is_reached = is_limited || matches!(error, Error::MinFree { .. });
+        let expected = if is_reached { expected } else { expected.max(free.saturating_sub(limits.min_free)) };
         let least = expected.min(whole);
         let least = least.saturating_add(least / BESIDE).saturating_add(BESIDE_AT_LEAST);
         tracing::info!("the store is full: image {} needs more than expected", image.id);

@@ -118,7 +118,9 @@ impl Work<'_> {
                         }
                         let Some(copy) = second else { continue };
                         copy.room(*len).copy_from_slice(room);
-                        copy.keep(id, *len)?
+                        let written = copy.keep(id, *len)?;
+                        self.reserve.needed_less(HEADER + *len, written);
+                        written
                     }
                 };
                 if written > 0 {

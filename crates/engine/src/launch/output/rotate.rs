@@ -76,8 +76,11 @@ const LINE: u64 = 64 << 10;
 pub(super) fn relieve(path: &Path, states: &Mutex<States>, which: usize, bounds: Bounds) -> io::Result<bool> {
     let meta = std::fs::metadata(path)?;
     let (length, on_disk) = (meta.len(), meta.blocks().saturating_mul(512));
-    let gone = lock(states).get(which).map_or(0, |state| state.gone);
     let is_full = on_disk > most_on_disk(bounds);
+    let gone = lock(states).get_mut(which).map_or(0, |state| {
+        state.reserved_at = state.reserved_at.filter(|_| is_full);
+        state.gone
+    });
     if length.saturating_sub(gone) <= bounds.size && !is_full {
         return Ok(false);
     }
@@ -216,7 +219,9 @@ impl Rotation {
                     return;
                 }
                 let [stopped] = stopped;
-                let _ = poll(&mut [PollFd::new(watch.as_fd(), PollFlags::POLLIN), stopped], PollTimeout::NONE);
+                // Space that is reserved is freed at the second look, for which nothing needs to be written.
+                let until = if files.looks_again() { PollTimeout::ZERO } else { PollTimeout::NONE };
+                let _ = poll(&mut [PollFd::new(watch.as_fd(), PollFlags::POLLIN), stopped], until);
                 let _ = watch.read_events();
             }
         };

@@ -237,6 +237,22 @@ fn what_was_rotated_since_a_snapshot_is_cut_too() {
     }
 }
 
+#[test]
+fn reserved_space_is_freed_though_nothing_more_is_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let files = files(&dir, 1 << 20, 2);
+    let _rotation = rotate::Rotation::start(&files).unwrap();
+    let file = OpenOptions::new().append(true).open(&files.stdout).unwrap();
+    file.write_all_at(b"short\n", 0).unwrap();
+    nix::fcntl::fallocate(&file, nix::fcntl::FallocateFlags::FALLOC_FL_KEEP_SIZE, 0, 64 << 20).unwrap();
+    let until = std::time::Instant::now() + std::time::Duration::from_secs(20);
+    while file.metadata().unwrap().blocks() * 512 > 1 << 20 {
+        assert!(std::time::Instant::now() < until, "it is still reserved");
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    assert_eq!(std::fs::read(&files.stdout).unwrap(), b"short\n");
+}
+
 /// Everything that a job can do with its descriptor.
 #[test]
 fn no_length_of_a_file_costs_more_than_its_data() {
