@@ -180,11 +180,11 @@ fn an_image_that_adds_more_than_was_expected_leaves_free_what_must_stay_free() {
 /// Others use the disk while an image is packed: it needs no more than before.
 #[test]
 fn no_more_goes_for_an_image_when_others_use_the_disk() {
-    let Some(disk) = SmallDisk::mount(80 << 20) else { return };
+    let Some(disk) = SmallDisk::mount(120 << 20) else { return };
     let source = Ground::new();
     let ground = Ground::below(tempfile::tempdir_in(disk.0.path()).unwrap());
     let shared = |number: u8, chunks| [noise(9, 80 * CHUNK), noise(number, chunks * CHUNK)].concat();
-    for (number, content) in [(1, noise(1, 40 * CHUNK)), (2, shared(2, 1)), (3, shared(3, 1))] {
+    for (number, content) in [(1, noise(1, 120 * CHUNK)), (2, shared(2, 1)), (3, shared(3, 1))] {
         ground.persist(&source.stage(number, &[("a", content)])).unwrap();
     }
     let limits =
@@ -198,7 +198,8 @@ fn no_more_goes_for_an_image_when_others_use_the_disk() {
         false
     };
     let (packing, progress) = (packing(Compression::None, None), Progress::default());
-    let staged = source.stage(4, &[("a", shared(4, 48))]);
+    // So large that the free space is read again after what is written has got to the disk.
+    let staged = source.stage(4, &[("a", shared(4, 112))]);
     persist::store(&staged, &ground.folder, &ground.lock, &limits, &packing, &progress, &others).unwrap();
     assert_eq!(ground.ids(), [4, 3, 2], "the first one had to go for it");
     assert!(foreign.exists() && free(&ground.folder) >= limits.min_free);
