@@ -41,7 +41,7 @@ fn in_all(written: u64, (done, total): (u64, u64)) -> Option<u64> {
 /// Makes room for a staged image, removing older ones if necessary, and packs it.
 ///
 /// # Errors
-/// When there is no room, or as [`persist`].
+/// When there is no room, or as [`persist`](fn@super::persist).
 pub fn store(
     image: &Image,
     folder: &JobFolder,
