@@ -310,7 +310,8 @@ fn pruning_follows_the_plan() {
     assert_eq!((words(1), words(2)), (("keep", "one of the last 2"), ("removed", "older than the last 2")));
 }
 
-/// Minimum of data that each image of the job `fresh-8` shares with no other image.
+/// Minimum of data that each image of the job `fresh-8` shares with no other image, if the job counts on between two
+/// snapshots.
 const FRESH: u64 = 8 << 20;
 
 /// Total size of the images of the job; shared data is counted once.
@@ -347,6 +348,7 @@ fn pins_and_tags_are_kept_by_prune_and_found_again() {
     let mut run = until_after_snapshot(&lab, "fresh-8");
     for _ in 0..4 {
         run.snapshot(&lab);
+        count_on(&lab, &mut run, 2);
     }
     // A supervisor at work is not disturbed, and does not disturb.
     let (code, out, err) = text(&lab.rekindle(&["tag", "j/1", "best", "epoch-3"]));
@@ -426,6 +428,7 @@ fn a_bound_of_all_images_holds_while_the_job_runs() {
         assert_eq!(text(&lab.rekindle(&["pin", "j/1"])).0, 0);
         for _ in 0..4 {
             run.snapshot(&lab);
+            count_on(&lab, &mut run, 2);
         }
         assert_eq!(lab.good(), [5, 4, 1], "{staging}");
         run.wait_said("to free space for the next image (store.max-total-size)");

@@ -8,6 +8,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 use rekindle_etcd::{Client, Compare, Event, Follower, Lease, Op, Options, Txn};
 use rekindle_os::clock::since_boot;
@@ -167,9 +168,13 @@ impl Cluster {
         connected(&self.options())
     }
 
-    fn signal(&self, n: usize, signal: Signal) {
+    fn pid(&self, n: usize) -> Pid {
         let id = self.members[n].child.as_ref().unwrap().id();
-        kill(Pid::from_raw(id.try_into().unwrap()), signal).unwrap();
+        Pid::from_raw(id.try_into().unwrap())
+    }
+
+    fn signal(&self, n: usize, signal: Signal) {
+        kill(self.pid(n), signal).unwrap();
     }
 
     pub(crate) fn kill(&mut self, n: usize) {
@@ -191,6 +196,9 @@ impl Cluster {
     /// The member hangs: it neither answers nor closes its connections.
     pub(crate) fn stop(&mut self, n: usize) {
         self.signal(n, Signal::SIGSTOP);
+        // Until all its threads are stopped: one that is still at work could do the next request, and only not answer.
+        let stopped = waitpid(self.pid(n), Some(WaitPidFlag::WUNTRACED)).unwrap();
+        assert!(matches!(stopped, WaitStatus::Stopped(..)), "{stopped:?}");
         self.members[n].stopped = true;
     }
 
