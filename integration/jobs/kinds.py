@@ -56,6 +56,13 @@ def count(check=lambda n: None, last=lambda n: None, pause=0.02):
         time.sleep(pause)
 
 
+def await_all(done, why):
+    until = time.monotonic() + 20
+    while not done():
+        need(time.monotonic() < until, why)
+        time.sleep(0.01)
+
+
 def threads(number):
     counters = [0] * number
 
@@ -83,8 +90,7 @@ def threads(number):
 
     def last(_):
         before = list(counters)
-        time.sleep(2)
-        need(all(now > then for now, then in zip(counters, before)), "a thread does not run")
+        await_all(lambda: all(now > then for now, then in zip(counters, before)), "a thread does not run")
 
     count(check, last)
 
@@ -382,10 +388,8 @@ def timers():
 
     def last(_):
         before = rings, slept
-        time.sleep(0.8)
-        time.sleep(0.8)
-        need(rings > before[0] + 5, "the timer stopped")
-        need(slept > before[1], "a sleep does not end")
+        await_all(lambda: rings > before[0] + 5, "the timer stopped")
+        await_all(lambda: slept > before[1], "a sleep does not end")
 
     count(last=last)
 
@@ -546,8 +550,7 @@ def daemon():
 
     def last(_):
         before = os.stat(path("daemon.txt")).st_size
-        time.sleep(1)
-        need(os.stat(path("daemon.txt")).st_size > before, "the daemon is gone")
+        await_all(lambda: os.stat(path("daemon.txt")).st_size > before, "the daemon is gone")
 
     count(last=last)
 
@@ -581,7 +584,7 @@ def mixed():
         need(os.eventfd_read(event) == n, "eventfd")
         os.pwrite(memfd, b"%08d" % n, 8 * n)
         # CRIU lets go of us before it has stopped that one again.
-        for _ in range(200):
+        for _ in range(2000):
             with open("/proc/%d/stat" % stopped) as file:
                 state = file.read().split()[2]
             if state == "T":

@@ -8,7 +8,7 @@
   pipe    a child has sent the end of a pipe
   stream  a child has sent data, and a descriptor after that
   empty   a child has sent a descriptor without data, in a datagram
-  later   as both; what is sent is received 0.7 s after FOLDER/dumping is there
+  later   as both; what is sent is received once FOLDER/dumped is there
 """
 
 import array
@@ -72,16 +72,22 @@ def compare(channel, *expected):
 
 
 def is_time():
-    if KIND != "later":
-        return os.path.exists(path("receive"))
-    # Not before CRIU has looked.
-    return os.path.exists(path("dumping")) and time.time() - os.stat(path("dumping")).st_mtime > 0.7
+    # The latter: not before CRIU has looked.
+    return os.path.exists(path("receive" if KIND != "later" else "dumped"))
 
 
 def child(channel, to_send, expected):
+    ready, sent = os.pipe()
     if os.fork() != 0:
+        # What it sends is on its way when this one counts.
+        os.close(sent)
+        need(os.read(ready, 1) == b"x", "a child has sent nothing")
+        os.close(ready)
         return
+    os.close(ready)
     to_send()
+    os.write(sent, b"x")
+    os.close(sent)
     while not is_time():
         time.sleep(0.01)
     compare(channel, *expected)

@@ -352,7 +352,10 @@ def late_event():
             time.sleep(0.0002)
         made = time.monotonic()
         open(path("watched/new"), "w").close()
-        time.sleep(0.4)
+        open(path("made"), "w").close()
+        # CRIU has looked.
+        while not os.path.exists(path("tried")):
+            time.sleep(0.01)
         try:
             learnt.append(b"new" in os.read(watch, 4096))
         except BlockingIOError:
@@ -378,6 +381,7 @@ def late_connection():
             time.sleep(0.0002)
         client = socket.create_connection(server.getsockname())
         ends.extend([server.accept()[0], client])
+        open(path("made"), "w").close()
         say("connected", outside.fileno() > 0)
 
     threading.Thread(target=wait, daemon=True).start()

@@ -77,7 +77,7 @@ fn an_image_of_another_machine_is_refused_and_kept() {
     run.wait_said("kernel: the image has 99.1.0");
     run.wait_said("the job was restored from image 000002");
     run.crash(&lab);
-    assert_eq!(run.err().matches("the job was restored from image").count(), 2, "{}", run.err());
+    run.wait_said_times("the job was restored from image", 2);
     assert_eq!(run.err().matches("kernel: the image has").count(), 1, "once: {}", run.err());
     finish(&lab, run);
 }

@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::Signal;
 
 use crate::kinds::{count_on, finish, until_after_snapshot};
-use crate::supervisor::Lab;
+use crate::supervisor::{Lab, comes};
 
-/// How often the same is asked: few enough that most answers must come in time.
-const TRIES: usize = 5;
+/// How long the same is asked again: a supervisor on a busy machine may be late several times.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// bash's function, called as readline calls it for the words of `$1`.
 const BASH: &str = r#"
@@ -70,7 +70,7 @@ impl Asked<'_> {
     /// again.
     fn are(&self, line: &str, expected: &[&str]) {
         let mut words = Vec::new();
-        let is_right = (0..TRIES).any(|_| {
+        let is_right = comes(PATIENCE, || {
             words = self.words(line);
             words == expected
         });
@@ -116,7 +116,7 @@ fn shells_complete_jobs_images_and_tags() {
             };
             // zsh's function gives the / to `_describe` as a suffix.
             let expected = if shell == "zsh" { ["j", "j"] } else { ["j", "j/"] };
-            assert!((0..TRIES).any(|_| both() == expected), "{shell}: {command}: {:?}", both());
+            assert!(comes(PATIENCE, || both() == expected), "{shell}: {command}: {:?}", both());
         }
         is("rekindle show j/b", &["j/best"]);
         is("rekindle show j/-", &["j/-1"]);
@@ -140,14 +140,16 @@ fn shells_complete_jobs_images_and_tags() {
     bash.are(&format!("rekindle show --store = {}", &store[..store.len() - 1]), &[&format!("{store}/")]);
     // A supervisor that does not answer holds up nothing, and the store alone is enough.
     run.signal(Signal::SIGSTOP);
-    let quickest = (0..3).map(|_| {
+    let mut took = Vec::new();
+    // A busy machine is slow, but not each time.
+    let is_quick = (0..10).any(|_| {
         let begun = Instant::now();
         assert!(!bash.words("rekindle stop ").contains(&"j".to_owned()));
         bash.are(&format!("rekindle show --store {store} j/l"), &["j/latest"]);
-        begun.elapsed()
+        took.push(begun.elapsed());
+        begun.elapsed() < Duration::from_secs(4)
     });
-    let quickest = quickest.min().unwrap();
-    assert!(quickest < Duration::from_secs(4), "{quickest:?}");
+    assert!(is_quick, "{took:?}");
     run.signal(Signal::SIGCONT);
     finish(&lab, run);
     let folder = std::fs::File::create(lab.file("file")).map(|_| lab.file("file")).unwrap();

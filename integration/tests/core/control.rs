@@ -131,6 +131,8 @@ fn a_suspended_job_gives_all_back_and_comes_back() {
     ask(&lab, &["suspend", "j"]);
     assert!(refused(&lab, &["snapshot", "j"], 2).contains("resume"));
     run.signal(Signal::SIGUSR1);
+    // It would be for the job that runs again.
+    run.wait_said("received SIGUSR1");
     let answer = ask(&lab, &["resume", "j"]);
     assert!(answer["running"]["image"].as_str().unwrap().starts_with("000001"), "{answer}");
     count_on(&lab, &mut run, 5);
@@ -197,8 +199,8 @@ fn an_image_stays_while_the_job_goes_back_to_it() {
     let script = format!(": >{}; until [ -e {} ]; do sleep 0.05; done", begun.display(), go.display());
     let hook = format!("{:?}", ["/bin/sh", "-c", &script, lab.path().to_str().unwrap()]);
     let lab = lab.set("hooks.before-restore", &hook).set("hooks.timeout", "\"100s\"");
-    // Storing takes longer than a command needs to start.
-    let lab = lab.set("store.persist-threads", "1").set("store.persist-rate", "\"32MiB\"");
+    // Storing takes longer than a command needs to start, on a busy machine too.
+    let lab = lab.set("store.persist-threads", "1").set("store.persist-rate", "\"16MiB\"");
     let mut run = until_after_snapshot(&lab, "fresh-128");
     ask(&lab, &["snapshot", "j", "--stored"]);
     let newest = ask(&lab, &["snapshot", "j"])["snapshot"]["image"].as_str().unwrap().to_owned();
@@ -231,24 +233,29 @@ fn a_supervisor_that_stands_still_is_shown_from_what_it_published() {
     finish(&lab, run);
 }
 
+/// Kills the job, and waits until it is being brought back. It may be back already where this test gets no processor.
+fn kill_job(lab: &Lab, run: &mut Running) {
+    let pid = run.job_pid(lab);
+    crate::supervisor::kill(pid, Signal::SIGKILL);
+    run.wait_closely("it comes back", || {
+        lab.published().is_some_and(|p| p.state.as_str() != "running" || p.pid != Some(pid))
+    });
+}
+
 /// Whatever comes while a job is brought back, it is brought back, or stopped as asked.
 #[test]
 fn requests_and_signals_during_a_restart() {
     let Some(lab) = Lab::new() else { return };
     let mut run = until_after_snapshot(&lab, "plain");
     for _ in 0..2 {
-        let pid = run.job_pid(&lab);
-        crate::supervisor::kill(pid, Signal::SIGKILL);
-        run.wait_closely("it comes back", || lab.published().is_some_and(|p| p.state.as_str() != "running"));
+        kill_job(&lab, &mut run);
         for args in [&["snapshot", "j"][..], &["resume", "j"], &["status", "j"]] {
             let _ = lab.rekindle(args);
         }
         run.signal(Signal::SIGUSR1);
         count_on(&lab, &mut run, 2);
     }
-    let pid = run.job_pid(&lab);
-    crate::supervisor::kill(pid, Signal::SIGKILL);
-    run.wait_closely("it comes back", || lab.published().is_some_and(|p| p.state.as_str() != "running"));
+    kill_job(&lab, &mut run);
     let image = ask(&lab, &["rewind", "j", "1"])["running"]["image"].clone();
     assert!(image.as_str().unwrap().starts_with("000001"));
     count_on(&lab, &mut run, 2);
@@ -285,17 +292,21 @@ fn status_of_fifty_jobs_is_quick() {
         held.push((lock, server));
     }
     // A busy machine may be late for an answer; such a round says nothing.
-    let mut times: Vec<Duration> = (0..20)
-        .filter_map(|_| {
-            let begun = Instant::now();
-            let output = lab.command(["status", "--json"]).output().unwrap();
-            let took = begun.elapsed();
-            let rows: Value = serde_json::from_slice(&output.stdout).unwrap();
-            let rows = rows.as_array().unwrap();
-            assert_eq!(rows.len(), 50);
-            rows.iter().all(|row| row["source"] == "supervisor").then_some(took)
-        })
-        .collect();
+    let mut times: Vec<Duration> = Vec::new();
+    let until = Instant::now() + LIMIT;
+    for round in 0.. {
+        // A few are enough on a machine that does nothing else.
+        if round >= 20 && (!times.is_empty() || Instant::now() >= until) {
+            break;
+        }
+        let begun = Instant::now();
+        let output = lab.command(["status", "--json"]).output().unwrap();
+        let took = begun.elapsed();
+        let rows: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let rows = rows.as_array().unwrap();
+        assert_eq!(rows.len(), 50);
+        times.extend(rows.iter().all(|row| row["source"] == "supervisor").then_some(took));
+    }
     times.sort();
     let (Some(first), Some(last)) = (times.first(), times.last()) else { panic!("they never all answered") };
     println!("status of 50 jobs: median {:?}, from {first:?} to {last:?}", times[times.len() / 2]);
@@ -382,11 +393,8 @@ fn a_folder_that_others_can_write_is_not_used() {
     std::fs::set_permissions(&folder, std::fs::Permissions::from_mode(0o777)).unwrap();
     let mut run = start(&lab);
     run.wait_said("cannot create a control socket in");
-    assert!(
-        run.err().contains("others can write") && run.err().contains("cannot create the job's REKINDLE_SOCKET"),
-        "{}",
-        run.err()
-    );
+    run.wait_said("cannot create the job's REKINDLE_SOCKET");
+    assert!(run.err().contains("others can write"), "{}", run.err());
     assert!(std::fs::read_dir(&folder).unwrap().flatten().all(|entry| !entry.file_type().unwrap().is_socket()));
     finish(&lab, run);
 }

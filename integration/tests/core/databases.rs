@@ -52,7 +52,7 @@ fn goes_on(lab: &Lab, mut run: Running) {
         let id = snapshot(lab, &mut run);
         count_on(lab, &mut run, 3);
         run.crash(lab);
-        assert!(run.err().contains(&format!("restored from image {id:06}-")), "{}", run.err());
+        run.wait_said(&format!("restored from image {id:06}-"));
         count_on(lab, &mut run, 1);
     }
     fs::write(lab.file("data").join("finish"), "").unwrap();

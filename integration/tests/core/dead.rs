@@ -10,9 +10,9 @@ use rekindle_os::process;
 use crate::kinds::count_on;
 use crate::supervisor::{Lab, Running, assert_counts_up, kill, wait_for};
 
-/// Starts the job, which looks for deaths so often, and takes the first image.
-fn begin(lab: &Lab, patience: &str) -> Running {
-    let mut run = lab.python("dead_child.py", &[patience, lab.path().to_str().unwrap()]);
+/// Starts the job, which looks for deaths then, and takes the first image.
+fn begin(lab: &Lab, looks: &str) -> Running {
+    let mut run = lab.python("dead_child.py", &[looks, lab.path().to_str().unwrap()]);
     count_on(lab, &mut run, 5);
     run.snapshot(lab);
     run
@@ -34,14 +34,19 @@ fn finish(lab: &Lab, run: Running) {
 #[test]
 fn no_image_is_taken_of_a_job_that_has_yet_to_hear_of_a_death() {
     let Some(lab) = Lab::new() else { return };
-    let mut run = begin(&lab, "2");
-    for _ in 0..2 {
-        let back = run.err().matches("the job was restored from image 000001").count();
+    let mut run = begin(&lab, "told");
+    let said = run.said_so_far();
+    let times = |words: &str| said().matches(words).count();
+    let found = "(python3) was killed by signal SIGKILL, and its parent has not collected its exit status";
+    for back in 1..=2 {
+        let before = times(found);
         kill_child(&lab, &mut run);
         run.signal(Signal::SIGUSR1);
-        run.wait_said("(python3) was killed by signal SIGKILL, and its parent has not collected its exit status");
+        run.wait_for("the snapshot finds it", || times(found) > before);
         // The job hears of it and ends; the image has the child alive.
-        run.wait_said_times("the job was restored from image 000001", back + 1);
+        std::fs::write(lab.file("look"), "").unwrap();
+        run.wait_said_times("the job was restored from image 000001", back);
+        std::fs::remove_file(lab.file("look")).unwrap();
         assert_eq!(lab.good(), [1], "{}", run.err());
         count_on(&lab, &mut run, 5);
         assert_eq!(process::children(run.job_pid(&lab)).len(), 1);
@@ -193,7 +198,7 @@ fn a_parent_that_never_waits_has_its_images() {
     let mut run = begin(&lab, "never");
     kill_child(&lab, &mut run);
     run.snapshot(&lab);
-    assert!(run.err().contains("the image has dead processes: process 1002"), "{}", run.err());
+    run.wait_said("the image has dead processes: process 1002");
     // It would be waited for 5 s each time. A busy machine may be slow as well, but not each time.
     let newest = (0..5).find_map(|_| {
         let newest = run.snapshot(&lab);

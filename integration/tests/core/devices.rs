@@ -25,11 +25,17 @@ fn found(lab: &Lab) -> [String; 2] {
     })
 }
 
+/// Waits until a restored job and its child have found /dev/null. The child may not have run when the job has.
+fn find_null(lab: &Lab, run: &mut Running) {
+    run.wait_for("both find /dev/null", || found(lab) == ["/dev/null", "/dev/null"]);
+}
+
 #[test]
 fn one_that_only_asks_has_dev_null_in_their_place() {
     let (Some(lab), Some(devices)) = (Lab::new(), StandIns::find()) else { return };
     let control = devices.control.to_str().unwrap();
     let mut run = start(&lab, &devices, "devices-asked");
+    run.wait_printed("\nchild has ");
     for _ in 0..3 {
         assert_eq!(found(&lab), [control, control], "nothing of it is changed in the running job");
         run.snapshot(&lab);
@@ -40,7 +46,7 @@ fn one_that_only_asks_has_dev_null_in_their_place() {
     assert_eq!(notes, 1, "once, as long as it is the same: {}", run.err());
     run.crash(&lab);
     count_on(&lab, &mut run, 3);
-    assert_eq!(found(&lab), ["/dev/null", "/dev/null"]);
+    find_null(&lab, &mut run);
     // They are treated like any descriptor of /dev/null: no message.
     run.snapshot(&lab);
     run.crash(&lab);
@@ -54,6 +60,7 @@ fn one_whose_opencl_is_not_used_has_dev_null_in_their_place() {
     let (Some(lab), Some(devices)) = (Lab::new(), StandIns::find()) else { return };
     let control = devices.control.to_str().unwrap();
     let mut run = start(&lab, &devices, "devices-opencl");
+    run.wait_printed("\nchild has ");
     for _ in 0..2 {
         run.snapshot(&lab);
         count_on(&lab, &mut run, 3);
@@ -63,7 +70,7 @@ fn one_whose_opencl_is_not_used_has_dev_null_in_their_place() {
     assert_eq!(said.matches("OpenCL is initialised and not used in process 1001 (").count(), 1, "{said}");
     run.crash(&lab);
     count_on(&lab, &mut run, 3);
-    assert_eq!(found(&lab), ["/dev/null", "/dev/null"]);
+    find_null(&lab, &mut run);
     run.snapshot(&lab);
     finish(&lab, run);
 }
@@ -90,9 +97,8 @@ fn one_that_just_begins_has_the_snapshot_tried_again_at_once() {
     let lab = lab.noting_the_first_dump("tried");
     let mut run = start(&lab, &devices, "devices-of-a-child");
     run.snapshot(&lab);
-    let said = run.err();
-    assert!(said.contains("trying the snapshot again: dump: process 1002 (python3) has NVIDIA devices open"), "{said}");
-    assert!(!said.contains("snapshot failed"), "{said}");
+    run.wait_said("trying the snapshot again: dump: process 1002 (python3) has NVIDIA devices open");
+    assert!(!run.err().contains("snapshot failed"), "{}", run.err());
     finish(&lab, run);
 }
 

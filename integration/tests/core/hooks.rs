@@ -93,7 +93,7 @@ fn hooks_that_hang_flood_fail_or_are_missing_harm_nothing() {
     let lab = hook(lab, "before-snapshot", "yes no; sleep 600");
     let lab = hook(lab, "after-snapshot", "sleep 600 & wait");
     let lab = hook(lab, "before-restore", "echo I do not like it; exit 3");
-    let lab = lab.set("hooks.after-restore", "[\"/no/such/hook\"]").set("hooks.timeout", "\"2s\"");
+    let lab = lab.set("hooks.after-restore", "[\"/no/such/hook\"]").set("hooks.timeout", "\"5s\"");
     let mut run = until_after_snapshot(&lab, "plain");
     // What is next would wait for it.
     run.wait_for("the hook after the snapshot is killed", || failed(&lab).len() >= 2);
@@ -104,7 +104,7 @@ fn hooks_that_hang_flood_fail_or_are_missing_harm_nothing() {
     let failed = failed(&lab);
     let said = |hook: &str, words: &str| failed.iter().any(|(name, why)| name == hook && why.contains(words));
     assert!(said("before-snapshot", "; no; no"), "{failed:?}");
-    assert!(said("after-snapshot", "killed after 2s"), "{failed:?}");
+    assert!(said("after-snapshot", "killed after 5s"), "{failed:?}");
     assert!(said("before-restore", "exit code 3: I do not like it"), "{failed:?}");
     assert!(said("after-restore", "/no/such/hook"), "{failed:?}");
 }
@@ -139,9 +139,7 @@ fn a_hook_can_refuse_a_restore_which_is_tried_again() {
     let mut run = until_after_snapshot(&lab, "plain");
     run.crash(&lab);
     count_on(&lab, &mut run, 2);
-    assert!(
-        run.err().contains("not restored now: the hook before-restore has failed, and hooks.on-error is \"refuse\"")
-    );
+    run.wait_said("not restored now: the hook before-restore has failed, and hooks.on-error is \"refuse\"");
     assert!(lab.images()[0].is_good());
     finish(&lab, run);
 }
@@ -152,7 +150,7 @@ fn a_stop_has_its_image_and_ends_though_every_hook_hangs() {
     for point in POINTS {
         lab = hook(lab, point, "sleep 600");
     }
-    let lab = lab.set("hooks.timeout", "\"2s\"").set("snapshot.grace", "\"10s\"");
+    let lab = lab.set("hooks.timeout", "\"2s\"").set("snapshot.grace", "\"30s\"");
     let mut run = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]);
     count_on(&lab, &mut run, 2);
     run.signal(Signal::SIGTERM);

@@ -202,7 +202,8 @@ fn what_is_stored_is_replicated_until_the_machine_ends() {
     // So the replica takes half a minute.
     let lab = lab.set("replica.url", &url).set("replica.rate", "\"1MiB\"");
     let run = start(&lab, "fresh-32");
-    terminate(&service, 16);
+    // Enough to store it on a busy machine, and less than the replica takes.
+    terminate(&service, 24);
     let (_, said) = run.ends_with(75);
     assert!(said.contains("the machine ends now: the last image is not in the replica"), "{said}");
     assert_eq!(lab.good(), [1]);

@@ -103,14 +103,14 @@ fn an_answer_that_was_not_read_comes_back() {
 fn requests_in_flight_and_a_flood_harm_nobody() {
     let Some(lab) = Lab::new() else { return };
     let lab = lab.set("restart.cold-start", "\"never\"");
-    let run = lives_on(&lab, "in-flight");
+    let mut run = lives_on(&lab, "in-flight");
     let cpu = |pid| rekindle_os::process::cpu_ticks(pid).unwrap();
     let (before, since) = (cpu(run.pid()), Instant::now());
     std::thread::sleep(Duration::from_secs(2));
     // In hundredths of a second: a fifth of a processor. This is a build without optimisation.
     let used = cpu(run.pid()) - before;
     assert!(u128::from(used) < since.elapsed().as_millis() / 50, "{used} ticks in {:?}", since.elapsed());
-    assert!(run.err().contains("more than 500 requests a second"), "{}", run.err());
+    run.wait_said("more than 500 requests a second");
     finish(&lab, run);
 }
 
@@ -208,6 +208,8 @@ fn a_hold_ends_at_its_bound_and_with_the_holder_and_with_the_job() {
     run.signal(Signal::SIGUSR1);
     run.wait_for("it is taken at the bound", || told(&lab).len() == 3);
     assert_eq!(told(&lab), ["held Signal", "expired", "taken Signal"]);
+    // The next one is not to be taken for this one.
+    run.wait_for("it is stored", || lab.good() == [1]);
     // In the image it still thinks that it holds.
     let pid = run.job_pid(&lab);
     kill(pid, Signal::SIGKILL);
@@ -239,7 +241,7 @@ fn a_holder_that_dies_holds_no_longer() {
 #[test]
 fn a_stop_waits_for_the_job_to_let_go_within_its_grace() {
     let Some(lab) = Lab::new() else { return };
-    let lab = lab.set("snapshot.grace", "\"12s\"");
+    let lab = lab.set("snapshot.grace", "\"30s\"");
     let mut run = start(&lab, "module");
     holds(&lab, &mut run, 1);
     run.signal(Signal::SIGTERM);
@@ -250,7 +252,7 @@ fn a_stop_waits_for_the_job_to_let_go_within_its_grace() {
         _ => None,
     });
     // Half of the grace, because nothing was measured. What comes after may take longer on a busy machine.
-    assert!((5.0..11.0).contains(&waited.unwrap().as_secs_f64()), "{waited:?}");
+    assert!((14.0..28.0).contains(&waited.unwrap().as_secs_f64()), "{waited:?}");
     assert_eq!(told(&lab), ["held Final", "expired", "taken Final"]);
     // It goes on, and lets go of what it does not hold.
     fs::remove_file(lab.file("hold-on")).unwrap();
@@ -276,7 +278,7 @@ fn garbage_floods_and_strangers_leave_the_supervisor_well() {
     // What begins with the job may still be under way.
     let mut before = (threads(), files());
     run.wait_for("it has what it needs", || {
-        std::thread::sleep(Duration::from_millis(300));
+        std::thread::sleep(Duration::from_secs(1));
         std::mem::replace(&mut before, (threads(), files())) == before
     });
     let client = UnixDatagram::unbound().unwrap();
@@ -299,7 +301,7 @@ fn garbage_floods_and_strangers_leave_the_supervisor_well() {
     // The job is heard among them, and others are too.
     tell(&lab, "snapshot");
     run.wait_for("it is answered", || lab.output().contains("snapshot resumed"));
-    run.wait_for("nothing of it stays", || threads() == before.0 && files() <= before.1 + 3);
+    run.wait_for("nothing of it stays", || threads() <= before.0 && files() <= before.1 + 3);
     assert!(lab.rekindle(&["status", "--json"]).status.success());
     let stranger = "import os, socket, sys\nos.setuid(65534)\ns = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)\n\
                     try:\n  s.sendto(b'{}', sys.argv[1])\nexcept PermissionError:\n  print('refused')";

@@ -61,9 +61,9 @@ fn an_image_the_job_dies_from_is_passed_over_then_the_beginning_then_the_end() {
     let lab = lab.set("restart.min-uptime", "\"20s\"").set("restart.max-restarts", "20");
     let lab = lab.set("restart.cold-start", "\"allow\"");
     let doom = lab.file("doom");
-    // A job that ends while CRIU still restores it is another failure.
+    // A job that ends while CRIU still restores it is another failure, and CRIU may be late on a busy machine.
     let text = format!(
-        "echo begin; i=0; while [ $i -lt 100000 ]; do i=$((i + 1)); echo n $i; [ ! -e {} ] || {{ sleep 0.3; exit 3; }}; sleep 0.02; done",
+        "echo begin; i=0; while [ $i -lt 100000 ]; do i=$((i + 1)); echo n $i; [ ! -e {} ] || {{ sleep 2; exit 3; }}; sleep 0.02; done",
         doom.display()
     );
     let mut run = lab.run(["sh", "-c", &text]);

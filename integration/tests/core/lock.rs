@@ -111,7 +111,9 @@ fn a_supervisor_that_slept_while_another_took_over_ends_its_job_and_writes_nothi
     run.wait_for("the image is on its way", || lab.published().is_some_and(|p| p.persisting.is_some()));
     std::thread::sleep(Duration::from_millis(1500));
     run.signal(Signal::SIGSTOP);
-    wait_for("it stands", || rekindle_os::process::state(run.pid()) == Some('T'));
+    // All of it: a thread that writes stops when it has written.
+    let stands = |thread: i32| rekindle_os::process::state(thread) == Some('T');
+    wait_for("it stands", || rekindle_os::process::threads(run.pid()).into_iter().all(stands));
     let file = lab.job().path().join("lock");
     let mut holder: serde_json::Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
     holder["host"] = "elsewhere".into();

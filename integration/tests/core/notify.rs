@@ -154,13 +154,13 @@ fn the_watchdog_is_not_fed_while_the_owner_of_the_state_is_stuck() {
     // What it sent before may be read late.
     let mut before = fed();
     wait_for("no more is read", || {
-        std::thread::sleep(Duration::from_millis(500));
+        std::thread::sleep(Duration::from_secs(2));
         std::mem::replace(&mut before, fed()) == before
     });
     let printed = lab.output().len();
     std::thread::sleep(Duration::from_millis(1500));
+    wait_for("the rest goes on", || lab.output().len() > printed);
     assert_eq!(fed(), before);
-    assert!(lab.output().len() > printed, "the rest goes on");
     stuck.let_go();
     wait_for("it is fed again", || fed() > before);
     finish(&lab, run);
@@ -176,6 +176,7 @@ fn the_job_does_not_hear_of_the_manager_unless_it_is_told() {
     let environment = lab.output();
     assert!(environment.contains("REKINDLE_JOB=j"), "{environment}");
     assert!(!environment.contains("NOTIFY_SOCKET") && !environment.contains("WATCHDOG_"), "{environment}");
+    wait_for("STOPPING=1", || manager.heard("STOPPING=1"));
     assert!(manager.place("READY=1") < manager.place("STOPPING=1"), "one that is short is a service too");
     let lab = lab.set("job.environment", "{ NOTIFY_SOCKET = \"/its/own\" }");
     service(&lab, &print).ends_with(0);

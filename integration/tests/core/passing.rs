@@ -3,7 +3,7 @@
 use nix::sys::signal::Signal;
 
 use crate::kinds::{count_on, finish};
-use crate::supervisor::{Lab, Running, criu};
+use crate::supervisor::{Lab, Running};
 
 fn start(lab: &Lab, kind: &str) -> Running {
     let mut run = lab.python("passing.py", &[kind, lab.path().to_str().unwrap()]);
@@ -78,18 +78,10 @@ fn those_that_would_be_exchanged_or_lost_are_refused_until_they_are_received() {
 #[test]
 fn those_that_are_received_soon_only_delay_it() {
     let Some(lab) = Lab::new() else { return };
-    let dumping = lab.file("dumping");
-    let text = format!(
-        "case \"$*\" in *swrk*) [ -e '{0}' ] || : > '{0}' ;; esac\nexec '{1}' \"$@\"",
-        dumping.display(),
-        criu().display()
-    );
-    let path = format!("{:?}", lab.script("criu", &text));
-    let lab = lab.set("criu.path", &path);
+    let lab = lab.noting_the_first_dump("dumped");
     let mut run = start(&lab, "later");
     run.snapshot(&lab);
-    let said = run.err();
-    assert_eq!(said.matches("trying the snapshot again: file descriptors are in flight").count(), 1, "{said}");
+    run.wait_said("trying the snapshot again: file descriptors are in flight");
     run.crash(&lab);
     count_on(&lab, &mut run, 3);
     finish(&lab, run);

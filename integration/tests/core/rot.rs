@@ -65,8 +65,9 @@ fn three_images_outlive_damage_to_one_copy_of_what_they_share() {
 
     let mut run = again(&lab);
     run.wait_said("the job was restored from image 000003");
-    let said = run.err();
     let told = format!("1 damaged chunk in {}", job.packs().pack_path(first.pack).display());
+    run.wait_said(&told);
+    let said = run.err();
     assert!(said.contains(&told) && said.contains("1 taken from another pack"), "{said}");
     assert_eq!(said.matches("damaged").count(), 2, "once, with what is wrong: {said}");
     count_on(&lab, &mut run, 2);

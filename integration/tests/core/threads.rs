@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 
@@ -25,9 +26,15 @@ impl Limited {
         fs::write(self.0.join("pids.max"), limit).unwrap();
     }
 
-    /// No other process or thread can begin in it.
+    /// No other process or thread can begin in it, also when one of them ends a moment later.
     fn close(&self) {
-        self.set(fs::read_to_string(self.0.join("pids.current")).unwrap().trim());
+        let (mut least, until) = (u64::MAX, Instant::now() + Duration::from_secs(2));
+        while Instant::now() < until {
+            let current = fs::read_to_string(self.0.join("pids.current")).unwrap();
+            least = least.min(current.trim().parse().unwrap());
+            self.set(&least.to_string());
+            std::thread::sleep(Duration::from_millis(20));
+        }
     }
 }
 
@@ -40,8 +47,14 @@ impl Drop for Limited {
 #[test]
 fn a_snapshot_waits_for_a_thread_and_the_job_is_not_harmed() {
     let (Some(lab), Some(group)) = (Lab::new(), Limited::gate()) else { return };
-    let script =
-        format!("echo $$ >{}/cgroup.procs; echo ready; while :; do read -t 0.05 <> <(:); done", group.0.display());
+    // It waits without a process of its own, which might be counted when the group is closed.
+    let pipe = lab.file("pipe");
+    nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::from_bits_truncate(0o600)).unwrap();
+    let script = format!(
+        "echo $$ >{}/cgroup.procs; exec 3<>{}; echo ready; while :; do read -t 0.05 -u 3; done",
+        group.0.display(),
+        pipe.display()
+    );
     let mut run = lab.run(["bash", "-c", &script]);
     run.wait_printed("ready");
     run.job_pid(&lab);

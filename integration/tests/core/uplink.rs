@@ -129,7 +129,7 @@ fn a_way_out_before_and_after_each_restore() {
     connected(&lab, &mut run, 4);
     let last = uplink(&run);
     finish(&lab, run);
-    assert!(!alive(last));
+    wait_for("the uplink is gone", || !alive(last));
     lab.assert_all_gone();
 }
 

@@ -180,7 +180,7 @@ fn a_job_that_waits_for_a_pipe_for_ever_comes_back() {
 #[test]
 fn a_job_that_only_spins_is_told_by_its_silence() {
     let Some(lab) = Lab::new() else { return };
-    let lab = lab.set("watch.no-cpu-for", "\"3s\"").set("watch.no-output-for", "\"6s\"");
+    let lab = lab.set("watch.no-cpu-for", "\"5s\"").set("watch.no-output-for", "\"6s\"");
     let mut run = start(&lab, "spin", "");
     go_wrong(&lab);
     run.wait_for("the state says that it hangs", || lab.published().is_some_and(|p| p.hang.is_some()));
