@@ -79,9 +79,8 @@ pub(crate) struct Member {
     parts: BTreeMap<Number, Progress>,
     /// Whether `parts` is known.
     listed: Listed,
-    /// The group images whose record this process has seen, and the origin of the plan then. Once a record is removed,
-    /// its part is not needed.
-    recorded: BTreeMap<Number, Incarnation>,
+    /// The group images whose record this process has seen. Once a record is removed, its part is not needed.
+    recorded: BTreeMap<Number, Recorded>,
     transfers: Transfers,
     costs: Costs,
     asked: Option<Asked>,
@@ -90,6 +89,14 @@ pub(crate) struct Member {
     /// See [`Report::rests`].
     rests: bool,
     over: Over,
+}
+
+/// The record of a group image, as it was when it was last seen.
+#[derive(Debug)]
+struct Recorded {
+    /// The origin of the plan then.
+    origin: Incarnation,
+    committed: bool,
 }
 
 impl Member {
@@ -303,7 +310,10 @@ impl Member {
     }
 
     fn follow_plan(&mut self, view: &View, plan: &Plan, options: &Options, now: Instant, orders: &mut Vec<Order>) {
-        self.recorded.extend(view.images.keys().map(|number| (*number, plan.origin)));
+        for (number, image) in &view.images {
+            let recorded = Recorded { origin: plan.origin, committed: image.value.committed };
+            self.recorded.insert(*number, recorded);
+        }
         self.remember(plan);
         let ours = self.fence.incarnation.is_some() && plan.crew.get(&self.rank) == self.fence.incarnation.as_ref();
         self.rests = self.sees_the_rest(view, plan, options, now);
@@ -496,10 +506,12 @@ impl Member {
     fn forget(&mut self, view: &View, plan: &Plan, orders: &mut Vec<Order>) {
         let committed = view.images.iter().rev().find(|(_, image)| image.value.committed).map(|(number, _)| *number);
         let gone = |number: &Number| {
-            let is_removed = !view.images.contains_key(number) && self.recorded.get(number) == Some(&plan.origin);
+            let recorded = self.recorded.get(number).filter(|recorded| recorded.origin == plan.origin);
+            let Some(recorded) = recorded.filter(|_| !view.images.contains_key(number)) else { return false };
             let is_older = committed.is_some_and(|newest| *number < newest);
-            let lacks = || view.members.values().any(|report| !report.parts.contains_key(number));
-            is_removed && (is_older || images::is_lost(view, *number, lacks))
+            // A machine that is away may have the part of a committed one that the others lack.
+            let lacks = || !recorded.committed && view.members.values().any(|it| !it.parts.contains_key(number));
+            is_older || images::is_lost(view, *number, lacks)
         };
         let gone: Vec<Number> = self.parts.keys().copied().filter(gone).collect();
         for number in gone {

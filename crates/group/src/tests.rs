@@ -598,6 +598,34 @@ fn a_record_that_somebody_removes_costs_no_part() {
     assert!(group.orders.iter().all(|orders| orders.contains(&Order::Forget(Number(4)))));
 }
 
+/// A machine that is away may still have the other parts, until a newer group image is committed.
+#[test]
+fn parts_of_a_committed_group_image_stay_until_a_newer_one_is_committed() {
+    let mut group = Group::cold(2, &|_| BTreeMap::new(), ColdStart::Allow);
+    group.starts();
+    group.wait(INTERVAL);
+    group.dumps(ONE);
+    group.all(&|_| Local::Stored(ONE));
+    assert!(group.coordinator.view.images[&ONE].value.committed);
+    // Somebody removes the record, and another machine comes in the place of one.
+    let view = Arc::make_mut(&mut group.coordinator.view);
+    view.revision += 1;
+    view.images.clear();
+    group.settle();
+    group.is_replaced(1, machine(1, 2, ColdStart::Allow));
+    group.killed();
+    group.wait(Duration::from_secs(1));
+    assert_eq!(group.goal(), Goal::Start(StartFrom::Beginning));
+    group.starts();
+    group.wait(INTERVAL);
+    let Goal::Prepare(next) = group.goal() else { panic!("{:?}", group.goal()) };
+    group.dumps(next);
+    assert_eq!((group.goal(), group.coordinator.view.images.contains_key(&next)), (Goal::Run, true));
+    assert!(!group.orders[0].contains(&Order::Forget(ONE)), "the newer one may still be lost");
+    group.all(&|_| Local::Stored(next));
+    assert!(group.orders[0].contains(&Order::Forget(ONE)));
+}
+
 #[test]
 fn a_job_is_not_frozen_for_ever_by_a_coordinator_that_refuses_to_write() {
     let longest = options(Rank(0), 2).longest_step();
