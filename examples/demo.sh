@@ -148,16 +148,17 @@ start_rekindle() {
   supervisor=$!
 }
 
-# was_restored EPOCH SECONDS: after a kill at that epoch and time, waits until the job runs again, reports its epoch,
-# and checks that it was not started from the beginning.
+# was_restored SECONDS: after a kill at that time, waits until the job runs again, reports its epoch, and checks that it
+# was not started from the beginning.
 was_restored() {
-  local killed_at=$1 killed_when=$2 newest
+  local killed_when=$1 newest
   wait_for 60 'the job to be restored' other_job
   back=$(epoch)
   newest=$(images | tail -n 1)
   [ "${back:-0}" -gt 0 ] || die 'the job was started from the beginning'
-  [ "$back" -le "$killed_at" ] || die "the job is at epoch $back, further than when it was killed: its files were not put back"
   wait_for 60 'the job to continue' moved_on
+  # On a busy machine the job may be further than when it was killed before we look at it, so its epoch tells nothing.
+  [ -z "$(sort "$out/metrics.jsonl" | uniq -d)" ] || die 'an epoch is in the log twice: its files were not put back'
   # A job that started from the beginning would give the same result, but its log would have two starts.
   [ "$(grep -c '"start"' "$out/metrics.jsonl")" -eq 1 ] || die 'the job was started from the beginning, not from an image'
   say "  restored at epoch $back, newest image $newest, after $(($(date +%s) - killed_when)) s; it continues"
@@ -178,7 +179,7 @@ kill_job() {
   at=$(epoch)
   say "  kill -9 of the job, process ${victim%%:*}, at epoch $at (images: $(images | wc -l))"
   known=$(images)
-  was_restored "$at" "$began"
+  was_restored "$began"
 }
 
 kill_rekindle() {
@@ -192,14 +193,14 @@ kill_rekindle() {
   wait "$supervisor" 2>/dev/null || true
   at=$(epoch)
   say "  kill -9 of rekindle, process $supervisor, at epoch $at"
-  end=$((SECONDS + 10))
+  end=$((SECONDS + 60))
   until tree_gone; do
     [ "$SECONDS" -lt "$end" ] || die "the job outlived rekindle: process $(left_of_tree | tr '\n' ' ')"
     sleep 0.05
   done
   say '  the job went with it; the same command again'
   start_rekindle
-  was_restored "$at" "$began"
+  was_restored "$began"
 }
 
 # case_of NAME PYTHON SCRIPT ARGS...: the whole comparison for one job. ARGS are passed before --out.

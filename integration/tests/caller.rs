@@ -197,7 +197,8 @@ fn an_end_is_recorded_when_nobody_reads_the_output_and_a_signal_ends_the_wait_fo
         std::thread::sleep(Duration::from_millis(5));
     }
     assert!(child.try_wait().unwrap().is_none(), "it waits for its reader");
-    std::thread::sleep(Duration::from_millis(100));
+    // The wait begins after the end is recorded, on a busy machine a while after.
+    std::thread::sleep(Duration::from_secs(2));
     kill(Pid::from_raw(child.id().cast_signed()), Signal::SIGTERM).unwrap();
     let done = output(child);
     assert_eq!(std::os::unix::process::ExitStatusExt::signal(&done.status), Some(15));

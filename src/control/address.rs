@@ -262,15 +262,20 @@ pub(crate) fn is_gone(error: &io::Error) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use nix::sys::stat::{Mode, SFlag, mknod};
+
     use super::*;
 
     #[test]
     fn a_socket_replaces_a_dead_one_and_sweeps_the_others() {
         let dir = tempfile::tempdir().unwrap();
         for name in ["a", "b"] {
-            // Its file remains, as after SIGKILL.
-            drop(UnixListener::bind(dir.path().join(format!("{name}.sock"))).unwrap());
-            drop(UnixDatagram::bind(dir.path().join(format!("{name}.word"))).unwrap());
+            // Its file remains, as after SIGKILL. Made without a socket: a child that another test starts would have
+            // that for a moment, too, and it would not be dead.
+            for kind in ["sock", "word"] {
+                let (path, mode) = (dir.path().join(format!("{name}.{kind}")), Mode::from_bits_truncate(0o700));
+                mknod(&path, SFlag::S_IFSOCK, mode, 0).unwrap();
+            }
         }
         let living = Bound::new(dir.path(), "c").unwrap();
         fs::write(dir.path().join("x.sock"), "a file of somebody").unwrap();

@@ -313,7 +313,7 @@ mod tests {
         let hooks = Hooks {
             after_snapshot: sh("sleep 60"),
             on_completion: sh(&format!("cat >{}", out.display())),
-            timeout: Duration::from_secs(6),
+            timeout: Duration::from_secs(16),
             ..Hooks::default()
         };
         let (runner, reports) = runner(&hooks);
@@ -379,7 +379,8 @@ mod tests {
             after_snapshot: tell.clone(),
             on_failure: tell.clone(),
             on_completion: tell,
-            timeout: Duration::from_secs(60),
+            // They are some seventy programs.
+            timeout: Duration::from_secs(300),
             ..Hooks::default()
         };
         let (runner, reports) = runner(&hooks);

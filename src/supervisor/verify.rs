@@ -231,10 +231,16 @@ mod tests {
     fn it_stands_still_while_there_is_something_else_and_ends_at_once() {
         let gate = Arc::new(Gate { phase: Mutex::new(Phase::Busy), changed: Condvar::new() });
         let mine = Arc::clone(&gate);
-        let entered = std::thread::spawn(move || (mine.enter(), mine.pause(Duration::from_secs(600)), mine.enter()));
+        let (tell, told) = std::sync::mpsc::channel();
+        let entered = std::thread::spawn(move || {
+            let first = mine.enter();
+            tell.send(()).unwrap();
+            (first, mine.pause(Duration::from_secs(600)), mine.enter())
+        });
         std::thread::sleep(Duration::from_millis(50));
-        assert!(!entered.is_finished(), "something else is under way");
+        assert!(told.try_recv().is_err() && !entered.is_finished(), "something else is under way");
         gate.set(Phase::Idle);
+        told.recv_timeout(Duration::from_secs(60)).unwrap();
         std::thread::sleep(Duration::from_millis(50));
         gate.set(Phase::Busy);
         gate.set(Phase::Over);

@@ -340,6 +340,18 @@ mod tests {
 
     const SOON: Duration = Duration::from_secs(10);
 
+    /// Waits until the watcher's thread has a descriptor of this process, and has put it with the others.
+    fn is_watched(pid: i32) {
+        let (line, begun) = (format!("Pid:\t{pid}"), std::time::Instant::now());
+        let is_it = |file: std::fs::DirEntry| {
+            std::fs::read_to_string(file.path()).is_ok_and(|text| text.lines().any(|it| it == line))
+        };
+        while !std::fs::read_dir("/proc/self/fdinfo").unwrap().flatten().any(is_it) && begun.elapsed() < SOON {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        std::thread::sleep(Duration::from_millis(200));
+    }
+
     fn kill(pid: i32, signal: nix::sys::signal::Signal) {
         nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), signal).unwrap();
     }
@@ -365,8 +377,7 @@ mod tests {
         let (watcher, deaths) = watcher(false);
         let outer = root.id().cast_signed();
         watcher.watch(3, outer, Who::These(vec![pids[0], pids[1]]), false, Vec::new());
-        // Waits until the thread knows of it.
-        std::thread::sleep(Duration::from_millis(200));
+        pids[..2].iter().for_each(|pid| is_watched(*pid));
         kill(pids[2], nix::sys::signal::Signal::SIGKILL);
         for (pid, signal) in
             [(pids[0], nix::sys::signal::Signal::SIGKILL), (pids[1], nix::sys::signal::Signal::SIGSEGV)]
@@ -429,7 +440,7 @@ mod tests {
             let (sender, noticed) = mpsc::channel();
             let watcher = watcher_with(false, move |noticed| sender.send((std::time::Instant::now(), noticed)).is_ok());
             watcher.watch(1, root, Who::These(vec![pid]), true, Vec::new());
-            std::thread::sleep(Duration::from_millis(200));
+            is_watched(pid);
             kill(pid, nix::sys::signal::Signal::SIGKILL);
             let expected = Death { life: 1, pid, outer: pid, name: "python3".into(), signal: libc::SIGKILL };
             let (first, dying) = noticed.recv_timeout(SOON).unwrap();
@@ -487,7 +498,7 @@ mod tests {
         while process::name(pid).as_deref() != Some("sleep") {
             std::thread::sleep(Duration::from_millis(5));
         }
-        std::thread::sleep(Duration::from_millis(200));
+        is_watched(pid);
         kill(pid, nix::sys::signal::Signal::SIGKILL);
         let death = deaths.recv_timeout(SOON).unwrap();
         assert_eq!((death.pid, death.signal, death.name.as_str()), (pid, libc::SIGKILL, "sleep"));

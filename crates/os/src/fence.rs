@@ -78,11 +78,14 @@ mod tests {
 
     #[test]
     fn the_moment_moves_ahead_only() {
-        let fence = Fence::new(since_boot() + Duration::from_millis(200)).unwrap();
+        // Far enough away for a machine that is busy.
+        let first = since_boot() + Duration::from_secs(3);
+        let fence = Fence::new(first).unwrap();
         let timer = fence.timer().unwrap();
         assert!(!is_over(&timer, 0));
         fence.extend(since_boot() + Duration::from_secs(3600)).unwrap();
         fence.extend(Duration::ZERO).unwrap();
+        std::thread::sleep(first.saturating_sub(since_boot()));
         assert!(!is_over(&timer, 250) && !fence.is_over());
         let past = Fence::new(Duration::ZERO).unwrap();
         assert!(past.is_over() && is_over(&past.timer().unwrap(), 250), "none is none at all");

@@ -145,8 +145,9 @@ mod tests {
         let looked_at = std::sync::atomic::AtomicUsize::new(0);
         let work = |i: u32| {
             looked_at.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-            // The last item fails at once. The others wait, so that the failure comes before the queue is empty.
-            thread::sleep(std::time::Duration::from_millis(u64::from(i != 0)));
+            // The last item fails at once. The others wait, so that the failure comes before the queue is empty, also
+            // if the thread that has it gets no processor for a while.
+            thread::sleep(std::time::Duration::from_millis(10 * u64::from(i != 0)));
             if i == 0 { Err("no") } else { Ok(()) }
         };
         let items = (1..10_000).chain([0]).collect();

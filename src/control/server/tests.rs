@@ -100,7 +100,12 @@ fn half_lines_and_deaf_clients_are_dropped_and_harm_nobody() {
         slow += usize::from((&drop_by_drop).write_all(b"x").is_ok());
         std::thread::sleep(Duration::from_millis(50));
     }
-    assert!(slow > 10 && (&drop_by_drop).write_all(b"x").is_err());
+    assert!(slow > 10);
+    // The server may get to it a little later.
+    while (&drop_by_drop).write_all(b"x").is_ok() {
+        assert!(began.elapsed() < 3 * PATIENCE, "it is not dropped");
+        std::thread::sleep(Duration::from_millis(50));
+    }
     assert!(lines(&half, b"", 1)[0].contains("timeout"));
     let mut rest = Vec::new();
     deaf.set_nonblocking(false).unwrap();
@@ -147,8 +152,8 @@ fn a_supervisor_that_is_stopped_is_not_waited_for() {
     let answer = answers.recv_timeout(Duration::from_secs(20)).expect("it waits for ever");
     assert!(matches!(answer, Err(client::Error::Silent(_))), "{answer:?}");
     // One that runs may take longer for a snapshot.
-    let stand = Stand::new(Duration::from_secs(2));
-    assert_eq!(ask(stand.server.path().to_owned(), Duration::from_secs(1)).unwrap(), snapped());
+    let stand = Stand::new(Duration::from_secs(6));
+    assert_eq!(ask(stand.server.path().to_owned(), Duration::from_secs(5)).unwrap(), snapped());
 }
 
 #[test]

@@ -100,16 +100,16 @@ fn garbage_is_answered_and_harms_nothing() {
     let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
     let client = client();
     let text = [std::io::IoSlice::new(br#"{"version":1,"request":"release"}"#)];
+    let before = open();
     for _ in 0..20 {
         let fds = [file.as_raw_fd(); 100];
         let address = UnixAddr::new(&path).unwrap();
         let rights = [ControlMessage::ScmRights(&fds)];
         sendmsg(client.as_raw_fd(), &text, &rights, MsgFlags::empty(), Some(&address)).unwrap();
     }
-    let before = open();
     assert_eq!(code("[]"), "malformed");
-    // Other tests open descriptors too.
-    assert!(open() < before + 100);
+    // Other tests open descriptors too, for some hundred connections; these would be 2000, or what the limit allows.
+    assert!(open() < before + 700);
     assert!(served.calls.try_recv().is_err(), "they come with a request that is not heard");
 }
 
@@ -120,15 +120,18 @@ fn a_flood_is_read_slowly_and_a_deaf_client_stops_nothing() {
     deaf.set_nonblocking(true).unwrap();
     let begun = Instant::now();
     let mut sent = 0;
-    while begun.elapsed() < Duration::from_millis(1500) {
+    // Longer only if this machine is so busy that we have not sent enough by then.
+    let is_over = |sent: u32| begun.elapsed() >= Duration::from_millis(if sent < PER_WINDOW { 20_000 } else { 1500 });
+    while !is_over(sent) {
         match deaf.send_to(br#"{"version":1,"request":"state"}"#, served.socket.path()) {
             Ok(_) => sent += 1,
             Err(_) => std::thread::sleep(Duration::from_millis(1)),
         }
     }
-    // The requests read in two seconds, plus those waiting in the socket.
+    // The requests read in these seconds, two on most machines, plus those waiting in the socket.
+    let seconds = u32::try_from(begun.elapsed().as_secs()).unwrap() + 1;
     let queue = std::fs::read_to_string("/proc/sys/net/unix/max_dgram_qlen").unwrap();
-    let most = 2 * PER_SECOND + queue.trim().parse::<u32>().unwrap() + 2;
+    let most = seconds * PER_SECOND + queue.trim().parse::<u32>().unwrap() + 2;
     assert!(sent >= PER_WINDOW && sent <= most, "{sent} of {most}");
     assert_eq!(served.ask(r#"{"version":1,"request":"state"}"#)["ok"]["state"]["life"], "l");
     // It ends at once, even if requests are waiting.
@@ -167,7 +170,7 @@ fn another_user_is_not_heard() {
     std::fs::set_permissions(served.socket.path(), open(0o666)).unwrap();
     std::fs::set_permissions(served.socket.path().parent().unwrap(), open(0o755)).unwrap();
     let script = format!(
-        "import socket, os\nos.setuid(65534)\ns = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)\ns.bind('\\0rekindle-test-{}')\n\
+        "import socket, os\nos.setuid(65534)\ns = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)\ns.bind('\\0rekindle-user-{}')\n\
          s.settimeout(0.5)\ns.sendto(b'{{}}', '{}')\ntry:\n  print(s.recv(100))\nexcept OSError:\n  print('silence')",
         std::process::id(),
         served.socket.path().display()

@@ -153,7 +153,12 @@ fn dead(pid: i32) -> Option<(Key, Dead)> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::process::{Command, Stdio};
+    use rekindle_os::spawn::{Child, Spawn};
+
+    /// A known child: others are reaped where another test ends a world, perhaps before they are looked at here.
+    fn child(program: &str, args: &[&str]) -> Child {
+        Spawn::new(std::path::Path::new(program), args).unwrap().dies_with_us().start().unwrap()
+    }
 
     #[test]
     fn a_death_by_a_signal_is_seen_until_it_is_waited_for() {
@@ -162,11 +167,11 @@ mod tests {
         }
         let deaths = Deaths::default();
         let me = std::process::id().cast_signed();
-        let mut child = Command::new("sleep").arg("60").stdin(Stdio::null()).spawn().unwrap();
-        let pid = child.id().cast_signed();
+        let sleep = child("/bin/sleep", &["60"]);
+        let pid = sleep.pid();
         let sees = |look: &Option<Unnoticed>| look.as_ref().is_some_and(|all| all.0.iter().any(|dead| dead.pid == pid));
         assert!(!sees(&deaths.look(me).fresh));
-        child.kill().unwrap();
+        sleep.signal(libc::SIGKILL).unwrap();
         let deadline = Instant::now() + Duration::from_secs(60);
         while !sees(&deaths.look(me).fresh) {
             assert!(Instant::now() < deadline);
@@ -174,18 +179,18 @@ mod tests {
         }
         let words = deaths.look(me).fresh.unwrap().to_string();
         assert!(words.contains(&format!("process {pid} (sleep) was killed by signal SIGKILL")), "{words}");
-        let _ = child.wait();
+        sleep.wait().unwrap();
         let look = deaths.look(me);
         assert!(!sees(&look.fresh) && !sees(&look.old));
         // A process that exited by itself does not count.
-        let mut child = Command::new("sh").args(["-c", "exit 3"]).spawn().unwrap();
-        let pid = child.id().cast_signed();
+        let sh = child("/bin/sh", &["-c", "exit 3"]);
+        let pid = sh.pid();
         while process::ended(pid).is_none() {
             assert!(Instant::now() < deadline, "{:?}", std::fs::read_to_string(format!("/proc/{pid}/stat")));
             std::thread::sleep(Duration::from_millis(1));
         }
         assert!(dead(pid).is_none());
-        let _ = child.wait();
+        sh.wait().unwrap();
     }
 
     #[test]

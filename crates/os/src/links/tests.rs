@@ -70,7 +70,8 @@ fn two_namespaces_speak_over_vxlan_as_long_as_the_lower_device_is_on() {
         within(&jobs[0], || TcpStream::connect_timeout(&(B, 1).into(), Duration::from_millis(300)).unwrap_err());
     assert_eq!(error.kind(), io::ErrorKind::TimedOut);
     lower.up(cable.index).unwrap();
-    limit(&server, Duration::from_secs(5));
+    // It is sent again after up to as long as the device was off.
+    limit(&server, Duration::from_secs(30));
     server.read_exact(&mut heard).unwrap();
     assert_eq!(&heard, b"ou");
 

@@ -15,6 +15,17 @@ fn lock(folder: &Path) -> Result<WriterLock> {
     acquire(folder, &job())
 }
 
+/// Takes a lock that was given back. A child that another test starts has it, too, until it executes its program.
+fn lock_again(folder: &Path) -> WriterLock {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    loop {
+        match lock(folder) {
+            Err(Error::Supervised { .. }) if Instant::now() < deadline => {}
+            lock => return lock.unwrap(),
+        }
+    }
+}
+
 fn named(folder: &Path) -> Option<Holder> {
     read_holder(&open(&folder.join(FILE_NAME), Create::No).unwrap()).unwrap()
 }
@@ -128,21 +139,31 @@ fn a_silent_machine_is_taken_over_from_and_named() {
 
 #[test]
 fn of_two_that_take_over_at_once_the_last_one_stays() {
-    let dir = tempfile::tempdir().unwrap();
-    leave(dir.path(), &elsewhere(), ago(2 * STALE));
     let third = Holder { host: "third".into(), ..elsewhere() };
-    let result = thread::scope(|scope| {
-        let ours = scope.spawn(|| lock(dir.path()));
-        // Its lock does not affect ours, and it writes its name after ours.
-        let deadline = Instant::now() + Duration::from_secs(10);
-        while named(dir.path()).is_none_or(|holder| holder.pid != std::process::id()) && Instant::now() < deadline {
-            thread::sleep(Duration::from_millis(1));
+    let attempt = |folder: &Path| {
+        leave(folder, &elsewhere(), ago(2 * STALE));
+        thread::scope(|scope| {
+            let ours = scope.spawn(|| lock(folder));
+            // Its lock does not affect ours, and it writes its name after ours.
+            let deadline = Instant::now() + Duration::from_secs(10);
+            while named(folder).is_none_or(|holder| holder.pid != std::process::id()) && Instant::now() < deadline {
+                thread::sleep(Duration::from_millis(1));
+            }
+            leave(folder, &third, SystemTime::now());
+            ours.join().unwrap()
+        })
+    };
+    // On a busy machine its name can come after ours has settled: then it is tried again.
+    for last in [false, false, false, false, true] {
+        let dir = tempfile::tempdir().unwrap();
+        let result = attempt(dir.path());
+        if result.is_ok() && !last {
+            continue;
         }
-        leave(dir.path(), &third, SystemTime::now());
-        ours.join().unwrap()
-    });
-    assert!(matches!(&result, Err(Error::TakenOver { holder, .. }) if **holder == third), "{result:?}");
-    assert_eq!(named(dir.path()), Some(third));
+        assert!(matches!(&result, Err(Error::TakenOver { holder, .. }) if **holder == third), "{result:?}");
+        assert_eq!(named(dir.path()).as_ref(), Some(&third));
+        return;
+    }
 }
 
 #[test]
@@ -180,9 +201,10 @@ fn every_look_tells_a_lock_that_is_lost() {
     first.confirm().unwrap();
     leave(dir.path(), &elsewhere(), SystemTime::now());
     assert!(matches!(lost(&first), (Error::TakenOver { .. }, Error::TakenOver { .. })));
-    // A recent check is reused; an older one is not.
+    // A recent check is reused, this one for a minute, because the machine may be busy; an older one is not.
+    first.confirmed.fetch_add(60_000, Ordering::Relaxed);
     first.still_held().unwrap();
-    first.confirmed.fetch_sub(1000, Ordering::Relaxed);
+    first.confirmed.fetch_sub(61_000, Ordering::Relaxed);
     assert!(matches!(first.still_held(), Err(Error::TakenOver { .. })));
     assert!(first.unconfirmed() >= CERTAIN);
     // Another file of that name is another lock, even if it names us.
@@ -203,7 +225,7 @@ fn a_lock_that_is_given_back_names_nobody() {
     drop(lock(dir.path()).unwrap());
     assert_eq!(fs::read(dir.path().join(FILE_NAME)).unwrap(), b"");
     fs::write(dir.path().join(FILE_NAME), "{ not what we write").unwrap();
-    lock(dir.path()).unwrap();
+    lock_again(dir.path());
 }
 
 #[test]
@@ -221,7 +243,7 @@ fn a_process_that_ends_on_a_signal_gives_its_lock_back() {
     drop(first);
     // A lock that was dropped is not held by what is left of it.
     fs::write(dir.path().join(FILE_NAME), "").unwrap();
-    let second = lock(dir.path()).unwrap();
+    let second = lock_again(dir.path());
     again.release();
     assert_eq!(named(dir.path()), Some(second.me.clone()));
 }

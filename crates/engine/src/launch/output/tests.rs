@@ -71,9 +71,9 @@ fn a_follower_shows_what_is_new_through_cuts_and_to_the_end() {
     std::thread::sleep(std::time::Duration::from_millis(50));
     writeln!(writer, "two").unwrap();
     out.shows("one\ntwo\n");
-    // Cut to the length in an image, within what was shown.
-    writer.set_len(2).unwrap();
-    std::thread::sleep(std::time::Duration::from_millis(50));
+    // Cut to the length in an image, within what was shown. As a restore does it: the follower is told, however late it
+    // looks.
+    drop(files.hold().cut(&files.stdout, 2).unwrap());
     std::fs::write(&files.stderr, "last words").unwrap();
     writeln!(writer, "X").unwrap();
     drop(follower);
@@ -128,6 +128,12 @@ fn nothing_is_lost_on_a_slow_terminal() {
     write!(writer, "G ").unwrap();
     tail.copy();
     assert_eq!(screen.text(), format!("{all}G "));
+    // Cut by somebody else, who tells nobody: it is seen if the follower looks before the file grows again.
+    writer.set_len(1).unwrap();
+    tail.copy();
+    write!(writer, "H ").unwrap();
+    tail.copy();
+    assert_eq!(screen.text(), format!("{all}G H "));
 }
 
 #[test]

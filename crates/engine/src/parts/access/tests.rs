@@ -10,11 +10,15 @@ struct Tree(Child);
 
 impl Tree {
     fn start(script: &str, program: &str) -> Tree {
+        Tree::start_with(Stdio::null(), script, program)
+    }
+
+    fn start_with(input: Stdio, script: &str, program: &str) -> Tree {
         let script = format!("{script}\nsetpriv --reuid=nobody --regid=nogroup --init-groups {program} 60 & wait");
         let mut shell = Command::new("sh");
-        shell.args(["-c", &script]).current_dir("/").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        shell.args(["-c", &script]).current_dir("/").stdin(input).stdout(Stdio::null()).stderr(Stdio::null());
         let tree = Tree(shell.spawn().unwrap());
-        let deadline = Instant::now() + Duration::from_secs(10);
+        let deadline = Instant::now() + Duration::from_secs(60);
         let runs = |pid: &i32| process::name(*pid).as_deref() == Some("sleep");
         while !process::children(tree.root()).iter().any(runs) {
             assert!(Instant::now() < deadline, "{program} does not start: {script}");
@@ -60,7 +64,11 @@ fn ground() -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     std::fs::create_dir_all(dir.path().join("closed/inner")).unwrap();
     std::fs::write(dir.path().join("closed/inner/data"), "not for all").unwrap();
-    std::fs::copy("/bin/sleep", dir.path().join("closed/inner/sleep")).unwrap();
+    // By another process: a file that a child of another test has open for writing cannot be executed. Another test
+    // may reap it.
+    let sleep = dir.path().join("closed/inner/sleep");
+    let _ = Command::new("cp").arg("/bin/sleep").arg(&sleep).status();
+    assert!(sleep.exists());
     for (name, bits) in [("", 0o755), ("closed", 0o700), ("closed/inner", 0o755), ("closed/inner/data", 0o644)] {
         mode(&dir.path().join(name), bits);
     }
@@ -74,10 +82,10 @@ fn a_closed_way_keeps_a_file_from_the_user() {
     }
     let dir = ground();
     let inner = dir.path().join("closed/inner");
-    // Not closed at an exec: processes started from here on inherit it.
-    let way = nix::fcntl::open(&inner, nix::fcntl::OFlag::O_PATH, nix::sys::stat::Mode::empty()).unwrap();
-    let only_a_way = Tree::start("true", "sleep");
-    drop(way);
+    // For this tree only: one that is not closed at an exec would be inherited by the trees of other tests, too.
+    let flags = nix::fcntl::OFlag::O_PATH | nix::fcntl::OFlag::O_CLOEXEC;
+    let way = nix::fcntl::open(&inner, flags, nix::sys::stat::Mode::empty()).unwrap();
+    let only_a_way = Tree::start_with(Stdio::from(way), "exec 3<&0 0</dev/null", "sleep");
     let shown = inner.display();
     for (what, tree) in [
         ("inner", only_a_way),

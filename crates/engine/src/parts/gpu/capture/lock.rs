@@ -258,6 +258,7 @@ mod tests {
         let world = World::new(2);
         // Rank 0 has started a kernel that does not end for 400 ms.
         world.ranks.lock().unwrap()[0].begun = 1;
+        let began = Instant::now();
         thread::scope(|scope| {
             scope.spawn(|| {
                 thread::sleep(Duration::from_millis(400));
@@ -270,7 +271,9 @@ mod tests {
             assert_eq!((locked, result), (vec![true, true], Ok(())));
         });
         assert_eq!(world.locks()[0], 1, "what is asked for stays asked for");
-        assert!(world.locks()[1] <= 16, "{:?}", world.locks());
+        // 16, unless the thread above came late.
+        let most = began.elapsed().as_millis() / BRIEF.as_millis();
+        assert!(u128::from(world.locks()[1]) <= most, "{:?} of {most}", world.locks());
     }
 
     /// Each has 400 ms of work after 400 ms of work, out of step, and starts the next as soon as it can.
@@ -295,7 +298,7 @@ mod tests {
                 ends.lock().unwrap()[at] = Instant::now() + WORK;
                 Ok(())
             };
-            let (locked, result) = together(phases.len(), 5 * WORK, Resting::LetGo, lock, unlock);
+            let (locked, result) = together(phases.len(), 25 * WORK, Resting::LetGo, lock, unlock);
             assert_eq!((locked, result), (vec![true; phases.len()], Ok(())), "{phases:?}");
         }
     }
@@ -334,7 +337,8 @@ mod tests {
     fn a_lock_that_can_not_be_taken_back_is_a_failure() {
         let world = World::new(2);
         world.ranks.lock().unwrap()[0].begun = 1;
-        let limit = Duration::from_millis(300);
+        // So long that none is told that the time is over before the other one is asked for back.
+        let limit = Duration::from_secs(3);
         let (locked, result) = together(2, limit, Resting::LetGo, |at, left| world.lock(at, left), |_| Err("stuck"));
         assert_eq!((locked, result), (vec![false, true], Err("stuck")));
     }

@@ -33,7 +33,9 @@ fn another_program_is_noticed() {
             std::thread::sleep(Duration::from_millis(1));
         }
     };
-    until(&|| process::name(pid).as_deref() == Some("sh"));
+    // The kernel sets the name first, and the stack a moment later.
+    let has_stack = || process::stack_start(pid).is_some_and(|stack| stack != 0);
+    until(&|| process::name(pid).as_deref() == Some("sh") && has_stack());
     let stack = process::stack_start(pid);
     assert!(!runs_another(pid, stack, pid) && runs_another(pid, stack, i32::MAX));
     child.stdin.take().unwrap().write_all(b"\n").unwrap();
