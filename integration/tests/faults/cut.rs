@@ -202,6 +202,18 @@ fn is_closed(pid: i32) -> bool {
 
 fn hold_last(rig: &Rig) {
     fs::write(rig.never(), "").unwrap();
+    // Until it stands: on a busy machine it looks for that file some time later.
+    let output = rig.standin.output().with_extension(format!("txt.{}", RANKS - 1));
+    let length = || fs::metadata(&output).unwrap().len();
+    let mut before = length();
+    loop {
+        std::thread::sleep(Duration::from_millis(500));
+        let now = length();
+        if now == before {
+            return;
+        }
+        before = now;
+    }
 }
 
 fn let_last_go(rig: &Rig) {
@@ -212,7 +224,6 @@ fn let_last_go(rig: &Rig) {
 fn ask_in_vain(rig: &Rig, supervisor: &mut Supervisor<'_>) -> Vec<i32> {
     let pids = ranks(rig);
     hold_last(rig);
-    std::thread::sleep(Duration::from_millis(100));
     supervisor.ask();
     supervisor.until("the gates are closed", |_| pids.iter().all(|pid| is_closed(*pid)));
     pids

@@ -1,4 +1,4 @@
-//! A process of the job dies, and its launcher would hear of it half a minute later.
+//! A process of the job dies, and its launcher would hear of it much later.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -13,14 +13,16 @@ use rekindle_os::exits::Events;
 
 use crate::rig::{Calls, Rig, Supervisor, inner};
 
-/// From the kill until the job was restored: far less than until the launcher hears of it.
-const AT_ONCE: Duration = Duration::from_secs(20);
+/// From the kill until the job was restored: far less than until the launcher hears of it ([`LATE`]).
+const AT_ONCE: Duration = Duration::from_secs(60);
+/// The launcher hears of a death after so many seconds.
+const LATE: [&str; 2] = ["--notice", "120"];
 /// In this time nothing happens.
 const NOTHING: Duration = Duration::from_millis(1500);
 
 fn job(children: usize, args: &[&str]) -> Option<Rig> {
     let mut rig = Rig::new()?;
-    rig.launcher(children, args);
+    rig.launcher(children, &[&LATE[..], args].concat());
     Some(rig)
 }
 
@@ -121,11 +123,14 @@ fn a_rank_that_dies_in_a_snapshot_takes_the_job_back_too() {
     let mut supervisor = start(&rig, 2);
     let good = supervisor.snapshot().id;
     supervisor.said("was stored in");
-    rig.criu_fault("rm -f \"$0-fault\"; touch \"$0.held\"; sleep 3");
+    let (held, go) = (rig.path().join("criu.held"), rig.path().join("criu.go"));
+    let wait = format!("while [ ! -e '{}' ]; do sleep 0.01; done", go.display());
+    rig.criu_fault(&format!("rm -f \"$0-fault\"; touch \"$0.held\"; {wait}"));
     supervisor.ask();
-    let held = rig.path().join("criu.held");
     supervisor.until("CRIU is slow", |_| held.exists());
     ends(children(&rig)[1], Signal::SIGKILL);
+    std::thread::sleep(NOTHING);
+    fs::write(go, "").unwrap();
     let line = supervisor.said("the job was restored from image");
     assert!(line.contains(&good.to_string()), "no image of a job without the rank: {line}");
     supervisor.assert_unharmed(2);
@@ -203,7 +208,7 @@ fn with_root_the_launcher_decides() {
 fn with_any_every_process_counts_also_one_that_is_new() {
     let Some(mut rig) = Rig::new() else { return };
     let more = rig.path().join("more");
-    rig.launcher(2, &["--plain", "--more", more.to_str().unwrap()]);
+    rig.launcher(2, &[&LATE[..], &["--plain", "--more", more.to_str().unwrap()]].concat());
     rig.set("RESTART_ON_PROCESS_DEATH", "any");
     let mut supervisor = start(&rig, 2);
     supervisor.snapshot();
@@ -309,7 +314,7 @@ fn faults_that_follow_a_death_and_those_of_others_are_no_cause() {
     let victim = children(&rig)[0];
     driver_says(31, victim, "rank");
     // A line counts from when it was read, which is a little later.
-    std::thread::sleep(Duration::from_secs(1));
+    std::thread::sleep(Duration::from_secs(3));
     ends(victim, Signal::SIGABRT);
     supervisor.said("the job was restored from image");
     assert_eq!(causes(&rig)[1], Cause::GpuFault { xid: 31 });
@@ -375,7 +380,7 @@ fn a_launcher_that_kills_the_others_at_once_is_stopped_while_a_rank_dies() {
         if noticed.contains("launchers=[") && !noticed.contains("launchers=[]") {
             break (pid, others);
         }
-        assert!(attempts < 5, "{}", rig.log());
+        assert!(attempts < 12, "{}", rig.log());
         attempts += 1;
         supervisor.said("the job was restored from image");
         supervisor.assert_unharmed(3);
@@ -399,15 +404,22 @@ fn nobody_outside_the_job_is_stopped_while_a_rank_dies() {
     rig.nccl(2, "split", Calls::BySymbol, &["--orphans", "--heavy", heavy.to_str().unwrap()]);
     rig.variable("REKINDLE_TEST_DRIVER", "580.159.04");
     let mut supervisor = start(&rig, 2);
-    supervisor.snapshot();
-    fs::write(&heavy, "").unwrap();
-    let victim = rig.job_pids().into_iter().max_by_key(|pid| inner(*pid)).unwrap();
-    has_a_gib(victim);
-    fs::remove_file(&heavy).unwrap();
-    ends(victim, Signal::SIGKILL);
-    supervisor.said("the job was restored from image");
-    assert!(rig.log().contains("launchers=[]"), "{}", rig.log());
-    supervisor.assert_unharmed(2);
+    let mut attempts = 0;
+    // On a machine with much else to do it may be over before it is noticed.
+    while !rig.log().contains("launchers=[") {
+        assert!(attempts < 12, "{}", rig.log());
+        attempts += 1;
+        supervisor.snapshot();
+        fs::write(&heavy, "").unwrap();
+        let victim = rig.job_pids().into_iter().max_by_key(|pid| inner(*pid)).unwrap();
+        has_a_gib(victim);
+        fs::remove_file(&heavy).unwrap();
+        ends(victim, Signal::SIGKILL);
+        supervisor.said("the job was restored from image");
+        supervisor.assert_unharmed(2);
+    }
+    let log = rig.log();
+    assert_eq!(log.matches("launchers=[").count(), log.matches("launchers=[]").count(), "{log}");
     supervisor.stop();
     rig.assert_sequence();
 }

@@ -143,7 +143,8 @@ fn a_job_whose_gpu_had_a_fault_comes_back_on_another() {
 #[test]
 fn while_all_gpus_are_full_it_is_tried_again_and_the_image_is_not_to_blame() {
     let Some(mut rig) = rig() else { return };
-    rig.set("RESTART_BACKOFF", "100ms");
+    // It is not given up before there is room.
+    rig.restarts_after("2s");
     let mut supervisor = rig.start();
     supervisor.snapshot();
     rig.standin.gpus(&two(1020, 1023));

@@ -55,7 +55,9 @@ fn when(rig: &mut Rig, who: &str) -> PathBuf {
 /// No life of the job has heard from cuInit that it failed.
 fn is_well(rig: &Rig, mut supervisor: Supervisor<'_>, file: &Path) {
     std::thread::sleep(INIT);
-    assert_eq!(fs::read_to_string(file.with_extension("done")).unwrap(), "0\n");
+    let heard = || fs::read_to_string(file.with_extension("done")).unwrap_or_default();
+    supervisor.until("cuInit is over", |_| !heard().is_empty());
+    assert_eq!(heard(), "0\n");
     supervisor.stop();
     rig.assert_sequence();
 }
@@ -68,7 +70,7 @@ fn a_process_that_begins_with_it_when_criu_is_called_is_seen_in_the_image() {
     // The newest process; how many came before it depends on what `python3` is.
     let child = rig.job_pids().into_iter().filter_map(inner).max().unwrap();
     rig.standin.fault("fail-init", &format!("0 delay=2500 pid={child}"));
-    rig.criu_fault(&format!("[ -e '{0}' ] || {{ : > '{0}'; sleep 0.2; }}", file.display()));
+    rig.criu_fault(&format!("[ -e '{0}' ] || {{ : > '{0}'; sleep 0.8; }}", file.display()));
     supervisor.ask();
     is_waited_for(&rig, &mut supervisor, child);
     is_well(&rig, supervisor, &file);

@@ -130,7 +130,9 @@ fn without_the_process_that_copies_the_driver_copies_until_memory_has_stayed_onc
 
 #[test]
 fn a_restore_that_finds_the_gpu_full_or_cannot_copy_is_tried_again() {
-    let Some(rig) = job(&[]) else { return };
+    let Some(mut rig) = job(&[]) else { return };
+    // It is not given up before the fault is over.
+    rig.restarts_after("2s");
     let mut supervisor = rig.start();
     supervisor.snapshot();
     let faults = [
@@ -232,7 +234,8 @@ fn a_supervisor_that_is_killed_while_memory_is_copied_leaves_nothing() {
     let Some(rig) = job(&[]) else { return };
     let mut supervisor = rig.start();
     let image = supervisor.snapshot();
-    rig.standin.fault("fail-copier-out", "0 delay=300");
+    // Until the kill, however late that comes.
+    rig.standin.fault("fail-copier-out", "hold");
     supervisor.ask();
     supervisor.said("released GPU memory of other processes, and what stays");
     supervisor.kill();

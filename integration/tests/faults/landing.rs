@@ -56,7 +56,9 @@ fn gpu_memory_lands_and_comes_back_from_memory_and_from_the_store() {
     for _ in 0..2 {
         let image = supervisor.snapshot();
         assert_landed(&image);
-        supervisor.until("it is in the store", |rig| rig.folder().images().unwrap()[0].id == image.id);
+        supervisor.until("it is in the store", |rig| {
+            rig.folder().images().unwrap().first().is_some_and(|it| it.id == image.id)
+        });
         supervisor.kill();
         rig.assert_nothing_left();
         rig.forget_memory();

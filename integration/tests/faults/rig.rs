@@ -139,6 +139,13 @@ impl Rig {
         self.set_command("plain_job.py", args);
     }
 
+    /// A failed restore is tried again after this time: a machine that does not get better is given up.
+    pub(crate) fn restarts_after(&mut self, pause: &str) {
+        for key in ["RESTART_BACKOFF", "RESTART_BACKOFF_MAX"] {
+            self.set(key, pause);
+        }
+    }
+
     /// For a test that takes longer than others.
     pub(crate) fn may_take(&mut self, limit: Duration) {
         self.deadline = Instant::now() + limit;
@@ -491,7 +498,8 @@ impl Supervisor<'_> {
         assert_eq!(pids.len(), ranks, "CUDA processes {pids:?}");
         for pid in pids {
             let process = Process::with_driver(pid, self.rig.driver()).unwrap();
-            assert_eq!(process.state().unwrap(), cuda::State::Running, "process {pid}");
+            // The next snapshot may have begun already, or an attempt that is made again.
+            self.until(&format!("process {pid} runs"), |_| process.state().unwrap() == cuda::State::Running);
         }
     }
 

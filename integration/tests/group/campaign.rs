@@ -292,7 +292,8 @@ impl Campaign {
     fn run(mut self, faults: u64, first: u64) {
         let began = Instant::now();
         self.lab.run_all();
-        self.lab.said(0, "was stored in", 1);
+        // One that is not committed is lost with a machine that has not stored its part.
+        self.lab.said(0, "is committed", 1);
         for count in 0..faults {
             self.goes_on("the fault before");
             let time = self.millis(1500);

@@ -60,9 +60,9 @@ fn no_rank_runs_while_the_driver_restores_another() {
     if !gate() {
         return;
     }
-    const SLOW: Duration = Duration::from_secs(3);
-    // Later than this, the other one's word was not waited for.
-    const AFTER: Duration = Duration::from_secs(2);
+    const SLOW: Duration = Duration::from_secs(6);
+    // Later than this, the other one's word was not waited for. A process may get no processor for a while.
+    const AFTER: Duration = Duration::from_secs(4);
     let (mut lab, standins) = two_machines();
     lab.set("snapshot.interval", "\"off\"");
     lab.run_all();
@@ -129,7 +129,7 @@ fn no_rank_runs_before_all_are_restored_after_a_snapshot_that_failed() {
     if !gate() {
         return;
     }
-    const SLOW: Duration = Duration::from_secs(3);
+    const SLOW: Duration = Duration::from_secs(6);
     let (mut lab, standins) = two_machines();
     let (criu, fails) = (lab.path("criu"), lab.path("criu-fails"));
     let real = std::env::var("REKINDLE_CRIU").unwrap_or_else(|_| "criu".into());
@@ -154,7 +154,7 @@ fn no_rank_runs_before_all_are_restored_after_a_snapshot_that_failed() {
     });
     let [first, slow] = standins.each_ref().map(|standin| ran_again(standin, began));
     assert!(slow - began > SLOW, "the second restores in {:?}", slow - began);
-    assert!(first + Duration::from_secs(2) > slow, "{:?}, {:?}", first - began, slow - began);
+    assert!(first + Duration::from_secs(4) > slow, "{:?}, {:?}", first - began, slow - began);
     for machine in [0, 1] {
         lab.machines[machine].kill();
     }

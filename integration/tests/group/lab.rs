@@ -331,6 +331,13 @@ impl Lab {
         wait_for(&format!("rank {rank} says {text:?} {times} times"), || self.log(rank).matches(text).count() >= times);
     }
 
+    /// Waits until a rank is a member of the group.
+    pub(crate) fn joined(&self, rank: usize) {
+        let key = format!("/rekindle/1/ring/nodes/{rank}");
+        let node = || self.cluster.control(0, &["get", "--print-value-only", &key]);
+        wait_for(&format!("rank {rank} joins"), || !node().trim().is_empty());
+    }
+
     /// Waits for the end of the supervisor on a machine. Returns its exit code.
     pub(crate) fn ends(&mut self, machine: usize) -> i32 {
         assert!(self.machines[machine].supervisor.is_some(), "machine {machine} has no supervisor");

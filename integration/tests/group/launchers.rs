@@ -4,7 +4,6 @@
 //! `REKINDLE_FAULTS` sets how many losses there are in each, and `REKINDLE_FAULTS_SEED` repeats a run's choices.
 
 use std::fs;
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -156,7 +155,7 @@ fn trains_on(folder: &Path, ranks: usize) {
 /// The training on this machine alone, without rekindle.
 fn train_alone(folder: &Path, ranks: usize, steps: usize) {
     fs::create_dir(folder).unwrap();
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let port = crate::support::ports("127.0.0.1", 1)[0];
     let rank = |rank: usize| {
         let mut command = Command::new(PYTHON);
         command.arg(source("integration/jobs/gloo.py")).arg(folder).args(["--steps", &steps.to_string()]);

@@ -66,8 +66,13 @@ fn a_machine_that_is_cut_off_ends_its_job_before_its_lease_does() {
     lab.said(0, STORED, 2);
     lab.machines[1].cut_off(true);
     // The lease is 5 s, and etcd cannot end it before.
-    wait_for("the job ends", || lab.machines[1].process_of_job().is_none());
-    assert!(!lab.log(1).contains("its lease has expired"), "the job was ended before");
+    wait_for("the job ends", || {
+        // In this order: time passes between the two on a busy machine.
+        let expired = lab.log(1).contains("its lease has expired");
+        let ended = lab.machines[1].process_of_job().is_none();
+        assert!(ended || !expired, "the job must have ended before");
+        ended
+    });
     lab.machines[1].cut_off(false);
     (0..2).for_each(|rank| lab.said(rank, RESTORED, 1));
     lab.completes(&[0, 1]);
@@ -79,7 +84,7 @@ fn a_supervisor_that_was_killed_and_runs_again_is_not_waited_for() {
         return;
     }
     let mut lab = Lab::new(2, ENDLESS);
-    lab.set("group.lease", "\"60s\"");
+    lab.set("group.lease", "\"120s\"");
     lab.run_all();
     lab.said(1, STORED, 2);
     lab.machines[1].kill();
@@ -87,7 +92,7 @@ fn a_supervisor_that_was_killed_and_runs_again_is_not_waited_for() {
     lab.run(1, 1, &[]);
     (0..2).for_each(|rank| lab.said(rank, RESTORED, 1));
     // Its lease would have lived for longer than this: it is renewed each quarter of its time.
-    assert!(began.elapsed() < std::time::Duration::from_secs(40), "{:?}", began.elapsed());
+    assert!(began.elapsed() < std::time::Duration::from_secs(80), "{:?}", began.elapsed());
     lab.completes(&[0, 1]);
 }
 
@@ -127,13 +132,14 @@ fn the_replica_has_all_that_is_left_and_its_record_was_removed() {
     std::fs::rename(&replica, &away).unwrap();
     let is_ours = |line: &&str| line.contains("was replicated");
     let id = |line: &str| line.split("image ").nth(1).unwrap().split(' ').next().unwrap().to_owned();
-    let replicated: Vec<String> = lab.log(1).lines().filter(is_ours).map(id).collect();
+    // One that was on its way is told of a moment later.
+    let replicated = || -> Vec<String> { lab.log(1).lines().filter(is_ours).map(id).collect() };
     let removed = lab.cluster.control(0, &["del", "--prefix", "/rekindle/1/ring/images/"]);
     assert_ne!(removed.trim(), "0");
     wait_for("newer images only", || {
         let listed = lab.command(1, 1).args(["list", "ring.1"]).output().unwrap();
         let listed = String::from_utf8_lossy(&listed.stdout).into_owned();
-        listed.contains("Z") && replicated.iter().all(|id| !listed.contains(id.as_str()))
+        listed.contains("Z") && replicated().iter().all(|id| !listed.contains(id.as_str()))
     });
     lab.machines[0].kill();
     std::fs::rename(lab.path("store0"), lab.path("gone")).unwrap();
@@ -210,12 +216,17 @@ fn a_job_whose_supervisor_stands_still_has_ended_before_the_others_continue() {
     let has_ended = || !std::fs::read(format!("/proc/{process}/cmdline")).is_ok_and(|line| !line.is_empty());
     assert!(!has_ended());
     // The lease is 5 s: the others wait for it before they begin the next epoch.
+    let mut lived = began.elapsed();
     while !has_ended() && began.elapsed() < Duration::from_secs(8) {
         std::thread::sleep(Duration::from_millis(10));
+        // Before the look: this test, too, may get no processor for a while.
+        let now = began.elapsed();
+        if !has_ended() {
+            lived = now;
+        }
     }
-    let took = began.elapsed();
     lab.machines[1].signal(Signal::SIGCONT);
-    assert!(took < Duration::from_secs(5), "the job lived for {took:?} without its supervisor");
+    assert!(lived < Duration::from_secs(5), "the job lived for {lived:?} without its supervisor");
     (0..2).for_each(|rank| lab.said(rank, RESTORED, 1));
     lab.said(1, "was ended by its init", 1);
     lab.machines[0].signal(Signal::SIGTERM);
@@ -259,9 +270,14 @@ else:
         except OSError:
             time.sleep(0.05)
     other.sendall(b"hello")
-for _ in range(200):
-    other.sendall(b"again")
-    assert other.recv(5, socket.MSG_WAITALL) == b"again"
+while True:
+    # The first rank says which round is the last.
+    word = b"final" if here == first and os.path.exists(os.environ["RING_END"]) else b"again"
+    other.sendall(word)
+    told = other.recv(5, socket.MSG_WAITALL)
+    assert told in (b"again", b"final")
+    if b"final" in (word, told):
+        break
     time.sleep(0.02)
 # The second rank ends last: it has received all.
 if here == first:
@@ -290,6 +306,7 @@ fn a_connection_that_is_not_accepted_yet_is_not_lost() {
     let (process, _) = all.iter().find(|(_, line)| line.contains("5556")).expect("a process of the job");
     kill(Pid::from_raw(*process), Signal::SIGKILL).unwrap();
     (0..2).for_each(|rank| lab.said(rank, RESTORED, 1));
+    std::fs::write(lab.path("end"), "").unwrap();
     assert_eq!((lab.ends(0), lab.ends(1)), (0, 0));
     assert!(lab.log(0).contains("1 connection of the job waits to be accepted at port 5556"), "{}", lab.log(0));
 }
@@ -448,7 +465,8 @@ fn a_leader_whose_job_cannot_be_killed_does_not_stop_the_others() {
     }
     let mut lab = Lab::new(2, ENDLESS);
     let Some(disk) = Disk::new(&lab) else { return };
-    lab.set("group.wait", "\"8s\"");
+    // Their start must not take longer, on a busy machine.
+    lab.set("group.wait", "\"20s\"");
     lab.set("snapshot.interval", "\"off\"");
     // Only the job of rank 0 writes there.
     let (ring, written) = (lab.ring(), disk.folder.join("written"));
@@ -472,7 +490,9 @@ fn a_leader_whose_job_cannot_be_killed_does_not_stop_the_others() {
     let runs = |rank: usize| lab.machines[rank].processes().iter().any(|(_, line)| job(line));
     wait_for("the jobs", || (0..2).all(runs));
     assert!(disk.freeze("-f"));
+    let is_stuck = |(pid, _): (i32, String)| rekindle_os::process::state(pid) == Some('D');
     std::thread::sleep(Duration::from_secs(1));
+    wait_for("a write that does not end", || lab.machines[0].processes().into_iter().any(is_stuck));
     let victim = lab.machines[1].process_of_job().expect("a process of the job");
     kill(Pid::from_raw(victim), Signal::SIGKILL).unwrap();
     assert_eq!(lab.ends(1), 75, "to be queued again");

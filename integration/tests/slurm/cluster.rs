@@ -2,7 +2,6 @@
 
 use std::ffi::OsStr;
 use std::fs;
-use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -49,10 +48,7 @@ impl Cluster {
         cluster.munge();
         let host = nix::sys::utsname::uname().unwrap().nodename().to_string_lossy().into_owned();
         let host = host.split('.').next().unwrap();
-        let ports: Vec<u16> = {
-            let held: Vec<_> = (0..=nodes.len()).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
-            held.iter().map(|listener| listener.local_addr().unwrap().port()).collect()
-        };
+        let ports = crate::support::ports("127.0.0.1", nodes.len() + 1);
         fs::write(cluster.config(), cluster.slurm_conf(host, nodes, &ports)).unwrap();
         fs::create_dir(cluster.file("state")).unwrap();
         // -i: there is no state to go on from.

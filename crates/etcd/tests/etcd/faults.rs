@@ -11,7 +11,8 @@ use rekindle_etcd::{Client, Compare, Error, Event, Op, Options, Txn};
 use rekindle_os::clock::since_boot;
 
 use crate::support::{
-    Cluster, LONG, PREFIX, connected, create, etcd, eventually, follow, key, next, put, sure_for, value,
+    Cluster, LONG, PATIENT, PREFIX, connected, create, etcd, eventually, follow, key, next, passes, passing, put,
+    sure_for, value,
 };
 
 /// Only this member.
@@ -84,10 +85,14 @@ fn a_minority_gives_no_old_values() {
         assert!(matches!(next(&events), Event::State(_)));
         let (sender, lost) = channel();
         let ttl = Duration::from_secs(5);
-        let lease = alone.lease(ttl, move |it| sender.send(it).unwrap()).unwrap();
+        // A leader may have to be elected, and the time for requests is short.
+        let lease = passing("a lease", || {
+            let sender = sender.clone();
+            alone.lease(ttl, move |it| sender.send(it).unwrap())
+        });
         let bound = format!("bound{minority}");
         let op = Op::Put { key: key(&bound), value: b"x".into(), lease: Some(lease.id()) };
-        alone.txn(Txn::default().then([op])).unwrap();
+        passing("a key", || alone.txn(Txn::default().then([op.clone()])));
         let old = value(&alone, "a").unwrap();
 
         links.cut(minority);
@@ -97,17 +102,18 @@ fn a_minority_gives_no_old_values() {
         let written = eventually("a write", || others.txn(Txn::default().then([put("a", &new)])).ok()).revision;
         // It has the old value, which a careless client would use.
         let mut stale = Command::new("etcdctl");
-        stale.env("ETCDCTL_API", "3").args(["--endpoints", &cluster.members[minority].client]);
+        stale.env("ETCDCTL_API", "3").args(["--endpoints", &cluster.members[minority].client]).args(PATIENT);
         let stale = stale.args(["get", "--consistency", "s", "--print-value-only", &key("a")]).output().unwrap();
         assert_eq!(String::from_utf8(stale.stdout).unwrap().trim_end(), old);
         // Its own limit is 3 s; etcd would say after 7 s that it cannot answer.
         let attempt = |_| {
             let before = Instant::now();
             let error = alone.get(&key("a")).unwrap_err();
-            (before.elapsed() < Duration::from_secs(5)).then_some(error)
+            eprintln!("{error} after {:?}", before.elapsed());
+            // The member itself knows it a little later, and that may be late on a busy machine.
+            (before.elapsed() < Duration::from_secs(5) && matches!(error, Error::NoQuorum { .. })).then_some(error)
         };
-        let error = (0..3).find_map(attempt).expect("an error within the time limit for requests");
-        assert!(matches!(error, Error::NoQuorum { .. }), "{error:?}");
+        let error = (0..6).find_map(attempt).expect("an error within the time limit for requests");
         assert!(error.to_string().contains(&cluster.members[minority].client), "{error}");
         assert!(alone.txn(Txn::default().then([put("a", "lost")])).is_err());
         let seen = until(&events, |event| matches!(event, Event::Away { .. }));
@@ -117,8 +123,9 @@ fn a_minority_gives_no_old_values() {
         assert!(matches!(error, Error::NoQuorum { .. }), "{error}");
         // The others remove the keys of the lease only after it has counted as over here.
         eventually("the end of the lease", || {
-            let sure = !sure_for(&lease).is_zero();
             let there = value(&others, &bound).is_some();
+            // After the read: it takes its time.
+            let sure = !sure_for(&lease).is_zero();
             assert!(there || !sure, "the lease counts as alive, and its key is gone");
             (!there).then_some(())
         });
@@ -186,13 +193,14 @@ fn a_lease_is_not_sure_while_etcd_hangs() {
     }
     let mut cluster = Cluster::start(3);
     let client = cluster.client();
-    let ttl = Duration::from_secs(6);
+    // On a busy machine an election takes some seconds, and a lease must last until then.
+    let ttl = Duration::from_secs(12);
     // One that hangs: the others renew it in time, whichever it is.
     for n in 0..3 {
-        let lease = client.lease(ttl, |_| ()).unwrap();
-        std::thread::sleep(ttl / 2);
+        let lease = passing("a lease", || client.lease(ttl, |_| ()));
+        std::thread::sleep(ttl / 3);
         cluster.stop(n);
-        let end = Instant::now() + ttl * 3 / 2;
+        let end = Instant::now() + ttl * 5 / 4;
         while Instant::now() < end {
             assert!(!lease.is_lost(), "member {n} hangs, and the lease is lost");
             assert!(!sure_for(&lease).is_zero(), "member {n} hangs, and the lease was not renewed in time");
@@ -200,13 +208,16 @@ fn a_lease_is_not_sure_while_etcd_hangs() {
         }
         // A leader that continues may end the lease, if its version is an old one: so the next round has its own.
         cluster.go_on(n);
-        std::thread::sleep(ttl / 2);
+        std::thread::sleep(ttl / 4);
     }
     let (sender, lost) = channel();
-    let lease = client.lease(ttl, move |it| sender.send(it).unwrap()).unwrap();
+    let lease = passing("a lease", || {
+        let sender = sender.clone();
+        client.lease(ttl, move |it| sender.send(it).unwrap())
+    });
     let op = Op::Put { key: key("mine"), value: b"x".into(), lease: Some(lease.id()) };
-    client.txn(Txn::default().then([op])).unwrap();
-    std::thread::sleep(ttl);
+    passing("a key", || client.txn(Txn::default().then([op.clone()])));
+    std::thread::sleep(ttl / 2);
     for n in 0..3 {
         cluster.stop(n);
     }
@@ -239,7 +250,8 @@ fn a_lease_whose_key_somebody_removes_lives_on() {
     }
     let cluster = Cluster::start(1);
     let client = cluster.client();
-    let ttl = Duration::from_secs(4);
+    // Long enough that a process which gets no processor for a while renews it in time.
+    let ttl = Duration::from_secs(8);
     let lease = client.lease(ttl, |_| ()).unwrap();
     // All keys of a lease, as etcd lists them. Nothing else belongs to this one.
     let keys = || {
@@ -252,7 +264,7 @@ fn a_lease_whose_key_somebody_removes_lives_on() {
     assert!(first.is_some(), "it has one");
     for _ in 0..2 {
         cluster.control(0, &["del", "--prefix", PREFIX]);
-        let end = Instant::now() + ttl * 2;
+        let end = Instant::now() + ttl * 5 / 4;
         while Instant::now() < end {
             assert!(!lease.is_lost() && !sure_for(&lease).is_zero(), "no renewal counts");
             std::thread::sleep(Duration::from_millis(20));
@@ -272,7 +284,7 @@ fn a_leader_that_is_cut_off_does_not_make_a_lease_sure() {
     let leader = cluster.leader();
     let client = connected(&only(&cluster, leader));
     let ttl = Duration::from_secs(8);
-    let lease = client.lease(ttl, |_| ()).unwrap();
+    let lease = passing("a lease", || client.lease(ttl, |_| ()));
     let first = lease.sure_until();
     eventually("a renewal", || (lease.sure_until() > first).then_some(()));
     links.cut(leader);
@@ -302,14 +314,15 @@ fn a_follower_that_missed_a_compaction_gets_the_state_again() {
     let writer = connected(&only(&cluster, leader));
     let mut last = 0;
     for value in 1..=5 {
-        last = writer.txn(Txn::default().then([put("a", &value.to_string())])).unwrap().revision;
+        last = passing("a write", || writer.txn(Txn::default().then([put("a", &value.to_string())]))).revision;
     }
     cluster.control(other, &["compact", &last.to_string()]);
     cluster.run(n);
     let seen = until(&events, |event| matches!(event, Event::State(_) | Event::Changed { .. }));
     let Some(Event::State(state)) = seen.last() else { panic!("{seen:?}") };
     assert_eq!((state.revision, state.entries[0].value.as_slice()), (last, &b"5"[..]));
-    let after = writer.txn(Txn::default().then([put("a", "6")])).unwrap().revision;
+    // Written once: a try that is repeated would be another change.
+    let after = create(&writer, "b", "6");
     let seen = until(&events, |event| matches!(event, Event::State(_) | Event::Changed { .. }));
     assert!(matches!(seen.last(), Some(Event::Changed { revision, .. }) if *revision == after), "{seen:?}");
 }
@@ -376,7 +389,7 @@ fn a_full_etcd_says_what_to_do_and_can_be_read() {
     let mut numbers = 0..;
     let error = eventually("a refusal", || {
         let name = format!("big{}", numbers.next().unwrap());
-        client.txn(Txn::default().then([put(&name, &big)])).err()
+        client.txn(Txn::default().then([put(&name, &big)])).err().filter(|error| !passes(error))
     });
     assert!(matches!(error, Error::Full), "{error}");
     assert!(error.to_string().contains("etcdctl alarm disarm"), "{error}");
@@ -392,6 +405,8 @@ fn a_member_of_another_cluster_is_refused() {
     }
     let (mut ours, theirs) = (Cluster::start(1), Cluster::start(1));
     create(&theirs.client(), "a", "theirs");
+    // The first member that answers is the one whose cluster counts.
+    drop(ours.client());
     let mut options = ours.options();
     options.endpoints.push(theirs.members[0].client.clone());
     let client = connected(&options);
@@ -412,7 +427,10 @@ fn an_etcd_that_has_gone_back_is_noticed() {
         return;
     }
     let mut cluster = Cluster::start(1);
-    let client = cluster.client();
+    let mut options = cluster.options();
+    // It must be back before that time is over, or only its absence is told.
+    options.request_timeout = Duration::from_secs(20);
+    let client = connected(&options);
     create(&client, "a", "1");
     let folder = cluster.folder.path().to_owned();
     cluster.kill(0);

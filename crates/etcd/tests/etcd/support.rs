@@ -4,13 +4,14 @@ use std::fs;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
-use rekindle_etcd::{Client, Compare, Event, Follower, Lease, Op, Options, Txn};
+use rekindle_etcd::{Client, Compare, Error, Event, Follower, Lease, Op, Options, Txn};
 use rekindle_os::clock::since_boot;
 use rekindle_testing::needs;
 
@@ -21,6 +22,9 @@ pub(crate) const PREFIX: &str = "/rekindle/test/";
 
 /// The longest that anything here may take, on a busy machine.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
+
+/// Options of etcdctl for a busy machine: by itself it waits for 2 s and 5 s.
+pub(crate) const PATIENT: [&str; 4] = ["--dial-timeout", "30s", "--command-timeout", "30s"];
 
 fn found(program: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;
@@ -39,10 +43,20 @@ pub(crate) fn folder() -> tempfile::TempDir {
     if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() }.unwrap()
 }
 
-/// Ports of this machine's address that nobody uses.
-fn ports(host: &str, count: usize) -> Vec<u16> {
-    let sockets: Vec<_> = (0..count).map(|_| TcpListener::bind((host, 0)).unwrap()).collect();
-    sockets.iter().map(|socket| socket.local_addr().unwrap().port()).collect()
+/// Ports of this machine's address, and of loopback, that nobody uses. The kernel gives none of them to sockets that
+/// want any port, so nobody else has one before its server listens, or while that starts again.
+pub(crate) fn ports(host: &str, count: usize) -> Vec<u16> {
+    const FIRST: u32 = 20_000;
+    const END: u32 = 32_768;
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let port = || {
+        // Tests of other processes begin elsewhere.
+        let next = std::process::id().wrapping_mul(997).wrapping_add(NEXT.fetch_add(1, Ordering::Relaxed));
+        u16::try_from(FIRST + next % (END - FIRST)).unwrap()
+    };
+    let is_free = |host: &str, port: u16| TcpListener::bind((host, port)).is_ok();
+    let free = std::iter::repeat_with(port).filter(|port| is_free(host, *port) && is_free("127.0.0.1", *port));
+    free.take(count).collect()
 }
 
 /// A member.
@@ -210,7 +224,8 @@ impl Cluster {
     /// etcdctl at one member.
     pub(crate) fn control(&self, n: usize, args: &[&str]) -> String {
         let mut command = Command::new("etcdctl");
-        command.env("ETCDCTL_API", "3").args(["--endpoints", &self.members[n].client]).args(&self.control).args(args);
+        command.env("ETCDCTL_API", "3").args(["--endpoints", &self.members[n].client]).args(PATIENT);
+        command.args(&self.control).args(args);
         let output = command.output().unwrap();
         assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
         String::from_utf8(output.stdout).unwrap()
@@ -270,6 +285,22 @@ pub(crate) fn eventually<T>(what: &str, mut attempt: impl FnMut() -> Option<T>) 
     }
 }
 
+/// Tries until it is done, while there is no answer in time or a leader has to be elected.
+pub(crate) fn passing<T>(what: &str, mut attempt: impl FnMut() -> Result<T, Error>) -> T {
+    eventually(what, || match attempt() {
+        Ok(result) => Some(result),
+        Err(error) => {
+            assert!(passes(&error), "{what}: {error}");
+            None
+        }
+    })
+}
+
+/// Whether an error says only that there was no answer, or no leader.
+pub(crate) fn passes(error: &Error) -> bool {
+    matches!(error, Error::Unreachable { .. } | Error::NoQuorum { .. } | Error::Unsure(_))
+}
+
 /// Whether a refusal says that etcd does not accept the client's certificate. The server closes the connection after it
 /// has told why, and on a busy machine the client may see only that.
 pub(crate) fn names_certificates(text: &str) -> bool {
@@ -286,15 +317,24 @@ pub(crate) fn put(name: &str, value: &str) -> Op {
 
 /// Creates a key, which must not be there.
 pub(crate) fn create(client: &Client, name: &str, value: &str) -> u64 {
-    let txn = Txn::when([Compare::Absent(key(name))]).then([put(name, value)]);
-    let answer = client.txn(txn).unwrap();
-    assert!(answer.succeeded);
-    answer.revision
+    let txn = Txn::when([Compare::Absent(key(name))]).then([put(name, value)]).otherwise([Op::Get(key(name))]);
+    let mut tries = 0;
+    let answer = passing("a new key", || {
+        tries += 1;
+        client.txn(txn.clone())
+    });
+    if answer.succeeded {
+        return answer.revision;
+    }
+    // An earlier try was done, although the client was not sure.
+    let there = &answer.got[0][0];
+    assert!(tries > 1 && there.value == value.as_bytes(), "{answer:?}");
+    there.modified
 }
 
 /// A value.
 pub(crate) fn value(client: &Client, name: &str) -> Option<String> {
-    let state = client.get(&key(name)).unwrap();
+    let state = passing("a value", || client.get(&key(name)));
     let entry = state.entries.into_iter().find(|entry| entry.key == key(name))?;
     Some(String::from_utf8(entry.value).unwrap())
 }
@@ -308,6 +348,16 @@ pub(crate) fn follow(client: &Client) -> (Follower, Receiver<Event>) {
 /// The next event.
 pub(crate) fn next(events: &Receiver<Event>) -> Event {
     events.recv_timeout(LONG).expect("an event")
+}
+
+/// The next event of a follower whose etcd was started again: on a busy machine that may take long enough to be told.
+pub(crate) fn next_after_start(events: &Receiver<Event>) -> Event {
+    loop {
+        match next(events) {
+            Event::Away { .. } | Event::Back => {}
+            event => return event,
+        }
+    }
 }
 
 /// That there is no event for a while.

@@ -139,8 +139,12 @@ fn the_certificate_of_etcd_is_checked() {
     {
         let (cluster, files) = cluster(server);
         eventually("etcd", || std::net::TcpStream::connect(cluster.members[0].client.strip_prefix("https://")?).ok());
-        let text = refused(&with(&cluster, files.ca("ca"), files.identity("client")));
-        assert!(text.contains(expected), "{text}");
+        // Its port is open before it serves.
+        eventually(expected, || {
+            let text = refused(&with(&cluster, files.ca("ca"), files.identity("client")));
+            eprintln!("{text}");
+            text.contains(expected).then_some(())
+        });
     }
     // And one that knows no TLS.
     let cluster = Cluster::start(1);
