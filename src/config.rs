@@ -250,7 +250,11 @@ pub(crate) fn effective(
     for path in places {
         match file::read(&path, given) {
             Ok(text) => layers.file(&path, &text),
-            Err(error) if given == Given::Found && (error.is_absent() || is_out_of_sight(&path)) => continue,
+            Err(error) if given == Given::Found && error.is_absent() => continue,
+            Err(error) if given == Given::Found && is_out_of_sight(&path) => {
+                layers.strangers.push(error::ignored(&path, &error));
+                continue;
+            }
             // Somebody may have put it there for root to find: that must neither be followed nor stop commands that
             // only look.
             Err(error) if given == Given::Found && path != Path::new(DEFAULT_FILE) && error.is_distrust() => {
@@ -275,7 +279,7 @@ pub(crate) fn effective(
 }
 
 /// Whether the file would be in the working directory, which this user may not search: the home of somebody, on a file
-/// system that gives root no rights (NFS with root_squash). A job cannot run there as root.
+/// system that gives root no rights (NFS with root_squash). Whether there is a file cannot be known.
 fn is_out_of_sight(path: &Path) -> bool {
     let hidden = |path: &Path| path.symlink_metadata().is_err_and(|e| e.kind() == std::io::ErrorKind::PermissionDenied);
     path == Path::new(FILE_NAME) && hidden(path)

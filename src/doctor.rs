@@ -193,6 +193,7 @@ fn judge(facts: &Facts, config: &Config) -> Report {
     checks.extend(rights::judge(&facts.rights, &facts.trial));
     let reserve = config.snapshot.memory_reserve.bytes();
     checks.push(cgroup::judge(&facts.cgroup, reserve));
+    checks.push(cgroup::judge_oom(&facts.cgroup));
     checks.extend(network::judge(&facts.network));
     checks.extend(group::judge(&facts.group, &config.group));
     checks.extend(nvidia::judge(&facts.nvidia));

@@ -347,6 +347,9 @@ impl Owner<'_> {
         self.start_waiting_threads();
         self.check_deadline();
         self.check_holds();
+        if self.machine.is_stopping() {
+            self.reporting.listeners.hurry(&self.setup.config);
+        }
         self.checks.note_proofs(self.setup, self.machine.state(), self.life.ended(), Instant::now());
         self.checks.allow_verifier(self.machine.state(), self.transfers.is_idle());
         self.check_rehearsals();

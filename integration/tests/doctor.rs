@@ -69,7 +69,7 @@ fn row(report: &Value, check: &str) -> Row {
 
 use rekindle_testing::{criu, require, root};
 
-const ROWS: [&str; 28] = [
+const ROWS: [&str; 29] = [
     "kernel.checkpoint-restore",
     "kernel.namespaces",
     "kernel.children",
@@ -84,6 +84,7 @@ const ROWS: [&str; 28] = [
     "rights.capabilities",
     "rights.seccomp",
     "cgroup.memory",
+    "cgroup.oom-group",
     "nvidia.driver",
     "nvidia.functions",
     "nvidia.gpus",

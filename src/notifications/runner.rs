@@ -41,8 +41,25 @@ struct Queue {
     has_thread: bool,
     busy: bool,
     left_out: bool,
+    /// Set when the run is going to end.
+    hurry: Option<Hurry>,
     /// Set when the run is ending.
     closing: Option<Closing>,
+}
+
+/// Until when a stop waits for a hook of a snapshot that had begun before it.
+#[derive(Clone, Copy)]
+struct Hurry {
+    since: Instant,
+    until: Instant,
+}
+
+impl Queue {
+    /// The end of the time for a hook that something waits for.
+    fn until(&self, time: Time) -> Instant {
+        let hurry = self.hurry.filter(|hurry| time.can_hurry && time.began <= hurry.since);
+        hurry.map_or(time.until, |hurry| time.until.min(hurry.until))
+    }
 }
 
 /// Time limits for hooks at the end of a run.
@@ -58,9 +75,18 @@ struct Task {
     gate: Option<GateOf>,
 }
 
+/// The time for a hook that something waits for.
+#[derive(Clone, Copy)]
+struct Time {
+    began: Instant,
+    until: Instant,
+    /// Whether a stop leaves less.
+    can_hurry: bool,
+}
+
 /// State of a hook that something waits for.
 struct GateOf {
-    until: Instant,
+    time: Time,
     called_off: Arc<AtomicBool>,
     answer: mpsc::Sender<Result<(), String>>,
 }
@@ -107,6 +133,13 @@ impl Runner {
     #[must_use]
     pub(crate) fn gate(&self, point: Point, document: Vec<u8>, limit: Duration) -> Option<Gate> {
         self.has(point).then(|| Gate { shared: Arc::clone(&self.0), point, document, limit })
+    }
+
+    /// A stop was requested: a hook that a snapshot has begun to wait for before has this time at most from now on. Only
+    /// the first call counts.
+    pub(crate) fn hurry(&self, limit: Duration) {
+        let since = Instant::now();
+        self.0.queue().hurry.get_or_insert(Hurry { since, until: since + limit });
     }
 
     /// Waits for the remaining hooks, at most `hooks.timeout`, and no longer when the end `hurries`; after that nothing
@@ -177,19 +210,25 @@ impl Shared {
 
     fn run(&self, task: Task) {
         let Task { point, document, gate } = task;
-        let limit = gate.as_ref().map(|gate| gate.until.saturating_duration_since(Instant::now()));
+        let limit = gate.as_ref().map(|gate| gate.time.until.saturating_duration_since(Instant::now()));
         let limit = limit.unwrap_or(self.hooks.timeout).min(self.hooks.timeout);
+        let is_late = || gate.as_ref().is_some_and(|gate| self.queue().until(gate.time) <= Instant::now());
         let wanted = || {
             let gate = gate.as_ref().is_none_or(|gate| !gate.called_off.load(Ordering::Relaxed));
-            gate && self.may_run()
+            gate && !is_late() && self.may_run()
         };
-        let result = if !wanted() {
-            Err("no time was left for it".to_owned())
-        } else if limit.is_zero() {
+        let result = if limit.is_zero() {
             Err("the hooks before it took too long".to_owned())
+        } else if is_late() {
+            Err("a stop was requested, and the hooks before it took too long".to_owned())
+        } else if !wanted() {
+            Err("no time was left for it".to_owned())
         } else {
             let words = point.command(&self.hooks);
-            command::run(point, words, &self.context, &document, limit, &wanted).map_err(|error| error.to_string())
+            command::run(point, words, &self.context, &document, limit, &wanted).map_err(|error| match error {
+                command::Error::CalledOff if is_late() => "a stop was requested, and it took too long".to_owned(),
+                error => error.to_string(),
+            })
         };
         if let Err(why) = &result
             && gate.as_ref().is_none_or(|gate| !gate.called_off.load(Ordering::Relaxed))
@@ -238,8 +277,10 @@ impl Gate {
         let Gate { shared, point, document, limit } = self;
         let called_off = Arc::new(AtomicBool::new(false));
         let (answer, result) = mpsc::channel();
-        let until = Instant::now() + limit;
-        let of = GateOf { until, called_off: Arc::clone(&called_off), answer };
+        let began = Instant::now();
+        // A restore needs what its hook does, also when the run is going to stop.
+        let time = Time { began, until: began + limit, can_hurry: point == Point::BeforeSnapshot };
+        let of = GateOf { time, called_off: Arc::clone(&called_off), answer };
         shared.push(shared.queue(), Task { point, document, gate: Some(of) });
         loop {
             let why = match result.recv_timeout(LOOK) {
@@ -250,7 +291,9 @@ impl Gate {
                     return Passed::CalledOff;
                 }
                 // It was not started yet, or is being killed.
-                Err(mpsc::RecvTimeoutError::Timeout) if Instant::now() > until + command::GRACE => {
+                Err(mpsc::RecvTimeoutError::Timeout)
+                    if Instant::now() > shared.queue().until(time) + command::GRACE =>
+                {
                     called_off.store(true, Ordering::Relaxed);
                     let why = "the hooks before it took too long".to_owned();
                     shared.report(point, why.clone());
@@ -400,6 +443,30 @@ mod tests {
         runner.close(NEVER);
         let snapshots: String = (4..MOST + 2).map(|n| format!("{n} ")).collect();
         assert_eq!(std::fs::read_to_string(&out).unwrap(), format!("first {snapshots}failure end"));
+    }
+
+    #[test]
+    fn a_stop_leaves_less_time_to_a_hook_that_runs_but_not_to_the_next() {
+        let dir = tempfile::tempdir().unwrap();
+        let slow = dir.path().join("slow");
+        std::fs::write(&slow, "").unwrap();
+        let script = sh(&format!("[ ! -e {0} ] || {{ echo >{0}; exec sleep 60; }}", slow.display()));
+        let hooks = Hooks { before_snapshot: script, timeout: Duration::from_secs(60), ..Hooks::default() };
+        let (runner, reports) = runner(&hooks);
+        let gate = || runner.gate(Point::BeforeSnapshot, Vec::new(), hooks.timeout).unwrap();
+        let began = Instant::now();
+        // The stop comes once it runs.
+        let stops = || {
+            if std::fs::read(&slow).unwrap() == b"\n" {
+                runner.hurry(Duration::from_millis(100));
+            }
+            false
+        };
+        assert_eq!(gate().pass(&stops), Passed::Yes);
+        assert!(began.elapsed() < hooks.timeout / 2, "{:?}", began.elapsed());
+        assert_eq!(reports.recv().unwrap().why, "a stop was requested, and it took too long");
+        std::fs::remove_file(&slow).unwrap();
+        assert_eq!((gate().pass(NEVER), reports.try_iter().count()), (Passed::Yes, 0));
     }
 
     #[test]

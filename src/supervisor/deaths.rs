@@ -211,10 +211,12 @@ impl Owner<'_> {
         }
     }
 
-    pub(super) fn deaths_image(&mut self, taken: &Taken) {
+    /// There is a new image. A process of it may have died since.
+    pub(super) fn deaths_image(&mut self, taken: &mut Taken) {
+        let open = std::mem::take(&mut taken.open);
         let Some(manifest) = taken.image.manifest() else { return };
         self.watch.deaths.image_taken(&manifest.tree.ids);
-        self.watch_those_of(manifest, Vec::new());
+        self.watch_those_of(manifest, open);
     }
 
     pub(super) fn deaths_end_of_life(&mut self) {

@@ -9,7 +9,6 @@ use super::{Message, Setup};
 use crate::config::Config;
 use crate::notifications::{Context, Document, Failures, Gate, Point, Report, Reporter, Runner, Webhook};
 use crate::telemetry::events::{Event, What};
-use rekindle_store::manifest::Reason;
 
 /// If a stop waits for a snapshot, the hook before it gets `snapshot.grace` divided by this, and the snapshot the rest.
 const PART_OF_GRACE: u32 = 4;
@@ -72,12 +71,15 @@ impl Listeners {
 
 impl Listeners {
     /// The hook that a snapshot must wait for.
-    pub(super) fn before_snapshot(&self, config: &Config, event: &Event, reason: Reason) -> Option<Gate> {
-        let limit = match reason {
-            Reason::Final => config.hooks.timeout.min(config.snapshot.grace / PART_OF_GRACE),
-            _ => config.hooks.timeout,
-        };
+    pub(super) fn before_snapshot(&self, config: &Config, event: &Event, stops: bool) -> Option<Gate> {
+        let most = if stops { config.snapshot.grace / PART_OF_GRACE } else { config.hooks.timeout };
+        let limit = config.hooks.timeout.min(most);
         self.before(Point::BeforeSnapshot, event, limit)
+    }
+
+    /// A stop was requested: the snapshot that waits for its hook is the last one, and needs the rest of the grace.
+    pub(super) fn hurry(&self, config: &Config) {
+        self.runner.hurry(config.snapshot.grace / PART_OF_GRACE);
     }
 
     /// The hook that a restore must wait for.

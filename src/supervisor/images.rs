@@ -82,7 +82,8 @@ impl Owner<'_> {
         self.clients.job_api.snapshot_begins();
         self.reporting.remarks.is_asked_for = reason != Reason::Interval;
         let event = self.tell(What::SnapshotBegan { reason });
-        let gate = self.reporting.listeners.before_snapshot(&self.setup.config, &event, reason);
+        let stops = reason == Reason::Final || self.machine.is_stopping();
+        let gate = self.reporting.listeners.before_snapshot(&self.setup.config, &event, stops);
         let turn = self.group.as_mut().and_then(|member| member.take_turn());
         let turn = turn.map(|turn| turn.cancelled_by(Arc::clone(&cancel)));
         let launch = Launch { lineage: self.line.lineage.clone(), ..self.setup.program.launch.clone() };
@@ -127,7 +128,7 @@ impl Owner<'_> {
         self.life.snapshot_ends();
         let mut failed = None;
         let event = match result {
-            Ok(taken) => {
+            Ok(mut taken) => {
                 let news = self.reporting.remarks.news(&taken.notes);
                 news.iter().for_each(|note| tracing::warn!("{note}"));
                 let bytes = taken.image.manifest().map_or(0, |m| m.bytes);
@@ -138,7 +139,7 @@ impl Owner<'_> {
                 crate::routine!("image {}: {size}, the job was frozen for {freeze}{again}", taken.image.id);
                 self.reporting.published.taken(&taken);
                 self.reporting.tally.snapshot_taken(taken.freeze);
-                self.deaths_image(&taken);
+                self.deaths_image(&mut taken);
                 self.checks.proofs.expect(taken.image.id, self.watch.starts, self.setup, Instant::now());
                 self.tell_snapshot(&taken);
                 self.answer_taken(&taken);

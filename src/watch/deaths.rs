@@ -94,7 +94,7 @@ impl Watcher {
     }
 
     /// There is an image with these processes. With `early`, [`Noticed::Dying`] is told of them. Of those that were opened
-    /// before they ran, no death is missed.
+    /// before they ran, or while they were frozen for it, no death is missed.
     pub(crate) fn watch(&self, life: u32, root: i32, who: Who, early: bool, open: Vec<Watched>) {
         self.order(Order::Watch { life, root, who, early, open });
     }
@@ -216,7 +216,8 @@ impl Watch {
                 };
                 for Watched { pid, inner, name, pidfd } in open.into_iter().filter(|it| is_wanted(it.inner)) {
                     let member = Member { inner, name, pidfd: Some(pidfd), unknown: false, dying: None };
-                    self.members.insert(pid, member);
+                    // What is known of it already counts.
+                    self.members.entry(pid).or_insert(member);
                 }
                 for pid in process::tree(root).into_iter().filter(|pid| *pid != root) {
                     if !self.members.contains_key(&pid) {

@@ -60,6 +60,7 @@ use rekindle_base::interval::Choice;
 use rekindle_criu::image::Dangling;
 use rekindle_criu::{self as criu, Criu};
 use rekindle_cuda::copier::Copier;
+use rekindle_os::exits::Watched;
 use rekindle_os::spawn::Ended;
 use rekindle_store::manifest::{self, Manifest, PidNamespace, Reason};
 use rekindle_store::retention::survey::{Limits, NoRoom};
@@ -169,6 +170,8 @@ pub struct Taken {
     pub freeze: Duration,
     /// What could not be done, in words; none of it makes the image unusable.
     pub notes: Vec<String>,
+    /// The processes of the image below the root, opened while they were frozen.
+    pub open: Vec<Watched>,
 }
 
 /// Why there is no new image.
@@ -381,8 +384,9 @@ pub fn take(subject: &Subject<'_>, reason: Reason, cancelled: &(dyn Fn() -> bool
         Ok(image) => {
             // A file of memory that stayed is not in the image if none does any more.
             subject.copier.forget();
-            let notes = frozen.dumped.moment.notes.into_iter().chain(frozen.gpus.group.refused()).collect();
-            Ok(Taken { image, freeze, notes })
+            let moment = frozen.dumped.moment;
+            let notes = moment.notes.into_iter().chain(frozen.gpus.group.refused()).collect();
+            Ok(Taken { image, freeze, notes, open: moment.open })
         }
         Err(error) => {
             record::drop_links(&frozen.saved_links, frozen.env.root(), frozen.env.user());

@@ -56,7 +56,14 @@ pub(crate) fn loss(hands: &[Hand<'_>], plan: &Plan) -> Option<Loss> {
             _ => None,
         }
     };
-    hands.iter().find_map(of)
+    // Those that fail because of a loss or a kill can be members with a lower rank.
+    let order = |loss: &Loss| match loss {
+        Loss::Member(_) => 0,
+        Loss::Job(_, _, Fault::Snapshot) => 1,
+        Loss::Job(_, _, Fault::Outside) => 2,
+        Loss::Machine(_) | Loss::Job(..) => 3,
+    };
+    hands.iter().filter_map(of).min_by_key(order)
 }
 
 /// Why a member has given up the job of this epoch, and how its job ended. The others may have failed before, because of

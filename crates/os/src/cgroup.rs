@@ -71,6 +71,12 @@ struct Group {
 }
 
 impl Group {
+    /// See [`killed_together`]. In a container the mount may begin at the group itself, whatever its path outside is.
+    fn killed_together(&self) -> Option<PathBuf> {
+        let mut files = self.path.ancestors().map(|path| self.mount.join(path).join("memory.oom.group"));
+        files.find(|file| std::fs::read_to_string(file).is_ok_and(|text| text.trim() == "1"))
+    }
+
     /// The least headroom of this group and all above it.
     fn headroom(&self) -> Option<u64> {
         let mut tightest = None;
@@ -120,6 +126,13 @@ pub fn kill_counters(pid: i32) -> Vec<PathBuf> {
         [group.mount.join(&group.path).join(name), group.mount.join(name)].into_iter().find(|file| file.is_file())
     };
     groups_of(pid, &MEMORY).unwrap_or_default().into_iter().filter_map(file).collect()
+}
+
+/// The file that makes the kernel kill all processes of the process's control group, or of one above it, if that runs
+/// out of memory (`memory.oom.group`); `None` if there is no such group.
+#[must_use]
+pub fn killed_together(pid: i32) -> Option<PathBuf> {
+    groups_of(pid, &MEMORY).unwrap_or_default().iter().find_map(Group::killed_together)
 }
 
 /// The sum of the counters; unreadable ones count as zero.
@@ -173,6 +186,22 @@ mod tests {
         write("a/memory.stat", "anon 100\ninactive_file 250\nactive_file 50\n");
         assert_eq!(found[0].headroom(), Some(850), "the kernel takes the cache of files back");
         assert_eq!(groups("0::/\n", &mounts, &MEMORY)[0].headroom(), None);
+    }
+
+    #[test]
+    fn a_group_above_that_is_killed_as_a_whole_is_found() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::create_dir_all(dir.path().join("a/b")).unwrap();
+        let mounts = mounts::parse(format!("1 1 0:1 / {} rw - cgroup2 cgroup2 rw\n", dir.path().display()).as_bytes());
+        let found = |membership| groups(membership, &mounts, &MEMORY)[0].killed_together();
+        std::fs::write(dir.path().join("a/b/memory.oom.group"), "0\n").unwrap();
+        assert_eq!(found("0::/a/b\n"), None);
+        let file = dir.path().join("a/memory.oom.group");
+        std::fs::write(&file, "1\n").unwrap();
+        assert_eq!((found("0::/a/b\n"), found("0::/\n")), (Some(file), None));
+        // A container, whose root is the group.
+        std::fs::write(dir.path().join("memory.oom.group"), "1\n").unwrap();
+        assert!(found("0::/\n").is_some() && found("0::/kubepods/pod7\n").is_some());
     }
 
     #[test]

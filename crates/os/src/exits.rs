@@ -79,12 +79,14 @@ impl Watched {
     /// The processes below this one, as many as can be watched.
     #[must_use]
     pub fn below(root: i32) -> Vec<Watched> {
-        process::tree(root)
-            .into_iter()
-            .filter(|pid| *pid != root)
-            .filter_map(Watched::open)
-            .take(MOST_WATCHED)
-            .collect()
+        Watched::of(&process::tree(root), root)
+    }
+
+    /// The processes of this tree without its root, as many as can be watched.
+    #[must_use]
+    pub fn of(tree: &[i32], root: i32) -> Vec<Watched> {
+        let below = tree.iter().copied().filter(|pid| *pid != root);
+        below.filter_map(Watched::open).take(MOST_WATCHED).collect()
     }
 }
 

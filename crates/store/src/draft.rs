@@ -165,7 +165,7 @@ impl Draft {
     }
 
     /// Gives it the name of the damaged copy; returns where that is now. Where two names cannot be exchanged (NFS), there is
-    /// a moment without the image: after a power cut then, there is neither, and the replica still has it.
+    /// a moment without the image: after a power cut then, there is neither. The replica still has it, if it is from there.
     pub(crate) fn replace(&self, exchange: impl FnOnce(&Path, &Path) -> io::Result<()>) -> io::Result<PathBuf> {
         match exchange(&self.dir, &self.lasting) {
             Err(error) if error.kind() == io::ErrorKind::Unsupported => {}

@@ -271,13 +271,13 @@ impl Image {
         matches!(self.state, State::Good(_))
     }
 
-    /// Whether this copy is damaged, as far as is known. Another copy may be intact.
+    /// Whether this copy is damaged, as far as is known, or cannot be read. Another copy may be intact.
     #[must_use]
     pub fn is_damaged(&self) -> bool {
         match &self.state {
             State::Good(_) => false,
             State::Bad { mark, .. } => mark.why == BadWhy::Damaged,
-            State::Damaged { why } => why.kind == DamageKind::Broken,
+            State::Damaged { why } => matches!(why.kind, DamageKind::Broken | DamageKind::Unreadable),
         }
     }
 

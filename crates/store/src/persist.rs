@@ -124,7 +124,7 @@ pub enum Error {
     #[error(transparent)]
     Publish(#[from] PublishError),
     /// It would take space that must stay free.
-    #[error("{free} is free, and {keep} must stay free (store.min-free)", free = ByteSize::b(*free), keep = ByteSize::b(*min_free))]
+    #[error("{free} is free, and {keep} must stay free: free space on the store's disk, or lower store.min-free", free = ByteSize::b(*free), keep = ByteSize::b(*min_free))]
     MinFree {
         /// Bytes free.
         free: u64,

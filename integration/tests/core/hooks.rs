@@ -160,6 +160,24 @@ fn a_stop_has_its_image_and_ends_though_every_hook_hangs() {
     lab.assert_all_gone();
 }
 
+/// The snapshot that waits for the hook is the last one.
+#[test]
+fn a_stop_has_its_image_though_the_hook_of_a_snapshot_before_it_hangs() {
+    let Some(lab) = Lab::new() else { return };
+    let runs = lab.file("hook-runs");
+    let lab = hook(lab, "before-snapshot", &format!(": >{}; sleep 600", runs.display()));
+    let lab = lab.set("hooks.timeout", "\"600s\"").set("snapshot.grace", "\"40s\"");
+    let mut run = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]);
+    count_on(&lab, &mut run, 2);
+    run.signal(Signal::SIGUSR1);
+    run.wait_for("the hook runs", || runs.exists());
+    run.signal(Signal::SIGTERM);
+    run.wait_said("a stop was requested, and it took too long");
+    run.ends_with(143);
+    assert_eq!(lab.good(), [1]);
+    lab.assert_all_gone();
+}
+
 /// Slurm sends SIGTERM at a time limit: to a supervisor that waits for its hooks then.
 #[test]
 fn a_job_is_queued_again_though_a_signal_ends_the_wait_for_hooks() {

@@ -141,12 +141,15 @@ fn a_rank_that_dies_in_a_snapshot_takes_the_job_back_too() {
 fn a_rank_that_dies_after_the_dump_is_in_the_image() {
     let Some(rig) = job(2, &["--reap"]) else { return };
     let mut supervisor = start(&rig, 2);
+    // Nobody watched it before the first image.
     for op in ["restore", "unlock"] {
         let rank = inner(children(&rig)[1]).unwrap();
         rig.standin.fault(&format!("die-at-{op}"), &format!("pid={rank}"));
         let image = supervisor.snapshot().id;
+        let died = Instant::now();
         let line = supervisor.said("the job was restored from image");
         assert!(line.contains(&image.to_string()), "{op}: {line}");
+        assert!(died.elapsed() < AT_ONCE, "{op}: {}", rig.log());
         supervisor.assert_unharmed(2);
     }
     assert!(!rig.log().contains("the snapshot failed"), "{}", rig.log());
@@ -252,25 +255,33 @@ fn a_process_that_dies_again_is_left_to_the_job() {
 /// was gone by then.
 #[test]
 fn a_process_that_dies_as_soon_as_it_is_restored_takes_the_job_back_too() {
-    let Some(mut rig) = Rig::new() else { return };
-    let fatal = rig.fatal();
-    rig.launcher(1, &["--plain", "--reap", "--fatal", &fatal.display().to_string()]);
-    rig.set("RESTART_ON_PROCESS_DEATH", "any");
-    let mut supervisor = start(&rig, 1);
-    supervisor.snapshot();
-    let [.., victim] = children(&rig)[..] else { panic!("it has children") };
-    let as_inside = inner(victim).unwrap();
-    // The one that is there must not see the file, the restored one sees it at once.
-    ends(victim, Signal::SIGSTOP);
-    fs::write(&fatal, "").unwrap();
-    let launcher = rekindle_os::process::parent(victim).unwrap();
-    ends(launcher, Signal::SIGKILL);
-    supervisor.said("the job was restored from image");
-    supervisor.said("the job was restored from image");
-    supervisor.counts();
-    assert_eq!(told(&rig), [(as_inside, Signal::SIGKILL as i32, "restart".to_owned())]);
-    assert_eq!((restarts(&rig), children(&rig).len()), (2, 2));
-    supervisor.stop();
+    // On a busy machine it can die before CRIU has finished, whose restore then fails.
+    for _ in 0..5 {
+        let Some(mut rig) = Rig::new() else { return };
+        let fatal = rig.fatal();
+        rig.launcher(1, &["--plain", "--reap", "--fatal", &fatal.display().to_string()]);
+        rig.set("RESTART_ON_PROCESS_DEATH", "any");
+        let mut supervisor = start(&rig, 1);
+        supervisor.snapshot();
+        let [.., victim] = children(&rig)[..] else { panic!("it has children") };
+        let as_inside = inner(victim).unwrap();
+        // The one that is there must not see the file, the restored one sees it at once.
+        ends(victim, Signal::SIGSTOP);
+        fs::write(&fatal, "").unwrap();
+        let launcher = rekindle_os::process::parent(victim).unwrap();
+        ends(launcher, Signal::SIGKILL);
+        supervisor.said("the job was restored from image");
+        if rig.log().contains("cannot restore image") {
+            continue;
+        }
+        supervisor.said("the job was restored from image");
+        supervisor.counts();
+        assert_eq!(told(&rig), [(as_inside, Signal::SIGKILL as i32, "restart".to_owned())]);
+        assert_eq!((restarts(&rig), children(&rig).len()), (2, 2));
+        supervisor.stop();
+        return;
+    }
+    panic!("it always died before it was restored");
 }
 
 /// A shell that waits for its child ends with it: its exit code is what counts.

@@ -224,7 +224,7 @@ fn programs_above_the_job_do_not_notice_that_it_is_stopped() {
     for words in [&["runuser", "-u", "root", "--"][..], &["bash", "-c", "set -m; \"$@\"; exit $?", "bash"]] {
         let Some(mut rig) = Rig::new() else { return };
         // It must not end before it was killed.
-        rig.job(&["--until", "1500"]);
+        rig.job(&["--until", "1000"]);
         rig.below(words);
         let mut supervisor = rig.start();
         supervisor.snapshot();

@@ -26,6 +26,7 @@ use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 pub(crate) use cut::Kept;
 pub use follow::Follower;
@@ -72,8 +73,8 @@ struct State {
     epoch: u64,
     /// What the follower has not shown yet, the oldest first.
     changes: VecDeque<Change>,
-    /// The length when space was found to be reserved behind the end.
-    reserved_at: Option<u64>,
+    /// The length when space was found to be reserved behind the end, and since when it has been that.
+    reserved_at: Option<(u64, Instant)>,
 }
 
 /// What happened to a file, other than that it grew. Offsets are those of the file until it is emptied.
@@ -164,7 +165,7 @@ impl Files {
         Ok(())
     }
 
-    /// Whether space is reserved that is freed at the next look, if the file does not grow until then.
+    /// Whether space is reserved that is freed later, if the file does not grow until then.
     fn looks_again(&self) -> bool {
         lock(&self.states).iter().any(|state| state.reserved_at.is_some())
     }
@@ -175,10 +176,9 @@ impl Files {
     /// # Errors
     /// When a file cannot be opened or cut.
     pub fn settle(&self) -> Result<(), Error> {
-        for path in self.paths() {
-            rotate::settle(path).map_err(error("free the reserved space of", path))?;
-        }
-        Ok(())
+        let settle = |path: &PathBuf| rotate::settle(path).map_err(error("free the reserved space of", path));
+        // Both, whatever the first one says.
+        self.paths().map(settle).into_iter().collect()
     }
 
     /// Prevents the follower from reading while files are put back.

@@ -21,6 +21,7 @@ use crate::parts::tcp::waiting::{self, Unaccepted};
 use crate::parts::{access, affinity, fds::InFlight, groups, tcp};
 use rekindle_base::chain;
 use rekindle_criu as criu;
+use rekindle_os::exits::Watched;
 use rekindle_os::{process, ptrace, ulp};
 use rekindle_store::ImageId;
 use rekindle_store::manifest::{Binding, ControlGroup, Fifo, Folder, GivenFile, JobRights, OpenFile, SavedLink};
@@ -40,6 +41,8 @@ pub(super) struct Moment {
     pub(super) stopped: Vec<i32>,
     /// What could not be done, in words; none of it makes the image unusable.
     pub(super) notes: Vec<String>,
+    /// The processes below the root. One that dies once they run is in the image, and its death must be noticed.
+    pub(super) open: Vec<Watched>,
 }
 
 /// Why no image may be taken at this moment. Examined after CRIU has ended.
@@ -148,6 +151,7 @@ impl Still<'_, '_> {
             bindings: affinity::capture(&tree),
             stopped,
             notes,
+            open: Watched::of(&tree, self.env.root()),
         });
         Ok(())
     }

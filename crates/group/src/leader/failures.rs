@@ -92,7 +92,7 @@ impl Leading {
             let left = next.failures.remove(&number).unwrap_or_default().saturating_sub(points);
             next.failures.extend((left > 0).then_some((number, left)));
         }
-        (next.in_a_row, next.fatal, next.early_cold) = (in_a_row, fatal, early_cold);
+        (next.in_a_row, next.fatal, next.early_cold, next.last) = (in_a_row, fatal, early_cold, None);
         self.restarts.retain(|(epoch, _)| *epoch != next.epoch);
         count_lost(next);
     }

@@ -33,6 +33,19 @@ fn an_image_is_not_passed_over_for_two_kills_from_outside() {
     assert_eq!(tries(Fault::Outside), 4, "as on one machine");
 }
 
+/// The kernel kills a process of rank 1, and rank 0 ends because its connection is gone. Both are known at once.
+#[test]
+fn what_follows_from_a_kill_from_outside_is_not_the_cause() {
+    let mut group = restored();
+    group.starts();
+    let ended = |fault| Event::Local(Local::Ended(Ending::Failed { why: "it died".into(), last: None, fault }));
+    group.tell(0, ended(Fault::Job));
+    group.tell(1, ended(Fault::Outside));
+    group.settle();
+    assert!(matches!(group.goal(), Goal::Gather { why } if why == "rank 1: it died"), "{:?}", group.goal());
+    assert_eq!(group.plan().failures.values().collect::<Vec<_>>(), [&1]);
+}
+
 #[test]
 fn an_image_that_is_not_restored_now_is_passed_over_after_four_tries() {
     let mut group = restored();

@@ -9,6 +9,7 @@ use std::collections::HashSet;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
 
 use chrono::{DateTime, Utc};
 
@@ -24,9 +25,9 @@ use rekindle_os::durable;
 
 use super::needed::Needed;
 
-/// After so many packs that cannot be copied, a round ends: a disk that fails can need half a minute for each, and the next
-/// image waits.
-const MOST_DAMAGED: usize = 3;
+/// The longest time for packs that cannot be copied: a disk that fails can need half a minute for each, and the next image
+/// waits. Those that are refused at once do not keep the others from being copied.
+const DAMAGED_FOR: Duration = Duration::from_secs(60);
 
 /// A pack is copied if less than one part in this many is needed.
 const WORTH: u64 = 2;
@@ -68,11 +69,13 @@ pub(super) fn run(
     let making = Making::new(Compression::None, key);
     let (first, second, written) = (PackWriter::new(packs, making)?, None, HashSet::new());
     let mut copying = Copying { packs, index, needed, key, copies: bounds.copies, making, first, second, written };
-    let (mut copied, mut damaged, mut left) = (Vec::new(), Vec::new(), bound);
+    let (mut copied, mut damaged, mut left) = (Vec::new(), None, bound);
+    let mut in_vain = Duration::ZERO;
     for pack in chosen {
-        if cancelled() || damaged.len() >= MOST_DAMAGED {
+        if cancelled() || in_vain >= DAMAGED_FOR {
             break;
         }
+        let began = Instant::now();
         // One that cannot be copied takes nothing of what the others may.
         let Some(rest) = left.checked_sub(pack.needed) else { continue };
         match copying.pack(pack.name, lock) {
@@ -81,7 +84,10 @@ pub(super) fn run(
                 left = rest;
             }
             // That pack stays. The others do not wait until it can be read.
-            Err(error @ Error::Copy { .. }) => damaged.push(error),
+            Err(error @ Error::Copy { .. }) => {
+                in_vain += began.elapsed();
+                damaged.get_or_insert(error);
+            }
             Err(error) => return Err(error),
         }
     }
@@ -94,7 +100,7 @@ pub(super) fn run(
         done.repacked.push(name);
         done.copied += bytes;
     }
-    damaged.into_iter().next().map_or(Ok(()), Err)
+    damaged.map_or(Ok(()), Err)
 }
 
 struct Copying<'a> {

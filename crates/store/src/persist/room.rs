@@ -56,16 +56,23 @@ pub fn store(
     survey::make_room(folder, lock, limits, whole, Written::Packed)?;
     for _ in 1..ATTEMPTS {
         let free = survey::free_space(folder.path()).map_err(NoRoom::from)?;
-        let error = match attempt(image, folder, lock, limits, packing, progress, cancelled) {
+        let predicted = predicted(image, folder)?;
+        let error = match attempt(image, folder, lock, limits, packing, predicted, progress, cancelled) {
             Err(error) if error.is_full() => error,
             done => return Ok(done?),
         };
         let is_limited = error.kind() == Some(io::ErrorKind::QuotaExceeded);
-        let expected = in_all(progress.written(), progress.bytes()).unwrap_or(whole).max(progress.written());
+        let is_reached = matches!(error, Error::MinFree { .. });
+        // There was room for what was predicted, and less was written: others have used the disk.
+        let expected = if is_reached && progress.written() < predicted {
+            progress.written()
+        } else {
+            in_all(progress.written(), progress.bytes()).unwrap_or(whole).max(progress.written())
+        };
         // On a full disk all that was free and could be used was not enough, unless others filled it. What must stay free
         // is soon reached by others: then only what was written here counts.
-        let is_reached = is_limited || matches!(error, Error::MinFree { .. });
-        let expected = if is_reached { expected } else { expected.max(free.saturating_sub(limits.min_free)) };
+        let expected =
+            if is_limited || is_reached { expected } else { expected.max(free.saturating_sub(limits.min_free)) };
         let least = expected.min(whole);
         let least = least.saturating_add(least / BESIDE).saturating_add(BESIDE_AT_LEAST);
         tracing::info!("the store is full: image {} needs more than expected", image.id);
@@ -75,25 +82,32 @@ pub fn store(
             made => made?,
         };
     }
-    Ok(attempt(image, folder, lock, limits, packing, progress, cancelled)?)
+    Ok(attempt(image, folder, lock, limits, packing, predicted(image, folder)?, progress, cancelled)?)
+}
+
+/// What the image probably adds.
+fn predicted(image: &Image, folder: &JobFolder) -> Result<u64, Error> {
+    let images = folder.images()?;
+    let last = images.iter().filter_map(Image::manifest).find_map(|manifest| manifest.chunks.as_ref());
+    let whole = image.manifest().map_or(0, |manifest| manifest.bytes);
+    Ok(predict(whole, last.map(|chunks| chunks.stored)))
 }
 
 /// Packs the image into what may be used. Second copies get what the image probably does not need.
+#[expect(clippy::too_many_arguments, reason = "one more than for all of it")]
 fn attempt(
     image: &Image,
     folder: &JobFolder,
     lock: &WriterLock,
     limits: &Limits,
     packing: &Packing,
+    predicted: u64,
     progress: &Progress,
     cancelled: &(dyn Fn() -> bool + Sync),
 ) -> Result<Image, Error> {
-    let images = folder.images()?;
-    let last = images.iter().filter_map(Image::manifest).find_map(|manifest| manifest.chunks.as_ref());
-    let whole = image.manifest().map_or(0, |manifest| manifest.bytes);
-    let need = predict(whole, last.map(|chunks| chunks.stored)).saturating_add(BESIDE_AT_LEAST);
     let packs = folder.packs_dir();
-    let spare = survey::free_space(&packs)?.saturating_sub(limits.min_free).saturating_sub(need);
+    let needed = limits.min_free.saturating_add(predicted).saturating_add(BESIDE_AT_LEAST);
+    let spare = survey::free_space(&packs)?.saturating_sub(needed);
     let reserve = Reserve::new(packs, limits.min_free, spare);
     persist_within(image, folder, lock, packing, reserve, progress, cancelled)
 }

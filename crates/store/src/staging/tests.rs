@@ -359,7 +359,13 @@ fn an_image_whose_stored_copy_is_damaged_is_needed_in_memory_and_is_stored_again
     let again = store(&lock);
     assert!(again.is_good() && again.tags().is_pinned() && folder.is_stored_besides(&again));
     assert!(again.verify_content(None, 1, &Progress::default(), &|| false).unwrap().is_sound());
-    assert_eq!(folder.images().unwrap(), [again]);
+    assert_eq!(folder.images().unwrap(), std::slice::from_ref(&again));
+    // The same with one that cannot be read.
+    let manifest = again.dir.join("manifest.json");
+    fs::remove_file(&manifest).unwrap();
+    fs::create_dir(&manifest).unwrap();
+    assert!(folder.is_stored(id(1)) && !folder.is_stored_besides(&staged));
+    assert!(store(&lock).is_good() && folder.is_stored_besides(&staged));
     area.close().unwrap();
     drop(dir);
 }

@@ -7,7 +7,7 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
@@ -95,15 +95,15 @@ pub(super) fn relieve(path: &Path, states: &Mutex<States>, which: usize, bounds:
             let meta = file.metadata()?;
             let data = meta.len().saturating_sub(state.gone);
             let reserved = meta.blocks().saturating_mul(512).saturating_sub(data);
-            // What the job writes at this moment would be lost. So not while the file grows, unless it is more than a file
-            // system reserves by itself.
-            let is_idle = state.reserved_at == Some(meta.len());
-            state.reserved_at = None;
+            // What the job writes at this moment would be lost. So not while the file grows now and then, unless it is more
+            // than a file system reserves by itself.
+            let before = state.reserved_at.take().filter(|(length, _)| *length == meta.len());
+            let is_idle = before.is_some_and(|(_, since)| since.elapsed() >= IDLE);
             if reserved > most_on_disk(bounds) {
                 if is_idle || reserved > MOST_BY_ITSELF {
                     free_behind_the_end(&file, &meta)?;
                 } else {
-                    state.reserved_at = Some(meta.len());
+                    state.reserved_at = before.or_else(|| Some((meta.len(), Instant::now())));
                 }
             }
         }
@@ -150,13 +150,21 @@ fn free_behind_the_end(file: &File, meta: &Metadata) -> io::Result<()> {
 
 /// Frees what a job that has ended reserved behind the end of its output.
 pub(super) fn settle(path: &Path) -> io::Result<()> {
-    let file = OpenOptions::new().write(true).open(path)?;
+    let file = match OpenOptions::new().read(true).write(true).open(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        opened => opened?,
+    };
     let meta = file.metadata()?;
-    if meta.blocks().saturating_mul(512).saturating_sub(UNNOTICED) > meta.len() {
+    // What was rotated away is a hole.
+    let data = meta.len().saturating_sub(sparse::begin(&file)?);
+    if meta.blocks().saturating_mul(512).saturating_sub(UNNOTICED) > data {
         free_behind_the_end(&file, &meta)?;
     }
     Ok(())
 }
+
+/// A file that did not grow for so long is freed of what is reserved.
+const IDLE: Duration = Duration::from_secs(10);
 
 /// XFS reserves up to 8 GiB behind the end of a file that grows.
 const MOST_BY_ITSELF: u64 = 16 << 30;
@@ -219,8 +227,8 @@ impl Rotation {
                     return;
                 }
                 let [stopped] = stopped;
-                // Space that is reserved is freed at the second look, for which nothing needs to be written.
-                let until = if files.looks_again() { PollTimeout::ZERO } else { PollTimeout::NONE };
+                // Space that is reserved is freed at a later look, for which nothing needs to be written.
+                let until = if files.looks_again() { PollTimeout::from(1000_u16) } else { PollTimeout::NONE };
                 let _ = poll(&mut [PollFd::new(watch.as_fd(), PollFlags::POLLIN), stopped], until);
                 let _ = watch.read_events();
             }

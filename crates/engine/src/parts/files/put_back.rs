@@ -152,8 +152,10 @@ fn check_one(file: &OpenFile, changed: ChangedFiles, trusted: Trusted) -> Result
     trusted.check_file(path, &metadata, file.owner)?;
     if let Some(then) = file.mode.filter(|then| *then != metadata.mode()) {
         let (before, now) = (then & 0o7777, metadata.mode() & 0o7777);
-        // Without its content nothing gives its mode back, and neither we nor CRIU could open it.
-        let is_closed = || file.part.is_none() && is_denied(place.find().and_then(|found| found.change()));
+        // Without its content nothing gives its mode back, and only its owner can. Neither we nor CRIU could open it. Those
+        // that the user could not write before either are only compared.
+        let keeps = file.part.is_none() || !trusted.is(metadata.uid()) && then & 0o022 != 0;
+        let is_closed = || keeps && is_denied(place.find().and_then(|found| found.change()));
         if without_access(then) != without_access(metadata.mode()) || is_closed() {
             return Err(RollbackError::Mode { path: path.clone(), then: before, now });
         }
@@ -433,8 +435,13 @@ fn put_one_back(
             Ok(replaced.map(FileRollback::Kept))
         }
         Some(content) => {
+            let set = |mode| open.set_permissions(Permissions::from_mode(mode));
+            // Nobody else may read what is written for a moment. Only its owner can prevent that.
+            let narrow = narrowed(file, metadata.mode());
+            let is_narrow = narrow != metadata.mode() && set(narrow & 0o7777).is_ok();
+            let now = if is_narrow { narrow } else { metadata.mode() };
             let replaced = content::replace(&open, &place, file, content, keeper)?;
-            give_mode(file, metadata.mode(), |mode| open.set_permissions(Permissions::from_mode(mode)));
+            give_mode(file, now, set);
             Ok(replaced.map(FileRollback::Kept))
         }
         None if metadata.size() > file.size => match cut(&open, &place, file.size) {
@@ -456,6 +463,11 @@ fn put_one_back(
         }
         None => Ok(None),
     }
+}
+
+/// Its present mode without the permissions that nobody had at the snapshot.
+fn narrowed(file: &OpenFile, now: u32) -> u32 {
+    now & (file.mode.unwrap_or(now) | !0o777)
 }
 
 /// Gives a file with content the mode of the snapshot. Only its owner can; CRIU opens it with another one, too.
@@ -492,7 +504,7 @@ fn put_protected_back(
     }
     // Its owner can lend the right to write it.
     let refused = |source| RollbackError::Protected { path: path.into(), source };
-    found.set_mode(lent(metadata.mode())).map_err(refused)?;
+    found.set_mode(lent(narrowed(file, metadata.mode()))).map_err(refused)?;
     let replaced = match found.change() {
         Ok(open) => content::replace(&open, place, file, content, keeper),
         Err(error) => Err(refused(error)),

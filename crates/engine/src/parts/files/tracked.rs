@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use super::aside::{Aside, is_ours};
 use super::content::make_folder;
-use super::nameless::is_of_an_image;
+use super::nameless::{is_of_a_dump, is_of_an_image};
 use super::place::{Astray, Place, Trusted, find, own_folder, reached};
 use super::rights::{Maker, Rights};
 use super::rollback::{RollbackError, failed, temporary};
@@ -106,7 +106,8 @@ fn unknown(folder: &TrackedFolder, aside: &Aside<'_>) -> io::Result<Vec<PathBuf>
                 Some(_) => {}
                 None if kind.is_dir() && is_ours(&entry.file_name()) => {}
                 // This image, or one of another job, is restored from the file itself: the job writes to its other names.
-                None if !kind.is_dir() && is_of_an_image(&entry.file_name()) => {}
+                // Or another job is being dumped.
+                None if !kind.is_dir() && (is_of_an_image(&entry.file_name()) || is_of_a_dump(&entry.file_name())) => {}
                 // Sockets, FIFOs and devices belong to processes, not to the content.
                 None if !(kind.is_file() || kind.is_dir() || kind.is_symlink()) => {}
                 None => found.push(path),

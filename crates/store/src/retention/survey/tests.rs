@@ -205,6 +205,33 @@ fn no_more_goes_for_an_image_when_others_use_the_disk() {
     assert!(foreign.exists() && free(&ground.folder) >= limits.min_free);
 }
 
+/// The same, and what is written first is new: that says nothing about the rest of the image.
+#[test]
+fn an_image_whose_beginning_is_new_is_not_refused_when_others_use_the_disk() {
+    let Some(disk) = SmallDisk::mount(220 << 20) else { return };
+    let source = Ground::new();
+    let ground = Ground::below(tempfile::tempdir_in(disk.0.path()).unwrap());
+    let shared = |number: u8, chunks| [noise(number, chunks * CHUNK), noise(9, 200 * CHUNK)].concat();
+    for (number, content) in [(1, noise(1, 160 * CHUNK)), (2, shared(2, 1)), (3, shared(3, 112))] {
+        ground.persist(&source.stage(number, &[("a", content)])).unwrap();
+    }
+    let limits =
+        Limits { policy: Policy { keep_last: 9, ..Policy::default() }, min_free: 15 << 20, copies: Copies::One };
+    let foreign = disk.0.path().join("foreign");
+    let others = || {
+        if !foreign.exists() {
+            let bytes = free(&ground.folder) - limits.min_free - (4 << 20);
+            fs::write(&foreign, vec![1; usize::try_from(bytes).unwrap()]).unwrap();
+        }
+        false
+    };
+    let (packing, progress) = (packing(Compression::None, None), Progress::default());
+    let staged = source.stage(4, &[("a", shared(4, 112))]);
+    persist::store(&staged, &ground.folder, &ground.lock, &limits, &packing, &progress, &others).unwrap();
+    assert_eq!(ground.ids(), [4, 3, 2], "the first one had to go for it");
+    assert!(foreign.exists() && free(&ground.folder) >= limits.min_free);
+}
+
 /// `store.copies` was changed to 2, and the disk has no room for all second copies.
 #[test]
 fn second_copies_take_no_space_that_an_image_needs() {

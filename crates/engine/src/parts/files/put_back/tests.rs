@@ -723,6 +723,28 @@ fn a_file_that_the_user_may_write_no_more_is_refused_before_anything_is_changed(
     assert!(matches!(check(&log), Err(RollbackError::Mode { then: 0o644, now: 0o444, .. })));
     // Its mode is given back with its content.
     check(&with_content).unwrap();
+    // Not one that belongs to somebody else, if the user could write it then.
+    give(&path, 0);
+    let shared = OpenFile { mode: Some(0o100_666), ..with_content.clone() };
+    assert!(matches!(check(&shared), Err(RollbackError::Mode { then: 0o666, now: 0o444, .. })));
+    check(&with_content).unwrap();
+}
+
+#[test]
+fn a_file_that_others_may_read_now_is_for_its_owner_before_it_gets_its_content() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("token");
+    std::fs::write(&path, "new").unwrap();
+    std::fs::set_permissions(&path, Permissions::from_mode(0o644)).unwrap();
+    let secret = OpenFile { part: Some(part_path("files/content-1")), mode: Some(0o100_600), ..file(&path, 6, false) };
+    assert_eq!(super::narrowed(&secret, 0o100_644), 0o100_600);
+    assert_eq!(super::narrowed(&secret, 0o100_444), 0o100_400, "and no more than now");
+    let mut content = tempfile::tempfile().unwrap();
+    io::Write::write_all(&mut content, b"before").unwrap();
+    let maker = Maker::plain(false, Trusted::of(None));
+    super::put_one_back(&secret, Some(&content), beside(), maker, true).unwrap();
+    assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o7777, 0o600);
+    assert_eq!(std::fs::read_to_string(&path).unwrap(), "before");
 }
 
 #[test]
