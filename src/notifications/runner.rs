@@ -55,10 +55,10 @@ struct Hurry {
 }
 
 impl Queue {
-    /// The end of the time for a hook that something waits for.
-    fn until(&self, time: Time) -> Instant {
-        let hurry = self.hurry.filter(|hurry| time.can_hurry && time.began <= hurry.since);
-        hurry.map_or(time.until, |hurry| time.until.min(hurry.until))
+    /// The end of the time for a hook that something waits for, if a stop has made it shorter.
+    fn hurried(&self, time: Time) -> Option<Instant> {
+        let hurry = self.hurry.filter(|hurry| time.can_hurry && time.began <= hurry.since)?;
+        (hurry.until < time.until).then_some(hurry.until)
     }
 }
 
@@ -212,7 +212,8 @@ impl Shared {
         let Task { point, document, gate } = task;
         let limit = gate.as_ref().map(|gate| gate.time.until.saturating_duration_since(Instant::now()));
         let limit = limit.unwrap_or(self.hooks.timeout).min(self.hooks.timeout);
-        let is_late = || gate.as_ref().is_some_and(|gate| self.queue().until(gate.time) <= Instant::now());
+        let hurried = |gate: &GateOf| self.queue().hurried(gate.time);
+        let is_late = || gate.as_ref().and_then(hurried).is_some_and(|until| until <= Instant::now());
         let wanted = || {
             let gate = gate.as_ref().is_none_or(|gate| !gate.called_off.load(Ordering::Relaxed));
             gate && !is_late() && self.may_run()
@@ -292,7 +293,7 @@ impl Gate {
                 }
                 // It was not started yet, or is being killed.
                 Err(mpsc::RecvTimeoutError::Timeout)
-                    if Instant::now() > shared.queue().until(time) + command::GRACE =>
+                    if Instant::now() > shared.queue().hurried(time).unwrap_or(time.until) + command::GRACE =>
                 {
                     called_off.store(true, Ordering::Relaxed);
                     let why = "the hooks before it took too long".to_owned();
@@ -443,6 +444,17 @@ mod tests {
         runner.close(NEVER);
         let snapshots: String = (4..MOST + 2).map(|n| format!("{n} ")).collect();
         assert_eq!(std::fs::read_to_string(&out).unwrap(), format!("first {snapshots}failure end"));
+    }
+
+    #[test]
+    fn a_hook_that_takes_too_long_by_itself_is_told_with_its_output() {
+        // Long enough for a shell to start on a busy machine.
+        let limit = Duration::from_secs(8);
+        let hooks = Hooks { before_snapshot: sh("echo so far; exec sleep 60"), timeout: limit, ..Hooks::default() };
+        let (runner, reports) = runner(&hooks);
+        assert_eq!(runner.gate(Point::BeforeSnapshot, Vec::new(), limit).unwrap().pass(NEVER), Passed::Yes);
+        let why = reports.recv().unwrap().why;
+        assert!(why.starts_with("it was killed after ") && why.ends_with(": so far"), "{why}");
     }
 
     #[test]
