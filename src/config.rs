@@ -251,8 +251,11 @@ pub(crate) fn effective(
         match file::read(&path, given) {
             Ok(text) => layers.file(&path, &text),
             Err(error) if given == Given::Found && error.is_absent() => continue,
-            Err(error) if given == Given::Found && is_out_of_sight(&path) => {
-                layers.strangers.push(error::ignored(&path, &error));
+            Err(_) if given == Given::Found && is_out_of_sight(&path) => {
+                layers.strangers.push(format!(
+                    "the working directory cannot be entered, so a {FILE_NAME} that may be there is not read: if there is one, \
+                     name it (--config FILE) from a place that can be"
+                ));
                 continue;
             }
             // Somebody may have put it there for root to find: that must neither be followed nor stop commands that

@@ -72,8 +72,8 @@ impl Listeners {
 impl Listeners {
     /// The hook that a snapshot must wait for.
     pub(super) fn before_snapshot(&self, config: &Config, event: &Event, stops: bool) -> Option<Gate> {
-        let most = if stops { config.snapshot.grace / PART_OF_GRACE } else { config.hooks.timeout };
-        let limit = config.hooks.timeout.min(most);
+        let most = config.hooks.timeout;
+        let limit = if stops { most.min(config.snapshot.grace / PART_OF_GRACE) } else { most };
         self.before(Point::BeforeSnapshot, event, limit)
     }
 

@@ -151,14 +151,18 @@ fn listen() -> Option<Events> {
 const LATE: Duration = Duration::from_millis(100);
 
 impl Watch {
+    /// Whether another one may have a descriptor.
+    fn has_room(&self) -> bool {
+        self.members.values().filter(|member| member.pidfd.is_some()).count() < MOST_WATCHED
+    }
+
     /// Begins to watch this process, if it is wanted.
     fn take(&mut self, pid: i32, wanted: impl Fn(i32) -> bool) {
         let Some((inner, name)) = process::inner_pid(pid).zip(process::name(pid)) else { return };
         if !wanted(inner) {
             return;
         }
-        let open = self.members.values().filter(|member| member.pidfd.is_some()).count();
-        let pidfd = (open < MOST_WATCHED).then(|| process::open_pidfd(pid).ok()).flatten();
+        let pidfd = self.has_room().then(|| process::open_pidfd(pid).ok()).flatten();
         if pidfd.is_some() || self.events.is_some() {
             self.members.insert(pid, Member { inner, name, pidfd, unknown: false, dying: None });
         } else {
@@ -215,9 +219,11 @@ impl Watch {
                     Who::All => true,
                 };
                 for Watched { pid, inner, name, pidfd } in open.into_iter().filter(|it| is_wanted(it.inner)) {
-                    let member = Member { inner, name, pidfd: Some(pidfd), unknown: false, dying: None };
                     // What is known of it already counts.
-                    self.members.entry(pid).or_insert(member);
+                    if self.has_room() && !self.members.contains_key(&pid) {
+                        let member = Member { inner, name, pidfd: Some(pidfd), unknown: false, dying: None };
+                        self.members.insert(pid, member);
+                    }
                 }
                 for pid in process::tree(root).into_iter().filter(|pid| *pid != root) {
                     if !self.members.contains_key(&pid) {

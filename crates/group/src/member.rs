@@ -310,10 +310,8 @@ impl Member {
     }
 
     fn follow_plan(&mut self, view: &View, plan: &Plan, options: &Options, now: Instant, orders: &mut Vec<Order>) {
-        for (number, image) in &view.images {
-            let recorded = Recorded { origin: plan.origin, committed: image.value.committed };
-            self.recorded.insert(*number, recorded);
-        }
+        let recorded = |committed| Recorded { origin: plan.origin, committed };
+        self.recorded.extend(view.images.iter().map(|(number, image)| (*number, recorded(image.value.committed))));
         self.remember(plan);
         let ours = self.fence.incarnation.is_some() && plan.crew.get(&self.rank) == self.fence.incarnation.as_ref();
         self.rests = self.sees_the_rest(view, plan, options, now);

@@ -439,10 +439,14 @@ fn put_one_back(
             // Nobody else may read what is written for a moment. Only its owner can prevent that.
             let narrow = narrowed(file, metadata.mode());
             let is_narrow = narrow != metadata.mode() && set(narrow & 0o7777).is_ok();
-            let now = if is_narrow { narrow } else { metadata.mode() };
-            let replaced = content::replace(&open, &place, file, content, keeper)?;
-            give_mode(file, now, set);
-            Ok(replaced.map(FileRollback::Kept))
+            let replaced = content::replace(&open, &place, file, content, keeper);
+            match &replaced {
+                Ok(_) => give_mode(file, if is_narrow { narrow } else { metadata.mode() }, set),
+                // It stays as it was.
+                Err(_) if is_narrow => drop(set(metadata.mode() & 0o7777)),
+                Err(_) => {}
+            }
+            Ok(replaced?.map(FileRollback::Kept))
         }
         None if metadata.size() > file.size => match cut(&open, &place, file.size) {
             // Its program appends, whatever its length.

@@ -177,14 +177,14 @@ fn an_image_that_adds_more_than_was_expected_leaves_free_what_must_stay_free() {
     assert_eq!(ground.ids(), [4, 3, 2]);
 }
 
-/// Others use the disk while an image is packed: it needs no more than before.
-#[test]
-fn no_more_goes_for_an_image_when_others_use_the_disk() {
-    let Some(disk) = SmallDisk::mount(120 << 20) else { return };
+/// Others use the disk while the last of these images is packed, until 4 MiB are left that it may use. It is so large that
+/// the free space is read again after what is written has got to the disk.
+fn stores_beside_others(disk: usize, contents: [Vec<u8>; 4]) {
+    let Some(disk) = SmallDisk::mount(disk) else { return };
     let source = Ground::new();
     let ground = Ground::below(tempfile::tempdir_in(disk.0.path()).unwrap());
-    let shared = |number: u8, chunks| [noise(9, 80 * CHUNK), noise(number, chunks * CHUNK)].concat();
-    for (number, content) in [(1, noise(1, 120 * CHUNK)), (2, shared(2, 1)), (3, shared(3, 1))] {
+    let [first @ .., last] = contents;
+    for (number, content) in (1..).zip(first) {
         ground.persist(&source.stage(number, &[("a", content)])).unwrap();
     }
     let limits =
@@ -198,38 +198,24 @@ fn no_more_goes_for_an_image_when_others_use_the_disk() {
         false
     };
     let (packing, progress) = (packing(Compression::None, None), Progress::default());
-    // So large that the free space is read again after what is written has got to the disk.
-    let staged = source.stage(4, &[("a", shared(4, 112))]);
+    let staged = source.stage(4, &[("a", last)]);
     persist::store(&staged, &ground.folder, &ground.lock, &limits, &packing, &progress, &others).unwrap();
     assert_eq!(ground.ids(), [4, 3, 2], "the first one had to go for it");
     assert!(foreign.exists() && free(&ground.folder) >= limits.min_free);
 }
 
-/// The same, and what is written first is new: that says nothing about the rest of the image.
+/// It needs no more than before.
+#[test]
+fn no_more_goes_for_an_image_when_others_use_the_disk() {
+    let shared = |number: u8, chunks| [noise(9, 80 * CHUNK), noise(number, chunks * CHUNK)].concat();
+    stores_beside_others(120 << 20, [noise(1, 120 * CHUNK), shared(2, 1), shared(3, 1), shared(4, 112)]);
+}
+
+/// What is written first is new: that says nothing about the rest of the image.
 #[test]
 fn an_image_whose_beginning_is_new_is_not_refused_when_others_use_the_disk() {
-    let Some(disk) = SmallDisk::mount(220 << 20) else { return };
-    let source = Ground::new();
-    let ground = Ground::below(tempfile::tempdir_in(disk.0.path()).unwrap());
     let shared = |number: u8, chunks| [noise(number, chunks * CHUNK), noise(9, 200 * CHUNK)].concat();
-    for (number, content) in [(1, noise(1, 160 * CHUNK)), (2, shared(2, 1)), (3, shared(3, 112))] {
-        ground.persist(&source.stage(number, &[("a", content)])).unwrap();
-    }
-    let limits =
-        Limits { policy: Policy { keep_last: 9, ..Policy::default() }, min_free: 15 << 20, copies: Copies::One };
-    let foreign = disk.0.path().join("foreign");
-    let others = || {
-        if !foreign.exists() {
-            let bytes = free(&ground.folder) - limits.min_free - (4 << 20);
-            fs::write(&foreign, vec![1; usize::try_from(bytes).unwrap()]).unwrap();
-        }
-        false
-    };
-    let (packing, progress) = (packing(Compression::None, None), Progress::default());
-    let staged = source.stage(4, &[("a", shared(4, 112))]);
-    persist::store(&staged, &ground.folder, &ground.lock, &limits, &packing, &progress, &others).unwrap();
-    assert_eq!(ground.ids(), [4, 3, 2], "the first one had to go for it");
-    assert!(foreign.exists() && free(&ground.folder) >= limits.min_free);
+    stores_beside_others(220 << 20, [noise(1, 160 * CHUNK), shared(2, 1), shared(3, 112), shared(4, 112)]);
 }
 
 /// `store.copies` was changed to 2, and the disk has no room for all second copies.
