@@ -201,8 +201,9 @@ else
   skip 'a notebook' 'not root, no CRIU, or the kernel could not be had'
 fi
 
-# Most tests wait for something most of the time. One run names all tests that fail.
-step 'tests' env RUST_TEST_THREADS="${RUST_TEST_THREADS:-$((2 * $(nproc)))}" \
+# Most tests wait for something most of the time. One run names all tests that fail. A job gets the signals that its caller
+# ignores, and in the background of a script that is SIGINT.
+step 'tests' env --default-signal=INT,QUIT,HUP RUST_TEST_THREADS="${RUST_TEST_THREADS:-$((2 * $(nproc)))}" \
   cargo test --quiet --workspace --locked --no-fail-fast
 step 'tests of the interposer' cargo test --quiet --manifest-path native/preload/Cargo.toml
 step 'tests of the plugin' cargo test --quiet --manifest-path native/plugin/Cargo.toml

@@ -48,7 +48,7 @@ pub(crate) fn request(pid: i32, op: Op, timeout_ms: u32, pairs: &[Pair]) -> Resu
         if inner_pid(pid).is_none() || Instant::now() > deadline {
             break Err(code::OPERATING_SYSTEM);
         }
-        thread::sleep(Duration::from_micros(200));
+        thread::sleep(Duration::from_micros(500));
     };
     control.request.store(0, Ordering::Release);
     result

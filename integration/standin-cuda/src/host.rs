@@ -301,7 +301,7 @@ pub extern "C" fn cuCtxSynchronize() -> c_int {
         if is_idle || asked.is_err() {
             return answer(asked);
         }
-        std::thread::sleep(std::time::Duration::from_micros(200));
+        std::thread::sleep(std::time::Duration::from_millis(1));
     }
 }
 

@@ -167,7 +167,7 @@ fn serve(control: &Control, folder: &Path, path: &Path) {
                 control.reply.store(request, Ordering::Release);
             }
         }
-        thread::sleep(Duration::from_millis(1));
+        thread::sleep(Duration::from_millis(2));
     }
 }
 

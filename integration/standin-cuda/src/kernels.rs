@@ -54,6 +54,6 @@ pub(crate) fn drain(timeout: Option<Duration>) -> bool {
         if timeout.is_some_and(|timeout| began.elapsed() > timeout) {
             return false;
         }
-        std::thread::sleep(Duration::from_micros(100));
+        std::thread::sleep(Duration::from_micros(500));
     }
 }

@@ -210,7 +210,7 @@ pub unsafe extern "C" fn standin_collective(begun: *const AtomicU64, ranks: u64)
         let before = begun.fetch_add(1, Ordering::SeqCst);
         let all = (before / ranks + 1) * ranks;
         while begun.load(Ordering::SeqCst) < all {
-            std::thread::sleep(std::time::Duration::from_micros(100));
+            std::thread::sleep(std::time::Duration::from_micros(500));
         }
         Ok(())
     }))
@@ -247,7 +247,7 @@ pub extern "C" fn cuStreamSynchronize(stream: usize) -> c_int {
         if is_idle || asked.is_err() {
             return answer(copied.and(asked));
         }
-        std::thread::sleep(std::time::Duration::from_micros(200));
+        std::thread::sleep(std::time::Duration::from_millis(1));
     }
 }
 

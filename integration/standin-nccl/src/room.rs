@@ -49,7 +49,7 @@ pub(crate) struct Building {
 /// Waits, without CUDA.
 pub(crate) fn wait(done: impl Fn() -> bool) {
     while !done() {
-        std::thread::sleep(Duration::from_micros(200));
+        std::thread::sleep(Duration::from_millis(1));
     }
 }
 
