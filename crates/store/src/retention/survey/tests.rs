@@ -190,7 +190,10 @@ fn stores_beside_others(disk: usize, contents: [Vec<u8>; 4]) {
     let limits =
         Limits { policy: Policy { keep_last: 9, ..Policy::default() }, min_free: 15 << 20, copies: Copies::One };
     let foreign = disk.0.path().join("foreign");
+    // All threads that pack ask this, and go on once it is written.
+    let begun = std::sync::Mutex::new(());
     let others = || {
+        let _begun = begun.lock();
         if !foreign.exists() {
             let bytes = free(&ground.folder) - limits.min_free - (4 << 20);
             fs::write(&foreign, vec![1; usize::try_from(bytes).unwrap()]).unwrap();
