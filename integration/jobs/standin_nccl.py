@@ -515,7 +515,7 @@ def main():
             rank.step(step)
             out.write(f"{step}\n")
             if args.mode != "churn":
-                # Other tests run beside this one.
+                # Without it each rank takes all of a processor from the tests beside this one.
                 time.sleep(0.002)
 
 
