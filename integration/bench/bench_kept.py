@@ -13,6 +13,8 @@ Trials, each of which goes on when another one fails:
   ranks     two ranks on two GPUs, NCCL
   notice    what programs can notice: CUDA IPC, peer access, pools, graphs, attributes
   leak      kill -9 of everything with memory kept; nvidia-smi before and after
+  suspend   a job that is suspended; nvidia-smi meanwhile
+  grows     the largest size without PyTorch's cache, so that the job allocates while its memory is still copied
 --ways      of the table: copied and kept by default; plain is cuda-checkpoint's four actions around criu dump
 --still     the share of the memory that the job of the table never changes
 --full-every  gpu.full-copy-every; with more than 1 only what has changed is copied
@@ -38,7 +40,7 @@ from steps import Steps
 from supervised import ROOT, Failed, Job, known_keys, seconds, wait_for
 
 PHASES = ["prepare", "lock", "checkpoint", "dump", "restore", "copy", "unlock"]
-TRIALS = ["table", "cross", "machine", "allocate", "uncached", "disk", "ranks", "notice", "leak"]
+TRIALS = ["table", "cross", "machine", "allocate", "uncached", "disk", "ranks", "notice", "leak", "suspend", "grows"]
 # Of the log, with the word for the table.
 TOLD = {
     "copied GPU memory that stayed": "out",
@@ -111,6 +113,27 @@ def pool():
     code = runtime.cudaMallocAsync(ctypes.byref(pointer), ctypes.c_size_t(64 << 20), None)
     return code, runtime.cudaFreeAsync(pointer, None)
 probe("cudaMallocAsync", pool)
+runtime = ctypes.CDLL("libcudart.so." + torch.version.cuda.split(".")[0])
+def allocated():
+    pointer = ctypes.c_void_p()
+    assert runtime.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(64 << 20)) == 0
+    return pointer
+def free_async():
+    before = torch.cuda.mem_get_info()[0]
+    code = runtime.cudaFreeAsync(allocated(), None)
+    torch.cuda.synchronize()
+    return code, (before - torch.cuda.mem_get_info()[0]) >> 20
+probe("cudaFreeAsync of cudaMalloc's, MiB missing", free_async)
+def free_captured(mode):
+    pointer, stream, g = allocated(), ctypes.c_void_p(), ctypes.c_void_p()
+    runtime.cudaStreamCreateWithFlags(ctypes.byref(stream), 1)
+    began = runtime.cudaStreamBeginCapture(stream, mode)
+    freed = runtime.cudaFree(pointer)
+    ended = runtime.cudaStreamEndCapture(stream, ctypes.byref(g))
+    runtime.cudaGetLastError(); runtime.cudaStreamDestroy(stream)
+    return began, freed, ended, runtime.cudaFree(pointer) if freed else 0
+for mode, name in enumerate(("global", "thread local", "relaxed")):
+    probe("cudaFree in a capture, " + name, lambda: free_captured(mode))
 def peer():
     if torch.cuda.device_count() < 2: return "one GPU"
     y = x.to("cuda:1"); z = torch.arange(16 << 20, device="cuda:1", dtype=torch.int64)
@@ -494,6 +517,52 @@ class Bench:
                 shutil.rmtree(job.store, ignore_errors=True)
             time.sleep(2)
             self.say(f"before: {before}; after the {victim} was killed and all has ended: {self.used()}")
+
+    def suspend(self):
+        before = self.used()
+        for memory in ("copied", "kept"):
+            job, steps = self.training("suspend", memory, self.args.sizes[0])
+            try:
+                job.start()
+                self.steps_on(steps, 3, job)
+                self.snapshot(job, f"suspend, {memory}")
+                self.ask(job, "suspend")
+                self.say(f"suspended, {memory}: {self.used()}, before the job {before}")
+                when = time.time()
+                self.ask(job, "resume")
+                wait_for("step after the suspension", lambda: steps.first_after(when) is not None, 300, job.ended)
+                self.say(f"resumed, {memory}: {steps.first_after(when) - when:.2f} s to a step")
+                self.snapshot(job, f"suspend, {memory}, afterwards")
+                self.steps_on(steps, 3, job)
+                self.crash(job, steps, f"suspend, {memory}, a kill")
+                self.steps_on(steps, 3, job)
+                self.compare(steps, "suspend")
+            finally:
+                job.end()
+                shutil.rmtree(job.store, ignore_errors=True)
+
+    def ask(self, job, command):
+        asked = [job.rekindle, command, job.name, "--store", job.store]
+        done = subprocess.run(asked, env=job.environment, capture_output=True, text=True, timeout=300)
+        if done.returncode != 0:
+            raise Failed(f"{command}: {done.returncode}: {done.stderr}")
+
+    def grows(self):
+        gib = self.args.sizes[-1]
+        for memory in ("copied", "kept"):
+            job, steps = self.training("grows", memory, gib, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+            try:
+                job.start()
+                self.steps_on(steps, 3, job)
+                for number in (1, 2):
+                    self.snapshot(job, f"grows, {memory} {gib} GiB, snapshot {number}")
+                    self.steps_on(steps, 20, job)
+                self.crash(job, steps, f"grows, {memory}")
+                self.steps_on(steps, 20, job)
+                self.compare(steps, "grows")
+            finally:
+                job.end()
+                shutil.rmtree(job.store, ignore_errors=True)
 
     def guard(self, title, work):
         began = time.monotonic()

@@ -109,6 +109,18 @@ pub enum Error {
         #[source]
         source: std::io::Error,
     },
+    /// Its driver would not import again what stays on the GPU.
+    #[error(
+        "process {pid}: the driver could not import memory again that stays on the GPU (gpu.memory = \"kept\"), as a try \
+         has shown (error {code}). The driver copies all GPU memory from the next snapshot on. So it is with jobs that were \
+         restored on other GPUs, if CUDA_VISIBLE_DEVICES names only some of a machine's GPUs"
+    )]
+    NotImported {
+        /// The process, as the job sees it.
+        pid: i32,
+        /// The CUresult.
+        code: i32,
+    },
     /// A keeper did not answer in time.
     #[error("process {pid}: cannot release GPU memory that is shared or stays on the GPU now: {source}")]
     Busy {
@@ -118,7 +130,7 @@ pub enum Error {
         source: std::io::Error,
     },
     /// The driver refused.
-    #[error("process {pid}: the driver cannot {what} (error {code})")]
+    #[error("process {pid}: the driver cannot {what} (error {code}){}", hint(*code))]
     Driver {
         /// The process, as the job sees it.
         pid: i32,
@@ -143,8 +155,19 @@ impl Error {
     }
 }
 
+fn hint(code: i32) -> &'static str {
+    if code == code::NOT_INITIALIZED {
+        ". So it is if a job is restored on other GPUs or on another machine, and its CUDA_VISIBLE_DEVICES names only some of a \
+         machine's GPUs: restore it on the GPUs that it was on, or start it from the beginning (--fresh)"
+    } else {
+        ""
+    }
+}
+
 /// Codes whose cause is the machine, whatever the processes ask for.
-const MACHINES: [i32; 7] = [
+const MACHINES: [i32; 8] = [
+    // Of an import, by a process that was moved.
+    code::NOT_INITIALIZED,
     code::OUT_OF_MEMORY,
     code::DEVICE_UNAVAILABLE,
     code::NO_DEVICE,
@@ -346,14 +369,14 @@ pub fn let_go(all: &[Sharing], own: Own, staying: &mut Vec<Staying>) -> Result<(
     }
     let all: Vec<&Sharing> = all.iter().filter(|one| is_concerned(one, own)).collect();
     let sessions = open(&all, None)?;
-    // A thread that was stopped with a lock of the driver would block the keeper. This is found out before anything is
-    // changed.
-    each(&sessions, |session| session.ask(table::PROBE, 0, "use memory that has to be released"))?;
+    // A thread that was stopped with a lock of the driver would block the keeper, and what the driver does not import would
+    // be lost. This is found out before anything is changed.
+    let with_own = u32::from(own == Own::Stays);
+    each(&sessions, |session| session.probe(with_own))?;
     if own == Own::Stays {
         // Those of an attempt that failed would be in the image twice.
         *staying = collect(&all, &sessions)?;
     }
-    let with_own = u32::from(own == Own::Stays);
     each(&sessions, |session| session.ask(table::RELEASE, with_own, "release memory"))?;
     close(sessions);
     // Imports that the driver itself knows of: a call of the program may have been between the driver and our record of
@@ -445,6 +468,8 @@ fn is_gone(one: &Sharing) -> bool {
 ///
 /// # Errors
 /// Then the processes must not be resumed.
+///
+/// Tries whether the memory could be imported after a snapshot ([`Sharing::imports_nothing`]).
 pub fn make_again(all: &[Sharing]) -> Result<Vec<Staying>, Error> {
     let all: Vec<&Sharing> = all.iter().filter(|one| is_gone(one)).collect();
     let sessions = open_again(&all)?;
@@ -458,6 +483,11 @@ pub fn make_again(all: &[Sharing]) -> Result<Vec<Staying>, Error> {
     let made: Result<Vec<Vec<Staying>>, Error> =
         parallel::at_once(all.iter().zip(&sessions), make).into_iter().collect();
     let made = made?;
+    for (one, session) in all.iter().zip(&sessions).filter(|(one, _)| one.kept().next().is_some()) {
+        one.table().obstacles.fetch_and(!table::NOT_IMPORTED, Relaxed);
+        // A failure does no harm this time.
+        lock(session).probe(1).or_else(|error| if error.is_busy() { Err(error) } else { Ok(()) })?;
+    }
     map_all(&all, sessions)?;
     Ok(made.into_iter().flatten().collect())
 }

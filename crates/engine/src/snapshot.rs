@@ -385,7 +385,9 @@ pub fn take(subject: &Subject<'_>, reason: Reason, cancelled: &(dyn Fn() -> bool
             // A file of memory that stayed is not in the image if none does any more.
             subject.copier.forget();
             let moment = frozen.dumped.moment;
-            let notes = moment.notes.into_iter().chain(frozen.gpus.group.refused()).collect();
+            let gpus = &frozen.gpus;
+            let of_gpus = [gpus.group.refused(), gpus.group.tied(gpus.inventory.gpus.len())];
+            let notes = moment.notes.into_iter().chain(of_gpus.into_iter().flatten()).collect();
             Ok(Taken { image, freeze, notes, open: moment.open })
         }
         Err(error) => {

@@ -9,6 +9,8 @@ use std::time::Duration;
 struct Fault {
     code: i32,
     times: Option<u32>,
+    /// So many calls go well first.
+    skip: u32,
     delay: Duration,
     /// Until the file says something else.
     hold: bool,
@@ -25,6 +27,7 @@ fn parse(text: &str) -> Option<Fault> {
             None if word == "stopped" => fault.stopped = true,
             None => fault.code = word.parse().ok()?,
             Some(("times", value)) => fault.times = Some(value.parse().ok()?),
+            Some(("skip", value)) => fault.skip = value.parse().ok()?,
             Some(("delay", value)) => fault.delay = Duration::from_millis(value.parse().ok()?),
             Some(("pid", value)) => fault.pid = Some(value.parse().ok()?),
             Some(_) => return None,
@@ -53,18 +56,26 @@ pub(crate) fn inject(folder: &Path, op: &str, pid: i32) -> Result<(), i32> {
         }
         return inject(folder, op, pid);
     }
+    let rest = |skip: u32, times: u32| {
+        let pid = fault.pid.map_or_else(String::new, |pid| format!(" pid={pid}"));
+        let stopped = if fault.stopped { " stopped" } else { "" };
+        let (code, delay) = (fault.code, fault.delay.as_millis());
+        // Not truncated first: another job may be reading.
+        let _ = fs::write(
+            path.with_extension("new"),
+            format!("{code} times={times} skip={skip} delay={delay}{pid}{stopped}"),
+        );
+        let _ = fs::rename(path.with_extension("new"), &path);
+    };
+    if fault.skip > 0 {
+        rest(fault.skip - 1, fault.times.unwrap_or(u32::MAX));
+        return Ok(());
+    }
     match fault.times {
         Some(0 | 1) => {
             let _ = fs::remove_file(&path);
         }
-        Some(times) => {
-            let pid = fault.pid.map_or_else(String::new, |pid| format!(" pid={pid}"));
-            let stopped = if fault.stopped { " stopped" } else { "" };
-            let rest = format!("{} times={} delay={}{pid}{stopped}", fault.code, times - 1, fault.delay.as_millis());
-            // Not truncated first: another job may be reading.
-            let _ = fs::write(path.with_extension("new"), rest);
-            let _ = fs::rename(path.with_extension("new"), &path);
-        }
+        Some(times) => rest(0, times - 1),
         None => {}
     }
     std::thread::sleep(fault.delay);

@@ -26,13 +26,16 @@ enum State {
 struct Job {
     state: State,
     gpu: [u8; 16],
+    /// Those that CUDA_VISIBLE_DEVICES names, or all.
+    usable: Vec<[u8; 16]>,
     /// The GPUs that it could see when it was checkpointed, whatever CUDA_VISIBLE_DEVICES says.
     seen: Vec<[u8; 16]>,
     /// Stands for the descriptors of /dev/nvidia*: CRIU refuses it as it refuses those.
     device: Option<OwnedFd>,
 }
 
-static JOB: Mutex<Job> = Mutex::new(Job { state: State::Running, gpu: [0; 16], seen: Vec::new(), device: None });
+static JOB: Mutex<Job> =
+    Mutex::new(Job { state: State::Running, gpu: [0; 16], usable: Vec::new(), seen: Vec::new(), device: None });
 /// The process that started, by its own number: a forked child is no CUDA process, as with the real driver.
 static STARTED: AtomicI32 = AtomicI32::new(0);
 
@@ -54,8 +57,21 @@ pub(crate) fn gpu() -> [u8; 16] {
 
 /// The first GPU that it may use.
 fn first(folder: &Path) -> Option<[u8; 16]> {
-    let first = std::env::var("CUDA_VISIBLE_DEVICES").ok().and_then(|all| all.split(',').next()?.parse().ok());
-    Some(gpus::usable(folder).get(first.unwrap_or(0))?.uuid)
+    named(folder).first().copied()
+}
+
+/// Those that CUDA_VISIBLE_DEVICES names by their numbers, or all.
+fn named(folder: &Path) -> Vec<[u8; 16]> {
+    let all: Vec<[u8; 16]> = gpus::usable(folder).into_iter().map(|gpu| gpu.uuid).collect();
+    let Ok(numbers) = std::env::var("CUDA_VISIBLE_DEVICES") else { return all };
+    let numbers = numbers.split(',').filter_map(|number| number.parse::<usize>().ok());
+    numbers.filter_map(|number| all.get(number).copied()).collect()
+}
+
+/// A process that was moved to a GPU which CUDA_VISIBLE_DEVICES did not name imports nothing any more, as with driver 580.
+pub(crate) fn may_import() -> Result<(), i32> {
+    let job = job();
+    if job.usable.contains(&job.gpu) { Ok(()) } else { Err(code::NOT_INITIALIZED) }
 }
 
 /// The same, as it is now.
@@ -81,6 +97,7 @@ pub(crate) fn start() -> Result<(), i32> {
     let end = if host::is_copier() { "copier" } else { "ctl" };
     let path = folder.join(format!("{pid}.{end}"));
     let control = create(&path, pid).map_err(|_| code::OPERATING_SYSTEM)?;
+    job.usable = named(&folder);
     job.gpu = first(&folder).ok_or(code::NO_DEVICE)?;
     job.device = Some(open_device()?);
     // Its memory is never freed: the thread outlives everything.

@@ -28,7 +28,7 @@
 //! # Faults
 //! Files in `$STANDIN_CUDA_DIR`, looked at by the job for each request; OP is `state`, `tid`, `lock`, `checkpoint`,
 //! `restore` or `unlock`:
-//! - `fail-OP`: `CODE [times=N] [delay=MS] [pid=P]`. Waits, then answers with CODE; with code 0 it only waits. Without
+//! - `fail-OP`: `CODE [times=N] [skip=N] [delay=MS] [pid=P]`. Waits, then answers with CODE; with code 0 it only waits. Without
 //!   `times` it stays, with it the file goes away after N times. `pid` is the job's own number of itself.
 //! - `die-at-OP`: `[delay=MS] [pid=P]`. Waits, removes the file and kills itself with SIGKILL.
 //! - OP may also be `keeper-CALL`: `unmap`, `release`, `export`, `import`, `map`, `access` or `retain`, where a keeper
@@ -290,7 +290,11 @@ pub unsafe extern "C" fn cuMemImportFromShareableHandle(handle: *mut u64, file: 
     // SAFETY: the caller passes null or room for a handle.
     let Some(handle) = (unsafe { handle.as_mut() }).filter(|_| kind == 1) else { return code::INVALID_VALUE };
     let Ok(file) = c_int::try_from(file) else { return code::INVALID_VALUE };
-    answer(job::call(|| memory::shared("import", |shared| shared.import(file)).map(|new| *handle = new)))
+    let import = || {
+        job::may_import()?;
+        memory::shared("import", |shared| shared.import(file)).map(|new| *handle = new)
+    };
+    answer(job::call(import))
 }
 
 /// One reference less.

@@ -161,8 +161,10 @@ fn a_call_of_the_driver_that_fails_before_the_checkpoint_costs_one_snapshot() {
     let mut supervisor = rig.start();
     let zero = supervisor.main_pid();
     let inner = inner(zero).unwrap();
-    for call in ["export", "access", "unmap"] {
-        rig.standin.fault(&format!("fail-keeper-{call}"), &format!("999 times=1 pid={inner}"));
+    for call in ["export", "import", "access", "unmap"] {
+        // The first import of all is one too few for it to be known that the driver imports.
+        let code = if call == "import" { 2 } else { 999 };
+        rig.standin.fault(&format!("fail-keeper-{call}"), &format!("{code} times=1 pid={inner}"));
         fails_once(&rig, &mut supervisor, "the driver cannot ");
         if call == "export" {
             // From now on it has descriptors.
@@ -178,8 +180,9 @@ fn memory_that_cannot_be_mapped_again_ends_the_life_and_is_restored_from_the_ima
     let Some(rig) = job(&[]) else { return };
     let mut supervisor = rig.start();
     supervisor.snapshot();
-    for (restarts, call) in (1..).zip(["import", "map"]) {
-        rig.standin.fault(&format!("fail-keeper-{call}"), "2 times=1");
+    // The first import is the one that is only tried.
+    for (restarts, call, skip) in [(1, "import", 1), (2, "map", 0)] {
+        rig.standin.fault(&format!("fail-keeper-{call}"), &format!("2 times=1 skip={skip}"));
         supervisor.ask();
         supervisor.said("the snapshot failed and the job cannot continue");
         comes_back(&rig, &mut supervisor, restarts);
@@ -187,6 +190,54 @@ fn memory_that_cannot_be_mapped_again_ends_the_life_and_is_restored_from_the_ima
     }
     supervisor.stop();
     rig.assert_sequence();
+}
+
+#[test]
+fn memory_that_the_driver_would_not_import_again_is_copied_from_then_on() {
+    let Some(rig) = job(&[]) else { return };
+    let mut supervisor = rig.start();
+    rig.standin.fault("fail-keeper-import", "3");
+    fails(&mut supervisor, "the driver could not import memory again that stays on the GPU (gpu.memory = \"kept\")");
+    for restarts in 1..=2 {
+        let (kept, landed) = bytes(&supervisor.snapshot());
+        assert!(kept == 0 && landed >= 70 * MIB, "{kept} {landed}");
+        supervisor.assert_unharmed(1);
+        supervisor.kill_job();
+        comes_back(&rig, &mut supervisor, restarts);
+    }
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+/// After a move to a GPU that CUDA_VISIBLE_DEVICES did not name the driver imports nothing.
+#[test]
+fn a_job_that_was_moved_to_a_gpu_that_it_could_not_use_is_copied_from_then_on() {
+    let Some(mut rig) = job(&[]) else { return };
+    rig.standin.add_nvml();
+    rig.variable("CUDA_VISIBLE_DEVICES", "0");
+    let mut supervisor = rig.start();
+    assert_eq!(bytes(&supervisor.snapshot()).0, 70 * MIB);
+    supervisor.said("was stored in");
+    supervisor.kill();
+    drop(supervisor);
+    rig.flags(&["--device-map", "0=1"]);
+    let mut supervisor = rig.run();
+    supervisor.said("GPU memory of the job cannot stay on the GPU any more");
+    supervisor.said("the job was restored from image");
+    supervisor.assert_unharmed(1);
+    let (kept, landed) = bytes(&supervisor.snapshot());
+    assert!(kept == 0 && landed >= 70 * MIB, "{kept} {landed}");
+    supervisor.assert_unharmed(1);
+    supervisor.kill_job();
+    comes_back(&rig, &mut supervisor, 1);
+    supervisor.stop();
+    drop(supervisor);
+    // Once it can use all of them, the memory stays there.
+    rig.variable("CUDA_VISIBLE_DEVICES", "0,1");
+    rig.flags(&["--fresh"]);
+    let mut supervisor = rig.start();
+    assert_eq!(bytes(&supervisor.snapshot()).0, 70 * MIB);
+    supervisor.stop();
 }
 
 #[test]
@@ -275,33 +326,40 @@ fn memory_that_the_driver_does_not_release_ends_snapshots_until_a_rewind() {
     let mut supervisor = rig.start();
     supervisor.snapshot();
     let inner = inner(supervisor.main_pid()).unwrap();
-    rig.standin.fault("fail-keeper-release", &format!("999 times=1 pid={inner}"));
-    fails(&mut supervisor, "the driver cannot release memory (error 999)");
-    let why = supervisor.said("the snapshot failed");
-    assert!(why.contains("the driver did not release GPU memory in an earlier snapshot"), "{why}");
-    assert!(why.contains("`rekindle rewind JOB -1` restores the job") && why.contains("the job continues"), "{why}");
-    supervisor.assert_unharmed(1);
-    assert_eq!(rig.state().unwrap().restarts, 0);
-    let (code, said) = rig.ask(&["rewind", "j", "-1"]);
-    assert_eq!(code, Some(0), "{said}");
-    supervisor.assert_unharmed(1);
-    assert_eq!(bytes(&supervisor.snapshot()).0, 70 * MIB);
+    // The first release is that of a piece that was only imported for a try.
+    for (skip, words) in [(0, "use memory that has to be released"), (1, "release memory")] {
+        rig.standin.fault("fail-keeper-release", &format!("999 times=1 skip={skip} pid={inner}"));
+        fails(&mut supervisor, &format!("the driver cannot {words} (error 999)"));
+        let why = supervisor.said("the snapshot failed");
+        assert!(why.contains("the driver did not release GPU memory in an earlier snapshot"), "{why}");
+        assert!(
+            why.contains("`rekindle rewind JOB -1` restores the job") && why.contains("the job continues"),
+            "{why}"
+        );
+        supervisor.assert_unharmed(1);
+        assert_eq!(rig.state().unwrap().restarts, 0);
+        let (code, said) = rig.ask(&["rewind", "j", "-1"]);
+        assert_eq!(code, Some(0), "{said}");
+        supervisor.assert_unharmed(1);
+        assert_eq!(bytes(&supervisor.snapshot()).0, 70 * MIB);
+    }
     supervisor.stop();
     rig.assert_sequence();
 }
 
 #[test]
 fn an_attempt_that_a_process_held_up_leaves_nothing_in_the_image() {
-    let Some(rig) = job(&["--ranks", "2", "--mib", "16"]) else { return };
+    let Some(rig) = job(&["--ranks", "2"]) else { return };
     let mut supervisor = rig.start();
     supervisor.ranks_count(2);
     let zero = supervisor.main_pid();
     let second = rig.cuda_pids().into_iter().find(|pid| *pid != zero).and_then(inner).unwrap();
-    // The first attempt ends after 5 s. The other process has handed its memory over by then.
-    rig.standin.fault("fail-keeper-export", &format!("0 times=1 delay=6000 pid={second}"));
+    // The first attempt ends after 5 s. The other process has handed its memory over by then: one piece has to be exported
+    // for the try.
+    rig.standin.fault("fail-keeper-export", &format!("0 times=1 skip=1 delay=6000 pid={second}"));
     let image = supervisor.snapshot();
     let kept = image.manifest().unwrap().kept.as_ref().unwrap();
-    assert_eq!(kept.pieces.len(), 2, "{kept:?}");
+    assert_eq!(kept.pieces.len(), 6, "{kept:?}");
     supervisor.assert_unharmed(2);
     supervisor.kill_job();
     supervisor.said("the job was restored from image");

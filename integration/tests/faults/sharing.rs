@@ -3,6 +3,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use rekindle_store::Image;
+
 use crate::rig::{Rig, Supervisor};
 
 fn job(ranks: usize, args: &[&str]) -> Option<Rig> {
@@ -48,6 +50,48 @@ fn two_ranks_share_memory_across_snapshots_and_deaths() {
 #[test]
 fn three_ranks_share_memory_across_snapshots_and_deaths() {
     shares(3);
+}
+
+/// The driver imports nothing in a process that is moved to a GPU which CUDA_VISIBLE_DEVICES did not name.
+#[test]
+fn ranks_that_may_use_only_some_gpus_are_told_that_no_others_will_do() {
+    let Some(mut rig) = job(2, &[]) else { return };
+    rig.standin.add_nvml();
+    rig.variable("CUDA_VISIBLE_DEVICES", "0");
+    let mut supervisor = rig.start();
+    supervisor.ranks_count(2);
+    supervisor.snapshot();
+    supervisor.snapshot();
+    let note = "CUDA_VISIBLE_DEVICES=0 names only some of this machine's 2 GPUs";
+    assert_eq!(rig.log().matches(note).count(), 1, "{}", rig.log());
+    supervisor.said("was stored in");
+    supervisor.kill();
+    drop(supervisor);
+    rig.flags(&["--device-map", "0=1"]);
+    let mut supervisor = rig.run();
+    let why = supervisor.said("cannot restore image");
+    assert!(
+        why.contains("the driver cannot import memory again (error 3). So it is if a job is restored on other GPUs"),
+        "{why}"
+    );
+    supervisor.kill();
+    drop(supervisor);
+    assert!(rig.images().iter().all(Image::is_good), "no image is to blame");
+    rig.flags(&[]);
+    let mut supervisor = rig.run();
+    supervisor.said("the job was restored from image");
+    supervisor.assert_unharmed(2);
+    supervisor.stop();
+    drop(supervisor);
+    // All of them.
+    let mark = rig.log().len();
+    rig.variable("CUDA_VISIBLE_DEVICES", "0,1");
+    rig.flags(&["--fresh"]);
+    let mut supervisor = rig.start();
+    supervisor.ranks_count(2);
+    supervisor.snapshot();
+    assert!(!rig.log()[mark..].contains("names only some of this machine's"), "{}", rig.log());
+    supervisor.stop();
 }
 
 #[test]

@@ -28,6 +28,8 @@ pub const UNTRACKED: u32 = 1;
 pub const MULTICAST: u32 = 2;
 /// Memory that the driver did not release for a snapshot: the process still has a reference to it.
 pub const UNRELEASED: u32 = 4;
+/// Memory that can stay on the GPU, and that the driver did not import in a try ([`PROBE`]): it must be copied.
+pub const NOT_IMPORTED: u32 = 8;
 
 /// [`Import::kept`]: memory of another process.
 pub const FOREIGN: u32 = 0;
@@ -176,7 +178,8 @@ pub const NO_DESCRIPTOR: i32 = -3;
 
 /// [`Request::what`]: the first request. The supervisor has its end of the socket, so the keeper closes its copy.
 pub const BEGIN: u32 = 0;
-/// Uses the driver without changing anything; returns unless the driver is blocked.
+/// Uses the driver without changing anything; returns unless the driver is blocked. With index 1 it also tries, for each GPU,
+/// whether memory that can stay there can be imported.
 pub const PROBE: u32 = 1;
 /// Unmaps and releases all memory of other processes; with index 1 also what can stay on the GPU. Closes the descriptors
 /// of that in any case.

@@ -91,7 +91,7 @@ fn serve(table: &'static Table, ours: sys::File, theirs: sys::File) {
         let mut exported = None;
         let (code, count) = match what {
             table::BEGIN => (SUCCESS, 0),
-            table::PROBE => probe(table),
+            table::PROBE => probe(table, index != 0),
             table::RELEASE => release(table, index != 0),
             table::EXPORT => export(table, index, &mut exported),
             table::IMPORT => import(table, index, descriptor.as_ref()),
@@ -136,15 +136,59 @@ fn until_error(codes: impl Iterator<Item = i32>) -> (i32, u32) {
     (SUCCESS, count)
 }
 
-fn probe(table: &'static Table) -> (i32, u32) {
+fn probe(table: &'static Table, with_kept: bool) -> (i32, u32) {
     // Sets access rights that are already set.
     let mapped = sharing::mappings(table).filter(|mapping| !is_gone(&mapping.is_gone)).take(PROBED);
     let set = mapped.flat_map(|mapping| accesses(mapping).map(move |access| set_access(mapping, &access)));
     let (code, count) = until_error(set);
     let first = table.exports.iter().position(|export| export.handle.load(Ordering::Relaxed) != 0);
-    match first {
+    let (code, count) = match first {
         Some(at) if code == SUCCESS => export(table, at as u32, &mut None),
         _ => (code, count),
+    };
+    if code == SUCCESS && with_kept { until_error(try_imports(table)) } else { (code, count) }
+}
+
+/// Imports one piece of each GPU that can stay there, and releases it again. If CUDA_VISIBLE_DEVICES names only some of a
+/// machine's GPUs, the driver (580) imports nothing in a process that was restored on others: memory would be lost.
+fn try_imports(table: &'static Table) -> impl Iterator<Item = i32> {
+    let mut tried = 0_u64;
+    let kept = sharing::imports(table).enumerate();
+    let kept =
+        kept.filter(|(_, import)| sharing::is_live(import) && sharing::is_kept(import) && !is_gone(&import.is_gone));
+    let first_of_each = kept.filter(move |(_, import)| {
+        let gpu = 1_u64.checked_shl(import.device.load(Ordering::Relaxed) as u32).unwrap_or(0);
+        let is_first = tried & gpu == 0;
+        tried |= gpu;
+        is_first
+    });
+    first_of_each.map(|(at, import)| try_import(table, at, import))
+}
+
+fn try_import(table: &Table, at: usize, import: &Import) -> i32 {
+    let file = match kept::file(at, import) {
+        Ok(file) => file,
+        Err(code) => return code,
+    };
+    let mut handle = 0;
+    match driver::import(&mut handle, file.number(), import.kind.load(Ordering::Relaxed)) {
+        SUCCESS => {
+            let code = driver::release(handle);
+            if code != SUCCESS {
+                // As in a release.
+                sharing::obstacle(table::UNRELEASED);
+            }
+            code
+        }
+        code => {
+            // A GPU that is full will have room, and what was imported before can be again. The driver cannot copy it.
+            let was_imported = |import: &Import| import.kept.load(Ordering::Relaxed) == table::HANDED;
+            let is_any = || sharing::imports(table).any(|import| sharing::is_live(import) && was_imported(import));
+            if code != sharing::OUT_OF_MEMORY && !is_any() {
+                sharing::obstacle(table::NOT_IMPORTED);
+            }
+            code
+        }
     }
 }
 

@@ -32,6 +32,7 @@ use rekindle_abi::sharing::{self as table, Export, Import, Mapping, Table, Tag};
 /// CUresult: success; a wrong argument; not initialised.
 pub(crate) const SUCCESS: i32 = 0;
 pub(crate) const INVALID_VALUE: i32 = 1;
+pub(crate) const OUT_OF_MEMORY: i32 = 2;
 pub(crate) const NOT_INITIALIZED: i32 = 3;
 
 /// CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR: the kind that can be exported again. Fabric handles are for other

@@ -109,6 +109,17 @@ impl<'a> Session<'a> {
         self.receive_within(usual, doing).map(drop)
     }
 
+    /// Whether the keeper can use the driver, and with 1 whether what stays on the GPU could be imported again.
+    pub(super) fn probe(&self, with_own: u32) -> Result<(), Error> {
+        let outcome = self.ask(table::PROBE, with_own, "use memory that has to be released");
+        match outcome {
+            Err(Error::Driver { pid, code, .. }) if self.sharing.imports_nothing() => {
+                Err(Error::NotImported { pid, code })
+            }
+            outcome => outcome,
+        }
+    }
+
     /// Exports these entries again. All requests are sent before the first answer is read, so that the keeper need not
     /// sleep.
     pub(super) fn export(&self, entries: &[u32]) -> Result<Vec<OwnedFd>, Error> {

@@ -10,7 +10,7 @@ use crate::job_table::JobTable;
 pub(super) use rekindle_abi::sharing::NAME;
 pub(super) use rekindle_abi::sharing::{
     BEGIN, CREATE, EXPORT, FOREIGN, GIVE, HANDED, HELD, IMPORT, Import, LOST, MAP, MOST, MULTICAST, NO_DESCRIPTOR,
-    PROBE, RELEASE, Reply, Request, Table, Tag, UNRELEASED, UNTRACKED,
+    NOT_IMPORTED, PROBE, RELEASE, Reply, Request, Table, Tag, UNRELEASED, UNTRACKED,
 };
 
 /// The shared memory of one process.
@@ -59,6 +59,12 @@ impl Sharing {
         self.table().is_locked.store(is_locked.into(), Relaxed);
     }
 
+    /// Whether it has memory of other processes.
+    #[must_use]
+    pub fn has_imports(&self) -> bool {
+        self.imports().next().is_some()
+    }
+
     /// Memory that it has of other processes.
     pub(super) fn imports(&self) -> impl Iterator<Item = (u32, &Import)> {
         self.entries().filter(|(_, import)| import.kept.load(Relaxed) == FOREIGN)
@@ -79,6 +85,13 @@ impl Sharing {
     #[must_use]
     pub fn kept_bytes(&self) -> u64 {
         self.kept().map(|(.., bytes)| bytes).fold(0, u64::saturating_add)
+    }
+
+    /// Whether its driver would not import again what stays on the GPU, as far as that was tried ([`super::let_go`],
+    /// [`super::make_again`]).
+    #[must_use]
+    pub fn imports_nothing(&self) -> bool {
+        self.table().obstacles.load(Relaxed) & NOT_IMPORTED != 0
     }
 
     /// How often it wanted to share such memory by CUDA IPC, and was refused.

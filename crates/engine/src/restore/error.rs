@@ -267,10 +267,10 @@ mod tests {
     #[test]
     fn only_what_the_driver_refuses_because_of_the_image_counts_against_it() {
         let blame = |code| Error::Gpu(gpu::Error::Sharing(sharing::Error::Driver { pid: 1, what: "", code })).blame();
-        for code in [2, 46, 100, 214, 800, 802, 803] {
+        for code in [2, 3, 46, 100, 214, 800, 802, 803] {
             assert_eq!(blame(code), Blame::Machine, "{code}");
         }
-        for code in [-1, 1, 3, 101, 304, 401, 801, 999] {
+        for code in [-1, 1, 101, 304, 401, 801, 999] {
             assert_eq!(blame(code), Blame::Unknown, "{code}");
         }
     }

@@ -287,9 +287,14 @@ impl Group {
         Ok(sharing::check(&self.sharing()?)?)
     }
 
-    /// Bytes of the memory of each that can stay on the GPU, by pid as we see it.
+    /// Bytes of the memory of each that can stay on the GPU, by pid as we see it. None can if the driver of one of them would
+    /// not import it again.
     pub(crate) fn kept_bytes(&self) -> Result<BTreeMap<i32, u64>, Error> {
-        Ok(self.sharing()?.iter().map(|one| (one.pid(), one.kept_bytes())).collect())
+        let all = self.sharing()?;
+        if all.iter().any(Sharing::imports_nothing) {
+            return Ok(BTreeMap::new());
+        }
+        Ok(all.iter().map(|one| (one.pid(), one.kept_bytes())).collect())
     }
 
     /// A note if they wanted to share such memory by CUDA IPC, which the driver refuses. It is the same each time: the user
@@ -302,6 +307,24 @@ impl Group {
              the job from the beginning (--fresh)"
                 .to_owned()
         })
+    }
+
+    /// A note if they could be restored only on the GPUs that they are on now: they share memory, and CUDA_VISIBLE_DEVICES names
+    /// only some of `gpus`. The driver (580) then imports no memory on other GPUs, nor on another machine. It is the same each
+    /// time: the user is told once.
+    pub(crate) fn tied(&self, gpus: usize) -> Option<String> {
+        let sharing = self.sharing().ok()?;
+        let named = |one: &Sharing| process::environment(one.pid(), "CUDA_VISIBLE_DEVICES");
+        let all = sharing.iter().filter(|one| one.has_imports()).filter_map(named);
+        let value = all
+            .into_iter()
+            .find(|value| (1..gpus).contains(&value.split(',').filter(|name| !name.is_empty()).count()))?;
+        Some(format!(
+            "the job's images can be restored on the GPUs that it uses now, and on no others: its processes share GPU memory, as \
+             NCCL does, and CUDA_VISIBLE_DEVICES={value} names only some of this machine's {gpus} GPUs. If it must be possible \
+             to restore it on other GPUs or on another machine, start it without CUDA_VISIBLE_DEVICES, or set gpu.nccl = \
+             \"no-peer\""
+        ))
     }
 
     /// From the lock to the unlock: their memory that stays on the GPU.

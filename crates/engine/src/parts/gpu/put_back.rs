@@ -249,6 +249,13 @@ fn take_again(
         let _room = sharing::room(&sharing)?;
         let made = sharing::make_again(&sharing)?;
         tracing::debug!(took = ?began.elapsed(), pieces = made.len(), "mapped GPU memory again");
+        if sharing.iter().any(sharing::Sharing::imports_nothing) {
+            tracing::warn!(
+                "GPU memory of the job cannot stay on the GPU any more (gpu.memory = \"kept\"): the driver copies all of it in \
+                 each snapshot. So it is with jobs that were restored on other GPUs, if CUDA_VISIBLE_DEVICES names only some of \
+                 a machine's GPUs"
+            );
+        }
         kept::fill(copier, dir, manifest.kept.as_ref(), &made)?;
     }
     // Anybody can have sent a SIGCONT meanwhile.
