@@ -45,10 +45,10 @@ if [ "$(id -u)" -ne 0 ]; then
 fi
 
 work=$(mktemp -d)
-# What is installed beside the compiler's work, if anything is.
-ahead=''
+# What is installed beside the compiler's work, and tests that run beside others, if there are any.
+ahead='' beside=''
 leave() {
-  [ -z "$ahead" ] || kill -- "-$ahead" 2>/dev/null || true
+  for group in $ahead $beside; do kill -- "-$group" 2>/dev/null || true; done
   rm -rf -- "$work"
 }
 trap leave EXIT
@@ -202,10 +202,27 @@ else
   skip 'a notebook' 'not root, no CRIU, or the kernel could not be had'
 fi
 
-# Most tests wait for something most of the time. One run names all tests that fail. A job gets the signals that its caller
-# ignores, and in the background of a script that is SIGINT.
-step 'tests' env --default-signal=INT,QUIT,HUP RUST_TEST_THREADS="${RUST_TEST_THREADS:-$((2 * $(nproc)))}" \
-  cargo test --quiet --workspace --locked --no-fail-fast
+# One run names all tests that fail. A job gets the signals that its caller ignores, and in the background of a script that is
+# SIGINT.
+tests=(env '--default-signal=INT,QUIT,HUP' cargo test --quiet --workspace --locked --no-fail-fast)
+# These wait nearly all the time: for leases, etcd and Slurm. They run beside the others.
+waiting=(group etcd slurm slurm_wrapper)
+others=$(cargo metadata --quiet --locked --no-deps --format-version 1 | python3 -c '
+import json, sys
+targets = [target for package in json.load(sys.stdin)["packages"] for target in package["targets"]]
+print(*{target["name"] for target in targets if target["kind"] == ["test"]} - set(sys.argv[1:]), sep="\n")' "${waiting[@]}")
+mapfile -t others <<<"$others"
+export RUST_TEST_THREADS=${RUST_TEST_THREADS:-$(nproc)}
+setsid timeout -k 10 "$limit" "${tests[@]}" "${waiting[@]/#/--test=}" >"$work/beside.log" 2>&1 </dev/null &
+beside=$!
+failed=''
+# Most of these wait for something most of the time, too.
+(step 'tests' env RUST_TEST_THREADS=$((2 * RUST_TEST_THREADS)) "${tests[@]}" --lib --bins "${others[@]/#/--test=}") || failed=yes
+wait "$beside" || failed=yes
+beside=''
+step "tests of ${waiting[*]}, which ran beside them" cat "$work/beside.log"
+[ -z "$failed" ] || { echo "run.sh: tests have failed, see above" >&2; exit 1; }
+step 'examples in the documentation' "${tests[@]}" --doc
 step 'tests of the interposer' cargo test --quiet --manifest-path native/preload/Cargo.toml
 step 'tests of the plugin' cargo test --quiet --manifest-path native/plugin/Cargo.toml
 # With private items: it is read by those who work on it, and links to them must not be broken either.
