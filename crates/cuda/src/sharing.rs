@@ -111,8 +111,8 @@ pub enum Error {
     },
     /// Its driver would not import again what stays on the GPU.
     #[error(
-        "process {pid}: the driver could not import memory again that stays on the GPU (gpu.memory = \"kept\"), as a try \
-         has shown (error {code}). The driver copies all GPU memory from the next snapshot on. So it is with jobs that were \
+        "process {pid}: a try has shown that the driver could not import the memory again that stays on the GPU (gpu.memory = \
+         \"kept\", error {code}). The driver copies all GPU memory from the next snapshot on. So it is with jobs that were \
          restored on other GPUs, if CUDA_VISIBLE_DEVICES names only some of a machine's GPUs"
     )]
     NotImported {
@@ -130,7 +130,7 @@ pub enum Error {
         source: std::io::Error,
     },
     /// The driver refused.
-    #[error("process {pid}: the driver cannot {what} (error {code}){}", hint(*code))]
+    #[error("process {pid}: the driver cannot {what} (error {code}){}", hint(what, *code))]
     Driver {
         /// The process, as the job sees it.
         pid: i32,
@@ -151,12 +151,17 @@ impl Error {
     /// Whether the driver refused something, and not because of the machine: a GPU that is full, missing or broken.
     #[must_use]
     pub fn is_refusal(&self) -> bool {
-        matches!(self, Error::Driver { code, .. } if !MACHINES.contains(code))
+        matches!(self, Error::Driver { what, code, .. } if !MACHINES.contains(code) && !is_of_a_move(what, *code))
     }
 }
 
-fn hint(code: i32) -> &'static str {
-    if code == code::NOT_INITIALIZED {
+/// Whether it is as with a process that was restored on other GPUs ([`Error::NotImported`]).
+fn is_of_a_move(what: &str, code: i32) -> bool {
+    what == session::IMPORT_AGAIN && code == code::NOT_INITIALIZED
+}
+
+fn hint(what: &str, code: i32) -> &'static str {
+    if is_of_a_move(what, code) {
         ". So it is if a job is restored on other GPUs or on another machine, and its CUDA_VISIBLE_DEVICES names only some of a \
          machine's GPUs: restore it on the GPUs that it was on, or start it from the beginning (--fresh)"
     } else {
@@ -165,9 +170,7 @@ fn hint(code: i32) -> &'static str {
 }
 
 /// Codes whose cause is the machine, whatever the processes ask for.
-const MACHINES: [i32; 8] = [
-    // Of an import, by a process that was moved.
-    code::NOT_INITIALIZED,
+const MACHINES: [i32; 7] = [
     code::OUT_OF_MEMORY,
     code::DEVICE_UNAVAILABLE,
     code::NO_DEVICE,
@@ -466,10 +469,10 @@ fn is_gone(one: &Sharing) -> bool {
 /// In processes that were restored from an image: maps the memory of others again, and creates anew what had stayed on the
 /// GPU, with undefined content. The threads must be stopped, and CUDA must not be locked. There must be [`room`].
 ///
+/// Tries whether the driver would import it after a snapshot ([`Sharing::imports_nothing`]).
+///
 /// # Errors
 /// Then the processes must not be resumed.
-///
-/// Tries whether the memory could be imported after a snapshot ([`Sharing::imports_nothing`]).
 pub fn make_again(all: &[Sharing]) -> Result<Vec<Staying>, Error> {
     let all: Vec<&Sharing> = all.iter().filter(|one| is_gone(one)).collect();
     let sessions = open_again(&all)?;
@@ -484,9 +487,10 @@ pub fn make_again(all: &[Sharing]) -> Result<Vec<Staying>, Error> {
         parallel::at_once(all.iter().zip(&sessions), make).into_iter().collect();
     let made = made?;
     for (one, session) in all.iter().zip(&sessions).filter(|(one, _)| one.kept().next().is_some()) {
-        one.table().obstacles.fetch_and(!table::NOT_IMPORTED, Relaxed);
-        // A failure does no harm this time.
-        lock(session).probe(1).or_else(|error| if error.is_busy() { Err(error) } else { Ok(()) })?;
+        // A failure does no harm this time, unless it would end all snapshots.
+        let is_harmful =
+            |error: &Error| error.is_busy() || one.table().obstacles.load(Relaxed) & table::UNRELEASED != 0;
+        lock(session).probe(1).or_else(|error| if is_harmful(&error) { Err(error) } else { Ok(()) })?;
     }
     map_all(&all, sessions)?;
     Ok(made.into_iter().flatten().collect())

@@ -28,7 +28,7 @@ pub const UNTRACKED: u32 = 1;
 pub const MULTICAST: u32 = 2;
 /// Memory that the driver did not release for a snapshot: the process still has a reference to it.
 pub const UNRELEASED: u32 = 4;
-/// Memory that can stay on the GPU, and that the driver did not import in a try ([`PROBE`]): it must be copied.
+/// The driver did not import memory in a try ([`PROBE`]): what could stay on the GPU must be copied.
 pub const NOT_IMPORTED: u32 = 8;
 
 /// [`Import::kept`]: memory of another process.
@@ -129,7 +129,8 @@ pub struct Table {
     pub keeper: AtomicI32,
     /// Number of objects of other processes that the driver has in this process.
     pub foreign: AtomicU32,
-    /// Obstacles to a release, as far as they were observed: [`UNTRACKED`], [`MULTICAST`].
+    /// Obstacles to a release, as far as they were observed: [`UNTRACKED`], [`MULTICAST`],
+    /// [`UNRELEASED`], [`NOT_IMPORTED`].
     pub obstacles: AtomicU32,
     pub state: AtomicU32,
     /// Number of calls of the program in progress that use memory which can be released: they already have the driver's
@@ -178,8 +179,8 @@ pub const NO_DESCRIPTOR: i32 = -3;
 
 /// [`Request::what`]: the first request. The supervisor has its end of the socket, so the keeper closes its copy.
 pub const BEGIN: u32 = 0;
-/// Uses the driver without changing anything; returns unless the driver is blocked. With index 1 it also tries, for each GPU,
-/// whether memory that can stay there can be imported.
+/// Uses the driver without changing anything; returns unless the driver is blocked. With index 1 it also tries whether memory of
+/// each GPU can be imported on which memory can stay.
 pub const PROBE: u32 = 1;
 /// Unmaps and releases all memory of other processes; with index 1 also what can stay on the GPU. Closes the descriptors
 /// of that in any case.

@@ -149,47 +149,54 @@ fn probe(table: &'static Table, with_kept: bool) -> (i32, u32) {
     if code == SUCCESS && with_kept { until_error(try_imports(table)) } else { (code, count) }
 }
 
-/// Imports one piece of each GPU that can stay there, and releases it again. If CUDA_VISIBLE_DEVICES names only some of a
-/// machine's GPUs, the driver (580) imports nothing in a process that was restored on others: memory would be lost.
+/// Imports new memory of each GPU on which memory can stay, and releases it. If CUDA_VISIBLE_DEVICES names only some of a
+/// machine's GPUs, the driver (580) imports nothing in a process that was restored on others: what is released would be lost.
 fn try_imports(table: &'static Table) -> impl Iterator<Item = i32> {
     let mut tried = 0_u64;
-    let kept = sharing::imports(table).enumerate();
-    let kept =
-        kept.filter(|(_, import)| sharing::is_live(import) && sharing::is_kept(import) && !is_gone(&import.is_gone));
-    let first_of_each = kept.filter(move |(_, import)| {
-        let gpu = 1_u64.checked_shl(import.device.load(Ordering::Relaxed) as u32).unwrap_or(0);
+    let kept = sharing::imports(table).filter(|import| sharing::is_live(import) && sharing::is_kept(import));
+    let devices = kept.map(|import| import.device.load(Ordering::Relaxed)).filter(move |device| {
+        let gpu = 1_u64.checked_shl(*device as u32).unwrap_or(0);
         let is_first = tried & gpu == 0;
         tried |= gpu;
         is_first
     });
-    first_of_each.map(|(at, import)| try_import(table, at, import))
+    devices.map(|device| try_import(table, device))
 }
 
-fn try_import(table: &Table, at: usize, import: &Import) -> i32 {
-    let file = match kept::file(at, import) {
-        Ok(file) => file,
-        Err(code) => return code,
-    };
-    let mut handle = 0;
-    match driver::import(&mut handle, file.number(), import.kind.load(Ordering::Relaxed)) {
-        SUCCESS => {
-            let code = driver::release(handle);
-            if code != SUCCESS {
-                // As in a release.
-                sharing::obstacle(table::UNRELEASED);
-            }
-            code
-        }
-        code => {
-            // A GPU that is full will have room, and what was imported before can be again. The driver cannot copy it.
-            let was_imported = |import: &Import| import.kept.load(Ordering::Relaxed) == table::HANDED;
-            let is_any = || sharing::imports(table).any(|import| sharing::is_live(import) && was_imported(import));
-            if code != sharing::OUT_OF_MEMORY && !is_any() {
-                sharing::obstacle(table::NOT_IMPORTED);
-            }
-            code
-        }
+fn try_import(table: &Table, device: i32) -> i32 {
+    let mut own = 0;
+    match kept::create(&mut own, kept::GRANULE, device) {
+        SUCCESS => {}
+        // It cannot be tried now.
+        sharing::OUT_OF_MEMORY => return SUCCESS,
+        code => return code,
     }
+    let (mut number, mut imported) = (-1, 0);
+    let exported = driver::export_untagged(&mut number, own);
+    if exported != SUCCESS {
+        return until_error([released(own), exported].into_iter()).0;
+    }
+    let file = sys::File::from_number(number);
+    let code = driver::import(&mut imported, file.number(), sharing::DESCRIPTOR);
+    if code == SUCCESS {
+        return until_error([released(imported), released(own)].into_iter()).0;
+    }
+    // What was imported before can be imported again, and cannot be copied.
+    let was_imported = |import: &Import| import.kept.load(Ordering::Relaxed) == table::HANDED;
+    let is_any = sharing::imports(table).any(|import| sharing::is_live(import) && was_imported(import));
+    if code != sharing::OUT_OF_MEMORY && !is_any {
+        sharing::obstacle(table::NOT_IMPORTED);
+    }
+    until_error([released(own), code].into_iter()).0
+}
+
+/// Releases what was made for a try. If that fails, the driver still has it, as after a [`release`] that fails.
+fn released(handle: u64) -> i32 {
+    let code = driver::release(handle);
+    if code != SUCCESS {
+        sharing::obstacle(table::UNRELEASED);
+    }
+    code
 }
 
 /// Unmaps and releases other processes' memory, and with `with_kept` what can stay on the GPU.

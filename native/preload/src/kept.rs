@@ -36,7 +36,7 @@ use crate::{keeper, libc, sys};
 use rekindle_abi::sharing::{self as table, Import, MOST, Mapping, Table};
 
 /// What the driver maps at once: allocations are rounded up to it. cuMemAlloc (580) does the same from 1 MiB on.
-const GRANULE: u64 = 2 << 20;
+pub(crate) const GRANULE: u64 = 2 << 20;
 
 /// Descriptors of ours have at least this number, or are the last quarter of the limit if that is less: the program gets
 /// low ones, and select(2) and old programs can use no others.

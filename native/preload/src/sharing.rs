@@ -96,7 +96,7 @@ pub(crate) fn wait() -> Option<Held<'static>> {
     CHANGING.wait()
 }
 
-/// Records that this process cannot be restored, whatever is released.
+/// Records an obstacle to a release.
 pub(crate) fn obstacle(what: u32) {
     if let Some(table) = table_or_new() {
         table.obstacles.fetch_or(what, Ordering::Relaxed);

@@ -29,6 +29,9 @@ pub(super) const ONCE_RELEASED: Duration = Duration::from_secs(100);
 /// For a time limit that is over: for a socket, zero would be no limit at all.
 const NO_TIME: Duration = Duration::from_millis(1);
 
+/// What a keeper does with descriptors, for errors.
+pub(super) const IMPORT_AGAIN: &str = "import memory again";
+
 /// More for each piece, where the keeper does all at once. The driver needs 0.1 ms for one; releasing 112 of them takes 7 ms.
 const FOR_EACH: Duration = Duration::from_millis(2);
 
@@ -111,6 +114,10 @@ impl<'a> Session<'a> {
 
     /// Whether the keeper can use the driver, and with 1 whether what stays on the GPU could be imported again.
     pub(super) fn probe(&self, with_own: u32) -> Result<(), Error> {
+        if with_own != 0 {
+            // Of an attempt that ended because of another process.
+            self.sharing.table().obstacles.fetch_and(!table::NOT_IMPORTED, Relaxed);
+        }
         let outcome = self.ask(table::PROBE, with_own, "use memory that has to be released");
         match outcome {
             Err(Error::Driver { pid, code, .. }) if self.sharing.imports_nothing() => {
@@ -147,7 +154,7 @@ impl<'a> Session<'a> {
         // No more at once than fit into the socket: otherwise both sides would wait for each other.
         for some in entries.chunks(super::AT_ONCE) {
             some.iter().try_for_each(|(index, memory)| self.send(request(*index), Some(*memory)))?;
-            some.iter().try_for_each(|_| self.receive("import memory again").map(drop))?;
+            some.iter().try_for_each(|_| self.receive(IMPORT_AGAIN).map(drop))?;
         }
         Ok(())
     }

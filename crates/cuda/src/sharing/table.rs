@@ -94,6 +94,12 @@ impl Sharing {
         self.table().obstacles.load(Relaxed) & NOT_IMPORTED != 0
     }
 
+    /// Whether its driver has imported memory that stays on the GPU, and so cannot copy it.
+    #[must_use]
+    pub fn has_imported(&self) -> bool {
+        self.kept().any(|(_, import, _)| import.kept.load(Relaxed) == HANDED)
+    }
+
     /// How often it wanted to share such memory by CUDA IPC, and was refused.
     #[must_use]
     pub fn ipc_refused(&self) -> u32 {

@@ -266,11 +266,13 @@ mod tests {
 
     #[test]
     fn only_what_the_driver_refuses_because_of_the_image_counts_against_it() {
-        let blame = |code| Error::Gpu(gpu::Error::Sharing(sharing::Error::Driver { pid: 1, what: "", code })).blame();
-        for code in [2, 3, 46, 100, 214, 800, 802, 803] {
+        let of = |what, code| Error::Gpu(gpu::Error::Sharing(sharing::Error::Driver { pid: 1, what, code })).blame();
+        let blame = |code| of("", code);
+        assert_eq!(of("import memory again", 3), Blame::Machine, "of a job that was moved");
+        for code in [2, 46, 100, 214, 800, 802, 803] {
             assert_eq!(blame(code), Blame::Machine, "{code}");
         }
-        for code in [-1, 1, 101, 304, 401, 801, 999] {
+        for code in [-1, 1, 3, 101, 304, 401, 801, 999] {
             assert_eq!(blame(code), Blame::Unknown, "{code}");
         }
     }

@@ -288,10 +288,10 @@ impl Group {
     }
 
     /// Bytes of the memory of each that can stay on the GPU, by pid as we see it. None can if the driver of one of them would
-    /// not import it again.
+    /// not import it again, unless another one can no longer copy it.
     pub(crate) fn kept_bytes(&self) -> Result<BTreeMap<i32, u64>, Error> {
         let all = self.sharing()?;
-        if all.iter().any(Sharing::imports_nothing) {
+        if all.iter().any(Sharing::imports_nothing) && !all.iter().any(Sharing::has_imported) {
             return Ok(BTreeMap::new());
         }
         Ok(all.iter().map(|one| (one.pid(), one.kept_bytes())).collect())
