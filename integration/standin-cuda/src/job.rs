@@ -60,12 +60,15 @@ fn first(folder: &Path) -> Option<[u8; 16]> {
     named(folder).first().copied()
 }
 
-/// Those that CUDA_VISIBLE_DEVICES names by their numbers, or all.
+/// Those that CUDA_VISIBLE_DEVICES names by their numbers; all, if it names none so.
 fn named(folder: &Path) -> Vec<[u8; 16]> {
     let all: Vec<[u8; 16]> = gpus::usable(folder).into_iter().map(|gpu| gpu.uuid).collect();
-    let Ok(numbers) = std::env::var("CUDA_VISIBLE_DEVICES") else { return all };
-    let numbers = numbers.split(',').filter_map(|number| number.parse::<usize>().ok());
-    numbers.filter_map(|number| all.get(number).copied()).collect()
+    let names = std::env::var("CUDA_VISIBLE_DEVICES").unwrap_or_default();
+    let numbers: Vec<usize> = names.split(',').filter_map(|number| number.parse().ok()).collect();
+    if numbers.is_empty() {
+        return all;
+    }
+    numbers.into_iter().filter_map(|number| all.get(number).copied()).collect()
 }
 
 /// A process that was moved to a GPU which CUDA_VISIBLE_DEVICES did not name imports nothing any more, as with driver 580.
