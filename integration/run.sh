@@ -13,7 +13,7 @@ set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 root=$PWD
 
-# A test that hangs must not hang this script. The longest step, the tests, took 2,046 s on a slow machine with two processors
+# A test that hangs must not hang this script. The longest step, the tests, took 1,585 s on a slow machine with two processors
 # (2026-11-28).
 limit=3000
 skipped=()
