@@ -374,13 +374,12 @@ pub fn let_go(all: &[Sharing], own: Own, staying: &mut Vec<Staying>) -> Result<(
     let sessions = open(&all, None)?;
     // A thread that was stopped with a lock of the driver would block the keeper, and what the driver does not import would
     // be lost. This is found out before anything is changed.
-    let with_own = u32::from(own == Own::Stays);
-    each(&sessions, |session| session.probe(with_own))?;
+    each(&sessions, |session| session.probe(own))?;
     if own == Own::Stays {
         // Those of an attempt that failed would be in the image twice.
         *staying = collect(&all, &sessions)?;
     }
-    each(&sessions, |session| session.ask(table::RELEASE, with_own, "release memory"))?;
+    each(&sessions, |session| session.ask(table::RELEASE, u32::from(own == Own::Stays), "release memory"))?;
     close(sessions);
     // Imports that the driver itself knows of: a call of the program may have been between the driver and our record of
     // it.
@@ -486,12 +485,13 @@ pub fn make_again(all: &[Sharing]) -> Result<Vec<Staying>, Error> {
     let made: Result<Vec<Vec<Staying>>, Error> =
         parallel::at_once(all.iter().zip(&sessions), make).into_iter().collect();
     let made = made?;
-    for (one, session) in all.iter().zip(&sessions).filter(|(one, _)| one.kept().next().is_some()) {
-        // A failure does no harm this time, unless it would end all snapshots.
-        let is_harmful =
-            |error: &Error| error.is_busy() || one.table().obstacles.load(Relaxed) & table::UNRELEASED != 0;
-        lock(session).probe(1).or_else(|error| if is_harmful(&error) { Err(error) } else { Ok(()) })?;
-    }
+    let kept = all.iter().zip(&sessions).filter(|(one, _)| one.kept().next().is_some());
+    at_once(kept, |(one, session)| match lock(session).probe(Own::Stays) {
+        // This one would end all snapshots.
+        Err(error) if error.is_busy() || one.table().obstacles.load(Relaxed) & table::UNRELEASED != 0 => Err(error),
+        // Any other does no harm now.
+        _ => Ok(()),
+    })?;
     map_all(&all, sessions)?;
     Ok(made.into_iter().flatten().collect())
 }

@@ -71,7 +71,8 @@ fn named(folder: &Path) -> Vec<[u8; 16]> {
     numbers.into_iter().filter_map(|number| all.get(number).copied()).collect()
 }
 
-/// A process that was moved to a GPU which CUDA_VISIBLE_DEVICES did not name imports nothing any more, as with driver 580.
+/// A process that was moved to a GPU which CUDA_VISIBLE_DEVICES did not name imports nothing any more, as with driver 580 (which
+/// imports nothing on another machine either).
 pub(crate) fn may_import() -> Result<(), i32> {
     let job = job();
     if job.usable.contains(&job.gpu) { Ok(()) } else { Err(code::NOT_INITIALIZED) }

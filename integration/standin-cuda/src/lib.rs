@@ -28,8 +28,9 @@
 //! # Faults
 //! Files in `$STANDIN_CUDA_DIR`, looked at by the job for each request; OP is `state`, `tid`, `lock`, `checkpoint`,
 //! `restore` or `unlock`:
-//! - `fail-OP`: `CODE [times=N] [skip=N] [delay=MS] [pid=P]`. Waits, then answers with CODE; with code 0 it only waits. Without
-//!   `times` it stays, with it the file goes away after N times. `pid` is the job's own number of itself.
+//! - `fail-OP`: `CODE [times=N] [skip=N] [delay=MS] [pid=P]`. Waits, then answers with CODE; with code 0 it only waits.
+//!   Without `times` it stays, with it the file goes away after N times; the first calls, as many as `skip` says, go well.
+//!   `pid` is the job's own number of itself.
 //! - `die-at-OP`: `[delay=MS] [pid=P]`. Waits, removes the file and kills itself with SIGKILL.
 //! - OP may also be `keeper-CALL`: `unmap`, `release`, `export`, `import`, `map`, `access` or `retain`, where a keeper
 //!   of the interposer calls it; or `copier-CALL` with these, or `create`, `register`, `allocate`, `free`, `info` (what

@@ -179,8 +179,8 @@ pub const NO_DESCRIPTOR: i32 = -3;
 
 /// [`Request::what`]: the first request. The supervisor has its end of the socket, so the keeper closes its copy.
 pub const BEGIN: u32 = 0;
-/// Uses the driver without changing anything; returns unless the driver is blocked. With index 1 it also tries whether memory of
-/// each GPU can be imported on which memory can stay.
+/// Uses the driver without changing anything; returns unless the driver is blocked. With index 1 it also makes memory on each
+/// GPU where some can stay, and tries to import it.
 pub const PROBE: u32 = 1;
 /// Unmaps and releases all memory of other processes; with index 1 also what can stay on the GPU. Closes the descriptors
 /// of that in any case.

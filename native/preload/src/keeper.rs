@@ -174,24 +174,24 @@ fn try_import(table: &Table, device: i32) -> i32 {
     let (mut number, mut imported) = (-1, 0);
     let exported = driver::export_untagged(&mut number, own);
     if exported != SUCCESS {
-        return until_error([released(own), exported].into_iter()).0;
+        return until_error([give_up(own), exported].into_iter()).0;
     }
     let file = sys::File::from_number(number);
     let code = driver::import(&mut imported, file.number(), sharing::DESCRIPTOR);
     if code == SUCCESS {
-        return until_error([released(imported), released(own)].into_iter()).0;
+        return until_error([give_up(imported), give_up(own)].into_iter()).0;
     }
     // What was imported before can be imported again, and cannot be copied.
     let was_imported = |import: &Import| import.kept.load(Ordering::Relaxed) == table::HANDED;
-    let is_any = sharing::imports(table).any(|import| sharing::is_live(import) && was_imported(import));
-    if code != sharing::OUT_OF_MEMORY && !is_any {
+    let is_one_there = sharing::imports(table).any(|import| sharing::is_live(import) && was_imported(import));
+    if code != sharing::OUT_OF_MEMORY && !is_one_there {
         sharing::obstacle(table::NOT_IMPORTED);
     }
-    until_error([released(own), code].into_iter()).0
+    until_error([give_up(own), code].into_iter()).0
 }
 
 /// Releases what was made for a try. If that fails, the driver still has it, as after a [`release`] that fails.
-fn released(handle: u64) -> i32 {
+fn give_up(handle: u64) -> i32 {
     let code = driver::release(handle);
     if code != SUCCESS {
         sharing::obstacle(table::UNRELEASED);

@@ -12,8 +12,8 @@ use nix::sys::socket::sockopt::{ReceiveTimeout, SendTimeout};
 use nix::sys::time::{TimeVal, TimeValLike};
 use rustix::thread::futex;
 
-use super::Error;
 use super::table::{self, Reply, Request, Sharing};
+use super::{Error, Own};
 use crate::packet;
 use rekindle_os::process;
 use rekindle_os::ptrace::{self, Alone};
@@ -29,7 +29,7 @@ pub(super) const ONCE_RELEASED: Duration = Duration::from_secs(100);
 /// For a time limit that is over: for a socket, zero would be no limit at all.
 const NO_TIME: Duration = Duration::from_millis(1);
 
-/// What a keeper does with descriptors, for errors.
+/// What an import is, in errors.
 pub(super) const IMPORT_AGAIN: &str = "import memory again";
 
 /// More for each piece, where the keeper does all at once. The driver needs 0.1 ms for one; releasing 112 of them takes 7 ms.
@@ -112,13 +112,14 @@ impl<'a> Session<'a> {
         self.receive_within(usual, doing).map(drop)
     }
 
-    /// Whether the keeper can use the driver, and with 1 whether what stays on the GPU could be imported again.
-    pub(super) fn probe(&self, with_own: u32) -> Result<(), Error> {
-        if with_own != 0 {
+    /// Whether the keeper can use the driver, and could import again what stays on the GPU.
+    pub(super) fn probe(&self, own: Own) -> Result<(), Error> {
+        let stays = own == Own::Stays;
+        if stays {
             // Of an attempt that ended because of another process.
             self.sharing.table().obstacles.fetch_and(!table::NOT_IMPORTED, Relaxed);
         }
-        let outcome = self.ask(table::PROBE, with_own, "use memory that has to be released");
+        let outcome = self.ask(table::PROBE, stays.into(), "use memory that has to be released");
         match outcome {
             Err(Error::Driver { pid, code, .. }) if self.sharing.imports_nothing() => {
                 Err(Error::NotImported { pid, code })

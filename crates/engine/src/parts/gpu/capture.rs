@@ -315,10 +315,8 @@ impl Group {
     pub(crate) fn tied(&self, gpus: usize) -> Option<String> {
         let sharing = self.sharing().ok()?;
         let named = |one: &Sharing| process::environment(one.pid(), "CUDA_VISIBLE_DEVICES");
-        let all = sharing.iter().filter(|one| one.has_imports()).filter_map(named);
-        let value = all
-            .into_iter()
-            .find(|value| (1..gpus).contains(&value.split(',').filter(|name| !name.is_empty()).count()))?;
+        let is_some = |value: &String| (1..gpus).contains(&value.split(',').filter(|name| !name.is_empty()).count());
+        let value = sharing.iter().filter(|one| one.has_imports()).filter_map(named).find(is_some)?;
         Some(format!(
             "the job's images can be restored on the GPUs that it uses now, and on no others: its processes share GPU memory, as \
              NCCL does, and CUDA_VISIBLE_DEVICES={value} names only some of this machine's {gpus} GPUs. If it must be possible \

@@ -252,8 +252,8 @@ fn take_again(
         if sharing.iter().any(sharing::Sharing::imports_nothing) {
             tracing::warn!(
                 "GPU memory of the job cannot stay on the GPU any more (gpu.memory = \"kept\"): the driver copies all of it in \
-                 each snapshot, and host memory needs room for it. So it is with jobs that were restored on other GPUs, if CUDA_VISIBLE_DEVICES names only some of \
-                 a machine's GPUs"
+                 each snapshot, and host memory needs room for it. So it is with jobs that were restored on other GPUs, if \
+                 CUDA_VISIBLE_DEVICES names only some of a machine's GPUs"
             );
         }
         kept::fill(copier, dir, manifest.kept.as_ref(), &made)?;
