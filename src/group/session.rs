@@ -402,11 +402,13 @@ impl<T: Fn(CoordinatorEvent) + Clone + Send + 'static> Worker<T> {
                 Err(mpsc::RecvTimeoutError::Timeout) => {
                     if let Some(since) = self.hangs() {
                         let membership = keys::membership(lease.id());
+                        // Not revoked: it may have a job. Whoever is told of the loss can rely on it that the lease is
+                        // not renewed any more.
+                        drop(lease);
                         let mut present = lock(&self.present);
                         if present.ends(membership) {
                             (self.tell)(CoordinatorEvent::Lost(membership, Loss::Hangs(since)));
                         }
-                        // Not revoked: it may have a job.
                         return Some(Over::Hangs);
                     }
                     let away = lock(&self.away).clone();

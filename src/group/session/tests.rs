@@ -5,6 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, TcpListener};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use rekindle_engine::snapshot::Operations;
@@ -281,11 +282,14 @@ impl Drop for Small {
 
 /// A session alone, and what it tells.
 fn session(etcd: &Options) -> (Session, Receiver<CoordinatorEvent>) {
+    let (sender, told) = channel();
+    (session_that_tells(etcd, move |it| drop(sender.send(it))), told)
+}
+
+fn session_that_tells(etcd: &Options, tell: impl Fn(CoordinatorEvent) + Clone + Send + 'static) -> Session {
     let identity =
         Identity { group: "test".parse().unwrap(), rank: Rank(0), node: node(1), lease: LEASE, former: None };
-    let (sender, told) = channel();
-    let session = Session::start(Coordinator::Given(etcd.clone()), identity, move |it| drop(sender.send(it)));
-    (session.unwrap(), told)
+    Session::start(Coordinator::Given(etcd.clone()), identity, tell).unwrap()
 }
 
 fn joined(told: &Receiver<CoordinatorEvent>) -> super::Membership {
@@ -564,7 +568,19 @@ fn a_supervisor_that_hangs_loses_its_membership_until_it_works_again() {
     }
     let folder = tempfile::tempdir().unwrap();
     let (_local, options) = local(folder.path());
-    let (session, told) = session(&options);
+    let (sender, told) = channel();
+    let last = Arc::<Mutex<Option<super::Membership>>>::default();
+    let session = session_that_tells(&options, move |event| {
+        match &event {
+            CoordinatorEvent::Joined(new) => *lock(&last) = Some(new.clone()),
+            CoordinatorEvent::Lost(..) => {
+                let until = lock(&last).take().unwrap().is_sure_until();
+                assert!(until.is_none(), "it is still renewed, and the fence moves ahead, when its loss is told");
+            }
+            _ => {}
+        }
+        let _ = sender.send(event);
+    });
     let membership = joined(&told);
     session.write(join(membership.incarnation()));
     // Nobody has said that it works: then it is not looked at.
@@ -586,7 +602,6 @@ fn a_supervisor_that_hangs_loses_its_membership_until_it_works_again() {
     let (incarnation, loss) = lost(&told);
     assert!(matches!(loss, super::Loss::Hangs(since) if since > LEAST_HANG), "{loss:?}");
     assert_eq!(incarnation, membership.incarnation());
-    assert!(membership.is_sure_until().is_none(), "the fence is not moved ahead any more");
     let client = Client::connect(&options).unwrap();
     let is_there =
         || !client.get(&crate::group::of_member(&"test".parse().unwrap(), Rank(0))).unwrap().entries.is_empty();
