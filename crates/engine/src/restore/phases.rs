@@ -223,7 +223,9 @@ impl Restore<'_> {
         let pairs = self.relocation.map_or(&[][..], |relocation| &relocation.pairs);
         let (copier, dir) = (self.request.cuda.copier, &self.request.image.dir);
         let ahead = self.ahead.take();
-        let put_back = |job: &Job| gpu::put_back(job, self.manifest, pairs, copier, dir, ahead);
+        let put_back = |job: &Job, is_given_up: &dyn Fn() -> bool| {
+            gpu::put_back(job, self.manifest, pairs, gpu::Filling { copier, dir, ahead, is_given_up })
+        };
         match self.unless_it_ends(put_back)? {
             Some(stopped) => self.stopped = stopped,
             None => self.gpus = Gpus::Gone,
@@ -251,7 +253,7 @@ impl Restore<'_> {
     }
 
     fn go(&mut self) -> Result<(), Error> {
-        if self.unless_it_ends(|_| gpu::go_on(&self.stopped))?.is_none() {
+        if self.unless_it_ends(|_, _| gpu::go_on(&self.stopped))?.is_none() {
             self.gpus = Gpus::Gone;
         }
         Ok(())
@@ -260,10 +262,10 @@ impl Restore<'_> {
     /// Work with the driver; none if the job has ended.
     fn unless_it_ends<T: Send>(
         &self,
-        work: impl FnOnce(&Job) -> Result<T, gpu::Error> + Send,
+        work: impl FnOnce(&Job, &dyn Fn() -> bool) -> Result<T, gpu::Error> + Send,
     ) -> Result<Option<T>, Error> {
         let job = self.job()?;
-        match gpu::watched(job, self.request.timeout, self.cancelled, || work(job)) {
+        match gpu::watched(job, self.request.timeout, self.cancelled, |is_given_up| work(job, is_given_up)) {
             Ok(result) => Ok(Some(result)),
             Err(gpu::Error::NoProcess(_) | gpu::Error::Cuda { .. } | gpu::Error::Sharing(_) | gpu::Error::Kept(_))
                 if job.root.has_ended().unwrap_or(false) =>

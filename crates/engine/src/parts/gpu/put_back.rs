@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
@@ -74,20 +75,22 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 const WATCH: Duration = Duration::from_millis(20);
 
 /// Runs `work` on another thread. A driver call has no time limit, and can only be cancelled by killing its process:
-/// this is done if the restore is cancelled or takes too long.
+/// this is done if the restore is cancelled or takes too long. `work` can ask whether it was.
 pub(crate) fn watched<T: Send>(
     job: &Job,
     limit: Duration,
     cancelled: &dyn Fn() -> bool,
-    work: impl FnOnce() -> Result<T, Error> + Send,
+    work: impl FnOnce(&dyn Fn() -> bool) -> Result<T, Error> + Send,
 ) -> Result<T, Error> {
     let deadline = Instant::now() + limit;
+    let is_given_up = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let (done, finished) = mpsc::channel::<()>();
+        let flag = &is_given_up;
         let watched = move || {
             // Closed when the work ends, in whatever way.
             let _done = done;
-            work()
+            work(&|| flag.load(Ordering::Relaxed))
         };
         let worker = std::thread::Builder::new().spawn_scoped(scope, watched).map_err(Error::Unwatched)?;
         loop {
@@ -99,6 +102,7 @@ pub(crate) fn watched<T: Send>(
                 (false, true) => Error::Timeout { limit },
                 (false, false) => continue,
             };
+            is_given_up.store(true, Ordering::Relaxed);
             job.kill();
             return Err(stop);
         }
@@ -135,14 +139,12 @@ pub(crate) fn launchers(root: i32, manifest: &Manifest) -> Vec<(i32, i32)> {
 
 /// Restores the GPU memory of all CUDA processes at once; the driver does several in parallel (580, measured). `pairs`
 /// name other GPUs, if there are any.
-/// Memory that had stayed on the GPU is that of `ahead`, or is filled from the image in `dir`.
+/// Memory that had stayed on the GPU is filled as `filling` says.
 pub(crate) fn put_back(
     job: &Job,
     manifest: &Manifest,
     pairs: &[cuda::GpuMapping],
-    copier: &Copier,
-    dir: &Path,
-    ahead: Option<Ahead<'_>>,
+    filling: Filling<'_>,
 ) -> Result<Stopped, Error> {
     if manifest.tree.cuda.is_empty() {
         return Ok(Stopped::default());
@@ -170,7 +172,7 @@ pub(crate) fn put_back(
             .map_err(|source| Error::Cuda { pid: *pid, source })
     };
     parallel::at_once(&processes, restore).into_iter().collect::<Result<(), Error>>()?;
-    take_again(manifest, &processes, copier, dir, ahead)?;
+    take_again(manifest, &processes, filling)?;
     let stays = |(pid, _): &&(i32, cuda::Process)| manifest.tree.stopped.contains(pid);
     let with_thread = |(pid, process): &(i32, cuda::Process)| Ok((*pid, thread(manifest, *pid, process)?));
     let stay = processes.iter().filter(stays).map(with_thread).collect::<Result<_, Error>>()?;
@@ -222,19 +224,29 @@ pub(crate) fn go_on(Stopped { processes, stay, launchers, patience }: &Stopped) 
     parallel::at_once(processes, check).into_iter().collect()
 }
 
+/// Where the content of memory comes from that had stayed on the GPU.
+pub(crate) struct Filling<'a> {
+    /// The process that copies it.
+    pub(crate) copier: &'a Copier,
+    /// The image.
+    pub(crate) dir: &'a Path,
+    /// What is being filled already.
+    pub(crate) ahead: Option<Ahead<'a>>,
+    /// Whether the restore has failed meanwhile. A copy is given up then: the end of the job does not end it.
+    pub(crate) is_given_up: &'a dyn Fn() -> bool,
+}
+
 /// Maps again in each process the other processes' memory that it had released for the image, and makes and fills its own
 /// that had stayed on the GPU. Their other threads are stopped; processes without such memory stay locked.
 fn take_again(
     manifest: &Manifest,
     processes: &[(i32, cuda::Process)],
-    copier: &Copier,
-    dir: &Path,
-    ahead: Option<Ahead<'_>>,
+    Filling { copier, dir, ahead, is_given_up }: Filling<'_>,
 ) -> Result<(), Error> {
     let pids: Vec<i32> = processes.iter().map(|(_, process)| process.pid()).collect();
     let sharing = sharing::of(&pids).map_err(Error::SharingUnread)?;
     if !sharing::is_let_go(&sharing) {
-        return Ok(kept::fill(copier, dir, manifest.kept.as_ref(), &[])?);
+        return Ok(kept::fill(copier, dir, manifest.kept.as_ref(), &[], is_given_up)?);
     }
     let unlock = |(pid, process): &(i32, cuda::Process)| {
         // They run if the driver had to wait for one of them. Until the unlock they cannot use the GPU.
@@ -244,7 +256,7 @@ fn take_again(
     };
     parallel::at_once(processes, unlock).into_iter().collect::<Result<(), Error>>()?;
     let began = Instant::now();
-    let is_handed_over = ahead.map_or(Ok(false), |ahead| ahead.hand_over(&sharing))?;
+    let is_handed_over = ahead.map_or(Ok(false), |ahead| ahead.hand_over(&sharing, is_given_up))?;
     if !is_handed_over {
         let _room = sharing::room(&sharing)?;
         let made = sharing::make_again(&sharing)?;
@@ -256,7 +268,7 @@ fn take_again(
                  CUDA_VISIBLE_DEVICES names only some of a machine's GPUs"
             );
         }
-        kept::fill(copier, dir, manifest.kept.as_ref(), &made)?;
+        kept::fill(copier, dir, manifest.kept.as_ref(), &made, is_given_up)?;
     }
     // Anybody can have sent a SIGCONT meanwhile.
     let check = |(pid, process): &(i32, cuda::Process)| {

@@ -80,9 +80,9 @@ impl<'a> Ahead<'a> {
     ///
     /// # Errors
     /// Then the processes must not be resumed.
-    pub(crate) fn hand_over(self, all: &[Sharing]) -> Result<bool, sharing::Error> {
+    pub(crate) fn hand_over(self, all: &[Sharing], is_given_up: &dyn Fn() -> bool) -> Result<bool, sharing::Error> {
         let Ahead { copier, copying, pieces, room: _room } = self;
-        let copied = match copying.finish(&|| false) {
+        let copied = match copying.finish(is_given_up) {
             Ok(copied) => copied,
             Err(error) => {
                 tell_of(&Error::Copier(error));
@@ -117,8 +117,14 @@ fn open(copier: &Copier, dir: &Path, kept: &Kept) -> Result<File, Error> {
     Ok(file)
 }
 
-/// Fills new memory from the image in `dir`.
-pub(crate) fn fill(copier: &Copier, dir: &Path, kept: Option<&Kept>, made: &[Staying]) -> Result<(), Error> {
+/// Fills new memory from the image in `dir`, unless that is given up.
+pub(crate) fn fill(
+    copier: &Copier,
+    dir: &Path,
+    kept: Option<&Kept>,
+    made: &[Staying],
+    is_given_up: &dyn Fn() -> bool,
+) -> Result<(), Error> {
     let pieces = kept.map_or(&[][..], |kept| &kept.pieces);
     let known: BTreeMap<_, _> = made.iter().map(|one| ((one.pid, one.index, one.bytes), one)).collect();
     let pairs: Vec<(u64, &Staying)> = pieces
@@ -130,7 +136,7 @@ pub(crate) fn fill(copier: &Copier, dir: &Path, kept: Option<&Kept>, made: &[Sta
     }
     let Some(kept) = kept.filter(|kept| !kept.pieces.is_empty()) else { return Ok(()) };
     let file = open(copier, dir, kept)?;
-    let copied = copier.begin(Way::In, &file, Reuse::NOTHING, pairs)?.finish(&|| false)?;
+    let copied = copier.begin(Way::In, &file, Reuse::NOTHING, pairs)?.finish(is_given_up)?;
     tracing::debug!(bytes = copied.bytes, took = ?copied.took, "filled GPU memory from the image");
     Ok(())
 }
