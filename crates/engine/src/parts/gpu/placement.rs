@@ -26,6 +26,7 @@ use rekindle_base::{Moved, xid};
 use rekindle_cuda::nvml::{GpuInventory, Mig};
 use rekindle_cuda::{DriverVersion, GpuMapping, GpuUuid};
 use rekindle_store::Manifest;
+use rekindle_store::manifest::KeptPiece;
 pub use wish::{Pair, Wishes};
 
 /// A GPU of this machine.
@@ -192,7 +193,15 @@ fn olds(manifest: &Manifest) -> Vec<Old> {
     let used = &manifest.tree.cuda_memory;
     let kept = manifest.kept.iter().flat_map(|kept| &kept.pieces).map(|piece| piece.bytes);
     let landed = manifest.landing.iter().map(|landing| landing.bytes).chain(kept).sum();
-    let need = |uuid: &str| match used.values().filter_map(|gpus| gpus.get(uuid)).sum() {
+    // NVML may have been asked while what stays on the GPU was released.
+    let stayed = |uuid: &str| {
+        let pieces = manifest.kept.iter().flat_map(|kept| &kept.pieces);
+        let is_here =
+            |piece: &&KeptPiece| piece.gpu.and_then(|at| manifest.gpus.get(at)).is_some_and(|gpu| gpu.uuid == uuid);
+        pieces.filter(is_here).map(|piece| piece.bytes).sum::<u64>()
+    };
+    let seen = |uuid: &str| used.values().filter_map(|gpus| gpus.get(uuid)).sum::<u64>();
+    let need = |uuid: &str| match seen(uuid).max(stayed(uuid)) {
         // An image of an earlier version, or NVML did not know the pids when it was taken.
         _ if used.is_empty() => Need::Unknown(landed),
         0 => Need::Unused,

@@ -3,9 +3,9 @@ use std::collections::{BTreeMap, HashSet};
 use proptest::prelude::*;
 
 use super::*;
-use crate::samples::manifest as sample_manifest;
+use crate::samples::{manifest as sample_manifest, part_path};
 use rekindle_store::ImageId;
-use rekindle_store::manifest::Gpu;
+use rekindle_store::manifest::{Gpu, Kept};
 
 const GIB: u64 = 1 << 30;
 const H200: &str = "NVIDIA H200";
@@ -53,6 +53,18 @@ fn moves(plan: Plan) -> (Vec<(u8, u8)>, Vec<String>) {
 
 fn stays(plan: &Plan) -> bool {
     matches!(plan, Plan::Stay { in_spite_of } if in_spite_of.is_empty())
+}
+
+/// NVML may have been asked while it was released.
+#[test]
+fn memory_that_stayed_on_the_gpu_needs_room_although_nvml_did_not_see_it() {
+    let mut job = image(&[(H200, 1, 1), (H200, 2, 0)]);
+    let gib = |gib, gpu| KeptPiece { pid: 1001, index: 0, offset: 0, bytes: gib * GIB, gpu: Some(gpu) };
+    job.kept = Some(Kept { part: part_path("gpu/kept"), pieces: vec![gib(16, 0), gib(2, 0)] });
+    let free = [device(H200, 1, 10), device(H200, 2, 100)];
+    assert_eq!(moves(automatic(&job, &free)).0, [(1, 2), (2, 1)]);
+    job.kept = Some(Kept { part: part_path("gpu/kept"), pieces: vec![gib(8, 0), gib(30, 1)] });
+    assert!(stays(&automatic(&job, &free)));
 }
 
 #[test]
