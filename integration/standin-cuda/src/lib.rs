@@ -33,9 +33,9 @@
 //!   `pid` is the job's own number of itself.
 //! - `die-at-OP`: `[delay=MS] [pid=P]`. Waits, removes the file and kills itself with SIGKILL.
 //! - OP may also be `keeper-CALL`: `unmap`, `release`, `export`, `import`, `map`, `access` or `retain`, where a keeper
-//!   of the interposer calls it; or `copier-CALL` with these, or `create`, `register`, `allocate`, `free`, `info` (what
-//!   is free), `out` (a copy from the device), `in` and `within` (the device), `module` and `name` (the kernel that names
-//!   memory) or `write-names` (it ends well and writes nothing), where the process calls it with which rekindle copies
+//!   of the interposer calls it; or `copier-CALL` with these, or `context`, `create`, `register`, `allocate`, `free`, `info`
+//!   (what is free), `out` (a copy from the device), `in` and `within` (the device), `module` and `name` (the kernel that
+//!   names memory) or `write-names` (it ends well and writes nothing), where the process calls it with which rekindle copies
 //!   memory that stays on the GPU. Faults of copies come when the copy is done.
 //! - OP may also be `init`, for `cuInit`. The supervisor calls it too: `pid` tells them apart.
 //!
@@ -135,6 +135,9 @@ pub unsafe extern "C" fn cuCtxCreate_v2(context: *mut *mut c_void, _flags: c_uin
 /// As `cuCtxCreate_v2`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: *mut *mut c_void, device: c_int) -> c_int {
+    if let Err(code) = fault::inject_copier("context") {
+        return code;
+    }
     // SAFETY: the same contract.
     unsafe { cuCtxCreate_v2(context, 0, device) }
 }

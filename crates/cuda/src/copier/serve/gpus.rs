@@ -20,6 +20,8 @@ const NAMES: usize = 256;
 const NONE: Name = [0; 32];
 /// In a copy to the GPU a word of each stretch of so many bytes is compared.
 const STRETCH: u64 = 64 << 20;
+/// Added to the driver's answer [`code::DEVICE_UNAVAILABLE`].
+const BY_ONE: &str = ": a GPU may let only one process use it: set its compute mode to DEFAULT (`nvidia-smi -c 0`)";
 
 /// Memory of the job, mapped here.
 pub(super) struct Piece {
@@ -189,7 +191,10 @@ impl Gpus {
         let mut context = ptr::null_mut();
         // SAFETY: a live local.
         let result = unsafe { (self.functions.retain)(&raw mut context, device) };
-        self.check_code(result, "cuDevicePrimaryCtxRetain")?;
+        self.check_code(result, "cuDevicePrimaryCtxRetain").map_err(|why| match result {
+            code::DEVICE_UNAVAILABLE => format!("{why}{BY_ONE}"),
+            _ => why,
+        })?;
         // SAFETY: just made.
         self.check_code(unsafe { (self.functions.set_current)(context) }, "cuCtxSetCurrent")?;
         let mut slots = [ptr::null_mut(); SLOTS];

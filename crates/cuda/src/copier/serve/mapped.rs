@@ -37,6 +37,9 @@ pub(super) struct Mapped {
     pub(super) ranges: Vec<(u64, u64, bool)>,
     /// What was copied into it.
     pub(super) known: Option<Known>,
+    /// The number of GPUs in use when the driver refused to register a part. That takes long, so it is asked again only for
+    /// more GPUs, or for the next copy.
+    refused_with: usize,
 }
 
 impl Mapped {
@@ -51,7 +54,17 @@ impl Mapped {
         let reserved = base.expose_provenance();
         let base = reserved.next_multiple_of(usize::try_from(GRANULE).unwrap_or(1));
         let is_in_memory = pages::is_in_memory(&file).unwrap_or(false);
-        Ok(Mapped { file, key, reserved, base, length: 0, is_in_memory, ranges: Vec::new(), known: None })
+        Ok(Mapped {
+            file,
+            key,
+            reserved,
+            base,
+            length: 0,
+            is_in_memory,
+            ranges: Vec::new(),
+            known: None,
+            refused_with: 0,
+        })
     }
 
     pub(super) fn address(&self, at: u64) -> usize {
@@ -60,6 +73,7 @@ impl Mapped {
 
     /// Adds a part at the end, or gives up parts there. What is given up is not registered any more.
     pub(super) fn set_length(&mut self, gpus: &mut Gpus, bytes: u64) {
+        self.refused_with = 0;
         if bytes > self.length {
             self.ranges.push((self.length, bytes, false));
         }
@@ -104,9 +118,10 @@ impl Mapped {
         Ok(())
     }
 
-    /// Registers what is not registered, if there is a context. Where that fails the copy is slower.
+    /// Registers what is not registered, if there is a context. If that fails, the copy is slower.
     pub(super) fn register(&mut self, gpus: &mut Gpus) {
-        if gpus.devices.is_empty() || !self.is_in_memory {
+        let here = gpus.devices.len();
+        if here == self.refused_with || !self.is_in_memory {
             return;
         }
         for at in 0..self.ranges.len() {
@@ -115,6 +130,9 @@ impl Mapped {
             let is_registered = self.map(begin, end).is_ok() && gpus.register(self.address(begin), length).is_ok();
             if let Some(range) = self.ranges.get_mut(at) {
                 range.2 = is_registered;
+            }
+            if !is_registered {
+                self.refused_with = here;
             }
         }
     }
