@@ -37,7 +37,7 @@ use std::time::{Duration, Instant};
 
 use crate::code;
 use rekindle_os::descriptors::{self, Room};
-use rekindle_os::{parallel, process};
+use rekindle_os::{exits, parallel, process};
 use session::{ONCE_RELEASED, Session};
 pub use table::Sharing;
 use table::{HANDED, Import, Tag};
@@ -273,12 +273,14 @@ fn obstacle(one: &Sharing, all: &[Sharing]) -> Option<Obstacle> {
     None
 }
 
-/// Whether any of them has to release something: memory of another process, or its own that stays on the GPU.
+/// Whether any of them has to release something: memory of another process, or its own that stays on the GPU. While CUDA
+/// is locked this includes what a call in progress frees: it is recorded as free before the driver frees it.
 #[must_use]
 pub fn is_any(all: &[Sharing], own: Own) -> bool {
     // One that is not to stay may have a descriptor, of an attempt that failed.
     let is_concerned = |import: &Import| own == Own::Stays || import.id.load(Relaxed) != 0;
-    all.iter().any(|one| one.imports().next().is_some() || one.kept().any(|(_, import, _)| is_concerned(import)))
+    let has_import = |one: &Sharing| one.table().foreign.load(Relaxed) != 0 || one.imports().next().is_some();
+    all.iter().any(|one| has_import(one) || one.kept().any(|(_, import, _)| is_concerned(import)))
 }
 
 /// What becomes of a process's own memory that can stay on the GPU.
@@ -337,6 +339,19 @@ pub fn announce(pids: &[i32], is_locked: bool) -> Vec<(i32, std::io::Error)> {
 /// How long it is tried to tell a process.
 const ANNOUNCED: Duration = Duration::from_secs(2);
 const PAUSE: Duration = Duration::from_millis(10);
+
+/// Waits until no call on memory that has to be released is in progress, at most a moment. Once a lock is announced, new
+/// calls that allocate or free it wait. A call that the lock holds up would be in progress until CUDA is unlocked.
+pub fn let_calls_end<'a>(all: impl Iterator<Item = &'a Sharing> + Clone) {
+    let began = Instant::now();
+    let is_busy = |one: &Sharing| one.table().under_way.load(Relaxed) != 0;
+    while all.clone().any(is_busy) && began.elapsed() < CALLS_END {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// An allocation or a free takes less than a millisecond (580). One that is long in progress waits for something else.
+const CALLS_END: Duration = Duration::from_millis(20);
 
 /// Checks, while CUDA is locked, that all processes know it. A process that started to share after [`announce`] does
 /// not, and its threads may wait for the lock itself.
@@ -418,14 +433,20 @@ fn give(one: &Sharing, session: &Session<'_>, entries: &[(u32, u64)]) -> Result<
     Ok(entries.iter().zip(files).map(piece).collect())
 }
 
-/// Room for the descriptors of their memory that can stay on the GPU, for as long as there are any.
+/// Room for the descriptors of their memory that can stay on the GPU, for as long as there are any, and for those that are
+/// needed to map it again: that must not fail for lack of them.
 ///
 /// # Errors
 /// [`Error::TooMany`]
 pub fn room(all: &[Sharing]) -> Result<Room, Error> {
-    let pieces = all.iter().map(|one| one.kept().count()).sum();
-    descriptors::room_for(pieces).map_err(|source| Error::TooMany { pieces, source })
+    let pieces: usize = all.iter().map(|one| one.kept().count()).sum();
+    let besides = all.len() * FOR_A_SESSION + exits::MOST_WATCHED;
+    descriptors::room_for(pieces + besides).map_err(|source| Error::TooMany { pieces, source })
 }
+
+/// The descriptors that are open for a process while its keeper is asked for something: its pidfd, its socket, its table,
+/// and a folder of /proc.
+const FOR_A_SESSION: usize = 4;
 
 /// Maps the released memory again; what stayed on the GPU is in `staying`. The threads must be stopped, and CUDA must not
 /// be locked.

@@ -317,7 +317,8 @@ pub fn is_stopped(pid: i32) -> bool {
 }
 
 /// Whether every thread of the process is stopped. If only some are, the others are expected to stop soon, as a thread
-/// does that was just detached: waits for them, at most for `limit`.
+/// does that was just detached: waits for them, at most for `limit`; also while its threads cannot be listed, because we
+/// are short of descriptors.
 #[must_use]
 pub fn stands(pid: i32, limit: Duration) -> bool {
     let deadline = Instant::now() + limit;
@@ -325,7 +326,8 @@ pub fn stands(pid: i32, limit: Duration) -> bool {
         let states = process::threads(pid).into_iter().filter_map(process::state);
         let states: Vec<char> = states.filter(|state| !matches!(state, 'Z' | 'X')).collect();
         let stopped = states.iter().filter(|state| **state == 'T').count();
-        if stopped == 0 || stopped == states.len() || Instant::now() > deadline {
+        let is_known = !states.is_empty() || process::has_ended(pid);
+        if is_known && (stopped == 0 || stopped == states.len()) || Instant::now() > deadline {
             return stopped > 0 && stopped == states.len();
         }
         std::thread::sleep(PAUSE);

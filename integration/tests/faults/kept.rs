@@ -1,6 +1,7 @@
 //! Memory that stays on the GPU while the job is checkpointed.
 
 use std::fs;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use rekindle_os::process;
@@ -116,9 +117,17 @@ fn without_the_process_that_copies_the_driver_copies_until_memory_has_stayed_onc
     assert!(why.contains("since an earlier snapshot, and cannot be copied now"), "{why}");
     assert!(why.contains("the job continues"), "{why}");
     supervisor.assert_unharmed(1);
+    // So it is if the GPU lets only one process use it.
+    rig.clear("fail-copier-init");
+    rig.standin.fault("fail-copier-context", "46 times=1");
+    let why = supervisor.failing_snapshot();
+    assert!(
+        why.contains("(error 46): a GPU may let only one process use it: set its compute mode to DEFAULT"),
+        "{why}"
+    );
+    supervisor.assert_unharmed(1);
     // Memory that cannot be registered is copied more slowly.
     rig.standin.fault("fail-copier-register", "999");
-    rig.clear("fail-copier-init");
     assert_eq!(bytes(&supervisor.image()).0, 70 * MIB);
     supervisor.assert_unharmed(1);
     rig.clear("fail-copier-register");
@@ -277,6 +286,27 @@ fn a_job_that_allocates_and_frees_all_the_time_loses_nothing() {
         }
     }
     assert_eq!(rig.state().unwrap().restarts, 3);
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+/// A free is recorded before the driver does it. If CUDA is locked in between, the process has memory that the driver
+/// would not restore, and its table says nothing of it.
+#[test]
+fn a_snapshot_waits_until_the_last_memory_that_stays_is_freed() {
+    let Some(rig) = job(&["--mib", "16"]) else { return };
+    let mut supervisor = rig.start();
+    assert_eq!(bytes(&supervisor.snapshot()).0, 16 * MIB);
+    // Longer than such calls are waited for. Then the lock is the next that gets the gate.
+    rig.standin.fault("fail-job-unmap", "0 delay=1500 times=1");
+    supervisor.begins("first");
+    supervisor.until("the job unmaps it", |rig| !rig.standin.path().join("fail-job-unmap").exists());
+    assert_eq!(bytes(&supervisor.snapshot()).0, 0);
+    let log = rig.log();
+    assert!(log.contains("a driver call on memory that has to be released is in progress"), "{log}");
+    supervisor.assert_unharmed(1);
+    supervisor.kill_job();
+    comes_back(&rig, &mut supervisor, 1);
     supervisor.stop();
     rig.assert_sequence();
 }
@@ -505,6 +535,22 @@ fn where_the_process_that_copies_cannot_make_memory_the_job_does() {
     rig.assert_sequence();
 }
 
+/// The end of the job does not end a copy into its memory.
+#[test]
+fn a_stop_does_not_wait_until_memory_is_filled() {
+    let Some(rig) = job_on_a_gpu(&[]) else { return };
+    let mut supervisor = rig.start();
+    supervisor.snapshot();
+    rig.standin.fault("fail-copier-in", "0 delay=50000 times=1");
+    supervisor.kill_job();
+    supervisor.said("part=\"memory\"");
+    // By then CRIU is done, and only the copy is waited for.
+    std::thread::sleep(Duration::from_secs(2));
+    let began = Instant::now();
+    supervisor.stop();
+    assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
+}
+
 #[test]
 fn a_supervisor_that_is_killed_while_memory_is_filled_leaves_nothing() {
     let Some(rig) = job_on_a_gpu(&[]) else { return };
@@ -720,6 +766,11 @@ fn a_job_that_closes_its_descriptors_or_may_have_fewer_loses_snapshots_only() {
     let pid = supervisor.main_pid();
     let before = limit(pid, 64);
     fails(&mut supervisor, "cannot open enough descriptors");
+    supervisor.assert_unharmed(1);
+    // A socket needs two.
+    let is_free = |number: &u64| !Path::new(&format!("/proc/{pid}/fd/{number}")).exists();
+    limit(pid, (0..).find(is_free).unwrap() + 1);
+    fails(&mut supervisor, "it cannot open a socket; raise its limit (ulimit -n; job.limits.nofile)");
     supervisor.assert_unharmed(1);
     limit(pid, before);
     supervisor.image();

@@ -464,12 +464,19 @@ impl Supervisor<'_> {
         self.has_done(&format!("{rank} {word}"))
     }
 
+    /// Has the job begin something of standin_kept.py, and waits until it does.
+    pub(crate) fn begins(&mut self, word: &str) {
+        let todo = self.rig.todo();
+        fs::write(todo.with_extension("new"), word).unwrap();
+        fs::rename(todo.with_extension("new"), &todo).unwrap();
+        self.until(&format!("the job begins {word}"), |_| !todo.exists());
+    }
+
     /// Has the job do something; what came of it.
     pub(crate) fn has_done(&mut self, word: &str) -> String {
-        let (todo, done) = (self.rig.todo(), self.rig.todo().with_extension("done"));
+        let done = self.rig.todo().with_extension("done");
         let before = fs::read_to_string(&done).unwrap_or_default();
-        fs::write(todo.with_extension("new"), word).unwrap();
-        fs::rename(todo.with_extension("new"), todo).unwrap();
+        self.begins(word);
         let mut answer = String::new();
         self.until(&format!("the job has done {word}"), |_| {
             answer = fs::read_to_string(&done).unwrap_or_default();

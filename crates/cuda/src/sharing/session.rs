@@ -93,7 +93,11 @@ impl<'a> Session<'a> {
             }
             std::thread::sleep(PAUSE);
         }
-        let socket = process::fetch_descriptor(&process::open_pidfd(pid)?, table.socket.load(Relaxed))?;
+        let number = table.socket.load(Relaxed);
+        if number < 0 {
+            return Err(io::Error::other("it cannot open a socket; raise its limit (ulimit -n; job.limits.nofile)"));
+        }
+        let socket = process::fetch_descriptor(&process::open_pidfd(pid)?, number)?;
         setsockopt(&socket, ReceiveTimeout, &time(limit(until, PATIENCE)))?;
         let session = Session { sharing, socket: ManuallyDrop::new(socket), until, _alone: alone };
         // After this request the keeper has closed its copy of our end, and notices when we close it. The answer does

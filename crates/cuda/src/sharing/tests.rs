@@ -100,6 +100,15 @@ fn a_table_is_believed_in_nothing() {
     table.foreign.store(1, Relaxed);
     table.under_way.store(0, Relaxed);
     assert!(matches!(check(&all), Err(Error::Unmanaged { pid: 7, why: Obstacle::Unseen(1) })));
+    table.under_way.store(1, Relaxed);
+    check(&all).unwrap();
+    assert!(is_any(&all, Own::IsCopied), "a call in progress frees it");
+    assert!(let_go(&all, Own::IsCopied, &mut Vec::new()).unwrap_err().is_busy());
+    let began = Instant::now();
+    let_calls_end(all.iter());
+    assert!(began.elapsed() >= CALLS_END, "it is in progress");
+    table.under_way.store(0, Relaxed);
+    room_is_made_for_what_takes_it_again(&all);
     // An import of its own export, without a keeper.
     table.imports[0].is_live.store(1, Relaxed);
     assert!(matches!(check(&all), Err(Error::Unmanaged { why: Obstacle::NoExporter, .. })));
@@ -116,6 +125,18 @@ fn a_table_is_believed_in_nothing() {
     check_announced(&all).unwrap();
     assert!(announce(&[i32::MAX, pid], false).is_empty());
     assert!(check_announced(&all).unwrap_err().is_busy());
+}
+
+/// With room for the memory only, a session for each process could fail for lack of descriptors.
+fn room_is_made_for_what_takes_it_again(all: &[Sharing]) {
+    use nix::sys::resource::{Resource, getrlimit, setrlimit};
+    let (before, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+    setrlimit(Resource::RLIMIT_NOFILE, 300.min(hard), hard).unwrap();
+    let room = room(all).unwrap();
+    let raised = getrlimit(Resource::RLIMIT_NOFILE).unwrap().0;
+    drop(room);
+    setrlimit(Resource::RLIMIT_NOFILE, before, hard).unwrap();
+    assert!(raised > (exits::MOST_WATCHED + FOR_A_SESSION) as u64 + 64, "{raised}");
 }
 
 /// Marks the process of this test that may die.

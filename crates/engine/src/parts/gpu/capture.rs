@@ -553,6 +553,7 @@ impl Group {
             }
         };
         (0..members.len()).for_each(|at| tell(at, true));
+        sharing::let_calls_end(tables.iter().flatten());
         let lock = |at: usize, left| {
             tell(at, true);
             members.get(at).map_or(Ok(()), |member| member.process.lock(left))
