@@ -347,6 +347,8 @@ mod tests {
     use std::io::{Read, Write};
     use std::process::{Child, Command, Stdio};
 
+    use nix::sys::resource::{Resource, getrlimit, setrlimit};
+
     use super::*;
 
     const SOON: Duration = Duration::from_secs(5);
@@ -380,6 +382,34 @@ mod tests {
         until(|| is_stopped(pid));
         go_on(pid).unwrap();
         until(|| process::state(pid) == Some('R'));
+    }
+
+    /// Marks a process of its own: a limit of descriptors is one of all threads.
+    const ALONE: &str = "REKINDLE_TEST_NO_DESCRIPTORS";
+
+    /// Whoever takes it for running lets the driver wait for a thread that is stopped.
+    #[test]
+    fn a_process_whose_threads_cannot_be_listed_for_a_moment_is_not_taken_for_running() {
+        if std::env::var_os(ALONE).is_none() {
+            let name = "a_process_whose_threads_cannot_be_listed_for_a_moment_is_not_taken_for_running";
+            let mut alone = Command::new(std::env::current_exe().unwrap());
+            let output = alone.args(["--exact", &format!("ptrace::tests::{name}")]).env(ALONE, "1").output().unwrap();
+            let text = String::from_utf8_lossy(&output.stdout);
+            assert!(output.status.success() && text.contains("1 passed"), "{text}");
+            return;
+        }
+        let child = Reaped(Command::new("sleep").arg("60").spawn().unwrap());
+        let pid = child.0.id().cast_signed();
+        assert!(stop(pid, SOON).unwrap());
+        let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+        setrlimit(Resource::RLIMIT_NOFILE, 3, hard).unwrap();
+        assert!(process::threads(pid).is_empty());
+        let raise = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(200));
+            setrlimit(Resource::RLIMIT_NOFILE, soft, hard).unwrap();
+        });
+        assert!(stands(pid, SOON));
+        raise.join().unwrap();
     }
 
     /// A turn does not change the signals of a thread, and loses none.
