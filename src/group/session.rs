@@ -402,9 +402,9 @@ impl<T: Fn(CoordinatorEvent) + Clone + Send + 'static> Worker<T> {
                 Err(mpsc::RecvTimeoutError::Timeout) => {
                     if let Some(since) = self.hangs() {
                         let membership = keys::membership(lease.id());
-                        // Not revoked: it may have a job. Whoever is told of the loss can rely on it that the lease is
-                        // not renewed any more.
-                        drop(lease);
+                        // Not revoked: it may have a job. Whoever is told of the loss can rely on it that the fence is
+                        // not moved ahead any more.
+                        lease.abandon();
                         let mut present = lock(&self.present);
                         if present.ends(membership) {
                             (self.tell)(CoordinatorEvent::Lost(membership, Loss::Hangs(since)));

@@ -88,6 +88,8 @@ struct Time {
 struct GateOf {
     time: Time,
     called_off: Arc<AtomicBool>,
+    /// Its turn has come.
+    begun: Arc<AtomicBool>,
     answer: mpsc::Sender<Result<(), String>>,
 }
 
@@ -225,6 +227,7 @@ impl Shared {
         } else if !wanted() {
             Err("no time was left for it".to_owned())
         } else {
+            gate.iter().for_each(|gate| gate.begun.store(true, Ordering::Relaxed));
             let words = point.command(&self.hooks);
             command::run(point, words, &self.context, &document, limit, &wanted).map_err(|error| match error {
                 command::Error::CalledOff if is_late() => "a stop was requested, and it took too long".to_owned(),
@@ -251,6 +254,10 @@ impl Shared {
     }
 }
 
+/// How long a hook that something waits for may take to end after its time, once it is killed: on a busy machine its end
+/// may be seen late.
+const ENDS: Duration = Duration::from_secs(5);
+
 /// A hook that something waits for.
 #[derive(Debug)]
 pub(crate) struct Gate {
@@ -276,14 +283,18 @@ impl Gate {
     #[must_use]
     pub(crate) fn pass(self, cancelled: &dyn Fn() -> bool) -> Passed {
         let Gate { shared, point, document, limit } = self;
-        let called_off = Arc::new(AtomicBool::new(false));
+        let (called_off, begun) = (Arc::<AtomicBool>::default(), Arc::<AtomicBool>::default());
         let (answer, result) = mpsc::channel();
         let began = Instant::now();
         // A restore needs what its hook does, also when the run is going to stop.
         let time = Time { began, until: began + limit, can_hurry: point == Point::BeforeSnapshot };
-        let of = GateOf { time, called_off: Arc::clone(&called_off), answer };
+        let of = GateOf { time, called_off: Arc::clone(&called_off), begun: Arc::clone(&begun), answer };
         shared.push(shared.queue(), Task { point, document, gate: Some(of) });
         loop {
+            let (grace, late) = match begun.load(Ordering::Relaxed) {
+                true => (ENDS, "it took too long, and did not end when it was killed"),
+                false => (command::GRACE, "the hooks before it took too long"),
+            };
             let why = match result.recv_timeout(LOOK) {
                 Ok(Ok(())) => return Passed::Yes,
                 Ok(Err(why)) => why,
@@ -291,14 +302,12 @@ impl Gate {
                     called_off.store(true, Ordering::Relaxed);
                     return Passed::CalledOff;
                 }
-                // It was not started yet, or is being killed.
                 Err(mpsc::RecvTimeoutError::Timeout)
-                    if Instant::now() > shared.queue().hurried(time).unwrap_or(time.until) + command::GRACE =>
+                    if Instant::now() > shared.queue().hurried(time).unwrap_or(time.until) + grace =>
                 {
                     called_off.store(true, Ordering::Relaxed);
-                    let why = "the hooks before it took too long".to_owned();
-                    shared.report(point, why.clone());
-                    why
+                    shared.report(point, late.to_owned());
+                    late.to_owned()
                 }
                 Err(mpsc::RecvTimeoutError::Timeout) => continue,
                 Err(mpsc::RecvTimeoutError::Disconnected) => "it could not be started".to_owned(),

@@ -414,6 +414,7 @@ mod tests {
         let pid: i32 = line(&mut root).parse().unwrap();
         let (watcher, deaths) = watcher(true);
         watcher.watch(1, root.id().cast_signed(), Who::All, false, Vec::new());
+        is_watched(pid);
         let begun = std::time::Instant::now();
         while process::state(pid) != Some('Z') {
             assert!(begun.elapsed() < SOON, "the first thread has not ended");

@@ -114,8 +114,8 @@ impl Lease {
     }
 
     /// The lease has certainly not expired before this moment, as time since the boot
-    /// ([`rekindle_os::clock::since_boot`], which counts the time in which the machine sleeps). Zero once it is lost or
-    /// revoked.
+    /// ([`rekindle_os::clock::since_boot`], which counts the time in which the machine sleeps). Zero once it is lost,
+    /// revoked or abandoned.
     ///
     /// The moment may pass, and a later call may return a later one: etcd did not answer, then answered before the
     /// lease expired.
@@ -127,7 +127,12 @@ impl Lease {
         Duration::from_nanos(self.shared.sure_until.load(Ordering::Acquire))
     }
 
-    /// Whether it has expired or was revoked.
+    /// Renews it no more, so that it expires. [`Lease::sure_until`] is zero from then on, and its end is not told.
+    pub fn abandon(&self) {
+        self.shared.gone();
+    }
+
+    /// Whether it has expired, was revoked or abandoned.
     #[must_use]
     pub fn is_lost(&self) -> bool {
         self.shared.lost.load(Ordering::Acquire)
@@ -187,7 +192,7 @@ impl Renewer {
             if self.renewed(&members, interval).await {
                 continue;
             }
-            // Unless it was revoked meanwhile.
+            // Unless it was revoked or abandoned meanwhile.
             if !self.shared.lost.swap(true, Ordering::AcqRel) {
                 lost(Lost { id: self.id });
             }

@@ -123,7 +123,13 @@ mod tests {
         for _ in 0..1000 {
             textfile.news();
         }
+        // Each of them waits for a moment only.
+        let began = Instant::now();
         textfile.close();
+        while textfile.0.state().news || textfile.0.state().writing {
+            assert!(began.elapsed() < Duration::from_secs(60), "it is not written");
+            textfile.close();
+        }
         let written = rendered.load(Ordering::SeqCst);
         assert!((1..=2).contains(&written), "{written}");
         assert_eq!(std::fs::read_to_string(&path).unwrap(), format!("x {written}\n"));

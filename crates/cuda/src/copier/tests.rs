@@ -2,6 +2,9 @@
 
 use std::thread::{self, JoinHandle};
 
+use nix::sys::socket::setsockopt;
+use nix::sys::socket::sockopt::SndBuf;
+
 use super::*;
 
 const EACH_SECOND: Reuse = Reuse { full_every: 2, from_others: true };
@@ -9,6 +12,8 @@ const EACH_SECOND: Reuse = Reuse { full_every: 2, from_others: true };
 /// A copier whose process does nothing, and what answers in its place. It returns what it was asked.
 fn played(answer: impl Fn(Ask) -> Option<Answer> + Send + 'static) -> (Copier, JoinHandle<Vec<Ask>>) {
     let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).unwrap();
+    // Few requests are on their way: what is sent must be read before the copy is over.
+    setsockopt(&ours, SndBuf, &16_384).unwrap();
     let child = Spawn::new(Path::new("/bin/sleep"), ["60"]).unwrap().dies_with_us().start().unwrap();
     let play = move || {
         let (mut asked, mut pieces) = (Vec::new(), Vec::new());

@@ -187,7 +187,7 @@ fn comes(done: impl Fn() -> bool) -> bool {
 
 /// Whether a call that would set the counter to this number waits at the gate.
 fn waits_for(table: &Table, counter: usize, wanted: u64) -> bool {
-    comes(|| load(&table.counters[counter].wanted) == wanted) && table.inside.load(Ordering::SeqCst) == 0
+    comes(|| load(&table.counters[counter].wanted) == wanted && table.inside.load(Ordering::SeqCst) == 0)
 }
 
 #[test]
@@ -360,9 +360,9 @@ fn a_gate_that_nobody_opens_is_open_when_its_time_is_over() {
     let (_guard, table) = begin();
     let handle = communicator_of(1);
     reduces(handle);
+    let began = Instant::now();
     close(table, Duration::from_millis(60));
     limit(table, 0, 1);
-    let began = Instant::now();
     assert_eq!(reduces(handle), SUCCESS);
     assert!(began.elapsed() >= Duration::from_millis(55), "{:?}", began.elapsed());
     assert_eq!((counts(table)[0].3, table.closed.load(Ordering::SeqCst)), (2, 1));

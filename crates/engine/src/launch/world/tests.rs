@@ -69,14 +69,16 @@ fn a_world_with_a_fence_ends_when_it_is_reached_and_not_before() {
     };
     assert!(bridge("add"));
     // Longer than this test may have to wait for a processor, and less than the loop below takes.
-    let soon = || since_boot() + Duration::from_secs(4);
+    let soon = || since_boot() + Duration::from_millis(4500);
     let start = |fence: &Arc<Fence>| World::private(&reaper, FIRST_PID - 1, Network::Group(&plan, None, Some(fence)));
     let fence = Arc::new(Fence::new(soon()).unwrap());
     let world = start(&fence).unwrap();
+    fence.extend(soon()).unwrap();
     // Signals from inside and orphans neither end the wait nor delay it.
     let script = "for i in 1 2 3; do (sleep 0.1 &); kill -TERM 1; kill -CHLD 1; kill -STOP 1; done; sleep 60";
     let spawn = Spawn::new(Path::new("/bin/sh"), ["-c", script]).unwrap().world(world.entrance().unwrap());
     let child = spawn.start().unwrap();
+    fence.extend(soon()).unwrap();
     for _ in 0..10 {
         std::thread::sleep(Duration::from_millis(500));
         fence.extend(soon()).unwrap();

@@ -317,7 +317,7 @@ mod tests {
     #[test]
     fn a_failure_is_told_with_those_that_are_locked() {
         let lock = |at: usize, _| if at == 1 { Err("gone") } else { Ok(()) };
-        let (locked, result) = together(3, Duration::from_secs(1), Resting::LetGo, lock, |_| Ok(()));
+        let (locked, result) = together(3, Duration::from_secs(1), Resting::Held, lock, |_| Ok(()));
         assert_eq!((locked, result), (vec![true, false, true], Err("gone")));
     }
 
@@ -338,7 +338,7 @@ mod tests {
         let world = World::new(2);
         world.ranks.lock().unwrap()[0].begun = 1;
         // So long that none is told that the time is over before the other one is asked for back.
-        let limit = Duration::from_secs(3);
+        let limit = Duration::from_secs(10);
         let (locked, result) = together(2, limit, Resting::LetGo, |at, left| world.lock(at, left), |_| Err("stuck"));
         assert_eq!((locked, result), (vec![false, true], Err("stuck")));
     }
