@@ -15,7 +15,7 @@ fn proven(lab: &Lab) -> Vec<u64> {
 fn the_newest_proven_image_stays_until_a_newer_one_is_proven() {
     let Some(lab) = Lab::new() else { return };
     // Longer than three snapshots take on a busy machine.
-    let lab = lab.set("store.keep-last", "2").set("restart.min-uptime", "\"12s\"");
+    let lab = lab.set("store.keep-last", "2").set("restart.min-uptime", "\"30s\"");
     let mut run = until_after_snapshot(&lab, "plain");
     assert_eq!(proven(&lab), [0_u64; 0], "the job has not lived on from it yet");
     let shown = lab.rekindle(&["show", "j/1"]);

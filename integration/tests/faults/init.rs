@@ -81,11 +81,14 @@ fn a_cuda_process_that_does_it_again_when_it_is_locked_is_not_checkpointed() {
     let Some(mut rig) = Rig::new() else { return };
     let file = when(&mut rig, "thread");
     rig.standin.fault("fail-init", "0 delay=2500 pid=1001");
-    rig.standin.fault("fail-lock", "0 delay=300 times=1");
+    rig.standin.fault("fail-lock", "hold");
     let mut supervisor = rig.start();
+    let pid = supervisor.main_pid();
     supervisor.ask();
-    supervisor.until("it is being locked", |rig| !rig.standin.path().join("fail-lock").exists());
+    supervisor.until("it is being locked", |rig| rig.standin.path().join("fail-lock.held").exists());
     fs::write(&file, "").unwrap();
+    supervisor.until("it is in cuInit", |_| rekindle_cuda::is_initializing(pid).unwrap());
+    rig.clear("fail-lock");
     supervisor.said(AGAIN);
     assert!(!rig.log().contains("CUDA checkpoint"), "{}", rig.log());
     is_waited_for(&rig, &mut supervisor, 1001);

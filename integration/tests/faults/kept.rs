@@ -297,11 +297,15 @@ fn a_snapshot_waits_until_the_last_memory_that_stays_is_freed() {
     let Some(rig) = job(&["--mib", "16"]) else { return };
     let mut supervisor = rig.start();
     assert_eq!(bytes(&supervisor.snapshot()).0, 16 * MIB);
-    // Longer than such calls are waited for. Then the lock is the next that gets the gate.
-    rig.standin.fault("fail-job-unmap", "0 delay=1500 times=1");
+    rig.standin.fault("fail-job-unmap", "hold");
     supervisor.begins("first");
-    supervisor.until("the job unmaps it", |rig| !rig.standin.path().join("fail-job-unmap").exists());
-    assert_eq!(bytes(&supervisor.snapshot()).0, 0);
+    supervisor.until("the job unmaps it", |rig| rig.standin.path().join("fail-job-unmap.held").exists());
+    supervisor.ask();
+    supervisor.said("snapshot phase phase=\"prepare\"");
+    // Longer than such calls are waited for. Then the lock waits for this one, and is the next that gets the gate.
+    std::thread::sleep(Duration::from_secs(3));
+    rig.clear("fail-job-unmap");
+    assert_eq!(bytes(&supervisor.image()).0, 0);
     let log = rig.log();
     assert!(log.contains("a driver call on memory that has to be released is in progress"), "{log}");
     supervisor.assert_unharmed(1);

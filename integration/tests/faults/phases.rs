@@ -90,10 +90,11 @@ fn the_driver_refuses_in_each_phase() {
 fn the_driver_can_not_be_asked_after_the_unlock() {
     let Some(rig) = Rig::new() else { return };
     let mut supervisor = rig.start();
-    rig.standin.fault("fail-unlock", "0 delay=3000 times=1");
+    rig.standin.fault("fail-unlock", "hold");
     supervisor.ask();
-    supervisor.until("the unlock is held up", |rig| !rig.standin.path().join("fail-unlock").exists());
+    supervisor.until("the unlock is held up", |rig| rig.standin.path().join("fail-unlock.held").exists());
     rig.standin.fault("fail-state", "304 times=1");
+    rig.clear("fail-unlock");
     let why = supervisor.said("the snapshot failed");
     assert!(why.contains("check: ") && why.contains("the job continues"), "{why}");
     supervisor.assert_unharmed(1);

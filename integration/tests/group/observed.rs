@@ -47,6 +47,7 @@ fn a_group_is_seen_from_each_machine_before_and_after_a_loss() {
     let mut lab = Lab::new(3, ENDLESS);
     let told = lab.path("told");
     lab.set("hooks.on-group", &format!("{:?}", ["/bin/sh", "-c", &format!("cat >>{}", told.display())]));
+    lab.set("group.lease", "\"20s\"");
     lab.run_all();
     wait_for("a committed group image", || (0..3).all(|rank| committed(&group(&lab, rank))));
 

@@ -350,6 +350,7 @@ fn what_a_machine_has_sent_arrives_after_it_has_completed() {
         job.args(["-c", LAST_WORDS]);
         lab.jobs.push(job);
     }
+    lab.set("group.lease", "\"20s\"");
     lab.run_all();
     assert_eq!((lab.ends(0), lab.ends(1)), (0, 0));
     (0..2).for_each(|rank| assert!(!lab.log(rank).contains("all machines restart"), "{}", lab.log(rank)));

@@ -80,6 +80,7 @@ fn a_suspension_that_one_machine_cannot_take_part_in_leaves_all_running() {
     lab.set("snapshot.lock-timeout", "\"60s\"");
     lab.set("hooks.on-error", "\"refuse\"");
     lab.set("hooks.before-snapshot", "[\"/bin/sh\", \"-c\", \"test $REKINDLE_JOB != ring.1\"]");
+    lab.set("group.lease", "\"20s\"");
     lab.run_all();
     (0..2).for_each(|rank| wait_for("it runs", || lab.out(rank).contains("0\n")));
     let began = Instant::now();
@@ -97,6 +98,7 @@ fn a_group_goes_back_together_to_the_image_that_one_machine_names() {
         return;
     }
     let mut lab = Lab::new(2, ENDLESS);
+    lab.set("group.lease", "\"20s\"");
     lab.run_all();
     lab.said(0, STORED, 3);
     lab.said(1, STORED, 3);

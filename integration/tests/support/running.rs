@@ -158,6 +158,11 @@ impl Running {
 
     /// A second request to stop: signals that come together are one.
     pub(crate) fn second_stop(&self, signal: Signal) {
+        // The time between them counts from when the first one was seen.
+        let seen = Instant::now();
+        while !self.err.text.get().contains("received SIG") && seen.elapsed() < LIMIT / 3 {
+            std::thread::sleep(Duration::from_millis(10));
+        }
         std::thread::sleep(Duration::from_millis(2100));
         self.signal(signal);
     }
@@ -192,7 +197,8 @@ impl Running {
                 assert!(done(), "rekindle ended ({status}) before {what}\n{}", said());
                 return;
             }
-            assert!(Instant::now() < deadline, "waited {LIMIT:?} in vain until {what}\n{}", said());
+            let below = || below(self.child.id().cast_signed());
+            assert!(Instant::now() < deadline, "waited {LIMIT:?} in vain until {what}\n{}\n{}", said(), below());
             std::thread::sleep(pause);
         }
     }
@@ -297,4 +303,16 @@ impl Drop for Running {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// What the processes below this one do, for a message.
+fn below(root: i32) -> String {
+    let of = |pid: i32| {
+        let read = |name: &str| std::fs::read_to_string(format!("/proc/{pid}/{name}")).unwrap_or_default();
+        let [stat, at, call, stack] = ["stat", "wchan", "syscall", "stack"].map(read);
+        let stat: String = stat.chars().take(60).collect();
+        format!("{stat} in {at}, system call {}\n{stack}", call.trim_end())
+    };
+    let all: Vec<String> = rekindle_os::process::tree(root).into_iter().map(of).collect();
+    format!("--- processes\n{}", all.join("\n"))
 }
