@@ -122,7 +122,8 @@ pub(crate) enum Error {
 
 /// Reports from the threads.
 enum Message {
-    Signal(i32),
+    /// The signal, and when it came: what it means depends on the time between two.
+    Signal(i32, Instant),
     /// Nothing of this life is left, and so it ended.
     Ended(u32, Ended),
     Started(Box<Result<StartedJob, StartFailure>>),
@@ -242,6 +243,9 @@ pub(crate) fn run(setup: Setup, early: Early) -> Result<Finish, Error> {
     }
     owner.close_control();
     owner.close_word();
+    // A signal that comes from now on ends the waiting, or us.
+    let hurried = signals::hurry_up();
+    let hurries = || hurried.load(Ordering::Relaxed);
     signals.close();
     if !owner.lease.is_held() {
         // Nothing more is written; work in progress ends with this process.
@@ -249,8 +253,9 @@ pub(crate) fn run(setup: Setup, early: Early) -> Result<Finish, Error> {
     }
     // Before the remaining output is shown: a stuck reader must not prevent the end from being recorded.
     owner.wrap_up(&finish);
-    let hurried = signals::after_the_end(finish.is_queued_again());
-    let hurries = || hurried.load(Ordering::Relaxed);
+    if !finish.is_queued_again() {
+        signals::let_end_us();
+    }
     owner.record_in_replica(&finish, &hurries);
     let at_once = owner.end.stops.is_at_once();
     owner.reporting.close(Instant::now() + setup.config.hooks.timeout, &|| at_once || hurries());
@@ -475,7 +480,7 @@ impl Owner<'_> {
 
     fn receive(&mut self, message: Message) {
         match message {
-            Message::Signal(signal) => self.signalled(signal),
+            Message::Signal(signal, at) => self.signalled(signal, at),
             Message::Ended(life, ended) if self.life.is_present(life) => self.job_ended(ended),
             Message::Ended(..) => {}
             Message::Started(result) => match *result {
@@ -503,10 +508,10 @@ impl Owner<'_> {
         }
     }
 
-    fn signalled(&mut self, signal: i32) {
+    fn signalled(&mut self, signal: i32, at: Instant) {
         let event = match signal {
             sig::SIGUSR1 => Event::SnapshotNow(Reason::Signal),
-            signal if signals::STOPS.contains(&signal) => self.end.stops.event(signal, Instant::now()),
+            signal if signals::STOPS.contains(&signal) => self.end.stops.event(signal, at),
             other if self.life.receiver(other).is_none() => return,
             // A SIGCONT would resume processes that the snapshot has stopped, and any other would be in the image, and
             // come again after each restore.

@@ -146,7 +146,7 @@ fn children_from_before_survive_a_restore_that_fails_in_the_hosts_namespaces() {
     let Some(bench) = bench() else { return };
     let spoil = "import subprocess\nopen('other', 'w').write(str(subprocess.Popen(['sleep', '600']).pid))";
     let config = "[snapshot]\ninterval = \"off\"\n[restart]\nbackoff = \"1s\"\nbackoff-max = \"1s\"\ncold-start = \"allow\"\n[job]\npid-namespace = \"host\"\n";
-    let script = "mkfifo -m 600 file; exec 5<>file; echo begun; echo $$ > pid; sleep 600";
+    let script = "mkfifo -m 600 file; exec 5<>file; echo $$ > pid; echo begun; sleep 600";
     let child = bench.run(spoil, config, script).spawn().unwrap();
     let supervisor = Pid::from_raw(child.id().cast_signed());
     bench.wait_for_log("begun");
@@ -199,11 +199,11 @@ fn an_end_is_recorded_when_nobody_reads_the_output_and_a_signal_ends_the_wait_fo
         std::thread::sleep(Duration::from_millis(5));
     }
     assert!(child.try_wait().unwrap().is_none(), "it waits for its reader");
-    // The wait begins after the end is recorded, on a busy machine a while after.
-    std::thread::sleep(Duration::from_secs(2));
+    // The wait begins a moment after the end is recorded. In that moment, too, a signal ends it, and the exit code is the job's.
     kill(Pid::from_raw(child.id().cast_signed()), Signal::SIGTERM).unwrap();
     let done = output(child);
-    assert_eq!(std::os::unix::process::ExitStatusExt::signal(&done.status), Some(15));
+    let ended = (done.status.code(), std::os::unix::process::ExitStatusExt::signal(&done.status));
+    assert!([(None, Some(15)), (Some(0), None)].contains(&ended), "{ended:?}");
 }
 
 #[test]

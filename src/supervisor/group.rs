@@ -556,7 +556,7 @@ impl Owner<'_> {
     pub(super) fn leave_etcd(&self, messages: &mpsc::Receiver<Message>) {
         let Some(group) = &self.setup.group else { return };
         if let Some(own) = &group.own {
-            let is_stop = |message| matches!(message, Message::Signal(signal) if STOPS.contains(&signal));
+            let is_stop = |message| matches!(message, Message::Signal(signal, _) if STOPS.contains(&signal));
             own.see_off(&group.identity.group, group.options.limits.store, || messages.try_iter().any(is_stop));
         }
     }

@@ -502,8 +502,8 @@ impl Owner<'_> {
             match messages.recv_timeout(PROGRESS) {
                 Ok(Message::Persisted(outcome)) if destination == Destination::Store => self.persisted(*outcome),
                 Ok(Message::Replicated(report)) => self.replicated(*report),
-                Ok(Message::Signal(signal)) if STOPS.contains(&signal) => {
-                    let _ = self.end.stops.signal(signal, Instant::now());
+                Ok(Message::Signal(signal, at)) if STOPS.contains(&signal) => {
+                    let _ = self.end.stops.signal(signal, at);
                 }
                 Ok(Message::Control(incoming)) => self.heard_late(*incoming),
                 Ok(Message::Hook(report)) => self.hook_failed(report),

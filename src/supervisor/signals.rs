@@ -3,6 +3,7 @@
 use std::io;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, mpsc};
+use std::time::Instant;
 
 use signal_hook::consts as sig;
 use signal_hook::iterator::{Handle, Signals};
@@ -32,20 +33,15 @@ pub(super) fn listen(sender: mpsc::Sender<Message>) -> io::Result<Handle> {
     let wanted = OURS.iter().chain(&FORWARDED).filter(|signal| is_wanted(**signal));
     let mut signals = Signals::new(wanted)?;
     let handle = signals.handle();
-    let mut run = move || signals.forever().try_for_each(|signal| sender.send(Message::Signal(signal)));
+    let mut run = move || signals.forever().try_for_each(|signal| sender.send(Message::Signal(signal, Instant::now())));
     std::thread::Builder::new().name("signals".into()).spawn(move || drop(run()))?;
     Ok(handle)
 }
 
-/// The end of the run is recorded; hooks and the remaining output are left. A user who does not want to wait for them can
-/// end us with a signal. But if the job `is_queued_again`, whoever does that goes by our exit code or our request: then a
-/// signal only sets the flag that is returned.
-pub(super) fn after_the_end(is_queued_again: bool) -> Arc<AtomicBool> {
+/// The end of the run is known; its record, hooks and the remaining output are left. A user who does not want to wait for
+/// them sends a signal: it sets the flag that is returned, until [`let_end_us`].
+pub(super) fn hurry_up() -> Arc<AtomicBool> {
     let hurried = Arc::default();
-    if !is_queued_again {
-        let_end_us();
-        return hurried;
-    }
     for signal in HURRY.iter().filter(|signal| !inherited::is_ignored(**signal)) {
         if let Err(error) = signal_hook::flag::register(*signal, Arc::clone(&hurried)) {
             tracing::debug!("signal {signal} does not end the waiting: {error}");
@@ -54,7 +50,8 @@ pub(super) fn after_the_end(is_queued_again: bool) -> Arc<AtomicBool> {
     hurried
 }
 
-/// From now on a signal that ends the waiting ends us.
+/// From now on a signal that ends the waiting ends us. Not if the job is queued again: whoever does that goes by our exit
+/// code or our request.
 pub(super) fn let_end_us() {
     inherited::let_end_us(&HURRY);
 }
