@@ -60,10 +60,10 @@ macro_rules! routine {
     ($($message:tt)*) => { ::tracing::info!(target: "rekindle::routine", $($message)*) };
 }
 
-/// Waits until the lines so far are written, for a second at most.
+/// Waits until the lines so far are written: for a second at most if nobody reads them.
 pub(crate) fn flush() {
     if IS_WRITTEN.get() == Some(&true) {
-        QUEUE.flush(FLUSH);
+        QUEUE.flush(FLUSH, queue::is_room);
     }
 }
 

@@ -16,6 +16,9 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 /// How many bytes may wait: some thousand lines.
 const MOST: usize = 1 << 20;
 
+/// How much longer the last lines are waited for on a machine that is busy.
+const BUSY: u32 = 10;
+
 /// Lines that wait to be written.
 #[derive(Debug)]
 pub(super) struct Queue {
@@ -83,18 +86,31 @@ impl Queue {
         }
     }
 
-    /// Waits until all is written, for at most this long.
-    pub(super) fn flush(&self, limit: Duration) {
-        let until = Instant::now() + limit;
+    /// Waits until all is written, for at most this long, and for [`BUSY`] times as long while there `is_room` for more: then the
+    /// thread that writes only lacks a processor.
+    pub(super) fn flush(&self, limit: Duration, is_room: impl Fn() -> bool) {
+        let began = Instant::now();
+        let mut until = began + limit;
         let mut waiting = self.locked();
         while !waiting.lines.is_empty() || waiting.writes {
-            let left = until.saturating_duration_since(Instant::now());
+            let mut left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return;
+                if began.elapsed() >= limit * BUSY || !is_room() {
+                    return;
+                }
+                left = limit / BUSY;
+                until = Instant::now() + left;
             }
             waiting = self.changed.wait_timeout(waiting, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
+}
+
+/// Whether standard error takes more now.
+pub(super) fn is_room() -> bool {
+    let err = io::stderr();
+    let mut fds = [PollFd::new(err.as_fd(), PollFlags::POLLOUT)];
+    poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
 }
 
 /// Writes to standard error, without the lock that the standard library takes for that: a write may block.
@@ -135,20 +151,37 @@ mod tests {
         });
         let line = vec![b'x'; MOST / 8];
         (0..20).for_each(|_| queue.push(&line));
-        queue.flush(Duration::from_millis(1));
+        queue.flush(Duration::from_millis(1), || false);
         assert!(written.try_recv().is_err(), "nothing is read yet");
         // One is being written, if the thread has begun.
         let held = if queue.locked().writes { 9 } else { 8 };
         let dropped = queue.locked().dropped;
         assert!((11..=12).contains(&dropped), "{dropped}");
         drop(go);
-        queue.flush(Duration::from_secs(60));
+        queue.flush(Duration::from_secs(60), || true);
         let all: Vec<Vec<u8>> = written.try_iter().collect();
         assert!(all.len() as u64 == 20 - dropped + 1 && all.len() <= held + 1, "{}", all.len());
         assert_eq!(
             all.iter().filter(|one| one.starts_with(b"1")).collect::<Vec<_>>(),
             [format!("{dropped} dropped").as_bytes()]
         );
+    }
+
+    /// The last lines say why a run has ended.
+    #[test]
+    fn on_a_busy_machine_the_last_lines_are_waited_for_while_there_is_room() {
+        static QUEUE: Queue = Queue::new();
+        let limit = Duration::from_millis(200);
+        let (out, written) = mpsc::channel::<Vec<u8>>();
+        QUEUE.push(b"why");
+        QUEUE.flush(limit, || false);
+        assert!(!QUEUE.locked().lines.is_empty(), "nobody reads");
+        std::thread::spawn(move || {
+            std::thread::sleep(2 * limit);
+            QUEUE.work(|line| drop(out.send(line.to_owned())), |_| {});
+        });
+        QUEUE.flush(limit, || true);
+        assert_eq!(written.try_recv().unwrap(), b"why");
     }
 
     #[test]
