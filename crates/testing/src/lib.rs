@@ -46,6 +46,27 @@ pub fn criu() -> Option<std::path::PathBuf> {
     needs("criu", std::env::var_os("REKINDLE_CRIU").map(Into::into), "REKINDLE_CRIU names no CRIU")
 }
 
+/// Makes an executable file with this text. By another process: a child that another test forks meanwhile would hold our
+/// descriptor for a moment, and a file that is open for writing cannot be executed (ETXTBSY).
+///
+/// # Panics
+/// If it cannot be made.
+pub fn program(path: &std::path::Path, text: &str) {
+    let mut draft = path.as_os_str().to_owned();
+    draft.push(".draft");
+    let write = || {
+        std::fs::write(&draft, text)?;
+        let done = std::process::Command::new("install")
+            .args(["-m", "755"])
+            .args([draft.as_os_str(), path.as_os_str()])
+            .status()?;
+        std::fs::remove_file(&draft)?;
+        Ok::<_, std::io::Error>(done.success())
+    };
+    let made = write();
+    assert!(matches!(made, Ok(true)), "{}: {made:?}", path.display());
+}
+
 /// What is mounted below this folder. A folder with mounts is not removed.
 #[must_use]
 pub fn mounts_below(folder: &std::path::Path) -> Vec<std::path::PathBuf> {
