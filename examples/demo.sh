@@ -63,7 +63,8 @@ descendants() {
 }
 
 # starttime PID: identifies a process together with its pid (field 22 of stat; the name before it may contain blanks).
-starttime() { sed 's/^.*) //' "/proc/$1/stat" 2>/dev/null | cut -d' ' -f20; }
+# Empty if it has ended.
+starttime() { { sed 's/^.*) //' "/proc/$1/stat" 2>/dev/null || true; } | cut -d' ' -f20; }
 
 # find_job: sets `job` to PID:STARTTIME of the process below the supervisor whose command line begins with just the
 # Python and the script of this case. A restored job may have the pid of its predecessor, but not its start time.
@@ -93,7 +94,7 @@ left_of_tree() {
     [ -z "$(starttime "$pid")" ] || [ "$(starttime "$pid")" != "${one##*:}" ] || [ "$(state "$pid")" = Z ] || echo "$pid"
   done
 }
-state() { sed 's/^.*) //' "/proc/$1/stat" 2>/dev/null | cut -d' ' -f1; }
+state() { { sed 's/^.*) //' "/proc/$1/stat" 2>/dev/null || true; } | cut -d' ' -f1; }
 
 clean_up() {
   local status=$? pid
@@ -122,8 +123,11 @@ trap 'exit 143' TERM
 # The number of epochs that the job has recorded. A restore also restores this file, so the number can become smaller.
 epoch() { tail -n 1 "$out/progress.txt" 2>/dev/null || true; }
 
-# images: the published images, oldest first. A folder with a manifest is an image.
-images() { find "$store/$name/images" -mindepth 2 -maxdepth 2 -name manifest.json -printf '%T@ %h\n' 2>/dev/null | sort -n | sed 's/.*\///'; }
+# images: the published images, oldest first. A folder with a manifest is an image. One may be renamed or removed meanwhile.
+images() {
+  { find "$store/$name/images" -mindepth 2 -maxdepth 2 -name manifest.json -printf '%T@ %h\n' 2>/dev/null || true; } \
+    | sort -n | sed 's/.*\///'
+}
 
 # wait_for SECONDS WHAT COMMAND...: waits until the command succeeds. Ends the demo if it does not, or if rekindle
 # ended.

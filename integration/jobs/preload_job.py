@@ -562,8 +562,13 @@ def is_marked(process="self"):
 
 def init_is_marked():
     """By every way to it, while it lasts, and not in a child."""
-    with open(os.environ["STANDIN_CUDA_DIR"] + "/fail-init", "w") as file:
-        file.write("0 delay=400")
+    fault = os.environ["STANDIN_CUDA_DIR"] + "/fail-init"
+
+    def set_fault(text):
+        with open(fault + ".draft", "w") as file:
+            file.write(text)
+        os.rename(fault + ".draft", fault)
+
     libc.dlsym.restype = ctypes.c_void_p
     libc.dlsym.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
     found = [libc.dlsym(library, b"cuInit") for library in [cuda._handle, None]]
@@ -575,8 +580,9 @@ def init_is_marked():
         answers = []
         call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint)(address)
         thread = threading.Thread(target=lambda: answers.append(call(0)))
+        set_fault("hold")
         thread.start()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while not is_marked():
             assert time.monotonic() < deadline
         child = os.fork()
@@ -584,6 +590,7 @@ def init_is_marked():
             os._exit(is_marked())
         assert os.waitpid(child, 0)[1] == 0
         assert is_marked() and not answers
+        set_fault("0")
         thread.join()
         assert answers == [0] and not is_marked()
 

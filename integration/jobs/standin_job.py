@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """A job for the stand-in libcuda: counts in device memory and checks a pattern there.
 
-    standin_job.py OUT [--mib N] [--until N] [--busy-ms N] [--sleep-ms N] [--fork]
+    standin_job.py OUT [--mib N] [--until N] [--finish FILE] [--busy-ms N] [--sleep-ms N] [--fork]
                        [--times] [--pause FILE] [--devices CONTROL MEMORY SEEN] [--keep DEVICE]
                        [--library FILE] [--init child|thread FILE]
                        [--occupy-ms N]
 
 Each round adds one to the counter in device memory, checks the counter and the pattern, and appends the counter to the
-file OUT. Ends with 0 at --until, with 3 when the pattern differs, with 4 when the counter differs from the one that it
+file OUT. Ends with 0 at --until or once there is FILE of --finish, with 3 when the pattern differs, with 4 when the counter differs from the one that it
 keeps in host memory, with 5 when a CUDA call fails. --busy-ms runs a "kernel" of that length each round, so that a
 shorter lock times out. --fork leaves a child behind that holds the device descriptor but does not use CUDA. --devices
 leaves one behind that has these two as a child of a real CUDA process has NVIDIA's, CONTROL open and MEMORY open and mapped,
@@ -61,6 +61,7 @@ def main():
     parser.add_argument("out")
     parser.add_argument("--mib", type=int, default=4)
     parser.add_argument("--until", type=int, default=0)
+    parser.add_argument("--finish")
     parser.add_argument("--busy-ms", type=int, default=0)
     parser.add_argument("--sleep-ms", type=int, default=20)
     parser.add_argument("--fork", action="store_true")
@@ -145,7 +146,7 @@ def main():
 
     rounds = 0
     with open(args.out, "a", buffering=1) as out:
-        while args.until == 0 or rounds < args.until:
+        while (args.until == 0 or rounds < args.until) and not (args.finish and os.path.exists(args.finish)):
             while args.pause and os.path.exists(args.pause):
                 time.sleep(0.001)
             rounds += 1

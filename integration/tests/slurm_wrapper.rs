@@ -65,8 +65,7 @@ impl Node {
     }
 
     fn program(&self, name: &str, text: &str) {
-        self.write(&format!("bin/{name}"), &format!("#!/bin/sh\n{text}\n"));
-        self.allow(&format!("bin/{name}"), 0o755);
+        rekindle_testing::program(&self.path(&format!("bin/{name}")), &format!("#!/bin/sh\n{text}\n"));
     }
 
     /// What squeue does when it is asked whose a job is. It notes what it is asked, and with which environment.
@@ -102,8 +101,7 @@ impl Node {
         assert!(
             text.contains("\nSTORES=") && text.contains("\nREKINDLE=/tmp") || !self.folder.path().starts_with("/tmp")
         );
-        fs::write(self.path("rekindle-slurm"), text).unwrap();
-        self.allow("rekindle-slurm", 0o755);
+        rekindle_testing::program(&self.path("rekindle-slurm"), &text);
     }
 
     /// Runs the Epilog as slurmd does, with this line in it.
@@ -118,8 +116,7 @@ impl Node {
                 .find(|new| name.as_ref().is_some_and(|name| new.starts_with(name)))
                 .map_or_else(|| format!("{text}\n"), |new| format!("{new}\n"))
         };
-        self.write("epilog", &lines.lines().map(line_of).collect::<String>());
-        self.allow("epilog", 0o755);
+        rekindle_testing::program(&self.path("epilog"), &lines.lines().map(line_of).collect::<String>());
         let mut command = Command::new(self.path("epilog"));
         command.env_clear().env("PATH", "/usr/bin:/bin").env("SLURM_JOB_ID", "7").env("REKINDLE_JOB_USER", "root");
         command.current_dir(self.folder.path()).output().unwrap()

@@ -34,6 +34,12 @@ use rekindle_store::Manifest;
 /// needs some milliseconds. So does a driver that ends the other ranks; their deaths are reported too.
 pub(super) const MOMENT: Duration = Duration::from_millis(250);
 
+/// [`MOMENT`], or the seconds that a test of a debug build sets.
+fn moment() -> Duration {
+    let named = cfg!(debug_assertions).then(|| std::env::var("REKINDLE_TEST_MOMENT").ok()).flatten();
+    named.and_then(|seconds| seconds.parse().ok()).map_or(MOMENT, Duration::from_secs)
+}
+
 /// How long the launchers of a rank that dies are stopped. With a kernel that waits for ever the driver takes 4.2 s to
 /// end a process.
 const LAUNCHERS: Duration = Duration::from_secs(5);
@@ -235,7 +241,7 @@ impl Owner<'_> {
         // Launchers of ranks need longer than a moment to end, and what they do first, SIGTERM for the other ranks, costs
         // time: the driver then waits for the kernels of those (`rekindle_engine::launch`).
         let has_ranks = self.life.job().is_some_and(|job| job.has_ranks());
-        let moment = if has_ranks { Duration::ZERO } else { MOMENT };
+        let moment = if has_ranks { Duration::ZERO } else { moment() };
         let is_theirs = self.watch.deaths.launchers.as_ref().is_some_and(|launchers| launchers.of == death.outer);
         let calls_off = self.watch.deaths.comes(death, self.machine.state(), Instant::now() + moment);
         if is_theirs && self.watch.deaths.waiting.is_empty() {

@@ -363,6 +363,13 @@ mod tests {
         nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), signal).unwrap();
     }
 
+    fn end(tree: i32) {
+        for pid in process::tree(tree).into_iter().rev() {
+            // Its parent may have reaped it meanwhile.
+            let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL);
+        }
+    }
+
     fn events() -> Option<Events> {
         let found = Events::listen();
         let why = format!("there are no process events here: {found:?}");
@@ -425,8 +432,7 @@ mod tests {
         let death = deaths.recv_timeout(SOON).unwrap();
         assert_eq!((death.pid, death.signal), (pid, libc::SIGKILL));
         drop(watcher);
-        let children = process::tree(root.id().cast_signed());
-        children.into_iter().rev().for_each(|pid| kill(pid, nix::sys::signal::Signal::SIGKILL));
+        end(root.id().cast_signed());
         root.wait().unwrap();
     }
 
@@ -457,7 +463,7 @@ mod tests {
                 assert_eq!(died, Noticed::Died(expected));
                 then - first > Duration::from_millis(10)
             };
-            process::tree(root).into_iter().rev().for_each(|pid| kill(pid, nix::sys::signal::Signal::SIGKILL));
+            end(root);
             child.wait().unwrap();
             is_told_before
         };
@@ -511,8 +517,7 @@ mod tests {
         let death = deaths.recv_timeout(SOON).unwrap();
         assert_eq!((death.pid, death.signal, death.name.as_str()), (pid, libc::SIGKILL, "sleep"));
         watcher.rest();
-        let children = process::tree(root.id().cast_signed());
-        children.into_iter().rev().for_each(|pid| kill(pid, nix::sys::signal::Signal::SIGKILL));
+        end(root.id().cast_signed());
         root.wait().unwrap();
     }
 }

@@ -227,6 +227,13 @@ mod tests {
         std::fs::write(dir.path().join("stacks-x.txt"), "another's").unwrap();
         let mut root = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         let pid = root.id().cast_signed();
+        // It sleeps only once it has got a processor.
+        let stat = std::path::PathBuf::from(format!("/proc/{pid}/stat"));
+        let until = Instant::now() + Duration::from_secs(60);
+        while !std::fs::read_to_string(&stat).unwrap().contains("(sleep) S ") {
+            assert!(Instant::now() < until, "{}", std::fs::read_to_string(&stat).unwrap());
+            std::thread::sleep(Duration::from_millis(5));
+        }
         for n in 1..=7 {
             // No tool is run on a root.
             let path = keep(pid, dir.path(), Missing::Output, Duration::from_millis(2500)).unwrap();

@@ -52,7 +52,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// How long the process may take to end once it is killed: with 0.5 GiB of contexts and 40 GiB registered 1 s.
 const LAST: Duration = Duration::from_secs(10);
 /// How long a copy that is given up may take to end: a chunk to a slow disk takes a second. Then the process is ended.
-const TO_GIVE_UP: Duration = Duration::from_secs(3);
+const TO_GIVE_UP: Duration = Duration::from_secs(if cfg!(test) { 10 } else { 3 });
 /// Between two looks whether all pieces are sent.
 const PAUSE: Duration = Duration::from_micros(200);
 /// Milliseconds between two looks whether a copy is cancelled.

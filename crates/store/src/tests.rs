@@ -123,7 +123,7 @@ fn snapshot(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
 }
 
 /// Repeats until there is a result, for half a minute.
-fn eventually<T>(mut ask: impl FnMut() -> Option<T>) -> T {
+pub(crate) fn eventually<T>(mut ask: impl FnMut() -> Option<T>) -> T {
     for _ in 0..3000 {
         if let Some(answer) = ask() {
             return answer;

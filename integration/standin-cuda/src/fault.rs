@@ -48,7 +48,7 @@ pub(crate) fn inject(folder: &Path, op: &str, pid: i32) -> Result<(), i32> {
     }
     let path = folder.join(format!("fail-{op}"));
     let Some(fault) = read(&path, pid)? else { return Ok(()) };
-    if fault.hold {
+    if fault.hold && fault.skip == 0 {
         // For who waits until the call is held.
         let _ = fs::write(path.with_extension("held"), "");
         while read(&path, pid)?.is_some_and(|fault| fault.hold) {
@@ -59,11 +59,12 @@ pub(crate) fn inject(folder: &Path, op: &str, pid: i32) -> Result<(), i32> {
     let rest = |skip: u32, times: u32| {
         let pid = fault.pid.map_or_else(String::new, |pid| format!(" pid={pid}"));
         let stopped = if fault.stopped { " stopped" } else { "" };
+        let hold = if fault.hold { " hold" } else { "" };
         let (code, delay) = (fault.code, fault.delay.as_millis());
         // Not truncated first: another job may be reading.
         let _ = fs::write(
             path.with_extension("new"),
-            format!("{code} times={times} skip={skip} delay={delay}{pid}{stopped}"),
+            format!("{code} times={times} skip={skip} delay={delay}{pid}{stopped}{hold}"),
         );
         let _ = fs::rename(path.with_extension("new"), &path);
     };

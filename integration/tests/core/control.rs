@@ -200,7 +200,7 @@ fn an_image_stays_while_the_job_goes_back_to_it() {
     let hook = format!("{:?}", ["/bin/sh", "-c", &script, lab.path().to_str().unwrap()]);
     let lab = lab.set("hooks.before-restore", &hook).set("hooks.timeout", "\"100s\"");
     // Storing takes longer than a command needs to start, on a busy machine too.
-    let lab = lab.set("store.persist-threads", "1").set("store.persist-rate", "\"16MiB\"");
+    let lab = lab.set("store.persist-threads", "1").set("store.persist-rate", "\"8MiB\"");
     let mut run = until_after_snapshot(&lab, "fresh-128");
     ask(&lab, &["snapshot", "j", "--stored"]);
     let newest = ask(&lab, &["snapshot", "j"])["snapshot"]["image"].as_str().unwrap().to_owned();
@@ -245,7 +245,7 @@ fn kill_job(lab: &Lab, run: &mut Running) {
 /// Whatever comes while a job is brought back, it is brought back, or stopped as asked.
 #[test]
 fn requests_and_signals_during_a_restart() {
-    let Some(lab) = Lab::new() else { return };
+    let Some(lab) = Lab::new().map(|lab| lab.set("store.keep-last", "9")) else { return };
     let mut run = until_after_snapshot(&lab, "plain");
     for _ in 0..2 {
         kill_job(&lab, &mut run);

@@ -63,7 +63,7 @@ folder, n = sys.argv[1], 0
 if os.fork() == 0:
     parent = os.getppid()
     while os.getppid() == parent:
-        time.sleep(0.05)
+        time.sleep(1)
     os.remove(folder + "/needed")
     os._exit(0)
 while not os.path.exists(folder + "/finish"):
@@ -84,7 +84,7 @@ fn what_outlives_the_job_does_nothing_any_more() {
         let pid = run.job_pid(&lab);
         run.signal(Signal::SIGSTOP);
         kill(pid, Signal::SIGKILL);
-        std::thread::sleep(Duration::from_millis(500));
+        std::thread::sleep(Duration::from_millis(2500));
         assert!(lab.file("needed").exists(), "{back}");
         run.signal(Signal::SIGCONT);
         run.wait_said_times("the job was restored from image 000001", back);
@@ -110,8 +110,10 @@ fn the_reaper_comes_before_the_processes_of_the_job() {
     for restored in [false, true] {
         let job = run.job_pid(&lab);
         let [reaper, _] = parent_and_nice(job);
-        let all = [reaper, job, process::children(job)[0]].map(|pid| parent_and_nice(pid)[1]);
-        assert_eq!(all, [-20, ours, ours], "restored: {restored}");
+        let nice = || [reaper, job, process::children(job)[0]].map(|pid| parent_and_nice(pid)[1]);
+        // It begins with ours.
+        run.wait_for("the reaper comes first", || nice()[0] == -20);
+        assert_eq!(nice(), [-20, ours, ours], "restored: {restored}");
         if !restored {
             run.crash(&lab);
         }
@@ -119,13 +121,13 @@ fn the_reaper_comes_before_the_processes_of_the_job() {
     finish(&lab, run);
 }
 
-/// Starts a child whose first thread ends before the other: until the file `tried` is there it is a zombie with
-/// threads. Its parent waits for it.
+/// Starts a child whose first thread ends before the other: until IS_OVER it is a zombie with threads. Its parent waits for
+/// it.
 const HALF_DEAD: &str = r#"
 import ctypes, os, sys, threading, time
 folder, n = sys.argv[1], 0
 def other():
-    while not os.path.exists(folder + "/tried"):
+    while not (IS_OVER):
         time.sleep(0.01)
     os._exit(0)
 while not os.path.exists(folder + "/finish"):
@@ -143,9 +145,10 @@ while not os.path.exists(folder + "/finish"):
     time.sleep(0.02)
 "#;
 
-/// A job with a child whose first thread has ended.
-fn half_dead(lab: &Lab) -> Running {
-    let mut run = lab.run(["python3", "-c", HALF_DEAD, lab.path().to_str().unwrap()]);
+/// A job with a child whose first thread has ended, until something `is_over`, in Python.
+fn half_dead(lab: &Lab, is_over: &str) -> Running {
+    let text = HALF_DEAD.replace("IS_OVER", is_over);
+    let mut run = lab.run(["python3", "-c", &text, lab.path().to_str().unwrap()]);
     count_on(lab, &mut run, 5);
     let job = run.job_pid(lab);
     std::fs::write(lab.file("start"), "").unwrap();
@@ -160,10 +163,10 @@ fn half_dead(lab: &Lab) -> Running {
 #[test]
 fn a_snapshot_waits_for_a_process_that_is_ending() {
     let Some(lab) = Lab::new() else { return };
-    let mut run = half_dead(&lab);
+    // While the snapshot waits for it, which is three seconds.
+    let state = lab.store().join("j/state.json");
+    let mut run = half_dead(&lab, &format!("'\"snapshotting\"' in open({state:?}).read() and not time.sleep(0.3)"));
     run.signal(Signal::SIGUSR1);
-    run.wait_for("the snapshot has begun", || lab.published().is_some_and(|now| now.state.as_str() == "snapshotting"));
-    std::fs::write(lab.file("tried"), "").unwrap();
     run.wait_for("a snapshot", || !lab.good().is_empty());
     assert!(!run.err().contains("Zombies"), "{}", run.err());
     run.crash(&lab);
@@ -176,7 +179,7 @@ fn a_process_whose_first_thread_has_ended_delays_a_snapshot_for_a_moment_only() 
     let lab = Lab::new().map(|lab| lab.set("snapshot.retry-after", "\"1h\"").set("snapshot.retry-max", "\"1h\""));
     let Some(lab) = lab else { return };
     let lab = lab.noting_the_first_dump("tried");
-    let mut run = half_dead(&lab);
+    let mut run = half_dead(&lab, "os.path.exists(folder + '/tried')");
     run.signal(Signal::SIGUSR1);
     run.wait_said("Zombies with threads");
     run.wait_for("a snapshot", || !lab.good().is_empty());

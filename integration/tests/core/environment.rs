@@ -72,7 +72,7 @@ fn a_tool_that_looks_at_a_process_has_its_rights_and_nothing_of_ours() {
     let variables: Vec<_> = variables.into_iter().chain(secrets()).collect();
     for (user, id, capabilities) in [("nobody", "65534", "0000000000000000"), ("root", "0", "")] {
         let Some(lab) = Lab::new() else { return };
-        let lab = lab.set("job.user", &format!("{user:?}")).set("watch.no-output-for", "\"300ms\"");
+        let lab = lab.set("job.user", &format!("{user:?}")).set("watch.no-output-for", "\"3s\"");
         let mut run = lab.run_with_environment(&FRESH, ["sleep", "3600"], &variables);
         run.wait_said("stacks-1.txt");
         let text = fs::read_to_string(lab.store().join("j/log/stacks-1.txt")).unwrap();

@@ -74,6 +74,8 @@ fn it_is_what_the_arithmetic_says_from_the_measured_freezes() {
     let lab = lab.set("snapshot.mean-time-between-failures", "\"observed\"").set("snapshot.max-overhead", "\"0.01%\"");
     let mut run = lab.python("kinds.py", &["plain", &folder]);
     run.job_pid(&lab);
+    // An image that was on its way is stored first, and what that took counts.
+    run.wait_for("no image is on its way", || lab.published().is_some_and(|now| now.persisting.is_none()));
     let choice = run.published(&lab).unwrap().interval.unwrap();
     let MtbfSource::Observed { uptime, failures: 2 } = choice.mtbf_source else { panic!("{choice}") };
     assert!(uptime >= record.uptime, "{choice}");

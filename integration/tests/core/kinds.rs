@@ -263,8 +263,9 @@ fn a_connection_that_nobody_outside_accepts_is_refused_while_it_is_there() {
     std::fs::write(lab.file("close"), "").unwrap();
     run.wait_for("it is closed", || !lab.file("close").exists());
     drop(outside);
-    // The tries that follow at once and after a second may take one already.
-    run.signal(nix::sys::signal::Signal::SIGUSR1);
+    // The tries that follow at once and after a second may take one already. A signal that comes in the last of them would
+    // ask for nothing more.
+    lab.rekindle(&["snapshot", "j"]);
     run.wait_for("an image", || !lab.good().is_empty());
     run.crash(&lab);
     count_on(&lab, &mut run, 5);

@@ -58,12 +58,13 @@ fn the_first_restart_comes_at_once_and_the_wait_before_further_ones_doubles() {
 #[test]
 fn an_image_the_job_dies_from_is_passed_over_then_the_beginning_then_the_end() {
     let Some(lab) = Lab::new() else { return };
-    let lab = lab.set("restart.min-uptime", "\"20s\"").set("restart.max-restarts", "20");
+    let lab = lab.set("restart.min-uptime", "\"60s\"").set("restart.max-restarts", "20");
     let lab = lab.set("restart.cold-start", "\"allow\"");
     let doom = lab.file("doom");
-    // A job that ends while CRIU still restores it is another failure, and CRIU may be late on a busy machine.
+    // A job that ends while CRIU still restores it is another failure, and CRIU may be late on a busy machine. Two deaths are
+    // the same only if the lives were of about the same length.
     let text = format!(
-        "echo begin; i=0; while [ $i -lt 100000 ]; do i=$((i + 1)); echo n $i; [ ! -e {} ] || {{ sleep 2; exit 3; }}; sleep 0.02; done",
+        "echo begin; i=0; while [ $i -lt 100000 ]; do i=$((i + 1)); echo n $i; [ ! -e {} ] || {{ sleep 6; exit 3; }}; sleep 0.02; done",
         doom.display()
     );
     let mut run = lab.run(["sh", "-c", &text]);

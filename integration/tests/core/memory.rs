@@ -71,7 +71,7 @@ fn assert_sound(lab: &Lab) {
     }
 }
 
-/// Slow enough that a small image is on its way for seconds.
+/// Slow enough that an image of [`fresh`] is on its way for nine seconds.
 const SLOW: &str = "\"1MiB\"";
 
 #[test]
@@ -109,11 +109,11 @@ fn the_tmpfs_is_lost_under_a_running_job() {
 fn the_tmpfs_is_lost_with_an_image_that_was_nowhere_else() {
     for lose in LOSSES {
         let Some(lab) = Lab::new() else { return };
-        let mut run = start(&lab);
+        let mut run = fresh(&lab);
         let first = run.snapshot(&lab);
         run.kill_9();
         let lab = lab.set("store.persist-rate", SLOW);
-        let mut run = again(&lab);
+        let mut run = lab.python("kinds.py", &["fresh-8", lab.path().to_str().unwrap()]);
         run.job_pid(&lab);
         count_on(&lab, &mut run, 5);
         let lost = stage(&lab, &mut run);
@@ -211,7 +211,7 @@ impl Drop for SmallStore {
 #[test]
 fn a_full_store_keeps_the_image_in_memory() {
     let Some(lab) = Lab::new() else { return };
-    let lab = lab.set("store.persist-rate", "\"3MiB\"").set("store.compression", "\"none\"");
+    let lab = lab.set("store.persist-rate", "\"2MiB\"").set("store.compression", "\"none\"");
     let store = SmallStore::mount(&lab, 128);
     let mut run = fresh(&lab);
     let first = run.snapshot(&lab);
@@ -271,13 +271,13 @@ fn a_full_store_keeps_the_image_in_memory() {
 fn kill_9_before_the_image_is_in_the_store() {
     let Some(lab) = Lab::new() else { return };
     let lab = lab.set("store.persist-rate", SLOW);
-    let mut run = start(&lab);
+    let mut run = fresh(&lab);
     let image = stage(&lab, &mut run);
     lab.kill_9(run);
     assert!(stored(&lab).is_empty());
     assert_eq!(lab.job().copies().unwrap().first().map(|copy| copy.id), Some(image));
     let lab = lab.set("store.persist-rate", "\"unlimited\"");
-    let mut run = again(&lab);
+    let mut run = fresh(&lab);
     run.wait_said(&format!("continues from image {image}"));
     run.wait_said(&format!("the job was restored from image {image}"));
     run.wait_said(&format!("image {image} was stored in"));
@@ -298,8 +298,7 @@ fn left_in_memory(lab: &Lab) -> serde_json::Value {
 fn memory_that_a_dead_supervisor_left_is_found_and_given_back_where_nobody_needs_it() {
     let Some(lab) = Lab::new() else { return };
     let other = |lab: &Lab| lab.run_with(&["run", "--fresh", "--name", "k", "--"], ["true"]).ends_with(0).1;
-    let mut run = start(&lab);
-    count_on(&lab, &mut run, 5);
+    let mut run = fresh(&lab);
     run.snapshot(&lab);
     assert!(left_in_memory(&lab).is_null(), "it is in use");
     assert!(!other(&lab).contains("supervisor that is gone") && lab.mounted().len() == 1);
@@ -313,9 +312,8 @@ fn memory_that_a_dead_supervisor_left_is_found_and_given_back_where_nobody_needs
     assert_eq!(lab.mounted(), Vec::<PathBuf>::new());
     assert!(left_in_memory(&lab).is_null());
     // An image that is nowhere else stays.
-    let lab = lab.set("store.persist-rate", "\"1MiB\"").set("store.compression", "\"none\"");
-    let mut run = again(&lab);
-    count_on(&lab, &mut run, 5);
+    let lab = lab.set("store.persist-rate", SLOW).set("store.compression", "\"none\"");
+    let mut run = fresh(&lab);
     let staged = stage(&lab, &mut run);
     lab.kill_9(run);
     assert_eq!(left_in_memory(&lab)["needed"], staged.to_string());
@@ -323,9 +321,8 @@ fn memory_that_a_dead_supervisor_left_is_found_and_given_back_where_nobody_needs
     assert!(said.contains(&format!("and image {staged} is only there")) && said.contains("--discard-memory"), "{said}");
     assert_eq!(lab.mounted().len(), 1);
     let lab = lab.without("store.persist-rate");
-    let mut run = again(&lab);
+    let mut run = fresh(&lab);
     run.wait_said(&format!("continues from image {staged}"));
-    count_on(&lab, &mut run, 2);
     finish(&lab, run);
 }
 
@@ -426,7 +423,7 @@ fn nothing_is_left_of_a_job_that_ends() {
     let Some(lab) = Lab::new() else { return };
     // Its last image is still on its way.
     let lab = lab.set("store.persist-rate", SLOW);
-    let mut run = start(&lab);
+    let mut run = fresh(&lab);
     stage(&lab, &mut run);
     assert_eq!(lab.mounted().len(), 1);
     assert!(fs::symlink_metadata(lab.store().join("j/staging")).is_ok());
@@ -544,18 +541,18 @@ fn damage_to_an_image_in_a_slot_on_the_disk_is_found() {
 fn memory_that_is_not_wanted_any_more_is_given_back() {
     let Some(lab) = Lab::new() else { return };
     let lab = lab.set("store.persist-rate", SLOW);
-    let mut run = start(&lab);
+    let mut run = fresh(&lab);
     let image = stage(&lab, &mut run);
     lab.kill_9(run);
     let lab = lab.set("snapshot.staging", "\"store\"").set("store.persist-rate", "\"unlimited\"");
-    let mut run = again(&lab);
+    let mut run = fresh(&lab);
     run.wait_said(&format!("the job was restored from image {image}"));
     run.wait_said(&format!("image {image} was stored in"));
     count_on(&lab, &mut run, 2);
     run.signal(Signal::SIGTERM);
     run.ends_with(143);
     assert_eq!(lab.mounted(), Vec::<PathBuf>::new());
-    finish(&lab, again(&lab));
+    finish(&lab, fresh(&lab));
 }
 
 /// What the job needs is worth more than images that it can do without.

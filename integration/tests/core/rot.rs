@@ -184,7 +184,8 @@ impl FailingDisk {
         let mut disk =
             FailingDisk { device: device.clone(), mount: mount.clone(), back, length, over, blocks: Vec::new() };
         command("mount", &[&device, &text(&mount)]);
-        fs::copy(file, mount.join("pack")).unwrap();
+        // By another process: a child that another test forks meanwhile would hold our descriptor, and the mount be busy.
+        command("cp", &[&text(file), &text(&mount.join("pack"))]);
         // Anew, so that nothing of it is in memory.
         command("umount", &[&text(&mount)]);
         // While it is mounted, debugfs may find a superblock that is being written.

@@ -157,7 +157,7 @@ fn a_snapshot_that_fails_each_time_is_logged_once() {
     run.wait_for("snapshots have failed", || failures() >= 4);
     assert_eq!(run.err().matches("the snapshot failed").count(), 1, "{}", run.err());
     // Whoever asks for one is told.
-    run.signal(Signal::SIGUSR1);
+    lab.rekindle(&["snapshot", "j"]);
     run.wait_said_times("the snapshot failed", 2);
     lab.kill_9(run);
 }

@@ -2,6 +2,7 @@
 //! -9. `REKINDLE_CUT_SNAPSHOTS` sets how many snapshots of each job are taken.
 
 use std::fs;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use nix::sys::signal::Signal;
@@ -201,19 +202,10 @@ fn is_closed(pid: i32) -> bool {
 }
 
 fn hold_last(rig: &Rig) {
+    let stands = PathBuf::from(format!("{}.stands", rig.never().display()));
+    let _ = fs::remove_file(&stands);
     fs::write(rig.never(), "").unwrap();
-    // Until it stands: on a busy machine it looks for that file some time later.
-    let output = rig.standin.output().with_extension(format!("txt.{}", RANKS - 1));
-    let length = || fs::metadata(&output).unwrap().len();
-    let mut before = length();
-    loop {
-        std::thread::sleep(Duration::from_millis(500));
-        let now = length();
-        if now == before {
-            return;
-        }
-        before = now;
-    }
+    crate::supervisor::wait_for("the last rank stands", || stands.exists());
 }
 
 fn let_last_go(rig: &Rig) {
@@ -234,6 +226,7 @@ fn a_rank_that_never_comes_is_named_and_the_others_run_on() {
     for calls in [Calls::ByName, Calls::BySymbol] {
         let Some(mut rig) = rig("ahead", calls) else { return };
         rig.set("SNAPSHOT_LOCK_TIMEOUT", LOCK_TIMEOUT);
+        rig.retry_after("5s");
         let mut supervisor = start(&rig);
         let pids = ask_in_vain(&rig, &mut supervisor);
         let why = supervisor.said("the snapshot failed");
@@ -257,6 +250,7 @@ fn a_rank_that_never_comes_is_named_and_the_others_run_on() {
 #[test]
 fn a_stopped_rank_is_waited_for_and_named() {
     let Some(mut rig) = rig("split", Calls::ByName) else { return };
+    rig.retry_after("5s");
     rig.set("SNAPSHOT_LOCK_TIMEOUT", LOCK_TIMEOUT);
     let mut supervisor = start(&rig);
     let pids = ranks(&rig);

@@ -289,6 +289,8 @@ fn a_process_that_dies_as_soon_as_it_is_restored_takes_the_job_back_too() {
 fn a_job_that_ends_with_its_process_ends_as_before() {
     let Some(mut rig) = job(2, &["--at-once"]) else { return };
     rig.set("RESTART_NEVER_RETRY_EXIT_CODES", "6");
+    // A busy machine may let the shell wait.
+    rig.variable("REKINDLE_TEST_MOMENT", "20");
     let mut supervisor = start(&rig, 2);
     supervisor.snapshot();
     ends(children(&rig)[1], Signal::SIGKILL);
@@ -325,7 +327,7 @@ fn faults_that_follow_a_death_and_those_of_others_are_no_cause() {
     let victim = children(&rig)[0];
     driver_says(31, victim, "rank");
     // A line counts from when it was read, which is a little later.
-    std::thread::sleep(Duration::from_secs(3));
+    std::thread::sleep(Duration::from_secs(8));
     ends(victim, Signal::SIGABRT);
     supervisor.said("the job was restored from image");
     assert_eq!(causes(&rig)[1], Cause::GpuFault { xid: 31 });
@@ -341,6 +343,7 @@ fn what_waits_for_a_dead_rank_is_called_off_before_the_others_are_killed() {
     // Rank 0, their launcher, would end with the first of them.
     rig.nccl(4, "split", Calls::BySymbol, &["--survive"]);
     rig.variable("STANDIN_NCCL_ABORTS", aborts.to_str().unwrap());
+    rig.variable("REKINDLE_TEST_CALL_OFF", "10");
     rig.variable("REKINDLE_TEST_DRIVER", "580.159.04");
     let mut supervisor = start(&rig, 4);
     supervisor.snapshot();
@@ -373,6 +376,7 @@ fn a_launcher_that_kills_the_others_at_once_is_stopped_while_a_rank_dies() {
     let (aborts, heavy) = (rig.path().join("aborts"), rig.path().join("heavy"));
     rig.nccl(3, "split", Calls::BySymbol, &["--launch", "--heavy", heavy.to_str().unwrap()]);
     rig.variable("STANDIN_NCCL_ABORTS", aborts.to_str().unwrap());
+    rig.variable("REKINDLE_TEST_CALL_OFF", "10");
     rig.variable("REKINDLE_TEST_DRIVER", "580.159.04");
     let mut supervisor = start(&rig, 3);
     supervisor.snapshot();

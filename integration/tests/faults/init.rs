@@ -8,14 +8,14 @@ use crate::rig::{Rig, Supervisor, inner};
 
 const AGAIN: &str = "trying the snapshot again: process";
 
-/// How long cuInit takes.
-const INIT: Duration = Duration::from_millis(2500);
+/// A process is in cuInit, and stays there.
+const HELD: &str = "fail-init.held";
 
-/// The image is taken once cuInit is over, and the job lives on from it.
+/// The image is taken once cuInit is over, which lasts until then, and the job lives on from it.
 fn is_waited_for(rig: &Rig, supervisor: &mut Supervisor<'_>, pid: i32) {
-    supervisor.image();
-    // Those of a restored job are over at once.
+    supervisor.said(AGAIN);
     rig.clear("fail-init");
+    supervisor.image();
     supervisor.counts();
     supervisor.kill_job();
     supervisor.said("the job was restored from image");
@@ -30,16 +30,10 @@ fn is_waited_for(rig: &Rig, supervisor: &mut Supervisor<'_>, pid: i32) {
 #[test]
 fn a_job_that_begins_with_cuda_is_not_taken_in_the_middle_of_it() {
     let Some(rig) = Rig::new() else { return };
-    rig.standin.fault("fail-init", "0 delay=2500 pid=1001");
+    rig.standin.fault("fail-init", "hold pid=1001");
     let mut supervisor = rig.run();
     supervisor.said("to=\"running\"");
-    supervisor.until("the job has libcuda", |rig| {
-        rig.job_pids()
-            .iter()
-            .any(|pid| fs::read_to_string(format!("/proc/{pid}/maps")).is_ok_and(|maps| maps.contains("libcuda.so.1")))
-    });
-    // From the load to the call.
-    std::thread::sleep(INIT / 10);
+    supervisor.until("it is in cuInit", |rig| rig.standin.path().join(HELD).exists());
     supervisor.ask();
     is_waited_for(&rig, &mut supervisor, 1001);
     supervisor.stop();
@@ -54,7 +48,8 @@ fn when(rig: &mut Rig, who: &str) -> PathBuf {
 
 /// No life of the job has heard from cuInit that it failed.
 fn is_well(rig: &Rig, mut supervisor: Supervisor<'_>, file: &Path) {
-    std::thread::sleep(INIT);
+    // It was over when the image was taken; it would fail a little later.
+    std::thread::sleep(Duration::from_secs(1));
     let heard = || fs::read_to_string(file.with_extension("done")).unwrap_or_default();
     supervisor.until("cuInit is over", |_| !heard().is_empty());
     assert_eq!(heard(), "0\n");
@@ -69,8 +64,10 @@ fn a_process_that_begins_with_it_when_criu_is_called_is_seen_in_the_image() {
     let mut supervisor = rig.start();
     // The newest process; how many came before it depends on what `python3` is.
     let child = rig.job_pids().into_iter().filter_map(inner).max().unwrap();
-    rig.standin.fault("fail-init", &format!("0 delay=2500 pid={child}"));
-    rig.criu_fault(&format!("[ -e '{0}' ] || {{ : > '{0}'; sleep 0.8; }}", file.display()));
+    rig.standin.fault("fail-init", &format!("hold pid={child}"));
+    let held = rig.standin.path().join(HELD);
+    let begin = format!(": > '{}'; until [ -e '{}' ]; do sleep 0.01; done", file.display(), held.display());
+    rig.criu_fault(&format!("[ -e '{}' ] || {{ {begin}; }}", file.display()));
     supervisor.ask();
     is_waited_for(&rig, &mut supervisor, child);
     is_well(&rig, supervisor, &file);
@@ -80,16 +77,16 @@ fn a_process_that_begins_with_it_when_criu_is_called_is_seen_in_the_image() {
 fn a_cuda_process_that_does_it_again_when_it_is_locked_is_not_checkpointed() {
     let Some(mut rig) = Rig::new() else { return };
     let file = when(&mut rig, "thread");
-    rig.standin.fault("fail-init", "0 delay=2500 pid=1001");
     rig.standin.fault("fail-lock", "hold");
     let mut supervisor = rig.start();
+    rig.standin.fault("fail-init", "hold pid=1001");
     let pid = supervisor.main_pid();
     supervisor.ask();
     supervisor.until("it is being locked", |rig| rig.standin.path().join("fail-lock.held").exists());
     fs::write(&file, "").unwrap();
     supervisor.until("it is in cuInit", |_| rekindle_cuda::is_initializing(pid).unwrap());
     rig.clear("fail-lock");
-    supervisor.said(AGAIN);
+    supervisor.until("it is seen", |rig| rig.log().contains(AGAIN));
     assert!(!rig.log().contains("CUDA checkpoint"), "{}", rig.log());
     is_waited_for(&rig, &mut supervisor, 1001);
     is_well(&rig, supervisor, &file);

@@ -100,7 +100,8 @@ fn a_copy_that_fails_or_whose_process_dies_costs_one_snapshot() {
 
 #[test]
 fn without_the_process_that_copies_the_driver_copies_until_memory_has_stayed_once() {
-    let Some(rig) = job(&[]) else { return };
+    let Some(mut rig) = job(&[]) else { return };
+    rig.retry_after("5s");
     let mut supervisor = rig.start();
     rig.standin.fault("die-at-copier-init", "");
     let image = supervisor.snapshot();
@@ -633,12 +634,13 @@ fn memory_that_the_program_makes_itself_goes_the_drivers_way_beside_it() {
     }
 }
 
-/// A snapshot in which the job has given its memory up and is being unlocked, for a while.
+/// A snapshot in which the job has given its memory up and is being unlocked, until `fail-unlock` is cleared.
 fn is_being_unlocked(rig: &Rig, supervisor: &mut Supervisor<'_>) {
-    rig.standin.fault("fail-unlock", "0 delay=4000");
+    // The first time it is unlocked to give its memory up.
+    rig.standin.fault("fail-unlock", "hold skip=1");
     supervisor.ask();
     supervisor.said("phase=\"copy\"");
-    std::thread::sleep(Duration::from_millis(700));
+    supervisor.until("it is being unlocked", |rig| rig.standin.path().join("fail-unlock.held").exists());
 }
 
 #[test]
@@ -648,11 +650,11 @@ fn a_process_that_is_resumed_before_it_has_its_memory_is_lost() {
     supervisor.snapshot();
     is_being_unlocked(&rig, &mut supervisor);
     kill_process(Pid::from_raw(supervisor.main_pid()).unwrap(), Signal::CONT).unwrap();
+    rig.clear("fail-unlock");
     // On a busy machine it ends by itself first, because it misses its memory.
     let own_end = "the job ended: exit code 5";
     let why = supervisor.said_one_of(&["the snapshot failed and the job cannot continue", own_end]);
     assert!(why.contains("was resumed before its GPU memory was restored") || why.contains(own_end), "{why}");
-    rig.clear("fail-unlock");
     comes_back(&rig, &mut supervisor, 1);
     supervisor.stop();
     rig.assert_sequence();
@@ -666,8 +668,10 @@ fn a_signal_for_the_job_waits_until_its_snapshot_is_over() {
     is_being_unlocked(&rig, &mut supervisor);
     // As a shell does for `fg`. It would run without its memory.
     supervisor.signal(nix::sys::signal::Signal::SIGCONT);
-    assert_eq!(bytes(&supervisor.image()).0, 70 * MIB);
+    // It comes meanwhile, if the supervisor has a processor.
+    std::thread::sleep(Duration::from_secs(1));
     rig.clear("fail-unlock");
+    assert_eq!(bytes(&supervisor.image()).0, 70 * MIB);
     supervisor.assert_unharmed(1);
     assert_eq!(rig.state().unwrap().restarts, 0);
     supervisor.stop();
@@ -763,7 +767,8 @@ fn limit(pid: i32, soft: u64) -> u64 {
 
 #[test]
 fn a_job_that_closes_its_descriptors_or_may_have_fewer_loses_snapshots_only() {
-    let Some(rig) = job(&[]) else { return };
+    let Some(mut rig) = job(&[]) else { return };
+    rig.retry_after("5s");
     let mut supervisor = rig.start();
     supervisor.snapshot();
     // Its numbers are above that.

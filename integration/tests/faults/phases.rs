@@ -14,7 +14,7 @@ use crate::rig::{Rig, Supervisor};
 
 /// The next attempt is so late that all was looked at before.
 fn retry_late(rig: &mut Rig) {
-    rig.set("SNAPSHOT_RETRY_AFTER", "2s");
+    rig.retry_after("3s");
 }
 
 /// A snapshot that fails with these words, then one by itself once the fault is gone ([`retry_late`]).
@@ -45,7 +45,7 @@ fn fails(rig: &Rig, supervisor: &mut Supervisor<'_>, ranks: usize, words: &[&str
     let image = supervisor.image();
     let manifest = image.manifest().unwrap();
     let waited = manifest.taken.signed_duration_since(said_at(&why));
-    assert!(soon || waited.num_milliseconds() >= 1990, "snapshot.retry-after is 2s: {waited}");
+    assert!(soon || waited.num_milliseconds() >= 2990, "snapshot.retry-after is 3s: {waited}");
     assert_eq!(manifest.tree.cuda.len(), ranks);
     supervisor.until("the image is in the store, and no draft of another", |rig| {
         rig.drafts().is_empty() && rig.folder().images().unwrap().iter().any(|stored| stored.id == image.id)
@@ -341,7 +341,8 @@ fn four_processes_are_frozen_and_restored_at_once() {
 
 #[test]
 fn a_process_that_somebody_else_has_locked_is_left_alone() {
-    let Some(rig) = Rig::new() else { return };
+    let Some(mut rig) = Rig::new() else { return };
+    rig.retry_after("5s");
     let mut supervisor = rig.start();
     supervisor.snapshot();
     let outer = supervisor.main_pid().to_string();

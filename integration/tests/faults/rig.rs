@@ -172,6 +172,13 @@ impl Rig {
         self.variable(&format!("REKINDLE_{key}"), value);
     }
 
+    /// When a snapshot that failed is tried again: later than what is looked at before.
+    pub(crate) fn retry_after(&mut self, pause: &str) {
+        for key in ["SNAPSHOT_RETRY_AFTER", "SNAPSHOT_RETRY_MAX"] {
+            self.set(key, pause);
+        }
+    }
+
     /// Uses `rekindle VERB j` instead of `run` from now on.
     pub(crate) fn instead(&mut self, verb: &str) {
         self.instead = Some(verb.to_owned());
@@ -416,6 +423,11 @@ impl Supervisor<'_> {
         self.rig.images().into_iter().find(|image| image.id == id).unwrap()
     }
 
+    /// What was logged so far is not waited for.
+    pub(crate) fn goes_to_the_end(&mut self) {
+        self.mark = self.rig.log().len();
+    }
+
     pub(crate) fn snapshot(&mut self) -> Image {
         self.ask();
         self.image()
@@ -430,7 +442,7 @@ impl Supervisor<'_> {
     /// Waits for an image of the job as it is now. An earlier one of a job that started slowly has neither its GPU
     /// memory nor its open output.
     pub(crate) fn image_from_now(&mut self) -> Image {
-        self.mark = self.rig.log().len();
+        self.goes_to_the_end();
         // One that began earlier may be named only now.
         self.snapshot();
         self.snapshot()

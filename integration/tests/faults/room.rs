@@ -158,15 +158,18 @@ fn a_freeze_that_fails_gives_up_what_is_not_copied_yet() {
 /// Its context may be of no use any more.
 #[test]
 fn a_process_whose_copy_had_failed_when_it_was_given_up_copies_no_more() {
-    let Some(rig) = job(8192) else { return };
+    let Some(mut rig) = job(8192) else { return };
+    rig.retry_after("5s");
     let mut supervisor = rig.start();
     supervisor.snapshot();
     let before = copiers(&rig);
     assert_eq!(before.len(), 1);
-    rig.standin.fault("fail-copier-out", "999");
-    rig.standin.fault("fail-checkpoint", "304 times=1 delay=500");
-    assert!(supervisor.failing_snapshot().contains("the job continues"));
-    rig.clear("fail-copier-out");
+    rig.standin.fault("fail-checkpoint", "hold");
+    rig.standin.fault("fail-copier-out", "999 times=1");
+    supervisor.ask();
+    supervisor.until("a copy has failed", |rig| !rig.standin.path().join("fail-copier-out").exists());
+    rig.standin.fault("fail-checkpoint", "304 times=1");
+    assert!(supervisor.said("the snapshot failed").contains("the job continues"));
     assert!(copiers(&rig).is_empty(), "{before:?}");
     assert_eq!(kept(&supervisor.snapshot()), PIECES * 16 * MIB);
     comes_back_and_ends(&rig, &mut supervisor);
@@ -203,7 +206,8 @@ fn room_for_a_part_is_used_for_that_part_and_without_room_the_job_waits() {
 
 #[test]
 fn a_copy_that_fails_or_whose_process_dies_behind_the_job_costs_one_snapshot() {
-    let Some(rig) = job(8192) else { return };
+    let Some(mut rig) = job(8192) else { return };
+    rig.retry_after("3s");
     let mut supervisor = rig.start();
     let mut newest = supervisor.snapshot().id;
     let faults = [

@@ -48,6 +48,7 @@ fn memory_that_has_not_changed_is_not_copied_from_the_gpu_again() {
     assert_eq!(same(&mut supervisor), [0, 80]);
     // From the file of the image before; then from the one that is to be overwritten.
     for _ in 0..3 {
+        supervisor.counts();
         let [same, all] = same(&mut supervisor);
         assert!((64..80).contains(&same) && all == 80, "{same} of {all}");
         supervisor.assert_unharmed(1);

@@ -96,7 +96,8 @@ fn ranks_that_may_use_only_some_gpus_are_told_that_no_others_will_do() {
 
 #[test]
 fn what_can_not_be_let_go_is_refused_in_words_and_the_job_goes_on() {
-    let Some(rig) = job(2, &[]) else { return };
+    let Some(mut rig) = job(2, &[]) else { return };
+    rig.retry_after("5s");
     let mut supervisor = rig.start();
     supervisor.ranks_count(2);
     supervisor.snapshot();

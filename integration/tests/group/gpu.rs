@@ -1,7 +1,6 @@
 //! Jobs that use CUDA, with the stand-in for the driver.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -137,8 +136,7 @@ fn no_rank_runs_before_all_are_restored_after_a_snapshot_that_failed() {
         "#!/bin/sh\n[ \"$1\" != --version ] && [ -e {fails}.$(hostname) ] && exit 1\nexec {real} \"$@\"\n",
         fails = fails.display()
     );
-    fs::write(&criu, script).unwrap();
-    fs::set_permissions(&criu, fs::Permissions::from_mode(0o755)).unwrap();
+    rekindle_testing::program(&criu, &script);
     lab.environment.push(("REKINDLE_CRIU".into(), criu.display().to_string()));
     lab.set("snapshot.interval", "\"off\"");
     lab.run_all();

@@ -45,6 +45,7 @@ fn a_rank_that_another_machine_has_is_named_and_the_group_runs_on() {
         return;
     }
     let mut lab = Lab::with_spare(2, ENDLESS);
+    lab.set("group.lease", "\"12s\"");
     lab.run_all();
     lab.said(0, "was stored in", 1);
     lab.set("group.wait", "\"6s\"");

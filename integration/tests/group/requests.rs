@@ -49,6 +49,7 @@ fn a_group_is_suspended_and_resumed_from_any_machine() {
         return;
     }
     let mut lab = Lab::new(3, ENDLESS);
+    lab.set("group.lease", "\"12s\"");
     lab.run_all();
     lab.said(0, STORED, 1);
     let (code, said) = lab.request(1, &["resume", "ring.1"]);
@@ -121,6 +122,7 @@ fn a_rule_that_gives_up_on_one_machine_ends_the_run_on_all_with_the_exit_code() 
     }
     let mut lab = Lab::new(2, ENDLESS);
     lab.set("rules", "[{ match = { signal = \"SIGSEGV\" }, action = \"give-up\" }]");
+    lab.set("group.lease", "\"12s\"");
     lab.run_all();
     lab.said(1, STORED, 1);
     kill(Pid::from_raw(lab.machines[1].process_of_job().expect("a process")), Signal::SIGSEGV).unwrap();

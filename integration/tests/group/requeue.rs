@@ -1,7 +1,6 @@
 //! `scheduler.requeue = "scontrol"`, with stand-ins for Slurm's commands: one machine asks, once, after all are done.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
 
 use nix::sys::signal::Signal;
 
@@ -15,8 +14,7 @@ fn lab(first: &str) -> Lab {
     let programs = lab.path("slurm");
     fs::create_dir(&programs).unwrap();
     let program = |name: &str, text: String| {
-        fs::write(programs.join(name), format!("#!/bin/sh\n{text}\n")).unwrap();
-        fs::set_permissions(programs.join(name), fs::Permissions::from_mode(0o755)).unwrap();
+        rekindle_testing::program(&programs.join(name), &format!("#!/bin/sh\n{text}\n"));
     };
     let (file, folder) = (file.display().to_string(), lab.path("").display().to_string());
     program("scontrol", format!("{first}\necho \"$@\" >>{file}").replace("FOLDER", &folder));

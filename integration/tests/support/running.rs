@@ -158,9 +158,9 @@ impl Running {
 
     /// A second request to stop: signals that come together are one.
     pub(crate) fn second_stop(&self, signal: Signal) {
-        // The time between them counts from when the first one was seen.
-        let seen = Instant::now();
-        while !self.err.text.get().contains("received SIG") && seen.elapsed() < LIMIT / 3 {
+        // The time between them counts from when the first one was seen. It was the same signal.
+        let (seen, received) = (Instant::now(), format!("received {signal}"));
+        while !self.err.text.get().contains(&received) && seen.elapsed() < LIMIT / 3 {
             std::thread::sleep(Duration::from_millis(10));
         }
         std::thread::sleep(Duration::from_millis(2100));

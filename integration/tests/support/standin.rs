@@ -193,12 +193,11 @@ impl Job {
         });
     }
 
-    /// Fails if the counter moves. A round may be under way: it ends within the grace.
+    /// Fails if the counter moves on. What a round does behind its last call may be under way, and ends.
     pub(crate) fn assert_stands(&self) {
-        std::thread::sleep(Duration::from_millis(50));
         let before = self.count();
-        std::thread::sleep(Duration::from_millis(150));
-        assert_eq!(self.count(), before, "the job goes on");
+        std::thread::sleep(Duration::from_millis(500));
+        assert!(self.count() <= before + 1, "the job goes on");
     }
 
     pub(crate) fn kill(&mut self) -> ExitStatus {

@@ -209,9 +209,7 @@ impl Lab {
     /// Writes an executable script.
     pub(crate) fn script(&self, name: &str, text: &str) -> PathBuf {
         let path = self.file(name);
-        let draft = self.file(&format!("{name}.draft"));
-        fs::write(&draft, format!("#!/bin/sh\n{text}\n")).unwrap();
-        self.install(&draft, &path);
+        rekindle_testing::program(&path, &format!("#!/bin/sh\n{text}\n"));
         path
     }
 

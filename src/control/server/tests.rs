@@ -161,7 +161,11 @@ fn a_client_that_goes_before_its_answer_is_forgotten() {
     let stand = Stand::new(Duration::from_millis(200));
     for _ in 0..CLIENTS + 10 {
         let mut caller = Caller::connect(stand.server.path()).unwrap();
-        caller.send(&Request::Snapshot(Snapshot::default())).unwrap();
+        match caller.send(&Request::Snapshot(Snapshot::default())) {
+            // The last ones may find that all places are taken, and are turned away.
+            Ok(()) | Err(client::Error::Ended) => {}
+            Err(error) => panic!("{error}"),
+        }
     }
     let began = Instant::now();
     while client::ask(stand.server.path(), &Request::Status, None).is_err() {

@@ -32,6 +32,12 @@ const LIMIT: Duration = Duration::from_secs(30);
 /// Time limit for the calls that end NCCL's kernels, of all processes together. They take 1 to 20 ms.
 const CALL_OFF: Duration = Duration::from_millis(200);
 
+/// [`CALL_OFF`], or the seconds that a test of a debug build sets.
+fn time_to_call_off() -> Duration {
+    let named = cfg!(debug_assertions).then(|| std::env::var("REKINDLE_TEST_CALL_OFF").ok()).flatten();
+    named.and_then(|seconds| seconds.parse().ok()).map_or(CALL_OFF, Duration::from_secs)
+}
+
 /// How long NCCL's kernels take to notice: they look at the abort flag every 10,000 turns of their loop, so within 10 ms.
 const KERNELS_END: Duration = Duration::from_millis(40);
 
@@ -47,9 +53,9 @@ pub(super) fn with_peers(pids: impl IntoIterator<Item = i32>) -> Vec<Ranks> {
 
 /// Stops these processes, and ends the NCCL kernels that wait for other ranks. They can only be killed then.
 pub(super) fn call_off(ranks: &[Ranks]) {
-    let began = Instant::now();
+    let (began, limit) = (Instant::now(), time_to_call_off());
     let mut done = 0;
-    for (pid, outcome) in parallel::at_once(ranks, |rank| (rank.pid(), rank.abort(CALL_OFF))) {
+    for (pid, outcome) in parallel::at_once(ranks, |rank| (rank.pid(), rank.abort(limit))) {
         match outcome {
             Ok(()) => done += 1,
             Err(error) => tracing::debug!(pid, "cannot abort the NCCL operations: {}", chain(&error)),

@@ -280,7 +280,7 @@ fn rotated(path: &Path) -> Vec<Signature> {
 const TRIES: usize = 100;
 const MOMENT: Duration = Duration::from_millis(1);
 /// Number of pauses after which a rotation is not waited for any longer.
-const LONGEST_ROTATION: usize = 1000;
+const LONGEST_ROTATION: usize = if cfg!(test) { 60_000 } else { 1000 };
 
 fn signature(meta: &Metadata) -> Signature {
     (meta.ino(), meta.mtime(), meta.mtime_nsec())

@@ -80,7 +80,13 @@ fn a_lease_lives_as_long_as_it_is_renewed() {
     assert!(client.txn(Txn::when([Compare::Lease(key("mine"), lease.id())])).unwrap().succeeded);
     std::thread::sleep(ttl * 3 / 2);
     assert_eq!(client.get(&key("mine")).unwrap().entries[0].lease, Some(lease.id()));
-    assert!(sure_for(&lease) > ttl / 3 && sure_for(&lease) <= ttl, "{:?}", sure_for(&lease));
+    // Over a whole interval of renewals, one of which may be late.
+    let looks = (0..25).map(|_| {
+        std::thread::sleep(Duration::from_millis(100));
+        sure_for(&lease)
+    });
+    let best = looks.max().unwrap();
+    assert!(best > ttl / 3 && best <= ttl, "{best:?}");
 
     // Another client ends it.
     cluster.control(0, &["lease", "revoke", &format!("{:x}", lease.id())]);

@@ -337,8 +337,9 @@ fn holds_a_lease() {
     let lease = client.lease(Duration::from_secs(8), move |it| sender.send(it).unwrap()).unwrap();
     let op = Op::Put { key: key("paused"), value: b"x".into(), lease: Some(lease.id()) };
     client.txn(Txn::default().then([op])).unwrap();
-    println!("\nready");
+    // Before the other one stops us.
     let mut last = since_boot();
+    println!("\nready");
     loop {
         std::thread::sleep(Duration::from_millis(10));
         let now = since_boot();

@@ -73,7 +73,7 @@ fn a_cable_is_out_at_first_and_leaves_nothing() {
     if !rekindle_testing::root() {
         return;
     }
-    let kind = Kind::Vxlan { vni: 77, port: 47901, local: [127, 0, 0, 1].into() };
+    let kind = Kind::Vxlan { vni: 77, port: 24790, local: [127, 0, 0, 1].into() };
     // The same VNI again: a drop removes the first device.
     for _ in 0..2 {
         let job = links::new_namespace().unwrap();
@@ -108,6 +108,12 @@ fn this_machine_has_what_a_group_needs_unless_the_port_is_taken() {
     let port = socket.local_addr().unwrap().port();
     assert!(matches!(check_machine(port), Err(Error::Port(taken)) if taken == port));
     drop(socket);
+    // A child of another test may have it until it executes its program.
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while std::net::UdpSocket::bind(("0.0.0.0", port)).is_err() {
+        assert!(Instant::now() < deadline, "the port stays taken");
+        std::thread::sleep(Duration::from_millis(5));
+    }
     check_machine(port).unwrap();
 }
 

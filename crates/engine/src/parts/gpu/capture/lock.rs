@@ -259,18 +259,23 @@ mod tests {
         // Rank 0 has started a kernel that does not end for 400 ms.
         world.ranks.lock().unwrap()[0].begun = 1;
         let began = Instant::now();
-        thread::scope(|scope| {
-            scope.spawn(|| {
+        let asked = thread::scope(|scope| {
+            let busy = scope.spawn(|| {
                 thread::sleep(Duration::from_millis(400));
-                world.ranks.lock().unwrap()[1].begun = 1;
+                let mut ranks = world.ranks.lock().unwrap();
+                let asked = ranks[0].locks;
+                ranks[1].begun = 1;
                 world.changed.notify_all();
+                asked
             });
             let limit = Duration::from_secs(20);
             let (locked, result) =
                 together(2, limit, Resting::LetGo, |at, left| world.lock(at, left), |at| world.unlock(at));
             assert_eq!((locked, result), (vec![true, true], Ok(())));
+            busy.join().unwrap()
         });
-        assert_eq!(world.locks()[0], 1, "what is asked for stays asked for");
+        // Once it has answered, it may have to wait for the other one.
+        assert_eq!(asked, 1, "what is asked for stays asked for");
         // 16, unless the thread above came late.
         let most = began.elapsed().as_millis() / BRIEF.as_millis();
         assert!(u128::from(world.locks()[1]) <= most, "{:?} of {most}", world.locks());
@@ -298,7 +303,7 @@ mod tests {
                 ends.lock().unwrap()[at] = Instant::now() + WORK;
                 Ok(())
             };
-            let (locked, result) = together(phases.len(), 25 * WORK, Resting::LetGo, lock, unlock);
+            let (locked, result) = together(phases.len(), 100 * WORK, Resting::LetGo, lock, unlock);
             assert_eq!((locked, result), (vec![true; phases.len()], Ok(())), "{phases:?}");
         }
     }
@@ -330,7 +335,7 @@ mod tests {
         let (locked, result) =
             together(2, limit, Resting::LetGo, |at, left| world.lock(at, left), |at| world.unlock(at));
         assert_eq!((locked[0], result), (false, Err("not ready")));
-        assert!(began.elapsed() >= limit && began.elapsed() < Duration::from_secs(5));
+        assert!(began.elapsed() >= limit && began.elapsed() < Duration::from_secs(20));
     }
 
     #[test]
