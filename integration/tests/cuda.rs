@@ -489,6 +489,15 @@ fn criu_refuses_a_running_process_and_brings_back_a_checkpointed_one() {
 
     process.lock(10 * SECOND).unwrap();
     process.checkpoint().unwrap();
+    // What it does behind its last call would be done twice.
+    let ticks = || rekindle_os::process::cpu_ticks(job.pid());
+    let sleeps = || rekindle_os::process::state(job.pid()) == Some('S');
+    wait_for("the job waits for CUDA", || {
+        let before = ticks();
+        let slept = sleeps();
+        thread::sleep(Duration::from_millis(100));
+        slept && sleeps() && ticks() == before
+    });
     let (dumped, log) = criu(&["dump", "--leave-running", "-t", &pid]);
     assert!(dumped, "{log}");
     let at_dump = job.count();

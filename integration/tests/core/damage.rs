@@ -9,10 +9,10 @@ use rekindle_store::options::Copies;
 use rekindle_store::pack::Unread;
 use rekindle_store::persist::{Bounds, Packing, Progress, persist};
 use rekindle_store::unpack::unpack;
-use rekindle_store::{BadWhy, Form, Image, Manifest, Share, State, check_packs};
+use rekindle_store::{BadWhy, Form, Image, Manifest, Share, State, Writer, check_packs};
 
 use crate::kinds::{count_on, finish, until_after_snapshot};
-use crate::supervisor::{Lab, Running};
+use crate::supervisor::{Lab, Running, wait_for};
 
 const JOB: &str = "fresh-2";
 
@@ -416,6 +416,9 @@ fn a_page_file_cut_short_is_refused_at_once() {
             let folder = lab.job();
             let lock = folder.lock().unwrap();
             forged = persist(&forged, &folder, &lock, &packing(), &Progress::default(), &|| false).unwrap();
+            drop(lock);
+            // A child of another test may hold it until it executes its program.
+            wait_for("the lock is free", || folder.writer().unwrap() == Writer::Nobody);
         }
         assert!(forged.verify().is_sound() && forged.form() == form);
         let mut run = again(&lab);
