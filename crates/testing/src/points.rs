@@ -2,7 +2,7 @@
 
 use std::ffi::OsStr;
 use std::io;
-use std::process::{Command, ExitStatus, Stdio};
+use std::process::{Command, ExitStatus};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -57,6 +57,9 @@ pub fn run(test: &str, fault: Fault, variables: &[(&str, &OsStr)]) -> ExitStatus
     };
     let mut command = Command::new(std::env::current_exe().expect("this test has a path"));
     command.args(["--exact", test, "--ignored", "--test-threads", "1"]).env(VARIABLE, text);
-    command.envs(variables.iter().copied()).stdout(Stdio::null()).stderr(Stdio::null());
-    command.status().expect("a test can be run")
+    let done = command.envs(variables.iter().copied()).output().expect("a test can be run");
+    if done.status.code().is_some_and(|code| code != 0) {
+        eprintln!("{}", String::from_utf8_lossy(&done.stdout));
+    }
+    done.status
 }

@@ -309,6 +309,8 @@ pub(crate) fn locked_soon(rig: &Rig, ranks: usize) {
 fn four_processes_are_frozen_and_restored_at_once() {
     const RANKS: usize = 4;
     const DELAY: Duration = Duration::from_millis(1500);
+    // One after the other they take longer each time; on a busy machine they may do so once.
+    const ATTEMPTS: usize = 4;
     let Some(mut rig) = Rig::new() else { return };
     rig.ranks(RANKS, &[]);
     let mut supervisor = rig.start();
@@ -317,24 +319,31 @@ fn four_processes_are_frozen_and_restored_at_once() {
         [("checkpoint", "checkpoint"), ("restore", "restore"), ("unlock", "unlock"), ("state", "check")]
     {
         let fault = format!("fail-{operation}");
-        rig.standin.fault(&fault, &format!("0 delay={}", DELAY.as_millis()));
-        let image = supervisor.snapshot();
-        rig.clear(&fault);
-        let phases = &image.manifest().unwrap().phases;
-        let took = Duration::from_micros(phases.iter().find(|it| it.phase == phase).unwrap().took_us);
-        // One after the other they would take longer.
-        assert!(took >= DELAY && took < DELAY * 4, "{operation} of {RANKS} processes took {took:?}");
-        supervisor.assert_unharmed(RANKS);
+        let at_once = (0..ATTEMPTS).any(|_| {
+            rig.standin.fault(&fault, &format!("0 delay={}", DELAY.as_millis()));
+            let image = supervisor.snapshot();
+            rig.clear(&fault);
+            let phases = &image.manifest().unwrap().phases;
+            let took = Duration::from_micros(phases.iter().find(|it| it.phase == phase).unwrap().took_us);
+            assert!(took >= DELAY, "{operation} of {RANKS} processes took {took:?}");
+            supervisor.assert_unharmed(RANKS);
+            took < DELAY * 4
+        });
+        assert!(at_once, "{operation} of {RANKS} processes");
     }
     let delay = DELAY * 3;
-    rig.standin.fault("fail-unlock", &format!("0 delay={}", delay.as_millis()));
-    let began = Instant::now();
-    supervisor.kill_job();
-    supervisor.said("the job was restored from image");
-    let took = began.elapsed();
-    rig.clear("fail-unlock");
-    assert!(took >= delay && took < delay * 4, "the restart took {took:?}");
-    supervisor.assert_unharmed(RANKS);
+    let at_once = (0..ATTEMPTS).any(|_| {
+        rig.standin.fault("fail-unlock", &format!("0 delay={}", delay.as_millis()));
+        let began = Instant::now();
+        supervisor.kill_job();
+        supervisor.said("the job was restored from image");
+        let took = began.elapsed();
+        rig.clear("fail-unlock");
+        assert!(took >= delay, "the restart took {took:?}");
+        supervisor.assert_unharmed(RANKS);
+        took < delay * 4
+    });
+    assert!(at_once, "the restart");
     supervisor.stop();
     rig.assert_sequence();
 }
