@@ -253,6 +253,7 @@ pub(crate) fn run(setup: Setup, early: Early) -> Result<Finish, Error> {
     }
     // Before the remaining output is shown: a stuck reader must not prevent the end from being recorded.
     owner.wrap_up(&finish);
+    // Whoever queues a job again goes by our exit code or our request: then a signal only ends the waiting.
     if !finish.is_queued_again() {
         signals::let_end_us();
     }

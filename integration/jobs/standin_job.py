@@ -7,8 +7,8 @@
                        [--occupy-ms N]
 
 Each round adds one to the counter in device memory, checks the counter and the pattern, and appends the counter to the
-file OUT. Ends with 0 at --until or once there is FILE of --finish, with 3 when the pattern differs, with 4 when the counter differs from the one that it
-keeps in host memory, with 5 when a CUDA call fails. --busy-ms runs a "kernel" of that length each round, so that a
+file OUT. Ends with 0 at --until or once there is FILE of --finish, with 3 when the pattern differs, with 4 when the
+counter differs from the one that it keeps in host memory, with 5 when a CUDA call fails. --busy-ms runs a "kernel" of that length each round, so that a
 shorter lock times out. --fork leaves a child behind that holds the device descriptor but does not use CUDA. --devices
 leaves one behind that has these two as a child of a real CUDA process has NVIDIA's, CONTROL open and MEMORY open and mapped,
 and writes to the file SEEN what it finds of them; --keep has the job itself hold one beside CUDA, and

@@ -18,8 +18,8 @@ MODE:
   churn     a new communicator in each step; a thousand in a hurry, then slowly
   background  communicators that do not block
 With --linked the functions are called by symbol, by way of the library of linked_to_libnccl.rs; without, by dlsym. While
-FILE of --never is there, the last rank starts nothing and makes FILE.stands; in the mode joins it does not join. Ends with 3 when a number is
-wrong, with 5 when a call fails, with 6 when a rank ends badly, unless --survive is given. With --second each rank first
+FILE of --never is there, the last rank starts nothing and makes FILE.stands; in the mode joins it does not join. Ends
+with 3 when a number is wrong, with 5 when a call fails, with 6 when a rank ends badly, unless --survive is given. With --second each rank first
 finds functions of another NCCL; with --scribble rank 0 writes random numbers to the table of the interposer all the time.
 With --static the functions are those of FILE, called by their addresses: as those of an NCCL that is linked statically,
 they have no symbols that a loader looks up. With --launch this process is no rank: all ranks are its children, and as soon

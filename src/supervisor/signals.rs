@@ -50,8 +50,7 @@ pub(super) fn hurry_up() -> Arc<AtomicBool> {
     hurried
 }
 
-/// From now on a signal that ends the waiting ends us. Not if the job is queued again: whoever does that goes by our exit
-/// code or our request.
+/// From now on a signal that ends the waiting ends us.
 pub(super) fn let_end_us() {
     inherited::let_end_us(&HURRY);
 }

@@ -118,10 +118,7 @@ fn a_user_runs_jobs_in_a_home_that_root_cannot_enter() {
     fs::create_dir(&home).unwrap();
     let nobody = nix::unistd::User::from_name("nobody").unwrap().unwrap();
     for (name, text, mode) in [("job", "#!/bin/sh\npwd; id -u; cat\n", 0o700), ("in", "input\n", 0o600)] {
-        fs::write(lab.path().join("draft"), text).unwrap();
-        // By another process: a file that a child of this one has open for writing meanwhile cannot be executed (ETXTBSY).
-        let copied = Command::new("cp").arg(lab.path().join("draft")).arg(home.join(name)).status().unwrap();
-        assert!(copied.success());
+        rekindle_testing::program(&home.join(name), text);
         fs::set_permissions(home.join(name), fs::Permissions::from_mode(mode)).unwrap();
         chown(home.join(name), Some(nobody.uid.as_raw()), None).unwrap();
     }

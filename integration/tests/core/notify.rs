@@ -112,10 +112,10 @@ fn a_service_whose_last_hook_takes_long_is_not_taken_for_stuck() {
 }
 
 /// Stops one thread, and the others not.
-struct Stuck(Child);
+pub(crate) struct Stuck(Child);
 
 impl Stuck {
-    fn thread(id: i32) -> Stuck {
+    pub(crate) fn thread(id: i32) -> Stuck {
         // PTRACE_SEIZE, PTRACE_INTERRUPT; the end of the tracer lets the thread go on.
         let script = format!(
             "import ctypes, os, sys\nc = ctypes.CDLL(None, use_errno=True)\nc.ptrace.argtypes = [ctypes.c_long] * 4\n\
@@ -130,7 +130,7 @@ impl Stuck {
         Stuck(child)
     }
 
-    fn let_go(mut self) {
+    pub(crate) fn let_go(mut self) {
         drop(self.0.stdin.take());
         self.0.wait().unwrap();
     }

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::Signal;
 
 use crate::kinds::{count_on, finish, until_after_snapshot};
+use crate::notify::Stuck;
 use crate::supervisor::{Lab, Running, assert_counts_up, comes, criu, numbers};
 
 fn again(lab: &Lab) -> Running {
@@ -176,6 +177,27 @@ fn signals_that_come_together_are_one_request() {
     let mut run = again(&lab);
     run.wait_said("the job was restored from image 000001");
     finish(&lab, run);
+}
+
+/// What counts is when they came.
+#[test]
+fn two_stops_are_two_though_a_busy_supervisor_handles_them_together() {
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab.set_file("criu.path", "criu");
+    // Neither ends it before the test gives up.
+    let lab = lab.set("snapshot.grace", "\"10m\"").set("snapshot.dump-timeout", "\"10m\"");
+    slow_criu(&lab, "slow");
+    let mut run = again(&lab);
+    count_on(&lab, &mut run, 5);
+    std::fs::write(lab.file("slow"), "").unwrap();
+    // The one that the state belongs to is the first.
+    let busy = Stuck::thread(run.pid());
+    run.signal(Signal::SIGTERM);
+    std::thread::sleep(Duration::from_secs(4));
+    run.signal(Signal::SIGTERM);
+    busy.let_go();
+    run.ends_with(143);
+    lab.assert_all_gone();
 }
 
 /// Ctrl-C and GNU timeout signal the whole process group: CRIU must not be in it.

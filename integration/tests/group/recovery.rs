@@ -256,7 +256,8 @@ fn a_machine_whose_network_has_smaller_packets_takes_the_place_of_another() {
     lab.completes(&[0, 2]);
 }
 
-/// The first rank accepts the connection of the second one when it is told to. Each ends with 0 if the other has received what it sent.
+/// The first rank accepts the connection of the second one when it is told to. Each ends with 0 if the other has received
+/// what it sent.
 const LATE: &str = r#"
 import os, socket, time
 here, first = os.environ["REKINDLE_GROUP_OWN"], os.environ["REKINDLE_GROUP_FIRST"]

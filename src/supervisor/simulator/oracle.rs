@@ -633,7 +633,9 @@ impl World {
             StartPoint::Image(id) if is_asked => {
                 // From now on it is one that was restored: it is tried again after a hang.
                 drop(copies);
-                self.oracle.failures.hangs.images.remove(&id);
+                if self.oracle.failures.hangs.images.remove(&id) {
+                    self.oracle_knows_image(id);
+                }
                 return;
             }
             StartPoint::Image(id) => Some(id),

@@ -200,6 +200,12 @@ impl World {
         }
     }
 
+    /// An image of a hang that the job goes back to because somebody asked for it: it is no progress later.
+    pub(super) fn oracle_knows_image(&mut self, id: ImageId) {
+        let account = &mut self.oracle.failures.ranks;
+        account.newest = account.newest.max(Some(id));
+    }
+
     /// A restart is announced.
     pub(super) fn check_wait(&mut self, after: Duration) {
         if std::mem::take(&mut self.oracle.failures.ranks.progress) && !after.is_zero() {

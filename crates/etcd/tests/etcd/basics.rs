@@ -80,7 +80,7 @@ fn a_lease_lives_as_long_as_it_is_renewed() {
     assert!(client.txn(Txn::when([Compare::Lease(key("mine"), lease.id())])).unwrap().succeeded);
     std::thread::sleep(ttl * 3 / 2);
     assert_eq!(client.get(&key("mine")).unwrap().entries[0].lease, Some(lease.id()));
-    // Over a whole interval of renewals, one of which may be late.
+    // A renewal may be late, so the best moment between two of them counts.
     let looks = (0..25).map(|_| {
         std::thread::sleep(Duration::from_millis(100));
         sure_for(&lease)
